@@ -21,9 +21,9 @@
 //
 // [sink.FullState] returns the simplest sink, which receives all services in each call. A
 // sink that implements Sync receives only the changed services, each with its view before
-// and after the change. The field New is nil for a deleted service. At the start, a pass
-// delivers all services. At the end of a pass (Last), the sink prunes the entries of all
-// services that the pass did not deliver:
+// and after the change. For a deleted service, the view after the change is nil. At the
+// start, a pass delivers all services. At the end of a pass (Last), the sink prunes the
+// entries of all services that the pass did not deliver:
 //
 //	func (m *frontendMap) Sync(_ context.Context, c *sink.Changes) error {
 //		m.pass.Begin(c)
@@ -48,7 +48,7 @@
 // and endpoints. The order of its calls ensures that no two services claim an address at
 // the same time, even after failures. Package sinktest helps to test all kinds of sinks.
 //
-// To run several sinks, list them in [Options]. Each has its own driver and settings:
+// To run several sinks, list them in [Options]. Each sink has a driver and settings:
 //
 //	p, err := kpng.New(kpng.Options{Sinks: []kpng.Sink{
 //		{Sink: tables, Options: sink.Options{Name: "tables", MinInterval: time.Second}},
@@ -67,7 +67,7 @@
 //
 // Sinks receive nothing until services, endpoint slices and nodes have all been read
 // once. If the API server becomes unreachable after that, the dataplane keeps its state.
-// When the API server is back, the sinks receive the differences. Sinks do not receive
-// changes that do not affect this node's view of any service. The cost of a change
-// depends on the services that it affects, not on the total number of services.
+// When the API server is back, the sinks receive the differences. Sinks receive only
+// changes that affect this node's view of a service. The cost of a change depends on the
+// services that it affects, not on the total number of services.
 package kpng

@@ -28,8 +28,8 @@ func show(_ context.Context, services []*api.ServiceEndpoints) error {
 	return nil
 }
 
-// This proxy programs the services of manifests once, then ends. Without Manifests it
-// reads from the API server. Without Once it follows changes until its context ends.
+// This proxy programs the services of manifests once, then ends. If Manifests is empty,
+// it reads from the API server. If Once is false, it runs until its context ends.
 func Example() {
 	err := kpng.Run(context.Background(), kpng.Options{
 		Manifests: "examples/demo.yaml",
@@ -61,7 +61,7 @@ func ExampleProxy() {
 	ctx, stop := context.WithCancel(context.Background())
 	ended := make(chan error)
 	go func() { ended <- p.Run(ctx) }()
-	if err := p.WaitSynced(ctx); err != nil { // services work when this returns
+	if err := p.WaitSynced(ctx); err != nil { // services work when WaitSynced returns
 		log.Fatal(err)
 	}
 	answer := httptest.NewRecorder()

@@ -55,11 +55,11 @@ type Options struct {
 }
 
 // Sink combines a sink with the settings of its driver. Each sink has its own driver, so
-// a slow or failing sink does not delay the others.
+// a slow or failing sink does not delay other sinks.
 type Sink struct {
 	Sink sink.Sink
 	// Options are the driver's settings. Names of sinks must differ; by default they are
-	// numbers. If all sinks have Once, the proxy ends when every sink is done.
+	// numbers. If Once is set for all sinks, the proxy ends when every sink is done.
 	Options sink.Options
 }
 
@@ -160,14 +160,14 @@ func Run(ctx context.Context, opts Options, sinks ...sink.Sink) error {
 	return p.Run(ctx)
 }
 
-// Run drives the sinks until ctx ends and then returns nil. If all sinks have
-// Options.Once, Run returns nil when all are done, or the cause of ctx if ctx ends
-// earlier.
+// Run drives the sinks until ctx ends and then returns nil. If Options.Once is set for
+// all sinks, Run returns nil when all are done, or the cause of ctx if ctx ends earlier.
 //
 // Run returns an error if a sink cannot start. If the manifests cannot be read at the
 // start, it starts no sink and returns an error. With Once, it also returns an error if
 // the API server refuses a request. If sinks fail to stop, it returns their joined
-// errors. Run logs all later failures and tries again. The dataplane keeps its state.
+// errors. Run logs all later failures and tries again. Meanwhile the dataplane keeps its
+// state.
 //
 // A Proxy runs only once.
 func (p *Proxy) Run(ctx context.Context) error {
@@ -257,7 +257,7 @@ func (p *Proxy) Health() health.Report {
 
 // StartOver makes every sink receive all services again, in a pass. Call it when the
 // dataplane has lost its state, for example when a switch has restarted. StartOver
-// returns immediately. A sink's pass begins as soon as none of its Syncs runs.
+// returns immediately. The pass of a sink begins as soon as no Sync of this sink runs.
 func (p *Proxy) StartOver() {
 	for _, d := range p.drivers {
 		d.StartOver()

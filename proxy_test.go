@@ -194,7 +194,7 @@ func TestStartOverAndWaitSynced(t *testing.T) {
 	}
 	ended := make(chan error)
 	go func() { ended <- p.Run(ctx) }()
-	if err := p.WaitSynced(ctx); err != nil { // must return although one service fails
+	if err := p.WaitSynced(ctx); err != nil { // WaitSynced must return, although one service fails
 		t.Error(err)
 	}
 	<-passes

@@ -21,15 +21,15 @@ type Service struct {
 	IPs  ServiceIPs
 
 	// AllPorts makes this an all-ports service. Traffic of any protocol and port to its
-	// addresses is sent to an endpoint; protocol and port stay the same. The Kubernetes
-	// API has no such field; a source sets it at the user's request. JSON and the wire
-	// call it MapIP.
+	// addresses is sent to an endpoint; protocol and port stay the same. The Kubernetes API
+	// has no such field; a source sets it at the user's request. JSON and the wire call the
+	// field MapIP.
 	AllPorts bool          `json:"MapIP,omitempty"`
 	Ports    []PortMapping `json:",omitempty"`
 
-	// ExternalTrafficToLocal is externalTrafficPolicy: Local.
+	// ExternalTrafficToLocal reports whether externalTrafficPolicy is Local.
 	ExternalTrafficToLocal bool `json:",omitempty"`
-	// InternalTrafficToLocal is internalTrafficPolicy: Local.
+	// InternalTrafficToLocal reports whether internalTrafficPolicy is Local.
 	InternalTrafficToLocal bool `json:",omitempty"`
 	// HealthCheckNodePort is the port, 1 to 65535, on which every node answers a load
 	// balancer's health checks. 0 means none.
@@ -39,19 +39,19 @@ type Service struct {
 	Labels      map[string]string `json:",omitempty"`
 	Annotations map[string]string `json:",omitempty"`
 
-	// SourceRanges limit which clients may use an address of the service. An address in
-	// no entry is open to all clients. JSON and the wire call the field IPFilters.
+	// SourceRanges limit which clients may use an address of the service. All clients may
+	// use an address that is in no entry. JSON and the wire call the field IPFilters.
 	SourceRanges    []SourceRanges  `json:"IPFilters,omitempty"`
 	SessionAffinity SessionAffinity `json:",omitzero"`
 
-	// LoadBalancerClass is spec.loadBalancerClass, the implementation of the load balancer
-	// for a service of type LoadBalancer. Empty means the cluster's default.
+	// LoadBalancerClass is spec.loadBalancerClass. It names the implementation of the load
+	// balancer for a service of type LoadBalancer. Empty means the cluster's default.
 	LoadBalancerClass string `json:",omitempty"`
 
 	// UID distinguishes a service from a deleted one with the same name.
 	UID types.UID `json:",omitempty"`
-	// Created is metadata.creationTimestamp. If two services claim the same address and
-	// port, and both use the same kind of address, the older service wins.
+	// Created is metadata.creationTimestamp. If two services claim the same address and port
+	// as the same kind of address, such as an external IP, the older service wins.
 	Created time.Time `json:",omitzero"`
 	// IPFamilies is spec.ipFamilies: the families in which the service is served, the
 	// preferred one first. If it is empty, see the method Families.
@@ -73,18 +73,18 @@ const (
 type ServiceIPs struct {
 	ClusterIPs  IPSet
 	ExternalIPs IPSet `json:",omitzero"`
-	// Headless reports whether the service has no cluster IP by request (clusterIP: None).
+	// Headless reports whether clusterIP is None, so that the service has no cluster IP.
 	Headless bool `json:",omitempty"`
-	// LoadBalancerIPs are the ingress addresses with ipMode VIP or unset (KEP 1860). The
-	// load balancer does not change the destination of packets to them.
+	// LoadBalancerIPs are the ingress addresses whose ipMode is VIP or unset (KEP 1860). The
+	// load balancer does not change the destination of packets to these addresses.
 	LoadBalancerIPs IPSet `json:",omitzero"`
-	// ProxiedIPs are the ingress addresses with ipMode Proxy. They have no frontend,
+	// ProxiedIPs are the ingress addresses whose ipMode is Proxy. They have no frontend,
 	// because the load balancer replaces the destination of the packets that it forwards.
 	ProxiedIPs IPSet `json:",omitzero"`
 }
 
-// Protocol is a transport protocol. Its number is the one in kpng's messages, not the
-// IANA protocol number.
+// Protocol is a transport protocol. Its values are the numbers in kpng's messages, not
+// IANA protocol numbers.
 type Protocol int32
 
 // The protocols. UnknownProtocol stands for protocols that this version does not know. A

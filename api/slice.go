@@ -16,8 +16,8 @@ import (
 type EndpointSlice struct {
 	Namespace string `json:",omitempty"`
 	Name      string `json:",omitempty"`
-	// ServiceName is the value of the label kubernetes.io/service-name. It names the
-	// slice's service, in the same namespace.
+	// ServiceName is the value of the label kubernetes.io/service-name. It names the slice's
+	// service, which is in the same namespace.
 	ServiceName string `json:",omitempty"`
 	// Labels holds the labels that the source is configured to keep.
 	Labels map[string]string `json:",omitempty"`

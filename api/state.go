@@ -17,12 +17,12 @@ type ServiceState struct {
 	Service *Service `json:",omitempty"`
 	// Slices are the service's EndpointSlices, sorted by name.
 	Slices []*EndpointSlice `json:",omitempty"`
-	// Lost are the service's claims that another service owns, sorted.
+	// Lost has the service's claims that another service owns, in sorted order.
 	Lost []LostClaim `json:",omitempty"`
 }
 
 // FindSlice returns the index in Slices of the slice with this name, and true. If there
-// is none, it returns the index at which to insert it, and false.
+// is no such slice, it returns the index at which to insert the slice, and false.
 func (s *ServiceState) FindSlice(name string) (int, bool) {
 	return slices.BinarySearchFunc(s.Slices, name, func(s *EndpointSlice, name string) int { return strings.Compare(s.Name, name) })
 }
@@ -36,8 +36,8 @@ type Claim struct {
 	Port     int32      `json:",omitempty"`
 }
 
-// LostClaim is a claim that another service owns. The kind of the owner's address ranks
-// higher (cluster IP before load-balancer IP before external IP), or the kinds are equal
+// LostClaim is a claim that another service owns. The owner's kind of address ranks
+// higher (cluster IP before load-balancer IP before external IP), or both kinds are equal
 // and the owner is older.
 type LostClaim struct {
 	Claim

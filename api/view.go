@@ -19,13 +19,13 @@ type ServiceEndpoints struct {
 	// Endpoints are the endpoints on at least one of this node's lists (see [Scopes]). They
 	// are in the order of [Endpoint.Compare].
 	Endpoints []Endpoint
-	// Draining are endpoints that serve but are on none of the lists. They receive no new
-	// connections and keep existing ones. They are sorted like Endpoints.
+	// Draining has the endpoints that serve but are on none of the lists. They receive no
+	// new connections and keep existing ones. They are sorted like Endpoints.
 	Draining []Endpoint `json:",omitempty"`
-	// Unusable are the service ports and families that have no usable endpoint in the
+	// Unusable has the pairs of service port and family without a usable endpoint in the
 	// whole cluster. Their frontends reject connections.
 	Unusable []PortFamily `json:",omitempty"`
-	// Lost are the service's claims that another service owns.
+	// Lost has the service's claims that another service owns.
 	Lost []LostClaim `json:",omitempty"`
 }
 
@@ -64,7 +64,7 @@ type Endpoint struct {
 	// Scopes are the lists that contain the endpoint for at least one service port.
 	Scopes Scopes `json:",omitzero"`
 	// PortScopes is set if the lists differ between service ports. It has an entry for each
-	// port for which the endpoint is on a list. ScopesOf reads it.
+	// port for which the endpoint is on a list. The method ScopesOf reads PortScopes.
 	PortScopes []PortScopes `json:",omitempty"`
 
 	NodeName string `json:",omitempty"`
@@ -108,7 +108,7 @@ func (e *Endpoint) UnmarshalJSON(text []byte) error {
 	return nil
 }
 
-// Scopes says on which lists an endpoint is. Each list is for one kind of traffic.
+// Scopes says which lists contain an endpoint. Each list is for one kind of traffic.
 type Scopes struct {
 	// Internal is the list for traffic to cluster IPs. It depends on
 	// internalTrafficPolicy.

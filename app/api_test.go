@@ -19,8 +19,8 @@ import (
 	"github.com/kpng-project/kpng/watcher/file"
 )
 
-// serveDemo starts a kpng server with those demo services that have this service-proxy
-// name. It returns the server's address.
+// serveDemo starts a kpng server with the demo services whose service-proxy name is
+// proxyName. It returns the server's address.
 func serveDemo(t *testing.T, proxyName string) (address string) {
 	t.Helper()
 	state := cluster.New(cluster.Options{})

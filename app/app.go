@@ -56,8 +56,8 @@ func Main(s sink.Sink) {
 }
 
 // Command returns a command that runs s until its context ends. The caller may add a
-// description and flags, change defaults, and make it part of a larger command. If s is a
-// [sink.Cleaner], the command has the flag --cleanup.
+// description and flags, change defaults, and make the command part of a larger one. If s
+// is a [sink.Cleaner], the command has the flag --cleanup.
 func Command(name string, s sink.Sink) *cobra.Command {
 	var source Source
 	cmd := source.Command(name, s)
@@ -87,10 +87,10 @@ func AddCleanup(cmd *cobra.Command, s sink.Cleaner) {
 	}
 }
 
-// Command returns a command that delivers the services of s for this node to target. It
-// succeeds when its context ends or, with --once, when everything has been programmed
-// once. The name is used for the command, and for the sink in logs and metrics. To add
-// the flags of the source, the caller calls a Register method of s.
+// Command returns a command that gets services from s and delivers this node's view of
+// them to target. The command succeeds when its context ends or, with --once, when
+// everything has been programmed once. The name is used for the command, and for the sink
+// in logs and metrics. The caller adds the source's flags with a Register method of s.
 func (s *Source) Command(name string, target sink.Sink) *cobra.Command {
 	var (
 		flags   sinkFlags
@@ -140,10 +140,10 @@ func configure(s any) error {
 	return nil
 }
 
-// run delivers the services of source for this node to s and returns nil when ctx ends.
-// With --once, it returns when everything has been programmed once. Logs and metrics
-// identify the sink by name. If s is a [prometheus.Collector], its metrics are exported
-// too.
+// run gets services from source and delivers this node's view of them to s. It returns
+// nil when ctx ends. With --once, it returns when everything has been programmed once.
+// Logs and metrics identify the sink by name. If s is a [prometheus.Collector], its
+// metrics are exported too.
 func (f *sinkFlags) run(ctx context.Context, name string, source *Source, serving *Serving, s sink.Sink) error {
 	registry := prometheus.NewRegistry()
 	collected, err := metrics.New(registry, metrics.Options{KubeProxy: f.kubeProxyMetrics})
@@ -194,8 +194,8 @@ func (f *sinkFlags) run(ctx context.Context, name string, source *Source, servin
 	return serving.Run(ctx, p.Health, registry, run)
 }
 
-// Companion is implemented by a sink with companions. These are further sinks with
-// drivers of their own; if one of them fails, the others continue. In logs and metrics,
+// Companion is implemented by a sink with companions. Companions are further sinks with
+// drivers of their own. If one sink fails, the other sinks continue. In logs and metrics,
 // the sink itself is NAME0, and its companions are NAME1, NAME2 and so on.
 type Companion interface {
 	// Companions returns the other sinks. The function healthy reports whether every service

@@ -35,7 +35,7 @@ func RegisterLogging(fs *pflag.FlagSet) {
 func Execute(cmd *cobra.Command) {
 	const streamingLists = "KUBE_FEATURE_WatchListClient"
 	if _, set := os.LookupEnv(streamingLists); !set {
-		os.Setenv(streamingLists, "true") // client-go reads the variable at its first list
+		os.Setenv(streamingLists, "true") // client-go reads the variable when it first lists objects
 	}
 	err := host(cmd)
 	klog.Flush()
@@ -73,7 +73,7 @@ func host(cmd *cobra.Command) error {
 	return err
 }
 
-// A service runs a command under a service manager, which does not read standard error.
+// The type service opens a command's log and runs the command under a service manager.
 type service struct {
 	openLog func(name string) (io.Writer, error)
 	run     func(*cobra.Command) error
@@ -86,8 +86,8 @@ func untilSignal(cmd *cobra.Command) error {
 	return cmd.ExecuteContext(ctx)
 }
 
-// hosting has the flags that the program reads before cobra parses all flags: cobra's
-// errors go to the log file, and a service manager waits only a short time for the start.
+// hosting has two flags that the program needs before cobra parses all flags: cobra's
+// errors go to the log file, and a Windows service must start within a short time.
 type hosting struct {
 	logFile        nonEmpty
 	windowsService bool

@@ -20,9 +20,9 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// Source is the source of services that the flags select. Call one of the Register
-// methods before any other method. The method Register adds the flags of all kinds of
-// sources. RegisterKube, RegisterManifests and RegisterAPI add the flags of one kind.
+// Source is where a command gets services from. The command's flags select the source.
+// Call one of the Register methods first. The method Register adds the flags of all kinds
+// of sources. RegisterKube, RegisterManifests and RegisterAPI add the flags of one kind.
 type Source struct {
 	kubeconfig, manifests nonEmpty
 
@@ -35,7 +35,7 @@ type Source struct {
 
 // Register adds the flags of all kinds of sources to cmd. The user may set flags of one
 // kind only. By default, the source is the API server, with the pod's service account or
-// kubectl's configuration. With allPorts, Register also calls RegisterAllPorts.
+// kubectl's configuration. If allPorts is true, Register also calls RegisterAllPorts.
 func (s *Source) Register(cmd *cobra.Command, allPorts bool) {
 	own := pflag.NewFlagSet("", pflag.ContinueOnError)
 	own.SortFlags = false
@@ -47,7 +47,7 @@ func (s *Source) Register(cmd *cobra.Command, allPorts bool) {
 	cmd.Flags().AddFlagSet(own)
 	s.api.register(cmd.Flags())
 	cmd.MarkFlagsMutuallyExclusive("kubeconfig", "manifests")
-	// With --api, the server selects the services.
+	// With --api, a kpng server selects the services, so the flags in own have no effect.
 	own.VisitAll(func(f *pflag.Flag) { cmd.MarkFlagsMutuallyExclusive("api", f.Name) })
 }
 
@@ -219,8 +219,8 @@ func (f *apiFlags) get() (transport.DialOptions, error) {
 	return opts, nil
 }
 
-// nonEmpty is the value of a flag that must not be empty. An empty value may come from an
-// unset shell variable, so the default could be wrong. The type implements pflag.Value.
+// nonEmpty is a pflag.Value that rejects an empty value. An empty value may come from an
+// unset shell variable, and the user may not want the flag's default.
 type nonEmpty string
 
 func (g *nonEmpty) Set(s string) error {

@@ -136,9 +136,9 @@ type outcome struct {
 }
 
 // replace replaces the claims of a service's old version by the claims of its new
-// version. One version may be nil. It returns the outcomes that change: claims that new
-// has lost, and claims that other services have won or lost. The bool says whether the
-// claims differ.
+// version. One version may be nil. It returns the outcomes that change: claims that the
+// new version has lost, and claims that other services have won or lost. The bool says
+// whether the claims of both versions differ.
 func (c *claims) replace(old, new *api.Service) ([]outcome, bool) {
 	before, after := claimsOf(old), claimsOf(new)
 	same := old != nil && new != nil && old.Created.Equal(new.Created) && slices.Equal(before, after)

@@ -31,7 +31,7 @@ func Example() {
 		cursor.Advance(snapshot.States)
 		revision = snapshot.Revision
 
-		// Meanwhile, a watcher writes.
+		// Before the next read, a watcher adds a service.
 		state.Update(func(tx *cluster.Tx) { tx.SetService(&api.Service{Namespace: "default", Name: name}) })
 	}
 

@@ -19,12 +19,12 @@ type State struct {
 	services *diffstore.Store[types.NamespacedName, *api.Service]
 	slices   *diffstore.Store[types.NamespacedName, *api.EndpointSlice]
 	nodes    *diffstore.Store[string, *api.Node]
-	// The store states joins services, slices and claims. An entry gets a new revision if
-	// the service, its slices or its lost claims change. Readers follow these revisions.
+	// Readers follow this store of joined states. An entry gets a new revision if the
+	// service, its slices or its lost claims change.
 	states *diffstore.Store[types.NamespacedName, *api.ServiceState]
 	claims claims
-	// The store stale has an entry while the state is stale. A change of this store wakes
-	// readers like any other change.
+	// The field stale is a store that has an entry while the state is stale. Changes of this
+	// store wake readers, too.
 	stale *diffstore.Store[string, bool]
 
 	revisions *diffstore.Revisions
@@ -46,9 +46,9 @@ var _ Reader = (*State)(nil)
 
 // Options configure a State. The zero value is right if all readers are in this process.
 type Options struct {
-	// Resumable keeps deletions even if no cursor needs them, within diffstore's limits.
-	// Servers set it for remote readers that resume from a revision. Without Resumable, a
-	// remote reader has to start over after any deletion.
+	// With Resumable, the state keeps deletions even if no cursor needs them, within
+	// diffstore's limits. Servers set it for remote readers that resume from a revision.
+	// Without Resumable, a remote reader has to start over after any deletion.
 	Resumable bool
 }
 
@@ -74,7 +74,7 @@ func newStore[K, V any](s *State, opts Options, compare func(a, b K) int, equal 
 }
 
 // Update calls the function write and commits its changes together: readers see all of
-// them or none. If the function panics, readers see its changes up to the panic. The
+// them or none. If the function panics, readers see the changes that it made before. The
 // function may call the methods of tx, but no other method of the State.
 func (s *State) Update(write func(tx *Tx)) {
 	s.mu.Lock()
@@ -83,7 +83,7 @@ func (s *State) Update(write func(tx *Tx)) {
 	write(&Tx{s})
 }
 
-// commit ends an Update. The parameter before is the last revision before the Update.
+// commit ends an Update. It does nothing if the Update made no change.
 func (s *State) commit(before diffstore.Revision) {
 	if s.revisions.Last() == before {
 		return
@@ -94,9 +94,9 @@ func (s *State) commit(before diffstore.Revision) {
 	}
 }
 
-// SetSynced marks the state as complete: the whole cluster was written once. Channels of
-// Changed stay open until then. Otherwise a reader might delete dataplane entries of
-// services that are not written yet. Further calls of SetSynced have no effect.
+// SetSynced marks the state as complete: the whole cluster was written once. The channels
+// that Changed returns stay open until then. Otherwise a reader might delete dataplane
+// entries of services that are not written yet. Further calls have no effect.
 func (s *State) SetSynced() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -127,7 +127,7 @@ func (s *State) wake() {
 }
 
 // Changed returns a channel that is closed when the state is synced and its revision
-// differs from since. No state has revision 0, so a reader without a state passes 0.
+// differs from the given revision. A reader without a state passes 0.
 func (s *State) Changed(since diffstore.Revision) <-chan struct{} {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -193,7 +193,7 @@ func (s *State) serviceChanged(key types.NamespacedName, old, new *api.Service) 
 	s.setState(key, state)
 }
 
-// updateLost returns the sorted lost claims of a service after these outcomes.
+// updateLost applies the outcomes of a service's claims to its sorted lost claims.
 func updateLost(lost []api.LostClaim, outcomes []outcome) []api.LostClaim {
 	lost = slices.Clone(lost)
 	for _, o := range outcomes {
@@ -211,8 +211,8 @@ func updateLost(lost []api.LostClaim, outcomes []outcome) []api.LostClaim {
 	return lost
 }
 
-// sliceChanged moves a slice from the state of its old service to the state of its new
-// one. Usually both are the same service.
+// sliceChanged moves a slice from the state of its old service to that of its new
+// service. Usually both are the same service.
 func (s *State) sliceChanged(key types.NamespacedName, old, new *api.EndpointSlice) {
 	if old != nil && (new == nil || old.ServiceName != new.ServiceName) {
 		state := s.state(old.ServiceKey())

@@ -11,8 +11,8 @@ import (
 )
 
 // TestConcurrentUse runs writers, snapshot readers and cursors concurrently. The race
-// detector also finds an invalid use of BTreeG.Clone: a clone during a write or another
-// clone, or a write to a clone.
+// detector also finds calls of BTreeG.Clone during a write or another Clone, and writes
+// to a clone.
 func TestConcurrentUse(t *testing.T) {
 	const writers, readers, followers, writes = 4, 4, 4, 1500
 	s := New(Options[int, int]{

@@ -17,8 +17,8 @@ type Cursor[K, V any] struct {
 	// acknowledged is the snapshot that the reader has, or nil if it has to start over.
 	acknowledged *Snapshot[K, V]
 	// held is the snapshot after which the store keeps deletions for this reader. It is the
-	// acknowledged snapshot or, while the reader starts over, the snapshot that it received.
-	// It is nil if the store keeps no deletions for this reader.
+	// acknowledged snapshot or, while the reader starts over, the snapshot that the reader
+	// received. It is nil if the store keeps no deletions for this reader.
 	held *Snapshot[K, V]
 }
 
@@ -31,7 +31,7 @@ func (s *Store[K, V]) NewCursor() *Cursor[K, V] {
 }
 
 // Until returns the delta from the reader's position to a snapshot of the store, usually
-// the latest. Only [Cursor.Advance] moves the position. Until the next Advance, each
+// the latest. Only [Cursor.Advance] moves the position. Before the next Advance, each
 // further delta includes the same changes, merged with later changes. For a snapshot
 // older than the position, the delta has no changes.
 //
@@ -53,9 +53,9 @@ func (c *Cursor[K, V]) Until(to *Snapshot[K, V]) Delta[K, V] {
 	}
 }
 
-// Advance moves the position to a snapshot that the reader has, from [Cursor.Until] or
-// from elsewhere. It ignores a snapshot older than the position. If the snapshot is too
-// old (see Memory in the package comment), the reader starts over.
+// Advance moves the position to a snapshot that the reader has read. The snapshot need
+// not come from [Cursor.Until]. Advance ignores a snapshot older than the position. If
+// the snapshot is too old (see Memory in the package comment), the reader starts over.
 //
 // It panics if the snapshot belongs to another store.
 func (c *Cursor[K, V]) Advance(to *Snapshot[K, V]) {

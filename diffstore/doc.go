@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package diffstore keeps ordered state and returns the changes since an earlier point,
-// at a cost that depends on the changes and not on the state.
+// at a cost that depends on the number of changes, not on the size of the state.
 //
 // A [Store] maps keys to values. Every change has a [Revision] of its own; setting an
 // equal value is not a change. Readers never wait for each other. They take a [Snapshot]
@@ -15,7 +15,7 @@
 //	store.Replace(maps.All(listing)) // records only what differs from the last listing
 //
 // A reader that follows the store has a [Cursor]. The reader receives the [Delta] between
-// the snapshot that it last acknowledged and a later one. Sometimes it has to start over:
+// the snapshot that it last acknowledged and a later snapshot. It may have to start over:
 //
 //	cursor := store.NewCursor()
 //	defer cursor.Close()
@@ -36,10 +36,10 @@
 //
 // # Several stores
 //
-// Stores that share one [Revisions] have one order of changes. For a consistent view of
-// several stores, a program needs its own mutex. It holds the mutex while it writes to
-// the stores, and while it takes a snapshot of each store. A reader then has one cursor
-// per store. If it has to start over with one store, it starts over with all of them.
+// Stores that share one [Revisions] counter have one order of changes. For a consistent
+// view of several stores, a program needs its own mutex. It holds the mutex while it
+// writes to the stores, and while it takes a snapshot of each store. A reader then has
+// one cursor per store. If it has to start over with one store, it starts over with all.
 //
 // # Memory
 //

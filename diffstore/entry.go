@@ -4,14 +4,14 @@ package diffstore
 
 import "github.com/google/btree"
 
-// degree is the degree of the B-trees. It limits their nodes to 63 entries. A write
-// copies at most half a kilobyte per node that a snapshot shares.
+// degree is the degree of the B-trees. It limits their nodes to 63 entries, so that a
+// write copies at most half a kilobyte of each node that a snapshot shares.
 const degree = 32
 
 // entry is a key with its value, or the tombstone of a key.
 type entry[K, V any] struct {
-	// Readers read key and value without a lock. The two never change once the entry is in a
-	// tree.
+	// Readers read key and value without a lock. These two never change after the entry was
+	// put into a tree.
 	key      K
 	value    V // zero for a tombstone
 	revision Revision

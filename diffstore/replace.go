@@ -7,8 +7,8 @@ import (
 	"slices"
 )
 
-// replace compares the whole listing with the store before it writes. So only the last
-// value of a key in the listing counts, and only if the store has another value.
+// replace compares the whole listing with the store before it writes. For each key, it
+// writes only the last value in the listing, and only if the store has a different value.
 func (s *Store[K, V]) replace(listing iter.Seq2[K, V]) int {
 	before := s.recorded
 	s.listings++

@@ -50,7 +50,7 @@ func (s *Snapshot[K, V]) After(key K) iter.Seq2[K, V] {
 }
 
 // Since returns the keys that were set or deleted after a revision, each once, in the
-// order of their last changes. The value is the current one, or zero for a deleted key. A
+// order of their last changes. Its value is the present one, or zero for a deleted key. A
 // reader that applies the changes to the state at that revision gets the state of the
 // snapshot. A change may have no net effect: a key may have been set and deleted again.
 //
@@ -76,8 +76,8 @@ func (s *Snapshot[K, V]) yieldSince(revision Revision, yield func(*entry[K, V]) 
 // Delta is the difference between two snapshots, as [Cursor.Until] returns it. It remains
 // valid when the cursor moves or closes.
 type Delta[K, V any] struct {
-	// Old is the snapshot that the reader last acknowledged. If it is nil, the reader has to
-	// start over: it replaces its state by all of New.
+	// Old is the snapshot that the reader last acknowledged. If Old is nil, the reader has
+	// to start over, and replaces its state by all of New.
 	Old *Snapshot[K, V]
 	// New is the reader's state after this delta. The reader acknowledges it with
 	// [Cursor.Advance].

@@ -15,7 +15,7 @@ import (
 type Revision uint64
 
 // Revisions issues revisions in ascending order. The zero value is ready to use. Stores
-// that share a Revisions (see [Options]) never record two changes with one revision.
+// that share one Revisions value never give two changes the same revision.
 type Revisions struct {
 	changes atomic.Uint64
 }
@@ -47,19 +47,19 @@ type Options[K, V any] struct {
 	Resumable bool
 
 	// OnChange is called with each recorded change, under the store's lock, to maintain an
-	// index. The arguments old and new are the values before and after. A missing value is
-	// the zero value. OnChange must not use the store. Default: none.
+	// index. It gets the values before and after the change. A missing value is the zero
+	// value. OnChange must not use the store. Default: none.
 	OnChange func(key K, old, new V)
 }
 
 // limits bound the memory that the store uses for readers.
 type limits struct {
-	// tombstones and tombstoneAge limit the number and age of tombstones, even if cursors
-	// need them. The store checks the age only when a change is made.
+	// tombstones and tombstoneAge limit the number and age of tombstones, even of those that
+	// cursors need. The store checks the age only when a change is made.
 	tombstones   int
 	tombstoneAge time.Duration
 	// lag is the number of recorded changes by which a cursor may lag before its reader has
-	// to start over. If a quarter of the store's length is more, that quarter is the limit.
+	// to start over. The limit is a quarter of the store's length if that is more.
 	lag int
 }
 
@@ -188,7 +188,7 @@ func (s *Store[K, V]) commit(before Revision) {
 }
 
 func (s *Store[K, V]) find(key K) (*entry[K, V], bool) {
-	// Listings are usually in key order. A key beyond the last one needs no search.
+	// Listings are usually in key order. A key after the store's last key needs no search.
 	if last, ok := s.byKey.Max(); !ok || s.options.Compare(last.key, key) < 0 {
 		return nil, false
 	}
@@ -217,8 +217,7 @@ func (s *Store[K, V]) remove(e *entry[K, V]) {
 	s.tombstones.add(dead)
 }
 
-// record assigns the next revision to e. The argument before is the value that e
-// replaces.
+// record assigns the next revision to e, and calls OnChange.
 func (s *Store[K, V]) record(e *entry[K, V], before V) {
 	e.revision = s.options.Revisions.next()
 	s.byRevision.ReplaceOrInsert(e)

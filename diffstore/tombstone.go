@@ -4,9 +4,9 @@ package diffstore
 
 import "time"
 
-// tombstones are the deletions that readers may need. They are indexed by key, to find
-// the tombstone of a key that is set again, and by age. Readers find them by revision in
-// Store.byRevision.
+// tombstones are the deletions that readers may need. One tree finds the tombstone of a
+// key that is set again, the other the oldest tombstone. Readers use Store.byRevision
+// instead.
 type tombstones[K, V any] struct {
 	byKey, byRevision *tree[K, V]
 }

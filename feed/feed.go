@@ -11,8 +11,8 @@
 //
 // A feed keeps only the snapshot that its reader last acknowledged. It computes views
 // only on request. For a change, it computes the views before and after from two
-// snapshots. So thousands of feeds on one state cost little more than one. Until a feed
-// is closed, the state keeps the deletions since the feed's snapshot.
+// snapshots. So thousands of feeds that read one state cost little more than a single
+// feed. Until a feed is closed, the state keeps the deletions since the feed's snapshot.
 package feed
 
 import (
@@ -33,8 +33,8 @@ type Feed struct {
 	name   string
 	cursor *diffstore.Cursor[types.NamespacedName, *api.ServiceState]
 
-	// revision, node and cursor are the state that the reader last acknowledged. If there
-	// is none, revision is 0 and node is nil.
+	// revision, node and cursor are the state that the reader last acknowledged. At first
+	// and after Reset, revision is 0 and node is nil.
 	revision diffstore.Revision
 	node     *api.Node
 
@@ -146,8 +146,8 @@ func (v view) viewsAfter(key types.NamespacedName) iter.Seq[*api.ServiceEndpoint
 	}
 }
 
-// changes returns the services whose views differ, in order. It compares all services if
-// the zone of the node changed, and otherwise those in delta.
+// changes returns the services whose views differ, in order. If the zone of the node
+// changed, it compares all services, otherwise only the services in delta.
 func changes(before, after view, delta diffstore.Delta[types.NamespacedName, *api.ServiceState]) []sink.Change {
 	candidates := delta.Changes()
 	if before.node.Zone() != after.node.Zone() {
@@ -163,9 +163,9 @@ func changes(before, after view, delta diffstore.Delta[types.NamespacedName, *ap
 	return list
 }
 
-// triggerTime returns the oldest trigger time of the changed slices. It ignores new
-// slices: their trigger times may be very old if a label change has just selected the
-// service.
+// triggerTime returns the oldest trigger time of the changed EndpointSlices. It ignores
+// new EndpointSlices, whose trigger times may be very old if a label change has just
+// selected the service.
 func triggerTime(was, is *api.ServiceState) time.Time {
 	var oldest time.Time
 	if was == nil || is == nil {

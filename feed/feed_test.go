@@ -25,11 +25,11 @@ func service(name string) *api.Service {
 		Namespace: "ns", Name: name, Type: api.ClusterIP,
 		IPs:   api.ServiceIPs{ClusterIPs: api.NewIPSet(netip.MustParseAddr("10.0.0.1"))},
 		Ports: []api.PortMapping{{Protocol: api.TCP, Port: 80, TargetPort: 8080}},
-		// All services have the same age, so the first by name gets a disputed address.
+		// All services have the same age, so the first name wins an address that several claim.
 	}
 }
 
-// slice returns an EndpointSlice with a ready endpoint per zone, hinted for that zone.
+// slice returns an EndpointSlice with a ready endpoint per zone and a hint for that zone.
 func slice(name, service string, zones ...string) *api.EndpointSlice {
 	s := &api.EndpointSlice{
 		Namespace: "ns", Name: name, ServiceName: service, Family: api.IPv4,
@@ -198,7 +198,7 @@ func TestUnacknowledgedChangesAreRepeated(t *testing.T) {
 	if diff := cmp.Diff([]string{"a: new", "b: new"}, describe(second)); diff != "" {
 		t.Errorf("second update (-want +got):\n%s", diff)
 	}
-	f.Advance(first) // outdated; must not acknowledge the second update
+	f.Advance(first) // an outdated update, which must not acknowledge the second update
 	if third, _ := f.Next(); third != second {
 		t.Error("an outdated update was accepted as acknowledgement")
 	}

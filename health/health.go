@@ -20,8 +20,7 @@ import (
 	"github.com/kpng-project/kpng/sink"
 )
 
-// stuckAfter is how long a sink with pending work may make no progress before the proxy
-// counts as stuck.
+// If a sink with pending work makes no progress for stuckAfter, the proxy is stuck.
 const stuckAfter = 2 * time.Minute
 
 // toBeDeleted is the taint that the cluster autoscaler sets on a node before deleting it.
@@ -29,18 +28,18 @@ const toBeDeleted = "ToBeDeletedByClusterAutoscaler"
 
 // Report is the JSON body of every response.
 type Report struct {
-	// LastUpdated is the earliest of the times at which the sinks were last programmed.
-	// It is zero if a sink was never programmed.
+	// LastUpdated is the end of the last acknowledged Sync. With several sinks, it is the
+	// earliest of these times. It is zero if a sink has acknowledged no Sync.
 	LastUpdated time.Time `json:"lastUpdated"`
 	CurrentTime time.Time `json:"currentTime"`
-	// Synced reports whether every service was programmed once, except failing services.
+	// Synced reports whether every sink has programmed every service, except failing ones.
 	Synced bool `json:"synced"`
 	// Stuck reports whether a sink with pending work has made no progress for two
 	// minutes.
 	Stuck bool `json:"stuck"`
-	// NodeEligible reports whether load balancers may send traffic to this node. It is
-	// false if the Node object is about to be deleted, or was deleted (KEP-3836). It is
-	// true if there never was a Node object, because manifests may contain none.
+	// NodeEligible reports whether load balancers may send traffic to this node. It is false
+	// if the Node object is about to be deleted, or was deleted (KEP-3836). It is true if
+	// there never was a Node object, because manifests may contain no Nodes.
 	NodeEligible bool `json:"nodeEligible"`
 }
 

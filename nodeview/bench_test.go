@@ -12,7 +12,7 @@ import (
 )
 
 // benchState returns a service with one named port and n ready endpoints on n nodes. The
-// slices are unsorted and have at most 100 endpoints each.
+// EndpointSlices are unsorted and have at most 100 endpoints each.
 func benchState(n int) *api.ServiceState {
 	s := &api.ServiceState{Service: &api.Service{
 		Namespace: "default", Name: "web", Type: api.ClusterIP,

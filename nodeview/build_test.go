@@ -17,7 +17,7 @@ import (
 // The variable here holds the node whose views most tests compute.
 var here = &api.Node{Name: "here", Labels: map[string]string{api.ZoneLabel: "zone-1"}}
 
-// service returns the service default/web with the changes of edits. Without edits, the
+// service returns the service default/web and applies edits to it. Without edits, the
 // service has a cluster IP and one unnamed port, 80 with target port 8080.
 func service(edits ...func(*api.Service)) *api.Service {
 	s := &api.Service{
@@ -106,10 +106,10 @@ func ips(addrs ...string) api.IPSet {
 	return s
 }
 
-// endpointSlices parses slices from text. A line "slice NAME PORT…" begins a slice;
-// without ports it has the unnamed port 8080. Every other line is an endpoint. It has an
-// address, conditions (ready implies serving), @node, host=name, zone=name, and hints
-// like zones=z1,z2 and nodes=n1,n2.
+// endpointSlices parses EndpointSlices from text. A line "slice NAME PORT…" begins a
+// slice; without ports it has the unnamed port 8080. Every other line is an endpoint. It
+// has an address, conditions (ready implies serving), @node, host=name, zone=name, and
+// hints like zones=z1,z2 and nodes=n1,n2.
 func endpointSlices(text string) []*api.EndpointSlice {
 	var out []*api.EndpointSlice
 	for line := range strings.Lines(text) {

@@ -18,13 +18,13 @@ type Explanation struct {
 	// Node and Zone are the node and zone of the view, or empty if unknown.
 	Node string `json:",omitempty"`
 	Zone string `json:",omitempty"`
-	// View is the result of [View]. If View is nil, Absent has the reason and all fields
-	// after Absent are empty.
+	// View is the node's view of the service. If it is nil, Absent has the reason, and all
+	// fields after Absent are empty.
 	View   *api.ServiceEndpoints `json:",omitempty"`
 	Absent string                `json:",omitempty"`
 	// InternalLocal and ExternalLocal report whether the policies in effect are Local.
 	InternalLocal, ExternalLocal bool
-	// Lists explains the lists of each service port and family.
+	// Lists explains the endpoint lists of each service port and family.
 	Lists []ListExplanation `json:",omitempty"`
 	// Skipped are endpoints that no list can contain.
 	Skipped []EndpointExplanation `json:",omitempty"`
@@ -33,7 +33,7 @@ type Explanation struct {
 	Unserved  []UnservedFrontend `json:",omitempty"`
 }
 
-// ListExplanation explains the lists of one service port and family.
+// ListExplanation explains the endpoint lists of one service port and family.
 type ListExplanation struct {
 	// Port is the service port, or nil for an all-ports service.
 	Port   *api.PortMapping `json:",omitempty"`
@@ -62,7 +62,7 @@ type EndpointExplanation struct {
 	Internal     Reason `json:",omitzero"`
 	External     Reason `json:",omitzero"`
 	ShortCircuit Reason `json:",omitzero"`
-	// Preferred is set for a duplicate: it names the slice whose entry is used instead.
+	// Preferred names the EndpointSlice of the endpoint that is used instead of a duplicate.
 	Preferred string `json:",omitempty"`
 }
 

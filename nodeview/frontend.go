@@ -77,12 +77,12 @@ type Frontend struct {
 	// ServicePort is the service port, or nil for an all-ports service.
 	ServicePort *api.PortMapping `json:",omitempty"`
 
-	// Elsewhere applies to traffic that does not start on this node.
+	// The decision Elsewhere applies to traffic that does not start on this node.
 	Elsewhere Traffic
-	// Node applies to traffic that starts on this node: in the node itself and, as far as
-	// the backend can detect it, in its pods. It differs from Elsewhere only for external
-	// frontends with externalTrafficPolicy Local: traffic that starts on this node uses
-	// the Cluster list (short circuit).
+	// The decision Node applies to traffic that starts on this node: in the node itself and,
+	// as far as the backend can detect it, in its pods. It differs from Elsewhere only for
+	// external frontends with externalTrafficPolicy Local: traffic that starts on this node
+	// uses the Cluster list (short circuit).
 	Node Traffic
 
 	// Sources are the admitted sources. A backend checks them first, also for traffic
@@ -99,7 +99,7 @@ type Frontend struct {
 // Traffic is the decision for a part of the traffic to a frontend.
 type Traffic struct {
 	Verdict Verdict
-	// List is the ID of the list Endpoints. It is 0 unless Verdict is Forward.
+	// List is the ID of the list in the field Endpoints. It is 0 unless Verdict is Forward.
 	List ListID `json:"-"`
 	// Endpoints are the endpoints among which to balance, sorted by address and ports.
 	// All are of the frontend's family. There are none unless Verdict is Forward.
@@ -107,8 +107,8 @@ type Traffic struct {
 }
 
 // ListID identifies a list of endpoints within its service. It is for backends that
-// program lists separately from frontends, as groups or maps. The ID of a list is never
-// 0.
+// program lists separately from frontends, for example as groups or maps. The ID of a
+// list is never 0.
 //
 // In a view, two lists have the same ListID if and only if they have the same endpoints
 // with the same ports. This holds for lists of different frontends, too. A list keeps its
@@ -157,8 +157,8 @@ var verdictNames = [...]string{Forward: "Forward", Reject: "Reject", Drop: "Drop
 func (v Verdict) String() string { return text(verdictNames[:], v) }
 
 // Masquerade selects connections through a frontend. The backend replaces their source by
-// an address of this node. It always does so for hairpin connections, from an endpoint of
-// this node to itself.
+// an address of this node. The backend always replaces the source of hairpin connections,
+// which go from an endpoint of this node to itself.
 type Masquerade uint8
 
 // The masquerade rules.
@@ -227,7 +227,7 @@ type portLists struct {
 	port                             *api.PortMapping
 	family                           api.Family
 	internal, external, shortCircuit list
-	// distinct has each different list of the ports and families prepared so far.
+	// distinct has the lists of all ports and families prepared so far, without duplicates.
 	distinct []list
 }
 
@@ -336,7 +336,7 @@ func affinity(svc *api.Service) time.Duration {
 
 // HealthCheckPort returns the node port on which load balancers check whether this node
 // has endpoints of svc. It returns 0 if svc has no such port. Only services of type
-// LoadBalancer with externalTrafficPolicy Local have one.
+// LoadBalancer with externalTrafficPolicy Local have such a port.
 func HealthCheckPort(svc *api.Service) int32 {
 	if svc.Type != api.LoadBalancer || !externalPolicyLocal(svc) {
 		return 0

@@ -16,9 +16,9 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// FuzzView derives services, slices and nodes from its input. It checks the guarantees of
-// View and Frontends. For rules that kube-proxy does not have, it also compares the
-// results with another implementation (oracle_test.go).
+// FuzzView derives services, EndpointSlices and nodes from its input. It checks the
+// guarantees of View and Frontends. For rules that kube-proxy does not have, it also
+// compares the results with another implementation (oracle_test.go).
 func FuzzView(f *testing.F) {
 	r := rand.New(rand.NewPCG(1, 2))
 	for range 200 {
@@ -154,7 +154,7 @@ func (d *dice) node() *api.Node {
 }
 
 // change returns a copy of s with other endpoint conditions. The copy may lack the first
-// slice.
+// EndpointSlice.
 func (d *dice) change(s *api.ServiceState) *api.ServiceState {
 	c := copyState(s)
 	for _, slice := range c.Slices {
@@ -198,8 +198,8 @@ func checkView(t *testing.T, state *api.ServiceState, node *api.Node) {
 	}
 }
 
-// checkArrival checks that View does not depend on the order of slices and endpoints, and
-// that View does not modify its input.
+// checkArrival checks that View does not depend on the order of EndpointSlices and
+// endpoints, and that View does not modify its input.
 func checkArrival(t *testing.T, state *api.ServiceState, node *api.Node, se *api.ServiceEndpoints) {
 	t.Helper()
 	shuffled := copyState(state)
@@ -312,7 +312,7 @@ func checkCompetition(t *testing.T, state *api.ServiceState, se *api.ServiceEndp
 }
 
 // checkAllPorts compares the view of an all-ports service with the view of a service that
-// has one port, which all slices serve.
+// has one port, which all EndpointSlices serve.
 func checkAllPorts(t *testing.T, state *api.ServiceState, node *api.Node, se *api.ServiceEndpoints) {
 	t.Helper()
 	if !state.Service.AllPorts {
@@ -336,8 +336,8 @@ func checkAllPorts(t *testing.T, state *api.ServiceState, node *api.Node, se *ap
 	}
 }
 
-// checkOldClient checks that PortOverrides and the numeric targetPort, which are all that
-// an old client knows, give the port of every endpoint.
+// checkOldClient checks that an old client finds the port of every endpoint, although it
+// knows only PortOverrides and the numeric targetPort.
 func checkOldClient(t *testing.T, se *api.ServiceEndpoints) {
 	t.Helper()
 	for f := range Frontends(se) {
@@ -412,7 +412,7 @@ func checkDiff(t *testing.T, before, after *api.ServiceEndpoints) {
 	for _, e := range before.Endpoints {
 		programmed[e.Key()] = e
 	}
-	// Both lists are sorted, so one pass finds the difference.
+	// Both lists are sorted, so a single loop finds the difference.
 	old, new := before.Endpoints, after.Endpoints
 	for len(old) > 0 || len(new) > 0 {
 		switch {

@@ -22,9 +22,9 @@ func WriteViews(w io.Writer, views []*api.ServiceEndpoints) error {
 }
 
 // WriteFrontends writes lines of JSON, for scripts. The first line is the node, or {} if
-// it is nil. Each other line is one of the [Frontends] of the views, with the Namespace
-// and Name of its service. Its Ranges are the result of [Sources.Prefixes] for the
-// addresses of node.
+// node is nil. Each other line is a frontend of a view (see [Frontends]), with the
+// Namespace and Name of its service. In this line, Ranges are the result of
+// [Sources.Prefixes] for the addresses of node.
 func WriteFrontends(w io.Writer, node *api.Node, views []*api.ServiceEndpoints) error {
 	if node == nil {
 		node = &api.Node{}

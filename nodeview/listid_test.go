@@ -32,7 +32,7 @@ func groupsOf(se *api.ServiceEndpoints) groups {
 }
 
 func TestListsAreSharedAndKeepTheirIdentity(t *testing.T) {
-	// Port 81 has the same endpoints and target port as port 80.
+	// Port 81 has the same endpoints and target port as port 80, so both share a list.
 	web := service(externalLocal, externalIPs("192.0.2.1"), nodePort(30080), func(s *api.Service) {
 		s.Ports[0].Name = "http"
 		s.Ports = append(s.Ports, api.PortMapping{Name: "also", Protocol: api.TCP, Port: 81, TargetPort: 8080})

@@ -38,7 +38,7 @@ func hints(ep *api.SliceEndpoint) api.Hints {
 }
 
 // listReasons has the reasons why an endpoint is or is not on the Cluster list and the
-// Local list of a port and family. The zero value means that this is not decided yet.
+// Local list of a port and family. The zero value means that no list is decided yet.
 type listReasons struct{ cluster, local Reason }
 
 // eligible reports whether the endpoint serves the port and is not a duplicate.
@@ -156,8 +156,8 @@ func terminatingFallback(c api.Conditions, ready int) Reason {
 	}
 }
 
-// topology decides which hints apply to the Cluster list, by the hints of all ready
-// endpoints of the port and family (KEP 2433, KEP 3015).
+// topology decides which hints apply to the Cluster list. This depends on the hints of
+// all ready endpoints of the port and family (KEP 2433, KEP 3015).
 func topology(t *endpointCounts) Topology {
 	switch {
 	case t.ready == 0:

@@ -18,8 +18,8 @@ import (
 	"github.com/kpng-project/kpng/api"
 )
 
-// View returns the node's view of the service in s. It returns nil if s has only slices
-// and no service, or if the service has the type ExternalName.
+// View returns the node's view of the service in s. It returns nil if s has
+// EndpointSlices but no service, or if the service has the type ExternalName.
 //
 // View uses the name and the zone of node. If node is nil or has no name, no endpoint is
 // local. The result shares memory with s and is immutable.
@@ -35,8 +35,8 @@ func view(s *api.ServiceState, node *api.Node, tr *trace) *api.ServiceEndpoints 
 	}
 
 	// These buffers are on the stack. They suffice for most services, which have few
-	// endpoints in few slices. Functions that fill a buffer have to return it: a buffer that
-	// a function stores through a pointer would escape to the heap.
+	// endpoints in few EndpointSlices. Functions that fill a buffer have to return it: a
+	// buffer that a function stores through a pointer would escape to the heap.
 	var (
 		ports      [4]*api.PortMapping
 		targets    [8]int32
@@ -154,7 +154,7 @@ func (c *selection) portScopes(candidate int, pol policies) []api.PortScopes {
 }
 
 // grow returns an empty slice with room for n elements. If buf is large enough, the slice
-// uses its memory.
+// uses the memory of buf.
 func grow[T any](buf []T, n int) []T {
 	if n > cap(buf) {
 		return make([]T, 0, n)

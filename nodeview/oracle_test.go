@@ -14,7 +14,7 @@ import (
 // kube-proxy does not have. It is literal and slow. For the other rules, test/kpdiff
 // compares kpng with kube-proxy.
 
-// entry is an endpoint of a slice for one port.
+// entry is an endpoint of an EndpointSlice, for one port.
 type entry struct {
 	slice *api.EndpointSlice
 	ep    *api.SliceEndpoint
@@ -68,7 +68,7 @@ func oraclePrefers(a, b entry) bool {
 	case a.slice.Name != b.slice.Name:
 		return a.slice.Name < b.slice.Name
 	}
-	// For entries of one slice, the rules allow any order by content.
+	// For entries of one EndpointSlice, the rules only require an order by content.
 	return slices.Compare(oracleContent(a), oracleContent(b)) < 0
 }
 

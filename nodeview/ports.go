@@ -8,7 +8,7 @@ import "github.com/kpng-project/kpng/api"
 const anyPort int32 = -1
 
 // wholeAddress reports whether the service uses whole addresses, whatever ports its
-// slices have. This holds for all-ports services and for services without ports.
+// EndpointSlices have. This holds for all-ports services and for services without ports.
 func wholeAddress(svc *api.Service) bool { return svc.AllPorts || len(svc.Ports) == 0 }
 
 // servedPorts appends to buf the ports of svc that can have a frontend. If wholeAddress
@@ -81,9 +81,9 @@ func targetPort(slice *api.EndpointSlice, p *api.PortMapping) int32 {
 }
 
 // portOverrides returns the target ports of an endpoint by name. A named service port
-// appears under its own name, and an unnamed one under the name of its target port. An
-// unnamed port with a target port number appears only if the endpoint's port differs from
-// that number.
+// appears under its own name, and an unnamed service port under the name of its target
+// port. An unnamed port with a target port number appears only if the endpoint's port
+// differs from that number.
 func portOverrides(ports []*api.PortMapping, targets []int32) []api.PortName {
 	var out []api.PortName
 	for i, p := range ports {

@@ -7,7 +7,7 @@ import "fmt"
 // Reason says why an endpoint is on a list, or why it is not.
 type Reason uint8
 
-// reasonTexts describes the reasons.
+// The reasons; see reasonTexts for their meaning.
 const (
 	inReady Reason = iota + 1
 	inForNode
@@ -49,7 +49,7 @@ func (r Reason) String() string { return text(reasonTexts[:], r) }
 // Topology says whether and how hints restrict the ready endpoints of a port and family.
 type Topology uint8
 
-// topologyTexts describes these results of the topology rule.
+// The results of the topology rule; see topologyTexts for their meaning.
 const (
 	noneReady Topology = iota
 	noHints

@@ -26,7 +26,7 @@ type selection struct {
 	reasons []listReasons
 }
 
-// candidate is an endpoint of a slice that serves at least one port.
+// candidate is an endpoint that serves at least one port.
 type candidate struct {
 	addr  netip.Addr
 	ep    *api.SliceEndpoint
@@ -105,9 +105,9 @@ func (c *selection) dropUnserved() {
 }
 
 // If several candidates for a port have the same address and target port, dropDuplicates
-// keeps only the preferred one. Such duplicates occur while a pod moves between slices,
-// or when an address is reused. Two slices may list one address with different ports;
-// therefore each port is decided separately.
+// keeps only the preferred candidate. Such duplicates occur while a pod moves between
+// EndpointSlices, or when an address is reused. Two EndpointSlices may list one address
+// with different ports; therefore each port is decided separately.
 func (c *selection) dropDuplicates() {
 	var best map[int32]int // target port → candidate
 	for lo, hi := 0, 0; lo < len(c.candidates); lo = hi {

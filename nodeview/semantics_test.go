@@ -16,8 +16,8 @@ import (
 )
 
 // TestEveryRuleHasItsTest compares docs/semantics.md with the code. If the last column of
-// a table is "Test", each of its rows must name a test there, or the conformance kit.
-// Every function, test and case that a row names must exist.
+// a table is "Test", each row of the table must name a test or the conformance kit in
+// this column. Every function, test and case that a row names must exist.
 func TestEveryRuleHasItsTest(t *testing.T) {
 	code := readCode(t, "..")
 	text, err := os.ReadFile("../docs/semantics.md")
@@ -25,7 +25,7 @@ func TestEveryRuleHasItsTest(t *testing.T) {
 		t.Fatal(err)
 	}
 	quoted := regexp.MustCompile("`([^`]+)`")
-	var header []string // of the current table; nil if it has no column "Test"
+	var header []string // header of the current table; nil if its last column is not "Test"
 	rules := 0
 	for n, line := range strings.Split(string(text), "\n") {
 		cells := strings.Split(strings.Trim(line, "| "), " | ")

@@ -66,7 +66,7 @@ func (e *Explanation) head(b *strings.Builder) {
 	}
 }
 
-var policyNames = map[bool]string{false: "Cluster", true: "Local"} // by whether the policy is Local
+var policyNames = map[bool]string{false: "Cluster", true: "Local"} // the key is true if the policy is Local
 
 func (l *ListExplanation) text(b *strings.Builder) {
 	fmt.Fprintf(b, "\n%s, %s: ", portText(l.Port), l.Family)

@@ -60,7 +60,7 @@ func (u UnservedFrontend) String() string {
 	return fmt.Sprintf("%s: %s", u.FrontendKey, u.Fault)
 }
 
-// Unserved yields the frontends that the service's object names and [Frontends] omits, in
+// Unserved yields the frontends that the service's object names but [Frontends] omits, in
 // the order of Frontends. A program can log these frontends. If se is nil, there are
 // none.
 func Unserved(se *api.ServiceEndpoints) iter.Seq[UnservedFrontend] {
@@ -99,7 +99,7 @@ func namedFrontends(se *api.ServiceEndpoints) iter.Seq[UnservedFrontend] {
 }
 
 // portFrontends yields the frontends of one port. If the port cannot have frontends,
-// fault says why. If it cannot have a frontend at its node port, nodePortFault says why.
+// fault says why. If the node port cannot have a frontend, nodePortFault says why.
 func portFrontends(se *api.ServiceEndpoints, port *api.PortMapping, fault, nodePortFault Fault, yield func(UnservedFrontend) bool) bool {
 	served := se.Service.Families()
 	for _, family := range [...]api.Family{api.IPv4, api.IPv6} {
@@ -107,10 +107,10 @@ func portFrontends(se *api.ServiceEndpoints, port *api.PortMapping, fault, nodeP
 		if port != nil {
 			s.Protocol, s.Port = port.Protocol, port.Port
 		}
-		addrs := se.Service.FrontendIPs(family) // lists of addresses by Kind, from ClusterIP on
+		addrs := se.Service.FrontendIPs(family) // addrs[i] has the addresses of Kind ClusterIP+i
 		for i, list := range addrs {
 			for j, addr := range list {
-				// An address that occurs twice has only one frontend, of the first kind.
+				// An address that occurs twice gets a frontend only for its first occurrence.
 				if slices.Contains(list[:j], addr) || named(addrs[:i], addr) {
 					continue
 				}

@@ -19,9 +19,9 @@ import (
 // An answer collects the operations up to a Sync. Until the Sync has arrived, readers see
 // none of these operations.
 //
-// The client logs and ignores unreadable objects, and applies all others. It keeps its
-// earlier version of an unreadable service or node. It also keeps its earlier version of
-// an endpoint, unless the operation is a Replace of the whole service.
+// The client logs and ignores unreadable objects, and applies all other objects. It keeps
+// its earlier version of an unreadable service or node. It also keeps its earlier version
+// of an endpoint, unless the operation is a Replace of the whole service.
 type answer struct {
 	client *Client
 	log    klog.Logger

@@ -122,7 +122,7 @@ func BenchmarkInitialSync(b *testing.B) {
 		began, cpu := time.Now(), cpuTime(b)
 		round := c.start(b)()
 		took := round.syncTime(1).Sub(began)
-		if want := streams * (services*11 + 2); round.Operations != want { // 2: Reset and node
+		if want := streams * (services*11 + 2); round.Operations != want { // 2 more: a Reset and the node
 			b.Fatalf("%d operations, want %d", round.Operations, want)
 		}
 		b.ReportMetric(float64(round.Operations)/took.Seconds(), "entries/s")
@@ -167,7 +167,7 @@ func serveBare(b *testing.B, server *grpc.Server, l net.Listener) {
 	b.Cleanup(server.Stop)
 }
 
-// bareServer answers the first request of each stream and ignores the others.
+// bareServer answers the first request of each stream and ignores later requests.
 type bareServer struct {
 	localv1.UnimplementedSetsServer
 }
@@ -262,7 +262,6 @@ func hasData(p []byte) bool {
 
 func milliseconds(d time.Duration) float64 { return d.Seconds() * 1000 }
 
-// cpuTime returns the CPU time of this process.
 func cpuTime(b *testing.B) time.Duration {
 	var u syscall.Rusage
 	if err := syscall.Getrusage(syscall.RUSAGE_SELF, &u); err != nil {
@@ -274,14 +273,14 @@ func cpuTime(b *testing.B) time.Duration {
 // memory returns the bytes of heap and stacks in use.
 func memory() uint64 {
 	runtime.GC()
-	runtime.GC() // a pool is freed only by the second GC
+	runtime.GC() // only the second GC frees a sync.Pool
 	var m runtime.MemStats
 	runtime.ReadMemStats(&m)
 	return m.HeapAlloc + m.StackInuse
 }
 
-// resetPeak forgets the earlier maximum of the memory, so that the function peak returns
-// the maximum since then.
+// resetPeak resets the maximum of the memory, so that the function peak returns the
+// maximum since this call.
 func resetPeak(b *testing.B) {
 	debug.FreeOSMemory()
 	if err := os.WriteFile("/proc/self/clear_refs", []byte("5"), 0); err != nil {

@@ -42,12 +42,12 @@ type Client struct {
 
 // clientState is the client's state after a Sync.
 type clientState struct {
-	revision uint64 // counts the first Sync and later Syncs with changes, of any server
+	revision uint64 // 1 after the first Sync; each later Sync with changes adds 1
 	views    *diffstore.Snapshot[types.NamespacedName, *entry]
 	node     *api.Node // nil if not known
 }
 
-// reader is the position of the caller of Next and Advance.
+// reader records which state the caller of Next and Advance has.
 type reader struct {
 	cursor *diffstore.Cursor[types.NamespacedName, *entry]
 	has    *clientState // last state that the caller received; nil if none

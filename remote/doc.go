@@ -30,7 +30,7 @@
 // # What a stream costs
 //
 // For each stream, the server keeps only a revision and the snapshot of the state at that
-// revision. It drops the snapshot when it is too old. If a service looks the same to
-// several nodes, the server computes and marshals the view only once. It disconnects a
-// client that does not read its messages.
+// revision. The server drops a snapshot that is too old. If a service looks the same to
+// several nodes, the server computes and marshals the view only once. The server
+// disconnects a client that does not read messages.
 package remote

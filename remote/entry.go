@@ -30,8 +30,8 @@ func newKeyedEndpoint(key string, m *localv1.Endpoint) (keyedEndpoint, error) {
 	return keyedEndpoint{key, e, draining}, err
 }
 
-// newEntry returns the entry of a service with the endpoints in list, and sorts list. It
-// ignores the endpoints that the view contains.
+// newEntry returns the entry of a service. Its endpoints are those in list, which
+// newEntry sorts, and not those in the argument service.
 func newEntry(service *api.ServiceEndpoints, list []keyedEndpoint) *entry {
 	slices.SortFunc(list, func(a, b keyedEndpoint) int {
 		switch {

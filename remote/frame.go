@@ -90,7 +90,7 @@ func endpointPath(key types.NamespacedName, endpoint string) string {
 	return key.Namespace + "/" + key.Name + "/" + endpoint
 }
 
-// raw is a marshalled message. Nothing may modify its bytes, which streams may share.
+// raw is a marshalled message. Streams may share its bytes, so nothing may modify them.
 type raw struct{ bytes mem.BufferSlice }
 
 // rawCodec sends the bytes of a raw message unchanged. For all other messages it uses the

@@ -74,7 +74,7 @@ func (b *besieged) checkGoodClient(t *testing.T) {
 	}
 }
 
-// checkMemory checks that memory use grew by at most allowed bytes.
+// checkMemory checks that the heap grew by at most this number of bytes.
 func (b *besieged) checkMemory(t *testing.T, allowed uint64) {
 	t.Helper()
 	if now := heap(); now > b.heap+allowed {
@@ -90,7 +90,7 @@ func heap() uint64 {
 	return m.HeapAlloc
 }
 
-// The data is invalid HTTP/2, or valid HTTP/2 that no real client sends.
+// The test sends invalid HTTP/2, and valid HTTP/2 that no real client sends.
 func TestGarbage(t *testing.T) {
 	b := besiege(t, quick)
 	r := rand.New(rand.NewPCG(1, 1))
@@ -239,7 +239,6 @@ func TestAMessageOf100MB(t *testing.T) {
 	b.checkMemory(t, 4<<20)
 }
 
-// allocated returns the total number of allocated bytes.
 func allocated() uint64 {
 	var m runtime.MemStats
 	runtime.ReadMemStats(&m)
@@ -317,8 +316,8 @@ func TestFailedHandshakes(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			// By default, crypto/tls sends no certificate if the server does not accept the
-			// certificate's authority.
+			// Send the certificate even if the server does not accept its authority. By default,
+			// crypto/tls would send no certificate.
 			c.GetClientCertificate = func(*tls.CertificateRequestInfo) (*tls.Certificate, error) { return &cert, nil }
 		}
 		return c

@@ -85,7 +85,7 @@ func (r *relay) send(snapshot *cluster.Snapshot) (bool, error) {
 	return true, r.flush()
 }
 
-// request implements subscriber. Later requests say only that the client is ready.
+// request implements subscriber. A later request says only that the client is ready.
 func (r *relay) request(*clusterv1.WatchRequest) error { return nil }
 
 // deletionSize is the approximate size of a deletion on the wire.

@@ -202,7 +202,7 @@ func TestChangeOfZoneInvalidatesToken(t *testing.T) {
 	}
 }
 
-// At first only one of the two servers is stale, later only the other one.
+// At first only the first server is stale, later only the second server.
 func TestClientLeavesStaleServer(t *testing.T) {
 	set := func(s *cluster.State, name string, stale bool) {
 		s.Update(func(tx *cluster.Tx) {
@@ -351,8 +351,7 @@ func TestNothingIsLostUnderChurn(t *testing.T) {
 	}
 }
 
-// The test closes the connection during the first answer. In each round, it does so after
-// more bytes.
+// The test closes the connection after more and more bytes of the first answer.
 func TestPartialAnswerIsInvisible(t *testing.T) {
 	w := newWorld(5, 5, 400)
 	address := socket(t)

@@ -41,8 +41,8 @@ type ServerOptions struct {
 	// With ServeCluster, other kpng servers can read the state of the whole cluster and
 	// relay it to their clients. With TLS, only the clients in ClusterReaders may read it.
 	ServeCluster bool
-	// ClusterReaders are common names and organizations. A client may read the cluster's
-	// state if its certificate has one of them.
+	// ClusterReaders names the clients that may read the cluster's state. Each element is a
+	// common name or an organization in client certificates.
 	ClusterReaders []string
 
 	// BatchInterval is the time that the server waits for further changes before it sends a
@@ -56,9 +56,9 @@ type ServerOptions struct {
 }
 
 // Limits limit the resources that clients use on a server. Clients at the same IP address
-// are one peer, and so are all clients at unix sockets. With TLS, clients with different
-// common names are different peers. With NodeCertificates, only the common name counts. A
-// field that is zero has its default value.
+// are one peer. All clients at unix sockets are one peer, too. With TLS, clients with
+// different common names are different peers. With NodeCertificates, only the common name
+// counts. A field that is zero has its default value.
 type Limits struct {
 	// Connections limits the connections of all peers together. Default 20,000.
 	Connections int
@@ -72,9 +72,9 @@ type Limits struct {
 	// the work for first answers, which may be the whole state. A burst of StreamsPerPeer
 	// new streams is allowed. Default 20.
 	StreamRate float64
-	// SendTimeout is the time that a client has for a message, and on average for each 64 KB
-	// of an answer. The server closes slower connections. After SendTimeout, it also ends an
-	// answer whose snapshot is too old. Default 30 s.
+	// SendTimeout is the time that a client has to read a message, and on average to read 64
+	// KB of an answer. The server closes slower connections. After SendTimeout, it also ends
+	// an answer whose snapshot is too old. Default 30 s.
 	SendTimeout time.Duration
 	// CacheBytes limits the cache of marshalled views, approximately. Default 64 MiB.
 	CacheBytes int
@@ -190,14 +190,14 @@ func (s *Server) Serve(ctx context.Context, listeners ...net.Listener) error {
 // has little more than a name and a token.
 const maxRequest = 16 << 10
 
-// requestWindow is the flow-control window for a client's messages. It is fixed, because
-// with a variable window gRPC sends a ping with each request to measure the bandwidth.
-// The size is the default of HTTP/2.
+// requestWindow is the flow-control window for a client's messages. The window is fixed.
+// Otherwise gRPC would send a ping with each request to measure the bandwidth. The size
+// is the default of HTTP/2.
 const requestWindow = 64 << 10
 
-// connectionAge is the lifetime of a connection, give or take 10 %. At its end, the
-// client reconnects with its token. So clients spread over servers, and the server checks
-// their certificates again.
+// connectionAge is the lifetime of a connection, plus or minus at most 10 %. At its end,
+// the client reconnects with its token. So clients spread over servers, and the server
+// checks their certificates again.
 const connectionAge = 30 * time.Minute
 
 func (s *Server) grpcOptions(creds credentials.TransportCredentials) []grpc.ServerOption {

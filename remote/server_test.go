@@ -83,7 +83,7 @@ func TestViewsAreComputedOncePerClass(t *testing.T) {
 	}
 }
 
-// The test adds an endpoint that does not serve, and another node.
+// The test adds another node, and an endpoint that is neither ready nor serving.
 func TestInvisibleChangesAreNotSent(t *testing.T) {
 	state := cluster.New(cluster.Options{Resumable: true})
 	update(state, func(to apitest.Writer) {

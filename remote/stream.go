@@ -25,7 +25,7 @@ type subscriber[Request any] interface {
 }
 
 // renewTokens is the time after which a client without changes gets a token of the latest
-// revision. A store keeps deletions for 10 minutes, so the time must be shorter.
+// revision. A store keeps deletions for 10 minutes, so renewTokens must be shorter.
 const renewTokens = 5 * time.Minute
 
 var errExpired = status.Error(codes.Unauthenticated, "the client's certificate has expired")
@@ -117,7 +117,7 @@ func (s *sender) begin(snapshot *cluster.Snapshot) {
 }
 
 // send sends one message. The client has SendTimeout to read the message, and on average
-// for each 64 KB of the answer. If an answer takes longer than SendTimeout, the stream
+// to read 64 KB of the answer. If an answer takes longer than SendTimeout, the stream
 // ends as soon as the snapshot is too old.
 func (s *sender) send(m *raw) error {
 	size, timeout, elapsed := m.bytes.Len(), s.server.opts.Limits.SendTimeout, time.Since(s.started)

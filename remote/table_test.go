@@ -44,7 +44,7 @@ func (bytesCodec) Unmarshal(data mem.BufferSlice, v any) error {
 }
 
 // field is a field of a marshalled message. The value of an integer is in the field
-// varint, and any other value is in bytes.
+// varint. Any other value is in the field bytes.
 type field struct {
 	number protowire.Number
 	varint uint64
@@ -402,7 +402,7 @@ func TestLaggingClientStartsOver(t *testing.T) {
 		w.mark()
 	}
 	services, endpoints := w.want("node-1")
-	// The server may not have sent the last changes yet. Wait until another client has
+	// The server may still be sending the last changes. Wait until another client has
 	// received them.
 	for other := newTableClient(t, t.Context(), "tcp://"+l.Addr().String(), "node-1"); len(diffMaps(other.services, services)) > 0; {
 		other.next()

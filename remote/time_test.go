@@ -88,7 +88,7 @@ func answer(t *testing.T, stream setsStream) (reset bool, services int, token []
 }
 
 // A client is idle while an EndpointSlice that concerns no node is deleted. Its token is
-// renewed, so that the client can resume when the store has dropped the deletion.
+// renewed, so that the client can resume even after the store has dropped the deletion.
 func TestTokenOfIdleClientIsRenewed(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		state := cluster.New(cluster.Options{Resumable: true})
@@ -316,7 +316,7 @@ func clientCredentials(t *testing.T, ca *authority, certFile, keyFile string) cr
 	return credentials.NewTLS(&tls.Config{Certificates: []tls.Certificate{cert}, RootCAs: ca.pool(), ServerName: "kpng.test"})
 }
 
-// The server waits for further changes, and so sends a hundred changes together.
+// The server waits for further changes, and therefore sends a hundred changes together.
 func TestChangesAreBatched(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		state := manyServices(0)

@@ -246,7 +246,7 @@ func TestCertificatesAreReloaded(t *testing.T) {
 		t.Fatal(err)
 	}
 	os.Chtimes(opts.TLS.CertFile, later, later)
-	expect(t, try(t, l.Addr().String(), "n", before), "") // while files are invalid, the old ones stay in use
+	expect(t, try(t, l.Addr().String(), "n", before), "") // while files are invalid, the old certificates stay in use
 
 	renewed.issue(t, opts.TLS, "server")
 	later = later.Add(time.Minute)
@@ -279,7 +279,7 @@ func TestNodesMayShareACertificate(t *testing.T) {
 	for _, test := range []struct {
 		name             string
 		nodeCertificates bool
-		hosts            []string // source addresses of the streams; a peer may have two streams
+		hosts            []string // source addresses of the streams; the limit is two streams per peer
 		want             string   // error of the last stream
 	}{
 		{"nodes at their own addresses", false, []string{"127.0.0.2", "127.0.0.3", "127.0.0.4"}, ""},

@@ -11,22 +11,22 @@ import (
 	"github.com/kpng-project/kpng/nodeview"
 )
 
-// class represents all nodes to which a service looks the same. A node with an endpoint,
-// or named in a hint, has its own class. The other nodes of a zone that a hint names
-// share a class. Clients that receive frontends have classes of their own.
+// class represents all nodes to which a service looks the same. A node that has an
+// endpoint, or that a hint names, has its own class. The other nodes of a zone that a
+// hint names share a class. Clients that receive frontends have classes of their own.
 type class struct {
 	node, zone string
 	frontends  bool
 }
 
-// views computes and marshals each view once. It caches recently used views by class and
-// by ServiceState, which stands for a service at a revision.
+// The type views computes and marshals each view once. It caches recently used views by
+// class and by ServiceState, which stands for a service at a revision.
 type views struct {
 	limit int // maximum size of the cache, in bytes
 
 	mu     sync.Mutex
 	states map[*api.ServiceState]*list.Element
-	lru    *list.List // of *sharedState; the most recently used is first
+	lru    *list.List // of *sharedState, the most recently used first
 	size   int        // size of the cache, in bytes
 
 	ids      atomic.Uint64

@@ -181,7 +181,7 @@ func randomView(r *rand.Rand, id uint64) *wireView {
 	return newWireView(id, v, new(marshalled))
 }
 
-// apply applies the operations of d to the map of a client's values by path.
+// apply applies the operations of d to a client's values. The keys of the map are paths.
 func apply(t *testing.T, has map[string]string, d *wireDelta) {
 	t.Helper()
 	for _, frames := range d {

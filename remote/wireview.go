@@ -186,7 +186,7 @@ func newDelta(old, new *wireView, who audience) *wireDelta {
 	return d
 }
 
-// pairs yields the endpoints of two sorted lists, and pairs endpoints with the same key.
+// pairs yields the endpoints of two sorted lists, endpoints with the same key together.
 func pairs(before, after []wireEndpoint) func(yield func(old, new *wireEndpoint) bool) {
 	return func(yield func(old, new *wireEndpoint) bool) {
 		for len(before) > 0 || len(after) > 0 {
@@ -214,7 +214,8 @@ func pairs(before, after []wireEndpoint) func(yield func(old, new *wireEndpoint)
 }
 
 // maxWhole is the approximate maximum size of a Replace. For a larger service, the
-// Replace contains only some endpoints. The others follow in operations of their own.
+// Replace contains only some endpoints. The other endpoints follow in separate
+// operations.
 const maxWhole = 1 << 20
 
 func (w *wireView) whole(who audience) []frame {

@@ -28,7 +28,7 @@
 //
 // When the source has all services, the driver makes its first pass. A pass delivers
 // every service once, in key order, in batches of bounded size (Options.BatchSize). Each
-// batch is a Changes. The first one has First set, the last one has Last set, and a
+// batch is a Changes. The first batch has First set, the last batch has Last set, and a
 // single batch has both. At the end of a pass, the sink prunes everything that belongs to
 // no service. So a restart removes stale state and keeps correct state.
 //
@@ -42,7 +42,7 @@
 //
 // During a Sync, and in the minimum interval after it, the source merges changes. The
 // next Sync delivers each changed service once, with the acknowledged view and the
-// present one. If later changes undo earlier ones, nothing is delivered. The driver's
+// present view. If later changes undo earlier changes, nothing is delivered. The driver's
 // time for a Sync depends on the number of changes, not on the number of services.
 //
 // # When programming fails
@@ -52,11 +52,11 @@
 // delivers it immediately, because the change may remove the cause.
 //
 // If Sync returns another error or panics, nothing is acknowledged. The driver delivers
-// the same services once more. If that fails too, it halves the batch again and again,
-// until only one service is left. If a Sync of one service fails, the driver isolates
-// this service. From then on, it delivers the service alone and with its own backoff, so
-// that others are not delayed. If all Syncs fail for some time, the dataplane itself may
-// be the cause. Then the driver also waits longer and longer between Syncs.
+// the same services once more. If that Sync fails too, the driver halves the batch again
+// and again, until only one service is left. If a Sync of one service fails, the driver
+// isolates this service. From then on, it delivers the service alone and with its own
+// backoff, so that others are not delayed. If all Syncs fail for some time, the dataplane
+// itself may be the cause. Then the driver also waits longer and longer between Syncs.
 //
 // A service that was not acknowledged may be half programmed. So the driver delivers it
 // again and sets [Change.Unsure], even if the service was deleted or has its old view
@@ -65,16 +65,16 @@
 //
 // Two services never have the same claim ([api.Claim]) at the same time. If one update
 // moves a claim between services, the driver delivers both services in one Sync. After
-// failures, it may deliver one of them earlier. Once the sink has acknowledged the new
-// owner of a claim, the driver delivers the previous owner without Old. So the sink does
-// not remove the claim from the new owner when it deletes the previous one.
+// failures, it may deliver either service earlier. After the sink has acknowledged the
+// new owner of a claim, the driver delivers the previous owner without Old. So the sink
+// keeps the claim of the new owner when it deletes the previous owner.
 //
 // # More than Sync
 //
 // A sink may also implement [Starter], [Cleaner], one of [Stopper] and [Drainer], and one
 // of [Verifier] and [Poller]. [FullState] turns a function that receives the whole state
 // into a sink. [Events] turns a [Handler] of single objects into a sink. A sink that
-// wraps another one embeds a [Forwarder]. Package sinktest helps to test sinks.
+// wraps another sink embeds a [Forwarder]. Package sinktest helps to test sinks.
 //
 // # Health
 //
@@ -86,6 +86,6 @@
 //
 // A driver calls one method of its sink at a time, from the goroutine of [Driver.Run]. So
 // the sink needs no lock for these calls. Its methods must return when their context
-// ends. A sink may keep views, services and endpoints, which are immutable, but not a
-// Changes. All methods of a driver except Run are safe for concurrent use.
+// ends. A sink may keep views, services and endpoints, which are immutable. It must not
+// keep a Changes. All methods of a driver except Run are safe for concurrent use.
 package sink

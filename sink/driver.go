@@ -283,8 +283,8 @@ func (d *Driver) noteChanges(now time.Time) {
 	d.noteWork(now)
 }
 
-// noteWork records since when work waits. This time is at least notBefore, because
-// waiting during Options.MinInterval does not count.
+// noteWork records the time since which work waits. This time is at least notBefore,
+// because waiting during Options.MinInterval does not count.
 func (d *Driver) noteWork(now time.Time) {
 	d.update(func() {
 		if d.status.WaitingSince.IsZero() {
@@ -302,7 +302,7 @@ func (d *Driver) update(change func()) {
 	d.moved = make(chan struct{})
 }
 
-// guard calls f, a method of the sink. If f panics, guard returns that as an error.
+// guard calls f, a method of the sink. If f panics, guard returns the panic as an error.
 func guard(ctx context.Context, method string, f func(context.Context) error) (err error) {
 	defer func() {
 		if r := recover(); r != nil {

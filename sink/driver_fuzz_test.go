@@ -175,7 +175,7 @@ func randomBytes(r *rand.Rand) []byte {
 type dataplane struct {
 	entries map[api.Claim]fuzzEntry
 	// With atomic, the sink changes nothing of a failed service, and nothing at all if the
-	// Sync fails. Then the sink may rely on Old even for an unsure service.
+	// Sync fails as a whole. Then the sink may rely on Old even for an unsure service.
 	atomic bool
 	// The last delivered view of each service. A Changes with First clears the map.
 	wanted map[types.NamespacedName]*api.ServiceEndpoints
@@ -208,7 +208,7 @@ func newDataplane(atomic bool) *dataplane {
 	return p
 }
 
-// fail makes the next deliveries of the service key fail with err; times is their number.
+// fail makes the next deliveries of a service fail with err; times is their number.
 func (p *dataplane) fail(key types.NamespacedName, times int, err error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -300,7 +300,7 @@ func (p *dataplane) set(entries map[api.Claim]fuzzEntry, s *sink.Change) {
 }
 
 // failHalfway returns a step that programs n services and then fails with err. If err is
-// nil, it panics instead.
+// nil, the step panics.
 func (p *dataplane) failHalfway(n int, err error) sinktest.Step {
 	return func(_ context.Context, c *sink.Changes, _ sink.Sink) (result error) {
 		before := p.entries

@@ -31,8 +31,8 @@ func key(name string) types.NamespacedName {
 	return types.NamespacedName{Namespace: "default", Name: name}
 }
 
-// view returns a view of the service key. Each number n in endpoints stands for an
-// endpoint 10.0.0.n.
+// view returns a view of the service with this key. Each number n in endpoints stands for
+// an endpoint 10.0.0.n.
 func view(key types.NamespacedName, endpoints ...byte) *api.ServiceEndpoints {
 	v := &api.ServiceEndpoints{Service: &api.Service{
 		Namespace: key.Namespace, Name: key.Name, Type: api.ClusterIP,

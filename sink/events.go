@@ -166,8 +166,8 @@ func (e *events) makeRoom(ctx context.Context, transitions []*transition) {
 	}
 }
 
-// evict deletes those frontends of the service key that conflict with claim. If that
-// fails, the frontend stays in owners.
+// evict deletes those frontends of a service that conflict with claim. If that fails, the
+// frontend stays in owners.
 func (e *events) evict(ctx context.Context, key types.NamespacedName, claim api.Claim) {
 	t := &transition{key: key, old: sent{view: e.sent[key].view}}
 	e.sent[key] = t.old

@@ -240,7 +240,7 @@ func TestAddressMovesInFailingSync(t *testing.T) {
 	}
 }
 
-// The package comment of the module contains the Sync of this file as a tutorial.
+// The tutorial in the module's doc.go contains the method Sync of this file.
 func TestTutorialIsCompiled(t *testing.T) {
 	doc, err := os.ReadFile("../doc.go")
 	if err != nil {

@@ -26,8 +26,8 @@ import (
 // So one bad service does not stop the others. If sync fails as a whole in a pass, the
 // driver cannot find the service that is the cause. So sync should return a [*Failed].
 //
-// The function sync may keep the slice but must not change it. The sink holds the views
-// of all services. Each Sync copies one pointer per service.
+// The function sync may keep its argument services but must not change it. The sink holds
+// the views of all services. Each Sync copies one pointer per service.
 func FullState(sync func(ctx context.Context, services []*api.ServiceEndpoints) error) Sink {
 	return Func(FullStateOf(stateFunc(sync)).Sync) // Func hides the optional methods of Forwarder
 }
@@ -98,8 +98,8 @@ func revert(state, acked []*api.ServiceEndpoints, failed Failed) []*api.ServiceE
 	})
 }
 
-// findView returns the index of a service's view in state. If there is none, it returns
-// the index at which to insert it.
+// findView returns the index of a service's view in state. If there is no view, it
+// returns the index at which to insert one.
 func findView(state []*api.ServiceEndpoints, key types.NamespacedName) (int, bool) {
 	return slices.BinarySearchFunc(state, key, func(v *api.ServiceEndpoints, key types.NamespacedName) int {
 		return api.CompareKeys(v.Key(), key)

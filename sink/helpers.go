@@ -38,16 +38,16 @@ func (p *Pass) Begin(c *Changes) {
 	}
 }
 
-// Stale reports whether the sink has to prune the records of the service key. In a Sync
-// with Changes.Last, it returns true if the service was not delivered since First and is
-// not in Changes.Failing. In other Syncs, it returns false.
+// Stale reports whether the sink has to prune the records of the service with this key.
+// In a Sync with Changes.Last, it returns true if the service was not delivered since
+// First and is not in Changes.Failing. In other Syncs, it returns false.
 func (p *Pass) Stale(key types.NamespacedName) bool {
 	_, delivered := p.delivered[key]
 	return p.last && !delivered
 }
 
 // Forwarder implements all optional methods of a sink, such as those of [Starter] and
-// [Verifier], and forwards them to the value To. A sink that wraps another one embeds a
+// [Verifier], and forwards them to the value To. A sink that wraps another sink embeds a
 // Forwarder and implements Sync.
 //
 // If To does not have a method, this method of the Forwarder does nothing and returns nil
@@ -106,7 +106,7 @@ func (f Forwarder) forwardsTo() any { return f.To }
 
 // CleanerOf returns s as a [Cleaner], or nil if s is no Cleaner. A sink that embeds a
 // [Forwarder] always has a method Cleanup, but counts as a Cleaner only if its value To
-// does.
+// is a Cleaner.
 func CleanerOf(s any) Cleaner {
 	if f, ok := s.(interface{ forwardsTo() any }); ok && CleanerOf(f.forwardsTo()) == nil {
 		return nil

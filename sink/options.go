@@ -29,11 +29,11 @@ type Options struct {
 
 	// For a [Verifier], VerifyInterval is the time from the end of one Verify to the start
 	// of the next. If changes interrupt a Verify, the driver waits only a quarter of this
-	// time. Default: the VerifyInterval of a [Poller], or else one minute. If negative, the
-	// driver never calls Verify.
+	// time. Default: the VerifyInterval of a [Poller], or else one minute. If VerifyInterval
+	// is negative, the driver never calls Verify.
 	VerifyInterval time.Duration
 
-	// StopTimeout is the time after which the context of Stop ends, for a [Stopper].
+	// For a [Stopper], StopTimeout is the time after which the context of Stop ends.
 	// Default: the StopTimeout of a [Drainer], or else ten seconds.
 	StopTimeout time.Duration
 
@@ -46,7 +46,7 @@ type Options struct {
 }
 
 // Backoff defines how long to wait after failures in a row. The wait is Initial after the
-// first failure, and doubles with each further one, up to Max.
+// first failure, and doubles with each further failure, up to Max.
 type Backoff struct {
 	// Initial is the first wait. Default 100 ms.
 	Initial time.Duration
@@ -70,9 +70,9 @@ type Observer struct {
 	Pending func(services int)
 	// Synced is called after each Sync.
 	Synced func(SyncResult)
-	// Applied is called for each acknowledged service with a trigger time. The latency is
-	// the time since the oldest endpoint change. Applied is not called if a service has not
-	// changed, as is usual in a pass.
+	// Applied is called for each acknowledged service that has a trigger time. The latency
+	// is the time since the oldest endpoint change. Applied is not called if a service has
+	// not changed, as is usual in a pass.
 	Applied func(latency time.Duration)
 	// Verified is called after each Verify, unless changes interrupted the Verify.
 	Verified func(took time.Duration, err error)
@@ -82,7 +82,7 @@ type Observer struct {
 type SyncResult struct {
 	// InPass reports whether the Sync was part of a pass.
 	InPass bool
-	// Passed reports whether the Sync was the last one of a pass. PassDuration is then the
+	// Passed reports whether the Sync was the last Sync of a pass. PassDuration is then the
 	// duration of the pass, from the start of its first Sync.
 	Passed       bool
 	PassDuration time.Duration

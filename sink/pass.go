@@ -34,16 +34,15 @@ func (p *delivery) delivered(key types.NamespacedName) bool {
 }
 
 // admit returns the changes to deliver now: all changes of services that the pass has
-// delivered, and some of the others. It leaves the rest of the others to the pass when
-// their size, or the number of services ahead, reaches limit.
+// delivered, and other changes up to limit. The limit applies to the size of the other
+// changes and to the number of services ahead. The pass delivers the rest.
 func (p *delivery) admit(changes []Change, limit int) []Change {
 	var admitted []Change
 	size := 0
 	for _, c := range changes {
 		switch {
 		case p.delivered(c.Key):
-			// Without a view that was acknowledged in this pass, the sink may have one from
-			// before the pass.
+			// If no view was acknowledged in this pass, the sink may have a view from before it.
 			c.Unsure = c.Old == nil
 		case size+weight(&c) > limit || len(p.ahead) >= limit:
 			continue
@@ -57,9 +56,9 @@ func (p *delivery) admit(changes []Change, limit int) []Change {
 	return admitted
 }
 
-// appendNext appends the next services of the pass to changes, at most maxCount services
-// and at most the size limit. It appends at least one service if any is left. The result
-// more reports whether further services are left.
+// appendNext appends the next services of the pass to changes: at most maxCount services,
+// whose total size is at most limit. It appends at least one service if any is left. The
+// result more reports whether further services are left.
 func (p *delivery) appendNext(u *Update, maxCount, limit int, changes []Change) (_ []Change, more bool) {
 	if changes == nil {
 		changes = p.buffer[:0]

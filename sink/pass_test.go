@@ -407,7 +407,7 @@ func TestOneServiceOfManyMakesSyncPanic(t *testing.T) {
 	})
 }
 
-// Many services make Sync panic. All others must be programmed.
+// Many services make Sync panic. All other services must be programmed.
 func TestManyServicesMakeSyncPanic(t *testing.T) {
 	views := manyViews(2_000)
 	var bad []types.NamespacedName
@@ -597,8 +597,8 @@ func TestFailedSourceIsRetriedWithBackoff(t *testing.T) {
 	}
 }
 
-// A claim moves from a failing service to another one. After that, the old view of the
-// failing service must not be delivered, because this view still has the claim.
+// A claim moves from a failing service to another service. After that, the old view of
+// the failing service must not be delivered, because this view still has the claim.
 func TestOldNamesNoClaimOfAnotherService(t *testing.T) {
 	a, b := key("a"), key("b")
 	run(t, sink.Options{}, nil, func(w *world) {

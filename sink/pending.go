@@ -26,7 +26,7 @@ type unacked struct {
 	// The service is isolated: a Sync of this service alone has failed as a whole, so the
 	// driver always delivers it alone.
 	alone bool
-	// The last revision at which the acknowledged view was the present one.
+	// The last revision at which the acknowledged view was the present view.
 	since uint64
 	// The oldest trigger time of the changes; zero if there is none.
 	trigger time.Time
@@ -139,14 +139,14 @@ func (p *pending) nextRetry() (time.Time, bool) {
 	return s.retryAt, true
 }
 
-// hasDue reports whether any service is due, without regard to isolated ones.
+// hasDue reports whether any service is due, without regard to isolated services.
 func (p *pending) hasDue(now time.Time) bool {
 	s, ok := p.byRetry.Min()
 	return ok && !s.retryAt.After(now)
 }
 
-// due calls yield with each service that is due, except isolated ones, in the order of
-// retryAt. It stops if yield returns false.
+// due calls yield with each service that is due, except isolated services, in the order
+// of retryAt. It stops if yield returns false.
 func (p *pending) due(now time.Time, yield func(*unacked) bool) {
 	p.byRetry.Ascend(func(s *unacked) bool { return !s.retryAt.After(now) && yield(s) })
 }
@@ -159,9 +159,10 @@ func (p *pending) dueAlone(now time.Time) *unacked {
 	return nil
 }
 
-// acknowledge removes the service key, because the sink has acknowledged its new view. If
-// the old view of another service has a claim of the new view, the old view is cleared.
-// Otherwise the sink would use the old view to remove the claim from its new owner.
+// acknowledge removes the service with this key, because the sink has acknowledged its
+// new view. If the old view of another service has a claim of the new view, the old view
+// is cleared. Otherwise the sink would use the old view to remove the claim from its new
+// owner.
 func (p *pending) acknowledge(key types.NamespacedName, new *api.ServiceEndpoints) {
 	p.remove(key)
 	if len(p.claims) == 0 {
@@ -189,7 +190,7 @@ func (p *pending) keys(delivered []Change) []types.NamespacedName {
 }
 
 // applied returns the last revision up to which the sink has acknowledged everything. The
-// result is at most reached.
+// result is at most the argument reached.
 func (p *pending) applied(reached uint64) uint64 {
 	for _, s := range p.byKey {
 		reached = min(reached, s.since)
@@ -197,8 +198,8 @@ func (p *pending) applied(reached uint64) uint64 {
 	return reached
 }
 
-// claims maps claims to services. It groups claims by address, because a claim of a whole
-// address excludes all others at this address.
+// The type claims maps claims to services. It groups claims by address, because a claim
+// of a whole address excludes all other claims at this address.
 type claims map[netip.Addr]map[api.Claim]types.NamespacedName
 
 func (c claims) set(claim api.Claim, key types.NamespacedName) {
@@ -213,7 +214,7 @@ func (c claims) has(claim api.Claim, key types.NamespacedName) bool {
 	return ok && other == key
 }
 
-// unset removes claim if the service key has it.
+// unset removes claim if the service with this key has it.
 func (c claims) unset(claim api.Claim, key types.NamespacedName) {
 	if !c.has(claim, key) {
 		return
@@ -224,7 +225,7 @@ func (c claims) unset(claim api.Claim, key types.NamespacedName) {
 	}
 }
 
-// conflicting returns the services whose claims exclude claim, except the service key.
+// conflicting returns the services other than key whose claims exclude claim.
 func (c claims) conflicting(claim api.Claim, key types.NamespacedName) []types.NamespacedName {
 	var services []types.NamespacedName
 	add := func(other types.NamespacedName, ok bool) {

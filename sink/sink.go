@@ -23,11 +23,10 @@ type Sink interface {
 	// half applied, and is delivered again.
 	//
 	// A nil error acknowledges all of c. A [*Failed] acknowledges all services except those
-	// that it names. Any other error acknowledges nothing (see [Acknowledged]), and neither
-	// does a panic. The driver delivers unacknowledged services again, merged with later
-	// changes. If nothing was acknowledged, the driver delivers smaller batches until it
-	// finds the service that causes the error. An error that wraps [ErrStartOver] requests a
-	// new pass.
+	// that it names. Any other error, or a panic, acknowledges nothing (see [Acknowledged]).
+	// The driver delivers unacknowledged services again, merged with later changes. If
+	// nothing was acknowledged, the driver delivers smaller batches until it finds the
+	// service that causes the error. An error that wraps [ErrStartOver] requests a new pass.
 	//
 	// Calls of Sync never overlap. The sink must not use c after Sync has returned, but may
 	// keep the views in c.
@@ -78,14 +77,14 @@ type Verifier interface {
 }
 
 // Poller is a [Verifier] whose Verify is cheap as long as nothing has changed. If
-// [Options.VerifyInterval] is 0, the result of VerifyInterval is used instead. If both
+// [Options.VerifyInterval] is 0, the result of the method VerifyInterval applies. If both
 // are 0, the default applies.
 type Poller interface {
 	Verifier
 	VerifyInterval() time.Duration
 }
 
-// Changes is the work of one Sync.
+// Changes is the data that the driver passes to one call of Sync.
 //
 // The driver makes a pass at the start, after [ErrStartOver], after [Driver.StartOver],
 // and when the source has lost the driver's position. A pass delivers every service once,
@@ -93,16 +92,16 @@ type Poller interface {
 // delivered before its next batch. A new pass may begin before the previous one has
 // ended.
 type Changes struct {
-	// First begins a pass. The state of the dataplane is unknown: acknowledgements before
-	// First do not count any more.
+	// First is set if this Changes begins a pass. The driver then treats the state of the
+	// dataplane as unknown: earlier acknowledgements do not count any more.
 	First bool
-	// Last ends a pass, in which every service was delivered. The sink programs Services.
-	// Then it prunes everything, except the state of services that were delivered since
-	// First, and state that may belong to services in Failing.
+	// Last is set if this Changes ends a pass, in which every service was delivered. The
+	// sink programs Services. Then it prunes everything, except the state of services that
+	// were delivered since First, and state that may belong to services in Failing.
 	Last bool
 	// Failing is set with Last. It lists the services that were delivered in this pass but
 	// not acknowledged, except those in Services, in order of namespace and name. Any part
-	// of them may be in the dataplane. They will be delivered again.
+	// of their state may be in the dataplane. They will be delivered again.
 	Failing []types.NamespacedName
 	// Revision is the source's revision of the views.
 	Revision uint64
@@ -119,21 +118,21 @@ type Changes struct {
 
 // Change is the change of one service.
 //
-// No two services have the same claim (see [api.Claim]) at the same time. If another
-// service has an address of New in the sink's records, that service has lost the address,
-// and will be changed or pruned soon. The sink gives the address to New and removes it
-// from the record of the other service.
+// No two services have the same claim (see [api.Claim]) at the same time. If the sink has
+// recorded an address of New for another service, that service has lost the address, and
+// will be changed or pruned soon. The sink gives the address to New and removes it from
+// the record of the other service.
 type Change struct {
 	Key types.NamespacedName
 	// Old is the view last acknowledged since the pass began, or nil if there is none. It
-	// has no address that an earlier Sync gave to another service.
+	// omits addresses that an earlier Sync gave to another service.
 	Old *api.ServiceEndpoints
 	// New is the view to program. If it is nil, the service has to be deleted.
 	New *api.ServiceEndpoints
-	// If Unsure is true, any state of this service may be in the dataplane: the service was
-	// not acknowledged since First, or its last delivery failed. Then the difference between
-	// Old and New is not enough. The sink has to compare with the dataplane or program the
-	// whole service. Old and New may be equal or both nil.
+	// If Unsure is true, any state of this service may be in the dataplane, because the
+	// service was not acknowledged since First or its last delivery failed. Then the
+	// difference between Old and New is not enough. The sink has to compare with the
+	// dataplane or program the whole service. Old and New may be equal or both nil.
 	Unsure bool
 	// TriggerTime is the time of the oldest endpoint change in this Change, according to the
 	// endpoints controller. It is zero if it is unknown or no endpoint has changed.
@@ -141,8 +140,8 @@ type Change struct {
 }
 
 // Endpoints yields the endpoints that differ between Old and New, in order. It yields
-// (nil, new) for an added endpoint, (old, nil) for a removed one, and (old, new) if
-// lists, conditions or other properties have changed. It omits draining endpoints.
+// (nil, new) for an added endpoint, (old, nil) for a removed one, and (old, new) for one
+// whose scopes, conditions or other properties have changed. It omits draining endpoints.
 func (c *Change) Endpoints() iter.Seq2[*api.Endpoint, *api.Endpoint] {
 	return func(yield func(old, new *api.Endpoint) bool) {
 		var before, after []api.Endpoint
@@ -249,7 +248,7 @@ func (f *Failed) Err() error {
 // Acknowledged says what the result err of a Sync means. If ok is false, the Sync
 // acknowledged nothing. Otherwise it acknowledged all services except those in failed.
 //
-// Acknowledged returns a *Failed if err is a *Failed, or wraps a *Failed and no other
+// The result ok is true if err is nil, is a *Failed, or wraps a *Failed and no other
 // error. If a *Failed is joined with another error, ok is false, because that error may
 // concern all services. If err wraps [ErrStartOver], ok is false too.
 func Acknowledged(err error) (failed Failed, ok bool) {

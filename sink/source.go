@@ -38,8 +38,8 @@ type Source interface {
 // Update is the difference between a reader's position and the present state. It is
 // immutable.
 type Update struct {
-	// Lost reports that the source had no position. Changes is empty, and the reader has to
-	// read all services with After.
+	// Lost reports that the source had no position. Then Changes is empty, and the reader
+	// has to read all services with After.
 	Lost bool
 	// Revision is the revision of the views in the update.
 	Revision uint64
@@ -47,7 +47,7 @@ type Update struct {
 	// order of namespace and name. Old is the view at the position. Unsure is not set.
 	Changes []Change
 	// Node is the Node object of this node, or nil if it is not known. NodeChanged reports
-	// that Node differs from the one at the position; NodeChanged is true with Lost.
+	// that Node differs from the node at the position or that Lost is true.
 	Node        *api.Node
 	NodeChanged bool
 	// View returns the view of a service, or nil if there is none.

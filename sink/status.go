@@ -29,7 +29,7 @@ type Status struct {
 	// acknowledged Sync. They are zero if there was none.
 	LastPass, LastSync time.Time
 	// LastProgress is the last time at which the sink read a service from its Changes or
-	// returned from Sync. While Sync keeps failing as a whole, neither counts.
+	// returned from Sync. While Sync keeps failing as a whole, neither event counts.
 	LastProgress time.Time
 	// LastQueued is the last time at which the driver noticed new changes.
 	LastQueued time.Time
@@ -44,9 +44,9 @@ type Status struct {
 	// SyncingSince is the start of the running Sync, or zero if none runs.
 	SyncingSince time.Time
 
-	// If the last Sync failed as a whole, or the source failed to return an update, Err is
-	// the error; otherwise it is nil. Failures counts such failures in a row. NextAttempt is
-	// the earliest time of the next attempt.
+	// Err is the error if the last Sync failed as a whole or the source failed to return an
+	// update, and nil otherwise. Failures counts such failures in a row. NextAttempt is the
+	// earliest time of the next attempt.
 	Err         error
 	Failures    int
 	NextAttempt time.Time
@@ -128,7 +128,7 @@ func (d *Driver) WaitSynced(ctx context.Context) error {
 	return nil
 }
 
-// waitUntil returns nil when reached returns true. It calls reached with mu held.
+// waitUntil waits until reached returns true. It calls the function with mu held.
 func (d *Driver) waitUntil(ctx context.Context, reached func() bool) error {
 	for {
 		d.mu.Lock()

@@ -21,11 +21,11 @@ type batch struct {
 	Changes
 	// The services that Changes.Services yields.
 	services []Change
-	// The batch consists of one isolated service.
+	// True if the batch consists of one isolated service.
 	alone bool
 }
 
-// search is the search for the services that make a Sync fail as a whole.
+// search is the state of the search for services that make a Sync fail as a whole.
 type search struct {
 	// The maximum number of services in a Sync, or 0 while there is no search.
 	limit int
@@ -106,8 +106,8 @@ func (d *Driver) sourceFailed(ctx context.Context, err error) {
 	d.update(func() { d.backOff(err, 0) })
 }
 
-// compose returns the next batch. A change of u that is not in the batch either becomes
-// pending, or the pass will deliver it.
+// compose returns the next batch. A change in the update u that is not in the batch
+// becomes pending, or the pass will deliver it.
 func (d *Driver) compose(u *Update) batch {
 	if u.Lost {
 		d.update(d.begin)
@@ -154,8 +154,8 @@ func (d *Driver) addChanges(u *Update, b *batch) {
 	d.hold(wait)
 }
 
-// addAlone makes b a batch of one isolated service if one is due. Between two isolated
-// services, others come first. While everything fails, isolated services wait.
+// addAlone makes b a batch of one isolated service if one is due. If other services wait,
+// it never takes two isolated services in a row, and none while everything fails.
 func (d *Driver) addAlone(u *Update, b *batch) bool {
 	now := time.Now()
 	s := d.pending.dueAlone(now)
@@ -198,7 +198,7 @@ func (d *Driver) addDue(u *Update, b *batch) {
 		}
 		c := s.change(u.View(s.key))
 		if added > 0 && weight(&c) > room && (most > 0 || s.reason != queued) {
-			return most == 0 && queuedLeft > 0 // never split the changes of one update
+			return most == 0 && queuedLeft > 0 // continue: the changes of an update stay together
 		}
 		if s.reason == queued {
 			queuedLeft--
@@ -226,7 +226,7 @@ func (d *Driver) addDue(u *Update, b *batch) {
 		d.pass.yielded = false
 		var more bool
 		if d.pending.count[suspect] > 0 && len(b.services) > 0 {
-			more = d.pass.hasNext(u) // search for the failing service without the pass
+			more = d.pass.hasNext(u) // during the search, add no services of the pass
 		} else {
 			b.services, more = d.pass.appendNext(u, most, room, b.services)
 		}
@@ -278,7 +278,7 @@ func (d *Driver) sync(ctx context.Context, b *batch) (result SyncResult, failed 
 }
 
 // hopeful reports whether a service that the sink reads counts as progress. After many
-// failures in a row, it does not count, because the sink does not work at all.
+// failures in a row, such a read does not count, because the sink does not work at all.
 func (d *Driver) hopeful() bool {
 	return d.status.Failures == 0 || d.status.Failures <= d.search.patience
 }
@@ -357,8 +357,8 @@ func (d *Driver) refused(u *Update, b *batch, err error) {
 	n := len(b.services)
 	if b.alone {
 		d.fail(d.unacked(b.services[0], failing), err, draw())
-		// If isolated services keep failing without a success, all of them wait longer, because
-		// the dataplane itself may be the cause.
+		// If isolated services fail again and again, and no Sync succeeds, all of them wait
+		// longer, because the dataplane itself may be the cause.
 		d.search.aloneFailures++
 		d.pending.aloneAt = time.Now().Add(d.opts.Backoff.wait(d.search.aloneFailures, draw()))
 		d.position = u.Revision

@@ -39,8 +39,8 @@ func (t *shared) string(s string) string {
 	return s
 }
 
-// hint returns the shared hints with the node and the zone in k. Each may be empty. The
-// caller holds mu.
+// hint returns the shared hints with the node and the zone in k. The node or the zone may
+// be empty. The caller holds mu.
 func (t *shared) hint(k hintKey) *api.Hints {
 	if h, ok := t.hints[k]; ok {
 		return h

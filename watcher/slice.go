@@ -23,7 +23,7 @@ func (c *Converter) EndpointSlice(s *discoveryv1.EndpointSlice) (*api.EndpointSl
 	r := report{kind: "EndpointSlice", namespace: s.Namespace, name: s.Name}
 	service := s.Labels[cmp.Or(c.options.ServiceNameLabel, discoveryv1.LabelServiceName)]
 	if service == "" {
-		// With another ServiceNameLabel, this is normal: the slice is for other proxies.
+		// With a ServiceNameLabel, a missing label is normal: the slice is for other proxies.
 		if c.options.ServiceNameLabel == "" {
 			r.add("metadata.labels["+discoveryv1.LabelServiceName+"]", "missing, so the slice belongs to no service")
 		}
@@ -145,8 +145,8 @@ func (c *Converter) endpoints(in []discoveryv1.Endpoint, family api.Family, r *r
 	return out
 }
 
-// target returns the pod to which ref refers. It returns nil for other targets, and if
-// KeepTargets is false. The caller holds ofSlices.mu.
+// target returns the pod to which ref refers. It returns nil if ref refers to another
+// kind of object or if KeepTargets is false. The caller holds ofSlices.mu.
 func (c *Converter) target(ref *corev1.ObjectReference) *types.NamespacedName {
 	if !c.options.KeepTargets || ref == nil || ref.Kind != "Pod" {
 		return nil
@@ -154,7 +154,7 @@ func (c *Converter) target(ref *corev1.ObjectReference) *types.NamespacedName {
 	return &types.NamespacedName{Namespace: c.ofSlices.string(ref.Namespace), Name: ref.Name}
 }
 
-// conditions converts conditions. For nil it uses the defaults in the API's
+// conditions converts conditions. For a nil field it uses the default in the API's
 // documentation.
 func conditions(c *discoveryv1.EndpointConditions) api.Conditions {
 	return api.Conditions{

@@ -43,7 +43,7 @@ const (
 type Options struct {
 	// ServiceProxyName is the proxy's name (KEP 2447). It selects services whose label
 	// service.kubernetes.io/service-proxy-name has this value, including headless services.
-	// If it is empty, it selects services without this label, except headless services.
+	// An empty name selects services without this label, except headless services.
 	ServiceProxyName string
 
 	// Skip, if set, returns true for services that the proxy must ignore although
@@ -69,8 +69,8 @@ type Options struct {
 	KeepLabels      []string
 	KeepAnnotations []string
 
-	// KeepSliceLabels selects the labels that api.EndpointSlice.Labels has, by patterns like
-	// those of KeepLabels.
+	// KeepSliceLabels selects the labels of EndpointSlices to keep
+	// (api.EndpointSlice.Labels), by patterns like those of KeepLabels.
 	KeepSliceLabels []string
 
 	// KeepTargets keeps the names of the pods of endpoints (api.Endpoint.Target). Targets
@@ -84,7 +84,7 @@ type Options struct {
 }
 
 // AllPortsAnnotated returns a function for Options.AllPorts. It selects a service if
-// strconv.ParseBool returns true for the value of the service's annotation name.
+// strconv.ParseBool returns true for the value of the annotation with this name.
 func AllPortsAnnotated(name string) func(*corev1.Service) bool {
 	return func(s *corev1.Service) bool {
 		on, err := strconv.ParseBool(s.Annotations[name])
@@ -139,9 +139,10 @@ func (c *Converter) WantsService(s *corev1.Service) bool {
 }
 
 // WantsSlice reports whether the labels of s select s for the proxy. If ServiceProxyName
-// is not empty, the label service.kubernetes.io/service-proxy-name must equal it.
+// is not empty, the label service.kubernetes.io/service-proxy-name must have this value.
 // Otherwise s must not belong to a headless service, and this label is ignored, as by
-// kube-proxy. Only the service's label decides, because the label of s may be outdated.
+// kube-proxy. Only the label of the service decides, because the label of the slice may
+// be outdated.
 //
 // A proxy with a ServiceProxyName also wants all other slices of its selectorless
 // services (see [Selectorless]). The EndpointSlice controller does not create these
@@ -209,8 +210,7 @@ func (r *report) add(field, format string, args ...any) {
 	})
 }
 
-// done returns the collected problems. The last one includes the number of omitted
-// problems.
+// done returns the collected problems. The last problem states how many were omitted.
 func (r *report) done() []Problem {
 	if r.omitted > 0 {
 		last := &r.problems[len(r.problems)-1]

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package clusterv1 is the wire form of a cluster's state. A kpng server sends these
-// messages to a client that follows the whole cluster. The package also converts them
-// from and to package api. Package localv1 has the messages of services and nodes.
+// Package clusterv1 has the messages of a cluster's state. A kpng server sends them to a
+// client that follows the whole cluster. The package also converts them from and to
+// package api. Package localv1 has the messages of services and nodes.
 //
 // docs/wire.md describes the protocol, which omits api.EndpointSlice.TriggerTime.
 //
@@ -35,7 +35,7 @@ func FromSlice(s *api.EndpointSlice) *EndpointSlice {
 		})
 	}
 	for i := range s.Endpoints {
-		if s.Endpoints[i].Addr.IsValid() { // the receiver rejects a slice with an invalid address
+		if s.Endpoints[i].Addr.IsValid() { // omit invalid addresses, because the receiver would reject the whole slice
 			x.Endpoints = append(x.Endpoints, fromEndpoint(&s.Endpoints[i]))
 		}
 	}

@@ -37,7 +37,7 @@ func roundTrip[M proto.Message](t *testing.T, m M) M {
 	return arrived
 }
 
-// FuzzConversions checks that values survive the wire unchanged.
+// FuzzConversions checks that values stay the same when they are sent as messages.
 func FuzzConversions(f *testing.F) {
 	for seed := range uint64(20) {
 		f.Add(seed)
@@ -92,7 +92,7 @@ func FuzzConversions(f *testing.F) {
 }
 
 // FuzzUnmarshal converts messages with arbitrary content. The conversion may return an
-// error, but must not panic. Accepted values must survive the wire unchanged.
+// error, but must not panic. Accepted values must stay the same when they are sent.
 func FuzzUnmarshal(f *testing.F) {
 	for seed := range uint64(5) {
 		r := rand.New(rand.NewPCG(seed, 1))

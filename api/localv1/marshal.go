@@ -13,7 +13,7 @@ import (
 // Marshal returns the encoding of m. Equal messages have equal encodings within one build
 // of the program. Objects of an API server may contain strings that are not UTF-8, which
 // protobuf cannot encode. In the output, Marshal replaces invalid bytes by U+FFFD. It
-// does not modify m, which shares maps and lists with other values.
+// does not modify m, because m shares maps and lists with other values.
 func Marshal(m proto.Message) []byte {
 	deterministic := proto.MarshalOptions{Deterministic: true}
 	b, err := deterministic.Marshal(m)
@@ -23,7 +23,7 @@ func Marshal(m proto.Message) []byte {
 		b, err = deterministic.Marshal(m)
 	}
 	if err != nil {
-		panic(fmt.Sprintf("localv1: marshal %s: %v", m.ProtoReflect().Descriptor().FullName(), err)) // marshalling fails only for invalid strings, which repair replaced
+		panic(fmt.Sprintf("localv1: marshal %s: %v", m.ProtoReflect().Descriptor().FullName(), err)) // cannot happen: the function repair has replaced all invalid strings
 	}
 	return b
 }
@@ -66,8 +66,8 @@ func repairMap(field protoreflect.FieldDescriptor, m protoreflect.Map) {
 	}
 }
 
-// The function repaired returns v with valid UTF-8, and whether that differs from v. It
-// modifies messages in place.
+// The function repaired returns v with valid UTF-8, and whether the result differs from
+// v. It modifies messages in place.
 func repaired(field protoreflect.FieldDescriptor, v protoreflect.Value) (protoreflect.Value, bool) {
 	switch field.Kind() {
 	case protoreflect.MessageKind:

@@ -14,7 +14,7 @@ import (
 func FromNode(n *api.Node) *Node {
 	var addresses []*NodeAddress
 	for _, a := range n.Addresses {
-		if a.IP.IsValid() { // the receiver rejects a node with an invalid address
+		if a.IP.IsValid() { // omit invalid addresses, because the receiver would reject the whole node
 			addresses = append(addresses, &NodeAddress{Type: a.Type, IP: a.IP.String()})
 		}
 	}

@@ -94,7 +94,7 @@ func kind(f protoreflect.FieldDescriptor) string {
 }
 
 // TestFieldNumbersOfOriginalKpng compares the messages with a list of the original kpng's
-// field numbers. It fails even if docs/wire.md has the same mistake as the messages.
+// field numbers. It finds a wrong number even if docs/wire.md has the same wrong number.
 func TestFieldNumbersOfOriginalKpng(t *testing.T) {
 	for message, fields := range map[protoreflect.Name]string{
 		"WatchReq":         "NodeName 1",
@@ -126,8 +126,8 @@ func TestFieldNumbersOfOriginalKpng(t *testing.T) {
 
 var update = flag.Bool("update", false, "rewrite testdata/golden.txt")
 
-// TestGoldenBytes sets all fields of each message and compares its encoding with recorded
-// bytes.
+// TestGoldenBytes sets all fields of each message and compares the message's encoding
+// with recorded bytes.
 func TestGoldenBytes(t *testing.T) {
 	var out strings.Builder
 	for _, d := range messages() {

@@ -127,8 +127,8 @@ var faults = []fault{
 		})},
 }
 
-// The function endpoints returns a function for fault.view that hides the endpoints for
-// which f returns false.
+// The function endpoints returns a function for fault.view. That function hides the
+// endpoints for which f returns false.
 func endpoints(f func(*discoveryv1.Endpoint) bool) func(*Objects) {
 	return func(objects *Objects) {
 		for _, slice := range objects.Slices {
@@ -143,7 +143,8 @@ func endpoints(f func(*discoveryv1.Endpoint) bool) func(*Objects) {
 	}
 }
 
-// The function services returns a function for fault.view that calls f for each service.
+// The function services returns a function for fault.view. That function calls f for each
+// service.
 func services(f func(*corev1.Service)) func(*Objects) {
 	return func(objects *Objects) {
 		for _, service := range objects.Services {
@@ -152,8 +153,8 @@ func services(f func(*corev1.Service)) func(*Objects) {
 	}
 }
 
-// The type misreading is a Subject that lets view modify objects before the proxy reads
-// them.
+// The type misreading is a Subject whose function view modifies objects before the proxy
+// reads them.
 type misreading struct {
 	*sinkSubject
 	view func(*Objects)
@@ -215,7 +216,7 @@ func failures(t *testing.T, subject *sinkSubject, f fault) Matrix {
 		s = &misreading{subject, f.view}
 	}
 	k := newKit(t, s, opts)
-	defer k.kill()                //nolint:errcheck // the proxy may have ended
+	defer k.kill()                //nolint:errcheck // ignore the error: the proxy may have ended already
 	k.opts.Patience = time.Second // a case may wait for something that a faulty proxy never does
 	var matrix Matrix
 	for _, section := range sections {

@@ -124,7 +124,7 @@ var affinityCases = []testCase{
 	{name: "affinity never selects an endpoint that the traffic policy excludes", needs: []Feature{Affinity}, run: func(s *scene) {
 		web := s.affineService(10800).withEndpoints(ready(s.d))
 		s.publish()
-		s.choices(api.TCP, web.loadBalancerIP()) // all clients get d
+		s.choices(api.TCP, web.loadBalancerIP()) // all clients reach d, the only endpoint
 		web.externalLocal().withEndpoints(ready(s.a), ready(s.b), ready(s.d))
 		s.publish()
 		for i, name := range s.choices(api.TCP, web.loadBalancerIP()) {

@@ -216,7 +216,7 @@ var portCases = []testCase{
 	}},
 }
 
-// The function numbered returns a copy of ports, and sets the number of each port.
+// The function numbered returns a copy of ports in which each port has this number.
 func numbered(ports []discoveryv1.EndpointPort, number int32) []discoveryv1.EndpointPort {
 	var all []discoveryv1.EndpointPort
 	for _, p := range ports {

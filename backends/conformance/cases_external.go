@@ -224,7 +224,7 @@ var sourceRangeCases = []testCase{
 func onlySource(p person) string { return netip.PrefixFrom(p.source, p.source.BitLen()).String() }
 
 // addNodeAddress adds an address to the node for the rest of the case. Some controllers
-// that announce load-balancer IPs do the same.
+// that announce load-balancer IPs also add addresses to nodes.
 func (s *scene) addNodeAddress(addr netip.Addr) {
 	change := func(f func(netlink.Link, *netlink.Addr) error) error {
 		return s.node.Do(func() error {

@@ -25,7 +25,7 @@ const answerTimeout = 300 * time.Millisecond
 
 // The constant tries is the number of connections that a check opens to see which
 // endpoints they reach. If one in four connections reaches a wrong endpoint, about 1 in
-// 1,000 checks does not notice.
+// 1,000 checks does not detect this.
 const tries = 24
 
 // ask opens a new connection and reads the answer.
@@ -40,7 +40,7 @@ func describe(from person, protocol api.Protocol, to netip.AddrPort) string {
 	return fmt.Sprintf("from %s to %s/%s", from, to, protocol)
 }
 
-// The method reaches checks that connections reach all of these persons and no other
+// The method reaches asserts that connections reach all of these persons and no other
 // host. It returns the source addresses that the persons saw.
 func (s *scene) reaches(from person, to netip.AddrPort, persons ...person) []netip.Addr {
 	var peers []netip.Addr
@@ -90,8 +90,8 @@ func names(persons []person) string {
 	return strings.Join(all, ", ")
 }
 
-// refuses checks that connections are refused. TCP connections get a reset, others get
-// ICMP or ICMPv6 port unreachable.
+// The method refuses asserts that connections are refused. TCP connections get a reset,
+// and others get ICMP or ICMPv6 port unreachable.
 func (s *scene) refuses(from person, to netip.AddrPort) {
 	for _, protocol := range s.protocols {
 		if answer, err := s.ask(from, protocol, to, s.opts.Patience); !world.Refused(err) {
@@ -100,7 +100,7 @@ func (s *scene) refuses(from person, to netip.AddrPort) {
 	}
 }
 
-// drops checks that several concurrent connections get no response.
+// The method drops asserts that several concurrent connections get no response.
 func (s *scene) drops(from person, to ...netip.AddrPort) {
 	var mu sync.Mutex
 	var wrong error
@@ -121,8 +121,8 @@ func (s *scene) drops(from person, to ...netip.AddrPort) {
 	s.must(wrong)
 }
 
-// The method ignores checks that the proxy does not handle connections. Such connections
-// reach the host World.Beyond, which has all addresses of services.
+// The method ignores asserts that the proxy does not handle connections. Unhandled
+// connections reach the host World.Beyond, which has all addresses of services.
 func (s *scene) ignores(from person, to netip.AddrPort) {
 	s.reaches(from, to, person{Host: s.world.Beyond})
 }
@@ -136,7 +136,7 @@ func (s *scene) keepsSource(from person, to netip.AddrPort, persons ...person) {
 	}
 }
 
-// The method masquerades checks that persons see a node address as the source of
+// The method masquerades asserts that persons see a node address as the source of
 // connections.
 func (s *scene) masquerades(from person, to netip.AddrPort, persons ...person) {
 	for _, peer := range s.reaches(from, to, persons...) {

@@ -22,7 +22,7 @@
 // The process with the sink runs the test binary again, but only the test that calls Run.
 // In this process, Run runs the proxy and does not return. The code of the test before
 // the call of Run runs in both processes, so it should be short. Some cases kill the
-// process.
+// process with the sink.
 //
 // RunSubject tests any [Subject]. A Subject can run a proxy that is written in any
 // language. The type [Command] is a Subject for programs:
@@ -43,8 +43,8 @@
 // The name of each case is a sentence. A case has a subtest for each IP family. The
 // results of all cases form a [Matrix]. The kit logs and returns it, and writes it as
 // Markdown to the file Options.Matrix. A proxy that lacks a feature declares the
-// [Feature] with a reason. Cases that require the feature still run, but they do not fail
-// the test. The matrix shows which of them pass.
+// [Feature] as unsupported, with a reason. Cases that require the feature still run, but
+// they do not fail the test. The matrix shows which of them pass.
 //
 // # Time of the checks
 //

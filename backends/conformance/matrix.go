@@ -64,7 +64,7 @@ type Result struct {
 	Took time.Duration
 }
 
-// The method where describes the IP family in a message.
+// The method where returns the IP family as the beginning of a message.
 func (r Result) where() string {
 	if r.Family == 0 {
 		return ""

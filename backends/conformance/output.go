@@ -12,7 +12,7 @@ type output struct {
 	text []byte
 }
 
-// At least the last maxOutput bytes are kept, and at most twice as many.
+// The type output keeps at least the last maxOutput bytes, and at most twice that number.
 const maxOutput = 16 << 10
 
 func (o *output) Write(p []byte) (int, error) {

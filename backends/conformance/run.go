@@ -109,11 +109,11 @@ type kit struct {
 	world   *world.World
 	subject Subject
 	opts    Options
-	// site is the configuration of the proxy under test. While the proxy does not run,
-	// process is nil.
+	// site is the configuration of the proxy under test. The field process is nil while the
+	// proxy does not run.
 	site    Site
 	process Process
-	// before is the state of the node before the proxy started.
+	// The field before has the node's state from the time before the proxy started.
 	before string
 	// The field allocated counts the allocated addresses and ports. Each of them is used
 	// only once.

@@ -29,9 +29,9 @@ type scene struct {
 	// nodeObjects are the published nodes. If nil, the kit publishes its default nodes.
 	nodeObjects []*corev1.Node
 
-	// node is the node under test, and node2 is the other node. Cases use both as clients
-	// and as endpoints in the host network. The pods a, b and c are on node; d and e are on
-	// node2.
+	// node is the node under test, and node2 is the other node. Cases use each of them as a
+	// client, or as an endpoint in the host network. The pods a, b and c are on node; d and
+	// e are on node2.
 	node, node2, a, b, c, d, e person
 	// outside is the client outside the cluster.
 	outside person

@@ -59,8 +59,8 @@ type sinkSubject struct {
 	running map[*sinkProcess]struct{}
 }
 
-// newSinkSubject returns a subject that tests the sinks of newSink. In a process for the
-// proxy, it runs the proxy and does not return.
+// newSinkSubject returns a subject that tests the sinks that newSink creates. In a
+// process for the proxy, it runs the proxy and does not return.
 func newSinkSubject(t *testing.T, newSink NewSink, opts Options) *sinkSubject {
 	t.Helper()
 	if text := os.Getenv(orderVariable); text != "" {
@@ -181,7 +181,7 @@ type sinkProcess struct {
 	output  *output
 	conn    net.Conn
 	encoder *json.Encoder
-	// done is closed when the process has ended and err has the reason.
+	// The channel done is closed when the process has ended and the field err is set.
 	done chan struct{}
 	err  error
 
@@ -208,7 +208,7 @@ func (p *sinkProcess) read() {
 	for decoder := json.NewDecoder(p.conn); ; {
 		var r report
 		if err := decoder.Decode(&r); err != nil {
-			return // the process has ended, and its next method call returns the error
+			return // the process has ended, and awaitApplied returns the reason
 		}
 		p.mu.Lock()
 		if r.Generation >= p.last.Generation { // ignore reports about older generations

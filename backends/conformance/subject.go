@@ -20,10 +20,10 @@ const AllPortsAnnotation = "conformance.kpng.io/all-ports"
 
 // Subject is a proxy under test. The kit calls its methods one at a time.
 type Subject interface {
-	// Publish replaces the content of the cluster, as the proxy sees it. Publish may keep
-	// objects but must not modify them. The kit calls Publish before the first Start.
-	// After Publish has returned, running processes must receive the change without a
-	// further call.
+	// Publish replaces all objects of the cluster that the proxy reads. Publish may keep
+	// objects but must not modify them. The kit calls Publish before the first Start. After
+	// Publish has returned, running processes must receive the change without a further
+	// call.
 	Publish(ctx context.Context, objects *Objects) error
 	// Start starts a process of the proxy in the network namespace of the site's node. It
 	// need not wait until services are programmed.
@@ -86,8 +86,8 @@ type Site struct {
 	// NodePortCIDRs contain the node addresses at which node ports must be served. The node
 	// also has addresses outside these ranges.
 	NodePortCIDRs []netip.Prefix
-	// ClusterCIDRs contain the addresses of all pods. PodCIDRs contain those of the pods on
-	// this node.
+	// ClusterCIDRs contain the addresses of all pods. PodCIDRs contain the addresses of the
+	// pods on this node.
 	ClusterCIDRs, PodCIDRs []netip.Prefix
 	// PodInterfaces is the prefix of the names of interfaces to this node's pods. No other
 	// interface has this prefix.

@@ -14,8 +14,8 @@
 // next packet starts a new connection. It keeps all other TCP entries and all SCTP
 // entries.
 //
-// A backend embeds a [Reconciler]. It starts and stops the Reconciler together with
-// itself, and passes each Changes to it after programming them:
+// A backend embeds a [Reconciler], and starts and stops it together with itself. After
+// the backend has programmed changes, it passes them to the Reconciler:
 //
 //	func (b *backend) Sync(ctx context.Context, c *sink.Changes) error {
 //		err := b.program(ctx, c)
@@ -26,7 +26,7 @@
 //	}
 //
 // Sync only records which flows may be stale. Its cost grows with the number of services
-// in c. If there are such flows, a goroutine reads the connection-tracking table once for
-// all of them. It processes the table as a stream. The kernel filters the entries as far
-// as it can.
+// in c. If any flow may be stale, a goroutine reads the connection-tracking table once
+// for all such flows. It processes the table as a stream. The kernel filters the entries
+// as far as it can.
 package conntrack

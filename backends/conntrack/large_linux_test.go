@@ -35,7 +35,7 @@ func destinationNumber(i int) destination {
 }
 
 // The function clustered returns the 1,000 services to which fill creates connections.
-// The first scaledDown services have no endpoints.
+// The argument scaledDown is the number of services without endpoints.
 func clustered(t testing.TB, scaledDown int) []*api.ServiceEndpoints {
 	var list []*api.ServiceEndpoints
 	for i := range 1000 {
@@ -76,7 +76,7 @@ func TestLargeTableIsReadAsStream(t *testing.T) {
 	if most > before+2<<20 {
 		t.Errorf("live heap grew from %d to %d bytes", before, most)
 	}
-	// For a single destination, the kernel filters the entries.
+	// For a single destination, the kernel returns only the entries of this destination.
 	if seen, _, err := deleteStale(t.Context(), n.FD, kind{api.IPv4, unix.IPPROTO_UDP}, destinations[:1], func(flow) bool { return false }); seen != large/1000 || err != nil {
 		t.Errorf("of the %d entries of one service read %d: %v", large/1000, seen, err)
 	}

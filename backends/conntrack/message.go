@@ -92,9 +92,9 @@ func parseTuple(b []byte) (t tuple) {
 
 // parseFlow parses an entry of the table. It returns false if the entry cannot be stale.
 // Only entries of UDP flows, and of TCP connections without an answer and without
-// translation, can be stale. It also returns false for an entry outside the default
-// conntrack zone. The kernel translates packets to services in the default zone. Another
-// zone may have an untranslated entry of the same connection.
+// translation, can be stale. parseFlow also returns false for an entry outside the
+// default conntrack zone. The kernel translates packets to services in the default zone.
+// Another zone may have an untranslated entry of the same connection.
 func parseFlow(entry []byte) (f flow, ok bool) {
 	var orig, reply tuple
 	var zone uint16
@@ -155,9 +155,9 @@ func encodeDeletion(w *netfilter.Builder, family api.Family, identity []byte) {
 }
 
 // encodeDump encodes the message that requests the entries of kind k with one of these
-// destinations. The kernel can filter by one port, by one IPv4 address, and for TCP by
-// entries without a reply. Where the kernel cannot filter, the dump has more entries.
-// Kernels before 5.8 do not filter by address and port.
+// destinations. The kernel can filter by one port and by one IPv4 address. For TCP, it
+// also omits entries with a reply. Where the kernel cannot filter, the dump has more
+// entries. Kernels before 5.8 do not filter by address and port.
 func encodeDump(w *netfilter.Builder, k kind, destinations []destination) {
 	flags := uint32(filterProtoNum)
 	at := w.Begin(ctGet, unix.NLM_F_DUMP, nfproto(k.family))

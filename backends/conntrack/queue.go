@@ -17,10 +17,10 @@ import (
 
 // queue has the destinations whose flows the next pass checks. Sync adds destinations.
 type queue struct {
-	// The next two maps have the UDP destinations from the last delivery of each service.
-	// If a service takes over a destination of another service, only the new service is
-	// in owners. But the map destinations has both services, until the driver delivers or
-	// prunes the other one.
+	// The next two maps have the UDP destinations from the last delivery of each service. If
+	// a service takes over a destination of another service, the map owners has only the new
+	// service. But the map destinations has both services, until the driver delivers or
+	// prunes the old service.
 	destinations map[types.NamespacedName][]destination
 	owners       map[destination]types.NamespacedName
 	pass         sink.Pass
@@ -50,7 +50,7 @@ func newQueue() *queue {
 // whether it queued any. Calls must not overlap.
 func (q *queue) add(c *sink.Changes) bool {
 	due := map[destination]verdict{}     // destinations to check
-	present := map[destination]verdict{} // other destinations of the services in c
+	present := map[destination]verdict{} // destinations of the services in c that are not in the map due
 	var removed []destination
 	q.pass.Begin(c)
 	for s := range c.Services {
@@ -124,8 +124,8 @@ func (q *queue) replace(key types.NamespacedName, now map[destination]verdict) (
 }
 
 // stale reports whether a flow has to be deleted. The most specific queued destination
-// decides. A destination with the flow's address and port comes first, then one with the
-// whole address. If nodeAddrs contains the address, one with the node port comes last.
+// decides. The flow's address and port come first, then the whole address. If nodeAddrs
+// contains the address, the node port comes last.
 func (q *queue) stale(f flow, nodeAddrs map[netip.Addr]bool) bool {
 	q.mu.Lock()
 	defer q.mu.Unlock()

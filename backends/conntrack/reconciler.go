@@ -59,7 +59,7 @@ type Reconciler struct {
 	mu    sync.Mutex
 	ended chan struct{} // closed and replaced after each pass
 	last  error         // the error of the last pass
-	upTo  uint64        // passes have checked the destinations with this count or a smaller one
+	upTo  uint64        // passes have checked the destinations with this count or a smaller count
 }
 
 // New returns a Reconciler. It does nothing before Start.
@@ -76,8 +76,8 @@ func New(opts Options) *Reconciler {
 	return &Reconciler{opts: opts, queue: newQueue(), wake: make(chan struct{}, 1), ended: make(chan struct{})}
 }
 
-// Start implements sink.Starter. It starts the goroutine that reads the table and returns
-// immediately. The goroutine runs until Stop, even after ctx ends.
+// Start implements sink.Starter. It starts the goroutine that reads the table, and does
+// not wait for it. The goroutine runs until Stop, even after ctx ends.
 func (r *Reconciler) Start(ctx context.Context) error {
 	ctx, r.stop = context.WithCancel(context.WithoutCancel(ctx))
 	r.running = make(chan struct{})
@@ -88,8 +88,8 @@ func (r *Reconciler) Start(ctx context.Context) error {
 	return nil
 }
 
-// Stop implements sink.Stopper. It first deletes the stale connections of earlier Syncs,
-// unless that fails or ctx ends.
+// Stop implements sink.Stopper. It first waits until the stale connections of earlier
+// Syncs are deleted, their deletion fails, or ctx ends.
 func (r *Reconciler) Stop(ctx context.Context) error {
 	err := r.Flush(ctx)
 	r.stop()

@@ -94,8 +94,8 @@ func TestStaleConnectionsAreDeleted(t *testing.T) {
 		before, now map[string]string
 		kept        []connection
 		deleted     []connection
-		// If onRestart is true, the first pass of a new reconciler deletes the same
-		// connections. If it is false, that pass deletes none.
+		// If onRestart is true, the first pass of a new reconciler deletes the connections in
+		// the field deleted too. Otherwise that pass deletes none.
 		onRestart bool
 	}{
 		"an endpoint is removed from its slice": {
@@ -267,8 +267,8 @@ func TestUnsureChangeChecksWholeService(t *testing.T) {
 }
 
 // Each batch of a pass deletes the stale connections of its services. The last batch also
-// deletes those of deleted services. Connections to an address that another service took
-// over are kept.
+// deletes the connections of deleted services. Connections to an address that another
+// service took over are kept.
 func TestPassInSeveralBatches(t *testing.T) {
 	at := func(name, ip, pods string) *api.ServiceEndpoints {
 		return service(t, name, "ip "+ip+"\nport 53\nready "+pods)

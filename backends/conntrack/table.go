@@ -25,7 +25,7 @@ type kind struct {
 }
 
 // deleteStale deletes the stale flows to any of the destinations. All destinations have
-// the kind k. It returns the numbers of read and of deleted entries.
+// the kind k. It returns how many entries it has read and how many it has deleted.
 func deleteStale(ctx context.Context, netNS int, k kind, destinations []destination, stale func(flow) bool) (seen, ended int, err error) {
 	reader, writer := netfilter.NewConn(netNS), netfilter.NewConn(netNS)
 	defer reader.Close()

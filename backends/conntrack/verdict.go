@@ -38,8 +38,9 @@ type verdict struct {
 	forwards bool                  // at least some clients get an endpoint for new flows
 }
 
-// The method stale reports whether a flow to the destination has to be deleted. Either
-// its endpoint was removed, or it has no endpoint although new flows get one.
+// The method stale reports whether a flow to the destination has to be deleted. This is
+// true if the flow's endpoint was removed, or if the flow has no endpoint although new
+// flows get one.
 func (v verdict) stale(f flow) bool {
 	switch {
 	case v.allows(f.endpoint):
@@ -89,8 +90,8 @@ func (v verdict) endpoints(family api.Family) iter.Seq[netip.AddrPort] {
 	}
 }
 
-// The method outdates reports whether a flow to d that is not stale by the verdict before
-// may be stale by the verdict v.
+// The method outdates compares v with an earlier verdict. It reports whether a flow to d
+// may be stale according to v although it was not stale according to the earlier verdict.
 func (v verdict) outdates(before verdict, d destination) bool {
 	if v.forwards && !before.forwards {
 		return true

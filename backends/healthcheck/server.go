@@ -68,15 +68,15 @@ type Server struct {
 
 // port is a health-check node port of one or more services.
 type port struct {
-	// claimants are the services with this port. The service that was delivered last
-	// comes first and owns the port. The driver will soon deliver a change or the
-	// deletion of each other service.
+	// claimants are the services with this port. The first claimant is the service that was
+	// delivered last, and owns the port. The driver will soon deliver a change or the
+	// deletion of each other claimant.
 	claimants []types.NamespacedName
 	sockets   map[netip.Addr]*socket
 }
 
-// The type service has a service's port and numbers of ready local endpoints. It is
-// immutable.
+// The type service has a service's port, and the service's number of ready local
+// endpoints by family. It is immutable.
 type service struct {
 	port   int32
 	v4, v6 int // ready local endpoints
@@ -166,8 +166,8 @@ func (s *Server) Sync(ctx context.Context, c *sink.Changes) error {
 }
 
 // The method set updates the view of a service, or deletes the service if view is nil. If
-// the claimants of a port change, set adds the port to touched. The caller holds the
-// lock.
+// the claimants of a port change, the method adds the port to the map touched. The caller
+// holds the lock.
 func (s *Server) set(key types.NamespacedName, view *api.ServiceEndpoints, touched map[int32]bool) {
 	var before, now int32
 	if old := s.services[key]; old != nil {

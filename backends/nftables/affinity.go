@@ -94,7 +94,7 @@ func dnat(f *nodeview.Frontend, t *nodeview.Target) []expr.Any {
 const maxClients = 1 << 20
 
 // objectOp is the change of an object. If old is nil, the object is created. If new is
-// nil, it is deleted. If both exist, its rules are replaced.
+// nil, the object is deleted. If neither is nil, the object's rules are replaced.
 type objectOp struct {
 	part     int
 	old, new *object

@@ -17,13 +17,12 @@ import (
 
 // maxOps limits the elements and rules that one transaction changes. A part that exceeds
 // maxOps gets a transaction of its own. Large transactions have two disadvantages. While
-// one runs, other programs cannot change tables. If one fails, it takes long to find the
-// services that made it fail.
+// a transaction runs, other programs cannot change tables. If a large transaction fails,
+// the search for the services that caused the failure takes long.
 const maxOps = 20_000
 
 // apply writes parts to the kernel, in as few transactions as maxOps allows. It records
-// failing services in failed. It returns an error only if a failure is not about single
-// services.
+// failing services in the argument failed. It only returns errors that no service caused.
 func (t *table) apply(ctx context.Context, parts []part, failed *sink.Failed) error {
 	for len(parts) > 0 {
 		n, size := 1, parts[0].size()
@@ -83,8 +82,8 @@ func fail(parts []part, err error, failed *sink.Failed) {
 	}
 }
 
-// checkPart reads the elements of p from the kernel. If they differ from those that p and
-// the state expect, it corrects p and the state.
+// checkPart reads the elements of p from the kernel. If p and the state expect other
+// elements, checkPart corrects p and the state.
 func (t *table) checkPart(ctx context.Context, p *part) error {
 	l, err := t.conn.inspect(ctx, t.conn.table)
 	if err != nil {

@@ -67,7 +67,7 @@ func (b *Backend) Start(ctx context.Context) error {
 		if err := b.table.conn.checkKernel(ctx, features); err != nil {
 			return err
 		}
-		// With NodePodCIDRs, the first pass loads the skeleton, which needs the Node object.
+		// With NodePodCIDRs, the skeleton needs the Node object, so the first pass loads it.
 		if !b.opts.NodePodCIDRs {
 			others, err = b.table.loadSkeleton(ctx)
 		}

@@ -87,7 +87,7 @@ func (c *conn) get(ctx context.Context, id elementID) (e element, ok bool, err e
 		w.EndNest(list)
 	}, func(attributes []byte) {
 		decodeElements(id.m, attributes, map[string]string{}, func(got element, foreign []byte) {
-			// When the request names a range, the kernel also returns ranges that contain it.
+			// If id is a range, the kernel also returns ranges that contain this range.
 			if foreign == nil && got.elementID == id {
 				e, ok = got, true
 			}
@@ -134,7 +134,7 @@ func (c *conn) inspect(ctx context.Context, name string) (*listing, error) {
 	for name, h := range l.hooks {
 		l.chains[name] = digestOf(c.seed, h, nil)
 	}
-	if err == nil { // the kernel lists the rules of a chain in order, as addRule needs them
+	if err == nil { // the kernel lists the rules of a chain in the order that addRule needs
 		err = c.list(ctx, unix.NFT_MSG_GETRULE, noAttributes, func(attributes []byte) {
 			chain := netfilter.String(netfilter.Attribute(attributes, unix.NFTA_RULE_CHAIN))
 			d := l.chains[chain]

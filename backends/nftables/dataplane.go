@@ -69,8 +69,8 @@ func (b *Backend) Dataplane(ctx context.Context, addr netip.Addr, protocol api.P
 
 // elementsOf returns the elements that the kernel has for f, in the order in which the
 // rules look them up. It looks up at least minSlots slots, even if some of them are
-// missing. If isNodePort is true but the address of f has no node ports, a line says
-// that.
+// missing. If isNodePort is true but the address of f has no node ports, a line reports
+// this.
 func (c *conn) elementsOf(ctx context.Context, f *nodeview.Frontend, minSlots int, isNodePort bool) (lines []string, err error) {
 	// The function show adds a line for an element if the kernel has it. After an error,
 	// show does nothing.

@@ -46,8 +46,9 @@ func canonical(rule []byte) (b []byte) {
 	return b
 }
 
-// The map nested has the attributes that contain other attributes, by the name of the
-// expression. A value, such as "data", is the key of nested for the contained attributes.
+// The map nested has, for each name of an expression, the attributes that contain other
+// attributes. The value of such an attribute, such as "data", is the key under which the
+// map has the contained attributes.
 var nested = map[string]map[uint16]string{
 	"cmp":       {unix.NFTA_CMP_DATA: "data"},
 	"immediate": {unix.NFTA_IMMEDIATE_DATA: "data"},

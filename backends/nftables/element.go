@@ -20,7 +20,7 @@ import (
 const maxKey = 40 + 1
 
 // elementID identifies an element of a map. A key shorter than maxKey is followed by
-// zeros. In the key of a source range, octet maxKey is the prefix length.
+// zeros. For a source range, the last octet of the array key is the prefix length.
 type elementID struct {
 	m   mapID
 	key [maxKey]byte
@@ -34,8 +34,8 @@ func (id *elementID) frontend() elementID {
 	return f
 }
 
-// The type value has the fields of an element except its key. In elements of a set, it is
-// zero.
+// The type value has the fields of an element except its key. In elements of a set, all
+// fields are zero.
 type value struct {
 	data [20]byte
 	// The field chain is the name of the verdict's target chain, or the constant drop. In
@@ -78,8 +78,8 @@ func (w *keyWriter) priority(number uint32) {
 	w.at += 4
 }
 
-// frontendElement returns an element of the map m, and the offset behind the key of f.
-// The key of the element begins with the key of f.
+// frontendElement returns an element of the map m whose key begins with the key of f. It
+// also returns the length of the key of f.
 func frontendElement(m mapID, f *nodeview.Frontend) (element, int) {
 	e := element{elementID: elementID{m: m}}
 	w := keyWriter{id: &e.elementID}
@@ -93,7 +93,7 @@ func frontendElement(m mapID, f *nodeview.Frontend) (element, int) {
 	return e, w.at
 }
 
-// endpointID returns the ID that the element for a slot of f has in the map m.
+// endpointID returns the ID of the element of the map m for a slot of f.
 func endpointID(m mapID, f *nodeview.Frontend, slot int) elementID {
 	e, at := frontendElement(m, f)
 	w := keyWriter{&e.elementID, at}
@@ -101,7 +101,7 @@ func endpointID(m mapID, f *nodeview.Frontend, slot int) elementID {
 	return e.elementID
 }
 
-// addressElement returns the element for the address a in the set of this kind.
+// addressElement returns the element for an address in the set of this kind.
 func addressElement(kind mapKind, a netip.Addr) element {
 	e := element{elementID: elementID{m: mapID{kind: kind, family: api.FamilyOf(a)}}}
 	w := keyWriter{id: &e.elementID}

@@ -65,8 +65,8 @@ func TestSetSysctlsEnablesForwarding(t *testing.T) {
 }
 
 // TestAFullMapFailsTheServiceThatFillsIt makes a map with room for four endpoints, and
-// programs two services. One of them does not fit. It fails with an error that names the
-// map, and the other one is programmed.
+// programs two services. One of them does not fit. This service fails with an error that
+// names the map, and the other service is programmed.
 func TestAFullMapFailsTheServiceThatFillsIt(t *testing.T) {
 	ns := netnstest.New(t)
 	nft(t, ns, `table inet kpng { map service-endpoints4 { type ipv4_addr . inet_proto . inet_service . classid : ipv4_addr . inet_service; size 4; }; }
@@ -84,7 +84,7 @@ func TestAFullMapFailsTheServiceThatFillsIt(t *testing.T) {
 			t.Errorf("%s failed with %v, want that the map is full", key, err)
 		}
 	}
-	// When the programmed service is deleted, there is room for the other one.
+	// When the programmed service is deleted, there is room for the other service.
 	for _, v := range []*api.ServiceEndpoints{small, large} {
 		if _, ok := failed[v.Key()]; !ok {
 			mustSync(t, b, changes(false, sink.Change{Old: v, Key: v.Key()}))

@@ -99,8 +99,8 @@ func (t *table) replaceTable(ctx context.Context) error {
 }
 
 // load writes the maps and chains that the table lacks, and replaces chains that differ.
-// The argument present lists what the table has. The function finish adds messages to the
-// same transaction.
+// The argument present lists the maps and chains that the table has. The function finish
+// adds messages to the same transaction.
 func (t *table) load(ctx context.Context, present *listing, chains []chain, finish func(*wire)) error {
 	t.skeleton = make(map[string]digest, len(chains))
 	for _, c := range chains {

@@ -133,8 +133,8 @@ func mustSync(t testing.TB, b *Backend, all ...*sink.Changes) {
 // another path than Debian's.
 func nftProgram() string { return cmp.Or(os.Getenv("KPNG_TEST_NFT"), "/usr/sbin/nft") }
 
-// The function verify calls b.Verify, which compares the whole table, as if another
-// program had changed a table.
+// The function verify calls b.Verify and makes it compare the whole table, even if no
+// other program has changed a table.
 func verify(t testing.TB, b *Backend) error {
 	b.table.drift = drift{checked: -1, compared: -1, reported: b.table.drift.reported}
 	return b.Verify(t.Context())

@@ -17,8 +17,8 @@ import (
 type mapKind uint8
 
 // The kinds nodeFrontends, nodeAffinityChains, nodeEndpoints and nodeSharedChains are for
-// packets from this node to external frontends with policy Local. The kind before each of
-// them is for all other packets.
+// packets from this node to external frontends with policy Local. The kind declared
+// before each of these kinds is for all other packets.
 const (
 	// The kind frontends maps the destination of a packet to the number of a shared chain.
 	frontends mapKind = iota
@@ -44,7 +44,7 @@ const (
 	nodeSharedChains
 )
 
-// match says which fields of a packet select a frontend. They are the key of the
+// match says which fields of a packet select a frontend. These fields are the key of the
 // frontend.
 type match uint8
 

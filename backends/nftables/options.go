@@ -22,8 +22,9 @@ import (
 type Options struct {
 	// Instance distinguishes the backends of one node. The backend programs only one table
 	// of family inet, called "kpng-<Instance>" or "kpng2-<Instance>". An update to a version
-	// with another table layout changes one name to the other. Instance has at most 64
-	// letters, digits, "-", "_" and ".". Default: empty, for the table "kpng" or "kpng2".
+	// with another table layout replaces the table by a table with the other name. Instance
+	// has at most 64 letters, digits, "-", "_" and ".". Default: empty, for the table "kpng"
+	// or "kpng2".
 	Instance string
 
 	// DNATPriority is the priority of the chains at hooks prerouting and output, which
@@ -62,7 +63,7 @@ type Options struct {
 
 	// ServiceCIDRs are the ranges of cluster IPs. The backend drops new connections to an
 	// address in these ranges if no service has the address. This applies to connections
-	// from this node and to forwarded ones. Default: none.
+	// from this node and to forwarded connections. Default: none.
 	ServiceCIDRs []netip.Prefix
 
 	// NodeAddresses has the addresses of node ports. The backend ignores loopback addresses.

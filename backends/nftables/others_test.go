@@ -63,7 +63,8 @@ func affineServices(n, m int) []sink.Change {
 }
 
 // TestBusyNeighbors starts, restarts and verifies a backend while another program
-// constantly changes another table. The backend, with many chains, must report no drift.
+// constantly changes another table. The backend has many chains, and must report no
+// drift.
 func TestBusyNeighbors(t *testing.T) {
 	ns := netnstest.New(t)
 	n := changeElsewhere(t, ns)

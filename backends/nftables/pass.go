@@ -21,8 +21,8 @@ import (
 // service needs. Unchanged elements stay, so traffic to their services is not
 // interrupted.
 type pass struct {
-	// snapshots are the contents of the maps when the pass began. Syncs may have changed the
-	// claimed elements since then.
+	// snapshots are the contents of the maps when the pass began. Since then, Syncs may have
+	// changed the elements that are marked as claimed.
 	snapshots map[mapID]*snapshot
 	// ranges has the source ranges in the snapshots, by frontend.
 	ranges map[elementID][]element
@@ -146,8 +146,8 @@ func (ps *pass) claimOld(p *patch, id *elementID) {
 	}
 }
 
-// recordSync records the result of a Sync. The objects of programmed services are not
-// stale. Failed services give back the elements that they claimed.
+// recordSync records the result of a Sync. It removes the objects of programmed services
+// from the map stale. If a service failed, its claimed elements get the mark returned.
 func (ps *pass) recordSync(p *patch, failed sink.Failed) {
 	hasFailed := func(part int) bool {
 		_, is := failed[p.services[p.root(part)][0]]
@@ -188,9 +188,9 @@ func (t *table) endPass(ctx context.Context, failed bool) error {
 }
 
 // prune removes the elements that no service needs, and then the objects that no service
-// needs. In the order of allMaps, it removes elements of frontends before those of
-// endpoints. A failed service still has its old elements. So if services failed, prune
-// keeps all objects, and the elements that may belong to these services.
+// needs. In the order of allMaps, it removes the elements of frontends before the
+// elements of endpoints. A failed service still has its old elements. So if services
+// failed, prune keeps all objects, and the elements that may belong to these services.
 func (t *table) prune(ctx context.Context, ps *pass, failed bool) error {
 	t.leftovers.Exist = failed && (ps.keepOfFailed() || t.leftovers.Exist)
 	var stale part
@@ -248,8 +248,8 @@ func (t *table) prune(ctx context.Context, ps *pass, failed bool) error {
 }
 
 // keepOfFailed claims the elements that failed services may still need. These are all
-// hairpins, and all elements of frontends that some service needs. The result leaves is
-// true if the table may then have elements or objects that no service needs.
+// hairpins, and the elements of each frontend that some service needs. It returns true if
+// the table may then have elements or objects that no service needs.
 func (ps *pass) keepOfFailed() (leaves bool) {
 	leaves = len(ps.stale) > 0
 	for m, s := range ps.snapshots {
@@ -309,7 +309,7 @@ func (t *table) tidyChains(ctx context.Context) error {
 	return nil
 }
 
-// ownObjects returns the chains and sets that belong to one service each, by name.
+// ownObjects returns the chains and sets of single services, keyed by name.
 func (l *listing) ownObjects() map[string]object {
 	own := map[string]object{}
 	for name := range l.hooks {
@@ -319,7 +319,7 @@ func (l *listing) ownObjects() map[string]object {
 	}
 	for name := range l.sets {
 		if isOwn(name) {
-			own[name] = object{name: name, family: api.IPv4} // any family marks it as a set
+			own[name] = object{name: name, family: api.IPv4} // isSet is true for any family
 		}
 	}
 	return own

@@ -52,7 +52,7 @@ func skipHour(b *Backend) {
 	b.table.now = func() time.Time { return time.Now().Add(time.Hour) }
 }
 
-// firstEndpoint returns the kernel's endpoint in the first slot of a cluster IP.
+// firstEndpoint returns the endpoint in the first slot of a cluster IP in b's table.
 func firstEndpoint(t *testing.T, b *Backend, ip string) string {
 	t.Helper()
 	for _, line := range contents(t, b) {
@@ -109,7 +109,7 @@ func TestAPassInSeveralBatches(t *testing.T) {
 }
 
 // TestAPassKeepsElementsOfFailedServices makes the kernel refuse a service. In one case
-// the service fails until the end of the pass. In the other case it succeeds before that.
+// the service fails until the end of the pass. In the other case it succeeds earlier.
 func TestAPassKeepsElementsOfFailedServices(t *testing.T) {
 	old := []string{"10.0.0.1", "10.0.0.2", "10.0.0.3"}
 	web := set(view("web", []string{"10.96.0.1"}, []string{"10.99.98.97"}, nil))

@@ -16,8 +16,8 @@ type op struct {
 	elementID
 	hasOld, hasNew bool
 	old, new       value
-	// wanted is the change in the number of services that need the element, if it is in a
-	// shared map. The function resolve derives hasOld and hasNew from that number.
+	// For an element of a shared map, wanted is the change in the number of services that
+	// need the element. The function resolve derives hasOld and hasNew from that number.
 	wanted int
 	// checked is true if hasOld and old were read from the kernel after it refused the op.
 	checked bool
@@ -34,8 +34,8 @@ type patch struct {
 	ops   []*op
 	block []op // has room for the next ops
 	index map[elementID]*op
-	// objects maps the name of each changed object to its change. Each such name contains the service's
-	// name.
+	// objects maps the name of each changed object to its change. These names contain the
+	// service's name.
 	objects map[string]*objectOp
 	// services lists the services of each part.
 	services [][]types.NamespacedName
@@ -103,7 +103,8 @@ func (p *patch) add(e element) {
 	o.hasNew, o.new = true, e.value
 }
 
-// removeObject records that the current service had o, and addObject that it needs o.
+// removeObject records that the current service had the object o. The method addObject
+// records that the service needs it.
 func (p *patch) removeObject(o object) { p.objectOp(o.name).old = &o }
 func (p *patch) addObject(o object)    { p.objectOp(o.name).new = &o }
 
@@ -134,7 +135,7 @@ func (p *part) size() int {
 	return n
 }
 
-// parts returns the parts of p that change something, with objects sorted by name.
+// parts returns the parts of p that change something. Their objects are sorted by name.
 func (p *patch) parts() []part {
 	var parts []part
 	index := map[int]int{} // maps the number of a part to its index in parts

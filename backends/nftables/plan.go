@@ -16,8 +16,8 @@ import (
 // planner computes the elements of views. Its results depend only on its fields and
 // arguments.
 type planner struct {
-	// nodeAddrs are the node's addresses. The admitted sources depend on them. The field
-	// admitsNode is true if some service has source ranges.
+	// nodeAddrs are the node's addresses, which planSources needs. The field admitsNode is
+	// true if some service has source ranges.
 	nodeAddrs  []netip.Addr
 	admitsNode bool
 	names      map[sharedChain]string
@@ -26,7 +26,8 @@ type planner struct {
 func newPlanner() *planner { return &planner{names: map[sharedChain]string{}} }
 
 // plan emits the elements and objects that the view se needs. If se is nil, plan emits
-// nothing. It may repeat objects and elements of shared maps, but no other elements.
+// nothing. It may emit objects, and elements of shared maps, more than once. It emits
+// each other element only once.
 func (p *planner) plan(se *api.ServiceEndpoints, emit func(element), emitObject func(object)) {
 	if se == nil {
 		return
@@ -72,8 +73,9 @@ func matchOf(f *nodeview.Frontend) match {
 	}
 }
 
-// planTraffic emits the elements for packets to the frontend f that take the chain c to
-// the endpoints in t. The argument list names these endpoints in the names of objects.
+// planTraffic emits elements for those packets of the frontend f that the chain c
+// handles. The traffic t has the endpoints of these packets. In the names of objects, the
+// argument list identifies the list of these endpoints.
 func (p *planner) planTraffic(se *api.ServiceEndpoints, c sharedChain, f *nodeview.Frontend, list string, t *nodeview.Traffic, emit func(element), emitObject func(object)) {
 	c.verdict = t.Verdict
 	targets := t.Endpoints[:min(len(t.Endpoints), maxEndpoints)]

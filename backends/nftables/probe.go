@@ -27,7 +27,7 @@ type feature struct {
 }
 
 // features lists all needed features. The first feature makes the table for all others,
-// and the second one makes the chain for rules.
+// and the second makes the chain for rules.
 var features = []feature{
 	{"tables of family inet (CONFIG_NF_TABLES_INET)", (*wire).newTable},
 	{"chains", func(w *wire) { w.newChain("probe", hook{}) }},
@@ -49,8 +49,7 @@ func withRule(rule []expr.Any) func(*wire) {
 	return func(w *wire) { w.rule("probe", encodeRules(rule)[0]) }
 }
 
-// probeTable is a table that never exists. The name of an instance cannot lead to
-// this name.
+// probeTable is a table that never exists. No instance can have a table of this name.
 const probeTable = "kpng/probe"
 
 // checkKernel returns an error that names all missing features of the kernel. It makes no

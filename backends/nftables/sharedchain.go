@@ -28,8 +28,8 @@ import (
 type sharedChain struct {
 	match  match
 	family api.Family
-	// fromNode reports that the chain is for packets that this node sends. The frontend's
-	// other chain handles these packets first.
+	// fromNode reports that the chain is only for packets that start on this node. The
+	// frontend's other chain handles all packets first, and passes these on.
 	fromNode bool
 	// filtered reports that the frontends have source ranges.
 	filtered   bool
@@ -38,14 +38,15 @@ type sharedChain struct {
 	// affinity reports that the services have session affinity. Each of these services then
 	// has chains of its own.
 	affinity bool
-	// endpoints is the number of endpoints, only for verdict Forward without affinity.
+	// endpoints is the number of endpoints if the verdict is Forward and affinity is false.
+	// Otherwise it is 0.
 	endpoints int
 }
 
-// The result of one lookup is the key of the next lookup. As nft has no syntax for that,
-// a rule stores the result as the packet's priority and then loads it from there. Such a
-// priority is the number of a chain or slot, between firstPriority and lastPriority. The
-// chain postrouting resets the priority.
+// The result of one lookup is the key of the next lookup. Because nft has no syntax for
+// that, a rule stores the result as the packet's priority and then loads it from there.
+// Such a priority is the number of a chain or slot, between firstPriority and
+// lastPriority. The chain postrouting resets the priority.
 const (
 	firstPriority = 0x7000_0001
 	lastPriority  = 0x7fff_ffff
@@ -146,8 +147,8 @@ func (c sharedChain) name() string {
 // hasRules reports whether the name of c is neither drop nor rejectChain.
 func (c sharedChain) hasRules() bool { return c.name() != drop && c.name() != rejectChain }
 
-// mapOf returns the chain's map of the given kind, or of the following kind if fromNode
-// is true. The following kind is for packets that this node sends.
+// mapOf returns the chain's map of the given kind. If fromNode is true, it returns the
+// map of the following kind, which is for packets that start on this node.
 func (c sharedChain) mapOf(kind mapKind) mapID {
 	if c.fromNode {
 		kind++

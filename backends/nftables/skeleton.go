@@ -61,14 +61,14 @@ func (o *Options) skeletonChains() []chain {
 
 	for _, m := range allMaps() {
 		if m.kind == endpoints || m.kind == nodeEndpoints {
-			// A transaction may remove a slot after a packet has selected its number and before
-			// the lookup. Without the drop, the whole connection would pass without translation.
+			// A transaction may remove a slot after a rule has selected the slot's number and
+			// before the lookup. Without the drop, the whole connection would pass untranslated.
 			add(m.name(), regular, translate(m), nftrule.Drop())
 		}
 	}
 
-	// With external traffic policy Local, packets that this node sends use maps of their
-	// own.
+	// With external traffic policy Local, packets that start on this node use maps of
+	// their own.
 	add("node-services", regular, lookupSharedChains(nodeFrontends)...)
 	short := [][]expr.Any{append(nftrule.StartsHere(), nftrule.GoTo("node-services")...)}
 	for _, match := range o.podMatches() {
@@ -76,7 +76,8 @@ func (o *Options) skeletonChains() []chain {
 	}
 	add("short-circuit", regular, short...)
 
-	// A transaction may have just removed the chain of a number, like the slot above.
+	// A transaction may also remove a chain after a rule has selected the chain's number.
+	// Without the drop, the connection would pass untranslated.
 	rules := append(lookupSharedChains(frontends), append(hasPriority(), nftrule.Drop()...))
 	if !o.AcceptUnknownPorts {
 		for _, family := range families {
@@ -99,7 +100,7 @@ func (o *Options) skeletonChains() []chain {
 			rules = append(rules, hairpin(s, family))
 		}
 	}
-	// Before this hook, this proxy or another one has translated cluster IPs of services. So
+	// Before this hook, this or another proxy has translated the cluster IPs of services. So
 	// only packets to other cluster IPs match. Packets to this node do not pass the hook.
 	for _, cidr := range o.ServiceCIDRs {
 		rules = append(rules, append(nftrule.ToPrefix(cidr), nftrule.Drop()...))
@@ -129,7 +130,8 @@ func (o *Options) pods() nftrule.Pods {
 }
 
 // markOutsiders returns the rules that mark connections to cluster IPs from outside the
-// pod network. In a family without pods in the options, the rules mark nothing.
+// pod network. If the options define no pods of a family, the rules mark no packets of
+// that family.
 func (o *Options) markOutsiders() [][]expr.Any {
 	switch {
 	case o.MasqueradeAll:

@@ -18,8 +18,8 @@ import (
 type snapshot struct {
 	m mapID
 	// A record has keyLen octets for the key, one octet for the length of a prefix, and
-	// dataLen octets for the data. If the map leads to chains, four octets with an index of
-	// the slice values replace the data.
+	// dataLen octets for the data. If the map leads to chains, a record has a four-octet
+	// index into the slice values instead of the data.
 	records string
 	values  []value
 	// index maps a key to the number of its record. The keys are substrings of the records.
@@ -38,8 +38,7 @@ const (
 	// The claim returned means that a service claimed the element but then failed. The
 	// service still has its old elements.
 	returned
-	// claimed means that a service uses the element, or that the element must stay for
-	// another reason.
+	// claimed means that a service or keepOfFailed has claimed the element.
 	claimed
 )
 

@@ -10,15 +10,15 @@ import (
 	"strings"
 )
 
-// state is the expected content of the table. To detect changed elements it needs only
-// their digests.
+// state is the expected content of the table. To detect changed elements, digests of the
+// elements are enough.
 type state struct {
 	seed maphash.Seed
 	// digests has a digest of the elements of each map.
 	digests map[mapID]digest
 	// made has the shared chains that exist in the kernel.
 	made map[sharedChain]bool
-	// frontends has the number of frontends of each shared chain, unless it is 0.
+	// frontends counts the frontends of each shared chain. It contains no zero counts.
 	frontends map[sharedChain]int
 	// rules has the expected digest of each chain, by the name of the chain.
 	rules map[string]digest

@@ -24,8 +24,9 @@ import (
 //
 // A change of services takes several steps. First, syncServices makes the planner emit
 // the elements of the old and the new views into a patch. Then apply divides the parts of
-// the patch into transactions, and commit writes one of them. It uses wire.elements to
-// encode messages, and netfilter.Conn to send them. Finally commit updates the state.
+// the patch into transactions, and commit writes each transaction. The method commit uses
+// wire.elements to encode messages, and netfilter.Conn to send them. Finally commit
+// updates the state.
 type table struct {
 	opts    *Options
 	conn    *conn
@@ -36,8 +37,8 @@ type table struct {
 	skeleton map[string]digest
 	// podCIDRs are those pod CIDRs of the Node object that the skeleton contains.
 	podCIDRs []netip.Prefix
-	// replaced is the name of the instance's other table, which the end of the pass deletes.
-	// It is empty if there is no other table.
+	// replaced is the name of the instance's other table, or empty if there is no other
+	// table. The pass deletes this table at its end.
 	replaced string
 	// ahead is the pass that readAhead has prepared for the first Sync, or nil.
 	ahead *pass
@@ -131,7 +132,7 @@ func (t *table) syncServices(ctx context.Context, services iter.Seq[sink.Change]
 	return failed, nil
 }
 
-// syncNodePortAddresses serves node ports at addrs, except at loopback addresses. It
+// syncNodePortAddresses programs node ports at addrs, except at loopback addresses. It
 // reads the sets of addresses, which are small, and writes the differences.
 func (t *table) syncNodePortAddresses(ctx context.Context, addrs []netip.Addr) error {
 	p := newPatch()

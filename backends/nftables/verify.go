@@ -19,11 +19,13 @@ import (
 //
 // While the result of conn.others stays the same, no other program changes any table, and
 // no search is needed. A new result means that this table or another one was changed. The
-// search has two steps. A check is cheap. It reads the chains, and the number of elements
-// if the kernel reports it. A comparison is expensive, because it reads all elements.
+// search has two steps. The first step is a check, which is cheap. It reads the chains,
+// and the number of elements if the kernel reports it. The second step is a comparison,
+// which is expensive, because it reads all elements.
 type drift struct {
-	// checked is the result of conn.others before the last check that found no difference.
-	// The field compared is the result before the last comparison that found no difference.
+	// The field checked is the result of conn.others before the last check that found no
+	// difference. The field compared is the result before the last comparison that found no
+	// difference.
 	checked, compared int64
 	// nextMap is the index of the next map to compare, in the result of allMaps.
 	nextMap int
@@ -54,7 +56,7 @@ const (
 )
 
 // reset records that a pass has read the table. The argument others is the result of
-// conn.others before that.
+// conn.others before the table was read.
 func (d *drift) reset(others int64) {
 	d.checked, d.compared, d.nextMap, d.interrupted = others, others, 0, 0
 }

@@ -12,7 +12,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Constants from headers of the kernel that are missing in golang.org/x/sys/unix.
+// These constants of kernel headers are missing in golang.org/x/sys/unix.
 const (
 	nftaTable         = 1 // the attribute with the name of the table, in all messages
 	nftaSetCount      = 20

@@ -12,7 +12,7 @@ import (
 	"slices"
 )
 
-// subscribe returns nil, because these systems send no notifications.
+// subscribe returns nil, because a Watcher receives notifications only on Linux.
 func subscribe(context.Context, int) (<-chan struct{}, error) { return nil, nil }
 
 func readAddresses(_ int, exclude []string) (machineAddresses, error) {

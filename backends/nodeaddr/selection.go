@@ -65,8 +65,6 @@ func (s Selection) String() string {
 
 func (s *Selection) primary() bool { return s.Primary || !s.All && len(s.CIDRs) == 0 }
 
-// The method of returns the selected addresses. The argument machine has the addresses of
-// the machine, and primary has the primary addresses.
 func (s *Selection) of(machine, primary []netip.Addr) []netip.Addr {
 	var selected []netip.Addr
 	if s.primary() {
@@ -90,5 +88,5 @@ func (s *Selection) admits(a netip.Addr) bool {
 	})
 }
 
-// confined reports whether the address a is a loopback or link-local address.
+// confined reports whether an address is a loopback or link-local address.
 func confined(a netip.Addr) bool { return a.IsLoopback() || a.IsLinkLocalUnicast() }

@@ -26,15 +26,15 @@ type Options struct {
 	// process.
 	NetNS int
 	// Interval is the time after which the Watcher reads the addresses even without a
-	// notification. Linux sends no notification when only a default route changes. Other
-	// systems send no notifications. Default: ten seconds.
+	// notification. Linux sends no notification when only a default route changes. On other
+	// systems, there are no notifications. Default: ten seconds.
 	Interval time.Duration
 	// Clock measures the interval. Default: the real clock.
 	Clock clock.WithTicker
 }
 
-// burstDelay is the time from a notification until the Watcher reads the addresses,
-// because addresses often change in bursts.
+// burstDelay is how long the Watcher waits after a notification before it reads the
+// addresses. It waits because addresses often change in bursts.
 const burstDelay = 50 * time.Millisecond
 
 // Watcher is a Source that follows the addresses of the machine. SetNode gives it the

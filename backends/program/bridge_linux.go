@@ -37,7 +37,7 @@ func findBrokenBridges() ([]brokenBridge, error) {
 	if err != nil {
 		return nil, fmt.Errorf("list interfaces: %w", err)
 	}
-	pods := map[int]int{} // from the index of a bridge to the number of its pods
+	pods := map[int]int{} // maps the index of a bridge to the number of its pods
 	for _, l := range links {
 		if l.Type() == "veth" {
 			pods[l.Attrs().MasterIndex]++

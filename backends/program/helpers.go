@@ -38,8 +38,8 @@ func kubeProxyNamed(name string, c prometheus.Collector, labels ...string) prome
 	return &renamed{c, prometheus.NewDesc("kubeproxy_"+name, "As in kube-proxy.", labels, nil)}
 }
 
-// renamed is a collector with the metrics of another collector. It replaces their
-// descriptions.
+// renamed is a collector that returns the metrics of another collector under the name and
+// with the labels of desc.
 type renamed struct {
 	of   prometheus.Collector
 	desc *prometheus.Desc

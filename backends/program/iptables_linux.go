@@ -45,7 +45,7 @@ func (f *iptablesFlags) register(fs *pflag.FlagSet) {
 	f.nodeFlags.register(fs)
 }
 
-// complete checks the flags and returns the options of the backend that follow from them.
+// complete checks the values of the flags and returns the resulting options.
 func (f *iptablesFlags) complete() (opts iptables.Options, err error) {
 	opts = f.options
 	if opts.Flavour, err = iptables.ParseFlavour(f.flavour); err != nil {

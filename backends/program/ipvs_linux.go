@@ -14,7 +14,7 @@ import (
 func IPVS() *Backend {
 	f := &ipvsFlags{nodeFlags: nodeFlags{
 		checks: newHealthChecks(),
-		// Virtual servers may be those of this backend.
+		// It does not use serverLeftovers, because virtual servers may belong to this backend.
 		leftovers: []leftoverFinder{nftablesLeftovers, legacyLeftovers, interfaceLeftovers},
 	}}
 	return &Backend{

@@ -33,8 +33,8 @@ const kubeProxyChain = "KUBE-SERVICES"
 // thread.
 type leftoverFinder func(context.Context) ([]leftover, error)
 
-// reportLeftovers logs what kube-proxy left in the network namespace of the calling
-// thread. Without finders, it searches for leftovers of all kinds.
+// reportLeftovers logs the leftovers of kube-proxy in the network namespace of the
+// calling thread. Without finders, it searches for leftovers of all kinds.
 func reportLeftovers(ctx context.Context, finders ...leftoverFinder) {
 	log := klog.FromContext(ctx)
 	found, err := findLeftovers(ctx, finders...)
@@ -135,9 +135,9 @@ func legacyLeftovers(context.Context) ([]leftover, error) {
 // legacyTableHas reports whether a table of iptables-legacy has a chain.
 func legacyTableHas(family, level int, table, chain string) (bool, error) {
 	// The numbers are from linux/netfilter_ipv4/ip_tables.h, and ip6_tables.h has the same
-	// numbers. The size of the rules is the last field of ipt_getinfo, and the second field
-	// of ipt_get_entries. The rules follow this field. The rules of each chain begin with
-	// the name of the chain.
+	// numbers. In ipt_getinfo, the last field is the size of the rules. In ipt_get_entries,
+	// the second field is this size, and the rules come after that field. The rules of each
+	// chain begin with the name of the chain.
 	const (
 		getInfo, infoSize, infoSizeAt           = 64, 84, 80
 		getEntries, entriesSizeAt, entriesStart = 65, 32, 40

@@ -25,7 +25,7 @@ type localEndpoints struct {
 // delivery of the service.
 type droppingService struct {
 	ports []droppingPort
-	pass  int // number of the last pass that began before that delivery
+	pass  int // value of localEndpoints.pass at that delivery
 }
 
 type droppingPort struct {

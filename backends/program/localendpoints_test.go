@@ -20,7 +20,7 @@ import (
 )
 
 // localView returns the view of a dual-stack service of type NodePort. Both traffic
-// policies are Local, and there is an endpoint on each of the nodes.
+// policies are Local, and each of the given nodes has an endpoint.
 func localView(name string, nodes ...string) *api.ServiceEndpoints {
 	svc := &api.Service{
 		Namespace: "test", Name: name, Type: api.NodePort, IPFamilies: []api.Family{api.IPv4, api.IPv6},

@@ -22,9 +22,10 @@ type nodeFlags struct {
 	limits            conntrackLimits
 	keepConnections   bool
 	checks            *healthChecks
-	// leftovers finds rules of kube-proxy. If it is empty, all kinds are searched.
+	// leftovers finds rules of kube-proxy. If leftovers is empty, reportLeftovers searches
+	// for all kinds.
 	leftovers []leftoverFinder
-	// all has all flags of the command. Some of them do not belong to the backend.
+	// The field all has all flags of the command. Some of them do not belong to the backend.
 	all *pflag.FlagSet
 }
 
@@ -39,7 +40,7 @@ func (f *nodeFlags) register(fs *pflag.FlagSet) {
 	f.checks.register(fs)
 }
 
-// check checks the flags. The argument dataplane is for messages.
+// check checks the flags. The argument dataplane names the backend in error messages.
 func (f *nodeFlags) check(dataplane string) error {
 	if f.masqueradeBit < 0 || f.masqueradeBit > 31 {
 		return fmt.Errorf("--masquerade-bit is %d, not 0 to 31", f.masqueradeBit)
@@ -76,8 +77,8 @@ func (f *nodeFlags) replacesKubeProxy() bool {
 }
 
 // conntrackSettings returns the settings of connection tracking for a machine with this
-// number of CPU cores. Beside kube-proxy, which sets its own values, it returns only
-// settings whose flags were given.
+// number of CPU cores. If this proxy runs beside kube-proxy, which sets its own values,
+// the result has only settings whose flags were given.
 func (f *nodeFlags) conntrackSettings(cores int) []sysctl.Setting {
 	limits := f.limits
 	if !f.replacesKubeProxy() {
@@ -86,7 +87,7 @@ func (f *nodeFlags) conntrackSettings(cores int) []sysctl.Setting {
 	return limits.settings(cores)
 }
 
-// addresses returns the addresses of node ports.
+// addresses returns a Watcher of the addresses of node ports.
 func (f *nodeFlags) addresses() (*nodeaddr.Watcher, error) {
 	return nodeaddr.New(nodeaddr.Options{Selection: f.nodePorts, ExcludeInterfaces: []string{"kube-ipvs0"}})
 }
@@ -99,8 +100,8 @@ func (f *nodeFlags) connections(addrs *nodeaddr.Watcher, flows *flowMetrics) sin
 	return conntrack.New(conntrack.Options{NodeAddrs: addrs, Observe: flows.observe})
 }
 
-// follow returns a value for Parts.Follow. It applies kernel settings and starts the
-// tasks beside the backend.
+// follow returns a function for Parts.Follow. That function applies kernel settings and
+// starts the tasks that run beside the backend.
 func (f *nodeFlags) follow(addrs *nodeaddr.Watcher, more ...sysctl.Setting) func(context.Context) (stop func()) {
 	return func(ctx context.Context) func() {
 		if mode := f.sysctlMode(); mode != "ignore" {

@@ -24,8 +24,8 @@ import (
 	"github.com/spf13/pflag"
 )
 
-// Backend is a backend for a program. It is a [sink.Sink], with all optional methods that
-// package app knows. Call Configure before any of these methods.
+// Backend is a backend for a program. It is a [sink.Sink] and has all optional methods
+// that package app knows. Call Configure before any of these methods.
 //
 // The exported fields describe the backend. Do not change them.
 type Backend struct {

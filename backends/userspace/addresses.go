@@ -25,7 +25,7 @@ type references struct {
 	// The field left has the addresses that an earlier process made local. After the first
 	// pass, it is empty.
 	left []netip.Addr
-	// room limits the number of concurrent calls of the methods of the field addresses.
+	// room limits the number of concurrent calls to the interface Addresses.
 	room chan struct{}
 	// changing has the addresses that are being added or removed. The condition variable
 	// changed is signaled when an addition or removal ends.
@@ -99,7 +99,7 @@ func (r *references) counts(addr netip.Addr) bool {
 	return r.addresses != nil && !addr.IsLoopback()
 }
 
-// acquire adds a user of addr. If it is the first one, acquire makes addr local.
+// acquire adds a user of addr. If addr had no users before, acquire makes addr local.
 func (r *references) acquire(ctx context.Context, addr netip.Addr) error {
 	if !r.counts(addr) {
 		return nil

@@ -10,8 +10,8 @@ import (
 	"time"
 )
 
-// change is a change in the users of an address. If the field update is set, the updated
-// service becomes a user of the address. Otherwise the address loses one user.
+// change says that an address gets or loses a user. If the field update is set, the
+// updated service becomes a user of the address. Otherwise the address loses one user.
 type change struct {
 	*update
 	addr netip.Addr
@@ -65,10 +65,10 @@ const (
 	addressPace = 10 * time.Millisecond
 )
 
-// makeChanges makes changes concurrently, with the context work. When an address has
-// become local, makeChanges opens the listeners at that address. It returns when all
-// changes are completed, but does not wait for repeated attempts. If no change is
-// completed for a while, or if ctx ends, it returns earlier. The remaining changes
+// makeChanges makes changes concurrently. Their context is the argument work. When an
+// address has become local, makeChanges opens the listeners at that address. It returns
+// when all changes are completed, but does not wait for repeated attempts. If no change
+// is completed for a while, or if ctx ends, it returns earlier. The remaining changes
 // continue in the background.
 func (b *Backend) makeChanges(ctx, work context.Context, changes []*change) {
 	if len(changes) == 0 {

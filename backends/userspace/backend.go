@@ -21,8 +21,8 @@ import (
 type Backend struct {
 	engine
 	node nodeaddr.Source
-	// watcher is nil if Options.NodeAddresses is set. Otherwise it equals node, and Start
-	// runs it.
+	// watcher is nil if Options.NodeAddresses is set. Otherwise node is this watcher, and
+	// Start runs it.
 	watcher *nodeaddr.Watcher
 
 	// mu guards the services and their listeners.
@@ -261,14 +261,15 @@ func (b *Backend) replan(ctx context.Context, node []netip.Addr) error {
 	defer b.mu.Unlock()
 	for _, u := range updates {
 		if u.waiting != nil {
-			u.err = nil // no error, because the service waits for an address
+			u.err = nil // drop the error: the service only waits for an address
 		}
 	}
 	return failures(ctx, updates)
 }
 
-// sweep does three things regularly until ctx ends. It ends idle UDP clients, forgets
-// expired affinity, and tries again to remove addresses whose removal failed.
+// sweep does three things regularly until ctx ends. It closes the sockets of idle UDP
+// clients, forgets expired affinity, and tries again to remove addresses whose removal
+// failed.
 func (b *Backend) sweep(ctx context.Context) {
 	ticker := b.opts.Clock.NewTicker(max(b.opts.UDPTimeout/8, 10*time.Millisecond))
 	defer ticker.Stop()

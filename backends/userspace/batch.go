@@ -43,7 +43,8 @@ const maxBatches = 16
 // because each garbage collection would free the batches, and allocation is expensive.
 type batches struct {
 	free chan *batch
-	// allocated has a value for each batch. Its capacity is the maximum number of batches.
+	// The channel allocated has a value for each batch. Its capacity is the maximum number
+	// of batches.
 	allocated chan struct{}
 }
 

@@ -12,8 +12,9 @@ import (
 // may be of either family. Only one goroutine may read at a time.
 type datagrams struct {
 	c *ipv4.PacketConn
-	// expected limits the datagrams that the next system call reads. It depends on how many
-	// datagrams arrived recently, because it is expensive to prepare unused buffers.
+	// The field expected limits how many datagrams the next system call reads. It depends on
+	// how many datagrams arrived recently, because it is expensive to prepare unused
+	// buffers.
 	expected int
 }
 

@@ -14,12 +14,12 @@
 // # Addresses of services
 //
 // Usually a host does not have the cluster, external and load-balancer IPs of services.
-// An implementation of [Addresses] makes them local to the host. It depends on the
-// platform: LocalRoutes is for Linux. Without [Options.Addresses], the backend listens
-// only at addresses that the host already has. If the host lacks an address of a service,
-// Sync reports an error for that service, but the service works at its other addresses.
-// Node ports are at the addresses of [Options.NodeAddresses]. To use other sockets, for
-// example in another network namespace, set [Options.Sockets].
+// An implementation of [Addresses] makes them local to the host. Each platform needs its
+// own implementation: LocalRoutes is for Linux. Without [Options.Addresses], the backend
+// listens only at addresses that the host already has. If the host lacks an address of a
+// service, Sync reports an error for that service, but the service works at its other
+// addresses. Node ports are at the addresses of [Options.NodeAddresses]. To use other
+// sockets, for example in another network namespace, set [Options.Sockets].
 //
 // # Connections
 //

@@ -29,7 +29,7 @@ type engine struct {
 	complaints complaints
 	// descriptors counts the descriptors of listeners, connections and UDP clients.
 	descriptors *descriptors
-	// held has the listening sockets of all services.
+	// The field held has the listening sockets of all services.
 	held socketOwners
 	// The channel hurry is closed when connections must not drain any longer.
 	hurry chan struct{}

@@ -23,15 +23,15 @@ type Options struct {
 	// listens at the new ones. Default: the addresses of the machine that NodePorts selects.
 	NodeAddresses nodeaddr.Source
 	// NodePorts selects addresses of the machine if NodeAddresses is nil.
-	// Default: the primary ones.
+	// Default: the primary addresses.
 	NodePorts nodeaddr.Selection
 	// ExcludeInterfaces are names of interfaces whose addresses NodePorts does not select.
 	// Name the interfaces to which Addresses adds the addresses of services. Default: none.
 	ExcludeInterfaces []string
-	// PodCIDRs contain the addresses of pods: if possible, only of this node's pods. Traffic
-	// from them counts as starting on this node, like traffic from the node's own addresses.
-	// At external frontends with externalTrafficPolicy Local, such traffic may use endpoints
-	// on any node. Default: none.
+	// PodCIDRs contain the addresses of pods, if possible only those of this node's pods.
+	// Traffic from them counts as starting on this node, like traffic from the node's own
+	// addresses. At external frontends with externalTrafficPolicy Local, such traffic may
+	// use endpoints on any node. Default: none.
 	PodCIDRs []netip.Prefix
 
 	// DialTimeouts are the time limits of the first and later attempts to connect to an
@@ -50,8 +50,8 @@ type Options struct {
 	UDPTimeout time.Duration
 	// MaxUDPClients limits the number of UDP clients. Half the number of file descriptors is
 	// also a limit. When a limit is reached, the service with the most clients loses the
-	// clients that have been idle longest. Each client needs an ephemeral port, of which a
-	// host has 28,232 on Linux and 16,384 on Windows. Default: 8,192.
+	// clients that have been idle longest. Each client needs an ephemeral port. A host has
+	// 28,232 ephemeral ports on Linux and 16,384 on Windows. Default: 8,192.
 	MaxUDPClients int
 
 	// Clock measures the timeouts of UDP clients and affinity. Default: the real clock.

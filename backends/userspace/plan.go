@@ -19,7 +19,8 @@ type plan struct {
 	addresses []netip.Addr
 	// sockets has the sockets to listen on, in the order of the frontends of the view.
 	sockets []listenSpec
-	// refused has the socket addresses that need no listener, as all clients are refused.
+	// refused has the socket addresses that need no listener, because all clients are
+	// refused.
 	refused map[socketAddr]struct{}
 	ports   map[portKey]planned
 	// dependsOnNode reports whether the plan changes if the addresses of the node change.

@@ -31,7 +31,7 @@ type port struct {
 
 	// pools has the pools of the last plan, one for each list of endpoints.
 	pools []*pool
-	// serving has all existing endpoints, sorted, including those that get no new
+	// The field serving has all existing endpoints, sorted, including those that get no new
 	// connections.
 	serving []netip.AddrPort
 }
@@ -43,7 +43,8 @@ type ports struct {
 	all map[*port]struct{}
 }
 
-// replace replaces the port p by next. A nil p adds a port, and a nil next removes one.
+// replace replaces the port p by next. If p is nil, it only adds next. If next is nil, it
+// only removes p.
 func (s *ports) replace(p, next *port) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -85,9 +86,9 @@ type counters struct {
 	bytesToEndpoints, bytesFromEndpoints atomic.Int64
 }
 
-// pool returns a pool with the endpoints of targets. If the new plan or p already has
-// that pool, pool returns it, so that its round continues. The slice made has the pools
-// of the new plan.
+// pool returns a pool with the endpoints of targets. If the new plan or the port p
+// already has such a pool, the result is that pool, so that its round continues. The
+// slice made has the pools of the new plan.
 func (p *port) pool(targets []nodeview.Target, made []*pool) *pool {
 	endpoints := addrPorts(targets)
 	same := func(o *pool) bool { return slices.Equal(o.sorted, endpoints) }

@@ -13,7 +13,8 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// relay moves bytes between the TCP connections to a client and to an endpoint.
+// relay moves bytes between the TCP connection to a client and the TCP connection to an
+// endpoint.
 type relay struct {
 	client, endpoint *net.TCPConn
 	counters         *counters

@@ -30,15 +30,15 @@ type RouteOptions struct {
 // the same address are independent if their metrics differ.
 func (r localRoutes) metric() int { return 1024 + r.Protocol }
 
-// LocalRoutes returns Addresses that make each address local with a route of type local.
-// The routes use the loopback interface and are in the kernel's table of local addresses.
-// A process needs the capability CAP_NET_ADMIN to change these routes. Without it, Start
-// of a Backend returns an error.
+// LocalRoutes returns an implementation of [Addresses]. It makes each address local with
+// a route of type local. The routes use the loopback interface and are in the kernel's
+// table of local addresses. A process needs the capability CAP_NET_ADMIN to change these
+// routes. Without it, Start of a Backend returns an error.
 //
 // Such routes have advantages over addresses on an interface. They need no additional
-// interface. The kernel keeps routes in a tree, but the addresses of an interface in a
-// list. The protocol number identifies the owner of a route. Another program can still
-// add the same address to an interface.
+// interface. Many routes are no problem: the kernel keeps routes in a tree, but the
+// addresses of an interface in a list. The protocol number identifies the owner of a
+// route. Another program can still add the same address to an interface.
 func LocalRoutes(opts RouteOptions) Addresses {
 	if opts.Protocol == 0 {
 		opts.Protocol = 107
@@ -102,8 +102,8 @@ func (r localRoutes) Remove(_ context.Context, addr netip.Addr) error {
 
 // Left implements [Addresses]. It returns an error if the process may not change routes.
 func (r localRoutes) Left(ctx context.Context) (left []netip.Addr, err error) {
-	// Check the privilege: try to remove a route that does not exist, because no service has
-	// this address.
+	// Check the privilege: try to remove a route that cannot exist, because no service has
+	// the address 0.0.0.0.
 	if err := r.Remove(ctx, netip.IPv4Unspecified()); err != nil {
 		if errors.Is(err, unix.EPERM) {
 			return nil, fmt.Errorf("make addresses of services local (needs CAP_NET_ADMIN): %w", err)

@@ -31,7 +31,7 @@ type service struct {
 	// addresses has the addresses of the service. The value of a local address is nil. The
 	// value of another address is the reason why it is not local.
 	addresses map[netip.Addr]error
-	// waiting is the current plan while one of its addresses is not local, else nil.
+	// waiting is the current plan if one of its addresses is not local yet, else nil.
 	waiting   *plan
 	listeners map[socketAddr]listener
 	// lingering has listeners that were closed because their frontends have no endpoints.
@@ -177,7 +177,8 @@ func (s *service) open(ctx context.Context, want listenSpec) error {
 			return fmt.Errorf("listen on %s: service %s still uses it", want.socketAddr, other.key)
 		}
 		// The pass or a retry will soon change or delete the other service. Until then, that
-		// service must not follow the addresses of the node, or it would open the socket again.
+		// service must not follow the addresses of the node, because it would open the socket
+		// again.
 		other.closeListener(want.socketAddr, other.listeners[want.socketAddr])
 		other.view, other.waiting = nil, nil
 	}
@@ -191,7 +192,7 @@ func (s *service) open(ctx context.Context, want listenSpec) error {
 	return nil
 }
 
-// endLostUDPClients ends the UDP clients of removed endpoints.
+// endLostUDPClients removes the UDP clients of removed endpoints.
 func (s *service) endLostUDPClients(p *plan) {
 	for _, of := range p.ports {
 		of.port.setServing(of.serving)

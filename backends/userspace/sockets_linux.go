@@ -47,8 +47,8 @@ func confirm(c syscall.RawConn) error {
 	return onDescriptor(c, func(fd int) error { return unix.SetsockoptInt(fd, unix.IPPROTO_TCP, unix.TCP_QUICKACK, 1) })
 }
 
-// bindAnywhere lets a socket bind to an address that no interface has. The option is one
-// of IPv4, but also works for IPv6.
+// bindAnywhere lets a socket bind to an address that no interface has. It uses an option
+// of IPv4, which also works for IPv6.
 func bindAnywhere(c syscall.RawConn) error {
 	return onDescriptor(c, func(fd int) error {
 		return unix.SetsockoptInt(fd, unix.IPPROTO_IP, unix.IP_FREEBIND, 1)

@@ -15,9 +15,9 @@ import (
 	"github.com/kpng-project/kpng/internal/netnstest"
 )
 
-// TestLocalPortsAreShared opens connections to two endpoints. In total, these are more
-// connections than there are local ports. Connections to different endpoints may use the
-// same local port.
+// TestLocalPortsAreShared opens connections to two endpoints. It opens more connections
+// than there are local ports. Connections to different endpoints may use the same local
+// port.
 func TestLocalPortsAreShared(t *testing.T) {
 	n := netnstest.New(t)
 	n.Set(t, "ipv4/ip_local_port_range=30000 30003")
@@ -80,8 +80,8 @@ func TestManyBytesAreMovedWithoutPipes(t *testing.T) {
 	}
 }
 
-// TestServiceAtItsShareOfDescriptorsGetsNoPipes runs a backend with the descriptors for
-// one connection only.
+// TestServiceAtItsShareOfDescriptorsGetsNoPipes runs a backend with descriptors for only
+// one connection.
 func TestServiceAtItsShareOfDescriptorsGetsNoPipes(t *testing.T) {
 	w := newWorld(t, Options{})
 	w.pipes.open = func() (*pipe, error) {

@@ -13,9 +13,9 @@ import (
 )
 
 // stream moves the bytes of one direction of a connection. It copies a few bytes through
-// a buffer, with three system calls. It splices many bytes through a pipe: there the
-// kernel moves pages and does not copy bytes. A waiting stream has neither buffer nor
-// pipe, because a backend often has ten thousand idle connections.
+// a buffer, with three system calls. It splices many bytes through a pipe. The kernel
+// then moves pages and does not copy bytes. A waiting stream has neither buffer nor pipe,
+// because a backend often has ten thousand idle connections.
 type stream struct {
 	source, sink syscall.RawConn
 	buffers      *buffers

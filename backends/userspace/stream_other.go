@@ -13,7 +13,7 @@ import (
 // buffer.
 type stream struct {
 	from, to *net.TCPConn
-	source   syscall.RawConn // the same connection as from
+	source   syscall.RawConn // the connection of the field from, for waitReadable
 	buffers  *buffers
 }
 

@@ -161,7 +161,7 @@ func (zeros) Read(b []byte) (int, error) {
 }
 
 // TestListenerClosesDuringConnections repeatedly opens and closes a listener while
-// clients connect. After each close, no connection may be counted.
+// clients connect. After each close, the number of counted connections must be 0.
 func TestListenerClosesDuringConnections(t *testing.T) {
 	w := newWorld(t, Options{})
 	w.set() // waits until the backend has started

@@ -94,8 +94,9 @@ func (l *udpListener) forward(messages []ipv4.Message, reached []*udpClient) []*
 	return reached
 }
 
-// The method client returns the UDP client with the address from, and creates the client
-// if necessary. If datagrams of the client must be dropped, the result is nil.
+// The method client returns the UDP client whose address is the argument from, and
+// creates the client if necessary. If datagrams of the client must be dropped, the result
+// is nil.
 func (l *udpListener) client(from netip.AddrPort, now time.Time) *udpClient {
 	l.mu.Lock()
 	c := l.clients[from]
@@ -130,8 +131,8 @@ func (l *udpListener) client(from netip.AddrPort, now time.Time) *udpClient {
 
 var errOutdated = errors.New("the rules have changed since the endpoint was chosen")
 
-// newClient returns a new client of an endpoint, which was chosen with the rules r. If
-// the rules have changed since then, the endpoint may have been removed, and newClient
+// newClient returns a new client of an endpoint that was chosen with the rules r. If the
+// rules have changed since then, the endpoint may have been removed, and newClient
 // returns errOutdated.
 func (l *udpListener) newClient(from, endpoint netip.AddrPort, r *rules, now time.Time) (*udpClient, error) {
 	l.udp.makeRoom()
@@ -162,8 +163,8 @@ func (l *udpListener) newClient(from, endpoint netip.AddrPort, r *rules, now tim
 		socket.Close()
 		return nil, net.ErrClosed
 	}
-	// When the rules change, endpointsLost ends the clients of removed endpoints. It would
-	// not find this client, which is added later.
+	// When the rules change, endpointsLost removes the clients of removed endpoints. It
+	// would not find this client, which is added later.
 	if l.current.Load() != r {
 		socket.Close()
 		return nil, errOutdated
@@ -177,7 +178,7 @@ func (l *udpListener) newClient(from, endpoint netip.AddrPort, r *rules, now tim
 	return c, nil
 }
 
-// endpointsLost ends the clients of removed endpoints.
+// endpointsLost removes the clients of removed endpoints.
 func (l *udpListener) endpointsLost(serves func(netip.AddrPort) bool) {
 	l.mu.Lock()
 	var lost []*udpClient

@@ -289,7 +289,7 @@ func TestGetWaitsForFreeBatch(t *testing.T) {
 }
 
 // TestTwentyThousandUDPClients makes twice as many clients as are allowed. The backend
-// must end those that have been idle longest.
+// must remove the clients that have been idle longest.
 func TestTwentyThousandUDPClients(t *testing.T) {
 	const clients, room = 20_000, 10_000
 	w := newWorld(t, Options{MaxUDPClients: room})

@@ -29,8 +29,8 @@ type udpClient struct {
 	port         *port
 	lastDatagram atomic.Int64 // time of the last datagram in either direction, in Unix nanoseconds
 
-	// waiting has the datagrams for the endpoint that are not sent yet. Only the goroutine
-	// of the listener uses this field.
+	// The field waiting has the datagrams for the endpoint that are not sent yet. Only the
+	// goroutine of the listener uses this field.
 	waiting []ipv4.Message
 	ended   sync.Once
 }
@@ -53,7 +53,8 @@ func (c *udpClient) send(now time.Time) {
 	c.port.counters.bytesToEndpoints.Add(int64(bytes))
 }
 
-// receive forwards datagrams from the endpoint to the client until the client ends.
+// receive forwards datagrams from the endpoint to the client until the client's socket
+// fails or is closed.
 func (c *udpClient) receive() {
 	for {
 		n, bytes, err := 0, 0, waitReadable(c.raw)
@@ -81,8 +82,8 @@ func (c *udpClient) receive() {
 	}
 }
 
-// fail ends the client because its socket has returned an error. Either the socket was
-// closed, or the endpoint does not accept datagrams.
+// fail removes the client, because its socket has returned an error. Either the socket
+// was closed, or the endpoint does not accept datagrams.
 func (c *udpClient) fail(err error) {
 	if !errors.Is(err, net.ErrClosed) {
 		c.port.counters.dialFailures.Add(1)
@@ -130,7 +131,7 @@ func (u *udpClients) remove(c *udpClient) {
 	delete(u.all, c)
 }
 
-// makeRoom makes room for one more client. If the maximum is reached, it ends clients.
+// makeRoom makes room for one more client. If the maximum is reached, it removes clients.
 func (u *udpClients) makeRoom() {
 	u.mu.Lock()
 	full := len(u.all) >= u.max
@@ -140,9 +141,9 @@ func (u *udpClients) makeRoom() {
 	}
 }
 
-// evict ends one sixteenth of the clients of the service with the most clients: those
-// that have been idle longest. It ends several at a time, because each call has to look
-// at all clients.
+// evict removes one sixteenth of the clients of the service that has the most clients. It
+// selects the clients that have been idle longest. It removes several at a time, because
+// each call has to look at all clients.
 func (u *udpClients) evict() {
 	type entry struct {
 		client       *udpClient
@@ -166,7 +167,7 @@ func (u *udpClients) evict() {
 	}
 }
 
-// expire ends the clients that have had no datagram since the given time.
+// expire removes the clients that have had no datagram since the given time.
 func (u *udpClients) expire(since time.Time) {
 	u.mu.Lock()
 	var silent []*udpClient

@@ -9,13 +9,13 @@ import (
 	"syscall"
 )
 
-// waitReadable waits until a read of c would return bytes, the end or an error. During
-// the wait, the caller needs no buffer.
+// waitReadable waits until a read of c would return bytes, the end of the stream, or an
+// error. During the wait, the caller needs no buffer.
 func waitReadable(c syscall.RawConn) error {
 	asked := false
 	return c.Read(func(uintptr) bool {
-		// When this function returns false, Read reads zero bytes, which waits until c is
-		// readable. Then Read calls the function again.
+		// When this function returns false, Read waits until c is readable, with a read of zero
+		// bytes. Then Read calls the function again.
 		ready := asked
 		asked = true
 		return ready
@@ -28,7 +28,7 @@ func waitError(syscall.RawConn) error { return nil }
 // openFilesLimit returns the maximum number of file descriptors of this process.
 func openFilesLimit() int { return maxDescriptors }
 
-// outOfDescriptors returns false, because these systems have no limit.
+// outOfDescriptors returns false, because only Unix systems have a limit.
 func outOfDescriptors(error) bool { return false }
 
 // outOfPorts reports whether err means that the host has no free port for a UDP socket.

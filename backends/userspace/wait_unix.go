@@ -11,8 +11,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// waitReadable waits until a read of c would return bytes, the end or an error. It
-// returns such an error. During the wait, the caller needs no buffer.
+// waitReadable waits until a read of c would return bytes, the end of the stream, or an
+// error. It returns such an error. During the wait, the caller needs no buffer.
 func waitReadable(c syscall.RawConn) error {
 	var err error
 	waitErr := c.Read(func(fd uintptr) bool {

@@ -46,7 +46,7 @@ type world struct {
 type logBuffer struct {
 	mu    sync.Mutex
 	lines []string
-	// The first log line that contains the text awaited causes a call of reaction.
+	// When a log line contains the text awaited for the first time, reaction is called.
 	awaited  string
 	reaction func()
 }

@@ -16,7 +16,7 @@ import (
 	"github.com/spf13/pflag"
 )
 
-// cleaner is a sink that cleans up.
+// cleaner is a sink with the method Cleanup, for which app.Command adds a flag.
 type cleaner struct {
 	sink.Sink
 	sink.Cleaner

@@ -205,7 +205,7 @@ func (q question) notServed(ctx context.Context, source *app.Source) error {
 }
 
 // notFound returns the error for an address without a service. It lists services at other
-// ports of the address or, if the node's addresses are unknown, with this node port.
+// ports or, for a node without known addresses, services with this node port.
 func (q question) notFound(s *cluster.Snapshot, node *api.Node) error {
 	var there, nodePorts []string
 	everything := question{}
@@ -236,13 +236,13 @@ func (q question) notFound(s *cluster.Snapshot, node *api.Node) error {
 type question struct {
 	service types.NamespacedName
 	addr    netip.Addr
-	// port and protocol are 0 if the question names none.
+	// port and protocol are 0 if the question does not name them.
 	port     int32
 	protocol api.Protocol
 }
 
-// parseQuestion parses NAME, NAMESPACE/NAME, IP, IP:PORT or IP:PORT/PROTOCOL. NAME is in
-// the namespace default.
+// parseQuestion parses NAME, NAMESPACE/NAME, IP, IP:PORT or IP:PORT/PROTOCOL. A NAME
+// alone is in the namespace "default".
 func parseQuestion(s string) (question, error) {
 	if addr, err := netip.ParseAddr(s); err == nil {
 		return question{addr: addr.Unmap()}, nil
@@ -282,8 +282,8 @@ func (q question) text() string {
 	return text
 }
 
-// matches reports whether a frontend is at the address in question. A node port is at all
-// addresses of the node, although a backend may admit only some.
+// matches reports whether a frontend is at the question's address, port and protocol. A
+// node port matches at all addresses of the node, even if a backend admits only some.
 func (q question) matches(k nodeview.FrontendKey, node *api.Node) bool {
 	if k.Kind == nodeview.NodePort {
 		isOurs := slices.ContainsFunc(node.Addresses, func(a api.NodeAddress) bool { return a.IP == q.addr })

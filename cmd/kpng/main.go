@@ -66,9 +66,9 @@ func group(name, short string, commands ...*cobra.Command) *cobra.Command {
 	return cmd
 }
 
-// targets returns the commands for a source, one per target. If selects is true, the user
-// selects the services with flags. If selects is false, the source is a kpng server,
-// which has selected them.
+// targets returns the commands for a source, one per target. The parameter selects is
+// true if flags select the services. It is false for a kpng server, because that server
+// has already selected them.
 func targets(s *app.Source, selects bool) []*cobra.Command {
 	return []*cobra.Command{toAPI(s, selects), toLocal(s, selects), toFile(s, selects)}
 }

@@ -200,7 +200,7 @@ func get(t *testing.T, url string) (int, string) {
 
 func TestServerHealthAndMetrics(t *testing.T) {
 	socket, status := newSocket(t), freeAddress(t)
-	// The relayed server does not run yet.
+	// No server listens on the socket yet, so the relay is not ready.
 	start(t, "api", "--api", socket, "to-api", "--listen", "tcp://"+freeAddress(t), "--healthz-bind-address", status, "--metrics-bind-address", status)
 	eventually(t, "the server is alive", func() bool { code, _ := get(t, "http://"+status+"/livez"); return code == 200 })
 	if code, body := get(t, "http://"+status+"/readyz"); code != 503 {

@@ -18,9 +18,9 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// toFile returns the command that writes the state of a source to a file. It adds labels
-// and annotations, so that kpng file reads the file back with the same flags. If selects
-// is false, the command has its own flags for these labels and annotations.
+// toFile returns the command that writes the state of a source to a file. It marks
+// services with a label and an annotation, so that kpng file with the same flags selects
+// them. If selects is false, the source has no such flags, and the command adds them.
 func toFile(source *app.Source, selects bool) *cobra.Command {
 	var (
 		once     bool
@@ -130,7 +130,7 @@ func (w *fileWriter) write(s *cluster.Snapshot) error {
 }
 
 func (w *fileWriter) replace(s *cluster.Snapshot) error {
-	// Readers of the folder skip this name.
+	// kpng file skips names that begin with a dot.
 	next, err := os.CreateTemp(filepath.Dir(w.path), ".kpng-*")
 	if err != nil {
 		return err

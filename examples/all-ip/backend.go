@@ -20,9 +20,9 @@ type backend struct {
 	name string // name of both tables
 	have state  // content of the tables; unknown if the last Sync failed
 	want state  // wanted content, from the services delivered since the pass began
-	// uses counts the services that need each element of want.
+	// uses maps each wanted element to the number of services that need it.
 	uses map[element]int
-	// flows has the external IPs of services that changed since the last transaction.
+	// After a service changed, flows contains its external IPs until the next transaction.
 	flows flows
 	// True while a pass is in progress.
 	passing bool
@@ -31,8 +31,9 @@ type backend struct {
 // Start fails if the kernel lacks a feature that all-ip needs.
 func (b *backend) Start(context.Context) error { return b.probe() }
 
-// Sync changes the tables in one transaction. In a pass, only the last Sync does so. If
-// Sync fails, the next pass reads the tables again.
+// Outside a pass, each Sync changes the tables in one transaction. A pass changes them
+// only in its last Sync, also in one transaction. If Sync fails, the next pass reads the
+// tables again.
 func (b *backend) Sync(ctx context.Context, c *sink.Changes) error {
 	if err := b.sync(ctx, c); err != nil {
 		return fmt.Errorf("%w: %w", err, sink.ErrStartOver)

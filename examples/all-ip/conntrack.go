@@ -17,13 +17,14 @@ import (
 // flows is a map from external IPs to the pods whose connections may continue.
 //
 // Rules apply only to the first packet of a connection. For UDP and pings, connection
-// tracking keeps an entry as long as packets arrive, even if the pod was removed. So
-// all-ip deletes such entries, and the rules apply to the next packet. TCP and SCTP
-// detect a removed pod themselves.
+// tracking keeps an entry as long as packets arrive, even if the pod was removed.
+// Therefore all-ip deletes the entries of removed pods. The kernel then applies the rules
+// to the next packet of the client. TCP and SCTP detect a removed pod themselves.
 type flows map[netip.Addr][]netip.Addr
 
-// add adds the external IPs that a service had before a change or has after the change.
-// Connections to pods in the new view, including draining pods, may continue.
+// add adds the external IPs that a service had before a change or has after the change. A
+// connection may continue if its pod belongs to the service after the change and is on
+// this node or draining.
 func (f flows) add(before, after *api.ServiceEndpoints) {
 	for frontend := range frontends(before) {
 		if _, known := f[frontend.Addr]; !known {
@@ -55,8 +56,8 @@ func (f flows) addAddressesOf(s state) {
 	}
 }
 
-// forgetOthers deletes connection-tracking entries to the external IPs in f, except
-// entries whose pod is in f.
+// forgetOthers deletes the connection-tracking entries of each external IP in f, except
+// the entries of the pods that f has for this IP.
 func (f flows) forgetOthers() error {
 	if len(f) == 0 {
 		return nil

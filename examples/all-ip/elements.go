@@ -17,9 +17,9 @@ import (
 
 // The names of a table's sets and maps.
 const (
-	// The map pod leads from an external IP with one pod to that pod.
+	// The map pod maps each external IP that has only one pod to this pod.
 	pod = "pod"
-	// The map pods leads from an external IP and a slot to a pod, for IPs with several pods.
+	// If an external IP has several pods, the map pods maps the IP and a slot to a pod.
 	pods = "pods"
 	// The set hairpin has an element for each pod, with the pod as source and as
 	// destination. It matches packets that a pod sends to itself through an external IP. A
@@ -32,11 +32,11 @@ const (
 )
 
 // slots is the number of slots of an external IP. A client's address is hashed to a slot,
-// and each slot belongs to a pod. So at most this number of pods on a node get traffic of
-// an external IP.
+// and each slot belongs to a pod. So the number of slots limits how many pods on a node
+// get traffic of an external IP.
 const slots = 64
 
-// element identifies an element of a set.
+// element identifies an element of an nftables set or map.
 type element struct {
 	family api.Family
 	set    string
@@ -102,7 +102,7 @@ func frontends(v *api.ServiceEndpoints) iter.Seq[nodeview.Frontend] {
 	}
 }
 
-// localPods returns the pods of a frontend on this node.
+// localPods returns those pods of a frontend that run on this node.
 func localPods(f *nodeview.Frontend) []netip.Addr {
 	var local []netip.Addr
 	for _, target := range f.Elsewhere.Endpoints {
@@ -114,7 +114,7 @@ func localPods(f *nodeview.Frontend) []netip.Addr {
 }
 
 // owner returns the pod of a slot. It uses rendezvous hashing: if a pod is added or
-// removed, no slot moves between the other pods, so their clients keep their pod.
+// removed, slots move only to or from this pod, and other clients keep their pod.
 func owner(slot uint32, pods []netip.Addr) netip.Addr {
 	var owner netip.Addr
 	var highest uint64

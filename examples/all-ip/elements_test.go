@@ -16,7 +16,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// view returns a view of a service with two external IPs and these endpoints.
+// view returns a view of a service with two external IPs and the given endpoints.
 func view(endpoints ...api.Endpoint) *api.ServiceEndpoints {
 	return &api.ServiceEndpoints{
 		Service: &api.Service{

@@ -94,7 +94,7 @@ const (
 	postrouting = "postrouting"
 )
 
-// chains returns all chains. The first chain is the one to which other chains jump.
+// chains returns all chains. Other chains jump to the first chain.
 func (t *table) chains() []*nftables.Chain {
 	base := func(name string, hook *nftables.ChainHook, priority nftables.ChainPriority) *nftables.Chain {
 		return &nftables.Chain{Table: t.Table, Name: name, Type: nftables.ChainTypeNAT, Hooknum: hook, Priority: &priority}
@@ -107,8 +107,9 @@ func (t *table) chains() []*nftables.Chain {
 	}
 }
 
-// rules returns the rules of a chain. The kernel's registers 1 to 4 have 16 bytes each,
-// and registers 8 to 23 are their quarters. The parts of a key are in adjacent registers.
+// rules returns the rules of a chain. Each of the kernel's registers 1 to 4 has 16 bytes
+// and consists of four of registers 8 to 23. The parts of a key are in adjacent
+// registers.
 func (t *table) rules(chain *nftables.Chain) []*nftables.Rule {
 	load := func(register, offset uint32) expr.Any {
 		return &expr.Payload{DestRegister: register, Base: expr.PayloadBaseNetworkHeader, Offset: offset, Len: t.size}

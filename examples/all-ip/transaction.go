@@ -21,7 +21,7 @@ import (
 // create it.
 var errNotIntact = errors.New("not there, or not as all-ip makes them")
 
-// probe checks whether this process can use nftables. The error names what is missing.
+// probe checks whether this process can use nftables. The error names the likely cause.
 func (b *backend) probe() error {
 	conn, err := connect()
 	if err == nil {
@@ -44,7 +44,7 @@ func explain(err error) error {
 	}
 }
 
-// socketBuffer is the maximum size of a transaction in bytes, for about 200,000 elements.
+// socketBuffer is the maximum size of a transaction in bytes. About 200,000 elements fit.
 // The kernel accepts a transaction only as a whole, so it has to fit into the buffer.
 const socketBuffer = 32 << 20
 
@@ -115,7 +115,7 @@ func (b *backend) begin() (*transaction, error) {
 // drop deletes the tables if they exist.
 func (tx *transaction) drop() {
 	for _, t := range tx.tables {
-		tx.conn.AddTable(t.Table) // otherwise deleting a missing table fails
+		tx.conn.AddTable(t.Table) // create the table, because deleting a missing table fails
 		tx.conn.DelTable(t.Table)
 	}
 }

@@ -104,8 +104,8 @@ func (a *agent) run(ctx context.Context) error {
 	return group.Wait()
 }
 
-// newProxy returns the service proxy. One sink programs services with nftables, and the
-// other one serves the health-check node ports of load balancers.
+// newProxy returns the service proxy. One sink programs services with nftables, and
+// another sink serves the health-check node ports of load balancers.
 func newProxy(node string, factory informers.SharedInformerFactory, addrs *nodeaddr.Watcher, registry prometheus.Registerer) (*kpng.Proxy, error) {
 	m, err := metrics.New(registry, metrics.Options{KubeProxy: true})
 	if err != nil {

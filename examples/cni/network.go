@@ -32,8 +32,8 @@ const (
 	// routeProtocol marks the agent's routes in the kernel. The agent changes and deletes
 	// only routes with this number.
 	routeProtocol netlink.RouteProtocol = 142
-	// retryAfter is the wait after a failed sync. checkEvery is the longest time between
-	// two syncs, which repair routes.
+	// retryAfter is the wait after a failed sync. checkEvery is the longest time between two
+	// syncs. Each sync repairs the routes.
 	retryAfter, checkEvery = 2 * time.Second, time.Minute
 )
 
@@ -87,8 +87,8 @@ func unspecified(a netip.Addr) netip.Addr {
 	return netip.IPv6Unspecified()
 }
 
-// write writes the configuration if the file differs. The container runtime may read the
-// file at any time, so write replaces it atomically.
+// write writes the configuration unless the file already contains it. The container
+// runtime may read the file at any time, so write replaces it atomically.
 func (c cniConfig) write(cidrs []netip.Prefix) error {
 	content, err := c.content(cidrs)
 	if err != nil {
@@ -133,7 +133,7 @@ func newNetwork(node string, cni cniConfig, nodes coreinformers.NodeInformer) (*
 	}
 	handle, err := nodes.Informer().AddEventHandler(cache.ResourceEventHandlerFuncs{
 		AddFunc: func(any) { signal() },
-		UpdateFunc: func(old, new any) { // most updates are heartbeats
+		UpdateFunc: func(old, new any) { // ignore heartbeats, the most frequent updates
 			a, b := old.(*corev1.Node), new.(*corev1.Node)
 			if !slices.Equal(a.Spec.PodCIDRs, b.Spec.PodCIDRs) || !slices.Equal(a.Status.Addresses, b.Status.Addresses) {
 				signal()
@@ -181,7 +181,7 @@ func (n *network) sync(ctx context.Context) error {
 	var own []netip.Prefix
 	for _, node := range nodes {
 		cidrs, err := podCIDRs(node)
-		if err != nil { // skip this node, but not the others
+		if err != nil { // skip only this node
 			klog.FromContext(ctx).Error(err, "Node left out", "node", node.Name)
 			continue
 		}
@@ -271,8 +271,8 @@ var bridgeSettings = map[string]string{
 	"net/bridge/bridge-nf-call-ip6tables": "1",
 }
 
-// applySettings sets sysctls to the wanted values. If it cannot set a sysctl, as in a
-// container, it logs the value to set on the node.
+// applySettings sets sysctls to the wanted values. If it cannot set a sysctl, for example
+// in a container, it logs the value to set on the node.
 func applySettings(ctx context.Context, settings map[string]string) {
 	for name, wanted := range settings {
 		file := filepath.Join("/proc/sys", name)

@@ -17,7 +17,7 @@ import (
 )
 
 // TestRoutesFollowNodes checks that syncRoutes adds, replaces and deletes routes, keeps
-// routes of other programs, and continues after an impossible route.
+// routes of other programs, and continues after a route that cannot be added.
 func TestRoutesFollowNodes(t *testing.T) {
 	ns := netnstest.New(t)
 	ns.Run(t, "ip", "link", "add", "eth0", "type", "veth", "peer", "name", "eth1")

@@ -27,8 +27,8 @@ type callout struct {
 	frontends bool
 }
 
-// gracePeriod limits how long, after a callout has ended, its child processes can keep
-// standard input and standard error open.
+// gracePeriod limits how long the child processes of an ended callout can keep standard
+// input and standard error open.
 const gracePeriod = time.Second
 
 // run runs the callout once, and waits until it ends. After the timeout or when ctx ends,

@@ -23,7 +23,7 @@ import (
 
 const demo = "../demo.yaml"
 
-// beTheCommand is an environment variable with which the test binary runs as
+// beTheCommand names an environment variable. If it is set, the test binary runs as
 // kpng-callout.
 const beTheCommand = "KPNG_TEST_CALLOUT"
 
@@ -145,8 +145,8 @@ func waitDead(t *testing.T, pid string) {
 	}
 }
 
-// command returns a command that runs kpng-callout with the demo's services that have no
-// proxy name. The process is killed at the end of the test.
+// command returns a command that runs kpng-callout for those services in demo.yaml that
+// have no label service-proxy-name. The process is killed at the end of the test.
 func command(t *testing.T, callout string, args ...string) *exec.Cmd {
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 	t.Cleanup(cancel)
@@ -232,7 +232,8 @@ func TestRunsOfCalloutNeverOverlap(t *testing.T) {
 	}
 	const last = 20
 	port(1)
-	// Each run of the callout takes longer than the time until the next change.
+	// Each run takes longer than the time until the next change, so changes occur during a
+	// run.
 	cmd := command(t, fmt.Sprintf(`sh -c "mkdir %[1]s || echo two at once; jq '.Service.Ports[0].Port'; sleep 0.1; rmdir %[1]s"`, lock), "--manifests", manifest)
 	out := startReading(t, cmd)
 	for want := 1; ; {

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Command kpng-json prints its node's view, one JSON object per service. It prints the
-// whole view when every service is known, and again after each change. With --frontends
-// it prints the node and then one JSON object per frontend. The object of a frontend
-// contains its endpoints and the result of every policy.
+// whole view when every service is known, and prints it again after each change. With
+// --frontends it prints the node and then one JSON object per frontend. The object of a
+// frontend contains its endpoints and the result of every policy.
 package main
 
 import (

@@ -17,7 +17,7 @@ import (
 )
 
 // backend programs services into one nftables table. Each SyncState writes the whole
-// table in one transaction. It implements sink.StateSink and sink.Cleaner.
+// table in one transaction. The type implements sink.StateSink and sink.Cleaner.
 type backend struct {
 	// table is the name of the nftables table, which is of family inet.
 	table string

@@ -58,7 +58,7 @@ func (b *backend) rules(node *api.Node, services []*api.ServiceEndpoints) string
 			s.hairpin(view.Endpoints[i].Addr)
 		}
 	}
-	for _, addr := range clusterIPs { // reject ports that no service has
+	for _, addr := range clusterIPs { // reject the unused ports of cluster IPs
 		for _, chain := range []string{"prerouting", "output"} {
 			s.reject(chain, fmt.Sprintf("%s daddr %s", ip(addr), addr))
 		}
@@ -86,7 +86,7 @@ func (b *backend) matches(f *nodeview.Frontend) []string {
 	return matches
 }
 
-// sources drops packets to a frontend from sources that are not admitted.
+// sources adds rules that drop packets to a frontend from sources that are not admitted.
 func (s *script) sources(match string, f *nodeview.Frontend, nodeAddrs []netip.Addr) {
 	if !f.Sources.Restricted {
 		return

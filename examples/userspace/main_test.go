@@ -72,7 +72,7 @@ func TestTheREADME(t *testing.T) {
 		{"the external IP leads to the two pods", "http://192.0.2.80", []string{podA, podB}},
 	} {
 		var got []string
-		eventually(t, c.what, func() error { // the proxy may not have added the service yet
+		eventually(t, c.what, func() error { // the proxy may still be adding the service
 			pod, err := get(c.url)
 			if err != nil {
 				return err
@@ -106,7 +106,7 @@ func TestTheREADME(t *testing.T) {
 		t.Errorf("local routes:\n%s", out)
 	}
 
-	// The Service web is the first object in the file.
+	// Delete the Service web, which is the first object in the file.
 	_, rest, _ := strings.Cut(string(demo), "\n---\n")
 	if err := errors.Join(os.WriteFile(manifests+".new", []byte(rest), 0o600), os.Rename(manifests+".new", manifests)); err != nil {
 		t.Fatal(err)
@@ -164,7 +164,7 @@ func run(t *testing.T, name string, args ...string) string {
 // process is a running program.
 type process struct {
 	log buffer
-	// end interrupts the program at its first call. Every call returns the program's error.
+	// The first call of end stops the program. Every call returns the program's error.
 	end func() error
 }
 

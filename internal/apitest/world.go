@@ -12,9 +12,9 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// World is a cluster of random services, slices and nodes, which refer to each other.
-// Endpoints run on nodes and have hints for nodes and zones. Some services claim the same
-// address. All traffic policies and endpoint conditions occur.
+// World is a cluster of random services, EndpointSlices and nodes, which refer to each
+// other. Endpoints run on nodes and have hints for nodes and zones. Some services claim
+// the same address. All traffic policies and endpoint conditions occur.
 type World struct {
 	r     *rand.Rand
 	nodes int
@@ -40,7 +40,7 @@ func NewWorld(r *rand.Rand, nodes, services int) *World {
 // NodeName returns the name of node number n.
 func NodeName(n int) string { return fmt.Sprintf("node-%d", n) }
 
-// WriteAll writes all nodes, services and slices.
+// WriteAll writes all nodes, services and EndpointSlices.
 func (w *World) WriteAll(to Writer) {
 	for n := range w.nodes {
 		to.SetNode(w.node(n))
@@ -123,7 +123,7 @@ func (w *World) service(i int) *api.Service {
 		Ports:                  w.ports(),
 	}
 	if w.r.IntN(2) == 0 {
-		s.IPs.ExternalIPs.Add(netip.AddrFrom4([4]byte{198, 51, 100, byte(w.r.IntN(40))})) // several services claim the same address
+		s.IPs.ExternalIPs.Add(netip.AddrFrom4([4]byte{198, 51, 100, byte(w.r.IntN(40))})) // few addresses, so that services compete for them
 	}
 	if s.Type == api.LoadBalancer {
 		lb := netip.AddrFrom4([4]byte{203, 0, 113, byte(i)})

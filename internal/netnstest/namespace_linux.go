@@ -185,7 +185,7 @@ func (n *Namespace) Set(t testing.TB, settings ...string) {
 	}
 }
 
-// Up sets the interface with this name up.
+// Up sets the named interface up.
 func (n *Namespace) Up(t testing.TB, name string) {
 	t.Helper()
 	if err := n.Links.LinkSetUp(n.link(t, name)); err != nil {
@@ -217,7 +217,7 @@ func (n *Namespace) Stub(t testing.TB, name string) {
 func (n *Namespace) Add(t testing.TB, name, addr string) {
 	t.Helper()
 	a := parseAddr(t, addr)
-	a.Flags = unix.IFA_F_NODAD // otherwise the kernel first checks for duplicates
+	a.Flags = unix.IFA_F_NODAD // skip the kernel's check for duplicate addresses
 	if err := n.Links.AddrAdd(n.link(t, name), a); err != nil {
 		t.Fatalf("address %s of %s: %v", addr, name, err)
 	}

@@ -11,8 +11,9 @@ import (
 )
 
 // Run calls all functions concurrently and waits for them. After the first error, it ends
-// the context of all functions. Run returns all errors except the cause of that context.
-// If every error is the cause, Run returns the cause.
+// the context of all functions. Functions may return the cause of this context
+// (context.Cause) when it ends. Run returns all other errors or, if there are none, the
+// cause.
 func Run(ctx context.Context, functions ...func(context.Context) error) error {
 	running, stop := context.WithCancel(ctx)
 	defer stop()
@@ -37,8 +38,8 @@ func Run(ctx context.Context, functions ...func(context.Context) error) error {
 	return cause
 }
 
-// removeCause returns err without cause. If err joins several errors, it removes cause
-// from these.
+// removeCause returns err without cause. If err joins several errors, removeCause returns
+// the other errors.
 func removeCause(err, cause error) error {
 	if err == cause {
 		return nil

@@ -22,7 +22,7 @@ import (
 // DialOptions configure the connection to a server.
 type DialOptions struct {
 	// Addresses are the addresses of one or more servers, in the form of [ParseAddress]. A
-	// dialer begins with a random one, so that clients spread over servers. It tries the
+	// dialer begins with a random address, so that clients spread over servers. It tries the
 	// next address when the connection fails, when the server does not answer, or when the
 	// server is stale and another server may have newer state. Default: DefaultAddress.
 	Addresses []string
@@ -91,7 +91,7 @@ var (
 //
 // If the first answer of a server is late, Stay tries the next address. With a single
 // address and without FailFast, Stay waits without a time limit. If a server is stale,
-// Stay tries the next address, unless all others have failed or were stale too.
+// Stay tries the next address, unless all other servers have failed or were stale too.
 func (d *Dialer) Stay(ctx context.Context, use func(ctx context.Context, conn *grpc.ClientConn, heard func(complete, stale bool) error) error) error {
 	log := klog.FromContext(ctx)
 	var files *certFiles
@@ -102,7 +102,7 @@ func (d *Dialer) Stay(ctx context.Context, use func(ctx context.Context, conn *g
 		}
 	}
 	n := len(d.addresses)
-	failures := 0 // in a row; 1 when a good server fails
+	failures := 0 // failed visits in a row; 1 when a good server fails
 	for i := rand.N(n); ; i++ {
 		address := d.addresses[i%n]
 		running, end := context.WithCancelCause(klog.NewContext(ctx, log.WithValues("server", address.String())))
@@ -209,10 +209,10 @@ func (d *Dialer) connect(ctx context.Context, a Address, files *certFiles, use f
 	return errors.New("server ended the stream")
 }
 
-// answerWindow is the flow-control window for a server's messages. It is fixed, because
-// with a variable window gRPC sends a ping with each answer to measure the bandwidth.
-// With thousands of clients, the pings cost more than the answers. The fixed window
-// allows 100 MB/s at a latency of 10 ms.
+// answerWindow is the flow-control window for a server's messages. The window is fixed.
+// Otherwise gRPC would send a ping with each answer to measure the bandwidth. With
+// thousands of clients, the pings cost more than the answers. The fixed window allows 100
+// MB/s at a latency of 10 ms.
 const answerWindow = 1 << 20
 
 // maxMessage is the maximum size of a message that a client accepts. Servers send at most
@@ -232,7 +232,7 @@ func (d *Dialer) credentials(a Address, files *certFiles) (credentials.Transport
 		name = a.host()
 	}
 	if name == "" {
-		name = "localhost" // for a unix socket
+		name = "localhost" // a unix socket has no host name
 	}
 	return credentials.NewTLS(&tls.Config{
 		MinVersion:   tls.VersionTLS13,

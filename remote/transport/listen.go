@@ -21,7 +21,7 @@ import (
 // Listen creates the directory of a unix socket if the parent directory exists. It
 // replaces a stale socket. It returns an error if a process listens on the existing
 // socket, or if the file is not a socket. The new socket has its mode before a client can
-// connect. Closing the listener removes the socket, unless another one has replaced it.
+// connect. Closing the listener removes the socket, unless another socket replaced it.
 func (a Address) Listen(mode fs.FileMode) (net.Listener, error) {
 	if a.network == "unix" {
 		if mode == 0 {

@@ -50,7 +50,7 @@ func (t TLS) Server(log logr.Logger) (*tls.Config, error) {
 				Certificates:           []tls.Certificate{*cert},
 				ClientCAs:              pool,
 				ClientAuth:             tls.RequireAndVerifyClientCert,
-				SessionTicketsDisabled: true, // so each connection is checked with the present authorities
+				SessionTicketsDisabled: true, // so that each connection is checked with the present authorities
 			}, nil
 		},
 	}, nil

@@ -184,8 +184,8 @@ func TestStaleSocketIsReplaced(t *testing.T) {
 	}
 	conn.Close()
 
-	// A second listener replaces the socket. When the first one is closed, the socket must
-	// stay.
+	// A second listener replaces the socket. When the first listener is closed, the new
+	// socket must stay.
 	if err := os.Remove(path); err != nil {
 		t.Fatal(err)
 	}

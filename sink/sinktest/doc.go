@@ -17,9 +17,9 @@
 //	go d.Run(ctx)
 //	err := d.WaitApplied(ctx, src.Revision())
 //
-// The following bug is the most common one of sinks. A service fails while its address
-// moves to another service, and the retry of the first service removes the address from
-// its new owner. In this example, the address moves from web to dns, and web fails:
+// The most common bug of sinks is the following. A service fails while its address moves
+// to another service, and the retry of the first service removes the address from its new
+// owner. In this example, the address moves from web to dns, and web fails:
 //
 //	rec.Script(sinktest.FailServices(errors.New("no memory in map"), web))
 //	src.Set(webElsewhere, dnsAtTheAddressOfWeb)

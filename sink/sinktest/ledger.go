@@ -13,8 +13,8 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// ledger records what a sink has received and acknowledged. From that it knows what the
-// driver may deliver next.
+// ledger records what a sink has received and acknowledged. From this record it knows
+// what the driver may deliver next.
 type ledger struct {
 	// begun: a Changes with First was acknowledged, and no ErrStartOver came after it.
 	// inPass: the pass is not complete.
@@ -40,7 +40,7 @@ func newLedger() ledger {
 	}
 }
 
-// check returns the rules of [sink.Sink] that the driver breaks with c.
+// check returns the rules of [sink.Sink] that the driver breaks with the call c of Sync.
 func (l *ledger) check(c *Sync) []string {
 	var wrong []string
 	report := func(format string, args ...any) { wrong = append(wrong, fmt.Sprintf(format, args...)) }
@@ -89,8 +89,8 @@ func (l *ledger) check(c *Sync) []string {
 	return append(wrong, l.checkFailing(c)...)
 }
 
-// owns reports whether the service key still owns every claim of view. It loses a claim
-// when another service is acknowledged with that claim.
+// owns reports whether the service key still owns every claim of view. A service loses a
+// claim when another service is acknowledged with that claim.
 func (l *ledger) owns(key types.NamespacedName, view *api.ServiceEndpoints) bool {
 	for f := range nodeview.Frontends(view) {
 		if l.owners[f.Claim()] != key {

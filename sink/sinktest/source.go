@@ -15,8 +15,8 @@ import (
 )
 
 // Source is a [sink.Source] whose views a test sets. Each change has a revision. Changes
-// that the driver has not fetched yet are merged. With Reset, a test simulates a position
-// that is too old. The time for an update depends only on the changed services.
+// that the driver has not fetched yet are merged. With Reset, a test simulates that the
+// driver's position is too old. The time for an update depends only on its size.
 type Source struct {
 	mu        sync.Mutex
 	revisions *diffstore.Revisions
@@ -34,7 +34,7 @@ type Source struct {
 
 type views = diffstore.Store[types.NamespacedName, triggered]
 
-// triggered is a view with its trigger time, which is zero if it has none.
+// triggered is a view with its trigger time. The time is zero if the view has none.
 type triggered struct {
 	view *api.ServiceEndpoints
 	at   time.Time
@@ -47,7 +47,7 @@ type position struct {
 	node     *api.Node
 }
 
-// NewSource returns a source without services and node, which is not synced.
+// NewSource returns a source that has no services and no node, and is not synced.
 func NewSource() *Source {
 	s := &Source{revisions: new(diffstore.Revisions), changed: make(chan struct{})}
 	s.views = diffstore.New(diffstore.Options[types.NamespacedName, triggered]{

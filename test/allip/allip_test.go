@@ -35,7 +35,7 @@ type subject struct {
 	cleanup func(t testing.TB) []string
 	// own returns the program's rules, as nft or iptables-save prints them.
 	own func(t testing.TB, node namespace) string
-	// The program deletes connection-tracking entries of removed pods.
+	// True if the program deletes connection-tracking entries of removed pods.
 	forgets bool
 }
 
@@ -88,7 +88,7 @@ func splitIPTables(t testing.TB, node namespace) (ours, others string) {
 	return ours, others
 }
 
-// foreign returns all rules of other programs than the tested one.
+// foreign returns all rules that do not belong to the tested program.
 func foreign(t testing.TB, node namespace) string {
 	t.Helper()
 	_, all := splitIPTables(t, node)
@@ -103,7 +103,7 @@ func foreign(t testing.TB, node namespace) string {
 	return all
 }
 
-// Rules of another program: kube-proxy, with nftables and with iptables.
+// Rules of another program: those of kube-proxy in nftables mode and in iptables mode.
 const (
 	foreignTable = `
 table ip kube-proxy {
@@ -251,7 +251,7 @@ func eventually(t testing.TB, what string, f func() error) {
 		began := time.Now()
 		err := f()
 		if err == nil {
-			// Do not count the time of f, which may be long.
+			// The logged time excludes the last call of f, which may take long.
 			t.Logf("%s: effective after at most %s", what, began.Sub(start).Round(time.Millisecond))
 			return
 		}
@@ -273,7 +273,7 @@ func (n *network) mustReach(client namespace, name, protocol string, port int) e
 	return nil
 }
 
-// The function that leadsTo returns checks that all traffic from outside reaches the
+// leadsTo returns a function that checks whether all traffic from outside reaches the
 // named pod.
 func (n *network) leadsTo(name string) func() error {
 	return func() error {
@@ -318,8 +318,8 @@ func (n *network) answers() error {
 	return nil
 }
 
-// The function that fails returns checks that all connections from outside fail with an
-// error that the given function accepts.
+// fails returns a function that checks whether all connections from outside fail. The
+// argument of fails decides which errors are accepted.
 func (n *network) fails(as func(error) bool) func() error {
 	return func() error {
 		for _, ip := range externalIPs {
@@ -346,8 +346,8 @@ func isTimeout(err error) bool {
 
 func isRefused(err error) bool { return errors.Is(err, syscall.ECONNREFUSED) }
 
-// uninterrupted calls f. Meanwhile, an open connection must stay open, and all new
-// connections must succeed.
+// uninterrupted calls f. It checks that meanwhile an open connection stays open and all
+// new connections succeed.
 func (n *network) uninterrupted(t testing.TB, f func()) {
 	t.Helper()
 	streams := make([]net.Conn, len(externalIPs))

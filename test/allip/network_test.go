@@ -138,9 +138,9 @@ var (
 	podIPs   = map[string][]string{"pod1": {"11.0.2.2", "1100::202"}, "pod2": {"11.0.2.3", "1100::203"}}
 )
 
-// network is a node with two pods, and two machines that the node connects. The first
-// machine, outside, is a client. The node routes unknown destinations to the second
-// machine, beyond. This machine has the external IPs, too, and answers with the name
+// network is a node with two pods, and two machines that the node connects. The machine
+// in the field outside is a client. The node routes unknown destinations to the machine
+// in the field beyond. This machine also has the external IPs, and answers with the name
 // "beyond".
 type network struct {
 	node, outside namespace

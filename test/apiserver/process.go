@@ -54,8 +54,8 @@ func (p *Process) Start(t testing.TB) {
 	}
 }
 
-// Stop ends the process with SIGTERM and waits for its end. An API server with open
-// watches takes a minute.
+// Stop ends the process with SIGTERM and waits for its end. Stopping an API server that
+// has open watches takes a minute.
 func (p *Process) Stop(t testing.TB) {
 	t.Helper()
 	if err := p.stop(syscall.SIGTERM); err != nil {
@@ -117,7 +117,7 @@ func (p *Process) start(ctx context.Context) error {
 	p.ended = ended
 
 	if err := p.waitReady(ctx); err != nil {
-		p.stop(syscall.SIGKILL) // an error of stop would only hide err
+		p.stop(syscall.SIGKILL) // return err, which is the cause, and not an error of stop
 		return fmt.Errorf("start %s: %w\n%s", p.name, err, p.logTail(0))
 	}
 	return nil

@@ -66,7 +66,7 @@ func Start(t testing.TB, options Options) *Server {
 	return s
 }
 
-// Run starts a server, calls use with it, and stops the server.
+// Run starts a server, calls the function use with the server, and stops the server.
 func Run(ctx context.Context, options Options, use func(*Server) error) error {
 	s, err := start(ctx, options)
 	if err != nil {
@@ -75,9 +75,9 @@ func Run(ctx context.Context, options Options, use func(*Server) error) error {
 	return errors.Join(use(s), s.close())
 }
 
-// Replica starts another API server with the etcd of s. The users of s can use it too.
-// While s.APIServer is down, a test can make changes through the replica. The replica
-// stops when the test ends.
+// Replica starts another API server, which uses the etcd of s. The users of s can also
+// use this API server. While s.APIServer is down, a test can make changes through the
+// replica. The replica stops when the test ends.
 func (s *Server) Replica(t testing.TB) *Server {
 	t.Helper()
 	r := &Server{
@@ -219,8 +219,8 @@ func (s *Server) startEtcd(ctx context.Context) error {
 			"--initial-cluster=default=" + peer,
 			"--listen-client-urls=" + client,
 			"--advertise-client-urls=" + client,
-			// The only member elects itself quickly. Its data need not survive a crash of the
-			// machine.
+			// With short intervals, etcd's only member elects itself quickly. Without fsync, etcd
+			// is faster; its data need not survive a crash of the machine.
 			"--heartbeat-interval=10",
 			"--election-timeout=100",
 			"--unsafe-no-fsync",
@@ -277,8 +277,9 @@ func (s *Server) startAPIServer(ctx context.Context) (err error) {
 			"--service-account-key-file=" + s.path("service-account.key"),
 			"--service-account-signing-key-file=" + s.path("service-account.key"),
 			"--service-cluster-ip-range=" + ServiceCIDRv4 + "," + ServiceCIDRv6,
-			// Pods have no service account, because no controller creates one. The API server must
-			// not publish its loopback address, which is not a valid endpoint.
+			// Disable the plugin that requires a service account for each pod, because no
+			// controller creates service accounts. Do not publish the API server's loopback
+			// address, which is not a valid endpoint.
 			"--disable-admission-plugins=ServiceAccount",
 			"--endpoint-reconciler-type=none",
 			// Disable periodic compaction and the queueing of requests.
@@ -298,8 +299,8 @@ func (s *Server) startAPIServer(ctx context.Context) (err error) {
 	return s.APIServer.start(ctx)
 }
 
-// allocates returns nil if the server can allocate cluster IPs of both families. It may
-// be unable to do so for a moment after it reports readiness.
+// allocates returns nil if the server can allocate cluster IPs of both families. The
+// server may be unable to do so for a moment after it reports readiness.
 func (s *Server) allocates(ctx context.Context) error {
 	policy := corev1.IPFamilyPolicyRequireDualStack
 	service := &corev1.Service{

@@ -38,7 +38,8 @@ func TestMain(m *testing.M) {
 // endingEnv is an environment variable. If it is set, the test binary calls startAndEnd.
 const endingEnv = "KPNG_TEST_ENDING"
 
-// startAndEnd starts a server and prints its process ids. Then it panics, or blocks.
+// startAndEnd starts a server and prints its process ids. Then it panics or blocks, as
+// the argument way says.
 func startAndEnd(way string) {
 	s, err := start(context.Background(), Options{})
 	if err != nil {

@@ -38,7 +38,7 @@ func (s *Shared) Get(t testing.TB) *Server {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.server == nil {
-		// The server runs longer than this test.
+		// The server runs longer than this test, so its context must not end with the test.
 		server, err := start(context.WithoutCancel(t.Context()), s.Options)
 		if err != nil {
 			t.Fatal(err)

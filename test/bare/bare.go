@@ -16,7 +16,7 @@ import (
 	"k8s.io/client-go/tools/cache"
 )
 
-// The label selectors of a proxy for services without a proxy name.
+// The label selectors of a service proxy that has no proxy name.
 const (
 	serviceLabels = "!service.kubernetes.io/service-proxy-name"
 	sliceLabels   = serviceLabels + ",!service.kubernetes.io/headless"
@@ -46,7 +46,7 @@ func Reflect(ctx context.Context, config *rest.Config) error {
 	return nil
 }
 
-// nothing is a store for reflectors that discards all objects.
+// The type nothing is a reflector's store that discards all objects.
 type nothing struct{ listed chan struct{} }
 
 func (nothing) Add(any) error                 { return nil }

@@ -67,7 +67,7 @@ var lacking = map[conformance.Feature]string{
 	conformance.Instances:        "the name of its table and the value of the proxy-name label are fixed",
 }
 
-// drops explains failures of cases with traffic to an address that has no service.
+// The constant drops explains failures of cases that use an address without a service.
 const drops = "it drops packets to addresses of a ServiceCIDR that belong to none of its services"
 
 // exceptions contains more cases that kube-proxy fails, with reasons.

@@ -35,7 +35,7 @@ func TestAllIP(t *testing.T) {
 		}
 	})
 	c.rollout(t, "kube-system", "daemonset/all-ip")
-	// The pods are on all nodes but the last.
+	// The pods run on all nodes except the last.
 	apply(t, c.namespace, deployment("example", c.nodes-1, spread("example")+fmt.Sprintf(`
       affinity: {nodeAffinity: {requiredDuringSchedulingIgnoredDuringExecution: {nodeSelectorTerms: [
         {matchExpressions: [{key: kubernetes.io/hostname, operator: NotIn, values: [node-%d]}]}]}}}
@@ -68,7 +68,7 @@ spec:
 		lib(t, "in_cp", "ip", "route", "replace", "192.0.2.55", "via", nodeAddr(i).String())
 		lib(t, "in_cp", "ip", "route", "replace", "2001:db8::55", "via", fmt.Sprintf("fd00:254::%d", 10+i))
 		for _, addr := range []netip.Addr{netip.MustParseAddr("192.0.2.55"), netip.MustParseAddr("2001:db8::55")} {
-			if i == c.nodes { // no pod: packets are dropped
+			if i == c.nodes { // the last node has no pod, so it drops the packets
 				conn, err := net.DialTimeout("tcp", netip.AddrPortFrom(addr, 8080).String(), 2*time.Second)
 				if err == nil {
 					conn.Close()

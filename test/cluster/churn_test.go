@@ -103,7 +103,7 @@ type probe struct {
 	changes <-chan readiness
 }
 
-// readiness is whether a pod was ready at a time.
+// readiness says whether a pod was ready at a certain time.
 type readiness struct {
 	ready bool
 	at    time.Time

@@ -49,7 +49,8 @@ func (r *requests) String() string {
 	return fmt.Sprintf("%d requests, %d failed, %d took longer than %v", r.made, len(r.failures), r.slow, lossDelay)
 }
 
-// newTraffic returns a traffic without clients. All clients end when the test ends.
+// newTraffic returns a traffic without clients. Clients that start later end when the
+// test ends.
 func newTraffic(t *testing.T) *traffic {
 	tr := &traffic{stop: make(chan struct{}), count: map[string]*requests{}}
 	t.Cleanup(tr.end)
@@ -68,7 +69,8 @@ func (tr *traffic) end() {
 	tr.clients.Wait()
 }
 
-// start runs a client, which makes requests one after the other in a network namespace.
+// start runs a client in a network namespace. The client makes requests one after the
+// other.
 func (tr *traffic) start(name string, in *netnstest.Namespace, request func() error) {
 	tr.clients.Go(func() {
 		in.Do(func() error {
@@ -146,8 +148,8 @@ func dial(addr netip.AddrPort) func() error {
 	}
 }
 
-// keep returns a function like that of dial, but all its calls use one connection. After
-// a failure, the next call opens a new connection.
+// keep is like dial, but all calls of the returned function use one connection. After a
+// failure, the next call opens a new connection.
 func keep(addr netip.AddrPort) func() error {
 	var c net.Conn
 	var r *bufio.Reader

@@ -20,9 +20,9 @@ import (
 )
 
 // TestUpgrades changes the service proxies and other parts of the cluster under traffic,
-// and counts failed requests. Each node has five clients: three on the node (with new
-// connections, with one lasting connection, and for DNS), one in a pod, and one outside
-// of the cluster that connects to the node port.
+// and counts failed requests. Each node has five clients. Three run on the node: one with
+// new connections, one with a lasting connection, and one for DNS. One runs in a pod. One
+// runs outside of the cluster and connects to the node port.
 func TestUpgrades(t *testing.T) {
 	c := connect(t)
 	apply(t, c.namespace, deployment("web", 2*c.nodes, spread("web")))
@@ -38,7 +38,7 @@ func TestUpgrades(t *testing.T) {
 	c.startClients(t, tr, service, true)
 	phase := func(name string) {
 		t.Helper()
-		time.Sleep(time.Second) // let pending requests end in this phase
+		time.Sleep(time.Second) // let the pending requests end before the phase does
 		if failed := tr.report(t, name); failed > 0 {
 			t.Errorf("%s: %d requests failed", name, failed)
 		}

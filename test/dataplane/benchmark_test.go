@@ -226,8 +226,8 @@ func (c *cluster) list(b *testing.B) time.Duration {
 	return took[len(took)/2]
 }
 
-// latency changes endpoints. It reports the time from the write of a change until the
-// change reaches the kernel, and the time from the change's watch event until then.
+// latency changes endpoints. It reports how long a change takes to reach the kernel: from
+// its write to the API server, and from its watch event.
 func (r *running) latency(b *testing.B, interval string) {
 	b.Helper()
 	ctx, cancel := context.WithCancel(b.Context())

@@ -34,7 +34,7 @@ const (
 // shape describes the services of a cluster.
 type shape struct {
 	services, endpoints int
-	// rich gives each service four frontends (cluster IP, node port, external IP,
+	// If rich is true, each service has four frontends (cluster IP, node port, external IP,
 	// load-balancer IP) and external traffic policy Local.
 	rich bool
 }

@@ -143,7 +143,7 @@ func metric(t testing.TB, name string) float64 {
 	return 0
 }
 
-// traffic makes connections to the service stable and counts them.
+// traffic makes connections to the service with the number stable, and counts them.
 type traffic struct{ made atomic.Int64 }
 
 func (tr *traffic) run(ctx context.Context) error {
@@ -157,7 +157,8 @@ func (tr *traffic) run(ctx context.Context) error {
 	return nil
 }
 
-// churn makes random changes to all services except stable and marker.
+// churn makes random changes to all services, except those with the numbers stable and
+// marker.
 type churn struct {
 	*cluster
 	made atomic.Int64
@@ -282,9 +283,9 @@ func (c *churn) random(random *rand.Rand, service int) *corev1.Service {
 	return s
 }
 
-// mark changes an endpoint of the service marker, waits until the change reaches the
-// kernel, and returns the new address. All earlier changes have then reached the kernel
-// too.
+// mark changes an endpoint of the service with the number marker, waits until the change
+// reaches the kernel, and returns the new address. All earlier changes have then reached
+// the kernel too.
 func (c *cluster) mark(t testing.TB) string {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), loadPatience)

@@ -164,9 +164,9 @@ func start(t *testing.T, n *netnstest.Namespace, address string) {
 	})
 }
 
-// ask connects 20 times to the address to, from the address source in a namespace. It
-// returns the different results, sorted: the addresses of the pods that answered, "no
-// answer" or "refused".
+// ask makes 20 connections from a namespace to an address. If source is not empty, it is
+// the source address of the connections. ask returns the different results, sorted: the
+// addresses of the pods that answered, "no answer" or "refused".
 func ask(n *netnstest.Namespace, source, to string) string {
 	var answers []string
 	for range 20 {

@@ -174,8 +174,7 @@ func TestRaised(t *testing.T) {
 	}
 }
 
-// own returns the packages of the map linked whose modules are not in the map other,
-// sorted.
+// own returns the linked packages whose modules do not occur in the map other, sorted.
 func own(linked, other map[string]string) []string {
 	theirs := map[string]bool{}
 	for _, module := range other {

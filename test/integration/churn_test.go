@@ -24,8 +24,9 @@ import (
 var kills = flag.Int("kills", 12, "the number of kills in TestKilledProcessesRecoverWithoutLoss")
 
 // TestKilledProcessesRecoverWithoutLoss kills a server, a client, a relay and the API
-// server one after the other while services change. No viewer may lose a service or an
-// endpoint that still exists. At the end all viewers must show the API server's state.
+// server one after the other while services change. A viewer is a client that prints its
+// state. No viewer may lose a service or an endpoint that still exists. At the end all
+// viewers must show the API server's state.
 func TestKilledProcessesRecoverWithoutLoss(t *testing.T) {
 	t.Parallel()
 	server := apiserver.Start(t, apiserver.Options{})

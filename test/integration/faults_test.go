@@ -107,7 +107,7 @@ func (l *lossy) expect(syncs int, want []string) {
 }
 
 // happen makes the changes that the services' names describe, and changes the node's
-// zone. It writes to the API server by, which may differ from the proxy's API server.
+// zone. It writes to the given API server, which may differ from the proxy's API server.
 func (l *lossy) happen(by *apiserver.Server) {
 	l.t.Helper()
 	n := l.through(by)
@@ -156,9 +156,9 @@ func (l *lossy) after() []string {
 	}
 }
 
-// flush makes one change for each watch of the proxy: to the service stamp, to the slice
-// by-hand, and to the node. It waits until the sink has these changes. All earlier
-// changes have then arrived.
+// flush makes one change for each watch of the proxy: to the service "stamp", to the
+// EndpointSlice "by-hand", and to the node. It waits until the sink has these changes.
+// All earlier changes have then arrived.
 func (l *lossy) flush(want []string) {
 	l.t.Helper()
 	l.services["stamp"].Spec.Ports[0].Port = 82

@@ -52,7 +52,7 @@ func within(t testing.TB) context.Context {
 type builder struct {
 	mu    sync.Mutex
 	dir   string
-	built map[string]string // maps a package, and whether the race detector is used, to a program's path
+	built map[string]string // path of each program, by package and use of the race detector
 }
 
 // kpngJSON builds kpng-json and returns its path. The program has the race detector if

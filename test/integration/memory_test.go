@@ -13,9 +13,9 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 )
 
-// TestForeignServicesUseNoMemory measures the heap of a proxy that has a proxy name. It
-// measures again in a cluster with 5,000 more EndpointSlices, of services that are not
-// for this proxy.
+// TestForeignServicesUseNoMemory measures the heap of a proxy that has a proxy name. Then
+// it adds 5,000 EndpointSlices of services that are not for this proxy, and measures
+// again.
 func TestForeignServicesUseNoMemory(t *testing.T) {
 	t.Parallel()
 	const (
@@ -67,8 +67,8 @@ func TestForeignServicesUseNoMemory(t *testing.T) {
 	if ratio := float64(crowded) / float64(alone); ratio > most {
 		t.Errorf("the heap is %.2f times as large, want at most %.2f", ratio, most)
 	}
-	// Half of the services are for the proxy without a name. If the heap of that proxy did
-	// not grow either, the result above would prove nothing.
+	// Half of the added services are for the proxy without a name. If the heap of that proxy
+	// did not grow either, the result above would prove nothing.
 	general := heap(t, kubeconfig, "", 1+othersServices/2)
 	t.Logf("heap without a name: %d KiB alone, %d KiB with half of them", generalAlone>>10, general>>10)
 	if ratio := float64(general) / float64(generalAlone); ratio < most {

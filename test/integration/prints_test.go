@@ -14,12 +14,12 @@ import (
 )
 
 // prints is a writer that splits the output of kpng-json into prints. Each print is the
-// whole state. The prints have no separator, so the last line of each print must be that
-// of the same service.
+// whole state. The prints have no separator, so the last line of each print must show the
+// same service.
 type prints struct {
-	// last is the beginning of the last line of each print.
+	// last contains the first bytes of the last line of each print.
 	last []byte
-	// Write calls the function each with every print, unless the function is nil.
+	// If each is not nil, Write calls this function with every print.
 	each func(print []byte)
 
 	mu      sync.Mutex
@@ -87,7 +87,7 @@ func (p *prints) wait(t testing.TB, is func([]byte) bool) ([]byte, bool) {
 	}
 }
 
-// expect waits for the print want. After a timeout the test fails.
+// expect waits for a print that equals want. After a timeout the test fails.
 func (p *prints) expect(t testing.TB, want []byte, by string) {
 	t.Helper()
 	if got, ok := p.wait(t, func(print []byte) bool { return bytes.Equal(print, want) }); !ok {

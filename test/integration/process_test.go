@@ -189,8 +189,8 @@ func serve(n *tenant, kubeconfig, address string) *process {
 		"to-api", "--listen", address)
 }
 
-// relay starts a kpng process that reads from the kpng server at the address from, and
-// serves that server's state at address.
+// relay starts a kpng process that serves the state of another kpng server. The other
+// server has the address from.
 func relay(n *tenant, from, address string) *process {
 	n.t.Helper()
 	return launch(n.t, io.Discard, kpngProgram(n.t), "api", "--api", from, "to-api", "--listen", address)

@@ -164,7 +164,7 @@ func (n *tenant) manifest(path string, all objects) string {
 	var items [][]byte
 	add := func(o object) {
 		n.setKind(o)
-		o.SetManagedFields(nil) // kubectl omits managed fields too
+		o.SetManagedFields(nil) // omit managed fields, like kubectl
 		text, err := json.Marshal(o)
 		if err != nil {
 			n.t.Fatal(err)

@@ -114,7 +114,7 @@ func run(t testing.TB, opts kpng.Options, sinks ...sink.Sink) (p *kpng.Proxy, st
 }
 
 // expect waits until the output includes all earlier API writes, and the function
-// describe returns want for the output's state.
+// describe returns want for the shown views.
 func (s *screen) expect(want ...string) {
 	s.tenant.t.Helper()
 	s.await(func() string { return cmp.Diff(want, describe(s.shown)) })

@@ -146,7 +146,7 @@ func portOf(v *api.ServiceEndpoints) int32 {
 	return v.Service.Ports[0].Port
 }
 
-// waitState waits until done returns true for a snapshot of p's state.
+// waitState waits until the function done returns true for a snapshot of p's state.
 func waitState(t *testing.T, p *kpng.Proxy, done func(*cluster.Snapshot) bool) {
 	t.Helper()
 	ctx := within(t)
@@ -169,7 +169,7 @@ var permissions = []rbacv1.PolicyRule{
 	{APIGroups: []string{"discovery.k8s.io"}, Resources: []string{"endpointslices"}, Verbs: []string{"get", "list", "watch"}},
 }
 
-// This test is not parallel, because it would count the goroutines of other tests.
+// This test is not parallel, because it would also count goroutines of parallel tests.
 func TestRunLeaksNoGoroutines(t *testing.T) {
 	server := shared.Get(t)
 	n := newTenant(t, server)
@@ -219,7 +219,7 @@ func TestRunLeaksNoGoroutines(t *testing.T) {
 	}
 }
 
-// This test is not parallel, because it would count the goroutines of other tests.
+// This test is not parallel, because it would also count goroutines of parallel tests.
 func TestNoHandlersRemainOnInformers(t *testing.T) {
 	server := shared.Get(t)
 	n := newTenant(t, server)

@@ -187,7 +187,7 @@ func conditions(ready, serving, terminating bool) discoveryv1.EndpointConditions
 	return discoveryv1.EndpointConditions{Ready: &ready, Serving: &serving, Terminating: &terminating}
 }
 
-// servicePort returns a port of a service. target is a port number or a port name.
+// servicePort returns a port of a service. The target port is a number or a name.
 func servicePort(name string, port int32, target any) corev1.ServicePort {
 	p := corev1.ServicePort{Name: name, Port: port}
 	switch t := target.(type) {

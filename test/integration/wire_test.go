@@ -32,7 +32,7 @@ type request struct {
 
 func newWire() *wire { return &wire{more: make(chan struct{})} }
 
-// tap changes config so that w records the requests of all clients that use it.
+// tap changes config so that w records the requests of all clients that use config.
 func (w *wire) tap(config *rest.Config) *rest.Config {
 	config.Wrap(func(next http.RoundTripper) http.RoundTripper { return &tap{w, next} })
 	return config

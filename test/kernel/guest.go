@@ -155,7 +155,7 @@ func makeRoot(j *job) error {
 	if err := unix.Mount(".", "/", "", unix.MS_MOVE, ""); err != nil {
 		return fmt.Errorf("move root file system: %w", err)
 	}
-	// This also changes the root folder of kernel threads, which start modprobe.
+	// Kernel threads get the same root folder, so that they find modprobe and the modules.
 	if err := unix.Chroot("."); err != nil {
 		return fmt.Errorf("change root folder: %w", err)
 	}

@@ -18,8 +18,8 @@ import (
 const thisNode = "n1"
 
 // cluster is a service, its EndpointSlices, and the zone of this node. No two endpoints
-// have the same address, because the proxies would differ for them: kube-proxy uses
-// either endpoint, and kpng uses the better one.
+// have the same address, because the proxies would treat these endpoints differently:
+// kube-proxy uses either endpoint, and kpng uses the better one.
 type cluster struct {
 	service *corev1.Service
 	slices  []*discoveryv1.EndpointSlice

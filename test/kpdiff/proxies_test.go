@@ -13,7 +13,8 @@ import (
 	"k8s.io/kubernetes/pkg/proxy"
 )
 
-// kubeProxy returns kube-proxy's decisions, from code that all its backends share.
+// kubeProxy returns kube-proxy's decisions. It calls code that all kube-proxy backends
+// share.
 func kubeProxy(c *cluster) decided {
 	d := decided{map[string]string{}, map[string]int{}}
 	labels := map[string]string{}

@@ -104,7 +104,7 @@ func (w *world) service(name string, spec corev1.ServiceSpec) *corev1.Service {
 	return svc
 }
 
-// lead gives a service a single endpoint, with address ip on a node.
+// lead gives a service a single endpoint, which is on a node and has the address ip.
 func (w *world) lead(service *corev1.Service, ip, node string) {
 	w.t.Helper()
 	slices := w.server.Client().DiscoveryV1().EndpointSlices(w.namespace)

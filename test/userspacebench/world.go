@@ -32,8 +32,8 @@ const (
 	echoPort = 8082 // sends all input back, over TCP and UDP
 )
 
-// world consists of three network namespaces. Client and server reach each other through
-// the namespace proxy.
+// world consists of three network namespaces. The client and the server reach each other
+// through the namespace of the proxy.
 type world struct {
 	testing.TB
 	client, proxy, server *netnstest.Namespace
@@ -104,8 +104,8 @@ func (p *process) stop() {
 	}
 }
 
-// load runs a client with the load l and returns the result. If meanwhile is not nil,
-// load calls meanwhile after the client has printed the result and before the client
+// load runs a client with the load l and returns the result. If the function meanwhile is
+// not nil, load calls it after the client has printed the result and before the client
 // ends.
 func (w *world) load(l load, meanwhile func()) result {
 	w.Helper()

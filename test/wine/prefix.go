@@ -52,8 +52,8 @@ func newPrefix(ctx context.Context) (dir string, release func() error, err error
 	}, nil
 }
 
-// cacheDir returns the folder for the templates and the copies. These are in one folder
-// so that they can share files by hard links.
+// cacheDir returns the folder for the templates and the copies. They share this folder so
+// that files of a copy can be hard links.
 func cacheDir() (string, error) {
 	cache, err := os.UserCacheDir()
 	if err != nil {

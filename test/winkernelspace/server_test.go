@@ -57,8 +57,8 @@ var results = []string{
 	"c037010e", // HCS_E_SYSTEM_NOT_FOUND
 }
 
-// server is a simulated HNS, which the DLLs built from testdata/hcn.c call. It keeps its
-// objects while it is stopped.
+// server is a simulated HNS. The DLLs that are built from testdata/hcn.c call the server.
+// The server keeps its objects while it is stopped.
 type server struct {
 	hns     *fakehns.HNS
 	version version
@@ -70,8 +70,8 @@ type server struct {
 	handles  map[string]string // the ID of the object that a handle refers to
 	next     int
 	calls    map[string]int
-	// The field fails is the name of a function whose next calls fail. The field left is the
-	// number of these calls. They return the field result.
+	// If the field fails is not empty, it names a function that returns result as its error.
+	// The field left counts the remaining failures.
 	fails  string
 	left   int
 	result string
@@ -254,7 +254,7 @@ func (s *server) answer(function, id, handle, document string) answer {
 		return of(fromNetwork(n), nil)
 
 	case "EnumerateEndpoint":
-		// HNS compares network IDs case-sensitively, and writes them in upper case.
+		// HNS writes network IDs in upper case, and finds no network for an ID in lower case.
 		network := filter(document)["VirtualNetwork"]
 		if network != strings.ToUpper(network) {
 			return of([]string{}, nil)

@@ -141,8 +141,8 @@ func TestServicesBecomeLoadBalancersOfHNS(t *testing.T) {
 		w.remove(14)
 		w.startKpng()
 	})
-	// Make calls of each HNS function fail while the service with number next changes. That
-	// service has policy Cluster.
+	// Make calls of each HNS function fail while a service with policy Cluster changes. The
+	// number of this service is in next.
 	next := 13
 	for _, function := range []string{
 		"CreateEndpoint", "QueryEndpoint", "CloseEndpoint", "OpenNetwork", "CloseNetwork",

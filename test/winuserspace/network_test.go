@@ -39,8 +39,8 @@ func newNamespace(t *testing.T) namespace {
 }
 
 // pod simulates a pod with address ip. On port 8080 it accepts TCP connections and UDP
-// datagrams. On a connection it sends ip and then all bytes that it receives. To each
-// datagram it answers with ip.
+// datagrams. On each connection it first sends ip, and then sends back all bytes that it
+// receives. It answers each datagram with ip.
 func (n namespace) pod(t *testing.T, ip string) {
 	t.Helper()
 	n.Add(t, podInterface, ip)
@@ -59,8 +59,8 @@ type conn struct {
 	pod    string
 }
 
-// dial connects to a service and reads the address of the pod that accepts. from is the
-// source address, or "" for any.
+// dial connects to a service and reads the address of the pod that accepts. If from is
+// not empty, it is the source address.
 func (n namespace) dial(from, to string) (*conn, error) {
 	dialer := net.Dialer{Timeout: 5 * time.Second}
 	if from != "" {

@@ -96,9 +96,9 @@ func withTextKeys(tree any) any {
 	return tree
 }
 
-// decode decodes JSON into object, a pointer to a struct. If values have the wrong type,
-// the result wrong has an error for each, up to limit. Otherwise strict has the errors
-// for unknown and duplicate fields.
+// decode decodes JSON into object, a pointer to a struct. The result wrong has an error
+// for each value of the wrong type, up to limit. If no value is wrong, the result strict
+// has the errors for unknown and duplicate fields.
 func decode(data []byte, object any, limit int) (wrong, strict []error) {
 	for {
 		strict, err := kjson.UnmarshalStrict(data, object)

@@ -39,7 +39,7 @@ import (
 // Stdin is the path that means standard input.
 const Stdin = "-"
 
-// maxSize is the maximum size of a file. A wrong path must not exhaust the memory.
+// maxSize is the maximum size of a file, so that a wrong path cannot exhaust the memory.
 const maxSize = 512 << 20
 
 // load reads manifests once. It returns when ctx ends. A running parser or a read of

@@ -23,7 +23,7 @@ import (
 const (
 	settleTime    = 100 * time.Millisecond // files are read after this time without changes
 	maxSettleTime = 2 * time.Second        // files are read after this time even if they keep changing
-	pollInterval  = 5 * time.Second        // time between checks for changes without a notification
+	pollInterval  = 5 * time.Second        // time between checks for unreported changes
 )
 
 // Options configures Watch.
@@ -36,8 +36,8 @@ type Options struct {
 	watcher.Options
 }
 
-// Watch reads manifests into state and marks state as synced. Until ctx ends, it reads
-// them again when they change. Then it returns nil. Each reading makes one commit, which
+// Watch reads manifests into state and marks state as synced. It reads them again when
+// they change. When ctx ends, it returns nil. Each reading makes one commit, which
 // changes only objects that differ. The state must have no other writer. If the first
 // reading fails, Watch returns the error. If a later reading fails, Watch logs the error
 // once, and state keeps its content until the manifests exist and are valid again. State
@@ -61,9 +61,9 @@ func Watch(ctx context.Context, state *cluster.State, opts Options) error {
 	return f.run(ctx)
 }
 
-// follower reads the manifests again when a new sighting differs from the previous one. A
-// notification only triggers a new sighting. So it does not matter how a file changes: by
-// a write, a rename, or a new symbolic link in a higher folder.
+// follower reads the manifests again when their sighting (the results of os.Stat)
+// changes. A notification only triggers a new sighting. So it does not matter how a file
+// changes: by a write, a rename, or a new symbolic link in a higher folder.
 type follower struct {
 	opts   Options
 	log    klog.Logger

@@ -100,7 +100,7 @@ func (x *following) services() []string {
 	return names
 }
 
-// awaitLoad waits for a reading that succeeds, or, if well is false, for one that fails.
+// awaitLoad waits for a successful reading, or for a failed one if well is false.
 func (x *following) awaitLoad(well bool) error {
 	x.t.Helper()
 	for {
@@ -302,7 +302,7 @@ func TestInvalidFileChangesNothingAndIsLoggedOnce(t *testing.T) {
 
 	put(t, path, named("b"))
 	x.awaitServices("b")
-	x.awaitLoad(true) // then the result is in the log
+	x.awaitLoad(true) // wait until the result is in the log
 	x.stop()
 	if n := strings.Count(x.log.String(), "Cannot read manifests"); n != 1 {
 		t.Errorf("logged %d times:\n%s", n, x.log)
@@ -327,7 +327,7 @@ func TestStateIsKeptUntilManifestsReturn(t *testing.T) {
 			x := follow(t, c.prepare(t, dir), true)
 			must(t, os.RemoveAll(filepath.Join(dir, c.gone)))
 			for !errors.Is(x.awaitLoad(false), os.ErrNotExist) {
-				// A reading may find the folder without its file and fail with another error.
+				// Wait for the next reading: this one may have found the folder without its file.
 			}
 			x.awaitServices("a")
 			c.prepare(t, dir)

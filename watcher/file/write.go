@@ -41,8 +41,8 @@ type WriteOptions struct {
 }
 
 // Write writes the services, slices and nodes of s to w as manifests, sorted by name. A
-// reader gets a state equal to s if it has the same proxy name and annotation as opts,
-// and keeps all labels and annotations that s has.
+// reader gets a state equal to s if its proxy name and annotation are those of opts, and
+// if it keeps all labels and annotations in s.
 //
 // If manifests cannot express an object, Write returns an error that names the first such
 // object. API servers have no such objects. After an error the output is not usable.
@@ -79,7 +79,7 @@ func Write(w io.Writer, s *cluster.Snapshot, opts WriteOptions) error {
 	return o.out.Flush() // reports errors of earlier writes too
 }
 
-// objects is the inverse of watcher.Converter. As a check, it converts each result back.
+// objects writes API objects. As a check, it converts each back with a watcher.Converter.
 type objects struct {
 	opts      WriteOptions
 	allPorts  func(*corev1.Service) bool
@@ -90,7 +90,7 @@ type objects struct {
 	err       error
 }
 
-// write writes an object. If same is false, it fails: a reader would get another object.
+// write writes an object. It fails if same is false: a reader would get another object.
 func (o *objects) write(name string, object any, same bool, problems []watcher.Problem) {
 	text, err := o.marshal(object)
 	if len(problems) > 0 {

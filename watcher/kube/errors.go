@@ -53,8 +53,8 @@ type reporter struct {
 	failing  atomic.Bool
 }
 
-// request reports whether a request to the API server failed with err. It returns the
-// error that the reflector is to get, which may be another one.
+// request logs and records the result err of a request to the API server. It returns the
+// error for the reflector, which may differ from err.
 func (r *reporter) request(ctx context.Context, verb string, options *metav1.ListOptions, err error) error {
 	switch {
 	case err == nil:

@@ -62,7 +62,7 @@ func (in *Informers) validate() error {
 }
 
 // objectType returns the type of the informer's objects, or nil if the type is unknown.
-// If the informer has no objects, it reads an unexported field of client-go.
+// If the informer has no objects, objectType reads an unexported field of client-go.
 func (i informer) objectType() reflect.Type {
 	for _, o := range i.GetStore().List() {
 		return reflect.TypeOf(o)

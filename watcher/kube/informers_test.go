@@ -15,7 +15,7 @@ import (
 	"k8s.io/client-go/tools/cache"
 )
 
-// withInformers is like inWorld, but sets Options.Informers, for the whole cluster.
+// withInformers is like inWorld, but sets Options.Informers to informers of all objects.
 func withInformers(t *testing.T, opts Options, test func(*world)) {
 	t.Helper()
 	inWorld(t, opts, func(w *world) {

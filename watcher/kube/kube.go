@@ -80,7 +80,7 @@ func (o Options) Validate() error {
 	return o.Informers.validate()
 }
 
-// Watch keeps state equal to the API server's state until ctx ends. Then it stops its
+// Watch keeps state equal to the API server's state until ctx ends. It then stops its
 // goroutines and returns nil. It calls state.SetSynced when all kinds have been listed
 // once. If a request fails, it logs the error and retries with a backoff of up to a
 // minute. Watch returns an error only if options are invalid, if an informer delivers

@@ -73,12 +73,12 @@ type selection struct {
 	// watching is true if a watch of slices has begun. filtered is true if this watch omits
 	// slices without the proxy's label.
 	watching, filtered bool
-	// restart ends the current watch of slices, so that a new one begins. It is nil with
-	// informers, whose watch has no filter.
+	// restart ends the current watch of slices, so that a new one begins. It is nil if
+	// informers deliver the slices, because informers have no filter.
 	restart func()
 	// If pause is true, a request has failed, and the next watch must wait.
 	pause bool
-	// If waiting is true, a timer will restart the watch if its filter is then wrong.
+	// waiting is true while a timer runs, which will check the filter of the watch.
 	waiting bool
 	// ready is closed when the services have been listed.
 	ready chan struct{}
@@ -281,9 +281,9 @@ func (n *selection) lookUp(services []types.NamespacedName) ([]*item[api.Endpoin
 func (n *selection) filter() bool { return n.selectorless == 0 && len(n.unlabelled) == 0 }
 
 // adapt restarts the watch of slices if list is true or the filter of the watch is wrong.
-// It removes the filter immediately if a service has no selector. Otherwise it waits,
-// because the reason may be temporary: the controller may label a slice, or a service
-// without a selector may return.
+// It removes the filter immediately if a service has no selector. Otherwise it restarts
+// the watch after a delay, because the reason may be temporary: the controller may label
+// a slice, or a service without a selector may return.
 func (n *selection) adapt(list bool) {
 	switch {
 	case n.restart == nil:

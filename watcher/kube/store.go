@@ -39,8 +39,8 @@ func (i *item[T]) GetObjectMeta() metav1.Object {
 type writer[T any] interface {
 	// write writes an object to the state, or deletes the object if the item has no value.
 	write(*item[T])
-	// replace writes a full listing. If that fails, it changes nothing and returns false,
-	// and another listing follows.
+	// replace writes a full listing and returns true. If it returns false, it has changed
+	// nothing, and another listing follows.
 	replace([]*item[T]) bool
 }
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package remote fills a cluster.State from another kpng server, which must serve its
-// cluster state (remote.ServerOptions.ServeCluster). Of a chain of servers, only the
+// cluster state (remote.ServerOptions.ServeCluster). In a chain of servers, only the
 // first connects to the API server.
 //
 // The state contains the services that the other server's own options select.
@@ -28,8 +28,8 @@ type Options struct {
 	transport.DialOptions
 }
 
-// Watch keeps state equal to the other server's state until ctx ends. It returns ctx's
-// cause. The state is synced when the first answer is complete. Each answer is one
+// Watch keeps state equal to the other server's state until ctx ends. Then it returns
+// ctx's cause. The state is synced when the first answer is complete. Each answer is one
 // commit. The state must have no other writer.
 //
 // While the other server is down, state keeps its content. When the server is back, Watch
@@ -101,7 +101,7 @@ func (f *follower) follow(ctx context.Context, conn *grpc.ClientConn, heard func
 }
 
 // answer collects the parts of an answer. For an unreadable object, it logs an error and
-// keeps the object of the earlier snapshot, had.
+// uses the object's version in had, the earlier snapshot.
 type answer struct {
 	had      *cluster.Snapshot
 	log      klog.Logger
@@ -164,7 +164,7 @@ func (a *answer) write(tx *cluster.Tx) {
 	tx.SetStale(a.stale)
 }
 
-// write applies the objects of one kind. If all is true, they replace those in the state.
+// write applies objects of one kind. If all is true, they replace the state's objects.
 func (o *objects[K, V]) write(all bool, replace func(iter.Seq[*V]), set func(*V), remove func(K)) {
 	if all {
 		replace(slices.Values(o.set))

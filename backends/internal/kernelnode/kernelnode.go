@@ -2,8 +2,8 @@
 
 //go:build linux
 
-// Package kernelnode has what the backends for the Linux kernel share: checks of options,
-// the tasks beside the dataplane, and the times of repairs.
+// Package kernelnode has code that the backends for the Linux kernel share: checks of
+// options, the tasks beside the dataplane, and the times of repairs.
 package kernelnode
 
 import (
@@ -23,9 +23,9 @@ const kubeProxyMark = 0x4000
 
 var podInterface = regexp.MustCompile(`^[A-Za-z0-9_.@:-]{1,15}$|^[A-Za-z0-9_.@:-]{1,14}\*$`)
 
-// CheckMasquerading checks options. The argument outsiders selects masquerading of
-// connections from outside the pod network, and podsKnown reports that the options define
-// that network.
+// CheckMasquerading checks options. The argument outsiders is true if connections from
+// outside the pod network are masqueraded. The argument podsKnown is true if the options
+// define that network.
 func CheckMasquerading(mark uint32, podInterfaces []string, outsiders, podsKnown bool) error {
 	var errs []error
 	if bits.OnesCount32(mark) != 1 {

@@ -16,8 +16,8 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// Tasks are what a backend runs beside its dataplane: connection tracking, a watcher of
-// the node's addresses, and goroutines of its own. The zero value has no tasks.
+// Tasks are the tasks of a backend beside its dataplane: connection tracking, a watcher
+// of the node's addresses, and goroutines of its own. The zero value has no tasks.
 type Tasks struct {
 	// Addresses are the addresses of node ports. Start sets the field.
 	Addresses nodeaddr.Source
@@ -60,8 +60,9 @@ func (t *Tasks) Watch(opts nodeaddr.Options) (*nodeaddr.Watcher, error) {
 // Go calls f on a new goroutine. Stop ends the context of f and waits for f.
 func (t *Tasks) Go(f func(context.Context)) { t.running.Go(func() { f(t.ctx) }) }
 
-// FollowAddresses calls update now and after each change of Addresses, until Stop. It
-// logs an error with keysAndValues, and repeats the update after a second.
+// FollowAddresses calls update now and after each change of Addresses, until Stop. If
+// update fails, FollowAddresses logs the error with keysAndValues and calls update again
+// after a second.
 func (t *Tasks) FollowAddresses(update func(context.Context) error, keysAndValues ...any) {
 	t.Go(func(ctx context.Context) {
 		for {
@@ -81,9 +82,9 @@ func (t *Tasks) FollowAddresses(update func(context.Context) error, keysAndValue
 	})
 }
 
-// Sync passes changes on to connection tracking, and returns the error of the Sync of the
-// backend. The argument err is the result of programming the dataplane. If the sink has
-// to deliver the changes again, connection tracking does not get them.
+// Sync passes changes on to connection tracking, and returns the error that the backend's
+// Sync has to return. The argument err is the result of programming the dataplane. If the
+// driver has to deliver the changes again, connection tracking does not get them.
 func (t *Tasks) Sync(ctx context.Context, c *sink.Changes, err error) error {
 	if _, ok := sink.Acknowledged(err); !ok {
 		return err

@@ -7,11 +7,11 @@ package kernelnode
 import "time"
 
 // Leftovers records whether the last pass kept rules because services failed. Even when
-// these services succeed, only another pass can find and remove what they left.
+// these services succeed, only another pass can find and remove the rules that they left.
 type Leftovers struct {
 	Exist bool
 	// PassAt is the time of the next pass if leftovers exist. It is the end of the last pass
-	// plus the duration wait.
+	// plus the duration in the field wait.
 	PassAt time.Time
 	wait   time.Duration
 }
@@ -33,9 +33,9 @@ func (l *Leftovers) RecordPass(now time.Time, failed bool) {
 // Due reports whether a pass is due because of leftovers.
 func (l *Leftovers) Due(now time.Time) bool { return l.Exist && !now.Before(l.PassAt) }
 
-// DriftPause lengthens the pause after changes by another program are found repeatedly.
-// So a program that constantly changes the rules of a backend does not cause constant
-// passes.
+// DriftPause computes the pause before a backend searches for changes by other programs
+// again. The pause grows while the backend finds such changes, so that a program that
+// constantly changes the rules does not cause constant passes.
 type DriftPause struct {
 	foundAt time.Time
 	pause   time.Duration
@@ -44,8 +44,8 @@ type DriftPause struct {
 // maxDriftPause limits the pause.
 const maxDriftPause = time.Minute
 
-// Found records that a change was found, and returns the time until which the backend
-// must not search for others.
+// Found records that the backend found a change. It returns the time until which the
+// backend must not search for further changes.
 func (p *DriftPause) Found(now time.Time) (until time.Time) {
 	if now.Sub(p.foundAt) > maxDriftPause {
 		p.pause = 0

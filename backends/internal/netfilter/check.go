@@ -34,7 +34,7 @@ func (c *Conn) Check(ctx context.Context, fill func(*Builder), f func(error)) er
 			case h.msgType != unix.NLMSG_ERROR || h.seq != first && h.seq != next:
 			case h.seq == first && errorOf(payload) != 0:
 				refused = c.failure(w.b, h, payload)
-			case h.seq == first: // some kernels acknowledge the message that begins a transaction
+			case h.seq == first: // ignored: some kernels acknowledge the message that begins a transaction
 			case errorOf(payload) != 0:
 				next++
 				f(c.failure(w.b, h, payload))

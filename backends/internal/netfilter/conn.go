@@ -110,8 +110,8 @@ func (c *Conn) Transact(ctx context.Context, fill func(*Builder)) error {
 	return c.TransactAt(ctx, 0, fill)
 }
 
-// TransactAt does the same as Transact. If generation is not 0, the kernel refuses the
-// transaction with ERESTART unless generation is the number of the last transaction.
+// TransactAt does the same as Transact. If generation is neither 0 nor the number of the
+// last transaction, the kernel refuses the messages with ERESTART.
 func (c *Conn) TransactAt(ctx context.Context, generation uint32, fill func(*Builder)) error {
 	var w Builder
 	w.beginBatch(generation)
@@ -204,10 +204,10 @@ func (c *Conn) Each(ctx context.Context, fill func(*Builder), f func(error)) err
 	return c.request(ctx, fill, func(header, []byte) {}, f)
 }
 
-// The method request sends the requests that fill encodes. It calls answer with each
-// message that the kernel returns, and outcome with the error of each request, or nil.
-// When ctx ends, a dump stops. For other requests ctx is ignored, because the kernel
-// answers them immediately.
+// The method request sends the requests that fill encodes. It calls the function answer
+// with each message that the kernel returns, and the function outcome with the error of
+// each request, or nil. When ctx ends, a dump stops. For other requests ctx is ignored,
+// because the kernel answers them immediately.
 func (c *Conn) request(ctx context.Context, fill func(*Builder), answer func(header, []byte), outcome func(error)) error {
 	var w Builder
 	if fill(&w); w.Len() == 0 {

@@ -14,8 +14,8 @@ import (
 // Failure is the error of a request that the kernel refused. The request had no effect.
 type Failure struct {
 	Errno unix.Errno
-	// What is a description of the failed request, such as "adding" and an element. It may
-	// be empty.
+	// The field What has a description of the failed request, such as "making chain
+	// services". It may be empty.
 	What string
 }
 
@@ -40,8 +40,8 @@ var (
 	// ErrUnknownOutcome means that a transaction got no answer. It may have taken effect.
 	ErrUnknownOutcome = errors.New("no answer to a transaction")
 	// ErrInterrupted means that the tables of the network namespace, or the
-	// connection-tracking table, changed during a dump. Query has nevertheless called f with
-	// the whole answer.
+	// connection-tracking table, changed during a dump. Query has nevertheless passed the
+	// whole answer to its caller.
 	ErrInterrupted = errors.New("the dump was interrupted")
 )
 

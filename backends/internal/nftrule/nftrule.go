@@ -3,7 +3,7 @@
 //go:build linux
 
 // Package nftrule has expressions of nftables rules that several backends use. Unless
-// they say otherwise, the expressions load data into register 0.
+// their comments say otherwise, the expressions load data into register 0.
 package nftrule
 
 import (
@@ -169,12 +169,12 @@ func matchPrefix(prefix netip.Prefix, load func(*Key) *Key) []expr.Any {
 // Drop returns a rule that drops all packets.
 func Drop() []expr.Any { return []expr.Any{&expr.Verdict{Kind: expr.VerdictDrop}} }
 
-// Jump returns a rule that continues in a chain and returns after its end.
+// Jump returns a rule that runs a chain and then continues with the next rule.
 func Jump(chain string) []expr.Any {
 	return []expr.Any{&expr.Verdict{Kind: expr.VerdictJump, Chain: chain}}
 }
 
-// GoTo returns a rule that continues in a chain and does not return.
+// GoTo returns a rule that continues in a chain and never comes back from it.
 func GoTo(chain string) []expr.Any {
 	return []expr.Any{&expr.Verdict{Kind: expr.VerdictGoto, Chain: chain}}
 }
@@ -187,7 +187,7 @@ func StartsHere() []expr.Any {
 	}
 }
 
-// Pods defines the traffic of pods. It counts as traffic of this node's pods.
+// Pods defines which packets count as packets from this node's pods.
 type Pods struct {
 	// CIDRs contain the addresses of pods.
 	CIDRs []netip.Prefix
@@ -195,7 +195,8 @@ type Pods struct {
 	Interfaces []string
 }
 
-// Matches returns alternative lists of expressions. Each list matches some packets of pods.
+// Matches returns lists of expressions. If any list matches a packet, the packet is from
+// a pod.
 func (p Pods) Matches() (matches [][]expr.Any) {
 	for _, name := range p.Interfaces {
 		matches = append(matches, FromInterface(name))
@@ -206,8 +207,9 @@ func (p Pods) Matches() (matches [][]expr.Any) {
 	return matches
 }
 
-// Outsiders returns the rules of a chain that applies then to packets that are not from
-// pods. If p defines no pods of a family, the rules do nothing to packets of that family.
+// Outsiders returns the rules of a chain. They apply the expressions in the argument then
+// to packets that are not from pods. If p defines no pods of a family, the rules do
+// nothing to packets of that family.
 func (p Pods) Outsiders(then []expr.Any) (rules [][]expr.Any) {
 	for _, match := range p.Matches() {
 		rules = append(rules, append(match, &expr.Verdict{Kind: expr.VerdictReturn}))

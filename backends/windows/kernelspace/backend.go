@@ -39,7 +39,7 @@ type Backend struct {
 	environment environment
 	// surveyed is true if the features in environment are known.
 	surveyed bool
-	// have is the state of HNS, or nil while it is unknown.
+	// The field have is the state of HNS, or nil while this state is unknown.
 	have *holdings
 	// todo contains the frontends that the next Sync or Verify must check.
 	todo map[Frontend]bool
@@ -274,7 +274,7 @@ func (b *Backend) replan(ctx context.Context, keys func(yield func(types.Namespa
 		for i := range policies {
 			f := policies[i].Frontend
 			b.todo[f] = true
-			b.wanted[f] = want{key, &policies[i]} // this may replace the service that is about to lose f
+			b.wanted[f] = want{key, &policies[i]} // this may overwrite the entry of a service that is about to lose f
 		}
 	}
 	for _, f := range shared {
@@ -283,7 +283,8 @@ func (b *Backend) replan(ctx context.Context, keys func(yield func(types.Namespa
 }
 
 // inherit assigns the health-check frontend f to another service that has the same
-// frontend. Services may share a load-balancer address.
+// frontend. Two services have the same health-check frontend if they share a
+// load-balancer address.
 func (b *Backend) inherit(f Frontend) {
 	if _, wanted := b.wanted[f]; wanted {
 		return

@@ -367,7 +367,7 @@ func TestFailureNamesServiceFrontendAndError(t *testing.T) {
 	w.mustHave(`10.96.0.1 protocol 6 port 80->8080 to 10.1.2.1
 		10.96.0.2 protocol 6 port 80->8080 to 10.1.2.4`)
 
-	// A change of another service does not retry service a. The driver decides when to
+	// A change of another service causes no retry for service a. The driver decides when to
 	// retry.
 	w.hns.Calls()
 	w.must(w.set(view(service("b", withClusterIP(2)), at("10.1.2.5"))))

@@ -60,8 +60,8 @@ func (p *pass) plan(f Frontend, w want) {
 	p.record.plan(f, planned{Service: w.service, Target: w.policy.target, Asked: digestOf(w.policy.toLoadBalancer(nil))})
 }
 
-// isToBeCreated reports whether a policy needs a new load balancer. It does if its
-// frontend has no load balancer, or one that cannot be changed.
+// isToBeCreated reports whether a policy needs a new load balancer, because its frontend
+// has no load balancer or has a load balancer that cannot be changed.
 func (p *pass) isToBeCreated(f Frontend, policy *policy) bool {
 	own := p.own(f)
 	if len(own) == 0 {

@@ -10,8 +10,8 @@
 //	err = sink.Run(ctx, source, backend, sink.Options{})
 //
 // The backend works with or without kube-proxy on the same node. It changes no objects of
-// other owners, with one exception: it replaces a load balancer of another owner if it
-// serves all frontends of that load balancer itself.
+// other owners, with one exception: if this backend itself serves all frontends of
+// another owner's load balancer, it replaces that load balancer.
 //
 // # Method
 //

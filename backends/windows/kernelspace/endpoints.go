@@ -133,7 +133,7 @@ func (p *pass) ensureSourceVIPs() error {
 	}
 	for _, vip := range p.opts.SourceVIPs {
 		if _, ok := p.have.endpointAt(vip); ok || !vip.Is4() {
-			continue // exists, or is IPv6, which HNS does not balance on overlay networks
+			continue // has an endpoint, or is an IPv6 address, which HNS does not balance on overlay networks
 		}
 		mac, err := p.hostMAC()
 		if err == nil {

@@ -99,7 +99,7 @@ type Endpoint struct {
 	ID      string
 	Name    string
 	Network string // the network's ID
-	// Addrs are the endpoint's addresses. A pod has one per family.
+	// Addrs are the endpoint's addresses. A pod has one address per family.
 	Addrs []netip.Addr
 	MAC   string
 	// Remote is true if the endpoint is not on this machine.

@@ -13,7 +13,8 @@ import (
 // holdings is the state of HNS as far as the backend knows it: the last listing and all
 // later writes.
 type holdings struct {
-	// name is the name of this backend. The names of its endpoints begin with it.
+	// name is the name of this backend. The names of the backend's endpoints begin with this
+	// name.
 	name       string
 	endpoints  map[string]Endpoint
 	byAddr     map[netip.Addr][]string // endpoint IDs, the preferred ID first

@@ -22,8 +22,8 @@ type Options struct {
 	Name string
 	// StateFile is a file that records which load balancers the backend created, because HNS
 	// stores no owner. Without a file, Cleanup removes no load balancers, and a restarted
-	// backend does not remove load balancers of services that were deleted meanwhile.
-	// Backends with different names need different files. Default: none.
+	// backend does not remove load balancers of services that were deleted while it did not
+	// run. Backends with different names need different files. Default: none.
 	StateFile string
 
 	// EnableDSR enables direct server return for cluster IPs. The backend does not start if
@@ -37,14 +37,14 @@ type Options struct {
 	// NodeIPs are this node's addresses. Default: the addresses in its Node object.
 	NodeIPs []netip.Addr
 	// HostMAC is this node's hardware address, in the form "00-15-5d-01-02-03". On an
-	// overlay network, the endpoints for source VIPs and cluster IPs get it. Default: the
-	// hardware address of the interface that has the node's IP address.
+	// overlay network, the endpoints for source VIPs and cluster IPs get this address.
+	// Default: the hardware address of the interface that has the node's IP address.
 	HostMAC string
 
 	// ForwardHealthChecks makes this node receive the health checks of a service's
 	// load-balancer addresses. The checked port is the service's health-check node port. If
-	// the service has none, the port is HealthzPort or, if HealthzPort is 0, nothing is
-	// forwarded. Default: false.
+	// the service has no such port, the checked port is HealthzPort. If HealthzPort is 0,
+	// nothing is forwarded. Default: false.
 	ForwardHealthChecks bool
 	HealthzPort         uint16
 	// RootEndpoint is the name of the HNS endpoint of this node, for ForwardHealthChecks.
@@ -69,7 +69,7 @@ func (o *Options) check() error {
 }
 
 // macOfInterface returns the hardware address of an interface that has one of these IP
-// addresses. It returns "" if there is none.
+// addresses. It returns "" if there is no such interface.
 func macOfInterface(addrs []netip.Addr) string {
 	interfaces, err := net.Interfaces()
 	if err != nil {

@@ -93,11 +93,12 @@ type environment struct {
 	dsr bool
 	// forwardHealthChecks enables load balancers that forward health checks of load-balancer
 	// addresses to this node. The checked port is the service's health-check node port. If
-	// the service has none, the port is healthzPort or, if healthzPort is 0, there is no
-	// such load balancer.
+	// the service has no such port, the checked port is healthzPort. If healthzPort is 0,
+	// there is no such load balancer.
 	forwardHealthChecks bool
 	healthzPort         uint16
-	// sourceVIP4 and sourceVIP6 are the source VIPs. The value is zero if a family has none.
+	// sourceVIP4 and sourceVIP6 are the source VIPs. For a family without a source VIP, the
+	// value is the zero Addr.
 	sourceVIP4, sourceVIP6 netip.Addr
 	// nodeIPs are this node's addresses. The addresses preferred for tunnels come first.
 	nodeIPs []netip.Addr
@@ -161,9 +162,10 @@ func (on *environment) refusal(f *nodeview.Frontend) string {
 	}
 }
 
-// policy plans the load balancer of a frontend. The slice degraded has what HNS does
-// not support. The endpoints are those for traffic from elsewhere. This node's own
-// traffic goes there too, because a load balancer of HNS has only one list of endpoints.
+// policy plans the load balancer of a frontend. The slice degraded describes the settings
+// that HNS does not support. The endpoints are those for traffic from elsewhere. This
+// node's own traffic goes to them too, because a load balancer of HNS has only one list
+// of endpoints.
 func (on *environment) policy(f *nodeview.Frontend, preserve bool) (p policy, degraded []string) {
 	p = policy{Frontend: Frontend{VIP: f.Addr, Family: f.Family, Protocol: protocolOf(f.Protocol), Port: uint16(f.Port)}}
 	if f.Family == api.IPv6 {
@@ -249,8 +251,8 @@ func (on *environment) destination(e *api.Endpoint) destination {
 }
 
 // healthCheck returns the load balancer that forwards health checks from a load-balancer
-// address to this node's health-check port, like kube-proxy with
-// --forward-healthcheck-vip. The result ok is false if none is needed.
+// address to this node's health-check port. kube-proxy does the same with
+// --forward-healthcheck-vip. The result ok is false if no such load balancer is needed.
 func (on *environment) healthCheck(f *nodeview.Frontend, svc *api.Service) (p policy, ok bool) {
 	port := cmp.Or(uint16(svc.HealthCheckNodePort), on.healthzPort)
 	if !on.forwardHealthChecks || port == 0 {
@@ -270,9 +272,9 @@ func (on *environment) healthCheck(f *nodeview.Frontend, svc *api.Service) (p po
 	return p, true
 }
 
-// source returns the source address for a policy. It is the configured source VIP or,
-// without one, the node's own address. On an overlay network, the node's own address is
-// also used if an endpoint is outside the pod network.
+// source returns the source address for a policy. This address is the configured source
+// VIP or, if there is none, the node's own address. On an overlay network, the node's own
+// address is also used if an endpoint is outside the pod network.
 func (on *environment) source(p *policy) netip.Addr {
 	vip := on.sourceVIP4
 	if p.Family == api.IPv6 {

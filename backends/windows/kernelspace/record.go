@@ -25,7 +25,7 @@ import (
 //	deleted    HNS reported its deletion, which the next listing confirms
 //
 // The backend owns a load balancer only if the record has its ID. The journal does not
-// distinguish the states requested and planned, nor deleted and made. So a new process
+// distinguish the state requested from planned, or deleted from made. So a new process
 // does not know the exact state until it compares the record with a listing.
 type record struct {
 	journal *journal.Journal
@@ -33,7 +33,7 @@ type record struct {
 	made    map[string]*made // by ID
 }
 
-// planned is a load balancer whose ID is unknown.
+// planned describes a load balancer whose ID is unknown.
 type planned struct {
 	Service types.NamespacedName
 	Target  uint16
@@ -42,7 +42,7 @@ type planned struct {
 	requested bool
 }
 
-// made is a load balancer that HNS created.
+// made describes a load balancer that HNS created.
 type made struct {
 	Frontend Frontend
 	Service  types.NamespacedName

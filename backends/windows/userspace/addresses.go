@@ -24,7 +24,7 @@ const (
 	// Options.Interface.
 	InterfaceVariable = "INTERFACE_TO_ADD_SERVICE_IP"
 	// DefaultInterface is the network interface to use if neither Options nor the
-	// environment variable names one.
+	// environment variable names an interface.
 	DefaultInterface = "vEthernet (HNS Internal NIC)"
 )
 
@@ -108,8 +108,8 @@ func (a *Addresses) updateRecord(f func(*journal.Journal)) error {
 // addresses. So Add does not read the interface for each address of a Sync.
 const maxLookAge = time.Second
 
-// hasAddress reports whether the interface has an address. It reads the interface again
-// unless the last read was after the time since.
+// hasAddress reports whether the interface has an address. If the last read of the
+// interface was not after the time since, hasAddress reads the interface again.
 func (a *Addresses) hasAddress(addr netip.Addr, since time.Time) (there bool, err error) {
 	a.looking.Lock()
 	defer a.looking.Unlock()

@@ -30,12 +30,13 @@ const nic = "vEthernet (HNS Internal NIC)"
 // fakeSystem is a Windows system with in-memory interfaces.
 type fakeSystem struct {
 	mu sync.Mutex
-	// The map has contains each address's interface and the time from which it is usable.
+	// The map has contains, for each address, its interface and the time at which it becomes
+	// usable.
 	has map[netip.Addr]fakeAddress
 	// delay is the time until an added address is usable.
 	delay time.Duration
-	// The map fails contains the errors of calls by verb: add or delete. If the field does
-	// is true, a failing call takes effect anyway.
+	// The map fails contains the errors of calls, keyed by their verb: add or delete. If the
+	// field does is true, a failing call takes effect anyway.
 	fails map[string]error
 	does  bool
 	// gone is true if the interface does not exist.

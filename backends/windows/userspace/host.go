@@ -64,8 +64,8 @@ func (h host) change(ctx context.Context, on string, addr netip.Addr,
 	return netsh(ctx, arguments(on, addr)...)
 }
 
-// interfaceOf returns the named interface. Unlike with net.InterfaceByName, the error
-// shows whether the interface is missing.
+// interfaceOf returns the named interface. Its error shows whether the interface is
+// missing. The error of net.InterfaceByName does not show that.
 func interfaceOf(name string) (*net.Interface, error) {
 	interfaces, err := net.Interfaces()
 	if err != nil {

@@ -33,8 +33,7 @@ func main() {
 }
 
 func play(ctx context.Context, pods []string) error {
-	// Use another protocol number than the proxy, which removes all routes with its own
-	// number.
+	// Do not use the proxy's route protocol number: the proxy removes all routes with it.
 	addresses := userspace.LocalRoutes(userspace.RouteOptions{Protocol: 108})
 	defer addresses.Cleanup(context.Background())
 	servers, ctx := errgroup.WithContext(ctx)

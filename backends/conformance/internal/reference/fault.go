@@ -18,7 +18,7 @@ type Fault string
 const (
 	// OneEndpoint makes all connections reach the first endpoint.
 	OneEndpoint Fault = "one endpoint"
-	// Uneven gives the first endpoint three times as many connections as each other one.
+	// Uneven gives the first endpoint three times the connections of each other endpoint.
 	Uneven Fault = "uneven"
 	// DrainingToo sends new connections to draining endpoints too.
 	DrainingToo Fault = "draining too"
@@ -98,7 +98,7 @@ const (
 	// HealthFirst programs nothing while a health-check port cannot be opened.
 	HealthFirst Fault = "health first"
 
-	// KeepsRules keeps old rules, which take precedence over new ones.
+	// KeepsRules keeps old rules, which take precedence over new rules.
 	KeepsRules Fault = "keeps rules"
 	// Flushes deletes the table and creates it again in a second transaction.
 	Flushes Fault = "flushes"
@@ -109,7 +109,7 @@ const (
 	LeavesTable Fault = "leaves table"
 )
 
-// apply returns a copy of se as a proxy with the fault f misreads it.
+// apply returns the view that a proxy with the fault f uses instead of the view se.
 func (f Fault) apply(se *api.ServiceEndpoints) *api.ServiceEndpoints {
 	misread, service := *se, *se.Service
 	misread.Service = &service

@@ -76,7 +76,7 @@ func (p *Proxy) Sync(ctx context.Context, c *sink.Changes) error {
 	}
 	p.passing = (p.passing || c.First) && !c.Last
 	if p.passing {
-		return nil // wait until the pass is complete
+		return nil // the table changes only at the end of the pass
 	}
 	var services []*api.ServiceEndpoints
 	for _, se := range p.services {

@@ -17,7 +17,7 @@ import (
 // ruleset is the content of the table.
 type ruleset struct {
 	opts *Options
-	// The maps sets and chains have the declarations by name. A change of the table keeps
+	// The maps sets and chains map names to declarations. A change of the table keeps
 	// existing sets, because they store the affinity of clients.
 	sets, chains map[string]string
 	rules        strings.Builder

@@ -17,7 +17,8 @@ import (
 )
 
 // serve starts TCP and UDP servers on ports of all addresses of the host. They answer
-// each TCP line and each UDP packet with the host's name and the client's address.
+// each line of a TCP connection and each UDP packet with the host's name and the client's
+// address.
 func (h *Host) serve(ports []uint16) error {
 	for _, port := range ports {
 		if err := h.serveTCP(port); err != nil {
@@ -109,8 +110,8 @@ func (h *Host) serveUDP(network string, port uint16) error {
 
 // answerFrom receives the control message of a packet, which contains the packet's
 // destination. It returns a control message that makes this destination the source of the
-// answer. The result names no interface, because the interface in control may be wrong
-// for traffic between addresses of one host.
+// answer. The result names no interface, because the interface in the received message
+// may be wrong for traffic between addresses of one host.
 func answerFrom(control []byte) []byte {
 	messages, err := unix.ParseSocketControlMessage(control)
 	if err != nil {

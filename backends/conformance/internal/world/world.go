@@ -20,7 +20,7 @@ import (
 // World is a node and the hosts around it. See the package comment.
 type World struct {
 	Node, Node2, Router, Client, Beyond *Host
-	// Local are the pods on Node, and Remote those on Node2.
+	// Local has the pods on Node, and Remote has the pods on Node2.
 	Local, Remote []*Host
 	// SCTP is true if the kernel has SCTP sockets. Then pods also answer SCTP connections.
 	SCTP bool
@@ -34,8 +34,8 @@ var (
 	ServiceCIDRs = prefixes("10.96.0.0/16", "fd00:10:96::/112")
 	// ExternalCIDRs contain external IPs and load-balancer IPs.
 	ExternalCIDRs = prefixes("198.18.0.0/16", "fd00:198:18::/112")
-	// ClusterCIDRs contain the addresses of all pods, and PodCIDRs those of the pods on
-	// Node.
+	// ClusterCIDRs contain the addresses of all pods, and PodCIDRs contain the addresses of
+	// the pods on Node.
 	ClusterCIDRs = prefixes("10.244.0.0/16", "fd00:10:244::/48")
 	PodCIDRs     = prefixes("10.244.1.0/24", "fd00:10:244:1::/64")
 	// NodeCIDRs contain the addresses of nodes, except their addresses in pod networks.

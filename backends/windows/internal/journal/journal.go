@@ -47,7 +47,8 @@ type Journal struct {
 // ErrForeign reports that a file is not a journal of the expected kind.
 var ErrForeign = errors.New("not a journal of this kind")
 
-// minLines is a number of lines. In a shorter file, obsolete lines may remain.
+// minLines is a number of lines. A file that has at most minLines lines keeps its
+// obsolete lines.
 const minLines = 1000
 
 // Open reads a journal. If the file is missing, the journal is empty, and its first write

@@ -64,7 +64,8 @@ type HNS struct {
 }
 
 // Quirks are irregularities of HNS that callers must tolerate, mainly in listings. With
-// the zero value, listings contain each object once, as it was created, sorted by ID.
+// the zero value, listings are sorted by ID, and contain each object once and as it was
+// created.
 type Quirks struct {
 	// Descriptions of load balancers omit the flags in HiddenFlags and HiddenPortFlags.
 	HiddenFlags     kernelspace.LoadBalancerFlags

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Command start starts the backend nftables or ipvs, and lets it program no services. It
-// prints the resulting errors, if any.
+// Command start starts the backend nftables or ipvs, and calls its method Sync without
+// services. It prints the resulting errors, if any.
 package main
 
 import (

@@ -5,7 +5,6 @@
 package cluster
 
 import (
-	"bufio"
 	"fmt"
 	"net"
 	"net/netip"
@@ -93,20 +92,4 @@ spec:
 func rulesOfProxy(t *testing.T) string {
 	t.Helper()
 	return lib(t, "in_node", "1", "sh", "-c", "nft list tables | grep -v all-ip | while read -r table; do nft -s list $table; done")
-}
-
-// hostname asks a web server for its name.
-func hostname(addr netip.AddrPort) (string, error) {
-	c, err := net.DialTimeout("tcp", addr.String(), time.Second)
-	if err != nil {
-		return "", err
-	}
-	defer c.Close()
-	c.SetDeadline(time.Now().Add(requestTimeout))
-	fmt.Fprintf(c, "GET /hostname HTTP/1.0\r\n\r\n")
-	var last string
-	for lines := bufio.NewScanner(c); lines.Scan(); {
-		last = lines.Text()
-	}
-	return last, nil
 }

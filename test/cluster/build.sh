@@ -27,7 +27,7 @@ build() {
 	mv "$bin/$name.new" "$bin/$name"
 }
 
-(cd "$repo" && CGO_ENABLED=0 go build -o "$bin/kpng" ./cmd/kpng)
+(cd "$repo" && CGO_ENABLED=0 go build -o "$bin/" ./cmd/kpng ./examples/all-ip)
 (cd "$here" && go build -o "$bin/loadbalancer" ./loadbalancer)
 build "$repo/test" go.etcd.io/etcd/server/v3 etcd
 for name in kube-apiserver kube-controller-manager kube-scheduler kube-proxy kubelet kubectl; do

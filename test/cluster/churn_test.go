@@ -39,14 +39,12 @@ func TestChurn(t *testing.T) {
 	probes := c.startProbes(t, 5)
 	c.rollout(t, c.namespace, "deployment/churn")
 
-	clusterIP := netip.AddrPortFrom(netip.MustParseAddr(service.Spec.ClusterIP), 8080)
-	dns := netip.MustParseAddrPort("10.96.0.10:53")
 	tr := newTraffic(t)
 	for i := 1; i <= c.nodes; i++ {
 		node := onNode(t, i)
-		tr.start(fmt.Sprintf("node-%d to a cluster IP", i), node, dial(clusterIP))
-		tr.start(fmt.Sprintf("node-%d to DNS", i), node, lookup(dns))
-		tr.start(fmt.Sprintf("node port of node-%d", i), outside(t), dial(netip.AddrPortFrom(nodeAddr(i), uint16(service.Spec.Ports[0].NodePort))))
+		tr.start(fmt.Sprintf("node-%d to a cluster IP", i), node, dial(clusterIP(service)))
+		tr.start(fmt.Sprintf("node-%d to DNS", i), node, lookup())
+		tr.start(fmt.Sprintf("node port of node-%d", i), outside(t), dial(nodePort(service, i)))
 	}
 	before := c.usage(t)
 	ctx, stop := context.WithCancel(t.Context())
@@ -126,8 +124,8 @@ metadata: {name: %[1]s, labels: {app: %[1]s, probe: ""}}
 spec:
   readinessGates: [{conditionType: %[3]s}]
   containers: [{name: web, image: %[2]s, args: [netexec]}]
-`, name, agnhost(), readinessGate))
-		address := netip.AddrPortFrom(netip.MustParseAddr(c.service(t, name).Spec.ClusterIP), 8080)
+`, name, agnhost, readinessGate))
+		address := clusterIP(c.service(t, name))
 		channels[name] = make(chan readiness, 100)
 		probes = append(probes, &probe{c: c, name: name, from: node, address: address, changes: channels[name]})
 	}

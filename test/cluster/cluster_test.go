@@ -118,11 +118,11 @@ spec:
         args: [netexec, --delay-shutdown=1]
         readinessProbe: {httpGet: {path: /hostname, port: 8080}, periodSeconds: 1}
 %[4]s
-`, name, replicas, agnhost(), podSpec)
+`, name, replicas, agnhost, podSpec)
 }
 
-// agnhost returns the name of the image of Kubernetes' test server.
-func agnhost() string { return "registry.k8s.io/e2e-test-images/agnhost:2.66.1" }
+// agnhost is the image of Kubernetes' test server.
+const agnhost = "registry.k8s.io/e2e-test-images/agnhost:2.66.1"
 
 // service creates a service of type NodePort for the pods of a deployment.
 func (c *cluster) service(t *testing.T, name string) *corev1.Service {
@@ -139,6 +139,16 @@ func (c *cluster) service(t *testing.T, name string) *corev1.Service {
 		t.Fatal(err)
 	}
 	return service
+}
+
+// clusterIP returns the address of a service that c.service has created.
+func clusterIP(service *corev1.Service) netip.AddrPort {
+	return netip.AddrPortFrom(netip.MustParseAddr(service.Spec.ClusterIP), 8080)
+}
+
+// nodePort returns the address of such a service at a node.
+func nodePort(service *corev1.Service, node int) netip.AddrPort {
+	return netip.AddrPortFrom(nodeAddr(node), uint16(service.Spec.Ports[0].NodePort))
 }
 
 // rollout waits until the rollout of a deployment or DaemonSet is complete.

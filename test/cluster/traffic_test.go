@@ -10,9 +10,9 @@ import (
 	"fmt"
 	"io"
 	"net"
+	"net/http"
 	"net/netip"
 	"slices"
-	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -135,16 +135,21 @@ func (tr *traffic) report(t *testing.T, phase string) (failed int) {
 	return len(total.failures)
 }
 
-// dial returns a function that asks a web server for the name of its pod. Each call of
-// the function opens a new connection.
+// hostname asks a web server for the name of its pod, over a new connection.
+func hostname(addr netip.AddrPort) (string, error) {
+	c, err := net.DialTimeout("tcp", addr.String(), requestTimeout)
+	if err != nil {
+		return "", err
+	}
+	defer c.Close()
+	return get(c, bufio.NewReader(c))
+}
+
+// dial returns a function that sends a request to a web server over a new connection.
 func dial(addr netip.AddrPort) func() error {
 	return func() error {
-		c, err := net.DialTimeout("tcp", addr.String(), requestTimeout)
-		if err != nil {
-			return err
-		}
-		defer c.Close()
-		return get(c, bufio.NewReader(c))
+		_, err := hostname(addr)
+		return err
 	}
 }
 
@@ -161,7 +166,7 @@ func keep(addr netip.AddrPort) func() error {
 			}
 			r = bufio.NewReader(c)
 		}
-		if err = get(c, r); err != nil {
+		if _, err = get(c, r); err != nil {
 			c.Close()
 			c = nil
 		}
@@ -170,38 +175,33 @@ func keep(addr netip.AddrPort) func() error {
 }
 
 // get asks a web server for the name of its pod.
-func get(c net.Conn, r *bufio.Reader) error {
+func get(c net.Conn, r *bufio.Reader) (string, error) {
 	c.SetDeadline(time.Now().Add(requestTimeout))
 	if _, err := io.WriteString(c, "GET /hostname HTTP/1.1\r\nHost: test\r\n\r\n"); err != nil {
-		return err
+		return "", err
 	}
-	status, err := r.ReadString('\n')
+	answer, err := http.ReadResponse(r, nil)
 	if err != nil {
-		return err
+		return "", err
 	}
-	if !strings.Contains(status, " 200 ") {
-		return fmt.Errorf("answer %q", status)
+	defer answer.Body.Close()
+	name, err := io.ReadAll(answer.Body)
+	switch {
+	case err != nil:
+		return "", err
+	case answer.StatusCode != http.StatusOK:
+		return "", fmt.Errorf("answer %q", answer.Status)
+	case len(name) == 0:
+		return "", errors.New("the answer is empty")
 	}
-	length := 0
-	for {
-		line, err := r.ReadString('\n')
-		if err != nil {
-			return err
-		}
-		if line == "\r\n" {
-			break
-		}
-		fmt.Sscanf(line, "Content-Length: %d", &length)
-	}
-	if length == 0 {
-		return errors.New("the answer is empty")
-	}
-	_, err = r.Discard(length)
-	return err
+	return string(name), nil
 }
 
-// lookup returns a function that queries DNS for the address of a service, over UDP.
-func lookup(server netip.AddrPort) func() error {
+// dnsServer is the address of the cluster's DNS service.
+var dnsServer = netip.MustParseAddrPort("10.96.0.10:53")
+
+// lookup queries DNS for the address of a service, over UDP.
+func lookup() func() error {
 	question := dnsmessage.Message{
 		Header: dnsmessage.Header{ID: 1, RecursionDesired: true},
 		Questions: []dnsmessage.Question{{
@@ -213,7 +213,7 @@ func lookup(server netip.AddrPort) func() error {
 		panic(err)
 	}
 	return func() error {
-		c, err := net.Dial("udp", server.String())
+		c, err := net.Dial("udp", dnsServer.String())
 		if err != nil {
 			return err
 		}

@@ -6,7 +6,6 @@ package cluster
 
 import (
 	"fmt"
-	"net/netip"
 	"os"
 	"path/filepath"
 	"strconv"
@@ -97,19 +96,18 @@ func (c *cluster) startClients(t *testing.T, tr *traffic, service *corev1.Servic
 	if err != nil {
 		t.Fatal(err)
 	}
-	clusterIP := netip.AddrPortFrom(netip.MustParseAddr(service.Spec.ClusterIP), 8080)
 	for i := 1; i <= c.nodes; i++ {
 		name := fmt.Sprintf("node-%d", i)
 		node := onNode(t, i)
-		tr.start(name+" to the cluster IP", node, dial(clusterIP))
+		tr.start(name+" to the cluster IP", node, dial(clusterIP(service)))
 		if keepConnections {
-			tr.start(name+" on one connection", node, keep(clusterIP))
+			tr.start(name+" on one connection", node, keep(clusterIP(service)))
 		}
-		tr.start(name+" to DNS", node, lookup(netip.MustParseAddrPort("10.96.0.10:53")))
-		tr.start("to the node port of "+name, outside(t), dial(netip.AddrPortFrom(nodeAddr(i), uint16(service.Spec.Ports[0].NodePort))))
+		tr.start(name+" to DNS", node, lookup())
+		tr.start("to the node port of "+name, outside(t), dial(nodePort(service, i)))
 		for _, pod := range pods.Items {
 			if pod.Spec.NodeName == name {
-				tr.start("pod of "+name+" to the cluster IP", inPod(t, &pod), dial(clusterIP))
+				tr.start("pod of "+name+" to the cluster IP", inPod(t, &pod), dial(clusterIP(service)))
 			}
 		}
 	}

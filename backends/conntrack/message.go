@@ -147,6 +147,18 @@ func identity(entry []byte) []byte {
 	return w.Encoded()
 }
 
+// replyIdentity returns the attribute that identifies the entry which a reply creates if
+// the given entry is missing.
+func replyIdentity(entry []byte) []byte {
+	var w netfilter.Builder
+	for kind, data := range netfilter.Attributes(entry) {
+		if kind == ctaTupleReply {
+			w.Bytes(unix.NLA_F_NESTED|ctaTupleOrig, data...)
+		}
+	}
+	return w.Encoded()
+}
+
 // encodeDeletion encodes the message that deletes the entry with that identity.
 func encodeDeletion(w *netfilter.Builder, family api.Family, identity []byte) {
 	at := w.Begin(ctDelete, 0, nfproto(family))

@@ -52,6 +52,7 @@ type Reconciler struct {
 	opts  Options
 	queue *queue
 	wake  chan struct{} // has a value while destinations may be queued
+	late  []lateReplies // used by the goroutine only
 
 	stop    context.CancelFunc
 	running chan struct{} // closed when the goroutine has ended
@@ -154,6 +155,9 @@ func (r *Reconciler) run(ctx context.Context) {
 		select {
 		case <-ctx.Done():
 			return
+		case <-r.lateDue():
+			r.deleteLate(ctx)
+			continue
 		case <-r.wake:
 		}
 		p := r.pass(ctx)
@@ -195,9 +199,12 @@ func (r *Reconciler) pass(ctx context.Context) (p Pass) {
 	}
 	var errs []error
 	for k, destinations := range byKind {
-		seen, ended, err := deleteStale(ctx, r.opts.NetNS, k, destinations, stale)
+		seen, ended, late, err := deleteStale(ctx, r.opts.NetNS, k, destinations, stale)
 		p.Seen += seen
 		p.Ended += ended
+		if len(late) > 0 {
+			r.late = append(r.late, lateReplies{k.family, late, time.Now().Add(minLateWait), minLateWait})
+		}
 		if err != nil {
 			errs = append(errs, fmt.Errorf("%s: %w", k.family, err))
 		}

@@ -25,8 +25,9 @@ type kind struct {
 }
 
 // deleteStale deletes the stale flows to any of the destinations. All destinations have
-// the kind k. It returns how many entries it has read and how many it has deleted.
-func deleteStale(ctx context.Context, netNS int, k kind, destinations []destination, stale func(flow) bool) (seen, ended int, err error) {
+// the kind k. It returns how many entries it has read and how many it has deleted, and
+// the identities of entries that late replies to these flows would create.
+func deleteStale(ctx context.Context, netNS int, k kind, destinations []destination, stale func(flow) bool) (seen, ended int, late [][]byte, err error) {
 	reader, writer := netfilter.NewConn(netNS), netfilter.NewConn(netNS)
 	defer reader.Close()
 	defer writer.Close()
@@ -41,8 +42,12 @@ func deleteStale(ctx context.Context, netNS int, k kind, destinations []destinat
 	}
 	err = reader.Query(ctx, func(w *netfilter.Builder) { encodeDump(w, k, destinations) }, func(entry []byte) {
 		seen++
-		if f, ok := parseFlow(entry); !ok || failed != nil || !stale(f) {
+		f, ok := parseFlow(entry)
+		if !ok || failed != nil || !stale(f) {
 			return
+		}
+		if f.protocol == unix.IPPROTO_UDP && f.endpoint == f.to {
+			late = append(late, replyIdentity(entry))
 		}
 		if batch = append(batch, identity(entry)); len(batch) == batchSize {
 			flush()
@@ -54,7 +59,7 @@ func deleteStale(ctx context.Context, netNS int, k kind, destinations []destinat
 	if failed == nil {
 		flush()
 	}
-	return seen, ended, errors.Join(err, failed)
+	return seen, ended, late, errors.Join(err, failed)
 }
 
 // deleteEntries deletes entries and returns how many existed. A missing entry is no

@@ -91,6 +91,39 @@ func TestClientsFollowTheirService(t *testing.T) {
 	}
 }
 
+// TestLateReplyDoesNotKeepClientFromService uses a server that replies after the entry of
+// its client's flow was deleted. The reply creates a new entry.
+func TestLateReplyDoesNotKeepClientFromService(t *testing.T) {
+	n, opts := newNamespace(t)
+	client, pods := routed(t, n, pod1, dns)
+	answer(t, pods, pod1, "pod1")
+	var beyond net.PacketConn
+	if err := pods.Do(func() (err error) { beyond, err = net.ListenPacket("udp", dns); return err }); err != nil {
+		t.Fatal(err)
+	}
+	defer beyond.Close()
+	r, _ := start(t, opts)
+	translate(t, n, "")
+	before := services(t, map[string]string{"dns": "ip 10.96.0.10\nport 53"})
+	syncAndFlush(t, r, wholePass(before))
+
+	c := socket(t, client, dns)
+	if _, err := c.Write([]byte("?")); err != nil {
+		t.Fatal(err)
+	}
+	_, from, err := beyond.ReadFrom(make([]byte, 100))
+	if err != nil {
+		t.Fatal(err)
+	}
+	translate(t, n, "ip daddr 10.96.0.10 udp dport 53 dnat to "+pod1)
+	syncAndFlush(t, r, difference(before, services(t, map[string]string{"dns": "ip 10.96.0.10\nport 53\nready 10.1.0.1"})))
+	if _, err := beyond.WriteTo([]byte("late"), from); err != nil {
+		t.Fatal(err)
+	}
+	expect(t, c, "late")
+	expect(t, c, "pod1")
+}
+
 // TestTCPConnectionStartedBeforeItsServiceIsEstablished uses a client whose first packets
 // pass through the node untranslated and get no reply. While the entry of the first
 // packet exists, the kernel does not translate later packets.

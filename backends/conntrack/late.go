@@ -1,0 +1,70 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package conntrack
+
+import (
+	"context"
+	"slices"
+	"time"
+
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends/internal/netfilter"
+	"k8s.io/klog/v2"
+)
+
+// lateReplies are the replies to untranslated UDP flows whose entries one pass has
+// deleted. A reply that arrives after the deletion creates an entry in the opposite
+// direction. The client's later packets then count as replies of this entry, so the
+// kernel does not translate them.
+type lateReplies struct {
+	family api.Family
+	// identities identify the entries that the replies create.
+	identities [][]byte
+	// at is the time of the next deletion of these entries. It follows the deletion before
+	// it after the duration wait.
+	at   time.Time
+	wait time.Duration
+}
+
+const (
+	// minLateWait and maxLateWait limit the time between deletions, which doubles. The last
+	// deletion is 25 seconds after the pass.
+	minLateWait = 100 * time.Millisecond
+	maxLateWait = 13 * time.Second
+)
+
+// lateDue returns a channel that receives when deleteLate has work. If no reply can be
+// late, it returns nil.
+func (r *Reconciler) lateDue() <-chan time.Time {
+	if len(r.late) == 0 {
+		return nil
+	}
+	first := slices.MinFunc(r.late, func(a, b lateReplies) int { return a.at.Compare(b.at) })
+	return time.After(time.Until(first.at))
+}
+
+// deleteLate deletes the entries of late replies.
+func (r *Reconciler) deleteLate(ctx context.Context) {
+	c := netfilter.NewConn(r.opts.NetNS)
+	defer c.Close()
+	now := time.Now()
+	var remaining []lateReplies
+	for _, l := range r.late {
+		if !now.Before(l.at) {
+			for batch := range slices.Chunk(l.identities, batchSize) {
+				if _, err := deleteEntries(ctx, c, l.family, batch); err != nil {
+					klog.FromContext(ctx).Error(err, "Failed to delete connections of late replies")
+					break
+				}
+			}
+			l.wait *= 2
+			l.at = now.Add(l.wait)
+		}
+		if l.wait <= maxLateWait {
+			remaining = append(remaining, l)
+		}
+	}
+	r.late = remaining
+}

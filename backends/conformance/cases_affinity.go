@@ -161,7 +161,7 @@ func (s *scene) affineService(seconds int32) *service {
 
 // The method choice returns the name of the endpoint that a new connection reaches.
 func (s *scene) choice(protocol api.Protocol, from person, to netip.AddrPort) string {
-	answer, err := s.ask(from, protocol, to, s.opts.Patience)
+	answer, err := s.answer(from, protocol, to)
 	if err != nil {
 		s.failf("%s: %w", describe(from, protocol, to), err)
 	}

@@ -28,7 +28,15 @@ const answerTimeout = 300 * time.Millisecond
 // 1,000 checks does not detect this.
 const tries = 24
 
-// ask opens a new connection and reads the answer.
+// answer opens a new connection, and returns the answer that must arrive within
+// opts.Patience. Over UDP, it repeats the request.
+func (s *scene) answer(from person, protocol api.Protocol, to netip.AddrPort) (world.Answer, error) {
+	ctx, cancel := context.WithTimeout(s.ctx, s.opts.Patience)
+	defer cancel()
+	return from.AskRepeatedly(ctx, protocol, from.source, to)
+}
+
+// ask opens a new connection, sends one request and reads the answer.
 func (s *scene) ask(from person, protocol api.Protocol, to netip.AddrPort, patience time.Duration) (world.Answer, error) {
 	ctx, cancel := context.WithTimeout(s.ctx, patience)
 	defer cancel()
@@ -67,7 +75,7 @@ func (s *scene) reachesOver(protocol api.Protocol, from person, to netip.AddrPor
 		if i == 400 {
 			s.failf("%s: %d connections, and some of %s got none", describe(from, protocol, to), i, wanted)
 		}
-		answer, err := s.ask(from, protocol, to, s.opts.Patience)
+		answer, err := s.answer(from, protocol, to)
 		if err != nil {
 			s.failf("%s, want %s: %w", describe(from, protocol, to), wanted, err)
 		}
@@ -168,7 +176,7 @@ func (s *scene) open(from person, protocol api.Protocol, to netip.AddrPort) *flo
 // mustReach checks that the flow reaches one of these persons. It returns the reached
 // person.
 func (f *flow) mustReach(persons ...person) person {
-	answer, err := f.Ask(time.Now().Add(f.scene.opts.Patience))
+	answer, err := f.AskRepeatedly(time.Now().Add(f.scene.opts.Patience))
 	if err != nil {
 		f.scene.failf("flow %s: %w", f.what, err)
 	}

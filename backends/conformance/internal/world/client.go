@@ -11,7 +11,6 @@ import (
 	"fmt"
 	"net"
 	"net/netip"
-	"strings"
 	"time"
 
 	"github.com/kpng-project/kpng/api"
@@ -30,7 +29,8 @@ type Answer struct {
 // port.
 type Conn struct {
 	net.Conn
-	lines *bufio.Reader
+	lines    *bufio.Reader
+	requests int // the number of the last request
 }
 
 // Dial opens a connection. The parameter from is the source address. If from is the zero
@@ -55,8 +55,10 @@ func (h *Host) Dial(ctx context.Context, protocol api.Protocol, from netip.Addr,
 	if err != nil {
 		return nil, err
 	}
-	return &Conn{c, bufio.NewReader(c)}, nil
+	return newConn(c), nil
 }
+
+func newConn(c net.Conn) *Conn { return &Conn{Conn: c, lines: bufio.NewReader(c)} }
 
 // dialUDP sends from a port that was not used recently, so that connection tracking sees
 // a new flow.
@@ -73,36 +75,77 @@ func (h *Host) dialUDP(from netip.Addr, to netip.AddrPort) (c *net.UDPConn, err 
 	return nil, err
 }
 
-// Ask sends a request and returns the server's response. It may be called repeatedly.
-func (c *Conn) Ask(deadline time.Time) (Answer, error) {
+// Ask sends a request once and returns the server's response. It may be called repeatedly.
+func (c *Conn) Ask(deadline time.Time) (Answer, error) { return c.ask(deadline, c.requests+1) }
+
+// ask sends a request. It ignores answers to requests before the first one.
+func (c *Conn) ask(deadline time.Time, first int) (Answer, error) {
 	if err := c.SetDeadline(deadline); err != nil {
 		return Answer{}, err
 	}
+	c.requests++
 	// The kernel returns EPERM if a rule of the client's own host rejects or drops a packet.
-	if _, err := c.Write([]byte("?\n")); err != nil && !errors.Is(err, unix.EPERM) {
+	if _, err := fmt.Fprintf(c, "%d\n", c.requests); err != nil && !errors.Is(err, unix.EPERM) {
 		return Answer{}, err
 	}
-	line, err := c.lines.ReadString('\n')
-	if err != nil {
-		return Answer{}, err
+	for {
+		line, err := c.lines.ReadString('\n')
+		if err != nil {
+			return Answer{}, err
+		}
+		var request int
+		var name, peer string
+		if _, err := fmt.Sscan(line, &request, &name, &peer); err != nil {
+			return Answer{}, fmt.Errorf("answer %q: %w", line, err)
+		}
+		if request < first {
+			continue // a late answer over UDP
+		}
+		addr, err := netip.ParseAddrPort(peer)
+		if err != nil {
+			return Answer{}, fmt.Errorf("answer %q: %w", line, err)
+		}
+		return Answer{name, addr}, nil
 	}
-	name, peer, _ := strings.Cut(strings.TrimSuffix(line, "\n"), " ")
-	addr, err := netip.ParseAddrPort(peer)
-	if err != nil {
-		return Answer{}, fmt.Errorf("answer %q: %w", line, err)
-	}
-	return Answer{name, addr}, nil
 }
 
-// Ask sends a request over a new connection.
+// resendInterval is the time after which AskRepeatedly repeats a UDP request. It is longer
+// than the time without an answer after which a check considers a packet dropped.
+const resendInterval = time.Second
+
+// AskRepeatedly is like Ask. Over UDP, it repeats the request each second until an answer
+// arrives, because the network may lose single packets. It is for checks that expect an
+// answer.
+func (c *Conn) AskRepeatedly(deadline time.Time) (Answer, error) {
+	first := c.requests + 1
+	if _, ok := c.Conn.(*net.UDPConn); ok {
+		for time.Until(deadline) > resendInterval {
+			if answer, err := c.ask(time.Now().Add(resendInterval), first); !TimedOut(err) {
+				return answer, err
+			}
+		}
+	}
+	return c.ask(deadline, first)
+}
+
+// Ask calls Ask of a new connection.
 func (h *Host) Ask(ctx context.Context, protocol api.Protocol, from netip.Addr, to netip.AddrPort) (Answer, error) {
+	return h.onNewConn(ctx, protocol, from, to, (*Conn).Ask)
+}
+
+// AskRepeatedly calls AskRepeatedly of a new connection.
+func (h *Host) AskRepeatedly(ctx context.Context, protocol api.Protocol, from netip.Addr, to netip.AddrPort) (Answer, error) {
+	return h.onNewConn(ctx, protocol, from, to, (*Conn).AskRepeatedly)
+}
+
+func (h *Host) onNewConn(ctx context.Context, protocol api.Protocol, from netip.Addr, to netip.AddrPort, ask func(*Conn, time.Time) (Answer, error)) (Answer, error) {
 	c, err := h.Dial(ctx, protocol, from, to)
 	if err != nil {
 		return Answer{}, err
 	}
 	defer c.Close()
 	deadline, _ := ctx.Deadline()
-	return c.Ask(deadline)
+	return ask(c, deadline)
 }
 
 // Refused reports whether err means a TCP reset or port unreachable.

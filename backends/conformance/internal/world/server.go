@@ -17,8 +17,8 @@ import (
 )
 
 // serve starts TCP and UDP servers on ports of all addresses of the host. They answer
-// each line of a TCP connection and each UDP packet with the host's name and the client's
-// address.
+// each line of a TCP connection and each UDP packet with its content, the host's name and
+// the client's address.
 func (h *Host) serve(ports []uint16) error {
 	for _, port := range ports {
 		if err := h.serveTCP(port); err != nil {
@@ -33,8 +33,8 @@ func (h *Host) serve(ports []uint16) error {
 	return nil
 }
 
-func (h *Host) answer(peer netip.AddrPort) []byte {
-	return fmt.Appendf(nil, "%s %s\n", h.Name, netip.AddrPortFrom(peer.Addr().Unmap(), peer.Port()))
+func (h *Host) answer(request string, peer netip.AddrPort) []byte {
+	return fmt.Appendf(nil, "%s %s %s\n", strings.TrimSpace(request), h.Name, netip.AddrPortFrom(peer.Addr().Unmap(), peer.Port()))
 }
 
 func (h *Host) serveTCP(port uint16) error {
@@ -55,12 +55,13 @@ func (h *Host) accept(l net.Listener) {
 		}
 		go func() {
 			defer c.Close()
-			answer := h.answer(c.RemoteAddr().(*net.TCPAddr).AddrPort())
+			peer := c.RemoteAddr().(*net.TCPAddr).AddrPort()
 			for lines := bufio.NewReader(c); ; {
-				if _, err := lines.ReadString('\n'); err != nil {
+				request, err := lines.ReadString('\n')
+				if err != nil {
 					return
 				}
-				if _, err := c.Write(answer); err != nil {
+				if _, err := c.Write(h.answer(request, peer)); err != nil {
 					return
 				}
 			}
@@ -97,12 +98,12 @@ func (h *Host) serveUDP(network string, port uint16) error {
 	go func() {
 		buffer, control := make([]byte, 1500), make([]byte, 128)
 		for {
-			_, n, _, from, err := c.ReadMsgUDPAddrPort(buffer, control)
+			length, n, _, from, err := c.ReadMsgUDPAddrPort(buffer, control)
 			if err != nil {
 				return
 			}
 			// Ignore errors, because the client notices a missing answer.
-			_, _, _ = c.WriteMsgUDPAddrPort(h.answer(from), answerFrom(control[:n]), from)
+			_, _, _ = c.WriteMsgUDPAddrPort(h.answer(string(buffer[:length]), from), answerFrom(control[:n]), from)
 		}
 	}()
 	return nil

@@ -5,8 +5,8 @@
 package world
 
 import (
-	"bufio"
 	"context"
+	"net"
 	"net/netip"
 	"testing"
 	"time"
@@ -41,6 +41,52 @@ func TestAllHostsReachEachOther(t *testing.T) {
 	}
 }
 
+// TestUDPRequestsAreRepeated checks a server that does not answer the first request, and
+// then answers several requests late.
+func TestUDPRequestsAreRepeated(t *testing.T) {
+	server, err := net.ListenUDP("udp", &net.UDPAddr{IP: net.IPv4(127, 0, 0, 1)})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer server.Close()
+	client, err := net.DialUDP("udp", nil, server.LocalAddr().(*net.UDPAddr))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer client.Close()
+	requests := make(chan string, 10)
+	go func() {
+		buffer := make([]byte, 100)
+		for {
+			n, err := server.Read(buffer)
+			if err != nil {
+				return
+			}
+			requests <- string(buffer[:n])
+		}
+	}()
+	answer := func(name string, requests ...string) {
+		for _, r := range requests {
+			server.WriteTo((&Host{Name: name}).answer(r, netip.MustParseAddrPort("192.0.2.1:1")), client.LocalAddr())
+		}
+	}
+	c := newConn(client)
+	go func() {
+		first, second := <-requests, <-requests
+		answer("a", second, first, second)
+	}()
+	if got, err := c.AskRepeatedly(time.Now().Add(time.Minute)); err != nil || got.Name != "a" {
+		t.Errorf("answer %v, error %v", got, err)
+	}
+	go func() { answer("b", <-requests) }()
+	if got, err := c.Ask(time.Now().Add(time.Minute)); err != nil || got.Name != "b" {
+		t.Errorf("answer %v, error %v; want none of the answers to earlier requests", got, err)
+	}
+	if got, err := c.Ask(time.Now().Add(2 * resendInterval)); !TimedOut(err) || len(requests) != 1 {
+		t.Errorf("answer %v, error %v; Ask sent %d requests, want one", got, err, len(requests))
+	}
+}
+
 func TestStreamSocketsOutsidePackageNet(t *testing.T) {
 	w, err := New()
 	if err != nil {
@@ -60,7 +106,7 @@ func TestStreamSocketsOutsidePackageNet(t *testing.T) {
 			t.Fatal(err)
 		}
 		defer c.Close()
-		answer, err := (&Conn{c, bufio.NewReader(c)}).Ask(time.Now().Add(time.Minute))
+		answer, err := newConn(c).Ask(time.Now().Add(time.Minute))
 		if err != nil || answer.Name != w.Local[0].Name || answer.Peer.Addr() != from {
 			t.Errorf("%s: answer %v, error %v", family, answer, err)
 		}

@@ -74,33 +74,42 @@ func (l *localAddresses) open() error {
 		case err != nil:
 			return fmt.Errorf("add interface %s: %w", l.name, explain(err))
 		}
-		// The kernel ignores an alias in the request that creates an interface.
-		if err := l.handle.LinkSetAlias(add, l.owner); err != nil {
-			return errors.Join(fmt.Errorf("set alias of interface %s: %w", l.name, err), l.handle.LinkDel(add))
-		}
 		if link, err = l.find(); err != nil || link == nil {
 			return fmt.Errorf("interface %s is not there after it was added (%w)", l.name, err)
 		}
 	}
+	// The kernel ignores an alias in the request that creates an interface.
+	if err := l.handle.LinkSetAlias(link, l.owner); err != nil {
+		return fmt.Errorf("set alias of interface %s: %w", link.Attrs().Name, err)
+	}
 	l.link = link.Attrs().Index
 	if err := l.handle.LinkSetUp(link); err != nil {
-		return fmt.Errorf("set up interface %s: %w", l.name, err)
+		return fmt.Errorf("set up interface %s: %w", link.Attrs().Name, err)
 	}
 	return nil
 }
 
-// find returns the interface, or nil if it does not exist.
+// find returns the interface, or nil if it does not exist. The interface may have another
+// name, if the instance had another one when it created the interface. The interface has
+// no alias and is down if a crash interrupted its creation.
 func (l *localAddresses) find() (netlink.Link, error) {
-	link, err := l.handle.LinkByName(l.name)
-	switch {
-	case errors.As(err, &netlink.LinkNotFoundError{}):
-		return nil, nil
-	case err != nil:
+	links, err := l.handle.LinkList()
+	if err != nil {
 		return nil, fmt.Errorf("look for interface %s: %w", l.name, err)
-	case link.Type() != "dummy" || link.Attrs().Alias != l.owner:
+	}
+	var named netlink.Link
+	for _, link := range links {
+		if link.Type() == "dummy" && link.Attrs().Alias == l.owner {
+			return link, nil
+		}
+		if link.Attrs().Name == l.name {
+			named = link
+		}
+	}
+	if named != nil && (named.Type() != "dummy" || named.Attrs().Alias != "" || named.Attrs().Flags&net.FlagUp != 0) {
 		return nil, fmt.Errorf("interface %s exists and does not have the alias %q: choose another name, or delete it if no other program uses it", l.name, l.owner)
 	}
-	return link, nil
+	return named, nil
 }
 
 // delete deletes the interface and thereby all routes.
@@ -113,7 +122,7 @@ func (l *localAddresses) delete() error {
 		return err
 	}
 	if err := l.handle.LinkDel(link); err != nil {
-		return fmt.Errorf("delete interface %s: %w", l.name, err)
+		return fmt.Errorf("delete interface %s: %w", link.Attrs().Name, err)
 	}
 	return nil
 }

@@ -63,11 +63,20 @@ func (b *Backend) Start(ctx context.Context) error {
 		return err
 	}
 	if err := b.tasks.Start(ctx, b.opts.NodeAddresses, b.opts.Conntrack, b.opts.NetNS); err != nil {
+		b.tasks.EndGoroutines()
 		return err
 	}
-	addrs, err := b.tasks.Watch(nodeaddr.Options{Selection: nodeaddr.Selection{All: true}, NetNS: b.opts.NetNS})
+	addrs, err := b.tasks.Watch(nodeaddr.Options{
+		Selection: nodeaddr.Selection{All: true},
+		// kube-proxy's mode ipvs adds the addresses of services to this interface.
+		ExcludeInterfaces: []string{"kube-ipvs0"},
+		NetNS:             b.opts.NetNS,
+	})
+	if err != nil {
+		return errors.Join(err, b.tasks.Stop(ctx))
+	}
 	b.machineAddresses = addrs
-	return err
+	return nil
 }
 
 // Stop implements [sink.Stopper]. The kernel continues to forward traffic; see Cleanup.
@@ -107,16 +116,24 @@ func (b *Backend) program(ctx context.Context, c *sink.Changes) error {
 	}
 	switch {
 	case c.First:
-		if err := d.begin(); err != nil {
+		d.known = false
+		d.conn.close() // the module may have been unloaded
+		if err := d.conn.open(); err != nil {
 			return err
 		}
 		if err := b.checkSysctls(ctx, ofIPVS, ReportSysctls, SetSysctls); err != nil {
 			return err
 		}
+		if err := b.checkConntrack(); err != nil {
+			return err
+		}
 		d.planner = next
+		if err := d.begin(ctx); err != nil {
+			return err
+		}
 	case !d.known:
 		return fmt.Errorf("the state of the kernel is unknown (%w)", sink.ErrStartOver)
-	case next.differs(&d.planner):
+	case !d.follow(next):
 		return errNodeChanged
 	}
 	err := d.sync(c)
@@ -144,16 +161,23 @@ func (b *Backend) Verify(ctx context.Context) error {
 	switch {
 	case !d.known:
 		return fmt.Errorf("the state of the kernel is unknown (%w)", sink.ErrStartOver)
-	case next.differs(&d.planner):
+	case !d.follow(next):
 		return errNodeChanged
 	case d.leftovers.Due(now):
 		return fmt.Errorf("the kernel may have objects of services that failed (%w)", sink.ErrStartOver)
 	}
 	err := errors.Join(d.removeIdle(ctx), d.deleteUnused())
-	if err != nil || now.Before(b.compareAt) {
+	switch {
+	case !d.known:
 		return err
+	case now.Before(b.compareAt):
+		return errors.Join(err, d.checkTable())
 	}
-	err = d.compare(ctx)
+	if conntrackErr := b.checkConntrack(); conntrackErr != nil {
+		d.known = false // a pass sets it again
+		return errors.Join(err, fmt.Errorf("%w (%w)", conntrackErr, sink.ErrStartOver))
+	}
+	err = errors.Join(err, d.compare(ctx))
 	b.compareAt = time.Now().Add(max(minPause, pauseFactor*time.Since(now)))
 	return err
 }
@@ -175,6 +199,21 @@ var (
 		{Name: "net.ipv4.vs.expire_quiescent_template", Value: 1, Reason: "session affinity ends when an endpoint is removed"},
 	}
 )
+
+// checkConntrack returns an error if IPVS does not use connection tracking. Then nothing
+// can be masqueraded.
+func (b *Backend) checkConntrack() error {
+	const name = "net.ipv4.vs.conntrack"
+	var value int
+	var err error
+	if nsErr := netns.Do(b.opts.NetNS, func() { value, err = sysctl.Kernel.Read(name) }); nsErr != nil {
+		return nsErr
+	}
+	if err == nil && value != 1 {
+		err = fmt.Errorf("sysctl %s is %d and must be 1: set it on the node", name, value)
+	}
+	return err
+}
 
 // checkSysctls checks settings, and sets them in these modes.
 func (b *Backend) checkSysctls(ctx context.Context, settings []sysctl.Setting, set ...SysctlMode) error {

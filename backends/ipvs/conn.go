@@ -8,6 +8,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"hash/fnv"
 	"net/netip"
 
 	"github.com/kpng-project/kpng/api"
@@ -33,11 +34,40 @@ func (id serverID) String() string { return fmt.Sprintf("%s/%s", id.AddrPort, id
 
 // server is a virtual server in the kernel.
 type server struct {
+	settings
+	// destinations are the endpoints.
+	destinations map[netip.AddrPort]destination
+}
+
+// settings are the settings of a virtual server.
+type settings struct {
 	scheduler string
 	// persistence is how many seconds a client keeps its endpoint, or 0.
 	persistence uint32
-	// destinations are the endpoints.
-	destinations map[netip.AddrPort]destination
+	// flags are the flags of the virtual server, except those for persistence and for a
+	// property that the kernel sets itself.
+	flags uint32
+}
+
+// owner identifies an instance. The kernel has no names of virtual servers, but it keeps
+// flags that it does not use. Linux uses the lowest six bits.
+func owner(table string) uint32 {
+	h := fnv.New32a()
+	h.Write([]byte(table))
+	return h.Sum32()&ownerMask | 1<<31
+}
+
+// ownerMask has the flags that contain the owner.
+const ownerMask = 0xffffff00
+
+// fallbackFlag returns the flag of a scheduler with which it selects another endpoint if
+// the endpoint of a client gets no new connections. Without it, the schedulers sh and mh
+// refuse these clients.
+func fallbackFlag(scheduler string) uint32 {
+	if scheduler == "sh" || scheduler == "mh" {
+		return flagScheduler1
+	}
+	return 0
 }
 
 type destination struct {
@@ -59,7 +89,7 @@ const (
 	destAddr, destPort, destMethod, destWeight, destUpper = 1, 2, 3, 4, 5
 	destLower, destActive, destInactive, destFam          = 6, 7, 8, 11
 
-	flagPersistent = 1
+	flagPersistent, flagHashed, flagScheduler1 = 1, 2, 8
 
 	controlFamily, getFamily, controlVersion = 0x10, 3, 1
 	controlFamilyID, controlFamilyName       = 1, 2
@@ -163,8 +193,10 @@ func (c *conn) request(command uint8, flags netlink.HeaderFlags, id serverID, se
 		})
 	}
 	answers, err := execute(c.nl, c.family, command, flags, e)
-	if err != nil && !isErrno(err) {
-		c.close() // the socket may have answers to earlier requests
+	// The socket may have answers to earlier requests. ENOENT may mean that the module was
+	// unloaded. When it is loaded again, the family has another number.
+	if err != nil && (!isErrno(err) || errors.Is(err, unix.ENOENT)) {
+		c.close()
 	}
 	return answers, err
 }
@@ -185,25 +217,24 @@ func afOf(a netip.Addr) uint16 {
 func portBytes(port uint16) []byte { return []byte{byte(port >> 8), byte(port)} }
 
 // set creates the virtual server id or changes its settings, but not its destinations.
-func (c *conn) set(id serverID, create bool, scheduler string, persistence uint32) error {
+func (c *conn) set(id serverID, create bool, s settings) error {
 	command := uint8(setService)
 	if create {
 		command = newService
 	}
 	_, err := c.request(command, netlink.Acknowledge, id, func(e *netlink.AttributeEncoder) {
-		e.String(svcScheduler, scheduler)
-		flags := make([]byte, 0, 8)
-		if persistence > 0 {
-			flags = binary.NativeEndian.AppendUint32(flags, flagPersistent)
-		} else {
-			flags = binary.NativeEndian.AppendUint32(flags, 0)
+		e.String(svcScheduler, s.scheduler)
+		flags := s.flags
+		if s.persistence > 0 {
+			flags |= flagPersistent
 		}
-		e.Bytes(svcFlags, binary.NativeEndian.AppendUint32(flags, flagPersistent))
-		e.Uint32(svcTimeout, persistence)
+		const all = ^uint32(0) // the mask of the flags to set
+		e.Bytes(svcFlags, binary.NativeEndian.AppendUint32(binary.NativeEndian.AppendUint32(nil, flags), all))
+		e.Uint32(svcTimeout, s.persistence)
 		e.Uint32(svcNetmask, hostMask(id.Addr()))
 	}, nil)
 	if errors.Is(err, unix.ENOENT) {
-		return fmt.Errorf("virtual server %s: the kernel lacks the scheduler %s: load the module ip_vs_%s", id, scheduler, scheduler)
+		return fmt.Errorf("virtual server %s: the kernel lacks the scheduler %s: load the module ip_vs_%s", id, s.scheduler, s.scheduler)
 	}
 	return wrap(err, "set virtual server %s", id)
 }
@@ -260,7 +291,7 @@ func wrap(err error, format string, args ...any) error {
 }
 
 // list returns all virtual servers, without destinations. It omits those that are
-// identified by a packet mark.
+// identified by a packet mark. The kernel may omit others if some are deleted meanwhile.
 func (c *conn) list() (map[serverID]*server, error) {
 	answers, err := c.request(getService, netlink.Dump, serverID{}, nil, nil)
 	if err != nil {
@@ -366,6 +397,7 @@ func decodeServer(d *netlink.AttributeDecoder) (id serverID, s *server, ok bool)
 			if flags&flagPersistent == 0 {
 				s.persistence = 0
 			}
+			s.flags = flags &^ (flagPersistent | flagHashed)
 			var a netip.Addr
 			a, ok = decodeAddr(family == unix.AF_INET, addr)
 			id.AddrPort = netip.AddrPortFrom(a, port)

@@ -5,6 +5,7 @@
 package ipvs
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"maps"
@@ -12,6 +13,7 @@ import (
 	"slices"
 
 	"github.com/kpng-project/kpng/backends/internal/kernelnode"
+	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
 	"golang.org/x/sys/unix"
 	"k8s.io/apimachinery/pkg/types"
@@ -32,9 +34,7 @@ type dataplane struct {
 	// known reports that the records of the kernel describe it. These are the next three
 	// fields.
 	known bool
-	// servers are the virtual servers of this instance. The set frontends of the table
-	// records which belong to the instance. It is written before a virtual server is
-	// created, so it is complete even after a crash.
+	// servers are the virtual servers of this instance. Their flags contain its owner.
 	servers map[serverID]*server
 	// elements are the elements of the table. routes are the local addresses.
 	elements map[element]bool
@@ -46,6 +46,8 @@ type dataplane struct {
 	plans  map[types.NamespacedName]*plan
 	refs   map[element]int
 	wanted map[serverID]*wanted
+	// claims are the frontends in plans.
+	claims map[serverID]claim
 	// unused are elements that no plan needs. They wait for deletion, together with their
 	// virtual servers and local addresses.
 	unused map[element]bool
@@ -57,12 +59,21 @@ type dataplane struct {
 	leftovers kernelnode.Leftovers
 }
 
+// claim is the service of a frontend, and the kind of the frontend.
+type claim struct {
+	service types.NamespacedName
+	kind    nodeview.Kind
+}
+
 func newDataplane(opts *Options) *dataplane {
 	return &dataplane{
-		opts:    opts,
-		planner: planner{scheduler: opts.Scheduler, annotation: opts.SchedulerAnnotation},
-		conn:    conn{netNS: opts.NetNS},
-		local:   localAddresses{name: opts.Interface, owner: opts.tableName(), netNS: opts.NetNS},
+		opts: opts,
+		planner: planner{
+			scheduler: opts.Scheduler, annotation: opts.SchedulerAnnotation,
+			owner: owner(opts.tableName()), healthzPort: opts.HealthzPort,
+		},
+		conn:  conn{netNS: opts.NetNS},
+		local: localAddresses{name: opts.Interface, owner: opts.tableName(), netNS: opts.NetNS},
 	}
 }
 
@@ -73,11 +84,8 @@ func (d *dataplane) close() error {
 }
 
 // begin begins a pass. It creates the table and the interface and reads the kernel.
-func (d *dataplane) begin() (err error) {
+func (d *dataplane) begin(ctx context.Context) (err error) {
 	d.known = false
-	if err := d.conn.open(); err != nil {
-		return err
-	}
 	if err := d.local.open(); err != nil {
 		return err
 	}
@@ -97,11 +105,12 @@ func (d *dataplane) begin() (err error) {
 	if d.routes, err = d.local.list(); err != nil {
 		return err
 	}
-	if d.servers, err = d.readServers(elements); err != nil {
+	if d.servers, err = d.readServers(ctx, elements); err != nil {
 		return err
 	}
 	d.elements = elements
 	d.plans, d.refs, d.wanted = map[types.NamespacedName]*plan{}, map[element]int{}, map[serverID]*wanted{}
+	d.claims = map[serverID]claim{}
 	d.unused, d.earlier, d.leaving = map[element]bool{}, map[element][]element{}, map[serverID]bool{}
 	for e := range elements {
 		if e.set.exclusive() {
@@ -112,24 +121,80 @@ func (d *dataplane) begin() (err error) {
 	return nil
 }
 
-// readServers returns the virtual servers of this instance: those with an element in the
-// table, and those that this process has created.
-func (d *dataplane) readServers(elements map[element]bool) (map[serverID]*server, error) {
-	all, err := d.conn.list()
+// follow takes the addresses of the machine from next. It returns false if plans depend on
+// addresses that have changed, so that a new pass is needed.
+func (d *dataplane) follow(next planner) bool {
+	p := &d.planner
+	if !slices.Equal(p.nodePortAddrs, next.nodePortAddrs) || !slices.Equal(p.nodeAddrs, next.nodeAddrs) {
+		return false
+	}
+	if slices.Equal(p.machineAddrs, next.machineAddrs) {
+		return true
+	}
+	for id, c := range d.claims {
+		external := c.kind == nodeview.ExternalIP || c.kind == nodeview.LoadBalancerIP
+		if external && p.hasMachine(id.Addr()) != next.hasMachine(id.Addr()) {
+			return false
+		}
+	}
+	p.machineAddrs = next.machineAddrs
+	return true
+}
+
+// readServers returns the virtual servers of this instance. The argument elements are the
+// elements of the table.
+func (d *dataplane) readServers(ctx context.Context, elements map[element]bool) (map[serverID]*server, error) {
+	listed, err := d.conn.list()
 	if err != nil {
 		return nil, err
 	}
-	for id, s := range all {
-		if !elements[id.element()] && d.servers[id] == nil {
-			delete(all, id)
-		} else if err := d.conn.readDestinations(id, s); err != nil {
-			return nil, err
+	ids := maps.Clone(d.servers)
+	if ids == nil {
+		ids = map[serverID]*server{}
+	}
+	for e := range elements {
+		if e.set.kind == frontends {
+			ids[e.server()] = nil
 		}
 	}
-	return all, nil
+	return d.completeServers(ctx, listed, ids)
 }
 
-// element returns the element that records the owner of a virtual server.
+// completeServers adds the virtual servers in ids to listed, because the listing may be
+// incomplete. It removes those of other programs and reads the destinations of the others.
+func (d *dataplane) completeServers(ctx context.Context, listed, ids map[serverID]*server) (map[serverID]*server, error) {
+	own := map[serverID]*server{}
+	for id, s := range listed {
+		if !d.owns(id, s) {
+			continue
+		}
+		if err := errors.Join(context.Cause(ctx), d.conn.readDestinations(id, s)); err != nil {
+			return nil, err
+		}
+		own[id] = s
+	}
+	for id := range ids {
+		if listed[id] != nil {
+			continue
+		}
+		s, err := d.conn.read(id)
+		if err := errors.Join(context.Cause(ctx), err); err != nil {
+			return nil, err
+		}
+		if d.owns(id, s) {
+			own[id] = s
+		}
+	}
+	return own, nil
+}
+
+// owns reports whether a virtual server in the kernel belongs to this instance. If this
+// process has created it, another program may have changed its flags.
+func (d *dataplane) owns(id serverID, s *server) bool {
+	return s != nil && (s.flags&ownerMask == d.planner.owner || d.servers[id] != nil)
+}
+
+// element returns the element of a virtual server in the set frontends.
 func (id serverID) element() element {
 	return element{set: setOf(frontends, id.Addr()), key: frontendKey(id)}
 }
@@ -143,9 +208,12 @@ func (d *dataplane) sync(c *sink.Changes) error {
 	var failed sink.Failed
 	plans := map[types.NamespacedName]*plan{}
 	for ch := range c.Services {
+		d.releaseClaims(ch.Key)
+	}
+	for ch := range c.Services {
 		failed.Do(ch.Key, func() error {
 			p, err := d.planner.plan(ch.New)
-			err = errors.Join(err, d.omitForeign(p))
+			err = errors.Join(err, d.omitForeign(p), d.claim(ch.Key, p))
 			plans[ch.Key] = p
 			return err
 		})
@@ -165,6 +233,40 @@ func (d *dataplane) sync(c *sink.Changes) error {
 	return failed.Err()
 }
 
+// releaseClaims deletes the claims of a service.
+func (d *dataplane) releaseClaims(key types.NamespacedName) {
+	if p := d.plans[key]; p != nil {
+		for i := range p.frontends {
+			if id := p.frontends[i].id; d.claims[id].service == key {
+				delete(d.claims, id)
+			}
+		}
+	}
+}
+
+// claim records the frontends of a service. It removes frontends from p that another
+// service has, and returns an error that names them. This happens if an external IP of a
+// service is an address of the node, and its port is a node port of another service. All
+// other conflicts are resolved before Sync, and the later claim is valid.
+func (d *dataplane) claim(key types.NamespacedName, p *plan) error {
+	var errs []error
+	p.frontends = slices.DeleteFunc(p.frontends, func(f frontendPlan) bool {
+		other, taken := d.claims[f.id]
+		if taken && other.service != key && (f.kind == nodeview.NodePort) != (other.kind == nodeview.NodePort) {
+			errs = append(errs, fmt.Errorf("%s %s: service %s has the same address and port as %s", f.kind, f.id, other.service, other.kind))
+			return true
+		}
+		d.claims[f.id] = claim{key, f.kind}
+		return false
+	})
+	return errors.Join(errs...)
+}
+
+// errForeign is an error for a virtual server of another program.
+func errForeign(id serverID) error {
+	return fmt.Errorf("virtual server %s belongs to another program", id)
+}
+
 // omitForeign removes the frontends from p whose virtual servers belong to other
 // programs. It returns an error that names them.
 func (d *dataplane) omitForeign(p *plan) error {
@@ -174,8 +276,12 @@ func (d *dataplane) omitForeign(p *plan) error {
 			return false
 		}
 		s, err := d.conn.read(f.id)
-		if err == nil && s != nil {
-			err = fmt.Errorf("virtual server %s belongs to another program", f.id)
+		switch {
+		case err != nil || s == nil:
+		case d.owns(f.id, s):
+			d.servers[f.id] = s // the listing of the pass was incomplete
+		default:
+			err = errForeign(f.id)
 		}
 		errs = append(errs, err)
 		return err != nil
@@ -211,10 +317,8 @@ func (d *dataplane) addElements(plans map[types.NamespacedName]*plan) error {
 			remove[e] = true
 		}
 	}
-	if len(add)+len(remove) > 0 {
-		if err := d.table.change(slices.Collect(maps.Keys(remove)), add); err != nil {
-			return err
-		}
+	if err := d.changeTable(slices.Collect(maps.Keys(remove)), add); err != nil {
+		return err
 	}
 	for e := range remove {
 		delete(d.elements, e)
@@ -237,6 +341,19 @@ func (d *dataplane) addElements(plans map[types.NamespacedName]*plan) error {
 		if p.empty() {
 			delete(d.plans, key)
 		}
+	}
+	return nil
+}
+
+// changeTable removes and adds elements of the table. If the kernel refuses that, another
+// program may have changed the table, so the error requests a new pass.
+func (d *dataplane) changeTable(remove, add []element) error {
+	if len(remove)+len(add) == 0 {
+		return nil
+	}
+	if err := d.table.change(remove, add); err != nil {
+		d.known = false
+		return fmt.Errorf("%w (%w)", err, sink.ErrStartOver)
 	}
 	return nil
 }
@@ -268,6 +385,9 @@ func (d *dataplane) programServer(id serverID) error {
 		if readErr != nil {
 			return errors.Join(err, readErr)
 		}
+		if s != nil && !d.owns(id, s) {
+			return errForeign(id)
+		}
 		d.setServer(id, s)
 		err = d.tryServer(id)
 	}
@@ -285,8 +405,8 @@ func (d *dataplane) setServer(id serverID, s *server) {
 func (d *dataplane) tryServer(id serverID) error {
 	w, s := d.wanted[id], d.servers[id]
 	var errs []error
-	if s == nil || s.scheduler != w.scheduler || s.persistence != w.persistence {
-		if err := d.conn.set(id, s == nil, w.scheduler, w.persistence); err != nil {
+	if s == nil || s.settings != w.settings {
+		if err := d.conn.set(id, s == nil, w.settings); err != nil {
 			if s == nil {
 				return err
 			}
@@ -296,7 +416,7 @@ func (d *dataplane) tryServer(id serverID) error {
 				s = &server{destinations: map[netip.AddrPort]destination{}}
 				d.servers[id] = s
 			}
-			s.scheduler, s.persistence = w.scheduler, w.persistence
+			s.settings = w.settings
 		}
 	}
 	for _, at := range w.endpoints {
@@ -339,11 +459,11 @@ func (d *dataplane) setDestination(id serverID, s *server, at netip.AddrPort, we
 // endPass marks everything as unused that no delivered service needs, unless it may
 // belong to a service that failed.
 func (d *dataplane) endPass(c *sink.Changes) {
-	d.earlier = nil
 	d.leftovers.Exist = slices.ContainsFunc(c.Failing, func(key types.NamespacedName) bool { return d.plans[key] == nil })
 	if d.leftovers.Exist {
 		return
 	}
+	d.earlier = nil
 	mark := func(e element) {
 		if d.refs[e] == 0 {
 			d.unused[e] = true
@@ -383,19 +503,20 @@ func (d *dataplane) deleteUnused() error {
 			continue
 		}
 		id := e.server()
-		if err := d.conn.delete(id); err != nil {
-			errs = append(errs, err)
-			continue
+		if d.servers[id] != nil { // otherwise it belongs to another program
+			if err := d.conn.delete(id); err != nil {
+				errs = append(errs, err)
+				continue
+			}
 		}
 		delete(d.servers, id)
 		delete(d.wanted, id)
 		delete(d.leaving, id)
 		deleted = append(deleted, e)
 	}
-	if inTable := slices.DeleteFunc(slices.Clone(deleted), func(e element) bool { return !d.elements[e] }); len(inTable) > 0 {
-		if err := d.table.change(inTable, nil); err != nil {
-			return errors.Join(append(errs, err)...)
-		}
+	inTable := slices.DeleteFunc(slices.Clone(deleted), func(e element) bool { return !d.elements[e] })
+	if err := d.changeTable(inTable, nil); err != nil {
+		return errors.Join(append(errs, err)...)
 	}
 	for _, e := range deleted {
 		delete(d.elements, e)
@@ -410,17 +531,17 @@ func (d *dataplane) cleanup() error {
 	if err != nil {
 		return err
 	}
-	elements, err := t.read()
-	if err != nil && !errors.Is(err, errChanged) {
+	servers, err := d.conn.list()
+	if err != nil && !errors.Is(err, errNoIPVS) {
 		return err
 	}
 	// First the addresses, so that no packets arrive whose virtual server is missing.
 	if err := d.local.delete(); err != nil {
 		return err
 	}
-	for e := range elements {
-		if e.set.kind == frontends {
-			if err := d.conn.delete(e.server()); err != nil && !errors.Is(err, errNoIPVS) {
+	for id, s := range servers {
+		if d.owns(id, s) {
+			if err := d.conn.delete(id); err != nil {
 				return err
 			}
 		}

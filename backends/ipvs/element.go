@@ -17,8 +17,7 @@ import (
 type setKind uint8
 
 const (
-	// frontends are addresses, protocols and ports of virtual servers. They also record
-	// which virtual servers belong to the instance.
+	// frontends are addresses, protocols and ports of virtual servers.
 	frontends setKind = iota
 	// addresses are local because of the instance.
 	addresses
@@ -35,6 +34,8 @@ const (
 	nodeMasquerades
 	// redirects have the destinations of this node's traffic to some frontends.
 	redirects
+	// healthChecks have the destinations of health checks of load balancers.
+	healthChecks
 	// hairpins have the source and the destination of connections of endpoints to
 	// themselves.
 	hairpins
@@ -44,7 +45,7 @@ const (
 var setNames = [setKinds]string{
 	frontends: "frontends", addresses: "addresses", clusterIPs: "cluster-ips", restricted: "restricted", sources: "sources",
 	drops: "drops", rejects: "rejects", masquerades: "masquerades", nodeMasquerades: "node-masquerades",
-	redirects: "redirects", hairpins: "hairpins",
+	redirects: "redirects", healthChecks: "health-checks", hairpins: "hairpins",
 }
 
 // setID identifies a set of the table.
@@ -70,7 +71,9 @@ func (s setID) name() string { return fmt.Sprintf("%s%d", setNames[s.kind], s.fa
 
 // exclusive reports whether different elements of the set may exclude each other: they
 // have the same key, or ranges that overlap.
-func (s setID) exclusive() bool { return s.kind == sources || s.kind == redirects }
+func (s setID) exclusive() bool {
+	return s.kind == sources || s.kind == redirects || s.kind == healthChecks
+}
 
 // set returns the set for package nftables.
 func (s setID) set(t *nftables.Table) *nftables.Set {
@@ -88,7 +91,7 @@ func (s setID) set(t *nftables.Table) *nftables.Set {
 	case sources:
 		set.KeyType = nftables.MustConcatSetType(append(frontend, addr)...)
 		set.Interval, set.Concatenation = true, true
-	case redirects:
+	case redirects, healthChecks:
 		set.IsMap, set.DataType = true, nftables.MustConcatSetType(addr, nftables.TypeInetService)
 	}
 	return set

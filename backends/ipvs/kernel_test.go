@@ -23,6 +23,7 @@ import (
 	"github.com/kpng-project/kpng/backends/nodeaddr"
 	"github.com/kpng-project/kpng/internal/netnstest"
 	"github.com/kpng-project/kpng/sink"
+	"golang.org/x/sys/unix"
 	"k8s.io/apimachinery/pkg/types"
 )
 
@@ -34,13 +35,25 @@ func TestKernel(t *testing.T) {
 	t.Run("a module that is loaded later ends the failures", testModuleLoadedLater) // first, because it loads ip_vs
 	t.Run("changes by other programs are repaired", testRepair)
 	t.Run("virtual servers of other programs are not touched", testForeignServer)
+	t.Run("virtual servers of other programs are not touched after a failure", testForeignServerAfterFailure)
+	t.Run("a deleted table is created again", testTableDeleted)
+	t.Run("without its table, a new process knows its virtual servers", testTableDeletedWhileStopped)
+	t.Run("an incomplete listing does not hide virtual servers", testIncompleteListing)
+	t.Run("an external IP with the port of a node port", testAddressOfNodePort)
+	t.Run("IPVS without connection tracking is an error", testConntrackSetting)
+	t.Run("schedulers that hash sources omit removed endpoints", testSourceHashing)
+	t.Run("health checks reach the node at load-balancer IPs", testHealthChecks)
+	t.Run("IPv6 connections of the node get a source that endpoints know", testSourceOfIPv6)
 	t.Run("an interface of another program is not touched", testForeignInterface)
+	t.Run("the alias identifies the interface", testInterfaceNames)
 	t.Run("a missing scheduler fails only its service", testMissingScheduler)
 	t.Run("a removed endpoint stays until its connections end", testGracefulRemoval)
 	t.Run("clean-up leaves the namespace as it was", testCleanup)
 	t.Run("an address that the machine gets or loses", testMachineAddress)
 	t.Run("a restart deletes what the process before it left", testRestart)
 	t.Run("elements of failing services are not pruned", testFailingServicesAreNotPruned)
+	t.Run("remaining source ranges do not conflict with new ones", testLeftRanges)
+	t.Run("the work of a Verify is limited", testManyLeaving)
 }
 
 // node is a backend in a network namespace of its own.
@@ -58,13 +71,17 @@ func newNode(t testing.TB) *node {
 }
 
 // restart makes a new backend, as a new process does.
-func (n *node) restart() {
+func (n *node) restart(edit ...func(*Options)) {
 	n.t.Helper()
-	b, err := New(Options{
+	opts := Options{
 		NetNS:         n.ns.FD,
 		NodeAddresses: nodeaddr.Of(netip.MustParseAddr("192.0.2.1")),
 		Conntrack:     sink.Func(func(context.Context, *sink.Changes) error { return nil }),
-	})
+	}
+	for _, f := range edit {
+		f(&opts)
+	}
+	b, err := New(opts)
 	if err != nil {
 		n.t.Fatal(err)
 	}
@@ -138,7 +155,28 @@ func testModuleLoadedLater(t *testing.T) {
 		t.Fatalf("modprobe ip_vs: %v\n%s", err, out)
 	}
 	n.mustPass(view([]string{"10.1.0.1"}, nil))
-	n.mustHave("10.96.0.1:80/TCP rr 0 10.1.0.1:8080=1")
+	const want = "10.96.0.1:80/TCP rr 0 10.1.0.1:8080=1"
+	n.mustHave(want)
+
+	// The module can only be unloaded without virtual servers.
+	if err := n.dataplane.conn.delete(id("10.96.0.1:80", api.TCP)); err != nil {
+		t.Fatal(err)
+	}
+	if out, err := exec.Command("modprobe", "-r", "ip_vs_rr", "ip_vs").CombinedOutput(); err != nil {
+		t.Fatalf("modprobe -r: %v\n%s", err, out)
+	}
+	n.compareAt = time.Time{}
+	if err := n.Verify(t.Context()); !errors.Is(err, sink.ErrStartOver) || !strings.Contains(err.Error(), "net.ipv4.vs.conntrack") {
+		t.Errorf("without the module, Verify returns %v", err)
+	}
+	if err := n.pass(view([]string{"10.1.0.1"}, nil)); err != nil && !strings.Contains(err.Error(), "load the module ip_vs") {
+		t.Errorf("error %v does not name the module", err)
+	}
+	if out, err := exec.Command("modprobe", "ip_vs").CombinedOutput(); err != nil {
+		t.Fatalf("modprobe ip_vs: %v\n%s", err, out)
+	}
+	n.mustPass(view([]string{"10.1.0.1"}, nil))
+	n.mustHave(want)
 }
 
 func testRepair(t *testing.T) {
@@ -151,7 +189,8 @@ func testRepair(t *testing.T) {
 	d := n.dataplane
 	for name, change := range map[string]func() error{
 		"virtual server deleted": func() error { return d.conn.delete(web) },
-		"scheduler changed":      func() error { return d.conn.set(web, false, "wlc", 0) },
+		"scheduler changed":      func() error { return d.conn.set(web, false, settings{scheduler: "wlc", flags: d.planner.owner}) },
+		"flags deleted":          func() error { return d.conn.set(web, false, settings{scheduler: "rr", persistence: 90}) }, // as ipvsadm -E does
 		"endpoint deleted":       func() error { return d.conn.deleteDestination(web, first) },
 		"weight changed":         func() error { return d.conn.setDestination(web, first, false, 0) },
 		"endpoint added":         func() error { return d.conn.setDestination(web, other, true, 1) },
@@ -193,7 +232,7 @@ func testForeignServer(t *testing.T) {
 	n := newNode(t)
 	n.mustPass()
 	other := id("203.0.113.1:80", api.TCP)
-	if err := n.dataplane.conn.set(other, true, "wlc", 0); err != nil {
+	if err := n.dataplane.conn.set(other, true, settings{scheduler: "wlc"}); err != nil {
 		t.Fatal(err)
 	}
 	external := view([]string{"10.1.0.1"}, func(s *api.Service) { s.IPs.ExternalIPs = api.NewIPSet(other.Addr()) })
@@ -215,9 +254,261 @@ func testForeignServer(t *testing.T) {
 	n.mustHave("10.96.0.1:80/TCP rr 0 10.1.0.1:8080=1", "203.0.113.1:80/TCP rr 0 10.1.0.1:8080=1")
 }
 
+// testForeignServerAfterFailure checks that the backend does not take over a virtual server
+// that it could not create itself.
+func testForeignServerAfterFailure(t *testing.T) {
+	n := newNode(t)
+	bad := view([]string{"10.1.0.1"}, func(s *api.Service) { s.Annotations = map[string]string{n.opts.SchedulerAnnotation: "nosuch"} })
+	if failed, _ := sink.Acknowledged(n.pass(bad)); failed[bad.Key()] == nil {
+		t.Fatal("the missing scheduler causes no error")
+	}
+	if err := n.dataplane.conn.set(id("10.96.0.1:80", api.TCP), true, settings{scheduler: "wlc"}); err != nil {
+		t.Fatal(err)
+	}
+	const want = "10.96.0.1:80/TCP wlc 0"
+	n.compareAt = time.Time{}
+	if err := n.Verify(t.Context()); err != nil {
+		t.Error(err)
+	}
+	n.mustHave(want)
+	if failed, _ := sink.Acknowledged(n.deliver(&sink.Changes{}, view([]string{"10.1.0.1"}, nil))); failed[bad.Key()] == nil {
+		t.Error("the virtual server of another program causes no error")
+	}
+	n.mustHave(want)
+	n.restart()
+	n.mustPass()
+	n.mustHave(want)
+}
+
+// testTableDeleted checks that deleted tables do not stop changes.
+func testTableDeleted(t *testing.T) {
+	n := newNode(t)
+	web := view([]string{"10.1.0.1"}, nil)
+	other := view([]string{"10.1.0.1"}, func(s *api.Service) {
+		s.Name, s.IPs.ClusterIPs = "other", api.NewIPSet(netip.MustParseAddr("10.96.0.2"))
+	})
+	for name, step := range map[string]func() error{
+		"a service is removed": func() error { return n.remove(other) },
+		"nothing changes":      func() error { return n.Verify(t.Context()) },
+	} {
+		n.mustPass(web, other)
+		n.compareAt = time.Now().Add(time.Hour)
+		if err := n.dataplane.table.delete(); err != nil {
+			t.Fatal(err)
+		}
+		if err := step(); !errors.Is(err, sink.ErrStartOver) {
+			t.Fatalf("%s: error %v does not request a pass", name, err)
+		}
+		n.mustPass(web)
+		n.mustHave("10.96.0.1:80/TCP rr 0 10.1.0.1:8080=1")
+	}
+}
+
+// testTableDeletedWhileStopped checks that the backend knows its virtual servers without
+// the table.
+func testTableDeletedWhileStopped(t *testing.T) {
+	n := newNode(t)
+	web := view([]string{"10.1.0.1"}, func(s *api.Service) { s.Type, s.Ports[0].NodePort = api.NodePort, 30080 })
+	n.mustPass(web)
+	want := []string{"10.96.0.1:80/TCP rr 0 10.1.0.1:8080=1", "192.0.2.1:30080/TCP rr 0 10.1.0.1:8080=1"}
+	flush := func() {
+		t.Helper()
+		if err := n.dataplane.table.delete(); err != nil {
+			t.Fatal(err)
+		}
+		n.restart()
+	}
+	flush()
+	n.mustPass(web)
+	n.mustHave(want...)
+	if routes, err := n.dataplane.local.list(); err != nil || len(routes) != 1 {
+		t.Errorf("local addresses %v (%v)", routes, err)
+	}
+	flush()
+	if err := n.Cleanup(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	n.mustHave()
+}
+
+// testIncompleteListing checks that the backend finds virtual servers that the kernel
+// omits from a listing.
+func testIncompleteListing(t *testing.T) {
+	n := newNode(t)
+	n.mustPass(view([]string{"10.1.0.1"}, nil))
+	n.restart()
+	d, web := n.dataplane, id("10.96.0.1:80", api.TCP)
+	got, err := d.completeServers(t.Context(), nil, map[serverID]*server{web: nil, id("10.96.0.9:80", api.TCP): nil})
+	if err != nil || len(got) != 1 || got[web] == nil || len(got[web].destinations) != 1 {
+		t.Errorf("virtual servers %v, error %v", got, err)
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	if _, err := d.completeServers(ctx, nil, map[serverID]*server{web: nil}); !errors.Is(err, context.Canceled) {
+		t.Errorf("with a cancelled context: error %v", err)
+	}
+}
+
+// testAddressOfNodePort checks a service whose external IP and port are those of a node
+// port of another service.
+func testAddressOfNodePort(t *testing.T) {
+	n := newNode(t)
+	web := view([]string{"10.1.0.1"}, func(s *api.Service) { s.Type, s.Ports[0].NodePort = api.NodePort, 30080 })
+	other := view([]string{"10.1.0.2"}, func(s *api.Service) {
+		s.Name, s.Ports[0].Port = "other", 30080
+		s.IPs.ClusterIPs = api.NewIPSet(netip.MustParseAddr("10.96.0.2"))
+		s.IPs.ExternalIPs = api.NewIPSet(netip.MustParseAddr("192.0.2.1"))
+	})
+	for _, step := range []struct{ first, second *api.ServiceEndpoints }{{web, other}, {other, web}} {
+		n.mustPass()
+		failed, ok := sink.Acknowledged(n.pass(step.first, step.second))
+		if err := failed[step.second.Key()]; !ok || len(failed) != 1 || !strings.Contains(fmt.Sprint(err), step.first.Key().String()) {
+			t.Errorf("failed services %v, want one that names %s", failed, step.first.Key())
+		}
+		at := func(v *api.ServiceEndpoints) string {
+			return fmt.Sprintf("192.0.2.1:30080/TCP rr 0 %s:8080=1", v.Endpoints[0].Addr)
+		}
+		if got := n.servers(); !slices.Contains(got, at(step.first)) {
+			t.Errorf("virtual servers %v, want %s", got, at(step.first))
+		}
+		if err := n.remove(step.first); err != nil {
+			t.Fatal(err)
+		}
+		if err := n.deliver(&sink.Changes{}, step.second); err != nil {
+			t.Fatal(err)
+		}
+		if got := n.servers(); !slices.Contains(got, at(step.second)) {
+			t.Errorf("virtual servers %v, want %s", got, at(step.second))
+		}
+	}
+}
+
+// testConntrackSetting checks that a wrong setting, with which nothing can be masqueraded,
+// is an error.
+func testConntrackSetting(t *testing.T) {
+	n := newNode(t)
+	n.restart(func(o *Options) { o.Sysctls = IgnoreSysctls })
+	if err := n.pass(view(nil, nil)); err == nil || !strings.Contains(err.Error(), "net.ipv4.vs.conntrack is 0") {
+		t.Errorf("error %v does not name the setting", err)
+	}
+	n.restart()
+	n.mustPass(view(nil, nil))
+	n.ns.Set(t, "ipv4/vs/conntrack=0")
+	n.compareAt = time.Time{}
+	if err := n.Verify(t.Context()); !errors.Is(err, sink.ErrStartOver) || !strings.Contains(err.Error(), "net.ipv4.vs.conntrack is 0") {
+		t.Errorf("after a change of the setting, Verify returns %v", err)
+	}
+}
+
+// testSourceHashing checks that new clients reach endpoints while a removed endpoint still
+// has a connection.
+func testSourceHashing(t *testing.T) {
+	n := newNode(t)
+	n.ns.Add(t, "lo", "10.1.0.1/32")
+	n.ns.Add(t, "lo", "10.1.0.2/32")
+	n.ns.Add(t, "lo", "10.2.0.1/24") // on lo, the whole network is local
+	for _, addr := range []string{"10.1.0.1:8080", "10.1.0.2:8080"} {
+		defer n.listen(addr).Close()
+	}
+	for _, scheduler := range []string{"sh", "mh"} {
+		hashed := func(s *api.Service) { s.Annotations = map[string]string{n.opts.SchedulerAnnotation: scheduler} }
+		n.mustPass()
+		n.mustPass(view([]string{"10.1.0.1"}, hashed))
+		dial := func(client byte) (c net.Conn) {
+			t.Helper()
+			if err := n.ns.Do(func() (err error) {
+				from := &net.TCPAddr{IP: net.IPv4(10, 2, 0, client)}
+				c, err = (&net.Dialer{LocalAddr: from, Timeout: 30 * time.Second}).Dial("tcp", "10.96.0.1:80")
+				return err
+			}); err != nil {
+				t.Fatalf("%s: client %d: %v", scheduler, client, err)
+			}
+			return c
+		}
+		defer dial(1).Close()
+		n.mustPass(view([]string{"10.1.0.2"}, hashed))
+		if got := n.servers(); len(got) != 1 || !strings.Contains(got[0], "10.1.0.1:8080=0") {
+			t.Fatalf("%s: virtual servers %v", scheduler, got)
+		}
+		for client := range byte(20) {
+			dial(client + 2).Close()
+		}
+	}
+}
+
+// listen opens a TCP listener in the namespace.
+func (n *node) listen(addr string) (l net.Listener) {
+	n.t.Helper()
+	if err := n.ns.Do(func() (err error) { l, err = net.Listen("tcp", addr); return err }); err != nil {
+		n.t.Fatal(err)
+	}
+	return l
+}
+
+// testHealthChecks checks that health checks at a load-balancer IP reach the node, and that
+// its other ports do not.
+func testHealthChecks(t *testing.T) {
+	n := newNode(t)
+	n.ns.Add(t, "lo", "192.0.2.1/32")
+	n.mustPass(view([]string{"!10.1.0.1"}, func(s *api.Service) {
+		s.Type, s.ExternalTrafficToLocal, s.HealthCheckNodePort = api.LoadBalancer, true, 30999
+		s.IPs.LoadBalancerIPs = api.NewIPSet(netip.MustParseAddr("203.0.113.1"))
+	}))
+	defer n.listen("192.0.2.1:30999").Close()
+	defer n.listen("0.0.0.0:22").Close()
+	dial := func(addr string) error {
+		return n.ns.Do(func() error {
+			c, err := net.DialTimeout("tcp", addr, 30*time.Second)
+			if err == nil {
+				c.Close()
+			}
+			return err
+		})
+	}
+	if err := dial("203.0.113.1:30999"); err != nil {
+		t.Errorf("health check: %v", err)
+	}
+	if err := dial("203.0.113.1:22"); !errors.Is(err, unix.ECONNREFUSED) {
+		t.Errorf("another port: error %v, want connection refused", err)
+	}
+}
+
+// testSourceOfIPv6 checks that an endpoint can answer this node although the kernel selects
+// a source address to which the endpoint has no route.
+func testSourceOfIPv6(t *testing.T) {
+	n := newNode(t)
+	pod := netnstest.New(t)
+	n.ns.Join(t, "veth0", pod, "eth0")
+	n.ns.Add(t, "lo", "fd00:96::ffff/128") // as similar to the address of the service as possible
+	n.ns.Add(t, "veth0", "2001:db8::1/64")
+	pod.Add(t, "eth0", "2001:db8::2/64")
+	n.mustPass(view([]string{"2001:db8::2"}, func(s *api.Service) {
+		s.IPFamilies, s.IPs.ClusterIPs = []api.Family{api.IPv6}, api.NewIPSet(netip.MustParseAddr("fd00:96::1"))
+	}))
+	var l net.Listener
+	if err := pod.Do(func() (err error) { l, err = net.Listen("tcp", "[::]:8080"); return err }); err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	if err := n.ns.Do(func() error {
+		c, err := net.DialTimeout("tcp", "[fd00:96::1]:80", 30*time.Second)
+		if err == nil {
+			c.Close()
+		}
+		return err
+	}); err != nil {
+		t.Error(err)
+	}
+}
+
+// remove delivers the deletion of a service.
+func (n *node) remove(v *api.ServiceEndpoints) error {
+	return n.Sync(n.t.Context(), &sink.Changes{Services: slices.Values([]sink.Change{{Key: v.Key(), Old: v}})})
+}
+
 func testForeignInterface(t *testing.T) {
 	n := newNode(t)
-	n.ns.Run(t, "ip", "link", "add", "kpng-ipvs", "type", "dummy")
+	n.ns.Run(t, "ip", "link", "add", "kpng-ipvs", "up", "type", "dummy")
 	if err := n.pass(); err == nil || !strings.Contains(err.Error(), "interface kpng-ipvs exists") {
 		t.Errorf("error %v does not name the interface", err)
 	}
@@ -226,6 +517,30 @@ func testForeignInterface(t *testing.T) {
 	}
 	n.ns.Run(t, "ip", "link", "delete", "kpng-ipvs")
 	n.mustPass()
+}
+
+// testInterfaceNames checks an interface that a crash has left without its alias, and one
+// that has another name than the options say.
+func testInterfaceNames(t *testing.T) {
+	n := newNode(t)
+	before := n.inventory()
+	n.ns.Run(t, "ip", "link", "add", "kpng-ipvs", "type", "dummy")
+	web := view([]string{"10.1.0.1"}, nil)
+	n.mustPass(web)
+	n.restart(func(o *Options) { o.Interface = "other" })
+	n.mustPass(web)
+	if out := n.ns.Run(t, "ip", "-o", "link"); strings.Count(out, "\n") != 2 {
+		t.Errorf("interfaces\n%s\nwant lo and kpng-ipvs", out)
+	}
+	if routes, err := n.dataplane.local.list(); err != nil || len(routes) != 1 {
+		t.Errorf("local addresses %v (%v)", routes, err)
+	}
+	if err := n.Cleanup(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if after := n.inventory(); after != before {
+		t.Errorf("before\n%s\nafter\n%s", before, after)
+	}
 }
 
 func testMissingScheduler(t *testing.T) {
@@ -334,6 +649,10 @@ func testMachineAddress(t *testing.T) {
 		{func() { n.ns.Add(t, "lo", "203.0.113.1/32") }, false},
 		{func() { n.ns.Remove(t, "lo", "203.0.113.1/32") }, true},
 	} {
+		n.gain("192.0.2." + fmt.Sprint(2+len(n.dataplane.planner.machineAddrs))) // no service has it
+		if err := n.Verify(t.Context()); err != nil {
+			t.Errorf("after a change of another address, Verify returns %v", err)
+		}
 		_, changed := n.machineAddresses.Addresses()
 		step.change()
 		if has := slices.Contains(n.dataplane.planner.machineAddrs, external); has == step.local {
@@ -349,6 +668,14 @@ func testMachineAddress(t *testing.T) {
 		}
 		n.mustHave("10.96.0.1:80/TCP rr 0 10.1.0.1:8080=1", "203.0.113.1:80/TCP rr 0 10.1.0.1:8080=1")
 	}
+}
+
+// gain adds an address to the namespace and waits until the backend has noticed it.
+func (n *node) gain(addr string) {
+	n.t.Helper()
+	_, changed := n.machineAddresses.Addresses()
+	n.ns.Add(n.t, "lo", addr+"/32")
+	<-changed
 }
 
 func testRestart(t *testing.T) {
@@ -377,4 +704,45 @@ func testFailingServicesAreNotPruned(t *testing.T) {
 	}
 	n.mustPass()
 	n.mustHave()
+}
+
+// testLeftRanges checks that source ranges of a service that failed in a pass do not
+// conflict with its new ranges after the pass.
+func testLeftRanges(t *testing.T) {
+	n := newNode(t)
+	ranges := func(prefix string) *api.ServiceEndpoints {
+		return view([]string{"10.1.0.1"}, func(s *api.Service) {
+			s.Type, s.IPs.LoadBalancerIPs = api.LoadBalancer, api.NewIPSet(netip.MustParseAddr("203.0.113.1"))
+			s.SourceRanges = []api.SourceRanges{{TargetIPs: s.IPs.LoadBalancerIPs, Prefixes: []netip.Prefix{netip.MustParsePrefix(prefix)}}}
+		})
+	}
+	web := ranges("198.51.100.0/24")
+	n.mustPass(web)
+	n.restart()
+	if err := n.deliver(&sink.Changes{First: true, Last: true, NodeChanged: true, Failing: []types.NamespacedName{web.Key()}}); err != nil {
+		t.Fatal(err)
+	}
+	if err := n.deliver(&sink.Changes{}, ranges("198.51.100.0/25")); err != nil {
+		t.Error(err)
+	}
+	// Linux 6.1 reports no error for a range inside another one, but does not add it.
+	d := n.dataplane
+	if elements, err := d.table.read(); err != nil || !maps.Equal(elements, d.elements) {
+		t.Errorf("the table has %d elements (%v), want %d", len(elements), err, len(d.elements))
+	}
+}
+
+// testManyLeaving checks that one call counts the connections of a limited number of
+// virtual servers.
+func testManyLeaving(t *testing.T) {
+	n := newNode(t)
+	n.mustPass()
+	for i := range maxIdleReads + 1 {
+		n.dataplane.leaving[serverID{netip.AddrPortFrom(netip.MustParseAddr("10.96.0.1"), uint16(i+1)), api.TCP}] = true
+	}
+	for _, want := range []int{1, 0} {
+		if err := n.dataplane.removeIdle(t.Context()); err != nil || len(n.dataplane.leaving) != want {
+			t.Errorf("%d virtual servers remain (%v), want %d", len(n.dataplane.leaving), err, want)
+		}
+	}
 }

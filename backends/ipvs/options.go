@@ -25,7 +25,8 @@ type Options struct {
 	Instance string
 	// Interface is the name of the instance's interface, of type dummy. Each instance needs
 	// its own. The backend creates the interface; Cleanup deletes it. The alias of the
-	// interface is the name of the table. Default: "kpng-ipvs", or "kpng-<Instance>".
+	// interface is the name of the table. If an interface has this alias already, the
+	// backend uses it under its present name. Default: "kpng-ipvs", or "kpng-<Instance>".
 	Interface string
 
 	// Scheduler is the IPVS scheduler of services, such as rr, wrr, lc, wlc, sh or mh. All
@@ -58,6 +59,11 @@ type Options struct {
 	// NodeAddresses has the addresses of node ports. The backend ignores loopback addresses.
 	// Default: the primary addresses of the node, see package nodeaddr.
 	NodeAddresses nodeaddr.Source
+	// HealthzPort is the port of the program's own health checks. Load balancers check
+	// services with externalTrafficPolicy Cluster there. The backend translates checks of
+	// load-balancer IPs to the first address of NodeAddresses. It does the same for
+	// health-check node ports. Default: 0, which translates only health-check node ports.
+	HealthzPort uint16
 	// Conntrack is a sink that receives each change after the kernel has it. It deletes the
 	// connection-tracking entries of removed endpoints. The backend starts and stops it.
 	// Default: a reconciler of package conntrack.
@@ -85,7 +91,7 @@ const (
 	ReportSysctls SysctlMode = iota
 	// SetSysctls corrects all settings.
 	SetSysctls
-	// IgnoreSysctls does not check settings.
+	// IgnoreSysctls only checks that net.ipv4.vs.conntrack is 1.
 	IgnoreSysctls
 )
 
@@ -105,6 +111,9 @@ func (o *Options) complete() error {
 	var errs []error
 	if !instanceName.MatchString(o.Instance) {
 		errs = append(errs, fmt.Errorf("instance %q must have at most 64 letters, digits, \"_\", \".\" and \"-\"", o.Instance))
+	}
+	if o.Instance == "ipvs" {
+		errs = append(errs, errors.New("instance \"ipvs\" has the interface of the instance without a name"))
 	}
 	if !interfaceName.MatchString(o.Interface) {
 		errs = append(errs, fmt.Errorf("%q is not an interface name", o.Interface))

@@ -22,6 +22,10 @@ import (
 // fields and arguments.
 type planner struct {
 	scheduler, annotation string
+	// owner identifies the instance in the flags of its virtual servers.
+	owner uint32
+	// healthzPort is the port of the program's own health checks, or 0.
+	healthzPort uint16
 	// nodePortAddrs are the addresses of node ports. machineAddrs are all addresses of the
 	// machine, sorted. A service may have one of them as external or load-balancer IP.
 	nodePortAddrs, machineAddrs []netip.Addr
@@ -29,9 +33,19 @@ type planner struct {
 	nodeAddrs []netip.Addr
 }
 
-// differs reports whether the addresses differ from those of o.
-func (p *planner) differs(o *planner) bool {
-	return !slices.Equal(p.nodePortAddrs, o.nodePortAddrs) || !slices.Equal(p.machineAddrs, o.machineAddrs) || !slices.Equal(p.nodeAddrs, o.nodeAddrs)
+// hasMachine reports whether a is an address of the machine.
+func (p *planner) hasMachine(a netip.Addr) bool {
+	_, has := slices.BinarySearchFunc(p.machineAddrs, a, netip.Addr.Compare)
+	return has
+}
+
+// firstNodePortAddr returns an address of node ports of a family.
+func (p *planner) firstNodePortAddr(family api.Family) (netip.Addr, bool) {
+	i := slices.IndexFunc(p.nodePortAddrs, func(a netip.Addr) bool { return api.FamilyOf(a) == family && !a.IsLoopback() })
+	if i < 0 {
+		return netip.Addr{}, false
+	}
+	return p.nodePortAddrs[i], true
 }
 
 // plan is what a service needs.
@@ -43,9 +57,10 @@ type plan struct {
 
 // frontendPlan is what a frontend needs. A node port has one for each node address.
 type frontendPlan struct {
-	id serverID
-	// local reports that the address has to be made local, because the machine does not have
-	// it.
+	id   serverID
+	kind nodeview.Kind
+	// local reports that the address has to be made local. External and load-balancer IPs
+	// may be addresses of the machine, which are local already.
 	local bool
 	wanted
 	elements []element
@@ -53,10 +68,9 @@ type frontendPlan struct {
 
 // wanted is a wanted virtual server.
 type wanted struct {
-	scheduler   string
-	persistence uint32
-	// endpoints get new connections, sorted. The other ones in existing keep their connections. All
-	// frontends of a list share these slices.
+	settings
+	// endpoints get new connections, sorted. The other ones in existing keep their
+	// connections. All frontends of a list share these slices.
 	endpoints, existing []netip.AddrPort
 }
 
@@ -91,14 +105,17 @@ func (p *planner) plan(se *api.ServiceEndpoints) (*plan, error) {
 			addrs = p.nodePortAddrs
 		}
 		w := wanted{
-			scheduler: scheduler, persistence: uint32(f.Affinity / time.Second),
+			settings:  settings{scheduler, uint32(f.Affinity / time.Second), p.owner | fallbackFlag(scheduler)},
 			endpoints: endpointsOf(f), existing: existing(se, f),
 		}
 		for _, a := range addrs {
 			if api.FamilyOf(a) == f.Family && !a.IsLoopback() {
 				id := serverID{netip.AddrPortFrom(a, uint16(f.Port)), f.Protocol}
-				_, here := slices.BinarySearchFunc(p.machineAddrs, a, netip.Addr.Compare)
-				fp := frontendPlan{id: id, local: !here && f.Kind != nodeview.NodePort, wanted: w, elements: p.elements(id, f, frontends)}
+				fp := frontendPlan{id: id, kind: f.Kind, wanted: w, elements: p.elements(id, f, frontends)}
+				fp.local = f.Kind == nodeview.ClusterIP || f.Kind != nodeview.NodePort && !p.hasMachine(a)
+				if f.Kind == nodeview.LoadBalancerIP {
+					fp.elements = append(fp.elements, p.healthCheck(a, se.Service)...)
+				}
 				if fp.local {
 					fp.elements = append(fp.elements, element{set: setOf(addresses, a), key: addrKey(a)})
 				}
@@ -178,6 +195,18 @@ func (p *planner) elements(id serverID, f *nodeview.Frontend, all []nodeview.Fro
 		}
 	}
 	return elements
+}
+
+// healthCheck returns the element that translates health checks by a load balancer, which
+// sends them to the load-balancer IP. An address of node ports answers them.
+func (p *planner) healthCheck(a netip.Addr, s *api.Service) []element {
+	port := cmp.Or(uint16(s.HealthCheckNodePort), p.healthzPort)
+	to, ok := p.firstNodePortAddr(api.FamilyOf(a))
+	if port == 0 || !ok {
+		return nil
+	}
+	key := frontendKey(serverID{netip.AddrPortFrom(a, port), api.TCP})
+	return []element{{set: setOf(healthChecks, a), key: key, value: addrKey(to) + portKey(port)}}
 }
 
 // redirect returns the cluster IP and port to which this node's own traffic to f goes. It

@@ -5,6 +5,7 @@
 package ipvs
 
 import (
+	"context"
 	"fmt"
 	"net/netip"
 	"slices"
@@ -13,7 +14,9 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends/nodeaddr"
 	"github.com/kpng-project/kpng/nodeview"
+	"github.com/kpng-project/kpng/sink"
 )
 
 // view returns the view of a service with the cluster IP 10.96.0.1 and the TCP port 80. An
@@ -28,7 +31,7 @@ func view(endpoints []string, edit func(*api.Service)) *api.ServiceEndpoints {
 	if edit != nil {
 		edit(svc)
 	}
-	slice := &api.EndpointSlice{Namespace: "default", Name: "web-1", ServiceName: "web", Family: api.IPv4}
+	slice := &api.EndpointSlice{Namespace: "default", Name: "web-1", ServiceName: "web", Family: svc.IPFamilies[0]}
 	for _, p := range svc.Ports {
 		slice.Ports = append(slice.Ports, api.EndpointPort{Name: p.Name, Protocol: p.Protocol, Port: 8080})
 	}
@@ -69,6 +72,10 @@ func describe(p *plan) (lines []string) {
 			a, _ := netip.AddrFromSlice([]byte(e.value[:4]))
 			line += fmt.Sprintf(" to %s port %d", a, int(e.value[4])<<8|int(e.value[5]))
 		}
+		if e.set.kind == healthChecks {
+			a, _ := netip.AddrFromSlice([]byte(e.value[:4]))
+			line += fmt.Sprintf(" port %d to %s port %d", int(rest[4])<<8|int(rest[5]), a, int(e.value[4])<<8|int(e.value[5]))
+		}
 		lines = append(lines, line)
 	}
 	slices.Sort(lines)
@@ -88,6 +95,7 @@ func TestPlan(t *testing.T) {
 	for name, test := range map[string]struct {
 		endpoints []string
 		edit      func(*api.Service)
+		healthz   uint16
 		want      []string
 	}{
 		"a cluster IP": {
@@ -121,6 +129,29 @@ func TestPlan(t *testing.T) {
 			edit:      func(s *api.Service) { s.IPs.ExternalIPs = api.NewIPSet(netip.MustParseAddr("192.0.2.1")) },
 			want: append(clusterIP, "10.96.0.1:80/TCP rr [10.1.0.1:8080] local", "192.0.2.1:80/TCP rr [10.1.0.1:8080]",
 				"frontends4 192.0.2.1", "masquerades4 192.0.2.1"),
+		},
+		"a cluster IP becomes local even if the machine has it, for example on the interface of kube-proxy": {
+			endpoints: []string{"10.1.0.1"},
+			edit:      func(s *api.Service) { s.IPs.ClusterIPs = api.NewIPSet(netip.MustParseAddr("192.0.2.1")) },
+			want:      []string{"addresses4 192.0.2.1", "cluster-ips4 192.0.2.1", "frontends4 192.0.2.1", "192.0.2.1:80/TCP rr [10.1.0.1:8080] local"},
+		},
+		"health checks at a load-balancer IP that has the port of the service": {
+			endpoints: []string{"!10.1.0.1"},
+			edit: func(s *api.Service) {
+				local(s)
+				s.HealthCheckNodePort = 30999
+			},
+			want: append(clusterIP, "10.96.0.1:80/TCP rr [10.1.0.1:8080] local", "203.0.113.1:80/TCP rr [10.1.0.1:8080] local",
+				"addresses4 203.0.113.1", "frontends4 203.0.113.1", "node-masquerades4 203.0.113.1", "hairpins4 10.1.0.1",
+				"health-checks4 203.0.113.1 port 30999 to 192.0.2.1 port 30999"),
+		},
+		"health checks at a load-balancer IP that has the port of the program": {
+			endpoints: []string{"10.1.0.1"},
+			edit:      loadBalancer,
+			healthz:   10256,
+			want: append(clusterIP, "10.96.0.1:80/TCP rr [10.1.0.1:8080] local", "203.0.113.1:80/TCP rr [10.1.0.1:8080] local",
+				"addresses4 203.0.113.1", "frontends4 203.0.113.1", "masquerades4 203.0.113.1",
+				"health-checks4 203.0.113.1 port 10256 to 192.0.2.1 port 10256"),
 		},
 		"source ranges without those inside others": {
 			endpoints: []string{"10.1.0.1"},
@@ -156,7 +187,7 @@ func TestPlan(t *testing.T) {
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
-			p := planner{scheduler: "rr", annotation: "scheduler", nodePortAddrs: []netip.Addr{
+			p := planner{scheduler: "rr", annotation: "scheduler", healthzPort: test.healthz, nodePortAddrs: []netip.Addr{
 				netip.MustParseAddr("127.0.0.1"), netip.MustParseAddr("192.0.2.1"), netip.MustParseAddr("192.0.2.2"), netip.MustParseAddr("2001:db8::1"),
 			}}
 			p.machineAddrs = p.nodePortAddrs
@@ -198,6 +229,35 @@ func TestInvalidSchedulerIsNamedAndServiceUsesDefault(t *testing.T) {
 	}
 }
 
+// stopSink counts the calls of its method Stop.
+type stopSink struct {
+	sink.Func
+	stops int
+}
+
+func (s *stopSink) Stop(context.Context) error {
+	s.stops++
+	return nil
+}
+
+func TestFailedStartStopsWhatItStarted(t *testing.T) {
+	connections := &stopSink{}
+	const notOpen = 1 << 20
+	b, err := New(Options{NetNS: notOpen, Sysctls: IgnoreSysctls, NodeAddresses: nodeaddr.Of(), Conntrack: connections})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := b.Start(t.Context()); err == nil || connections.stops != 1 {
+		t.Errorf("error %v, connection tracking was stopped %d times, want once", err, connections.stops)
+	}
+}
+
+func TestOwnersOfInstancesDiffer(t *testing.T) {
+	if a, b := owner("kpng-ipvs"), owner("kpng-ipvs-b"); a == b || (a|b)&^ownerMask != 0 {
+		t.Errorf("owners %#x and %#x", a, b)
+	}
+}
+
 func TestInvalidOptionsAreRefused(t *testing.T) {
 	for name, opts := range map[string]Options{
 		"instance":   {Instance: "a b"},
@@ -207,6 +267,7 @@ func TestInvalidOptionsAreRefused(t *testing.T) {
 		"kube-proxy": {MasqueradeMark: 0x4000},
 		"CIDR":       {ClusterCIDRs: []netip.Prefix{{}}},
 		"needs":      {MasqueradeOutsiders: true},
+		"without a":  {Instance: "ipvs"},
 	} {
 		if _, err := New(opts); err == nil || !strings.Contains(err.Error(), name) {
 			t.Errorf("%s: error %v", name, err)

@@ -25,6 +25,7 @@ import (
 //
 //	chain services {
 //		ip daddr . meta l4proto . th dport @frontends4 goto frontend4
+//		dnat to ip daddr . meta l4proto . th dport map @health-checks4
 //		ip daddr @addresses4 meta l4proto { tcp, udp, sctp } goto refuse
 //	}
 //	chain frontend4 {
@@ -40,7 +41,8 @@ import (
 //	}
 //
 // The kernel evaluates these chains only for the first packet of a connection, before
-// routing and before IPVS. Except for redirects, only IPVS translates addresses.
+// routing and before IPVS. Except for redirects and health checks, only IPVS translates
+// addresses.
 type table struct {
 	name string
 	opts *Options
@@ -105,15 +107,18 @@ func (t *table) chains() []chain {
 		[]expr.Any{nftrule.SetMeta(expr.MetaKeyMARK), &expr.Masq{FullyRandom: true}}))
 	for _, family := range families {
 		add(fmt.Sprintf("frontend%d", family), t.frontendRules(family)...)
-		services = append(services, frontend(family).FollowedBy(in(frontends, family), nftrule.GoTo(fmt.Sprintf("frontend%d", family))[0]))
+		services = append(services,
+			frontend(family).FollowedBy(in(frontends, family), nftrule.GoTo(fmt.Sprintf("frontend%d", family))[0]),
+			frontend(family).FollowedBy(translate(healthChecks, family)...))
 		// The address is local because of this instance only. Without these rules, other
 		// ports would lead to programs on this node.
 		for _, protocol := range []byte{unix.IPPROTO_TCP, unix.IPPROTO_UDP, unix.IPPROTO_SCTP} {
 			services = append(services, nftrule.NewKey(family).Destination().FollowedBy(in(addresses, family),
 				nftrule.LoadMeta(expr.MetaKeyL4PROTO), nftrule.Equal(protocol), nftrule.GoTo("refuse")[0]))
 		}
-		// For a local destination, the kernel selects the same address as the source.
-		output = append(output, nftrule.NewKey(family).Source().FollowedBy(in(addresses, family), nftrule.Jump("mark-all")[0]))
+		// For a local destination, IPv4 selects the same address as the source. IPv6 selects
+		// any address of the node, to which endpoints may have no route.
+		output = append(output, nftrule.NewKey(family).Destination().FollowedBy(in(addresses, family), nftrule.Jump("mark-all")[0]))
 		postrouting = append(postrouting, nftrule.NewKey(family).Source().Destination().ProtocolAndPort().FollowedBy(
 			in(hairpins, family), &expr.Masq{FullyRandom: true}))
 	}
@@ -140,20 +145,26 @@ func (t *table) frontendRules(family api.Family) [][]expr.Any {
 		lookup(restricted, notFromSources...),
 		append(nftrule.StartsHere(), lookup(nodeMasquerades, nftrule.Jump("mark-all")...)...),
 	}
-	addrRegisters := 1
-	if family == api.IPv6 {
-		addrRegisters = 4
-	}
 	for _, match := range append([][]expr.Any{nftrule.StartsHere()}, t.opts.pods().Matches()...) {
-		rules = append(rules, append(match, frontend(family).FollowedBy(
-			&expr.Lookup{SourceRegister: nftrule.Reg(0), DestRegister: nftrule.Reg(0), IsDestRegSet: true, SetName: setID{redirects, family}.name()},
-			nftrule.DNATTo(family, 0, addrRegisters))...))
+		rules = append(rules, append(match, frontend(family).FollowedBy(translate(redirects, family)...)...))
 	}
 	return append(rules,
 		lookup(drops, nftrule.Drop()...),
 		lookup(rejects, nftrule.GoTo("refuse")...),
 		lookup(masquerades, nftrule.Jump("mark-all")...),
 		nftrule.NewKey(family).Destination().FollowedBy(in(clusterIPs, family), nftrule.Jump("mark-outsiders")[0]))
+}
+
+// translate returns expressions that translate the destination if a map has the key.
+func translate(kind setKind, family api.Family) []expr.Any {
+	addrRegisters := 1
+	if family == api.IPv6 {
+		addrRegisters = 4
+	}
+	return []expr.Any{
+		&expr.Lookup{SourceRegister: nftrule.Reg(0), DestRegister: nftrule.Reg(0), IsDestRegSet: true, SetName: setID{kind, family}.name()},
+		nftrule.DNATTo(family, 0, addrRegisters),
+	}
 }
 
 // frontend returns a key that is the destination of a packet.
@@ -227,6 +238,18 @@ func (t *table) read() (map[element]bool, error) {
 		}
 	}
 	return all, changed
+}
+
+// exists reports whether the table exists.
+func (t *table) exists() (bool, error) {
+	_, err := t.nft.ListTableOfFamily(t.name, nftables.TableFamilyINet)
+	if errors.Is(err, unix.ENOENT) {
+		return false, nil
+	}
+	if err != nil {
+		return false, fmt.Errorf("look for table inet %s: %w", t.name, explain(err))
+	}
+	return true, nil
 }
 
 // create replaces the table by one with these elements, in one transaction.

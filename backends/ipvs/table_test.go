@@ -44,7 +44,7 @@ func someElements() map[element]bool {
 				e.key = addrKey(addr)
 			case sources:
 				e.key, e.end = key+addrKey(client.Addr()), key+addrKey(last(client))
-			case redirects:
+			case redirects, healthChecks:
 				e.value = addrKey(addr) + portKey(8080)
 			case hairpins:
 				e.key = addrKey(addr) + key

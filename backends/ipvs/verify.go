@@ -24,11 +24,18 @@ const (
 	pauseFactor = 50
 )
 
+// maxIdleReads limits the virtual servers that one call of removeIdle reads.
+const maxIdleReads = 1000
+
 // removeIdle deletes the destinations that get no new connections and have no connections
 // any more.
 func (d *dataplane) removeIdle(ctx context.Context) error {
 	var errs []error
+	reads := 0
 	for id := range d.leaving {
+		if reads++; reads > maxIdleReads {
+			break // the order of a map is random, so later calls read the others
+		}
 		if ctx.Err() != nil {
 			return errors.Join(append(errs, context.Cause(ctx))...)
 		}
@@ -37,11 +44,11 @@ func (d *dataplane) removeIdle(ctx context.Context) error {
 			errs = append(errs, err)
 			continue
 		}
-		d.setServer(id, s)
 		delete(d.leaving, id)
 		if s == nil {
 			continue // compare repairs it
 		}
+		d.servers[id] = s
 		for at, to := range s.destinations {
 			switch {
 			case d.wanted[id].has(at):
@@ -57,6 +64,17 @@ func (d *dataplane) removeIdle(ctx context.Context) error {
 		}
 	}
 	return errors.Join(errs...)
+}
+
+// checkTable requests a new pass if another program has deleted the table, as a reload of
+// a firewall may do.
+func (d *dataplane) checkTable() error {
+	exists, err := d.table.exists()
+	if err == nil && !exists {
+		d.known = false
+		err = fmt.Errorf("another program deleted table inet %s (%w)", d.table.name, sink.ErrStartOver)
+	}
+	return err
 }
 
 // compare compares the kernel with the records, and repairs virtual servers and addresses.
@@ -79,7 +97,7 @@ func (d *dataplane) compare(ctx context.Context) error {
 		d.known = false
 		return fmt.Errorf("another program changed routes of interface %s (%w)", d.local.name, sink.ErrStartOver)
 	}
-	servers, err := d.readServers(elements)
+	servers, err := d.readServers(ctx, elements)
 	if err != nil {
 		return err
 	}
@@ -111,5 +129,5 @@ func equalServers(a, b *server) bool {
 		}
 		return w
 	}
-	return a.scheduler == b.scheduler && a.persistence == b.persistence && maps.Equal(weights(a), weights(b))
+	return a.settings == b.settings && maps.Equal(weights(a), weights(b))
 }

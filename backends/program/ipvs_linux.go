@@ -42,6 +42,7 @@ func (f *ipvsFlags) register(fs *pflag.FlagSet) {
 	listFlag(fs, &f.options.ClusterCIDRs, parseCIDR, "cluster-cidr", "the `CIDRs` of pods")
 	fs.StringSliceVar(&f.options.PodInterfaces, "pod-interfaces", nil, "take what comes in by these `interfaces`, such as cni0 or veth*, for pods of this node")
 	fs.BoolVar(&f.options.MasqueradeAll, "masquerade-all", false, "masquerade all connections to cluster IPs")
+	fs.Uint16Var(&f.options.HealthzPort, "forward-healthcheck-port", 10256, "the `port` for health checks at load-balancer IPs of services without a health-check node port: that of --healthz-bind-address; 0 forwards none of them")
 	fs.BoolVar(&f.options.StrictARP, "strict-arp", false, "also check or set the kernel settings with which the node does not answer ARP requests for addresses of services")
 	f.nodeFlags.register(fs)
 }

@@ -9,7 +9,6 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
-	"maps"
 	"os"
 	"os/exec"
 	"slices"
@@ -39,8 +38,7 @@ type Backend struct {
 	// known reports that the rulesets agree with the kernel, except for failed services.
 	known bool
 	node  *api.Node
-	views map[types.NamespacedName]*api.ServiceEndpoints
-	// leftovers exist if the last pass did not remove old rules, because services failed.
+	// leftovers exist if the last pass kept old rules of services that failed.
 	leftovers kernelnode.Leftovers
 	// A Verify before verifyAt does nothing.
 	verifyAt time.Time
@@ -239,13 +237,15 @@ func (b *Backend) program(ctx context.Context, c *sink.Changes) error {
 			return err
 		}
 	}
-	for _, s := range list {
-		if _, ok := failed[s.key]; !ok {
-			put(b.views, s.key, s.view, s.view != nil)
-		}
-	}
 	if c.Last {
-		if err := b.endPass(ctx, len(failed)+len(c.Failing) > 0); err != nil {
+		failing := map[types.NamespacedName]bool{}
+		for _, key := range c.Failing {
+			failing[key] = true
+		}
+		for key := range failed {
+			failing[key] = true
+		}
+		if err := b.endPass(ctx, failing); err != nil {
 			return err
 		}
 	}
@@ -259,7 +259,6 @@ func (b *Backend) program(ctx context.Context, c *sink.Changes) error {
 
 func (b *Backend) beginPass(ctx context.Context) error {
 	b.known = false
-	b.views = map[types.NamespacedName]*api.ServiceEndpoints{}
 	env := b.environment()
 	for _, t := range b.rulesets {
 		t.env = env
@@ -271,19 +270,16 @@ func (b *Backend) beginPass(ctx context.Context) error {
 	return nil
 }
 
-// endPass removes the rules that no service needs. If services failed, it keeps all rules
-// until another pass, because some may belong to these services.
-func (b *Backend) endPass(ctx context.Context, failed bool) error {
-	b.leftovers.Exist = failed
-	b.leftovers.RecordPass(time.Now(), failed)
-	if failed {
-		return nil
-	}
+// endPass removes the rules that no service needs. Services that fail keep their rules
+// until another pass.
+func (b *Backend) endPass(ctx context.Context, failing map[types.NamespacedName]bool) error {
 	for _, t := range b.rulesets {
-		if err := t.prune(ctx); err != nil {
+		if err := t.prune(ctx, failing); err != nil {
 			return err
 		}
 	}
+	b.leftovers.Exist = len(failing) > 0
+	b.leftovers.RecordPass(time.Now(), b.leftovers.Exist)
 	return nil
 }
 
@@ -301,7 +297,7 @@ func (b *Backend) environment() environment {
 func (b *Backend) updateEnvironment(ctx context.Context) error {
 	env := b.environment()
 	for _, t := range b.rulesets {
-		if err := t.setEnvironment(ctx, env, maps.All(b.views)); err != nil {
+		if err := t.setEnvironment(ctx, env); err != nil {
 			b.known = false
 			return fmt.Errorf("update the addresses of the node: %w (%w)", err, sink.ErrStartOver)
 		}

@@ -6,14 +6,10 @@ package iptables
 
 import (
 	"errors"
-	"fmt"
 	"net/netip"
-	"os"
-	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
-	"time"
 
 	"github.com/go-logr/logr/funcr"
 	"github.com/google/go-cmp/cmp"
@@ -21,7 +17,6 @@ import (
 	"github.com/kpng-project/kpng/backends/nodeaddr"
 	"github.com/kpng-project/kpng/internal/netnstest"
 	"github.com/kpng-project/kpng/sink"
-	"golang.org/x/sys/unix"
 	"k8s.io/klog/v2"
 )
 
@@ -328,114 +323,6 @@ func TestNodeAddressesAreFollowed(t *testing.T) {
 	})
 }
 
-// wrap replaces iptables-restore by a program that edits its input, so that the kernel
-// refuses rules for session affinity.
-func wrap(t *testing.T, r *ruleset) {
-	path := filepath.Join(t.TempDir(), "iptables-restore")
-	script := fmt.Sprintf("#!/bin/sh\nsed 's/--rcheck/& --hitcount 70000/' | %s \"$@\"\n", r.run.restoreProgram)
-	if err := os.WriteFile(path, []byte(script), 0o755); err != nil {
-		t.Fatal(err)
-	}
-	r.run.restoreProgram = path
-}
-
-func TestBadServiceFailsAlone(t *testing.T) {
-	eachVariant(t, func(t *testing.T, ns *netnstest.Namespace, v variant) {
-		b := start(t, ns, v)
-		good := view("s00002", "10.96.0.2", "10.1.0.1")
-		mustSync(t, b, pass(good))
-		real := b.rulesets[0].run.restoreProgram
-		wrap(t, b.rulesets[0])
-		views := many(20)
-		views[2] = view("s00002", "10.96.0.2", "6.6.6.6", affinity) // has old rules
-		views[9] = view("s00009", "10.96.0.9", "6.6.6.6", affinity)
-		var failed *sink.Failed
-		if err := b.Sync(t.Context(), pass(views...)); !errors.As(err, &failed) {
-			t.Fatalf("Sync returned %v", err)
-		}
-		for _, i := range []int{2, 9} {
-			if err := (*failed)[views[i].Key()]; err == nil || !strings.Contains(err.Error(), "failed") {
-				t.Errorf("service %s: error %v", views[i].Key(), err)
-			}
-		}
-		if len(*failed) != 2 {
-			t.Errorf("%d services failed, want 2: %v", len(*failed), failed)
-		}
-		text := saveAll(t, ns, v.flavour)
-		for i := range views {
-			if has := strings.Contains(text, fmt.Sprintf("-d 10.96.0.%d/32 -p tcp", i)); has != (i != 9) {
-				t.Errorf("service %d has rules: %t", i, has)
-			}
-		}
-		if !strings.Contains(text, "10.1.0.1:8080") {
-			t.Error("the failed service lost its old endpoint")
-		}
-		b.rulesets[0].run.restoreProgram = real
-		mustSync(t, b, batch(views[2], views[9]))
-		if text := saveAll(t, ns, v.flavour); strings.Count(text, "6.6.6.6:8080") != 2 {
-			t.Errorf("not mended:\n%s", text)
-		}
-		b.leftovers.PassAt = time.Time{}
-		if err := verify(t, b); !errors.Is(err, sink.ErrStartOver) {
-			t.Errorf("Verify after a pass with failures returned %v", err)
-		}
-	})
-}
-
-func TestLockHeldByAnotherProgram(t *testing.T) {
-	file := filepath.Join(t.TempDir(), "xtables.lock")
-	t.Setenv("XTABLES_LOCKFILE", file)
-	ns := netnstest.New(t)
-	b := start(t, ns, variant{Legacy, true}, func(o *Options) { o.LockWait = time.Second })
-	mustSync(t, b, pass(everything()...))
-	before := saveAll(t, ns, Legacy)
-
-	lock, err := os.Create(file)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer lock.Close()
-	if err := unix.Flock(int(lock.Fd()), unix.LOCK_EX); err != nil {
-		t.Fatal(err)
-	}
-	web := view("web", "10.96.0.1", "10.1.0.9")
-	err = b.Sync(t.Context(), batch(web))
-	if _, ok := sink.Acknowledged(err); ok || !strings.Contains(fmt.Sprint(err), "held the lock of iptables") {
-		t.Errorf("Sync returned %v", err)
-	}
-	if diff := cmp.Diff(before, saveAll(t, ns, Legacy)); diff != "" {
-		t.Errorf("the rules changed (-before +after):\n%s", diff)
-	}
-	lock.Close()
-	mustSync(t, b, batch(web))
-	if !strings.Contains(saveAll(t, ns, Legacy), "10.1.0.9:8080") {
-		t.Error("the change was not written when the lock was free")
-	}
-}
-
-func TestFullSet(t *testing.T) {
-	ns := netnstest.New(t)
-	b := start(t, ns, variant{NFT, false})
-	mustSync(t, b, pass(view("a", "", "", loadBalancer)))
-	// A set of the same name with room for one element.
-	ns.RunWith(t, "create SMALL hash:ip,port maxelem 1\nadd SMALL 203.0.113.1,tcp:80\nswap SMALL KPNG-REJECT4\ndestroy SMALL\n", "ipset", "restore")
-	none, web := view("none", "10.96.0.2", ""), view("web", "10.96.0.1", "10.1.0.1")
-	var failed *sink.Failed
-	if err := b.Sync(t.Context(), batch(none, web)); !errors.As(err, &failed) || len(*failed) != 1 {
-		t.Fatalf("Sync returned %v", err)
-	}
-	if err := (*failed)[none.Key()]; err == nil || !strings.Contains(err.Error(), "full") || !strings.Contains(err.Error(), "KPNG-REJECT4") {
-		t.Errorf("the error is %v", err)
-	}
-	if !strings.Contains(saveAll(t, ns, NFT), "10.1.0.1:8080") {
-		t.Error("the other service was not programmed")
-	}
-	mustSync(t, b, pass(none, web))
-	if text := saveAll(t, ns, NFT); !strings.Contains(text, "add KPNG-REJECT4 10.96.0.2,tcp:80") || strings.Contains(text, "KPNG-REJECT4NEW") {
-		t.Errorf("a pass did not mend the set:\n%s", text)
-	}
-}
-
 func TestRulesInOtherFlavourAreReported(t *testing.T) {
 	for _, flavours := range [][2]Flavour{{NFT, Legacy}, {Legacy, NFT}} {
 		t.Run("from "+flavours[0].String(), func(t *testing.T) {
@@ -460,19 +347,6 @@ func TestRulesInOtherFlavourAreReported(t *testing.T) {
 				t.Errorf("logs after cleanup are %q, want none", logs)
 			}
 		})
-	}
-}
-
-func TestMissingPrograms(t *testing.T) {
-	t.Setenv("PATH", t.TempDir())
-	for _, flavour := range []Flavour{DetectFlavour, NFT, Legacy} {
-		b, err := New(Options{Flavour: flavour})
-		if err != nil {
-			t.Fatal(err)
-		}
-		if err := b.Start(t.Context()); err == nil || !strings.Contains(err.Error(), "apt-get install iptables") {
-			t.Errorf("flavour %s: error %v", flavour, err)
-		}
 	}
 }
 

@@ -325,10 +325,8 @@ func (s *serviceRenderer) translated(f *nodeview.Frontend) string {
 	case nodeview.MasqueradeNode:
 		kind = "X"
 		if list := s.list(f, &f.Node); list != "" {
-			rules = append(rules, fromHere+jump(s.name(markPacket)), fromHere+jump(list))
-			for _, match := range s.podMatches() {
-				rules = append(rules, match+jump(list))
-			}
+			rules = append(rules, fromHere+jump(s.name(markPacket)))
+			rules = append(rules, s.fromNode(jump(list))...)
 		}
 		if list := s.list(f, &f.Elsewhere); list != "" {
 			rules = append(rules, jump(list))
@@ -343,14 +341,23 @@ func (s *serviceRenderer) translated(f *nodeview.Frontend) string {
 		return chain
 	}
 	filtered := s.hashed("F", s.key, port(f), f.Addr)
-	s.out.add(nat, filtered, s.fromSources(f, chain))
+	s.out.add(nat, filtered, s.fromSources(f, jump(chain)))
 	return filtered
 }
 
-// fromSources returns rules that send packets from the sources that f admits to a chain.
-func (s *serviceRenderer) fromSources(f *nodeview.Frontend, target string) (rules []string) {
+// fromSources returns rules with this end for packets from the sources that f admits.
+func (s *serviceRenderer) fromSources(f *nodeview.Frontend, end string) (rules []string) {
 	for _, prefix := range f.Sources.Prefixes(s.env.node) {
-		rules = append(rules, fmt.Sprintf("-s %s %s", prefix.Masked(), jump(target)))
+		rules = append(rules, fmt.Sprintf("-s %s %s", prefix.Masked(), end))
+	}
+	return rules
+}
+
+// fromNode returns rules with this end for packets of this node and its pods.
+func (s *serviceRenderer) fromNode(end string) []string {
+	rules := []string{fromHere + end}
+	for _, match := range s.podMatches() {
+		rules = append(rules, match+end)
 	}
 	return rules
 }
@@ -365,17 +372,34 @@ func (s *serviceRenderer) untranslated(f *nodeview.Frontend) {
 	}
 	switch {
 	case f.Sources.Restricted && verdict == nodeview.Reject:
-		chain := s.hashed("R", s.key, port(f), f.Addr)
-		s.out.add(filter, chain, append(s.fromSources(f, target), "-j DROP"))
-		target = chain
+		target = s.dropOthers(f, s.fromSources(f, jump(target)))
+	case f.Sources.Restricted && verdict == nodeview.Forward && reachesItself(f, &f.Elsewhere):
+		target = s.dropOthers(f, s.fromSources(f, "-j RETURN"))
 	case f.Sources.Restricted:
 	case verdict == nodeview.Forward:
 		return
+	case reachesItself(f, &f.Node):
+		target = s.dropOthers(f, s.fromNode("-j RETURN"))
 	case s.withSets && f.Kind != nodeview.NodePort && f.Port != 0:
 		s.out.elements[element{set, fmt.Sprintf("%s,%s:%d", f.Addr, protocolNames[f.Protocol], f.Port)}] = true
 		return
 	}
 	s.entry(filter, f, target)
+}
+
+// dropOthers adds a chain to table filter that has these rules and then drops packets. It
+// returns the name of the chain.
+func (s *serviceRenderer) dropOthers(f *nodeview.Frontend, rules []string) string {
+	chain := s.hashed("R", s.key, port(f), f.Addr)
+	s.out.add(filter, chain, append(rules, "-j DROP"))
+	return chain
+}
+
+// reachesItself reports whether an endpoint of t has the address and port of f. If table
+// nat selects this endpoint, the packet does not change, so table filter cannot recognize
+// that it was translated.
+func reachesItself(f *nodeview.Frontend, t *nodeview.Traffic) bool {
+	return slices.ContainsFunc(t.Endpoints, func(e nodeview.Target) bool { return e.Addr == f.Addr && e.Port == f.Port })
 }
 
 // list adds the chain that selects an endpoint of t, and returns its name. It returns ""
@@ -529,6 +553,10 @@ func addrLen(family api.Family) int {
 func (r *renderer) dispatch(id chainID, entries []string, children []string) string {
 	rules := entries
 	isFilterRoot := id == chainID{filter, r.name(services)}
+	if isFilterRoot {
+		// An endpoint may have the address and port of a frontend of another service.
+		rules = append(rules, "-m conntrack --ctstate DNAT -j RETURN")
+	}
 	if isFilterRoot && r.withSets {
 		rules = append(rules, r.setMatch(dropSet, "dst,dst")+"-j DROP", r.setMatch(rejectSet, "dst,dst")+jump(r.name(reject)))
 	}

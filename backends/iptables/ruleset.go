@@ -9,8 +9,8 @@ import (
 	"errors"
 	"fmt"
 	"hash/maphash"
-	"iter"
 	"maps"
+	"regexp"
 	"slices"
 	"strings"
 
@@ -26,8 +26,9 @@ type ruleset struct {
 	renderer
 	run *runner
 
-	// records has what each service needs. The record of the empty key has the skeleton.
-	records map[types.NamespacedName]*rendered
+	// records has what each service needs. While a pass has not programmed a service, its
+	// record has the entries that the kernel had when the pass began.
+	records map[types.NamespacedName]*record
 	// chains has the rules of each needed chain.
 	chains map[chainID]string
 	// claims has the entries of each dispatch chain by their match. If several services
@@ -43,7 +44,8 @@ type ruleset struct {
 
 	// inKernel has the digest of each chain in the kernel, 0 if that is not known.
 	inKernel map[chainID]uint64
-	// inSets are the elements of the sets in the kernel.
+	// inSets are the elements of the sets in the kernel. The value is false if the kernel may
+	// lack the element, because a change has failed.
 	inSets map[element]bool
 	// The changed chains and elements may differ from those in the kernel.
 	changedChains   map[chainID]bool
@@ -63,8 +65,15 @@ type ruleset struct {
 	verified uint32
 }
 
-// claim is an entry of a dispatch chain. The owner is empty if the entry existed when the
-// pass began.
+// record is what a service needs.
+type record struct {
+	*rendered
+	view *api.ServiceEndpoints
+	// old records have no view. They have what the kernel had when the pass began.
+	old bool
+}
+
+// claim is an entry of a dispatch chain.
 type claim struct {
 	owner types.NamespacedName
 	rest  string // of the rule, after its match
@@ -82,7 +91,7 @@ func digest(rules string) uint64 { return maphash.String(digestSeed, rules) | 1 
 func (t *ruleset) begin(ctx context.Context) error {
 	elements := map[element]bool{}
 	if t.withSets {
-		err := t.run.createSets(ctx, t.allSets(), t.family)
+		err := t.run.replaceSets(ctx, t.allSets())
 		if err == nil {
 			elements, err = t.readSets(ctx)
 		}
@@ -96,7 +105,7 @@ func (t *ruleset) begin(ctx context.Context) error {
 	}
 	*t = ruleset{
 		renderer: t.renderer, run: t.run, inexact: t.inexact, calibrated: t.calibrated,
-		records:         map[types.NamespacedName]*rendered{},
+		records:         map[types.NamespacedName]*record{},
 		chains:          map[chainID]string{},
 		claims:          map[chainID]map[string][]claim{},
 		branches:        map[chainID]map[string]bool{},
@@ -125,14 +134,16 @@ func (t *ruleset) begin(ctx context.Context) error {
 		}
 		for rule := range strings.SplitSeq(rules, "\n") {
 			if match, rest := splitEntry(rule); rest != "" {
-				t.claim(entryID{id, match}, claim{rest: rest})
+				owner := ownerOf(rest)
+				t.claim(entryID{id, match}, claim{owner, rest})
+				t.oldRecord(owner).entries[entryID{id, match}] = rest
 			}
 		}
 	}
 	for _, table := range tables {
 		t.changedChains[chainID{table, t.name(services)}] = true
 	}
-	t.replace(skeletonKey, t.skeleton())
+	t.replace(skeletonKey, &record{rendered: t.skeleton()})
 	t.undo = nil
 	return t.commit(ctx)
 }
@@ -149,6 +160,25 @@ func splitEntry(rule string) (match, rest string) {
 	return strings.TrimSuffix(rule[:at], " "), rule[at:]
 }
 
+var commentPattern = regexp.MustCompile(`--comment "?([^"/:]+)/([^"/: ]+)`)
+
+// ownerOf returns the service that the comment of an entry names. It returns the empty key
+// if there is none.
+func ownerOf(rest string) (owner types.NamespacedName) {
+	if m := commentPattern.FindStringSubmatch(rest); m != nil {
+		owner.Namespace, owner.Name = strings.Clone(m[1]), strings.Clone(m[2])
+	}
+	return owner
+}
+
+// oldRecord returns the record of a service that this pass has not programmed.
+func (t *ruleset) oldRecord(key types.NamespacedName) *record {
+	if t.records[key] == nil {
+		t.records[key] = &record{rendered: newRendered(), old: true}
+	}
+	return t.records[key]
+}
+
 func (t *ruleset) allSets() map[string]string {
 	sets := map[string]string{}
 	for kind, setType := range setTypes {
@@ -157,19 +187,26 @@ func (t *ruleset) allSets() map[string]string {
 	return sets
 }
 
-// setEnvironment renders the skeleton and all views again if env differs from the present
+// record returns the record for a view.
+func (t *ruleset) record(view *api.ServiceEndpoints) *record {
+	return &record{rendered: t.service(view), view: view}
+}
+
+// setEnvironment renders the skeleton and all services again if env differs from the present
 // environment.
-func (t *ruleset) setEnvironment(ctx context.Context, env environment, views iter.Seq2[types.NamespacedName, *api.ServiceEndpoints]) error {
+func (t *ruleset) setEnvironment(ctx context.Context, env environment) error {
 	if t.env.equal(&env) {
 		return nil
 	}
 	t.env = env
-	t.replace(skeletonKey, t.skeleton())
+	t.replace(skeletonKey, &record{rendered: t.skeleton()})
 	for _, table := range tables {
 		t.changedChains[chainID{table, t.name(services)}] = true
 	}
-	for key, view := range views {
-		t.replace(key, t.service(view))
+	for key, r := range t.records {
+		if r.view != nil {
+			t.replace(key, t.record(r.view))
+		}
 	}
 	t.undo = nil
 	return t.commit(ctx)
@@ -185,30 +222,34 @@ type service struct {
 // keeps their old rules and adds them to failed. It returns an error if the cause is not
 // one of the services.
 func (t *ruleset) apply(ctx context.Context, list []service, failed *sink.Failed) error {
-	t.undo = nil
+	if len(list) == 0 {
+		return t.commitOld(ctx)
+	}
 	for _, s := range list {
 		failed.Do(s.key, func() error {
-			t.replace(s.key, t.service(s.view))
+			t.replace(s.key, t.record(s.view))
 			return nil
 		})
 	}
 	err := t.commit(ctx)
 	if err == nil {
+		t.undo = nil
 		return nil
 	}
 	for _, undo := range slices.Backward(t.undo) {
 		undo()
 	}
 	t.undo = nil
-	if len(list) == 0 || isGeneral(err) || ctx.Err() != nil {
+	if isGeneral(err) || ctx.Err() != nil {
 		return err
 	}
 	// If the kernel accepts the old rules, the cause is one of the services.
-	if oldErr := t.commit(ctx); oldErr != nil {
+	if oldErr := t.commitOld(ctx); oldErr != nil {
 		return errors.Join(err, oldErr)
 	}
 	if len(list) == 1 {
 		failed.Add(list[0].key, err)
+		t.keepElements(list[0])
 		return nil
 	}
 	half := len(list) / 2
@@ -218,11 +259,35 @@ func (t *ruleset) apply(ctx context.Context, list []service, failed *sink.Failed
 	return t.apply(ctx, list[half:], failed)
 }
 
+// commitOld commits rules that the kernel has accepted before. If the kernel refuses them,
+// another program has changed its rules, so that only a new pass can repair them.
+func (t *ruleset) commitOld(ctx context.Context) error {
+	err := t.commit(ctx)
+	if err == nil || isGeneral(err) || ctx.Err() != nil {
+		return err
+	}
+	return fmt.Errorf("the kernel refuses rules that it had: %w (%w)", err, sink.ErrStartOver)
+}
+
+// keepElements makes a service that failed the user of the elements that it needs and that
+// the kernel had when the pass began.
+func (t *ruleset) keepElements(s service) {
+	if r := t.records[s.key]; r != nil && !r.old {
+		return
+	}
+	for e := range t.service(s.view).elements {
+		if t.held[e] {
+			t.oldRecord(s.key).elements[e] = true
+			delete(t.held, e)
+		}
+	}
+}
+
 // replace replaces what a service needs.
-func (t *ruleset) replace(key types.NamespacedName, next *rendered) {
+func (t *ruleset) replace(key types.NamespacedName, next *record) {
 	last := t.records[key]
 	if last == nil {
-		last = newRendered()
+		last = &record{rendered: newRendered()}
 	}
 	for id := range last.chains {
 		if _, ok := next.chains[id]; !ok && !t.holding {
@@ -253,7 +318,7 @@ func (t *ruleset) replace(key types.NamespacedName, next *rendered) {
 	t.setRecord(key, next)
 }
 
-func (t *ruleset) setRecord(key types.NamespacedName, next *rendered) {
+func (t *ruleset) setRecord(key types.NamespacedName, next *record) {
 	last, had := t.records[key]
 	t.undo = append(t.undo, func() { put(t.records, key, last, had) })
 	put(t.records, key, next, len(next.chains)+len(next.entries)+len(next.elements) > 0)
@@ -299,14 +364,13 @@ func (t *ruleset) addUsers(e element, n int) {
 	t.changedElements[e] = true
 }
 
-// claim adds or replaces the entry of a service in a dispatch chain. It takes over an
-// entry that existed when the pass began.
+// claim adds or replaces the entry of a service in a dispatch chain.
 func (t *ruleset) claim(id entryID, c claim) {
 	list := t.claims[id.chain][id.match]
-	if slices.Contains(list, c) {
+	if len(list) > 0 && list[len(list)-1] == c {
 		return
 	}
-	t.setClaims(id, append(without(without(list, c.owner), types.NamespacedName{}), c))
+	t.setClaims(id, append(without(list, c.owner), c))
 }
 
 // unclaim removes the entry of a service from a dispatch chain.
@@ -374,34 +438,44 @@ func (t *ruleset) renderDispatch(id chainID) {
 
 // commit writes the changed elements and chains whose content differs from the kernel. If
 // it fails, the kernel may have some of the changes. Then the next commit writes these
-// chains again.
+// elements and chains again.
 func (t *ruleset) commit(ctx context.Context) error {
-	var add, remove []string
-	var added, removed []element
+	var add, remove []element
 	for e := range t.changedElements {
+		sure, ok := t.inSets[e]
 		switch {
-		case t.users[e] > 0 && !t.inSets[e]:
-			add, added = append(add, t.setName(e.set)+" "+e.text), append(added, e)
-		case t.users[e] == 0 && t.inSets[e]:
-			remove, removed = append(remove, t.setName(e.set)+" "+e.text), append(removed, e)
+		case t.users[e] > 0 && !sure:
+			add = append(add, e)
+		case t.users[e] == 0 && ok:
+			remove = append(remove, e)
 		}
 	}
-	if err := t.run.changeSets(ctx, "add", add); err != nil {
+	if err := t.changeSets(ctx, "add", add); err != nil {
 		return err
-	}
-	for _, e := range added {
-		t.inSets[e] = true
 	}
 	if err := t.writeChains(ctx); err != nil {
 		return err
 	}
-	if err := t.run.changeSets(ctx, "del", remove); err != nil {
+	if err := t.changeSets(ctx, "del", remove); err != nil {
 		return err
 	}
-	for _, e := range removed {
-		delete(t.inSets, e)
-	}
 	clear(t.changedElements)
+	return nil
+}
+
+// changeSets adds or deletes elements.
+func (t *ruleset) changeSets(ctx context.Context, action string, list []element) error {
+	var items []string
+	for _, e := range list {
+		items = append(items, t.setName(e.set)+" "+e.text)
+		t.inSets[e] = false
+	}
+	if err := t.run.changeSets(ctx, action, items); err != nil {
+		return err
+	}
+	for _, e := range list {
+		put(t.inSets, e, true, action == "add")
+	}
 	return nil
 }
 
@@ -477,13 +551,22 @@ func (t *ruleset) restoreInput(write []chainID) string {
 	return b.String()
 }
 
-// prune removes the chains, entries and elements that existed when the pass began and that
-// no service needs.
-func (t *ruleset) prune(ctx context.Context) error {
+// prune removes what existed when the pass began and no service needs. Services in failing
+// keep their entries and the chains to which these lead.
+func (t *ruleset) prune(ctx context.Context, failing map[types.NamespacedName]bool) error {
 	needed := map[chainID]bool{}
-	for _, r := range t.records {
+	for key, r := range t.records {
+		if r.old && !failing[key] {
+			t.replace(key, t.record(nil))
+			continue
+		}
 		for id := range r.chains {
 			needed[id] = true
+		}
+		if r.old {
+			for id, rest := range r.entries {
+				t.reach(id.chain.table, rest, needed)
+			}
 		}
 	}
 	for id := range t.chains {
@@ -491,19 +574,25 @@ func (t *ruleset) prune(ctx context.Context) error {
 			t.setChain(id, "", false)
 		}
 	}
-	for chain, entries := range t.claims {
-		for match := range entries {
-			if id := (entryID{chain, match}); slices.ContainsFunc(entries[match], func(c claim) bool { return c.owner == types.NamespacedName{} }) {
-				t.unclaim(id, types.NamespacedName{})
-			}
-		}
-	}
 	for e := range t.held {
 		t.use(e, -1)
 	}
 	clear(t.held)
 	t.holding, t.undo = false, nil
-	return t.commit(ctx)
+	return t.commitOld(ctx)
+}
+
+var jumpPattern = regexp.MustCompile(`-j (\S+)`)
+
+// reach adds to needed the chains to which rules lead.
+func (t *ruleset) reach(table, rules string, needed map[chainID]bool) {
+	for _, m := range jumpPattern.FindAllStringSubmatch(rules, -1) {
+		id := chainID{table, m[1]}
+		if next, ok := t.chains[id]; ok && !needed[id] {
+			needed[id] = true
+			t.reach(table, next, needed)
+		}
+	}
 }
 
 // verify compares the kernel with what commit has written. It returns a [difference] if
@@ -522,12 +611,15 @@ func (t *ruleset) verify(ctx context.Context) error {
 	if !t.withSets {
 		return nil
 	}
+	if err := t.run.createSets(ctx, t.allSets()); err != nil {
+		return err
+	}
 	elements, err := t.readSets(ctx)
 	if err != nil {
 		return err
 	}
 	for e := range elements {
-		if !t.inSets[e] {
+		if _, ok := t.inSets[e]; !ok {
 			return differs("%s was added to set %s", e.text, t.setName(e.set))
 		}
 	}

@@ -87,27 +87,53 @@ func (r *runner) restore(ctx context.Context, input string) error {
 
 // save returns the output of iptables-save for a table.
 func (r *runner) save(ctx context.Context, table string) (string, error) {
-	return r.command(ctx, "", r.saveProgram, "-t", table)
+	text, err := r.command(ctx, "", r.saveProgram, "-t", table)
+	// The program prints that in place of the rules, and ends without an error.
+	if err == nil && strings.Contains(text, "is incompatible, use 'nft' tool") {
+		family := map[api.Family]string{api.IPv4: "ip", api.IPv6: "ip6"}[r.family]
+		return "", fmt.Errorf("%s cannot read table %s, because it has rules that only the program nft understands; find them with nft list table %s %s, and move them to another table", r.saveProgram, table, family, table)
+	}
+	return text, err
 }
 
 // maxElements limits the elements of each set. A set uses memory only for its present
 // elements.
 const maxElements = 1 << 20
 
-// createSets creates sets of these types. It replaces a set that has other properties,
-// because a set in use cannot be deleted.
-func (r *runner) createSets(ctx context.Context, sets map[string]string, family api.Family) error {
-	familyName := map[api.Family]string{api.IPv4: "inet", api.IPv6: "inet6"}[family]
+// createLine returns the line that creates a set unless it exists with the same properties.
+func (r *runner) createLine(name, setType string) string {
+	familyName := map[api.Family]string{api.IPv4: "inet", api.IPv6: "inet6"}[r.family]
+	return fmt.Sprintf("create %s %s family %s maxelem %d -exist\n", name, setType, familyName, maxElements)
+}
+
+// createSets creates those sets that do not exist. The argument sets has their types. It
+// returns a [difference] if a set has other properties.
+func (r *runner) createSets(ctx context.Context, sets map[string]string) error {
+	var input strings.Builder
 	for name, setType := range sets {
-		create := func(name string) string {
-			return fmt.Sprintf("create %s %s family %s maxelem %d -exist\n", name, setType, familyName, maxElements)
-		}
-		if _, err := r.command(ctx, create(name), r.ipset, "restore"); err == nil {
+		input.WriteString(r.createLine(name, setType))
+	}
+	_, err := r.command(ctx, input.String(), r.ipset, "restore")
+	var failed *programError
+	if errors.As(err, &failed) {
+		return differs("a set has other properties: %v", failed)
+	}
+	return err
+}
+
+// replaceSets is like createSets, but replaces the sets that have other properties. It
+// swaps sets, because the kernel does not delete a set in use.
+func (r *runner) replaceSets(ctx context.Context, sets map[string]string) error {
+	for name, setType := range sets {
+		if _, err := r.command(ctx, r.createLine(name, setType), r.ipset, "restore"); err == nil {
 			continue
 		}
 		other := name + "NEW"
-		if _, err := r.command(ctx, create(other)+fmt.Sprintf("swap %s %s\ndestroy %s\n", name, other, other), r.ipset, "restore"); err != nil {
-			return fmt.Errorf("create set %s: %w", name, err)
+		r.command(ctx, "", r.ipset, "destroy", other) // it exists if a process ended here
+		_, err := r.command(ctx, r.createLine(other, setType)+fmt.Sprintf("swap %s %s\n", name, other), r.ipset, "restore")
+		r.command(ctx, "", r.ipset, "destroy", other)
+		if err != nil {
+			return fmt.Errorf("replace set %s, which has other properties: %w (kpng cleanup iptables removes it)", name, err)
 		}
 	}
 	return nil

@@ -1,0 +1,339 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package iptables
+
+import (
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends/nodeaddr"
+	"github.com/kpng-project/kpng/internal/netnstest"
+	"github.com/kpng-project/kpng/sink"
+	"golang.org/x/sys/unix"
+)
+
+// wrap replaces iptables-restore by a program that edits its input, so that the kernel
+// refuses rules for session affinity.
+func wrap(t *testing.T, r *ruleset) {
+	path := filepath.Join(t.TempDir(), "iptables-restore")
+	script := fmt.Sprintf("#!/bin/sh\nsed 's/--rcheck/& --hitcount 70000/' | %s \"$@\"\n", r.run.restoreProgram)
+	if err := os.WriteFile(path, []byte(script), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	r.run.restoreProgram = path
+}
+
+func TestBadServiceFailsAlone(t *testing.T) {
+	eachVariant(t, func(t *testing.T, ns *netnstest.Namespace, v variant) {
+		b := start(t, ns, v)
+		good := view("s00002", "10.96.0.2", "10.1.0.1")
+		mustSync(t, b, pass(good))
+		real := b.rulesets[0].run.restoreProgram
+		wrap(t, b.rulesets[0])
+		views := many(20)
+		views[2] = view("s00002", "10.96.0.2", "6.6.6.6", affinity) // has old rules
+		views[9] = view("s00009", "10.96.0.9", "6.6.6.6", affinity)
+		var failed *sink.Failed
+		if err := b.Sync(t.Context(), pass(views...)); !errors.As(err, &failed) {
+			t.Fatalf("Sync returned %v", err)
+		}
+		for _, i := range []int{2, 9} {
+			if err := (*failed)[views[i].Key()]; err == nil || !strings.Contains(err.Error(), "failed") {
+				t.Errorf("service %s: error %v", views[i].Key(), err)
+			}
+		}
+		if len(*failed) != 2 {
+			t.Errorf("%d services failed, want 2: %v", len(*failed), failed)
+		}
+		text := saveAll(t, ns, v.flavour)
+		for i := range views {
+			if has := strings.Contains(text, fmt.Sprintf("-d 10.96.0.%d/32 -p tcp", i)); has != (i != 9) {
+				t.Errorf("service %d has rules: %t", i, has)
+			}
+		}
+		if !strings.Contains(text, "10.1.0.1:8080") {
+			t.Error("the failed service lost its old endpoint")
+		}
+		b.rulesets[0].run.restoreProgram = real
+		mustSync(t, b, batch(views[2], views[9]))
+		if text := saveAll(t, ns, v.flavour); strings.Count(text, "6.6.6.6:8080") != 2 {
+			t.Errorf("not mended:\n%s", text)
+		}
+		b.leftovers.PassAt = time.Time{}
+		if err := verify(t, b); !errors.Is(err, sink.ErrStartOver) {
+			t.Errorf("Verify after a pass with failures returned %v", err)
+		}
+	})
+}
+
+func TestLockHeldByAnotherProgram(t *testing.T) {
+	file := filepath.Join(t.TempDir(), "xtables.lock")
+	t.Setenv("XTABLES_LOCKFILE", file)
+	ns := netnstest.New(t)
+	b := start(t, ns, variant{Legacy, true}, func(o *Options) { o.LockWait = time.Second })
+	mustSync(t, b, pass(everything()...))
+	before := saveAll(t, ns, Legacy)
+
+	lock, err := os.Create(file)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer lock.Close()
+	if err := unix.Flock(int(lock.Fd()), unix.LOCK_EX); err != nil {
+		t.Fatal(err)
+	}
+	web := view("web", "10.96.0.1", "10.1.0.9")
+	err = b.Sync(t.Context(), batch(web))
+	if _, ok := sink.Acknowledged(err); ok || !strings.Contains(fmt.Sprint(err), "held the lock of iptables") {
+		t.Errorf("Sync returned %v", err)
+	}
+	if diff := cmp.Diff(before, saveAll(t, ns, Legacy)); diff != "" {
+		t.Errorf("the rules changed (-before +after):\n%s", diff)
+	}
+	lock.Close()
+	mustSync(t, b, batch(web))
+	if !strings.Contains(saveAll(t, ns, Legacy), "10.1.0.9:8080") {
+		t.Error("the change was not written when the lock was free")
+	}
+}
+
+// A full set has the room of another program's set, or that program's elements.
+func TestFullSet(t *testing.T) {
+	ns := netnstest.New(t)
+	b := start(t, ns, variant{NFT, false})
+	mustSync(t, b, pass(view("a", "", "", loadBalancer)))
+	// A set of the same name with room for two elements.
+	ns.RunWith(t, "create SMALL hash:ip,port maxelem 2\nadd SMALL 203.0.113.1,tcp:80\nswap SMALL KPNG-REJECT4\ndestroy SMALL\n", "ipset", "restore")
+	before := ns.Run(t, "ipset", "save", "KPNG-REJECT4")
+	none, web := view("none", "10.96.0.2 10.96.0.3", ""), view("web", "10.96.0.1", "10.1.0.1")
+	var failed *sink.Failed
+	if err := b.Sync(t.Context(), batch(none, web)); !errors.As(err, &failed) || len(*failed) != 1 {
+		t.Fatalf("Sync returned %v", err)
+	}
+	if err := (*failed)[none.Key()]; err == nil || !strings.Contains(err.Error(), "full") || !strings.Contains(err.Error(), "KPNG-REJECT4") {
+		t.Errorf("the error is %v", err)
+	}
+	if !strings.Contains(saveAll(t, ns, NFT), "10.1.0.1:8080") {
+		t.Error("the other service was not programmed")
+	}
+	if diff := cmp.Diff(before, ns.Run(t, "ipset", "save", "KPNG-REJECT4")); diff != "" {
+		t.Errorf("the set has elements of the service that failed (-before +after):\n%s", diff)
+	}
+	if err := verify(t, b); !errors.Is(err, sink.ErrStartOver) || !strings.Contains(err.Error(), "KPNG-REJECT4") {
+		t.Errorf("Verify returned %v", err)
+	}
+	mustSync(t, b, pass(none, web))
+	if text := saveAll(t, ns, NFT); !strings.Contains(text, "add KPNG-REJECT4 10.96.0.2,tcp:80") || strings.Contains(text, "KPNG-REJECT4NEW") {
+		t.Errorf("a pass did not mend the set:\n%s", text)
+	}
+	if err := verify(t, b); err != nil {
+		t.Error(err)
+	}
+}
+
+func TestMissingPrograms(t *testing.T) {
+	t.Setenv("PATH", t.TempDir())
+	for _, flavour := range []Flavour{DetectFlavour, NFT, Legacy} {
+		b, err := New(Options{Flavour: flavour})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := b.Start(t.Context()); err == nil || !strings.Contains(err.Error(), "apt-get install iptables") {
+			t.Errorf("flavour %s: error %v", flavour, err)
+		}
+	}
+}
+
+// flush deletes all rules and chains of all programs in a flavour.
+func flush(t *testing.T, ns *netnstest.Namespace, flavour Flavour) {
+	for _, family := range families {
+		for _, table := range tables {
+			ns.Run(t, programName(flavour, family, ""), "-t", table, "-F")
+			ns.Run(t, programName(flavour, family, ""), "-t", table, "-X")
+		}
+	}
+}
+
+func TestChainsDeletedDuringPass(t *testing.T) {
+	for name, last := range map[string][]*api.ServiceEndpoints{
+		"before the next batch":      {view("b", "10.97.0.1", "10.1.0.2")},
+		"before the end of the pass": nil,
+	} {
+		t.Run(name, func(t *testing.T) {
+			eachVariant(t, func(t *testing.T, ns *netnstest.Namespace, v variant) {
+				// All services share a dispatch chain.
+				a, b, stale := view("a", "10.96.0.1", "10.1.0.1"), view("b", "10.97.0.1", "10.1.0.2"), view("stale", "10.98.0.1", "10.1.0.3")
+				mustSync(t, start(t, ns, v), pass(a, b, stale))
+				backend := start(t, ns, v)
+				first := batch(a)
+				first.First = true
+				mustSync(t, backend, first)
+				flush(t, ns, v.flavour)
+				next := batch(last...)
+				next.Last = true
+				if err := backend.Sync(t.Context(), next); !errors.Is(err, sink.ErrStartOver) {
+					t.Fatalf("Sync returned %v", err)
+				}
+				mustSync(t, backend, pass(a, b))
+				text := saveAll(t, ns, v.flavour)
+				for _, want := range []string{"-d 10.96.0.1/32 -p tcp", "10.1.0.1:8080", "-d 10.97.0.1/32 -p tcp", "10.1.0.2:8080", "-A PREROUTING -j KPNG-SERVICES"} {
+					if !strings.Contains(text, want) {
+						t.Errorf("after a new pass, %q is missing in:\n%s", want, text)
+					}
+				}
+				if err := verify(t, backend); err != nil {
+					t.Error(err)
+				}
+			})
+		})
+	}
+}
+
+// If a table has rules that only the program nft understands, iptables-save prints nothing.
+// That does not mean that the table is empty.
+func TestTableThatIPTablesCannotRead(t *testing.T) {
+	ns := netnstest.New(t)
+	b := start(t, ns, variant{NFT, false})
+	mustSync(t, b, pass(everything()...))
+	want := saveAll(t, ns, NFT)
+	ns.Run(t, "nft", "add", "chain", "ip", "filter", "OTHER")
+	ns.Run(t, "nft", "add", "rule", "ip", "filter", "OTHER", "ct", "mark", "set", "3")
+	before := ns.Run(t, "nft", "--stateless", "list", "ruleset")
+	unreadable := func(what string, err error) {
+		t.Helper()
+		if err == nil || !strings.Contains(err.Error(), "nft list table ip filter") {
+			t.Errorf("%s returned %v", what, err)
+		}
+	}
+	unreadable("Verify", verify(t, b))
+	unreadable("Sync", b.Sync(t.Context(), pass(everything()...)))
+	if diff := cmp.Diff(before, ns.Run(t, "nft", "--stateless", "list", "ruleset")); diff != "" {
+		t.Errorf("the rules changed (-before +after):\n%s", diff)
+	}
+	ns.Run(t, "nft", "delete", "chain", "ip", "filter", "OTHER")
+	mustSync(t, b, pass(everything()...))
+	if diff := cmp.Diff(want, saveAll(t, ns, NFT)); diff != "" {
+		t.Errorf("not mended (-want +got):\n%s", diff)
+	}
+	ns.Run(t, "nft", "add", "chain", "ip", "filter", "OTHER")
+	ns.Run(t, "nft", "add", "rule", "ip", "filter", "OTHER", "ct", "mark", "set", "3")
+	unreadable("Cleanup", b.Cleanup(t.Context()))
+}
+
+func TestFailingServiceKeepsOnlyItsOwnRules(t *testing.T) {
+	eachVariant(t, func(t *testing.T, ns *netnstest.Namespace, v variant) {
+		bad := view("bad", "10.96.0.1", "10.1.0.9")
+		web, stale := view("web", "10.97.0.1", "10.1.0.1"), view("stale", "10.98.0.1", "10.1.0.3", nodePort)
+		mustSync(t, start(t, ns, v, func(o *Options) {
+			o.NodeAddresses = nodeaddr.Of(netip.MustParseAddr("192.0.2.50"))
+		}), pass(bad, web, stale, view("gone", "10.99.0.1", "")))
+
+		b := start(t, ns, v)
+		wrap(t, b.rulesets[0])
+		first := batch(view("web", "10.97.0.1", ""))
+		first.First = true
+		mustSync(t, b, first)
+		if text := saveAll(t, ns, v.flavour); strings.Contains(text, "-d 10.97.0.1/32 -p tcp -m tcp --dport 80 -m comment --comment \"default/web:http\" -j KPNG-L") {
+			t.Errorf("the service without endpoints still leads to the old ones:\n%s", text)
+		}
+		badNow := view("bad", "10.96.0.1", "10.1.0.8", affinity)
+		last := batch(badNow)
+		last.Last = true
+		var failed *sink.Failed
+		if err := b.Sync(t.Context(), last); !errors.As(err, &failed) || len(*failed) != 1 {
+			t.Fatalf("Sync returned %v", err)
+		}
+		text := saveAll(t, ns, v.flavour)
+		for _, old := range []string{"10.98.0.1", "10.99.0.1", "10.1.0.1:", "10.1.0.3:", "192.0.2.50"} {
+			if strings.Contains(text, old) {
+				t.Errorf("%s of the earlier process stayed:\n%s", old, text)
+			}
+		}
+		for _, want := range []string{"-d 10.96.0.1/32 -p tcp", "10.1.0.9:8080"} {
+			if !strings.Contains(text, want) {
+				t.Errorf("the failing service lost %q:\n%s", want, text)
+			}
+		}
+		if !v.withoutIPSet && !strings.Contains(text, "add KPNG-CLUSTERIPS4 10.96.0.1\n") {
+			t.Errorf("the failing service lost its element:\n%s", text)
+		}
+
+		chains := func() int { return len(b.rulesets[0].chains) }
+		mustSync(t, b, batch(view("web", "10.97.0.1", "!10.2.0.1")))
+		before := chains()
+		for i := range 5 {
+			mustSync(t, b, batch(view("web", "10.97.0.1", fmt.Sprintf("!10.2.0.%d", i))))
+		}
+		if chains() != before {
+			t.Errorf("%d chains after changes of endpoints, want %d", chains(), before)
+		}
+
+		b.rulesets[0].run.restoreProgram = start(t, ns, v).rulesets[0].run.restoreProgram
+		mustSync(t, b, batch(badNow))
+		web = view("web", "10.97.0.1", "!10.2.0.1")
+		mustSync(t, b, pass(badNow, web))
+		got := saveAll(t, ns, v.flavour)
+		fresh := netnstest.New(t)
+		mustSync(t, start(t, fresh, v), pass(badNow, web))
+		if diff := cmp.Diff(saveAll(t, fresh, v.flavour), got); diff != "" {
+			t.Errorf("rules differ from those in an empty kernel (-want +got):\n%s", diff)
+		}
+	})
+}
+
+// Table filter sees packets after table nat. It must not mistake the address and port of
+// an endpoint for a frontend.
+func TestEndpointWithAddressOfFrontend(t *testing.T) {
+	const addr = "10.9.0.1"
+	external := func(s *api.Service) {
+		s.Ports[0].Port = 8080
+		s.IPs.ExternalIPs.Add(netip.MustParseAddr(addr))
+	}
+	ranges := func(s *api.Service) {
+		external(s)
+		s.IPs.LoadBalancerIPs, s.IPs.ExternalIPs = s.IPs.ExternalIPs, s.IPs.LoadBalancerIPs
+		s.SourceRanges = []api.SourceRanges{{TargetIPs: s.IPs.LoadBalancerIPs, Prefixes: []netip.Prefix{netip.MustParsePrefix("10.9.0.0/24")}}}
+	}
+	for name, c := range map[string]struct {
+		views []*api.ServiceEndpoints
+		dial  string
+	}{
+		"frontend of a service without endpoints": {
+			[]*api.ServiceEndpoints{view("none", "10.96.0.2", "", external), view("web", "10.96.0.1", addr)}, "10.96.0.1:80",
+		},
+		"frontend of a service with endpoints on other nodes": {
+			[]*api.ServiceEndpoints{view("elsewhere", "10.96.0.2", "10.1.0.1", external, externalLocal), view("web", "10.96.0.1", addr)}, "10.96.0.1:80",
+		},
+		"frontend with source ranges":           {[]*api.ServiceEndpoints{view("ranges", "10.96.0.2", addr, ranges)}, addr + ":8080"},
+		"own frontend, and the policy is Local": {[]*api.ServiceEndpoints{view("local", "10.96.0.2", addr, external, externalLocal)}, addr + ":8080"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			eachVariant(t, func(t *testing.T, ns *netnstest.Namespace, v variant) {
+				ns.Add(t, "lo", addr+"/24")
+				ns.Run(t, "ip", "route", "add", "10.96.0.0/16", "dev", "lo")
+				netnstest.Listen(t, ns.Do, addr+":8080", func(net.Conn) {})
+				mustSync(t, start(t, ns, v), pass(c.views...))
+				if err := ns.Do(func() error {
+					conn, err := net.DialTimeout("tcp", c.dial, 20*time.Second)
+					if err == nil {
+						conn.Close()
+					}
+					return err
+				}); err != nil {
+					t.Errorf("connect: %v\n%s", err, saveAll(t, ns, v.flavour))
+				}
+			})
+		})
+	}
+}

@@ -35,6 +35,7 @@ type Backend struct {
 
 	mu       sync.Mutex // guards the fields below
 	rulesets []*ruleset // one per family
+	stale    []*ruleset // of an earlier process in the other flavour
 	// known reports that the rulesets agree with the kernel, except for failed services.
 	known bool
 	node  *api.Node
@@ -86,7 +87,7 @@ func (b *Backend) Start(ctx context.Context) error {
 		return err
 	}
 	log.Info("Programs of iptables found", "flavour", flavour, "ipset", ipset)
-	b.reportOtherFlavour(ctx, flavour)
+	b.stale = b.inOtherFlavour(ctx, flavour)
 	if err := b.tasks.Start(ctx, b.opts.NodeAddresses, b.opts.Conntrack, b.opts.NetNS); err != nil {
 		return err
 	}
@@ -94,14 +95,13 @@ func (b *Backend) Start(ctx context.Context) error {
 	return nil
 }
 
-// reportOtherFlavour logs rules that this instance made in the other flavour. They may
-// take connections to services, and nothing updates them.
-func (b *Backend) reportOtherFlavour(ctx context.Context, flavour Flavour) {
+// inOtherFlavour returns the rulesets that this instance made in the other flavour.
+func (b *Backend) inOtherFlavour(ctx context.Context, flavour Flavour) (list []*ruleset) {
 	other := NFT + Legacy - flavour
 	for _, family := range families {
 		r, err := newRunner(&b.opts, other, family, "")
 		if err != nil {
-			return // the node does not have that flavour
+			return nil // the node does not have that flavour
 		}
 		has, err := hasTables(ctx, b.opts.NetNS, other, family)
 		if err != nil || !has {
@@ -109,10 +109,24 @@ func (b *Backend) reportOtherFlavour(ctx context.Context, flavour Flavour) {
 		}
 		rules, err := r.save(ctx, nat)
 		if err == nil && strings.Contains(rules, ":"+b.opts.prefix()+services+" ") {
-			klog.FromContext(ctx).Info("Old rules in the other flavour of iptables take connections to services; stop kpng, run kpng cleanup iptables, and start kpng",
-				"family", family, "flavour", flavour, "other", other)
+			list = append(list, &ruleset{renderer: renderer{opts: &b.opts, family: family}, run: r})
 		}
 	}
+	return list
+}
+
+// removeStale removes the rules in the other flavour. They take connections to services,
+// and nothing updates them.
+func (b *Backend) removeStale(ctx context.Context) {
+	b.stale = slices.DeleteFunc(b.stale, func(t *ruleset) bool {
+		log := klog.FromContext(ctx).WithValues("family", t.family, "flavour", t.run.flavour)
+		if err := t.remove(ctx); err != nil {
+			log.Error(err, "Could not remove the old rules in the other flavour of iptables; retrying after the next pass")
+			return false
+		}
+		log.Info("Removed the old rules in the other flavour of iptables")
+		return true
+	})
 }
 
 // findIPSet returns the path of the program ipset. It returns "" if the backend is to use
@@ -192,17 +206,18 @@ func (b *Backend) Cleanup(ctx context.Context) error {
 				errs = append(errs, err)
 				continue
 			}
-			errs = append(errs, t.cleanup(ctx))
-			if flavour == NFT {
-				errs = append(errs, deleteEmptyTables(ctx, b.opts.NetNS, t.family))
-			}
+			errs = append(errs, t.remove(ctx))
 		}
 	}
-	if ipset, err := findProgram("ipset", "ipset"); err == nil {
-		errs = append(errs, (&runner{netNS: b.opts.NetNS, ipset: ipset}).destroySets(ctx, b.opts.isOwn))
-	}
 	b.known = false
-	return errors.Join(errs...)
+	if err := errors.Join(errs...); err != nil {
+		return err // the rules may use the sets
+	}
+	ipset, err := findProgram("ipset", "ipset")
+	if err != nil {
+		return nil
+	}
+	return (&runner{netNS: b.opts.NetNS, ipset: ipset}).destroySets(ctx, b.opts.isOwn)
 }
 
 // Sync implements [sink.Sink]. A service that it reports as failed keeps its old rules.
@@ -214,6 +229,7 @@ func (b *Backend) Sync(ctx context.Context, c *sink.Changes) error {
 func (b *Backend) program(ctx context.Context, c *sink.Changes) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
+	defer b.recordTransactions(ctx)()
 	if c.NodeChanged {
 		nodeaddr.SetNode(b.tasks.Addresses, c.Node)
 		b.node = c.Node
@@ -257,14 +273,46 @@ func (b *Backend) program(ctx context.Context, c *sink.Changes) error {
 	return failed.Err()
 }
 
+// recordTransactions returns a function that records the own transactions since the call
+// of recordTransactions. If no other program has changed nf_tables meanwhile, rulesets that
+// were verified stay verified.
+func (b *Backend) recordTransactions(ctx context.Context) func() {
+	state := func() (generation, transactions uint32) {
+		for _, t := range b.rulesets {
+			transactions += t.run.transactions
+		}
+		generation, err := b.rulesets[0].run.generation(ctx)
+		if err != nil {
+			return 0, 0 // the next Verify reports it
+		}
+		return generation, transactions
+	}
+	before, made := state()
+	return func() {
+		after, madeNow := state()
+		for _, t := range b.rulesets {
+			if before != 0 && t.verified == before && after-before == madeNow-made {
+				t.verified = after
+			}
+		}
+	}
+}
+
 func (b *Backend) beginPass(ctx context.Context) error {
 	b.known = false
 	env := b.environment()
+	var broken []error
 	for _, t := range b.rulesets {
 		t.env = env
-		if err := t.begin(ctx); err != nil {
+		if err := t.beginPass(ctx); err != nil {
 			return err
 		}
+		if t.broken != nil {
+			broken = append(broken, t.broken)
+		}
+	}
+	if len(broken) == len(b.rulesets) {
+		return errors.Join(broken...)
 	}
 	b.known = true
 	return nil
@@ -278,7 +326,9 @@ func (b *Backend) endPass(ctx context.Context, failing map[types.NamespacedName]
 			return err
 		}
 	}
-	b.leftovers.Exist = len(failing) > 0
+	b.removeStale(ctx)
+	broken := slices.ContainsFunc(b.rulesets, func(t *ruleset) bool { return t.broken != nil })
+	b.leftovers.Exist = len(failing) > 0 || broken
 	b.leftovers.RecordPass(time.Now(), b.leftovers.Exist)
 	return nil
 }
@@ -306,7 +356,7 @@ func (b *Backend) updateEnvironment(ctx context.Context) error {
 }
 
 // verifyPause is the pause after a Verify, as a multiple of its duration. So comparisons
-// use at most 2 % of a CPU.
+// use at most 2 % of a CPU, also if changes cancel them.
 const verifyPause = 50
 
 // Verify implements [sink.Verifier]. It compares the rules in the kernel with the written
@@ -324,6 +374,11 @@ func (b *Backend) Verify(ctx context.Context) error {
 	case begin.Before(b.verifyAt):
 		return nil
 	}
+	defer func() {
+		if b.known {
+			b.verifyAt = time.Now().Add(verifyPause * time.Since(begin))
+		}
+	}()
 	for _, t := range b.rulesets {
 		err := t.verify(ctx)
 		var d difference
@@ -337,7 +392,6 @@ func (b *Backend) Verify(ctx context.Context) error {
 			return err
 		}
 	}
-	b.verifyAt = begin.Add(verifyPause * time.Since(begin))
 	return nil
 }
 

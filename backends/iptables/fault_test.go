@@ -5,6 +5,7 @@
 package iptables
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"net"
@@ -20,6 +21,7 @@ import (
 	"github.com/kpng-project/kpng/backends/nodeaddr"
 	"github.com/kpng-project/kpng/internal/netnstest"
 	"github.com/kpng-project/kpng/sink"
+	"go.uber.org/goleak"
 	"golang.org/x/sys/unix"
 )
 
@@ -336,4 +338,357 @@ func TestEndpointWithAddressOfFrontend(t *testing.T) {
 			})
 		})
 	}
+}
+
+// replaceText makes a program of a ruleset edit its input or output with sed.
+func replaceText(t *testing.T, program *string, sed string) {
+	path := filepath.Join(t.TempDir(), filepath.Base(*program))
+	script := fmt.Sprintf("#!/bin/sh\nsed '%s' | %s \"$@\"\n", sed, *program)
+	if strings.HasSuffix(*program, "save") {
+		script = fmt.Sprintf("#!/bin/sh\n%s \"$@\" | sed '%s'\n", *program, sed)
+	}
+	if err := os.WriteFile(path, []byte(script), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	*program = path
+}
+
+// If iptables or the kernel lacks a match that only some services need, finding these
+// services takes few attempts.
+func TestMissingMatchOfSomeServices(t *testing.T) {
+	eachVariant(t, func(t *testing.T, ns *netnstest.Namespace, v variant) {
+		failures := 0
+		b := start(t, ns, v, func(o *Options) {
+			o.Observer.Restored = func(_ int, err error) {
+				if err != nil {
+					failures++
+				}
+			}
+		})
+		var views []*api.ServiceEndpoints
+		for i := range 60 {
+			edit := func(*api.Service) {}
+			if i%2 == 0 {
+				edit = affinity
+			}
+			views = append(views, view(fmt.Sprintf("s%02d", i), fmt.Sprintf("10.96.0.%d", i), "10.1.0.1 10.1.0.2", edit))
+		}
+		real := b.rulesets[0].run.restoreProgram
+		replaceText(t, &b.rulesets[0].run.restoreProgram, "s/-m recent /-m missing /")
+		var failed *sink.Failed
+		if err := b.Sync(t.Context(), pass(views...)); !errors.As(err, &failed) || len(*failed) != 30 {
+			t.Fatalf("Sync returned %v", err)
+		}
+		if err := (*failed)[views[0].Key()]; err == nil || !strings.Contains(err.Error(), "missing") {
+			t.Errorf("the error is %v", err)
+		}
+		if failures != 1 {
+			t.Errorf("%d runs of iptables-restore failed, want 1", failures)
+		}
+		text := saveAll(t, ns, v.flavour)
+		for i := range views {
+			if has := strings.Contains(text, fmt.Sprintf("-d 10.96.0.%d/32 -p tcp", i)); has != (i%2 == 1) {
+				t.Errorf("service %d has rules: %t", i, has)
+			}
+		}
+		b.rulesets[0].run.restoreProgram = real
+		mustSync(t, b, batch(views...))
+		if err := verify(t, b); err != nil {
+			t.Error(err)
+		}
+	})
+}
+
+// If a family lacks something that all services need, the rules of this family stay, and
+// the other family works.
+func TestMissingTargetOfOneFamily(t *testing.T) {
+	eachVariant(t, func(t *testing.T, ns *netnstest.Namespace, v variant) {
+		mustSync(t, start(t, ns, v), pass(everything()...))
+		old := ns.Run(t, programName(v.flavour, api.IPv6, "save"))
+
+		b := start(t, ns, v, func(o *Options) { o.MasqueradeMark = 0x8000 })
+		ip6 := b.rulesets[1].run
+		real := ip6.restoreProgram
+		replaceText(t, &ip6.restoreProgram, "s/-j MASQUERADE --random-fully/-j MISSING/")
+		only4, dual := view("only4", "10.96.1.1", "10.1.0.1"), view("dual", "10.96.1.2 fd00:96::12", "10.1.0.2 fd00::2")
+		var failed *sink.Failed
+		if err := b.Sync(t.Context(), pass(only4, dual)); !errors.As(err, &failed) || len(*failed) != 1 {
+			t.Fatalf("Sync returned %v", err)
+		}
+		if err := (*failed)[dual.Key()]; err == nil || !strings.Contains(err.Error(), "IPv6") || !strings.Contains(err.Error(), "MISSING") {
+			t.Errorf("the error is %v", err)
+		}
+		for _, want := range []string{"10.1.0.1:8080", "10.1.0.2:8080"} {
+			if !strings.Contains(ns.Run(t, programName(v.flavour, api.IPv4, "save"), "-t", "nat"), want) {
+				t.Errorf("%s is missing in IPv4", want)
+			}
+		}
+		if diff := cmp.Diff(withoutCounters(old), withoutCounters(ns.Run(t, programName(v.flavour, api.IPv6, "save")))); diff != "" {
+			t.Errorf("the rules of IPv6 changed (-before +after):\n%s", diff)
+		}
+
+		ip6.restoreProgram = real
+		b.leftovers.PassAt = time.Time{}
+		if err := verify(t, b); !errors.Is(err, sink.ErrStartOver) {
+			t.Errorf("Verify returned %v", err)
+		}
+		mustSync(t, b, pass(only4, dual))
+		if !strings.Contains(saveAll(t, ns, v.flavour), "[fd00::2]:8080") {
+			t.Error("IPv6 was not mended")
+		}
+		if err := verify(t, b); err != nil {
+			t.Error(err)
+		}
+	})
+}
+
+// withoutCounters returns the chains and rules of iptables-save.
+func withoutCounters(text string) string {
+	var b strings.Builder
+	for line := range strings.Lines(text) {
+		if line, _, _ := strings.Cut(line, " ["); !strings.HasPrefix(line, "#") {
+			b.WriteString(strings.TrimSpace(line) + "\n")
+		}
+	}
+	return b.String()
+}
+
+// A Verify that was cancelled also pauses, because it used the CPU.
+func TestCancelledVerifyPauses(t *testing.T) {
+	ns := netnstest.New(t)
+	b := start(t, ns, variant{Legacy, true})
+	mustSync(t, b, pass(everything()...))
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	b.verifyAt = time.Time{}
+	if err := b.Verify(ctx); !errors.Is(err, context.Canceled) {
+		t.Errorf("Verify returned %v", err)
+	}
+	if !b.verifyAt.After(time.Now().Add(-time.Hour)) {
+		t.Error("the next Verify may begin immediately")
+	}
+}
+
+// After its own changes, the backend need not read the rules. So a comparison happens
+// although services change all the time.
+func TestOwnChangesStayVerified(t *testing.T) {
+	ns := netnstest.New(t)
+	b := start(t, ns, variant{NFT, false})
+	mustSync(t, b, pass(everything()...))
+	if err := verify(t, b); err != nil {
+		t.Fatal(err)
+	}
+	var real []string
+	for _, r := range b.rulesets {
+		real = append(real, r.run.saveProgram)
+		r.run.saveProgram = "/nonexistent"
+	}
+	mustSync(t, b,
+		batch(view("web", "10.96.0.1 fd00:96::1", "10.1.0.7 fd00::7")),               // table nat of both families
+		batch(view("new", "10.96.0.9", "10.1.0.1", nodePort, externalLocal)),         // both tables
+		batch(view("other", "10.96.0.10", "")), batch(), batch(view("none", "", "")), // sets only, nothing
+	)
+	if err := verify(t, b); err != nil {
+		t.Errorf("Verify after own changes: %v", err)
+	}
+	ns.Run(t, "iptables-nft", "-t", "nat", "-F", "KPNG-MARK")
+	mustSync(t, b, batch(view("web", "10.96.0.1", "10.1.0.8")))
+	for i, r := range b.rulesets {
+		r.run.saveProgram = real[i]
+	}
+	if err := verify(t, b); !errors.Is(err, sink.ErrStartOver) {
+		t.Errorf("Verify after a change by another program and an own change returned %v", err)
+	}
+}
+
+// A rule that was edited before the first Verify is mended. If the rule is the same after
+// a pass, iptables-save prints it in another form.
+func TestRulesPrintedInAnotherForm(t *testing.T) {
+	eachVariant(t, func(t *testing.T, ns *netnstest.Namespace, v variant) {
+		b := start(t, ns, v)
+		mustSync(t, b, pass(everything()...))
+		list := b.rulesets[0].entry(t, "10.96.0.1/32 -p tcp")
+		edit := func() {
+			ns.Run(t, programName(v.flavour, api.IPv4, ""), "-t", "nat", "-R", list, "1", "-p", "tcp", "-j", "DNAT", "--to-destination", "10.9.9.9:99")
+		}
+		for range 2 {
+			edit()
+			if err := verify(t, b); !errors.Is(err, sink.ErrStartOver) {
+				t.Fatalf("Verify after an edit returned %v", err)
+			}
+			mustSync(t, b, pass(everything()...))
+			if err := verify(t, b); err != nil {
+				t.Fatal(err)
+			}
+		}
+		replaceText(t, &b.rulesets[0].run.saveProgram, "s/--probability/--chance/")
+		b.rulesets[0].verified = 0
+		if err := verify(t, b); !errors.Is(err, sink.ErrStartOver) {
+			t.Errorf("the first Verify returned %v", err)
+		}
+		mustSync(t, b, pass(everything()...))
+		if err := verify(t, b); err != nil {
+			t.Errorf("Verify after a pass returned %v", err)
+		}
+		ns.Run(t, programName(v.flavour, api.IPv4, ""), "-t", "nat", "-F", list)
+		if err := verify(t, b); !errors.Is(err, sink.ErrStartOver) {
+			t.Errorf("Verify after a flush returned %v", err)
+		}
+	})
+}
+
+// A process that ended while it replaced a set leaves a set behind.
+func TestSetLeftByAnUnfinishedReplacement(t *testing.T) {
+	ns := netnstest.New(t)
+	b := start(t, ns, variant{NFT, false})
+	mustSync(t, b, pass(everything()...))
+	want := saveAll(t, ns, NFT)
+	ns.RunWith(t, "create SMALL hash:ip,port maxelem 2\nswap SMALL KPNG-REJECT4\ndestroy SMALL\ncreate KPNG-REJECT4NEW hash:net\n", "ipset", "restore")
+	mustSync(t, b, pass(everything()...))
+	if diff := cmp.Diff(want, saveAll(t, ns, NFT)); diff != "" {
+		t.Errorf("not mended (-want +got):\n%s", diff)
+	}
+}
+
+func TestSetOfAnotherType(t *testing.T) {
+	ns := netnstest.New(t)
+	ns.Run(t, "ipset", "create", "KPNG-REJECT4", "hash:net")
+	b := start(t, ns, variant{NFT, false})
+	none4, none6 := view("none4", "10.96.0.1", ""), view("none6", "fd00:96::1", "")
+	var failed *sink.Failed
+	if err := b.Sync(t.Context(), pass(none4, none6)); !errors.As(err, &failed) || len(*failed) != 1 {
+		t.Fatalf("Sync returned %v", err)
+	}
+	if err := (*failed)[none4.Key()]; err == nil || !strings.Contains(err.Error(), "KPNG-REJECT4") || !strings.Contains(err.Error(), "kpng cleanup iptables") {
+		t.Errorf("the error is %v", err)
+	}
+	if err := b.Cleanup(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	mustSync(t, b, pass(none4, none6))
+}
+
+// The kernel releases the sets of deleted rules some time later.
+func TestCleanupWaitsForSets(t *testing.T) {
+	ns := netnstest.New(t)
+	ns.Run(t, "ipset", "create", "KPNG-NODE4", "hash:ip")
+	ipset, err := findProgram("ipset", "ipset")
+	if err != nil {
+		t.Fatal(err)
+	}
+	path := filepath.Join(t.TempDir(), "ipset")
+	script := fmt.Sprintf(`#!/bin/sh
+if [ "$1" = destroy ] && [ ! -e %[1]s.2 ]; then
+	if [ -e %[1]s.1 ]; then touch %[1]s.2; else touch %[1]s.1; fi
+	echo "ipset v7.17: Set cannot be destroyed: it is in use by a kernel component" >&2
+	exit 1
+fi
+exec %[2]s "$@"
+`, path, ipset)
+	if err := os.WriteFile(path, []byte(script), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	r := &runner{ipset: path, netNS: ns.FD}
+	if err := r.destroySets(t.Context(), (&Options{}).isOwn); err != nil {
+		t.Fatal(err)
+	}
+	if text := ns.Run(t, "ipset", "list", "-name"); text != "" {
+		t.Errorf("sets %q are left", text)
+	}
+}
+
+// A packet from a source that a service does not admit is dropped. A rule of another
+// program must not translate it.
+func TestRefusedSourceIsNotTranslatedByOthers(t *testing.T) {
+	udp := func(s *api.Service) {
+		loadBalancer(s)
+		sourceRanges(s)
+		s.Ports[0].Protocol = api.UDP
+	}
+	eachVariant(t, func(t *testing.T, ns *netnstest.Namespace, v variant) {
+		ns.Add(t, "lo", "10.9.0.1/24")
+		ns.Run(t, "ip", "route", "add", "203.0.113.0/24", "dev", "lo")
+		mustSync(t, start(t, ns, v), pass(view("ranges", "10.96.0.1", "10.1.0.1", udp)))
+		ns.Run(t, programName(v.flavour, api.IPv4, ""), "-t", "nat", "-A", "OUTPUT", "-p", "udp", "--dport", "80", "-j", "DNAT", "--to-destination", "10.9.0.1:9")
+		err := ns.Do(func() error {
+			c, err := net.Dial("udp", "203.0.113.1:80")
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer c.Close()
+			_, err = c.Write([]byte("hello"))
+			return err
+		})
+		if !errors.Is(err, unix.EPERM) { // that is how the sender notices the drop
+			t.Errorf("the packet was not dropped: error %v", err)
+		}
+	})
+}
+
+// If the kernel refuses the rules of a service in IPv6, a later change of the node's
+// addresses must not bring back its old endpoints in IPv4.
+func TestServiceThatFailsInOneFamily(t *testing.T) {
+	eachVariant(t, func(t *testing.T, ns *netnstest.Namespace, v variant) {
+		addrs := nodeaddr.Of(netip.MustParseAddr("192.0.2.1"))
+		b := start(t, ns, v, func(o *Options) { o.NodeAddresses = addrs })
+		mustSync(t, b, pass(view("web", "10.96.0.1 fd00:96::1", "10.1.0.1 fd00::1")))
+		replaceText(t, &b.rulesets[1].run.restoreProgram, "s/fd00::2/nonsense/")
+		var failed *sink.Failed
+		if err := b.Sync(t.Context(), batch(view("web", "10.96.0.1 fd00:96::1", "10.1.0.2 fd00::2"))); !errors.As(err, &failed) {
+			t.Fatalf("Sync returned %v", err)
+		}
+		addrs.Set(netip.MustParseAddr("192.0.2.77"))
+		if err := b.updateAddresses(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		if text := saveAll(t, ns, v.flavour); !strings.Contains(text, "10.1.0.2:8080") || !strings.Contains(text, "[fd00::1]:8080") {
+			t.Errorf("want the new endpoint of IPv4 and the old one of IPv6:\n%s", text)
+		}
+	})
+}
+
+// If two services claim a frontend, the one that was delivered last has it.
+func TestLastClaimWins(t *testing.T) {
+	ns := netnstest.New(t)
+	b := start(t, ns, variant{NFT, true})
+	a, z := view("a", "10.96.0.1", "10.1.0.1"), view("z", "10.96.0.1", "10.1.0.2")
+	mustSync(t, b, pass(a), batch(z), batch(a))
+	if text := saveAll(t, ns, NFT); !strings.Contains(text, `-d 10.96.0.1/32 -p tcp -m tcp --dport 80 -m comment --comment "default/a:http"`) {
+		t.Errorf("the service does not have its frontend:\n%s", text)
+	}
+}
+
+// Cleanup deletes only tables that the programs of iptables create.
+func TestCleanupKeepsTablesOfOthers(t *testing.T) {
+	ns := netnstest.New(t)
+	ns.RunWith(t, "table ip nat {}\ntable ip6 filter { chain input { type filter hook input priority 0; policy accept; }; }\n", "nft", "-f", "-")
+	before := ns.Run(t, "nft", "list", "ruleset")
+	b, err := New(Options{NetNS: ns.FD})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := b.Cleanup(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if diff := cmp.Diff(before, ns.Run(t, "nft", "list", "ruleset")); diff != "" {
+		t.Errorf("tables changed (-before +after):\n%s", diff)
+	}
+}
+
+type badConntrack struct{ sink.Func }
+
+func (badConntrack) Start(context.Context) error { return errors.New("no connection tracking") }
+
+// A driver does not stop a backend that did not start.
+func TestFailedStartLeavesNoGoroutine(t *testing.T) {
+	ns := netnstest.New(t)
+	b, err := New(Options{NetNS: ns.FD, Conntrack: badConntrack{}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	others := goleak.IgnoreCurrent()
+	if err := b.Start(t.Context()); err == nil {
+		t.Fatal("Start returned no error")
+	}
+	goleak.VerifyNone(t, others)
 }

@@ -11,13 +11,11 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/go-logr/logr/funcr"
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/backends/nodeaddr"
 	"github.com/kpng-project/kpng/internal/netnstest"
 	"github.com/kpng-project/kpng/sink"
-	"k8s.io/klog/v2"
 )
 
 // everything returns services that together need every kind of rule.
@@ -323,28 +321,32 @@ func TestNodeAddressesAreFollowed(t *testing.T) {
 	})
 }
 
-func TestRulesInOtherFlavourAreReported(t *testing.T) {
+// After a pass, the rules in the other flavour are removed, because nothing updates them.
+func TestChangeOfFlavour(t *testing.T) {
 	for _, flavours := range [][2]Flavour{{NFT, Legacy}, {Legacy, NFT}} {
 		t.Run("from "+flavours[0].String(), func(t *testing.T) {
 			ns := netnstest.New(t)
-			mustSync(t, start(t, ns, variant{flavours[0], true}), pass(everything()...))
-			var logs []string
-			log := funcr.New(func(_, text string) { logs = append(logs, text) }, funcr.Options{})
-			b, err := New(Options{Flavour: flavours[1], NetNS: ns.FD})
-			if err != nil {
-				t.Fatal(err)
+			foreign(t, ns, flavours[0])
+			before := saveAll(t, ns, flavours[0])
+			mustSync(t, start(t, ns, variant{flavours[0], false}), pass(everything()...))
+			b := start(t, ns, variant{flavours[1], false})
+			first := batch(everything()...)
+			first.First = true
+			mustSync(t, b, first)
+			if text := saveAll(t, ns, flavours[0]); !strings.Contains(text, "KPNG-SERVICES") {
+				t.Errorf("the old rules were removed before the end of the pass:\n%s", text)
 			}
-			b.reportOtherFlavour(klog.NewContext(t.Context(), log), flavours[1])
-			if len(logs) != 2 || !strings.Contains(logs[0], "kpng cleanup iptables") {
-				t.Errorf("logs are %q, want one for each family", logs)
+			mustSync(t, b, pass(everything()...))
+			if diff := cmp.Diff(before, withoutOwn(saveAll(t, ns, flavours[0]))); diff != "" {
+				t.Errorf("foreign rules changed (-before +after):\n%s", diff)
 			}
-			if err := b.Cleanup(t.Context()); err != nil {
-				t.Fatal(err)
+			for _, family := range families {
+				if text := ns.Run(t, programName(flavours[0], family, "save")); strings.Contains(strings.ReplaceAll(text, "KPNG-other-", ""), "KPNG-") {
+					t.Errorf("old rules stayed:\n%s", text)
+				}
 			}
-			logs = nil
-			b.reportOtherFlavour(klog.NewContext(t.Context(), log), flavours[1])
-			if len(logs) > 0 {
-				t.Errorf("logs after cleanup are %q, want none", logs)
+			if err := verify(t, b); err != nil {
+				t.Error(err)
 			}
 		})
 	}

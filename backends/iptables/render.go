@@ -78,6 +78,20 @@ func newRendered() *rendered {
 	return &rendered{map[chainID]string{}, map[entryID]string{}, map[element]bool{}}
 }
 
+func (r *rendered) isEmpty() bool { return len(r.chains)+len(r.entries)+len(r.elements) == 0 }
+
+// recentMatch begins the match of session affinity.
+const recentMatch = "-m recent "
+
+func (r *rendered) hasAffinity() bool {
+	for _, rules := range r.chains {
+		if strings.Contains(rules, recentMatch) {
+			return true
+		}
+	}
+	return false
+}
+
 func (r *rendered) add(table, name string, rules []string) {
 	r.chains[chainID{table, name}] = strings.Join(rules, "\n")
 }
@@ -305,6 +319,10 @@ func port(f *nodeview.Frontend) string {
 	return fmt.Sprint(f.ServicePort.Protocol, f.ServicePort.Port)
 }
 
+// endNAT ends table nat for a packet that table filter drops. Otherwise a rule of
+// another service or program could translate it.
+const endNAT = "-j ACCEPT"
+
 // translated returns the chain of table nat for the packets of f. It returns "" if there
 // is no endpoint for any packet.
 func (s *serviceRenderer) translated(f *nodeview.Frontend) string {
@@ -330,6 +348,8 @@ func (s *serviceRenderer) translated(f *nodeview.Frontend) string {
 		}
 		if list := s.list(f, &f.Elsewhere); list != "" {
 			rules = append(rules, jump(list))
+		} else if len(rules) > 0 {
+			rules = append(rules, endNAT)
 		}
 	}
 	if len(rules) == 0 {
@@ -341,7 +361,7 @@ func (s *serviceRenderer) translated(f *nodeview.Frontend) string {
 		return chain
 	}
 	filtered := s.hashed("F", s.key, port(f), f.Addr)
-	s.out.add(nat, filtered, s.fromSources(f, jump(chain)))
+	s.out.add(nat, filtered, append(s.fromSources(f, jump(chain)), endNAT))
 	return filtered
 }
 
@@ -416,7 +436,7 @@ func (s *serviceRenderer) list(f *nodeview.Frontend, t *nodeview.Traffic) string
 	for i := range t.Endpoints {
 		target, protocol := s.endpoint(f, &t.Endpoints[i])
 		if f.Affinity > 0 {
-			known = append(known, fmt.Sprintf("-m recent --rcheck --seconds %d --reap %s-j %s", int64(f.Affinity/time.Second), s.clients(target), target))
+			known = append(known, fmt.Sprintf(recentMatch+"--rcheck --seconds %d --reap %s-j %s", int64(f.Affinity/time.Second), s.clients(target), target))
 		}
 		random = append(random, protocol+oneIn(len(t.Endpoints)-i)+jump(target))
 	}
@@ -443,7 +463,7 @@ func (s *serviceRenderer) endpoint(f *nodeview.Frontend, e *nodeview.Target) (ta
 		rules = append(rules, fmt.Sprintf("-s %s %s", prefixOf(e.Addr), jump(s.name(markPacket))))
 	}
 	if f.Affinity > 0 {
-		protocol += "-m recent --set " + s.clients(chain)
+		protocol += recentMatch + "--set " + s.clients(chain)
 	}
 	s.out.add(nat, chain, append(rules, protocol+jump(target)))
 	return chain, ""

@@ -142,7 +142,8 @@ func TestServicesAreRendered(t *testing.T) {
 			nat X1 1: -m addrtype --src-type LOCAL -j MARK
 			nat X1 2: -m addrtype --src-type LOCAL -j L1
 			nat X1 3: -s 10.0.0.0/8 -j L1
-			nat X1 4: -i veth+ -j L1`,
+			nat X1 4: -i veth+ -j L1
+			nat X1 5: -j ACCEPT`,
 	}, {
 		name: "source ranges restrict load-balancer IPs only", family: api.IPv4, withSets: true,
 		view: view("a", "10.96.0.31", "10.1.0.1", loadBalancer, sourceRanges),
@@ -152,6 +153,7 @@ func TestServicesAreRendered(t *testing.T) {
 			nat D10: -d 203.0.113.1/32 -p tcp -m tcp --dport 80 -m comment --comment "default/a:http" -j F1
 			nat DF1: -d 10.96.0.31/32 -p tcp -m tcp --dport 80 -m comment --comment "default/a:http" -j L1
 			nat F1 1: -s 198.51.100.0/24 -j X1
+			nat F1 2: -j ACCEPT
 			nat L1 1: -p tcp -j DNAT --to-destination 10.1.0.1:8080
 			nat NT1D6: -p tcp -m tcp --dport 30080 -m comment --comment "default/a:http" -j X1
 			nat X1 1: -j MARK

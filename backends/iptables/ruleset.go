@@ -55,12 +55,19 @@ type ruleset struct {
 	// held are the elements that existed when the pass began, and that no service has
 	// claimed since. Each counts as a user of its element.
 	held map[element]bool
+	// broken is the error of the last begin, or nil. While it is not nil, all services of
+	// this family fail.
+	broken error
 	// holding is true from begin to prune. Until then no chain of a service is deleted,
 	// because rules of an earlier process may lead to it.
 	holding bool
 	// inexact reports that iptables-save prints rules in another form than this package
-	// writes them. The first verify finds out; then calibrated is true.
-	inexact, calibrated bool
+	// writes them.
+	inexact bool
+	// edited is a chain in which verify found other rules than were written, and editedTo is
+	// the digest of these rules. If both are empty, there is none.
+	edited   chainID
+	editedTo uint64
 	// verified is the generation of nf_tables in which the rules were compared, 0 for none.
 	verified uint32
 }
@@ -86,6 +93,17 @@ var digestSeed = maphash.MakeSeed()
 
 func digest(rules string) uint64 { return maphash.String(digestSeed, rules) | 1 }
 
+// beginPass starts a pass. An error that does not concern all families is in t.broken.
+func (t *ruleset) beginPass(ctx context.Context) error {
+	t.broken = nil
+	err := t.begin(ctx)
+	if err != nil && !isGeneral(err) && ctx.Err() == nil {
+		t.broken = fmt.Errorf("%s: %w", t.family, err)
+		return nil
+	}
+	return err
+}
+
 // begin reads the rules and sets in the kernel, and creates the skeleton. Existing chains,
 // entries and elements stay until prune.
 func (t *ruleset) begin(ctx context.Context) error {
@@ -104,7 +122,7 @@ func (t *ruleset) begin(ctx context.Context) error {
 		return err
 	}
 	*t = ruleset{
-		renderer: t.renderer, run: t.run, inexact: t.inexact, calibrated: t.calibrated,
+		renderer: t.renderer, run: t.run, inexact: t.inexact, edited: t.edited, editedTo: t.editedTo,
 		records:         map[types.NamespacedName]*record{},
 		chains:          map[chainID]string{},
 		claims:          map[chainID]map[string][]claim{},
@@ -195,7 +213,7 @@ func (t *ruleset) record(view *api.ServiceEndpoints) *record {
 // setEnvironment renders the skeleton and all services again if env differs from the present
 // environment.
 func (t *ruleset) setEnvironment(ctx context.Context, env environment) error {
-	if t.env.equal(&env) {
+	if t.broken != nil || t.env.equal(&env) {
 		return nil
 	}
 	t.env = env
@@ -222,6 +240,14 @@ type service struct {
 // keeps their old rules and adds them to failed. It returns an error if the cause is not
 // one of the services.
 func (t *ruleset) apply(ctx context.Context, list []service, failed *sink.Failed) error {
+	if t.broken != nil {
+		for _, s := range list {
+			if !t.record(s.view).isEmpty() {
+				failed.Add(s.key, t.broken)
+			}
+		}
+		return nil
+	}
 	if len(list) == 0 {
 		return t.commitOld(ctx)
 	}
@@ -247,10 +273,21 @@ func (t *ruleset) apply(ctx context.Context, list []service, failed *sink.Failed
 	if oldErr := t.commitOld(ctx); oldErr != nil {
 		return errors.Join(err, oldErr)
 	}
+	fail := func(s service) bool {
+		failed.Add(s.key, err)
+		t.keepElements(s)
+		return true
+	}
 	if len(list) == 1 {
-		failed.Add(list[0].key, err)
-		t.keepElements(list[0])
+		fail(list[0])
 		return nil
+	}
+	if refusesAffinity(err) {
+		// The cause is not one service, but a kernel or an iptables without session affinity.
+		others := slices.DeleteFunc(slices.Clone(list), func(s service) bool { return t.record(s.view).hasAffinity() && fail(s) })
+		if len(others) < len(list) {
+			return t.apply(ctx, others, failed)
+		}
 	}
 	half := len(list) / 2
 	if err := t.apply(ctx, list[:half], failed); err != nil {
@@ -321,7 +358,7 @@ func (t *ruleset) replace(key types.NamespacedName, next *record) {
 func (t *ruleset) setRecord(key types.NamespacedName, next *record) {
 	last, had := t.records[key]
 	t.undo = append(t.undo, func() { put(t.records, key, last, had) })
-	put(t.records, key, next, len(next.chains)+len(next.entries)+len(next.elements) > 0)
+	put(t.records, key, next, !next.isEmpty())
 }
 
 // put sets a key of a map, or deletes it.
@@ -554,6 +591,9 @@ func (t *ruleset) restoreInput(write []chainID) string {
 // prune removes what existed when the pass began and no service needs. Services in failing
 // keep their entries and the chains to which these lead.
 func (t *ruleset) prune(ctx context.Context, failing map[types.NamespacedName]bool) error {
+	if t.broken != nil {
+		return nil
+	}
 	needed := map[chainID]bool{}
 	for key, r := range t.records {
 		if r.old && !failing[key] {
@@ -579,7 +619,10 @@ func (t *ruleset) prune(ctx context.Context, failing map[types.NamespacedName]bo
 	}
 	clear(t.held)
 	t.holding, t.undo = false, nil
-	return t.commitOld(ctx)
+	if err := t.commitOld(ctx); err != nil {
+		return err
+	}
+	return t.checkEdited(ctx)
 }
 
 var jumpPattern = regexp.MustCompile(`-j (\S+)`)
@@ -598,6 +641,9 @@ func (t *ruleset) reach(table, rules string, needed map[chainID]bool) {
 // verify compares the kernel with what commit has written. It returns a [difference] if
 // another program has changed something.
 func (t *ruleset) verify(ctx context.Context) error {
+	if t.broken != nil {
+		return nil
+	}
 	generation, err := t.run.generation(ctx)
 	if err != nil {
 		return err
@@ -644,7 +690,6 @@ func (t *ruleset) verifyRules(ctx context.Context) error {
 			return differs("chain %s was added to table %s", id.name, id.table)
 		}
 	}
-	var edited error
 	for id, rules := range t.chains {
 		is, exists := saved.chains[id]
 		switch {
@@ -652,19 +697,31 @@ func (t *ruleset) verifyRules(ctx context.Context) error {
 			return differs("chain %s of table %s was deleted", id.name, id.table)
 		case strings.Count(is, "\n") != strings.Count(rules, "\n") || (is == "") != (rules == ""):
 			return differs("the number of rules of chain %s of table %s was changed", id.name, id.table)
-		case is != rules:
-			edited = differs("the rules of chain %s of table %s were changed", id.name, id.table)
+		case is != rules && !t.inexact:
+			t.edited, t.editedTo = id, digest(is)
+			return differs("the rules of chain %s of table %s were changed", id.name, id.table)
 		}
 	}
-	if !t.calibrated && edited != nil {
+	return nil
+}
+
+// checkEdited reads the chain in which the last verify found other rules. The pass has
+// written it again. If it has the other rules still, iptables-save prints rules in another
+// form.
+func (t *ruleset) checkEdited(ctx context.Context) error {
+	if t.editedTo == 0 {
+		return nil
+	}
+	saved, err := t.readRules(ctx)
+	if err != nil {
+		return err
+	}
+	if is := saved.chains[t.edited]; digest(is) == t.editedTo && is != t.chains[t.edited] {
 		t.inexact = true
 		klog.FromContext(ctx).Info("This version of iptables prints rules in another form; a change by another program is found only if it changes the number of rules",
-			"family", t.family, "example", edited.Error())
+			"family", t.family, "chain", t.edited.name)
 	}
-	t.calibrated = true
-	if edited != nil && !t.inexact {
-		return edited
-	}
+	t.edited, t.editedTo = chainID{}, 0
 	return nil
 }
 
@@ -763,8 +820,9 @@ func (s *saved) jumpLines(jumps map[chainID]string) map[string][]string {
 	return lines
 }
 
-// cleanup removes the instance's chains and the rules that lead to them.
-func (t *ruleset) cleanup(ctx context.Context) error {
+// remove removes the instance's chains and the rules that lead to them. In flavour nft, it
+// also deletes the tables that are empty then.
+func (t *ruleset) remove(ctx context.Context) error {
 	s, err := t.readRules(ctx)
 	if err != nil {
 		return err
@@ -777,5 +835,9 @@ func (t *ruleset) cleanup(ctx context.Context) error {
 			}
 		}
 	}
-	return t.run.restore(ctx, t.restoreInput(slices.Collect(maps.Keys(s.chains))))
+	err = t.run.restore(ctx, t.restoreInput(slices.Collect(maps.Keys(s.chains))))
+	if err != nil || t.run.flavour == Legacy {
+		return err
+	}
+	return deleteEmptyTables(ctx, t.opts.NetNS, t.family)
 }

@@ -31,6 +31,7 @@ type runner struct {
 	lockWait                    time.Duration
 	netNS                       int
 	restored                    func(lines int, err error)
+	transactions                uint32 // that iptables-restore has made
 }
 
 // programName returns the name of a program of iptables, such as ip6tables-nft-save.
@@ -67,7 +68,7 @@ func newRunner(opts *Options, flavour Flavour, family api.Family, ipset string) 
 	if err != nil {
 		return nil, err
 	}
-	return &runner{flavour, restore, save, ipset, family, opts.LockWait, opts.NetNS, opts.Observer.Restored}, nil
+	return &runner{flavour, restore, save, ipset, family, opts.LockWait, opts.NetNS, opts.Observer.Restored, 0}, nil
 }
 
 // restore runs iptables-restore. The chains that input does not name stay as they are.
@@ -78,6 +79,9 @@ func (r *runner) restore(ctx context.Context, input string) error {
 	seconds := strconv.Itoa(int(r.lockWait / time.Second))
 	_, err := r.command(ctx, input, r.restoreProgram, "--noflush", "-w", seconds)
 	r.restored(strings.Count(input, "\n"), err)
+	if err == nil {
+		r.transactions += uint32(strings.Count(input, "\nCOMMIT\n"))
+	}
 	var failed *programError
 	if errors.As(err, &failed) && failed.locked() {
 		return fmt.Errorf("another program has held the lock of iptables (/run/xtables.lock) for %s: %w", r.lockWait, err)
@@ -91,7 +95,7 @@ func (r *runner) save(ctx context.Context, table string) (string, error) {
 	// The program prints that in place of the rules, and ends without an error.
 	if err == nil && strings.Contains(text, "is incompatible, use 'nft' tool") {
 		family := map[api.Family]string{api.IPv4: "ip", api.IPv6: "ip6"}[r.family]
-		return "", fmt.Errorf("%s cannot read table %s, because it has rules that only the program nft understands; find them with nft list table %s %s, and move them to another table", r.saveProgram, table, family, table)
+		return "", &programError{program: r.saveProgram, message: fmt.Sprintf("table %s has rules that only the program nft understands; find them with nft list table %s %s, and move them to another table", table, family, table)}
 	}
 	return text, err
 }
@@ -158,7 +162,11 @@ func (r *runner) saveSet(ctx context.Context, name string) (string, error) {
 	return r.command(ctx, "", r.ipset, "save", name)
 }
 
-// destroySets destroys the sets whose names isOwn accepts.
+// destroyWait limits the wait for the kernel to release a set.
+const destroyWait = 5 * time.Second
+
+// destroySets destroys the sets whose names isOwn accepts. In flavour nft, the kernel
+// releases the sets of deleted rules some time later, so destroySets waits for each set.
 func (r *runner) destroySets(ctx context.Context, isOwn func(string) bool) error {
 	names, err := r.command(ctx, "", r.ipset, "list", "-name")
 	if err != nil {
@@ -166,15 +174,23 @@ func (r *runner) destroySets(ctx context.Context, isOwn func(string) bool) error
 	}
 	var errs []error
 	for _, name := range strings.Fields(names) {
-		if isOwn(name) {
+		if !isOwn(name) {
+			continue
+		}
+		begin := time.Now()
+		for {
 			_, err := r.command(ctx, "", r.ipset, "destroy", name)
-			errs = append(errs, err)
+			if err == nil || !strings.Contains(err.Error(), "in use") || time.Since(begin) > destroyWait {
+				errs = append(errs, err)
+				break
+			}
+			time.Sleep(20 * time.Millisecond)
 		}
 	}
 	return errors.Join(errs...)
 }
 
-// programError is the error of a program that ended with an exit code.
+// programError is the error of a program that refused to do its work.
 type programError struct {
 	program string
 	code    int
@@ -203,6 +219,12 @@ func (e *programError) locked() bool {
 func isGeneral(err error) bool {
 	var failed *programError
 	return !errors.As(err, &failed) || failed.locked()
+}
+
+// refusesAffinity reports whether a program refused a rule of session affinity.
+func refusesAffinity(err error) bool {
+	var failed *programError
+	return errors.As(err, &failed) && strings.Contains(failed.line, recentMatch)
 }
 
 var lineNumber = regexp.MustCompile(`line:? (\d+)`)

@@ -56,7 +56,8 @@ func hasTables(ctx context.Context, netNS int, flavour Flavour, family api.Famil
 	return err == nil, err
 }
 
-// deleteEmptyTables deletes the tables of flavour nft that have neither rules nor policies.
+// deleteEmptyTables deletes the tables of flavour nft that have only the chains that the
+// programs of iptables create, without rules and policies.
 // The programs of iptables create tables and their base chains, but cannot delete them.
 // If another program changes any table meanwhile, the kernel keeps the table.
 func deleteEmptyTables(ctx context.Context, netNS int, family api.Family) error {
@@ -112,8 +113,11 @@ func generationOf(ctx context.Context, c *netfilter.Conn) (generation uint32, er
 	return generation, nil
 }
 
-// isEmpty reports whether a table exists and has nothing but base chains without rules
-// that accept packets.
+// baseChains are the base chains of iptables in tables nat and filter.
+var baseChains = []string{"PREROUTING", "INPUT", "FORWARD", "OUTPUT", "POSTROUTING"}
+
+// isEmpty reports whether a table has base chains of iptables that accept packets, and
+// nothing else.
 func isEmpty(ctx context.Context, c *netfilter.Conn, nfproto byte, table string) (bool, error) {
 	objects, chains, empty := -1, 0, true
 	err := c.Query(ctx, func(w *netfilter.Builder) { w.End(w.Begin(getTable, unix.NLM_F_DUMP, nfproto)) }, func(attributes []byte) {
@@ -132,12 +136,13 @@ func isEmpty(ctx context.Context, c *netfilter.Conn, nfproto byte, table string)
 		policy := netfilter.Attribute(attributes, unix.NFTA_CHAIN_POLICY)
 		rules := netfilter.Uint32(netfilter.Attribute(attributes, unix.NFTA_CHAIN_USE))
 		// A chain that is not a base chain has no policy.
-		empty = empty && rules == 0 && len(policy) == 4 && binary.BigEndian.Uint32(policy) == nfAccept
+		name := netfilter.String(netfilter.Attribute(attributes, unix.NFTA_CHAIN_NAME))
+		empty = empty && slices.Contains(baseChains, name) && rules == 0 && len(policy) == 4 && binary.BigEndian.Uint32(policy) == nfAccept
 	})
 	if err != nil {
 		return false, fmt.Errorf("list chains of nf_tables: %w", err)
 	}
-	return empty && objects == chains, nil
+	return empty && chains > 0 && objects == chains, nil
 }
 
 // nfAccept is the policy to accept packets.

@@ -29,7 +29,7 @@ type Tasks struct {
 }
 
 // Start starts connection tracking and the watcher. If addresses or connections is nil,
-// Start makes a default for the network namespace.
+// Start makes a default for the network namespace. If it fails, no goroutine is left.
 func (t *Tasks) Start(ctx context.Context, addresses nodeaddr.Source, connections sink.Sink, netNS int) error {
 	t.ctx, t.stop = context.WithCancel(context.WithoutCancel(ctx))
 	if t.Addresses = addresses; t.Addresses == nil {
@@ -43,7 +43,10 @@ func (t *Tasks) Start(ctx context.Context, addresses nodeaddr.Source, connection
 		t.connections = conntrack.New(conntrack.Options{NodeAddrs: t.Addresses, NetNS: netNS})
 	}
 	if s, ok := t.connections.(sink.Starter); ok {
-		return s.Start(ctx)
+		if err := s.Start(ctx); err != nil {
+			t.EndGoroutines()
+			return err
+		}
 	}
 	return nil
 }

@@ -21,8 +21,10 @@ import (
 	"github.com/kpng-project/kpng/backends/nodeaddr"
 	"github.com/kpng-project/kpng/internal/netnstest"
 	"github.com/kpng-project/kpng/sink"
+	"github.com/kpng-project/kpng/sink/sinktest"
 	"go.uber.org/goleak"
 	"golang.org/x/sys/unix"
+	"k8s.io/apimachinery/pkg/types"
 )
 
 // wrap replaces iptables-restore by a program that edits its input, so that the kernel
@@ -79,6 +81,19 @@ func TestBadServiceFailsAlone(t *testing.T) {
 	})
 }
 
+// holdLock holds the lock of iptables until release is called.
+func holdLock(t *testing.T, file string) (release func()) {
+	lock, err := os.Create(file)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { lock.Close() })
+	if err := unix.Flock(int(lock.Fd()), unix.LOCK_EX); err != nil {
+		t.Fatal(err)
+	}
+	return func() { lock.Close() }
+}
+
 func TestLockHeldByAnotherProgram(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "xtables.lock")
 	t.Setenv("XTABLES_LOCKFILE", file)
@@ -87,23 +102,16 @@ func TestLockHeldByAnotherProgram(t *testing.T) {
 	mustSync(t, b, pass(everything()...))
 	before := saveAll(t, ns, Legacy)
 
-	lock, err := os.Create(file)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer lock.Close()
-	if err := unix.Flock(int(lock.Fd()), unix.LOCK_EX); err != nil {
-		t.Fatal(err)
-	}
+	release := holdLock(t, file)
 	web := view("web", "10.96.0.1", "10.1.0.9")
-	err = b.Sync(t.Context(), batch(web))
+	err := b.Sync(t.Context(), batch(web))
 	if _, ok := sink.Acknowledged(err); ok || !strings.Contains(fmt.Sprint(err), "held the lock of iptables") {
 		t.Errorf("Sync returned %v", err)
 	}
 	if diff := cmp.Diff(before, saveAll(t, ns, Legacy)); diff != "" {
 		t.Errorf("the rules changed (-before +after):\n%s", diff)
 	}
-	lock.Close()
+	release()
 	mustSync(t, b, batch(web))
 	if !strings.Contains(saveAll(t, ns, Legacy), "10.1.0.9:8080") {
 		t.Error("the change was not written when the lock was free")
@@ -691,4 +699,84 @@ func TestFailedStartLeavesNoGoroutine(t *testing.T) {
 		t.Fatal("Start returned no error")
 	}
 	goleak.VerifyNone(t, others)
+}
+
+// With a driver, the backend recovers from faults without help.
+func TestDriverRecoversFromFaults(t *testing.T) {
+	lockFile := filepath.Join(t.TempDir(), "xtables.lock")
+	t.Setenv("XTABLES_LOCKFILE", lockFile)
+	eachVariant(t, func(t *testing.T, ns *netnstest.Namespace, v variant) {
+		src := sinktest.NewSource()
+		src.SetNode(node)
+		src.Set(everything()...)
+		src.MarkSynced()
+		b := newBackend(t, ns, v, func(o *Options) { o.LockWait = time.Second })
+		results := make(chan sink.SyncResult, 10_000)
+		d := sink.NewDriver(src, b, sink.Options{
+			VerifyInterval: 10 * time.Millisecond,
+			Backoff:        sink.Backoff{Initial: 10 * time.Millisecond, Max: 100 * time.Millisecond},
+			Observer: sink.Observer{
+				Synced: func(r sink.SyncResult) { results <- r },
+				Verified: func(time.Duration, error) { // the next comparison follows without a pause
+					b.mu.Lock()
+					defer b.mu.Unlock()
+					b.verifyAt = time.Time{}
+				},
+			},
+		})
+		// The function until waits for a Sync with a condition, as long as there are Syncs.
+		until := func(what string, ok func(sink.SyncResult) bool) {
+			t.Helper()
+			var last error
+			for {
+				select {
+				case r := <-results:
+					if last = r.Err; ok(r) {
+						return
+					}
+				case <-time.After(time.Minute):
+					t.Fatalf("no Sync for a minute while waiting until %s; the last error is %v; the rules are:\n%s", what, last, saveAll(t, ns, v.flavour))
+				}
+			}
+		}
+		ctx, cancel := context.WithCancel(t.Context())
+		ended := make(chan error)
+		go func() { ended <- d.Run(ctx) }()
+		defer func() { cancel(); <-ended }()
+		until("the first pass ends", func(r sink.SyncResult) bool { return r.Passed })
+		want := saveAll(t, ns, v.flavour)
+		mended := func(r sink.SyncResult) bool { return r.Err == nil && saveAll(t, ns, v.flavour) == want }
+
+		flush(t, ns, v.flavour)
+		until("a flush is mended", mended)
+
+		if v.flavour == Legacy {
+			release := holdLock(t, lockFile)
+			src.Set(view("web", "10.96.0.1 fd00:96::1", "10.1.0.9"))
+			failures := 0
+			until("changes fail three times", func(r sink.SyncResult) bool {
+				if r.Err != nil && strings.Contains(r.Err.Error(), "held the lock of iptables") {
+					failures++
+				}
+				return failures == 3
+			})
+			if text := saveAll(t, ns, v.flavour); text != want {
+				t.Errorf("while another program has the lock, the rules changed (-want +got):\n%s", cmp.Diff(want, text))
+			}
+			src.Set(everything()...)
+			release()
+			until("the lock is free", mended)
+		}
+
+		if !v.withoutIPSet {
+			ns.RunWith(t, "create SMALL hash:ip,port maxelem 1\nswap SMALL KPNG-REJECT4\ndestroy SMALL\n", "ipset", "restore")
+			src.Set(view("one", "10.96.1.1", ""), view("two", "10.96.1.2", ""))
+			until("the small set is replaced", func(r sink.SyncResult) bool {
+				text := saveAll(t, ns, v.flavour)
+				return r.Err == nil && strings.Contains(text, "10.96.1.1,tcp:80") && strings.Contains(text, "10.96.1.2,tcp:80")
+			})
+			src.Delete(types.NamespacedName{Namespace: "default", Name: "one"}, types.NamespacedName{Namespace: "default", Name: "two"})
+			until("the services are deleted", mended)
+		}
+	})
 }

@@ -139,8 +139,8 @@ func eachVariant(t *testing.T, f func(t *testing.T, ns *netnstest.Namespace, v v
 	}
 }
 
-// start starts a backend in a network namespace.
-func start(t testing.TB, ns *netnstest.Namespace, v variant, edit ...func(*Options)) *Backend {
+// newBackend makes a backend for a network namespace.
+func newBackend(t testing.TB, ns *netnstest.Namespace, v variant, edit ...func(*Options)) *Backend {
 	t.Helper()
 	opts := Options{
 		Flavour: v.flavour, WithoutIPSet: v.withoutIPSet, NetNS: ns.FD,
@@ -154,6 +154,13 @@ func start(t testing.TB, ns *netnstest.Namespace, v variant, edit ...func(*Optio
 	if err != nil {
 		t.Fatal(err)
 	}
+	return b
+}
+
+// start starts a backend in a network namespace.
+func start(t testing.TB, ns *netnstest.Namespace, v variant, edit ...func(*Options)) *Backend {
+	t.Helper()
+	b := newBackend(t, ns, v, edit...)
 	if err := b.Start(t.Context()); err != nil {
 		t.Fatal(err)
 	}

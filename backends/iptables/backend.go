@@ -170,7 +170,7 @@ func (b *Backend) newRulesets(flavour Flavour, ipset string) (list []*ruleset, e
 		if err != nil {
 			return nil, err
 		}
-		list = append(list, &ruleset{renderer: renderer{opts: &b.opts, family: family, withSets: ipset != ""}, run: run})
+		list = append(list, &ruleset{renderer: renderer{opts: &b.opts, family: family}, run: run})
 	}
 	return list, nil
 }

@@ -80,12 +80,12 @@ func newRendered() *rendered {
 
 func (r *rendered) isEmpty() bool { return len(r.chains)+len(r.entries)+len(r.elements) == 0 }
 
-// recentMatch begins the match of session affinity.
-const recentMatch = "-m recent "
+// The beginnings of matches that a node may lack.
+const matchRecent, matchSet = "-m recent ", "-m set "
 
 func (r *rendered) hasAffinity() bool {
 	for _, rules := range r.chains {
-		if strings.Contains(rules, recentMatch) {
+		if strings.Contains(rules, matchRecent) {
 			return true
 		}
 	}
@@ -141,7 +141,7 @@ func jump(target string) string { return "-j " + target }
 
 // setMatch returns the match of a packet in a set.
 func (r *renderer) setMatch(set, fields string) string {
-	return fmt.Sprintf("-m set --match-set %s %s ", r.setName(set), fields)
+	return fmt.Sprintf(matchSet+"--match-set %s %s ", r.setName(set), fields)
 }
 
 func (r *renderer) setName(set string) string { return fmt.Sprint(r.name(set), int(r.family)) }
@@ -436,7 +436,7 @@ func (s *serviceRenderer) list(f *nodeview.Frontend, t *nodeview.Traffic) string
 	for i := range t.Endpoints {
 		target, protocol := s.endpoint(f, &t.Endpoints[i])
 		if f.Affinity > 0 {
-			known = append(known, fmt.Sprintf(recentMatch+"--rcheck --seconds %d --reap %s-j %s", int64(f.Affinity/time.Second), s.clients(target), target))
+			known = append(known, fmt.Sprintf(matchRecent+"--rcheck --seconds %d --reap %s-j %s", int64(f.Affinity/time.Second), s.clients(target), target))
 		}
 		random = append(random, protocol+oneIn(len(t.Endpoints)-i)+jump(target))
 	}
@@ -463,7 +463,7 @@ func (s *serviceRenderer) endpoint(f *nodeview.Frontend, e *nodeview.Target) (ta
 		rules = append(rules, fmt.Sprintf("-s %s %s", prefixOf(e.Addr), jump(s.name(markPacket))))
 	}
 	if f.Affinity > 0 {
-		protocol += recentMatch + "--set " + s.clients(chain)
+		protocol += matchRecent + "--set " + s.clients(chain)
 	}
 	s.out.add(nat, chain, append(rules, protocol+jump(target)))
 	return chain, ""

@@ -56,8 +56,9 @@ type ruleset struct {
 	// claimed since. Each counts as a user of its element.
 	held map[element]bool
 	// broken is the error of the last begin, or nil. While it is not nil, all services of
-	// this family fail.
-	broken error
+	// this family fail. failures is the number of failures of begin in a row.
+	broken   error
+	failures int
 	// holding is true from begin to prune. Until then no chain of a service is deleted,
 	// because rules of an earlier process may lead to it.
 	holding bool
@@ -93,15 +94,34 @@ var digestSeed = maphash.MakeSeed()
 
 func digest(rules string) uint64 { return maphash.String(digestSeed, rules) | 1 }
 
-// beginPass starts a pass. An error that does not concern all families is in t.broken.
+// attempts is the number of failures of begin in a row after which the cause counts as
+// permanent.
+const attempts = 3
+
+// beginPass starts a pass. If the kernel refuses sets, it uses rules in place of sets. An
+// error that is permanent and concerns this family only is in t.broken.
 func (t *ruleset) beginPass(ctx context.Context) error {
-	t.broken = nil
+	t.broken, t.withSets = nil, t.run.ipset != ""
 	err := t.begin(ctx)
-	if err != nil && !isGeneral(err) && ctx.Err() == nil {
-		t.broken = fmt.Errorf("%s: %w", t.family, err)
-		return nil
+	if t.run.refusesSets(err) {
+		t.withSets = false
+		setErr := err
+		if err = t.begin(ctx); err == nil {
+			klog.FromContext(ctx).Error(setErr, "Could not use sets; using rules in place of sets until the next pass", "family", t.family)
+		}
 	}
-	return err
+	switch {
+	case err == nil:
+		t.failures = 0
+	case isGeneral(err) || ctx.Err() != nil:
+		return err
+	default:
+		if t.failures++; t.failures < attempts {
+			return err
+		}
+		t.broken = fmt.Errorf("%s: %w", t.family, err)
+	}
+	return nil
 }
 
 // begin reads the rules and sets in the kernel, and creates the skeleton. Existing chains,
@@ -122,7 +142,7 @@ func (t *ruleset) begin(ctx context.Context) error {
 		return err
 	}
 	*t = ruleset{
-		renderer: t.renderer, run: t.run, inexact: t.inexact, edited: t.edited, editedTo: t.editedTo,
+		renderer: t.renderer, run: t.run, failures: t.failures, inexact: t.inexact, edited: t.edited, editedTo: t.editedTo,
 		records:         map[types.NamespacedName]*record{},
 		chains:          map[chainID]string{},
 		claims:          map[chainID]map[string][]claim{},
@@ -282,7 +302,7 @@ func (t *ruleset) apply(ctx context.Context, list []service, failed *sink.Failed
 		fail(list[0])
 		return nil
 	}
-	if refusesAffinity(err) {
+	if refuses(err, matchRecent) {
 		// The cause is not one service, but a kernel or an iptables without session affinity.
 		others := slices.DeleteFunc(slices.Clone(list), func(s service) bool { return t.record(s.view).hasAffinity() && fail(s) })
 		if len(others) < len(list) {

@@ -221,10 +221,16 @@ func isGeneral(err error) bool {
 	return !errors.As(err, &failed) || failed.locked()
 }
 
-// refusesAffinity reports whether a program refused a rule of session affinity.
-func refusesAffinity(err error) bool {
+// refuses reports whether a program refused a line with that match.
+func refuses(err error, match string) bool {
 	var failed *programError
-	return errors.As(err, &failed) && strings.Contains(failed.line, recentMatch)
+	return errors.As(err, &failed) && strings.Contains(failed.line, match)
+}
+
+// refusesSets reports whether a program refused a set or a rule with a set.
+func (r *runner) refusesSets(err error) bool {
+	var failed *programError
+	return errors.As(err, &failed) && failed.program == r.ipset || refuses(err, matchSet)
 }
 
 var lineNumber = regexp.MustCompile(`line:? (\d+)`)

@@ -4,6 +4,7 @@ go 1.25.0
 
 require (
 	github.com/Microsoft/hcsshim v0.12.9
+	github.com/cilium/ebpf v0.20.0
 	github.com/fsnotify/fsnotify v1.9.0
 	github.com/go-logr/logr v1.4.3
 	github.com/google/btree v1.1.3

@@ -43,6 +43,9 @@ type Options struct {
 	// BatchSize is the sink.Options.BatchSize of the driver that Run uses. With a small
 	// size, a pass consists of many batches. Default: the driver's default.
 	BatchSize int
+	// Cgroup makes a cgroup for the node and its pods, see [Site.Cgroup]. It is for proxies
+	// that attach programs to cgroups. Default: there is no cgroup.
+	Cgroup bool
 	// Matrix is the file to which the matrix is written as Markdown. Default: none.
 	Matrix string
 	// Setup may prepare the node. The kit calls Setup after it has built the test world
@@ -128,11 +131,15 @@ func newKit(t *testing.T, subject Subject, opts Options) *kit {
 	if opts.Patience == 0 {
 		opts.Patience = 20 * time.Second
 	}
-	w, err := world.New()
+	w, err := world.New(opts.Cgroup)
 	if err != nil {
 		t.Fatalf("make test world: %v", err)
 	}
-	t.Cleanup(w.Close)
+	t.Cleanup(func() {
+		if err := w.Close(); err != nil {
+			t.Error(err)
+		}
+	})
 	k := &kit{world: w, subject: subject, opts: opts, site: Site{
 		NodeName:      nodeNames[0],
 		Instance:      "kpng-conform",
@@ -142,6 +149,9 @@ func newKit(t *testing.T, subject Subject, opts Options) *kit {
 		PodInterfaces: world.PodInterfaces,
 		host:          w.Node,
 	}}
+	if w.Cgroup != nil {
+		k.site.Cgroup = w.Cgroup.Dir
+	}
 	if _, err := k.nft(foreignRules, "-f", "-"); err != nil {
 		t.Fatal(err)
 	}

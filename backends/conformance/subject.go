@@ -94,6 +94,9 @@ type Site struct {
 	PodInterfaces string
 	// Masquerade selects which connections to cluster IPs are masqueraded.
 	Masquerade MasqueradeOption
+	// Cgroup is the directory of the cgroup (version 2) to which all sockets of the node and
+	// of its pods belong, and no others. It is empty unless Options.Cgroup is true.
+	Cgroup string
 
 	host *world.Host
 }

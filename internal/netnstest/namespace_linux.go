@@ -26,6 +26,9 @@ type Namespace struct {
 	FD int
 	// Links configures interfaces, addresses and routes in the namespace.
 	Links *netlink.Handle
+	// Cgroup is the cgroup of the functions and processes that run in the namespace. If it
+	// is nil, they stay in the cgroup of the process.
+	Cgroup *Cgroup
 }
 
 // Make makes a namespace with only a loopback interface, which is up.
@@ -137,6 +140,9 @@ func (n *Namespace) RunWith(t testing.TB, stdin string, args ...string) string {
 func (n *Namespace) enter(f func() error) error {
 	if err := unix.Setns(n.FD, unix.CLONE_NEWNET); err != nil {
 		return fmt.Errorf("enter network namespace: %w", err)
+	}
+	if n.Cgroup != nil {
+		return n.Cgroup.do(f)
 	}
 	return f()
 }

@@ -24,6 +24,8 @@ type World struct {
 	Local, Remote []*Host
 	// SCTP is true if the kernel has SCTP sockets. Then pods also answer SCTP connections.
 	SCTP bool
+	// Cgroup is the cgroup of Node and Local, or nil.
+	Cgroup *netnstest.Cgroup
 
 	hosts []*Host
 }
@@ -67,8 +69,9 @@ func prefixes(v4, v6 string) map[api.Family]netip.Prefix {
 	return map[api.Family]netip.Prefix{api.IPv4: netip.MustParsePrefix(v4), api.IPv6: netip.MustParsePrefix(v6)}
 }
 
-// New makes a world. It needs root.
-func New() (w *World, err error) {
+// New makes a world. It needs root. If inCgroup is true, it makes a cgroup for the node
+// and its pods.
+func New(inCgroup bool) (w *World, err error) {
 	if os.Geteuid() != 0 {
 		return nil, errors.New("make network namespaces: need root")
 	}
@@ -78,6 +81,11 @@ func New() (w *World, err error) {
 			w.Close()
 		}
 	}()
+	if inCgroup {
+		if w.Cgroup, err = netnstest.MakeCgroup(); err != nil {
+			return w, err
+		}
+	}
 	for _, h := range []struct {
 		name string
 		host **Host
@@ -86,14 +94,19 @@ func New() (w *World, err error) {
 			return w, err
 		}
 	}
+	w.Node.Cgroup = w.Cgroup
 	return w, w.build()
 }
 
-// Close stops the servers and releases the namespaces.
-func (w *World) Close() {
+// Close stops the servers and releases the namespaces and the cgroup.
+func (w *World) Close() error {
 	for _, h := range w.hosts {
 		h.close()
 	}
+	if w.Cgroup == nil {
+		return nil
+	}
+	return w.Cgroup.Close()
 }
 
 func (w *World) host(name string) (*Host, error) {
@@ -153,6 +166,7 @@ func (w *World) build() error {
 			return err
 		}
 		*pods = append(*pods, pod)
+		pod.Cgroup = node.Cgroup
 		addrs := []string{fmt.Sprintf("10.244.%d.%d/32", number, 10+i), fmt.Sprintf("fd00:10:244:%d::%x/128", number, 16+i)}
 		gateways := []string{fmt.Sprintf("10.244.%d.1", number), fmt.Sprintf("fd00:10:244:%d::1", number)}
 		plan.link(node, PodInterfaces+name, []string{gateways[0] + "/32", gateways[1] + "/128"}, pod, "eth0", addrs)

@@ -1,0 +1,174 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package ebpf
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"hash/maphash"
+	"sync"
+	"time"
+
+	"github.com/kpng-project/kpng/sink"
+	"k8s.io/klog/v2"
+)
+
+// Backend is a sink that programs services into another sink and into eBPF maps. See the
+// package comment.
+type Backend struct {
+	opts  Options
+	proxy sink.Sink
+	// forward calls the optional methods of proxy.
+	forward sink.Forwarder
+
+	mu        sync.Mutex // guards the fields below
+	cgroup    string
+	programs  *programs
+	dataplane *dataplane
+	// compareAt is the time of the next comparison with the kernel.
+	compareAt time.Time
+}
+
+var (
+	_ sink.Sink    = (*Backend)(nil)
+	_ sink.Starter = (*Backend)(nil)
+	_ sink.Drainer = (*Backend)(nil)
+	_ sink.Cleaner = (*Backend)(nil)
+	_ sink.Poller  = (*Backend)(nil)
+)
+
+// New returns a backend. The sink proxy must program all services for all traffic, such
+// as an nftables.Backend. It must not masquerade all connections, because connections
+// through eBPF keep the address of the client. The backend starts, stops and cleans up
+// proxy. New does not access the kernel. It returns an error if opts are invalid.
+func New(proxy sink.Sink, opts Options) (*Backend, error) {
+	if err := opts.complete(); err != nil {
+		return nil, fmt.Errorf("ebpf options: %w", err)
+	}
+	return &Backend{opts: opts, proxy: proxy, forward: sink.Forwarder{To: proxy}}, nil
+}
+
+// Start implements [sink.Starter]. It starts the other sink, opens or makes the maps, and
+// attaches the programs. Programs of an earlier process are replaced without
+// interruption. Start needs CAP_BPF and CAP_NET_ADMIN.
+func (b *Backend) Start(ctx context.Context) error {
+	if err := b.forward.Start(ctx); err != nil {
+		return err
+	}
+	if err := b.start(ctx); err != nil {
+		return errors.Join(err, b.forward.Stop(ctx))
+	}
+	return nil
+}
+
+func (b *Backend) start(ctx context.Context) (err error) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if b.cgroup = b.opts.Cgroup; b.cgroup == "" {
+		if b.cgroup, err = findCgroup(); err != nil {
+			return err
+		}
+	}
+	if err := checkFileSystems(b.cgroup, b.opts.BPFFS); err != nil {
+		return err
+	}
+	p, err := load(ctx, &b.opts)
+	if err != nil {
+		return err
+	}
+	if err := p.attach(&b.opts, b.cgroup); err != nil {
+		return errors.Join(err, p.close())
+	}
+	b.programs = p
+	b.dataplane = &dataplane{
+		annotation: b.opts.Annotation,
+		frontends:  kernelTable[frontendKey, list]{p.Frontends},
+		slots:      kernelTable[slotKey, address]{p.Slots},
+		members:    kernelTable[memberKey, uint32]{p.Members},
+		seed:       maphash.MakeSeed(),
+	}
+	return nil
+}
+
+// Stop implements [sink.Stopper]. The programs continue to work; see Cleanup.
+func (b *Backend) Stop(ctx context.Context) error {
+	err := b.forward.Stop(ctx)
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if b.programs != nil {
+		err = errors.Join(err, b.programs.close())
+		b.programs = nil
+	}
+	return err
+}
+
+// StopTimeout implements [sink.Drainer]. It returns the result of the other sink.
+func (b *Backend) StopTimeout() time.Duration { return b.forward.StopTimeout() }
+
+// Cleanup implements [sink.Cleaner]. It detaches the programs and deletes the maps of the
+// instance if they exist, and cleans up the other sink. The backend need not be started.
+func (b *Backend) Cleanup(ctx context.Context) error {
+	return errors.Join(remove(&b.opts), b.forward.Cleanup(ctx))
+}
+
+// Sync implements [sink.Sink]. It first programs the other sink. If that sink acknowledges
+// nothing, the maps do not change.
+func (b *Backend) Sync(ctx context.Context, c *sink.Changes) error {
+	err := b.proxy.Sync(ctx, c)
+	if _, ok := sink.Acknowledged(err); !ok {
+		return err
+	}
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if ours := b.dataplane.sync(ctx, c); ours != nil {
+		return errors.Join(err, ours)
+	}
+	return err
+}
+
+// The shortest time between two comparisons with the kernel. After a comparison, there is
+// a pause of at least pauseFactor times its duration, so that comparisons use 2 % of a
+// CPU.
+const (
+	minPause    = 10 * time.Second
+	pauseFactor = 50
+)
+
+// Verify implements [sink.Verifier]. It verifies the other sink. From time to time, it
+// compares the maps with the records of the backend, and attaches programs again that
+// were detached.
+func (b *Backend) Verify(ctx context.Context) error {
+	if err := b.forward.Verify(ctx); err != nil {
+		return err
+	}
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	now := time.Now()
+	if now.Before(b.compareAt) || b.dataplane.records == nil {
+		return nil
+	}
+	err := b.reattach(ctx)
+	err = errors.Join(err, b.dataplane.compare())
+	b.compareAt = time.Now().Add(max(minPause, pauseFactor*time.Since(now)))
+	return err
+}
+
+func (b *Backend) reattach(ctx context.Context) error {
+	if b.programs.attached(&b.opts, b.cgroup) {
+		return nil
+	}
+	klog.FromContext(ctx).Info("Another program detached eBPF programs; attaching them again", "cgroup", b.cgroup)
+	return b.programs.attach(&b.opts, b.cgroup)
+}
+
+// VerifyInterval implements [sink.Poller]. It returns the interval of the other sink, or
+// ten seconds if that sink has none.
+func (b *Backend) VerifyInterval() time.Duration {
+	if d := b.forward.VerifyInterval(); d != 0 {
+		return d
+	}
+	return minPause
+}

@@ -1,0 +1,290 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package ebpf
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"hash/maphash"
+	"maps"
+	"slices"
+
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/sink"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/klog/v2"
+)
+
+// dataplane writes the maps that the programs read. It is not safe for concurrent use.
+type dataplane struct {
+	annotation string
+	frontends  table[frontendKey, list]
+	slots      table[slotKey, address]
+	members    table[memberKey, uint32]
+	seed       maphash.Seed
+
+	// records has the frontends in the kernel. It is nil while these are unknown.
+	records map[frontendKey]*record
+	// services has the frontends that each service delivered in this pass needs.
+	services map[types.NamespacedName][]frontendKey
+	// left has the services with a frontend that did not fit into the maps.
+	left map[types.NamespacedName]*api.ServiceEndpoints
+	// full is the last reason why a frontend did not fit.
+	full error
+	// lastID is the highest ID of a list so far.
+	lastID uint64
+}
+
+// record is a frontend in the kernel.
+type record struct {
+	list    list
+	digest  uint64
+	members []address
+	// owner is the service, or the zero value if no service delivered in this pass needs the
+	// frontend.
+	owner types.NamespacedName
+}
+
+// changes has the frontends to change, with a nil value for those to delete.
+type changes map[frontendKey]*change
+
+type change struct {
+	wanted
+	owner types.NamespacedName
+	view  *api.ServiceEndpoints
+	id    uint64
+	// err is the reason why the frontend does not fit.
+	err error
+}
+
+func (d *dataplane) sync(ctx context.Context, c *sink.Changes) error {
+	if c.First {
+		if err := d.begin(); err != nil {
+			return err
+		}
+	}
+	if d.records == nil {
+		return fmt.Errorf("the content of the maps is unknown (%w)", sink.ErrStartOver)
+	}
+	all := changes{}
+	for s := range c.Services {
+		d.plan(all, s.Key, s.New)
+	}
+	if c.Last {
+		for f, r := range d.records {
+			if _, changes := all[f]; r.owner == (types.NamespacedName{}) && !changes {
+				all[f] = nil
+			}
+		}
+	}
+	hadSpace := len(d.left) == 0
+	freed, err := d.apply(all)
+	if err == nil && freed && !hadSpace {
+		err = d.retry()
+	}
+	if hadSpace && len(d.left) > 0 {
+		klog.FromContext(ctx).Info("The eBPF maps are full; some services are handled without eBPF", "services", len(d.left), "reason", d.full)
+	}
+	return err
+}
+
+// retry adds the frontends of services that did not fit, until the maps are full again.
+func (d *dataplane) retry() error {
+	for key, view := range maps.Clone(d.left) {
+		all := changes{}
+		d.plan(all, key, view)
+		if _, err := d.apply(all); err != nil {
+			return err
+		}
+		if _, still := d.left[key]; still {
+			break
+		}
+	}
+	return nil
+}
+
+// begin reads the maps, and deletes lists that no frontend has.
+func (d *dataplane) begin() error {
+	d.records = nil
+	s, err := d.scan()
+	if err == nil {
+		err = errors.Join(d.slots.delete(s.orphanSlots), d.members.delete(s.orphanMembers))
+	}
+	if err != nil {
+		return fmt.Errorf("%w (%w)", err, sink.ErrStartOver)
+	}
+	d.records, d.lastID = s.records, max(d.lastID, s.lastID)
+	d.services = map[types.NamespacedName][]frontendKey{}
+	d.left = map[types.NamespacedName]*api.ServiceEndpoints{}
+	return nil
+}
+
+// plan adds the changes that a service needs.
+func (d *dataplane) plan(all changes, key types.NamespacedName, view *api.ServiceEndpoints) {
+	delete(d.left, key)
+	needed := plan(view, d.annotation)
+	old := d.services[key]
+	d.services[key] = make([]frontendKey, len(needed))
+	for i, w := range needed {
+		d.services[key][i] = w.frontend
+		if r := d.records[w.frontend]; r != nil && r.list.Count == uint32(len(w.endpoints)) && r.list.Affinity == w.affinity && r.digest == w.digest(d.seed) {
+			r.owner = key
+			delete(all, w.frontend)
+		} else {
+			all[w.frontend] = &change{wanted: w, owner: key, view: view}
+		}
+	}
+	if len(needed) == 0 {
+		delete(d.services, key)
+	}
+	for _, f := range old {
+		// Another service may have taken over the frontend.
+		if r := d.records[f]; r != nil && r.owner == key && all[f] == nil && !slices.Contains(d.services[key], f) {
+			all[f] = nil
+		}
+	}
+}
+
+// apply writes changes to the kernel. It first adds new lists, then switches frontends to
+// them, and then deletes old lists. So a program always sees a whole list. Frontends that
+// do not fit are deleted, so that the other sink handles them. The result freed reports
+// whether elements were deleted.
+func (d *dataplane) apply(all changes) (freed bool, err error) {
+	if len(all) == 0 {
+		return false, nil
+	}
+	lists := map[uint64]*change{}
+	var slots batch[slotKey, address]
+	var members batch[memberKey, uint32]
+	for _, c := range all {
+		if c == nil {
+			continue
+		}
+		d.lastID++
+		c.id = d.lastID
+		lists[c.id] = c
+		for i, a := range c.endpoints {
+			slots.add(slotKey{List: c.id, Index: uint32(i)}, a)
+		}
+		for _, a := range c.members {
+			members.add(memberKey{List: c.id, Endpoint: a}, 0)
+		}
+	}
+	setAll(d.slots, slots, func(k slotKey) *change { return lists[k.List] })
+	setAll(d.members, members, func(k memberKey) *change { return lists[k.List] })
+	var frontends batch[frontendKey, list]
+	for f, c := range all {
+		if c != nil && c.err == nil {
+			frontends.add(f, c.list())
+		}
+	}
+	setAll(d.frontends, frontends, func(k frontendKey) *change { return all[k] })
+	return d.finish(all)
+}
+
+func (c *change) list() list {
+	return list{ID: c.id, Count: uint32(len(c.endpoints)), Affinity: c.affinity}
+}
+
+// finish deletes what the frontends no longer need, and updates the records.
+func (d *dataplane) finish(all changes) (freed bool, err error) {
+	var frontends []frontendKey
+	var slots []slotKey
+	var members []memberKey
+	unneeded := func(id uint64, n int, m []address) {
+		for i := range n {
+			slots = append(slots, slotKey{List: id, Index: uint32(i)})
+		}
+		for _, a := range m {
+			members = append(members, memberKey{List: id, Endpoint: a})
+		}
+	}
+	for f, c := range all {
+		r := d.records[f]
+		if r != nil {
+			unneeded(r.list.ID, int(r.list.Count), r.members)
+		}
+		if c != nil && c.err == nil {
+			d.records[f] = &record{list: c.list(), digest: c.digest(d.seed), members: c.members, owner: c.owner}
+			continue
+		}
+		if r != nil {
+			frontends = append(frontends, f)
+		}
+		delete(d.records, f)
+		if c != nil {
+			unneeded(c.id, len(c.endpoints), c.members)
+			d.left[c.owner], d.full = c.view, c.err
+		}
+	}
+	if err := errors.Join(d.frontends.delete(frontends), d.slots.delete(slots), d.members.delete(members)); err != nil {
+		d.records = nil
+		return false, fmt.Errorf("delete from maps: %w (%w)", err, sink.ErrStartOver)
+	}
+	return len(slots) > 0, nil
+}
+
+// scan is the content of the maps.
+type scan struct {
+	records map[frontendKey]*record
+	// orphanSlots and orphanMembers belong to no frontend.
+	orphanSlots   []slotKey
+	orphanMembers []memberKey
+	lastID        uint64
+}
+
+func (d *dataplane) scan() (*scan, error) {
+	s := &scan{records: map[frontendKey]*record{}}
+	lists := map[uint64]*record{}
+	err := d.frontends.each(func(f frontendKey, l list) {
+		r := &record{list: l}
+		s.records[f], lists[l.ID] = r, r
+		s.lastID = max(s.lastID, l.ID)
+	})
+	if err != nil {
+		return nil, fmt.Errorf("read map frontends: %w", err)
+	}
+	err = d.slots.each(func(k slotKey, a address) {
+		s.lastID = max(s.lastID, k.List)
+		if r := lists[k.List]; r != nil && k.Index < r.list.Count {
+			r.digest += slotDigest(d.seed, k.Index, a)
+		} else {
+			s.orphanSlots = append(s.orphanSlots, k)
+		}
+	})
+	if err != nil {
+		return nil, fmt.Errorf("read map slots: %w", err)
+	}
+	err = d.members.each(func(k memberKey, _ uint32) {
+		s.lastID = max(s.lastID, k.List)
+		if r := lists[k.List]; r != nil {
+			r.digest += memberDigest(d.seed, k.Endpoint)
+			r.members = append(r.members, k.Endpoint)
+		} else {
+			s.orphanMembers = append(s.orphanMembers, k)
+		}
+	})
+	if err != nil {
+		return nil, fmt.Errorf("read map members: %w", err)
+	}
+	return s, nil
+}
+
+// compare returns an error if the maps differ from the records.
+func (d *dataplane) compare() error {
+	s, err := d.scan()
+	if err != nil {
+		return err
+	}
+	same := len(s.orphanSlots)+len(s.orphanMembers) == 0 && maps.EqualFunc(s.records, d.records, func(a, b *record) bool {
+		return a.list == b.list && a.digest == b.digest
+	})
+	if !same {
+		d.records = nil
+		return fmt.Errorf("another program changed the eBPF maps (%w)", sink.ErrStartOver)
+	}
+	return nil
+}

@@ -1,0 +1,23 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package ebpf is a sink that balances connections inside the cluster when sockets
+// connect, without network address translation. Programs at hooks of a cgroup replace the
+// cluster IP by the address of an endpoint.
+//
+// The sink adds to another sink, which also programs all services, and which handles all
+// other traffic:
+//
+//	proxy, err := nftables.New(nftables.Options{})
+//	if err != nil {
+//		return err
+//	}
+//	b, err := ebpf.New(proxy, ebpf.Options{})
+//	if err != nil {
+//		return err
+//	}
+//	return kpng.Run(ctx, opts, b)
+//
+// So a service that the programs cannot handle still works. The file docs/ebpf.md
+// describes the programs and their maps.
+package ebpf
+

@@ -1,0 +1,87 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package ebpf
+
+import (
+	"cmp"
+	"errors"
+	"fmt"
+	"path/filepath"
+	"regexp"
+)
+
+// Options are the settings of a backend. The zero value is useful.
+type Options struct {
+	// Instance distinguishes the backends of one node. The maps and links of an instance are
+	// in the directory "kpng-ebpf" or "kpng-ebpf-<Instance>" below BPFFS. An instance has at
+	// most 64 letters, digits, "-" and "_". Default: empty.
+	Instance string
+
+	// Cgroup is a directory of the cgroup file system, version 2. The programs handle
+	// sockets that processes in this cgroup and in cgroups below it have opened. Default:
+	// the root of the file system. Start fails if the root is not visible, as in a container
+	// with a cgroup namespace of its own.
+	Cgroup string
+	// BPFFS is the mount point of a BPF file system that stays mounted while the backend
+	// does not run. Default: /sys/fs/bpf.
+	BPFFS string
+
+	// HostNetworkOnly restricts the programs to sockets in the network namespace in which
+	// the process started. Packets of pods then still have the cluster IP as destination, as
+	// service meshes and virtual machines in pods need it. Linux 5.14 or newer is required.
+	HostNetworkOnly bool
+	// Annotation is the name of a service annotation. The programs do not handle services
+	// for which its value is "false". The source must keep this annotation. Default:
+	// "kpng.io/ebpf".
+	Annotation string
+
+	// MaxFrontends is the maximum number of cluster IPs and ports that the programs handle.
+	// Default: 262,144.
+	MaxFrontends int
+	// MaxEndpoints is the maximum number of endpoints of all frontends together. While a
+	// list of endpoints changes, both the old list and the new one count. Default:
+	// 1,048,576.
+	MaxEndpoints int
+	// MaxMembers is the maximum number of endpoints of UDP frontends, and of frontends with
+	// session affinity. Default: 262,144.
+	MaxMembers int
+	// MaxClients is the number of clients whose endpoints the programs remember, for session
+	// affinity and for UDP sockets. It is also the number of sockets whose service they
+	// remember. When there are more, the kernel removes those that were unused for the
+	// longest time. Default: 65,536.
+	MaxClients int
+}
+
+var instanceName = regexp.MustCompile(`^[A-Za-z0-9_-]{0,64}$`)
+
+// complete checks o and sets the defaults.
+func (o *Options) complete() error {
+	o.BPFFS = cmp.Or(o.BPFFS, "/sys/fs/bpf")
+	o.Annotation = cmp.Or(o.Annotation, "kpng.io/ebpf")
+	o.MaxFrontends = cmp.Or(o.MaxFrontends, 1<<18)
+	o.MaxEndpoints = cmp.Or(o.MaxEndpoints, 1<<20)
+	o.MaxMembers = cmp.Or(o.MaxMembers, 1<<18)
+	o.MaxClients = cmp.Or(o.MaxClients, 1<<16)
+
+	var errs []error
+	if !instanceName.MatchString(o.Instance) {
+		errs = append(errs, fmt.Errorf("instance %q must have at most 64 letters, digits, \"_\" and \"-\"", o.Instance))
+	}
+	for _, size := range []int{o.MaxFrontends, o.MaxEndpoints, o.MaxMembers, o.MaxClients} {
+		if size < 1 || size > 1<<26 {
+			errs = append(errs, errors.New("a size of a map must be from 1 to 67,108,864"))
+			break
+		}
+	}
+	return errors.Join(errs...)
+}
+
+// directory returns the directory of the instance's maps and links.
+func (o *Options) directory() string {
+	if o.Instance == "" {
+		return filepath.Join(o.BPFFS, "kpng-ebpf")
+	}
+	return filepath.Join(o.BPFFS, "kpng-ebpf-"+o.Instance)
+}

@@ -1,0 +1,146 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package ebpf
+
+import (
+	"encoding/binary"
+	"fmt"
+	"hash/maphash"
+	"net/netip"
+	"slices"
+	"time"
+
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/nodeview"
+	"golang.org/x/sys/unix"
+)
+
+// The following types are keys and values of maps. They have the same layout as in
+// connect.c, and all their fields are exported, because package cilium/ebpf requires
+// that.
+
+// address is an address and a port in network byte order. An IPv4 address is stored as an
+// IPv4-mapped IPv6 address.
+type address struct {
+	IP        [16]byte
+	Port, Pad [2]byte
+}
+
+func toAddress(addr netip.Addr, port int32) address {
+	a := address{IP: addr.As16()}
+	binary.BigEndian.PutUint16(a.Port[:], uint16(port))
+	return a
+}
+
+func (a address) String() string {
+	return netip.AddrPortFrom(netip.AddrFrom16(a.IP).Unmap(), binary.BigEndian.Uint16(a.Port[:])).String()
+}
+
+type frontendKey struct {
+	IP       [16]byte
+	Port     [2]byte
+	Protocol uint8
+	Pad      uint8
+}
+
+func (k frontendKey) String() string {
+	return fmt.Sprintf("%s/%s", address{IP: k.IP, Port: k.Port}, map[uint8]string{unix.IPPROTO_TCP: "TCP", unix.IPPROTO_UDP: "UDP"}[k.Protocol])
+}
+
+// list is the value of a frontend. Affinity is in seconds.
+type list struct {
+	ID              uint64
+	Count, Affinity uint32
+}
+
+type slotKey struct {
+	List       uint64
+	Index, Pad uint32
+}
+
+type memberKey struct {
+	List     uint64
+	Endpoint address
+	Pad      [4]byte
+}
+
+// wanted is a frontend that a service needs.
+type wanted struct {
+	frontend frontendKey
+	affinity uint32
+	// endpoints get new clients. Clients may keep their endpoint if it is in members.
+	// There is at least one endpoint.
+	endpoints, members []address
+}
+
+// The digest of a list is the sum of these values for all its slots and members. So it
+// does not depend on the order in which a map is read.
+func slotDigest(seed maphash.Seed, index uint32, a address) uint64 {
+	return maphash.Comparable(seed, slotKeyDigest{index, a})
+}
+
+func memberDigest(seed maphash.Seed, a address) uint64 { return maphash.Comparable(seed, a) }
+
+type slotKeyDigest struct {
+	index uint32
+	a     address
+}
+
+func (w *wanted) digest(seed maphash.Seed) (sum uint64) {
+	for i, a := range w.endpoints {
+		sum += slotDigest(seed, uint32(i), a)
+	}
+	for _, a := range w.members {
+		sum += memberDigest(seed, a)
+	}
+	return sum
+}
+
+// plan returns the frontends that the programs handle for a view. These are cluster IPs
+// with endpoints, because connections to them keep the source address of the client. A
+// nil view has none.
+func plan(se *api.ServiceEndpoints, annotation string) (all []wanted) {
+	if se == nil || se.Service.Annotations[annotation] == "false" {
+		return nil
+	}
+	for f := range nodeview.Frontends(se) {
+		if f.Kind != nodeview.ClusterIP || f.Node.Verdict != nodeview.Forward || f.Sources.Restricted {
+			continue
+		}
+		w := wanted{frontend: frontendKey{IP: f.Addr.As16()}, affinity: uint32(f.Affinity / time.Second)}
+		for _, e := range f.Node.Endpoints {
+			w.endpoints = append(w.endpoints, toAddress(e.Addr, e.Port))
+		}
+		switch {
+		case f.Protocol == api.TCP:
+			w.frontend.Protocol = unix.IPPROTO_TCP
+			if w.affinity != 0 {
+				w.members = w.endpoints
+			}
+		case f.Protocol == api.UDP && w.affinity == 0:
+			w.frontend.Protocol = unix.IPPROTO_UDP
+			w.members = existing(se, &f)
+		default:
+			continue
+		}
+		w.frontend.Port = toAddress(f.Addr, f.Port).Port
+		all = append(all, w)
+	}
+	return all
+}
+
+// existing returns the endpoints of the frontend's port and family, on any list or
+// draining. UDP sockets may keep them.
+func existing(se *api.ServiceEndpoints, f *nodeview.Frontend) (all []address) {
+	for _, endpoints := range [...][]api.Endpoint{se.Endpoints, se.Draining} {
+		for i := range endpoints {
+			if port := endpoints[i].TargetPort(f.ServicePort); port != 0 && api.FamilyOf(endpoints[i].Addr) == f.Family {
+				all = append(all, toAddress(endpoints[i].Addr, port))
+			}
+		}
+	}
+	slices.SortFunc(all, func(a, b address) int { return slices.Compare(append(a.IP[:], a.Port[:]...), append(b.IP[:], b.Port[:]...)) })
+	return slices.Compact(all)
+}

@@ -1,0 +1,96 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package ebpf
+
+import (
+	"errors"
+
+	"github.com/cilium/ebpf"
+)
+
+// table is a map in the kernel.
+type table[K comparable, V any] interface {
+	// set adds or replaces elements in order, until one fails. It returns the number of
+	// elements before that.
+	set(keys []K, values []V) (int, error)
+	// delete deletes the elements that exist.
+	delete(keys []K) error
+	// each calls f for all elements.
+	each(f func(K, V)) error
+}
+
+// batch has elements to write.
+type batch[K comparable, V any] struct {
+	keys   []K
+	values []V
+}
+
+func (b *batch[K, V]) add(k K, v V) {
+	b.keys, b.values = append(b.keys, k), append(b.values, v)
+}
+
+// setAll writes the elements of b that belong to changes without error. The error of an
+// element becomes the error of its change.
+func setAll[K comparable, V any](t table[K, V], b batch[K, V], changeOf func(K) *change) {
+	for i := 0; i < len(b.keys); {
+		c := changeOf(b.keys[i])
+		if c.err != nil {
+			i++
+			continue
+		}
+		n, err := t.set(b.keys[i:], b.values[i:])
+		if i += n; err != nil && i < len(b.keys) {
+			changeOf(b.keys[i]).err = err
+		}
+	}
+}
+
+// kernelTable is a table in the kernel, of one of the types of hash maps.
+type kernelTable[K comparable, V any] struct{ m *ebpf.Map }
+
+// maxBatch limits the elements of one system call, and so the time for which the kernel
+// holds locks, and the memory of a dump.
+const maxBatch = 16384
+
+func (t kernelTable[K, V]) set(keys []K, values []V) (done int, err error) {
+	for done < len(keys) {
+		end := min(done+maxBatch, len(keys))
+		n, err := t.m.BatchUpdate(keys[done:end], values[done:end], nil)
+		if done += n; err != nil {
+			return done, err
+		}
+	}
+	return done, nil
+}
+
+func (t kernelTable[K, V]) delete(keys []K) error {
+	for len(keys) > 0 {
+		n, err := t.m.BatchDelete(keys[:min(maxBatch, len(keys))], nil)
+		if errors.Is(err, ebpf.ErrKeyNotExist) {
+			n++ // the first key after those deleted
+		} else if err != nil {
+			return err
+		}
+		keys = keys[n:]
+	}
+	return nil
+}
+
+func (t kernelTable[K, V]) each(f func(K, V)) error {
+	keys, values := make([]K, maxBatch), make([]V, maxBatch)
+	var cursor ebpf.MapBatchCursor
+	for {
+		n, err := t.m.BatchLookup(&cursor, keys, values, nil)
+		if err != nil && !errors.Is(err, ebpf.ErrKeyNotExist) {
+			return err
+		}
+		for i := range n {
+			f(keys[i], values[i])
+		}
+		if err != nil {
+			return nil
+		}
+	}
+}

@@ -85,9 +85,9 @@ func (b *Backend) start(ctx context.Context) (err error) {
 	b.programs = p
 	b.dataplane = &dataplane{
 		annotation: b.opts.Annotation,
-		frontends:  kernelTable[frontendKey, list]{p.Frontends},
-		slots:      kernelTable[slotKey, address]{p.Slots},
-		members:    kernelTable[memberKey, uint32]{p.Members},
+		frontends:  kernelTable[frontendKey, list]{"frontends", p.Frontends},
+		slots:      kernelTable[slotKey, address]{"slots", p.Slots},
+		members:    kernelTable[memberKey, uint32]{"members", p.Members},
 		seed:       maphash.MakeSeed(),
 	}
 	return nil

@@ -2,7 +2,7 @@
 
 //go:build linux
 
-package ebpf_test
+package ebpf
 
 import (
 	"context"
@@ -13,7 +13,6 @@ import (
 
 	"github.com/kpng-project/kpng/backends/conformance"
 	"github.com/kpng-project/kpng/backends/conntrack"
-	"github.com/kpng-project/kpng/backends/ebpf"
 	"github.com/kpng-project/kpng/backends/healthcheck"
 	"github.com/kpng-project/kpng/backends/nftables"
 	"github.com/kpng-project/kpng/backends/nodeaddr"
@@ -26,7 +25,10 @@ var patience = flag.Duration("patience", 20*time.Second, "how long the conforman
 // cgroup of the node and its pods.
 func TestConformance(t *testing.T) {
 	bpffs := mountBPFFS(t)
-	newSink := func(site conformance.Site) (sink.Sink, error) {
+	makeSink := func(site conformance.Site) (sink.Sink, error) {
+		if site.Cgroup == "" {
+			return nil, errors.New("the kit has made no cgroup, and the default is the root of this machine")
+		}
 		addrs, err := nodeaddr.New(nodeaddr.Options{Selection: nodeaddr.Selection{CIDRs: site.NodePortCIDRs}})
 		if err != nil {
 			return nil, err
@@ -41,10 +43,10 @@ func TestConformance(t *testing.T) {
 		if err != nil {
 			return nil, err
 		}
-		backend, err := ebpf.New(proxy, ebpf.Options{Instance: site.Instance, Cgroup: site.Cgroup, BPFFS: bpffs, MaxFrontends: 4096, MaxEndpoints: 1 << 14, MaxMembers: 1 << 14, MaxClients: 4096})
-		return &node{backend, healthcheck.New(healthcheck.Options{Addrs: addrs})}, err
+		backend, err := New(proxy, Options{Instance: site.Instance, Cgroup: site.Cgroup, BPFFS: bpffs, MaxFrontends: 4096, MaxEndpoints: 1 << 14, MaxMembers: 1 << 14, MaxClients: 4096})
+		return &nodeSink{backend, healthcheck.New(healthcheck.Options{Addrs: addrs})}, err
 	}
-	conformance.Run(t, newSink, conformance.Options{
+	conformance.Run(t, makeSink, conformance.Options{
 		Patience: *patience,
 		Cgroup:   true,
 		Exceptions: map[string]string{
@@ -54,23 +56,23 @@ func TestConformance(t *testing.T) {
 	})
 }
 
-// node is a backend and the health-check server that runs beside it on a node.
-type node struct {
-	*ebpf.Backend
+// nodeSink is a backend and the health-check server that runs beside it on a node.
+type nodeSink struct {
+	*Backend
 	health *healthcheck.Server
 }
 
-func (n *node) Start(ctx context.Context) error {
+func (n *nodeSink) Start(ctx context.Context) error {
 	return errors.Join(n.Backend.Start(ctx), n.health.Start(ctx))
 }
 
-func (n *node) Sync(ctx context.Context, c *sink.Changes) error {
+func (n *nodeSink) Sync(ctx context.Context, c *sink.Changes) error {
 	if err := n.health.Sync(ctx, c); err != nil {
 		return err
 	}
 	return n.Backend.Sync(ctx, c)
 }
 
-func (n *node) Stop(ctx context.Context) error {
+func (n *nodeSink) Stop(ctx context.Context) error {
 	return errors.Join(n.health.Stop(ctx), n.Backend.Stop(ctx))
 }

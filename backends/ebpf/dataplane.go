@@ -222,7 +222,7 @@ func (d *dataplane) finish(all changes) (freed bool, err error) {
 	}
 	if err := errors.Join(d.frontends.delete(frontends), d.slots.delete(slots), d.members.delete(members)); err != nil {
 		d.records = nil
-		return false, fmt.Errorf("delete from maps: %w (%w)", err, sink.ErrStartOver)
+		return false, fmt.Errorf("%w (%w)", err, sink.ErrStartOver)
 	}
 	return len(slots) > 0, nil
 }
@@ -241,11 +241,15 @@ func (d *dataplane) scan() (*scan, error) {
 	lists := map[uint64]*record{}
 	err := d.frontends.each(func(f frontendKey, l list) {
 		r := &record{list: l}
-		s.records[f], lists[l.ID] = r, r
+		s.records[f] = r
+		if _, shared := lists[l.ID]; shared {
+			r = nil // another program has written it, so no frontend keeps the list
+		}
+		lists[l.ID] = r
 		s.lastID = max(s.lastID, l.ID)
 	})
 	if err != nil {
-		return nil, fmt.Errorf("read map frontends: %w", err)
+		return nil, err
 	}
 	err = d.slots.each(func(k slotKey, a address) {
 		s.lastID = max(s.lastID, k.List)
@@ -256,7 +260,7 @@ func (d *dataplane) scan() (*scan, error) {
 		}
 	})
 	if err != nil {
-		return nil, fmt.Errorf("read map slots: %w", err)
+		return nil, err
 	}
 	err = d.members.each(func(k memberKey, _ uint32) {
 		s.lastID = max(s.lastID, k.List)
@@ -268,7 +272,7 @@ func (d *dataplane) scan() (*scan, error) {
 		}
 	})
 	if err != nil {
-		return nil, fmt.Errorf("read map members: %w", err)
+		return nil, err
 	}
 	return s, nil
 }

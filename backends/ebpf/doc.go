@@ -20,4 +20,3 @@
 // So a service that the programs cannot handle still works. The file docs/ebpf.md
 // describes the programs and their maps.
 package ebpf
-

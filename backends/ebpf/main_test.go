@@ -2,13 +2,23 @@
 
 //go:build linux
 
-package ebpf_test
+package ebpf
 
 import (
+	"context"
+	"fmt"
+	"net/netip"
 	"os"
+	"slices"
+	"strings"
 	"testing"
 
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/netnstest"
+	"github.com/kpng-project/kpng/nodeview"
+	"github.com/kpng-project/kpng/sink"
 	"golang.org/x/sys/unix"
+	"k8s.io/apimachinery/pkg/types"
 )
 
 // bpffsVariable has the mount point of a BPF file system for tests. The processes of the
@@ -34,4 +44,128 @@ func mountBPFFS(t testing.TB) string {
 		}
 	})
 	return dir
+}
+
+// node is a backend with a network namespace and a cgroup of its own. The backend has no
+// other sink, so only the programs translate connections.
+type node struct {
+	*Backend
+	t    testing.TB
+	ns   *netnstest.Namespace
+	opts Options
+}
+
+func newNode(t testing.TB, opts Options) *node {
+	t.Helper()
+	n := &node{t: t, ns: netnstest.New(t), opts: opts}
+	n.ns.Cgroup = netnstest.NewCgroup(t)
+	n.opts.BPFFS, n.opts.Cgroup = mountBPFFS(t), n.ns.Cgroup.Dir
+	n.restart()
+	t.Cleanup(func() {
+		n.Stop(context.Background())
+		if err := n.Cleanup(context.Background()); err != nil {
+			t.Errorf("clean up: %v", err)
+		}
+	})
+	return n
+}
+
+// restart makes a new backend, as a new process does.
+func (n *node) restart() {
+	n.t.Helper()
+	if n.Backend != nil {
+		if err := n.Stop(n.t.Context()); err != nil {
+			n.t.Error(err)
+		}
+	}
+	b, err := New(noProxy, n.opts)
+	if err != nil {
+		n.t.Fatal(err)
+	}
+	n.Backend = b
+	if err := n.ns.Do(func() error { return b.Start(n.t.Context()) }); err != nil {
+		n.t.Fatal(err)
+	}
+}
+
+// noProxy is a sink that does nothing.
+var noProxy = sink.Func(func(context.Context, *sink.Changes) error { return nil })
+
+// pass delivers a pass with these views, which has to succeed.
+func (n *node) pass(views ...*api.ServiceEndpoints) {
+	n.t.Helper()
+	n.deliver(&sink.Changes{First: true, Last: true, NodeChanged: true}, views...)
+}
+
+// set delivers these views, which has to succeed.
+func (n *node) set(views ...*api.ServiceEndpoints) {
+	n.t.Helper()
+	n.deliver(&sink.Changes{}, views...)
+}
+
+// delete delivers the deletion of a service.
+func (n *node) delete(name string) {
+	n.t.Helper()
+	key := types.NamespacedName{Namespace: "default", Name: name}
+	n.sync(&sink.Changes{Services: slices.Values([]sink.Change{{Key: key}})})
+}
+
+func (n *node) deliver(c *sink.Changes, views ...*api.ServiceEndpoints) {
+	n.t.Helper()
+	c.Services = func(yield func(sink.Change) bool) {
+		for _, v := range views {
+			if !yield(sink.Change{Key: v.Key(), New: v, Unsure: true}) {
+				return
+			}
+		}
+	}
+	n.sync(c)
+}
+
+func (n *node) sync(c *sink.Changes) {
+	n.t.Helper()
+	if err := n.Sync(n.t.Context(), c); err != nil {
+		n.t.Fatal(err)
+	}
+}
+
+// view returns the view of a service with port 80 of TCP and UDP, these cluster IPs, and
+// endpoints at port 8080. The prefix "~" marks an endpoint that is draining. If the
+// function edit is not nil, it modifies the service.
+func view(name string, ips, endpoints []string, edit func(*api.Service)) *api.ServiceEndpoints {
+	svc := &api.Service{
+		Namespace: "default", Name: name, Type: api.ClusterIP,
+		Ports: []api.PortMapping{
+			{Name: "tcp", Protocol: api.TCP, Port: 80, TargetPort: 8080},
+			{Name: "udp", Protocol: api.UDP, Port: 80, TargetPort: 8080},
+		},
+		IPFamilies: []api.Family{api.IPv4, api.IPv6},
+	}
+	for _, ip := range ips {
+		svc.IPs.ClusterIPs.Add(netip.MustParseAddr(ip))
+	}
+	if edit != nil {
+		edit(svc)
+	}
+	state := &api.ServiceState{Service: svc}
+	for _, family := range []api.Family{api.IPv4, api.IPv6} {
+		slice := &api.EndpointSlice{Namespace: "default", Name: fmt.Sprint(name, "-", family), ServiceName: name, Family: family}
+		for _, p := range svc.Ports {
+			slice.Ports = append(slice.Ports, api.EndpointPort{Name: p.Name, Protocol: p.Protocol, Port: 8080})
+		}
+		for _, e := range endpoints {
+			addr, drains := strings.CutPrefix(e, "~")
+			if a := netip.MustParseAddr(addr); api.FamilyOf(a) == family {
+				slice.Endpoints = append(slice.Endpoints, api.SliceEndpoint{Addr: a, Conditions: api.Conditions{Ready: !drains, Serving: true, Terminating: drains}})
+			}
+		}
+		state.Slices = append(state.Slices, slice)
+	}
+	return nodeview.View(state, nil)
+}
+
+func withAffinity(seconds int32) func(*api.Service) {
+	return func(s *api.Service) {
+		s.SessionAffinity.ClientIP = &api.ClientIPAffinity{TimeoutSeconds: seconds}
+	}
 }

@@ -69,13 +69,20 @@ func (o *Options) complete() error {
 	if !instanceName.MatchString(o.Instance) {
 		errs = append(errs, fmt.Errorf("instance %q must have at most 64 letters, digits, \"_\" and \"-\"", o.Instance))
 	}
-	for _, size := range []int{o.MaxFrontends, o.MaxEndpoints, o.MaxMembers, o.MaxClients} {
+	for name, size := range o.sizes() {
 		if size < 1 || size > 1<<26 {
-			errs = append(errs, errors.New("a size of a map must be from 1 to 67,108,864"))
-			break
+			errs = append(errs, fmt.Errorf("the size %d of map %s is not from 1 to 67,108,864", size, name))
 		}
 	}
 	return errors.Join(errs...)
+}
+
+// sizes returns the maximum number of elements of each map.
+func (o *Options) sizes() map[string]int {
+	return map[string]int{
+		"frontends": o.MaxFrontends, "slots": o.MaxEndpoints, "members": o.MaxMembers,
+		"clients": o.MaxClients, "peers": o.MaxClients,
+	}
 }
 
 // directory returns the directory of the instance's maps and links.

@@ -141,6 +141,8 @@ func existing(se *api.ServiceEndpoints, f *nodeview.Frontend) (all []address) {
 			}
 		}
 	}
-	slices.SortFunc(all, func(a, b address) int { return slices.Compare(append(a.IP[:], a.Port[:]...), append(b.IP[:], b.Port[:]...)) })
+	slices.SortFunc(all, func(a, b address) int {
+		return slices.Compare(append(a.IP[:], a.Port[:]...), append(b.IP[:], b.Port[:]...))
+	})
 	return slices.Compact(all)
 }

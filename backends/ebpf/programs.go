@@ -59,9 +59,7 @@ func load(ctx context.Context, o *Options) (p *programs, err error) {
 	if err != nil {
 		return nil, err
 	}
-	for name, size := range map[string]int{
-		"frontends": o.MaxFrontends, "slots": o.MaxEndpoints, "members": o.MaxMembers, "clients": o.MaxClients, "peers": o.MaxClients,
-	} {
+	for name, size := range o.sizes() {
 		spec.Maps[name].MaxEntries = uint32(size)
 		spec.Maps[name].Pinning = ebpf.PinByName
 	}
@@ -83,7 +81,7 @@ func load(ctx context.Context, o *Options) (p *programs, err error) {
 	if errors.Is(err, ebpf.ErrMapIncompatible) {
 		// The old maps exist until the programs that use them are replaced.
 		klog.FromContext(ctx).Info("Replacing eBPF maps of another layout or size", "reason", err)
-		for name := range spec.Maps {
+		for name := range o.sizes() {
 			if err := os.Remove(filepath.Join(dir, name)); err != nil && !errors.Is(err, fs.ErrNotExist) {
 				return nil, err
 			}

@@ -6,8 +6,10 @@ package ebpf
 
 import (
 	"errors"
+	"fmt"
 
 	"github.com/cilium/ebpf"
+	"golang.org/x/sys/unix"
 )
 
 // table is a map in the kernel.
@@ -48,7 +50,10 @@ func setAll[K comparable, V any](t table[K, V], b batch[K, V], changeOf func(K) 
 }
 
 // kernelTable is a table in the kernel, of one of the types of hash maps.
-type kernelTable[K comparable, V any] struct{ m *ebpf.Map }
+type kernelTable[K comparable, V any] struct {
+	name string
+	m    *ebpf.Map
+}
 
 // maxBatch limits the elements of one system call, and so the time for which the kernel
 // holds locks, and the memory of a dump.
@@ -58,8 +63,12 @@ func (t kernelTable[K, V]) set(keys []K, values []V) (done int, err error) {
 	for done < len(keys) {
 		end := min(done+maxBatch, len(keys))
 		n, err := t.m.BatchUpdate(keys[done:end], values[done:end], nil)
-		if done += n; err != nil {
-			return done, err
+		done += n
+		if errors.Is(err, unix.E2BIG) {
+			return done, fmt.Errorf("map %s is full with %d elements", t.name, t.m.MaxEntries())
+		}
+		if err != nil {
+			return done, fmt.Errorf("write to map %s: %w", t.name, err)
 		}
 	}
 	return done, nil
@@ -71,7 +80,7 @@ func (t kernelTable[K, V]) delete(keys []K) error {
 		if errors.Is(err, ebpf.ErrKeyNotExist) {
 			n++ // the first key after those deleted
 		} else if err != nil {
-			return err
+			return fmt.Errorf("delete from map %s: %w", t.name, err)
 		}
 		keys = keys[n:]
 	}
@@ -84,7 +93,7 @@ func (t kernelTable[K, V]) each(f func(K, V)) error {
 	for {
 		n, err := t.m.BatchLookup(&cursor, keys, values, nil)
 		if err != nil && !errors.Is(err, ebpf.ErrKeyNotExist) {
-			return err
+			return fmt.Errorf("read map %s: %w", t.name, err)
 		}
 		for i := range n {
 			f(keys[i], values[i])

@@ -1,0 +1,618 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package ebpf
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/netnstest"
+	"github.com/kpng-project/kpng/sink"
+	"golang.org/x/sys/unix"
+)
+
+// TestKernel uses real sockets. The addresses of endpoints are on the loopback interface
+// of a network namespace, and nothing has the addresses of services.
+func TestKernel(t *testing.T) {
+	t.Run("TCP sockets are translated when they connect", testTCP)
+	t.Run("IPv6 sockets may use IPv4-mapped addresses", testMapped)
+	t.Run("UDP sockets are translated when they send", testUDP)
+	t.Run("UDP sockets keep a draining endpoint and leave a removed one", testUDPChurn)
+	t.Run("connected UDP sockets are left to the other sink", testConnectedUDP)
+	t.Run("clients of a service with session affinity keep their endpoint", testAffinity)
+	t.Run("sockets of other cgroups are not translated", testOtherCgroup)
+	t.Run("HostNetworkOnly excludes other network namespaces", testHostNetworkOnly)
+	t.Run("an annotation excludes a service", testAnnotation)
+	t.Run("a restart adopts the maps and replaces the programs", testRestart)
+	t.Run("a restart deletes what the process before it left", testStale)
+	t.Run("a new size replaces the maps", testNewSize)
+	t.Run("services that do not fit are left to the other sink until there is space", testFull)
+	t.Run("changes by other programs are repaired", testRepair)
+	t.Run("clean-up removes everything", testCleanup)
+	t.Run("errors at the start name what is missing", testStartErrors)
+}
+
+var endpoints = []string{"10.0.0.1", "10.0.0.2", "10.0.0.3", "fd00::1", "fd00::2", "fd00::3"}
+
+// serve starts servers at the endpoints, which answer with their address.
+func (n *node) serve() {
+	n.t.Helper()
+	for _, addr := range endpoints {
+		n.ns.Add(n.t, "lo", addr)
+		at := net.JoinHostPort(addr, "8080")
+		netnstest.Listen(n.t, n.ns.Do, at, func(c net.Conn) { fmt.Fprint(c, addr) })
+		netnstest.Answer(n.t, n.ns.Do, at, addr)
+	}
+}
+
+// dial connects to a service, and returns the name of the endpoint and the address that
+// getpeername returns.
+func (n *node) dial(in netnstest.Place, to string) (endpoint, peer string, err error) {
+	var c net.Conn
+	err = in(func() (err error) { c, err = (&net.Dialer{Timeout: 5 * time.Second}).Dial("tcp", to); return err })
+	if err != nil {
+		return "", "", err
+	}
+	defer c.Close()
+	name, err := io.ReadAll(c)
+	return string(name), c.RemoteAddr().String(), err
+}
+
+// reaches returns the endpoints that n connections reach.
+func (n *node) reaches(to string, connections int) (names []string) {
+	n.t.Helper()
+	for range connections {
+		name, _, err := n.dial(n.ns.Do, to)
+		if err != nil {
+			n.t.Fatalf("connect to %s: %v", to, err)
+		}
+		names = append(names, name)
+	}
+	slices.Sort(names)
+	return slices.Compact(names)
+}
+
+func (n *node) mustReach(to string, want ...string) {
+	n.t.Helper()
+	if got := n.reaches(to, 40); !slices.Equal(got, want) {
+		n.t.Errorf("%s leads to %v, want %v", to, got, want)
+	}
+}
+
+// mustNotReach checks that connections to a service are not translated. They fail, because
+// there is no route.
+func (n *node) mustNotReach(to string) {
+	n.t.Helper()
+	if name, _, err := n.dial(n.ns.Do, to); err == nil {
+		n.t.Errorf("%s leads to %s, and must not be translated", to, name)
+	}
+}
+
+func testTCP(t *testing.T) {
+	n := newNode(t, Options{})
+	n.serve()
+	n.pass(view("web", []string{"10.96.0.1", "fd00:96::1"}, endpoints, nil))
+	n.mustReach("10.96.0.1:80", endpoints[:3]...)
+	n.mustReach("[fd00:96::1]:80", endpoints[3:]...)
+	for _, to := range []string{"10.96.0.1:80", "[fd00:96::1]:80"} {
+		if _, peer, err := n.dial(n.ns.Do, to); err != nil || peer != to {
+			t.Errorf("getpeername returns %s, %v, want %s", peer, err, to)
+		}
+	}
+	n.mustNotReach("10.96.0.1:81")
+	n.set(view("web", []string{"10.96.0.1", "fd00:96::1"}, endpoints[2:4], nil))
+	n.mustReach("10.96.0.1:80", endpoints[2])
+	n.mustReach("[fd00:96::1]:80", endpoints[3])
+	n.set(view("web", []string{"10.96.0.1", "fd00:96::1"}, nil, nil))
+	n.mustNotReach("10.96.0.1:80")
+	n.set(view("web", []string{"10.96.0.2"}, endpoints, nil))
+	n.mustReach("10.96.0.2:80", endpoints[:3]...)
+	n.delete("web")
+	n.mustNotReach("10.96.0.2:80")
+	for name, m := range map[string]int{"frontends": count(t, n.dataplane.frontends), "slots": count(t, n.dataplane.slots), "members": count(t, n.dataplane.members)} {
+		if m != 0 {
+			t.Errorf("map %s has %d elements after all services were deleted", name, m)
+		}
+	}
+}
+
+func count[K comparable, V any](t *testing.T, in table[K, V]) (number int) {
+	if err := in.each(func(K, V) { number++ }); err != nil {
+		t.Fatal(err)
+	}
+	return number
+}
+
+func testMapped(t *testing.T) {
+	n := newNode(t, Options{})
+	n.serve()
+	n.pass(view("web", []string{"10.96.0.1"}, endpoints[:1], nil))
+	mapped := &unix.SockaddrInet6{Port: 80, Addr: [16]byte{10: 0xff, 11: 0xff, 12: 10, 13: 96, 15: 1}}
+	err := n.ns.Do(func() error {
+		for _, kind := range []int{unix.SOCK_STREAM, unix.SOCK_DGRAM} {
+			fd, err := unix.Socket(unix.AF_INET6, kind|unix.SOCK_CLOEXEC, 0)
+			if err != nil {
+				return err
+			}
+			defer unix.Close(fd)
+			if err := unix.SetsockoptTimeval(fd, unix.SOL_SOCKET, unix.SO_RCVTIMEO, &unix.Timeval{Sec: 10}); err != nil {
+				return err
+			}
+			if kind == unix.SOCK_STREAM {
+				err = unix.Connect(fd, mapped)
+			} else {
+				err = unix.Sendto(fd, []byte("?"), 0, mapped)
+			}
+			if err != nil {
+				return err
+			}
+			buffer := make([]byte, 100)
+			got, from, err := unix.Recvfrom(fd, buffer, 0)
+			if err == nil && kind == unix.SOCK_STREAM {
+				from, err = unix.Getpeername(fd)
+			}
+			if err != nil {
+				return err
+			}
+			if a, ok := from.(*unix.SockaddrInet6); string(buffer[:got]) != endpoints[0] || !ok || a.Addr != mapped.Addr || a.Port != 80 {
+				t.Errorf("socket of type %d: answer %q from %v", kind, buffer[:got], from)
+			}
+		}
+		return nil
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
+// socket is an unconnected UDP socket.
+type socket struct {
+	n *node
+	*net.UDPConn
+}
+
+func (n *node) socket() *socket {
+	n.t.Helper()
+	s := &socket{n: n}
+	if err := n.ns.Do(func() (err error) { s.UDPConn, err = net.ListenUDP("udp", nil); return err }); err != nil {
+		n.t.Fatal(err)
+	}
+	n.t.Cleanup(func() { s.Close() })
+	return s
+}
+
+// ask sends to a service, and returns the endpoint that answers. The answer must come from
+// the address of the service.
+func (s *socket) ask(to string) string {
+	s.n.t.Helper()
+	addr, err := net.ResolveUDPAddr("udp", to)
+	if err != nil {
+		s.n.t.Fatal(err)
+	}
+	if _, err := s.WriteTo([]byte("?"), addr); err != nil {
+		s.n.t.Fatalf("send to %s: %v", to, err)
+	}
+	s.SetReadDeadline(time.Now().Add(10 * time.Second))
+	buffer := make([]byte, 100)
+	length, from, err := s.ReadFromUDP(buffer)
+	if err != nil {
+		s.n.t.Fatalf("answer of %s: %v", to, err)
+	}
+	if from.String() != to {
+		s.n.t.Errorf("answer from %s, want %s", from, to)
+	}
+	return string(buffer[:length])
+}
+
+func testUDP(t *testing.T) {
+	n := newNode(t, Options{})
+	n.serve()
+	n.pass(view("web", []string{"10.96.0.1", "fd00:96::1"}, endpoints, nil), view("dns", []string{"10.96.0.2"}, endpoints[:1], nil))
+	for to, want := range map[string][]string{"10.96.0.1:80": endpoints[:3], "[fd00:96::1]:80": endpoints[3:]} {
+		var names []string
+		for range 40 {
+			s := n.socket()
+			first := s.ask(to)
+			for range 5 {
+				if now := s.ask(to); now != first {
+					t.Errorf("a socket moved from %s to %s", first, now)
+				}
+			}
+			s.ask("10.96.0.2:80")
+			names = append(names, first)
+		}
+		slices.Sort(names)
+		if names = slices.Compact(names); !slices.Equal(names, want) {
+			t.Errorf("%s leads to %v, want %v", to, names, want)
+		}
+	}
+}
+
+func testUDPChurn(t *testing.T) {
+	n := newNode(t, Options{})
+	n.serve()
+	ips := []string{"10.96.0.1"}
+	n.pass(view("web", ips, endpoints[:1], nil))
+	s := n.socket()
+	for _, step := range []struct {
+		endpoints []string
+		want      string
+	}{
+		{[]string{"10.0.0.1"}, "10.0.0.1"},
+		{[]string{"10.0.0.1", "10.0.0.2", "10.0.0.3"}, "10.0.0.1"},
+		{[]string{"~10.0.0.1", "10.0.0.2"}, "10.0.0.1"},
+		{[]string{"10.0.0.2"}, "10.0.0.2"},
+		{[]string{"10.0.0.1", "10.0.0.2"}, "10.0.0.2"},
+	} {
+		n.set(view("web", ips, step.endpoints, nil))
+		if got := s.ask("10.96.0.1:80"); got != step.want {
+			t.Errorf("endpoints %v: the socket reaches %s, want %s", step.endpoints, got, step.want)
+		}
+	}
+}
+
+func testConnectedUDP(t *testing.T) {
+	n := newNode(t, Options{})
+	n.serve()
+	n.ns.Route(t, "10.96.0.0/16", "", "lo")
+	n.pass(view("web", []string{"10.96.0.1"}, endpoints[:1], nil))
+	var c net.Conn
+	if err := n.ns.Do(func() (err error) { c, err = net.Dial("udp", "10.96.0.1:80"); return err }); err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	raw, err := c.(*net.UDPConn).SyscallConn()
+	if err != nil {
+		t.Fatal(err)
+	}
+	// The kernel's view of the peer, as /proc/net/udp has it. The program at getpeername
+	// does not change it, because the socket was not translated.
+	raw.Control(func(fd uintptr) {
+		peer, err := unix.Getpeername(int(fd))
+		if a, ok := peer.(*unix.SockaddrInet4); err != nil || !ok || a.Addr != [4]byte{10, 96, 0, 1} {
+			t.Errorf("peer %v, %v", peer, err)
+		}
+	})
+}
+
+func testAffinity(t *testing.T) {
+	n := newNode(t, Options{})
+	n.serve()
+	ips := []string{"10.96.0.1"}
+	n.pass(view("web", ips, endpoints[:3], withAffinity(10800)))
+	first := n.reaches("10.96.0.1:80", 20)
+	if len(first) != 1 {
+		t.Fatalf("a client reaches %v", first)
+	}
+	// Other endpoints come and go.
+	others := slices.DeleteFunc(slices.Clone(endpoints[:3]), func(e string) bool { return e == first[0] })
+	n.set(view("web", ips, []string{first[0], others[0]}, withAffinity(10800)))
+	n.mustReach("10.96.0.1:80", first[0])
+	n.set(view("web", ips, others, withAffinity(10800)))
+	second := n.reaches("10.96.0.1:80", 20)
+	if len(second) != 1 || second[0] == first[0] {
+		t.Errorf("after %v was removed, the client reaches %v", first, second)
+	}
+	// A draining endpoint keeps no client.
+	rest := slices.DeleteFunc(others, func(e string) bool { return e == second[0] })
+	n.set(view("web", ips, []string{"~" + second[0], rest[0]}, withAffinity(10800)))
+	n.mustReach("10.96.0.1:80", rest[0])
+	// Without affinity, the client reaches all endpoints.
+	n.set(view("web", ips, endpoints[:3], nil))
+	n.mustReach("10.96.0.1:80", endpoints[:3]...)
+	// The time-out ends the affinity. The probability to reach the same endpoint in ten
+	// attempts by chance is 1 in 19,000.
+	n.set(view("web", ips, endpoints[:3], withAffinity(1)))
+	seen := map[string]bool{}
+	for range 10 {
+		seen[n.reaches("10.96.0.1:80", 1)[0]] = true
+		n.expireClients()
+	}
+	if len(seen) == 1 {
+		t.Errorf("after the time-out, the client still reaches %v", seen)
+	}
+}
+
+// expireClients makes the last connections of all clients older by a second.
+func (n *node) expireClients() {
+	n.t.Helper()
+	type client struct {
+		Cookie   uint64
+		Frontend frontendKey
+		Pad      uint32
+	}
+	type choice struct {
+		Time     uint64
+		Endpoint address
+		Pad      uint32
+	}
+	clients := kernelTable[client, choice]{"clients", n.programs.Clients}
+	var all batch[client, choice]
+	if err := clients.each(func(k client, c choice) { c.Time -= 1e9; all.add(k, c) }); err != nil {
+		n.t.Fatal(err)
+	}
+	if _, err := clients.set(all.keys, all.values); err != nil {
+		n.t.Fatal(err)
+	}
+}
+
+func testOtherCgroup(t *testing.T) {
+	n := newNode(t, Options{})
+	n.serve()
+	n.pass(view("web", []string{"10.96.0.1"}, endpoints, nil))
+	n.mustReach("10.96.0.1:80", endpoints[:3]...)
+	n.ns.Cgroup = nil
+	n.mustNotReach("10.96.0.1:80")
+}
+
+func testHostNetworkOnly(t *testing.T) {
+	n := newNode(t, Options{HostNetworkOnly: true})
+	n.serve()
+	n.pass(view("web", []string{"10.96.0.1"}, endpoints, nil))
+	n.mustReach("10.96.0.1:80", endpoints[:3]...)
+	other := netnstest.New(t)
+	other.Cgroup = n.ns.Cgroup
+	n.ns = other
+	n.serve()
+	n.mustNotReach("10.96.0.1:80")
+}
+
+func testAnnotation(t *testing.T) {
+	n := newNode(t, Options{})
+	n.serve()
+	annotate := func(value string) func(*api.Service) {
+		return func(s *api.Service) { s.Annotations = map[string]string{"kpng.io/ebpf": value} }
+	}
+	n.pass(view("web", []string{"10.96.0.1"}, endpoints[:1], annotate("false")))
+	n.mustNotReach("10.96.0.1:80")
+	n.set(view("web", []string{"10.96.0.1"}, endpoints[:1], annotate("true")))
+	n.mustReach("10.96.0.1:80", endpoints[0])
+	n.set(view("web", []string{"10.96.0.1"}, endpoints[:1], annotate("false")))
+	n.mustNotReach("10.96.0.1:80")
+}
+
+func testRestart(t *testing.T) {
+	n := newNode(t, Options{})
+	n.serve()
+	web := view("web", []string{"10.96.0.1", "fd00:96::1"}, endpoints, nil)
+	dns := view("dns", []string{"10.96.0.2"}, endpoints[:3], withAffinity(10800))
+	n.pass(web, dns)
+	chosen := n.reaches("10.96.0.2:80", 1)
+	s := n.socket()
+	kept := s.ask("10.96.0.1:80")
+	before := n.dataplane.records
+	program := n.linkedProgram()
+
+	// Connections must succeed at any time.
+	ctx, cancel := context.WithCancel(t.Context())
+	failed := make(chan error, 1)
+	go func() {
+		var err error
+		for ctx.Err() == nil && err == nil {
+			_, _, err = n.dial(n.ns.Do, "10.96.0.1:80")
+		}
+		failed <- err
+	}()
+	for range 3 {
+		n.restart()
+		n.pass(web, dns)
+	}
+	cancel()
+	if err := <-failed; err != nil {
+		t.Errorf("a connection failed during a restart: %v", err)
+	}
+	if n.linkedProgram() == program {
+		t.Error("the link still has the program of the process before")
+	}
+	for f, r := range before {
+		if now := n.dataplane.records[f]; now == nil || now.list != r.list {
+			t.Errorf("frontend %s was replaced", f)
+		}
+	}
+	n.mustReach("10.96.0.2:80", chosen[0])
+	if got := s.ask("10.96.0.1:80"); got != kept {
+		t.Errorf("a UDP socket moved from %s to %s", kept, got)
+	}
+}
+
+// linkedProgram returns the ID of the program of a link.
+func (n *node) linkedProgram() uint32 {
+	info, err := n.programs.links[0].Info()
+	if err != nil {
+		n.t.Fatal(err)
+	}
+	return uint32(info.Program)
+}
+
+func testStale(t *testing.T) {
+	n := newNode(t, Options{})
+	n.serve()
+	n.pass(view("goes", []string{"10.96.0.1"}, endpoints, nil), view("stays", []string{"10.96.0.2"}, endpoints[:3], nil))
+	// A list whose frontend was not written because the process was killed.
+	if _, err := n.dataplane.slots.set([]slotKey{{List: 1000}}, []address{{}}); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := n.dataplane.members.set([]memberKey{{List: 1000}}, []uint32{0}); err != nil {
+		t.Fatal(err)
+	}
+	n.restart()
+	n.mustReach("10.96.0.1:80", endpoints[:3]...)
+	// In a pass of several batches, frontends stay until the last batch.
+	stays := view("stays", []string{"10.96.0.2"}, endpoints[:1], nil)
+	n.deliver(&sink.Changes{First: true, NodeChanged: true}, stays)
+	n.mustReach("10.96.0.1:80", endpoints[:3]...)
+	n.mustReach("10.96.0.2:80", endpoints[0])
+	n.deliver(&sink.Changes{Last: true})
+	n.mustNotReach("10.96.0.1:80")
+	n.mustReach("10.96.0.2:80", endpoints[0])
+	if slots, members := count(t, n.dataplane.slots), count(t, n.dataplane.members); slots != 2 || members != 1 {
+		t.Errorf("%d slots and %d members, want 2 and 1", slots, members)
+	}
+	if n.dataplane.lastID <= 1000 {
+		t.Errorf("last ID %d: the ID of a list may be used twice", n.dataplane.lastID)
+	}
+}
+
+func testNewSize(t *testing.T) {
+	n := newNode(t, Options{})
+	n.serve()
+	web := view("web", []string{"10.96.0.1"}, endpoints, nil)
+	n.pass(web)
+	n.opts.MaxFrontends = 100
+	n.restart()
+	n.pass(web)
+	n.mustReach("10.96.0.1:80", endpoints[:3]...)
+	if size := n.programs.Frontends.MaxEntries(); size != 100 {
+		t.Errorf("the map has size %d", size)
+	}
+}
+
+func testFull(t *testing.T) {
+	tcp := func(s *api.Service) { s.Ports = s.Ports[:1] }
+	for name, opts := range map[string]Options{
+		"frontends": {MaxFrontends: 2},
+		"slots":     {MaxEndpoints: 6},
+		"members":   {MaxMembers: 6},
+	} {
+		t.Run(name, func(t *testing.T) {
+			edit := tcp
+			if name == "members" {
+				edit = func(s *api.Service) { tcp(s); withAffinity(1)(s) }
+			}
+			n := newNode(t, opts)
+			n.serve()
+			var views []*api.ServiceEndpoints
+			for i := range 3 {
+				views = append(views, view(fmt.Sprint("web", i), []string{fmt.Sprintf("10.96.0.%d", i)}, endpoints[:3], edit))
+			}
+			n.pass(views...)
+			works := func() (works []string) {
+				for i := range 3 {
+					if _, _, err := n.dial(n.ns.Do, fmt.Sprintf("10.96.0.%d:80", i)); err == nil {
+						works = append(works, fmt.Sprint("web", i))
+					}
+				}
+				return works
+			}
+			before := works()
+			if len(before) != 2 {
+				t.Fatalf("%v work, want 2 of 3", before)
+			}
+			n.delete(before[0])
+			if after := works(); len(after) != 2 || slices.Contains(after, before[0]) {
+				t.Errorf("after %s was deleted, %v work", before[0], after)
+			}
+			if len(n.dataplane.left) != 0 {
+				t.Errorf("%d services do not fit", len(n.dataplane.left))
+			}
+			if err := n.dataplane.compare(); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+}
+
+func testRepair(t *testing.T) {
+	n := newNode(t, Options{})
+	n.serve()
+	web := view("web", []string{"10.96.0.1"}, endpoints, nil)
+	n.pass(web)
+	verify := func() error {
+		n.compareAt = time.Time{}
+		return n.Verify(t.Context())
+	}
+	if err := verify(); err != nil {
+		t.Fatal(err)
+	}
+	d := n.dataplane
+	id := d.records[plan(web, "")[0].frontend].list.ID
+	var wrong address
+	for name, change := range map[string]func() error{
+		"a deleted frontend": func() error { return d.frontends.delete([]frontendKey{plan(web, "")[0].frontend}) },
+		"another endpoint":   func() error { _, err := d.slots.set([]slotKey{{List: id}}, []address{wrong}); return err },
+		"a deleted endpoint": func() error { return d.slots.delete([]slotKey{{List: id}}) },
+		"an added frontend": func() error {
+			_, err := d.frontends.set([]frontendKey{{Protocol: 6}}, []list{{ID: id, Count: 1}})
+			return err
+		},
+		"an added member": func() error { _, err := d.members.set([]memberKey{{List: 7}}, []uint32{0}); return err },
+	} {
+		if err := change(); err != nil {
+			t.Fatal(err)
+		}
+		if err := verify(); !errors.Is(err, sink.ErrStartOver) {
+			t.Errorf("%s: error %v, want a new pass", name, err)
+		}
+		n.pass(web)
+		if err := verify(); err != nil {
+			t.Errorf("%s, after a pass: %v", name, err)
+		}
+		n.mustReach("10.96.0.1:80", endpoints[:3]...)
+		id = d.records[plan(web, "")[0].frontend].list.ID
+	}
+	if err := n.programs.links[0].Detach(); err != nil {
+		t.Fatal(err)
+	}
+	n.mustNotReach("10.96.0.1:80")
+	if err := verify(); err != nil {
+		t.Fatal(err)
+	}
+	n.mustReach("10.96.0.1:80", endpoints[:3]...)
+	if err := os.Remove(filepath.Join(n.opts.directory(), "connect4")); err != nil {
+		t.Fatal(err)
+	}
+	if err := verify(); err != nil {
+		t.Fatal(err)
+	}
+	n.restart()
+	n.mustReach("10.96.0.1:80", endpoints[:3]...)
+}
+
+func testCleanup(t *testing.T) {
+	n := newNode(t, Options{Instance: "one"})
+	n.serve()
+	n.pass(view("web", []string{"10.96.0.1"}, endpoints, nil))
+	n.mustReach("10.96.0.1:80", endpoints[:3]...)
+	if err := n.Stop(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	n.mustReach("10.96.0.1:80", endpoints[:3]...)
+	for range 2 { // the second time, nothing is left to remove
+		if err := n.Cleanup(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		n.mustNotReach("10.96.0.1:80")
+	}
+	if _, err := os.Stat(n.opts.directory()); !errors.Is(err, os.ErrNotExist) {
+		t.Errorf("the directory of the instance is left: %v", err)
+	}
+}
+
+func testStartErrors(t *testing.T) {
+	bpffs := mountBPFFS(t)
+	for want, opts := range map[string]Options{
+		"is not a BPF file system":                {BPFFS: t.TempDir(), Cgroup: netnstest.NewCgroup(t).Dir},
+		"is not in a file system of type cgroup2": {BPFFS: bpffs, Cgroup: t.TempDir()},
+		"no such file or directory":               {BPFFS: bpffs, Cgroup: "/nowhere"},
+	} {
+		b, err := New(noProxy, opts)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := b.Start(t.Context()); err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("error %v, want one with %q", err, want)
+		}
+	}
+}

@@ -35,7 +35,7 @@ struct frontend {
 };
 
 // A list never changes. A change of a frontend replaces its list by one with another ID,
-// and IDs are never used again.
+// and a process of the backend uses each ID only once.
 struct list {
 	__u64 id;
 	__u32 count;

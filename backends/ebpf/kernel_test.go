@@ -11,6 +11,7 @@ import (
 	"io"
 	"net"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -42,6 +43,7 @@ func TestKernel(t *testing.T) {
 	t.Run("changes by other programs are repaired", testRepair)
 	t.Run("clean-up removes everything", testCleanup)
 	t.Run("errors at the start name what is missing", testStartErrors)
+	t.Run("the backend needs only two capabilities", testCapabilities)
 }
 
 var endpoints = []string{"10.0.0.1", "10.0.0.2", "10.0.0.3", "fd00::1", "fd00::2", "fd00::3"}
@@ -614,5 +616,57 @@ func testStartErrors(t *testing.T) {
 		if err := b.Start(t.Context()); err == nil || !strings.Contains(err.Error(), want) {
 			t.Errorf("error %v, want one with %q", err, want)
 		}
+	}
+}
+
+// capabilitiesVariable has the cgroup for a process with few capabilities.
+const capabilitiesVariable = "KPNG_TEST_CAPABILITIES"
+
+func testCapabilities(t *testing.T) {
+	run := func(capabilities, cgroup string) (string, error) {
+		cmd := exec.CommandContext(t.Context(), "setpriv", "--bounding-set="+capabilities, "--inh-caps="+capabilities,
+			os.Args[0], "-test.run=^TestWithFewCapabilities$", "-test.v")
+		cmd.Env = append(os.Environ(), capabilitiesVariable+"="+cgroup)
+		out, err := cmd.CombinedOutput()
+		return string(out), err
+	}
+	n := newNode(t, Options{Instance: "other"})
+	if out, err := run("-all,+bpf,+net_admin", n.opts.Cgroup); err != nil {
+		t.Errorf("with CAP_BPF and CAP_NET_ADMIN: %v\n%s", err, out)
+	}
+	const want = "eBPF needs the capabilities BPF and NET_ADMIN"
+	for _, capability := range []string{"bpf", "net_admin"} {
+		if out, err := run("-all,+"+capability, n.opts.Cgroup); err == nil || !strings.Contains(out, want) {
+			t.Errorf("with %s alone: %v, want an error with %q\n%s", capability, err, want, out)
+		}
+	}
+}
+
+// TestWithFewCapabilities runs in a process of testCapabilities.
+func TestWithFewCapabilities(t *testing.T) {
+	cgroup := os.Getenv(capabilitiesVariable)
+	if cgroup == "" {
+		return
+	}
+	b, err := New(noProxy, Options{Cgroup: cgroup, BPFFS: mountBPFFS(t)})
+	if err != nil {
+		t.Fatal(err)
+	}
+	n := &node{Backend: b, t: t}
+	for range 2 {
+		if err := n.Start(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		n.pass(view("web", []string{"10.96.0.1"}, endpoints, nil))
+		n.compareAt = time.Time{}
+		if err := n.Verify(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		if err := n.Stop(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := n.Cleanup(t.Context()); err != nil {
+		t.Fatal(err)
 	}
 }

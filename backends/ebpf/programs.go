@@ -96,9 +96,7 @@ func load(ctx context.Context, o *Options) (p *programs, err error) {
 
 // checkKernel returns an error that names what the kernel or the process lacks.
 func checkKernel() error {
-	if err := rlimit.RemoveMemlock(); err != nil {
-		return fmt.Errorf("raise the limit of locked memory, which Linux before 5.11 needs: %w", err)
-	}
+	noMemory := rlimit.RemoveMemlock()
 	var missing []string
 	for _, f := range []struct {
 		name string
@@ -119,6 +117,9 @@ func checkKernel() error {
 	}
 	if len(missing) > 0 {
 		return fmt.Errorf("the kernel lacks %s", strings.Join(missing, ", "))
+	}
+	if noMemory != nil {
+		return fmt.Errorf("raise the limit of locked memory, as Linux before 5.11 requires: %w", noMemory)
 	}
 	return nil
 }

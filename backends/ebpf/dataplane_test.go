@@ -1,0 +1,336 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package ebpf
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"hash/maphash"
+	"maps"
+	"math/rand/v2"
+	"net/netip"
+	"slices"
+	"testing"
+
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/sink"
+	"k8s.io/apimachinery/pkg/types"
+)
+
+// fakeTable is a table in memory. After each element, it calls check.
+type fakeTable[K comparable, V any] struct {
+	elements map[K]V
+	max      int
+	check    func()
+	// err is the error of the next deletion.
+	err error
+}
+
+var errFull = errors.New("the map is full")
+
+func (t *fakeTable[K, V]) set(keys []K, values []V) (int, error) {
+	for i, k := range keys {
+		if _, ok := t.elements[k]; !ok && len(t.elements) == t.max {
+			return i, errFull
+		}
+		t.elements[k] = values[i]
+		t.check()
+	}
+	return len(keys), nil
+}
+
+func (t *fakeTable[K, V]) delete(keys []K) error {
+	if err := t.err; err != nil {
+		t.err = nil
+		return err
+	}
+	for _, k := range keys {
+		delete(t.elements, k)
+		t.check()
+	}
+	return nil
+}
+
+func (t *fakeTable[K, V]) each(f func(K, V)) error {
+	for k, v := range t.elements {
+		f(k, v)
+	}
+	return nil
+}
+
+// fakeKernel is a dataplane with fake tables.
+type fakeKernel struct {
+	*dataplane
+	t         *testing.T
+	frontends fakeTable[frontendKey, list]
+	slots     fakeTable[slotKey, address]
+	members   fakeTable[memberKey, uint32]
+	// seen has the endpoints of each list that a frontend has had.
+	seen map[uint64][]address
+}
+
+func newFakeKernel(t *testing.T, frontends, slots, members int) *fakeKernel {
+	k := &fakeKernel{t: t}
+	k.frontends = fakeTable[frontendKey, list]{elements: map[frontendKey]list{}, max: frontends, check: k.check}
+	k.slots = fakeTable[slotKey, address]{elements: map[slotKey]address{}, max: slots, check: k.check}
+	k.members = fakeTable[memberKey, uint32]{elements: map[memberKey]uint32{}, max: members, check: k.check}
+	k.restart()
+	return k
+}
+
+// restart makes a dataplane without records, as a new process does.
+func (k *fakeKernel) restart() {
+	k.seen = map[uint64][]address{}
+	k.dataplane = &dataplane{frontends: &k.frontends, slots: &k.slots, members: &k.members, seed: maphash.MakeSeed()}
+	k.check()
+}
+
+// check checks that the list of each frontend is complete, and does not change while a
+// process runs.
+func (k *fakeKernel) check() {
+	for f, l := range k.frontends.elements {
+		endpoints := make([]address, l.Count)
+		for i := range endpoints {
+			a, ok := k.slots.elements[slotKey{List: l.ID, Index: uint32(i)}]
+			if !ok {
+				k.t.Fatalf("frontend %s: slot %d of %d is missing", f, i, l.Count)
+			}
+			endpoints[i] = a
+			if _, ok := k.members.elements[memberKey{List: l.ID, Endpoint: a}]; !ok && (f.Protocol == 17 || l.Affinity != 0) {
+				k.t.Fatalf("frontend %s: member %s is missing", f, a)
+			}
+		}
+		if before, ok := k.seen[l.ID]; ok && !slices.Equal(before, endpoints) {
+			k.t.Fatalf("frontend %s: list %d has changed", f, l.ID)
+		}
+		k.seen[l.ID] = endpoints
+	}
+}
+
+// changesOf returns a batch that delivers views. A nil view is a deletion.
+func changesOf(c sink.Changes, views map[string]*api.ServiceEndpoints) *sink.Changes {
+	c.Services = func(yield func(sink.Change) bool) {
+		for _, name := range slices.Sorted(maps.Keys(views)) {
+			if !yield(sink.Change{Key: types.NamespacedName{Namespace: "default", Name: name}, New: views[name], Unsure: true}) {
+				return
+			}
+		}
+	}
+	return &c
+}
+
+// TestRandomChanges makes random changes of services that share addresses, with maps that
+// are too small for all of them, and with restarts. Programs must see complete lists at
+// any time, and each frontend must have the wanted list or none.
+func TestRandomChanges(t *testing.T) {
+	for seed := range uint64(20) {
+		random := rand.New(rand.NewPCG(seed, 1))
+		k := newFakeKernel(t, 12, 60, 60)
+		services := map[string]*api.ServiceEndpoints{}
+		pass := func() {
+			c := changesOf(sink.Changes{First: true, Last: true}, services)
+			if err := k.sync(context.Background(), c); err != nil {
+				t.Fatal(err)
+			}
+		}
+		pass()
+		for range 200 {
+			// Each address belongs to at most one service.
+			owners := random.Perm(6)
+			changed := map[string]*api.ServiceEndpoints{}
+			for i := range 6 {
+				name := fmt.Sprint("s", i)
+				if random.IntN(3) > 0 {
+					continue
+				}
+				changed[name] = randomView(random, name, owners[i])
+			}
+			for name, v := range services {
+				if _, ok := changed[name]; ok {
+					continue
+				}
+				for _, other := range changed {
+					if other != nil && other.Service.IPs.ClusterIPs.Equal(&v.Service.IPs.ClusterIPs) {
+						changed[name] = nil
+					}
+				}
+			}
+			for name, v := range changed {
+				if services[name] = v; v == nil {
+					delete(services, name)
+				}
+			}
+			if err := k.sync(context.Background(), changesOf(sink.Changes{}, changed)); err != nil {
+				t.Fatal(err)
+			}
+			k.mustHave(services)
+			if random.IntN(20) == 0 {
+				k.restart()
+				pass()
+				k.mustHave(services)
+			}
+		}
+	}
+}
+
+func randomView(random *rand.Rand, name string, ip int) *api.ServiceEndpoints {
+	var addrs []string
+	for i := range random.IntN(8) {
+		addrs = append(addrs, fmt.Sprintf("10.0.0.%d", i))
+		if random.IntN(3) == 0 {
+			addrs[i] = "~" + addrs[i]
+		}
+	}
+	var edit func(*api.Service)
+	if random.IntN(2) == 0 {
+		edit = withAffinity(int32(1 + random.IntN(2)))
+	}
+	v := view(name, []string{fmt.Sprintf("10.96.0.%d", ip)}, addrs, edit)
+	if random.IntN(4) == 0 {
+		return nil
+	}
+	return v
+}
+
+// mustHave checks that the maps have exactly what these services need, except services
+// that do not fit.
+func (k *fakeKernel) mustHave(services map[string]*api.ServiceEndpoints) {
+	k.t.Helper()
+	slots, members, wanted := 0, 0, 0
+	for _, v := range services {
+		for _, w := range plan(v, "") {
+			wanted++
+			l, ok := k.frontends.elements[w.frontend]
+			if !ok {
+				if _, left := k.left[v.Key()]; !left {
+					k.t.Fatalf("frontend %s is missing", w.frontend)
+				}
+				wanted--
+				continue
+			}
+			slots += len(w.endpoints)
+			members += len(w.members)
+			if !slices.Equal(k.seen[l.ID], w.endpoints) || l.Affinity != w.affinity {
+				k.t.Fatalf("frontend %s has %v, want %v", w.frontend, k.seen[l.ID], w.endpoints)
+			}
+		}
+	}
+	if len(k.frontends.elements) != wanted || len(k.slots.elements) != slots || len(k.members.elements) != members {
+		k.t.Fatalf("%d frontends, %d slots, %d members, want %d, %d, %d",
+			len(k.frontends.elements), len(k.slots.elements), len(k.members.elements), wanted, slots, members)
+	}
+	if err := k.compare(); err != nil {
+		k.t.Fatal(err)
+	}
+}
+
+// TestFailedDeletionRequestsAPass checks that a list that could not be deleted is deleted
+// in the next pass.
+func TestFailedDeletionRequestsAPass(t *testing.T) {
+	k := newFakeKernel(t, 10, 10, 10)
+	services := map[string]*api.ServiceEndpoints{"web": view("web", []string{"10.96.0.1"}, []string{"10.0.0.1"}, nil)}
+	ctx := t.Context()
+	if err := k.sync(ctx, changesOf(sink.Changes{First: true, Last: true}, services)); err != nil {
+		t.Fatal(err)
+	}
+	k.slots.err = errors.New("broken")
+	services["web"] = view("web", []string{"10.96.0.1"}, []string{"10.0.0.2"}, nil)
+	if err := k.sync(ctx, changesOf(sink.Changes{}, services)); !errors.Is(err, sink.ErrStartOver) {
+		t.Errorf("error %v, want a new pass", err)
+	}
+	if err := k.sync(ctx, changesOf(sink.Changes{}, services)); !errors.Is(err, sink.ErrStartOver) {
+		t.Errorf("before the pass: error %v, want a new pass", err)
+	}
+	if err := k.sync(ctx, changesOf(sink.Changes{First: true, Last: true}, services)); err != nil {
+		t.Fatal(err)
+	}
+	k.mustHave(services)
+}
+
+// TestUnacknowledgedChangesDoNotReachTheMaps checks that nothing changes if the other sink
+// has not acknowledged the changes.
+func TestUnacknowledgedChangesDoNotReachTheMaps(t *testing.T) {
+	k := newFakeKernel(t, 10, 10, 10)
+	var result error
+	b, err := New(sink.Func(func(context.Context, *sink.Changes) error { return result }), Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	b.dataplane = k.dataplane
+	web := map[string]*api.ServiceEndpoints{"web": view("web", []string{"10.96.0.1"}, []string{"10.0.0.1"}, nil)}
+	broken := errors.New("broken")
+	for _, step := range []struct {
+		result    error
+		frontends int
+	}{
+		{broken, 0},
+		{&sink.Failed{{Namespace: "default", Name: "other"}: broken}, 2},
+		{nil, 2},
+	} {
+		result = step.result
+		if err := b.Sync(t.Context(), changesOf(sink.Changes{First: true, Last: true}, web)); err != step.result {
+			t.Errorf("error %v, want %v", err, step.result)
+		}
+		if n := len(k.frontends.elements); n != step.frontends {
+			t.Errorf("after %v: %d frontends, want %d", step.result, n, step.frontends)
+		}
+	}
+}
+
+func TestPlan(t *testing.T) {
+	ips := []string{"10.96.0.1", "fd00:96::1"}
+	all := []string{"10.0.0.2", "10.0.0.1", "~10.0.0.3", "fd00::1"}
+	for name, test := range map[string]struct {
+		view *api.ServiceEndpoints
+		want []string
+	}{
+		"no service": {nil, nil},
+		"both families and protocols": {view("web", ips, all, nil), []string{
+			"10.96.0.1:80/TCP to 10.0.0.1:8080 10.0.0.2:8080",
+			"[fd00:96::1]:80/TCP to [fd00::1]:8080",
+			"10.96.0.1:80/UDP to 10.0.0.1:8080 10.0.0.2:8080 keeping 10.0.0.1:8080 10.0.0.2:8080 10.0.0.3:8080",
+			"[fd00:96::1]:80/UDP to [fd00::1]:8080 keeping [fd00::1]:8080",
+		}},
+		"session affinity": {view("web", ips[:1], all, withAffinity(5)), []string{
+			"10.96.0.1:80/TCP for 5 s to 10.0.0.1:8080 10.0.0.2:8080 keeping 10.0.0.1:8080 10.0.0.2:8080",
+		}},
+		"without endpoints": {view("web", ips, nil, nil), nil},
+		"SCTP": {view("web", ips, all, func(s *api.Service) {
+			s.Ports = []api.PortMapping{{Protocol: api.SCTP, Port: 80, TargetPort: 8080}}
+		}), nil},
+		"all ports": {view("web", ips, all, func(s *api.Service) { s.AllPorts = true }), nil},
+		"external addresses": {view("web", nil, all, func(s *api.Service) {
+			s.Type = api.LoadBalancer
+			s.IPs.ExternalIPs.Add(netip.MustParseAddr("192.0.2.1"))
+			s.Ports[0].NodePort = 30000
+		}), nil},
+		"an annotation": {view("web", ips, all, func(s *api.Service) { s.Annotations = map[string]string{"no": "false"} }), nil},
+	} {
+		t.Run(name, func(t *testing.T) {
+			var got []string
+			for _, w := range plan(test.view, "no") {
+				line := w.frontend.String()
+				if w.affinity != 0 {
+					line += fmt.Sprintf(" for %d s", w.affinity)
+				}
+				line += " to"
+				for _, a := range w.endpoints {
+					line += " " + a.String()
+				}
+				if len(w.members) > 0 {
+					line += " keeping"
+				}
+				for _, a := range w.members {
+					line += " " + a.String()
+				}
+				got = append(got, line)
+			}
+			if !slices.Equal(got, test.want) {
+				t.Errorf("got %q, want %q", got, test.want)
+			}
+		})
+	}
+}

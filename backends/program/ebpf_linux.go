@@ -1,0 +1,65 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package program
+
+import (
+	"errors"
+
+	"github.com/kpng-project/kpng/backends/ebpf"
+	"github.com/spf13/pflag"
+)
+
+// EBPF returns the backend that balances connections inside the cluster with eBPF, and
+// all other connections with nftables.
+func EBPF() *Backend {
+	f := &ebpfFlags{nftablesFlags: nftablesFlags{nodeFlags: nodeFlags{checks: newHealthChecks()}}}
+	return &Backend{
+		Name:  "ebpf",
+		Short: "Balance connections inside the cluster with eBPF, and all others with nftables",
+		Long: "Balances connections of this node and its pods to cluster IPs with eBPF when sockets connect, and all other connections with nftables, like to-local nftables. " +
+			"What is programmed stays when the program ends: see kpng cleanup ebpf. It needs CAP_BPF, CAP_NET_ADMIN and Linux 5.10.",
+		Flags: f.register,
+		Make:  f.parts,
+	}
+}
+
+// ebpfFlags has the values of the backend's flags.
+type ebpfFlags struct {
+	nftablesFlags
+	ebpf ebpf.Options
+}
+
+func (f *ebpfFlags) register(fs *pflag.FlagSet) {
+	f.nftablesFlags.register(fs)
+	fs.StringVar(&f.ebpf.Cgroup, "cgroup", "", "handle sockets of processes in this `directory` of the file system of cgroups, version 2 (default the root)")
+	fs.StringVar(&f.ebpf.BPFFS, "bpffs", "/sys/fs/bpf", "keep maps and links in a BPF file system that is mounted at this `directory`")
+	fs.BoolVar(&f.ebpf.HostNetworkOnly, "host-network-only", false, "handle only sockets in the network namespace of the node, not those of pods")
+	fs.StringVar(&f.ebpf.Annotation, "ebpf-annotation", "kpng.io/ebpf", "leave services to nftables for which this `annotation` has the value false")
+	fs.IntVar(&f.ebpf.MaxFrontends, "max-frontends", 1<<18, "handle at most this `number` of cluster IPs and ports")
+	fs.IntVar(&f.ebpf.MaxEndpoints, "max-endpoints", 1<<20, "handle at most this `number` of endpoints of all cluster IPs and ports together")
+	fs.IntVar(&f.ebpf.MaxMembers, "max-members", 1<<18, "handle at most this `number` of endpoints of UDP ports and of services with session affinity")
+	fs.IntVar(&f.ebpf.MaxClients, "max-clients", 1<<16, "remember the endpoints of at most this `number` of clients")
+}
+
+func (f *ebpfFlags) parts() (Parts, error) {
+	if f.nftablesFlags.options.MasqueradeAll {
+		return Parts{}, errors.New("--masquerade-all excludes the backend ebpf, which keeps the addresses of clients; use to-local nftables")
+	}
+	if keep := f.all.Lookup("keep-annotations"); keep != nil {
+		if err := keep.Value.Set(f.ebpf.Annotation); err != nil {
+			return Parts{}, err
+		}
+	}
+	parts, err := f.nftablesFlags.parts()
+	if err != nil {
+		return Parts{}, err
+	}
+	opts := f.ebpf
+	opts.Instance = f.nftablesFlags.options.Instance
+	b, err := ebpf.New(parts.Sink, opts)
+	if err != nil {
+		return Parts{}, err
+	}
+	parts.Sink = b
+	return parts, nil
+}

@@ -128,7 +128,7 @@ func changesOf(c sink.Changes, views map[string]*api.ServiceEndpoints) *sink.Cha
 func TestRandomChanges(t *testing.T) {
 	for seed := range uint64(20) {
 		random := rand.New(rand.NewPCG(seed, 1))
-		k := newFakeKernel(t, 12, 60, 60)
+		k := newFakeKernel(t, 8, 24, 30)
 		services := map[string]*api.ServiceEndpoints{}
 		pass := func() {
 			c := changesOf(sink.Changes{First: true, Last: true}, services)

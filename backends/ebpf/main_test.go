@@ -61,13 +61,16 @@ func newNode(t testing.TB, opts Options) *node {
 	n.ns.Cgroup = netnstest.NewCgroup(t)
 	n.opts.BPFFS, n.opts.Cgroup = mountBPFFS(t), n.ns.Cgroup.Dir
 	n.restart()
-	t.Cleanup(func() {
-		n.Stop(context.Background())
-		if err := n.Cleanup(context.Background()); err != nil {
-			t.Errorf("clean up: %v", err)
-		}
-	})
+	t.Cleanup(n.remove)
 	return n
+}
+
+// remove stops the backend and cleans up.
+func (n *node) remove() {
+	n.Stop(context.Background())
+	if err := n.Cleanup(context.Background()); err != nil {
+		n.t.Errorf("clean up: %v", err)
+	}
 }
 
 // restart makes a new backend, as a new process does.

@@ -12,6 +12,7 @@ func platformBackends() []*program.Backend {
 		program.NFTables(),
 		program.IPTables(),
 		program.IPVS(),
+		program.EBPF(),
 		program.Userspace(userspace.LocalRoutes(userspace.RouteOptions{})),
 	}
 }

@@ -37,6 +37,7 @@ func TestManifestsAreValidAndGrantOnlyNeededPermissions(t *testing.T) {
 		"kpng-nftables":  "../../cmd/kpng/deploy/nftables.yaml",
 		"kpng-iptables":  "../../cmd/kpng/deploy/iptables.yaml",
 		"kpng-ipvs":      "../../cmd/kpng/deploy/ipvs.yaml",
+		"kpng-ebpf":      "../../cmd/kpng/deploy/ebpf.yaml",
 		"kpng-cni":       "../../examples/cni/deploy/cni.yaml",
 		"winuserspace":   "../../examples/winuserspace/deploy/winuserspace.yaml",
 		"winkernelspace": "../../examples/winkernelspace/deploy/winkernelspace.yaml",

@@ -1,0 +1,141 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package ebpf
+
+import (
+	"fmt"
+	"net"
+	"net/netip"
+	"slices"
+	"testing"
+	"time"
+
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/netnstest"
+	"golang.org/x/sys/unix"
+)
+
+// numbered returns the view of a service with a TCP port and a number of endpoints.
+func numbered(number, endpoints int) *api.ServiceEndpoints {
+	var addrs []string
+	for i := range endpoints {
+		addrs = append(addrs, fmt.Sprintf("10.0.0.%d", 1+i))
+	}
+	ip := netip.AddrFrom4([4]byte{10, 96 + byte(number>>16), byte(number >> 8), byte(number)})
+	return view(fmt.Sprint("web-", number), []string{ip.String()}, addrs, func(s *api.Service) { s.Ports = s.Ports[:1] })
+}
+
+var sizes = []int{10, 1000, 100000}
+
+// BenchmarkConnect compares connect to a service with connect to its endpoint, which is on
+// the loopback interface. It alternates between them, and reports the medians.
+func BenchmarkConnect(b *testing.B) {
+	for _, services := range sizes {
+		b.Run(fmt.Sprint(services), func(b *testing.B) {
+			n := newNode(b, Options{})
+			n.ns.Add(b, "lo", "10.0.0.1")
+			netnstest.Listen(b, n.ns.Do, "10.0.0.1:8080", func(c net.Conn) {})
+			var views []*api.ServiceEndpoints
+			for i := range services {
+				views = append(views, numbered(i, 1))
+			}
+			n.pass(views...)
+			targets := []*unix.SockaddrInet4{{Addr: [4]byte{10, 0, 0, 1}, Port: 8080}, {Addr: [4]byte{10, 96, 0, 5}, Port: 80}}
+			var took [2][]time.Duration
+			err := n.ns.Do(func() error {
+				for b.Loop() {
+					for i, target := range targets {
+						d, err := connect(target)
+						if err != nil {
+							return err
+						}
+						took[i] = append(took[i], d)
+					}
+				}
+				return nil
+			})
+			if err != nil {
+				b.Fatal(err)
+			}
+			for i := range took {
+				slices.Sort(took[i])
+			}
+			direct, service := took[0][len(took[0])/2], took[1][len(took[1])/2]
+			b.ReportMetric(float64(direct.Nanoseconds())/1000, "µs/direct")
+			b.ReportMetric(float64(service.Nanoseconds())/1000, "µs/service")
+			b.ReportMetric(float64(service)/float64(direct), "ratio")
+		})
+	}
+}
+
+// connect returns the duration of a connect.
+func connect(to *unix.SockaddrInet4) (time.Duration, error) {
+	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		return 0, err
+	}
+	defer unix.Close(fd)
+	// A reset at the end leaves no socket in the state TIME_WAIT.
+	if err := unix.SetsockoptLinger(fd, unix.SOL_SOCKET, unix.SO_LINGER, &unix.Linger{Onoff: 1}); err != nil {
+		return 0, err
+	}
+	start := time.Now()
+	err = unix.Connect(fd, to)
+	return time.Since(start), err
+}
+
+// BenchmarkPass measures the first pass over services with ten endpoints each, and the
+// pass of a new process that finds them in the maps.
+func BenchmarkPass(b *testing.B) {
+	for _, services := range sizes {
+		b.Run(fmt.Sprint(services), func(b *testing.B) {
+			var views []*api.ServiceEndpoints
+			for i := range services {
+				views = append(views, numbered(i, 10))
+			}
+			var again time.Duration
+			for b.Loop() {
+				b.StopTimer()
+				n := newNode(b, Options{})
+				b.StartTimer()
+				n.pass(views...)
+				b.StopTimer()
+				n.restart()
+				start := time.Now()
+				n.pass(views...)
+				again += time.Since(start)
+				n.remove()
+				b.StartTimer()
+			}
+			b.ReportMetric(float64(again.Milliseconds())/float64(b.N), "ms/restart")
+		})
+	}
+}
+
+// BenchmarkChange measures a change of an endpoint, for services with ten endpoints each.
+func BenchmarkChange(b *testing.B) {
+	for _, services := range sizes {
+		b.Run(fmt.Sprint(services), func(b *testing.B) {
+			n := newNode(b, Options{})
+			var views []*api.ServiceEndpoints
+			for i := range services {
+				views = append(views, numbered(i, 10))
+			}
+			n.pass(views...)
+			next := []*api.ServiceEndpoints{numbered(0, 9), views[0]}
+			var took []time.Duration
+			for b.Loop() {
+				for _, v := range next {
+					start := time.Now()
+					n.set(v)
+					took = append(took, time.Since(start))
+				}
+			}
+			slices.Sort(took)
+			b.ReportMetric(float64(took[len(took)/2].Nanoseconds())/1000, "µs/median")
+			b.ReportMetric(float64(took[len(took)*99/100].Nanoseconds())/1000, "µs/p99")
+		})
+	}
+}

@@ -51,15 +51,15 @@ func New(proxy sink.Sink, opts Options) (*Backend, error) {
 	return &Backend{opts: opts, proxy: proxy, forward: sink.Forwarder{To: proxy}}, nil
 }
 
-// Start implements [sink.Starter]. It starts the other sink, opens or makes the maps, and
-// attaches the programs. Programs of an earlier process are replaced without
+// Start implements [sink.Starter]. It opens or makes the maps, attaches the programs, and
+// starts the other sink. Programs of an earlier process are replaced without
 // interruption. Start needs CAP_BPF and CAP_NET_ADMIN.
 func (b *Backend) Start(ctx context.Context) error {
-	if err := b.forward.Start(ctx); err != nil {
+	if err := b.start(ctx); err != nil {
 		return err
 	}
-	if err := b.start(ctx); err != nil {
-		return errors.Join(err, b.forward.Stop(ctx))
+	if err := b.forward.Start(ctx); err != nil {
+		return errors.Join(err, b.stop())
 	}
 	return nil
 }
@@ -95,14 +95,18 @@ func (b *Backend) start(ctx context.Context) (err error) {
 
 // Stop implements [sink.Stopper]. The programs continue to work; see Cleanup.
 func (b *Backend) Stop(ctx context.Context) error {
-	err := b.forward.Stop(ctx)
+	return errors.Join(b.forward.Stop(ctx), b.stop())
+}
+
+func (b *Backend) stop() error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	if b.programs != nil {
-		err = errors.Join(err, b.programs.close())
-		b.programs = nil
+	if b.programs == nil {
+		return nil
 	}
-	return err
+	p := b.programs
+	b.programs = nil
+	return p.close()
 }
 
 // StopTimeout implements [sink.Drainer]. It returns the result of the other sink.

@@ -41,6 +41,13 @@ func (f *ebpfFlags) register(fs *pflag.FlagSet) {
 	fs.IntVar(&f.ebpf.MaxClients, "max-clients", 1<<16, "remember the endpoints of at most this `number` of clients")
 }
 
+// options returns the options of the backend.
+func (f *ebpfFlags) options() ebpf.Options {
+	opts := f.ebpf
+	opts.Instance = f.nftablesFlags.options.Instance
+	return opts
+}
+
 func (f *ebpfFlags) parts() (Parts, error) {
 	if f.nftablesFlags.options.MasqueradeAll {
 		return Parts{}, errors.New("--masquerade-all excludes the backend ebpf, which keeps the addresses of clients; use to-local nftables")
@@ -54,9 +61,7 @@ func (f *ebpfFlags) parts() (Parts, error) {
 	if err != nil {
 		return Parts{}, err
 	}
-	opts := f.ebpf
-	opts.Instance = f.nftablesFlags.options.Instance
-	b, err := ebpf.New(parts.Sink, opts)
+	b, err := ebpf.New(parts.Sink, f.options())
 	if err != nil {
 		return Parts{}, err
 	}

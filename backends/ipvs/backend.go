@@ -28,8 +28,10 @@ type Backend struct {
 
 	mu        sync.Mutex // guards the fields below
 	dataplane *dataplane
-	// compareAt is the time of the next comparison with the kernel.
-	compareAt time.Time
+	// compareAt is the time of the next comparison with the kernel. No changes by other
+	// programs are searched before searchAt, which pause determines.
+	compareAt, searchAt time.Time
+	pause               kernelnode.DriftPause
 }
 
 var (
@@ -167,17 +169,27 @@ func (b *Backend) Verify(ctx context.Context) error {
 		return fmt.Errorf("the kernel may have objects of services that failed (%w)", sink.ErrStartOver)
 	}
 	err := errors.Join(d.removeIdle(ctx), d.deleteUnused())
-	switch {
-	case !d.known:
-		return err
-	case now.Before(b.compareAt):
-		return errors.Join(err, d.checkTable())
+	if d.known && !now.Before(b.searchAt) {
+		err = errors.Join(err, b.findDrift(ctx, now))
 	}
-	if conntrackErr := b.checkConntrack(); conntrackErr != nil {
+	if !d.known {
+		b.searchAt = b.pause.Found(now)
+	}
+	return err
+}
+
+// findDrift searches for changes by other programs and repairs them. If that needs a new
+// pass, the records are no longer known.
+func (b *Backend) findDrift(ctx context.Context, now time.Time) error {
+	d := b.dataplane
+	if now.Before(b.compareAt) {
+		return d.checkTable()
+	}
+	if err := b.checkConntrack(); err != nil {
 		d.known = false // a pass sets it again
-		return errors.Join(err, fmt.Errorf("%w (%w)", conntrackErr, sink.ErrStartOver))
+		return fmt.Errorf("%w (%w)", err, sink.ErrStartOver)
 	}
-	err = errors.Join(err, d.compare(ctx))
+	err := d.compare(ctx)
 	b.compareAt = time.Now().Add(max(minPause, pauseFactor*time.Since(now)))
 	return err
 }

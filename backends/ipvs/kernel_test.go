@@ -207,7 +207,7 @@ func testRepair(t *testing.T) {
 		if err := change(); err != nil {
 			t.Fatalf("%s: %v", name, err)
 		}
-		n.compareAt = time.Time{}
+		n.compareAt, n.searchAt = time.Time{}, time.Time{}
 		err := n.Verify(t.Context())
 		if errors.Is(err, sink.ErrStartOver) {
 			err = n.pass(view([]string{"10.1.0.1", "10.1.0.2"}, affine))
@@ -292,7 +292,7 @@ func testTableDeleted(t *testing.T) {
 		"nothing changes":      func() error { return n.Verify(t.Context()) },
 	} {
 		n.mustPass(web, other)
-		n.compareAt = time.Now().Add(time.Hour)
+		n.compareAt, n.searchAt = time.Now().Add(time.Hour), time.Time{}
 		if err := n.dataplane.table.delete(); err != nil {
 			t.Fatal(err)
 		}
@@ -301,6 +301,20 @@ func testTableDeleted(t *testing.T) {
 		}
 		n.mustPass(web)
 		n.mustHave("10.96.0.1:80/TCP rr 0 10.1.0.1:8080=1")
+	}
+	// A program that deletes the table repeatedly does not cause constant passes.
+	before := time.Now()
+	n.searchAt = time.Time{}
+	if err := errors.Join(n.dataplane.table.delete(), n.Verify(t.Context())); !errors.Is(err, sink.ErrStartOver) {
+		t.Errorf("Verify returns %v, want a request of a pass", err)
+	}
+	if pause := n.searchAt.Sub(before); pause < time.Second {
+		t.Errorf("the next search follows after %v, want a pause", pause)
+	}
+	n.mustPass(web)
+	n.searchAt = time.Now().Add(time.Hour)
+	if err := errors.Join(n.dataplane.table.delete(), n.Verify(t.Context())); err != nil {
+		t.Errorf("during a pause, Verify returns %v", err)
 	}
 }
 

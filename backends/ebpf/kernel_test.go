@@ -36,6 +36,7 @@ func TestKernel(t *testing.T) {
 	t.Run("sockets of other cgroups are not translated", testOtherCgroup)
 	t.Run("HostNetworkOnly excludes other network namespaces", testHostNetworkOnly)
 	t.Run("an annotation excludes a service", testAnnotation)
+	t.Run("while lists change, connections reach endpoints of their own service", testChurn)
 	t.Run("a restart adopts the maps and replaces the programs", testRestart)
 	t.Run("a restart deletes what the process before it left", testStale)
 	t.Run("a new size replaces the maps", testNewSize)
@@ -383,6 +384,51 @@ func testAnnotation(t *testing.T) {
 	n.mustReach("10.96.0.1:80", endpoints[0])
 	n.set(view("web", []string{"10.96.0.1"}, endpoints[:1], annotate("false")))
 	n.mustNotReach("10.96.0.1:80")
+}
+
+func testChurn(t *testing.T) {
+	n := newNode(t, Options{})
+	n.serve()
+	web := func(i int) *api.ServiceEndpoints {
+		return view("web", []string{"10.96.0.1"}, endpoints[:1+i%2], nil)
+	}
+	// The list of dns changes, although its only endpoint stays.
+	dns := func(i int) *api.ServiceEndpoints {
+		return view("dns", []string{"10.96.0.2"}, endpoints[2:3], withAffinity(int32(1+i%2)))
+	}
+	n.pass(web(0), dns(0))
+	ctx, cancel := context.WithCancel(t.Context())
+	ended := make(chan error, 1)
+	go func() {
+		for i := 0; ctx.Err() == nil; i++ {
+			if err := n.Sync(t.Context(), changesOf(sink.Changes{}, map[string]*api.ServiceEndpoints{"web": web(i), "dns": dns(i)})); err != nil {
+				ended <- err
+				return
+			}
+		}
+		ended <- nil
+	}()
+	left := 0
+	const connections = 2000
+	for i := range connections {
+		to, want := "10.96.0.1:80", endpoints[:2]
+		if i%2 == 1 {
+			to, want = "10.96.0.2:80", endpoints[2:3]
+		}
+		name, _, err := n.dial(n.ns.Do, to)
+		if errors.Is(err, unix.ENETUNREACH) {
+			left++ // the other sink would handle it
+		} else if err != nil || !slices.Contains(want, name) {
+			t.Errorf("%s leads to %q, %v, want one of %v", to, name, err, want)
+		}
+	}
+	cancel()
+	if err := <-ended; err != nil {
+		t.Error(err)
+	}
+	if t.Logf("%d of %d connections were left to the other sink", left, connections); left > connections/10 {
+		t.Errorf("%d of %d connections were not translated", left, connections)
+	}
 }
 
 func testRestart(t *testing.T) {

@@ -130,6 +130,7 @@ func (b *Backend) Sync(ctx context.Context, c *sink.Changes) error {
 	if ours := b.dataplane.sync(ctx, c); ours != nil {
 		return errors.Join(err, ours)
 	}
+	b.opts.Used(b.dataplane.usage())
 	return err
 }
 

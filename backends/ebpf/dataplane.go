@@ -36,6 +36,8 @@ type dataplane struct {
 	full error
 	// lastID is the highest ID of a list so far.
 	lastID uint64
+	// endpoints and memberships are the numbers of elements of slots and members.
+	endpoints, memberships int
 }
 
 // record is a frontend in the kernel.
@@ -117,9 +119,23 @@ func (d *dataplane) begin() error {
 		return fmt.Errorf("%w (%w)", err, sink.ErrStartOver)
 	}
 	d.records, d.lastID = s.records, max(d.lastID, s.lastID)
+	d.endpoints, d.memberships = 0, 0
+	for _, r := range d.records {
+		d.count(r, 1)
+	}
 	d.services = map[types.NamespacedName][]frontendKey{}
 	d.left = map[types.NamespacedName]*api.ServiceEndpoints{}
 	return nil
+}
+
+// count adds sign times the elements of a record.
+func (d *dataplane) count(r *record, sign int) {
+	d.endpoints += sign * int(r.list.Count)
+	d.memberships += sign * len(r.members)
+}
+
+func (d *dataplane) usage() Usage {
+	return Usage{Frontends: len(d.records), Endpoints: d.endpoints, Members: d.memberships, ServicesLeft: len(d.left)}
 }
 
 // plan adds the changes that a service needs.
@@ -206,9 +222,11 @@ func (d *dataplane) finish(all changes) (freed bool, err error) {
 		r := d.records[f]
 		if r != nil {
 			unneeded(r.list.ID, int(r.list.Count), r.members)
+			d.count(r, -1)
 		}
 		if c != nil && c.err == nil {
 			d.records[f] = &record{list: c.list(), digest: c.digest(d.seed), members: c.members, owner: c.owner}
+			d.count(d.records[f], 1)
 			continue
 		}
 		if r != nil {

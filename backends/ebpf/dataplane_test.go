@@ -222,6 +222,9 @@ func (k *fakeKernel) mustHave(services map[string]*api.ServiceEndpoints) {
 		k.t.Fatalf("%d frontends, %d slots, %d members, want %d, %d, %d",
 			len(k.frontends.elements), len(k.slots.elements), len(k.members.elements), wanted, slots, members)
 	}
+	if got, want := k.usage(), (Usage{wanted, slots, members, len(k.left)}); got != want {
+		k.t.Fatalf("usage %+v, want %+v", got, want)
+	}
 	if err := k.compare(); err != nil {
 		k.t.Fatal(err)
 	}
@@ -255,11 +258,13 @@ func TestFailedDeletionRequestsAPass(t *testing.T) {
 func TestUnacknowledgedChangesDoNotReachTheMaps(t *testing.T) {
 	k := newFakeKernel(t, 10, 10, 10)
 	var result error
+	var used []int
 	b, err := New(sink.Func(func(context.Context, *sink.Changes) error { return result }), Options{})
 	if err != nil {
 		t.Fatal(err)
 	}
 	b.dataplane = k.dataplane
+	b.opts.Used = func(u Usage) { used = append(used, u.Frontends) }
 	web := map[string]*api.ServiceEndpoints{"web": view("web", []string{"10.96.0.1"}, []string{"10.0.0.1"}, nil)}
 	broken := errors.New("broken")
 	for _, step := range []struct {
@@ -277,6 +282,9 @@ func TestUnacknowledgedChangesDoNotReachTheMaps(t *testing.T) {
 		if n := len(k.frontends.elements); n != step.frontends {
 			t.Errorf("after %v: %d frontends, want %d", step.result, n, step.frontends)
 		}
+	}
+	if !slices.Equal(used, []int{2, 2}) {
+		t.Errorf("the function Used got %v frontends", used)
 	}
 }
 

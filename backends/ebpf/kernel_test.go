@@ -10,6 +10,7 @@ import (
 	"fmt"
 	"io"
 	"net"
+	"net/netip"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -42,6 +43,7 @@ func TestKernel(t *testing.T) {
 	t.Run("a new size replaces the maps", testNewSize)
 	t.Run("services that do not fit are left to the other sink until there is space", testFull)
 	t.Run("changes by other programs are repaired", testRepair)
+	t.Run("Dataplane shows and compares maps", testDataplane)
 	t.Run("clean-up removes everything", testCleanup)
 	t.Run("errors at the start name what is missing", testStartErrors)
 	t.Run("the backend needs only two capabilities", testCapabilities)
@@ -626,6 +628,38 @@ func testRepair(t *testing.T) {
 	}
 	n.restart()
 	n.mustReach("10.96.0.1:80", endpoints[:3]...)
+}
+
+func testDataplane(t *testing.T) {
+	n := newNode(t, Options{})
+	web := view("web", []string{"10.96.0.1"}, endpoints[:2], func(s *api.Service) {
+		s.IPs.ExternalIPs.Add(netip.MustParseAddr("192.0.2.1"))
+	})
+	n.pass(web)
+	other := view("web", []string{"10.96.0.1"}, endpoints[1:3], nil)
+	none := view("web", []string{"10.96.0.1"}, nil, nil)
+	if err := n.Stop(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	for name, test := range map[string]struct {
+		addr     string
+		protocol api.Protocol
+		view     *api.ServiceEndpoints
+		want     []string
+	}{
+		"equal":         {"10.96.0.1", api.UDP, web, []string{"  slot 0: 10.0.0.1:8080", "  slot 1: 10.0.0.2:8080"}},
+		"without view":  {"10.96.0.1", api.TCP, nil, []string{"  slot 0: 10.0.0.1:8080", "  slot 1: 10.0.0.2:8080"}},
+		"different":     {"10.96.0.1", api.TCP, other, []string{"+ slot 0: 10.0.0.1:8080", "- slot 0: 10.0.0.2:8080", "+ slot 1: 10.0.0.2:8080", "- slot 1: 10.0.0.3:8080"}},
+		"no endpoint":   {"10.96.0.1", api.TCP, none, []string{"  not handled by eBPF: it has no usable endpoint", "+ slot 0: 10.0.0.1:8080", "+ slot 1: 10.0.0.2:8080"}},
+		"external IP":   {"192.0.2.1", api.TCP, web, []string{"  not handled by eBPF: it is not a cluster IP", "  nothing leads to it"}},
+		"other address": {"192.0.2.2", api.TCP, nil, []string{"  nothing leads to it"}},
+	} {
+		got, err := n.Dataplane(t.Context(), netip.MustParseAddr(test.addr), test.protocol, 80, test.view)
+		want := "maps " + n.opts.directory() + "\n" + strings.Join(test.want, "\n") + "\n"
+		if err != nil || got != want {
+			t.Errorf("%s: %v\n%s\nwant\n%s", name, err, got, want)
+		}
+	}
 }
 
 func testCleanup(t *testing.T) {

@@ -52,6 +52,18 @@ type Options struct {
 	// remember. When there are more, the kernel removes those that were unused for the
 	// longest time. Default: 65,536.
 	MaxClients int
+
+	// Used is called after each successful Sync. Calls do not overlap, and the
+	// function must not call the Backend. Default: none.
+	Used func(Usage)
+}
+
+// Usage has the numbers of elements in the maps, see [Options].
+type Usage struct {
+	Frontends, Endpoints, Members int
+	// ServicesLeft is the number of services of which a frontend did not fit into the maps,
+	// and is left to the other sink.
+	ServicesLeft int
 }
 
 var instanceName = regexp.MustCompile(`^[A-Za-z0-9_-]{0,64}$`)
@@ -64,6 +76,9 @@ func (o *Options) complete() error {
 	o.MaxEndpoints = cmp.Or(o.MaxEndpoints, 1<<20)
 	o.MaxMembers = cmp.Or(o.MaxMembers, 1<<18)
 	o.MaxClients = cmp.Or(o.MaxClients, 1<<16)
+	if o.Used == nil {
+		o.Used = func(Usage) {}
+	}
 
 	var errs []error
 	if !instanceName.MatchString(o.Instance) {

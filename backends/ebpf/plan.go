@@ -49,6 +49,13 @@ func (k frontendKey) String() string {
 	return fmt.Sprintf("%s/%s", address{IP: k.IP, Port: k.Port}, map[uint8]string{unix.IPPROTO_TCP: "TCP", unix.IPPROTO_UDP: "UDP"}[k.Protocol])
 }
 
+var protocols = map[api.Protocol]uint8{api.TCP: unix.IPPROTO_TCP, api.UDP: unix.IPPROTO_UDP}
+
+func toFrontend(addr netip.Addr, protocol api.Protocol, port int32) frontendKey {
+	a := toAddress(addr, port)
+	return frontendKey{IP: a.IP, Port: a.Port, Protocol: protocols[protocol]}
+}
+
 // list is the value of a frontend. Affinity is in seconds.
 type list struct {
 	ID              uint64
@@ -98,37 +105,50 @@ func (w *wanted) digest(seed maphash.Seed) (sum uint64) {
 	return sum
 }
 
-// plan returns the frontends that the programs handle for a view. These are cluster IPs
-// with endpoints, because connections to them keep the source address of the client. A
-// nil view has none.
+// plan returns the frontends that the programs handle for a view. A nil view has none.
 func plan(se *api.ServiceEndpoints, annotation string) (all []wanted) {
-	if se == nil || se.Service.Annotations[annotation] == "false" {
+	if se == nil {
 		return nil
 	}
 	for f := range nodeview.Frontends(se) {
-		if f.Kind != nodeview.ClusterIP || f.Node.Verdict != nodeview.Forward || f.Sources.Restricted {
+		if unsuitable(se, &f, annotation) != "" {
 			continue
 		}
-		w := wanted{frontend: frontendKey{IP: f.Addr.As16()}, affinity: uint32(f.Affinity / time.Second)}
+		w := wanted{affinity: uint32(f.Affinity / time.Second)}
 		for _, e := range f.Node.Endpoints {
 			w.endpoints = append(w.endpoints, toAddress(e.Addr, e.Port))
 		}
-		switch {
-		case f.Protocol == api.TCP:
-			w.frontend.Protocol = unix.IPPROTO_TCP
-			if w.affinity != 0 {
-				w.members = w.endpoints
-			}
-		case f.Protocol == api.UDP && w.affinity == 0:
-			w.frontend.Protocol = unix.IPPROTO_UDP
+		if f.Protocol == api.UDP {
 			w.members = existing(se, &f)
-		default:
-			continue
+		} else if w.affinity != 0 {
+			w.members = w.endpoints
 		}
-		w.frontend.Port = toAddress(f.Addr, f.Port).Port
+		w.frontend = toFrontend(f.Addr, f.Protocol, f.Port)
 		all = append(all, w)
 	}
 	return all
+}
+
+// unsuitable returns the reason why the programs cannot handle a frontend, or the empty
+// string if they can. They handle cluster IPs, because connections to these keep the
+// source address of the client.
+func unsuitable(se *api.ServiceEndpoints, f *nodeview.Frontend, annotation string) string {
+	switch {
+	case f.Kind != nodeview.ClusterIP:
+		return "it is not a cluster IP"
+	case f.Protocol != api.TCP && f.Protocol != api.UDP:
+		return "the protocol is not TCP or UDP"
+	case f.Node.Verdict != nodeview.Forward:
+		return "it has no usable endpoint"
+	case f.Sources.Restricted:
+		return "it has source ranges"
+	case f.Protocol == api.UDP && f.Affinity != 0:
+		return "it is a UDP port with session affinity"
+	case se.Service.Annotations[annotation] == "false":
+		return "the annotation " + annotation + " of the service excludes it"
+	default:
+		return ""
+	}
 }
 
 // existing returns the endpoints of the frontend's port and family, on any list or

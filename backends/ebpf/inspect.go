@@ -1,0 +1,126 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package ebpf
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"net/netip"
+	"path/filepath"
+	"strings"
+
+	"github.com/cilium/ebpf"
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/nodeview"
+)
+
+// Dataplane describes, in several lines, the endpoints that the maps have for one
+// frontend. If se is not nil, Dataplane compares them with the view: a line with a
+// superfluous endpoint begins with "+", and a line with a missing endpoint begins with
+// "-". If the programs cannot handle the frontend, a line says why. If the other sink has
+// a method Dataplane, its text follows.
+//
+// The arguments are those of the backend nftables. Dataplane may be called at any time.
+// If the backend was not started, Dataplane shows the maps of another process.
+func (b *Backend) Dataplane(ctx context.Context, addr netip.Addr, protocol api.Protocol, port int32, se *api.ServiceEndpoints) (string, error) {
+	var out strings.Builder
+	fmt.Fprintf(&out, "maps %s\n", b.opts.directory())
+	if err := b.inspect(&out, addr, protocol, port, se); err != nil {
+		return "", err
+	}
+	if proxy, ok := b.proxy.(interface {
+		Dataplane(context.Context, netip.Addr, api.Protocol, int32, *api.ServiceEndpoints) (string, error)
+	}); ok {
+		text, err := proxy.Dataplane(ctx, addr, protocol, port, se)
+		if err != nil {
+			return "", err
+		}
+		out.WriteString(text)
+	}
+	return out.String(), nil
+}
+
+func (b *Backend) inspect(out *strings.Builder, addr netip.Addr, protocol api.Protocol, port int32, se *api.ServiceEndpoints) error {
+	is, err := b.endpointsOf(toFrontend(addr, protocol, port))
+	if err != nil {
+		return err
+	}
+	var should []string
+	if se != nil {
+		for f := range nodeview.Frontends(se) {
+			here := f.Addr == addr || f.Kind == nodeview.NodePort && f.Family == api.FamilyOf(addr)
+			if here && f.Protocol == protocol && f.Port == port {
+				if reason := unsuitable(se, &f, b.opts.Annotation); reason != "" {
+					fmt.Fprintf(out, "  not handled by eBPF: %s\n", reason)
+				}
+			}
+		}
+		for _, w := range plan(se, b.opts.Annotation) {
+			if w.frontend == toFrontend(addr, protocol, port) {
+				for i, a := range w.endpoints {
+					should = append(should, fmt.Sprintf("slot %d: %s", i, a))
+				}
+			}
+		}
+	}
+	if len(is) == 0 && len(should) == 0 {
+		out.WriteString("  nothing leads to it\n")
+	}
+	for i := range max(len(is), len(should)) {
+		switch {
+		case i < len(is) && i < len(should) && is[i] == should[i] || se == nil:
+			fmt.Fprintf(out, "  %s\n", is[i])
+		default:
+			if i < len(is) {
+				fmt.Fprintf(out, "+ %s\n", is[i])
+			}
+			if i < len(should) {
+				fmt.Fprintf(out, "- %s\n", should[i])
+			}
+		}
+	}
+	return nil
+}
+
+// endpointsOf returns a line for each slot of a frontend.
+func (b *Backend) endpointsOf(f frontendKey) (lines []string, err error) {
+	frontends, err := b.openMap("frontends")
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil, nil // the backend has never run
+	}
+	if err != nil {
+		return nil, err
+	}
+	defer frontends.Close()
+	slots, err := b.openMap("slots")
+	if err != nil {
+		return nil, err
+	}
+	defer slots.Close()
+	var l list
+	if err := frontends.Lookup(f, &l); errors.Is(err, ebpf.ErrKeyNotExist) {
+		return nil, nil
+	} else if err != nil {
+		return nil, fmt.Errorf("read map frontends: %w", err)
+	}
+	for i := range l.Count {
+		var a address
+		if err := slots.Lookup(slotKey{List: l.ID, Index: i}, &a); err != nil {
+			return nil, fmt.Errorf("read slot %d of list %d: %w", i, l.ID, err)
+		}
+		lines = append(lines, fmt.Sprintf("slot %d: %s", i, a))
+	}
+	return lines, nil
+}
+
+func (b *Backend) openMap(name string) (*ebpf.Map, error) {
+	m, err := ebpf.LoadPinnedMap(filepath.Join(b.opts.directory(), name), &ebpf.LoadPinOptions{ReadOnly: true})
+	if err != nil {
+		return nil, fmt.Errorf("open map %s: %w", name, err)
+	}
+	return m, nil
+}

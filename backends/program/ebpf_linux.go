@@ -6,8 +6,11 @@ import (
 	"errors"
 
 	"github.com/kpng-project/kpng/backends/ebpf"
+	"github.com/prometheus/client_golang/prometheus"
 	"github.com/spf13/pflag"
 )
+
+var _ Inspector = (*ebpf.Backend)(nil)
 
 // EBPF returns the backend that balances connections inside the cluster with eBPF, and
 // all other connections with nftables.
@@ -61,10 +64,36 @@ func (f *ebpfFlags) parts() (Parts, error) {
 	if err != nil {
 		return Parts{}, err
 	}
-	b, err := ebpf.New(parts.Sink, f.options())
+	opts, used := f.options(), newEBPFMetrics()
+	opts.Used = used.observe
+	b, err := ebpf.New(parts.Sink, opts)
 	if err != nil {
 		return Parts{}, err
 	}
 	parts.Sink = b
+	parts.Collectors = append(parts.Collectors, used.collectors()...)
 	return parts, nil
+}
+
+type ebpfMetrics struct{ frontends, endpoints, members, left prometheus.Gauge }
+
+func newEBPFMetrics() *ebpfMetrics {
+	const subsystem = "ebpf"
+	return &ebpfMetrics{
+		frontends: gauge(subsystem, "frontends", "Cluster IPs and ports in the eBPF maps."),
+		endpoints: gauge(subsystem, "endpoints", "Endpoints of all frontends in the eBPF maps together."),
+		members:   gauge(subsystem, "members", "Endpoints of UDP ports and of services with session affinity in the eBPF maps."),
+		left:      gauge(subsystem, "services_left", "Services that do not fit into the eBPF maps and are handled without eBPF."),
+	}
+}
+
+func (m *ebpfMetrics) collectors() []prometheus.Collector {
+	return []prometheus.Collector{m.frontends, m.endpoints, m.members, m.left}
+}
+
+func (m *ebpfMetrics) observe(u ebpf.Usage) {
+	m.frontends.Set(float64(u.Frontends))
+	m.endpoints.Set(float64(u.Endpoints))
+	m.members.Set(float64(u.Members))
+	m.left.Set(float64(u.ServicesLeft))
 }

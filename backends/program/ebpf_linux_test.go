@@ -8,6 +8,8 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/backends/ebpf"
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/testutil"
 	"github.com/spf13/pflag"
 )
 
@@ -74,5 +76,28 @@ func TestEBPFKeepsItsAnnotation(t *testing.T) {
 	}
 	if got := strings.Join(*keep, " "); got != "a example.com/b" {
 		t.Errorf("kept annotations %q", got)
+	}
+}
+
+func TestMetricsOfEBPF(t *testing.T) {
+	m := newEBPFMetrics()
+	registry := prometheus.NewRegistry()
+	registry.MustRegister(m.collectors()...)
+	m.observe(ebpf.Usage{Frontends: 9})
+	m.observe(ebpf.Usage{Frontends: 1, Endpoints: 2, Members: 3, ServicesLeft: 4})
+	got := map[string]float64{}
+	families, err := registry.Gather()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, f := range families {
+		got[f.GetName()] = f.GetMetric()[0].GetGauge().GetValue()
+	}
+	want := map[string]float64{"kpng_ebpf_frontends": 1, "kpng_ebpf_endpoints": 2, "kpng_ebpf_members": 3, "kpng_ebpf_services_left": 4}
+	if diff := cmp.Diff(want, got); diff != "" {
+		t.Errorf("metrics (-want +got):\n%s", diff)
+	}
+	if problems, err := testutil.GatherAndLint(registry); err != nil || len(problems) > 0 {
+		t.Errorf("problems %v, error %v", problems, err)
 	}
 }

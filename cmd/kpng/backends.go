@@ -81,7 +81,7 @@ func inspectorOf(name, instance string) (program.Inspector, error) {
 			return i, nil
 		}
 	}
-	return nil, fmt.Errorf("--dataplane %q: no backend of this platform with this name can show its dataplane (nftables can, on Linux)", name)
+	return nil, fmt.Errorf("--dataplane %q: no backend of this platform with this name can show its dataplane (nftables and ebpf can, on Linux)", name)
 }
 
 // inspect prints what the dataplane has for each explained frontend. If the user's

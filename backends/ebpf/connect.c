@@ -151,7 +151,8 @@ static __always_inline int choose(struct bpf_sock_addr *ctx, const struct fronte
 		now = bpf_ktime_get_ns();
 		client.cookie = udp ? bpf_get_socket_cookie(ctx) : bpf_get_netns_cookie(ctx);
 	}
-	if (!sticky || !keeps(&client, &list, now, endpoint)) {
+	int kept = sticky && keeps(&client, &list, now, endpoint);
+	if (!kept) {
 		if (!list.count)
 			return 0;
 		struct slot slot = {.list = list.id, .index = bpf_get_prandom_u32() % list.count};
@@ -163,11 +164,17 @@ static __always_inline int choose(struct bpf_sock_addr *ctx, const struct fronte
 	found = bpf_map_lookup_elem(&frontends, frontend);
 	if (!found || found->id != list.id)
 		return 0;
-	if (sticky) {
+	// A choice of a UDP socket has no time-out, so it need not be written again.
+	if (sticky && !(udp && kept)) {
 		struct choice choice = {.time = now, .endpoint = *endpoint};
 		bpf_map_update_elem(&clients, &client, &choice, BPF_ANY);
 	}
 	return 1;
+}
+
+static __always_inline int equal(const struct address *a, const struct address *b)
+{
+	return a->ip[0] == b->ip[0] && a->ip[1] == b->ip[1] && a->ip[2] == b->ip[2] && a->ip[3] == b->ip[3] && a->port == b->port;
 }
 
 // translate replaces the address of a service in address by that of an endpoint. It
@@ -182,7 +189,12 @@ static __always_inline int translate(struct bpf_sock_addr *ctx, struct address *
 	if (!choose(ctx, &frontend, &peer.endpoint))
 		return 0;
 	peer.socket = bpf_get_socket_cookie(ctx);
-	bpf_map_update_elem(&peers, &peer, address, BPF_ANY);
+	// Most datagrams follow others of the same socket. A write is slower than a look-up.
+	struct address *known = NULL;
+	if (frontend.protocol == IPPROTO_UDP)
+		known = bpf_map_lookup_elem(&peers, &peer);
+	if (!known || !equal(known, address))
+		bpf_map_update_elem(&peers, &peer, address, BPF_ANY);
 	*address = peer.endpoint;
 	return 1;
 }

@@ -31,6 +31,7 @@ func TestKernel(t *testing.T) {
 	t.Run("TCP sockets are translated when they connect", testTCP)
 	t.Run("IPv6 sockets may use IPv4-mapped addresses", testMapped)
 	t.Run("UDP sockets are translated when they send", testUDP)
+	t.Run("a UDP socket may use two services with the same endpoint", testSharedEndpoint)
 	t.Run("UDP sockets keep a draining endpoint and leave a removed one", testUDPChurn)
 	t.Run("connected UDP sockets are left to the other sink", testConnectedUDP)
 	t.Run("clients of a service with session affinity keep their endpoint", testAffinity)
@@ -242,6 +243,18 @@ func testUDP(t *testing.T) {
 		if names = slices.Compact(names); !slices.Equal(names, want) {
 			t.Errorf("%s leads to %v, want %v", to, names, want)
 		}
+	}
+}
+
+func testSharedEndpoint(t *testing.T) {
+	n := newNode(t, Options{})
+	n.serve()
+	n.pass(view("web", []string{"10.96.0.1"}, endpoints[:1], nil), view("dns", []string{"10.96.0.2"}, endpoints[:1], nil))
+	s := n.socket()
+	for range 3 {
+		s.ask("10.96.0.1:80") // checks the source of the answer
+		s.ask("10.96.0.2:80")
+		s.ask("10.96.0.2:80")
 	}
 }
 

@@ -63,7 +63,7 @@ type Sink struct {
 	Options sink.Options
 }
 
-// NodeName returns the node name by kube-proxy's rules: the argument given, or else the
+// NodeName returns the node name by kube-proxy's rules: the given name, or else the
 // environment variable NODE_NAME, or else the host name. The result is in lower case and
 // has no surrounding white space.
 func NodeName(given string) (string, error) {

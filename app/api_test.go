@@ -66,7 +66,7 @@ func printOnce(t *testing.T, args ...string) string {
 		}
 		return nil
 	})
-	if err := run(t.Context(), s, append(args, "--once")...); err != nil {
+	if err := runCommand(t.Context(), s, append(args, "--once")...); err != nil {
 		t.Fatal(err)
 	}
 	return out.String()
@@ -100,7 +100,7 @@ func TestInconsistentAPIFlagsAreErrors(t *testing.T) {
 		{"a missing server with --once", []string{"--api=unix:///does/not/exist", "--once"}, []string{"/does/not/exist"}},
 	} {
 		t.Run(test.name, func(t *testing.T) {
-			err := run(t.Context(), sink.FullState(ignore), append(test.args, "--node-name=n")...)
+			err := runCommand(t.Context(), sink.FullState(ignore), append(test.args, "--node-name=n")...)
 			if err == nil {
 				t.Fatal("no error")
 			}

@@ -198,9 +198,9 @@ func (f *sinkFlags) run(ctx context.Context, name string, source *Source, servin
 // drivers of their own. If one sink fails, the other sinks continue. In logs and metrics,
 // the sink itself is NAME0, and its companions are NAME1, NAME2 and so on.
 type Companion interface {
-	// Companions returns the other sinks. The function healthy reports whether every service
-	// has been programmed once and the program is not stuck (see /livez). The sinks must not
-	// call healthy before they run.
+	// Companions returns the other sinks. healthy reports whether every service has been
+	// programmed once and the program is not stuck (see /livez). The sinks must not call
+	// healthy before they run.
 	Companions(healthy func() bool) []sink.Sink
 }
 

@@ -24,8 +24,8 @@ import (
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-// The function run runs a command for s and returns the command's error.
-func run(ctx context.Context, s sink.Sink, args ...string) error {
+// runCommand runs a command for s and returns the command's error.
+func runCommand(ctx context.Context, s sink.Sink, args ...string) error {
 	cmd := app.Command("test", s)
 	cmd.SetArgs(args)
 	cmd.SetOut(io.Discard)
@@ -53,7 +53,7 @@ func TestOncePrintsAndEnds(t *testing.T) {
 				}
 				return nil
 			})
-			if err := run(t.Context(), s, append(test.args, "--manifests", demo, "--node-name=vm-002", "--once")...); err != nil {
+			if err := runCommand(t.Context(), s, append(test.args, "--manifests", demo, "--node-name=vm-002", "--once")...); err != nil {
 				t.Fatal(err)
 			}
 			if got := strings.Join(names, " "); got != test.want {
@@ -82,7 +82,7 @@ func TestAllPortsFlags(t *testing.T) {
 				}
 				return nil
 			})
-			if err := run(t.Context(), s, append(test.args, "--manifests", demo, "--node-name=vm-002", "--once")...); err != nil {
+			if err := runCommand(t.Context(), s, append(test.args, "--manifests", demo, "--node-name=vm-002", "--once")...); err != nil {
 				t.Fatal(err)
 			}
 			if len(got) != 1 || got[0] != test.want {
@@ -100,13 +100,13 @@ func (c *cleaner) Cleanup(context.Context) error             { c.cleanups++; ret
 
 func TestCleanupFlagCleansUpInsteadOfRunning(t *testing.T) {
 	var c cleaner
-	if err := run(t.Context(), &c, "--manifests=/does/not/exist", "--cleanup"); err != nil {
+	if err := runCommand(t.Context(), &c, "--manifests=/does/not/exist", "--cleanup"); err != nil {
 		t.Fatal(err)
 	}
 	if c.syncs != 0 || c.cleanups != 1 {
 		t.Errorf("%d syncs and %d cleanups, want one cleanup", c.syncs, c.cleanups)
 	}
-	if err := run(t.Context(), sink.FullState(ignore), "--cleanup"); err == nil {
+	if err := runCommand(t.Context(), sink.FullState(ignore), "--cleanup"); err == nil {
 		t.Error("a sink that cannot clean up has the flag")
 	}
 }
@@ -141,7 +141,7 @@ func TestFatalErrorsNameTheirCause(t *testing.T) {
 		{"an argument", []string{"surprise"}, []string{"surprise"}},
 	} {
 		t.Run(test.name, func(t *testing.T) {
-			err := run(t.Context(), sink.FullState(ignore), test.args...)
+			err := runCommand(t.Context(), sink.FullState(ignore), test.args...)
 			if err == nil {
 				t.Fatal("no error")
 			}
@@ -196,7 +196,7 @@ func TestHealthAndMetricsBindAddresses(t *testing.T) {
 	})
 	ended := make(chan error)
 	go func() {
-		ended <- run(ctx, s, "--manifests", demo, "--node-name=vm-002", "--healthz-bind-address", health, "--metrics-bind-address", metrics, "--kubeproxy-metrics")
+		ended <- runCommand(ctx, s, "--manifests", demo, "--node-name=vm-002", "--healthz-bind-address", health, "--metrics-bind-address", metrics, "--kubeproxy-metrics")
 	}()
 	<-entered
 	for path, want := range map[string]int{"/livez": 200, "/healthz": 200, "/readyz": 503, "/metrics": 404} {

@@ -11,7 +11,7 @@ import (
 	"github.com/kpng-project/kpng/sink"
 )
 
-// The type pair is a sink with a companion.
+// pair is a sink with a companion.
 type pair struct {
 	services, beside atomic.Int32
 	healthy          func() bool
@@ -46,7 +46,7 @@ func TestCompanionSinks(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			var p pair
-			if err := run(t.Context(), &p, append(source, "--node-name=vm-002", "--once")...); err != nil {
+			if err := runCommand(t.Context(), &p, append(source, "--node-name=vm-002", "--once")...); err != nil {
 				t.Fatal(err)
 			}
 			if a, b := p.services.Load(), p.beside.Load(); a == 0 || a != b {

@@ -32,16 +32,16 @@ func Example() {
 	// program default/web with 2 endpoints
 }
 
-// The type tables is a sink with the flag --table.
-type tables struct{ table string }
+// tableSink is a sink with the flag --table.
+type tableSink struct{ table string }
 
 // Register implements app.Configurable.
-func (t *tables) Register(fs *pflag.FlagSet) {
+func (t *tableSink) Register(fs *pflag.FlagSet) {
 	fs.StringVar(&t.table, "table", "my-proxy", "the `name` of the table to program")
 }
 
 // Configure implements app.Configurable.
-func (t *tables) Configure() error {
+func (t *tableSink) Configure() error {
 	if t.table == "" {
 		return errors.New("--table is empty")
 	}
@@ -49,7 +49,7 @@ func (t *tables) Configure() error {
 }
 
 // Sync implements sink.Sink.
-func (t *tables) Sync(_ context.Context, c *sink.Changes) error {
+func (t *tableSink) Sync(_ context.Context, c *sink.Changes) error {
 	for s := range c.Services {
 		fmt.Println("table", t.table, "gets", s.Key)
 	}
@@ -59,7 +59,7 @@ func (t *tables) Sync(_ context.Context, c *sink.Changes) error {
 // The example runs a sink with flags of its own.
 func ExampleConfigurable() {
 	for _, table := range []string{"nodes", ""} {
-		cmd := app.Command("my-proxy", &tables{})
+		cmd := app.Command("my-proxy", &tableSink{})
 		cmd.SetArgs([]string{"--manifests=../examples/demo.yaml", "--node-name=vm-002", "--once", "--table=" + table})
 		fmt.Println(cmd.ExecuteContext(context.Background()))
 	}

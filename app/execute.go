@@ -37,18 +37,18 @@ func Execute(cmd *cobra.Command) {
 	if _, set := os.LookupEnv(streamingLists); !set {
 		os.Setenv(streamingLists, "true") // client-go reads the variable when it first lists objects
 	}
-	err := host(cmd)
+	err := runHosted(cmd)
 	klog.Flush()
 	if err != nil {
 		os.Exit(1)
 	}
 }
 
-// The function host runs cmd and prints or logs its error.
-func host(cmd *cobra.Command) error {
+// runHosted runs cmd and prints or logs its error.
+func runHosted(cmd *cobra.Command) error {
 	h := hostingOf(os.Args[1:])
 	run, print := untilSignal, func(err error) { fmt.Fprintf(os.Stderr, "%s: %v\n", cmd.Name(), err) }
-	service, err := h.service()
+	service, err := h.detectService()
 	var log io.Writer
 	switch {
 	case err != nil:
@@ -73,7 +73,7 @@ func host(cmd *cobra.Command) error {
 	return err
 }
 
-// The type service opens a command's log and runs the command under a service manager.
+// service opens a command's log and runs the command under a service manager.
 type service struct {
 	openLog func(name string) (io.Writer, error)
 	run     func(*cobra.Command) error

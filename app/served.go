@@ -15,17 +15,17 @@ import (
 	"github.com/kpng-project/kpng/sink"
 )
 
-// The type served is a proxy that gets its services from a kpng server. Each sink has its
-// own connection.
-type served struct {
+// remoteProxy is a proxy that gets its services from a kpng server. Each sink has its own
+// connection.
+type remoteProxy struct {
 	clients   []*remote.Client
 	drivers   []*sink.Driver
 	once      bool
 	nodeKnown atomic.Bool // the Node object has existed at some time
 }
 
-func newServed(dial transport.DialOptions, opts kpng.Options) (*served, error) {
-	v := &served{once: !slices.ContainsFunc(opts.Sinks, func(s kpng.Sink) bool { return !s.Options.Once })}
+func newRemoteProxy(dial transport.DialOptions, opts kpng.Options) (*remoteProxy, error) {
+	v := &remoteProxy{once: !slices.ContainsFunc(opts.Sinks, func(s kpng.Sink) bool { return !s.Options.Once })}
 	dial.FailFast = v.once
 	for _, s := range opts.Sinks {
 		client, err := remote.NewClient(remote.ClientOptions{DialOptions: dial, NodeName: opts.NodeName})
@@ -52,7 +52,7 @@ func (s knownNode) Next() (*sink.Update, error) {
 	return u, err
 }
 
-func (v *served) Run(ctx context.Context) error {
+func (v *remoteProxy) Run(ctx context.Context) error {
 	running, stop := context.WithCancel(ctx)
 	defer stop()
 	var clients, drivers []func(context.Context) error
@@ -70,7 +70,7 @@ func (v *served) Run(ctx context.Context) error {
 	return err
 }
 
-func (v *served) Status() []sink.Status {
+func (v *remoteProxy) Status() []sink.Status {
 	var all []sink.Status
 	for _, d := range v.drivers {
 		all = append(all, d.Status())
@@ -78,6 +78,6 @@ func (v *served) Status() []sink.Status {
 	return all
 }
 
-func (v *served) Health() health.Report {
+func (v *remoteProxy) Health() health.Report {
 	return health.Of(v.Status(), v.clients[0].Node(), v.nodeKnown.Load())
 }

@@ -8,5 +8,5 @@ import "github.com/spf13/pflag"
 
 func registerService(*pflag.FlagSet, *bool) {}
 
-// The method service returns nil, because only Windows services need special code.
-func (h *hosting) service() (*service, error) { return nil, nil }
+// detectService returns nil, because only Windows services need special code.
+func (h *hosting) detectService() (*service, error) { return nil, nil }

@@ -20,9 +20,9 @@ func registerService(fs *pflag.FlagSet, asked *bool) {
 	fs.BoolVar(asked, "windows-service", false, "run as a Windows service even if the service manager is not detected; without --log-file, a service logs to the event log")
 }
 
-// The method service returns nil if the service manager did not start the program and the
-// flag --windows-service is not set.
-func (h *hosting) service() (*service, error) {
+// detectService returns nil if the service manager did not start the program and
+// --windows-service is not set.
+func (h *hosting) detectService() (*service, error) {
 	started, err := svc.IsWindowsService()
 	if err != nil && !h.windowsService {
 		return nil, fmt.Errorf("detect Windows service manager: %w", err)

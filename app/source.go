@@ -181,7 +181,7 @@ func (s *Source) proxy(opts kpng.Options) (proxy, error) {
 	case err != nil:
 		return nil, err
 	case len(dial.Addresses) > 0:
-		return newServed(dial, opts)
+		return newRemoteProxy(dial, opts)
 	}
 	opts.Kubeconfig, opts.Manifests, opts.Services = string(s.kubeconfig), string(s.manifests), s.Services()
 	return kpng.New(opts)

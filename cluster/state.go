@@ -23,9 +23,9 @@ type State struct {
 	// service, its slices or its lost claims change.
 	states *diffstore.Store[types.NamespacedName, *api.ServiceState]
 	claims claims
-	// The field stale is a store that has an entry while the state is stale. Changes of this
-	// store wake readers, too.
-	stale *diffstore.Store[string, bool]
+	// staleStore has an entry while the state is stale. Changes of this store wake readers,
+	// too.
+	staleStore *diffstore.Store[string, bool]
 
 	revisions *diffstore.Revisions
 	changed   chan struct{} // closed by the next change; nil if no reader waits
@@ -59,7 +59,7 @@ func New(opts Options) *State {
 	s.slices = newStore(s, opts, api.CompareKeys, (*api.EndpointSlice).Equal, s.sliceChanged)
 	s.nodes = newStore(s, opts, strings.Compare, (*api.Node).Equal, nil)
 	s.states = newStore(s, opts, api.CompareKeys, func(a, b *api.ServiceState) bool { return a == b }, nil)
-	s.stale = newStore(s, opts, strings.Compare, func(a, b bool) bool { return a == b }, nil)
+	s.staleStore = newStore(s, opts, strings.Compare, func(a, b bool) bool { return a == b }, nil)
 	return s
 }
 
@@ -73,14 +73,14 @@ func newStore[K, V any](s *State, opts Options, compare func(a, b K) int, equal 
 	})
 }
 
-// Update calls the function write and commits its changes together: readers see all of
-// them or none. If the function panics, readers see the changes that it made before. The
-// function may call the methods of tx, but no other method of the State.
-func (s *State) Update(write func(tx *Tx)) {
+// Update calls f and commits the changes of f together: readers see all of them or none.
+// If f panics, readers see the changes that it made before. f may call the methods of tx,
+// but no other method of the State.
+func (s *State) Update(f func(tx *Tx)) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	defer s.commit(s.revisions.Last())
-	write(&Tx{s})
+	f(&Tx{s})
 }
 
 // commit ends an Update. It does nothing if the Update made no change.
@@ -146,7 +146,7 @@ func (s *State) Snapshot() *Snapshot {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.snapshot == nil {
-		_, stale := s.stale.Get("")
+		_, stale := s.staleStore.Get("")
 		s.snapshot = &Snapshot{
 			Revision: s.revisions.Last(),
 			Services: s.services.Snapshot(),
@@ -315,9 +315,9 @@ func (tx *Tx) ReplaceNodes(all iter.Seq[*api.Node]) {
 // not change the objects.
 func (tx *Tx) SetStale(stale bool) {
 	if stale {
-		tx.s.stale.Set("", true)
+		tx.s.staleStore.Set("", true)
 	} else {
-		tx.s.stale.Delete("")
+		tx.s.staleStore.Delete("")
 	}
 }
 

@@ -54,8 +54,8 @@ type Options[K, V any] struct {
 
 // limits bound the memory that the store uses for readers.
 type limits struct {
-	// tombstones and tombstoneAge limit the number and age of tombstones, even of those that
-	// cursors need. The store checks the age only when a change is made.
+	// tombstones and tombstoneAge limit the number and age of tombstones. Beyond a limit, the
+	// store deletes even those that a cursor needs. It checks the age only after a change.
 	tombstones   int
 	tombstoneAge time.Duration
 	// lag is the number of recorded changes by which a cursor may lag before its reader has

@@ -40,11 +40,11 @@ func (s *Store[K, V]) trim() {
 	s.dropTombstones(func(dead *entry[K, V]) bool { return !ok || dead.revision <= slowest.held.revision })
 }
 
-// dropTombstones drops tombstones, oldest first, until the function drop returns false.
-func (s *Store[K, V]) dropTombstones(drop func(*entry[K, V]) bool) {
+// dropTombstones drops tombstones, oldest first, until shouldDrop returns false.
+func (s *Store[K, V]) dropTombstones(shouldDrop func(*entry[K, V]) bool) {
 	for {
 		oldest, ok := s.tombstones.byRevision.Min()
-		if !ok || !drop(oldest) {
+		if !ok || !shouldDrop(oldest) {
 			return
 		}
 		s.tombstones.take(oldest)

@@ -14,8 +14,8 @@ import (
 	"github.com/kpng-project/kpng/api"
 )
 
-// The variable here holds the node whose views most tests compute.
-var here = &api.Node{Name: "here", Labels: map[string]string{api.ZoneLabel: "zone-1"}}
+// thisNode is the node whose views most tests compute.
+var thisNode = &api.Node{Name: "here", Labels: map[string]string{api.ZoneLabel: "zone-1"}}
 
 // service returns the service default/web and applies edits to it. Without edits, the
 // service has a cluster IP and one unnamed port, 80 with target port 8080.
@@ -224,9 +224,9 @@ func lines(text string) []string {
 type viewCase struct {
 	name    string
 	service *api.Service // nil: the result of service()
-	node    *api.Node    // nil: the variable here
+	node    *api.Node    // nil: thisNode
 	slices  string       // argument of endpointSlices
-	want    string       // result of the function describe
+	want    string       // result of describe
 }
 
 func runViewCases(t *testing.T, cases []viewCase) {
@@ -237,7 +237,7 @@ func runViewCases(t *testing.T, cases []viewCase) {
 				c.service = service()
 			}
 			if c.node == nil {
-				c.node = here
+				c.node = thisNode
 			}
 			s := &api.ServiceState{Service: c.service, Slices: endpointSlices(c.slices)}
 			got := View(s, c.node)

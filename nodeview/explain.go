@@ -92,7 +92,7 @@ func Explain(s *api.ServiceState, node *api.Node) *Explanation {
 	return e
 }
 
-// trace records the decisions of the function view. A nil trace records nothing.
+// trace records the decisions that lead to a view. A nil trace records nothing.
 type trace struct {
 	to  *Explanation
 	pol policies

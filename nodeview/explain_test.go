@@ -49,7 +49,7 @@ func TestExplain(t *testing.T) {
 				Winner: older,
 			}},
 		},
-		node: here,
+		node: thisNode,
 	}, {
 		name: "cluster ip",
 		state: &api.ServiceState{
@@ -66,15 +66,15 @@ func TestExplain(t *testing.T) {
 			Service: service(mapIP, headless, internalLocal, externalIPs("192.0.2.1")),
 			Slices:  endpointSlices(oneReady),
 		},
-		node: here,
+		node: thisNode,
 	}, {
 		name:  "slices only",
 		state: &api.ServiceState{Slices: endpointSlices(oneReady)},
-		node:  here,
+		node:  thisNode,
 	}, {
 		name:  "external name",
 		state: &api.ServiceState{Service: service(ofType(api.ExternalName))},
-		node:  here,
+		node:  thisNode,
 	}} {
 		t.Run(c.name, func(t *testing.T) {
 			e := Explain(c.state, c.node)

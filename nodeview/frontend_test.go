@@ -59,7 +59,7 @@ func runFrontendCases(t *testing.T, cases []frontendCase) {
 	t.Helper()
 	for _, c := range cases {
 		t.Run(c.name, func(t *testing.T) {
-			se := View(&api.ServiceState{Service: c.service, Slices: endpointSlices(c.slices), Lost: c.lost}, here)
+			se := View(&api.ServiceState{Service: c.service, Slices: endpointSlices(c.slices), Lost: c.lost}, thisNode)
 			if diff := cmp.Diff(lines(c.want), describeFrontends(se)); diff != "" {
 				t.Errorf("frontends differ (-want +got):\n%s", diff)
 			}
@@ -275,7 +275,7 @@ func TestFrontendsShareLists(t *testing.T) {
 	se := View(&api.ServiceState{
 		Service: service(loadBalancerIPs("203.0.113.1", "203.0.113.2"), nodePort(30080)),
 		Slices:  endpointSlices(oneReady),
-	}, here)
+	}, thisNode)
 	var first *Target
 	for f := range Frontends(se) {
 		for _, traffic := range []Traffic{f.Elsewhere, f.Node} {
@@ -296,7 +296,7 @@ func TestShortCircuitSharesTheInternalList(t *testing.T) {
 	se := View(&api.ServiceState{
 		Service: service(externalLocal, externalIPs("192.0.2.1")),
 		Slices:  endpointSlices(oneReady),
-	}, here)
+	}, thisNode)
 	all := slices.Collect(Frontends(se))
 	if &all[0].Elsewhere.Endpoints[0] != &all[1].Node.Endpoints[0] {
 		t.Errorf("%s has a list of its own for this node's traffic", all[1].FrontendKey)
@@ -304,7 +304,7 @@ func TestShortCircuitSharesTheInternalList(t *testing.T) {
 }
 
 func TestFrontendsStop(t *testing.T) {
-	se := View(&api.ServiceState{Service: service(dualStack, nodePort(30080), externalIPs("192.0.2.1", "2001:db8::1"))}, here)
+	se := View(&api.ServiceState{Service: service(dualStack, nodePort(30080), externalIPs("192.0.2.1", "2001:db8::1"))}, thisNode)
 	all := slices.Collect(Frontends(se))
 	for n := range all {
 		var got []Frontend
@@ -346,7 +346,7 @@ func TestMasquerade(t *testing.T) {
 	}} {
 		t.Run(c.name, func(t *testing.T) {
 			got := map[Kind]Masquerade{}
-			for f := range Frontends(View(&api.ServiceState{Service: c.service}, here)) {
+			for f := range Frontends(View(&api.ServiceState{Service: c.service}, thisNode)) {
 				got[f.Kind] = f.Masquerade
 			}
 			if diff := cmp.Diff(c.want, got); diff != "" {
@@ -367,7 +367,7 @@ func TestAffinity(t *testing.T) {
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			svc := service(nodePort(30080), func(s *api.Service) { s.SessionAffinity = c.affinity })
-			for f := range Frontends(View(&api.ServiceState{Service: svc}, here)) {
+			for f := range Frontends(View(&api.ServiceState{Service: svc}, thisNode)) {
 				if f.Affinity != c.want {
 					t.Errorf("%s has affinity %v, want %v", f.FrontendKey, f.Affinity, c.want)
 				}
@@ -421,7 +421,7 @@ func TestHealthCheck(t *testing.T) {
 		0, 0,
 	}} {
 		t.Run(c.name, func(t *testing.T) {
-			se := View(&api.ServiceState{Service: checked(), Slices: endpointSlices(c.slices)}, here)
+			se := View(&api.ServiceState{Service: checked(), Slices: endpointSlices(c.slices)}, thisNode)
 			if v4, v6 := ReadyLocal(se, api.IPv4), ReadyLocal(se, api.IPv6); v4 != c.v4 || v6 != c.v6 {
 				t.Errorf("ReadyLocal = %d IPv4, %d IPv6, want %d and %d", v4, v6, c.v4, c.v6)
 			}

@@ -149,7 +149,7 @@ func (d *dice) conditions() api.Conditions {
 }
 
 func (d *dice) node() *api.Node {
-	return pick(d, here, &api.Node{Name: "there", Labels: map[string]string{api.ZoneLabel: "zone-2"}},
+	return pick(d, thisNode, &api.Node{Name: "there", Labels: map[string]string{api.ZoneLabel: "zone-2"}},
 		&api.Node{Name: "here"}, &api.Node{Labels: map[string]string{api.ZoneLabel: "zone-1"}}, nil)
 }
 

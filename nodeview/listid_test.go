@@ -38,7 +38,7 @@ func TestListsAreSharedAndKeepTheirIdentity(t *testing.T) {
 		s.Ports = append(s.Ports, api.PortMapping{Name: "also", Protocol: api.TCP, Port: 81, TargetPort: 8080})
 	})
 	view := func(slice string) groups {
-		return groupsOf(View(&api.ServiceState{Service: web, Slices: endpointSlices("slice a http=8080 also=8080\n" + slice)}, here))
+		return groupsOf(View(&api.ServiceState{Service: web, Slices: endpointSlices("slice a http=8080 also=8080\n" + slice)}, thisNode))
 	}
 	const (
 		cluster, external, node = "ClusterIP 10.96.0.1:80/TCP", "ExternalIP 192.0.2.1:80/TCP", "NodePort IPv4:30080/TCP"

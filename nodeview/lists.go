@@ -187,7 +187,7 @@ func policiesOf(svc *api.Service) policies {
 func internalPolicyLocal(svc *api.Service) bool { return svc.InternalTrafficToLocal }
 
 // externalPolicyLocal reports whether traffic to external frontends uses the Local list.
-// The field externalTrafficPolicy applies to NodePort and LoadBalancer services, and to
+// spec.externalTrafficPolicy applies to NodePort and LoadBalancer services, and to
 // ClusterIP services with external IPs. For other services the policy is Cluster.
 func externalPolicyLocal(svc *api.Service) bool {
 	switch svc.Type {

@@ -69,7 +69,7 @@ func TestSourceRanges(t *testing.T) {
 	}} {
 		t.Run(c.name, func(t *testing.T) {
 			got := map[string]string{}
-			for f := range Frontends(View(&api.ServiceState{Service: c.service}, here)) {
+			for f := range Frontends(View(&api.ServiceState{Service: c.service}, thisNode)) {
 				if f.Sources.Restricted {
 					got[f.FrontendKey.String()] = f.Sources.String()
 				}

@@ -19,7 +19,7 @@ func TestNoView(t *testing.T) {
 		{"an ExternalName service", &api.ServiceState{Service: service(ofType(api.ExternalName))}},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			if got := View(c.state, here); got != nil {
+			if got := View(c.state, thisNode); got != nil {
 				t.Errorf("View returned %v, want none", got)
 			}
 		})
@@ -659,7 +659,7 @@ func TestFamilies(t *testing.T) {
 // endpoints, their addresses and their ports.
 func TestViewAllocatesOnlyItsResult(t *testing.T) {
 	s := benchState(10)
-	if got := testing.AllocsPerRun(100, func() { View(s, here) }); got > 4 {
+	if got := testing.AllocsPerRun(100, func() { View(s, thisNode) }); got > 4 {
 		t.Errorf("View allocated %v times, want 4", got)
 	}
 }
@@ -680,7 +680,7 @@ func TestViewCarriesWhatBackendsNeed(t *testing.T) {
 		}},
 		Lost: s.Lost,
 	}
-	got := View(s, here)
+	got := View(s, thisNode)
 	if diff := cmp.Diff(want, got, cmp.Comparer(func(a, b *api.Service) bool { return a == b }), cmp.Comparer(sameEndpoint)); diff != "" {
 		t.Errorf("view differs (-want +got):\n%s", diff)
 	}

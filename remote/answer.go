@@ -110,7 +110,7 @@ func (a *answer) set(value *localv1.Value) error {
 			return fmt.Errorf("service %s: %w", path, err)
 		}
 		if key, service := a.service(&m); service != nil {
-			a.draft(key).service = service
+			a.openDraft(key).service = service
 		}
 	case localv1.Set_EndpointsSet:
 		service, key, err := splitPath(path)
@@ -125,7 +125,7 @@ func (a *answer) set(value *localv1.Value) error {
 		if err != nil {
 			return fmt.Errorf("endpoint %s: %w", path, err)
 		}
-		a.draft(service).endpoints[key] = e
+		a.openDraft(service).endpoints[key] = e
 	case localv1.Set_NodesSet:
 		var m localv1.Node
 		err := proto.Unmarshal(value.GetBytes(), &m)
@@ -152,7 +152,7 @@ func (a *answer) delete(ref *localv1.Ref) error {
 		if err != nil {
 			return err
 		}
-		delete(a.draft(service).endpoints, key)
+		delete(a.openDraft(service).endpoints, key)
 	case localv1.Set_NodesSet:
 		a.node, a.nodeNamed = nil, true
 	}
@@ -168,8 +168,8 @@ func splitPath(path string) (service types.NamespacedName, key string, err error
 	return types.NamespacedName{Namespace: namespace, Name: name}, key, nil
 }
 
-// The method draft returns the draft of a service, and makes it modifiable.
-func (a *answer) draft(key types.NamespacedName) *draft {
+// openDraft returns the draft of a service, and makes it modifiable.
+func (a *answer) openDraft(key types.NamespacedName) *draft {
 	d, named := a.services[key]
 	if d == nil {
 		d = &draft{}
@@ -197,8 +197,8 @@ func (a *answer) close(key types.NamespacedName, d *draft) *entry {
 	return nil
 }
 
-// The method all yields the received services. It may be used only after a reset.
-func (a *answer) all() iter.Seq2[types.NamespacedName, *entry] {
+// entries yields the received services. It may be used only after a reset.
+func (a *answer) entries() iter.Seq2[types.NamespacedName, *entry] {
 	return func(yield func(types.NamespacedName, *entry) bool) {
 		for key, d := range a.services {
 			if e := a.close(key, d); e != nil && !yield(key, e) {

@@ -130,7 +130,7 @@ func BenchmarkInitialSync(b *testing.B) {
 		b.ReportMetric(float64(server.Stats().Values), "values")
 		b.ReportMetric((cpuTime(b) - cpu).Seconds(), "server-cpu-s")
 		b.ReportMetric(float64(idle)/(1<<20), "idle-heap-MiB")
-		b.ReportMetric(peak(b)/(1<<20), "peak-rss-MiB")
+		b.ReportMetric(peakMemory(b)/(1<<20), "peak-rss-MiB")
 	}
 }
 
@@ -279,8 +279,8 @@ func memory() uint64 {
 	return m.HeapAlloc + m.StackInuse
 }
 
-// resetPeak resets the maximum of the memory, so that the function peak returns the
-// maximum since this call.
+// resetPeak resets the maximum of the memory, so that peakMemory returns the maximum
+// since this call.
 func resetPeak(b *testing.B) {
 	debug.FreeOSMemory()
 	if err := os.WriteFile("/proc/self/clear_refs", []byte("5"), 0); err != nil {
@@ -288,8 +288,8 @@ func resetPeak(b *testing.B) {
 	}
 }
 
-// peak returns the maximum resident memory of the process in bytes.
-func peak(b *testing.B) float64 {
+// peakMemory returns the maximum resident memory of the process in bytes.
+func peakMemory(b *testing.B) float64 {
 	status, err := os.ReadFile("/proc/self/status")
 	if err != nil {
 		b.Fatal(err)

@@ -122,7 +122,7 @@ func (c *Client) request(token []byte) *localv1.WatchReq {
 func (c *Client) commit(a *answer) {
 	c.token = a.token
 	if a.reset {
-		c.views.Replace(a.all())
+		c.views.Replace(a.entries())
 	} else {
 		for key, d := range a.services {
 			if e := a.close(key, d); e != nil {

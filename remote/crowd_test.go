@@ -51,7 +51,7 @@ func (r *crowdRound) syncTime(quantile float64) time.Time {
 	return time.Unix(0, r.Synced[int(quantile*float64(len(r.Synced)-1))])
 }
 
-// start starts the crowd. The function next waits until each stream has received one more
+// start starts the crowd. Each call of next waits until each stream has received one more
 // answer.
 func (c *crowd) start(b *testing.B) (next func() *crowdRound) {
 	b.Helper()

@@ -30,8 +30,8 @@ func newKeyedEndpoint(key string, m *localv1.Endpoint) (keyedEndpoint, error) {
 	return keyedEndpoint{key, e, draining}, err
 }
 
-// newEntry returns the entry of a service. Its endpoints are those in list, which
-// newEntry sorts, and not those in the argument service.
+// newEntry returns the entry of a service. It has the endpoints in list, not those in
+// service. newEntry sorts list.
 func newEntry(service *api.ServiceEndpoints, list []keyedEndpoint) *entry {
 	slices.SortFunc(list, func(a, b keyedEndpoint) int {
 		switch {
@@ -74,8 +74,8 @@ func (e *entry) viewOrNil() *api.ServiceEndpoints {
 	return e.view
 }
 
-// draft is a service in an answer. It contains an entry at first. The method open
-// replaces the entry by its parts, so that single endpoints can change.
+// draft is a service in an answer. It contains an entry at first. A call of open replaces
+// the entry by its parts, so that single endpoints can change.
 type draft struct {
 	entry *entry // nil if the draft is new or open
 

@@ -32,8 +32,8 @@ type publisher struct {
 	snapshot *cluster.Snapshot // nil until the state is synced
 	next     chan struct{}     // closed when snapshot is replaced
 
-	// A cache of the last result of the method changes, because many streams need it.
-	stepping sync.Mutex
+	// cacheMu guards the last result of stateChanges, which many streams need.
+	cacheMu  sync.Mutex
 	from, to diffstore.Revision
 	changed  []stateChange
 }
@@ -54,14 +54,14 @@ func (p *publisher) lags(snapshot *cluster.Snapshot) bool {
 	return int(present.Revision-snapshot.Revision) > 2*max(10_000, present.States.Len()/4)
 }
 
-// The method changes returns the changes of d, sorted by key.
-func (p *publisher) changes(d statesDelta) []stateChange {
+// stateChanges returns the changes of d, sorted by key.
+func (p *publisher) stateChanges(d statesDelta) []stateChange {
 	from, to := d.Old.Revision(), d.New.Revision()
 	if from == to {
 		return nil
 	}
-	p.stepping.Lock()
-	defer p.stepping.Unlock()
+	p.cacheMu.Lock()
+	defer p.cacheMu.Unlock()
 	if p.from != from || p.to != to {
 		p.from, p.to, p.changed = from, to, slices.Collect(d.Changes())
 	}

@@ -31,8 +31,8 @@ const renewTokens = 5 * time.Minute
 var errExpired = status.Error(codes.Unauthenticated, "the client's certificate has expired")
 
 // serveStream handles a stream. It receives a request, answers it, and then receives the
-// next request. The function begin handles the first request and returns the subscriber.
-func serveStream[Request, Response any](s *Server, stream grpc.BidiStreamingServer[Request, Response], begin func(caller, *Request) (subscriber[Request], error)) error {
+// next request. newSubscriber handles the first request and returns the subscriber.
+func serveStream[Request, Response any](s *Server, stream grpc.BidiStreamingServer[Request, Response], newSubscriber func(caller, *Request) (subscriber[Request], error)) error {
 	ctx := stream.Context()
 	c, err := callerOf(ctx, !s.opts.NodeCertificates)
 	if err != nil {
@@ -52,7 +52,7 @@ func serveStream[Request, Response any](s *Server, stream grpc.BidiStreamingServ
 	if err != nil {
 		return endOf(err)
 	}
-	l, err := begin(c, req)
+	l, err := newSubscriber(c, req)
 	if err != nil {
 		return err
 	}

@@ -43,8 +43,8 @@ func (bytesCodec) Unmarshal(data mem.BufferSlice, v any) error {
 	return nil
 }
 
-// field is a field of a marshalled message. The value of an integer is in the field
-// varint. Any other value is in the field bytes.
+// field is a field of a marshalled message. The value is in varint if it is an integer,
+// and in bytes otherwise.
 type field struct {
 	number protowire.Number
 	varint uint64
@@ -303,9 +303,8 @@ func texts(data []field, number protowire.Number) []string {
 	return list
 }
 
-// The method want returns the services and endpoints that a client of the node should
-// have.
-func (w *world) want(node string) (services, endpoints map[string]string) {
+// expectedState returns the services and endpoints that a client of the node should have.
+func (w *world) expectedState(node string) (services, endpoints map[string]string) {
 	services, endpoints = map[string]string{}, map[string]string{}
 	f := feed.New(w.state, node)
 	defer f.Close()
@@ -374,7 +373,7 @@ func TestClientOfOriginalKpngFollows(t *testing.T) {
 	c := newTableClient(t, t.Context(), "tcp://"+l.Addr().String(), node)
 	c.next()
 	for range 200 {
-		services, endpoints := w.want(node)
+		services, endpoints := w.expectedState(node)
 		if diff := append(diffMaps(c.services, services), diffMaps(c.endpoints, endpoints)...); len(diff) > 0 {
 			t.Fatalf("at step %d:\n%s", w.step, strings.Join(diff, "\n"))
 		}
@@ -401,7 +400,7 @@ func TestLaggingClientStartsOver(t *testing.T) {
 	for range 10_100 {
 		w.mark()
 	}
-	services, endpoints := w.want("node-1")
+	services, endpoints := w.expectedState("node-1")
 	// The server may still be sending the last changes. Wait until another client has
 	// received them.
 	for other := newTableClient(t, t.Context(), "tcp://"+l.Addr().String(), "node-1"); len(diffMaps(other.services, services)) > 0; {

@@ -69,8 +69,8 @@ func request(t *testing.T, stream setsStream, token []byte) {
 	}
 }
 
-// The function answer receives an answer and counts the services in it.
-func answer(t *testing.T, stream setsStream) (reset bool, services int, token []byte) {
+// receiveAnswer receives an answer and counts the services in it.
+func receiveAnswer(t *testing.T, stream setsStream) (reset bool, services int, token []byte) {
 	t.Helper()
 	for {
 		item, err := stream.Recv()
@@ -103,13 +103,13 @@ func TestTokenOfIdleClientIsRenewed(t *testing.T) {
 		_, conn := inMemory(t, state, quick, insecure.NewCredentials())
 		stream := open(t, conn)
 		request(t, stream, nil)
-		_, _, token := answer(t, stream)
+		_, _, token := receiveAnswer(t, stream)
 		request(t, stream, nil)
 		synctest.Wait() // returns when the server waits for changes
 		state.Update(func(tx *cluster.Tx) { tx.DeleteSlice(types.NamespacedName{Namespace: "ns", Name: "e"}) })
 		renewed := make(chan []byte, 1)
 		go func() {
-			_, services, token := answer(t, stream)
+			_, services, token := receiveAnswer(t, stream)
 			if services > 0 {
 				t.Errorf("the client received %d unchanged services", services)
 			}
@@ -128,7 +128,7 @@ func TestTokenOfIdleClientIsRenewed(t *testing.T) {
 		state.Update(func(tx *cluster.Tx) { tx.SetSlice(unseen("f")) })
 		stream = open(t, conn)
 		request(t, stream, token)
-		if reset, _, _ := answer(t, stream); reset {
+		if reset, _, _ := receiveAnswer(t, stream); reset {
 			t.Error("the client started over")
 		}
 	})
@@ -141,13 +141,13 @@ func TestManyChangesRenewToken(t *testing.T) {
 		_, conn := inMemory(t, state, quick, insecure.NewCredentials())
 		stream := open(t, conn)
 		request(t, stream, nil)
-		answer(t, stream)
+		receiveAnswer(t, stream)
 		request(t, stream, nil)
 		began := time.Now()
 		for i := range 1100 {
 			update(state, func(to apitest.Writer) { to.SetNode(&api.Node{Name: fmt.Sprint("another-", i)}) })
 		}
-		if reset, services, token := answer(t, stream); reset || services > 0 || len(token) == 0 || time.Since(began) > 0 {
+		if reset, services, token := receiveAnswer(t, stream); reset || services > 0 || len(token) == 0 || time.Since(began) > 0 {
 			t.Errorf("after %v: reset %t, %d services, token %q", time.Since(began), reset, services, token)
 		}
 	})
@@ -262,7 +262,7 @@ func TestConnectionsAreRenewed(t *testing.T) {
 		began := time.Now()
 		stream := open(t, conn)
 		request(t, stream, nil)
-		_, _, token := answer(t, stream)
+		_, _, token := receiveAnswer(t, stream)
 		request(t, stream, nil)
 		if _, err := stream.Recv(); err == nil {
 			t.Error("the client received an answer")
@@ -272,7 +272,7 @@ func TestConnectionsAreRenewed(t *testing.T) {
 		}
 		stream = open(t, conn)
 		request(t, stream, token)
-		if reset, services, _ := answer(t, stream); reset || services > 0 {
+		if reset, services, _ := receiveAnswer(t, stream); reset || services > 0 {
 			t.Errorf("reset %t, %d services", reset, services)
 		}
 	})
@@ -291,11 +291,11 @@ func TestStreamEndsWithItsCertificate(t *testing.T) {
 		_, conn := inMemory(t, state, opts, clientCredentials(t, ca, files.CertFile, files.KeyFile))
 		stream := open(t, conn)
 		request(t, stream, nil)
-		answer(t, stream)
+		receiveAnswer(t, stream)
 		request(t, stream, nil)
 		time.Sleep(time.Minute)
 		rewrite(state, 1, 1)
-		if _, services, _ := answer(t, stream); services != 1 {
+		if _, services, _ := receiveAnswer(t, stream); services != 1 {
 			t.Errorf("%d services", services)
 		}
 		request(t, stream, nil)
@@ -325,7 +325,7 @@ func TestChangesAreBatched(t *testing.T) {
 		_, conn := inMemory(t, state, opts, insecure.NewCredentials())
 		stream := open(t, conn)
 		request(t, stream, nil)
-		answer(t, stream)
+		receiveAnswer(t, stream)
 		request(t, stream, nil)
 		synctest.Wait()
 		began := time.Now()

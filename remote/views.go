@@ -19,8 +19,8 @@ type class struct {
 	frontends  bool
 }
 
-// The type views computes and marshals each view once. It caches recently used views by
-// class and by ServiceState, which stands for a service at a revision.
+// views computes and marshals each view once. It caches recently used views by class and
+// by ServiceState, which stands for a service at a revision.
 type views struct {
 	limit int // maximum size of the cache, in bytes
 

@@ -246,7 +246,7 @@ func (w *watch) additions(s *states, node *api.Node) iter.Seq[*wireDelta] {
 
 // deltas returns the changes of the node's views.
 func (w *watch) deltas(d statesDelta, node *api.Node) []*wireDelta {
-	changes := slices.Values(w.server.published.changes(d))
+	changes := slices.Values(w.server.published.stateChanges(d))
 	if node.Zone() != w.node.Zone() {
 		changes = d.All()
 	}

@@ -228,8 +228,8 @@ func (p *dataplane) Sync(_ context.Context, c *sink.Changes) error {
 	})
 }
 
-// sync programs c, except services for which the function fail returns an error.
-func (p *dataplane) sync(c *sink.Changes, fail func(types.NamespacedName) error) error {
+// sync programs c, except services for which serviceErr returns an error.
+func (p *dataplane) sync(c *sink.Changes, serviceErr func(types.NamespacedName) error) error {
 	if c.First {
 		clear(p.wanted)
 	}
@@ -244,7 +244,7 @@ func (p *dataplane) sync(c *sink.Changes, fail func(types.NamespacedName) error)
 			if failed[s.Key] != nil {
 				continue
 			}
-			err := fail(s.Key)
+			err := serviceErr(s.Key)
 			if err == errPanic {
 				panic("oops")
 			}

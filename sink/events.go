@@ -58,7 +58,7 @@ type Handler interface {
 func Events(h Handler) Sink {
 	return &events{
 		Forwarder: Forwarder{h}, handler: h,
-		sent: map[types.NamespacedName]sent{}, owners: claims{},
+		sent: map[types.NamespacedName]sent{}, owners: claimOwners{},
 	}
 }
 
@@ -68,7 +68,7 @@ type events struct {
 	handler Handler
 	sent    map[types.NamespacedName]sent
 	// The owners of the claims of all frontends that the handler may have.
-	owners claims
+	owners claimOwners
 	pass   Pass
 }
 

@@ -22,8 +22,8 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// eventLog is a handler that records each call as a line. The function fail, if any,
-// decides whether a call fails.
+// eventLog is a handler that records each call as a line. If fail is not nil, it decides
+// whether a call fails.
 type eventLog struct {
 	lines []string
 	fail  func(line string) error

@@ -177,20 +177,20 @@ func (t *addressTable) DeleteFrontend(ctx context.Context, svc *api.Service, f n
 // again, the address must not be lost.
 func TestAddressMovesInFailingSync(t *testing.T) {
 	a, b := key("a"), key("b")
-	// The function new returns a sink, and a function that lists its entries. The sink calls
-	// write before each change of an entry. If write returns an error, the change fails.
+	// newSink returns a sink, and a function that lists its entries. The sink calls write
+	// before each change of an entry. If write returns an error, the change fails.
 	sinks := []struct {
-		name string
-		new  func(write func() error) (sink.Sink, func() []string)
+		name    string
+		newSink func(write func() error) (sink.Sink, func() []string)
 	}{{
 		name: "a map of frontends",
-		new: func(write func() error) (sink.Sink, func() []string) {
+		newSink: func(write func() error) (sink.Sink, func() []string) {
 			m := &frontendMap{entries: map[api.Claim]entry{}, fail: func(api.Claim) error { return write() }}
 			return m, m.lines
 		},
 	}, {
 		name: "events",
-		new: func(write func() error) (sink.Sink, func() []string) {
+		newSink: func(write func() error) (sink.Sink, func() []string) {
 			m := &addressTable{table: map[api.Claim]string{}}
 			m.fail = func(string) error { return write() }
 			return sink.Events(m), func() []string { return slices.Sorted(maps.Values(m.table)) }
@@ -214,7 +214,7 @@ func TestAddressMovesInFailingSync(t *testing.T) {
 		for _, f := range failures {
 			t.Run(s.name+": "+f.name, func(t *testing.T) {
 				left := -1
-				tested, list := s.new(func() error {
+				tested, list := s.newSink(func() error {
 					left--
 					if left == -1 {
 						return errBusy

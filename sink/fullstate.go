@@ -12,7 +12,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// FullState returns a sink that calls sync after every change, with the views of all
+// FullState returns a sink that calls syncAll after every change, with the views of all
 // services, in order of namespace and name. It is for a dataplane that is always written
 // as a whole. If you need the node, Cleanup or Verify, use [FullStateOf].
 //
@@ -20,16 +20,17 @@ import (
 // traffic from this node to an external frontend (see [api.Scopes]). [nodeview.Frontends]
 // computes the endpoints of each frontend.
 //
-// In a pass (see [Changes]) the sink collects the services and calls sync at the end. The
-// function sync returns the same errors as the method Sync of a [Sink]. Until a failed
-// service is delivered again, sync receives the last acknowledged view of this service.
-// So one bad service does not stop the others. If sync fails as a whole in a pass, the
-// driver cannot find the service that is the cause. So sync should return a [*Failed].
+// In a pass (see [Changes]) the sink collects the services and calls syncAll at the end.
+// The errors of syncAll have the same meaning as those of [Sink.Sync]. Until a failed
+// service is delivered again, syncAll receives the last acknowledged view of this
+// service. So one bad service does not stop the others. If syncAll fails as a whole in a
+// pass, the driver cannot find the service that is the cause. So syncAll should return a
+// [*Failed].
 //
-// The function sync may keep its argument services but must not change it. The sink holds
-// the views of all services. Each Sync copies one pointer per service.
-func FullState(sync func(ctx context.Context, services []*api.ServiceEndpoints) error) Sink {
-	return Func(FullStateOf(stateFunc(sync)).Sync) // Func hides the optional methods of Forwarder
+// syncAll may keep the slice of services but must not change it. The sink holds the views
+// of all services. Each Sync copies one pointer per service.
+func FullState(syncAll func(ctx context.Context, services []*api.ServiceEndpoints) error) Sink {
+	return Func(FullStateOf(stateFunc(syncAll)).Sync) // Func hides the optional methods of Forwarder
 }
 
 // StateSink programs the whole state of one node in each call.

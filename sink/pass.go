@@ -58,7 +58,7 @@ func (p *delivery) admit(changes []Change, limit int) []Change {
 
 // appendNext appends the next services of the pass to changes: at most maxCount services,
 // whose total size is at most limit. It appends at least one service if any is left. The
-// result more reports whether further services are left.
+// second result reports whether further services are left.
 func (p *delivery) appendNext(u *Update, maxCount, limit int, changes []Change) (_ []Change, more bool) {
 	if changes == nil {
 		changes = p.buffer[:0]

@@ -47,15 +47,15 @@ const (
 	reasons
 )
 
-// The method change returns the Change from the old view of s to its present view, new.
-func (s *unacked) change(new *api.ServiceEndpoints) Change {
+// changeTo returns the Change from the old view of s to its present view, new.
+func (s *unacked) changeTo(new *api.ServiceEndpoints) Change {
 	return Change{Key: s.key, Old: s.old, New: new, Unsure: s.unsure, TriggerTime: s.trigger}
 }
 
 // merge returns the Change from the old view of s to the new view in c, a later Change of
 // the service.
 func (s *unacked) merge(c Change) Change {
-	merged := s.change(c.New)
+	merged := s.changeTo(c.New)
 	merged.TriggerTime = earlier(s.trigger, c.TriggerTime)
 	return merged
 }
@@ -68,7 +68,7 @@ type pending struct {
 	alone   *btree.BTreeG[*unacked] // isolated services, by retry time
 	// When the next isolated service may be delivered.
 	aloneAt time.Time
-	claims  claims // claims of the old views
+	claims  claimOwners // claims of the old views
 	count   [reasons]int
 	failing int // number of services whose failures are not 0
 }
@@ -82,7 +82,7 @@ func newPending() pending {
 		byKey:   map[types.NamespacedName]*unacked{},
 		byRetry: btree.NewG(degree, byRetry),
 		alone:   btree.NewG(degree, byRetry),
-		claims:  claims{},
+		claims:  claimOwners{},
 	}
 }
 
@@ -190,32 +190,32 @@ func (p *pending) keys(delivered []Change) []types.NamespacedName {
 }
 
 // applied returns the last revision up to which the sink has acknowledged everything. The
-// result is at most the argument reached.
-func (p *pending) applied(reached uint64) uint64 {
+// result is at most position.
+func (p *pending) applied(position uint64) uint64 {
 	for _, s := range p.byKey {
-		reached = min(reached, s.since)
+		position = min(position, s.since)
 	}
-	return reached
+	return position
 }
 
-// The type claims maps claims to services. It groups claims by address, because a claim
-// of a whole address excludes all other claims at this address.
-type claims map[netip.Addr]map[api.Claim]types.NamespacedName
+// claimOwners maps claims to services. It groups claims by address, because a claim of a
+// whole address excludes all other claims at this address.
+type claimOwners map[netip.Addr]map[api.Claim]types.NamespacedName
 
-func (c claims) set(claim api.Claim, key types.NamespacedName) {
+func (c claimOwners) set(claim api.Claim, key types.NamespacedName) {
 	if c[claim.IP] == nil {
 		c[claim.IP] = map[api.Claim]types.NamespacedName{}
 	}
 	c[claim.IP][claim] = key
 }
 
-func (c claims) has(claim api.Claim, key types.NamespacedName) bool {
+func (c claimOwners) has(claim api.Claim, key types.NamespacedName) bool {
 	other, ok := c[claim.IP][claim]
 	return ok && other == key
 }
 
 // unset removes claim if the service with this key has it.
-func (c claims) unset(claim api.Claim, key types.NamespacedName) {
+func (c claimOwners) unset(claim api.Claim, key types.NamespacedName) {
 	if !c.has(claim, key) {
 		return
 	}
@@ -226,7 +226,7 @@ func (c claims) unset(claim api.Claim, key types.NamespacedName) {
 }
 
 // conflicting returns the services other than key whose claims exclude claim.
-func (c claims) conflicting(claim api.Claim, key types.NamespacedName) []types.NamespacedName {
+func (c claimOwners) conflicting(claim api.Claim, key types.NamespacedName) []types.NamespacedName {
 	var services []types.NamespacedName
 	add := func(other types.NamespacedName, ok bool) {
 		if ok && other != key && !slices.Contains(services, other) {

@@ -218,8 +218,8 @@ func (f *Failed) Add(key types.NamespacedName, err error) {
 	(*f)[key] = err
 }
 
-// Do calls the function program for the service key, and records its error. If program
-// panics, that counts as an error of the service, and the driver logs the stack.
+// Do calls program for the service key, and records its error. If program panics, that
+// counts as an error of the service, and the driver logs the stack.
 func (f *Failed) Do(key types.NamespacedName, program func() error) {
 	defer func() {
 		if r := recover(); r != nil {
@@ -245,12 +245,12 @@ func (f *Failed) Err() error {
 	return f
 }
 
-// Acknowledged says what the result err of a Sync means. If ok is false, the Sync
+// Acknowledged interprets err, the result of a Sync. If ok is false, the Sync
 // acknowledged nothing. Otherwise it acknowledged all services except those in failed.
 //
-// The result ok is true if err is nil, is a *Failed, or wraps a *Failed and no other
-// error. If a *Failed is joined with another error, ok is false, because that error may
-// concern all services. If err wraps [ErrStartOver], ok is false too.
+// If err is nil, is a *Failed, or wraps a *Failed and no other error, ok is true. If a
+// *Failed is joined with another error, ok is false, because that error may concern all
+// services. If err wraps [ErrStartOver], ok is false too.
 func Acknowledged(err error) (failed Failed, ok bool) {
 	if err == nil {
 		return nil, true

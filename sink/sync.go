@@ -165,7 +165,7 @@ func (d *Driver) addAlone(u *Update, b *batch) bool {
 		return false
 	}
 	d.hold(b.services)
-	b.services = []Change{s.change(u.View(s.key))}
+	b.services = []Change{s.changeTo(u.View(s.key))}
 	b.alone, d.wasAlone = true, true
 	return true
 }
@@ -196,7 +196,7 @@ func (d *Driver) addDue(u *Update, b *batch) {
 		if most > 0 && added == most {
 			return false
 		}
-		c := s.change(u.View(s.key))
+		c := s.changeTo(u.View(s.key))
 		if added > 0 && weight(&c) > room && (most > 0 || s.reason != queued) {
 			return most == 0 && queuedLeft > 0 // continue: the changes of an update stay together
 		}
@@ -487,7 +487,7 @@ func (d *Driver) startOver() {
 	d.update(func() { d.synced = false })
 }
 
-// unacknowledged returns the number of services that are pending or in the list changes.
+// unacknowledged returns the number of services that are pending or in changes.
 func (d *Driver) unacknowledged(changes []Change) int {
 	n := len(d.pending.byKey)
 	for i := range changes {

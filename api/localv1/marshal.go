@@ -19,29 +19,29 @@ func Marshal(m proto.Message) []byte {
 	b, err := deterministic.Marshal(m)
 	if err != nil {
 		m = proto.Clone(m)
-		repair(m.ProtoReflect())
+		repairStrings(m.ProtoReflect())
 		b, err = deterministic.Marshal(m)
 	}
 	if err != nil {
-		panic(fmt.Sprintf("localv1: marshal %s: %v", m.ProtoReflect().Descriptor().FullName(), err)) // cannot happen: the function repair has replaced all invalid strings
+		panic(fmt.Sprintf("localv1: marshal %s: %v", m.ProtoReflect().Descriptor().FullName(), err)) // cannot happen: repairStrings has replaced all invalid strings
 	}
 	return b
 }
 
-// repair replaces every string in m by valid UTF-8.
-func repair(m protoreflect.Message) {
+// repairStrings replaces every string in m by valid UTF-8.
+func repairStrings(m protoreflect.Message) {
 	m.Range(func(field protoreflect.FieldDescriptor, value protoreflect.Value) bool {
 		switch {
 		case field.IsMap():
 			repairMap(field, value.Map())
 		case field.IsList():
 			for list, i := value.List(), 0; i < list.Len(); i++ {
-				if v, changed := repaired(field, list.Get(i)); changed {
+				if v, changed := repairValue(field, list.Get(i)); changed {
 					list.Set(i, v)
 				}
 			}
 		default:
-			if v, changed := repaired(field, value); changed {
+			if v, changed := repairValue(field, value); changed {
 				m.Set(field, v)
 			}
 		}
@@ -54,7 +54,7 @@ func repair(m protoreflect.Message) {
 func repairMap(field protoreflect.FieldDescriptor, m protoreflect.Map) {
 	fixed := map[string]protoreflect.Value{}
 	m.Range(func(key protoreflect.MapKey, value protoreflect.Value) bool {
-		v, changed := repaired(field.MapValue(), value)
+		v, changed := repairValue(field.MapValue(), value)
 		if k := valid(key.String()); changed || k != key.String() {
 			m.Clear(key)
 			fixed[k] = v
@@ -66,12 +66,12 @@ func repairMap(field protoreflect.FieldDescriptor, m protoreflect.Map) {
 	}
 }
 
-// The function repaired returns v with valid UTF-8, and whether the result differs from
-// v. It modifies messages in place.
-func repaired(field protoreflect.FieldDescriptor, v protoreflect.Value) (protoreflect.Value, bool) {
+// repairValue returns v with valid UTF-8, and whether the result differs from v. It
+// modifies messages in place.
+func repairValue(field protoreflect.FieldDescriptor, v protoreflect.Value) (protoreflect.Value, bool) {
 	switch field.Kind() {
 	case protoreflect.MessageKind:
-		repair(v.Message())
+		repairStrings(v.Message())
 	case protoreflect.StringKind:
 		if s := valid(v.String()); s != v.String() {
 			return protoreflect.ValueOfString(s), true

@@ -20,8 +20,8 @@ import (
 
 var files = []protoreflect.FileDescriptor{localv1.File_api_localv1_localv1_proto, clusterv1.File_api_clusterv1_clusterv1_proto}
 
-// The function messages returns the descriptors of all message types except map entries.
-func messages() []protoreflect.MessageDescriptor {
+// allMessages returns the descriptors of all message types except map entries.
+func allMessages() []protoreflect.MessageDescriptor {
 	var list []protoreflect.MessageDescriptor
 	for _, file := range files {
 		for i := range file.Messages().Len() {
@@ -35,7 +35,7 @@ func messages() []protoreflect.MessageDescriptor {
 // messages.
 func TestFieldNumbersAreDocumented(t *testing.T) {
 	var got []string
-	for _, m := range messages() {
+	for _, m := range allMessages() {
 		var fields []string
 		for i := range m.Fields().Len() {
 			f := m.Fields().Get(i)
@@ -130,8 +130,8 @@ var update = flag.Bool("update", false, "rewrite testdata/golden.txt")
 // with recorded bytes.
 func TestGoldenBytes(t *testing.T) {
 	var out strings.Builder
-	for _, d := range messages() {
-		m := filled(d, 0)
+	for _, d := range allMessages() {
+		m := filledMessage(d, 0)
 		fmt.Fprintf(&out, "%s %x\n", d.FullName(), localv1.Marshal(m))
 		for i := range d.Oneofs().Len() {
 			choices := d.Oneofs().Get(i).Fields()
@@ -157,9 +157,9 @@ func TestGoldenBytes(t *testing.T) {
 	}
 }
 
-// The function filled returns a message of type d with every field set. The value of an
-// integer field is its field number. Of the fields in a oneof, only the last is set.
-func filled(d protoreflect.MessageDescriptor, depth int) *dynamicpb.Message {
+// filledMessage returns a message of type d with every field set. The value of an integer
+// field is its field number. Of the fields in a oneof, only the last is set.
+func filledMessage(d protoreflect.MessageDescriptor, depth int) *dynamicpb.Message {
 	m := dynamicpb.NewMessage(d)
 	for i := range d.Fields().Len() {
 		f := d.Fields().Get(i)
@@ -180,7 +180,7 @@ func filled(d protoreflect.MessageDescriptor, depth int) *dynamicpb.Message {
 func filledValue(f protoreflect.FieldDescriptor, depth int) protoreflect.Value {
 	switch f.Kind() {
 	case protoreflect.MessageKind:
-		return protoreflect.ValueOfMessage(filled(f.Message(), depth+1))
+		return protoreflect.ValueOfMessage(filledMessage(f.Message(), depth+1))
 	case protoreflect.EnumKind:
 		return protoreflect.ValueOfEnum(f.Enum().Values().Get(1).Number())
 	case protoreflect.BoolKind:

@@ -14,22 +14,22 @@ import (
 	corev1 "k8s.io/api/core/v1"
 )
 
-// The constant clients is the number of client addresses in cases with affinity. With
-// three endpoints, the probability that all 12 clients get the same endpoint by chance is
-// below 1 in 100,000.
-const clients = 12
+// clientCount is the number of client addresses in cases with affinity. With three
+// endpoints, the probability that all 12 clients get the same endpoint by chance is below
+// 1 in 100,000.
+const clientCount = 12
 
 var affinityCases = []testCase{
 	{name: "a client keeps its endpoint, and clients use different endpoints", needs: []Feature{Affinity}, run: func(s *scene) {
 		web := s.affineService(10800)
 		s.publish()
 		for _, protocol := range s.protocols {
-			chosen := s.choices(protocol, web.loadBalancerIP())
+			chosen := s.endpointsByClient(protocol, web.loadBalancerIP())
 			if len(slices.Compact(slices.Sorted(slices.Values(chosen)))) == 1 {
-				s.failf("%s: %d client addresses have all chosen %s", protocol, clients, chosen[0])
+				s.failf("%s: %d client addresses have all chosen %s", protocol, clientCount, chosen[0])
 			}
 			for range 4 {
-				s.mustNotMove(chosen, s.choices(protocol, web.loadBalancerIP()), all)
+				s.mustNotMove(chosen, s.endpointsByClient(protocol, web.loadBalancerIP()), all)
 			}
 		}
 	}},
@@ -37,9 +37,9 @@ var affinityCases = []testCase{
 		web := s.affineService(10800)
 		s.publish()
 		for _, from := range []person{s.node, s.c} {
-			first := s.choice(s.protocols[0], from, web.clusterIP())
-			for range tries {
-				if now := s.choice(s.protocols[0], from, web.clusterIP()); now != first {
+			first := s.reachedEndpoint(s.protocols[0], from, web.clusterIP())
+			for range connectionsPerCheck {
+				if now := s.reachedEndpoint(s.protocols[0], from, web.clusterIP()); now != first {
 					s.failf("%s moved from %s to %s", from, first, now)
 				}
 			}
@@ -48,9 +48,9 @@ var affinityCases = []testCase{
 	{name: "a client has the same endpoint at all addresses of a service", needs: []Feature{Affinity, AffinityAcrossFrontends}, run: func(s *scene) {
 		web := s.affineService(10800)
 		s.publish()
-		chosen := s.choices(api.TCP, web.loadBalancerIP())
-		for _, to := range web.external() {
-			s.mustNotMove(chosen, s.choices(api.TCP, to), all)
+		chosen := s.endpointsByClient(api.TCP, web.loadBalancerIP())
+		for _, to := range web.externalAddresses() {
+			s.mustNotMove(chosen, s.endpointsByClient(api.TCP, to), all)
 		}
 	}},
 	{name: "affinity ends only when a client has made no new connection for the timeout", needs: []Feature{Affinity}, run: func(s *scene) {
@@ -59,14 +59,13 @@ var affinityCases = []testCase{
 		s.publish()
 		for attempt := 0; ; attempt++ {
 			before := time.Now()
-			first := s.choices(api.TCP, web.loadBalancerIP())
+			first := s.endpointsByClient(api.TCP, web.loadBalancerIP())
 			inTime := true
 			for range 2 {
 				s.sleep(timeout * 6 / 10)
 				now := time.Now()
-				again := s.choices(api.TCP, web.loadBalancerIP())
-				// The variable inTime is false after a pause that was longer than the
-				// timeout.
+				again := s.endpointsByClient(api.TCP, web.loadBalancerIP())
+				// inTime is false after a pause that was longer than the timeout.
 				if inTime = inTime && time.Since(before) < timeout; inTime {
 					s.mustNotMove(first, again, all)
 				}
@@ -76,8 +75,8 @@ var affinityCases = []testCase{
 				continue // the machine was too busy, so try again
 			}
 			s.sleep(timeout + timeout/4)
-			if slices.Equal(first, s.choices(api.TCP, web.loadBalancerIP())) {
-				s.failf("%d client addresses still have their endpoints %s after the timeout of %s", clients, timeout, timeout)
+			if slices.Equal(first, s.endpointsByClient(api.TCP, web.loadBalancerIP())) {
+				s.failf("%d client addresses still have their endpoints %s after the timeout of %s", clientCount, timeout, timeout)
 			}
 			return
 		}
@@ -86,81 +85,81 @@ var affinityCases = []testCase{
 		web := s.affineService(10800)
 		s.publish()
 		for _, protocol := range s.protocols {
-			web.withEndpoints(ready(s.a), ready(s.b), ready(s.d))
+			web.withEndpoints(asReady(s.a), asReady(s.b), asReady(s.d))
 			s.publish()
-			first := s.choices(protocol, web.loadBalancerIP())
-			web.withEndpoints(ready(s.b), ready(s.d))
+			first := s.endpointsByClient(protocol, web.loadBalancerIP())
+			web.withEndpoints(asReady(s.b), asReady(s.d))
 			s.publish()
-			second := s.choices(protocol, web.loadBalancerIP())
+			second := s.endpointsByClient(protocol, web.loadBalancerIP())
 			s.mustNotMove(first, second, func(name string) bool { return name != "a" })
-			s.mustNotMove(second, s.choices(protocol, web.loadBalancerIP()), all)
+			s.mustNotMove(second, s.endpointsByClient(protocol, web.loadBalancerIP()), all)
 		}
 	}},
 	{name: "when an endpoint is no longer ready, only its clients move to other endpoints", needs: []Feature{Affinity}, run: func(s *scene) {
 		web := s.affineService(10800)
 		s.publish()
-		first := s.choices(api.TCP, web.loadBalancerIP())
-		web.withEndpoints(draining(s.a), ready(s.b), ready(s.d))
+		first := s.endpointsByClient(api.TCP, web.loadBalancerIP())
+		web.withEndpoints(asDraining(s.a), asReady(s.b), asReady(s.d))
 		s.publish()
-		second := s.choices(api.TCP, web.loadBalancerIP())
+		second := s.endpointsByClient(api.TCP, web.loadBalancerIP())
 		s.mustNotMove(first, second, func(name string) bool { return name != "a" })
 		if slices.Contains(second, "a") {
 			s.failf("a client address still uses endpoint a, which is draining")
 		}
-		s.mustNotMove(second, s.choices(api.TCP, web.loadBalancerIP()), all)
+		s.mustNotMove(second, s.endpointsByClient(api.TCP, web.loadBalancerIP()), all)
 	}},
 	{name: "clients keep their endpoints while others are added and removed", needs: []Feature{Affinity}, run: func(s *scene) {
 		web := s.affineService(10800)
-		web.withEndpoints(ready(s.b), ready(s.d))
+		web.withEndpoints(asReady(s.b), asReady(s.d))
 		s.publish()
-		first := s.choices(api.TCP, web.loadBalancerIP())
-		web.withEndpoints(ready(s.a), ready(s.b), ready(s.d), ready(s.e))
+		first := s.endpointsByClient(api.TCP, web.loadBalancerIP())
+		web.withEndpoints(asReady(s.a), asReady(s.b), asReady(s.d), asReady(s.e))
 		s.publish()
-		s.mustNotMove(first, s.choices(api.TCP, web.loadBalancerIP()), all)
-		web.withEndpoints(ready(s.b), ready(s.d), ready(s.e))
+		s.mustNotMove(first, s.endpointsByClient(api.TCP, web.loadBalancerIP()), all)
+		web.withEndpoints(asReady(s.b), asReady(s.d), asReady(s.e))
 		s.publish()
-		s.mustNotMove(first, s.choices(api.TCP, web.loadBalancerIP()), all)
+		s.mustNotMove(first, s.endpointsByClient(api.TCP, web.loadBalancerIP()), all)
 	}},
 	{name: "affinity never selects an endpoint that the traffic policy excludes", needs: []Feature{Affinity}, run: func(s *scene) {
-		web := s.affineService(10800).withEndpoints(ready(s.d))
+		web := s.affineService(10800).withEndpoints(asReady(s.d))
 		s.publish()
-		s.choices(api.TCP, web.loadBalancerIP()) // all clients reach d, the only endpoint
-		web.externalLocal().withEndpoints(ready(s.a), ready(s.b), ready(s.d))
+		s.endpointsByClient(api.TCP, web.loadBalancerIP()) // all clients reach d, the only endpoint
+		web.externalLocal().withEndpoints(asReady(s.a), asReady(s.b), asReady(s.d))
 		s.publish()
-		for i, name := range s.choices(api.TCP, web.loadBalancerIP()) {
+		for i, name := range s.endpointsByClient(api.TCP, web.loadBalancerIP()) {
 			if name == "d" {
 				s.failf("%s reaches d on the other node", s.withAddress(s.outside, i))
 			}
 		}
 	}},
 	{name: "each port of a service has its own affinity", needs: []Feature{Affinity}, run: func(s *scene) {
-		web := s.service("web").addPort("alt", 81, 8081).withLoadBalancer().withAffinity(10800).withEndpoints(ready(s.a), ready(s.b), ready(s.d))
+		web := s.addService("web").addPort("alt", 81, 8081).withLoadBalancer().withAffinity(10800).withEndpoints(asReady(s.a), asReady(s.b), asReady(s.d))
 		s.publish()
-		if slices.Equal(s.choices(api.TCP, web.loadBalancerIP()), s.choices(api.TCP, withPort(web.loadBalancerIP(), 81))) {
-			s.failf("%d client addresses have the same endpoints at both ports", clients)
+		if slices.Equal(s.endpointsByClient(api.TCP, web.loadBalancerIP()), s.endpointsByClient(api.TCP, withPort(web.loadBalancerIP(), 81))) {
+			s.failf("%d client addresses have the same endpoints at both ports", clientCount)
 		}
 	}},
 	{name: "disabling and enabling affinity takes effect immediately", needs: []Feature{Affinity}, run: func(s *scene) {
 		web := s.affineService(10800)
 		s.publish()
-		s.choices(api.TCP, web.loadBalancerIP())
+		s.endpointsByClient(api.TCP, web.loadBalancerIP())
 		web.Spec.SessionAffinity, web.Spec.SessionAffinityConfig = corev1.ServiceAffinityNone, nil
 		s.publish()
-		s.reaches(s.withAddress(s.outside, 0), web.loadBalancerIP(), s.a, s.b, s.d)
+		s.mustReach(s.withAddress(s.outside, 0), web.loadBalancerIP(), s.a, s.b, s.d)
 		web.withAffinity(10800)
 		s.publish()
-		s.mustNotMove(s.choices(api.TCP, web.loadBalancerIP()), s.choices(api.TCP, web.loadBalancerIP()), all)
+		s.mustNotMove(s.endpointsByClient(api.TCP, web.loadBalancerIP()), s.endpointsByClient(api.TCP, web.loadBalancerIP()), all)
 	}},
 }
 
 // affineService creates a service with session affinity and all kinds of frontends. Its
 // endpoints are two pods on this node and one pod on the other node.
 func (s *scene) affineService(seconds int32) *service {
-	return s.service("web").exposed().withAffinity(seconds).withEndpoints(ready(s.a), ready(s.b), ready(s.d))
+	return s.addService("web").withAllFrontends().withAffinity(seconds).withEndpoints(asReady(s.a), asReady(s.b), asReady(s.d))
 }
 
-// The method choice returns the name of the endpoint that a new connection reaches.
-func (s *scene) choice(protocol api.Protocol, from person, to netip.AddrPort) string {
+// reachedEndpoint returns the name of the endpoint that a new connection reaches.
+func (s *scene) reachedEndpoint(protocol api.Protocol, from person, to netip.AddrPort) string {
 	answer, err := s.answer(from, protocol, to)
 	if err != nil {
 		s.failf("%s: %w", describe(from, protocol, to), err)
@@ -168,12 +167,12 @@ func (s *scene) choice(protocol api.Protocol, from person, to netip.AddrPort) st
 	return answer.Name
 }
 
-// The method choices opens a connection from each client address. It returns the names of
+// endpointsByClient opens a connection from each client address. It returns the names of
 // the endpoints that they reach.
-func (s *scene) choices(protocol api.Protocol, to netip.AddrPort) []string {
+func (s *scene) endpointsByClient(protocol api.Protocol, to netip.AddrPort) []string {
 	var names []string
-	for i := range clients {
-		names = append(names, s.choice(protocol, s.withAddress(s.outside, i), to))
+	for i := range clientCount {
+		names = append(names, s.reachedEndpoint(protocol, s.withAddress(s.outside, i), to))
 	}
 	return names
 }
@@ -181,10 +180,10 @@ func (s *scene) choices(protocol api.Protocol, to netip.AddrPort) []string {
 func all(string) bool { return true }
 
 // mustNotMove compares the endpoints of the clients before and after a change. A client
-// must keep its endpoint if the function stays returns true for the endpoint.
-func (s *scene) mustNotMove(before, after []string, stays func(name string) bool) {
+// must keep its endpoint if mustStay returns true for the endpoint.
+func (s *scene) mustNotMove(before, after []string, mustStay func(name string) bool) {
 	for i, name := range before {
-		if stays(name) && after[i] != name {
+		if mustStay(name) && after[i] != name {
 			s.must(fmt.Errorf("%s has moved from %s to %s", s.withAddress(s.outside, i), name, after[i]))
 		}
 	}

@@ -13,16 +13,16 @@ import (
 
 var allPortsCases = []testCase{
 	{name: "all ports of all addresses lead to the same ports of endpoints", needs: []Feature{AllPorts}, run: func(s *scene) {
-		web := s.allPorts().withEndpoints(ready(s.a), ready(s.d))
+		web := s.allPorts().withEndpoints(asReady(s.a), asReady(s.d))
 		s.publish()
 		for _, port := range world.PodPorts {
-			s.reaches(s.outside, withPort(web.externalIP(), int(port)), s.a, s.d)
-			s.reaches(s.c, withPort(web.clusterIP(), int(port)), s.a, s.d)
-			s.reaches(s.node, withPort(web.externalIP(), int(port)), s.a, s.d)
+			s.mustReach(s.outside, withPort(web.externalIP(), int(port)), s.a, s.d)
+			s.mustReach(s.c, withPort(web.clusterIP(), int(port)), s.a, s.d)
+			s.mustReach(s.node, withPort(web.externalIP(), int(port)), s.a, s.d)
 		}
 	}},
 	{name: "echo requests lead to endpoints", needs: []Feature{AllPorts}, run: func(s *scene) {
-		web := s.allPorts().withEndpoints(ready(s.a))
+		web := s.allPorts().withEndpoints(asReady(s.a))
 		s.publish()
 		for _, from := range []person{s.outside, s.c, s.node} {
 			s.must(s.ping(from, web, s.opts.Patience))
@@ -36,48 +36,48 @@ var allPortsCases = []testCase{
 		}
 	}},
 	{name: "an endpoint reaches itself through its all-ports service", needs: []Feature{AllPorts}, run: func(s *scene) {
-		web := s.allPorts().withEndpoints(ready(s.a))
+		web := s.allPorts().withEndpoints(asReady(s.a))
 		s.publish()
-		s.masquerades(s.a, withPort(web.externalIP(), 8080), s.a)
+		s.mustMasquerade(s.a, withPort(web.externalIP(), 8080), s.a)
 	}},
 	{name: "without endpoints, connections to any port are refused", needs: []Feature{AllPorts, Reject}, run: func(s *scene) {
 		web := s.allPorts()
 		s.publish()
 		for _, port := range []int{80, 8080} {
-			s.refuses(s.outside, withPort(web.externalIP(), port))
-			s.refuses(s.node, withPort(web.externalIP(), port))
+			s.mustRefuse(s.outside, withPort(web.externalIP(), port))
+			s.mustRefuse(s.node, withPort(web.externalIP(), port))
 		}
 	}},
 	{name: "with policy Local and all endpoints on other nodes, connections to any port are dropped", needs: []Feature{AllPorts}, run: func(s *scene) {
-		web := s.allPorts().externalLocal().withEndpoints(ready(s.d))
+		web := s.allPorts().externalLocal().withEndpoints(asReady(s.d))
 		s.publish()
-		s.drops(s.outside, withPort(web.externalIP(), 80), withPort(web.externalIP(), 8080))
+		s.mustDrop(s.outside, withPort(web.externalIP(), 80), withPort(web.externalIP(), 8080))
 	}},
 	{name: "the ports of the service and of its slices are ignored", needs: []Feature{AllPorts}, run: func(s *scene) {
 		web := s.allPorts()
-		web.withSlice("1", nil, ready(s.a))
+		web.withSlice("1", nil, asReady(s.a))
 		s.publish()
-		s.reaches(s.outside, withPort(web.externalIP(), 8081), s.a)
+		s.mustReach(s.outside, withPort(web.externalIP(), 8081), s.a)
 	}},
 	{name: "a younger service gets no port of an address that an all-ports service has claimed", needs: []Feature{AllPorts, Claims}, run: func(s *scene) {
-		older := s.allPorts().withEndpoints(ready(s.a))
-		younger := s.service("younger").withEndpoints(ready(s.b))
+		older := s.allPorts().withEndpoints(asReady(s.a))
+		younger := s.addService("younger").withEndpoints(asReady(s.b))
 		younger.Spec.ExternalIPs, younger.Spec.ExternalTrafficPolicy = older.Spec.ExternalIPs, older.Spec.ExternalTrafficPolicy
 		for i := range younger.Spec.Ports {
 			younger.Spec.Ports[i].Port = 8080
 		}
-		younger.withEndpoints(ready(s.b))
+		younger.withEndpoints(asReady(s.b))
 		s.publish()
-		s.reaches(s.outside, withPort(older.externalIP(), 8080), s.a)
+		s.mustReach(s.outside, withPort(older.externalIP(), 8080), s.a)
 		s.remove(older)
 		s.publish()
-		s.reaches(s.outside, younger.externalIP(), s.b)
+		s.mustReach(s.outside, younger.externalIP(), s.b)
 	}},
 }
 
 // allPorts creates an all-ports service with an external IP.
 func (s *scene) allPorts() *service {
-	svc := s.service("all").withExternalIP()
+	svc := s.addService("all").withExternalIP()
 	svc.Annotations = map[string]string{AllPortsAnnotation: "true"}
 	return svc
 }

@@ -17,25 +17,25 @@ const flowCount = 8
 
 var connectionCases = []testCase{
 	{name: "established TCP connections to draining endpoints continue, and new ones use other endpoints", needs: []Feature{EstablishedStay}, run: func(s *scene) {
-		web := s.service("web").withLoadBalancer().withEndpoints(ready(s.a), ready(s.d))
+		web := s.addService("web").withLoadBalancer().withEndpoints(asReady(s.a), asReady(s.d))
 		s.publish()
-		inside, outside := s.established(s.c, web, s.a), s.established(s.outside, web, s.a)
-		web.withEndpoints(draining(s.a), ready(s.b))
+		inside, outside := s.openTo(s.c, web, s.a), s.openTo(s.outside, web, s.a)
+		web.withEndpoints(asDraining(s.a), asReady(s.b))
 		s.publish()
 		inside.mustReach(s.a)
 		outside.mustReach(s.a)
-		s.reaches(s.c, web.clusterIP(), s.b)
+		s.mustReach(s.c, web.clusterIP(), s.b)
 		inside.mustReach(s.a)
 		outside.mustReach(s.a)
 	}},
 	{name: "established TCP connections continue when their endpoint or service is removed", needs: []Feature{EstablishedStay}, run: func(s *scene) {
-		web := s.service("web").withLoadBalancer().withEndpoints(ready(s.a))
-		s.service("stays").withEndpoints(ready(s.b))
+		web := s.addService("web").withLoadBalancer().withEndpoints(asReady(s.a))
+		s.addService("stays").withEndpoints(asReady(s.b))
 		s.publish()
-		inside, outside := s.established(s.c, web, s.a), s.established(s.outside, web, s.a)
-		web.withEndpoints(ready(s.b))
+		inside, outside := s.openTo(s.c, web, s.a), s.openTo(s.outside, web, s.a)
+		web.withEndpoints(asReady(s.b))
 		s.publish()
-		s.reaches(s.c, web.clusterIP(), s.b)
+		s.mustReach(s.c, web.clusterIP(), s.b)
 		inside.mustReach(s.a)
 		outside.mustReach(s.a)
 		s.remove(web)
@@ -44,42 +44,42 @@ var connectionCases = []testCase{
 		outside.mustReach(s.a)
 	}},
 	{name: "established TCP connections continue when all ready endpoints are on other nodes and when none remains", needs: []Feature{EstablishedStay}, run: func(s *scene) {
-		web := s.service("web").withLoadBalancer().externalLocal().withEndpoints(ready(s.a))
+		web := s.addService("web").withLoadBalancer().externalLocal().withEndpoints(asReady(s.a))
 		s.publish()
-		outside := s.established(s.outside, web, s.a)
-		web.withEndpoints(draining(s.a), ready(s.d))
-		s.publish()
-		outside.mustReach(s.a)
-		web.withEndpoints(unready(s.a), ready(s.d))
+		outside := s.openTo(s.outside, web, s.a)
+		web.withEndpoints(asDraining(s.a), asReady(s.d))
 		s.publish()
 		outside.mustReach(s.a)
-		web.withEndpoints(unready(s.a))
+		web.withEndpoints(asUnready(s.a), asReady(s.d))
+		s.publish()
+		outside.mustReach(s.a)
+		web.withEndpoints(asUnready(s.a))
 		s.publish()
 		outside.mustReach(s.a)
 	}},
 	{name: "a UDP flow to a removed endpoint moves to another", needs: []Feature{UDP, FlowCleanup}, run: func(s *scene) {
-		web := s.service("web").exposed().withEndpoints(ready(s.a))
+		web := s.addService("web").withAllFrontends().withEndpoints(asReady(s.a))
 		s.publish()
 		flows := s.flowsTo(web)
-		web.withEndpoints(ready(s.b))
+		web.withEndpoints(asReady(s.b))
 		s.publish()
 		for _, f := range flows {
 			f.movesTo(s.b)
 		}
-		web.withEndpoints(unready(s.b), ready(s.d))
+		web.withEndpoints(asUnready(s.b), asReady(s.d))
 		s.publish()
 		for _, f := range flows {
 			f.movesTo(s.d)
 		}
 	}},
 	{name: "UDP flows keep a serving endpoint while other endpoints are added and removed", needs: []Feature{UDP, EstablishedStay}, run: func(s *scene) {
-		web := s.service("web").exposed().withEndpoints(ready(s.a), ready(s.b), ready(s.d))
-		dns := s.service("dns").exposed().withEndpoints(ready(s.a), ready(s.b), ready(s.d), ready(s.e))
+		web := s.addService("web").withAllFrontends().withEndpoints(asReady(s.a), asReady(s.b), asReady(s.d))
+		dns := s.addService("dns").withAllFrontends().withEndpoints(asReady(s.a), asReady(s.b), asReady(s.d), asReady(s.e))
 		s.publish()
 		flows := map[*flow]person{}
 		for range flowCount {
 			for _, svc := range []*service{web, dns} {
-				f := s.open(s.c, api.UDP, svc.clusterIP())
+				f := s.openFlow(s.c, api.UDP, svc.clusterIP())
 				flows[f] = f.mustReach(s.a, s.b, s.d, s.e)
 			}
 		}
@@ -88,21 +88,21 @@ var connectionCases = []testCase{
 				f.mustReach(p)
 			}
 		}
-		web.withEndpoints(ready(s.a), ready(s.b), ready(s.d), ready(s.e))
+		web.withEndpoints(asReady(s.a), asReady(s.b), asReady(s.d), asReady(s.e))
 		s.publish()
 		stay()
-		web.withEndpoints(ready(s.a), ready(s.b), ready(s.d))
+		web.withEndpoints(asReady(s.a), asReady(s.b), asReady(s.d))
 		s.publish()
 		stay()
-		web.withEndpoints(draining(s.a), ready(s.b), ready(s.d))
+		web.withEndpoints(asDraining(s.a), asReady(s.b), asReady(s.d))
 		s.publish()
 		stay()
-		s.service("other").withEndpoints(ready(s.a))
+		s.addService("other").withEndpoints(asReady(s.a))
 		s.publish()
 		stay()
 	}},
 	{name: "a UDP flow ends when its service has no endpoints and continues with the next endpoint", needs: []Feature{UDP, FlowCleanup}, run: func(s *scene) {
-		web := s.service("web").exposed().withEndpoints(ready(s.a))
+		web := s.addService("web").withAllFrontends().withEndpoints(asReady(s.a))
 		s.publish()
 		flows := s.flowsTo(web)
 		web.withEndpoints()
@@ -110,16 +110,16 @@ var connectionCases = []testCase{
 		for _, f := range flows {
 			f.mustEnd()
 		}
-		web.withEndpoints(ready(s.b))
+		web.withEndpoints(asReady(s.b))
 		s.publish()
 		for _, f := range flows {
 			f.movesTo(s.b)
 		}
 	}},
 	{name: "a UDP flow through a deleted service no longer reaches its endpoints", needs: []Feature{UDP, FlowCleanup}, run: func(s *scene) {
-		web := s.service("web").withExternalIP().withEndpoints(ready(s.a))
+		web := s.addService("web").withExternalIP().withEndpoints(asReady(s.a))
 		s.publish()
-		inside, outside := s.open(s.c, api.UDP, web.clusterIP()), s.open(s.outside, api.UDP, web.externalIP())
+		inside, outside := s.openFlow(s.c, api.UDP, web.clusterIP()), s.openFlow(s.outside, api.UDP, web.externalIP())
 		inside.mustReach(s.a)
 		outside.mustReach(s.a)
 		s.remove(web)
@@ -128,8 +128,8 @@ var connectionCases = []testCase{
 		outside.movesTo(person{Host: s.world.Beyond})
 	}},
 	{name: "a UDP flow that bypassed a service moves to its first endpoint", needs: []Feature{UDP, FlowCleanup}, run: func(s *scene) {
-		web := s.service("web").withExternalIP().withEndpoints(ready(s.a))
-		inside, outside := s.open(s.c, api.UDP, web.clusterIP()), s.open(s.outside, api.UDP, web.externalIP())
+		web := s.addService("web").withExternalIP().withEndpoints(asReady(s.a))
+		inside, outside := s.openFlow(s.c, api.UDP, web.clusterIP()), s.openFlow(s.outside, api.UDP, web.externalIP())
 		beyond := person{Host: s.world.Beyond}
 		inside.mustReach(beyond)
 		outside.mustReach(beyond)
@@ -138,13 +138,13 @@ var connectionCases = []testCase{
 		outside.movesTo(s.a)
 	}},
 	{name: "flows and connections survive a restart", needs: []Feature{Restart, EstablishedStay}, run: func(s *scene) {
-		web := s.service("web").exposed().withEndpoints(ready(s.a), ready(s.b), ready(s.d), ready(s.e))
+		web := s.addService("web").withAllFrontends().withEndpoints(asReady(s.a), asReady(s.b), asReady(s.d), asReady(s.e))
 		s.publish()
-		stream := s.established(s.c, web, s.a)
+		stream := s.openTo(s.c, web, s.a)
 		flows := map[*flow]person{}
 		if len(s.protocols) > 1 {
 			for range flowCount {
-				for _, f := range []*flow{s.open(s.c, api.UDP, web.clusterIP()), s.open(s.outside, api.UDP, web.loadBalancerIP())} {
+				for _, f := range []*flow{s.openFlow(s.c, api.UDP, web.clusterIP()), s.openFlow(s.outside, api.UDP, web.loadBalancerIP())} {
 					flows[f] = f.mustReach(s.a, s.b, s.d, s.e)
 				}
 			}
@@ -157,16 +157,16 @@ var connectionCases = []testCase{
 	}},
 }
 
-// The method established opens TCP connections until one reaches the endpoint p, and
-// returns that connection. Clients outside the cluster connect to the load-balancer IP,
-// and others to the cluster IP.
-func (s *scene) established(from person, svc *service, p person) *flow {
+// openTo opens TCP connections until one reaches the endpoint p, and returns that
+// connection. Clients outside the cluster connect to the load-balancer IP, and others to
+// the cluster IP.
+func (s *scene) openTo(from person, svc *service, p person) *flow {
 	to := svc.clusterIP()
 	if from.Host == s.outside.Host {
 		to = svc.loadBalancerIP()
 	}
 	for range 400 {
-		f := s.open(from, api.TCP, to)
+		f := s.openFlow(from, api.TCP, to)
 		if f.mustReach(s.a, s.b, s.d, s.e).Name == p.Name {
 			return f
 		}
@@ -177,9 +177,9 @@ func (s *scene) established(from person, svc *service, p person) *flow {
 
 // flowsTo opens UDP flows from several clients to all addresses of a service.
 func (s *scene) flowsTo(svc *service) []*flow {
-	flows := []*flow{s.open(s.c, api.UDP, svc.clusterIP()), s.open(s.node, api.UDP, svc.clusterIP())}
-	for _, to := range svc.external() {
-		flows = append(flows, s.open(s.outside, api.UDP, to), s.open(s.c, api.UDP, to))
+	flows := []*flow{s.openFlow(s.c, api.UDP, svc.clusterIP()), s.openFlow(s.node, api.UDP, svc.clusterIP())}
+	for _, to := range svc.externalAddresses() {
+		flows = append(flows, s.openFlow(s.outside, api.UDP, to), s.openFlow(s.c, api.UDP, to))
 	}
 	for _, f := range flows {
 		f.mustReach(s.a)

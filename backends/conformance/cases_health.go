@@ -21,38 +21,38 @@ import (
 
 var healthCases = []testCase{
 	{name: "a health-check node port reports the number of ready endpoints on this node", needs: []Feature{HealthChecks}, run: func(s *scene) {
-		web := s.healthCheckedService().withEndpoints(ready(s.a), ready(s.b), ready(s.d))
+		web := s.healthCheckedService().withEndpoints(asReady(s.a), asReady(s.b), asReady(s.d))
 		s.publish()
 		s.eventually(func() { s.mustReportHealth(web, 2) })
-		web.withEndpoints(ready(s.a), draining(s.b), ready(s.d))
+		web.withEndpoints(asReady(s.a), asDraining(s.b), asReady(s.d))
 		s.publish()
 		s.eventually(func() { s.mustReportHealth(web, 1) })
-		web.withEndpoints(unready(s.a), draining(s.b), ready(s.d))
+		web.withEndpoints(asUnready(s.a), asDraining(s.b), asReady(s.d))
 		s.publish()
 		s.eventually(func() { s.mustReportHealth(web, 0) })
-		web.withEndpoints(ready(s.a))
+		web.withEndpoints(asReady(s.a))
 		s.publish()
 		s.eventually(func() { s.mustReportHealth(web, 1) })
 	}},
 	{name: "a health-check node port is opened and closed with its service", needs: []Feature{HealthChecks}, run: func(s *scene) {
-		web := s.healthCheckedService().withEndpoints(ready(s.a))
+		web := s.healthCheckedService().withEndpoints(asReady(s.a))
 		s.publish()
 		s.eventually(func() { s.mustReportHealth(web, 1) })
 		old := web.healthCheck(0)
 		s.remove(web)
-		other := s.healthCheckedService().withEndpoints(ready(s.b))
+		other := s.healthCheckedService().withEndpoints(asReady(s.b))
 		s.publish()
 		s.eventually(func() { s.mustReportHealth(other, 1) })
 		s.eventually(func() { s.connectionRefused(old) })
 	}},
 	{name: "a health-check node port that is in use affects no other service and is opened when it is free", needs: []Feature{HealthChecks}, run: func(s *scene) {
-		web, other := s.healthCheckedService().withEndpoints(ready(s.a)), s.healthCheckedService().withEndpoints(ready(s.b))
+		web, other := s.healthCheckedService().withEndpoints(asReady(s.a)), s.healthCheckedService().withEndpoints(asReady(s.b))
 		var taken []net.Listener
 		for i := range 2 {
 			var l net.Listener
 			s.must(s.node.Do(func() (err error) { l, err = net.Listen("tcp", web.healthCheck(i).String()); return err }))
 			taken = append(taken, l)
-			s.later(func() error {
+			s.addCleanup(func() error {
 				if err := l.Close(); !errors.Is(err, net.ErrClosed) {
 					return err
 				}
@@ -62,8 +62,8 @@ var healthCases = []testCase{
 		s.publishNow()
 		s.eventually(func() {
 			s.mustReportHealth(other, 1)
-			s.reaches(s.outside, other.loadBalancerIP(), s.b)
-			s.reaches(s.c, web.clusterIP(), s.a)
+			s.mustReach(s.outside, other.loadBalancerIP(), s.b)
+			s.mustReach(s.c, web.clusterIP(), s.a)
 		})
 		for _, l := range taken {
 			s.must(l.Close())
@@ -74,7 +74,7 @@ var healthCases = []testCase{
 
 // healthCheckedService creates a service with a health-check node port.
 func (s *scene) healthCheckedService() *service {
-	svc := s.service("web" + strconv.Itoa(len(s.services))).withLoadBalancer().externalLocal()
+	svc := s.addService("web" + strconv.Itoa(len(s.services))).withLoadBalancer().externalLocal()
 	svc.Spec.HealthCheckNodePort = s.nodePort()
 	return svc
 }

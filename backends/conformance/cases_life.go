@@ -28,7 +28,7 @@ const crowdSize = 80
 
 var lifeCases = []testCase{
 	{name: "while many services are added and deleted, no connection to another service fails", run: func(s *scene) {
-		web := s.service("web").exposed().withEndpoints(ready(s.a), ready(s.d))
+		web := s.addService("web").withAllFrontends().withEndpoints(asReady(s.a), asReady(s.d))
 		s.publish()
 		others := s.crowd()
 		traffic := s.traffic(web, s.a, s.d)
@@ -38,10 +38,10 @@ var lifeCases = []testCase{
 			s.services = s.services[:1]
 			s.publish()
 		}
-		traffic.end()
+		traffic.stopAndCheck()
 	}},
 	{name: "when the proxy is killed while it programs many services and then restarted, no connection fails", needs: []Feature{Restart}, run: func(s *scene) {
-		web := s.service("web").exposed().withEndpoints(ready(s.a), ready(s.d))
+		web := s.addService("web").withAllFrontends().withEndpoints(asReady(s.a), asReady(s.d))
 		s.publish()
 		others := s.crowd()
 		start := time.Now()
@@ -62,90 +62,90 @@ var lifeCases = []testCase{
 			traffic.awaitMore(20)
 			s.must(s.start(s.ctx, s.site))
 		}
-		traffic.end()
-		s.reaches(s.c, others[0].clusterIP(), s.b)
-		s.reaches(s.c, others[crowdSize-1].clusterIP(), s.b)
+		traffic.stopAndCheck()
+		s.mustReach(s.c, others[0].clusterIP(), s.b)
+		s.mustReach(s.c, others[crowdSize-1].clusterIP(), s.b)
 		s.services = s.services[:1]
 		s.publish()
-		s.ignores(s.c, others[0].clusterIP())
-		s.ignores(s.c, others[crowdSize-1].clusterIP())
+		s.mustIgnore(s.c, others[0].clusterIP())
+		s.mustIgnore(s.c, others[crowdSize-1].clusterIP())
 	}},
 	{name: "a restarted proxy applies the changes that it missed", needs: []Feature{Restart}, run: func(s *scene) {
-		stays := s.service("stays").exposed().withEndpoints(ready(s.a))
-		goes := s.service("goes").exposed().withEndpoints(ready(s.b))
-		moves := s.service("moves").exposed().withEndpoints(ready(s.b))
+		stays := s.addService("stays").withAllFrontends().withEndpoints(asReady(s.a))
+		goes := s.addService("goes").withAllFrontends().withEndpoints(asReady(s.b))
+		moves := s.addService("moves").withAllFrontends().withEndpoints(asReady(s.b))
 		s.publish()
 		s.must(s.kill())
-		s.reaches(s.outside, stays.loadBalancerIP(), s.a)
-		s.reaches(s.outside, goes.loadBalancerIP(), s.b)
+		s.mustReach(s.outside, stays.loadBalancerIP(), s.a)
+		s.mustReach(s.outside, goes.loadBalancerIP(), s.b)
 		s.remove(goes)
-		moves.withEndpoints(ready(s.d))
-		comes := s.service("comes").withEndpoints(ready(s.a))
+		moves.withEndpoints(asReady(s.d))
+		comes := s.addService("comes").withEndpoints(asReady(s.a))
 		s.publishNow()
 		s.must(s.start(s.ctx, s.site))
-		s.reaches(s.c, stays.clusterIP(), s.a)
-		s.reaches(s.c, moves.clusterIP(), s.d)
-		s.reaches(s.c, comes.clusterIP(), s.a)
-		s.ignores(s.c, goes.clusterIP())
-		s.ignores(s.outside, goes.externalIP())
+		s.mustReach(s.c, stays.clusterIP(), s.a)
+		s.mustReach(s.c, moves.clusterIP(), s.d)
+		s.mustReach(s.c, comes.clusterIP(), s.a)
+		s.mustIgnore(s.c, goes.clusterIP())
+		s.mustIgnore(s.outside, goes.externalIP())
 	}},
 	{name: "two instances and kube-proxy's rules coexist", needs: []Feature{Instances, Cleanup}, run: func(s *scene) {
 		s.addKubeProxy()
 		rules := s.kubeProxy()
-		web := s.service("web").exposed().withEndpoints(ready(s.a), ready(s.d))
-		other := s.service("other").exposed().withEndpoints(ready(s.b), ready(s.e))
-		headless := s.service("headless").withExternalIP().withEndpoints(ready(s.c))
+		web := s.addService("web").withAllFrontends().withEndpoints(asReady(s.a), asReady(s.d))
+		other := s.addService("other").withAllFrontends().withEndpoints(asReady(s.b), asReady(s.e))
+		headless := s.addService("headless").withExternalIP().withEndpoints(asReady(s.c))
 		headless.Spec.ClusterIP, headless.Spec.ClusterIPs = corev1.ClusterIPNone, []string{corev1.ClusterIPNone}
 		for _, svc := range []*service{other, headless} {
 			svc.Labels = map[string]string{proxyNameLabel: "second"}
 			svc.slices = nil
 		}
-		other.withEndpoints(ready(s.b), ready(s.e))
-		headless.withEndpoints(ready(s.c))
+		other.withEndpoints(asReady(s.b), asReady(s.e))
+		headless.withEndpoints(asReady(s.c))
 		s.publish()
-		for _, to := range other.all() {
+		for _, to := range other.allAddresses() {
 			if to != other.nodePort(0) {
-				s.ignores(s.outside, to)
+				s.mustIgnore(s.outside, to)
 			}
 		}
 		site := s.site
 		site.Instance, site.ServiceProxyName = "kpng-second", "second"
 		second, err := s.subject.Start(s.ctx, site)
 		s.must(err)
-		s.later(second.Kill)
+		s.addCleanup(second.Kill)
 		check := func() {
 			for _, from := range []person{s.outside, s.node, s.c} {
-				for _, to := range web.external() {
-					s.masquerades(from, to, s.a, s.d)
+				for _, to := range web.externalAddresses() {
+					s.mustMasquerade(from, to, s.a, s.d)
 				}
 			}
 		}
 		s.publish()
-		s.eventually(func() { s.reaches(s.outside, headless.externalIP(), s.c) })
+		s.eventually(func() { s.mustReach(s.outside, headless.externalIP(), s.c) })
 		check()
-		for _, to := range other.external() {
-			s.masquerades(s.outside, to, s.b, s.e)
+		for _, to := range other.externalAddresses() {
+			s.mustMasquerade(s.outside, to, s.b, s.e)
 		}
-		s.reaches(s.c, other.clusterIP(), s.b, s.e)
+		s.mustReach(s.c, other.clusterIP(), s.b, s.e)
 		s.must(second.Kill())
 		s.must(s.subject.Cleanup(s.ctx, site))
 		check()
-		s.ignores(s.outside, headless.externalIP())
-		s.ignores(s.c, other.clusterIP())
+		s.mustIgnore(s.outside, headless.externalIP())
+		s.mustIgnore(s.c, other.clusterIP())
 		if diff := cmp.Diff(rules, s.kubeProxy()); diff != "" {
 			s.failf("kube-proxy's rules changed or matched a packet with kube-proxy's mark (-before +after):\n%s", diff)
 		}
 	}},
 	{name: "clean-up removes everything that the proxy created and nothing else", needs: []Feature{Cleanup}, run: func(s *scene) {
-		web := s.service("web").exposed().withAffinity(100).withEndpoints(ready(s.a), ready(s.d))
-		s.service("none").exposed()
+		web := s.addService("web").withAllFrontends().withAffinity(100).withEndpoints(asReady(s.a), asReady(s.d))
+		s.addService("none").withAllFrontends()
 		s.publish()
-		s.choice(api.TCP, s.outside, web.loadBalancerIP())
+		s.reachedEndpoint(api.TCP, s.outside, web.loadBalancerIP())
 		s.must(s.kill())
 		s.must(s.subject.Cleanup(s.ctx, s.site))
 		after, err := s.inventory()
 		s.must(err)
-		if diff := cmp.Diff(s.before, after); diff != "" {
+		if diff := cmp.Diff(s.initialInventory, after); diff != "" {
 			s.failf("the node changed (-before +after):\n%s", diff)
 		}
 		s.must(s.subject.Cleanup(s.ctx, s.site)) // Cleanup must also succeed if nothing is left to remove
@@ -157,7 +157,7 @@ var lifeCases = []testCase{
 func (s *scene) crowd() []*service {
 	on := len(s.services)
 	for i := range crowdSize {
-		s.service(fmt.Sprintf("crowd%d", i)).withEndpoints(ready(s.b))
+		s.addService(fmt.Sprintf("crowd%d", i)).withEndpoints(asReady(s.b))
 	}
 	others := s.services[on:]
 	s.services = s.services[:on:on]
@@ -178,7 +178,7 @@ func (s *scene) restartWith(change func(*Site)) {
 	replace := func(old, site Site) error {
 		return errors.Join(s.kill(), s.subject.Cleanup(s.ctx, old), s.start(s.ctx, site))
 	}
-	s.later(func() error { return replace(site, s.site) })
+	s.addCleanup(func() error { return replace(site, s.site) })
 	s.must(replace(s.site, site))
 }
 
@@ -203,8 +203,8 @@ func (s *scene) eventually(f func()) {
 	}
 }
 
-// The type traffic opens connections to a service from several clients, until the method
-// end is called.
+// traffic opens connections to a service from several clients, until stop or stopAndCheck
+// is called.
 type traffic struct {
 	scene *scene
 	// persons are the endpoints that the connections may reach.
@@ -218,7 +218,7 @@ type traffic struct {
 func (s *scene) traffic(svc *service, persons ...person) *traffic {
 	ctx, cancel := context.WithCancel(s.ctx)
 	t := &traffic{scene: s, persons: persons, cancel: cancel, failed: make(chan error, 1)}
-	s.later(func() error { t.stop(); return nil })
+	s.addCleanup(func() error { t.stop(); return nil })
 	for _, way := range []struct {
 		from person
 		to   netip.AddrPort
@@ -264,9 +264,9 @@ func (t *traffic) stop() {
 	t.group.Wait()
 }
 
-// The method end stops the traffic. It checks that there were connections and that none
+// stopAndCheck stops the traffic. It checks that there were connections and that none
 // failed.
-func (t *traffic) end() {
+func (t *traffic) stopAndCheck() {
 	t.stop()
 	select {
 	case err := <-t.failed:
@@ -314,7 +314,7 @@ table ip6 kube-proxy {
 func (s *scene) addKubeProxy() {
 	_, err := s.nft(kubeProxyRules, "-f", "-")
 	s.must(err)
-	s.later(func() error {
+	s.addCleanup(func() error {
 		_, err := s.nft("delete table ip kube-proxy; delete table ip6 kube-proxy", "-f", "-")
 		return err
 	})

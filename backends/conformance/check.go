@@ -23,10 +23,10 @@ import (
 // longer.
 const answerTimeout = 300 * time.Millisecond
 
-// The constant tries is the number of connections that a check opens to see which
+// connectionsPerCheck is the number of connections that a check opens to see which
 // endpoints they reach. If one in four connections reaches a wrong endpoint, about 1 in
 // 1,000 checks does not detect this.
-const tries = 24
+const connectionsPerCheck = 24
 
 // answer opens a new connection, and returns the answer that must arrive within
 // opts.Patience. Over UDP, it repeats the request.
@@ -48,12 +48,12 @@ func describe(from person, protocol api.Protocol, to netip.AddrPort) string {
 	return fmt.Sprintf("from %s to %s/%s", from, to, protocol)
 }
 
-// The method reaches asserts that connections reach all of these persons and no other
-// host. It returns the source addresses that the persons saw.
-func (s *scene) reaches(from person, to netip.AddrPort, persons ...person) []netip.Addr {
+// mustReach asserts that connections reach all of these persons and no other host. It
+// returns the source addresses that the persons saw.
+func (s *scene) mustReach(from person, to netip.AddrPort, persons ...person) []netip.Addr {
 	var peers []netip.Addr
 	for _, protocol := range s.protocols {
-		for _, peer := range s.reachesOver(protocol, from, to, persons...) {
+		for _, peer := range s.mustReachOver(protocol, from, to, persons...) {
 			if !slices.Contains(peers, peer) {
 				peers = append(peers, peer)
 			}
@@ -62,7 +62,7 @@ func (s *scene) reaches(from person, to netip.AddrPort, persons ...person) []net
 	return peers
 }
 
-func (s *scene) reachesOver(protocol api.Protocol, from person, to netip.AddrPort, persons ...person) []netip.Addr {
+func (s *scene) mustReachOver(protocol api.Protocol, from person, to netip.AddrPort, persons ...person) []netip.Addr {
 	missing := map[string]bool{}
 	for _, p := range persons {
 		missing[p.Name] = true
@@ -71,7 +71,7 @@ func (s *scene) reachesOver(protocol api.Protocol, from person, to netip.AddrPor
 	var peers []netip.Addr
 	// The probability that 400 connections miss one of eight endpoints by chance is 1 in
 	// 10^22.
-	for i := 0; i < tries || len(missing) > 0; i++ {
+	for i := 0; i < connectionsPerCheck || len(missing) > 0; i++ {
 		if i == 400 {
 			s.failf("%s: %d connections, and some of %s got none", describe(from, protocol, to), i, wanted)
 		}
@@ -98,9 +98,9 @@ func names(persons []person) string {
 	return strings.Join(all, ", ")
 }
 
-// The method refuses asserts that connections are refused. TCP connections get a reset,
-// and others get ICMP or ICMPv6 port unreachable.
-func (s *scene) refuses(from person, to netip.AddrPort) {
+// mustRefuse asserts that connections are refused. TCP connections get a reset, and
+// others get ICMP or ICMPv6 port unreachable.
+func (s *scene) mustRefuse(from person, to netip.AddrPort) {
 	for _, protocol := range s.protocols {
 		if answer, err := s.ask(from, protocol, to, s.opts.Patience); !world.Refused(err) {
 			s.failf("%s must be refused: answer %v, error %v", describe(from, protocol, to), answer, err)
@@ -108,8 +108,8 @@ func (s *scene) refuses(from person, to netip.AddrPort) {
 	}
 }
 
-// The method drops asserts that several concurrent connections get no response.
-func (s *scene) drops(from person, to ...netip.AddrPort) {
+// mustDrop asserts that several concurrent connections get no response.
+func (s *scene) mustDrop(from person, to ...netip.AddrPort) {
 	var mu sync.Mutex
 	var wrong error
 	var group sync.WaitGroup
@@ -129,25 +129,25 @@ func (s *scene) drops(from person, to ...netip.AddrPort) {
 	s.must(wrong)
 }
 
-// The method ignores asserts that the proxy does not handle connections. Unhandled
-// connections reach the host World.Beyond, which has all addresses of services.
-func (s *scene) ignores(from person, to netip.AddrPort) {
-	s.reaches(from, to, person{Host: s.world.Beyond})
+// mustIgnore asserts that the proxy does not handle connections. Unhandled connections
+// reach the host World.Beyond, which has all addresses of services.
+func (s *scene) mustIgnore(from person, to netip.AddrPort) {
+	s.mustReach(from, to, person{Host: s.world.Beyond})
 }
 
-// keepsSource checks that persons see the client's address as the source of connections.
-func (s *scene) keepsSource(from person, to netip.AddrPort, persons ...person) {
-	for _, peer := range s.reaches(from, to, persons...) {
+// mustKeepSource asserts that persons see the client's address as the source of
+// connections.
+func (s *scene) mustKeepSource(from person, to netip.AddrPort, persons ...person) {
+	for _, peer := range s.mustReach(from, to, persons...) {
 		if !from.Addrs.Contains(peer) {
 			s.failf("from %s to %s: %s sees %s, want the client's address", from, to, names(persons), peer)
 		}
 	}
 }
 
-// The method masquerades asserts that persons see a node address as the source of
-// connections.
-func (s *scene) masquerades(from person, to netip.AddrPort, persons ...person) {
-	for _, peer := range s.reaches(from, to, persons...) {
+// mustMasquerade asserts that persons see a node address as the source of connections.
+func (s *scene) mustMasquerade(from person, to netip.AddrPort, persons ...person) {
+	for _, peer := range s.mustReach(from, to, persons...) {
 		if !s.node.Addrs.Contains(peer) {
 			s.failf("from %s to %s: %s sees %s, want an address of the node", from, to, names(persons), peer)
 		}
@@ -161,15 +161,15 @@ type flow struct {
 	what  string
 }
 
-// The method open starts a flow. The flow is closed at the end of the case.
-func (s *scene) open(from person, protocol api.Protocol, to netip.AddrPort) *flow {
+// openFlow starts a flow. The flow is closed at the end of the case.
+func (s *scene) openFlow(from person, protocol api.Protocol, to netip.AddrPort) *flow {
 	ctx, cancel := context.WithTimeout(s.ctx, s.opts.Patience)
 	defer cancel()
 	c, err := from.Dial(ctx, protocol, from.source, to)
 	if err != nil {
 		s.failf("%s: %w", describe(from, protocol, to), err)
 	}
-	s.later(c.Close)
+	s.addCleanup(c.Close)
 	return &flow{c, s, describe(from, protocol, to)}
 }
 
@@ -187,14 +187,14 @@ func (f *flow) mustReach(persons ...person) person {
 	return persons[i]
 }
 
-// distributesEvenly checks that connections are distributed evenly over persons.
-func (s *scene) distributesEvenly(from person, to netip.AddrPort, persons ...person) {
+// mustDistributeEvenly asserts that connections are distributed evenly over persons.
+func (s *scene) mustDistributeEvenly(from person, to netip.AddrPort, persons ...person) {
 	const total = 800
 	each := float64(total / len(persons))
 	for _, protocol := range s.protocols {
 		count := map[string]int{}
 		for range total {
-			count[s.choice(protocol, from, to)]++
+			count[s.reachedEndpoint(protocol, from, to)]++
 		}
 		var chi2 float64
 		for _, p := range persons {

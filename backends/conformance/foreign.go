@@ -33,7 +33,7 @@ table inet somebody {
 }
 `
 
-// The method nft runs the command nft on the node.
+// nft runs the command nft on the node.
 func (k *kit) nft(stdin string, args ...string) (string, error) {
 	printed := &output{}
 	cmd := exec.Command("nft", args...)

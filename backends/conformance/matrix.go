@@ -64,8 +64,8 @@ type Result struct {
 	Took time.Duration
 }
 
-// The method where returns the IP family as the beginning of a message.
-func (r Result) where() string {
+// familyPrefix returns the IP family as the beginning of a message.
+func (r Result) familyPrefix() string {
 	if r.Family == 0 {
 		return ""
 	}
@@ -90,7 +90,7 @@ func (m Matrix) Count(o Outcome) int {
 func (m Matrix) String() string {
 	var text strings.Builder
 	section := ""
-	for _, row := range m.rows() {
+	for _, row := range m.byCase() {
 		if row[0].Section != section {
 			section = row[0].Section
 			fmt.Fprintf(&text, "%s\n", section)
@@ -113,15 +113,15 @@ func (m Matrix) String() string {
 func (m Matrix) WriteMarkdown(w io.Writer) error {
 	var text strings.Builder
 	section := ""
-	notes := notes{}
-	for _, row := range m.rows() {
+	notes := noteList{}
+	for _, row := range m.byCase() {
 		if row[0].Section != section {
 			section = row[0].Section
 			fmt.Fprintf(&text, "\n### %s\n\n| Case | IPv4 | IPv6 |\n|---|---|---|\n", section)
 		}
 		cells := map[api.Family]string{}
 		for _, r := range row {
-			cells[r.Family] = r.Outcome.String() + notes.mark(r.Reason)
+			cells[r.Family] = r.Outcome.String() + notes.numberOf(r.Reason)
 		}
 		if both, ok := cells[0]; ok {
 			cells[api.IPv4], cells[api.IPv6] = both, both
@@ -139,8 +139,8 @@ func (m Matrix) WriteMarkdown(w io.Writer) error {
 	return err
 }
 
-// The method rows returns a list of results for each case.
-func (m Matrix) rows() [][]Result {
+// byCase returns a list of results for each case.
+func (m Matrix) byCase() [][]Result {
 	var rows [][]Result
 	for i, r := range m {
 		if i > 0 && m[i-1].Case == r.Case && m[i-1].Section == r.Section {
@@ -162,11 +162,11 @@ func (m Matrix) summary() string {
 	return strings.Join(parts, "; ")
 }
 
-// The type notes assigns numbers to reasons.
-type notes struct{ reasons []string }
+// noteList assigns numbers to reasons.
+type noteList struct{ reasons []string }
 
-// The method mark returns the number of a reason in parentheses, as a reference.
-func (n *notes) mark(reason string) string {
+// numberOf returns the number of a reason in parentheses, as a reference.
+func (n *noteList) numberOf(reason string) string {
 	if reason == "" {
 		return ""
 	}

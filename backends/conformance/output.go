@@ -6,13 +6,14 @@ package conformance
 
 import "sync"
 
-// The type output keeps the end of what a process has printed.
+// output keeps the end of what a process has printed.
 type output struct {
 	mu   sync.Mutex
 	text []byte
 }
 
-// The type output keeps at least the last maxOutput bytes, and at most twice that number.
+// maxOutput limits the kept bytes: an output keeps at least the last maxOutput bytes, and
+// at most twice that number.
 const maxOutput = 16 << 10
 
 func (o *output) Write(p []byte) (int, error) {

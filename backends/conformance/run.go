@@ -62,28 +62,28 @@ func Run(t *testing.T, newSink NewSink, opts Options) Matrix {
 // RunSubject tests a proxy. See the package comment.
 func RunSubject(t *testing.T, subject Subject, opts Options) Matrix {
 	t.Helper()
-	if !slices.ContainsFunc(sections, func(s section) bool { return len(s.selected(opts.Cases)) > 0 }) {
+	if !slices.ContainsFunc(sections, func(s section) bool { return len(s.matchingCases(opts.Cases)) > 0 }) {
 		t.Fatalf("no case matches %s", opts.Cases)
 	}
 	for name := range opts.Exceptions {
-		if !slices.ContainsFunc(sections, func(s section) bool { return s.has(name) }) {
+		if !slices.ContainsFunc(sections, func(s section) bool { return s.hasCase(name) }) {
 			t.Errorf("exception %q is not the name of a case", name)
 		}
 	}
 	k := newKit(t, subject, opts)
 	var matrix Matrix
 	for _, section := range sections {
-		cases := section.selected(opts.Cases)
+		cases := section.matchingCases(opts.Cases)
 		if len(cases) == 0 {
 			continue
 		}
 		t.Run(section.name, func(t *testing.T) {
 			for _, c := range cases {
 				t.Run(c.name, func(t *testing.T) {
-					results := k.try(t.Context(), section.name, c)
+					results := k.runFamilies(t.Context(), section.name, c)
 					for _, r := range results {
 						if r.Outcome == Failed {
-							t.Errorf("%s%s", r.where(), r.Reason)
+							t.Errorf("%s%s", r.familyPrefix(), r.Reason)
 						}
 					}
 					matrix = append(matrix, results...)
@@ -112,16 +112,16 @@ type kit struct {
 	world   *world.World
 	subject Subject
 	opts    Options
-	// site is the configuration of the proxy under test. The field process is nil while the
-	// proxy does not run.
+	// site is the configuration of the proxy under test. process is nil while the proxy does
+	// not run.
 	site    Site
 	process Process
-	// The field before has the node's state from the time before the proxy started.
-	before string
-	// The field allocated counts the allocated addresses and ports. Each of them is used
-	// only once.
-	allocated int
-	marker    int
+	// initialInventory is the node's state from the time before the proxy started.
+	initialInventory string
+	// allocations is the number of allocated addresses and ports. Each of them is used only
+	// once.
+	allocations int
+	marker      int
 	// scenes counts the scenes. A case has one scene per family.
 	scenes int
 }
@@ -155,7 +155,7 @@ func newKit(t *testing.T, subject Subject, opts Options) *kit {
 	if _, err := k.nft(foreignRules, "-f", "-"); err != nil {
 		t.Fatal(err)
 	}
-	if k.before, err = k.inventory(); err != nil {
+	if k.initialInventory, err = k.inventory(); err != nil {
 		t.Fatal(err)
 	}
 	if opts.Setup != nil {
@@ -173,8 +173,7 @@ func newKit(t *testing.T, subject Subject, opts Options) *kit {
 // nodeNames are the names of the node under test and of the other node.
 var nodeNames = []string{"kpng-node", "kpng-node2"}
 
-// The constant zone is the zone of the node under test. The other node is in another
-// zone.
+// zone is the zone of the node under test. The other node is in another zone.
 const zone = "here"
 
 func both(cidrs map[api.Family]netip.Prefix) []netip.Prefix {
@@ -193,8 +192,8 @@ func (k *kit) families() []api.Family {
 	return families
 }
 
-// The method start starts the proxy for site and waits until it has programmed the
-// published objects.
+// start starts the proxy for site and waits until it has programmed the published
+// objects.
 func (k *kit) start(ctx context.Context, site Site) error {
 	process, err := k.subject.Start(ctx, site)
 	if err != nil {
@@ -204,7 +203,7 @@ func (k *kit) start(ctx context.Context, site Site) error {
 	return k.awaitProgrammed(ctx)
 }
 
-// The method kill kills the proxy if it runs.
+// kill kills the proxy if it runs.
 func (k *kit) kill() error {
 	if k.process == nil {
 		return nil
@@ -234,8 +233,8 @@ func (k *kit) awaitProgrammed(ctx context.Context) error {
 	return err
 }
 
-// The method publish publishes objects. If objects has no nodes, it adds the default
-// nodes. If the subject is not a Settler, it adds a marker.
+// publish publishes objects. If objects has no nodes, it adds the default nodes. If the
+// subject is not a Settler, it adds a marker.
 func (k *kit) publish(ctx context.Context, objects *Objects) error {
 	all := &Objects{Nodes: objects.Nodes, Services: slices.Clone(objects.Services), Slices: slices.Clone(objects.Slices)}
 	if len(all.Nodes) == 0 {
@@ -267,16 +266,16 @@ func (k *kit) nodes() []*corev1.Node {
 	return nodes
 }
 
-// The method try runs a case for each IP family.
-func (k *kit) try(ctx context.Context, section string, c testCase) []Result {
+// runFamilies runs a case for each IP family.
+func (k *kit) runFamilies(ctx context.Context, section string, c testCase) []Result {
 	families := k.families()
-	if c.once {
+	if c.runsOnce {
 		families = []api.Family{0}
 	}
 	var results []Result
 	for _, family := range families {
 		start := time.Now()
-		err := k.play(ctx, c, family)
+		err := k.runCase(ctx, c, family)
 		r := Result{Section: section, Case: c.name, Family: family, Took: time.Since(start)}
 		lacks, supported := k.supports(c)
 		var missing unavailableError
@@ -301,7 +300,7 @@ func (k *kit) try(ctx context.Context, section string, c testCase) []Result {
 // the reason.
 func (k *kit) supports(c testCase) (reason string, supported bool) {
 	needs := c.needs
-	if c.once {
+	if c.runsOnce {
 		needs = append(slices.Clone(needs), IPv4, IPv6)
 	}
 	for _, feature := range needs {
@@ -315,9 +314,9 @@ func (k *kit) supports(c testCase) (reason string, supported bool) {
 	return "", true
 }
 
-// The method play runs a case. Afterwards, the proxy runs and the objects of the case are
+// runCase runs a case. Afterwards, the proxy runs and the objects of the case are
 // removed.
-func (k *kit) play(ctx context.Context, c testCase, family api.Family) error {
+func (k *kit) runCase(ctx context.Context, c testCase, family api.Family) error {
 	patience := k.opts.Patience
 	if _, supported := k.supports(c); !supported {
 		patience = min(patience, time.Second)
@@ -331,7 +330,7 @@ func (k *kit) play(ctx context.Context, c testCase, family api.Family) error {
 	done := make(chan struct{})
 	go func() { // a failed check ends this goroutine
 		defer close(done)
-		defer s.leave()
+		defer s.cleanUp()
 		c.run(s)
 	}()
 	<-done
@@ -344,9 +343,9 @@ type testCase struct {
 	name string
 	// needs lists the features that the case requires.
 	needs []Feature
-	// The field once is true for a case that does not depend on the IP family.
-	once bool
-	run  func(*scene)
+	// runsOnce is true for a case that does not depend on the IP family.
+	runsOnce bool
+	run      func(*scene)
 }
 
 // section contains the cases for a section of docs/semantics.md.
@@ -355,13 +354,13 @@ type section struct {
 	cases []testCase
 }
 
-// The method has reports whether the section has a case with that name.
-func (s section) has(name string) bool {
+// hasCase reports whether the section has a case with that name.
+func (s section) hasCase(name string) bool {
 	return slices.ContainsFunc(s.cases, func(c testCase) bool { return c.name == name })
 }
 
-// The method selected returns the cases whose name or section matches pattern.
-func (s section) selected(pattern *regexp.Regexp) []testCase {
+// matchingCases returns the cases whose name or section matches pattern.
+func (s section) matchingCases(pattern *regexp.Regexp) []testCase {
 	if pattern == nil || pattern.MatchString(s.name) {
 		return s.cases
 	}

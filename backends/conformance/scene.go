@@ -41,8 +41,8 @@ type scene struct {
 	undo   []func() error
 }
 
-// person is a host of the world, as a client or as an endpoint. The field source is the
-// source address of its connections. If it is zero, the kernel chooses the address.
+// person is a host of the world, as a client or as an endpoint. Its connections use the
+// address source. If source is zero, the kernel chooses the address.
 type person struct {
 	*world.Host
 	source netip.Addr
@@ -90,12 +90,12 @@ func (s *scene) must(err error) {
 // unavailable ends the case because the kernel lacks a feature.
 func (s *scene) unavailable(what string) { s.must(unavailableError{what}) }
 
-// The method later registers a function to call at the end of the case. The function
-// registered last is called first.
-func (s *scene) later(f func() error) { s.undo = append(s.undo, f) }
+// addCleanup registers a function to call at the end of the case. The function registered
+// last is called first.
+func (s *scene) addCleanup(f func() error) { s.undo = append(s.undo, f) }
 
-// The method leave calls the registered functions and removes the objects of the case.
-func (s *scene) leave() {
+// cleanUp calls the registered functions and removes the objects of the case.
+func (s *scene) cleanUp() {
 	for _, f := range slices.Backward(s.undo) {
 		if err := f(); err != nil && s.err == nil {
 			s.err = err
@@ -141,13 +141,12 @@ func (s *scene) remove(svc *service) {
 
 // allocate returns a number that is unique in a run.
 func (k *kit) allocate() int {
-	k.allocated++
-	return k.allocated
+	k.allocations++
+	return k.allocations
 }
 
 // clusterIP returns an unused address, so that connection tracking and affinity of
-// earlier cases have no effect. The methods externalIP and nodePort also return unused
-// values.
+// earlier cases have no effect. externalIP and nodePort also return unused values.
 func (s *scene) clusterIP(family api.Family) netip.Addr {
 	return number(world.ServiceCIDRs[family], 0x100+s.allocate())
 }

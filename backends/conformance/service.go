@@ -26,16 +26,16 @@ const (
 	targetPort  = 8080
 )
 
-// The type service is a Service of a scene with its EndpointSlices. Cases modify the
-// fields Service and slices and then publish the scene again.
+// service is a Service of a scene with its EndpointSlices. Cases modify Service and
+// slices, and then publish the scene again.
 type service struct {
 	*corev1.Service
 	scene  *scene
 	slices []*slice
 }
 
-// The type slice contains endpoints of a service. The method objects turns it into one
-// EndpointSlice for each IP family.
+// slice contains endpoints of a service. service.objects converts it to one EndpointSlice
+// for each IP family.
 type slice struct {
 	name      string
 	ports     []discoveryv1.EndpointPort
@@ -50,10 +50,10 @@ type endpoint struct {
 	discoveryv1.Endpoint
 }
 
-// The method service adds a Service of type ClusterIP to the scene, without endpoints.
-// The Service has the scene's IP family. For each protocol it has port 80 with target
-// port 8080.
-func (s *scene) service(name string) *service {
+// addService adds a Service of type ClusterIP to the scene, without endpoints. The
+// Service has the scene's IP family. For each protocol it has port 80 with target port
+// 8080.
+func (s *scene) addService(name string) *service {
 	families := []api.Family{s.family}
 	policy, internal := corev1.IPFamilyPolicySingleStack, corev1.ServiceInternalTrafficPolicyCluster
 	if s.family == 0 {
@@ -128,8 +128,8 @@ func (svc *service) withLoadBalancer() *service {
 	return svc
 }
 
-// The method exposed gives the service every kind of frontend.
-func (svc *service) exposed() *service {
+// withAllFrontends gives the service every kind of frontend.
+func (svc *service) withAllFrontends() *service {
 	return svc.withNodePort().withExternalIP().withLoadBalancer()
 }
 
@@ -213,14 +213,14 @@ func (sl *slice) object(svc *service, family api.Family) *discoveryv1.EndpointSl
 	return o.DeepCopy()
 }
 
-// The function ready returns a person as a ready endpoint.
-func ready(p person) endpoint { return p.serves(true, true, false) }
+// asReady returns a person as a ready endpoint.
+func asReady(p person) endpoint { return p.serves(true, true, false) }
 
-// The function draining returns a person as an endpoint that is terminating and serving.
-func draining(p person) endpoint { return p.serves(false, true, true) }
+// asDraining returns a person as an endpoint that is terminating and serving.
+func asDraining(p person) endpoint { return p.serves(false, true, true) }
 
-// The function unready returns a person as an endpoint that is neither ready nor serving.
-func unready(p person) endpoint { return p.serves(false, false, false) }
+// asUnready returns a person as an endpoint that is neither ready nor serving.
+func asUnready(p person) endpoint { return p.serves(false, false, false) }
 
 func (p person) serves(ready, serving, terminating bool) endpoint {
 	e := endpoint{person: p}
@@ -272,8 +272,8 @@ func (svc *service) nodePort(i int) netip.AddrPort {
 	return netip.AddrPortFrom(svc.scene.node.Addrs.Family(svc.scene.family)[i], uint16(svc.Spec.Ports[0].NodePort))
 }
 
-// The method external returns the addresses of the first port, except the cluster IP.
-func (svc *service) external() []netip.AddrPort {
+// externalAddresses returns the addresses of the first port, except the cluster IP.
+func (svc *service) externalAddresses() []netip.AddrPort {
 	var all []netip.AddrPort
 	for _, ip := range svc.Spec.ExternalIPs {
 		all = append(all, svc.at(ip))
@@ -287,8 +287,10 @@ func (svc *service) external() []netip.AddrPort {
 	return all
 }
 
-// The method all returns every address of the first port.
-func (svc *service) all() []netip.AddrPort { return append(svc.external(), svc.clusterIP()) }
+// allAddresses returns every address of the first port.
+func (svc *service) allAddresses() []netip.AddrPort {
+	return append(svc.externalAddresses(), svc.clusterIP())
+}
 
 func (svc *service) at(ip string) netip.AddrPort {
 	return netip.AddrPortFrom(netip.MustParseAddr(ip), uint16(svc.Spec.Ports[0].Port))

@@ -85,16 +85,16 @@ func proxy(ctx context.Context, site Site, s sink.Sink, opts sink.Options, conn 
 			return fmt.Errorf("read objects from the kit: %w", err)
 		}
 		stopReporting()
-		revision := write(state, converter, p.Objects)
+		revision := writeObjects(state, converter, p.Objects)
 		var reporting context.Context
 		reporting, stopReporting = context.WithCancel(ctx)
 		go reportOn(reporting, driver, conn, p.Generation, revision)
 	}
 }
 
-// The function write puts the objects into the state in one commit. It returns the
-// revision of that commit.
-func write(state *cluster.State, converter *watcher.Converter, objects *Objects) uint64 {
+// writeObjects puts the objects into the state in one commit. It returns the revision of
+// that commit.
+func writeObjects(state *cluster.State, converter *watcher.Converter, objects *Objects) uint64 {
 	var services []*api.Service
 	for _, o := range objects.Services {
 		if converter.WantsService(o) {

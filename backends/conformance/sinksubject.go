@@ -21,8 +21,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// The type order is the task of a process that runs the test binary. The process reads
-// its order from an environment variable.
+// order is the task of a process that runs the test binary. The process reads its order
+// from an environment variable.
 type order struct {
 	// Test is the name of the test that calls Run.
 	Test string
@@ -80,7 +80,7 @@ func newSinkSubject(t *testing.T, newSink NewSink, opts Options) *sinkSubject {
 	return &sinkSubject{test: t.Name(), running: map[*sinkProcess]struct{}{}}
 }
 
-// The method command returns a command that runs the test binary with the order o.
+// command returns a command that runs the test binary with the order o.
 func (s *sinkSubject) command(ctx context.Context, o order) (*exec.Cmd, *output, error) {
 	o.Test = s.test
 	text, err := json.Marshal(o)
@@ -181,7 +181,7 @@ type sinkProcess struct {
 	output  *output
 	conn    net.Conn
 	encoder *json.Encoder
-	// The channel done is closed when the process has ended and the field err is set.
+	// done is closed when the process has ended and err is set.
 	done chan struct{}
 	err  error
 

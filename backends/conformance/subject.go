@@ -102,8 +102,7 @@ type Site struct {
 }
 
 // Do calls f on a thread in the network namespace of the node. Sockets that f opens and
-// processes that f starts stay in that namespace. The function f must not start
-// goroutines.
+// processes that f starts stay in that namespace. f must not start goroutines.
 func (s Site) Do(f func() error) error { return s.host.Do(f) }
 
 // Start starts cmd in the network namespace of the node. The kernel kills the new process

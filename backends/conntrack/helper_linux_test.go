@@ -52,7 +52,7 @@ func (c connection) String() string {
 	return s
 }
 
-// The method encode encodes the message that creates an entry.
+// encode encodes the message that creates an entry.
 func (c connection) encode(w *netfilter.Builder) {
 	at := w.Begin(unix.NFNL_SUBSYS_CTNETLINK<<8, unix.NLM_F_CREATE|unix.NLM_F_EXCL, nfproto(api.FamilyOf(c.to.Addr())))
 	encodeTuple(w, ctaTupleOrig, c.protocol, c.from, c.to)
@@ -91,8 +91,8 @@ func encodeTuple(w *netfilter.Builder, kind uint16, protocol uint8, src, dst net
 	w.EndNest(tuple)
 }
 
-// The function create adds entries to the table of a namespace.
-func create(t testing.TB, netNS int, connections ...connection) {
+// createEntries adds entries to the table of a namespace.
+func createEntries(t testing.TB, netNS int, connections ...connection) {
 	t.Helper()
 	c := netfilter.NewConn(netNS)
 	defer c.Close()
@@ -125,8 +125,8 @@ func clearTable(t testing.TB, netNS int) {
 	}
 }
 
-// The function entries returns the sorted entries of the table of a namespace.
-func entries(t testing.TB, netNS int) []string {
+// tableEntries returns the sorted entries of the table of a namespace.
+func tableEntries(t testing.TB, netNS int) []string {
 	t.Helper()
 	conn := netfilter.NewConn(netNS)
 	defer conn.Close()
@@ -234,8 +234,8 @@ func service(t testing.TB, name, text string) *api.ServiceEndpoints {
 	return nodeview.View(state, &api.Node{Name: "here"})
 }
 
-// The function difference returns the incremental changes between two states.
-func difference(before, now []*api.ServiceEndpoints) *sink.Changes {
+// changesBetween returns the incremental changes between two states.
+func changesBetween(before, now []*api.ServiceEndpoints) *sink.Changes {
 	changes := map[types.NamespacedName]*sink.Change{}
 	at := func(key types.NamespacedName) *sink.Change {
 		if changes[key] == nil {
@@ -268,7 +268,7 @@ func wholePass(now []*api.ServiceEndpoints) *sink.Changes {
 
 // inPass returns a middle batch of a pass.
 func inPass(now ...*api.ServiceEndpoints) *sink.Changes {
-	c := difference(nil, now)
+	c := changesBetween(nil, now)
 	services := slices.Collect(c.Services)
 	for i := range services {
 		services[i].Unsure = true

@@ -13,9 +13,9 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// The function fill creates entries for this number of connections to 1,000 services with
-// 100 endpoints each.
-func fill(t testing.TB, n *netnstest.Namespace, large int) {
+// fillTable creates entries for this number of connections to 1,000 services with 100
+// endpoints each.
+func fillTable(t testing.TB, n *netnstest.Namespace, large int) {
 	list := make([]connection, large)
 	for i := range list {
 		service, client := i%1000, i/1000
@@ -27,16 +27,16 @@ func fill(t testing.TB, n *netnstest.Namespace, large int) {
 		}
 		list[i].back = list[i].from
 	}
-	create(t, n.FD, list...)
+	createEntries(t, n.FD, list...)
 }
 
 func destinationNumber(i int) destination {
 	return destination{netip.AddrPortFrom(netip.AddrFrom4([4]byte{10, 96, byte(i >> 8), byte(i)}), 53), unix.IPPROTO_UDP}
 }
 
-// The function clustered returns the 1,000 services to which fill creates connections.
-// The argument scaledDown is the number of services without endpoints.
-func clustered(t testing.TB, scaledDown int) []*api.ServiceEndpoints {
+// thousandServices returns the 1,000 services to which fillTable creates connections. The
+// first scaledDown services have no endpoints.
+func thousandServices(t testing.TB, scaledDown int) []*api.ServiceEndpoints {
 	var list []*api.ServiceEndpoints
 	for i := range 1000 {
 		text := fmt.Sprintf("ip %s\nport 53\n", destinationNumber(i).Addr())
@@ -54,7 +54,7 @@ func clustered(t testing.TB, scaledDown int) []*api.ServiceEndpoints {
 func TestLargeTableIsReadAsStream(t *testing.T) {
 	const large = 30_000
 	n := netnstest.New(t)
-	fill(t, n, large)
+	fillTable(t, n, large)
 	live := func() uint64 {
 		var m runtime.MemStats
 		runtime.GC()
@@ -85,8 +85,8 @@ func TestLargeTableIsReadAsStream(t *testing.T) {
 func BenchmarkLargeTable(b *testing.B) {
 	const large = 250_000
 	n := netnstest.New(b)
-	fill(b, n, large)
-	everything := clustered(b, 0)
+	fillTable(b, n, large)
+	everything := thousandServices(b, 0)
 	pass := func(b *testing.B, r *Reconciler) Pass {
 		p := r.pass(b.Context())
 		if p.Err != nil {
@@ -101,7 +101,7 @@ func BenchmarkLargeTable(b *testing.B) {
 		before := services(b, map[string]string{"idle": "ip 10.97.0.1\nport 53\nready 10.1.0.1"})
 		after := services(b, map[string]string{"idle": "ip 10.97.0.1\nport 53"})
 		for b.Loop() {
-			r.Sync(b.Context(), difference(before, after))
+			r.Sync(b.Context(), changesBetween(before, after))
 			if p := pass(b, r); p.Seen != 0 {
 				b.Fatalf("%+v", p)
 			}
@@ -119,11 +119,11 @@ func BenchmarkLargeTable(b *testing.B) {
 	})
 	b.Run("half is deleted", func(b *testing.B) {
 		b.ReportAllocs()
-		half := clustered(b, 500)
+		half := thousandServices(b, 500)
 		for b.Loop() {
 			b.StopTimer()
 			n := netnstest.New(b)
-			fill(b, n, large)
+			fillTable(b, n, large)
 			b.StartTimer()
 			r := New(Options{NetNS: n.FD})
 			r.Sync(b.Context(), wholePass(half))

@@ -17,17 +17,17 @@ import (
 
 // queue has the destinations whose flows the next pass checks. Sync adds destinations.
 type queue struct {
-	// The next two maps have the UDP destinations from the last delivery of each service. If
-	// a service takes over a destination of another service, the map owners has only the new
-	// service. But the map destinations has both services, until the driver delivers or
-	// prunes the old service.
-	destinations map[types.NamespacedName][]destination
-	owners       map[destination]types.NamespacedName
-	pass         sink.Pass
+	// destinationsOf has the UDP destinations from the last delivery of each service.
+	// ownerOf has the service that delivered a destination last. If a service takes over a
+	// destination of another service, destinationsOf has it for both services, until the
+	// driver delivers or prunes the old service.
+	destinationsOf map[types.NamespacedName][]destination
+	ownerOf        map[destination]types.NamespacedName
+	pass           sink.Pass
 
 	mu  sync.Mutex
 	due map[destination]item
-	// The field count is the number of calls of add that queued destinations.
+	// count is the number of calls of add that queued destinations.
 	count uint64
 }
 
@@ -40,9 +40,9 @@ type item struct {
 
 func newQueue() *queue {
 	return &queue{
-		destinations: map[types.NamespacedName][]destination{},
-		owners:       map[destination]types.NamespacedName{},
-		due:          map[destination]item{},
+		destinationsOf: map[types.NamespacedName][]destination{},
+		ownerOf:        map[destination]types.NamespacedName{},
+		due:            map[destination]item{},
 	}
 }
 
@@ -50,7 +50,7 @@ func newQueue() *queue {
 // whether it queued any. Calls must not overlap.
 func (q *queue) add(c *sink.Changes) bool {
 	due := map[destination]verdict{}     // destinations to check
-	present := map[destination]verdict{} // destinations of the services in c that are not in the map due
+	present := map[destination]verdict{} // the other destinations of the services in c
 	var removed []destination
 	q.pass.Begin(c)
 	for s := range c.Services {
@@ -61,7 +61,7 @@ func (q *queue) add(c *sink.Changes) bool {
 		}
 		for d, v := range now {
 			old, had := before[d]
-			if v.outdates(old, d) || !had && d.protocol == unix.IPPROTO_UDP {
+			if v.makesStale(old, d) || !had && d.protocol == unix.IPPROTO_UDP {
 				due[d] = v
 			} else {
 				present[d] = v
@@ -70,14 +70,14 @@ func (q *queue) add(c *sink.Changes) bool {
 		removed = append(removed, q.replace(s.Key, now)...)
 	}
 	if c.Last {
-		for key := range q.destinations {
+		for key := range q.destinationsOf {
 			if q.pass.Stale(key) {
 				removed = append(removed, q.replace(key, nil)...)
 			}
 		}
 	}
 	for _, d := range removed {
-		if _, taken := q.owners[d]; !taken {
+		if _, taken := q.ownerOf[d]; !taken {
 			due[d] = verdict{}
 		}
 	}
@@ -102,9 +102,9 @@ func (q *queue) add(c *sink.Changes) bool {
 // replace records the present UDP destinations of a service. It returns the removed
 // destinations, except those that another service has taken over.
 func (q *queue) replace(key types.NamespacedName, now map[destination]verdict) (removed []destination) {
-	for _, d := range q.destinations[key] {
-		if _, keeps := now[d]; !keeps && q.owners[d] == key {
-			delete(q.owners, d)
+	for _, d := range q.destinationsOf[key] {
+		if _, keeps := now[d]; !keeps && q.ownerOf[d] == key {
+			delete(q.ownerOf, d)
 			removed = append(removed, d)
 		}
 	}
@@ -112,33 +112,33 @@ func (q *queue) replace(key types.NamespacedName, now map[destination]verdict) (
 	for d := range now {
 		if d.protocol == unix.IPPROTO_UDP {
 			destinations = append(destinations, d)
-			q.owners[d] = key
+			q.ownerOf[d] = key
 		}
 	}
 	if destinations == nil {
-		delete(q.destinations, key)
+		delete(q.destinationsOf, key)
 		return removed
 	}
-	q.destinations[key] = destinations
+	q.destinationsOf[key] = destinations
 	return removed
 }
 
-// stale reports whether a flow has to be deleted. The most specific queued destination
+// isStale reports whether a flow has to be deleted. The most specific queued destination
 // decides. The flow's address and port come first, then the whole address. If nodeAddrs
 // contains the address, the node port comes last.
-func (q *queue) stale(f flow, nodeAddrs map[netip.Addr]bool) bool {
+func (q *queue) isStale(f flow, nodeAddrs map[netip.Addr]bool) bool {
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	addr, port := f.to.Addr(), f.to.Port()
 	if item, ok := q.due[destination{f.to, f.protocol}]; ok {
-		return item.stale(f)
+		return item.isStale(f)
 	}
 	if item, ok := q.due[destination{netip.AddrPortFrom(addr, 0), f.protocol}]; ok {
-		return item.stale(f)
+		return item.isStale(f)
 	}
 	if nodeAddrs[addr] {
 		if item, ok := q.due[destination{netip.AddrPortFrom(api.Unspecified(api.FamilyOf(addr)), port), f.protocol}]; ok {
-			return item.stale(f)
+			return item.isStale(f)
 		}
 	}
 	return false

@@ -191,7 +191,7 @@ func (r *Reconciler) pass(ctx context.Context) (p Pass) {
 	for _, a := range addrs {
 		nodeAddrs[a] = true
 	}
-	stale := func(f flow) bool { return r.queue.stale(f, nodeAddrs) }
+	stale := func(f flow) bool { return r.queue.isStale(f, nodeAddrs) }
 	byKind := map[kind][]destination{}
 	for _, d := range destinations {
 		k := kind{api.FamilyOf(d.Addr()), d.protocol}

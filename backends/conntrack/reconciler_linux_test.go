@@ -18,9 +18,9 @@ import (
 	"k8s.io/utils/clock"
 )
 
-// The function start starts a reconciler that runs until the test ends. It returns the
+// startReconciler starts a reconciler that runs until the test ends. It returns the
 // reconciler and the results of its passes.
-func start(t testing.TB, opts Options) (*Reconciler, *[]Pass) {
+func startReconciler(t testing.TB, opts Options) (*Reconciler, *[]Pass) {
 	t.Helper()
 	var passes []Pass
 	opts.Observe = func(p Pass) { passes = append(passes, p) }
@@ -94,8 +94,8 @@ func TestStaleConnectionsAreDeleted(t *testing.T) {
 		before, now map[string]string
 		kept        []connection
 		deleted     []connection
-		// If onRestart is true, the first pass of a new reconciler deletes the connections in
-		// the field deleted too. Otherwise that pass deletes none.
+		// onRestart is true if the first pass of a new reconciler also deletes the stale
+		// connections. Otherwise that pass deletes none.
 		onRestart bool
 	}{
 		"an endpoint is removed from its slice": {
@@ -215,17 +215,17 @@ func TestStaleConnectionsAreDeleted(t *testing.T) {
 			n, opts := newNamespace(t)
 			before, now := services(t, test.before), services(t, test.now)
 			all := append(append([]connection{}, test.kept...), test.deleted...)
-			// The function check calls r.Sync with c, runs one pass of r and compares the
-			// remaining entries.
-			check := func(t *testing.T, r *Reconciler, c *sink.Changes, want []connection) {
+			// checkPass calls r.Sync with c, runs one pass of r and compares the remaining
+			// entries.
+			checkPass := func(t *testing.T, r *Reconciler, c *sink.Changes, want []connection) {
 				t.Helper()
 				clearTable(t, n.FD)
-				create(t, n.FD, all...)
+				createEntries(t, n.FD, all...)
 				if err := r.Sync(t.Context(), c); err != nil {
 					t.Error(err)
 				}
 				p := r.pass(t.Context())
-				if diff := gocmp.Diff(texts(want), entries(t, n.FD)); diff != "" || p.Err != nil || p.Ended != len(all)-len(want) {
+				if diff := gocmp.Diff(texts(want), tableEntries(t, n.FD)); diff != "" || p.Err != nil || p.Ended != len(all)-len(want) {
 					t.Errorf("connections after pass %+v (-want +got):\n%s", p, diff)
 				}
 			}
@@ -236,14 +236,14 @@ func TestStaleConnectionsAreDeleted(t *testing.T) {
 				r.queue.removeUpTo(count)
 				return r
 			}
-			t.Run("as a change", func(t *testing.T) { check(t, synced(), difference(before, now), test.kept) })
-			t.Run("as a pass", func(t *testing.T) { check(t, synced(), wholePass(now), test.kept) })
+			t.Run("as a change", func(t *testing.T) { checkPass(t, synced(), changesBetween(before, now), test.kept) })
+			t.Run("as a pass", func(t *testing.T) { checkPass(t, synced(), wholePass(now), test.kept) })
 			t.Run("after a restart", func(t *testing.T) {
 				want := all
 				if test.onRestart {
 					want = test.kept
 				}
-				check(t, New(opts), wholePass(now), want)
+				checkPass(t, New(opts), wholePass(now), want)
 			})
 		})
 	}
@@ -252,16 +252,16 @@ func TestStaleConnectionsAreDeleted(t *testing.T) {
 // If Unsure is set, the dataplane may have any earlier state of the service.
 func TestUnsureChangeChecksWholeService(t *testing.T) {
 	n, opts := newNamespace(t)
-	r, _ := start(t, opts)
+	r, _ := startReconciler(t, opts)
 	before := services(t, map[string]string{"dns": "ip 10.96.0.10\nport 53\nready 10.1.0.1"})
 	meanwhile := services(t, map[string]string{"dns": "ip 10.96.0.11\nport 53\nready 10.1.0.1 10.1.0.2"})
 	syncAndFlush(t, r, wholePass(before))
-	syncAndFlush(t, r, difference(before, meanwhile))
-	create(t, n.FD, udp(1, dns, pod1), udp(2, dns, pod2), udp(3, "10.96.0.11:53", pod1))
-	again := difference(before, before[:0])
+	syncAndFlush(t, r, changesBetween(before, meanwhile))
+	createEntries(t, n.FD, udp(1, dns, pod1), udp(2, dns, pod2), udp(3, "10.96.0.11:53", pod1))
+	again := changesBetween(before, before[:0])
 	again.Services = slices.Values([]sink.Change{{Key: before[0].Key(), Old: before[0], New: before[0], Unsure: true}})
 	syncAndFlush(t, r, again)
-	if diff := gocmp.Diff(texts([]connection{udp(1, dns, pod1)}), entries(t, n.FD)); diff != "" {
+	if diff := gocmp.Diff(texts([]connection{udp(1, dns, pod1)}), tableEntries(t, n.FD)); diff != "" {
 		t.Errorf("connections (-want +got):\n%s", diff)
 	}
 }
@@ -274,14 +274,14 @@ func TestPassInSeveralBatches(t *testing.T) {
 		return service(t, name, "ip "+ip+"\nport 53\nready "+pods)
 	}
 	n, opts := newNamespace(t)
-	r, _ := start(t, opts)
+	r, _ := startReconciler(t, opts)
 	syncAndFlush(t, r, wholePass([]*api.ServiceEndpoints{at("deleted", "10.96.0.10", "10.1.0.1"), at("moves", "10.96.0.11", "10.1.0.1"), at("stays", "10.96.0.12", "10.1.0.1")}))
 	toDeleted, toMoved := udp(1, "10.96.0.10:53", pod1), udp(2, "10.96.0.11:53", pod1)
 	toStaying, toRemoved := udp(3, "10.96.0.12:53", pod1), udp(4, "10.96.0.12:53", pod2)
-	create(t, n.FD, toDeleted, toMoved, toStaying, toRemoved)
+	createEntries(t, n.FD, toDeleted, toMoved, toStaying, toRemoved)
 	check := func(after string, want ...connection) {
 		t.Helper()
-		if diff := gocmp.Diff(texts(want), entries(t, n.FD)); diff != "" {
+		if diff := gocmp.Diff(texts(want), tableEntries(t, n.FD)); diff != "" {
 			t.Errorf("connections after %s (-want +got):\n%s", after, diff)
 		}
 	}
@@ -334,10 +334,10 @@ func TestTableIsNotReadWithoutRemovals(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			before, now := services(t, test.before), services(t, test.now)
 			_, opts := newNamespace(t)
-			r, passes := start(t, opts)
+			r, passes := startReconciler(t, opts)
 			syncAndFlush(t, r, wholePass(before))
 			read := len(*passes)
-			syncAndFlush(t, r, difference(before, now))
+			syncAndFlush(t, r, changesBetween(before, now))
 			if len(*passes) != read {
 				t.Errorf("the table was read: %+v", (*passes)[read:])
 			}
@@ -353,8 +353,8 @@ func TestChangesUpdateQueuedVerdicts(t *testing.T) {
 	fourth := services(t, map[string]string{"dns": "ip 10.96.0.10\nport 53\nready 10.1.0.2 10.1.0.1"})
 	n, opts := newNamespace(t)
 	r := New(opts)
-	create(t, n.FD, udp(1, dns, pod1), udp(2, dns, pod2), udp(3, dns, "10.1.0.3:5053"))
-	for _, c := range []*sink.Changes{wholePass(first), difference(first, second), difference(second, third), difference(third, fourth)} {
+	createEntries(t, n.FD, udp(1, dns, pod1), udp(2, dns, pod2), udp(3, dns, "10.1.0.3:5053"))
+	for _, c := range []*sink.Changes{wholePass(first), changesBetween(first, second), changesBetween(second, third), changesBetween(third, fourth)} {
 		if err := r.Sync(t.Context(), c); err != nil {
 			t.Fatal(err)
 		}
@@ -362,7 +362,7 @@ func TestChangesUpdateQueuedVerdicts(t *testing.T) {
 	if p := r.pass(t.Context()); p.Err != nil || p.Ended != 1 {
 		t.Errorf("the pass was %+v", p)
 	}
-	if diff := gocmp.Diff(texts([]connection{udp(1, dns, pod1), udp(2, dns, pod2)}), entries(t, n.FD)); diff != "" {
+	if diff := gocmp.Diff(texts([]connection{udp(1, dns, pod1), udp(2, dns, pod2)}), tableEntries(t, n.FD)); diff != "" {
 		t.Errorf("connections (-want +got):\n%s", diff)
 	}
 }
@@ -384,7 +384,7 @@ func TestFailedPassIsRetried(t *testing.T) {
 	if err := r.Start(t.Context()); err != nil {
 		t.Fatal(err)
 	}
-	create(t, n.FD, udp(1, dns, pod1))
+	createEntries(t, n.FD, udp(1, dns, pod1))
 	if err := r.Sync(t.Context(), wholePass(services(t, map[string]string{"dns": "ip 10.96.0.10\nport 53"}))); err != nil {
 		t.Errorf("Sync returns an error because the table cannot be read: %v", err)
 	}
@@ -396,9 +396,9 @@ func TestFailedPassIsRetried(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer unix.Close(later)
-	for deadline := time.Now().Add(time.Minute); len(entries(t, n.FD)) > 0; time.Sleep(time.Millisecond) {
+	for deadline := time.Now().Add(time.Minute); len(tableEntries(t, n.FD)) > 0; time.Sleep(time.Millisecond) {
 		if time.Now().After(deadline) {
-			t.Fatalf("remaining entries: %q", entries(t, n.FD))
+			t.Fatalf("remaining entries: %q", tableEntries(t, n.FD))
 		}
 	}
 	for r.Flush(t.Context()) != nil { // the last pass may have failed

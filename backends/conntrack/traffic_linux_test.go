@@ -12,10 +12,9 @@ import (
 	"github.com/kpng-project/kpng/internal/netnstest"
 )
 
-// The function routed connects n with two new namespaces. The namespace client has a
-// client, and the namespace pods has the given addresses. Packets between client and pods
-// pass through n.
-func routed(t *testing.T, n *netnstest.Namespace, addresses ...string) (client, pods *netnstest.Namespace) {
+// addRoutedNamespaces connects n with two new namespaces: client, and pods with the given
+// addresses. Packets between the two pass through n.
+func addRoutedNamespaces(t *testing.T, n *netnstest.Namespace, addresses ...string) (client, pods *netnstest.Namespace) {
 	t.Helper()
 	client, pods = netnstest.New(t), netnstest.New(t)
 	n.Set(t, "ipv4/ip_forward=1")
@@ -34,8 +33,8 @@ func routed(t *testing.T, n *netnstest.Namespace, addresses ...string) (client, 
 	return client, pods
 }
 
-// The function translate replaces the nftables table in n by a table with this NAT rule.
-func translate(t *testing.T, n *netnstest.Namespace, rule string) {
+// setNATRule replaces the nftables table in n by a table with this NAT rule.
+func setNATRule(t *testing.T, n *netnstest.Namespace, rule string) {
 	t.Helper()
 	n.RunWith(t, fmt.Sprintf(`
 		table ip test
@@ -53,9 +52,9 @@ func translate(t *testing.T, n *netnstest.Namespace, rule string) {
 // DNS resolvers. The dataplane is a single nft rule.
 func TestClientsFollowTheirService(t *testing.T) {
 	n, opts := newNamespace(t)
-	client, pods := routed(t, n, pod1, pod2, dns)
+	client, pods := addRoutedNamespaces(t, n, pod1, pod2, dns)
 	for name, address := range map[string]string{"pod1": pod1, "pod2": pod2, "beyond": dns} {
-		answer(t, pods, address, name)
+		serveUDP(t, pods, address, name)
 	}
 	program := func(endpoint string) {
 		t.Helper()
@@ -63,31 +62,31 @@ func TestClientsFollowTheirService(t *testing.T) {
 		if endpoint != "" {
 			dnat = "ip daddr . udp dport { 10.96.0.10 . 53, 10.2.0.1 . 30053 } dnat to " + endpoint
 		}
-		translate(t, n, dnat)
+		setNATRule(t, n, dnat)
 	}
 	const frontends = "ip 10.96.0.10\nport 53 30053\n"
 	states := []struct{ answers, endpoint, service string }{
 		{"pod1", pod1, frontends + "ready 10.1.0.1"},
 		{"pod2", pod2, frontends + "ready 10.1.0.2"},
 	}
-	r, _ := start(t, opts)
+	r, _ := startReconciler(t, opts)
 	program("")
 	before := services(t, map[string]string{"dns": frontends})
 	syncAndFlush(t, r, wholePass(before))
 	clusterIP, nodePort := socket(t, client, dns), socket(t, client, node)
-	expect(t, clusterIP, "beyond")
-	expect(t, nodePort, "")
+	expectReply(t, clusterIP, "beyond")
+	expectReply(t, nodePort, "")
 
 	for _, state := range states {
 		program(state.endpoint)
-		if got := ask(clusterIP); got == state.answers {
+		if got := sendRequest(clusterIP); got == state.answers {
 			t.Errorf("a client of a stale flow reaches %s", got)
 		}
 		now := services(t, map[string]string{"dns": state.service})
-		syncAndFlush(t, r, difference(before, now))
+		syncAndFlush(t, r, changesBetween(before, now))
 		before = now
-		expect(t, clusterIP, state.answers)
-		expect(t, nodePort, state.answers)
+		expectReply(t, clusterIP, state.answers)
+		expectReply(t, nodePort, state.answers)
 	}
 }
 
@@ -95,15 +94,15 @@ func TestClientsFollowTheirService(t *testing.T) {
 // its client's flow was deleted. The reply creates a new entry.
 func TestLateReplyDoesNotKeepClientFromService(t *testing.T) {
 	n, opts := newNamespace(t)
-	client, pods := routed(t, n, pod1, dns)
-	answer(t, pods, pod1, "pod1")
+	client, pods := addRoutedNamespaces(t, n, pod1, dns)
+	serveUDP(t, pods, pod1, "pod1")
 	var beyond net.PacketConn
 	if err := pods.Do(func() (err error) { beyond, err = net.ListenPacket("udp", dns); return err }); err != nil {
 		t.Fatal(err)
 	}
 	defer beyond.Close()
-	r, _ := start(t, opts)
-	translate(t, n, "")
+	r, _ := startReconciler(t, opts)
+	setNATRule(t, n, "")
 	before := services(t, map[string]string{"dns": "ip 10.96.0.10\nport 53"})
 	syncAndFlush(t, r, wholePass(before))
 
@@ -115,13 +114,13 @@ func TestLateReplyDoesNotKeepClientFromService(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	translate(t, n, "ip daddr 10.96.0.10 udp dport 53 dnat to "+pod1)
-	syncAndFlush(t, r, difference(before, services(t, map[string]string{"dns": "ip 10.96.0.10\nport 53\nready 10.1.0.1"})))
+	setNATRule(t, n, "ip daddr 10.96.0.10 udp dport 53 dnat to "+pod1)
+	syncAndFlush(t, r, changesBetween(before, services(t, map[string]string{"dns": "ip 10.96.0.10\nport 53\nready 10.1.0.1"})))
 	if _, err := beyond.WriteTo([]byte("late"), from); err != nil {
 		t.Fatal(err)
 	}
-	expect(t, c, "late")
-	expect(t, c, "pod1")
+	expectReply(t, c, "late")
+	expectReply(t, c, "pod1")
 }
 
 // TestTCPConnectionStartedBeforeItsServiceIsEstablished uses a client whose first packets
@@ -130,14 +129,14 @@ func TestLateReplyDoesNotKeepClientFromService(t *testing.T) {
 func TestTCPConnectionStartedBeforeItsServiceIsEstablished(t *testing.T) {
 	const web = "10.96.0.10:80"
 	n, opts := newNamespace(t)
-	client, pods := routed(t, n, pod1)
+	client, pods := addRoutedNamespaces(t, n, pod1)
 	var server net.Listener
 	if err := pods.Do(func() (err error) { server, err = net.Listen("tcp", pod1); return err }); err != nil {
 		t.Fatal(err)
 	}
 	defer server.Close()
-	r, _ := start(t, opts)
-	translate(t, n, "")
+	r, _ := startReconciler(t, opts)
+	setNATRule(t, n, "")
 	before := services(t, map[string]string{"web": "ip 10.96.0.10\nport 80/tcp"})
 	syncAndFlush(t, r, wholePass(before))
 
@@ -151,21 +150,21 @@ func TestTCPConnectionStartedBeforeItsServiceIsEstablished(t *testing.T) {
 			return err
 		})
 	}()
-	for deadline := time.Now().Add(time.Minute); len(entries(t, n.FD)) == 0; time.Sleep(time.Millisecond) {
+	for deadline := time.Now().Add(time.Minute); len(tableEntries(t, n.FD)) == 0; time.Sleep(time.Millisecond) {
 		if time.Now().After(deadline) {
 			t.Fatal("the client's first packet has not arrived")
 		}
 	}
-	translate(t, n, "ip daddr 10.96.0.10 tcp dport 80 dnat to 10.1.0.1:5053")
-	syncAndFlush(t, r, difference(before, services(t, map[string]string{"web": "ip 10.96.0.10\nport 80/tcp\nready 10.1.0.1"})))
+	setNATRule(t, n, "ip daddr 10.96.0.10 tcp dport 80 dnat to 10.1.0.1:5053")
+	syncAndFlush(t, r, changesBetween(before, services(t, map[string]string{"web": "ip 10.96.0.10\nport 80/tcp\nready 10.1.0.1"})))
 	if err := <-connected; err != nil {
 		t.Error(err)
 	}
 }
 
-// The function answer runs a UDP server in a namespace until the test ends. The server
-// replies with name.
-func answer(t *testing.T, n *netnstest.Namespace, address, name string) {
+// serveUDP runs a UDP server in a namespace until the test ends. The server replies with
+// name.
+func serveUDP(t *testing.T, n *netnstest.Namespace, address, name string) {
 	t.Helper()
 	var c net.PacketConn
 	if err := n.Do(func() (err error) {
@@ -202,9 +201,9 @@ func socket(t *testing.T, n *netnstest.Namespace, to string) net.Conn {
 	return c
 }
 
-// The function ask sends a request and returns the name of the server that replies, or ""
+// sendRequest sends a request and returns the name of the server that replies, or ""
 // without a reply.
-func ask(c net.Conn) string {
+func sendRequest(c net.Conn) string {
 	c.SetDeadline(time.Now().Add(200 * time.Millisecond))
 	if _, err := c.Write([]byte("?")); err != nil {
 		return ""
@@ -214,13 +213,13 @@ func ask(c net.Conn) string {
 	return string(buffer[:read])
 }
 
-// The function expect sends requests until the wanted server replies. It ignores replies
-// of other servers to earlier requests.
-func expect(t *testing.T, c net.Conn, want string) {
+// expectReply sends requests until the wanted server replies. It ignores replies of other
+// servers to earlier requests.
+func expectReply(t *testing.T, c net.Conn, want string) {
 	t.Helper()
-	got := ask(c)
+	got := sendRequest(c)
 	for deadline := time.Now().Add(time.Minute); got != want && time.Now().Before(deadline); {
-		got = ask(c)
+		got = sendRequest(c)
 	}
 	if got != want {
 		t.Errorf("reply of %s comes from %q, want %q", c.RemoteAddr(), got, want)

@@ -38,10 +38,10 @@ type verdict struct {
 	forwards bool                  // at least some clients get an endpoint for new flows
 }
 
-// The method stale reports whether a flow to the destination has to be deleted. This is
-// true if the flow's endpoint was removed, or if the flow has no endpoint although new
-// flows get one.
-func (v verdict) stale(f flow) bool {
+// isStale reports whether a flow to the destination has to be deleted. This is true if
+// the flow's endpoint was removed, or if the flow has no endpoint although new flows get
+// one.
+func (v verdict) isStale(f flow) bool {
 	switch {
 	case v.allows(f.endpoint):
 		return false
@@ -68,9 +68,9 @@ func (v verdict) contains(list []api.Endpoint, endpoint netip.AddrPort) bool {
 	return false
 }
 
-// The method endpoints yields the endpoints to which flows of one family may continue.
-// Their port is 0 if the verdict is for all ports.
-func (v verdict) endpoints(family api.Family) iter.Seq[netip.AddrPort] {
+// allowedEndpoints yields the endpoints to which flows of one family may continue. Their
+// port is 0 if the verdict is for all ports.
+func (v verdict) allowedEndpoints(family api.Family) iter.Seq[netip.AddrPort] {
 	return func(yield func(netip.AddrPort) bool) {
 		if v.view == nil {
 			return
@@ -90,16 +90,16 @@ func (v verdict) endpoints(family api.Family) iter.Seq[netip.AddrPort] {
 	}
 }
 
-// The method outdates compares v with an earlier verdict. It reports whether a flow to d
-// may be stale according to v although it was not stale according to the earlier verdict.
-func (v verdict) outdates(before verdict, d destination) bool {
+// makesStale compares v with an earlier verdict. It reports whether a flow to d may be
+// stale according to v although it was not stale according to the earlier verdict.
+func (v verdict) makesStale(before verdict, d destination) bool {
 	if v.forwards && !before.forwards {
 		return true
 	}
 	if d.protocol == unix.IPPROTO_TCP {
 		return false
 	}
-	for e := range before.endpoints(api.FamilyOf(d.Addr())) {
+	for e := range before.allowedEndpoints(api.FamilyOf(d.Addr())) {
 		if !v.allows(e) {
 			return true
 		}

@@ -20,9 +20,8 @@ type name struct {
 	Name      string `json:"name"`
 }
 
-// The method write sends the response. Load balancers may use the weight in its header
-// (KEP 3836).
-func (a answer) write(w http.ResponseWriter) {
+// writeTo sends the response. Load balancers may use the weight in its header (KEP 3836).
+func (a answer) writeTo(w http.ResponseWriter) {
 	h := w.Header()
 	h.Set("Content-Type", "application/json")
 	h.Set("X-Content-Type-Options", "nosniff")

@@ -75,8 +75,8 @@ type port struct {
 	sockets   map[netip.Addr]*socket
 }
 
-// The type service has a service's port, and the service's number of ready local
-// endpoints by family. It is immutable.
+// service is the state of one service: its port, and its number of ready local endpoints
+// by family. It is immutable.
 type service struct {
 	port   int32
 	v4, v6 int // ready local endpoints
@@ -149,12 +149,12 @@ func (s *Server) Sync(ctx context.Context, c *sink.Changes) error {
 	touched := map[int32]bool{}
 	s.pass.Begin(c)
 	for change := range c.Services {
-		s.set(change.Key, change.New, touched)
+		s.setService(change.Key, change.New, touched)
 	}
 	if c.Last {
 		for key := range s.services {
 			if s.pass.Stale(key) {
-				s.set(key, nil, touched)
+				s.setService(key, nil, touched)
 			}
 		}
 	}
@@ -165,10 +165,10 @@ func (s *Server) Sync(ctx context.Context, c *sink.Changes) error {
 	return nil
 }
 
-// The method set updates the view of a service, or deletes the service if view is nil. If
-// the claimants of a port change, the method adds the port to the map touched. The caller
-// holds the lock.
-func (s *Server) set(key types.NamespacedName, view *api.ServiceEndpoints, touched map[int32]bool) {
+// setService updates the view of a service, or deletes the service if view is nil. If the
+// claimants of a port change, setService adds the port to touched. The caller holds the
+// lock.
+func (s *Server) setService(key types.NamespacedName, view *api.ServiceEndpoints, touched map[int32]bool) {
 	var before, now int32
 	if old := s.services[key]; old != nil {
 		before = old.port
@@ -218,17 +218,16 @@ func (s *Server) arrange(ctx context.Context, number int32) {
 		if p.sockets[addr] == nil && (addr.Is4() || !addr.IsLinkLocalUnicast()) {
 			d := &socket{at: netip.AddrPortFrom(addr, uint16(number))}
 			p.sockets[addr] = d
-			s.open(ctx, p, d)
+			s.openSocket(ctx, p, d)
 		}
 	}
 }
 
-// The method open tries to listen on the address and port of d. The caller holds the
-// lock.
-func (s *Server) open(ctx context.Context, p *port, d *socket) {
+// openSocket tries to listen on the address and port of d. The caller holds the lock.
+func (s *Server) openSocket(ctx context.Context, p *port, d *socket) {
 	listener, err := s.opts.Listen(ctx, d.at)
 	if err == nil {
-		d.serve(listener, s.answer)
+		d.serve(listener, s.answerAt)
 		return
 	}
 	if d.err == nil || d.err.Error() != err.Error() {
@@ -242,9 +241,9 @@ func (s *Server) open(ctx context.Context, p *port, d *socket) {
 	}
 }
 
-// The method answer returns the response to requests at an address and port. It returns
-// false if no service has the port.
-func (s *Server) answer(at netip.AddrPort) (answer, bool) {
+// answerAt returns the response to requests at an address and port. It returns false if
+// no service has the port.
+func (s *Server) answerAt(at netip.AddrPort) (answer, bool) {
 	s.mu.Lock()
 	p := s.ports[int32(at.Port())]
 	if p == nil || len(p.claimants) == 0 {
@@ -261,8 +260,8 @@ func (s *Server) answer(at netip.AddrPort) (answer, bool) {
 	return a, true
 }
 
-// The method sockets yields all sockets with their ports. The caller holds the lock.
-func (s *Server) sockets() iter.Seq2[*socket, *port] {
+// allSockets yields all sockets with their ports. The caller holds the lock.
+func (s *Server) allSockets() iter.Seq2[*socket, *port] {
 	return func(yield func(*socket, *port) bool) {
 		for _, p := range s.ports {
 			for _, d := range p.sockets {
@@ -278,7 +277,7 @@ func (s *Server) sockets() iter.Seq2[*socket, *port] {
 // caller holds the lock.
 func (s *Server) observe() {
 	var counts [2]int
-	for d := range s.sockets() {
+	for d := range s.allSockets() {
 		if d.err == nil {
 			counts[0]++
 		} else {
@@ -314,7 +313,7 @@ func (s *Server) run(ctx context.Context, changed <-chan struct{}) {
 func (s *Server) nextAttempt() (first time.Time) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	for d := range s.sockets() {
+	for d := range s.allSockets() {
 		if d.err != nil && (first.IsZero() || d.next.Before(first)) {
 			first = d.next
 		}
@@ -326,9 +325,9 @@ func (s *Server) tryAgain(ctx context.Context) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	now := s.opts.Clock.Now()
-	for d, p := range s.sockets() {
+	for d, p := range s.allSockets() {
 		if d.err != nil && !d.next.After(now) {
-			s.open(ctx, p, d)
+			s.openSocket(ctx, p, d)
 		}
 	}
 	s.observe()

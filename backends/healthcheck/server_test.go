@@ -113,7 +113,7 @@ func (n *network) get(t testing.TB, addr, path string) (int, http.Header, string
 	return response.StatusCode, response.Header, string(body)
 }
 
-// The type world has a Server under test, and a source whose content the test sets.
+// world is a Server under test, with a source whose content the test sets.
 type world struct {
 	*network
 	source *sinktest.Source
@@ -147,8 +147,8 @@ func newWorldIn(t *testing.T, n *network, opts healthcheck.Options) *world {
 	return w
 }
 
-// The method deliver sets views in the source and deletes services from it. Then it waits
-// until the server has processed these changes.
+// deliver puts views into the source and deletes services from it. Then it waits until
+// the server has processed these changes.
 func (w *world) deliver(t *testing.T, views []*api.ServiceEndpoints, deleted ...string) {
 	t.Helper()
 	w.source.Set(views...)
@@ -162,9 +162,9 @@ func (w *world) deliver(t *testing.T, views []*api.ServiceEndpoints, deleted ...
 	}
 }
 
-// The function local returns the view of a service with a health-check node port and with
-// ready endpoints on this node.
-func local(name string, port int32, endpoints ...string) *api.ServiceEndpoints {
+// localView returns the view of a service with a health-check node port and with ready
+// endpoints on this node.
+func localView(name string, port int32, endpoints ...string) *api.ServiceEndpoints {
 	svc := &api.Service{
 		Namespace: "test", Name: name, Type: api.LoadBalancer, ExternalTrafficToLocal: true, HealthCheckNodePort: port,
 		IPFamilies: []api.Family{api.IPv4, api.IPv6}, Ports: []api.PortMapping{{Protocol: api.TCP, Port: 80, TargetPort: 80}},
@@ -210,7 +210,7 @@ func TestResponses(t *testing.T) {
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			healthy.Store(test.healthy)
-			w.deliver(t, one(local("web", 30001, test.endpoints...)))
+			w.deliver(t, one(localView("web", 30001, test.endpoints...)))
 			for _, path := range []string{"/", "/healthz", "/any//path/../?x=y"} {
 				status, header, body := w.get(t, test.addr, path)
 				if status != test.status {
@@ -239,26 +239,26 @@ func TestPortsFollowTheirServices(t *testing.T) {
 			t.Errorf("listening on (-want +got):\n%s", diff)
 		}
 	}
-	w.deliver(t, []*api.ServiceEndpoints{local("a", 30001), local("b", 30002)})
+	w.deliver(t, []*api.ServiceEndpoints{localView("a", 30001), localView("b", 30002)})
 	check("10.0.0.1:30001", "10.0.0.1:30002")
-	w.deliver(t, one(local("a", 30003)))
+	w.deliver(t, one(localView("a", 30003)))
 	check("10.0.0.1:30002", "10.0.0.1:30003")
-	cluster := local("b", 30002)
+	cluster := localView("b", 30002)
 	svc := *cluster.Service
 	svc.ExternalTrafficToLocal = false
 	w.deliver(t, one(&api.ServiceEndpoints{Service: &svc}))
 	check("10.0.0.1:30003")
 
 	// Two services swap their ports.
-	w.deliver(t, []*api.ServiceEndpoints{local("a", 30003, "10.1.0.1"), local("b", 30002)})
-	w.deliver(t, []*api.ServiceEndpoints{local("a", 30002, "10.1.0.1"), local("b", 30003)})
+	w.deliver(t, []*api.ServiceEndpoints{localView("a", 30003, "10.1.0.1"), localView("b", 30002)})
+	w.deliver(t, []*api.ServiceEndpoints{localView("a", 30002, "10.1.0.1"), localView("b", 30003)})
 	check("10.0.0.1:30002", "10.0.0.1:30003")
 	if status, _, body := w.get(t, "10.0.0.1:30002", "/"); status != 200 {
 		t.Errorf("after a swap: status %d: %s", status, body)
 	}
 	// A service takes over the port of another service, which will be changed or deleted
 	// soon.
-	w.deliver(t, one(local("c", 30003, "10.1.0.1")))
+	w.deliver(t, one(localView("c", 30003, "10.1.0.1")))
 	if status, _, body := w.get(t, "10.0.0.1:30003", "/"); status != 200 {
 		t.Errorf("after a service took over a port: status %d: %s", status, body)
 	}
@@ -296,15 +296,15 @@ func TestPassInSeveralBatches(t *testing.T) {
 			t.Errorf("%s, listening on (-want +got):\n%s", when, diff)
 		}
 	}
-	batch(true, true, local("a", 30001), local("gone", 30002), local("moved", 30003))
-	batch(true, false, local("a", 30003, "10.1.0.1"))
+	batch(true, true, localView("a", 30001), localView("gone", 30002), localView("moved", 30003))
+	batch(true, false, localView("a", 30003, "10.1.0.1"))
 	check("during a pass", "10.0.0.1:30002", "10.0.0.1:30003")
 	if status, _, body := n.get(t, "10.0.0.1:30003", "/"); status != 200 {
 		t.Errorf("service that took over a port: status %d: %s", status, body)
 	}
-	batch(true, false, local("a", 30003))
+	batch(true, false, localView("a", 30003))
 	check("after the pass began again", "10.0.0.1:30002", "10.0.0.1:30003")
-	batch(false, false, local("moved", 30001))
+	batch(false, false, localView("moved", 30001))
 	check("after the other service was delivered", "10.0.0.1:30001", "10.0.0.1:30002", "10.0.0.1:30003")
 	batch(false, true)
 	check("after the pass", "10.0.0.1:30001", "10.0.0.1:30003")
@@ -314,7 +314,7 @@ func TestAddressesAreFollowed(t *testing.T) {
 	addrs := nodeaddr.Of(netip.MustParseAddr("10.0.0.1"))
 	observed := make(chan [2]int, 10)
 	w := newWorld(t, healthcheck.Options{Addrs: addrs, Observe: func(open, failing int) { observed <- [2]int{open, failing} }})
-	w.deliver(t, one(local("a", 30001)))
+	w.deliver(t, one(localView("a", 30001)))
 	<-observed
 	// The server skips fe80::1, because it does not know the address's interface.
 	addrs.Set(netip.MustParseAddr("10.0.0.2"), netip.MustParseAddr("fd00::1"), netip.MustParseAddr("fe80::1"))
@@ -336,7 +336,7 @@ func TestFailedPortIsReportedAndRetried(t *testing.T) {
 	w := newWorldIn(t, n, healthcheck.Options{
 		Clock: clock, Fault: func(f healthcheck.Fault) { faults <- f }, Observe: func(open, failing int) { observed <- [2]int{open, failing} },
 	})
-	w.deliver(t, []*api.ServiceEndpoints{local("a", 30001), local("b", 30002, "10.1.0.1")})
+	w.deliver(t, []*api.ServiceEndpoints{localView("a", 30001), localView("b", 30002, "10.1.0.1")})
 	want := healthcheck.Fault{Service: types.NamespacedName{Namespace: "test", Name: "a"}, Addr: netip.MustParseAddrPort("10.0.0.1:30001"), Err: inUse}
 	if got := <-faults; got != want {
 		t.Errorf("reported %+v, want %+v", got, want)

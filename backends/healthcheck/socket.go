@@ -37,7 +37,7 @@ func (d *socket) serve(listener net.Listener, answerAt func(netip.AddrPort) (ans
 	d.server = &http.Server{
 		Handler: http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
 			if a, ok := answerAt(d.at); ok {
-				a.write(w)
+				a.writeTo(w)
 			} else {
 				http.Error(w, "no service uses this port any longer", http.StatusServiceUnavailable)
 			}
@@ -63,7 +63,7 @@ func (d *socket) recordFailure(at time.Time, err error) {
 	d.next = at.Add(d.backoff)
 }
 
-// The method close closes the listener and its connections.
+// close closes the listener and its connections.
 func (d *socket) close() {
 	if d.server != nil {
 		d.server.Close()

@@ -56,7 +56,7 @@ COMMIT
 	ns.Run(t, "ipset", "add", "KPNG-other-NODE4", "192.0.2.9")
 }
 
-// own removes the lines that concern this instance from the output of saveAll.
+// withoutOwn removes the lines that concern this instance from the output of saveAll.
 func withoutOwn(text string) string {
 	var b strings.Builder
 	for line := range strings.Lines(text) {

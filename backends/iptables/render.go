@@ -492,7 +492,8 @@ func oneIn(n int) string {
 // four bits of the destination address, and that one selects one of 16 chains by the next
 // four bits. The chain nodePorts selects a chain by protocol and port.
 
-// dispatchChain returns the chain for the entry of a frontend, without the prefix.
+// dispatchChain returns the name, without the prefix, of the chain that has the entry of a
+// frontend.
 func dispatchChain(k *nodeview.FrontendKey) string {
 	if k.Kind == nodeview.NodePort {
 		return fmt.Sprintf("N%c%X", k.Protocol.String()[0], k.Port/portsPerChain)

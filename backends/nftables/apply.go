@@ -21,8 +21,8 @@ import (
 // the search for the services that caused the failure takes long.
 const maxOps = 20_000
 
-// apply writes parts to the kernel, in as few transactions as maxOps allows. It records
-// failing services in the argument failed. It only returns errors that no service caused.
+// apply writes parts to the kernel, in as few transactions as maxOps allows. It adds
+// failing services to failed. It only returns errors that no service caused.
 func (t *table) apply(ctx context.Context, parts []part, failed *sink.Failed) error {
 	for len(parts) > 0 {
 		n, size := 1, parts[0].size()
@@ -103,7 +103,7 @@ func (t *table) checkPart(ctx context.Context, p *part) error {
 	})
 	for _, o := range p.ops {
 		t.state.resolve(o)
-		actual, ok, err := t.conn.get(ctx, o.elementID)
+		actual, ok, err := t.conn.getElement(ctx, o.elementID)
 		if err != nil {
 			return err
 		}

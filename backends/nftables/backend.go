@@ -21,7 +21,7 @@ import (
 // Backend is a sink that programs nftables. See the package comment.
 //
 // Backend passes changes to package conntrack. It ensures that calls of a driver and
-// updates of the node's addresses do not overlap. The field table does all other work.
+// updates of the node's addresses do not overlap. Its table does all other work.
 type Backend struct {
 	opts  Options
 	tasks kernelnode.Tasks
@@ -62,21 +62,21 @@ func (b *Backend) Start(ctx context.Context) error {
 	}
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	others := int64(-1)
-	err := retry(ctx, "Kernel not ready; retrying to make the table", func() (err error) {
+	foreignCommits := int64(-1)
+	err := retryTransient(ctx, "Kernel not ready; retrying to make the table", func() (err error) {
 		if err := b.table.conn.checkKernel(ctx, features); err != nil {
 			return err
 		}
 		// With NodePodCIDRs, the skeleton needs the Node object, so the first pass loads it.
 		if !b.opts.NodePodCIDRs {
-			others, err = b.table.loadSkeleton(ctx)
+			foreignCommits, err = b.table.loadSkeleton(ctx)
 		}
 		return err
 	})
 	if err != nil {
 		return err
 	}
-	return b.startTasks(ctx, others)
+	return b.startTasks(ctx, foreignCommits)
 }
 
 const (
@@ -84,9 +84,9 @@ const (
 	maxBackoff = 10 * time.Second
 )
 
-// The function retry calls f until f succeeds or returns an error that is not transient,
-// or until ctx ends. It logs message before each retry.
-func retry(ctx context.Context, message string, f func() error) error {
+// retryTransient calls f until f succeeds or returns an error that is not transient, or
+// until ctx ends. It logs message before each retry.
+func retryTransient(ctx context.Context, message string, f func() error) error {
 	for backoff := minBackoff; ; backoff = min(2*backoff, maxBackoff) {
 		err := f()
 		if !netfilter.IsTransient(err) && !errors.Is(err, netfilter.ErrUnknownOutcome) {
@@ -101,18 +101,18 @@ func retry(ctx context.Context, message string, f func() error) error {
 	}
 }
 
-// startTasks starts connection tracking and the backend's goroutines. The argument others
-// is the result of conn.others before Start loaded the skeleton. It is negative if Start
-// did not load the skeleton.
-func (b *Backend) startTasks(ctx context.Context, others int64) error {
+// startTasks starts connection tracking and the backend's goroutines. foreignCommits is
+// the result of conn.foreignCommits before Start loaded the skeleton. It is negative if
+// Start did not load the skeleton.
+func (b *Backend) startTasks(ctx context.Context, foreignCommits int64) error {
 	if err := b.tasks.Start(ctx, b.opts.NodeAddresses, b.opts.Conntrack, b.opts.NetNS); err != nil {
 		return err
 	}
-	if others >= 0 {
+	if foreignCommits >= 0 {
 		b.tasks.Go(func(ctx context.Context) {
 			b.mu.Lock()
 			defer b.mu.Unlock()
-			b.table.readAhead(ctx, others)
+			b.table.readAhead(ctx, foreignCommits)
 		})
 	}
 	b.tasks.FollowAddresses(b.updateNodePortAddresses, "table", b.table.conn.table)

@@ -39,8 +39,8 @@ func numberedService(i, m int) *api.ServiceEndpoints {
 	return view(fmt.Sprintf("svc-%06d", i), []string{ip.String()}, eps, nil)
 }
 
-// The function batches divides a pass into batches of the driver's default size.
-func batches(list []sink.Change) []*sink.Changes {
+// splitPass divides a pass into batches of the driver's default size.
+func splitPass(list []sink.Change) []*sink.Changes {
 	var all []*sink.Changes
 	for part := range slices.Chunk(list, 10_000/(1+len(list[0].New.Endpoints))) {
 		all = append(all, batch(len(all) == 0, false, part...))
@@ -52,7 +52,7 @@ func batches(list []sink.Change) []*sink.Changes {
 func BenchmarkLoad(b *testing.B) {
 	for _, n := range []int{1_000, 10_000, 30_000} {
 		b.Run(fmt.Sprintf("services=%d/endpoints=10", n), func(b *testing.B) {
-			all := batches(manyServices(n, 10))
+			all := splitPass(manyServices(n, 10))
 			for b.Loop() {
 				b.StopTimer()
 				be, _ := start(b, Options{})
@@ -67,7 +67,7 @@ func BenchmarkLoad(b *testing.B) {
 func BenchmarkResync(b *testing.B) {
 	for _, n := range []int{1_000, 10_000, 30_000} {
 		b.Run(fmt.Sprintf("services=%d/endpoints=10", n), func(b *testing.B) {
-			all := batches(manyServices(n, 10))
+			all := splitPass(manyServices(n, 10))
 			be, ns := start(b, Options{})
 			mustSync(b, be, all...)
 			for b.Loop() {
@@ -83,7 +83,7 @@ func BenchmarkChange(b *testing.B) {
 	for _, n := range []int{1_000, 10_000, 100_000} {
 		be, _ := start(b, Options{})
 		list := manyServices(n, 10)
-		mustSync(b, be, changes(true, list...))
+		mustSync(b, be, batchOf(true, list...))
 		old := list[n/2].New
 		replaced := view(old.Service.Name, []string{old.Service.IPs.ClusterIPs.V4[0].String()}, []string{"12.0.0.1", "12.0.0.2", "12.0.0.3", "12.0.0.4", "12.0.0.5", "12.0.0.6", "12.0.0.7", "12.0.0.8", "12.0.0.9", "12.0.0.10"}, nil)
 		more := numberedService(n/2, 11)
@@ -94,8 +94,8 @@ func BenchmarkChange(b *testing.B) {
 			b.Run(fmt.Sprintf("services=%d/%s", n, kind.name), func(b *testing.B) {
 				for b.Loop() {
 					key := old.Key()
-					mustSync(b, be, changes(false, sink.Change{Key: key, Old: old, New: kind.change}))
-					mustSync(b, be, changes(false, sink.Change{Key: key, Old: kind.change, New: old}))
+					mustSync(b, be, batchOf(false, sink.Change{Key: key, Old: old, New: kind.change}))
+					mustSync(b, be, batchOf(false, sink.Change{Key: key, Old: kind.change, New: old}))
 				}
 			})
 		}
@@ -110,11 +110,11 @@ func BenchmarkNewSharedChain(b *testing.B) {
 		b.Run(fmt.Sprintf("services=%d", n), func(b *testing.B) {
 			be, _ := start(b, Options{})
 			list := manyServices(n, 10)
-			mustSync(b, be, changes(true, list...))
+			mustSync(b, be, batchOf(true, list...))
 			old := list[n/2].New
 			for endpoints := 11; b.Loop(); endpoints++ {
 				next := numberedService(n/2, endpoints)
-				mustSync(b, be, changes(false, sink.Change{Old: old, New: next}))
+				mustSync(b, be, batchOf(false, sink.Change{Old: old, New: next}))
 				old = next
 			}
 		})
@@ -127,7 +127,7 @@ func BenchmarkConnect(b *testing.B) {
 	for _, n := range []int{10, 1_000, 30_000} {
 		b.Run(fmt.Sprintf("services=%d/endpoints=10", n), func(b *testing.B) {
 			be, ns := start(b, Options{})
-			mustSync(b, be, changes(true, manyServices(n, 10)...))
+			mustSync(b, be, batchOf(true, manyServices(n, 10)...))
 			for _, network := range []string{"10.0.0.1/8", "11.0.0.1/8"} { // networks of the services and of the pods
 				ns.Add(b, "lo", network)
 			}
@@ -136,7 +136,7 @@ func BenchmarkConnect(b *testing.B) {
 			err := ns.Do(func() error {
 				for i := range b.N {
 					to := &unix.SockaddrInet4{Port: 80, Addr: numberedService(i*7919%n, 0).Service.IPs.ClusterIPs.V4[0].As4()}
-					took, err := connect(to)
+					took, err := timeConnect(to)
 					if err != nil {
 						return err
 					}
@@ -153,9 +153,8 @@ func BenchmarkConnect(b *testing.B) {
 	}
 }
 
-// The function connect opens a TCP connection to an address and returns the time that
-// this took.
-func connect(to unix.Sockaddr) (time.Duration, error) {
+// timeConnect opens a TCP connection to an address and returns the time that this took.
+func timeConnect(to unix.Sockaddr) (time.Duration, error) {
 	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
 		return 0, err
@@ -242,7 +241,7 @@ func waitForEndpoint(b *testing.B, c *conn, i int, address netip.Addr) {
 	w := keyWriter{&id, at}
 	w.slot(0)
 	for {
-		e, ok, err := c.get(b.Context(), id)
+		e, ok, err := c.getElement(b.Context(), id)
 		if err != nil {
 			b.Fatal(err)
 		}

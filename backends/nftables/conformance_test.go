@@ -42,7 +42,7 @@ func newSink(site conformance.Site) (sink.Sink, error) {
 	return &node{backend, healthcheck.New(healthcheck.Options{Addrs: addrs})}, err
 }
 
-// The type node is a sink that consists of a backend and a health-check server.
+// node is a sink that consists of a backend and a health-check server.
 type node struct {
 	*nftables.Backend
 	health *healthcheck.Server

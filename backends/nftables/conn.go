@@ -36,8 +36,8 @@ func (c *conn) transact(ctx context.Context, fill func(*wire)) error {
 	return c.Transact(ctx, func(b *netfilter.Builder) { fill(&wire{b, c.table}) })
 }
 
-// The method query sends one request about the table, with the attributes that fill adds;
-// see [netfilter.Conn.Query].
+// query sends one request about the table, with the attributes that fill adds; see
+// [netfilter.Conn.Query].
 func (c *conn) query(ctx context.Context, msg, flags uint16, fill func(*wire), f func(attributes []byte)) error {
 	return c.Query(ctx, func(b *netfilter.Builder) {
 		w := wire{b, c.table}
@@ -47,13 +47,13 @@ func (c *conn) query(ctx context.Context, msg, flags uint16, fill func(*wire), f
 	}, f)
 }
 
-// The method list requests all objects of one kind in the table.
+// list requests all objects of one kind in the table.
 //
 // The kernel answers in several messages. To continue, it skips as many objects of the
 // table as it has sent. It reports an interruption if any table changed meanwhile. Only a
 // change of this table matters, and other programs should not change it, so list ignores
-// interruptions. If a program does change it, conn.others increases, and Verify reads the
-// table again.
+// interruptions. If a program does change it, the result of foreignCommits changes, and
+// Verify reads the table again.
 func (c *conn) list(ctx context.Context, msg uint16, fill func(*wire), f func(attributes []byte)) error {
 	err := c.query(ctx, msg, unix.NLM_F_DUMP, fill, f)
 	if errors.Is(err, netfilter.ErrInterrupted) {
@@ -77,13 +77,13 @@ func (c *conn) dump(ctx context.Context, m mapID, f func(e element, foreign []by
 	return nil
 }
 
-// The method get reads the element with this ID from the kernel, and returns false if
-// there is none.
-func (c *conn) get(ctx context.Context, id elementID) (e element, ok bool, err error) {
+// getElement reads the element with this ID from the kernel, and returns false if there
+// is none.
+func (c *conn) getElement(ctx context.Context, id elementID) (e element, ok bool, err error) {
 	err = c.query(ctx, unix.NFT_MSG_GETSETELEM, 0, func(w *wire) {
 		w.String(unix.NFTA_SET_ELEM_LIST_SET, id.m.name())
 		list := w.Nest(unix.NFTA_SET_ELEM_LIST_ELEMENTS)
-		w.element(&element{elementID: id}, false)
+		w.addElement(&element{elementID: id}, false)
 		w.EndNest(list)
 	}, func(attributes []byte) {
 		decodeElements(id.m, attributes, map[string]string{}, func(got element, foreign []byte) {
@@ -179,11 +179,10 @@ func (c *conn) listChains(ctx context.Context) (map[string]hook, error) {
 	}
 }
 
-// The method others returns a number that changes with each transaction of another
-// program in the network namespace, on any table. Transactions of this connection do not
-// change it. The result is the kernel's number of transactions minus that of this
-// connection.
-func (c *conn) others(ctx context.Context) (int64, error) {
+// foreignCommits returns a number that changes with each transaction of another program
+// in the network namespace, on any table. Transactions of this connection do not change
+// it. The result is the kernel's number of transactions minus that of this connection.
+func (c *conn) foreignCommits(ctx context.Context) (int64, error) {
 	var generation uint32
 	err := c.Query(ctx, func(b *netfilter.Builder) {
 		b.End(b.Begin(nftMsg(unix.NFT_MSG_GETGEN), 0, unix.NFPROTO_INET))

@@ -20,10 +20,10 @@ import (
 // A line with a superfluous element begins with "+", and a line with a missing element
 // begins with "-".
 //
-// The arguments addr, protocol and port identify the frontend. If addr is an address of
-// the node, the frontend is a node port. For an all-ports service, protocol and port are
-// 0. Dataplane may be called at any time. If the backend was not started, Dataplane shows
-// the table of another process.
+// addr, protocol and port identify the frontend. If addr is an address of the node, the
+// frontend is a node port. For an all-ports service, protocol and port are 0. Dataplane
+// may be called at any time. If the backend was not started, Dataplane shows the table of
+// another process.
 func (b *Backend) Dataplane(ctx context.Context, addr netip.Addr, protocol api.Protocol, port int32, se *api.ServiceEndpoints) (string, error) {
 	c := newConn(b.opts.NetNS, "")
 	defer c.Close()
@@ -72,12 +72,12 @@ func (b *Backend) Dataplane(ctx context.Context, addr netip.Addr, protocol api.P
 // missing. If isNodePort is true but the address of f has no node ports, a line reports
 // this.
 func (c *conn) elementsOf(ctx context.Context, f *nodeview.Frontend, minSlots int, isNodePort bool) (lines []string, err error) {
-	// The function show adds a line for an element if the kernel has it. After an error,
-	// show does nothing.
-	show := func(id elementID, remark string) (ok bool) {
+	// addLine adds a line for an element if the kernel has it. After an error, addLine does
+	// nothing.
+	addLine := func(id elementID, remark string) (ok bool) {
 		var e element
 		if err == nil {
-			e, ok, err = c.get(ctx, id)
+			e, ok, err = c.getElement(ctx, id)
 		}
 		if ok {
 			lines = append(lines, e.String()+remark)
@@ -89,8 +89,8 @@ func (c *conn) elementsOf(ctx context.Context, f *nodeview.Frontend, minSlots in
 			continue
 		}
 		if s == matchNodePort {
-			admitted := addressElement(nodePortAddresses, f.Addr).elementID
-			if !show(admitted, "") {
+			admitted := addressElement(kindNodePortAddresses, f.Addr).elementID
+			if !addLine(admitted, "") {
 				if !isNodePort {
 					continue
 				}
@@ -98,19 +98,19 @@ func (c *conn) elementsOf(ctx context.Context, f *nodeview.Frontend, minSlots in
 			}
 		}
 		found := false
-		for _, kinds := range [][2]mapKind{{frontends, endpoints}, {nodeFrontends, nodeEndpoints}} {
+		for _, kinds := range [][2]mapKind{{kindFrontends, kindEndpoints}, {kindNodeFrontends, kindNodeEndpoints}} {
 			e, _ := frontendElement(mapID{kinds[0], s, f.Family}, f)
-			if show(e.elementID, "") {
+			if addLine(e.elementID, "") {
 				found = true
 			}
-			for slot := 0; show(endpointID(mapID{kinds[1], s, f.Family}, f, slot), "") || slot < minSlots; slot++ {
+			for slot := 0; addLine(endpointID(mapID{kinds[1], s, f.Family}, f, slot), "") || slot < minSlots; slot++ {
 			}
 		}
 		if found {
 			return lines, err
 		}
 	}
-	show(addressElement(clusterIPs, f.Addr).elementID, " (unknown port)")
+	addLine(addressElement(kindClusterIPs, f.Addr).elementID, " (unknown port)")
 	return lines, err
 }
 
@@ -129,10 +129,10 @@ func requiredElements(se *api.ServiceEndpoints, f *nodeview.Frontend) (lines []s
 			continue
 		}
 		newPlanner().planFrontend(se, &want, func(e element) {
-			if e.m.kind <= nodeEndpoints {
+			if e.m.kind <= kindNodeEndpoints {
 				lines = append(lines, e.String())
 			}
-			if e.m.kind == endpoints || e.m.kind == nodeEndpoints {
+			if e.m.kind == kindEndpoints || e.m.kind == kindNodeEndpoints {
 				slots++
 			}
 		}, func(object) {})

@@ -46,10 +46,10 @@ func canonical(rule []byte) (b []byte) {
 	return b
 }
 
-// The map nested has, for each name of an expression, the attributes that contain other
-// attributes. The value of such an attribute, such as "data", is the key under which the
-// map has the contained attributes.
-var nested = map[string]map[uint16]string{
+// nestedAttributes has, for each name of an expression, the attributes that contain other
+// attributes. The value of such an attribute, such as "data", is the key under which
+// nestedAttributes has the contained attributes.
+var nestedAttributes = map[string]map[uint16]string{
 	"cmp":       {unix.NFTA_CMP_DATA: "data"},
 	"immediate": {unix.NFTA_IMMEDIATE_DATA: "data"},
 	"bitwise":   {unix.NFTA_BITWISE_MASK: "data", unix.NFTA_BITWISE_XOR: "data"},
@@ -63,7 +63,7 @@ func appendCanonical(b []byte, of string, data []byte) []byte {
 	}
 	var attributes []attribute
 	for number, v := range netfilter.Attributes(data) {
-		if inner, ok := nested[of][number]; ok {
+		if inner, ok := nestedAttributes[of][number]; ok {
 			v = appendCanonical(nil, inner, v)
 		} else if of == "nat" && number == unix.NFTA_NAT_FLAGS {
 			// Newer kernels set two flags here, which the normal form omits.

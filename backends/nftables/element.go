@@ -26,28 +26,28 @@ type elementID struct {
 	key [maxKey]byte
 }
 
-// The method frontend returns the ID of the frontend to which an element belongs. The key
-// of the element begins with the key of the frontend.
-func (id *elementID) frontend() elementID {
-	f := elementID{m: mapID{frontends, id.m.match, id.m.family}}
+// frontendID returns the ID of the frontend to which an element belongs. The key of the
+// element begins with the key of the frontend.
+func (id *elementID) frontendID() elementID {
+	f := elementID{m: mapID{kindFrontends, id.m.match, id.m.family}}
 	copy(f.key[:f.m.keyLen()], id.key[:])
 	return f
 }
 
-// The type value has the fields of an element except its key. In elements of a set, all
-// fields are zero.
+// value has the fields of an element except its key. In elements of a set, all fields are
+// zero.
 type value struct {
 	data [20]byte
-	// The field chain is the name of the verdict's target chain, or the constant drop. In
-	// maps of frontends, it is the name of the shared chain whose number is in data.
+	// chain is the name of the verdict's target chain, or dropVerdict. In maps of frontends,
+	// it is the name of the shared chain whose number is in data.
 	chain string
 	// comment has the name of a frontend's service port, for people who read the table.
 	comment string
 }
 
-// The constant drop stands for the verdict drop in fields that otherwise contain the name
-// of a chain.
-const drop = "drop"
+// dropVerdict stands for the verdict drop in fields that otherwise contain the name of a
+// chain.
+const dropVerdict = "drop"
 
 type element struct {
 	elementID
@@ -122,7 +122,7 @@ func (e element) String() string {
 	s := e.elementID.String()
 	addrLen := e.m.addrLen()
 	switch {
-	case e.chain == drop:
+	case e.chain == dropVerdict:
 		s += " : drop"
 	case e.chain != "":
 		s += " : goto " + e.chain
@@ -155,7 +155,7 @@ func (id elementID) String() string {
 		}
 	}
 	s := id.m.name() + " " + strings.Join(parts, " . ")
-	if id.m.kind == sources {
+	if id.m.kind == kindSources {
 		s += fmt.Sprint("/", id.key[maxKey-1])
 	}
 	return s

@@ -13,12 +13,12 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// The method element adds e to the list of elements that is being encoded.
-func (w *wire) element(e *element, withData bool) {
+// addElement adds e to the list of elements that is being encoded.
+func (w *wire) addElement(e *element, withData bool) {
 	item := w.Nest(unix.NFTA_LIST_ELEM)
 	key := e.key[:e.m.keyLen()]
 	w.data(unix.NFTA_SET_ELEM_KEY, key)
-	if e.m.kind == sources {
+	if e.m.kind == kindSources {
 		w.data(nftaSetElemKeyEnd, rangeEnd(key, e.m.addrLen(), int(e.key[maxKey-1])))
 	}
 	switch {
@@ -28,7 +28,7 @@ func (w *wire) element(e *element, withData bool) {
 	case e.m.hasVerdicts():
 		data := w.Nest(unix.NFTA_SET_ELEM_DATA)
 		verdict := w.Nest(unix.NFTA_DATA_VERDICT)
-		if e.chain == drop {
+		if e.chain == dropVerdict {
 			w.Uint32(unix.NFTA_VERDICT_CODE, nfDrop)
 		} else {
 			code := int32(unix.NFT_GOTO)
@@ -62,9 +62,9 @@ func rangeEnd(key []byte, addrLen, bits int) []byte {
 }
 
 // decodeElements calls f with each element of a NFT_MSG_NEWSETELEM message about m. If
-// the element cannot come from this package, the argument foreign is its encoding, valid
-// until f returns. The argument names is a cache of chain names, so that elements with
-// the same chain share one string.
+// the element cannot come from this package, foreign is its encoding, valid until f
+// returns; otherwise foreign is nil. A cache of chain names lets elements with the same
+// chain share one string.
 func decodeElements(m mapID, attributes []byte, names map[string]string, f func(e element, foreign []byte)) {
 	for _, item := range netfilter.Attributes(netfilter.Attribute(attributes, unix.NFTA_SET_ELEM_LIST_ELEMENTS)) {
 		if e, ok := decodeElement(m, item, names); ok {
@@ -90,7 +90,7 @@ func decodeElement(m mapID, item []byte, names map[string]string) (e element, ok
 		e.comment = netfilter.String(v[2:])
 	}
 	switch m.kind {
-	case frontends, nodeFrontends:
+	case kindFrontends, kindNodeFrontends:
 		name, known := names[string(number)]
 		if !known {
 			if c, ok := sharedChainOf(&e.elementID, &e.value); ok {
@@ -99,10 +99,10 @@ func decodeElement(m mapID, item []byte, names map[string]string) (e element, ok
 			names[string(number)] = name
 		}
 		e.chain = name
-	case sharedChains, nodeSharedChains:
+	case kindSharedChains, kindNodeSharedChains:
 		c, isNumber := sharedChainOf(&e.elementID, &e.value)
 		ok = ok && isNumber && e.chain == c.name()
-	case sources:
+	case kindSources:
 		end := netfilter.Attribute(netfilter.Attribute(item, nftaSetElemKeyEnd), unix.NFTA_DATA_VALUE)
 		bits, isPrefix := prefixLen(e.key[m.keyLen()-m.addrLen():m.keyLen()], end)
 		e.key[maxKey-1] = bits
@@ -127,7 +127,7 @@ func prefixLen(firstAddr, lastKey []byte) (bits byte, ok bool) {
 	return 0, false
 }
 
-// decodeVerdict returns the chain to which a verdict goes, or the constant drop.
+// decodeVerdict returns the chain to which a verdict goes, or dropVerdict.
 func decodeVerdict(verdict []byte, names map[string]string) string {
 	code := int32(netfilter.Uint32(netfilter.Attribute(verdict, unix.NFTA_VERDICT_CODE)))
 	b := netfilter.Attribute(verdict, unix.NFTA_VERDICT_CHAIN)
@@ -138,7 +138,7 @@ func decodeVerdict(verdict []byte, names map[string]string) string {
 	}
 	switch code {
 	case nfDrop:
-		return drop
+		return dropVerdict
 	case unix.NFT_GOTO:
 		return chain
 	default:

@@ -11,9 +11,9 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// The map descriptions has, for each message type, its effect and the attribute with the
-// name of the object. The function describeElements describes messages about elements.
-var descriptions = map[uint16]struct {
+// descriptionOf has, for each message type, its effect and the attribute with the name of
+// the object. describeElements describes messages about elements.
+var descriptionOf = map[uint16]struct {
 	doing string
 	name  uint16
 }{
@@ -32,7 +32,7 @@ func describeMessage(msgType uint16, attributes []byte, offset int) string {
 	case nftMsg(unix.NFT_MSG_DELSETELEM):
 		return "removing " + describeElements(attributes, offset)
 	}
-	d := descriptions[msgType]
+	d := descriptionOf[msgType]
 	return d.doing + netfilter.String(netfilter.Attribute(attributes, d.name))
 }
 

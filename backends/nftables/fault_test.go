@@ -74,7 +74,7 @@ func TestAFullMapFailsTheServiceThatFillsIt(t *testing.T) {
 	b := startIn(t, ns, Options{})
 	small := view("small", []string{"10.96.0.1"}, []string{"10.0.0.1", "10.0.0.2"}, nil)
 	large := view("large", []string{"10.96.0.2"}, []string{"10.0.0.3", "10.0.0.4", "10.0.0.5"}, nil)
-	err := b.Sync(t.Context(), changes(true, set(large), set(small)))
+	err := b.Sync(t.Context(), batchOf(true, set(large), set(small)))
 	failed, ok := sink.Acknowledged(err)
 	if !ok || len(failed) != 1 {
 		t.Fatalf("Sync returns %v, want one service that failed", err)
@@ -87,25 +87,25 @@ func TestAFullMapFailsTheServiceThatFillsIt(t *testing.T) {
 	// When the programmed service is deleted, there is room for the other service.
 	for _, v := range []*api.ServiceEndpoints{small, large} {
 		if _, ok := failed[v.Key()]; !ok {
-			mustSync(t, b, changes(false, sink.Change{Old: v, Key: v.Key()}))
+			mustSync(t, b, batchOf(false, sink.Change{Old: v, Key: v.Key()}))
 			delete(failed, v.Key())
 		}
 	}
 	for key := range failed {
 		v := map[string]*api.ServiceEndpoints{"small": small, "large": large}[key.Name]
-		mustSync(t, b, changes(false, sink.Change{New: v, Unsure: true}))
+		mustSync(t, b, batchOf(false, sink.Change{New: v, Unsure: true}))
 	}
-	if err := verify(t, b); err != nil {
+	if err := verifyAll(t, b); err != nil {
 		t.Error(err)
 	}
 }
 
 func TestFailuresNameTheElement(t *testing.T) {
 	b, ns := start(t, Options{})
-	mustSync(t, b, changes(true))
+	mustSync(t, b, batchOf(true))
 	// Delete the map of frontends, so that the kernel refuses to add a frontend to it.
 	nft(t, ns, "delete chain inet kpng output\nflush chain inet kpng services\ndelete map inet kpng services4\n", "-f", "-")
-	err := b.Sync(t.Context(), changes(false, set(view("web", []string{"10.96.0.1"}, []string{"10.0.0.1"}, nil))))
+	err := b.Sync(t.Context(), batchOf(false, set(view("web", []string{"10.96.0.1"}, []string{"10.0.0.1"}, nil))))
 	var failed sink.Failed
 	failed, _ = sink.Acknowledged(err)
 	if err := failed[types.NamespacedName{Namespace: "default", Name: "web"}]; err == nil ||
@@ -122,13 +122,13 @@ func TestServiceWithManyEndpoints(t *testing.T) {
 		eps[i] = netip.AddrFrom4([4]byte{11, 0, byte(i >> 8), byte(i)}).String()
 	}
 	many := view("many", []string{"10.96.0.1"}, eps, nil)
-	mustSync(t, b, changes(true, set(many)))
-	if got := len(contents(t, b)); got != n+2 {
+	mustSync(t, b, batchOf(true, set(many)))
+	if got := len(tableContents(t, b)); got != n+2 {
 		t.Errorf("the table has %d elements, want %d endpoints, a frontend and a cluster IP", got, n)
 	}
 	fewer := view("many", []string{"10.96.0.1"}, eps[1:], nil)
-	mustSync(t, b, changes(false, sink.Change{Old: many, New: fewer}))
-	if err := verify(t, b); err != nil {
+	mustSync(t, b, batchOf(false, sink.Change{Old: many, New: fewer}))
+	if err := verifyAll(t, b); err != nil {
 		t.Error(err)
 	}
 }
@@ -138,8 +138,8 @@ func TestCleanupDeletesOnlyItsTable(t *testing.T) {
 	one, two := startIn(t, ns, Options{Instance: "one"}), startIn(t, ns, Options{Instance: "two"})
 	nft(t, ns, "table inet other { chain c { counter packets 0 bytes 0; }; }\n", "-f", "-")
 	web := view("web", []string{"10.96.0.1"}, []string{"10.0.0.1"}, nil)
-	mustSync(t, one, changes(true, set(web)))
-	mustSync(t, two, changes(true, set(web)))
+	mustSync(t, one, batchOf(true, set(web)))
+	mustSync(t, two, batchOf(true, set(web)))
 	for range 2 {
 		if err := one.Cleanup(t.Context()); err != nil {
 			t.Fatal(err)
@@ -148,7 +148,7 @@ func TestCleanupDeletesOnlyItsTable(t *testing.T) {
 	if tables := nft(t, ns, "", "list", "tables"); tables != "table inet kpng-two\ntable inet other\n" {
 		t.Errorf("after Cleanup the tables are\n%s", tables)
 	}
-	if err := verify(t, two); err != nil {
+	if err := verifyAll(t, two); err != nil {
 		t.Error(err)
 	}
 }
@@ -173,7 +173,7 @@ func TestListingLoads(t *testing.T) {
 				}
 			})))
 	}
-	mustSync(t, b, changes(true, list...))
+	mustSync(t, b, batchOf(true, list...))
 	listing := nft(t, ns, "", "list", "ruleset")
 	other := netnstest.New(t)
 	nft(t, other, listing, "-f", "-")
@@ -185,7 +185,7 @@ func TestListingLoads(t *testing.T) {
 func TestDataplane(t *testing.T) {
 	b, ns := start(t, Options{})
 	web := view("web", []string{"10.96.0.1"}, []string{"10.0.0.1", "10.0.0.2"}, nil)
-	mustSync(t, b, changes(true, set(web)))
+	mustSync(t, b, batchOf(true, set(web)))
 	nft(t, ns, "delete element inet kpng service-endpoints4 { 10.96.0.1 . tcp . 80 . 7f00:2 }\n", "-f", "-")
 	got, err := b.Dataplane(t.Context(), netip.MustParseAddr("10.96.0.1"), api.TCP, 80, web)
 	if err != nil {
@@ -227,7 +227,7 @@ func TestDataplaneOfANodePort(t *testing.T) {
 		s.Type = api.NodePort
 		s.Ports[0].NodePort = 30001
 	})
-	mustSync(t, b, changes(true, set(web)))
+	mustSync(t, b, batchOf(true, set(web)))
 	for addr, want := range map[string]string{
 		"192.0.2.1": "  nodeport-addresses4 192.0.2.1\n",
 		"192.0.2.9": "  nodeport-addresses4 192.0.2.9 is missing: this address has no node ports\n",
@@ -251,8 +251,8 @@ func TestKernelFaults(t *testing.T) {
 	lost := fmt.Errorf("%w: %w", netfilter.ErrUnknownOutcome, unix.ENOBUFS)
 	some := errors.New("some services fail")
 	for name, test := range map[string]struct {
-		// The list faults has the results of successive requests. Nil means success.
-		// After the list, the last result repeats.
+		// faults are the results of successive requests. Nil means success. After them, the
+		// last result repeats.
 		faults []error
 		// If done is true, the transaction takes effect although its result is an error.
 		done bool
@@ -281,8 +281,8 @@ func TestKernelFaults(t *testing.T) {
 			}}})
 			old := []*api.ServiceEndpoints{view("a", []string{"10.96.0.1"}, []string{"10.0.0.1"}, nil), view("b", []string{"10.96.0.2"}, []string{"10.0.0.1"}, nil)}
 			changed := []*api.ServiceEndpoints{view("a", []string{"10.96.0.1"}, []string{"10.0.0.2"}, nil), view("b", []string{"10.96.0.2"}, []string{"10.0.0.3"}, nil)}
-			mustSync(t, b, changes(true, set(old[0]), set(old[1])))
-			before := contents(t, b)
+			mustSync(t, b, batchOf(true, set(old[0]), set(old[1])))
+			before := tableContents(t, b)
 			exchange, left := b.table.conn.Exchange, test.faults
 			transacted, refusals = 0, 0
 			var answers []error
@@ -300,7 +300,7 @@ func TestKernelFaults(t *testing.T) {
 				}
 				return err
 			}
-			err := b.Sync(t.Context(), changes(false, sink.Change{Old: old[0], New: changed[0]}, sink.Change{Old: old[1], New: changed[1]}))
+			err := b.Sync(t.Context(), batchOf(false, sink.Change{Old: old[0], New: changed[0]}, sink.Change{Old: old[1], New: changed[1]}))
 			failed, acknowledged := sink.Acknowledged(err)
 			switch {
 			case test.want == nil && err != nil, test.want != nil && err == nil:
@@ -323,13 +323,13 @@ func TestKernelFaults(t *testing.T) {
 			}
 			b.table.conn.Exchange = exchange
 			if len(failed) == len(old) || errors.Is(err, unix.EPERM) {
-				if diff := cmp.Diff(before, contents(t, b)); diff != "" {
+				if diff := cmp.Diff(before, tableContents(t, b)); diff != "" {
 					t.Errorf("a failed Sync changed the table (-before +after):\n%s", diff)
 				}
 			}
 
 			// Without faults, the next Sync succeeds.
-			again := changes(true, set(changed[0]), set(changed[1]))
+			again := batchOf(true, set(changed[0]), set(changed[1]))
 			if acknowledged {
 				var list []sink.Change
 				for i, v := range changed {
@@ -337,15 +337,15 @@ func TestKernelFaults(t *testing.T) {
 						list = append(list, sink.Change{Old: old[i], New: v, Unsure: true})
 					}
 				}
-				again = changes(false, list...)
+				again = batchOf(false, list...)
 			}
 			mustSync(t, b, again)
-			if err := verify(t, b); err != nil {
+			if err := verifyAll(t, b); err != nil {
 				t.Error(err)
 			}
 			fresh, _ := start(t, Options{})
-			mustSync(t, fresh, changes(true, set(changed[0]), set(changed[1])))
-			if diff := cmp.Diff(contents(t, fresh), contents(t, b)); diff != "" {
+			mustSync(t, fresh, batchOf(true, set(changed[0]), set(changed[1])))
+			if diff := cmp.Diff(tableContents(t, fresh), tableContents(t, b)); diff != "" {
 				t.Errorf("the table differs from a fresh load (-fresh +actual):\n%s", diff)
 			}
 		})
@@ -359,31 +359,31 @@ func TestDriftIsReported(t *testing.T) {
 		Holds: func(n int) { holds = n }, Drifted: func() { drifted++ }, Mended: func() { mended++ },
 	}})
 	old, changed := view("web", []string{"10.96.0.1"}, []string{"10.0.0.1"}, nil), view("web", []string{"10.96.0.1"}, []string{"10.0.0.2"}, nil)
-	mustSync(t, b, changes(true, set(old)))
+	mustSync(t, b, batchOf(true, set(old)))
 	check := func(when string, want ...int) {
 		t.Helper()
 		if diff := cmp.Diff(want, []int{holds, drifted, mended}); diff != "" {
 			t.Errorf("%s, elements, drift found and mended (-want +got):\n%s", when, diff)
 		}
 	}
-	elements := len(contents(t, b)) + 1 // the function contents omits the element of the shared chain
+	elements := len(tableContents(t, b)) + 1 // tableContents omits the element of the shared chain
 	check("after a load", elements, 0, 0)
 	nft(t, ns, "delete element inet kpng service-endpoints4 { 10.96.0.1 . tcp . 80 . 7f00:1 }\n", "-f", "-")
-	mustSync(t, b, changes(false, sink.Change{Old: old, New: changed}))
+	mustSync(t, b, batchOf(false, sink.Change{Old: old, New: changed}))
 	check("after a change that repairs drift", elements, 1, 0)
-	if err := verify(t, b); err != nil {
+	if err := verifyAll(t, b); err != nil {
 		t.Errorf("Verify returns %v", err)
 	}
 	check("after a Verify that finds nothing", elements, 1, 1)
 	nft(t, ns, "flush map inet kpng service-endpoints4\n", "-f", "-")
-	if err := verify(t, b); !errors.Is(err, sink.ErrStartOver) {
+	if err := verifyAll(t, b); !errors.Is(err, sink.ErrStartOver) {
 		t.Errorf("Verify returns %v", err)
 	}
 	check("after a Verify that finds drift", elements, 2, 1)
-	mustSync(t, b, changes(true, set(changed)))
+	mustSync(t, b, batchOf(true, set(changed)))
 	check("after a pass", elements, 2, 2)
 	nft(t, ns, "", "delete", "table", "inet", "kpng")
-	if err := b.Sync(t.Context(), changes(false, sink.Change{Old: changed, New: old})); !errors.Is(err, sink.ErrStartOver) {
+	if err := b.Sync(t.Context(), batchOf(false, sink.Change{Old: changed, New: old})); !errors.Is(err, sink.ErrStartOver) {
 		t.Errorf("Sync returns %v", err)
 	}
 	check("after a Sync without a table", elements, 3, 2)
@@ -403,11 +403,11 @@ func TestAPassDoesNotChangeFailedServices(t *testing.T) {
 	cluster := func(s *api.Service) { local(s); s.ExternalTrafficToLocal, s.SourceRanges = false, nil }
 	sticky := func(s *api.Service) { s.SessionAffinity.ClientIP = &api.ClientIPAffinity{TimeoutSeconds: 100} }
 	three, two := []string{"!10.0.0.1", "10.0.0.2", "10.0.0.3"}, []string{"!10.0.0.1", "10.0.0.2"}
-	mustSync(t, b, changes(true,
+	mustSync(t, b, batchOf(true,
 		set(view("plain", []string{"10.96.0.1"}, three, local)),
 		set(view("sticky", []string{"10.96.0.2"}, three, sticky))))
 	before := nft(t, ns, "", "list", "table", "inet", "kpng")
-	mustSync(t, b, changes(false, set(view("gone", []string{"10.96.0.3"}, []string{"10.0.0.1"}, nil))))
+	mustSync(t, b, batchOf(false, set(view("gone", []string{"10.96.0.3"}, []string{"10.0.0.1"}, nil))))
 
 	b = startIn(t, ns, opts)
 	exchange := b.table.conn.Exchange
@@ -420,7 +420,7 @@ func TestAPassDoesNotChangeFailedServices(t *testing.T) {
 		}
 		return exchange(batch)
 	}
-	now := changes(true,
+	now := batchOf(true,
 		set(view("plain", []string{"10.96.0.1"}, two, cluster)),
 		set(view("sticky", []string{"10.96.0.2"}, two, sticky)))
 	err := b.Sync(t.Context(), now)
@@ -432,11 +432,11 @@ func TestAPassDoesNotChangeFailedServices(t *testing.T) {
 	}
 	b.table.conn.Exchange = exchange
 	skipHour(b)
-	if err := verify(t, b); !errors.Is(err, sink.ErrStartOver) {
+	if err := verifyAll(t, b); !errors.Is(err, sink.ErrStartOver) {
 		t.Errorf("Verify returns %v, want a request for a pass that removes leftovers", err)
 	}
 	mustSync(t, b, now)
-	if err := verify(t, b); err != nil {
+	if err := verifyAll(t, b); err != nil {
 		t.Error(err)
 	}
 	fresh, other := start(t, opts)
@@ -464,7 +464,7 @@ func TestPassesBecauseOfLeftovers(t *testing.T) {
 			opts := Options{NodeAddresses: nodeaddr.Of()}
 			b, ns := start(t, opts)
 			ok := set(view("ok", []string{"10.96.0.2"}, []string{"10.0.0.1"}, nil))
-			mustSync(t, b, changes(true, append(test.old, ok)...))
+			mustSync(t, b, batchOf(true, append(test.old, ok)...))
 			b = startIn(t, ns, opts)
 			exchange := b.table.conn.Exchange
 			b.table.conn.Exchange = func(batch []byte) error {
@@ -473,7 +473,7 @@ func TestPassesBecauseOfLeftovers(t *testing.T) {
 				}
 				return exchange(batch)
 			}
-			now := changes(true, set(view("web", []string{"10.96.0.1"}, []string{"10.99.98.97"}, nil)), ok)
+			now := batchOf(true, set(view("web", []string{"10.96.0.1"}, []string{"10.99.98.97"}, nil)), ok)
 			sync := func() {
 				t.Helper()
 				if failed, ok := sink.Acknowledged(b.Sync(t.Context(), now)); !ok || len(failed) != 1 {
@@ -487,7 +487,7 @@ func TestPassesBecauseOfLeftovers(t *testing.T) {
 			var requested []bool
 			for range test.want {
 				minutes++
-				err := verify(t, b)
+				err := verifyAll(t, b)
 				requested = append(requested, errors.Is(err, sink.ErrStartOver))
 				if err != nil {
 					sync()
@@ -498,7 +498,7 @@ func TestPassesBecauseOfLeftovers(t *testing.T) {
 			}
 			b.table.conn.Exchange = exchange
 			mustSync(t, b, now)
-			if err := verify(t, b); err != nil {
+			if err := verifyAll(t, b); err != nil {
 				t.Error(err)
 			}
 		})
@@ -513,7 +513,7 @@ func TestDriftIsFoundAmongConstantChanges(t *testing.T) {
 	for i := range list {
 		list[i] = set(view(fmt.Sprintf("svc-%03d", i), []string{fmt.Sprintf("10.96.%d.%d", i/250, i%250)}, []string{"10.0.0.1", "10.0.0.2", "10.0.0.3"}, nil))
 	}
-	mustSync(t, b, changes(true, list...))
+	mustSync(t, b, batchOf(true, list...))
 	nft(t, ns, "flush map inet kpng service-endpoints4\n", "-f", "-")
 	canceled, cancel := context.WithCancel(t.Context())
 	cancel()
@@ -541,11 +541,11 @@ func TestDamageAroundTheFirstPassIsFound(t *testing.T) {
 	if listing := nft(t, ns, "", "list", "chain", "inet", "kpng", "prerouting"); !strings.Contains(listing, "jump services") {
 		t.Errorf("the first Sync did not repair a chain flushed before it:\n%s", listing)
 	}
-	if err := verify(t, b); !errors.Is(err, sink.ErrStartOver) {
+	if err := verifyAll(t, b); !errors.Is(err, sink.ErrStartOver) {
 		t.Errorf("after a chain was flushed during the first pass, Verify returns %v", err)
 	}
-	mustSync(t, b, changes(true, web))
-	if err := verify(t, b); err != nil {
+	mustSync(t, b, batchOf(true, web))
+	if err := verifyAll(t, b); err != nil {
 		t.Error(err)
 	}
 }
@@ -555,9 +555,9 @@ func TestDamageAroundTheFirstPassIsFound(t *testing.T) {
 func TestNodePortsFollowTheNode(t *testing.T) {
 	source := &nodeSource{Source: nodeaddr.Of()}
 	b, ns := start(t, Options{NodeAddresses: source})
-	mustSync(t, b, changes(true))
+	mustSync(t, b, batchOf(true))
 	b.tasks.EndGoroutines() // so that only Sync can update the addresses
-	c := changes(false)
+	c := batchOf(false)
 	c.Node, c.NodeChanged = &api.Node{Name: "here", Addresses: []api.NodeAddress{{Type: "InternalIP", IP: netip.MustParseAddr("192.0.2.7")}}}, true
 	mustSync(t, b, c)
 	if listing := nft(t, ns, "", "list", "set", "inet", "kpng", "nodeport-addresses4"); !strings.Contains(listing, "192.0.2.7") {

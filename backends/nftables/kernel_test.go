@@ -20,14 +20,14 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// The function contents returns the elements of services in the table.
-func contents(t testing.TB, b *Backend) []string {
+// tableContents returns the elements of services in the table.
+func tableContents(t testing.TB, b *Backend) []string {
 	t.Helper()
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	var list []string
 	for _, m := range allMaps() {
-		if m.kind >= nodePortAddresses {
+		if m.kind >= kindNodePortAddresses {
 			continue
 		}
 		s, err := readSnapshot(t.Context(), b.table.conn, m)
@@ -98,7 +98,7 @@ func TestRandomSequenceOfChanges(t *testing.T) {
 				for _, v := range now {
 					list = append(list, set(v))
 				}
-				return changes(true, list...)
+				return batchOf(true, list...)
 			}
 			mustSync(t, b, full())
 			for range 40 {
@@ -113,12 +113,12 @@ func TestRandomSequenceOfChanges(t *testing.T) {
 						delete(now, key)
 					}
 				}
-				mustSync(t, b, changes(false, list...))
+				mustSync(t, b, batchOf(false, list...))
 				switch rng.IntN(8) {
 				case 0:
 					mustSync(t, b, full())
 				case 1:
-					if err := verify(t, b); err != nil {
+					if err := verifyAll(t, b); err != nil {
 						t.Fatal(err)
 					}
 				case 2:
@@ -128,17 +128,17 @@ func TestRandomSequenceOfChanges(t *testing.T) {
 			}
 			fresh, _ := start(t, Options{})
 			mustSync(t, fresh, full())
-			if diff := cmp.Diff(contents(t, fresh), contents(t, b)); diff != "" {
+			if diff := cmp.Diff(tableContents(t, fresh), tableContents(t, b)); diff != "" {
 				t.Errorf("the table differs from a fresh load (-fresh +actual):\n%s", diff)
 			}
-			if err := verify(t, b); err != nil {
+			if err := verifyAll(t, b); err != nil {
 				t.Error(err)
 			}
 			if diff := cmp.Diff(chainNames(t, fresh), chainNames(t, b)); diff != "" {
 				t.Errorf("the chains differ from a fresh load (-fresh +actual):\n%s", diff)
 			}
-			mustSync(t, b, changes(true))
-			if left := contents(t, b); len(left) > 0 {
+			mustSync(t, b, batchOf(true))
+			if left := tableContents(t, b); len(left) > 0 {
 				t.Errorf("a pass without services leaves %v", left)
 			}
 		})
@@ -175,21 +175,21 @@ func TestDriftIsFoundAndRepaired(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			b, ns := start(t, Options{})
-			all := changes(true, set(view("web", []string{"10.96.0.1", "fd00::1"}, []string{"10.0.0.1", "10.0.0.2", "fd01::1"}, nil)))
+			all := batchOf(true, set(view("web", []string{"10.96.0.1", "fd00::1"}, []string{"10.0.0.1", "10.0.0.2", "fd01::1"}, nil)))
 			mustSync(t, b, all)
-			if err := verify(t, b); err != nil {
+			if err := verifyAll(t, b); err != nil {
 				t.Fatalf("before: %v", err)
 			}
 			before := nft(t, ns, "", "list", "table", "inet", "kpng")
 			nft(t, ns, strings.ReplaceAll(damage, "; ", "\n"), "-f", "-")
 
-			err := verify(t, b)
+			err := verifyAll(t, b)
 			if !errors.Is(err, sink.ErrStartOver) {
 				t.Fatalf("Verify returns %v, want ErrStartOver", err)
 			}
 			t.Log(err)
 			mustSync(t, b, all)
-			if err := verify(t, b); err != nil {
+			if err := verifyAll(t, b); err != nil {
 				t.Errorf("after: %v", err)
 			}
 			if diff := cmp.Diff(lines(before), lines(nft(t, ns, "", "list", "table", "inet", "kpng"))); diff != "" {
@@ -217,17 +217,17 @@ func TestAChangeRepairsDriftOfItsService(t *testing.T) {
 	b, ns := start(t, Options{})
 	old := view("web", []string{"10.96.0.1"}, []string{"10.0.0.1", "10.0.0.2"}, nil)
 	other := view("other", []string{"10.96.0.2"}, []string{"10.0.0.3"}, nil)
-	mustSync(t, b, changes(true, set(old), set(other)))
+	mustSync(t, b, batchOf(true, set(old), set(other)))
 	nft(t, ns, "delete element inet kpng services4 { 10.96.0.1 . tcp . 80 }\n"+
 		"add element inet kpng service-endpoints4 { 10.96.0.1 . tcp . 80 . 7f00:3 : 1.2.3.4 . 5 }\n", "-f", "-")
 	changed := view("web", []string{"10.96.0.1"}, []string{"10.0.0.1", "10.0.0.2", "10.0.0.4"}, nil)
-	mustSync(t, b, changes(false, sink.Change{Old: old, New: changed}, sink.Change{Old: other, Key: other.Key()}))
+	mustSync(t, b, batchOf(false, sink.Change{Old: old, New: changed}, sink.Change{Old: other, Key: other.Key()}))
 	checkFresh(t, b, set(changed))
 	nft(t, ns, "", "delete", "table", "inet", "kpng")
-	if err := b.Sync(t.Context(), changes(false, sink.Change{Old: changed, New: old})); !errors.Is(err, sink.ErrStartOver) {
+	if err := b.Sync(t.Context(), batchOf(false, sink.Change{Old: changed, New: old})); !errors.Is(err, sink.ErrStartOver) {
 		t.Errorf("without a table, Sync returns %v, want ErrStartOver", err)
 	}
-	mustSync(t, b, changes(true, set(old)))
+	mustSync(t, b, batchOf(true, set(old)))
 }
 
 // TestSourceRangesChange replaces source ranges by wider and narrower ones, in a Sync and
@@ -249,11 +249,11 @@ func TestSourceRangesChange(t *testing.T) {
 	b, ns := start(t, Options{})
 	check := func(when string, want ...string) {
 		t.Helper()
-		if err := verify(t, b); err != nil {
+		if err := verifyAll(t, b); err != nil {
 			t.Errorf("%s: %v", when, err)
 		}
 		var got []string
-		for _, line := range contents(t, b) {
+		for _, line := range tableContents(t, b) {
 			if r, ok := strings.CutPrefix(line, "service-sources4 203.0.113.1 . tcp . 80 . "); ok {
 				got = append(got, r)
 			}
@@ -262,25 +262,25 @@ func TestSourceRangesChange(t *testing.T) {
 			t.Errorf("%s (-want +got):\n%s", when, diff)
 		}
 	}
-	mustSync(t, b, changes(true, set(wide)))
+	mustSync(t, b, batchOf(true, set(wide)))
 	check("at first", "10.0.0.0/8")
-	mustSync(t, b, changes(false, sink.Change{Old: wide, New: narrow}))
+	mustSync(t, b, batchOf(false, sink.Change{Old: wide, New: narrow}))
 	check("narrower", "10.0.0.0/16", "10.1.0.0/16")
-	mustSync(t, b, changes(false, sink.Change{Old: narrow, New: wide}))
+	mustSync(t, b, batchOf(false, sink.Change{Old: narrow, New: wide}))
 	check("wider", "10.0.0.0/8")
 	b = startIn(t, ns, Options{})
-	mustSync(t, b, changes(true, set(narrow)))
+	mustSync(t, b, batchOf(true, set(narrow)))
 	check("narrower at a restart", "10.0.0.0/16", "10.1.0.0/16")
 	b = startIn(t, ns, Options{})
-	mustSync(t, b, changes(true, set(wide)))
+	mustSync(t, b, batchOf(true, set(wide)))
 	check("wider at a restart", "10.0.0.0/8")
 
 	other := from("172.16.0.0/12")
-	mustSync(t, b, changes(false, sink.Change{Old: wide, New: other}))
+	mustSync(t, b, batchOf(false, sink.Change{Old: wide, New: other}))
 	nft(t, ns, "add element inet kpng service-sources4 { 203.0.113.1 . tcp . 80 . 10.0.0.0/7 }\n", "-f", "-")
-	if err := b.Sync(t.Context(), changes(false, sink.Change{Old: other, New: narrow})); err == nil || !strings.Contains(err.Error(), "10.0.0.0/16") {
+	if err := b.Sync(t.Context(), batchOf(false, sink.Change{Old: other, New: narrow})); err == nil || !strings.Contains(err.Error(), "10.0.0.0/16") {
 		t.Errorf("with an overlapping range, Sync returns %v", err)
 	}
-	mustSync(t, b, changes(true, set(narrow)))
+	mustSync(t, b, batchOf(true, set(narrow)))
 	check("after a pass", "10.0.0.0/16", "10.1.0.0/16")
 }

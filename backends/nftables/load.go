@@ -38,14 +38,14 @@ func (l *listing) fits() bool {
 }
 
 // loadSkeleton writes the missing parts of the skeleton in one transaction. It keeps the
-// elements of a table that fits. The result others is the value of conn.others before any
+// elements of a table that fits. It returns the result of conn.foreignCommits before any
 // table was read.
 //
 // If another version of this package made the table, its maps may have other layouts.
 // Then loadSkeleton makes a second table without base chains. The old table handles the
 // traffic until [table.replaceTable] is called.
-func (t *table) loadSkeleton(ctx context.Context) (others int64, err error) {
-	if others, err = t.conn.others(ctx); err != nil {
+func (t *table) loadSkeleton(ctx context.Context) (foreignCommits int64, err error) {
+	if foreignCommits, err = t.conn.foreignCommits(ctx); err != nil {
 		return 0, err
 	}
 	names := t.opts.tables()
@@ -78,7 +78,7 @@ func (t *table) loadSkeleton(ctx context.Context) (others int64, err error) {
 		klog.FromContext(ctx).Info("Present table has another layout; filling a new one", "present", names[other], "new", names[now])
 		chains = slices.DeleteFunc(chains, func(c chain) bool { return c.hook != (hook{}) })
 	}
-	return others, t.load(ctx, tables[now], chains, func(*wire) {})
+	return foreignCommits, t.load(ctx, tables[now], chains, func(*wire) {})
 }
 
 // replaceTable activates the new table, which the pass has filled, and deletes the old
@@ -98,9 +98,9 @@ func (t *table) replaceTable(ctx context.Context) error {
 	return err
 }
 
-// load writes the maps and chains that the table lacks, and replaces chains that differ.
-// The argument present lists the maps and chains that the table has. The function finish
-// adds messages to the same transaction.
+// load compares chains with the present table. It writes the maps and chains that the
+// table lacks, and replaces chains that differ. It calls finish to add messages to the
+// same transaction.
 func (t *table) load(ctx context.Context, present *listing, chains []chain, finish func(*wire)) error {
 	t.skeleton = make(map[string]digest, len(chains))
 	for _, c := range chains {

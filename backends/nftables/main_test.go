@@ -30,8 +30,8 @@ var node = &api.Node{
 }
 
 // view returns the view of a service with TCP port 80, these cluster IPs, and ready
-// endpoints at port 8080. The prefix "!" marks an endpoint on this node. If the function
-// edit is not nil, it modifies the service.
+// endpoints at port 8080. The prefix "!" marks an endpoint on this node. If edit is not
+// nil, it modifies the service.
 func view(name string, ips, endpoints []string, edit func(*api.Service)) *api.ServiceEndpoints {
 	svc := &api.Service{
 		Namespace: "default", Name: name, Type: api.ClusterIP,
@@ -67,9 +67,9 @@ func view(name string, ips, endpoints []string, edit func(*api.Service)) *api.Se
 	return nodeview.View(state, node)
 }
 
-// The function changes returns a batch with the changes in list. If whole is true, the
-// batch is an entire pass.
-func changes(whole bool, list ...sink.Change) *sink.Changes {
+// batchOf returns a batch with the changes in list. If whole is true, the batch is an
+// entire pass.
+func batchOf(whole bool, list ...sink.Change) *sink.Changes {
 	for i := range list {
 		c := &list[i]
 		if c.Key.Name == "" {
@@ -133,10 +133,10 @@ func mustSync(t testing.TB, b *Backend, all ...*sink.Changes) {
 // another path than Debian's.
 func nftProgram() string { return cmp.Or(os.Getenv("KPNG_TEST_NFT"), "/usr/sbin/nft") }
 
-// The function verify calls b.Verify and makes it compare the whole table, even if no
-// other program has changed a table.
-func verify(t testing.TB, b *Backend) error {
-	b.table.drift = drift{checked: -1, compared: -1, reported: b.table.drift.reported}
+// verifyAll calls b.Verify and makes it compare the whole table, even if no other program
+// has changed a table.
+func verifyAll(t testing.TB, b *Backend) error {
+	b.table.drift = drift{checkedCommits: -1, comparedCommits: -1, reported: b.table.drift.reported}
 	return b.Verify(t.Context())
 }
 

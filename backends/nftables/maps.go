@@ -16,32 +16,34 @@ import (
 // and each IP family.
 type mapKind uint8
 
-// The kinds nodeFrontends, nodeAffinityChains, nodeEndpoints and nodeSharedChains are for
-// packets from this node to external frontends with policy Local. The kind declared
-// before each of these kinds is for all other packets.
+// kindNodeFrontends, kindNodeAffinityChains, kindNodeEndpoints and kindNodeSharedChains
+// are for packets from this node to external frontends with policy Local. The kind
+// declared before each of them is for all other packets.
 const (
-	// The kind frontends maps the destination of a packet to the number of a shared chain.
-	frontends mapKind = iota
-	nodeFrontends
-	// The kind affinityChains maps a frontend with session affinity to its own chain.
-	affinityChains
-	nodeAffinityChains
-	// The kind endpoints maps a frontend and a slot to an endpoint.
-	endpoints
-	nodeEndpoints
-	// sources is a set of pairs: a frontend, and a source range that the frontend admits.
-	sources
-	// hairpins is the set of connections from endpoints of this node to themselves. A key
-	// has the address of the endpoint twice. Protocol and port follow, except for all-ports
-	// services.
-	hairpins
-	// clusterIPs is the set of cluster IPs. Packets to ports without a service are rejected.
-	clusterIPs
-	// nodePortAddresses is the set of node addresses that have node ports.
-	nodePortAddresses
-	// The kind sharedChains maps the number of a shared chain to that chain.
-	sharedChains
-	nodeSharedChains
+	// kindFrontends maps the destination of a packet to the number of a shared chain.
+	kindFrontends mapKind = iota
+	kindNodeFrontends
+	// kindAffinityChains maps a frontend with session affinity to its own chain.
+	kindAffinityChains
+	kindNodeAffinityChains
+	// kindEndpoints maps a frontend and a slot to an endpoint.
+	kindEndpoints
+	kindNodeEndpoints
+	// kindSources is a set of pairs: a frontend, and a source range that the frontend
+	// admits.
+	kindSources
+	// kindHairpins is the set of connections from endpoints of this node to themselves. A
+	// key has the address of the endpoint twice. Protocol and port follow, except for
+	// all-ports services.
+	kindHairpins
+	// kindClusterIPs is the set of cluster IPs. Packets to ports without a service are
+	// rejected.
+	kindClusterIPs
+	// kindNodePortAddresses is the set of node addresses that have node ports.
+	kindNodePortAddresses
+	// kindSharedChains maps the number of a shared chain to that chain.
+	kindSharedChains
+	kindNodeSharedChains
 )
 
 // match says which fields of a packet select a frontend. These fields are the key of the
@@ -51,7 +53,7 @@ type match uint8
 const (
 	// matchService means address, protocol and port.
 	matchService match = iota
-	// matchNodePort means protocol and port, at all addresses in nodePortAddresses.
+	// matchNodePort means protocol and port, at all addresses in kindNodePortAddresses.
 	matchNodePort
 	// matchAddress means an address with all its ports (api.Service.AllPorts).
 	matchAddress
@@ -75,12 +77,12 @@ type mapID struct {
 // order, so it removes frontends before their endpoints and chains.
 func allMaps() []mapID {
 	var all []mapID
-	for kind := range nodeSharedChains + 1 {
+	for kind := range kindNodeSharedChains + 1 {
 		matches := allMatches
 		switch kind {
-		case sources, hairpins:
+		case kindSources, kindHairpins:
 			matches = []match{matchService, matchAddress}
-		case clusterIPs, nodePortAddresses:
+		case kindClusterIPs, kindNodePortAddresses:
 			matches = []match{0}
 		}
 		for _, s := range matches {
@@ -122,7 +124,7 @@ type description struct {
 	key    []datatype
 }
 
-var mapDescriptions = func() (all [nodeSharedChains + 1][matchAddress + 1][2]description) {
+var mapDescriptions = func() (all [kindNodeSharedChains + 1][matchAddress + 1][2]description) {
 	for _, m := range allMaps() {
 		all[m.kind][m.match][m.family/api.IPv6] = m.newDescription()
 	}
@@ -148,10 +150,10 @@ func (m mapID) dataLen() int { return int(m.description().layout.dataLen) }
 func (m mapID) hasVerdicts() bool { return m.description().layout.dataType == typeVerdict.number }
 
 // leadsToChains reports whether the values in the map are chains or numbers of chains.
-func (m mapID) leadsToChains() bool { return m.hasVerdicts() || m.kind <= nodeFrontends }
+func (m mapID) leadsToChains() bool { return m.hasVerdicts() || m.kind <= kindNodeFrontends }
 
 // shared reports whether several services may need the same element of the map.
-func (m mapID) shared() bool { return m.kind == clusterIPs || m.kind == hairpins }
+func (m mapID) shared() bool { return m.kind == kindClusterIPs || m.kind == kindHairpins }
 
 // datatype is a data type of nft. It determines how nft prints a value of that type.
 type datatype struct{ number, length uint32 }
@@ -180,32 +182,32 @@ func (m mapID) newDescription() description {
 	var data []datatype
 	var l layout
 	switch m.kind {
-	case frontends, nodeFrontends:
+	case kindFrontends, kindNodeFrontends:
 		name, data = matchPlurals[m.match], []datatype{typePriority}
-	case affinityChains, nodeAffinityChains:
+	case kindAffinityChains, kindNodeAffinityChains:
 		name, data = name+"-lists", []datatype{typeVerdict}
-	case endpoints, nodeEndpoints:
+	case kindEndpoints, kindNodeEndpoints:
 		name, key, data = name+"-endpoints", append(key, typePriority), []datatype{addr, typePort}
 		if m.match == matchAddress {
 			data = data[:1]
 		}
-	case sources:
+	case kindSources:
 		name, key = name+"-sources", append(key, addr)
 		l.flags = unix.NFT_SET_INTERVAL | nftSetConcat
 		for _, part := range key {
 			l.fields = append(l.fields, part.length)
 		}
-	case hairpins:
+	case kindHairpins:
 		name, key = name+"-hairpins", append([]datatype{addr}, key...)
-	case clusterIPs:
+	case kindClusterIPs:
 		name, key = "cluster-ips", []datatype{addr}
-	case nodePortAddresses:
+	case kindNodePortAddresses:
 		name, key = "nodeport-addresses", []datatype{addr}
-	case sharedChains, nodeSharedChains:
+	case kindSharedChains, kindNodeSharedChains:
 		name, key, data = name+"-classes", []datatype{typePriority}, []datatype{typeVerdict}
 	}
 	switch m.kind {
-	case nodeFrontends, nodeAffinityChains, nodeEndpoints, nodeSharedChains:
+	case kindNodeFrontends, kindNodeAffinityChains, kindNodeEndpoints, kindNodeSharedChains:
 		name = "node-" + name
 	}
 	l.name = fmt.Sprintf("%s%d", name, m.family)

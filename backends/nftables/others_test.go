@@ -70,16 +70,16 @@ func TestBusyNeighbors(t *testing.T) {
 	n := changeElsewhere(t, ns)
 	opts := Options{Observer: Observer{Drifted: func() { t.Error("drift is reported") }}}
 	list := affineServices(600, 6)
-	all := batches(list)
+	all := splitPass(list)
 	for _, when := range []string{"at the start", "after a restart"} {
 		before, began := n.Load(), time.Now()
 		b := startIn(t, ns, opts)
 		mustSync(t, b, all...)
-		compared := b.table.drift.compared
+		compared := b.table.drift.comparedCommits
 		if err := b.Verify(t.Context()); err != nil {
 			t.Fatalf("%s: %v", when, err)
 		}
-		if b.table.drift.compared == compared {
+		if b.table.drift.comparedCommits == compared {
 			t.Errorf("%s, Verify compared nothing", when)
 		}
 		mustSync(t, b, all...)
@@ -98,11 +98,11 @@ func TestBusyNeighbors(t *testing.T) {
 func TestVerifyReadsOnlyAfterChangesByOthers(t *testing.T) {
 	b, ns := start(t, Options{NodeAddresses: nil})
 	old, changed := view("web", []string{"10.96.0.1"}, []string{"10.0.0.1"}, nil), view("web", []string{"10.96.0.1"}, []string{"10.0.0.2", "10.0.0.3"}, nil)
-	mustSync(t, b, changes(true, set(old)))
-	m := mapID{kind: clusterIPs, family: api.IPv4}
+	mustSync(t, b, batchOf(true, set(old)))
+	m := mapID{kind: kindClusterIPs, family: api.IPv4}
 	b.table.state.digests[m] = digest{n: 1} // a wrong digest, so that a Verify that reads the table fails
 	for range 3 {
-		mustSync(t, b, changes(false, sink.Change{Old: old, New: changed}), changes(false, sink.Change{Old: changed, New: old}))
+		mustSync(t, b, batchOf(false, sink.Change{Old: old, New: changed}), batchOf(false, sink.Change{Old: changed, New: old}))
 		if err := b.Verify(t.Context()); err != nil {
 			t.Fatalf("no other program changed a table, but Verify returns %v", err)
 		}
@@ -117,18 +117,18 @@ func TestVerifyReadsOnlyAfterChangesByOthers(t *testing.T) {
 // elements only a few times. Verify still checks the chains each time.
 func TestComparisonsAreLimited(t *testing.T) {
 	b, ns := start(t, Options{})
-	web := changes(true, set(view("web", []string{"10.96.0.1"}, []string{"10.0.0.1"}, nil)))
+	web := batchOf(true, set(view("web", []string{"10.96.0.1"}, []string{"10.0.0.1"}, nil)))
 	mustSync(t, b, web)
 	now := time.Now()
 	b.table.now = func() time.Time { now = now.Add(10 * time.Millisecond); return now }
 	compared := 0
 	for i := range 60 {
 		nft(t, ns, "", []string{"add", "delete"}[i%2], "table", "inet", "other")
-		before := b.table.drift.compared
+		before := b.table.drift.comparedCommits
 		if err := b.Verify(t.Context()); err != nil {
 			t.Fatal(err)
 		}
-		if b.table.drift.compared != before {
+		if b.table.drift.comparedCommits != before {
 			compared++
 		}
 		now = now.Add(time.Second - 50*time.Millisecond)
@@ -149,7 +149,7 @@ func TestPassesBecauseOfDriftAreLimited(t *testing.T) {
 	b, ns := start(t, Options{})
 	now := time.Now()
 	b.table.now = func() time.Time { return now }
-	all := changes(true)
+	all := batchOf(true)
 	mustSync(t, b, all)
 	passes := 0
 	for range 600 {
@@ -169,7 +169,7 @@ func TestPassesBecauseOfDriftAreLimited(t *testing.T) {
 // transaction that loads the skeleton.
 func TestDamageOfAJustLoadedSkeletonIsFound(t *testing.T) {
 	b, ns := start(t, Options{})
-	mustSync(t, b, changes(true))
+	mustSync(t, b, batchOf(true))
 	nft(t, ns, "", "flush", "chain", "inet", "kpng", "services")
 	exchange, loaded := b.table.conn.Exchange, false
 	b.table.conn.Exchange = func(batch []byte) error {
@@ -180,7 +180,7 @@ func TestDamageOfAJustLoadedSkeletonIsFound(t *testing.T) {
 		}
 		return err
 	}
-	mustSync(t, b, changes(true))
+	mustSync(t, b, batchOf(true))
 	if !loaded {
 		t.Fatal("the pass did not load the skeleton")
 	}
@@ -252,8 +252,8 @@ func TestANodeAddressChangesSourceRanges(t *testing.T) {
 		views []sink.Change
 		over  bool
 	}{{[]sink.Change{set(plain)}, false}, {[]sink.Change{set(plain), set(restricted)}, true}} {
-		mustSync(t, b, changes(true, test.views...))
-		c := changes(false)
+		mustSync(t, b, batchOf(true, test.views...))
+		c := batchOf(false)
 		c.Node, c.NodeChanged = moved, true
 		if err := b.Sync(t.Context(), c); errors.Is(err, sink.ErrStartOver) != test.over || err != nil && !test.over {
 			t.Errorf("with %d services, Sync returns %v", len(test.views), err)
@@ -309,7 +309,7 @@ func repairFlush(t testing.TB, n int) time.Duration {
 	nft(t, ns, "", "flush", "ruleset")
 	began := time.Now()
 	for tick := time.Tick(5 * time.Millisecond); ; <-tick {
-		_, ok, err := observer.get(ctx, id)
+		_, ok, err := observer.getElement(ctx, id)
 		if err != nil && !strings.Contains(err.Error(), "no such file") {
 			t.Fatal(err)
 		}

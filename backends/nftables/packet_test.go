@@ -53,8 +53,8 @@ func newPacketWorld(t *testing.T) *packetWorld {
 	return w
 }
 
-// serve answers each connection to port 8080 with two words: the argument name, and the
-// address of the client.
+// serve answers each connection to port 8080 with the given name and the address of the
+// client.
 func serve(t testing.TB, ns *netnstest.Namespace, name string) {
 	var l net.Listener
 	if err := ns.Do(func() (err error) { l, err = net.Listen("tcp", ":8080"); return err }); err != nil {
@@ -107,7 +107,7 @@ func TestPackets(t *testing.T) {
 		}
 	}
 	pod1, both := []string{"!10.0.1.2", "!fd01:1::2"}, []string{"!10.0.1.2", "!fd01:1::2", "!10.0.2.2", "!fd01:2::2"}
-	mustSync(t, b, changes(true,
+	mustSync(t, b, batchOf(true,
 		set(view("one", []string{"10.96.0.1", "fd00::1"}, pod1, external(false, "203.0.113.1", "2001:db8:1::1", 30001))),
 		set(view("local", []string{"10.96.0.2", "fd00::2"}, pod1, external(true, "203.0.113.2", "2001:db8:1::2", 30002))),
 		set(view("none", []string{"10.96.0.3", "fd00::3"}, nil, nil)),
@@ -189,7 +189,7 @@ func TestAffinity(t *testing.T) {
 	}
 	pods := map[string]string{"pod1": "!10.0.1.2", "pod2": "!10.0.2.2"}
 	now := sticky(pods["pod1"], pods["pod2"])
-	mustSync(t, b, changes(true, set(now)))
+	mustSync(t, b, batchOf(true, set(now)))
 	pod := func(addr string) string {
 		t.Helper()
 		answer, err := ask(w.client, addr)
@@ -201,7 +201,7 @@ func TestAffinity(t *testing.T) {
 	}
 	change := func(to *api.ServiceEndpoints) {
 		t.Helper()
-		mustSync(t, b, changes(false, sink.Change{Old: now, New: to}))
+		mustSync(t, b, batchOf(false, sink.Change{Old: now, New: to}))
 		now = to
 	}
 
@@ -214,9 +214,9 @@ func TestAffinity(t *testing.T) {
 		}
 	}
 	change(sticky(pods["pod1"], pods["pod2"], "!10.0.1.77"))
-	mustSync(t, b, changes(true, set(now)))
+	mustSync(t, b, batchOf(true, set(now)))
 	b = startIn(t, w.node, Options{NodeAddresses: nodeaddr.Of(netip.MustParseAddr("192.0.2.1"))})
-	mustSync(t, b, changes(true, set(now)))
+	mustSync(t, b, batchOf(true, set(now)))
 	for range 10 {
 		if got := pod("10.96.0.1:80"); got != kept {
 			t.Fatalf("after another endpoint was added and a restart, the client gets %s, want %s", got, kept)
@@ -255,7 +255,7 @@ func TestAffinity(t *testing.T) {
 func TestOutsidersNeedACIDROfTheirFamily(t *testing.T) {
 	w := newPacketWorld(t)
 	b := startIn(t, w.node, Options{ClusterCIDRs: []netip.Prefix{netip.MustParsePrefix("10.0.2.0/24")}, MasqueradeOutsiders: true, NodeAddresses: nodeaddr.Of()})
-	mustSync(t, b, changes(true, set(view("web", []string{"10.96.0.1", "fd00::1"}, []string{"!10.0.1.2", "!fd01:1::2"}, nil))))
+	mustSync(t, b, batchOf(true, set(view("web", []string{"10.96.0.1", "fd00::1"}, []string{"!10.0.1.2", "!fd01:1::2"}, nil))))
 	for _, test := range []struct {
 		from     *netnstest.Namespace
 		to, want string
@@ -278,7 +278,7 @@ func TestAMissingSlotDropsPackets(t *testing.T) {
 	b := startIn(t, w.node, Options{NodeAddresses: nodeaddr.Of()})
 	w.client.Add(t, "eth0", "10.96.0.1/32")
 	serve(t, w.client, "outside")
-	mustSync(t, b, changes(true, set(view("web", []string{"10.96.0.1"}, []string{"!10.0.1.2"}, func(s *api.Service) { s.Ports[0].Port = 8080 }))))
+	mustSync(t, b, batchOf(true, set(view("web", []string{"10.96.0.1"}, []string{"!10.0.1.2"}, func(s *api.Service) { s.Ports[0].Port = 8080 }))))
 	if got, err := ask(w.pod2, "10.96.0.1:8080"); err != nil || got != "pod1 10.0.2.2" {
 		t.Fatalf("the service answers %q, %v", got, err)
 	}

@@ -26,12 +26,12 @@ type pass struct {
 	snapshots map[mapID]*snapshot
 	// ranges has the source ranges in the snapshots, by frontend.
 	ranges map[elementID][]element
-	// stale has the objects in the kernel that no service has needed so far.
-	stale map[string]object
+	// staleObjects has the objects in the kernel that no service has needed so far.
+	staleObjects map[string]object
 	// state describes the table as it was read.
 	state *state
-	// others is the result of conn.others before the table was read.
-	others int64
+	// foreignCommits is the result of conn.foreignCommits before the table was read.
+	foreignCommits int64
 }
 
 // beginPass loads the skeleton and reads the table. If Start did both, and no other
@@ -39,15 +39,15 @@ type pass struct {
 func (t *table) beginPass(ctx context.Context, nodeAddrs []netip.Addr) error {
 	p := t.ahead
 	t.state, t.pass, t.ahead = nil, nil, nil
-	others, err := t.conn.others(ctx)
+	foreignCommits, err := t.conn.foreignCommits(ctx)
 	if err != nil {
 		return err
 	}
-	if p == nil || p.others != others {
-		if others, err = t.loadSkeleton(ctx); err != nil {
+	if p == nil || p.foreignCommits != foreignCommits {
+		if foreignCommits, err = t.loadSkeleton(ctx); err != nil {
 			return err
 		}
-		if p, err = t.read(ctx, others); err != nil {
+		if p, err = t.read(ctx, foreignCommits); err != nil {
 			return err
 		}
 	}
@@ -57,36 +57,36 @@ func (t *table) beginPass(ctx context.Context, nodeAddrs []netip.Addr) error {
 	t.planner = newPlanner()
 	t.planner.nodeAddrs = nodeAddrs
 	t.pass, t.state = p, p.state
-	t.drift.reset(p.others)
+	t.drift.reset(p.foreignCommits)
 	t.leftovers.Exist = false
 	return nil
 }
 
 // readAhead reads the table while the source still collects services, so that the first
-// pass starts faster. The argument others is the value of conn.others when the skeleton
-// was loaded.
-func (t *table) readAhead(ctx context.Context, others int64) {
+// pass starts faster. foreignCommits is the result of conn.foreignCommits when the
+// skeleton was loaded.
+func (t *table) readAhead(ctx context.Context, foreignCommits int64) {
 	if t.state != nil {
 		return // the first pass has already begun
 	}
 	var err error
-	if t.ahead, err = t.read(ctx, others); err != nil {
+	if t.ahead, err = t.read(ctx, foreignCommits); err != nil {
 		klog.FromContext(ctx).V(2).Info("Could not read the table ahead of the first pass", "table", t.conn.table, "reason", err)
 	}
 }
 
 // read reads all maps, and the names of the objects of services.
-func (t *table) read(ctx context.Context, others int64) (*pass, error) {
+func (t *table) read(ctx context.Context, foreignCommits int64) (*pass, error) {
 	l, err := t.conn.inspect(ctx, t.conn.table)
 	if err != nil {
 		return nil, err
 	}
 	p := &pass{
-		snapshots: map[mapID]*snapshot{},
-		ranges:    map[elementID][]element{},
-		stale:     l.ownObjects(),
-		state:     newState(t.conn.seed),
-		others:    others,
+		snapshots:      map[mapID]*snapshot{},
+		ranges:         map[elementID][]element{},
+		staleObjects:   l.ownObjects(),
+		state:          newState(t.conn.seed),
+		foreignCommits: foreignCommits,
 	}
 	for _, m := range allMaps() {
 		s, err := readSnapshot(ctx, t.conn, m)
@@ -95,17 +95,17 @@ func (t *table) read(ctx context.Context, others int64) (*pass, error) {
 		}
 		p.snapshots[m] = s
 		for e := range s.all() {
-			if m.kind == sharedChains || m.kind == nodeSharedChains {
+			if m.kind == kindSharedChains || m.kind == kindNodeSharedChains {
 				c, _ := sharedChainOf(&e.elementID, &e.value)
 				p.state.chainsMade([]sharedChain{c})
 				continue
 			}
 			p.state.elementAdded(&e.elementID, &e.value)
 			if m.shared() {
-				p.state.wanted[e.elementID] = hold
+				p.state.wanted[e.elementID] = holdCount
 			}
-			if m.kind == sources {
-				p.ranges[e.frontend()] = append(p.ranges[e.frontend()], e)
+			if m.kind == kindSources {
+				p.ranges[e.frontendID()] = append(p.ranges[e.frontendID()], e)
 			}
 		}
 	}
@@ -147,7 +147,7 @@ func (ps *pass) claimOld(p *patch, id *elementID) {
 }
 
 // recordSync records the result of a Sync. It removes the objects of programmed services
-// from the map stale. If a service failed, its claimed elements get the mark returned.
+// from staleObjects. It marks the claimed elements of failed services as givenBack.
 func (ps *pass) recordSync(p *patch, failed sink.Failed) {
 	hasFailed := func(part int) bool {
 		_, is := failed[p.services[p.root(part)][0]]
@@ -161,7 +161,7 @@ func (ps *pass) recordSync(p *patch, failed sink.Failed) {
 	}
 	for name, o := range p.objects {
 		if o.new != nil && !hasFailed(o.part) {
-			delete(ps.stale, name)
+			delete(ps.staleObjects, name)
 		}
 	}
 }
@@ -208,9 +208,9 @@ func (t *table) prune(ctx context.Context, ps *pass, failed bool) error {
 		return nil
 	}
 	for _, m := range allMaps() {
-		limit := returned
+		limit := givenBack
 		switch {
-		case m.kind >= nodePortAddresses:
+		case m.kind >= kindNodePortAddresses:
 			continue // services have no elements in these maps
 		case failed:
 			limit = unclaimed
@@ -220,11 +220,11 @@ func (t *table) prune(ctx context.Context, ps *pass, failed bool) error {
 		for e := range ps.snapshots[m].upTo(limit) {
 			o := op{elementID: e.elementID, hasOld: true, old: e.value}
 			if m.shared() {
-				if t.state.wanted[e.elementID] > hold {
-					t.state.wanted[e.elementID] -= hold
+				if t.state.wanted[e.elementID] > holdCount {
+					t.state.wanted[e.elementID] -= holdCount
 					continue
 				}
-				o.wanted = -hold
+				o.wanted = -holdCount
 			}
 			if ops = append(ops, o); len(ops) == maxOps {
 				if err := flush(); err != nil {
@@ -234,7 +234,7 @@ func (t *table) prune(ctx context.Context, ps *pass, failed bool) error {
 		}
 	}
 	if !failed {
-		for _, o := range ps.stale {
+		for _, o := range ps.staleObjects {
 			stale.objects = append(stale.objects, objectOp{old: &o})
 		}
 	}
@@ -251,14 +251,14 @@ func (t *table) prune(ctx context.Context, ps *pass, failed bool) error {
 // hairpins, and the elements of each frontend that some service needs. It returns true if
 // the table may then have elements or objects that no service needs.
 func (ps *pass) keepOfFailed() (leaves bool) {
-	leaves = len(ps.stale) > 0
+	leaves = len(ps.staleObjects) > 0
 	for m, s := range ps.snapshots {
-		leaves = leaves || slices.Contains(s.claims, returned)
+		leaves = leaves || slices.Contains(s.claims, givenBack)
 		for e := range s.upTo(unclaimed) {
-			keep := m.kind == hairpins
-			if nodeFrontends <= m.kind && m.kind <= nodeEndpoints {
-				frontend := e.frontend()
-				keep = ps.snapshots[frontend.m].wanted(&frontend)
+			keep := m.kind == kindHairpins
+			if kindNodeFrontends <= m.kind && m.kind <= kindNodeEndpoints {
+				frontend := e.frontendID()
+				keep = ps.snapshots[frontend.m].isWanted(&frontend)
 			}
 			if keep {
 				s.claim(&e.elementID)

@@ -28,12 +28,12 @@ import (
 // checks that b's state describes its table.
 func checkFresh(t *testing.T, b *Backend, services ...sink.Change) {
 	t.Helper()
-	if err := verify(t, b); err != nil {
+	if err := verifyAll(t, b); err != nil {
 		t.Error(err)
 	}
 	fresh, _ := start(t, Options{})
-	mustSync(t, fresh, changes(true, services...))
-	if diff := cmp.Diff(contents(t, fresh), contents(t, b)); diff != "" {
+	mustSync(t, fresh, batchOf(true, services...))
+	if diff := cmp.Diff(tableContents(t, fresh), tableContents(t, b)); diff != "" {
 		t.Errorf("the table differs from a fresh load (-fresh +actual):\n%s", diff)
 	}
 	if diff := cmp.Diff(chainNames(t, fresh), chainNames(t, b)); diff != "" {
@@ -42,7 +42,7 @@ func checkFresh(t *testing.T, b *Backend, services ...sink.Change) {
 }
 
 func batch(first, last bool, list ...sink.Change) *sink.Changes {
-	c := changes(true, list...)
+	c := batchOf(true, list...)
 	c.First, c.Last, c.NodeChanged = first, last, first
 	return c
 }
@@ -55,7 +55,7 @@ func skipHour(b *Backend) {
 // firstEndpoint returns the endpoint in the first slot of a cluster IP in b's table.
 func firstEndpoint(t *testing.T, b *Backend, ip string) string {
 	t.Helper()
-	for _, line := range contents(t, b) {
+	for _, line := range tableContents(t, b) {
 		if rest, ok := strings.CutPrefix(line, "service-endpoints4 "+ip+" . tcp . 80 . 7f00:1 : "); ok {
 			return rest
 		}
@@ -73,7 +73,7 @@ func TestAPassInSeveralBatches(t *testing.T) {
 	for name, restart := range map[string]bool{"the same process": false, "another process": true} {
 		t.Run(name, func(t *testing.T) {
 			b, ns := start(t, Options{})
-			mustSync(t, b, changes(true, at("a", "10.96.0.1", "!10.0.0.1"), at("b", "10.96.0.2", "!10.0.0.1"), at("gone", "10.96.0.3", "10.0.0.3")))
+			mustSync(t, b, batchOf(true, at("a", "10.96.0.1", "!10.0.0.1"), at("b", "10.96.0.2", "!10.0.0.1"), at("gone", "10.96.0.3", "10.0.0.3")))
 			undrifted := Options{Observer: Observer{Drifted: func() { t.Error("drift is reported, but no other program changed the table") }}}
 			if restart {
 				b = startIn(t, ns, undrifted)
@@ -89,7 +89,7 @@ func TestAPassInSeveralBatches(t *testing.T) {
 			a, bb := at("a", "10.96.0.2", "10.0.0.4"), at("b", "10.96.0.1", "!10.0.0.1")
 			mustSync(t, b, batch(true, false, a))
 			check("after the first batch", "10.0.0.1 . 8080", "10.0.0.4 . 8080", "10.0.0.3 . 8080")
-			if !slices.Contains(contents(t, b), "service-hairpins4 10.0.0.1 . 10.0.0.1 . tcp . 8080") {
+			if !slices.Contains(tableContents(t, b), "service-hairpins4 10.0.0.1 . 10.0.0.1 . tcp . 8080") {
 				t.Error("the pass removed a hairpin that another service needs")
 			}
 			mustSync(t, b, batch(false, false, bb))
@@ -98,7 +98,7 @@ func TestAPassInSeveralBatches(t *testing.T) {
 			// During another pass, both services change: they swap their addresses again.
 			mustSync(t, b, batch(true, false, a))
 			first, second := at("a", "10.96.0.1", "10.0.0.4"), at("b", "10.96.0.2", "!10.0.0.1")
-			change := changes(false, sink.Change{Old: a.New, New: first.New}, sink.Change{New: second.New, Unsure: true})
+			change := batchOf(false, sink.Change{Old: a.New, New: first.New}, sink.Change{New: second.New, Unsure: true})
 			mustSync(t, b, change)
 			check("after a change during the pass", "10.0.0.4 . 8080", "10.0.0.1 . 8080", "10.0.0.3 . 8080")
 			mustSync(t, b, batch(false, true))
@@ -117,7 +117,7 @@ func TestAPassKeepsElementsOfFailedServices(t *testing.T) {
 	for name, recovers := range map[string]bool{"until its end": false, "before its end": true} {
 		t.Run(name, func(t *testing.T) {
 			b, ns := start(t, Options{})
-			mustSync(t, b, changes(true, set(view("web", []string{"10.96.0.1"}, old, nil)), set(view("gone", []string{"10.96.0.3"}, old, nil))))
+			mustSync(t, b, batchOf(true, set(view("web", []string{"10.96.0.1"}, old, nil)), set(view("gone", []string{"10.96.0.3"}, old, nil))))
 			b = startIn(t, ns, Options{Observer: Observer{Drifted: func() { t.Error("drift is reported, but no other program changed the table") }}})
 			exchange := b.table.conn.Exchange
 			b.table.conn.Exchange = func(batch []byte) error {
@@ -149,11 +149,11 @@ func TestAPassKeepsElementsOfFailedServices(t *testing.T) {
 				t.Errorf("the service that failed leads to %s", got)
 			}
 			skipHour(b)
-			if err := verify(t, b); !errors.Is(err, sink.ErrStartOver) {
+			if err := verifyAll(t, b); !errors.Is(err, sink.ErrStartOver) {
 				t.Errorf("Verify returns %v, want a request for a pass that removes leftovers", err)
 			}
 			b.table.conn.Exchange = exchange
-			mustSync(t, b, changes(true, web, ok))
+			mustSync(t, b, batchOf(true, web, ok))
 			checkFresh(t, b, web, ok)
 		})
 	}
@@ -170,7 +170,7 @@ func TestOldElementsOfAFailedServiceAreRemoved(t *testing.T) {
 		return set(v)
 	}
 	b, ns := start(t, Options{})
-	mustSync(t, b, changes(true, web("10.96.0.1", "10.0.0.1", true)))
+	mustSync(t, b, batchOf(true, web("10.96.0.1", "10.0.0.1", true)))
 	b = startIn(t, ns, Options{})
 	exchange := b.table.conn.Exchange
 	b.table.conn.Exchange = func([]byte) error { return &netfilter.Failure{Errno: unix.EINVAL} }
@@ -252,8 +252,8 @@ func TestRandomChangesDuringPasses(t *testing.T) {
 			for _, v := range src.Views() {
 				list = append(list, set(v))
 			}
-			if b.table.leftovers.Exist || b.table.drift.compared < 0 {
-				mustSync(t, b, changes(true, list...))
+			if b.table.leftovers.Exist || b.table.drift.comparedCommits < 0 {
+				mustSync(t, b, batchOf(true, list...))
 			}
 			checkFresh(t, b, list...)
 		})
@@ -266,7 +266,7 @@ func TestRandomChangesDuringPasses(t *testing.T) {
 func TestTableIsReadAhead(t *testing.T) {
 	first, ns := start(t, Options{})
 	web, other := view("web", []string{"10.96.0.1"}, []string{"10.0.0.1"}, nil), view("other", []string{"10.96.0.2"}, []string{"10.0.0.2"}, nil)
-	mustSync(t, first, changes(true, set(web), set(other)))
+	mustSync(t, first, batchOf(true, set(web), set(other)))
 	for name, edit := range map[string]string{
 		"unchanged":                  "",
 		"changed by another program": "delete element inet kpng services4 { 10.96.0.2 . tcp . 80 }\n",
@@ -278,11 +278,11 @@ func TestTableIsReadAhead(t *testing.T) {
 			if edit != "" {
 				nft(t, ns, edit, "-f", "-")
 			}
-			mustSync(t, b, changes(true, set(web), set(other)))
+			mustSync(t, b, batchOf(true, set(web), set(other)))
 			if used := b.table.state == before; used != (edit == "") || b.table.ahead != nil {
 				t.Errorf("the first Sync used the read of Start: %t, and kept it: %t", used, b.table.ahead != nil)
 			}
-			if err := verify(t, b); err != nil {
+			if err := verifyAll(t, b); err != nil {
 				t.Error(err)
 			}
 		})
@@ -301,7 +301,7 @@ func waitReadAhead(b *Backend) {
 // frontendKeyOf returns the key of service i's frontend, and the length of this key. The
 // keys of the frontend's endpoints begin with the frontend's key.
 func frontendKeyOf(i int) (elementID, int) {
-	e := elementID{m: mapID{endpoints, matchService, api.IPv4}}
+	e := elementID{m: mapID{kindEndpoints, matchService, api.IPv4}}
 	w := keyWriter{id: &e}
 	w.addr(numberedService(i, 1).Service.IPs.ClusterIPs.V4[0])
 	w.protocol(api.TCP)

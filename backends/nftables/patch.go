@@ -17,7 +17,7 @@ type op struct {
 	hasOld, hasNew bool
 	old, new       value
 	// For an element of a shared map, wanted is the change in the number of services that
-	// need the element. The function resolve derives hasOld and hasNew from that number.
+	// need the element. state.resolve derives hasOld and hasNew from that number.
 	wanted int
 	// checked is true if hasOld and old were read from the kernel after it refused the op.
 	checked bool
@@ -103,8 +103,8 @@ func (p *patch) add(e element) {
 	o.hasNew, o.new = true, e.value
 }
 
-// removeObject records that the current service had the object o. The method addObject
-// records that the service needs it.
+// removeObject records that the current service had the object o. addObject records that
+// the service needs it.
 func (p *patch) removeObject(o object) { p.objectOp(o.name).old = &o }
 func (p *patch) addObject(o object)    { p.objectOp(o.name).new = &o }
 
@@ -150,7 +150,7 @@ func (p *patch) parts() []part {
 		return &parts[i]
 	}
 	for _, o := range p.ops {
-		if o.changes() {
+		if o.mayChange() {
 			part := partOf(o.part)
 			part.ops = append(part.ops, o)
 		}
@@ -164,8 +164,8 @@ func (p *patch) parts() []part {
 	return parts
 }
 
-// The method changes reports whether o may change the element.
-func (o *op) changes() bool {
+// mayChange reports whether o may change the element.
+func (o *op) mayChange() bool {
 	if o.m.shared() {
 		return o.wanted != 0
 	}

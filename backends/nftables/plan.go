@@ -16,8 +16,8 @@ import (
 // planner computes the elements of views. Its results depend only on its fields and
 // arguments.
 type planner struct {
-	// nodeAddrs are the node's addresses, which planSources needs. The field admitsNode is
-	// true if some service has source ranges.
+	// nodeAddrs are the node's addresses, which planSources needs. admitsNode is true if
+	// some service has source ranges.
 	nodeAddrs  []netip.Addr
 	admitsNode bool
 	names      map[sharedChain]string
@@ -37,7 +37,7 @@ func (p *planner) plan(se *api.ServiceEndpoints, emit func(element), emitObject 
 	}
 	for _, ip := range [...][]netip.Addr{se.Service.IPs.ClusterIPs.V4, se.Service.IPs.ClusterIPs.V6} {
 		for _, a := range ip {
-			emit(addressElement(clusterIPs, a))
+			emit(addressElement(kindClusterIPs, a))
 		}
 	}
 	for i := range se.Endpoints {
@@ -49,11 +49,11 @@ func (p *planner) plan(se *api.ServiceEndpoints, emit func(element), emitObject 
 
 func (p *planner) planFrontend(se *api.ServiceEndpoints, f *nodeview.Frontend, emit func(element), emitObject func(object)) {
 	c := sharedChain{match: matchOf(f), family: f.Family, filtered: f.Sources.Restricted, masquerade: f.Masquerade}
-	list := "external"
+	listName := "external"
 	if f.Kind == nodeview.ClusterIP {
-		list = "internal"
+		listName = "internal"
 	}
-	p.planTraffic(se, c, f, list, &f.Elsewhere, emit, emitObject)
+	p.planTraffic(se, c, f, listName, &f.Elsewhere, emit, emitObject)
 	if f.Masquerade == nodeview.MasqueradeNode {
 		p.planTraffic(se, sharedChain{match: c.match, family: f.Family, fromNode: true}, f, "cluster", &f.Node, emit, emitObject)
 	}
@@ -74,27 +74,27 @@ func matchOf(f *nodeview.Frontend) match {
 }
 
 // planTraffic emits elements for those packets of the frontend f that the chain c
-// handles. The traffic t has the endpoints of these packets. In the names of objects, the
-// argument list identifies the list of these endpoints.
-func (p *planner) planTraffic(se *api.ServiceEndpoints, c sharedChain, f *nodeview.Frontend, list string, t *nodeview.Traffic, emit func(element), emitObject func(object)) {
+// handles. The traffic t has the endpoints of these packets. Names of objects contain
+// listName, which identifies the list of these endpoints.
+func (p *planner) planTraffic(se *api.ServiceEndpoints, c sharedChain, f *nodeview.Frontend, listName string, t *nodeview.Traffic, emit func(element), emitObject func(object)) {
 	c.verdict = t.Verdict
 	targets := t.Endpoints[:min(len(t.Endpoints), maxEndpoints)]
 	switch {
 	case c.verdict != nodeview.Forward:
 	case f.Affinity > 0:
 		c.affinity = true
-		e, _ := frontendElement(c.mapOf(affinityChains), f)
-		e.chain = planAffinity(se, f, list, targets, emitObject)
+		e, _ := frontendElement(c.mapOf(kindAffinityChains), f)
+		e.chain = planAffinity(se, f, listName, targets, emitObject)
 		emit(e)
 	default:
 		c.endpoints = len(targets)
 	}
-	e, _ := frontendElement(c.mapOf(frontends), f)
+	e, _ := frontendElement(c.mapOf(kindFrontends), f)
 	e.chain, e.comment = p.nameOf(c), comment(se, f)
 	binary.NativeEndian.PutUint32(e.data[:], c.number())
 	emit(e)
 	for i := range c.endpoints {
-		emit(element{endpointID(c.mapOf(endpoints), f, i), endpointValue(targets[i].Addr, targets[i].Port)})
+		emit(element{endpointID(c.mapOf(kindEndpoints), f, i), endpointValue(targets[i].Addr, targets[i].Port)})
 	}
 }
 
@@ -132,7 +132,7 @@ func (p *planner) planSources(s match, f *nodeview.Frontend, emit func(element))
 		if kernelnode.ContainedInOther(prefixes, i) {
 			continue
 		}
-		e, at := frontendElement(mapID{sources, s, f.Family}, f)
+		e, at := frontendElement(mapID{kindSources, s, f.Family}, f)
 		w := keyWriter{&e.elementID, at}
 		w.addr(prefix.Masked().Addr())
 		e.key[maxKey-1] = byte(prefix.Bits())
@@ -144,7 +144,7 @@ func (p *planner) planSources(s match, f *nodeview.Frontend, emit func(element))
 // itself.
 func planHairpins(se *api.ServiceEndpoints, e *api.Endpoint, emit func(element)) {
 	emitOne := func(s match, protocol api.Protocol, port int32) {
-		h := element{elementID: elementID{m: mapID{hairpins, s, api.FamilyOf(e.Addr)}}}
+		h := element{elementID: elementID{m: mapID{kindHairpins, s, api.FamilyOf(e.Addr)}}}
 		w := keyWriter{id: &h.elementID}
 		w.addr(e.Addr)
 		w.addr(e.Addr)

@@ -30,7 +30,7 @@ func TestPodCIDRsFollowTheNode(t *testing.T) {
 		}
 	}
 	pass := func(cidrs ...string) *sink.Changes {
-		c := changes(true, set(view("web", []string{"10.96.0.1"}, []string{"10.1.1.2"}, nil)))
+		c := batchOf(true, set(view("web", []string{"10.96.0.1"}, []string{"10.1.1.2"}, nil)))
 		n := *node
 		for _, cidr := range cidrs {
 			n.PodCIDRs = append(n.PodCIDRs, netip.MustParsePrefix(cidr))
@@ -69,7 +69,7 @@ func TestUnallocatedClusterIPsAreDropped(t *testing.T) {
 		chain prerouting { type nat hook prerouting priority dstnat + 10; ip daddr 10.96.0.3 tcp dport 8080 dnat to 10.0.2.2:8080; }
 	}`, "-f", "-")
 	services := func(b *Backend) {
-		mustSync(t, b, changes(true, set(view("one", []string{"10.96.0.1", "fd96::1"}, []string{"10.0.2.2", "fd01:2::2"}, func(s *api.Service) { s.Ports[0].Port = 8080 }))))
+		mustSync(t, b, batchOf(true, set(view("one", []string{"10.96.0.1", "fd96::1"}, []string{"10.0.2.2", "fd01:2::2"}, func(s *api.Service) { s.Ports[0].Port = 8080 }))))
 	}
 	check := func(want map[string]string) {
 		t.Helper()

@@ -22,8 +22,8 @@ type feature struct {
 	// name describes the feature. The name may contain the kernel module or the first Linux
 	// version that has the feature.
 	name string
-	// The function use adds one message that only a kernel with the feature accepts.
-	use func(*wire)
+	// addMessage adds one message that only a kernel with the feature accepts.
+	addMessage func(*wire)
 }
 
 // features lists all needed features. The first feature makes the table for all others,
@@ -34,12 +34,12 @@ var features = []feature{
 	{"chains of type nat in tables of family inet (Linux 5.2, module nft_chain_nat)", func(w *wire) {
 		w.newChain("probe-nat", nat(unix.NF_INET_PRE_ROUTING, 0))
 	}},
-	{"maps", func(w *wire) { w.newSet(mapID{kind: endpoints, family: api.IPv4}.layout()) }},
-	{"sets of concatenated ranges (Linux 5.6)", func(w *wire) { w.newSet(mapID{kind: sources, family: api.IPv4}.layout()) }},
+	{"maps", func(w *wire) { w.newSet(mapID{kind: kindEndpoints, family: api.IPv4}.layout()) }},
+	{"sets of concatenated ranges (Linux 5.6)", func(w *wire) { w.newSet(mapID{kind: kindSources, family: api.IPv4}.layout()) }},
 	{"expression fib (module nft_fib_inet)", withRule(nftrule.StartsHere())},
 	{"expression numgen (module nft_numgen)", withRule([]expr.Any{&expr.Numgen{Register: nftrule.Reg(0), Modulus: 2, Type: unix.NFT_NG_RANDOM}})},
 	{"expression ct (module nft_ct)", withRule([]expr.Any{&expr.Ct{Register: nftrule.Reg(0), Key: expr.CtKeySTATUS}})},
-	{"expression nat (module nft_nat)", withRule(translate(mapID{kind: endpoints, family: api.IPv4}))},
+	{"expression nat (module nft_nat)", withRule(translate(mapID{kind: kindEndpoints, family: api.IPv4}))},
 	{"expression masq (module nft_masq)", withRule([]expr.Any{&expr.Masq{FullyRandom: true}})},
 	{"expression reject (module nft_reject_inet)", withRule([]expr.Any{&expr.Reject{Type: unix.NFT_REJECT_ICMPX_UNREACH, Code: unix.NFT_REJECT_ICMPX_PORT_UNREACH}})},
 }
@@ -58,7 +58,7 @@ func (c *conn) checkKernel(ctx context.Context, features []feature) error {
 	var outcomes []error
 	err := c.Check(ctx, func(b *netfilter.Builder) {
 		for _, f := range features {
-			f.use(&wire{b, probeTable})
+			f.addMessage(&wire{b, probeTable})
 		}
 	}, func(err error) { outcomes = append(outcomes, err) })
 	if errors.Is(err, unix.EOPNOTSUPP) || errors.Is(err, unix.EPROTONOSUPPORT) {

@@ -18,14 +18,14 @@ func TestCheckKernelChangesNothing(t *testing.T) {
 	ns := netnstest.New(t)
 	c := newConn(ns.FD, "kpng")
 	defer c.Close()
-	before, err := c.others(t.Context())
+	before, err := c.foreignCommits(t.Context())
 	if err != nil {
 		t.Fatal(err)
 	}
 	if err := c.checkKernel(t.Context(), features); err != nil {
 		t.Error(err)
 	}
-	if after, err := c.others(t.Context()); err != nil || after != before {
+	if after, err := c.foreignCommits(t.Context()); err != nil || after != before {
 		t.Errorf("the number of transactions is %d (%v), want %d", after, err, before)
 	}
 	if tables := nft(t, ns, "", "list", "tables"); tables != "" {

@@ -62,12 +62,12 @@ func lookupVerdict(m mapID) []expr.Any {
 func lookupSharedChain(m mapID) []expr.Any {
 	r := nftrule.NewKey(m.family)
 	if m.match == matchNodePort {
-		admitted := r.Destination().FollowedBy(inSet(mapID{kind: nodePortAddresses, family: m.family}))
+		admitted := r.Destination().FollowedBy(inSet(mapID{kind: kindNodePortAddresses, family: m.family}))
 		r = nftrule.KeyAfter(m.family, admitted)
 	}
-	toChain := mapID{sharedChains, m.match, m.family}
-	if m.kind == nodeFrontends {
-		toChain.kind = nodeSharedChains
+	toChain := mapID{kindSharedChains, m.match, m.family}
+	if m.kind == kindNodeFrontends {
+		toChain.kind = kindNodeSharedChains
 	}
 	return loadFrontend(r, m.match).FollowedBy(lookup(m), nftrule.SetMeta(expr.MetaKeyPRIORITY), nftrule.LoadMeta(expr.MetaKeyPRIORITY), vmap(toChain))
 }
@@ -92,7 +92,7 @@ func hairpin(s match, family api.Family) []expr.Any {
 		&expr.Ct{Key: expr.CtKeySTATUS, Register: nftrule.Reg(0)},
 		&expr.Bitwise{SourceRegister: nftrule.Reg(0), DestRegister: nftrule.Reg(0), Len: 4, Mask: nftrule.Native(ipsDstNAT), Xor: nftrule.Native(0)},
 		&expr.Cmp{Op: expr.CmpOpNeq, Register: nftrule.Reg(0), Data: nftrule.Native(0)},
-	}, key.FollowedBy(inSet(mapID{hairpins, s, family}), &expr.Masq{FullyRandom: true})...)
+	}, key.FollowedBy(inSet(mapID{kindHairpins, s, family}), &expr.Masq{FullyRandom: true})...)
 }
 
 // ipsDstNAT is the status bit of connections whose destination was translated.

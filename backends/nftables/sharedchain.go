@@ -78,14 +78,14 @@ func (c sharedChain) number() uint32 {
 func sharedChainOf(id *elementID, v *value) (c sharedChain, ok bool) {
 	var number uint32
 	switch id.m.kind {
-	case frontends, nodeFrontends:
+	case kindFrontends, kindNodeFrontends:
 		number = binary.NativeEndian.Uint32(v.data[:])
-	case sharedChains, nodeSharedChains:
+	case kindSharedChains, kindNodeSharedChains:
 		number = binary.NativeEndian.Uint32(id.key[:])
 	default:
 		return c, false
 	}
-	fromNode := id.m.kind == nodeFrontends || id.m.kind == nodeSharedChains
+	fromNode := id.m.kind == kindNodeFrontends || id.m.kind == kindNodeSharedChains
 	c = sharedChain{match: id.m.match, family: id.m.family, fromNode: fromNode}
 	bits := number >> 20 & 0xff
 	c.masquerade, c.filtered = nodeview.Masquerade(bits>>3), bits&4 != 0
@@ -106,12 +106,12 @@ func sharedChainOf(id *elementID, v *value) (c sharedChain, ok bool) {
 const rejectChain = "reject-chain"
 
 // name returns the name of the chain. If the chain would only drop or reject packets, the
-// name is the constant drop or the constant rejectChain.
+// name is dropVerdict or rejectChain.
 func (c sharedChain) name() string {
 	if !c.filtered && (c.fromNode || c.masquerade != nodeview.MasqueradeNode) {
 		switch c.verdict {
 		case nodeview.Drop:
-			return drop
+			return dropVerdict
 		case nodeview.Reject:
 			return rejectChain
 		}
@@ -144,8 +144,8 @@ func (c sharedChain) name() string {
 	return b.String()
 }
 
-// hasRules reports whether the name of c is neither drop nor rejectChain.
-func (c sharedChain) hasRules() bool { return c.name() != drop && c.name() != rejectChain }
+// hasRules reports whether the name of c is neither dropVerdict nor rejectChain.
+func (c sharedChain) hasRules() bool { return c.name() != dropVerdict && c.name() != rejectChain }
 
 // mapOf returns the chain's map of the given kind. If fromNode is true, it returns the
 // map of the following kind, which is for packets that start on this node.
@@ -158,7 +158,7 @@ func (c sharedChain) mapOf(kind mapKind) mapID {
 
 // element returns the element that maps the chain's number to the chain.
 func (c sharedChain) element() element {
-	e := element{elementID: elementID{m: c.mapOf(sharedChains)}, value: value{chain: c.name()}}
+	e := element{elementID: elementID{m: c.mapOf(kindSharedChains)}, value: value{chain: c.name()}}
 	w := keyWriter{id: &e.elementID}
 	w.priority(c.number())
 	return e
@@ -209,11 +209,11 @@ func (c sharedChain) rules() [][]expr.Any {
 	case c.verdict == nodeview.Reject:
 		return append(rules, nftrule.GoTo(rejectChain))
 	case c.affinity:
-		return append(rules, lookupVerdict(c.mapOf(affinityChains)), nftrule.Drop())
+		return append(rules, lookupVerdict(c.mapOf(kindAffinityChains)), nftrule.Drop())
 	}
 	return append(rules, []expr.Any{
 		&expr.Numgen{Register: nftrule.Reg(0), Modulus: uint32(c.endpoints), Type: unix.NFT_NG_RANDOM, Offset: firstSlot},
 		nftrule.SetMeta(expr.MetaKeyPRIORITY),
-		nftrule.GoTo(c.mapOf(endpoints).name())[0],
+		nftrule.GoTo(c.mapOf(kindEndpoints).name())[0],
 	})
 }

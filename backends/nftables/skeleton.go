@@ -50,7 +50,7 @@ func (o *Options) skeletonChains() []chain {
 	for _, s := range []match{matchService, matchAddress} {
 		var rules [][]expr.Any
 		for _, family := range families {
-			rules = append(rules, fromSources(mapID{sources, s, family}))
+			rules = append(rules, fromSources(mapID{kindSources, s, family}))
 		}
 		add(matchNames[s]+"-sources", regular, append(rules, nftrule.Drop())...)
 	}
@@ -60,7 +60,7 @@ func (o *Options) skeletonChains() []chain {
 		[]expr.Any{&expr.Reject{Type: unix.NFT_REJECT_ICMPX_UNREACH, Code: unix.NFT_REJECT_ICMPX_PORT_UNREACH}})
 
 	for _, m := range allMaps() {
-		if m.kind == endpoints || m.kind == nodeEndpoints {
+		if m.kind == kindEndpoints || m.kind == kindNodeEndpoints {
 			// A transaction may remove a slot after a rule has selected the slot's number and
 			// before the lookup. Without the drop, the whole connection would pass untranslated.
 			add(m.name(), regular, translate(m), nftrule.Drop())
@@ -69,7 +69,7 @@ func (o *Options) skeletonChains() []chain {
 
 	// With external traffic policy Local, packets that start on this node use maps of
 	// their own.
-	add("node-services", regular, lookupSharedChains(nodeFrontends)...)
+	add("node-services", regular, lookupSharedChains(kindNodeFrontends)...)
 	short := [][]expr.Any{append(nftrule.StartsHere(), nftrule.GoTo("node-services")...)}
 	for _, match := range o.podMatches() {
 		short = append(short, append(match, nftrule.GoTo("node-services")...))
@@ -78,10 +78,10 @@ func (o *Options) skeletonChains() []chain {
 
 	// A transaction may also remove a chain after a rule has selected the chain's number.
 	// Without the drop, the connection would pass untranslated.
-	rules := append(lookupSharedChains(frontends), append(hasPriority(), nftrule.Drop()...))
+	rules := append(lookupSharedChains(kindFrontends), append(hasPriority(), nftrule.Drop()...))
 	if !o.AcceptUnknownPorts {
 		for _, family := range families {
-			rule := nftrule.NewKey(family).Destination().FollowedBy(inSet(mapID{kind: clusterIPs, family: family}))
+			rule := nftrule.NewKey(family).Destination().FollowedBy(inSet(mapID{kind: kindClusterIPs, family: family}))
 			rules = append(rules, append(rule, nftrule.GoTo(rejectChain)...))
 		}
 	}

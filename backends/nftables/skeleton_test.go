@@ -25,12 +25,12 @@ import (
 func TestTheBackendRunsWithAnEmptyPath(t *testing.T) {
 	t.Setenv("PATH", "")
 	b, ns := start(t, Options{})
-	mustSync(t, b, changes(true, set(view("web", []string{"10.96.0.1"}, []string{"10.0.0.1"}, nil))))
-	if err := verify(t, b); err != nil {
+	mustSync(t, b, batchOf(true, set(view("web", []string{"10.96.0.1"}, []string{"10.0.0.1"}, nil))))
+	if err := verifyAll(t, b); err != nil {
 		t.Error(err)
 	}
 	b = startIn(t, ns, Options{})
-	mustSync(t, b, changes(true))
+	mustSync(t, b, batchOf(true))
 	if err := b.Cleanup(t.Context()); err != nil {
 		t.Error(err)
 	}
@@ -48,7 +48,7 @@ func TestARestartWithoutChangesMakesNoTransaction(t *testing.T) {
 		s.IPs.LoadBalancerIPs = api.NewIPSet(netip.MustParseAddr("203.0.113.1"))
 		s.SourceRanges = []api.SourceRanges{{TargetIPs: s.IPs.LoadBalancerIPs, Prefixes: []netip.Prefix{netip.MustParsePrefix("192.0.2.0/24")}}}
 	}
-	all := changes(true,
+	all := batchOf(true,
 		set(view("plain", []string{"10.96.0.1", "fd00::1"}, []string{"10.0.0.1", "fd01::1"}, nil)),
 		set(view("local", []string{"10.96.0.2"}, []string{"!10.0.0.1", "10.0.0.2"}, local)),
 		set(view("none", []string{"10.96.0.3"}, nil, nil)))
@@ -56,7 +56,7 @@ func TestARestartWithoutChangesMakesNoTransaction(t *testing.T) {
 	opts.Observer.Transacted = func(error) { t.Error("a restart without changes makes a transaction") }
 	again := startIn(t, ns, opts)
 	mustSync(t, again, all)
-	if err := verify(t, again); err != nil {
+	if err := verifyAll(t, again); err != nil {
 		t.Error(err)
 	}
 }
@@ -69,14 +69,14 @@ func TestAChangeBetweenLoadAndReadIsRepaired(t *testing.T) {
 	b := startIn(t, ns, Options{Observer: Observer{Transacted: func(error) {
 		once.Do(func() { nft(t, ns, "flush chain inet kpng services\n", "-f", "-") })
 	}}})
-	mustSync(t, b, changes(true, set(view("web", []string{"10.96.0.1"}, []string{"10.0.0.1"}, nil))))
-	if err := verify(t, b); err != nil {
+	mustSync(t, b, batchOf(true, set(view("web", []string{"10.96.0.1"}, []string{"10.0.0.1"}, nil))))
+	if err := verifyAll(t, b); err != nil {
 		t.Error(err)
 	}
 }
 
-// keepAsking makes one connection after another from ns to addr, until stop is called.
-// The function stop returns the number of answers and the first error.
+// keepAsking makes one connection after another from ns to addr, until the caller calls
+// stop. Then stop returns the number of answers and the first error.
 func keepAsking(ns *netnstest.Namespace, addr string) (stop func() (answers int, err error)) {
 	ctx, cancel := context.WithCancel(context.Background())
 	var answers int
@@ -135,7 +135,7 @@ func TestATableOfAnotherLayoutStaysActiveUntilTheNewOneIsFilled(t *testing.T) {
 			if tables := nft(t, w.node, "", "list", "tables"); tables != "table inet "+names[1]+"\n" {
 				t.Errorf("the tables are\n%s", tables)
 			}
-			if err := verify(t, b); err != nil {
+			if err := verifyAll(t, b); err != nil {
 				t.Error(err)
 			}
 			if got, err := b.Dataplane(t.Context(), netip.MustParseAddr("10.96.0.1"), api.TCP, 80, nil); err != nil || !strings.Contains(got, "table inet "+names[1]) {
@@ -169,10 +169,10 @@ func TestHooksChangeInPlace(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			w := newPacketWorld(t)
 			addresses := nodeaddr.Of(netip.MustParseAddr("192.0.2.1"))
-			all := changes(true, set(view("web", []string{"10.96.0.1"}, webEndpoints, web)))
+			all := batchOf(true, set(view("web", []string{"10.96.0.1"}, webEndpoints, web)))
 			before := startIn(t, w.node, Options{NodeAddresses: addresses})
 			mustSync(t, before, all)
-			elements := contents(t, before)
+			elements := tableContents(t, before)
 			stop := keepAsking(w.pod2, "10.96.0.1:80")
 			nft(t, w.node, strings.ReplaceAll(test.damage, "; ", "\n"), "-f", "-")
 			if err := before.Verify(t.Context()); test.damage != "" && !errors.Is(err, sink.ErrStartOver) {
@@ -181,14 +181,14 @@ func TestHooksChangeInPlace(t *testing.T) {
 
 			test.opts.NodeAddresses = addresses
 			b := startIn(t, w.node, test.opts)
-			if diff := cmp.Diff(elements, contents(t, b)); diff != "" {
+			if diff := cmp.Diff(elements, tableContents(t, b)); diff != "" {
 				t.Errorf("Start changed elements (-before +after):\n%s", diff)
 			}
 			mustSync(t, b, all)
 			if answers, err := stop(); answers == 0 || err != nil {
 				t.Errorf("after %d answers: %v", answers, err)
 			}
-			if err := verify(t, b); err != nil {
+			if err := verifyAll(t, b); err != nil {
 				t.Error(err)
 			}
 			fresh, other := start(t, test.opts)
@@ -206,8 +206,8 @@ func TestCommentsNameTheService(t *testing.T) {
 	named := func(name string) sink.Change {
 		return set(view(name, []string{"10.96.0.1"}, []string{"10.0.0.1"}, func(s *api.Service) { s.Ports[0].Name = "http" }))
 	}
-	mustSync(t, b, changes(true, named("web")))
-	mustSync(t, b, changes(false, sink.Change{Old: named("web").New, New: nil}, named("successor")))
+	mustSync(t, b, batchOf(true, named("web")))
+	mustSync(t, b, batchOf(false, sink.Change{Old: named("web").New, New: nil}, named("successor")))
 	want := `10.96.0.1 . tcp . 80 comment "default/successor:http" : 7000:1`
 	if listing := nft(t, ns, "", "list", "map", "inet", "kpng", "services4"); !strings.Contains(listing, want) {
 		t.Errorf("the listing does not contain\n%s\nbut is\n%s", want, listing)

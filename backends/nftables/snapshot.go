@@ -19,9 +19,9 @@ type snapshot struct {
 	m mapID
 	// A record has keyLen octets for the key, one octet for the length of a prefix, and
 	// dataLen octets for the data. If the map leads to chains, a record has a four-octet
-	// index into the slice values instead of the data.
-	records string
-	values  []value
+	// index into chainValues instead of the data.
+	records     string
+	chainValues []value
 	// index maps a key to the number of its record. The keys are substrings of the records.
 	index  map[string]int
 	claims []claim
@@ -35,9 +35,9 @@ type claim uint8
 const (
 	// unclaimed means that no service has needed the element so far.
 	unclaimed claim = iota
-	// The claim returned means that a service claimed the element but then failed. The
-	// service still has its old elements.
-	returned
+	// givenBack means that a service claimed the element but then failed. The service still
+	// has its old elements.
+	givenBack
 	// claimed means that a service or keepOfFailed has claimed the element.
 	claimed
 )
@@ -99,9 +99,9 @@ func dumpSnapshot(ctx context.Context, c *conn, m mapID) (*snapshot, error) {
 		}
 		number, ok := numbers[e.value]
 		if !ok {
-			number = len(s.values)
+			number = len(s.chainValues)
 			numbers[e.value] = number
-			s.values = append(s.values, e.value)
+			s.chainValues = append(s.chainValues, e.value)
 		}
 		records = binary.NativeEndian.AppendUint32(records, uint32(number))
 	})
@@ -145,13 +145,13 @@ func (s *snapshot) claim(id *elementID) (v value, ok bool) {
 // giveBack records that the service that claimed an element has failed.
 func (s *snapshot) giveBack(id *elementID) {
 	if i, ok := s.lookup(id); ok {
-		s.claims[i] = returned
+		s.claims[i] = givenBack
 	}
 }
 
-// The method wanted reports whether the snapshot has the element id and a service has
-// claimed it, even if that service then failed.
-func (s *snapshot) wanted(id *elementID) bool {
+// isWanted reports whether the snapshot has the element id and a service has claimed it,
+// even if that service then failed.
+func (s *snapshot) isWanted(id *elementID) bool {
 	i, ok := s.lookup(id)
 	return ok && s.claims[i] != unclaimed
 }
@@ -163,16 +163,16 @@ func (s *snapshot) element(i int) element {
 	copy(e.key[:], key)
 	e.key[maxKey-1] = record[len(key)]
 	if s.m.leadsToChains() {
-		e.value = s.values[binary.NativeEndian.Uint32([]byte(data))]
+		e.value = s.chainValues[binary.NativeEndian.Uint32([]byte(data))]
 	} else {
 		copy(e.data[:], data)
 	}
 	return e
 }
 
-// upTo yields the elements whose claim is not greater than limit. The limit unclaimed
-// selects only unclaimed elements. The limit returned also selects elements that failed
-// services needed. The limit claimed selects all.
+// upTo yields the elements whose claim is not greater than limit. With limit unclaimed,
+// it yields only unclaimed elements. With givenBack, it also yields elements that failed
+// services needed. With claimed, it yields all elements.
 func (s *snapshot) upTo(limit claim) iter.Seq[element] {
 	return func(yield func(element) bool) {
 		for i := range s.claims {

@@ -23,14 +23,14 @@ type state struct {
 	// rules has the expected digest of each chain, by the name of the chain.
 	rules map[string]digest
 	// wanted has the number of services that need an element of a shared map. During a pass,
-	// the numbers of existing elements include the constant hold, because services later in
-	// the pass may need these elements.
+	// the numbers of existing elements include holdCount, because services later in the pass
+	// may need these elements.
 	wanted map[elementID]int
 }
 
-// The constant hold is larger than any number of services. An element stays while its
-// number in state.wanted includes hold.
-const hold = 1 << 30
+// holdCount is larger than any number of services. An element stays while its number in
+// state.wanted includes holdCount.
+const holdCount = 1 << 30
 
 func newState(seed maphash.Seed) *state {
 	return &state{
@@ -62,8 +62,8 @@ func (s *state) hash(id *elementID, v *value) uint64 {
 	return h
 }
 
-// elementAdded records that the kernel has an element. The function elementRemoved
-// records the opposite.
+// elementAdded records that the kernel has an element. elementRemoved records the
+// opposite.
 func (s *state) elementAdded(id *elementID, v *value) {
 	s.count(id, v, 1, s.hash(id, v))
 }
@@ -75,7 +75,7 @@ func (s *state) elementRemoved(id *elementID, v *value) {
 func (s *state) count(id *elementID, v *value, n int, hash uint64) {
 	d := s.digests[id.m]
 	s.digests[id.m] = digest{d.n + n, d.sum + hash}
-	if id.m.kind == frontends || id.m.kind == nodeFrontends {
+	if id.m.kind == kindFrontends || id.m.kind == kindNodeFrontends {
 		if c, ok := sharedChainOf(id, v); ok {
 			increment(s.frontends, c, n)
 		}
@@ -89,8 +89,8 @@ func increment[K comparable](counts map[K]int, key K, n int) {
 	}
 }
 
-// chainsMade records that the kernel has these shared chains. The function chainsDeleted
-// records the opposite.
+// chainsMade records that the kernel has these shared chains. chainsDeleted records the
+// opposite.
 func (s *state) chainsMade(list []sharedChain) {
 	for _, c := range list {
 		if s.made[c] {
@@ -153,7 +153,7 @@ func (s *state) recordOp(o *op) {
 // isLeftover reports whether the element of o stays in the table although no known
 // service needs it.
 func (s *state) isLeftover(o *op) bool {
-	return o.wanted < 0 && s.wanted[o.elementID] == hold
+	return o.wanted < 0 && s.wanted[o.elementID] == holdCount
 }
 
 // recordObject updates s after the kernel has applied o.

@@ -24,8 +24,8 @@ import (
 //
 // A change of services takes several steps. First, syncServices makes the planner emit
 // the elements of the old and the new views into a patch. Then apply divides the parts of
-// the patch into transactions, and commit writes each transaction. The method commit uses
-// wire.elements to encode messages, and netfilter.Conn to send them. Finally commit
+// the patch into transactions, and commit writes each transaction. To encode messages,
+// commit uses wire.elements. To send them, it uses netfilter.Conn. Finally, commit
 // updates the state.
 type table struct {
 	opts    *Options
@@ -138,7 +138,7 @@ func (t *table) syncNodePortAddresses(ctx context.Context, addrs []netip.Addr) e
 	p := newPatch()
 	p.beginPart(types.NamespacedName{})
 	for _, family := range families {
-		s, err := readSnapshot(ctx, t.conn, mapID{kind: nodePortAddresses, family: family})
+		s, err := readSnapshot(ctx, t.conn, mapID{kind: kindNodePortAddresses, family: family})
 		if err != nil {
 			return err
 		}
@@ -148,7 +148,7 @@ func (t *table) syncNodePortAddresses(ctx context.Context, addrs []netip.Addr) e
 	}
 	for _, a := range addrs {
 		if !a.IsLoopback() {
-			p.add(addressElement(nodePortAddresses, a))
+			p.add(addressElement(kindNodePortAddresses, a))
 		}
 	}
 	var failed sink.Failed

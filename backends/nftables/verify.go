@@ -17,20 +17,20 @@ import (
 
 // drift is the state of the search for changes that other programs made to the table.
 //
-// While the result of conn.others stays the same, no other program changes any table, and
-// no search is needed. A new result means that this table or another one was changed. The
-// search has two steps. The first step is a check, which is cheap. It reads the chains,
-// and the number of elements if the kernel reports it. The second step is a comparison,
-// which is expensive, because it reads all elements.
+// While the result of conn.foreignCommits stays the same, no other program changes any
+// table, and no search is needed. A new result means that this table or another one was
+// changed. The search has two steps. The first step is a check, which is cheap. It reads
+// the chains, and the number of elements if the kernel reports it. The second step is a
+// comparison, which is expensive, because it reads all elements.
 type drift struct {
-	// The field checked is the result of conn.others before the last check that found no
-	// difference. The field compared is the result before the last comparison that found no
+	// checkedCommits is the result of conn.foreignCommits before the last check that found
+	// no difference. comparedCommits is the result before the last comparison that found no
 	// difference.
-	checked, compared int64
+	checkedCommits, comparedCommits int64
 	// nextMap is the index of the next map to compare, in the result of allMaps.
 	nextMap int
-	// startOthers is the result of conn.others when the current comparison began.
-	startOthers int64
+	// startCommits is the result of conn.foreignCommits when the current comparison began.
+	startCommits int64
 	// elapsed is the time spent on the current comparison so far.
 	elapsed time.Duration
 	// interrupted counts the consecutive Verify calls whose contexts ended in the current
@@ -55,10 +55,10 @@ const (
 	comparePause = 50
 )
 
-// reset records that a pass has read the table. The argument others is the result of
-// conn.others before the table was read.
-func (d *drift) reset(others int64) {
-	d.checked, d.compared, d.nextMap, d.interrupted = others, others, 0, 0
+// reset records that a pass has read the table. foreignCommits is the result of
+// conn.foreignCommits before the table was read.
+func (d *drift) reset(foreignCommits int64) {
+	d.checkedCommits, d.comparedCommits, d.nextMap, d.interrupted = foreignCommits, foreignCommits, 0, 0
 }
 
 // recordDrift records that another program has changed the table.
@@ -116,21 +116,21 @@ func (t *table) verify(ctx context.Context) error {
 // findDrift searches for drift if another program has changed any table.
 func (t *table) findDrift(ctx context.Context) error {
 	d := &t.drift
-	others, err := t.conn.others(ctx)
-	if err != nil || others == d.compared {
+	foreignCommits, err := t.conn.foreignCommits(ctx)
+	if err != nil || foreignCommits == d.comparedCommits {
 		return err
 	}
-	if others != d.checked {
+	if foreignCommits != d.checkedCommits {
 		if err := d.step(ctx, t.check); err != nil {
 			return err
 		}
-		d.checked = others
+		d.checkedCommits = foreignCommits
 	}
 	if d.nextMap == 0 {
 		if t.now().Before(d.compareAt) {
 			return nil
 		}
-		d.startOthers, d.elapsed = others, 0
+		d.startCommits, d.elapsed = foreignCommits, 0
 	}
 	return t.compare(ctx)
 }
@@ -197,7 +197,7 @@ func (t *table) compare(ctx context.Context) error {
 			return err
 		}
 	}
-	d.nextMap, d.compared = 0, d.startOthers
+	d.nextMap, d.comparedCommits = 0, d.startCommits
 	d.compareAt = t.now().Add(comparePause * (d.elapsed + t.now().Sub(begin)))
 	d.recordRepair(t)
 	return nil

@@ -202,7 +202,7 @@ func (w *wire) elements(msg int, flags uint16, elems []element) {
 		m := elems[0].m
 		at, list := w.beginElements(msg, flags, m)
 		for len(elems) > 0 && elems[0].m == m && w.Len()-list < maxElements {
-			w.element(&elems[0], msg == unix.NFT_MSG_NEWSETELEM)
+			w.addElement(&elems[0], msg == unix.NFT_MSG_NEWSETELEM)
 			elems = elems[1:]
 		}
 		w.EndNest(list)
@@ -210,8 +210,8 @@ func (w *wire) elements(msg int, flags uint16, elems []element) {
 	}
 }
 
-// beginElements starts a message about elements of m. The integer message is the argument
-// for End, and the integer list is the argument for EndNest.
+// beginElements starts a message about elements of m. It returns the arguments for End
+// (message) and for EndNest (list).
 func (w *wire) beginElements(msg int, flags uint16, m mapID) (message, list int) {
 	message = w.begin(msg, flags)
 	w.String(unix.NFTA_SET_ELEM_LIST_SET, m.name())

@@ -26,9 +26,9 @@ import (
 
 // Source provides the addresses of a node for node ports and health checks.
 type Source interface {
-	// Addresses returns the addresses, sorted and without duplicates. They have no zones,
-	// and none is an IPv4-mapped IPv6 address. The channel changed is closed when the
-	// addresses may have changed. The caller must not modify the slice.
+	// Addresses returns the addresses, sorted and without duplicates, and a channel that is
+	// closed when the addresses may have changed. No address has a zone or is an IPv4-mapped
+	// IPv6 address. The caller must not modify the slice.
 	Addresses() (addrs []netip.Addr, changed <-chan struct{})
 }
 

@@ -102,8 +102,8 @@ func OfNode(node *api.Node) []netip.Addr {
 	return nil
 }
 
-// Start runs Run in the background until stop is called, even if ctx ends earlier. The
-// function stop returns when all goroutines have ended.
+// Start runs Run in the background until stop is called, even if ctx ends earlier. A call
+// of stop returns when all goroutines have ended.
 func (w *Watcher) Start(ctx context.Context) (stop func()) {
 	ctx, cancel := context.WithCancel(context.WithoutCancel(ctx))
 	ended := make(chan struct{})

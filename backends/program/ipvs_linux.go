@@ -66,7 +66,7 @@ func (f *ipvsFlags) parts() (Parts, error) {
 	if err != nil {
 		return Parts{}, err
 	}
-	if keep := f.all.Lookup("keep-annotations"); keep != nil {
+	if keep := f.flagSet.Lookup("keep-annotations"); keep != nil {
 		if err := keep.Value.Set(opts.SchedulerAnnotation); err != nil {
 			return Parts{}, err
 		}

@@ -25,12 +25,12 @@ type nodeFlags struct {
 	// leftovers finds rules of kube-proxy. If leftovers is empty, reportLeftovers searches
 	// for all kinds.
 	leftovers []leftoverFinder
-	// The field all has all flags of the command. Some of them do not belong to the backend.
-	all *pflag.FlagSet
+	// flagSet has all flags of the command. Some of them do not belong to the backend.
+	flagSet *pflag.FlagSet
 }
 
 func (f *nodeFlags) register(fs *pflag.FlagSet) {
-	f.all = fs
+	f.flagSet = fs
 	nodePortsFlag(fs, &f.nodePorts)
 	fs.BoolVar(&f.masqueradeOutside, "masquerade-outside", true, "masquerade connections to cluster IPs from outside the pod network, if --cluster-cidr, --node-pod-cidrs or --pod-interfaces define it")
 	fs.IntVar(&f.masqueradeBit, "masquerade-bit", 13, "mark connections to be masqueraded with this `bit` of the packet mark, 0 to 31; not 14, which is kube-proxy's")
@@ -40,7 +40,7 @@ func (f *nodeFlags) register(fs *pflag.FlagSet) {
 	f.checks.register(fs)
 }
 
-// check checks the flags. The argument dataplane names the backend in error messages.
+// check validates the flags. Its errors contain dataplane, the name of the backend.
 func (f *nodeFlags) check(dataplane string) error {
 	if f.masqueradeBit < 0 || f.masqueradeBit > 31 {
 		return fmt.Errorf("--masquerade-bit is %d, not 0 to 31", f.masqueradeBit)
@@ -55,7 +55,7 @@ func (f *nodeFlags) check(dataplane string) error {
 			return fmt.Errorf("--node-port-addresses %s: %s cannot serve node ports at loopback addresses; kube-proxy does so in mode iptables only", cidr, dataplane)
 		}
 	}
-	return f.limits.check(f.all)
+	return f.limits.check(f.flagSet)
 }
 
 // sysctlMode returns what to do with kernel settings: report, set or ignore.
@@ -73,7 +73,7 @@ func (f *nodeFlags) sysctlMode() string {
 // replacesKubeProxy reports whether this proxy runs in place of kube-proxy. If it handles
 // the services of another proxy name, it runs beside kube-proxy.
 func (f *nodeFlags) replacesKubeProxy() bool {
-	return flagValue(f.all, "service-proxy-name") == ""
+	return flagValue(f.flagSet, "service-proxy-name") == ""
 }
 
 // conntrackSettings returns the settings of connection tracking for a machine with this
@@ -82,7 +82,7 @@ func (f *nodeFlags) replacesKubeProxy() bool {
 func (f *nodeFlags) conntrackSettings(cores int) []sysctl.Setting {
 	limits := f.limits
 	if !f.replacesKubeProxy() {
-		limits.onlyGiven(f.all)
+		limits.onlyGiven(f.flagSet)
 	}
 	return limits.settings(cores)
 }

@@ -52,8 +52,8 @@ type Parts struct {
 	// Sink programs the dataplane. It may also implement [sink.Starter], [sink.Stopper],
 	// [sink.Drainer], [sink.Verifier], [sink.Poller], [sink.Cleaner] and [Inspector].
 	Sink sink.Sink
-	// Follow is called after Sink has started. It returns the function stop, which is called
-	// before Sink stops. Default: none.
+	// Follow is called after Sink has started. The function that it returns is called before
+	// Sink stops. Default: none.
 	Follow func(context.Context) (stop func())
 	// Companions returns sinks that run beside Sink, see app.Companion. Default: none.
 	Companions func(healthy func() bool) []sink.Sink

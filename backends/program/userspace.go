@@ -14,11 +14,11 @@ import (
 
 const userspaceLong = "Listens at the addresses of services, and copies traffic to endpoints and back. Making the addresses local takes CAP_NET_ADMIN on Linux, and an administrator on Windows."
 
-// Userspace returns the backend that proxies with sockets. The argument a makes the
-// addresses of services local to this host. If this argument is nil, the backend uses
-// only addresses that this host already has.
-func Userspace(a userspace.Addresses) *Backend {
-	opts, checks := userspace.Options{Addresses: a}, newHealthChecks()
+// Userspace returns the backend that proxies with sockets. With addrs, the backend makes
+// the addresses of services local to this host. If addrs is nil, the backend uses only
+// addresses that this host already has.
+func Userspace(addrs userspace.Addresses) *Backend {
+	opts, checks := userspace.Options{Addresses: addrs}, newHealthChecks()
 	return &Backend{
 		Name: "userspace", Short: "Proxy by sockets of this process", Long: userspaceLong,
 		OnlyPorts: true,

@@ -22,23 +22,23 @@ type references struct {
 	count map[netip.Addr]int
 	// stuck has unused addresses whose removal failed. They may still be local.
 	stuck map[netip.Addr]struct{}
-	// The field left has the addresses that an earlier process made local. After the first
-	// pass, it is empty.
-	left []netip.Addr
-	// room limits the number of concurrent calls to the interface Addresses.
-	room chan struct{}
-	// changing has the addresses that are being added or removed. The condition variable
-	// changed is signaled when an addition or removal ends.
-	changing map[netip.Addr]struct{}
-	changed  sync.Cond
+	// leftovers has the addresses that an earlier process made local. After the first pass,
+	// it is empty.
+	leftovers []netip.Addr
+	// slots limits the number of concurrent calls to the interface Addresses.
+	slots chan struct{}
+	// changing has the addresses that are being added or removed. changeCond is signaled
+	// when an addition or removal ends.
+	changing   map[netip.Addr]struct{}
+	changeCond sync.Cond
 }
 
 func newReferences(a Addresses) *references {
 	r := &references{
 		addresses: a, count: map[netip.Addr]int{}, stuck: map[netip.Addr]struct{}{},
-		changing: map[netip.Addr]struct{}{}, room: make(chan struct{}, 64),
+		changing: map[netip.Addr]struct{}{}, slots: make(chan struct{}, 64),
 	}
-	r.changed.L = &r.mu
+	r.changeCond.L = &r.mu
 	return r
 }
 
@@ -50,7 +50,7 @@ func (r *references) change(addr netip.Addr, f func() error) error {
 	err := f()
 	r.mu.Lock()
 	delete(r.changing, addr)
-	r.changed.Broadcast()
+	r.changeCond.Broadcast()
 	return err
 }
 
@@ -61,7 +61,7 @@ func (r *references) lock(addr netip.Addr) {
 		if _, busy := r.changing[addr]; !busy {
 			return
 		}
-		r.changed.Wait()
+		r.changeCond.Wait()
 	}
 }
 
@@ -80,7 +80,7 @@ func (r *references) adopt(ctx context.Context) error {
 	for _, addr := range left {
 		r.count[addr]++
 	}
-	r.left = left
+	r.leftovers = left
 	return nil
 }
 
@@ -88,8 +88,8 @@ func (r *references) adopt(ctx context.Context) error {
 func (r *references) abandon() []netip.Addr {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	left := r.left
-	r.left = nil
+	left := r.leftovers
+	r.leftovers = nil
 	return left
 }
 
@@ -201,14 +201,15 @@ func (r *references) hasUsers(addr netip.Addr) bool {
 }
 
 // inParallel calls f for all items concurrently, and returns when all calls have
-// returned. The channel room limits the concurrent calls of all callers together to 64.
-func inParallel[T any](room chan struct{}, items []T, f func(T)) {
+// returned. The capacity of slots, 64, limits the concurrent calls of all callers
+// together.
+func inParallel[T any](slots chan struct{}, items []T, f func(T)) {
 	var all sync.WaitGroup
 	for _, item := range items {
-		room <- struct{}{}
+		slots <- struct{}{}
 		all.Go(func() {
 			f(item)
-			<-room
+			<-slots
 		})
 	}
 	all.Wait()
@@ -218,7 +219,7 @@ func inParallel[T any](room chan struct{}, items []T, f func(T)) {
 func (r *references) errorsOf(addrs []netip.Addr, f func(netip.Addr) error) error {
 	var mu sync.Mutex
 	var errs []error
-	inParallel(r.room, addrs, func(addr netip.Addr) {
+	inParallel(r.slots, addrs, func(addr netip.Addr) {
 		if err := f(addr); err != nil {
 			mu.Lock()
 			defer mu.Unlock()

@@ -17,23 +17,23 @@ import (
 )
 
 type fakeAddresses struct {
-	// Add begins with a call of the function adding, and Remove with a call of removing.
-	adding, removing func() error
+	// Add begins with a call of onAdd, and Remove with a call of onRemove.
+	onAdd, onRemove func() error
 
 	mu    sync.Mutex
 	there []netip.Addr
-	// The field left has the addresses that an earlier process made local.
-	left    []netip.Addr
-	leftErr error
+	// leftovers has the addresses that an earlier process made local.
+	leftovers []netip.Addr
+	leftErr   error
 }
 
 func newFakeAddresses() *fakeAddresses {
 	nothing := func() error { return nil }
-	return &fakeAddresses{adding: nothing, removing: nothing}
+	return &fakeAddresses{onAdd: nothing, onRemove: nothing}
 }
 
 func (f *fakeAddresses) Add(_ context.Context, addr netip.Addr) error {
-	err := f.adding()
+	err := f.onAdd()
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	f.there = append(f.there, addr) // even if the result is an error
@@ -41,7 +41,7 @@ func (f *fakeAddresses) Add(_ context.Context, addr netip.Addr) error {
 }
 
 func (f *fakeAddresses) Remove(_ context.Context, addr netip.Addr) error {
-	if err := f.removing(); err != nil {
+	if err := f.onRemove(); err != nil {
 		return err
 	}
 	f.mu.Lock()
@@ -50,7 +50,7 @@ func (f *fakeAddresses) Remove(_ context.Context, addr netip.Addr) error {
 	return nil
 }
 
-func (f *fakeAddresses) Left(context.Context) ([]netip.Addr, error) { return f.left, f.leftErr }
+func (f *fakeAddresses) Left(context.Context) ([]netip.Addr, error) { return f.leftovers, f.leftErr }
 
 func (f *fakeAddresses) Cleanup(context.Context) error { return nil }
 
@@ -77,8 +77,8 @@ func barrier(n int) func() error {
 func TestUnneededAddressesOfEarlierProcessAreRemoved(t *testing.T) {
 	f := newFakeAddresses()
 	needed, needless := netip.MustParseAddr("192.0.2.0"), netip.MustParseAddr("198.51.100.1")
-	f.left, f.there = []netip.Addr{needed, needless}, []netip.Addr{needed, needless}
-	f.adding = func() error { return errors.New("added again") }
+	f.leftovers, f.there = []netip.Addr{needed, needless}, []netip.Addr{needed, needless}
+	f.onAdd = func() error { return errors.New("added again") }
 	b, err := New(Options{Addresses: f, NodeAddresses: nodeaddr.Of()})
 	if err != nil {
 		t.Fatal(err)
@@ -113,7 +113,7 @@ func unusableServices(addresses int) []*api.ServiceEndpoints {
 func TestAddressesChangeConcurrently(t *testing.T) {
 	const addresses = 40
 	f := newFakeAddresses()
-	f.adding, f.removing = barrier(addresses), barrier(addresses)
+	f.onAdd, f.onRemove = barrier(addresses), barrier(addresses)
 	b, err := New(Options{Addresses: f, NodeAddresses: nodeaddr.Of()})
 	if err != nil {
 		t.Fatal(err)
@@ -135,7 +135,7 @@ func TestAddressesChangeConcurrently(t *testing.T) {
 func TestSlowAddressDelaysOnlyItsListeners(t *testing.T) {
 	f := newFakeAddresses()
 	begun, end := make(chan struct{}), make(chan struct{})
-	f.adding = func() error {
+	f.onAdd = func() error {
 		close(begun)
 		<-end
 		return nil
@@ -163,15 +163,15 @@ func TestAddressIsRemovedAfterFailedAdd(t *testing.T) {
 	f := newFakeAddresses()
 	r := newReferences(f)
 	addr := netip.MustParseAddr("192.0.2.1")
-	f.adding = func() error { return errors.New("status 1") }
+	f.onAdd = func() error { return errors.New("status 1") }
 	if err := r.acquire(t.Context(), addr); err == nil {
 		t.Error("no error")
 	}
-	f.removing = func() error { return errors.New("status 2") }
+	f.onRemove = func() error { return errors.New("status 2") }
 	if err := r.sweep(t.Context()); err == nil {
 		t.Error("no error of the removal")
 	}
-	f.removing = func() error { return nil }
+	f.onRemove = func() error { return nil }
 	if err := r.sweep(t.Context()); err != nil || len(f.there) > 0 {
 		t.Errorf("after a retry: addresses %v, error %v", f.there, err)
 	}

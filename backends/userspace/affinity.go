@@ -24,12 +24,11 @@ type attachment struct {
 	used     time.Time
 }
 
-// endpoint returns an endpoint for client. If client used an endpoint within timeout, and
-// pool still has that endpoint, the result is the same endpoint. Otherwise the result is
-// the next endpoint of pool, and affinity remembers it for client. The function endpoint
-// skips endpoints for which unfit returns true. If none is left, the second result is
-// false.
-func (a *affinity) endpoint(client netip.Addr, timeout time.Duration, pool *pool, unfit func(netip.AddrPort) bool, now time.Time) (netip.AddrPort, bool) {
+// pickEndpoint returns an endpoint for client. If client used an endpoint within timeout,
+// and pool still has that endpoint, the result is the same endpoint. Otherwise the result
+// is the next endpoint of pool, and affinity remembers it for client. pickEndpoint skips
+// endpoints for which unfit returns true. If none is left, the second result is false.
+func (a *affinity) pickEndpoint(client netip.Addr, timeout time.Duration, pool *pool, unfit func(netip.AddrPort) bool, now time.Time) (netip.AddrPort, bool) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	c, ok := a.clients[client]

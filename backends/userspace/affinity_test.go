@@ -43,9 +43,9 @@ func TestConcurrentConnectionsOfAClientShareAnEndpoint(t *testing.T) {
 func TestChangedAffinityTimeoutAppliesImmediately(t *testing.T) {
 	r, rt := affineRules(2, 100*time.Second)
 	client, now := netip.MustParseAddr("127.0.0.1"), time.Now()
-	// Even without affinity, a client can get the same endpoint again by chance. So the
-	// function moves tries many times.
-	moves := func(prepare func()) bool {
+	// Even without affinity, a client can get the same endpoint again by chance. So
+	// clientMoves tries many times.
+	clientMoves := func(prepare func()) bool {
 		for range 20 {
 			first, _ := r.endpoint(rt, client, noneUnfit, now)
 			prepare()
@@ -56,10 +56,10 @@ func TestChangedAffinityTimeoutAppliesImmediately(t *testing.T) {
 		}
 		return false
 	}
-	if moves(func() { now = now.Add(50 * time.Second) }) {
+	if clientMoves(func() { now = now.Add(50 * time.Second) }) {
 		t.Error("the client left its endpoint before the timeout")
 	}
-	if !moves(func() {
+	if !clientMoves(func() {
 		r.affinity = 100 * time.Second
 		r.endpoint(rt, client, noneUnfit, now)
 		now, r.affinity = now.Add(50*time.Second), 10*time.Second
@@ -67,7 +67,7 @@ func TestChangedAffinityTimeoutAppliesImmediately(t *testing.T) {
 		t.Error("the client kept its endpoint after the new timeout")
 	}
 	r.affinity = 100 * time.Second
-	if !moves(func() { r.port.affinity.setTimeout(0) }) {
+	if !clientMoves(func() { r.port.affinity.setTimeout(0) }) {
 		t.Error("the client got its old endpoint after affinity was disabled and enabled")
 	}
 }
@@ -78,12 +78,12 @@ func TestAffinityClientsAreBounded(t *testing.T) {
 	both := newPool([]netip.AddrPort{first, second})
 	now := time.Now()
 	old := netip.MustParseAddr("192.0.2.1")
-	a.endpoint(old, time.Hour, both, noneUnfit, now)
+	a.pickEndpoint(old, time.Hour, both, noneUnfit, now)
 	client := netip.MustParseAddr("10.128.0.0")
 	for range 3 * maxAttached {
 		now = now.Add(time.Millisecond)
 		client = client.Next()
-		a.endpoint(client, time.Hour, both, noneUnfit, now)
+		a.pickEndpoint(client, time.Hour, both, noneUnfit, now)
 	}
 	if len(a.clients) != maxAttached {
 		t.Errorf("affinity of %d clients, want %d", len(a.clients), maxAttached)

@@ -10,14 +10,14 @@ import (
 	"time"
 )
 
-// change says that an address gets or loses a user. If the field update is set, the
-// updated service becomes a user of the address. Otherwise the address loses one user.
+// change says that an address gets or loses a user. If update is not nil, the updated
+// service becomes a user of the address. Otherwise the address loses one user.
 type change struct {
 	*update
 	addr netip.Addr
-	// The field again is true if an earlier attempt at the same change has failed.
-	again bool
-	err   error
+	// isRetry is true if an earlier attempt at the same change has failed.
+	isRetry bool
+	err     error
 }
 
 // pendingError is the error of a service while it waits until an address is local.
@@ -51,7 +51,7 @@ func (u *update) missingAddresses() (changes []*change) {
 			u.service.addresses[addr] = nil
 		default:
 			u.service.addresses[addr] = &pendingError{addr, err}
-			changes = append(changes, &change{update: u, addr: addr, again: known})
+			changes = append(changes, &change{update: u, addr: addr, isRetry: known})
 		}
 	}
 	return changes
@@ -65,26 +65,26 @@ const (
 	addressPace = 10 * time.Millisecond
 )
 
-// makeChanges makes changes concurrently. Their context is the argument work. When an
-// address has become local, makeChanges opens the listeners at that address. It returns
-// when all changes are completed, but does not wait for repeated attempts. If no change
-// is completed for a while, or if ctx ends, it returns earlier. The remaining changes
+// makeChanges makes changes concurrently. Their context is changeCtx. When an address has
+// become local, makeChanges opens the listeners at that address. It returns when all
+// changes are completed, but does not wait for repeated attempts. If no change is
+// completed for a while, or if ctx ends, it returns earlier. The remaining changes
 // continue in the background.
-func (b *Backend) makeChanges(ctx, work context.Context, changes []*change) {
+func (b *Backend) makeChanges(ctx, changeCtx context.Context, changes []*change) {
 	if len(changes) == 0 {
 		return
 	}
 	done, all := make(chan *change, len(changes)), make(chan struct{})
 	b.running.Go(func() {
-		inParallel(b.local.room, changes, func(c *change) {
-			c.make(work, b)
+		inParallel(b.local.slots, changes, func(c *change) {
+			c.make(changeCtx, b)
 			done <- c
 		})
 		close(all)
 	})
 	expected := 0
 	for _, c := range changes {
-		if !c.again {
+		if !c.isRetry {
 			expected++
 		}
 	}
@@ -99,9 +99,9 @@ func (b *Backend) makeChanges(ctx, work context.Context, changes []*change) {
 		}
 		for range len(done) {
 			c := <-done
-			b.finish(ctx, c)
+			b.finishChange(ctx, c)
 			left--
-			if !c.again {
+			if !c.isRetry {
 				expected--
 			}
 			last = time.Now()
@@ -110,7 +110,7 @@ func (b *Backend) makeChanges(ctx, work context.Context, changes []*change) {
 	if left > 0 {
 		b.running.Go(func() {
 			for range left {
-				b.finish(work, <-done)
+				b.finishChange(changeCtx, <-done)
 			}
 		})
 	}
@@ -124,8 +124,8 @@ func (c *change) make(ctx context.Context, b *Backend) {
 	}
 }
 
-// finish records the result of a change, and applies the plan of the service again.
-func (b *Backend) finish(ctx context.Context, c *change) {
+// finishChange records the result of a change, and applies the plan of the service again.
+func (b *Backend) finishChange(ctx context.Context, c *change) {
 	if c.update == nil {
 		return
 	}

@@ -49,17 +49,17 @@ func New(opts Options) (*Backend, error) {
 	}
 	b := &Backend{
 		engine: engine{
-			opts:    &opts,
-			log:     klog.Background(),
-			local:   newReferences(opts.Addresses),
-			buffers: newBuffers(),
-			pipes:   newPipes(),
-			batches: newBatches(),
-			hurry:   make(chan struct{}),
+			opts:       &opts,
+			log:        klog.Background(),
+			local:      newReferences(opts.Addresses),
+			buffers:    newBuffers(),
+			pipes:      newPipes(),
+			batches:    newBatches(),
+			drainEnded: make(chan struct{}),
 		},
 		services: map[types.NamespacedName]*service{},
 	}
-	b.held.all = map[socketAddr]*service{}
+	b.sockets.all = map[socketAddr]*service{}
 	limit := openFilesLimit()
 	b.descriptors = newDescriptors(limit - limit/10) // one tenth of the limit is for other purposes
 	b.udp = newUDPClients(min(opts.MaxUDPClients, limit/2))
@@ -304,7 +304,7 @@ func (b *Backend) Stop(ctx context.Context) error {
 	for _, s := range b.services {
 		updates = append(updates, &update{service: s, plan: s.planFor(nil, nil)})
 	}
-	stop := context.AfterFunc(ctx, func() { close(b.hurry) })
+	stop := context.AfterFunc(ctx, func() { close(b.drainEnded) })
 	// If ctx ends, addresses must still be removed.
 	last := context.WithoutCancel(ctx)
 	changes := append(b.applyAll(last, updates), b.abandon()...)

@@ -43,9 +43,8 @@ const maxBatches = 16
 // because each garbage collection would free the batches, and allocation is expensive.
 type batches struct {
 	free chan *batch
-	// The channel allocated has a value for each batch. Its capacity is the maximum number
-	// of batches.
-	allocated chan struct{}
+	// allocations has a value for each batch. Its capacity is the maximum number of batches.
+	allocations chan struct{}
 }
 
 func newBatches() *batches {
@@ -62,7 +61,7 @@ func (b *batches) get() *batch {
 	select {
 	case batch := <-b.free:
 		return batch
-	case b.allocated <- struct{}{}:
+	case b.allocations <- struct{}{}:
 		return newBatch()
 	}
 }

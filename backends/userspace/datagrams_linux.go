@@ -12,22 +12,22 @@ import (
 // may be of either family. Only one goroutine may read at a time.
 type datagrams struct {
 	c *ipv4.PacketConn
-	// The field expected limits how many datagrams the next system call reads. It depends on
-	// how many datagrams arrived recently, because it is expensive to prepare unused
-	// buffers.
-	expected int
+	// readLimit is the maximum number of datagrams that the next system call reads. It
+	// depends on how many datagrams arrived recently, because it is expensive to prepare
+	// unused buffers.
+	readLimit int
 }
 
 func newDatagrams(c *net.UDPConn) datagrams { return datagrams{ipv4.NewPacketConn(c), 1} }
 
 // read waits for a datagram and returns the number of datagrams that it has read.
 func (d *datagrams) read(messages []ipv4.Message) (int, error) {
-	n, err := d.c.ReadBatch(messages[:d.expected], 0)
+	n, err := d.c.ReadBatch(messages[:d.readLimit], 0)
 	switch {
-	case n == d.expected:
-		d.expected = min(2*n, len(messages))
-	case d.expected > 1 && n <= d.expected/4:
-		d.expected /= 2
+	case n == d.readLimit:
+		d.readLimit = min(2*n, len(messages))
+	case d.readLimit > 1 && n <= d.readLimit/4:
+		d.readLimit /= 2
 	}
 	return n, err
 }

@@ -9,14 +9,13 @@ import "sync"
 type descriptors struct {
 	mu   sync.Mutex
 	free int
-	// The condition variable returned is signaled when descriptors become free, and by the
-	// method wake.
-	returned sync.Cond
+	// freeCond is signaled when descriptors become free, and by wake.
+	freeCond sync.Cond
 }
 
 func newDescriptors(max int) *descriptors {
 	d := &descriptors{free: max}
-	d.returned.L = &d.mu
+	d.freeCond.L = &d.mu
 	return d
 }
 
@@ -27,15 +26,15 @@ func (d *descriptors) adjust(n int) {
 	defer d.mu.Unlock()
 	d.free -= n
 	if n < 0 {
-		d.returned.Broadcast()
+		d.freeCond.Broadcast()
 	}
 }
 
-// wake makes all goroutines in takeUnless call the function ended again.
+// wake makes all goroutines in takeUnless call hasEnded again.
 func (d *descriptors) wake() {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	d.returned.Broadcast()
+	d.freeCond.Broadcast()
 }
 
 // maxDescriptors limits the descriptors if the system allows more. So a service with too
@@ -63,17 +62,17 @@ func (a *account) take(n int) bool {
 	return a.takeUnless(n, func() bool { return true })
 }
 
-// takeUnless waits until the service may take n descriptors, and takes them. If the
-// function ended returns true before that, takeUnless takes none and returns false. After
-// the result of ended has become true, wake must be called.
-func (a *account) takeUnless(n int, ended func() bool) bool {
+// takeUnless waits until the service may take n descriptors, and takes them. If hasEnded
+// returns true before that, takeUnless takes none and returns false. After the result of
+// hasEnded has become true, wake must be called.
+func (a *account) takeUnless(n int, hasEnded func() bool) bool {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	for !a.fits(n) {
-		if ended() {
+		if hasEnded() {
 			return false
 		}
-		a.returned.Wait()
+		a.freeCond.Wait()
 	}
 	a.free -= n
 	a.has += n
@@ -86,5 +85,5 @@ func (a *account) give(n int) {
 	defer a.mu.Unlock()
 	a.free += n
 	a.has -= n
-	a.returned.Broadcast()
+	a.freeCond.Broadcast()
 }

@@ -29,10 +29,10 @@ type engine struct {
 	complaints complaints
 	// descriptors counts the descriptors of listeners, connections and UDP clients.
 	descriptors *descriptors
-	// The field held has the listening sockets of all services.
-	held socketOwners
-	// The channel hurry is closed when connections must not drain any longer.
-	hurry chan struct{}
+	// sockets has the listening sockets of all services.
+	sockets socketOwners
+	// drainEnded is closed when connections must not drain any longer.
+	drainEnded chan struct{}
 	// running counts the goroutines of listeners and connections. A goroutine ends when its
 	// listener or connection is closed.
 	running sync.WaitGroup
@@ -55,7 +55,7 @@ func (e *engine) isMachines(addr netip.Addr) bool {
 // serves reports whether this process itself listens at endpoint, which is an endpoint of
 // p. A connection to such an endpoint would return to this process in an endless loop.
 func (e *engine) serves(p *port, endpoint netip.AddrPort) bool {
-	if e.held.owner(socketAddr{p.protocol, endpoint}) == nil {
+	if e.sockets.owner(socketAddr{p.protocol, endpoint}) == nil {
 		return false
 	}
 	p.warnOfLoop.Do(func() {

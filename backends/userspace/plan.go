@@ -37,8 +37,8 @@ type listenSpec struct {
 
 type planned struct {
 	*port
-	serving []netip.AddrPort
-	pools   []*pool
+	allEndpoints []netip.AddrPort
+	pools        []*pool
 	// affinity is how long a client keeps its endpoint, or 0 without affinity.
 	affinity time.Duration
 }
@@ -102,7 +102,7 @@ func (p *plan) rules(s *service, view *api.ServiceEndpoints, f *nodeview.Fronten
 		if of.port == nil || of.port.name != portName(s.key, f.ServicePort) {
 			of.port = newPort(s, f.ServicePort)
 		}
-		of.serving = servingOf(view, f.ServicePort)
+		of.allEndpoints = servingOf(view, f.ServicePort)
 	}
 	routeOf := func(t nodeview.Traffic) route {
 		pool := of.port.pool(t.Endpoints, of.pools)

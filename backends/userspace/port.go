@@ -31,9 +31,9 @@ type port struct {
 
 	// pools has the pools of the last plan, one for each list of endpoints.
 	pools []*pool
-	// The field serving has all existing endpoints, sorted, including those that get no new
+	// allEndpoints has all existing endpoints, sorted, including those that get no new
 	// connections.
-	serving []netip.AddrPort
+	allEndpoints []netip.AddrPort
 }
 
 // ports is the set of the ports of all services. It is safe for concurrent use. Because
@@ -80,19 +80,20 @@ func portName(service types.NamespacedName, p *api.PortMapping) string {
 	return service.String() + ":" + p.Name
 }
 
-// counters has the statistics of a port. Only the counter active can decrease.
+// counters has the statistics of a port. Only the number of active connections can
+// decrease.
 type counters struct {
 	connections, active, dialFailures    atomic.Int64
 	bytesToEndpoints, bytesFromEndpoints atomic.Int64
 }
 
-// pool returns a pool with the endpoints of targets. If the new plan or the port p
-// already has such a pool, the result is that pool, so that its round continues. The
-// slice made has the pools of the new plan.
-func (p *port) pool(targets []nodeview.Target, made []*pool) *pool {
+// pool returns a pool with the endpoints of targets. newPools has the pools of the new
+// plan. If newPools or p already has such a pool, the result is that pool, so that its
+// round continues.
+func (p *port) pool(targets []nodeview.Target, newPools []*pool) *pool {
 	endpoints := addrPorts(targets)
 	same := func(o *pool) bool { return slices.Equal(o.sorted, endpoints) }
-	for _, pools := range [...][]*pool{made, p.pools} {
+	for _, pools := range [...][]*pool{newPools, p.pools} {
 		if i := slices.IndexFunc(pools, same); i >= 0 {
 			return pools[i]
 		}
@@ -117,14 +118,14 @@ func servingOf(se *api.ServiceEndpoints, p *api.PortMapping) []netip.AddrPort {
 // setServing sets the existing endpoints. If a client has affinity to a removed endpoint,
 // its next connection gets another endpoint.
 func (p *port) setServing(serving []netip.AddrPort) {
-	before := p.serving
-	p.serving = serving
+	before := p.allEndpoints
+	p.allEndpoints = serving
 	if slices.ContainsFunc(before, func(e netip.AddrPort) bool { return !p.serves(e) }) {
 		p.affinity.detachIf(func(c attachment) bool { return !p.serves(c.endpoint) })
 	}
 }
 
 func (p *port) serves(e netip.AddrPort) bool {
-	_, found := slices.BinarySearchFunc(p.serving, e, netip.AddrPort.Compare)
+	_, found := slices.BinarySearchFunc(p.allEndpoints, e, netip.AddrPort.Compare)
 	return found
 }

@@ -28,9 +28,9 @@ type relay struct {
 }
 
 // start begins to move bytes in both directions. When both directions have ended or one
-// direction has failed, the function done is called. Each direction has a new goroutine
-// with a small stack. So start returns immediately, and the caller, which has a large
-// stack from dialing, can end.
+// direction has failed, the relay calls r.done. Each direction has a new goroutine with a
+// small stack. So start returns immediately, and the caller, which has a large stack from
+// dialing, can end.
 func (r *relay) start(b *buffers, p *pipes, a *account) error {
 	toEndpoint, err := newStream(r.client, r.endpoint, true, b, p, a)
 	if err != nil {

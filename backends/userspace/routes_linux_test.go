@@ -218,7 +218,7 @@ func TestAddressStaysForConnectionsThatDrain(t *testing.T) {
 			t.Fatal(err)
 		}
 		// Pretend that the listener has a connection.
-		l := b.held.owner(socketAddr{api.TCP, netip.MustParseAddrPort("10.96.0.1:80")}).listeners[socketAddr{api.TCP, netip.MustParseAddrPort("10.96.0.1:80")}].(*tcpListener)
+		l := b.sockets.owner(socketAddr{api.TCP, netip.MustParseAddrPort("10.96.0.1:80")}).listeners[socketAddr{api.TCP, netip.MustParseAddrPort("10.96.0.1:80")}].(*tcpListener)
 		l.enter()
 		if err := b.Sync(t.Context(), fullOf()); err != nil {
 			t.Fatal(err)

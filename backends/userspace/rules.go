@@ -52,7 +52,7 @@ func (r *rules) endpoint(rt route, client netip.Addr, unfit func(netip.AddrPort)
 	if r.affinity == 0 {
 		return rt.pool.pick(unfit)
 	}
-	return r.port.affinity.endpoint(client, r.affinity, rt.pool, unfit, now)
+	return r.port.affinity.pickEndpoint(client, r.affinity, rt.pool, unfit, now)
 }
 
 // admission says which source addresses are admitted. The zero value admits all.

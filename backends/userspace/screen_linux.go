@@ -44,7 +44,7 @@ func (s *screen) program(v4 bool) []bpf.Instruction {
 	if !s.hereOnly {
 		return admit
 	}
-	// If a test succeeds, it jumps to the first instruction of the slice admit.
+	// If a test succeeds, it jumps to the first instruction of admit.
 	var tests [][]bpf.Instruction
 	for _, p := range s.pods {
 		tests = append(tests, ifSourceIn(p, v4, bpf.Jump{}))

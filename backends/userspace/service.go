@@ -22,8 +22,8 @@ type service struct {
 	// view is the current view, or nil if the plan does not depend on the addresses of the
 	// node. When these addresses change, a new plan is computed from the view.
 	view *api.ServiceEndpoints
-	// failed reports that the last Sync failed for this service. The field stale is true
-	// until the current pass delivers the service.
+	// failed reports that the last Sync failed for this service. In a pass, stale is true
+	// until the pass delivers the service.
 	failed, stale bool
 	// unsupported is the last error about unsupported frontends that was logged.
 	unsupported string
@@ -83,7 +83,7 @@ func (s *service) closeListener(at socketAddr, l listener) {
 	l.close()
 	s.descriptors.adjust(-1)
 	delete(s.listeners, at)
-	s.held.set(at, nil)
+	s.sockets.set(at, nil)
 	s.log.V(3).Info("Stopping service", "service", s.key, "listener", at)
 	s.lingering = append(s.lingering, lingerer{at, l})
 }
@@ -111,7 +111,7 @@ func (s *service) retire(at socketAddr, l listener) {
 		select {
 		case <-l.drained():
 		case <-timeout.C:
-		case <-s.hurry:
+		case <-s.drainEnded:
 		}
 		l.abort()
 		<-l.drained()
@@ -170,9 +170,9 @@ func (s *service) open(ctx context.Context, want listenSpec) error {
 		return l.setRules(want.rules)
 	}
 	if s.addresses[want.at.Addr()] != nil {
-		return nil // the method finish opens the listener when the address is local
+		return nil // finishChange opens the listener when the address is local
 	}
-	if other := s.held.owner(want.socketAddr); other != nil {
+	if other := s.sockets.owner(want.socketAddr); other != nil {
 		if !other.stale && !other.failed {
 			return fmt.Errorf("listen on %s: service %s still uses it", want.socketAddr, other.key)
 		}
@@ -187,7 +187,7 @@ func (s *service) open(ctx context.Context, want listenSpec) error {
 		return err
 	}
 	s.listeners[want.socketAddr] = l
-	s.held.set(want.socketAddr, s)
+	s.sockets.set(want.socketAddr, s)
 	s.log.V(3).Info("Proxying for service", "servicePortName", want.rules.port.name, "protocol", want.protocol, "address", want.at)
 	return nil
 }
@@ -195,7 +195,7 @@ func (s *service) open(ctx context.Context, want listenSpec) error {
 // endLostUDPClients removes the UDP clients of removed endpoints.
 func (s *service) endLostUDPClients(p *plan) {
 	for _, of := range p.ports {
-		of.port.setServing(of.serving)
+		of.port.setServing(of.allEndpoints)
 	}
 	for _, want := range p.sockets {
 		// Clients may belong to another port that used this socket before.
@@ -206,7 +206,7 @@ func (s *service) endLostUDPClients(p *plan) {
 }
 
 // forget drops the ports and addresses that p does not need. It returns changes that
-// release the addresses. If an address is just being added, the method finish releases it
+// release the addresses. If an address is just being added, finishChange releases it
 // later.
 func (s *service) forget(p *plan) (changes []*change) {
 	for key, port := range s.ports {
@@ -228,7 +228,7 @@ func (s *service) forget(p *plan) (changes []*change) {
 }
 
 // releaseAddress removes one user of an address. If the address cannot be removed,
-// releaseAddress logs the error, and the method sweep tries again.
+// releaseAddress logs the error, and Backend.sweep tries again.
 func (e *engine) releaseAddress(ctx context.Context, addr netip.Addr) {
 	if err := e.local.release(ctx, addr); err != nil {
 		e.log.Error(err, addressesStay)

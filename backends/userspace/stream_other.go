@@ -13,7 +13,7 @@ import (
 // buffer.
 type stream struct {
 	from, to *net.TCPConn
-	source   syscall.RawConn // the connection of the field from, for waitReadable
+	source   syscall.RawConn // the raw connection of the source, for waitReadable
 	buffers  *buffers
 }
 

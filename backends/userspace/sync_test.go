@@ -94,7 +94,7 @@ func TestUnchangedListenerStaysOpen(t *testing.T) {
 func (w *world) listenerAt(at socketAddr) listener {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	return w.held.owner(at).listeners[at]
+	return w.sockets.owner(at).listeners[at]
 }
 
 func TestServicesSwapAddresses(t *testing.T) {

@@ -20,13 +20,12 @@ type tcpListener struct {
 	frontend
 	socket  *net.TCPListener
 	account *account // counts the descriptors of the service
-	// connecting is the context for attempts to connect to endpoints. The function giveUp
-	// cancels it.
+	// connecting is the context for attempts to connect to endpoints, and giveUp cancels it.
 	connecting context.Context
 	giveUp     context.CancelFunc
-	// The method close closes the channel closing, so that the method accept returns. When
-	// accept returns, it closes the channel accepted.
-	closing, accepted chan struct{}
+	// closeRequested is closed by close, so that accept stops waiting. When accept returns,
+	// it closes acceptEnded.
+	closeRequested, acceptEnded chan struct{}
 
 	mu      sync.Mutex
 	serving int // number of connections that were accepted and have not ended
@@ -43,7 +42,7 @@ func (e *engine) listenTCP(ctx context.Context, p socketAddr, r *rules) (*tcpLis
 	}
 	l := &tcpListener{
 		socket: socket, account: r.port.account, relays: map[*relay]struct{}{},
-		closing: make(chan struct{}), accepted: make(chan struct{}), empty: make(chan struct{}),
+		closeRequested: make(chan struct{}), acceptEnded: make(chan struct{}), empty: make(chan struct{}),
 	}
 	l.engine, l.socketAddr = e, p
 	if l.raw, err = socket.SyscallConn(); err == nil {
@@ -64,7 +63,7 @@ func (e *engine) listenTCP(ctx context.Context, p socketAddr, r *rules) (*tcpLis
 // sockets per address (SO_REUSEPORT), each socket would need a descriptor, and the end of
 // a socket would reset the clients in its queue.
 func (l *tcpListener) accept() {
-	defer close(l.accepted)
+	defer close(l.acceptEnded)
 	wait := time.Duration(0)
 	for {
 		client, err := l.socket.AcceptTCP()
@@ -88,7 +87,7 @@ func (l *tcpListener) accept() {
 		wait = min(max(2*wait, 5*time.Millisecond), time.Second)
 		select {
 		case <-time.After(wait):
-		case <-l.closing:
+		case <-l.closeRequested:
 		}
 	}
 }
@@ -102,7 +101,7 @@ func (l *tcpListener) admit() bool {
 	l.complain(nil, shareMessage, "listener", l.socketAddr)
 	return l.account.takeUnless(descriptorsPerConnection, func() bool {
 		select {
-		case <-l.closing:
+		case <-l.closeRequested:
 			return true
 		default:
 			return false
@@ -125,8 +124,8 @@ func (l *tcpListener) enter() {
 	l.serving++
 }
 
-// recordEnd records that a connection has ended. The argument r is the relay of the
-// connection, or nil if it had no relay.
+// recordEnd records that a connection has ended. If the connection had no relay, r is
+// nil.
 func (l *tcpListener) recordEnd(r *relay) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -136,8 +135,8 @@ func (l *tcpListener) recordEnd(r *relay) {
 	l.checkEmpty()
 }
 
-// checkEmpty closes the channel l.empty if the listener is closed and no connection is
-// left. The caller holds the lock.
+// checkEmpty closes l.empty if the listener is closed and no connection is left. The
+// caller holds the lock.
 func (l *tcpListener) checkEmpty() {
 	if l.closed && l.serving == 0 {
 		l.giveUp()
@@ -247,10 +246,10 @@ func (l *tcpListener) dialTCP(endpoint netip.AddrPort, timeout time.Duration) (*
 }
 
 func (l *tcpListener) close() {
-	close(l.closing)
+	close(l.closeRequested)
 	l.descriptors.wake()
 	l.socket.Close()
-	<-l.accepted // now l.serving counts all accepted connections
+	<-l.acceptEnded // now l.serving counts all accepted connections
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.closed = true

@@ -69,8 +69,8 @@ func (l *udpListener) receive() {
 	}
 }
 
-// forward sends each datagram to the endpoint of its client. The result is the slice
-// reached, to which forward has appended these clients.
+// forward sends each datagram to the endpoint of its client. It appends these clients to
+// reached and returns the result.
 func (l *udpListener) forward(messages []ipv4.Message, reached []*udpClient) []*udpClient {
 	now := l.opts.Clock.Now()
 	var c *udpClient
@@ -79,14 +79,14 @@ func (l *udpListener) forward(messages []ipv4.Message, reached []*udpClient) []*
 		from := m.Addr.(*net.UDPAddr).AddrPort()
 		from = netip.AddrPortFrom(from.Addr().Unmap(), from.Port())
 		if c == nil || c.addr != from {
-			if c = l.client(from, now); c == nil {
+			if c = l.clientAt(from, now); c == nil {
 				continue
 			}
-			if len(c.waiting) == 0 {
+			if len(c.queue) == 0 {
 				reached = append(reached, c)
 			}
 		}
-		c.waiting = append(c.waiting, ipv4.Message{Buffers: [][]byte{m.Buffers[0][:m.N]}})
+		c.queue = append(c.queue, ipv4.Message{Buffers: [][]byte{m.Buffers[0][:m.N]}})
 	}
 	for _, c := range reached {
 		c.send(now)
@@ -94,10 +94,9 @@ func (l *udpListener) forward(messages []ipv4.Message, reached []*udpClient) []*
 	return reached
 }
 
-// The method client returns the UDP client whose address is the argument from, and
-// creates the client if necessary. If datagrams of the client must be dropped, the result
-// is nil.
-func (l *udpListener) client(from netip.AddrPort, now time.Time) *udpClient {
+// clientAt returns the UDP client with the given address, and creates the client if
+// necessary. If datagrams of the client must be dropped, the result is nil.
+func (l *udpListener) clientAt(from netip.AddrPort, now time.Time) *udpClient {
 	l.mu.Lock()
 	c := l.clients[from]
 	l.mu.Unlock()

@@ -29,23 +29,23 @@ type udpClient struct {
 	port         *port
 	lastDatagram atomic.Int64 // time of the last datagram in either direction, in Unix nanoseconds
 
-	// The field waiting has the datagrams for the endpoint that are not sent yet. Only the
-	// goroutine of the listener uses this field.
-	waiting []ipv4.Message
-	ended   sync.Once
+	// queue has the datagrams for the endpoint that are not sent yet. Only the goroutine of
+	// the listener uses it.
+	queue []ipv4.Message
+	ended sync.Once
 }
 
-// send sends the waiting datagrams. If that fails, the next datagram of the client goes
+// send sends the queued datagrams. If that fails, the next datagram of the client goes
 // to another endpoint.
 func (c *udpClient) send(now time.Time) {
 	c.lastDatagram.Store(now.UnixNano())
 	bytes := 0
-	for i := range c.waiting {
-		bytes += len(c.waiting[i].Buffers[0])
+	for i := range c.queue {
+		bytes += len(c.queue[i].Buffers[0])
 	}
-	err := c.write(c.waiting)
-	clear(c.waiting)
-	c.waiting = c.waiting[:0]
+	err := c.write(c.queue)
+	clear(c.queue)
+	c.queue = c.queue[:0]
 	if err != nil {
 		c.fail(err)
 		return

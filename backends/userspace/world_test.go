@@ -303,7 +303,7 @@ func dial(t *testing.T, addr string, port int32) *client {
 	return dialFrom(t, "", addr, port)
 }
 
-// dialFrom connects to a service. The argument from is the local address.
+// dialFrom connects to a service from a local address.
 func dialFrom(t *testing.T, from, addr string, port int32) *client {
 	t.Helper()
 	d := net.Dialer{Timeout: patience}

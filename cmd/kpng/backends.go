@@ -20,7 +20,7 @@ import (
 )
 
 // toLocal returns the command that runs a backend in this process for this node.
-func toLocal(source *app.Source, selects bool) *cobra.Command {
+func toLocal(source *app.Source, hasSelection bool) *cobra.Command {
 	cmd := group("to-local", "Run a backend for this node in this process")
 	json := &program.Backend{Name: "json", Short: "Print the node's view as one JSON object per service"}
 	json.Make = func() (program.Parts, error) {
@@ -31,7 +31,7 @@ func toLocal(source *app.Source, selects bool) *cobra.Command {
 	for _, b := range append([]*program.Backend{json}, platformBackends()...) {
 		run := source.Command(b.Name, b)
 		run.Short, run.Long = b.Short, b.Long
-		if selects && !b.OnlyPorts {
+		if hasSelection && !b.OnlyPorts {
 			source.RegisterAllPorts(run.Flags())
 		}
 		cmd.AddCommand(run)

@@ -59,7 +59,7 @@ func explainCommand() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			look := func(*nodeview.Explanation, *api.Node) error { return nil }
+			printMore := func(*nodeview.Explanation, *api.Node) error { return nil }
 			switch {
 			case dataplane == "" && instance != "":
 				return errors.New("--instance needs --dataplane")
@@ -70,11 +70,11 @@ func explainCommand() *cobra.Command {
 				if err != nil {
 					return err
 				}
-				look = func(e *nodeview.Explanation, n *api.Node) error {
+				printMore = func(e *nodeview.Explanation, n *api.Node) error {
 					return inspect(cmd.Context(), cmd.OutOrStdout(), i, e, n, about.addr)
 				}
 			}
-			return explain(cmd, &source, node, about, print, look)
+			return explain(cmd, &source, node, about, print, printMore)
 		},
 	}
 	fs := cmd.Flags()
@@ -118,10 +118,10 @@ func printer(w io.Writer, output string) (func(*nodeview.Explanation) error, err
 	}
 }
 
-// explain prints the explanations for a question. After each explanation, it calls the
-// function look, which may print more.
+// explain prints the explanations for a question. After each explanation, it calls
+// printMore.
 func explain(cmd *cobra.Command, source *app.Source, nodeName string, about question,
-	print func(*nodeview.Explanation) error, look func(*nodeview.Explanation, *api.Node) error) error {
+	print func(*nodeview.Explanation) error, printMore func(*nodeview.Explanation, *api.Node) error) error {
 	snapshot, err := source.Load(cmd.Context())
 	if err != nil {
 		return err
@@ -134,7 +134,7 @@ func explain(cmd *cobra.Command, source *app.Source, nodeName string, about ques
 	found := false
 	for e := range about.explanations(snapshot, node) {
 		found = true
-		if err := errors.Join(print(e), look(e, node)); err != nil {
+		if err := errors.Join(print(e), printMore(e, node)); err != nil {
 			return err
 		}
 	}

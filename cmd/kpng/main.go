@@ -66,9 +66,9 @@ func group(name, short string, commands ...*cobra.Command) *cobra.Command {
 	return cmd
 }
 
-// targets returns the commands for a source, one per target. The parameter selects is
-// true if flags select the services. It is false for a kpng server, because that server
-// has already selected them.
-func targets(s *app.Source, selects bool) []*cobra.Command {
-	return []*cobra.Command{toAPI(s, selects), toLocal(s, selects), toFile(s, selects)}
+// targets returns the commands for a source, one per target. hasSelection is true if
+// flags select the services. It is false for a kpng server, because that server has
+// already selected them.
+func targets(s *app.Source, hasSelection bool) []*cobra.Command {
+	return []*cobra.Command{toAPI(s, hasSelection), toLocal(s, hasSelection), toFile(s, hasSelection)}
 }

@@ -23,7 +23,7 @@ import (
 )
 
 // toAPI returns the command that serves the state of the source over gRPC.
-func toAPI(source *app.Source, selects bool) *cobra.Command {
+func toAPI(source *app.Source, hasSelection bool) *cobra.Command {
 	var (
 		f       serverFlags
 		serving app.Serving
@@ -43,7 +43,7 @@ func toAPI(source *app.Source, selects bool) *cobra.Command {
 	cmd.Flags().SortFlags = false
 	f.register(cmd.Flags())
 	serving.Register(cmd.Flags())
-	if selects {
+	if hasSelection {
 		source.RegisterAllPorts(cmd.Flags())
 	}
 	return cmd

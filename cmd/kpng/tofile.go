@@ -19,9 +19,10 @@ import (
 )
 
 // toFile returns the command that writes the state of a source to a file. It marks
-// services with a label and an annotation, so that kpng file with the same flags selects
-// them. If selects is false, the source has no such flags, and the command adds them.
-func toFile(source *app.Source, selects bool) *cobra.Command {
+// services with a label and an annotation. So the command "kpng file" with the same flags
+// selects them. If hasSelection is false, the source has no such flags, and the command
+// adds them.
+func toFile(source *app.Source, hasSelection bool) *cobra.Command {
 	var (
 		once     bool
 		interval time.Duration
@@ -32,7 +33,7 @@ func toFile(source *app.Source, selects bool) *cobra.Command {
 		Short: "Write the state of the cluster as YAML or JSON manifests for kpng file",
 		Args:  cobra.ExactArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
-			if selects {
+			if hasSelection {
 				marks = file.WriteOptions{ServiceProxyName: source.Services().ServiceProxyName, AllPortsAnnotation: source.AllPortsAnnotation()}
 			}
 			w, err := newFileWriter(args[0], marks)
@@ -62,7 +63,7 @@ func toFile(source *app.Source, selects bool) *cobra.Command {
 	fs.SortFlags = false
 	fs.BoolVar(&once, "once", false, "exit when everything has been written once; implied by -, the standard output")
 	fs.DurationVar(&interval, "min-write-interval", time.Second, "minimum time between writes")
-	if selects {
+	if hasSelection {
 		source.RegisterAllPorts(fs)
 	} else {
 		fs.StringVar(&marks.ServiceProxyName, "service-proxy-name", "", "label services and slices as those of the proxy of this `name`, so that kpng file with the same flag reads them")

@@ -42,7 +42,7 @@ func (f flows) add(before, after *api.ServiceEndpoints) {
 // addAddressesOf adds the external IPs in s to f. It keeps existing entries of f.
 func (f flows) addAddressesOf(s state) {
 	for e := range s {
-		if e.set == hairpin {
+		if e.set == hairpinSet {
 			continue
 		}
 		size := 4

@@ -17,18 +17,18 @@ import (
 
 // The names of a table's sets and maps.
 const (
-	// The map pod maps each external IP that has only one pod to this pod.
-	pod = "pod"
-	// If an external IP has several pods, the map pods maps the IP and a slot to a pod.
-	pods = "pods"
-	// The set hairpin has an element for each pod, with the pod as source and as
-	// destination. It matches packets that a pod sends to itself through an external IP. A
-	// rule masquerades them, because a pod does not answer packets from its own address.
-	hairpin = "hairpin"
-	// The set rejected contains the external IPs without a usable pod in the cluster.
-	rejected = "rejected"
-	// The set dropped contains the external IPs whose usable pods are all on other nodes.
-	dropped = "dropped"
+	// podMap maps each external IP that has only one pod to this pod.
+	podMap = "pod"
+	// slotMap maps each external IP that has several pods, and a slot, to a pod.
+	slotMap = "pods"
+	// hairpinSet has an element for each pod, with the pod as source and as destination. It
+	// matches packets that a pod sends to itself through an external IP. A rule masquerades
+	// them, because a pod does not answer packets from its own address.
+	hairpinSet = "hairpin"
+	// rejectedSet contains the external IPs without a usable pod in the cluster.
+	rejectedSet = "rejected"
+	// droppedSet contains the external IPs whose usable pods are all on other nodes.
+	droppedSet = "dropped"
 )
 
 // slots is the number of slots of an external IP. A client's address is hashed to a slot,
@@ -60,26 +60,26 @@ func elements(v *api.ServiceEndpoints) iter.Seq2[element, string] {
 			local := localPods(&f)
 			switch {
 			case len(local) == 1:
-				if !add(pod, string(local[0].AsSlice()), ip) {
+				if !add(podMap, string(local[0].AsSlice()), ip) {
 					return
 				}
 			case len(local) > 1:
 				for slot := range uint32(slots) {
-					if !add(pods, string(owner(slot, local).AsSlice()), ip, binary.NativeEndian.AppendUint32(nil, slot)) {
+					if !add(slotMap, string(owner(slot, local).AsSlice()), ip, binary.NativeEndian.AppendUint32(nil, slot)) {
 						return
 					}
 				}
 			case f.Elsewhere.Verdict == nodeview.Reject:
-				if !add(rejected, "", ip) {
+				if !add(rejectedSet, "", ip) {
 					return
 				}
 			default:
-				if !add(dropped, "", ip) {
+				if !add(droppedSet, "", ip) {
 					return
 				}
 			}
 			for _, self := range local {
-				if !add(hairpin, "", self.AsSlice(), self.AsSlice()) {
+				if !add(hairpinSet, "", self.AsSlice(), self.AsSlice()) {
 					return
 				}
 			}

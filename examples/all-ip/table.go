@@ -63,14 +63,14 @@ func tables(name string) []*table {
 func (t *table) set(name string) *nftables.Set {
 	s := &nftables.Set{Table: t.Table, Name: name, KeyType: t.address}
 	switch name {
-	case pod:
+	case podMap:
 		s.IsMap, s.DataType = true, t.address
-	case pods:
+	case slotMap:
 		// nft has no name for the type of a hash. Use the type of a mark, which is also a
 		// number.
 		s.KeyType = nftables.MustConcatSetType(t.address, nftables.TypeMark)
 		s.IsMap, s.DataType = true, t.address
-	case hairpin:
+	case hairpinSet:
 		s.KeyType = nftables.MustConcatSetType(t.address, t.address)
 	}
 	return s
@@ -78,7 +78,7 @@ func (t *table) set(name string) *nftables.Set {
 
 func (t *table) sets() iter.Seq[*nftables.Set] {
 	return func(yield func(*nftables.Set) bool) {
-		for _, name := range []string{pod, pods, hairpin, rejected, dropped} {
+		for _, name := range []string{podMap, slotMap, hairpinSet, rejectedSet, droppedSet} {
 			if !yield(t.set(name)) {
 				return
 			}
@@ -129,21 +129,21 @@ func (t *table) rules(chain *nftables.Chain) []*nftables.Rule {
 	switch chain.Name {
 	case services:
 		rules = [][]expr.Any{
-			append([]expr.Any{load(unix.NFT_REG_1, t.destination)}, mapped(pod)...),
+			append([]expr.Any{load(unix.NFT_REG_1, t.destination)}, mapped(podMap)...),
 			append([]expr.Any{
 				load(unix.NFT_REG_1, t.destination),
 				load(unix.NFT_REG_3, t.source),
 				&expr.Hash{SourceRegister: unix.NFT_REG_3, Length: t.size, DestRegister: second, Modulus: slots, Seed: 1, Type: expr.HashTypeJenkins},
-			}, mapped(pods)...),
-			destinationIn(rejected,
+			}, mapped(slotMap)...),
+			destinationIn(rejectedSet,
 				&expr.Meta{Key: expr.MetaKeyL4PROTO, Register: unix.NFT_REG_1},
 				&expr.Cmp{Op: expr.CmpOpEq, Register: unix.NFT_REG_1, Data: []byte{unix.IPPROTO_TCP}},
 				&expr.Reject{Type: unix.NFT_REJECT_TCP_RST}),
-			destinationIn(rejected, &expr.Reject{Type: unix.NFT_REJECT_ICMP_UNREACH, Code: t.unreachable}),
-			destinationIn(dropped, &expr.Verdict{Kind: expr.VerdictDrop}),
+			destinationIn(rejectedSet, &expr.Reject{Type: unix.NFT_REJECT_ICMP_UNREACH, Code: t.unreachable}),
+			destinationIn(droppedSet, &expr.Verdict{Kind: expr.VerdictDrop}),
 		}
 	case postrouting:
-		rules = [][]expr.Any{{load(unix.NFT_REG_1, t.source), load(second, t.destination), in(hairpin), &expr.Masq{}}}
+		rules = [][]expr.Any{{load(unix.NFT_REG_1, t.source), load(second, t.destination), in(hairpinSet), &expr.Masq{}}}
 	default:
 		rules = [][]expr.Any{{&expr.Verdict{Kind: expr.VerdictJump, Chain: services}}}
 	}

@@ -82,7 +82,7 @@ func (n *Namespace) Close() {
 }
 
 // Do calls f on a thread that is in the namespace. Sockets that f opens and processes
-// that it starts stay in the namespace. The function f must not start goroutines.
+// that it starts stay in the namespace. f must not start goroutines.
 func (n *Namespace) Do(f func() error) error {
 	return onThread(func() error { return n.enter(f) })
 }

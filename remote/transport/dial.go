@@ -81,18 +81,19 @@ var (
 	errStale  = errors.New("the server's state is stale; another address may have newer state")
 )
 
-// Stay connects to a server and calls use with the connection. Whenever use returns, Stay
-// connects again and calls use again. When ctx ends, Stay returns the cause of ctx.
+// Stay connects to a server and calls useConn with the connection. Whenever useConn
+// returns, Stay connects again and calls useConn again. When ctx ends, Stay returns the
+// cause of ctx.
 //
-// The function use must call heard after each message. For the last message of an answer,
-// complete is true. If the server reports that it has lost its own source, stale is true.
-// A complete answer resets the backoff. If heard returns an error, use has to drop the
+// useConn must call heard after each message. For the last message of an answer, complete
+// is true. If the server reports that it has lost its own source, stale is true. A
+// complete answer resets the backoff. If heard returns an error, useConn has to drop the
 // answer and return that error.
 //
 // If the first answer of a server is late, Stay tries the next address. With a single
 // address and without FailFast, Stay waits without a time limit. If a server is stale,
 // Stay tries the next address, unless all other servers have failed or were stale too.
-func (d *Dialer) Stay(ctx context.Context, use func(ctx context.Context, conn *grpc.ClientConn, heard func(complete, stale bool) error) error) error {
+func (d *Dialer) Stay(ctx context.Context, useConn func(ctx context.Context, conn *grpc.ClientConn, heard func(complete, stale bool) error) error) error {
 	log := klog.FromContext(ctx)
 	var files *certFiles
 	if d.opts.TLS != nil {
@@ -111,7 +112,7 @@ func (d *Dialer) Stay(ctx context.Context, use func(ctx context.Context, conn *g
 			v.patience = math.MaxInt64 // no other address to try
 		}
 		v.silent = time.AfterFunc(v.patience, func() { end(errSilent) })
-		err := d.connect(ctx, address, files, func(conn *grpc.ClientConn) error { return use(running, conn, v.heard) })
+		err := d.connect(ctx, address, files, func(conn *grpc.ClientConn) error { return useConn(running, conn, v.heard) })
 		v.silent.Stop()
 		if running.Err() != nil {
 			err = context.Cause(running)
@@ -144,7 +145,7 @@ func (d *Dialer) Stay(ctx context.Context, use func(ctx context.Context, conn *g
 	}
 }
 
-// visit is one call of the function use.
+// visit is one call of useConn.
 type visit struct {
 	patience time.Duration
 	silent   *time.Timer // ends the visit of a silent server

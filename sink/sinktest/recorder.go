@@ -36,8 +36,8 @@ type Recorder struct {
 
 // Sync is one recorded call of the method Sync.
 type Sync struct {
-	// These fields are copies of the fields of the Changes. The field Services contains the
-	// changes that the iterator Changes.Services yielded.
+	// These fields are copies of the fields of the Changes. Services contains the changes
+	// that the iterator Changes.Services yielded.
 	First, Last bool
 	Failing     []types.NamespacedName
 	Revision    uint64
@@ -96,14 +96,14 @@ func (r *Recorder) Node() *api.Node {
 	return r.acked.node
 }
 
-// Wait passes the result of Syncs to the function done, now and after each Sync. It
-// returns nil when done returns true. If ctx ends earlier, Wait returns the cause of ctx.
-func (r *Recorder) Wait(ctx context.Context, done func([]Sync) bool) error {
+// Wait passes the result of Syncs to isDone, now and after each Sync. It returns nil when
+// isDone returns true. If ctx ends earlier, Wait returns the cause of ctx.
+func (r *Recorder) Wait(ctx context.Context, isDone func([]Sync) bool) error {
 	for {
 		r.mu.Lock()
 		syncs, moved := slices.Clone(r.syncs), r.moved
 		r.mu.Unlock()
-		if done(syncs) {
+		if isDone(syncs) {
 			return nil
 		}
 		select {

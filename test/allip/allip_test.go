@@ -175,7 +175,7 @@ func TestAllTrafficToExternalIPsGoesToALocalPod(t *testing.T) {
 			soon("a pod reaches itself", func() error { return n.mustReach(n.pods["pod1"], "pod1", "tcp", tcpPorts[0]) })
 			soon("the node's own traffic", func() error { return n.mustReach(n.node, "pod1", "tcp", tcpPorts[0]) })
 
-			flow, err := n.outside.dial("udp", externalIPs[0], udpPort)
+			flow, err := n.client.dial("udp", externalIPs[0], udpPort)
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -277,9 +277,9 @@ func (n *network) mustReach(client namespace, name, protocol string, port int) e
 // named pod.
 func (n *network) leadsTo(name string) func() error {
 	return func() error {
-		errs := []error{n.mustReach(n.outside, name, "udp", udpPort)}
+		errs := []error{n.mustReach(n.client, name, "udp", udpPort)}
 		for _, port := range tcpPorts {
-			errs = append(errs, n.mustReach(n.outside, name, "tcp", port))
+			errs = append(errs, n.mustReach(n.client, name, "tcp", port))
 		}
 		for _, ip := range externalIPs {
 			errs = append(errs, n.echo(ip, name))
@@ -292,13 +292,13 @@ func (n *network) leadsTo(name string) func() error {
 func (n *network) echo(ip netip.Addr, name string) error {
 	at, ok := n.pods[name]
 	if !ok {
-		at = n.beyond
+		at = n.upstream
 	}
 	before, err := at.echoRequests(ip)
 	if err != nil {
 		return err
 	}
-	if err := n.outside.ping(ip); err != nil {
+	if err := n.client.ping(ip); err != nil {
 		return err
 	}
 	after, err := at.echoRequests(ip)
@@ -311,27 +311,27 @@ func (n *network) echo(ip netip.Addr, name string) error {
 // answers checks that some pod answers at each external IP.
 func (n *network) answers() error {
 	for _, ip := range externalIPs {
-		if _, err := n.outside.ask("tcp", ip, tcpPorts[0]); err != nil {
+		if _, err := n.client.ask("tcp", ip, tcpPorts[0]); err != nil {
 			return err
 		}
 	}
 	return nil
 }
 
-// fails returns a function that checks whether all connections from outside fail. The
-// argument of fails decides which errors are accepted.
-func (n *network) fails(as func(error) bool) func() error {
+// fails returns a function that checks whether all connections from outside fail with
+// errors that isExpected accepts.
+func (n *network) fails(isExpected func(error) bool) func() error {
 	return func() error {
 		for _, ip := range externalIPs {
 			for _, port := range tcpPorts {
-				if got, err := n.outside.ask("tcp", ip, port); err == nil || !as(err) {
+				if got, err := n.client.ask("tcp", ip, port); err == nil || !isExpected(err) {
 					return fmt.Errorf("%s, port %d leads to %q, error %v", ip, port, got, err)
 				}
 			}
-			if got, err := n.outside.ask("udp", ip, udpPort); err == nil || !as(err) {
+			if got, err := n.client.ask("udp", ip, udpPort); err == nil || !isExpected(err) {
 				return fmt.Errorf("%s, UDP leads to %q, error %v", ip, got, err)
 			}
-			if n.outside.ping(ip) == nil {
+			if n.client.ping(ip) == nil {
 				return fmt.Errorf("%s answers", ip)
 			}
 		}
@@ -352,7 +352,7 @@ func (n *network) uninterrupted(t testing.TB, f func()) {
 	t.Helper()
 	streams := make([]net.Conn, len(externalIPs))
 	for i, ip := range externalIPs {
-		c, err := n.outside.dial("tcp", ip, tcpPorts[0])
+		c, err := n.client.dial("tcp", ip, tcpPorts[0])
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -383,7 +383,7 @@ func (n *network) uninterrupted(t testing.TB, f func()) {
 					t.Errorf("%s: open connection: %q, %v", ip, word, err)
 					return
 				}
-				if _, err := n.outside.ask("tcp", ip, tcpPorts[1]); err != nil {
+				if _, err := n.client.ask("tcp", ip, tcpPorts[1]); err != nil {
 					t.Errorf("%s: new connection: %v", ip, err)
 					return
 				}

@@ -165,9 +165,9 @@ func rulesOf(t testing.TB, config *rest.Config) []authorizationv1.ResourceRule {
 	return answer.Status.ResourceRules
 }
 
-// The authorizer of the API server sees changes of roles and bindings with a delay. The
-// function waitRules waits until the client may read EndpointSlices, and returns all
-// permissions of the client.
+// waitRules waits until the client may read EndpointSlices, and returns all permissions
+// of the client. The authorizer of the API server sees changes of roles and bindings with
+// a delay.
 func waitRules(t testing.TB, config *rest.Config) []authorizationv1.ResourceRule {
 	t.Helper()
 	for deadline := time.Now().Add(time.Minute); ; time.Sleep(10 * time.Millisecond) {

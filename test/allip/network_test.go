@@ -138,24 +138,23 @@ var (
 	podIPs   = map[string][]string{"pod1": {"11.0.2.2", "1100::202"}, "pod2": {"11.0.2.3", "1100::203"}}
 )
 
-// network is a node with two pods, and two machines that the node connects. The machine
-// in the field outside is a client. The node routes unknown destinations to the machine
-// in the field beyond. This machine also has the external IPs, and answers with the name
-// "beyond".
+// network is a node with two pods, and two machines that the node connects: client and
+// upstream. The node routes unknown destinations to upstream. This machine also has the
+// external IPs, and answers with the name "beyond".
 type network struct {
-	node, outside namespace
-	pods          map[string]namespace
-	beyond        namespace
+	node, client namespace
+	pods         map[string]namespace
+	upstream     namespace
 }
 
 func newNetwork(t testing.TB) *network {
 	t.Helper()
-	n := &network{node: newNamespace(t), outside: newNamespace(t), pods: map[string]namespace{}}
-	n.beyond = newNamespace(t)
+	n := &network{node: newNamespace(t), client: newNamespace(t), pods: map[string]namespace{}}
+	n.upstream = newNamespace(t)
 	n.node.Set(t, "ipv4/ip_forward=1", "ipv6/conf/all/forwarding=1",
 		// Switch off the kernel's limit for the rate of ICMP errors.
 		"ipv4/icmp_ratelimit=0", "ipv6/icmp/ratelimit=0")
-	for i, other := range []namespace{n.outside, n.beyond} {
+	for i, other := range []namespace{n.client, n.upstream} {
 		name := fmt.Sprintf("side%d", i)
 		n.node.Join(t, name, other.Namespace, "eth0")
 		n.node.Add(t, name, fmt.Sprintf("10.%d.0.1/24", i+1))
@@ -163,18 +162,18 @@ func newNetwork(t testing.TB) *network {
 		other.Add(t, "eth0", fmt.Sprintf("10.%d.0.2/24", i+1))
 		other.Add(t, "eth0", fmt.Sprintf("fd0%d::2/64", i+1))
 	}
-	n.outside.Route(t, "default", "10.1.0.1", "eth0")
-	n.outside.Route(t, "default", "fd01::1", "eth0")
+	n.client.Route(t, "default", "10.1.0.1", "eth0")
+	n.client.Route(t, "default", "fd01::1", "eth0")
 	n.node.Route(t, "default", "10.2.0.2", "side1")
 	n.node.Route(t, "default", "fd02::2", "side1")
-	n.beyond.Route(t, "default", "10.2.0.1", "eth0")
-	n.beyond.Route(t, "default", "fd02::1", "eth0")
+	n.upstream.Route(t, "default", "10.2.0.1", "eth0")
+	n.upstream.Route(t, "default", "fd02::1", "eth0")
 	var ips []string
 	for _, ip := range externalIPs {
-		n.beyond.Add(t, "lo", ip.String())
+		n.upstream.Add(t, "lo", ip.String())
 		ips = append(ips, ip.String())
 	}
-	n.beyond.serve(t, "beyond", ips...)
+	n.upstream.serve(t, "beyond", ips...)
 	for name, ips := range podIPs {
 		pod := newNamespace(t)
 		n.node.Join(t, name, pod.Namespace, "eth0")

@@ -66,13 +66,13 @@ func Start(t testing.TB, options Options) *Server {
 	return s
 }
 
-// Run starts a server, calls the function use with the server, and stops the server.
-func Run(ctx context.Context, options Options, use func(*Server) error) error {
+// Run starts a server, calls f with the server, and stops the server.
+func Run(ctx context.Context, options Options, f func(*Server) error) error {
 	s, err := start(ctx, options)
 	if err != nil {
 		return err
 	}
-	return errors.Join(use(s), s.close())
+	return errors.Join(f(s), s.close())
 }
 
 // Replica starts another API server, which uses the etcd of s. The users of s can also

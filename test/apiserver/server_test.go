@@ -38,16 +38,16 @@ func TestMain(m *testing.M) {
 // endingEnv is an environment variable. If it is set, the test binary calls startAndEnd.
 const endingEnv = "KPNG_TEST_ENDING"
 
-// startAndEnd starts a server and prints its process ids. Then it panics or blocks, as
-// the argument way says.
-func startAndEnd(way string) {
+// startAndEnd starts a server and prints its process ids. Then it panics if ending is
+// "panic", and blocks otherwise.
+func startAndEnd(ending string) {
 	s, err := start(context.Background(), Options{})
 	if err != nil {
 		fmt.Fprintln(os.Stderr, err)
 		os.Exit(1)
 	}
 	fmt.Println(s.Etcd.cmd.Process.Pid, s.APIServer.cmd.Process.Pid)
-	if way == "panic" {
+	if ending == "panic" {
 		panic("requested by the test")
 	}
 	select {}

@@ -24,9 +24,9 @@ import (
 // through the API is slow, because each allocation of a cluster IP counts all allocated
 // IPs. The caller must set the fields that the API server would set, such as defaults,
 // UIDs and node ports, and must provide the IPAddress object of each cluster IP. Store
-// calls the function objects for each i from 0 to n-1, from several goroutines. Each call
-// returns a group of objects.
-func (s *Server) Store(ctx context.Context, n int, objects func(i int) []runtime.Object) (err error) {
+// calls newObjects for each i from 0 to n-1, from several goroutines. Each call returns a
+// group of objects.
+func (s *Server) Store(ctx context.Context, n int, newObjects func(i int) []runtime.Object) (err error) {
 	client, err := s.etcdClient(ctx)
 	if err != nil {
 		return err
@@ -36,7 +36,7 @@ func (s *Server) Store(ctx context.Context, n int, objects func(i int) []runtime
 	group.SetLimit(storers)
 	for i := range n {
 		group.Go(func() error {
-			for _, o := range objects(i) {
+			for _, o := range newObjects(i) {
 				if err := store(ctx, client, o); err != nil {
 					return err
 				}

@@ -29,14 +29,14 @@ func Reflect(ctx context.Context, config *rest.Config) error {
 	if err != nil {
 		return err
 	}
-	services, slices := nothing{make(chan struct{})}, nothing{make(chan struct{})}
-	reflect := func(resource string, c cache.Getter, labels string, expected runtime.Object, store nothing) {
+	services, slices := discardStore{make(chan struct{})}, discardStore{make(chan struct{})}
+	reflect := func(resource string, c cache.Getter, labels string, expected runtime.Object, store discardStore) {
 		lw := cache.NewFilteredListWatchFromClient(c, resource, "", func(o *metav1.ListOptions) { o.LabelSelector = labels })
 		go cache.NewReflector(lw, expected, store, 0).RunWithContext(ctx)
 	}
 	reflect("services", client.CoreV1().RESTClient(), serviceLabels, &corev1.Service{}, services)
 	reflect("endpointslices", client.DiscoveryV1().RESTClient(), sliceLabels, &discoveryv1.EndpointSlice{}, slices)
-	for _, s := range []nothing{services, slices} {
+	for _, s := range []discardStore{services, slices} {
 		select {
 		case <-s.listed:
 		case <-ctx.Done():
@@ -46,11 +46,11 @@ func Reflect(ctx context.Context, config *rest.Config) error {
 	return nil
 }
 
-// The type nothing is a reflector's store that discards all objects.
-type nothing struct{ listed chan struct{} }
+// discardStore is a reflector's store that discards all objects.
+type discardStore struct{ listed chan struct{} }
 
-func (nothing) Add(any) error                 { return nil }
-func (nothing) Update(any) error              { return nil }
-func (nothing) Delete(any) error              { return nil }
-func (nothing) Resync() error                 { return nil }
-func (n nothing) Replace([]any, string) error { close(n.listed); return nil }
+func (discardStore) Add(any) error                 { return nil }
+func (discardStore) Update(any) error              { return nil }
+func (discardStore) Delete(any) error              { return nil }
+func (discardStore) Resync() error                 { return nil }
+func (n discardStore) Replace([]any, string) error { close(n.listed); return nil }

@@ -67,17 +67,17 @@ var lacking = map[conformance.Feature]string{
 	conformance.Instances:        "the name of its table and the value of the proxy-name label are fixed",
 }
 
-// The constant drops explains failures of cases that use an address without a service.
-const drops = "it drops packets to addresses of a ServiceCIDR that belong to none of its services"
+// dropReason explains failures of cases that use an address without a service.
+const dropReason = "it drops packets to addresses of a ServiceCIDR that belong to none of its services"
 
 // exceptions contains more cases that kube-proxy fails, with reasons.
 var exceptions = map[string]string{
-	"traffic to a deleted service passes unchanged":                                                    drops,
-	"traffic to a service of another proxy passes unchanged":                                           drops,
-	"a service that becomes dual-stack is served in both families":                                     drops,
-	"a UDP flow that bypassed a service moves to its first endpoint":                                   drops,
-	"when the proxy is killed while it programs many services and then restarted, no connection fails": drops,
-	"a restarted proxy applies the changes that it missed":                                             drops,
+	"traffic to a deleted service passes unchanged":                                                    dropReason,
+	"traffic to a service of another proxy passes unchanged":                                           dropReason,
+	"a service that becomes dual-stack is served in both families":                                     dropReason,
+	"a UDP flow that bypassed a service moves to its first endpoint":                                   dropReason,
+	"when the proxy is killed while it programs many services and then restarted, no connection fails": dropReason,
+	"a restarted proxy applies the changes that it missed":                                             dropReason,
 	"a UDP flow through a deleted service no longer reaches its endpoints":                             "it cleans up only flows of existing services",
 	"a UDP flow ends when its service has no endpoints and continues with the next endpoint":           "it identifies node-port flows by their port alone, and keeps them if the service has no endpoint",
 	"a health-check node port that is in use affects no other service and is opened when it is free":   "it does not retry",

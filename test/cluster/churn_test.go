@@ -46,7 +46,7 @@ func TestChurn(t *testing.T) {
 		tr.start(fmt.Sprintf("node-%d to DNS", i), node, lookup())
 		tr.start(fmt.Sprintf("node port of node-%d", i), outside(t), dial(nodePort(service, i)))
 	}
-	before := c.usage(t)
+	before := c.usageByNode(t)
 	ctx, stop := context.WithCancel(t.Context())
 	var latencies []time.Duration
 	var probing sync.WaitGroup
@@ -79,7 +79,7 @@ func TestChurn(t *testing.T) {
 	}
 	stop()
 	probing.Wait()
-	after := c.usage(t)
+	after := c.usageByNode(t)
 	tr.end()
 	tr.report(t, fmt.Sprintf("%d pods replaced %d times", *pods, *rollouts))
 	t.Logf("from ready to reachable, %d times: p50 %v, p99 %v, at most %v", len(latencies),
@@ -240,8 +240,8 @@ type usage struct {
 	peak int
 }
 
-// The method usage returns the usage of each node's service proxy since its start.
-func (c *cluster) usage(t *testing.T) []usage {
+// usageByNode returns the usage of each node's service proxy since its start.
+func (c *cluster) usageByNode(t *testing.T) []usage {
 	t.Helper()
 	all := make([]usage, c.nodes)
 	for i := range all {

@@ -209,8 +209,7 @@ func nodePID(t *testing.T, node string) int {
 	return atoi(t, strings.TrimSpace(string(out)))
 }
 
-// pidOf returns the PID of the process that the function start of lib.sh has started with
-// the given name.
+// pidOf returns the PID of the process that lib.sh has started under the given name.
 func pidOf(t *testing.T, name string) int {
 	t.Helper()
 	out, err := os.ReadFile(filepath.Join(*state, name+".pid"))
@@ -293,8 +292,8 @@ func tarOf(t *testing.T, files ...any) []byte {
 	return buffer.Bytes()
 }
 
-// waitFor calls the function condition until its result done is true. The test fails if
-// the result progress does not change for a minute.
+// waitFor calls condition until done is true. The test fails if progress does not change
+// for a minute.
 func waitFor(t *testing.T, what string, condition func() (done bool, progress string)) {
 	t.Helper()
 	last, since := "", time.Now()

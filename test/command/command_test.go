@@ -84,11 +84,11 @@ func (p program) start(args ...string) {
 	})
 }
 
-// eventually calls the function try until its result ok is true.
-func eventually(t *testing.T, what string, try func() (ok bool, state any)) {
+// eventually calls condition until ok is true.
+func eventually(t *testing.T, what string, condition func() (ok bool, state any)) {
 	t.Helper()
 	for deadline := time.Now().Add(patience); ; time.Sleep(50 * time.Millisecond) {
-		ok, state := try()
+		ok, state := condition()
 		if ok {
 			return
 		}

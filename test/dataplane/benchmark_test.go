@@ -34,8 +34,8 @@ const (
 // proxy is one of the compared proxies.
 type proxy struct {
 	name string
-	// command returns the program and its arguments. The parameter interval is the minimum
-	// time between two syncs. 0 means the proxy's default.
+	// command returns the program and its arguments. The minimum time between two syncs is
+	// interval; 0 means the proxy's default.
 	command func(t testing.TB, c *cluster, interval time.Duration) []string
 }
 
@@ -100,7 +100,7 @@ func (c *cluster) measure(b *testing.B, p proxy) {
 	r.kill(b)
 
 	r = c.start(b, p, time.Millisecond)
-	c.mark(b) // wait until the new process has read the tables of the old one
+	c.changeMarker(b) // wait until the new process has read the tables of the old one
 	r.rest()
 	r.latency(b, "least")
 	r.kill(b)
@@ -247,7 +247,7 @@ func (r *running) latency(b *testing.B, interval string) {
 	defer tick.Stop()
 	for i := range *changes {
 		<-tick.C
-		pod := r.pod()
+		pod := r.newPodIP()
 		made = append(made, change{netip.MustParseAddr(pod), time.Now()})
 		if err := r.change(ctx, services[i%r.services], i/r.services%r.endpoints, pod); err != nil {
 			b.Fatal(err)

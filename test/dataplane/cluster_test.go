@@ -73,7 +73,7 @@ type cluster struct {
 	kubeconfig string
 	// group is the cgroup of the measured proxy.
 	group *cgroup.Group
-	// fresh counts the endpoint addresses that the function pod has returned.
+	// fresh counts the endpoint addresses that newPodIP has returned.
 	fresh atomic.Int64
 }
 
@@ -126,8 +126,8 @@ func offset(a netip.Addr, n int) netip.Addr {
 	return netip.AddrFrom4(b)
 }
 
-// pod returns an endpoint address that was not used before.
-func (c *cluster) pod() string {
+// newPodIP returns an endpoint address that was not used before.
+func (c *cluster) newPodIP() string {
 	return offset(podCIDR.Addr(), 256+int(c.fresh.Add(1))).String()
 }
 
@@ -213,7 +213,7 @@ func (c *cluster) slice(service int) *discoveryv1.EndpointSlice {
 	}
 	for range c.endpoints {
 		slice.Endpoints = append(slice.Endpoints, discoveryv1.Endpoint{
-			Addresses:  []string{c.pod()},
+			Addresses:  []string{c.newPodIP()},
 			NodeName:   ptr.To(nodeName),
 			Conditions: discoveryv1.EndpointConditions{Ready: ptr.To(true), Serving: ptr.To(true), Terminating: ptr.To(false)},
 		})

@@ -42,7 +42,7 @@ const (
 	writers = 16
 	// stable is the number of the service that receives traffic and does not change.
 	stable = 0
-	// marker is the number of the service that the function mark changes.
+	// marker is the number of the service that changeMarker changes.
 	marker = 1
 	// churned is the maximum number of services that change at random.
 	churned = 400
@@ -102,7 +102,7 @@ func TestSoak(t *testing.T) {
 		t.Errorf("%.0f changes per second, want %d", perSecond, changeRate)
 	}
 
-	marked := c.mark(t)
+	marked := c.changeMarker(t)
 	if found := metric(t, "kpng_nftables_drift_found_total"); found != 0 {
 		t.Errorf("%g verifications found a difference in the table, want none", found)
 	}
@@ -117,7 +117,7 @@ func TestSoak(t *testing.T) {
 	flush(t)
 	fresh := c.start(t, kpngProxy, time.Millisecond)
 	fresh.wait(t)
-	if diff := cmp.Diff(ruleset(t, c.mark(t)), after); diff != "" {
+	if diff := cmp.Diff(ruleset(t, c.changeMarker(t)), after); diff != "" {
 		t.Errorf("the kernel differs from a fresh start (-fresh +got):\n%s", diff)
 	}
 }
@@ -283,15 +283,15 @@ func (c *churn) random(random *rand.Rand, service int) *corev1.Service {
 	return s
 }
 
-// mark changes an endpoint of the service with the number marker, waits until the change
-// reaches the kernel, and returns the new address. All earlier changes have then reached
-// the kernel too.
-func (c *cluster) mark(t testing.TB) string {
+// changeMarker changes an endpoint of the service with the number marker, waits until the
+// change reaches the kernel, and returns the new address. All earlier changes have then
+// reached the kernel too.
+func (c *cluster) changeMarker(t testing.TB) string {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), loadPatience)
 	defer cancel()
 	seen := tables(t, ctx)
-	pod := c.pod()
+	pod := c.newPodIP()
 	if err := c.change(ctx, marker, 0, pod); err != nil {
 		t.Fatal(err)
 	}
@@ -320,9 +320,9 @@ func waitVerified(t testing.TB) {
 	}
 }
 
-// ruleset returns the kernel's tables as sorted lines. It omits handles. It replaces the
-// address in the argument marked with a fixed text.
-func ruleset(t testing.TB, marked string) []string {
+// ruleset returns the kernel's tables as sorted lines. It omits handles. It replaces
+// markerIP with a fixed text.
+func ruleset(t testing.TB, markerIP string) []string {
 	t.Helper()
 	out, err := exec.Command("nft", "-j", "list", "ruleset").Output()
 	if err != nil {
@@ -333,7 +333,7 @@ func ruleset(t testing.TB, marked string) []string {
 		t.Fatal(err)
 	}
 	var list struct{ Nftables []map[string]map[string]any }
-	out = bytes.ReplaceAll(out, []byte(strconv.Quote(marked)), []byte(`"marked"`))
+	out = bytes.ReplaceAll(out, []byte(strconv.Quote(markerIP)), []byte(`"marked"`))
 	if err := json.Unmarshal(out, &list); err != nil {
 		t.Fatalf("nft -j list ruleset: %v", err)
 	}

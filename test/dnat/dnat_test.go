@@ -70,14 +70,13 @@ func TestScript(t *testing.T) {
 		}},
 		ExternalTrafficToLocal: true,
 	}
-	// write replaces the service's pods. The argument pods maps each pod's address to its
-	// node.
-	write := func(pods map[string]string) {
+	// write replaces the service's pods. nodeByPod maps each pod's address to its node.
+	write := func(nodeByPod map[string]string) {
 		slice := &api.EndpointSlice{
 			Namespace: "default", Name: "web-1", ServiceName: "web", Family: api.IPv4,
 			Ports: []api.EndpointPort{{Name: "http", Protocol: api.TCP, Port: 8080}},
 		}
-		for pod, on := range pods {
+		for pod, on := range nodeByPod {
 			slice.Endpoints = append(slice.Endpoints, api.SliceEndpoint{
 				Addr: netip.MustParseAddr(pod), NodeName: on, Conditions: api.Conditions{Ready: true, Serving: true},
 			})

@@ -17,8 +17,9 @@ import (
 
 const kpngModule = "github.com/kpng-project/kpng"
 
-// unwanted contains modules that a program must not link if it only embeds kpng, without
-// kpng's commands, network code or backends. Only package metrics may import Prometheus.
+// unwanted contains modules that must not be linked into a program that embeds kpng, but
+// uses none of its commands, network code and backends. Only package metrics may import
+// Prometheus.
 var unwanted = []string{
 	"github.com/Microsoft/hcsshim",
 	"github.com/google/nftables",
@@ -94,7 +95,7 @@ func TestImporterLinksNothingUnwanted(t *testing.T) {
 					}
 				}
 				t.Logf("linked in addition to the standard library and client-go:\n%s",
-					strings.Join(own(linked, without.linked(t, goos)), "\n"))
+					strings.Join(ownPackages(linked, without.linked(t, goos)), "\n"))
 			})
 		}
 	}
@@ -174,8 +175,8 @@ func TestRaised(t *testing.T) {
 	}
 }
 
-// own returns the linked packages whose modules do not occur in the map other, sorted.
-func own(linked, other map[string]string) []string {
+// ownPackages returns the packages in linked whose modules do not occur in other, sorted.
+func ownPackages(linked, other map[string]string) []string {
 	theirs := map[string]bool{}
 	for _, module := range other {
 		theirs[module] = true

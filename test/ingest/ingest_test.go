@@ -69,8 +69,8 @@ func TestMain(m *testing.M) {
 	os.Exit(m.Run())
 }
 
-// measure reads the cluster with the function way, and prints the result.
-func measure(way func(context.Context, *rest.Config) (any, error)) error {
+// measure reads the cluster with readCluster, and prints the result.
+func measure(readCluster func(context.Context, *rest.Config) (any, error)) error {
 	config, err := clientcmd.BuildConfigFromFlags("", os.Getenv("INGEST_KUBECONFIG"))
 	if err != nil {
 		return err
@@ -82,7 +82,7 @@ func measure(way func(context.Context, *rest.Config) (any, error)) error {
 	defer cancel()
 	peak := samplePeakHeap(ctx)
 	begin := time.Now()
-	alive, err := way(ctx, config)
+	alive, err := readCluster(ctx, config)
 	if err != nil {
 		return err
 	}
@@ -198,8 +198,7 @@ func BenchmarkRealIngest(b *testing.B) {
 	b.ReportMetric(0, "ns/op")
 }
 
-// process calls the function measure in a new process. The argument way is a key of the
-// map ways.
+// process measures a way, which is a key of ways, in a new process.
 func process(b *testing.B, way, kubeconfig string) result {
 	b.Helper()
 	cmd := exec.CommandContext(b.Context(), os.Args[0])

@@ -239,14 +239,14 @@ func (c *churn) forget(entries ...string) {
 	}
 }
 
-// lost returns the entries that are in the map before but not in the map after. It omits
-// entries that churn removed.
-func (c *churn) lost(before, after map[string]bool) []string {
+// lost returns the entries of older that newer lacks. It omits entries that churn
+// removed.
+func (c *churn) lost(older, newer map[string]bool) []string {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	var lost []string
-	for e := range before {
-		if !after[e] && !c.removed[e] {
+	for e := range older {
+		if !newer[e] && !c.removed[e] {
 			lost = append(lost, e)
 		}
 	}

@@ -65,7 +65,7 @@ func newLossy(t *testing.T, server *apiserver.Server) *lossy {
 	if err := p.WaitApplied(within(t)); err != nil {
 		t.Fatal(err)
 	}
-	l.expect(1, l.before())
+	l.expect(1, l.stateBefore())
 	return l
 }
 
@@ -74,8 +74,8 @@ func (l *lossy) add(name, addr string) {
 	l.slices[name] = newSlice(name, l.services[name], slicePorts("", 80), newEndpoint(addr, ""))
 }
 
-// The method before returns the proxy's expected state before the changes.
-func (l *lossy) before() []string {
+// stateBefore returns the proxy's expected state before the changes.
+func (l *lossy) stateBefore() []string {
 	return []string{
 		"again IPv4 80", "  10.1.0.0 80",
 		"by-hand IPv4 80", "  10.1.0.1 80",
@@ -138,8 +138,8 @@ func (l *lossy) happen(by *apiserver.Server) {
 	n.put(l.node("b"))
 }
 
-// The method after returns the proxy's expected state after the changes.
-func (l *lossy) after() []string {
+// stateAfter returns the proxy's expected state after the changes.
+func (l *lossy) stateAfter() []string {
 	return []string{
 		"again IPv4 80", "  10.1.0.0 80",
 		"by-hand IPv4 80", "  10.2.0.1 80",
@@ -232,8 +232,8 @@ func TestServerOutageChangesNothing(t *testing.T) {
 					return r.err == nil && r.list && r.resource == resource
 				})
 			}
-			l.expect(before+1, l.after())
-			l.flush(l.after())
+			l.expect(before+1, l.stateAfter())
+			l.flush(l.stateAfter())
 
 			missed := l.rec.Syncs()[before:]
 			got := deliveries(t, missed)
@@ -271,7 +271,7 @@ func TestServerOutageChangesNothing(t *testing.T) {
 		}
 		l.slices["by-hand"].Endpoints[0].Addresses[0] = "10.2.0.1"
 		l.put(l.slices["by-hand"])
-		want := replaced(l.before(), "  10.1.0.1 80", "  10.2.0.1 80")
+		want := replaced(l.stateBefore(), "  10.1.0.1 80", "  10.2.0.1 80")
 		l.expect(before+1, want)
 		l.flush(want)
 		got := deliveries(t, l.rec.Syncs()[before:])

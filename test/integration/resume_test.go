@@ -61,8 +61,8 @@ func TestReconnectedClientsReceiveChangesOnly(t *testing.T) {
 				t.Helper()
 				out.expect(t, n.print(n.name, n.list()), who)
 			}
-			// The function away closes the gate, and then changes services and the stamp.
-			away := func(changes int) {
+			// closeAndChange closes the gate, and then changes services and the stamp.
+			closeAndChange := func(changes int) {
 				t.Helper()
 				gate.close()
 				for _, s := range all[:changes] {
@@ -77,7 +77,7 @@ func TestReconnectedClientsReceiveChangesOnly(t *testing.T) {
 			everything := gate.received.Load()
 
 			for _, changes := range []int{0, 1, 10, 100} {
-				away(changes)
+				closeAndChange(changes)
 				expect(direct, "a client that stays connected")
 				gate.reopen()
 				expect(out, test.name)
@@ -87,7 +87,7 @@ func TestReconnectedClientsReceiveChangesOnly(t *testing.T) {
 				}
 			}
 
-			away(0)
+			closeAndChange(0)
 			serving.kill(t)
 			serving = serve(n, kubeconfig, served)
 			expect(direct, "a client that stays connected")

@@ -34,10 +34,10 @@ func TestFailingSinkReceivesEachChangeOnce(t *testing.T) {
 		alone bool
 	}{
 		{"the sink fails three times", func(release <-chan struct{}) []sinktest.Step {
-			return append(sinktest.Repeat(2, sinktest.Fail(errors.New("no"))), after(release, sinktest.Fail(errors.New("no"))))
+			return append(sinktest.Repeat(2, sinktest.Fail(errors.New("no"))), stepAfter(release, sinktest.Fail(errors.New("no"))))
 		}, false, true},
 		{"the sink panics", func(release <-chan struct{}) []sinktest.Step {
-			return []sinktest.Step{after(release, sinktest.Panic("no"))}
+			return []sinktest.Step{stepAfter(release, sinktest.Panic("no"))}
 		}, false, false},
 		{"the sink blocks", func(release <-chan struct{}) []sinktest.Step {
 			return []sinktest.Step{sinktest.Block(release)}
@@ -130,9 +130,8 @@ func TestFailingSinkReceivesEachChangeOnce(t *testing.T) {
 	}
 }
 
-// The function after returns a step that waits until release is closed, and then calls
-// step.
-func after(release <-chan struct{}, step sinktest.Step) sinktest.Step {
+// stepAfter returns a step that waits until release is closed, and then calls step.
+func stepAfter(release <-chan struct{}, step sinktest.Step) sinktest.Step {
 	return func(ctx context.Context, c *sink.Changes, s sink.Sink) error {
 		<-release
 		return step(ctx, c, s)
@@ -146,13 +145,13 @@ func portOf(v *api.ServiceEndpoints) int32 {
 	return v.Service.Ports[0].Port
 }
 
-// waitState waits until the function done returns true for a snapshot of p's state.
-func waitState(t *testing.T, p *kpng.Proxy, done func(*cluster.Snapshot) bool) {
+// waitState waits until isDone returns true for a snapshot of p's state.
+func waitState(t *testing.T, p *kpng.Proxy, isDone func(*cluster.Snapshot) bool) {
 	t.Helper()
 	ctx := within(t)
 	for {
 		s := p.State().Snapshot()
-		if done(s) {
+		if isDone(s) {
 			return
 		}
 		select {

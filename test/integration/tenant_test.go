@@ -85,7 +85,7 @@ func (n *tenant) create(o object) error {
 	return err
 }
 
-// setKind sets the fields kind and apiVersion of an object.
+// setKind sets the kind and the API version of an object.
 func (n *tenant) setKind(o object) {
 	n.t.Helper()
 	kinds, _, err := scheme.Scheme.ObjectKinds(o)

@@ -15,8 +15,8 @@ import (
 )
 
 // cpio writes an initramfs in the format newc
-// (Documentation/driver-api/early-userspace/buffer-format.rst). The method close returns
-// the errors of all methods.
+// (Documentation/driver-api/early-userspace/buffer-format.rst). cpio.close returns the
+// errors of all methods.
 type cpio struct {
 	w     *bufio.Writer
 	inode int

@@ -104,8 +104,7 @@ func run(ctx context.Context, args []string) (int, error) {
 		"-kernel", k.image, "-initrd", initramfs, "-append", parameters,
 		"-fsdev", "local,id=host,path=/,security_model=none,readonly=on,multidevs=remap",
 		"-device", "virtio-9p-pci,fsdev=host,mount_tag="+hostTag,
-		// In the guest, these ports are ttyS0, ttyS1 and ttyS2; the function boot describes
-		// them.
+		// In the guest, these ports are ttyS0, ttyS1 and ttyS2; see boot.
 		"-serial", "file:/dev/fd/3", "-serial", "file:/dev/fd/4", "-serial", "file:/dev/fd/5",
 	), *silence)
 }

@@ -60,15 +60,17 @@ func kubeProxy(c *cluster) decided {
 	return d
 }
 
-// addKubeProxyPort adds the frontends of a service port. The function use describes what
+// addKubeProxyPort adds the frontends of a service port. describeTraffic returns what
 // happens to traffic. Its argument is true for policy Local.
-func (d *decided) addKubeProxyPort(family corev1.IPFamily, port proxy.ServicePort, use func(local bool) string) {
+func (d *decided) addKubeProxyPort(family corev1.IPFamily, port proxy.ServicePort, describeTraffic func(local bool) string) {
 	affinity := port.StickyMaxAgeSeconds()
 	local := port.ExternalPolicyLocal()
-	external := func(sources []string) string { return externally(use(local), use(false), affinity, local, sources) }
+	external := func(sources []string) string {
+		return externally(describeTraffic(local), describeTraffic(false), affinity, local, sources)
+	}
 	at := func(address string) string { return frontendAt(address, port.Protocol(), port.Port()) }
 
-	d.frontends[at(port.ClusterIP().String())] = use(port.InternalPolicyLocal()) + stickiness(affinity)
+	d.frontends[at(port.ClusterIP().String())] = describeTraffic(port.InternalPolicyLocal()) + stickiness(affinity)
 	for _, ip := range port.ExternalIPs() {
 		d.frontends[at(ip.String())] = external(nil)
 	}

@@ -223,9 +223,9 @@ func (w *world) get(from namespace, page string) (status int, body string) {
 }
 
 // explains runs kpng explain --dataplane for a service's cluster IP. It checks that the
-// output contains want. The argument difference is the expected sign of the reported
-// differences, or "" if there must be none.
-func (w *world) explains(service *corev1.Service, difference, want string) {
+// output contains want. wantSign is the expected sign of the reported differences, or ""
+// if there must be none.
+func (w *world) explains(service *corev1.Service, wantSign, want string) {
 	w.t.Helper()
 	text := sh(w.t, w.node.Command(append(least, w.kpng, "explain", "--kubeconfig", w.kubeconfig, "--node-name", nodeName,
 		"--dataplane", "nftables", fmt.Sprintf("%s:53/udp", service.Spec.ClusterIP))...)...)
@@ -241,8 +241,8 @@ func (w *world) explains(service *corev1.Service, difference, want string) {
 			}
 		}
 	}
-	if got != difference {
-		w.t.Errorf("explain --dataplane has a difference %q, want %q:\n%s", got, difference, text)
+	if got != wantSign {
+		w.t.Errorf("explain --dataplane has a difference %q, want %q:\n%s", got, wantSign, text)
 	}
 }
 

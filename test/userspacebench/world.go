@@ -104,9 +104,8 @@ func (p *process) stop() {
 	}
 }
 
-// load runs a client with the load l and returns the result. If the function meanwhile is
-// not nil, load calls it after the client has printed the result and before the client
-// ends.
+// load runs a client with the load l and returns the result. If meanwhile is not nil,
+// load calls it after the client has printed the result and before the client ends.
 func (w *world) load(l load, meanwhile func()) result {
 	w.Helper()
 	arg, _ := json.Marshal(l)

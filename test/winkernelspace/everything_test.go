@@ -30,7 +30,7 @@ func (w *world) everything() {
 	}
 
 	w.process.Kill(w.T)
-	w.hns.become(server2019)
+	w.hns.resetTo(server2019)
 	w.network(kernelspace.Network{})
 	w.exe = w.wine.Build(w.T, "./cmd/kpng")
 	w.startProxy(append([]string{"kube", "to-local", "kernelspace", "--keep-annotations", kernelspace.PreserveDestination}, direct...)...)
@@ -48,7 +48,7 @@ func (w *world) everything() {
 func (w *world) overlay(name string, quirks fakehns.Quirks, direct []string, clusterIP string, nodePort int32) {
 	w.Helper()
 	w.process.Kill(w.T)
-	w.hns.become(latest)
+	w.hns.resetTo(latest)
 	w.hns.hns.SetQuirks(quirks)
 	w.network(kernelspace.Network{Overlay: true, RemoteSubnets: []kernelspace.RemoteSubnet{
 		{Prefix: netip.MustParsePrefix("10.2.0.0/16"), Provider: netip.MustParseAddr("192.168.0.2")},

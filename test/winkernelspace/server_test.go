@@ -70,11 +70,11 @@ type server struct {
 	handles  map[string]string // the ID of the object that a handle refers to
 	next     int
 	calls    map[string]int
-	// If the field fails is not empty, it names a function that returns result as its error.
-	// The field left counts the remaining failures.
-	fails  string
-	left   int
-	result string
+	// If failingCall is not empty, it names a function that returns result as its error.
+	// failuresLeft counts the remaining failures.
+	failingCall  string
+	failuresLeft int
+	result       string
 }
 
 // version is the version of HNS. It determines which features HNS has.
@@ -93,8 +93,8 @@ func (v version) features() kernelspace.Features {
 	}
 }
 
-// The method become removes all objects from s and gives s the version v.
-func (s *server) become(v version) {
+// resetTo removes all objects from s and gives s the version v.
+func (s *server) resetTo(v version) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.hns, s.version = fakehns.New(v.features()), v
@@ -103,7 +103,7 @@ func (s *server) become(v version) {
 
 func newServer(t *testing.T) *server {
 	s := &server{handles: map[string]string{}, conns: map[net.Conn]bool{}, calls: map[string]int{}}
-	s.become(latest)
+	s.resetTo(latest)
 	s.start(t)
 	t.Cleanup(s.stop)
 	return s
@@ -148,8 +148,8 @@ func (s *server) stop() {
 func (s *server) fail(function string, n int, result string) (left int) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	left = s.left
-	s.fails, s.left, s.result = function, n, result
+	left = s.failuresLeft
+	s.failingCall, s.failuresLeft, s.result = function, n, result
 	return left
 }
 
@@ -194,9 +194,9 @@ type answer struct {
 	fault    string
 }
 
-// The function of returns the answer to a call. If err is nil, the answer contains v as a
-// JSON document.
-func of(v any, err error) answer {
+// answerOf returns the answer to a call. If err is nil, the answer contains v as a JSON
+// document.
+func answerOf(v any, err error) answer {
 	if err == nil {
 		document := ""
 		if v != nil {
@@ -225,9 +225,9 @@ func (s *server) answer(function, id, handle, document string) answer {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.calls[function]++
-	if s.fails == function && s.left > 0 {
-		s.left--
-		a := of(nil, errors.New("injected"))
+	if s.failingCall == function && s.failuresLeft > 0 {
+		s.failuresLeft--
+		a := answerOf(nil, errors.New("injected"))
 		a.result = s.result
 		return a
 	}
@@ -236,96 +236,96 @@ func (s *server) answer(function, id, handle, document string) answer {
 	}
 	switch function {
 	case "HNSCall /globals/version":
-		return of(map[string]any{"Success": true, "Output": s.version}, nil)
+		return answerOf(map[string]any{"Success": true, "Output": s.version}, nil)
 
 	case "EnumerateNetwork":
 		n, err := s.hns.Network(filter(document)["Name"])
 		if errors.Is(err, kernelspace.ErrNotFound) {
-			return of([]string{}, nil)
+			return answerOf([]string{}, nil)
 		} else if err != nil {
-			return of(nil, err)
+			return answerOf(nil, err)
 		}
-		return of([]string{n.ID}, nil)
+		return answerOf([]string{n.ID}, nil)
 	case "OpenNetwork":
 		_, found := s.hns.NetworkByID(id)
 		return s.open(id, found)
 	case "QueryNetwork":
 		n, _ := s.hns.NetworkByID(id)
-		return of(fromNetwork(n), nil)
+		return answerOf(fromNetwork(n), nil)
 
 	case "EnumerateEndpoint":
 		// HNS writes network IDs in upper case, and finds no network for an ID in lower case.
 		network := filter(document)["VirtualNetwork"]
 		if network != strings.ToUpper(network) {
-			return of([]string{}, nil)
+			return answerOf([]string{}, nil)
 		}
 		list, err := s.hns.Endpoints(strings.ToLower(network))
-		return of(each(list, func(e kernelspace.Endpoint) string { return e.ID }), err)
+		return answerOf(mapStrings(list, func(e kernelspace.Endpoint) string { return e.ID }), err)
 	case "OpenEndpoint":
 		_, found := s.hns.Endpoint(id)
 		return s.open(id, found)
 	case "QueryEndpoint":
 		e, _ := s.hns.Endpoint(id)
-		return of(fromEndpoint(e), nil)
+		return answerOf(fromEndpoint(e), nil)
 	case "CreateEndpoint":
 		var e hcnEndpoint
 		if err := json.Unmarshal([]byte(document), &e); err != nil {
-			return of(nil, err)
+			return answerOf(nil, err)
 		}
 		made, err := s.hns.CreateEndpoint(e.endpoint(id))
 		if err != nil {
-			return of(nil, err)
+			return answerOf(nil, err)
 		}
 		return s.open(made, true)
 	case "DeleteEndpoint":
-		return of(nil, s.hns.DeleteEndpoint(id))
+		return answerOf(nil, s.hns.DeleteEndpoint(id))
 
 	case "EnumerateLoadBalancer":
 		list, err := s.hns.LoadBalancers()
-		return of(each(list, func(lb kernelspace.LoadBalancer) string { return lb.ID }), err)
+		return answerOf(mapStrings(list, func(lb kernelspace.LoadBalancer) string { return lb.ID }), err)
 	case "OpenLoadBalancer":
 		_, found := s.hns.LoadBalancer(id)
 		return s.open(id, found)
 	case "QueryLoadBalancer":
 		lb, _ := s.hns.LoadBalancer(id)
-		return of(fromBalancer(lb), nil)
+		return answerOf(fromBalancer(lb), nil)
 	case "CreateLoadBalancer", "ModifyLoadBalancer":
 		var lb hcnBalancer
 		if err := json.Unmarshal([]byte(document), &lb); err != nil {
-			return of(nil, err)
+			return answerOf(nil, err)
 		}
 		if function == "ModifyLoadBalancer" {
-			return of(nil, s.hns.UpdateLoadBalancer(lb.balancer(id)))
+			return answerOf(nil, s.hns.UpdateLoadBalancer(lb.balancer(id)))
 		}
 		made, err := s.hns.CreateLoadBalancer(lb.balancer(""))
 		if err != nil {
-			return of(nil, err)
+			return answerOf(nil, err)
 		}
 		return s.open(made.ID, true)
 	case "DeleteLoadBalancer":
-		return of(nil, s.hns.DeleteLoadBalancer(id))
+		return answerOf(nil, s.hns.DeleteLoadBalancer(id))
 
 	case "CloseNetwork", "CloseEndpoint", "CloseLoadBalancer":
 		delete(s.handles, handle)
-		return of(nil, nil)
+		return answerOf(nil, nil)
 	default:
-		return of(nil, fmt.Errorf("function %s: %w", function, kernelspace.ErrNotSupported))
+		return answerOf(nil, fmt.Errorf("function %s: %w", function, kernelspace.ErrNotSupported))
 	}
 }
 
 // open returns an answer with a new handle for an object.
 func (s *server) open(id string, found bool) answer {
 	if !found {
-		return of(nil, kernelspace.ErrNotFound)
+		return answerOf(nil, kernelspace.ErrNotFound)
 	}
 	s.next++
 	s.handles[strconv.Itoa(s.next)] = id
 	return answer{result: ok, handle: s.next}
 }
 
-// The function each returns the results of f for all items. Its result is never nil,
-// because JSON encodes a nil slice as null and not as an empty list.
-func each[T any](list []T, f func(T) string) []string {
+// mapStrings returns the results of f for all items. Its result is never nil, because
+// JSON encodes a nil slice as null and not as an empty list.
+func mapStrings[T any](list []T, f func(T) string) []string {
 	made := []string{}
 	for _, item := range list {
 		made = append(made, f(item))

@@ -312,21 +312,20 @@ func (w *world) ready() {
 	}
 }
 
-// step calls the function do and waits until HNS has the expected state.
-func (w *world) step(what string, do func()) {
+// step calls action and waits until HNS has the expected state.
+func (w *world) step(what string, action func()) {
 	w.Helper()
 	start := time.Now()
-	do()
+	action()
 	w.eventually(what)
 	w.Logf("%s: done after %s", what, time.Since(start).Round(time.Millisecond))
 }
 
-// failing makes the next calls of an HNS function fail, and then calls step with the
-// function do.
-func (w *world) failing(function string, times int, do func()) {
+// failing makes the next calls of an HNS function fail, and then calls step with action.
+func (w *world) failing(function string, times int, action func()) {
 	w.Helper()
 	w.hns.fail(function, times, invalid)
-	w.step(function+" fails", do)
+	w.step(function+" fails", action)
 	if left := w.hns.fail("", 0, ""); left == times {
 		w.Errorf("%s should fail, but was not called", function)
 	}

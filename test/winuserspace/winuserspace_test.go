@@ -167,7 +167,7 @@ func TestWinUserspaceProxiesUnderWine(t *testing.T) {
 	})
 	w.affinity(at(sticky.Spec.ClusterIP, 80))
 	w.parallel(clusterIP, 500)
-	w.changes(web, clusterIP)
+	w.changeService(web, clusterIP)
 	w.refusals()
 	w.restartOfServer(clusterIP)
 
@@ -239,8 +239,8 @@ func (w *world) parallel(to string, count int) {
 	}
 }
 
-// traffic connects repeatedly until the function stop is called. This function returns
-// the number of successful connections and the errors of the others.
+// traffic connects repeatedly until stop is called. A call of stop returns the number of
+// successful connections and the errors of the others.
 func (w *world) traffic(to string) (stop func() (int, error)) {
 	ctx, cancel := context.WithCancel(w.t.Context())
 	var (
@@ -272,9 +272,9 @@ func stopWithoutErrors(t *testing.T, while string, stop func() (int, error)) {
 	}
 }
 
-// The function changes replaces the pods of the service web, and then changes its
-// frontends, while clients connect.
-func (w *world) changes(web *corev1.Service, clusterIP string) {
+// changeService replaces the pods of the service web, and then changes its frontends,
+// while clients connect.
+func (w *world) changeService(web *corev1.Service, clusterIP string) {
 	w.t.Helper()
 	stop := w.traffic(clusterIP)
 	var old *conn

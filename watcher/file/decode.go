@@ -96,8 +96,8 @@ func withTextKeys(tree any) any {
 	return tree
 }
 
-// decode decodes JSON into object, a pointer to a struct. The result wrong has an error
-// for each value of the wrong type, up to limit. If no value is wrong, the result strict
+// decode decodes JSON into object, a pointer to a struct. The first result has an error
+// for each value of the wrong type, up to limit. If no value is wrong, the second result
 // has the errors for unknown and duplicate fields.
 func decode(data []byte, object any, limit int) (wrong, strict []error) {
 	for {

@@ -340,16 +340,16 @@ func TestStateIsKeptUntilManifestsReturn(t *testing.T) {
 func TestStateIsKeptIfFolderLosesItsManifests(t *testing.T) {
 	for _, c := range []struct {
 		name string
-		// The function empty leaves an empty folder at the path conf.
-		empty func(t *testing.T, x *following, conf string)
+		// emptyFolder leaves an empty folder at the path conf.
+		emptyFolder func(t *testing.T, x *following, conf string)
 	}{{
 		name: "the files are removed",
-		empty: func(t *testing.T, _ *following, conf string) {
+		emptyFolder: func(t *testing.T, _ *following, conf string) {
 			must(t, os.Remove(filepath.Join(conf, "m.yaml")))
 		},
 	}, {
 		name: "the folder is removed and created again without files",
-		empty: func(t *testing.T, x *following, conf string) {
+		emptyFolder: func(t *testing.T, x *following, conf string) {
 			must(t, os.RemoveAll(conf))
 			for !errors.Is(x.awaitLoad(false), os.ErrNotExist) {
 			}
@@ -361,7 +361,7 @@ func TestStateIsKeptIfFolderLosesItsManifests(t *testing.T) {
 			conf := inFolder(t, t.TempDir())
 			x := follow(t, conf, true)
 			before := x.state.Snapshot().Revision
-			c.empty(t, x, conf)
+			c.emptyFolder(t, x, conf)
 			for !errors.Is(x.awaitLoad(false), errVanished) {
 			}
 			if after := x.state.Snapshot().Revision; after != before {

@@ -37,8 +37,8 @@ endpoints:
 `
 )
 
-// write writes files to a new folder and returns the folder. The map files contains the
-// text for each file name.
+// write writes files, a map from file names to texts, to a new folder and returns the
+// folder.
 func write(t *testing.T, files map[string]string) string {
 	t.Helper()
 	dir := t.TempDir()

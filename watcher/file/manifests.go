@@ -232,10 +232,10 @@ func (p *parser) decode(at string, data []byte, into any, meta *metav1.ObjectMet
 	if len(wrong) > 0 {
 		return false
 	}
-	p.name(at, "metadata.name", meta.Name, rule)
+	p.checkName(at, "metadata.name", meta.Name, rule)
 	if _, isNode := into.(*corev1.Node); !isNode {
 		meta.Namespace = cmp.Or(meta.Namespace, metav1.NamespaceDefault)
-		p.name(at, "metadata.namespace", meta.Namespace, validation.IsDNS1123Label)
+		p.checkName(at, "metadata.namespace", meta.Namespace, validation.IsDNS1123Label)
 	}
 	return true
 }
@@ -253,14 +253,14 @@ func (p *parser) report(at string, problems []watcher.Problem) {
 	}
 }
 
-// The method name checks that the value name is not empty and that rule accepts it.
-func (p *parser) name(at, field, name string, rule func(string) []string) {
-	if name == "" {
+// checkName checks that name is not empty and that rule accepts it.
+func (p *parser) checkName(at, field, checkName string, rule func(string) []string) {
+	if checkName == "" {
 		p.fail(at, "%s: missing", field)
 		return
 	}
-	for _, message := range rule(name) {
-		p.fail(at, "%s: %q: %s", field, name, message)
+	for _, message := range rule(checkName) {
+		p.fail(at, "%s: %q: %s", field, checkName, message)
 	}
 }
 
@@ -308,10 +308,10 @@ func (p *parser) validate(at string, s *corev1.Service) {
 		if port.Name == "" && len(spec.Ports) > 1 {
 			p.fail(at, "spec.ports[%d].name: missing; a service with several ports must name each", i)
 		} else if port.Name != "" {
-			p.name(at, fmt.Sprintf("spec.ports[%d].name", i), port.Name, validation.IsDNS1123Label)
+			p.checkName(at, fmt.Sprintf("spec.ports[%d].name", i), port.Name, validation.IsDNS1123Label)
 		}
 		if port.TargetPort.Type == intstr.String && port.TargetPort.StrVal != "" {
-			p.name(at, fmt.Sprintf("spec.ports[%d].targetPort", i), port.TargetPort.StrVal, validation.IsValidPortName)
+			p.checkName(at, fmt.Sprintf("spec.ports[%d].targetPort", i), port.TargetPort.StrVal, validation.IsValidPortName)
 		}
 	}
 	p.oneOf(at, "spec.ipFamilyPolicy", string(ptr.Deref(spec.IPFamilyPolicy, "")), "SingleStack", "PreferDualStack", "RequireDualStack")

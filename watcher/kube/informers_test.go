@@ -23,7 +23,7 @@ func withInformers(t *testing.T, opts Options, test func(*world)) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		factory := informers.NewSharedInformerFactory(client, never)
+		factory := informers.NewSharedInformerFactory(client, noResync)
 		w.opts.Informers = &Informers{
 			Services:       factory.Core().V1().Services().Informer(),
 			EndpointSlices: factory.Discovery().V1().EndpointSlices().Informer(),
@@ -116,7 +116,7 @@ func TestUnstartedInformersAreLogged(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		w.opts.Informers.Nodes = informers.NewSharedInformerFactory(client, never).Core().V1().Nodes().Informer()
+		w.opts.Informers.Nodes = informers.NewSharedInformerFactory(client, noResync).Core().V1().Nodes().Informer()
 		log := w.bufferLog()
 		w.start()
 		w.advance(time.Hour)

@@ -134,8 +134,8 @@ func (n *selection) selects(o *origin) bool {
 }
 
 func (n serviceSelection) write(i *item[api.Service]) {
-	missing, less := n.note(i)
-	n.commit(missing, less, func(tx *cluster.Tx) { n.serviceTable.writeIn(tx, i) })
+	missing, excess := n.note(i)
+	n.commit(missing, excess, func(tx *cluster.Tx) { n.serviceTable.writeIn(tx, i) })
 }
 
 func (n serviceSelection) replace(all []*item[api.Service]) bool {
@@ -155,10 +155,10 @@ func (n serviceSelection) replace(all []*item[api.Service]) bool {
 	return true
 }
 
-// note records a new version of a service. The result missing contains the service if the
-// state may lack slices that the proxy must now keep. The result less is true if the
-// state may have slices that the proxy must no longer keep.
-func (n *selection) note(i *item[api.Service]) (missing []types.NamespacedName, less bool) {
+// note records a new version of a service. If the state may lack slices that the proxy
+// must now keep, missing contains the service. If the state may have slices that the
+// proxy must no longer keep, excess is true.
+func (n *selection) note(i *item[api.Service]) (missing []types.NamespacedName, excess bool) {
 	was, wanted := n.services[i.key]
 	if was {
 		n.selectorless--
@@ -178,12 +178,12 @@ func (n *selection) note(i *item[api.Service]) (missing []types.NamespacedName, 
 }
 
 // commit makes one commit. It calls write, and adds slices of the services in missing. If
-// less is true, it also deletes slices that the proxy no longer keeps.
-func (n *selection) commit(missing []types.NamespacedName, less bool, write func(*cluster.Tx)) {
+// excess is true, it also deletes slices that the proxy no longer keeps.
+func (n *selection) commit(missing []types.NamespacedName, excess bool, write func(*cluster.Tx)) {
 	found, err := n.lookUp(missing)
 	n.state.Update(func(tx *cluster.Tx) {
 		write(tx)
-		if less {
+		if excess {
 			for key, o := range n.unlabelled {
 				if !n.selects(&o) {
 					n.put(tx, &item[api.EndpointSlice]{key: key})
@@ -309,8 +309,8 @@ func (n *selection) adapt(list bool) {
 	}
 }
 
-// begin records that a watch of slices begins. If the result pause is true, a request has
-// failed, and the watch must wait.
+// begin records that a watch of slices begins. If pause is true, a request has failed,
+// and the watch must wait.
 func (n *selection) begin(restart func()) (pause bool) {
 	n.mu.Lock()
 	defer n.mu.Unlock()

@@ -45,9 +45,9 @@ func (w *world) block(match func(request) bool) (unblock func()) {
 	}
 }
 
-// away ends all watches, as a restart of the server does. Until the function back is
-// called, the server rejects matching requests.
-func (w *world) away(match func(request) bool) (back func()) {
+// away ends all watches, as a restart of the server does. Until endOutage is called, the
+// server rejects matching requests.
+func (w *world) away(match func(request) bool) (endOutage func()) {
 	var refusing atomic.Bool
 	refusing.Store(true)
 	w.mu.Lock()
@@ -324,7 +324,7 @@ func TestNothingIsLostWhileTheWatchChanges(t *testing.T) {
 					}
 					w.start()
 					w.advance(2 * time.Second)
-					back := w.away(func(r request) bool { return r.Resource == endpointSlices })
+					endOutage := w.away(func(r request) bool { return r.Resource == endpointSlices })
 					if toAll {
 						w.set(selectorless("byhand", proxyName, "x"))
 					} else {
@@ -342,7 +342,7 @@ func TestNothingIsLostWhileTheWatchChanges(t *testing.T) {
 					if compacted {
 						w.compact()
 					}
-					back()
+					endOutage()
 					want := []string{"service default/web", "slice default/stays 10.0.0.1", "slice default/comes 10.0.0.4"}
 					if toAll {
 						want = append(want, "service default/byhand", "slice default/plain 10.0.0.3", "slice default/later 10.0.0.5")

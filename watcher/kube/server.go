@@ -225,16 +225,16 @@ func (w *watch) finder(ctx context.Context) finder {
 	}
 }
 
-// The constant never is a resync period so long that no resync happens. Without a period,
+// noResync is a resync period so long that no resync happens. Without a period,
 // reflectors before client-go v0.35 wait in a way that stops the clock of synctest.
-const never = 100 * 365 * 24 * time.Hour
+const noResync = 100 * 365 * 24 * time.Hour
 
 // reflect keeps store equal to the objects of src until ctx ends.
 func (w *watch) reflect(ctx context.Context, src *source, store cache.TransformingStore) {
 	r := &reporter{watch: w, resource: src.resource}
 	reflector := cache.NewReflectorWithOptions(src.listWatch(r), src.example, store, cache.ReflectorOptions{
 		Name:         "kpng/" + src.resource.Resource,
-		ResyncPeriod: never,
+		ResyncPeriod: noResync,
 	})
 	// This is the default backoff of client-go's reflectors.
 	backoff := wait.Backoff{Duration: 800 * time.Millisecond, Cap: 30 * time.Second, Steps: 38, Factor: 2, Jitter: 1}

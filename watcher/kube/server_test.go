@@ -53,7 +53,7 @@ type apiServer struct {
 	changed   chan struct{}          // closed to announce events, and then replaced
 	dropped   chan struct{}          // closed to end all watches, and then replaced
 	last      *apierrors.StatusError // the error event that watches send before they end, or nil
-	bookmarks int                    // number of calls of the method bookmark
+	bookmarks int                    // number of bookmark calls
 	watches   map[*request]bool      // open watches
 }
 

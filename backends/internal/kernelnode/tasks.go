@@ -86,8 +86,8 @@ func (t *Tasks) FollowAddresses(update func(context.Context) error, keysAndValue
 }
 
 // Sync passes changes on to connection tracking, and returns the error that the backend's
-// Sync has to return. The argument err is the result of programming the dataplane. If the
-// driver has to deliver the changes again, connection tracking does not get them.
+// Sync has to return. err is the result of programming the dataplane. If the driver has
+// to deliver the changes again, connection tracking does not get them.
 func (t *Tasks) Sync(ctx context.Context, c *sink.Changes, err error) error {
 	if _, ok := sink.Acknowledged(err); !ok {
 		return err

@@ -11,9 +11,9 @@ import "time"
 type Leftovers struct {
 	Exist bool
 	// PassAt is the time of the next pass if leftovers exist. It is the end of the last pass
-	// plus the duration in the field wait.
-	PassAt time.Time
-	wait   time.Duration
+	// plus the backoff.
+	PassAt  time.Time
+	backoff time.Duration
 }
 
 const (
@@ -23,11 +23,11 @@ const (
 
 // RecordPass records that a pass has ended, and whether services failed in it.
 func (l *Leftovers) RecordPass(now time.Time, failed bool) {
-	l.wait = min(max(2*l.wait, minLeftoversWait), maxLeftoversWait)
+	l.backoff = min(max(2*l.backoff, minLeftoversWait), maxLeftoversWait)
 	if !failed {
-		l.wait = 0
+		l.backoff = 0
 	}
-	l.PassAt = now.Add(l.wait)
+	l.PassAt = now.Add(l.backoff)
 }
 
 // Due reports whether a pass is due because of leftovers.

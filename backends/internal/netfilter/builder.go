@@ -30,7 +30,7 @@ func (w *Builder) Begin(msgType, flags uint16, family byte) int {
 	w.b = append(w.b, 0, 0, 0, 0) // length, set by End
 	w.b = binary.NativeEndian.AppendUint16(w.b, msgType)
 	w.b = binary.NativeEndian.AppendUint16(w.b, flags|unix.NLM_F_REQUEST)
-	w.b = append(w.b, 0, 0, 0, 0, 0, 0, 0, 0) // sequence number, set by Conn.number, and netlink port
+	w.b = append(w.b, 0, 0, 0, 0, 0, 0, 0, 0) // sequence number, set by Conn.setSequenceNumbers, and netlink port
 	w.b = append(w.b, family, unix.NFNETLINK_V0, 0, 0)
 	return at
 }
@@ -38,9 +38,9 @@ func (w *Builder) Begin(msgType, flags uint16, family byte) int {
 // End ends a message.
 func (w *Builder) End(at int) { binary.NativeEndian.PutUint32(w.b[at:], uint32(len(w.b)-at)) }
 
-// beginBatch starts a sequence of messages of nf_tables that take effect together. The
-// function endBatch ends the sequence. If generation is neither 0 nor the number of the
-// last transaction, the kernel refuses the sequence with ERESTART.
+// beginBatch starts a sequence of messages of nf_tables that take effect together.
+// endBatch ends the sequence. If generation is neither 0 nor the number of the last
+// transaction, the kernel refuses the sequence with ERESTART.
 func (w *Builder) beginBatch(generation uint32) { w.batch(unix.NFNL_MSG_BATCH_BEGIN, generation) }
 func (w *Builder) endBatch()                    { w.batch(unix.NFNL_MSG_BATCH_END, 0) }
 

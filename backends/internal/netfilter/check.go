@@ -21,9 +21,9 @@ func (c *Conn) Check(ctx context.Context, fill func(*Builder), f func(error)) er
 	begin := w.Len()
 	fill(&w)
 	for b := w.b[begin:]; len(b) > 0; b = b[binary.NativeEndian.Uint32(b):] {
-		acknowledge(b)
+		requestAck(b)
 	}
-	first, last := c.number(w.b)
+	first, last := c.setSequenceNumbers(w.b)
 	if err := c.send(w.b); err != nil {
 		return err
 	}

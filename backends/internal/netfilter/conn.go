@@ -90,9 +90,9 @@ func (c *Conn) Close() error {
 	return nl.Close()
 }
 
-// The method number sets the sequence numbers of the messages in b. It returns the first
+// setSequenceNumbers sets the sequence numbers of the messages in b. It returns the first
 // and the last number.
-func (c *Conn) number(b []byte) (first, last uint32) {
+func (c *Conn) setSequenceNumbers(b []byte) (first, last uint32) {
 	c.seq %= 1 << 31 // so that the numbers in b do not overflow
 	first = c.seq + 1
 	for len(b) > 0 {
@@ -138,14 +138,14 @@ func (c *Conn) TransactAt(ctx context.Context, generation uint32, fill func(*Bui
 }
 
 func (c *Conn) transactOnce(b []byte) error {
-	first, last := c.number(b)
+	first, last := c.setSequenceNumbers(b)
 	// Only the last message before the end of the batch needs an acknowledgement. The kernel
 	// always reports failures. It reports a failed commit as a failure of the first message.
 	begin, at := 0, 0
 	for next := 0; next < len(b); next += int(binary.NativeEndian.Uint32(b[next:])) {
 		begin, at = at, next
 	}
-	acknowledge(b[begin:])
+	requestAck(b[begin:])
 	if err := c.send(b); err != nil {
 		return err
 	}
@@ -174,8 +174,8 @@ func (c *Conn) transactOnce(b []byte) error {
 	return nil
 }
 
-// The function acknowledge requests an acknowledgement of the first message in b.
-func acknowledge(b []byte) {
+// requestAck requests an acknowledgement of the first message in b.
+func requestAck(b []byte) {
 	binary.NativeEndian.PutUint16(b[6:], binary.NativeEndian.Uint16(b[6:])|unix.NLM_F_ACK)
 }
 
@@ -185,7 +185,7 @@ func acknowledge(b []byte) {
 func (c *Conn) Query(ctx context.Context, fill func(*Builder), f func(attributes []byte)) error {
 	var failed error
 	interrupted := false
-	err := c.request(ctx, fill, func(h header, payload []byte) {
+	err := c.sendRequests(ctx, fill, func(h header, payload []byte) {
 		interrupted = interrupted || h.flags&unix.NLM_F_DUMP_INTR != 0
 		f(payload[4:])
 	}, func(err error) { failed = err })
@@ -201,23 +201,23 @@ func (c *Conn) Query(ctx context.Context, fill func(*Builder), f func(attributes
 // Each sends the requests that fill encodes. It calls f with the outcome of each request,
 // in order. A failed request does not stop the others.
 func (c *Conn) Each(ctx context.Context, fill func(*Builder), f func(error)) error {
-	return c.request(ctx, fill, func(header, []byte) {}, f)
+	return c.sendRequests(ctx, fill, func(header, []byte) {}, f)
 }
 
-// The method request sends the requests that fill encodes. It calls the function answer
-// with each message that the kernel returns, and the function outcome with the error of
-// each request, or nil. When ctx ends, a dump stops. For other requests ctx is ignored,
-// because the kernel answers them immediately.
-func (c *Conn) request(ctx context.Context, fill func(*Builder), answer func(header, []byte), outcome func(error)) error {
+// sendRequests sends the requests that fill encodes. It calls answer with each message
+// that the kernel returns, and outcome with the error of each request, or nil. When ctx
+// ends, a dump stops. For other requests ctx is ignored, because the kernel answers them
+// immediately.
+func (c *Conn) sendRequests(ctx context.Context, fill func(*Builder), answer func(header, []byte), outcome func(error)) error {
 	var w Builder
 	if fill(&w); w.Len() == 0 {
 		return nil
 	}
 	for b := w.b; len(b) > 0; b = b[binary.NativeEndian.Uint32(b):] {
-		acknowledge(b)
+		requestAck(b)
 	}
 	isDump := binary.NativeEndian.Uint16(w.b[6:])&unix.NLM_F_DUMP == unix.NLM_F_DUMP
-	next, last := c.number(w.b)
+	next, last := c.setSequenceNumbers(w.b)
 	if err := c.send(w.b); err != nil {
 		return err
 	}
@@ -246,7 +246,7 @@ func (c *Conn) request(ctx context.Context, fill func(*Builder), answer func(hea
 	return nil
 }
 
-// The method send sends b. It opens a socket if there is none.
+// send sends the messages in b. It opens a socket if there is none.
 func (c *Conn) send(b []byte) error {
 	if c.nl == nil {
 		if err := c.open(); err != nil {

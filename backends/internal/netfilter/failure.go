@@ -14,8 +14,8 @@ import (
 // Failure is the error of a request that the kernel refused. The request had no effect.
 type Failure struct {
 	Errno unix.Errno
-	// The field What has a description of the failed request, such as "making chain
-	// services". It may be empty.
+	// What is a description of the failed request, such as "making chain services". It may
+	// be empty.
 	What string
 }
 

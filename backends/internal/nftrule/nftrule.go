@@ -17,9 +17,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Reg returns the number that the kernel lists for a register of four octets. The
-// argument counts these registers from 0. Longer data and keys also use the following
-// registers.
+// Reg returns the number that the kernel lists for a register of four octets. The first
+// of these registers is Reg(0). Longer data and keys also use the following registers.
 func Reg(number int) uint32 {
 	if number%4 == 0 {
 		return uint32(unix.NFT_REG_1 + number/4)
@@ -66,7 +65,7 @@ func NewKey(family api.Family) *Key {
 	return &Key{family: family, expressions: MatchFamily(family)}
 }
 
-// KeyAfter returns a Key whose rule begins with expressions. The expressions match packets
+// KeyAfter returns a Key whose rule begins with expressions. These must match only packets
 // of the family. The Key loads its parts from register 0 on.
 func KeyAfter(family api.Family, expressions []expr.Any) *Key {
 	return &Key{family: family, expressions: expressions}
@@ -109,8 +108,8 @@ func (r *Key) FollowedBy(expressions ...expr.Any) []expr.Any {
 	return append(r.expressions, expressions...)
 }
 
-// DNATTo returns an expression that translates the destination. The arguments address and
-// port are registers. If port is 0, packets keep their port.
+// DNATTo returns an expression that translates the destination. address and port are
+// registers. If port is 0, packets keep their port.
 func DNATTo(family api.Family, address, port int) expr.Any {
 	nat := &expr.NAT{Type: expr.NATTypeDestNAT, Family: uint32(NFProto(family)), RegAddrMin: Reg(address), RegAddrMax: Reg(address)}
 	if port != 0 {
@@ -207,9 +206,9 @@ func (p Pods) Matches() (matches [][]expr.Any) {
 	return matches
 }
 
-// Outsiders returns the rules of a chain. They apply the expressions in the argument then
-// to packets that are not from pods. If p defines no pods of a family, the rules do
-// nothing to packets of that family.
+// Outsiders returns the rules of a chain. They apply the given expressions to packets
+// that are not from pods. If p defines no pods of a family, the rules do nothing to
+// packets of that family.
 func (p Pods) Outsiders(then []expr.Any) (rules [][]expr.Any) {
 	for _, match := range p.Matches() {
 		rules = append(rules, append(match, &expr.Verdict{Kind: expr.VerdictReturn}))

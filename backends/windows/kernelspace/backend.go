@@ -29,18 +29,18 @@ type Backend struct {
 
 	views   map[types.NamespacedName]*api.ServiceEndpoints
 	nodeIPs []netip.Addr
-	// The fields plans, lacking and wanted are computed from the fields views and
-	// environment. The results are current if planned is true.
-	plans   map[types.NamespacedName][]policy
-	lacking map[types.NamespacedName][]unserved
-	wanted  map[Frontend]want
-	planned bool
+	// plans, unserved and wanted are computed from views and environment. They are current
+	// if planned is true.
+	plans    map[types.NamespacedName][]policy
+	unserved map[types.NamespacedName][]unserved
+	wanted   map[Frontend]want
+	planned  bool
 
 	environment environment
 	// surveyed is true if the features in environment are known.
 	surveyed bool
-	// The field have is the state of HNS, or nil while this state is unknown.
-	have *holdings
+	// holdings is the state of HNS, or nil while this state is unknown.
+	holdings *holdings
 	// todo contains the frontends that the next Sync or Verify must check.
 	todo map[Frontend]bool
 	// passing is true while a pass of the driver is in progress. Until it ends, views
@@ -72,15 +72,15 @@ func New(opts Options) (*Backend, error) {
 	}
 	opts.Name, opts.RootEndpoint = cmp.Or(opts.Name, "kpng"), cmp.Or(opts.RootEndpoint, "cbr0")
 	b := &Backend{
-		opts:    opts,
-		hns:     opts.HNS,
-		nodeIPs: opts.NodeIPs,
-		views:   map[types.NamespacedName]*api.ServiceEndpoints{},
-		plans:   map[types.NamespacedName][]policy{},
-		wanted:  map[Frontend]want{},
-		todo:    map[Frontend]bool{},
-		failing: map[types.NamespacedName]bool{},
-		lacking: map[types.NamespacedName][]unserved{},
+		opts:     opts,
+		hns:      opts.HNS,
+		nodeIPs:  opts.NodeIPs,
+		views:    map[types.NamespacedName]*api.ServiceEndpoints{},
+		plans:    map[types.NamespacedName][]policy{},
+		wanted:   map[Frontend]want{},
+		todo:     map[Frontend]bool{},
+		failing:  map[types.NamespacedName]bool{},
+		unserved: map[types.NamespacedName][]unserved{},
 	}
 	if opts.Observer.Called != nil {
 		b.hns = &observed{opts.HNS, opts.Observer.Called, time.Now}
@@ -137,7 +137,7 @@ func (b *Backend) Sync(ctx context.Context, c *sink.Changes) error {
 	if c.First {
 		clear(b.views)
 		clear(b.failing)
-		b.have, b.planned = nil, false
+		b.holdings, b.planned = nil, false
 	}
 	b.passing = (b.passing || c.First) && !c.Last
 	delivered := b.learn(ctx, c)
@@ -153,10 +153,10 @@ func (b *Backend) Sync(ctx context.Context, c *sink.Changes) error {
 // ignores failed services, because the driver delivers them again. If Verify fails, it
 // requests a new pass, because it does not know the state of HNS.
 func (b *Backend) Verify(ctx context.Context) error {
-	if b.have == nil {
+	if b.holdings == nil {
 		return nil // nothing is programmed yet, or the next Sync lists the objects anyway
 	}
-	b.have = nil
+	b.holdings = nil
 	p := &pass{Backend: b, ctx: ctx, log: klog.FromContext(ctx), delivered: map[types.NamespacedName]bool{}}
 	err := p.run()
 	if err == nil || errors.Is(err, context.Canceled) {
@@ -165,7 +165,7 @@ func (b *Backend) Verify(ctx context.Context) error {
 	return fmt.Errorf("%w: %w", err, sink.ErrStartOver)
 }
 
-// learn updates the fields views and plans from c, and returns the services in c.
+// learn updates b.views and b.plans from c, and returns the services in c.
 func (b *Backend) learn(ctx context.Context, c *sink.Changes) map[types.NamespacedName]bool {
 	delivered := map[types.NamespacedName]bool{}
 	for change := range c.Services {
@@ -194,7 +194,7 @@ func (b *Backend) learn(ctx context.Context, c *sink.Changes) map[types.Namespac
 // survey reads the state of HNS and adds all frontends to todo. If the network has
 // changed, it sets planned to false, so that all services are planned again.
 func (b *Backend) survey(ctx context.Context) error {
-	b.have = nil
+	b.holdings = nil
 	if !b.surveyed {
 		features, err := b.hns.Features()
 		if err != nil {
@@ -232,8 +232,8 @@ func (b *Backend) survey(ctx context.Context) error {
 	if !reflect.DeepEqual(b.environment.network, network) {
 		b.environment.network, b.planned = network, false
 	}
-	b.have = newHoldings(b.opts.Name, endpoints, balancers)
-	b.record.confirm(b.have)
+	b.holdings = newHoldings(b.opts.Name, endpoints, balancers)
+	b.record.confirm(b.holdings)
 	for f := range b.wanted {
 		b.todo[f] = true
 	}
@@ -265,7 +265,7 @@ func (b *Backend) replan(ctx context.Context, keys func(yield func(types.Namespa
 	for _, key := range again {
 		view := b.views[key]
 		if view == nil {
-			delete(b.lacking, key)
+			delete(b.unserved, key)
 			continue
 		}
 		policies, lacking := plan(view, &b.environment)
@@ -310,7 +310,7 @@ func (b *Backend) replanAll(ctx context.Context) {
 
 // logLacking logs once which frontends of a service are not served or only partly served.
 func (b *Backend) logLacking(ctx context.Context, service types.NamespacedName, lacking []unserved) {
-	if slices.Equal(lacking, b.lacking[service]) {
+	if slices.Equal(lacking, b.unserved[service]) {
 		return
 	}
 	log := klog.FromContext(ctx).WithValues("service", service)
@@ -322,9 +322,9 @@ func (b *Backend) logLacking(ctx context.Context, service types.NamespacedName, 
 		}
 	}
 	if len(lacking) == 0 {
-		delete(b.lacking, service)
+		delete(b.unserved, service)
 	} else {
-		b.lacking[service] = lacking
+		b.unserved[service] = lacking
 	}
 }
 

@@ -582,8 +582,8 @@ func TestFrontendIsTakenOverFromChangingService(t *testing.T) {
 	w.mustHave("10.96.0.1 protocol 6 port 80->8080 to 10.1.2.2")
 }
 
-// The method pass delivers one batch.
-func (w *world) pass(first, last bool, views ...*api.ServiceEndpoints) error {
+// syncBatch delivers one batch.
+func (w *world) syncBatch(first, last bool, views ...*api.ServiceEndpoints) error {
 	var changes []sink.Change
 	for _, v := range views {
 		changes = append(changes, sink.Change{Key: v.Key(), New: v, Unsure: true})
@@ -603,11 +603,11 @@ func TestPassInSeveralBatches(t *testing.T) {
 			w.hns.Calls()
 
 			// Services a and b have swapped their addresses.
-			w.must(w.pass(true, false, view(service("a", withClusterIP(2)), at("10.1.2.1"))))
+			w.must(w.syncBatch(true, false, view(service("a", withClusterIP(2)), at("10.1.2.1"))))
 			w.mustHave(`10.96.0.1 protocol 6 port 80->8080 to 10.1.2.1
 				10.96.0.2 protocol 6 port 80->8080 to 10.1.2.1
 				10.96.0.3 protocol 6 port 80->8080 to 10.1.2.3`)
-			w.must(w.pass(false, false, view(service("b", withClusterIP(1)), at("10.1.2.2"))))
+			w.must(w.syncBatch(false, false, view(service("b", withClusterIP(1)), at("10.1.2.2"))))
 			w.mustHave(`10.96.0.1 protocol 6 port 80->8080 to 10.1.2.2
 				10.96.0.2 protocol 6 port 80->8080 to 10.1.2.1
 				10.96.0.3 protocol 6 port 80->8080 to 10.1.2.3`)
@@ -618,16 +618,16 @@ func TestPassInSeveralBatches(t *testing.T) {
 			}
 
 			// A new pass begins and does not deliver "gone".
-			w.must(w.pass(true, false, a))
+			w.must(w.syncBatch(true, false, a))
 			w.mustHave(`10.96.0.1 protocol 6 port 80->8080 to 10.1.2.1
 				10.96.0.2 protocol 6 port 80->8080 to 10.1.2.1
 				10.96.0.3 protocol 6 port 80->8080 to 10.1.2.3`)
 			w.hns.SetHook(failCalls("UpdateLoadBalancer", errRefused))
-			if got := failures(t, w.pass(false, false, b)); len(got) != 1 || got["b"] == "" {
+			if got := failures(t, w.syncBatch(false, false, b)); len(got) != 1 || got["b"] == "" {
 				t.Errorf("failed: %q, want b", got)
 			}
 			w.hns.SetHook(nil)
-			w.must(w.pass(false, true))
+			w.must(w.syncBatch(false, true))
 			w.mustHave(`10.96.0.1 protocol 6 port 80->8080 to 10.1.2.1
 				10.96.0.2 protocol 6 port 80->8080 to 10.1.2.1`)
 			w.must(w.set(b))

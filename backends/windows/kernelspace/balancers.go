@@ -19,7 +19,7 @@ func (p *pass) logJournalError(err error) {
 // own returns the IDs of this backend's load balancers at a frontend: usually one ID.
 func (p *pass) own(f Frontend) []string {
 	var ids []string
-	for _, id := range p.have.byFrontend[f] {
+	for _, id := range p.holdings.byFrontend[f] {
 		if p.record.owns(id) {
 			ids = append(ids, id)
 		}
@@ -27,7 +27,7 @@ func (p *pass) own(f Frontend) []string {
 	return ids
 }
 
-// holder returns the service of this backend's load balancer at a frontend.
+// holder returns the service for which this backend has a load balancer at the frontend.
 func (p *pass) holder(f Frontend) types.NamespacedName {
 	for _, id := range p.own(f) {
 		return p.record.made[id].Service
@@ -65,17 +65,17 @@ func (p *pass) plan(f Frontend, w want) {
 func (p *pass) isToBeCreated(f Frontend, policy *policy) bool {
 	own := p.own(f)
 	if len(own) == 0 {
-		return len(p.have.byFrontend[f]) == 0 // if another owner has a load balancer there, balance decides whether to replace it
+		return len(p.holdings.byFrontend[f]) == 0 // if another owner has a load balancer there, balance decides whether to replace it
 	}
 	var ids []string
 	for _, d := range policy.endpoints {
-		e, ok := p.have.endpointAt(d.addr)
+		e, ok := p.holdings.endpointAt(d.addr)
 		if !ok && !p.environment.features.ModifyLoadBalancer {
 			return true
 		}
 		ids = append(ids, e.ID)
 	}
-	have, want := p.have.balancers[own[0]], policy.toLoadBalancer(ids)
+	have, want := p.holdings.balancers[own[0]], policy.toLoadBalancer(ids)
 	return !p.record.unchanged(have, want) || !p.environment.features.ModifyLoadBalancer && !sameEndpoints(have, want)
 }
 
@@ -104,16 +104,16 @@ func (p *pass) ensure(f Frontend) error {
 	return lacking
 }
 
-// balance creates a load balancer at a frontend, or changes the existing one, to match
-// the argument want.
+// balance creates the wanted load balancer at a frontend, or changes the existing one to
+// match.
 func (p *pass) balance(f Frontend, w want, want LoadBalancer) error {
-	holders := p.have.byFrontend[f]
+	holders := p.holdings.byFrontend[f]
 	if len(holders) == 0 {
 		return p.create(f, w, want)
 	}
-	have := p.have.balancers[holders[0]]
+	have := p.holdings.balancers[holders[0]]
 	if own := p.own(f); len(own) > 0 {
-		have = p.have.balancers[own[0]]
+		have = p.holdings.balancers[own[0]]
 		for _, id := range own[1:] {
 			if err := p.deleteBalancer(id); err != nil {
 				return err
@@ -161,9 +161,9 @@ func (p *pass) update(f Frontend, w want, have, want LoadBalancer) error {
 	}
 	p.log.V(3).Info("Updated load balancer", "service", w.service, "frontend", f.String(), "id", have.ID, "endpoints", len(want.Endpoints))
 	p.keep(f, w, have, want)
-	p.have.removeBalancer(have.ID)
+	p.holdings.removeBalancer(have.ID)
 	have.Endpoints = want.Endpoints
-	p.have.addBalancer(have)
+	p.holdings.addBalancer(have)
 	return nil
 }
 
@@ -208,7 +208,7 @@ func (p *pass) create(f Frontend, w want, want LoadBalancer) error {
 	p.log.V(3).Info("Created load balancer", "service", w.service, "frontend", f.String(), "id", answer.ID, "endpoints", len(want.Endpoints))
 	p.record.add(answer.ID, made{Frontend: f, Service: w.service, Asked: digestOf(want), Answered: digestOf(answer)})
 	answer.Endpoints = want.Endpoints
-	p.have.addBalancer(answer)
+	p.holdings.addBalancer(answer)
 	return nil
 }
 
@@ -224,7 +224,7 @@ func (p *pass) deleteBalancer(id string) error {
 		return fmt.Errorf("delete load balancer %s: %w", id, err)
 	}
 	p.log.V(3).Info("Deleted load balancer", "id", id)
-	p.have.removeBalancer(id)
+	p.holdings.removeBalancer(id)
 	if m := p.record.made[id]; m != nil {
 		m.deleted = true
 	}

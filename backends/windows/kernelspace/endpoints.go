@@ -13,10 +13,10 @@ import (
 )
 
 // endpoints returns the IDs of a policy's endpoints. It creates remote endpoints that HNS
-// lacks. The error lacking names the endpoints that are still missing.
+// lacks. The error names the endpoints that are still missing.
 func (p *pass) endpoints(policy *policy) (ids []string, lacking error) {
 	if policy.toRoot {
-		id, ok := p.have.endpointNamed(p.opts.RootEndpoint)
+		id, ok := p.holdings.endpointNamed(p.opts.RootEndpoint)
 		if !ok {
 			return nil, fmt.Errorf("HNS network %q has no endpoint %q for health checks", p.opts.Network, p.opts.RootEndpoint)
 		}
@@ -41,7 +41,7 @@ func (p *pass) endpoints(policy *policy) (ids []string, lacking error) {
 // address is this node's own and HNS has no endpoint for it. Other owners' endpoints are
 // used too, because HNS allows only one endpoint per address.
 func (p *pass) endpoint(d destination) (string, error) {
-	if e, ok := p.have.endpointAt(d.addr); ok && !p.isLeftover(e, d) {
+	if e, ok := p.holdings.endpointAt(d.addr); ok && !p.isLeftover(e, d) {
 		return e.ID, nil
 	}
 	if d.at == hostHere {
@@ -52,7 +52,7 @@ func (p *pass) endpoint(d destination) (string, error) {
 		if err := p.relist(); err != nil {
 			return "", err
 		}
-		if e, ok := p.have.endpointAt(d.addr); ok && !p.isLeftover(e, d) {
+		if e, ok := p.holdings.endpointAt(d.addr); ok && !p.isLeftover(e, d) {
 			return e.ID, nil
 		}
 	}
@@ -65,7 +65,7 @@ func (p *pass) endpoint(d destination) (string, error) {
 		if err := p.relist(); err != nil {
 			return "", err
 		}
-		if e, ok := p.have.endpointAt(d.addr); ok {
+		if e, ok := p.holdings.endpointAt(d.addr); ok {
 			return e.ID, nil
 		}
 	}
@@ -75,7 +75,7 @@ func (p *pass) endpoint(d destination) (string, error) {
 // isLeftover reports whether e is a stale endpoint: it was for a pod on another node, and
 // its address now belongs to d, a pod of this node.
 func (p *pass) isLeftover(e Endpoint, d destination) bool {
-	return d.at == podHere && p.have.isRemote(e)
+	return d.at == podHere && p.holdings.isRemote(e)
 }
 
 func (p *pass) createEndpoint(e Endpoint) (id string, err error) {
@@ -86,13 +86,13 @@ func (p *pass) createEndpoint(e Endpoint) (id string, err error) {
 	}
 	p.log.V(4).Info("Created endpoint", "addresses", e.Addrs, "id", id)
 	e.ID = id
-	p.have.addEndpoint(e)
+	p.holdings.addEndpoint(e)
 	return id, nil
 }
 
 // ensureVIPEndpoint creates the endpoint of a cluster IP on an overlay network.
 func (p *pass) ensureVIPEndpoint(vip netip.Addr) error {
-	if _, ok := p.have.endpointAt(vip); ok {
+	if _, ok := p.holdings.endpointAt(vip); ok {
 		return nil
 	}
 	mac, err := p.hostMAC()
@@ -132,7 +132,7 @@ func (p *pass) ensureSourceVIPs() error {
 		return nil
 	}
 	for _, vip := range p.opts.SourceVIPs {
-		if _, ok := p.have.endpointAt(vip); ok || !vip.Is4() {
+		if _, ok := p.holdings.endpointAt(vip); ok || !vip.Is4() {
 			continue // has an endpoint, or is an IPv6 address, which HNS does not balance on overlay networks
 		}
 		mac, err := p.hostMAC()
@@ -155,16 +155,16 @@ func (p *pass) dropMoved() error {
 	if !network.Overlay {
 		return nil
 	}
-	for _, id := range sortedKeys(p.have.endpoints) {
-		e := p.have.endpoints[id]
-		if !p.have.isOwn(e) || !e.Provider.IsValid() {
+	for _, id := range sortedKeys(p.holdings.endpoints) {
+		e := p.holdings.endpoints[id]
+		if !p.holdings.isOwn(e) || !e.Provider.IsValid() {
 			continue
 		}
 		provider := p.environment.remote("", e.Addrs[0]).Provider
 		if !provider.IsValid() || provider == e.Provider {
 			continue
 		}
-		for _, user := range p.have.users(e) {
+		for _, user := range p.holdings.users(e) {
 			if !p.record.owns(user) {
 				continue
 			}
@@ -182,7 +182,7 @@ func (p *pass) dropMoved() error {
 
 // dropIdle removes endpoints of this backend that no load balancer uses.
 func (p *pass) dropIdle() error {
-	for _, id := range sortedKeys(p.have.idle) {
+	for _, id := range sortedKeys(p.holdings.idle) {
 		if err := p.ctx.Err(); err != nil {
 			return err
 		}
@@ -196,7 +196,7 @@ func (p *pass) dropIdle() error {
 // dropEndpoint deletes an endpoint of this backend. If HNS refuses, for example because a
 // load balancer of another owner uses it, the next listing decides whether to retry.
 func (p *pass) dropEndpoint(id string) error {
-	addr := p.have.endpoints[id].Addrs
+	addr := p.holdings.endpoints[id].Addrs
 	err := p.hns.DeleteEndpoint(id)
 	if err != nil && !isFatal(err) && !errors.Is(err, ErrNotFound) {
 		// Retry: Windows Server 2019 may report a refusal although it deletes the object.
@@ -207,10 +207,10 @@ func (p *pass) dropEndpoint(id string) error {
 		return fmt.Errorf("delete endpoint %s, %v: %w", id, addr, err)
 	case err != nil && !errors.Is(err, ErrNotFound):
 		p.log.Error(err, "Cannot delete unused endpoint; retrying later", "endpoint", id, "addresses", addr)
-		delete(p.have.idle, id)
+		delete(p.holdings.idle, id)
 	default:
 		p.log.V(4).Info("Deleted endpoint", "addresses", addr, "id", id)
-		p.have.removeEndpoint(id)
+		p.holdings.removeEndpoint(id)
 	}
 	return nil
 }

@@ -20,11 +20,10 @@ type holdings struct {
 	byAddr     map[netip.Addr][]string // endpoint IDs, the preferred ID first
 	balancers  map[string]LoadBalancer
 	byFrontend map[Frontend][]string // sorted IDs of load balancers, usually only one ID
-	// The map uses counts the load balancers of each endpoint, by the endpoint's ID. The map
-	// vips counts the load balancers of each VIP. Both include load balancers of other
-	// owners.
-	uses map[string]int
-	vips map[netip.Addr]int
+	// endpointUses counts the load balancers of each endpoint, by the endpoint's ID. vipUses
+	// counts the load balancers of each VIP. Both include load balancers of other owners.
+	endpointUses map[string]int
+	vipUses      map[netip.Addr]int
 	// idle contains the IDs of this backend's endpoints that no load balancer uses.
 	idle map[string]bool
 	// own is the number of this backend's endpoints.
@@ -33,14 +32,14 @@ type holdings struct {
 
 func newHoldings(name string, endpoints []Endpoint, balancers []LoadBalancer) *holdings {
 	h := &holdings{
-		name:       name,
-		endpoints:  make(map[string]Endpoint, len(endpoints)),
-		byAddr:     make(map[netip.Addr][]string, len(endpoints)),
-		balancers:  make(map[string]LoadBalancer, len(balancers)),
-		byFrontend: make(map[Frontend][]string, len(balancers)),
-		uses:       make(map[string]int, len(endpoints)),
-		vips:       map[netip.Addr]int{},
-		idle:       map[string]bool{},
+		name:         name,
+		endpoints:    make(map[string]Endpoint, len(endpoints)),
+		byAddr:       make(map[netip.Addr][]string, len(endpoints)),
+		balancers:    make(map[string]LoadBalancer, len(balancers)),
+		byFrontend:   make(map[Frontend][]string, len(balancers)),
+		endpointUses: make(map[string]int, len(endpoints)),
+		vipUses:      map[netip.Addr]int{},
+		idle:         map[string]bool{},
 	}
 	// A listing may contain an object twice.
 	for _, e := range endpoints {
@@ -93,7 +92,7 @@ func (h *holdings) rank(id string) int {
 }
 
 func (h *holdings) updateIdle(e Endpoint) {
-	if h.isOwn(e) && h.uses[e.ID] == 0 && h.vips[e.Addrs[0]] == 0 {
+	if h.isOwn(e) && h.endpointUses[e.ID] == 0 && h.vipUses[e.Addrs[0]] == 0 {
 		h.idle[e.ID] = true
 	} else {
 		delete(h.idle, e.ID)
@@ -164,16 +163,16 @@ func (h *holdings) removeBalancer(id string) {
 // endpoints and, on an overlay network, the endpoints of its VIPs.
 func (h *holdings) use(lb LoadBalancer, n int) {
 	for _, id := range lb.Endpoints {
-		if h.uses[id] += n; h.uses[id] == 0 {
-			delete(h.uses, id)
+		if h.endpointUses[id] += n; h.endpointUses[id] == 0 {
+			delete(h.endpointUses, id)
 		}
 		if e, known := h.endpoints[id]; known {
 			h.updateIdle(e)
 		}
 	}
 	for _, vip := range lb.VIPs {
-		if h.vips[vip] += n; h.vips[vip] == 0 {
-			delete(h.vips, vip)
+		if h.vipUses[vip] += n; h.vipUses[vip] == 0 {
+			delete(h.vipUses, vip)
 		}
 		for _, id := range h.byAddr[vip] {
 			h.updateIdle(h.endpoints[id])

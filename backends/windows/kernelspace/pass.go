@@ -38,7 +38,7 @@ var errAbort = errors.New("start again")
 
 // run processes all frontends in todo.
 func (p *pass) run() error {
-	if p.have == nil {
+	if p.holdings == nil {
 		if err := p.list(); err != nil {
 			return err
 		}
@@ -49,11 +49,11 @@ func (p *pass) run() error {
 	err := p.steps()
 	p.record.dropUnrequested()
 	p.logJournalError(p.record.journal.Write())
-	if p.have != nil && p.opts.Observer.Holds != nil {
-		p.opts.Observer.Holds(p.have.own, p.record.len())
+	if p.holdings != nil && p.opts.Observer.Holds != nil {
+		p.opts.Observer.Holds(p.holdings.own, p.record.len())
 	}
 	if p.wrong || err != nil && p.ctx.Err() == nil {
-		p.have = nil
+		p.holdings = nil
 	}
 	if err != nil {
 		return err

@@ -162,7 +162,7 @@ func (on *environment) refusal(f *nodeview.Frontend) string {
 	}
 }
 
-// policy plans the load balancer of a frontend. The slice degraded describes the settings
+// policy plans the load balancer of a frontend. The second result describes the settings
 // that HNS does not support. The endpoints are those for traffic from elsewhere. This
 // node's own traffic goes to them too, because a load balancer of HNS has only one list
 // of endpoints.
@@ -252,7 +252,7 @@ func (on *environment) destination(e *api.Endpoint) destination {
 
 // healthCheck returns the load balancer that forwards health checks from a load-balancer
 // address to this node's health-check port. kube-proxy does the same with
-// --forward-healthcheck-vip. The result ok is false if no such load balancer is needed.
+// --forward-healthcheck-vip. If no such load balancer is needed, ok is false.
 func (on *environment) healthCheck(f *nodeview.Frontend, svc *api.Service) (p policy, ok bool) {
 	port := cmp.Or(uint16(svc.HealthCheckNodePort), on.healthzPort)
 	if !on.forwardHealthChecks || port == 0 {

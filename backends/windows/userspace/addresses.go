@@ -50,15 +50,14 @@ type Addresses struct {
 	opts   Options
 	system system
 
-	// The mutex recording guards the field record, which is nil before its first use. The
-	// record contains the interface of each address that was added or is about to be added.
-	// Its file need not survive a restart of Windows, because Windows then removes the
-	// addresses.
-	recording sync.Mutex
-	record    *journal.Journal
+	// recordMu guards record, which is nil before its first use. The record contains the
+	// interface of each address that was added or is about to be added. Its file need not
+	// survive a restart of Windows, because Windows then removes the addresses.
+	recordMu sync.Mutex
+	record   *journal.Journal
 
-	// The mutex looking guards the result of the last read of the interface.
-	looking sync.Mutex
+	// lookMu guards the result of the last read of the interface.
+	lookMu  sync.Mutex
 	looked  time.Time
 	has     map[netip.Addr]bool
 	lookErr error
@@ -91,8 +90,8 @@ func (a *Addresses) Interface() string { return a.opts.Interface }
 
 // updateRecord calls f with the record and writes the changes that f made.
 func (a *Addresses) updateRecord(f func(*journal.Journal)) error {
-	a.recording.Lock()
-	defer a.recording.Unlock()
+	a.recordMu.Lock()
+	defer a.recordMu.Unlock()
 	if a.record == nil {
 		j, err := journal.Open(a.opts.StateFile, "addresses")
 		if err != nil {
@@ -111,8 +110,8 @@ const maxLookAge = time.Second
 // hasAddress reports whether the interface has an address. If the last read of the
 // interface was not after the time since, hasAddress reads the interface again.
 func (a *Addresses) hasAddress(addr netip.Addr, since time.Time) (there bool, err error) {
-	a.looking.Lock()
-	defer a.looking.Unlock()
+	a.lookMu.Lock()
+	defer a.lookMu.Unlock()
 	if !a.looked.After(since) {
 		a.looked = time.Now()
 		a.has, a.lookErr = a.system.addresses(a.opts.Interface)
@@ -187,9 +186,9 @@ func (a *Addresses) Remove(ctx context.Context, addr netip.Addr) error {
 		}
 	}
 	klog.FromContext(ctx).V(4).Info("Removed address", "address", addr, "interface", on)
-	a.looking.Lock()
+	a.lookMu.Lock()
 	delete(a.has, addr)
-	a.looking.Unlock()
+	a.lookMu.Unlock()
 	return a.forget(addr)
 }
 

@@ -30,15 +30,15 @@ const nic = "vEthernet (HNS Internal NIC)"
 // fakeSystem is a Windows system with in-memory interfaces.
 type fakeSystem struct {
 	mu sync.Mutex
-	// The map has contains, for each address, its interface and the time at which it becomes
+	// addrs contains, for each address, its interface and the time at which it becomes
 	// usable.
-	has map[netip.Addr]fakeAddress
+	addrs map[netip.Addr]fakeAddress
 	// delay is the time until an added address is usable.
 	delay time.Duration
-	// The map fails contains the errors of calls, keyed by their verb: add or delete. If the
-	// field does is true, a failing call takes effect anyway.
-	fails map[string]error
-	does  bool
+	// callErrors contains the errors of calls, keyed by their verb: add or delete. If
+	// takesEffect is true, a failing call takes effect anyway.
+	callErrors  map[string]error
+	takesEffect bool
 	// gone is true if the interface does not exist.
 	gone    bool
 	calls   []string
@@ -51,15 +51,15 @@ type fakeAddress struct {
 }
 
 func newFakeSystem() *fakeSystem {
-	return &fakeSystem{has: map[netip.Addr]fakeAddress{}, fails: map[string]error{}}
+	return &fakeSystem{addrs: map[netip.Addr]fakeAddress{}, callErrors: map[string]error{}}
 }
 
 func (f *fakeSystem) add(_ context.Context, on string, addr netip.Addr) error {
-	return f.change("add", on, addr, func() { f.has[addr] = fakeAddress{on, time.Now().Add(f.delay)} })
+	return f.change("add", on, addr, func() { f.addrs[addr] = fakeAddress{on, time.Now().Add(f.delay)} })
 }
 
 func (f *fakeSystem) remove(_ context.Context, on string, addr netip.Addr) error {
-	return f.change("delete", on, addr, func() { delete(f.has, addr) })
+	return f.change("delete", on, addr, func() { delete(f.addrs, addr) })
 }
 
 func (f *fakeSystem) change(verb, on string, addr netip.Addr, do func()) error {
@@ -69,20 +69,20 @@ func (f *fakeSystem) change(verb, on string, addr netip.Addr, do func()) error {
 	if f.gone {
 		return errNoInterface
 	}
-	if _, there := f.has[addr]; there == (verb == "add") {
+	if _, there := f.addrs[addr]; there == (verb == "add") {
 		return errors.New("status 1") // like netsh, which does not report the cause
 	}
-	if err := f.fails[verb]; err != nil && !f.does {
+	if err := f.callErrors[verb]; err != nil && !f.takesEffect {
 		return err
 	}
 	do()
-	return f.fails[verb]
+	return f.callErrors[verb]
 }
 
 func (f *fakeSystem) usable(addr netip.Addr) bool {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	a, ok := f.has[addr]
+	a, ok := f.addrs[addr]
 	return ok && !time.Now().Before(a.usable)
 }
 
@@ -94,7 +94,7 @@ func (f *fakeSystem) addresses(on string) (map[netip.Addr]bool, error) {
 		return nil, errNoInterface
 	}
 	here := map[netip.Addr]bool{}
-	for addr, a := range f.has {
+	for addr, a := range f.addrs {
 		here[addr] = a.on == on
 	}
 	return here, nil
@@ -102,7 +102,7 @@ func (f *fakeSystem) addresses(on string) (map[netip.Addr]bool, error) {
 
 func (f *fakeSystem) expect(t *testing.T, want ...netip.Addr) {
 	t.Helper()
-	got := slices.SortedFunc(maps.Keys(f.has), netip.Addr.Compare)
+	got := slices.SortedFunc(maps.Keys(f.addrs), netip.Addr.Compare)
 	if diff := cmp.Diff(want, got, cmp.Comparer(func(a, b netip.Addr) bool { return a == b })); diff != "" {
 		t.Errorf("addresses of the host (-want +got):\n%s", diff)
 	}
@@ -273,8 +273,8 @@ func TestFailedAddIsReverted(t *testing.T) {
 		when  func(*fakeSystem)
 		wants string
 	}{
-		{"netsh fails", func(f *fakeSystem) { f.fails["add"] = errors.New("status 1") }, "status 1"},
-		{"netsh fails after it has added the address", func(f *fakeSystem) { f.fails["add"], f.does = errors.New("status 1"), true }, "status 1"},
+		{"netsh fails", func(f *fakeSystem) { f.callErrors["add"] = errors.New("status 1") }, "status 1"},
+		{"netsh fails after it has added the address", func(f *fakeSystem) { f.callErrors["add"], f.takesEffect = errors.New("status 1"), true }, "status 1"},
 		{"the address is not usable in time", func(f *fakeSystem) { f.delay = time.Minute }, "cannot be used after 10s"},
 	} {
 		t.Run(test.name, func(t *testing.T) {
@@ -287,7 +287,7 @@ func TestFailedAddIsReverted(t *testing.T) {
 					t.Errorf("Add returned %v, want an error with %q", err, test.wants)
 				}
 				f.expect(t)
-				f.fails, f.delay = map[string]error{}, 0
+				f.callErrors, f.delay = map[string]error{}, 0
 				check(t, "add again", a.Add(t.Context(), ip4))
 				f.expect(t, ip4)
 			})
@@ -312,9 +312,9 @@ func TestEndOfContextEndsWait(t *testing.T) {
 func TestAddressesOfOtherProgramsAreNotChanged(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		f := newFakeSystem()
-		f.has[ip4] = fakeAddress{on: "Ethernet"}
+		f.addrs[ip4] = fakeAddress{on: "Ethernet"}
 		// Another program has just added ip6 to our interface.
-		f.has[ip6] = fakeAddress{on: nic, usable: time.Now().Add(time.Second)}
+		f.addrs[ip6] = fakeAddress{on: nic, usable: time.Now().Add(time.Second)}
 		a := newProcess(t, f, filepath.Join(t.TempDir(), "state"))
 		for _, addr := range []netip.Addr{ip4, ip6} {
 			check(t, "add", a.Add(t.Context(), addr))
@@ -330,14 +330,14 @@ func TestAddressesOfOtherProgramsAreNotChanged(t *testing.T) {
 
 func TestNextProcessRemovesAddressesOfKilledOne(t *testing.T) {
 	f := newFakeSystem()
-	f.has[netip.MustParseAddr("10.96.0.99")] = fakeAddress{on: nic}
+	f.addrs[netip.MustParseAddr("10.96.0.99")] = fakeAddress{on: nic}
 	path := filepath.Join(t.TempDir(), "state")
 	first := newProcess(t, f, path)
 	for _, addr := range []netip.Addr{ip4, ip6, netip.MustParseAddr("10.96.0.11")} {
 		check(t, "add", first.Add(t.Context(), addr))
 	}
 	check(t, "remove", first.Remove(t.Context(), ip6))
-	f.has[ip6] = fakeAddress{on: nic} // now another program owns it
+	f.addrs[ip6] = fakeAddress{on: nic} // now another program owns it
 
 	second := newProcess(t, f, path)
 	check(t, "clean up", second.Cleanup(t.Context()))
@@ -354,14 +354,14 @@ func TestFailedRemovalIsRetried(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "state")
 	a := newProcess(t, f, path)
 	check(t, "add", a.Add(t.Context(), ip4))
-	f.fails["delete"] = errors.New("status 1")
+	f.callErrors["delete"] = errors.New("status 1")
 	if err := a.Remove(t.Context(), ip4); err == nil {
 		t.Error("Remove returned no error")
 	}
 	if err := newProcess(t, f, path).Cleanup(t.Context()); err == nil {
 		t.Error("clean up returned no error")
 	}
-	delete(f.fails, "delete")
+	delete(f.callErrors, "delete")
 	check(t, "remove", a.Remove(t.Context(), ip4))
 	f.expect(t)
 }
@@ -370,7 +370,7 @@ func TestVanishedAddressesAreDropped(t *testing.T) {
 	f := newFakeSystem()
 	path := filepath.Join(t.TempDir(), "state")
 	check(t, "add", newProcess(t, f, path).Add(t.Context(), ip4))
-	clear(f.has) // Windows was restarted
+	clear(f.addrs) // Windows was restarted
 	calls := len(f.calls)
 	check(t, "clean up", newProcess(t, f, path).Cleanup(t.Context()))
 	if len(f.calls) != calls {

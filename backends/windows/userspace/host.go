@@ -29,8 +29,8 @@ type system interface {
 
 var errNoInterface = errors.New("no such network interface")
 
-// The type host implements the interface system with the IP Helper API. If the API fails,
-// host uses netsh.
+// host implements the interface system with the IP Helper API. If the API fails, host
+// uses netsh.
 type host struct {
 	// running limits the number of concurrent netsh processes.
 	running chan struct{}

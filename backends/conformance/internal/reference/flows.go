@@ -14,13 +14,13 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// The type flows deletes stale UDP flows from connection tracking.
-type flows struct {
+// flowCleaner deletes stale UDP flows from connection tracking.
+type flowCleaner struct {
 	// frontends maps each frontend of the last Sync to its serving endpoints.
 	frontends map[netip.AddrPort]map[netip.AddrPort]bool
 }
 
-func (f *flows) reconcile(opts *Options, services []*api.ServiceEndpoints) error {
+func (f *flowCleaner) reconcile(opts *Options, services []*api.ServiceEndpoints) error {
 	nodes, err := nodePortAddrs(opts.NodePortCIDRs)
 	if err != nil {
 		return err
@@ -69,7 +69,7 @@ func (f *flows) reconcile(opts *Options, services []*api.ServiceEndpoints) error
 
 // staleFilter matches flows to endpoints that were removed.
 type staleFilter struct {
-	*flows
+	*flowCleaner
 	all bool
 }
 

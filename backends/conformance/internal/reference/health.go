@@ -20,8 +20,8 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// The type health answers health checks at health-check node ports.
-type health struct {
+// healthServer answers health checks at health-check node ports.
+type healthServer struct {
 	cidrs     []netip.Prefix
 	fault     Fault
 	listeners map[netip.AddrPort]*listener
@@ -35,7 +35,7 @@ type listener struct {
 	lies    bool
 }
 
-func (h *health) serve(services []*api.ServiceEndpoints) error {
+func (h *healthServer) serve(services []*api.ServiceEndpoints) error {
 	addrs, err := nodePortAddrs(h.cidrs)
 	if err != nil {
 		return err
@@ -75,7 +75,7 @@ func (h *health) serve(services []*api.ServiceEndpoints) error {
 	return failed.Err()
 }
 
-func (h *health) close() {
+func (h *healthServer) close() {
 	for _, l := range h.listeners {
 		l.Close()
 	}

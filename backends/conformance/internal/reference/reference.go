@@ -52,13 +52,13 @@ type Proxy struct {
 	// written contains the chains and sets of the table. It is nil if the table does not
 	// exist.
 	written *ruleset
-	flows   flows
-	health  health
+	flows   flowCleaner
+	health  healthServer
 }
 
 // New returns a Proxy.
 func New(opts Options) *Proxy {
-	return &Proxy{opts: opts, health: health{cidrs: opts.NodePortCIDRs, fault: opts.Fault}}
+	return &Proxy{opts: opts, health: healthServer{cidrs: opts.NodePortCIDRs, fault: opts.Fault}}
 }
 
 // Sync implements sink.Sink.
@@ -96,7 +96,7 @@ func (p *Proxy) Sync(ctx context.Context, c *sink.Changes) error {
 	}
 	rules := render(&p.opts, p.node, services)
 	if p.written == nil {
-		p.written = installed(p.opts.Table)
+		p.written = readTable(p.opts.Table)
 	}
 	if p.opts.Fault == Flushes {
 		if err := p.Cleanup(ctx); err != nil {
@@ -148,8 +148,7 @@ func load(script string) error {
 	return nil
 }
 
-// The function nft runs the command nft. If this process ends, the kernel kills the
-// command.
+// nft runs the command nft. If this process ends, the kernel kills the command.
 func nft(args ...string) ([]byte, error) {
 	runtime.LockOSThread() // Pdeathsig kills nft when this thread ends
 	defer runtime.UnlockOSThread()
@@ -158,20 +157,20 @@ func nft(args ...string) ([]byte, error) {
 	return cmd.CombinedOutput()
 }
 
-// The pattern object matches the first line of a chain or set in nft's output.
-var object = regexp.MustCompile(`(?m)^\t(chain|set) (\S+) \{$`)
+// objectLine matches the first line of a chain or set in nft's output.
+var objectLine = regexp.MustCompile(`(?m)^\t(chain|set) (\S+) \{$`)
 
-// The function installed returns the chains and sets of an existing table. If the table
-// does not exist, it returns nil. The proxy needs the names of the chains and sets, so
-// that it can change the table instead of replacing it. If a transaction deletes and
-// creates a table, a packet may find neither the old rules nor the new ones.
-func installed(table string) *ruleset {
+// readTable returns the chains and sets of an existing table. If the table does not
+// exist, it returns nil. The proxy needs the names of the chains and sets, so that it can
+// change the table instead of replacing it. If a transaction deletes and creates a table,
+// a packet may find neither the old rules nor the new ones.
+func readTable(table string) *ruleset {
 	text, err := nft("list", "table", "inet", table)
 	if err != nil {
 		return nil
 	}
 	r := &ruleset{chains: map[string]string{}, sets: map[string]string{}}
-	for _, m := range object.FindAllSubmatch(text, -1) {
+	for _, m := range objectLine.FindAllSubmatch(text, -1) {
 		map[string]map[string]string{"chain": r.chains, "set": r.sets}[string(m[1])][string(m[2])] = ""
 	}
 	return r

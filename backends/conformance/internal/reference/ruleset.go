@@ -290,7 +290,7 @@ func (r *ruleset) balanceWithAffinity(chain string, se *api.ServiceEndpoints, f 
 		if r.opts.Fault == SharedAffinity {
 			port, who = "", e.Addr.String()
 		}
-		set := name("clients", se.Key(), port, f.Family, who, timeout)
+		set := objectName("clients", se.Key(), port, f.Family, who, timeout)
 		r.sets[set] = fmt.Sprintf("type %s; size 65535; flags dynamic; timeout %ds;", map[api.Family]string{api.IPv4: "ipv4_addr", api.IPv6: "ipv6_addr"}[f.Family], timeout)
 		endpoint := fmt.Sprintf("%s-%d", chain, i)
 		r.chain(endpoint, "")
@@ -349,8 +349,8 @@ func (r *ruleset) rule(chain string, words ...any) {
 	fmt.Fprintf(&r.rules, "add rule inet %s %s %s", r.opts.Table, chain, fmt.Sprintln(words...))
 }
 
-// The function name joins parts into a valid name of a chain or set.
-func name(parts ...any) string {
+// objectName joins parts into a valid name of a chain or set.
+func objectName(parts ...any) string {
 	return strings.Map(func(c rune) rune {
 		if strings.ContainsRune("/:. ", c) {
 			return '_'

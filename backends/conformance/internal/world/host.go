@@ -16,7 +16,7 @@ import (
 type Host struct {
 	*netnstest.Namespace
 	Name string
-	// Addrs are the host's addresses, except those added by planner.own.
+	// Addrs are the host's addresses, except those added by planner.addLocalNetworks.
 	Addrs api.IPSet
 
 	// lastPort is the source port of the last UDP socket; see dialUDP.

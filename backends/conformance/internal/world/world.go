@@ -122,39 +122,39 @@ func (w *World) host(name string) (*Host, error) {
 func (w *World) build() error {
 	var plan planner
 	for _, h := range []*Host{w.Node, w.Node2, w.Router} {
-		plan.set(h, "ipv4/ip_forward=1", "ipv6/conf/all/forwarding=1",
+		plan.setSysctls(h, "ipv4/ip_forward=1", "ipv6/conf/all/forwarding=1",
 			// Exempt all ICMP errors from rate limits. The 0 for ICMPv6 means that only
 			// type 0, which is unused, has a limit.
 			"ipv4/icmp_ratemask=0", "ipv6/icmp/ratemask=0")
 	}
 	// Links, with the addresses of both ends.
-	plan.link(w.Router, "client", []string{"203.0.113.1/24", "fd00:203:113::1/64"}, w.Client, "eth0", nil)
+	plan.addLink(w.Router, "client", []string{"203.0.113.1/24", "fd00:203:113::1/64"}, w.Client, "eth0", nil)
 	for i := range clientAddrs {
-		plan.addr(w.Client, "eth0", fmt.Sprintf("203.0.113.%d/24", 10+i), fmt.Sprintf("fd00:203:113::%x/64", 16+i))
+		plan.addAddrs(w.Client, "eth0", fmt.Sprintf("203.0.113.%d/24", 10+i), fmt.Sprintf("fd00:203:113::%x/64", 16+i))
 	}
-	plan.link(w.Router, "node", []string{"192.168.1.1/24", "fd00:192:168:1::1/64"}, w.Node, "eth0", []string{"192.168.1.2/24", "fd00:192:168:1::2/64"})
-	plan.link(w.Router, "node2", []string{"192.168.2.1/24", "fd00:192:168:2::1/64"}, w.Node2, "eth0", []string{"192.168.2.2/24", "fd00:192:168:2::2/64"})
-	plan.link(w.Beyond, "eth0", []string{"192.168.3.1/24", "fd00:192:168:3::1/64"}, w.Node, "eth1", []string{"192.168.3.2/24", "fd00:192:168:3::2/64"})
+	plan.addLink(w.Router, "node", []string{"192.168.1.1/24", "fd00:192:168:1::1/64"}, w.Node, "eth0", []string{"192.168.1.2/24", "fd00:192:168:1::2/64"})
+	plan.addLink(w.Router, "node2", []string{"192.168.2.1/24", "fd00:192:168:2::1/64"}, w.Node2, "eth0", []string{"192.168.2.2/24", "fd00:192:168:2::2/64"})
+	plan.addLink(w.Beyond, "eth0", []string{"192.168.3.1/24", "fd00:192:168:3::1/64"}, w.Node, "eth1", []string{"192.168.3.2/24", "fd00:192:168:3::2/64"})
 	// Routes.
 	for _, h := range []*Host{w.Client, w.Node2} {
 		gateways := map[*Host][]string{w.Client: {"203.0.113.1", "fd00:203:113::1"}, w.Node2: {"192.168.2.1", "fd00:192:168:2::1"}}[h]
-		plan.route(h, "eth0", gateways, "0.0.0.0/0", "::/0")
+		plan.addRoutes(h, "eth0", gateways, "0.0.0.0/0", "::/0")
 	}
 	for _, cidrs := range []map[api.Family]netip.Prefix{ServiceCIDRs, ExternalCIDRs, PodCIDRs, prefixes("192.168.3.0/24", "fd00:192:168:3::/64")} {
-		plan.route(w.Router, "node", []string{"192.168.1.2", "fd00:192:168:1::2"}, cidrs[api.IPv4].String(), cidrs[api.IPv6].String())
+		plan.addRoutes(w.Router, "node", []string{"192.168.1.2", "fd00:192:168:1::2"}, cidrs[api.IPv4].String(), cidrs[api.IPv6].String())
 	}
-	plan.route(w.Router, "node2", []string{"192.168.2.2", "fd00:192:168:2::2"}, "10.244.2.0/24", "fd00:10:244:2::/64")
+	plan.addRoutes(w.Router, "node2", []string{"192.168.2.2", "fd00:192:168:2::2"}, "10.244.2.0/24", "fd00:10:244:2::/64")
 	for _, to := range [][]string{{"203.0.113.0/24", "fd00:203:113::/64"}, {"192.168.2.0/24", "fd00:192:168:2::/64"}, {"10.244.2.0/24", "fd00:10:244:2::/64"}} {
-		plan.route(w.Node, "eth0", []string{"192.168.1.1", "fd00:192:168:1::1"}, to...)
+		plan.addRoutes(w.Node, "eth0", []string{"192.168.1.1", "fd00:192:168:1::1"}, to...)
 	}
-	plan.route(w.Node, "eth1", []string{"192.168.3.1", "fd00:192:168:3::1"}, "0.0.0.0/0", "::/0")
-	plan.route(w.Beyond, "eth0", []string{"192.168.3.2", "fd00:192:168:3::2"}, "0.0.0.0/0", "::/0")
+	plan.addRoutes(w.Node, "eth1", []string{"192.168.3.1", "fd00:192:168:3::1"}, "0.0.0.0/0", "::/0")
+	plan.addRoutes(w.Beyond, "eth0", []string{"192.168.3.2", "fd00:192:168:3::2"}, "0.0.0.0/0", "::/0")
 	// The host w.Beyond has every address of a service. It does not answer echo requests,
 	// because such an answer would not show which host sent it.
 	for _, cidrs := range []map[api.Family]netip.Prefix{ServiceCIDRs, ExternalCIDRs} {
-		plan.own(w.Beyond, cidrs[api.IPv4].String(), cidrs[api.IPv6].String())
+		plan.addLocalNetworks(w.Beyond, cidrs[api.IPv4].String(), cidrs[api.IPv6].String())
 	}
-	plan.set(w.Beyond, "ipv4/icmp_echo_ignore_all=1", "ipv6/icmp/echo_ignore_all=1", "ipv6/ip_nonlocal_bind=1")
+	plan.setSysctls(w.Beyond, "ipv4/icmp_echo_ignore_all=1", "ipv6/icmp/echo_ignore_all=1", "ipv6/ip_nonlocal_bind=1")
 	// Pods.
 	for i, name := range []string{"a", "b", "c", "d", "e"} {
 		node, number, pods := w.Node, 1, &w.Local
@@ -169,10 +169,10 @@ func (w *World) build() error {
 		pod.Cgroup = node.Cgroup
 		addrs := []string{fmt.Sprintf("10.244.%d.%d/32", number, 10+i), fmt.Sprintf("fd00:10:244:%d::%x/128", number, 16+i)}
 		gateways := []string{fmt.Sprintf("10.244.%d.1", number), fmt.Sprintf("fd00:10:244:%d::1", number)}
-		plan.link(node, PodInterfaces+name, []string{gateways[0] + "/32", gateways[1] + "/128"}, pod, "eth0", addrs)
-		plan.route(node, PodInterfaces+name, nil, addrs...)
-		plan.route(pod, "eth0", nil, gateways[0]+"/32", gateways[1]+"/128")
-		plan.route(pod, "eth0", gateways, "0.0.0.0/0", "::/0")
+		plan.addLink(node, PodInterfaces+name, []string{gateways[0] + "/32", gateways[1] + "/128"}, pod, "eth0", addrs)
+		plan.addRoutes(node, PodInterfaces+name, nil, addrs...)
+		plan.addRoutes(pod, "eth0", nil, gateways[0]+"/32", gateways[1]+"/128")
+		plan.addRoutes(pod, "eth0", gateways, "0.0.0.0/0", "::/0")
 	}
 	if plan.err != nil {
 		return plan.err
@@ -202,8 +202,8 @@ func (p *planner) do(h *Host, f func() error) {
 	}
 }
 
-// The method set changes kernel settings.
-func (p *planner) set(h *Host, settings ...string) {
+// setSysctls changes kernel settings.
+func (p *planner) setSysctls(h *Host, settings ...string) {
 	if p.err == nil {
 		if err := h.Sysctl(settings...); err != nil {
 			p.err = fmt.Errorf("set up %s: %w", h.Name, err)
@@ -211,8 +211,8 @@ func (p *planner) set(h *Host, settings ...string) {
 	}
 }
 
-// link connects two hosts with a pair of interfaces that have these addresses.
-func (p *planner) link(h *Host, name string, addrs []string, peer *Host, peerName string, peerAddrs []string) {
+// addLink connects two hosts with a pair of interfaces that have these addresses.
+func (p *planner) addLink(h *Host, name string, addrs []string, peer *Host, peerName string, peerAddrs []string) {
 	p.do(h, func() error {
 		attrs := netlink.NewLinkAttrs()
 		attrs.Name = name
@@ -229,12 +229,12 @@ func (p *planner) link(h *Host, name string, addrs []string, peer *Host, peerNam
 		}
 		return netlink.LinkSetUp(link)
 	})
-	p.addr(h, name, addrs...)
-	p.addr(peer, peerName, peerAddrs...)
+	p.addAddrs(h, name, addrs...)
+	p.addAddrs(peer, peerName, peerAddrs...)
 }
 
-// addr adds addresses to an interface of h and to h.Addrs.
-func (p *planner) addr(h *Host, name string, addrs ...string) {
+// addAddrs adds addresses to an interface of h and to h.Addrs.
+func (p *planner) addAddrs(h *Host, name string, addrs ...string) {
 	for _, addr := range addrs {
 		p.do(h, func() error {
 			link, err := netlink.LinkByName(name)
@@ -255,10 +255,9 @@ func (p *planner) addr(h *Host, name string, addrs ...string) {
 	}
 }
 
-// The method route adds a route to each destination in to. The first gateway is for IPv4
-// and the second for IPv6. Without gateways, the destinations are on the interface's
-// link.
-func (p *planner) route(h *Host, name string, gateways []string, to ...string) {
+// addRoutes adds a route to each destination in to. The first gateway is for IPv4 and the
+// second for IPv6. Without gateways, the destinations are on the interface's link.
+func (p *planner) addRoutes(h *Host, name string, gateways []string, to ...string) {
 	for _, cidr := range to {
 		p.do(h, func() error {
 			link, err := netlink.LinkByName(name)
@@ -286,8 +285,8 @@ func (p *planner) route(h *Host, name string, gateways []string, to ...string) {
 	}
 }
 
-// The method own makes the host accept packets to all addresses in cidrs.
-func (p *planner) own(h *Host, cidrs ...string) {
+// addLocalNetworks makes the host accept packets to all addresses in cidrs.
+func (p *planner) addLocalNetworks(h *Host, cidrs ...string) {
 	for _, cidr := range cidrs {
 		p.do(h, func() error {
 			lo, err := netlink.LinkByName("lo")

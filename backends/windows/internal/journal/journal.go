@@ -119,7 +119,7 @@ func line(key, value string, set bool) string {
 	return fmt.Sprintf("%08x %s\n", crc32.ChecksumIEEE([]byte(text)), text)
 }
 
-// parseLine decodes a line. The result ok is false if the line is truncated or damaged.
+// parseLine decodes a line. If the line is truncated or damaged, ok is false.
 func parseLine(s string) (key, value string, set, ok bool) {
 	sum, text, _ := strings.Cut(s, " ")
 	text, complete := strings.CutSuffix(text, "\n")

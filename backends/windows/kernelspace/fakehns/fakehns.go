@@ -114,13 +114,13 @@ type frontend struct {
 	port     uint16
 }
 
-// addrKey is a key that no two endpoints share. The field remote distinguishes a pod's
-// endpoint from a remote endpoint with the same address. Both may exist, because the
-// network plug-in does not check for remote endpoints.
+// addrKey is a key that no two endpoints share. isRemote distinguishes a pod's endpoint
+// from a remote endpoint with the same address. Both may exist, because the network
+// plug-in does not check for remote endpoints.
 type addrKey struct {
-	network string
-	addr    netip.Addr
-	remote  bool
+	network  string
+	addr     netip.Addr
+	isRemote bool
 }
 
 // New returns an HNS without any objects.
@@ -145,13 +145,13 @@ func (h *HNS) SetHost(addrs ...netip.Addr) {
 	h.host = addrs
 }
 
-// SetHook sets a function f. Each method of [kernelspace.HNS] first calls f with the
-// method's name. If f returns an error other than ErrIgnored, the method returns that
-// error. The function f must not call the HNS.
-func (h *HNS) SetHook(f func(call string) error) {
+// SetHook sets a hook. Each method of [kernelspace.HNS] first calls hook with the
+// method's name. If hook returns an error other than ErrIgnored, the method returns that
+// error. The hook must not call the HNS.
+func (h *HNS) SetHook(hook func(call string) error) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	h.hook = f
+	h.hook = hook
 }
 
 // SetQuirks sets the quirks of all later results.

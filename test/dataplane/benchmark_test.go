@@ -40,17 +40,28 @@ type proxy struct {
 }
 
 var (
-	kpngProxy = proxy{"kpng", func(t testing.TB, c *cluster, interval time.Duration) []string {
-		args := []string{kpng(t), "kube", "--kubeconfig", c.kubeconfig, "--node-name", nodeName, "to-local", "nftables", "--cluster-cidr", podCIDR.String()}
+	kpngProxy  = kpngWith("kpng", "nftables")
+	allProxies = []proxy{
+		kpngProxy, kubeProxy("kube-proxy", "nftables"),
+		kpngWith("kpng-iptables", "iptables"), kubeProxy("kube-proxy-iptables", "iptables"),
+	}
+)
+
+func kpngWith(name, backend string) proxy {
+	return proxy{name, func(t testing.TB, c *cluster, interval time.Duration) []string {
+		args := []string{kpng(t), "kube", "--kubeconfig", c.kubeconfig, "--node-name", nodeName, "to-local", backend, "--cluster-cidr", podCIDR.String()}
 		if interval != 0 {
 			args = append(args, "--min-sync-interval", interval.String())
 		}
 		return args
 	}}
-	kubeProxy = proxy{"kube-proxy", func(t testing.TB, c *cluster, interval time.Duration) []string {
-		return kubeproxy.Command(t, kubeproxy.Options{Kubeconfig: c.kubeconfig, Node: nodeName, ClusterCIDR: podCIDR.String(), MinSyncPeriod: interval})
+}
+
+func kubeProxy(name, mode string) proxy {
+	return proxy{name, func(t testing.TB, c *cluster, interval time.Duration) []string {
+		return kubeproxy.Command(t, kubeproxy.Options{Kubeconfig: c.kubeconfig, Node: nodeName, Mode: mode, ClusterCIDR: podCIDR.String(), MinSyncPeriod: interval})
 	}}
-)
+}
 
 // kpng builds the program kpng and returns its path.
 func kpng(t testing.TB) string {
@@ -69,7 +80,7 @@ func Benchmark(b *testing.B) {
 	for _, s := range parseShapes(b, *shapes) {
 		b.Run(s.String(), func(b *testing.B) {
 			c := newCluster(b, s)
-			for _, p := range []proxy{kpngProxy, kubeProxy} {
+			for _, p := range allProxies {
 				if !slices.Contains(strings.Split(*proxies, ","), p.name) {
 					continue
 				}
@@ -109,11 +120,15 @@ func (c *cluster) measure(b *testing.B, p proxy) {
 	b.ReportMetric(float64(c.group.KernelMemory())/(1<<20), "MB-kernel")
 }
 
-// flush deletes all nftables tables of the network namespace.
+// flush deletes all nftables tables of the network namespace, which include those of
+// iptables, and then all sets of ipset.
 func flush(b testing.TB) {
 	b.Helper()
 	if out, err := exec.Command("nft", "flush", "ruleset").CombinedOutput(); err != nil {
 		b.Errorf("nft flush ruleset: %v\n%s", err, out)
+	}
+	if out, err := exec.Command("ipset", "destroy").CombinedOutput(); err != nil {
+		b.Errorf("ipset destroy: %v\n%s", err, out)
 	}
 }
 

@@ -5,6 +5,7 @@
 package kubeproxy
 
 import (
+	"cmp"
 	"fmt"
 	"os"
 	"path/filepath"
@@ -23,6 +24,8 @@ type Options struct {
 	// Node is the name of the node. The Node object must exist, because kube-proxy waits for
 	// the node's addresses.
 	Node string
+	// Mode is nftables or iptables. If it is empty, it is nftables.
+	Mode string
 	// MinSyncPeriod is the minimum time between two syncs. 0 means one second.
 	MinSyncPeriod time.Duration
 	// ClusterCIDR is the address range of pods. If it is empty, kube-proxy cannot recognize
@@ -35,8 +38,8 @@ type Options struct {
 	MasqueradeAll bool
 }
 
-// Command builds kube-proxy if needed, and returns its path and arguments for nftables
-// mode. kube-proxy needs CAP_NET_ADMIN. Run it in the node's network namespace, where it
+// Command builds kube-proxy if needed, and returns its path and arguments. kube-proxy needs
+// CAP_NET_ADMIN. Run it in the node's network namespace, where it
 // must be able to connect to the API server. kube-proxy listens on 127.0.0.1:10249 and
 // :10256.
 func Command(t testing.TB, o Options) []string {
@@ -45,18 +48,19 @@ func Command(t testing.TB, o Options) []string {
 	if err != nil {
 		t.Fatal(err)
 	}
+	mode := cmp.Or(o.Mode, "nftables")
 	// These conntrack values leave the kernel's limits unchanged, because a change would
 	// affect the whole machine.
 	config := fmt.Sprintf(`apiVersion: kubeproxy.config.k8s.io/v1alpha1
 kind: KubeProxyConfiguration
-mode: nftables
-hostnameOverride: %q
-clusterCIDR: %q
-clientConnection: {kubeconfig: %q}
-nodePortAddresses: [%s]
-nftables: {minSyncPeriod: %s, masqueradeAll: %t}
+mode: %[1]s
+hostnameOverride: %[2]q
+clusterCIDR: %[3]q
+clientConnection: {kubeconfig: %[4]q}
+nodePortAddresses: [%[5]s]
+%[1]s: {minSyncPeriod: %[6]s, masqueradeAll: %[7]t}
 conntrack: {maxPerCore: 0, min: 0, tcpCloseWaitTimeout: 0s, tcpEstablishedTimeout: 0s}
-`, o.Node, o.ClusterCIDR, o.Kubeconfig, quoted(o.NodePortAddresses), o.MinSyncPeriod, o.MasqueradeAll)
+`, mode, o.Node, o.ClusterCIDR, o.Kubeconfig, quoted(o.NodePortAddresses), o.MinSyncPeriod, o.MasqueradeAll)
 	path := filepath.Join(t.TempDir(), "kube-proxy.yaml")
 	if err := os.WriteFile(path, []byte(config), 0o600); err != nil {
 		t.Fatal(err)

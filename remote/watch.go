@@ -149,8 +149,8 @@ func (s *Server) newToken(revision diffstore.Revision, depends ...string) []byte
 	return b
 }
 
-// readToken returns the revision in a token, or 0 if another server made the token or the
-// facts in depends have changed.
+// readToken returns the revision in a token. It returns 0 if another server made the
+// token, or if one of the facts that the token depends on has changed.
 func (s *Server) readToken(token []byte, depends ...string) diffstore.Revision {
 	rest, _ := bytes.CutPrefix(token, s.instance)
 	revision, _ := binary.Uvarint(rest)

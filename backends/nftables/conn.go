@@ -148,8 +148,8 @@ func (c *conn) inspect(ctx context.Context, name string) (*listing, error) {
 	return l, nil
 }
 
-// If all listings are interrupted, listChains returns after this number of consecutive
-// listings without a new chain.
+// If every listing is interrupted, listChains repeats it until this number of listings in
+// a row have shown no new chain.
 const quietListings = 3
 
 // listChains returns the hooks of the table's chains.

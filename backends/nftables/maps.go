@@ -158,8 +158,8 @@ func (m mapID) shared() bool { return m.kind == kindClusterIPs || m.kind == kind
 // datatype is a data type of nft. It determines how nft prints a value of that type.
 type datatype struct{ number, length uint32 }
 
-// The types of keys and data. Numbers of chains and slots have the type of the packet
-// priority.
+// The types of keys and data. A chain number or slot number has the type of the packet
+// priority, which is a 32-bit integer.
 var (
 	typeVerdict  = datatype{unix.NFT_DATA_VERDICT, 0}
 	typeIPv4     = datatype{7, 4}

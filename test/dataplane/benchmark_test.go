@@ -241,8 +241,8 @@ func (c *cluster) list(b *testing.B) time.Duration {
 	return took[len(took)/2]
 }
 
-// latency changes endpoints. It reports how long a change takes to reach the kernel: from
-// its write to the API server, and from its watch event.
+// latency changes endpoints. It reports two times until a change is in the kernel. One
+// starts with the write to the API server, the other with the change's watch event.
 func (r *running) latency(b *testing.B, interval string) {
 	b.Helper()
 	ctx, cancel := context.WithCancel(b.Context())

@@ -15,9 +15,10 @@
 // not admit. It checks only fields that concern a service proxy. It rejects a file
 // without objects, but accepts a List without items. The error names the file, document,
 // object and field of each problem. After an error the package uses none of the
-// manifests, because half of the objects is rarely what the user wants. It only warns of
-// an EndpointSlice without a service, of an invalid address of a Node, and of unknown
-// fields that a newer API server has written (in an object with a metadata.uid).
+// manifests, because half of the objects is rarely what the user wants. Three problems
+// cause only a warning: an EndpointSlice without a service, an invalid address of a Node,
+// and unknown fields in an object with a metadata.uid, because a newer API server may have
+// written them.
 package file
 
 import (

@@ -41,8 +41,8 @@ type WriteOptions struct {
 }
 
 // Write writes the services, slices and nodes of s to w as manifests, sorted by name. A
-// reader gets a state equal to s if its proxy name and annotation are those of opts, and
-// if it keeps all labels and annotations in s.
+// reader with the proxy name and annotation of opts gets a state equal to s, provided that
+// the reader keeps all labels and annotations.
 //
 // If manifests cannot express an object, Write returns an error that names the first such
 // object. API servers have no such objects. After an error the output is not usable.

@@ -135,16 +135,16 @@ func (b *Backend) Sync(ctx context.Context, c *sink.Changes) error {
 }
 
 // The shortest time between two comparisons with the kernel. After a comparison, there is
-// a pause of at least pauseFactor times its duration, so that comparisons use 2 % of a
-// CPU.
+// a pause of at least pauseFactor times its duration, so that comparisons use at most 2 %
+// of a CPU.
 const (
 	minPause    = 10 * time.Second
 	pauseFactor = 50
 )
 
 // Verify implements [sink.Verifier]. It verifies the other sink. From time to time, it
-// compares the maps with the records of the backend, and attaches programs again that
-// were detached.
+// compares the maps with the records of the backend, and attaches detached programs
+// again.
 func (b *Backend) Verify(ctx context.Context) error {
 	if err := b.forward.Verify(ctx); err != nil {
 		return err

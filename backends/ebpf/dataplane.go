@@ -28,7 +28,7 @@ type dataplane struct {
 
 	// records has the frontends in the kernel. It is nil while these are unknown.
 	records map[frontendKey]*record
-	// services has the frontends that each service delivered in this pass needs.
+	// services has the needed frontends of each service that this pass has delivered.
 	services map[types.NamespacedName][]frontendKey
 	// left has the services with a frontend that did not fit into the maps.
 	left map[types.NamespacedName]*api.ServiceEndpoints
@@ -157,7 +157,7 @@ func (d *dataplane) plan(all changes, key types.NamespacedName, view *api.Servic
 		delete(d.services, key)
 	}
 	for _, f := range old {
-		// Another service may have taken over the frontend.
+		// Keep a frontend that another service has taken over.
 		if r := d.records[f]; r != nil && r.owner == key && all[f] == nil && !slices.Contains(d.services[key], f) {
 			all[f] = nil
 		}
@@ -205,7 +205,7 @@ func (c *change) list() list {
 	return list{ID: c.id, Count: uint32(len(c.endpoints)), Affinity: c.affinity}
 }
 
-// finish deletes what the frontends no longer need, and updates the records.
+// finish deletes frontends and lists that are no longer needed, and updates the records.
 func (d *dataplane) finish(all changes) (freed bool, err error) {
 	var frontends []frontendKey
 	var slots []slotKey
@@ -261,7 +261,7 @@ func (d *dataplane) scan() (*scan, error) {
 		r := &record{list: l}
 		s.records[f] = r
 		if _, shared := lists[l.ID]; shared {
-			r = nil // another program has written it, so no frontend keeps the list
+			r = nil // only another program writes a list twice, so no frontend keeps it
 		}
 		lists[l.ID] = r
 		s.lastID = max(s.lastID, l.ID)

@@ -20,7 +20,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// fakeTable is a table in memory. After each element, it calls check.
+// fakeTable is a table in memory. After it writes or deletes an element, it calls check.
 type fakeTable[K comparable, V any] struct {
 	elements map[K]V
 	max      int

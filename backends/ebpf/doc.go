@@ -4,8 +4,8 @@
 // connect, without network address translation. Programs at hooks of a cgroup replace the
 // cluster IP by the address of an endpoint.
 //
-// The sink adds to another sink, which also programs all services, and which handles all
-// other traffic:
+// The sink is a layer above another sink, which also programs all services, and handles
+// all other traffic:
 //
 //	proxy, err := nftables.New(nftables.Options{})
 //	if err != nil {
@@ -17,6 +17,6 @@
 //	}
 //	return kpng.Run(ctx, opts, b)
 //
-// So a service that the programs cannot handle still works. The file docs/ebpf.md
+// Therefore a service that the programs cannot handle still works. The file docs/ebpf.md
 // describes the programs and their maps.
 package ebpf

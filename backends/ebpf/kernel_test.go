@@ -26,7 +26,7 @@ import (
 )
 
 // TestKernel uses real sockets. The addresses of endpoints are on the loopback interface
-// of a network namespace, and nothing has the addresses of services.
+// of a network namespace, and no interface has the addresses of services.
 func TestKernel(t *testing.T) {
 	t.Run("TCP sockets are translated when they connect", testTCP)
 	t.Run("IPv6 sockets may use IPv4-mapped addresses", testMapped)
@@ -52,7 +52,8 @@ func TestKernel(t *testing.T) {
 
 var endpoints = []string{"10.0.0.1", "10.0.0.2", "10.0.0.3", "fd00::1", "fd00::2", "fd00::3"}
 
-// serve starts servers at the endpoints, which answer with their address.
+// serve starts a server at each endpoint. The server answers with the address of the
+// endpoint.
 func (n *node) serve() {
 	n.t.Helper()
 	for _, addr := range endpoints {
@@ -76,7 +77,7 @@ func (n *node) dial(in netnstest.Place, to string) (endpoint, peer string, err e
 	return string(name), c.RemoteAddr().String(), err
 }
 
-// reaches returns the endpoints that n connections reach.
+// reaches returns the endpoints that a number of connections reach.
 func (n *node) reaches(to string, connections int) (names []string) {
 	n.t.Helper()
 	for range connections {
@@ -712,7 +713,8 @@ func testStartErrors(t *testing.T) {
 	}
 }
 
-// capabilitiesVariable has the cgroup for a process with few capabilities.
+// capabilitiesVariable is the environment variable with the cgroup for a process with few
+// capabilities.
 const capabilitiesVariable = "KPNG_TEST_CAPABILITIES"
 
 func testCapabilities(t *testing.T) {

@@ -21,12 +21,13 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// bpffsVariable has the mount point of a BPF file system for tests. The processes of the
-// conformance kit inherit it.
+// bpffsVariable is the environment variable with the mount point of a BPF file system for
+// tests. The processes of the conformance kit inherit it.
 const bpffsVariable = "KPNG_TEST_BPFFS"
 
-// mountBPFFS mounts a BPF file system until the test ends, and returns its mount point. In
-// a process of the conformance kit, it returns that of the test.
+// mountBPFFS mounts a BPF file system until the test ends, and returns its mount point.
+// In a process of the conformance kit, it returns the mount point of the test that
+// started the process.
 func mountBPFFS(t testing.TB) string {
 	t.Helper()
 	if dir := os.Getenv(bpffsVariable); dir != "" {

@@ -29,16 +29,17 @@ type Options struct {
 	BPFFS string
 
 	// HostNetworkOnly restricts the programs to sockets in the network namespace in which
-	// the process started. Packets of pods then still have the cluster IP as destination, as
-	// service meshes and virtual machines in pods need it. Linux 5.14 or newer is required.
+	// the process started. Packets of pods then still have the cluster IP as destination,
+	// which service meshes and virtual machines in pods may need. Linux 5.14 or newer is
+	// required.
 	HostNetworkOnly bool
 	// Annotation is the name of a service annotation. The programs do not handle services
-	// for which its value is "false". The source must keep this annotation. Default:
-	// "kpng.io/ebpf".
+	// that have this annotation with the value "false". The source must keep this
+	// annotation. Default: "kpng.io/ebpf".
 	Annotation string
 
-	// MaxFrontends is the maximum number of cluster IPs and ports that the programs handle.
-	// Default: 262,144.
+	// MaxFrontends is the maximum number of pairs of a cluster IP and a port that the
+	// programs handle. Default: 262,144.
 	MaxFrontends int
 	// MaxEndpoints is the maximum number of endpoints of all frontends together. While a
 	// list of endpoints changes, both the old list and the new one count. Default:

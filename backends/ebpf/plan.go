@@ -77,13 +77,13 @@ type memberKey struct {
 type wanted struct {
 	frontend frontendKey
 	affinity uint32
-	// endpoints get new clients. Clients may keep their endpoint if it is in members.
-	// There is at least one endpoint.
+	// endpoints are those that get new clients, at least one. Clients may keep an endpoint
+	// that is in members.
 	endpoints, members []address
 }
 
-// The digest of a list is the sum of these values for all its slots and members. So it
-// does not depend on the order in which a map is read.
+// slotDigest returns the digest of a slot. The digest of a list is the sum of the digests
+// of its slots and members, so the order in which a map is read does not matter.
 func slotDigest(seed maphash.Seed, index uint32, a address) uint64 {
 	return maphash.Comparable(seed, slotKeyDigest{index, a})
 }

@@ -29,7 +29,7 @@ type programs struct {
 	links []link.Link
 }
 
-// hook is a hook of the cgroup. Its name is also that of the pinned link.
+// hook is a hook of the cgroup. The link of the hook is pinned under the same name.
 type hook struct {
 	name    string
 	attach  ebpf.AttachType

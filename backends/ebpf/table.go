@@ -15,7 +15,7 @@ import (
 // table is a map in the kernel.
 type table[K comparable, V any] interface {
 	// set adds or replaces elements in order, until one fails. It returns the number of
-	// elements before that.
+	// elements that it has set.
 	set(keys []K, values []V) (int, error)
 	// delete deletes the elements that exist.
 	delete(keys []K) error
@@ -33,8 +33,8 @@ func (b *batch[K, V]) add(k K, v V) {
 	b.keys, b.values = append(b.keys, k), append(b.values, v)
 }
 
-// setAll writes the elements of b that belong to changes without error. The error of an
-// element becomes the error of its change.
+// setAll writes the elements of b. If an element fails, its change gets the error, and
+// the following elements of that change are skipped.
 func setAll[K comparable, V any](t table[K, V], b batch[K, V], changeOf func(K) *change) {
 	for i := 0; i < len(b.keys); {
 		c := changeOf(b.keys[i])
@@ -55,8 +55,8 @@ type kernelTable[K comparable, V any] struct {
 	m    *ebpf.Map
 }
 
-// maxBatch limits the elements of one system call, and so the time for which the kernel
-// holds locks, and the memory of a dump.
+// maxBatch limits the elements of one system call. This limits the time for which the
+// kernel holds locks, and the memory of a dump.
 const maxBatch = 16384
 
 func (t kernelTable[K, V]) set(keys []K, values []V) (done int, err error) {
@@ -78,7 +78,7 @@ func (t kernelTable[K, V]) delete(keys []K) error {
 	for len(keys) > 0 {
 		n, err := t.m.BatchDelete(keys[:min(maxBatch, len(keys))], nil)
 		if errors.Is(err, ebpf.ErrKeyNotExist) {
-			n++ // the first key after those deleted
+			n++ // skip the missing key, which follows the deleted keys
 		} else if err != nil {
 			return fmt.Errorf("delete from map %s: %w", t.name, err)
 		}

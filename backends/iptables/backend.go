@@ -27,21 +27,21 @@ import (
 
 // Backend is a sink that programs iptables. See the package comment.
 //
-// Backend prevents that calls of a driver and updates of the node's addresses overlap,
-// and forwards changes to connection tracking. Its rulesets do the rest.
+// Backend serializes the calls of a driver and the updates of the node's addresses. It
+// forwards changes to connection tracking. Its rulesets do the rest.
 type Backend struct {
 	opts  Options
 	tasks kernelnode.Tasks
 
 	mu       sync.Mutex // guards the fields below
 	rulesets []*ruleset // one per family
-	stale    []*ruleset // of an earlier process in the other flavour
+	stale    []*ruleset // rules of an earlier process in the other flavour
 	// known reports that the rulesets agree with the kernel, except for failed services.
 	known bool
 	node  *api.Node
 	// leftovers exist if the last pass kept old rules of services that failed.
 	leftovers kernelnode.Leftovers
-	// A Verify before verifyAt does nothing.
+	// Before the time verifyAt, Verify does not compare rules.
 	verifyAt time.Time
 	pause    kernelnode.DriftPause
 }
@@ -67,7 +67,7 @@ func New(opts Options) (*Backend, error) {
 
 // Start implements [sink.Starter]. It finds the programs of iptables, and ipset if it is
 // installed, and watches the node's addresses in the background. It changes no rules. It
-// needs CAP_NET_ADMIN, for legacy iptables also CAP_NET_RAW.
+// needs CAP_NET_ADMIN, and for flavour legacy also CAP_NET_RAW.
 func (b *Backend) Start(ctx context.Context) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -115,8 +115,8 @@ func (b *Backend) inOtherFlavour(ctx context.Context, flavour Flavour) (list []*
 	return list
 }
 
-// removeStale removes the rules in the other flavour. They take connections to services,
-// and nothing updates them.
+// removeStale removes the rules in the other flavour. These rules still handle
+// connections to services, but nothing updates them.
 func (b *Backend) removeStale(ctx context.Context) {
 	b.stale = slices.DeleteFunc(b.stale, func(t *ruleset) bool {
 		log := klog.FromContext(ctx).WithValues("family", t.family, "flavour", t.run.flavour)
@@ -179,7 +179,7 @@ func (b *Backend) updateAddresses(ctx context.Context) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	if !b.known {
-		return nil // the next pass updates them
+		return nil // the next pass reads the addresses
 	}
 	return b.updateEnvironment(ctx)
 }
@@ -189,8 +189,9 @@ func (b *Backend) Stop(ctx context.Context) error {
 	return b.tasks.Stop(ctx)
 }
 
-// Cleanup implements [sink.Cleaner]. It removes the chains and sets of the instance, and
-// the rules that lead to them, in both flavours, also on a backend that was not started.
+// Cleanup implements [sink.Cleaner]. It removes the chains and sets of the instance in
+// both flavours, and the rules that jump to these chains. The backend need not be
+// started.
 func (b *Backend) Cleanup(ctx context.Context) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -211,7 +212,7 @@ func (b *Backend) Cleanup(ctx context.Context) error {
 	}
 	b.known = false
 	if err := errors.Join(errs...); err != nil {
-		return err // the rules may use the sets
+		return err // the remaining rules may use the sets
 	}
 	ipset, err := findProgram("ipset", "ipset")
 	if err != nil {
@@ -273,9 +274,9 @@ func (b *Backend) program(ctx context.Context, c *sink.Changes) error {
 	return failed.Err()
 }
 
-// recordTransactions returns a function that records the own transactions since the call
-// of recordTransactions. If no other program has changed nf_tables meanwhile, rulesets that
-// were verified stay verified.
+// recordTransactions is called before changes, and the function that it returns after
+// them. If no other program has changed nf_tables in between, verified rulesets stay
+// verified.
 func (b *Backend) recordTransactions(ctx context.Context) func() {
 	state := func() (generation, transactions uint32) {
 		for _, t := range b.rulesets {
@@ -283,7 +284,7 @@ func (b *Backend) recordTransactions(ctx context.Context) func() {
 		}
 		generation, err := b.rulesets[0].run.generation(ctx)
 		if err != nil {
-			return 0, 0 // the next Verify reports it
+			return 0, 0 // the next Verify reports the error
 		}
 		return generation, transactions
 	}
@@ -319,7 +320,7 @@ func (b *Backend) beginPass(ctx context.Context) error {
 }
 
 // endPass removes the rules that no service needs. Services that fail keep their rules
-// until another pass.
+// until a later pass.
 func (b *Backend) endPass(ctx context.Context, failing map[types.NamespacedName]bool) error {
 	for _, t := range b.rulesets {
 		if err := t.prune(ctx, failing); err != nil {
@@ -355,13 +356,13 @@ func (b *Backend) updateEnvironment(ctx context.Context) error {
 	return nil
 }
 
-// verifyPause is the pause after a Verify, as a multiple of its duration. So comparisons
-// use at most 2 % of a CPU, also if changes cancel them.
+// verifyPause is the pause after a Verify, as a multiple of its duration. Comparisons
+// therefore use at most 2 % of a CPU, even those that a change of a service cancels.
 const verifyPause = 50
 
-// Verify implements [sink.Verifier]. It compares the rules in the kernel with the written
-// ones. If another program has changed them, its error wraps [sink.ErrStartOver], so that
-// a new pass repairs them.
+// Verify implements [sink.Verifier]. It compares the rules in the kernel with those that
+// the backend has written. If they differ, it returns an error that wraps
+// [sink.ErrStartOver], and a new pass repairs the rules.
 func (b *Backend) Verify(ctx context.Context) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -395,6 +396,7 @@ func (b *Backend) Verify(ctx context.Context) error {
 	return nil
 }
 
-// VerifyInterval implements [sink.Poller]. It returns five seconds. A Verify takes time
-// in proportion to the number of rules, so it pauses for 50 times its duration.
+// VerifyInterval implements [sink.Poller]. It returns five seconds. The time of a
+// comparison grows with the number of rules, so Verify compares again only after 50 times
+// that time.
 func (b *Backend) VerifyInterval() time.Duration { return 5 * time.Second }

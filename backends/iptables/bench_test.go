@@ -53,8 +53,8 @@ func cpu(b *testing.B) (total time.Duration) {
 	return total
 }
 
-// measureCPU returns a function that reports the CPU time of each iteration since the call
-// of measureCPU.
+// measureCPU returns a function that reports the mean CPU time of an iteration. The time
+// begins with the call of measureCPU.
 func measureCPU(b *testing.B) (report func()) {
 	begin := cpu(b)
 	return func() { b.ReportMetric(float64((cpu(b)-begin).Milliseconds())/float64(b.N), "cpu-ms/op") }

@@ -118,12 +118,13 @@ func TestLockHeldByAnotherProgram(t *testing.T) {
 	}
 }
 
-// A full set has the room of another program's set, or that program's elements.
+// TestFullSet checks a set that is full because another program has replaced it by a
+// smaller one.
 func TestFullSet(t *testing.T) {
 	ns := netnstest.New(t)
 	b := start(t, ns, variant{NFT, false})
 	mustSync(t, b, pass(view("a", "", "", loadBalancer)))
-	// A set of the same name with room for two elements.
+	// The new set has room for two elements, and has one element already.
 	ns.RunWith(t, "create SMALL hash:ip,port maxelem 2\nadd SMALL 203.0.113.1,tcp:80\nswap SMALL KPNG-REJECT4\ndestroy SMALL\n", "ipset", "restore")
 	before := ns.Run(t, "ipset", "save", "KPNG-REJECT4")
 	none, web := view("none", "10.96.0.2 10.96.0.3", ""), view("web", "10.96.0.1", "10.1.0.1")
@@ -467,7 +468,7 @@ func withoutCounters(text string) string {
 	return b.String()
 }
 
-// A Verify that was cancelled also pauses, because it used the CPU.
+// A cancelled Verify has used the CPU too, so a pause follows it.
 func TestCancelledVerifyPauses(t *testing.T) {
 	ns := netnstest.New(t)
 	b := start(t, ns, variant{Legacy, true})
@@ -483,8 +484,8 @@ func TestCancelledVerifyPauses(t *testing.T) {
 	}
 }
 
-// After its own changes, the backend need not read the rules. So a comparison happens
-// although services change all the time.
+// After its own changes, the backend need not read the rules. Therefore a Verify can
+// succeed while services change all the time.
 func TestOwnChangesStayVerified(t *testing.T) {
 	ns := netnstest.New(t)
 	b := start(t, ns, variant{NFT, false})
@@ -500,7 +501,7 @@ func TestOwnChangesStayVerified(t *testing.T) {
 	mustSync(t, b,
 		batch(view("web", "10.96.0.1 fd00:96::1", "10.1.0.7 fd00::7")),               // table nat of both families
 		batch(view("new", "10.96.0.9", "10.1.0.1", nodePort, externalLocal)),         // both tables
-		batch(view("other", "10.96.0.10", "")), batch(), batch(view("none", "", "")), // sets only, nothing
+		batch(view("other", "10.96.0.10", "")), batch(), batch(view("none", "", "")), // sets only; nothing; nothing
 	)
 	if err := verify(t, b); err != nil {
 		t.Errorf("Verify after own changes: %v", err)
@@ -515,8 +516,8 @@ func TestOwnChangesStayVerified(t *testing.T) {
 	}
 }
 
-// A rule that was edited before the first Verify is mended. If the rule is the same after
-// a pass, iptables-save prints it in another form.
+// If another program edits a rule, a pass repairs it. If iptables-save still prints
+// another text after the pass, it prints rules in another form than the backend.
 func TestRulesPrintedInAnotherForm(t *testing.T) {
 	eachVariant(t, func(t *testing.T, ns *netnstest.Namespace, v variant) {
 		b := start(t, ns, v)
@@ -551,7 +552,7 @@ func TestRulesPrintedInAnotherForm(t *testing.T) {
 	})
 }
 
-// A process that ended while it replaced a set leaves a set behind.
+// A process that ends while it replaces a set leaves a temporary set behind.
 func TestSetLeftByAnUnfinishedReplacement(t *testing.T) {
 	ns := netnstest.New(t)
 	b := start(t, ns, variant{NFT, false})
@@ -605,7 +606,7 @@ func TestSetsThatCannotBeUsed(t *testing.T) {
 	}
 }
 
-// The kernel releases the sets of deleted rules some time later.
+// The kernel releases a set some time after the rules that use it were deleted.
 func TestCleanupWaitsForSets(t *testing.T) {
 	ns := netnstest.New(t)
 	ns.Run(t, "ipset", "create", "KPNG-NODE4", "hash:ip")
@@ -635,7 +636,7 @@ exec %[2]s "$@"
 }
 
 // A packet from a source that a service does not admit is dropped. A rule of another
-// program must not translate it.
+// program must not translate such a packet.
 func TestRefusedSourceIsNotTranslatedByOthers(t *testing.T) {
 	udp := func(s *api.Service) {
 		loadBalancer(s)
@@ -656,7 +657,7 @@ func TestRefusedSourceIsNotTranslatedByOthers(t *testing.T) {
 			_, err = c.Write([]byte("hello"))
 			return err
 		})
-		if !errors.Is(err, unix.EPERM) { // that is how the sender notices the drop
+		if !errors.Is(err, unix.EPERM) { // a sender on this node gets EPERM if its packet is dropped
 			t.Errorf("the packet was not dropped: error %v", err)
 		}
 	})
@@ -753,7 +754,8 @@ func TestDriverRecoversFromFaults(t *testing.T) {
 				},
 			},
 		})
-		// The function until waits for a Sync with a condition, as long as there are Syncs.
+		// The function until waits for a Sync whose result ok accepts. It fails the test if
+		// there is no Sync for a minute.
 		until := func(what string, ok func(sink.SyncResult) bool) {
 			t.Helper()
 			var last error

@@ -276,8 +276,8 @@ func TestServicesOfLaterBatchesKeepTheirRules(t *testing.T) {
 	})
 }
 
-// A service that is deleted during a pass leaves nothing behind, also if an earlier
-// process made rules for it that it no longer needs.
+// If a service is deleted during a pass, none of its rules stay, even if an earlier
+// process made rules that the service no longer needs.
 func TestServiceDeletedDuringPass(t *testing.T) {
 	eachVariant(t, func(t *testing.T, ns *netnstest.Namespace, v variant) {
 		a := view("a", "10.96.0.1 10.96.0.2", "10.1.0.1")

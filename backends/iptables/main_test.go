@@ -24,7 +24,7 @@ import (
 	"go.uber.org/goleak"
 )
 
-// Tests of other packages that use flavour legacy at the same time have another lock.
+// TestMain selects a lock of iptables that tests of other packages do not use.
 func TestMain(m *testing.M) {
 	os.Setenv("XTABLES_LOCKFILE", filepath.Join(os.TempDir(), "kpng-iptables-test.lock"))
 	goleak.VerifyTestMain(m)
@@ -117,7 +117,7 @@ func batch(views ...*api.ServiceEndpoints) *sink.Changes {
 	return &sink.Changes{Services: slices.Values(list), Node: node}
 }
 
-// variant is a way in which a backend can work.
+// variant is a combination of options that the tests use.
 type variant struct {
 	flavour      Flavour
 	withoutIPSet bool
@@ -199,7 +199,7 @@ func saveAll(t testing.TB, ns *netnstest.Namespace, flavour Flavour) string {
 			}
 		}
 	}
-	// Each set has a random initial value.
+	// Each set has a random initial value, which would make the outputs differ.
 	sets := strings.Split(regexp.MustCompile(` initval \S+`).ReplaceAllString(ns.Run(t, "ipset", "save"), ""), "\n")
 	slices.Sort(sets)
 	return b.String() + strings.Join(sets, "\n")

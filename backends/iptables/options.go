@@ -17,8 +17,8 @@ import (
 	"github.com/kpng-project/kpng/sink"
 )
 
-// Options are a backend's settings. The zero value runs beside kube-proxy, with the
-// defaults of kube-proxy.
+// Options are a backend's settings. With the zero value, the backend runs beside
+// kube-proxy and has the defaults of kube-proxy.
 type Options struct {
 	// Instance distinguishes the backends of one node. The names of all chains and sets
 	// begin with "KPNG-<Instance>-". An instance has at most 6 letters and digits, because
@@ -34,8 +34,8 @@ type Options struct {
 	// is installed.
 	WithoutIPSet bool
 
-	// LockWait is how long a change waits for the lock that all iptables programs of
-	// flavour legacy share. Full seconds. Default: 5 s.
+	// LockWait is how long a change waits for the lock that all iptables programs of flavour
+	// legacy share. It is rounded down to full seconds. Default: 5 s.
 	LockWait time.Duration
 
 	// MasqueradeMark is a bit of the packet mark. It marks a packet whose connection is to
@@ -48,18 +48,19 @@ type Options struct {
 	MasqueradeAll bool
 	// MasqueradeOutsiders masquerades connections to cluster IPs from outside the pod
 	// network, which ClusterCIDRs, NodePodCIDRs and PodInterfaces define. It needs at least
-	// one of them. In a family that none of them defines, nothing is masqueraded.
+	// one of them. If none of them defines the pods of a family, nothing is masqueraded in
+	// that family.
 	MasqueradeOutsiders bool
 
-	// ClusterCIDRs contain the addresses of all pods of the cluster. The backend treats them
-	// as pods of this node. So their traffic to external frontends of services with
-	// externalTrafficPolicy Local may reach endpoints on all nodes.
+	// ClusterCIDRs contain the addresses of all pods of the cluster. The backend treats
+	// these pods as pods of this node. Therefore their traffic to external frontends of
+	// services with externalTrafficPolicy Local may reach endpoints on all nodes.
 	ClusterCIDRs []netip.Prefix
 	// NodePodCIDRs adds the current pod CIDRs of the Node object to ClusterCIDRs. They
 	// contain the addresses of this node's pods.
 	NodePodCIDRs bool
 	// PodInterfaces are the interfaces of this node's pods, such as "cni0". A name that ends
-	// in "*" is a prefix of names, such as "veth*". Traffic that arrives there counts as
+	// in "*" is a prefix of names, such as "veth*". Traffic from these interfaces counts as
 	// traffic of this node's pods. Without CIDRs and PodInterfaces, only the node's own
 	// traffic to external frontends with policy Local may reach endpoints on all nodes.
 	PodInterfaces []string
@@ -88,13 +89,14 @@ type Options struct {
 
 // Flavour is a variant of the iptables programs. Both variants have the same syntax, but
 // their rules are in different parts of the kernel. All programs of a node should use the
-// same flavour, because the order between rules of different flavours is not obvious.
+// same flavour, because it is not obvious in which order the kernel evaluates rules of
+// different flavours.
 type Flavour uint8
 
 // The flavours.
 const (
-	// DetectFlavour selects the flavour in which kubelet made its chain
-	// KUBE-IPTABLES-HINT or KUBE-KUBELET-CANARY. If there is none, it selects the flavour
+	// DetectFlavour selects the flavour in which kubelet made its chain KUBE-IPTABLES-HINT
+	// or KUBE-KUBELET-CANARY. If neither flavour has such a chain, it selects the flavour
 	// with more rules. If both have the same number, it selects that of the program
 	// iptables. The image of kube-proxy detects the flavour in the same way.
 	DetectFlavour Flavour = iota

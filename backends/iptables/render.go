@@ -23,8 +23,9 @@ import (
 // chainID identifies a chain of one family.
 type chainID struct{ table, name string }
 
-// The tables, in the order in which they are written. So a frontend that loses its last
-// endpoint is rejected before table nat stops translating its packets.
+// tables has the tables in the order in which they are written. If a frontend loses its
+// last endpoint, table filter rejects its packets before table nat stops translating
+// them.
 var tables = [...]string{filter, nat}
 
 const filter, nat = "filter", "nat"
@@ -43,7 +44,7 @@ const (
 // IPv6 share the names.
 const (
 	rejectSet     = "REJECT"     // address, protocol and port of frontends that reject
-	dropSet       = "DROP"       // the same of frontends that drop
+	dropSet       = "DROP"       // address, protocol and port of frontends that drop
 	clusterIPSet  = "CLUSTERIPS" // cluster IPs, whose unknown ports are rejected
 	nodeAddresses = "NODE"       // the addresses of node ports
 )
@@ -53,7 +54,7 @@ var setTypes = map[string]string{
 	rejectSet: "hash:ip,port", dropSet: "hash:ip,port", clusterIPSet: "hash:ip", nodeAddresses: "hash:ip",
 }
 
-// rendered has the content that a service needs in one family.
+// rendered has the chains, entries and elements that a service needs in one family.
 type rendered struct {
 	// chains are the chains of the service alone. A rule is a line, without "-A" and the
 	// name of its chain, exactly as iptables-save prints it.
@@ -71,7 +72,7 @@ type entryID struct {
 	match string
 }
 
-// element is an element of the set of that kind.
+// element is an element of the set of a kind, such as rejectSet.
 type element struct{ set, text string }
 
 func newRendered() *rendered {
@@ -80,7 +81,7 @@ func newRendered() *rendered {
 
 func (r *rendered) isEmpty() bool { return len(r.chains)+len(r.entries)+len(r.elements) == 0 }
 
-// The beginnings of matches that a node may lack.
+// The beginnings of matches that the kernel or iptables may lack.
 const matchRecent, matchSet = "-m recent ", "-m set "
 
 func (r *rendered) hasAffinity() bool {
@@ -128,7 +129,7 @@ func (o *Options) isOwn(name string) bool {
 }
 
 // hashed returns the name of a chain that belongs to one service. Names of services are
-// too long for names of chains, so it has a hash with 75 bits of its parts.
+// too long for names of chains, so the result has a hash of the parts, which has 75 bits.
 func (r *renderer) hashed(kind string, parts ...any) string {
 	h := sha256.New()
 	for _, part := range append(parts, int(r.family)) {
@@ -139,7 +140,7 @@ func (r *renderer) hashed(kind string, parts ...any) string {
 
 func jump(target string) string { return "-j " + target }
 
-// setMatch returns the match of a packet in a set.
+// setMatch returns a match for packets whose fields are an element of a set.
 func (r *renderer) setMatch(set, fields string) string {
 	return fmt.Sprintf(matchSet+"--match-set %s %s ", r.setName(set), fields)
 }
@@ -151,7 +152,8 @@ func prefixOf(a netip.Addr) netip.Prefix { return netip.PrefixFrom(a, a.BitLen()
 
 var protocolNames = map[api.Protocol]string{api.TCP: "tcp", api.UDP: "udp", api.SCTP: "sctp"}
 
-// match returns the match of a frontend. A node port matches at any address.
+// match returns the match of a frontend. The match of a node port does not contain an
+// address.
 func match(k *nodeview.FrontendKey) string {
 	var parts []string
 	if k.Kind != nodeview.NodePort {
@@ -227,7 +229,8 @@ func (r *renderer) skeleton() *rendered {
 }
 
 // outsiders returns the rules that mark connections to cluster IPs from outside the pod
-// network. In a family without pods in the options, it returns none.
+// network. With MasqueradeOutsiders, it returns none for a family whose pods the options
+// do not define.
 func (r *renderer) outsiders() (rules []string) {
 	switch {
 	case r.opts.MasqueradeAll:
@@ -262,7 +265,7 @@ type serviceRenderer struct {
 	out *rendered
 }
 
-// service returns the content for a view. A nil view needs none.
+// service returns what a view needs, which is nothing if the view is nil.
 func (r *renderer) service(se *api.ServiceEndpoints) *rendered {
 	s := serviceRenderer{r, se, "", newRendered()}
 	if se == nil {
@@ -311,7 +314,7 @@ func (s *serviceRenderer) comment(f *nodeview.Frontend) string {
 	return fmt.Sprintf("-m comment --comment %q ", text)
 }
 
-// port returns the name of the service port of f.
+// port returns a text that identifies the service port of f.
 func port(f *nodeview.Frontend) string {
 	if f.ServicePort == nil {
 		return "all"
@@ -365,7 +368,8 @@ func (s *serviceRenderer) translated(f *nodeview.Frontend) string {
 	return filtered
 }
 
-// fromSources returns rules with this end for packets from the sources that f admits.
+// fromSources returns rules for packets from the source ranges that f admits. Each rule
+// ends with the content of end.
 func (s *serviceRenderer) fromSources(f *nodeview.Frontend, end string) (rules []string) {
 	for _, prefix := range f.Sources.Prefixes(s.env.node) {
 		rules = append(rules, fmt.Sprintf("-s %s %s", prefix.Masked(), end))
@@ -373,7 +377,8 @@ func (s *serviceRenderer) fromSources(f *nodeview.Frontend, end string) (rules [
 	return rules
 }
 
-// fromNode returns rules with this end for packets of this node and its pods.
+// fromNode returns rules for packets of this node and its pods. Each rule ends with the
+// content of end.
 func (s *serviceRenderer) fromNode(end string) []string {
 	rules := []string{fromHere + end}
 	for _, match := range s.podMatches() {
@@ -407,8 +412,8 @@ func (s *serviceRenderer) untranslated(f *nodeview.Frontend) {
 	s.entry(filter, f, target)
 }
 
-// dropOthers adds a chain to table filter that has these rules and then drops packets. It
-// returns the name of the chain.
+// dropOthers adds a chain to table filter, and returns its name. The chain has the given
+// rules, and drops the packets that match none of them.
 func (s *serviceRenderer) dropOthers(f *nodeview.Frontend, rules []string) string {
 	chain := s.hashed("R", s.key, port(f), f.Addr)
 	s.out.add(filter, chain, append(rules, "-j DROP"))
@@ -445,8 +450,8 @@ func (s *serviceRenderer) list(f *nodeview.Frontend, t *nodeview.Traffic) string
 }
 
 // endpoint returns the target that sends packets of f to the endpoint e, and the match of
-// the protocol that the target needs. The target is a chain if more than the destination
-// of packets changes.
+// the protocol if the target needs one. The target is a chain if session affinity or
+// masquerading needs more rules.
 func (s *serviceRenderer) endpoint(f *nodeview.Frontend, e *nodeview.Target) (target, protocol string) {
 	to := e.Addr.String()
 	if e.Port != 0 {
@@ -479,8 +484,8 @@ func (s *serviceRenderer) clients(chain string) string {
 	return fmt.Sprintf("--name %s --mask %s --rsource ", chain, mask)
 }
 
-// oneIn returns the match of one of n packets at random. The kernel has 31 bits for the
-// probability.
+// oneIn returns a match that selects one in n packets at random. The kernel stores the
+// probability in 31 bits.
 func oneIn(n int) string {
 	if n == 1 {
 		return ""
@@ -489,8 +494,8 @@ func oneIn(n int) string {
 }
 
 // Dispatch chains form a tree. The chain services selects one of 16 chains by the lowest
-// four bits of the destination address, and that one selects one of 16 chains by the next
-// four bits. The chain nodePorts selects a chain by protocol and port.
+// four bits of the destination address, and each of these selects one of 16 chains by the
+// next four bits. The chain nodePorts selects a chain by protocol and port.
 
 // dispatchChain returns the name, without the prefix, of the chain that has the entry of a
 // frontend.
@@ -510,8 +515,8 @@ const portsPerChain = 64
 // prefix.
 var dispatchName = regexp.MustCompile(`^(D[0-9A-F]{2}|N[TUS][0-9A-F]+)$`)
 
-// parent returns the dispatch chain that leads to the dispatch chain with that suffix. It
-// returns "" for the chain services, which is the root.
+// parent returns the name of the dispatch chain that leads to another one. Both names are
+// without prefix. The chain services is the root, so its parent is "".
 func parent(suffix string) string {
 	switch {
 	case suffix == services:
@@ -527,7 +532,7 @@ func parent(suffix string) string {
 	}
 }
 
-// branch returns the rules in the parent of a dispatch chain that lead to it.
+// branch returns the rules with which the parent of a dispatch chain leads to that chain.
 func (r *renderer) branch(suffix string) []string {
 	target := jump(r.name(suffix))
 	switch {
@@ -575,7 +580,7 @@ func (r *renderer) dispatch(id chainID, entries []string, children []string) str
 	rules := entries
 	isFilterRoot := id == chainID{filter, r.name(services)}
 	if isFilterRoot {
-		// An endpoint may have the address and port of a frontend of another service.
+		// Skip translated packets: their endpoint may have the address and port of a frontend.
 		rules = append(rules, "-m conntrack --ctstate DNAT -j RETURN")
 	}
 	if isFilterRoot && r.withSets {

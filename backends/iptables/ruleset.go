@@ -26,50 +26,52 @@ type ruleset struct {
 	renderer
 	run *runner
 
-	// records has what each service needs. While a pass has not programmed a service, its
-	// record has the entries that the kernel had when the pass began.
+	// records has what each service needs. Until a pass has programmed a service, the
+	// service's record has the entries that the kernel had when the pass began.
 	records map[types.NamespacedName]*record
 	// chains has the rules of each needed chain.
 	chains map[chainID]string
-	// claims has the entries of each dispatch chain by their match. If several services
-	// claim a match, the last one has it.
+	// claims has the claims of services to each match in each dispatch chain. The last claim
+	// to a match is the entry that is written.
 	claims map[chainID]map[string][]claim
 	// branches has the children of each dispatch chain.
 	branches map[chainID]map[string]bool
 	// users has the number of services that need an element.
 	users map[element]int
-	// undo has functions that restore the fields above, in order. It is for services that
-	// fail.
+	// undo has functions that restore the fields above if services fail. They are called in
+	// reverse order.
 	undo []func()
 
-	// inKernel has the digest of each chain in the kernel, 0 if that is not known.
+	// inKernel has the digest of each chain in the kernel, or 0 if the digest is unknown.
 	inKernel map[chainID]uint64
 	// inSets are the elements of the sets in the kernel. The value is false if the kernel may
 	// lack the element, because a change has failed.
 	inSets map[element]bool
-	// The changed chains and elements may differ from those in the kernel.
+	// These chains and elements may differ from those in the kernel.
 	changedChains   map[chainID]bool
 	changedElements map[element]bool
-	// jumpLines are lines for each table that correct the rules of the kernel's chains.
+	// jumpLines has lines for iptables-restore by table. They correct the jumps in the
+	// kernel's own chains.
 	jumpLines map[string][]string
 	// held are the elements that existed when the pass began, and that no service has
-	// claimed since. Each counts as a user of its element.
+	// claimed since. Each of them counts as one user in the map users.
 	held map[element]bool
-	// broken is the error of the last begin, or nil. While it is not nil, all services of
-	// this family fail. failures is the number of failures of begin in a row.
+	// broken is the error of the last call of begin, or nil. While it is not nil, all
+	// services of this family fail. failures is the number of consecutive calls of begin
+	// that failed.
 	broken   error
 	failures int
-	// holding is true from begin to prune. Until then no chain of a service is deleted,
-	// because rules of an earlier process may lead to it.
+	// holding is true from begin to prune. While it is true, no chain of a service is
+	// deleted, because rules of an earlier process may lead to that chain.
 	holding bool
 	// inexact reports that iptables-save prints rules in another form than this package
 	// writes them.
 	inexact bool
-	// edited is a chain in which verify found other rules than were written, and editedTo is
-	// the digest of these rules. If both are empty, there is none.
+	// edited is a chain in which verify found rules that the backend did not write, and
+	// editedTo is the digest of the rules found. If there is no such chain, both are zero.
 	edited   chainID
 	editedTo uint64
-	// verified is the generation of nf_tables in which the rules were compared, 0 for none.
+	// verified is the generation of nf_tables in which verify found the right rules, or 0.
 	verified uint32
 }
 
@@ -77,29 +79,30 @@ type ruleset struct {
 type record struct {
 	*rendered
 	view *api.ServiceEndpoints
-	// old records have no view. They have what the kernel had when the pass began.
+	// old reports that the record has no view, but what the kernel had when the pass began.
 	old bool
 }
 
 // claim is an entry of a dispatch chain.
 type claim struct {
 	owner types.NamespacedName
-	rest  string // of the rule, after its match
+	rest  string // the part of the rule after its match
 }
 
-// skeletonKey is the key of the record of the skeleton. No service has it.
+// skeletonKey is the key of the skeleton in the map of records. No service has this key.
 var skeletonKey = types.NamespacedName{Name: "/skeleton"}
 
 var digestSeed = maphash.MakeSeed()
 
 func digest(rules string) uint64 { return maphash.String(digestSeed, rules) | 1 }
 
-// attempts is the number of failures of begin in a row after which the cause counts as
-// permanent.
+// attempts is the number of consecutive failures of begin after which their cause counts
+// as permanent.
 const attempts = 3
 
-// beginPass starts a pass. If the kernel refuses sets, it uses rules in place of sets. An
-// error that is permanent and concerns this family only is in t.broken.
+// beginPass starts a pass. If the kernel refuses sets, the ruleset uses rules in place of
+// sets. If an error is permanent and affects only this family, beginPass stores it in
+// t.broken and returns nil.
 func (t *ruleset) beginPass(ctx context.Context) error {
 	t.broken, t.withSets = nil, t.run.ipset != ""
 	err := t.begin(ctx)
@@ -168,7 +171,7 @@ func (t *ruleset) begin(ctx context.Context) error {
 		}
 		t.changedChains[id] = true
 		if !dispatchName.MatchString(t.suffix(id)) {
-			continue // its rules follow from its children
+			continue // renderDispatch computes its rules from its children
 		}
 		for rule := range strings.SplitSeq(rules, "\n") {
 			if match, rest := splitEntry(rule); rest != "" {
@@ -200,8 +203,8 @@ func splitEntry(rule string) (match, rest string) {
 
 var commentPattern = regexp.MustCompile(`--comment "?([^"/:]+)/([^"/: ]+)`)
 
-// ownerOf returns the service that the comment of an entry names. It returns the empty key
-// if there is none.
+// ownerOf returns the service that the comment of an entry names. Without such a comment,
+// it returns the empty key.
 func ownerOf(rest string) (owner types.NamespacedName) {
 	if m := commentPattern.FindStringSubmatch(rest); m != nil {
 		owner.Namespace, owner.Name = strings.Clone(m[1]), strings.Clone(m[2])
@@ -250,15 +253,15 @@ func (t *ruleset) setEnvironment(ctx context.Context, env environment) error {
 	return t.commit(ctx)
 }
 
-// service is a service to program. A nil view needs nothing.
+// service is a service to program. If view is nil, the service was deleted.
 type service struct {
 	key  types.NamespacedName
 	view *api.ServiceEndpoints
 }
 
-// apply programs services. If the kernel refuses the rules of some, apply finds them,
-// keeps their old rules and adds them to failed. It returns an error if the cause is not
-// one of the services.
+// apply programs services. If the kernel refuses the rules of some services, apply finds
+// these services, keeps their old rules and adds the services to failed. It returns an
+// error if the cause is not in the rules of a service.
 func (t *ruleset) apply(ctx context.Context, list []service, failed *sink.Failed) error {
 	if t.broken != nil {
 		for _, s := range list {
@@ -289,7 +292,7 @@ func (t *ruleset) apply(ctx context.Context, list []service, failed *sink.Failed
 	if isGeneral(err) || ctx.Err() != nil {
 		return err
 	}
-	// If the kernel accepts the old rules, the cause is one of the services.
+	// If the kernel accepts the old rules, the new rules of a service are the cause.
 	if oldErr := t.commitOld(ctx); oldErr != nil {
 		return errors.Join(err, oldErr)
 	}
@@ -303,7 +306,7 @@ func (t *ruleset) apply(ctx context.Context, list []service, failed *sink.Failed
 		return nil
 	}
 	if refuses(err, matchRecent) {
-		// The cause is not one service, but a kernel or an iptables without session affinity.
+		// The kernel or iptables lacks session affinity, so all services that need it fail.
 		others := slices.DeleteFunc(slices.Clone(list), func(s service) bool { return t.record(s.view).hasAffinity() && fail(s) })
 		if len(others) < len(list) {
 			return t.apply(ctx, others, failed)
@@ -316,8 +319,9 @@ func (t *ruleset) apply(ctx context.Context, list []service, failed *sink.Failed
 	return t.apply(ctx, list[half:], failed)
 }
 
-// commitOld commits rules that the kernel has accepted before. If the kernel refuses them,
-// another program has changed its rules, so that only a new pass can repair them.
+// commitOld commits rules that the kernel has accepted before. If the kernel refuses
+// them, another program has changed the rules in the kernel, and only a new pass can
+// repair them.
 func (t *ruleset) commitOld(ctx context.Context) error {
 	err := t.commit(ctx)
 	if err == nil || isGeneral(err) || ctx.Err() != nil {
@@ -326,8 +330,8 @@ func (t *ruleset) commitOld(ctx context.Context) error {
 	return fmt.Errorf("the kernel refuses rules that it had: %w (%w)", err, sink.ErrStartOver)
 }
 
-// keepElements makes a service that failed the user of the elements that it needs and that
-// the kernel had when the pass began.
+// keepElements is called for a service that failed. Unless this pass has programmed the
+// service before, the service becomes the user of the held elements that it needs.
 func (t *ruleset) keepElements(s service) {
 	if r := t.records[s.key]; r != nil && !r.old {
 		return
@@ -381,7 +385,7 @@ func (t *ruleset) setRecord(key types.NamespacedName, next *record) {
 	put(t.records, key, next, !next.isEmpty())
 }
 
-// put sets a key of a map, or deletes it.
+// put sets the value of a key, or deletes the key if keep is false.
 func put[K comparable, V any](m map[K]V, key K, value V, keep bool) {
 	if keep {
 		m[key] = value
@@ -404,7 +408,8 @@ func (t *ruleset) setChain(id chainID, rules string, keep bool) {
 	t.changedChains[id] = true
 }
 
-// use adds n users of an element. The first user of a held element takes it over.
+// use adds n users of an element. The first user of a held element does not increase the
+// number, because a held element counts as used.
 func (t *ruleset) use(e element, n int) {
 	if n > 0 && t.held[e] {
 		t.undo = append(t.undo, func() { t.held[e] = true })
@@ -454,7 +459,7 @@ func (t *ruleset) putClaims(id entryID, list []claim) {
 	t.growOrPrune(id.chain, len(t.claims[id.chain]) > 0)
 }
 
-// growOrPrune makes a dispatch chain exist, or not exist, in its parent.
+// growOrPrune adds a dispatch chain to its parent, or removes it from there.
 func (t *ruleset) growOrPrune(id chainID, exists bool) {
 	t.changedChains[id] = true
 	up := parent(t.suffix(id))
@@ -568,8 +573,8 @@ func (t *ruleset) writeChains(ctx context.Context) error {
 // restoreInput returns the input for iptables-restore that writes these chains. It is
 // empty if there is nothing to write.
 func (t *ruleset) restoreInput(write []chainID) string {
-	// In flavour nft, iptables-restore 1.8.9 keeps a sorted list of all chains, and adds a
-	// chain fastest at the beginning of the list.
+	// In flavour nft, iptables-restore 1.8.9 keeps a sorted list of all chains. It is
+	// fastest if each new chain belongs at the beginning of the list.
 	slices.SortFunc(write, func(a, b chainID) int { return strings.Compare(b.name, a.name) })
 	var b strings.Builder
 	for _, table := range tables {
@@ -608,8 +613,9 @@ func (t *ruleset) restoreInput(write []chainID) string {
 	return b.String()
 }
 
-// prune removes what existed when the pass began and no service needs. Services in failing
-// keep their entries and the chains to which these lead.
+// prune removes the chains, entries and elements that existed when the pass began and
+// that no service needs. Failing services keep their entries and the chains to which the
+// entries lead.
 func (t *ruleset) prune(ctx context.Context, failing map[types.NamespacedName]bool) error {
 	if t.broken != nil {
 		return nil
@@ -647,7 +653,7 @@ func (t *ruleset) prune(ctx context.Context, failing map[types.NamespacedName]bo
 
 var jumpPattern = regexp.MustCompile(`-j (\S+)`)
 
-// reach adds to needed the chains to which rules lead.
+// reach marks the chains to which the rules lead as needed.
 func (t *ruleset) reach(table, rules string, needed map[chainID]bool) {
 	for _, m := range jumpPattern.FindAllStringSubmatch(rules, -1) {
 		id := chainID{table, m[1]}
@@ -725,9 +731,8 @@ func (t *ruleset) verifyRules(ctx context.Context) error {
 	return nil
 }
 
-// checkEdited reads the chain in which the last verify found other rules. The pass has
-// written it again. If it has the other rules still, iptables-save prints rules in another
-// form.
+// checkEdited reads the chain t.edited, which a pass has written again. If iptables-save
+// still prints what verify found, it prints rules in another form than this package.
 func (t *ruleset) checkEdited(ctx context.Context) error {
 	if t.editedTo == 0 {
 		return nil
@@ -815,12 +820,12 @@ func (s *saved) parse(text, table string, isOwn func(string) bool) {
 		}
 	}
 	for name, rules := range own {
-		// The copy does not keep the whole output in memory.
+		// Without the copies, the strings would keep the whole output in memory.
 		s.chains[chainID{table, strings.Clone(name)}] = strings.Clone(strings.Join(rules, "\n"))
 	}
 }
 
-// jumpLines returns the lines that make each jump exist once.
+// jumpLines returns lines for iptables-restore after which each jump exists once.
 func (s *saved) jumpLines(jumps map[chainID]string) map[string][]string {
 	lines := map[string][]string{}
 	for id, rule := range jumps {
@@ -840,8 +845,8 @@ func (s *saved) jumpLines(jumps map[chainID]string) map[string][]string {
 	return lines
 }
 
-// remove removes the instance's chains and the rules that lead to them. In flavour nft, it
-// also deletes the tables that are empty then.
+// remove removes the instance's chains and the rules that lead to them. In flavour nft,
+// it also deletes the tables that are empty after that.
 func (t *ruleset) remove(ctx context.Context) error {
 	s, err := t.readRules(ctx)
 	if err != nil {

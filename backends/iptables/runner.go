@@ -31,7 +31,7 @@ type runner struct {
 	lockWait                    time.Duration
 	netNS                       int
 	restored                    func(lines int, err error)
-	transactions                uint32 // that iptables-restore has made
+	transactions                uint32 // the number of transactions of iptables-restore
 }
 
 // programName returns the name of a program of iptables, such as ip6tables-nft-save.
@@ -49,7 +49,8 @@ func programName(flavour Flavour, family api.Family, action string) string {
 	return name
 }
 
-// findProgram returns the path of a program. Its error names the package that has it.
+// findProgram returns the path of a program. The error names the Debian package that
+// contains the program.
 func findProgram(name, debianPackage string) (string, error) {
 	path, err := exec.LookPath(name)
 	if err != nil {
@@ -92,7 +93,7 @@ func (r *runner) restore(ctx context.Context, input string) error {
 // save returns the output of iptables-save for a table.
 func (r *runner) save(ctx context.Context, table string) (string, error) {
 	text, err := r.command(ctx, "", r.saveProgram, "-t", table)
-	// The program prints that in place of the rules, and ends without an error.
+	// The program prints this message in place of the rules, and its exit code is 0.
 	if err == nil && strings.Contains(text, "is incompatible, use 'nft' tool") {
 		family := map[api.Family]string{api.IPv4: "ip", api.IPv6: "ip6"}[r.family]
 		return "", &programError{program: r.saveProgram, message: fmt.Sprintf("table %s has rules that only the program nft understands; find them with nft list table %s %s, and move them to another table", table, family, table)}
@@ -110,8 +111,8 @@ func (r *runner) createLine(name, setType string) string {
 	return fmt.Sprintf("create %s %s family %s maxelem %d -exist\n", name, setType, familyName, maxElements)
 }
 
-// createSets creates those sets that do not exist. The argument sets has their types. It
-// returns a [difference] if a set has other properties.
+// createSets gets the type of each set by name, and creates the sets that do not exist.
+// It returns a [difference] if a set has other properties.
 func (r *runner) createSets(ctx context.Context, sets map[string]string) error {
 	var input strings.Builder
 	for name, setType := range sets {
@@ -133,7 +134,7 @@ func (r *runner) replaceSets(ctx context.Context, sets map[string]string) error 
 			continue
 		}
 		other := name + "NEW"
-		r.command(ctx, "", r.ipset, "destroy", other) // it exists if a process ended here
+		r.command(ctx, "", r.ipset, "destroy", other) // an earlier process that ended here left it
 		_, err := r.command(ctx, r.createLine(other, setType)+fmt.Sprintf("swap %s %s\n", name, other), r.ipset, "restore")
 		r.command(ctx, "", r.ipset, "destroy", other)
 		if err != nil {
@@ -209,8 +210,8 @@ func (e *programError) Error() string {
 	return text
 }
 
-// locked reports whether another program held the lock of iptables for too long. The exit
-// code is RESOURCE_PROBLEM of iptables' xtables.h, which has other causes too.
+// locked reports whether another program held the lock of iptables for too long. Exit
+// code 4 is RESOURCE_PROBLEM in xtables.h of iptables. It has other causes too.
 func (e *programError) locked() bool {
 	return e.code == 4 && strings.Contains(e.message, "xtables lock")
 }
@@ -268,8 +269,7 @@ func (r *runner) command(ctx context.Context, input, program string, args ...str
 	return "", failed
 }
 
-// detectFlavour returns the flavour that the programs of the node use, as the image of
-// kube-proxy does.
+// detectFlavour returns the flavour that [DetectFlavour] describes.
 func detectFlavour(ctx context.Context, opts *Options) (Flavour, error) {
 	hints := regexp.MustCompile(`(?m)^:(KUBE-IPTABLES-HINT|KUBE-KUBELET-CANARY) `)
 	rules := map[Flavour]int{}

@@ -27,8 +27,8 @@ const (
 	nfTables = unix.NFNL_SUBSYS_NFTABLES << 8
 )
 
-// hasTables reports whether the kernel may have rules of a flavour in table nat. It lets
-// Cleanup leave alone a flavour that the node does not use.
+// hasTables reports whether the kernel may have rules of a flavour in table nat. Cleanup
+// calls it to skip a flavour that the node does not use.
 func hasTables(ctx context.Context, netNS int, flavour Flavour, family api.Family) (bool, error) {
 	if flavour == Legacy {
 		file := "/proc/thread-self/net/ip_tables_names"
@@ -56,10 +56,9 @@ func hasTables(ctx context.Context, netNS int, flavour Flavour, family api.Famil
 	return err == nil, err
 }
 
-// deleteEmptyTables deletes the tables of flavour nft that have only the chains that the
-// programs of iptables create, without rules and policies.
-// The programs of iptables create tables and their base chains, but cannot delete them.
-// If another program changes any table meanwhile, the kernel keeps the table.
+// deleteEmptyTables deletes the tables of flavour nft for which isEmpty returns true. The
+// programs of iptables create tables and their base chains, but cannot delete them. If
+// another program changes any table meanwhile, the kernel refuses the deletion.
 func deleteEmptyTables(ctx context.Context, netNS int, family api.Family) error {
 	c := netfilter.NewConn(netNS)
 	defer c.Close()
@@ -116,8 +115,8 @@ func generationOf(ctx context.Context, c *netfilter.Conn) (generation uint32, er
 // baseChains are the base chains of iptables in tables nat and filter.
 var baseChains = []string{"PREROUTING", "INPUT", "FORWARD", "OUTPUT", "POSTROUTING"}
 
-// isEmpty reports whether a table has base chains of iptables that accept packets, and
-// nothing else.
+// isEmpty reports whether a table has nothing except base chains of iptables. These
+// chains must have no rules and the policy accept.
 func isEmpty(ctx context.Context, c *netfilter.Conn, nfproto byte, table string) (bool, error) {
 	objects, chains, empty := -1, 0, true
 	err := c.Query(ctx, func(w *netfilter.Builder) { w.End(w.Begin(getTable, unix.NLM_F_DUMP, nfproto)) }, func(attributes []byte) {
@@ -135,7 +134,7 @@ func isEmpty(ctx context.Context, c *netfilter.Conn, nfproto byte, table string)
 		chains++
 		policy := netfilter.Attribute(attributes, unix.NFTA_CHAIN_POLICY)
 		rules := netfilter.Uint32(netfilter.Attribute(attributes, unix.NFTA_CHAIN_USE))
-		// A chain that is not a base chain has no policy.
+		// Only base chains have a policy. Any other chain means that the table is in use.
 		name := netfilter.String(netfilter.Attribute(attributes, unix.NFTA_CHAIN_NAME))
 		empty = empty && slices.Contains(baseChains, name) && rules == 0 && len(policy) == 4 && binary.BigEndian.Uint32(policy) == nfAccept
 	})
@@ -145,5 +144,5 @@ func isEmpty(ctx context.Context, c *netfilter.Conn, nfproto byte, table string)
 	return empty && chains > 0 && objects == chains, nil
 }
 
-// nfAccept is the policy to accept packets.
+// nfAccept is the kernel's number of the policy accept.
 const nfAccept = 1

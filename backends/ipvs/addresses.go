@@ -30,7 +30,8 @@ type localAddresses struct {
 	link   int // the index of the interface
 }
 
-// routeProtocol marks the routes, because the kernel adds its own to the interface.
+// routeProtocol marks the backend's routes, because the kernel also adds routes to the
+// interface.
 const routeProtocol = 108
 
 func (l *localAddresses) connect() error {
@@ -89,9 +90,10 @@ func (l *localAddresses) open() error {
 	return nil
 }
 
-// find returns the interface, or nil if it does not exist. The interface may have another
-// name, if the instance had another one when it created the interface. The interface has
-// no alias and is down if a crash interrupted its creation.
+// find returns the interface, or nil if it does not exist. It looks for the alias,
+// because the option Interface may have been another one when the interface was created.
+// If a crash interrupted the creation, the interface has no alias and is down, and find
+// looks for the name.
 func (l *localAddresses) find() (netlink.Link, error) {
 	links, err := l.handle.LinkList()
 	if err != nil {
@@ -127,8 +129,8 @@ func (l *localAddresses) delete() error {
 	return nil
 }
 
-// route returns the route of an address. Its metric is that of this interface only, so
-// that routes of several instances to an address are independent.
+// route returns the route of an address. Each interface has a metric of its own, so that
+// several instances can have independent routes to the same address.
 func (l *localAddresses) route(addr netip.Addr) *netlink.Route {
 	return &netlink.Route{
 		Dst:       &net.IPNet{IP: addr.AsSlice(), Mask: net.CIDRMask(addr.BitLen(), addr.BitLen())},

@@ -28,8 +28,8 @@ type Backend struct {
 
 	mu        sync.Mutex // guards the fields below
 	dataplane *dataplane
-	// compareAt is the time of the next comparison with the kernel. No changes by other
-	// programs are searched before searchAt, which pause determines.
+	// compareAt is the time of the next comparison with the kernel. Before searchAt, the
+	// backend does not search for changes by other programs.
 	compareAt, searchAt time.Time
 	pause               kernelnode.DriftPause
 }
@@ -90,7 +90,7 @@ func (b *Backend) Stop(ctx context.Context) error {
 }
 
 // Cleanup implements [sink.Cleaner]. It deletes the virtual servers, the interface and
-// the table of the instance if they exist, also on a backend that was not started.
+// the table of the instance if they exist. The backend need not be started.
 func (b *Backend) Cleanup(context.Context) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -119,7 +119,7 @@ func (b *Backend) program(ctx context.Context, c *sink.Changes) error {
 	switch {
 	case c.First:
 		d.known = false
-		d.conn.close() // the module may have been unloaded
+		d.conn.close() // the module ip_vs may have been unloaded
 		if err := d.conn.open(); err != nil {
 			return err
 		}
@@ -145,7 +145,7 @@ func (b *Backend) program(ctx context.Context, c *sink.Changes) error {
 	return err
 }
 
-// addresses returns the planner with the present addresses of the machine.
+// addresses returns a copy of the planner that has the present addresses of the machine.
 func (b *Backend) addresses() planner {
 	p := b.dataplane.planner
 	p.nodePortAddrs, _ = b.tasks.Addresses.Addresses()
@@ -178,15 +178,15 @@ func (b *Backend) Verify(ctx context.Context) error {
 	return err
 }
 
-// findDrift searches for changes by other programs and repairs them. If that needs a new
-// pass, the records are no longer known.
+// findDrift searches for changes by other programs and repairs them. If only a new pass
+// can repair them, it marks the records as unknown.
 func (b *Backend) findDrift(ctx context.Context, now time.Time) error {
 	d := b.dataplane
 	if now.Before(b.compareAt) {
 		return d.checkTable()
 	}
 	if err := b.checkConntrack(); err != nil {
-		d.known = false // a pass sets it again
+		d.known = false // a pass corrects the setting
 		return fmt.Errorf("%w (%w)", err, sink.ErrStartOver)
 	}
 	err := d.compare(ctx)
@@ -212,8 +212,8 @@ var (
 	}
 )
 
-// checkConntrack returns an error if IPVS does not use connection tracking. Then nothing
-// can be masqueraded.
+// checkConntrack returns an error if IPVS does not use connection tracking. Without
+// connection tracking, nothing can be masqueraded.
 func (b *Backend) checkConntrack() error {
 	const name = "net.ipv4.vs.conntrack"
 	var value int
@@ -227,7 +227,8 @@ func (b *Backend) checkConntrack() error {
 	return err
 }
 
-// checkSysctls checks settings, and sets them in these modes.
+// checkSysctls checks settings. If the mode in the options is one of set, it also
+// corrects them.
 func (b *Backend) checkSysctls(ctx context.Context, settings []sysctl.Setting, set ...SysctlMode) error {
 	if b.opts.Sysctls == IgnoreSysctls {
 		return nil

@@ -14,8 +14,8 @@ import (
 )
 
 // BenchmarkEndpointChange measures the first pass over services with ten endpoints each,
-// and the change of one endpoint afterwards, which must not depend on their number. It
-// needs a kernel with IPVS, see TestConformance.
+// and then the change of one endpoint. The time of the change must not depend on the
+// number of services. It needs a kernel with IPVS, see TestConformance.
 func BenchmarkEndpointChange(b *testing.B) {
 	for _, services := range []int{100, 1000} {
 		b.Run(fmt.Sprint(services), func(b *testing.B) {

@@ -49,8 +49,8 @@ type settings struct {
 	flags uint32
 }
 
-// owner identifies an instance. The kernel has no names of virtual servers, but it keeps
-// flags that it does not use. Linux uses the lowest six bits.
+// owner returns the flags that identify an instance. The kernel has no names of virtual
+// servers, but it keeps flags that it does not use. Linux uses the lowest six bits.
 func owner(table string) uint32 {
 	h := fnv.New32a()
 	h.Write([]byte(table))
@@ -60,9 +60,9 @@ func owner(table string) uint32 {
 // ownerMask has the flags that contain the owner.
 const ownerMask = 0xffffff00
 
-// fallbackFlag returns the flag of a scheduler with which it selects another endpoint if
-// the endpoint of a client gets no new connections. Without it, the schedulers sh and mh
-// refuse these clients.
+// fallbackFlag returns a flag for the schedulers sh and mh, and 0 for others. With this
+// flag, they select another endpoint if the endpoint of a client gets no new connections.
+// Without the flag, they refuse these clients.
 func fallbackFlag(scheduler string) uint32 {
 	if scheduler == "sh" || scheduler == "mh" {
 		return flagScheduler1
@@ -138,8 +138,8 @@ func (c *conn) close() error {
 	return nl.Close()
 }
 
-// execute sends a request and returns the attributes of each answer. The flags must
-// contain Acknowledge if the kernel answers only then.
+// execute sends a request and returns the attributes of each answer. If the kernel
+// answers a command only with an acknowledgement, the flags must contain Acknowledge.
 func execute(nl *netlink.Conn, family uint16, command uint8, flags netlink.HeaderFlags, e *netlink.AttributeEncoder) ([]*netlink.AttributeDecoder, error) {
 	attributes, err := e.Encode()
 	if err != nil {
@@ -193,8 +193,8 @@ func (c *conn) request(command uint8, flags netlink.HeaderFlags, id serverID, se
 		})
 	}
 	answers, err := execute(c.nl, c.family, command, flags, e)
-	// The socket may have answers to earlier requests. ENOENT may mean that the module was
-	// unloaded. When it is loaded again, the family has another number.
+	// Close the connection: the socket may have answers to earlier requests. ENOENT may mean
+	// that the module was unloaded; the family gets another number when it is loaded again.
 	if err != nil && (!isErrno(err) || errors.Is(err, unix.ENOENT)) {
 		c.close()
 	}
@@ -239,7 +239,7 @@ func (c *conn) set(id serverID, create bool, s settings) error {
 	return wrap(err, "set virtual server %s", id)
 }
 
-// hostMask is the mask of clients that share persistence: each address is a client.
+// hostMask returns the mask with which persistence treats each address as one client.
 func hostMask(a netip.Addr) uint32 {
 	if a.Is4() {
 		return 0xffffffff
@@ -290,8 +290,9 @@ func wrap(err error, format string, args ...any) error {
 	return fmt.Errorf(format+": %w", append(args, err)...)
 }
 
-// list returns all virtual servers, without destinations. It omits those that are
-// identified by a packet mark. The kernel may omit others if some are deleted meanwhile.
+// list returns all virtual servers, without destinations. It omits virtual servers that a
+// packet mark identifies. The kernel may omit others too if virtual servers are deleted
+// meanwhile.
 func (c *conn) list() (map[serverID]*server, error) {
 	answers, err := c.request(getService, netlink.Dump, serverID{}, nil, nil)
 	if err != nil {

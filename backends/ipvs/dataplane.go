@@ -21,9 +21,9 @@ import (
 
 // dataplane programs the kernel and records what it has programmed. Calls must not overlap.
 //
-// The records are what the kernel listed at the beginning of a pass, and the changes since
-// then. A change compares the plan of a service with these records. So it reads only the
-// virtual servers that it creates.
+// The records are what the kernel listed at the beginning of a pass, and the changes
+// since then. A change compares the plan of a service with these records. Therefore it
+// reads from the kernel only the virtual servers that it creates.
 type dataplane struct {
 	opts    *Options
 	planner planner
@@ -31,8 +31,7 @@ type dataplane struct {
 	table   *table // nil until the first pass
 	local   localAddresses
 
-	// known reports that the records of the kernel describe it. These are the next three
-	// fields.
+	// known reports that the fields servers, elements and routes describe the kernel.
 	known bool
 	// servers are the virtual servers of this instance. Their flags contain its owner.
 	servers map[serverID]*server
@@ -46,12 +45,12 @@ type dataplane struct {
 	plans  map[types.NamespacedName]*plan
 	refs   map[element]int
 	wanted map[serverID]*wanted
-	// claims are the frontends in plans.
+	// claims has the frontends in plans, with their services.
 	claims map[serverID]claim
 	// unused are elements that no plan needs. They wait for deletion, together with their
 	// virtual servers and local addresses.
 	unused map[element]bool
-	// earlier are the elements of exclusive sets when the pass began, by group.
+	// earlier are the elements that exclusive sets had when the pass began, by group.
 	earlier map[element][]element
 	// leaving are virtual servers with destinations that get no new connections.
 	leaving map[serverID]bool
@@ -160,8 +159,9 @@ func (d *dataplane) readServers(ctx context.Context, elements map[element]bool) 
 	return d.completeServers(ctx, listed, ids)
 }
 
-// completeServers adds the virtual servers in ids to listed, because the listing may be
-// incomplete. It removes those of other programs and reads the destinations of the others.
+// completeServers returns the virtual servers of this instance that are in listed or ids,
+// with their destinations. It reads the servers in ids that are not listed, because the
+// listing may be incomplete.
 func (d *dataplane) completeServers(ctx context.Context, listed, ids map[serverID]*server) (map[serverID]*server, error) {
 	own := map[serverID]*server{}
 	for id, s := range listed {
@@ -188,8 +188,9 @@ func (d *dataplane) completeServers(ctx context.Context, listed, ids map[serverI
 	return own, nil
 }
 
-// owns reports whether a virtual server in the kernel belongs to this instance. If this
-// process has created it, another program may have changed its flags.
+// owns reports whether a virtual server in the kernel belongs to this instance. A virtual
+// server in the records belongs to the instance even if another program has changed its
+// flags.
 func (d *dataplane) owns(id serverID, s *server) bool {
 	return s != nil && (s.flags&ownerMask == d.planner.owner || d.servers[id] != nil)
 }
@@ -247,7 +248,7 @@ func (d *dataplane) releaseClaims(key types.NamespacedName) {
 // claim records the frontends of a service. It removes frontends from p that another
 // service has, and returns an error that names them. This happens if an external IP of a
 // service is an address of the node, and its port is a node port of another service. All
-// other conflicts are resolved before Sync, and the later claim is valid.
+// other conflicts are resolved before Sync, so in other cases the later claim is valid.
 func (d *dataplane) claim(key types.NamespacedName, p *plan) error {
 	var errs []error
 	p.frontends = slices.DeleteFunc(p.frontends, func(f frontendPlan) bool {
@@ -289,8 +290,8 @@ func (d *dataplane) omitForeign(p *plan) error {
 	return errors.Join(errs...)
 }
 
-// addElements adds the elements of plans to the table and records the plans. An error
-// means that it has changed nothing.
+// addElements adds the elements of plans to the table and records the plans. If it fails,
+// it has changed nothing.
 func (d *dataplane) addElements(plans map[types.NamespacedName]*plan) error {
 	delta := map[element]int{}
 	for key, p := range plans {
@@ -359,7 +360,7 @@ func (d *dataplane) changeTable(remove, add []element) error {
 }
 
 // programService programs the virtual servers and the addresses of a service. A failure
-// of one does not stop the others.
+// of one address does not stop the others.
 func (d *dataplane) programService(p *plan) error {
 	var errs []error
 	for i := range p.frontends {
@@ -376,7 +377,7 @@ func (d *dataplane) programService(p *plan) error {
 	return errors.Join(errs...)
 }
 
-// programServer makes a virtual server as it is wanted. If the kernel reveals that
+// programServer brings a virtual server to its wanted state. If the kernel reveals that
 // another program has changed the virtual server, it reads the server and tries again.
 func (d *dataplane) programServer(id serverID) error {
 	err := d.tryServer(id)
@@ -394,7 +395,8 @@ func (d *dataplane) programServer(id serverID) error {
 	return err
 }
 
-// setServer records what the kernel has of a virtual server, or nil.
+// setServer records the state of a virtual server in the kernel. If s is nil, the virtual
+// server does not exist.
 func (d *dataplane) setServer(id serverID, s *server) {
 	d.servers[id] = s
 	if s == nil {
@@ -410,7 +412,7 @@ func (d *dataplane) tryServer(id serverID) error {
 			if s == nil {
 				return err
 			}
-			errs = append(errs, err) // it still needs its endpoints
+			errs = append(errs, err) // the virtual server still needs its endpoints
 		} else {
 			if s == nil {
 				s = &server{destinations: map[netip.AddrPort]destination{}}
@@ -456,8 +458,8 @@ func (d *dataplane) setDestination(id serverID, s *server, at netip.AddrPort, we
 	return nil
 }
 
-// endPass marks everything as unused that no delivered service needs, unless it may
-// belong to a service that failed.
+// endPass marks everything that no delivered service needs as unused. It marks nothing if
+// a failed service has no plan, because that service may still need something.
 func (d *dataplane) endPass(c *sink.Changes) {
 	d.leftovers.Exist = slices.ContainsFunc(c.Failing, func(key types.NamespacedName) bool { return d.plans[key] == nil })
 	if d.leftovers.Exist {
@@ -480,8 +482,8 @@ func (d *dataplane) endPass(c *sink.Changes) {
 	}
 }
 
-// deleteUnused deletes unused elements with their virtual servers and addresses. What it
-// cannot delete stays unused.
+// deleteUnused deletes unused elements with their virtual servers and addresses. Elements
+// that it cannot delete stay in d.unused.
 func (d *dataplane) deleteUnused() error {
 	var errs []error
 	var deleted []element
@@ -535,7 +537,7 @@ func (d *dataplane) cleanup() error {
 	if err != nil && !errors.Is(err, errNoIPVS) {
 		return err
 	}
-	// First the addresses, so that no packets arrive whose virtual server is missing.
+	// Delete the addresses first, so that no packet arrives whose virtual server is missing.
 	if err := d.local.delete(); err != nil {
 		return err
 	}

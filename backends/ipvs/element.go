@@ -13,31 +13,34 @@ import (
 	"github.com/kpng-project/kpng/api"
 )
 
-// setKind is the purpose of a set of the table. There is a set for each family.
+// setKind is the purpose of a set of the table. Each kind has a set for each family.
 type setKind uint8
 
 const (
 	// frontends are addresses, protocols and ports of virtual servers.
 	frontends setKind = iota
-	// addresses are local because of the instance.
+	// addresses are the addresses that the instance makes local.
 	addresses
 	clusterIPs
-	// restricted frontends admit only sources, which contain a frontend and a range.
+	// restricted are frontends with source ranges. An element of sources is a frontend and a
+	// range that it admits.
 	restricted
 	sources
-	// drops and rejects are frontends without endpoints.
+	// drops and rejects are frontends without endpoints, whose packets are dropped or
+	// rejected.
 	drops
 	rejects
 	// masquerades are frontends of which all connections are masqueraded.
 	masquerades
 	// nodeMasquerades are frontends of which the node's own connections are masqueraded.
 	nodeMasquerades
-	// redirects have the destinations of this node's traffic to some frontends.
+	// redirects maps a frontend to the cluster IP and port to which this node's own traffic
+	// to the frontend is translated.
 	redirects
-	// healthChecks have the destinations of health checks of load balancers.
+	// healthChecks maps the destination of a load balancer's health checks to an address and
+	// port of this node.
 	healthChecks
-	// hairpins have the source and the destination of connections of endpoints to
-	// themselves.
+	// hairpins have the source and destination of connections from an endpoint to itself.
 	hairpins
 	setKinds
 )
@@ -69,8 +72,8 @@ func allSets() (all []setID) {
 
 func (s setID) name() string { return fmt.Sprintf("%s%d", setNames[s.kind], s.family) }
 
-// exclusive reports whether different elements of the set may exclude each other: they
-// have the same key, or ranges that overlap.
+// exclusive reports whether two elements of the set may exclude each other, because they
+// have the same key or their ranges overlap.
 func (s setID) exclusive() bool {
 	return s.kind == sources || s.kind == redirects || s.kind == healthChecks
 }
@@ -100,8 +103,8 @@ func (s setID) set(t *nftables.Table) *nftables.Set {
 // element is an element of a set. It is comparable.
 type element struct {
 	set setID
-	// key is the key in the kernel's encoding, or the first key of a range that ends at end.
-	// The field value is the data of an element of a map.
+	// key is the key in the kernel's encoding. For a range, key is the first key and end the
+	// last one. For a map, value is the data of the element.
 	key, end, value string
 }
 

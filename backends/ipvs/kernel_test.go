@@ -459,8 +459,8 @@ func (n *node) listen(addr string) (l net.Listener) {
 	return l
 }
 
-// testHealthChecks checks that health checks at a load-balancer IP reach the node, and that
-// its other ports do not.
+// testHealthChecks checks that health checks at a load-balancer IP reach the node, and
+// that connections to other ports of this IP do not.
 func testHealthChecks(t *testing.T) {
 	n := newNode(t)
 	n.ns.Add(t, "lo", "192.0.2.1/32")

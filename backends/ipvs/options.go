@@ -44,15 +44,15 @@ type Options struct {
 	// MasqueradeAll masquerades all connections to cluster IPs.
 	MasqueradeAll bool
 	// MasqueradeOutsiders masquerades connections to cluster IPs from outside the pod
-	// network, which ClusterCIDRs and PodInterfaces define. In a family that neither
-	// defines, nothing is masqueraded.
+	// network, which ClusterCIDRs and PodInterfaces define. If neither of them defines the
+	// pods of a family, nothing is masqueraded in that family.
 	MasqueradeOutsiders bool
-	// ClusterCIDRs contain the addresses of all pods of the cluster. The backend treats them
-	// as pods of this node. So their traffic to external frontends of services with
-	// externalTrafficPolicy Local may reach endpoints on all nodes.
+	// ClusterCIDRs contain the addresses of all pods of the cluster. The backend treats
+	// these pods as pods of this node. Therefore their traffic to external frontends of
+	// services with externalTrafficPolicy Local may reach endpoints on all nodes.
 	ClusterCIDRs []netip.Prefix
 	// PodInterfaces are the interfaces of this node's pods, such as "cni0". A name that ends
-	// in "*" is a prefix of names. Traffic that arrives there counts as traffic of this
+	// in "*" is a prefix of names. Traffic from these interfaces counts as traffic of this
 	// node's pods.
 	PodInterfaces []string
 
@@ -60,9 +60,10 @@ type Options struct {
 	// Default: the primary addresses of the node, see package nodeaddr.
 	NodeAddresses nodeaddr.Source
 	// HealthzPort is the port of the program's own health checks. Load balancers check
-	// services with externalTrafficPolicy Cluster there. The backend translates checks of
-	// load-balancer IPs to the first address of NodeAddresses. It does the same for
-	// health-check node ports. Default: 0, which translates only health-check node ports.
+	// services with externalTrafficPolicy Cluster at this port. The backend translates
+	// checks of load-balancer IPs to the first address of NodeAddresses. It does the same
+	// for health-check node ports. Default: 0, which translates only health-check node
+	// ports.
 	HealthzPort uint16
 	// Conntrack is a sink that receives each change after the kernel has it. It deletes the
 	// connection-tracking entries of removed endpoints. The backend starts and stops it.
@@ -86,8 +87,8 @@ type SysctlMode uint8
 
 // The modes.
 const (
-	// ReportSysctls corrects the settings of IPVS alone, net.ipv4.vs.*, without which the
-	// backend does not work, and logs others.
+	// ReportSysctls corrects only the settings of IPVS (net.ipv4.vs.*), because the backend
+	// does not work without them. It logs other wrong settings.
 	ReportSysctls SysctlMode = iota
 	// SetSysctls corrects all settings.
 	SetSysctls

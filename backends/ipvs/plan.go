@@ -27,7 +27,8 @@ type planner struct {
 	// healthzPort is the port of the program's own health checks, or 0.
 	healthzPort uint16
 	// nodePortAddrs are the addresses of node ports. machineAddrs are all addresses of the
-	// machine, sorted. A service may have one of them as external or load-balancer IP.
+	// machine, sorted. An external or load-balancer IP of a service may be an address of the
+	// machine.
 	nodePortAddrs, machineAddrs []netip.Addr
 	// nodeAddrs are the node's addresses, which source ranges may admit.
 	nodeAddrs []netip.Addr
@@ -55,7 +56,8 @@ type plan struct {
 	elements []element
 }
 
-// frontendPlan is what a frontend needs. A node port has one for each node address.
+// frontendPlan is what a frontend needs. A node port has one frontendPlan for each
+// address of node ports.
 type frontendPlan struct {
 	id   serverID
 	kind nodeview.Kind
@@ -66,11 +68,11 @@ type frontendPlan struct {
 	elements []element
 }
 
-// wanted is a wanted virtual server.
+// wanted is the wanted state of a virtual server.
 type wanted struct {
 	settings
-	// endpoints get new connections, sorted. The other ones in existing keep their
-	// connections. All frontends of a list share these slices.
+	// endpoints are the endpoints that get new connections, sorted. Other endpoints in
+	// existing only keep their connections. All addresses of a node port share these slices.
 	endpoints, existing []netip.AddrPort
 }
 
@@ -80,8 +82,8 @@ func (w *wanted) keeps(at netip.AddrPort, p api.Protocol) bool {
 	return p != api.UDP || slices.Contains(w.existing, at)
 }
 
-// plan returns what the view se needs. A nil view needs nothing. The error names an
-// invalid scheduler; the plan then uses the default one.
+// plan returns what the view se needs. If se is nil, the plan is empty. The error names
+// an invalid scheduler; the plan then uses the default one.
 func (p *planner) plan(se *api.ServiceEndpoints) (*plan, error) {
 	out := &plan{}
 	if se == nil {
@@ -148,8 +150,8 @@ func endpointsOf(f *nodeview.Frontend) []netip.AddrPort {
 	return all
 }
 
-// existing returns the endpoints of the frontend's port and family, on any list or
-// draining.
+// existing returns all endpoints of the service for the frontend's port and family, also
+// those that are draining or that the frontend does not use.
 func existing(se *api.ServiceEndpoints, f *nodeview.Frontend) (all []netip.AddrPort) {
 	for _, list := range [...][]api.Endpoint{se.Endpoints, se.Draining} {
 		for i := range list {
@@ -161,8 +163,8 @@ func existing(se *api.ServiceEndpoints, f *nodeview.Frontend) (all []netip.AddrP
 	return all
 }
 
-// elements returns the elements of the table for a frontend of a service with these
-// frontends.
+// elements returns the elements of the table for the frontend f. The frontends of the
+// service are in all.
 func (p *planner) elements(id serverID, f *nodeview.Frontend, all []nodeview.Frontend) []element {
 	key := frontendKey(id)
 	elements := []element{{set: setOf(frontends, id.Addr()), key: key}}
@@ -209,10 +211,10 @@ func (p *planner) healthCheck(a netip.Addr, s *api.Service) []element {
 	return []element{{set: setOf(healthChecks, a), key: key, value: addrKey(to) + portKey(port)}}
 }
 
-// redirect returns the cluster IP and port to which this node's own traffic to f goes. It
-// is needed if this node's traffic uses another list of endpoints than f, because a
-// virtual server has one list. The cluster IP of the same service port has that list,
-// unless internalTrafficPolicy is Local too.
+// redirect returns the cluster IP and port to which this node's own traffic to f goes. A
+// redirect is needed if this node's traffic uses another list of endpoints than f,
+// because a virtual server has one list. The cluster IP of the same service port has that
+// list, unless internalTrafficPolicy is Local too.
 func redirect(f *nodeview.Frontend, all []nodeview.Frontend) (to netip.AddrPort, ok bool) {
 	if f.Node.Verdict != nodeview.Forward || f.Node.List == f.Elsewhere.List {
 		return to, false

@@ -19,8 +19,9 @@ import (
 	"github.com/kpng-project/kpng/sink"
 )
 
-// view returns the view of a service with the cluster IP 10.96.0.1 and the TCP port 80. An
-// endpoint that begins with "!" is on this node. One that begins with "-" is draining.
+// view returns the view of a service with the cluster IP 10.96.0.1 and the TCP port 80.
+// An endpoint with the prefix "!" is on this node. An endpoint with the prefix "-" is
+// draining.
 func view(endpoints []string, edit func(*api.Service)) *api.ServiceEndpoints {
 	svc := &api.Service{
 		Namespace: "default", Name: "web", Type: api.ClusterIP,

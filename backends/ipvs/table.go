@@ -52,7 +52,7 @@ type table struct {
 const (
 	// socketBuffer is the maximum size of a transaction, about 200,000 elements.
 	socketBuffer = 32 << 20
-	// maxChunk is the number of elements in a message of less than 64 KiB.
+	// maxChunk is the maximum number of elements in a message, which must be below 64 KiB.
 	maxChunk = 400
 )
 
@@ -110,14 +110,14 @@ func (t *table) chains() []chain {
 		services = append(services,
 			frontend(family).FollowedBy(in(frontends, family), nftrule.GoTo(fmt.Sprintf("frontend%d", family))[0]),
 			frontend(family).FollowedBy(translate(healthChecks, family)...))
-		// The address is local because of this instance only. Without these rules, other
-		// ports would lead to programs on this node.
+		// These addresses are local only because of this instance. Without these rules, packets
+		// to their other ports would reach programs on this node.
 		for _, protocol := range []byte{unix.IPPROTO_TCP, unix.IPPROTO_UDP, unix.IPPROTO_SCTP} {
 			services = append(services, nftrule.NewKey(family).Destination().FollowedBy(in(addresses, family),
 				nftrule.LoadMeta(expr.MetaKeyL4PROTO), nftrule.Equal(protocol), nftrule.GoTo("refuse")[0]))
 		}
-		// For a local destination, IPv4 selects the same address as the source. IPv6 selects
-		// any address of the node, to which endpoints may have no route.
+		// Endpoints may have no route to the source of these connections: IPv4 selects the
+		// destination as the source, and IPv6 selects any address of the node.
 		output = append(output, nftrule.NewKey(family).Destination().FollowedBy(in(addresses, family), nftrule.Jump("mark-all")[0]))
 		postrouting = append(postrouting, nftrule.NewKey(family).Source().Destination().ProtocolAndPort().FollowedBy(
 			in(hairpins, family), &expr.Masq{FullyRandom: true}))
@@ -167,7 +167,7 @@ func translate(kind setKind, family api.Family) []expr.Any {
 	}
 }
 
-// frontend returns a key that is the destination of a packet.
+// frontend returns a key of destination address, protocol and destination port.
 func frontend(family api.Family) *nftrule.Key {
 	return nftrule.NewKey(family).Destination().ProtocolAndPort()
 }
@@ -177,7 +177,7 @@ func in(kind setKind, family api.Family) expr.Any {
 	return &expr.Lookup{SourceRegister: nftrule.Reg(0), SetName: setID{kind, family}.name()}
 }
 
-// comment identifies a rule. It becomes the comment of the rule in the kernel.
+// comment returns the comment that a rule has in the kernel. It is a digest of the rule.
 func comment(rule []expr.Any) []byte {
 	h := fnv.New64a()
 	for _, e := range rule {
@@ -190,11 +190,11 @@ func comment(rule []expr.Any) []byte {
 	return userdata.AppendString(nil, userdata.TypeComment, fmt.Sprintf("kpng %x", h.Sum64()))
 }
 
-// errChanged means that another program or another version has changed the table.
+// errChanged means that another program or another version of kpng has changed the table.
 var errChanged = errors.New("the chains are not as this version makes them")
 
-// read returns all elements of the table. The error is errChanged if the chains of the
-// table differ; the elements are valid then, too.
+// read returns all elements of the table. If the chains differ from those of this
+// version, it returns the elements and errChanged.
 func (t *table) read() (map[element]bool, error) {
 	all := map[element]bool{}
 	var changed error

@@ -17,9 +17,9 @@ import (
 )
 
 const (
-	// minPause is the shortest time between two comparisons with the kernel. A comparison
-	// is followed by a pause of at least pauseFactor times its duration, so that comparisons
-	// use 2 % of a CPU.
+	// minPause is the shortest time between two comparisons with the kernel. A comparison is
+	// followed by a pause of at least pauseFactor times its duration, so that comparisons
+	// use at most 2 % of a CPU.
 	minPause    = 10 * time.Second
 	pauseFactor = 50
 )
@@ -46,7 +46,7 @@ func (d *dataplane) removeIdle(ctx context.Context) error {
 		}
 		delete(d.leaving, id)
 		if s == nil {
-			continue // compare repairs it
+			continue // compare creates the virtual server again
 		}
 		d.servers[id] = s
 		for at, to := range s.destinations {
@@ -66,8 +66,8 @@ func (d *dataplane) removeIdle(ctx context.Context) error {
 	return errors.Join(errs...)
 }
 
-// checkTable requests a new pass if another program has deleted the table, as a reload of
-// a firewall may do.
+// checkTable requests a new pass if another program has deleted the table. A reload of a
+// firewall may do that.
 func (d *dataplane) checkTable() error {
 	exists, err := d.table.exists()
 	if err == nil && !exists {

@@ -14,7 +14,7 @@ import (
 func IPVS() *Backend {
 	f := &ipvsFlags{nodeFlags: nodeFlags{
 		checks: newHealthChecks(),
-		// It does not use serverLeftovers, because virtual servers may belong to this backend.
+		// serverLeftovers is missing, because virtual servers may belong to this backend.
 		leftovers: []leftoverFinder{nftablesLeftovers, legacyLeftovers, interfaceLeftovers},
 	}}
 	return &Backend{

@@ -12,9 +12,9 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// localEndpoints counts the service ports that drop traffic because a policy is Local and
-// all endpoints are on other nodes. A backend must call sync with all changes. These
-// calls must not overlap.
+// localEndpoints counts the service ports that drop traffic because a traffic policy is
+// Local and all endpoints are on other nodes. A backend must call sync with all changes.
+// These calls must not overlap.
 type localEndpoints struct {
 	missing  *prometheus.GaugeVec
 	services map[types.NamespacedName]droppingService // only services with ports that drop traffic

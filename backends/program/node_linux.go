@@ -22,8 +22,8 @@ type nodeFlags struct {
 	limits            conntrackLimits
 	keepConnections   bool
 	checks            *healthChecks
-	// leftovers finds rules of kube-proxy. If leftovers is empty, reportLeftovers searches
-	// for all kinds.
+	// leftovers has the finders for rules of kube-proxy. If it is empty, reportLeftovers
+	// searches for leftovers of all kinds.
 	leftovers []leftoverFinder
 	// flagSet has all flags of the command. Some of them do not belong to the backend.
 	flagSet *pflag.FlagSet

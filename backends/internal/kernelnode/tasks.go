@@ -24,7 +24,7 @@ type Tasks struct {
 
 	connections sink.Sink
 	running     sync.WaitGroup
-	ctx         context.Context // ends in Stop
+	ctx         context.Context // Stop cancels it
 	stop        context.CancelFunc
 }
 

@@ -17,8 +17,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Reg returns the number that the kernel lists for a register of four octets. The first
-// of these registers is Reg(0). Longer data and keys also use the following registers.
+// Reg returns the kernel's number of a register of four octets. The first of these
+// registers is Reg(0). Longer data and keys also use the following registers.
 func Reg(number int) uint32 {
 	if number%4 == 0 {
 		return uint32(unix.NFT_REG_1 + number/4)
@@ -65,8 +65,8 @@ func NewKey(family api.Family) *Key {
 	return &Key{family: family, expressions: MatchFamily(family)}
 }
 
-// KeyAfter returns a Key whose rule begins with expressions. These must match only packets
-// of the family. The Key loads its parts from register 0 on.
+// KeyAfter returns a Key whose rule begins with expressions. These must match only
+// packets of the family. The Key loads its first part into register 0.
 func KeyAfter(family api.Family, expressions []expr.Any) *Key {
 	return &Key{family: family, expressions: expressions}
 }
@@ -108,7 +108,7 @@ func (r *Key) FollowedBy(expressions ...expr.Any) []expr.Any {
 	return append(r.expressions, expressions...)
 }
 
-// DNATTo returns an expression that translates the destination. address and port are
+// DNATTo returns an expression that translates the destination to the values of two
 // registers. If port is 0, packets keep their port.
 func DNATTo(family api.Family, address, port int) expr.Any {
 	nat := &expr.NAT{Type: expr.NATTypeDestNAT, Family: uint32(NFProto(family)), RegAddrMin: Reg(address), RegAddrMax: Reg(address)}

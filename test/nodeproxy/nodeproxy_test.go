@@ -37,8 +37,8 @@ var rights = []rbacv1.PolicyRule{
 }
 
 // least is a prefix for command lines. With the prefix, a command runs as root with only
-// CAP_NET_ADMIN, as in the DaemonSet.
-var least = []string{"setpriv", "--bounding-set=-all,+net_admin", "--inh-caps=-all", "--no-new-privs"}
+// the capabilities of the DaemonSets. Only the programs of iptables need CAP_NET_RAW.
+var least = []string{"setpriv", "--bounding-set=-all,+net_admin,+net_raw", "--inh-caps=-all", "--no-new-privs"}
 
 const (
 	nodeIP   = "10.2.0.1"
@@ -125,12 +125,12 @@ func (w *world) lead(service *corev1.Service, ip, node string) {
 	w.check(err)
 }
 
-// run starts kpng and waits until it is ready. The returned function sends a signal to
-// kpng, waits until kpng ends, and returns the process's result. A failed test shows
-// kpng's log.
-func (w *world) run() (end func(os.Signal) error) {
+// run starts kpng with the given backend and address for health checks, and waits until it
+// is ready. The returned function sends a signal to kpng, waits until kpng ends, and
+// returns the process's result. A failed test shows kpng's log.
+func (w *world) run(backend, healthz string) (end func(os.Signal) error) {
 	w.t.Helper()
-	args := w.node.Command(append(least, w.kpng, "kube", "--kubeconfig", w.kubeconfig, "to-local", "nftables",
+	args := w.node.Command(append(least, w.kpng, "kube", "--kubeconfig", w.kubeconfig, "to-local", backend,
 		"--node-name", nodeName, "--healthz-bind-address", healthz, "--cluster-cidr", "10.1.0.0/16")...)
 	cmd := exec.Command(args[0], args[1:]...)
 	var log bytes.Buffer
@@ -257,7 +257,7 @@ func TestKpngInPlaceOfKubeProxy(t *testing.T) {
 	})
 	w.lead(dns, pod1, nodeName)
 	w.lead(web, pod1, nodeName)
-	end := w.run()
+	end := w.run("nftables", healthz)
 
 	clusterIP := w.client.client(t, net.JoinHostPort(dns.Spec.ClusterIP, "53"))
 	nodePort := w.client.client(t, net.JoinHostPort(nodeIP, fmt.Sprint(dns.Spec.Ports[0].NodePort)))
@@ -288,7 +288,7 @@ func TestKpngInPlaceOfKubeProxy(t *testing.T) {
 		t.Errorf("while kpng does not run, a new client reaches %q", got)
 	}
 	w.lead(dns, pod1, nodeName)
-	end = w.run()
+	end = w.run("nftables", healthz)
 	reach("after its pod moved while kpng did not run", "pod1")
 
 	if err := end(os.Interrupt); err != nil {

@@ -28,6 +28,8 @@ type Backend struct {
 	cgroup    string
 	programs  *programs
 	dataplane *dataplane
+	// detached is set after an error of eBPF, until a pass has filled the maps again.
+	detached bool
 	// compareAt is the time of the next comparison with the kernel.
 	compareAt time.Time
 }
@@ -118,20 +120,43 @@ func (b *Backend) Cleanup(ctx context.Context) error {
 	return errors.Join(remove(&b.opts), b.forward.Cleanup(ctx))
 }
 
-// Sync implements [sink.Sink]. It first programs the other sink. If that sink acknowledges
-// nothing, the maps do not change.
+// Sync implements [sink.Sink]. It programs the other sink and returns its result. Then it
+// programs the maps, also if the other sink failed, because the programs would otherwise
+// continue to use removed endpoints.
+//
+// An error of eBPF does not fail Sync. The backend logs it and detaches the programs, so
+// that the other sink handles all connections. Verify later requests a new pass.
 func (b *Backend) Sync(ctx context.Context, c *sink.Changes) error {
-	err := b.proxy.Sync(ctx, c)
-	if _, ok := sink.Acknowledged(err); !ok {
-		return err
-	}
+	defer b.program(ctx, c) // also if the other sink panics
+	return b.proxy.Sync(ctx, c)
+}
+
+// repairPause is the time from an error of eBPF to the next attempt to use eBPF.
+const repairPause = time.Minute
+
+// program programs the maps. It attaches the programs if they are detached and a pass ends.
+func (b *Backend) program(ctx context.Context, c *sink.Changes) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	if ours := b.dataplane.sync(ctx, c); ours != nil {
-		return errors.Join(err, ours)
+	if b.detached && b.dataplane.records == nil && !c.First {
+		return // a pass has to begin first
+	}
+	err := b.dataplane.sync(ctx, c)
+	if err == nil && b.detached && c.Last {
+		if err = b.programs.attach(&b.opts, b.cgroup); err == nil {
+			b.detached = false
+			klog.FromContext(ctx).Info("Attached the eBPF programs again")
+		}
+	}
+	if err != nil {
+		b.detached = true
+		b.dataplane.records = nil
+		b.compareAt = time.Now().Add(repairPause)
+		err = errors.Join(err, b.programs.detach())
+		klog.FromContext(ctx).Error(err, "Detached the eBPF programs; all services are handled without eBPF", "retryAfter", repairPause)
+		return
 	}
 	b.opts.Used(b.dataplane.usage())
-	return err
 }
 
 // The shortest time between two comparisons with the kernel. After a comparison, there is
@@ -143,20 +168,32 @@ const (
 )
 
 // Verify implements [sink.Verifier]. It verifies the other sink. From time to time, it
-// compares the maps with the records of the backend, and attaches detached programs
-// again.
+// compares the maps with the records of the backend, attaches programs again that another
+// program has detached, and tries to add services that did not fit. After an error of
+// eBPF, it requests a new pass.
 func (b *Backend) Verify(ctx context.Context) error {
-	if err := b.forward.Verify(ctx); err != nil {
-		return err
-	}
+	return errors.Join(b.forward.Verify(ctx), b.verify(ctx))
+}
+
+func (b *Backend) verify(ctx context.Context) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	now := time.Now()
-	if now.Before(b.compareAt) || b.dataplane.records == nil {
+	if now.Before(b.compareAt) {
 		return nil
 	}
-	err := b.reattach(ctx)
-	err = errors.Join(err, b.dataplane.compare())
+	if b.detached {
+		b.compareAt = now.Add(repairPause)
+		return fmt.Errorf("fill the eBPF maps again after an error (%w)", sink.ErrStartOver)
+	}
+	if b.dataplane.records == nil {
+		return nil
+	}
+	err := errors.Join(b.reattach(ctx), b.dataplane.compare())
+	if err == nil {
+		err = b.dataplane.retry()
+		b.opts.Used(b.dataplane.usage())
+	}
 	b.compareAt = time.Now().Add(max(minPause, pauseFactor*time.Since(now)))
 	return err
 }

@@ -55,7 +55,7 @@ func checkFileSystems(cgroup, bpffs string) error {
 		magic             int64
 	}{
 		{cgroup, "in a file system of type cgroup2", "", unix.CGROUP2_SUPER_MAGIC},
-		{bpffs, "a BPF file system", "; mount one: mount -t bpf bpf " + bpffs, unix.BPF_FS_MAGIC},
+		{bpffs, "a BPF file system", "; mount one: mount -t bpf -o mode=700 bpf " + bpffs, unix.BPF_FS_MAGIC},
 	} {
 		var s unix.Statfs_t
 		if err := unix.Statfs(check.dir, &s); err != nil {

@@ -125,7 +125,8 @@ struct {
 static __always_inline int keeps(const struct client *client, const struct list *list, __u64 now, struct address *endpoint)
 {
 	struct choice *choice = bpf_map_lookup_elem(&clients, client);
-	if (!choice || (list->affinity && now - choice->time >= list->affinity * SECOND))
+	// The age is negative if another CPU has written the choice after this one read the time.
+	if (!choice || (list->affinity && (__s64)(now - choice->time) >= (__s64)(list->affinity * SECOND)))
 		return 0;
 	struct member member = {.list = list->id, .endpoint = choice->endpoint};
 	*endpoint = member.endpoint;
@@ -193,8 +194,12 @@ static __always_inline int translate(struct bpf_sock_addr *ctx, struct address *
 	struct address *known = NULL;
 	if (frontend.protocol == IPPROTO_UDP)
 		known = bpf_map_lookup_elem(&peers, &peer);
-	if (!known || !equal(known, address))
-		bpf_map_update_elem(&peers, &peer, address, BPF_ANY);
+	if (!known || !equal(known, address)) {
+		long err = bpf_map_update_elem(&peers, &peer, address, BPF_ANY);
+		// Without the record, the socket would receive answers from the endpoint's address.
+		if (err && frontend.protocol == IPPROTO_UDP)
+			return 0;
+	}
 	*address = peer.endpoint;
 	return 1;
 }
@@ -242,6 +247,14 @@ static __always_inline void write6(struct bpf_sock_addr *ctx, const struct addre
 	ctx->user_port = a->port;
 }
 
+// connected reports whether a UDP socket is connected. It receives only datagrams of its
+// peer, so answers of an endpoint would not reach it. The kernel runs the program at
+// sendmsg for such a socket only if the caller names a destination.
+static __always_inline int connected(struct bpf_sock_addr *ctx)
+{
+	return ctx->sk && ctx->sk->state == BPF_TCP_ESTABLISHED;
+}
+
 #define PROGRAM(hook, family, condition, change)              \
 	SEC("cgroup/" #hook #family)                          \
 	int hook##family(struct bpf_sock_addr *ctx)           \
@@ -256,8 +269,8 @@ static __always_inline void write6(struct bpf_sock_addr *ctx, const struct addre
 // tracking has to move it. Therefore only TCP sockets are translated when they connect.
 PROGRAM(connect, 4, ctx->protocol == IPPROTO_TCP, translate)
 PROGRAM(connect, 6, ctx->protocol == IPPROTO_TCP, translate)
-PROGRAM(sendmsg, 4, ctx->protocol == IPPROTO_UDP, translate)
-PROGRAM(sendmsg, 6, ctx->protocol == IPPROTO_UDP, translate)
+PROGRAM(sendmsg, 4, ctx->protocol == IPPROTO_UDP && !connected(ctx), translate)
+PROGRAM(sendmsg, 6, ctx->protocol == IPPROTO_UDP && !connected(ctx), translate)
 PROGRAM(recvmsg, 4, ctx->protocol == IPPROTO_UDP, restore)
 PROGRAM(recvmsg, 6, ctx->protocol == IPPROTO_UDP, restore)
 PROGRAM(getpeername, 4, ctx->protocol == IPPROTO_TCP, restore)

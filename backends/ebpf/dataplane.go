@@ -10,6 +10,7 @@ import (
 	"fmt"
 	"hash/maphash"
 	"maps"
+	"math/rand/v2"
 	"slices"
 
 	"github.com/kpng-project/kpng/api"
@@ -28,13 +29,20 @@ type dataplane struct {
 
 	// records has the frontends in the kernel. It is nil while these are unknown.
 	records map[frontendKey]*record
-	// services has the needed frontends of each service that this pass has delivered.
+	// services has the needed frontends of each service that this pass has delivered, also
+	// of services that need none.
 	services map[types.NamespacedName][]frontendKey
+	// prune is set from the end of a pass until the frontends without an owner are deleted.
+	// awaited has the failing services to which these frontends may belong, because they were
+	// not delivered since First. sync prunes when awaited is empty.
+	awaited map[types.NamespacedName]struct{}
+	prune   bool
 	// left has the services with a frontend that did not fit into the maps.
 	left map[types.NamespacedName]*api.ServiceEndpoints
 	// full is the last reason why a frontend did not fit.
 	full error
-	// lastID is the highest ID of a list so far.
+	// lastID is the ID of the last new list. The first ID is random, so that a process does
+	// not use the IDs of an earlier one.
 	lastID uint64
 	// endpoints and memberships are the numbers of elements of slots and members.
 	endpoints, memberships int
@@ -71,30 +79,45 @@ func (d *dataplane) sync(ctx context.Context, c *sink.Changes) error {
 	if d.records == nil {
 		return fmt.Errorf("the content of the maps is unknown (%w)", sink.ErrStartOver)
 	}
+	hadSpace := len(d.left) == 0
 	all := changes{}
 	for s := range c.Services {
 		d.plan(all, s.Key, s.New)
+		delete(d.awaited, s.Key)
 	}
 	if c.Last {
+		d.prune = true
+		d.awaited = map[types.NamespacedName]struct{}{}
+		for _, key := range c.Failing {
+			if _, planned := d.services[key]; !planned {
+				d.awaited[key] = struct{}{}
+			}
+		}
+	}
+	if d.prune && len(d.awaited) == 0 {
+		d.prune = false
 		for f, r := range d.records {
 			if _, changes := all[f]; r.owner == (types.NamespacedName{}) && !changes {
 				all[f] = nil
 			}
 		}
 	}
-	hadSpace := len(d.left) == 0
 	freed, err := d.apply(all)
-	if err == nil && freed && !hadSpace {
+	if err == nil && freed {
 		err = d.retry()
 	}
 	if hadSpace && len(d.left) > 0 {
-		klog.FromContext(ctx).Info("The eBPF maps are full; some services are handled without eBPF", "services", len(d.left), "reason", d.full)
+		klog.FromContext(ctx).Info("Some services do not fit into the eBPF maps and are handled without eBPF", "services", len(d.left), "reason", d.full)
 	}
 	return err
 }
 
-// retry adds the frontends of services that did not fit, until the maps are full again.
+// maxMisfits limits the services that retry tries in vain, because many may be left.
+const maxMisfits = 16
+
+// retry adds frontends of services that did not fit, in random order.
 func (d *dataplane) retry() error {
+	misfits := 0
 	for key, view := range maps.Clone(d.left) {
 		all := changes{}
 		d.plan(all, key, view)
@@ -102,7 +125,9 @@ func (d *dataplane) retry() error {
 			return err
 		}
 		if _, still := d.left[key]; still {
-			break
+			if misfits++; misfits == maxMisfits {
+				break
+			}
 		}
 	}
 	return nil
@@ -118,13 +143,17 @@ func (d *dataplane) begin() error {
 	if err != nil {
 		return fmt.Errorf("%w (%w)", err, sink.ErrStartOver)
 	}
-	d.records, d.lastID = s.records, max(d.lastID, s.lastID)
+	d.records = s.records
+	if d.lastID == 0 {
+		d.lastID = rand.Uint64()
+	}
 	d.endpoints, d.memberships = 0, 0
 	for _, r := range d.records {
 		d.count(r, 1)
 	}
 	d.services = map[types.NamespacedName][]frontendKey{}
 	d.left = map[types.NamespacedName]*api.ServiceEndpoints{}
+	d.awaited, d.prune = nil, false
 	return nil
 }
 
@@ -153,7 +182,7 @@ func (d *dataplane) plan(all changes, key types.NamespacedName, view *api.Servic
 			all[w.frontend] = &change{wanted: w, owner: key, view: view}
 		}
 	}
-	if len(needed) == 0 {
+	if view == nil {
 		delete(d.services, key)
 	}
 	for _, f := range old {
@@ -251,7 +280,6 @@ type scan struct {
 	// orphanSlots and orphanMembers belong to no frontend.
 	orphanSlots   []slotKey
 	orphanMembers []memberKey
-	lastID        uint64
 }
 
 func (d *dataplane) scan() (*scan, error) {
@@ -264,13 +292,11 @@ func (d *dataplane) scan() (*scan, error) {
 			r = nil // only another program writes a list twice, so no frontend keeps it
 		}
 		lists[l.ID] = r
-		s.lastID = max(s.lastID, l.ID)
 	})
 	if err != nil {
 		return nil, err
 	}
 	err = d.slots.each(func(k slotKey, a address) {
-		s.lastID = max(s.lastID, k.List)
 		if r := lists[k.List]; r != nil && k.Index < r.list.Count {
 			r.digest += slotDigest(d.seed, k.Index, a)
 		} else {
@@ -281,7 +307,6 @@ func (d *dataplane) scan() (*scan, error) {
 		return nil, err
 	}
 	err = d.members.each(func(k memberKey, _ uint32) {
-		s.lastID = max(s.lastID, k.List)
 		if r := lists[k.List]; r != nil {
 			r.digest += memberDigest(d.seed, k.Endpoint)
 			r.members = append(r.members, k.Endpoint)

@@ -17,6 +17,7 @@ import (
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/sink"
+	"golang.org/x/sys/unix"
 	"k8s.io/apimachinery/pkg/types"
 )
 
@@ -27,11 +28,17 @@ type fakeTable[K comparable, V any] struct {
 	check    func()
 	// err is the error of the next deletion.
 	err error
+	// noMemory is how many calls of set fail for lack of memory.
+	noMemory int
 }
 
 var errFull = errors.New("the map is full")
 
 func (t *fakeTable[K, V]) set(keys []K, values []V) (int, error) {
+	if t.noMemory > 0 {
+		t.noMemory--
+		return 0, fmt.Errorf("set: %w", unix.ENOMEM)
+	}
 	for i, k := range keys {
 		if _, ok := t.elements[k]; !ok && len(t.elements) == t.max {
 			return i, errFull
@@ -253,38 +260,177 @@ func TestFailedDeletionRequestsAPass(t *testing.T) {
 	k.mustHave(services)
 }
 
-// TestUnacknowledgedChangesDoNotReachTheMaps checks that nothing changes if the other sink
-// has not acknowledged the changes.
-func TestUnacknowledgedChangesDoNotReachTheMaps(t *testing.T) {
+// TestChangesReachTheMapsIfTheOtherSinkFails checks that programs do not use removed
+// endpoints while the other sink fails or panics.
+func TestChangesReachTheMapsIfTheOtherSinkFails(t *testing.T) {
 	k := newFakeKernel(t, 10, 10, 10)
 	var result error
 	var used []int
-	b, err := New(sink.Func(func(context.Context, *sink.Changes) error { return result }), Options{})
+	b, err := New(sink.Func(func(context.Context, *sink.Changes) error {
+		if result == nil {
+			panic("broken")
+		}
+		return result
+	}), Options{})
 	if err != nil {
 		t.Fatal(err)
 	}
 	b.dataplane = k.dataplane
 	b.opts.Used = func(u Usage) { used = append(used, u.Frontends) }
-	web := map[string]*api.ServiceEndpoints{"web": view("web", []string{"10.96.0.1"}, []string{"10.0.0.1"}, nil)}
+	services := map[string]*api.ServiceEndpoints{}
 	broken := errors.New("broken")
-	for _, step := range []struct {
-		result    error
-		frontends int
-	}{
-		{broken, 0},
-		{&sink.Failed{{Namespace: "default", Name: "other"}: broken}, 2},
-		{nil, 2},
-	} {
-		result = step.result
-		if err := b.Sync(t.Context(), changesOf(sink.Changes{First: true, Last: true}, web)); err != step.result {
-			t.Errorf("error %v, want %v", err, step.result)
+	for i, step := range []error{broken, &sink.Failed{{Namespace: "default", Name: "other"}: broken}, nil} {
+		services["web"] = view("web", []string{"10.96.0.1"}, []string{fmt.Sprint("10.0.0.", i)}, nil)
+		result = step
+		func() {
+			defer func() {
+				if r := recover(); (r != nil) != (step == nil) {
+					t.Errorf("step %d: panic %v", i, r)
+				}
+			}()
+			if err := b.Sync(t.Context(), changesOf(sink.Changes{First: i == 0, Last: i == 0}, services)); err != step {
+				t.Errorf("error %v, want %v", err, step)
+			}
+		}()
+		k.mustHave(services)
+	}
+	if !slices.Equal(used, []int{2, 2, 2}) {
+		t.Errorf("the function Used got %v frontends", used)
+	}
+}
+
+// TestPruneKeepsFrontendsOfFailingServices checks that a pass keeps frontends that may
+// belong to a failing service which was not delivered since the last First, and deletes
+// them when that service is delivered.
+func TestPruneKeepsFrontendsOfFailingServices(t *testing.T) {
+	k := newFakeKernel(t, 10, 10, 10)
+	ctx := t.Context()
+	services := map[string]*api.ServiceEndpoints{
+		"goes": view("goes", []string{"10.96.0.1"}, []string{"10.0.0.1"}, nil),
+		"web":  view("web", []string{"10.96.0.2"}, []string{"10.0.0.1"}, nil),
+	}
+	if err := k.sync(ctx, changesOf(sink.Changes{First: true, Last: true}, services)); err != nil {
+		t.Fatal(err)
+	}
+	failing := []types.NamespacedName{{Namespace: "default", Name: "web"}}
+	if err := k.sync(ctx, changesOf(sink.Changes{First: true, Last: true, Failing: failing}, nil)); err != nil {
+		t.Fatal(err)
+	}
+	if n := len(k.frontends.elements); n != 4 {
+		t.Errorf("%d frontends, want 4", n)
+	}
+	delete(services, "goes")
+	if err := k.sync(ctx, changesOf(sink.Changes{}, services)); err != nil {
+		t.Fatal(err)
+	}
+	k.mustHave(services)
+	// A failing service that needs no frontend does not prevent pruning.
+	services["none"] = view("none", []string{"10.96.0.3"}, nil, nil)
+	failing[0].Name = "none"
+	if err := k.sync(ctx, changesOf(sink.Changes{First: true}, map[string]*api.ServiceEndpoints{"none": services["none"]})); err != nil {
+		t.Fatal(err)
+	}
+	if err := k.sync(ctx, changesOf(sink.Changes{Last: true, Failing: failing}, nil)); err != nil {
+		t.Fatal(err)
+	}
+	if n := len(k.frontends.elements); n != 0 {
+		t.Errorf("%d frontends, want none", n)
+	}
+}
+
+// TestServicesLeftAreRetried checks that services that did not fit are added as soon as
+// there is space.
+func TestServicesLeftAreRetried(t *testing.T) {
+	tcp := func(s *api.Service) { s.Ports = s.Ports[:1] }
+	service := func(i, endpoints int) *api.ServiceEndpoints {
+		var addrs []string
+		for e := range endpoints {
+			addrs = append(addrs, fmt.Sprint("10.0.0.", e))
 		}
-		if n := len(k.frontends.elements); n != step.frontends {
-			t.Errorf("after %v: %d frontends, want %d", step.result, n, step.frontends)
+		return view(fmt.Sprint("s", i), []string{fmt.Sprint("10.96.0.", i)}, addrs, tcp)
+	}
+	type services = map[string]*api.ServiceEndpoints
+	for name, steps := range map[string][]services{
+		"in the Sync that also changes the service left": {
+			{"s1": service(1, 3), "s2": service(2, 3), "s3": service(3, 3)},
+			{"s1": nil, "s2": service(2, 2), "s3": service(3, 2)},
+		},
+		"in the only Sync of a pass, when stale lists fill a map": {
+			{"s1": service(1, 3), "s2": service(2, 3)},
+			nil, // a restart
+			{"s3": service(3, 3), "s4": service(4, 3)},
+		},
+		"although another service does not fit": {
+			{"s1": service(1, 3), "s2": service(2, 3)},
+			{"s3": service(3, 7), "s4": service(4, 1), "s5": service(5, 1), "s6": service(6, 1)},
+			{"s1": nil},
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			for range 20 { // the order of services is random
+				k := newFakeKernel(t, 10, 6, 10)
+				all, first := services{}, true
+				for _, step := range steps {
+					if step == nil {
+						k.restart()
+						all, first = services{}, true
+						continue
+					}
+					maps.Copy(all, step)
+					maps.DeleteFunc(all, func(_ string, v *api.ServiceEndpoints) bool { return v == nil })
+					if err := k.sync(t.Context(), changesOf(sink.Changes{First: first, Last: first}, step)); err != nil {
+						t.Fatal(err)
+					}
+					first = false
+				}
+				k.mustHave(all)
+				for key := range k.left {
+					if len(all[key.Name].Endpoints) <= 6 {
+						t.Fatalf("service %s was left to the other sink", key)
+					}
+				}
+			}
+		})
+	}
+}
+
+// TestLackOfMemoryIsTransient checks that a change survives a short lack of memory, and
+// that a long one leaves the service to the other sink.
+func TestLackOfMemoryIsTransient(t *testing.T) {
+	k := newFakeKernel(t, 10, 10, 10)
+	services := map[string]*api.ServiceEndpoints{"web": view("web", []string{"10.96.0.1"}, []string{"10.0.0.1", "10.0.0.2"}, nil)}
+	for _, test := range []struct{ failures, left int }{{3, 0}, {1000, 1}} {
+		k.slots.noMemory = test.failures
+		k.slots.elements, k.members.elements, k.frontends.elements = map[slotKey]address{}, map[memberKey]uint32{}, map[frontendKey]list{}
+		if err := k.sync(t.Context(), changesOf(sink.Changes{First: true, Last: true}, services)); err != nil {
+			t.Fatal(err)
+		}
+		if len(k.left) != test.left {
+			t.Errorf("after %d failures, %d services are left, want %d", test.failures, len(k.left), test.left)
 		}
 	}
-	if !slices.Equal(used, []int{2, 2}) {
-		t.Errorf("the function Used got %v frontends", used)
+}
+
+// TestRestartUsesOtherIDs checks that a process does not use the ID of a list that an
+// earlier process has deleted. A program may still read that list.
+func TestRestartUsesOtherIDs(t *testing.T) {
+	k := newFakeKernel(t, 10, 10, 10)
+	services := map[string]*api.ServiceEndpoints{"web": view("web", []string{"10.96.0.1"}, []string{"10.0.0.1"}, nil)}
+	seen := map[uint64]bool{}
+	for range 3 {
+		if err := k.sync(t.Context(), changesOf(sink.Changes{First: true, Last: true}, services)); err != nil {
+			t.Fatal(err)
+		}
+		for _, l := range k.frontends.elements {
+			if seen[l.ID] {
+				t.Errorf("list %d was used twice", l.ID)
+			}
+			seen[l.ID] = true
+		}
+		if err := k.sync(t.Context(), changesOf(sink.Changes{}, map[string]*api.ServiceEndpoints{"web": nil})); err != nil {
+			t.Fatal(err)
+		}
+		k.restart()
 	}
 }
 

@@ -19,6 +19,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/cilium/ebpf"
+	"github.com/cilium/ebpf/link"
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/internal/netnstest"
 	"github.com/kpng-project/kpng/sink"
@@ -34,6 +36,8 @@ func TestKernel(t *testing.T) {
 	t.Run("a UDP socket may use two services with the same endpoint", testSharedEndpoint)
 	t.Run("UDP sockets keep a draining endpoint and leave a removed one", testUDPChurn)
 	t.Run("connected UDP sockets are left to the other sink", testConnectedUDP)
+	t.Run("a connected UDP socket may name its peer when it sends", testConnectedUDPNamesPeer)
+	t.Run("a datagram is not translated if its answer could not be restored", testNoRecord)
 	t.Run("clients of a service with session affinity keep their endpoint", testAffinity)
 	t.Run("sockets of other cgroups are not translated", testOtherCgroup)
 	t.Run("HostNetworkOnly excludes other network namespaces", testHostNetworkOnly)
@@ -41,8 +45,12 @@ func TestKernel(t *testing.T) {
 	t.Run("while lists change, connections reach endpoints of their own service", testChurn)
 	t.Run("a restart adopts the maps and replaces the programs", testRestart)
 	t.Run("a restart deletes what the process before it left", testStale)
+	t.Run("a restart detaches programs at hooks of other versions", testUnknownLink)
 	t.Run("a new size replaces the maps", testNewSize)
 	t.Run("services that do not fit are left to the other sink until there is space", testFull)
+	t.Run("a service left without reason is added by Verify", testVerifyRetries)
+	t.Run("an error of a map leaves everything to the other sink, until a later pass succeeds", testMapError)
+	t.Run("a second process cannot use the same maps", testLock)
 	t.Run("changes by other programs are repaired", testRepair)
 	t.Run("Dataplane shows and compares maps", testDataplane)
 	t.Run("clean-up removes everything", testCleanup)
@@ -61,6 +69,23 @@ func (n *node) serve() {
 		at := net.JoinHostPort(addr, "8080")
 		netnstest.Listen(n.t, n.ns.Do, at, func(c net.Conn) { fmt.Fprint(c, addr) })
 		netnstest.Answer(n.t, n.ns.Do, at, addr)
+		n.awaitRoute(at)
+	}
+}
+
+// awaitRoute waits until a TCP connection to an address of the namespace is accepted or
+// refused. The kernel adds the route to an IPv6 address a moment after the address. Until
+// then, connections fail, and all datagrams of a connected socket are lost.
+func (n *node) awaitRoute(at string) {
+	n.t.Helper()
+	for deadline := time.Now().Add(20 * time.Second); ; {
+		_, _, err := n.dial(n.ns.Do, at)
+		if err == nil || errors.Is(err, unix.ECONNREFUSED) {
+			return
+		}
+		if time.Now().After(deadline) {
+			n.t.Fatalf("connect to %s: %v", at, err)
+		}
 	}
 }
 
@@ -306,6 +331,94 @@ func testConnectedUDP(t *testing.T) {
 	})
 }
 
+func testConnectedUDPNamesPeer(t *testing.T) {
+	n := newNode(t, Options{})
+	n.serve()
+	ips := []string{"10.96.0.1", "fd00:96::1"}
+	n.pass(view("web", ips, []string{endpoints[0], endpoints[3]}, nil))
+	// The servers at the addresses of the service take the place of the other sink.
+	for _, ip := range ips {
+		n.ns.Add(t, "lo", ip)
+		netnstest.Answer(t, n.ns.Do, net.JoinHostPort(ip, "80"), "other sink")
+		n.awaitRoute(net.JoinHostPort(ip, "81"))
+	}
+	for _, to := range []unix.Sockaddr{
+		&unix.SockaddrInet4{Port: 80, Addr: [4]byte{10, 96, 0, 1}},
+		&unix.SockaddrInet6{Port: 80, Addr: netip.MustParseAddr("fd00:96::1").As16()},
+		&unix.SockaddrInet6{Port: 80, Addr: netip.MustParseAddr("::ffff:10.96.0.1").As16()},
+	} {
+		err := n.ns.Do(func() error {
+			family := unix.AF_INET6
+			if _, ok := to.(*unix.SockaddrInet4); ok {
+				family = unix.AF_INET
+			}
+			fd, err := unix.Socket(family, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0)
+			if err != nil {
+				return err
+			}
+			defer unix.Close(fd)
+			if err := unix.SetsockoptTimeval(fd, unix.SOL_SOCKET, unix.SO_RCVTIMEO, &unix.Timeval{Sec: 10}); err != nil {
+				return err
+			}
+			if err := unix.Connect(fd, to); err != nil {
+				return err
+			}
+			if err := unix.Sendto(fd, []byte("?"), 0, to); err != nil {
+				return err
+			}
+			buffer := make([]byte, 100)
+			length, _, err := unix.Recvfrom(fd, buffer, 0)
+			if err == nil && string(buffer[:length]) != "other sink" {
+				err = fmt.Errorf("answer %q", buffer[:length])
+			}
+			return err
+		})
+		if err != nil {
+			t.Errorf("to %+v: %v", to, err)
+		}
+	}
+}
+
+func testNoRecord(t *testing.T) {
+	n := newNode(t, Options{})
+	n.serve()
+	n.pass(view("web", []string{"10.96.0.1"}, endpoints[:1], nil))
+	n.socket().ask("10.96.0.1:80")
+	// Replace the program by one whose map of peers is full and removes nothing.
+	spec, err := loadConnect()
+	if err != nil {
+		t.Fatal(err)
+	}
+	peers := spec.Maps["peers"]
+	peers.Type, peers.MaxEntries = ebpf.Hash, 1
+	peers.Contents = []ebpf.MapKV{{Key: make([]byte, peers.KeySize), Value: make([]byte, peers.ValueSize)}}
+	var other struct {
+		Sendmsg4 *ebpf.Program `ebpf:"sendmsg4"`
+	}
+	p := n.programs
+	for name, m := range map[string]*ebpf.Map{"frontends": p.Frontends, "slots": p.Slots, "members": p.Members, "clients": p.Clients} {
+		spec.Maps[name].MaxEntries = m.MaxEntries()
+	}
+	err = spec.LoadAndAssign(&other, &ebpf.CollectionOptions{MapReplacements: map[string]*ebpf.Map{
+		"frontends": p.Frontends, "slots": p.Slots, "members": p.Members, "clients": p.Clients,
+	}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer other.Sendmsg4.Close()
+	for i, h := range p.hooks() {
+		if h.name == "sendmsg4" {
+			if err := p.links[i].Update(other.Sendmsg4); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	// Without translation, there is no route.
+	if _, err := n.socket().WriteTo([]byte("?"), &net.UDPAddr{IP: net.IPv4(10, 96, 0, 1), Port: 80}); !errors.Is(err, unix.ENETUNREACH) {
+		t.Errorf("error %v, want %v", err, unix.ENETUNREACH)
+	}
+}
+
 func testAffinity(t *testing.T) {
 	n := newNode(t, Options{})
 	n.serve()
@@ -337,15 +450,30 @@ func testAffinity(t *testing.T) {
 	seen := map[string]bool{}
 	for range 10 {
 		seen[n.reaches("10.96.0.1:80", 1)[0]] = true
-		n.expireClients()
+		n.shiftClients(-time.Second)
 	}
 	if len(seen) == 1 {
 		t.Errorf("after the time-out, the client still reaches %v", seen)
 	}
+	// Another CPU may have stored a later time.
+	n.set(view("web", ips, endpoints[:3], withAffinity(10800)))
+	kept := n.reaches("10.96.0.1:80", 1)
+	for range 10 {
+		n.shiftClients(time.Hour)
+		n.mustReachOnce("10.96.0.1:80", kept[0])
+	}
 }
 
-// expireClients makes the last connections of all clients older by a second.
-func (n *node) expireClients() {
+// mustReachOnce checks the endpoint that one connection reaches.
+func (n *node) mustReachOnce(to, want string) {
+	n.t.Helper()
+	if got := n.reaches(to, 1); got[0] != want {
+		n.t.Errorf("%s leads to %s, want %s", to, got[0], want)
+	}
+}
+
+// shiftClients changes the times of the last connections of all clients.
+func (n *node) shiftClients(by time.Duration) {
 	n.t.Helper()
 	type client struct {
 		Cookie   uint64
@@ -359,7 +487,7 @@ func (n *node) expireClients() {
 	}
 	clients := kernelTable[client, choice]{"clients", n.programs.Clients}
 	var all batch[client, choice]
-	if err := clients.each(func(k client, c choice) { c.Time -= 1e9; all.add(k, c) }); err != nil {
+	if err := clients.each(func(k client, c choice) { c.Time += uint64(by); all.add(k, c) }); err != nil {
 		n.t.Fatal(err)
 	}
 	if _, err := clients.set(all.keys, all.values); err != nil {
@@ -524,8 +652,23 @@ func testStale(t *testing.T) {
 	if slots, members := count(t, n.dataplane.slots), count(t, n.dataplane.members); slots != 2 || members != 1 {
 		t.Errorf("%d slots and %d members, want 2 and 1", slots, members)
 	}
-	if n.dataplane.lastID <= 1000 {
-		t.Errorf("last ID %d: the ID of a list may be used twice", n.dataplane.lastID)
+}
+
+func testUnknownLink(t *testing.T) {
+	n := newNode(t, Options{})
+	// A second link of the hook takes the place of a hook that this version does not know.
+	l, err := link.AttachCgroup(link.CgroupOptions{Path: n.opts.Cgroup, Attach: ebpf.AttachCGroupInet4Connect, Program: n.programs.Connect4})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	path := filepath.Join(n.opts.directory(), "other")
+	if err := l.Pin(path); err != nil {
+		t.Fatal(err)
+	}
+	n.restart()
+	if _, err := os.Stat(path); !errors.Is(err, os.ErrNotExist) || attachedTo(l) != 0 {
+		t.Errorf("the link is attached to cgroup %d, and its file has error %v", attachedTo(l), err)
 	}
 }
 
@@ -588,15 +731,123 @@ func testFull(t *testing.T) {
 	}
 }
 
+// verify runs Verify with a comparison.
+func (n *node) verify() error {
+	n.compareAt = time.Time{}
+	return n.Verify(n.t.Context())
+}
+
+// brokenTable is a table that fails to write or to delete while the error is set.
+type brokenTable[K comparable, V any] struct {
+	table[K, V]
+	setErr, deleteErr error
+}
+
+func (t *brokenTable[K, V]) set(keys []K, values []V) (int, error) {
+	if t.setErr != nil {
+		return 0, t.setErr
+	}
+	return t.table.set(keys, values)
+}
+
+func (t *brokenTable[K, V]) delete(keys []K) error {
+	if t.deleteErr != nil {
+		return t.deleteErr
+	}
+	return t.table.delete(keys)
+}
+
+func testVerifyRetries(t *testing.T) {
+	n := newNode(t, Options{})
+	n.serve()
+	slots := &brokenTable[slotKey, address]{table: n.dataplane.slots, setErr: unix.ENOMEM}
+	n.dataplane.slots = slots
+	n.pass(view("web", []string{"10.96.0.1"}, endpoints[:1], nil))
+	n.mustNotReach("10.96.0.1:80")
+	slots.setErr = nil
+	// An error of the other sink does not matter.
+	n.forward.To = failingVerifier{}
+	if err := n.verify(); !errors.Is(err, errBroken) {
+		t.Errorf("error %v, want %v", err, errBroken)
+	}
+	n.mustReach("10.96.0.1:80", endpoints[0])
+}
+
+var errBroken = errors.New("broken")
+
+type failingVerifier struct{}
+
+func (failingVerifier) Verify(context.Context) error { return errBroken }
+
+func testMapError(t *testing.T) {
+	n := newNode(t, Options{})
+	n.serve()
+	slots := &brokenTable[slotKey, address]{table: n.dataplane.slots}
+	n.dataplane.slots = slots
+	delivered := 0
+	n.proxy = sink.Func(func(context.Context, *sink.Changes) error { delivered++; return nil })
+	ips := []string{"10.96.0.1"}
+	n.pass(view("web", ips, endpoints[:1], nil))
+	n.mustReach("10.96.0.1:80", endpoints[0])
+	slots.deleteErr = errBroken
+	web := view("web", ips, endpoints[1:2], nil)
+	for range 3 {
+		n.set(web)
+		n.mustNotReach("10.96.0.1:80")
+	}
+	for range 2 {
+		if err := n.verify(); !errors.Is(err, sink.ErrStartOver) {
+			t.Errorf("error %v, want a new pass", err)
+		}
+		if err := n.Verify(t.Context()); err != nil {
+			t.Errorf("immediately after an attempt: %v", err)
+		}
+		n.pass(web)
+		n.mustNotReach("10.96.0.1:80")
+	}
+	if delivered != 6 {
+		t.Errorf("the other sink got %d batches, want 6", delivered)
+	}
+	slots.deleteErr = nil
+	if err := n.verify(); !errors.Is(err, sink.ErrStartOver) {
+		t.Errorf("error %v, want a new pass", err)
+	}
+	n.deliver(&sink.Changes{First: true, NodeChanged: true}, web)
+	n.mustNotReach("10.96.0.1:80") // the pass has not ended
+	n.deliver(&sink.Changes{Last: true})
+	n.mustReach("10.96.0.1:80", endpoints[1])
+	if err := n.verify(); err != nil {
+		t.Error(err)
+	}
+}
+
+func testLock(t *testing.T) {
+	n := newNode(t, Options{})
+	b, err := New(noProxy, n.opts)
+	if err != nil {
+		t.Fatal(err)
+	}
+	const want = "another process uses the maps"
+	if err := b.Start(t.Context()); err == nil || !strings.Contains(err.Error(), want) {
+		t.Errorf("error %v, want one with %q", err, want)
+	}
+	if err := n.Stop(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if err := b.Start(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if err := b.Stop(t.Context()); err != nil {
+		t.Error(err)
+	}
+}
+
 func testRepair(t *testing.T) {
 	n := newNode(t, Options{})
 	n.serve()
 	web := view("web", []string{"10.96.0.1"}, endpoints, nil)
 	n.pass(web)
-	verify := func() error {
-		n.compareAt = time.Time{}
-		return n.Verify(t.Context())
-	}
+	verify := n.verify
 	if err := verify(); err != nil {
 		t.Fatal(err)
 	}

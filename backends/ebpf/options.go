@@ -54,8 +54,8 @@ type Options struct {
 	// longest time. Default: 65,536.
 	MaxClients int
 
-	// Used is called after each successful Sync. Calls do not overlap, and the
-	// function must not call the Backend. Default: none.
+	// Used is called when Sync or Verify may have changed the maps. Calls do not overlap, and
+	// the function must not call the Backend. Default: none.
 	Used func(Usage)
 }
 

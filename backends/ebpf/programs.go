@@ -11,6 +11,7 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 
 	"github.com/cilium/ebpf"
@@ -27,6 +28,8 @@ import (
 type programs struct {
 	connectObjects
 	links []link.Link
+	// lock is the open directory of the instance. The process has a lock on it.
+	lock *os.File
 }
 
 // hook is a hook of the cgroup. The link of the hook is pinned under the same name.
@@ -73,10 +76,16 @@ func load(ctx context.Context, o *Options) (p *programs, err error) {
 		}
 	}
 	dir := o.directory()
-	if err := os.MkdirAll(dir, 0o700); err != nil {
-		return nil, fmt.Errorf("make a directory for maps and links: %w", err)
+	lock, err := lockDirectory(dir)
+	if err != nil {
+		return nil, err
 	}
-	p = &programs{}
+	defer func() {
+		if err != nil {
+			lock.Close()
+		}
+	}()
+	p = &programs{lock: lock}
 	err = spec.LoadAndAssign(&p.connectObjects, &ebpf.CollectionOptions{Maps: ebpf.MapOptions{PinPath: dir}})
 	if errors.Is(err, ebpf.ErrMapIncompatible) {
 		// The old maps exist until the programs that use them are replaced.
@@ -92,6 +101,27 @@ func load(ctx context.Context, o *Options) (p *programs, err error) {
 		return nil, fmt.Errorf("load eBPF programs: %w", err)
 	}
 	return p, nil
+}
+
+// lockDirectory makes a directory for maps and links, and locks it until the result is
+// closed or the process ends. Two processes that write the same maps would mix up lists.
+func lockDirectory(dir string) (*os.File, error) {
+	if err := os.MkdirAll(dir, 0o700); err != nil {
+		return nil, fmt.Errorf("make a directory for maps and links: %w", err)
+	}
+	lock, err := os.Open(dir)
+	if err != nil {
+		return nil, fmt.Errorf("lock the directory of maps and links: %w", err)
+	}
+	err = unix.Flock(int(lock.Fd()), unix.LOCK_EX|unix.LOCK_NB)
+	if err == nil {
+		return lock, nil
+	}
+	lock.Close()
+	if errors.Is(err, unix.EWOULDBLOCK) {
+		return nil, fmt.Errorf("another process uses the maps in %s; stop it, or choose another instance", dir)
+	}
+	return nil, fmt.Errorf("lock the directory %s: %w", dir, err)
 }
 
 // checkKernel returns an error that names what the kernel or the process lacks.
@@ -155,7 +185,26 @@ func (p *programs) attach(o *Options, cgroup string) error {
 		}
 		p.links = append(p.links, l)
 	}
-	return nil
+	return removeUnknownLinks(o)
+}
+
+// removeUnknownLinks detaches the programs at hooks that only another version of kpng uses.
+func removeUnknownLinks(o *Options) error {
+	files, err := os.ReadDir(o.directory())
+	if err != nil {
+		return err
+	}
+	var errs []error
+	for _, file := range files {
+		known := slices.ContainsFunc(new(programs).hooks(), func(h hook) bool { return h.name == file.Name() })
+		if _, isMap := o.sizes()[file.Name()]; known || isMap {
+			continue
+		}
+		if l, err := link.LoadPinnedLink(filepath.Join(o.directory(), file.Name()), nil); err == nil {
+			errs = append(errs, ignoreUnattached(l.Detach()), l.Unpin(), l.Close())
+		}
+	}
+	return errors.Join(errs...)
 }
 
 func attach(path, cgroup string, id uint64, h hook) (link.Link, error) {
@@ -218,7 +267,15 @@ func ignoreUnattached(err error) error {
 
 // close closes the descriptors. The pinned maps and links stay.
 func (p *programs) close() error {
-	return errors.Join(p.connectObjects.Close(), p.closeLinks())
+	return errors.Join(p.connectObjects.Close(), p.closeLinks(), p.lock.Close())
+}
+
+// detach detaches the programs. The function attach attaches them again.
+func (p *programs) detach() (err error) {
+	for _, l := range p.links {
+		err = errors.Join(err, ignoreUnattached(l.Detach()))
+	}
+	return err
 }
 
 func (p *programs) closeLinks() (err error) {

@@ -7,6 +7,7 @@ package ebpf
 import (
 	"errors"
 	"fmt"
+	"time"
 
 	"github.com/cilium/ebpf"
 	"golang.org/x/sys/unix"
@@ -33,19 +34,32 @@ func (b *batch[K, V]) add(k K, v V) {
 	b.keys, b.values = append(b.keys, k), append(b.values, v)
 }
 
+// The kernel refuses elements with ENOMEM while it refills its reserve of free elements.
+// setAll waits memoryPause, at most memoryPauses times, and tries again.
+const (
+	memoryPause  = time.Millisecond
+	memoryPauses = 100
+)
+
 // setAll writes the elements of b. If an element fails, its change gets the error, and
 // the following elements of that change are skipped.
 func setAll[K comparable, V any](t table[K, V], b batch[K, V], changeOf func(K) *change) {
-	for i := 0; i < len(b.keys); {
+	for i, pauses := 0, 0; i < len(b.keys); {
 		c := changeOf(b.keys[i])
 		if c.err != nil {
 			i++
 			continue
 		}
 		n, err := t.set(b.keys[i:], b.values[i:])
-		if i += n; err != nil && i < len(b.keys) {
-			changeOf(b.keys[i]).err = err
+		if i += n; err == nil || i == len(b.keys) {
+			continue
 		}
+		if errors.Is(err, unix.ENOMEM) && pauses < memoryPauses {
+			pauses++
+			time.Sleep(memoryPause)
+			continue
+		}
+		changeOf(b.keys[i]).err = err
 	}
 }
 

@@ -24,7 +24,7 @@ func main() {
 	ctx := context.Background()
 	b, err := func() (backend, error) {
 		if os.Args[1] == "ipvs" {
-			return ipvs.New(ipvs.Options{Sysctls: ipvs.IgnoreSysctls})
+			return ipvs.New(ipvs.Options{})
 		}
 		return nftables.New(nftables.Options{Sysctls: nftables.IgnoreSysctls})
 	}()

@@ -6,16 +6,13 @@ package ebpf
 
 import (
 	"context"
-	"fmt"
-	"net/netip"
 	"os"
 	"slices"
-	"strings"
 	"testing"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends/internal/backendtest"
 	"github.com/kpng-project/kpng/internal/netnstest"
-	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
 	"golang.org/x/sys/unix"
 	"k8s.io/apimachinery/pkg/types"
@@ -133,39 +130,15 @@ func (n *node) sync(c *sink.Changes) {
 	}
 }
 
-// view returns the view of a service with port 80 of TCP and UDP, these cluster IPs, and
-// endpoints at port 8080. The prefix "~" marks an endpoint that is draining. If the
-// function edit is not nil, it modifies the service.
+// view returns a view of [backendtest.View]. The service has port 80 of TCP and UDP.
 func view(name string, ips, endpoints []string, edit func(*api.Service)) *api.ServiceEndpoints {
-	svc := &api.Service{
-		Namespace: "default", Name: name, Type: api.ClusterIP,
-		Ports: []api.PortMapping{
+	withUDP := func(s *api.Service) {
+		s.Ports = []api.PortMapping{
 			{Name: "tcp", Protocol: api.TCP, Port: 80, TargetPort: 8080},
 			{Name: "udp", Protocol: api.UDP, Port: 80, TargetPort: 8080},
-		},
-		IPFamilies: []api.Family{api.IPv4, api.IPv6},
-	}
-	for _, ip := range ips {
-		svc.IPs.ClusterIPs.Add(netip.MustParseAddr(ip))
-	}
-	if edit != nil {
-		edit(svc)
-	}
-	state := &api.ServiceState{Service: svc}
-	for _, family := range []api.Family{api.IPv4, api.IPv6} {
-		slice := &api.EndpointSlice{Namespace: "default", Name: fmt.Sprint(name, "-", family), ServiceName: name, Family: family}
-		for _, p := range svc.Ports {
-			slice.Ports = append(slice.Ports, api.EndpointPort{Name: p.Name, Protocol: p.Protocol, Port: 8080})
 		}
-		for _, e := range endpoints {
-			addr, drains := strings.CutPrefix(e, "~")
-			if a := netip.MustParseAddr(addr); api.FamilyOf(a) == family {
-				slice.Endpoints = append(slice.Endpoints, api.SliceEndpoint{Addr: a, Conditions: api.Conditions{Ready: !drains, Serving: true, Terminating: drains}})
-			}
-		}
-		state.Slices = append(state.Slices, slice)
 	}
-	return nodeview.View(state, nil)
+	return backendtest.View(nil, name, ips, endpoints, withUDP, edit)
 }
 
 func withAffinity(seconds int32) func(*api.Service) {

@@ -6,7 +6,6 @@ package iptables
 
 import (
 	"context"
-	"fmt"
 	"net/netip"
 	"os"
 	"path/filepath"
@@ -17,9 +16,9 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends/internal/backendtest"
 	"github.com/kpng-project/kpng/backends/nodeaddr"
 	"github.com/kpng-project/kpng/internal/netnstest"
-	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
 	"go.uber.org/goleak"
 )
@@ -36,42 +35,11 @@ var node = &api.Node{
 	Addresses: []api.NodeAddress{{Type: "InternalIP", IP: netip.MustParseAddr("192.0.2.1")}, {Type: "InternalIP", IP: netip.MustParseAddr("2001:db8::1")}},
 }
 
-// view returns the node's view of a service with port TCP 80, the cluster IPs ips, and
-// ready endpoints at port 8080. An endpoint with the prefix "!" is on this node. The
-// functions edit modify the service.
-func view(name string, ips, endpoints string, edit ...func(*api.Service)) *api.ServiceEndpoints {
-	svc := &api.Service{
-		Namespace: "default", Name: name, Type: api.ClusterIP,
-		Ports:      []api.PortMapping{{Name: "http", Protocol: api.TCP, Port: 80, TargetPort: 8080}},
-		IPFamilies: []api.Family{api.IPv4, api.IPv6},
-	}
-	for ip := range strings.FieldsSeq(ips) {
-		svc.IPs.ClusterIPs.Add(netip.MustParseAddr(ip))
-	}
-	for _, f := range edit {
-		f(svc)
-	}
-	state := &api.ServiceState{Service: svc}
-	for _, family := range families {
-		slice := &api.EndpointSlice{Namespace: "default", Name: fmt.Sprint(name, "-", family), ServiceName: name, Family: family}
-		for _, p := range svc.Ports {
-			slice.Ports = append(slice.Ports, api.EndpointPort{Name: p.Name, Protocol: p.Protocol, Port: 8080})
-		}
-		for e := range strings.FieldsSeq(endpoints) {
-			addr, here := strings.CutPrefix(e, "!")
-			a := netip.MustParseAddr(addr)
-			if api.FamilyOf(a) != family {
-				continue
-			}
-			se := api.SliceEndpoint{Addr: a, NodeName: "elsewhere", Conditions: api.Conditions{Ready: true, Serving: true}}
-			if here {
-				se.NodeName = node.Name
-			}
-			slice.Endpoints = append(slice.Endpoints, se)
-		}
-		state.Slices = append(state.Slices, slice)
-	}
-	return nodeview.View(state, node)
+// view returns a view of [backendtest.View] for the node of the tests. ips and endpoints
+// are lists with spaces. The service's port has the name "http".
+func view(name string, ips, endpoints string, edits ...func(*api.Service)) *api.ServiceEndpoints {
+	named := func(s *api.Service) { s.Ports[0].Name = "http" }
+	return backendtest.View(node, name, strings.Fields(ips), strings.Fields(endpoints), append([]func(*api.Service){named}, edits...)...)
 }
 
 // The functions below are arguments for the parameter edit of view.

@@ -5,22 +5,15 @@
 package ipvs_test
 
 import (
-	"context"
-	"errors"
-	"flag"
 	"os/exec"
 	"testing"
-	"time"
 
 	"github.com/kpng-project/kpng/backends/conformance"
-	"github.com/kpng-project/kpng/backends/conntrack"
-	"github.com/kpng-project/kpng/backends/healthcheck"
+	"github.com/kpng-project/kpng/backends/internal/backendtest"
 	"github.com/kpng-project/kpng/backends/ipvs"
 	"github.com/kpng-project/kpng/backends/nodeaddr"
 	"github.com/kpng-project/kpng/sink"
 )
-
-var patience = flag.Duration("patience", 20*time.Second, "how long the conformance kit waits, longer on a slow machine")
 
 // TestConformance runs the cases of package conformance. It needs a kernel with IPVS:
 //
@@ -29,7 +22,7 @@ var patience = flag.Duration("patience", 20*time.Second, "how long the conforman
 func TestConformance(t *testing.T) {
 	needIPVS(t)
 	conformance.Run(t, newSink, conformance.Options{
-		Patience: *patience,
+		Patience: *backendtest.Patience,
 		Unsupported: map[conformance.Feature]string{
 			conformance.AllPorts:                "a virtual server has one protocol and port",
 			conformance.AffinityAcrossFrontends: "each virtual server has its own affinity",
@@ -60,39 +53,15 @@ func modprobe(t *testing.T, name string) {
 }
 
 func newSink(site conformance.Site) (sink.Sink, error) {
-	addrs, err := nodeaddr.New(nodeaddr.Options{Selection: nodeaddr.Selection{CIDRs: site.NodePortCIDRs}})
-	if err != nil {
-		return nil, err
-	}
-	backend, err := ipvs.New(ipvs.Options{
-		Instance:            site.Instance,
-		Interface:           site.Instance,
-		NodeAddresses:       addrs,
-		Conntrack:           conntrack.New(conntrack.Options{NodeAddrs: addrs}),
-		PodInterfaces:       []string{site.PodInterfaces + "*"},
-		MasqueradeAll:       site.Masquerade == conformance.MasqueradeAll,
-		MasqueradeOutsiders: site.Masquerade == conformance.MasqueradeOutside,
+	return backendtest.NewSink(site, func(addrs nodeaddr.Source, connections sink.Sink) (sink.Sink, error) {
+		return ipvs.New(ipvs.Options{
+			Instance:            site.Instance,
+			Interface:           site.Instance,
+			NodeAddresses:       addrs,
+			Conntrack:           connections,
+			PodInterfaces:       []string{site.PodInterfaces + "*"},
+			MasqueradeAll:       site.Masquerade == conformance.MasqueradeAll,
+			MasqueradeOutsiders: site.Masquerade == conformance.MasqueradeOutside,
+		})
 	})
-	return &node{backend, healthcheck.New(healthcheck.Options{Addrs: addrs})}, err
-}
-
-// node is a backend and the health-check server that runs beside it on a node.
-type node struct {
-	*ipvs.Backend
-	health *healthcheck.Server
-}
-
-func (n *node) Start(ctx context.Context) error {
-	return errors.Join(n.Backend.Start(ctx), n.health.Start(ctx))
-}
-
-func (n *node) Sync(ctx context.Context, c *sink.Changes) error {
-	if err := n.health.Sync(ctx, c); err != nil {
-		return err
-	}
-	return n.Backend.Sync(ctx, c)
-}
-
-func (n *node) Stop(ctx context.Context) error {
-	return errors.Join(n.health.Stop(ctx), n.Backend.Stop(ctx))
 }

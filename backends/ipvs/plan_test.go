@@ -14,39 +14,15 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends/internal/backendtest"
 	"github.com/kpng-project/kpng/backends/nodeaddr"
-	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
 )
 
-// view returns the view of a service with the cluster IP 10.96.0.1 and the TCP port 80.
-// An endpoint with the prefix "!" is on this node. An endpoint with the prefix "-" is
-// draining.
+// view returns a view of [backendtest.View]. The service has the cluster IP 10.96.0.1.
 func view(endpoints []string, edit func(*api.Service)) *api.ServiceEndpoints {
-	svc := &api.Service{
-		Namespace: "default", Name: "web", Type: api.ClusterIP,
-		Ports:      []api.PortMapping{{Protocol: api.TCP, Port: 80, TargetPort: 8080}},
-		IPFamilies: []api.Family{api.IPv4},
-	}
-	svc.IPs.ClusterIPs.Add(netip.MustParseAddr("10.96.0.1"))
-	if edit != nil {
-		edit(svc)
-	}
-	slice := &api.EndpointSlice{Namespace: "default", Name: "web-1", ServiceName: "web", Family: svc.IPFamilies[0]}
-	for _, p := range svc.Ports {
-		slice.Ports = append(slice.Ports, api.EndpointPort{Name: p.Name, Protocol: p.Protocol, Port: 8080})
-	}
-	for _, text := range endpoints {
-		e := api.SliceEndpoint{Addr: netip.MustParseAddr(strings.TrimLeft(text, "!-")), NodeName: "other", Conditions: api.Conditions{Ready: true, Serving: true}}
-		switch text[0] {
-		case '!':
-			e.NodeName = "node"
-		case '-':
-			e.Ready, e.Terminating = false, true
-		}
-		slice.Endpoints = append(slice.Endpoints, e)
-	}
-	return nodeview.View(&api.ServiceState{Service: svc, Slices: []*api.EndpointSlice{slice}}, &api.Node{Name: "node"})
+	onlyIPv4 := func(s *api.Service) { s.IPFamilies = []api.Family{api.IPv4} }
+	return backendtest.View(&api.Node{Name: "node"}, "web", []string{"10.96.0.1"}, endpoints, onlyIPv4, edit)
 }
 
 // describe returns a plan as lines: virtual servers with endpoints, and elements.
@@ -205,7 +181,7 @@ func TestPlan(t *testing.T) {
 
 func TestOnlyUDPFlowsToRemovedEndpointsEnd(t *testing.T) {
 	p := planner{scheduler: "rr"}
-	got, err := p.plan(view([]string{"10.1.0.1", "-10.1.0.2"}, nil))
+	got, err := p.plan(view([]string{"10.1.0.1", "~10.1.0.2"}, nil))
 	if err != nil {
 		t.Fatal(err)
 	}

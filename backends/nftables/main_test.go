@@ -7,7 +7,6 @@ package nftables
 import (
 	"cmp"
 	"context"
-	"fmt"
 	"net/netip"
 	"os"
 	"os/exec"
@@ -16,8 +15,8 @@ import (
 	"testing"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends/internal/backendtest"
 	"github.com/kpng-project/kpng/internal/netnstest"
-	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
 	"go.uber.org/goleak"
 )
@@ -29,42 +28,9 @@ var node = &api.Node{
 	Addresses: []api.NodeAddress{{Type: "InternalIP", IP: netip.MustParseAddr("192.0.2.1")}, {Type: "InternalIP", IP: netip.MustParseAddr("2001:db8::1")}},
 }
 
-// view returns the view of a service with TCP port 80, these cluster IPs, and ready
-// endpoints at port 8080. The prefix "!" marks an endpoint on this node. If edit is not
-// nil, it modifies the service.
+// view is like [backendtest.View] for the node of the tests.
 func view(name string, ips, endpoints []string, edit func(*api.Service)) *api.ServiceEndpoints {
-	svc := &api.Service{
-		Namespace: "default", Name: name, Type: api.ClusterIP,
-		Ports:      []api.PortMapping{{Protocol: api.TCP, Port: 80, TargetPort: 8080}},
-		IPFamilies: []api.Family{api.IPv4, api.IPv6},
-	}
-	for _, ip := range ips {
-		svc.IPs.ClusterIPs.Add(netip.MustParseAddr(ip))
-	}
-	if edit != nil {
-		edit(svc)
-	}
-	state := &api.ServiceState{Service: svc}
-	for _, family := range []api.Family{api.IPv4, api.IPv6} {
-		slice := &api.EndpointSlice{Namespace: "default", Name: fmt.Sprint(name, "-", family), ServiceName: name, Family: family}
-		for _, p := range svc.Ports {
-			slice.Ports = append(slice.Ports, api.EndpointPort{Name: p.Name, Protocol: p.Protocol, Port: 8080})
-		}
-		for _, e := range endpoints {
-			addr, here := strings.CutPrefix(e, "!")
-			a := netip.MustParseAddr(addr)
-			if api.FamilyOf(a) != family {
-				continue
-			}
-			se := api.SliceEndpoint{Addr: a, NodeName: "elsewhere", Conditions: api.Conditions{Ready: true, Serving: true}}
-			if here {
-				se.NodeName = node.Name
-			}
-			slice.Endpoints = append(slice.Endpoints, se)
-		}
-		state.Slices = append(state.Slices, slice)
-	}
-	return nodeview.View(state, node)
+	return backendtest.View(node, name, ips, endpoints, edit)
 }
 
 // batchOf returns a batch with the changes in list. If whole is true, the batch is an

@@ -114,7 +114,12 @@ func TestEvents(t *testing.T) {
 			"set endpoint a 10.0.0.3", "set endpoint b 10.0.0.4",
 			"set frontend a ClusterIP 10.96.0.2:80/TCP → [3]", "set frontend b ClusterIP 10.96.0.1:80/TCP → [2 4]")
 
-		step("a pass deletes what is stale, and sets everything else again", func() { w.src.Reset(); w.src.Delete(a) },
+		step("a pass deletes what is stale, and sets everything else again", func() {
+			w.src.Fail(errBusy) // so that the driver sees both changes at once
+			w.src.Reset()
+			w.src.Delete(a)
+			w.src.Fail(nil)
+		},
 			"delete frontend a ClusterIP 10.96.0.2:80/TCP", "delete endpoint a 10.0.0.3", "delete service a",
 			"set service b", "set endpoint b 10.0.0.2", "set endpoint b 10.0.0.4",
 			"set frontend b ClusterIP 10.96.0.1:80/TCP → [2 4]")

@@ -191,16 +191,18 @@ func TestChangesInvisibleToThisNodeAreNotQueued(t *testing.T) {
 		synctest.Wait()
 		before := gauge(t, r, "kubeproxy_sync_proxy_rules_last_queued_timestamp_seconds")
 		time.Sleep(time.Minute)
-		src.SetNode(&api.Node{Name: "n"}) // the second call undoes the first, so the update is empty
-		src.SetNode(nil)
-		synctest.Wait()
+		src.Fail(errors.New("no update")) // so that the driver sees both changes at once
+		src.SetNode(&api.Node{Name: "n"})
+		src.SetNode(nil) // undoes the first change, so the update is empty
+		src.Fail(nil)
+		time.Sleep(time.Minute)
 		if after := gauge(t, r, "kubeproxy_sync_proxy_rules_last_queued_timestamp_seconds"); after != before || before == 0 {
 			t.Errorf("last queued went from %v to %v", before, after)
 		}
 		src.SetNode(&api.Node{Name: "n"})
 		synctest.Wait()
-		if after := gauge(t, r, "kubeproxy_sync_proxy_rules_last_queued_timestamp_seconds"); after != before+60 {
-			t.Errorf("last queued is %v, want a minute after %v", after, before)
+		if after := gauge(t, r, "kubeproxy_sync_proxy_rules_last_queued_timestamp_seconds"); after != before+120 {
+			t.Errorf("last queued is %v, want two minutes after %v", after, before)
 		}
 		cancel()
 		<-ended

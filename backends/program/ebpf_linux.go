@@ -55,10 +55,8 @@ func (f *ebpfFlags) parts() (Parts, error) {
 	if f.nftablesFlags.options.MasqueradeAll {
 		return Parts{}, errors.New("--masquerade-all excludes the backend ebpf, which keeps the addresses of clients; use to-local nftables")
 	}
-	if keep := f.flagSet.Lookup("keep-annotations"); keep != nil {
-		if err := keep.Value.Set(f.ebpf.Annotation); err != nil {
-			return Parts{}, err
-		}
+	if err := f.keepAnnotation(f.ebpf.Annotation); err != nil {
+		return Parts{}, err
 	}
 	parts, err := f.nftablesFlags.parts()
 	if err != nil {

@@ -3,14 +3,12 @@
 package program
 
 import (
-	"strings"
 	"testing"
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/backends/ebpf"
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/testutil"
-	"github.com/spf13/pflag"
 )
 
 func TestFlagsOfEBPF(t *testing.T) {
@@ -31,52 +29,14 @@ func TestFlagsOfEBPF(t *testing.T) {
 			},
 		},
 	} {
-		t.Run(name, func(t *testing.T) {
-			f := ebpfFlags{nftablesFlags: nftablesFlags{nodeFlags: nodeFlags{checks: newHealthChecks()}}}
-			fs := pflag.NewFlagSet("ebpf", pflag.ContinueOnError)
-			f.register(fs)
-			if err := fs.Parse(test.args); err != nil {
-				t.Fatal(err)
-			}
-			if diff := cmp.Diff(test.want, f.options()); diff != "" {
-				t.Errorf("options (-want +got):\n%s", diff)
-			}
-			if len(mustConfigure(t, EBPF(), test.args...).Companions(nil)) != 1 {
-				t.Error("no health checks are served")
-			}
-		})
+		f := ebpfFlags{nftablesFlags: nftablesFlags{nodeFlags: nodeFlags{checks: newHealthChecks()}}}
+		options := func() (ebpf.Options, error) { return f.options(), nil }
+		testFlags(t, name, test.args, EBPF(), f.register, options, test.want)
 	}
 }
 
 func TestInvalidFlagsOfEBPF(t *testing.T) {
-	for _, arg := range []string{"--masquerade-all", "--instance=a.b", "--max-clients=-1", "--masquerade-bit=32"} {
-		b := EBPF()
-		fs := pflag.NewFlagSet("ebpf", pflag.ContinueOnError)
-		b.Register(fs)
-		if err := fs.Parse([]string{arg}); err != nil {
-			t.Fatal(err)
-		}
-		if err := b.Configure(); err == nil {
-			t.Errorf("%s: no error", arg)
-		}
-	}
-}
-
-// The source must keep the annotation that excludes services.
-func TestEBPFKeepsItsAnnotation(t *testing.T) {
-	b := EBPF()
-	fs := pflag.NewFlagSet("ebpf", pflag.ContinueOnError)
-	keep := fs.StringSlice("keep-annotations", nil, "")
-	b.Register(fs)
-	if err := fs.Parse([]string{"--keep-annotations=a", "--ebpf-annotation=example.com/b"}); err != nil {
-		t.Fatal(err)
-	}
-	if err := b.Configure(); err != nil {
-		t.Fatal(err)
-	}
-	if got := strings.Join(*keep, " "); got != "a example.com/b" {
-		t.Errorf("kept annotations %q", got)
-	}
+	testInvalidFlags(t, EBPF, "--masquerade-all", "--instance=a.b", "--max-clients=-1", "--masquerade-bit=32")
 }
 
 func TestMetricsOfEBPF(t *testing.T) {

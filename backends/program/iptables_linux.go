@@ -3,10 +3,10 @@
 package program
 
 import (
-	"slices"
-
 	"github.com/kpng-project/kpng/backends/internal/sysctl"
 	"github.com/kpng-project/kpng/backends/iptables"
+	"github.com/kpng-project/kpng/backends/nodeaddr"
+	"github.com/kpng-project/kpng/sink"
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/spf13/pflag"
 )
@@ -64,29 +64,18 @@ func (f *iptablesFlags) parts() (Parts, error) {
 	if err != nil {
 		return Parts{}, err
 	}
-	addrs, err := f.addresses()
-	if err != nil {
-		return Parts{}, err
-	}
-	opts.NodeAddresses = addrs
-	flows, rules := newFlowMetrics(), newIPTablesMetrics()
-	opts.Conntrack = f.connections(addrs, flows)
+	rules := newIPTablesMetrics()
 	opts.Observer = rules.observer()
-	b, err := iptables.New(opts)
+	parts, err := f.nodeParts(func(addrs *nodeaddr.Watcher, connections sink.Sink) (sink.Sink, error) {
+		opts.NodeAddresses, opts.Conntrack = addrs, connections
+		return iptables.New(opts)
+	}, sysctl.Forwarding...)
 	if err != nil {
 		return Parts{}, err
 	}
-	return Parts{
-		Sink:       b,
-		Follow:     f.follow(addrs, sysctl.Forwarding...),
-		Companions: f.checks.companions(addrs),
-		Collectors: slices.Concat(f.checks.collectors(), flows.collectors(), rules.collectors()),
-		KubeProxyNames: map[string]prometheus.Collector{
-			"conntrack_reconciler_sync_duration_seconds":       flows.duration,
-			"conntrack_reconciler_deleted_entries_total":       flows.ended,
-			"sync_proxy_rules_iptables_restore_failures_total": rules.failed,
-		},
-	}, nil
+	parts.Collectors = append(parts.Collectors, rules.collectors()...)
+	parts.KubeProxyNames["sync_proxy_rules_iptables_restore_failures_total"] = rules.failed
+	return parts, nil
 }
 
 // iptablesMetrics has the metrics of package iptables.

@@ -5,15 +5,11 @@ package program
 import (
 	"errors"
 	"net/netip"
-	"strings"
 	"testing"
 	"time"
 
-	"github.com/google/go-cmp/cmp"
-	"github.com/google/go-cmp/cmp/cmpopts"
 	"github.com/kpng-project/kpng/backends/iptables"
 	"github.com/prometheus/client_golang/prometheus/testutil"
-	"github.com/spf13/pflag"
 )
 
 func TestFlagsOfIPTables(t *testing.T) {
@@ -34,39 +30,16 @@ func TestFlagsOfIPTables(t *testing.T) {
 			},
 		},
 	} {
-		t.Run(name, func(t *testing.T) {
-			f := iptablesFlags{nodeFlags: nodeFlags{checks: newHealthChecks()}}
-			fs := pflag.NewFlagSet("iptables", pflag.ContinueOnError)
-			f.register(fs)
-			if err := fs.Parse(test.args); err != nil {
-				t.Fatal(err)
-			}
-			got, err := f.complete()
-			if err != nil {
-				t.Fatal(err)
-			}
-			if diff := cmp.Diff(test.want, got, cmpopts.EquateComparable(netip.Prefix{})); diff != "" {
-				t.Errorf("options (-want +got):\n%s", diff)
-			}
-			if len(mustConfigure(t, IPTables(), test.args...).Companions(nil)) != 1 {
-				t.Error("no health checks are served")
-			}
-		})
+		f := iptablesFlags{nodeFlags: nodeFlags{checks: newHealthChecks()}}
+		testFlags(t, name, test.args, IPTables(), f.register, f.complete, test.want)
 	}
 }
 
 func TestInvalidFlagsOfIPTables(t *testing.T) {
-	for _, arg := range []string{
+	testInvalidFlags(t, IPTables,
 		"--node-port-addresses=eth0", "--cluster-cidr=10.1.0.0", "--masquerade-bit=32", "--masquerade-bit=14", "--iptables-flavour=xtables", "--sysctls=maybe", "--instance=toolong",
 		"--node-port-addresses=127.0.0.0/8", "--conntrack-min=-1", "--iptables-lock-wait=1ms",
-	} {
-		_, err := configured(t, IPTables(), arg)
-		if err == nil {
-			t.Errorf("%s: no error", arg)
-		} else if value := strings.SplitN(arg, "=", 2)[1]; !strings.Contains(err.Error(), value) && arg != "--masquerade-bit=14" {
-			t.Errorf("%s: error %v does not name the problem", arg, err)
-		}
-	}
+	)
 }
 
 func TestMetricsOfIPTables(t *testing.T) {

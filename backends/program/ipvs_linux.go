@@ -3,10 +3,9 @@
 package program
 
 import (
-	"slices"
-
 	"github.com/kpng-project/kpng/backends/ipvs"
-	"github.com/prometheus/client_golang/prometheus"
+	"github.com/kpng-project/kpng/backends/nodeaddr"
+	"github.com/kpng-project/kpng/sink"
 	"github.com/spf13/pflag"
 )
 
@@ -66,30 +65,11 @@ func (f *ipvsFlags) parts() (Parts, error) {
 	if err != nil {
 		return Parts{}, err
 	}
-	if keep := f.flagSet.Lookup("keep-annotations"); keep != nil {
-		if err := keep.Value.Set(opts.SchedulerAnnotation); err != nil {
-			return Parts{}, err
-		}
-	}
-	addrs, err := f.addresses()
-	if err != nil {
+	if err := f.keepAnnotation(opts.SchedulerAnnotation); err != nil {
 		return Parts{}, err
 	}
-	opts.NodeAddresses = addrs
-	flows := newFlowMetrics()
-	opts.Conntrack = f.connections(addrs, flows)
-	b, err := ipvs.New(opts)
-	if err != nil {
-		return Parts{}, err
-	}
-	return Parts{
-		Sink:       b,
-		Follow:     f.follow(addrs),
-		Companions: f.checks.companions(addrs),
-		Collectors: slices.Concat(f.checks.collectors(), flows.collectors()),
-		KubeProxyNames: map[string]prometheus.Collector{
-			"conntrack_reconciler_sync_duration_seconds": flows.duration,
-			"conntrack_reconciler_deleted_entries_total": flows.ended,
-		},
-	}, nil
+	return f.nodeParts(func(addrs *nodeaddr.Watcher, connections sink.Sink) (sink.Sink, error) {
+		opts.NodeAddresses, opts.Conntrack = addrs, connections
+		return ipvs.New(opts)
+	})
 }

@@ -4,13 +4,9 @@ package program
 
 import (
 	"net/netip"
-	"strings"
 	"testing"
 
-	"github.com/google/go-cmp/cmp"
-	"github.com/google/go-cmp/cmp/cmpopts"
 	"github.com/kpng-project/kpng/backends/ipvs"
-	"github.com/spf13/pflag"
 )
 
 func TestFlagsOfIPVS(t *testing.T) {
@@ -43,55 +39,14 @@ func TestFlagsOfIPVS(t *testing.T) {
 		},
 		"report kernel settings": {[]string{"--sysctls=report"}, defaults(func(o *ipvs.Options) { o.Sysctls = ipvs.ReportSysctls })},
 	} {
-		t.Run(name, func(t *testing.T) {
-			f := ipvsFlags{nodeFlags: nodeFlags{checks: newHealthChecks()}}
-			fs := pflag.NewFlagSet("ipvs", pflag.ContinueOnError)
-			f.register(fs)
-			if err := fs.Parse(test.args); err != nil {
-				t.Fatal(err)
-			}
-			got, err := f.complete()
-			if err != nil {
-				t.Fatal(err)
-			}
-			if diff := cmp.Diff(test.want, got, cmpopts.EquateComparable(netip.Prefix{})); diff != "" {
-				t.Errorf("options (-want +got):\n%s", diff)
-			}
-			if len(mustConfigure(t, IPVS(), test.args...).Companions(nil)) != 1 {
-				t.Error("no health checks are served")
-			}
-		})
+		f := ipvsFlags{nodeFlags: nodeFlags{checks: newHealthChecks()}}
+		testFlags(t, name, test.args, IPVS(), f.register, f.complete, test.want)
 	}
 }
 
 func TestInvalidFlagsOfIPVS(t *testing.T) {
-	for _, arg := range []string{
+	testInvalidFlags(t, IPVS,
 		"--node-port-addresses=eth0", "--cluster-cidr=10.1.0.0", "--masquerade-bit=32", "--masquerade-bit=14", "--scheduler=a-b", "--sysctls=maybe", "--instance=a b",
 		"--interface=much-too-long-name", "--forward-healthcheck-port=65536", "--node-port-addresses=127.0.0.0/8", "--conntrack-min=-1",
-	} {
-		_, err := configured(t, IPVS(), arg)
-		if err == nil {
-			t.Errorf("%s: no error", arg)
-		} else if value := strings.SplitN(arg, "=", 2)[1]; !strings.Contains(err.Error(), value) && arg != "--masquerade-bit=14" {
-			t.Errorf("%s: error %v does not name the problem", arg, err)
-		}
-	}
-}
-
-// TestSourceKeepsSchedulerAnnotation checks that the backend adds the annotation to those
-// that a source in the same process keeps.
-func TestSourceKeepsSchedulerAnnotation(t *testing.T) {
-	b := IPVS()
-	fs := pflag.NewFlagSet("ipvs", pflag.ContinueOnError)
-	keep := fs.StringSlice("keep-annotations", nil, "")
-	b.Register(fs)
-	if err := fs.Parse([]string{"--keep-annotations=other", "--scheduler-annotation=example.com/a"}); err != nil {
-		t.Fatal(err)
-	}
-	if err := b.Configure(); err != nil {
-		t.Fatal(err)
-	}
-	if diff := cmp.Diff([]string{"other", "example.com/a"}, *keep); diff != "" {
-		t.Errorf("annotations (-want +got):\n%s", diff)
-	}
+	)
 }

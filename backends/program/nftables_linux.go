@@ -4,10 +4,10 @@ package program
 
 import (
 	"errors"
-	"slices"
 
-	"github.com/kpng-project/kpng/backends/conntrack"
 	"github.com/kpng-project/kpng/backends/nftables"
+	"github.com/kpng-project/kpng/backends/nodeaddr"
+	"github.com/kpng-project/kpng/sink"
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/spf13/pflag"
 )
@@ -69,59 +69,18 @@ func (f *nftablesFlags) parts() (Parts, error) {
 	if err != nil {
 		return Parts{}, err
 	}
-	addrs, err := f.addresses()
-	if err != nil {
-		return Parts{}, err
-	}
-	opts.NodeAddresses = addrs
-	flows, table := newFlowMetrics(), newNFTablesMetrics()
+	table := newNFTablesMetrics()
 	opts.Observer = table.observer()
-	opts.Conntrack = f.connections(addrs, flows)
-	b, err := nftables.New(opts)
+	parts, err := f.nodeParts(func(addrs *nodeaddr.Watcher, connections sink.Sink) (sink.Sink, error) {
+		opts.NodeAddresses, opts.Conntrack = addrs, connections
+		return nftables.New(opts)
+	})
 	if err != nil {
 		return Parts{}, err
 	}
-	return Parts{
-		Sink:       b,
-		Follow:     f.follow(addrs),
-		Companions: f.checks.companions(addrs),
-		Collectors: slices.Concat(f.checks.collectors(), flows.collectors(), table.collectors()),
-		KubeProxyNames: map[string]prometheus.Collector{
-			"conntrack_reconciler_sync_duration_seconds":    flows.duration,
-			"conntrack_reconciler_deleted_entries_total":    flows.ended,
-			"sync_proxy_rules_nftables_sync_failures_total": table.refused,
-		},
-	}, nil
-}
-
-type flowMetrics struct {
-	seen, ended, errors prometheus.Counter
-	duration            prometheus.Histogram
-}
-
-func newFlowMetrics() *flowMetrics {
-	const subsystem = "conntrack"
-	return &flowMetrics{
-		seen:   counter(subsystem, "entries_seen_total", "Connections that the kernel listed while stale connections were looked for."),
-		ended:  counter(subsystem, "entries_ended_total", "Stale connections that were ended."),
-		errors: counter(subsystem, "errors_total", "Looks for stale connections that failed and are made again."),
-		duration: prometheus.NewHistogram(prometheus.HistogramOpts{
-			Namespace: "kpng", Subsystem: subsystem, Name: "duration_seconds", Help: "How long a look for stale connections took.", Buckets: durations,
-		}),
-	}
-}
-
-func (m *flowMetrics) collectors() []prometheus.Collector {
-	return []prometheus.Collector{m.seen, m.ended, m.errors, m.duration}
-}
-
-func (m *flowMetrics) observe(pass conntrack.Pass) {
-	m.seen.Add(float64(pass.Seen))
-	m.ended.Add(float64(pass.Ended))
-	m.duration.Observe(pass.Duration.Seconds())
-	if pass.Err != nil {
-		m.errors.Inc()
-	}
+	parts.Collectors = append(parts.Collectors, table.collectors()...)
+	parts.KubeProxyNames["sync_proxy_rules_nftables_sync_failures_total"] = table.refused
+	return parts, nil
 }
 
 type nftablesMetrics struct {

@@ -6,17 +6,14 @@ import (
 	"errors"
 	"net/netip"
 	"slices"
-	"strings"
 	"testing"
 	"time"
 
 	"github.com/google/go-cmp/cmp"
-	"github.com/google/go-cmp/cmp/cmpopts"
 	"github.com/kpng-project/kpng/backends/conntrack"
 	"github.com/kpng-project/kpng/backends/nftables"
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/testutil"
-	"github.com/spf13/pflag"
 )
 
 func TestFlagsOfNFTables(t *testing.T) {
@@ -43,39 +40,16 @@ func TestFlagsOfNFTables(t *testing.T) {
 			nftables.Options{ServiceCIDRs: pods, Instance: "x", MasqueradeAll: true, MasqueradeMark: 1 << 15, DNATPriority: -110, SNATPriority: 90, AcceptUnknownPorts: true, Sysctls: nftables.IgnoreSysctls},
 		},
 	} {
-		t.Run(name, func(t *testing.T) {
-			f := nftablesFlags{nodeFlags: nodeFlags{checks: newHealthChecks()}}
-			fs := pflag.NewFlagSet("nftables", pflag.ContinueOnError)
-			f.register(fs)
-			if err := fs.Parse(test.args); err != nil {
-				t.Fatal(err)
-			}
-			got, err := f.complete()
-			if err != nil {
-				t.Fatal(err)
-			}
-			if diff := cmp.Diff(test.want, got, cmpopts.EquateComparable(netip.Prefix{})); diff != "" {
-				t.Errorf("options (-want +got):\n%s", diff)
-			}
-			if len(mustConfigure(t, NFTables(), test.args...).Companions(nil)) != 1 {
-				t.Error("no health checks are served")
-			}
-		})
+		f := nftablesFlags{nodeFlags: nodeFlags{checks: newHealthChecks()}}
+		testFlags(t, name, test.args, NFTables(), f.register, f.complete, test.want)
 	}
 }
 
 func TestInvalidFlagsOfNFTables(t *testing.T) {
-	for _, arg := range []string{
+	testInvalidFlags(t, NFTables,
 		"--node-port-addresses=eth0", "--cluster-cidr=10.1.0.0", "--masquerade-bit=32", "--masquerade-bit=14", "--dnat-priority=0", "--snat-priority=-200", "--sysctls=maybe", "--instance=a b",
 		"--node-port-addresses=127.0.0.0/8", "--conntrack-min=-1",
-	} {
-		_, err := configured(t, NFTables(), arg)
-		if err == nil {
-			t.Errorf("%s: no error", arg)
-		} else if value := strings.SplitN(arg, "=", 2)[1]; !strings.Contains(err.Error(), value) && arg != "--masquerade-bit=14" {
-			t.Errorf("%s: error %v does not name the problem", arg, err)
-		}
-	}
+	)
 }
 
 func TestHealthChecksCanBeLeftOut(t *testing.T) {

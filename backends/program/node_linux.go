@@ -5,11 +5,13 @@ package program
 import (
 	"context"
 	"fmt"
+	"slices"
 
 	"github.com/kpng-project/kpng/backends/conntrack"
 	"github.com/kpng-project/kpng/backends/internal/sysctl"
 	"github.com/kpng-project/kpng/backends/nodeaddr"
 	"github.com/kpng-project/kpng/sink"
+	"github.com/prometheus/client_golang/prometheus"
 	"github.com/spf13/pflag"
 )
 
@@ -87,9 +89,37 @@ func (f *nodeFlags) conntrackSettings(cores int) []sysctl.Setting {
 	return limits.settings(cores)
 }
 
-// addresses returns a Watcher of the addresses of node ports.
-func (f *nodeFlags) addresses() (*nodeaddr.Watcher, error) {
-	return nodeaddr.New(nodeaddr.Options{Selection: f.nodePorts, ExcludeInterfaces: []string{"kube-ipvs0"}})
+// nodeParts returns the parts of the backend that create returns. Its arguments are the
+// addresses of node ports and the sink that deletes stale connections. more are kernel
+// settings that the backend needs, but does not apply itself.
+func (f *nodeFlags) nodeParts(create func(*nodeaddr.Watcher, sink.Sink) (sink.Sink, error), more ...sysctl.Setting) (Parts, error) {
+	addrs, err := nodeaddr.New(nodeaddr.Options{Selection: f.nodePorts, ExcludeInterfaces: []string{"kube-ipvs0"}})
+	if err != nil {
+		return Parts{}, err
+	}
+	flows := newFlowMetrics()
+	b, err := create(addrs, f.connections(addrs, flows))
+	if err != nil {
+		return Parts{}, err
+	}
+	return Parts{
+		Sink:       b,
+		Follow:     f.follow(addrs, more...),
+		Companions: f.checks.companions(addrs),
+		Collectors: slices.Concat(f.checks.collectors(), flows.collectors()),
+		KubeProxyNames: map[string]prometheus.Collector{
+			"conntrack_reconciler_sync_duration_seconds": flows.duration,
+			"conntrack_reconciler_deleted_entries_total": flows.ended,
+		},
+	}, nil
+}
+
+// keepAnnotation makes a source in this process keep an annotation of services.
+func (f *nodeFlags) keepAnnotation(name string) error {
+	if keep := f.flagSet.Lookup("keep-annotations"); keep != nil {
+		return keep.Value.Set(name)
+	}
+	return nil
 }
 
 // connections returns the sink that deletes stale connections.
@@ -115,5 +145,35 @@ func (f *nodeFlags) follow(addrs *nodeaddr.Watcher, more ...sysctl.Setting) func
 			stopBridges()
 			stopAddrs()
 		}
+	}
+}
+
+type flowMetrics struct {
+	seen, ended, errors prometheus.Counter
+	duration            prometheus.Histogram
+}
+
+func newFlowMetrics() *flowMetrics {
+	const subsystem = "conntrack"
+	return &flowMetrics{
+		seen:   counter(subsystem, "entries_seen_total", "Connections that the kernel listed while stale connections were looked for."),
+		ended:  counter(subsystem, "entries_ended_total", "Stale connections that were ended."),
+		errors: counter(subsystem, "errors_total", "Looks for stale connections that failed and are made again."),
+		duration: prometheus.NewHistogram(prometheus.HistogramOpts{
+			Namespace: "kpng", Subsystem: subsystem, Name: "duration_seconds", Help: "How long a look for stale connections took.", Buckets: durations,
+		}),
+	}
+}
+
+func (m *flowMetrics) collectors() []prometheus.Collector {
+	return []prometheus.Collector{m.seen, m.ended, m.errors, m.duration}
+}
+
+func (m *flowMetrics) observe(pass conntrack.Pass) {
+	m.seen.Add(float64(pass.Seen))
+	m.ended.Add(float64(pass.Ended))
+	m.duration.Observe(pass.Duration.Seconds())
+	if pass.Err != nil {
+		m.errors.Inc()
 	}
 }

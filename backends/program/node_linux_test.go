@@ -1,0 +1,66 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package program
+
+import (
+	"net/netip"
+	"strings"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+	"github.com/google/go-cmp/cmp/cmpopts"
+	"github.com/spf13/pflag"
+)
+
+// testFlags checks that the command-line arguments args result in the options want. The
+// function complete returns the options that result from the flags that register adds.
+func testFlags[Options any](t *testing.T, name string, args []string, b *Backend, register func(*pflag.FlagSet), complete func() (Options, error), want Options) {
+	t.Run(name, func(t *testing.T) {
+		fs := pflag.NewFlagSet(b.Name, pflag.ContinueOnError)
+		register(fs)
+		if err := fs.Parse(args); err != nil {
+			t.Fatal(err)
+		}
+		got, err := complete()
+		if err != nil {
+			t.Fatal(err)
+		}
+		if diff := cmp.Diff(want, got, cmpopts.EquateComparable(netip.Prefix{})); diff != "" {
+			t.Errorf("options (-want +got):\n%s", diff)
+		}
+		if len(mustConfigure(t, b, args...).Companions(nil)) != 1 {
+			t.Error("no health checks are served")
+		}
+	})
+}
+
+// testInvalidFlags checks that a backend refuses each of args, with an error that names
+// the value.
+func testInvalidFlags(t *testing.T, create func() *Backend, args ...string) {
+	t.Helper()
+	for _, arg := range args {
+		_, err := configured(t, create(), arg)
+		if err == nil {
+			t.Errorf("%s: no error", arg)
+		} else if _, value, _ := strings.Cut(arg, "="); !strings.Contains(err.Error(), value) && arg != "--masquerade-bit=14" {
+			t.Errorf("%s: error %v does not name the problem", arg, err)
+		}
+	}
+}
+
+func TestSourceKeepsAnnotationsOfBackends(t *testing.T) {
+	for flag, b := range map[string]*Backend{"scheduler-annotation": IPVS(), "ebpf-annotation": EBPF()} {
+		fs := pflag.NewFlagSet(b.Name, pflag.ContinueOnError)
+		keep := fs.StringSlice("keep-annotations", nil, "")
+		b.Register(fs)
+		if err := fs.Parse([]string{"--keep-annotations=other", "--" + flag + "=example.com/a"}); err != nil {
+			t.Fatal(err)
+		}
+		if err := b.Configure(); err != nil {
+			t.Fatal(err)
+		}
+		if diff := cmp.Diff([]string{"other", "example.com/a"}, *keep); diff != "" {
+			t.Errorf("annotations that %s keeps (-want +got):\n%s", b.Name, diff)
+		}
+	}
+}

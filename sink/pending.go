@@ -21,7 +21,7 @@ type unacked struct {
 	// The view last acknowledged since the pass began, or nil if there is none.
 	old    *api.ServiceEndpoints
 	reason reason
-	// Change.Unsure of the next delivery.
+	// The value of Change.Unsure in the next delivery.
 	unsure bool
 	// The service is isolated: a Sync of this service alone has failed as a whole, so the
 	// driver always delivers it alone.
@@ -139,7 +139,7 @@ func (p *pending) nextRetry() (time.Time, bool) {
 	return s.retryAt, true
 }
 
-// hasDue reports whether any service is due, without regard to isolated services.
+// hasDue reports whether a service that is not isolated is due.
 func (p *pending) hasDue(now time.Time) bool {
 	s, ok := p.byRetry.Min()
 	return ok && !s.retryAt.After(now)

@@ -23,8 +23,8 @@ type state struct {
 	// rules has the expected digest of each chain, by the name of the chain.
 	rules map[string]digest
 	// wanted has the number of services that need an element of a shared map. During a pass,
-	// the numbers of existing elements include holdCount, because services later in the pass
-	// may need these elements.
+	// holdCount is added to the number of each existing element, so that the element stays:
+	// services later in the pass may need it.
 	wanted map[elementID]int
 }
 

@@ -204,8 +204,9 @@ func (q question) notServed(ctx context.Context, source *app.Source) error {
 	return fmt.Errorf("service %s exists, but %s", q.service, why)
 }
 
-// notFound returns the error for an address without a service. It lists services at other
-// ports or, for a node without known addresses, services with this node port.
+// notFound returns the error for an address and port without a service. It lists services
+// that use the address with other ports. If the addresses of the node are unknown, it lists
+// services whose node port is the port.
 func (q question) notFound(s *cluster.Snapshot, node *api.Node) error {
 	var there, nodePorts []string
 	everything := question{}

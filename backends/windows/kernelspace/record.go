@@ -106,7 +106,7 @@ func (r *record) plan(f Frontend, p planned) {
 	r.journal.Set(plannedPrefix+encode(f), encode(p))
 }
 
-// add records that HNS has a load balancer, and drops its plan.
+// add records that a load balancer exists in HNS. It removes the plan for its frontend.
 func (r *record) add(id string, m made) {
 	r.made[id] = &m
 	r.journal.Set(madePrefix+id, encode(m))

@@ -18,6 +18,7 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/internal/netnstest"
+	"github.com/kpng-project/kpng/test/traffic"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
@@ -39,12 +40,12 @@ func TestChurn(t *testing.T) {
 	probes := c.startProbes(t, 5)
 	c.rollout(t, c.namespace, "deployment/churn")
 
-	tr := newTraffic(t)
+	tr := traffic.New(t)
 	for i := 1; i <= c.nodes; i++ {
 		node := onNode(t, i)
-		tr.start(fmt.Sprintf("node-%d to a cluster IP", i), node, dial(clusterIP(service)))
-		tr.start(fmt.Sprintf("node-%d to DNS", i), node, lookup())
-		tr.start(fmt.Sprintf("node port of node-%d", i), outside(t), dial(nodePort(service, i)))
+		tr.Start(fmt.Sprintf("node-%d to a cluster IP", i), node, dial(clusterIP(service)))
+		tr.Start(fmt.Sprintf("node-%d to DNS", i), node, lookup())
+		tr.Start(fmt.Sprintf("node port of node-%d", i), outside(t), dial(nodePort(service, i)))
 	}
 	before := c.usageByNode(t)
 	ctx, stop := context.WithCancel(t.Context())
@@ -80,8 +81,8 @@ func TestChurn(t *testing.T) {
 	stop()
 	probing.Wait()
 	after := c.usageByNode(t)
-	tr.end()
-	tr.report(t, fmt.Sprintf("%d pods replaced %d times", *pods, *rollouts))
+	tr.End()
+	tr.Report(t, fmt.Sprintf("%d pods replaced %d times", *pods, *rollouts))
 	t.Logf("from ready to reachable, %d times: p50 %v, p99 %v, at most %v", len(latencies),
 		quantile(latencies, 0.5).Round(time.Millisecond), quantile(latencies, 0.99).Round(time.Millisecond), quantile(latencies, 1).Round(time.Millisecond))
 	for i, u := range after {
@@ -211,7 +212,7 @@ func (p *probe) set(ctx context.Context, ready bool) error {
 // connects reports whether a node reaches the service.
 func (p *probe) connects() bool {
 	return p.from.Do(func() error {
-		conn, err := net.DialTimeout("tcp", p.address.String(), lossDelay)
+		conn, err := net.DialTimeout("tcp", p.address.String(), traffic.LossDelay)
 		if err != nil {
 			return err
 		}

@@ -13,127 +13,12 @@ import (
 	"net/http"
 	"net/netip"
 	"slices"
-	"sync"
-	"testing"
 	"time"
 
-	"github.com/kpng-project/kpng/internal/netnstest"
 	"golang.org/x/net/dns/dnsmessage"
 )
 
-const (
-	// requestInterval is the time between two requests of a client.
-	requestInterval = 20 * time.Millisecond
-	requestTimeout  = 10 * time.Second
-	// lossDelay is less than one second, TCP's initial retransmission timeout. If a request
-	// takes longer than lossDelay, a packet was lost or the machine is busy.
-	lossDelay = 900 * time.Millisecond
-)
-
-// traffic consists of several clients that send requests, and counts the requests.
-type traffic struct {
-	stop    chan struct{}
-	clients sync.WaitGroup
-
-	mu    sync.Mutex
-	count map[string]*requests
-}
-
-// requests counts what happened to the requests of one client.
-type requests struct {
-	made, slow int
-	failures   []string
-}
-
-func (r *requests) String() string {
-	return fmt.Sprintf("%d requests, %d failed, %d took longer than %v", r.made, len(r.failures), r.slow, lossDelay)
-}
-
-// newTraffic returns a traffic without clients. Clients that start later end when the
-// test ends.
-func newTraffic(t *testing.T) *traffic {
-	tr := &traffic{stop: make(chan struct{}), count: map[string]*requests{}}
-	t.Cleanup(tr.end)
-	return tr
-}
-
-// end stops all clients and waits until they have ended.
-func (tr *traffic) end() {
-	tr.mu.Lock()
-	select {
-	case <-tr.stop:
-	default:
-		close(tr.stop)
-	}
-	tr.mu.Unlock()
-	tr.clients.Wait()
-}
-
-// start runs a client in a network namespace. The client makes requests one after the
-// other.
-func (tr *traffic) start(name string, in *netnstest.Namespace, request func() error) {
-	tr.clients.Go(func() {
-		in.Do(func() error {
-			ticker := time.NewTicker(requestInterval)
-			defer ticker.Stop()
-			for {
-				select {
-				case <-tr.stop:
-					return nil
-				case <-ticker.C:
-				}
-				began := time.Now()
-				err := request()
-				tr.add(name, began, err)
-			}
-		})
-	})
-}
-
-func (tr *traffic) add(name string, began time.Time, err error) {
-	tr.mu.Lock()
-	defer tr.mu.Unlock()
-	r := tr.count[name]
-	if r == nil {
-		r = &requests{}
-		tr.count[name] = r
-	}
-	r.made++
-	took := time.Since(began)
-	if err != nil {
-		r.failures = append(r.failures, fmt.Sprintf("%s, after %v: %v", began.Format(time.TimeOnly), took.Round(time.Millisecond), err))
-	} else if took > lossDelay {
-		r.slow++
-	}
-}
-
-// report logs what happened since the last report, and returns the number of failed
-// requests.
-func (tr *traffic) report(t *testing.T, phase string) (failed int) {
-	t.Helper()
-	tr.mu.Lock()
-	count := tr.count
-	tr.count = map[string]*requests{}
-	tr.mu.Unlock()
-	total := &requests{}
-	for name, r := range count {
-		total.made += r.made
-		total.slow += r.slow
-		total.failures = append(total.failures, r.failures...)
-		for i, failure := range r.failures {
-			if i == 5 {
-				t.Logf("%s: %s: and %d more", phase, name, len(r.failures)-i)
-				break
-			}
-			t.Logf("%s: %s: %s", phase, name, failure)
-		}
-	}
-	t.Logf("%s: %v", phase, total)
-	if total.made == 0 {
-		t.Errorf("%s: no requests were made", phase)
-	}
-	return len(total.failures)
-}
+const requestTimeout = 10 * time.Second
 
 // hostname asks a web server for the name of its pod, over a new connection.
 func hostname(addr netip.AddrPort) (string, error) {

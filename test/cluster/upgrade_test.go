@@ -14,6 +14,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/kpng-project/kpng/test/traffic"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 )
@@ -33,12 +34,12 @@ func TestUpgrades(t *testing.T) {
 		c.replaceProxy(t, i, "kube-proxy")
 	}
 
-	tr := newTraffic(t)
+	tr := traffic.New(t)
 	c.startClients(t, tr, service, true)
 	phase := func(name string) {
 		t.Helper()
 		time.Sleep(time.Second) // let the pending requests end before the phase does
-		if failed := tr.report(t, name); failed > 0 {
+		if failed, _ := tr.Report(t, name); failed > 0 {
 			t.Errorf("%s: %d requests failed", name, failed)
 		}
 	}
@@ -65,12 +66,12 @@ func TestUpgrades(t *testing.T) {
 	// Remove the pods of the last node, and then delete its Node object. This ends all
 	// connections to these pods, so start no clients with lasting connections.
 	node := fmt.Sprintf("node-%d", c.nodes)
-	tr.end()
-	tr = newTraffic(t)
+	tr.End()
+	tr = traffic.New(t)
 	c.nodes--
 	c.startClients(t, tr, service, false)
 	time.Sleep(time.Second)
-	tr.report(t, "clients of the other nodes start")
+	tr.Report(t, "clients of the other nodes start")
 	kubectl(t, "drain", node, "--ignore-daemonsets", "--delete-emptydir-data", "--timeout", "5m")
 	c.rollout(t, c.namespace, "deployment/web")
 	phase("drain of " + node)
@@ -90,7 +91,7 @@ func spread(app string) string {
 
 // startClients starts the clients of all nodes. The clients with a lasting connection
 // start only if keepConnections is true.
-func (c *cluster) startClients(t *testing.T, tr *traffic, service *corev1.Service, keepConnections bool) {
+func (c *cluster) startClients(t *testing.T, tr *traffic.Traffic, service *corev1.Service, keepConnections bool) {
 	t.Helper()
 	pods, err := c.CoreV1().Pods(c.namespace).List(t.Context(), metav1.ListOptions{LabelSelector: "app=client"})
 	if err != nil {
@@ -99,15 +100,15 @@ func (c *cluster) startClients(t *testing.T, tr *traffic, service *corev1.Servic
 	for i := 1; i <= c.nodes; i++ {
 		name := fmt.Sprintf("node-%d", i)
 		node := onNode(t, i)
-		tr.start(name+" to the cluster IP", node, dial(clusterIP(service)))
+		tr.Start(name+" to the cluster IP", node, dial(clusterIP(service)))
 		if keepConnections {
-			tr.start(name+" on one connection", node, keep(clusterIP(service)))
+			tr.Start(name+" on one connection", node, keep(clusterIP(service)))
 		}
-		tr.start(name+" to DNS", node, lookup())
-		tr.start("to the node port of "+name, outside(t), dial(nodePort(service, i)))
+		tr.Start(name+" to DNS", node, lookup())
+		tr.Start("to the node port of "+name, outside(t), dial(nodePort(service, i)))
 		for _, pod := range pods.Items {
 			if pod.Spec.NodeName == name {
-				tr.start("pod of "+name+" to the cluster IP", inPod(t, &pod), dial(clusterIP(service)))
+				tr.Start("pod of "+name+" to the cluster IP", inPod(t, &pod), dial(clusterIP(service)))
 			}
 		}
 	}

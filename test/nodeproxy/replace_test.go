@@ -8,11 +8,11 @@ import (
 	"net"
 	"os"
 	"strings"
-	"sync"
 	"testing"
 	"time"
 
 	"github.com/kpng-project/kpng/internal/netnstest"
+	"github.com/kpng-project/kpng/test/traffic"
 	corev1 "k8s.io/api/core/v1"
 )
 
@@ -31,22 +31,26 @@ func TestBackendsReplaceEachOther(t *testing.T) {
 	backends := []string{"nftables", "iptables", "nftables"}
 	address := func(i int) string { return fmt.Sprintf("127.0.0.1:%d", 10256+i) }
 	end := w.run(backends[0], address(0))
-	var clients traffic
+	clients := traffic.New(t)
 	clusterIP := net.JoinHostPort(web.Spec.ClusterIP, "80")
 	nodePort := net.JoinHostPort(nodeIP, fmt.Sprint(web.Spec.Ports[0].NodePort))
-	clients.start(t, "client to the cluster IP", w.client, clusterIP)
-	clients.start(t, "client to the node port", w.client, nodePort)
-	clients.start(t, "node to the cluster IP", w.node, clusterIP)
+	startClients(t, clients, "client to the cluster IP", w.client, clusterIP)
+	startClients(t, clients, "client to the node port", w.client, nodePort)
+	startClients(t, clients, "node to the cluster IP", w.node, clusterIP)
 	for i, backend := range backends[1:] {
 		endNext := w.run(backend, address(i+1))
 		if err := end(os.Interrupt); err != nil {
 			t.Errorf("kpng with %s returned %v", backends[i], err)
 		}
 		w.cleanUp(backends[i])
-		clients.mustContinue(t)
+		made := clients.Made()
+		await(t, "100 more requests", true, func() bool { return clients.Made() >= made+100 })
+		if failed, slow := clients.Report(t, backend+" in place of "+backends[i]); failed+slow > 0 {
+			t.Errorf("%d requests failed, %d may have lost a packet", failed, slow)
+		}
 		end = endNext
 	}
-	clients.end()
+	clients.End()
 	if err := end(os.Interrupt); err != nil {
 		t.Error(err)
 	}
@@ -76,53 +80,24 @@ func (w *world) configuration() string {
 	return all.String()
 }
 
-// traffic counts the requests of clients. Each client sends a request every 20 ms over an
-// established connection, and another one over a new connection.
-type traffic struct {
-	clients sync.WaitGroup
-	ended   chan struct{}
-
-	mu       sync.Mutex
-	requests int
-	failures []string
-}
-
-func (tr *traffic) start(t *testing.T, name string, from namespace, to string) {
+// startClients starts two clients of an echo server, in the network namespace from. One
+// uses an established connection, and the other a new connection for each request.
+func startClients(t *testing.T, tr *traffic.Traffic, name string, from namespace, to string) {
 	t.Helper()
-	if tr.ended == nil {
-		tr.ended = make(chan struct{})
-		t.Cleanup(tr.end)
-	}
-	dial := func() (c net.Conn, err error) {
-		err = from.Do(func() error { c, err = net.DialTimeout("tcp", to, time.Minute); return err })
-		return c, err
-	}
-	established, err := dial()
-	if err != nil {
+	dial := func() (net.Conn, error) { return net.DialTimeout("tcp", to, time.Minute) }
+	var established net.Conn
+	if err := from.Do(func() (err error) { established, err = dial(); return err }); err != nil {
 		t.Fatal(err)
 	}
-	tr.clients.Go(func() {
-		defer established.Close()
-		for {
-			select {
-			case <-tr.ended:
-				return
-			case <-time.After(20 * time.Millisecond):
-			}
-			began := time.Now()
-			err := exchange(established)
-			tr.add(name+" over one connection", began, err)
-			if err != nil {
-				return
-			}
-			began = time.Now()
-			c, err := dial()
-			if err == nil {
-				err = exchange(c)
-				c.Close()
-			}
-			tr.add(name+" over a new connection", began, err)
+	t.Cleanup(func() { established.Close() })
+	tr.Start(name+" over one connection", from.Namespace, func() error { return exchange(established) })
+	tr.Start(name+" over new connections", from.Namespace, func() error {
+		c, err := dial()
+		if err != nil {
+			return err
 		}
+		defer c.Close()
+		return exchange(c)
 	})
 }
 
@@ -135,37 +110,4 @@ func exchange(c net.Conn) error {
 	}
 	_, err := io.ReadFull(c, make([]byte, len(line)))
 	return err
-}
-
-func (tr *traffic) add(what string, began time.Time, err error) {
-	tr.mu.Lock()
-	defer tr.mu.Unlock()
-	tr.requests++
-	if took := time.Since(began); err != nil || took > time.Second {
-		tr.failures = append(tr.failures, fmt.Sprintf("%s at %s took %v: %v", what, began.Format("15:04:05.000"), took.Round(time.Millisecond), err))
-	}
-}
-
-// mustContinue waits for 100 more requests, and checks that no request has failed or took
-// longer than a second, in which TCP would repeat a lost packet.
-func (tr *traffic) mustContinue(t *testing.T) {
-	t.Helper()
-	count := func() int { tr.mu.Lock(); defer tr.mu.Unlock(); return tr.requests }
-	first := count()
-	await(t, "100 more requests", true, func() bool { return count() >= first+100 })
-	tr.mu.Lock()
-	defer tr.mu.Unlock()
-	for _, f := range tr.failures {
-		t.Error(f)
-	}
-	t.Logf("%d requests", tr.requests)
-}
-
-func (tr *traffic) end() {
-	select {
-	case <-tr.ended:
-	default:
-		close(tr.ended)
-	}
-	tr.clients.Wait()
 }

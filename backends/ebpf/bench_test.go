@@ -47,7 +47,7 @@ func BenchmarkConnect(b *testing.B) {
 			err := n.ns.Do(func() error {
 				for b.Loop() {
 					for i, target := range targets {
-						d, err := connect(target)
+						d, err := netnstest.TimeConnect(target)
 						if err != nil {
 							return err
 						}
@@ -68,22 +68,6 @@ func BenchmarkConnect(b *testing.B) {
 			b.ReportMetric(float64(service)/float64(direct), "ratio")
 		})
 	}
-}
-
-// connect returns the duration of a connect.
-func connect(to *unix.SockaddrInet4) (time.Duration, error) {
-	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
-	if err != nil {
-		return 0, err
-	}
-	defer unix.Close(fd)
-	// A reset at the end leaves no socket in the state TIME_WAIT.
-	if err := unix.SetsockoptLinger(fd, unix.SOL_SOCKET, unix.SO_LINGER, &unix.Linger{Onoff: 1}); err != nil {
-		return 0, err
-	}
-	start := time.Now()
-	err = unix.Connect(fd, to)
-	return time.Since(start), err
 }
 
 // cpuTime returns the processor time of this process.

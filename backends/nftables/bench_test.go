@@ -5,7 +5,6 @@
 package nftables
 
 import (
-	"errors"
 	"fmt"
 	"math/rand/v2"
 	"net/netip"
@@ -14,6 +13,7 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/netnstest"
 	"github.com/kpng-project/kpng/sink"
 	"github.com/kpng-project/kpng/sink/sinktest"
 	"golang.org/x/sys/unix"
@@ -136,7 +136,7 @@ func BenchmarkConnect(b *testing.B) {
 			err := ns.Do(func() error {
 				for i := range b.N {
 					to := &unix.SockaddrInet4{Port: 80, Addr: numberedService(i*7919%n, 0).Service.IPs.ClusterIPs.V4[0].As4()}
-					took, err := timeConnect(to)
+					took, err := netnstest.TimeConnect(to)
 					if err != nil {
 						return err
 					}
@@ -150,30 +150,6 @@ func BenchmarkConnect(b *testing.B) {
 			slices.Sort(times)
 			b.ReportMetric(float64(times[len(times)/2].Nanoseconds())/1000, "µs-median")
 		})
-	}
-}
-
-// timeConnect opens a TCP connection to an address and returns the time that this took.
-func timeConnect(to unix.Sockaddr) (time.Duration, error) {
-	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
-	if err != nil {
-		return 0, err
-	}
-	defer unix.Close(fd)
-	// Close with a reset, so that the closed connection occupies no local port.
-	if err := unix.SetsockoptLinger(fd, unix.SOL_SOCKET, unix.SO_LINGER, &unix.Linger{Onoff: 1}); err != nil {
-		return 0, err
-	}
-	begin := time.Now()
-	for {
-		err := unix.Connect(fd, to)
-		if errors.Is(err, unix.EINTR) {
-			continue // a signal of Go's scheduler interrupted the call
-		}
-		if errors.Is(err, unix.EISCONN) {
-			err = nil
-		}
-		return time.Since(begin), err
 	}
 }
 

@@ -3,9 +3,13 @@
 package netnstest
 
 import (
+	"errors"
 	"io"
 	"net"
 	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
 )
 
 // Place calls a function in a network namespace, like Namespace.Do.
@@ -71,4 +75,29 @@ func Answer(t testing.TB, in Place, address, name string) {
 			c.WriteTo([]byte(name), from)
 		}
 	}()
+}
+
+// TimeConnect opens a TCP connection to an IPv4 address in the network namespace of the
+// calling thread. It returns the time that this took.
+func TimeConnect(to unix.Sockaddr) (time.Duration, error) {
+	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		return 0, err
+	}
+	defer unix.Close(fd)
+	// Close with a reset, so that the closed connection occupies no local port.
+	if err := unix.SetsockoptLinger(fd, unix.SOL_SOCKET, unix.SO_LINGER, &unix.Linger{Onoff: 1}); err != nil {
+		return 0, err
+	}
+	begin := time.Now()
+	for {
+		err := unix.Connect(fd, to)
+		if errors.Is(err, unix.EINTR) {
+			continue // a signal of Go's scheduler interrupted the call
+		}
+		if errors.Is(err, unix.EISCONN) {
+			err = nil
+		}
+		return time.Since(begin), err
+	}
 }

@@ -43,8 +43,8 @@ type Options struct {
 	// of an API server and follows its changes.
 	Manifests string
 
-	// Services selects the services to proxy, usually by the label
-	// service.kubernetes.io/service-proxy-name. It also selects the metadata to keep.
+	// Services selects the services to proxy, and the labels and annotations to keep. The
+	// label service.kubernetes.io/service-proxy-name usually selects the services.
 	Services watcher.Options
 
 	// NodeName is the name of the node to proxy for. See the function [NodeName].

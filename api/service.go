@@ -73,7 +73,7 @@ const (
 type ServiceIPs struct {
 	ClusterIPs  IPSet
 	ExternalIPs IPSet `json:",omitzero"`
-	// Headless reports whether clusterIP is None, so that the service has no cluster IP.
+	// Headless reports whether clusterIP is None. A headless service has no cluster IP.
 	Headless bool `json:",omitempty"`
 	// LoadBalancerIPs are the ingress addresses whose ipMode is VIP or unset (KEP 1860). The
 	// load balancer does not change the destination of packets to these addresses.

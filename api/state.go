@@ -36,9 +36,9 @@ type Claim struct {
 	Port     int32      `json:",omitempty"`
 }
 
-// LostClaim is a claim that another service owns. The owner's kind of address ranks
-// higher (cluster IP before load-balancer IP before external IP), or both kinds are equal
-// and the owner is older.
+// LostClaim is a claim that another service owns. A cluster IP ranks before a
+// load-balancer IP, which ranks before an external IP. At the same rank, the older
+// service owns the claim.
 type LostClaim struct {
 	Claim
 	Winner types.NamespacedName

@@ -56,8 +56,8 @@ func Main(s sink.Sink) {
 }
 
 // Command returns a command that runs s until its context ends. The caller may add a
-// description and flags, change defaults, and make the command part of a larger one. If s
-// is a [sink.Cleaner], the command has the flag --cleanup.
+// description and flags, change defaults, and make the command part of a larger command.
+// If s is a [sink.Cleaner], the command has the flag --cleanup.
 func Command(name string, s sink.Sink) *cobra.Command {
 	var source Source
 	cmd := source.Command(name, s)
@@ -198,9 +198,9 @@ func (f *sinkFlags) run(ctx context.Context, name string, source *Source, servin
 // drivers of their own. If one sink fails, the other sinks continue. In logs and metrics,
 // the sink itself is NAME0, and its companions are NAME1, NAME2 and so on.
 type Companion interface {
-	// Companions returns the other sinks. healthy reports whether every service has been
-	// programmed once and the program is not stuck (see /livez). The sinks must not call
-	// healthy before they run.
+	// Companions returns the other sinks. The function healthy reports whether every service
+	// has been programmed once and the program is not stuck (see /livez). The sinks must not
+	// call healthy before they run.
 	Companions(healthy func() bool) []sink.Sink
 }
 

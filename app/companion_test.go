@@ -15,7 +15,7 @@ import (
 type pair struct {
 	services, beside atomic.Int32
 	healthy          func() bool
-	early            bool // healthy returned true before a Sync had ended
+	early            bool // the function healthy returned true when a Sync began
 }
 
 func count(n *atomic.Int32) sink.Func {

@@ -47,7 +47,7 @@ func (s *Source) Register(cmd *cobra.Command, allPorts bool) {
 	cmd.Flags().AddFlagSet(own)
 	s.api.register(cmd.Flags())
 	cmd.MarkFlagsMutuallyExclusive("kubeconfig", "manifests")
-	// With --api, a kpng server selects the services, so the flags in own have no effect.
+	// The flag --api excludes the flags in own, because a kpng server selects the services.
 	own.VisitAll(func(f *pflag.Flag) { cmd.MarkFlagsMutuallyExclusive("api", f.Name) })
 }
 
@@ -74,7 +74,7 @@ func (s *Source) registerServices(fs *pflag.FlagSet) {
 }
 
 // RegisterAllPorts adds the flags for all-ports services. The command's sink must support
-// such services. With --api, the server decides and the flags do not apply.
+// such services. With --api, the server selects such services and the flags do not apply.
 func (s *Source) RegisterAllPorts(fs *pflag.FlagSet) {
 	fs.StringVar(&s.allPortsAnnotation, "all-ports-annotation", "", "treat services with this `annotation` and the value true as all-ports services")
 	fs.BoolVar(&s.allPorts, "all-ports", false, "treat all services as all-ports services")

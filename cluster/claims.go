@@ -20,8 +20,8 @@ type claims struct {
 	tree *btree.BTreeG[claim]
 }
 
-// ranked is a claim with its rank. A service may claim the same frontend by addresses of
-// several kinds; the best rank counts.
+// ranked is a claim with its rank. If a service has an address as a load-balancer IP and
+// as an external IP, the better rank counts.
 type ranked struct {
 	api.Claim
 	rank rank
@@ -174,9 +174,9 @@ func (c *claims) replace(old, new *api.Service) ([]outcome, bool) {
 	return changed, !same
 }
 
-// conflictGroups returns the groups of claims that may conflict with the claims in before
-// or after. Each group is named by a claim: a whole address if any service claims it,
-// else a port.
+// conflictGroups returns the groups of claims that may conflict with the old claims
+// (before) or the new claims (after). Each group is named by a claim: a whole address if
+// any service claims it, else a port.
 func (c *claims) conflictGroups(before, after []ranked) []api.Claim {
 	list := make([]api.Claim, 0, len(before)+len(after))
 	for _, claims := range [...][]ranked{before, after} {

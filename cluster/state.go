@@ -74,8 +74,8 @@ func newStore[K, V any](s *State, opts Options, compare func(a, b K) int, equal 
 }
 
 // Update calls f and commits the changes of f together: readers see all of them or none.
-// If f panics, readers see the changes that it made before. f may call the methods of tx,
-// but no other method of the State.
+// If f panics, readers see the changes that f made before the panic. f may call the
+// methods of tx, but no other method of the State.
 func (s *State) Update(f func(tx *Tx)) {
 	s.mu.Lock()
 	defer s.mu.Unlock()

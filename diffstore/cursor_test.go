@@ -94,9 +94,9 @@ func TestChangesAreDifferencesInKeyOrder(t *testing.T) {
 
 	s.Set("e", 0) // a zero value is not a missing value
 	s.Set("d", 6)
-	s.Set("d", 4) // d had this value in the old snapshot, too
+	s.Set("d", 4) // the key d had this value in the old snapshot, too
 	s.Set("bb", 7)
-	s.Delete("bb") // the old snapshot has no bb either
+	s.Delete("bb") // the old snapshot does not have the key bb, either
 	s.Delete("b")
 	s.Set("b", 8)
 	s.Delete("a")
@@ -283,7 +283,7 @@ func TestReaderMayCatchUpAfterItsPositionWasDropped(t *testing.T) {
 	s.Set("a", 1)
 	d := c.Until(s.Snapshot())
 	s.Set("b", 1)
-	s.Set("c", 1) // the store drops the reader's position before the reader acknowledges d
+	s.Set("c", 1) // the store drops the reader's position before the reader acknowledges the delta d
 	c.Advance(d.New)
 	mustEqual(t, "delta", renderDelta(c.Until(s.Snapshot())), "b=>1 c=>1")
 }

@@ -37,9 +37,9 @@
 // # Several stores
 //
 // Stores that share one [Revisions] counter have one order of changes. For a consistent
-// view of several stores, a program needs its own mutex. It holds the mutex while it
-// writes to the stores, and while it takes a snapshot of each store. A reader then has
-// one cursor per store. If it has to start over with one store, it starts over with all.
+// view of several stores, a program needs its own mutex. The program holds the mutex
+// while it writes to the stores, and while it takes a snapshot of each store. A reader
+// has one cursor per store. If it has to start over with one, it starts over with all.
 //
 // # Memory
 //

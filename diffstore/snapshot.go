@@ -49,8 +49,8 @@ func (s *Snapshot[K, V]) After(key K) iter.Seq2[K, V] {
 	}
 }
 
-// Since returns the keys that were set or deleted after a revision, each once, in the
-// order of their last changes. Its value is the present one, or zero for a deleted key. A
+// Since returns the keys that were set or deleted after a revision, each once with its
+// present value, in the order of their last changes. A deleted key has the zero value. A
 // reader that applies the changes to the state at that revision gets the state of the
 // snapshot. A change may have no net effect: a key may have been set and deleted again.
 //
@@ -115,8 +115,8 @@ func (d Delta[K, V]) All() iter.Seq[Change[K, V]] {
 	return d.writtenAfter(0, func(V, V) bool { return false })
 }
 
-// writtenAfter returns the keys written after a revision, except keys with equal values
-// in Old and New and keys that are in neither snapshot.
+// writtenAfter returns the keys written after a revision. It omits keys that have equal
+// values in Old and New, and keys that are in neither snapshot.
 func (d Delta[K, V]) writtenAfter(revision Revision, equal func(a, b V) bool) iter.Seq[Change[K, V]] {
 	return func(yield func(Change[K, V]) bool) {
 		var written []*entry[K, V]

@@ -196,7 +196,7 @@ func (s *Store[K, V]) find(key K) (*entry[K, V], bool) {
 	return s.byKey.Get(&s.probe)
 }
 
-// put records e in place of the entry or tombstone of its key.
+// put inserts e, and removes the old entry or tombstone of the same key.
 func (s *Store[K, V]) put(e *entry[K, V]) {
 	var before V
 	if old, ok := s.byKey.ReplaceOrInsert(e); ok {
@@ -208,7 +208,7 @@ func (s *Store[K, V]) put(e *entry[K, V]) {
 	s.record(e, before)
 }
 
-// remove records a tombstone in place of e.
+// remove replaces e by a tombstone.
 func (s *Store[K, V]) remove(e *entry[K, V]) {
 	s.byKey.Delete(e)
 	s.byRevision.Delete(e)

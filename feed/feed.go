@@ -10,9 +10,9 @@
 //	err := sink.Run(ctx, f, mySink, sink.Options{})
 //
 // A feed keeps only the snapshot that its reader last acknowledged. It computes views
-// only on request. For a change, it computes the views before and after from two
-// snapshots. So thousands of feeds that read one state cost little more than a single
-// feed. Until a feed is closed, the state keeps the deletions since the feed's snapshot.
+// only on request. For a change, it computes the old and the new view from two snapshots.
+// So thousands of feeds that read one state cost little more than a single feed. Until a
+// feed is closed, the state keeps the deletions since the feed's snapshot.
 package feed
 
 import (
@@ -164,8 +164,8 @@ func changes(before, after view, delta diffstore.Delta[types.NamespacedName, *ap
 }
 
 // triggerTime returns the oldest trigger time of the changed EndpointSlices. It ignores
-// new EndpointSlices, whose trigger times may be very old if a label change has just
-// selected the service.
+// new EndpointSlices. Their trigger times may be very old, for example after a label
+// change that made kpng serve the service.
 func triggerTime(was, is *api.ServiceState) time.Time {
 	var oldest time.Time
 	if was == nil || is == nil {

@@ -25,7 +25,7 @@ func service(name string) *api.Service {
 		Namespace: "ns", Name: name, Type: api.ClusterIP,
 		IPs:   api.ServiceIPs{ClusterIPs: api.NewIPSet(netip.MustParseAddr("10.0.0.1"))},
 		Ports: []api.PortMapping{{Protocol: api.TCP, Port: 80, TargetPort: 8080}},
-		// All services have the same age, so the first name wins an address that several claim.
+		// All services have the same age, so their names decide conflicts over an address.
 	}
 }
 
@@ -198,7 +198,7 @@ func TestUnacknowledgedChangesAreRepeated(t *testing.T) {
 	if diff := cmp.Diff([]string{"a: new", "b: new"}, describe(second)); diff != "" {
 		t.Errorf("second update (-want +got):\n%s", diff)
 	}
-	f.Advance(first) // an outdated update, which must not acknowledge the second update
+	f.Advance(first) // the update first is outdated; it must not acknowledge the update second
 	if third, _ := f.Next(); third != second {
 		t.Error("an outdated update was accepted as acknowledgement")
 	}

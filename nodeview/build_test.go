@@ -223,8 +223,8 @@ func lines(text string) []string {
 
 type viewCase struct {
 	name    string
-	service *api.Service // nil: the result of service()
-	node    *api.Node    // nil: thisNode
+	service *api.Service // nil means the result of service()
+	node    *api.Node    // nil means thisNode
 	slices  string       // argument of endpointSlices
 	want    string       // result of describe
 }

@@ -91,8 +91,8 @@ type Frontend struct {
 	// Masquerade selects connections whose source the backend replaces by a node address.
 	Masquerade Masquerade
 	// Affinity is how long a client address keeps its endpoint after the client's last new
-	// connection; 0 means no affinity. Each service port has its own affinity. It applies
-	// only while the endpoint is on the list for the client's traffic.
+	// connection; 0 means no affinity. Each service port has its own affinity. The affinity
+	// applies only while the endpoint is on the list for the client's traffic.
 	Affinity time.Duration `json:",omitempty"`
 }
 
@@ -182,9 +182,9 @@ var masqueradeNames = [...]string{MasqueradeIfAsked: "MasqueradeIfAsked", Masque
 func (m Masquerade) String() string { return text(masqueradeNames[:], m) }
 
 // Frontends yields the frontends to program for se. They are sorted by service port, then
-// family, then kind. Ports, and the addresses of one kind, are in the order of the
+// family, then kind. Ports, and the addresses of one kind, have the same order as in the
 // service. No two frontends have the same address, protocol and port. If se is nil,
-// because the service was deleted, there are none.
+// because the service was deleted, Frontends yields nothing.
 func Frontends(se *api.ServiceEndpoints) iter.Seq[Frontend] {
 	return func(yield func(Frontend) bool) {
 		lists := portLists{se: se}
@@ -238,8 +238,8 @@ type list struct {
 
 func (l *portLists) prepare(port *api.PortMapping, family api.Family) {
 	l.port, l.family = port, family
-	// If both policies are equal, internal and external traffic use the same list. The list
-	// of a policy Cluster is also the list for the short circuit.
+	// If both policies are equal, internal and external traffic use the same list. If a
+	// policy is Cluster, the short circuit uses the list of that policy, too.
 	pol := policiesOf(l.se.Service)
 	l.internal = l.list(pol.internalLocal, func(s api.Scopes) bool { return s.Internal })
 	l.external = l.internal

@@ -14,8 +14,8 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// describeFrontends returns a line "KEY: ELSEWHERE; NODE" for each frontend of a view. It
-// shows the decisions for traffic from elsewhere and from this node.
+// describeFrontends returns a line "KEY: ELSEWHERE; NODE" for each frontend of a view.
+// The line shows the decisions for traffic from elsewhere and for traffic from this node.
 func describeFrontends(se *api.ServiceEndpoints) []string {
 	var out []string
 	for f := range Frontends(se) {

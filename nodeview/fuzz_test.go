@@ -268,9 +268,9 @@ func possibleKeys(state *api.ServiceState) map[string]bool {
 	return keys
 }
 
-// checkCompetition checks that the view has the best of several entries with the same
-// address and port. It also checks that exactly the serving endpoints without scopes are
-// draining.
+// If several entries have the same address and port, checkCompetition checks that the
+// view has the preferred entry. It also checks that the draining endpoints are exactly
+// the serving or ready endpoints without scopes.
 func checkCompetition(t *testing.T, state *api.ServiceState, se *api.ServiceEndpoints) {
 	t.Helper()
 	listed, drains := map[string]bool{}, map[string]bool{}
@@ -311,8 +311,8 @@ func checkCompetition(t *testing.T, state *api.ServiceState, se *api.ServiceEndp
 	}
 }
 
-// checkAllPorts compares the view of an all-ports service with the view of a service that
-// has one port, which all EndpointSlices serve.
+// checkAllPorts compares the view of an all-ports service with the view of a service with
+// one port. All EndpointSlices serve this port.
 func checkAllPorts(t *testing.T, state *api.ServiceState, node *api.Node, se *api.ServiceEndpoints) {
 	t.Helper()
 	if !state.Service.AllPorts {
@@ -363,7 +363,7 @@ func checkOldClient(t *testing.T, se *api.ServiceEndpoints) {
 }
 
 // checkFrontends checks that each frontend that a Service defines occurs exactly once, as
-// served or unserved, and that its endpoints are in the view and of its family.
+// served or unserved. All endpoints of a frontend must be in the view and of its family.
 func checkFrontends(t *testing.T, state *api.ServiceState, se *api.ServiceEndpoints) {
 	t.Helper()
 	served := map[api.Claim]map[api.Family]bool{}
@@ -404,8 +404,8 @@ func checkFrontends(t *testing.T, state *api.ServiceState, se *api.ServiceEndpoi
 	}
 }
 
-// checkDiff checks that a client with the first view has the second view after it has
-// applied the difference by key.
+// checkDiff applies the difference of two views, by key, to a client that has the first
+// view. The client must then have the second view.
 func checkDiff(t *testing.T, before, after *api.ServiceEndpoints) {
 	t.Helper()
 	programmed := map[string]api.Endpoint{}

@@ -23,7 +23,7 @@ func WriteViews(w io.Writer, views []*api.ServiceEndpoints) error {
 
 // WriteFrontends writes lines of JSON, for scripts. The first line is the node, or {} if
 // node is nil. Each other line is a frontend of a view (see [Frontends]), with the
-// Namespace and Name of its service. In this line, Ranges are the result of
+// Namespace and Name of its service. In the line of a frontend, Ranges are the result of
 // [Sources.Prefixes] for the addresses of node.
 func WriteFrontends(w io.Writer, node *api.Node, views []*api.ServiceEndpoints) error {
 	if node == nil {
@@ -79,7 +79,7 @@ func (f *Frontend) json() frontendJSON {
 	return j
 }
 
-// MarshalJSON returns the JSON of [WriteFrontends], without the service.
+// MarshalJSON returns the JSON form of f, without the Namespace and Name of its service.
 func (f Frontend) MarshalJSON() ([]byte, error) { return json.Marshal(f.json()) }
 
 // MarshalJSON returns the address, port and node of the endpoint.

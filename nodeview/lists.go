@@ -143,8 +143,8 @@ func localList(ep *api.SliceEndpoint, t *endpointCounts, here location) Reason {
 	}
 }
 
-// terminatingFallback returns the reason why an endpoint that is not ready is on a list
-// or not. It is on the list if it is serving and terminating and no endpoint is ready.
+// terminatingFallback decides whether an endpoint that is not ready is on a list. It is
+// on the list if it is serving and terminating and no endpoint is ready.
 func terminatingFallback(c api.Conditions, ready int) Reason {
 	switch {
 	case !usable(c):
@@ -175,7 +175,7 @@ func topology(t *endpointCounts) Topology {
 	}
 }
 
-// policies are the traffic policies of a service that are in effect.
+// policies are the effective traffic policies of a service.
 type policies struct{ internalLocal, externalLocal bool }
 
 func policiesOf(svc *api.Service) policies {
@@ -215,12 +215,12 @@ func (m listReasons) list(local bool) Reason {
 	return m.cluster
 }
 
-// shortCircuit returns the reason for the list of short-circuited traffic: from this node
+// shortCircuit returns the reason for short-circuited traffic, which goes from this node
 // to an external frontend with policy Local. This traffic uses the Cluster list, because
 // a load balancer would send it to a node with endpoints.
 func (m listReasons) shortCircuit() Reason { return m.cluster }
 
-// answers reports whether an endpoint may still have connections. Such an endpoint is
-// draining if it is on no list. A ready endpoint counts even if its condition serving is
-// false (publishNotReadyAddresses).
+// answers reports whether an endpoint may still have connections. If such an
+// endpoint is on no list, it is draining. A ready endpoint may have connections even if
+// its condition serving is false (publishNotReadyAddresses).
 func answers(c api.Conditions) bool { return c.Serving || c.Ready }

@@ -119,8 +119,8 @@ func (c *selection) list(se *api.ServiceEndpoints, pol policies, here location) 
 }
 
 // assignLists finds, for each candidate, the lists that contain it for at least one port.
-// It returns the number of listed and of draining candidates. A draining candidate is
-// eligible for a port and on no list, but may still have connections.
+// It returns how many candidates are listed, and how many are draining. A draining
+// candidate is eligible for a port and on no list, but may still have connections.
 func (c *selection) assignLists(pol policies) (listed, draining int) {
 	for i := range c.candidates {
 		cand := &c.candidates[i]

@@ -11,8 +11,8 @@ import (
 )
 
 // This file is a second implementation of those rules of docs/semantics.md that
-// kube-proxy does not have. It is literal and slow. For the other rules, test/kpdiff
-// compares kpng with kube-proxy.
+// kube-proxy does not have. It follows the text of the rules, and is slow. For the other
+// rules, test/kpdiff compares kpng with kube-proxy.
 
 // entry is an endpoint of an EndpointSlice, for one port.
 type entry struct {
@@ -68,7 +68,7 @@ func oraclePrefers(a, b entry) bool {
 	case a.slice.Name != b.slice.Name:
 		return a.slice.Name < b.slice.Name
 	}
-	// For entries of one EndpointSlice, the rules only require an order by content.
+	// The order of entries in an EndpointSlice must not matter, so compare their content.
 	return slices.Compare(oracleContent(a), oracleContent(b)) < 0
 }
 

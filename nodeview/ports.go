@@ -54,7 +54,7 @@ func overrideName(p *api.PortMapping) string {
 	return p.TargetPortName
 }
 
-// matchPorts computes selection.targets and selection.overrides, in the given buffers.
+// matchPorts appends selection.targets and selection.overrides to the given buffers.
 func matchPorts(targets []int32, overrides [][]api.PortName, list []*api.EndpointSlice, ports []*api.PortMapping) ([]int32, [][]api.PortName) {
 	for _, slice := range list {
 		for _, p := range ports {
@@ -65,9 +65,9 @@ func matchPorts(targets []int32, overrides [][]api.PortName, list []*api.Endpoin
 	return targets, overrides
 }
 
-// targetPort returns the number of the slice's port with the name and protocol of p, or 0
-// if there is no such port or number. Another slice of the service may have another
-// number for the same name.
+// targetPort returns the number of the slice's port that has the name and protocol of p.
+// It returns 0 if there is no such port or the port has no number. Another slice of the
+// service may have another number for the same name.
 func targetPort(slice *api.EndpointSlice, p *api.PortMapping) int32 {
 	if p == nil {
 		return anyPort

@@ -16,8 +16,8 @@ type selection struct {
 	slices []*api.EndpointSlice
 	// The service's ports that can have a frontend, or a single nil: see servedPorts.
 	ports []*api.PortMapping
-	// targets[s*len(ports)+p] is the number of port p at the endpoints of slice s, or 0 if
-	// they do not serve p. overrides[s] are the PortOverrides of slice s.
+	// targets[s*len(ports)+p] is the target port number of port p in slice s, or 0 if slice
+	// s does not serve p. overrides[s] are the PortOverrides of slice s.
 	targets   []int32
 	overrides [][]api.PortName
 	// sorted by api.Endpoint.Compare
@@ -32,8 +32,8 @@ type candidate struct {
 	ep    *api.SliceEndpoint
 	slice int32
 
-	// assignLists sets the fields below. scopes: the lists of all ports together. uneven:
-	// the ports have different lists. drains: the candidate is draining and on no list.
+	// assignLists sets the fields below. scopes: the candidate's lists for all ports
+	// together. uneven: the ports have different lists. drains: the candidate is draining.
 	scopes         api.Scopes
 	uneven, drains bool
 }

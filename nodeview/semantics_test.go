@@ -69,7 +69,7 @@ func TestEveryRuleHasItsTest(t *testing.T) {
 // code holds the names that docs/semantics.md may use.
 type code struct {
 	functions map[string]bool            // package.function, package.Type.method and package.Type
-	tests     map[string]map[string]bool // package.test → the strings in it, because some are names of cases
+	tests     map[string]map[string]bool // package.test → the strings in the test, which include the names of cases
 }
 
 func (c *code) hasFunction(name string) bool {

@@ -19,15 +19,15 @@ type Sources struct {
 	Ranges []netip.Prefix `json:",omitempty"`
 	// Own are the service's load-balancer addresses of the frontend's family. If a range
 	// admits this node, these addresses are also admitted as sources. If an interface of the
-	// node has such an address, packets from the node to this address also have it as
-	// source.
+	// node has such an address, the node's packets to this address have the same address as
+	// their source.
 	Own []netip.Addr `json:",omitempty"`
 }
 
 // sourceRanges returns the sources that the service admits to its frontends at addr. If
 // svc.SourceRanges has ranges for addr, only sources in these ranges are admitted. If
-// svc.SourceRanges has ranges only of the other family, no source is admitted. A /0
-// admits its whole family.
+// svc.SourceRanges has ranges only of the other family, no source is admitted. The range
+// /0 admits all sources of its family.
 func sourceRanges(svc *api.Service, addr netip.Addr) Sources {
 	var s Sources
 	for i := range svc.SourceRanges {

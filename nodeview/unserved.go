@@ -110,7 +110,7 @@ func portFrontends(se *api.ServiceEndpoints, port *api.PortMapping, fault, nodeP
 		addrs := se.Service.FrontendIPs(family) // addrs[i] has the addresses of Kind ClusterIP+i
 		for i, list := range addrs {
 			for j, addr := range list {
-				// An address that occurs twice gets a frontend only for its first occurrence.
+				// If an address occurs twice, only the first occurrence gets a frontend.
 				if slices.Contains(list[:j], addr) || named(addrs[:i], addr) {
 					continue
 				}

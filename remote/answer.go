@@ -21,7 +21,7 @@ import (
 //
 // The client logs and ignores unreadable objects, and applies all other objects. It keeps
 // its earlier version of an unreadable service or node. It also keeps its earlier version
-// of an endpoint, unless the operation is a Replace of the whole service.
+// of an unreadable endpoint, unless the operation is a Replace of the whole service.
 type answer struct {
 	client *Client
 	log    klog.Logger
@@ -33,7 +33,7 @@ type answer struct {
 	// The drafts of the services that occurred in operations. The draft of a deleted service
 	// is nil. After a reset, the map contains all services.
 	services map[types.NamespacedName]*draft
-	// nodeNamed: an operation set or deleted the node. If deleted, node is nil.
+	// nodeNamed: an operation set or deleted the node. After a deletion, node is nil.
 	node      *api.Node
 	nodeNamed bool
 }
@@ -168,7 +168,7 @@ func splitPath(path string) (service types.NamespacedName, key string, err error
 	return types.NamespacedName{Namespace: namespace, Name: name}, key, nil
 }
 
-// openDraft returns the draft of a service, and makes it modifiable.
+// openDraft opens the draft of a service and returns it.
 func (a *answer) openDraft(key types.NamespacedName) *draft {
 	d, named := a.services[key]
 	if d == nil {

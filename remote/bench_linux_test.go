@@ -279,8 +279,8 @@ func memory() uint64 {
 	return m.HeapAlloc + m.StackInuse
 }
 
-// resetPeak resets the maximum of the memory, so that peakMemory returns the maximum
-// since this call.
+// resetPeak begins a new measurement: peakMemory then returns the maximum since the last
+// call of resetPeak.
 func resetPeak(b *testing.B) {
 	debug.FreeOSMemory()
 	if err := os.WriteFile("/proc/self/clear_refs", []byte("5"), 0); err != nil {

@@ -47,12 +47,12 @@ type clientState struct {
 	node     *api.Node // nil if not known
 }
 
-// reader records which state the caller of Next and Advance has.
+// reader records the state that the caller of Next and Advance has received.
 type reader struct {
 	cursor *diffstore.Cursor[types.NamespacedName, *entry]
 	has    *clientState // last state that the caller received; nil if none
 
-	// The update that the last Next returned, and the state that it leads to.
+	// The update that the last call of Next returned, and the state after this update.
 	offered *sink.Update
 	state   *clientState
 }

@@ -39,7 +39,7 @@ type crowdNode struct {
 	Token []byte
 }
 
-// crowdRound is a report on one answer to each stream of a crowd.
+// crowdRound is the report on a round, in which each stream receives one answer.
 type crowdRound struct {
 	Synced            []int64 // times at which streams received their Sync, sorted, in Unix nanoseconds
 	Bytes, Operations int
@@ -110,7 +110,7 @@ func (c *crowd) runNode(n crowdNode, rounds *crowdRounds) {
 	dialer, err := transport.NewDialer(transport.DialOptions{Addresses: []string{c.Address}, FailFast: true})
 	if err == nil {
 		err = dialer.Stay(context.Background(), func(ctx context.Context, conn *grpc.ClientConn, heard func(bool, bool) error) error {
-			if err := heard(true, false); err != nil { // so that Stay waits however slow the server is
+			if err := heard(true, false); err != nil { // makes Stay wait, however slow the server is
 				return err
 			}
 			failed := make(chan error)

@@ -30,8 +30,8 @@ func newKeyedEndpoint(key string, m *localv1.Endpoint) (keyedEndpoint, error) {
 	return keyedEndpoint{key, e, draining}, err
 }
 
-// newEntry returns the entry of a service. It has the endpoints in list, not those in
-// service. newEntry sorts list.
+// newEntry returns the entry of a service. The entry has the endpoints in list, not those
+// in service. newEntry sorts list.
 func newEntry(service *api.ServiceEndpoints, list []keyedEndpoint) *entry {
 	slices.SortFunc(list, func(a, b keyedEndpoint) int {
 		switch {

@@ -32,7 +32,7 @@ func newFrame(item *localv1.OpItem) frame {
 	return appendField(nil, opItemBatch, localv1.Marshal(item))
 }
 
-// item returns the OpItem without the encoding of the field Batch.
+// item returns the marshalled OpItem, without the tag and length of the field Batch.
 func (f frame) item() []byte {
 	_, _, tag := protowire.ConsumeTag(f)
 	_, length := protowire.ConsumeVarint(f[tag:])

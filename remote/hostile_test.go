@@ -204,7 +204,7 @@ func hpackField(name, value string) []byte {
 	return b
 }
 
-// hugeCodec encodes every message as many repetitions of one piece.
+// hugeCodec replaces every message by many repetitions of one piece.
 type hugeCodec struct {
 	bytesCodec
 	piece []byte
@@ -316,8 +316,8 @@ func TestFailedHandshakes(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			// Send the certificate even if the server does not accept its authority. By default,
-			// crypto/tls would send no certificate.
+			// Send the certificate even if the server does not accept the authority that signed
+			// it. By default, crypto/tls would send no certificate.
 			c.GetClientCertificate = func(*tls.CertificateRequestInfo) (*tls.Certificate, error) { return &cert, nil }
 		}
 		return c

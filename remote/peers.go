@@ -97,7 +97,7 @@ func (p *peers) disconnect(host string) {
 	}
 }
 
-// connCredentials record the connection of a stream, so that the server can close it.
+// connCredentials record the connections of streams, so that the server can close them.
 type connCredentials struct {
 	credentials.TransportCredentials
 }
@@ -147,7 +147,7 @@ func callerOf(ctx context.Context, shared bool) (caller, error) {
 	return c, nil
 }
 
-// admit counts a new stream of c until done is called. It fails beyond the limits.
+// admit counts a stream of c until done is called. It refuses streams above the limits.
 func (p *peers) admit(c caller) (done func(), err error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()

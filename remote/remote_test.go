@@ -266,7 +266,7 @@ func TestRemoteSinkReceivesSameAsInProcess(t *testing.T) {
 	}
 }
 
-// The manifest contains the pods of the endpoints.
+// In the manifest, each endpoint names its pod.
 func TestTargetsAndLoadBalancerClassReachClients(t *testing.T) {
 	state := cluster.New(cluster.Options{})
 	err := file.Watch(t.Context(), state, file.Options{

@@ -351,7 +351,7 @@ func TestNothingIsLostUnderChurn(t *testing.T) {
 	}
 }
 
-// The test closes the connection after more and more bytes of the first answer.
+// The test closes the connection during the first answer, each time after more bytes.
 func TestPartialAnswerIsInvisible(t *testing.T) {
 	w := newWorld(5, 5, 400)
 	address := socket(t)

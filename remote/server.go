@@ -69,12 +69,12 @@ type Limits struct {
 	// malicious client can use about 4 MB of memory per stream. Default 32.
 	StreamsPerPeer int
 	// StreamRate limits the average number of new streams of a peer per second. It limits
-	// the work for first answers, which may be the whole state. A burst of StreamsPerPeer
-	// new streams is allowed. Default 20.
+	// the work for first answers, which may contain the whole state. A burst of
+	// StreamsPerPeer new streams is allowed. Default 20.
 	StreamRate float64
-	// SendTimeout is the time that a client has to read a message, and on average to read 64
-	// KB of an answer. The server closes slower connections. After SendTimeout, it also ends
-	// an answer whose snapshot is too old. Default 30 s.
+	// SendTimeout limits the time in which a client reads a message, and the average time in
+	// which it reads 64 KB of an answer. The server closes slower connections. After
+	// SendTimeout, it also ends an answer whose snapshot is too old. Default 30 s.
 	SendTimeout time.Duration
 	// CacheBytes limits the cache of marshalled views, approximately. Default 64 MiB.
 	CacheBytes int

@@ -24,8 +24,8 @@ type subscriber[Request any] interface {
 	request(req *Request) error
 }
 
-// renewTokens is the time after which a client without changes gets a token of the latest
-// revision. A store keeps deletions for 10 minutes, so renewTokens must be shorter.
+// renewTokens is the time after which a client gets a new token even if nothing changes
+// for it. A store keeps deletions for 10 minutes, so renewTokens must be shorter.
 const renewTokens = 5 * time.Minute
 
 var errExpired = status.Error(codes.Unauthenticated, "the client's certificate has expired")
@@ -116,9 +116,9 @@ func (s *sender) begin(snapshot *cluster.Snapshot) {
 	s.snapshot, s.started, s.sent = snapshot, time.Now(), 0
 }
 
-// send sends one message. The client has SendTimeout to read the message, and on average
-// to read 64 KB of the answer. If an answer takes longer than SendTimeout, the stream
-// ends as soon as the snapshot is too old.
+// send sends one message. The client must read the message, and on average 64 KB of the
+// answer, within SendTimeout. If an answer takes longer than SendTimeout, the stream ends
+// as soon as the snapshot is too old.
 func (s *sender) send(m *raw) error {
 	size, timeout, elapsed := m.bytes.Len(), s.server.opts.Limits.SendTimeout, time.Since(s.started)
 	peers := s.server.peers

@@ -43,8 +43,8 @@ func (bytesCodec) Unmarshal(data mem.BufferSlice, v any) error {
 	return nil
 }
 
-// field is a field of a marshalled message. The value is in varint if it is an integer,
-// and in bytes otherwise.
+// field is a field of a marshalled message. An integer value is in the member varint, any
+// other value in the member bytes.
 type field struct {
 	number protowire.Number
 	varint uint64

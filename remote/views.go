@@ -118,7 +118,7 @@ func (v *views) evict() {
 // sharedState contains the cached views of one ServiceState.
 type sharedState struct {
 	state *api.ServiceState
-	// The nodes with endpoints and the nodes and zones in hints.
+	// The nodes that have endpoints, and the nodes and zones that hints name.
 	nodes, zones map[string]struct{}
 
 	size int // guarded by views.mu

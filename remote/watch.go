@@ -27,7 +27,7 @@ type watch struct {
 	sender opSender
 	name   string
 	who    audience
-	// Whether the client requested its own Node, and whether it requested tokens.
+	// ownNode: the client requested its own Node. tokens: the client requested tokens.
 	ownNode, tokens bool
 	// The client requested frontends instead of services and endpoints.
 	frontends bool
@@ -260,8 +260,8 @@ func (w *watch) deltas(d statesDelta, node *api.Node) []*wireDelta {
 	return list
 }
 
-// view returns the view of a service for node, which is the client's node before or after
-// a change.
+// view returns the view of a service for node. The argument node is the client's node
+// before or after a change.
 func (w *watch) view(state *api.ServiceState, node *api.Node) *wireView {
 	return w.server.views.viewFor(state, w.name, node.Zone(), w.frontends)
 }

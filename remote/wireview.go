@@ -19,14 +19,14 @@ import (
 type wireView struct {
 	id  uint64 // unique ID of this view; 0 means no view
 	key types.NamespacedName
-	// service is the marshalled service. If set is FrontendsSet, it is the marshalled
-	// frontends of the service, and endpoints is empty.
+	// The field service has the marshalled service. If set is FrontendsSet, it has the
+	// marshalled frontends instead, and the list endpoints is empty.
 	set       localv1.Set
 	service   []byte
 	endpoints []wireEndpoint // sorted by key
 
 	values int // number of services and endpoints that were marshalled for this view
-	size   int // approximate size in memory, with deltas and wholes
+	size   int // approximate size in memory, including deltas and wholes
 
 	mu     sync.Mutex
 	deltas [2][2]memo // by audience; the second index is 1 if there is an old view
@@ -53,14 +53,14 @@ const (
 
 func (a audience) receives(e *wireEndpoint) bool { return a == complete || e.elsewhere }
 
-// memo caches the difference from the old view that has the given ID.
+// memo caches the difference from an old view. The field id is the ID of the old view.
 type memo struct {
 	id    uint64
 	value *wireDelta
 }
 
 // marshalled lists a service's endpoints, each marshalled once. If an endpoint does not
-// look the same to all nodes, each of its forms is in the list.
+// look the same to all nodes, the list contains each form of the endpoint.
 type marshalled []*marshalledEndpoint // sorted by address and ports
 
 type marshalledEndpoint struct {
@@ -186,7 +186,7 @@ func newDelta(old, new *wireView, who audience) *wireDelta {
 	return d
 }
 
-// pairs yields the endpoints of two sorted lists, endpoints with the same key together.
+// pairs yields the endpoints of two sorted lists; those with the same key form a pair.
 func pairs(before, after []wireEndpoint) func(yield func(old, new *wireEndpoint) bool) {
 	return func(yield func(old, new *wireEndpoint) bool) {
 		for len(before) > 0 || len(after) > 0 {

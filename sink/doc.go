@@ -20,9 +20,9 @@
 //		return failed.Err()
 //	}
 //
-// A [Source] provides the services as this node sees them: a feed of a cluster state in
-// this process, or a client of a remote server. A [Driver] connects a source to a sink.
-// [Run] creates a driver and runs it. Each sink needs its own driver and its own source.
+// A [Source] provides the services as this node sees them. It is a feed in this process,
+// or a client of a remote server. A [Driver] connects a source to a sink. [Run] creates a
+// driver and runs it. Each sink needs its own driver and its own source.
 //
 // # Passes and changes
 //
@@ -65,9 +65,9 @@
 //
 // Two services never have the same claim ([api.Claim]) at the same time. If one update
 // moves a claim between services, the driver delivers both services in one Sync. After
-// failures, it may deliver either service earlier. After the sink has acknowledged the
-// new owner of a claim, the driver delivers the previous owner without Old. So the sink
-// keeps the claim of the new owner when it deletes the previous owner.
+// failures, the services may be in two Syncs, in either order. After the sink has
+// acknowledged the new owner of a claim, the driver delivers the previous owner with Old
+// nil. So the sink keeps the claim of the new owner when it deletes the previous owner.
 //
 // # More than Sync
 //

@@ -176,7 +176,7 @@ func (d *Driver) wait(ctx context.Context) error {
 			return nil
 		}
 
-		var wake time.Time // zero: do not wake up at a certain time
+		var wake time.Time // zero: sleep without a time limit
 		switch {
 		case due:
 			wake = d.notBefore
@@ -234,8 +234,8 @@ func (d *Driver) sleep(ctx context.Context, wake time.Time, changed <-chan struc
 	}
 }
 
-// verify calls Verify, and cancels it as soon as other work waits. The cancelled Verify
-// may take long to return, so verify first records that work waits.
+// verify calls Verify, and cancels it as soon as other work waits. Before the
+// cancellation, verify records that work waits, because Verify may take long to return.
 func (d *Driver) verify(ctx context.Context, wake time.Time, changed <-chan struct{}) {
 	log := klog.FromContext(ctx)
 	begin := time.Now()

@@ -83,8 +83,8 @@ type fuzzServices struct {
 
 func fuzzKey(n int) types.NamespacedName { return key(string(rune('a' + n))) }
 
-// mutate makes one random change of the source, the sink or the clock. If it makes the
-// sink block, it returns the channel that the caller has to close.
+// mutate makes one random change of the source, the sink or the clock. If mutate makes
+// the sink block, it returns the channel that the caller has to close.
 func (f *fuzzServices) mutate(plane *dataplane) []chan struct{} {
 	w, r := f.w, f.r
 	switch r.IntN(17) {
@@ -174,8 +174,8 @@ func randomBytes(r *rand.Rand) []byte {
 // programs only the difference between Old and New.
 type dataplane struct {
 	entries map[api.Claim]fuzzEntry
-	// With atomic, the sink changes nothing of a failed service, and nothing at all if the
-	// Sync fails as a whole. Then the sink may rely on Old even for an unsure service.
+	// If atomic is true, the sink does not program a failed service, and programs nothing if
+	// the Sync fails as a whole. Then the sink may rely on Old even for an unsure service.
 	atomic bool
 	// The last delivered view of each service. A Changes with First clears the map.
 	wanted map[types.NamespacedName]*api.ServiceEndpoints

@@ -67,7 +67,7 @@ type events struct {
 	Forwarder
 	handler Handler
 	sent    map[types.NamespacedName]sent
-	// The owners of the claims of all frontends that the handler may have.
+	// The claims of all frontends that the handler may have, with their owners.
 	owners claimOwners
 	pass   Pass
 }
@@ -86,7 +86,7 @@ type transition struct {
 	key types.NamespacedName
 	old sent
 	new *api.ServiceEndpoints
-	// All deletes have succeeded, so that the handler has only objects of new.
+	// All deletes have succeeded, so the handler has only objects of the view new.
 	deleted bool
 	// The first error. After an error, the handler receives no more objects of the service.
 	err error
@@ -149,8 +149,8 @@ func (e *events) transitions(c *Changes) []*transition {
 	return transitions
 }
 
-// makeRoom deletes frontends of services without a transition, if these frontends
-// conflict with new ones.
+// If an old frontend conflicts with a new one, and its service has no transition,
+// makeRoom deletes the old frontend.
 func (e *events) makeRoom(ctx context.Context, transitions []*transition) {
 	for _, t := range transitions {
 		for f := range nodeview.Frontends(t.new) {
@@ -166,8 +166,8 @@ func (e *events) makeRoom(ctx context.Context, transitions []*transition) {
 	}
 }
 
-// evict deletes those frontends of a service that conflict with claim. If that fails, the
-// frontend stays in owners.
+// evict deletes those frontends of a service that conflict with claim. If the handler
+// fails to delete a frontend, its claim stays in owners.
 func (e *events) evict(ctx context.Context, key types.NamespacedName, claim api.Claim) {
 	t := &transition{key: key, old: sent{view: e.sent[key].view}}
 	e.sent[key] = t.old

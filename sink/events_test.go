@@ -322,9 +322,9 @@ func TestEventsForwardsOptionalMethods(t *testing.T) {
 	}
 }
 
-// objects is a handler that stores its objects, with frontends by claim. It checks that
-// no object refers to a missing object, and that an address is only set and deleted for
-// its owner. Calls fail at random, before or after they take effect.
+// objects is a handler that stores the received objects. It stores frontends by claim. It
+// checks that no object refers to a missing object, and that an address is only set and
+// deleted for its owner. Calls fail at random, before or after they take effect.
 type objects struct {
 	t         *testing.T
 	r         *rand.Rand

@@ -20,16 +20,16 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// frontendMap is a sink like a kernel map: it stores the endpoints of each address,
-// protocol and port.
+// frontendMap is a sink that works like a kernel map. It stores the endpoints of each
+// address, protocol and port.
 type frontendMap struct {
 	entries map[api.Claim]entry
 	pass    sink.Pass
 	fail    func(k api.Claim) error // decides whether a write fails; if nil, none fails
 }
 
-// entry includes the owner of an address, so that a late delete of the previous owner
-// does not remove it.
+// entry includes the owner of the address. So a late delete of the previous owner does
+// not remove the entry of the new owner.
 type entry struct {
 	owner     types.NamespacedName
 	endpoints string
@@ -84,7 +84,7 @@ func (m *frontendMap) removeStale(s sink.Change) error {
 	return nil
 }
 
-// remove removes the entry at k if owner still owns it.
+// remove deletes the entry with the key k if it still belongs to owner.
 func (m *frontendMap) remove(k api.Claim, owner types.NamespacedName) error {
 	if e, ok := m.entries[k]; !ok || e.owner != owner {
 		return nil

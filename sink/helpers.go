@@ -27,7 +27,7 @@ func (p *Pass) Begin(c *Changes) {
 	p.last = c.Last
 	for s := range c.Services {
 		if s.New == nil && !c.Last {
-			// If the deletion fails, Services or Failing of the last batch contains the service.
+			// If the deletion fails, the last batch has the service in Services or Failing.
 			delete(p.delivered, s.Key)
 		} else {
 			p.delivered[s.Key] = struct{}{}
@@ -50,8 +50,8 @@ func (p *Pass) Stale(key types.NamespacedName) bool {
 // [Verifier], and forwards them to the value To. A sink that wraps another sink embeds a
 // Forwarder and implements Sync.
 //
-// If To does not have a method, this method of the Forwarder does nothing and returns nil
-// or 0.
+// If To lacks a method, the same method of the Forwarder does nothing and returns nil or
+// 0.
 type Forwarder struct{ To any }
 
 // Start implements [Starter].

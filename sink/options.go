@@ -18,8 +18,8 @@ type Options struct {
 	// Default 0: the driver delivers changes as soon as no Sync runs.
 	MinInterval time.Duration
 
-	// BatchSize limits the size of a batch of a pass, and of the retries in one Sync. The
-	// size is the number of services and endpoints. A larger service is delivered in a Sync
+	// BatchSize limits the size of a batch of a pass, and the total size of the retries in a
+	// Sync. The size is the number of services and endpoints. A larger service gets a Sync
 	// of its own. The limit does not apply to new changes of the source. Default 10,000.
 	BatchSize int
 
@@ -71,8 +71,8 @@ type Observer struct {
 	// Synced is called after each Sync.
 	Synced func(SyncResult)
 	// Applied is called for each acknowledged service that has a trigger time. The latency
-	// is the time since the oldest endpoint change. Applied is not called if a service has
-	// not changed, as is usual in a pass.
+	// is the time since the oldest endpoint change. Applied is not called for services that
+	// have not changed, like most services in a pass.
 	Applied func(latency time.Duration)
 	// Verified is called after each Verify, unless changes interrupted the Verify.
 	Verified func(took time.Duration, err error)

@@ -282,7 +282,7 @@ func TestPassOfASlowSink(t *testing.T) {
 				if stuck := w.driver.Status().StuckFor(time.Now()); stuck > time.Second {
 					t.Fatalf("the sink looks stuck for %v", stuck)
 				}
-				if changed.IsZero() && time.Since(w.start) > 70*time.Second { // the sink is in the second batch
+				if changed.IsZero() && time.Since(w.start) > 70*time.Second { // the sink is programming the second batch
 					changed = time.Now()
 					w.src.Set(view(first, 7))
 				}

@@ -52,8 +52,8 @@ func (s *unacked) changeTo(new *api.ServiceEndpoints) Change {
 	return Change{Key: s.key, Old: s.old, New: new, Unsure: s.unsure, TriggerTime: s.trigger}
 }
 
-// merge returns the Change from the old view of s to the new view in c, a later Change of
-// the service.
+// merge combines s with c, a later Change of the service. The result leads from the old
+// view of s to the new view of c.
 func (s *unacked) merge(c Change) Change {
 	merged := s.changeTo(c.New)
 	merged.TriggerTime = earlier(s.trigger, c.TriggerTime)
@@ -70,7 +70,7 @@ type pending struct {
 	aloneAt time.Time
 	claims  claimOwners // claims of the old views
 	count   [reasons]int
-	failing int // number of services whose failures are not 0
+	failing int // number of services whose field failures is not 0
 }
 
 func newPending() pending {
@@ -190,7 +190,7 @@ func (p *pending) keys(delivered []Change) []types.NamespacedName {
 }
 
 // applied returns the last revision up to which the sink has acknowledged everything. The
-// result is at most position.
+// result is not greater than the argument position.
 func (p *pending) applied(position uint64) uint64 {
 	for _, s := range p.byKey {
 		position = min(position, s.since)
@@ -225,7 +225,7 @@ func (c claimOwners) unset(claim api.Claim, key types.NamespacedName) {
 	}
 }
 
-// conflicting returns the services other than key whose claims exclude claim.
+// conflicting returns the services whose claims exclude claim. It never returns key.
 func (c claimOwners) conflicting(claim api.Claim, key types.NamespacedName) []types.NamespacedName {
 	var services []types.NamespacedName
 	add := func(other types.NamespacedName, ok bool) {

@@ -52,8 +52,8 @@ type Stopper interface {
 }
 
 // Drainer is a [Stopper] that drains connections when it stops. If [Options.StopTimeout]
-// is 0, the result of StopTimeout is the time limit of Stop. If both are 0, the default
-// applies.
+// is 0, the result of the method StopTimeout is the time limit of Stop. If both are 0,
+// the default applies.
 type Drainer interface {
 	Stopper
 	StopTimeout() time.Duration
@@ -71,7 +71,7 @@ type Cleaner interface {
 // drift. The driver calls Verify at Options.VerifyInterval, while no changes wait, and
 // never during a Sync. When changes arrive, it cancels the context. The next Verify
 // should continue where the cancelled one stopped. An error that wraps [ErrStartOver]
-// requests a new pass. The driver only reports other errors and panics.
+// requests a new pass. The driver reports any other error or panic, and continues.
 type Verifier interface {
 	Verify(ctx context.Context) error
 }
@@ -88,7 +88,7 @@ type Poller interface {
 //
 // The driver makes a pass at the start, after [ErrStartOver], after [Driver.StartOver],
 // and when the source has lost the driver's position. A pass delivers every service once,
-// in one Changes or in several of bounded size. Services that change during a pass are
+// in one or several Changes of bounded size. Services that change during a pass are
 // delivered before its next batch. A new pass may begin before the previous one has
 // ended.
 type Changes struct {
@@ -111,8 +111,8 @@ type Changes struct {
 	Services iter.Seq[Change]
 	// Node is the Node object of this node, or nil if it is not known.
 	Node *api.Node
-	// NodeChanged reports whether the sink has yet to acknowledge Node: it has changed, or
-	// its last delivery failed. NodeChanged is true with First.
+	// NodeChanged is true after a change of Node, until the sink acknowledges the change.
+	// With First, NodeChanged is always true.
 	NodeChanged bool
 }
 
@@ -140,8 +140,8 @@ type Change struct {
 }
 
 // Endpoints yields the endpoints that differ between Old and New, in order. It yields
-// (nil, new) for an added endpoint, (old, nil) for a removed one, and (old, new) for one
-// whose scopes, conditions or other properties have changed. It omits draining endpoints.
+// (nil, new) for an added endpoint, (old, nil) for a removed endpoint, and (old, new) if
+// scopes, conditions or other properties have changed. It omits draining endpoints.
 func (c *Change) Endpoints() iter.Seq2[*api.Endpoint, *api.Endpoint] {
 	return func(yield func(old, new *api.Endpoint) bool) {
 		var before, after []api.Endpoint
@@ -207,7 +207,7 @@ func (f *Failed) services() Failed {
 	return *f
 }
 
-// Add records that the service key failed with err. It ignores a nil err.
+// Add records that the service with this key failed with err. It ignores a nil err.
 func (f *Failed) Add(key types.NamespacedName, err error) {
 	if err == nil {
 		return
@@ -218,8 +218,8 @@ func (f *Failed) Add(key types.NamespacedName, err error) {
 	(*f)[key] = err
 }
 
-// Do calls program for the service key, and records its error. If program panics, that
-// counts as an error of the service, and the driver logs the stack.
+// Do calls program for the service with this key, and records the error. If program
+// panics, that counts as an error of the service, and the driver logs the stack.
 func (f *Failed) Do(key types.NamespacedName, program func() error) {
 	defer func() {
 		if r := recover(); r != nil {

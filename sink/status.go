@@ -22,8 +22,8 @@ type Status struct {
 	// Revision is the last revision up to which the sink has acknowledged everything. A
 	// failing service keeps Revision from increasing. During a pass, Revision is 0.
 	Revision uint64
-	// Passes counts complete passes, and Syncs counts acknowledged Syncs. Passes and Syncs
-	// in which only some services failed count too.
+	// Passes counts complete passes, and Syncs counts acknowledged Syncs. They also count
+	// passes and Syncs in which only some services failed.
 	Passes, Syncs uint64
 	// LastPass is the end of the last complete pass, and LastSync the end of the last
 	// acknowledged Sync. They are zero if there was none.
@@ -107,9 +107,9 @@ func (d *Driver) Status() Status {
 }
 
 // WaitApplied returns nil when a pass is complete and the sink has acknowledged every
-// change up to a revision of the source. If a service fails, WaitApplied waits until it
-// is acknowledged. If ctx or Run ends earlier, WaitApplied returns an error. It may be
-// called at any time, even before Run.
+// change up to the given revision of the source. If a service fails, WaitApplied waits
+// until it is acknowledged. If ctx or Run ends earlier, WaitApplied returns an error. It
+// may be called at any time, even before Run.
 func (d *Driver) WaitApplied(ctx context.Context, revision uint64) error {
 	err := d.waitUntil(ctx, func() bool { return d.synced && d.applied() >= revision })
 	if err != nil {
@@ -128,7 +128,7 @@ func (d *Driver) WaitSynced(ctx context.Context) error {
 	return nil
 }
 
-// waitUntil waits until reached returns true. It calls the function with mu held.
+// waitUntil waits until reached returns true. It calls reached with mu held.
 func (d *Driver) waitUntil(ctx context.Context, reached func() bool) error {
 	for {
 		d.mu.Lock()

@@ -86,7 +86,7 @@ func (d *Driver) step(ctx context.Context) {
 }
 
 // nextUpdate returns the next update of the source. If the source panics, nextUpdate
-// returns that as an error.
+// returns the panic as an error.
 func (d *Driver) nextUpdate() (u *Update, err error) {
 	defer func() {
 		if r := recover(); r != nil {
@@ -106,8 +106,8 @@ func (d *Driver) sourceFailed(ctx context.Context, err error) {
 	d.update(func() { d.backOff(err, 0) })
 }
 
-// compose returns the next batch. A change in the update u that is not in the batch
-// becomes pending, or the pass will deliver it.
+// compose returns the next batch. If a change in the update u is not in the batch, it
+// becomes pending, or the pass delivers it later.
 func (d *Driver) compose(u *Update) batch {
 	if u.Lost {
 		d.update(d.begin)
@@ -155,7 +155,7 @@ func (d *Driver) addChanges(u *Update, b *batch) {
 }
 
 // addAlone makes b a batch of one isolated service if one is due. If other services wait,
-// it never takes two isolated services in a row, and none while everything fails.
+// it does not do so after another isolated service or a Sync that failed as a whole.
 func (d *Driver) addAlone(u *Update, b *batch) bool {
 	now := time.Now()
 	s := d.pending.dueAlone(now)
@@ -198,7 +198,7 @@ func (d *Driver) addDue(u *Update, b *batch) {
 		}
 		c := s.changeTo(u.View(s.key))
 		if added > 0 && weight(&c) > room && (most > 0 || s.reason != queued) {
-			return most == 0 && queuedLeft > 0 // continue: the changes of an update stay together
+			return most == 0 && queuedLeft > 0 // true: go on, because the changes of an update stay together
 		}
 		if s.reason == queued {
 			queuedLeft--

@@ -36,7 +36,7 @@ func (c *Converter) Node(n *corev1.Node) (*api.Node, []Problem) {
 	}
 	cidrs := n.Spec.PodCIDRs
 	if len(cidrs) == 0 && n.Spec.PodCIDR != "" {
-		cidrs = []string{n.Spec.PodCIDR} // the API server would copy it to podCIDRs
+		cidrs = []string{n.Spec.PodCIDR} // the API server would copy podCIDR to podCIDRs
 	}
 	for i, text := range cidrs {
 		p, ok := parsePrefix(text)

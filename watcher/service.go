@@ -288,7 +288,7 @@ func protocol(p corev1.Protocol) (_ api.Protocol, known bool) {
 	return api.UnknownProtocol, false
 }
 
-// keep returns the entries whose key matches one of the patterns, which New has checked.
+// keep returns the entries whose key matches a pattern. New has checked the patterns.
 func keep(in map[string]string, patterns []string) map[string]string {
 	var out map[string]string
 	if len(patterns) == 0 {

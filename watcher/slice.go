@@ -109,9 +109,9 @@ func (c *Converter) endpointPorts(in []discoveryv1.EndpointPort, r *report) []ap
 	return out
 }
 
-// endpoints converts the endpoints of a slice. It uses only the first address of each,
-// because the API forbids using the others. It omits an endpoint without a usable
-// address. The caller holds ofSlices.mu.
+// endpoints converts the endpoints of a slice. It uses only the first address of an
+// endpoint, because the API forbids using the other addresses. It omits an endpoint
+// without a usable address. The caller holds ofSlices.mu.
 func (c *Converter) endpoints(in []discoveryv1.Endpoint, family api.Family, r *report) []api.SliceEndpoint {
 	if len(in) == 0 {
 		return nil

@@ -63,14 +63,14 @@ type Options struct {
 	// create services claim any address.
 	IgnoreExternalIPs bool
 
-	// KeepLabels and KeepAnnotations select the labels and annotations of services to keep,
-	// by patterns of path.Match. "*" does not match a slash, so "*" selects all keys without
-	// a prefix, and "*/*" all keys with a prefix. By default none are kept.
+	// KeepLabels and KeepAnnotations are patterns of path.Match. Services keep only labels
+	// and annotations whose keys match, by default none. "*" does not match a slash, so "*"
+	// selects all keys without a prefix, and "*/*" all keys with a prefix.
 	KeepLabels      []string
 	KeepAnnotations []string
 
-	// KeepSliceLabels selects the labels of EndpointSlices to keep
-	// (api.EndpointSlice.Labels), by patterns like those of KeepLabels.
+	// KeepSliceLabels are patterns of path.Match. EndpointSlices keep only labels whose keys
+	// match (api.EndpointSlice.Labels).
 	KeepSliceLabels []string
 
 	// KeepTargets keeps the names of the pods of endpoints (api.Endpoint.Target). Targets
@@ -140,9 +140,9 @@ func (c *Converter) WantsService(s *corev1.Service) bool {
 
 // WantsSlice reports whether the labels of s select s for the proxy. If ServiceProxyName
 // is not empty, the label service.kubernetes.io/service-proxy-name must have this value.
-// Otherwise s must not belong to a headless service, and this label is ignored, as by
-// kube-proxy. Only the label of the service decides, because the label of the slice may
-// be outdated.
+// Otherwise s must not belong to a headless service, and this label of s is ignored, as
+// by kube-proxy. In this case only the label of the service decides, because the label of
+// the slice may be outdated.
 //
 // A proxy with a ServiceProxyName also wants all other slices of its selectorless
 // services (see [Selectorless]). The EndpointSlice controller does not create these
@@ -158,8 +158,8 @@ func (c *Converter) WantsSlice(s *discoveryv1.EndpointSlice) bool {
 	return !headless
 }
 
-// Selectorless reports whether s has no selector, so that the EndpointSlice controller
-// creates no slices for s. It returns false for type ExternalName.
+// Selectorless reports whether s has no selector. For such a service, the EndpointSlice
+// controller creates no slices. It returns false for type ExternalName.
 func Selectorless(s *corev1.Service) bool {
 	return len(s.Spec.Selector) == 0 && s.Spec.Type != corev1.ServiceTypeExternalName
 }

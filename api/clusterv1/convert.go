@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package clusterv1 has the messages of a cluster's state. A kpng server sends them to a
-// client that follows the whole cluster. The package also converts them from and to
-// package api. Package localv1 has the messages of services and nodes.
+// client that follows the whole cluster. The package also converts them to and from the
+// types of package api. Package localv1 has the messages of services and nodes.
 //
 // docs/wire.md describes the protocol, which omits api.EndpointSlice.TriggerTime.
 //
@@ -56,7 +56,7 @@ func fromEndpoint(e *api.SliceEndpoint) *SliceEndpoint {
 	return x
 }
 
-// ToSlice converts x to package api. An error names the field that cannot be read.
+// ToSlice converts x to api.EndpointSlice. An error names the field that cannot be read.
 func (x *EndpointSlice) ToSlice() (*api.EndpointSlice, error) {
 	s := &api.EndpointSlice{
 		Namespace: x.GetNamespace(), Name: x.GetName(), ServiceName: x.GetServiceName(), Family: api.Family(x.GetFamily()), Labels: x.GetLabels(),

@@ -92,7 +92,7 @@ func FuzzConversions(f *testing.F) {
 }
 
 // FuzzUnmarshal converts messages with arbitrary content. The conversion may return an
-// error, but must not panic. Accepted values must stay the same when they are sent.
+// error, but must not panic. Values that it returns must survive encoding and decoding.
 func FuzzUnmarshal(f *testing.F) {
 	for seed := range uint64(5) {
 		r := rand.New(rand.NewPCG(seed, 1))

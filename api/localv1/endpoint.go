@@ -81,7 +81,7 @@ func FromConditions(c api.Conditions) *EndpointConditions {
 	return &EndpointConditions{Ready: c.Ready, Serving: c.Serving, Terminating: c.Terminating}
 }
 
-// ToConditions converts x to package api. Servers of the original kpng send no
+// ToConditions converts x to api.Conditions. Servers of the original kpng send no
 // conditions. So if x is nil, ToConditions returns the conditions of a ready endpoint.
 func (x *EndpointConditions) ToConditions() api.Conditions {
 	if x == nil {

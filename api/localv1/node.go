@@ -31,7 +31,7 @@ func FromNode(n *api.Node) *Node {
 	}
 }
 
-// ToNode converts x to package api. An error names the field that cannot be read.
+// ToNode converts x to an api.Node. An error names the field that cannot be read.
 func (x *Node) ToNode() (*api.Node, error) {
 	n := &api.Node{
 		Name:   x.GetName(),

@@ -60,7 +60,7 @@ func FromView(v *api.ServiceEndpoints) *Service {
 	return w
 }
 
-// ToService converts x to package api. An error names the field that cannot be read.
+// ToService converts x to an api.Service. An error names the field that cannot be read.
 func (x *Service) ToService() (*api.Service, error) {
 	s := &api.Service{
 		Namespace:              x.GetNamespace(),

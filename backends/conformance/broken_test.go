@@ -160,7 +160,7 @@ type misreadingSubject struct {
 }
 
 func (m *misreadingSubject) Publish(ctx context.Context, objects *Objects) error {
-	m.view(objects) // the kit created these objects for this call only
+	m.view(objects) // may modify the objects: the kit created them for this call only
 	return m.sinkSubject.Publish(ctx, objects)
 }
 

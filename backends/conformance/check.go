@@ -19,8 +19,8 @@ import (
 
 // answerTimeout is the time without an answer after which a connection counts as dropped.
 // An answer normally takes a fraction of this time. On a very busy machine, a late answer
-// may hide a fault. A correct proxy still passes: if a check expects an answer, it waits
-// longer.
+// may hide a fault. A correct proxy still passes, because a check that expects an answer
+// waits longer.
 const answerTimeout = 300 * time.Millisecond
 
 // connectionsPerCheck is the number of connections that a check opens to see which
@@ -202,9 +202,8 @@ func (s *scene) mustDistributeEvenly(from person, to netip.AddrPort, persons ...
 			chi2 += d * d / each
 		}
 		// With four endpoints, an even distribution exceeds this limit once in 13 million
-		// checks. With two endpoints, this is even rarer. If one endpoint gets twice as
-		// many connections as each other endpoint, chi2 is 89 for two endpoints and 96
-		// for four.
+		// checks. With two endpoints, this is even rarer. If one endpoint gets twice as many
+		// connections as any other endpoint, chi2 is 89 for two endpoints and 96 for four.
 		if limit := 36.0; chi2 > limit {
 			s.failf("%s: %d connections are distributed as %v: chi-squared is %.0f, limit %.0f", describe(from, protocol, to), total, count, chi2, limit)
 		}

@@ -46,7 +46,7 @@ func ExampleManifests() {
 	// default/web [10.96.0.1]
 }
 
-// ExampleMatrix writes a matrix such as Run and RunSubject return.
+// ExampleMatrix writes a matrix of the type that Run and RunSubject return.
 func ExampleMatrix() {
 	const section = "Session affinity"
 	matrix := conformance.Matrix{

@@ -30,7 +30,7 @@ const (
 	// connections from this node's pods to external addresses.
 	ShortCircuitPods Feature = "short circuit for pods"
 	// Reject means that the proxy refuses connections to services without endpoints. Without
-	// this feature they time out.
+	// this feature, these connections time out.
 	Reject Feature = "reject"
 	// RangesBeforeReject means that, if a service has source ranges and no endpoints, the
 	// proxy refuses connections of admitted clients and drops those of other clients.

@@ -71,8 +71,8 @@ func TestCasesRunWithoutTheirFeatures(t *testing.T) {
 		Unsupported: map[Feature]string{UDP: "not yet"},
 		Cases:       regexp.MustCompile("UDP"),
 	})
-	// One passed case is enough: an unsupported case has only one second, so on a busy
-	// machine other cases fail.
+	// One passed case is enough: an unsupported case has only one second to pass, so some
+	// cases fail on a busy machine.
 	if got := matrix.Count(UnsupportedPassed); got == 0 {
 		t.Errorf("no case passed:\n%v", matrix)
 	}

@@ -314,7 +314,7 @@ func (k *kit) supports(c testCase) (reason string, supported bool) {
 	return "", true
 }
 
-// runCase runs a case. Afterwards, the proxy runs and the objects of the case are
+// runCase runs a case. When it returns, the proxy runs and the objects of the case are
 // removed.
 func (k *kit) runCase(ctx context.Context, c testCase, family api.Family) error {
 	patience := k.opts.Patience

@@ -41,8 +41,8 @@ type scene struct {
 	undo   []func() error
 }
 
-// person is a host of the world, as a client or as an endpoint. Its connections use the
-// address source. If source is zero, the kernel chooses the address.
+// person is a host of the world, as a client or as an endpoint. The field source is the
+// source address of its connections. If source is zero, the kernel chooses the address.
 type person struct {
 	*world.Host
 	source netip.Addr

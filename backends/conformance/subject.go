@@ -94,8 +94,8 @@ type Site struct {
 	PodInterfaces string
 	// Masquerade selects which connections to cluster IPs are masqueraded.
 	Masquerade MasqueradeOption
-	// Cgroup is the directory of the cgroup (version 2) to which all sockets of the node and
-	// of its pods belong, and no others. It is empty unless Options.Cgroup is true.
+	// Cgroup is the directory of a cgroup (version 2). This cgroup contains exactly the
+	// sockets of the node and of its pods. The field is empty unless Options.Cgroup is true.
 	Cgroup string
 
 	host *world.Host

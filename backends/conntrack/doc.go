@@ -4,7 +4,7 @@
 // connections. Such an entry keeps packets of a client away from the present endpoints of
 // a service.
 //
-// The kernel chooses the endpoint of a connection only for its first packet. Some UDP
+// The kernel chooses the endpoint of a connection once, for the first packet. Some UDP
 // clients, such as DNS resolvers, always use the same source port. When the endpoint of
 // such a client is removed, the kernel still sends the client's packets to the removed
 // endpoint. If the service had no endpoint when the client started, the kernel never

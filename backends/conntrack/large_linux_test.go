@@ -13,8 +13,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// fillTable creates entries for this number of connections to 1,000 services with 100
-// endpoints each.
+// fillTable creates entries for the given number of connections to 1,000 services with
+// 100 endpoints each.
 func fillTable(t testing.TB, n *netnstest.Namespace, large int) {
 	list := make([]connection, large)
 	for i := range list {

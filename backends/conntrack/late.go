@@ -14,22 +14,21 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// lateReplies are the replies to untranslated UDP flows whose entries one pass has
-// deleted. A reply that arrives after the deletion creates an entry in the opposite
+// lateReplies are the replies to untranslated UDP flows whose entries were deleted in one
+// pass. A reply that arrives after the deletion creates an entry in the opposite
 // direction. The client's later packets then count as replies of this entry, so the
 // kernel does not translate them.
 type lateReplies struct {
 	family api.Family
 	// identities identify the entries that the replies create.
 	identities [][]byte
-	// at is the time of the next deletion of these entries. It follows the deletion before
-	// it after the duration wait.
+	// at is the time of the next deletion of these entries, and wait is the pause before it.
 	at   time.Time
 	wait time.Duration
 }
 
 const (
-	// minLateWait and maxLateWait limit the time between deletions, which doubles. The last
+	// The pause between deletions doubles, from minLateWait to at most maxLateWait. The last
 	// deletion is 25 seconds after the pass.
 	minLateWait = 100 * time.Millisecond
 	maxLateWait = 13 * time.Second

@@ -93,8 +93,8 @@ func parseTuple(b []byte) (t tuple) {
 // parseFlow parses an entry of the table. It returns false if the entry cannot be stale.
 // Only entries of UDP flows, and of TCP connections without an answer and without
 // translation, can be stale. parseFlow also returns false for an entry outside the
-// default conntrack zone. The kernel translates packets to services in the default zone.
-// Another zone may have an untranslated entry of the same connection.
+// default conntrack zone. Such an entry may be untranslated although the kernel
+// translates the connection in the default zone.
 func parseFlow(entry []byte) (f flow, ok bool) {
 	var orig, reply tuple
 	var zone uint16

@@ -18,9 +18,9 @@ import (
 // queue has the destinations whose flows the next pass checks. Sync adds destinations.
 type queue struct {
 	// destinationsOf has the UDP destinations from the last delivery of each service.
-	// ownerOf has the service that delivered a destination last. If a service takes over a
-	// destination of another service, destinationsOf has it for both services, until the
-	// driver delivers or prunes the old service.
+	// ownerOf has the service whose delivery last contained a destination. If a service
+	// takes over a destination of another service, destinationsOf lists the destination for
+	// both services, until the driver delivers or prunes the old service.
 	destinationsOf map[types.NamespacedName][]destination
 	ownerOf        map[destination]types.NamespacedName
 	pass           sink.Pass
@@ -50,7 +50,7 @@ func newQueue() *queue {
 // whether it queued any. Calls must not overlap.
 func (q *queue) add(c *sink.Changes) bool {
 	due := map[destination]verdict{}     // destinations to check
-	present := map[destination]verdict{} // the other destinations of the services in c
+	present := map[destination]verdict{} // destinations of the services in c, except those in due
 	var removed []destination
 	q.pass.Begin(c)
 	for s := range c.Services {

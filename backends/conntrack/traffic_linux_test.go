@@ -13,7 +13,7 @@ import (
 )
 
 // addRoutedNamespaces connects n with two new namespaces: client, and pods with the given
-// addresses. Packets between the two pass through n.
+// addresses. Packets between client and pods pass through n.
 func addRoutedNamespaces(t *testing.T, n *netnstest.Namespace, addresses ...string) (client, pods *netnstest.Namespace) {
 	t.Helper()
 	client, pods = netnstest.New(t), netnstest.New(t)

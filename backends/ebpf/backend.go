@@ -21,7 +21,7 @@ import (
 type Backend struct {
 	opts  Options
 	proxy sink.Sink
-	// forward calls the optional methods of proxy.
+	// forward calls the optional methods of the sink proxy.
 	forward sink.Forwarder
 
 	mu        sync.Mutex // guards the fields below
@@ -42,8 +42,8 @@ var (
 	_ sink.Poller  = (*Backend)(nil)
 )
 
-// New returns a backend. The sink proxy must program all services for all traffic, such
-// as an nftables.Backend. It must not masquerade all connections, because connections
+// New returns a backend. The sink proxy, such as an nftables.Backend, must program all
+// services for all traffic. It must not masquerade all connections, because connections
 // through eBPF keep the address of the client. The backend starts, stops and cleans up
 // proxy. New does not access the kernel. It returns an error if opts are invalid.
 func New(proxy sink.Sink, opts Options) (*Backend, error) {
@@ -120,9 +120,9 @@ func (b *Backend) Cleanup(ctx context.Context) error {
 	return errors.Join(remove(&b.opts), b.forward.Cleanup(ctx))
 }
 
-// Sync implements [sink.Sink]. It programs the other sink and returns its result. Then it
-// programs the maps, also if the other sink failed, because the programs would otherwise
-// continue to use removed endpoints.
+// Sync implements [sink.Sink]. It programs the other sink and then the maps, and returns
+// the result of the other sink. It also programs the maps if the other sink fails,
+// because the programs would otherwise continue to use removed endpoints.
 //
 // An error of eBPF does not fail Sync. The backend logs it and detaches the programs, so
 // that the other sink handles all connections. Verify later requests a new pass.
@@ -159,18 +159,18 @@ func (b *Backend) program(ctx context.Context, c *sink.Changes) {
 	b.opts.Used(b.dataplane.usage())
 }
 
-// The shortest time between two comparisons with the kernel. After a comparison, there is
-// a pause of at least pauseFactor times its duration, so that comparisons use at most 2 %
-// of a CPU.
+// The shortest time between two comparisons with the kernel. The pause after a comparison
+// is at least pauseFactor times as long as the comparison, so that comparisons use at
+// most 2 % of a CPU.
 const (
 	minPause    = 10 * time.Second
 	pauseFactor = 50
 )
 
 // Verify implements [sink.Verifier]. It verifies the other sink. From time to time, it
-// compares the maps with the records of the backend, attaches programs again that another
-// program has detached, and tries to add services that did not fit. After an error of
-// eBPF, it requests a new pass.
+// compares the maps with the records of the backend, attaches its programs again if
+// another program has detached them, and tries to add services that did not fit. After an
+// error of eBPF, it requests a new pass.
 func (b *Backend) Verify(ctx context.Context) error {
 	return errors.Join(b.forward.Verify(ctx), b.verify(ctx))
 }

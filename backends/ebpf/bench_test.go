@@ -29,8 +29,9 @@ func numbered(number, endpoints int) *api.ServiceEndpoints {
 
 var sizes = []int{10, 1000, 100000}
 
-// BenchmarkConnect compares connect to a service with connect to its endpoint, which is on
-// the loopback interface. It alternates between them, and reports the medians.
+// BenchmarkConnect compares the time to connect to a service with the time to connect to
+// its endpoint, which is on the loopback interface. It alternates between both, and
+// reports the medians.
 func BenchmarkConnect(b *testing.B) {
 	for _, services := range sizes {
 		b.Run(fmt.Sprint(services), func(b *testing.B) {
@@ -80,8 +81,8 @@ func cpuTime(b *testing.B) time.Duration {
 }
 
 // BenchmarkPass measures the first pass over services with ten endpoints each, and the
-// pass of a new process that finds them in the maps. It also reports the processor time
-// of both.
+// pass of a new process that finds these services in the maps. It also reports the
+// processor time of both passes.
 func BenchmarkPass(b *testing.B) {
 	for _, services := range sizes {
 		b.Run(fmt.Sprint(services), func(b *testing.B) {

@@ -27,14 +27,15 @@ type dataplane struct {
 	members    table[memberKey, uint32]
 	seed       maphash.Seed
 
-	// records has the frontends in the kernel. It is nil while these are unknown.
+	// records has the frontends in the kernel. It is nil while the frontends are unknown.
 	records map[frontendKey]*record
-	// services has the needed frontends of each service that this pass has delivered, also
-	// of services that need none.
+	// services maps each service that this pass has delivered to the frontends that the
+	// service needs. The list may be empty.
 	services map[types.NamespacedName][]frontendKey
 	// prune is set from the end of a pass until the frontends without an owner are deleted.
-	// awaited has the failing services to which these frontends may belong, because they were
-	// not delivered since First. sync prunes when awaited is empty.
+	// awaited has the failing services that were not delivered since the pass began. Until
+	// awaited is empty, sync keeps the frontends without an owner, because they may belong
+	// to these services.
 	awaited map[types.NamespacedName]struct{}
 	prune   bool
 	// left has the services with a frontend that did not fit into the maps.
@@ -42,9 +43,9 @@ type dataplane struct {
 	// full is the last reason why a frontend did not fit.
 	full error
 	// lastID is the ID of the last new list. The first ID is random, so that a process does
-	// not use the IDs of an earlier one.
+	// not use the IDs of an earlier process.
 	lastID uint64
-	// endpoints and memberships are the numbers of elements of slots and members.
+	// endpoints counts the elements of slots. memberships counts the elements of members.
 	endpoints, memberships int
 }
 
@@ -58,7 +59,7 @@ type record struct {
 	owner types.NamespacedName
 }
 
-// changes has the frontends to change, with a nil value for those to delete.
+// changes maps frontends to their changes. A nil change deletes the frontend.
 type changes map[frontendKey]*change
 
 type change struct {
@@ -112,7 +113,7 @@ func (d *dataplane) sync(ctx context.Context, c *sink.Changes) error {
 	return err
 }
 
-// maxMisfits limits the services that retry tries in vain, because many may be left.
+// After maxMisfits services that still do not fit, retry stops, because many may be left.
 const maxMisfits = 16
 
 // retry adds frontends of services that did not fit, in random order.
@@ -133,7 +134,7 @@ func (d *dataplane) retry() error {
 	return nil
 }
 
-// begin reads the maps, and deletes lists that no frontend has.
+// begin reads the maps, and deletes lists that no frontend uses.
 func (d *dataplane) begin() error {
 	d.records = nil
 	s, err := d.scan()
@@ -157,7 +158,7 @@ func (d *dataplane) begin() error {
 	return nil
 }
 
-// count adds sign times the elements of a record.
+// count adds the elements of a record to the counters, or subtracts them if sign is -1.
 func (d *dataplane) count(r *record, sign int) {
 	d.endpoints += sign * int(r.list.Count)
 	d.memberships += sign * len(r.members)
@@ -289,7 +290,7 @@ func (d *dataplane) scan() (*scan, error) {
 		r := &record{list: l}
 		s.records[f] = r
 		if _, shared := lists[l.ID]; shared {
-			r = nil // only another program writes a list twice, so no frontend keeps it
+			r = nil // only another program lets frontends share a list; treat it as an orphan
 		}
 		lists[l.ID] = r
 	})

@@ -28,7 +28,7 @@ type fakeTable[K comparable, V any] struct {
 	check    func()
 	// err is the error of the next deletion.
 	err error
-	// noMemory is how many calls of set fail for lack of memory.
+	// noMemory is how many further calls of the method set fail for lack of memory.
 	noMemory int
 }
 
@@ -95,8 +95,8 @@ func (k *fakeKernel) restart() {
 	k.check()
 }
 
-// check checks that the list of each frontend is complete, and does not change while a
-// process runs.
+// check checks that the list of each frontend is complete, and that the list does not
+// change while a process runs.
 func (k *fakeKernel) check() {
 	for f, l := range k.frontends.elements {
 		endpoints := make([]address, l.Count)
@@ -129,9 +129,9 @@ func changesOf(c sink.Changes, views map[string]*api.ServiceEndpoints) *sink.Cha
 	return &c
 }
 
-// TestRandomChanges makes random changes of services that share addresses, with maps that
-// are too small for all of them, and with restarts. Programs must see complete lists at
-// any time, and each frontend must have the wanted list or none.
+// TestRandomChanges makes random changes of services that share addresses, and restarts
+// the dataplane. The maps are too small for all services. Programs must see complete
+// lists at any time, and each frontend must have the wanted list or no list.
 func TestRandomChanges(t *testing.T) {
 	for seed := range uint64(20) {
 		random := rand.New(rand.NewPCG(seed, 1))
@@ -299,9 +299,9 @@ func TestChangesReachTheMapsIfTheOtherSinkFails(t *testing.T) {
 	}
 }
 
-// TestPruneKeepsFrontendsOfFailingServices checks that a pass keeps frontends that may
-// belong to a failing service which was not delivered since the last First, and deletes
-// them when that service is delivered.
+// TestPruneKeepsFrontendsOfFailingServices makes a pass that does not deliver a failing
+// service. The frontends without an owner may belong to this service. They must stay
+// until the service is delivered.
 func TestPruneKeepsFrontendsOfFailingServices(t *testing.T) {
 	k := newFakeKernel(t, 10, 10, 10)
 	ctx := t.Context()
@@ -395,7 +395,7 @@ func TestServicesLeftAreRetried(t *testing.T) {
 }
 
 // TestLackOfMemoryIsTransient checks that a change survives a short lack of memory, and
-// that a long one leaves the service to the other sink.
+// that a long lack leaves the service to the other sink.
 func TestLackOfMemoryIsTransient(t *testing.T) {
 	k := newFakeKernel(t, 10, 10, 10)
 	services := map[string]*api.ServiceEndpoints{"web": view("web", []string{"10.96.0.1"}, []string{"10.0.0.1", "10.0.0.2"}, nil)}

@@ -24,8 +24,8 @@ import (
 // "-". If the programs cannot handle the frontend, a line says why. If the other sink has
 // a method Dataplane, its text follows.
 //
-// The arguments are those of the backend nftables. Dataplane may be called at any time.
-// If the backend was not started, Dataplane shows the maps of another process.
+// The arguments are those of nftables.Backend.Dataplane. Dataplane may be called at any
+// time. If the backend was not started, Dataplane shows the maps of another process.
 func (b *Backend) Dataplane(ctx context.Context, addr netip.Addr, protocol api.Protocol, port int32, se *api.ServiceEndpoints) (string, error) {
 	var out strings.Builder
 	fmt.Fprintf(&out, "maps %s\n", b.opts.directory())

@@ -225,8 +225,8 @@ func (n *node) socket() *socket {
 	return s
 }
 
-// ask sends to a service, and returns the endpoint that answers. The answer must come from
-// the address of the service.
+// ask sends a datagram to a service, and returns the endpoint that answers. The answer
+// must come from the address of the service.
 func (s *socket) ask(to string) string {
 	s.n.t.Helper()
 	addr, err := net.ResolveUDPAddr("udp", to)
@@ -455,7 +455,7 @@ func testAffinity(t *testing.T) {
 	if len(seen) == 1 {
 		t.Errorf("after the time-out, the client still reaches %v", seen)
 	}
-	// Another CPU may have stored a later time.
+	// A stored time may be later than the present time if another CPU stored it.
 	n.set(view("web", ips, endpoints[:3], withAffinity(10800)))
 	kept := n.reaches("10.96.0.1:80", 1)
 	for range 10 {
@@ -561,7 +561,7 @@ func testChurn(t *testing.T) {
 		}
 		name, _, err := n.dial(n.ns.Do, to)
 		if errors.Is(err, unix.ENETUNREACH) {
-			left++ // the other sink would handle it
+			left++ // the other sink would handle this connection
 		} else if err != nil || !slices.Contains(want, name) {
 			t.Errorf("%s leads to %q, %v, want one of %v", to, name, err, want)
 		}
@@ -656,7 +656,7 @@ func testStale(t *testing.T) {
 
 func testUnknownLink(t *testing.T) {
 	n := newNode(t, Options{})
-	// A second link of the hook takes the place of a hook that this version does not know.
+	// A second link of this hook imitates a link of a hook that only another version uses.
 	l, err := link.AttachCgroup(link.CgroupOptions{Path: n.opts.Cgroup, Attach: ebpf.AttachCGroupInet4Connect, Program: n.programs.Connect4})
 	if err != nil {
 		t.Fatal(err)

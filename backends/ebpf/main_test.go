@@ -92,13 +92,13 @@ func (n *node) restart() {
 // noProxy is a sink that does nothing.
 var noProxy = sink.Func(func(context.Context, *sink.Changes) error { return nil })
 
-// pass delivers a pass with these views, which has to succeed.
+// pass calls Sync with a pass of these views. Sync must succeed.
 func (n *node) pass(views ...*api.ServiceEndpoints) {
 	n.t.Helper()
 	n.deliver(&sink.Changes{First: true, Last: true, NodeChanged: true}, views...)
 }
 
-// set delivers these views, which has to succeed.
+// set calls Sync with these views as changes. Sync must succeed.
 func (n *node) set(views ...*api.ServiceEndpoints) {
 	n.t.Helper()
 	n.deliver(&sink.Changes{}, views...)
@@ -130,7 +130,7 @@ func (n *node) sync(c *sink.Changes) {
 	}
 }
 
-// view returns a view of [backendtest.View]. The service has port 80 of TCP and UDP.
+// view calls [backendtest.View] for a service with port 80 of TCP and UDP.
 func view(name string, ips, endpoints []string, edit func(*api.Service)) *api.ServiceEndpoints {
 	withUDP := func(s *api.Service) {
 		s.Ports = []api.PortMapping{

@@ -15,8 +15,8 @@ import (
 // Options are the settings of a backend. The zero value is useful.
 type Options struct {
 	// Instance distinguishes the backends of one node. The maps and links of an instance are
-	// in the directory "kpng-ebpf" or "kpng-ebpf-<Instance>" below BPFFS. An instance has at
-	// most 64 letters, digits, "-" and "_". Default: empty.
+	// in the directory "kpng-ebpf" or "kpng-ebpf-<Instance>" below BPFFS. The name of an
+	// instance has at most 64 letters, digits, "-" and "_". Default: empty.
 	Instance string
 
 	// Cgroup is a directory of the cgroup file system, version 2. The programs handle
@@ -50,7 +50,7 @@ type Options struct {
 	MaxMembers int
 	// MaxClients is the number of clients whose endpoints the programs remember, for session
 	// affinity and for UDP sockets. It is also the number of sockets whose service they
-	// remember. When there are more, the kernel removes those that were unused for the
+	// remember. When a map is full, the kernel removes elements that were unused for the
 	// longest time. Default: 65,536.
 	MaxClients int
 
@@ -62,8 +62,8 @@ type Options struct {
 // Usage has the numbers of elements in the maps, see [Options].
 type Usage struct {
 	Frontends, Endpoints, Members int
-	// ServicesLeft is the number of services of which a frontend did not fit into the maps,
-	// and is left to the other sink.
+	// ServicesLeft is the number of services with a frontend that did not fit into the maps.
+	// The other sink handles such a frontend.
 	ServicesLeft int
 }
 

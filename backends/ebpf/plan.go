@@ -77,8 +77,8 @@ type memberKey struct {
 type wanted struct {
 	frontend frontendKey
 	affinity uint32
-	// endpoints are those that get new clients, at least one. Clients may keep an endpoint
-	// that is in members.
+	// endpoints has the endpoints for new clients, at least one endpoint. members has the
+	// endpoints that existing clients may keep.
 	endpoints, members []address
 }
 
@@ -130,8 +130,8 @@ func plan(se *api.ServiceEndpoints, annotation string) (all []wanted) {
 }
 
 // unsuitable returns the reason why the programs cannot handle a frontend, or the empty
-// string if they can. They handle cluster IPs, because connections to these keep the
-// source address of the client.
+// string if they can. They handle only cluster IPs, because connections to a cluster IP
+// keep the source address of the client.
 func unsuitable(se *api.ServiceEndpoints, f *nodeview.Frontend, annotation string) string {
 	switch {
 	case f.Kind != nodeview.ClusterIP:
@@ -151,8 +151,8 @@ func unsuitable(se *api.ServiceEndpoints, f *nodeview.Frontend, annotation strin
 	}
 }
 
-// existing returns the endpoints of the frontend's port and family, on any list or
-// draining. UDP sockets may keep them.
+// existing returns the endpoints that UDP sockets may keep: all endpoints of the
+// frontend's port and family, including draining endpoints.
 func existing(se *api.ServiceEndpoints, f *nodeview.Frontend) (all []address) {
 	for _, endpoints := range [...][]api.Endpoint{se.Endpoints, se.Draining} {
 		for i := range endpoints {

@@ -70,7 +70,7 @@ type Server struct {
 type port struct {
 	// claimants are the services with this port. The first claimant is the service that was
 	// delivered last, and owns the port. The driver will soon deliver a change or the
-	// deletion of each other claimant.
+	// deletion of every other claimant.
 	claimants []types.NamespacedName
 	sockets   map[netip.Addr]*socket
 }

@@ -256,8 +256,7 @@ func TestPortsFollowTheirServices(t *testing.T) {
 	if status, _, body := w.get(t, "10.0.0.1:30002", "/"); status != 200 {
 		t.Errorf("after a swap: status %d: %s", status, body)
 	}
-	// A service takes over the port of another service, which will be changed or deleted
-	// soon.
+	// Service c takes over the port of service b. Afterwards, service b is deleted.
 	w.deliver(t, one(localView("c", 30003, "10.1.0.1")))
 	if status, _, body := w.get(t, "10.0.0.1:30003", "/"); status != 200 {
 		t.Errorf("after a service took over a port: status %d: %s", status, body)

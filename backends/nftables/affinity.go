@@ -39,9 +39,9 @@ func (o object) isSet() bool { return o.family != 0 }
 // isOwn reports whether this is the name of a chain or set of a single service.
 func isOwn(name string) bool { return strings.Contains(name, "/") }
 
-// planAffinity emits the objects that balance traffic of f among targets with session
-// affinity. It returns the name of the chain to which this traffic goes first. This name
-// contains listName, which identifies the list of targets.
+// planAffinity emits objects that balance traffic among targets, for a frontend f with
+// session affinity. It returns the name of the chain to which this traffic goes first.
+// This name contains listName, which identifies the list of targets.
 func planAffinity(se *api.ServiceEndpoints, f *nodeview.Frontend, listName string, targets []nodeview.Target, emit func(object)) string {
 	port := "all"
 	if p := f.ServicePort; p != nil {
@@ -61,7 +61,7 @@ func planAffinity(se *api.ServiceEndpoints, f *nodeview.Frontend, listName strin
 			dnat(f, t),
 		)})
 		known = append(known, nftrule.NewKey(f.Family).Source().FollowedBy(&expr.Lookup{SourceRegister: nftrule.Reg(0), SetName: clients}, nftrule.GoTo(endpoint)[0]))
-		// Each of the remaining endpoints is equally likely.
+		// The probability 1/(len(targets)-i) makes all endpoints equally likely.
 		random = append(random, []expr.Any{
 			&expr.Numgen{Register: nftrule.Reg(0), Modulus: uint32(len(targets) - i), Type: unix.NFT_NG_RANDOM},
 			nftrule.Equal(nftrule.Native(0)...),

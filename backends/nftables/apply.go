@@ -82,8 +82,8 @@ func fail(parts []part, err error, failed *sink.Failed) {
 	}
 }
 
-// checkPart reads the elements of p from the kernel. If p and the state expect other
-// elements, checkPart corrects p and the state.
+// checkPart reads the elements of p from the kernel. If these are not the elements that p
+// and the state expect, checkPart corrects p and the state.
 func (t *table) checkPart(ctx context.Context, p *part) error {
 	l, err := t.conn.inspect(ctx, t.conn.table)
 	if err != nil {
@@ -172,9 +172,9 @@ func (t *table) commit(ctx context.Context, parts []part) error {
 	return nil
 }
 
-// missingChains returns the shared chains to which elements refer and which do not exist.
-// A chain without frontends exists until Verify deletes it, because a packet may still
-// carry the chain's number.
+// missingChains returns the shared chains that do not exist although elements refer to
+// them. A chain without frontends exists until Verify deletes it, because a packet may
+// still carry the chain's number.
 func (t *table) missingChains(elements []element) (missing []sharedChain) {
 	for i := range elements {
 		e := &elements[i]

@@ -67,7 +67,8 @@ func (b *Backend) Start(ctx context.Context) error {
 		if err := b.table.conn.checkKernel(ctx, features); err != nil {
 			return err
 		}
-		// With NodePodCIDRs, the skeleton needs the Node object, so the first pass loads it.
+		// If NodePodCIDRs is set, the first pass loads the skeleton, which needs the Node
+		// object.
 		if !b.opts.NodePodCIDRs {
 			foreignCommits, err = b.table.loadSkeleton(ctx)
 		}

@@ -148,8 +148,8 @@ func (c *conn) inspect(ctx context.Context, name string) (*listing, error) {
 	return l, nil
 }
 
-// If every listing is interrupted, listChains repeats it until this number of listings in
-// a row have shown no new chain.
+// quietListings is how many interrupted listings in a row must show no new chain before
+// listChains returns.
 const quietListings = 3
 
 // listChains returns the hooks of the table's chains.

@@ -47,8 +47,8 @@ func canonical(rule []byte) (b []byte) {
 }
 
 // nestedAttributes has, for each name of an expression, the attributes that contain other
-// attributes. The value of such an attribute, such as "data", is the key under which
-// nestedAttributes has the contained attributes.
+// attributes. It maps such an attribute to a name, for example "data". This name is the
+// key for the contained attributes.
 var nestedAttributes = map[string]map[uint16]string{
 	"cmp":       {unix.NFTA_CMP_DATA: "data"},
 	"immediate": {unix.NFTA_IMMEDIATE_DATA: "data"},

@@ -93,7 +93,7 @@ func frontendElement(m mapID, f *nodeview.Frontend) (element, int) {
 	return e, w.at
 }
 
-// endpointID returns the ID of the element of the map m for a slot of f.
+// endpointID returns the ID of the element for a slot of the frontend f in the map m.
 func endpointID(m mapID, f *nodeview.Frontend, slot int) elementID {
 	e, at := frontendElement(m, f)
 	w := keyWriter{&e.elementID, at}

@@ -11,8 +11,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// descriptionOf has, for each message type, its effect and the attribute with the name of
-// the object. describeElements describes messages about elements.
+// descriptionOf has, for each message type, a phrase for its effect and the attribute
+// that names the object. For messages about elements, see describeElements.
 var descriptionOf = map[uint16]struct {
 	doing string
 	name  uint16

@@ -251,8 +251,8 @@ func TestKernelFaults(t *testing.T) {
 	lost := fmt.Errorf("%w: %w", netfilter.ErrUnknownOutcome, unix.ENOBUFS)
 	some := errors.New("some services fail")
 	for name, test := range map[string]struct {
-		// faults are the results of successive requests. Nil means success. After them, the
-		// last result repeats.
+		// faults are the results of successive requests. Nil means success. All further
+		// requests have the last of these results.
 		faults []error
 		// If done is true, the transaction takes effect although its result is an error.
 		done bool

@@ -28,7 +28,7 @@ var node = &api.Node{
 	Addresses: []api.NodeAddress{{Type: "InternalIP", IP: netip.MustParseAddr("192.0.2.1")}, {Type: "InternalIP", IP: netip.MustParseAddr("2001:db8::1")}},
 }
 
-// view is like [backendtest.View] for the node of the tests.
+// view returns the result of [backendtest.View] for the node of these tests.
 func view(name string, ips, endpoints []string, edit func(*api.Service)) *api.ServiceEndpoints {
 	return backendtest.View(node, name, ips, endpoints, edit)
 }

@@ -36,8 +36,8 @@ const (
 	// key has the address of the endpoint twice. Protocol and port follow, except for
 	// all-ports services.
 	kindHairpins
-	// kindClusterIPs is the set of cluster IPs. Packets to ports without a service are
-	// rejected.
+	// kindClusterIPs is the set of cluster IPs. Packets to a cluster IP are rejected if no
+	// service has the port.
 	kindClusterIPs
 	// kindNodePortAddresses is the set of node addresses that have node ports.
 	kindNodePortAddresses

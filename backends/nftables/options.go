@@ -17,8 +17,8 @@ import (
 	"github.com/kpng-project/kpng/sink"
 )
 
-// Options are the settings of a backend. The zero value is for a backend beside
-// kube-proxy, with the same defaults as kube-proxy.
+// Options are the settings of a backend. The zero value is for a backend that runs beside
+// kube-proxy and has the same defaults.
 type Options struct {
 	// Instance distinguishes the backends of one node. The backend programs only one table
 	// of family inet, called "kpng-<Instance>" or "kpng2-<Instance>". An update to a version
@@ -70,9 +70,9 @@ type Options struct {
 	// Default: the primary addresses of the node, see package nodeaddr.
 	NodeAddresses nodeaddr.Source
 
-	// AcceptUnknownPorts makes the backend ignore packets to ports that the service of a
-	// cluster IP does not have. These packets then follow the routing table. Default: the
-	// backend rejects them.
+	// AcceptUnknownPorts makes the backend ignore packets to a cluster IP at a port that no
+	// service has. These packets then follow the routing table. Default: the backend rejects
+	// them.
 	AcceptUnknownPorts bool
 
 	// Conntrack is a sink that receives each change after the kernel has applied it. Its
@@ -112,8 +112,8 @@ type Observer struct {
 	// Transacted is called after each attempt at a transaction. Its argument is the error,
 	// or nil.
 	Transacted func(error)
-	// Holds is called after each Sync with the number of elements in the maps and sets of
-	// the table.
+	// Holds is called after each Sync. Its argument is the number of elements in the maps
+	// and sets of the table.
 	Holds func(elements int)
 	// Drifted is called when the backend finds a change by another program. Such a change is
 	// found by a Verify, or by a Sync whose transaction the kernel refused. Mended is called

@@ -24,7 +24,7 @@ import (
 )
 
 // changeElsewhere changes another table 200 times a second until the test ends. It
-// returns a counter of its transactions.
+// returns a counter of these changes.
 func changeElsewhere(t testing.TB, ns *netnstest.Namespace) *atomic.Int64 {
 	t.Helper()
 	nft(t, ns, "table inet a { chain first { }; }\n", "-f", "-")

@@ -319,7 +319,7 @@ func (l *listing) ownObjects() map[string]object {
 	}
 	for name := range l.sets {
 		if isOwn(name) {
-			own[name] = object{name: name, family: api.IPv4} // isSet is true for any family
+			own[name] = object{name: name, family: api.IPv4} // isSet only needs a family that is not 0
 		}
 	}
 	return own

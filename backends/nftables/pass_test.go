@@ -221,7 +221,7 @@ func TestRandomChangesDuringPasses(t *testing.T) {
 				}
 			}}})
 			unfailing := b.table.conn.Exchange
-			fail := false // only the driver's goroutine sets and reads it
+			fail := false // only the driver's goroutine uses this variable
 			b.table.conn.Exchange = func(batch []byte) error {
 				if fail && rng.IntN(8) == 0 {
 					return &netfilter.Failure{Errno: unix.ENFILE}

@@ -32,7 +32,7 @@ type op struct {
 // parts are joined, so that both changes take effect together or not at all.
 type patch struct {
 	ops   []*op
-	block []op // has room for the next ops
+	block []op // its free capacity is for the next ops
 	index map[elementID]*op
 	// objects maps the name of each changed object to its change. These names contain the
 	// service's name.
@@ -52,7 +52,7 @@ func (p *patch) beginPart(key types.NamespacedName) {
 	p.services = append(p.services, []types.NamespacedName{key})
 }
 
-// root returns the part to which a part was finally joined, perhaps through other parts.
+// root returns the part that contains the given part after all joins.
 func (p *patch) root(part int) int {
 	for p.parent[part] != part {
 		p.parent[part] = p.parent[p.parent[part]]

@@ -26,8 +26,8 @@ type planner struct {
 func newPlanner() *planner { return &planner{names: map[sharedChain]string{}} }
 
 // plan emits the elements and objects that the view se needs. If se is nil, plan emits
-// nothing. It may emit objects, and elements of shared maps, more than once. It emits
-// each other element only once.
+// nothing. It may emit objects, and elements of shared maps, more than once. It emits all
+// other elements only once.
 func (p *planner) plan(se *api.ServiceEndpoints, emit func(element), emitObject func(object)) {
 	if se == nil {
 		return
@@ -74,7 +74,7 @@ func matchOf(f *nodeview.Frontend) match {
 }
 
 // planTraffic emits elements for those packets of the frontend f that the chain c
-// handles. The traffic t has the endpoints of these packets. Names of objects contain
+// handles. The argument t has the endpoints for these packets. Names of objects contain
 // listName, which identifies the list of these endpoints.
 func (p *planner) planTraffic(se *api.ServiceEndpoints, c sharedChain, f *nodeview.Frontend, listName string, t *nodeview.Traffic, emit func(element), emitObject func(object)) {
 	c.verdict = t.Verdict

@@ -26,8 +26,8 @@ type feature struct {
 	addMessage func(*wire)
 }
 
-// features lists all needed features. The first feature makes the table for all others,
-// and the second makes the chain for rules.
+// features lists all needed features. The first message creates the table for all other
+// messages, and the second creates the chain for rules.
 var features = []feature{
 	{"tables of family inet (CONFIG_NF_TABLES_INET)", (*wire).newTable},
 	{"chains", func(w *wire) { w.newChain("probe", hook{}) }},

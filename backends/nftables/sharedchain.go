@@ -29,7 +29,7 @@ type sharedChain struct {
 	match  match
 	family api.Family
 	// fromNode reports that the chain is only for packets that start on this node. The
-	// frontend's other chain handles all packets first, and passes these on.
+	// frontend's other chain gets all packets first, and sends these packets here.
 	fromNode bool
 	// filtered reports that the frontends have source ranges.
 	filtered   bool

@@ -67,7 +67,7 @@ func (o *Options) skeletonChains() []chain {
 		}
 	}
 
-	// With external traffic policy Local, packets that start on this node use maps of
+	// If the external traffic policy is Local, packets that start on this node use maps of
 	// their own.
 	add("node-services", regular, lookupSharedChains(kindNodeFrontends)...)
 	short := [][]expr.Any{append(nftrule.StartsHere(), nftrule.GoTo("node-services")...)}

@@ -170,9 +170,9 @@ func (s *snapshot) element(i int) element {
 	return e
 }
 
-// upTo yields the elements whose claim is not greater than limit. With limit unclaimed,
-// it yields only unclaimed elements. With givenBack, it also yields elements that failed
-// services needed. With claimed, it yields all elements.
+// upTo yields the elements whose claim is not greater than limit. The limit unclaimed
+// yields only unclaimed elements. The limit givenBack also yields elements that failed
+// services needed. The limit claimed yields all elements.
 func (s *snapshot) upTo(limit claim) iter.Seq[element] {
 	return func(yield func(element) bool) {
 		for i := range s.claims {

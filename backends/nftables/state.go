@@ -28,8 +28,8 @@ type state struct {
 	wanted map[elementID]int
 }
 
-// holdCount is larger than any number of services. An element stays while its number in
-// state.wanted includes holdCount.
+// holdCount is larger than any number of services. While the number of an element in
+// state.wanted is at least holdCount, the element stays.
 const holdCount = 1 << 30
 
 func newState(seed maphash.Seed) *state {
@@ -62,8 +62,8 @@ func (s *state) hash(id *elementID, v *value) uint64 {
 	return h
 }
 
-// elementAdded records that the kernel has an element. elementRemoved records the
-// opposite.
+// elementAdded records that the kernel has an element. elementRemoved records that the
+// kernel no longer has it.
 func (s *state) elementAdded(id *elementID, v *value) {
 	s.count(id, v, 1, s.hash(id, v))
 }
@@ -89,8 +89,8 @@ func increment[K comparable](counts map[K]int, key K, n int) {
 	}
 }
 
-// chainsMade records that the kernel has these shared chains. chainsDeleted records the
-// opposite.
+// chainsMade records that the kernel has these shared chains. chainsDeleted records that
+// the kernel no longer has them.
 func (s *state) chainsMade(list []sharedChain) {
 	for _, c := range list {
 		if s.made[c] {

@@ -96,7 +96,7 @@ func TestAddressesAreFollowed(t *testing.T) {
 func TestTentativeAddressIsNotServed(t *testing.T) {
 	n := machine(t)
 	n.Stub(t, "new")
-	n.Set(t, "ipv6/conf/new/accept_dad=1", "ipv6/conf/new/dad_transmits=60") // each of the 60 transmissions takes one second
+	n.Set(t, "ipv6/conf/new/accept_dad=1", "ipv6/conf/new/dad_transmits=60") // duplicate address detection takes 60 seconds
 	n.Run(t, "ip", "addr", "add", "fd02::1/64", "dev", "new")
 	n.Add(t, "new", "10.2.0.1/24")
 	w := run(t, nodeaddr.Options{NetNS: n.FD, Selection: nodeaddr.Selection{CIDRs: []netip.Prefix{

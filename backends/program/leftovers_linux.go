@@ -20,7 +20,7 @@ import (
 )
 
 // leftover describes rules or devices that another service proxy has left in the kernel.
-// These may handle connections to services before the rules of kpng.
+// They may handle connections to services before the rules of kpng do.
 type leftover struct {
 	what, remove string
 }

@@ -42,7 +42,8 @@ func (f *nodeFlags) register(fs *pflag.FlagSet) {
 	f.checks.register(fs)
 }
 
-// check validates the flags. Its errors contain dataplane, the name of the backend.
+// check validates the flags. Its errors contain the argument dataplane, which is the name
+// of the backend.
 func (f *nodeFlags) check(dataplane string) error {
 	if f.masqueradeBit < 0 || f.masqueradeBit > 31 {
 		return fmt.Errorf("--masquerade-bit is %d, not 0 to 31", f.masqueradeBit)
@@ -89,9 +90,9 @@ func (f *nodeFlags) conntrackSettings(cores int) []sysctl.Setting {
 	return limits.settings(cores)
 }
 
-// nodeParts returns the parts of the backend that create returns. Its arguments are the
-// addresses of node ports and the sink that deletes stale connections. more are kernel
-// settings that the backend needs, but does not apply itself.
+// nodeParts returns the parts of the backend that create returns. The arguments of create
+// are the addresses of node ports and the sink that deletes stale connections. The
+// argument more has kernel settings that the backend needs, but does not apply itself.
 func (f *nodeFlags) nodeParts(create func(*nodeaddr.Watcher, sink.Sink) (sink.Sink, error), more ...sysctl.Setting) (Parts, error) {
 	addrs, err := nodeaddr.New(nodeaddr.Options{Selection: f.nodePorts, ExcludeInterfaces: []string{"kube-ipvs0"}})
 	if err != nil {

@@ -13,7 +13,7 @@ import (
 )
 
 // testFlags checks that the command-line arguments args result in the options want. The
-// function complete returns the options that result from the flags that register adds.
+// function register adds the flags, and the function complete returns the options.
 func testFlags[Options any](t *testing.T, name string, args []string, b *Backend, register func(*pflag.FlagSet), complete func() (Options, error), want Options) {
 	t.Run(name, func(t *testing.T) {
 		fs := pflag.NewFlagSet(b.Name, pflag.ContinueOnError)

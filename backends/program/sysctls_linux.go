@@ -76,7 +76,7 @@ func (l *conntrackLimits) settings(cores int) []sysctl.Setting {
 		if l.maxPerCore*cores > most {
 			limit = most
 		}
-		// If the operator has raised a limit, kpng does not lower it. kube-proxy does.
+		// If the operator has raised a limit, kube-proxy lowers it, but kpng does not.
 		set("max", limit, true, "the node has room for as many connections as with kube-proxy")
 		set("buckets", limit/4, true, "finding a connection stays fast")
 	}

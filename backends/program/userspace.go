@@ -14,9 +14,9 @@ import (
 
 const userspaceLong = "Listens at the addresses of services, and copies traffic to endpoints and back. Making the addresses local takes CAP_NET_ADMIN on Linux, and an administrator on Windows."
 
-// Userspace returns the backend that proxies with sockets. If addrs is not nil, it makes
-// the addresses of services local to this host. If addrs is nil, the backend uses only
-// addresses that this host already has.
+// Userspace returns the backend that proxies with sockets. If addrs is not nil, the
+// backend uses it to make the addresses of services local to this host. If addrs is nil,
+// the backend uses only addresses that this host already has.
 func Userspace(addrs userspace.Addresses) *Backend {
 	opts, checks := userspace.Options{Addresses: addrs}, newHealthChecks()
 	return &Backend{

@@ -36,7 +36,7 @@ func (f *fakeAddresses) Add(_ context.Context, addr netip.Addr) error {
 	err := f.onAdd()
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	f.there = append(f.there, addr) // even if the result is an error
+	f.there = append(f.there, addr) // the address is added even if err is not nil
 	return err
 }
 

@@ -65,11 +65,10 @@ const (
 	addressPace = 10 * time.Millisecond
 )
 
-// makeChanges makes changes concurrently. Their context is changeCtx. When an address has
-// become local, makeChanges opens the listeners at that address. It returns when all
-// changes are completed, but does not wait for repeated attempts. If no change is
-// completed for a while, or if ctx ends, it returns earlier. The remaining changes
-// continue in the background.
+// makeChanges makes changes concurrently, with changeCtx as their context. When an
+// address has become local, makeChanges opens the listeners at that address. It returns
+// when all changes except retries are completed. If no change is completed for a while,
+// or if ctx ends, it returns earlier. The remaining changes continue in the background.
 func (b *Backend) makeChanges(ctx, changeCtx context.Context, changes []*change) {
 	if len(changes) == 0 {
 		return

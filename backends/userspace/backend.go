@@ -21,8 +21,8 @@ import (
 type Backend struct {
 	engine
 	node nodeaddr.Source
-	// watcher is nil if Options.NodeAddresses is set. Otherwise node is this watcher, and
-	// Start runs it.
+	// watcher is nil if Options.NodeAddresses is set. Otherwise the field node has the same
+	// watcher, and Start runs that watcher.
 	watcher *nodeaddr.Watcher
 
 	// mu guards the services and their listeners.

@@ -62,7 +62,7 @@ func TestOwnAddressesAreNotUsedAsEndpoints(t *testing.T) {
 	}
 }
 
-// With UDP, sendOnce sends a few bytes to a service. With TCP, it expects a reset.
+// sendOnce sends a few bytes to a UDP port, or expects a reset from a TCP port.
 func sendOnce(t *testing.T, protocol api.Protocol, addr string, port int32) {
 	t.Helper()
 	if protocol == api.UDP {

@@ -88,8 +88,8 @@ type counters struct {
 }
 
 // pool returns a pool with the endpoints of targets. newPools has the pools of the new
-// plan. If newPools or p already has such a pool, the result is that pool, so that its
-// round continues.
+// plan. If newPools or p already has a pool with these endpoints, the result is that
+// pool, so that its round continues.
 func (p *port) pool(targets []nodeview.Target, newPools []*pool) *pool {
 	endpoints := addrPorts(targets)
 	same := func(o *pool) bool { return slices.Equal(o.sorted, endpoints) }

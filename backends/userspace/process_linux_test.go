@@ -71,7 +71,7 @@ func backendProcess(t *testing.T, n *netnstest.Namespace, addrs ...string) (cmd 
 	return backendProcessAs(t, n, os.Stderr, "exec \"$@\"", addrs...)
 }
 
-// backendProcessAs does the same as backendProcess. It uses a shell command to start the
+// backendProcessAs is like backendProcess, but it uses a shell command to start the
 // process, and writes the log of the process to stderr.
 func backendProcessAs(t *testing.T, n *netnstest.Namespace, stderr io.Writer, shell string, addrs ...string) (cmd *exec.Cmd, stdin io.Closer) {
 	t.Helper()

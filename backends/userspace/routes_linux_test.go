@@ -127,7 +127,7 @@ func TestStartFailsWithoutPrivilegeForRoutes(t *testing.T) {
 			t.Fatal(err)
 		}
 		if err := n.Do(func() error {
-			if !privileged { // drop the capabilities of this thread only, which ends when Do returns
+			if !privileged { // drop only the capabilities of this thread, which ends when Do returns
 				header := unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}
 				var none [2]unix.CapUserData
 				if err := unix.Capset(&header, &none[0]); err != nil {

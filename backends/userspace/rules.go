@@ -47,7 +47,7 @@ func (r *rules) routeOf(client netip.Addr, startsHere func(netip.Addr) bool) rou
 }
 
 // endpoint returns an endpoint for client. It ignores endpoints for which unfit returns
-// true. If there is no other endpoint, the result is false.
+// true. If there is no other endpoint, the second result is false.
 func (r *rules) endpoint(rt route, client netip.Addr, unfit func(netip.AddrPort) bool, now time.Time) (netip.AddrPort, bool) {
 	if r.affinity == 0 {
 		return rt.pool.pick(unfit)
@@ -69,9 +69,9 @@ func (a *admission) admits(client netip.Addr) bool {
 // screen describes which packets a socket accepts. The kernel drops other packets without
 // an answer. The zero value accepts all packets.
 type screen struct {
-	// dropAll drops all packets.
+	// If dropAll is true, the socket accepts no packets.
 	dropAll bool
-	// hereOnly accepts only packets from the loopback interface and from pods.
+	// If hereOnly is true, only packets from the loopback interface and pods are accepted.
 	hereOnly bool
 	pods     []netip.Prefix
 	admission

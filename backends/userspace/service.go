@@ -176,9 +176,9 @@ func (s *service) open(ctx context.Context, want listenSpec) error {
 		if !other.stale && !other.failed {
 			return fmt.Errorf("listen on %s: service %s still uses it", want.socketAddr, other.key)
 		}
-		// The pass or a retry will soon change or delete the other service. Until then, that
-		// service must not follow the addresses of the node, because it would open the socket
-		// again.
+		// The pass or a retry will soon change or delete the service that has this socket now.
+		// Until then, that service must not follow the addresses of the node, because it would
+		// open the socket again.
 		other.closeListener(want.socketAddr, other.listeners[want.socketAddr])
 		other.view, other.waiting = nil, nil
 	}

@@ -28,7 +28,7 @@ type stream struct {
 	end          error // what follows the bytes that were read: io.EOF, an error, or nil if unknown
 	err          error
 	spliced      bool // true if the last piece was large enough for a pipe
-	unconfirmed  bool // true if nothing was written to the sink yet, so that dialControl delays its handshake
+	unconfirmed  bool // true if dialControl still delays the sink's handshake, because nothing was written yet
 
 	fill, empty, splice, unload func(fd uintptr) bool
 }

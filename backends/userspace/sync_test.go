@@ -84,7 +84,7 @@ func TestUnchangedListenerStaysOpen(t *testing.T) {
 	w.set(service.view())
 	at := socketAddr{api.TCP, netip.AddrPortFrom(netip.MustParseAddr("127.0.0.2"), uint16(port))}
 	before := w.listenerAt(at)
-	w.source.Reset() // the next update of the source is Lost
+	w.source.Reset() // the next update of the source has Lost set
 	w.set(serviceAt("web", "127.0.0.2", port, api.TCP).addEndpoints(namedServer(t, "b")).view())
 	if w.listenerAt(at) != before {
 		t.Error("the listener was replaced")

@@ -62,7 +62,7 @@ func (l *udpListener) receive() {
 		if errors.Is(err, net.ErrClosed) {
 			return
 		}
-		if err != nil { // for example, a datagram that is too large on Windows
+		if err != nil { // for example, Windows returns an error for a datagram that is too large
 			l.log.V(2).Info("Cannot receive a datagram", "listener", l.socketAddr, "err", err)
 			time.Sleep(time.Millisecond)
 		}
@@ -70,7 +70,7 @@ func (l *udpListener) receive() {
 }
 
 // forward sends each datagram to the endpoint of its client. It appends these clients to
-// reached and returns the result.
+// the argument reached and returns the extended slice.
 func (l *udpListener) forward(messages []ipv4.Message, reached []*udpClient) []*udpClient {
 	now := l.opts.Clock.Now()
 	var c *udpClient
@@ -162,8 +162,8 @@ func (l *udpListener) newClient(from, endpoint netip.AddrPort, r *rules, now tim
 		socket.Close()
 		return nil, net.ErrClosed
 	}
-	// When the rules change, endpointsLost removes the clients of removed endpoints. It
-	// would not find this client, which is added later.
+	// If the rules have changed, endpointsLost may already have run without finding this
+	// client.
 	if l.current.Load() != r {
 		socket.Close()
 		return nil, errOutdated

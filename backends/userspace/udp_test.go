@@ -98,7 +98,7 @@ func TestLargestDatagramIsMoved(t *testing.T) {
 	port := freePort(t, "127.0.0.2")
 	w.set(serviceAt("dns", "127.0.0.2", port, api.UDP).addEndpoints(udpServer(t, "a")).view())
 	c := udpDial(t, "127.0.0.2", port)
-	const size = 65507 - len("a ") // so that the answer, with the name, is as large as possible
+	const size = 65507 - len("a ") // the answer adds the name, and then has the maximum size
 	if _, err := c.Write(make([]byte, size)); err != nil {
 		t.Fatal(err)
 	}
@@ -261,7 +261,7 @@ func TestBurstOfUDPClientsUsesFewBatches(t *testing.T) {
 			c.Write(make([]byte, 1000))
 		}
 	}
-	udpAsk(t, udpDial(t, "127.0.0.2", port)) // the answer comes after all other answers
+	udpAsk(t, udpDial(t, "127.0.0.2", port)) // the server answers this datagram last, when all others have been forwarded
 	runtime.ReadMemStats(&after)
 	if mib := (after.TotalAlloc - before.TotalAlloc) >> 20; mib > 128 {
 		t.Errorf("20 MB of datagrams allocated %d MiB, want at most 128", mib)

@@ -14,8 +14,8 @@ import (
 func waitReadable(c syscall.RawConn) error {
 	asked := false
 	return c.Read(func(uintptr) bool {
-		// When this function returns false, Read waits until c is readable, with a read of zero
-		// bytes. Then Read calls the function again.
+		// If this function returns false, Read starts a read of zero bytes, which ends when c
+		// is readable. Then Read calls the function again.
 		ready := asked
 		asked = true
 		return ready
@@ -28,7 +28,8 @@ func waitError(syscall.RawConn) error { return nil }
 // openFilesLimit returns the maximum number of file descriptors of this process.
 func openFilesLimit() int { return maxDescriptors }
 
-// outOfDescriptors returns false, because only Unix systems have a limit.
+// outOfDescriptors returns false, because only Unix systems limit the number of
+// descriptors.
 func outOfDescriptors(error) bool { return false }
 
 // outOfPorts reports whether err means that the host has no free port for a UDP socket.

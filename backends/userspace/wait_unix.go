@@ -12,7 +12,8 @@ import (
 )
 
 // waitReadable waits until a read of c would return bytes, the end of the stream, or an
-// error. It returns such an error. During the wait, the caller needs no buffer.
+// error. It returns the error of that read, if any. During the wait, the caller needs no
+// buffer.
 func waitReadable(c syscall.RawConn) error {
 	var err error
 	waitErr := c.Read(func(fd uintptr) bool {

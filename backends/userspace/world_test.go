@@ -46,7 +46,7 @@ type world struct {
 type logBuffer struct {
 	mu    sync.Mutex
 	lines []string
-	// When a log line contains the text awaited for the first time, reaction is called.
+	// The logger calls reaction for the first line that contains the text in awaited.
 	awaited  string
 	reaction func()
 }
@@ -148,7 +148,7 @@ func (w *world) setFailing(views ...*api.ServiceEndpoints) error {
 	return err
 }
 
-// fullOf returns Changes that are a whole pass with these views.
+// fullOf returns the Changes of a pass that delivers only these views, in one Sync.
 func fullOf(views ...*api.ServiceEndpoints) *sink.Changes {
 	return &sink.Changes{First: true, Last: true, Services: func(yield func(sink.Change) bool) {
 		for _, v := range views {
@@ -208,7 +208,7 @@ func (s *testService) modify(f func(*api.Service)) *testService {
 	return s
 }
 
-// markUnusable marks the first port: it has no usable endpoint in the cluster.
+// markUnusable declares that the first port has no usable endpoint in the cluster.
 func (s *testService) markUnusable() *testService {
 	p := s.Service.Ports[0]
 	for _, f := range s.Service.IPFamilies {

@@ -84,8 +84,8 @@ func inspectorOf(name, instance string) (program.Inspector, error) {
 	return nil, fmt.Errorf("--dataplane %q: no backend of this platform with this name can show its dataplane (nftables and ebpf can, on Linux)", name)
 }
 
-// inspect prints what the dataplane has for each explained frontend. If the user's
-// question has an address, asked is that address.
+// inspect prints what the dataplane has for each explained frontend. The argument asked
+// is the address in the user's question, if any.
 func inspect(ctx context.Context, w io.Writer, i program.Inspector, e *nodeview.Explanation, node *api.Node, asked netip.Addr) error {
 	for _, f := range e.Frontends {
 		for _, addr := range addressesOf(f.FrontendKey, node, asked) {
@@ -105,8 +105,8 @@ func inspect(ctx context.Context, w io.Writer, i program.Inspector, e *nodeview.
 	return nil
 }
 
-// addressesOf returns the addresses at which to inspect a frontend. For a node port,
-// these are the asked address if it is valid, else the node's own addresses.
+// addressesOf returns the addresses at which to inspect a frontend. For a node port, it
+// returns the argument asked if that is a valid address, else the node's own addresses.
 func addressesOf(f nodeview.FrontendKey, node *api.Node, asked netip.Addr) []netip.Addr {
 	switch {
 	case f.Addr.IsValid():

@@ -169,7 +169,7 @@ func (q question) explanations(s *cluster.Snapshot, node *api.Node) iter.Seq[*no
 	}
 }
 
-// narrow keeps only the frontends of e that match, and reports whether any is left.
+// narrow keeps only the frontends of e that match q. It reports whether any is left.
 func (q question) narrow(e *nodeview.Explanation, node *api.Node) bool {
 	e.Frontends = slices.DeleteFunc(e.Frontends, func(f nodeview.Frontend) bool { return !q.matches(f.FrontendKey, node) })
 	e.Unserved = slices.DeleteFunc(e.Unserved, func(u nodeview.UnservedFrontend) bool { return !q.matches(u.FrontendKey, node) })
@@ -205,8 +205,8 @@ func (q question) notServed(ctx context.Context, source *app.Source) error {
 }
 
 // notFound returns the error for an address and port without a service. It lists services
-// that use the address with other ports. If the addresses of the node are unknown, it lists
-// services whose node port is the port.
+// that use the address with other ports. If the node's addresses are unknown, it lists
+// services that have the port as a node port.
 func (q question) notFound(s *cluster.Snapshot, node *api.Node) error {
 	var there, nodePorts []string
 	everything := question{}

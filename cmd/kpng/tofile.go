@@ -20,8 +20,8 @@ import (
 
 // toFile returns the command that writes the state of a source to a file. It marks
 // services with a label and an annotation. So the command "kpng file" with the same flags
-// selects them. If hasSelection is false, the source has no such flags, and the command
-// adds them.
+// selects them. If hasSelection is false, the source has no flags that select services,
+// and the command adds them.
 func toFile(source *app.Source, hasSelection bool) *cobra.Command {
 	var (
 		once     bool
@@ -131,7 +131,7 @@ func (w *fileWriter) write(s *cluster.Snapshot) error {
 }
 
 func (w *fileWriter) replace(s *cluster.Snapshot) error {
-	// kpng file skips names that begin with a dot.
+	// The command kpng file skips names that begin with a dot.
 	next, err := os.CreateTemp(filepath.Dir(w.path), ".kpng-*")
 	if err != nil {
 		return err

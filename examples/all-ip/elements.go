@@ -19,7 +19,8 @@ import (
 const (
 	// podMap maps each external IP that has only one pod to this pod.
 	podMap = "pod"
-	// slotMap maps each external IP that has several pods, and a slot, to a pod.
+	// slotMap maps (external IP, slot) to a pod. It contains only external IPs with several
+	// pods.
 	slotMap = "pods"
 	// hairpinSet has an element for each pod, with the pod as source and as destination. It
 	// matches packets that a pod sends to itself through an external IP. A rule masquerades
@@ -47,9 +48,10 @@ type element struct {
 // if the set of the element is not a map.
 type state map[element]string
 
-// elements yields the elements of a service, or none for nil. It repeats hairpin elements
-// for each external IP. Several services may need the same hairpin element. All other
-// elements belong to one service, because each external IP belongs to one service.
+// elements yields the elements of a service. If v is nil, it yields none. It repeats
+// hairpin elements for each external IP. Several services may need the same hairpin
+// element. All other elements belong to one service, because each external IP belongs to
+// one service.
 func elements(v *api.ServiceEndpoints) iter.Seq2[element, string] {
 	return func(yield func(element, string) bool) {
 		for f := range frontends(v) {

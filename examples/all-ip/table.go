@@ -94,7 +94,7 @@ const (
 	postrouting = "postrouting"
 )
 
-// chains returns all chains. Other chains jump to the first chain.
+// chains returns all chains. The chains prerouting and output jump to the first chain.
 func (t *table) chains() []*nftables.Chain {
 	base := func(name string, hook *nftables.ChainHook, priority nftables.ChainPriority) *nftables.Chain {
 		return &nftables.Chain{Table: t.Table, Name: name, Type: nftables.ChainTypeNAT, Hooknum: hook, Priority: &priority}
@@ -107,9 +107,9 @@ func (t *table) chains() []*nftables.Chain {
 	}
 }
 
-// rules returns the rules of a chain. Each of the kernel's registers 1 to 4 has 16 bytes
-// and consists of four of registers 8 to 23. The parts of a key are in adjacent
-// registers.
+// rules returns the rules of a chain. Each of the kernel's registers 1 to 4 has 16 bytes.
+// The registers 8 to 23, of 4 bytes each, are in the same memory. The parts of a key are
+// in adjacent registers.
 func (t *table) rules(chain *nftables.Chain) []*nftables.Rule {
 	load := func(register, offset uint32) expr.Any {
 		return &expr.Payload{DestRegister: register, Base: expr.PayloadBaseNetworkHeader, Offset: offset, Len: t.size}

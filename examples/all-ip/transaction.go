@@ -30,7 +30,7 @@ func (b *backend) probe() error {
 	return explain(err)
 }
 
-// explain adds the likely cause to errors of a kernel that cannot use nftables.
+// explain adds the likely cause to the error of an nftables request.
 func explain(err error) error {
 	switch {
 	case err == nil || errors.Is(err, unix.ENOENT):

@@ -23,8 +23,8 @@ import (
 
 const demo = "../demo.yaml"
 
-// beTheCommand names an environment variable. If it is set, the test binary runs as
-// kpng-callout.
+// beTheCommand is the name of an environment variable. If this variable is set, the test
+// binary runs as kpng-callout.
 const beTheCommand = "KPNG_TEST_CALLOUT"
 
 func TestMain(m *testing.M) {

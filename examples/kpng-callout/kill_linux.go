@@ -7,8 +7,8 @@ import (
 	"syscall"
 )
 
-// killAll configures how cmd is killed. When the context of cmd ends, its whole process
-// group is killed. When this program ends, the kernel kills cmd.
+// killAll configures how cmd is killed. When the context of cmd ends, the whole process
+// group of cmd is killed. When this program ends, the kernel kills cmd.
 func killAll(cmd *exec.Cmd) {
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL}
 	cmd.Cancel = func() error { return syscall.Kill(-cmd.Process.Pid, syscall.SIGKILL) }

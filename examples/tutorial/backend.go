@@ -37,8 +37,8 @@ func (b *backend) Cleanup(ctx context.Context) error {
 }
 
 // load runs a script of nft commands as one transaction: the kernel applies all of it or
-// nothing. The script is in a file. If it came through a pipe and this process was killed
-// while writing, nft would run the first half.
+// nothing. nft reads the script from a file. If it read from a pipe, and this process was
+// killed while writing, nft would run only a part.
 func load(ctx context.Context, script string) error {
 	file, err := os.CreateTemp("", "tutorial-*.nft")
 	if err != nil {

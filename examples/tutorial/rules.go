@@ -15,7 +15,7 @@ import (
 )
 
 // skeleton contains the first commands of every script. Flushing a table removes its
-// rules and keeps its chains. Packets to masquerade carry the mark 0x8000.
+// rules and keeps its chains. Packets that must be masqueraded carry the mark 0x8000.
 const skeleton = `add table inet %[1]s
 add chain inet %[1]s prerouting { type nat hook prerouting priority -100; }
 add chain inet %[1]s output { type nat hook output priority -100; }
@@ -103,7 +103,7 @@ func (s *script) sources(match string, f *nodeview.Frontend, nodeAddrs []netip.A
 	s.rule("output", match, except, "drop")
 }
 
-// traffic adds the rules for one kind of traffic to a frontend.
+// traffic adds the rules that handle one kind of traffic to a frontend.
 func (s *script) traffic(chain, match string, t nodeview.Traffic, masquerade bool) {
 	switch t.Verdict {
 	case nodeview.Drop:
@@ -116,8 +116,8 @@ func (s *script) traffic(chain, match string, t nodeview.Traffic, masquerade boo
 			mark = "meta mark set meta mark or 0x8000"
 		}
 		for i, endpoint := range t.Endpoints {
-			// The last rule matches all packets that reach it, the rule before it one in
-			// two, and so on. So each endpoint gets the same share.
+			// The last rule matches all packets that reach it. The rule before it matches
+			// one packet in two, and so on. So each endpoint gets the same share.
 			s.rule(chain, match, oneIn(len(t.Endpoints)-i), mark, "dnat", ip(endpoint.Addr), "to", target(endpoint))
 		}
 	}
@@ -128,7 +128,7 @@ func (s *script) reject(chain, match string) {
 	s.rule(chain, match, "meta l4proto != tcp reject")
 }
 
-// hairpin masquerades the connections of an endpoint to itself.
+// hairpin adds a rule that masquerades connections of an endpoint to itself.
 func (s *script) hairpin(addr netip.Addr) {
 	s.rule("postrouting", "ct status dnat", ip(addr), "saddr", addr, ip(addr), "daddr", addr, "masquerade")
 }

@@ -14,13 +14,14 @@ import (
 	"testing"
 )
 
-// Cgroup is a cgroup (version 2) for threads of the test process. To make it possible,
-// MakeCgroup moves the whole process into a cgroup above it.
+// Cgroup is a cgroup (version 2) for threads of the test process. A thread can only be in
+// a cgroup below that of its process. So MakeCgroup moves the whole process into the
+// parent of the cgroup.
 type Cgroup struct {
 	// Dir is the directory of the cgroup.
 	Dir string
-	// parent and home are the directories of the cgroups above Dir, and of the process
-	// before.
+	// parent is the directory of the cgroup above Dir. home is the directory of the cgroup
+	// from which MakeCgroup moved the process.
 	parent, home string
 }
 
@@ -101,7 +102,8 @@ func (c *Cgroup) Close() error {
 	return errors.Join(errs...)
 }
 
-// do calls f while the current thread, which must be locked, is in the cgroup.
+// do moves the current thread into the cgroup, calls f, and moves the thread
+// back. The thread must be locked.
 func (c *Cgroup) do(f func() error) error {
 	if err := c.moveThread(c.Dir); err != nil {
 		return err

@@ -39,7 +39,7 @@ func Run(ctx context.Context, functions ...func(context.Context) error) error {
 }
 
 // removeCause returns err without cause. If err joins several errors, removeCause returns
-// the other errors.
+// all of them except cause.
 func removeCause(err, cause error) error {
 	if err == cause {
 		return nil

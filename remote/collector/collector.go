@@ -29,7 +29,7 @@ func New(s *remote.Server) prometheus.Collector {
 	}}
 }
 
-// serverCollector reads the statistics only once when Prometheus collects metrics.
+// When Prometheus collects metrics, serverCollector reads the statistics only once.
 type serverCollector struct {
 	stats   func() remote.Stats
 	metrics []serverMetric

@@ -73,7 +73,7 @@ func NewDialer(opts DialOptions) (*Dialer, error) {
 }
 
 // firstMessage is the time limit for each message of a server's first answer. A server
-// that has not yet read the cluster's state sends no messages.
+// that has not yet read the cluster's state sends nothing and exceeds this limit.
 const firstMessage = 15 * time.Second
 
 var (
@@ -103,7 +103,7 @@ func (d *Dialer) Stay(ctx context.Context, useConn func(ctx context.Context, con
 		}
 	}
 	n := len(d.addresses)
-	failures := 0 // failed visits in a row; 1 when a good server fails
+	failures := 0 // failed visits in a row; the end of a good visit is the first
 	for i := rand.N(n); ; i++ {
 		address := d.addresses[i%n]
 		running, end := context.WithCancelCause(klog.NewContext(ctx, log.WithValues("server", address.String())))
@@ -148,7 +148,7 @@ func (d *Dialer) Stay(ctx context.Context, useConn func(ctx context.Context, con
 // visit is one call of useConn.
 type visit struct {
 	patience time.Duration
-	silent   *time.Timer // ends the visit of a silent server
+	silent   *time.Timer // ends the visit to a silent server
 	others   int         // number of other addresses
 	untried  int         // number of other addresses that may be good
 	good     bool
@@ -170,7 +170,7 @@ func (v *visit) heard(complete, stale bool) error {
 	return nil
 }
 
-// backoff returns a random wait after the given number of failed rounds.
+// backoff returns the random time to wait after the given number of failed rounds.
 func (d *Dialer) backoff(round int) time.Duration {
 	most := d.opts.MinBackoff
 	for ; round > 1 && most < d.opts.MaxBackoff; round-- {

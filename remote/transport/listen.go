@@ -31,7 +31,7 @@ func (a Address) Listen(mode fs.FileMode) (net.Listener, error) {
 	}
 	network := a.network
 	if at, err := netip.ParseAddrPort(a.name); err == nil && at.Addr().Is4() {
-		network = "tcp4" // "tcp" would serve 0.0.0.0 on IPv6 too
+		network = "tcp4" // with "tcp", 0.0.0.0 would include the IPv6 addresses
 	}
 	l, err := net.Listen(network, a.name)
 	if err != nil {

@@ -22,7 +22,7 @@ type TLS struct {
 	CAFile string
 	// CertFile contains the certificate of this end, with its chain if needed.
 	CertFile string
-	// KeyFile contains the key of that certificate.
+	// KeyFile contains the key of the certificate in CertFile.
 	KeyFile string
 	// For a client, ServerName is the name in the server's certificate. Default: the host of
 	// the server's address.

@@ -231,8 +231,8 @@ func TestReconnect(t *testing.T) {
 			waited := time.Since(last)
 			last = time.Now()
 			tried = append(tried, port(conn))
-			// Within a round, the dialer does not wait. The fifth try succeeds, so that the next
-			// waits are short again.
+			// Within a round, the dialer does not wait. The fifth try succeeds, so the waits after
+			// it are short again.
 			most := [...]time.Duration{0, 0, 1, 0, 2, 1, 1, 0, 2, 0}[n] * time.Second
 			if waited > most+1 {
 				t.Errorf("try %d came after %s, want at most %s", n, waited, most)
@@ -323,7 +323,7 @@ func TestSilentServerIsLeft(t *testing.T) {
 		failFast  bool
 		slow      bool // the good server sends an answer of six messages, one every ten seconds
 		want      time.Duration
-		silent    bool // Stay returns the error of a silent server
+		silent    bool // Stay must return the error for a silent server
 	}{
 		{name: "another server answers", addresses: []string{"127.0.0.1:1", "127.0.0.1:2"}, want: 15 * time.Second},
 		{name: "another server answers slowly", addresses: []string{"127.0.0.1:1", "127.0.0.1:2"}, slow: true, want: 75 * time.Second},

@@ -89,8 +89,8 @@ func (l *ledger) check(c *Sync) []string {
 	return append(wrong, l.checkFailing(c)...)
 }
 
-// owns reports whether the service key still owns every claim of view. A service loses a
-// claim when another service is acknowledged with that claim.
+// owns reports whether the service with this key still owns every claim of view. A
+// service loses a claim when another service is acknowledged with that claim.
 func (l *ledger) owns(key types.NamespacedName, view *api.ServiceEndpoints) bool {
 	for f := range nodeview.Frontends(view) {
 		if l.owners[f.Claim()] != key {
@@ -171,7 +171,7 @@ func (l *ledger) acknowledge(s *sink.Change) {
 	}
 }
 
-// own makes the service key the owner of claim. Conflicting claims lose their owners.
+// own gives claim to the service with this key. Conflicting claims lose their owners.
 func (l *ledger) own(claim api.Claim, key types.NamespacedName) {
 	whole := api.Claim{IP: claim.IP}
 	if claim == whole {

@@ -30,7 +30,7 @@ func key(name string) types.NamespacedName {
 	return types.NamespacedName{Namespace: "default", Name: name}
 }
 
-// view returns a view of the service key. Views with different versions differ.
+// view returns a view of the service with this key. Views with different versions differ.
 func view(key types.NamespacedName, version string) *api.ServiceEndpoints {
 	return &api.ServiceEndpoints{Service: &api.Service{
 		Namespace: key.Namespace, Name: key.Name, Labels: map[string]string{"version": version},

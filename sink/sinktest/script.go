@@ -57,5 +57,5 @@ func Block(release <-chan struct{}) Step {
 	}
 }
 
-// Repeat returns step n times.
+// Repeat returns n copies of step.
 func Repeat(n int, step Step) []Step { return slices.Repeat([]Step{step}, n) }

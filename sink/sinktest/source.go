@@ -16,7 +16,7 @@ import (
 
 // Source is a [sink.Source] whose views a test sets. Each change has a revision. Changes
 // that the driver has not fetched yet are merged. With Reset, a test simulates that the
-// driver's position is too old. The time for an update depends only on its size.
+// driver's position is too old. The time to compute an update depends only on its size.
 type Source struct {
 	mu        sync.Mutex
 	revisions *diffstore.Revisions

@@ -52,7 +52,7 @@ func need(t testing.TB, tools ...string) {
 }
 
 // build builds the program of an example, unless it exists already, and returns its path.
-// If the test has the race detector, the program has it too.
+// If the test runs with the race detector, so does the program.
 func build(t testing.TB, example string) string {
 	t.Helper()
 	path := filepath.Join(bin, example)

@@ -132,14 +132,14 @@ func (n namespace) echoRequests(ip netip.Addr) (count int, err error) {
 	return count, err
 }
 
-// The pods' addresses, and the node's addresses for the pods.
+// gateways are the node's addresses in the network of the pods.
 var (
 	gateways = []string{"11.0.2.1", "1100::201"}
 	podIPs   = map[string][]string{"pod1": {"11.0.2.2", "1100::202"}, "pod2": {"11.0.2.3", "1100::203"}}
 )
 
-// network is a node with two pods, and two machines that the node connects: client and
-// upstream. The node routes unknown destinations to upstream. This machine also has the
+// network is a node with two pods. The node connects two other machines, client and
+// upstream. It routes unknown destinations to upstream. The machine upstream also has the
 // external IPs, and answers with the name "beyond".
 type network struct {
 	node, client namespace

@@ -117,13 +117,13 @@ func (p *Process) start(ctx context.Context) error {
 	p.ended = ended
 
 	if err := p.waitReady(ctx); err != nil {
-		p.stop(syscall.SIGKILL) // return err, which is the cause, and not an error of stop
+		p.stop(syscall.SIGKILL) // ignore an error of stop, because err is the cause
 		return fmt.Errorf("start %s: %w\n%s", p.name, err, p.logTail(0))
 	}
 	return nil
 }
 
-// waitReady waits until the process is ready, has ended, or startTimeout has passed.
+// waitReady waits until the process is ready or has ended, but at most startTimeout.
 func (p *Process) waitReady(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, startTimeout)
 	defer cancel()

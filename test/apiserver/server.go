@@ -115,9 +115,9 @@ func (s *Server) WaitReady(t testing.TB) {
 	}
 }
 
-// Compact makes etcd drop old versions of objects. By default an API server does so every
-// five minutes; this server does so only in Compact. A watch from an old version fails
-// with 410 Gone, unless the API server has the later changes in memory.
+// Compact makes etcd drop old versions of objects. By default an API server compacts etcd
+// every five minutes. This server never compacts etcd by itself. A watch from an old
+// version fails with 410 Gone, unless the API server has the later changes in memory.
 func (s *Server) Compact(t testing.TB) {
 	t.Helper()
 	if err := s.compact(t.Context()); err != nil {
@@ -299,8 +299,8 @@ func (s *Server) startAPIServer(ctx context.Context) (err error) {
 	return s.APIServer.start(ctx)
 }
 
-// allocates returns nil if the server can allocate cluster IPs of both families. The
-// server may be unable to do so for a moment after it reports readiness.
+// allocates returns nil if the server can allocate cluster IPs of both families. For a
+// moment after it reports readiness, the server sometimes cannot allocate them.
 func (s *Server) allocates(ctx context.Context) error {
 	policy := corev1.IPFamilyPolicyRequireDualStack
 	service := &corev1.Service{

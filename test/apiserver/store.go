@@ -20,12 +20,12 @@ import (
 )
 
 // Store writes objects directly to etcd, in the form in which an API server stores them.
-// Watches of the API server deliver them. Use Store for large clusters: creating them
-// through the API is slow, because each allocation of a cluster IP counts all allocated
-// IPs. The caller must set the fields that the API server would set, such as defaults,
-// UIDs and node ports, and must provide the IPAddress object of each cluster IP. Store
-// calls newObjects for each i from 0 to n-1, from several goroutines. Each call returns a
-// group of objects.
+// The API server's watches deliver these objects. Use Store for large clusters: creating
+// the objects through the API is slow, because each allocation of a cluster IP counts all
+// allocated IPs. The caller must set the fields that the API server would set, such as
+// defaults, UIDs and node ports, and must provide the IPAddress object of each cluster
+// IP. Store calls newObjects for each i from 0 to n-1, from several goroutines. Each call
+// returns a group of objects.
 func (s *Server) Store(ctx context.Context, n int, newObjects func(i int) []runtime.Object) (err error) {
 	client, err := s.etcdClient(ctx)
 	if err != nil {

@@ -59,7 +59,7 @@ func TestKubeProxy(t *testing.T) {
 	})
 }
 
-// lacking contains the features that kube-proxy lacks, and what it does instead.
+// lacking contains the features that kube-proxy lacks, with the reason for each failure.
 var lacking = map[conformance.Feature]string{
 	conformance.FamilyOnlyRanges: "source ranges of only the other family admit all clients",
 	conformance.AllPorts:         "it has no all-ports services",

@@ -15,8 +15,8 @@ import (
 	"k8s.io/client-go/kubernetes"
 )
 
-// publisher writes objects to an API server. It skips objects that equal its last write,
-// because no other client writes.
+// publisher writes objects to an API server. It skips an object that has not changed
+// since its last write, because no other client changes the object on the server.
 type publisher struct {
 	client   kubernetes.Interface
 	nodes    map[string]*corev1.Node

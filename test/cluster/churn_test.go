@@ -251,8 +251,8 @@ func (c *cluster) usageByNode(t *testing.T) []usage {
 		if err != nil {
 			t.Fatalf("the proxy of node-%d has ended: %v", i+1, err)
 		}
-		// The name is in parentheses; see proc(5). The fields after the name include the CPU
-		// time in ticks of 10 ms.
+		// The program's name is in parentheses; see proc(5). The fields after the name include
+		// the CPU time in ticks of 10 ms.
 		_, after, _ := strings.Cut(string(stat), ") ")
 		fields := strings.Fields(after)
 		all[i].cpu = time.Duration(atoi(t, fields[11])+atoi(t, fields[12])) * 10 * time.Millisecond

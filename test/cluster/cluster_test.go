@@ -146,7 +146,7 @@ func clusterIP(service *corev1.Service) netip.AddrPort {
 	return netip.AddrPortFrom(netip.MustParseAddr(service.Spec.ClusterIP), 8080)
 }
 
-// nodePort returns the address of such a service at a node.
+// nodePort returns the address of a node, with the node port of a service.
 func nodePort(service *corev1.Service, node int) netip.AddrPort {
 	return netip.AddrPortFrom(nodeAddr(node), uint16(service.Spec.Ports[0].NodePort))
 }
@@ -167,7 +167,7 @@ func openNamespace(t *testing.T, path string) *netnstest.Namespace {
 	return &netnstest.Namespace{FD: fd}
 }
 
-// outside returns the network namespace of the control plane, outside of all nodes.
+// outside returns the network namespace of the control plane, which runs on no node.
 func outside(t *testing.T) *netnstest.Namespace {
 	return openNamespace(t, "/proc/self/ns/net")
 }

@@ -123,7 +123,8 @@ func lookup() func() error {
 	}
 }
 
-// quantile returns the duration that the given share of the durations does not exceed.
+// quantile returns a quantile of durations. With share 0.99, 99% of the durations are not
+// longer than the result.
 func quantile(durations []time.Duration, share float64) time.Duration {
 	if len(durations) == 0 {
 		return 0

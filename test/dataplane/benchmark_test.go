@@ -219,8 +219,8 @@ func (r *running) rest() {
 	}
 }
 
-// list lists the cluster's objects five times, as a proxy does, and returns the median
-// duration.
+// list reads all objects of the cluster five times, each time like a proxy that starts.
+// It returns the median duration.
 func (c *cluster) list(b *testing.B) time.Duration {
 	b.Helper()
 	config := c.server.Config()
@@ -241,8 +241,9 @@ func (c *cluster) list(b *testing.B) time.Duration {
 	return took[len(took)/2]
 }
 
-// latency changes endpoints. It reports two times until a change is in the kernel. One
-// starts with the write to the API server, the other with the change's watch event.
+// latency changes endpoints, and reports two durations. Both end when a change
+// is in the kernel. The first begins with the write to the API server, and the second
+// with the change's watch event.
 func (r *running) latency(b *testing.B, interval string) {
 	b.Helper()
 	ctx, cancel := context.WithCancel(b.Context())

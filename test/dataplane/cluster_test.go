@@ -115,7 +115,7 @@ func nodePorts(service int) (traffic, health int32) {
 	return traffic, traffic + 1
 }
 
-// offset returns the n-th address after a.
+// offset returns the n-th address after the address a.
 func offset(a netip.Addr, n int) netip.Addr {
 	b := a.As4()
 	for i := 3; n > 0; i-- {

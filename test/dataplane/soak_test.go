@@ -97,7 +97,7 @@ func TestSoak(t *testing.T) {
 	}
 	perSecond := float64(churn.made.Load()) / soakFor.Seconds()
 	t.Logf("%d changes, %.0f/s; %d connections", churn.made.Load(), perSecond, traffic.made.Load())
-	// A busy machine may be slower than changeRate, so require only half of it.
+	// A busy machine may be slower than changeRate, so require only half of changeRate.
 	if perSecond < changeRate/2 {
 		t.Errorf("%.0f changes per second, want %d", perSecond, changeRate)
 	}
@@ -214,7 +214,7 @@ func (c *churn) change(ctx context.Context, random *rand.Rand, service int) erro
 	}
 }
 
-// endpoints gives a service up to a dozen new endpoints with various conditions.
+// endpoints replaces the endpoints of a service by random endpoints.
 func (c *churn) endpoints(ctx context.Context, random *rand.Rand, service int) error {
 	slices := c.client.DiscoveryV1().EndpointSlices(namespace)
 	slice := c.slice(service)
@@ -245,7 +245,7 @@ func someOf(random *rand.Rand, from []discoveryv1.Endpoint) []discoveryv1.Endpoi
 }
 
 // elsewhere returns one of 200 external addresses. With so few addresses, some services
-// claim the same one.
+// claim the same address.
 func (c *churn) elsewhere(random *rand.Rand, network byte) string {
 	return netip.AddrFrom4([4]byte{10, network, 0, byte(random.IntN(200))}).String()
 }

@@ -17,9 +17,9 @@ import (
 
 const kpngModule = "github.com/kpng-project/kpng"
 
-// unwanted contains modules that must not be linked into a program that embeds kpng, but
-// uses none of its commands, network code and backends. Only package metrics may import
-// Prometheus.
+// unwanted contains modules that must not be linked into a program that embeds kpng. The
+// program uses no commands, network code or backends of kpng. Only package metrics may
+// import Prometheus.
 var unwanted = []string{
 	"github.com/Microsoft/hcsshim",
 	"github.com/google/nftables",

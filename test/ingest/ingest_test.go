@@ -198,7 +198,8 @@ func BenchmarkRealIngest(b *testing.B) {
 	b.ReportMetric(0, "ns/op")
 }
 
-// process measures a way, which is a key of ways, in a new process.
+// process measures one way to read the cluster, in a new process. The
+// argument way is a key of the map ways.
 func process(b *testing.B, way, kubeconfig string) result {
 	b.Helper()
 	cmd := exec.CommandContext(b.Context(), os.Args[0])

@@ -77,7 +77,7 @@ func without(resource string) []rbacv1.PolicyRule {
 	return rules
 }
 
-// grant gives all permissions that a proxy needs to the user of config.
+// grant gives the user of config all permissions that a proxy needs.
 func grant(t *testing.T, server *apiserver.Server, config *rest.Config) {
 	t.Helper()
 	roles := server.Client().RbacV1().ClusterRoles()

@@ -93,7 +93,7 @@ type churn struct {
 
 	services map[string]*corev1.Service
 	slices   map[string]*discoveryv1.EndpointSlice
-	made     int // number of services and addresses used so far
+	made     int // number of services so far plus number of addresses so far
 
 	mu      sync.Mutex
 	changes int
@@ -239,7 +239,7 @@ func (c *churn) forget(entries ...string) {
 	}
 }
 
-// lost returns the entries of older that newer lacks. It omits entries that churn
+// lost returns the entries of older that are not in newer. It omits entries that churn
 // removed.
 func (c *churn) lost(older, newer map[string]bool) []string {
 	c.mu.Lock()

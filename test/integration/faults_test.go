@@ -106,8 +106,9 @@ func (l *lossy) expect(syncs int, want []string) {
 	}
 }
 
-// happen makes the changes that the services' names describe, and changes the node's
-// zone. It writes to the given API server, which may differ from the proxy's API server.
+// happen makes the changes that the services' names describe, and changes the
+// node's zone. It writes to the given API server, which may differ from the proxy's API
+// server.
 func (l *lossy) happen(by *apiserver.Server) {
 	l.t.Helper()
 	n := l.through(by)
@@ -181,8 +182,8 @@ func replaced(list []string, old, new string) []string {
 	return list
 }
 
-// deliveries counts the syncs that contain each service. Entry "" counts changes of the
-// node.
+// deliveries returns, for each service, the number of syncs that contain the service. The
+// entry "" is the number of syncs with a change of the node.
 func deliveries(t *testing.T, syncs []sinktest.Sync) map[string]int {
 	t.Helper()
 	count := map[string]int{}

@@ -25,7 +25,7 @@ func TestForeignServicesUseNoMemory(t *testing.T) {
 		most             = 1.1
 	)
 	server := apiserver.Start(t, apiserver.Options{})
-	n := &tenant{t, server.Client(), metav1.NamespaceDefault} // needs no cleanup, because only this test uses the server
+	n := &tenant{t, server.Client(), metav1.NamespaceDefault} // the tenant needs no cleanup, because only this test uses the server
 	kubeconfig := apiserver.Kubeconfig(t, server.Config())
 	for i := range ownServices {
 		s := newService(fmt.Sprintf("own-%d", i), "kpng-example", servicePort("", 80, 80))
@@ -67,8 +67,8 @@ func TestForeignServicesUseNoMemory(t *testing.T) {
 	if ratio := float64(crowded) / float64(alone); ratio > most {
 		t.Errorf("the heap is %.2f times as large, want at most %.2f", ratio, most)
 	}
-	// Half of the added services are for the proxy without a name. If the heap of that proxy
-	// did not grow either, the result above would prove nothing.
+	// Half of the added services are for the proxy without a name. If the heap of this proxy
+	// did not grow, the comparison above would prove nothing.
 	general := heap(t, kubeconfig, "", 1+othersServices/2)
 	t.Logf("heap without a name: %d KiB alone, %d KiB with half of them", generalAlone>>10, general>>10)
 	if ratio := float64(general) / float64(generalAlone); ratio < most {

@@ -24,7 +24,7 @@ type prints struct {
 
 	mu      sync.Mutex
 	rest    []byte
-	checked int // number of bytes at the start of rest that contain no end of a print
+	checked int // number of bytes at the start of the field rest in which no print ends
 	print   []byte
 	more    chan struct{} // closed by the next print
 }

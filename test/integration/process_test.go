@@ -40,7 +40,8 @@ func (l *lines) Write(p []byte) (int, error) {
 	}
 }
 
-// since returns the lines after the first n, and a channel that the next line closes.
+// since returns the lines after the first n, and a channel that the next line
+// closes.
 func (l *lines) since(n int) ([]string, <-chan struct{}) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -189,8 +190,8 @@ func serve(n *tenant, kubeconfig, address string) *process {
 		"to-api", "--listen", address)
 }
 
-// relay starts a kpng process that serves the state of another kpng server. The other
-// server has the address from.
+// relay starts a kpng process that serves the state of another kpng server. The argument
+// from is the other server's address.
 func relay(n *tenant, from, address string) *process {
 	n.t.Helper()
 	return launch(n.t, io.Discard, kpngProgram(n.t), "api", "--api", from, "to-api", "--listen", address)

@@ -157,7 +157,7 @@ func pointers[T any](list []T) []*T {
 	return out
 }
 
-// manifest atomically replaces the file path by a manifest of all objects, and returns
+// manifest atomically writes a manifest of all objects to the file at path, and returns
 // path.
 func (n *tenant) manifest(path string, all objects) string {
 	n.t.Helper()
@@ -235,8 +235,8 @@ func (n *tenant) print(node string, all objects) []byte {
 	return out.Bytes()
 }
 
-// viewOf returns the views that the proxy of the screen s should have in a cluster with
-// the objects in the file manifest.
+// viewOf returns the views that the proxy of the screen s should have. The cluster has
+// the objects in the file at the path manifest.
 func viewOf(t testing.TB, manifest string, s *screen) []*api.ServiceEndpoints {
 	t.Helper()
 	var views []*api.ServiceEndpoints

@@ -113,15 +113,15 @@ func run(t testing.TB, opts kpng.Options, sinks ...sink.Sink) (p *kpng.Proxy, st
 	return p, stop
 }
 
-// expect waits until the output includes all earlier API writes, and describe returns
-// want for the shown views.
+// expect waits for two conditions: the output includes all earlier API writes, and the
+// function describe returns want for the shown views.
 func (s *screen) expect(want ...string) {
 	s.tenant.t.Helper()
 	s.await(func() string { return cmp.Diff(want, describe(s.shown)) })
 }
 
-// await waits until the output includes all earlier API writes, and diff returns an empty
-// text.
+// await waits for two conditions: the output includes all earlier API writes, and the
+// function diff returns an empty text.
 func (s *screen) await(diff func() string) {
 	t := s.tenant.t
 	t.Helper()

@@ -25,8 +25,8 @@ import (
 func TestFailingSinkReceivesEachChangeOnce(t *testing.T) {
 	for _, test := range []struct {
 		name string
-		// failures returns the sink's reactions to the Sync calls for the first change, one for
-		// each call. The last reaction waits until release is closed.
+		// failures returns the sink's reactions to the Sync calls for the first change, with
+		// one reaction for each call. The last reaction waits until release is closed.
 		failures func(release <-chan struct{}) []sinktest.Step
 		// acked is true if the last of these calls succeeds.
 		acked bool

@@ -26,7 +26,7 @@ type job struct {
 }
 
 // Paths in the initramfs: this program, the job as JSON, and the modules that the guest
-// needs to mount the host's file system. The file names sort in load order.
+// needs to mount the host's file system. Module names sort in load order.
 const (
 	initPath   = "/init"
 	jobPath    = "/job"

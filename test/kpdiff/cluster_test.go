@@ -18,8 +18,8 @@ import (
 const thisNode = "n1"
 
 // cluster is a service, its EndpointSlices, and the zone of this node. No two endpoints
-// have the same address, because the proxies would treat these endpoints differently:
-// kube-proxy uses either endpoint, and kpng uses the better one.
+// have the same address, because the proxies choose between such endpoints differently:
+// kube-proxy uses either endpoint, and kpng uses the better endpoint.
 type cluster struct {
 	service *corev1.Service
 	slices  []*discoveryv1.EndpointSlice
@@ -146,7 +146,7 @@ func (r chance) loadBalancer(s *corev1.Service) {
 
 // endpointMaker creates the EndpointSlices of a cluster. Most endpoints of a cluster have
 // hints and conditions of the same kind. If each endpoint had random hints, kube-proxy
-// would rarely use them, because it ignores them unless all endpoints have them.
+// would rarely use the hints, because it ignores hints unless all endpoints have hints.
 type endpointMaker struct {
 	chance
 	hints      int // 0: none, 1: mostly zones, 2: mostly nodes and zones, else any

@@ -24,7 +24,7 @@ type Options struct {
 	// Node is the name of the node. The Node object must exist, because kube-proxy waits for
 	// the node's addresses.
 	Node string
-	// Mode is nftables or iptables. If it is empty, it is nftables.
+	// Mode is nftables or iptables. Empty means nftables.
 	Mode string
 	// MinSyncPeriod is the minimum time between two syncs. 0 means one second.
 	MinSyncPeriod time.Duration

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package nodeproxy tests the program kpng as a replacement for kube-proxy, with only the
-// capability that its DaemonSet grants. Network namespaces stand for the node, its pods
+// capabilities that its DaemonSets grant. Network namespaces stand for the node, its pods
 // and a client. The tests use a real API server and real packets, and need root.
 package nodeproxy

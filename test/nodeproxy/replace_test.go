@@ -17,7 +17,7 @@ import (
 )
 
 // TestBackendsReplaceEachOther moves a node from one backend to another while clients use
-// a service. Each backend is ready before the one before it is stopped and cleaned up.
+// a service. The test stops and cleans up a backend only after the next backend is ready.
 func TestBackendsReplaceEachOther(t *testing.T) {
 	w := newWorld(t)
 	netnstest.Listen(t, w.pods.Do, net.JoinHostPort(pod1, fmt.Sprint(udpPort)), func(c net.Conn) { io.Copy(c, c) })
@@ -65,8 +65,9 @@ func (w *world) cleanUp(backend string) {
 	sh(w.t, w.node.Command(append(least, w.kpng, "cleanup", backend)...)...)
 }
 
-// configuration returns what backends may change on the node. It omits IPv6's link-local
-// addresses and multicast routes, which the kernel adds after a delay.
+// configuration returns the node's rules, IP sets, addresses and routes, which backends
+// may change. It omits IPv6's link-local addresses and multicast routes, which the kernel
+// adds after a delay.
 func (w *world) configuration() string {
 	var all strings.Builder
 	for _, command := range []string{"nft list ruleset", "ipset list", "ip -oneline address", "ip route show table all", "ip rule"} {

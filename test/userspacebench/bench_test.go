@@ -38,7 +38,7 @@ const (
 )
 
 // sample contains the figures of a proxy in one round. A figure is 0 if the proxy does
-// not support that kind of load.
+// not support the figure's kind of load.
 type sample map[string]float64
 
 // columns contains the names of the figures, in the order of the table.
@@ -121,8 +121,7 @@ func (w *world) measure(p *proxy) sample {
 		l.Target, l.For = p.target(), each
 		return w.load(l, nil)
 	}
-	// used runs a load. It returns the load's result, and the proxy's CPU time during the
-	// load.
+	// used runs a load, and returns the result and the proxy's CPU time.
 	used := func(l load) (result, time.Duration) {
 		if group == nil {
 			return run(l), 0

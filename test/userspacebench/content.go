@@ -14,9 +14,9 @@ import (
 )
 
 // content replaces this process by the program in args. When that program sets a resource
-// limit, the call succeeds without effect. kube-proxy needs this, because it ends if it
-// cannot raise its limit of open files to 64,000. Some containers forbid that even to
-// root.
+// limit, the system call succeeds without effect. kube-proxy needs this. It ends if it
+// cannot raise its limit of open files to 64,000, and in some containers not even root
+// can raise the limit.
 func content(args []string) {
 	runtime.LockOSThread()
 	const newLimit = 16 + 2*8 // offset of the system call's third argument in struct seccomp_data

@@ -117,7 +117,7 @@ func client(arg string) {
 	}
 }
 
-// together runs n concurrent calls of f and returns the sum of their results.
+// together runs n concurrent calls of f and returns the sum of the results.
 func together(n int, f func(i int) int64) int64 {
 	var sum atomic.Int64
 	var all sync.WaitGroup
@@ -153,7 +153,7 @@ func exchange(c net.Conn, b []byte) {
 	}
 }
 
-// ping sends datagrams, with up to 32 unanswered at a time, and counts the answers.
+// ping sends datagrams and counts the answers. At most 32 datagrams are unanswered.
 func ping(c net.Conn, end time.Time) int64 {
 	defer c.Close()
 	const window = 32

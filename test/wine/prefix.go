@@ -52,8 +52,8 @@ func newPrefix(ctx context.Context) (dir string, release func() error, err error
 	}, nil
 }
 
-// cacheDir returns the folder for the templates and the copies. They share this folder so
-// that files of a copy can be hard links.
+// cacheDir returns the folder for the templates and the copies. Both are in one folder,
+// so that files of a copy can be hard links to the template's files.
 func cacheDir() (string, error) {
 	cache, err := os.UserCacheDir()
 	if err != nil {

@@ -78,8 +78,8 @@ func (w *Wine) Run(t testing.TB, exe string, args ...string) string {
 	ctx, cancel := context.WithTimeout(t.Context(), patience)
 	defer cancel()
 	cmd := w.command(ctx, nil, exe, args)
-	// Use files, because Run would wait until pipes are closed. The program's children, such
-	// as Wine's services, may keep pipes open for long.
+	// Write the output to files. With pipes, cmd.Run would wait until all pipes are closed.
+	// The program's children, such as Wine's services, may keep pipes open for long.
 	stdout, stderr := create(t), create(t)
 	defer stdout.Close()
 	defer stderr.Close()
@@ -145,7 +145,7 @@ func environ(prefix string) []string {
 	)
 }
 
-// replaceFile replaces path by a new file. It does not overwrite the old one, because
+// replaceFile replaces path by a new file. It does not overwrite the old file, because
 // most files of a prefix are hard links that all prefixes share.
 func replaceFile(path string, data []byte) error {
 	tmp := path + ".new"

@@ -61,7 +61,8 @@ func TestWindowsProgramReadsFromLinuxServer(t *testing.T) {
 	}
 }
 
-// serve serves manifests until the test ends and returns the server's address.
+// serve starts a server for manifests and returns the server's address. The server runs
+// until the test ends.
 func serve(t *testing.T, manifests, proxyName string) string {
 	t.Helper()
 	state := cluster.New(cluster.Options{})

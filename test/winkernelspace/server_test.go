@@ -70,8 +70,8 @@ type server struct {
 	handles  map[string]string // the ID of the object that a handle refers to
 	next     int
 	calls    map[string]int
-	// If failingCall is not empty, it names a function that returns result as its error.
-	// failuresLeft counts the remaining failures.
+	// If failingCall is not empty, the function of this name fails with the error in the
+	// field result. failuresLeft counts the remaining failures.
 	failingCall  string
 	failuresLeft int
 	result       string
@@ -80,7 +80,7 @@ type server struct {
 // version is the version of HNS. It determines which features HNS has.
 type version struct{ Major, Minor int }
 
-// The versions to test: that of Windows Server 2019, and one with all features.
+// The versions to test: Windows Server 2019's version, and a version with all features.
 var (
 	server2019 = version{9, 3}
 	latest     = version{15, 4}

@@ -142,7 +142,7 @@ func TestServicesBecomeLoadBalancersOfHNS(t *testing.T) {
 		w.startKpng()
 	})
 	// Make calls of each HNS function fail while a service with policy Cluster changes. The
-	// number of this service is in next.
+	// variable next is the number of this service.
 	next := 13
 	for _, function := range []string{
 		"CreateEndpoint", "QueryEndpoint", "CloseEndpoint", "OpenNetwork", "CloseNetwork",
@@ -157,7 +157,7 @@ func TestServicesBecomeLoadBalancersOfHNS(t *testing.T) {
 		next += 2
 		w.failing(function, 3, func() { w.change(next, func(s *service) { s.affinity = true }) })
 	}
-	// After each of these results, the proxy must retry the creation.
+	// After each of these results, the proxy must again try to create the load balancer.
 	for i, result := range results {
 		w.hns.fail("CreateLoadBalancer", 2, result)
 		w.step("CreateLoadBalancer fails with "+result, func() {

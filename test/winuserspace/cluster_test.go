@@ -127,7 +127,7 @@ func (c *cluster) node(name, ip string) {
 	}
 }
 
-// service creates a service whose endpoints are pods at these addresses.
+// service creates a service whose endpoints are the pods at the given addresses.
 func (c *cluster) service(name string, spec corev1.ServiceSpec, pods ...string) *corev1.Service {
 	c.t.Helper()
 	labels := map[string]string{watcher.LabelServiceProxyName: proxyName}

@@ -59,8 +59,8 @@ type conn struct {
 	pod    string
 }
 
-// dial connects to a service and reads the address of the pod that accepts. If from is
-// not empty, it is the source address.
+// dial connects to a service and reads the address of the pod that accepts the
+// connection. If from is not empty, it is the source address.
 func (n namespace) dial(from, to string) (*conn, error) {
 	dialer := net.Dialer{Timeout: 5 * time.Second}
 	if from != "" {

@@ -212,7 +212,7 @@ func (w *world) affinity(to string) {
 	})
 }
 
-// parallel opens many connections, and after that exchanges a text over each.
+// parallel opens many connections, and then exchanges a text over each connection.
 func (w *world) parallel(to string, count int) {
 	w.t.Helper()
 	var (
@@ -240,7 +240,7 @@ func (w *world) parallel(to string, count int) {
 }
 
 // traffic connects repeatedly until stop is called. A call of stop returns the number of
-// successful connections and the errors of the others.
+// successful connections and the errors of the failed connections.
 func (w *world) traffic(to string) (stop func() (int, error)) {
 	ctx, cancel := context.WithCancel(w.t.Context())
 	var (
@@ -264,7 +264,8 @@ func (w *world) traffic(to string) (stop func() (int, error)) {
 	}
 }
 
-// stopWithoutErrors calls stop. The test fails if any connection failed or none was made.
+// stopWithoutErrors calls stop. The test fails if a connection failed or if no connection
+// was made.
 func stopWithoutErrors(t *testing.T, while string, stop func() (int, error)) {
 	t.Helper()
 	if count, err := stop(); err != nil || count == 0 {

@@ -113,8 +113,8 @@ func decode(data []byte, object any, limit int) (wrong, strict []error) {
 		}
 		hint := map[bool]string{true: " (in quotes)"}[misfit.Type.Kind() == reflect.String]
 		wrong = append(wrong, fmt.Errorf("%s: %.50s is not a value of type %s%s", path, data[start:end], misfit.Type.Kind(), hint))
-		// UnmarshalStrict ends at the first wrong value. To find the next, set this one to
-		// null.
+		// UnmarshalStrict ends at the first wrong value. To find the next wrong value, set this
+		// value to null.
 		data = slices.Concat(data[:start], []byte("null"), data[end:])
 	}
 }

@@ -17,8 +17,8 @@
 // object and field of each problem. After an error the package uses none of the
 // manifests, because half of the objects is rarely what the user wants. Three problems
 // cause only a warning: an EndpointSlice without a service, an invalid address of a Node,
-// and unknown fields in an object with a metadata.uid, because a newer API server may have
-// written them.
+// and unknown fields in an object with a metadata.uid. A newer API server may have
+// written such fields.
 package file
 
 import (
@@ -43,7 +43,7 @@ const Stdin = "-"
 // maxSize is the maximum size of a file, so that a wrong path cannot exhaust the memory.
 const maxSize = 512 << 20
 
-// load reads manifests once. It returns when ctx ends. A running parser or a read of
+// load reads manifests once. If ctx ends, it returns early. A running parser or a read of
 // standard input then continues in the background, because it cannot be interrupted.
 func load(ctx context.Context, path string, options watcher.Options) (*manifests, error) {
 	p, err := newParser(options)

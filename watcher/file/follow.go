@@ -44,9 +44,9 @@ type Options struct {
 // also keeps its objects if a folder loses its last manifest.
 //
 // Watch reads a changed file only after 100 ms without further changes, because it may be
-// half written. It notices a change immediately if the operating system sends a
-// notification. Otherwise it notices the change within five seconds: on network file
-// systems, behind symbolic links in a folder, and if only permissions change.
+// half written. It notices most changes immediately, through notifications of the
+// operating system. It notices other changes within five seconds, such as changes on
+// network file systems, behind symbolic links in a folder, or of permissions only.
 func Watch(ctx context.Context, state *cluster.State, opts Options) error {
 	log := klog.FromContext(ctx).WithValues("path", opts.Path)
 	f := &follower{opts: opts, log: log, state: state, notify: &fsnotify.Watcher{}, loaded: func(error) {}}
@@ -181,10 +181,10 @@ func (f *follower) noNotification(err error) {
 	}
 }
 
-// arm requests notifications for the folder with the manifests, and for its parent, in
-// which it may be replaced. If the path is a symbolic link, arm does the same for the
-// target. Repeated requests for a folder matter only after another folder has replaced
-// it.
+// arm requests notifications for the folder with the manifests. Because this folder may
+// be replaced, it also requests notifications for the parent folder. If the path is a
+// symbolic link, arm does the same for the target. Repeated requests for a folder matter
+// only after another folder has replaced it.
 func (f *follower) arm() {
 	if f.notify.Events == nil {
 		return

@@ -236,7 +236,7 @@ func TestChangesAreFollowed(t *testing.T) {
 			dir := t.TempDir()
 			x := follow(t, c.prepare(t, dir), true)
 			x.awaitServices("a")
-			// The follower must also notice a change after a replacement.
+			// The follower must also notice the second change.
 			for _, name := range []string{"b", "c"} {
 				c.change(t, dir, name)
 				x.awaitServices(name)
@@ -327,7 +327,7 @@ func TestStateIsKeptUntilManifestsReturn(t *testing.T) {
 			x := follow(t, c.prepare(t, dir), true)
 			must(t, os.RemoveAll(filepath.Join(dir, c.gone)))
 			for !errors.Is(x.awaitLoad(false), os.ErrNotExist) {
-				// Wait for the next reading: this one may have found the folder without its file.
+				// Wait for the next reading, because this reading may have found an empty folder.
 			}
 			x.awaitServices("a")
 			c.prepare(t, dir)

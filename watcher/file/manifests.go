@@ -121,8 +121,8 @@ func (p *parser) file(ctx context.Context, name string, data []byte) {
 	}
 }
 
-// object reads an object, or each object of a list. itemOf is the type of an item of a
-// typed list, such as ServiceList, in which items may omit their type.
+// object reads an object, or each object of a list. If data is an item of a typed list,
+// such as ServiceList, itemOf is the item's type, which the item may omit.
 func (p *parser) object(ctx context.Context, at string, data []byte, itemOf metav1.TypeMeta) {
 	var head struct {
 		metav1.TypeMeta `json:",inline"`
@@ -219,7 +219,7 @@ func (p *parser) node(at string, data []byte) {
 // decode decodes an object and reports whether it is valid.
 //
 // An unknown field is an error, because the user may have misspelt it. If the object has
-// a UID, the field causes only a warning, because a newer API server has written it.
+// a UID, the field causes only a warning, because a newer API server may have written it.
 func (p *parser) decode(at string, data []byte, into any, meta *metav1.ObjectMeta, rule func(string) []string) bool {
 	wrong, unknown := decode(data, into, maxListed-len(p.problems))
 	for _, err := range append(wrong, unknown...) {

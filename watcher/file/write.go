@@ -32,8 +32,8 @@ const DefaultAllPortsAnnotation = "all-ports"
 type WriteOptions struct {
 	// JSON makes Write write a List in JSON instead of YAML documents.
 	JSON bool
-	// ServiceProxyName is the value of the proxy label of services and slices, if not empty.
-	// The reader needs the same watcher.Options.ServiceProxyName.
+	// ServiceProxyName, if not empty, is the value of the proxy label in services and
+	// slices. The reader needs the same watcher.Options.ServiceProxyName.
 	ServiceProxyName string
 	// AllPortsAnnotation marks all-ports services for a reader with
 	// watcher.AllPortsAnnotated. The default is DefaultAllPortsAnnotation.
@@ -90,7 +90,7 @@ type objects struct {
 	err       error
 }
 
-// write writes an object. It fails if same is false: a reader would get another object.
+// write writes an object. It fails if same is false (a reader would get another object).
 func (o *objects) write(name string, object any, same bool, problems []watcher.Problem) {
 	text, err := o.marshal(object)
 	if len(problems) > 0 {

@@ -23,7 +23,7 @@ import (
 	"k8s.io/utils/ptr"
 )
 
-// The benchmarks in this file measure what happens between client-go's reflector and the
+// The benchmarks in this file measure the work between client-go's reflector and the
 // sink: the work of conversion, state, view and driver.
 
 // benchService returns the i-th service as an API server would return it.

@@ -16,8 +16,8 @@ import (
 )
 
 const (
-	// createdLabelled is an age limit. If a service is younger when it becomes wanted, it
-	// was created with its label, so its slices have the label too.
+	// createdLabelled is an age limit. A service that becomes wanted at a lower age was
+	// created with the proxy's label, so its slices have the label too.
 	createdLabelled = 10 * time.Second
 	// labelledWithin is the time that the EndpointSlice controller has for labelling slices.
 	// After this time the watch drops its filter.
@@ -25,8 +25,8 @@ const (
 	// filteredAfter is how long the watch stays unfiltered after a filter becomes possible.
 	// The delay saves listings, because a new watch lists the slices again.
 	filteredAfter = 5 * time.Minute
-	// retryAfter is the delay of a full listing that replaces a failed request for the
-	// slices of some services.
+	// retryAfter is the delay of a new watch of slices after a request for the slices of
+	// some services has failed.
 	retryAfter = time.Second
 	// findTimeout limits a request for the slices of some services. During the request, no
 	// changes of services and slices are handled.
@@ -38,7 +38,7 @@ const (
 const managedByController = "endpointslice-controller.k8s.io"
 
 // finder returns all the given services' slices that lack the proxy's label. It may also
-// return other slices. No returned slice is older than the events before the call.
+// return other slices. Each slice is at least as new as the events before the call.
 type finder func(services []types.NamespacedName) ([]*discoveryv1.EndpointSlice, error)
 
 // origin describes an EndpointSlice without the proxy's label.
@@ -48,14 +48,14 @@ type origin struct {
 }
 
 // selection decides which EndpointSlices a named proxy keeps. It keeps slices with the
-// proxy's label, all slices of its services without a selector, and slices of its other
-// services that the EndpointSlice controller has not labelled yet. One lock covers
-// services and slices, so that each slice is checked against the current services.
+// proxy's label, slices of wanted services without a selector, and slices that the
+// EndpointSlice controller made for wanted services but has not labelled yet. One lock
+// covers services and slices, so that each slice is checked against the current services.
 //
 // A service that becomes wanted or loses its selector may need slices that were dropped
-// or filtered. Then the selection requests them, and holds the lock from the request to
-// the write. Events handled before the request are not newer than the response. All
-// others are handled after the write. So the response never replaces a newer slice.
+// or not requested. The selection then requests them, and holds the lock from the request
+// to the write. Events handled before the request are not newer than the response. Other
+// events are handled after the write. So the response never replaces a newer slice.
 type selection struct {
 	*watch
 	serviceTable table[api.Service]
@@ -64,7 +64,7 @@ type selection struct {
 	find         finder
 
 	mu turn
-	// services contains the wanted services, with true for a service without a selector.
+	// services maps each wanted service to true if the service has no selector.
 	services     map[types.NamespacedName]bool
 	selectorless int // number of services without a selector
 	// unlabelled contains the slices in the state that lack the proxy's label.
@@ -78,7 +78,7 @@ type selection struct {
 	restart func()
 	// If pause is true, a request has failed, and the next watch must wait.
 	pause bool
-	// waiting is true while a timer runs, which will check the filter of the watch.
+	// waiting is true while a timer runs. At its end, the filter of the watch is checked.
 	waiting bool
 	// ready is closed when the services have been listed.
 	ready chan struct{}
@@ -282,8 +282,8 @@ func (n *selection) filter() bool { return n.selectorless == 0 && len(n.unlabell
 
 // adapt restarts the watch of slices if list is true or the filter of the watch is wrong.
 // It removes the filter immediately if a service has no selector. Otherwise it restarts
-// the watch after a delay, because the reason may be temporary: the controller may label
-// a slice, or a service without a selector may return.
+// the watch after a delay, because the reason for the restart may be temporary: the
+// controller may label a slice, or a service without a selector may return.
 func (n *selection) adapt(list bool) {
 	switch {
 	case n.restart == nil:

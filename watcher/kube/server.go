@@ -142,8 +142,8 @@ type source struct {
 	example  runtime.Object
 	labels   string
 	fields   string
-	// latest makes the server return its latest state. Otherwise it may answer from a cache
-	// that is older than earlier events.
+	// latest makes the server return its latest state. Otherwise the server may return a
+	// cached state that is older than earlier events.
 	latest bool
 }
 

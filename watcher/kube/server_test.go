@@ -178,7 +178,7 @@ func (s *apiServer) compact() {
 	s.compacted = s.revision
 }
 
-// seen returns the matching requests since its last call, and forgets all older requests.
+// seen returns the matching requests since the last call of seen.
 func (s *apiServer) seen(match func(request) bool) []request {
 	s.mu.Lock()
 	defer s.mu.Unlock()

@@ -35,7 +35,7 @@ type Options struct {
 // While the other server is down, state keeps its content. When the server is back, Watch
 // receives only changes. If a different server answers, or the outage was long, Watch
 // receives the whole state and commits the differences. With FailFast, Watch returns an
-// error if it can connect to no address.
+// error if it cannot connect to any address.
 func Watch(ctx context.Context, state *cluster.State, opts Options) error {
 	dialer, err := transport.NewDialer(opts.DialOptions)
 	if err != nil {
@@ -101,7 +101,7 @@ func (f *follower) follow(ctx context.Context, conn *grpc.ClientConn, heard func
 }
 
 // answer collects the parts of an answer. For an unreadable object, it logs an error and
-// uses the object's version in had, the earlier snapshot.
+// uses the object's version in the earlier snapshot (the field had).
 type answer struct {
 	had      *cluster.Snapshot
 	log      klog.Logger

@@ -24,12 +24,12 @@ import (
 	"github.com/kpng-project/kpng/sink"
 )
 
-// Patience is a value for conformance.Options.
+// Patience is a value for conformance.Options.Patience.
 var Patience = flag.Duration("patience", 20*time.Second, "how long the conformance kit waits, longer on a slow machine")
 
 // NewSink returns a backend together with a health-check server, as on a node. The
-// function newBackend makes the backend with the addresses of node ports and with
-// connection tracking.
+// function newBackend makes the backend from the source of node-port addresses and from a
+// conntrack.Reconciler.
 func NewSink(site conformance.Site, newBackend func(nodeaddr.Source, sink.Sink) (sink.Sink, error)) (sink.Sink, error) {
 	addrs, err := nodeaddr.New(nodeaddr.Options{Selection: nodeaddr.Selection{CIDRs: site.NodePortCIDRs}})
 	if err != nil {

@@ -33,8 +33,8 @@ func (l *Leftovers) RecordPass(now time.Time, failed bool) {
 // Due reports whether a pass is due because of leftovers.
 func (l *Leftovers) Due(now time.Time) bool { return l.Exist && !now.Before(l.PassAt) }
 
-// DriftPause computes the pause before a backend searches for changes by other programs
-// again. The pause grows while the backend finds such changes, so that a program that
+// DriftPause computes the pause before a backend searches again for changes by other
+// programs. The pause grows while the backend finds such changes, so that a program that
 // constantly changes the rules does not cause constant passes.
 type DriftPause struct {
 	foundAt time.Time

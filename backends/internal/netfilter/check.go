@@ -11,9 +11,9 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Check sends the messages that fill encodes as an nf_tables transaction without an end.
-// The kernel checks such a transaction and then discards it. Check calls f with the
-// outcome of each message, in order. If Check returns an error, the kernel checked
+// Check calls fill to encode messages, and sends them as an nf_tables transaction without
+// an end. The kernel checks such a transaction and then discards it. Check calls f with
+// the outcome of each message, in order. If Check returns an error, the kernel checked
 // nothing, for example because it has no nf_tables.
 func (c *Conn) Check(ctx context.Context, fill func(*Builder), f func(error)) error {
 	var w Builder

@@ -21,14 +21,14 @@ import (
 
 // Conn is a connection to netfilter. One goroutine may use it at a time.
 type Conn struct {
-	// Describe returns the description of a refused message for a Failure. The attribute at
-	// offset is the reason; if offset is negative, the kernel named no attribute. Default:
-	// empty descriptions.
+	// Describe returns the value of Failure.What for a refused message. The kernel refused
+	// the attribute at offset. If offset is negative, the kernel named no attribute.
+	// Default: empty descriptions.
 	Describe func(msgType uint16, attributes []byte, offset int) string
-	// Transacted is called after each attempt at a transaction, with its error. Default:
-	// none.
+	// Transacted is called after each attempt at a transaction. Its argument is the error,
+	// or nil. Default: none.
 	Transacted func(error)
-	// Exchange sends a batch and receives the answer. Tests replace it.
+	// Exchange sends a batch and receives the answer. Tests replace this function.
 	Exchange func(batch []byte) error
 	// Commits is the number of transactions that took effect.
 	Commits uint32
@@ -69,8 +69,8 @@ func (c *Conn) open() error {
 	err = errors.Join(
 		nl.SetWriteBuffer(socketBuffer),
 		nl.SetReadBuffer(8<<20),
-		nl.SetOption(netlink.CapAcknowledge, true),      // the kernel omits the request from errors
-		nl.SetOption(netlink.ExtendedAcknowledge, true), // the kernel adds the refused attribute to errors
+		nl.SetOption(netlink.CapAcknowledge, true),      // error messages do not contain the request
+		nl.SetOption(netlink.ExtendedAcknowledge, true), // error messages name the refused attribute
 	)
 	if err != nil {
 		nl.Close()
@@ -103,15 +103,16 @@ func (c *Conn) setSequenceNumbers(b []byte) (first, last uint32) {
 	return first, c.seq
 }
 
-// Transact sends the messages that fill encodes as one nf_tables transaction. All of them
-// take effect together. If Transact returns an error other than ErrUnknownOutcome, no
-// message takes effect. It retries transient failures up to five times, within 31 ms.
+// Transact calls fill to encode messages, and sends them as one nf_tables transaction.
+// All of them take effect together. If Transact returns an error other than
+// ErrUnknownOutcome, no message takes effect. It retries transient failures up to five
+// times, within 31 ms.
 func (c *Conn) Transact(ctx context.Context, fill func(*Builder)) error {
 	return c.TransactAt(ctx, 0, fill)
 }
 
-// TransactAt does the same as Transact. If generation is neither 0 nor the number of the
-// last transaction, the kernel refuses the messages with ERESTART.
+// TransactAt is like Transact, but the kernel refuses the messages with ERESTART if
+// generation is neither 0 nor the number of the kernel's last transaction.
 func (c *Conn) TransactAt(ctx context.Context, generation uint32, fill func(*Builder)) error {
 	var w Builder
 	w.beginBatch(generation)
@@ -204,10 +205,10 @@ func (c *Conn) Each(ctx context.Context, fill func(*Builder), f func(error)) err
 	return c.sendRequests(ctx, fill, func(header, []byte) {}, f)
 }
 
-// sendRequests sends the requests that fill encodes. It calls answer with each message
-// that the kernel returns, and outcome with the error of each request, or nil. When ctx
-// ends, a dump stops. For other requests ctx is ignored, because the kernel answers them
-// immediately.
+// sendRequests sends the requests that fill encodes. It calls the function answer with
+// each message that the kernel returns, and the function outcome with the error of each
+// request, or nil. When ctx ends, a dump stops. For other requests ctx is ignored,
+// because the kernel answers them immediately.
 func (c *Conn) sendRequests(ctx context.Context, fill func(*Builder), answer func(header, []byte), outcome func(error)) error {
 	var w Builder
 	if fill(&w); w.Len() == 0 {
@@ -239,7 +240,7 @@ func (c *Conn) sendRequests(ctx context.Context, fill func(*Builder), answer fun
 			return err
 		}
 		if isDump && ctx.Err() != nil && next <= last {
-			c.Close() // on this socket, no new dump could start before the end of this dump
+			c.Close() // otherwise no new dump could start on this socket before this dump ends
 			return context.Cause(ctx)
 		}
 	}

@@ -14,7 +14,7 @@ import (
 // Failure is the error of a request that the kernel refused. The request had no effect.
 type Failure struct {
 	Errno unix.Errno
-	// What is a description of the failed request, such as "making chain services". It may
+	// The field What describes the failed request, such as "making chain services". It may
 	// be empty.
 	What string
 }
@@ -68,8 +68,8 @@ func errorOf(payload []byte) unix.Errno {
 	return unix.Errno(-int32(binary.NativeEndian.Uint32(payload)))
 }
 
-// failure decodes an NLMSG_ERROR message about a message in batch. The NLMSG_ERROR
-// message has the header h and this payload.
+// failure decodes the NLMSG_ERROR message with the header h and this payload. The error
+// is about a message in batch.
 func (c *Conn) failure(batch []byte, h header, payload []byte) *Failure {
 	f := &Failure{Errno: errorOf(payload)}
 	for len(batch) > 0 && binary.NativeEndian.Uint32(batch[8:]) != h.seq {

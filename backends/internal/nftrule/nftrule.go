@@ -18,7 +18,7 @@ import (
 )
 
 // Reg returns the kernel's number of a register of four octets. The first of these
-// registers is Reg(0). Longer data and keys also use the following registers.
+// registers is Reg(0). Data or keys longer than four octets also use the next registers.
 func Reg(number int) uint32 {
 	if number%4 == 0 {
 		return uint32(unix.NFT_REG_1 + number/4)
@@ -52,8 +52,8 @@ func MatchFamily(family api.Family) []expr.Any {
 	return []expr.Any{LoadMeta(expr.MetaKeyNFPROTO), Equal(NFProto(family))}
 }
 
-// Key is the beginning of a rule that looks up a key. It matches packets of one family.
-// Then it loads the parts of the key into consecutive registers.
+// Key is the beginning of a rule that looks up a key. The rule first matches packets of
+// one family. Then it loads the parts of the key into consecutive registers.
 type Key struct {
 	family      api.Family
 	expressions []expr.Any
@@ -65,8 +65,8 @@ func NewKey(family api.Family) *Key {
 	return &Key{family: family, expressions: MatchFamily(family)}
 }
 
-// KeyAfter returns a Key whose rule begins with expressions. These must match only
-// packets of the family. The Key loads its first part into register 0.
+// KeyAfter returns a Key whose rule begins with the given expressions. They must match
+// only packets of the family. The Key loads its first part into register 0.
 func KeyAfter(family api.Family, expressions []expr.Any) *Key {
 	return &Key{family: family, expressions: expressions}
 }
@@ -108,8 +108,9 @@ func (r *Key) FollowedBy(expressions ...expr.Any) []expr.Any {
 	return append(r.expressions, expressions...)
 }
 
-// DNATTo returns an expression that translates the destination to the values of two
-// registers. If port is 0, packets keep their port.
+// DNATTo returns an expression that translates the destination to the address and the
+// port in two registers. The arguments address and port are numbers for Reg. If port is
+// 0, packets keep their port.
 func DNATTo(family api.Family, address, port int) expr.Any {
 	nat := &expr.NAT{Type: expr.NATTypeDestNAT, Family: uint32(NFProto(family)), RegAddrMin: Reg(address), RegAddrMax: Reg(address)}
 	if port != 0 {

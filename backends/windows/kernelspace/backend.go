@@ -29,8 +29,8 @@ type Backend struct {
 
 	views   map[types.NamespacedName]*api.ServiceEndpoints
 	nodeIPs []netip.Addr
-	// plans, unserved and wanted are computed from views and environment. They are current
-	// if planned is true.
+	// The fields plans, unserved and wanted are computed from the fields views and
+	// environment. They are current if planned is true.
 	plans    map[types.NamespacedName][]policy
 	unserved map[types.NamespacedName][]unserved
 	wanted   map[Frontend]want
@@ -43,8 +43,9 @@ type Backend struct {
 	holdings *holdings
 	// todo contains the frontends that the next Sync or Verify must check.
 	todo map[Frontend]bool
-	// passing is true while a pass of the driver is in progress. Until it ends, views
-	// contains only the services delivered so far, so the backend prunes nothing.
+	// passing is true while a pass of the driver is in progress. Until the pass ends, the
+	// field views contains only the services delivered so far, so the backend prunes
+	// nothing.
 	passing bool
 	// failing contains the services whose last sync failed. The driver decides when to retry
 	// them.
@@ -129,8 +130,8 @@ func (b *Backend) checkFeatures(f Features) error {
 }
 
 // Sync implements [sink.Sink]. It lists the objects of HNS when a pass begins and after a
-// failure. It lists them once more if a service has a pod of this node that was not
-// listed. Sync reports failures by service in a [*sink.Failed], with the frontend and the
+// failure. It lists them once more if the last list lacks the endpoint of a pod on this
+// node. Sync reports failures by service in a [*sink.Failed], with the frontend and the
 // error of HNS. If HNS does not run or the network does not exist, all services fail, and
 // Sync requests a new pass. The driver retries until HNS is back.
 func (b *Backend) Sync(ctx context.Context, c *sink.Changes) error {
@@ -274,7 +275,7 @@ func (b *Backend) replan(ctx context.Context, keys func(yield func(types.Namespa
 		for i := range policies {
 			f := policies[i].Frontend
 			b.todo[f] = true
-			b.wanted[f] = want{key, &policies[i]} // this may overwrite the entry of a service that is about to lose f
+			b.wanted[f] = want{key, &policies[i]} // this may replace the entry of another service, which is about to lose the frontend f
 		}
 	}
 	for _, f := range shared {

@@ -386,7 +386,8 @@ func TestFailedDeletionIsRetried(t *testing.T) {
 		t.Errorf("failed: %q", got)
 	}
 
-	// After a restart, only the record shows the owner, and the deletion fails again.
+	// The restarted backend knows only from the record that it owns the load balancer. The
+	// deletion fails again.
 	w.restart()
 	if got := failures(t, w.full()); !strings.Contains(got["web"], "frontend 10.96.0.1:80/TCP: delete load balancer") {
 		t.Errorf("after a restart, failed: %q", got)

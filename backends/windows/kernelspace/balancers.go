@@ -16,7 +16,8 @@ func (p *pass) logJournalError(err error) {
 	}
 }
 
-// own returns the IDs of this backend's load balancers at a frontend: usually one ID.
+// own returns the IDs of this backend's load balancers at a frontend. Usually there is
+// only one ID.
 func (p *pass) own(f Frontend) []string {
 	var ids []string
 	for _, id := range p.holdings.byFrontend[f] {
@@ -46,7 +47,7 @@ func (p *pass) remove(f Frontend) error {
 }
 
 // announce records the load balancers that are about to be created, so that their owner
-// is known even after a crash. It flushes the journal once for all of them.
+// is known even after a crash. It flushes the journal only once.
 func (p *pass) announce(frontends []Frontend) {
 	for _, f := range frontends {
 		if w := p.wanted[f]; p.isToBeCreated(f, w.policy) {
@@ -65,7 +66,7 @@ func (p *pass) plan(f Frontend, w want) {
 func (p *pass) isToBeCreated(f Frontend, policy *policy) bool {
 	own := p.own(f)
 	if len(own) == 0 {
-		return len(p.holdings.byFrontend[f]) == 0 // if another owner has a load balancer there, balance decides whether to replace it
+		return len(p.holdings.byFrontend[f]) == 0 // the method balance decides whether to replace a load balancer of another owner
 	}
 	var ids []string
 	for _, d := range policy.endpoints {

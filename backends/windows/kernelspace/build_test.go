@@ -41,8 +41,8 @@ func addrs(s ...string) api.IPSet {
 	return api.NewIPSet(all...)
 }
 
-// service returns a service with a cluster IP and port 80/TCP to 8080. The functions in
-// change modify it.
+// service returns a service with a cluster IP and the port 80/TCP, whose target port is
+// 8080. The functions in the argument change modify it.
 func service(name string, change ...func(*api.Service)) *api.Service {
 	s := &api.Service{
 		Namespace: "default", Name: name, Type: api.ClusterIP,
@@ -97,7 +97,7 @@ type world struct {
 	views   map[types.NamespacedName]*api.ServiceEndpoints
 }
 
-// newWorld returns a started backend on a network with this node's pods at the given
+// newWorld returns a started backend on a network where this node has pods at the given
 // addresses.
 func newWorld(t *testing.T, features kernelspace.Features, network kernelspace.Network, opts kernelspace.Options, pods ...string) *world {
 	t.Helper()

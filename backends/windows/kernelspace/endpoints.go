@@ -105,7 +105,7 @@ func (p *pass) ensureVIPEndpoint(vip netip.Addr) error {
 	if err != nil && !errors.Is(err, ErrExists) {
 		return fmt.Errorf("create endpoint of cluster IP: %w", err)
 	}
-	return nil // if it exists already, it was created after the last listing
+	return nil // an endpoint that exists already was created after the last listing
 }
 
 // hostMAC returns this node's hardware address. Endpoints for source VIPs and cluster IPs
@@ -133,7 +133,7 @@ func (p *pass) ensureSourceVIPs() error {
 	}
 	for _, vip := range p.opts.SourceVIPs {
 		if _, ok := p.holdings.endpointAt(vip); ok || !vip.Is4() {
-			continue // has an endpoint, or is an IPv6 address, which HNS does not balance on overlay networks
+			continue // the address has an endpoint, or is IPv6, which HNS does not balance on overlay networks
 		}
 		mac, err := p.hostMAC()
 		if err == nil {

@@ -24,13 +24,13 @@ type HNS interface {
 	// LoadBalancers returns all load balancers of this machine.
 	LoadBalancers() ([]LoadBalancer, error)
 
-	// CreateEndpoint creates an endpoint and returns its ID. The argument has no ID.
+	// CreateEndpoint creates an endpoint and returns its ID. The argument's ID is empty.
 	CreateEndpoint(Endpoint) (id string, err error)
 	// DeleteEndpoint returns ErrNotFound if there is no such endpoint.
 	DeleteEndpoint(id string) error
 	// CreateLoadBalancer creates a load balancer and returns HNS' description of it. The
-	// argument has no ID. The description lacks the settings that HNS does not report. The
-	// error is ErrExists if another load balancer has one of the frontends.
+	// argument's ID is empty. The description lacks the settings that HNS does not report.
+	// The error is ErrExists if another load balancer has one of the frontends.
 	CreateLoadBalancer(LoadBalancer) (LoadBalancer, error)
 	// UpdateLoadBalancer replaces the settings of the load balancer with this ID.
 	UpdateLoadBalancer(LoadBalancer) error
@@ -77,13 +77,14 @@ type Network struct {
 // RemoteSubnet is the pod network of another node.
 type RemoteSubnet struct {
 	Prefix netip.Prefix
-	// Provider is the address of the other node. The tunnel ends there.
+	// Provider is the address of the other node, where the tunnel ends.
 	Provider netip.Addr
 }
 
 // Provider returns the address of the node at the end of the tunnel to address a. For an
-// address in a remote subnet, it returns the address of the subnet's node. For the address
-// of such a node, it returns the same address. Without a tunnel, it returns the zero Addr.
+// address in a remote subnet, it returns the address of the subnet's node. For the
+// address of a subnet's node, it returns that address. Without a tunnel, it returns the
+// zero Addr.
 func (n *Network) Provider(a netip.Addr) netip.Addr {
 	for _, s := range n.RemoteSubnets {
 		if s.Prefix.Contains(a) || s.Provider == a {

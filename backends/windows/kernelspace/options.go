@@ -27,8 +27,8 @@ type Options struct {
 	StateFile string
 
 	// EnableDSR enables direct server return for cluster IPs. The backend does not start if
-	// this version of Windows lacks the feature. Frontends with externalTrafficPolicy Local
-	// use direct server return even without EnableDSR, if Windows has it. Default: false.
+	// this version of Windows lacks the feature. If Windows has the feature, frontends with
+	// externalTrafficPolicy Local use it even without EnableDSR. Default: false.
 	EnableDSR bool
 	// SourceVIPs are the source addresses for forwarded packets, at most one per family. An
 	// overlay network requires an IPv4 address, which must be an unused address of the pod
@@ -47,7 +47,7 @@ type Options struct {
 	// nothing is forwarded. Default: false.
 	ForwardHealthChecks bool
 	HealthzPort         uint16
-	// RootEndpoint is the name of the HNS endpoint of this node, for ForwardHealthChecks.
+	// RootEndpoint is the name of this node's HNS endpoint, which ForwardHealthChecks uses.
 	// Default: "cbr0".
 	RootEndpoint string
 

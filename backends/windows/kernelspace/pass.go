@@ -27,13 +27,13 @@ type pass struct {
 	// listed is true if this pass has listed the objects of HNS. A pass lists them at most
 	// once.
 	listed bool
-	// wrong is true if a call failed, so that the state of HNS is unknown.
+	// wrong is true if the state of HNS is unknown because a call failed.
 	wrong bool
 	// mac is this node's hardware address, if known.
 	mac string
 }
 
-// errAbort is wrapped by errors after which the pass must start again.
+// errAbort marks errors that end the pass and request a new pass from the driver.
 var errAbort = errors.New("start again")
 
 // run processes all frontends in todo.
@@ -133,8 +133,8 @@ func (p *pass) isWaiting(service types.NamespacedName) bool {
 	return p.failing[service] && !p.delivered[service]
 }
 
-// do calls step for a frontend. It records an error of step, or returns the error if the
-// pass must end.
+// do calls step for a frontend. If step fails, do records the error, or
+// returns it if the pass must end.
 func (p *pass) do(f Frontend, service types.NamespacedName, step func(Frontend) error) error {
 	if err := p.ctx.Err(); err != nil {
 		return err

@@ -163,9 +163,9 @@ func (on *environment) refusal(f *nodeview.Frontend) string {
 }
 
 // policy plans the load balancer of a frontend. The second result describes the settings
-// that HNS does not support. The endpoints are those for traffic from elsewhere. This
-// node's own traffic goes to them too, because a load balancer of HNS has only one list
-// of endpoints.
+// that HNS does not support. The policy has the endpoints for traffic from outside this
+// node. This node's own traffic goes to them too, because a load balancer of HNS has only
+// one list of endpoints.
 func (on *environment) policy(f *nodeview.Frontend, preserve bool) (p policy, degraded []string) {
 	p = policy{Frontend: Frontend{VIP: f.Addr, Family: f.Family, Protocol: protocolOf(f.Protocol), Port: uint16(f.Port)}}
 	if f.Family == api.IPv6 {
@@ -315,7 +315,7 @@ func (on *environment) remote(name string, addr netip.Addr) Endpoint {
 }
 
 // vipEndpoint returns the HNS endpoint of a cluster IP on an overlay network. This node
-// claims the address, so that its own packets reach the load balancer.
+// claims the address, so that packets of this node reach the load balancer.
 func (on *environment) vipEndpoint(name string, vip netip.Addr, mac string) Endpoint {
 	return Endpoint{
 		Name: name, Network: on.network.ID, Addrs: []netip.Addr{vip}, MAC: mac,

@@ -369,7 +369,7 @@ func TestOverlayNetworkHasEndpointsForSourceVIPAndClusterIPs(t *testing.T) {
 		t.Errorf("HNS has\n%swant\n%s", got, want)
 	}
 
-	// A new node gets the pod network of the removed one.
+	// A new node gets the pod network of the removed node.
 	network, _ := w.hns.NetworkByID(w.network)
 	network.RemoteSubnets[0].Provider = addr("192.168.0.3")
 	w.hns.AddNetwork(network)

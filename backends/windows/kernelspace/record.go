@@ -24,9 +24,9 @@ import (
 //	made       HNS has it, under a known ID
 //	deleted    HNS reported its deletion, which the next listing confirms
 //
-// The backend owns a load balancer only if the record has its ID. The journal does not
-// distinguish the state requested from planned, or deleted from made. So a new process
-// does not know the exact state until it compares the record with a listing.
+// The backend owns a load balancer only if the record has its ID. In the journal, the
+// states planned and requested look the same, and so do made and deleted. So a new
+// process does not know the exact state until it compares the record with a listing.
 type record struct {
 	journal *journal.Journal
 	planned map[Frontend]*planned
@@ -100,13 +100,14 @@ func (r *record) read(key, value string) error {
 // owns reports whether the backend owns a load balancer.
 func (r *record) owns(id string) bool { return r.made[id] != nil }
 
-// plan records that the creation of a load balancer is about to be requested.
+// plan records a load balancer whose creation is about to be requested.
 func (r *record) plan(f Frontend, p planned) {
 	r.planned[f] = &p
 	r.journal.Set(plannedPrefix+encode(f), encode(p))
 }
 
-// add records that a load balancer exists in HNS. It removes the plan for its frontend.
+// add records a load balancer that exists in HNS, and removes the plan for its
+// frontend.
 func (r *record) add(id string, m made) {
 	r.made[id] = &m
 	r.journal.Set(madePrefix+id, encode(m))
@@ -121,7 +122,7 @@ func (r *record) dropPlan(f Frontend) {
 	}
 }
 
-// dropUnrequested removes the plans whose creation was not requested.
+// dropUnrequested removes plans for load balancers whose creation was not requested.
 func (r *record) dropUnrequested() {
 	for f, p := range r.planned {
 		if !p.requested {
@@ -130,7 +131,7 @@ func (r *record) dropUnrequested() {
 	}
 }
 
-// forget removes a load balancer that HNS no longer has from the record.
+// forget removes from the record a load balancer that HNS no longer has.
 func (r *record) forget(id string) {
 	delete(r.made, id)
 	r.journal.Delete(madePrefix + id)
@@ -173,8 +174,8 @@ func (r *record) len() int {
 }
 
 // unchanged reports whether two load balancers have the same settings, apart from the
-// endpoints. HNS does not report all settings. If the reported settings are the same as
-// at the creation, unchanged assumes that all settings are those of the request.
+// endpoints. HNS does not report all settings. If HNS reports the same settings as at the
+// creation, unchanged assumes that the load balancer still has all requested settings.
 func (r *record) unchanged(have, want LoadBalancer) bool {
 	got, asked := digestOf(have), digestOf(want)
 	if m := r.made[have.ID]; m != nil && got == m.Answered {

@@ -107,8 +107,9 @@ func (a *Addresses) updateRecord(f func(*journal.Journal)) error {
 // addresses. So Add does not read the interface for each address of a Sync.
 const maxLookAge = time.Second
 
-// hasAddress reports whether the interface has an address. If the last read of the
-// interface was not after the time since, hasAddress reads the interface again.
+// hasAddress reports whether the interface has an address. It uses the last read of the
+// interface if that was after the argument since, and otherwise reads the interface
+// again.
 func (a *Addresses) hasAddress(addr netip.Addr, since time.Time) (there bool, err error) {
 	a.lookMu.Lock()
 	defer a.lookMu.Unlock()

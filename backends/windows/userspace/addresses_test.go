@@ -35,8 +35,8 @@ type fakeSystem struct {
 	addrs map[netip.Addr]fakeAddress
 	// delay is the time until an added address is usable.
 	delay time.Duration
-	// callErrors contains the errors of calls, keyed by their verb: add or delete. If
-	// takesEffect is true, a failing call takes effect anyway.
+	// callErrors maps the verb of a call (add or delete) to the call's error. If takesEffect
+	// is true, a failing call takes effect anyway.
 	callErrors  map[string]error
 	takesEffect bool
 	// gone is true if the interface does not exist.

@@ -135,7 +135,7 @@ func netsh(ctx context.Context, args ...string) error {
 }
 
 func addArguments(on string, addr netip.Addr) []string {
-	// Without a mask, Windows would treat all of 10.0.0.0/8 as on-link.
+	// Without a mask, an address such as 10.0.0.1 would make all of 10.0.0.0/8 on-link.
 	args := []string{"interface", "ipv4", "add", "address", "name=" + on, "address=" + addr.String(), "mask=255.255.255.255"}
 	if addr.Is6() {
 		args = []string{"interface", "ipv6", "add", "address", "interface=" + on, "address=" + addr.String() + "/128"}

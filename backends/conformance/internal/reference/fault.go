@@ -18,7 +18,7 @@ type Fault string
 const (
 	// OneEndpoint makes all connections reach the first endpoint.
 	OneEndpoint Fault = "one endpoint"
-	// Uneven gives the first endpoint three times the connections of each other endpoint.
+	// Uneven gives the first endpoint three times the connections of any other endpoint.
 	Uneven Fault = "uneven"
 	// DrainingToo sends new connections to draining endpoints too.
 	DrainingToo Fault = "draining too"
@@ -61,7 +61,7 @@ const (
 	// GuardsLate rejects connections to services without endpoints before it applies source
 	// ranges.
 	GuardsLate Fault = "guards late"
-	// NoOwnAddress makes source ranges exclude the service's own addresses.
+	// NoOwnAddress does not admit the service's own addresses as sources.
 	NoOwnAddress Fault = "no own address"
 
 	// NoShortCircuit treats traffic of this node like traffic from outside.
@@ -82,8 +82,7 @@ const (
 	FixedAffinity Fault = "fixed affinity"
 	// SharedAffinity uses one affinity for all ports of a service.
 	SharedAffinity Fault = "shared affinity"
-	// LooseAffinity lets affinity select endpoints of the service that the frontend must not
-	// use.
+	// LooseAffinity lets affinity select endpoints that the frontend must not use.
 	LooseAffinity Fault = "loose affinity"
 
 	// KeepsFlows does not delete entries of connection tracking.

@@ -17,8 +17,8 @@ import (
 // ruleset is the content of the table.
 type ruleset struct {
 	opts *Options
-	// The maps sets and chains map names to declarations. A change of the table keeps
-	// existing sets, because they store the affinity of clients.
+	// The keys of both maps are names, and the values are declarations. A change of the
+	// table keeps existing sets, because they store the affinity of clients.
 	sets, chains map[string]string
 	rules        strings.Builder
 	number       int

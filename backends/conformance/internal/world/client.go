@@ -78,7 +78,7 @@ func (h *Host) dialUDP(from netip.Addr, to netip.AddrPort) (c *net.UDPConn, err 
 // Ask sends a request once and returns the server's response. It may be called repeatedly.
 func (c *Conn) Ask(deadline time.Time) (Answer, error) { return c.ask(deadline, c.requests+1) }
 
-// ask sends a request. It ignores answers to requests before the first one.
+// ask sends a request. It ignores answers to requests with a number below first.
 func (c *Conn) ask(deadline time.Time, first int) (Answer, error) {
 	if err := c.SetDeadline(deadline); err != nil {
 		return Answer{}, err
@@ -109,13 +109,13 @@ func (c *Conn) ask(deadline time.Time, first int) (Answer, error) {
 	}
 }
 
-// resendInterval is the time after which AskRepeatedly repeats a UDP request. It is longer
-// than the time without an answer after which a check considers a packet dropped.
+// resendInterval is the time after which AskRepeatedly repeats a UDP request. It is
+// longer than the time after which a check counts an unanswered request as dropped.
 const resendInterval = time.Second
 
-// AskRepeatedly is like Ask. Over UDP, it repeats the request each second until an answer
-// arrives, because the network may lose single packets. It is for checks that expect an
-// answer.
+// AskRepeatedly is like Ask, but over UDP it repeats the request each second until an
+// answer arrives, because the network may lose single packets. Checks that expect an
+// answer use it.
 func (c *Conn) AskRepeatedly(deadline time.Time) (Answer, error) {
 	first := c.requests + 1
 	if _, ok := c.Conn.(*net.UDPConn); ok {
@@ -128,12 +128,12 @@ func (c *Conn) AskRepeatedly(deadline time.Time) (Answer, error) {
 	return c.ask(deadline, first)
 }
 
-// Ask calls Ask of a new connection.
+// Ask opens a connection, calls Conn.Ask and closes the connection.
 func (h *Host) Ask(ctx context.Context, protocol api.Protocol, from netip.Addr, to netip.AddrPort) (Answer, error) {
 	return h.onNewConn(ctx, protocol, from, to, (*Conn).Ask)
 }
 
-// AskRepeatedly calls AskRepeatedly of a new connection.
+// AskRepeatedly opens a connection, calls Conn.AskRepeatedly and closes the connection.
 func (h *Host) AskRepeatedly(ctx context.Context, protocol api.Protocol, from netip.Addr, to netip.AddrPort) (Answer, error) {
 	return h.onNewConn(ctx, protocol, from, to, (*Conn).AskRepeatedly)
 }

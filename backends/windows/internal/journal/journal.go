@@ -47,8 +47,7 @@ type Journal struct {
 // ErrForeign reports that a file is not a journal of the expected kind.
 var ErrForeign = errors.New("not a journal of this kind")
 
-// minLines is a number of lines. A file that has at most minLines lines keeps its
-// obsolete lines.
+// minLines is the number of lines up to which a file keeps its obsolete lines.
 const minLines = 1000
 
 // Open reads a journal. If the file is missing, the journal is empty, and its first write

@@ -89,13 +89,13 @@ func TestTruncatedLineIsIgnored(t *testing.T) {
 		must(t, os.WriteFile(path, whole[:size], 0o644))
 		next := open(t, path)
 		next.expect(t, want)
-		// A line that is written after the truncated one is readable.
+		// A line that is written after the truncated line is readable.
 		next.Set("c", "3")
 		must(t, next.Write())
 		want["c"] = "3"
 		open(t, path).expect(t, want)
 	}
-	// A file system may leave zeros after a power failure.
+	// After a power failure, a file may end with zeros.
 	must(t, os.WriteFile(path, append(whole, make([]byte, 4096)...), 0o644))
 	open(t, path).expect(t, map[string]string{"a": "1", "b": "2"})
 }

@@ -64,8 +64,8 @@ type HNS struct {
 }
 
 // Quirks are irregularities of HNS that callers must tolerate, mainly in listings. With
-// the zero value, listings are sorted by ID, and contain each object once and as it was
-// created.
+// the zero value, a listing is sorted by ID, contains each object once, and shows it as
+// it was created.
 type Quirks struct {
 	// Descriptions of load balancers omit the flags in HiddenFlags and HiddenPortFlags.
 	HiddenFlags     kernelspace.LoadBalancerFlags

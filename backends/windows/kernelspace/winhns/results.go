@@ -8,7 +8,7 @@ import "github.com/kpng-project/kpng/backends/windows/kernelspace"
 // hcsshim reports. The number of a Win32 error is its code in winerror.h, without the
 // facility. A result that is not in the map has no special meaning.
 var results = map[uint32]error{
-	// HNS is called over RPC and may restart. These results mean that it does not run.
+	// HNS is called over RPC and may restart. These results mean that HNS does not run.
 	0x426:      kernelspace.ErrNotRunning, // ERROR_SERVICE_NOT_ACTIVE
 	0x6b5:      kernelspace.ErrNotRunning, // RPC_S_UNKNOWN_IF
 	0x6ba:      kernelspace.ErrNotRunning, // RPC_S_SERVER_UNAVAILABLE

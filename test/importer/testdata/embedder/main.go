@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Command embedder prints the names of the services in a folder of manifests. Without a
-// folder it prints the names of the services in its cluster.
+// folder it prints the names of the services in the cluster in which it runs.
 package main
 
 import (

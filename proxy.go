@@ -257,7 +257,7 @@ func (p *Proxy) Health() health.Report {
 
 // StartOver makes every sink receive all services again, in a pass. Call it when the
 // dataplane has lost its state, for example when a switch has restarted. StartOver
-// returns immediately. The pass of a sink begins as soon as no Sync of this sink runs.
+// returns immediately. If a Sync of a sink is running, the pass begins after it.
 func (p *Proxy) StartOver() {
 	for _, d := range p.drivers {
 		d.StartOver()

@@ -5,8 +5,8 @@ package diffstore
 import "time"
 
 // tombstones are the deletions that readers may need. One tree finds the tombstone of a
-// key that is set again. The other tree finds the oldest tombstone. Readers use
-// Store.byRevision instead.
+// key that is set again. The other tree finds the oldest tombstone. Readers use neither
+// tree, but Store.byRevision.
 type tombstones[K, V any] struct {
 	byKey, byRevision *tree[K, V]
 }

@@ -62,7 +62,7 @@ type EndpointExplanation struct {
 	Internal     Reason `json:",omitzero"`
 	External     Reason `json:",omitzero"`
 	ShortCircuit Reason `json:",omitzero"`
-	// Preferred names the EndpointSlice of the endpoint that is used instead of a duplicate.
+	// Preferred is the EndpointSlice of the endpoint that replaces this duplicate.
 	Preferred string `json:",omitempty"`
 }
 

@@ -51,7 +51,7 @@ type Handler interface {
 // the sink deletes the old frontend first. For this, it holds the last delivered view of
 // every service. It usually shares this memory with the source.
 //
-// Sync returns a [*Failed] with the services for which a method of h failed.
+// The error of Sync is a [*Failed] with the services for which a method of h failed.
 //
 // The sink forwards the optional methods of h: those of [Starter], [Stopper], [Drainer],
 // [Cleaner] and [Verifier].

@@ -149,7 +149,7 @@ var portCases = []testCase{
 		s.publish()
 		s.mustReach(s.c, web.clusterIP(), s.a, s.b)
 	}},
-	{name: "changing only a port's number moves the port", needs: []Feature{RejectUnknownPorts}, run: func(s *scene) {
+	{name: "changing only a port's number makes the new number work, and the old one not", needs: []Feature{RejectUnknownPorts}, run: func(s *scene) {
 		web := s.addService("web").withEndpoints(asReady(s.a))
 		s.publish()
 		s.mustReach(s.c, web.clusterIP(), s.a)

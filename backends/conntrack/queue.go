@@ -160,6 +160,6 @@ func (q *queue) removeUpTo(count uint64) {
 	defer q.mu.Unlock()
 	maps.DeleteFunc(q.due, func(_ destination, i item) bool { return i.count <= count })
 	if len(q.due) == 0 {
-		q.due = map[destination]item{} // free the memory: a sink pass may queue every service
+		q.due = map[destination]item{} // free the memory, which is large if a sink pass queued every service
 	}
 }

@@ -731,7 +731,7 @@ func testFull(t *testing.T) {
 	}
 }
 
-// verify runs Verify with a comparison.
+// verify runs Verify and makes it compare the maps with the records.
 func (n *node) verify() error {
 	n.compareAt = time.Time{}
 	return n.Verify(n.t.Context())

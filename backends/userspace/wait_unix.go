@@ -29,7 +29,8 @@ func waitReadable(c syscall.RawConn) error {
 	return err
 }
 
-// waitError waits until c has an error, such as a reset. The end of c is not an error.
+// waitError waits until c has an error, such as a reset. The end of the received data is
+// not an error.
 func waitError(c syscall.RawConn) error {
 	var err error
 	waitErr := c.Read(func(fd uintptr) bool {

@@ -16,8 +16,8 @@ import (
 // ledger records what a sink has received and acknowledged. From this record it knows
 // what the driver may deliver next.
 type ledger struct {
-	// begun: a Changes with First was acknowledged, and no ErrStartOver came after it.
-	// inPass: the pass is not complete.
+	// begun: a sink.Changes whose First is true was acknowledged, and no ErrStartOver
+	// followed. inPass: the pass is not complete.
 	begun, inPass bool
 	revision      uint64
 	views         map[types.NamespacedName]*api.ServiceEndpoints

@@ -19,9 +19,9 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// walk is a tenant that a test changes in steps. Two kpng-json processes read it. The
-// first (field named) has the tenant's name as its proxy name. The second (field general)
-// has no proxy name.
+// walk has the state of a test that changes a tenant in steps. Two kpng-json processes
+// read it. The first (field named) has the tenant's name as its proxy name. The second
+// (field general) has no proxy name.
 type walk struct {
 	*tenant
 	named, general *screen

@@ -312,8 +312,8 @@ func (w *world) changeService(web *corev1.Service, clusterIP string) {
 	}
 }
 
-// refusals lets netsh refuse an address for a while. The program must add other
-// addresses.
+// refusals lets netsh refuse an address for a while. Meanwhile, the program must add all
+// other addresses.
 func (w *world) refusals() {
 	w.t.Helper()
 	s := w.service("refused", corev1.ServiceSpec{ExternalIPs: []string{"192.0.2.66"}, Ports: tcp(80)}, podA)

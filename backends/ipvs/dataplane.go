@@ -40,12 +40,10 @@ type dataplane struct {
 	routes   map[netip.Addr]bool
 
 	// plans are the plans of the services that were delivered since the pass began. The
-	// fields refs and wanted derive from them: how many frontends need an element, and the
-	// wanted state of each virtual server.
+	// fields refs and claims derive from them: how many frontends need an element, and which
+	// service has a frontend. Each frontend is in one plan.
 	plans  map[types.NamespacedName]*plan
 	refs   map[element]int
-	wanted map[serverID]*wanted
-	// claims has the frontends in plans, with their services.
 	claims map[serverID]claim
 	// unused are elements that no plan needs. They wait for deletion, together with their
 	// virtual servers and local addresses.
@@ -58,10 +56,10 @@ type dataplane struct {
 	leftovers kernelnode.Leftovers
 }
 
-// claim is the service of a frontend, and the kind of the frontend.
+// claim is a frontend of a service.
 type claim struct {
 	service types.NamespacedName
-	kind    nodeview.Kind
+	*frontendPlan
 }
 
 func newDataplane(opts *Options) *dataplane {
@@ -108,8 +106,7 @@ func (d *dataplane) begin(ctx context.Context) (err error) {
 		return err
 	}
 	d.elements = elements
-	d.plans, d.refs, d.wanted = map[types.NamespacedName]*plan{}, map[element]int{}, map[serverID]*wanted{}
-	d.claims = map[serverID]claim{}
+	d.plans, d.refs, d.claims = map[types.NamespacedName]*plan{}, map[element]int{}, map[serverID]claim{}
 	d.unused, d.earlier, d.leaving = map[element]bool{}, map[element][]element{}, map[serverID]bool{}
 	for e := range elements {
 		if e.set.exclusive() {
@@ -209,16 +206,14 @@ func (d *dataplane) sync(c *sink.Changes) error {
 	var failed sink.Failed
 	plans := map[types.NamespacedName]*plan{}
 	for ch := range c.Services {
-		d.releaseClaims(ch.Key)
-	}
-	for ch := range c.Services {
 		failed.Do(ch.Key, func() error {
 			p, err := d.planner.plan(ch.New)
-			err = errors.Join(err, d.omitForeign(p), d.claim(ch.Key, p))
+			err = errors.Join(err, d.omitForeign(p))
 			plans[ch.Key] = p
 			return err
 		})
 	}
+	d.resolveConflicts(plans, &failed)
 	if err := d.addElements(plans); err != nil {
 		return err
 	}
@@ -234,33 +229,43 @@ func (d *dataplane) sync(c *sink.Changes) error {
 	return failed.Err()
 }
 
-// releaseClaims deletes the claims of a service.
-func (d *dataplane) releaseClaims(key types.NamespacedName) {
-	if p := d.plans[key]; p != nil {
+// resolveConflicts leaves each frontend in the plan of one service. An external or
+// load-balancer IP of a service may be an address of the node, and its port may be a node
+// port. Then the node port wins, and the service that loses the frontend fails. All other
+// conflicts are resolved before Sync, so that the later plan is valid. If a service that
+// is not in plans loses a frontend, resolveConflicts adds its new plan.
+func (d *dataplane) resolveConflicts(plans map[types.NamespacedName]*plan, failed *sink.Failed) {
+	others := map[types.NamespacedName]*plan{}
+	for _, p := range plans {
 		for i := range p.frontends {
-			if id := p.frontends[i].id; d.claims[id].service == key {
-				delete(d.claims, id)
+			if c, ok := d.claims[p.frontends[i].id]; ok && plans[c.service] == nil {
+				other := *d.plans[c.service]
+				other.frontends = slices.Clone(other.frontends)
+				others[c.service] = &other
 			}
 		}
 	}
-}
-
-// claim records the frontends of a service. It removes frontends from p that another
-// service has, and returns an error that names them. This happens if an external IP of a
-// service is an address of the node, and its port is a node port of another service. All
-// other conflicts are resolved before Sync, so in other cases the later claim is valid.
-func (d *dataplane) claim(key types.NamespacedName, p *plan) error {
-	var errs []error
-	p.frontends = slices.DeleteFunc(p.frontends, func(f frontendPlan) bool {
-		other, taken := d.claims[f.id]
-		if taken && other.service != key && (f.kind == nodeview.NodePort) != (other.kind == nodeview.NodePort) {
-			errs = append(errs, fmt.Errorf("%s %s: service %s has the same address and port as %s", f.kind, f.id, other.service, other.kind))
-			return true
+	winners := map[serverID]claim{}
+	for _, nodePorts := range []bool{true, false} {
+		for _, group := range []map[types.NamespacedName]*plan{plans, others} {
+			for key, p := range group {
+				p.frontends = slices.DeleteFunc(p.frontends, func(f frontendPlan) bool {
+					if (f.kind == nodeview.NodePort) != nodePorts {
+						return false
+					}
+					winner, taken := winners[f.id]
+					if !taken {
+						winners[f.id] = claim{key, &f}
+					} else if !nodePorts && winner.kind == nodeview.NodePort {
+						err := fmt.Errorf("%s %s: service %s has the same address and port as %s", f.kind, f.id, winner.service, winner.kind)
+						failed.Add(key, errors.Join((*failed)[key], err))
+					}
+					return taken
+				})
+			}
 		}
-		d.claims[f.id] = claim{key, f.kind}
-		return false
-	})
-	return errors.Join(errs...)
+	}
+	maps.Copy(plans, others)
 }
 
 // errForeign is an error for a virtual server of another program.
@@ -321,12 +326,6 @@ func (d *dataplane) addElements(plans map[types.NamespacedName]*plan) error {
 	if err := d.changeTable(slices.Collect(maps.Keys(remove)), add); err != nil {
 		return err
 	}
-	for e := range remove {
-		delete(d.elements, e)
-	}
-	for _, e := range add {
-		d.elements[e] = true
-	}
 	for e, n := range delta {
 		if d.refs[e] += n; d.refs[e] > 0 {
 			delete(d.unused, e)
@@ -337,24 +336,51 @@ func (d *dataplane) addElements(plans map[types.NamespacedName]*plan) error {
 			d.unused[e] = true
 		}
 	}
+	d.record(plans)
+	return nil
+}
+
+// record records plans and their frontends.
+func (d *dataplane) record(plans map[types.NamespacedName]*plan) {
+	for key := range plans {
+		if old := d.plans[key]; old != nil {
+			for i := range old.frontends {
+				delete(d.claims, old.frontends[i].id)
+				delete(d.leaving, old.frontends[i].id)
+			}
+		}
+	}
 	for key, p := range plans {
+		for i := range p.frontends {
+			d.claims[p.frontends[i].id] = claim{key, &p.frontends[i]}
+		}
 		d.plans[key] = p
 		if p.empty() {
 			delete(d.plans, key)
 		}
 	}
-	return nil
 }
 
-// changeTable removes and adds elements of the table. If the kernel refuses that, another
-// program may have changed the table, so the error requests a new pass.
+// changeTable removes and adds elements of the table, in one transaction. If the kernel
+// refuses that because another program has changed the table, the error requests a new
+// pass. Otherwise, one of the elements causes the error.
 func (d *dataplane) changeTable(remove, add []element) error {
 	if len(remove)+len(add) == 0 {
 		return nil
 	}
 	if err := d.table.change(remove, add); err != nil {
-		d.known = false
-		return fmt.Errorf("%w (%w)", err, sink.ErrStartOver)
+		elements, readErr := d.table.read()
+		if readErr != nil || !maps.Equal(elements, d.elements) {
+			d.known = false
+			err = fmt.Errorf("%w (%w)", err, sink.ErrStartOver)
+		}
+		return err
+	}
+	for _, e := range remove {
+		delete(d.elements, e)
+	}
+	for _, e := range add {
+		d.elements[e] = true
 	}
 	return nil
 }
@@ -365,7 +391,6 @@ func (d *dataplane) programService(p *plan) error {
 	var errs []error
 	for i := range p.frontends {
 		f := &p.frontends[i]
-		d.wanted[f.id] = &f.wanted
 		err := d.programServer(f.id)
 		if addr := f.id.Addr(); err == nil && f.local && !d.routes[addr] {
 			if err = d.local.add(addr); err == nil {
@@ -405,7 +430,7 @@ func (d *dataplane) setServer(id serverID, s *server) {
 }
 
 func (d *dataplane) tryServer(id serverID) error {
-	w, s := d.wanted[id], d.servers[id]
+	w, s := d.claims[id].wanted, d.servers[id]
 	var errs []error
 	if s == nil || s.settings != w.settings {
 		if err := d.conn.set(id, s == nil, w.settings); err != nil {
@@ -512,8 +537,6 @@ func (d *dataplane) deleteUnused() error {
 			}
 		}
 		delete(d.servers, id)
-		delete(d.wanted, id)
-		delete(d.leaving, id)
 		deleted = append(deleted, e)
 	}
 	inTable := slices.DeleteFunc(slices.Clone(deleted), func(e element) bool { return !d.elements[e] })
@@ -521,7 +544,6 @@ func (d *dataplane) deleteUnused() error {
 		return errors.Join(append(errs, err)...)
 	}
 	for _, e := range deleted {
-		delete(d.elements, e)
 		delete(d.unused, e)
 	}
 	return errors.Join(errs...)

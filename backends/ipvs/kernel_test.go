@@ -40,6 +40,7 @@ func TestKernel(t *testing.T) {
 	t.Run("without its table, a new process knows its virtual servers", testTableDeletedWhileStopped)
 	t.Run("an incomplete listing does not hide virtual servers", testIncompleteListing)
 	t.Run("an external IP with the port of a node port", testAddressOfNodePort)
+	t.Run("an external IP and port that are a node port of the same service", testOwnAddressAndNodePort)
 	t.Run("IPVS without connection tracking is an error", testConntrackSetting)
 	t.Run("schedulers that hash sources omit removed endpoints", testSourceHashing)
 	t.Run("health checks reach the node at load-balancer IPs", testHealthChecks)
@@ -373,28 +374,59 @@ func testAddressOfNodePort(t *testing.T) {
 		s.IPs.ClusterIPs = api.NewIPSet(netip.MustParseAddr("10.96.0.2"))
 		s.IPs.ExternalIPs = api.NewIPSet(netip.MustParseAddr("192.0.2.1"))
 	})
-	for _, step := range []struct{ first, second *api.ServiceEndpoints }{{web, other}, {other, web}} {
-		n.mustPass()
-		failed, ok := sink.Acknowledged(n.pass(step.first, step.second))
-		if err := failed[step.second.Key()]; !ok || len(failed) != 1 || !strings.Contains(fmt.Sprint(err), step.first.Key().String()) {
-			t.Errorf("failed services %v, want one that names %s", failed, step.first.Key())
-		}
-		at := func(v *api.ServiceEndpoints) string {
-			return fmt.Sprintf("192.0.2.1:30080/TCP rr 0 %s:8080=1", v.Endpoints[0].Addr)
-		}
-		if got := n.servers(); !slices.Contains(got, at(step.first)) {
-			t.Errorf("virtual servers %v, want %s", got, at(step.first))
-		}
-		if err := n.remove(step.first); err != nil {
+	at := func(v *api.ServiceEndpoints) {
+		t.Helper()
+		if err := n.dataplane.removeIdle(t.Context()); err != nil { // the endpoints of the loser
 			t.Fatal(err)
 		}
-		if err := n.deliver(&sink.Changes{}, step.second); err != nil {
-			t.Fatal(err)
-		}
-		if got := n.servers(); !slices.Contains(got, at(step.second)) {
-			t.Errorf("virtual servers %v, want %s", got, at(step.second))
+		want := fmt.Sprintf("192.0.2.1:30080/TCP rr 0 %s:8080=1", v.Endpoints[0].Addr)
+		if got := n.servers(); !slices.Contains(got, want) {
+			t.Errorf("virtual servers %v, want %s", got, want)
 		}
 	}
+	otherFails := func(err error) {
+		t.Helper()
+		failed, ok := sink.Acknowledged(err)
+		if err := failed[other.Key()]; !ok || len(failed) != 1 || !strings.Contains(fmt.Sprint(err), web.Key().String()) {
+			t.Errorf("failed services %v, want %s with an error that names %s", failed, other.Key(), web.Key())
+		}
+		at(web)
+	}
+	otherFails(n.pass(other, web))
+	otherFails(n.deliver(&sink.Changes{}, other))
+	if err := n.remove(web); err != nil {
+		t.Fatal(err)
+	}
+	if err := n.deliver(&sink.Changes{}, other); err != nil {
+		t.Fatal(err)
+	}
+	at(other)
+	otherFails(n.deliver(&sink.Changes{}, web)) // the node port takes the virtual server away
+	n.restart()
+	if err := n.deliver(&sink.Changes{First: true, NodeChanged: true}, other); err != nil {
+		t.Fatal(err)
+	}
+	otherFails(n.deliver(&sink.Changes{Last: true}, web))
+}
+
+// testOwnAddressAndNodePort checks a service whose external IP and port are those of its
+// own node port, with different elements in the table. It must not stop other services.
+func testOwnAddressAndNodePort(t *testing.T) {
+	n := newNode(t)
+	bad := view([]string{"10.1.0.1"}, func(s *api.Service) {
+		s.Name, s.Type, s.ExternalTrafficToLocal = "bad", api.NodePort, true
+		s.Ports[0].Port, s.Ports[0].NodePort = 30080, 31000
+		s.Ports = append(s.Ports, api.PortMapping{Name: "b", Protocol: api.TCP, Port: 80, TargetPort: 8080, NodePort: 30080})
+		s.IPs.ClusterIPs = api.NewIPSet(netip.MustParseAddr("10.96.0.2"))
+		s.IPs.ExternalIPs = api.NewIPSet(netip.MustParseAddr("192.0.2.1"))
+	})
+	web := view([]string{"10.1.0.1"}, nil)
+	failed, ok := sink.Acknowledged(n.pass(bad, web))
+	if err := failed[bad.Key()]; !ok || len(failed) != 1 || !strings.Contains(fmt.Sprint(err), "192.0.2.1:30080/TCP") {
+		t.Errorf("failed services %v, want one", failed)
+	}
+	n.mustHave("10.96.0.1:80/TCP rr 0 10.1.0.1:8080=1", "10.96.0.2:30080/TCP rr 0 10.1.0.1:8080=1", "10.96.0.2:80/TCP rr 0 10.1.0.1:8080=1",
+		"192.0.2.1:30080/TCP rr 0", "192.0.2.1:31000/TCP rr 0", "192.0.2.1:80/TCP rr 0")
 }
 
 // testConntrackSetting checks that a wrong setting, with which nothing can be masqueraded,

@@ -16,7 +16,9 @@ import (
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/backends/internal/backendtest"
 	"github.com/kpng-project/kpng/backends/nodeaddr"
+	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
+	"k8s.io/apimachinery/pkg/types"
 )
 
 // view returns a view of [backendtest.View]. The service has the cluster IP 10.96.0.1.
@@ -203,6 +205,62 @@ func TestInvalidSchedulerIsNamedAndServiceUsesDefault(t *testing.T) {
 	}
 	if got.frontends[0].scheduler != "rr" {
 		t.Errorf("scheduler %q", got.frontends[0].scheduler)
+	}
+}
+
+// TestNodePortWinsAgainstExternalIP checks conflicts in any order of delivery.
+func TestNodePortWinsAgainstExternalIP(t *testing.T) {
+	address := netip.MustParseAddr("192.0.2.1")
+	nodePort := view([]string{"10.1.0.1"}, func(s *api.Service) { s.Type, s.Ports[0].NodePort = api.NodePort, 30080 })
+	external := view([]string{"10.1.0.2"}, func(s *api.Service) {
+		s.Name, s.Ports[0].Port, s.IPs.ExternalIPs = "other", 30080, api.NewIPSet(address)
+		s.IPs.ClusterIPs = api.NewIPSet(netip.MustParseAddr("10.96.0.2"))
+	})
+	both := view([]string{"10.1.0.2"}, func(s *api.Service) {
+		s.Name, s.Type, s.Ports[0].Port, s.Ports[0].NodePort, s.IPs.ExternalIPs = "both", api.NodePort, 30080, 30080, api.NewIPSet(address)
+	})
+	type batch []*api.ServiceEndpoints
+	for name, test := range map[string]struct {
+		batches []batch
+		fails   *api.ServiceEndpoints
+	}{
+		"in one batch":         {[]batch{{external, nodePort}}, external},
+		"node port first":      {[]batch{{nodePort}, {external}}, external},
+		"external IP first":    {[]batch{{external}, {nodePort}}, external},
+		"external IP again":    {[]batch{{nodePort}, {external}, {external}}, external},
+		"both of one service":  {[]batch{{both}}, both},
+		"a service comes back": {[]batch{{both}, {both}}, both},
+	} {
+		d := newDataplane(&Options{Scheduler: "rr"})
+		d.plans, d.claims = map[types.NamespacedName]*plan{}, map[serverID]claim{}
+		d.planner.nodePortAddrs, d.planner.machineAddrs = []netip.Addr{address}, []netip.Addr{address}
+		var failed sink.Failed
+		for _, views := range test.batches {
+			failed = nil
+			plans := map[types.NamespacedName]*plan{}
+			for _, v := range views {
+				plans[v.Key()], _ = d.planner.plan(v)
+			}
+			d.resolveConflicts(plans, &failed)
+			d.record(plans)
+		}
+		if err := failed[test.fails.Key()]; len(failed) != 1 || err == nil || !strings.Contains(err.Error(), "192.0.2.1:30080/TCP") {
+			t.Errorf("%s: failed services %v, want %s", name, failed, test.fails.Key())
+		}
+		owners := 0
+		for key, p := range d.plans {
+			for _, f := range p.frontends {
+				if f.id.Addr() == address {
+					owners++
+					if f.kind != nodeview.NodePort || d.claims[f.id].service != key {
+						t.Errorf("%s: %s %s of service %s; claim of %s", name, f.kind, f.id, key, d.claims[f.id].service)
+					}
+				}
+			}
+		}
+		if owners != 1 {
+			t.Errorf("%s: %d plans have the frontend, want 1", name, owners)
+		}
 	}
 }
 

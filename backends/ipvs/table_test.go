@@ -13,6 +13,7 @@ import (
 	"github.com/google/nftables"
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/internal/netnstest"
+	"github.com/kpng-project/kpng/sink"
 )
 
 func testTable(t *testing.T, ns *netnstest.Namespace, opts Options) *table {
@@ -126,6 +127,31 @@ func TestChangedTableIsDetectedAndKeepsElements(t *testing.T) {
 				t.Errorf("the new table has %d elements (%v), want %d", len(again), err, len(elements))
 			}
 		})
+	}
+}
+
+// TestRefusedElementsDoNotStopOtherServices checks the error for elements that the kernel
+// refuses. If only these elements are the cause, the driver must be able to find their
+// service, so the error must not request a pass.
+func TestRefusedElementsDoNotStopOtherServices(t *testing.T) {
+	d := newDataplane(&Options{})
+	d.table = testTable(t, netnstest.New(t), Options{})
+	d.elements, d.known = someElements(), true
+	if err := d.table.create(d.elements); err != nil {
+		t.Fatal(err)
+	}
+	refused := element{set: setID{redirects, api.IPv4}, key: frontendKey(id("10.96.0.1:80", api.TCP)), value: addrKey(netip.MustParseAddr("10.9.9.9")) + portKey(1)}
+	if err := d.changeTable(nil, []element{refused}); err == nil || errors.Is(err, sink.ErrStartOver) || !d.known {
+		t.Errorf("error %v, want one that does not request a pass", err)
+	}
+	if elements, err := d.table.read(); err != nil || !maps.Equal(elements, d.elements) {
+		t.Errorf("the table has %d elements (%v), want %d", len(elements), err, len(d.elements))
+	}
+	if err := d.table.change([]element{id("10.96.0.1:80", api.TCP).element()}, nil); err != nil {
+		t.Fatal(err)
+	}
+	if err := d.changeTable(nil, []element{refused}); !errors.Is(err, sink.ErrStartOver) || d.known {
+		t.Errorf("after a change by another program, error %v does not request a pass", err)
 	}
 }
 

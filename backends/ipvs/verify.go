@@ -51,7 +51,7 @@ func (d *dataplane) removeIdle(ctx context.Context) error {
 		d.servers[id] = s
 		for at, to := range s.destinations {
 			switch {
-			case d.wanted[id].has(at):
+			case d.claims[id].has(at):
 			case to.connections > 0:
 				d.leaving[id] = true
 			default:
@@ -102,7 +102,7 @@ func (d *dataplane) compare(ctx context.Context) error {
 		return err
 	}
 	var errs []error
-	for id := range d.wanted {
+	for id := range d.claims {
 		if ctx.Err() != nil {
 			return errors.Join(append(errs, context.Cause(ctx))...)
 		}

@@ -48,7 +48,8 @@ type dataplane struct {
 	// unused are elements that no plan needs. They wait for deletion, together with their
 	// virtual servers and local addresses.
 	unused map[element]bool
-	// earlier are the elements that exclusive sets had when the pass began, by group.
+	// earlier are elements that the table had when the pass began, by group. When a service
+	// is delivered, its plan replaces them.
 	earlier map[element][]element
 	// leaving are virtual servers with destinations that get no new connections.
 	leaving map[serverID]bool
@@ -109,8 +110,8 @@ func (d *dataplane) begin(ctx context.Context) (err error) {
 	d.plans, d.refs, d.claims = map[types.NamespacedName]*plan{}, map[element]int{}, map[serverID]claim{}
 	d.unused, d.earlier, d.leaving = map[element]bool{}, map[element][]element{}, map[serverID]bool{}
 	for e := range elements {
-		if e.set.exclusive() {
-			d.earlier[e.group()] = append(d.earlier[e.group()], e)
+		if group := e.group(); group != e {
+			d.earlier[group] = append(d.earlier[group], e)
 		}
 	}
 	d.known = true
@@ -199,9 +200,10 @@ func (id serverID) element() element {
 
 // sync programs c. Its errors are those of Sync in [sink.Sink].
 //
-// Its steps interrupt no traffic. Elements of the table are added before the virtual
-// servers that need them, and deleted after them. An address becomes local when its
-// virtual servers exist.
+// Its steps interrupt no traffic, and no packet to an address of a service reaches a
+// program of the node. An address becomes local when its virtual servers exist and the
+// table has its elements. The table accepts packets to a frontend only while the virtual
+// server exists. Otherwise it refuses them, like those to all other ports of the address.
 func (d *dataplane) sync(c *sink.Changes) error {
 	var failed sink.Failed
 	plans := map[types.NamespacedName]*plan{}
@@ -217,8 +219,19 @@ func (d *dataplane) sync(c *sink.Changes) error {
 	if err := d.addElements(plans); err != nil {
 		return err
 	}
+	for ch := range c.Services {
+		if ch.New == nil {
+			delete(d.plans, ch.Key)
+		}
+	}
 	for key, p := range plans {
-		failed.Do(key, func() error { return errors.Join(failed[key], d.programService(p)) })
+		failed.Do(key, func() error { return errors.Join(failed[key], d.programServers(p)) })
+	}
+	if err := d.acceptPackets(plans); err != nil {
+		return err
+	}
+	for key, p := range plans {
+		failed.Do(key, func() error { return errors.Join(failed[key], d.addAddresses(p)) })
 	}
 	if c.Last {
 		d.endPass(c)
@@ -295,44 +308,46 @@ func (d *dataplane) omitForeign(p *plan) error {
 	return errors.Join(errs...)
 }
 
-// addElements adds the elements of plans to the table and records the plans. If it fails,
-// it has changed nothing.
+// addElements adds the elements of plans to the table, except those of virtual servers
+// that do not exist yet, and records the plans. If it fails, it has changed nothing.
 func (d *dataplane) addElements(plans map[types.NamespacedName]*plan) error {
 	delta := map[element]int{}
+	groups := map[element]bool{}
 	for key, p := range plans {
 		for e := range p.all() {
 			delta[e]++
+			groups[e.group()] = true
 		}
 		for e := range d.plans[key].all() {
 			delta[e]--
 		}
 	}
-	isUnused := func(e element) bool { return d.elements[e] && d.refs[e]+delta[e] == 0 }
-	var add []element
-	remove := map[element]bool{}
-	for e, n := range delta {
-		if d.refs[e]+n > 0 && !d.elements[e] {
-			add = append(add, e)
-			for _, old := range d.earlier[e.group()] {
-				if isUnused(old) {
-					remove[old] = true
-				}
-			}
-		}
-		if e.set.exclusive() && isUnused(e) {
-			remove[e] = true
+	for group := range groups {
+		for _, e := range d.earlier[group] {
+			delta[e] += 0 // unused, unless the plan of the same frontend has it
 		}
 	}
-	if err := d.changeTable(slices.Collect(maps.Keys(remove)), add); err != nil {
+	var remove, add []element
+	for e, n := range delta {
+		needed := d.refs[e]+n > 0
+		if e.set.kind == frontends {
+			needed = needed && d.servers[e.server()] != nil
+		}
+		switch {
+		case needed && !d.elements[e]:
+			add = append(add, e)
+		case !needed && d.elements[e] && (e.set.exclusive() || e.set.kind == frontends):
+			remove = append(remove, e)
+		}
+	}
+	if err := d.changeTable(remove, add); err != nil {
 		return err
 	}
 	for e, n := range delta {
 		if d.refs[e] += n; d.refs[e] > 0 {
 			delete(d.unused, e)
-			continue
-		}
-		delete(d.refs, e)
-		if n < 0 {
+		} else {
+			delete(d.refs, e)
 			d.unused[e] = true
 		}
 	}
@@ -355,9 +370,6 @@ func (d *dataplane) record(plans map[types.NamespacedName]*plan) {
 			d.claims[p.frontends[i].id] = claim{key, &p.frontends[i]}
 		}
 		d.plans[key] = p
-		if p.empty() {
-			delete(d.plans, key)
-		}
 	}
 }
 
@@ -385,19 +397,46 @@ func (d *dataplane) changeTable(remove, add []element) error {
 	return nil
 }
 
-// programService programs the virtual servers and the addresses of a service. A failure
-// of one address does not stop the others.
-func (d *dataplane) programService(p *plan) error {
+// programServers programs the virtual servers of a service. A failure of one does not
+// stop the others.
+func (d *dataplane) programServers(p *plan) error {
+	var errs []error
+	for i := range p.frontends {
+		errs = append(errs, d.programServer(p.frontends[i].id))
+	}
+	return errors.Join(errs...)
+}
+
+// acceptPackets lets the table accept packets to the virtual servers of plans that exist,
+// and refuse packets to the others.
+func (d *dataplane) acceptPackets(plans map[types.NamespacedName]*plan) error {
+	var remove, add []element
+	for _, p := range plans {
+		for i := range p.frontends {
+			id := p.frontends[i].id
+			switch exists, e := d.servers[id] != nil, id.element(); {
+			case exists && !d.elements[e]:
+				add = append(add, e)
+			case !exists && d.elements[e]:
+				remove = append(remove, e)
+			}
+		}
+	}
+	return d.changeTable(remove, add)
+}
+
+// addAddresses makes the addresses of a service local if their virtual servers exist.
+func (d *dataplane) addAddresses(p *plan) error {
 	var errs []error
 	for i := range p.frontends {
 		f := &p.frontends[i]
-		err := d.programServer(f.id)
-		if addr := f.id.Addr(); err == nil && f.local && !d.routes[addr] {
-			if err = d.local.add(addr); err == nil {
+		if addr := f.id.Addr(); f.local && !d.routes[addr] && d.servers[f.id] != nil {
+			err := d.local.add(addr)
+			if err == nil {
 				d.routes[addr] = true
 			}
+			errs = append(errs, err)
 		}
-		errs = append(errs, err)
 	}
 	return errors.Join(errs...)
 }
@@ -511,39 +550,33 @@ func (d *dataplane) endPass(c *sink.Changes) {
 // that it cannot delete stay in d.unused.
 func (d *dataplane) deleteUnused() error {
 	var errs []error
-	var deleted []element
+	var remove []element
 	for e := range d.unused {
 		if e.set.kind == addresses && d.routes[e.addr()] {
 			if err := d.local.remove(e.addr()); err != nil {
 				errs = append(errs, err)
-				continue
+				continue // the table must refuse packets to the address
 			}
 			delete(d.routes, e.addr())
 		}
-		if e.set.kind != frontends {
-			deleted = append(deleted, e)
+		if d.elements[e] {
+			remove = append(remove, e)
 		}
 	}
-	// Packets to the addresses above no longer reach IPVS.
+	if err := d.changeTable(remove, nil); err != nil {
+		return errors.Join(append(errs, err)...)
+	}
 	for e := range d.unused {
-		if e.set.kind != frontends {
+		switch {
+		case e.set.kind == addresses && d.routes[e.addr()]:
 			continue
-		}
-		id := e.server()
-		if d.servers[id] != nil { // otherwise it belongs to another program
-			if err := d.conn.delete(id); err != nil {
+		case e.set.kind == frontends && d.servers[e.server()] != nil: // otherwise it belongs to another program
+			if err := d.conn.delete(e.server()); err != nil {
 				errs = append(errs, err)
 				continue
 			}
+			delete(d.servers, e.server())
 		}
-		delete(d.servers, id)
-		deleted = append(deleted, e)
-	}
-	inTable := slices.DeleteFunc(slices.Clone(deleted), func(e element) bool { return !d.elements[e] })
-	if err := d.changeTable(inTable, nil); err != nil {
-		return errors.Join(append(errs, err)...)
-	}
-	for _, e := range deleted {
 		delete(d.unused, e)
 	}
 	return errors.Join(errs...)

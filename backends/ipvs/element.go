@@ -134,9 +134,16 @@ func frontendKey(id serverID) string {
 	return addrKey(id.Addr()) + string([]byte{protocolNumbers[id.protocol], 0, 0, 0}) + portKey(id.Port())
 }
 
-// group identifies the elements of an exclusive set that belong to one frontend.
+// group returns the element in the set frontends of the frontend that e describes. If e
+// does not describe a frontend, group returns e without its value. A plan that needs an
+// element of a group replaces all others of the group.
 func (e element) group() element {
-	return element{set: e.set, key: e.key[:min(e.addr().BitLen()/8+8, len(e.key))]}
+	switch e.set.kind {
+	case addresses, clusterIPs, healthChecks, hairpins:
+		return element{set: e.set, key: e.key}
+	default:
+		return element{set: setID{frontends, e.set.family}, key: e.key[:e.addr().BitLen()/8+8]}
+	}
 }
 
 // addr returns the address at the beginning of the key.

@@ -48,6 +48,8 @@ func TestKernel(t *testing.T) {
 	t.Run("an interface of another program is not touched", testForeignInterface)
 	t.Run("the alias identifies the interface", testInterfaceNames)
 	t.Run("a missing scheduler fails only its service", testMissingScheduler)
+	t.Run("without a virtual server, a port of a service is refused", testRefusedWithoutServer)
+	t.Run("a delivered service replaces its verdicts from before the pass", testVerdictsFromBefore)
 	t.Run("a removed endpoint stays until its connections end", testGracefulRemoval)
 	t.Run("clean-up leaves the namespace as it was", testCleanup)
 	t.Run("an address that the machine gets or loses", testMachineAddress)
@@ -491,6 +493,17 @@ func (n *node) listen(addr string) (l net.Listener) {
 	return l
 }
 
+// dial opens and closes a TCP connection from the namespace.
+func (n *node) dial(addr string) error {
+	return n.ns.Do(func() error {
+		c, err := net.DialTimeout("tcp", addr, 30*time.Second)
+		if err == nil {
+			c.Close()
+		}
+		return err
+	})
+}
+
 // testHealthChecks checks that health checks at a load-balancer IP reach the node, and
 // that connections to other ports of this IP do not.
 func testHealthChecks(t *testing.T) {
@@ -502,19 +515,10 @@ func testHealthChecks(t *testing.T) {
 	}))
 	defer n.listen("192.0.2.1:30999").Close()
 	defer n.listen("0.0.0.0:22").Close()
-	dial := func(addr string) error {
-		return n.ns.Do(func() error {
-			c, err := net.DialTimeout("tcp", addr, 30*time.Second)
-			if err == nil {
-				c.Close()
-			}
-			return err
-		})
-	}
-	if err := dial("203.0.113.1:30999"); err != nil {
+	if err := n.dial("203.0.113.1:30999"); err != nil {
 		t.Errorf("health check: %v", err)
 	}
-	if err := dial("203.0.113.1:22"); !errors.Is(err, unix.ECONNREFUSED) {
+	if err := n.dial("203.0.113.1:22"); !errors.Is(err, unix.ECONNREFUSED) {
 		t.Errorf("another port: error %v, want connection refused", err)
 	}
 }
@@ -536,13 +540,7 @@ func testSourceOfIPv6(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer l.Close()
-	if err := n.ns.Do(func() error {
-		c, err := net.DialTimeout("tcp", "[fd00:96::1]:80", 30*time.Second)
-		if err == nil {
-			c.Close()
-		}
-		return err
-	}); err != nil {
+	if err := n.dial("[fd00:96::1]:80"); err != nil {
 		t.Error(err)
 	}
 }
@@ -600,6 +598,98 @@ func testMissingScheduler(t *testing.T) {
 		t.Errorf("failed services %v", failed)
 	}
 	n.mustHave("10.96.0.1:80/TCP rr 0 10.1.0.1:8080=1")
+}
+
+// testRefusedWithoutServer checks that connections to a port of a service never reach a
+// program of the node, also if the virtual server of the port cannot be created.
+func testRefusedWithoutServer(t *testing.T) {
+	n := newNode(t)
+	n.ns.Add(t, "lo", "192.0.2.1/32")
+	defer n.listen("0.0.0.0:22").Close()
+	defer n.listen("0.0.0.0:80").Close()
+	loadBalancer := func(s *api.Service) {
+		s.Type, s.IPs.LoadBalancerIPs = api.LoadBalancer, api.NewIPSet(netip.MustParseAddr("203.0.113.1"))
+	}
+	ssh := func(s *api.Service) {
+		loadBalancer(s)
+		s.Ports = append(s.Ports, api.PortMapping{Name: "ssh", Protocol: api.TCP, Port: 22, TargetPort: 8080})
+	}
+	bad := view([]string{"10.1.0.1"}, func(s *api.Service) {
+		ssh(s)
+		s.Annotations = map[string]string{n.opts.SchedulerAnnotation: "nosuch"}
+	})
+	refused := func(addrs ...string) {
+		t.Helper()
+		for _, addr := range addrs {
+			if err := n.dial(addr); !errors.Is(err, unix.ECONNREFUSED) {
+				t.Errorf("%s: error %v, want connection refused", addr, err)
+			}
+		}
+	}
+	fails := func(err error) {
+		t.Helper()
+		if failed, ok := sink.Acknowledged(err); !ok || failed[bad.Key()] == nil {
+			t.Errorf("failed services %v, want %s", failed, bad.Key())
+		}
+	}
+	n.mustPass(view([]string{"10.1.0.1"}, loadBalancer))
+	fails(n.deliver(&sink.Changes{}, bad))
+	n.mustHave("10.96.0.1:80/TCP rr 0 10.1.0.1:8080=1", "203.0.113.1:80/TCP rr 0 10.1.0.1:8080=1")
+	refused("10.96.0.1:22", "203.0.113.1:22")
+
+	// Another program deletes virtual servers, and a new process cannot create them again.
+	for _, at := range []string{"10.96.0.1:80", "203.0.113.1:80"} {
+		if err := n.dataplane.conn.delete(id(at, api.TCP)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	n.restart()
+	fails(n.pass(bad))
+	n.mustHave()
+	refused("10.96.0.1:80", "203.0.113.1:80")
+
+	n.mustPass(view(nil, ssh))
+	n.mustHave("10.96.0.1:22/TCP rr 0", "10.96.0.1:80/TCP rr 0", "203.0.113.1:22/TCP rr 0", "203.0.113.1:80/TCP rr 0")
+	if got := n.dataplane.elements; !got[id("10.96.0.1:22", api.TCP).element()] || !got[id("203.0.113.1:80", api.TCP).element()] {
+		t.Error("the table refuses packets to virtual servers that exist")
+	}
+}
+
+// testVerdictsFromBefore checks that a service does not keep the verdicts of the process
+// before, although the pass has not ended or another service fails.
+func testVerdictsFromBefore(t *testing.T) {
+	n := newNode(t)
+	n.mustPass(view(nil, nil))
+	n.restart()
+	web := view([]string{"10.1.0.1"}, nil)
+	if err := n.deliver(&sink.Changes{First: true, NodeChanged: true}, web); err != nil {
+		t.Fatal(err)
+	}
+	rejects := element{set: setID{rejects, api.IPv4}, key: id("10.96.0.1:80", api.TCP).element().key}
+	if elements, err := n.dataplane.table.read(); err != nil || elements[rejects] || !maps.Equal(elements, n.dataplane.elements) {
+		t.Errorf("the service is rejected: %t (%v)", elements[rejects], err)
+	}
+
+	// A service that has no frontend except one of another program does not prevent pruning.
+	foreign := view(nil, func(s *api.Service) {
+		s.Name, s.IPs.ClusterIPs = "foreign", api.NewIPSet(netip.MustParseAddr("10.96.0.2"))
+	})
+	if err := n.dataplane.conn.set(id("10.96.0.2:80", api.TCP), true, settings{scheduler: "wlc"}); err != nil {
+		t.Fatal(err)
+	}
+	old := element{set: setID{addresses, api.IPv4}, key: addrKey(netip.MustParseAddr("10.96.0.9"))}
+	if err := n.dataplane.table.change(nil, []element{old}); err != nil {
+		t.Fatal(err)
+	}
+	if failed, ok := sink.Acknowledged(n.deliver(&sink.Changes{First: true, NodeChanged: true}, foreign, web)); !ok || len(failed) != 1 {
+		t.Fatalf("failed services %v, want %s", failed, foreign.Key())
+	}
+	if err := n.deliver(&sink.Changes{Last: true, Failing: []types.NamespacedName{foreign.Key()}}); err != nil {
+		t.Fatal(err)
+	}
+	if n.dataplane.elements[old] || n.dataplane.leftovers.Exist {
+		t.Error("after the pass, the table has elements that no service needs")
+	}
 }
 
 func testGracefulRemoval(t *testing.T) {

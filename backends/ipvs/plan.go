@@ -259,8 +259,6 @@ func (p *plan) all() iter.Seq[element] {
 	}
 }
 
-func (p *plan) empty() bool { return len(p.frontends) == 0 && len(p.elements) == 0 }
-
 // has reports whether a destination gets new connections.
 func (w *wanted) has(at netip.AddrPort) bool {
 	_, ok := slices.BinarySearchFunc(w.endpoints, at, netip.AddrPort.Compare)

@@ -14,6 +14,7 @@ import (
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/internal/netnstest"
 	"github.com/kpng-project/kpng/sink"
+	"k8s.io/apimachinery/pkg/types"
 )
 
 func testTable(t *testing.T, ns *netnstest.Namespace, opts Options) *table {
@@ -152,6 +153,44 @@ func TestRefusedElementsDoNotStopOtherServices(t *testing.T) {
 	}
 	if err := d.changeTable(nil, []element{refused}); !errors.Is(err, sink.ErrStartOver) || d.known {
 		t.Errorf("after a change by another program, error %v does not request a pass", err)
+	}
+}
+
+// TestPacketsAreAcceptedWhileServerExists checks that the table accepts packets to a
+// frontend only while its virtual server exists.
+func TestPacketsAreAcceptedWhileServerExists(t *testing.T) {
+	d := newDataplane(&Options{Scheduler: "rr"})
+	d.table = testTable(t, netnstest.New(t), Options{})
+	if err := d.table.create(nil); err != nil {
+		t.Fatal(err)
+	}
+	d.elements, d.servers, d.unused = map[element]bool{}, map[serverID]*server{}, map[element]bool{}
+	d.plans, d.refs, d.claims = map[types.NamespacedName]*plan{}, map[element]int{}, map[serverID]claim{}
+	web := view([]string{"10.1.0.1"}, nil)
+	at := id("10.96.0.1:80", api.TCP)
+	p, err := d.planner.plan(web)
+	if err != nil {
+		t.Fatal(err)
+	}
+	plans := map[types.NamespacedName]*plan{web.Key(): p}
+	for _, step := range []struct {
+		name   string
+		change func() error
+		want   bool
+	}{
+		{"before the virtual server is created", func() error { return d.addElements(plans) }, false},
+		{"after a failure to create it", func() error { return d.acceptPackets(plans) }, false},
+		{"after its creation", func() error { d.servers[at] = &server{}; return d.acceptPackets(plans) }, true},
+		{"when it exists already", func() error { return d.addElements(plans) }, true},
+		{"before it is created again", func() error { delete(d.servers, at); return d.addElements(plans) }, false},
+	} {
+		if err := step.change(); err != nil {
+			t.Fatal(err)
+		}
+		elements, err := d.table.read()
+		if err != nil || elements[at.element()] != step.want || !elements[element{set: setID{addresses, api.IPv4}, key: addrKey(at.Addr())}] {
+			t.Errorf("%s: elements %v (%v), packets accepted: want %t", step.name, elements, err, step.want)
+		}
 	}
 }
 

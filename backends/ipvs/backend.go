@@ -28,10 +28,11 @@ type Backend struct {
 
 	mu        sync.Mutex // guards the fields below
 	dataplane *dataplane
-	// compareAt is the time of the next comparison with the kernel. Before searchAt, the
-	// backend does not search for changes by other programs.
-	compareAt, searchAt time.Time
-	pause               kernelnode.DriftPause
+	// idleAt and compareAt are the times of the next call of removeIdle and of the next
+	// comparison with the kernel. Before searchAt, the backend does not search for changes by
+	// other programs.
+	idleAt, compareAt, searchAt time.Time
+	pause                       kernelnode.DriftPause
 }
 
 var (
@@ -168,7 +169,11 @@ func (b *Backend) Verify(ctx context.Context) error {
 	case d.leftovers.Due(now):
 		return fmt.Errorf("the kernel may have objects of services that failed (%w)", sink.ErrStartOver)
 	}
-	err := errors.Join(d.removeIdle(ctx), d.deleteUnused())
+	err := d.deleteUnused()
+	if d.known && !now.Before(b.idleAt) {
+		err = errors.Join(err, d.removeIdle(ctx))
+		b.idleAt = time.Now().Add(pauseFactor * time.Since(now))
+	}
 	if d.known && !now.Before(b.searchAt) {
 		err = errors.Join(err, b.findDrift(ctx, now))
 	}
@@ -189,8 +194,13 @@ func (b *Backend) findDrift(ctx context.Context, now time.Time) error {
 		d.known = false // a pass corrects the setting
 		return fmt.Errorf("%w (%w)", err, sink.ErrStartOver)
 	}
+	begin := time.Now()
 	err := d.compare(ctx)
-	b.compareAt = time.Now().Add(max(minPause, pauseFactor*time.Since(now)))
+	pause := pauseFactor * time.Since(begin)
+	if len(d.unchecked) == 0 {
+		pause = max(pause, minPause)
+	}
+	b.compareAt = time.Now().Add(pause)
 	return err
 }
 

@@ -53,6 +53,8 @@ type dataplane struct {
 	earlier map[element][]element
 	// leaving are virtual servers with destinations that get no new connections.
 	leaving map[serverID]bool
+	// unchecked are the virtual servers that the current comparison has yet to check.
+	unchecked []serverID
 	// leftovers exist if the last pass kept everything because services failed.
 	leftovers kernelnode.Leftovers
 }
@@ -103,12 +105,13 @@ func (d *dataplane) begin(ctx context.Context) (err error) {
 	if d.routes, err = d.local.list(); err != nil {
 		return err
 	}
-	if d.servers, err = d.readServers(ctx, elements); err != nil {
+	if d.servers, err = d.readServers(ctx); err != nil {
 		return err
 	}
 	d.elements = elements
 	d.plans, d.refs, d.claims = map[types.NamespacedName]*plan{}, map[element]int{}, map[serverID]claim{}
 	d.unused, d.earlier, d.leaving = map[element]bool{}, map[element][]element{}, map[serverID]bool{}
+	d.unchecked = nil
 	for e := range elements {
 		if group := e.group(); group != e {
 			d.earlier[group] = append(d.earlier[group], e)
@@ -138,52 +141,27 @@ func (d *dataplane) follow(next planner) bool {
 	return true
 }
 
-// readServers returns the virtual servers of this instance. The argument elements are the
-// elements of the table.
-func (d *dataplane) readServers(ctx context.Context, elements map[element]bool) (map[serverID]*server, error) {
-	listed, err := d.conn.list()
+// readServers returns the virtual servers of this instance. The kernel's listing may be
+// incomplete. omitForeign finds the virtual servers that a service needs; the next pass
+// deletes the others.
+func (d *dataplane) readServers(ctx context.Context) (map[serverID]*server, error) {
+	servers, err := d.conn.list()
 	if err != nil {
 		return nil, err
 	}
-	ids := maps.Clone(d.servers)
-	if ids == nil {
-		ids = map[serverID]*server{}
-	}
-	for e := range elements {
-		if e.set.kind == frontends {
-			ids[e.server()] = nil
-		}
-	}
-	return d.completeServers(ctx, listed, ids)
-}
-
-// completeServers returns the virtual servers of this instance that are in listed or ids,
-// with their destinations. It reads the servers in ids that are not listed, because the
-// listing may be incomplete.
-func (d *dataplane) completeServers(ctx context.Context, listed, ids map[serverID]*server) (map[serverID]*server, error) {
-	own := map[serverID]*server{}
-	for id, s := range listed {
+	for id, s := range servers {
 		if !d.owns(id, s) {
+			delete(servers, id)
 			continue
 		}
-		if err := errors.Join(context.Cause(ctx), d.conn.readDestinations(id, s)); err != nil {
+		if ctx.Err() != nil {
+			return nil, context.Cause(ctx)
+		}
+		if err := d.conn.readDestinations(id, s); err != nil {
 			return nil, err
 		}
-		own[id] = s
 	}
-	for id := range ids {
-		if listed[id] != nil {
-			continue
-		}
-		s, err := d.conn.read(id)
-		if err := errors.Join(context.Cause(ctx), err); err != nil {
-			return nil, err
-		}
-		if d.owns(id, s) {
-			own[id] = s
-		}
-	}
-	return own, nil
+	return servers, nil
 }
 
 // owns reports whether a virtual server in the kernel belongs to this instance. A virtual

@@ -50,6 +50,7 @@ func TestKernel(t *testing.T) {
 	t.Run("a missing scheduler fails only its service", testMissingScheduler)
 	t.Run("without a virtual server, a port of a service is refused", testRefusedWithoutServer)
 	t.Run("a delivered service replaces its verdicts from before the pass", testVerdictsFromBefore)
+	t.Run("comparisons continue where they were interrupted", testInterruptedComparison)
 	t.Run("a removed endpoint stays until its connections end", testGracefulRemoval)
 	t.Run("clean-up leaves the namespace as it was", testCleanup)
 	t.Run("an address that the machine gets or loses", testMachineAddress)
@@ -354,14 +355,17 @@ func testIncompleteListing(t *testing.T) {
 	n := newNode(t)
 	n.mustPass(view([]string{"10.1.0.1"}, nil))
 	n.restart()
-	d, web := n.dataplane, id("10.96.0.1:80", api.TCP)
-	got, err := d.completeServers(t.Context(), nil, map[serverID]*server{web: nil, id("10.96.0.9:80", api.TCP): nil})
-	if err != nil || len(got) != 1 || got[web] == nil || len(got[web].destinations) != 1 {
-		t.Errorf("virtual servers %v, error %v", got, err)
+	if err := n.deliver(&sink.Changes{First: true, NodeChanged: true}); err != nil {
+		t.Fatal(err)
 	}
+	delete(n.dataplane.servers, id("10.96.0.1:80", api.TCP)) // as if the listing had omitted it
+	if err := n.deliver(&sink.Changes{Last: true}, view([]string{"10.1.0.2"}, nil)); err != nil {
+		t.Fatal(err)
+	}
+	n.mustHave("10.96.0.1:80/TCP rr 0 10.1.0.1:8080=0 10.1.0.2:8080=1")
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
-	if _, err := d.completeServers(ctx, nil, map[serverID]*server{web: nil}); !errors.Is(err, context.Canceled) {
+	if err := n.Sync(ctx, &sink.Changes{First: true, NodeChanged: true, Services: slices.Values([]sink.Change(nil))}); !errors.Is(err, context.Canceled) {
 		t.Errorf("with a cancelled context: error %v", err)
 	}
 }
@@ -723,7 +727,25 @@ func testGracefulRemoval(t *testing.T) {
 		}
 	}
 	verify()
-	n.mustHave("10.96.0.1:80/TCP rr 0 10.1.0.1:8080=0 10.1.0.2:8080=1")
+	const both = "10.96.0.1:80/TCP rr 0 10.1.0.1:8080=0 10.1.0.2:8080=1"
+	n.mustHave(both)
+
+	// Counts of connections do not hide changes by other programs.
+	web := id("10.96.0.1:80", api.TCP)
+	if err := errors.Join(
+		n.dataplane.conn.set(web, false, settings{scheduler: "wlc"}),
+		n.dataplane.conn.deleteDestination(web, netip.MustParseAddrPort("10.1.0.2:8080")),
+	); err != nil {
+		t.Fatal(err)
+	}
+	n.compareAt, n.idleAt = time.Now().Add(time.Hour), time.Time{}
+	verify()
+	n.compareAt = time.Time{}
+	verify()
+	n.mustHave(both)
+	if got := n.dataplane.servers[web].flags; got != n.dataplane.planner.owner {
+		t.Errorf("the flags of the virtual server are %#x, want %#x", got, n.dataplane.planner.owner)
+	}
 	if _, err := io.WriteString(client, "x"); err != nil {
 		t.Fatal(err)
 	}
@@ -868,8 +890,51 @@ func testLeftRanges(t *testing.T) {
 	}
 }
 
+// limitedContext is cancelled when the method Err has returned nil a number of times.
+type limitedContext struct {
+	context.Context
+	calls int
+}
+
+func (c *limitedContext) Err() error {
+	if c.calls--; c.calls < 0 {
+		return context.Canceled
+	}
+	return nil
+}
+
+// testInterruptedComparison checks that comparisons end, although each Verify is cancelled
+// after one virtual server.
+func testInterruptedComparison(t *testing.T) {
+	n := newNode(t)
+	var views []*api.ServiceEndpoints
+	var want []string
+	for i := range 3 {
+		views = append(views, numbered(i, 1))
+		want = append(want, fmt.Sprintf("10.96.0.%d:80/TCP rr 0 10.1.0.%d:8080=1", i, i))
+	}
+	n.mustPass(views...)
+	for id := range n.dataplane.servers {
+		if err := n.dataplane.conn.set(id, false, settings{scheduler: "wlc", flags: n.dataplane.planner.owner}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for i := range views {
+		n.compareAt, n.searchAt = time.Time{}, time.Time{}
+		begin := time.Now()
+		if err := n.Verify(&limitedContext{t.Context(), 1}); i < len(views)-1 && !errors.Is(err, context.Canceled) {
+			t.Errorf("interrupted: error %v", err)
+		}
+		spent := time.Since(begin)
+		if pause := n.compareAt.Sub(begin); i < len(views)-1 && pause > (pauseFactor+2)*spent || i == len(views)-1 && pause < minPause {
+			t.Errorf("%d virtual servers are left, the next comparison follows after %v", len(n.dataplane.unchecked), pause)
+		}
+	}
+	n.mustHave(want...)
+}
+
 // testManyLeaving checks that one call counts the connections of a limited number of
-// virtual servers.
+// virtual servers, and that a pause follows.
 func testManyLeaving(t *testing.T) {
 	n := newNode(t)
 	n.mustPass()
@@ -880,5 +945,13 @@ func testManyLeaving(t *testing.T) {
 		if err := n.dataplane.removeIdle(t.Context()); err != nil || len(n.dataplane.leaving) != want {
 			t.Errorf("%d virtual servers remain (%v), want %d", len(n.dataplane.leaving), err, want)
 		}
+	}
+	n.dataplane.leaving[id("10.96.0.1:80", api.TCP)] = true
+	for _, want := range []int{0, 1} {
+		if err := n.Verify(t.Context()); err != nil || len(n.dataplane.leaving) != want {
+			t.Errorf("%d virtual servers remain (%v), want %d", len(n.dataplane.leaving), err, want)
+		}
+		n.dataplane.leaving[id("10.96.0.1:80", api.TCP)] = true
+		n.idleAt = n.idleAt.Add(time.Hour)
 	}
 }

@@ -10,6 +10,7 @@ import (
 	"fmt"
 	"maps"
 	"net/netip"
+	"slices"
 	"time"
 
 	"github.com/kpng-project/kpng/sink"
@@ -17,9 +18,9 @@ import (
 )
 
 const (
-	// minPause is the shortest time between two comparisons with the kernel. A comparison is
-	// followed by a pause of at least pauseFactor times its duration, so that comparisons
-	// use at most 2 % of a CPU.
+	// minPause is the shortest time between two comparisons with the kernel. Comparisons and
+	// counts of connections are followed by pauses of at least pauseFactor times their
+	// durations, so that each of them uses at most 2 % of a CPU.
 	minPause    = 10 * time.Second
 	pauseFactor = 50
 )
@@ -28,7 +29,8 @@ const (
 const maxIdleReads = 1000
 
 // removeIdle deletes the destinations that get no new connections and have no connections
-// any more.
+// any more. It takes only the numbers of connections from the kernel, so that compare
+// still finds changes by other programs.
 func (d *dataplane) removeIdle(ctx context.Context) error {
 	var errs []error
 	reads := 0
@@ -44,23 +46,28 @@ func (d *dataplane) removeIdle(ctx context.Context) error {
 			errs = append(errs, err)
 			continue
 		}
-		delete(d.leaving, id)
-		if s == nil {
-			continue // compare creates the virtual server again
-		}
-		d.servers[id] = s
-		for at, to := range s.destinations {
-			switch {
-			case d.claims[id].has(at):
-			case to.connections > 0:
-				d.leaving[id] = true
-			default:
-				if err := d.conn.deleteDestination(id, at); err != nil {
-					errs = append(errs, err)
-				} else {
-					delete(s.destinations, at)
+		leaving := false
+		if recorded := d.servers[id]; s != nil && recorded != nil {
+			for at := range recorded.destinations {
+				to, exists := s.destinations[at]
+				if d.claims[id].has(at) {
+					continue
 				}
+				if to.connections > 0 {
+					leaving = true
+					continue
+				}
+				if exists {
+					if err := d.conn.deleteDestination(id, at); err != nil {
+						errs, leaving = append(errs, err), true
+						continue
+					}
+				}
+				delete(recorded.destinations, at)
 			}
+		}
+		if !leaving {
+			delete(d.leaving, id)
 		}
 	}
 	return errors.Join(errs...)
@@ -77,10 +84,46 @@ func (d *dataplane) checkTable() error {
 	return err
 }
 
-// compare compares the kernel with the records, and repairs virtual servers and addresses.
-// If another program has changed the table, it requests a new pass.
+// compare compares the kernel with the records. It repairs virtual servers. If another
+// program has changed the table or the routes, or if a repair fails, it requests a new
+// pass. If ctx ends, the next call continues. When d.unchecked is empty, the comparison is
+// complete.
 func (d *dataplane) compare(ctx context.Context) error {
-	log := klog.FromContext(ctx)
+	if len(d.unchecked) == 0 {
+		if err := d.compareTableAndRoutes(); err != nil {
+			return err
+		}
+		d.unchecked = slices.Collect(maps.Keys(d.claims))
+	}
+	for len(d.unchecked) > 0 {
+		if ctx.Err() != nil {
+			return context.Cause(ctx)
+		}
+		id := d.unchecked[len(d.unchecked)-1]
+		d.unchecked = d.unchecked[:len(d.unchecked)-1]
+		s, err := d.conn.read(id)
+		if err != nil {
+			return err
+		}
+		if !d.owns(id, s) {
+			s = nil
+		}
+		if _, needed := d.claims[id]; !needed || equalServers(s, d.servers[id]) {
+			continue
+		}
+		klog.FromContext(ctx).Info("Virtual server was changed by another program; repairing it", "server", id.String())
+		d.setServer(id, s)
+		if err := d.programServer(id); err != nil {
+			d.known = false
+			return fmt.Errorf("%w (%w)", err, sink.ErrStartOver)
+		}
+	}
+	return nil
+}
+
+// compareTableAndRoutes requests a new pass if another program has changed the table or
+// the routes.
+func (d *dataplane) compareTableAndRoutes() error {
 	elements, err := d.table.read()
 	if err != nil && !errors.Is(err, errChanged) {
 		return err
@@ -97,23 +140,7 @@ func (d *dataplane) compare(ctx context.Context) error {
 		d.known = false
 		return fmt.Errorf("another program changed routes of interface %s (%w)", d.local.name, sink.ErrStartOver)
 	}
-	servers, err := d.readServers(ctx, elements)
-	if err != nil {
-		return err
-	}
-	var errs []error
-	for id := range d.claims {
-		if ctx.Err() != nil {
-			return errors.Join(append(errs, context.Cause(ctx))...)
-		}
-		if equalServers(servers[id], d.servers[id]) {
-			continue
-		}
-		log.Info("Virtual server was changed by another program; repairing it", "server", id.String())
-		d.setServer(id, servers[id])
-		errs = append(errs, d.programServer(id))
-	}
-	return errors.Join(errs...)
+	return nil
 }
 
 // equalServers reports whether two virtual servers are equal, except for the numbers of

@@ -70,7 +70,7 @@ func newDataplane(opts *Options) *dataplane {
 		opts: opts,
 		planner: planner{
 			scheduler: opts.Scheduler, annotation: opts.SchedulerAnnotation,
-			owner: owner(opts.tableName()), healthzPort: opts.HealthzPort,
+			owner: owner(opts.tableName()), healthzPort: opts.HealthzPort, nodeNetworks: opts.NodeNetworks,
 		},
 		conn:  conn{netNS: opts.NetNS},
 		local: localAddresses{name: opts.Interface, owner: opts.tableName(), netNS: opts.NetNS},
@@ -136,6 +136,9 @@ func (d *dataplane) follow(next planner) bool {
 		if external && p.hasMachine(id.Addr()) != next.hasMachine(id.Addr()) {
 			return false
 		}
+	}
+	if slices.ContainsFunc(next.machineAddrs, p.isOtherNode) {
+		return false // plans omit this address
 	}
 	p.machineAddrs = next.machineAddrs
 	return true

@@ -44,6 +44,7 @@ func TestKernel(t *testing.T) {
 	t.Run("IPVS without connection tracking is an error", testConntrackSetting)
 	t.Run("schedulers that hash sources omit removed endpoints", testSourceHashing)
 	t.Run("health checks reach the node at load-balancer IPs", testHealthChecks)
+	t.Run("this node reaches another node whose address is an external IP", testAddressOfOtherNode)
 	t.Run("IPv6 connections of the node get a source that endpoints know", testSourceOfIPv6)
 	t.Run("an interface of another program is not touched", testForeignInterface)
 	t.Run("the alias identifies the interface", testInterfaceNames)
@@ -524,6 +525,28 @@ func testHealthChecks(t *testing.T) {
 	}
 	if err := n.dial("203.0.113.1:22"); !errors.Is(err, unix.ECONNREFUSED) {
 		t.Errorf("another port: error %v, want connection refused", err)
+	}
+}
+
+// testAddressOfOtherNode checks that packets to an external IP reach the node that has this
+// address.
+func testAddressOfOtherNode(t *testing.T) {
+	n := newNode(t)
+	n.restart(func(o *Options) { o.NodeNetworks = []netip.Prefix{netip.MustParsePrefix("198.51.100.0/24")} })
+	other := netnstest.New(t)
+	n.ns.Join(t, "veth0", other, "eth0")
+	n.ns.Add(t, "veth0", "198.51.100.1/24")
+	other.Add(t, "eth0", "198.51.100.2/24")
+	n.mustPass(view([]string{"10.1.0.1"}, func(s *api.Service) { s.IPs.ExternalIPs = api.NewIPSet(netip.MustParseAddr("198.51.100.2")) }))
+	for _, addr := range []string{"198.51.100.2:10250", "198.51.100.2:80"} {
+		var l net.Listener
+		if err := other.Do(func() (err error) { l, err = net.Listen("tcp", addr); return err }); err != nil {
+			t.Fatal(err)
+		}
+		defer l.Close()
+		if err := n.dial(addr); err != nil {
+			t.Error(err)
+		}
 	}
 }
 

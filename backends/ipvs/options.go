@@ -10,6 +10,7 @@ import (
 	"fmt"
 	"net/netip"
 	"regexp"
+	"slices"
 
 	"github.com/kpng-project/kpng/backends/internal/kernelnode"
 	"github.com/kpng-project/kpng/backends/internal/nftrule"
@@ -59,6 +60,12 @@ type Options struct {
 	// NodeAddresses has the addresses of node ports. The backend ignores loopback addresses.
 	// Default: the primary addresses of the node, see package nodeaddr.
 	NodeAddresses nodeaddr.Source
+	// NodeNetworks contain the addresses of the cluster's nodes. If an external or
+	// load-balancer IP of a service is the address of another node, the backend ignores it,
+	// so that its packets go to the other node. Without NodeNetworks, the backend makes the
+	// address local, so that this node cannot reach the other node at any port. Default: no
+	// networks.
+	NodeNetworks []netip.Prefix
 	// HealthzPort is the port of the program's own health checks. Load balancers check
 	// services with externalTrafficPolicy Cluster at this port. The backend translates
 	// checks of load-balancer IPs to the first address of NodeAddresses. It does the same
@@ -123,9 +130,9 @@ func (o *Options) complete() error {
 		errs = append(errs, fmt.Errorf("%q is not the name of a scheduler", o.Scheduler))
 	}
 	errs = append(errs, kernelnode.CheckMasquerading(o.MasqueradeMark, o.PodInterfaces, o.MasqueradeOutsiders, len(o.PodInterfaces)+len(o.ClusterCIDRs) > 0))
-	for _, cidr := range o.ClusterCIDRs {
+	for _, cidr := range slices.Concat(o.ClusterCIDRs, o.NodeNetworks) {
 		if !cidr.IsValid() {
-			errs = append(errs, errors.New("a cluster CIDR is not valid"))
+			errs = append(errs, errors.New("a CIDR of pods or nodes is not valid"))
 		}
 	}
 	return errors.Join(errs...)

@@ -32,12 +32,20 @@ type planner struct {
 	nodePortAddrs, machineAddrs []netip.Addr
 	// nodeAddrs are the node's addresses, which source ranges may admit.
 	nodeAddrs []netip.Addr
+	// nodeNetworks have the addresses of all nodes. External and load-balancer IPs that are
+	// addresses of other nodes have no frontends.
+	nodeNetworks []netip.Prefix
 }
 
 // hasMachine reports whether a is an address of the machine.
 func (p *planner) hasMachine(a netip.Addr) bool {
 	_, has := slices.BinarySearchFunc(p.machineAddrs, a, netip.Addr.Compare)
 	return has
+}
+
+// isOtherNode reports whether a is an address of another node.
+func (p *planner) isOtherNode(a netip.Addr) bool {
+	return !p.hasMachine(a) && slices.ContainsFunc(p.nodeNetworks, func(n netip.Prefix) bool { return n.Contains(a) })
 }
 
 // firstNodePortAddr returns an address of node ports of a family.
@@ -110,12 +118,13 @@ func (p *planner) plan(se *api.ServiceEndpoints) (*plan, error) {
 			settings:  settings{scheduler, uint32(f.Affinity / time.Second), p.owner | fallbackFlag(scheduler)},
 			endpoints: endpointsOf(f), existing: existing(se, f),
 		}
+		external := f.Kind == nodeview.ExternalIP || f.Kind == nodeview.LoadBalancerIP
 		for _, a := range addrs {
-			if api.FamilyOf(a) == f.Family && !a.IsLoopback() {
+			if api.FamilyOf(a) == f.Family && !a.IsLoopback() && !(external && p.isOtherNode(a)) {
 				id := serverID{netip.AddrPortFrom(a, uint16(f.Port)), f.Protocol}
 				fp := frontendPlan{id: id, kind: f.Kind, wanted: w, elements: p.elements(id, f, frontends)}
-				fp.local = f.Kind == nodeview.ClusterIP || f.Kind != nodeview.NodePort && !p.hasMachine(a)
-				if f.Kind == nodeview.LoadBalancerIP {
+				fp.local = f.Kind == nodeview.ClusterIP || external && !p.hasMachine(a)
+				if f.Kind == nodeview.LoadBalancerIP && fp.local {
 					fp.elements = append(fp.elements, p.healthCheck(a, se.Service)...)
 				}
 				if fp.local {
@@ -202,7 +211,7 @@ func (p *planner) elements(id serverID, f *nodeview.Frontend, all []nodeview.Fro
 // healthCheck returns the element that translates health checks by a load balancer, which
 // sends them to the load-balancer IP. An address of node ports answers them.
 func (p *planner) healthCheck(a netip.Addr, s *api.Service) []element {
-	port := cmp.Or(uint16(s.HealthCheckNodePort), p.healthzPort)
+	port := cmp.Or(uint16(nodeview.HealthCheckPort(s)), p.healthzPort)
 	to, ok := p.firstNodePortAddr(api.FamilyOf(a))
 	if port == 0 || !ok {
 		return nil

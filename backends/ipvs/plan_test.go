@@ -109,6 +109,30 @@ func TestPlan(t *testing.T) {
 			want: append(clusterIP, "10.96.0.1:80/TCP rr [10.1.0.1:8080] local", "192.0.2.1:80/TCP rr [10.1.0.1:8080]",
 				"frontends4 192.0.2.1", "masquerades4 192.0.2.1"),
 		},
+		"an external IP that another node has": {
+			endpoints: []string{"10.1.0.1"},
+			edit:      func(s *api.Service) { s.IPs.ExternalIPs = api.NewIPSet(netip.MustParseAddr("192.0.2.9")) },
+			want:      append(clusterIP, "10.96.0.1:80/TCP rr [10.1.0.1:8080] local"),
+		},
+		"a load-balancer IP that the machine has keeps its health-check ports": {
+			endpoints: []string{"10.1.0.1"},
+			edit: func(s *api.Service) {
+				loadBalancer(s)
+				s.IPs.LoadBalancerIPs = api.NewIPSet(netip.MustParseAddr("192.0.2.1"))
+			},
+			healthz: 10256,
+			want: append(clusterIP, "10.96.0.1:80/TCP rr [10.1.0.1:8080] local", "192.0.2.1:80/TCP rr [10.1.0.1:8080]",
+				"frontends4 192.0.2.1", "masquerades4 192.0.2.1"),
+		},
+		"a health-check node port of a service with policy Cluster does not count": {
+			endpoints: []string{"10.1.0.1"},
+			edit: func(s *api.Service) {
+				loadBalancer(s)
+				s.HealthCheckNodePort = 30999
+			},
+			want: append(clusterIP, "10.96.0.1:80/TCP rr [10.1.0.1:8080] local", "203.0.113.1:80/TCP rr [10.1.0.1:8080] local",
+				"addresses4 203.0.113.1", "frontends4 203.0.113.1", "masquerades4 203.0.113.1"),
+		},
 		"a cluster IP becomes local even if the machine has it, for example on the interface of kube-proxy": {
 			endpoints: []string{"10.1.0.1"},
 			edit:      func(s *api.Service) { s.IPs.ClusterIPs = api.NewIPSet(netip.MustParseAddr("192.0.2.1")) },
@@ -166,7 +190,7 @@ func TestPlan(t *testing.T) {
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
-			p := planner{scheduler: "rr", annotation: "scheduler", healthzPort: test.healthz, nodePortAddrs: []netip.Addr{
+			p := planner{scheduler: "rr", annotation: "scheduler", healthzPort: test.healthz, nodeNetworks: []netip.Prefix{netip.MustParsePrefix("192.0.2.0/24")}, nodePortAddrs: []netip.Addr{
 				netip.MustParseAddr("127.0.0.1"), netip.MustParseAddr("192.0.2.1"), netip.MustParseAddr("192.0.2.2"), netip.MustParseAddr("2001:db8::1"),
 			}}
 			p.machineAddrs = p.nodePortAddrs
@@ -264,6 +288,20 @@ func TestNodePortWinsAgainstExternalIP(t *testing.T) {
 	}
 }
 
+func TestNewAddressOfNodeNetworkCausesPass(t *testing.T) {
+	d := newDataplane(&Options{NodeNetworks: []netip.Prefix{netip.MustParsePrefix("192.0.2.0/24")}})
+	for _, step := range []struct {
+		addr string
+		want bool
+	}{{"10.1.0.1", true}, {"192.0.2.9", false}} {
+		next := d.planner
+		next.machineAddrs = []netip.Addr{netip.MustParseAddr(step.addr)}
+		if got := d.follow(next); got != step.want {
+			t.Errorf("after the machine got %s: follow is %t", step.addr, got)
+		}
+	}
+}
+
 // stopSink counts the calls of its method Stop.
 type stopSink struct {
 	sink.Func
@@ -301,6 +339,7 @@ func TestInvalidOptionsAreRefused(t *testing.T) {
 		"bit":        {MasqueradeMark: 3},
 		"kube-proxy": {MasqueradeMark: 0x4000},
 		"CIDR":       {ClusterCIDRs: []netip.Prefix{{}}},
+		"nodes":      {NodeNetworks: []netip.Prefix{{}}},
 		"needs":      {MasqueradeOutsiders: true},
 		"without a":  {Instance: "ipvs"},
 	} {

@@ -3,6 +3,9 @@
 package program
 
 import (
+	"net"
+	"strconv"
+
 	"github.com/kpng-project/kpng/backends/ipvs"
 	"github.com/kpng-project/kpng/backends/nodeaddr"
 	"github.com/kpng-project/kpng/sink"
@@ -27,6 +30,8 @@ func IPVS() *Backend {
 	}
 }
 
+const healthzPortFlag = "forward-healthcheck-port"
+
 // ipvsFlags has the values of the backend's flags.
 type ipvsFlags struct {
 	nodeFlags
@@ -41,7 +46,8 @@ func (f *ipvsFlags) register(fs *pflag.FlagSet) {
 	listFlag(fs, &f.options.ClusterCIDRs, parseCIDR, "cluster-cidr", "the `CIDRs` of pods")
 	fs.StringSliceVar(&f.options.PodInterfaces, "pod-interfaces", nil, "take what comes in by these `interfaces`, such as cni0 or veth*, for pods of this node")
 	fs.BoolVar(&f.options.MasqueradeAll, "masquerade-all", false, "masquerade all connections to cluster IPs")
-	fs.Uint16Var(&f.options.HealthzPort, "forward-healthcheck-port", 10256, "the `port` for health checks at load-balancer IPs of services without a health-check node port: that of --healthz-bind-address; 0 forwards none of them")
+	listFlag(fs, &f.options.NodeNetworks, parseCIDR, "node-networks", "the `CIDRs` of nodes: an external or load-balancer IP that is the address of another node is ignored, so that its packets go to that node")
+	fs.Uint16Var(&f.options.HealthzPort, healthzPortFlag, 0, "the `port` for health checks at load-balancer IPs of services without a health-check node port; 0 forwards none of them (default: that of --healthz-bind-address)")
 	fs.BoolVar(&f.options.StrictARP, "strict-arp", false, "also check or set the kernel settings with which the node does not answer ARP requests for addresses of services")
 	f.nodeFlags.register(fs)
 }
@@ -49,6 +55,12 @@ func (f *ipvsFlags) register(fs *pflag.FlagSet) {
 // complete checks the values of the flags and returns the resulting options.
 func (f *ipvsFlags) complete() (ipvs.Options, error) {
 	opts := f.options
+	if !f.flagSet.Changed(healthzPortFlag) {
+		if _, port, err := net.SplitHostPort(flagValue(f.flagSet, "healthz-bind-address")); err == nil {
+			number, _ := strconv.ParseUint(port, 10, 16) // the server of this address reports errors
+			opts.HealthzPort = uint16(number)
+		}
+	}
 	opts.MasqueradeOutsiders = f.masqueradeOutside && len(opts.ClusterCIDRs)+len(opts.PodInterfaces) > 0
 	if err := f.check("the backend ipvs"); err != nil {
 		return opts, err

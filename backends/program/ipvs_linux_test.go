@@ -7,13 +7,14 @@ import (
 	"testing"
 
 	"github.com/kpng-project/kpng/backends/ipvs"
+	"github.com/spf13/pflag"
 )
 
 func TestFlagsOfIPVS(t *testing.T) {
 	defaults := func(edit func(*ipvs.Options)) ipvs.Options {
 		o := ipvs.Options{
 			Scheduler: "rr", SchedulerAnnotation: "kpng.io/ipvs-scheduler",
-			MasqueradeMark: 1 << 13, HealthzPort: 10256, Sysctls: ipvs.SetSysctls,
+			MasqueradeMark: 1 << 13, Sysctls: ipvs.SetSysctls,
 		}
 		edit(&o)
 		return o
@@ -30,17 +31,40 @@ func TestFlagsOfIPVS(t *testing.T) {
 			}),
 		},
 		"all other flags": {
-			[]string{"--instance=x", "--interface=svc0", "--scheduler=sh", "--scheduler-annotation=example.com/a", "--pod-interfaces=cni0,veth*", "--masquerade-outside=false", "--masquerade-all", "--masquerade-bit=15", "--strict-arp", "--forward-healthcheck-port=0", "--sysctls=ignore"},
+			[]string{"--instance=x", "--interface=svc0", "--scheduler=sh", "--scheduler-annotation=example.com/a", "--pod-interfaces=cni0,veth*", "--masquerade-outside=false", "--masquerade-all", "--masquerade-bit=15", "--strict-arp", "--node-networks=192.0.2.0/24", "--forward-healthcheck-port=0", "--sysctls=ignore"},
 			ipvs.Options{
 				Instance: "x", Interface: "svc0", Scheduler: "sh", SchedulerAnnotation: "example.com/a",
 				PodInterfaces: []string{"cni0", "veth*"}, MasqueradeAll: true, MasqueradeMark: 1 << 15,
-				StrictARP: true, Sysctls: ipvs.IgnoreSysctls,
+				StrictARP: true, Sysctls: ipvs.IgnoreSysctls, NodeNetworks: []netip.Prefix{netip.MustParsePrefix("192.0.2.0/24")},
 			},
 		},
 		"report kernel settings": {[]string{"--sysctls=report"}, defaults(func(o *ipvs.Options) { o.Sysctls = ipvs.ReportSysctls })},
 	} {
 		f := ipvsFlags{nodeFlags: nodeFlags{checks: newHealthChecks()}}
 		testFlags(t, name, test.args, IPVS(), f.register, f.complete, test.want)
+	}
+}
+
+func TestHealthChecksAreForwardedToOwnPort(t *testing.T) {
+	for _, test := range []struct {
+		args []string
+		want uint16
+	}{
+		{nil, 0},
+		{[]string{"--healthz-bind-address=0.0.0.0:10300"}, 10300},
+		{[]string{"--healthz-bind-address=0.0.0.0:10300", "--forward-healthcheck-port=80"}, 80},
+		{[]string{"--healthz-bind-address=0.0.0.0:10300", "--forward-healthcheck-port=0"}, 0},
+	} {
+		f := ipvsFlags{nodeFlags: nodeFlags{checks: newHealthChecks()}}
+		fs := pflag.NewFlagSet("ipvs", pflag.ContinueOnError)
+		f.register(fs)
+		fs.String("healthz-bind-address", "", "")
+		if err := fs.Parse(test.args); err != nil {
+			t.Fatal(err)
+		}
+		if got, err := f.complete(); err != nil || got.HealthzPort != test.want {
+			t.Errorf("%v: port %d (%v), want %d", test.args, got.HealthzPort, err, test.want)
+		}
 	}
 }
 

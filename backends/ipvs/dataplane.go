@@ -90,7 +90,7 @@ func (d *dataplane) begin(ctx context.Context) (err error) {
 		return err
 	}
 	if d.table == nil {
-		if d.table, err = newTable(d.opts); err != nil {
+		if d.table, err = newTable(d.opts, socketBuffer); err != nil {
 			return err
 		}
 	}
@@ -362,12 +362,7 @@ func (d *dataplane) changeTable(remove, add []element) error {
 		return nil
 	}
 	if err := d.table.change(remove, add); err != nil {
-		elements, readErr := d.table.read()
-		if readErr != nil || !maps.Equal(elements, d.elements) {
-			d.known = false
-			err = fmt.Errorf("%w (%w)", err, sink.ErrStartOver)
-		}
-		return err
+		return errors.Join(err, d.compareTable())
 	}
 	for _, e := range remove {
 		delete(d.elements, e)
@@ -565,7 +560,7 @@ func (d *dataplane) deleteUnused() error {
 
 // cleanup deletes the virtual servers, the interface and the table of the instance.
 func (d *dataplane) cleanup() error {
-	t, err := newTable(d.opts)
+	t, err := newTable(d.opts, socketBuffer)
 	if err != nil {
 		return err
 	}

@@ -47,23 +47,27 @@ type table struct {
 	name string
 	opts *Options
 	nft  *nftables.Conn
+	// maxElements limits the elements that create adds in one transaction.
+	maxElements int
 }
 
 const (
 	// socketBuffer is the maximum size of a transaction, about 200,000 elements.
 	socketBuffer = 32 << 20
+	// elementSize is more than the size of any element in a transaction.
+	elementSize = 256
 	// maxChunk is the maximum number of elements in a message, which must be below 64 KiB.
 	maxChunk = 400
 )
 
-func newTable(opts *Options) (*table, error) {
+func newTable(opts *Options, socketBuffer int) (*table, error) {
 	nft, err := nftables.New(nftables.WithNetNSFd(opts.NetNS), nftables.WithSockOptions(func(c *netlink.Conn) error {
 		return errors.Join(c.SetWriteBuffer(socketBuffer), c.SetReadBuffer(socketBuffer))
 	}))
 	if err != nil {
 		return nil, fmt.Errorf("open a netlink socket: %w", err)
 	}
-	return &table{name: opts.tableName(), opts: opts, nft: nft}, nil
+	return &table{name: opts.tableName(), opts: opts, nft: nft, maxElements: socketBuffer / elementSize}, nil
 }
 
 func (t *table) table() *nftables.Table {
@@ -252,7 +256,9 @@ func (t *table) exists() (bool, error) {
 	return true, nil
 }
 
-// create replaces the table by one with these elements, in one transaction.
+// create replaces the table by one with these elements, in one transaction. If the
+// elements need several transactions, those of the set frontends are last. So the table
+// may refuse connections meanwhile, but does not accept connections that it must refuse.
 func (t *table) create(elements map[element]bool) error {
 	t.nft.AddTable(t.table()) // because the deletion of a missing table fails
 	t.nft.DelTable(t.table())
@@ -268,11 +274,25 @@ func (t *table) create(elements map[element]bool) error {
 			t.nft.AddRule(&nftables.Rule{Table: c.Table, Chain: c.Chain, Exprs: rule, UserData: comment(rule)})
 		}
 	}
-	var add []element
+	var first, last []element
 	for e := range elements {
-		add = append(add, e)
+		if e.set.kind == frontends {
+			last = append(last, e)
+		} else {
+			first = append(first, e)
+		}
 	}
-	return t.change(nil, add)
+	slices.SortFunc(first, element.compare)
+	all := append(first, last...)
+	for {
+		n := min(len(all), t.maxElements)
+		if err := t.change(nil, all[:n:n]); err != nil {
+			return err
+		}
+		if all = all[n:]; len(all) == 0 {
+			return nil
+		}
+	}
 }
 
 // change removes and adds elements in one transaction.

@@ -23,7 +23,7 @@ func testTable(t *testing.T, ns *netnstest.Namespace, opts Options) *table {
 	if err := opts.complete(); err != nil {
 		t.Fatal(err)
 	}
-	table, err := newTable(&opts)
+	table, err := newTable(&opts, socketBuffer)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -128,6 +128,30 @@ func TestChangedTableIsDetectedAndKeepsElements(t *testing.T) {
 				t.Errorf("the new table has %d elements (%v), want %d", len(again), err, len(elements))
 			}
 		})
+	}
+}
+
+// TestTableOfAnySizeIsCreated checks that the backend recovers after another program has
+// deleted a large table.
+func TestTableOfAnySizeIsCreated(t *testing.T) {
+	ns := netnstest.New(t)
+	const buffer = 256 << 10
+	d := newDataplane(&Options{NetNS: ns.FD, MasqueradeMark: 1})
+	var err error
+	if d.table, err = newTable(d.opts, buffer); err != nil {
+		t.Fatal(err)
+	}
+	d.elements = map[element]bool{}
+	for i := range buffer / 10 {
+		from := netip.AddrFrom16([16]byte{0xfd, 14: byte(i >> 8), 15: byte(i)})
+		d.elements[element{set: setID{hairpins, api.IPv6}, key: addrKey(from) + frontendKey(serverID{netip.AddrPortFrom(from, 80), api.TCP})}] = true
+	}
+	d.elements[id("10.96.0.1:80", api.TCP).element()] = true
+	if err := d.table.create(d.elements); err != nil {
+		t.Fatal(err)
+	}
+	if err := d.compareTable(); err != nil {
+		t.Error(err)
 	}
 }
 

@@ -78,8 +78,7 @@ func (d *dataplane) removeIdle(ctx context.Context) error {
 func (d *dataplane) checkTable() error {
 	exists, err := d.table.exists()
 	if err == nil && !exists {
-		d.known = false
-		err = fmt.Errorf("another program deleted table inet %s (%w)", d.table.name, sink.ErrStartOver)
+		err = d.changed("table inet " + d.table.name)
 	}
 	return err
 }
@@ -90,7 +89,10 @@ func (d *dataplane) checkTable() error {
 // complete.
 func (d *dataplane) compare(ctx context.Context) error {
 	if len(d.unchecked) == 0 {
-		if err := d.compareTableAndRoutes(); err != nil {
+		if err := d.compareTable(); err != nil {
+			return err
+		}
+		if err := d.compareRoutes(); err != nil {
 			return err
 		}
 		d.unchecked = slices.Collect(maps.Keys(d.claims))
@@ -121,26 +123,45 @@ func (d *dataplane) compare(ctx context.Context) error {
 	return nil
 }
 
-// compareTableAndRoutes requests a new pass if another program has changed the table or
-// the routes.
-func (d *dataplane) compareTableAndRoutes() error {
-	elements, err := d.table.read()
-	if err != nil && !errors.Is(err, errChanged) {
-		return err
+// maxReads limits how often compareTable reads the table.
+const maxReads = 6
+
+// compareTable requests a new pass if another program has changed the table. The kernel's
+// listing of a set is incomplete while the kernel resizes the set, so compareTable reads
+// the table again before it reports a change.
+func (d *dataplane) compareTable() error {
+	for attempt := range maxReads {
+		time.Sleep(time.Millisecond * (1<<attempt - 1))
+		elements, err := d.table.read()
+		switch {
+		case errors.Is(err, errChanged):
+			return d.changed("table inet " + d.table.name)
+		case err != nil:
+			return err
+		case maps.Equal(elements, d.elements):
+			return nil
+		}
 	}
-	if err != nil || !maps.Equal(elements, d.elements) {
-		d.known = false
-		return fmt.Errorf("another program changed table inet %s (%w)", d.table.name, sink.ErrStartOver)
-	}
+	return d.changed("table inet " + d.table.name)
+}
+
+// compareRoutes requests a new pass if another program has changed the routes.
+func (d *dataplane) compareRoutes() error {
 	routes, err := d.local.list()
 	if err != nil {
 		return err
 	}
 	if !maps.Equal(routes, d.routes) {
-		d.known = false
-		return fmt.Errorf("another program changed routes of interface %s (%w)", d.local.name, sink.ErrStartOver)
+		return d.changed("routes of interface " + d.local.name)
 	}
 	return nil
+}
+
+// changed returns an error that requests a new pass, because another program has changed
+// an object.
+func (d *dataplane) changed(object string) error {
+	d.known = false
+	return fmt.Errorf("another program changed %s (%w)", object, sink.ErrStartOver)
 }
 
 // equalServers reports whether two virtual servers are equal, except for the numbers of

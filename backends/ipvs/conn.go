@@ -234,7 +234,10 @@ func (c *conn) set(id serverID, create bool, s settings) error {
 		e.Uint32(svcNetmask, hostMask(id.Addr()))
 	}, nil)
 	if errors.Is(err, unix.ENOENT) {
-		return fmt.Errorf("virtual server %s: the kernel lacks the scheduler %s: load the module ip_vs_%s", id, s.scheduler, s.scheduler)
+		// The scheduler or the whole module is missing.
+		if err = c.open(); err == nil {
+			err = fmt.Errorf("the kernel lacks the scheduler %s: load the module ip_vs_%s", s.scheduler, s.scheduler)
+		}
 	}
 	return wrap(err, "set virtual server %s", id)
 }

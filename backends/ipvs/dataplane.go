@@ -408,8 +408,11 @@ func (d *dataplane) addAddresses(p *plan) error {
 		f := &p.frontends[i]
 		if addr := f.id.Addr(); f.local && !d.routes[addr] && d.servers[f.id] != nil {
 			err := d.local.add(addr)
-			if err == nil {
+			switch {
+			case err == nil:
 				d.routes[addr] = true
+			case errors.Is(err, unix.ENODEV), errors.Is(err, unix.ENETDOWN):
+				err = errors.Join(err, d.changed("interface "+d.local.name)) // a pass repairs it
 			}
 			errs = append(errs, err)
 		}
@@ -558,26 +561,39 @@ func (d *dataplane) deleteUnused() error {
 	return errors.Join(errs...)
 }
 
-// cleanup deletes the virtual servers, the interface and the table of the instance.
+// cleanup deletes the virtual servers, the interface and the table of the instance. A
+// failure of one does not stop the others.
 func (d *dataplane) cleanup() error {
-	t, err := newTable(d.opts, socketBuffer)
-	if err != nil {
-		return err
-	}
-	servers, err := d.conn.list()
-	if err != nil && !errors.Is(err, errNoIPVS) {
-		return err
-	}
 	// Delete the addresses first, so that no packet arrives whose virtual server is missing.
-	if err := d.local.delete(); err != nil {
-		return err
+	errs := []error{d.local.delete(), d.deleteServers()}
+	t, err := newTable(d.opts, socketBuffer)
+	if err == nil {
+		err = t.delete()
 	}
-	for id, s := range servers {
-		if d.owns(id, s) {
-			if err := d.conn.delete(id); err != nil {
-				return err
+	return errors.Join(append(errs, err)...)
+}
+
+// deleteServers deletes all virtual servers of the instance.
+func (d *dataplane) deleteServers() error {
+	for {
+		servers, err := d.conn.list()
+		if errors.Is(err, errNoIPVS) {
+			return nil
+		}
+		if err != nil {
+			return err
+		}
+		var errs []error
+		deleted := 0
+		for id, s := range servers {
+			if d.owns(id, s) {
+				errs = append(errs, d.conn.delete(id))
+				deleted++
 			}
 		}
+		// A listing may be incomplete, so list again until nothing is found.
+		if err := errors.Join(errs...); err != nil || deleted == 0 {
+			return err
+		}
 	}
-	return t.delete()
 }

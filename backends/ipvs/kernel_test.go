@@ -47,6 +47,7 @@ func TestKernel(t *testing.T) {
 	t.Run("this node reaches another node whose address is an external IP", testAddressOfOtherNode)
 	t.Run("IPv6 connections of the node get a source that endpoints know", testSourceOfIPv6)
 	t.Run("an interface of another program is not touched", testForeignInterface)
+	t.Run("an interface without routes is created again", testInterfaceLost)
 	t.Run("the alias identifies the interface", testInterfaceNames)
 	t.Run("a missing scheduler fails only its service", testMissingScheduler)
 	t.Run("without a virtual server, a port of a service is refused", testRefusedWithoutServer)
@@ -173,6 +174,9 @@ func testModuleLoadedLater(t *testing.T) {
 	n.compareAt = time.Time{}
 	if err := n.Verify(t.Context()); !errors.Is(err, sink.ErrStartOver) || !strings.Contains(err.Error(), "net.ipv4.vs.conntrack") {
 		t.Errorf("without the module, Verify returns %v", err)
+	}
+	if err := n.dataplane.conn.set(id("10.96.0.1:80", api.TCP), true, settings{scheduler: "rr"}); err != nil && !errors.Is(err, errNoIPVS) {
+		t.Errorf("error %v does not name the module", err)
 	}
 	if err := n.pass(view([]string{"10.1.0.1"}, nil)); err != nil && !strings.Contains(err.Error(), "load the module ip_vs") {
 		t.Errorf("error %v does not name the module", err)
@@ -583,11 +587,37 @@ func testForeignInterface(t *testing.T) {
 	if err := n.pass(); err == nil || !strings.Contains(err.Error(), "interface kpng-ipvs exists") {
 		t.Errorf("error %v does not name the interface", err)
 	}
-	if err := n.Cleanup(t.Context()); err == nil {
-		t.Error("clean-up does not report the interface")
-	}
 	n.ns.Run(t, "ip", "link", "delete", "kpng-ipvs")
-	n.mustPass()
+	n.mustPass(view([]string{"10.1.0.1"}, nil))
+	n.ns.Run(t, "ip", "link", "delete", "kpng-ipvs")
+	n.ns.Run(t, "ip", "link", "add", "kpng-ipvs", "up", "type", "dummy")
+	if err := n.Cleanup(t.Context()); err == nil || !strings.Contains(err.Error(), "interface kpng-ipvs exists") {
+		t.Errorf("clean-up returns %v, which does not name the interface", err)
+	}
+	n.mustHave()
+	if exists, err := n.dataplane.table.exists(); err != nil || exists {
+		t.Errorf("after clean-up, the table exists: %t (%v)", exists, err)
+	}
+}
+
+// testInterfaceLost checks that an interface that another program deletes or sets down is
+// repaired although it has no routes.
+func testInterfaceLost(t *testing.T) {
+	n := newNode(t)
+	web := view([]string{"fd00:1::1"}, func(s *api.Service) {
+		s.IPFamilies, s.IPs.ClusterIPs = []api.Family{api.IPv6}, api.NewIPSet(netip.MustParseAddr("fd00:96::1"))
+	})
+	for _, args := range []string{"delete kpng-ipvs", "set kpng-ipvs down"} {
+		n.mustPass()
+		n.ns.Run(t, strings.Fields("ip link "+args)...)
+		if err := n.deliver(&sink.Changes{}, web); !errors.Is(err, sink.ErrStartOver) {
+			t.Errorf("ip link %s: error %v does not request a pass", args, err)
+		}
+		n.mustPass(web)
+		if routes, err := n.dataplane.local.list(); err != nil || len(routes) != 1 {
+			t.Errorf("ip link %s: local addresses %v (%v)", args, routes, err)
+		}
+	}
 }
 
 // testInterfaceNames checks an interface that a crash has left without its alias, and one

@@ -526,7 +526,8 @@ func (d *dataplane) endPass(c *sink.Changes) {
 }
 
 // deleteUnused deletes unused elements with their virtual servers and addresses. Elements
-// that it cannot delete stay in d.unused.
+// that it cannot delete stay in d.unused. It deletes virtual servers last, because the
+// table has to refuse packets to an address when their virtual server is missing.
 func (d *dataplane) deleteUnused() error {
 	var errs []error
 	var remove []element

@@ -68,9 +68,9 @@ type Options struct {
 	NodeNetworks []netip.Prefix
 	// HealthzPort is the port of the program's own health checks. Load balancers check
 	// services with externalTrafficPolicy Cluster at this port. The backend translates
-	// checks of load-balancer IPs to the first address of NodeAddresses. It does the same
-	// for health-check node ports. Default: 0, which translates only health-check node
-	// ports.
+	// checks of load-balancer IPs to the first address of NodeAddresses, unless the machine
+	// has the load-balancer IP. It does the same for health-check node ports. Default: 0,
+	// which translates only health-check node ports.
 	HealthzPort uint16
 	// Conntrack is a sink that receives each change after the kernel has it. It deletes the
 	// connection-tracking entries of removed endpoints. The backend starts and stops it.

@@ -63,8 +63,8 @@ type Options struct {
 	// NodeNetworks contain the addresses of the cluster's nodes. If an external or
 	// load-balancer IP of a service is the address of another node, the backend ignores it,
 	// so that its packets go to the other node. Without NodeNetworks, the backend makes the
-	// address local, so that this node cannot reach the other node at any port. Default: no
-	// networks.
+	// address local, so that this node cannot reach the other node at any port. NodeNetworks
+	// must not contain load-balancer IPs that no machine has. Default: no networks.
 	NodeNetworks []netip.Prefix
 	// HealthzPort is the port of the program's own health checks. Load balancers check
 	// services with externalTrafficPolicy Cluster at this port. The backend translates

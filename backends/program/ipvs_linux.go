@@ -46,7 +46,7 @@ func (f *ipvsFlags) register(fs *pflag.FlagSet) {
 	listFlag(fs, &f.options.ClusterCIDRs, parseCIDR, "cluster-cidr", "the `CIDRs` of pods")
 	fs.StringSliceVar(&f.options.PodInterfaces, "pod-interfaces", nil, "take what comes in by these `interfaces`, such as cni0 or veth*, for pods of this node")
 	fs.BoolVar(&f.options.MasqueradeAll, "masquerade-all", false, "masquerade all connections to cluster IPs")
-	listFlag(fs, &f.options.NodeNetworks, parseCIDR, "node-networks", "the `CIDRs` of nodes: an external or load-balancer IP that is the address of another node is ignored, so that its packets go to that node")
+	listFlag(fs, &f.options.NodeNetworks, parseCIDR, "node-networks", "the `CIDRs` of nodes: ignore external and load-balancer IPs in them, except those that this machine has, so that their packets go to other nodes")
 	fs.Uint16Var(&f.options.HealthzPort, healthzPortFlag, 0, "the `port` for health checks at load-balancer IPs of services without a health-check node port; 0 forwards none of them (default: that of --healthz-bind-address)")
 	fs.BoolVar(&f.options.StrictARP, "strict-arp", false, "also check or set the kernel settings with which the node does not answer ARP requests for addresses of services")
 	f.nodeFlags.register(fs)

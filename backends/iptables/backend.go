@@ -39,7 +39,7 @@ type Backend struct {
 	// known reports that the rulesets agree with the kernel, except for failed services.
 	known bool
 	node  *api.Node
-	// leftovers exist if the last pass kept old rules of services that failed.
+	// leftovers exist if another pass is needed, see endPass.
 	leftovers kernelnode.Leftovers
 	// Before the time verifyAt, Verify does not compare rules.
 	verifyAt time.Time
@@ -95,22 +95,27 @@ func (b *Backend) Start(ctx context.Context) error {
 	return nil
 }
 
-// inOtherFlavour returns the rulesets that this instance made in the other flavour.
+// inOtherFlavour returns the rulesets that this instance made in the other flavour. They
+// include those that it could not read.
 func (b *Backend) inOtherFlavour(ctx context.Context, flavour Flavour) (list []*ruleset) {
 	other := NFT + Legacy - flavour
 	for _, family := range families {
 		r, err := newRunner(&b.opts, other, family, "")
 		if err != nil {
-			return nil // the node does not have that flavour
+			continue // the node does not have that flavour
 		}
+		rules := ""
 		has, err := hasTables(ctx, b.opts.NetNS, other, family)
-		if err != nil || !has {
+		if has {
+			rules, err = r.save(ctx, nat)
+		}
+		if err != nil {
+			klog.FromContext(ctx).Error(err, "Could not read the rules in the other flavour of iptables; removing those of this instance after a pass",
+				"family", family, "flavour", other)
+		} else if !strings.Contains(rules, ":"+b.opts.prefix()+services+" ") {
 			continue
 		}
-		rules, err := r.save(ctx, nat)
-		if err == nil && strings.Contains(rules, ":"+b.opts.prefix()+services+" ") {
-			list = append(list, &ruleset{renderer: renderer{opts: &b.opts, family: family}, run: r})
-		}
+		list = append(list, &ruleset{renderer: renderer{opts: &b.opts, family: family}, run: r})
 	}
 	return list
 }
@@ -121,7 +126,7 @@ func (b *Backend) removeStale(ctx context.Context) {
 	b.stale = slices.DeleteFunc(b.stale, func(t *ruleset) bool {
 		log := klog.FromContext(ctx).WithValues("family", t.family, "flavour", t.run.flavour)
 		if err := t.remove(ctx); err != nil {
-			log.Error(err, "Could not remove the old rules in the other flavour of iptables; retrying after the next pass")
+			log.Error(err, "Could not remove the old rules in the other flavour of iptables; retrying after another pass")
 			return false
 		}
 		log.Info("Removed the old rules in the other flavour of iptables")
@@ -319,17 +324,22 @@ func (b *Backend) beginPass(ctx context.Context) error {
 	return nil
 }
 
-// endPass removes the rules that no service needs. Services that fail keep their rules
-// until a later pass.
+// endPass removes the rules that no service needs. Services that fail keep their rules,
+// also those in the other flavour, until a later pass. Verify requests that pass, also if
+// rules in the other flavour are left for another reason, or if a ruleset could not use
+// sets.
 func (b *Backend) endPass(ctx context.Context, failing map[types.NamespacedName]bool) error {
 	for _, t := range b.rulesets {
 		if err := t.prune(ctx, failing); err != nil {
 			return err
 		}
 	}
-	b.removeStale(ctx)
-	broken := slices.ContainsFunc(b.rulesets, func(t *ruleset) bool { return t.broken != nil })
-	b.leftovers.Exist = len(failing) > 0 || broken
+	failed := len(failing) > 0 || slices.ContainsFunc(b.rulesets, func(t *ruleset) bool { return t.broken != nil })
+	if !failed {
+		b.removeStale(ctx)
+	}
+	lacksSets := slices.ContainsFunc(b.rulesets, func(t *ruleset) bool { return t.run.ipset != "" && !t.withSets })
+	b.leftovers.Exist = failed || len(b.stale) > 0 || lacksSets
 	b.leftovers.RecordPass(time.Now(), b.leftovers.Exist)
 	return nil
 }
@@ -371,7 +381,7 @@ func (b *Backend) Verify(ctx context.Context) error {
 	case !b.known:
 		return fmt.Errorf("the rules in the kernel are unknown: %w", sink.ErrStartOver)
 	case b.leftovers.Due(begin):
-		return fmt.Errorf("the kernel may have rules of services that failed: %w", sink.ErrStartOver)
+		return fmt.Errorf("the last pass left old rules, or could not use sets: %w", sink.ErrStartOver)
 	case begin.Before(b.verifyAt):
 		return nil
 	}

@@ -30,12 +30,7 @@ import (
 // wrap replaces iptables-restore by a program that edits its input, so that the kernel
 // refuses rules for session affinity.
 func wrap(t *testing.T, r *ruleset) {
-	path := filepath.Join(t.TempDir(), "iptables-restore")
-	script := fmt.Sprintf("#!/bin/sh\nsed 's/--rcheck/& --hitcount 70000/' | %s \"$@\"\n", r.run.restoreProgram)
-	if err := os.WriteFile(path, []byte(script), 0o755); err != nil {
-		t.Fatal(err)
-	}
-	r.run.restoreProgram = path
+	replaceText(t, &r.run.restoreProgram, "s/--rcheck/& --hitcount 70000/")
 }
 
 func TestBadServiceFailsAlone(t *testing.T) {
@@ -351,11 +346,18 @@ func TestEndpointWithAddressOfFrontend(t *testing.T) {
 
 // replaceText makes a program of a ruleset edit its input or output with sed.
 func replaceText(t *testing.T, program *string, sed string) {
-	path := filepath.Join(t.TempDir(), filepath.Base(*program))
-	script := fmt.Sprintf("#!/bin/sh\nsed '%s' | %s \"$@\"\n", sed, *program)
+	script := "sed '" + sed + `' | %s "$@"`
 	if strings.HasSuffix(*program, "save") {
-		script = fmt.Sprintf("#!/bin/sh\n%s \"$@\" | sed '%s'\n", *program, sed)
+		script = `%s "$@" | sed '` + sed + `'`
 	}
+	replaceProgram(t, program, script)
+}
+
+// replaceProgram replaces a program of a ruleset by a shell script. Each %s in the script
+// stands for the path of the program.
+func replaceProgram(t *testing.T, program *string, script string) {
+	path := filepath.Join(t.TempDir(), filepath.Base(*program))
+	script = "#!/bin/sh\n" + strings.ReplaceAll(script, "%s", *program) + "\n"
 	if err := os.WriteFile(path, []byte(script), 0o755); err != nil {
 		t.Fatal(err)
 	}
@@ -454,6 +456,86 @@ func TestMissingTargetOfOneFamily(t *testing.T) {
 		if err := verify(t, b); err != nil {
 			t.Error(err)
 		}
+	})
+}
+
+// checkOldFlavour checks whether the instance has rules in a flavour.
+func checkOldFlavour(t *testing.T, ns *netnstest.Namespace, flavour Flavour, want bool) {
+	t.Helper()
+	for _, family := range families {
+		if has := strings.Contains(ns.Run(t, programName(flavour, family, "save")), "KPNG-"); has != want {
+			t.Errorf("%s has rules in flavour %s: %t, want %t", family, flavour, has, want)
+		}
+	}
+}
+
+// If rules fail in the new flavour, those in the other flavour may be the only ones that
+// work.
+func TestOldFlavourStaysWhileRulesFail(t *testing.T) {
+	for _, flavours := range [][2]Flavour{{NFT, Legacy}, {Legacy, NFT}} {
+		for what, refuse := range map[string]func(*testing.T, *Backend){
+			"a family fails": func(t *testing.T, b *Backend) {
+				replaceText(t, &b.rulesets[1].run.restoreProgram, "s/-j MASQUERADE --random-fully/-j MISSING/")
+			},
+			"a service fails": func(t *testing.T, b *Backend) { wrap(t, b.rulesets[0]) },
+		} {
+			t.Run(fmt.Sprintf("from %s, %s", flavours[0], what), func(t *testing.T) {
+				ns := netnstest.New(t)
+				mustSync(t, start(t, ns, variant{flavours[0], false}), pass(everything()...))
+				b := start(t, ns, variant{flavours[1], false})
+				real := []string{b.rulesets[0].run.restoreProgram, b.rulesets[1].run.restoreProgram}
+				refuse(t, b)
+				for range attempts {
+					if err := b.Sync(t.Context(), pass(everything()...)); err == nil {
+						t.Fatal("Sync returned no error")
+					}
+				}
+				checkOldFlavour(t, ns, flavours[0], true)
+				for i, r := range b.rulesets {
+					r.run.restoreProgram = real[i]
+				}
+				mustSync(t, b, pass(everything()...))
+				checkOldFlavour(t, ns, flavours[0], false)
+			})
+		}
+	}
+}
+
+// If the rules in the other flavour cannot be read or removed, a later pass tries again.
+func TestOldFlavourIsRemovedLater(t *testing.T) {
+	t.Run("the lock is held", func(t *testing.T) {
+		file := filepath.Join(t.TempDir(), "xtables.lock")
+		t.Setenv("XTABLES_LOCKFILE", file)
+		ns := netnstest.New(t)
+		mustSync(t, start(t, ns, variant{Legacy, false}), pass(everything()...))
+		b := start(t, ns, variant{NFT, false}, func(o *Options) { o.LockWait = time.Second })
+		release := holdLock(t, file)
+		mustSync(t, b, pass(everything()...))
+		release()
+		checkOldFlavour(t, ns, Legacy, true)
+		b.leftovers.PassAt = time.Time{}
+		if err := verify(t, b); !errors.Is(err, sink.ErrStartOver) {
+			t.Errorf("Verify returned %v", err)
+		}
+		mustSync(t, b, pass(everything()...))
+		checkOldFlavour(t, ns, Legacy, false)
+		if err := verify(t, b); err != nil {
+			t.Error(err)
+		}
+	})
+	t.Run("Start cannot read the rules", func(t *testing.T) {
+		ns := netnstest.New(t)
+		mustSync(t, start(t, ns, variant{Legacy, false}), pass(everything()...))
+		program, err := findProgram("iptables-legacy-save", "iptables")
+		if err != nil {
+			t.Fatal(err)
+		}
+		failed := filepath.Join(t.TempDir(), "failed")
+		replaceProgram(t, &program, `[ -e `+failed+` ] && exec %s "$@"; touch `+failed+`; exit 1`)
+		t.Setenv("PATH", filepath.Dir(program)+":"+os.Getenv("PATH"))
+		b := start(t, ns, variant{NFT, false})
+		mustSync(t, b, pass(everything()...))
+		checkOldFlavour(t, ns, Legacy, false)
 	})
 }
 
@@ -579,6 +661,19 @@ func TestSetsThatCannotBeUsed(t *testing.T) {
 				replaceText(t, program, "s/-m set /-m missing /")
 				return func() { *program = real }
 			},
+			// Some versions report what the kernel lacks only for the line COMMIT.
+			"the match is missing in the kernel": func(t *testing.T, ns *netnstest.Namespace, b *Backend) func() {
+				program := &b.rulesets[0].run.restoreProgram
+				real := *program
+				replaceProgram(t, program, `input=$(cat)
+case "$input" in
+*"-m set "*)
+	echo "iptables-restore: line $(echo "$input" | grep -n -m 1 COMMIT | cut -d : -f 1) failed" >&2
+	exit 1
+esac
+echo "$input" | %s "$@"`)
+				return func() { *program = real }
+			},
 		} {
 			t.Run(fmt.Sprint(flavour, ", ", name), func(t *testing.T) {
 				ns := netnstest.New(t)
@@ -595,6 +690,10 @@ func TestSetsThatCannotBeUsed(t *testing.T) {
 					t.Error(err)
 				}
 				mend()
+				b.leftovers.PassAt = time.Time{}
+				if err := verify(t, b); !errors.Is(err, sink.ErrStartOver) {
+					t.Errorf("Verify after a pass without sets returned %v", err)
+				}
 				mustSync(t, b, pass(everything()...))
 				fresh = netnstest.New(t)
 				mustSync(t, start(t, fresh, variant{flavour, false}), pass(everything()...))

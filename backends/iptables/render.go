@@ -81,8 +81,9 @@ func newRendered() *rendered {
 
 func (r *rendered) isEmpty() bool { return len(r.chains)+len(r.entries)+len(r.elements) == 0 }
 
-// The beginnings of matches that the kernel or iptables may lack.
-const matchRecent, matchSet = "-m recent ", "-m set "
+// matchRecent is the beginning of the match for session affinity. The kernel or iptables
+// may lack it.
+const matchRecent = "-m recent "
 
 func (r *rendered) hasAffinity() bool {
 	for _, rules := range r.chains {
@@ -142,7 +143,7 @@ func jump(target string) string { return "-j " + target }
 
 // setMatch returns a match for packets whose fields are an element of a set.
 func (r *renderer) setMatch(set, fields string) string {
-	return fmt.Sprintf(matchSet+"--match-set %s %s ", r.setName(set), fields)
+	return fmt.Sprintf("-m set --match-set %s %s ", r.setName(set), fields)
 }
 
 func (r *renderer) setName(set string) string { return fmt.Sprint(r.name(set), int(r.family)) }

@@ -100,17 +100,17 @@ func digest(rules string) uint64 { return maphash.String(digestSeed, rules) | 1 
 // as permanent.
 const attempts = 3
 
-// beginPass starts a pass. If the kernel refuses sets, the ruleset uses rules in place of
-// sets. If an error is permanent and affects only this family, beginPass stores it in
+// beginPass starts a pass. If sets are the cause of a failure, the ruleset uses rules in
+// place of sets. If an error is permanent and affects only this family, beginPass stores it in
 // t.broken and returns nil.
 func (t *ruleset) beginPass(ctx context.Context) error {
 	t.broken, t.withSets = nil, t.run.ipset != ""
 	err := t.begin(ctx)
-	if t.run.refusesSets(err) {
+	if t.setsFailed(ctx, err) {
 		t.withSets = false
 		setErr := err
 		if err = t.begin(ctx); err == nil {
-			klog.FromContext(ctx).Error(setErr, "Could not use sets; using rules in place of sets until the next pass", "family", t.family)
+			klog.FromContext(ctx).Error(setErr, "Could not use sets; using rules in place of sets until another pass", "family", t.family)
 		}
 	}
 	switch {
@@ -125,6 +125,21 @@ func (t *ruleset) beginPass(ctx context.Context) error {
 		t.broken = fmt.Errorf("%s: %w", t.family, err)
 	}
 	return nil
+}
+
+// setsFailed reports whether sets may be the cause of err, the result of begin. If a
+// program refuses sets, the text of its error need not say so. But if the kernel has a rule
+// with a set, sets are not the cause.
+func (t *ruleset) setsFailed(ctx context.Context, err error) bool {
+	var failed *programError
+	if !t.withSets || ctx.Err() != nil || isGeneral(err) || !errors.As(err, &failed) {
+		return false
+	}
+	if failed.program == t.run.ipset {
+		return true
+	}
+	text, err := t.run.save(ctx, filter)
+	return err == nil && !strings.Contains(text, t.setMatch(dropSet, "dst,dst"))
 }
 
 // begin reads the rules and sets in the kernel, and creates the skeleton. Existing chains,

@@ -228,12 +228,6 @@ func refuses(err error, match string) bool {
 	return errors.As(err, &failed) && strings.Contains(failed.line, match)
 }
 
-// refusesSets reports whether a program refused a set or a rule with a set.
-func (r *runner) refusesSets(err error) bool {
-	var failed *programError
-	return errors.As(err, &failed) && failed.program == r.ipset || refuses(err, matchSet)
-}
-
 var lineNumber = regexp.MustCompile(`line:? (\d+)`)
 
 // command runs a program and returns what it prints.

@@ -784,14 +784,29 @@ func TestServiceThatFailsInOneFamily(t *testing.T) {
 	})
 }
 
-// If two services claim a frontend, the one that was delivered last has it.
+// If two services claim a frontend, the one that was delivered last has it, also after
+// changes of the node's addresses.
 func TestLastClaimWins(t *testing.T) {
 	ns := netnstest.New(t)
-	b := start(t, ns, variant{NFT, true})
+	addrs := nodeaddr.Of(netip.MustParseAddr("192.0.2.1"))
+	b := start(t, ns, variant{NFT, true}, func(o *Options) { o.NodeAddresses = addrs })
+	check := func(name string) {
+		t.Helper()
+		text := saveAll(t, ns, NFT)
+		if !strings.Contains(text, `-d 10.96.0.1/32 -p tcp -m tcp --dport 80 -m comment --comment "default/`+name+`:http"`) {
+			t.Fatalf("service %s does not have its frontend:\n%s", name, text)
+		}
+	}
 	a, z := view("a", "10.96.0.1", "10.1.0.1"), view("z", "10.96.0.1", "10.1.0.2")
 	mustSync(t, b, pass(a), batch(z), batch(a))
-	if text := saveAll(t, ns, NFT); !strings.Contains(text, `-d 10.96.0.1/32 -p tcp -m tcp --dport 80 -m comment --comment "default/a:http"`) {
-		t.Errorf("the service does not have its frontend:\n%s", text)
+	check("a")
+	mustSync(t, b, batch(z))
+	for i := range 20 { // the order in which services are rendered again is random
+		addrs.Set(netip.AddrFrom4([4]byte{192, 0, 2, byte(i + 2)}))
+		if err := b.updateAddresses(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		check("z")
 	}
 }
 

@@ -191,7 +191,7 @@ func (t *ruleset) begin(ctx context.Context) error {
 		for rule := range strings.SplitSeq(rules, "\n") {
 			if match, rest := splitEntry(rule); rest != "" {
 				owner := ownerOf(rest)
-				t.claim(entryID{id, match}, claim{owner, rest})
+				t.claim(entryID{id, match}, claim{owner, rest}, true)
 				t.oldRecord(owner).entries[entryID{id, match}] = rest
 			}
 		}
@@ -199,7 +199,7 @@ func (t *ruleset) begin(ctx context.Context) error {
 	for _, table := range tables {
 		t.changedChains[chainID{table, t.name(services)}] = true
 	}
-	t.replace(skeletonKey, &record{rendered: t.skeleton()})
+	t.replace(skeletonKey, &record{rendered: t.skeleton()}, false)
 	t.undo = nil
 	return t.commit(ctx)
 }
@@ -255,13 +255,13 @@ func (t *ruleset) setEnvironment(ctx context.Context, env environment) error {
 		return nil
 	}
 	t.env = env
-	t.replace(skeletonKey, &record{rendered: t.skeleton()})
+	t.replace(skeletonKey, &record{rendered: t.skeleton()}, false)
 	for _, table := range tables {
 		t.changedChains[chainID{table, t.name(services)}] = true
 	}
 	for key, r := range t.records {
 		if r.view != nil {
-			t.replace(key, t.record(r.view))
+			t.replace(key, t.record(r.view), false)
 		}
 	}
 	t.undo = nil
@@ -291,7 +291,7 @@ func (t *ruleset) apply(ctx context.Context, list []service, failed *sink.Failed
 	}
 	for _, s := range list {
 		failed.Do(s.key, func() error {
-			t.replace(s.key, t.record(s.view))
+			t.replace(s.key, t.record(s.view), true)
 			return nil
 		})
 	}
@@ -359,8 +359,9 @@ func (t *ruleset) keepElements(s service) {
 	}
 }
 
-// replace replaces what a service needs.
-func (t *ruleset) replace(key types.NamespacedName, next *record) {
+// replace replaces what a service needs. If latest is true, the claims of the service
+// become the last ones.
+func (t *ruleset) replace(key types.NamespacedName, next *record, latest bool) {
 	last := t.records[key]
 	if last == nil {
 		last = &record{rendered: newRendered()}
@@ -379,7 +380,7 @@ func (t *ruleset) replace(key types.NamespacedName, next *record) {
 		}
 	}
 	for id, rest := range next.entries {
-		t.claim(id, claim{key, rest})
+		t.claim(id, claim{key, rest}, latest)
 	}
 	for e := range last.elements {
 		if !next.elements[e] {
@@ -441,13 +442,20 @@ func (t *ruleset) addUsers(e element, n int) {
 	t.changedElements[e] = true
 }
 
-// claim adds or replaces the entry of a service in a dispatch chain.
-func (t *ruleset) claim(id entryID, c claim) {
+// claim adds or replaces the entry of a service in a dispatch chain. If the service has
+// the entry already and latest is false, the order of the claims stays the same.
+func (t *ruleset) claim(id entryID, c claim, latest bool) {
 	list := t.claims[id.chain][id.match]
-	if len(list) > 0 && list[len(list)-1] == c {
-		return
+	at := slices.IndexFunc(list, func(is claim) bool { return is.owner == c.owner })
+	switch inPlace := at >= 0 && (!latest || at == len(list)-1); {
+	case inPlace && list[at] == c:
+	case inPlace:
+		list = slices.Clone(list)
+		list[at] = c
+		t.setClaims(id, list)
+	default:
+		t.setClaims(id, append(without(list, c.owner), c))
 	}
-	t.setClaims(id, append(without(list, c.owner), c))
 }
 
 // unclaim removes the entry of a service from a dispatch chain.
@@ -638,7 +646,7 @@ func (t *ruleset) prune(ctx context.Context, failing map[types.NamespacedName]bo
 	needed := map[chainID]bool{}
 	for key, r := range t.records {
 		if r.old && !failing[key] {
-			t.replace(key, t.record(nil))
+			t.replace(key, t.record(nil), false)
 			continue
 		}
 		for id := range r.chains {

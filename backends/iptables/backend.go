@@ -249,13 +249,13 @@ func (b *Backend) program(ctx context.Context, c *sink.Changes) error {
 	} else if err := b.updateEnvironment(ctx); err != nil {
 		return err
 	}
-	var list []service
-	for s := range c.Services {
-		list = append(list, service{s.Key, s.New})
-	}
 	var failed sink.Failed
-	for _, t := range b.rulesets {
-		if err := t.apply(ctx, list, &failed); err != nil {
+	lists := make([][]service, len(b.rulesets))
+	for i, t := range b.rulesets {
+		lists[i] = t.render(c.Services, &failed)
+	}
+	for i, t := range b.rulesets {
+		if err := t.apply(ctx, lists[i], &failed); err != nil {
 			return err
 		}
 	}

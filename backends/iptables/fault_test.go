@@ -298,6 +298,89 @@ func TestFailingServiceKeepsOnlyItsOwnRules(t *testing.T) {
 	})
 }
 
+// invalidAddress gives a service a cluster IP that makes its rendering panic.
+func invalidAddress(s *api.Service) {
+	s.IPs.ClusterIPs.V4 = append(s.IPs.ClusterIPs.V4, netip.Addr{})
+	s.IPs.ClusterIPs.V6 = append(s.IPs.ClusterIPs.V6, netip.Addr{})
+}
+
+// If a service fails in a pass, its elements of sets stay.
+func TestFailingServiceKeepsItsElements(t *testing.T) {
+	for _, flavour := range []Flavour{NFT, Legacy} {
+		for name, c := range map[string]struct {
+			edit func(*api.Service)
+			sync func(t *testing.T, b *Backend, c *sink.Changes) error
+		}{
+			"the kernel refuses its rules": {affinity, func(t *testing.T, b *Backend, c *sink.Changes) error {
+				for _, r := range b.rulesets {
+					wrap(t, r)
+				}
+				return b.Sync(t.Context(), c)
+			}},
+			"Sync is interrupted": {nil, func(t *testing.T, b *Backend, c *sink.Changes) error {
+				ctx, cancel := context.WithCancel(t.Context())
+				cancel()
+				return b.Sync(ctx, c)
+			}},
+			"rendering panics": {invalidAddress, func(t *testing.T, b *Backend, c *sink.Changes) error {
+				return b.Sync(t.Context(), c)
+			}},
+		} {
+			t.Run(fmt.Sprint(flavour, ", ", name), func(t *testing.T) {
+				ns := netnstest.New(t)
+				old := view("bad", "10.96.0.1 fd00:96::1", "", loadBalancer)
+				mustSync(t, start(t, ns, variant{flavour, false}), pass(old))
+				want := saveAll(t, ns, flavour)
+				want = want[strings.Index(want, "add KPNG-"):]
+
+				b := start(t, ns, variant{flavour, false})
+				first := batch(view("web", "10.97.0.1", "10.1.0.1"))
+				first.First = true
+				mustSync(t, b, first)
+				bad := view("bad", "10.96.0.1 fd00:96::1", "10.1.0.1 fd00::1", loadBalancer, c.edit)
+				real := []string{b.rulesets[0].run.restoreProgram, b.rulesets[1].run.restoreProgram}
+				if err := c.sync(t, b, batch(bad)); err == nil {
+					t.Fatal("Sync returned no error")
+				}
+				last := batch()
+				last.Last, last.Failing = true, []types.NamespacedName{bad.Key()}
+				mustSync(t, b, last)
+				text := saveAll(t, ns, flavour)
+				for line := range strings.Lines(want) {
+					if strings.HasPrefix(line, "add ") && !strings.Contains(text, line) {
+						t.Errorf("the failing service lost %q:\n%s", line, text)
+					}
+				}
+
+				for i, r := range b.rulesets {
+					r.run.restoreProgram = real[i]
+				}
+				mustSync(t, b, batch(view("bad", "10.96.0.1 fd00:96::1", "10.1.0.1 fd00::1", loadBalancer)))
+				if text := saveAll(t, ns, flavour); strings.Contains(text, "add KPNG-REJECT") {
+					t.Errorf("the service has endpoints, but its packets are rejected:\n%s", text)
+				}
+			})
+		}
+	}
+}
+
+// A service whose rendering panics fails alone, also if another service fails.
+func TestPanicOfOneService(t *testing.T) {
+	eachVariant(t, func(t *testing.T, ns *netnstest.Namespace, v variant) {
+		b := start(t, ns, v)
+		replaceText(t, &b.rulesets[0].run.restoreProgram, "s/-m recent /-m missing /")
+		var failed *sink.Failed
+		err := b.Sync(t.Context(), pass(view("bad", "10.96.0.1", "10.1.0.1 fd00::1", invalidAddress),
+			view("sticky", "10.96.0.2", "10.1.0.1", affinity), view("web", "10.96.0.3", "10.1.0.3")))
+		if !errors.As(err, &failed) || len(*failed) != 2 {
+			t.Errorf("Sync returned %v", err)
+		}
+		if !strings.Contains(saveAll(t, ns, v.flavour), "10.1.0.3:8080") {
+			t.Error("the other service was not programmed")
+		}
+	})
+}
+
 // Table filter sees packets after table nat. It must not mistake the address and port of
 // an endpoint for a frontend.
 func TestEndpointWithAddressOfFrontend(t *testing.T) {

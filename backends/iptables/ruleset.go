@@ -9,6 +9,7 @@ import (
 	"errors"
 	"fmt"
 	"hash/maphash"
+	"iter"
 	"maps"
 	"regexp"
 	"slices"
@@ -53,9 +54,9 @@ type ruleset struct {
 	// jumpLines has lines for iptables-restore by table. They correct the jumps in the
 	// kernel's own chains.
 	jumpLines map[string][]string
-	// held are the elements that existed when the pass began, and that no service has
-	// claimed since. Each of them counts as one user in the map users.
-	held map[element]bool
+	// held has the elements that existed when the pass began, by address. Until prune, each
+	// of them counts as one user in the map users.
+	held map[string][]element
 	// broken is the error of the last call of begin, or nil. While it is not nil, all
 	// services of this family fail. failures is the number of consecutive calls of begin
 	// that failed.
@@ -168,14 +169,15 @@ func (t *ruleset) begin(ctx context.Context) error {
 		users:           map[element]int{},
 		inKernel:        map[chainID]uint64{},
 		inSets:          elements,
-		held:            map[element]bool{},
+		held:            map[string][]element{},
 		holding:         true,
 		changedChains:   map[chainID]bool{},
 		changedElements: map[element]bool{},
 		jumpLines:       saved.jumpLines(t.jumps()),
 	}
 	for e := range elements {
-		t.held[e] = true
+		addr, _, _ := strings.Cut(e.text, ",")
+		t.held[addr] = append(t.held[addr], e)
 		t.users[e]++
 	}
 	for id, rules := range saved.chains {
@@ -268,10 +270,43 @@ func (t *ruleset) setEnvironment(ctx context.Context, env environment) error {
 	return t.commit(ctx)
 }
 
-// service is a service to program. If view is nil, the service was deleted.
+// service is a service to program. If it was deleted, its record is empty.
 type service struct {
-	key  types.NamespacedName
-	view *api.ServiceEndpoints
+	key types.NamespacedName
+	*record
+}
+
+// render renders changed services, and adds to failed those whose rendering panics.
+func (t *ruleset) render(changes iter.Seq[sink.Change], failed *sink.Failed) (list []service) {
+	for c := range changes {
+		failed.Do(c.Key, func() error {
+			t.takeElements(c.Key, c.New)
+			list = append(list, service{c.Key, t.record(c.New)})
+			return nil
+		})
+	}
+	return list
+}
+
+// takeElements makes a service a user of the held elements that have its addresses, unless
+// this pass has programmed the service before. So if the service fails, prune does not
+// remove these elements. Elements have no names of services.
+func (t *ruleset) takeElements(key types.NamespacedName, view *api.ServiceEndpoints) {
+	r := t.records[key]
+	if len(t.held) == 0 || view == nil || r != nil && !r.old {
+		return
+	}
+	ips := &view.Service.IPs
+	for _, set := range []*api.IPSet{&ips.ClusterIPs, &ips.ExternalIPs, &ips.LoadBalancerIPs} {
+		for _, a := range set.Family(t.family) {
+			for _, e := range t.held[a.String()] {
+				if r := t.oldRecord(key); !r.elements[e] {
+					r.elements[e] = true
+					t.users[e]++
+				}
+			}
+		}
+	}
 }
 
 // apply programs services. If the kernel refuses the rules of some services, apply finds
@@ -280,7 +315,7 @@ type service struct {
 func (t *ruleset) apply(ctx context.Context, list []service, failed *sink.Failed) error {
 	if t.broken != nil {
 		for _, s := range list {
-			if !t.record(s.view).isEmpty() {
+			if !s.isEmpty() {
 				failed.Add(s.key, t.broken)
 			}
 		}
@@ -290,10 +325,7 @@ func (t *ruleset) apply(ctx context.Context, list []service, failed *sink.Failed
 		return t.commitOld(ctx)
 	}
 	for _, s := range list {
-		failed.Do(s.key, func() error {
-			t.replace(s.key, t.record(s.view), true)
-			return nil
-		})
+		t.replace(s.key, s.record, true)
 	}
 	err := t.commit(ctx)
 	if err == nil {
@@ -311,18 +343,20 @@ func (t *ruleset) apply(ctx context.Context, list []service, failed *sink.Failed
 	if oldErr := t.commitOld(ctx); oldErr != nil {
 		return errors.Join(err, oldErr)
 	}
-	fail := func(s service) bool {
-		failed.Add(s.key, err)
-		t.keepElements(s)
-		return true
-	}
 	if len(list) == 1 {
-		fail(list[0])
+		failed.Add(list[0].key, err)
 		return nil
 	}
 	if refuses(err, matchRecent) {
 		// The kernel or iptables lacks session affinity, so all services that need it fail.
-		others := slices.DeleteFunc(slices.Clone(list), func(s service) bool { return t.record(s.view).hasAffinity() && fail(s) })
+		var others []service
+		for _, s := range list {
+			if s.hasAffinity() {
+				failed.Add(s.key, err)
+			} else {
+				others = append(others, s)
+			}
+		}
 		if len(others) < len(list) {
 			return t.apply(ctx, others, failed)
 		}
@@ -343,20 +377,6 @@ func (t *ruleset) commitOld(ctx context.Context) error {
 		return err
 	}
 	return fmt.Errorf("the kernel refuses rules that it had: %w (%w)", err, sink.ErrStartOver)
-}
-
-// keepElements is called for a service that failed. Unless this pass has programmed the
-// service before, the service becomes the user of the held elements that it needs.
-func (t *ruleset) keepElements(s service) {
-	if r := t.records[s.key]; r != nil && !r.old {
-		return
-	}
-	for e := range t.service(s.view).elements {
-		if t.held[e] {
-			t.oldRecord(s.key).elements[e] = true
-			delete(t.held, e)
-		}
-	}
 }
 
 // replace replaces what a service needs. If latest is true, the claims of the service
@@ -424,14 +444,8 @@ func (t *ruleset) setChain(id chainID, rules string, keep bool) {
 	t.changedChains[id] = true
 }
 
-// use adds n users of an element. The first user of a held element does not increase the
-// number, because a held element counts as used.
+// use adds n users of an element.
 func (t *ruleset) use(e element, n int) {
-	if n > 0 && t.held[e] {
-		t.undo = append(t.undo, func() { t.held[e] = true })
-		delete(t.held, e)
-		return
-	}
 	t.undo = append(t.undo, func() { t.addUsers(e, -n) })
 	t.addUsers(e, n)
 }
@@ -663,8 +677,10 @@ func (t *ruleset) prune(ctx context.Context, failing map[types.NamespacedName]bo
 			t.setChain(id, "", false)
 		}
 	}
-	for e := range t.held {
-		t.use(e, -1)
+	for _, list := range t.held {
+		for _, e := range list {
+			t.use(e, -1)
+		}
 	}
 	clear(t.held)
 	t.holding, t.undo = false, nil

@@ -41,9 +41,13 @@ type Backend struct {
 	node  *api.Node
 	// leftovers exist if another pass is needed, see endPass.
 	leftovers kernelnode.Leftovers
-	// Before the time verifyAt, Verify does not compare rules.
-	verifyAt time.Time
-	pause    kernelnode.DriftPause
+	// Before the time verifyAt, Verify does not compare rules. After that, it begins with the
+	// ruleset of index nextVerified.
+	verifyAt     time.Time
+	nextVerified int
+	// interrupted counts the consecutive Verify calls whose contexts ended in this ruleset.
+	interrupted int
+	pause       kernelnode.DriftPause
 }
 
 var (
@@ -320,7 +324,7 @@ func (b *Backend) beginPass(ctx context.Context) error {
 	if len(broken) == len(b.rulesets) {
 		return errors.Join(broken...)
 	}
-	b.known = true
+	b.known, b.nextVerified, b.interrupted = true, 0, 0
 	return nil
 }
 
@@ -370,9 +374,15 @@ func (b *Backend) updateEnvironment(ctx context.Context) error {
 // therefore use at most 2 % of a CPU, even those that a change of a service cancels.
 const verifyPause = 50
 
+// maxInterrupted limits the consecutive Verify calls that may be interrupted in one
+// ruleset. After that, a Verify ignores its context. So all rules are compared even while
+// services constantly change.
+const maxInterrupted = 2
+
 // Verify implements [sink.Verifier]. It compares the rules in the kernel with those that
 // the backend has written. If they differ, it returns an error that wraps
-// [sink.ErrStartOver], and a new pass repairs the rules.
+// [sink.ErrStartOver], and a new pass repairs the rules. If ctx ends during a Verify, the
+// next Verify continues with the ruleset of that family.
 func (b *Backend) Verify(ctx context.Context) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -390,8 +400,12 @@ func (b *Backend) Verify(ctx context.Context) error {
 			b.verifyAt = time.Now().Add(verifyPause * time.Since(begin))
 		}
 	}()
-	for _, t := range b.rulesets {
-		err := t.verify(ctx)
+	for ; b.nextVerified < len(b.rulesets); b.nextVerified++ {
+		t, verifyCtx := b.rulesets[b.nextVerified], ctx
+		if b.interrupted >= maxInterrupted {
+			verifyCtx = context.WithoutCancel(ctx)
+		}
+		err := t.verify(verifyCtx)
 		var d difference
 		if errors.As(err, &d) {
 			b.known = false
@@ -400,9 +414,14 @@ func (b *Backend) Verify(ctx context.Context) error {
 			return fmt.Errorf("another program changed %s rules: %w (%w)", t.family, err, sink.ErrStartOver)
 		}
 		if err != nil {
+			if ctx.Err() != nil {
+				b.interrupted++
+			}
 			return err
 		}
+		b.interrupted = 0
 	}
+	b.nextVerified = 0
 	return nil
 }
 

@@ -649,6 +649,30 @@ func TestCancelledVerifyPauses(t *testing.T) {
 	}
 }
 
+// If changes of services cancel each Verify, a change by another program is found anyway.
+func TestVerifyContinuesAfterCancellation(t *testing.T) {
+	for _, family := range families {
+		t.Run(family.String(), func(t *testing.T) {
+			ns := netnstest.New(t)
+			b := start(t, ns, variant{Legacy, true})
+			mustSync(t, b, pass(everything()...))
+			ns.Run(t, programName(Legacy, family, ""), "-t", "nat", "-A", "KPNG-MARK", "-j", "RETURN")
+			ctx, cancel := context.WithCancel(t.Context())
+			cancel()
+			var err error
+			for range len(families) * (maxInterrupted + 1) {
+				b.verifyAt = time.Time{}
+				if err = b.Verify(ctx); !errors.Is(err, context.Canceled) {
+					break
+				}
+			}
+			if !errors.Is(err, sink.ErrStartOver) {
+				t.Errorf("the last Verify returned %v", err)
+			}
+		})
+	}
+}
+
 // After its own changes, the backend need not read the rules. Therefore a Verify can
 // succeed while services change all the time.
 func TestOwnChangesStayVerified(t *testing.T) {

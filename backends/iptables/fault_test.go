@@ -106,6 +106,12 @@ func TestLockHeldByAnotherProgram(t *testing.T) {
 	if diff := cmp.Diff(before, saveAll(t, ns, Legacy)); diff != "" {
 		t.Errorf("the rules changed (-before +after):\n%s", diff)
 	}
+	if err := b.Sync(t.Context(), batch(view("new", "10.96.0.77", "10.1.0.9"))); err == nil {
+		t.Error("Sync returned no error")
+	}
+	if err := verify(t, b); err != nil {
+		t.Errorf("Verify before the retry returned %v", err)
+	}
 	release()
 	mustSync(t, b, batch(web))
 	if !strings.Contains(saveAll(t, ns, Legacy), "10.1.0.9:8080") {
@@ -737,6 +743,100 @@ func TestRulesPrintedInAnotherForm(t *testing.T) {
 		ns.Run(t, programName(v.flavour, api.IPv4, ""), "-t", "nat", "-F", list)
 		if err := verify(t, b); !errors.Is(err, sink.ErrStartOver) {
 			t.Errorf("Verify after a flush returned %v", err)
+		}
+	})
+}
+
+// If another program repeats its edit while a pass repairs it, changes of other chains are
+// still found. Once the chain has the right rules, changes of this chain are found, too.
+func TestEditRepeatedDuringPass(t *testing.T) {
+	eachVariant(t, func(t *testing.T, ns *netnstest.Namespace, v variant) {
+		b := start(t, ns, v)
+		mustSync(t, b, pass(everything()...))
+		edit := []string{programName(v.flavour, api.IPv4, ""), "-t", "nat", "-R", b.rulesets[0].entry(t, "10.96.0.1/32 -p tcp"), "1", "-p", "tcp", "-j", "DNAT", "--to-destination", "10.9.9.9:99"}
+		drifted := func(args ...string) {
+			t.Helper()
+			ns.Run(t, args...)
+			if err := verify(t, b); !errors.Is(err, sink.ErrStartOver) {
+				t.Errorf("Verify after %q returned %v", args, err)
+			}
+		}
+		drifted(edit...)
+		real := b.rulesets[0].run.saveProgram
+		replaceProgram(t, &b.rulesets[0].run.saveProgram, strings.Join(edit, " ")+`; exec %s "$@"`)
+		mustSync(t, b, pass(everything()...))
+		b.rulesets[0].run.saveProgram = real
+		if err := verify(t, b); err != nil {
+			t.Errorf("Verify after a repeated edit returned %v", err)
+		}
+		drifted(programName(v.flavour, api.IPv4, ""), "-t", "nat", "-R", "KPNG-MARK", "1", "-j", "RETURN")
+		mustSync(t, b, pass(everything()...))
+		if err := verify(t, b); err != nil {
+			t.Error(err)
+		}
+		drifted(edit...)
+	})
+}
+
+// Rules of other programs that lead to chains of the instance would prevent that these
+// chains are deleted.
+func TestRulesThatLeadToOwnChainsAreDeleted(t *testing.T) {
+	eachVariant(t, func(t *testing.T, ns *netnstest.Namespace, v variant) {
+		ns.RunWith(t, "*nat\n:OTHERS - [0:0]\nCOMMIT\n", programName(v.flavour, api.IPv4, "restore"))
+		b := start(t, ns, v)
+		web := view("web", "10.96.0.1", "10.1.0.1")
+		mustSync(t, b, pass(web))
+		want := saveAll(t, ns, v.flavour)
+		add := func() {
+			ns.RunWith(t, "*nat\n-A OTHERS -p tcp -g "+b.rulesets[0].entry(t, "10.96.0.1/32 -p tcp")+`
+-A PREROUTING -s 10.0.0.0/8 -m comment --comment "an \"old\" jump" -j KPNG-SERVICES
+COMMIT
+*filter
+-I FORWARD -j KPNG-SERVICES
+COMMIT
+`, programName(v.flavour, api.IPv4, "restore"), "--noflush")
+		}
+		add()
+		if err := verify(t, b); !errors.Is(err, sink.ErrStartOver) {
+			t.Errorf("Verify returned %v", err)
+		}
+		mustSync(t, b, pass(web))
+		if diff := cmp.Diff(want, saveAll(t, ns, v.flavour)); diff != "" {
+			t.Errorf("not mended (-want +got):\n%s", diff)
+		}
+		add()
+		mustSync(t, start(t, ns, v), pass())
+		if text := saveAll(t, ns, v.flavour); strings.Contains(text, "KPNG-L") || !strings.Contains(text, ":OTHERS") {
+			t.Errorf("a pass did not delete the chain of a list, or deleted that of another program:\n%s", text)
+		}
+		mustSync(t, b, pass(web))
+		add()
+		if err := b.Cleanup(t.Context()); err != nil {
+			t.Error(err)
+		}
+		if text := saveAll(t, ns, v.flavour); strings.Contains(text, "KPNG-") || !strings.Contains(text, ":OTHERS") {
+			t.Errorf("Cleanup left chains, or deleted that of another program:\n%s", text)
+		}
+	})
+}
+
+// If iptables-save prints the jumps in another form, a pass does not add more of them.
+func TestJumpsPrintedInAnotherForm(t *testing.T) {
+	eachVariant(t, func(t *testing.T, ns *netnstest.Namespace, v variant) {
+		b := start(t, ns, v)
+		replaceText(t, &b.rulesets[0].run.saveProgram, "s/--ctstate NEW/--ctstate  NEW/")
+		mustSync(t, b, pass(everything()...))
+		if err := verify(t, b); !errors.Is(err, sink.ErrStartOver) {
+			t.Errorf("the first Verify returned %v", err)
+		}
+		for range 3 {
+			mustSync(t, b, pass(everything()...))
+			if err := verify(t, b); err != nil {
+				t.Error(err)
+			}
+		}
+		if n := strings.Count(ns.Run(t, programName(v.flavour, api.IPv4, "save"), "-t", "filter"), "-j KPNG-SERVICES"); n != 3 {
+			t.Errorf("%d jumps in table filter, want 3", n)
 		}
 	})
 }

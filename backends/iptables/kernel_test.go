@@ -112,8 +112,8 @@ func TestRulesAreSavedAsWritten(t *testing.T) {
 			t.Fatal(err)
 		}
 		for _, r := range b.rulesets {
-			if r.inexact {
-				t.Errorf("%s: iptables-save prints rules in another form", r.family)
+			if len(r.inexact) > 0 {
+				t.Errorf("%s: iptables-save prints rules in another form: %v", r.family, r.inexact)
 			}
 		}
 	})

@@ -65,13 +65,11 @@ type ruleset struct {
 	// holding is true from begin to prune. While it is true, no chain of a service is
 	// deleted, because rules of an earlier process may lead to that chain.
 	holding bool
-	// inexact reports that iptables-save prints rules in another form than this package
-	// writes them.
-	inexact bool
-	// edited is a chain in which verify found rules that the backend did not write, and
-	// editedTo is the digest of the rules found. If there is no such chain, both are zero.
-	edited   chainID
-	editedTo uint64
+	// inexact has the chains whose rules iptables-save prints in another form than this
+	// package writes them, and the kernel's own chains whose jumps it prints so.
+	inexact map[chainID]bool
+	// edited reports that verify found edited rules, and no pass has ended since.
+	edited bool
 	// verified is the generation of nf_tables in which verify found the right rules, or 0.
 	verified uint32
 }
@@ -161,7 +159,7 @@ func (t *ruleset) begin(ctx context.Context) error {
 		return err
 	}
 	*t = ruleset{
-		renderer: t.renderer, run: t.run, failures: t.failures, inexact: t.inexact, edited: t.edited, editedTo: t.editedTo,
+		renderer: t.renderer, run: t.run, failures: t.failures, inexact: t.inexact, edited: t.edited,
 		records:         map[types.NamespacedName]*record{},
 		chains:          map[chainID]string{},
 		claims:          map[chainID]map[string][]claim{},
@@ -173,7 +171,7 @@ func (t *ruleset) begin(ctx context.Context) error {
 		holding:         true,
 		changedChains:   map[chainID]bool{},
 		changedElements: map[element]bool{},
-		jumpLines:       saved.jumpLines(t.jumps()),
+		jumpLines:       saved.jumpLines(t.jumps(), t.inexact),
 	}
 	for e := range elements {
 		addr, _, _ := strings.Cut(e.text, ",")
@@ -734,8 +732,8 @@ func (t *ruleset) verify(ctx context.Context) error {
 			return differs("%s was added to set %s", e.text, t.setName(e.set))
 		}
 	}
-	for e := range t.inSets {
-		if !elements[e] {
+	for e, sure := range t.inSets {
+		if sure && !elements[e] {
 			return differs("%s was removed from set %s", e.text, t.setName(e.set))
 		}
 	}
@@ -747,45 +745,70 @@ func (t *ruleset) verifyRules(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	if lines := saved.jumpLines(t.jumps()); len(lines) > 0 {
-		return differs("rules that lead to chain %s are missing or repeated", t.name(services))
-	}
-	for id := range saved.chains {
-		if _, ok := t.chains[id]; !ok {
-			return differs("chain %s was added to table %s", id.name, id.table)
+	is, want := t.jumpsAndChains(saved)
+	for id := range is {
+		if _, ok := want[id]; !ok && !t.changedChains[id] {
+			return differs("%s was added", t.describe(id))
 		}
 	}
-	for id, rules := range t.chains {
-		is, exists := saved.chains[id]
+	for id, rules := range want {
+		text, exists := is[id]
 		switch {
+		case t.changedChains[id]: // a Sync failed, so the kernel need not have these rules
 		case !exists:
-			return differs("chain %s of table %s was deleted", id.name, id.table)
-		case strings.Count(is, "\n") != strings.Count(rules, "\n") || (is == "") != (rules == ""):
-			return differs("the number of rules of chain %s of table %s was changed", id.name, id.table)
-		case is != rules && !t.inexact:
-			t.edited, t.editedTo = id, digest(is)
-			return differs("the rules of chain %s of table %s were changed", id.name, id.table)
+			return differs("%s was deleted", t.describe(id))
+		case text == rules:
+			delete(t.inexact, id)
+		case !sameLength(text, rules):
+			return differs("%s has another number of rules", t.describe(id))
+		case !t.inexact[id]:
+			t.edited = true
+			return differs("%s was changed", t.describe(id))
 		}
 	}
 	return nil
 }
 
-// checkEdited reads the chain t.edited, which a pass has written again. If iptables-save
-// still prints what verify found, it prints rules in another form than this package.
+// jumpsAndChains returns the rules that lead to chains of the instance, and the rules of
+// these chains: those in the kernel, and those that it should have.
+func (t *ruleset) jumpsAndChains(s *saved) (is, want map[chainID]string) {
+	is, want = maps.Clone(s.chains), maps.Clone(t.chains)
+	maps.Copy(is, s.jumps)
+	maps.Copy(want, t.jumps())
+	return is, want
+}
+
+func (t *ruleset) describe(id chainID) string {
+	if t.opts.isOwn(id.name) {
+		return fmt.Sprintf("chain %s of table %s", id.name, id.table)
+	}
+	return fmt.Sprintf("the jump from chain %s of table %s", id.name, id.table)
+}
+
+func sameLength(a, b string) bool {
+	return (a == "") == (b == "") && strings.Count(a, "\n") == strings.Count(b, "\n")
+}
+
+// checkEdited is called after a pass. If verify found edited rules before the pass,
+// checkEdited reads the rules again. If the pass has written a chain, but iptables-save
+// still prints other rules, iptables-save prints them in another form than this package.
 func (t *ruleset) checkEdited(ctx context.Context) error {
-	if t.editedTo == 0 {
+	if !t.edited {
 		return nil
 	}
 	saved, err := t.readRules(ctx)
 	if err != nil {
 		return err
 	}
-	if is := saved.chains[t.edited]; digest(is) == t.editedTo && is != t.chains[t.edited] {
-		t.inexact = true
-		klog.FromContext(ctx).Info("This version of iptables prints rules in another form; a change by another program is found only if it changes the number of rules",
-			"family", t.family, "chain", t.edited.name)
+	t.edited, t.inexact = false, map[chainID]bool{}
+	is, want := t.jumpsAndChains(saved)
+	for id, rules := range want {
+		if text, exists := is[id]; exists && text != rules && sameLength(text, rules) {
+			t.inexact[id] = true
+			klog.FromContext(ctx).Info("This version of iptables prints rules in another form; a change by another program is found only if it changes the number of rules",
+				"family", t.family, "table", id.table, "chain", id.name)
+		}
 	}
-	t.edited, t.editedTo = chainID{}, 0
 	return nil
 }
 
@@ -797,17 +820,17 @@ func (d difference) Error() string { return string(d) }
 
 func differs(format string, args ...any) error { return difference(fmt.Sprintf(format, args...)) }
 
-// saved has the rules in the kernel in one family.
+// saved has rules in the kernel in one family.
 type saved struct {
-	// chains are the chains of the instance.
+	// chains has the rules of the instance's chains.
 	chains map[chainID]string
-	// rules has the rules of all other chains.
-	rules map[chainID][]string
+	// jumps has the rules of other chains that lead to the instance's chains.
+	jumps map[chainID]string
 }
 
 // readRules reads the rules in the kernel.
 func (t *ruleset) readRules(ctx context.Context) (*saved, error) {
-	s := &saved{map[chainID]string{}, map[chainID][]string{}}
+	s := &saved{map[chainID]string{}, map[chainID]string{}}
 	for _, table := range tables {
 		text, err := t.run.save(ctx, table)
 		if err != nil {
@@ -835,9 +858,9 @@ func (t *ruleset) readSets(ctx context.Context) (map[element]bool, error) {
 	return elements, nil
 }
 
-// parse adds the chains of a table from the output of iptables-save.
+// parse adds the rules of a table from the output of iptables-save.
 func (s *saved) parse(text, table string, isOwn func(string) bool) {
-	own := map[string][]string{}
+	own, jumps := map[string][]string{}, map[string][]string{}
 	for line := range strings.Lines(text) {
 		line = strings.TrimSuffix(line, "\n")
 		if name, ok := strings.CutPrefix(line, ":"); ok {
@@ -853,34 +876,38 @@ func (s *saved) parse(text, table string, isOwn func(string) bool) {
 		name, rule, _ := strings.Cut(rest, " ")
 		if _, ok := own[name]; ok {
 			own[name] = append(own[name], rule)
-		} else {
-			id := chainID{table, name}
-			s.rules[id] = append(s.rules[id], rule)
+		} else if at := strings.LastIndexByte(rule, ' '); isOwn(rule[at+1:]) && (strings.HasSuffix(rule[:at], "-j") || strings.HasSuffix(rule[:at], "-g")) {
+			jumps[name] = append(jumps[name], rule)
 		}
 	}
+	// Without the copies, the strings would keep the whole output in memory.
 	for name, rules := range own {
-		// Without the copies, the strings would keep the whole output in memory.
 		s.chains[chainID{table, strings.Clone(name)}] = strings.Clone(strings.Join(rules, "\n"))
+	}
+	for name, rules := range jumps {
+		s.jumps[chainID{table, strings.Clone(name)}] = strings.Clone(strings.Join(rules, "\n"))
 	}
 }
 
-// jumpLines returns lines for iptables-restore after which each jump exists once.
-func (s *saved) jumpLines(jumps map[chainID]string) map[string][]string {
+// jumpLines returns lines for iptables-restore. After these, each of the given jumps
+// exists once, and no other rule leads to a chain of the instance. In the chains of
+// inexact, any rule with the same target counts as the jump. It empties jumps.
+func (s *saved) jumpLines(jumps map[chainID]string, inexact map[chainID]bool) map[string][]string {
 	lines := map[string][]string{}
-	for id, rule := range jumps {
-		n := 0
-		for _, is := range s.rules[id] {
-			if is == rule {
-				n++
+	for id, rules := range s.jumps {
+		for rule := range strings.SplitSeq(rules, "\n") {
+			want := jumps[id]
+			if want != "" && (rule == want || inexact[id] && strings.HasSuffix(rule, want[strings.Index(want, "-j "):])) {
+				delete(jumps, id)
+			} else {
+				lines[id.table] = append(lines[id.table], "-D "+id.name+" "+rule)
 			}
 		}
-		if n == 0 {
-			lines[id.table] = append(lines[id.table], "-I "+id.name+" "+rule)
-		}
-		for ; n > 1; n-- {
-			lines[id.table] = append(lines[id.table], "-D "+id.name+" "+rule)
-		}
 	}
+	for id, rule := range jumps {
+		lines[id.table] = append(lines[id.table], "-I "+id.name+" "+rule)
+	}
+	clear(jumps)
 	return lines
 }
 
@@ -891,14 +918,7 @@ func (t *ruleset) remove(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	t.chains, t.jumpLines = map[chainID]string{}, map[string][]string{}
-	for id, rule := range t.jumps() {
-		for _, is := range s.rules[id] {
-			if is == rule {
-				t.jumpLines[id.table] = append(t.jumpLines[id.table], "-D "+id.name+" "+rule)
-			}
-		}
-	}
+	t.chains, t.jumpLines = map[chainID]string{}, s.jumpLines(nil, nil)
 	err = t.run.restore(ctx, t.restoreInput(slices.Collect(maps.Keys(s.chains))))
 	if err != nil || t.run.flavour == Legacy {
 		return err

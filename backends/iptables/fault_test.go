@@ -412,6 +412,9 @@ func TestEndpointWithAddressOfFrontend(t *testing.T) {
 		},
 		"frontend with source ranges":           {[]*api.ServiceEndpoints{view("ranges", "10.96.0.2", addr, ranges)}, addr + ":8080"},
 		"own frontend, and the policy is Local": {[]*api.ServiceEndpoints{view("local", "10.96.0.2", addr, external, externalLocal)}, addr + ":8080"},
+		"own frontend with source ranges, and the policy is Local": {
+			[]*api.ServiceEndpoints{view("local", "10.96.0.2", addr, loadBalancer, ranges, externalLocal)}, addr + ":8080",
+		},
 	} {
 		t.Run(name, func(t *testing.T) {
 			eachVariant(t, func(t *testing.T, ns *netnstest.Namespace, v variant) {
@@ -839,6 +842,20 @@ func TestJumpsPrintedInAnotherForm(t *testing.T) {
 			t.Errorf("%d jumps in table filter, want 3", n)
 		}
 	})
+}
+
+// While a pass replaces a set, the services that it has not delivered yet keep their
+// elements.
+func TestReplacedSetKeepsElements(t *testing.T) {
+	ns := netnstest.New(t)
+	mustSync(t, start(t, ns, variant{NFT, false}), pass(view("none", "10.96.0.1", "")))
+	ns.RunWith(t, "create SMALL hash:ip,port maxelem 1\nadd SMALL 10.96.0.1,tcp:80\nswap SMALL KPNG-REJECT4\ndestroy SMALL\n", "ipset", "restore")
+	first := batch(view("web", "10.96.0.2", "10.1.0.1"))
+	first.First = true
+	mustSync(t, start(t, ns, variant{NFT, false}), first)
+	if text := ns.Run(t, "ipset", "save", "KPNG-REJECT4"); !strings.Contains(text, fmt.Sprint("maxelem ", maxElements)) || !strings.Contains(text, "add KPNG-REJECT4 10.96.0.1,tcp:80") {
+		t.Errorf("the set was not replaced, or lost its element:\n%s", text)
+	}
 }
 
 // A process that ends while it replaces a set leaves a temporary set behind.

@@ -399,7 +399,7 @@ func (s *serviceRenderer) untranslated(f *nodeview.Frontend) {
 	switch {
 	case f.Sources.Restricted && verdict == nodeview.Reject:
 		target = s.dropOthers(f, s.fromSources(f, jump(target)))
-	case f.Sources.Restricted && verdict == nodeview.Forward && reachesItself(f, &f.Elsewhere):
+	case f.Sources.Restricted && (reachesItself(f, &f.Elsewhere) || reachesItself(f, &f.Node)):
 		target = s.dropOthers(f, s.fromSources(f, "-j RETURN"))
 	case f.Sources.Restricted:
 	case verdict == nodeview.Forward:

@@ -845,14 +845,12 @@ func (t *ruleset) readRules(ctx context.Context) (*saved, error) {
 func (t *ruleset) readSets(ctx context.Context) (map[element]bool, error) {
 	elements := map[element]bool{}
 	for kind := range setTypes {
-		text, err := t.run.saveSet(ctx, t.setName(kind))
+		list, err := t.run.elements(ctx, t.setName(kind))
 		if err != nil {
 			return nil, err
 		}
-		for line := range strings.Lines(text) {
-			if fields := strings.Fields(line); len(fields) > 2 && fields[0] == "add" {
-				elements[element{kind, fields[2]}] = true
-			}
+		for _, text := range list {
+			elements[element{kind, text}] = true
 		}
 	}
 	return elements, nil

@@ -112,7 +112,7 @@ func (r *runner) createLine(name, setType string) string {
 }
 
 // createSets gets the type of each set by name, and creates the sets that do not exist.
-// It returns a [difference] if a set has other properties.
+// It returns a [difference] if ipset refuses that, because a set has other properties.
 func (r *runner) createSets(ctx context.Context, sets map[string]string) error {
 	var input strings.Builder
 	for name, setType := range sets {
@@ -121,24 +121,42 @@ func (r *runner) createSets(ctx context.Context, sets map[string]string) error {
 	_, err := r.command(ctx, input.String(), r.ipset, "restore")
 	var failed *programError
 	if errors.As(err, &failed) {
-		return differs("a set has other properties: %v", failed)
+		return differs("sets cannot be created: %v", failed)
 	}
 	return err
 }
 
 // replaceSets is like createSets, but replaces the sets that have other properties. It
-// swaps sets, because the kernel does not delete a set in use.
+// swaps sets, because the kernel does not delete a set in use. The new sets have the
+// elements of the old ones, unless the kernel refuses these elements.
 func (r *runner) replaceSets(ctx context.Context, sets map[string]string) error {
+	var d difference
+	if err := r.createSets(ctx, sets); !errors.As(err, &d) {
+		return err
+	}
 	for name, setType := range sets {
 		if _, err := r.command(ctx, r.createLine(name, setType), r.ipset, "restore"); err == nil {
 			continue
 		}
+		elements, err := r.elements(ctx, name)
+		if err != nil {
+			return err
+		}
 		other := name + "NEW"
-		r.command(ctx, "", r.ipset, "destroy", other) // an earlier process that ended here left it
-		_, err := r.command(ctx, r.createLine(other, setType)+fmt.Sprintf("swap %s %s\n", name, other), r.ipset, "restore")
+		var copied strings.Builder
+		for _, e := range elements {
+			fmt.Fprintf(&copied, "add %s %s\n", other, e)
+		}
+		for _, lines := range []string{copied.String(), ""} {
+			r.command(ctx, "", r.ipset, "destroy", other) // a failure or an earlier process left it
+			input := r.createLine(other, setType) + lines + fmt.Sprintf("swap %s %s\n", name, other)
+			if _, err = r.command(ctx, input, r.ipset, "restore"); err == nil {
+				break
+			}
+		}
 		r.command(ctx, "", r.ipset, "destroy", other)
 		if err != nil {
-			return fmt.Errorf("replace set %s, which has other properties: %w (kpng cleanup iptables removes it)", name, err)
+			return fmt.Errorf("replace set %s: %w (kpng cleanup iptables removes it)", name, err)
 		}
 	}
 	return nil
@@ -158,9 +176,15 @@ func (r *runner) changeSets(ctx context.Context, action string, list []string) e
 	return err
 }
 
-// saveSet returns the output of ipset save for a set.
-func (r *runner) saveSet(ctx context.Context, name string) (string, error) {
-	return r.command(ctx, "", r.ipset, "save", name)
+// elements returns the elements of a set.
+func (r *runner) elements(ctx context.Context, name string) (list []string, err error) {
+	text, err := r.command(ctx, "", r.ipset, "save", name)
+	for line := range strings.Lines(text) {
+		if fields := strings.Fields(line); len(fields) > 2 && fields[0] == "add" {
+			list = append(list, fields[2])
+		}
+	}
+	return list, err
 }
 
 // destroyWait limits the wait for the kernel to release a set.

@@ -329,9 +329,9 @@ func (b *Backend) beginPass(ctx context.Context) error {
 }
 
 // endPass removes the rules that no service needs. Services that fail keep their rules,
-// also those in the other flavour, until a later pass. Verify requests that pass, also if
-// rules in the other flavour are left for another reason, or if a ruleset could not use
-// sets.
+// also those in the other flavour, until a later pass. Verify requests a later pass if
+// services or families fail, if rules in the other flavour are left, or if a ruleset could
+// not use sets.
 func (b *Backend) endPass(ctx context.Context, failing map[types.NamespacedName]bool) error {
 	for _, t := range b.rulesets {
 		if err := t.prune(ctx, failing); err != nil {

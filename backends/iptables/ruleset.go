@@ -100,8 +100,8 @@ func digest(rules string) uint64 { return maphash.String(digestSeed, rules) | 1 
 const attempts = 3
 
 // beginPass starts a pass. If sets are the cause of a failure, the ruleset uses rules in
-// place of sets. If an error is permanent and affects only this family, beginPass stores it in
-// t.broken and returns nil.
+// place of sets. If an error is permanent and affects only this family, beginPass stores it
+// in t.broken and returns nil.
 func (t *ruleset) beginPass(ctx context.Context) error {
 	t.broken, t.withSets = nil, t.run.ipset != ""
 	err := t.begin(ctx)
@@ -248,8 +248,8 @@ func (t *ruleset) record(view *api.ServiceEndpoints) *record {
 	return &record{rendered: t.service(view), view: view}
 }
 
-// setEnvironment renders the skeleton and all services again if env differs from the present
-// environment.
+// setEnvironment renders the skeleton and all services again if env differs from the
+// present environment.
 func (t *ruleset) setEnvironment(ctx context.Context, env environment) error {
 	if t.broken != nil || t.env.equal(&env) {
 		return nil
@@ -802,12 +802,16 @@ func (t *ruleset) checkEdited(ctx context.Context) error {
 	}
 	t.edited, t.inexact = false, map[chainID]bool{}
 	is, want := t.jumpsAndChains(saved)
+	var example string
 	for id, rules := range want {
 		if text, exists := is[id]; exists && text != rules && sameLength(text, rules) {
 			t.inexact[id] = true
-			klog.FromContext(ctx).Info("This version of iptables prints rules in another form; a change by another program is found only if it changes the number of rules",
-				"family", t.family, "table", id.table, "chain", id.name)
+			example = t.describe(id)
 		}
+	}
+	if example != "" {
+		klog.FromContext(ctx).Info("iptables prints rules of some chains in another form; a change of these chains by another program is found only if it changes the number of rules",
+			"family", t.family, "chains", len(t.inexact), "example", example)
 	}
 	return nil
 }
@@ -874,7 +878,7 @@ func (s *saved) parse(text, table string, isOwn func(string) bool) {
 		name, rule, _ := strings.Cut(rest, " ")
 		if _, ok := own[name]; ok {
 			own[name] = append(own[name], rule)
-		} else if at := strings.LastIndexByte(rule, ' '); isOwn(rule[at+1:]) && (strings.HasSuffix(rule[:at], "-j") || strings.HasSuffix(rule[:at], "-g")) {
+		} else if at := strings.LastIndexByte(rule, ' '); at > 0 && isOwn(rule[at+1:]) && (strings.HasSuffix(rule[:at], "-j") || strings.HasSuffix(rule[:at], "-g")) {
 			jumps[name] = append(jumps[name], rule)
 		}
 	}

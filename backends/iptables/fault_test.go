@@ -658,6 +658,27 @@ func TestCancelledVerifyPauses(t *testing.T) {
 	}
 }
 
+// What an interrupted Sync has not written is no change by another program.
+func TestVerifyAfterInterruptedSync(t *testing.T) {
+	eachVariant(t, func(t *testing.T, ns *netnstest.Namespace, v variant) {
+		b := start(t, ns, v)
+		mustSync(t, b, pass(everything()...))
+		ctx, cancel := context.WithCancel(t.Context())
+		cancel()
+		next := []*api.ServiceEndpoints{view("new", "10.96.0.77", "10.1.0.9"), view("none", "10.96.0.78", "")}
+		if err := b.Sync(ctx, batch(next...)); !errors.Is(err, context.Canceled) {
+			t.Errorf("Sync returned %v", err)
+		}
+		if err := verify(t, b); err != nil {
+			t.Error(err)
+		}
+		mustSync(t, b, batch(next...))
+		if err := verify(t, b); err != nil {
+			t.Error(err)
+		}
+	})
+}
+
 // If changes of services cancel each Verify, a change by another program is found anyway.
 func TestVerifyContinuesAfterCancellation(t *testing.T) {
 	for _, family := range families {

@@ -1055,6 +1055,37 @@ func TestLastClaimWins(t *testing.T) {
 	}
 }
 
+// A service that fails keeps its old rules, except those for an address that another
+// service has got. That service has no endpoints, so its packets are rejected.
+func TestFailingServiceLosesItsAddress(t *testing.T) {
+	eachVariant(t, func(t *testing.T, ns *netnstest.Namespace, v variant) {
+		addrs := nodeaddr.Of(netip.MustParseAddr("192.0.2.1"))
+		b := start(t, ns, v, func(o *Options) { o.NodeAddresses = addrs })
+		mustSync(t, b, pass(view("a", "10.96.0.1 10.97.0.1", "10.1.0.1")))
+		wrap(t, b.rulesets[0])
+		var failed *sink.Failed
+		if err := b.Sync(t.Context(), batch(view("a", "10.97.0.1", "10.1.0.1", affinity), view("z", "10.96.0.1", ""))); !errors.As(err, &failed) || len(*failed) != 1 {
+			t.Fatalf("Sync returned %v", err)
+		}
+		check := func() {
+			t.Helper()
+			text := ns.Run(t, programName(v.flavour, api.IPv4, "save"), "-t", "nat")
+			if strings.Contains(text, "-d 10.96.0.1/32") || !strings.Contains(text, "-d 10.97.0.1/32") {
+				t.Errorf("table nat must have the second address only:\n%s", text)
+			}
+			if err := verify(t, b); err != nil {
+				t.Error(err)
+			}
+		}
+		check()
+		addrs.Set(netip.MustParseAddr("192.0.2.2"))
+		if err := b.updateAddresses(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		check()
+	})
+}
+
 // Cleanup deletes only tables that the programs of iptables create.
 func TestCleanupKeepsTablesOfOthers(t *testing.T) {
 	ns := netnstest.New(t)

@@ -173,9 +173,9 @@ func TestDriftIsMended(t *testing.T) {
 // entry returns the target of the entry of table nat whose match contains text.
 func (t *ruleset) entry(tb testing.TB, text string) string {
 	for id, entries := range t.claims {
-		for match, list := range entries {
+		for match, c := range entries {
 			if id.table == nat && strings.Contains(match, text) {
-				_, target, _ := strings.Cut(list[0].rest, "-j ")
+				_, target, _ := strings.Cut(c.rest, "-j ")
 				return target
 			}
 		}

@@ -59,7 +59,8 @@ type rendered struct {
 	// chains are the chains of the service alone. A rule is a line, without "-A" and the
 	// name of its chain, exactly as iptables-save prints it.
 	chains map[chainID]string
-	// entries are rules of dispatch chains.
+	// entries are rules of dispatch chains. If the rest of a rule is empty, the service needs
+	// no entry, and another service must not have one.
 	entries map[entryID]string
 	// elements are elements of sets.
 	elements map[element]bool
@@ -286,18 +287,21 @@ func (r *renderer) service(se *api.ServiceEndpoints) *rendered {
 		if f.Family != r.family {
 			continue
 		}
-		if target := s.translated(&f); target != "" {
-			s.entry(nat, &f, target)
-		}
-		s.untranslated(&f)
+		s.entry(nat, &f, s.translated(&f))
+		s.entry(filter, &f, s.untranslated(&f))
 	}
 	return s.out
 }
 
-// entry adds the entry of a frontend to its dispatch chain.
+// entry adds the entry of a frontend to its dispatch chain. If target is empty, the
+// frontend needs no entry.
 func (s *serviceRenderer) entry(table string, f *nodeview.Frontend, target string) {
 	id := entryID{chainID{table, s.name(dispatchChain(&f.FrontendKey))}, match(&f.FrontendKey)}
-	s.out.entries[id] = s.comment(f) + jump(target)
+	if target != "" {
+		s.out.entries[id] = s.comment(f) + jump(target)
+	} else if _, ok := s.out.entries[id]; !ok {
+		s.out.entries[id] = ""
+	}
 }
 
 var plainName = regexp.MustCompile(`^[A-Za-z0-9._:/-]{1,200}$`)
@@ -388,9 +392,9 @@ func (s *serviceRenderer) fromNode(end string) []string {
 	return rules
 }
 
-// untranslated adds the content of table filter for the packets of f that table nat did
-// not translate.
-func (s *serviceRenderer) untranslated(f *nodeview.Frontend) {
+// untranslated returns the target in table filter for the packets of f that table nat did
+// not translate. It returns "" if no rule or a set handles them.
+func (s *serviceRenderer) untranslated(f *nodeview.Frontend) string {
 	verdict := cmp.Or(f.Elsewhere.Verdict, f.Node.Verdict)
 	set, target := rejectSet, s.name(reject)
 	if verdict != nodeview.Reject {
@@ -398,19 +402,19 @@ func (s *serviceRenderer) untranslated(f *nodeview.Frontend) {
 	}
 	switch {
 	case f.Sources.Restricted && verdict == nodeview.Reject:
-		target = s.dropOthers(f, s.fromSources(f, jump(target)))
+		return s.dropOthers(f, s.fromSources(f, jump(target)))
 	case f.Sources.Restricted && (reachesItself(f, &f.Elsewhere) || reachesItself(f, &f.Node)):
-		target = s.dropOthers(f, s.fromSources(f, "-j RETURN"))
+		return s.dropOthers(f, s.fromSources(f, "-j RETURN"))
 	case f.Sources.Restricted:
 	case verdict == nodeview.Forward:
-		return
+		return ""
 	case reachesItself(f, &f.Node):
-		target = s.dropOthers(f, s.fromNode("-j RETURN"))
+		return s.dropOthers(f, s.fromNode("-j RETURN"))
 	case s.withSets && f.Kind != nodeview.NodePort && f.Port != 0:
 		s.out.elements[element{set, fmt.Sprintf("%s,%s:%d", f.Addr, protocolNames[f.Protocol], f.Port)}] = true
-		return
+		return ""
 	}
-	s.entry(filter, f, target)
+	return target
 }
 
 // dropOthers adds a chain to table filter, and returns its name. The chain has the given

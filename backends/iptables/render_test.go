@@ -47,7 +47,9 @@ func (r *rendered) lines(opts *Options) []string {
 		}
 	}
 	for id, rest := range r.entries {
-		out = append(out, short(fmt.Sprintf("%s %s: %s %s", id.chain.table, id.chain.name, id.match, rest)))
+		if rest != "" {
+			out = append(out, short(fmt.Sprintf("%s %s: %s %s", id.chain.table, id.chain.name, id.match, rest)))
+		}
 	}
 	for e := range r.elements {
 		out = append(out, e.set+" has "+e.text)

@@ -32,9 +32,9 @@ type ruleset struct {
 	records map[types.NamespacedName]*record
 	// chains has the rules of each needed chain.
 	chains map[chainID]string
-	// claims has the claims of services to each match in each dispatch chain. The last claim
-	// to a match is the entry that is written.
-	claims map[chainID]map[string][]claim
+	// claims has the entries of each dispatch chain by their matches. If several services
+	// need the same match, it has the entry of the service that was delivered last.
+	claims map[chainID]map[string]claim
 	// branches has the children of each dispatch chain.
 	branches map[chainID]map[string]bool
 	// users has the number of services that need an element.
@@ -162,7 +162,7 @@ func (t *ruleset) begin(ctx context.Context) error {
 		renderer: t.renderer, run: t.run, failures: t.failures, inexact: t.inexact, edited: t.edited,
 		records:         map[types.NamespacedName]*record{},
 		chains:          map[chainID]string{},
-		claims:          map[chainID]map[string][]claim{},
+		claims:          map[chainID]map[string]claim{},
 		branches:        map[chainID]map[string]bool{},
 		users:           map[element]int{},
 		inKernel:        map[chainID]uint64{},
@@ -377,9 +377,9 @@ func (t *ruleset) commitOld(ctx context.Context) error {
 	return fmt.Errorf("the kernel refuses rules that it had: %w (%w)", err, sink.ErrStartOver)
 }
 
-// replace replaces what a service needs. If latest is true, the claims of the service
-// become the last ones.
-func (t *ruleset) replace(key types.NamespacedName, next *record, latest bool) {
+// replace replaces what a service needs. If take is true, the service takes its matches
+// from other services.
+func (t *ruleset) replace(key types.NamespacedName, next *record, take bool) {
 	last := t.records[key]
 	if last == nil {
 		last = &record{rendered: newRendered()}
@@ -398,7 +398,7 @@ func (t *ruleset) replace(key types.NamespacedName, next *record, latest bool) {
 		}
 	}
 	for id, rest := range next.entries {
-		t.claim(id, claim{key, rest}, latest)
+		t.claim(id, claim{key, rest}, take)
 	}
 	for e := range last.elements {
 		if !next.elements[e] {
@@ -454,43 +454,33 @@ func (t *ruleset) addUsers(e element, n int) {
 	t.changedElements[e] = true
 }
 
-// claim adds or replaces the entry of a service in a dispatch chain. If the service has
-// the entry already and latest is false, the order of the claims stays the same.
-func (t *ruleset) claim(id entryID, c claim, latest bool) {
-	list := t.claims[id.chain][id.match]
-	at := slices.IndexFunc(list, func(is claim) bool { return is.owner == c.owner })
-	switch inPlace := at >= 0 && (!latest || at == len(list)-1); {
-	case inPlace && list[at] == c:
-	case inPlace:
-		list = slices.Clone(list)
-		list[at] = c
-		t.setClaims(id, list)
-	default:
-		t.setClaims(id, append(without(list, c.owner), c))
+// claim sets the entry of a match. If take is true, the service takes the match from
+// another service. The rest may be empty: then the match has no entry.
+func (t *ruleset) claim(id entryID, c claim, take bool) {
+	is, had := t.claims[id.chain][id.match]
+	if is != c && (take || is.owner == c.owner) && (had || c.rest != "") {
+		t.setClaim(id, c, c.rest != "")
 	}
 }
 
 // unclaim removes the entry of a service from a dispatch chain.
 func (t *ruleset) unclaim(id entryID, owner types.NamespacedName) {
-	t.setClaims(id, without(t.claims[id.chain][id.match], owner))
-}
-
-// without returns a copy of list without the claims of owner.
-func without(list []claim, owner types.NamespacedName) []claim {
-	return slices.DeleteFunc(slices.Clone(list), func(c claim) bool { return c.owner == owner })
-}
-
-func (t *ruleset) setClaims(id entryID, list []claim) {
-	last := t.claims[id.chain][id.match]
-	t.undo = append(t.undo, func() { t.putClaims(id, last) })
-	t.putClaims(id, list)
-}
-
-func (t *ruleset) putClaims(id entryID, list []claim) {
-	if t.claims[id.chain] == nil {
-		t.claims[id.chain] = map[string][]claim{}
+	if is, had := t.claims[id.chain][id.match]; had && is.owner == owner {
+		t.setClaim(id, claim{}, false)
 	}
-	put(t.claims[id.chain], id.match, list, len(list) > 0)
+}
+
+func (t *ruleset) setClaim(id entryID, c claim, keep bool) {
+	last, had := t.claims[id.chain][id.match]
+	t.undo = append(t.undo, func() { t.putClaim(id, last, had) })
+	t.putClaim(id, c, keep)
+}
+
+func (t *ruleset) putClaim(id entryID, c claim, keep bool) {
+	if t.claims[id.chain] == nil {
+		t.claims[id.chain] = map[string]claim{}
+	}
+	put(t.claims[id.chain], id.match, c, keep)
 	t.growOrPrune(id.chain, len(t.claims[id.chain]) > 0)
 }
 
@@ -525,8 +515,7 @@ func (t *ruleset) renderDispatch(id chainID) {
 	matches := slices.Collect(maps.Keys(t.claims[id]))
 	sortEntries(matches)
 	for _, match := range matches {
-		list := t.claims[id][match]
-		entries = append(entries, strings.TrimPrefix(match+" "+list[len(list)-1].rest, " "))
+		entries = append(entries, strings.TrimPrefix(match+" "+t.claims[id][match].rest, " "))
 	}
 	children := slices.Sorted(maps.Keys(t.branches[id]))
 	exists := len(entries)+len(children) > 0 || t.suffix(id) == services

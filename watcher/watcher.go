@@ -48,7 +48,8 @@ type Options struct {
 
 	// Skip, if set, returns true for services that the proxy must ignore although
 	// ServiceProxyName selects them. It may use any field of the API object, such as
-	// annotations or spec.loadBalancerClass. The result must depend on the object alone.
+	// annotations or spec.loadBalancerClass, except metadata.managedFields, which may be
+	// missing. The result must depend on the object alone.
 	// Skip must not modify or keep the object. Several goroutines call it.
 	Skip func(*corev1.Service) bool
 
@@ -78,7 +79,7 @@ type Options struct {
 	KeepTargets bool
 
 	// AllPorts, if set, reports whether a service is an all-ports service
-	// (api.Service.AllPorts). It must not modify or keep the object. [AllPortsAnnotated]
+	// (api.Service.AllPorts). It has the same restrictions as Skip. [AllPortsAnnotated]
 	// returns a function that checks an annotation.
 	AllPorts func(*corev1.Service) bool
 }

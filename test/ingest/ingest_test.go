@@ -9,12 +9,14 @@ import (
 	"cmp"
 	"context"
 	"encoding/json"
+	"flag"
 	"fmt"
 	"os"
 	"os/exec"
 	"runtime"
 	"runtime/metrics"
 	"slices"
+	"syscall"
 	"testing"
 	"time"
 
@@ -35,8 +37,9 @@ import (
 	"k8s.io/utils/ptr"
 )
 
+var services = flag.Int("services", 10_000, "number of services")
+
 const (
-	services  = 10_000
 	endpoints = 10
 	rounds    = 5
 )
@@ -44,8 +47,9 @@ const (
 // result is the measurement of one process.
 type result struct {
 	Synced   time.Duration
-	Heap     uint64 // after a garbage collection
-	PeakHeap uint64 // maximum, including garbage
+	CPU      time.Duration // until Synced
+	Heap     uint64        // after a garbage collection
+	PeakHeap uint64        // maximum, including garbage
 }
 
 // ways contains the ways to read the cluster. Each function returns when it has read all
@@ -81,12 +85,12 @@ func measure(readCluster func(context.Context, *rest.Config) (any, error)) error
 	ctx, cancel := context.WithCancel(context.Background())
 	defer cancel()
 	peak := samplePeakHeap(ctx)
-	begin := time.Now()
+	begin, cpu := time.Now(), cpuTime()
 	alive, err := readCluster(ctx, config)
 	if err != nil {
 		return err
 	}
-	r := result{Synced: time.Since(begin), PeakHeap: peak()}
+	r := result{Synced: time.Since(begin), CPU: cpuTime() - cpu, PeakHeap: peak()}
 	runtime.GC()
 	runtime.GC()
 	var m runtime.MemStats
@@ -94,6 +98,15 @@ func measure(readCluster func(context.Context, *rest.Config) (any, error)) error
 	r.Heap = m.HeapAlloc
 	runtime.KeepAlive(alive)
 	return json.NewEncoder(os.Stdout).Encode(r)
+}
+
+// cpuTime returns the CPU time of this process.
+func cpuTime() time.Duration {
+	var usage syscall.Rusage
+	if err := syscall.Getrusage(syscall.RUSAGE_SELF, &usage); err != nil {
+		panic(err)
+	}
+	return time.Duration(usage.Utime.Nano() + usage.Stime.Nano())
 }
 
 // samplePeakHeap measures the heap's size every millisecond. The returned function stops
@@ -187,14 +200,19 @@ func BenchmarkRealIngest(b *testing.B) {
 		return values[len(values)/2]
 	}
 	seconds := func(r result) float64 { return r.Synced.Seconds() }
+	cpu := func(r result) float64 { return r.CPU.Seconds() }
+	heap := func(r result) float64 { return float64(r.Heap) / 1e6 }
+	peak := func(r result) float64 { return float64(r.PeakHeap) / 1e6 }
 	for way := range ways {
 		b.ReportMetric(median(way, seconds), way+"-s")
-		b.ReportMetric(median(way, func(r result) float64 { return float64(r.Heap) / 1e6 }), way+"-heap-MB")
-		b.ReportMetric(median(way, func(r result) float64 { return float64(r.PeakHeap) / 1e6 }), way+"-peak-MB")
+		b.ReportMetric(median(way, cpu), way+"-cpu-s")
+		b.ReportMetric(median(way, heap), way+"-heap-MB")
+		b.ReportMetric(median(way, peak), way+"-peak-MB")
 	}
 	b.ReportMetric(median("kpng", seconds)/median("reflector", seconds), "kpng/reflector")
-	heap := func(r result) float64 { return float64(r.Heap) }
+	b.ReportMetric(median("kpng", cpu)/median("reflector", cpu), "kpng/reflector-cpu")
 	b.ReportMetric(median("kpng", heap)/median("informers", heap), "kpng/informers-heap")
+	b.ReportMetric(median("kpng", peak)/median("informers", peak), "kpng/informers-peak")
 	b.ReportMetric(0, "ns/op")
 }
 
@@ -222,7 +240,7 @@ func fill(b *testing.B, server *apiserver.Server) {
 	client := server.Client()
 	group, ctx := errgroup.WithContext(b.Context())
 	group.SetLimit(16)
-	for i := range services {
+	for i := range *services {
 		group.Go(func() error {
 			name := fmt.Sprintf("service-%05d", i)
 			_, err := client.CoreV1().Services("default").Create(ctx, &corev1.Service{

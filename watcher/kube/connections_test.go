@@ -84,7 +84,7 @@ func TestLateConnectionIsClosed(t *testing.T) {
 		dialling <- struct{}{}
 		<-goOn
 		return near, nil
-	}})
+	}}, nil)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -18,8 +18,8 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	discoveryv1 "k8s.io/api/discovery/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	k8sruntime "k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/types"
-	"k8s.io/client-go/tools/cache"
 	"k8s.io/utils/ptr"
 )
 
@@ -73,7 +73,7 @@ func benchSlice(i, endpoints int, notReady uint) *discoveryv1.EndpointSlice {
 // benchWatch contains the parts of Watch that receive objects from reflectors.
 type benchWatch struct {
 	state            *cluster.State
-	services, slices cache.TransformingStore
+	services, slices objectStore
 }
 
 func newBenchWatch(b *testing.B) *benchWatch {
@@ -86,18 +86,12 @@ func newBenchWatch(b *testing.B) *benchWatch {
 	return &benchWatch{state: state, services: s.services, slices: s.slices}
 }
 
-// list passes a streaming list to store like a reflector: it transforms each object
-// separately, and then passes all objects to Replace.
-func list[T any](b *testing.B, store cache.TransformingStore, objects []T) {
-	transform := store.Transformer()
+// list passes a list to store like a reflector: it reduces each object separately, and
+// then passes all items to Replace.
+func list[T k8sruntime.Object](b *testing.B, store objectStore, objects []T) {
 	all := make([]any, 0, len(objects))
 	for _, o := range objects {
-		item, err := transform(o)
-		if err != nil {
-			b.Error(err)
-			return
-		}
-		all = append(all, item)
+		all = append(all, store.reduceObject(o))
 	}
 	if err := store.Replace(all, "1"); err != nil {
 		b.Error(err)

@@ -201,19 +201,42 @@ func (n *selection) commit(missing []types.NamespacedName, excess bool, write fu
 }
 
 func (n sliceSelection) write(i *item[api.EndpointSlice]) {
-	n.state.Update(func(tx *cluster.Tx) { n.put(tx, i) })
+	all := []*item[api.EndpointSlice]{i}
+	if n.decideAgain(i) {
+		found, err := n.lookUp([]types.NamespacedName{i.unlabelled.service})
+		if err != nil {
+			n.logger.Error(err, "Cannot list endpoint slices of a new service; listing all")
+			n.adapt(true)
+			return
+		}
+		all = append(all, found...) // these may include the slice of i, in a newer version
+	}
+	n.state.Update(func(tx *cluster.Tx) {
+		for _, i := range all {
+			n.put(tx, i)
+		}
+	})
 	n.adapt(false)
+}
+
+// decideAgain decides again about a slice without the proxy's label, because services may
+// have changed since the slice was decoded. It returns true if the proxy must keep the
+// slice, but the item has no value.
+func (n *selection) decideAgain(i *item[api.EndpointSlice]) (missing bool) {
+	switch {
+	case i.unlabelled == nil:
+	case !n.selects(i.unlabelled):
+		i.value = nil
+	case i.value == nil:
+		return true
+	}
+	return false
 }
 
 func (n sliceSelection) replace(all []*item[api.EndpointSlice]) bool {
 	missing := map[types.NamespacedName]bool{}
 	for _, i := range all {
-		// Decide again, because services may have changed since the slice arrived.
-		switch {
-		case i.unlabelled == nil:
-		case !n.selects(i.unlabelled):
-			i.value = nil
-		case i.value == nil:
+		if n.decideAgain(i) {
 			missing[i.unlabelled.service] = true
 		}
 	}

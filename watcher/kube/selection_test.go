@@ -370,41 +370,49 @@ func newTestSelection(t *testing.T, store *[]*discoveryv1.EndpointSlice) (*store
 	return s, state
 }
 
+// writes are the ways in which a reduced slice comes to a store: in a list, and in an event.
+var writes = map[string]func(*stores, any) error{
+	"list":  func(s *stores, reduced any) error { return s.slices.Replace([]any{reduced}, "1") },
+	"event": func(s *stores, reduced any) error { return s.slices.Update(reduced) },
+}
+
 func TestDroppedSliceOfNewServiceIsFound(t *testing.T) {
-	plain := slice("byhand", "plain", "10.0.0.1")
-	server := []*discoveryv1.EndpointSlice{plain}
-	s, state := newTestSelection(t, &server)
-	dropped, err := s.slices.Transformer()(plain)
-	if err != nil {
-		t.Fatal(err)
-	}
-	s.services.Add(selectorless("byhand", proxyName, "x"))
-	if err := s.slices.Replace([]any{dropped}, "1"); err != nil {
-		t.Fatal(err)
-	}
-	if n := state.Snapshot().Slices.Len(); n != 1 {
-		t.Errorf("%d slices, want 1", n)
-	}
-	server = nil
-	s.slices.Delete(plain)
-	if n := state.Snapshot().Slices.Len(); n != 0 {
-		t.Errorf("%d slices after its deletion, want 0", n)
+	for name, write := range writes {
+		t.Run(name, func(t *testing.T) {
+			plain := slice("byhand", "plain", "10.0.0.1")
+			server := []*discoveryv1.EndpointSlice{plain}
+			s, state := newTestSelection(t, &server)
+			dropped := s.slices.reduceObject(plain)
+			s.services.Add(selectorless("byhand", proxyName, "x"))
+			if err := write(s, dropped); err != nil {
+				t.Fatal(err)
+			}
+			if n := state.Snapshot().Slices.Len(); n != 1 {
+				t.Errorf("%d slices, want 1", n)
+			}
+			server = nil
+			s.slices.Delete(plain)
+			if n := state.Snapshot().Slices.Len(); n != 0 {
+				t.Errorf("%d slices after its deletion, want 0", n)
+			}
+		})
 	}
 }
 
 func TestSliceOfDeletedServiceIsDropped(t *testing.T) {
-	s, state := newTestSelection(t, new([]*discoveryv1.EndpointSlice))
-	s.services.Add(selectorless("byhand", proxyName, "x"))
-	kept, err := s.slices.Transformer()(slice("byhand", "plain", "10.0.0.1"))
-	if err != nil {
-		t.Fatal(err)
-	}
-	s.services.Add(service("byhand", proxyName, "x"))
-	if err := s.slices.Replace([]any{kept}, "1"); err != nil {
-		t.Fatal(err)
-	}
-	if n := state.Snapshot().Slices.Len(); n != 0 {
-		t.Errorf("%d slices, want 0", n)
+	for name, write := range writes {
+		t.Run(name, func(t *testing.T) {
+			s, state := newTestSelection(t, new([]*discoveryv1.EndpointSlice))
+			s.services.Add(selectorless("byhand", proxyName, "x"))
+			kept := s.slices.reduceObject(slice("byhand", "plain", "10.0.0.1"))
+			s.services.Add(service("byhand", proxyName, "x"))
+			if err := write(s, kept); err != nil {
+				t.Fatal(err)
+			}
+			if n := state.Snapshot().Slices.Len(); n != 0 {
+				t.Errorf("%d slices, want 0", n)
+			}
+		})
 	}
 }
 

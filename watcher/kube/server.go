@@ -39,12 +39,12 @@ const noticeAfter = 10 * time.Second
 // followServer fills the state from an API server until ctx ends.
 func (w *watch) followServer(ctx context.Context, config *rest.Config) error {
 	var err error
-	if w.client, err = newClient(ctx, config); err != nil {
+	s := w.newStores(w.finder(ctx))
+	if w.client, err = newClient(ctx, config, s.byKind()); err != nil {
 		return fmt.Errorf("client for API server %s: %w", config.Host, err)
 	}
 	defer w.client.connections.CloseAll()
 	w.running.Go(func() { w.reportDelay(ctx, noticeAfter, "Still waiting for the first list of resources") })
-	s := w.newStores(w.finder(ctx))
 	w.running.Go(func() { w.reflect(ctx, w.serviceSource(), s.services) })
 	w.running.Go(func() { w.reflect(ctx, w.nodeSource(), s.nodes) })
 	w.running.Go(func() {
@@ -71,12 +71,16 @@ func (w *watch) followServer(ctx context.Context, config *rest.Config) error {
 type client struct {
 	core, discovery rest.Interface
 	connections     *connrotation.Dialer
+	// decoder decodes objects of all content types as a whole.
+	decoder runtime.Decoder
 }
 
 // newClient returns a client with its own connections, so that closing them affects no
 // other client. Closing only idle connections is not enough, because a connection with a
-// canceled watch can still be busy. After ctx ends, the client opens no connections.
-func newClient(ctx context.Context, config *rest.Config) (*client, error) {
+// canceled watch can still be busy. After ctx ends, the client opens no connections. The
+// client reduces objects with the store for their kind, if there is one, unless a request
+// names another type.
+func newClient(ctx context.Context, config *rest.Config, stores map[string]objectStore) (*client, error) {
 	scheme := runtime.NewScheme()
 	for _, add := range [...]func(*runtime.Scheme) error{corev1.AddToScheme, discoveryv1.AddToScheme} {
 		if err := add(scheme); err != nil {
@@ -86,7 +90,8 @@ func newClient(ctx context.Context, config *rest.Config) (*client, error) {
 	metav1.AddToGroupVersion(scheme, schema.GroupVersion{Version: "v1"})
 
 	config = rest.CopyConfig(config)
-	config.NegotiatedSerializer = serializer.NewCodecFactory(scheme).WithoutConversion()
+	codecs := serializer.NewCodecFactory(scheme)
+	config.NegotiatedSerializer = newNegotiation(codecs.WithoutConversion(), stores)
 	config.ContentType = runtime.ContentTypeProtobuf
 	config.AcceptContentTypes = runtime.ContentTypeProtobuf + "," + runtime.ContentTypeJSON
 	config.DisableCompression = true
@@ -102,7 +107,7 @@ func newClient(ctx context.Context, config *rest.Config) (*client, error) {
 	if dial == nil {
 		dial = (&net.Dialer{Timeout: 30 * time.Second, KeepAlive: 30 * time.Second}).DialContext
 	}
-	c := &client{connections: connrotation.NewDialer(dial)}
+	c := &client{connections: connrotation.NewDialer(dial), decoder: codecs.UniversalDeserializer()}
 	config.Dial = func(dialling context.Context, network, address string) (net.Conn, error) {
 		conn, err := c.connections.DialContext(dialling, network, address)
 		if err == nil && ctx.Err() != nil {
@@ -139,7 +144,6 @@ func (c *client) server() string {
 type source struct {
 	client   rest.Interface
 	resource schema.GroupResource
-	example  runtime.Object
 	labels   string
 	fields   string
 	// latest makes the server return its latest state. Otherwise the server may return a
@@ -148,7 +152,7 @@ type source struct {
 }
 
 func (w *watch) serviceSource() *source {
-	src := &source{client: w.client.core, resource: schema.GroupResource{Resource: services}, example: &corev1.Service{}}
+	src := &source{client: w.client.core, resource: schema.GroupResource{Resource: services}}
 	if name := w.opts.ServiceProxyName; name != "" {
 		src.labels = watcher.LabelServiceProxyName + "=" + name
 	} else {
@@ -159,7 +163,7 @@ func (w *watch) serviceSource() *source {
 }
 
 func (w *watch) nodeSource() *source {
-	src := &source{client: w.client.core, resource: schema.GroupResource{Resource: nodes}, example: &corev1.Node{}}
+	src := &source{client: w.client.core, resource: schema.GroupResource{Resource: nodes}}
 	if name := w.opts.NodeName; name != "" {
 		src.fields = fields.OneTermEqualSelector("metadata.name", name).String()
 	}
@@ -181,7 +185,7 @@ func (w *watch) sliceSource(filtered bool) *source {
 	}
 	return &source{
 		client: w.client.discovery, resource: schema.GroupResource{Group: discoveryv1.GroupName, Resource: endpointSlices},
-		example: &discoveryv1.EndpointSlice{}, labels: strings.Join(labels, ","),
+		labels: strings.Join(labels, ","),
 	}
 }
 
@@ -195,9 +199,9 @@ const servicesPerRequest = 50
 
 // finder returns a finder that sends requests to the API server.
 func (w *watch) finder(ctx context.Context) finder {
-	src := w.sliceSource(false)
-	r := &reporter{watch: w, resource: src.resource}
 	return func(services []types.NamespacedName) (found []*discoveryv1.EndpointSlice, err error) {
+		src := w.sliceSource(false)
+		r := &reporter{watch: w, resource: src.resource}
 		for chunk := range slices.Chunk(services, servicesPerRequest) {
 			namespace := chunk[0].Namespace
 			names := make([]string, len(chunk))
@@ -230,11 +234,12 @@ func (w *watch) finder(ctx context.Context) finder {
 const noResync = 100 * 365 * 24 * time.Hour
 
 // reflect keeps store equal to the objects of src until ctx ends.
-func (w *watch) reflect(ctx context.Context, src *source, store cache.TransformingStore) {
+func (w *watch) reflect(ctx context.Context, src *source, store objectStore) {
 	r := &reporter{watch: w, resource: src.resource}
-	reflector := cache.NewReflectorWithOptions(src.listWatch(r), src.example, store, cache.ReflectorOptions{
-		Name:         "kpng/" + src.resource.Resource,
-		ResyncPeriod: noResync,
+	reflector := cache.NewReflectorWithOptions(src.listWatch(r, store), store.example(), store, cache.ReflectorOptions{
+		Name:            "kpng/" + src.resource.Resource,
+		TypeDescription: src.resource.String(),
+		ResyncPeriod:    noResync,
 	})
 	// This is the default backoff of client-go's reflectors.
 	backoff := wait.Backoff{Duration: 800 * time.Millisecond, Cap: 30 * time.Second, Steps: 38, Factor: 2, Jitter: 1}
@@ -248,17 +253,19 @@ func (w *watch) reflect(ctx context.Context, src *source, store cache.Transformi
 }
 
 // listWatch returns a ListWatch for a reflector. It reports the result of each request to
-// r.
-func (src *source) listWatch(r *reporter) *cache.ListWatch {
-	lw := cache.NewFilteredListWatchFromClient(src.client, src.resource.Resource, metav1.NamespaceAll, func(options *metav1.ListOptions) {
+// r, and uses store to decode lists.
+func (src *source) listWatch(r *reporter, store objectStore) *cache.ListWatch {
+	restrict := func(options *metav1.ListOptions) {
 		options.LabelSelector, options.FieldSelector = src.labels, src.fields
 		if src.latest && options.ResourceVersion == "0" {
 			options.ResourceVersion = ""
 		}
-	})
+	}
+	lw := cache.NewFilteredListWatchFromClient(src.client, src.resource.Resource, metav1.NamespaceAll, restrict)
 	return &cache.ListWatch{
 		ListWithContextFunc: func(ctx context.Context, options metav1.ListOptions) (runtime.Object, error) {
-			list, err := lw.ListWithContextFunc(ctx, options)
+			restrict(&options)
+			list, err := src.list(ctx, &options, r.client.decoder, store)
 			return list, r.request(ctx, "list", &options, err)
 		},
 		WatchFuncWithContext: func(ctx context.Context, options metav1.ListOptions) (watchapi.Interface, error) {
@@ -277,7 +284,7 @@ func (src *source) listWatch(r *reporter) *cache.ListWatch {
 // GetService returns a Service from the API server, or nil if the Service does not exist.
 // The result can be a Service for another proxy.
 func GetService(ctx context.Context, config *rest.Config, key types.NamespacedName) (*corev1.Service, error) {
-	c, err := newClient(ctx, config)
+	c, err := newClient(ctx, config, nil)
 	if err != nil {
 		return nil, err
 	}

@@ -13,6 +13,8 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	discoveryv1 "k8s.io/api/discovery/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/tools/cache"
 	"k8s.io/klog/v2"
@@ -27,13 +29,26 @@ type item[T any] struct {
 	selectorless bool
 	// unlabelled is set for a slice without the proxy's label.
 	unlabelled *origin
+
+	resourceVersion string
+	// initialEventsEnd is true for the bookmark at the end of a streaming list.
+	initialEventsEnd bool
 }
 
-// GetObjectMeta returns the object's namespace and name, by which the reflector
-// distinguishes the items of a streaming list.
+// GetObjectMeta returns the metadata that the reflector needs.
 func (i *item[T]) GetObjectMeta() metav1.Object {
-	return &metav1.ObjectMeta{Namespace: i.key.Namespace, Name: i.key.Name}
+	m := &metav1.ObjectMeta{Namespace: i.key.Namespace, Name: i.key.Name, ResourceVersion: i.resourceVersion}
+	if i.initialEventsEnd {
+		m.Annotations = map[string]string{metav1.InitialEventsAnnotationKey: "true"}
+	}
+	return m
 }
+
+// GetObjectKind implements runtime.Object.
+func (i *item[T]) GetObjectKind() schema.ObjectKind { return schema.EmptyObjectKind }
+
+// DeepCopyObject implements runtime.Object. It is never called.
+func (i *item[T]) DeepCopyObject() runtime.Object { return i }
 
 // writer writes items to the state.
 type writer[T any] interface {
@@ -45,7 +60,8 @@ type writer[T any] interface {
 }
 
 // store receives objects from a reflector or informer. It reduces each object and passes
-// it to a writer. It is a cache.TransformingStore, but stores nothing itself.
+// it to a writer. It stores nothing itself. An object from an API server is reduced as soon
+// as it is decoded.
 type store[O metav1.Object, T any] struct {
 	// Store is nil. Reflectors of client-go before v0.35 require its methods, but never call
 	// them.
@@ -54,11 +70,26 @@ type store[O metav1.Object, T any] struct {
 	// mu is locked during calls of reduce and of the writer.
 	mu     sync.Locker
 	reduce func(O, *item[T]) // sets all fields of the item except its key
-	to     writer[T]
-	listed func() // called after each full listing
+	// decoders has values of the type decoder[O].
+	decoders sync.Pool
+	logger   klog.Logger
+	to       writer[T]
+	listed   func() // called after each full listing
 }
 
-var _ cache.TransformingStore = (*store[*corev1.Node, api.Node])(nil)
+// objectStore is a store of any kind of objects.
+type objectStore interface {
+	cache.Store
+	// example returns an item, whose type distinguishes it from the items of other stores.
+	example() any
+	// decode decodes an object in protobuf and reduces it. If it cannot decode the object, it
+	// logs an error and returns nil.
+	decode(object []byte) runtime.Object
+	// reduceObject reduces an object of the API. It returns objects of other types unchanged.
+	reduceObject(o runtime.Object) runtime.Object
+}
+
+var _ objectStore = (*store[*corev1.Node, api.Node])(nil)
 
 // item reduces an object. If obj is already an item, it returns obj.
 func (s *store[O, T]) item(obj any) (*item[T], error) {
@@ -69,19 +100,43 @@ func (s *store[O, T]) item(obj any) (*item[T], error) {
 	if !ok {
 		return nil, fmt.Errorf("unexpected object of type %T among %s", obj, s.resource)
 	}
-	i := &item[T]{key: types.NamespacedName{Namespace: o.GetNamespace(), Name: o.GetName()}}
-	s.reduce(o, i)
+	i := &item[T]{
+		key:              types.NamespacedName{Namespace: o.GetNamespace(), Name: o.GetName()},
+		resourceVersion:  o.GetResourceVersion(),
+		initialEventsEnd: o.GetAnnotations()[metav1.InitialEventsAnnotationKey] == "true",
+	}
+	if i.key.Name != "" { // the object of a bookmark has no name
+		s.reduce(o, i)
+	}
 	return i, nil
 }
 
-// Transformer returns a function that reduces an object. The reflector calls it for each
-// object of a streaming list.
-func (s *store[O, T]) Transformer() cache.TransformFunc {
-	return func(obj any) (any, error) {
-		s.mu.Lock()
-		defer s.mu.Unlock()
-		return s.item(obj)
+func (s *store[O, T]) example() any { return &item[T]{} }
+
+func (s *store[O, T]) decode(object []byte) runtime.Object {
+	decode := s.decoders.Get().(decoder[O])
+	defer s.decoders.Put(decode)
+	o, err := decode(object)
+	if err != nil {
+		s.logger.Error(err, "Ignored an object that cannot be decoded", "resource", s.resource, "object", klog.KObj(o))
+		return nil
 	}
+	return s.lockedItem(o)
+}
+
+func (s *store[O, T]) reduceObject(o runtime.Object) runtime.Object {
+	if _, ok := o.(O); !ok {
+		return o
+	}
+	return s.lockedItem(o)
+}
+
+// lockedItem reduces an object of the type O.
+func (s *store[O, T]) lockedItem(o any) *item[T] {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	i, _ := s.item(o)
+	return i
 }
 
 // Add writes an object.
@@ -174,21 +229,30 @@ type stores struct {
 	selection *selection // nil if ServiceProxyName is empty
 }
 
+// byKind returns the stores by the kind of their objects.
+func (s *stores) byKind() map[string]objectStore {
+	return map[string]objectStore{"Service": s.services, "EndpointSlice": s.slices, "Node": s.nodes}
+}
+
 // newStores returns stores that pass the objects for the proxy to the state. The
 // selection calls find to request EndpointSlices.
 func (w *watch) newStores(find finder) *stores {
+	d := newDecoders(w.opts.Options)
 	s := &stores{
 		services: &store[*corev1.Service, api.Service]{
-			resource: services, mu: new(sync.Mutex), reduce: w.reduceService,
-			to: table[api.Service]{w.state, (*cluster.Tx).SetService, (*cluster.Tx).DeleteService, (*cluster.Tx).ReplaceServices},
+			resource: services, mu: new(sync.Mutex), reduce: w.reduceService, logger: w.logger,
+			decoders: sync.Pool{New: func() any { return d.service() }},
+			to:       table[api.Service]{w.state, (*cluster.Tx).SetService, (*cluster.Tx).DeleteService, (*cluster.Tx).ReplaceServices},
 		},
 		slices: &store[*discoveryv1.EndpointSlice, api.EndpointSlice]{
-			resource: endpointSlices, mu: new(sync.Mutex), reduce: w.reduceSlice,
-			to: table[api.EndpointSlice]{w.state, (*cluster.Tx).SetSlice, (*cluster.Tx).DeleteSlice, (*cluster.Tx).ReplaceSlices},
+			resource: endpointSlices, mu: new(sync.Mutex), reduce: w.reduceSlice, logger: w.logger,
+			decoders: sync.Pool{New: func() any { return d.slice() }},
+			to:       table[api.EndpointSlice]{w.state, (*cluster.Tx).SetSlice, (*cluster.Tx).DeleteSlice, (*cluster.Tx).ReplaceSlices},
 		},
 		nodes: &store[*corev1.Node, api.Node]{
-			resource: nodes, mu: new(sync.Mutex), reduce: w.reduceNode,
-			to: table[api.Node]{w.state, (*cluster.Tx).SetNode, func(tx *cluster.Tx, key types.NamespacedName) { tx.DeleteNode(key.Name) }, (*cluster.Tx).ReplaceNodes},
+			resource: nodes, mu: new(sync.Mutex), reduce: w.reduceNode, logger: w.logger,
+			decoders: sync.Pool{New: func() any { return d.node() }},
+			to:       table[api.Node]{w.state, (*cluster.Tx).SetNode, func(tx *cluster.Tx, key types.NamespacedName) { tx.DeleteNode(key.Name) }, (*cluster.Tx).ReplaceNodes},
 		},
 	}
 	s.services.listed = func() { w.listed(services) }

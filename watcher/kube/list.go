@@ -1,0 +1,240 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package kube
+
+import (
+	"bufio"
+	"bytes"
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"io"
+	"slices"
+
+	"google.golang.org/protobuf/encoding/protowire"
+	"k8s.io/apimachinery/pkg/apis/meta/internalversion"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+)
+
+// list requests a list from the API server. The store decodes each object as soon as it has
+// arrived, so the memory never has the whole list. If the server does not answer in
+// protobuf, decoder decodes the whole list.
+func (src *source) list(ctx context.Context, options *metav1.ListOptions, decoder runtime.Decoder, to objectStore) (runtime.Object, error) {
+	body, err := src.client.Get().Resource(src.resource.Resource).VersionedParams(options, metav1.ParameterCodec).Stream(ctx)
+	if err != nil {
+		return nil, err
+	}
+	defer body.Close()
+	r := bufio.NewReaderSize(body, 64<<10)
+	if start, _ := r.Peek(len(magic)); string(start) != magic {
+		all, err := io.ReadAll(r)
+		if err != nil {
+			return nil, err
+		}
+		return runtime.Decode(decoder, all)
+	}
+	list := &internalversion.List{}
+	err = readList(r, &list.ListMeta, func(object []byte) {
+		if o := to.decode(object); o != nil {
+			list.Items = append(list.Items, o)
+		}
+	})
+	if err != nil {
+		return nil, fmt.Errorf("read list: %w", err)
+	}
+	return list, nil
+}
+
+// magic is the beginning of an object in Kubernetes' content type protobuf. After it comes
+// a message of the type runtime.Unknown.
+const magic = "k8s\x00"
+
+// readList reads a list of objects of the API in Kubernetes' content type protobuf. It
+// calls add with each object in protobuf; add must not keep it.
+func readList(from *bufio.Reader, meta *metav1.ListMeta, add func(object []byte)) error {
+	r := &wireReader{from: from}
+	if _, err := from.Discard(len(magic)); err != nil {
+		return err
+	}
+	complete := false
+	for {
+		tag, err := binary.ReadUvarint(r)
+		if err == io.EOF && complete {
+			return nil
+		}
+		if err != nil {
+			return noEOF(err)
+		}
+		if tag != 2<<3|delimited { // the field raw
+			if err := r.skip(tag); err != nil {
+				return err
+			}
+			continue
+		}
+		if err := r.list(meta, add); err != nil {
+			return err
+		}
+		complete = true
+	}
+}
+
+// list reads a list as a field. The messages of all lists have the same two fields.
+func (r *wireReader) list(meta *metav1.ListMeta, add func(object []byte)) error {
+	length, err := binary.ReadUvarint(r)
+	if err != nil {
+		return noEOF(err)
+	}
+	for end := r.offset + length; r.offset < end; {
+		tag, err := binary.ReadUvarint(r)
+		if err != nil {
+			return noEOF(err)
+		}
+		switch tag {
+		case 1<<3 | delimited:
+			message, err := r.bytes()
+			if err == nil {
+				err = meta.Unmarshal(message)
+			}
+			if err != nil {
+				return err
+			}
+		case 2<<3 | delimited:
+			message, err := r.bytes()
+			if err != nil {
+				return err
+			}
+			add(message)
+		default:
+			if err := r.skip(tag); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+// wireReader reads the parts of a protobuf message.
+type wireReader struct {
+	from   *bufio.Reader
+	offset uint64
+	buffer []byte
+}
+
+// ReadByte implements io.ByteReader.
+func (r *wireReader) ReadByte() (byte, error) {
+	b, err := r.from.ReadByte()
+	if err == nil {
+		r.offset++
+	}
+	return b, err
+}
+
+// maxObjectSize limits the size of an object, in bytes. By default, etcd limits it to
+// 1.5 MiB.
+const maxObjectSize = 64 << 20
+
+// bytes reads the value of a field of the type delimited. The result is valid until the
+// next call.
+func (r *wireReader) bytes() ([]byte, error) {
+	length, err := binary.ReadUvarint(r)
+	if err != nil {
+		return nil, noEOF(err)
+	}
+	if length > maxObjectSize {
+		return nil, fmt.Errorf("an object has %d bytes; the limit is %d", length, maxObjectSize)
+	}
+	r.buffer = slices.Grow(r.buffer[:0], int(length))[:length]
+	n, err := io.ReadFull(r.from, r.buffer)
+	r.offset += uint64(n)
+	return r.buffer, noEOF(err)
+}
+
+// skip skips the value of a field.
+func (r *wireReader) skip(tag uint64) (err error) {
+	switch protowire.Type(tag & 7) {
+	case protowire.BytesType:
+		_, err = r.bytes()
+	case protowire.VarintType:
+		_, err = binary.ReadUvarint(r)
+	default:
+		err = fmt.Errorf("unexpected field with tag %d", tag)
+	}
+	return noEOF(err)
+}
+
+// noEOF returns io.ErrUnexpectedEOF in place of io.EOF.
+func noEOF(err error) error {
+	if errors.Is(err, io.EOF) {
+		return io.ErrUnexpectedEOF
+	}
+	return err
+}
+
+// objectSerializer is a Serializer that reduces objects with the store for their kind.
+type objectSerializer struct {
+	runtime.Serializer
+	stores map[string]objectStore
+}
+
+// Decode implements runtime.Decoder. If it cannot decode an object, it returns a Status.
+// The reflector ignores a watch event with an object of this type.
+func (s objectSerializer) Decode(data []byte, defaults *schema.GroupVersionKind, into runtime.Object) (runtime.Object, *schema.GroupVersionKind, error) {
+	if into == nil {
+		if kind, object := unwrap(data); s.stores[kind.Kind] != nil {
+			if o := s.stores[kind.Kind].decode(object); o != nil {
+				return o, &kind, nil
+			}
+			return &metav1.Status{Status: metav1.StatusFailure, Message: "cannot decode " + kind.String()}, &kind, nil
+		}
+	}
+	o, kind, err := s.Serializer.Decode(data, defaults, into)
+	if into == nil && err == nil && s.stores[kind.Kind] != nil {
+		o = s.stores[kind.Kind].reduceObject(o)
+	}
+	return o, kind, err
+}
+
+// unwrap returns the kind and the protobuf message of an object in Kubernetes' content
+// type protobuf. If data is malformed, the kind is empty.
+func unwrap(data []byte) (kind schema.GroupVersionKind, object []byte) {
+	message, ok := bytes.CutPrefix(data, []byte(magic))
+	for ok && len(message) > 0 {
+		f, rest, err := nextField(message)
+		if err != nil {
+			return schema.GroupVersionKind{}, nil
+		}
+		message = rest
+		switch f.tag {
+		case 1<<3 | delimited:
+			var t runtime.TypeMeta
+			if err := t.Unmarshal(f.bytes); err != nil {
+				return schema.GroupVersionKind{}, nil
+			}
+			kind = schema.FromAPIVersionAndKind(t.APIVersion, t.Kind)
+		case 2<<3 | delimited:
+			object = f.bytes
+		}
+	}
+	return kind, object
+}
+
+// negotiation is a runtime.NegotiatedSerializer with other serializers.
+type negotiation struct {
+	runtime.NegotiatedSerializer
+	types []runtime.SerializerInfo
+}
+
+// SupportedMediaTypes implements runtime.NegotiatedSerializer.
+func (n negotiation) SupportedMediaTypes() []runtime.SerializerInfo { return n.types }
+
+// newNegotiation returns codecs that reduce objects with stores.
+func newNegotiation(codecs runtime.NegotiatedSerializer, stores map[string]objectStore) negotiation {
+	n := negotiation{codecs, slices.Clone(codecs.SupportedMediaTypes())}
+	for i := range n.types {
+		n.types[i].Serializer = objectSerializer{n.types[i].Serializer, stores}
+	}
+	return n
+}

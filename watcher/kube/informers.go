@@ -89,7 +89,7 @@ func (w *watch) followInformers(ctx context.Context, in *Informers) error {
 		return in.slicesOf(w.serviceLabel(), services), nil
 	})
 	all := in.all()
-	for n, to := range [...]cache.Store{s.services, s.slices, s.nodes} {
+	for n, to := range [...]cache.ReflectorStore{s.services, s.slices, s.nodes} {
 		f := &follower{watch: w, resource: all[n].resource, store: to}
 		if n == 1 && s.selection != nil {
 			s.selection.begin(nil)
@@ -137,7 +137,7 @@ func (in *Informers) slicesOf(label string, services []types.NamespacedName) (fo
 type follower struct {
 	*watch
 	resource string
-	store    cache.Store
+	store    cache.ReflectorStore
 
 	mu      sync.Mutex
 	stopped bool

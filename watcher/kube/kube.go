@@ -110,7 +110,19 @@ func Watch(ctx context.Context, state *cluster.State, opts Options) error {
 	}
 	end(nil)
 	w.running.Wait()
+	w.decoding.Lock()
+	defer w.decoding.Unlock()
+	w.ended = true
 	return err
+}
+
+// whileRunning calls f unless Watch has ended. Watch does not return while f runs.
+func (w *watch) whileRunning(f func()) {
+	w.decoding.RLock()
+	defer w.decoding.RUnlock()
+	if !w.ended {
+		f()
+	}
 }
 
 type watch struct {
@@ -122,6 +134,11 @@ type watch struct {
 	// end makes Watch return an error.
 	end     func(error)
 	running sync.WaitGroup
+
+	// decoding is locked while goroutines of client-go, which may outlive Watch, decode
+	// objects. After ended is true, they no longer do so.
+	decoding sync.RWMutex
+	ended    bool
 
 	mu sync.Mutex
 	// unlisted contains the resources that have not been listed yet.

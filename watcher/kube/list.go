@@ -5,25 +5,29 @@ package kube
 import (
 	"bufio"
 	"bytes"
+	"cmp"
 	"context"
 	"encoding/binary"
 	"errors"
 	"fmt"
 	"io"
 	"slices"
+	"time"
 
 	"google.golang.org/protobuf/encoding/protowire"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/apis/meta/internalversion"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/runtime/schema"
+	utilnet "k8s.io/apimachinery/pkg/util/net"
 )
 
-// list requests a list from the API server. The store decodes each object as soon as it has
-// arrived, so the memory never has the whole list. If the server does not answer in
-// protobuf, decoder decodes the whole list.
+// list requests a list from the API server. The store decodes each object as soon as it
+// has arrived, so list never holds the whole encoded list. If the answer is not in
+// protobuf, decoder decodes the complete answer.
 func (src *source) list(ctx context.Context, options *metav1.ListOptions, decoder runtime.Decoder, to objectStore) (runtime.Object, error) {
-	body, err := src.client.Get().Resource(src.resource.Resource).VersionedParams(options, metav1.ParameterCodec).Stream(ctx)
+	body, err := src.stream(ctx, options)
 	if err != nil {
 		return nil, err
 	}
@@ -34,13 +38,15 @@ func (src *source) list(ctx context.Context, options *metav1.ListOptions, decode
 		if err != nil {
 			return nil, err
 		}
-		return runtime.Decode(decoder, all)
+		o, err := runtime.Decode(decoder, all)
+		if status, ok := o.(*metav1.Status); ok {
+			return nil, apierrors.FromObject(status)
+		}
+		return o, err
 	}
 	list := &internalversion.List{}
-	err = readList(r, &list.ListMeta, func(object []byte) {
-		if o := to.decode(object); o != nil {
-			list.Items = append(list.Items, o)
-		}
+	err = readList(r, to.objectKind(), &list.ListMeta, func(object []byte) {
+		list.Items = append(list.Items, to.decode(object))
 	})
 	if err != nil {
 		return nil, fmt.Errorf("read list: %w", err)
@@ -48,17 +54,35 @@ func (src *source) list(ctx context.Context, options *metav1.ListOptions, decode
 	return list, nil
 }
 
+// stream sends the request for a list. Like client-go's requests whose answer is not a
+// stream, it tries again if the connection breaks.
+func (src *source) stream(ctx context.Context, options *metav1.ListOptions) (io.ReadCloser, error) {
+	for attempt := 0; ; attempt++ {
+		body, err := src.client.Get().Resource(src.resource.Resource).VersionedParams(options, metav1.ParameterCodec).Stream(ctx)
+		broken := utilnet.IsConnectionReset(err) || utilnet.IsProbableEOF(err) || utilnet.IsHTTP2ConnectionLost(err)
+		if !broken || attempt == 10 {
+			return body, err
+		}
+		select {
+		case <-time.After(time.Second):
+		case <-ctx.Done():
+			return nil, err
+		}
+	}
+}
+
 // magic is the beginning of an object in Kubernetes' content type protobuf. After it comes
 // a message of the type runtime.Unknown.
 const magic = "k8s\x00"
 
-// readList reads a list of objects of the API in Kubernetes' content type protobuf. It
-// calls add with each object in protobuf; add must not keep it.
-func readList(from *bufio.Reader, meta *metav1.ListMeta, add func(object []byte)) error {
+// readList reads a list of objects of a kind, in Kubernetes' content type protobuf. It calls
+// add with each object; add must not keep the bytes.
+func readList(from *bufio.Reader, kind string, meta *metav1.ListMeta, add func(object []byte)) error {
 	r := &wireReader{from: from}
 	if _, err := from.Discard(len(magic)); err != nil {
 		return err
 	}
+	var is runtime.TypeMeta
 	complete := false
 	for {
 		tag, err := binary.ReadUvarint(r)
@@ -68,37 +92,45 @@ func readList(from *bufio.Reader, meta *metav1.ListMeta, add func(object []byte)
 		if err != nil {
 			return noEOF(err)
 		}
-		if tag != 2<<3|delimited { // the field raw
-			if err := r.skip(tag); err != nil {
-				return err
+		switch tag {
+		case 1<<3 | delimited: // typeMeta
+			err = r.unmarshal(&is)
+		case 2<<3 | delimited: // raw
+			switch is.Kind {
+			case kind + "List":
+				err = r.list(meta, add)
+				complete = true
+			case "Status":
+				status := &metav1.Status{}
+				err = cmp.Or(r.unmarshal(status), apierrors.FromObject(status))
+			default:
+				err = fmt.Errorf("the answer is of the kind %q", is.Kind)
 			}
-			continue
+		default:
+			err = r.skip(tag)
 		}
-		if err := r.list(meta, add); err != nil {
+		if err != nil {
 			return err
 		}
-		complete = true
 	}
 }
 
-// list reads a list as a field. The messages of all lists have the same two fields.
+// list reads a field whose value is a list. The messages of all lists have the same two
+// fields.
 func (r *wireReader) list(meta *metav1.ListMeta, add func(object []byte)) error {
 	length, err := binary.ReadUvarint(r)
 	if err != nil {
 		return noEOF(err)
 	}
-	for end := r.offset + length; r.offset < end; {
+	end := r.offset + length
+	for r.offset < end {
 		tag, err := binary.ReadUvarint(r)
 		if err != nil {
 			return noEOF(err)
 		}
 		switch tag {
 		case 1<<3 | delimited:
-			message, err := r.bytes()
-			if err == nil {
-				err = meta.Unmarshal(message)
-			}
-			if err != nil {
+			if err := r.unmarshal(meta); err != nil {
 				return err
 			}
 		case 2<<3 | delimited:
@@ -112,6 +144,9 @@ func (r *wireReader) list(meta *metav1.ListMeta, add func(object []byte)) error 
 				return err
 			}
 		}
+	}
+	if r.offset != end || length > end { // length > end if the sum has overflowed
+		return errors.New("the length of the list is wrong")
 	}
 	return nil
 }
@@ -132,7 +167,7 @@ func (r *wireReader) ReadByte() (byte, error) {
 	return b, err
 }
 
-// maxObjectSize limits the size of an object, in bytes. By default, etcd limits it to
+// maxObjectSize limits the size of an object and of any other field, in bytes. By default, etcd limits it to
 // 1.5 MiB.
 const maxObjectSize = 64 << 20
 
@@ -144,12 +179,21 @@ func (r *wireReader) bytes() ([]byte, error) {
 		return nil, noEOF(err)
 	}
 	if length > maxObjectSize {
-		return nil, fmt.Errorf("an object has %d bytes; the limit is %d", length, maxObjectSize)
+		return nil, fmt.Errorf("a field has %d bytes; the limit is %d", length, maxObjectSize)
 	}
 	r.buffer = slices.Grow(r.buffer[:0], int(length))[:length]
 	n, err := io.ReadFull(r.from, r.buffer)
 	r.offset += uint64(n)
 	return r.buffer, noEOF(err)
+}
+
+// unmarshal reads the value of a field that is a message.
+func (r *wireReader) unmarshal(to interface{ Unmarshal([]byte) error }) error {
+	message, err := r.bytes()
+	if err != nil {
+		return err
+	}
+	return to.Unmarshal(message)
 }
 
 // skip skips the value of a field.
@@ -179,15 +223,17 @@ type objectSerializer struct {
 	stores map[string]objectStore
 }
 
-// Decode implements runtime.Decoder. If it cannot decode an object, it returns a Status.
-// The reflector ignores a watch event with an object of this type.
+// Decode implements runtime.Decoder. If it cannot decode an object in protobuf, not even its
+// resource version, it returns a Status. The reflector ignores a watch event whose object
+// has this type.
 func (s objectSerializer) Decode(data []byte, defaults *schema.GroupVersionKind, into runtime.Object) (runtime.Object, *schema.GroupVersionKind, error) {
 	if into == nil {
 		if kind, object := unwrap(data); s.stores[kind.Kind] != nil {
-			if o := s.stores[kind.Kind].decode(object); o != nil {
-				return o, &kind, nil
+			o := s.stores[kind.Kind].decode(object)
+			if o.(metav1.ObjectMetaAccessor).GetObjectMeta().GetResourceVersion() == "" {
+				o = &metav1.Status{Status: metav1.StatusFailure, Message: "cannot decode " + kind.String()}
 			}
-			return &metav1.Status{Status: metav1.StatusFailure, Message: "cannot decode " + kind.String()}, &kind, nil
+			return o, &kind, nil
 		}
 	}
 	o, kind, err := s.Serializer.Decode(data, defaults, into)
@@ -221,7 +267,7 @@ func unwrap(data []byte) (kind schema.GroupVersionKind, object []byte) {
 	return kind, object
 }
 
-// negotiation is a runtime.NegotiatedSerializer with other serializers.
+// negotiation is a runtime.NegotiatedSerializer whose decoders reduce objects.
 type negotiation struct {
 	runtime.NegotiatedSerializer
 	types []runtime.SerializerInfo

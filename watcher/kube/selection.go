@@ -50,7 +50,9 @@ type origin struct {
 // selection decides which EndpointSlices a named proxy keeps. It keeps slices with the
 // proxy's label, slices of wanted services without a selector, and slices that the
 // EndpointSlice controller made for wanted services but has not labelled yet. One lock
-// covers services and slices, so that each slice is checked against the current services.
+// covers writes of services and slices, so that each slice that is written is checked
+// against the current services. Slices are also checked when they are decoded, so that
+// unneeded slices use no memory.
 //
 // A service that becomes wanted or loses its selector may need slices that were dropped
 // or not requested. The selection then requests them, and holds the lock from the request
@@ -64,6 +66,9 @@ type selection struct {
 	find         finder
 
 	mu turn
+	// servicesMu is also locked during accesses to services, and never during requests. So
+	// decoding does not wait for requests.
+	servicesMu sync.Mutex
 	// services maps each wanted service to true if the service has no selector.
 	services     map[types.NamespacedName]bool
 	selectorless int // number of services without a selector
@@ -120,15 +125,17 @@ func (n *selection) reduceSlice(s *discoveryv1.EndpointSlice, i *item[api.Endpoi
 	if !n.converter.WantsSlice(s) {
 		service := types.NamespacedName{Namespace: s.Namespace, Name: s.Labels[n.serviceLabel()]}
 		i.unlabelled = &origin{service, s.Labels[discoveryv1.LabelManagedBy] == managedByController}
-		if !n.selects(i.unlabelled) {
+		if i.dropped = !n.selects(i.unlabelled); i.dropped {
 			return
 		}
 	}
-	n.convertSlice(s, i)
+	i.value, i.problems = n.converter.EndpointSlice(s)
 }
 
 // selects reports whether the proxy keeps a slice that lacks the proxy's label.
 func (n *selection) selects(o *origin) bool {
+	n.servicesMu.Lock()
+	defer n.servicesMu.Unlock()
 	selectorless, wanted := n.services[o.service]
 	return selectorless || wanted && o.managed
 }
@@ -159,6 +166,8 @@ func (n serviceSelection) replace(all []*item[api.Service]) bool {
 // must now keep, missing contains the service. If the state may have slices that the
 // proxy must no longer keep, excess is true.
 func (n *selection) note(i *item[api.Service]) (missing []types.NamespacedName, excess bool) {
+	n.servicesMu.Lock()
+	defer n.servicesMu.Unlock()
 	was, wanted := n.services[i.key]
 	if was {
 		n.selectorless--
@@ -209,7 +218,10 @@ func (n sliceSelection) write(i *item[api.EndpointSlice]) {
 			n.adapt(true)
 			return
 		}
-		all = append(all, found...) // these may include the slice of i, in a newer version
+		if slices.ContainsFunc(found, func(o *item[api.EndpointSlice]) bool { return o.key == i.key }) {
+			all = nil // found has a newer version
+		}
+		all = append(all, found...)
 	}
 	n.state.Update(func(tx *cluster.Tx) {
 		for _, i := range all {
@@ -221,16 +233,16 @@ func (n sliceSelection) write(i *item[api.EndpointSlice]) {
 
 // decideAgain decides again about a slice without the proxy's label, because services may
 // have changed since the slice was decoded. It returns true if the proxy must keep the
-// slice, but the item has no value.
+// slice, but dropped it.
 func (n *selection) decideAgain(i *item[api.EndpointSlice]) (missing bool) {
-	switch {
-	case i.unlabelled == nil:
-	case !n.selects(i.unlabelled):
-		i.value = nil
-	case i.value == nil:
-		return true
+	if i.unlabelled == nil {
+		return false
 	}
-	return false
+	if !n.selects(i.unlabelled) {
+		i.value = nil
+		return false
+	}
+	return i.dropped
 }
 
 func (n sliceSelection) replace(all []*item[api.EndpointSlice]) bool {
@@ -293,6 +305,7 @@ func (n *selection) lookUp(services []types.NamespacedName) ([]*item[api.Endpoin
 	var found []*item[api.EndpointSlice]
 	for _, o := range objects {
 		i, _ := n.reduced(o)
+		n.log(i.problems)
 		if i.value != nil {
 			found = append(found, i)
 		}

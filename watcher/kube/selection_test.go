@@ -416,6 +416,30 @@ func TestSliceOfDeletedServiceIsDropped(t *testing.T) {
 	}
 }
 
+// A slice of host names is selected, but cannot be converted.
+func TestSliceOfHostNamesCausesNoRequest(t *testing.T) {
+	requests := 0
+	opts := named("x")
+	converter, err := watcher.New(opts.Options)
+	if err != nil {
+		t.Fatal(err)
+	}
+	w := &watch{opts: opts, state: cluster.New(cluster.Options{}), converter: converter, unlisted: map[string]bool{nodes: true}}
+	s := w.newStores(func([]types.NamespacedName) ([]*discoveryv1.EndpointSlice, error) {
+		requests++
+		return nil, nil
+	})
+	s.services.Add(selectorless("byhand", proxyName, "x"))
+	s.selection.begin(nil)
+	names := slice("byhand", "names", "10.0.0.1")
+	names.AddressType = discoveryv1.AddressTypeFQDN
+	for _, o := range []any{names, s.slices.reduceObject(names)} {
+		if err := s.slices.Update(o); err != nil || requests > 0 {
+			t.Errorf("error %v, %d requests", err, requests)
+		}
+	}
+}
+
 func TestForeignSlicesUseNoMemory(t *testing.T) {
 	s, state := newTestSelection(t, new([]*discoveryv1.EndpointSlice))
 	s.services.Add(selectorless("byhand", proxyName, "x"))
@@ -448,6 +472,7 @@ func TestForeignSlicesUseNoMemory(t *testing.T) {
 func TestSelectionConverges(t *testing.T) {
 	for seed := range uint64(100) {
 		inWorld(t, named("x"), func(w *world) {
+			w.onlyJSON = seed%2 == 1
 			r := rand.New(rand.NewPCG(seed, 3))
 			count := 4
 			if seed%5 == 0 {

@@ -71,15 +71,15 @@ func (w *watch) followServer(ctx context.Context, config *rest.Config) error {
 type client struct {
 	core, discovery rest.Interface
 	connections     *connrotation.Dialer
-	// decoder decodes objects of all content types as a whole.
+	// decoder decodes complete answers of all content types.
 	decoder runtime.Decoder
 }
 
 // newClient returns a client with its own connections, so that closing them affects no
 // other client. Closing only idle connections is not enough, because a connection with a
 // canceled watch can still be busy. After ctx ends, the client opens no connections. The
-// client reduces objects with the store for their kind, if there is one, unless a request
-// names another type.
+// client reduces objects with the store for their kind, if there is one, unless the caller
+// passes the object to decode into.
 func newClient(ctx context.Context, config *rest.Config, stores map[string]objectStore) (*client, error) {
 	scheme := runtime.NewScheme()
 	for _, add := range [...]func(*runtime.Scheme) error{corev1.AddToScheme, discoveryv1.AddToScheme} {

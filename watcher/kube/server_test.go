@@ -3,7 +3,9 @@
 package kube
 
 import (
+	"bytes"
 	"context"
+	"encoding/binary"
 	"encoding/json"
 	"fmt"
 	"net"
@@ -17,6 +19,7 @@ import (
 	"syscall"
 	"testing"
 
+	"google.golang.org/protobuf/encoding/protowire"
 	corev1 "k8s.io/api/core/v1"
 	discoveryv1 "k8s.io/api/discovery/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
@@ -37,12 +40,14 @@ type object interface {
 
 // apiServer serves Services, EndpointSlices and Nodes over HTTP like a kube-apiserver. It
 // supports list, watch, label and field selectors, resource versions, streaming lists,
-// bookmarks and 410 Gone. It can run in a synctest bubble, because its connections are in
+// bookmarks and 410 Gone, in protobuf and JSON. It can run in a synctest bubble, because its connections are in
 // memory.
 type apiServer struct {
 	listener *pipeListener
 	// refuse, if set, returns the error for a request that must fail, or nil.
 	refuse func(request) *apierrors.StatusError
+	// onlyJSON is true for a server without protobuf.
+	onlyJSON bool
 
 	mu        sync.Mutex
 	revision  int
@@ -295,6 +300,15 @@ func (s *apiServer) list(w http.ResponseWriter, req request, match func(object) 
 	items, revision := s.matching(req, match), s.revision
 	s.mu.Unlock()
 	kind := kindOf(req.Resource, "List")
+	if s.usesProtobuf(req) {
+		raw := protowire.AppendBytes(protowire.AppendTag(nil, 1, protowire.BytesType), marshalled(&metav1.ListMeta{ResourceVersion: strconv.Itoa(revision)}))
+		for _, o := range items {
+			raw = protowire.AppendBytes(protowire.AppendTag(raw, 2, protowire.BytesType), marshalled(o))
+		}
+		w.Header().Set("Content-Type", runtime.ContentTypeProtobuf)
+		w.Write(encoded(kind, raw))
+		return
+	}
 	w.Header().Set("Content-Type", "application/json")
 	json.NewEncoder(w).Encode(map[string]any{
 		"apiVersion": kind.GroupVersion().String(),
@@ -304,27 +318,65 @@ func (s *apiServer) list(w http.ResponseWriter, req request, match func(object) 
 	})
 }
 
+func (s *apiServer) usesProtobuf(req request) bool {
+	return !s.onlyJSON && strings.HasPrefix(req.Header.Get("Accept"), runtime.ContentTypeProtobuf)
+}
+
+// marshalled returns o, which must be of an API type, as a protobuf message.
+func marshalled(o any) []byte {
+	message, err := o.(interface{ Marshal() ([]byte, error) }).Marshal()
+	if err != nil {
+		panic(err)
+	}
+	return message
+}
+
+// encoded returns an object in Kubernetes' content type protobuf.
+func encoded(kind schema.GroupVersionKind, message []byte) []byte {
+	is := runtime.TypeMeta{APIVersion: kind.GroupVersion().String(), Kind: kind.Kind}
+	return append([]byte(magic), marshalled(&runtime.Unknown{TypeMeta: is, Raw: message})...)
+}
+
+// framed returns a message in the form in which a watch sends it.
+func framed(message []byte) []byte {
+	return append(binary.BigEndian.AppendUint32(nil, uint32(len(message))), message...)
+}
+
 func (s *apiServer) watch(w http.ResponseWriter, ctx context.Context, req request, match func(object) bool, since int) {
+	protobuf := s.usesProtobuf(req)
 	w.Header().Set("Content-Type", "application/json")
+	if protobuf {
+		w.Header().Set("Content-Type", runtime.ContentTypeProtobuf+";stream=watch")
+	}
 	w.WriteHeader(http.StatusOK)
-	encoder := json.NewEncoder(w)
 	// Send without the lock, because the client may be waiting for another answer.
-	var pending []any
-	send := func(kind string, o any) { pending = append(pending, map[string]any{"type": kind, "object": o}) }
-	flush := func() {
-		for _, event := range pending {
-			encoder.Encode(event)
+	var pending bytes.Buffer
+	send := func(event string, o runtime.Object) {
+		if protobuf {
+			raw := encoded(o.GetObjectKind().GroupVersionKind(), marshalled(o))
+			pending.Write(framed(marshalled(&metav1.WatchEvent{Type: event, Object: runtime.RawExtension{Raw: raw}})))
+		} else {
+			json.NewEncoder(&pending).Encode(map[string]any{"type": event, "object": o})
 		}
-		pending = nil
+	}
+	flush := func() {
+		w.Write(pending.Bytes())
+		pending.Reset()
 		w.(http.Flusher).Flush()
 	}
 	sendBookmark := func(revision int, annotations map[string]string) {
-		kind := kindOf(req.Resource, "")
-		send("BOOKMARK", map[string]any{
-			"apiVersion": kind.GroupVersion().String(),
-			"kind":       kind.Kind,
-			"metadata":   metav1.ObjectMeta{ResourceVersion: strconv.Itoa(revision), Annotations: annotations},
-		})
+		m := metav1.ObjectMeta{ResourceVersion: strconv.Itoa(revision), Annotations: annotations}
+		var o object
+		switch req.Resource {
+		case services:
+			o = &corev1.Service{ObjectMeta: m}
+		case endpointSlices:
+			o = &discoveryv1.EndpointSlice{ObjectMeta: m}
+		default:
+			o = &corev1.Node{ObjectMeta: m}
+		}
+		o.GetObjectKind().SetGroupVersionKind(kindOf(req.Resource, ""))
+		send("BOOKMARK", o)
 	}
 
 	s.mu.Lock()
@@ -377,7 +429,8 @@ func (s *apiServer) watch(w http.ResponseWriter, ctx context.Context, req reques
 			last := s.last
 			s.mu.Unlock()
 			if last != nil {
-				send("ERROR", withKind(last))
+				status := withKind(last)
+				send("ERROR", &status)
 				flush()
 			}
 			return

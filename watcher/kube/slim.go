@@ -90,7 +90,7 @@ func newDecoder[O any, P interface {
 // omits the field.
 type fieldSet []*part
 
-// part is what is kept of a field.
+// part selects the content of a field.
 type part struct {
 	// fields, if not nil, are the fields that are kept of a message.
 	fields fieldSet
@@ -136,12 +136,13 @@ func (s fieldSet) appendTo(out, message []byte) ([]byte, error) {
 			start := len(out)
 			out = append(out, whole[:len(whole)-len(f.bytes)]...)
 			body := len(out)
-			if out, err = keep.fields.appendTo(out, f.bytes); err != nil {
-				return out[:start], err
-			}
+			out, err = keep.fields.appendTo(out, f.bytes)
 			length := len(out) - body
 			header := protowire.AppendVarint(protowire.AppendVarint(out[:start], f.tag), uint64(length))
 			out = append(header, out[body:body+length]...)
+			if err != nil {
+				return out, err
+			}
 		default:
 			out = append(out, whole...)
 		}
@@ -186,14 +187,14 @@ func nextField(message []byte) (f field, rest []byte, err error) {
 	return f, rest[n:], nil
 }
 
-// sliceDecoder decodes EndpointSlices. It reuses the memory of the previous one.
+// sliceDecoder decodes EndpointSlices. It reuses the memory of the previous slice.
 type sliceDecoder struct {
 	// rest decodes all fields except the endpoints.
 	rest decoder[*discoveryv1.EndpointSlice]
 	// targets is true if references to pods are decoded.
 	targets   bool
 	endpoints []discoveryv1.Endpoint
-	// texts has one copy of each name of a node or zone.
+	// texts has one copy of each name of a node or zone, and of each hostname.
 	texts map[string]*string
 }
 

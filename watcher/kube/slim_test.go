@@ -6,12 +6,13 @@ import (
 	"bufio"
 	"bytes"
 	"context"
-	"encoding/binary"
+	"math"
 	"net/http"
 	"net/http/httptest"
 	"path"
 	"slices"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"testing/iotest"
 	"time"
@@ -22,29 +23,55 @@ import (
 	"google.golang.org/protobuf/encoding/protowire"
 	corev1 "k8s.io/api/core/v1"
 	discoveryv1 "k8s.io/api/discovery/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/client-go/rest"
+	"k8s.io/utils/ptr"
 	"sigs.k8s.io/randfill"
 )
 
-// FuzzDecoders fills objects with values from the fuzzer's bytes, encodes them in protobuf
-// with unknown fields, and compares what the proxy gets from decoders and from the API's
-// own decoding.
+// decoderOptions make decoders keep different parts of objects.
+var decoderOptions = []watcher.Options{{}, {
+	ServiceProxyName: "x", ServiceNameLabel: "y", KeepLabels: []string{"a*"}, KeepAnnotations: []string{"a", "*/*"},
+	KeepSliceLabels: []string{"*"}, KeepTargets: true,
+}, {
+	AllPorts: watcher.AllPortsAnnotated("a"),
+	Skip:     func(s *corev1.Service) bool { return len(s.Finalizers) > 2 || len(s.OwnerReferences) > 2 },
+}}
+
+func TestDecodersOfTypicalObjects(t *testing.T) {
+	service, slice, node := benchService(1), benchSlice(1, 3, 2), &corev1.Node{}
+	service.Annotations = map[string]string{"a": "true", "x/y": "z", "b": "dropped"}
+	service.Labels["app2"] = "x"
+	service.ManagedFields = []metav1.ManagedFieldsEntry{{Manager: "x"}}
+	service.Spec.LoadBalancerClass = ptr.To("class")
+	service.Status.LoadBalancer.Ingress = []corev1.LoadBalancerIngress{{IP: "192.0.2.1"}}
+	slice.Labels["y"], slice.Labels[discoveryv1.LabelManagedBy] = "web", managedByController
+	slice.Annotations = map[string]string{corev1.EndpointsLastChangeTriggerTime: "2026-01-02T03:04:05Z"}
+	slice.Endpoints[0].Hostname = ptr.To("host")
+	slice.Endpoints[1].Hints = &discoveryv1.EndpointHints{ForZones: []discoveryv1.ForZone{{Name: "zone-1"}}}
+	node.Name, node.Labels = "node-1", map[string]string{corev1.LabelTopologyZone: "zone-1"}
+	node.Spec.PodCIDRs = []string{"10.1.0.0/16"}
+	node.Spec.Taints = []corev1.Taint{{Key: "k", Effect: corev1.TaintEffectNoExecute}}
+	node.Status.Addresses = []corev1.NodeAddress{{Type: corev1.NodeInternalIP, Address: "192.0.2.2"}}
+	node.Status.Images = []corev1.ContainerImage{{Names: []string{"image"}}}
+	compareAll(t, service, []*discoveryv1.EndpointSlice{slice, benchSlice(2, 1, 0)}, node)
+}
+
+// FuzzDecoders fills objects with values from the fuzzer's bytes. Then it does the same as
+// compareAll.
 func FuzzDecoders(f *testing.F) {
 	f.Add([]byte("some bytes to begin with"))
 	f.Add([]byte{})
-	options := []watcher.Options{{}, {
-		ServiceProxyName: "x", ServiceNameLabel: "y", KeepLabels: []string{"a*"}, KeepAnnotations: []string{"a", "*/*"},
-		KeepSliceLabels: []string{"*"}, KeepTargets: true,
-	}, {
-		AllPorts: watcher.AllPortsAnnotated("a"),
-		Skip:     func(s *corev1.Service) bool { return len(s.Finalizers) > 2 || len(s.OwnerReferences) > 2 },
-	}}
 	f.Fuzz(func(t *testing.T, data []byte) {
 		filler := randfill.NewFromGoFuzz(data).NilChance(0.3).NumElements(0, 4).Funcs(
 			func(s *string, c randfill.Continue) {
-				typical := []string{"", "a", "x", "a/b", "10.0.0.1", "::1", "10.0.0.0/8", watcher.LabelServiceProxyName, watcher.LabelHeadless, discoveryv1.LabelServiceName, corev1.EndpointsLastChangeTriggerTime}
+				typical := []string{
+					"", "a", "x", "y", "a/b", "10.0.0.1", "::1", "10.0.0.0/8", watcher.LabelServiceProxyName, watcher.LabelHeadless,
+					discoveryv1.LabelServiceName, discoveryv1.LabelManagedBy, corev1.EndpointsLastChangeTriggerTime, metav1.InitialEventsAnnotationKey,
+				}
 				if *s = c.String(8); c.Intn(3) > 0 {
 					*s = typical[c.Intn(len(typical))]
 				}
@@ -60,29 +87,36 @@ func FuzzDecoders(f *testing.F) {
 			filler.Fill(s)
 		}
 		filler.Fill(node)
-		for _, o := range options {
-			c, err := watcher.New(o)
-			if err != nil {
-				t.Fatal(err)
-			}
-			d := newDecoders(o)
-			compareDecoded(t, service, d.service(), func(s *corev1.Service) any {
-				out, problems := c.Service(s)
-				return []any{c.WantsService(s), watcher.Selectorless(s), out, problems}
-			})
-			slice := d.slice()
-			for _, s := range slices {
-				compareDecoded(t, s, slice, func(s *discoveryv1.EndpointSlice) any {
-					out, problems := c.EndpointSlice(s)
-					return []any{c.WantsSlice(s), s.Labels[discoveryv1.LabelManagedBy], out, problems}
-				})
-			}
-			compareDecoded(t, node, d.node(), func(n *corev1.Node) any {
-				out, problems := c.Node(n)
-				return []any{out, problems}
+		compareAll(t, service, slices, node)
+	})
+}
+
+// compareAll encodes objects in protobuf, with unknown fields. It compares what the proxy
+// gets from decoders and from the API's own decoding.
+func compareAll(t *testing.T, service *corev1.Service, slices []*discoveryv1.EndpointSlice, node *corev1.Node) {
+	t.Helper()
+	for _, o := range decoderOptions {
+		c, err := watcher.New(o)
+		if err != nil {
+			t.Fatal(err)
+		}
+		d := newDecoders(o)
+		compareDecoded(t, service, d.service(), func(s *corev1.Service) any {
+			out, problems := c.Service(s)
+			return []any{c.WantsService(s), watcher.Selectorless(s), out, problems}
+		})
+		slice := d.slice()
+		for _, s := range slices {
+			compareDecoded(t, s, slice, func(s *discoveryv1.EndpointSlice) any {
+				out, problems := c.EndpointSlice(s)
+				return []any{c.WantsSlice(s), s.Labels[discoveryv1.LabelManagedBy], out, problems}
 			})
 		}
-	})
+		compareDecoded(t, node, d.node(), func(n *corev1.Node) any {
+			out, problems := c.Node(n)
+			return []any{out, problems}
+		})
+	}
 }
 
 // compareDecoded encodes o, and compares the result of convert for the object that decode
@@ -108,6 +142,9 @@ func compareDecoded[O any, P interface {
 	if err != nil {
 		t.Fatal(err)
 	}
+	if end := metav1.InitialEventsAnnotationKey; got.GetAnnotations()[end] != whole.GetAnnotations()[end] {
+		t.Errorf("%T: annotation %s is %q, want %q", o, end, got.GetAnnotations()[end], whole.GetAnnotations()[end])
+	}
 	if got.GetResourceVersion() != whole.GetResourceVersion() || got.GetNamespace() != whole.GetNamespace() || got.GetName() != whole.GetName() {
 		t.Errorf("decoded %s/%s %s, want %s/%s %s", got.GetNamespace(), got.GetName(), got.GetResourceVersion(), whole.GetNamespace(), whole.GetName(), whole.GetResourceVersion())
 	}
@@ -121,32 +158,18 @@ func compareDecoded[O any, P interface {
 	}
 }
 
-// encoded returns an object in Kubernetes' content type protobuf.
-func encoded(t testing.TB, kind string, raw []byte, err error) []byte {
-	t.Helper()
-	if err != nil {
-		t.Fatal(err)
-	}
-	message, err := (&runtime.Unknown{TypeMeta: runtime.TypeMeta{APIVersion: "v1", Kind: kind}, Raw: raw}).Marshal()
-	if err != nil {
-		t.Fatal(err)
-	}
-	return append([]byte(magic), message...)
-}
-
 func TestReadList(t *testing.T) {
 	list := &discoveryv1.EndpointSliceList{ListMeta: metav1.ListMeta{ResourceVersion: "7", Continue: "more"}}
 	for i := range 3 {
 		list.Items = append(list.Items, *benchSlice(i, 3, 0))
 	}
-	raw, err := list.Marshal()
-	all := encoded(t, "EndpointSliceList", raw, err)
+	all := encoded(kindOf(endpointSlices, "List"), marshalled(list))
 	var meta metav1.ListMeta
 	var names []string
 	decode := newDecoders(watcher.Options{}).slice()
 	read := func(message []byte) error {
 		meta, names = metav1.ListMeta{}, nil
-		return readList(bufio.NewReader(iotest.OneByteReader(bytes.NewReader(message))), &meta, func(object []byte) {
+		return readList(bufio.NewReader(iotest.OneByteReader(bytes.NewReader(message))), "EndpointSlice", &meta, func(object []byte) {
 			s, err := decode(object)
 			if err != nil {
 				t.Error(err)
@@ -169,50 +192,68 @@ func TestReadList(t *testing.T) {
 			t.Errorf("no error for the first %d of %d bytes", n, len(all))
 		}
 	}
-	huge := append([]byte(magic), 2<<3|byte(delimited), 0xff, 0xff, 0xff, 0xff, 0x7f, 2<<3|byte(delimited), 0xff, 0xff, 0xff, 0xff, 0x7f)
+	length := []byte{2<<3 | byte(delimited), 0xff, 0xff, 0xff, 0xff, 0x7f}
+	huge := slices.Concat(encoded(kindOf(endpointSlices, "List"), nil), length, length)
 	if err := read(huge); err == nil || !strings.Contains(err.Error(), "the limit is") {
 		t.Errorf("error %v for an object of 32 GiB", err)
 	}
+	overflow := slices.Concat(encoded(kindOf(endpointSlices, "List"), nil), protowire.AppendVarint([]byte{2<<3 | byte(delimited)}, math.MaxUint64-20))
+	if err := read(overflow); err == nil {
+		t.Error("no error for a list of 2^64 bytes")
+	}
 }
 
-// An API server sends services that cannot be decoded: one in a list and one in an event.
-func TestObjectsThatCannotBeDecodedAreIgnored(t *testing.T) {
-	wire := func(name string) []byte {
-		s := benchService(1)
-		s.Name = name
-		message, err := s.Marshal()
-		if err != nil {
-			t.Fatal(err)
-		}
-		return message
+func TestListOfUnexpectedKindIsRefused(t *testing.T) {
+	status := &metav1.Status{Status: metav1.StatusFailure, Reason: metav1.StatusReasonTooManyRequests, Code: http.StatusTooManyRequests}
+	kind := schema.GroupVersionKind{Version: "v1", Kind: "Status"}
+	var meta metav1.ListMeta
+	add := func([]byte) { t.Error("an object was found") }
+	err := readList(bufio.NewReader(bytes.NewReader(encoded(kind, marshalled(status)))), "EndpointSlice", &meta, add)
+	if !apierrors.IsTooManyRequests(err) {
+		t.Errorf("error %v for a Status", err)
 	}
-	var list []byte // of the type ServiceList
-	broken := wire("broken")
-	broken = append(broken[:len(broken)-1], 0x80) // the last field has no end
-	for _, item := range [][]byte{wire("a"), broken, wire("b")} {
+	err = readList(bufio.NewReader(bytes.NewReader(encoded(kindOf(services, "List"), []byte{}))), "EndpointSlice", &meta, add)
+	if err == nil || !strings.Contains(err.Error(), "ServiceList") {
+		t.Errorf("error %v for a list of services", err)
+	}
+}
+
+// An API server sends services that cannot be decoded, in a list and in events.
+func TestObjectsThatCannotBeDecodedAreIgnored(t *testing.T) {
+	message := func(name, version string) []byte {
+		s := benchService(1)
+		s.Name, s.ResourceVersion = name, version
+		return marshalled(s)
+	}
+	broken := func(name, version string) []byte {
+		m := message(name, version)
+		return append(m[:len(m)-1], 0x80) // the last field has no end
+	}
+	list := protowire.AppendBytes(protowire.AppendTag(nil, 1, protowire.BytesType), marshalled(&metav1.ListMeta{ResourceVersion: "10"}))
+	for _, item := range [][]byte{message("a", "1"), broken("b", "2"), message("c", "3")} {
 		list = protowire.AppendBytes(protowire.AppendTag(list, 2, protowire.BytesType), item)
 	}
 	var events []byte
-	for _, object := range [][]byte{broken, wire("c")} {
-		event := &metav1.WatchEvent{Type: "ADDED", Object: runtime.RawExtension{Raw: encoded(t, "Service", object, nil)}}
-		message, err := event.Marshal()
-		if err != nil {
-			t.Fatal(err)
-		}
-		events = append(binary.BigEndian.AppendUint32(events, uint32(len(message))), message...)
+	for _, event := range []struct {
+		kind   string
+		object []byte
+	}{
+		{"ADDED", []byte{0x80}}, {"MODIFIED", broken("a", "11")}, {"DELETED", broken("c", "12")}, {"ADDED", message("d", "13")},
+	} {
+		raw := encoded(kindOf(services, ""), event.object)
+		events = append(events, framed(marshalled(&metav1.WatchEvent{Type: event.kind, Object: runtime.RawExtension{Raw: raw}}))...)
 	}
 	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		resource := path.Base(r.URL.Path)
+		w.Header().Set("Content-Type", runtime.ContentTypeProtobuf)
 		switch {
 		case !r.URL.Query().Has("watch"):
-			kinds := map[string]string{services: "ServiceList", endpointSlices: "EndpointSliceList", nodes: "NodeList"}
-			w.Header().Set("Content-Type", runtime.ContentTypeProtobuf)
-			w.Write(encoded(t, kinds[resource], map[string][]byte{services: list, endpointSlices: {}, nodes: {}}[resource], nil))
+			w.Write(encoded(kindOf(resource, "List"), append([]byte{}, map[string][]byte{services: list}[resource]...)))
 		case r.URL.Query().Has("sendInitialEvents"):
 			w.WriteHeader(http.StatusBadRequest) // no streaming lists
 		default:
 			w.Header().Set("Content-Type", runtime.ContentTypeProtobuf+";stream=watch")
-			if resource == services {
+			if resource == services && r.URL.Query().Get("resourceVersion") == "10" {
 				w.Write(events)
 			}
 			w.(http.Flusher).Flush()
@@ -230,13 +271,41 @@ func TestObjectsThatCannotBeDecodedAreIgnored(t *testing.T) {
 		}
 		return all
 	}
-	for deadline := time.Now().Add(time.Minute); !slices.Equal(names(), []string{"a", "b", "c"}); time.Sleep(time.Millisecond) {
+	for deadline := time.Now().Add(time.Minute); !slices.Equal(names(), []string{"a", "d"}); time.Sleep(time.Millisecond) {
 		if time.Now().After(deadline) {
-			t.Fatalf("services %q, want a, b and c", names())
+			t.Fatalf("services %q, want a and d", names())
 		}
 	}
 	cancel()
 	if err := <-ended; err != nil {
 		t.Error(err)
+	}
+}
+
+// The first connection breaks before the answer.
+func TestListIsRepeatedAfterABrokenConnection(t *testing.T) {
+	var requests atomic.Int32
+	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if requests.Add(1) == 1 {
+			panic(http.ErrAbortHandler)
+		}
+		w.Header().Set("Content-Type", runtime.ContentTypeProtobuf)
+		w.Write(encoded(kindOf(nodes, "List"), []byte{}))
+	}))
+	defer server.Close()
+	converter, err := watcher.New(watcher.Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	w := &watch{converter: converter}
+	s := w.newStores(nil)
+	c, err := newClient(t.Context(), &rest.Config{Host: server.URL}, s.byKind())
+	if err != nil {
+		t.Fatal(err)
+	}
+	w.client = c
+	defer c.connections.CloseAll()
+	if _, err := w.nodeSource().list(t.Context(), &metav1.ListOptions{}, c.decoder, s.nodes); err != nil || requests.Load() != 2 {
+		t.Errorf("error %v after %d requests", err, requests.Load())
 	}
 }

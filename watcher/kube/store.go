@@ -27,8 +27,14 @@ type item[T any] struct {
 	value *T
 	// selectorless is true for a service without a selector.
 	selectorless bool
-	// unlabelled is set for a slice without the proxy's label.
+	// problems are the invalid parts of the object.
+	problems []watcher.Problem
+	// unlabelled is set for a slice without the proxy's label. dropped is true if the proxy
+	// did not need this slice when it was decoded.
 	unlabelled *origin
+	dropped    bool
+	// unreadable is true for an object that could not be decoded.
+	unreadable bool
 
 	resourceVersion string
 	// initialEventsEnd is true for the bookmark at the end of a streaming list.
@@ -63,27 +69,25 @@ type writer[T any] interface {
 // it to a writer. It stores nothing itself. An object from an API server is reduced as soon
 // as it is decoded.
 type store[O metav1.Object, T any] struct {
-	// Store is nil. Reflectors of client-go before v0.35 require its methods, but never call
-	// them.
-	cache.Store
-	resource string
-	// mu is locked during calls of reduce and of the writer.
-	mu     sync.Locker
-	reduce func(O, *item[T]) // sets all fields of the item except its key
+	*watch
+	kind, resource string
+	reduce         func(O, *item[T]) // sets the fields of the item that depend on its kind
 	// decoders has values of the type decoder[O].
 	decoders sync.Pool
-	logger   klog.Logger
+	mu       sync.Locker // locked during calls of the writer
 	to       writer[T]
 	listed   func() // called after each full listing
 }
 
 // objectStore is a store of any kind of objects.
 type objectStore interface {
-	cache.Store
+	cache.ReflectorStore
+	// objectKind returns the API's name for the kind of the objects.
+	objectKind() string
 	// example returns an item, whose type distinguishes it from the items of other stores.
 	example() any
 	// decode decodes an object in protobuf and reduces it. If it cannot decode the object, it
-	// logs an error and returns nil.
+	// logs an error, and marks the item as unreadable.
 	decode(object []byte) runtime.Object
 	// reduceObject reduces an object of the API. It returns objects of other types unchanged.
 	reduceObject(o runtime.Object) runtime.Object
@@ -111,31 +115,33 @@ func (s *store[O, T]) item(obj any) (*item[T], error) {
 	return i, nil
 }
 
+func (s *store[O, T]) objectKind() string { return s.kind }
+
 func (s *store[O, T]) example() any { return &item[T]{} }
 
 func (s *store[O, T]) decode(object []byte) runtime.Object {
-	decode := s.decoders.Get().(decoder[O])
-	defer s.decoders.Put(decode)
-	o, err := decode(object)
-	if err != nil {
-		s.logger.Error(err, "Ignored an object that cannot be decoded", "resource", s.resource, "object", klog.KObj(o))
-		return nil
-	}
-	return s.lockedItem(o)
+	i := &item[T]{unreadable: true}
+	s.whileRunning(func() {
+		decode := s.decoders.Get().(decoder[O])
+		defer s.decoders.Put(decode)
+		o, err := decode(object)
+		if err == nil {
+			i, _ = s.item(o)
+			return
+		}
+		i.key = types.NamespacedName{Namespace: o.GetNamespace(), Name: o.GetName()}
+		i.resourceVersion = o.GetResourceVersion()
+		s.logger.Error(err, "Ignored an object that cannot be decoded", "kind", s.kind, "object", klog.KObj(o))
+	})
+	return i
 }
 
 func (s *store[O, T]) reduceObject(o runtime.Object) runtime.Object {
 	if _, ok := o.(O); !ok {
 		return o
 	}
-	return s.lockedItem(o)
-}
-
-// lockedItem reduces an object of the type O.
-func (s *store[O, T]) lockedItem(o any) *item[T] {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	i, _ := s.item(o)
+	i := &item[T]{unreadable: true}
+	s.whileRunning(func() { i, _ = s.item(o) })
 	return i
 }
 
@@ -144,13 +150,15 @@ func (s *store[O, T]) Add(obj any) error { return s.Update(obj) }
 
 // Update writes an object, or deletes the object if the proxy does not need it.
 func (s *store[O, T]) Update(obj any) error {
+	i, err := s.item(obj)
+	if err != nil || i.unreadable {
+		return err
+	}
+	s.log(i.problems)
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	i, err := s.item(obj)
-	if err == nil {
-		s.to.write(i)
-	}
-	return err
+	s.to.write(i)
+	return nil
 }
 
 // Delete deletes an object.
@@ -167,8 +175,6 @@ func (s *store[O, T]) Delete(obj any) error {
 
 // Replace writes a full listing.
 func (s *store[O, T]) Replace(list []any, _ string) error {
-	s.mu.Lock()
-	defer s.mu.Unlock()
 	items := make([]*item[T], 0, len(list))
 	for n, obj := range list {
 		i, err := s.item(obj)
@@ -176,8 +182,13 @@ func (s *store[O, T]) Replace(list []any, _ string) error {
 			return err
 		}
 		list[n] = nil // let the garbage collector free the original object
-		items = append(items, i)
+		if !i.unreadable {
+			s.log(i.problems)
+			items = append(items, i)
+		}
 	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
 	if s.to.replace(items) {
 		s.listed()
 	}
@@ -231,7 +242,11 @@ type stores struct {
 
 // byKind returns the stores by the kind of their objects.
 func (s *stores) byKind() map[string]objectStore {
-	return map[string]objectStore{"Service": s.services, "EndpointSlice": s.slices, "Node": s.nodes}
+	stores := map[string]objectStore{}
+	for _, store := range []objectStore{s.services, s.slices, s.nodes} {
+		stores[store.objectKind()] = store
+	}
+	return stores
 }
 
 // newStores returns stores that pass the objects for the proxy to the state. The
@@ -240,17 +255,17 @@ func (w *watch) newStores(find finder) *stores {
 	d := newDecoders(w.opts.Options)
 	s := &stores{
 		services: &store[*corev1.Service, api.Service]{
-			resource: services, mu: new(sync.Mutex), reduce: w.reduceService, logger: w.logger,
+			watch: w, kind: "Service", resource: services, mu: new(sync.Mutex), reduce: w.reduceService,
 			decoders: sync.Pool{New: func() any { return d.service() }},
 			to:       table[api.Service]{w.state, (*cluster.Tx).SetService, (*cluster.Tx).DeleteService, (*cluster.Tx).ReplaceServices},
 		},
 		slices: &store[*discoveryv1.EndpointSlice, api.EndpointSlice]{
-			resource: endpointSlices, mu: new(sync.Mutex), reduce: w.reduceSlice, logger: w.logger,
+			watch: w, kind: "EndpointSlice", resource: endpointSlices, mu: new(sync.Mutex), reduce: w.reduceSlice,
 			decoders: sync.Pool{New: func() any { return d.slice() }},
 			to:       table[api.EndpointSlice]{w.state, (*cluster.Tx).SetSlice, (*cluster.Tx).DeleteSlice, (*cluster.Tx).ReplaceSlices},
 		},
 		nodes: &store[*corev1.Node, api.Node]{
-			resource: nodes, mu: new(sync.Mutex), reduce: w.reduceNode, logger: w.logger,
+			watch: w, kind: "Node", resource: nodes, mu: new(sync.Mutex), reduce: w.reduceNode,
 			decoders: sync.Pool{New: func() any { return d.node() }},
 			to:       table[api.Node]{w.state, (*cluster.Tx).SetNode, func(tx *cluster.Tx, key types.NamespacedName) { tx.DeleteNode(key.Name) }, (*cluster.Tx).ReplaceNodes},
 		},
@@ -266,30 +281,20 @@ func (w *watch) newStores(find finder) *stores {
 
 func (w *watch) reduceService(s *corev1.Service, i *item[api.Service]) {
 	if w.converter.WantsService(s) {
-		var problems []watcher.Problem
-		i.value, problems = w.converter.Service(s)
+		i.value, i.problems = w.converter.Service(s)
 		i.selectorless = watcher.Selectorless(s)
-		w.log(problems)
 	}
 }
 
 func (w *watch) reduceSlice(s *discoveryv1.EndpointSlice, i *item[api.EndpointSlice]) {
 	if w.converter.WantsSlice(s) {
-		w.convertSlice(s, i)
+		i.value, i.problems = w.converter.EndpointSlice(s)
 	}
-}
-
-func (w *watch) convertSlice(s *discoveryv1.EndpointSlice, i *item[api.EndpointSlice]) {
-	var problems []watcher.Problem
-	i.value, problems = w.converter.EndpointSlice(s)
-	w.log(problems)
 }
 
 func (w *watch) reduceNode(n *corev1.Node, i *item[api.Node]) {
 	if w.opts.NodeName == "" || n.Name == w.opts.NodeName {
-		var problems []watcher.Problem
-		i.value, problems = w.converter.Node(n)
-		w.log(problems)
+		i.value, i.problems = w.converter.Node(n)
 	}
 }
 

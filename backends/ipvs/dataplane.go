@@ -181,10 +181,14 @@ func (id serverID) element() element {
 
 // sync programs c. Its errors are those of Sync in [sink.Sink].
 //
-// Its steps interrupt no traffic, and no packet to an address of a service reaches a
-// program of the node. An address becomes local when its virtual servers exist and the
-// table has its elements. The table accepts packets to a frontend only while the virtual
-// server exists. Otherwise it refuses them, like those to all other ports of the address.
+// Its steps interrupt no traffic. The instance makes an address local when the virtual
+// servers of the address exist and the table has its elements. At such addresses, sync lets
+// the table accept packets to a frontend only while the virtual server exists. Otherwise
+// the table refuses them, like those to all other ports of the address, because they would
+// reach programs of the node. Other addresses of frontends belong to the machine, and the
+// table does not refuse other ports there. So at these addresses, sync adds the elements of
+// a frontend before its virtual server and deletes them after it. Otherwise IPVS would
+// forward connections that source ranges exclude.
 func (d *dataplane) sync(c *sink.Changes) error {
 	var failed sink.Failed
 	plans := map[types.NamespacedName]*plan{}
@@ -289,8 +293,8 @@ func (d *dataplane) omitForeign(p *plan) error {
 	return errors.Join(errs...)
 }
 
-// addElements adds the elements of plans to the table, except those of virtual servers
-// that do not exist yet, and records the plans. If it fails, it has changed nothing.
+// addElements adds the elements of plans to the table, except those that await a virtual
+// server, and records the plans. If it fails, it has changed nothing.
 func (d *dataplane) addElements(plans map[types.NamespacedName]*plan) error {
 	delta := map[element]int{}
 	groups := map[element]bool{}
@@ -310,14 +314,12 @@ func (d *dataplane) addElements(plans map[types.NamespacedName]*plan) error {
 	}
 	var remove, add []element
 	for e, n := range delta {
-		needed := d.refs[e]+n > 0
-		if e.set.kind == frontends {
-			needed = needed && d.servers[e.server()] != nil
-		}
+		await := d.awaitsServer(e, delta)
+		needed := d.refs[e]+n > 0 && !await
 		switch {
 		case needed && !d.elements[e]:
 			add = append(add, e)
-		case !needed && d.elements[e] && (e.set.exclusive() || e.set.kind == frontends):
+		case !needed && d.elements[e] && (e.set.exclusive() || await):
 			remove = append(remove, e)
 		}
 	}
@@ -334,6 +336,14 @@ func (d *dataplane) addElements(plans map[types.NamespacedName]*plan) error {
 	}
 	d.record(plans)
 	return nil
+}
+
+// awaitsServer reports whether the table must not have e before a virtual server exists. In
+// delta are elements that are added together with e.
+func (d *dataplane) awaitsServer(e element, delta map[element]int) bool {
+	address := addressElement(e.addr())
+	madeLocal := d.elements[address] || delta[address] > 0
+	return e.set.kind == frontends && madeLocal && d.servers[e.server()] == nil
 }
 
 // record records plans and their frontends.
@@ -383,17 +393,16 @@ func (d *dataplane) programServers(p *plan) error {
 	return errors.Join(errs...)
 }
 
-// acceptPackets lets the table accept packets to the virtual servers of plans that exist,
-// and refuse packets to the others.
+// acceptPackets adds the elements of plans whose virtual servers exist now, and removes
+// those whose virtual servers do not exist any more.
 func (d *dataplane) acceptPackets(plans map[types.NamespacedName]*plan) error {
 	var remove, add []element
 	for _, p := range plans {
-		for i := range p.frontends {
-			id := p.frontends[i].id
-			switch exists, e := d.servers[id] != nil, id.element(); {
-			case exists && !d.elements[e]:
+		for e := range p.all() {
+			switch await := d.awaitsServer(e, nil); {
+			case !await && !d.elements[e]:
 				add = append(add, e)
-			case !exists && d.elements[e]:
+			case await && d.elements[e]:
 				remove = append(remove, e)
 			}
 		}
@@ -521,45 +530,63 @@ func (d *dataplane) endPass(c *sink.Changes) {
 		mark(id.element())
 	}
 	for addr := range d.routes {
-		mark(element{set: setOf(addresses, addr), key: addrKey(addr)})
+		mark(addressElement(addr))
 	}
 }
 
 // deleteUnused deletes unused elements with their virtual servers and addresses. Elements
-// that it cannot delete stay in d.unused. It deletes virtual servers last, because the
-// table has to refuse packets to an address when their virtual server is missing.
+// that it cannot delete stay in d.unused. The comment of sync explains why it deletes some
+// virtual servers before their elements, and others after them.
 func (d *dataplane) deleteUnused() error {
 	var errs []error
-	var remove []element
+	kept := map[element]bool{} // groups that could not be deleted
+	var before, after []element
 	for e := range d.unused {
-		if e.set.kind == addresses && d.routes[e.addr()] {
+		switch {
+		case e.set.kind == addresses && d.routes[e.addr()]:
 			if err := d.local.remove(e.addr()); err != nil {
-				errs = append(errs, err)
-				continue // the table must refuse packets to the address
+				errs, kept[e] = append(errs, err), true
+				continue
 			}
 			delete(d.routes, e.addr())
+		case e.set.kind == frontends && d.elements[addressElement(e.addr())]:
+			after = append(after, e)
+		case e.set.kind == frontends:
+			before = append(before, e)
 		}
-		if d.elements[e] {
+	}
+	deleteServers := func(list []element) {
+		for _, e := range list {
+			if err := d.deleteServer(e.server()); err != nil {
+				errs, kept[e] = append(errs, err), true
+			}
+		}
+	}
+	deleteServers(before)
+	var remove []element
+	for e := range d.unused {
+		if d.elements[e] && !kept[e.group()] {
 			remove = append(remove, e)
 		}
 	}
 	if err := d.changeTable(remove, nil); err != nil {
 		return errors.Join(append(errs, err)...)
 	}
-	for e := range d.unused {
-		switch {
-		case e.set.kind == addresses && d.routes[e.addr()]:
-			continue
-		case e.set.kind == frontends && d.servers[e.server()] != nil: // otherwise it belongs to another program
-			if err := d.conn.delete(e.server()); err != nil {
-				errs = append(errs, err)
-				continue
-			}
-			delete(d.servers, e.server())
-		}
-		delete(d.unused, e)
-	}
+	deleteServers(after)
+	maps.DeleteFunc(d.unused, func(e element, _ bool) bool { return !kept[e.group()] })
 	return errors.Join(errs...)
+}
+
+// deleteServer deletes a virtual server of this instance if it exists.
+func (d *dataplane) deleteServer(id serverID) error {
+	if d.servers[id] == nil {
+		return nil // if it exists, it belongs to another program
+	}
+	if err := d.conn.delete(id); err != nil {
+		return err
+	}
+	delete(d.servers, id)
+	return nil
 }
 
 // cleanup deletes the virtual servers, the interface and the table of the instance. A

@@ -130,6 +130,11 @@ func addrKey(a netip.Addr) string { return string(a.AsSlice()) }
 
 func portKey(port uint16) string { return string([]byte{byte(port >> 8), byte(port), 0, 0}) }
 
+// addressElement returns the element of an address that the instance makes local.
+func addressElement(a netip.Addr) element {
+	return element{set: setOf(addresses, a), key: addrKey(a)}
+}
+
 func frontendKey(id serverID) string {
 	return addrKey(id.Addr()) + string([]byte{protocolNumbers[id.protocol], 0, 0, 0}) + portKey(id.Port())
 }

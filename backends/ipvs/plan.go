@@ -128,7 +128,7 @@ func (p *planner) plan(se *api.ServiceEndpoints) (*plan, error) {
 					fp.elements = append(fp.elements, p.healthCheck(a, se.Service)...)
 				}
 				if fp.local {
-					fp.elements = append(fp.elements, element{set: setOf(addresses, a), key: addrKey(a)})
+					fp.elements = append(fp.elements, addressElement(a))
 				}
 				out.frontends = append(out.frontends, fp)
 			}

@@ -180,23 +180,39 @@ func TestRefusedElementsDoNotStopOtherServices(t *testing.T) {
 	}
 }
 
-// TestPacketsAreAcceptedWhileServerExists checks that the table accepts packets to a
-// frontend only while its virtual server exists.
-func TestPacketsAreAcceptedWhileServerExists(t *testing.T) {
-	d := newDataplane(&Options{Scheduler: "rr"})
+// TestOrderOfElementsAndServers checks that the table accepts packets to a cluster IP only
+// while the virtual server exists. An address of the machine is reachable without elements,
+// so the table must check its packets before the virtual server exists and until it is
+// deleted.
+func TestOrderOfElementsAndServers(t *testing.T) {
+	const notOpen = 1 << 20
+	d := newDataplane(&Options{Scheduler: "rr", NetNS: notOpen}) // deletions of virtual servers fail
 	d.table = testTable(t, netnstest.New(t), Options{})
 	if err := d.table.create(nil); err != nil {
 		t.Fatal(err)
 	}
 	d.elements, d.servers, d.unused = map[element]bool{}, map[serverID]*server{}, map[element]bool{}
 	d.plans, d.refs, d.claims = map[types.NamespacedName]*plan{}, map[element]int{}, map[serverID]claim{}
-	web := view([]string{"10.1.0.1"}, nil)
-	at := id("10.96.0.1:80", api.TCP)
+	d.planner.machineAddrs = []netip.Addr{netip.MustParseAddr("192.0.2.1")}
+	web := view([]string{"10.1.0.1"}, func(s *api.Service) {
+		s.Type, s.IPs.LoadBalancerIPs = api.LoadBalancer, api.NewIPSet(netip.MustParseAddr("192.0.2.1"))
+		s.SourceRanges = []api.SourceRanges{{TargetIPs: s.IPs.LoadBalancerIPs, Prefixes: []netip.Prefix{netip.MustParsePrefix("198.51.100.0/24")}}}
+	})
+	at, atMachine := id("10.96.0.1:80", api.TCP), id("192.0.2.1:80", api.TCP)
 	p, err := d.planner.plan(web)
 	if err != nil {
 		t.Fatal(err)
 	}
 	plans := map[types.NamespacedName]*plan{web.Key(): p}
+	checkMachine := func(step string, elements map[element]bool) {
+		t.Helper()
+		key := atMachine.element().key
+		for _, kind := range []setKind{frontends, restricted, masquerades} {
+			if !elements[element{set: setID{kind, api.IPv4}, key: key}] {
+				t.Errorf("%s: the set %s lacks the address of the machine", step, setNames[kind])
+			}
+		}
+	}
 	for _, step := range []struct {
 		name   string
 		change func() error
@@ -212,9 +228,28 @@ func TestPacketsAreAcceptedWhileServerExists(t *testing.T) {
 			t.Fatal(err)
 		}
 		elements, err := d.table.read()
-		if err != nil || elements[at.element()] != step.want || !elements[element{set: setID{addresses, api.IPv4}, key: addrKey(at.Addr())}] {
+		if err != nil || elements[at.element()] != step.want || !elements[addressElement(at.Addr())] {
 			t.Errorf("%s: elements %v (%v), packets accepted: want %t", step.name, elements, err, step.want)
 		}
+		checkMachine(step.name, elements)
+	}
+
+	d.servers[at], d.servers[atMachine] = &server{}, &server{}
+	if err := d.acceptPackets(plans); err != nil {
+		t.Fatal(err)
+	}
+	if err := d.addElements(map[types.NamespacedName]*plan{web.Key(): {}}); err != nil {
+		t.Fatal(err)
+	}
+	for range 2 {
+		if err := d.deleteUnused(); err == nil {
+			t.Error("the virtual servers were deleted")
+		}
+		elements, err := d.table.read()
+		if err != nil || elements[at.element()] {
+			t.Errorf("the table accepts packets to a cluster IP that is being deleted (%v)", err)
+		}
+		checkMachine("deletion", elements)
 	}
 }
 

@@ -187,8 +187,8 @@ func (b *Backend) Verify(ctx context.Context) error {
 // can repair them, it marks the records as unknown.
 func (b *Backend) findDrift(ctx context.Context, now time.Time) error {
 	d := b.dataplane
-	if now.Before(b.compareAt) {
-		return d.checkTable()
+	if err := d.checkTable(); err != nil || now.Before(b.compareAt) {
+		return err
 	}
 	if err := b.checkConntrack(); err != nil {
 		d.known = false // a pass corrects the setting

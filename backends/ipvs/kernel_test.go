@@ -984,6 +984,27 @@ func testInterruptedComparison(t *testing.T) {
 		}
 	}
 	n.mustHave(want...)
+
+	// The table is checked although each Verify continues a comparison.
+	n.compareAt = time.Time{}
+	if err := n.Verify(&limitedContext{t.Context(), 1}); !errors.Is(err, context.Canceled) {
+		t.Errorf("interrupted: error %v", err)
+	}
+	n.compareAt = time.Time{}
+	if err := errors.Join(n.dataplane.table.delete(), n.Verify(&limitedContext{t.Context(), 1})); !errors.Is(err, sink.ErrStartOver) {
+		t.Errorf("after the table was deleted, Verify returns %v, want a request of a pass", err)
+	}
+	n.mustPass(views...)
+
+	// A comparison that fails begins again after a pause.
+	n.compareAt, n.searchAt = time.Time{}, time.Time{}
+	n.dataplane.conn.close()
+	const notOpen = 1 << 20
+	n.dataplane.conn.netNS = notOpen
+	if err := n.Verify(t.Context()); err == nil || len(n.dataplane.unchecked) > 0 || time.Until(n.compareAt) < minPause/2 {
+		t.Errorf("Verify returns %v, %d virtual servers are left, the next comparison follows after %v", err, len(n.dataplane.unchecked), time.Until(n.compareAt))
+	}
+	n.dataplane.conn.netNS = n.ns.FD
 }
 
 // testManyLeaving checks that one call counts the connections of a limited number of

@@ -86,7 +86,7 @@ func (d *dataplane) checkTable() error {
 // compare compares the kernel with the records. It repairs virtual servers. If another
 // program has changed the table or the routes, or if a repair fails, it requests a new
 // pass. If ctx ends, the next call continues. When d.unchecked is empty, the comparison is
-// complete.
+// complete or has failed.
 func (d *dataplane) compare(ctx context.Context) error {
 	if len(d.unchecked) == 0 {
 		if err := d.compareTable(); err != nil {
@@ -105,6 +105,7 @@ func (d *dataplane) compare(ctx context.Context) error {
 		d.unchecked = d.unchecked[:len(d.unchecked)-1]
 		s, err := d.conn.read(id)
 		if err != nil {
+			d.unchecked = nil
 			return err
 		}
 		if !d.owns(id, s) {

@@ -569,8 +569,11 @@ func (d *dataplane) deleteUnused() error {
 			remove = append(remove, e)
 		}
 	}
-	if err := d.changeTable(remove, nil); err != nil {
-		return errors.Join(append(errs, err)...)
+	slices.SortFunc(remove, element.compare) // frontends first
+	for chunk := range slices.Chunk(remove, d.table.maxElements) {
+		if err := d.changeTable(chunk, nil); err != nil {
+			return errors.Join(append(errs, err)...)
+		}
 	}
 	deleteServers(after)
 	maps.DeleteFunc(d.unused, func(e element, _ bool) bool { return !kept[e.group()] })

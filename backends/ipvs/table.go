@@ -47,7 +47,7 @@ type table struct {
 	name string
 	opts *Options
 	nft  *nftables.Conn
-	// maxElements limits the elements that create adds in one transaction.
+	// maxElements limits the elements of one transaction.
 	maxElements int
 }
 

@@ -131,9 +131,9 @@ func TestChangedTableIsDetectedAndKeepsElements(t *testing.T) {
 	}
 }
 
-// TestTableOfAnySizeIsCreated checks that the backend recovers after another program has
-// deleted a large table.
-func TestTableOfAnySizeIsCreated(t *testing.T) {
+// TestTableOfAnySize checks that the backend recovers after another program has deleted a
+// large table, and that it can delete all elements.
+func TestTableOfAnySize(t *testing.T) {
 	ns := netnstest.New(t)
 	const buffer = 256 << 10
 	d := newDataplane(&Options{NetNS: ns.FD, MasqueradeMark: 1})
@@ -141,7 +141,7 @@ func TestTableOfAnySizeIsCreated(t *testing.T) {
 	if d.table, err = newTable(d.opts, buffer); err != nil {
 		t.Fatal(err)
 	}
-	d.elements = map[element]bool{}
+	d.elements, d.unused = map[element]bool{}, map[element]bool{}
 	for i := range buffer / 10 {
 		from := netip.AddrFrom16([16]byte{0xfd, 14: byte(i >> 8), 15: byte(i)})
 		d.elements[element{set: setID{hairpins, api.IPv6}, key: addrKey(from) + frontendKey(serverID{netip.AddrPortFrom(from, 80), api.TCP})}] = true
@@ -152,6 +152,13 @@ func TestTableOfAnySizeIsCreated(t *testing.T) {
 	}
 	if err := d.compareTable(); err != nil {
 		t.Error(err)
+	}
+	maps.Copy(d.unused, d.elements)
+	if err := d.deleteUnused(); err != nil || len(d.unused) > 0 {
+		t.Errorf("%d elements were not deleted: %v", len(d.unused), err)
+	}
+	if elements, err := d.table.read(); err != nil || len(elements) > 0 {
+		t.Errorf("the table has %d elements (%v)", len(elements), err)
 	}
 }
 

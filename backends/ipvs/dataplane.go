@@ -341,9 +341,16 @@ func (d *dataplane) addElements(plans map[types.NamespacedName]*plan) error {
 // awaitsServer reports whether the table must not have e before a virtual server exists. In
 // delta are elements that are added together with e.
 func (d *dataplane) awaitsServer(e element, delta map[element]int) bool {
-	address := addressElement(e.addr())
-	madeLocal := d.elements[address] || delta[address] > 0
-	return e.set.kind == frontends && madeLocal && d.servers[e.server()] == nil
+	switch e.set.kind {
+	case frontends:
+		address := addressElement(e.addr())
+		madeLocal := d.elements[address] || delta[address] > 0
+		return madeLocal && d.servers[e.server()] == nil
+	case redirects:
+		return d.servers[e.target()] == nil // the table does not check the new destination
+	default:
+		return false
+	}
 }
 
 // record records plans and their frontends.

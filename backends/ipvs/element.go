@@ -161,7 +161,7 @@ func (e element) addr() netip.Addr {
 	return a
 }
 
-// server returns the virtual server of an element of the set frontends.
+// server returns the virtual server that e describes.
 func (e element) server() serverID {
 	rest := e.key[e.addr().BitLen()/8:]
 	id := serverID{AddrPort: netip.AddrPortFrom(e.addr(), uint16(rest[4])<<8|uint16(rest[5]))}
@@ -171,4 +171,11 @@ func (e element) server() serverID {
 		}
 	}
 	return id
+}
+
+// target returns the virtual server to which an element of redirects leads.
+func (e element) target() serverID {
+	n := len(e.value) - 4
+	a, _ := netip.AddrFromSlice([]byte(e.value[:n]))
+	return serverID{netip.AddrPortFrom(a, uint16(e.value[n])<<8|uint16(e.value[n+1])), e.server().protocol}
 }

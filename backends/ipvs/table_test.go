@@ -8,6 +8,7 @@ import (
 	"errors"
 	"maps"
 	"net/netip"
+	"slices"
 	"testing"
 
 	"github.com/google/nftables"
@@ -87,6 +88,9 @@ func TestTableKeepsElements(t *testing.T) {
 	for e := range someElements() {
 		if e.set.kind == frontends && e.server() != id("10.96.0.1:80", api.TCP) && e.server() != id("[fd00::1]:80", api.TCP) {
 			t.Errorf("virtual server of %v is %s", e, e.server())
+		}
+		if e.set.kind == redirects && e.target() != id("10.96.0.1:8080", api.TCP) && e.target() != id("[fd00::1]:8080", api.TCP) {
+			t.Errorf("target of %v is %s", e, e.target())
 		}
 	}
 }
@@ -188,7 +192,7 @@ func TestRefusedElementsDoNotStopOtherServices(t *testing.T) {
 }
 
 // TestOrderOfElementsAndServers checks that the table accepts packets to a cluster IP only
-// while the virtual server exists. An address of the machine is reachable without elements,
+// while the virtual server exists, and redirects none to it before. An address of the machine is reachable without elements,
 // so the table must check its packets before the virtual server exists and until it is
 // deleted.
 func TestOrderOfElementsAndServers(t *testing.T) {
@@ -202,7 +206,8 @@ func TestOrderOfElementsAndServers(t *testing.T) {
 	d.plans, d.refs, d.claims = map[types.NamespacedName]*plan{}, map[element]int{}, map[serverID]claim{}
 	d.planner.machineAddrs = []netip.Addr{netip.MustParseAddr("192.0.2.1")}
 	web := view([]string{"10.1.0.1"}, func(s *api.Service) {
-		s.Type, s.IPs.LoadBalancerIPs = api.LoadBalancer, api.NewIPSet(netip.MustParseAddr("192.0.2.1"))
+		s.Type, s.ExternalTrafficToLocal = api.LoadBalancer, true
+		s.IPs.LoadBalancerIPs = api.NewIPSet(netip.MustParseAddr("192.0.2.1"))
 		s.SourceRanges = []api.SourceRanges{{TargetIPs: s.IPs.LoadBalancerIPs, Prefixes: []netip.Prefix{netip.MustParsePrefix("198.51.100.0/24")}}}
 	})
 	at, atMachine := id("10.96.0.1:80", api.TCP), id("192.0.2.1:80", api.TCP)
@@ -214,7 +219,7 @@ func TestOrderOfElementsAndServers(t *testing.T) {
 	checkMachine := func(step string, elements map[element]bool) {
 		t.Helper()
 		key := atMachine.element().key
-		for _, kind := range []setKind{frontends, restricted, masquerades} {
+		for _, kind := range []setKind{frontends, restricted, nodeMasquerades, drops} {
 			if !elements[element{set: setID{kind, api.IPv4}, key: key}] {
 				t.Errorf("%s: the set %s lacks the address of the machine", step, setNames[kind])
 			}
@@ -237,6 +242,9 @@ func TestOrderOfElementsAndServers(t *testing.T) {
 		elements, err := d.table.read()
 		if err != nil || elements[at.element()] != step.want || !elements[addressElement(at.Addr())] {
 			t.Errorf("%s: elements %v (%v), packets accepted: want %t", step.name, elements, err, step.want)
+		}
+		if redirect := slices.ContainsFunc(slices.Collect(maps.Keys(elements)), func(e element) bool { return e.set.kind == redirects }); redirect != step.want {
+			t.Errorf("%s: packets are redirected to the cluster IP: %t, want %t", step.name, redirect, step.want)
 		}
 		checkMachine(step.name, elements)
 	}

@@ -219,7 +219,7 @@ func (d *dataplane) sync(c *sink.Changes) error {
 		failed.Do(key, func() error { return errors.Join(failed[key], d.addAddresses(p)) })
 	}
 	if c.Last {
-		d.endPass(c)
+		d.endPass(slices.AppendSeq(slices.Clone(c.Failing), maps.Keys(failed)))
 	}
 	if err := d.deleteUnused(); err != nil {
 		return err
@@ -518,9 +518,9 @@ func (d *dataplane) setDestination(id serverID, s *server, at netip.AddrPort, we
 }
 
 // endPass marks everything that no delivered service needs as unused. It marks nothing if
-// a failed service has no plan, because that service may still need something.
-func (d *dataplane) endPass(c *sink.Changes) {
-	d.leftovers.Exist = slices.ContainsFunc(c.Failing, func(key types.NamespacedName) bool { return d.plans[key] == nil })
+// one of the failing services has no plan, because that service may still need something.
+func (d *dataplane) endPass(failing []types.NamespacedName) {
+	d.leftovers.Exist = slices.ContainsFunc(failing, func(key types.NamespacedName) bool { return d.plans[key] == nil })
 	if d.leftovers.Exist {
 		return
 	}

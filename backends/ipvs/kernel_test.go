@@ -909,6 +909,12 @@ func testFailingServicesAreNotPruned(t *testing.T) {
 		t.Fatal(err)
 	}
 	n.mustHave("10.96.0.1:80/TCP rr 0 10.1.0.1:8080=1")
+	panics := sink.Change{Key: web.Key(), New: &api.ServiceEndpoints{}, Unsure: true}
+	err := n.Sync(t.Context(), &sink.Changes{First: true, Last: true, NodeChanged: true, Services: slices.Values([]sink.Change{panics})})
+	if failed, ok := sink.Acknowledged(err); !ok || failed[web.Key()] == nil {
+		t.Errorf("error %v, want one of %s", err, web.Key())
+	}
+	n.mustHave("10.96.0.1:80/TCP rr 0 10.1.0.1:8080=1")
 	n.dataplane.leftovers.PassAt = time.Now().Add(-time.Second)
 	if err := n.Verify(t.Context()); !errors.Is(err, sink.ErrStartOver) {
 		t.Errorf("Verify returns %v, want a request of a pass", err)

@@ -321,6 +321,8 @@ func (d *dataplane) addElements(plans map[types.NamespacedName]*plan) error {
 			add = append(add, e)
 		case !needed && d.elements[e] && (e.set.exclusive() || await):
 			remove = append(remove, e)
+		case !needed && d.elements[e] && e.set.kind == restricted && d.refs[e.group()]+delta[e.group()] > 0:
+			remove = append(remove, e) // together with its sources
 		}
 	}
 	if err := d.changeTable(remove, add); err != nil {

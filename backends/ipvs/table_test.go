@@ -249,7 +249,23 @@ func TestOrderOfElementsAndServers(t *testing.T) {
 		checkMachine(step.name, elements)
 	}
 
+	// Without source ranges, the table admits all sources immediately.
 	d.servers[at], d.servers[atMachine] = &server{}, &server{}
+	restriction := element{set: setID{restricted, api.IPv4}, key: atMachine.element().key}
+	web.Service.SourceRanges = nil
+	unrestricted, err := d.planner.plan(web)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := d.addElements(map[types.NamespacedName]*plan{web.Key(): unrestricted}); err != nil {
+		t.Fatal(err)
+	}
+	if elements, err := d.table.read(); err != nil || elements[restriction] {
+		t.Errorf("without source ranges, the table checks sources: %t (%v)", elements[restriction], err)
+	}
+	if err := d.addElements(plans); err != nil {
+		t.Fatal(err)
+	}
 	if err := d.acceptPackets(plans); err != nil {
 		t.Fatal(err)
 	}

@@ -193,10 +193,20 @@ func (c *conn) request(command uint8, flags netlink.HeaderFlags, id serverID, se
 		})
 	}
 	answers, err := execute(c.nl, c.family, command, flags, e)
-	// Close the connection: the socket may have answers to earlier requests. ENOENT may mean
-	// that the module was unloaded; the family gets another number when it is loaded again.
-	if err != nil && (!isErrno(err) || errors.Is(err, unix.ENOENT)) {
+	if errors.Is(err, unix.ENOENT) {
+		// The module may have been unloaded. When it is loaded again, the family gets another
+		// number.
+		family := c.family
 		c.close()
+		if err := c.open(); err != nil {
+			return nil, err
+		}
+		if c.family != family {
+			answers, err = execute(c.nl, c.family, command, flags, e)
+		}
+	}
+	if err != nil && !isErrno(err) {
+		c.close() // the socket may have answers to earlier requests
 	}
 	return answers, err
 }
@@ -234,10 +244,7 @@ func (c *conn) set(id serverID, create bool, s settings) error {
 		e.Uint32(svcNetmask, hostMask(id.Addr()))
 	}, nil)
 	if errors.Is(err, unix.ENOENT) {
-		// The scheduler or the whole module is missing.
-		if err = c.open(); err == nil {
-			err = fmt.Errorf("the kernel lacks the scheduler %s: load the module ip_vs_%s", s.scheduler, s.scheduler)
-		}
+		err = fmt.Errorf("the kernel lacks the scheduler %s: load the module ip_vs_%s", s.scheduler, s.scheduler)
 	}
 	return wrap(err, "set virtual server %s", id)
 }

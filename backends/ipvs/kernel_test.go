@@ -186,6 +186,21 @@ func testModuleLoadedLater(t *testing.T) {
 	}
 	n.mustPass(view([]string{"10.1.0.1"}, nil))
 	n.mustHave(want)
+
+	// The module is loaded again between two requests.
+	if err := n.dataplane.conn.delete(id("10.96.0.1:80", api.TCP)); err != nil {
+		t.Fatal(err)
+	}
+	for _, args := range []string{"-r ip_vs_rr ip_vs", "ip_vs"} {
+		if out, err := exec.Command("modprobe", strings.Fields(args)...).CombinedOutput(); err != nil {
+			t.Fatalf("modprobe %s: %v\n%s", args, err, out)
+		}
+	}
+	if err := n.dataplane.conn.set(id("10.96.0.1:80", api.TCP), true, settings{scheduler: "rr"}); err != nil {
+		t.Error(err)
+	}
+	n.mustPass(view([]string{"10.1.0.1"}, nil))
+	n.mustHave(want)
 }
 
 func testRepair(t *testing.T) {

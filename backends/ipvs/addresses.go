@@ -90,6 +90,15 @@ func (l *localAddresses) open() error {
 	return nil
 }
 
+// lost reports whether another program has deleted the interface or set it down.
+func (l *localAddresses) lost() bool {
+	link, err := l.handle.LinkByIndex(l.link)
+	return errors.As(err, new(netlink.LinkNotFoundError)) || err == nil && link.Attrs().Flags&net.FlagUp == 0
+}
+
+// errForeignInterface is the error of find if another program has the interface.
+var errForeignInterface = errors.New("choose another name, or delete it if no other program uses it")
+
 // find returns the interface, or nil if it does not exist. It looks for the alias,
 // because the option Interface may have been another one when the interface was created.
 // If a crash interrupted the creation, the interface has no alias and is down, and find
@@ -109,7 +118,7 @@ func (l *localAddresses) find() (netlink.Link, error) {
 		}
 	}
 	if named != nil && (named.Type() != "dummy" || named.Attrs().Alias != "" || named.Attrs().Flags&net.FlagUp != 0) {
-		return nil, fmt.Errorf("interface %s exists and does not have the alias %q: choose another name, or delete it if no other program uses it", l.name, l.owner)
+		return nil, fmt.Errorf("interface %s exists and does not have the alias %q: %w", l.name, l.owner, errForeignInterface)
 	}
 	return named, nil
 }

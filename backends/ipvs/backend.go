@@ -92,10 +92,10 @@ func (b *Backend) Stop(ctx context.Context) error {
 
 // Cleanup implements [sink.Cleaner]. It deletes the virtual servers, the interface and
 // the table of the instance if they exist. The backend need not be started.
-func (b *Backend) Cleanup(context.Context) error {
+func (b *Backend) Cleanup(ctx context.Context) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	return errors.Join(b.dataplane.cleanup(), b.dataplane.close())
+	return errors.Join(b.dataplane.cleanup(ctx), b.dataplane.close())
 }
 
 // Sync implements [sink.Sink].

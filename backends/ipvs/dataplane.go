@@ -145,8 +145,8 @@ func (d *dataplane) follow(next planner) bool {
 }
 
 // readServers returns the virtual servers of this instance. The kernel's listing may be
-// incomplete. omitForeign finds the virtual servers that a service needs; the next pass
-// deletes the others.
+// incomplete. omitForeign finds the virtual servers that a service needs. deleteServer
+// finds the others if the table has their elements.
 func (d *dataplane) readServers(ctx context.Context) (map[serverID]*server, error) {
 	servers, err := d.conn.list()
 	if err != nil {
@@ -429,7 +429,7 @@ func (d *dataplane) addAddresses(p *plan) error {
 			switch {
 			case err == nil:
 				d.routes[addr] = true
-			case errors.Is(err, unix.ENODEV), errors.Is(err, unix.ENETDOWN):
+			case d.local.lost():
 				err = errors.Join(err, d.changed("interface "+d.local.name)) // a pass repairs it
 			}
 			errs = append(errs, err)
@@ -589,10 +589,13 @@ func (d *dataplane) deleteUnused() error {
 	return errors.Join(errs...)
 }
 
-// deleteServer deletes a virtual server of this instance if it exists.
+// deleteServer deletes a virtual server of this instance if it exists. The listing of the
+// pass may have omitted it.
 func (d *dataplane) deleteServer(id serverID) error {
 	if d.servers[id] == nil {
-		return nil // if it exists, it belongs to another program
+		if s, err := d.conn.read(id); err != nil || !d.owns(id, s) {
+			return err
+		}
 	}
 	if err := d.conn.delete(id); err != nil {
 		return err
@@ -601,11 +604,13 @@ func (d *dataplane) deleteServer(id serverID) error {
 	return nil
 }
 
-// cleanup deletes the virtual servers, the interface and the table of the instance. A
-// failure of one does not stop the others.
-func (d *dataplane) cleanup() error {
-	// Delete the addresses first, so that no packet arrives whose virtual server is missing.
-	errs := []error{d.local.delete(), d.deleteServers()}
+// cleanup deletes the virtual servers, the interface and the table of the instance.
+func (d *dataplane) cleanup(ctx context.Context) error {
+	errs := []error{d.local.delete()}
+	if errs[0] != nil && !errors.Is(errs[0], errForeignInterface) {
+		return errs[0] // the addresses are still local, so they need the table and the virtual servers
+	}
+	errs = append(errs, d.deleteServers(ctx))
 	t, err := newTable(d.opts, socketBuffer)
 	if err == nil {
 		err = t.delete()
@@ -614,8 +619,11 @@ func (d *dataplane) cleanup() error {
 }
 
 // deleteServers deletes all virtual servers of the instance.
-func (d *dataplane) deleteServers() error {
+func (d *dataplane) deleteServers(ctx context.Context) error {
 	for {
+		if ctx.Err() != nil {
+			return context.Cause(ctx)
+		}
 		servers, err := d.conn.list()
 		if errors.Is(err, errNoIPVS) {
 			return nil

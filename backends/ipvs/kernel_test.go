@@ -388,6 +388,16 @@ func testIncompleteListing(t *testing.T) {
 	if err := n.Sync(ctx, &sink.Changes{First: true, NodeChanged: true, Services: slices.Values([]sink.Change(nil))}); !errors.Is(err, context.Canceled) {
 		t.Errorf("with a cancelled context: error %v", err)
 	}
+
+	// No service needs the virtual server any more.
+	if err := n.deliver(&sink.Changes{First: true, NodeChanged: true}); err != nil {
+		t.Fatal(err)
+	}
+	delete(n.dataplane.servers, id("10.96.0.1:80", api.TCP))
+	if err := n.deliver(&sink.Changes{Last: true}); err != nil {
+		t.Fatal(err)
+	}
+	n.mustHave()
 }
 
 // testAddressOfNodePort checks a service whose external IP and port are those of a node
@@ -632,6 +642,13 @@ func testInterfaceLost(t *testing.T) {
 		if routes, err := n.dataplane.local.list(); err != nil || len(routes) != 1 {
 			t.Errorf("ip link %s: local addresses %v (%v)", args, routes, err)
 		}
+	}
+
+	// A pass cannot repair this, so it must not cause passes. The kernel removes IPv6.
+	n.mustPass()
+	n.ns.Run(t, "ip", "link", "set", "kpng-ipvs", "mtu", "1000")
+	if failed, ok := sink.Acknowledged(n.deliver(&sink.Changes{}, web)); !ok || failed[web.Key()] == nil {
+		t.Errorf("without IPv6 at the interface: failed services %v, want %s", failed, web.Key())
 	}
 }
 

@@ -158,11 +158,30 @@ func TestTableOfAnySize(t *testing.T) {
 		t.Error(err)
 	}
 	maps.Copy(d.unused, d.elements)
+	delete(d.unused, id("10.96.0.1:80", api.TCP).element())
 	if err := d.deleteUnused(); err != nil || len(d.unused) > 0 {
 		t.Errorf("%d elements were not deleted: %v", len(d.unused), err)
 	}
-	if elements, err := d.table.read(); err != nil || len(elements) > 0 {
-		t.Errorf("the table has %d elements (%v)", len(elements), err)
+	if elements, err := d.table.read(); err != nil || len(elements) != 1 {
+		t.Errorf("the table has %d elements (%v), want 1", len(elements), err)
+	}
+}
+
+// TestCleanupKeepsTableOfLocalAddresses checks that the table still refuses packets if the
+// interface cannot be deleted.
+func TestCleanupKeepsTableOfLocalAddresses(t *testing.T) {
+	d := newDataplane(&Options{NetNS: netnstest.New(t).FD, MasqueradeMark: 1})
+	table := testTable(t, &netnstest.Namespace{FD: d.opts.NetNS}, Options{})
+	if err := table.create(nil); err != nil {
+		t.Fatal(err)
+	}
+	const notOpen = 1 << 20
+	d.local.netNS = notOpen
+	if err := d.cleanup(t.Context()); err == nil {
+		t.Error("the interface was deleted")
+	}
+	if exists, err := table.exists(); err != nil || !exists {
+		t.Errorf("the table exists: %t (%v)", exists, err)
 	}
 }
 

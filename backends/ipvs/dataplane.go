@@ -548,8 +548,8 @@ func (d *dataplane) endPass(failing []types.NamespacedName) {
 // virtual servers before their elements, and others after them.
 func (d *dataplane) deleteUnused() error {
 	var errs []error
-	kept := map[element]bool{} // groups that could not be deleted
-	var before, after []element
+	kept := map[element]bool{}  // groups that could not be deleted
+	var before, after []element // frontends whose virtual servers go before or after them
 	for e := range d.unused {
 		switch {
 		case e.set.kind == addresses && d.routes[e.addr()]:

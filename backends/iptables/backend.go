@@ -382,7 +382,8 @@ const maxInterrupted = 2
 // Verify implements [sink.Verifier]. It compares the rules in the kernel with those that
 // the backend has written. If they differ, it returns an error that wraps
 // [sink.ErrStartOver], and a new pass repairs the rules. If ctx ends during a Verify, the
-// next Verify continues with the ruleset of that family.
+// next Verify continues with the ruleset of that family. If the rules of one family cannot
+// be read, Verify compares the other family anyway.
 func (b *Backend) Verify(ctx context.Context) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -400,6 +401,7 @@ func (b *Backend) Verify(ctx context.Context) error {
 			b.verifyAt = time.Now().Add(verifyPause * time.Since(begin))
 		}
 	}()
+	var errs []error
 	for ; b.nextVerified < len(b.rulesets); b.nextVerified++ {
 		t, verifyCtx := b.rulesets[b.nextVerified], ctx
 		if b.interrupted >= maxInterrupted {
@@ -413,16 +415,15 @@ func (b *Backend) Verify(ctx context.Context) error {
 			b.verifyAt = b.pause.Found(begin)
 			return fmt.Errorf("another program changed %s rules: %w (%w)", t.family, err, sink.ErrStartOver)
 		}
-		if err != nil {
-			if ctx.Err() != nil {
-				b.interrupted++
-			}
-			return err
+		errs = append(errs, err)
+		if err != nil && verifyCtx.Err() != nil {
+			b.interrupted++
+			return errors.Join(errs...)
 		}
 		b.interrupted = 0
 	}
 	b.nextVerified = 0
-	return nil
+	return errors.Join(errs...)
 }
 
 // VerifyInterval implements [sink.Poller]. It returns five seconds. The time of a

@@ -703,6 +703,40 @@ func TestVerifyContinuesAfterCancellation(t *testing.T) {
 	}
 }
 
+// If the rules of one family cannot be read, changes in the other family are found.
+func TestVerifyWhileOneFamilyFails(t *testing.T) {
+	for name, end := range map[string]bool{"contexts do not end": false, "each context ends": true} {
+		t.Run(name, func(t *testing.T) {
+			ns := netnstest.New(t)
+			b := start(t, ns, variant{Legacy, true})
+			mustSync(t, b, pass(everything()...))
+			b.rulesets[1].run.saveProgram = "false"
+			ctx, cancel := context.WithCancel(t.Context())
+			defer cancel()
+			if end {
+				cancel()
+			}
+			verify := func() error {
+				b.verifyAt = time.Time{}
+				return b.Verify(ctx)
+			}
+			for range len(families) * (maxInterrupted + 1) {
+				if err := verify(); err == nil || errors.Is(err, sink.ErrStartOver) {
+					t.Fatalf("Verify returned %v", err)
+				}
+			}
+			ns.Run(t, "iptables-legacy", "-t", "nat", "-F", "KPNG-MARK")
+			var err error
+			for range maxInterrupted + 1 {
+				err = verify()
+			}
+			if !errors.Is(err, sink.ErrStartOver) {
+				t.Errorf("the last Verify returned %v", err)
+			}
+		})
+	}
+}
+
 // After its own changes, the backend need not read the rules. Therefore a Verify can
 // succeed while services change all the time.
 func TestOwnChangesStayVerified(t *testing.T) {

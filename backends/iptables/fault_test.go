@@ -243,6 +243,18 @@ func TestTableThatIPTablesCannotRead(t *testing.T) {
 	unreadable("Cleanup", b.Cleanup(t.Context()))
 }
 
+// A rule may have the text of a message of iptables-save.
+func TestRuleWithTextOfMessage(t *testing.T) {
+	eachVariant(t, func(t *testing.T, ns *netnstest.Namespace, v variant) {
+		ns.Run(t, programName(v.flavour, api.IPv4, ""), "-t", "nat", "-A", "OUTPUT", "-m", "string", "--algo", "bm", "--string", "# Table `nat' is incompatible, use 'nft' tool.", "-j", "RETURN")
+		b := start(t, ns, v)
+		mustSync(t, b, pass(everything()...))
+		if err := verify(t, b); err != nil {
+			t.Error(err)
+		}
+	})
+}
+
 func TestFailingServiceKeepsOnlyItsOwnRules(t *testing.T) {
 	eachVariant(t, func(t *testing.T, ns *netnstest.Namespace, v variant) {
 		bad := view("bad", "10.96.0.1", "10.1.0.9")

@@ -93,12 +93,22 @@ func (r *runner) restore(ctx context.Context, input string) error {
 // save returns the output of iptables-save for a table.
 func (r *runner) save(ctx context.Context, table string) (string, error) {
 	text, err := r.command(ctx, "", r.saveProgram, "-t", table)
-	// The program prints this message in place of the rules, and its exit code is 0.
-	if err == nil && strings.Contains(text, "is incompatible, use 'nft' tool") {
+	if err == nil && isIncompatible(text) {
 		family := map[api.Family]string{api.IPv4: "ip", api.IPv6: "ip6"}[r.family]
 		return "", &programError{program: r.saveProgram, message: fmt.Sprintf("table %s has rules that only the program nft understands; find them with nft list table %s %s, and move them to another table", table, family, table)}
 	}
 	return text, err
+}
+
+// isIncompatible reports whether the output of iptables-save has a message in place of the
+// rules, because only the program nft understands these rules. The exit code is 0 then.
+func isIncompatible(text string) bool {
+	for line := range strings.Lines(text) {
+		if strings.HasPrefix(line, "# Table ") && strings.Contains(line, "is incompatible, use 'nft' tool") {
+			return true
+		}
+	}
+	return false
 }
 
 // maxElements limits the elements of each set. A set uses memory only for its present

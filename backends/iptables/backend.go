@@ -12,7 +12,6 @@ import (
 	"os"
 	"os/exec"
 	"slices"
-	"strings"
 	"sync"
 	"time"
 
@@ -99,8 +98,8 @@ func (b *Backend) Start(ctx context.Context) error {
 	return nil
 }
 
-// inOtherFlavour returns the rulesets that this instance made in the other flavour. They
-// include those that it could not read.
+// inOtherFlavour returns the rulesets that this instance may have made in the other
+// flavour. They include those for which this is unknown because of an error.
 func (b *Backend) inOtherFlavour(ctx context.Context, flavour Flavour) (list []*ruleset) {
 	other := NFT + Legacy - flavour
 	for _, family := range families {
@@ -108,18 +107,18 @@ func (b *Backend) inOtherFlavour(ctx context.Context, flavour Flavour) (list []*
 		if err != nil {
 			continue // the node does not have that flavour
 		}
-		rules := ""
+		t := &ruleset{renderer: renderer{opts: &b.opts, family: family}, run: r}
 		has, err := hasTables(ctx, b.opts.NetNS, other, family)
 		if has {
-			rules, err = r.save(ctx, nat)
+			has, err = t.hasChains(ctx)
 		}
 		if err != nil {
 			klog.FromContext(ctx).Error(err, "Could not read the rules in the other flavour of iptables; removing those of this instance after a pass",
 				"family", family, "flavour", other)
-		} else if !strings.Contains(rules, ":"+b.opts.prefix()+services+" ") {
+		} else if !has {
 			continue
 		}
-		list = append(list, &ruleset{renderer: renderer{opts: &b.opts, family: family}, run: r})
+		list = append(list, t)
 	}
 	return list
 }

@@ -243,6 +243,21 @@ func TestTableThatIPTablesCannotRead(t *testing.T) {
 	unreadable("Cleanup", b.Cleanup(t.Context()))
 }
 
+// Tables that only the program nft understands have no chains of the instance. So they do
+// not matter to a backend of flavour legacy.
+func TestLegacyIgnoresTablesOfOthers(t *testing.T) {
+	ns := netnstest.New(t)
+	ns.RunWith(t, "table ip nat { chain OTHER { ct mark set 3; }; }\n", "nft", "-f", "-")
+	b := start(t, ns, variant{Legacy, false})
+	mustSync(t, b, pass(everything()...))
+	if len(b.stale) > 0 || b.leftovers.Exist {
+		t.Errorf("%d families have old rules in flavour nft, leftovers exist: %t", len(b.stale), b.leftovers.Exist)
+	}
+	if err := b.Cleanup(t.Context()); err != nil {
+		t.Error(err)
+	}
+}
+
 // A rule may have the text of a message of iptables-save.
 func TestRuleWithTextOfMessage(t *testing.T) {
 	eachVariant(t, func(t *testing.T, ns *netnstest.Namespace, v variant) {

@@ -905,14 +905,21 @@ func (s *saved) jumpLines(jumps map[chainID]string, inexact map[chainID]bool) ma
 // remove removes the instance's chains and the rules that lead to them. In flavour nft,
 // it also deletes the tables that are empty after that.
 func (t *ruleset) remove(ctx context.Context) error {
+	has, err := t.hasChains(ctx)
+	if has {
+		err = t.removeChains(ctx)
+	}
+	if err != nil || t.run.flavour == Legacy {
+		return err
+	}
+	return deleteEmptyTables(ctx, t.opts.NetNS, t.family)
+}
+
+func (t *ruleset) removeChains(ctx context.Context) error {
 	s, err := t.readRules(ctx)
 	if err != nil {
 		return err
 	}
 	t.chains, t.jumpLines = map[chainID]string{}, s.jumpLines(nil, nil)
-	err = t.run.restore(ctx, t.restoreInput(slices.Collect(maps.Keys(s.chains))))
-	if err != nil || t.run.flavour == Legacy {
-		return err
-	}
-	return deleteEmptyTables(ctx, t.opts.NetNS, t.family)
+	return t.run.restore(ctx, t.restoreInput(slices.Collect(maps.Keys(s.chains))))
 }

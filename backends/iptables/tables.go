@@ -56,16 +56,40 @@ func hasTables(ctx context.Context, netNS int, flavour Flavour, family api.Famil
 	return err == nil, err
 }
 
+// hasChains reports whether the kernel has chains of the instance. In flavour nft, this also
+// works if iptables-save cannot read the tables.
+func (t *ruleset) hasChains(ctx context.Context) (has bool, err error) {
+	if t.run.flavour == Legacy {
+		saved, err := t.readRules(ctx)
+		return err == nil && len(saved.chains) > 0, err
+	}
+	c := netfilter.NewConn(t.opts.NetNS)
+	defer c.Close()
+	err = c.Query(ctx, func(w *netfilter.Builder) { w.End(w.Begin(getChain, unix.NLM_F_DUMP, nfprotoOf(t.family))) }, func(attributes []byte) {
+		table := netfilter.String(netfilter.Attribute(attributes, unix.NFTA_CHAIN_TABLE))
+		name := netfilter.String(netfilter.Attribute(attributes, unix.NFTA_CHAIN_NAME))
+		has = has || slices.Contains(tables[:], table) && t.opts.isOwn(name)
+	})
+	if err != nil {
+		return false, fmt.Errorf("list chains of nf_tables: %w", err)
+	}
+	return has, nil
+}
+
+func nfprotoOf(family api.Family) byte {
+	if family == api.IPv6 {
+		return unix.NFPROTO_IPV6
+	}
+	return unix.NFPROTO_IPV4
+}
+
 // deleteEmptyTables deletes the tables of flavour nft for which isEmpty returns true. The
 // programs of iptables create tables and their base chains, but cannot delete them. If
 // another program changes any table meanwhile, the kernel refuses the deletion.
 func deleteEmptyTables(ctx context.Context, netNS int, family api.Family) error {
 	c := netfilter.NewConn(netNS)
 	defer c.Close()
-	nfproto := byte(unix.NFPROTO_IPV4)
-	if family == api.IPv6 {
-		nfproto = unix.NFPROTO_IPV6
-	}
+	nfproto := nfprotoOf(family)
 	for _, table := range tables {
 		generation, err := generationOf(ctx, c)
 		if err != nil {

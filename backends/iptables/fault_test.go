@@ -339,6 +339,7 @@ func invalidAddress(s *api.Service) {
 
 // If a service fails in a pass, its elements of sets stay.
 func TestFailingServiceKeepsItsElements(t *testing.T) {
+	const undelivered = "the pass does not deliver it"
 	for _, flavour := range []Flavour{NFT, Legacy} {
 		for name, c := range map[string]struct {
 			edit func(*api.Service)
@@ -357,6 +358,9 @@ func TestFailingServiceKeepsItsElements(t *testing.T) {
 			}},
 			"rendering panics": {invalidAddress, func(t *testing.T, b *Backend, c *sink.Changes) error {
 				return b.Sync(t.Context(), c)
+			}},
+			undelivered: {nil, func(*testing.T, *Backend, *sink.Changes) error {
+				return errors.New("not delivered")
 			}},
 		} {
 			t.Run(fmt.Sprint(flavour, ", ", name), func(t *testing.T) {
@@ -388,7 +392,9 @@ func TestFailingServiceKeepsItsElements(t *testing.T) {
 				for i, r := range b.rulesets {
 					r.run.restoreProgram = real[i]
 				}
-				mustSync(t, b, batch(view("bad", "10.96.0.1 fd00:96::1", "10.1.0.1 fd00::1", loadBalancer)))
+				mended := batch(view("bad", "10.96.0.1 fd00:96::1", "10.1.0.1 fd00::1", loadBalancer))
+				mended.First, mended.Last = name == undelivered, name == undelivered
+				mustSync(t, b, mended)
 				if text := saveAll(t, ns, flavour); strings.Contains(text, "add KPNG-REJECT") {
 					t.Errorf("the service has endpoints, but its packets are rejected:\n%s", text)
 				}

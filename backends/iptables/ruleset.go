@@ -55,8 +55,11 @@ type ruleset struct {
 	// kernel's own chains.
 	jumpLines map[string][]string
 	// held has the elements that existed when the pass began, by address. Until prune, each
-	// of them counts as one user in the map users.
+	// of them has one additional user in the map users.
 	held map[string][]element
+	// delivered has the services that this pass has delivered until now. It is nil if
+	// holding is false.
+	delivered map[types.NamespacedName]bool
 	// broken is the error of the last call of begin, or nil. While it is not nil, all
 	// services of this family fail. failures is the number of consecutive calls of begin
 	// that failed.
@@ -168,6 +171,7 @@ func (t *ruleset) begin(ctx context.Context) error {
 		inKernel:        map[chainID]uint64{},
 		inSets:          elements,
 		held:            map[string][]element{},
+		delivered:       map[types.NamespacedName]bool{},
 		holding:         true,
 		changedChains:   map[chainID]bool{},
 		changedElements: map[element]bool{},
@@ -290,6 +294,9 @@ func (t *ruleset) render(changes iter.Seq[sink.Change], failed *sink.Failed) (li
 // this pass has programmed the service before. So if the service fails, prune does not
 // remove these elements. Elements have no names of services.
 func (t *ruleset) takeElements(key types.NamespacedName, view *api.ServiceEndpoints) {
+	if t.holding {
+		t.delivered[key] = true
+	}
 	r := t.records[key]
 	if len(t.held) == 0 || view == nil || r != nil && !r.old {
 		return
@@ -639,7 +646,8 @@ func (t *ruleset) restoreInput(write []chainID) string {
 
 // prune removes the chains, entries and elements that existed when the pass began and
 // that no service needs. Failing services keep their entries and the chains to which the
-// entries lead.
+// entries lead. If a failing service was not delivered in this pass, prune keeps all
+// elements, because any of them may belong to this service.
 func (t *ruleset) prune(ctx context.Context, failing map[types.NamespacedName]bool) error {
 	if t.broken != nil {
 		return nil
@@ -664,13 +672,18 @@ func (t *ruleset) prune(ctx context.Context, failing map[types.NamespacedName]bo
 			t.setChain(id, "", false)
 		}
 	}
+	for key := range failing {
+		if !t.delivered[key] {
+			clear(t.held) // until the next pass, the elements have a user
+		}
+	}
 	for _, list := range t.held {
 		for _, e := range list {
 			t.use(e, -1)
 		}
 	}
 	clear(t.held)
-	t.holding, t.undo = false, nil
+	t.holding, t.delivered, t.undo = false, nil, nil
 	if err := t.commitOld(ctx); err != nil {
 		return err
 	}

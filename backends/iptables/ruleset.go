@@ -51,9 +51,12 @@ type ruleset struct {
 	// These chains and elements may differ from those in the kernel.
 	changedChains   map[chainID]bool
 	changedElements map[element]bool
-	// jumpLines has lines for iptables-restore by table. They correct the jumps in the
-	// kernel's own chains.
+	// jumpLines has lines for iptables-restore by table. They insert or delete the jumps in
+	// the kernel's own chains.
 	jumpLines map[string][]string
+	// foreign has the rules of other programs that lead to chains of the instance, and that
+	// deleteForeign could not delete. The kernel does not delete these chains.
+	foreign []foreignRule
 	// held has the elements that existed when the pass began, by address. Until prune, each
 	// of them has one additional user in the map users.
 	held map[string][]element
@@ -69,8 +72,9 @@ type ruleset struct {
 	// deleted, because rules of an earlier process may lead to that chain.
 	holding bool
 	// inexact has the chains whose rules iptables-save prints in another form than this
-	// package writes them, and the kernel's own chains whose jumps it prints so.
-	inexact map[chainID]bool
+	// package writes them, and the kernel's own chains whose jumps it prints so. The value
+	// is the digest of the printed rules when checkEdited found this.
+	inexact map[chainID]uint64
 	// edited reports that verify found edited rules, and no pass has ended since.
 	edited bool
 	// verified is the generation of nf_tables in which verify found the right rules, or 0.
@@ -175,7 +179,12 @@ func (t *ruleset) begin(ctx context.Context) error {
 		holding:         true,
 		changedChains:   map[chainID]bool{},
 		changedElements: map[element]bool{},
-		jumpLines:       saved.jumpLines(t.jumps(), t.inexact),
+		jumpLines:       map[string][]string{},
+	}
+	missing := t.jumps()
+	t.foreign = saved.foreign(missing, t.inexact)
+	for id, rule := range missing {
+		t.jumpLines[id.table] = append(t.jumpLines[id.table], "-I "+id.name+" "+rule)
 	}
 	for e := range elements {
 		addr, _, _ := strings.Cut(e.text, ",")
@@ -205,7 +214,30 @@ func (t *ruleset) begin(ctx context.Context) error {
 	}
 	t.replace(skeletonKey, &record{rendered: t.skeleton()}, false)
 	t.undo = nil
-	return t.commit(ctx)
+	if err := t.commit(ctx); err != nil {
+		return err
+	}
+	return t.deleteForeign(ctx)
+}
+
+// deleteForeign deletes the rules of t.foreign. It keeps and logs those that iptables
+// refuses to delete.
+func (t *ruleset) deleteForeign(ctx context.Context) error {
+	rules := t.foreign
+	t.foreign = nil
+	for _, r := range rules {
+		err := t.run.restore(ctx, fmt.Sprintf("*%s\n-D %s %s\nCOMMIT\n", r.chain.table, r.chain.name, r.rule))
+		if err != nil {
+			if isGeneral(err) || ctx.Err() != nil {
+				return err
+			}
+			t.foreign = append(t.foreign, r)
+			klog.FromContext(ctx).Error(err, "Could not delete a rule that leads to a chain of this instance",
+				"family", t.family, "table", r.chain.table, "chain", r.chain.name, "rule", r.rule)
+		}
+		t.changedChains[r.target()] = true
+	}
+	return nil
 }
 
 // splitEntry splits a rule of a dispatch chain after its match.
@@ -435,8 +467,14 @@ func put[K comparable, V any](m map[K]V, key K, value V, keep bool) {
 	}
 }
 
+// hasForeign reports whether a rule of t.foreign leads to a chain.
+func (t *ruleset) hasForeign(id chainID) bool {
+	return slices.ContainsFunc(t.foreign, func(r foreignRule) bool { return r.target() == id })
+}
+
 // setChain sets the rules of a chain. If keep is false, the chain is not needed.
 func (t *ruleset) setChain(id chainID, rules string, keep bool) {
+	keep = keep || t.hasForeign(id)
 	last, had := t.chains[id]
 	if had == keep && last == rules {
 		return
@@ -525,7 +563,7 @@ func (t *ruleset) renderDispatch(id chainID) {
 		entries = append(entries, strings.TrimPrefix(match+" "+t.claims[id][match].rest, " "))
 	}
 	children := slices.Sorted(maps.Keys(t.branches[id]))
-	exists := len(entries)+len(children) > 0 || t.suffix(id) == services
+	exists := len(entries)+len(children) > 0 || t.suffix(id) == services || t.hasForeign(id)
 	put(t.chains, id, t.dispatch(id, entries, children), exists)
 }
 
@@ -763,7 +801,7 @@ func (t *ruleset) verifyRules(ctx context.Context) error {
 			delete(t.inexact, id)
 		case !sameLength(text, rules):
 			return differs("%s has another number of rules", t.describe(id))
-		case !t.inexact[id]:
+		case t.inexact[id] == 0:
 			t.edited = true
 			return differs("%s was changed", t.describe(id))
 		}
@@ -772,10 +810,16 @@ func (t *ruleset) verifyRules(ctx context.Context) error {
 }
 
 // jumpsAndChains returns the rules that lead to chains of the instance, and the rules of
-// these chains: those in the kernel, and those that it should have.
+// these chains: those in the kernel, and those that it should have. It omits the rules of
+// t.foreign.
 func (t *ruleset) jumpsAndChains(s *saved) (is, want map[chainID]string) {
 	is, want = maps.Clone(s.chains), maps.Clone(t.chains)
-	maps.Copy(is, s.jumps)
+	for id, rules := range s.jumps {
+		list := slices.DeleteFunc(strings.Split(rules, "\n"), func(rule string) bool {
+			return slices.Contains(t.foreign, foreignRule{id, rule})
+		})
+		put(is, id, strings.Join(list, "\n"), len(list) > 0)
+	}
 	maps.Copy(want, t.jumps())
 	return is, want
 }
@@ -802,12 +846,12 @@ func (t *ruleset) checkEdited(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	t.edited, t.inexact = false, map[chainID]bool{}
+	t.edited, t.inexact = false, map[chainID]uint64{}
 	is, want := t.jumpsAndChains(saved)
 	var example string
 	for id, rules := range want {
 		if text, exists := is[id]; exists && text != rules && sameLength(text, rules) {
-			t.inexact[id] = true
+			t.inexact[id] = digest(text)
 			example = t.describe(id)
 		}
 	}
@@ -893,26 +937,32 @@ func (s *saved) parse(text, table string, isOwn func(string) bool) {
 	}
 }
 
-// jumpLines returns lines for iptables-restore. After these, each of the given jumps
-// exists once, and no other rule leads to a chain of the instance. In the chains of
-// inexact, any rule with the same target counts as the jump. It empties jumps.
-func (s *saved) jumpLines(jumps map[chainID]string, inexact map[chainID]bool) map[string][]string {
-	lines := map[string][]string{}
+// foreignRule is a rule of a foreign chain that leads to a chain of the instance.
+type foreignRule struct {
+	chain chainID
+	rule  string
+}
+
+// target returns the chain of the instance.
+func (r foreignRule) target() chainID {
+	return chainID{r.chain.table, r.rule[strings.LastIndexByte(r.rule, ' ')+1:]}
+}
+
+// foreign returns the rules that lead to chains of the instance in addition to the given
+// jumps. It deletes the jumps that exist from the map jumps. In the chains of inexact, a
+// rule with that digest also counts as the jump.
+func (s *saved) foreign(jumps map[chainID]string, inexact map[chainID]uint64) (list []foreignRule) {
 	for id, rules := range s.jumps {
 		for rule := range strings.SplitSeq(rules, "\n") {
 			want := jumps[id]
-			if want != "" && (rule == want || inexact[id] && strings.HasSuffix(rule, want[strings.Index(want, "-j "):])) {
+			if want != "" && (rule == want || digest(rule) == inexact[id]) {
 				delete(jumps, id)
 			} else {
-				lines[id.table] = append(lines[id.table], "-D "+id.name+" "+rule)
+				list = append(list, foreignRule{id, rule})
 			}
 		}
 	}
-	for id, rule := range jumps {
-		lines[id.table] = append(lines[id.table], "-I "+id.name+" "+rule)
-	}
-	clear(jumps)
-	return lines
+	return list
 }
 
 // remove removes the instance's chains and the rules that lead to them. In flavour nft,
@@ -933,6 +983,16 @@ func (t *ruleset) removeChains(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	t.chains, t.jumpLines = map[chainID]string{}, s.jumpLines(nil, nil)
+	missing := t.jumps()
+	t.foreign = s.foreign(missing, nil)
+	t.chains, t.changedChains, t.jumpLines = map[chainID]string{}, map[chainID]bool{}, map[string][]string{}
+	if err := t.deleteForeign(ctx); err != nil {
+		return err
+	}
+	for id, rule := range t.jumps() {
+		if _, ok := missing[id]; !ok {
+			t.jumpLines[id.table] = append(t.jumpLines[id.table], "-D "+id.name+" "+rule)
+		}
+	}
 	return t.run.restore(ctx, t.restoreInput(slices.Collect(maps.Keys(s.chains))))
 }

@@ -1052,6 +1052,22 @@ echo "$input" | %s "$@"`)
 	}
 }
 
+// If ipset fails once, a pass still uses sets.
+func TestIPSetFailsOnce(t *testing.T) {
+	ns := netnstest.New(t)
+	b := start(t, ns, variant{NFT, false})
+	run := b.rulesets[0].run
+	failed := filepath.Join(t.TempDir(), "failed")
+	replaceProgram(t, &run.ipset, `[ "$1" != save ] || [ -e `+failed+` ] && exec %s "$@"; touch `+failed+`; exit 1`)
+	mustSync(t, b, pass(everything()...))
+	if _, err := os.Stat(failed); err != nil {
+		t.Fatal("ipset did not fail")
+	}
+	if !b.rulesets[0].withSets {
+		t.Error("the pass uses rules in place of sets")
+	}
+}
+
 // The kernel releases a set some time after the rules that use it were deleted.
 func TestCleanupWaitsForSets(t *testing.T) {
 	ns := netnstest.New(t)

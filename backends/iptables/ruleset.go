@@ -106,6 +106,11 @@ func digest(rules string) uint64 { return maphash.String(digestSeed, rules) | 1 
 // as permanent.
 const attempts = 3
 
+// setAttempts is the number of attempts to read and repair the sets before a pass uses
+// rules in place of sets. Without sets, the pass does not reject or drop the packets of
+// services that it has not delivered yet.
+const setAttempts = 2
+
 // beginPass starts a pass. If sets are the cause of a failure, the ruleset uses rules in
 // place of sets. If an error is permanent and affects only this family, beginPass stores it
 // in t.broken and returns nil.
@@ -153,9 +158,14 @@ func (t *ruleset) setsFailed(ctx context.Context, err error) bool {
 func (t *ruleset) begin(ctx context.Context) error {
 	elements := map[element]bool{}
 	if t.withSets {
-		err := t.run.replaceSets(ctx, t.allSets())
-		if err == nil {
-			elements, err = t.readSets(ctx)
+		var err error
+		for range setAttempts {
+			if err = t.run.replaceSets(ctx, t.allSets()); err == nil {
+				elements, err = t.readSets(ctx)
+			}
+			if err == nil || ctx.Err() != nil {
+				break
+			}
 		}
 		if err != nil {
 			return err

@@ -935,6 +935,9 @@ func TestRuleThatCannotBeDeleted(t *testing.T) {
 		if strings.Contains(text, "10.1.0") || !strings.Contains(text, ":"+list+" ") || !strings.Contains(text, ":KPNG-D10 ") {
 			t.Errorf("the chains to which the rules lead were deleted, or have rules of services:\n%s", text)
 		}
+		if err := b.rulesets[0].remove(t.Context()); err == nil {
+			t.Error("remove returned no error")
+		}
 		b.rulesets[0].run.saveProgram = real
 		mustSync(t, b, pass(web))
 		if diff := cmp.Diff(want, saveAll(t, ns, v.flavour)); diff != "" {

@@ -43,17 +43,12 @@ func newAPIServer() *httptest.Server {
 	}
 	return httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		w.Header().Set("Content-Type", "application/json")
-		switch {
-		case r.FormValue("sendInitialEvents") != "":
-			http.Error(w, "streaming lists are not supported", http.StatusUnprocessableEntity)
-		case r.FormValue("watch") != "":
+		if r.FormValue("watch") != "" {
 			w.WriteHeader(http.StatusOK)
 			w.(http.Flusher).Flush()
 			<-r.Context().Done()
-		default:
-			if err := json.NewEncoder(w).Encode(lists[path.Base(r.URL.Path)]); err != nil {
-				log.Print(err)
-			}
+		} else if err := json.NewEncoder(w).Encode(lists[path.Base(r.URL.Path)]); err != nil {
+			log.Print(err)
 		}
 	}))
 }

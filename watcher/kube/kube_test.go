@@ -22,7 +22,6 @@ import (
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apimachinery/pkg/types"
-	"k8s.io/client-go/features"
 	"k8s.io/client-go/informers"
 	"k8s.io/client-go/rest"
 	"k8s.io/klog/v2"
@@ -166,9 +165,6 @@ func slice(service, name, addr string, labels ...string) *discoveryv1.EndpointSl
 
 func node(name string) *corev1.Node { return &corev1.Node{ObjectMeta: meta("", name)} }
 
-// streaming is true if client-go requests streaming lists, the default since v0.35.
-var streaming = features.FeatureGates().Enabled(features.WatchListClient)
-
 const proxyName = watcher.LabelServiceProxyName
 
 func TestGeneralProxySeesUnlabelledServices(t *testing.T) {
@@ -237,8 +233,8 @@ func TestServerFiltersObjects(t *testing.T) {
 					parts := strings.Split(r.Labels, ",")
 					slices.Sort(parts)
 					got[r.Resource] = strings.Join(parts, ",") + " | " + r.Fields
-					if streaming && (r.Verb != "watch" || !r.InitialEvents) {
-						t.Errorf("request %+v is not a streaming list", r)
+					if r.InitialEvents {
+						t.Errorf("request %+v is for a streaming list", r)
 					}
 					if accept := r.Header.Get("Accept"); !strings.HasPrefix(accept, "application/vnd.kubernetes.protobuf") {
 						t.Errorf("Accept %q of %s does not request protobuf", accept, r.Resource)
@@ -454,15 +450,9 @@ func TestMissingPermissionIsLoggedAndRetried(t *testing.T) {
 		w.mu.Unlock()
 		w.advance(2 * time.Minute)
 		w.expect("service default/web", "slice default/web-1 10.0.0.1")
-		verbs := []string{"list"}
-		if streaming {
-			verbs = append(verbs, "watch")
-		}
-		for _, verb := range verbs {
-			want := verb + ` endpointslices at API server http://api.test: missing permission; grant the verbs list and watch on resource \"endpointslices\" of API group \"discovery.k8s.io\" in all namespaces: `
-			if got := log(); !strings.Contains(got, want) {
-				t.Errorf("want an error with %s, got %s", want, got)
-			}
+		want := `list endpointslices at API server http://api.test: missing permission; grant the verbs list and watch on resource \"endpointslices\" of API group \"discovery.k8s.io\" in all namespaces: `
+		if got := log(); !strings.Contains(got, want) {
+			t.Errorf("want an error with %s, got %s", want, got)
 		}
 	})
 }

@@ -252,9 +252,16 @@ func (w *watch) reflect(ctx context.Context, src *source, store objectStore) {
 	})
 }
 
+// plainListWatch is a ListWatch without streaming lists. A streaming list is a watch event
+// for each object, which costs the client and the server more CPU time than a list.
+type plainListWatch struct{ *cache.ListWatch }
+
+// IsWatchListSemanticsUnSupported makes reflectors of client-go v0.35 and later use lists.
+func (plainListWatch) IsWatchListSemanticsUnSupported() bool { return true }
+
 // listWatch returns a ListWatch for a reflector. It reports the result of each request to
 // r, and uses store to decode lists.
-func (src *source) listWatch(r *reporter, store objectStore) *cache.ListWatch {
+func (src *source) listWatch(r *reporter, store objectStore) plainListWatch {
 	restrict := func(options *metav1.ListOptions) {
 		options.LabelSelector, options.FieldSelector = src.labels, src.fields
 		if src.latest && options.ResourceVersion == "0" {
@@ -262,7 +269,7 @@ func (src *source) listWatch(r *reporter, store objectStore) *cache.ListWatch {
 		}
 	}
 	lw := cache.NewFilteredListWatchFromClient(src.client, src.resource.Resource, metav1.NamespaceAll, restrict)
-	return &cache.ListWatch{
+	return plainListWatch{&cache.ListWatch{
 		ListWithContextFunc: func(ctx context.Context, options metav1.ListOptions) (runtime.Object, error) {
 			restrict(&options)
 			list, err := src.list(ctx, &options, r.client.decoder, store)
@@ -278,7 +285,7 @@ func (src *source) listWatch(r *reporter, store objectStore) *cache.ListWatch {
 			}
 			return watch, err
 		},
-	}
+	}}
 }
 
 // GetService returns a Service from the API server, or nil if the Service does not exist.

@@ -167,8 +167,8 @@ func (r *wireReader) ReadByte() (byte, error) {
 	return b, err
 }
 
-// maxObjectSize limits the size of an object and of any other field, in bytes. By default, etcd limits it to
-// 1.5 MiB.
+// maxObjectSize limits the size of an object and of any other field, in bytes. etcd
+// limits objects to 1.5 MiB by default.
 const maxObjectSize = 64 << 20
 
 // bytes reads the value of a field of the type delimited. The result is valid until the

@@ -43,12 +43,17 @@ func newAPIServer() *httptest.Server {
 	}
 	return httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		w.Header().Set("Content-Type", "application/json")
-		if r.FormValue("watch") != "" {
+		switch {
+		case r.FormValue("sendInitialEvents") != "": // by informers
+			http.Error(w, "streaming lists are not supported", http.StatusUnprocessableEntity)
+		case r.FormValue("watch") != "":
 			w.WriteHeader(http.StatusOK)
 			w.(http.Flusher).Flush()
 			<-r.Context().Done()
-		} else if err := json.NewEncoder(w).Encode(lists[path.Base(r.URL.Path)]); err != nil {
-			log.Print(err)
+		default:
+			if err := json.NewEncoder(w).Encode(lists[path.Base(r.URL.Path)]); err != nil {
+				log.Print(err)
+			}
 		}
 	}))
 }

@@ -212,6 +212,9 @@ func (n *selection) commit(missing []types.NamespacedName, excess bool, write fu
 func (n sliceSelection) write(i *item[api.EndpointSlice]) {
 	all := []*item[api.EndpointSlice]{i}
 	if n.decideAgain(i) {
+		if n.pause {
+			return // the next watch will list the slice
+		}
 		found, err := n.lookUp([]types.NamespacedName{i.unlabelled.service})
 		if err != nil {
 			n.logger.Error(err, "Cannot list endpoint slices of a new service; listing all")

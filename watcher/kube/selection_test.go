@@ -3,6 +3,7 @@
 package kube
 
 import (
+	"errors"
 	"fmt"
 	"math/rand/v2"
 	"runtime"
@@ -357,17 +358,21 @@ func TestNothingIsLostWhileTheWatchChanges(t *testing.T) {
 
 // newTestSelection returns the stores and the state of a named proxy with an unfiltered
 // watch. The finder returns the slices in store.
-func newTestSelection(t *testing.T, store *[]*discoveryv1.EndpointSlice) (*stores, *cluster.State) {
+func newTestSelection(t *testing.T, find finder) (*stores, *cluster.State) {
 	opts := named("x")
 	converter, err := watcher.New(opts.Options)
 	if err != nil {
 		t.Fatal(err)
 	}
 	state := cluster.New(cluster.Options{})
-	s := (&watch{opts: opts, state: state, converter: converter, unlisted: map[string]bool{nodes: true}}).newStores(
-		func([]types.NamespacedName) ([]*discoveryv1.EndpointSlice, error) { return *store, nil })
+	s := (&watch{opts: opts, state: state, converter: converter, unlisted: map[string]bool{nodes: true}}).newStores(find)
 	s.selection.begin(nil)
 	return s, state
+}
+
+// findIn returns a finder that finds the given slices.
+func findIn(slices *[]*discoveryv1.EndpointSlice) finder {
+	return func([]types.NamespacedName) ([]*discoveryv1.EndpointSlice, error) { return *slices, nil }
 }
 
 // writes are the ways in which a reduced slice comes to a store: in a list, and in an event.
@@ -381,7 +386,7 @@ func TestDroppedSliceOfNewServiceIsFound(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			plain := slice("byhand", "plain", "10.0.0.1")
 			server := []*discoveryv1.EndpointSlice{plain}
-			s, state := newTestSelection(t, &server)
+			s, state := newTestSelection(t, findIn(&server))
 			dropped := s.slices.reduceObject(plain)
 			s.services.Add(selectorless("byhand", proxyName, "x"))
 			if err := write(s, dropped); err != nil {
@@ -402,7 +407,7 @@ func TestDroppedSliceOfNewServiceIsFound(t *testing.T) {
 func TestSliceOfDeletedServiceIsDropped(t *testing.T) {
 	for name, write := range writes {
 		t.Run(name, func(t *testing.T) {
-			s, state := newTestSelection(t, new([]*discoveryv1.EndpointSlice))
+			s, state := newTestSelection(t, findIn(new([]*discoveryv1.EndpointSlice)))
 			s.services.Add(selectorless("byhand", proxyName, "x"))
 			kept := s.slices.reduceObject(slice("byhand", "plain", "10.0.0.1"))
 			s.services.Add(service("byhand", proxyName, "x"))
@@ -419,18 +424,12 @@ func TestSliceOfDeletedServiceIsDropped(t *testing.T) {
 // A slice of host names is selected, but cannot be converted.
 func TestSliceOfHostNamesCausesNoRequest(t *testing.T) {
 	requests := 0
-	opts := named("x")
-	converter, err := watcher.New(opts.Options)
-	if err != nil {
-		t.Fatal(err)
-	}
-	w := &watch{opts: opts, state: cluster.New(cluster.Options{}), converter: converter, unlisted: map[string]bool{nodes: true}}
-	s := w.newStores(func([]types.NamespacedName) ([]*discoveryv1.EndpointSlice, error) {
+	s, _ := newTestSelection(t, func([]types.NamespacedName) ([]*discoveryv1.EndpointSlice, error) {
 		requests++
 		return nil, nil
 	})
 	s.services.Add(selectorless("byhand", proxyName, "x"))
-	s.selection.begin(nil)
+	requests = 0
 	names := slice("byhand", "names", "10.0.0.1")
 	names.AddressType = discoveryv1.AddressTypeFQDN
 	for _, o := range []any{names, s.slices.reduceObject(names)} {
@@ -440,8 +439,24 @@ func TestSliceOfHostNamesCausesNoRequest(t *testing.T) {
 	}
 }
 
+// After a failed request all slices are listed, so there is no second request for the same
+// slices. It would block all changes for another findTimeout.
+func TestFailedLookupOfSlicesIsNotRepeated(t *testing.T) {
+	requests, restarts := 0, 0
+	s, _ := newTestSelection(t, func([]types.NamespacedName) ([]*discoveryv1.EndpointSlice, error) {
+		requests++
+		return nil, errors.New("no answer")
+	})
+	s.selection.begin(func() { restarts++ })
+	dropped := s.slices.reduceObject(slice("byhand", "plain", "10.0.0.1"))
+	s.services.Add(selectorless("byhand", proxyName, "x"))
+	if err := s.slices.Add(dropped); err != nil || requests != 1 || restarts != 1 {
+		t.Errorf("error %v, %d requests, %d restarts", err, requests, restarts)
+	}
+}
+
 func TestForeignSlicesUseNoMemory(t *testing.T) {
-	s, state := newTestSelection(t, new([]*discoveryv1.EndpointSlice))
+	s, state := newTestSelection(t, findIn(new([]*discoveryv1.EndpointSlice)))
 	s.services.Add(selectorless("byhand", proxyName, "x"))
 	heap := func() int64 {
 		runtime.GC()

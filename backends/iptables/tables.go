@@ -65,7 +65,7 @@ func (t *ruleset) hasChains(ctx context.Context) (has bool, err error) {
 	}
 	c := netfilter.NewConn(t.opts.NetNS)
 	defer c.Close()
-	err = c.Query(ctx, func(w *netfilter.Builder) { w.End(w.Begin(getChain, unix.NLM_F_DUMP, nfprotoOf(t.family))) }, func(attributes []byte) {
+	err = c.Query(ctx, func(w *netfilter.Builder) { w.End(w.Begin(getChain, unix.NLM_F_DUMP, netfilter.Family(t.family))) }, func(attributes []byte) {
 		table := netfilter.String(netfilter.Attribute(attributes, unix.NFTA_CHAIN_TABLE))
 		name := netfilter.String(netfilter.Attribute(attributes, unix.NFTA_CHAIN_NAME))
 		has = has || slices.Contains(tables[:], table) && t.opts.isOwn(name)
@@ -76,20 +76,13 @@ func (t *ruleset) hasChains(ctx context.Context) (has bool, err error) {
 	return has, nil
 }
 
-func nfprotoOf(family api.Family) byte {
-	if family == api.IPv6 {
-		return unix.NFPROTO_IPV6
-	}
-	return unix.NFPROTO_IPV4
-}
-
 // deleteEmptyTables deletes the tables of flavour nft for which isEmpty returns true. The
 // programs of iptables create tables and their base chains, but cannot delete them. If
 // another program changes any table meanwhile, the kernel refuses the deletion.
 func deleteEmptyTables(ctx context.Context, netNS int, family api.Family) error {
 	c := netfilter.NewConn(netNS)
 	defer c.Close()
-	nfproto := nfprotoOf(family)
+	nfproto := netfilter.Family(family)
 	for _, table := range tables {
 		generation, err := generationOf(ctx, c)
 		if err != nil {

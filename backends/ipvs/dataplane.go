@@ -317,11 +317,12 @@ func (d *dataplane) addElements(plans map[types.NamespacedName]*plan) error {
 		await := d.awaitsServer(e, delta)
 		needed := d.refs[e]+n > 0 && !await
 		switch {
-		case needed && !d.elements[e]:
+		case needed == d.elements[e]:
+		case needed:
 			add = append(add, e)
-		case !needed && d.elements[e] && (e.set.exclusive() || await):
+		case await, e.set.exclusive():
 			remove = append(remove, e)
-		case !needed && d.elements[e] && e.set.kind == restricted && d.refs[e.group()]+delta[e.group()] > 0:
+		case e.set.kind == restricted && d.refs[e.group()]+delta[e.group()] > 0:
 			remove = append(remove, e) // together with its sources
 		}
 	}

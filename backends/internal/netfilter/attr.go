@@ -8,6 +8,9 @@ import (
 	"encoding/binary"
 	"iter"
 	"strings"
+
+	"github.com/kpng-project/kpng/api"
+	"golang.org/x/sys/unix"
 )
 
 const (
@@ -58,4 +61,12 @@ func Uint32(b []byte) uint32 {
 func String(b []byte) string {
 	s, _, _ := strings.Cut(string(b), "\x00")
 	return s
+}
+
+// Family returns the kernel's number of a family, such as NFPROTO_IPV4.
+func Family(family api.Family) byte {
+	if family == api.IPv6 {
+		return unix.NFPROTO_IPV6
+	}
+	return unix.NFPROTO_IPV4
 }

@@ -14,6 +14,7 @@ import (
 
 	"github.com/google/nftables/expr"
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends/internal/netfilter"
 	"golang.org/x/sys/unix"
 )
 
@@ -24,14 +25,6 @@ func Reg(number int) uint32 {
 		return uint32(unix.NFT_REG_1 + number/4)
 	}
 	return uint32(unix.NFT_REG32_00 + number)
-}
-
-// NFProto returns the kernel's number of a family.
-func NFProto(family api.Family) byte {
-	if family == api.IPv6 {
-		return unix.NFPROTO_IPV6
-	}
-	return unix.NFPROTO_IPV4
 }
 
 // LoadMeta loads a property of the packet.
@@ -49,7 +42,7 @@ func Equal(data ...byte) expr.Any {
 
 // MatchFamily matches packets of a family.
 func MatchFamily(family api.Family) []expr.Any {
-	return []expr.Any{LoadMeta(expr.MetaKeyNFPROTO), Equal(NFProto(family))}
+	return []expr.Any{LoadMeta(expr.MetaKeyNFPROTO), Equal(netfilter.Family(family))}
 }
 
 // Key is the beginning of a rule that looks up a key. The rule first matches packets of
@@ -112,7 +105,7 @@ func (r *Key) FollowedBy(expressions ...expr.Any) []expr.Any {
 // port in two registers. The arguments address and port are numbers for Reg. If port is
 // 0, packets keep their port.
 func DNATTo(family api.Family, address, port int) expr.Any {
-	nat := &expr.NAT{Type: expr.NATTypeDestNAT, Family: uint32(NFProto(family)), RegAddrMin: Reg(address), RegAddrMax: Reg(address)}
+	nat := &expr.NAT{Type: expr.NATTypeDestNAT, Family: uint32(netfilter.Family(family)), RegAddrMin: Reg(address), RegAddrMax: Reg(address)}
 	if port != 0 {
 		nat.RegProtoMin, nat.RegProtoMax = Reg(port), Reg(port)
 	}

@@ -220,7 +220,7 @@ func (m listReasons) list(local bool) Reason {
 // a load balancer would send it to a node with endpoints.
 func (m listReasons) shortCircuit() Reason { return m.cluster }
 
-// answers reports whether an endpoint may still have connections. If such an
-// endpoint is on no list, it is draining. A ready endpoint may have connections even if
-// its condition serving is false (publishNotReadyAddresses).
+// answers reports whether an endpoint may still have connections. If such an endpoint is
+// on no list, it is draining. A ready endpoint may have connections even if its condition
+// serving is false (publishNotReadyAddresses).
 func answers(c api.Conditions) bool { return c.Serving || c.Ready }

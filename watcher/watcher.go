@@ -49,8 +49,8 @@ type Options struct {
 	// Skip, if set, returns true for services that the proxy must ignore although
 	// ServiceProxyName selects them. It may use any field of the API object, such as
 	// annotations or spec.loadBalancerClass, except metadata.managedFields, which may be
-	// missing. The result must depend on the object alone.
-	// Skip must not modify or keep the object. Several goroutines call it.
+	// missing. The result must depend on the object alone. Skip must not modify or keep
+	// the object. Several goroutines call it.
 	Skip func(*corev1.Service) bool
 
 	// ServiceNameLabel is the label of an EndpointSlice that contains the name of its

@@ -241,9 +241,9 @@ func (c *cluster) list(b *testing.B) time.Duration {
 	return took[len(took)/2]
 }
 
-// latency changes endpoints, and reports two durations. Both end when a change
-// is in the kernel. The first begins with the write to the API server, and the second
-// with the change's watch event.
+// latency changes endpoints, and reports two durations. Both end when a change is in the
+// kernel. The first begins with the write to the API server, and the second with the
+// change's watch event.
 func (r *running) latency(b *testing.B, interval string) {
 	b.Helper()
 	ctx, cancel := context.WithCancel(b.Context())

@@ -17,9 +17,9 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// tables records the time at which each endpoint address reaches the kernel.
-// It stops when ctx ends. It searches nftables notifications for the four bytes of an
-// address, so it works for every layout of tables.
+// tables records the time at which each endpoint address reaches the kernel. It stops
+// when ctx ends. It searches nftables notifications for the four bytes of an address, so
+// it works for every layout of tables.
 func tables(t testing.TB, ctx context.Context) *sightings {
 	t.Helper()
 	fd, err := unix.Socket(unix.AF_NETLINK, unix.SOCK_RAW|unix.SOCK_CLOEXEC, unix.NETLINK_NETFILTER)

@@ -216,8 +216,8 @@ func BenchmarkRealIngest(b *testing.B) {
 	b.ReportMetric(0, "ns/op")
 }
 
-// process measures one way to read the cluster, in a new process. The
-// argument way is a key of the map ways.
+// process measures one way to read the cluster, in a new process. The argument way is a
+// key of the map ways.
 func process(b *testing.B, way, kubeconfig string) result {
 	b.Helper()
 	cmd := exec.CommandContext(b.Context(), os.Args[0])

@@ -40,8 +40,7 @@ func (l *lines) Write(p []byte) (int, error) {
 	}
 }
 
-// since returns the lines after the first n, and a channel that the next line
-// closes.
+// since returns the lines after the first n, and a channel that the next line closes.
 func (l *lines) since(n int) ([]string, <-chan struct{}) {
 	l.mu.Lock()
 	defer l.mu.Unlock()

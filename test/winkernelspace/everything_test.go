@@ -18,9 +18,9 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 )
 
-// everything tests a service with every feature. First it uses an overlay
-// network of the latest Windows, once with each quirk of HNS. Then it uses kpng.exe on a
-// bridge network of an early Windows.
+// everything tests a service with every feature. First it uses an overlay network of the
+// latest Windows, once with each quirk of HNS. Then it uses kpng.exe on a bridge network
+// of an early Windows.
 func (w *world) everything() {
 	w.Helper()
 	clusterIPs, nodePort := w.createEverything()

@@ -53,8 +53,8 @@ type reporter struct {
 	failing  atomic.Bool
 }
 
-// request logs and records err, the result of a request to the API server. It
-// returns the error for the reflector, which may differ from err.
+// request logs and records err, the result of a request to the API server. It returns the
+// error for the reflector, which may differ from err.
 func (r *reporter) request(ctx context.Context, verb string, options *metav1.ListOptions, err error) error {
 	switch {
 	case err == nil:

@@ -41,6 +41,15 @@ type item[T any] struct {
 	initialEventsEnd bool
 }
 
+// newItem returns an item with the metadata of o.
+func newItem[T any](o metav1.Object) *item[T] {
+	return &item[T]{
+		key:              types.NamespacedName{Namespace: o.GetNamespace(), Name: o.GetName()},
+		resourceVersion:  o.GetResourceVersion(),
+		initialEventsEnd: o.GetAnnotations()[metav1.InitialEventsAnnotationKey] == "true",
+	}
+}
+
 // GetObjectMeta returns the metadata that the reflector needs.
 func (i *item[T]) GetObjectMeta() metav1.Object {
 	m := &metav1.ObjectMeta{Namespace: i.key.Namespace, Name: i.key.Name, ResourceVersion: i.resourceVersion}
@@ -104,11 +113,7 @@ func (s *store[O, T]) item(obj any) (*item[T], error) {
 	if !ok {
 		return nil, fmt.Errorf("unexpected object of type %T among %s", obj, s.resource)
 	}
-	i := &item[T]{
-		key:              types.NamespacedName{Namespace: o.GetNamespace(), Name: o.GetName()},
-		resourceVersion:  o.GetResourceVersion(),
-		initialEventsEnd: o.GetAnnotations()[metav1.InitialEventsAnnotationKey] == "true",
-	}
+	i := newItem[T](o)
 	if i.key.Name != "" { // the object of a bookmark has no name
 		s.reduce(o, i)
 	}
@@ -129,8 +134,8 @@ func (s *store[O, T]) decode(object []byte) runtime.Object {
 			i, _ = s.item(o)
 			return
 		}
-		i.key = types.NamespacedName{Namespace: o.GetNamespace(), Name: o.GetName()}
-		i.resourceVersion = o.GetResourceVersion()
+		i = newItem[T](o)
+		i.unreadable = true
 		s.logger.Error(err, "Ignored an object that cannot be decoded", "kind", s.kind, "object", klog.KObj(o))
 	})
 	return i

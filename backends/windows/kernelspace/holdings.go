@@ -159,8 +159,8 @@ func (h *holdings) removeBalancer(id string) {
 	h.use(lb, -1)
 }
 
-// use adds n to the counts in endpointUses and vipUses for the endpoints and
-// VIPs of lb. On an overlay network, VIPs have endpoints, too.
+// use adds n to the counts in endpointUses and vipUses for the endpoints and VIPs of lb.
+// On an overlay network, VIPs have endpoints, too.
 func (h *holdings) use(lb LoadBalancer, n int) {
 	for _, id := range lb.Endpoints {
 		if h.endpointUses[id] += n; h.endpointUses[id] == 0 {

@@ -133,8 +133,8 @@ func (p *pass) isWaiting(service types.NamespacedName) bool {
 	return p.failing[service] && !p.delivered[service]
 }
 
-// do calls step for a frontend. If step fails, do records the error, or
-// returns it if the pass must end.
+// do calls step for a frontend. If step fails, do records the error, or returns it if the
+// pass must end.
 func (p *pass) do(f Frontend, service types.NamespacedName, step func(Frontend) error) error {
 	if err := p.ctx.Err(); err != nil {
 		return err

@@ -22,8 +22,8 @@
 // [sink.FullState] returns the simplest sink, which receives all services in each call. A
 // sink that implements Sync receives only the changed services, each with its view before
 // and after the change. For a deleted service, the view after the change is nil. At the
-// start, a pass delivers all services. At the end of a pass (Last), the sink prunes the
-// entries of all services that the pass did not deliver:
+// start, a pass delivers all services. If Changes.Last is true, the pass ends, and the
+// sink prunes the entries of all services that the pass did not deliver:
 //
 //	func (m *frontendMap) Sync(_ context.Context, c *sink.Changes) error {
 //		m.pass.Begin(c)
@@ -59,9 +59,9 @@
 //
 // # Sources
 //
-// By default, kpng uses the API server of the pod's cluster or, outside a pod, of the
-// kubeconfig. An embedder can pass a rest.Config or the informers that it already runs. A
-// file or folder of manifests also works as a source. See [Options].
+// By default, kpng uses the API server of the pod's cluster. Outside a pod, it uses the
+// API server in the kubeconfig. An embedder can pass a rest.Config or the informers that
+// it already runs. A file or folder of manifests also works as a source. See [Options].
 //
 // # Guarantees
 //

@@ -18,7 +18,7 @@ import (
 )
 
 // show prints each frontend and the endpoints for clients outside the node. A proxy would
-// program them here.
+// program the frontends here.
 func show(_ context.Context, services []*api.ServiceEndpoints) error {
 	for _, service := range services {
 		for f := range nodeview.Frontends(service) {
@@ -44,7 +44,7 @@ func Example() {
 }
 
 // A program that contains a proxy, such as a CNI agent, runs the proxy in a goroutine and
-// mounts the health checks of the proxy.
+// serves the proxy's health checks.
 func ExampleProxy() {
 	p, err := kpng.New(kpng.Options{
 		Manifests: "examples/demo.yaml",

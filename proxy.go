@@ -250,7 +250,7 @@ func (p *Proxy) Status() []sink.Status {
 	return all
 }
 
-// Health returns the input of health checks. See package health.
+// Health returns the report for health checks. See package health.
 func (p *Proxy) Health() health.Report {
 	return health.Of(p.Status(), p.Node(), p.nodeKnown.Load())
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package api is kpng's model: plain Go structs for the cluster's state of services, and
-// for one node's view of them.
+// Package api is kpng's data model: plain Go structs for the state of services in the
+// cluster, and for one node's view of these services.
 //
 // [Service], [EndpointSlice] and [Node] are objects of the Kubernetes API, reduced to the
 // needs of a service proxy. A [ServiceState] is the cluster's whole state of one service.

@@ -20,10 +20,9 @@ type Service struct {
 	Type ServiceType `json:",omitempty"`
 	IPs  ServiceIPs
 
-	// AllPorts makes this an all-ports service. Traffic of any protocol and port to its
-	// addresses is sent to an endpoint; protocol and port stay the same. The Kubernetes API
-	// has no such field; a source sets it at the user's request. JSON and the wire call the
-	// field MapIP.
+	// AllPorts makes this an all-ports service. All traffic to the service's addresses goes
+	// to an endpoint, with unchanged protocol and port. The Kubernetes API has no such
+	// field; a source sets it at the user's request. JSON and the wire call the field MapIP.
 	AllPorts bool          `json:"MapIP,omitempty"`
 	Ports    []PortMapping `json:",omitempty"`
 
@@ -40,7 +39,7 @@ type Service struct {
 	Annotations map[string]string `json:",omitempty"`
 
 	// SourceRanges limit which clients may use an address of the service. All clients may
-	// use an address that is in no entry. JSON and the wire call the field IPFilters.
+	// use an address that no entry lists. JSON and the wire call the field IPFilters.
 	SourceRanges    []SourceRanges  `json:"IPFilters,omitempty"`
 	SessionAffinity SessionAffinity `json:",omitzero"`
 
@@ -48,10 +47,11 @@ type Service struct {
 	// balancer for a service of type LoadBalancer. Empty means the cluster's default.
 	LoadBalancerClass string `json:",omitempty"`
 
-	// UID distinguishes a service from a deleted one with the same name.
+	// UID distinguishes a service from a deleted service with the same name.
 	UID types.UID `json:",omitempty"`
-	// Created is metadata.creationTimestamp. If two services claim the same address and port
-	// as the same kind of address, such as an external IP, the older service wins.
+	// Created is metadata.creationTimestamp. If two services claim the same address and
+	// port, and the address is of the same kind in both (such as an external IP), the older
+	// service wins.
 	Created time.Time `json:",omitzero"`
 	// IPFamilies is spec.ipFamilies: the families in which the service is served, the
 	// preferred one first. If it is empty, see the method Families.
@@ -171,8 +171,8 @@ func (s *Service) Families() []Family {
 	}
 }
 
-// FrontendIPs returns the addresses of a family that have frontends: cluster IPs (a
-// headless service has none), load-balancer IPs, and external IPs.
+// FrontendIPs returns three lists of the addresses in family f that have frontends:
+// cluster IPs (none for a headless service), load-balancer IPs, and external IPs.
 func (s *Service) FrontendIPs(f Family) (ips [3][]netip.Addr) {
 	if !s.IPs.Headless {
 		ips[0] = s.IPs.ClusterIPs.Family(f)

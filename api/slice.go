@@ -26,9 +26,9 @@ type EndpointSlice struct {
 	Ports     []EndpointPort  `json:",omitempty"`
 	Endpoints []SliceEndpoint `json:",omitempty"`
 
-	// TriggerTime is the time of the endpoint change that caused this content, from the
-	// annotation endpoints.kubernetes.io/last-change-trigger-time. It is for metrics
-	// only: Equal ignores it and wire forms omit it.
+	// TriggerTime is the value of the annotation
+	// endpoints.kubernetes.io/last-change-trigger-time, the time of the change that led to
+	// this content. It is for metrics only: Equal ignores it and wire forms omit it.
 	TriggerTime time.Time `json:"-"`
 }
 

@@ -22,8 +22,8 @@ type ServiceEndpoints struct {
 	// Draining has the endpoints that serve but are on none of the lists. They receive no
 	// new connections and keep existing ones. They are sorted like Endpoints.
 	Draining []Endpoint `json:",omitempty"`
-	// Unusable has the pairs of service port and family without a usable endpoint in the
-	// whole cluster. Their frontends reject connections.
+	// Unusable has the pairs of service port and family for which no endpoint in the whole
+	// cluster is usable. Their frontends reject connections.
 	Unusable []PortFamily `json:",omitempty"`
 	// Lost has the service's claims that another service owns.
 	Lost []LostClaim `json:",omitempty"`
@@ -63,8 +63,8 @@ type Endpoint struct {
 	Local bool `json:",omitempty"`
 	// Scopes are the lists that contain the endpoint for at least one service port.
 	Scopes Scopes `json:",omitzero"`
-	// PortScopes is set if the lists differ between service ports. It has an entry for each
-	// port for which the endpoint is on a list. The method ScopesOf reads PortScopes.
+	// PortScopes is set if the endpoint's lists differ between service ports. It has an
+	// entry for each port for which the endpoint is on a list. ScopesOf reads PortScopes.
 	PortScopes []PortScopes `json:",omitempty"`
 
 	NodeName string `json:",omitempty"`
@@ -179,8 +179,8 @@ func (e *Endpoint) Compare(o *Endpoint) int {
 	})
 }
 
-// TargetPort returns the port number of the endpoint for p, or 0 if the endpoint has
-// none.
+// TargetPort returns the endpoint's port number for the service port p, or 0 if the
+// endpoint has none.
 func (e *Endpoint) TargetPort(p *PortMapping) int32 {
 	name := p.Name
 	if name == "" {
@@ -221,7 +221,7 @@ func (e *Endpoint) Equal(o *Endpoint) bool {
 
 func endpointsEqual(a, b Endpoint) bool { return a.Equal(&b) }
 
-// Or returns the union of the lists in s and o.
+// Or returns a Scopes in which a list is set if it is set in s or in o.
 func (s Scopes) Or(o Scopes) Scopes {
 	return Scopes{s.Internal || o.Internal, s.External || o.External, s.Cluster || o.Cluster}
 }

@@ -154,7 +154,6 @@ func TestFatalErrorsNameTheirCause(t *testing.T) {
 	}
 }
 
-// freeAddress returns an unused loopback address.
 func freeAddress(t *testing.T) string {
 	t.Helper()
 	l, err := net.Listen("tcp", "127.0.0.1:0")

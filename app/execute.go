@@ -86,8 +86,8 @@ func untilSignal(cmd *cobra.Command) error {
 	return cmd.ExecuteContext(ctx)
 }
 
-// hosting has two flags that the program needs before cobra parses all flags: cobra's
-// errors go to the log file, and a Windows service must start within a short time.
+// hosting has two flags that the program needs before cobra parses all flags. Cobra's
+// errors must go to the log file, and a Windows service must start within a short time.
 type hosting struct {
 	logFile        nonEmpty
 	windowsService bool

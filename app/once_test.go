@@ -18,7 +18,7 @@ import (
 // fakeProxy is a proxy whose progress the test controls.
 type fakeProxy struct {
 	done   chan struct{}
-	stop   error // the error that Run returns, as if Stop of a sink failed
+	stop   error // the error that Run returns; it stands for the error of a sink's Stop
 	status func() sink.Status
 }
 

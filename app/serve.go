@@ -36,7 +36,7 @@ func (s *Serving) Register(fs *pflag.FlagSet) {
 	fs.StringVar(&s.metrics, "metrics-bind-address", "", "serve /metrics on this `host:port`, on loopback if the host is empty (off by default)")
 }
 
-// Run serves the metrics of the process and of c, and health checks with h, while it
+// Run serves the health checks of h, and the metrics of the process and of c, while it
 // calls the function run. It returns the result of run. If Run cannot listen, it does not
 // call run. If the HTTP server fails later, Run cancels the context of run.
 func (s *Serving) Run(ctx context.Context, h health.Handler, c prometheus.Collector, run func(context.Context) error) error {

@@ -47,7 +47,7 @@ func (s *Source) Register(cmd *cobra.Command, allPorts bool) {
 	cmd.Flags().AddFlagSet(own)
 	s.api.register(cmd.Flags())
 	cmd.MarkFlagsMutuallyExclusive("kubeconfig", "manifests")
-	// The flag --api excludes the flags in own, because a kpng server selects the services.
+	// The flags in the set own exclude --api, because a kpng server selects the services.
 	own.VisitAll(func(f *pflag.Flag) { cmd.MarkFlagsMutuallyExclusive("api", f.Name) })
 }
 
@@ -128,8 +128,9 @@ func (s *Source) Load(ctx context.Context) (*cluster.Snapshot, error) {
 	return state.Snapshot(), nil
 }
 
-// Find returns the Service object, even if the flags do not select it, or nil if it does
-// not exist. It returns [errors.ErrUnsupported] for a kpng server and for standard input.
+// Find returns the Service object, or nil if it does not exist. It also finds objects
+// that the flags do not select. It returns [errors.ErrUnsupported] for a kpng server and
+// for standard input.
 func (s *Source) Find(ctx context.Context, key types.NamespacedName) (found *corev1.Service, err error) {
 	switch {
 	case len(s.api.dial.Addresses) > 0 || s.manifests == file.Stdin:
@@ -211,7 +212,7 @@ func (f *apiFlags) get() (transport.DialOptions, error) {
 	switch {
 	case len(opts.Addresses) > 0:
 		return opts, nil
-	case opts.Addresses != nil: // nil if the flag was not used
+	case opts.Addresses != nil: // the flag --api was used, but without an address
 		return opts, errors.New("--api is empty")
 	case opts.TLS != nil || opts.Insecure:
 		return opts, errors.New("the flags --api-… need --api")

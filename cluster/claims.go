@@ -20,8 +20,8 @@ type claims struct {
 	tree *btree.BTreeG[claim]
 }
 
-// ranked is a claim with its rank. If a service has an address as a load-balancer IP and
-// as an external IP, the better rank counts.
+// The type ranked is a claim with its rank. If a service has an address as a
+// load-balancer IP and as an external IP, the better rank counts.
 type ranked struct {
 	api.Claim
 	rank rank
@@ -136,9 +136,9 @@ type outcome struct {
 }
 
 // replace replaces the claims of a service's old version by the claims of its new
-// version. One version may be nil. It returns the outcomes that change: claims that the
-// new version has lost, and claims that other services have won or lost. The bool says
-// whether the claims of both versions differ.
+// version. One version may be nil. It returns the changed outcomes: the claims that the
+// new version has lost, and the claims of other services that have a new owner. The bool
+// says whether the claims of both versions differ.
 func (c *claims) replace(old, new *api.Service) ([]outcome, bool) {
 	before, after := claimsOf(old), claimsOf(new)
 	same := old != nil && new != nil && old.Created.Equal(new.Created) && slices.Equal(before, after)

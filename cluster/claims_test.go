@@ -51,7 +51,7 @@ func wholeAddress(s *api.Service) *api.Service {
 
 func key(name string) types.NamespacedName { return types.NamespacedName{Namespace: "ns", Name: name} }
 
-// lost returns the lost claims in the form "loser claim winner".
+// The function lost returns the lost claims in the form "loser claim winner".
 func lost(state *cluster.State) []string {
 	list := []string{}
 	for k, s := range state.Snapshot().States.All() {
@@ -316,7 +316,7 @@ func grantInOrder(state *cluster.State) map[string][]api.LostClaim {
 		for _, s := range services {
 			for _, c := range claimsOfKind(s, kind) {
 				if tried[grant{c, s.Key()}] {
-					continue // lost to a better claim
+					continue // already decided for a better kind of claim
 				}
 				tried[grant{c, s.Key()}] = true
 				i := slices.IndexFunc(granted, func(g grant) bool {

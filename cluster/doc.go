@@ -14,10 +14,10 @@
 //	snapshot := state.Snapshot() // and from now on wait for Changed(snapshot.Revision)
 //
 // One counter numbers all changes. A reader has a cursor and the revision of its last
-// snapshot, at first 0. [State.Changed] wakes the reader. Then it reads only the changes.
+// snapshot, at first 0. [State.Changed] wakes the reader, which reads only the changes.
 //
 // In addition to the objects, the state has a joined value for each service (see
-// [api.ServiceState]). This value contains the service, its slices, and those of its
-// frontends that another service owns. The service and its slices may arrive in any
+// [api.ServiceState]). This value contains the service, its slices, and the claims that
+// the service has lost to other services. The service and its slices may arrive in any
 // order. If a slice changes, only the joined value of its service changes.
 package cluster

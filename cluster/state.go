@@ -46,9 +46,9 @@ var _ Reader = (*State)(nil)
 
 // Options configure a State. The zero value is right if all readers are in this process.
 type Options struct {
-	// With Resumable, the state keeps deletions even if no cursor needs them, within
-	// diffstore's limits. Servers set it for remote readers that resume from a revision.
-	// Without Resumable, a remote reader has to start over after any deletion.
+	// With Resumable, the state keeps deletions that no cursor needs, up to the limits of
+	// diffstore. Servers set it for remote readers that resume from a revision. Without
+	// Resumable, a remote reader has to start over after any deletion.
 	Resumable bool
 }
 

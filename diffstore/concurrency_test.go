@@ -10,9 +10,9 @@ import (
 	"testing"
 )
 
-// TestConcurrentUse runs writers, snapshot readers and cursors concurrently. The race
-// detector also finds calls of BTreeG.Clone during a write or another Clone, and writes
-// to a clone.
+// TestConcurrentUse runs writers, snapshot readers and cursors concurrently. With the
+// race detector, the test also fails if BTreeG.Clone runs during a write or another
+// Clone, or if a clone is modified.
 func TestConcurrentUse(t *testing.T) {
 	const writers, readers, followers, writes = 4, 4, 4, 1500
 	s := New(Options[int, int]{

@@ -39,7 +39,7 @@
 // Stores that share one [Revisions] counter have one order of changes. For a consistent
 // view of several stores, a program needs its own mutex. The program holds the mutex
 // while it writes to the stores, and while it takes a snapshot of each store. A reader
-// has one cursor per store. If it has to start over with one, it starts over with all.
+// has one cursor per store. If one cursor makes it start over, it starts over with all.
 //
 // # Memory
 //

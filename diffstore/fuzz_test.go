@@ -152,8 +152,8 @@ func (f *fuzzState) step() {
 	}
 }
 
-// read makes a reader take a delta. Before the reader applies and acknowledges the delta,
-// up to three further writes follow.
+// The method read makes a reader take a delta. Before the reader applies and acknowledges
+// the delta, up to three further writes follow.
 func (f *fuzzState) read(r *fuzzReader) {
 	delta := r.cursor.Until(f.store.Snapshot())
 	for range f.next(4) {

@@ -39,7 +39,7 @@ func (s *Snapshot[K, V]) All() iter.Seq2[K, V] {
 	}
 }
 
-// After returns the entries whose keys come after key, in key order.
+// After returns the entries whose keys come after the given key, in key order.
 func (s *Snapshot[K, V]) After(key K) iter.Seq2[K, V] {
 	return func(yield func(K, V) bool) {
 		start := &entry[K, V]{key: key}
@@ -49,10 +49,10 @@ func (s *Snapshot[K, V]) After(key K) iter.Seq2[K, V] {
 	}
 }
 
-// Since returns the keys that were set or deleted after a revision, each once with its
-// present value, in the order of their last changes. A deleted key has the zero value. A
-// reader that applies the changes to the state at that revision gets the state of the
-// snapshot. A change may have no net effect: a key may have been set and deleted again.
+// Since returns each key that was set or deleted after a revision, with its present
+// value, in the order of the last changes. A deleted key has the zero value. A reader
+// that applies the changes to the state at that revision gets the state of the snapshot.
+// A change may have no net effect: a key may have been set and deleted again.
 //
 // Since returns nil and false if the store no longer has all deletions after that
 // revision, or if the revision is 0. Then the reader starts over with [Snapshot.All].

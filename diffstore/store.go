@@ -208,7 +208,7 @@ func (s *Store[K, V]) put(e *entry[K, V]) {
 	s.record(e, before)
 }
 
-// remove replaces e by a tombstone.
+// The method remove replaces e by a tombstone.
 func (s *Store[K, V]) remove(e *entry[K, V]) {
 	s.byKey.Delete(e)
 	s.byRevision.Delete(e)
@@ -217,7 +217,7 @@ func (s *Store[K, V]) remove(e *entry[K, V]) {
 	s.tombstones.add(dead)
 }
 
-// record assigns the next revision to e, and calls OnChange.
+// The method record assigns the next revision to e, and calls OnChange.
 func (s *Store[K, V]) record(e *entry[K, V], before V) {
 	e.revision = s.options.Revisions.next()
 	s.byRevision.ReplaceOrInsert(e)

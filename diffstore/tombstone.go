@@ -5,8 +5,8 @@ package diffstore
 import "time"
 
 // tombstones are the deletions that readers may need. One tree finds the tombstone of a
-// key that is set again. The other tree finds the oldest tombstone. Readers use neither
-// tree, but Store.byRevision.
+// key that is set again. The other tree finds the oldest tombstone. Readers use
+// Store.byRevision instead.
 type tombstones[K, V any] struct {
 	byKey, byRevision *tree[K, V]
 }
@@ -16,7 +16,7 @@ func (x *tombstones[K, V]) add(dead *entry[K, V]) {
 	x.byRevision.ReplaceOrInsert(dead)
 }
 
-// take removes and returns the tombstone of e's key.
+// The method take removes and returns the tombstone of e's key.
 func (x *tombstones[K, V]) take(e *entry[K, V]) (*entry[K, V], bool) {
 	dead, ok := x.byKey.Delete(e)
 	if ok {
@@ -25,8 +25,8 @@ func (x *tombstones[K, V]) take(e *entry[K, V]) (*entry[K, V], bool) {
 	return dead, ok
 }
 
-// trim drops cursors that lag too far, and tombstones that no reader needs or that exceed
-// the limits.
+// The method trim drops cursors that lag too far, and tombstones that no reader needs or
+// that exceed the limits.
 func (s *Store[K, V]) trim() {
 	now := time.Since(s.created)
 	s.dropTombstones(func(dead *entry[K, V]) bool {

@@ -11,8 +11,8 @@
 //
 // A feed keeps only the snapshot that its reader last acknowledged. It computes views
 // only on request. For a change, it computes the old and the new view from two snapshots.
-// So thousands of feeds that read one state cost little more than a single feed. Until a
-// feed is closed, the state keeps the deletions since the feed's snapshot.
+// So thousands of feeds that read the same state cost little more than a single feed.
+// Until a feed is closed, the state keeps the deletions since the feed's snapshot.
 package feed
 
 import (
@@ -33,8 +33,8 @@ type Feed struct {
 	name   string
 	cursor *diffstore.Cursor[types.NamespacedName, *api.ServiceState]
 
-	// revision, node and cursor are the state that the reader last acknowledged. At first
-	// and after Reset, revision is 0 and node is nil.
+	// The fields revision, node and cursor describe the state that the reader last
+	// acknowledged. At first and after Reset, revision is 0 and node is nil.
 	revision diffstore.Revision
 	node     *api.Node
 
@@ -47,8 +47,8 @@ type offer struct {
 	snapshot *cluster.Snapshot
 }
 
-// New returns a feed that computes the named node's views of state. If the name is empty,
-// no endpoint is local, and the feed has no Node object.
+// New returns a feed that computes the views of the named node from state. If the name is
+// empty, no endpoint is local, and the feed has no Node object.
 func New(state cluster.Reader, nodeName string) *Feed {
 	return &Feed{state: state, name: nodeName, cursor: state.NewCursor()}
 }

@@ -198,7 +198,7 @@ func TestUnacknowledgedChangesAreRepeated(t *testing.T) {
 	if diff := cmp.Diff([]string{"a: new", "b: new"}, describe(second)); diff != "" {
 		t.Errorf("second update (-want +got):\n%s", diff)
 	}
-	f.Advance(first) // the update first is outdated; it must not acknowledge the update second
+	f.Advance(first) // the first update is outdated, so this call must not acknowledge the second update
 	if third, _ := f.Next(); third != second {
 		t.Error("an outdated update was accepted as acknowledgement")
 	}

@@ -56,9 +56,10 @@ type EndpointExplanation struct {
 	// TargetPort is the port at the endpoint. It is 0 if the endpoint lacks the port, and
 	// for an all-ports service.
 	TargetPort int32 `json:",omitempty"`
-	// Internal, External and ShortCircuit say why the endpoint is or is not on the list
-	// for that traffic. In api.Scopes, the corresponding fields are Internal, External and
-	// Cluster. ShortCircuit is 0 unless the external policy is Local.
+	// Internal, External and ShortCircuit say why the endpoint is or is not on the list for
+	// internal, external or short-circuited traffic. In api.Scopes, the corresponding fields
+	// are Internal, External and Cluster. ShortCircuit is 0 unless the external policy is
+	// Local.
 	Internal     Reason `json:",omitzero"`
 	External     Reason `json:",omitzero"`
 	ShortCircuit Reason `json:",omitzero"`

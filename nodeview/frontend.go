@@ -23,7 +23,7 @@ const (
 	LoadBalancerIP
 	// ExternalIP is one of Service.spec.externalIPs.
 	ExternalIP
-	// NodePort is a port on each node address that the backend admits.
+	// NodePort is a port at each node address where the backend serves node ports.
 	NodePort
 )
 
@@ -35,8 +35,8 @@ func (k Kind) String() string { return text(kindNames[:], k) }
 // FrontendKey identifies a frontend within its service. It is comparable.
 type FrontendKey struct {
 	Kind Kind
-	// Addr is the address. It is the zero Addr for a node port, which applies to each
-	// node address of Family that the backend admits.
+	// Addr is the address. A node port has the zero Addr, because it applies to each node
+	// address of Family where the backend serves node ports.
 	Addr   netip.Addr `json:",omitzero"`
 	Family api.Family
 	// Protocol and Port are 0 if the frontend is for every protocol and port of the
@@ -256,8 +256,9 @@ func (l *portLists) prepare(port *api.PortMapping, family api.Family) {
 	}
 }
 
-// list returns the Local list or the Cluster list: the endpoints for which scope returns
-// true. If an equal list already exists, it returns that list with its ID.
+// list returns the list of the endpoints for which scope returns true. If local is true,
+// that is the Local list, else the Cluster list. If an equal list already exists, it
+// returns that list with its ID.
 func (l *portLists) list(local bool, scope func(api.Scopes) bool) list {
 	targets := targets(l.se, l.port, l.family, scope)
 	if len(targets) == 0 {

@@ -363,7 +363,8 @@ func checkOldClient(t *testing.T, se *api.ServiceEndpoints) {
 }
 
 // checkFrontends checks that each frontend that a Service defines occurs exactly once, as
-// served or unserved. All endpoints of a frontend must be in the view and of its family.
+// served or unserved. Each endpoint of a frontend must be in the view and have the
+// frontend's family.
 func checkFrontends(t *testing.T, state *api.ServiceState, se *api.ServiceEndpoints) {
 	t.Helper()
 	served := map[api.Claim]map[api.Family]bool{}

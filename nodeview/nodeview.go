@@ -8,8 +8,8 @@
 // decision is left to the backend. [Unserved] lists the frontends that a backend must not
 // program, each with the reason. [Explain] gives the reason for each decision.
 //
-// docs/semantics.md contains the rules. For each rule it names the function that
-// implements the rule and the tests of the rule.
+// docs/semantics.md contains the rules. For each rule, it names the tests of the rule and
+// the function that implements the rule.
 package nodeview
 
 import (
@@ -35,8 +35,8 @@ func view(s *api.ServiceState, node *api.Node, tr *trace) *api.ServiceEndpoints 
 	}
 
 	// These buffers are on the stack. They suffice for most services, which have few
-	// endpoints in few EndpointSlices. Functions that fill a buffer have to return it: a
-	// buffer that a function stores through a pointer would escape to the heap.
+	// endpoints in few EndpointSlices. If a function stored a buffer through a pointer, the
+	// buffer would escape to the heap. So functions that fill a buffer return it.
 	var (
 		ports      [4]*api.PortMapping
 		targets    [8]int32

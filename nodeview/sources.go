@@ -18,9 +18,9 @@ type Sources struct {
 	// Ranges are the source ranges of the frontend's family.
 	Ranges []netip.Prefix `json:",omitempty"`
 	// Own are the service's load-balancer addresses of the frontend's family. If a range
-	// admits this node, these addresses are also admitted as sources. If an interface of the
-	// node has such an address, the node's packets to this address have the same address as
-	// their source.
+	// contains an address of this node, the addresses in Own are also admitted as sources.
+	// If an interface of the node has such an address, the node uses this address as the
+	// source of its packets to this address.
 	Own []netip.Addr `json:",omitempty"`
 }
 

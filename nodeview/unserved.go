@@ -24,8 +24,8 @@ const (
 	UnknownProtocol
 	// NoPortNumber: the port has no number, or the service has no ports.
 	NoPortNumber
-	// DuplicatePort: an earlier port of the service has the same name, or the same protocol
-	// and the same number or node port.
+	// DuplicatePort: an earlier port of the service has the same name, the same protocol and
+	// number, or the same protocol and node port.
 	DuplicatePort
 	// Lost: another service owns the address, protocol and port.
 	Lost

@@ -200,7 +200,7 @@ func (c *Client) Reset() {
 // Close implements [sink.Source].
 func (c *Client) Close() { c.reader.cursor.Close() }
 
-// update returns the changes from the reader's position to state.
+// update returns the changes between the reader's state and the given state.
 func (r *reader) update(state *clientState) *sink.Update {
 	delta := r.cursor.Until(state.views)
 	u := &sink.Update{

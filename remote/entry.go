@@ -74,8 +74,8 @@ func (e *entry) viewOrNil() *api.ServiceEndpoints {
 	return e.view
 }
 
-// draft is a service in an answer. It contains an entry at first. A call of open replaces
-// the entry by its parts, so that single endpoints can change.
+// draft is a service in an answer. It contains an entry at first. The method open
+// replaces the entry by its parts, so that single endpoints can change.
 type draft struct {
 	entry *entry // nil if the draft is new or open
 

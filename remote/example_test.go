@@ -16,8 +16,8 @@ import (
 	"github.com/kpng-project/kpng/sink"
 )
 
-// A server and the sink of one node. Usually they run in two processes, and a watcher
-// fills the server's state.
+// The example runs a server and the sink of one node. Usually, these run in two
+// processes, and a watcher fills the server's state.
 func Example() {
 	ctx, stop := context.WithCancel(context.Background())
 	defer stop()

@@ -43,7 +43,7 @@ func TestFrontendsReplaceServices(t *testing.T) {
 	}
 	defer conn.Close()
 
-	// answer sends a request and returns the operations and the token of the answer.
+	// The function answer sends a request and returns the answer's operations and token.
 	answer := func(stream grpc.BidiStreamingClient[localv1.WatchReq, localv1.OpItem], req *localv1.WatchReq) (ops []string, token []byte) {
 		t.Helper()
 		req.NodeName, req.Frontends = "in-a", true

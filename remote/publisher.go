@@ -47,8 +47,8 @@ func (p *publisher) get() (*cluster.Snapshot, <-chan struct{}) {
 }
 
 // lags reports whether a snapshot is so old that its memory should be freed. The limit is
-// twice that of package diffstore for cursors, because most changes count twice: in the
-// store of the changed object, and in the store of the joined states.
+// twice the limit for cursors in package diffstore, because most changes count twice: in
+// the store of the changed object, and in the store of the joined states.
 func (p *publisher) lags(snapshot *cluster.Snapshot) bool {
 	present, _ := p.get()
 	return int(present.Revision-snapshot.Revision) > 2*max(10_000, present.States.Len()/4)

@@ -351,7 +351,8 @@ func TestNothingIsLostUnderChurn(t *testing.T) {
 	}
 }
 
-// The test closes the connection during the first answer, each time after more bytes.
+// The test connects one client after another. It closes each connection during the first
+// answer, each time after more bytes.
 func TestPartialAnswerIsInvisible(t *testing.T) {
 	w := newWorld(5, 5, 400)
 	address := socket(t)

@@ -35,7 +35,7 @@ type ServerOptions struct {
 	Insecure bool
 
 	// NodeCertificates requires that the client of a node NAME has a certificate with the
-	// common name system:node:NAME. It needs TLS.
+	// common name system:node:NAME. This setting needs TLS.
 	NodeCertificates bool
 
 	// With ServeCluster, other kpng servers can read the state of the whole cluster and
@@ -50,15 +50,15 @@ type ServerOptions struct {
 	BatchInterval time.Duration
 	// Limits are the limits for clients.
 	Limits Limits
-	// StopTimeout limits the time that a stopping server waits for the end of the answers in
-	// progress. Default 5 s.
+	// StopTimeout limits the time that Serve, when it ends, waits for answers in progress.
+	// Default 5 s.
 	StopTimeout time.Duration
 }
 
 // Limits limit the resources that clients use on a server. Clients at the same IP address
 // are one peer. All clients at unix sockets are one peer, too. With TLS, clients with
-// different common names are different peers. With NodeCertificates, only the common name
-// counts. A field that is zero has its default value.
+// different common names are different peers. With NodeCertificates, clients with the
+// same common name are one peer at all addresses. A zero field means the default value.
 type Limits struct {
 	// Connections limits the connections of all peers together. Default 20,000.
 	Connections int
@@ -66,15 +66,16 @@ type Limits struct {
 	// Default 256.
 	ConnectionsPerPeer int
 	// StreamsPerPeer limits the open streams of a peer. A client needs one stream. A
-	// malicious client can use about 4 MB of memory per stream. Default 32.
+	// malicious client can use about 4 MB of the server's memory per stream. Default 32.
 	StreamsPerPeer int
 	// StreamRate limits the average number of new streams of a peer per second. It limits
 	// the work for first answers, which may contain the whole state. A burst of
 	// StreamsPerPeer new streams is allowed. Default 20.
 	StreamRate float64
 	// SendTimeout limits the time in which a client reads a message, and the average time in
-	// which it reads 64 KB of an answer. The server closes slower connections. After
-	// SendTimeout, it also ends an answer whose snapshot is too old. Default 30 s.
+	// which it reads 64 KB of an answer. The server disconnects a slower client. It also
+	// ends an answer that takes longer than SendTimeout if the cluster changes too much
+	// meanwhile. Default 30 s.
 	SendTimeout time.Duration
 	// CacheBytes limits the cache of marshalled views, approximately. Default 64 MiB.
 	CacheBytes int
@@ -106,9 +107,9 @@ type Server struct {
 	stopping  chan struct{}
 }
 
-// NewServer returns a server of state. It answers clients as soon as the state is synced.
-// The state should have [cluster.Options].Resumable. Otherwise a client that reconnects
-// has to start over if anything was deleted meanwhile.
+// NewServer returns a server of the given state. It answers clients when the state is
+// synced. The state should have [cluster.Options].Resumable. Otherwise a client that
+// reconnects has to start over if objects were deleted meanwhile.
 func NewServer(state cluster.Reader, opts ServerOptions) (*Server, error) {
 	switch {
 	case opts.TLS == nil && opts.NodeCertificates:

@@ -20,7 +20,7 @@ type subscriber[Request any] interface {
 	// send sends the changes between the client's position and the snapshot. It reports
 	// whether there was anything to send.
 	send(snapshot *cluster.Snapshot) (bool, error)
-	// request handles a request other than the first.
+	// request handles every request of the stream except the first.
 	request(req *Request) error
 }
 
@@ -118,7 +118,7 @@ func (s *sender) begin(snapshot *cluster.Snapshot) {
 
 // send sends one message. The client must read the message, and on average 64 KB of the
 // answer, within SendTimeout. If an answer takes longer than SendTimeout, the stream ends
-// as soon as the snapshot is too old.
+// when publisher.lags reports that the snapshot is too old.
 func (s *sender) send(m *raw) error {
 	size, timeout, elapsed := m.bytes.Len(), s.server.opts.Limits.SendTimeout, time.Since(s.started)
 	peers := s.server.peers

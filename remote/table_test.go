@@ -26,8 +26,8 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// This file has a client like those of the original kpng. It is based only on the table
-// in docs/wire.md and does not use the generated code.
+// This file contains a client that works like the clients of the original kpng. This
+// client is based only on the table in docs/wire.md and does not use the generated code.
 
 // bytesCodec sends and receives messages that are already marshalled.
 type bytesCodec struct{}

@@ -32,7 +32,7 @@ import (
 
 type setsStream = grpc.BidiStreamingClient[localv1.WatchReq, localv1.OpItem]
 
-// inMemory runs a server of state and returns a connection to it.
+// inMemory runs a server of the given state and returns a connection to the server.
 func inMemory(t *testing.T, state *cluster.State, opts remote.ServerOptions, creds credentials.TransportCredentials) (*remote.Server, *grpc.ClientConn) {
 	t.Helper()
 	l := bufconn.Listen(64 << 10)
@@ -173,14 +173,15 @@ func rewrite(state *cluster.State, services, generation int) {
 	})
 }
 
-// The client pauses after each message of an answer. The server tolerates 30 s for each
-// 64 KB, until the client's snapshot is too old.
+// The client pauses after each message of an answer. The server allows 30 s for each 64
+// KB. If the cluster changes too much during the answer, the server allows 30 s for the
+// whole answer.
 func TestSlowClientIsDisconnected(t *testing.T) {
 	const services = 6_000
 	for _, test := range []struct {
 		name    string
 		pause   time.Duration
-		changes int // how often all services change after the first message
+		changes int // how many times all services change after the first message
 		cutOff  bool
 	}{
 		{"slow enough", 20 * time.Millisecond, 1, false},
@@ -278,8 +279,8 @@ func TestConnectionsAreRenewed(t *testing.T) {
 	})
 }
 
-// The test changes a service while the client's certificate is valid, and after it
-// expired.
+// The test changes a service while the client's certificate is valid, and again after the
+// certificate has expired.
 func TestStreamEndsWithItsCertificate(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		ca := newAuthority(t)

@@ -74,7 +74,7 @@ func tlsFiles(dir string) *transport.TLS {
 }
 
 // issue creates a certificate for name. It writes the certificate, the key and the
-// authority to the paths in files.
+// authority's certificate to the paths in files.
 func (a *authority) issue(t testing.TB, files *transport.TLS, name string, organizations ...string) {
 	t.Helper()
 	a.issueUntil(t, files, time.Now().Add(time.Hour), name, organizations...)
@@ -115,7 +115,8 @@ func (a *authority) newFiles(t testing.TB, name string, organizations ...string)
 	return files
 }
 
-// try connects once as a client of node. It returns nil if the client receives an answer.
+// try connects once as the client of the given node. It returns nil if the client
+// receives an answer.
 func try(t *testing.T, address, node string, files *transport.TLS) error {
 	t.Helper()
 	client, err := remote.NewClient(remote.ClientOptions{NodeName: node, DialOptions: transport.DialOptions{

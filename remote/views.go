@@ -26,7 +26,7 @@ type views struct {
 
 	mu     sync.Mutex
 	states map[*api.ServiceState]*list.Element
-	lru    *list.List // of *sharedState, the most recently used first
+	lru    *list.List // elements: *sharedState, the most recently used first
 	size   int        // size of the cache, in bytes
 
 	ids      atomic.Uint64

@@ -60,8 +60,8 @@ func TestViewOfEvictedState(t *testing.T) {
 	}
 }
 
-// The test computes the views of nodes with endpoints, with and without sharing the
-// marshalled endpoints.
+// The test computes the view of each node twice. The first computation shares marshalled
+// endpoints with other nodes; the second does not.
 func TestClassesShareEndpoints(t *testing.T) {
 	const nodes = 8
 	r := rand.New(rand.NewPCG(1, 1))

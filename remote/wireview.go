@@ -19,8 +19,8 @@ import (
 type wireView struct {
 	id  uint64 // unique ID of this view; 0 means no view
 	key types.NamespacedName
-	// The field service has the marshalled service. If set is FrontendsSet, it has the
-	// marshalled frontends instead, and the list endpoints is empty.
+	// The field service has the marshalled service. If the field set is FrontendsSet, the
+	// field service has the marshalled frontends, and the list endpoints is empty.
 	set       localv1.Set
 	service   []byte
 	endpoints []wireEndpoint // sorted by key
@@ -29,15 +29,14 @@ type wireView struct {
 	size   int // approximate size in memory, including deltas and wholes
 
 	mu     sync.Mutex
-	deltas [2][2]memo // by audience; the second index is 1 if there is an old view
+	deltas [2][2]memo // first index: the audience; second index: 1 if there is an old view
 	wholes [2][]frame // by audience
 }
 
 type wireEndpoint struct {
 	key   string
 	value []byte
-	// The endpoint has the Internal or the External scope, so it receives traffic from
-	// elsewhere.
+	// True if the endpoint has the Internal or the External scope and is not draining.
 	elsewhere bool
 }
 
@@ -45,7 +44,7 @@ type wireEndpoint struct {
 type audience int
 
 const (
-	// standard: clients that receive only endpoints for which elsewhere is true.
+	// standard: clients that receive only endpoints whose field elsewhere is true.
 	standard audience = iota
 	// complete: clients that requested all endpoints.
 	complete
@@ -53,7 +52,7 @@ const (
 
 func (a audience) receives(e *wireEndpoint) bool { return a == complete || e.elsewhere }
 
-// memo caches the difference from an old view. The field id is the ID of the old view.
+// memo caches the operations that turn an old view, whose ID is id, into a new view.
 type memo struct {
 	id    uint64
 	value *wireDelta

@@ -283,8 +283,8 @@ func (d *Driver) noteChanges(now time.Time) {
 	d.noteWork(now)
 }
 
-// noteWork records the time since which work waits. This time is at least notBefore,
-// because waiting during Options.MinInterval does not count.
+// noteWork records the time since which work waits. This time is never earlier than
+// notBefore, because waiting during Options.MinInterval does not count.
 func (d *Driver) noteWork(now time.Time) {
 	d.update(func() {
 		if d.status.WaitingSince.IsZero() {
@@ -293,7 +293,7 @@ func (d *Driver) noteWork(now time.Time) {
 	})
 }
 
-// update calls change with mu held and wakes the goroutines that wait for a change.
+// update calls the function change with mu held, and wakes all waiting goroutines.
 func (d *Driver) update(change func()) {
 	d.mu.Lock()
 	defer d.mu.Unlock()

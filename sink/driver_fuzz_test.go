@@ -23,9 +23,9 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// FuzzDriver makes random changes of a source, in which addresses move between services,
-// and random failures of a sink. In the end, the sink must have the source's state. The
-// Recorder checks order, Old, Unsure and Failing, and that nothing is delivered twice.
+// FuzzDriver changes a source at random and makes a sink fail at random. Addresses move
+// between services. In the end, the sink must have the source's state. The Recorder
+// checks order, Old, Unsure and Failing, and that nothing is delivered twice.
 func FuzzDriver(f *testing.F) {
 	for seed := range uint64(100) {
 		f.Add(seed, uint8(200))
@@ -78,7 +78,7 @@ func FuzzDriver(f *testing.F) {
 type fuzzServices struct {
 	w      *world
 	r      *rand.Rand
-	owners [8]int // by address: number of the service that has it, from 1; 0 if none
+	owners [8]int // by address: number of the owner, from 1; 0 if there is no owner
 }
 
 func fuzzKey(n int) types.NamespacedName { return key(string(rune('a' + n))) }
@@ -170,8 +170,8 @@ func randomBytes(r *rand.Rand) []byte {
 	return some
 }
 
-// dataplane is a sink that stores frontends by claim. If a service is not unsure, it
-// programs only the difference between Old and New.
+// dataplane is a sink that stores frontends by claim. For a service that is not unsure,
+// the sink programs only the difference between Old and New.
 type dataplane struct {
 	entries map[api.Claim]fuzzEntry
 	// If atomic is true, the sink does not program a failed service, and programs nothing if
@@ -281,8 +281,8 @@ func (p *dataplane) sync(c *sink.Changes, serviceErr func(types.NamespacedName) 
 	return failed.Err()
 }
 
-// remove removes the entries of s.Old. If s is unsure, it may remove all entries of the
-// service.
+// remove removes the entries of s.Old. If s is unsure, and s.Old is nil or p is not
+// atomic, it removes all entries of the service.
 func (p *dataplane) remove(entries map[api.Claim]fuzzEntry, s *sink.Change) {
 	for f := range nodeview.Frontends(s.Old) {
 		delete(entries, f.Claim())

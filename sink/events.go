@@ -13,8 +13,8 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// Handler receives the objects of an [Events] sink. An object belongs to the service svc.
-// In a Delete method, svc is the service as last delivered.
+// Handler receives the objects of an [Events] sink. The argument svc is the service of
+// the object. In a Delete method, svc is the service as last delivered.
 //
 // A Set method receives a new or changed object. A service is identified by its key, an
 // endpoint by [api.Endpoint.Key], and a frontend by its FrontendKey. A frontend contains
@@ -48,8 +48,8 @@ type Handler interface {
 // In a pass (see [Changes]) the sink deletes the objects that the services no longer
 // have. It sets all objects of every service again, because h may have lost them. A new
 // frontend may have the address and port of a service that the pass has not reached. Then
-// the sink deletes the old frontend first. For this, it holds the last delivered view of
-// every service. It usually shares this memory with the source.
+// the sink first deletes the frontend of that service. For this, it holds the last
+// delivered view of every service. It usually shares this memory with the source.
 //
 // The error of Sync is a [*Failed] with the services for which a method of h failed.
 //
@@ -74,7 +74,7 @@ type events struct {
 
 // sent is the view of a service that the handler received. If sure is true, the handler
 // has every object of the view; otherwise it may have some of them. The handler has no
-// other objects of the service. The claims of its frontends are in owners.
+// other objects of the service. The claims of the service's frontends are in owners.
 type sent struct {
 	view *api.ServiceEndpoints
 	sure bool
@@ -149,8 +149,8 @@ func (e *events) transitions(c *Changes) []*transition {
 	return transitions
 }
 
-// If an old frontend conflicts with a new one, and its service has no transition,
-// makeRoom deletes the old frontend.
+// makeRoom deletes each old frontend that conflicts with a new frontend, if the service
+// of the old frontend has no transition.
 func (e *events) makeRoom(ctx context.Context, transitions []*transition) {
 	for _, t := range transitions {
 		for f := range nodeview.Frontends(t.new) {

@@ -115,7 +115,7 @@ func TestEvents(t *testing.T) {
 			"set frontend a ClusterIP 10.96.0.2:80/TCP → [3]", "set frontend b ClusterIP 10.96.0.1:80/TCP → [2 4]")
 
 		step("a pass deletes what is stale, and sets everything else again", func() {
-			w.src.Fail(errBusy) // so that the driver sees both changes at once
+			w.src.Fail(errBusy) // so that the driver sees both changes together
 			w.src.Reset()
 			w.src.Delete(a)
 			w.src.Fail(nil)
@@ -323,8 +323,8 @@ func TestEventsForwardsOptionalMethods(t *testing.T) {
 }
 
 // objects is a handler that stores the received objects. It stores frontends by claim. It
-// checks that no object refers to a missing object, and that an address is only set and
-// deleted for its owner. Calls fail at random, before or after they take effect.
+// checks that no object refers to a missing object, and that each address is set and
+// deleted only for its owner. Calls fail at random, before or after they take effect.
 type objects struct {
 	t         *testing.T
 	r         *rand.Rand

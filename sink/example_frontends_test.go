@@ -25,7 +25,7 @@ import (
 type frontendMap struct {
 	entries map[api.Claim]entry
 	pass    sink.Pass
-	fail    func(k api.Claim) error // decides whether a write fails; if nil, none fails
+	fail    func(k api.Claim) error // decides whether a write fails; if nil, no write fails
 }
 
 // entry includes the owner of the address. So a late delete of the previous owner does
@@ -198,7 +198,7 @@ func TestAddressMovesInFailingSync(t *testing.T) {
 	}}
 	failures := []struct {
 		name   string
-		writes int // number of writes before the one that fails; -1: none fails
+		writes int // number of writes before the failing write; -1: no write fails
 		script []sinktest.Step
 	}{
 		{"the first write fails", 0, nil},

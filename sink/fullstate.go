@@ -107,8 +107,8 @@ func findView(state []*api.ServiceEndpoints, key types.NamespacedName) (int, boo
 	})
 }
 
-// apply returns a copy of state with the changes applied. State and changes are sorted by
-// key.
+// apply returns a copy of state with the changes applied. Both state and changes are
+// sorted by key.
 func apply(state []*api.ServiceEndpoints, changes iter.Seq[Change]) []*api.ServiceEndpoints {
 	next := make([]*api.ServiceEndpoints, 0, len(state)+1)
 	for s := range changes {

@@ -13,7 +13,7 @@ import (
 // which services are stale. The package comment shows how to use it. The zero value is
 // ready to use.
 //
-// Pass holds the keys of the services delivered since First, except deleted ones.
+// Pass holds the keys of the services delivered since First, except deleted services.
 type Pass struct {
 	delivered map[types.NamespacedName]struct{}
 	last      bool

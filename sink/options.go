@@ -61,12 +61,12 @@ type Backoff struct {
 // Observer receives reports of a driver's work, for metrics. Each function may be nil.
 // The driver calls one function at a time and waits until it returns.
 type Observer struct {
-	// Queued is called before a Sync that has new changes, with the time when the driver
-	// noticed the first of them. Changes that do not affect this node do not count.
+	// Queued is called before a Sync that has new changes. The argument at is the time when
+	// the driver noticed the first of these changes. Changes that do not affect this node do
+	// not count.
 	Queued func(at time.Time)
-	// Pending is called before and after each Sync with the number of services that are not
-	// acknowledged. The number includes failing services, but not services that the pass has
-	// not reached.
+	// Pending is called before and after each Sync with the number of unacknowledged
+	// services. Failing services count; services that the pass has not reached do not count.
 	Pending func(services int)
 	// Synced is called after each Sync.
 	Synced func(SyncResult)

@@ -225,7 +225,7 @@ func (c claimOwners) unset(claim api.Claim, key types.NamespacedName) {
 	}
 }
 
-// conflicting returns the services whose claims exclude claim. It never returns key.
+// conflicting returns the services, except key, whose claims exclude the given claim.
 func (c claimOwners) conflicting(claim api.Claim, key types.NamespacedName) []types.NamespacedName {
 	var services []types.NamespacedName
 	add := func(other types.NamespacedName, ok bool) {

@@ -70,7 +70,7 @@ type Cleaner interface {
 // Verifier is for sinks that can compare the dataplane with their records and repair
 // drift. The driver calls Verify at Options.VerifyInterval, while no changes wait, and
 // never during a Sync. When changes arrive, it cancels the context. The next Verify
-// should continue where the cancelled one stopped. An error that wraps [ErrStartOver]
+// should continue where the cancelled Verify stopped. An error that wraps [ErrStartOver]
 // requests a new pass. The driver reports any other error or panic, and continues.
 type Verifier interface {
 	Verify(ctx context.Context) error
@@ -89,7 +89,7 @@ type Poller interface {
 // The driver makes a pass at the start, after [ErrStartOver], after [Driver.StartOver],
 // and when the source has lost the driver's position. A pass delivers every service once,
 // in one or several Changes of bounded size. Services that change during a pass are
-// delivered before its next batch. A new pass may begin before the previous one has
+// delivered before its next batch. A new pass may begin before the previous pass has
 // ended.
 type Changes struct {
 	// First is set if this Changes begins a pass. The driver then treats the state of the
@@ -118,10 +118,10 @@ type Changes struct {
 
 // Change is the change of one service.
 //
-// No two services have the same claim (see [api.Claim]) at the same time. If the sink has
-// recorded an address of New for another service, that service has lost the address, and
-// will be changed or pruned soon. The sink gives the address to New and removes it from
-// the record of the other service.
+// No two services have the same claim (see [api.Claim]) at the same time. If another
+// service owns an address of New in the sink's records, that service has lost the
+// address, and will be changed or pruned soon. The sink gives the address to New and
+// removes it from the record of the other service.
 type Change struct {
 	Key types.NamespacedName
 	// Old is the view last acknowledged since the pass began, or nil if there is none. It
@@ -129,10 +129,10 @@ type Change struct {
 	Old *api.ServiceEndpoints
 	// New is the view to program. If it is nil, the service has to be deleted.
 	New *api.ServiceEndpoints
-	// If Unsure is true, any state of this service may be in the dataplane, because the
-	// service was not acknowledged since First or its last delivery failed. Then the
-	// difference between Old and New is not enough. The sink has to compare with the
-	// dataplane or program the whole service. Old and New may be equal or both nil.
+	// If Unsure is true, any state of this service may be in the dataplane, because its last
+	// delivery failed or it was not acknowledged since First. Then the difference between
+	// Old and New is not enough. The sink has to read the dataplane or program the whole
+	// service. Old and New may be equal or both nil.
 	Unsure bool
 	// TriggerTime is the time of the oldest endpoint change in this Change, according to the
 	// endpoints controller. It is zero if it is unknown or no endpoint has changed.

@@ -57,7 +57,7 @@ func TestEndpointsOfAChange(t *testing.T) {
 				t.Errorf("endpoints (-want +got):\n%s", diff)
 			}
 			for range c.Endpoints() {
-				break // Endpoints must allow an early end of the loop
+				break // the iterator must allow an early end of the loop
 			}
 		})
 	}

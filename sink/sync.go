@@ -154,8 +154,8 @@ func (d *Driver) addChanges(u *Update, b *batch) {
 	d.hold(wait)
 }
 
-// addAlone makes b a batch of one isolated service if one is due. If other services wait,
-// it does not do so after another isolated service or a Sync that failed as a whole.
+// addAlone makes b a batch of one due isolated service, if any. If other services wait,
+// it does nothing after a Sync of an isolated service or a Sync that failed as a whole.
 func (d *Driver) addAlone(u *Update, b *batch) bool {
 	now := time.Now()
 	s := d.pending.dueAlone(now)

@@ -132,8 +132,8 @@ func addAll(set *api.IPSet, list []string, field string, r *report) {
 	}
 }
 
-// add adds the address s to set, unless s is empty. A problem names entry i of field, or
-// field itself if i is -1.
+// add adds the address s to set, unless s is empty. If s is invalid, the reported problem
+// names entry i of field, or field itself if i is -1.
 func add(set *api.IPSet, s, field string, i int, r *report) {
 	a, ok := parseAddr(s)
 	switch {
@@ -288,7 +288,7 @@ func protocol(p corev1.Protocol) (_ api.Protocol, known bool) {
 	return api.UnknownProtocol, false
 }
 
-// keep returns the entries whose key matches a pattern. New has checked the patterns.
+// keep returns the entries whose key matches a pattern. All patterns must be valid.
 func keep(in map[string]string, patterns []string) map[string]string {
 	var out map[string]string
 	if len(patterns) == 0 {

@@ -49,8 +49,8 @@ type Options struct {
 	// Skip, if set, returns true for services that the proxy must ignore although
 	// ServiceProxyName selects them. It may use any field of the API object, such as
 	// annotations or spec.loadBalancerClass, except metadata.managedFields, which may be
-	// missing. The result must depend on the object alone. Skip must not modify or keep
-	// the object. Several goroutines call it.
+	// missing. The result must depend on the object alone. Skip must not modify or keep the
+	// object. Skip must be safe for concurrent use.
 	Skip func(*corev1.Service) bool
 
 	// ServiceNameLabel is the label of an EndpointSlice that contains the name of its
@@ -141,9 +141,9 @@ func (c *Converter) WantsService(s *corev1.Service) bool {
 
 // WantsSlice reports whether the labels of s select s for the proxy. If ServiceProxyName
 // is not empty, the label service.kubernetes.io/service-proxy-name must have this value.
-// Otherwise s must not belong to a headless service, and this label of s is ignored, as
-// by kube-proxy. In this case only the label of the service decides, because the label of
-// the slice may be outdated.
+// If ServiceProxyName is empty, s must not belong to a headless service. In this case
+// WantsSlice, like kube-proxy, ignores the label of s, which may be outdated: only the
+// label of the service decides.
 //
 // A proxy with a ServiceProxyName also wants all other slices of its selectorless
 // services (see [Selectorless]). The EndpointSlice controller does not create these
@@ -159,8 +159,8 @@ func (c *Converter) WantsSlice(s *discoveryv1.EndpointSlice) bool {
 	return !headless
 }
 
-// Selectorless reports whether s has no selector. For such a service, the EndpointSlice
-// controller creates no slices. It returns false for type ExternalName.
+// Selectorless reports whether s has no selector. It returns false for type ExternalName.
+// For a selectorless service, the EndpointSlice controller creates no slices.
 func Selectorless(s *corev1.Service) bool {
 	return len(s.Spec.Selector) == 0 && s.Spec.Type != corev1.ServiceTypeExternalName
 }

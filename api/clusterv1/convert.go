@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package clusterv1 has the messages of a cluster's state. A kpng server sends them to a
+// Package clusterv1 has the messages for a cluster's state. A kpng server sends them to a
 // client that follows the whole cluster. The package also converts them to and from the
 // types of package api. Package localv1 has the messages of services and nodes.
 //
@@ -35,7 +35,7 @@ func FromSlice(s *api.EndpointSlice) *EndpointSlice {
 		})
 	}
 	for i := range s.Endpoints {
-		if s.Endpoints[i].Addr.IsValid() { // omit invalid addresses, because the receiver would reject the whole slice
+		if s.Endpoints[i].Addr.IsValid() { // omit invalid addresses, because the receiver would reject the whole EndpointSlice
 			x.Endpoints = append(x.Endpoints, fromEndpoint(&s.Endpoints[i]))
 		}
 	}

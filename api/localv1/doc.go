@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package localv1 has the messages of one node's view. A server sends them to backends in
-// other processes. The package also converts them to and from the types of package api.
+// Package localv1 has the messages for one node's view. A server sends them to backends
+// in other processes. The package also converts them to and from types of package api.
 //
 // docs/wire.md describes the protocol. The conversion preserves everything that a backend
 // sees. The protocol does not transmit api.EndpointSlice.TriggerTime.

@@ -14,7 +14,7 @@ func fromIPSet(s *api.IPSet) *IPSet {
 }
 
 // fromIPSetUnlessEmpty returns the wire form of s, or nil if s is empty, so that JSON
-// omits it.
+// omits the field.
 func fromIPSetUnlessEmpty(s *api.IPSet) *IPSet {
 	if s.IsZero() {
 		return nil

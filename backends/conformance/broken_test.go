@@ -165,8 +165,8 @@ func (m *misreadingSubject) Publish(ctx context.Context, objects *Objects) error
 }
 
 // TestEveryCaseCanFail tests the reference proxy with one fault after the other. Each
-// fault must make its listed cases fail, and for each case there must be a fault that
-// makes it fail.
+// fault must make its listed cases fail, and each case must fail because of at least one
+// fault.
 func TestEveryCaseCanFail(t *testing.T) {
 	var mu sync.Mutex
 	failed := map[string]bool{}

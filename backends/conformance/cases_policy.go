@@ -261,7 +261,7 @@ var sourceAddressCases = []testCase{
 	{name: "at external addresses with policy Local, the node's own connections get the source address of the route to the endpoint", needs: []Feature{SourceAddress}, run: func(s *scene) {
 		web := s.addService("web").withAllFrontends().externalLocal().withEndpoints(asReady(s.d))
 		s.publish()
-		// Without the proxy, these connections would have the node's second address as source.
+		// The client uses the node's second address as source. The proxy must replace it.
 		for _, to := range web.externalAddresses() {
 			for _, peer := range s.mustReach(s.withAddress(s.node, 1), to, s.d) {
 				if peer != s.node.Addrs.Family(s.family)[0] {

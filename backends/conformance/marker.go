@@ -18,7 +18,7 @@ import (
 	"k8s.io/apimachinery/pkg/util/intstr"
 )
 
-// The marker is a service that has another port and another endpoint in each publication.
+// The marker is a service that gets a new port and a new endpoint in each publication.
 // Proxies watch Services and EndpointSlices separately. So when a connection to the new
 // port reaches the new endpoint, both changes have arrived. Some proxies program services
 // in the order of their names, so the marker's name sorts last.

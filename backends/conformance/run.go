@@ -28,8 +28,8 @@ type NewSink func(site Site) (sink.Sink, error)
 
 // Options configure a test. The zero value tests everything.
 type Options struct {
-	// Unsupported maps the features that the proxy lacks to the reasons, which the matrix
-	// shows.
+	// Unsupported has the features that the proxy lacks, each with the reason that the
+	// matrix shows.
 	Unsupported map[Feature]string
 	// Exceptions maps names of cases to reasons. The proxy fails these cases although it has
 	// the required features. They count as unsupported.

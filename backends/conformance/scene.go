@@ -55,7 +55,7 @@ func (p person) String() string {
 	return p.Name
 }
 
-// withAddress returns a copy of p whose source is the address of p with index i.
+// withAddress returns a copy of p that connects from p's address with index i.
 func (s *scene) withAddress(p person, i int) person {
 	p.source = p.Addrs.Family(s.family)[i]
 	return p

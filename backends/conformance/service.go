@@ -26,8 +26,8 @@ const (
 	targetPort  = 8080
 )
 
-// service is a Service of a scene with its EndpointSlices. Cases modify Service and
-// slices, and then publish the scene again.
+// service is a Service of a scene with its EndpointSlices. Cases modify the fields
+// Service and slices, and then publish the scene again.
 type service struct {
 	*corev1.Service
 	scene  *scene

@@ -166,7 +166,7 @@ func texts(list []connection) []string {
 	return out
 }
 
-// service returns the view of the service that text describes with these lines:
+// service returns the view that the string text describes with these lines:
 //
 //	ip ADDR…                cluster IPs
 //	external ADDR…          external IPs

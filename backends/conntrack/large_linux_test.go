@@ -94,7 +94,7 @@ func BenchmarkLargeTable(b *testing.B) {
 		}
 		return p
 	}
-	// The service idle has no connections. It loses its only endpoint.
+	// The service "idle" has no connections. It loses its only endpoint.
 	b.Run("change", func(b *testing.B) {
 		b.ReportAllocs()
 		r := New(Options{NetNS: n.FD})

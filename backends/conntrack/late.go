@@ -22,7 +22,8 @@ type lateReplies struct {
 	family api.Family
 	// identities identify the entries that the replies create.
 	identities [][]byte
-	// at is the time of the next deletion of these entries, and wait is the pause before it.
+	// The field at is the time of the next deletion of these entries. The field wait is the
+	// pause before that deletion.
 	at   time.Time
 	wait time.Duration
 }
@@ -34,8 +35,8 @@ const (
 	maxLateWait = 13 * time.Second
 )
 
-// lateDue returns a channel that receives when deleteLate has work. If no reply can be
-// late, it returns nil.
+// lateDue returns a channel that delivers a value when deleteLate has work. If no reply
+// can be late, it returns nil.
 func (r *Reconciler) lateDue() <-chan time.Time {
 	if len(r.late) == 0 {
 		return nil

@@ -147,8 +147,8 @@ func identity(entry []byte) []byte {
 	return w.Encoded()
 }
 
-// replyIdentity returns the attribute that identifies the entry which a reply creates if
-// the given entry is missing.
+// replyIdentity returns the attribute that identifies a later entry: the entry that a
+// reply creates after the given entry was deleted.
 func replyIdentity(entry []byte) []byte {
 	var w netfilter.Builder
 	for kind, data := range netfilter.Attributes(entry) {

@@ -17,17 +17,17 @@ import (
 
 // queue has the destinations whose flows the next pass checks. Sync adds destinations.
 type queue struct {
-	// destinationsOf has the UDP destinations from the last delivery of each service.
-	// ownerOf has the service whose delivery last contained a destination. If a service
-	// takes over a destination of another service, destinationsOf lists the destination for
-	// both services, until the driver delivers or prunes the old service.
+	// destinationsOf maps each service to the UDP destinations of its last delivery. ownerOf
+	// maps each of these destinations to the last service that was delivered with it. If a
+	// service takes over a destination of another service, destinationsOf lists the
+	// destination for both services, until the driver delivers or prunes the old service.
 	destinationsOf map[types.NamespacedName][]destination
 	ownerOf        map[destination]types.NamespacedName
 	pass           sink.Pass
 
 	mu  sync.Mutex
 	due map[destination]item
-	// count is the number of calls of add that queued destinations.
+	// count is the number of calls of the method add that queued destinations.
 	count uint64
 }
 
@@ -47,10 +47,10 @@ func newQueue() *queue {
 }
 
 // add queues the destinations of flows that may be stale after the changes c. It reports
-// whether it queued any. Calls must not overlap.
+// whether it queued a destination. Calls must not overlap.
 func (q *queue) add(c *sink.Changes) bool {
 	due := map[destination]verdict{}     // destinations to check
-	present := map[destination]verdict{} // destinations of the services in c, except those in due
+	present := map[destination]verdict{} // destinations of the services in c that are not in due
 	var removed []destination
 	q.pass.Begin(c)
 	for s := range c.Services {
@@ -124,8 +124,8 @@ func (q *queue) replace(key types.NamespacedName, now map[destination]verdict) (
 }
 
 // isStale reports whether a flow has to be deleted. The most specific queued destination
-// decides. The flow's address and port come first, then the whole address. If nodeAddrs
-// contains the address, the node port comes last.
+// decides. isStale first looks for the flow's address and port, then for the whole
+// address. If nodeAddrs contains the address, it finally looks for the node port.
 func (q *queue) isStale(f flow, nodeAddrs map[netip.Addr]bool) bool {
 	q.mu.Lock()
 	defer q.mu.Unlock()

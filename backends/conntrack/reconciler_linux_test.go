@@ -125,7 +125,7 @@ func TestStaleConnectionsAreDeleted(t *testing.T) {
 		},
 		"the service is deleted": {
 			before: map[string]string{"dns": both}, now: map[string]string{},
-			// After a restart, both stay: it is unknown which program translated their address.
+			// After a restart, both flows stay: it is unknown which program translated them.
 			deleted: []connection{udp(1, dns, pod1), udp(2, dns, pod2)},
 		},
 		"the service loses one address": {

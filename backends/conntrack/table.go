@@ -24,8 +24,9 @@ type kind struct {
 }
 
 // deleteStale deletes the stale flows to any of the destinations. All destinations have
-// the kind k. It returns how many entries it has read and how many it has deleted, and
-// the identities of entries that late replies to these flows would create.
+// the kind k. It returns how many entries it has read and how many it has deleted. It
+// also returns the identities of the entries that late replies to the deleted flows would
+// create.
 func deleteStale(ctx context.Context, netNS int, k kind, destinations []destination, stale func(flow) bool) (seen, ended int, late [][]byte, err error) {
 	reader, writer := netfilter.NewConn(netNS), netfilter.NewConn(netNS)
 	defer reader.Close()

@@ -12,8 +12,8 @@ import (
 	"github.com/kpng-project/kpng/internal/netnstest"
 )
 
-// addRoutedNamespaces connects n with two new namespaces: client, and pods with the given
-// addresses. Packets between client and pods pass through n.
+// addRoutedNamespaces connects n with two new namespaces, client and pods. The namespace
+// pods has the given addresses. Packets between client and pods pass through n.
 func addRoutedNamespaces(t *testing.T, n *netnstest.Namespace, addresses ...string) (client, pods *netnstest.Namespace) {
 	t.Helper()
 	client, pods = netnstest.New(t), netnstest.New(t)

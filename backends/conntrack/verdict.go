@@ -52,8 +52,8 @@ func (v verdict) isStale(f flow) bool {
 	}
 }
 
-// allows reports whether flows to endpoint may continue. They may continue if endpoint
-// belongs to the destination, even while the endpoint drains.
+// The method allows reports whether flows to endpoint may continue. They may continue if
+// endpoint belongs to the destination, even while the endpoint drains.
 func (v verdict) allows(endpoint netip.AddrPort) bool {
 	return v.view != nil && (v.contains(v.view.Endpoints, endpoint) || v.contains(v.view.Draining, endpoint))
 }

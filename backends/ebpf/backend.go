@@ -21,7 +21,7 @@ import (
 type Backend struct {
 	opts  Options
 	proxy sink.Sink
-	// forward calls the optional methods of the sink proxy.
+	// forward calls the optional methods of the other sink.
 	forward sink.Forwarder
 
 	mu        sync.Mutex // guards the fields below
@@ -45,7 +45,7 @@ var (
 // New returns a backend. The sink proxy, such as an nftables.Backend, must program all
 // services for all traffic. It must not masquerade all connections, because connections
 // through eBPF keep the address of the client. The backend starts, stops and cleans up
-// proxy. New does not access the kernel. It returns an error if opts are invalid.
+// this sink. New does not access the kernel. It returns an error if opts are invalid.
 func New(proxy sink.Sink, opts Options) (*Backend, error) {
 	if err := opts.complete(); err != nil {
 		return nil, fmt.Errorf("ebpf options: %w", err)
@@ -134,7 +134,8 @@ func (b *Backend) Sync(ctx context.Context, c *sink.Changes) error {
 // repairPause is the time from an error of eBPF to the next attempt to use eBPF.
 const repairPause = time.Minute
 
-// program programs the maps. It attaches the programs if they are detached and a pass ends.
+// program writes the changes to the maps. It attaches the programs if they are detached
+// and a pass ends.
 func (b *Backend) program(ctx context.Context, c *sink.Changes) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -159,9 +160,9 @@ func (b *Backend) program(ctx context.Context, c *sink.Changes) {
 	b.opts.Used(b.dataplane.usage())
 }
 
-// The shortest time between two comparisons with the kernel. The pause after a comparison
-// is at least pauseFactor times as long as the comparison, so that comparisons use at
-// most 2 % of a CPU.
+// minPause is the shortest time between two comparisons with the kernel. The pause after
+// a comparison is at least pauseFactor times as long as the comparison, so that
+// comparisons use at most 2 % of a CPU.
 const (
 	minPause    = 10 * time.Second
 	pauseFactor = 50

@@ -17,7 +17,8 @@ import (
 // rootCgroup is the ID of the root cgroup, version 2.
 const rootCgroup = 1
 
-// cgroupID returns the ID of a cgroup. This is the inode number of its directory.
+// cgroupID returns the ID of a cgroup, which is the inode number of the cgroup's
+// directory.
 func cgroupID(dir string) (uint64, error) {
 	var s unix.Stat_t
 	if err := unix.Stat(dir, &s); err != nil {
@@ -47,8 +48,8 @@ func findCgroup() (string, error) {
 	return "", errors.New("the root cgroup of version 2 is not mounted here; mount the node's file system of cgroups into the container")
 }
 
-// checkFileSystems checks that the directories of the options are on file systems of the
-// right types.
+// checkFileSystems checks that the directories cgroup and bpffs are on file systems of
+// the right types.
 func checkFileSystems(cgroup, bpffs string) error {
 	for _, check := range []struct {
 		dir, what, advice string

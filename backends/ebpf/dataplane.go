@@ -29,8 +29,8 @@ type dataplane struct {
 
 	// records has the frontends in the kernel. It is nil while the frontends are unknown.
 	records map[frontendKey]*record
-	// services maps each service that this pass has delivered to the frontends that the
-	// service needs. The list may be empty.
+	// services lists, for each service that this pass has delivered, the frontends that the
+	// service needs. A list may be empty.
 	services map[types.NamespacedName][]frontendKey
 	// prune is set from the end of a pass until the frontends without an owner are deleted.
 	// awaited has the failing services that were not delivered since the pass began. Until
@@ -38,14 +38,15 @@ type dataplane struct {
 	// to these services.
 	awaited map[types.NamespacedName]struct{}
 	prune   bool
-	// left has the services with a frontend that did not fit into the maps.
+	// The map left has the services with a frontend that did not fit into the maps.
 	left map[types.NamespacedName]*api.ServiceEndpoints
-	// full is the last reason why a frontend did not fit.
+	// The error full is the last reason why a frontend did not fit.
 	full error
 	// lastID is the ID of the last new list. The first ID is random, so that a process does
 	// not use the IDs of an earlier process.
 	lastID uint64
-	// endpoints counts the elements of slots. memberships counts the elements of members.
+	// endpoints counts the elements of the map slots. memberships counts the elements of the
+	// map members.
 	endpoints, memberships int
 }
 
@@ -54,8 +55,8 @@ type record struct {
 	list    list
 	digest  uint64
 	members []address
-	// owner is the service, or the zero value if no service delivered in this pass needs the
-	// frontend.
+	// owner is the service that needs the frontend. It is empty if this pass has not
+	// delivered such a service.
 	owner types.NamespacedName
 }
 
@@ -113,7 +114,8 @@ func (d *dataplane) sync(ctx context.Context, c *sink.Changes) error {
 	return err
 }
 
-// After maxMisfits services that still do not fit, retry stops, because many may be left.
+// retry stops after maxMisfits services that still do not fit, because very many services
+// may be left to try.
 const maxMisfits = 16
 
 // retry adds frontends of services that did not fit, in random order.
@@ -168,7 +170,7 @@ func (d *dataplane) usage() Usage {
 	return Usage{Frontends: len(d.records), Endpoints: d.endpoints, Members: d.memberships, ServicesLeft: len(d.left)}
 }
 
-// plan adds the changes that a service needs.
+// plan adds the changes of one service to the map all.
 func (d *dataplane) plan(all changes, key types.NamespacedName, view *api.ServiceEndpoints) {
 	delete(d.left, key)
 	needed := plan(view, d.annotation)

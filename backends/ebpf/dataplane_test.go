@@ -202,8 +202,8 @@ func randomView(random *rand.Rand, name string, ip int) *api.ServiceEndpoints {
 	return v
 }
 
-// mustHave checks that the maps have exactly what these services need, except services
-// that do not fit.
+// mustHave checks that the maps have exactly the elements that these services need.
+// Frontends of services that do not fit may be missing.
 func (k *fakeKernel) mustHave(services map[string]*api.ServiceEndpoints) {
 	k.t.Helper()
 	slots, members, wanted := 0, 0, 0

@@ -19,10 +19,10 @@ import (
 )
 
 // Dataplane describes, in several lines, the endpoints that the maps have for one
-// frontend. If se is not nil, Dataplane compares them with the view: a line with a
-// superfluous endpoint begins with "+", and a line with a missing endpoint begins with
-// "-". If the programs cannot handle the frontend, a line says why. If the other sink has
-// a method Dataplane, its text follows.
+// frontend. If se is not nil, Dataplane compares these endpoints with those of the view
+// se: a line with a superfluous endpoint begins with "+", and a line with a missing
+// endpoint begins with "-". If the programs cannot handle the frontend, a line says why.
+// If the other sink has a method Dataplane, the result of that method follows.
 //
 // The arguments are those of nftables.Backend.Dataplane. Dataplane may be called at any
 // time. If the backend was not started, Dataplane shows the maps of another process.

@@ -102,7 +102,8 @@ func (n *node) dial(in netnstest.Place, to string) (endpoint, peer string, err e
 	return string(name), c.RemoteAddr().String(), err
 }
 
-// reaches returns the endpoints that a number of connections reach.
+// The method reaches makes connections to a service, and returns the endpoints that they
+// reach.
 func (n *node) reaches(to string, connections int) (names []string) {
 	n.t.Helper()
 	for range connections {
@@ -321,8 +322,8 @@ func testConnectedUDP(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	// The kernel's view of the peer, as /proc/net/udp has it. The program at getpeername
-	// does not change it, because the socket was not translated.
+	// The kernel's address of the peer, as in /proc/net/udp. The program at the hook
+	// getpeername does not change this address, because the socket was not translated.
 	raw.Control(func(fd uintptr) {
 		peer, err := unix.Getpeername(int(fd))
 		if a, ok := peer.(*unix.SockaddrInet4); err != nil || !ok || a.Addr != [4]byte{10, 96, 0, 1} {
@@ -336,7 +337,8 @@ func testConnectedUDPNamesPeer(t *testing.T) {
 	n.serve()
 	ips := []string{"10.96.0.1", "fd00:96::1"}
 	n.pass(view("web", ips, []string{endpoints[0], endpoints[3]}, nil))
-	// The servers at the addresses of the service take the place of the other sink.
+	// These servers stand for the other sink: they answer packets that the programs do not
+	// translate.
 	for _, ip := range ips {
 		n.ns.Add(t, "lo", ip)
 		netnstest.Answer(t, n.ns.Do, net.JoinHostPort(ip, "80"), "other sink")
@@ -384,7 +386,8 @@ func testNoRecord(t *testing.T) {
 	n.serve()
 	n.pass(view("web", []string{"10.96.0.1"}, endpoints[:1], nil))
 	n.socket().ask("10.96.0.1:80")
-	// Replace the program by one whose map of peers is full and removes nothing.
+	// Replace the program of the hook sendmsg4. The map of peers of the new program is full,
+	// and the kernel removes nothing from it.
 	spec, err := loadConnect()
 	if err != nil {
 		t.Fatal(err)
@@ -437,7 +440,7 @@ func testAffinity(t *testing.T) {
 	if len(second) != 1 || second[0] == first[0] {
 		t.Errorf("after %v was removed, the client reaches %v", first, second)
 	}
-	// A draining endpoint keeps no client.
+	// A client does not stay at a draining endpoint.
 	rest := slices.DeleteFunc(others, func(e string) bool { return e == second[0] })
 	n.set(view("web", ips, []string{"~" + second[0], rest[0]}, withAffinity(10800)))
 	n.mustReach("10.96.0.1:80", rest[0])
@@ -536,7 +539,7 @@ func testChurn(t *testing.T) {
 	web := func(i int) *api.ServiceEndpoints {
 		return view("web", []string{"10.96.0.1"}, endpoints[:1+i%2], nil)
 	}
-	// The list of dns changes, although its only endpoint stays.
+	// The affinity time-out of service dns changes, but its only endpoint stays.
 	dns := func(i int) *api.ServiceEndpoints {
 		return view("dns", []string{"10.96.0.2"}, endpoints[2:3], withAffinity(int32(1+i%2)))
 	}
@@ -632,7 +635,8 @@ func testStale(t *testing.T) {
 	n := newNode(t, Options{})
 	n.serve()
 	n.pass(view("goes", []string{"10.96.0.1"}, endpoints, nil), view("stays", []string{"10.96.0.2"}, endpoints[:3], nil))
-	// A list whose frontend was not written because the process was killed.
+	// Imitate a process that was killed after it wrote a list, but before it wrote the
+	// frontend.
 	if _, err := n.dataplane.slots.set([]slotKey{{List: 1000}}, []address{{}}); err != nil {
 		t.Fatal(err)
 	}
@@ -641,7 +645,7 @@ func testStale(t *testing.T) {
 	}
 	n.restart()
 	n.mustReach("10.96.0.1:80", endpoints[:3]...)
-	// In a pass of several batches, frontends stay until the last batch.
+	// In a pass of several batches, old frontends stay until the last batch.
 	stays := view("stays", []string{"10.96.0.2"}, endpoints[:1], nil)
 	n.deliver(&sink.Changes{First: true, NodeChanged: true}, stays)
 	n.mustReach("10.96.0.1:80", endpoints[:3]...)
@@ -656,7 +660,7 @@ func testStale(t *testing.T) {
 
 func testUnknownLink(t *testing.T) {
 	n := newNode(t, Options{})
-	// A second link of this hook imitates a link of a hook that only another version uses.
+	// This link stands for a link of a hook that only another version of kpng uses.
 	l, err := link.AttachCgroup(link.CgroupOptions{Path: n.opts.Cgroup, Attach: ebpf.AttachCGroupInet4Connect, Program: n.programs.Connect4})
 	if err != nil {
 		t.Fatal(err)
@@ -964,8 +968,8 @@ func testStartErrors(t *testing.T) {
 	}
 }
 
-// capabilitiesVariable is the environment variable with the cgroup for a process with few
-// capabilities.
+// capabilitiesVariable is the environment variable that gives TestWithFewCapabilities its
+// cgroup.
 const capabilitiesVariable = "KPNG_TEST_CAPABILITIES"
 
 func testCapabilities(t *testing.T) {
@@ -988,7 +992,7 @@ func testCapabilities(t *testing.T) {
 	}
 }
 
-// TestWithFewCapabilities runs in a process of testCapabilities.
+// TestWithFewCapabilities runs only in a process that testCapabilities starts.
 func TestWithFewCapabilities(t *testing.T) {
 	cgroup := os.Getenv(capabilitiesVariable)
 	if cgroup == "" {

@@ -34,8 +34,8 @@ type Options struct {
 	// required.
 	HostNetworkOnly bool
 	// Annotation is the name of a service annotation. The programs do not handle services
-	// that have this annotation with the value "false". The source must keep this
-	// annotation. Default: "kpng.io/ebpf".
+	// that have this annotation with the value "false". The source of the services must
+	// deliver this annotation. Default: "kpng.io/ebpf".
 	Annotation string
 
 	// MaxFrontends is the maximum number of pairs of a cluster IP and a port that the
@@ -45,13 +45,13 @@ type Options struct {
 	// list of endpoints changes, both the old list and the new one count. Default:
 	// 1,048,576.
 	MaxEndpoints int
-	// MaxMembers is the maximum number of endpoints of UDP frontends, and of frontends with
-	// session affinity. Default: 262,144.
+	// MaxMembers is the maximum number of endpoints of all UDP frontends and all frontends
+	// with session affinity together. Default: 262,144.
 	MaxMembers int
-	// MaxClients is the number of clients whose endpoints the programs remember, for session
-	// affinity and for UDP sockets. It is also the number of sockets whose service they
-	// remember. When a map is full, the kernel removes elements that were unused for the
-	// longest time. Default: 65,536.
+	// MaxClients is the maximum number of clients whose endpoints the programs remember, for
+	// session affinity and for UDP sockets. The programs also remember the services of at
+	// most MaxClients sockets. When a map is full, the kernel removes elements that were
+	// unused for the longest time. Default: 65,536.
 	MaxClients int
 
 	// Used is called when Sync or Verify may have changed the maps. Calls do not overlap, and

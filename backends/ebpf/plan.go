@@ -56,7 +56,7 @@ func toFrontend(addr netip.Addr, protocol api.Protocol, port int32) frontendKey 
 	return frontendKey{IP: a.IP, Port: a.Port, Protocol: protocols[protocol]}
 }
 
-// list is the value of a frontend. Affinity is in seconds.
+// list is the value of a key in the map of frontends. Affinity is in seconds.
 type list struct {
 	ID              uint64
 	Count, Affinity uint32
@@ -77,8 +77,8 @@ type memberKey struct {
 type wanted struct {
 	frontend frontendKey
 	affinity uint32
-	// endpoints has the endpoints for new clients, at least one endpoint. members has the
-	// endpoints that existing clients may keep.
+	// The field endpoints has at least one endpoint, for new clients. The field members has
+	// the endpoints that existing clients may keep.
 	endpoints, members []address
 }
 

@@ -28,7 +28,7 @@ import (
 type programs struct {
 	connectObjects
 	links []link.Link
-	// lock is the open directory of the instance. The process has a lock on it.
+	// lock is the directory of the instance, which the process has opened and locked.
 	lock *os.File
 }
 
@@ -104,7 +104,8 @@ func load(ctx context.Context, o *Options) (p *programs, err error) {
 }
 
 // lockDirectory makes a directory for maps and links, and locks it until the result is
-// closed or the process ends. Two processes that write the same maps would mix up lists.
+// closed or the process ends. Two processes that write the same maps would corrupt each
+// other's lists.
 func lockDirectory(dir string) (*os.File, error) {
 	if err := os.MkdirAll(dir, 0o700); err != nil {
 		return nil, fmt.Errorf("make a directory for maps and links: %w", err)
@@ -218,7 +219,7 @@ func attach(path, cgroup string, id uint64, h hook) (link.Link, error) {
 				return l, nil
 			}
 		}
-		// The cgroup was deleted, or the options have changed.
+		// Replace the link: its cgroup was deleted, or the options have changed.
 		err = errors.Join(ignoreUnattached(l.Detach()), l.Unpin(), l.Close())
 		if err != nil {
 			return nil, err
@@ -286,7 +287,7 @@ func (p *programs) closeLinks() (err error) {
 	return err
 }
 
-// remove detaches the programs and deletes the maps of an instance, if it exists.
+// remove detaches the programs and deletes the maps, if the instance exists.
 func remove(o *Options) error {
 	dir := o.directory()
 	var errs []error

@@ -35,7 +35,7 @@ func (b *batch[K, V]) add(k K, v V) {
 }
 
 // The kernel refuses elements with ENOMEM while it refills its reserve of free elements.
-// setAll waits memoryPause, at most memoryPauses times, and tries again.
+// After a pause of memoryPause, setAll tries again, at most memoryPauses times.
 const (
 	memoryPause  = time.Millisecond
 	memoryPauses = 100
@@ -92,7 +92,7 @@ func (t kernelTable[K, V]) delete(keys []K) error {
 	for len(keys) > 0 {
 		n, err := t.m.BatchDelete(keys[:min(maxBatch, len(keys))], nil)
 		if errors.Is(err, ebpf.ErrKeyNotExist) {
-			n++ // skip the missing key, which follows the deleted keys
+			n++ // the first n keys were deleted; skip the next key, which is missing
 		} else if err != nil {
 			return fmt.Errorf("delete from map %s: %w", t.name, err)
 		}

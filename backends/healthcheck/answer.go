@@ -20,7 +20,8 @@ type name struct {
 	Name      string `json:"name"`
 }
 
-// writeTo sends the response. Load balancers may use the weight in its header (KEP 3836).
+// writeTo sends the response. The header of the response has a weight for load balancers
+// (KEP 3836).
 func (a answer) writeTo(w http.ResponseWriter) {
 	h := w.Header()
 	h.Set("Content-Type", "application/json")

@@ -266,7 +266,7 @@ func TestPortsFollowTheirServices(t *testing.T) {
 		t.Errorf("after the deletion of the service that had the port: status %d: %s", status, body)
 	}
 
-	// The source starts over.
+	// The source delivers all services again.
 	w.source.Reset()
 	w.deliver(t, nil, "a")
 	check("10.0.0.1:30003")

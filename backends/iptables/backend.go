@@ -35,16 +35,17 @@ type Backend struct {
 	mu       sync.Mutex // guards the fields below
 	rulesets []*ruleset // one per family
 	stale    []*ruleset // rules of an earlier process in the other flavour
-	// known reports that the rulesets agree with the kernel, except for failed services.
+	// known is true if the rulesets agree with the kernel, except for failed services.
 	known bool
 	node  *api.Node
-	// leftovers exist if another pass is needed, see endPass.
+	// leftovers records whether another pass is needed, see endPass.
 	leftovers kernelnode.Leftovers
-	// Before the time verifyAt, Verify does not compare rules. After that, it begins with the
-	// ruleset of index nextVerified.
+	// Before the time verifyAt, Verify does not compare rules. After that time, Verify
+	// begins with the ruleset of index nextVerified.
 	verifyAt     time.Time
 	nextVerified int
-	// interrupted counts the consecutive Verify calls whose contexts ended in this ruleset.
+	// interrupted counts the consecutive Verify calls that were interrupted while they
+	// compared that ruleset.
 	interrupted int
 	pause       kernelnode.DriftPause
 }
@@ -68,9 +69,9 @@ func New(opts Options) (*Backend, error) {
 	return &Backend{opts: opts}, nil
 }
 
-// Start implements [sink.Starter]. It finds the programs of iptables, and ipset if it is
-// installed, and watches the node's addresses in the background. It changes no rules. It
-// needs CAP_NET_ADMIN, and for flavour legacy also CAP_NET_RAW.
+// Start implements [sink.Starter]. It finds the programs of iptables and, if installed,
+// the program ipset. It watches the node's addresses in the background. It changes no
+// rules. It needs CAP_NET_ADMIN, and for flavour legacy also CAP_NET_RAW.
 func (b *Backend) Start(ctx context.Context) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -99,7 +100,8 @@ func (b *Backend) Start(ctx context.Context) error {
 }
 
 // inOtherFlavour returns the rulesets that this instance may have made in the other
-// flavour. They include those for which this is unknown because of an error.
+// flavour. If the rules of a family cannot be read, the result contains the ruleset of
+// that family.
 func (b *Backend) inOtherFlavour(ctx context.Context, flavour Flavour) (list []*ruleset) {
 	other := NFT + Legacy - flavour
 	for _, family := range families {
@@ -282,9 +284,9 @@ func (b *Backend) program(ctx context.Context, c *sink.Changes) error {
 	return failed.Err()
 }
 
-// recordTransactions is called before changes, and the function that it returns after
-// them. If no other program has changed nf_tables in between, verified rulesets stay
-// verified.
+// recordTransactions is called before changes. The function that it returns is called
+// after the changes. If no other program has changed nf_tables in between, verified
+// rulesets stay verified.
 func (b *Backend) recordTransactions(ctx context.Context) func() {
 	state := func() (generation, transactions uint32) {
 		for _, t := range b.rulesets {
@@ -370,19 +372,19 @@ func (b *Backend) updateEnvironment(ctx context.Context) error {
 }
 
 // verifyPause is the pause after a Verify, as a multiple of its duration. Comparisons
-// therefore use at most 2 % of a CPU, even those that a change of a service cancels.
+// therefore use at most 2 % of a CPU, even if changes of services cancel them.
 const verifyPause = 50
 
 // maxInterrupted limits the consecutive Verify calls that may be interrupted in one
-// ruleset. After that, a Verify ignores its context. So all rules are compared even while
-// services constantly change.
+// ruleset. After that, a Verify ignores its context. Therefore all rules are compared
+// even while services constantly change.
 const maxInterrupted = 2
 
 // Verify implements [sink.Verifier]. It compares the rules in the kernel with those that
 // the backend has written. If they differ, it returns an error that wraps
-// [sink.ErrStartOver], and a new pass repairs the rules. If ctx ends during a Verify, the
-// next Verify continues with the ruleset of that family. If the rules of one family cannot
-// be read, Verify compares the other family anyway.
+// [sink.ErrStartOver], and a new pass repairs the rules. If ctx ends while Verify
+// compares the rules of a family, the next Verify continues with that family. If the
+// rules of one family cannot be read, Verify compares the other family anyway.
 func (b *Backend) Verify(ctx context.Context) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -425,7 +427,7 @@ func (b *Backend) Verify(ctx context.Context) error {
 	return errors.Join(errs...)
 }
 
-// VerifyInterval implements [sink.Poller]. It returns five seconds. The time of a
-// comparison grows with the number of rules, so Verify compares again only after 50 times
-// that time.
+// VerifyInterval implements [sink.Poller]. It returns five seconds. After a comparison,
+// Verify makes no other comparison for 50 times its duration, because the duration grows
+// with the number of rules.
 func (b *Backend) VerifyInterval() time.Duration { return 5 * time.Second }

@@ -403,7 +403,8 @@ func TestFailingServiceKeepsItsElements(t *testing.T) {
 	}
 }
 
-// A service whose rendering panics fails alone, also if another service fails.
+// If the rendering of a service panics and the rules of another service fail, all other
+// services are programmed.
 func TestPanicOfOneService(t *testing.T) {
 	eachVariant(t, func(t *testing.T, ns *netnstest.Namespace, v variant) {
 		b := start(t, ns, v)
@@ -594,8 +595,8 @@ func checkOldFlavour(t *testing.T, ns *netnstest.Namespace, flavour Flavour, wan
 	}
 }
 
-// If rules fail in the new flavour, those in the other flavour may be the only ones that
-// work.
+// If rules fail in the new flavour, the rules in the other flavour may be the only rules
+// that work.
 func TestOldFlavourStaysWhileRulesFail(t *testing.T) {
 	for _, flavours := range [][2]Flavour{{NFT, Legacy}, {Legacy, NFT}} {
 		for what, refuse := range map[string]func(*testing.T, *Backend){
@@ -691,7 +692,8 @@ func TestCancelledVerifyPauses(t *testing.T) {
 	}
 }
 
-// What an interrupted Sync has not written is no change by another program.
+// A rule that an interrupted Sync has not written does not count as a change by another
+// program.
 func TestVerifyAfterInterruptedSync(t *testing.T) {
 	eachVariant(t, func(t *testing.T, ns *netnstest.Namespace, v variant) {
 		b := start(t, ns, v)
@@ -787,7 +789,7 @@ func TestOwnChangesStayVerified(t *testing.T) {
 	mustSync(t, b,
 		batch(view("web", "10.96.0.1 fd00:96::1", "10.1.0.7 fd00::7")),               // table nat of both families
 		batch(view("new", "10.96.0.9", "10.1.0.1", nodePort, externalLocal)),         // both tables
-		batch(view("other", "10.96.0.10", "")), batch(), batch(view("none", "", "")), // sets only; nothing; nothing
+		batch(view("other", "10.96.0.10", "")), batch(), batch(view("none", "", "")), // only sets; two batches without rules
 	)
 	if err := verify(t, b); err != nil {
 		t.Errorf("Verify after own changes: %v", err)
@@ -803,7 +805,8 @@ func TestOwnChangesStayVerified(t *testing.T) {
 }
 
 // If another program edits a rule, a pass repairs it. If iptables-save still prints
-// another text after the pass, it prints rules in another form than the backend.
+// another text after the pass, it only prints the rules in another form, so Verify
+// accepts them.
 func TestRulesPrintedInAnotherForm(t *testing.T) {
 	eachVariant(t, func(t *testing.T, ns *netnstest.Namespace, v variant) {
 		b := start(t, ns, v)
@@ -838,8 +841,9 @@ func TestRulesPrintedInAnotherForm(t *testing.T) {
 	})
 }
 
-// If another program repeats its edit while a pass repairs it, changes of other chains are
-// still found. Once the chain has the right rules, changes of this chain are found, too.
+// If another program repeats its edit while a pass repairs it, changes of other chains
+// are still found. After a pass has repaired the chain, changes of this chain are found,
+// too.
 func TestEditRepeatedDuringPass(t *testing.T) {
 	eachVariant(t, func(t *testing.T, ns *netnstest.Namespace, v variant) {
 		b := start(t, ns, v)
@@ -869,8 +873,8 @@ func TestEditRepeatedDuringPass(t *testing.T) {
 	})
 }
 
-// Rules of other programs that lead to chains of the instance would prevent that these
-// chains are deleted.
+// Rules of other programs that lead to chains of the instance would prevent the deletion
+// of these chains.
 func TestRulesThatLeadToOwnChainsAreDeleted(t *testing.T) {
 	eachVariant(t, func(t *testing.T, ns *netnstest.Namespace, v variant) {
 		ns.RunWith(t, "*nat\n:OTHERS - [0:0]\nCOMMIT\n", programName(v.flavour, api.IPv4, "restore"))
@@ -1011,7 +1015,8 @@ func TestSetsThatCannotBeUsed(t *testing.T) {
 				replaceText(t, program, "s/-m set /-m missing /")
 				return func() { *program = real }
 			},
-			// Some versions report what the kernel lacks only for the line COMMIT.
+			// If the kernel lacks a match, some versions of iptables-restore name only the line
+			// COMMIT in the error.
 			"the match is missing in the kernel": func(t *testing.T, ns *netnstest.Namespace, b *Backend) func() {
 				program := &b.rulesets[0].run.restoreProgram
 				real := *program
@@ -1100,8 +1105,8 @@ exec %[2]s "$@"
 	}
 }
 
-// A packet from a source that a service does not admit is dropped. A rule of another
-// program must not translate such a packet.
+// If a service does not admit the source of a packet, the packet is dropped. A rule of
+// another program must not translate such a packet.
 func TestRefusedSourceIsNotTranslatedByOthers(t *testing.T) {
 	udp := func(s *api.Service) {
 		loadBalancer(s)
@@ -1129,7 +1134,7 @@ func TestRefusedSourceIsNotTranslatedByOthers(t *testing.T) {
 }
 
 // If the kernel refuses the rules of a service in IPv6, a later change of the node's
-// addresses must not bring back its old endpoints in IPv4.
+// addresses must not bring back the service's old endpoints in IPv4.
 func TestServiceThatFailsInOneFamily(t *testing.T) {
 	eachVariant(t, func(t *testing.T, ns *netnstest.Namespace, v variant) {
 		addrs := nodeaddr.Of(netip.MustParseAddr("192.0.2.1"))
@@ -1150,8 +1155,8 @@ func TestServiceThatFailsInOneFamily(t *testing.T) {
 	})
 }
 
-// If two services claim a frontend, the one that was delivered last has it, also after
-// changes of the node's addresses.
+// If two services claim a frontend, the service that was delivered last has the frontend,
+// even after changes of the node's addresses.
 func TestLastClaimWins(t *testing.T) {
 	ns := netnstest.New(t)
 	addrs := nodeaddr.Of(netip.MustParseAddr("192.0.2.1"))
@@ -1177,7 +1182,7 @@ func TestLastClaimWins(t *testing.T) {
 }
 
 // A service that fails keeps its old rules, except those for an address that another
-// service has got. That service has no endpoints, so its packets are rejected.
+// service has got. The other service has no endpoints, so its packets are rejected.
 func TestFailingServiceLosesItsAddress(t *testing.T) {
 	eachVariant(t, func(t *testing.T, ns *netnstest.Namespace, v variant) {
 		addrs := nodeaddr.Of(netip.MustParseAddr("192.0.2.1"))

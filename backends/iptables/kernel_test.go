@@ -102,8 +102,8 @@ func TestOneJumpPerBaseChain(t *testing.T) {
 	})
 }
 
-// Verify compares the text of rules. So iptables-save must print each kind of rule as this
-// package writes it.
+// Verify compares the text of rules. Therefore iptables-save must print each kind of rule
+// as this package writes it.
 func TestRulesAreSavedAsWritten(t *testing.T) {
 	eachVariant(t, func(t *testing.T, ns *netnstest.Namespace, v variant) {
 		b := start(t, ns, v, insideAndOut)
@@ -228,9 +228,9 @@ func TestChangeWritesOnlyItsService(t *testing.T) {
 			change *sink.Changes
 			limit  int
 		}{
-			// The chain, ten rules, two lines around them.
+			// The lines *nat and COMMIT, a line for the chain, and ten rules.
 			"one endpoint": {batch(view("s00007", "10.96.0.7", "10.0.0.1 10.0.1.1 10.0.1.2 10.0.1.3 10.0.1.4 10.0.1.5 10.0.1.6 10.0.1.7 10.0.1.8 10.0.1.9")), 13},
-			// A dispatch chain too, for each table.
+			// In addition, a dispatch chain in each table.
 			"a new service": {batch(view("new", "10.97.0.7", "10.0.0.1")), 20},
 		} {
 			written := 0

@@ -35,8 +35,8 @@ var node = &api.Node{
 	Addresses: []api.NodeAddress{{Type: "InternalIP", IP: netip.MustParseAddr("192.0.2.1")}, {Type: "InternalIP", IP: netip.MustParseAddr("2001:db8::1")}},
 }
 
-// view returns a view of [backendtest.View] for the node of the tests. ips and endpoints
-// are lists with spaces. The service's port has the name "http".
+// view returns a view of [backendtest.View] for the node of the tests. The arguments ips
+// and endpoints are lists separated by spaces. The service's port has the name "http".
 func view(name string, ips, endpoints string, edits ...func(*api.Service)) *api.ServiceEndpoints {
 	named := func(s *api.Service) { s.Ports[0].Name = "http" }
 	return backendtest.View(node, name, strings.Fields(ips), strings.Fields(endpoints), append([]func(*api.Service){named}, edits...)...)
@@ -145,7 +145,7 @@ func mustSync(t testing.TB, b *Backend, all ...*sink.Changes) {
 	}
 }
 
-// verify calls Verify without a pause after the last one.
+// verify calls Verify without a pause after the last call.
 func verify(t testing.TB, b *Backend) error {
 	b.verifyAt = time.Time{}
 	return b.Verify(t.Context())

@@ -56,8 +56,8 @@ type Options struct {
 	// these pods as pods of this node. Therefore their traffic to external frontends of
 	// services with externalTrafficPolicy Local may reach endpoints on all nodes.
 	ClusterCIDRs []netip.Prefix
-	// NodePodCIDRs adds the current pod CIDRs of the Node object to ClusterCIDRs. They
-	// contain the addresses of this node's pods.
+	// NodePodCIDRs adds the current pod CIDRs of the Node object to ClusterCIDRs. These pod
+	// CIDRs contain the addresses of this node's pods.
 	NodePodCIDRs bool
 	// PodInterfaces are the interfaces of this node's pods, such as "cni0". A name that ends
 	// in "*" is a prefix of names, such as "veth*". Traffic from these interfaces counts as
@@ -97,8 +97,9 @@ type Flavour uint8
 const (
 	// DetectFlavour selects the flavour in which kubelet made its chain KUBE-IPTABLES-HINT
 	// or KUBE-KUBELET-CANARY. If neither flavour has such a chain, it selects the flavour
-	// with more rules. If both have the same number, it selects that of the program
-	// iptables. The image of kube-proxy detects the flavour in the same way.
+	// with more rules. If both flavours have the same number of rules, it selects the
+	// flavour of the program iptables. The image of kube-proxy detects the flavour in the
+	// same way.
 	DetectFlavour Flavour = iota
 	// NFT are the programs that write to nf_tables, such as iptables-nft-restore.
 	NFT

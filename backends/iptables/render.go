@@ -30,7 +30,7 @@ var tables = [...]string{filter, nat}
 
 const filter, nat = "filter", "nat"
 
-// The chains that every instance has, without the prefix of their names.
+// The names, without the prefix, of the chains that every instance has.
 const (
 	services    = "SERVICES"    // the first chain of each table
 	nodePorts   = "NODEPORTS"   // a dispatch chain for node ports
@@ -59,8 +59,8 @@ type rendered struct {
 	// chains are the chains of the service alone. A rule is a line, without "-A" and the
 	// name of its chain, exactly as iptables-save prints it.
 	chains map[chainID]string
-	// entries are rules of dispatch chains. If the rest of a rule is empty, the service needs
-	// no entry, and another service must not have one.
+	// entries are rules of dispatch chains. The value is the rest of the rule. An empty
+	// value takes the match from other services, but adds no rule.
 	entries map[entryID]string
 	// elements are elements of sets.
 	elements map[element]bool
@@ -73,7 +73,8 @@ type entryID struct {
 	match string
 }
 
-// element is an element of the set of a kind, such as rejectSet.
+// element is an element of a set. The field set has the kind of the set, such as
+// rejectSet.
 type element struct{ set, text string }
 
 func newRendered() *rendered {
@@ -231,8 +232,8 @@ func (r *renderer) skeleton() *rendered {
 }
 
 // outsiders returns the rules that mark connections to cluster IPs from outside the pod
-// network. With MasqueradeOutsiders, it returns none for a family whose pods the options
-// do not define.
+// network. With MasqueradeOutsiders, it returns no rules for a family whose pods the
+// options do not define.
 func (r *renderer) outsiders() (rules []string) {
 	switch {
 	case r.opts.MasqueradeAll:
@@ -267,7 +268,8 @@ type serviceRenderer struct {
 	out *rendered
 }
 
-// service returns what a view needs, which is nothing if the view is nil.
+// service returns the rules and elements that a view needs. If the view is nil, the
+// result is empty.
 func (r *renderer) service(se *api.ServiceEndpoints) *rendered {
 	s := serviceRenderer{r, se, "", newRendered()}
 	if se == nil {
@@ -306,8 +308,8 @@ func (s *serviceRenderer) entry(table string, f *nodeview.Frontend, target strin
 
 var plainName = regexp.MustCompile(`^[A-Za-z0-9._:/-]{1,200}$`)
 
-// comment returns a comment with the name of the service port. It returns none if the
-// name has unusual characters, which the API does not allow.
+// comment returns a comment with the name of the service port. It returns no comment if
+// the name has unusual characters, which the API does not allow.
 func (s *serviceRenderer) comment(f *nodeview.Frontend) string {
 	text := s.key
 	if f.ServicePort != nil && f.ServicePort.Name != "" {
@@ -393,7 +395,7 @@ func (s *serviceRenderer) fromNode(end string) []string {
 }
 
 // untranslated returns the target in table filter for the packets of f that table nat did
-// not translate. It returns "" if no rule or a set handles them.
+// not translate. It returns "" if these packets need no rule, or if a set handles them.
 func (s *serviceRenderer) untranslated(f *nodeview.Frontend) string {
 	verdict := cmp.Or(f.Elsewhere.Verdict, f.Node.Verdict)
 	set, target := rejectSet, s.name(reject)
@@ -479,7 +481,7 @@ func (s *serviceRenderer) endpoint(f *nodeview.Frontend, e *nodeview.Target) (ta
 	return chain, ""
 }
 
-// clients returns the options of the match recent that select the list of an endpoint's
+// clients returns options of the match recent. They select the list of an endpoint's
 // clients. The list has the name of the endpoint's chain.
 func (s *serviceRenderer) clients(chain string) string {
 	mask := "255.255.255.255"
@@ -520,8 +522,8 @@ const portsPerChain = 64
 // prefix.
 var dispatchName = regexp.MustCompile(`^(D[0-9A-F]{2}|N[TUS][0-9A-F]+)$`)
 
-// parent returns the name of the dispatch chain that leads to another one. Both names are
-// without prefix. The chain services is the root, so its parent is "".
+// parent returns the name of the chain that leads to a dispatch chain. Both names are
+// without the prefix. The chain services is the root, so its parent is "".
 func parent(suffix string) string {
 	switch {
 	case suffix == services:

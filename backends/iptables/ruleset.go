@@ -37,7 +37,7 @@ type ruleset struct {
 	claims map[chainID]map[string]claim
 	// branches has the children of each dispatch chain.
 	branches map[chainID]map[string]bool
-	// users has the number of services that need an element.
+	// users has the number of services that need each element.
 	users map[element]int
 	// undo has functions that restore the fields above if services fail. They are called in
 	// reverse order.
@@ -55,7 +55,7 @@ type ruleset struct {
 	// the kernel's own chains.
 	jumpLines map[string][]string
 	// foreign has the rules of other programs that lead to chains of the instance, and that
-	// deleteForeign could not delete. The kernel does not delete these chains.
+	// deleteForeign could not delete. The kernel keeps a chain while such a rule exists.
 	foreign []foreignRule
 	// held has the elements that existed when the pass began, by address. Until prune, each
 	// of them has one additional user in the map users.
@@ -64,18 +64,18 @@ type ruleset struct {
 	// holding is false.
 	delivered map[types.NamespacedName]bool
 	// broken is the error of the last call of begin, or nil. While it is not nil, all
-	// services of this family fail. failures is the number of consecutive calls of begin
-	// that failed.
+	// services of this family fail. The field failures is the number of consecutive calls of
+	// begin that failed.
 	broken   error
 	failures int
 	// holding is true from begin to prune. While it is true, no chain of a service is
 	// deleted, because rules of an earlier process may lead to that chain.
 	holding bool
 	// inexact has the chains whose rules iptables-save prints in another form than this
-	// package writes them, and the kernel's own chains whose jumps it prints so. The value
-	// is the digest of the printed rules when checkEdited found this.
+	// package. In the kernel's own chains, only the jumps to the instance's chains matter.
+	// The value is the digest of the printed rules.
 	inexact map[chainID]uint64
-	// edited reports that verify found edited rules, and no pass has ended since.
+	// edited is true if verify found edited rules and no pass has ended since.
 	edited bool
 	// verified is the generation of nf_tables in which verify found the right rules, or 0.
 	verified uint32
@@ -85,7 +85,7 @@ type ruleset struct {
 type record struct {
 	*rendered
 	view *api.ServiceEndpoints
-	// old reports that the record has no view, but what the kernel had when the pass began.
+	// old is true if the record has no view, but what the kernel had when the pass began.
 	old bool
 }
 
@@ -209,7 +209,7 @@ func (t *ruleset) begin(ctx context.Context) error {
 		}
 		t.changedChains[id] = true
 		if !dispatchName.MatchString(t.suffix(id)) {
-			continue // renderDispatch computes its rules from its children
+			continue // renderDispatch computes these rules from the child chains
 		}
 		for rule := range strings.SplitSeq(rules, "\n") {
 			if match, rest := splitEntry(rule); rest != "" {
@@ -332,9 +332,9 @@ func (t *ruleset) render(changes iter.Seq[sink.Change], failed *sink.Failed) (li
 	return list
 }
 
-// takeElements makes a service a user of the held elements that have its addresses, unless
-// this pass has programmed the service before. So if the service fails, prune does not
-// remove these elements. Elements have no names of services.
+// takeElements makes a service a user of the held elements that have its addresses,
+// because elements do not name a service. Therefore prune keeps these elements if the
+// service fails. A service that this pass has programmed before gets no held elements.
 func (t *ruleset) takeElements(key types.NamespacedName, view *api.ServiceEndpoints) {
 	if t.holding {
 		t.delivered[key] = true
@@ -426,8 +426,8 @@ func (t *ruleset) commitOld(ctx context.Context) error {
 	return fmt.Errorf("the kernel refuses rules that it had: %w (%w)", err, sink.ErrStartOver)
 }
 
-// replace replaces what a service needs. If take is true, the service takes its matches
-// from other services.
+// replace replaces the record of a service. If other services have entries with the same
+// matches, the service takes these matches only if take is true.
 func (t *ruleset) replace(key types.NamespacedName, next *record, take bool) {
 	last := t.records[key]
 	if last == nil {
@@ -497,7 +497,7 @@ func (t *ruleset) setChain(id chainID, rules string, keep bool) {
 	t.changedChains[id] = true
 }
 
-// use adds n users of an element.
+// use adds n to the number of users of an element.
 func (t *ruleset) use(e element, n int) {
 	t.undo = append(t.undo, func() { t.addUsers(e, -n) })
 	t.addUsers(e, n)
@@ -510,7 +510,7 @@ func (t *ruleset) addUsers(e element, n int) {
 }
 
 // claim sets the entry of a match. If take is true, the service takes the match from
-// another service. The rest may be empty: then the match has no entry.
+// another service. If the rest of c is empty, the match gets no entry.
 func (t *ruleset) claim(id entryID, c claim, take bool) {
 	is, had := t.claims[id.chain][id.match]
 	if is != c && (take || is.owner == c.owner) && (had || c.rest != "") {
@@ -722,7 +722,7 @@ func (t *ruleset) prune(ctx context.Context, failing map[types.NamespacedName]bo
 	}
 	for key := range failing {
 		if !t.delivered[key] {
-			clear(t.held) // until the next pass, the elements have a user
+			clear(t.held) // the elements keep their additional user until the next pass
 		}
 	}
 	for _, list := range t.held {
@@ -740,7 +740,7 @@ func (t *ruleset) prune(ctx context.Context, failing map[types.NamespacedName]bo
 
 var jumpPattern = regexp.MustCompile(`-j (\S+)`)
 
-// reach marks the chains to which the rules lead as needed.
+// reach adds to the map needed all chains to which the rules lead.
 func (t *ruleset) reach(table, rules string, needed map[chainID]bool) {
 	for _, m := range jumpPattern.FindAllStringSubmatch(rules, -1) {
 		id := chainID{table, m[1]}
@@ -820,8 +820,8 @@ func (t *ruleset) verifyRules(ctx context.Context) error {
 }
 
 // jumpsAndChains returns the rules that lead to chains of the instance, and the rules of
-// these chains: those in the kernel, and those that it should have. It omits the rules of
-// t.foreign.
+// these chains. The first result has the rules in the kernel, without those of t.foreign.
+// The second result has the rules that the kernel should have.
 func (t *ruleset) jumpsAndChains(s *saved) (is, want map[chainID]string) {
 	is, want = maps.Clone(s.chains), maps.Clone(t.chains)
 	for id, rules := range s.jumps {
@@ -847,7 +847,7 @@ func sameLength(a, b string) bool {
 
 // checkEdited is called after a pass. If verify found edited rules before the pass,
 // checkEdited reads the rules again. If the pass has written a chain, but iptables-save
-// still prints other rules, iptables-save prints them in another form than this package.
+// still prints other rules, it only prints the written rules in another form.
 func (t *ruleset) checkEdited(ctx context.Context) error {
 	if !t.edited {
 		return nil
@@ -880,7 +880,7 @@ func (d difference) Error() string { return string(d) }
 
 func differs(format string, args ...any) error { return difference(fmt.Sprintf(format, args...)) }
 
-// saved has rules in the kernel in one family.
+// saved has the rules of one family in the kernel.
 type saved struct {
 	// chains has the rules of the instance's chains.
 	chains map[chainID]string
@@ -953,14 +953,14 @@ type foreignRule struct {
 	rule  string
 }
 
-// target returns the chain of the instance.
+// target returns the chain of the instance to which the rule leads.
 func (r foreignRule) target() chainID {
 	return chainID{r.chain.table, r.rule[strings.LastIndexByte(r.rule, ' ')+1:]}
 }
 
 // foreign returns the rules that lead to chains of the instance in addition to the given
-// jumps. It deletes the jumps that exist from the map jumps. In the chains of inexact, a
-// rule with that digest also counts as the jump.
+// jumps. If the kernel has a jump, foreign deletes it from the map jumps. A rule also
+// counts as the jump of its chain if inexact has the digest of the rule.
 func (s *saved) foreign(jumps map[chainID]string, inexact map[chainID]uint64) (list []foreignRule) {
 	for id, rules := range s.jumps {
 		for rule := range strings.SplitSeq(rules, "\n") {

@@ -22,7 +22,7 @@ import (
 // them for addresses of the node, and the kernel finds them in a tree instead of a list.
 // Another program may add the same address without a conflict.
 type localAddresses struct {
-	// name is the name of the interface. Its alias is owner.
+	// name is the name of the interface, and owner is its alias.
 	name, owner string
 	netNS       int
 	// The fields below are set while the connection is open.
@@ -96,11 +96,11 @@ func (l *localAddresses) lost() bool {
 	return errors.As(err, new(netlink.LinkNotFoundError)) || err == nil && link.Attrs().Flags&net.FlagUp == 0
 }
 
-// errForeignInterface is the error of find if another program has the interface.
+// errForeignInterface is the error of find if the interface belongs to another program.
 var errForeignInterface = errors.New("choose another name, or delete it if no other program uses it")
 
 // find returns the interface, or nil if it does not exist. It looks for the alias,
-// because the option Interface may have been another one when the interface was created.
+// because the option Interface may have had another value when the interface was created.
 // If a crash interrupted the creation, the interface has no alias and is down, and find
 // looks for the name.
 func (l *localAddresses) find() (netlink.Link, error) {

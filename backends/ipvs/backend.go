@@ -237,8 +237,8 @@ func (b *Backend) checkConntrack() error {
 	return err
 }
 
-// checkSysctls checks settings. If the mode in the options is one of set, it also
-// corrects them.
+// checkSysctls checks settings. If set contains the mode in the options, it also corrects
+// the settings.
 func (b *Backend) checkSysctls(ctx context.Context, settings []sysctl.Setting, set ...SysctlMode) error {
 	if b.opts.Sysctls == IgnoreSysctls {
 		return nil

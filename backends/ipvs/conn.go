@@ -167,8 +167,8 @@ func execute(nl *netlink.Conn, family uint16, command uint8, flags netlink.Heade
 	return answers, nil
 }
 
-// request sends a request about a virtual server. The functions service and dest encode
-// more attributes; each may be nil.
+// request sends a request about a virtual server. The arguments service and dest are
+// functions that encode further attributes. Each function may be nil.
 func (c *conn) request(command uint8, flags netlink.HeaderFlags, id serverID, service, dest func(*netlink.AttributeEncoder)) ([]*netlink.AttributeDecoder, error) {
 	if err := c.open(); err != nil {
 		return nil, err
@@ -301,8 +301,8 @@ func wrap(err error, format string, args ...any) error {
 }
 
 // list returns all virtual servers, without destinations. It omits virtual servers that a
-// packet mark identifies. The kernel may omit others too if virtual servers are deleted
-// meanwhile.
+// packet mark identifies. The kernel may omit other virtual servers too if virtual
+// servers are deleted meanwhile.
 func (c *conn) list() (map[serverID]*server, error) {
 	answers, err := c.request(getService, netlink.Dump, serverID{}, nil, nil)
 	if err != nil {

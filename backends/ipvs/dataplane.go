@@ -31,17 +31,17 @@ type dataplane struct {
 	table   *table // nil until the first pass
 	local   localAddresses
 
-	// known reports that the fields servers, elements and routes describe the kernel.
+	// known is true if the fields servers, elements and routes describe the kernel.
 	known bool
-	// servers are the virtual servers of this instance. Their flags contain its owner.
+	// servers are the virtual servers of this instance. Their flags identify the instance.
 	servers map[serverID]*server
-	// elements are the elements of the table. routes are the local addresses.
+	// The field elements has the elements of the table, and routes has the local addresses.
 	elements map[element]bool
 	routes   map[netip.Addr]bool
 
 	// plans are the plans of the services that were delivered since the pass began. The
-	// fields refs and claims derive from them: how many frontends need an element, and which
-	// service has a frontend. Each frontend is in one plan.
+	// fields refs and claims are computed from the plans: refs counts the uses of each
+	// element, and claims has the service of each frontend. Each frontend is in one plan.
 	plans  map[types.NamespacedName]*plan
 	refs   map[element]int
 	claims map[serverID]claim
@@ -49,13 +49,13 @@ type dataplane struct {
 	// virtual servers and local addresses.
 	unused map[element]bool
 	// earlier are elements that the table had when the pass began, by group. When a service
-	// is delivered, its plan replaces them.
+	// is delivered, its plan replaces the elements of its groups.
 	earlier map[element][]element
 	// leaving are virtual servers with destinations that get no new connections.
 	leaving map[serverID]bool
 	// unchecked are the virtual servers that the current comparison has yet to check.
 	unchecked []serverID
-	// leftovers exist if the last pass kept everything because services failed.
+	// leftovers records whether the last pass kept everything because services failed.
 	leftovers kernelnode.Leftovers
 }
 
@@ -96,7 +96,7 @@ func (d *dataplane) begin(ctx context.Context) (err error) {
 	}
 	elements, err := d.table.read()
 	if errors.Is(err, errChanged) {
-		maps.Copy(elements, d.elements) // another program may have deleted them
+		maps.Copy(elements, d.elements) // another program may have deleted elements
 		err = d.table.create(elements)
 	}
 	if err != nil {
@@ -145,8 +145,8 @@ func (d *dataplane) follow(next planner) bool {
 }
 
 // readServers returns the virtual servers of this instance. The kernel's listing may be
-// incomplete. omitForeign finds the virtual servers that a service needs. deleteServer
-// finds the others if the table has their elements.
+// incomplete. Of the missing virtual servers, omitForeign finds those that a service
+// needs, and deleteServer finds those that have elements in the table.
 func (d *dataplane) readServers(ctx context.Context) (map[serverID]*server, error) {
 	servers, err := d.conn.list()
 	if err != nil {
@@ -182,13 +182,14 @@ func (id serverID) element() element {
 // sync programs c. Its errors are those of Sync in [sink.Sink].
 //
 // Its steps interrupt no traffic. The instance makes an address local when the virtual
-// servers of the address exist and the table has its elements. At such addresses, sync lets
-// the table accept packets to a frontend only while the virtual server exists. Otherwise
-// the table refuses them, like those to all other ports of the address, because they would
-// reach programs of the node. Other addresses of frontends belong to the machine, and the
-// table does not refuse other ports there. So at these addresses, sync adds the elements of
-// a frontend before its virtual server and deletes them after it. Otherwise IPVS would
-// forward connections that source ranges exclude.
+// servers of the address exist and the table has its elements. At such addresses, sync
+// lets the table accept packets to a frontend only while the virtual server exists.
+// Otherwise the table refuses these packets and packets to all other ports of the
+// address, because they would reach programs of the node. Other addresses of frontends
+// belong to the machine, and the table does not refuse other ports there. Therefore sync
+// adds the elements of such a frontend before its virtual server, and deletes the
+// elements after the virtual server. Otherwise IPVS would forward connections that source
+// ranges exclude.
 func (d *dataplane) sync(c *sink.Changes) error {
 	var failed sink.Failed
 	plans := map[types.NamespacedName]*plan{}
@@ -230,8 +231,9 @@ func (d *dataplane) sync(c *sink.Changes) error {
 // resolveConflicts leaves each frontend in the plan of one service. An external or
 // load-balancer IP of a service may be an address of the node, and its port may be a node
 // port. Then the node port wins, and the service that loses the frontend fails. All other
-// conflicts are resolved before Sync, so that the later plan is valid. If a service that
-// is not in plans loses a frontend, resolveConflicts adds its new plan.
+// conflicts are resolved before Sync, so the frontend belongs to the service that was
+// delivered last. If a service that is not in plans loses a frontend, resolveConflicts
+// adds its new plan.
 func (d *dataplane) resolveConflicts(plans map[types.NamespacedName]*plan, failed *sink.Failed) {
 	others := map[types.NamespacedName]*plan{}
 	for _, p := range plans {
@@ -309,7 +311,7 @@ func (d *dataplane) addElements(plans map[types.NamespacedName]*plan) error {
 	}
 	for group := range groups {
 		for _, e := range d.earlier[group] {
-			delta[e] += 0 // unused, unless the plan of the same frontend has it
+			delta[e] += 0 // e becomes unused, unless the new plan needs it
 		}
 	}
 	var remove, add []element
@@ -323,7 +325,7 @@ func (d *dataplane) addElements(plans map[types.NamespacedName]*plan) error {
 		case await, e.set.exclusive():
 			remove = append(remove, e)
 		case e.set.kind == restricted && d.refs[e.group()]+delta[e.group()] > 0:
-			remove = append(remove, e) // together with its sources
+			remove = append(remove, e) // in the same transaction as its elements in the set sources
 		}
 	}
 	if err := d.changeTable(remove, add); err != nil {
@@ -341,8 +343,8 @@ func (d *dataplane) addElements(plans map[types.NamespacedName]*plan) error {
 	return nil
 }
 
-// awaitsServer reports whether the table must not have e before a virtual server exists. In
-// delta are elements that are added together with e.
+// awaitsServer reports whether the table must not have e before a virtual server exists.
+// The argument delta has the elements that are added together with e.
 func (d *dataplane) awaitsServer(e element, delta map[element]int) bool {
 	switch e.set.kind {
 	case frontends:
@@ -550,7 +552,7 @@ func (d *dataplane) endPass(failing []types.NamespacedName) {
 func (d *dataplane) deleteUnused() error {
 	var errs []error
 	kept := map[element]bool{}  // groups that could not be deleted
-	var before, after []element // frontends whose virtual servers go before or after them
+	var before, after []element // frontends whose virtual servers are deleted before or after the elements
 	for e := range d.unused {
 		switch {
 		case e.set.kind == addresses && d.routes[e.addr()]:

@@ -22,12 +22,12 @@ const (
 	// addresses are the addresses that the instance makes local.
 	addresses
 	clusterIPs
-	// restricted are frontends with source ranges. An element of sources is a frontend and a
-	// range that it admits.
+	// The set restricted has frontends with source ranges. An element of the set sources is
+	// a frontend and a range that the frontend admits.
 	restricted
 	sources
-	// drops and rejects are frontends without endpoints, whose packets are dropped or
-	// rejected.
+	// The sets drops and rejects have frontends without endpoints. Packets to these
+	// frontends are dropped or rejected.
 	drops
 	rejects
 	// masquerades are frontends of which all connections are masqueraded.
@@ -139,9 +139,9 @@ func frontendKey(id serverID) string {
 	return addrKey(id.Addr()) + string([]byte{protocolNumbers[id.protocol], 0, 0, 0}) + portKey(id.Port())
 }
 
-// group returns the element in the set frontends of the frontend that e describes. If e
+// group returns the frontend that e describes, as an element of the set frontends. If e
 // does not describe a frontend, group returns e without its value. A plan that needs an
-// element of a group replaces all others of the group.
+// element of a group replaces all other elements of the group.
 func (e element) group() element {
 	switch e.set.kind {
 	case addresses, clusterIPs, healthChecks, hairpins:

@@ -342,8 +342,8 @@ func testTableDeleted(t *testing.T) {
 	}
 }
 
-// testTableDeletedWhileStopped checks that the backend knows its virtual servers without
-// the table.
+// testTableDeletedWhileStopped checks that the backend recognizes its virtual servers
+// although the table was deleted.
 func testTableDeletedWhileStopped(t *testing.T) {
 	n := newNode(t)
 	web := view([]string{"10.1.0.1"}, func(s *api.Service) { s.Type, s.Ports[0].NodePort = api.NodePort, 30080 })
@@ -412,7 +412,7 @@ func testAddressOfNodePort(t *testing.T) {
 	})
 	at := func(v *api.ServiceEndpoints) {
 		t.Helper()
-		if err := n.dataplane.removeIdle(t.Context()); err != nil { // the endpoints of the loser
+		if err := n.dataplane.removeIdle(t.Context()); err != nil { // deletes the endpoints of the service that lost the frontend
 			t.Fatal(err)
 		}
 		want := fmt.Sprintf("192.0.2.1:30080/TCP rr 0 %s:8080=1", v.Endpoints[0].Addr)
@@ -446,7 +446,8 @@ func testAddressOfNodePort(t *testing.T) {
 }
 
 // testOwnAddressAndNodePort checks a service whose external IP and port are those of its
-// own node port, with different elements in the table. It must not stop other services.
+// own node port. The two frontends need different elements in the table. This conflict
+// must not stop other services.
 func testOwnAddressAndNodePort(t *testing.T) {
 	n := newNode(t)
 	bad := view([]string{"10.1.0.1"}, func(s *api.Service) {
@@ -465,8 +466,8 @@ func testOwnAddressAndNodePort(t *testing.T) {
 		"192.0.2.1:30080/TCP rr 0", "192.0.2.1:31000/TCP rr 0", "192.0.2.1:80/TCP rr 0")
 }
 
-// testConntrackSetting checks that a wrong setting, with which nothing can be masqueraded,
-// is an error.
+// testConntrackSetting checks that the backend returns an error if net.ipv4.vs.conntrack
+// is 0, because nothing can be masqueraded then.
 func testConntrackSetting(t *testing.T) {
 	n := newNode(t)
 	n.restart(func(o *Options) { o.Sysctls = IgnoreSysctls })
@@ -644,7 +645,8 @@ func testInterfaceLost(t *testing.T) {
 		}
 	}
 
-	// A pass cannot repair this, so it must not cause passes. The kernel removes IPv6.
+	// With this MTU, the kernel removes IPv6 from the interface. A pass cannot repair that,
+	// so the failure must not cause passes.
 	n.mustPass()
 	n.ns.Run(t, "ip", "link", "set", "kpng-ipvs", "mtu", "1000")
 	if failed, ok := sink.Acknowledged(n.deliver(&sink.Changes{}, web)); !ok || failed[web.Key()] == nil {
@@ -652,8 +654,8 @@ func testInterfaceLost(t *testing.T) {
 	}
 }
 
-// testInterfaceNames checks an interface that a crash has left without its alias, and one
-// that has another name than the options say.
+// testInterfaceNames checks an interface that a crash has left without its alias, and an
+// interface whose name differs from the option Interface.
 func testInterfaceNames(t *testing.T) {
 	n := newNode(t)
 	before := n.inventory()
@@ -744,8 +746,8 @@ func testRefusedWithoutServer(t *testing.T) {
 	}
 }
 
-// testVerdictsFromBefore checks that a service does not keep the verdicts of the process
-// before, although the pass has not ended or another service fails.
+// testVerdictsFromBefore checks that a service does not keep the verdicts of an earlier
+// process, even if the pass has not ended or another service fails.
 func testVerdictsFromBefore(t *testing.T) {
 	n := newNode(t)
 	n.mustPass(view(nil, nil))
@@ -759,7 +761,8 @@ func testVerdictsFromBefore(t *testing.T) {
 		t.Errorf("the service is rejected: %t (%v)", elements[rejects], err)
 	}
 
-	// A service that has no frontend except one of another program does not prevent pruning.
+	// The only frontend of this service belongs to another program. The failure of the
+	// service does not prevent pruning.
 	foreign := view(nil, func(s *api.Service) {
 		s.Name, s.IPs.ClusterIPs = "foreign", api.NewIPSet(netip.MustParseAddr("10.96.0.2"))
 	})
@@ -815,7 +818,7 @@ func testGracefulRemoval(t *testing.T) {
 	const both = "10.96.0.1:80/TCP rr 0 10.1.0.1:8080=0 10.1.0.2:8080=1"
 	n.mustHave(both)
 
-	// Counts of connections do not hide changes by other programs.
+	// After the backend has counted connections, it still finds changes by other programs.
 	web := id("10.96.0.1:80", api.TCP)
 	if err := errors.Join(
 		n.dataplane.conn.set(web, false, settings{scheduler: "wlc"}),
@@ -892,7 +895,7 @@ func testMachineAddress(t *testing.T) {
 		{func() { n.ns.Add(t, "lo", "203.0.113.1/32") }, false},
 		{func() { n.ns.Remove(t, "lo", "203.0.113.1/32") }, true},
 	} {
-		n.gain("192.0.2." + fmt.Sprint(2+len(n.dataplane.planner.machineAddrs))) // no service has it
+		n.gain("192.0.2." + fmt.Sprint(2+len(n.dataplane.planner.machineAddrs))) // an address that no service has
 		if err := n.Verify(t.Context()); err != nil {
 			t.Errorf("after a change of another address, Verify returns %v", err)
 		}

@@ -25,8 +25,8 @@ type Options struct {
 	// "-", "_" and ".". Default: empty, for the table "kpng-ipvs".
 	Instance string
 	// Interface is the name of the instance's interface, of type dummy. Each instance needs
-	// its own. The backend creates the interface; Cleanup deletes it. The alias of the
-	// interface is the name of the table. If an interface has this alias already, the
+	// its own interface. The backend creates the interface; Cleanup deletes it. The alias of
+	// the interface is the name of the table. If an interface has this alias already, the
 	// backend uses it under its present name. Default: "kpng-ipvs", or "kpng-<Instance>".
 	Interface string
 
@@ -34,7 +34,8 @@ type Options struct {
 	// endpoints have the weight 1. Default: rr.
 	Scheduler string
 	// SchedulerAnnotation is the name of the service annotation that overrides Scheduler.
-	// The source must keep this annotation. Default: "kpng.io/ipvs-scheduler".
+	// The source of the services must deliver this annotation. Default:
+	// "kpng.io/ipvs-scheduler".
 	SchedulerAnnotation string
 
 	// MasqueradeMark is a bit of the packet mark. It marks a packet whose connection is to

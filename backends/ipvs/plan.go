@@ -69,8 +69,8 @@ type plan struct {
 type frontendPlan struct {
 	id   serverID
 	kind nodeview.Kind
-	// local reports that the address has to be made local. External and load-balancer IPs
-	// may be addresses of the machine, which are local already.
+	// local is true if the instance has to make the address local. External and
+	// load-balancer IPs may be addresses of the machine, which are local already.
 	local bool
 	wanted
 	elements []element
@@ -79,8 +79,9 @@ type frontendPlan struct {
 // wanted is the wanted state of a virtual server.
 type wanted struct {
 	settings
-	// endpoints are the endpoints that get new connections, sorted. Other endpoints in
-	// existing only keep their connections. All addresses of a node port share these slices.
+	// The field endpoints has the endpoints that get new connections, sorted. The field
+	// existing also has endpoints that only keep their connections. All addresses of a node
+	// port share these slices.
 	endpoints, existing []netip.AddrPort
 }
 
@@ -91,7 +92,7 @@ func (w *wanted) keeps(at netip.AddrPort, p api.Protocol) bool {
 }
 
 // plan returns what the view se needs. If se is nil, the plan is empty. The error names
-// an invalid scheduler; the plan then uses the default one.
+// an invalid scheduler; the plan then uses the default scheduler.
 func (p *planner) plan(se *api.ServiceEndpoints) (*plan, error) {
 	out := &plan{}
 	if se == nil {
@@ -172,8 +173,8 @@ func existing(se *api.ServiceEndpoints, f *nodeview.Frontend) (all []netip.AddrP
 	return all
 }
 
-// elements returns the elements of the table for the frontend f. The frontends of the
-// service are in all.
+// elements returns the elements of the table for the frontend f. The argument all has all
+// frontends of the service.
 func (p *planner) elements(id serverID, f *nodeview.Frontend, all []nodeview.Frontend) []element {
 	key := frontendKey(id)
 	elements := []element{{set: setOf(frontends, id.Addr()), key: key}}
@@ -209,7 +210,7 @@ func (p *planner) elements(id serverID, f *nodeview.Frontend, all []nodeview.Fro
 }
 
 // healthCheck returns the element that translates health checks by a load balancer, which
-// sends them to the load-balancer IP. An address of node ports answers them.
+// sends them to the load-balancer IP. The new destination is an address of node ports.
 func (p *planner) healthCheck(a netip.Addr, s *api.Service) []element {
 	port := cmp.Or(uint16(nodeview.HealthCheckPort(s)), p.healthzPort)
 	to, ok := p.firstNodePortAddr(api.FamilyOf(a))
@@ -222,8 +223,8 @@ func (p *planner) healthCheck(a netip.Addr, s *api.Service) []element {
 
 // redirect returns the cluster IP and port to which this node's own traffic to f goes. A
 // redirect is needed if this node's traffic uses another list of endpoints than f,
-// because a virtual server has one list. The cluster IP of the same service port has that
-// list, unless internalTrafficPolicy is Local too.
+// because a virtual server has only one list. The cluster IP of the same service port has
+// that list, unless internalTrafficPolicy is Local too.
 func redirect(f *nodeview.Frontend, all []nodeview.Frontend) (to netip.AddrPort, ok bool) {
 	if f.Node.Verdict != nodeview.Forward || f.Node.List == f.Elsewhere.List {
 		return to, false

@@ -256,10 +256,10 @@ func (t *table) exists() (bool, error) {
 	return true, nil
 }
 
-// create replaces the table by one with these elements, in one transaction. If the
-// elements need several transactions, those of the set frontends are last. So at addresses
-// that the instance makes local, the table may refuse connections meanwhile, but does not
-// accept connections that it must refuse.
+// create replaces the table by a new table with these elements. If the elements need
+// several transactions, those of the set frontends are last. Meanwhile the table may
+// refuse connections to addresses that the instance makes local, but does not accept
+// connections that it must refuse.
 func (t *table) create(elements map[element]bool) error {
 	t.nft.AddTable(t.table()) // because the deletion of a missing table fails
 	t.nft.DelTable(t.table())

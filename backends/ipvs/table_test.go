@@ -136,7 +136,7 @@ func TestChangedTableIsDetectedAndKeepsElements(t *testing.T) {
 }
 
 // TestTableOfAnySize checks that the backend recovers after another program has deleted a
-// large table, and that it can delete all elements.
+// large table, and that the backend can delete all elements.
 func TestTableOfAnySize(t *testing.T) {
 	ns := netnstest.New(t)
 	const buffer = 256 << 10
@@ -210,10 +210,10 @@ func TestRefusedElementsDoNotStopOtherServices(t *testing.T) {
 	}
 }
 
-// TestOrderOfElementsAndServers checks that the table accepts packets to a cluster IP only
-// while the virtual server exists, and redirects none to it before. An address of the machine is reachable without elements,
-// so the table must check its packets before the virtual server exists and until it is
-// deleted.
+// TestOrderOfElementsAndServers checks that the table accepts packets to a cluster IP and
+// redirects packets to it only while the virtual server exists. An address of the machine
+// is reachable without elements. Therefore the table must check packets to that address
+// before the virtual server is created, and until the virtual server is deleted.
 func TestOrderOfElementsAndServers(t *testing.T) {
 	const notOpen = 1 << 20
 	d := newDataplane(&Options{Scheduler: "rr", NetNS: notOpen}) // deletions of virtual servers fail

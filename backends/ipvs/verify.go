@@ -18,9 +18,9 @@ import (
 )
 
 const (
-	// minPause is the shortest time between two comparisons with the kernel. Comparisons and
-	// counts of connections are followed by pauses of at least pauseFactor times their
-	// durations, so that each of them uses at most 2 % of a CPU.
+	// minPause is the shortest time between two comparisons with the kernel. A pause follows
+	// each comparison and each count of connections. It is at least pauseFactor times as
+	// long, so that comparisons and counts use at most 2 % of a CPU each.
 	minPause    = 10 * time.Second
 	pauseFactor = 50
 )
@@ -36,7 +36,7 @@ func (d *dataplane) removeIdle(ctx context.Context) error {
 	reads := 0
 	for id := range d.leaving {
 		if reads++; reads > maxIdleReads {
-			break // the order of a map is random, so later calls read the others
+			break // the order of a map is random, so later calls read the other virtual servers
 		}
 		if ctx.Err() != nil {
 			return errors.Join(append(errs, context.Cause(ctx))...)

@@ -36,7 +36,7 @@ type object struct {
 
 func (o object) isSet() bool { return o.family != 0 }
 
-// isOwn reports whether this is the name of a chain or set of a single service.
+// isOwn reports whether the chain or set with this name belongs to a single service.
 func isOwn(name string) bool { return strings.Contains(name, "/") }
 
 // planAffinity emits objects that balance traffic among targets, for a frontend f with

@@ -63,7 +63,7 @@ func BenchmarkLoad(b *testing.B) {
 	}
 }
 
-// BenchmarkResync measures a restart without changes.
+// BenchmarkResync measures a restart with its first pass. No service has changed.
 func BenchmarkResync(b *testing.B) {
 	for _, n := range []int{1_000, 10_000, 30_000} {
 		b.Run(fmt.Sprintf("services=%d/endpoints=10", n), func(b *testing.B) {
@@ -153,9 +153,9 @@ func BenchmarkConnect(b *testing.B) {
 	}
 }
 
-// BenchmarkChangeDuringPass changes one service after the other during a pass without
-// other changes. It reports the median and the longest time until a change is in the
-// kernel. The case "restart" is the first pass after a restart, when the table has
+// BenchmarkChangeDuringPass changes one service after the other during a pass. Otherwise
+// the pass changes nothing. It reports the median and the longest time until a change is
+// in the kernel. The case "restart" is the first pass after a restart, when the table has
 // already been read. The case "later" is a later pass.
 func BenchmarkChangeDuringPass(b *testing.B) {
 	for _, n := range []int{1_000, 10_000, 30_000} {

@@ -47,13 +47,13 @@ func (c *conn) query(ctx context.Context, msg, flags uint16, fill func(*wire), f
 	}, f)
 }
 
-// list requests all objects of one kind in the table.
+// The method list requests all objects of one kind in the table.
 //
-// The kernel answers in several messages. To continue, it skips as many objects of the
-// table as it has sent. It reports an interruption if any table changed meanwhile. Only a
-// change of this table matters, and other programs should not change it, so list ignores
-// interruptions. If a program does change it, the result of foreignCommits changes, and
-// Verify reads the table again.
+// The kernel answers in several messages. Before each further message, it skips as many
+// objects of this table as it has already sent. The kernel reports an interruption if any
+// table changed between two messages. Only a change of this table matters, and other
+// programs should not change it, so list ignores interruptions. After a change by another
+// program, foreignCommits returns another number, and Verify reads the table again.
 func (c *conn) list(ctx context.Context, msg uint16, fill func(*wire), f func(attributes []byte)) error {
 	err := c.query(ctx, msg, unix.NLM_F_DUMP, fill, f)
 	if errors.Is(err, netfilter.ErrInterrupted) {
@@ -62,7 +62,7 @@ func (c *conn) list(ctx context.Context, msg uint16, fill func(*wire), f func(at
 	return err
 }
 
-// noAttributes is an argument of query for a request without attributes.
+// noAttributes is the argument fill of query if a request needs no attributes.
 func noAttributes(*wire) {}
 
 // dump calls f with each element of the map m; see decodeElements.
@@ -148,15 +148,16 @@ func (c *conn) inspect(ctx context.Context, name string) (*listing, error) {
 	return l, nil
 }
 
-// quietListings is how many interrupted listings in a row must show no new chain before
-// listChains returns.
+// quietListings is a number of consecutive interrupted listings. If none of them shows a
+// new chain, listChains returns.
 const quietListings = 3
 
 // listChains returns the hooks of the table's chains.
 //
-// To continue a list of chains, the kernel skips a number of chains, counted in all
-// tables of the family. So if another table changes meanwhile, the listing is interrupted
-// and may miss chains. Then listChains repeats the listing until it finds no new chains.
+// The kernel answers in several messages. Before each further message, it skips as many
+// chains as it has already sent, in all tables of the family. So if another table changes
+// between two messages, the listing is interrupted and may miss chains. Then listChains
+// repeats the listing until it finds no new chains.
 func (c *conn) listChains(ctx context.Context) (map[string]hook, error) {
 	found := map[string]hook{}
 	for quiet := 0; ; quiet++ {
@@ -179,9 +180,9 @@ func (c *conn) listChains(ctx context.Context) (map[string]hook, error) {
 	}
 }
 
-// foreignCommits returns a number that changes with each transaction of another program
-// in the network namespace, on any table. Transactions of this connection do not change
-// it. The result is the kernel's number of transactions minus that of this connection.
+// foreignCommits returns a number that changes when another program changes any table in
+// the network namespace. Transactions of this connection do not change it. The result is
+// the kernel's count of all transactions minus the transactions of this connection.
 func (c *conn) foreignCommits(ctx context.Context) (int64, error) {
 	var generation uint32
 	err := c.Query(ctx, func(b *netfilter.Builder) {

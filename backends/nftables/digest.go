@@ -46,9 +46,10 @@ func canonical(rule []byte) (b []byte) {
 	return b
 }
 
-// nestedAttributes has, for each name of an expression, the attributes that contain other
-// attributes. It maps such an attribute to a name, for example "data". This name is the
-// key for the contained attributes.
+// nestedAttributes has the attributes that contain other attributes. The first key is the
+// name of an expression, and the second key is the number of its attribute. The value is
+// a name for the contained attributes, for example "data", which can again be a first
+// key.
 var nestedAttributes = map[string]map[uint16]string{
 	"cmp":       {unix.NFTA_CMP_DATA: "data"},
 	"immediate": {unix.NFTA_IMMEDIATE_DATA: "data"},

@@ -16,7 +16,8 @@ import (
 )
 
 // maxKey is the maximum length of a key in octets. The keys of source ranges are the
-// longest, with 40 octets and one more for the prefix length.
+// longest: they have 40 octets in the kernel, and one more octet here for the prefix
+// length.
 const maxKey = 40 + 1
 
 // elementID identifies an element of a map. A key shorter than maxKey is followed by
@@ -34,8 +35,8 @@ func (id *elementID) frontendID() elementID {
 	return f
 }
 
-// value has the fields of an element except its key. In elements of a set, all fields are
-// zero.
+// The struct value has the fields of an element except the key. If the element belongs to
+// a set, all these fields are zero.
 type value struct {
 	data [20]byte
 	// chain is the name of the verdict's target chain, or dropVerdict. In maps of frontends,
@@ -117,7 +118,7 @@ func endpointValue(a netip.Addr, port int32) value {
 }
 
 // String returns the name of the map and the element. The format is that of nft, except
-// that the name of a chain replaces its number.
+// that it shows the name of a chain instead of the number of the chain.
 func (e element) String() string {
 	s := e.elementID.String()
 	addrLen := e.m.addrLen()

@@ -50,8 +50,9 @@ func (w *wire) data(attr uint16, v []byte) {
 	w.EndNest(at)
 }
 
-// rangeEnd returns the last key of the range that begins with key. The key ends in the
-// address of a prefix. The address has addrLen octets, and the prefix length is bits.
+// rangeEnd returns the last key of the range that begins with key. The last addrLen
+// octets of key are the first address of a prefix. The argument bits is the prefix
+// length.
 func rangeEnd(key []byte, addrLen, bits int) []byte {
 	end := append([]byte(nil), key...)
 	addr := end[len(end)-addrLen:]
@@ -62,9 +63,9 @@ func rangeEnd(key []byte, addrLen, bits int) []byte {
 }
 
 // decodeElements calls f with each element of a NFT_MSG_NEWSETELEM message about m. If
-// the element cannot come from this package, the argument foreign is its encoding, which
-// is valid until f returns. Otherwise foreign is nil. A cache of chain names lets
-// elements with the same chain share one string.
+// this package cannot have made the element, the argument foreign is the element's
+// encoding, which is valid until f returns. Otherwise foreign is nil. A cache of chain
+// names lets elements with the same chain share one string.
 func decodeElements(m mapID, attributes []byte, names map[string]string, f func(e element, foreign []byte)) {
 	for _, item := range netfilter.Attributes(netfilter.Attribute(attributes, unix.NFTA_SET_ELEM_LIST_ELEMENTS)) {
 		if e, ok := decodeElement(m, item, names); ok {
@@ -127,7 +128,7 @@ func prefixLen(firstAddr, lastKey []byte) (bits byte, ok bool) {
 	return 0, false
 }
 
-// decodeVerdict returns the chain to which a verdict goes, or dropVerdict.
+// decodeVerdict returns the name of a verdict's target chain, or dropVerdict.
 func decodeVerdict(verdict []byte, names map[string]string) string {
 	code := int32(netfilter.Uint32(netfilter.Attribute(verdict, unix.NFTA_VERDICT_CODE)))
 	b := netfilter.Attribute(verdict, unix.NFTA_VERDICT_CHAIN)

@@ -11,8 +11,9 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// descriptionOf has, for each message type, a phrase for its effect and the attribute
-// that names the object. For messages about elements, see describeElements.
+// descriptionOf has, for each message type, a phrase for the message's effect, and the
+// attribute that contains the name of the changed object. For messages about elements,
+// see describeElements.
 var descriptionOf = map[uint16]struct {
 	doing string
 	name  uint16

@@ -38,8 +38,8 @@ func (l *listing) fits() bool {
 }
 
 // loadSkeleton writes the missing parts of the skeleton in one transaction. It keeps the
-// elements of a table that fits. It returns the result of conn.foreignCommits before any
-// table was read.
+// elements of a table that fits. It returns the number that conn.foreignCommits returned
+// before any table was read.
 //
 // If another version of this package made the table, its maps may have other layouts.
 // Then loadSkeleton makes a second table without base chains. The old table handles the
@@ -107,7 +107,8 @@ func (t *table) load(ctx context.Context, present *listing, chains []chain, fini
 		t.skeleton[c.name] = digestOf(t.conn.seed, c.hook, c.rules)
 	}
 	var err error
-	// Activate a dormant table in its own transaction, which cannot also add base chains.
+	// Activate a dormant table in a separate transaction, because the kernel cannot add base
+	// chains in the same transaction.
 	if present.dormant && present.fits() {
 		err = t.conn.transact(ctx, func(w *wire) { w.newTable() })
 	}

@@ -95,8 +95,8 @@ func mustSync(t testing.TB, b *Backend, all ...*sink.Changes) {
 	}
 }
 
-// nftProgram returns the path of nft. The environment variable KPNG_TEST_NFT selects
-// another path than Debian's.
+// nftProgram returns the path of nft. The default is the path in Debian. The environment
+// variable KPNG_TEST_NFT overrides the default.
 func nftProgram() string { return cmp.Or(os.Getenv("KPNG_TEST_NFT"), "/usr/sbin/nft") }
 
 // verifyAll calls b.Verify and makes it compare the whole table, even if no other program

@@ -17,8 +17,8 @@ import (
 type mapKind uint8
 
 // kindNodeFrontends, kindNodeAffinityChains, kindNodeEndpoints and kindNodeSharedChains
-// are for packets from this node to external frontends with policy Local. The kind
-// declared before each of them is for all other packets.
+// are for packets from this node to external frontends with policy Local. Each of these
+// kinds has a counterpart for all other packets, which is declared directly before it.
 const (
 	// kindFrontends maps the destination of a packet to the number of a shared chain.
 	kindFrontends mapKind = iota
@@ -108,7 +108,7 @@ type layout struct {
 	size uint32
 	// elements is the number of elements, or -1 if the kernel does not report it.
 	elements int
-	// fields are the lengths of the parts of a key. Only sets of ranges have them.
+	// fields has the length of each part of a key, but only for sets of ranges.
 	fields []uint32
 }
 
@@ -219,7 +219,8 @@ func (m mapID) newDescription() description {
 	return description{l, key}
 }
 
-// concatenation returns the number and the length of a data type that has these parts.
+// concatenation returns the number by which nft identifies the data type with these
+// parts, and the length of a value of this type.
 func concatenation(parts []datatype) (number, length uint32) {
 	if len(parts) == 1 {
 		return parts[0].number, parts[0].length

@@ -17,8 +17,8 @@ import (
 	"github.com/kpng-project/kpng/sink"
 )
 
-// Options are the settings of a backend. The zero value is for a backend that runs beside
-// kube-proxy and has the same defaults.
+// Options are the settings of a backend. With the zero value, a backend works like
+// kube-proxy with default settings, and can run beside kube-proxy.
 type Options struct {
 	// Instance distinguishes the backends of one node. The backend programs only one table
 	// of family inet, called "kpng-<Instance>" or "kpng2-<Instance>". An update to a version
@@ -35,8 +35,8 @@ type Options struct {
 
 	// MasqueradeMark is exactly one bit of the packet mark. The backend sets it in the first
 	// packet of a connection to be masqueraded, and clears it at hook postrouting. It must
-	// not be 0x4000, which kube-proxy uses, or a bit that affects routing. Several instances
-	// may use the same bit. Default: 0x2000.
+	// be neither 0x4000, which kube-proxy uses, nor a bit that affects routing. Several
+	// instances may use the same bit. Default: 0x2000.
 	MasqueradeMark uint32
 
 	// MasqueradeAll masquerades all connections to cluster IPs.
@@ -49,16 +49,15 @@ type Options struct {
 
 	// ClusterCIDRs contain the addresses of all pods of the cluster. The backend treats
 	// these pods as pods of this node. So their traffic to external frontends of services
-	// with externalTrafficPolicy Local may reach endpoints on all nodes.
+	// with externalTrafficPolicy Local can reach endpoints on all nodes.
 	ClusterCIDRs []netip.Prefix
 	// NodePodCIDRs adds the pod CIDRs of the Node object to ClusterCIDRs. These pod CIDRs
 	// contain the addresses of this node's pods.
 	NodePodCIDRs bool
-	// PodInterfaces are the interfaces of this node's pods, such as "cni0". A name that ends
-	// in "*" stands for all names with that prefix, such as "veth*". Without PodInterfaces
-	// and CIDRs, the backend does not know which traffic comes from pods. Then, at external
-	// frontends with policy Local, only the node's own traffic can reach endpoints on other
-	// nodes.
+	// PodInterfaces are the interfaces of this node's pods, such as "cni0". The name "veth*"
+	// stands for all names with the prefix "veth". Without PodInterfaces and CIDRs, the
+	// backend does not know which traffic comes from pods. Then, at external frontends with
+	// policy Local, only the node's own traffic can reach endpoints on other nodes.
 	PodInterfaces []string
 
 	// ServiceCIDRs are the ranges of cluster IPs. The backend drops new connections to an

@@ -176,7 +176,7 @@ func TestPackets(t *testing.T) {
 
 // TestAffinity checks that a client keeps its endpoint at all frontends of a service
 // port, while other endpoints are added and removed. If its endpoint is removed, the
-// client gets another one.
+// client gets another endpoint.
 func TestAffinity(t *testing.T) {
 	w := newPacketWorld(t)
 	b := startIn(t, w.node, Options{PodInterfaces: []string{"pod*"}, NodeAddresses: nodeaddr.Of(netip.MustParseAddr("192.0.2.1"))})

@@ -30,7 +30,8 @@ type pass struct {
 	staleObjects map[string]object
 	// state describes the table as it was read.
 	state *state
-	// foreignCommits is the result of conn.foreignCommits before the table was read.
+	// foreignCommits is the number that conn.foreignCommits returned before the table was
+	// read.
 	foreignCommits int64
 }
 
@@ -63,8 +64,8 @@ func (t *table) beginPass(ctx context.Context, nodeAddrs []netip.Addr) error {
 }
 
 // readAhead reads the table while the source still collects services, so that the first
-// pass starts faster. foreignCommits is the result of conn.foreignCommits when the
-// skeleton was loaded.
+// pass starts faster. The argument foreignCommits is the number that conn.foreignCommits
+// returned before the skeleton was loaded.
 func (t *table) readAhead(ctx context.Context, foreignCommits int64) {
 	if t.state != nil {
 		return // the first pass has already begun
@@ -75,7 +76,7 @@ func (t *table) readAhead(ctx context.Context, foreignCommits int64) {
 	}
 }
 
-// read reads all maps, and the names of the objects of services.
+// read reads all maps. It also reads the names of the chains and sets of single services.
 func (t *table) read(ctx context.Context, foreignCommits int64) (*pass, error) {
 	l, err := t.conn.inspect(ctx, t.conn.table)
 	if err != nil {
@@ -247,9 +248,10 @@ func (t *table) prune(ctx context.Context, ps *pass, failed bool) error {
 	return nil
 }
 
-// keepOfFailed claims the elements that failed services may still need. These are all
-// hairpins, and the elements of each frontend that some service needs. It returns true if
-// the table may then have elements or objects that no service needs.
+// keepOfFailed claims the elements that failed services may still need. These elements
+// are all hairpins, and the elements of each frontend that a service has claimed during
+// the pass. It returns true if the table may then have elements or objects that no
+// service needs.
 func (ps *pass) keepOfFailed() (leaves bool) {
 	leaves = len(ps.staleObjects) > 0
 	for m, s := range ps.snapshots {
@@ -319,7 +321,7 @@ func (l *listing) ownObjects() map[string]object {
 	}
 	for name := range l.sets {
 		if isOwn(name) {
-			own[name] = object{name: name, family: api.IPv4} // isSet only needs a family that is not 0
+			own[name] = object{name: name, family: api.IPv4} // any family except 0 means that the object is a set
 		}
 	}
 	return own

@@ -17,13 +17,13 @@ type op struct {
 	hasOld, hasNew bool
 	old, new       value
 	// For an element of a shared map, wanted is the change in the number of services that
-	// need the element. state.resolve derives hasOld and hasNew from that number.
+	// need the element. state.resolve uses this change to set hasOld and hasNew.
 	wanted int
 	// checked is true if hasOld and old were read from the kernel after it refused the op.
 	checked bool
 	// claimed is true if the value old is from a snapshot of the pass, see pass.claim.
 	claimed bool
-	// part is the number of the part of the patch to which the op belongs.
+	// part is the number of a part of the patch. The op belongs to that part.
 	part int
 }
 
@@ -32,7 +32,7 @@ type op struct {
 // parts are joined, so that both changes take effect together or not at all.
 type patch struct {
 	ops   []*op
-	block []op // its free capacity is for the next ops
+	block []op // the next ops use the free capacity of this slice
 	index map[elementID]*op
 	// objects maps the name of each changed object to its change. These names contain the
 	// service's name.
@@ -83,7 +83,7 @@ func (p *patch) op(id elementID) *op {
 	return o
 }
 
-// remove records that the current service had the element e.
+// The method remove records that the current service had the element e.
 func (p *patch) remove(e element) {
 	o := p.op(e.elementID)
 	if e.m.shared() {
@@ -93,7 +93,7 @@ func (p *patch) remove(e element) {
 	o.hasOld, o.old = true, e.value
 }
 
-// add records that the current service needs the element e.
+// The method add records that the current service needs the element e.
 func (p *patch) add(e element) {
 	o := p.op(e.elementID)
 	if e.m.shared() {

@@ -123,8 +123,8 @@ func (p *planner) nameOf(c sharedChain) string {
 	return name
 }
 
-// planSources emits the source ranges that f admits. It omits prefixes that are contained
-// in others, because the kernel refuses overlapping ranges.
+// planSources emits the source ranges that f admits. It omits prefixes that other
+// admitted prefixes contain, because the kernel refuses overlapping ranges.
 func (p *planner) planSources(s match, f *nodeview.Frontend, emit func(element)) {
 	p.admitsNode = true
 	prefixes := f.Sources.Prefixes(p.nodeAddrs)

@@ -49,7 +49,8 @@ func withRule(rule []expr.Any) func(*wire) {
 	return func(w *wire) { w.rule("probe", encodeRules(rule)[0]) }
 }
 
-// probeTable is a table that never exists. No instance can have a table of this name.
+// probeTable is the name of a table that never exists. No instance can have a table of
+// this name.
 const probeTable = "kpng/probe"
 
 // checkKernel returns an error that names all missing features of the kernel. It makes no

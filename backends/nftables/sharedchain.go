@@ -17,9 +17,9 @@ import (
 )
 
 // sharedChain is a chain for all frontends with the same match, family and treatment of
-// packets. The chain is created together with the first of these frontends. The number of
-// chains depends on how many different numbers of endpoints exist, not on the number of
-// services.
+// packets. The chain is created together with the first of these frontends. Frontends
+// with the same number of endpoints can share a chain, so the number of chains does not
+// grow with the number of services.
 //
 // When a transaction adds an element that jumps to a chain, the kernel validates all
 // elements that jump to chains. So the element of a frontend contains only the number of

@@ -61,8 +61,9 @@ func (o *Options) skeletonChains() []chain {
 
 	for _, m := range allMaps() {
 		if m.kind == kindEndpoints || m.kind == kindNodeEndpoints {
-			// A transaction may remove a slot after a rule has selected the slot's number and
-			// before the lookup. Without the drop, the whole connection would pass untranslated.
+			// A transaction may remove a slot after a rule has selected the slot's number, and
+			// before another rule looks up the slot. Without the drop, the whole connection would
+			// pass untranslated.
 			add(m.name(), regular, translate(m), nftrule.Drop())
 		}
 	}
@@ -101,7 +102,8 @@ func (o *Options) skeletonChains() []chain {
 		}
 	}
 	// Before this hook, this or another proxy has translated the cluster IPs of services. So
-	// only packets to other cluster IPs match. Packets to this node do not pass the hook.
+	// a packet matches only if no service has its destination. Packets to this node do not
+	// pass the hook.
 	for _, cidr := range o.ServiceCIDRs {
 		rules = append(rules, append(nftrule.ToPrefix(cidr), nftrule.Drop()...))
 	}
@@ -119,8 +121,8 @@ func lookupSharedChains(kind mapKind) (rules [][]expr.Any) {
 	return rules
 }
 
-// podMatches returns alternative lists of expressions. Each list matches some packets of
-// this node's pods.
+// podMatches returns lists of expressions. If any list matches a packet, the packet is
+// from a pod of this node.
 func (o *Options) podMatches() [][]expr.Any {
 	return o.pods().Matches()
 }

@@ -23,13 +23,14 @@ import (
 // the chains, and the number of elements if the kernel reports it. The second step is a
 // comparison, which is expensive, because it reads all elements.
 type drift struct {
-	// checkedCommits is the result of conn.foreignCommits before the last check that found
-	// no difference. comparedCommits is the result before the last comparison that found no
-	// difference.
+	// checkedCommits is the number that conn.foreignCommits returned before the last check
+	// that found no difference. comparedCommits is the number from before the last
+	// comparison that found no difference.
 	checkedCommits, comparedCommits int64
 	// nextMap is the index of the next map to compare, in the result of allMaps.
 	nextMap int
-	// startCommits is the result of conn.foreignCommits when the current comparison began.
+	// startCommits is the number that conn.foreignCommits returned when the current
+	// comparison began.
 	startCommits int64
 	// elapsed is the time spent on the current comparison so far.
 	elapsed time.Duration
@@ -55,8 +56,8 @@ const (
 	comparePause = 50
 )
 
-// reset records that a pass has read the table. foreignCommits is the result of
-// conn.foreignCommits before the table was read.
+// reset records that a pass has read the table. The argument foreignCommits is the number
+// that conn.foreignCommits returned before the table was read.
 func (d *drift) reset(foreignCommits int64) {
 	d.checkedCommits, d.comparedCommits, d.nextMap, d.interrupted = foreignCommits, foreignCommits, 0, 0
 }

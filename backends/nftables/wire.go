@@ -170,7 +170,8 @@ func (w *wire) deleteChains(names []string) {
 	}
 }
 
-// rule adds a message that appends a rule to a chain. The rule comes from encodeRules.
+// The method rule adds a message that appends a rule to a chain. The rule comes from
+// encodeRules.
 func (w *wire) rule(chain, rule string) {
 	at := w.begin(unix.NFT_MSG_NEWRULE, unix.NLM_F_CREATE|unix.NLM_F_APPEND)
 	w.String(unix.NFTA_RULE_CHAIN, chain)
@@ -194,8 +195,8 @@ func (w *wire) makeChain(name string, rules []string) {
 // attribute, and an attribute stores its length in 16 bits.
 const maxElements = 60_000
 
-// elements adds messages of type NFT_MSG_NEWSETELEM or NFT_MSG_DELSETELEM about elems.
-// Before that, it sorts elems by map.
+// The method elements adds messages of type NFT_MSG_NEWSETELEM or NFT_MSG_DELSETELEM
+// about elems. Before that, it sorts elems by map.
 func (w *wire) elements(msg int, flags uint16, elems []element) {
 	slices.SortStableFunc(elems, func(a, b element) int { return a.m.compare(b.m) })
 	for len(elems) > 0 {

@@ -100,8 +100,8 @@ func indexes(handle *netlink.Handle, names []string) ([]int, error) {
 	return out, nil
 }
 
-// addresses lists all addresses. If addresses change during a dump, it repeats the dump,
-// at most two times.
+// The function addresses lists all addresses. If addresses change during a dump, the
+// function repeats the dump, at most two times.
 func addresses(handle *netlink.Handle) (list []netlink.Addr, err error) {
 	for range 3 {
 		list, err = handle.AddrList(nil, netlink.FAMILY_ALL)

@@ -117,8 +117,9 @@ func (w *Watcher) Start(ctx context.Context) (stop func()) {
 	}
 }
 
-// Run follows the addresses of the machine until ctx ends. If it cannot read them, it
-// logs that and tries again later. Meanwhile Addresses returns the last known addresses.
+// Run follows the addresses of the machine until ctx ends. If it cannot read the
+// addresses, it logs an error and tries again later. Meanwhile Addresses returns the last
+// known addresses.
 func (w *Watcher) Run(ctx context.Context) {
 	ticker := w.opts.Clock.NewTicker(w.opts.Interval)
 	defer ticker.Stop()

@@ -70,7 +70,7 @@ func findBrokenBridges() ([]brokenBridge, error) {
 }
 
 // followBridges repeats the search for broken bridges until stop is called, because a
-// bridge often appears only with the first pods. It logs each broken bridge once.
+// bridge often appears only when the first pods start. It logs each broken bridge once.
 func followBridges(ctx context.Context) (stop func()) {
 	log := klog.FromContext(ctx)
 	ctx, cancel := context.WithCancel(context.WithoutCancel(ctx))

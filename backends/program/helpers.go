@@ -102,7 +102,7 @@ func parseCIDR(text string) (netip.Prefix, error) {
 	return cidr.Masked(), err
 }
 
-// value implements pflag.Value with functions.
+// The struct value implements pflag.Value. Its methods call the functions in its fields.
 type value struct {
 	show func() string
 	set  func(string) error
@@ -111,8 +111,8 @@ type value struct {
 func (v *value) Set(text string) error { return v.set(text) }
 func (*value) Type() string            { return "list" }
 
-// String also accepts the zero value. The package pflag calls String on the zero value to
-// find out whether a default is zero.
+// String also works for the zero value. The package pflag calls String on the zero value
+// to find out whether a default is zero.
 func (v *value) String() string {
 	if v.show == nil {
 		return ""

@@ -16,7 +16,7 @@ import (
 func IPVS() *Backend {
 	f := &ipvsFlags{nodeFlags: nodeFlags{
 		checks: newHealthChecks(),
-		// serverLeftovers is missing, because virtual servers may belong to this backend.
+		// The list omits serverLeftovers, because virtual servers may belong to this backend.
 		leftovers: []leftoverFinder{nftablesLeftovers, legacyLeftovers, interfaceLeftovers},
 	}}
 	return &Backend{
@@ -57,7 +57,7 @@ func (f *ipvsFlags) complete() (ipvs.Options, error) {
 	opts := f.options
 	if !f.flagSet.Changed(healthzPortFlag) {
 		if _, port, err := net.SplitHostPort(flagValue(f.flagSet, "healthz-bind-address")); err == nil {
-			number, _ := strconv.ParseUint(port, 10, 16) // the server of this address reports errors
+			number, _ := strconv.ParseUint(port, 10, 16) // the health-check server reports a wrong address
 			opts.HealthzPort = uint16(number)
 		}
 	}

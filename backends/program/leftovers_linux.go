@@ -196,7 +196,7 @@ func serverLeftovers(context.Context) ([]leftover, error) {
 	if err != nil {
 		return nil, fmt.Errorf("list virtual servers of IPVS: %w", err)
 	}
-	// A line that begins with a protocol is a virtual server.
+	// Each line that begins with a protocol describes a virtual server.
 	n := 0
 	for line := range strings.Lines(string(text)) {
 		if slices.ContainsFunc([]string{"TCP ", "UDP ", "SCTP "}, func(p string) bool { return strings.HasPrefix(line, p) }) {

@@ -89,8 +89,8 @@ func (l *localEndpoints) set(key types.NamespacedName, ports []droppingPort) {
 	}
 }
 
-// droppingPorts returns the ports of a service that drop traffic from other nodes. Each
-// port appears once for each family and policy.
+// droppingPorts returns the ports of a service that drop traffic from outside of this
+// node. Each port appears once for each family and policy.
 func droppingPorts(view *api.ServiceEndpoints) []droppingPort {
 	if view == nil || !view.Service.InternalTrafficToLocal && !view.Service.ExternalTrafficToLocal {
 		return nil

@@ -73,8 +73,8 @@ func (f *nodeFlags) sysctlMode() string {
 	}
 }
 
-// replacesKubeProxy reports whether this proxy runs in place of kube-proxy. If it handles
-// the services of another proxy name, it runs beside kube-proxy.
+// replacesKubeProxy reports whether this proxy runs in place of kube-proxy. With
+// --service-proxy-name, it runs beside kube-proxy.
 func (f *nodeFlags) replacesKubeProxy() bool {
 	return flagValue(f.flagSet, "service-proxy-name") == ""
 }
@@ -90,9 +90,10 @@ func (f *nodeFlags) conntrackSettings(cores int) []sysctl.Setting {
 	return limits.settings(cores)
 }
 
-// nodeParts returns the parts of the backend that create returns. The arguments of create
-// are the addresses of node ports and the sink that deletes stale connections. The
-// argument more has kernel settings that the backend needs, but does not apply itself.
+// nodeParts calls create to make a backend, and returns the parts of that backend. The
+// arguments of create are the addresses of node ports and the sink that deletes stale
+// connections. The argument more has kernel settings that the backend needs, but does not
+// apply itself.
 func (f *nodeFlags) nodeParts(create func(*nodeaddr.Watcher, sink.Sink) (sink.Sink, error), more ...sysctl.Setting) (Parts, error) {
 	addrs, err := nodeaddr.New(nodeaddr.Options{Selection: f.nodePorts, ExcludeInterfaces: []string{"kube-ipvs0"}})
 	if err != nil {

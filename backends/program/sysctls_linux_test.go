@@ -86,7 +86,7 @@ func TestSysctlsAreSetInPlaceOfKubeProxyAndReportedBesideIt(t *testing.T) {
 	}
 }
 
-// The test does not change the maximum number of connections and the size of the hash
+// The test changes neither the maximum number of connections nor the size of the hash
 // table, because all network namespaces of the machine share these settings.
 func TestTheKernelTakesTheSettingsOfConnectionTracking(t *testing.T) {
 	n := netnstest.New(t)

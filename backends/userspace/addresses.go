@@ -12,8 +12,8 @@ import (
 	"sync"
 )
 
-// references counts the users of each local address. It is safe for concurrent use.
-// Concurrent calls can add or remove different addresses at the same time.
+// The struct references counts the users of each local address. It is safe for concurrent
+// use. Concurrent calls can add or remove different addresses at the same time.
 type references struct {
 	addresses Addresses // nil if only addresses that are already local can be used
 
@@ -93,8 +93,8 @@ func (r *references) abandon() []netip.Addr {
 	return left
 }
 
-// counts reports whether users of addr are counted. Counting is unnecessary for loopback
-// addresses, and if the Backend has no Addresses.
+// The method counts reports whether users of addr are counted. Counting is unnecessary
+// for loopback addresses, and if the Backend has no Addresses.
 func (r *references) counts(addr netip.Addr) bool {
 	return r.addresses != nil && !addr.IsLoopback()
 }

@@ -27,7 +27,8 @@ type attachment struct {
 // pickEndpoint returns an endpoint for client. If client used an endpoint within timeout,
 // and pool still has that endpoint, the result is the same endpoint. Otherwise the result
 // is the next endpoint of pool, and affinity remembers it for client. pickEndpoint skips
-// endpoints for which unfit returns true. If none is left, the second result is false.
+// endpoints for which unfit returns true. If no endpoint is left, the second result is
+// false.
 func (a *affinity) pickEndpoint(client netip.Addr, timeout time.Duration, pool *pool, unfit func(netip.AddrPort) bool, now time.Time) (netip.AddrPort, bool) {
 	a.mu.Lock()
 	defer a.mu.Unlock()

@@ -20,7 +20,7 @@ type change struct {
 	err     error
 }
 
-// pendingError is the error of a service while it waits until an address is local.
+// pendingError is the error of a service that waits until an address is local.
 type pendingError struct {
 	addr netip.Addr
 	last error // error of the previous attempt

@@ -44,7 +44,7 @@ func (s *slowAddresses) has(addr netip.Addr) bool {
 	return slices.Contains(s.there, addr)
 }
 
-// newSlowAddresses returns slowAddresses in which addrs are slow.
+// newSlowAddresses returns a slowAddresses whose slow addresses are addrs.
 func newSlowAddresses(addrs ...string) *slowAddresses {
 	s := &slowAddresses{newFakeAddresses(), map[netip.Addr]chan error{}}
 	for _, a := range addrs {

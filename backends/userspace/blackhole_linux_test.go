@@ -12,8 +12,8 @@ import (
 	"github.com/kpng-project/kpng/api"
 )
 
-// TestSilentEndpointIsSkipped connects to a service of which one endpoint never answers,
-// because its backlog is full.
+// TestSilentEndpointIsSkipped connects to a service with two endpoints. One of them never
+// answers, because its backlog is full.
 func TestSilentEndpointIsSkipped(t *testing.T) {
 	w := newWorld(t, Options{})
 	port := freePort(t, "127.0.0.2")

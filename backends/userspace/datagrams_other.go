@@ -10,7 +10,7 @@ import (
 	"golang.org/x/net/ipv4"
 )
 
-// datagrams reads and writes the datagrams of a socket.
+// The struct datagrams reads and writes the datagrams of a socket.
 type datagrams struct{ c *net.UDPConn }
 
 func newDatagrams(c *net.UDPConn) datagrams { return datagrams{c} }

@@ -4,8 +4,8 @@ package userspace
 
 import "sync"
 
-// descriptors counts the unused file descriptors of this process. It is safe for
-// concurrent use.
+// The struct descriptors counts the unused file descriptors of this process. It is safe
+// for concurrent use.
 type descriptors struct {
 	mu   sync.Mutex
 	free int
@@ -63,8 +63,8 @@ func (a *account) take(n int) bool {
 }
 
 // takeUnless waits until the service may take n descriptors, and takes them. If hasEnded
-// returns true before that, takeUnless takes none and returns false. After the result of
-// hasEnded has become true, wake must be called.
+// returns true before that, takeUnless takes none and returns false. When hasEnded begins
+// to return true, another goroutine must call wake.
 func (a *account) takeUnless(n int, hasEnded func() bool) bool {
 	a.mu.Lock()
 	defer a.mu.Unlock()

@@ -26,7 +26,7 @@ type Options struct {
 	// Default: the primary addresses.
 	NodePorts nodeaddr.Selection
 	// ExcludeInterfaces are names of interfaces whose addresses NodePorts does not select.
-	// Name the interfaces to which Addresses adds the addresses of services. Default: none.
+	// Include each interface to which Addresses adds addresses of services. Default: none.
 	ExcludeInterfaces []string
 	// PodCIDRs contain the addresses of pods, if possible only those of this node's pods.
 	// Traffic from them counts as starting on this node, like traffic from the node's own

@@ -17,9 +17,10 @@ import (
 // them run concurrently, but never for the same address. Verify calls Add again for all
 // addresses with users, in case another process removed an address.
 type Addresses interface {
-	// Add makes addr local and returns when addr is usable. After a time limit of the
-	// implementation it returns an error. If another program has already made addr local,
-	// Add succeeds, and Remove later changes nothing. A repeated Add succeeds and is cheap.
+	// Add makes addr local and returns when addr is usable. If that takes longer than a time
+	// limit of the implementation, Add returns an error. If another program has already made
+	// addr local, Add succeeds, and Remove later changes nothing. A repeated Add succeeds
+	// and is cheap.
 	Add(ctx context.Context, addr netip.Addr) error
 	// Remove reverts Add, even if Add failed. If Remove fails, it is called again.
 	Remove(ctx context.Context, addr netip.Addr) error

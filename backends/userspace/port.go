@@ -14,7 +14,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// port is the state of a service port, for as long as the service has this port.
+// port is the state of a service port. It exists as long as the service has this port.
 type port struct {
 	portKey
 	service types.NamespacedName

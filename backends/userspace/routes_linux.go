@@ -26,8 +26,8 @@ type RouteOptions struct {
 }
 
 // metric returns the metric of the routes. It differs from the metric of the kernel's own
-// routes, which is 0, and from the metrics that other values of Protocol give. Routes to
-// the same address are independent if their metrics differ.
+// routes, which is 0, and from the metric of routes with another value of Protocol.
+// Routes to the same address are independent if their metrics differ.
 func (r localRoutes) metric() int { return 1024 + r.Protocol }
 
 // LocalRoutes returns an implementation of [Addresses]. It makes each address local with

@@ -47,7 +47,7 @@ func (r *rules) routeOf(client netip.Addr, startsHere func(netip.Addr) bool) rou
 }
 
 // endpoint returns an endpoint for client. It ignores endpoints for which unfit returns
-// true. If there is no other endpoint, the second result is false.
+// true. If it ignores all endpoints, the second result is false.
 func (r *rules) endpoint(rt route, client netip.Addr, unfit func(netip.AddrPort) bool, now time.Time) (netip.AddrPort, bool) {
 	if r.affinity == 0 {
 		return rt.pool.pick(unfit)

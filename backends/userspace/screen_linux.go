@@ -49,7 +49,7 @@ func (s *screen) program(v4 bool) []bpf.Instruction {
 	for _, p := range s.pods {
 		tests = append(tests, ifSourceIn(p, v4, bpf.Jump{}))
 	}
-	rest := 1 // number of instructions between the current test and admit; at first only dropPacket
+	rest := 1 // number of instructions between a test and admit; after the last test, there is only dropPacket
 	for i := len(tests) - 1; i >= 0; i-- {
 		if n := len(tests[i]); n > 0 {
 			tests[i][n-1] = bpf.Jump{Skip: uint32(rest)}
@@ -68,8 +68,8 @@ func (s *screen) program(v4 bool) []bpf.Instruction {
 }
 
 // ifSourceIn returns instructions that execute action if the source of a packet is in p.
-// Otherwise they continue with the instruction that follows them. If p has the other
-// family, the result is nil.
+// Otherwise they continue with the instruction that follows them. If the IP family of p
+// is not the one that v4 selects, the result is nil.
 func ifSourceIn(p netip.Prefix, v4 bool, action bpf.Instruction) []bpf.Instruction {
 	if p.Addr().Is4() != v4 {
 		return nil

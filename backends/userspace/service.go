@@ -35,7 +35,8 @@ type service struct {
 	waiting   *plan
 	listeners map[socketAddr]listener
 	// lingering has listeners that were closed because their frontends have no endpoints.
-	// While these frontends exist, their connections continue without a time limit.
+	// While such a frontend exists, the connections of its listener continue without a time
+	// limit.
 	lingering []lingerer
 	// All ports of the service share the following fields.
 	account    *account
@@ -177,8 +178,8 @@ func (s *service) open(ctx context.Context, want listenSpec) error {
 			return fmt.Errorf("listen on %s: service %s still uses it", want.socketAddr, other.key)
 		}
 		// The pass or a retry will soon change or delete the service that has this socket now.
-		// Until then, that service must not follow the addresses of the node, because it would
-		// open the socket again.
+		// Until then, a change of node addresses must not update that service, because the
+		// service would open the socket again.
 		other.closeListener(want.socketAddr, other.listeners[want.socketAddr])
 		other.view, other.waiting = nil, nil
 	}

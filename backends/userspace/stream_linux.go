@@ -28,7 +28,7 @@ type stream struct {
 	end          error // what follows the bytes that were read: io.EOF, an error, or nil if unknown
 	err          error
 	spliced      bool // true if the last piece was large enough for a pipe
-	unconfirmed  bool // true if dialControl still delays the sink's handshake, because nothing was written yet
+	unconfirmed  bool // true if dialControl still delays the handshake with the endpoint, because nothing was written yet
 
 	fill, empty, splice, unload func(fd uintptr) bool
 }

@@ -283,7 +283,7 @@ func TestClientKeepsItsEndpoint(t *testing.T) {
 		t.Errorf("two clients share %s", first)
 	}
 	for range 4 {
-		clock.Step(90 * time.Second) // less than the timeout, which each connection restarts
+		clock.Step(90 * time.Second) // less than the timeout; each connection starts the timeout again
 		if got := from("127.5.0.1"); got != first {
 			t.Fatalf("connected to %s, before to %s", got, first)
 		}
@@ -314,7 +314,7 @@ func TestClientKeepsItsEndpoint(t *testing.T) {
 
 	clock.Step(101 * time.Second)
 	seen := map[string]bool{}
-	for range 5 { // enough for all three endpoints, even if a round has begun
+	for range 5 { // enough connections to reach all three endpoints, even if they begin in the middle of a round
 		seen[from("127.5.0.1")] = true
 		clock.Step(101 * time.Second)
 	}

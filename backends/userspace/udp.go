@@ -69,8 +69,8 @@ func (l *udpListener) receive() {
 	}
 }
 
-// forward sends each datagram to the endpoint of its client. It appends these clients to
-// the argument reached and returns the extended slice.
+// forward sends each datagram to the endpoint of its client. It appends the clients to
+// the slice in the second argument and returns the extended slice.
 func (l *udpListener) forward(messages []ipv4.Message, reached []*udpClient) []*udpClient {
 	now := l.opts.Clock.Now()
 	var c *udpClient
@@ -162,8 +162,8 @@ func (l *udpListener) newClient(from, endpoint netip.AddrPort, r *rules, now tim
 		socket.Close()
 		return nil, net.ErrClosed
 	}
-	// If the rules have changed, endpointsLost may already have run without finding this
-	// client.
+	// If the rules have changed, the method endpointsLost may already have run without
+	// finding this client.
 	if l.current.Load() != r {
 		socket.Close()
 		return nil, errOutdated

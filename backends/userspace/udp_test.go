@@ -98,7 +98,7 @@ func TestLargestDatagramIsMoved(t *testing.T) {
 	port := freePort(t, "127.0.0.2")
 	w.set(serviceAt("dns", "127.0.0.2", port, api.UDP).addEndpoints(udpServer(t, "a")).view())
 	c := udpDial(t, "127.0.0.2", port)
-	const size = 65507 - len("a ") // the answer adds the name, and then has the maximum size
+	const size = 65507 - len("a ") // the server adds its name, so the answer has the maximum size
 	if _, err := c.Write(make([]byte, size)); err != nil {
 		t.Fatal(err)
 	}

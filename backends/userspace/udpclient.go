@@ -21,7 +21,7 @@ import (
 type udpClient struct {
 	listener *udpListener
 	addr     netip.AddrPort
-	to       *net.UDPAddr // addr, in the type that ipv4.Message needs
+	to       *net.UDPAddr // the same address as addr, in the type that ipv4.Message needs
 	endpoint netip.AddrPort
 	socket   *net.UDPConn
 	datagrams

@@ -14,8 +14,8 @@ import (
 func waitReadable(c syscall.RawConn) error {
 	asked := false
 	return c.Read(func(uintptr) bool {
-		// If this function returns false, Read starts a read of zero bytes, which ends when c
-		// is readable. Then Read calls the function again.
+		// If this callback returns false, c.Read starts a read of zero bytes, which ends when c
+		// is readable. Then c.Read calls the callback again.
 		ready := asked
 		asked = true
 		return ready

@@ -46,7 +46,8 @@ type world struct {
 type logBuffer struct {
 	mu    sync.Mutex
 	lines []string
-	// The logger calls reaction for the first line that contains the text in awaited.
+	// The logger calls the function reaction for the first line that contains the text in
+	// the field awaited.
 	awaited  string
 	reaction func()
 }

@@ -106,7 +106,7 @@ func inspect(ctx context.Context, w io.Writer, i program.Inspector, e *nodeview.
 }
 
 // addressesOf returns the addresses at which to inspect a frontend. For a node port, it
-// returns the argument asked if that is a valid address, else the node's own addresses.
+// returns the address in the user's question, if any, else the node's own addresses.
 func addressesOf(f nodeview.FrontendKey, node *api.Node, asked netip.Addr) []netip.Addr {
 	switch {
 	case f.Addr.IsValid():

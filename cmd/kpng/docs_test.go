@@ -64,8 +64,7 @@ func TestManualDescribesAllFlags(t *testing.T) {
 	}
 	walk(newRoot())
 	walk(app.Command("any", cleaner{}))
-	// On other platforms than Windows, newRoot lacks these backends or has them with
-	// other flags.
+	// The commands of newRoot include these two backends only on Windows.
 	for _, b := range []*program.Backend{program.Kernelspace(nil), program.WindowsUserspace()} {
 		cmd := &cobra.Command{Use: b.Name}
 		b.Register(cmd.Flags())

@@ -169,7 +169,8 @@ func (q question) explanations(s *cluster.Snapshot, node *api.Node) iter.Seq[*no
 	}
 }
 
-// narrow keeps only the frontends of e that match q. It reports whether any is left.
+// The method narrow keeps only the frontends of e that match q. It reports whether any is
+// left.
 func (q question) narrow(e *nodeview.Explanation, node *api.Node) bool {
 	e.Frontends = slices.DeleteFunc(e.Frontends, func(f nodeview.Frontend) bool { return !q.matches(f.FrontendKey, node) })
 	e.Unserved = slices.DeleteFunc(e.Unserved, func(u nodeview.UnservedFrontend) bool { return !q.matches(u.FrontendKey, node) })
@@ -233,7 +234,7 @@ func (q question) notFound(s *cluster.Snapshot, node *api.Node) error {
 	return fmt.Errorf("no service is served at %s", q.addr)
 }
 
-// question is the subject of explain: a service, an address or, if zero, all services.
+// question names a service or an address to explain; the zero value means all services.
 type question struct {
 	service types.NamespacedName
 	addr    netip.Addr

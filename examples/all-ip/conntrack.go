@@ -22,9 +22,9 @@ import (
 // to the next packet of the client. TCP and SCTP detect a removed pod themselves.
 type flows map[netip.Addr][]netip.Addr
 
-// add adds the external IPs that a service had before a change or has after the change. A
-// connection may continue if its pod belongs to the service after the change and is on
-// this node or draining.
+// add records the external IPs that a service had before a change or has after the
+// change. A connection to a pod may continue if, after the change, the pod is an endpoint
+// on this node or a draining endpoint of the service.
 func (f flows) add(before, after *api.ServiceEndpoints) {
 	for frontend := range frontends(before) {
 		if _, known := f[frontend.Addr]; !known {

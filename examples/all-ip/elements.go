@@ -44,8 +44,8 @@ type element struct {
 	key    string
 }
 
-// state is the content of the tables. It maps each element to its value, which is empty
-// if the set of the element is not a map.
+// state is the content of the tables. It maps each element of an nftables map to its
+// value, and each element of an nftables set to an empty string.
 type state map[element]string
 
 // elements yields the elements of a service. If v is nil, it yields none. It repeats
@@ -116,7 +116,8 @@ func localPods(f *nodeview.Frontend) []netip.Addr {
 }
 
 // owner returns the pod of a slot. It uses rendezvous hashing: if a pod is added or
-// removed, slots move only to or from this pod, and other clients keep their pod.
+// removed, slots move only to or from this pod, and the clients of all other slots keep
+// their pod.
 func owner(slot uint32, pods []netip.Addr) netip.Addr {
 	var owner netip.Addr
 	var highest uint64

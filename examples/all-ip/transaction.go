@@ -151,7 +151,8 @@ func (tx *transaction) remove(s state, e element) {
 	tx.removed[set] = append(tx.removed[set], nftables.SetElement{Key: []byte(e.key), Val: []byte(value)})
 }
 
-// set sets the value of e in the tables and in s, unless e already has this value in s.
+// set gives e the value in the tables and in s. It does nothing if e already has this
+// value in s.
 func (tx *transaction) set(s state, e element, value string) {
 	if old, ok := s[e]; ok && old == value {
 		return

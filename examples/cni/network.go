@@ -47,7 +47,7 @@ func (c cniConfig) check() error {
 	if c.plugin != "bridge" && c.plugin != "ptp" {
 		return fmt.Errorf("-plugin is %q, want bridge or ptp", c.plugin)
 	}
-	if c.mtu < 1280 { // the minimum of IPv6 (RFC 8200)
+	if c.mtu < 1280 { // the minimum MTU of IPv6 (RFC 8200)
 		return fmt.Errorf("-mtu is %d, want at least 1280", c.mtu)
 	}
 	return nil
@@ -154,7 +154,7 @@ func (n *network) run(ctx context.Context) error {
 	}
 	applySettings(ctx, kernelSettings)
 	if n.cni.plugin == "bridge" {
-		applySettings(ctx, bridgeSettings) // possible only with the module br_netfilter
+		applySettings(ctx, bridgeSettings) // these settings exist only if the module br_netfilter is loaded
 	}
 	for {
 		wait := checkEvery

@@ -287,7 +287,8 @@ func startReading(t *testing.T, cmd *exec.Cmd) *bufio.Reader {
 	return bufio.NewReader(out)
 }
 
-// end ends cmd with a signal. It expects success except after SIGKILL.
+// end sends cmd a signal and waits until cmd ends. Unless the signal is SIGKILL, cmd must
+// succeed.
 func end(t *testing.T, cmd *exec.Cmd, signal os.Signal) {
 	t.Helper()
 	if err := cmd.Process.Signal(signal); err != nil {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Command kpng-callout runs the program in $CALLOUT after every change of its node's
+// Command kpng-callout runs the program in $CALLOUT after every change of the node's
 // services. The program gets all services on standard input, with one JSON object per
 // service, as kpng-json prints it. With --frontends it gets the node and one JSON object
 // per frontend instead. Example:

@@ -57,8 +57,8 @@ func split(line string) ([]string, error) {
 	return words, nil
 }
 
-// doubleQuoted writes text up to the closing quote to word, and returns the text after
-// this quote. Between the quotes, \ escapes only " and \.
+// doubleQuoted appends the part of text before the closing quote to word. It returns the
+// part after this quote. Between the quotes, \ escapes only " and \.
 func doubleQuoted(word *strings.Builder, text string) (after string, err error) {
 	for i := 0; i < len(text); i++ {
 		switch {

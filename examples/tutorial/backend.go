@@ -21,8 +21,7 @@ import (
 type backend struct {
 	// table is the name of the nftables table, which is of family inet.
 	table string
-	// nodePorts are the networks that contain the node addresses at which node ports
-	// are served.
+	// nodePorts are networks. Node ports are served at the node addresses in these networks.
 	nodePorts []netip.Prefix
 }
 
@@ -37,8 +36,8 @@ func (b *backend) Cleanup(ctx context.Context) error {
 }
 
 // load runs a script of nft commands as one transaction: the kernel applies all of it or
-// nothing. nft reads the script from a file. If it read from a pipe, and this process was
-// killed while writing, nft would run only a part.
+// nothing. nft reads the script from a file. If nft read from a pipe and this process was
+// killed while writing, nft would run only the part that it has read.
 func load(ctx context.Context, script string) error {
 	file, err := os.CreateTemp("", "tutorial-*.nft")
 	if err != nil {
@@ -49,7 +48,8 @@ func load(ctx context.Context, script string) error {
 	if _, err := file.WriteString(script); err != nil {
 		return fmt.Errorf("write nft script: %w", err)
 	}
-	// When this process is killed, nft is killed too, so it cannot overwrite later rules.
+	// When this process is killed, nft is killed, too. So nft cannot overwrite the rules of
+	// the next process.
 	runtime.LockOSThread() // the kernel sends Pdeathsig when this thread ends
 	defer runtime.UnlockOSThread()
 	nft := exec.CommandContext(ctx, "nft", "-f", file.Name())

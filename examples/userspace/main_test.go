@@ -164,7 +164,7 @@ func run(t *testing.T, name string, args ...string) string {
 // process is a running program.
 type process struct {
 	log buffer
-	// The first call of end stops the program. Every call returns the program's error.
+	// The first call stops the program. Every call returns the program's error.
 	end func() error
 }
 

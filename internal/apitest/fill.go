@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package apitest makes random values of package api and random clusters for tests.
+// Package apitest makes random values of api types, and random clusters, for tests.
 package apitest
 
 import (

@@ -15,8 +15,8 @@ import (
 )
 
 // Cgroup is a cgroup (version 2) for threads of the test process. A thread can only be in
-// a cgroup below that of its process. So MakeCgroup moves the whole process into the
-// parent of the cgroup.
+// a cgroup below the cgroup of its process. So MakeCgroup moves the whole process into
+// the parent of the cgroup.
 type Cgroup struct {
 	// Dir is the directory of the cgroup.
 	Dir string
@@ -110,7 +110,7 @@ func (c *Cgroup) do(f func() error) error {
 	}
 	err := f()
 	if back := c.moveThread(c.parent); back != nil {
-		runtime.LockOSThread() // once more, so that the thread ends with the goroutine
+		runtime.LockOSThread() // lock once more, so that the thread ends with the goroutine
 		err = errors.Join(err, back)
 	}
 	return err

@@ -199,8 +199,9 @@ func (n *Namespace) Up(t testing.TB, name string) {
 	}
 }
 
-// Join connects two namespaces by a pair of interfaces: the interface name in n, and the
-// interface peer in o. Both interfaces are up.
+// Join connects two namespaces by a pair of interfaces. The argument name is the name of
+// the interface in n, and the argument peer is the name of the interface in o. Both
+// interfaces are up.
 func (n *Namespace) Join(t testing.TB, name string, o *Namespace, peer string) {
 	t.Helper()
 	if err := n.Links.LinkAdd(&netlink.Veth{

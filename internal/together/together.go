@@ -11,9 +11,9 @@ import (
 )
 
 // Run calls all functions concurrently and waits for them. After the first error, it ends
-// the context of all functions. Functions may return the cause of this context
-// (context.Cause) when it ends. Run returns all other errors or, if there are none, the
-// cause.
+// the context of all functions. When this context ends, a function may return the
+// context's cause (context.Cause). Run omits the cause from the errors that it returns,
+// unless no function returned another error.
 func Run(ctx context.Context, functions ...func(context.Context) error) error {
 	running, stop := context.WithCancel(ctx)
 	defer stop()

@@ -31,11 +31,11 @@ type DialOptions struct {
 	// Insecure allows plaintext connections to other machines.
 	Insecure bool
 	// MinBackoff and MaxBackoff limit the wait before the dialer tries all addresses again.
-	// The wait is random. Its maximum is MinBackoff at first and doubles with each round
-	// without a good server, up to MaxBackoff. Defaults: 500 ms and 15 s.
+	// The wait is random. Its maximum is MinBackoff at first, and doubles each time all
+	// addresses have failed again, up to MaxBackoff. Defaults: 500 ms and 15 s.
 	MinBackoff, MaxBackoff time.Duration
-	// With FailFast, Stay returns an error when each address has failed once, or when the
-	// connection to a good server fails. FailFast is for programs that run once.
+	// With FailFast, Stay returns an error when each address has failed once, or when a
+	// connection fails after a good answer. FailFast is for programs that run once.
 	FailFast bool
 }
 
@@ -85,12 +85,12 @@ var (
 // returns, Stay connects again and calls useConn again. When ctx ends, Stay returns the
 // cause of ctx.
 //
-// useConn must call heard after each message. For the last message of an answer, complete
-// is true. If the server reports that it has lost its own source, stale is true. A
-// complete answer resets the backoff. If heard returns an error, useConn has to drop the
-// answer and return that error.
+// useConn must call heard after each message. The argument complete says whether the
+// message ends an answer. The argument stale says whether the server has lost its own
+// source. A complete answer resets the backoff. If heard returns an error, useConn has to
+// drop the answer and return that error.
 //
-// If the first answer of a server is late, Stay tries the next address. With a single
+// If a server's first answer takes too long, Stay tries the next address. With a single
 // address and without FailFast, Stay waits without a time limit. If a server is stale,
 // Stay tries the next address, unless all other servers have failed or were stale too.
 func (d *Dialer) Stay(ctx context.Context, useConn func(ctx context.Context, conn *grpc.ClientConn, heard func(complete, stale bool) error) error) error {
@@ -103,7 +103,7 @@ func (d *Dialer) Stay(ctx context.Context, useConn func(ctx context.Context, con
 		}
 	}
 	n := len(d.addresses)
-	failures := 0 // failed visits in a row; the end of a good visit is the first
+	failures := 0 // failed visits in a row; the end of a good visit counts as the first
 	for i := rand.N(n); ; i++ {
 		address := d.addresses[i%n]
 		running, end := context.WithCancelCause(klog.NewContext(ctx, log.WithValues("server", address.String())))

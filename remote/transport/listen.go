@@ -18,7 +18,7 @@ import (
 // Listen listens on the address a. For a unix socket, mode is the file mode of the
 // socket. 0 means 0600, with which only the server's user can connect.
 //
-// Listen creates the directory of a unix socket if the parent directory exists. It
+// Listen creates the directory of a unix socket, but not the parent of that directory. It
 // replaces a stale socket. It returns an error if a process listens on the existing
 // socket, or if the file is not a socket. The new socket has its mode before a client can
 // connect. Closing the listener removes the socket, unless another socket replaced it.

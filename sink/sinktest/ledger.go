@@ -40,7 +40,7 @@ func newLedger() ledger {
 	}
 }
 
-// check returns the rules of [sink.Sink] that the driver breaks with the call c of Sync.
+// check returns the rules of [sink.Sink] that the recorded call c breaks.
 func (l *ledger) check(c *Sync) []string {
 	var wrong []string
 	report := func(format string, args ...any) { wrong = append(wrong, fmt.Sprintf(format, args...)) }

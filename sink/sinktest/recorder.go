@@ -96,8 +96,8 @@ func (r *Recorder) Node() *api.Node {
 	return r.acked.node
 }
 
-// Wait passes the recorded Syncs to isDone, now and after each Sync. It returns nil when
-// isDone returns true. If ctx ends earlier, Wait returns the cause of ctx.
+// Wait passes the recorded Syncs to isDone, at its start and after each Sync. It returns
+// nil when isDone returns true. If ctx ends earlier, Wait returns the cause of ctx.
 func (r *Recorder) Wait(ctx context.Context, isDone func([]Sync) bool) error {
 	for {
 		r.mu.Lock()

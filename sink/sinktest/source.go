@@ -34,7 +34,7 @@ type Source struct {
 
 type views = diffstore.Store[types.NamespacedName, triggered]
 
-// triggered is a view with its trigger time. The time is zero if the view has none.
+// triggered holds a view and its trigger time. The time is zero if none was set.
 type triggered struct {
 	view *api.ServiceEndpoints
 	at   time.Time
@@ -105,7 +105,7 @@ func (s *Source) Delete(keys ...types.NamespacedName) {
 	})
 }
 
-// SetNode sets the node. An equal node has no effect.
+// SetNode sets the node. It has no effect if the present node is equal.
 func (s *Source) SetNode(node *api.Node) {
 	s.write(func() {
 		if node == nil {

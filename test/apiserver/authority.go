@@ -59,7 +59,7 @@ func (a *authority) server() (cert, key []byte, err error) {
 	})
 }
 
-// client returns a certificate and a key for a user who is in groups, in PEM format.
+// client returns a certificate and a key for a user in the given groups, in PEM format.
 func (a *authority) client(user string, groups ...string) (cert, key []byte, err error) {
 	return a.issue(&x509.Certificate{
 		Subject:     pkix.Name{CommonName: user, Organization: groups},

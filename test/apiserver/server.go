@@ -116,7 +116,7 @@ func (s *Server) WaitReady(t testing.TB) {
 }
 
 // Compact makes etcd drop old versions of objects. By default an API server compacts etcd
-// every five minutes. This server never compacts etcd by itself. A watch from an old
+// every five minutes. But this server never compacts etcd by itself. A watch from an old
 // version fails with 410 Gone, unless the API server has the later changes in memory.
 func (s *Server) Compact(t testing.TB) {
 	t.Helper()
@@ -315,7 +315,7 @@ func (s *Server) allocates(ctx context.Context) error {
 	return err
 }
 
-// clientConfig returns the client configuration of a user who is in groups.
+// clientConfig returns the client configuration of a user in the given groups.
 func (s *Server) clientConfig(user string, groups ...string) (*rest.Config, error) {
 	cert, key, err := s.authority.client(user, groups...)
 	if err != nil {

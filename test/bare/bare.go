@@ -23,7 +23,7 @@ const (
 )
 
 // Reflect starts client-go's reflectors for Services and EndpointSlices, which run until
-// ctx ends. It returns nil when both have listed all objects.
+// ctx ends. It returns nil when both reflectors have listed all objects.
 func Reflect(ctx context.Context, config *rest.Config) error {
 	client, err := kubernetes.NewForConfig(config)
 	if err != nil {

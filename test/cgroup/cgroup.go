@@ -86,7 +86,7 @@ func (g *Group) KernelMemory() int64 {
 	return g.read("memory.kmem.usage_in_bytes")
 }
 
-// read returns the number in the first of the named files that exists.
+// read returns the number in the first existing file of names.
 func (g *Group) read(names ...string) int64 {
 	g.Helper()
 	for _, name := range names {

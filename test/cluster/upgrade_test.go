@@ -38,7 +38,7 @@ func TestUpgrades(t *testing.T) {
 	c.startClients(t, tr, service, true)
 	phase := func(name string) {
 		t.Helper()
-		time.Sleep(time.Second) // let the pending requests end before the phase does
+		time.Sleep(time.Second) // let the pending requests end before the phase ends
 		if failed, _ := tr.Report(t, name); failed > 0 {
 			t.Errorf("%s: %d requests failed", name, failed)
 		}

@@ -242,8 +242,8 @@ func (c *cluster) list(b *testing.B) time.Duration {
 }
 
 // latency changes endpoints, and reports two durations. Both end when a change is in the
-// kernel. The first begins with the write to the API server, and the second with the
-// change's watch event.
+// kernel. The first duration begins with the write to the API server, and the second
+// duration begins with the watch event of the change.
 func (r *running) latency(b *testing.B, interval string) {
 	b.Helper()
 	ctx, cancel := context.WithCancel(b.Context())

@@ -73,7 +73,7 @@ type cluster struct {
 	kubeconfig string
 	// group is the cgroup of the measured proxy.
 	group *cgroup.Group
-	// fresh counts the endpoint addresses that newPodIP has returned.
+	// fresh is the number of endpoint addresses that newPodIP has returned.
 	fresh atomic.Int64
 }
 
@@ -131,8 +131,8 @@ func (c *cluster) newPodIP() string {
 	return offset(podCIDR.Addr(), 256+int(c.fresh.Add(1))).String()
 }
 
-// name returns the name of a service. The order of the names is the order of the
-// services' numbers.
+// name returns the name of a service. The names sort in the order of the services'
+// numbers.
 func name(service int) string { return fmt.Sprintf("service-%06d", service) }
 
 // fill creates the services and their endpoints. It creates the first service through the
@@ -221,7 +221,7 @@ func (c *cluster) slice(service int) *discoveryv1.EndpointSlice {
 	return slice
 }
 
-// change sets the address of endpoint i of a service to the address pod.
+// change replaces the address of endpoint i of a service by the address pod.
 func (c *cluster) change(ctx context.Context, service, i int, pod string) error {
 	slices := c.client.DiscoveryV1().EndpointSlices(namespace)
 	slice, err := slices.Get(ctx, name(service), metav1.GetOptions{})

@@ -17,9 +17,9 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// tables records the time at which each endpoint address reaches the kernel. It stops
-// when ctx ends. It searches nftables notifications for the four bytes of an address, so
-// it works for every layout of tables.
+// The function tables records when each endpoint address reaches the kernel, until ctx
+// ends. It searches nftables notifications for the four bytes of an address, so it works
+// for every layout of tables.
 func tables(t testing.TB, ctx context.Context) *sightings {
 	t.Helper()
 	fd, err := unix.Socket(unix.AF_NETLINK, unix.SOCK_RAW|unix.SOCK_CLOEXEC, unix.NETLINK_NETFILTER)
@@ -80,8 +80,8 @@ func connect(service int, patience time.Duration) (time.Duration, error) {
 	}
 	begin := time.Now()
 	for {
-		// A signal of Go's scheduler may interrupt the call. Then call Connect again until it
-		// returns EISCONN.
+		// A signal of Go's scheduler may interrupt Connect. In this case call Connect again
+		// until it returns EISCONN.
 		err = unix.Connect(fd, &unix.SockaddrInet4{Port: servicePort, Addr: vip(service).As4()})
 		switch {
 		case errors.Is(err, unix.EINTR):

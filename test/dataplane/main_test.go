@@ -60,7 +60,7 @@ func moveInside() int {
 
 var (
 	nodeIP = netip.MustParseAddr("192.168.99.1")
-	// podCIDR has a local route, so every pod address accepts connections.
+	// A local route for podCIDR lets every pod address accept connections.
 	podCIDR = netip.MustParsePrefix("10.128.0.0/9")
 	// firstVIP is the cluster IP of the first service.
 	firstVIP = netip.MustParseAddr("10.96.1.0")
@@ -71,8 +71,8 @@ const (
 	podPort     = 8080
 )
 
-// prepare makes this namespace a node on which all pods run. It routes all other traffic
-// to an interface behind which no host exists.
+// prepare makes this namespace a node on which all pods run. It routes traffic to
+// addresses outside the node to an interface behind which no host exists.
 func prepare() error {
 	lo, err := netlink.LinkByName("lo")
 	if err != nil {

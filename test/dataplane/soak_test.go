@@ -44,7 +44,7 @@ const (
 	stable = 0
 	// marker is the number of the service that changeMarker changes.
 	marker = 1
-	// churned is the maximum number of services that change at random.
+	// churned limits the number of services that change at random.
 	churned = 400
 	// metricsAddr is the address at which the proxy serves metrics.
 	metricsAddr = "127.0.0.1:10249"

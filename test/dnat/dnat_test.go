@@ -52,7 +52,7 @@ func TestScript(t *testing.T) {
 	node.Add(t, "lo", "10.1.0.2/32")
 	client.Add(t, "node", "192.0.2.2/24")
 	client.Add(t, "node", "192.0.2.3/24")
-	node.Route(t, "default", "192.0.2.2", "client") // for packets that no rule translates
+	node.Route(t, "default", "192.0.2.2", "client") // the route of packets that no rule translates
 	client.Route(t, "default", "192.0.2.1", "node")
 	for _, pod := range []string{"10.1.0.1", "10.1.0.2"} {
 		netnstest.Listen(t, node.Do, pod+":8080", func(c net.Conn) { fmt.Fprintln(c, pod) })
@@ -121,8 +121,8 @@ func TestScript(t *testing.T) {
 
 func addrs(a string) api.IPSet { return api.NewIPSet(netip.MustParseAddr(a)) }
 
-// serve runs a kpng server for state until the test ends. The server listens on a unix
-// socket, whose address serve returns.
+// serve runs a kpng server with the given state until the test ends. The server listens
+// on a unix socket, whose address serve returns.
 func serve(t *testing.T, state *cluster.State) string {
 	t.Helper()
 	path := filepath.Join(t.TempDir(), "kpng.sock")

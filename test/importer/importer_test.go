@@ -17,9 +17,9 @@ import (
 
 const kpngModule = "github.com/kpng-project/kpng"
 
-// unwanted contains modules that must not be linked into a program that embeds kpng. The
-// program uses no commands, network code or backends of kpng. Only package metrics may
-// import Prometheus.
+// unwanted contains modules that kpng must not add to the programs that import it. As
+// exceptions, package metrics may import Prometheus, and backends may import
+// google/nftables.
 var unwanted = []string{
 	"github.com/Microsoft/hcsshim",
 	"github.com/google/nftables",
@@ -58,8 +58,7 @@ func program(packages ...string) map[string]string {
 	return map[string]string{"main.go": b.String()}
 }
 
-// clientGoOnly is a program that imports only what every program needs to watch
-// Kubernetes.
+// clientGoOnly imports only the packages that every program needs to watch Kubernetes.
 const clientGoOnly = `package main
 
 import (

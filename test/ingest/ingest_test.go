@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package ingest measures how kpng reads a large cluster from a real API server. It also
-// measures a bare reflector and a shared-informer factory. Each measurement runs in its
-// own process, so that heaps do not mix.
+// Package ingest measures how kpng reads a large cluster from a real API server. For
+// comparison it also measures client-go's reflectors without kpng, and a shared-informer
+// factory. Each measurement runs in its own process, so that heaps do not mix.
 package ingest
 
 import (
@@ -48,7 +48,7 @@ const (
 type result struct {
 	Synced   time.Duration
 	CPU      time.Duration // until Synced
-	Heap     uint64        // after a garbage collection
+	Heap     uint64        // measured after a garbage collection
 	PeakHeap uint64        // maximum, including garbage
 }
 

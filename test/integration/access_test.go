@@ -65,7 +65,7 @@ func quoted(words []string) []string {
 	return out
 }
 
-// without returns all permissions except those for a resource.
+// The function without returns all permissions except those for a resource.
 func without(resource string) []rbacv1.PolicyRule {
 	var rules []rbacv1.PolicyRule
 	for _, rule := range permissions {

@@ -86,14 +86,14 @@ func TestKilledProcessesRecoverWithoutLoss(t *testing.T) {
 // EndpointSlice. No endpoint address is used twice.
 type churn struct {
 	*tenant
-	*rand.Rand            // random choices of the test
-	own        *rand.Rand // random choices of the goroutine that makes the changes
+	*rand.Rand            // random source of the test
+	own        *rand.Rand // random source of the goroutine that makes the changes
 	stamp      *corev1.Service
 	stop       func()
 
 	services map[string]*corev1.Service
 	slices   map[string]*discoveryv1.EndpointSlice
-	made     int // number of services so far plus number of addresses so far
+	made     int // number of services and endpoint addresses that were created
 
 	mu      sync.Mutex
 	changes int
@@ -105,8 +105,8 @@ type churn struct {
 
 const changesPerSecond = 15
 
-// newChurn creates a tenant with services and changes them until it is stopped or the
-// test ends.
+// newChurn creates a tenant with services and changes them until the test ends or the
+// caller calls stop.
 func newChurn(t *testing.T, server *apiserver.Server) *churn {
 	t.Helper()
 	random := newRandom(t)

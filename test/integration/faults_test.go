@@ -93,8 +93,8 @@ func (l *lossy) stateBefore() []string {
 	}
 }
 
-// expect waits until the sink has received at least the given number of syncs, and has
-// the state want.
+// expect waits until the sink has received at least the given number of syncs, and the
+// sink's state equals want.
 func (l *lossy) expect(syncs int, want []string) {
 	l.t.Helper()
 	err := l.rec.Wait(within(l.t), func(all []sinktest.Sync) bool {

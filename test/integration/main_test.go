@@ -20,8 +20,8 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// patience is the maximum time to wait for an expected event. On an idle machine events
-// take moments, or seconds if a backoff comes first.
+// patience is the maximum time to wait for an expected event. On an idle machine most
+// events take less than a second, and events after a backoff take seconds.
 const patience = 2 * time.Minute
 
 var (
@@ -52,17 +52,17 @@ func within(t testing.TB) context.Context {
 type builder struct {
 	mu    sync.Mutex
 	dir   string
-	built map[string]string // path of each program, by package and use of the race detector
+	built map[string]string // path of each program; the key is the package and the use of the race detector
 }
 
-// kpngJSON builds kpng-json and returns its path. The program has the race detector if
-// the test has it.
+// kpngJSON builds kpng-json and returns its path. It uses the race detector for the build
+// if the test was built with the race detector.
 func kpngJSON(t testing.TB) string {
 	return programs.build(t, "../..", "./examples/kpng-json", raceDetector())
 }
 
-// quickKpngJSON is like kpngJSON, but the program never has the race detector. It is for
-// tests with much output.
+// quickKpngJSON is like kpngJSON, but never uses the race detector. It is for tests with
+// much output.
 func quickKpngJSON(t testing.TB) string {
 	return programs.build(t, "../..", "./examples/kpng-json", false)
 }

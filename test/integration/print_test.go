@@ -19,9 +19,10 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// walk has the state of a test that changes a tenant in steps. Two kpng-json processes
-// read it. The first (field named) has the tenant's name as its proxy name. The second
-// (field general) has no proxy name.
+// walk has the state of a test that changes a tenant in steps while two kpng-json
+// processes watch the tenant. The field named has the output of the process whose proxy
+// name is the tenant's name. The field general has the output of the process without a
+// proxy name.
 type walk struct {
 	*tenant
 	named, general *screen
@@ -259,7 +260,7 @@ func TestManualSlicesArePrintedWithoutLabel(t *testing.T) {
 		{"the service is deleted", func() { w.remove(byHand) }, nil, nil},
 	})
 
-	// Create many services without a selector, and then the first service again.
+	// Create many services without a selector. Then create the service by-hand again.
 	var want []string
 	for i := range 40 {
 		s := newService(fmt.Sprintf("s%02d", i), w.name, servicePort("", 80, 80))

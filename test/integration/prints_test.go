@@ -24,7 +24,7 @@ type prints struct {
 
 	mu      sync.Mutex
 	rest    []byte
-	checked int // number of bytes at the start of the field rest in which no print ends
+	checked int // number of bytes of the field rest that were searched for the end of a print
 	print   []byte
 	more    chan struct{} // closed by the next print
 }

@@ -40,7 +40,8 @@ func (l *lines) Write(p []byte) (int, error) {
 	}
 }
 
-// since returns the lines after the first n, and a channel that the next line closes.
+// The method since returns all lines after the first n lines, and a channel that the next
+// line closes.
 func (l *lines) since(n int) ([]string, <-chan struct{}) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -91,7 +92,7 @@ type process struct {
 	err   error // the result of Wait
 }
 
-// start starts kpng-json. When the test ends, it stops the process with SIGINT.
+// start starts kpng-json, and stops the process with SIGINT when the test ends.
 func start(t testing.TB, args ...string) *process {
 	t.Helper()
 	out := newLines()

@@ -235,8 +235,8 @@ func (n *tenant) print(node string, all objects) []byte {
 	return out.Bytes()
 }
 
-// viewOf returns the views that the proxy of the screen s should have. The cluster has
-// the objects in the file at the path manifest.
+// viewOf returns the views that the proxy of the screen s should have. It reads the
+// objects of the cluster from the file at the path manifest.
 func viewOf(t testing.TB, manifest string, s *screen) []*api.ServiceEndpoints {
 	t.Helper()
 	var views []*api.ServiceEndpoints

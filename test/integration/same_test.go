@@ -27,7 +27,7 @@ func TestAllSourcesPrintTheSame(t *testing.T) {
 	for range services {
 		n.put(r.slice())
 	}
-	stamp := newService("zzz-stamp", n.name, servicePort("", 1, 1)) // the test changes it, so that no print equals an earlier one
+	stamp := newService("zzz-stamp", n.name, servicePort("", 1, 1)) // the test changes the stamp, so that no print equals an earlier print
 	n.put(stamp)
 
 	printer := func(args ...string) *prints {
@@ -40,8 +40,8 @@ func TestAllSourcesPrintTheSame(t *testing.T) {
 	api := socket(t)
 	serve(n, kubeconfig, api)
 	served := printer("--api", api)
-	// kpng-json reads a changed manifest only after a pause without further changes. To save
-	// time, the test runs several such processes and changes their manifests in turn.
+	// kpng-json reads a changed manifest only after a delay. To save time, the test runs
+	// several processes with one manifest each, and changes the manifests in turn.
 	type following struct {
 		manifest string
 		out      *prints

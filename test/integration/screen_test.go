@@ -26,7 +26,7 @@ import (
 // kpng-json prints the whole state after each change. These prints have no separator. So
 // each screen has an additional service, the stamp, whose name sorts last and which
 // therefore ends each print. The stamp's ports contain a number that the test increases.
-// If a print has the new number, it includes all earlier API writes.
+// A print with the new number includes all earlier API writes.
 type screen struct {
 	tenant *tenant
 	proxy  string
@@ -113,15 +113,15 @@ func run(t testing.TB, opts kpng.Options, sinks ...sink.Sink) (p *kpng.Proxy, st
 	return p, stop
 }
 
-// expect waits for two conditions: the output includes all earlier API writes, and the
-// function describe returns want for the shown views.
+// expect waits until the output includes all earlier API writes and describe(s.shown)
+// returns want.
 func (s *screen) expect(want ...string) {
 	s.tenant.t.Helper()
 	s.await(func() string { return cmp.Diff(want, describe(s.shown)) })
 }
 
-// await waits for two conditions: the output includes all earlier API writes, and the
-// function diff returns an empty text.
+// await waits until the output includes all earlier API writes and diff() returns an
+// empty text.
 func (s *screen) await(diff func() string) {
 	t := s.tenant.t
 	t.Helper()

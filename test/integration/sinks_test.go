@@ -25,12 +25,13 @@ import (
 func TestFailingSinkReceivesEachChangeOnce(t *testing.T) {
 	for _, test := range []struct {
 		name string
-		// failures returns the sink's reactions to the Sync calls for the first change, with
-		// one reaction for each call. The last reaction waits until release is closed.
+		// failures returns one step for each Sync call with the first change. The step is the
+		// sink's reaction to the call. The last step waits until release is closed.
 		failures func(release <-chan struct{}) []sinktest.Step
-		// acked is true if the last of these calls succeeds.
+		// acked is true if the last step returns no error.
 		acked bool
-		// alone is true if the driver then delivers the failing service in a Sync of its own.
+		// alone is true if, after the steps, the driver calls Sync for the failing service
+		// alone.
 		alone bool
 	}{
 		{"the sink fails three times", func(release <-chan struct{}) []sinktest.Step {

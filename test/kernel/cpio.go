@@ -14,9 +14,9 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// cpio writes an initramfs in the format newc
-// (Documentation/driver-api/early-userspace/buffer-format.rst). cpio.close returns the
-// errors of all methods.
+// cpio writes an initramfs in the format newc. The file
+// Documentation/driver-api/early-userspace/buffer-format.rst of Linux describes the
+// format. The method close returns the errors of all methods.
 type cpio struct {
 	w     *bufio.Writer
 	inode int

@@ -22,7 +22,7 @@ import (
 )
 
 type kernel struct {
-	// image is the path of the bootable file. modules is the path of the folder lib/modules.
+	// image is the path of vmlinuz. modules is the path of the folder lib/modules.
 	image, modules, version string
 }
 
@@ -66,7 +66,7 @@ func debianKernel(ctx context.Context, suite string) (*kernel, error) {
 var imagePackage = regexp.MustCompile(`(?m)^ *Depends: (linux-image-\d\S*)$`)
 
 // download writes a release's kernel to dir/root. It runs apt-get with separate settings
-// and package lists, so that those of this machine do not change.
+// and package lists, so that this machine's settings and package lists do not change.
 func download(ctx context.Context, suite, dir string) error {
 	fmt.Fprintf(os.Stderr, "kernel: downloading the kernel of Debian %s\n", suite)
 	mirror := os.Getenv("KPNG_DEBIAN_MIRROR")

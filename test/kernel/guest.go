@@ -25,8 +25,9 @@ type job struct {
 	Modules string
 }
 
-// Paths in the initramfs: this program, the job as JSON, and the modules that the guest
-// needs to mount the host's file system. Module names sort in load order.
+// The paths in the initramfs of this program, of the job as JSON, and of the folder with
+// the modules that the guest needs to mount the host's file system. The names of the
+// module files sort in load order.
 const (
 	initPath   = "/init"
 	jobPath    = "/job"
@@ -53,7 +54,7 @@ func guestMain() {
 	select {}
 }
 
-// The serial ports for the program's output and for signs of life; boot describes them.
+// output and life are serial ports, which the comment of the function boot describes.
 var output, life *os.File
 
 func guest() (status int, err error) {
@@ -155,7 +156,8 @@ func makeRoot(j *job) error {
 	if err := unix.Mount(".", "/", "", unix.MS_MOVE, ""); err != nil {
 		return fmt.Errorf("move root file system: %w", err)
 	}
-	// Kernel threads get the same root folder, so that they find modprobe and the modules.
+	// This also changes the root folder of kernel threads, so that they find modprobe and
+	// the modules.
 	if err := unix.Chroot("."); err != nil {
 		return fmt.Errorf("change root folder: %w", err)
 	}

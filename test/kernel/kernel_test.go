@@ -27,7 +27,8 @@ func build(t *testing.T, source string) string {
 	return path
 }
 
-// TestGuest checks a program's environment, output and exit status with both kernels.
+// TestGuest checks a program's environment, output and exit status with the kernels of
+// two Debian releases.
 func TestGuest(t *testing.T) {
 	command := build(t, ".")
 	for _, guest := range []struct {
@@ -64,7 +65,8 @@ func TestGuest(t *testing.T) {
 	}
 }
 
-// TestBackendsNameMissingModules starts backends without some modules.
+// TestBackendsNameMissingModules starts backends in guests that cannot load some of the
+// required kernel modules.
 func TestBackendsNameMissingModules(t *testing.T) {
 	command, start := build(t, "."), build(t, "./testdata/start")
 	for _, test := range []struct{ suite, backend, without, want string }{

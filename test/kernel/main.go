@@ -10,8 +10,8 @@
 // The guest sees this machine's files at the same paths, so that the program finds its
 // libraries, other programs, the working directory and testdata. Changes of files stay in
 // the guest's memory. The program runs as root, with its usual arguments and environment.
-// Command kernel prints the program's output and exits with its status. Command kernel
-// itself needs no privileges.
+// Command kernel prints the program's output and exits with the program's exit status.
+// Command kernel itself needs no privileges.
 //
 // Flags:
 //
@@ -27,9 +27,10 @@
 // get a newer kernel, remove the folder.
 //
 // Command kernel needs the Debian packages apt, dpkg, debian-archive-keyring, kmod and
-// qemu-system-x86, and iproute2 for the guest. With the accelerator tcg, a guest boots in
-// about 5 seconds, and programs run 10 to 30 times slower than without QEMU. KVM is not
-// the default because it fails on many virtual machines.
+// qemu-system-x86. The guest uses iproute2, which must be installed on this machine. With
+// the accelerator tcg, a guest boots in about 5 seconds, and programs run 10 to 30 times
+// slower than without QEMU. KVM is not the default because it fails on many virtual
+// machines.
 package main
 
 import (
@@ -51,7 +52,7 @@ func main() {
 	if os.Getpid() == 1 && os.Args[0] == initPath {
 		guestMain()
 	}
-	// The kernel kills QEMU when the thread that started it ends, so keep the thread.
+	// The kernel kills QEMU when the thread that started QEMU ends, so keep this thread.
 	runtime.LockOSThread()
 	ctx, stop := signal.NotifyContext(context.Background(), unix.SIGINT, unix.SIGTERM, unix.SIGQUIT)
 	defer stop()

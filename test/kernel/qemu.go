@@ -19,7 +19,8 @@ import (
 
 // boot runs a guest to its end and returns the exit status of the guest's program. The
 // guest has three serial ports: for the console, for the program's output, and for signs
-// of life. The last line at the port for signs of life is the exit status.
+// of life. The last line that the guest writes to the port for signs of life contains the
+// exit status.
 func boot(qemu *exec.Cmd, silence time.Duration) (status int, err error) {
 	var readers, writers [3]*os.File
 	for i := range readers {

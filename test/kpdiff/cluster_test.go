@@ -18,8 +18,8 @@ import (
 const thisNode = "n1"
 
 // cluster is a service, its EndpointSlices, and the zone of this node. No two endpoints
-// have the same address, because the proxies choose between such endpoints differently:
-// kube-proxy uses either endpoint, and kpng uses the better endpoint.
+// have the same address, because the proxies treat endpoints with the same address
+// differently: kube-proxy uses either endpoint, and kpng uses the better endpoint.
 type cluster struct {
 	service *corev1.Service
 	slices  []*discoveryv1.EndpointSlice

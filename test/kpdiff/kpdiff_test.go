@@ -33,7 +33,7 @@ type decided struct {
 // The differences that docs/semantics.md declares as intended.
 const (
 	// otherFamily is the difference for an IPv4 frontend with only IPv6 source ranges, or
-	// the reverse. Then kpng admits no client, and kube-proxy admits all clients.
+	// the reverse. In both cases kpng admits no client, and kube-proxy admits all clients.
 	otherFamily = "source ranges of the other family only"
 	// otherPorts is the difference if an endpoint has no port of the service. For health
 	// checks kpng does not count this endpoint, and kube-proxy counts it.

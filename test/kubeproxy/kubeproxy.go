@@ -38,10 +38,9 @@ type Options struct {
 	MasqueradeAll bool
 }
 
-// Command builds kube-proxy if needed, and returns its path and arguments. kube-proxy needs
-// CAP_NET_ADMIN. Run it in the node's network namespace, where it
-// must be able to connect to the API server. kube-proxy listens on 127.0.0.1:10249 and
-// :10256.
+// Command builds kube-proxy if needed, and returns its path and arguments. kube-proxy
+// needs CAP_NET_ADMIN. Run kube-proxy in the node's network namespace, from which the API
+// server must be reachable. kube-proxy listens on 127.0.0.1:10249 and :10256.
 func Command(t testing.TB, o Options) []string {
 	t.Helper()
 	program, err := gotool.Build(t.Context(), gotool.KubeProxy)

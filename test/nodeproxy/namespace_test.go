@@ -52,8 +52,8 @@ func (n namespace) client(t testing.TB, to string) net.Conn {
 	return c
 }
 
-// ask sends a datagram. It returns the answer, which is a pod's name, or "" without an
-// answer.
+// ask sends a datagram. It returns the answer, which is a pod's name. If no answer
+// arrives, it returns "".
 func ask(c net.Conn) string {
 	c.SetDeadline(time.Now().Add(200 * time.Millisecond))
 	if _, err := c.Write([]byte("?")); err != nil {

@@ -222,9 +222,9 @@ func (w *world) get(from namespace, page string) (status int, body string) {
 	return response.StatusCode, string(text)
 }
 
-// explains runs kpng explain --dataplane for a service's cluster IP. It checks that the
+// explains runs "kpng explain --dataplane" for a service's cluster IP. It checks that the
 // output contains want. wantSign is the expected sign of the reported differences, or ""
-// if there must be none.
+// if the output must contain no differences.
 func (w *world) explains(service *corev1.Service, wantSign, want string) {
 	w.t.Helper()
 	text := sh(w.t, w.node.Command(append(least, w.kpng, "explain", "--kubeconfig", w.kubeconfig, "--node-name", nodeName,

@@ -65,9 +65,9 @@ func (w *world) cleanUp(backend string) {
 	sh(w.t, w.node.Command(append(least, w.kpng, "cleanup", backend)...)...)
 }
 
-// configuration returns the node's rules, IP sets, addresses and routes, which backends
-// may change. It omits IPv6's link-local addresses and multicast routes, which the kernel
-// adds after a delay.
+// configuration returns the parts of the node's network configuration that backends may
+// change: rules, IP sets, addresses and routes. It omits IPv6's link-local addresses and
+// multicast routes, which the kernel adds after a delay.
 func (w *world) configuration() string {
 	var all strings.Builder
 	for _, command := range []string{"nft list ruleset", "ipset list", "ip -oneline address", "ip route show table all", "ip rule"} {
@@ -81,8 +81,9 @@ func (w *world) configuration() string {
 	return all.String()
 }
 
-// startClients starts two clients of an echo server, in the network namespace from. One
-// uses an established connection, and the other a new connection for each request.
+// startClients starts two clients of an echo server, in the network namespace from. The
+// first client sends all requests over one connection, and the second client uses a new
+// connection for each request.
 func startClients(t *testing.T, tr *traffic.Traffic, name string, from namespace, to string) {
 	t.Helper()
 	dial := func() (net.Conn, error) { return net.DialTimeout("tcp", to, time.Minute) }
@@ -102,7 +103,7 @@ func startClients(t *testing.T, tr *traffic.Traffic, name string, from namespace
 	})
 }
 
-// exchange sends a line to an echo server and waits until it comes back.
+// exchange sends a line to an echo server and waits until the server has sent it back.
 func exchange(c net.Conn) error {
 	const line = "hello\n"
 	c.SetDeadline(time.Now().Add(time.Minute))

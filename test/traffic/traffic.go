@@ -2,8 +2,8 @@
 
 //go:build linux
 
-// Package traffic sends requests while a test changes what handles them, and counts the
-// failures.
+// Package traffic sends requests while a test changes the component that handles them,
+// and counts the failures.
 package traffic
 
 import (
@@ -42,7 +42,8 @@ func (r *requests) String() string {
 	return fmt.Sprintf("%d requests, %d failed, %d took longer than %v", r.made, len(r.failures), r.slow, LossDelay)
 }
 
-// New returns a Traffic without clients. Clients that start later end when the test ends.
+// New returns a Traffic without clients. Clients that are started later stop when the
+// test ends.
 func New(t testing.TB) *Traffic {
 	tr := &Traffic{stop: make(chan struct{}), count: map[string]*requests{}}
 	t.Cleanup(tr.End)
@@ -110,8 +111,8 @@ func (tr *Traffic) Made() (n int) {
 }
 
 // Report logs what happened since the last report. It returns the number of failed
-// requests, and the number of those that succeeded after more than LossDelay. phase names this part
-// of the test.
+// requests, and the number of successful requests that took longer than LossDelay. phase
+// names this part of the test.
 func (tr *Traffic) Report(t testing.TB, phase string) (failed, slow int) {
 	t.Helper()
 	tr.mu.Lock()

@@ -14,8 +14,8 @@ import (
 )
 
 // content replaces this process by the program in args. When that program sets a resource
-// limit, the system call succeeds without effect. kube-proxy needs this. It ends if it
-// cannot raise its limit of open files to 64,000, and in some containers not even root
+// limit, the system call succeeds without effect. kube-proxy needs this, because it ends
+// if it cannot raise its limit of open files to 64,000. In some containers not even root
 // can raise the limit.
 func content(args []string) {
 	runtime.LockOSThread()

@@ -153,7 +153,8 @@ func exchange(c net.Conn, b []byte) {
 	}
 }
 
-// ping sends datagrams and counts the answers. At most 32 datagrams are unanswered.
+// ping sends datagrams and counts the answers. It sends a datagram whenever fewer than 32
+// datagrams wait for an answer.
 func ping(c net.Conn, end time.Time) int64 {
 	defer c.Close()
 	const window = 32

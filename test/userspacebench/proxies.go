@@ -122,8 +122,8 @@ func nginxConfig(dir string) string {
 	return b.String()
 }
 
-// clusterFor starts an API server that has the service, and that is reachable from the
-// proxy's namespace. It returns the path of a kubeconfig.
+// clusterFor starts an API server with a service at frontendAddr, and makes the API
+// server reachable from the proxy's namespace. It returns the path of a kubeconfig.
 func clusterFor(w *world) string {
 	w.Helper()
 	server := apiserver.Start(w, apiserver.Options{})

@@ -26,8 +26,8 @@ func (w *Wine) Build(t testing.TB, pkg string) string {
 	return w.BuildFrom(t, rootModule(t), pkg)
 }
 
-// BuildFrom is like [Wine.Build], but builds a package of the module in dir. The package
-// can be a test's replacement of a Windows program.
+// BuildFrom is like [Wine.Build], but builds a package of the module in dir. For example,
+// a test builds its replacement of a Windows program.
 func (*Wine) BuildFrom(t testing.TB, dir, pkg string) string {
 	t.Helper()
 	tmp := t.TempDir()

@@ -45,7 +45,7 @@ func forwarder(name, symbol, target string) []byte {
 	write := func(values ...any) {
 		for _, v := range values {
 			if err := binary.Write(&b, le, v); err != nil {
-				panic(err) // v has no fixed size
+				panic(err) // binary.Write fails only if v has no fixed size
 			}
 		}
 	}

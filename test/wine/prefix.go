@@ -63,7 +63,7 @@ func cacheDir() (string, error) {
 	return cache, os.MkdirAll(cache, 0o755)
 }
 
-// templatePrefix returns the prefix that tests copy, for the installed version of Wine.
+// templatePrefix returns the prefix of the installed version of Wine, which tests copy.
 // It creates the prefix if needed.
 func templatePrefix(ctx context.Context, cache string) (string, error) {
 	version, err := exec.CommandContext(ctx, "wine", "--version").Output()
@@ -129,8 +129,8 @@ func makePrefix(ctx context.Context, dir string) error {
 	return run("wineserver", "-w")
 }
 
-// clone copies a prefix. For the large, read-only files in the folder windows it creates
-// hard links. It copies the other files.
+// clone copies a prefix. It creates hard links to the large, read-only files in
+// drive_c/windows, and copies the other files.
 func clone(from, to string) error {
 	return filepath.WalkDir(from, func(path string, d fs.DirEntry, err error) error {
 		if err != nil {

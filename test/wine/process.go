@@ -26,8 +26,8 @@ type Process struct {
 	ended chan struct{}
 }
 
-// Start starts a program and kills it when the test ends. If the test fails, it shows the
-// end of the program's output.
+// Start starts a program and kills it when the test ends. If the test fails, the test's
+// log shows the end of the program's output.
 func (w *Wine) Start(t testing.TB, exe string, args ...string) *Process {
 	t.Helper()
 	return w.StartEnv(t, nil, exe, args...)
@@ -53,7 +53,7 @@ func (w *Wine) StartEnv(t testing.TB, env []string, exe string, args ...string) 
 	started := make(chan error)
 	go func() {
 		defer close(p.ended)
-		// The kernel kills the program when the thread that started it ends, so keep the
+		// The kernel kills the program when the thread that started it ends, so keep this
 		// thread.
 		runtime.LockOSThread()
 		defer runtime.UnlockOSThread()

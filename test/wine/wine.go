@@ -119,7 +119,7 @@ func (w *Wine) command(ctx context.Context, env []string, exe string, args []str
 	return cmd
 }
 
-// server runs wineserver with each of args, one after the other.
+// server runs wineserver once for each argument in args.
 func (w *Wine) server(ctx context.Context, args ...string) error {
 	for _, arg := range args {
 		cmd := exec.CommandContext(ctx, "wineserver", arg)

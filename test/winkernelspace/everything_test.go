@@ -71,8 +71,9 @@ func (w *world) overlay(name string, quirks fakehns.Quirks, direct []string, clu
 	}
 	w.await("an overlay network has all features, HNS "+name, dump(want...))
 
-	// A new process must change nothing, because the objects are correct. It compares them
-	// before it adds a new service, so the test waits for one more service.
+	// A new process must change none of the existing objects, because they are correct. It
+	// checks them before it adds the objects of a new service, so the test waits for a new
+	// service.
 	w.process.Kill(w.T)
 	w.hns.functions()
 	w.create(0)

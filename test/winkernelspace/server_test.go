@@ -143,8 +143,8 @@ func (s *server) stop() {
 	clear(s.handles)
 }
 
-// fail makes the next n calls of a function fail with result. It cancels an earlier call
-// of fail, and returns how many failures of that call were left.
+// fail makes the next n calls of a function fail with result. It ends the failures of an
+// earlier call of fail, and returns how many of them were left.
 func (s *server) fail(function string, n int, result string) (left int) {
 	s.mu.Lock()
 	defer s.mu.Unlock()

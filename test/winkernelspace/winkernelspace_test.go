@@ -30,8 +30,8 @@ import (
 	"k8s.io/client-go/kubernetes"
 )
 
-// patience is the maximum time to wait for an expected event. On an idle machine events
-// take moments, or seconds if a backoff comes first.
+// patience is the maximum time to wait for an expected event. On an idle machine most
+// events take less than a second, and events after a backoff take seconds.
 const patience = time.Minute
 
 var shared apiserver.Shared
@@ -132,7 +132,7 @@ func TestServicesBecomeLoadBalancersOfHNS(t *testing.T) {
 		w.hns.stop()
 		w.lead(11, remote(11, 7))
 		w.remove(12)
-		time.Sleep(3 * time.Second) // an outage of some seconds, not of a moment
+		time.Sleep(3 * time.Second) // make the outage last some seconds
 		w.hns.start(t)
 	})
 	w.step("kpng is killed while services change", func() {
@@ -157,7 +157,7 @@ func TestServicesBecomeLoadBalancersOfHNS(t *testing.T) {
 		next += 2
 		w.failing(function, 3, func() { w.change(next, func(s *service) { s.affinity = true }) })
 	}
-	// After each of these results, the proxy must again try to create the load balancer.
+	// Whichever error HNS returns, the proxy must try again to create the load balancer.
 	for i, result := range results {
 		w.hns.fail("CreateLoadBalancer", 2, result)
 		w.step("CreateLoadBalancer fails with "+result, func() {

@@ -23,8 +23,8 @@ import (
 	"k8s.io/client-go/kubernetes"
 )
 
-// patience is the maximum time to wait for an expected event. On an idle machine events
-// take moments.
+// patience is the maximum time to wait for an expected event. On an idle machine most
+// events take less than a second.
 const patience = time.Minute
 
 // eventually calls try until it returns nil.
@@ -95,7 +95,7 @@ func (c *cluster) start() {
 	started, ended := make(chan error), make(chan struct{})
 	go func() {
 		defer close(ended)
-		// The kernel kills the program when the thread that started it ends, so keep the
+		// The kernel kills the program when the thread that started it ends, so keep this
 		// thread.
 		runtime.LockOSThread()
 		defer runtime.UnlockOSThread()

@@ -80,8 +80,8 @@ func (n namespace) dial(from, to string) (*conn, error) {
 	return &conn{c, r, strings.TrimSpace(line)}, nil
 }
 
-// echo sends a text and then ends its sending direction. It returns an error if it does
-// not receive exactly the same text.
+// echo sends a text and then closes the connection for writing. It returns an error if it
+// does not receive exactly the same text.
 func (c *conn) echo(text string) error {
 	if _, err := io.WriteString(c, text); err != nil {
 		return err
@@ -217,8 +217,8 @@ func (s *netsh) change(what, prefix string) error {
 	return s.namespace.Do(exec.Command("ip", "addr", what, prefix, "dev", serviceInterface).Run)
 }
 
-// matches reports whether text equals pattern with an address in place of %s. It returns
-// the address.
+// matches reports whether text equals pattern, in which %s stands for an IP address. It
+// returns the address.
 func matches(text, pattern string) (string, bool) {
 	before, after, _ := strings.Cut(pattern, "%s")
 	ip, ok := strings.CutPrefix(text, before)

@@ -2,7 +2,7 @@
 
 // Command protogen generates Go code from .proto files without protoc. Its arguments are
 // paths relative to the working directory. It writes each file's code beside the file.
-// -plugins names the folder with protoc-gen-go and protoc-gen-go-grpc.
+// The flag -plugins names the folder with protoc-gen-go and protoc-gen-go-grpc.
 package main
 
 import (

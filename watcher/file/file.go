@@ -86,7 +86,7 @@ func (p *parser) load(ctx context.Context, path string, stdin io.Reader) error {
 	return p.finish()
 }
 
-// list returns the names of the files of path, in the order in which to read them.
+// list returns the names of the files at path, in the order in which load reads them.
 func list(path string) (names []string, err error) {
 	if info, err := os.Stat(path); err != nil || !info.IsDir() {
 		return []string{path}, err

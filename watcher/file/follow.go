@@ -40,8 +40,8 @@ type Options struct {
 // they change. When ctx ends, it returns nil. Each reading makes one commit, which
 // changes only objects that differ. The state must have no other writer. If the first
 // reading fails, Watch returns the error. If a later reading fails, Watch logs the error
-// once, and state keeps its content until the manifests exist and are valid again. State
-// also keeps its objects if a folder loses its last manifest.
+// once, and state keeps its content until the manifests exist and are valid again. The
+// state also keeps its content if a folder loses its last manifest.
 //
 // Watch reads a changed file only after 100 ms without further changes, because it may be
 // half written. It notices most changes immediately, through notifications of the
@@ -68,7 +68,7 @@ type follower struct {
 	opts   Options
 	log    klog.Logger
 	state  *cluster.State
-	notify *fsnotify.Watcher // without notifications, its channels are nil
+	notify *fsnotify.Watcher // its channels are nil if there are no notifications
 	loaded func(error)       // receives the result of each reading except the first
 
 	seen                sighting
@@ -173,7 +173,7 @@ func (f *follower) reload(ctx context.Context) {
 	f.loaded(err)
 }
 
-// noNotification logs an error of fsnotify if it differs from the last one.
+// noNotification logs an error of fsnotify if it differs from the last logged error.
 func (f *follower) noNotification(err error) {
 	if err != nil && !errors.Is(err, fs.ErrNotExist) && !errors.Is(err, fsnotify.ErrNonExistentWatch) && f.unnotified != err.Error() {
 		f.unnotified = err.Error()
@@ -183,8 +183,8 @@ func (f *follower) noNotification(err error) {
 
 // arm requests notifications for the folder with the manifests. Because this folder may
 // be replaced, it also requests notifications for the parent folder. If the path is a
-// symbolic link, arm does the same for the target. Repeated requests for a folder matter
-// only after another folder has replaced it.
+// symbolic link, arm does the same for the target. A repeated request has an effect only
+// if a new folder has replaced the old folder.
 func (f *follower) arm() {
 	if f.notify.Events == nil {
 		return

@@ -100,7 +100,7 @@ func (x *following) services() []string {
 	return names
 }
 
-// awaitLoad waits for a successful reading, or for a failed one if well is false.
+// awaitLoad waits for a successful reading, or for a failed reading if well is false.
 func (x *following) awaitLoad(well bool) error {
 	x.t.Helper()
 	for {
@@ -142,7 +142,7 @@ func TestChangesAreFollowed(t *testing.T) {
 		// prepare creates a manifest in dir, with a service named "a", and returns the path to
 		// follow.
 		prepare func(t *testing.T, dir string) string
-		// change replaces the service by one with the given name.
+		// change replaces the service by a service with the given name.
 		change func(t *testing.T, dir, name string)
 	}{{
 		name:    "a file written in place",

@@ -52,7 +52,7 @@ type parser struct {
 	defined      map[string]string             // location of each object
 	ignored      map[string][]string           // locations of objects of other kinds
 	selectorless map[types.NamespacedName]bool // services whose EndpointSlices need no label; see watcher.Converter.WantsSlice
-	undecided    []*api.EndpointSlice          // slices that are for the proxy only if their service is in selectorless
+	undecided    []*api.EndpointSlice          // slices that are for the proxy only if their service is in the map selectorless
 }
 
 func newParser(options watcher.Options) (*parser, error) {
@@ -240,9 +240,9 @@ func (p *parser) decode(at string, data []byte, into any, meta *metav1.ObjectMet
 	return true
 }
 
-// report reports the converter's problems with an object as errors. Problems that an API
-// server admits are only warnings: an EndpointSlice without a service, and an invalid
-// address of a node.
+// report reports the converter's problems with an object as errors. Two problems are only
+// warnings, because an API server accepts such objects: an EndpointSlice without a
+// service, and an invalid address of a node.
 func (p *parser) report(at string, problems []watcher.Problem) {
 	for _, problem := range problems {
 		report := p.fail
@@ -272,7 +272,7 @@ func (p *parser) oneOf(at, field, v string, known ...string) {
 }
 
 // validate reports some errors for which the API server would reject s. The converter
-// does not check for these, because it usually gets objects from an API server.
+// does not check for these errors, because it usually gets objects from an API server.
 func (p *parser) validate(at string, s *corev1.Service) {
 	spec := &s.Spec
 	if spec.Type == corev1.ServiceTypeExternalName {

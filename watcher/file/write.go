@@ -79,7 +79,7 @@ func Write(w io.Writer, s *cluster.Snapshot, opts WriteOptions) error {
 	return o.out.Flush() // reports errors of earlier writes too
 }
 
-// objects writes API objects. As a check, it converts each back with a watcher.Converter.
+// objects writes API objects. As a check, it converts each object back with a Converter.
 type objects struct {
 	opts      WriteOptions
 	allPorts  func(*corev1.Service) bool
@@ -90,7 +90,7 @@ type objects struct {
 	err       error
 }
 
-// write writes an object. It fails if same is false (a reader would get another object).
+// write writes an object. It fails if same is false: a reader would get another object.
 func (o *objects) write(name string, object any, same bool, problems []watcher.Problem) {
 	text, err := o.marshal(object)
 	if len(problems) > 0 {
@@ -237,7 +237,7 @@ func (o *objects) node(n *api.Node) {
 		Spec:       corev1.NodeSpec{PodCIDRs: texts(n.PodCIDRs)},
 	}
 	if n.Deleting {
-		out.DeletionTimestamp = &metav1.Time{Time: time.Unix(0, 0)} // an arbitrary time, because the real one is unknown
+		out.DeletionTimestamp = &metav1.Time{Time: time.Unix(0, 0)} // an arbitrary time, because the real time is unknown
 	}
 	for _, a := range n.Addresses {
 		out.Status.Addresses = append(out.Status.Addresses, corev1.NodeAddress{Type: corev1.NodeAddressType(a.Type), Address: a.IP.String()})

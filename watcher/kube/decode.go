@@ -20,10 +20,10 @@ import (
 // k8s.io/apimachinery.
 
 // decoder decodes an object from protobuf. The next call may change the result of the
-// previous call. If it returns an error, the result has the fields before the error.
+// previous call. After an error the result has the fields before the error.
 type decoder[O any] func(message []byte) (O, error)
 
-// decoders has a function for each kind of object that returns a new decoder.
+// decoders has one function for each kind of object. The function returns a new decoder.
 type decoders struct {
 	service func() decoder[*corev1.Service]
 	slice   func() decoder[*discoveryv1.EndpointSlice]
@@ -92,15 +92,15 @@ type fieldSet []*part
 
 // part selects the content of a field.
 type part struct {
-	// fields, if not nil, are the fields that are kept of a message.
+	// fields, if not nil, selects the fields of a message.
 	fields fieldSet
-	// key, if not nil, reports whether an entry of a map is kept.
+	// key, if not nil, selects the entries of a map by their keys.
 	key func(string) bool
 }
 
 var all = &part{}
 
-// entries returns the part of a map whose keys match a pattern or are one of names.
+// entries returns a part that selects map entries by patterns or names of their keys.
 func entries(patterns []string, names ...string) *part {
 	return &part{key: func(key string) bool {
 		return slices.Contains(names, key) || slices.ContainsFunc(patterns, func(p string) bool {
@@ -132,7 +132,7 @@ func (s fieldSet) appendTo(out, message []byte) ([]byte, error) {
 				out = append(out, whole...)
 			}
 		case keep.fields != nil && f.tag&7 == delimited:
-			// The length of the part is at most the length of the whole, so its header is not longer.
+			// The header cannot become longer, because the field does not become longer.
 			start := len(out)
 			out = append(out, whole[:len(whole)-len(f.bytes)]...)
 			body := len(out)
@@ -154,7 +154,7 @@ func (s fieldSet) appendTo(out, message []byte) ([]byte, error) {
 type field struct {
 	// tag is the number of the field times 8 plus its wire type.
 	tag uint64
-	// bytes is the value of a field of the type delimited, and number that of a varint.
+	// bytes is the value of a delimited field. number is the value of a varint.
 	bytes  []byte
 	number uint64
 }
@@ -165,7 +165,7 @@ const (
 	delimited = uint64(protowire.BytesType)
 )
 
-// nextField reads the first field of a message. rest is the message without it.
+// nextField reads the first field of a message. rest is the message without this field.
 func nextField(message []byte) (f field, rest []byte, err error) {
 	number, kind, n := protowire.ConsumeTag(message)
 	if n < 0 {

@@ -60,7 +60,7 @@ func TestDecodersOfTypicalObjects(t *testing.T) {
 	compareAll(t, service, []*discoveryv1.EndpointSlice{slice, benchSlice(2, 1, 0)}, node)
 }
 
-// FuzzDecoders fills objects with values from the fuzzer's bytes. Then it does the same as
+// FuzzDecoders fills objects with values from the fuzzer's bytes, and passes them to
 // compareAll.
 func FuzzDecoders(f *testing.F) {
 	f.Add([]byte("some bytes to begin with"))
@@ -91,8 +91,8 @@ func FuzzDecoders(f *testing.F) {
 	})
 }
 
-// compareAll encodes objects in protobuf, with unknown fields. It compares what the proxy
-// gets from decoders and from the API's own decoding.
+// compareAll encodes objects in protobuf, with unknown fields. It checks that the proxy
+// gets the same values from decoders and from the API's own decoding.
 func compareAll(t *testing.T, service *corev1.Service, slices []*discoveryv1.EndpointSlice, node *corev1.Node) {
 	t.Helper()
 	for _, o := range decoderOptions {
@@ -119,8 +119,8 @@ func compareAll(t *testing.T, service *corev1.Service, slices []*discoveryv1.End
 	}
 }
 
-// compareDecoded encodes o, and compares the result of convert for the object that decode
-// returns with the result for the object that the API's own decoder returns.
+// compareDecoded encodes o, and decodes the message with decode and with the API's own
+// decoder. For both decoded objects, convert must return the same result.
 func compareDecoded[O any, P interface {
 	*O
 	metav1.Object
@@ -151,7 +151,7 @@ func compareDecoded[O any, P interface {
 	if diff := cmp.Diff(convert(whole), convert(got)); diff != "" {
 		t.Errorf("decoded %T (-whole +parts):\n%s", o, diff)
 	}
-	for n := range message { // a part of a message must not cause a panic
+	for n := range message { // an incomplete message must not cause a panic
 		if n < 300 || n%97 == 0 {
 			_, _ = decode(message[:n])
 		}
@@ -187,7 +187,7 @@ func TestReadList(t *testing.T) {
 		t.Errorf("read %q, want %q", names, want)
 	}
 	for n := range all {
-		// The list ends with an optional field of four bytes.
+		// The message ends with two optional fields of two bytes each.
 		if err := read(all[:n]); err == nil && n != len(all)-4 && n != len(all)-2 {
 			t.Errorf("no error for the first %d of %d bytes", n, len(all))
 		}

@@ -23,8 +23,8 @@ import (
 	"k8s.io/utils/ptr"
 )
 
-// The benchmarks in this file measure the work between client-go's reflector and the
-// sink: the work of conversion, state, view and driver.
+// The benchmarks in this file measure the code between client-go's reflector and the
+// sink: converter, state, view and driver.
 
 // benchService returns the i-th service as an API server would return it.
 func benchService(i int) *corev1.Service {

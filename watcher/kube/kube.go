@@ -136,7 +136,7 @@ type watch struct {
 	running sync.WaitGroup
 
 	// decoding is locked while goroutines of client-go, which may outlive Watch, decode
-	// objects. After ended is true, they no longer do so.
+	// objects. If ended is true, they decode no more objects.
 	decoding sync.RWMutex
 	ended    bool
 

@@ -54,8 +54,8 @@ func (src *source) list(ctx context.Context, options *metav1.ListOptions, decode
 	return list, nil
 }
 
-// stream sends the request for a list. Like client-go's requests whose answer is not a
-// stream, it tries again if the connection breaks.
+// stream sends the request for a list. It tries again if the connection breaks, because
+// client-go does so only for requests without a stream.
 func (src *source) stream(ctx context.Context, options *metav1.ListOptions) (io.ReadCloser, error) {
 	for attempt := 0; ; attempt++ {
 		body, err := src.client.Get().Resource(src.resource.Resource).VersionedParams(options, metav1.ParameterCodec).Stream(ctx)
@@ -223,9 +223,9 @@ type objectSerializer struct {
 	stores map[string]objectStore
 }
 
-// Decode implements runtime.Decoder. If it cannot decode an object in protobuf, not even its
-// resource version, it returns a Status. The reflector ignores a watch event whose object
-// has this type.
+// Decode implements runtime.Decoder. For an object in protobuf whose resource version
+// cannot be decoded, it returns a Status. The reflector ignores watch events that contain
+// a Status.
 func (s objectSerializer) Decode(data []byte, defaults *schema.GroupVersionKind, into runtime.Object) (runtime.Object, *schema.GroupVersionKind, error) {
 	if into == nil {
 		if kind, object := unwrap(data); s.stores[kind.Kind] != nil {

@@ -16,8 +16,8 @@ import (
 )
 
 const (
-	// createdLabelled is an age limit. A service that becomes wanted at a lower age was
-	// created with the proxy's label, so its slices have the label too.
+	// A service that becomes wanted within createdLabelled of its creation was created with
+	// the proxy's label, so its slices have the label too.
 	createdLabelled = 10 * time.Second
 	// labelledWithin is the time that the EndpointSlice controller has for labelling slices.
 	// After this time the watch drops its filter.
@@ -25,8 +25,8 @@ const (
 	// filteredAfter is how long the watch stays unfiltered after a filter becomes possible.
 	// The delay saves listings, because a new watch lists the slices again.
 	filteredAfter = 5 * time.Minute
-	// retryAfter is the delay of a new watch of slices after a request for the slices of
-	// some services has failed.
+	// retryAfter delays a new watch of slices if a request for the slices of some services
+	// has failed.
 	retryAfter = time.Second
 	// findTimeout limits a request for the slices of some services. During the request, no
 	// changes of services and slices are handled.
@@ -37,8 +37,8 @@ const (
 // with which the EndpointSlice controller marks its slices.
 const managedByController = "endpointslice-controller.k8s.io"
 
-// finder returns all the given services' slices that lack the proxy's label. It may also
-// return other slices. Each slice is at least as new as the events before the call.
+// finder returns all slices without the proxy's label that belong to the given services.
+// It may also return other slices. No slice is older than its last event before the call.
 type finder func(services []types.NamespacedName) ([]*discoveryv1.EndpointSlice, error)
 
 // origin describes an EndpointSlice without the proxy's label.
@@ -66,8 +66,8 @@ type selection struct {
 	find         finder
 
 	mu turn
-	// servicesMu is also locked during accesses to services, and never during requests. So
-	// decoding does not wait for requests.
+	// In addition to mu, servicesMu is locked during accesses to the field services. It is
+	// never locked during requests, so decoding does not wait for requests.
 	servicesMu sync.Mutex
 	// services maps each wanted service to true if the service has no selector.
 	services     map[types.NamespacedName]bool
@@ -83,14 +83,14 @@ type selection struct {
 	restart func()
 	// If pause is true, a request has failed, and the next watch must wait.
 	pause bool
-	// waiting is true while a timer runs. At its end, the filter of the watch is checked.
+	// waiting is true until a timer ends and the filter of the watch is checked.
 	waiting bool
 	// ready is closed when the services have been listed.
 	ready chan struct{}
 }
 
 // turn is a lock for long operations. In a synctest bubble, time does not advance while
-// goroutines wait for a mutex, but it does while they wait for a turn.
+// goroutines wait for a mutex, but time advances while they wait for a turn.
 type turn chan struct{}
 
 // Lock implements sync.Locker.
@@ -222,7 +222,7 @@ func (n sliceSelection) write(i *item[api.EndpointSlice]) {
 			return
 		}
 		if slices.ContainsFunc(found, func(o *item[api.EndpointSlice]) bool { return o.key == i.key }) {
-			all = nil // found has a newer version
+			all = nil // the response has a newer version
 		}
 		all = append(all, found...)
 	}
@@ -235,8 +235,8 @@ func (n sliceSelection) write(i *item[api.EndpointSlice]) {
 }
 
 // decideAgain decides again about a slice without the proxy's label, because services may
-// have changed since the slice was decoded. It returns true if the proxy must keep the
-// slice, but dropped it.
+// have changed since the slice was decoded. It returns true if the slice was dropped, but
+// the proxy must keep it.
 func (n *selection) decideAgain(i *item[api.EndpointSlice]) (missing bool) {
 	if i.unlabelled == nil {
 		return false

@@ -257,7 +257,7 @@ func TestNewlyLabelledServiceHasItsEndpoints(t *testing.T) {
 						want = append(want, "slice default/web-1 10.0.0.2")
 					}
 					if soon && end == "deleted" {
-						w.advance(labelledWithin) // the filtered watch omits the deletion
+						w.advance(labelledWithin) // the filtered watch does not report the deletion
 					}
 					w.expect(want...)
 					w.advance(filteredAfter)
@@ -439,8 +439,8 @@ func TestSliceOfHostNamesCausesNoRequest(t *testing.T) {
 	}
 }
 
-// After a failed request all slices are listed, so there is no second request for the same
-// slices. It would block all changes for another findTimeout.
+// After a failed request all slices are listed, so a second request for the same slices
+// is not needed. The second request would block all changes for another findTimeout.
 func TestFailedLookupOfSlicesIsNotRepeated(t *testing.T) {
 	requests, restarts := 0, 0
 	s, _ := newTestSelection(t, func([]types.NamespacedName) ([]*discoveryv1.EndpointSlice, error) {

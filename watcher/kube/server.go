@@ -77,9 +77,9 @@ type client struct {
 
 // newClient returns a client with its own connections, so that closing them affects no
 // other client. Closing only idle connections is not enough, because a connection with a
-// canceled watch can still be busy. After ctx ends, the client opens no connections. The
-// client reduces objects with the store for their kind, if there is one, unless the caller
-// passes the object to decode into.
+// canceled watch can still be busy. After ctx ends, the client opens no connections. If a
+// store exists for the kind of an object, the client reduces the object with this store,
+// unless the caller passes the object to decode into.
 func newClient(ctx context.Context, config *rest.Config, stores map[string]objectStore) (*client, error) {
 	scheme := runtime.NewScheme()
 	for _, add := range [...]func(*runtime.Scheme) error{corev1.AddToScheme, discoveryv1.AddToScheme} {
@@ -279,8 +279,8 @@ func (src *source) listWatch(r *reporter, store objectStore) plainListWatch {
 			watch, err := lw.WatchFuncWithContext(ctx, options)
 			err = r.request(ctx, "watch", &options, err)
 			if options.SendInitialEvents != nil && (utilnet.IsConnectionRefused(err) || apierrors.IsTooManyRequests(err)) {
-				// With the original error, the reflector would sleep and ignore its context. For an
-				// error of another type, it lists immediately.
+				// With the original error, the reflector would sleep even after its context ends.
+				// With an error of another type, it lists immediately.
 				err = errors.New(err.Error())
 			}
 			return watch, err

@@ -40,8 +40,8 @@ type object interface {
 
 // apiServer serves Services, EndpointSlices and Nodes over HTTP like a kube-apiserver. It
 // supports list, watch, label and field selectors, resource versions, streaming lists,
-// bookmarks and 410 Gone, in protobuf and JSON. It can run in a synctest bubble, because its connections are in
-// memory.
+// bookmarks and 410 Gone, in protobuf and JSON. It can run in a synctest bubble, because
+// its connections are in memory.
 type apiServer struct {
 	listener *pipeListener
 	// refuse, if set, returns the error for a request that must fail, or nil.
@@ -58,7 +58,7 @@ type apiServer struct {
 	changed   chan struct{}          // closed to announce events, and then replaced
 	dropped   chan struct{}          // closed to end all watches, and then replaced
 	last      *apierrors.StatusError // the error event that watches send before they end, or nil
-	bookmarks int                    // number of bookmark calls
+	bookmarks int                    // number of calls of bookmark
 	watches   map[*request]bool      // open watches
 }
 
@@ -477,7 +477,7 @@ type pipeAddr struct{}
 func (pipeAddr) Network() string { return "pipe" }
 func (pipeAddr) String() string  { return "pipe" }
 
-// unplug makes the server unreachable if off is true, or reachable again.
+// unplug makes the server unreachable if off is true, and otherwise reachable again.
 func (l *pipeListener) unplug(off bool) {
 	l.mu.Lock()
 	defer l.mu.Unlock()

@@ -29,8 +29,8 @@ type item[T any] struct {
 	selectorless bool
 	// problems are the invalid parts of the object.
 	problems []watcher.Problem
-	// unlabelled is set for a slice without the proxy's label. dropped is true if the proxy
-	// did not need this slice when it was decoded.
+	// unlabelled is set for a slice without the proxy's label. dropped is true if such a
+	// slice was not needed when it was decoded.
 	unlabelled *origin
 	dropped    bool
 	// unreadable is true for an object that could not be decoded.

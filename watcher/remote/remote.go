@@ -52,7 +52,7 @@ const staleAfter = 3 * time.Minute
 type follower struct {
 	state *cluster.State
 	token []byte    // token of the last complete answer
-	lost  time.Time // when the last connection with an answer was lost
+	lost  time.Time // when the last connection that delivered an answer was lost
 }
 
 // follow copies the state of the server at the other end of conn until the connection
@@ -100,8 +100,8 @@ func (f *follower) follow(ctx context.Context, conn *grpc.ClientConn, heard func
 	}
 }
 
-// answer collects the parts of an answer. For an unreadable object, it logs an error and
-// uses the object's version in the earlier snapshot (the field had).
+// answer collects the parts of an answer. If an object is unreadable, it logs an error
+// and uses the object's version in the earlier snapshot, the field had.
 type answer struct {
 	had      *cluster.Snapshot
 	log      klog.Logger

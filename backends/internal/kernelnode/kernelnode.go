@@ -23,8 +23,9 @@ const kubeProxyMark = 0x4000
 
 var podInterface = regexp.MustCompile(`^[A-Za-z0-9_.@:-]{1,15}$|^[A-Za-z0-9_.@:-]{1,14}\*$`)
 
-// CheckMasquerading checks options. If outsiders is true, connections from outside the
-// pod network are masqueraded. If podsKnown is true, the options define that network.
+// CheckMasquerading checks options for masquerading. If outsiders is true, connections
+// from outside the pod network are masqueraded. If podsKnown is true, the options define
+// the pod network.
 func CheckMasquerading(mark uint32, podInterfaces []string, outsiders, podsKnown bool) error {
 	var errs []error
 	if bits.OnesCount32(mark) != 1 {

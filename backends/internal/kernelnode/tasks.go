@@ -29,7 +29,7 @@ type Tasks struct {
 }
 
 // Start starts connection tracking and the watcher. If addresses or connections is nil,
-// Start makes a default for the network namespace. If it fails, no goroutine is left.
+// Start makes a default for the network namespace. If Start fails, no goroutine is left.
 func (t *Tasks) Start(ctx context.Context, addresses nodeaddr.Source, connections sink.Sink, netNS int) error {
 	t.ctx, t.stop = context.WithCancel(context.WithoutCancel(ctx))
 	if t.Addresses = addresses; t.Addresses == nil {
@@ -86,8 +86,8 @@ func (t *Tasks) FollowAddresses(update func(context.Context) error, keysAndValue
 }
 
 // Sync passes changes on to connection tracking, and returns the error that the backend's
-// Sync has to return. err is the result of programming the dataplane. If the driver has
-// to deliver the changes again, connection tracking does not get them.
+// Sync has to return. The argument err is the result of programming the dataplane. If the
+// driver has to deliver the changes again, connection tracking does not get them.
 func (t *Tasks) Sync(ctx context.Context, c *sink.Changes, err error) error {
 	if _, ok := sink.Acknowledged(err); !ok {
 		return err

@@ -47,7 +47,7 @@ const maxDriftPause = time.Minute
 // Found records that the backend found a change. It returns the time until which the
 // backend must not search for further changes.
 func (p *DriftPause) Found(now time.Time) (until time.Time) {
-	if now.Sub(p.foundAt) > 2*maxDriftPause { // the last pause may have been maxDriftPause
+	if now.Sub(p.foundAt) > 2*maxDriftPause { // longer than any pause
 		p.pause = 0
 	} else {
 		p.pause = min(2*p.pause+time.Second, maxDriftPause)

@@ -19,7 +19,7 @@ func TestDriftPauseGrowsWhileChangesRecur(t *testing.T) {
 		if got := until.Sub(now); got != want*time.Second {
 			t.Errorf("change %d: pause %v, want %v", i, got, want*time.Second)
 		}
-		now = until.Add(10 * time.Second) // until the next search
+		now = until.Add(10 * time.Second) // the next search finds a change 10 s later
 	}
 	now = now.Add(2 * maxDriftPause)
 	if until := p.Found(now); until != now {

@@ -38,8 +38,8 @@ func (w *Builder) Begin(msgType, flags uint16, family byte) int {
 // End ends a message.
 func (w *Builder) End(at int) { binary.NativeEndian.PutUint32(w.b[at:], uint32(len(w.b)-at)) }
 
-// beginBatch starts a sequence of nf_tables messages that take effect together. endBatch
-// ends the sequence. If generation is neither 0 nor the number of the kernel's last
+// beginBatch starts a sequence of nf_tables messages that take effect together, and
+// endBatch ends it. If generation is neither 0 nor the number of the kernel's last
 // transaction, the kernel refuses the sequence with ERESTART.
 func (w *Builder) beginBatch(generation uint32) { w.batch(unix.NFNL_MSG_BATCH_BEGIN, generation) }
 func (w *Builder) endBatch()                    { w.batch(unix.NFNL_MSG_BATCH_END, 0) }

@@ -104,7 +104,7 @@ func (c *Conn) setSequenceNumbers(b []byte) (first, last uint32) {
 }
 
 // Transact calls fill to encode messages, and sends them as one nf_tables transaction.
-// All of them take effect together. If Transact returns an error other than
+// All messages take effect together. If Transact returns an error other than
 // ErrUnknownOutcome, no message takes effect. It retries transient failures up to five
 // times, within 31 ms.
 func (c *Conn) Transact(ctx context.Context, fill func(*Builder)) error {

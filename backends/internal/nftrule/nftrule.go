@@ -200,9 +200,9 @@ func (p Pods) Matches() (matches [][]expr.Any) {
 	return matches
 }
 
-// Outsiders returns the rules of a chain. They apply the given expressions to packets
-// that are not from pods. If p defines no pods of a family, the rules do nothing to
-// packets of that family.
+// Outsiders returns the rules of a chain. These rules apply the given expressions to
+// packets that are not from pods. If p defines no pods of a family, the rules do nothing
+// to packets of that family.
 func (p Pods) Outsiders(then []expr.Any) (rules [][]expr.Any) {
 	for _, match := range p.Matches() {
 		rules = append(rules, append(match, &expr.Verdict{Kind: expr.VerdictReturn}))

@@ -52,7 +52,7 @@ type Backend struct {
 	failing map[types.NamespacedName]bool
 }
 
-// want is a load balancer that must exist.
+// The type want describes a load balancer that must exist.
 type want struct {
 	service types.NamespacedName
 	policy  *policy
@@ -107,8 +107,8 @@ func (b *Backend) Start(ctx context.Context) error {
 	case errors.Is(err, journal.ErrForeign):
 		return err
 	case err != nil:
-		// Continue without the record, because proxying matters more. At worst, load balancers
-		// of deleted services remain.
+		// Continue without the state file, because proxying matters more. At worst, load
+		// balancers of deleted services remain.
 		klog.FromContext(ctx).Error(err, "Load balancers of services that were deleted meanwhile will be left behind")
 		r = newRecord(journal.New(b.opts.StateFile, journalKind))
 	}
@@ -131,9 +131,9 @@ func (b *Backend) checkFeatures(f Features) error {
 
 // Sync implements [sink.Sink]. It lists the objects of HNS when a pass begins and after a
 // failure. It lists them once more if the last list lacks the endpoint of a pod on this
-// node. Sync reports failures by service in a [*sink.Failed], with the frontend and the
-// error of HNS. If HNS does not run or the network does not exist, all services fail, and
-// Sync requests a new pass. The driver retries until HNS is back.
+// node. Sync reports the failed services in a [*sink.Failed]. Each error contains the
+// frontend and the error of HNS. If HNS does not run or the network does not exist, all
+// services fail, and Sync requests a new pass. The driver retries until HNS is back.
 func (b *Backend) Sync(ctx context.Context, c *sink.Changes) error {
 	if c.First {
 		clear(b.views)
@@ -193,7 +193,7 @@ func (b *Backend) learn(ctx context.Context, c *sink.Changes) map[types.Namespac
 }
 
 // survey reads the state of HNS and adds all frontends to todo. If the network has
-// changed, it sets planned to false, so that all services are planned again.
+// changed, it sets b.planned to false, so that all services are planned again.
 func (b *Backend) survey(ctx context.Context) error {
 	b.holdings = nil
 	if !b.surveyed {
@@ -275,7 +275,7 @@ func (b *Backend) replan(ctx context.Context, keys func(yield func(types.Namespa
 		for i := range policies {
 			f := policies[i].Frontend
 			b.todo[f] = true
-			b.wanted[f] = want{key, &policies[i]} // this may replace the entry of another service, which is about to lose the frontend f
+			b.wanted[f] = want{key, &policies[i]} // the old entry may belong to another service, which is about to lose the frontend f
 		}
 	}
 	for _, f := range shared {

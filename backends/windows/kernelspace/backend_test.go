@@ -618,7 +618,7 @@ func TestPassInSeveralBatches(t *testing.T) {
 				w.mustHaveCalled(and(listing, map[string]int{"UpdateLoadBalancer": 2}))
 			}
 
-			// A new pass begins and does not deliver "gone".
+			// A new pass begins and does not deliver the service "gone".
 			w.must(w.syncBatch(true, false, a))
 			w.mustHave(`10.96.0.1 protocol 6 port 80->8080 to 10.1.2.1
 				10.96.0.2 protocol 6 port 80->8080 to 10.1.2.1

@@ -16,8 +16,8 @@ func (p *pass) logJournalError(err error) {
 	}
 }
 
-// own returns the IDs of this backend's load balancers at a frontend. Usually there is
-// only one ID.
+// The method own returns the IDs of this backend's load balancers at a frontend. Usually
+// there is only one ID.
 func (p *pass) own(f Frontend) []string {
 	var ids []string
 	for _, id := range p.holdings.byFrontend[f] {
@@ -142,8 +142,8 @@ func (p *pass) balance(f Frontend, w want, want LoadBalancer) error {
 	return p.create(f, w, want)
 }
 
-// keep adds a correct load balancer to this backend's record. Another owner may have
-// created it.
+// The method keep adds a correct load balancer to this backend's record. Another owner
+// may have created it.
 func (p *pass) keep(f Frontend, w want, have, want LoadBalancer) {
 	if m := p.record.made[have.ID]; m == nil || m.Service != w.service {
 		p.record.add(have.ID, made{Frontend: f, Service: w.service, Asked: digestOf(want), Answered: digestOf(have)})
@@ -184,8 +184,8 @@ func (p *pass) mayReplace(f Frontend, lb LoadBalancer) error {
 	return nil
 }
 
-// create creates a load balancer. If HNS already has one with this frontend, create lists
-// the load balancers and changes or replaces the existing one.
+// create creates a load balancer. If HNS already has a load balancer with this frontend,
+// the method lists all load balancers and changes or replaces the existing load balancer.
 func (p *pass) create(f Frontend, w want, want LoadBalancer) error {
 	if p.record.planned[f] == nil {
 		p.plan(f, w)

@@ -55,8 +55,8 @@ func service(name string, change ...func(*api.Service)) *api.Service {
 	return s
 }
 
-// at returns the endpoint with the address s. Endpoint "10.1.0.2" is on another node, and
-// "10.1.0.1@here" is on this node.
+// The function at returns an endpoint: at("10.1.0.2") is on another node, and
+// at("10.1.0.1@here") is on this node.
 func at(s string, change ...func(*api.SliceEndpoint)) api.SliceEndpoint {
 	ip, local := strings.CutSuffix(s, "@here")
 	e := api.SliceEndpoint{Addr: addr(ip), NodeName: "other-node", Conditions: api.Conditions{Ready: true, Serving: true}}
@@ -156,7 +156,7 @@ func (w *world) restart() {
 	w.hns.Calls()
 }
 
-// full delivers all services to the backend in one pass.
+// The method full delivers all services to the backend in one pass.
 func (w *world) full() error {
 	var changes []sink.Change
 	for _, key := range slices.SortedFunc(maps.Keys(w.views), api.CompareKeys) {
@@ -165,7 +165,7 @@ func (w *world) full() error {
 	return w.backend.Sync(w.Context(), &sink.Changes{First: true, Last: true, Services: slices.Values(changes), Node: node(), NodeChanged: true})
 }
 
-// set delivers new or changed services to the backend.
+// The method set delivers new or changed services to the backend.
 func (w *world) set(views ...*api.ServiceEndpoints) error {
 	var changes []sink.Change
 	for _, v := range views {
@@ -175,7 +175,7 @@ func (w *world) set(views ...*api.ServiceEndpoints) error {
 	return w.backend.Sync(w.Context(), &sink.Changes{Services: slices.Values(changes), Node: node(), NodeChanged: true})
 }
 
-// remove delivers the deletion of a service to the backend.
+// The method remove delivers the deletion of a service to the backend.
 func (w *world) remove(name string) error {
 	key := types.NamespacedName{Namespace: "default", Name: name}
 	change := sink.Change{Key: key, Old: w.views[key]}
@@ -191,8 +191,8 @@ func (w *world) must(err error) {
 }
 
 // mustHave fails the test unless HNS has exactly these load balancers, one per line. On a
-// network without overlay, it ignores source VIPs that are this node's address.
-// TestSourceVIPOfBridgeIsNodeAddress checks them.
+// network without overlay, mustHave ignores a source VIP that is an address of this node.
+// TestSourceVIPOfBridgeIsNodeAddress checks such source VIPs.
 func (w *world) mustHave(want string) {
 	w.Helper()
 	network, _ := w.hns.NetworkByID(w.network)

@@ -37,9 +37,9 @@ func (p *pass) endpoints(policy *policy) (ids []string, lacking error) {
 	return ids, errors.Join(errs...)
 }
 
-// endpoint returns the ID of the HNS endpoint with the address of d. It returns "" if the
-// address is this node's own and HNS has no endpoint for it. Other owners' endpoints are
-// used too, because HNS allows only one endpoint per address.
+// endpoint returns the ID of the HNS endpoint with the address of the destination d. It
+// returns "" if the address is this node's own and HNS has no endpoint for it. Other
+// owners' endpoints are used too, because HNS allows only one endpoint per address.
 func (p *pass) endpoint(d destination) (string, error) {
 	if e, ok := p.holdings.endpointAt(d.addr); ok && !p.isLeftover(e, d) {
 		return e.ID, nil
@@ -193,8 +193,9 @@ func (p *pass) dropIdle() error {
 	return nil
 }
 
-// dropEndpoint deletes an endpoint of this backend. If HNS refuses, for example because a
-// load balancer of another owner uses it, the next listing decides whether to retry.
+// dropEndpoint deletes an endpoint of this backend. HNS refuses, for example, if a load
+// balancer of another owner uses the endpoint. If the endpoint is unused in the next
+// listing, the backend tries again.
 func (p *pass) dropEndpoint(id string) error {
 	addr := p.holdings.endpoints[id].Addrs
 	err := p.hns.DeleteEndpoint(id)

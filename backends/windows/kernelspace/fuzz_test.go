@@ -88,7 +88,7 @@ func newFuzzer(t *testing.T, seed uint64) *fuzzer {
 	return f
 }
 
-// write changes the cluster's state.
+// The method write changes the cluster's state.
 func (f *fuzzer) write(change func(apitest.Writer)) {
 	f.state.Update(func(tx *cluster.Tx) { change(writer{tx}) })
 }
@@ -215,9 +215,9 @@ func (f *fuzzer) run(steps int) {
 	}
 }
 
-// comparable prepares a dump for a comparison. If the Node object was deleted, it removes
-// the source VIPs: an old backend still has the node's addresses, but a new backend does
-// not know them.
+// The method comparable prepares a dump for a comparison. If the Node object was deleted,
+// comparable removes the source VIPs. An old backend still has the node's addresses, but
+// a new backend does not know them.
 func (f *fuzzer) comparable(dump string) string {
 	if _, ok := f.state.Snapshot().Nodes.Get(apitest.NodeName(0)); ok {
 		return dump
@@ -227,7 +227,7 @@ func (f *fuzzer) comparable(dump string) string {
 	return strings.Join(lines, "\n")
 }
 
-// fail sets a hook that makes some calls fail.
+// The method fail sets a hook that makes some calls fail.
 func (f *fuzzer) fail() {
 	errs := []error{
 		errRefused, kernelspace.ErrNotRunning, kernelspace.ErrNotFound, kernelspace.ErrExists,
@@ -243,8 +243,8 @@ func (f *fuzzer) fail() {
 	})
 }
 
-// kill ends the backend during one of its calls to HNS, before HNS performs the call.
-// Then kill starts another backend.
+// The method kill ends the backend during one of its calls to HNS, before HNS performs
+// the call. Then kill starts another backend.
 func (f *fuzzer) kill() {
 	n := f.r.IntN(6)
 	killed := false
@@ -264,7 +264,7 @@ func (f *fuzzer) kill() {
 	f.start()
 }
 
-// pods creates the HNS endpoints of all or some pods of this node.
+// The method pods creates the HNS endpoints of all or some pods of this node.
 func (f *fuzzer) pods(all bool) {
 	f.hns.SetHook(nil)
 	defer f.hns.SetHook(f.hook)

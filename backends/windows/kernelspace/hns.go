@@ -81,10 +81,9 @@ type RemoteSubnet struct {
 	Provider netip.Addr
 }
 
-// Provider returns the address of the node at the end of the tunnel to address a. For an
-// address in a remote subnet, it returns the address of the subnet's node. For the
-// address of a subnet's node, it returns that address. Without a tunnel, it returns the
-// zero Addr.
+// Provider returns the address of the node at the end of the tunnel to address a. The
+// node either has this address itself or has a remote subnet that contains the address.
+// Without a tunnel, Provider returns the zero Addr.
 func (n *Network) Provider(a netip.Addr) netip.Addr {
 	for _, s := range n.RemoteSubnets {
 		if s.Prefix.Contains(a) || s.Provider == a {
@@ -105,7 +104,8 @@ type Endpoint struct {
 	MAC   string
 	// Remote is true if the endpoint is not on this machine.
 	Remote bool
-	// Provider is the address of a remote endpoint's node, for overlay networks.
+	// Provider is the address of the node of a remote endpoint. It is set only on overlay
+	// networks.
 	Provider netip.Addr
 }
 

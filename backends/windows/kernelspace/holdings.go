@@ -21,12 +21,13 @@ type holdings struct {
 	balancers  map[string]LoadBalancer
 	byFrontend map[Frontend][]string // sorted IDs of load balancers, usually only one ID
 	// endpointUses counts the load balancers of each endpoint, by the endpoint's ID. vipUses
-	// counts the load balancers of each VIP. Both include load balancers of other owners.
+	// counts the load balancers of each VIP. Both maps also count the load balancers of
+	// other owners.
 	endpointUses map[string]int
 	vipUses      map[netip.Addr]int
 	// idle contains the IDs of this backend's endpoints that no load balancer uses.
 	idle map[string]bool
-	// own is the number of this backend's endpoints.
+	// The field own is the number of this backend's endpoints.
 	own int
 }
 
@@ -159,8 +160,9 @@ func (h *holdings) removeBalancer(id string) {
 	h.use(lb, -1)
 }
 
-// use adds n to the counts in endpointUses and vipUses for the endpoints and VIPs of lb.
-// On an overlay network, VIPs have endpoints, too.
+// The method use adds n to the counts in endpointUses and vipUses for the endpoints and
+// VIPs of lb. It also updates the field idle for these endpoints and, on an overlay
+// network, for the endpoints of the VIPs.
 func (h *holdings) use(lb LoadBalancer, n int) {
 	for _, id := range lb.Endpoints {
 		if h.endpointUses[id] += n; h.endpointUses[id] == 0 {

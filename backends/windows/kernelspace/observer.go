@@ -15,7 +15,7 @@ type Observer struct {
 	Holds func(endpoints, loadBalancers int)
 }
 
-// observed is an HNS that reports each call to an observer.
+// The type observed is an HNS that reports each call to an observer.
 type observed struct {
 	hns  HNS
 	tell func(call string, took time.Duration, err error)

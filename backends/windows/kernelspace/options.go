@@ -43,8 +43,8 @@ type Options struct {
 
 	// ForwardHealthChecks makes this node receive the health checks of a service's
 	// load-balancer addresses. The checked port is the service's health-check node port. If
-	// the service has no such port, the checked port is HealthzPort. If HealthzPort is 0,
-	// nothing is forwarded. Default: false.
+	// the service has no such port, the checked port is HealthzPort. If HealthzPort is 0 in
+	// this case, nothing is forwarded. Default: false.
 	ForwardHealthChecks bool
 	HealthzPort         uint16
 	// RootEndpoint is the name of this node's HNS endpoint, which ForwardHealthChecks uses.

@@ -27,7 +27,7 @@ type pass struct {
 	// listed is true if this pass has listed the objects of HNS. A pass lists them at most
 	// once.
 	listed bool
-	// wrong is true if the state of HNS is unknown because a call failed.
+	// The field wrong is true if the state of HNS is unknown because a call failed.
 	wrong bool
 	// mac is this node's hardware address, if known.
 	mac string
@@ -36,7 +36,7 @@ type pass struct {
 // errAbort marks errors that end the pass and request a new pass from the driver.
 var errAbort = errors.New("start again")
 
-// run processes all frontends in todo.
+// The method run processes all frontends in todo.
 func (p *pass) run() error {
 	if p.holdings == nil {
 		if err := p.list(); err != nil {
@@ -67,7 +67,7 @@ func (p *pass) run() error {
 	return p.failed.Err()
 }
 
-// list reads the state of HNS.
+// The method list reads the state of HNS.
 func (p *pass) list() error {
 	p.listed = true
 	return p.survey(p.ctx)
@@ -88,7 +88,7 @@ func (p *pass) relist() error {
 	return nil
 }
 
-// steps makes all changes in HNS. An error ends the pass.
+// The method steps makes all changes in HNS. An error ends the pass.
 func (p *pass) steps() error {
 	if err := p.ensureSourceVIPs(); err != nil {
 		return err
@@ -133,8 +133,8 @@ func (p *pass) isWaiting(service types.NamespacedName) bool {
 	return p.failing[service] && !p.delivered[service]
 }
 
-// do calls step for a frontend. If step fails, do records the error, or returns it if the
-// pass must end.
+// The method do calls the function step for a frontend. If step fails, the method records
+// the error, or returns the error if the pass must end.
 func (p *pass) do(f Frontend, service types.NamespacedName, step func(Frontend) error) error {
 	if err := p.ctx.Err(); err != nil {
 		return err
@@ -144,8 +144,8 @@ func (p *pass) do(f Frontend, service types.NamespacedName, step func(Frontend) 
 	} else if err != nil {
 		p.fail(service, fmt.Errorf("frontend %s: %w", f, err))
 	}
-	// If step failed, the frontend returns to todo when the driver delivers its service
-	// again.
+	// If the function step failed, the driver delivers the service again, which adds the
+	// frontend to todo again.
 	delete(p.todo, f)
 	return nil
 }

@@ -68,7 +68,7 @@ type destination struct {
 type nodeLocation uint8
 
 const (
-	// elsewhere means another node. The backend creates the HNS endpoint.
+	// The location elsewhere means another node. The backend creates the HNS endpoint.
 	elsewhere nodeLocation = iota
 	// podHere means a pod of this node. The network plug-in creates its HNS endpoint.
 	podHere
@@ -77,7 +77,8 @@ const (
 	hostHere
 )
 
-// unserved is a frontend that HNS cannot provide, or can provide only partly.
+// The type unserved describes a frontend that HNS cannot provide, or can provide only
+// partly.
 type unserved struct {
 	key    nodeview.FrontendKey
 	reason string
@@ -93,8 +94,8 @@ type environment struct {
 	dsr bool
 	// forwardHealthChecks enables load balancers that forward health checks of load-balancer
 	// addresses to this node. The checked port is the service's health-check node port. If
-	// the service has no such port, the checked port is healthzPort. If healthzPort is 0,
-	// there is no such load balancer.
+	// the service has no such port, the checked port is healthzPort. If healthzPort is 0 in
+	// this case, there is no load balancer for health checks.
 	forwardHealthChecks bool
 	healthzPort         uint16
 	// sourceVIP4 and sourceVIP6 are the source VIPs. For a family without a source VIP, the
@@ -162,10 +163,10 @@ func (on *environment) refusal(f *nodeview.Frontend) string {
 	}
 }
 
-// policy plans the load balancer of a frontend. The second result describes the settings
-// that HNS does not support. The policy has the endpoints for traffic from outside this
-// node. This node's own traffic goes to them too, because a load balancer of HNS has only
-// one list of endpoints.
+// The method policy plans the load balancer of a frontend. The second result describes
+// the settings that HNS does not support. The policy has the endpoints for traffic from
+// outside this node. This node's own traffic goes to them too, because a load balancer of
+// HNS has only one list of endpoints.
 func (on *environment) policy(f *nodeview.Frontend, preserve bool) (p policy, degraded []string) {
 	p = policy{Frontend: Frontend{VIP: f.Addr, Family: f.Family, Protocol: protocolOf(f.Protocol), Port: uint16(f.Port)}}
 	if f.Family == api.IPv6 {
@@ -304,7 +305,8 @@ func (on *environment) nodeIP(f api.Family) netip.Addr {
 	return netip.Addr{}
 }
 
-// remote returns the HNS endpoint to create for the address of a pod on another node.
+// The method remote returns the HNS endpoint to create for the address of a pod on
+// another node.
 func (on *environment) remote(name string, addr netip.Addr) Endpoint {
 	e := Endpoint{Name: name, Network: on.network.ID, Addrs: []netip.Addr{addr}, MAC: macOf(addr), Remote: true}
 	if on.network.Overlay {

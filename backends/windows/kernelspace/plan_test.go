@@ -256,7 +256,7 @@ func TestEachFrontendHasLoadBalancer(t *testing.T) {
 	}} {
 		for quirk, quirks := range fakehns.AllQuirks() {
 			if quirk != "none" && quirk != "all" && !tc.everyQuirk {
-				continue // the set "all" finds the errors; a set of one quirk only shows which quirk is the cause
+				continue // the set "all" finds the errors; each set of one quirk helps to find the cause of an error
 			}
 			t.Run(tc.name+"/HNS "+quirk, func(t *testing.T) {
 				features := all

@@ -24,16 +24,16 @@ import (
 //	made       HNS has it, under a known ID
 //	deleted    HNS reported its deletion, which the next listing confirms
 //
-// The backend owns a load balancer only if the record has its ID. In the journal, the
-// states planned and requested look the same, and so do made and deleted. So a new
-// process does not know the exact state until it compares the record with a listing.
+// The backend owns a load balancer only if the record has its ID. The journal does not
+// distinguish the state planned from requested, nor made from deleted. So a new process
+// does not know the exact state until it compares the record with a listing.
 type record struct {
 	journal *journal.Journal
 	planned map[Frontend]*planned
 	made    map[string]*made // by ID
 }
 
-// planned describes a load balancer whose ID is unknown.
+// The type planned describes a load balancer whose ID is unknown.
 type planned struct {
 	Service types.NamespacedName
 	Target  uint16
@@ -42,7 +42,7 @@ type planned struct {
 	requested bool
 }
 
-// made describes a load balancer that HNS created.
+// The type made describes a load balancer that HNS created.
 type made struct {
 	Frontend Frontend
 	Service  types.NamespacedName
@@ -100,13 +100,13 @@ func (r *record) read(key, value string) error {
 // owns reports whether the backend owns a load balancer.
 func (r *record) owns(id string) bool { return r.made[id] != nil }
 
-// plan records a load balancer whose creation is about to be requested.
+// The method plan records a load balancer whose creation is about to be requested.
 func (r *record) plan(f Frontend, p planned) {
 	r.planned[f] = &p
 	r.journal.Set(plannedPrefix+encode(f), encode(p))
 }
 
-// add records a load balancer that exists in HNS, and removes the plan for its
+// The method add records a load balancer that exists in HNS, and removes the plan for its
 // frontend.
 func (r *record) add(id string, m made) {
 	r.made[id] = &m
@@ -138,8 +138,8 @@ func (r *record) forget(id string) {
 }
 
 // confirm compares the record with a listing. It removes load balancers that are not
-// listed. It adds listed load balancers that have a requested frontend and target port
-// but whose ID is not in the record.
+// listed. It adds a listed load balancer whose ID is not in the record if the backend
+// requested a load balancer with the same frontend and target port.
 func (r *record) confirm(have *holdings) {
 	for id, m := range r.made {
 		if _, listed := have.balancers[id]; !listed {
@@ -191,7 +191,7 @@ func (r *record) unchanged(have, want LoadBalancer) bool {
 // digest identifies the settings of a load balancer, except its endpoints.
 type digest uint64
 
-// The settings that the backend controls. HNS may add others.
+// The settings that the backend controls. HNS may add other settings.
 const (
 	knownFlags     = DSR | IPv6
 	knownPortFlags = LocalRoutedVIP | UseMux | PreserveDIP | VIPExternalIP

@@ -50,9 +50,10 @@ type Addresses struct {
 	opts   Options
 	system system
 
-	// recordMu guards record, which is nil before its first use. The record contains the
-	// interface of each address that was added or is about to be added. Its file need not
-	// survive a restart of Windows, because Windows then removes the addresses.
+	// recordMu guards the field record, which is nil before its first use. The record
+	// contains the interface of each address that was added or is about to be added. The
+	// file of the record need not survive a restart of Windows, because Windows then removes
+	// the addresses.
 	recordMu sync.Mutex
 	record   *journal.Journal
 
@@ -103,13 +104,12 @@ func (a *Addresses) updateRecord(f func(*journal.Journal)) error {
 	return a.record.Write()
 }
 
-// maxLookAge is the maximum age at which Add still uses its list of the interface's
-// addresses. So Add does not read the interface for each address of a Sync.
+// Add uses a list of the interface's addresses that is at most maxLookAge old. So Add
+// does not read the interface for each address of a Sync.
 const maxLookAge = time.Second
 
-// hasAddress reports whether the interface has an address. It uses the last read of the
-// interface if that was after the argument since, and otherwise reads the interface
-// again.
+// hasAddress reports whether the interface has an address. It reads the interface again
+// unless the last read was after the given time.
 func (a *Addresses) hasAddress(addr netip.Addr, since time.Time) (there bool, err error) {
 	a.lookMu.Lock()
 	defer a.lookMu.Unlock()
@@ -135,7 +135,7 @@ func (a *Addresses) Add(ctx context.Context, addr netip.Addr) error {
 		}
 	}
 	if err := a.wait(ctx, addr); err != nil {
-		// Remove it here, because the caller will not remove an address that Add refused.
+		// Remove the address here: the caller does not remove an address that Add refused.
 		return errors.Join(err, a.Remove(context.WithoutCancel(ctx), addr))
 	}
 	klog.FromContext(ctx).V(4).Info("Added address", "address", addr, "interface", a.opts.Interface, "existed", there)

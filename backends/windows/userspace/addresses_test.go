@@ -39,7 +39,7 @@ type fakeSystem struct {
 	// is true, a failing call takes effect anyway.
 	callErrors  map[string]error
 	takesEffect bool
-	// gone is true if the interface does not exist.
+	// The field gone is true if the interface does not exist.
 	gone    bool
 	calls   []string
 	lookups int
@@ -70,7 +70,7 @@ func (f *fakeSystem) change(verb, on string, addr netip.Addr, do func()) error {
 		return errNoInterface
 	}
 	if _, there := f.addrs[addr]; there == (verb == "add") {
-		return errors.New("status 1") // like netsh, which does not report the cause
+		return errors.New("status 1") // netsh does not report the cause either
 	}
 	if err := f.callErrors[verb]; err != nil && !f.takesEffect {
 		return err
@@ -153,7 +153,7 @@ func TestAddressIsAddedAndRemoved(t *testing.T) {
 	f.expect(t)
 }
 
-// many returns n addresses.
+// The function many returns n addresses.
 func many(n int) []netip.Addr {
 	var all []netip.Addr
 	for i := range n {
@@ -337,7 +337,7 @@ func TestNextProcessRemovesAddressesOfKilledOne(t *testing.T) {
 		check(t, "add", first.Add(t.Context(), addr))
 	}
 	check(t, "remove", first.Remove(t.Context(), ip6))
-	f.addrs[ip6] = fakeAddress{on: nic} // now another program owns it
+	f.addrs[ip6] = fakeAddress{on: nic} // now another program owns ip6
 
 	second := newProcess(t, f, path)
 	check(t, "clean up", second.Cleanup(t.Context()))

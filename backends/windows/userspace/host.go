@@ -32,7 +32,7 @@ var errNoInterface = errors.New("no such network interface")
 // host implements the interface system with the IP Helper API. If the API fails, host
 // uses netsh.
 type host struct {
-	// running limits the number of concurrent netsh processes.
+	// The channel running limits the number of concurrent netsh processes.
 	running chan struct{}
 }
 

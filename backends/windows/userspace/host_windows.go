@@ -37,7 +37,8 @@ func addByAPI(on *net.Interface, addr netip.Addr) error {
 	return call(createEntry, row)
 }
 
-// removeByAPI removes an address, if it exists, from an interface.
+// removeByAPI removes an address from an interface. If the address does not exist, there
+// is no error.
 func removeByAPI(on *net.Interface, addr netip.Addr) error {
 	row, err := entry(on, addr)
 	if err == nil {

@@ -33,7 +33,7 @@ func main() {
 }
 
 func play(ctx context.Context, pods []string) error {
-	// Do not use the proxy's protocol number: the proxy removes all routes with that number.
+	// The proxy removes all routes with its routing protocol number, so use another number.
 	addresses := userspace.LocalRoutes(userspace.RouteOptions{Protocol: 108})
 	defer addresses.Cleanup(context.Background())
 	servers, ctx := errgroup.WithContext(ctx)

@@ -169,7 +169,8 @@ func (b *balancer) allocate(ctx context.Context, svc *corev1.Service, used map[n
 	return b.client.CoreV1().Services(svc.Namespace).UpdateStatus(ctx, svc, metav1.UpdateOptions{})
 }
 
-// release removes the addresses and the finalizer that allocate has written to a service.
+// release removes the addresses and the finalizer that the method allocate wrote to a
+// service.
 func (b *balancer) release(ctx context.Context, svc *corev1.Service) error {
 	var err error
 	if len(ingress(svc)) > 0 && svc.Spec.LoadBalancerClass == nil {

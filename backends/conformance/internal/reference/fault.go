@@ -99,7 +99,7 @@ const (
 
 	// KeepsRules keeps old rules, which take precedence over new rules.
 	KeepsRules Fault = "keeps rules"
-	// Flushes deletes the table and creates it again in a second transaction.
+	// The fault Flushes deletes the table and creates it again in a second transaction.
 	Flushes Fault = "flushes"
 	// FlushesOthers flushes all tables, including those of other owners, at the first
 	// change.

@@ -60,7 +60,7 @@ func (h *healthServer) serve(services []*api.ServiceEndpoints) error {
 					failed.Add(se.Key(), fmt.Errorf("open health-check port: %w", err))
 					continue
 				}
-				go http.Serve(l, l) //nolint:errcheck // returns when l is closed
+				go http.Serve(l, l) //nolint:errcheck // Serve returns when l is closed
 			}
 			delete(old, at)
 			l.local.Store(int64(nodeview.ReadyLocal(se, api.FamilyOf(addr))))

@@ -34,8 +34,8 @@ type Options struct {
 	ClusterCIDRs []netip.Prefix
 	// PodInterfaces is the prefix of the names of interfaces to pods.
 	PodInterfaces string
-	// MasqueradeOutside enables masquerading of traffic to cluster IPs from outside
-	// ClusterCIDRs. MasqueradeAll enables it for all traffic to cluster IPs.
+	// MasqueradeOutside enables masquerading of traffic from outside ClusterCIDRs to cluster
+	// IPs. MasqueradeAll enables masquerading of all traffic to cluster IPs.
 	MasqueradeOutside, MasqueradeAll bool
 	// Fault is the deliberate fault.
 	Fault Fault

@@ -255,7 +255,8 @@ func (r *ruleset) dnat(f *nodeview.Frontend, e nodeview.Target) string {
 	return fmt.Sprintf("meta l4proto %s dnat %s to %s", protocol, family(f.Family), netip.AddrPortFrom(e.Addr, uint16(port)))
 }
 
-// slots returns the endpoints to choose from at random. An endpoint may occur repeatedly.
+// slots returns the list from which rules choose an endpoint at random. The list may
+// contain an endpoint repeatedly.
 func (r *ruleset) slots(endpoints []nodeview.Target) []nodeview.Target {
 	switch r.opts.Fault {
 	case OneEndpoint:
@@ -306,8 +307,8 @@ func (r *ruleset) balanceWithAffinity(chain string, se *api.ServiceEndpoints, f 
 	}
 }
 
-// script returns the commands that change the table from old to r in one transaction. If
-// the table does not exist, old is nil.
+// script returns the commands that change the table from the ruleset old to r in one
+// transaction. If the table does not exist, old is nil.
 func (r *ruleset) script(old *ruleset) string {
 	var text strings.Builder
 	table := "inet " + r.opts.Table

@@ -60,8 +60,8 @@ func (h *Host) Dial(ctx context.Context, protocol api.Protocol, from netip.Addr,
 
 func newConn(c net.Conn) *Conn { return &Conn{Conn: c, lines: bufio.NewReader(c)} }
 
-// dialUDP sends from a port that was not used recently, so that connection tracking sees
-// a new flow.
+// dialUDP returns a socket whose source port was not used recently, so that connection
+// tracking sees a new flow.
 func (h *Host) dialUDP(from netip.Addr, to netip.AddrPort) (c *net.UDPConn, err error) {
 	const first, number = 10000, 19000 // below the kernel's ephemeral ports
 	for range 100 {
@@ -78,7 +78,7 @@ func (h *Host) dialUDP(from netip.Addr, to netip.AddrPort) (c *net.UDPConn, err 
 // Ask sends a request once and returns the server's response. It may be called repeatedly.
 func (c *Conn) Ask(deadline time.Time) (Answer, error) { return c.ask(deadline, c.requests+1) }
 
-// ask sends a request. It ignores answers to requests with a number below first.
+// ask sends a request. It ignores answers to requests whose number is less than first.
 func (c *Conn) ask(deadline time.Time, first int) (Answer, error) {
 	if err := c.SetDeadline(deadline); err != nil {
 		return Answer{}, err

@@ -255,8 +255,8 @@ func (p *planner) addAddrs(h *Host, name string, addrs ...string) {
 	}
 }
 
-// addRoutes adds a route to each destination in the list to. The first gateway is for
-// IPv4 and the second for IPv6. Without gateways, the destinations are on the interface's
+// addRoutes adds a route to each of the given destinations. The first gateway is for IPv4
+// and the second for IPv6. Without gateways, the destinations are on the interface's
 // link.
 func (p *planner) addRoutes(h *Host, name string, gateways []string, to ...string) {
 	for _, cidr := range to {

@@ -41,7 +41,7 @@ func TestAllHostsReachEachOther(t *testing.T) {
 	}
 }
 
-// TestUDPRequestsAreRepeated checks a server that does not answer the first request, and
+// TestUDPRequestsAreRepeated uses a server that does not answer the first request, and
 // then answers several requests late.
 func TestUDPRequestsAreRepeated(t *testing.T) {
 	server, err := net.ListenUDP("udp", &net.UDPAddr{IP: net.IPv4(127, 0, 0, 1)})

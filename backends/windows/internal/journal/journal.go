@@ -47,7 +47,8 @@ type Journal struct {
 // ErrForeign reports that a file is not a journal of the expected kind.
 var ErrForeign = errors.New("not a journal of this kind")
 
-// minLines is the number of lines up to which a file keeps its obsolete lines.
+// A write replaces a file because of obsolete lines only if the file has more than
+// minLines lines.
 const minLines = 1000
 
 // Open reads a journal. If the file is missing, the journal is empty, and its first write

@@ -270,7 +270,7 @@ func (h *HNS) newID() string {
 	return fmt.Sprintf("%08x-0000-4000-8000-%012x", h.next>>48, h.next&(1<<48-1))
 }
 
-// call counts the call of a method, calls the hook and returns its error.
+// The method call counts one call to HNS, calls the hook, and returns the hook's error.
 func (h *HNS) call(name string) error {
 	h.calls[name]++
 	if h.hook == nil {
@@ -279,7 +279,7 @@ func (h *HNS) call(name string) error {
 	return h.hook(name)
 }
 
-// write performs a call that changes an object.
+// The method write performs a call to HNS that changes an object.
 func (h *HNS) write(name string, do func() (id string, err error)) (string, error) {
 	h.mu.Lock()
 	defer h.mu.Unlock()

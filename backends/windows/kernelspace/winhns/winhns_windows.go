@@ -129,8 +129,8 @@ func (HNS) LoadBalancers() ([]kernelspace.LoadBalancer, error) {
 	return all, nil
 }
 
-// list calls f. If an object is deleted during the call, f fails, because package hcn
-// first lists the IDs and then reads each object. Then list calls f again.
+// The function list calls f. If an object is deleted during the call, f fails, because
+// package hcn first lists the IDs and then reads each object. Then list calls f again.
 func list[T any](f func() ([]T, error)) (all []T, err error) {
 	for range 3 {
 		all, err = f()

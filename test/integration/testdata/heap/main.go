@@ -41,7 +41,7 @@ func run(opts kpng.Options) error {
 		return err
 	}
 	var memory runtime.MemStats
-	for range 3 { // pools, and objects with finalizers, are freed only after several collections
+	for range 3 { // pools, and objects with finalizers, are freed only after several garbage collections
 		runtime.GC()
 	}
 	runtime.ReadMemStats(&memory)

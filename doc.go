@@ -48,7 +48,7 @@
 // and endpoints. The order of its calls ensures that no two services claim an address at
 // the same time, even after failures. Package sinktest helps to test all kinds of sinks.
 //
-// To run several sinks, list them in [Options]. Each sink has a driver and settings:
+// To run several sinks, list them in [Options]. Each has its own driver and settings:
 //
 //	p, err := kpng.New(kpng.Options{Sinks: []kpng.Sink{
 //		{Sink: tables, Options: sink.Options{Name: "tables", MinInterval: time.Second}},

@@ -47,7 +47,7 @@ type Options struct {
 	// label service.kubernetes.io/service-proxy-name usually selects the services.
 	Services watcher.Options
 
-	// NodeName is the name of the node to proxy for. See the function [NodeName].
+	// NodeName is the name of the proxy's node. See the function [NodeName].
 	NodeName string
 
 	// Sinks are the sinks to drive. The function [Run] appends its sink arguments to Sinks.
@@ -208,7 +208,7 @@ func (p *Proxy) Run(ctx context.Context) error {
 }
 
 // followNode waits for the Node object. If it does not exist at first, followNode logs an
-// error. With a misspelt node name, only that error shows why no endpoint is local.
+// error. If the node name is misspelt, only that error shows why no endpoint is local.
 func (p *Proxy) followNode(ctx context.Context) error {
 	var revision diffstore.Revision
 	for {
@@ -257,7 +257,7 @@ func (p *Proxy) Health() health.Report {
 
 // StartOver makes every sink receive all services again, in a pass. Call it when the
 // dataplane has lost its state, for example when a switch has restarted. StartOver
-// returns immediately. If a Sync of a sink is running, the pass begins after it.
+// returns immediately. If a Sync of a sink is running, the pass begins after this Sync.
 func (p *Proxy) StartOver() {
 	for _, d := range p.drivers {
 		d.StartOver()

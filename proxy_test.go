@@ -34,7 +34,8 @@ func demo() kpng.Options {
 	}
 }
 
-// names returns a sink whose Sync sends the names of all services to the channel.
+// The function names returns a sink whose Sync sends the names of all services to the
+// channel.
 func names(to chan<- string) sink.Sink {
 	return sink.FullState(func(ctx context.Context, services []*api.ServiceEndpoints) error {
 		var list []string

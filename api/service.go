@@ -54,7 +54,7 @@ type Service struct {
 	// service wins.
 	Created time.Time `json:",omitzero"`
 	// IPFamilies is spec.ipFamilies: the families in which the service is served, the
-	// preferred one first. If it is empty, see the method Families.
+	// preferred one first. If it is empty, the method Families uses the service's IPs.
 	IPFamilies []Family `json:",omitempty"`
 }
 

@@ -53,11 +53,11 @@ type Endpoint struct {
 	// Addr is an IPv4 or IPv6 address. It is not IPv4-mapped and has no zone. In JSON and on
 	// the wire, it is the only address of an IPSet named IPs.
 	Addr netip.Addr `json:"-"`
-	// PortOverrides map service ports to port numbers of this endpoint. A named service
-	// port has an entry with its own name. An unnamed service port with a named target
-	// port has an entry with the target port's name. An unnamed service port with a
-	// target port number has an entry only if this endpoint's number differs. This entry
-	// has no name. The method TargetPort reads PortOverrides.
+	// PortOverrides map service ports to port numbers of this endpoint. A named service port
+	// has an entry with its own name. An unnamed service port with a named target port has
+	// an entry with the target port's name. An unnamed service port with a target port
+	// number has an entry only if the endpoint's port number differs from it. The name in
+	// this entry is empty. The method TargetPort reads PortOverrides.
 	PortOverrides []PortName `json:",omitempty"`
 	// Local reports whether the endpoint runs on this node.
 	Local bool `json:",omitempty"`
@@ -113,8 +113,8 @@ type Scopes struct {
 	// Internal is the list for traffic to cluster IPs. It depends on
 	// internalTrafficPolicy.
 	Internal bool `json:",omitempty"`
-	// External is the list for traffic to external, load-balancer and node-port
-	// frontends. It depends on externalTrafficPolicy.
+	// External is the list for traffic to external frontends: external IPs, load-balancer
+	// IPs and node ports. It depends on externalTrafficPolicy.
 	External bool `json:",omitempty"`
 	// Cluster is the list for traffic from this node to an external frontend of a service
 	// with externalTrafficPolicy Local.
@@ -151,8 +151,8 @@ func (se *ServiceEndpoints) Equal(o *ServiceEndpoints) bool {
 }
 
 // Key identifies the endpoint within its service by address and ports. It does not depend
-// on conditions or lists, and contains no "/". Two pods in the host network share an
-// address but not a key.
+// on conditions or lists, and contains no "/". Two pods in the host network of a node
+// share an address but not a key.
 func (e *Endpoint) Key() string {
 	b := e.Addr.AppendTo(make([]byte, 0, 64))
 	for i, p := range e.PortOverrides {
@@ -221,7 +221,7 @@ func (e *Endpoint) Equal(o *Endpoint) bool {
 
 func endpointsEqual(a, b Endpoint) bool { return a.Equal(&b) }
 
-// Or returns a Scopes in which a list is set if it is set in s or in o.
+// The method Or returns a Scopes with the lists that are set in s, in o or in both.
 func (s Scopes) Or(o Scopes) Scopes {
 	return Scopes{s.Internal || o.Internal, s.External || o.External, s.Cluster || o.Cluster}
 }

@@ -159,7 +159,7 @@ func (f *sinkFlags) run(ctx context.Context, name string, source *Source, servin
 	if err != nil {
 		return err
 	}
-	var p proxy // declared here, because the companions of s need it to report health
+	var p proxy // declared here, because the function that Companions receives uses it
 	sinks := []sink.Sink{s}
 	if c, ok := s.(Companion); ok {
 		sinks = append(sinks, c.Companions(func() bool {
@@ -198,9 +198,9 @@ func (f *sinkFlags) run(ctx context.Context, name string, source *Source, servin
 // drivers of their own. If one sink fails, the other sinks continue. In logs and metrics,
 // the sink itself is NAME0, and its companions are NAME1, NAME2 and so on.
 type Companion interface {
-	// Companions returns the other sinks. The function healthy reports whether every service
-	// has been programmed once and the program is not stuck (see /livez). The sinks must not
-	// call healthy before they run.
+	// Companions returns the companion sinks. The function healthy reports whether every
+	// service has been programmed once and the program is not stuck (see /livez). The sinks
+	// must not call healthy before they run.
 	Companions(healthy func() bool) []sink.Sink
 }
 

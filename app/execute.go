@@ -86,8 +86,8 @@ func untilSignal(cmd *cobra.Command) error {
 	return cmd.ExecuteContext(ctx)
 }
 
-// hosting has two flags that the program needs before cobra parses all flags. Cobra's
-// errors must go to the log file, and a Windows service must start within a short time.
+// hosting has the flags that the program reads before cobra does: logFile for the errors
+// of cobra, and windowsService because a Windows service must start soon.
 type hosting struct {
 	logFile        nonEmpty
 	windowsService bool

@@ -13,7 +13,7 @@ import (
 )
 
 // runOnce runs p, whose sinks have sink.Options.Once set. If there is no progress for the
-// duration timeout, runOnce stops p and returns an error that lists the missing services.
+// duration timeout, runOnce stops p and returns an error that lists the failing services.
 func runOnce(ctx context.Context, p proxy, timeout time.Duration) error {
 	ctx, end := context.WithCancelCause(ctx)
 	defer end(nil)

@@ -46,7 +46,7 @@ func (s *Serving) Run(ctx context.Context, h health.Handler, c prometheus.Collec
 			return fmt.Errorf("register metrics: %w", err)
 		}
 	}
-	handlers := map[string]*http.ServeMux{} // by address; health checks and metrics can have the same address
+	handlers := map[string]*http.ServeMux{} // by address, because health checks and metrics can have the same address
 	handle := func(address, path string, h http.Handler) {
 		if address == "" {
 			return

@@ -47,7 +47,7 @@ func (s *Source) Register(cmd *cobra.Command, allPorts bool) {
 	cmd.Flags().AddFlagSet(own)
 	s.api.register(cmd.Flags())
 	cmd.MarkFlagsMutuallyExclusive("kubeconfig", "manifests")
-	// The flags in the set own exclude --api, because a kpng server selects the services.
+	// No flag of the set own can be combined with --api: a kpng server selects the services.
 	own.VisitAll(func(f *pflag.Flag) { cmd.MarkFlagsMutuallyExclusive("api", f.Name) })
 }
 
@@ -129,8 +129,8 @@ func (s *Source) Load(ctx context.Context) (*cluster.Snapshot, error) {
 }
 
 // Find returns the Service object, or nil if it does not exist. It also finds objects
-// that the flags do not select. It returns [errors.ErrUnsupported] for a kpng server and
-// for standard input.
+// that the flags do not select. It returns [errors.ErrUnsupported] if the source is a
+// kpng server or standard input.
 func (s *Source) Find(ctx context.Context, key types.NamespacedName) (found *corev1.Service, err error) {
 	switch {
 	case len(s.api.dial.Addresses) > 0 || s.manifests == file.Stdin:
@@ -220,8 +220,8 @@ func (f *apiFlags) get() (transport.DialOptions, error) {
 	return opts, nil
 }
 
-// nonEmpty is a pflag.Value that rejects an empty value. An empty value may come from an
-// unset shell variable, and the user may not want the flag's default.
+// nonEmpty is a pflag.Value that rejects an empty value. An empty value may come from a
+// shell variable that is unset by mistake, so the flag's default may be wrong.
 type nonEmpty string
 
 func (g *nonEmpty) Set(s string) error {

@@ -32,7 +32,7 @@ type Report struct {
 	// earliest of these times. It is zero if a sink has acknowledged no Sync.
 	LastUpdated time.Time `json:"lastUpdated"`
 	CurrentTime time.Time `json:"currentTime"`
-	// Synced reports whether every sink has programmed all but the failing services.
+	// Synced reports whether every sink has programmed all services, except failing ones.
 	Synced bool `json:"synced"`
 	// Stuck reports whether a sink with pending work has made no progress for two
 	// minutes.

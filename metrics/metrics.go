@@ -41,7 +41,7 @@ type Metrics struct {
 // New registers the collectors with r. If r already has metrics with the same names, New
 // returns an error and registers nothing.
 func New(r prometheus.Registerer, opts Options) (*Metrics, error) {
-	all := prometheus.NewRegistry() // one collector for all, so that r accepts all metrics or none
+	all := prometheus.NewRegistry() // a single collector, so that r accepts or rejects all metrics together
 	m := &Metrics{sinks: newSinkMetrics(promauto.With(all))}
 	if opts.KubeProxy {
 		m.kubeProxy.Store(newKubeProxySeries(promauto.With(all)))

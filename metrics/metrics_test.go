@@ -191,7 +191,7 @@ func TestChangesInvisibleToThisNodeAreNotQueued(t *testing.T) {
 		synctest.Wait()
 		before := gauge(t, r, "kubeproxy_sync_proxy_rules_last_queued_timestamp_seconds")
 		time.Sleep(time.Minute)
-		src.Fail(errors.New("no update")) // no update until Fail(nil), so that one update has both changes
+		src.Fail(errors.New("no update")) // no update until Fail(nil); the next update has both changes
 		src.SetNode(&api.Node{Name: "n"})
 		src.SetNode(nil) // undoes the first change, so the update is empty
 		src.Fail(nil)

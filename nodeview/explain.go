@@ -10,10 +10,11 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// Explanation is a [View] with the reason for every decision. Its method String is for
-// people to read, and its JSON form is for programs.
+// Explanation is a [View] with the reason for every decision. People can read the result
+// of its method String, and programs can read its JSON form.
 type Explanation struct {
-	// Service is the explained service, or zero if it is unknown.
+	// Service is the name of the explained service. It is zero if neither the service nor
+	// any of its EndpointSlices is known.
 	Service types.NamespacedName
 	// Node and Zone are the node and zone of the view, or empty if unknown.
 	Node string `json:",omitempty"`
@@ -53,8 +54,8 @@ type EndpointExplanation struct {
 	// Slice is the name of the EndpointSlice that contains the endpoint.
 	Slice    string
 	Endpoint *api.SliceEndpoint
-	// TargetPort is the port at the endpoint. It is 0 if the endpoint lacks the port, and
-	// for an all-ports service.
+	// TargetPort is the port at the endpoint. It is 0 if the endpoint lacks the port, or if
+	// the service is an all-ports service.
 	TargetPort int32 `json:",omitempty"`
 	// Internal, External and ShortCircuit say why the endpoint is or is not on the list for
 	// internal, external or short-circuited traffic. In api.Scopes, the corresponding fields
@@ -63,7 +64,8 @@ type EndpointExplanation struct {
 	Internal     Reason `json:",omitzero"`
 	External     Reason `json:",omitzero"`
 	ShortCircuit Reason `json:",omitzero"`
-	// Preferred is the EndpointSlice of the endpoint that replaces this duplicate.
+	// If this endpoint is a duplicate, Preferred names the EndpointSlice of the endpoint
+	// that is used instead.
 	Preferred string `json:",omitempty"`
 }
 

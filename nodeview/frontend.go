@@ -142,11 +142,11 @@ type Verdict uint8
 const (
 	// Forward sends the connection to one of the endpoints.
 	Forward Verdict = iota
-	// Reject means a TCP reset or ICMP port unreachable, because no endpoint in the
+	// Reject answers with a TCP reset or ICMP port unreachable, because no endpoint in the
 	// cluster is usable.
 	Reject
-	// Drop means to discard packets silently, because only other nodes have usable
-	// endpoints. The load balancer detects that this node has no endpoint. The client must
+	// Drop discards packets silently, because only other nodes have usable endpoints. The
+	// load balancer's health checks detect that this node has no endpoint. The client must
 	// retry.
 	Drop
 )
@@ -163,9 +163,9 @@ type Masquerade uint8
 
 // The masquerade rules.
 const (
-	// MasqueradeIfAsked selects connections by the options of the backend: none, all
-	// (masquerade all), or those from outside the pod network (cluster CIDR). It applies
-	// to cluster IPs.
+	// With MasqueradeIfAsked, an option of the backend selects no connections, all
+	// connections (masquerade all), or connections from outside the pod network (cluster
+	// CIDR). MasqueradeIfAsked applies to cluster IPs.
 	MasqueradeIfAsked Masquerade = iota
 	// MasqueradeAll selects all connections. It applies to external frontends with policy
 	// Cluster.
@@ -227,7 +227,7 @@ type portLists struct {
 	port                             *api.PortMapping
 	family                           api.Family
 	internal, external, shortCircuit list
-	// distinct has the lists of all ports and families prepared so far, without duplicates.
+	// distinct has the lists that the method prepare has made so far, without duplicates.
 	distinct []list
 }
 
@@ -256,9 +256,9 @@ func (l *portLists) prepare(port *api.PortMapping, family api.Family) {
 	}
 }
 
-// list returns the list of the endpoints for which scope returns true. If local is true,
-// that is the Local list, else the Cluster list. If an equal list already exists, it
-// returns that list with its ID.
+// The method list returns the endpoints for which scope returns true. These are the Local
+// list if local is true, and otherwise the Cluster list. If an equal list already exists,
+// the method returns the existing list with its ID.
 func (l *portLists) list(local bool, scope func(api.Scopes) bool) list {
 	targets := targets(l.se, l.port, l.family, scope)
 	if len(targets) == 0 {

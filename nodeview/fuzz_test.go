@@ -268,9 +268,9 @@ func possibleKeys(state *api.ServiceState) map[string]bool {
 	return keys
 }
 
-// If several entries have the same address and port, checkCompetition checks that the
-// view has the preferred entry. It also checks that the draining endpoints are exactly
-// the serving or ready endpoints without scopes.
+// If EndpointSlices have several entries with the same address and port, checkCompetition
+// checks that the view has the preferred entry. It also checks that the draining
+// endpoints are exactly the serving or ready endpoints without scopes.
 func checkCompetition(t *testing.T, state *api.ServiceState, se *api.ServiceEndpoints) {
 	t.Helper()
 	listed, drains := map[string]bool{}, map[string]bool{}
@@ -405,8 +405,9 @@ func checkFrontends(t *testing.T, state *api.ServiceState, se *api.ServiceEndpoi
 	}
 }
 
-// checkDiff applies the difference of two views, by key, to a client that has the first
-// view. The client must then have the second view.
+// checkDiff compares two views. It applies the differences to a map that has the
+// endpoints of the first view by key. The map must then have the endpoints of the second
+// view.
 func checkDiff(t *testing.T, before, after *api.ServiceEndpoints) {
 	t.Helper()
 	programmed := map[string]api.Endpoint{}

@@ -17,7 +17,8 @@ func locationOf(n *api.Node) location {
 	return location{node: n.Name, zone: n.Zone()}
 }
 
-// runs reports whether ep runs on this node. It is always false without a node name.
+// The method runs reports whether ep runs on this node. Without a node name, it always
+// returns false.
 func (h location) runs(ep *api.SliceEndpoint) bool { return h.node != "" && ep.NodeName == h.node }
 
 func (h location) hintedNode(ep *api.SliceEndpoint) bool {
@@ -107,8 +108,8 @@ func decide(reasons []listReasons, candidates []candidate, here location) endpoi
 func usable(c api.Conditions) bool { return c.Ready || c.Serving && c.Terminating }
 
 // clusterList decides whether ep is on the Cluster list, which contains the ready
-// endpoints that topology admits. If none is ready, the list contains the serving and
-// terminating endpoints, whatever their hints (KEP 1669).
+// endpoints that the topology rule admits. If none is ready, the list contains the
+// serving and terminating endpoints, whatever their hints (KEP 1669).
 func clusterList(ep *api.SliceEndpoint, t *endpointCounts, here location) Reason {
 	if !ep.Ready {
 		return terminatingFallback(ep.Conditions, t.ready)
@@ -131,7 +132,7 @@ func clusterList(ep *api.SliceEndpoint, t *endpointCounts, here location) Reason
 
 // localList decides whether ep is on the Local list, which contains the ready endpoints
 // on this node. If none is ready, the list contains the serving and terminating endpoints
-// on this node. Topology has no effect.
+// on this node. The topology rule has no effect.
 func localList(ep *api.SliceEndpoint, t *endpointCounts, here location) Reason {
 	switch {
 	case !here.runs(ep):
@@ -198,7 +199,8 @@ func externalPolicyLocal(svc *api.Service) bool {
 	}
 }
 
-// scopes reports for each kind of traffic whether its list contains the endpoint.
+// For each kind of traffic, the method scopes reports whether the list for this traffic
+// contains the endpoint.
 func (p policies) scopes(m listReasons) api.Scopes {
 	return api.Scopes{
 		Internal: m.list(p.internalLocal).In(),
@@ -220,7 +222,7 @@ func (m listReasons) list(local bool) Reason {
 // a load balancer would send it to a node with endpoints.
 func (m listReasons) shortCircuit() Reason { return m.cluster }
 
-// answers reports whether an endpoint may still have connections. If such an endpoint is
-// on no list, it is draining. A ready endpoint may have connections even if its condition
-// serving is false (publishNotReadyAddresses).
+// The function answers reports whether an endpoint may still have connections. If such an
+// endpoint is on no list, it is draining. A ready endpoint may have connections even if
+// its condition serving is false (publishNotReadyAddresses).
 func answers(c api.Conditions) bool { return c.Serving || c.Ready }

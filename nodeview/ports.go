@@ -7,8 +7,8 @@ import "github.com/kpng-project/kpng/api"
 // anyPort stands for the target port of an endpoint that serves every port.
 const anyPort int32 = -1
 
-// wholeAddress reports whether the service uses whole addresses, whatever ports its
-// EndpointSlices have. This holds for all-ports services and for services without ports.
+// wholeAddress reports whether the frontends of the service are addresses without ports.
+// This holds for all-ports services and for services without ports.
 func wholeAddress(svc *api.Service) bool { return svc.AllPorts || len(svc.Ports) == 0 }
 
 // servedPorts appends to buf the ports of svc that can have a frontend. If wholeAddress
@@ -54,7 +54,8 @@ func overrideName(p *api.PortMapping) string {
 	return p.TargetPortName
 }
 
-// matchPorts appends selection.targets and selection.overrides to the given buffers.
+// matchPorts computes the fields targets and overrides of a selection. It appends their
+// values to the given buffers.
 func matchPorts(targets []int32, overrides [][]api.PortName, list []*api.EndpointSlice, ports []*api.PortMapping) ([]int32, [][]api.PortName) {
 	for _, slice := range list {
 		for _, p := range ports {

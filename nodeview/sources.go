@@ -19,8 +19,8 @@ type Sources struct {
 	Ranges []netip.Prefix `json:",omitempty"`
 	// Own are the service's load-balancer addresses of the frontend's family. If a range
 	// contains an address of this node, the addresses in Own are also admitted as sources.
-	// If an interface of the node has such an address, the node uses this address as the
-	// source of its packets to this address.
+	// If an interface of the node has an address in Own, this address is also the source of
+	// the node's packets to it.
 	Own []netip.Addr `json:",omitempty"`
 }
 

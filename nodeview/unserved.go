@@ -13,7 +13,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// Fault is the reason why a service does not get a frontend that its object names.
+// Fault is the reason why a service does not get a frontend that its object defines.
 type Fault uint8
 
 // The reasons why a service does not get a frontend.
@@ -42,7 +42,8 @@ var faultTexts = [...]string{
 // String describes the fault.
 func (f Fault) String() string { return text(faultTexts[:], f) }
 
-// UnservedFrontend is a frontend that a service names in its object but does not get.
+// UnservedFrontend is a frontend that the object of a service defines, but that the
+// service does not get.
 type UnservedFrontend struct {
 	FrontendKey
 	// ServicePort is the frontend's service port. It is nil if the frontend has all ports.
@@ -60,9 +61,9 @@ func (u UnservedFrontend) String() string {
 	return fmt.Sprintf("%s: %s", u.FrontendKey, u.Fault)
 }
 
-// Unserved yields the frontends that the service's object names but [Frontends] omits, in
-// the order of Frontends. A program can log these frontends. If se is nil, there are
-// none.
+// Unserved yields the frontends that the object of the service defines, but that
+// [Frontends] omits. Their order is that of Frontends. A program can log these frontends.
+// If se is nil, there are none.
 func Unserved(se *api.ServiceEndpoints) iter.Seq[UnservedFrontend] {
 	return func(yield func(UnservedFrontend) bool) {
 		for s := range namedFrontends(se) {
@@ -73,7 +74,7 @@ func Unserved(se *api.ServiceEndpoints) iter.Seq[UnservedFrontend] {
 	}
 }
 
-// namedFrontends yields all frontends that the service's object names, each once. A
+// namedFrontends yields each frontend that the object of the service defines, once. A
 // frontend that the service gets has Fault 0. If se is nil, there are none.
 func namedFrontends(se *api.ServiceEndpoints) iter.Seq[UnservedFrontend] {
 	return func(yield func(UnservedFrontend) bool) {

@@ -168,7 +168,7 @@ func splitPath(path string) (service types.NamespacedName, key string, err error
 	return types.NamespacedName{Namespace: namespace, Name: name}, key, nil
 }
 
-// openDraft opens the draft of a service and returns it.
+// openDraft returns the draft of a service, in a form that can be changed.
 func (a *answer) openDraft(key types.NamespacedName) *draft {
 	d, named := a.services[key]
 	if d == nil {

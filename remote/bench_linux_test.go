@@ -28,8 +28,8 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// largeState returns a state with the given number of services. Each has ten endpoints,
-// on nodes in three zones.
+// largeState returns a state with the given number of services. Each service has ten
+// endpoints, on nodes in three zones.
 func largeState(services, nodes int) *cluster.State {
 	state := cluster.New(cluster.Options{Resumable: true})
 	update(state, func(to apitest.Writer) {
@@ -122,7 +122,7 @@ func BenchmarkInitialSync(b *testing.B) {
 		began, cpu := time.Now(), cpuTime(b)
 		round := c.start(b)()
 		took := round.syncTime(1).Sub(began)
-		if want := streams * (services*11 + 2); round.Operations != want { // 2 more: a Reset and the node
+		if want := streams * (services*11 + 2); round.Operations != want { // 2 for the Reset and the node
 			b.Fatalf("%d operations, want %d", round.Operations, want)
 		}
 		b.ReportMetric(float64(round.Operations)/took.Seconds(), "entries/s")

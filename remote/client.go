@@ -85,7 +85,7 @@ func (c *Client) follow(ctx context.Context, conn *grpc.ClientConn, heard func(c
 	token := c.token
 	for {
 		if err := stream.Send(c.request(token)); err != nil {
-			_, err = stream.Recv() // Send returns only EOF; Recv returns the server's error
+			_, err = stream.Recv() // the error of Send is only EOF; Recv returns the server's error
 			return err
 		}
 		a := &answer{client: c, log: klog.FromContext(ctx), services: map[types.NamespacedName]*draft{}}

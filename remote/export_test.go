@@ -13,8 +13,8 @@ func (s *Server) BareGRPC() *grpc.Server {
 	return grpc.NewServer(s.grpcOptions(insecure.NewCredentials())...)
 }
 
-// TokenFor returns the token that a client of the node has if it requests all endpoints
-// and has received the current state.
+// TokenFor returns the token of a client that follows the view of node, requests all
+// endpoints, and has received the current state.
 func (s *Server) TokenFor(node *api.Node) []byte {
 	w := &watch{name: node.Name, who: complete}
 	return s.newToken(s.state.Snapshot().Revision, w.depends(node)...)

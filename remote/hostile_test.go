@@ -74,7 +74,7 @@ func (b *besieged) checkGoodClient(t *testing.T) {
 	}
 }
 
-// checkMemory checks that the heap grew by at most this number of bytes.
+// checkMemory checks that the heap grew by at most the given number of bytes.
 func (b *besieged) checkMemory(t *testing.T, allowed uint64) {
 	t.Helper()
 	if now := heap(); now > b.heap+allowed {
@@ -204,7 +204,7 @@ func hpackField(name, value string) []byte {
 	return b
 }
 
-// hugeCodec replaces every message by many repetitions of one piece.
+// hugeCodec replaces every message by the bytes in piece, repeated many times.
 type hugeCodec struct {
 	bytesCodec
 	piece []byte
@@ -347,7 +347,7 @@ func TestFailedHandshakes(t *testing.T) {
 }
 
 // handshake returns nil if the server accepts a connection and begins to send HTTP/2.
-// With TLS 1.3, a client learns that it was rejected only when it reads.
+// With TLS 1.3, a client must read data to learn whether the server rejected it.
 func handshake(t *testing.T, address string, config *tls.Config) error {
 	raw, err := net.Dial("tcp", address)
 	if err != nil {

@@ -237,8 +237,8 @@ func follow(t testing.TB, node string, addresses ...string) (client *remote.Clie
 	return client, start(t, client.Run)
 }
 
-// Most servers in tests have the options quick: the server does not wait for further
-// changes, and new streams may come at any rate.
+// The variable quick has the options of most servers in tests. These servers send each
+// change immediately, and do not limit the rate of new streams.
 var quick = remote.ServerOptions{BatchInterval: -1, Limits: remote.Limits{StreamRate: 1e6}}
 
 // TestRemoteSinkReceivesSameAsInProcess compares the output of kpng-json for a remote

@@ -34,8 +34,8 @@ type ServerOptions struct {
 	// Insecure allows plaintext also on addresses that other machines can reach.
 	Insecure bool
 
-	// NodeCertificates requires that the client of a node NAME has a certificate with the
-	// common name system:node:NAME. This setting needs TLS.
+	// With NodeCertificates, a client gets the view of node N only if its certificate has
+	// the common name system:node:N. NodeCertificates needs TLS.
 	NodeCertificates bool
 
 	// With ServeCluster, other kpng servers can read the state of the whole cluster and
@@ -55,10 +55,10 @@ type ServerOptions struct {
 	StopTimeout time.Duration
 }
 
-// Limits limit the resources that clients use on a server. Clients at the same IP address
-// are one peer. All clients at unix sockets are one peer, too. With TLS, clients with
-// different common names are different peers. With NodeCertificates, clients with the
-// same common name are one peer at all addresses. A zero field means the default value.
+// Limits limit the resources that clients use. Clients at the same IP address are one
+// peer. All clients at unix sockets are one peer, too. With TLS, clients with different
+// common names are different peers. With NodeCertificates, clients with the same common
+// name are one peer, even at different addresses. A zero field means the default value.
 type Limits struct {
 	// Connections limits the connections of all peers together. Default 20,000.
 	Connections int

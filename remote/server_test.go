@@ -15,8 +15,8 @@ import (
 	"github.com/kpng-project/kpng/sink/sinktest"
 )
 
-// The service hinted has two endpoints, one in zone a and one in zone b. Each endpoint
-// has a hint for its own zone.
+// The variable hinted is a service with an endpoint in zone a and an endpoint in zone b.
+// Each endpoint has a hint for its own zone.
 var (
 	hinted = &api.Service{
 		Namespace: "plain", Name: "hinted", Type: api.ClusterIP,

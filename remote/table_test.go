@@ -303,7 +303,7 @@ func texts(data []field, number protowire.Number) []string {
 	return list
 }
 
-// expectedState returns the services and endpoints that a client of the node should have.
+// expectedState returns the services and endpoints that a client should get for the node.
 func (w *world) expectedState(node string) (services, endpoints map[string]string) {
 	services, endpoints = map[string]string{}, map[string]string{}
 	f := feed.New(w.state, node)

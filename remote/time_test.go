@@ -162,7 +162,7 @@ func manyServices(services int) *cluster.State {
 }
 
 // rewrite writes all services to the state. An annotation of each service contains the
-// generation.
+// given generation.
 func rewrite(state *cluster.State, services, generation int) {
 	state.Update(func(tx *cluster.Tx) {
 		for i := range services {

@@ -115,7 +115,7 @@ func (a *authority) newFiles(t testing.TB, name string, organizations ...string)
 	return files
 }
 
-// try connects once as the client of the given node. It returns nil if the client
+// try connects once and requests the view of the given node. It returns nil if the client
 // receives an answer.
 func try(t *testing.T, address, node string, files *transport.TLS) error {
 	t.Helper()
@@ -161,7 +161,7 @@ func tryCluster(t *testing.T, address string, files *transport.TLS) error {
 	}
 }
 
-// expect checks that an error contains want, or is nil if want is empty.
+// expect checks that err contains the text want. If want is empty, err must be nil.
 func expect(t *testing.T, err error, want string) {
 	t.Helper()
 	switch {

@@ -26,7 +26,7 @@ type views struct {
 
 	mu     sync.Mutex
 	states map[*api.ServiceState]*list.Element
-	lru    *list.List // elements: *sharedState, the most recently used first
+	lru    *list.List // list of *sharedState, the most recently used first
 	size   int        // size of the cache, in bytes
 
 	ids      atomic.Uint64
@@ -118,7 +118,7 @@ func (v *views) evict() {
 // sharedState contains the cached views of one ServiceState.
 type sharedState struct {
 	state *api.ServiceState
-	// The nodes that have endpoints, and the nodes and zones that hints name.
+	// The nodes that have endpoints, and the nodes and zones that occur in hints.
 	nodes, zones map[string]struct{}
 
 	size int // guarded by views.mu

@@ -60,8 +60,8 @@ func TestViewOfEvictedState(t *testing.T) {
 	}
 }
 
-// The test computes the view of each node twice. The first computation shares marshalled
-// endpoints with other nodes; the second does not.
+// The test computes the view of each node twice: from a cache, in which nodes share
+// marshalled endpoints, and without a cache. Both views must be equal.
 func TestClassesShareEndpoints(t *testing.T) {
 	const nodes = 8
 	r := rand.New(rand.NewPCG(1, 1))
@@ -167,7 +167,7 @@ func randomView(r *rand.Rand, id uint64) *wireView {
 	seen := map[string]bool{}
 	for range r.IntN(8) {
 		e := apitest.Random[api.Endpoint](r)
-		e.PortOverrides = nil // a key contains the overrides, and keys should often match
+		e.PortOverrides = nil // a key contains the overrides; without them, more keys are equal
 		if seen[e.Key()] {
 			continue
 		}

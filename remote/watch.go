@@ -36,7 +36,7 @@ type watch struct {
 	resume []byte
 
 	// The client's position. synced: the client has received an answer. token: the revision
-	// of its last token. renewed: when this token was sent.
+	// of the client's last token. renewed: when this token was sent.
 	synced, stale bool
 	token         diffstore.Revision
 	renewed       time.Time
@@ -91,8 +91,8 @@ func (s *Server) newWatch(stream grpc.ServerStream, c caller, req *localv1.Watch
 	return w
 }
 
-// After staleToken changes in the cluster, an idle client gets a new token. The answer to
-// an older token would contain too many changes.
+// staleToken is the number of changes in the cluster after which an idle client gets a
+// new token. The answer to an older token would contain too many changes.
 const staleToken = 1000
 
 // request implements subscriber.
@@ -203,8 +203,8 @@ func (w *watch) sendNode(node *api.Node) {
 	}
 }
 
-// sendWholes sends whole services. For a service without a view, it sends a deletion if
-// deletions is true.
+// sendWholes sends whole services. If the argument deletions is true, it sends a deletion
+// for each service without a view.
 func (w *watch) sendWholes(states iter.Seq2[types.NamespacedName, *api.ServiceState], node *api.Node, deletions bool) {
 	set := localv1.Set_ServicesSet
 	if w.frontends {

@@ -19,8 +19,8 @@ import (
 type wireView struct {
 	id  uint64 // unique ID of this view; 0 means no view
 	key types.NamespacedName
-	// The field service has the marshalled service. If the field set is FrontendsSet, the
-	// field service has the marshalled frontends, and the list endpoints is empty.
+	// If the field set is FrontendsSet, the field service has the marshalled frontends, and
+	// the list endpoints is empty. Otherwise the field service has the marshalled service.
 	set       localv1.Set
 	service   []byte
 	endpoints []wireEndpoint // sorted by key

@@ -25,7 +25,8 @@ import (
 
 // FuzzDriver changes a source at random and makes a sink fail at random. Addresses move
 // between services. In the end, the sink must have the source's state. The Recorder
-// checks order, Old, Unsure and Failing, and that nothing is delivered twice.
+// checks the order of services and the fields Old, Unsure and Failing, and that nothing
+// is delivered twice.
 func FuzzDriver(f *testing.F) {
 	for seed := range uint64(100) {
 		f.Add(seed, uint8(200))
@@ -78,7 +79,7 @@ func FuzzDriver(f *testing.F) {
 type fuzzServices struct {
 	w      *world
 	r      *rand.Rand
-	owners [8]int // by address: number of the owner, from 1; 0 if there is no owner
+	owners [8]int // for each address: 1 to 6 is the owner's number, 0 means no owner
 }
 
 func fuzzKey(n int) types.NamespacedName { return key(string(rune('a' + n))) }
@@ -149,7 +150,7 @@ func (f *fuzzServices) moveAddresses() {
 			}
 		}
 		if len(addrs) == 0 {
-			f.w.src.Delete(v.Key()) // before other services get its addresses
+			f.w.src.Delete(v.Key()) // before SetTriggered gives the old addresses to other services
 			continue
 		}
 		v.Service.IPs.ClusterIPs = api.NewIPSet(addrs[0])
@@ -175,7 +176,7 @@ func randomBytes(r *rand.Rand) []byte {
 type dataplane struct {
 	entries map[api.Claim]fuzzEntry
 	// If atomic is true, the sink does not program a failed service, and programs nothing if
-	// the Sync fails as a whole. Then the sink may rely on Old even for an unsure service.
+	// the Sync fails as a whole. An atomic sink may rely on Old even for an unsure service.
 	atomic bool
 	// The last delivered view of each service. A Changes with First clears the map.
 	wanted map[types.NamespacedName]*api.ServiceEndpoints
@@ -201,7 +202,7 @@ func newDataplane(atomic bool) *dataplane {
 		entries: map[api.Claim]fuzzEntry{}, atomic: atomic, failing: map[types.NamespacedName]*failure{},
 		wanted: map[types.NamespacedName]*api.ServiceEndpoints{},
 	}
-	for n := range byte(9) { // left by an earlier process
+	for n := range byte(9) { // add entries of an earlier process
 		claim := api.Claim{IP: netip.AddrFrom4([4]byte{10, 96, 0, n}), Protocol: api.TCP, Port: 80}
 		p.entries[claim] = fuzzEntry{key(string(rune('a' + n))), "[9]"}
 	}
@@ -281,8 +282,8 @@ func (p *dataplane) sync(c *sink.Changes, serviceErr func(types.NamespacedName) 
 	return failed.Err()
 }
 
-// remove removes the entries of s.Old. If s is unsure, and s.Old is nil or p is not
-// atomic, it removes all entries of the service.
+// remove removes the entries of s.Old. If s is unsure, it removes all entries of the
+// service, unless p is atomic and s.Old is not nil.
 func (p *dataplane) remove(entries map[api.Claim]fuzzEntry, s *sink.Change) {
 	for f := range nodeview.Frontends(s.Old) {
 		delete(entries, f.Claim())

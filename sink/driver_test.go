@@ -666,7 +666,7 @@ func TestObserver(t *testing.T) {
 	}}
 	run(t, opts, nil, func(w *world) {
 		w.src.SetTriggered(time.Now(), view(web, 2))
-		// The driver never sees this service.
+		// The service x is deleted before the driver can see it.
 		w.src.SetTriggered(time.Now(), view(key("x")))
 		w.src.Delete(key("x"))
 		w.src.MarkSynced()

@@ -47,9 +47,9 @@ type Handler interface {
 //
 // In a pass (see [Changes]) the sink deletes the objects that the services no longer
 // have. It sets all objects of every service again, because h may have lost them. A new
-// frontend may have the address and port of a service that the pass has not reached. Then
-// the sink first deletes the frontend of that service. For this, it holds the last
-// delivered view of every service. It usually shares this memory with the source.
+// frontend may replace a frontend of a service that the pass has not reached. Then the
+// sink deletes the old frontend first. For this, it holds the last delivered view of
+// every service. It usually shares this memory with the source.
 //
 // The error of Sync is a [*Failed] with the services for which a method of h failed.
 //
@@ -271,7 +271,7 @@ func (e *events) setFrontends(ctx context.Context, t *transition) error {
 	return heldBack
 }
 
-// known returns the old view if the handler has all its objects, and nil otherwise.
+// known returns the old view, or nil if the handler may lack objects of this view.
 func (t *transition) known() *api.ServiceEndpoints {
 	if t.old.sure {
 		return t.old.view

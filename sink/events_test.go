@@ -394,8 +394,8 @@ func (o *objects) checkOwner(what string, svc *api.Service, f nodeview.Frontend)
 	}
 }
 
-// FuzzEvents makes random changes of a source and failures of a handler. In the end, the
-// handler must have the source's objects. No address may ever have two owners, and no
+// FuzzEvents changes a source at random and makes a handler fail at random. In the end,
+// the handler must have the source's objects. No address may ever have two owners, and no
 // late delete may remove an address from its new owner.
 func FuzzEvents(f *testing.F) {
 	for seed := range uint64(50) {

@@ -28,8 +28,8 @@ type frontendMap struct {
 	fail    func(k api.Claim) error // decides whether a write fails; if nil, no write fails
 }
 
-// entry includes the owner of the address. So a late delete of the previous owner does
-// not remove the entry of the new owner.
+// entry includes the owner of the address. So the entry of the new owner stays when the
+// previous owner is deleted late.
 type entry struct {
 	owner     types.NamespacedName
 	endpoints string
@@ -97,7 +97,7 @@ func (m *frontendMap) remove(k api.Claim, owner types.NamespacedName) error {
 }
 
 // set writes an entry for each frontend of s.New, even if another service has an entry
-// there.
+// with the same key.
 func (m *frontendMap) set(s sink.Change) error {
 	for f := range nodeview.Frontends(s.New) {
 		k := f.Claim()

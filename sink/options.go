@@ -128,7 +128,7 @@ func (o Observer) withDefaults() Observer {
 }
 
 // wait returns the time to wait after a number of failures in a row. The random time is
-// proportional to drawn, a number from 0 to 1.
+// proportional to the argument drawn, a number from 0 to 1.
 func (b Backoff) wait(failures int, drawn float64) time.Duration {
 	d := b.Initial
 	for i := 1; i < failures && d < b.Max; i++ {

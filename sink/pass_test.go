@@ -240,7 +240,7 @@ func TestPassOfASlowSink(t *testing.T) {
 		views[i] = view(v.Key(), 1, 2, 3, 4, 5, 6, 7, 8, 9)
 	}
 	s := &slowSink{services: map[types.NamespacedName]*api.ServiceEndpoints{}}
-	for i := range stale { // left by an earlier process
+	for i := range stale { // add services of an earlier process
 		k := key(fmt.Sprint("stale-", i))
 		s.services[k] = view(k, 1)
 	}
@@ -330,8 +330,8 @@ func TestSinkHangingInOneServiceIsStuck(t *testing.T) {
 	})
 }
 
-// Every Sync fails. The driver soon gives up its search for one failing service, and the
-// sink counts as stuck.
+// Every Sync fails. The driver soon stops its search for a service that is the cause, and
+// the sink counts as stuck.
 func TestFailingDataplaneIsRetriedWithBackoff(t *testing.T) {
 	calls := 0
 	s := sink.Func(func(_ context.Context, c *sink.Changes) error {

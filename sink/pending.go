@@ -47,7 +47,7 @@ const (
 	reasons
 )
 
-// changeTo returns the Change from the old view of s to its present view, new.
+// changeTo returns the Change from the old view of s to the view new.
 func (s *unacked) changeTo(new *api.ServiceEndpoints) Change {
 	return Change{Key: s.key, Old: s.old, New: new, Unsure: s.unsure, TriggerTime: s.trigger}
 }
@@ -225,7 +225,7 @@ func (c claimOwners) unset(claim api.Claim, key types.NamespacedName) {
 	}
 }
 
-// conflicting returns the services, except key, whose claims exclude the given claim.
+// conflicting returns the services other than key whose claims exclude the given claim.
 func (c claimOwners) conflicting(claim api.Claim, key types.NamespacedName) []types.NamespacedName {
 	var services []types.NamespacedName
 	add := func(other types.NamespacedName, ok bool) {

@@ -237,7 +237,7 @@ type panicError struct {
 
 func (e *panicError) Error() string { return fmt.Sprintf("panic: %v", e.value) }
 
-// Err returns f, or nil if no service failed. Sync should end with return failed.Err().
+// Err returns f, or nil if no service failed. Sync should return failed.Err().
 func (f *Failed) Err() error {
 	if len(*f) == 0 {
 		return nil

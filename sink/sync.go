@@ -154,8 +154,8 @@ func (d *Driver) addChanges(u *Update, b *batch) {
 	d.hold(wait)
 }
 
-// addAlone makes b a batch of one due isolated service, if any. If other services wait,
-// it does nothing after a Sync of an isolated service or a Sync that failed as a whole.
+// addAlone makes b a batch of one due isolated service, if any. After a Sync that
+// delivered an isolated service or failed as a whole, other waiting services come first.
 func (d *Driver) addAlone(u *Update, b *batch) bool {
 	now := time.Now()
 	s := d.pending.dueAlone(now)
@@ -198,7 +198,7 @@ func (d *Driver) addDue(u *Update, b *batch) {
 		}
 		c := s.changeTo(u.View(s.key))
 		if added > 0 && weight(&c) > room && (most > 0 || s.reason != queued) {
-			return most == 0 && queuedLeft > 0 // true: go on, because the changes of an update stay together
+			return most == 0 && queuedLeft > 0 // true: go on, so that all queued services are in this Sync
 		}
 		if s.reason == queued {
 			queuedLeft--

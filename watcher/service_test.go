@@ -50,7 +50,7 @@ func TestServiceConversion(t *testing.T) {
 	for _, tc := range []struct {
 		name     string
 		options  Options
-		change   func(*service) // changes service default/web, which is otherwise empty
+		change   func(*service) // changes service default/web, whose other fields are empty
 		want     func(*api.Service)
 		problems []string
 	}{

@@ -22,7 +22,7 @@ func TestEndpointSliceConversion(t *testing.T) {
 	for _, tc := range []struct {
 		name     string
 		options  Options
-		change   func(*slice) // changes IPv4 slice default/web of service web, which is otherwise empty
+		change   func(*slice) // changes an IPv4 slice of service web, without endpoints and ports
 		want     func(*api.EndpointSlice)
 		none     bool
 		problems []string

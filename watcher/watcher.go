@@ -54,9 +54,9 @@ type Options struct {
 	Skip func(*corev1.Service) bool
 
 	// ServiceNameLabel is the label of an EndpointSlice that contains the name of its
-	// service. The default is kubernetes.io/service-name. Another label selects slices that
-	// a third party creates in addition to those of Kubernetes, for example for secondary
-	// networks. A slice without the label belongs to no service.
+	// service. The default is kubernetes.io/service-name. Another label selects other
+	// slices, which a third party creates, for example for secondary networks. A slice
+	// without the label belongs to no service.
 	ServiceNameLabel string
 
 	// IgnoreExternalIPs makes the proxy ignore spec.externalIPs, like a cluster without the
@@ -140,14 +140,14 @@ func (c *Converter) WantsService(s *corev1.Service) bool {
 }
 
 // WantsSlice reports whether the labels of s select s for the proxy. If ServiceProxyName
-// is not empty, the label service.kubernetes.io/service-proxy-name must have this value.
-// If ServiceProxyName is empty, s must not belong to a headless service. In this case
-// WantsSlice, like kube-proxy, ignores the label of s, which may be outdated: only the
-// label of the service decides.
+// is not empty, it must be the value of the label
+// service.kubernetes.io/service-proxy-name. If ServiceProxyName is empty, s must not
+// belong to a headless service. In this case WantsSlice, like kube-proxy, ignores this
+// label of s, which may be outdated. Only the label of the service decides.
 //
 // A proxy with a ServiceProxyName also wants all other slices of its selectorless
 // services (see [Selectorless]). The EndpointSlice controller does not create these
-// slices, so they may lack the label. WantsSlice returns false for them.
+// slices. If such a slice lacks the label, WantsSlice returns false.
 func (c *Converter) WantsSlice(s *discoveryv1.EndpointSlice) bool {
 	if s == nil {
 		return false

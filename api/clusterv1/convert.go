@@ -2,7 +2,7 @@
 
 // Package clusterv1 has the messages for a cluster's state. A kpng server sends them to a
 // client that follows the whole cluster. The package also converts them to and from the
-// types of package api. Package localv1 has the messages of services and nodes.
+// types of package api. The messages for services and nodes are in package localv1.
 //
 // docs/wire.md describes the protocol, which omits api.EndpointSlice.TriggerTime.
 //
@@ -21,7 +21,7 @@ import (
 // FromKey returns the wire form of a namespaced name.
 func FromKey(k types.NamespacedName) *Key { return &Key{Namespace: k.Namespace, Name: k.Name} }
 
-// ToKey returns the namespaced name.
+// ToKey converts x to a namespaced name.
 func (x *Key) ToKey() types.NamespacedName {
 	return types.NamespacedName{Namespace: x.GetNamespace(), Name: x.GetName()}
 }

@@ -49,8 +49,8 @@ func repairStrings(m protoreflect.Message) {
 	})
 }
 
-// repairMap repairs the keys and values of a map. It moves the value of a repaired key to
-// the new key.
+// repairMap repairs the keys and values of a map. If it repairs a key, it moves the value
+// to the repaired key.
 func repairMap(field protoreflect.FieldDescriptor, m protoreflect.Map) {
 	fixed := map[string]protoreflect.Value{}
 	m.Range(func(key protoreflect.MapKey, value protoreflect.Value) bool {

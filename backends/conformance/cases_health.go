@@ -85,8 +85,8 @@ func (svc *service) healthCheck(i int) netip.AddrPort {
 	return netip.AddrPortFrom(svc.scene.node.Addrs.Family(svc.scene.family)[i], uint16(svc.Spec.HealthCheckNodePort))
 }
 
-// mustReportHealth sends health checks to all node addresses. It checks that the
-// responses report this number of local endpoints.
+// mustReportHealth sends health checks to all node addresses. The responses must report
+// as many local endpoints as the argument local.
 func (s *scene) mustReportHealth(svc *service, local int) {
 	status := http.StatusOK
 	if local == 0 {

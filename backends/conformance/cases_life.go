@@ -49,9 +49,9 @@ var lifeCases = []testCase{
 		s.publish()
 		took := time.Since(start)
 		traffic := s.traffic(web, s.a, s.d)
-		const kills = 4 // an even number, so that the last change adds the other services
+		const kills = 4 // an even number, so that the last change adds the services in others
 		for i := range kills {
-			// Alternately remove and add the other services.
+			// Alternately remove and add the services in others.
 			s.services = s.services[:1]
 			if i%2 == 1 {
 				s.services = append(s.services[:1:1], others...)

@@ -99,7 +99,7 @@ func names(persons []person) string {
 }
 
 // mustRefuse asserts that connections are refused. TCP connections get a reset, and
-// others get ICMP or ICMPv6 port unreachable.
+// connections of other protocols get ICMP or ICMPv6 port unreachable.
 func (s *scene) mustRefuse(from person, to netip.AddrPort) {
 	for _, protocol := range s.protocols {
 		if answer, err := s.ask(from, protocol, to, s.opts.Patience); !world.Refused(err) {

@@ -4,7 +4,8 @@
 
 package conformance
 
-// Feature is a feature that a proxy may lack. Every proxy must have all other behavior.
+// Feature is a feature that a proxy may lack. The kit requires all other behavior of
+// every proxy.
 type Feature string
 
 // The features.

@@ -72,7 +72,8 @@ func (r Result) familyPrefix() string {
 	return r.Family.String() + ": "
 }
 
-// Matrix has the results of all cases in order. The results of one case are adjacent.
+// Matrix has the results of all cases, in the order in which the cases ran. The results
+// of one case are adjacent.
 type Matrix []Result
 
 // Count returns the number of results with the outcome o.
@@ -165,7 +166,7 @@ func (m Matrix) summary() string {
 // noteList assigns numbers to reasons.
 type noteList struct{ reasons []string }
 
-// numberOf returns the number of a reason in parentheses, as a reference.
+// numberOf returns a reference to a reason: the reason's number in parentheses.
 func (n *noteList) numberOf(reason string) string {
 	if reason == "" {
 		return ""

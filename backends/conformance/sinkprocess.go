@@ -122,8 +122,8 @@ func writeObjects(state *cluster.State, converter *watcher.Converter, objects *O
 	return uint64(state.Snapshot().Revision)
 }
 
-// reportOn regularly sends a report to the kit until this generation of objects is
-// programmed. A report contains the current errors.
+// reportOn regularly sends a report to the kit until the objects of the given generation
+// are programmed. A report contains the current errors.
 func reportOn(ctx context.Context, driver *sink.Driver, conn net.Conn, generation int, revision uint64) {
 	for ctx.Err() == nil {
 		wait, cancel := context.WithTimeout(ctx, 200*time.Millisecond)

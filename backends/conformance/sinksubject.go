@@ -59,8 +59,8 @@ type sinkSubject struct {
 	running map[*sinkProcess]struct{}
 }
 
-// newSinkSubject returns a subject that tests the sinks that newSink creates. In a
-// process for the proxy, it runs the proxy and does not return.
+// newSinkSubject returns a subject that tests the sinks that newSink creates. If this
+// process has an order, newSinkSubject carries it out and does not return.
 func newSinkSubject(t *testing.T, newSink NewSink, opts Options) *sinkSubject {
 	t.Helper()
 	if text := os.Getenv(orderVariable); text != "" {

@@ -35,7 +35,8 @@ func destinationNumber(i int) destination {
 }
 
 // thousandServices returns the 1,000 services to which fillTable creates connections. The
-// first scaledDown services have no endpoints.
+// argument scaledDown is the number of services without endpoints. These services come
+// first.
 func thousandServices(t testing.TB, scaledDown int) []*api.ServiceEndpoints {
 	var list []*api.ServiceEndpoints
 	for i := range 1000 {

@@ -35,8 +35,8 @@ const (
 	maxLateWait = 13 * time.Second
 )
 
-// lateDue returns a channel that delivers a value when deleteLate has work. If no reply
-// can be late, it returns nil.
+// lateDue returns a channel that delivers a value when deleteLate has work. If r.late is
+// empty, it returns nil.
 func (r *Reconciler) lateDue() <-chan time.Time {
 	if len(r.late) == 0 {
 		return nil

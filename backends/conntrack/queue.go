@@ -50,7 +50,7 @@ func newQueue() *queue {
 // whether it queued a destination. Calls must not overlap.
 func (q *queue) add(c *sink.Changes) bool {
 	due := map[destination]verdict{}     // destinations to check
-	present := map[destination]verdict{} // destinations of the services in c that are not in due
+	present := map[destination]verdict{} // all other destinations of the services in c
 	var removed []destination
 	q.pass.Begin(c)
 	for s := range c.Services {
@@ -154,7 +154,7 @@ func (q *queue) pending() (destinations []destination, count uint64) {
 	return destinations, q.count
 }
 
-// removeUpTo removes the destinations that were queued at this count or earlier.
+// removeUpTo removes the destinations whose count is at most the argument count.
 func (q *queue) removeUpTo(count uint64) {
 	q.mu.Lock()
 	defer q.mu.Unlock()

@@ -60,7 +60,7 @@ type Reconciler struct {
 	mu    sync.Mutex
 	ended chan struct{} // closed and replaced after each pass
 	last  error         // the error of the last pass
-	upTo  uint64        // passes have checked the destinations with this count or a smaller count
+	upTo  uint64        // passes have checked all destinations whose count is at most upTo
 }
 
 // New returns a Reconciler. It does nothing before Start.

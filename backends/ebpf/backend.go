@@ -170,8 +170,8 @@ const (
 
 // Verify implements [sink.Verifier]. It verifies the other sink. From time to time, it
 // compares the maps with the records of the backend, attaches its programs again if
-// another program has detached them, and tries to add services that did not fit. After an
-// error of eBPF, it requests a new pass.
+// another program has detached them, and tries to add services that did not fit into the
+// maps. After an error of eBPF, it requests a new pass.
 func (b *Backend) Verify(ctx context.Context) error {
 	return errors.Join(b.forward.Verify(ctx), b.verify(ctx))
 }

@@ -17,7 +17,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// numbered returns the view of a service with a TCP port and a number of endpoints.
+// The function numbered returns the view of a service that has a TCP port and the given
+// number of endpoints.
 func numbered(number, endpoints int) *api.ServiceEndpoints {
 	var addrs []string
 	for i := range endpoints {
@@ -30,8 +31,8 @@ func numbered(number, endpoints int) *api.ServiceEndpoints {
 var sizes = []int{10, 1000, 100000}
 
 // BenchmarkConnect compares the time to connect to a service with the time to connect to
-// its endpoint, which is on the loopback interface. It alternates between both, and
-// reports the medians.
+// its endpoint, which is on the loopback interface. It alternates between the two kinds
+// of connections, and reports the median of each.
 func BenchmarkConnect(b *testing.B) {
 	for _, services := range sizes {
 		b.Run(fmt.Sprint(services), func(b *testing.B) {

@@ -29,8 +29,8 @@ type dataplane struct {
 
 	// records has the frontends in the kernel. It is nil while the frontends are unknown.
 	records map[frontendKey]*record
-	// services lists, for each service that this pass has delivered, the frontends that the
-	// service needs. A list may be empty.
+	// The map services has the services that this pass has delivered, each with the list of
+	// frontends that it needs. A list may be empty.
 	services map[types.NamespacedName][]frontendKey
 	// prune is set from the end of a pass until the frontends without an owner are deleted.
 	// awaited has the failing services that were not delivered since the pass began. Until
@@ -60,7 +60,7 @@ type record struct {
 	owner types.NamespacedName
 }
 
-// changes maps frontends to their changes. A nil change deletes the frontend.
+// The type changes maps each frontend to its change. A nil change deletes the frontend.
 type changes map[frontendKey]*change
 
 type change struct {
@@ -114,8 +114,8 @@ func (d *dataplane) sync(ctx context.Context, c *sink.Changes) error {
 	return err
 }
 
-// retry stops after maxMisfits services that still do not fit, because very many services
-// may be left to try.
+// retry stops after maxMisfits services that still do not fit, because the map left may
+// have very many services.
 const maxMisfits = 16
 
 // retry adds frontends of services that did not fit, in random order.
@@ -292,7 +292,7 @@ func (d *dataplane) scan() (*scan, error) {
 		r := &record{list: l}
 		s.records[f] = r
 		if _, shared := lists[l.ID]; shared {
-			r = nil // only another program lets frontends share a list; treat it as an orphan
+			r = nil // kpng never lets frontends share a list; treat this list as an orphan
 		}
 		lists[l.ID] = r
 	})

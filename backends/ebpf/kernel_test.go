@@ -322,8 +322,9 @@ func testConnectedUDP(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	// The kernel's address of the peer, as in /proc/net/udp. The program at the hook
-	// getpeername does not change this address, because the socket was not translated.
+	// Getpeername returns the address of the peer that is also in /proc/net/udp. The program
+	// at the hook getpeername does not change this address, because the socket was not
+	// translated.
 	raw.Control(func(fd uintptr) {
 		peer, err := unix.Getpeername(int(fd))
 		if a, ok := peer.(*unix.SockaddrInet4); err != nil || !ok || a.Addr != [4]byte{10, 96, 0, 1} {
@@ -431,7 +432,7 @@ func testAffinity(t *testing.T) {
 	if len(first) != 1 {
 		t.Fatalf("a client reaches %v", first)
 	}
-	// Other endpoints come and go.
+	// The client keeps its endpoint when another endpoint is removed.
 	others := slices.DeleteFunc(slices.Clone(endpoints[:3]), func(e string) bool { return e == first[0] })
 	n.set(view("web", ips, []string{first[0], others[0]}, withAffinity(10800)))
 	n.mustReach("10.96.0.1:80", first[0])

@@ -29,8 +29,8 @@ type Options struct {
 	BPFFS string
 
 	// HostNetworkOnly restricts the programs to sockets in the network namespace in which
-	// the process started. Packets of pods then still have the cluster IP as destination,
-	// which service meshes and virtual machines in pods may need. Linux 5.14 or newer is
+	// the process started. Packets of pods then still have the cluster IP as destination.
+	// Service meshes and virtual machines in pods may need this. Linux 5.14 or newer is
 	// required.
 	HostNetworkOnly bool
 	// Annotation is the name of a service annotation. The programs do not handle services

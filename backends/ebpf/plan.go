@@ -19,7 +19,7 @@ import (
 
 // The following types are keys and values of maps. They have the same layout as in
 // connect.c, and all their fields are exported, because package cilium/ebpf requires
-// that.
+// exported fields.
 
 // address is an address and a port in network byte order. An IPv4 address is stored as an
 // IPv4-mapped IPv6 address.
@@ -77,8 +77,8 @@ type memberKey struct {
 type wanted struct {
 	frontend frontendKey
 	affinity uint32
-	// The field endpoints has at least one endpoint, for new clients. The field members has
-	// the endpoints that existing clients may keep.
+	// The field endpoints has the endpoints for new clients, at least one. The field members
+	// has the endpoints that existing clients may keep.
 	endpoints, members []address
 }
 

@@ -32,7 +32,7 @@ type programs struct {
 	lock *os.File
 }
 
-// hook is a hook of the cgroup. The link of the hook is pinned under the same name.
+// hook is a hook of the cgroup. Its pinned link has the hook's name.
 type hook struct {
 	name    string
 	attach  ebpf.AttachType
@@ -235,8 +235,8 @@ func attach(path, cgroup string, id uint64, h hook) (link.Link, error) {
 	return l, nil
 }
 
-// attached reports whether all programs are attached to the cgroup, with links that stay
-// when this process ends.
+// attached reports whether all programs are attached to the cgroup and all links are
+// pinned. Pinned links stay when this process ends.
 func (p *programs) attached(o *Options, cgroup string) bool {
 	id, err := cgroupID(cgroup)
 	if err != nil || len(p.links) < len(p.hooks()) {

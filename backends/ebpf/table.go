@@ -34,15 +34,15 @@ func (b *batch[K, V]) add(k K, v V) {
 	b.keys, b.values = append(b.keys, k), append(b.values, v)
 }
 
-// The kernel refuses elements with ENOMEM while it refills its reserve of free elements.
-// After a pause of memoryPause, setAll tries again, at most memoryPauses times.
+// While the kernel refills its reserve of free elements, it refuses new elements with
+// ENOMEM. Then setAll waits for memoryPause and tries again, at most memoryPauses times.
 const (
 	memoryPause  = time.Millisecond
 	memoryPauses = 100
 )
 
-// setAll writes the elements of b. If an element fails, its change gets the error, and
-// the following elements of that change are skipped.
+// setAll writes the elements of b. If the kernel refuses an element, setAll stores the
+// error in the element's change and skips the following elements of that change.
 func setAll[K comparable, V any](t table[K, V], b batch[K, V], changeOf func(K) *change) {
 	for i, pauses := 0, 0; i < len(b.keys); {
 		c := changeOf(b.keys[i])

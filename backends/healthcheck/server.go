@@ -25,8 +25,8 @@ type Options struct {
 	// Addrs provides the addresses to listen on. It is required. The Server ignores IPv6
 	// link-local addresses, because it does not know their interfaces.
 	Addrs nodeaddr.Source
-	// Healthy reports whether the proxy has programmed everything once and is not stuck.
-	// Default: always healthy.
+	// Healthy reports whether the proxy has programmed all services at least once and is not
+	// stuck. Default: always healthy.
 	Healthy func() bool
 	// Fault is called when a port cannot be opened. It may create an event, for example. It
 	// is not called again while attempts fail for the same reason. Its calls never overlap.

@@ -17,7 +17,7 @@ const (
 	maxBackoff = time.Minute
 )
 
-// socket is an address and port with its server, or with the error of the last attempt to
+// socket is an address and port. It has a server, or the error of the last attempt to
 // listen.
 type socket struct {
 	at netip.AddrPort

@@ -27,7 +27,7 @@ import (
 // Backend is a sink that programs iptables. See the package comment.
 //
 // Backend serializes the calls of a driver and the updates of the node's addresses. It
-// forwards changes to connection tracking. Its rulesets do the rest.
+// forwards changes to connection tracking. Its rulesets read and write the rules.
 type Backend struct {
 	opts  Options
 	tasks kernelnode.Tasks
@@ -284,9 +284,9 @@ func (b *Backend) program(ctx context.Context, c *sink.Changes) error {
 	return failed.Err()
 }
 
-// recordTransactions is called before changes. The function that it returns is called
-// after the changes. If no other program has changed nf_tables in between, verified
-// rulesets stay verified.
+// recordTransactions is called before the backend changes rules. It returns a function
+// that is called after these changes. If no other program has changed nf_tables between
+// the two calls, verified rulesets stay verified.
 func (b *Backend) recordTransactions(ctx context.Context) func() {
 	state := func() (generation, transactions uint32) {
 		for _, t := range b.rulesets {
@@ -329,10 +329,9 @@ func (b *Backend) beginPass(ctx context.Context) error {
 	return nil
 }
 
-// endPass removes the rules that no service needs. Services that fail keep their rules,
-// also those in the other flavour, until a later pass. Verify requests a later pass if
-// services or families fail, if rules in the other flavour are left, or if a ruleset could
-// not use sets.
+// endPass removes the rules that no service needs. Services that fail keep their rules in
+// both flavours until a later pass. Verify requests a later pass if services or families
+// fail, if rules in the other flavour are left, or if a ruleset could not use sets.
 func (b *Backend) endPass(ctx context.Context, failing map[types.NamespacedName]bool) error {
 	for _, t := range b.rulesets {
 		if err := t.prune(ctx, failing); err != nil {
@@ -371,13 +370,14 @@ func (b *Backend) updateEnvironment(ctx context.Context) error {
 	return nil
 }
 
-// verifyPause is the pause after a Verify, as a multiple of its duration. Comparisons
-// therefore use at most 2 % of a CPU, even if changes of services cancel them.
+// The pause after a Verify call is verifyPause times the duration of the call.
+// Comparisons therefore use at most 2 % of a CPU, even if changes of services cancel
+// them.
 const verifyPause = 50
 
-// maxInterrupted limits the consecutive Verify calls that may be interrupted in one
-// ruleset. After that, a Verify ignores its context. Therefore all rules are compared
-// even while services constantly change.
+// maxInterrupted limits the consecutive Verify calls that may be interrupted while they
+// compare the same ruleset. After so many interruptions, Verify ignores its context.
+// Therefore all rules are compared even while services constantly change.
 const maxInterrupted = 2
 
 // Verify implements [sink.Verifier]. It compares the rules in the kernel with those that
@@ -427,7 +427,7 @@ func (b *Backend) Verify(ctx context.Context) error {
 	return errors.Join(errs...)
 }
 
-// VerifyInterval implements [sink.Poller]. It returns five seconds. After a comparison,
-// Verify makes no other comparison for 50 times its duration, because the duration grows
-// with the number of rules.
+// VerifyInterval implements [sink.Poller]. It returns five seconds. The pause after a
+// comparison is 50 times as long as the comparison, because the comparison of many rules
+// takes long.
 func (b *Backend) VerifyInterval() time.Duration { return 5 * time.Second }

@@ -26,6 +26,6 @@
 //
 // In table nat, an entry of a dispatch chain jumps to a chain that selects an endpoint at
 // random. If the connection is to be masqueraded, the packet first passes a chain that
-// marks it. If table nat did not translate a packet to a frontend, table filter rejects
-// or drops the packet.
+// marks it. If a packet is addressed to a frontend and table nat did not translate it,
+// table filter rejects or drops the packet.
 package iptables

@@ -787,9 +787,9 @@ func TestOwnChangesStayVerified(t *testing.T) {
 		r.run.saveProgram = "/nonexistent"
 	}
 	mustSync(t, b,
-		batch(view("web", "10.96.0.1 fd00:96::1", "10.1.0.7 fd00::7")),               // table nat of both families
-		batch(view("new", "10.96.0.9", "10.1.0.1", nodePort, externalLocal)),         // both tables
-		batch(view("other", "10.96.0.10", "")), batch(), batch(view("none", "", "")), // only sets; two batches without rules
+		batch(view("web", "10.96.0.1 fd00:96::1", "10.1.0.7 fd00::7")),               // changes table nat in both families
+		batch(view("new", "10.96.0.9", "10.1.0.1", nodePort, externalLocal)),         // changes both tables
+		batch(view("other", "10.96.0.10", "")), batch(), batch(view("none", "", "")), // changes only sets; the other two batches change no rules
 	)
 	if err := verify(t, b); err != nil {
 		t.Errorf("Verify after own changes: %v", err)
@@ -805,8 +805,8 @@ func TestOwnChangesStayVerified(t *testing.T) {
 }
 
 // If another program edits a rule, a pass repairs it. If iptables-save still prints
-// another text after the pass, it only prints the rules in another form, so Verify
-// accepts them.
+// different rules after the pass, the rules only have another form, so Verify accepts
+// them.
 func TestRulesPrintedInAnotherForm(t *testing.T) {
 	eachVariant(t, func(t *testing.T, ns *netnstest.Namespace, v variant) {
 		b := start(t, ns, v)
@@ -841,9 +841,9 @@ func TestRulesPrintedInAnotherForm(t *testing.T) {
 	})
 }
 
-// If another program repeats its edit while a pass repairs it, changes of other chains
-// are still found. After a pass has repaired the chain, changes of this chain are found,
-// too.
+// A pass repairs a chain that another program has edited. If the program edits the chain
+// again during the pass, Verify still finds changes of other chains. After the next pass
+// has repaired the chain, Verify finds changes of this chain, too.
 func TestEditRepeatedDuringPass(t *testing.T) {
 	eachVariant(t, func(t *testing.T, ns *netnstest.Namespace, v variant) {
 		b := start(t, ns, v)
@@ -1270,8 +1270,8 @@ func TestDriverRecoversFromFaults(t *testing.T) {
 				},
 			},
 		})
-		// The function until waits for a Sync whose result ok accepts. It fails the test if
-		// there is no Sync for a minute.
+		// The function until waits for a Sync for whose result the function ok returns true. It
+		// fails the test if there is no Sync for a minute.
 		until := func(what string, ok func(sink.SyncResult) bool) {
 			t.Helper()
 			var last error

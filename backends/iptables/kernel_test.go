@@ -170,7 +170,7 @@ func TestDriftIsMended(t *testing.T) {
 	}
 }
 
-// entry returns the target of the entry of table nat whose match contains text.
+// entry finds the entry of table nat whose match contains text, and returns its target.
 func (t *ruleset) entry(tb testing.TB, text string) string {
 	for id, entries := range t.claims {
 		for match, c := range entries {
@@ -228,9 +228,9 @@ func TestChangeWritesOnlyItsService(t *testing.T) {
 			change *sink.Changes
 			limit  int
 		}{
-			// The lines *nat and COMMIT, a line for the chain, and ten rules.
+			// The limit is the lines *nat and COMMIT, a line for the chain, and ten rules.
 			"one endpoint": {batch(view("s00007", "10.96.0.7", "10.0.0.1 10.0.1.1 10.0.1.2 10.0.1.3 10.0.1.4 10.0.1.5 10.0.1.6 10.0.1.7 10.0.1.8 10.0.1.9")), 13},
-			// In addition, a dispatch chain in each table.
+			// This limit also includes a dispatch chain in each table.
 			"a new service": {batch(view("new", "10.97.0.7", "10.0.0.1")), 20},
 		} {
 			written := 0

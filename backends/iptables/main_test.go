@@ -35,14 +35,15 @@ var node = &api.Node{
 	Addresses: []api.NodeAddress{{Type: "InternalIP", IP: netip.MustParseAddr("192.0.2.1")}, {Type: "InternalIP", IP: netip.MustParseAddr("2001:db8::1")}},
 }
 
-// view returns a view of [backendtest.View] for the node of the tests. The arguments ips
-// and endpoints are lists separated by spaces. The service's port has the name "http".
+// view returns the result of [backendtest.View] for the node of the tests. The arguments
+// ips and endpoints are lists separated by spaces. The service's port has the name
+// "http".
 func view(name string, ips, endpoints string, edits ...func(*api.Service)) *api.ServiceEndpoints {
 	named := func(s *api.Service) { s.Ports[0].Name = "http" }
 	return backendtest.View(node, name, strings.Fields(ips), strings.Fields(endpoints), append([]func(*api.Service){named}, edits...)...)
 }
 
-// The functions below are arguments for the parameter edit of view.
+// The functions below can be passed to the function view as edits.
 
 func nodePort(s *api.Service) {
 	s.Type, s.Ports[0].NodePort = api.NodePort, 30080

@@ -47,9 +47,9 @@ type Options struct {
 	// MasqueradeAll masquerades all connections to cluster IPs.
 	MasqueradeAll bool
 	// MasqueradeOutsiders masquerades connections to cluster IPs from outside the pod
-	// network, which ClusterCIDRs, NodePodCIDRs and PodInterfaces define. It needs at least
-	// one of them. If none of them defines the pods of a family, nothing is masqueraded in
-	// that family.
+	// network, which ClusterCIDRs, NodePodCIDRs and PodInterfaces define. At least one of
+	// these options must be set. If none of them defines the pods of a family, nothing is
+	// masqueraded in that family.
 	MasqueradeOutsiders bool
 
 	// ClusterCIDRs contain the addresses of all pods of the cluster. The backend treats
@@ -125,8 +125,8 @@ func ParseFlavour(s string) (Flavour, error) {
 // Observer has functions that a Backend calls. A field may be nil. Calls do not overlap,
 // and the functions must not call the Backend.
 type Observer struct {
-	// Restored is called after each run of iptables-restore with the number of lines of
-	// its input, and the error if it failed.
+	// Restored is called after each run of iptables-restore. The argument lines is the
+	// number of input lines, and err is the error of the run or nil.
 	Restored func(lines int, err error)
 	// Holds is called after each Sync with the number of the backend's chains.
 	Holds func(chains int)

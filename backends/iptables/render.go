@@ -43,8 +43,8 @@ const (
 // The kinds of sets. Set names have the number of the family at the end, because IPv4 and
 // IPv6 share the names.
 const (
-	rejectSet     = "REJECT"     // address, protocol and port of frontends that reject
-	dropSet       = "DROP"       // address, protocol and port of frontends that drop
+	rejectSet     = "REJECT"     // frontends whose packets are rejected: address, protocol and port
+	dropSet       = "DROP"       // frontends whose packets are dropped: address, protocol and port
 	clusterIPSet  = "CLUSTERIPS" // cluster IPs, whose unknown ports are rejected
 	nodeAddresses = "NODE"       // the addresses of node ports
 )
@@ -56,11 +56,11 @@ var setTypes = map[string]string{
 
 // rendered has the chains, entries and elements that a service needs in one family.
 type rendered struct {
-	// chains are the chains of the service alone. A rule is a line, without "-A" and the
-	// name of its chain, exactly as iptables-save prints it.
+	// chains has the rules of the chains that only this service uses. A rule is a line,
+	// without "-A" and the name of its chain, exactly as iptables-save prints it.
 	chains map[chainID]string
-	// entries are rules of dispatch chains. The value is the rest of the rule. An empty
-	// value takes the match from other services, but adds no rule.
+	// entries are rules of dispatch chains. The value is the rest of the rule. If the value
+	// is empty, other services lose the match, and no rule is added.
 	entries map[entryID]string
 	// elements are elements of sets.
 	elements map[element]bool
@@ -104,7 +104,7 @@ func (r *rendered) add(table, name string, rules []string) {
 type environment struct {
 	// nodePorts are the addresses of node ports.
 	nodePorts []netip.Addr
-	// node are the addresses of the Node object, which source ranges may admit.
+	// node are the addresses of the Node object. Source ranges may contain them.
 	node []netip.Addr
 	// pods are the CIDRs of pods.
 	pods []netip.Prefix
@@ -132,7 +132,7 @@ func (o *Options) isOwn(name string) bool {
 }
 
 // hashed returns the name of a chain that belongs to one service. Names of services are
-// too long for names of chains, so the result has a hash of the parts, which has 75 bits.
+// too long for names of chains, so the result has a 75-bit hash of the parts.
 func (r *renderer) hashed(kind string, parts ...any) string {
 	h := sha256.New()
 	for _, part := range append(parts, int(r.family)) {
@@ -268,8 +268,8 @@ type serviceRenderer struct {
 	out *rendered
 }
 
-// service returns the rules and elements that a view needs. If the view is nil, the
-// result is empty.
+// The method service returns the rules and elements that the view se needs. If se is nil,
+// the result is empty.
 func (r *renderer) service(se *api.ServiceEndpoints) *rendered {
 	s := serviceRenderer{r, se, "", newRendered()}
 	if se == nil {
@@ -481,8 +481,8 @@ func (s *serviceRenderer) endpoint(f *nodeview.Frontend, e *nodeview.Target) (ta
 	return chain, ""
 }
 
-// clients returns options of the match recent. They select the list of an endpoint's
-// clients. The list has the name of the endpoint's chain.
+// clients returns options of the iptables match "recent". The options select the list of
+// an endpoint's clients. The list has the name of the endpoint's chain.
 func (s *serviceRenderer) clients(chain string) string {
 	mask := "255.255.255.255"
 	if s.family == api.IPv6 {
@@ -539,7 +539,7 @@ func parent(suffix string) string {
 	}
 }
 
-// branch returns the rules with which the parent of a dispatch chain leads to that chain.
+// branch returns the rules that lead from the parent of a dispatch chain to that chain.
 func (r *renderer) branch(suffix string) []string {
 	target := jump(r.name(suffix))
 	switch {

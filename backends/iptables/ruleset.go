@@ -33,7 +33,7 @@ type ruleset struct {
 	// chains has the rules of each needed chain.
 	chains map[chainID]string
 	// claims has the entries of each dispatch chain by their matches. If several services
-	// need the same match, it has the entry of the service that was delivered last.
+	// need the same match, claims has the entry of the service that was delivered last.
 	claims map[chainID]map[string]claim
 	// branches has the children of each dispatch chain.
 	branches map[chainID]map[string]bool
@@ -72,8 +72,8 @@ type ruleset struct {
 	// deleted, because rules of an earlier process may lead to that chain.
 	holding bool
 	// inexact has the chains whose rules iptables-save prints in another form than this
-	// package. In the kernel's own chains, only the jumps to the instance's chains matter.
-	// The value is the digest of the printed rules.
+	// package. The value is the digest of the printed rules. In the kernel's own chains,
+	// only the jumps to the instance's chains matter.
 	inexact map[chainID]uint64
 	// edited is true if verify found edited rules and no pass has ended since.
 	edited bool
@@ -85,7 +85,8 @@ type ruleset struct {
 type record struct {
 	*rendered
 	view *api.ServiceEndpoints
-	// old is true if the record has no view, but what the kernel had when the pass began.
+	// old is true if the record has no view. Then it has the entries and elements that the
+	// kernel had when the pass began.
 	old bool
 }
 
@@ -332,9 +333,10 @@ func (t *ruleset) render(changes iter.Seq[sink.Change], failed *sink.Failed) (li
 	return list
 }
 
-// takeElements makes a service a user of the held elements that have its addresses,
-// because elements do not name a service. Therefore prune keeps these elements if the
-// service fails. A service that this pass has programmed before gets no held elements.
+// takeElements makes a service a user of the held elements that have an address of the
+// service, because elements do not name their service. Therefore prune keeps these
+// elements if the service fails. A service that this pass has programmed before gets no
+// held elements.
 func (t *ruleset) takeElements(key types.NamespacedName, view *api.ServiceEndpoints) {
 	if t.holding {
 		t.delivered[key] = true
@@ -497,7 +499,7 @@ func (t *ruleset) setChain(id chainID, rules string, keep bool) {
 	t.changedChains[id] = true
 }
 
-// use adds n to the number of users of an element.
+// The method use adds n to the number of users of an element.
 func (t *ruleset) use(e element, n int) {
 	t.undo = append(t.undo, func() { t.addUsers(e, -n) })
 	t.addUsers(e, n)
@@ -510,7 +512,7 @@ func (t *ruleset) addUsers(e element, n int) {
 }
 
 // claim sets the entry of a match. If take is true, the service takes the match from
-// another service. If the rest of c is empty, the match gets no entry.
+// another service. If c.rest is empty, the match gets no entry.
 func (t *ruleset) claim(id entryID, c claim, take bool) {
 	is, had := t.claims[id.chain][id.match]
 	if is != c && (take || is.owner == c.owner) && (had || c.rest != "") {
@@ -577,8 +579,8 @@ func (t *ruleset) renderDispatch(id chainID) {
 	put(t.chains, id, t.dispatch(id, entries, children), exists)
 }
 
-// commit writes the changed elements and chains whose content differs from the kernel. If
-// it fails, the kernel may have some of the changes. Then the next commit writes these
+// commit writes the changed elements and chains if they differ from those in the kernel.
+// If it fails, the kernel may have some of the changes. Then the next commit writes these
 // elements and chains again.
 func (t *ruleset) commit(ctx context.Context) error {
 	var add, remove []element
@@ -846,8 +848,9 @@ func sameLength(a, b string) bool {
 }
 
 // checkEdited is called after a pass. If verify found edited rules before the pass,
-// checkEdited reads the rules again. If the pass has written a chain, but iptables-save
-// still prints other rules, it only prints the written rules in another form.
+// checkEdited reads the rules again. If iptables-save still prints other rules for a
+// chain, checkEdited adds the chain to inexact, because the pass has written the right
+// rules.
 func (t *ruleset) checkEdited(ctx context.Context) error {
 	if !t.edited {
 		return nil
@@ -959,7 +962,7 @@ func (r foreignRule) target() chainID {
 }
 
 // foreign returns the rules that lead to chains of the instance in addition to the given
-// jumps. If the kernel has a jump, foreign deletes it from the map jumps. A rule also
+// jumps. foreign deletes from the map jumps those jumps that the kernel has. A rule also
 // counts as the jump of its chain if inexact has the digest of the rule.
 func (s *saved) foreign(jumps map[chainID]string, inexact map[chainID]uint64) (list []foreignRule) {
 	for id, rules := range s.jumps {

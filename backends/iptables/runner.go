@@ -115,14 +115,16 @@ func isIncompatible(text string) bool {
 // elements.
 const maxElements = 1 << 20
 
-// createLine returns the line that creates a set unless it exists with the same properties.
+// createLine returns the line that creates a set. If an equal set exists, the line does
+// nothing.
 func (r *runner) createLine(name, setType string) string {
 	familyName := map[api.Family]string{api.IPv4: "inet", api.IPv6: "inet6"}[r.family]
 	return fmt.Sprintf("create %s %s family %s maxelem %d -exist\n", name, setType, familyName, maxElements)
 }
 
-// createSets gets the type of each set by name, and creates the sets that do not exist.
-// It returns a [difference] if ipset refuses that, because a set has other properties.
+// createSets creates the sets that do not exist. The map sets has the type of each set.
+// If a set exists with other properties, ipset refuses to create it, and createSets
+// returns a [difference].
 func (r *runner) createSets(ctx context.Context, sets map[string]string) error {
 	var input strings.Builder
 	for name, setType := range sets {
@@ -158,7 +160,7 @@ func (r *runner) replaceSets(ctx context.Context, sets map[string]string) error 
 			fmt.Fprintf(&copied, "add %s %s\n", other, e)
 		}
 		for _, lines := range []string{copied.String(), ""} {
-			r.command(ctx, "", r.ipset, "destroy", other) // a failure or an earlier process left it
+			r.command(ctx, "", r.ipset, "destroy", other) // a failure or an earlier process may have left this set
 			input := r.createLine(other, setType) + lines + fmt.Sprintf("swap %s %s\n", name, other)
 			if _, err = r.command(ctx, input, r.ipset, "restore"); err == nil {
 				break
@@ -172,7 +174,7 @@ func (r *runner) replaceSets(ctx context.Context, sets map[string]string) error 
 	return nil
 }
 
-// changeSets adds or deletes elements. Each item is the name of a set and an element.
+// changeSets adds or deletes elements. Each item of list has the form "SET ELEMENT".
 func (r *runner) changeSets(ctx context.Context, action string, list []string) error {
 	if len(list) == 0 {
 		return nil
@@ -245,7 +247,8 @@ func (e *programError) Error() string {
 }
 
 // locked reports whether another program held the lock of iptables for too long. Exit
-// code 4 is RESOURCE_PROBLEM in xtables.h of iptables. It has other causes too.
+// code 4 is RESOURCE_PROBLEM in xtables.h of iptables. This exit code has other causes
+// too, so locked also checks the message.
 func (e *programError) locked() bool {
 	return e.code == 4 && strings.Contains(e.message, "xtables lock")
 }

@@ -15,8 +15,9 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// localAddresses makes addresses of services local to this node. Each address is a route
-// of type local on the instance's interface, in the kernel's table of local addresses.
+// localAddresses makes addresses of services local to this node. For each address, it
+// adds a route of type local on the instance's interface to the kernel's table of local
+// addresses.
 //
 // Such routes have advantages over addresses on the interface. Other programs do not take
 // them for addresses of the node, and the kernel finds them in a tree instead of a list.

@@ -28,9 +28,9 @@ type Backend struct {
 
 	mu        sync.Mutex // guards the fields below
 	dataplane *dataplane
-	// idleAt and compareAt are the times of the next call of removeIdle and of the next
-	// comparison with the kernel. Before searchAt, the backend does not search for changes by
-	// other programs.
+	// idleAt is the time of the next call of removeIdle. compareAt is the time of the next
+	// comparison with the kernel. Before searchAt, the backend does not search for changes
+	// by other programs.
 	idleAt, compareAt, searchAt time.Time
 	pause                       kernelnode.DriftPause
 }
@@ -120,7 +120,7 @@ func (b *Backend) program(ctx context.Context, c *sink.Changes) error {
 	switch {
 	case c.First:
 		d.known = false
-		d.conn.close() // the module ip_vs may have been unloaded
+		d.conn.close() // if ip_vs was loaded again, its netlink family has another number
 		if err := d.conn.open(); err != nil {
 			return err
 		}
@@ -146,7 +146,7 @@ func (b *Backend) program(ctx context.Context, c *sink.Changes) error {
 	return err
 }
 
-// addresses returns a copy of the planner that has the present addresses of the machine.
+// addresses returns a copy of the planner, with the present addresses of the machine.
 func (b *Backend) addresses() planner {
 	p := b.dataplane.planner
 	p.nodePortAddrs, _ = b.tasks.Addresses.Addresses()
@@ -237,8 +237,8 @@ func (b *Backend) checkConntrack() error {
 	return err
 }
 
-// checkSysctls checks settings. If set contains the mode in the options, it also corrects
-// the settings.
+// checkSysctls checks settings. If the list set contains Options.Sysctls, checkSysctls
+// also corrects the settings.
 func (b *Backend) checkSysctls(ctx context.Context, settings []sysctl.Setting, set ...SysctlMode) error {
 	if b.opts.Sysctls == IgnoreSysctls {
 		return nil

@@ -15,7 +15,7 @@ import (
 
 // BenchmarkEndpointChange measures the first pass over services with ten endpoints each,
 // and then the change of one endpoint. The time of the change must not depend on the
-// number of services. It needs a kernel with IPVS, see TestConformance.
+// number of services. The benchmark needs a kernel with IPVS, see TestConformance.
 func BenchmarkEndpointChange(b *testing.B) {
 	for _, services := range []int{100, 1000} {
 		b.Run(fmt.Sprint(services), func(b *testing.B) {

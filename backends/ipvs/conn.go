@@ -226,7 +226,7 @@ func afOf(a netip.Addr) uint16 {
 
 func portBytes(port uint16) []byte { return []byte{byte(port >> 8), byte(port)} }
 
-// set creates the virtual server id or changes its settings, but not its destinations.
+// set creates a virtual server or changes its settings, but not its destinations.
 func (c *conn) set(id serverID, create bool, s settings) error {
 	command := uint8(setService)
 	if create {
@@ -334,7 +334,7 @@ func (c *conn) read(id serverID) (*server, error) {
 	return nil, nil
 }
 
-// readDestinations reads the destinations of s, which is the virtual server id.
+// readDestinations reads the destinations of a virtual server into s.
 func (c *conn) readDestinations(id serverID, s *server) error {
 	answers, err := c.request(getDest, netlink.Dump, id, nil, nil)
 	if err != nil {

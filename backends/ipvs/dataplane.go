@@ -55,7 +55,7 @@ type dataplane struct {
 	leaving map[serverID]bool
 	// unchecked are the virtual servers that the current comparison has yet to check.
 	unchecked []serverID
-	// leftovers records whether the last pass kept everything because services failed.
+	// leftovers records whether the last pass kept unused elements because services failed.
 	leftovers kernelnode.Leftovers
 }
 
@@ -121,8 +121,8 @@ func (d *dataplane) begin(ctx context.Context) (err error) {
 	return nil
 }
 
-// follow takes the addresses of the machine from next. It returns false if plans depend on
-// addresses that have changed, so that a new pass is needed.
+// follow takes the addresses of the machine from the planner next. It returns false if
+// plans depend on addresses that have changed, so that a new pass is needed.
 func (d *dataplane) follow(next planner) bool {
 	p := &d.planner
 	if !slices.Equal(p.nodePortAddrs, next.nodePortAddrs) || !slices.Equal(p.nodeAddrs, next.nodeAddrs) {
@@ -179,17 +179,17 @@ func (id serverID) element() element {
 	return element{set: setOf(frontends, id.Addr()), key: frontendKey(id)}
 }
 
-// sync programs c. Its errors are those of Sync in [sink.Sink].
+// sync programs the changes c. Its errors are those of Sync in [sink.Sink].
 //
 // Its steps interrupt no traffic. The instance makes an address local when the virtual
 // servers of the address exist and the table has its elements. At such addresses, sync
-// lets the table accept packets to a frontend only while the virtual server exists.
-// Otherwise the table refuses these packets and packets to all other ports of the
-// address, because they would reach programs of the node. Other addresses of frontends
-// belong to the machine, and the table does not refuse other ports there. Therefore sync
-// adds the elements of such a frontend before its virtual server, and deletes the
-// elements after the virtual server. Otherwise IPVS would forward connections that source
-// ranges exclude.
+// lets the table accept packets to a frontend only while the virtual server exists. While
+// it does not exist, the table refuses these packets, because they would reach programs
+// of the node. The table always refuses packets to other ports of the address. Other
+// frontends have addresses that belong to the machine, and the table does not refuse
+// other ports there. Therefore sync adds the elements of such a frontend before its
+// virtual server, and deletes the elements after the virtual server. In the opposite
+// order, IPVS would forward connections that source ranges exclude.
 func (d *dataplane) sync(c *sink.Changes) error {
 	var failed sink.Failed
 	plans := map[types.NamespacedName]*plan{}
@@ -233,7 +233,7 @@ func (d *dataplane) sync(c *sink.Changes) error {
 // port. Then the node port wins, and the service that loses the frontend fails. All other
 // conflicts are resolved before Sync, so the frontend belongs to the service that was
 // delivered last. If a service that is not in plans loses a frontend, resolveConflicts
-// adds its new plan.
+// adds the service's new plan to plans.
 func (d *dataplane) resolveConflicts(plans map[types.NamespacedName]*plan, failed *sink.Failed) {
 	others := map[types.NamespacedName]*plan{}
 	for _, p := range plans {
@@ -273,8 +273,8 @@ func errForeign(id serverID) error {
 	return fmt.Errorf("virtual server %s belongs to another program", id)
 }
 
-// omitForeign removes the frontends from p whose virtual servers belong to other
-// programs. It returns an error that names them.
+// omitForeign removes from p the frontends whose virtual servers belong to other
+// programs. It returns an error that names these virtual servers.
 func (d *dataplane) omitForeign(p *plan) error {
 	var errs []error
 	p.frontends = slices.DeleteFunc(p.frontends, func(f frontendPlan) bool {
@@ -325,7 +325,7 @@ func (d *dataplane) addElements(plans map[types.NamespacedName]*plan) error {
 		case await, e.set.exclusive():
 			remove = append(remove, e)
 		case e.set.kind == restricted && d.refs[e.group()]+delta[e.group()] > 0:
-			remove = append(remove, e) // in the same transaction as its elements in the set sources
+			remove = append(remove, e) // together with the frontend's elements of the set sources
 		}
 	}
 	if err := d.changeTable(remove, add); err != nil {
@@ -343,8 +343,9 @@ func (d *dataplane) addElements(plans map[types.NamespacedName]*plan) error {
 	return nil
 }
 
-// awaitsServer reports whether the table must not have e before a virtual server exists.
-// The argument delta has the elements that are added together with e.
+// awaitsServer reports whether the table must not have e because the virtual server to
+// which e leads does not exist. The argument delta has the elements that are added
+// together with e.
 func (d *dataplane) awaitsServer(e element, delta map[element]int) bool {
 	switch e.set.kind {
 	case frontends:
@@ -352,7 +353,7 @@ func (d *dataplane) awaitsServer(e element, delta map[element]int) bool {
 		madeLocal := d.elements[address] || delta[address] > 0
 		return madeLocal && d.servers[e.server()] == nil
 	case redirects:
-		return d.servers[e.target()] == nil // the table does not check the new destination
+		return d.servers[e.target()] == nil // the table does not check redirected packets again
 	default:
 		return false
 	}
@@ -395,8 +396,8 @@ func (d *dataplane) changeTable(remove, add []element) error {
 	return nil
 }
 
-// programServers programs the virtual servers of a service. A failure of one does not
-// stop the others.
+// programServers programs the virtual servers of a service. If one virtual server fails,
+// programServers programs the others anyway.
 func (d *dataplane) programServers(p *plan) error {
 	var errs []error
 	for i := range p.frontends {
@@ -441,8 +442,9 @@ func (d *dataplane) addAddresses(p *plan) error {
 	return errors.Join(errs...)
 }
 
-// programServer brings a virtual server to its wanted state. If the kernel reveals that
-// another program has changed the virtual server, it reads the server and tries again.
+// programServer brings a virtual server to its wanted state. If the kernel's error shows
+// that another program has changed the virtual server, programServer reads the virtual
+// server and tries again.
 func (d *dataplane) programServer(id serverID) error {
 	err := d.tryServer(id)
 	if errors.Is(err, unix.ESRCH) || errors.Is(err, unix.ENOENT) || errors.Is(err, unix.EEXIST) {

@@ -173,7 +173,7 @@ func (e element) server() serverID {
 	return id
 }
 
-// target returns the virtual server to which an element of redirects leads.
+// target returns the virtual server to which e, an element of the map redirects, leads.
 func (e element) target() serverID {
 	n := len(e.value) - 4
 	a, _ := netip.AddrFromSlice([]byte(e.value[:n]))

@@ -154,7 +154,7 @@ func (n *node) mustHave(want ...string) {
 func testModuleLoadedLater(t *testing.T) {
 	n := newNode(t)
 	err := n.pass(view([]string{"10.1.0.1"}, nil))
-	if err != nil && !strings.Contains(err.Error(), "load the module ip_vs") { // newer kernels load it themselves
+	if err != nil && !strings.Contains(err.Error(), "load the module ip_vs") { // newer kernels load ip_vs themselves
 		t.Errorf("error %v does not name the module", err)
 	}
 	if out, err := exec.Command("modprobe", "ip_vs").CombinedOutput(); err != nil {
@@ -304,7 +304,7 @@ func testForeignServerAfterFailure(t *testing.T) {
 	n.mustHave(want)
 }
 
-// testTableDeleted checks that deleted tables do not stop changes.
+// testTableDeleted checks that the backend recovers after the table was deleted.
 func testTableDeleted(t *testing.T) {
 	n := newNode(t)
 	web := view([]string{"10.1.0.1"}, nil)
@@ -586,7 +586,7 @@ func testSourceOfIPv6(t *testing.T) {
 	n := newNode(t)
 	pod := netnstest.New(t)
 	n.ns.Join(t, "veth0", pod, "eth0")
-	n.ns.Add(t, "lo", "fd00:96::ffff/128") // as similar to the address of the service as possible
+	n.ns.Add(t, "lo", "fd00:96::ffff/128") // the kernel selects this source, because it is similar to the address of the service
 	n.ns.Add(t, "veth0", "2001:db8::1/64")
 	pod.Add(t, "eth0", "2001:db8::2/64")
 	n.mustPass(view([]string{"2001:db8::2"}, func(s *api.Service) {
@@ -879,8 +879,8 @@ func testCleanup(t *testing.T) {
 	}
 }
 
-// testMachineAddress checks that the backend leaves the other ports of an external IP alone
-// while the machine has that address.
+// testMachineAddress checks that the backend does not refuse packets to other ports of an
+// external IP while the machine has that address.
 func testMachineAddress(t *testing.T) {
 	n := newNode(t)
 	external := netip.MustParseAddr("203.0.113.1")
@@ -977,7 +977,7 @@ func testLeftRanges(t *testing.T) {
 	if err := n.deliver(&sink.Changes{}, ranges("198.51.100.0/25")); err != nil {
 		t.Error(err)
 	}
-	// Linux 6.1 reports no error for a range inside another one, but does not add it.
+	// Linux 6.1 silently ignores a range inside another range.
 	d := n.dataplane
 	if elements, err := d.table.read(); err != nil || !maps.Equal(elements, d.elements) {
 		t.Errorf("the table has %d elements (%v), want %d", len(elements), err, len(d.elements))

@@ -62,24 +62,26 @@ type Options struct {
 	// Default: the primary addresses of the node, see package nodeaddr.
 	NodeAddresses nodeaddr.Source
 	// NodeNetworks contain the addresses of the cluster's nodes. If an external or
-	// load-balancer IP of a service is the address of another node, the backend ignores it,
-	// so that its packets go to the other node. Without NodeNetworks, the backend makes the
-	// address local, so that this node cannot reach the other node at any port. NodeNetworks
-	// must not contain load-balancer IPs that no machine has. Default: no networks.
+	// load-balancer IP of a service is the address of another node, the backend ignores this
+	// IP, so that its packets go to the other node. Without NodeNetworks, the backend makes
+	// the address local, so that this node cannot reach the other node at any port.
+	// NodeNetworks must not contain load-balancer IPs that no machine has. Default: no
+	// networks.
 	NodeNetworks []netip.Prefix
 	// HealthzPort is the port of the program's own health checks. Load balancers check
-	// services with externalTrafficPolicy Cluster at this port. The backend translates
-	// checks of load-balancer IPs to the first address of NodeAddresses, unless the machine
-	// has the load-balancer IP. It does the same for health-check node ports. Default: 0,
-	// which translates only health-check node ports.
+	// services with externalTrafficPolicy Cluster at this port. The backend translates the
+	// destination of these checks from the load-balancer IP to the first address of
+	// NodeAddresses, unless the machine has the load-balancer IP. It does the same for
+	// checks of health-check node ports. Default: 0, which translates only checks of
+	// health-check node ports.
 	HealthzPort uint16
 	// Conntrack is a sink that receives each change after the kernel has it. It deletes the
 	// connection-tracking entries of removed endpoints. The backend starts and stops it.
 	// Default: a reconciler of package conntrack.
 	Conntrack sink.Sink
 
-	// Sysctls selects what the backend does with wrong kernel settings. Default: set those
-	// of IPVS and log the others.
+	// Sysctls selects what the backend does with wrong kernel settings. Default:
+	// ReportSysctls.
 	Sysctls SysctlMode
 	// StrictARP adds two kernel settings to those that Sysctls selects. With them, the node
 	// does not answer ARP requests for addresses of services.

@@ -30,7 +30,7 @@ type planner struct {
 	// machine, sorted. An external or load-balancer IP of a service may be an address of the
 	// machine.
 	nodePortAddrs, machineAddrs []netip.Addr
-	// nodeAddrs are the node's addresses, which source ranges may admit.
+	// nodeAddrs are the node's addresses. Source ranges may contain them.
 	nodeAddrs []netip.Addr
 	// nodeNetworks have the addresses of all nodes. External and load-balancer IPs that are
 	// addresses of other nodes have no frontends.
@@ -60,7 +60,7 @@ func (p *planner) firstNodePortAddr(family api.Family) (netip.Addr, bool) {
 // plan is what a service needs.
 type plan struct {
 	frontends []frontendPlan
-	// elements are the elements of the table that belong to no single frontend, sorted.
+	// elements are the elements of the set hairpins, sorted. They belong to no frontend.
 	elements []element
 }
 
@@ -209,8 +209,8 @@ func (p *planner) elements(id serverID, f *nodeview.Frontend, all []nodeview.Fro
 	return elements
 }
 
-// healthCheck returns the element that translates health checks by a load balancer, which
-// sends them to the load-balancer IP. The new destination is an address of node ports.
+// healthCheck returns the element for a load balancer's health checks, which have the
+// destination a. The element changes the destination to an address of node ports.
 func (p *planner) healthCheck(a netip.Addr, s *api.Service) []element {
 	port := cmp.Or(uint16(nodeview.HealthCheckPort(s)), p.healthzPort)
 	to, ok := p.firstNodePortAddr(api.FamilyOf(a))

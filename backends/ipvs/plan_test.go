@@ -21,7 +21,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// view returns a view of [backendtest.View]. The service has the cluster IP 10.96.0.1.
+// view returns the result of [backendtest.View] for the cluster IP 10.96.0.1.
 func view(endpoints []string, edit func(*api.Service)) *api.ServiceEndpoints {
 	onlyIPv4 := func(s *api.Service) { s.IPFamilies = []api.Family{api.IPv4} }
 	return backendtest.View(&api.Node{Name: "node"}, "web", []string{"10.96.0.1"}, endpoints, onlyIPv4, edit)

@@ -187,7 +187,7 @@ func comment(rule []expr.Any) []byte {
 	for _, e := range rule {
 		b, err := expr.Marshal(unix.NFPROTO_INET, e)
 		if err != nil {
-			panic(err) // this package makes the expressions and their data
+			panic(err) // cannot happen, because this package makes the expressions
 		}
 		h.Write(b)
 	}

@@ -210,10 +210,11 @@ func TestRefusedElementsDoNotStopOtherServices(t *testing.T) {
 	}
 }
 
-// TestOrderOfElementsAndServers checks that the table accepts packets to a cluster IP and
-// redirects packets to it only while the virtual server exists. An address of the machine
-// is reachable without elements. Therefore the table must check packets to that address
-// before the virtual server is created, and until the virtual server is deleted.
+// TestOrderOfElementsAndServers checks that packets to a cluster IP are accepted, and
+// other packets are redirected to that IP, only while the virtual server exists. An
+// address of the machine is reachable without elements. Therefore the table must check
+// packets to that address before the virtual server is created, and until the virtual
+// server is deleted.
 func TestOrderOfElementsAndServers(t *testing.T) {
 	const notOpen = 1 << 20
 	d := newDataplane(&Options{Scheduler: "rr", NetNS: notOpen}) // deletions of virtual servers fail
@@ -304,7 +305,7 @@ func TestOrderOfElementsAndServers(t *testing.T) {
 }
 
 // TestProgramNFTLoadsTable checks that nft can list the table and load the listing, as
-// some distributions do when they stop and boot.
+// some Linux distributions do at shutdown and boot.
 func TestProgramNFTLoadsTable(t *testing.T) {
 	ns := netnstest.New(t)
 	table := testTable(t, ns, Options{MasqueradeOutsiders: true, PodInterfaces: []string{"cni0"}})

@@ -19,8 +19,8 @@ import (
 
 const (
 	// minPause is the shortest time between two comparisons with the kernel. A pause follows
-	// each comparison and each count of connections. It is at least pauseFactor times as
-	// long, so that comparisons and counts use at most 2 % of a CPU each.
+	// each comparison and each count of connections. The pause is at least pauseFactor times
+	// as long as this work, so that comparisons and counts use at most 2 % of a CPU each.
 	minPause    = 10 * time.Second
 	pauseFactor = 50
 )

@@ -15,10 +15,11 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// maxOps limits the elements and rules that one transaction changes. A part that exceeds
-// maxOps gets a transaction of its own. Large transactions have two disadvantages. While
-// a transaction runs, other programs cannot change tables. If a large transaction fails,
-// the search for the services that caused the failure takes long.
+// maxOps limits the elements and rules that one transaction changes. A part with more
+// than maxOps changes gets a transaction of its own. Large transactions have two
+// disadvantages. While a transaction runs, other programs cannot change tables. If a
+// large transaction fails, the search for the services that caused the failure takes
+// long.
 const maxOps = 20_000
 
 // apply writes parts to the kernel, in as few transactions as maxOps allows. It adds
@@ -122,8 +123,8 @@ func (t *table) checkPart(ctx context.Context, p *part) error {
 }
 
 // commit writes parts in one transaction, and records the result in the state. The
-// transaction first creates the missing chains of new elements. It removes elements
-// before it adds others.
+// transaction first creates missing chains to which new elements refer. It removes
+// elements before it adds others.
 func (t *table) commit(ctx context.Context, parts []part) error {
 	n := 0
 	for i := range parts {

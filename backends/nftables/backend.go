@@ -103,8 +103,8 @@ func retryTransient(ctx context.Context, message string, f func() error) error {
 }
 
 // startTasks starts connection tracking and the backend's goroutines. The argument
-// foreignCommits is the result of conn.foreignCommits before Start loaded the skeleton.
-// It is negative if Start did not load the skeleton.
+// foreignCommits is the number that conn.foreignCommits returned before Start loaded the
+// skeleton. It is negative if Start did not load the skeleton.
 func (b *Backend) startTasks(ctx context.Context, foreignCommits int64) error {
 	if err := b.tasks.Start(ctx, b.opts.NodeAddresses, b.opts.Conntrack, b.opts.NetNS); err != nil {
 		return err

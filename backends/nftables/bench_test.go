@@ -77,8 +77,8 @@ func BenchmarkResync(b *testing.B) {
 	}
 }
 
-// BenchmarkChange measures changes of one service among n. It replaces all endpoints,
-// adds and removes one endpoint, or deletes the service and adds it again.
+// BenchmarkChange measures changes of one of n services. The cases are: replace all
+// endpoints; add and remove one endpoint; delete the service and add it again.
 func BenchmarkChange(b *testing.B) {
 	for _, n := range []int{1_000, 10_000, 100_000} {
 		be, _ := start(b, Options{})
@@ -102,7 +102,7 @@ func BenchmarkChange(b *testing.B) {
 	}
 }
 
-// BenchmarkNewSharedChain changes the number of endpoints of one service among n. No
+// BenchmarkNewSharedChain changes the number of endpoints of one of n services. No
 // service had the new number before, so a new shared chain is needed. For a new chain,
 // the kernel validates all verdicts of the table.
 func BenchmarkNewSharedChain(b *testing.B) {
@@ -153,9 +153,9 @@ func BenchmarkConnect(b *testing.B) {
 	}
 }
 
-// BenchmarkChangeDuringPass changes one service after the other during a pass. Otherwise
-// the pass changes nothing. It reports the median and the longest time until a change is
-// in the kernel. The case "restart" is the first pass after a restart, when the table has
+// BenchmarkChangeDuringPass changes one service after the other during a pass. The pass
+// itself changes nothing. It reports the median and the longest time until a change is in
+// the kernel. The case "restart" is the first pass after a restart, when the table has
 // already been read. The case "later" is a later pass.
 func BenchmarkChangeDuringPass(b *testing.B) {
 	for _, n := range []int{1_000, 10_000, 30_000} {

@@ -62,7 +62,7 @@ func (c *conn) list(ctx context.Context, msg uint16, fill func(*wire), f func(at
 	return err
 }
 
-// noAttributes is the argument fill of query if a request needs no attributes.
+// noAttributes is the argument fill of the method query if no attributes are needed.
 func noAttributes(*wire) {}
 
 // dump calls f with each element of the map m; see decodeElements.
@@ -148,8 +148,8 @@ func (c *conn) inspect(ctx context.Context, name string) (*listing, error) {
 	return l, nil
 }
 
-// quietListings is a number of consecutive interrupted listings. If none of them shows a
-// new chain, listChains returns.
+// listChains returns after quietListings consecutive interrupted listings without a new
+// chain.
 const quietListings = 3
 
 // listChains returns the hooks of the table's chains.
@@ -181,8 +181,9 @@ func (c *conn) listChains(ctx context.Context) (map[string]hook, error) {
 }
 
 // foreignCommits returns a number that changes when another program changes any table in
-// the network namespace. Transactions of this connection do not change it. The result is
-// the kernel's count of all transactions minus the transactions of this connection.
+// the network namespace. Transactions of this connection do not change this number. The
+// result is the kernel's count of all transactions minus the transactions of this
+// connection.
 func (c *conn) foreignCommits(ctx context.Context) (int64, error) {
 	var generation uint32
 	err := c.Query(ctx, func(b *netfilter.Builder) {

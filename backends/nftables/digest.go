@@ -48,7 +48,7 @@ func canonical(rule []byte) (b []byte) {
 
 // nestedAttributes has the attributes that contain other attributes. The first key is the
 // name of an expression, and the second key is the number of its attribute. The value is
-// a name for the contained attributes, for example "data", which can again be a first
+// a name for the contained attributes, for example "data". This name can again be a first
 // key.
 var nestedAttributes = map[string]map[uint16]string{
 	"cmp":       {unix.NFTA_CMP_DATA: "data"},

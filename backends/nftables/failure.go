@@ -11,9 +11,9 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// descriptionOf has, for each message type, a phrase for the message's effect, and the
-// attribute that contains the name of the changed object. For messages about elements,
-// see describeElements.
+// descriptionOf has two values for each message type: a phrase for the message's effect,
+// and the attribute that contains the name of the changed object. For messages about
+// elements, see describeElements.
 var descriptionOf = map[uint16]struct {
 	doing string
 	name  uint16
@@ -37,8 +37,9 @@ func describeMessage(msgType uint16, attributes []byte, offset int) string {
 	return d.doing + netfilter.String(netfilter.Attribute(attributes, d.name))
 }
 
-// describeElements describes the element at offset or, if there is none, the first
-// element. The list of elements is the last attribute of the message.
+// describeElements describes the element at offset. If offset is not in the list of
+// elements, it describes the first element. The list of elements is the last attribute of
+// the message.
 func describeElements(attributes []byte, offset int) string {
 	name := netfilter.String(netfilter.Attribute(attributes, unix.NFTA_SET_ELEM_LIST_SET))
 	list := netfilter.Attribute(attributes, unix.NFTA_SET_ELEM_LIST_ELEMENTS)

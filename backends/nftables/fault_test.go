@@ -390,8 +390,8 @@ func TestDriftIsReported(t *testing.T) {
 }
 
 // TestAPassDoesNotChangeFailedServices restarts the backend with changed services, which
-// the kernel refuses. The pass keeps their elements and chains, and still removes a
-// deleted service.
+// the kernel refuses. The pass keeps the elements and chains of these services, but
+// removes a deleted service.
 func TestAPassDoesNotChangeFailedServices(t *testing.T) {
 	opts := Options{NodeAddresses: nodeaddr.Of()}
 	b, ns := start(t, opts)

@@ -158,8 +158,8 @@ func (m mapID) shared() bool { return m.kind == kindClusterIPs || m.kind == kind
 // datatype is a data type of nft. It determines how nft prints a value of that type.
 type datatype struct{ number, length uint32 }
 
-// The types of keys and data. A chain number or slot number has the type of the packet
-// priority, which is a 32-bit integer.
+// These are the types of the keys and data in maps. A chain number or slot number has the
+// type of the packet priority, which is a 32-bit integer.
 var (
 	typeVerdict  = datatype{unix.NFT_DATA_VERDICT, 0}
 	typeIPv4     = datatype{7, 4}
@@ -219,8 +219,8 @@ func (m mapID) newDescription() description {
 	return description{l, key}
 }
 
-// concatenation returns the number by which nft identifies the data type with these
-// parts, and the length of a value of this type.
+// concatenation returns the number by which nft identifies the data type that consists of
+// parts, and the length of a value of that type.
 func concatenation(parts []datatype) (number, length uint32) {
 	if len(parts) == 1 {
 		return parts[0].number, parts[0].length

@@ -41,10 +41,10 @@ type Options struct {
 
 	// MasqueradeAll masquerades all connections to cluster IPs.
 	MasqueradeAll bool
-	// MasqueradeOutsiders masquerades connections to cluster IPs from outside the pod
-	// network. ClusterCIDRs, NodePodCIDRs and PodInterfaces define the pod network, and at
-	// least one of them is required. If they define no pod network for an IP family, the
-	// backend masquerades nothing in that family.
+	// MasqueradeOutsiders masquerades connections from outside the pod network to cluster
+	// IPs. ClusterCIDRs, NodePodCIDRs and PodInterfaces define the pod network, and at least
+	// one of them is required. If they define no pod network for an IP family, the backend
+	// masquerades nothing in that family.
 	MasqueradeOutsiders bool
 
 	// ClusterCIDRs contain the addresses of all pods of the cluster. The backend treats
@@ -55,9 +55,10 @@ type Options struct {
 	// contain the addresses of this node's pods.
 	NodePodCIDRs bool
 	// PodInterfaces are the interfaces of this node's pods, such as "cni0". The name "veth*"
-	// stands for all names with the prefix "veth". Without PodInterfaces and CIDRs, the
-	// backend does not know which traffic comes from pods. Then, at external frontends with
-	// policy Local, only the node's own traffic can reach endpoints on other nodes.
+	// stands for all names with the prefix "veth". If the options define neither interfaces
+	// nor CIDRs of pods, the backend does not know which traffic comes from pods. In that
+	// case, at external frontends with policy Local, only the node's own traffic can reach
+	// endpoints on other nodes.
 	PodInterfaces []string
 
 	// ServiceCIDRs are the ranges of cluster IPs. The backend drops new connections to an
@@ -65,13 +66,14 @@ type Options struct {
 	// from this node and to forwarded connections. Default: none.
 	ServiceCIDRs []netip.Prefix
 
-	// NodeAddresses has the addresses of node ports. The backend ignores loopback addresses.
-	// Default: the primary addresses of the node, see package nodeaddr.
+	// NodeAddresses provides the addresses at which node ports are reachable. The backend
+	// ignores loopback addresses. Default: the primary addresses of the node, see package
+	// nodeaddr.
 	NodeAddresses nodeaddr.Source
 
-	// AcceptUnknownPorts makes the backend ignore packets to a cluster IP at a port that no
-	// service has. These packets then follow the routing table. Default: the backend rejects
-	// them.
+	// AcceptUnknownPorts makes the backend ignore packets to a cluster IP if its service
+	// does not have the destination port. These packets then follow the routing table.
+	// Default: the backend rejects them.
 	AcceptUnknownPorts bool
 
 	// Conntrack is a sink that receives each change after the kernel has applied it. Its

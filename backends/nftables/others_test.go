@@ -237,8 +237,8 @@ func TestStartEndsWithItsContext(t *testing.T) {
 }
 
 // TestANodeAddressChangesSourceRanges changes the node's address. If a service has source
-// ranges, its admitted sources depend on that address, so the change causes a pass.
-// Otherwise it causes no pass.
+// ranges, the sources that it admits depend on that address, so the change must cause a
+// pass. Without source ranges, the change must cause no pass.
 func TestANodeAddressChangesSourceRanges(t *testing.T) {
 	b, _ := start(t, Options{})
 	plain := view("plain", []string{"10.96.0.2"}, []string{"10.0.0.1"}, nil)

@@ -76,7 +76,8 @@ func (t *table) readAhead(ctx context.Context, foreignCommits int64) {
 	}
 }
 
-// read reads all maps. It also reads the names of the chains and sets of single services.
+// The method read reads all maps. It also reads the names of the chains and sets of
+// single services.
 func (t *table) read(ctx context.Context, foreignCommits int64) (*pass, error) {
 	l, err := t.conn.inspect(ctx, t.conn.table)
 	if err != nil {
@@ -189,9 +190,9 @@ func (t *table) endPass(ctx context.Context, failed bool) error {
 }
 
 // prune removes the elements that no service needs, and then the objects that no service
-// needs. In the order of allMaps, it removes the elements of frontends before the
-// elements of endpoints. A failed service still has its old elements. So if services
-// failed, prune keeps all objects, and the elements that may belong to these services.
+// needs. It removes the elements of frontends before the elements of endpoints, see
+// allMaps. A failed service still has its old elements. So if services failed, prune
+// keeps all objects, and the elements that may belong to these services.
 func (t *table) prune(ctx context.Context, ps *pass, failed bool) error {
 	t.leftovers.Exist = failed && (ps.keepOfFailed() || t.leftovers.Exist)
 	var stale part
@@ -248,10 +249,10 @@ func (t *table) prune(ctx context.Context, ps *pass, failed bool) error {
 	return nil
 }
 
-// keepOfFailed claims the elements that failed services may still need. These elements
-// are all hairpins, and the elements of each frontend that a service has claimed during
-// the pass. It returns true if the table may then have elements or objects that no
-// service needs.
+// keepOfFailed claims the elements that failed services may still need. It claims all
+// hairpin elements. If a service has claimed a frontend during the pass, it also claims
+// the other elements of that frontend. It returns true if the table may afterwards have
+// elements or objects that no service needs.
 func (ps *pass) keepOfFailed() (leaves bool) {
 	leaves = len(ps.staleObjects) > 0
 	for m, s := range ps.snapshots {

@@ -327,9 +327,9 @@ func drive(t testing.TB, src sink.Source, s sink.Sink, batchSize int) (d *sink.D
 	return d, stop
 }
 
-// waitApplied waits until d's sink has everything in src. While it waits, src may change.
-// If leftovers of a failed service prevent a change, waitApplied begins the pass that
-// Verify would request.
+// waitApplied waits until the sink of d has applied all changes of src. While it waits,
+// src may change. If leftovers of a failed service prevent a change, waitApplied begins
+// the pass that Verify would request.
 func waitApplied(t testing.TB, d *sink.Driver, src *sinktest.Source) {
 	t.Helper()
 	deadline := time.Now().Add(time.Minute)

@@ -23,7 +23,7 @@ type op struct {
 	checked bool
 	// claimed is true if the value old is from a snapshot of the pass, see pass.claim.
 	claimed bool
-	// part is the number of a part of the patch. The op belongs to that part.
+	// part is the number of the part to which the op belongs.
 	part int
 }
 
@@ -61,8 +61,8 @@ func (p *patch) root(part int) int {
 	return part
 }
 
-// op returns the op of an element. If another part has the op, the current part joins
-// that part.
+// The method op returns the op of an element. If another part has the op, the current
+// part joins that part.
 func (p *patch) op(id elementID) *op {
 	current := p.root(len(p.parent) - 1)
 	o, ok := p.index[id]

@@ -26,8 +26,8 @@ type planner struct {
 func newPlanner() *planner { return &planner{names: map[sharedChain]string{}} }
 
 // plan emits the elements and objects that the view se needs. If se is nil, plan emits
-// nothing. It may emit objects, and elements of shared maps, more than once. It emits all
-// other elements only once.
+// nothing. It may emit an object, or an element of a shared map, more than once. It emits
+// all other elements only once.
 func (p *planner) plan(se *api.ServiceEndpoints, emit func(element), emitObject func(object)) {
 	if se == nil {
 		return

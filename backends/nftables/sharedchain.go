@@ -28,8 +28,9 @@ import (
 type sharedChain struct {
 	match  match
 	family api.Family
-	// fromNode reports that the chain is only for packets that start on this node. The
-	// frontend's other chain gets all packets first, and sends these packets here.
+	// fromNode reports that the chain is only for packets that start on this node. Each of
+	// its frontends also has another chain, which gets all packets first and sends such
+	// packets to this chain.
 	fromNode bool
 	// filtered reports that the frontends have source ranges.
 	filtered   bool

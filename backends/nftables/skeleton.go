@@ -68,8 +68,8 @@ func (o *Options) skeletonChains() []chain {
 		}
 	}
 
-	// If the external traffic policy is Local, packets that start on this node use maps of
-	// their own.
+	// If the external traffic policy is Local, packets that start on this node are looked up
+	// in separate maps.
 	add("node-services", regular, lookupSharedChains(kindNodeFrontends)...)
 	short := [][]expr.Any{append(nftrule.StartsHere(), nftrule.GoTo("node-services")...)}
 	for _, match := range o.podMatches() {
@@ -131,8 +131,8 @@ func (o *Options) pods() nftrule.Pods {
 	return nftrule.Pods{CIDRs: o.ClusterCIDRs, Interfaces: o.PodInterfaces}
 }
 
-// markOutsiders returns the rules that mark connections to cluster IPs from outside the
-// pod network. If the options define no pods of a family, the rules mark no packets of
+// markOutsiders returns the rules that mark connections from outside the pod network to
+// cluster IPs. If the options define no pods of a family, the rules mark no packets of
 // that family.
 func (o *Options) markOutsiders() [][]expr.Any {
 	switch {

@@ -61,8 +61,8 @@ func (t *table) close() error {
 	return t.conn.Close()
 }
 
-// sync programs the changes c, and the node ports at nodePortAddrs. It returns errors as
-// described in [sink.Sink].
+// The method sync programs the changes c. It also programs node ports at nodePortAddrs.
+// It returns errors as described in [sink.Sink].
 func (t *table) sync(ctx context.Context, c *sink.Changes, nodePortAddrs []netip.Addr) error {
 	failed, err := t.program(ctx, c, nodePortAddrs)
 	if err != nil {

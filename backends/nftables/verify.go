@@ -24,8 +24,8 @@ import (
 // comparison, which is expensive, because it reads all elements.
 type drift struct {
 	// checkedCommits is the number that conn.foreignCommits returned before the last check
-	// that found no difference. comparedCommits is the number from before the last
-	// comparison that found no difference.
+	// that found no difference. comparedCommits is the number that foreignCommits returned
+	// before the last comparison that found no difference.
 	checkedCommits, comparedCommits int64
 	// nextMap is the index of the next map to compare, in the result of allMaps.
 	nextMap int
@@ -188,8 +188,8 @@ func (t *table) check(ctx context.Context) error {
 	return nil
 }
 
-// compare compares the elements of all maps with their expected digests. If ctx ends, the
-// next call continues with the map at which this call stopped.
+// The method compare compares the elements of all maps with their expected digests. If
+// ctx ends, the next call continues with the map at which this call stopped.
 func (t *table) compare(ctx context.Context) error {
 	d, begin := &t.drift, t.now()
 	defer func() { d.elapsed += t.now().Sub(begin) }()
@@ -217,7 +217,8 @@ func (t *table) compareMap(ctx context.Context, m mapID) error {
 		if err != nil || is == want {
 			return err
 		}
-		// A resize does not change the number of elements, so a different number means drift.
+		// A resize of the hash table does not change the number of elements, so a different
+		// number means drift.
 		if is.n != want.n || attempt == maxDumpRetries {
 			return differs("%s has %d elements, which are not the %d that it should have", m.name(), is.n, want.n)
 		}

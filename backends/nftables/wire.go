@@ -40,8 +40,8 @@ func (w *wire) begin(msg int, flags uint16) int {
 	return at
 }
 
-// named adds a message about an object of the table. It writes the object's name into the
-// attribute attr.
+// The method named adds a message about an object of the table. It writes the object's
+// name into the attribute attr.
 func (w *wire) named(msg int, attr uint16, name string) {
 	at := w.begin(msg, 0)
 	w.String(attr, name)

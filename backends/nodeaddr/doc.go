@@ -32,9 +32,9 @@ type Source interface {
 	Addresses() (addrs []netip.Addr, changed <-chan struct{})
 }
 
-// SetNode calls src.SetNode with the Node object if src has that method, as a Watcher
-// does. A sink that has a Source calls SetNode with each Changes.Node. Several sinks may
-// do so for the same Source.
+// SetNode passes the Node object to src if src has a method SetNode. A Watcher has this
+// method. A sink that has a Source calls SetNode with each Changes.Node. Several sinks
+// may do so for the same Source.
 func SetNode(src Source, node *api.Node) {
 	if s, ok := src.(interface{ SetNode(*api.Node) }); ok {
 		s.SetNode(node)

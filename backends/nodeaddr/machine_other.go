@@ -46,7 +46,7 @@ func readAddresses(_ int, exclude []string) (machineAddresses, error) {
 }
 
 // source returns the source address of packets from this machine to target. To find it,
-// source connects a UDP socket, which sends no packet.
+// the function connects a UDP socket to target. This sends no packet.
 func source(target netip.Addr) (netip.Addr, bool) {
 	c, err := net.DialUDP("udp", nil, net.UDPAddrFromAddrPort(netip.AddrPortFrom(target, 9)))
 	if err != nil {

@@ -45,7 +45,7 @@ func run(t *testing.T, opts nodeaddr.Options) *nodeaddr.Watcher {
 	}
 	ctx, cancel := context.WithCancel(t.Context())
 	stop := w.Start(ctx)
-	cancel() // the watcher must continue
+	cancel() // the watcher must run until stop is called
 	t.Cleanup(stop)
 	return w
 }
@@ -111,7 +111,8 @@ func TestPrimaryAddressesComeFromNodeOrDefaultRoutes(t *testing.T) {
 	w := run(t, nodeaddr.Options{NetNS: n.FD, Clock: clock})
 	await(t, w, "10.0.0.1", "fd00::1")
 
-	// Linux sends no notification if only a route changes. The watcher notices it later.
+	// If only a route changes, Linux sends no notification. So the watcher detects the
+	// change only after Options.Interval.
 	n.Route(t, "default", "10.1.0.254", "other")
 	clock.tick(t)
 	await(t, w, "10.1.0.1", "fd00::1")

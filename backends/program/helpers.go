@@ -78,8 +78,8 @@ func nodePortsFlag(fs *pflag.FlagSet, to *nodeaddr.Selection) {
 	}, "node-port-addresses", "serve node ports and health checks at these `addresses` of the node: primary (those of its Node object), all, localhost, CIDRs")
 }
 
-// listFlag adds a flag for a list. A command line may repeat the flag, and separate
-// several values with commas.
+// listFlag adds a flag for a list. The flag may appear several times, and each value may
+// have several items, separated by commas.
 func listFlag[T fmt.Stringer](fs *pflag.FlagSet, to *[]T, parse func(string) (T, error), name, usage string) {
 	fs.Var(&value{
 		show: func() string { return strings.Trim(fmt.Sprint(*to), "[]") },

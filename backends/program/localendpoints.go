@@ -90,7 +90,7 @@ func (l *localEndpoints) set(key types.NamespacedName, ports []droppingPort) {
 }
 
 // droppingPorts returns the ports of a service that drop traffic from outside of this
-// node. Each port appears once for each family and policy.
+// node. The result has a port at most once for each family and policy.
 func droppingPorts(view *api.ServiceEndpoints) []droppingPort {
 	if view == nil || !view.Service.InternalTrafficToLocal && !view.Service.ExternalTrafficToLocal {
 		return nil

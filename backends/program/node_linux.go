@@ -116,7 +116,7 @@ func (f *nodeFlags) nodeParts(create func(*nodeaddr.Watcher, sink.Sink) (sink.Si
 	}, nil
 }
 
-// keepAnnotation makes a source in this process keep an annotation of services.
+// keepAnnotation adds a service annotation to the flag --keep-annotations, if it exists.
 func (f *nodeFlags) keepAnnotation(name string) error {
 	if keep := f.flagSet.Lookup("keep-annotations"); keep != nil {
 		return keep.Value.Set(name)

@@ -71,7 +71,7 @@ func (l *conntrackLimits) settings(cores int) []sysctl.Setting {
 	}
 	add := func(name string, value int) { set(name, value, false, "connections are tracked as by kube-proxy") }
 	if l.maxPerCore > 0 {
-		const most = 1 << 20 // the maximum of kube-proxy for machines with many cores
+		const most = 1 << 20 // kube-proxy's maximum number of connections on machines with many cores
 		limit := max(l.maxPerCore*cores, l.min)
 		if l.maxPerCore*cores > most {
 			limit = most

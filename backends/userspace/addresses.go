@@ -93,8 +93,8 @@ func (r *references) abandon() []netip.Addr {
 	return left
 }
 
-// The method counts reports whether users of addr are counted. Counting is unnecessary
-// for loopback addresses, and if the Backend has no Addresses.
+// The method counts reports whether users of addr are counted. Users of loopback
+// addresses are not counted. Without Options.Addresses, no users are counted.
 func (r *references) counts(addr netip.Addr) bool {
 	return r.addresses != nil && !addr.IsLoopback()
 }

@@ -100,8 +100,8 @@ func TestUnneededAddressesOfEarlierProcessAreRemoved(t *testing.T) {
 	}
 }
 
-// unusableServices returns services at 192.0.2.0 and the following addresses. They have
-// no listeners.
+// unusableServices returns services at 192.0.2.0 and the following addresses. Their ports
+// have no usable endpoints, so the backend opens no listeners.
 func unusableServices(addresses int) []*api.ServiceEndpoints {
 	var views []*api.ServiceEndpoints
 	for i := range addresses {

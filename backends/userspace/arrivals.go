@@ -10,8 +10,8 @@ import (
 	"time"
 )
 
-// change says that an address gets or loses a user. If update is not nil, the updated
-// service becomes a user of the address. Otherwise the address loses one user.
+// change is the addition or removal of one user of an address. If update is not nil, the
+// updated service becomes a user of the address. Otherwise the address loses one user.
 type change struct {
 	*update
 	addr netip.Addr

@@ -20,7 +20,7 @@ type datagrams struct {
 
 func newDatagrams(c *net.UDPConn) datagrams { return datagrams{ipv4.NewPacketConn(c), 1} }
 
-// read waits for a datagram and returns the number of datagrams that it has read.
+// The method read waits for datagrams, reads them, and returns their number.
 func (d *datagrams) read(messages []ipv4.Message) (int, error) {
 	n, err := d.c.ReadBatch(messages[:d.readLimit], 0)
 	switch {
@@ -32,7 +32,7 @@ func (d *datagrams) read(messages []ipv4.Message) (int, error) {
 	return n, err
 }
 
-// write writes all messages, unless an error occurs.
+// The method write writes all messages, unless an error occurs.
 func (d *datagrams) write(messages []ipv4.Message) error {
 	for len(messages) > 0 {
 		n, err := d.c.WriteBatch(messages, 0)

@@ -21,7 +21,7 @@ func (d *datagrams) read(messages []ipv4.Message) (int, error) {
 	return 1, err
 }
 
-// write writes all messages, unless an error occurs.
+// The method write writes all messages, unless an error occurs.
 func (d *datagrams) write(messages []ipv4.Message) error {
 	for i := range messages {
 		var err error

@@ -30,7 +30,7 @@ func (d *descriptors) adjust(n int) {
 	}
 }
 
-// wake makes all goroutines in takeUnless call hasEnded again.
+// wake makes all goroutines that wait in takeUnless call hasEnded again.
 func (d *descriptors) wake() {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -57,7 +57,7 @@ type account struct {
 // descriptors may always take n.
 func (a *account) fits(n int) bool { return a.has == 0 || a.has+n <= maxShare*(a.free-n) }
 
-// take takes n descriptors if the service may have them. Otherwise it returns false.
+// The method take takes n descriptors if the service may have them, or returns false.
 func (a *account) take(n int) bool {
 	return a.takeUnless(n, func() bool { return true })
 }
@@ -79,7 +79,7 @@ func (a *account) takeUnless(n int, hasEnded func() bool) bool {
 	return true
 }
 
-// give gives back n descriptors.
+// The method give gives back n descriptors.
 func (a *account) give(n int) {
 	a.mu.Lock()
 	defer a.mu.Unlock()

@@ -19,8 +19,9 @@ type Options struct {
 	Addresses Addresses
 	// Sockets opens the listening sockets. Default: sockets of the host.
 	Sockets Sockets
-	// NodeAddresses has the addresses of node ports. If these addresses change, the backend
-	// listens at the new ones. Default: the addresses of the machine that NodePorts selects.
+	// NodeAddresses provides the addresses at which node ports are reachable. If these
+	// addresses change, the backend listens at the new ones. Default: the addresses of the
+	// machine that NodePorts selects.
 	NodeAddresses nodeaddr.Source
 	// NodePorts selects addresses of the machine if NodeAddresses is nil.
 	// Default: the primary addresses.

@@ -43,8 +43,8 @@ type ports struct {
 	all map[*port]struct{}
 }
 
-// replace replaces the port p by next. If p is nil, it only adds next. If next is nil, it
-// only removes p.
+// The method replace replaces the port p by next. If p is nil, it only adds next. If next
+// is nil, it only removes p.
 func (s *ports) replace(p, next *port) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -87,9 +87,9 @@ type counters struct {
 	bytesToEndpoints, bytesFromEndpoints atomic.Int64
 }
 
-// pool returns a pool with the endpoints of targets. newPools has the pools of the new
-// plan. If newPools or p already has a pool with these endpoints, the result is that
-// pool, so that its round continues.
+// The method pool returns a pool with the endpoints of targets. The argument newPools has
+// the pools of the new plan. If newPools or p already has a pool with these endpoints,
+// the result is that pool, so that its round continues.
 func (p *port) pool(targets []nodeview.Target, newPools []*pool) *pool {
 	endpoints := addrPorts(targets)
 	same := func(o *pool) bool { return slices.Equal(o.sorted, endpoints) }

@@ -46,8 +46,9 @@ func (r *relay) start(b *buffers, p *pipes, a *account) error {
 	return nil
 }
 
-// copy moves all bytes of one direction. Then it closes the destination for writing. The
-// other direction continues until it also ends, fails or is idle for too long.
+// The method copy moves all bytes of one direction. Then it closes the destination for
+// writing. The other direction continues until it also ends, fails or is idle for too
+// long.
 func (r *relay) copy(s *stream, direction string, source, destination *net.TCPConn, count *atomic.Int64) {
 	r.logCopying(direction, source, destination)
 	var bytes int64

@@ -20,11 +20,11 @@ const networkHeader = 0xfff00000
 // maxInstructions limits the length of a socket filter (BPF_MAXINSNS).
 const maxInstructions = 4096
 
-// The result of a socket filter is the number of bytes of the packet to keep.
+// A socket filter returns how many bytes of the packet to keep, or 0 to drop the packet.
 var takePacket, dropPacket = bpf.RetConstant{Val: 1<<32 - 1}, bpf.RetConstant{}
 
-// program returns the socket filter of s for packets of one IP family, or nil if s
-// accepts all packets.
+// The method program returns the socket filter of s for packets of one IP family, or nil
+// if s accepts all packets.
 func (s *screen) program(v4 bool) []bpf.Instruction {
 	if s.dropAll {
 		return []bpf.Instruction{dropPacket}
@@ -99,10 +99,10 @@ func ifSourceIn(p netip.Prefix, v4 bool, action bpf.Instruction) []bpf.Instructi
 	return append(out, action)
 }
 
-// attach replaces the socket filter of c by that of s. If s has too many prefixes, attach
-// only removes the old filter, and the rules apply after a connection is accepted. The
-// number of prefixes is limited by maxInstructions and by the memory for socket options
-// (net.core.optmem_max).
+// attach replaces the socket filter of c by the socket filter of s. If s has too many
+// prefixes, attach only removes the old filter, and the rules apply after a connection is
+// accepted. The number of prefixes is limited by maxInstructions and by the memory for
+// socket options (net.core.optmem_max).
 func (s *screen) attach(c syscall.RawConn, v4 bool) error {
 	program := s.program(v4)
 	if len(program) > maxInstructions {

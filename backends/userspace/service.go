@@ -122,8 +122,8 @@ func (s *service) retire(at socketAddr, l listener) {
 	})
 }
 
-// apply applies those parts of the plan p whose addresses are already local. It returns
-// the joined errors.
+// The method apply applies those parts of the plan p whose addresses are already local.
+// It returns the joined errors.
 func (s *service) apply(ctx context.Context, p *plan) error {
 	s.complainOf(p.unsupported)
 	var errs []error
@@ -165,7 +165,7 @@ func (s *service) complainOf(unsupported error) {
 	s.unsupported = text
 }
 
-// open opens a listener, or updates the rules of a listener that is already open.
+// The method open opens a listener, or updates the rules of an open listener.
 func (s *service) open(ctx context.Context, want listenSpec) error {
 	if l, ok := s.listeners[want.socketAddr]; ok {
 		return l.setRules(want.rules)

@@ -12,10 +12,10 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// stream moves the bytes of one direction of a connection. It copies a few bytes through
-// a buffer, with three system calls. It splices many bytes through a pipe. The kernel
-// then moves pages and does not copy bytes. A waiting stream has neither buffer nor pipe,
-// because a backend often has ten thousand idle connections.
+// stream moves the bytes of one direction of a connection. It copies small amounts of
+// bytes through a buffer, with three system calls. It splices large amounts through a
+// pipe. The kernel then moves pages and does not copy bytes. A waiting stream has neither
+// buffer nor pipe, because a backend often has ten thousand idle connections.
 type stream struct {
 	source, sink syscall.RawConn
 	buffers      *buffers
@@ -50,8 +50,8 @@ func newStream(source, destination *net.TCPConn, dialed bool, b *buffers, p *pip
 	return s, nil
 }
 
-// move waits for bytes and moves them. It returns the number of moved bytes. At the end
-// of the source, the error is io.EOF.
+// The method move waits for bytes and moves them. It returns the number of moved bytes.
+// At the end of the source, the error is io.EOF.
 func (s *stream) move() (int, error) {
 	if s.spliced {
 		return s.moveByPipe()

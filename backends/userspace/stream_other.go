@@ -25,8 +25,8 @@ func newStream(source, destination *net.TCPConn, _ bool, b *buffers, _ *pipes, _
 	return &stream{source, destination, raw, b}, nil
 }
 
-// move waits for bytes and moves them. It returns the number of moved bytes. At the end
-// of the source, the error is io.EOF.
+// The method move waits for bytes and moves them. It returns the number of moved bytes.
+// At the end of the source, the error is io.EOF.
 func (s *stream) move() (int, error) {
 	if err := waitReadable(s.source); err != nil {
 		return 0, err

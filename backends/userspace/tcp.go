@@ -58,11 +58,11 @@ func (e *engine) listenTCP(ctx context.Context, p socketAddr, r *rules) (*tcpLis
 	return l, nil
 }
 
-// accept accepts connections until the socket is closed, and starts a goroutine for each
-// of them. For a short connection, the backend takes 100 µs of CPU time, of which accept
-// takes 8 µs. So accept becomes a bottleneck only with about a dozen cores. Several
-// sockets per address (SO_REUSEPORT) would be worse: each socket needs a descriptor, and
-// closing a socket resets the clients in its queue.
+// The method accept accepts connections until the socket is closed, and starts a
+// goroutine for each of them. For a short connection, the backend takes 100 µs of CPU
+// time, of which accept takes 8 µs. So accept becomes a bottleneck only with about a
+// dozen cores. Several sockets per address (SO_REUSEPORT) would be worse: each socket
+// needs a descriptor, and closing a socket resets the clients in its queue.
 func (l *tcpListener) accept() {
 	defer close(l.acceptEnded)
 	wait := time.Duration(0)
@@ -187,7 +187,8 @@ var errNotAdmitted = errors.New("the client is not admitted, or there is no endp
 
 var errOwnEndpoints = errors.New("all its endpoints are addresses that this proxy serves itself")
 
-// connect connects to the next endpoint. If that fails, it tries other endpoints.
+// The method connect connects to the next endpoint. If that fails, it tries other
+// endpoints.
 func (l *tcpListener) connect(client *net.TCPConn) (*net.TCPConn, error) {
 	from := client.RemoteAddr().(*net.TCPAddr).AddrPort().Addr().Unmap()
 	var tried, refused []netip.AddrPort
@@ -218,7 +219,7 @@ func (l *tcpListener) connect(client *net.TCPConn) (*net.TCPConn, error) {
 			return nil, errors.New("listener is closed")
 		case outOfDescriptors(err):
 			l.complain(err, outOfDescriptorsMessage, "service", r.port.name)
-			return nil, err // other endpoints would fail, too
+			return nil, err // another endpoint would need a descriptor, too
 		}
 		r.port.counters.dialFailures.Add(1)
 		failures = append(failures, err)

@@ -35,8 +35,8 @@ type udpClient struct {
 	ended sync.Once
 }
 
-// send sends the queued datagrams. If that fails, the next datagram of the client goes
-// to another endpoint.
+// The method send sends the queued datagrams. If that fails, the next datagram of the
+// client goes to another endpoint.
 func (c *udpClient) send(now time.Time) {
 	c.lastDatagram.Store(now.UnixNano())
 	bytes := 0
@@ -93,7 +93,7 @@ func (c *udpClient) fail(err error) {
 	c.end()
 }
 
-// end closes the socket of the client and removes the client.
+// The method end closes the socket of the client and removes the client.
 func (c *udpClient) end() {
 	c.ended.Do(func() {
 		l := c.listener

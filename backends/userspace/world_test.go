@@ -115,8 +115,8 @@ func (w *world) end() {
 	}
 }
 
-// set adds views to the source, or replaces the old views of the same services. Then it
-// waits until the Backend has applied them.
+// The method set adds views to the source, or replaces the old views of the same
+// services. Then it waits until the Backend has applied them.
 func (w *world) set(views ...*api.ServiceEndpoints) {
 	w.Helper()
 	w.source.Set(views...)
@@ -160,7 +160,7 @@ func fullOf(views ...*api.ServiceEndpoints) *sink.Changes {
 	}}
 }
 
-// eventually waits until done returns true.
+// The function eventually waits until the function done returns true.
 func eventually(t *testing.T, what string, done func() bool) {
 	t.Helper()
 	for deadline := time.Now().Add(patience); !done(); time.Sleep(time.Millisecond) {

@@ -16,7 +16,7 @@ import (
 	"github.com/spf13/pflag"
 )
 
-// cleaner is a sink with the method Cleanup, for which app.Command adds a flag.
+// cleaner is a sink with the method Cleanup, so app.Command adds the flag --cleanup.
 type cleaner struct {
 	sink.Sink
 	sink.Cleaner

@@ -285,7 +285,7 @@ func (q question) text() string {
 }
 
 // matches reports whether a frontend is at the question's address, port and protocol. A
-// node port matches at all addresses of the node, even if a backend admits only some.
+// node port matches at all node addresses, even if a backend serves it at only some.
 func (q question) matches(k nodeview.FrontendKey, node *api.Node) bool {
 	if k.Kind == nodeview.NodePort {
 		isOurs := slices.ContainsFunc(node.Addresses, func(a api.NodeAddress) bool { return a.IP == q.addr })

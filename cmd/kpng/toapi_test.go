@@ -26,8 +26,8 @@ type identity struct {
 	key  *ecdsa.PrivateKey
 }
 
-// newIdentity returns a certificate that authority has signed. If authority is nil, it
-// returns a new authority.
+// newIdentity returns a certificate that authority has signed. If authority is nil, the
+// certificate is that of a new authority.
 func newIdentity(t *testing.T, authority *identity, name string, organizations ...string) *identity {
 	t.Helper()
 	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)

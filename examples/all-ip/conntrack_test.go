@@ -48,7 +48,7 @@ func TestDeletedConnections(t *testing.T) {
 			flow := &netlink.ConntrackFlow{}
 			flow.Forward.Protocol = test.protocol
 			flow.Forward.DstIP = net.IP(netip.MustParseAddr(test.to).AsSlice())
-			flow.Reverse.SrcIP = net.ParseIP(test.pod) // IPv4 in 16 bytes, as the kernel may return it
+			flow.Reverse.SrcIP = net.ParseIP(test.pod) // the kernel may return an IPv4 address in 16 bytes
 			if got := test.flows.MatchConntrackFlow(flow); got != test.want {
 				t.Errorf("deleted: %t, want %t", got, test.want)
 			}

@@ -48,10 +48,10 @@ type element struct {
 // value, and each element of an nftables set to an empty string.
 type state map[element]string
 
-// elements yields the elements of a service. If v is nil, it yields none. It repeats
-// hairpin elements for each external IP. Several services may need the same hairpin
-// element. All other elements belong to one service, because each external IP belongs to
-// one service.
+// elements yields the elements of a service. If v is nil, it yields none. A hairpin
+// element occurs once for each external IP of the service, and may also be an element of
+// other services. All other elements belong to one service, because each external IP
+// belongs to one service.
 func elements(v *api.ServiceEndpoints) iter.Seq2[element, string] {
 	return func(yield func(element, string) bool) {
 		for f := range frontends(v) {

@@ -31,7 +31,7 @@ func endpoint(ip string, local bool) api.Endpoint {
 	return api.Endpoint{Addr: netip.MustParseAddr(ip), Local: local, Scopes: api.Scopes{Internal: true, External: true}}
 }
 
-// describe returns a line for each external IP and each hairpin pod in a view's elements.
+// describe returns the elements of a view as lines: the set, the IP, and the pod if any.
 func describe(v *api.ServiceEndpoints) []string {
 	var lines []string
 	for e, value := range elements(v) {

@@ -2,10 +2,10 @@
 
 //go:build linux
 
-// Command all-ip is a specialized service proxy. Traffic to an external IP of a service,
-// of any protocol and port, goes to a pod on this node. all-ip serves only services with
-// the given service-proxy name. Other proxies, such as kube-proxy, serve the other
-// services on the same node.
+// Command all-ip is a specialized service proxy. Traffic of any protocol and port to an
+// external IP of a service goes to a pod on this node. all-ip serves only services with
+// the service-proxy name in the flag --service-proxy-name. Other proxies, such as
+// kube-proxy, serve the other services on the same node.
 //
 //	all-ip --service-proxy-name kpng-example
 //

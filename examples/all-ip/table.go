@@ -15,7 +15,7 @@ import (
 )
 
 // layout is the comment of every rule. Change it whenever you change the rules, so that
-// all-ip recreates tables of other versions.
+// all-ip recreates tables that other versions of all-ip made.
 const layout = "kpng all-ip 1"
 
 // table is one of the two nftables tables. all-ip changes its sets, but never its rules.
@@ -108,7 +108,7 @@ func (t *table) chains() []*nftables.Chain {
 }
 
 // rules returns the rules of a chain. Each of the kernel's registers 1 to 4 has 16 bytes.
-// The registers 8 to 23, of 4 bytes each, are in the same memory. The parts of a key are
+// The registers 8 to 23 have 4 bytes each and use the same memory. The parts of a key are
 // in adjacent registers.
 func (t *table) rules(chain *nftables.Chain) []*nftables.Rule {
 	load := func(register, offset uint32) expr.Any {

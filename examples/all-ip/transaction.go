@@ -44,8 +44,9 @@ func explain(err error) error {
 	}
 }
 
-// socketBuffer is the maximum size of a transaction in bytes. About 200,000 elements fit.
-// The kernel accepts a transaction only as a whole, so it has to fit into the buffer.
+// socketBuffer is the maximum size of a transaction in bytes. A transaction of this size
+// has about 200,000 elements. The kernel accepts a transaction only as a whole, so the
+// transaction has to fit into the buffer of the socket.
 const socketBuffer = 32 << 20
 
 func connect() (*nftables.Conn, error) {
@@ -151,8 +152,8 @@ func (tx *transaction) remove(s state, e element) {
 	tx.removed[set] = append(tx.removed[set], nftables.SetElement{Key: []byte(e.key), Val: []byte(value)})
 }
 
-// set gives e the value in the tables and in s. It does nothing if e already has this
-// value in s.
+// The method set changes the value of e in the tables and in s. It does nothing if e
+// already has this value in s.
 func (tx *transaction) set(s state, e element, value string) {
 	if old, ok := s[e]; ok && old == value {
 		return

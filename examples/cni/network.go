@@ -29,8 +29,8 @@ import (
 )
 
 const (
-	// routeProtocol marks the agent's routes in the kernel. The agent changes and deletes
-	// only routes with this number.
+	// routeProtocol is the protocol field of the agent's routes in the kernel. The agent
+	// changes and deletes only routes with this value.
 	routeProtocol netlink.RouteProtocol = 142
 	// retryAfter is the wait after a failed sync. checkEvery is the longest time between two
 	// syncs. Each sync repairs the routes.
@@ -181,7 +181,7 @@ func (n *network) sync(ctx context.Context) error {
 	var own []netip.Prefix
 	for _, node := range nodes {
 		cidrs, err := podCIDRs(node)
-		if err != nil { // skip only this node
+		if err != nil { // continue with the other nodes
 			klog.FromContext(ctx).Error(err, "Node left out", "node", node.Name)
 			continue
 		}

@@ -57,8 +57,9 @@ func split(line string) ([]string, error) {
 	return words, nil
 }
 
-// doubleQuoted appends the part of text before the closing quote to word. It returns the
-// part after this quote. Between the quotes, \ escapes only " and \.
+// doubleQuoted splits text at the closing quote. It appends the part before the quote to
+// the builder word, and returns the part after the quote. Between the quotes, \ escapes
+// only " and \.
 func doubleQuoted(word *strings.Builder, text string) (after string, err error) {
 	for i := 0; i < len(text); i++ {
 		switch {

@@ -21,7 +21,7 @@ import (
 func main() {
 	cmd := app.Command("winkernelspace", program.Kernelspace(winhns.HNS{}))
 	cmd.Long = "winkernelspace proxies services on a Windows node, by the load balancers of the Host Networking Service (HNS)."
-	// By default, kpng drops all annotations. Keep the one that the backend reads.
+	// By default, kpng drops all annotations. Keep the annotation that the backend reads.
 	keep := cmd.Flags().Lookup("keep-annotations")
 	keep.Value.Set(kernelspace.PreserveDestination)
 	keep.DefValue = "[" + kernelspace.PreserveDestination + "]"

@@ -32,7 +32,8 @@ type Writer interface {
 	DeleteNode(string)
 }
 
-// NewWorld returns a World with this number of nodes and at most this number of services.
+// NewWorld returns a World with the given number of nodes, and at most the given number
+// of services.
 func NewWorld(r *rand.Rand, nodes, services int) *World {
 	return &World{r: r, nodes: nodes, services: make([]bool, services)}
 }

@@ -14,9 +14,9 @@ import (
 	"testing"
 )
 
-// Cgroup is a cgroup (version 2) for threads of the test process. A thread can only be in
-// a cgroup below the cgroup of its process. So MakeCgroup moves the whole process into
-// the parent of the cgroup.
+// Cgroup is a cgroup (version 2) for threads of the test process. The kernel allows a
+// thread only in cgroups below the cgroup of its process. So MakeCgroup moves the whole
+// process into the parent of the new cgroup.
 type Cgroup struct {
 	// Dir is the directory of the cgroup.
 	Dir string

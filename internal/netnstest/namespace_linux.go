@@ -27,7 +27,7 @@ type Namespace struct {
 	// Links configures interfaces, addresses and routes in the namespace.
 	Links *netlink.Handle
 	// Cgroup is the cgroup of the functions and processes that run in the namespace. If it
-	// is nil, they stay in the cgroup of the process.
+	// is nil, they stay in the cgroup of the test process.
 	Cgroup *Cgroup
 }
 

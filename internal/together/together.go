@@ -12,8 +12,8 @@ import (
 
 // Run calls all functions concurrently and waits for them. After the first error, it ends
 // the context of all functions. When this context ends, a function may return the
-// context's cause (context.Cause). Run omits the cause from the errors that it returns,
-// unless no function returned another error.
+// context's cause (context.Cause). If a function returned another error, Run omits the
+// cause from the errors that it returns.
 func Run(ctx context.Context, functions ...func(context.Context) error) error {
 	running, stop := context.WithCancel(ctx)
 	defer stop()

@@ -29,7 +29,7 @@ func New(s *remote.Server) prometheus.Collector {
 	}}
 }
 
-// When Prometheus collects metrics, serverCollector reads the statistics only once.
+// serverCollector reads the statistics only once for all metrics of a scrape.
 type serverCollector struct {
 	stats   func() remote.Stats
 	metrics []serverMetric

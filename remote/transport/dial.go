@@ -103,7 +103,7 @@ func (d *Dialer) Stay(ctx context.Context, useConn func(ctx context.Context, con
 		}
 	}
 	n := len(d.addresses)
-	failures := 0 // failed visits in a row; the end of a good visit counts as the first
+	failures := 0 // failed visits in a row; the end of a good visit counts as a failed visit
 	for i := rand.N(n); ; i++ {
 		address := d.addresses[i%n]
 		running, end := context.WithCancelCause(klog.NewContext(ctx, log.WithValues("server", address.String())))

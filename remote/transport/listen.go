@@ -88,8 +88,8 @@ func publish(made, path string, mode fs.FileMode) (fs.FileInfo, error) {
 	return info, os.Rename(made, path)
 }
 
-// checkStale returns nil if path is a socket without a listening process, or does not
-// exist.
+// checkStale returns nil if path does not exist, or is a socket without a listening
+// process.
 func checkStale(path string) error {
 	info, err := os.Lstat(path)
 	if errors.Is(err, fs.ErrNotExist) {

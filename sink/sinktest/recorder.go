@@ -96,7 +96,7 @@ func (r *Recorder) Node() *api.Node {
 	return r.acked.node
 }
 
-// Wait passes the recorded Syncs to isDone, at its start and after each Sync. It returns
+// Wait passes the recorded Syncs to isDone, immediately and after each Sync. It returns
 // nil when isDone returns true. If ctx ends earlier, Wait returns the cause of ctx.
 func (r *Recorder) Wait(ctx context.Context, isDone func([]Sync) bool) error {
 	for {

@@ -103,7 +103,8 @@ func foreign(t testing.TB, node namespace) string {
 	return all
 }
 
-// Rules of another program: those of kube-proxy in nftables mode and in iptables mode.
+// Rules of kube-proxy in nftables mode and in iptables mode. The tested program must not
+// change them.
 const (
 	foreignTable = `
 table ip kube-proxy {

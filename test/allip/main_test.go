@@ -18,7 +18,7 @@ import (
 )
 
 var (
-	// The containers of the manifests are privileged or use the network of the host.
+	// The flag allows the hostProcess containers in the manifests for Windows.
 	shared = apiserver.Shared{Options: apiserver.Options{Flags: []string{"--allow-privileged"}}}
 	// bin is the folder for the programs that the tests build.
 	bin string

@@ -69,7 +69,7 @@ func (n namespace) ask(network string, ip netip.Addr, port int) (string, error) 
 }
 
 // askOn returns the name of the pod at the other end of a connection. Over TCP, a pod
-// sends its name only once.
+// sends its name only once, so call askOn only once for a connection.
 func askOn(c net.Conn) (string, error) {
 	c.SetDeadline(time.Now().Add(brief))
 	if _, err := c.Write([]byte("?")); err != nil {

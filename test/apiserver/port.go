@@ -11,9 +11,9 @@ import (
 )
 
 // port is a free TCP port of 127.0.0.1. A socket that is bound to the port but does not
-// listen reserves it. Only processes of the same user that set SO_REUSEPORT can listen on
-// the port. So no other process takes the address of a stopped server, and connections to
-// that address are refused.
+// listen reserves it. A process can listen on the port only if it belongs to the same
+// user and sets SO_REUSEPORT. So no other process takes the address of a stopped server,
+// and connections to that address are refused.
 type port struct {
 	number int
 	file   *os.File

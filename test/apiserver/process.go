@@ -191,8 +191,8 @@ func (p *Process) logTail(from int64) string {
 	return fmt.Sprintf("%s logged:\n%s", p.name, tail)
 }
 
-// showLogOnFailure registers a cleanup of t. If t has failed, the cleanup prints the end
-// of the log since this call, and copies the log to the test's artifacts.
+// showLogOnFailure registers a cleanup of t. If t has failed, the cleanup prints the last
+// lines logged since this call, and copies the log to the test's artifacts.
 func (p *Process) showLogOnFailure(t testing.TB) {
 	from := p.logSize()
 	// Call ArtifactDir before Cleanup. If the directory is temporary, ArtifactDir registers

@@ -32,7 +32,7 @@ func (s *Server) Namespace(t testing.TB) string {
 	}
 	t.Cleanup(func() {
 		if !s.APIServer.Running() {
-			return // nothing to clean up: no other test uses this namespace
+			return // no cleanup is possible, and no other test uses this namespace
 		}
 		if err := s.removeNamespace(context.WithoutCancel(t.Context()), ns); err != nil {
 			t.Errorf("remove namespace %s: %v", ns.Name, err)

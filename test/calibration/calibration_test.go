@@ -70,7 +70,7 @@ var lacking = map[conformance.Feature]string{
 // dropReason explains failures of cases that use an address without a service.
 const dropReason = "it drops packets to addresses of a ServiceCIDR that belong to none of its services"
 
-// exceptions contains more cases that kube-proxy fails, with reasons.
+// exceptions contains the other cases that kube-proxy fails, with reasons.
 var exceptions = map[string]string{
 	"traffic to a deleted service passes unchanged":                                                    dropReason,
 	"traffic to a service of another proxy passes unchanged":                                           dropReason,

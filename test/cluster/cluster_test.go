@@ -292,8 +292,8 @@ func tarOf(t *testing.T, files ...any) []byte {
 	return buffer.Bytes()
 }
 
-// waitFor calls condition until done is true. The test fails if progress does not change
-// for a minute.
+// waitFor calls condition until its result done is true. The test fails if the result
+// progress stays the same for a minute.
 func waitFor(t *testing.T, what string, condition func() (done bool, progress string)) {
 	t.Helper()
 	last, since := "", time.Now()

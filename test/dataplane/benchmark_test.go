@@ -34,8 +34,8 @@ const (
 // proxy is one of the compared proxies.
 type proxy struct {
 	name string
-	// command returns the program and its arguments. The minimum time between two syncs is
-	// interval; 0 means the proxy's default.
+	// command returns the program and its arguments. The argument interval is the minimum
+	// time between two syncs; 0 means the proxy's default.
 	command func(t testing.TB, c *cluster, interval time.Duration) []string
 }
 
@@ -111,7 +111,7 @@ func (c *cluster) measure(b *testing.B, p proxy) {
 	r.kill(b)
 
 	r = c.start(b, p, time.Millisecond)
-	c.changeMarker(b) // wait until the new process has read the tables of the old one
+	c.changeMarker(b) // wait until the new process has read the tables of the old process
 	r.rest()
 	r.latency(b, "least")
 	r.kill(b)
@@ -120,8 +120,8 @@ func (c *cluster) measure(b *testing.B, p proxy) {
 	b.ReportMetric(float64(c.group.KernelMemory())/(1<<20), "MB-kernel")
 }
 
-// flush deletes all nftables tables of the network namespace, which include those of
-// iptables, and then all sets of ipset.
+// flush deletes all nftables tables of the network namespace, including those of
+// iptables. Then it deletes all sets of ipset.
 func flush(b testing.TB) {
 	b.Helper()
 	if out, err := exec.Command("nft", "flush", "ruleset").CombinedOutput(); err != nil {

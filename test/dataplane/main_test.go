@@ -71,8 +71,8 @@ const (
 	podPort     = 8080
 )
 
-// prepare makes this namespace a node on which all pods run. It routes traffic to
-// addresses outside the node to an interface behind which no host exists.
+// prepare makes this namespace a node on which all pods run. Traffic to addresses outside
+// the node leaves through an interface behind which no host exists.
 func prepare() error {
 	lo, err := netlink.LinkByName("lo")
 	if err != nil {

@@ -44,7 +44,7 @@ const (
 	stable = 0
 	// marker is the number of the service that changeMarker changes.
 	marker = 1
-	// churned limits the number of services that change at random.
+	// churned is the maximum number of services that change at random.
 	churned = 400
 	// metricsAddr is the address at which the proxy serves metrics.
 	metricsAddr = "127.0.0.1:10249"
@@ -57,8 +57,8 @@ const (
 )
 
 // TestSoak changes services and endpoints at random. No connection to an unchanged
-// service may fail. At the end the kernel's rules must equal the rules after a fresh
-// start.
+// service may fail. At the end, the kernel's rules must equal the rules of a proxy that
+// starts without old rules.
 func TestSoak(t *testing.T) {
 	seed := *soakSeed
 	if seed == 0 {

@@ -239,8 +239,8 @@ func (c *churn) forget(entries ...string) {
 	}
 }
 
-// lost returns the entries of older that are not in newer. It omits entries that churn
-// removed.
+// lost returns the entries of the map older that are not in the map newer. It omits
+// entries that churn removed.
 func (c *churn) lost(older, newer map[string]bool) []string {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -308,7 +308,7 @@ func (v *viewer) check(t testing.TB, print []byte) {
 	v.shown, v.stamp = shown, stamp
 }
 
-// wait waits until the last print contains the given stamp.
+// wait waits until the last print shows the service zzz-stamp with the given port.
 func (v *viewer) wait(t testing.TB, stamp int32) {
 	t.Helper()
 	if print, ok := v.out.wait(t, func([]byte) bool {

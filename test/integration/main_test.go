@@ -52,7 +52,7 @@ func within(t testing.TB) context.Context {
 type builder struct {
 	mu    sync.Mutex
 	dir   string
-	built map[string]string // path of each program; the key is the package and the use of the race detector
+	built map[string]string // paths of programs; a key has the package and says whether the race detector is used
 }
 
 // kpngJSON builds kpng-json and returns its path. It uses the race detector for the build

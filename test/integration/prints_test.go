@@ -19,7 +19,7 @@ import (
 type prints struct {
 	// last contains the first bytes of the last line of each print.
 	last []byte
-	// If each is not nil, Write calls this function with every print.
+	// If the field each is not nil, Write calls it with every print.
 	each func(print []byte)
 
 	mu      sync.Mutex

@@ -190,8 +190,8 @@ func (n *tenant) manifest(path string, all objects) string {
 	return path
 }
 
-// print returns the expected output of a kpng-json process on a node. The proxy name is
-// the tenant's name.
+// print returns the expected output of a kpng-json process on a node. The process uses
+// the tenant's name as its proxy name.
 func (n *tenant) print(node string, all objects) []byte {
 	n.t.Helper()
 	convert, err := watcher.New(watcher.Options{ServiceProxyName: n.name})
@@ -276,7 +276,7 @@ type randomizer struct {
 	*rand.Rand
 	proxies []string
 	network string
-	// services and slices limit the numbers of services and EndpointSlices.
+	// The maximum numbers of Services and of EndpointSlices.
 	services, slices int
 }
 

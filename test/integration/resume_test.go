@@ -11,9 +11,9 @@ import (
 )
 
 // TestReconnectedClientsReceiveChangesOnly disconnects a client and a relay from a server
-// while some of 200 services change. It counts the bytes that they receive after a
-// reconnect. If the server has restarted, it does not know their resume tokens and sends
-// the whole state.
+// while some of 200 services change. It counts the bytes that the client or the relay
+// receives after a reconnect. A restarted server does not know the resume tokens and
+// sends the whole state.
 func TestReconnectedClientsReceiveChangesOnly(t *testing.T) {
 	const services = 200
 	t.Parallel()
@@ -61,7 +61,8 @@ func TestReconnectedClientsReceiveChangesOnly(t *testing.T) {
 				t.Helper()
 				out.expect(t, n.print(n.name, n.list()), who)
 			}
-			// closeAndChange closes the gate, and then changes services and the stamp.
+			// closeAndChange closes the gate. Then it changes the given number of services, and
+			// last the service stamp.
 			closeAndChange := func(changes int) {
 				t.Helper()
 				gate.close()

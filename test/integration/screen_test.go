@@ -38,10 +38,11 @@ type screen struct {
 	read  int // number of processed lines of out
 	next  []*api.ServiceEndpoints
 	shown []*api.ServiceEndpoints // without the stamp
-	at    int32                   // the number in the stamp
+	at    int32                   // the number in the printed stamp
 }
 
-// newScreen creates the stamp. Call it before the process that writes to out starts.
+// newScreen returns a screen and creates its stamp. Call newScreen before the process
+// that writes to out starts.
 func newScreen(n *tenant, proxy string, out *lines) *screen {
 	n.t.Helper()
 	s := &screen{tenant: n, proxy: proxy, out: out}

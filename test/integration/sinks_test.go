@@ -25,13 +25,13 @@ import (
 func TestFailingSinkReceivesEachChangeOnce(t *testing.T) {
 	for _, test := range []struct {
 		name string
-		// failures returns one step for each Sync call with the first change. The step is the
-		// sink's reaction to the call. The last step waits until release is closed.
+		// failures returns one step for each Sync call that delivers the first change. The step
+		// is the sink's reaction to the call. The last step waits until release is closed.
 		failures func(release <-chan struct{}) []sinktest.Step
 		// acked is true if the last step returns no error.
 		acked bool
-		// alone is true if, after the steps, the driver calls Sync for the failing service
-		// alone.
+		// alone is true if the driver delivers the failing service in a separate Sync after the
+		// steps.
 		alone bool
 	}{
 		{"the sink fails three times", func(release <-chan struct{}) []sinktest.Step {
@@ -102,7 +102,7 @@ func TestFailingSinkReceivesEachChangeOnce(t *testing.T) {
 				t.Errorf("%d syncs after the failures, want %d", len(all), count)
 			}
 			type change struct {
-				old, new int32 // the service's port before and after
+				old, new int32 // the service's port before and after the change
 				unsure   bool
 			}
 			got := map[string]change{}

@@ -25,9 +25,9 @@ type job struct {
 	Modules string
 }
 
-// The paths in the initramfs of this program, of the job as JSON, and of the folder with
-// the modules that the guest needs to mount the host's file system. The names of the
-// module files sort in load order.
+// The paths of three things in the initramfs: this program, the job as JSON, and the
+// folder with the modules that the guest needs to mount the host's file system. The names
+// of the module files sort in load order.
 const (
 	initPath   = "/init"
 	jobPath    = "/job"

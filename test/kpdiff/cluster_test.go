@@ -19,7 +19,7 @@ const thisNode = "n1"
 
 // cluster is a service, its EndpointSlices, and the zone of this node. No two endpoints
 // have the same address, because the proxies treat endpoints with the same address
-// differently: kube-proxy uses either endpoint, and kpng uses the better endpoint.
+// differently: kube-proxy uses an arbitrary one of them, and kpng uses the best one.
 type cluster struct {
 	service *corev1.Service
 	slices  []*discoveryv1.EndpointSlice

@@ -60,8 +60,8 @@ func kubeProxy(c *cluster) decided {
 	return d
 }
 
-// addKubeProxyPort adds the frontends of a service port. describeTraffic returns what
-// happens to traffic. Its argument is true for policy Local.
+// addKubeProxyPort adds the frontends of a service port. The function describeTraffic
+// returns what happens to traffic. The argument local is true for policy Local.
 func (d *decided) addKubeProxyPort(family corev1.IPFamily, port proxy.ServicePort, describeTraffic func(local bool) string) {
 	affinity := port.StickyMaxAgeSeconds()
 	local := port.ExternalPolicyLocal()

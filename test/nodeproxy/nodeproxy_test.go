@@ -104,7 +104,7 @@ func (w *world) service(name string, spec corev1.ServiceSpec) *corev1.Service {
 	return svc
 }
 
-// lead gives a service a single endpoint, which is on a node and has the address ip.
+// lead gives a service exactly one endpoint: the address ip on the given node.
 func (w *world) lead(service *corev1.Service, ip, node string) {
 	w.t.Helper()
 	slices := w.server.Client().DiscoveryV1().EndpointSlices(w.namespace)
@@ -125,8 +125,8 @@ func (w *world) lead(service *corev1.Service, ip, node string) {
 	w.check(err)
 }
 
-// run starts kpng with the given backend and address for health checks, and waits until it
-// is ready. The returned function sends a signal to kpng, waits until kpng ends, and
+// run starts kpng with the given backend and address for health checks, and waits until
+// kpng is ready. The returned function sends a signal to kpng, waits until kpng ends, and
 // returns the process's result. A failed test shows kpng's log.
 func (w *world) run(backend, healthz string) (end func(os.Signal) error) {
 	w.t.Helper()
@@ -169,8 +169,8 @@ func (w *world) run(backend, healthz string) (end func(os.Signal) error) {
 	return end
 }
 
-// TestMissingPrivilegesAreNamed checks the errors that kpng and its cleanup report if
-// they lack the privilege to change tables.
+// TestMissingPrivilegesAreNamed checks the errors of two commands, a backend and "kpng
+// cleanup", that lack the privilege to change tables.
 func TestMissingPrivilegesAreNamed(t *testing.T) {
 	node := newNamespace(t)
 	kpng := buildKpng(t)
@@ -223,8 +223,8 @@ func (w *world) get(from namespace, page string) (status int, body string) {
 }
 
 // explains runs "kpng explain --dataplane" for a service's cluster IP. It checks that the
-// output contains want. wantSign is the expected sign of the reported differences, or ""
-// if the output must contain no differences.
+// output contains want. wantSign is the expected sign of the last difference in the
+// output, "+" or "-". If the output must contain no differences, wantSign is "".
 func (w *world) explains(service *corev1.Service, wantSign, want string) {
 	w.t.Helper()
 	text := sh(w.t, w.node.Command(append(least, w.kpng, "explain", "--kubeconfig", w.kubeconfig, "--node-name", nodeName,

@@ -42,8 +42,7 @@ func (r *requests) String() string {
 	return fmt.Sprintf("%d requests, %d failed, %d took longer than %v", r.made, len(r.failures), r.slow, LossDelay)
 }
 
-// New returns a Traffic without clients. Clients that are started later stop when the
-// test ends.
+// New returns a Traffic without clients. All its clients stop when the test ends.
 func New(t testing.TB) *Traffic {
 	tr := &Traffic{stop: make(chan struct{}), count: map[string]*requests{}}
 	t.Cleanup(tr.End)

@@ -121,7 +121,8 @@ func (w *world) measure(p *proxy) sample {
 		l.Target, l.For = p.target(), each
 		return w.load(l, nil)
 	}
-	// The function used runs a load, and returns the result and the proxy's CPU time.
+	// The variable used is a function that runs a load. It returns the result and the
+	// proxy's CPU time.
 	used := func(l load) (result, time.Duration) {
 		if group == nil {
 			return run(l), 0

@@ -20,8 +20,8 @@ import (
 // proxy is one of the measured proxies.
 type proxy struct {
 	name string
-	// command is the command line of a proxy that listens at frontendAddr. If no proxy runs,
-	// command is nil.
+	// command is the command line of a proxy that listens at frontendAddr. For measurements
+	// without a proxy, command is nil.
 	command []string
 	// bound is true if an interface must have the address frontendAddr.
 	bound bool

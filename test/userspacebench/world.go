@@ -53,7 +53,8 @@ func newWorld(t testing.TB) *world {
 		n.Add(t, "eth0", net+".2/24")
 		n.Route(t, "default", net+".1", "eth0")
 	}
-	// kube-proxy needs the interface of a default route.
+	// kube-proxy needs a default route, because it uses the address of the route's
+	// interface.
 	w.proxy.Route(t, "default", serverAddr, "to-10.2.0")
 	return w
 }

@@ -26,8 +26,8 @@ func (w *Wine) Build(t testing.TB, pkg string) string {
 	return w.BuildFrom(t, rootModule(t), pkg)
 }
 
-// BuildFrom is like [Wine.Build], but builds a package of the module in dir. For example,
-// a test builds its replacement of a Windows program.
+// BuildFrom is like [Wine.Build], but pkg is relative to the folder dir, which may be
+// part of another module.
 func (*Wine) BuildFrom(t testing.TB, dir, pkg string) string {
 	t.Helper()
 	tmp := t.TempDir()

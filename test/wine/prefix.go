@@ -63,8 +63,8 @@ func cacheDir() (string, error) {
 	return cache, os.MkdirAll(cache, 0o755)
 }
 
-// templatePrefix returns the prefix of the installed version of Wine, which tests copy.
-// It creates the prefix if needed.
+// templatePrefix returns the prefix that tests copy. If the installed version of Wine has
+// no such prefix yet, templatePrefix creates it.
 func templatePrefix(ctx context.Context, cache string) (string, error) {
 	version, err := exec.CommandContext(ctx, "wine", "--version").Output()
 	if errors.Is(err, exec.ErrNotFound) {

@@ -71,8 +71,8 @@ func (w *Wine) Install(t testing.TB, path string) {
 	}
 }
 
-// Run runs a program until it ends and returns its output. The test fails if the exit
-// status is not 0.
+// Run runs a program to its end, and returns the program's output. The test fails if the
+// exit status is not 0.
 func (w *Wine) Run(t testing.TB, exe string, args ...string) string {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), patience)

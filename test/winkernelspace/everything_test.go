@@ -19,8 +19,8 @@ import (
 )
 
 // everything tests a service with every feature. First it uses an overlay network of the
-// latest Windows, once with each quirk of HNS. Then it uses kpng.exe on a bridge network
-// of an early Windows.
+// latest Windows, and repeats the test with several sets of quirks of the simulated HNS.
+// Then it uses kpng.exe on a bridge network of an early Windows.
 func (w *world) everything() {
 	w.Helper()
 	clusterIPs, nodePort := w.createEverything()
@@ -71,9 +71,9 @@ func (w *world) overlay(name string, quirks fakehns.Quirks, direct []string, clu
 	}
 	w.await("an overlay network has all features, HNS "+name, dump(want...))
 
-	// A new process must change none of the existing objects, because they are correct. It
-	// checks them before it adds the objects of a new service, so the test waits for a new
-	// service.
+	// A new process must change none of the existing objects, because they are correct. The
+	// process checks them before it adds the objects of a new service. So the test waits for
+	// a new service.
 	w.process.Kill(w.T)
 	w.hns.functions()
 	w.create(0)

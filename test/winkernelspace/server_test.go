@@ -143,8 +143,9 @@ func (s *server) stop() {
 	clear(s.handles)
 }
 
-// fail makes the next n calls of a function fail with result. It ends the failures of an
-// earlier call of fail, and returns how many of them were left.
+// fail makes the next n calls of a function fail with result. It cancels the failures
+// that an earlier call of fail requested, and returns how many of these had not happened
+// yet.
 func (s *server) fail(function string, n int, result string) (left int) {
 	s.mu.Lock()
 	defer s.mu.Unlock()

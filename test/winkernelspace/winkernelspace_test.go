@@ -141,7 +141,7 @@ func TestServicesBecomeLoadBalancersOfHNS(t *testing.T) {
 		w.remove(14)
 		w.startKpng()
 	})
-	// Make calls of each HNS function fail while a service with policy Cluster changes. The
+	// Each of these HNS functions fails while a service with policy Cluster changes. The
 	// variable next is the number of this service.
 	next := 13
 	for _, function := range []string{

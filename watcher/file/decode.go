@@ -27,7 +27,7 @@ func jsonDocuments(data []byte, yield func(int, []byte, error) bool) {
 		err := decoder.Decode(&document)
 		at := int(decoder.InputOffset()) - len(document)
 		if syntax := new(json.SyntaxError); errors.As(err, &syntax) {
-			at = int(syntax.Offset) - 1 // Offset counts the wrong byte too
+			at = int(syntax.Offset) - 1 // Offset is the number of bytes up to and including the invalid byte
 		}
 		line, counted = line+bytes.Count(data[counted:at], []byte("\n")), at
 		more = err != io.EOF && yield(line, document, err) && err == nil
@@ -35,8 +35,8 @@ func jsonDocuments(data []byte, yield func(int, []byte, error) bool) {
 }
 
 var (
-	// yamlMarker matches the start of a document. YAML forbids such a line even in a quoted
-	// string.
+	// yamlMarker matches a line that starts a document. YAML forbids such lines even in
+	// quoted strings.
 	yamlMarker = regexp.MustCompile(`\n---([ \t\r\n]|$)`)
 	yamlLine   = regexp.MustCompile(`\bline \d+`)
 )
@@ -106,7 +106,7 @@ func decode(data []byte, object any, limit int) (wrong, strict []error) {
 			return wrong, strict
 		}
 		misfit := new(json.UnmarshalTypeError)
-		_ = errors.As(err, &misfit) // for other errors Offset is 0, so find returns no path
+		_ = errors.As(err, &misfit) // for an error of another type, Offset stays 0, so find returns no path
 		path, start, end := find(data, misfit.Offset)
 		if path == "" || len(wrong) >= limit {
 			return append(wrong, err), nil

@@ -190,7 +190,7 @@ func (f *follower) arm() {
 		return
 	}
 	var folders []string
-	target, _ := filepath.EvalSymlinks(f.opts.Path) // after an error, target is "", which means the working directory and is harmless
+	target, _ := filepath.EvalSymlinks(f.opts.Path) // after an error, target is "" and arm watches the working directory, which is harmless
 	for _, folder := range []string{filepath.Clean(f.opts.Path), target} {
 		if info, err := os.Stat(folder); err != nil || !info.IsDir() {
 			folder = filepath.Dir(folder)

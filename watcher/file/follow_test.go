@@ -327,7 +327,7 @@ func TestStateIsKeptUntilManifestsReturn(t *testing.T) {
 			x := follow(t, c.prepare(t, dir), true)
 			must(t, os.RemoveAll(filepath.Join(dir, c.gone)))
 			for !errors.Is(x.awaitLoad(false), os.ErrNotExist) {
-				// Wait for the next reading, because this reading may have found an empty folder.
+				// A reading may have found an empty folder. Then wait for the next reading.
 			}
 			x.awaitServices("a")
 			c.prepare(t, dir)

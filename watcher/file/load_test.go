@@ -37,8 +37,8 @@ endpoints:
 `
 )
 
-// write writes files, a map from file names to texts, to a new folder and returns the
-// folder.
+// write creates a folder with files, and returns the folder. The argument files maps the
+// name of each file to its text.
 func write(t *testing.T, files map[string]string) string {
 	t.Helper()
 	dir := t.TempDir()
@@ -68,7 +68,7 @@ func names(m *manifests) []string {
 	return list
 }
 
-// warnings returns the warnings of m, in which paths are relative to dir.
+// warnings returns the warnings of m. It removes the folder dir from their paths.
 func warnings(m *manifests, dir string) []string {
 	var list []string
 	for _, w := range m.warnings {

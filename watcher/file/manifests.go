@@ -37,7 +37,7 @@ type manifests struct {
 	files    int
 }
 
-// maxListed limits the problems in an error, so that users see the first ones.
+// maxListed limits the number of problems that an error lists.
 const maxListed = 20
 
 // parser reads files one after the other and collects their objects. It names the

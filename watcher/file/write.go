@@ -24,13 +24,13 @@ import (
 )
 
 // DefaultAllPortsAnnotation is the annotation that marks all-ports services by default.
-// Kubernetes has no field for them.
+// The Kubernetes API has no field that marks such services.
 const DefaultAllPortsAnnotation = "all-ports"
 
 // WriteOptions configures Write. The zero value means YAML for a reader without a proxy
 // name.
 type WriteOptions struct {
-	// JSON makes Write write a List in JSON instead of YAML documents.
+	// JSON selects a List in JSON as the output. The default is YAML documents.
 	JSON bool
 	// ServiceProxyName, if not empty, is the value of the proxy label in services and
 	// slices. The reader needs the same watcher.Options.ServiceProxyName.
@@ -90,7 +90,7 @@ type objects struct {
 	err       error
 }
 
-// write writes an object. It fails if same is false: a reader would get another object.
+// write writes an object. It fails unless a reader would get the same object.
 func (o *objects) write(name string, object any, same bool, problems []watcher.Problem) {
 	text, err := o.marshal(object)
 	if len(problems) > 0 {
@@ -246,7 +246,7 @@ func (o *objects) node(n *api.Node) {
 		out.Spec.Taints = append(out.Spec.Taints, corev1.Taint{Key: t.Key, Value: t.Value, Effect: corev1.TaintEffect(t.Effect)})
 	}
 	back, problems := o.converter.Node(out)
-	// Omit other fields of the status, many of which YAML would show even if they are empty.
+	// Write only the addresses of the status, because YAML would show many empty fields.
 	object := map[string]any{
 		"apiVersion": out.APIVersion, "kind": out.Kind, "metadata": out.ObjectMeta, "spec": out.Spec,
 		"status": map[string]any{"addresses": out.Status.Addresses},

@@ -101,7 +101,7 @@ func (f *follower) follow(ctx context.Context, conn *grpc.ClientConn, heard func
 }
 
 // answer collects the parts of an answer. If an object is unreadable, it logs an error
-// and uses the object's version in the earlier snapshot, the field had.
+// and uses the object's version in the snapshot before the answer (the field had).
 type answer struct {
 	had      *cluster.Snapshot
 	log      klog.Logger

@@ -3,7 +3,7 @@
 //go:build linux
 
 // Package kernelnode has code that the backends for the Linux kernel share: checks of
-// options, the tasks beside the dataplane, and the times of repairs.
+// options, the tasks beside the dataplane, and the pauses between repairs.
 package kernelnode
 
 import (

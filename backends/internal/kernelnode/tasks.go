@@ -17,7 +17,7 @@ import (
 )
 
 // Tasks are the tasks of a backend beside its dataplane: connection tracking, a watcher
-// of the node's addresses, and goroutines of its own. The zero value has no tasks.
+// of the node's addresses, and the backend's own goroutines. The zero value has no tasks.
 type Tasks struct {
 	// Addresses are the addresses of node ports. Start sets the field.
 	Addresses nodeaddr.Source
@@ -87,7 +87,7 @@ func (t *Tasks) FollowAddresses(update func(context.Context) error, keysAndValue
 
 // Sync passes changes on to connection tracking, and returns the error that the backend's
 // Sync has to return. The argument err is the result of programming the dataplane. If the
-// driver has to deliver the changes again, connection tracking does not get them.
+// driver has to deliver the changes again because of err, Sync does not pass them on yet.
 func (t *Tasks) Sync(ctx context.Context, c *sink.Changes, err error) error {
 	if _, ok := sink.Acknowledged(err); !ok {
 		return err

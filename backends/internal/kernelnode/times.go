@@ -6,8 +6,9 @@ package kernelnode
 
 import "time"
 
-// Leftovers records whether the last pass kept rules because services failed. Even when
-// these services succeed, only another pass can find and remove the rules that they left.
+// Leftovers records whether the last pass kept rules because services failed. Only
+// another pass can find and remove the stale rules of these services, even after the
+// services succeed.
 type Leftovers struct {
 	Exist bool
 	// PassAt is the time of the next pass if leftovers exist. It is the end of the last pass

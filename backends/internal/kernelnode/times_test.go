@@ -9,8 +9,8 @@ import (
 	"time"
 )
 
-// TestDriftPauseGrowsWhileChangesRecur checks the pauses if another program changes the
-// rules immediately after each pause.
+// TestDriftPauseGrowsWhileChangesRecur checks the length of consecutive pauses if the
+// backend finds a change soon after each pause.
 func TestDriftPauseGrowsWhileChangesRecur(t *testing.T) {
 	var p DriftPause
 	now := time.Unix(1_000_000, 0)
@@ -19,7 +19,7 @@ func TestDriftPauseGrowsWhileChangesRecur(t *testing.T) {
 		if got := until.Sub(now); got != want*time.Second {
 			t.Errorf("change %d: pause %v, want %v", i, got, want*time.Second)
 		}
-		now = until.Add(10 * time.Second) // the next search finds a change 10 s later
+		now = until.Add(10 * time.Second) // 10 s after the pause, a search finds the next change
 	}
 	now = now.Add(2 * maxDriftPause)
 	if until := p.Found(now); until != now {

@@ -240,7 +240,7 @@ func (c *Conn) sendRequests(ctx context.Context, fill func(*Builder), answer fun
 			return err
 		}
 		if isDump && ctx.Err() != nil && next <= last {
-			c.Close() // otherwise no new dump could start on this socket before this dump ends
+			c.Close() // the old socket cannot start a new dump before this dump ends
 			return context.Cause(ctx)
 		}
 	}

@@ -45,8 +45,8 @@ func MatchFamily(family api.Family) []expr.Any {
 	return []expr.Any{LoadMeta(expr.MetaKeyNFPROTO), Equal(netfilter.Family(family))}
 }
 
-// Key is the beginning of a rule that looks up a key. The rule first matches packets of
-// one family. Then it loads the parts of the key into consecutive registers.
+// Key is the beginning of a rule. The beginning matches packets of one family, and loads
+// the parts of a lookup key into consecutive registers.
 type Key struct {
 	family      api.Family
 	expressions []expr.Any
@@ -89,7 +89,7 @@ func (r *Key) ProtocolAndPort() *Key {
 	return r
 }
 
-// Meta loads a property of the packet that takes one register.
+// Meta loads a property of the packet. The property must fit into one register.
 func (r *Key) Meta(key expr.MetaKey) *Key {
 	r.expressions = append(r.expressions, &expr.Meta{Key: key, Register: Reg(r.register)})
 	r.register++

@@ -105,8 +105,8 @@ func (p *pass) ensure(f Frontend) error {
 	return lacking
 }
 
-// balance creates the wanted load balancer at a frontend, or changes the existing one to
-// match.
+// The method balance creates the wanted load balancer at a frontend, or changes the
+// existing load balancer so that it matches.
 func (p *pass) balance(f Frontend, w want, want LoadBalancer) error {
 	holders := p.holdings.byFrontend[f]
 	if len(holders) == 0 {
@@ -150,8 +150,8 @@ func (p *pass) keep(f Frontend, w want, have, want LoadBalancer) {
 	}
 }
 
-// update changes the endpoints of a load balancer. It returns ErrNotSupported if this
-// version of Windows cannot change load balancers.
+// The method update changes the endpoints of a load balancer. It returns ErrNotSupported
+// if this version of Windows cannot change load balancers.
 func (p *pass) update(f Frontend, w want, have, want LoadBalancer) error {
 	want.ID = have.ID
 	if err := p.hns.UpdateLoadBalancer(want); errors.Is(err, ErrNotSupported) {

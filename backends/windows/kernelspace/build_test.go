@@ -121,7 +121,7 @@ func l2bridge(t *testing.T, pods ...string) *world {
 	return newWorld(t, fakehns.AllFeatures(), kernelspace.Network{}, kernelspace.Options{}, pods...)
 }
 
-// pod creates the HNS endpoint for a pod of this node.
+// The method pod creates the HNS endpoint for a pod of this node.
 func (w *world) pod(ips ...string) string {
 	w.Helper()
 	e := kernelspace.Endpoint{MAC: "00-15-5d-00-00-01"}
@@ -131,7 +131,7 @@ func (w *world) pod(ips ...string) string {
 	return w.endpoint(e)
 }
 
-// endpoint creates an HNS endpoint of another owner.
+// The method endpoint creates an HNS endpoint of another owner.
 func (w *world) endpoint(e kernelspace.Endpoint) string {
 	w.Helper()
 	e.Network = w.network
@@ -251,7 +251,7 @@ func failures(t *testing.T, err error) map[string]string {
 
 var errRefused = errors.New("HNS says no")
 
-// failCalls returns a hook that makes calls of this name fail.
+// failCalls returns a hook that makes HNS calls with this name return err.
 func failCalls(name string, err error) func(string) error {
 	return func(call string) error {
 		if call == name {

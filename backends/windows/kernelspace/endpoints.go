@@ -105,7 +105,7 @@ func (p *pass) ensureVIPEndpoint(vip netip.Addr) error {
 	if err != nil && !errors.Is(err, ErrExists) {
 		return fmt.Errorf("create endpoint of cluster IP: %w", err)
 	}
-	return nil // an endpoint that exists already was created after the last listing
+	return nil // after ErrExists, the endpoint exists: it was created after the last listing
 }
 
 // hostMAC returns this node's hardware address. Endpoints for source VIPs and cluster IPs
@@ -133,7 +133,7 @@ func (p *pass) ensureSourceVIPs() error {
 	}
 	for _, vip := range p.opts.SourceVIPs {
 		if _, ok := p.holdings.endpointAt(vip); ok || !vip.Is4() {
-			continue // the address has an endpoint, or is IPv6, which HNS does not balance on overlay networks
+			continue // the address has an endpoint, or is an IPv6 address, which HNS does not balance on overlay networks
 		}
 		mac, err := p.hostMAC()
 		if err == nil {
@@ -193,14 +193,15 @@ func (p *pass) dropIdle() error {
 	return nil
 }
 
-// dropEndpoint deletes an endpoint of this backend. HNS refuses, for example, if a load
-// balancer of another owner uses the endpoint. If the endpoint is unused in the next
-// listing, the backend tries again.
+// dropEndpoint deletes an endpoint of this backend. HNS refuses the deletion, for
+// example, if a load balancer of another owner uses the endpoint. If the endpoint is
+// unused in the next listing, the backend tries again.
 func (p *pass) dropEndpoint(id string) error {
 	addr := p.holdings.endpoints[id].Addrs
 	err := p.hns.DeleteEndpoint(id)
 	if err != nil && !isFatal(err) && !errors.Is(err, ErrNotFound) {
-		// Retry: Windows Server 2019 may report a refusal although it deletes the object.
+		// Retry, because Windows Server 2019 may return an error although it deletes the
+		// endpoint. Then the second call returns ErrNotFound.
 		err = p.hns.DeleteEndpoint(id)
 	}
 	switch {

@@ -138,8 +138,8 @@ func (f *fuzzer) start() {
 	f.stop = func() { cancel(); <-done }
 }
 
-// errCrash is the panic with which the test kills a backend during a call. The driver
-// reports the panic as an error. Then the test stops the driver.
+// errCrash is the panic value with which the test kills a backend during a call. The
+// driver reports the panic as an error. Then the test stops the driver.
 var errCrash = errors.New("killed")
 
 func (f *fuzzer) run(steps int) {
@@ -180,7 +180,7 @@ func (f *fuzzer) run(steps int) {
 	f.stop()
 	got := f.hns.Dump()
 
-	// Find out which objects a new backend creates if HNS has only those of other owners.
+	// Find out which objects a new backend creates beside the objects of other owners.
 	have, err := f.hns.Endpoints(f.network)
 	if err != nil {
 		f.Fatal(err)
@@ -292,7 +292,7 @@ func (f *fuzzer) makePod(a netip.Addr) {
 	}
 }
 
-// setHook sets the hook until the next call of setHook.
+// setHook sets the hook of HNS calls, and replaces the previous hook.
 func (f *fuzzer) setHook(hook func(string) error) {
 	f.hook = hook
 	f.hns.SetHook(hook)

@@ -58,7 +58,7 @@ type Features struct {
 	DualStack bool
 	// RemoteSubnet is support for remote subnets. Overlay networks require it.
 	RemoteSubnet bool
-	// SessionAffinity lets a client keep its endpoint.
+	// SessionAffinity allows sending all connections of a client to the same endpoint.
 	SessionAffinity bool
 	// ModifyLoadBalancer allows changing a load balancer in place.
 	ModifyLoadBalancer bool
@@ -82,8 +82,8 @@ type RemoteSubnet struct {
 }
 
 // Provider returns the address of the node at the end of the tunnel to address a. The
-// node either has this address itself or has a remote subnet that contains the address.
-// Without a tunnel, Provider returns the zero Addr.
+// node either has the address a itself or has a remote subnet that contains the address
+// a. Without a tunnel, Provider returns the zero Addr.
 func (n *Network) Provider(a netip.Addr) netip.Addr {
 	for _, s := range n.RemoteSubnets {
 		if s.Prefix.Contains(a) || s.Provider == a {
@@ -170,7 +170,7 @@ const (
 // Distribution is how a load balancer selects an endpoint.
 type Distribution uint32
 
-// The distributions that the backend uses.
+// The values of Distribution that the backend uses.
 const (
 	// PerConnection selects an endpoint for each connection.
 	PerConnection Distribution = 0

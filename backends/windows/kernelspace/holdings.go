@@ -182,7 +182,7 @@ func (h *holdings) use(lb LoadBalancer, n int) {
 	}
 }
 
-// users returns the sorted IDs of the load balancers that need an endpoint.
+// users returns the sorted IDs of the load balancers that need the endpoint e.
 func (h *holdings) users(e Endpoint) []string {
 	var ids []string
 	for id, lb := range h.balancers {

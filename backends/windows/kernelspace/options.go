@@ -41,7 +41,7 @@ type Options struct {
 	// Default: the hardware address of the interface that has the node's IP address.
 	HostMAC string
 
-	// ForwardHealthChecks makes this node receive the health checks of a service's
+	// ForwardHealthChecks makes this node receive health checks that are sent to a service's
 	// load-balancer addresses. The checked port is the service's health-check node port. If
 	// the service has no such port, the checked port is HealthzPort. If HealthzPort is 0 in
 	// this case, nothing is forwarded. Default: false.

@@ -20,7 +20,7 @@ type pass struct {
 	*Backend
 	ctx context.Context
 	log klog.Logger
-	// delivered contains the services that may be retried although they failed before.
+	// delivered contains services that this pass retries even if they failed before.
 	delivered map[types.NamespacedName]bool
 
 	failed sink.Failed
@@ -144,8 +144,8 @@ func (p *pass) do(f Frontend, service types.NamespacedName, step func(Frontend) 
 	} else if err != nil {
 		p.fail(service, fmt.Errorf("frontend %s: %w", f, err))
 	}
-	// If the function step failed, the driver delivers the service again, which adds the
-	// frontend to todo again.
+	// If the function step failed, the driver delivers the service again. That delivery adds
+	// the frontend to todo again.
 	delete(p.todo, f)
 	return nil
 }

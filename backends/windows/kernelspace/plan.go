@@ -40,8 +40,8 @@ func (f Frontend) String() string {
 	return netip.AddrPortFrom(f.VIP, f.Port).String() + "/" + protocol
 }
 
-// policy is a load balancer that the node must have. Unlike a [LoadBalancer], it has
-// addresses instead of IDs of endpoints, because the IDs are not known in advance.
+// policy is a load balancer that the node must have. Unlike a [LoadBalancer], it
+// identifies endpoints by address, because their IDs are not known in advance.
 type policy struct {
 	Frontend
 	// target is the port at the endpoints.
@@ -92,8 +92,8 @@ type environment struct {
 	features Features
 	// dsr enables direct server return for cluster IPs.
 	dsr bool
-	// forwardHealthChecks enables load balancers that forward health checks of load-balancer
-	// addresses to this node. The checked port is the service's health-check node port. If
+	// forwardHealthChecks makes this node receive health checks that are sent to a service's
+	// load-balancer addresses. The checked port is the service's health-check node port. If
 	// the service has no such port, the checked port is healthzPort. If healthzPort is 0 in
 	// this case, there is no load balancer for health checks.
 	forwardHealthChecks bool

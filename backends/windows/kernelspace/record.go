@@ -138,8 +138,8 @@ func (r *record) forget(id string) {
 }
 
 // confirm compares the record with a listing. It removes load balancers that are not
-// listed. It adds a listed load balancer whose ID is not in the record if the backend
-// requested a load balancer with the same frontend and target port.
+// listed. For each requested load balancer whose ID is unknown, it adds the listed load
+// balancer that has the same frontend and target port.
 func (r *record) confirm(have *holdings) {
 	for id, m := range r.made {
 		if _, listed := have.balancers[id]; !listed {
@@ -182,7 +182,7 @@ func (r *record) unchanged(have, want LoadBalancer) bool {
 		return asked == m.Asked
 	}
 	if !want.SourceVIP.IsValid() {
-		have.SourceVIP = netip.Addr{} // HNS chose the address
+		have.SourceVIP = netip.Addr{} // HNS chose the source VIP
 		got = digestOf(have)
 	}
 	return got == asked
@@ -191,7 +191,7 @@ func (r *record) unchanged(have, want LoadBalancer) bool {
 // digest identifies the settings of a load balancer, except its endpoints.
 type digest uint64
 
-// The settings that the backend controls. HNS may add other settings.
+// The flags that the backend controls. HNS may add other flags.
 const (
 	knownFlags     = DSR | IPv6
 	knownPortFlags = LocalRoutedVIP | UseMux | PreserveDIP | VIPExternalIP

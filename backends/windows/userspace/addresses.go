@@ -135,7 +135,7 @@ func (a *Addresses) Add(ctx context.Context, addr netip.Addr) error {
 		}
 	}
 	if err := a.wait(ctx, addr); err != nil {
-		// Remove the address here: the caller does not remove an address that Add refused.
+		// Remove the address here, because the caller does not remove it after an error of Add.
 		return errors.Join(err, a.Remove(context.WithoutCancel(ctx), addr))
 	}
 	klog.FromContext(ctx).V(4).Info("Added address", "address", addr, "interface", a.opts.Interface, "existed", there)

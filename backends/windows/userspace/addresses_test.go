@@ -70,7 +70,7 @@ func (f *fakeSystem) change(verb, on string, addr netip.Addr, do func()) error {
 		return errNoInterface
 	}
 	if _, there := f.addrs[addr]; there == (verb == "add") {
-		return errors.New("status 1") // netsh does not report the cause either
+		return errors.New("status 1") // like netsh, this error does not name the cause
 	}
 	if err := f.callErrors[verb]; err != nil && !f.takesEffect {
 		return err

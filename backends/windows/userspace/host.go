@@ -29,8 +29,8 @@ type system interface {
 
 var errNoInterface = errors.New("no such network interface")
 
-// host implements the interface system with the IP Helper API. If the API fails, host
-// uses netsh.
+// The type host implements the Go interface system with the IP Helper API. If the API
+// fails, host uses netsh.
 type host struct {
 	// The channel running limits the number of concurrent netsh processes.
 	running chan struct{}

@@ -40,7 +40,7 @@ const (
 
 	// DropsAll drops the connections that the proxy must reject.
 	DropsAll Fault = "drops all"
-	// NoVerdicts neither rejects nor drops connections.
+	// NoVerdicts has no rules that reject or drop connections without an endpoint.
 	NoVerdicts Fault = "no verdicts"
 	// UnknownPorts does not handle connections to unknown ports of cluster IPs.
 	UnknownPorts Fault = "unknown ports"

@@ -67,7 +67,7 @@ func (f *flowCleaner) reconcile(opts *Options, services []*api.ServiceEndpoints)
 	return nil
 }
 
-// staleFilter matches flows to endpoints that were removed.
+// staleFilter selects the flows whose endpoint was removed.
 type staleFilter struct {
 	*flowCleaner
 	all bool

@@ -364,7 +364,7 @@ func ip(a netip.Addr) string { return family(api.FamilyOf(a)) }
 
 func family(f api.Family) string { return map[api.Family]string{api.IPv4: "ip", api.IPv6: "ip6"}[f] }
 
-// upperHalf returns the prefix of the upper half of all IPv4 or all IPv6 addresses.
+// upperHalf returns the prefix of the upper half of all addresses of the family of a.
 func upperHalf(a netip.Addr) string {
 	if a.Is4() {
 		return "128.0.0.0/1"

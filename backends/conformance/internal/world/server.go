@@ -17,8 +17,8 @@ import (
 )
 
 // serve starts TCP and UDP servers on ports of all addresses of the host. They answer
-// each line of a TCP connection and each UDP packet with its content, the host's name and
-// the client's address.
+// each line of a TCP connection and each UDP packet. An answer has the content of that
+// line or packet, the host's name and the client's address.
 func (h *Host) serve(ports []uint16) error {
 	for _, port := range ports {
 		if err := h.serveTCP(port); err != nil {

@@ -41,8 +41,8 @@ var (
 	// ErrAnswerLost is for hooks. If a hook returns ErrAnswerLost, the call to HNS takes
 	// effect, but its caller gets this error.
 	ErrAnswerLost = errors.New("the answer of HNS is lost")
-	// ErrIgnored is for hooks of calls that write. If a hook returns ErrIgnored, the call to
-	// HNS changes nothing, but its caller gets no error.
+	// ErrIgnored is for hooks, and only for calls that change objects. If a hook returns
+	// ErrIgnored, the call to HNS changes nothing, but its caller gets no error.
 	ErrIgnored = errors.New("HNS did not do what it said it did")
 )
 

@@ -13,7 +13,7 @@ import (
 	"github.com/kpng-project/kpng/backends/windows/kernelspace"
 )
 
-// HNS implements [kernelspace.HNS]. Its zero value is ready to use before HNS runs.
+// HNS implements [kernelspace.HNS]. Its zero value is ready to use, even before HNS runs.
 type HNS struct{}
 
 var _ kernelspace.HNS = HNS{}

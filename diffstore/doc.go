@@ -51,6 +51,9 @@
 // cursor's snapshot. With [Options.Resumable], the store also keeps tombstones that
 // cursors have passed, within the same limits.
 //
+// A store may also keep replaced and deleted values until the next change, at most 64 and
+// one for eight keys.
+//
 // # Ownership and concurrency
 //
 // All types are safe for concurrent use. Keys and values that are passed to the store

@@ -2,7 +2,11 @@
 
 package diffstore
 
-import "github.com/google/btree"
+import (
+	"sync/atomic"
+
+	"github.com/google/btree"
+)
 
 // degree is the degree of the B-trees. It limits their nodes to 63 entries, so that a
 // write copies at most half a kilobyte of each node that a snapshot shares.
@@ -10,17 +14,27 @@ const degree = 32
 
 // entry is a key with its value, or the tombstone of a key.
 type entry[K, V any] struct {
-	// Readers read key and value without a lock. These two never change after the entry was
-	// put into a tree.
+	// Readers read these four without a lock. They never change after the entry was put into
+	// a tree.
 	key      K
 	value    V // zero for a tombstone
 	revision Revision
 	deleted  bool
 
+	// outdated is the first revision whose snapshots do not contain the entry. It is 0 for an
+	// entry of the latest state. Readers read it without a lock.
+	outdated atomic.Uint64
+
 	// For an entry, mark is the number of the last Replace that listed the key. For a
 	// tombstone, it is the time of the deletion, in nanoseconds since the store was created.
 	// Only writers use mark, under the store's mutex. They may change it in place.
 	mark uint64
+}
+
+// in reports whether a snapshot at a revision contains the entry.
+func (e *entry[K, V]) in(revision Revision) bool {
+	outdated := Revision(e.outdated.Load())
+	return outdated == 0 || revision < outdated
 }
 
 // tree is an ordered set of entries.

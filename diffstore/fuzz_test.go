@@ -12,11 +12,14 @@ import (
 	"time"
 )
 
-// checkInvariants compares the store's trees with each other.
+// checkInvariants compares the parts of the store with each other.
 func checkInvariants[K, V any](t *testing.T, s *Store[K, V]) {
 	t.Helper()
-	if got, want := s.byRevision.Len(), s.byKey.Len()+s.tombstones.byKey.Len(); got != want {
-		t.Errorf("%d changes by revision for %d entries and tombstones", got, want)
+	if got, want := len(s.log.entries)-s.log.outdated, s.byKey.Len()+s.tombstones.byKey.Len(); got != want {
+		t.Errorf("%d changes in the log for %d entries and tombstones", got, want)
+	}
+	if s.log.outdated > 64+len(s.log.entries)/8 {
+		t.Errorf("%d of %d changes in the log are outdated", s.log.outdated, len(s.log.entries))
 	}
 	if got, want := s.tombstones.byRevision.Len(), s.tombstones.byKey.Len(); got != want {
 		t.Errorf("%d tombstones by age, %d by key", got, want)
@@ -35,8 +38,17 @@ func checkInvariants[K, V any](t *testing.T, s *Store[K, V]) {
 	if slowest, ok := s.cursors.slowest(); ok && slowest.held.revision < s.floor {
 		t.Errorf("a cursor is at %d, below the floor %d", slowest.held.revision, s.floor)
 	}
-	live := 0
-	s.byRevision.Ascend(func(e *entry[K, V]) bool {
+	live, outdated := 0, 0
+	var last Revision
+	for _, e := range s.log.entries {
+		if e.revision <= last {
+			t.Errorf("revision %d is after %d in the log", e.revision, last)
+		}
+		last = e.revision
+		if e.outdated.Load() != 0 {
+			outdated++
+			continue
+		}
 		var ok bool
 		var same *entry[K, V]
 		if e.deleted {
@@ -48,10 +60,9 @@ func checkInvariants[K, V any](t *testing.T, s *Store[K, V]) {
 		if !ok || same != e {
 			t.Errorf("the change of %v at %d differs from the one by key", e.key, e.revision)
 		}
-		return true
-	})
-	if live != s.byKey.Len() {
-		t.Errorf("%d entries by revision, %d by key", live, s.byKey.Len())
+	}
+	if live != s.byKey.Len() || outdated != s.log.outdated {
+		t.Errorf("the log has %d entries and %d outdated ones, want %d and %d", live, outdated, s.byKey.Len(), s.log.outdated)
 	}
 }
 

@@ -5,17 +5,18 @@ package diffstore
 import (
 	"iter"
 	"slices"
+	"sort"
 )
 
 // Snapshot is the state of a [Store] at one moment. It is immutable and is read without a
 // lock. A snapshot in use keeps replaced and deleted values in memory.
 type Snapshot[K, V any] struct {
-	store      *Store[K, V]
-	byKey      *tree[K, V]
-	byRevision *tree[K, V]
-	revision   Revision
-	recorded   uint64
-	floor      Revision
+	store    *Store[K, V]
+	byKey    *tree[K, V]
+	log      []*entry[K, V] // see changeLog
+	revision Revision
+	recorded uint64
+	floor    Revision
 }
 
 // Revision returns the revision of the last change in the snapshot, 1 if there is none.
@@ -68,8 +69,11 @@ func (s *Snapshot[K, V]) Since(revision Revision) (iter.Seq2[K, V], bool) {
 // yieldSince calls yield with the entries and tombstones written after a revision, in
 // order of their revisions.
 func (s *Snapshot[K, V]) yieldSince(revision Revision, yield func(*entry[K, V]) bool) {
-	if revision < s.revision { // so that revision+1 does not overflow
-		s.byRevision.AscendGreaterOrEqual(&entry[K, V]{revision: revision + 1}, yield)
+	start := sort.Search(len(s.log), func(i int) bool { return s.log[i].revision > revision })
+	for _, e := range s.log[start:] {
+		if e.in(s.revision) && !yield(e) {
+			return
+		}
 	}
 }
 

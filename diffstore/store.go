@@ -72,7 +72,7 @@ type Store[K, V any] struct {
 	mu sync.Mutex
 
 	byKey      *tree[K, V]
-	byRevision *tree[K, V] // the entries of byKey and the tombstones, each key once
+	log        changeLog[K, V]
 	tombstones tombstones[K, V]
 	cursors    cursors[K, V]
 
@@ -99,7 +99,6 @@ func New[K, V any](options Options[K, V]) *Store[K, V] {
 		created:    time.Now(),
 		limits:     limits{tombstones: 100_000, tombstoneAge: 10 * time.Minute, lag: 10_000},
 		byKey:      newKeyTree[K, V](options.Compare),
-		byRevision: newRevisionTree[K, V](),
 		tombstones: tombstones[K, V]{newKeyTree[K, V](options.Compare), newRevisionTree[K, V]()},
 		cursors:    newCursors[K, V](),
 		revision:   firstRevision,
@@ -164,15 +163,14 @@ func (s *Store[K, V]) Snapshot() *Snapshot[K, V] {
 	if cached := s.cached.Load(); cached != nil {
 		return cached
 	}
-	// Clone writes to the tree that it clones, so it needs the mutex. The clones are only
-	// read.
+	// Clone writes to the tree that it clones, so it needs the mutex. The clone is only read.
 	snapshot := &Snapshot[K, V]{
-		store:      s,
-		byKey:      s.byKey.Clone(),
-		byRevision: s.byRevision.Clone(),
-		revision:   s.revision,
-		recorded:   s.recorded,
-		floor:      s.floor,
+		store:    s,
+		byKey:    s.byKey.Clone(),
+		log:      s.log.entries,
+		revision: s.revision,
+		recorded: s.recorded,
+		floor:    s.floor,
 	}
 	s.cached.Store(snapshot)
 	return snapshot
@@ -198,31 +196,33 @@ func (s *Store[K, V]) find(key K) (*entry[K, V], bool) {
 
 // put inserts e, and removes the old entry or tombstone of the same key.
 func (s *Store[K, V]) put(e *entry[K, V]) {
-	var before V
-	if old, ok := s.byKey.ReplaceOrInsert(e); ok {
-		before = old.value
-		s.byRevision.Delete(old)
-	} else if old, ok := s.tombstones.take(e); ok {
-		s.byRevision.Delete(old)
+	old, ok := s.byKey.ReplaceOrInsert(e)
+	if !ok {
+		old, _ = s.tombstones.take(e)
 	}
-	s.record(e, before)
+	s.record(e, old)
 }
 
 // The method remove replaces e by a tombstone.
 func (s *Store[K, V]) remove(e *entry[K, V]) {
 	s.byKey.Delete(e)
-	s.byRevision.Delete(e)
 	dead := &entry[K, V]{key: e.key, deleted: true, mark: uint64(time.Since(s.created))}
-	s.record(dead, e.value)
+	s.record(dead, e)
 	s.tombstones.add(dead)
 }
 
-// The method record assigns the next revision to e, and calls OnChange.
-func (s *Store[K, V]) record(e *entry[K, V], before V) {
+// The method record assigns the next revision to e, and calls OnChange. The entry or
+// tombstone old, unless it is nil, becomes outdated.
+func (s *Store[K, V]) record(e, old *entry[K, V]) {
 	e.revision = s.options.Revisions.next()
-	s.byRevision.ReplaceOrInsert(e)
 	s.revision = e.revision
 	s.recorded++
+	s.log.add(e)
+	var before V
+	if old != nil {
+		before = old.value
+		s.log.drop(old, e.revision)
+	}
 	if s.options.OnChange != nil {
 		s.options.OnChange(e.key, before, e.value)
 	}

@@ -6,7 +6,7 @@ import "time"
 
 // tombstones are the deletions that readers may need. One tree finds the tombstone of a
 // key that is set again. The other tree finds the oldest tombstone. Readers use
-// Store.byRevision instead.
+// Store.log instead.
 type tombstones[K, V any] struct {
 	byKey, byRevision *tree[K, V]
 }
@@ -33,11 +33,11 @@ func (s *Store[K, V]) trim() {
 		return s.tombstones.byKey.Len() > s.limits.tombstones || now-time.Duration(dead.mark) > s.limits.tombstoneAge
 	})
 	s.dropCursors()
-	if s.options.Resumable {
-		return
+	if !s.options.Resumable {
+		slowest, ok := s.cursors.slowest()
+		s.dropTombstones(func(dead *entry[K, V]) bool { return !ok || dead.revision <= slowest.held.revision })
 	}
-	slowest, ok := s.cursors.slowest()
-	s.dropTombstones(func(dead *entry[K, V]) bool { return !ok || dead.revision <= slowest.held.revision })
+	s.log.compact()
 }
 
 // dropTombstones drops tombstones, oldest first, until shouldDrop returns false.
@@ -48,7 +48,7 @@ func (s *Store[K, V]) dropTombstones(shouldDrop func(*entry[K, V]) bool) {
 			return
 		}
 		s.tombstones.take(oldest)
-		s.byRevision.Delete(oldest)
+		s.log.drop(oldest, s.revision+1)
 		s.floor = oldest.revision
 	}
 }

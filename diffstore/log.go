@@ -1,0 +1,35 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package diffstore
+
+// changeLog has the entries of a store and its tombstones in the order of their revisions.
+// It also has some outdated ones, until the next compaction. Snapshots share its memory:
+// it is only appended to.
+type changeLog[K, V any] struct {
+	entries  []*entry[K, V]
+	outdated int // number of outdated entries
+}
+
+func (l *changeLog[K, V]) add(e *entry[K, V]) { l.entries = append(l.entries, e) }
+
+// drop marks an entry as outdated in all snapshots from a revision on.
+func (l *changeLog[K, V]) drop(e *entry[K, V], from Revision) {
+	e.outdated.Store(uint64(from))
+	l.outdated++
+}
+
+// compact removes the outdated entries when they are so many that the cost per change is
+// small. Until then, their values use memory.
+func (l *changeLog[K, V]) compact() {
+	tolerated := 64 + len(l.entries)/8
+	if l.outdated <= tolerated {
+		return
+	}
+	current := make([]*entry[K, V], 0, len(l.entries)-l.outdated+tolerated)
+	for _, e := range l.entries {
+		if e.outdated.Load() == 0 {
+			current = append(current, e)
+		}
+	}
+	l.entries, l.outdated = current, 0
+}

@@ -108,7 +108,7 @@ func (s *Source) Watch(ctx context.Context, state *cluster.State) error {
 }
 
 // Load returns the current state of the whole cluster, or the first error.
-func (s *Source) Load(ctx context.Context) (*cluster.Snapshot, error) {
+func (s *Source) Load(ctx context.Context) (*cluster.Objects, error) {
 	state := cluster.New(cluster.Options{})
 	watching, stop := context.WithCancel(ctx)
 	defer stop()
@@ -125,7 +125,7 @@ func (s *Source) Load(ctx context.Context) (*cluster.Snapshot, error) {
 	if !state.IsSynced() {
 		return nil, context.Cause(ctx)
 	}
-	return state.Snapshot(), nil
+	return state.Objects(), nil
 }
 
 // Find returns the Service object, or nil if it does not exist. It also finds objects

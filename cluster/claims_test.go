@@ -299,7 +299,7 @@ func lostByService(state *cluster.State) map[string][]api.LostClaim {
 // services come first.
 func grantInOrder(state *cluster.State) map[string][]api.LostClaim {
 	var services []*api.Service
-	for _, s := range state.Snapshot().Services.All() {
+	for _, s := range state.Objects().Services.All() {
 		services = append(services, s)
 	}
 	slices.SortFunc(services, func(a, b *api.Service) int {

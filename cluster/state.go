@@ -31,11 +31,13 @@ type State struct {
 	changed   chan struct{} // closed by the next change; nil if no reader waits
 	synced    chan struct{} // closed by SetSynced
 	snapshot  *Snapshot     // the snapshot of the current revision, nil until requested
+	objects   *Objects      // the objects of the current revision, nil until requested
 }
 
 // Reader contains the methods of [State] that only read.
 type Reader interface {
 	Snapshot() *Snapshot
+	Objects() *Objects
 	Changed(since diffstore.Revision) <-chan struct{}
 	Synced() <-chan struct{}
 	IsSynced() bool
@@ -88,7 +90,7 @@ func (s *State) commit(before diffstore.Revision) {
 	if s.revisions.Last() == before {
 		return
 	}
-	s.snapshot = nil
+	s.snapshot, s.objects = nil, nil
 	if s.IsSynced() {
 		s.wake()
 	}
@@ -145,18 +147,31 @@ func (s *State) Changed(since diffstore.Revision) <-chan struct{} {
 func (s *State) Snapshot() *Snapshot {
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	return s.latest()
+}
+
+func (s *State) latest() *Snapshot {
 	if s.snapshot == nil {
 		_, stale := s.staleStore.Get("")
 		s.snapshot = &Snapshot{
 			Revision: s.revisions.Last(),
-			Services: s.services.Snapshot(),
-			Slices:   s.slices.Snapshot(),
-			Nodes:    s.nodes.Snapshot(),
 			States:   s.states.Snapshot(),
+			Nodes:    s.nodes.Snapshot(),
 			Stale:    stale,
 		}
 	}
 	return s.snapshot
+}
+
+// Objects returns the current state with its objects. Later changes cost more than after
+// a call of Snapshot.
+func (s *State) Objects() *Objects {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.objects == nil {
+		s.objects = &Objects{s.latest(), s.services.Snapshot(), s.slices.Snapshot()}
+	}
+	return s.objects
 }
 
 // NewCursor returns a cursor on the joined states, for a reader that needs every changed
@@ -253,13 +268,19 @@ func (s *State) setState(key types.NamespacedName, state api.ServiceState) {
 // Snapshot is the state at one revision. It is immutable, and readers need no lock.
 type Snapshot struct {
 	Revision diffstore.Revision
-	Services *diffstore.Snapshot[types.NamespacedName, *api.Service]
-	Slices   *diffstore.Snapshot[types.NamespacedName, *api.EndpointSlice]
-	Nodes    *diffstore.Snapshot[string, *api.Node]
 	// States has the joined state of each service, with the revision of its last change.
 	States *diffstore.Snapshot[types.NamespacedName, *api.ServiceState]
+	Nodes  *diffstore.Snapshot[string, *api.Node]
 	// Stale is true if the source lost its connection long ago (see [Tx.SetStale]).
 	Stale bool
+}
+
+// Objects is a snapshot for programs that copy the state: it also has the services and
+// slices as separate objects, each with the revision of its last change.
+type Objects struct {
+	*Snapshot
+	Services *diffstore.Snapshot[types.NamespacedName, *api.Service]
+	Slices   *diffstore.Snapshot[types.NamespacedName, *api.EndpointSlice]
 }
 
 // Tx is one commit. It is valid only during Update.

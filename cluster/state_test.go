@@ -161,7 +161,7 @@ func TestChangesBeforePanicAreVisible(t *testing.T) {
 	if !isClosed(changed) {
 		t.Error("the change wakes no reader")
 	}
-	after := state.Snapshot()
+	after := state.Objects()
 	if n := after.Services.Len(); n != 1 {
 		t.Errorf("the snapshot has %d services, want 1", n)
 	}
@@ -205,7 +205,7 @@ func TestDeletionsAreRememberedForServersOnly(t *testing.T) {
 				tx.SetService(service("b", 1, "10.0.0.1", 80))
 				tx.SetSlice(slice("b-1", "b"))
 			})
-			after := state.Snapshot()
+			after := state.Objects()
 			_, services := after.Services.Since(before.Revision)
 			_, slices := after.Slices.Since(before.Revision)
 			_, states := after.States.Since(before.Revision)
@@ -231,7 +231,7 @@ func TestCommitIsAtomic(t *testing.T) {
 	for range 4 {
 		wait.Go(func() {
 			for range 2000 {
-				snapshot := state.Snapshot()
+				snapshot := state.Objects()
 				a, _ := snapshot.States.Get(key("a"))
 				b, _ := snapshot.Services.Get(key("b"))
 				if a == nil && b == nil {

@@ -29,7 +29,7 @@ type publisher struct {
 	interval time.Duration
 
 	mu       sync.Mutex
-	snapshot *cluster.Snapshot // nil until the state is synced
+	snapshot *cluster.Objects // nil until the state is synced
 	next     chan struct{}     // closed when snapshot is replaced
 
 	// cacheMu guards the last result of stateChanges, which many streams need.
@@ -40,7 +40,7 @@ type publisher struct {
 
 // get returns the present snapshot, or nil if there is none yet. The channel closes when
 // another snapshot replaces it.
-func (p *publisher) get() (*cluster.Snapshot, <-chan struct{}) {
+func (p *publisher) get() (*cluster.Objects, <-chan struct{}) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	return p.snapshot, p.next
@@ -49,7 +49,7 @@ func (p *publisher) get() (*cluster.Snapshot, <-chan struct{}) {
 // lags reports whether a snapshot is so old that its memory should be freed. The limit is
 // twice the limit for cursors in package diffstore, because most changes count twice: in
 // the store of the changed object, and in the store of the joined states.
-func (p *publisher) lags(snapshot *cluster.Snapshot) bool {
+func (p *publisher) lags(snapshot *cluster.Objects) bool {
 	present, _ := p.get()
 	return int(present.Revision-snapshot.Revision) > 2*max(10_000, present.States.Len()/4)
 }
@@ -83,7 +83,7 @@ func (p *publisher) run(ctx context.Context) error {
 				return nil
 			}
 		}
-		snapshot := p.state.Snapshot()
+		snapshot := p.state.Objects()
 		revision = snapshot.Revision
 		p.mu.Lock()
 		p.snapshot = snapshot

@@ -59,7 +59,7 @@ type relay struct {
 }
 
 // send implements subscriber.
-func (r *relay) send(snapshot *cluster.Snapshot) (bool, error) {
+func (r *relay) send(snapshot *cluster.Objects) (bool, error) {
 	if r.synced && r.revision == snapshot.Revision {
 		return false, nil
 	}

@@ -19,7 +19,7 @@ import (
 type subscriber[Request any] interface {
 	// send sends the changes between the client's position and the snapshot. It reports
 	// whether there was anything to send.
-	send(snapshot *cluster.Snapshot) (bool, error)
+	send(snapshot *cluster.Objects) (bool, error)
 	// request handles every request of the stream except the first.
 	request(req *Request) error
 }
@@ -78,7 +78,7 @@ func endOf(err error) error {
 }
 
 // answer calls send for each new snapshot, until send reports that it sent something.
-func (s *Server) answer(ctx context.Context, send func(*cluster.Snapshot) (bool, error)) error {
+func (s *Server) answer(ctx context.Context, send func(*cluster.Objects) (bool, error)) error {
 	renew := time.NewTicker(renewTokens)
 	defer renew.Stop()
 	for {
@@ -107,12 +107,12 @@ type sender struct {
 	caller caller
 
 	// The fields below describe the answer in progress.
-	snapshot *cluster.Snapshot
+	snapshot *cluster.Objects
 	started  time.Time
 	sent     int // bytes
 }
 
-func (s *sender) begin(snapshot *cluster.Snapshot) {
+func (s *sender) begin(snapshot *cluster.Objects) {
 	s.snapshot, s.started, s.sent = snapshot, time.Now(), 0
 }
 

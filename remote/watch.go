@@ -104,7 +104,7 @@ func (w *watch) request(req *localv1.WatchReq) error {
 }
 
 // send implements subscriber.
-func (w *watch) send(snapshot *cluster.Snapshot) (bool, error) {
+func (w *watch) send(snapshot *cluster.Objects) (bool, error) {
 	node, _ := snapshot.Nodes.Get(w.name)
 	w.sender.begin(snapshot)
 	w.sendDifference(snapshot, node)
@@ -118,13 +118,13 @@ func (w *watch) send(snapshot *cluster.Snapshot) (bool, error) {
 }
 
 // mayExpire reports whether the client's token may soon be invalid.
-func (w *watch) mayExpire(snapshot *cluster.Snapshot) bool {
+func (w *watch) mayExpire(snapshot *cluster.Objects) bool {
 	behind := snapshot.Revision - w.token
 	return behind > staleToken || behind > 0 && time.Since(w.renewed) >= renewTokens
 }
 
 // sync sends the Sync that ends an answer, with a new token.
-func (w *watch) sync(snapshot *cluster.Snapshot, node *api.Node) {
+func (w *watch) sync(snapshot *cluster.Objects, node *api.Node) {
 	var token []byte
 	if w.tokens {
 		token = w.server.newToken(snapshot.Revision, w.depends(node)...)
@@ -168,7 +168,7 @@ func (w *watch) depends(node *api.Node) []string {
 
 // sendDifference sends the operations that turn the client's state into the snapshot. It
 // does not send the Sync.
-func (w *watch) sendDifference(snapshot *cluster.Snapshot, node *api.Node) {
+func (w *watch) sendDifference(snapshot *cluster.Objects, node *api.Node) {
 	d := w.cursor.Until(snapshot.States)
 	if !d.Full() {
 		if !node.Equal(w.node) {

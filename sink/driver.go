@@ -37,7 +37,7 @@ type Driver struct {
 	mu      sync.Mutex
 	started bool
 	end     error         // not nil after the end of Run
-	moved   chan struct{} // closed and replaced when a field below changes
+	moved   chan struct{} // closed when a field below changes; nil if no goroutine waits
 	status  Status        // without the fields that Driver.Status fills in
 	pending pending
 
@@ -62,7 +62,6 @@ func NewDriver(src Source, s Sink, opts Options) *Driver {
 		sink:    s,
 		opts:    opts.withDefaults(),
 		kick:    make(chan struct{}, 1),
-		moved:   make(chan struct{}),
 		pending: newPending(),
 	}
 }
@@ -298,8 +297,10 @@ func (d *Driver) update(change func()) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	change()
-	close(d.moved)
-	d.moved = make(chan struct{})
+	if d.moved != nil {
+		close(d.moved)
+		d.moved = nil
+	}
 }
 
 // guard calls f, a method of the sink. If f panics, guard returns the panic as an error.

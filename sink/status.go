@@ -132,6 +132,9 @@ func (d *Driver) WaitSynced(ctx context.Context) error {
 func (d *Driver) waitUntil(ctx context.Context, reached func() bool) error {
 	for {
 		d.mu.Lock()
+		if d.moved == nil {
+			d.moved = make(chan struct{})
+		}
 		done, moved, end := reached(), d.moved, d.end
 		d.mu.Unlock()
 		switch {
@@ -171,7 +174,9 @@ func (d *Driver) report(ctx context.Context, result SyncResult, failed Failed) {
 	case result.Err != nil:
 		log.Error(result.Err, "Sync failed; retrying", "pass", result.InPass, "services", result.Services, "failures", d.status.Failures)
 	default:
-		log.V(4).Info("Synced", "pass", result.InPass, "services", result.Services, "revision", d.position, "took", result.Duration)
+		if log := log.V(4); log.Enabled() {
+			log.Info("Synced", "pass", result.InPass, "services", result.Services, "revision", d.position, "took", result.Duration)
+		}
 	}
 	result.Failing = d.pending.failing
 	d.opts.Observer.Synced(result)

@@ -39,7 +39,7 @@ func ExampleManifests() {
 	if err := file.Watch(ctx, state, file.Options{Path: manifests, Once: true}); err != nil {
 		log.Fatal(err)
 	}
-	for key, s := range state.Snapshot().Services.All() {
+	for key, s := range state.Objects().Services.All() {
 		fmt.Println(key, s.IPs.ClusterIPs.V4)
 	}
 	// Output:

@@ -132,7 +132,7 @@ func explain(cmd *cobra.Command, source *app.Source, nodeName string, about ques
 		cmd.PrintErrf("Node %q not found; zone and addresses unknown, locality decided by node name.\n", nodeName)
 	}
 	found := false
-	for e := range about.explanations(snapshot, node) {
+	for e := range about.explanations(snapshot.Snapshot, node) {
 		found = true
 		if err := errors.Join(print(e), printMore(e, node)); err != nil {
 			return err
@@ -144,7 +144,7 @@ func explain(cmd *cobra.Command, source *app.Source, nodeName string, about ques
 	case about.service.Name != "":
 		return about.notServed(cmd.Context(), source)
 	default:
-		return about.notFound(snapshot, node)
+		return about.notFound(snapshot.Snapshot, node)
 	}
 }
 

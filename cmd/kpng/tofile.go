@@ -101,7 +101,7 @@ func (w *fileWriter) follow(ctx context.Context, state *cluster.State, interval 
 		case <-ctx.Done():
 			return nil
 		}
-		snapshot, wait := state.Snapshot(), interval
+		snapshot, wait := state.Objects(), interval
 		err := w.write(snapshot)
 		switch {
 		case err == nil:
@@ -123,14 +123,14 @@ func (w *fileWriter) follow(ctx context.Context, state *cluster.State, interval 
 }
 
 // write replaces the whole file.
-func (w *fileWriter) write(s *cluster.Snapshot) error {
+func (w *fileWriter) write(s *cluster.Objects) error {
 	if err := w.replace(s); err != nil {
 		return fmt.Errorf("write %s: %w", w.path, err)
 	}
 	return nil
 }
 
-func (w *fileWriter) replace(s *cluster.Snapshot) error {
+func (w *fileWriter) replace(s *cluster.Objects) error {
 	// The command kpng file skips names that begin with a dot.
 	next, err := os.CreateTemp(filepath.Dir(w.path), ".kpng-*")
 	if err != nil {

@@ -84,7 +84,7 @@ func TestFailingSinkReceivesEachChangeOnce(t *testing.T) {
 			n.put(services["brief"])
 			n.remove(services["brief"], services["c"])
 			n.put(services["d"])
-			waitState(t, p, func(s *cluster.Snapshot) bool {
+			waitState(t, p, func(s *cluster.Objects) bool {
 				_, ok := s.Services.Get(types.NamespacedName{Namespace: n.name, Name: "d"})
 				return ok
 			})
@@ -147,11 +147,11 @@ func portOf(v *api.ServiceEndpoints) int32 {
 }
 
 // waitState waits until isDone returns true for a snapshot of p's state.
-func waitState(t *testing.T, p *kpng.Proxy, isDone func(*cluster.Snapshot) bool) {
+func waitState(t *testing.T, p *kpng.Proxy, isDone func(*cluster.Objects) bool) {
 	t.Helper()
 	ctx := within(t)
 	for {
-		s := p.State().Snapshot()
+		s := p.State().Objects()
 		if isDone(s) {
 			return
 		}
@@ -195,7 +195,7 @@ func TestRunLeaksNoGoroutines(t *testing.T) {
 	}{
 		{"after everything is applied", kpng.Options{Config: somebody}, nil, applied},
 		{"while a sync runs", kpng.Options{Config: somebody}, sinktest.Block(never), func(t *testing.T, p *kpng.Proxy, _ *wire) {
-			waitState(t, p, func(*cluster.Snapshot) bool { return p.State().IsSynced() })
+			waitState(t, p, func(*cluster.Objects) bool { return p.State().IsSynced() })
 		}},
 		{"immediately", kpng.Options{Config: somebody}, nil, func(*testing.T, *kpng.Proxy, *wire) {}},
 		{"while the server cannot be reached", kpng.Options{Config: nowhere}, nil, failed},
@@ -234,7 +234,7 @@ func TestNoHandlersRemainOnInformers(t *testing.T) {
 	applied(t, p, nil)
 	web := newService("web", n.name, servicePort("", 80, 80))
 	n.put(web, newSlice("web", web, nil, newEndpoint("10.1.0.1", "")), n.node(""))
-	waitState(t, p, func(s *cluster.Snapshot) bool {
+	waitState(t, p, func(s *cluster.Objects) bool {
 		return s.Services.Len() == 1 && s.Slices.Len() == 1 && s.Nodes.Len() == 1
 	})
 	stop()

@@ -94,7 +94,7 @@ func (x *following) awaitServices(want ...string) {
 
 func (x *following) services() []string {
 	var names []string
-	for key := range x.state.Snapshot().Services.All() {
+	for key := range x.state.Objects().Services.All() {
 		names = append(names, key.Name)
 	}
 	return names
@@ -432,7 +432,7 @@ func TestWatchEndsWhileReading(t *testing.T) {
 func TestUnchangedManifestsChangeNothing(t *testing.T) {
 	path := inFile(t, t.TempDir())
 	x := follow(t, path, true)
-	before := x.state.Snapshot()
+	before := x.state.Objects()
 	put(t, path, "# an additional comment\n"+named("a"))
 	x.awaitLoad(true)
 	if after := x.state.Snapshot(); after.Revision != before.Revision {
@@ -442,7 +442,7 @@ func TestUnchangedManifestsChangeNothing(t *testing.T) {
 	x.awaitServices("a", "b")
 	key := (&api.Service{Namespace: "default", Name: "a"}).Key()
 	old, _ := before.Services.Get(key)
-	now, _ := x.state.Snapshot().Services.Get(key)
+	now, _ := x.state.Objects().Services.Get(key)
 	if old != now {
 		t.Error("an unchanged service was written again")
 	}
@@ -525,7 +525,7 @@ func TestOnceEndsAfterFirstReading(t *testing.T) {
 	if err := Watch(ctx, state, Options{Path: inFile(t, t.TempDir()), Once: true}); err != nil {
 		t.Fatal(err)
 	}
-	if !state.IsSynced() || state.Snapshot().Services.Len() != 1 {
+	if !state.IsSynced() || state.Objects().Services.Len() != 1 {
 		t.Error("nothing read")
 	}
 }

@@ -46,7 +46,7 @@ type WriteOptions struct {
 //
 // If manifests cannot express an object, Write returns an error that names the first such
 // object. API servers have no such objects. After an error the output is not usable.
-func Write(w io.Writer, s *cluster.Snapshot, opts WriteOptions) error {
+func Write(w io.Writer, s *cluster.Objects, opts WriteOptions) error {
 	if opts.AllPortsAnnotation == "" {
 		opts.AllPortsAnnotation = DefaultAllPortsAnnotation
 	}

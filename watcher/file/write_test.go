@@ -42,7 +42,7 @@ func (w scoped) SetNode(n *api.Node)                    { w.Tx.SetNode(n) }
 func (w scoped) DeleteNode(name string)                 { w.Tx.DeleteNode(name) }
 
 // readBack writes s to a file, and returns the state that results from reading the file.
-func readBack(t *testing.T, s *cluster.Snapshot, opts WriteOptions) *cluster.Snapshot {
+func readBack(t *testing.T, s *cluster.Objects, opts WriteOptions) *cluster.Objects {
 	t.Helper()
 	var text bytes.Buffer
 	if err := Write(&text, s, opts); err != nil {
@@ -72,12 +72,12 @@ func readBack(t *testing.T, s *cluster.Snapshot, opts WriteOptions) *cluster.Sna
 	if err != nil {
 		t.Fatalf("%v, reading\n%s", err, text.Bytes())
 	}
-	return state.Snapshot()
+	return state.Objects()
 }
 
 // contents returns the objects of a state, with separate entries for trigger times,
 // because comparisons of EndpointSlices ignore these.
-func contents(s *cluster.Snapshot) map[string]any {
+func contents(s *cluster.Objects) map[string]any {
 	all := map[string]any{}
 	for key, service := range s.Services.All() {
 		all["Service "+key.String()] = service
@@ -109,7 +109,7 @@ func TestWrittenStateIsReadBack(t *testing.T) {
 			AllPortsAnnotation: []string{"", "example.org/all"}[seed/4%2],
 		}
 		t.Run(fmt.Sprintf("%+v, seed %d", opts, seed), func(t *testing.T) {
-			want := state.Snapshot()
+			want := state.Objects()
 			if diff := cmp.Diff(contents(want), contents(readBack(t, want, opts))); diff != "" {
 				t.Errorf("state (-written +read):\n%s", diff)
 			}
@@ -185,7 +185,7 @@ func TestEveryFieldIsWritten(t *testing.T) {
 	})
 	for _, json := range []bool{false, true} {
 		opts := WriteOptions{JSON: json, ServiceProxyName: "example"}
-		if diff := cmp.Diff(contents(state.Snapshot()), contents(readBack(t, state.Snapshot(), opts))); diff != "" {
+		if diff := cmp.Diff(contents(state.Objects()), contents(readBack(t, state.Objects(), opts))); diff != "" {
 			t.Errorf("%+v (-written +read):\n%s", opts, diff)
 		}
 	}
@@ -218,7 +218,7 @@ func findZero(v reflect.Value, field string, zero map[string]bool) {
 
 func TestEmptyStateIsReadBack(t *testing.T) {
 	for _, json := range []bool{false, true} {
-		if got := contents(readBack(t, cluster.New(cluster.Options{}).Snapshot(), WriteOptions{JSON: json})); len(got) > 0 {
+		if got := contents(readBack(t, cluster.New(cluster.Options{}).Objects(), WriteOptions{JSON: json})); len(got) > 0 {
 			t.Errorf("read %v", got)
 		}
 	}
@@ -239,7 +239,7 @@ func TestInexpressibleObjectIsAnError(t *testing.T) {
 			test.service.Namespace, test.service.Name = "ns", "svc"
 			state := cluster.New(cluster.Options{})
 			state.Update(func(tx *cluster.Tx) { tx.SetService(&test.service) })
-			err := Write(&bytes.Buffer{}, state.Snapshot(), WriteOptions{})
+			err := Write(&bytes.Buffer{}, state.Objects(), WriteOptions{})
 			if err == nil || !strings.Contains(err.Error(), "Service ns/svc") || !strings.Contains(err.Error(), test.want) {
 				t.Errorf("error %v does not contain the service and %q", err, test.want)
 			}

@@ -266,7 +266,7 @@ func TestObjectsThatCannotBeDecodedAreIgnored(t *testing.T) {
 	ended := make(chan error, 1)
 	go func() { ended <- Watch(ctx, state, Options{Config: &rest.Config{Host: server.URL}}) }()
 	names := func() (all []string) {
-		for key := range state.Snapshot().Services.All() {
+		for key := range state.Objects().Services.All() {
 			all = append(all, key.Name)
 		}
 		return all

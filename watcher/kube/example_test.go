@@ -60,7 +60,7 @@ func newAPIServer() *httptest.Server {
 
 // show prints the names of all objects.
 func show(state *cluster.State) {
-	snapshot := state.Snapshot()
+	snapshot := state.Objects()
 	for key := range snapshot.Services.All() {
 		fmt.Println("service", key)
 	}

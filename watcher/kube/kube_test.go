@@ -111,7 +111,7 @@ func (w *world) expectBeforeSync(want ...string) {
 
 func (w *world) dump() []string {
 	var got []string
-	snapshot := w.state.Snapshot()
+	snapshot := w.state.Objects()
 	for key := range snapshot.Services.All() {
 		got = append(got, "service "+key.String())
 	}
@@ -290,7 +290,7 @@ func TestRecreatedObjectReplacesItsPredecessor(t *testing.T) {
 		w.delete(first)
 		w.set(second)
 		w.expect("service default/web")
-		got, _ := w.state.Snapshot().Services.Get(types.NamespacedName{Namespace: "default", Name: "web"})
+		got, _ := w.state.Objects().Services.Get(types.NamespacedName{Namespace: "default", Name: "web"})
 		if got.UID != "second" {
 			t.Errorf("UID %q, want that of the second object", got.UID)
 		}
@@ -302,7 +302,7 @@ func TestRecreatedObjectReplacesItsPredecessor(t *testing.T) {
 		w.compact()
 		w.listener.unplug(false)
 		w.advance(2 * time.Minute)
-		got, _ = w.state.Snapshot().Services.Get(types.NamespacedName{Namespace: "default", Name: "web"})
+		got, _ = w.state.Objects().Services.Get(types.NamespacedName{Namespace: "default", Name: "web"})
 		if got == nil || got.UID != "third" {
 			t.Errorf("after a relist: %+v, want the third object", got)
 		}
@@ -360,10 +360,10 @@ func TestOutageEndsWithOnlyDifferences(t *testing.T) {
 			inWorld(t, Options{}, func(w *world) {
 				w.set(service("stays"), service("goes"), slice("stays", "stays-1", "10.0.0.1"))
 				w.start()
-				before := w.state.Snapshot()
+				before := w.state.Objects()
 				w.listener.unplug(true)
 				w.advance(10 * time.Minute)
-				away := w.state.Snapshot()
+				away := w.state.Objects()
 				if got := away.Services.Revision(); got != before.Services.Revision() || !away.Stale {
 					t.Errorf("revision of services went from %d to %d while the server was away; stale %t", before.Services.Revision(), got, away.Stale)
 				}

@@ -392,12 +392,12 @@ func TestDroppedSliceOfNewServiceIsFound(t *testing.T) {
 			if err := write(s, dropped); err != nil {
 				t.Fatal(err)
 			}
-			if n := state.Snapshot().Slices.Len(); n != 1 {
+			if n := state.Objects().Slices.Len(); n != 1 {
 				t.Errorf("%d slices, want 1", n)
 			}
 			server = nil
 			s.slices.Delete(plain)
-			if n := state.Snapshot().Slices.Len(); n != 0 {
+			if n := state.Objects().Slices.Len(); n != 0 {
 				t.Errorf("%d slices after its deletion, want 0", n)
 			}
 		})
@@ -414,7 +414,7 @@ func TestSliceOfDeletedServiceIsDropped(t *testing.T) {
 			if err := write(s, kept); err != nil {
 				t.Fatal(err)
 			}
-			if n := state.Snapshot().Slices.Len(); n != 0 {
+			if n := state.Objects().Slices.Len(); n != 0 {
 				t.Errorf("%d slices, want 0", n)
 			}
 		})

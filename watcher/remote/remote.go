@@ -79,7 +79,7 @@ func (f *follower) follow(ctx context.Context, conn *grpc.ClientConn, heard func
 			_, err = stream.Recv() // the error of Send has no details; Recv returns the server's error
 			return err
 		}
-		a := answer{had: f.state.Snapshot(), log: log}
+		a := answer{had: f.state.Objects(), log: log}
 		for a.token == nil {
 			part, err := stream.Recv()
 			if err != nil {
@@ -103,7 +103,7 @@ func (f *follower) follow(ctx context.Context, conn *grpc.ClientConn, heard func
 // answer collects the parts of an answer. If an object is unreadable, it logs an error
 // and uses the object's version in the snapshot before the answer (the field had).
 type answer struct {
-	had      *cluster.Snapshot
+	had      *cluster.Objects
 	log      klog.Logger
 	reset    bool
 	services objects[types.NamespacedName, api.Service]

@@ -181,7 +181,7 @@ func TestRelayOfStaleStateIsStale(t *testing.T) {
 }
 
 // difference describes the differences between two states.
-func difference(original, copied *cluster.Snapshot) string {
+func difference(original, copied *cluster.Objects) string {
 	return compare(original.Services, copied.Services, (*api.Service).Equal) +
 		compare(original.Slices, copied.Slices, (*api.EndpointSlice).Equal) +
 		compare(original.Nodes, copied.Nodes, (*api.Node).Equal)
@@ -206,10 +206,10 @@ func compare[K comparable, V any](want, got *diffstore.Snapshot[K, V], equal fun
 func wait(t *testing.T, original, copied *cluster.State) {
 	t.Helper()
 	for {
-		snapshot := copied.Snapshot()
+		snapshot := copied.Objects()
 		d := "the copy has not synced"
 		if copied.IsSynced() {
-			if d = difference(original.Snapshot(), snapshot); d == "" {
+			if d = difference(original.Objects(), snapshot); d == "" {
 				return
 			}
 		}

@@ -45,7 +45,7 @@ func run(opts kpng.Options) error {
 		runtime.GC()
 	}
 	runtime.ReadMemStats(&memory)
-	fmt.Println(p.State().Snapshot().Services.Len(), memory.HeapAlloc)
+	fmt.Println(p.State().Objects().Services.Len(), memory.HeapAlloc)
 	cancel()
 	return <-ended
 }

@@ -115,10 +115,9 @@ func New(opts Options) (*Proxy, error) {
 		nodeName: name, state: cluster.New(cluster.Options{}), watch: watch, once: once,
 		files: opts.Manifests != "", ended: make(chan struct{}),
 	}
-	for _, s := range sinks {
-		f := feed.New(p.state, name)
-		p.feeds = append(p.feeds, f)
-		p.drivers = append(p.drivers, sink.NewDriver(f, s.Sink, s.Options))
+	p.feeds = feed.NewAll(p.state, name, len(sinks))
+	for i, s := range sinks {
+		p.drivers = append(p.drivers, sink.NewDriver(p.feeds[i], s.Sink, s.Options))
 	}
 	return p, nil
 }

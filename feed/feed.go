@@ -29,8 +29,11 @@ import (
 
 // Feed is a [sink.Source] for one node and one reader.
 type Feed struct {
-	state  cluster.Reader
-	name   string
+	state cluster.Reader
+	// stub is the node while its Node object is not known. The name alone then decides
+	// which endpoints are local.
+	stub   *api.Node
+	views  *views
 	cursor *diffstore.Cursor[types.NamespacedName, *api.ServiceState]
 
 	// The fields revision, node and cursor describe the state that the reader last
@@ -50,7 +53,18 @@ type offer struct {
 // New returns a feed that computes the views of the named node from state. If the name is
 // empty, no endpoint is local, and the feed has no Node object.
 func New(state cluster.Reader, nodeName string) *Feed {
-	return &Feed{state: state, name: nodeName, cursor: state.NewCursor()}
+	return NewAll(state, nodeName, 1)[0]
+}
+
+// NewAll returns n feeds like [New], for n readers. The feeds share the views that they
+// compute for changes. Each has its own position, and a slow reader delays no other.
+func NewAll(state cluster.Reader, nodeName string, n int) []*Feed {
+	shared, stub := &views{}, &api.Node{Name: nodeName}
+	feeds := make([]*Feed, n)
+	for i := range feeds {
+		feeds[i] = &Feed{state: state, stub: stub, views: shared, cursor: state.NewCursor()}
+	}
+	return feeds
 }
 
 // Changed implements [sink.Source].
@@ -92,7 +106,7 @@ func (f *Feed) Close() { f.cursor.Close() }
 // update returns the difference between the acknowledged state and snapshot.
 func (f *Feed) update(snapshot *cluster.Snapshot) *sink.Update {
 	delta := f.cursor.Until(snapshot.States)
-	node, _ := snapshot.Nodes.Get(f.name)
+	node, _ := snapshot.Nodes.Get(f.stub.Name)
 	after := view{delta.New, f.self(node)}
 
 	u := &sink.Update{
@@ -104,15 +118,14 @@ func (f *Feed) update(snapshot *cluster.Snapshot) *sink.Update {
 	}
 	u.NodeChanged = !node.Equal(f.node)
 	before := view{delta.Old, f.self(f.node)}
-	u.Changes = changes(before, after, delta)
+	u.Changes = f.changes(before, after, delta)
 	return u
 }
 
-// self returns the node whose views the feed computes. While the Node object is not
-// known, the name alone decides which endpoints are local.
+// self returns the node whose views the feed computes.
 func (f *Feed) self(node *api.Node) *api.Node {
 	if node == nil {
-		return &api.Node{Name: f.name}
+		return f.stub
 	}
 	return node
 }
@@ -148,14 +161,14 @@ func (v view) viewsAfter(key types.NamespacedName) iter.Seq[*api.ServiceEndpoint
 
 // changes returns the services whose views differ, in order. If the zone of the node
 // changed, it compares all services, otherwise only the services in delta.
-func changes(before, after view, delta diffstore.Delta[types.NamespacedName, *api.ServiceState]) []sink.Change {
+func (f *Feed) changes(before, after view, delta diffstore.Delta[types.NamespacedName, *api.ServiceState]) []sink.Change {
 	candidates := delta.Changes()
 	if before.node.Zone() != after.node.Zone() {
 		candidates = delta.All()
 	}
 	var list []sink.Change
 	for c := range candidates {
-		old, new := before.see(c.Old), after.see(c.New)
+		old, new := f.views.of(c.Old, before.node), f.views.of(c.New, after.node)
 		if !old.Equal(new) {
 			list = append(list, sink.Change{Key: c.Key, Old: old, New: new, TriggerTime: triggerTime(c.Old, c.New)})
 		}

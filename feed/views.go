@@ -1,0 +1,54 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package feed
+
+import (
+	"sync"
+
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/nodeview"
+)
+
+// maxRecent limits the memory of views: it is the number of services and endpoints in one
+// generation.
+const maxRecent = 4096
+
+// views computes the views of one node, and keeps recent ones. The old view of a change
+// is often the new view of an earlier change. If a node has several feeds, each of them
+// needs the same views.
+type views struct {
+	mu   sync.Mutex
+	zone string
+	// recent and earlier are two generations of views. When recent is full, it replaces
+	// earlier.
+	recent, earlier map[*api.ServiceState]*api.ServiceEndpoints
+	size            int // number of services and endpoints in recent
+}
+
+// of returns the view of a service. The name of the node must be the same in all calls.
+func (v *views) of(state *api.ServiceState, node *api.Node) *api.ServiceEndpoints {
+	if state == nil {
+		return nil
+	}
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	if zone := node.Zone(); v.recent == nil || v.zone != zone {
+		v.zone, v.recent, v.earlier, v.size = zone, map[*api.ServiceState]*api.ServiceEndpoints{}, nil, 0
+	}
+	if se, ok := v.recent[state]; ok {
+		return se
+	}
+	se, ok := v.earlier[state]
+	if !ok {
+		se = nodeview.View(state, node)
+	}
+	v.recent[state] = se
+	v.size++
+	if se != nil {
+		v.size += len(se.Endpoints) + len(se.Draining)
+	}
+	if v.size > maxRecent {
+		v.recent, v.earlier, v.size = map[*api.ServiceState]*api.ServiceEndpoints{}, v.recent, 0
+	}
+	return se
+}

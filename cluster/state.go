@@ -32,6 +32,7 @@ type State struct {
 	synced    chan struct{} // closed by SetSynced
 	snapshot  *Snapshot     // the snapshot of the current revision, nil until requested
 	objects   *Objects      // the objects of the current revision, nil until requested
+	tx        Tx            // the argument of Update's function
 }
 
 // Reader contains the methods of [State] that only read.
@@ -62,6 +63,7 @@ func New(opts Options) *State {
 	s.nodes = newStore(s, opts, strings.Compare, (*api.Node).Equal, nil)
 	s.states = newStore(s, opts, api.CompareKeys, func(a, b *api.ServiceState) bool { return a == b }, nil)
 	s.staleStore = newStore(s, opts, strings.Compare, func(a, b bool) bool { return a == b }, nil)
+	s.tx = Tx{s}
 	return s
 }
 
@@ -82,7 +84,7 @@ func (s *State) Update(f func(tx *Tx)) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	defer s.commit(s.revisions.Last())
-	f(&Tx{s})
+	f(&s.tx)
 }
 
 // commit ends an Update. It does nothing if the Update made no change.

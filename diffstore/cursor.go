@@ -31,9 +31,9 @@ func (s *Store[K, V]) NewCursor() *Cursor[K, V] {
 }
 
 // Until returns the delta from the reader's position to a snapshot of the store, usually
-// the latest. Only [Cursor.Advance] moves the position. Before the next Advance, each
-// further delta includes the same changes, merged with later changes. For a snapshot
-// older than the position, the delta has no changes.
+// the latest. Only [Cursor.Advance] moves the position. Until the next Advance, each
+// delta contains all changes since the position, also those of earlier deltas. For a
+// snapshot older than the position, the delta has no changes.
 //
 // It panics if the snapshot belongs to another store.
 func (c *Cursor[K, V]) Until(to *Snapshot[K, V]) Delta[K, V] {

@@ -8,7 +8,7 @@ import (
 	"github.com/google/btree"
 )
 
-// degree is the degree of the B-trees. It limits their nodes to 63 entries, so that a
+// degree is the degree of the B-trees. A tree node then has at most 63 entries, so that a
 // write copies at most half a kilobyte of each node that a snapshot shares.
 const degree = 32
 

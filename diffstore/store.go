@@ -59,11 +59,12 @@ type limits struct {
 	tombstones   int
 	tombstoneAge time.Duration
 	// lag is the number of recorded changes by which a cursor may lag before its reader has
-	// to start over. The limit is a quarter of the store's length if that is more.
+	// to start over. If a quarter of the store's length is more than lag, that quarter is
+	// the limit.
 	lag int
 }
 
-// Store is an ordered map whose changes readers can follow. See the package comment.
+// Store is an ordered map. Readers can follow its changes. See the package comment.
 type Store[K, V any] struct {
 	options Options[K, V]
 	limits  limits

@@ -6,8 +6,10 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"net/netip"
+	"runtime"
 	"testing"
 	"time"
+	"weak"
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/api"
@@ -29,7 +31,8 @@ func service(name string) *api.Service {
 	}
 }
 
-// slice returns an EndpointSlice with a ready endpoint per zone and a hint for that zone.
+// slice returns an EndpointSlice with one ready endpoint in each given zone. Each
+// endpoint has a hint for its own zone.
 func slice(name, service string, zones ...string) *api.EndpointSlice {
 	s := &api.EndpointSlice{
 		Namespace: "ns", Name: name, ServiceName: service, Family: api.IPv4,
@@ -410,5 +413,75 @@ func BenchmarkOneEndpointChanges(b *testing.B) {
 				f.Advance(u)
 			}
 		})
+	}
+}
+
+// Feeds of one node share the views of changes, and each delivers every change once.
+func TestFeedsShareViews(t *testing.T) {
+	state := cluster.New(cluster.Options{})
+	state.SetSynced()
+	feeds := feed.NewAll(state, "n", 2)
+	fast, slow := feeds[0], feeds[1]
+	defer fast.Close()
+	defer slow.Close()
+	nextLines(t, fast)
+	nextLines(t, slow)
+	change := func(f *feed.Feed) sink.Change {
+		t.Helper()
+		u, _ := f.Next()
+		f.Advance(u)
+		if len(u.Changes) != 1 {
+			t.Fatalf("%d changes, want 1", len(u.Changes))
+		}
+		return u.Changes[0]
+	}
+
+	state.Update(func(tx *cluster.Tx) {
+		tx.SetService(service("a"))
+		tx.SetSlice(slice("a-1", "a", "x"))
+	})
+	first := change(fast)
+	if again := change(slow); again.New != first.New {
+		t.Error("the feeds have different views of a new service")
+	}
+	state.Update(func(tx *cluster.Tx) { tx.SetSlice(slice("a-1", "a", "x", "y")) })
+	second := change(fast)
+	if second.Old != first.New {
+		t.Error("the new view of a change is not the old view of the next change")
+	}
+	state.Update(func(tx *cluster.Tx) { tx.SetNode(node("n", "y")) })
+	third := change(fast)
+	if addr := third.New.Endpoints[0].Addr.String(); len(third.New.Endpoints) != 1 || addr != "172.16.0.2" {
+		t.Errorf("after a change of the zone, the view has %d endpoints and begins with %s", len(third.New.Endpoints), addr)
+	}
+	if merged := change(slow); merged.Old != first.New && !merged.Old.Equal(first.New) || !merged.New.Equal(third.New) {
+		t.Error("the slow feed has different views")
+	}
+}
+
+// The views that feeds share are bounded in memory.
+func TestSharedViewsAreDropped(t *testing.T) {
+	state := cluster.New(cluster.Options{})
+	state.SetSynced()
+	f := feed.New(state, "n")
+	defer f.Close()
+	nextLines(t, f)
+	state.Update(func(tx *cluster.Tx) {
+		tx.SetService(service("a"))
+		tx.SetSlice(slice("a-1", "a", "x"))
+	})
+	u, _ := f.Next()
+	f.Advance(u)
+	view := weak.Make(u.Changes[0].New)
+	u = nil
+	for i := range 10_000 {
+		s := slice("a-1", "a", "x")
+		s.Endpoints[0].Addr = netip.AddrFrom4([4]byte{172, 17, byte(i >> 8), byte(i)})
+		state.Update(func(tx *cluster.Tx) { tx.SetSlice(s) })
+		nextLines(t, f)
+	}
+	runtime.GC()
+	if view.Value() != nil {
+		t.Error("an outdated view was kept")
 	}
 }

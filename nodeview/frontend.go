@@ -23,7 +23,8 @@ const (
 	LoadBalancerIP
 	// ExternalIP is one of Service.spec.externalIPs.
 	ExternalIP
-	// NodePort is a port at each node address where the backend serves node ports.
+	// NodePort is one port at several addresses: all node addresses at which the backend
+	// serves node ports.
 	NodePort
 )
 

@@ -30,7 +30,7 @@ type publisher struct {
 
 	mu       sync.Mutex
 	snapshot *cluster.Objects // nil until the state is synced
-	next     chan struct{}     // closed when snapshot is replaced
+	next     chan struct{}    // closed when snapshot is replaced
 
 	// cacheMu guards the last result of stateChanges, which many streams need.
 	cacheMu  sync.Mutex

@@ -55,7 +55,7 @@ type relay struct {
 	synced   bool               // an answer was sent
 
 	part clusterv1.WatchResponse
-	size int // approximate size of the field part
+	size int // approximate size of part, in bytes
 }
 
 // send implements subscriber.

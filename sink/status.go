@@ -88,7 +88,7 @@ func (d *Driver) Status() Status {
 	s := d.status
 	s.Name = d.opts.Name
 	if s.WaitingSince.After(time.Now()) {
-		s.WaitingSince = time.Time{} // nothing waits during the minimum interval
+		s.WaitingSince = time.Time{} // the minimum interval does not count
 	}
 	if at := d.progress.Load(); at != 0 {
 		s.LastProgress = time.Unix(0, at)

@@ -102,7 +102,7 @@ var faults = []fault{
 	{name: "terminating endpoints are ignored", failingCases: []string{"those that are both serving and terminating", "policy Local falls back", "the fallback to terminating"},
 		view: filterEndpoints(func(e *discoveryv1.Endpoint) bool { return !*e.Conditions.Terminating })},
 	{name: "hints are ignored", failingCases: []string{
-		"zone hints on all", "node hints on all", "if a ready endpoint has none", "zone hints apply", "hints also apply at external", "loses its zone"},
+		"all endpoints have zone hints", "all endpoints have node hints", "if a ready endpoint has none", "zone hints apply", "hints also apply at external", "loses its zone"},
 		view: filterEndpoints(func(e *discoveryv1.Endpoint) bool { e.Hints = nil; return true })},
 	{name: "hints apply without exception", failingCases: []string{"if all are for other zones", "the fallback to terminating", "policy Local ignores hints"},
 		view: filterEndpoints(func(e *discoveryv1.Endpoint) bool {

@@ -60,7 +60,7 @@ var endpointCases = []testCase{
 }
 
 var topologyCases = []testCase{
-	{name: "zone hints on all endpoints select those for this node's zone", run: func(s *scene) {
+	{name: "if all endpoints have zone hints, only endpoints hinted for this node's zone are used", run: func(s *scene) {
 		web := s.addService("web").withEndpoints(asReady(s.a).forZone(zone), asReady(s.b).forZone("elsewhere"), asReady(s.d).forZone("elsewhere").forZone(zone))
 		s.publish()
 		s.mustReach(s.c, web.clusterIP(), s.a, s.d)
@@ -68,7 +68,7 @@ var topologyCases = []testCase{
 		s.publish()
 		s.mustReach(s.c, web.clusterIP(), s.b)
 	}},
-	{name: "node hints on all endpoints select those for this node and take precedence over zone hints", run: func(s *scene) {
+	{name: "if all endpoints have node hints, only endpoints hinted for this node are used, whatever the zone hints", run: func(s *scene) {
 		web := s.addService("web").withEndpoints(
 			asReady(s.a).forZone(zone).forNode(nodeNames[1]),
 			asReady(s.b).forZone("elsewhere").forNode(nodeNames[0]),

@@ -182,8 +182,7 @@ func (c *conn) listChains(ctx context.Context) (map[string]hook, error) {
 
 // foreignCommits returns a number that changes when another program changes any table in
 // the network namespace. Transactions of this connection do not change this number. The
-// result is the kernel's count of all transactions minus the transactions of this
-// connection.
+// result is the kernel's count of all transactions minus those of this connection.
 func (c *conn) foreignCommits(ctx context.Context) (int64, error) {
 	var generation uint32
 	err := c.Query(ctx, func(b *netfilter.Builder) {

@@ -37,9 +37,8 @@ func describeMessage(msgType uint16, attributes []byte, offset int) string {
 	return d.doing + netfilter.String(netfilter.Attribute(attributes, d.name))
 }
 
-// describeElements describes the element at offset. If offset is not in the list of
-// elements, it describes the first element. The list of elements is the last attribute of
-// the message.
+// describeElements describes the element at offset, or the first element if offset is not
+// in the list of elements. The list of elements is the last attribute of the message.
 func describeElements(attributes []byte, offset int) string {
 	name := netfilter.String(netfilter.Attribute(attributes, unix.NFTA_SET_ELEM_LIST_SET))
 	list := netfilter.Attribute(attributes, unix.NFTA_SET_ELEM_LIST_ELEMENTS)

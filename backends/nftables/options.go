@@ -67,8 +67,7 @@ type Options struct {
 	ServiceCIDRs []netip.Prefix
 
 	// NodeAddresses provides the addresses at which node ports are reachable. The backend
-	// ignores loopback addresses. Default: the primary addresses of the node, see package
-	// nodeaddr.
+	// ignores loopback addresses. Default: the primary addresses of the node.
 	NodeAddresses nodeaddr.Source
 
 	// AcceptUnknownPorts makes the backend ignore packets to a cluster IP if its service

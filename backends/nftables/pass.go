@@ -76,8 +76,7 @@ func (t *table) readAhead(ctx context.Context, foreignCommits int64) {
 	}
 }
 
-// The method read reads all maps. It also reads the names of the chains and sets of
-// single services.
+// It reads all maps, and the names of the chains and sets of single services.
 func (t *table) read(ctx context.Context, foreignCommits int64) (*pass, error) {
 	l, err := t.conn.inspect(ctx, t.conn.table)
 	if err != nil {
@@ -250,9 +249,9 @@ func (t *table) prune(ctx context.Context, ps *pass, failed bool) error {
 }
 
 // keepOfFailed claims the elements that failed services may still need. It claims all
-// hairpin elements. If a service has claimed a frontend during the pass, it also claims
-// the other elements of that frontend. It returns true if the table may afterwards have
-// elements or objects that no service needs.
+// hairpin elements. If a service has claimed a frontend during the pass, keepOfFailed
+// also claims the other elements of that frontend. It returns true if the table may
+// afterwards have elements or objects that no service needs.
 func (ps *pass) keepOfFailed() (leaves bool) {
 	leaves = len(ps.staleObjects) > 0
 	for m, s := range ps.snapshots {

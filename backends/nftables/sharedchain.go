@@ -28,9 +28,8 @@ import (
 type sharedChain struct {
 	match  match
 	family api.Family
-	// fromNode reports that the chain is only for packets that start on this node. Each of
-	// its frontends also has another chain, which gets all packets first and sends such
-	// packets to this chain.
+	// fromNode reports that the chain is only for packets that start on this node. Another
+	// chain of each frontend gets all packets first and sends these packets here.
 	fromNode bool
 	// filtered reports that the frontends have source ranges.
 	filtered   bool

@@ -188,8 +188,8 @@ func (t *table) check(ctx context.Context) error {
 	return nil
 }
 
-// The method compare compares the elements of all maps with their expected digests. If
-// ctx ends, the next call continues with the map at which this call stopped.
+// It compares the elements of all maps with their expected digests. If ctx ends, the next
+// call continues with the map at which this call stopped.
 func (t *table) compare(ctx context.Context) error {
 	d, begin := &t.drift, t.now()
 	defer func() { d.elapsed += t.now().Sub(begin) }()
@@ -217,8 +217,7 @@ func (t *table) compareMap(ctx context.Context, m mapID) error {
 		if err != nil || is == want {
 			return err
 		}
-		// A resize of the hash table does not change the number of elements, so a different
-		// number means drift.
+		// A resize of the hash table keeps the number of elements. Another number is drift.
 		if is.n != want.n || attempt == maxDumpRetries {
 			return differs("%s has %d elements, which are not the %d that it should have", m.name(), is.n, want.n)
 		}

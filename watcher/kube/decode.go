@@ -20,7 +20,8 @@ import (
 // k8s.io/apimachinery.
 
 // decoder decodes an object from protobuf. The next call may change the result of the
-// previous call. After an error the result has the fields before the error.
+// previous call. After an error the result contains only the fields that precede the
+// error in the message.
 type decoder[O any] func(message []byte) (O, error)
 
 // decoders has one function for each kind of object. The function returns a new decoder.

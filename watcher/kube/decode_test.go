@@ -282,7 +282,7 @@ func TestObjectsThatCannotBeDecodedAreIgnored(t *testing.T) {
 	}
 }
 
-// The first connection breaks before the answer.
+// The first connection breaks before the server answers.
 func TestListIsRepeatedAfterABrokenConnection(t *testing.T) {
 	var requests atomic.Int32
 	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {

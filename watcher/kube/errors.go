@@ -54,7 +54,7 @@ type reporter struct {
 }
 
 // request logs and records err, the result of a request to the API server. It returns the
-// error for the reflector, which may differ from err.
+// error that the reflector gets. That error may differ from err.
 func (r *reporter) request(ctx context.Context, verb string, options *metav1.ListOptions, err error) error {
 	switch {
 	case err == nil:
@@ -81,7 +81,7 @@ func (r *reporter) request(ctx context.Context, verb string, options *metav1.Lis
 	return e
 }
 
-// staleAfter is how long all requests for a resource must fail before the state is stale.
+// If all requests for a resource fail for staleAfter, the state becomes stale.
 const staleAfter = 3 * time.Minute
 
 // outcome records whether a request for a resource succeeded, and updates the stale flag.

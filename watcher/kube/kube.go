@@ -135,8 +135,8 @@ type watch struct {
 	end     func(error)
 	running sync.WaitGroup
 
-	// decoding is locked while goroutines of client-go, which may outlive Watch, decode
-	// objects. If ended is true, they decode no more objects.
+	// While goroutines of client-go decode objects, they lock decoding. These goroutines may
+	// outlive Watch. If ended is true, they decode no more objects.
 	decoding sync.RWMutex
 	ended    bool
 

@@ -99,7 +99,8 @@ func (t turn) Lock() { t <- struct{}{} }
 // Unlock implements sync.Locker.
 func (t turn) Unlock() { <-t }
 
-// serviceSelection and sliceSelection are a selection's writers of services and slices.
+// The two writers of a selection: serviceSelection for services, sliceSelection for
+// slices.
 type (
 	serviceSelection struct{ *selection }
 	sliceSelection   struct{ *selection }
@@ -320,9 +321,9 @@ func (n *selection) lookUp(services []types.NamespacedName) ([]*item[api.Endpoin
 func (n *selection) filter() bool { return n.selectorless == 0 && len(n.unlabelled) == 0 }
 
 // adapt restarts the watch of slices if list is true or the filter of the watch is wrong.
-// It removes the filter immediately if a service has no selector. Otherwise it restarts
-// the watch after a delay, because the reason for the restart may be temporary: the
-// controller may label a slice, or a service without a selector may return.
+// It removes the filter immediately if a service has no selector. In all other cases it
+// restarts the watch after a delay, because the reason may disappear: the controller may
+// label the slice, or a service without a selector may be created again.
 func (n *selection) adapt(list bool) {
 	switch {
 	case n.restart == nil:

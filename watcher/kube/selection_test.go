@@ -421,7 +421,7 @@ func TestSliceOfDeletedServiceIsDropped(t *testing.T) {
 	}
 }
 
-// A slice of host names is selected, but cannot be converted.
+// An EndpointSlice of the address type FQDN is selected, but cannot be converted.
 func TestSliceOfHostNamesCausesNoRequest(t *testing.T) {
 	requests := 0
 	s, _ := newTestSelection(t, func([]types.NamespacedName) ([]*discoveryv1.EndpointSlice, error) {

@@ -93,7 +93,7 @@ type objectStore interface {
 	cache.ReflectorStore
 	// objectKind returns the API's name for the kind of the objects.
 	objectKind() string
-	// example returns an item, whose type distinguishes it from the items of other stores.
+	// example returns an item. Its type differs from the item types of the other stores.
 	example() any
 	// decode decodes an object in protobuf and reduces it. If it cannot decode the object, it
 	// logs an error, and marks the item as unreadable.

@@ -21,14 +21,15 @@ type entry[K, V any] struct {
 	revision Revision
 	deleted  bool
 
+	// For an entry, mark is the number of the last Replace that listed the key. For a
+	// tombstone, it is the time of the deletion, in seconds since the store was created,
+	// rounded up. Only writers use mark, under the store's mutex. They may change it in
+	// place.
+	mark uint32
+
 	// outdated is the first revision whose snapshots do not contain the entry. It is 0 for an
 	// entry of the latest state. Readers read it without a lock.
 	outdated atomic.Uint64
-
-	// For an entry, mark is the number of the last Replace that listed the key. For a
-	// tombstone, it is the time of the deletion, in nanoseconds since the store was created.
-	// Only writers use mark, under the store's mutex. They may change it in place.
-	mark uint64
 }
 
 // in reports whether a snapshot at a revision contains the entry.

@@ -4,6 +4,7 @@ package diffstore
 
 import (
 	"iter"
+	"math"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -80,7 +81,7 @@ type Store[K, V any] struct {
 	revision Revision // revision of the last recorded change
 	recorded uint64   // number of recorded changes
 	floor    Revision // revision of the newest dropped tombstone; all later changes are still known
-	listings uint64   // number of calls of Replace
+	listings uint32   // number of calls of Replace
 
 	probe entry[K, V] // search key of find, reused to avoid an allocation
 
@@ -207,7 +208,7 @@ func (s *Store[K, V]) put(e *entry[K, V]) {
 // The method remove replaces e by a tombstone.
 func (s *Store[K, V]) remove(e *entry[K, V]) {
 	s.byKey.Delete(e)
-	dead := &entry[K, V]{key: e.key, deleted: true, mark: uint64(time.Since(s.created))}
+	dead := &entry[K, V]{key: e.key, deleted: true, mark: uint32(math.Ceil(time.Since(s.created).Seconds()))}
 	s.record(dead, e)
 	s.tombstones.add(dead)
 }

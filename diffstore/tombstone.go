@@ -30,7 +30,7 @@ func (x *tombstones[K, V]) take(e *entry[K, V]) (*entry[K, V], bool) {
 func (s *Store[K, V]) trim() {
 	now := time.Since(s.created)
 	s.dropTombstones(func(dead *entry[K, V]) bool {
-		return s.tombstones.byKey.Len() > s.limits.tombstones || now-time.Duration(dead.mark) > s.limits.tombstoneAge
+		return s.tombstones.byKey.Len() > s.limits.tombstones || now-time.Duration(dead.mark)*time.Second > s.limits.tombstoneAge
 	})
 	s.dropCursors()
 	if !s.options.Resumable {

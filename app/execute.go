@@ -29,14 +29,7 @@ func RegisterLogging(fs *pflag.FlagSet) {
 // Execute runs cmd as the whole program, with the program's arguments, and exits. It
 // evaluates the flags of [RegisterLogging]. If the Windows service manager started the
 // program, Execute runs cmd as a service.
-//
-// Execute enables client-go's streaming lists (KEP-3157), which are off by default before
-// v0.35. The environment variable KUBE_FEATURE_WatchListClient can disable them.
 func Execute(cmd *cobra.Command) {
-	const streamingLists = "KUBE_FEATURE_WatchListClient"
-	if _, set := os.LookupEnv(streamingLists); !set {
-		os.Setenv(streamingLists, "true") // client-go reads the variable when it first lists objects
-	}
 	err := runHosted(cmd)
 	klog.Flush()
 	if err != nil {

@@ -179,8 +179,8 @@ func (j *Journal) add(line string) {
 // process, but not of the machine. If Write fails, the next Write or Sync tries again.
 func (j *Journal) Write() error { return j.write(false) }
 
-// Sync does the same as Write and flushes the file to the disk, so that the changes also
-// survive a crash of the machine.
+// Sync writes all pending changes like Write, and flushes them to the disk. Then they also
+// survive a crash of the machine. Without pending changes, it does nothing.
 func (j *Journal) Sync() error { return j.write(true) }
 
 func (j *Journal) write(sync bool) error {

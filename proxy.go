@@ -264,7 +264,7 @@ func (p *Proxy) StartOver() {
 }
 
 // WaitSynced returns nil when every sink has programmed every service, except failing
-// ones. If ctx or Run ends earlier, it returns an error. It may be called before Run.
+// services. If ctx or Run ends earlier, it returns an error. It may be called before Run.
 func (p *Proxy) WaitSynced(ctx context.Context) error {
 	for _, d := range p.drivers {
 		if err := d.WaitSynced(ctx); err != nil {

@@ -210,7 +210,7 @@ func TestStartOverAndWaitSynced(t *testing.T) {
 	}
 }
 
-// unstoppable is a sink whose Stop fails. Its first Sync closes synced.
+// unstoppable is a sink whose Stop fails. Its first Sync closes the channel synced.
 type unstoppable struct {
 	once   sync.Once
 	synced chan struct{}

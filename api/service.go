@@ -50,8 +50,8 @@ type Service struct {
 	// UID distinguishes a service from a deleted service with the same name.
 	UID types.UID `json:",omitempty"`
 	// Created is metadata.creationTimestamp. If two services claim the same address and
-	// port, and the address is of the same kind in both (such as an external IP), the older
-	// service wins.
+	// port, and the address has the same kind in both services (such as external IP), the
+	// older service wins.
 	Created time.Time `json:",omitzero"`
 	// IPFamilies is spec.ipFamilies: the families in which the service is served, the
 	// preferred one first. If it is empty, the method Families uses the service's IPs.
@@ -156,8 +156,8 @@ func (s *Service) Key() types.NamespacedName {
 }
 
 // Families returns the families in which the service is served: IPFamilies or, if that is
-// empty, the families of the cluster IPs. If a headless service has neither, it returns
-// the families of the external IPs.
+// empty, the families of the cluster IPs. For a headless service without IPFamilies, it
+// returns the families of the external IPs.
 func (s *Service) Families() []Family {
 	switch {
 	case len(s.IPFamilies) > 0:

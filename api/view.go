@@ -56,8 +56,8 @@ type Endpoint struct {
 	// PortOverrides map service ports to port numbers of this endpoint. A named service port
 	// has an entry with its own name. An unnamed service port with a named target port has
 	// an entry with the target port's name. An unnamed service port with a target port
-	// number has an entry only if the endpoint's port number differs from it. The name in
-	// this entry is empty. The method TargetPort reads PortOverrides.
+	// number has an entry only if the endpoint's port number is different. The name in this
+	// entry is empty. The method TargetPort reads PortOverrides.
 	PortOverrides []PortName `json:",omitempty"`
 	// Local reports whether the endpoint runs on this node.
 	Local bool `json:",omitempty"`

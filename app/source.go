@@ -221,7 +221,7 @@ func (f *apiFlags) get() (transport.DialOptions, error) {
 }
 
 // nonEmpty is a pflag.Value that rejects an empty value. An empty value may come from a
-// shell variable that is unset by mistake, so the flag's default may be wrong.
+// shell variable that is unset by mistake, so using the flag's default may be wrong.
 type nonEmpty string
 
 func (g *nonEmpty) Set(s string) error {

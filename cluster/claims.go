@@ -175,8 +175,8 @@ func (c *claims) replace(old, new *api.Service) ([]outcome, bool) {
 }
 
 // conflictGroups returns the groups of claims that may conflict with the old claims
-// (before) or the new claims (after). A claim names each group. It is the whole address
-// if a service claims that address, and otherwise a port.
+// (before) or the new claims (after). Each result is the name of a group: the whole
+// address if a service claims that address, otherwise a port.
 func (c *claims) conflictGroups(before, after []ranked) []api.Claim {
 	list := make([]api.Claim, 0, len(before)+len(after))
 	for _, claims := range [...][]ranked{before, after} {

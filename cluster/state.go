@@ -98,9 +98,9 @@ func (s *State) commit(before diffstore.Revision) {
 	}
 }
 
-// SetSynced marks the state as complete: the whole cluster was written once. The channels
-// that Changed returns stay open until then. Otherwise a reader might delete dataplane
-// entries of services that are not written yet. Further calls have no effect.
+// SetSynced marks the state as complete: the whole cluster was written once. Until then,
+// the channels that Changed returns stay open, because woken readers might delete
+// dataplane entries of services that are not written yet. Further calls have no effect.
 func (s *State) SetSynced() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -165,8 +165,8 @@ func (s *State) latest() *Snapshot {
 	return s.snapshot
 }
 
-// Objects returns the current state with its objects. Later changes cost more than after
-// a call of Snapshot.
+// Objects returns the current state with its objects. Changes after a call of Objects
+// cost more than changes after a call of Snapshot.
 func (s *State) Objects() *Objects {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -210,7 +210,7 @@ func (s *State) serviceChanged(key types.NamespacedName, old, new *api.Service) 
 	s.setState(key, state)
 }
 
-// updateLost applies the outcomes of a service's claims to its sorted lost claims.
+// updateLost returns the sorted lost claims of a service, updated by these outcomes.
 func updateLost(lost []api.LostClaim, outcomes []outcome) []api.LostClaim {
 	lost = slices.Clone(lost)
 	for _, o := range outcomes {
@@ -277,7 +277,7 @@ type Snapshot struct {
 	Stale bool
 }
 
-// Objects is a snapshot for programs that copy the state: it also has the services and
+// Objects is a snapshot for programs that copy the state. It also has the services and
 // slices as separate objects, each with the revision of its last change.
 type Objects struct {
 	*Snapshot

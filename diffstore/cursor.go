@@ -4,9 +4,9 @@ package diffstore
 
 import "github.com/google/btree"
 
-// Cursor is the position of a reader that follows a [Store]: the snapshot that it last
-// acknowledged. The store keeps later deletions for the reader, within limits. The reader
-// has to call Close.
+// Cursor is the position of a reader that follows a [Store]: the snapshot that the reader
+// last acknowledged. The store keeps later deletions for the reader, within limits. The
+// reader has to call Close.
 //
 // A Cursor is meant for one reader. It is safe for concurrent use.
 type Cursor[K, V any] struct {
@@ -35,7 +35,7 @@ func (s *Store[K, V]) NewCursor() *Cursor[K, V] {
 // delta contains all changes since the position, also those of earlier deltas. For a
 // snapshot older than the position, the delta has no changes.
 //
-// It panics if the snapshot belongs to another store.
+// Until panics if the snapshot belongs to another store.
 func (c *Cursor[K, V]) Until(to *Snapshot[K, V]) Delta[K, V] {
 	c.mustOwn(to)
 	c.store.mu.Lock()
@@ -57,7 +57,7 @@ func (c *Cursor[K, V]) Until(to *Snapshot[K, V]) Delta[K, V] {
 // not come from [Cursor.Until]. Advance ignores a snapshot older than the position. If
 // the snapshot is too old (see Memory in the package comment), the reader starts over.
 //
-// It panics if the snapshot belongs to another store.
+// Advance panics if the snapshot belongs to another store.
 func (c *Cursor[K, V]) Advance(to *Snapshot[K, V]) {
 	c.mustOwn(to)
 	c.store.mu.Lock()

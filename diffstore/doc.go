@@ -39,7 +39,7 @@
 // Stores that share one [Revisions] counter have one order of changes. For a consistent
 // view of several stores, a program needs its own mutex. The program holds the mutex
 // while it writes to the stores, and while it takes a snapshot of each store. A reader
-// has one cursor per store. If one cursor makes it start over, it starts over with all.
+// has one cursor per store. If it starts over with one cursor, it must do so with all.
 //
 // # Memory
 //
@@ -51,8 +51,8 @@
 // cursor's snapshot. With [Options.Resumable], the store also keeps tombstones that
 // cursors have passed, within the same limits.
 //
-// A store may also keep replaced and deleted values until the next change, at most 64 and
-// one for eight keys.
+// A store may also keep replaced and deleted values that no reader needs: about 70, and
+// one more for every seven keys and tombstones.
 //
 // # Ownership and concurrency
 //

@@ -8,14 +8,14 @@ import (
 	"github.com/google/btree"
 )
 
-// degree is the degree of the B-trees. A tree node then has at most 63 entries, so that a
-// write copies at most half a kilobyte of each node that a snapshot shares.
+// degree is the degree of the B-trees. A tree node then has at most 63 entries. So a
+// write copies at most half a kilobyte of each node that the tree shares with a snapshot.
 const degree = 32
 
 // entry is a key with its value, or the tombstone of a key.
 type entry[K, V any] struct {
-	// Readers read these four without a lock. They never change after the entry was put into
-	// a tree.
+	// Readers read these four fields without a lock. The fields never change after the entry
+	// was put into a tree.
 	key      K
 	value    V // zero for a tombstone
 	revision Revision
@@ -32,7 +32,7 @@ type entry[K, V any] struct {
 	outdated atomic.Uint64
 }
 
-// in reports whether a snapshot at a revision contains the entry.
+// The method in reports whether a snapshot at a revision contains the entry.
 func (e *entry[K, V]) in(revision Revision) bool {
 	outdated := Revision(e.outdated.Load())
 	return outdated == 0 || revision < outdated

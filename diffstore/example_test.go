@@ -130,7 +130,7 @@ func Example_desiredAgainstProgrammed() {
 		fmt.Println("sync")
 		printChanges(delta)
 		kernel.apply(delta)
-		programmed.Advance(delta.New) // omit this call if the kernel fails: then the next delta repeats the changes
+		programmed.Advance(delta.New) // if the kernel fails, do not call Advance: then the next delta repeats the changes
 	}
 	sync(map[string]string{"10.0.0.1:80": "10.1.0.1", "10.0.0.2:80": "10.1.0.2"})
 	sync(map[string]string{"10.0.0.1:80": "10.1.0.3", "10.0.0.2:80": "10.1.0.2"})

@@ -2,9 +2,9 @@
 
 package diffstore
 
-// changeLog has the entries of a store and its tombstones in the order of their revisions.
-// It also has some outdated ones, until the next compaction. Snapshots share its memory:
-// it is only appended to.
+// changeLog has the entries and tombstones of a store, sorted by revision. Until the next
+// compaction, it also has outdated entries. Snapshots share the memory of the log,
+// because the log is only appended to.
 type changeLog[K, V any] struct {
 	entries  []*entry[K, V]
 	outdated int // number of outdated entries

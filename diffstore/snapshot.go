@@ -50,8 +50,8 @@ func (s *Snapshot[K, V]) After(key K) iter.Seq2[K, V] {
 	}
 }
 
-// Since returns each key that was set or deleted after a revision, with its present
-// value, in the order of the last changes. A deleted key has the zero value. A reader
+// Since returns the keys that were set or deleted after a revision, with their present
+// values, in the order of their last changes. A deleted key has the zero value. A reader
 // that applies the changes to the state at that revision gets the state of the snapshot.
 // A change may have no net effect: a key may have been set and deleted again.
 //

@@ -53,15 +53,15 @@ type Options[K, V any] struct {
 	OnChange func(key K, old, new V)
 }
 
-// limits bound the memory that the store uses for readers.
+// The type limits bounds the memory that the store uses for readers.
 type limits struct {
-	// tombstones and tombstoneAge limit the number and age of tombstones. Beyond a limit, the
-	// store deletes even those that a cursor needs. It checks the age only after a change.
+	// tombstones and tombstoneAge limit the number and age of tombstones. Beyond a limit,
+	// the store deletes even tombstones that a cursor needs. It checks the age only in calls
+	// that change the store or a cursor.
 	tombstones   int
 	tombstoneAge time.Duration
 	// lag is the number of recorded changes by which a cursor may lag before its reader has
-	// to start over. If a quarter of the store's length is more than lag, that quarter is
-	// the limit.
+	// to start over. The limit is at least a quarter of the store's length.
 	lag int
 }
 
@@ -83,7 +83,7 @@ type Store[K, V any] struct {
 	floor    Revision // revision of the newest dropped tombstone; all later changes are still known
 	listings uint32   // number of calls of Replace
 
-	probe entry[K, V] // search key of find, reused to avoid an allocation
+	probe entry[K, V] // search key of the method find, reused to avoid an allocation
 
 	cached atomic.Pointer[Snapshot[K, V]] // snapshot of the current revision, if one was taken
 }
@@ -213,8 +213,8 @@ func (s *Store[K, V]) remove(e *entry[K, V]) {
 	s.tombstones.add(dead)
 }
 
-// The method record assigns the next revision to e, and calls OnChange. The entry or
-// tombstone old, unless it is nil, becomes outdated.
+// The method record assigns the next revision to e, and calls OnChange. If there is an
+// old entry or tombstone, it becomes outdated.
 func (s *Store[K, V]) record(e, old *entry[K, V]) {
 	e.revision = s.options.Revisions.next()
 	s.revision = e.revision

@@ -30,8 +30,8 @@ import (
 // Feed is a [sink.Source] for one node and one reader.
 type Feed struct {
 	state cluster.Reader
-	// stub is the node while its Node object is not known. The name alone then decides
-	// which endpoints are local.
+	// stub has only the name of the node. While the Node object is not known, the feed uses
+	// stub, so only the name decides which endpoints are local.
 	stub   *api.Node
 	views  *views
 	cursor *diffstore.Cursor[types.NamespacedName, *api.ServiceState]
@@ -57,7 +57,7 @@ func New(state cluster.Reader, nodeName string) *Feed {
 }
 
 // NewAll returns n feeds like [New], for n readers. The feeds share the views that they
-// compute for changes. Each has its own position, and a slow reader delays no other.
+// compute for changes. Each feed has its own position, so no reader delays another.
 func NewAll(state cluster.Reader, nodeName string, n int) []*Feed {
 	shared, stub := &views{}, &api.Node{Name: nodeName}
 	feeds := make([]*Feed, n)
@@ -159,7 +159,7 @@ func (v view) viewsAfter(key types.NamespacedName) iter.Seq[*api.ServiceEndpoint
 	}
 }
 
-// changes returns the services whose views differ, in order. If the zone of the node
+// changes returns the services whose views differ, in key order. If the zone of the node
 // changed, it compares all services, otherwise only the services in delta.
 func (f *Feed) changes(before, after view, delta diffstore.Delta[types.NamespacedName, *api.ServiceState]) []sink.Change {
 	candidates := delta.Changes()

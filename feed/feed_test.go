@@ -459,7 +459,7 @@ func TestFeedsShareViews(t *testing.T) {
 	}
 }
 
-// The views that feeds share are bounded in memory.
+// Feeds keep only a limited number of the views that they share.
 func TestSharedViewsAreDropped(t *testing.T) {
 	state := cluster.New(cluster.Options{})
 	state.SetSynced()

@@ -9,23 +9,23 @@ import (
 	"github.com/kpng-project/kpng/nodeview"
 )
 
-// maxRecent limits the memory of views: it is the number of services and endpoints in one
-// generation.
+// maxRecent limits the number of services and endpoints in one generation of views.
 const maxRecent = 4096
 
-// views computes the views of one node, and keeps recent ones. The old view of a change
-// is often the new view of an earlier change. If a node has several feeds, each of them
-// needs the same views.
+// The type views computes the views of one node, and keeps recent views. The old view of
+// a change is often the new view of an earlier change. If a node has several feeds, each
+// of them needs the same views.
 type views struct {
 	mu   sync.Mutex
 	zone string
-	// recent and earlier are two generations of views. When recent is full, it replaces
-	// earlier.
+	// recent and earlier are two generations of views. When the map recent is full, it
+	// becomes the map earlier.
 	recent, earlier map[*api.ServiceState]*api.ServiceEndpoints
 	size            int // number of services and endpoints in recent
 }
 
-// of returns the view of a service. The name of the node must be the same in all calls.
+// The method of returns the view of a service. The name of the node must be the same in
+// all calls.
 func (v *views) of(state *api.ServiceState, node *api.Node) *api.ServiceEndpoints {
 	if state == nil {
 		return nil

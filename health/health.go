@@ -29,7 +29,7 @@ const toBeDeleted = "ToBeDeletedByClusterAutoscaler"
 // Report is the JSON body of every response.
 type Report struct {
 	// LastUpdated is the end of the last acknowledged Sync. With several sinks, it is the
-	// earliest of these times. It is zero if a sink has acknowledged no Sync.
+	// earliest of these times. It is zero if at least one sink has acknowledged no Sync.
 	LastUpdated time.Time `json:"lastUpdated"`
 	CurrentTime time.Time `json:"currentTime"`
 	// Synced reports whether every sink has programmed all services, except failing ones.

@@ -91,7 +91,7 @@ func (m *Metrics) Sink(name string) sink.Observer {
 	}
 }
 
-// series are those metrics of one sink that kube-proxy also has.
+// The type series holds the metrics of one sink that kube-proxy also has.
 type series struct {
 	full, partial, programming prometheus.Observer
 	lastQueued, lastSynced     prometheus.Gauge

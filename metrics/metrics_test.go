@@ -191,9 +191,9 @@ func TestChangesInvisibleToThisNodeAreNotQueued(t *testing.T) {
 		synctest.Wait()
 		before := gauge(t, r, "kubeproxy_sync_proxy_rules_last_queued_timestamp_seconds")
 		time.Sleep(time.Minute)
-		src.Fail(errors.New("no update")) // no update until Fail(nil); the next update has both changes
+		src.Fail(errors.New("no update")) // no update until Fail(nil), so one update has both SetNode calls
 		src.SetNode(&api.Node{Name: "n"})
-		src.SetNode(nil) // undoes the first change, so the update is empty
+		src.SetNode(nil) // undoes the first call, so the update is empty
 		src.Fail(nil)
 		time.Sleep(time.Minute)
 		if after := gauge(t, r, "kubeproxy_sync_proxy_rules_last_queued_timestamp_seconds"); after != before || before == 0 {

@@ -23,7 +23,7 @@ type Explanation struct {
 	// fields after Absent are empty.
 	View   *api.ServiceEndpoints `json:",omitempty"`
 	Absent string                `json:",omitempty"`
-	// InternalLocal and ExternalLocal report whether the policies in effect are Local.
+	// InternalLocal and ExternalLocal: the internal or external policy in effect is Local.
 	InternalLocal, ExternalLocal bool
 	// Lists explains the endpoint lists of each service port and family.
 	Lists []ListExplanation `json:",omitempty"`
@@ -47,7 +47,7 @@ type ListExplanation struct {
 	Endpoints []EndpointExplanation `json:",omitempty"`
 }
 
-// EndpointExplanation has the reasons why an endpoint is on a list or not. In
+// EndpointExplanation has the reasons why an endpoint is or is not on the lists. In
 // ListExplanation, the reasons apply to one service port. In Skipped, they apply to all
 // ports.
 type EndpointExplanation struct {

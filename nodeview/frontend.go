@@ -62,7 +62,7 @@ func (k FrontendKey) String() string {
 	return k.Kind.String() + " " + addr + ":" + strconv.Itoa(int(k.Port)) + "/" + k.Protocol.String()
 }
 
-// Claim returns the claim of the frontend. Only one service at a time gets a claim.
+// Claim returns the claim of the frontend. At most one service at a time has this claim.
 func (k FrontendKey) Claim() api.Claim {
 	addr := k.Addr
 	if k.Kind == NodePort {
@@ -72,7 +72,7 @@ func (k FrontendKey) Claim() api.Claim {
 }
 
 // Frontend is a frontend to program, with all decisions. The frontends of one service
-// port and family share their lists, so do not modify lists.
+// port and family share their lists, so callers must not modify the lists.
 type Frontend struct {
 	FrontendKey
 	// ServicePort is the service port, or nil for an all-ports service.
@@ -164,9 +164,9 @@ type Masquerade uint8
 
 // The masquerade rules.
 const (
-	// With MasqueradeIfAsked, an option of the backend selects no connections, all
-	// connections (masquerade all), or connections from outside the pod network (cluster
-	// CIDR). MasqueradeIfAsked applies to cluster IPs.
+	// MasqueradeIfAsked selects the connections that an option of the backend defines: none,
+	// all (masquerade all), or those from outside the pod network (cluster CIDR). It applies
+	// to cluster IPs.
 	MasqueradeIfAsked Masquerade = iota
 	// MasqueradeAll selects all connections. It applies to external frontends with policy
 	// Cluster.
@@ -239,8 +239,8 @@ type list struct {
 
 func (l *portLists) prepare(port *api.PortMapping, family api.Family) {
 	l.port, l.family = port, family
-	// If both policies are equal, internal and external traffic use the same list. If a
-	// policy is Cluster, the short circuit uses the list of that policy, too.
+	// If both policies are equal, internal and external traffic use the same list. If either
+	// policy is Cluster, short-circuited traffic also uses the list for that policy.
 	pol := policiesOf(l.se.Service)
 	l.internal = l.list(pol.internalLocal, func(s api.Scopes) bool { return s.Internal })
 	l.external = l.internal
@@ -257,9 +257,9 @@ func (l *portLists) prepare(port *api.PortMapping, family api.Family) {
 	}
 }
 
-// The method list returns the endpoints for which scope returns true. These are the Local
-// list if local is true, and otherwise the Cluster list. If an equal list already exists,
-// the method returns the existing list with its ID.
+// The method list returns the endpoints for which scope returns true. The argument local
+// says whether they are the Local list or the Cluster list. If an equal list already
+// exists, the method returns the existing list with its ID.
 func (l *portLists) list(local bool, scope func(api.Scopes) bool) list {
 	targets := targets(l.se, l.port, l.family, scope)
 	if len(targets) == 0 {

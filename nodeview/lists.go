@@ -109,7 +109,7 @@ func usable(c api.Conditions) bool { return c.Ready || c.Serving && c.Terminatin
 
 // clusterList decides whether ep is on the Cluster list, which contains the ready
 // endpoints that the topology rule admits. If none is ready, the list contains the
-// serving and terminating endpoints, whatever their hints (KEP 1669).
+// endpoints that are both serving and terminating, whatever their hints (KEP 1669).
 func clusterList(ep *api.SliceEndpoint, t *endpointCounts, here location) Reason {
 	if !ep.Ready {
 		return terminatingFallback(ep.Conditions, t.ready)
@@ -131,8 +131,8 @@ func clusterList(ep *api.SliceEndpoint, t *endpointCounts, here location) Reason
 }
 
 // localList decides whether ep is on the Local list, which contains the ready endpoints
-// on this node. If none is ready, the list contains the serving and terminating endpoints
-// on this node. The topology rule has no effect.
+// on this node. If none is ready, the list contains the endpoints on this node that are
+// both serving and terminating. Hints do not affect the Local list.
 func localList(ep *api.SliceEndpoint, t *endpointCounts, here location) Reason {
 	switch {
 	case !here.runs(ep):

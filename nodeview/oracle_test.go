@@ -73,7 +73,7 @@ func oraclePrefers(a, b entry) bool {
 }
 
 // oracleContent returns the fields in which two entries of one slice may differ. An empty
-// string ends each list, so that a shorter list sorts first.
+// string follows each list of hints, so that a shorter list sorts first.
 func oracleContent(e entry) []string {
 	out := []string{e.ep.NodeName, e.ep.Hostname, e.ep.Zone}
 	h := e.ep.Hints

@@ -142,9 +142,9 @@ func (c *selection) dropDuplicates() {
 }
 
 // preference orders two candidates with the same address and port. It prefers ready
-// candidates, then those that do not terminate, then serving ones, then the smaller slice
-// name. A slice may contain an address twice. Therefore preference finally compares other
-// fields, so that the order in the slice does not matter.
+// candidates, then candidates that do not terminate, then serving candidates, then the
+// smaller slice name. A slice may contain an address twice. Therefore preference finally
+// compares other fields, so that the order in the slice does not matter.
 func (c *selection) preference(i, j int) int {
 	a, b := c.candidates[i], c.candidates[j]
 	x, y := a.ep, b.ep

@@ -12,22 +12,22 @@ import (
 // Sources describe the clients that may use a frontend, by source address
 // (Service.spec.loadBalancerSourceRanges). The zero value admits all sources.
 type Sources struct {
-	// Restricted means that only sources in Ranges and Own are admitted. If Ranges is empty,
-	// no source is admitted.
+	// Restricted means that only sources in Ranges and, on some nodes, in Own are admitted.
+	// If Ranges is empty, no source is admitted.
 	Restricted bool
 	// Ranges are the source ranges of the frontend's family.
 	Ranges []netip.Prefix `json:",omitempty"`
 	// Own are the service's load-balancer addresses of the frontend's family. If a range
 	// contains an address of this node, the addresses in Own are also admitted as sources.
-	// If an interface of the node has an address in Own, this address is also the source of
-	// the node's packets to it.
+	// If an interface of the node has an address in Own, the node's packets to this address
+	// have the same address as their source.
 	Own []netip.Addr `json:",omitempty"`
 }
 
 // sourceRanges returns the sources that the service admits to its frontends at addr. If
-// svc.SourceRanges has ranges for addr, only sources in these ranges are admitted. If
-// svc.SourceRanges has ranges only of the other family, no source is admitted. The range
-// /0 admits all sources of its family.
+// svc.SourceRanges has ranges for addr, only sources in these ranges are admitted. If all
+// these ranges are of the other family, no source is admitted. The range /0 admits all
+// sources of its family.
 func sourceRanges(svc *api.Service, addr netip.Addr) Sources {
 	var s Sources
 	for i := range svc.SourceRanges {

@@ -270,7 +270,7 @@ func cpuTime(b *testing.B) time.Duration {
 	return time.Duration(u.Utime.Nano() + u.Stime.Nano())
 }
 
-// memory returns the bytes of heap and stacks in use.
+// The function memory returns the bytes of heap and stacks in use.
 func memory() uint64 {
 	runtime.GC()
 	runtime.GC() // only the second GC frees a sync.Pool

@@ -25,8 +25,8 @@ type ClientOptions struct {
 }
 
 // Client is a [sink.Source] that follows a server's view of one node. The program has to
-// call [Client.Run]. Run and Node are safe for concurrent use. The methods of Source may
-// be called by one goroutine at a time.
+// call [Client.Run]. Run and Node are safe for concurrent use. Only one goroutine at a
+// time may call the methods of Source.
 type Client struct {
 	opts   ClientOptions
 	dialer *transport.Dialer

@@ -110,7 +110,7 @@ func (c *crowd) runNode(n crowdNode, rounds *crowdRounds) {
 	dialer, err := transport.NewDialer(transport.DialOptions{Addresses: []string{c.Address}, FailFast: true})
 	if err == nil {
 		err = dialer.Stay(context.Background(), func(ctx context.Context, conn *grpc.ClientConn, heard func(bool, bool) error) error {
-			if err := heard(true, false); err != nil { // otherwise Stay would leave a slow server
+			if err := heard(true, false); err != nil { // without this call, Stay would disconnect from a slow server
 				return err
 			}
 			failed := make(chan error)

@@ -40,7 +40,7 @@ func TestMain(m *testing.M) {
 	goleak.VerifyTestMain(m)
 }
 
-// within returns a context that limits one wait.
+// The function within returns a context that limits one wait.
 func within(t testing.TB) context.Context {
 	ctx, cancel := context.WithTimeoutCause(t.Context(), patience, fmt.Errorf("waited for %v", patience))
 	t.Cleanup(cancel)
@@ -209,7 +209,7 @@ func listen(t testing.TB, address string) net.Listener {
 	return l
 }
 
-// serve runs a server of state at the address.
+// serve runs a server of the given state at the address.
 func serve(t testing.TB, state *cluster.State, address string, opts remote.ServerOptions) (server *remote.Server, stop func()) {
 	t.Helper()
 	return serveOn(t, state, listen(t, address), opts)

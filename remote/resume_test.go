@@ -352,7 +352,7 @@ func TestNothingIsLostUnderChurn(t *testing.T) {
 }
 
 // The test connects one client after another. It closes each connection during the first
-// answer, each time after more bytes.
+// answer, after twice as many bytes as the connection before.
 func TestPartialAnswerIsInvisible(t *testing.T) {
 	w := newWorld(5, 5, 400)
 	address := socket(t)

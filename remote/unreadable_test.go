@@ -22,8 +22,8 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// scripted is a server that answers each request with the next element of answers. After
-// the last element, it sends nothing.
+// scripted is a server that sends the elements of the field answers, one for each
+// request. After the last element, it sends nothing.
 type scripted struct {
 	localv1.UnimplementedSetsServer
 	answers [][]*localv1.OpItem

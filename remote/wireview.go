@@ -139,7 +139,7 @@ const (
 	deleteServices
 )
 
-// delta returns the operations that turn a view into a new view. Either may be nil.
+// delta returns the operations that turn a view into a new view. Either view may be nil.
 func delta(old, new *wireView, who audience) *wireDelta {
 	if new == nil {
 		return newDelta(old, nil, who)

@@ -33,9 +33,9 @@
 // no service. So a restart removes stale state and keeps correct state.
 //
 // After the pass, the sink receives only services that have changed since it acknowledged
-// them. It receives the old and the new view of each; [Change.Endpoints] yields the
-// changed endpoints. The driver makes a new pass when the source has lost the driver's
-// position, when the sink returns [ErrStartOver], and after a call of [Driver.StartOver].
+// them. It receives the old and the new view of each service; [Change.Endpoints] yields
+// the changed endpoints. The driver makes a new pass when the source has lost the
+// driver's position, when the sink returns [ErrStartOver], and after [Driver.StartOver].
 //
 // If services change during a pass, the driver delivers them before the next batch, even
 // if the pass has not reached them. The sink acknowledges each batch separately.

@@ -209,7 +209,7 @@ func newDataplane(atomic bool) *dataplane {
 	return p
 }
 
-// fail makes the next deliveries of a service fail with err; times is their number.
+// fail makes the next deliveries of a service fail with err, as often as times says.
 func (p *dataplane) fail(key types.NamespacedName, times int, err error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()

@@ -97,8 +97,8 @@ func (w *world) waitApplied() {
 	}
 }
 
-// delivered describes the recorded Syncs in one line each. It omits the oldest Syncs;
-// skip is their number.
+// delivered describes the recorded Syncs in one line each. It omits the oldest Syncs; the
+// argument skip is the number of these Syncs.
 func (w *world) delivered(skip int) string {
 	var b strings.Builder
 	for _, s := range w.rec.Syncs()[skip:] {

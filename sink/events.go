@@ -23,10 +23,10 @@ import (
 //
 // If a method fails or panics, the handler receives no more objects of the service in
 // this Sync. When the service is delivered again, and in a pass, all its objects are set
-// again. Deletes may be repeated, and may concern objects that were never set. But a
-// successful DeleteFrontend is not repeated, and DeleteFrontend never concerns an address
-// and port of another service. So a handler may store frontends by address and port
-// alone.
+// again. A Delete call may be repeated, and may concern an object that was never set. But
+// a successful DeleteFrontend is not repeated, and DeleteFrontend never concerns an
+// address and port of another service. So a handler may store frontends by address and
+// port alone.
 type Handler interface {
 	SetService(ctx context.Context, svc *api.Service) error
 	DeleteService(ctx context.Context, svc *api.Service) error
@@ -49,7 +49,7 @@ type Handler interface {
 // have. It sets all objects of every service again, because h may have lost them. A new
 // frontend may replace a frontend of a service that the pass has not reached. Then the
 // sink deletes the old frontend first. For this, it holds the last delivered view of
-// every service. It usually shares this memory with the source.
+// every service. It usually shares these views with the source.
 //
 // The error of Sync is a [*Failed] with the services for which a method of h failed.
 //

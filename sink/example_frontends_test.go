@@ -51,7 +51,7 @@ func (m *frontendMap) Sync(_ context.Context, c *sink.Changes) error {
 	return failed.Err()
 }
 
-// program removes the stale entries of a service and sets the new ones.
+// program removes the stale entries of a service and sets the new entries.
 func (m *frontendMap) program(s sink.Change) error {
 	if err := m.removeStale(s); err != nil {
 		return err

@@ -100,7 +100,7 @@ func revert(state, acked []*api.ServiceEndpoints, failed Failed) []*api.ServiceE
 }
 
 // findView returns the index of a service's view in state. If there is no view, it
-// returns the index at which to insert one.
+// returns the index at which to insert the view.
 func findView(state []*api.ServiceEndpoints, key types.NamespacedName) (int, bool) {
 	return slices.BinarySearchFunc(state, key, func(v *api.ServiceEndpoints, key types.NamespacedName) int {
 		return api.CompareKeys(v.Key(), key)

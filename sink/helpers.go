@@ -13,7 +13,7 @@ import (
 // which services are stale. The package comment shows how to use it. The zero value is
 // ready to use.
 //
-// Pass holds the keys of the services delivered since First, except deleted services.
+// Pass has the keys of services delivered since the pass began, except deleted services.
 type Pass struct {
 	delivered map[types.NamespacedName]struct{}
 	last      bool
@@ -39,8 +39,8 @@ func (p *Pass) Begin(c *Changes) {
 }
 
 // Stale reports whether the sink has to prune the records of the service with this key.
-// In a Sync with Changes.Last, it returns true if the service was not delivered since
-// First and is not in Changes.Failing. In other Syncs, it returns false.
+// In a Sync with Changes.Last, it returns true if the service was not delivered in this
+// pass and is not in Changes.Failing. In other Syncs, it returns false.
 func (p *Pass) Stale(key types.NamespacedName) bool {
 	_, delivered := p.delivered[key]
 	return p.last && !delivered
@@ -50,8 +50,7 @@ func (p *Pass) Stale(key types.NamespacedName) bool {
 // [Verifier], and forwards them to the value To. A sink that wraps another sink embeds a
 // Forwarder and implements Sync.
 //
-// If To lacks a method, the same method of the Forwarder does nothing and returns nil or
-// 0.
+// If To lacks a method, that method of the Forwarder does nothing and returns nil or 0.
 type Forwarder struct{ To any }
 
 // Start implements [Starter].

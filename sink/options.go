@@ -50,7 +50,7 @@ type Options struct {
 type Backoff struct {
 	// Initial is the first wait. Default 100 ms.
 	Initial time.Duration
-	// Max is the longest wait, before Jitter. Default 30 s.
+	// Max is the longest wait, before Jitter is added. Default 30 s.
 	Max time.Duration
 	// Jitter limits the random time that is added to a wait, as a fraction of the wait. It
 	// keeps nodes from retrying at the same time. Default 0.1; negative means none. Services

@@ -42,7 +42,7 @@ func (p *delivery) admit(changes []Change, limit int) []Change {
 	for _, c := range changes {
 		switch {
 		case p.delivered(c.Key):
-			// If no view was acknowledged in this pass, the sink may still have an older view.
+			// If the service was not acknowledged in this pass, the sink may have an older view.
 			c.Unsure = c.Old == nil
 		case size+weight(&c) > limit || len(p.ahead) >= limit:
 			continue

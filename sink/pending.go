@@ -214,7 +214,7 @@ func (c claimOwners) has(claim api.Claim, key types.NamespacedName) bool {
 	return ok && other == key
 }
 
-// unset removes claim if the service with this key has it.
+// unset removes the given claim if the service with this key has it.
 func (c claimOwners) unset(claim api.Claim, key types.NamespacedName) {
 	if !c.has(claim, key) {
 		return
@@ -225,7 +225,8 @@ func (c claimOwners) unset(claim api.Claim, key types.NamespacedName) {
 	}
 }
 
-// conflicting returns the services other than key whose claims exclude the given claim.
+// conflicting returns the services whose claims exclude the given claim. It omits the
+// service with this key.
 func (c claimOwners) conflicting(claim api.Claim, key types.NamespacedName) []types.NamespacedName {
 	var services []types.NamespacedName
 	add := func(other types.NamespacedName, ok bool) {

@@ -97,11 +97,11 @@ type Changes struct {
 	First bool
 	// Last is set if this Changes ends a pass, in which every service was delivered. The
 	// sink programs Services. Then it prunes everything, except the state of services that
-	// were delivered since First, and state that may belong to services in Failing.
+	// were delivered in this pass, and state that may belong to services in Failing.
 	Last bool
-	// Failing is set with Last. It lists the services that were delivered in this pass but
-	// not acknowledged, except those in Services, in order of namespace and name. Any part
-	// of their state may be in the dataplane. They will be delivered again.
+	// Failing is set with Last, and is sorted by namespace and name. It lists the services
+	// that were delivered in this pass but not acknowledged, except those in Services. Any
+	// part of their state may be in the dataplane. They will be delivered again.
 	Failing []types.NamespacedName
 	// Revision is the source's revision of the views.
 	Revision uint64
@@ -130,9 +130,9 @@ type Change struct {
 	// New is the view to program. If it is nil, the service has to be deleted.
 	New *api.ServiceEndpoints
 	// If Unsure is true, any state of this service may be in the dataplane, because its last
-	// delivery failed or it was not acknowledged since First. Then the difference between
-	// Old and New is not enough. The sink has to read the dataplane or program the whole
-	// service. Old and New may be equal or both nil.
+	// delivery failed or it was not acknowledged since the pass began. Then the difference
+	// between Old and New is not enough. The sink has to read the dataplane or program the
+	// whole service. Old and New may be equal or both nil.
 	Unsure bool
 	// TriggerTime is the time of the oldest endpoint change in this Change, according to the
 	// endpoints controller. It is zero if it is unknown or no endpoint has changed.

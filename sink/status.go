@@ -37,9 +37,9 @@ type Status struct {
 	// WaitingSince is the time since which work has been waiting: changes, the rest of a
 	// pass, or failed services that are due again. It is zero if no work waits. Work also
 	// waits during a Sync, during a Verify that does not end in time, and during the backoff
-	// after a failed Sync. No work waits during Options.MinInterval. A failed service that
-	// waits for its own retry is not waiting work either, because the sink is not stuck. See
-	// also [Status.StuckFor].
+	// after a failed Sync. During Options.MinInterval, no work counts as waiting. A failed
+	// service that waits for its own retry is not waiting work either, because the sink is
+	// not stuck. See also [Status.StuckFor].
 	WaitingSince time.Time
 	// SyncingSince is the start of the running Sync, or zero if none runs.
 	SyncingSince time.Time
@@ -88,7 +88,7 @@ func (d *Driver) Status() Status {
 	s := d.status
 	s.Name = d.opts.Name
 	if s.WaitingSince.After(time.Now()) {
-		s.WaitingSince = time.Time{} // the minimum interval does not count
+		s.WaitingSince = time.Time{} // in the minimum interval, no work counts as waiting
 	}
 	if at := d.progress.Load(); at != 0 {
 		s.LastProgress = time.Unix(0, at)

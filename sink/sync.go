@@ -198,7 +198,7 @@ func (d *Driver) addDue(u *Update, b *batch) {
 		}
 		c := s.changeTo(u.View(s.key))
 		if added > 0 && weight(&c) > room && (most > 0 || s.reason != queued) {
-			return most == 0 && queuedLeft > 0 // true: go on, so that all queued services are in this Sync
+			return most == 0 && queuedLeft > 0 // true: continue, so that this Sync contains all queued services
 		}
 		if s.reason == queued {
 			queuedLeft--
@@ -285,7 +285,7 @@ func (d *Driver) hopeful() bool {
 
 func (d *Driver) progressed() { d.progress.Store(time.Now().UnixNano()) }
 
-// acknowledged records that the sink has acknowledged b, except the services in failed.
+// The method acknowledged records that the sink acknowledged b, except failed services.
 func (d *Driver) acknowledged(u *Update, b *batch, failed Failed, notDelivered []Change) {
 	drawn := draw()
 	for _, changes := range [...][]Change{b.services, notDelivered} {
@@ -350,9 +350,9 @@ func (d *Driver) notDelivered(ctx context.Context, u *Update, b *batch, failed F
 	return changes
 }
 
-// refused records that the sink acknowledged nothing of b because of err. The driver
-// delivers the same batch once more, and then halves of it, until one service is left. If
-// a Sync of this service fails too, the service is the cause.
+// The method refused records that the sink acknowledged nothing of b because of err. The
+// driver delivers the same batch once more, and then halves of it, until one service is
+// left. If a Sync of this service fails too, the service is the cause.
 func (d *Driver) refused(u *Update, b *batch, err error) {
 	n := len(b.services)
 	if b.alone {
@@ -437,7 +437,7 @@ func (d *Driver) fail(s *unacked, err error, drawn float64) {
 	d.pending.put(s)
 }
 
-// recovered records that the sink works again, so that no Sync has to wait for a backoff.
+// The method recovered records that the sink works again, so no Sync waits for a backoff.
 func (d *Driver) recovered() {
 	d.status.WaitingSince = time.Time{}
 	d.status.Err, d.status.Failures, d.status.NextAttempt = nil, 0, time.Time{}

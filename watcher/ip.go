@@ -8,8 +8,8 @@ import (
 	utilnet "k8s.io/utils/net"
 )
 
-// parseAddr parses an address like Kubernetes: numbers with leading zeros are decimal, an
-// IPv4-mapped IPv6 address becomes an IPv4 address, and zones are not allowed.
+// parseAddr parses an address as Kubernetes does: numbers with leading zeros are decimal,
+// an IPv4-mapped IPv6 address becomes an IPv4 address, and zones are not allowed.
 func parseAddr(s string) (netip.Addr, bool) {
 	a, err := netip.ParseAddr(s)
 	if err != nil {

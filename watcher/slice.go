@@ -23,7 +23,7 @@ func (c *Converter) EndpointSlice(s *discoveryv1.EndpointSlice) (*api.EndpointSl
 	r := report{kind: "EndpointSlice", namespace: s.Namespace, name: s.Name}
 	service := s.Labels[cmp.Or(c.options.ServiceNameLabel, discoveryv1.LabelServiceName)]
 	if service == "" {
-		// If ServiceNameLabel is set, a slice without the label is for other proxies.
+		// If ServiceNameLabel is set, this is not a problem: the slice is for other proxies.
 		if c.options.ServiceNameLabel == "" {
 			r.add("metadata.labels["+discoveryv1.LabelServiceName+"]", "missing, so the slice belongs to no service")
 		}

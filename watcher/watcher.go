@@ -140,14 +140,14 @@ func (c *Converter) WantsService(s *corev1.Service) bool {
 }
 
 // WantsSlice reports whether the labels of s select s for the proxy. If ServiceProxyName
-// is not empty, it must be the value of the label
-// service.kubernetes.io/service-proxy-name. If ServiceProxyName is empty, s must not
-// belong to a headless service. In this case WantsSlice, like kube-proxy, ignores this
-// label of s, which may be outdated. Only the label of the service decides.
+// is not empty, the label [LabelServiceProxyName] of s must have this value. If
+// ServiceProxyName is empty, s must not belong to a headless service. In this case
+// WantsSlice ignores the label LabelServiceProxyName of s, which may be outdated. As with
+// kube-proxy, only the label of the service decides.
 //
-// A proxy with a ServiceProxyName also wants all other slices of its selectorless
-// services (see [Selectorless]). The EndpointSlice controller does not create these
-// slices. If such a slice lacks the label, WantsSlice returns false.
+// For its selectorless services (see [Selectorless]), a proxy with a ServiceProxyName
+// also needs slices without this label. The EndpointSlice controller does not create
+// these slices. WantsSlice returns false for them.
 func (c *Converter) WantsSlice(s *discoveryv1.EndpointSlice) bool {
 	if s == nil {
 		return false

@@ -4,7 +4,7 @@
 // in other processes. The package also converts them to and from types of package api.
 //
 // docs/wire.md describes the protocol. The conversion preserves everything that a backend
-// sees. But it receives no trigger times (api.EndpointSlice.TriggerTime).
+// sees. The messages contain no trigger times (api.EndpointSlice.TriggerTime).
 //
 // hack/generate generates the code of the messages.
 package localv1

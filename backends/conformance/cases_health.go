@@ -85,8 +85,8 @@ func (svc *service) healthCheck(i int) netip.AddrPort {
 	return netip.AddrPortFrom(svc.scene.node.Addrs.Family(svc.scene.family)[i], uint16(svc.Spec.HealthCheckNodePort))
 }
 
-// mustReportHealth sends health checks to all node addresses. The responses must report
-// as many local endpoints as the argument local.
+// mustReportHealth sends health checks to all node addresses. Each response must report
+// the argument local as the number of local endpoints.
 func (s *scene) mustReportHealth(svc *service, local int) {
 	status := http.StatusOK
 	if local == 0 {

@@ -201,9 +201,9 @@ func (s *scene) mustDistributeEvenly(from person, to netip.AddrPort, persons ...
 			d := float64(count[p.Name]) - each
 			chi2 += d * d / each
 		}
-		// With four endpoints, an even distribution exceeds this limit once in 13 million
-		// checks. With two endpoints, this is even rarer. If one endpoint gets twice as many
-		// connections as any other endpoint, chi2 is 89 for two endpoints and 96 for four.
+		// With four endpoints, chi2 of an even distribution exceeds this limit once in 13
+		// million checks. With two endpoints, this is even rarer. If one endpoint gets twice as
+		// many connections as any other endpoint, chi2 is 89 for two endpoints and 96 for four.
 		if limit := 36.0; chi2 > limit {
 			s.failf("%s: %d connections are distributed as %v: chi-squared is %.0f, limit %.0f", describe(from, protocol, to), total, count, chi2, limit)
 		}

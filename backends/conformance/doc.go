@@ -19,10 +19,10 @@
 // rules that do not belong to the proxy. It checks that the proxy does not change these
 // rules.
 //
-// The process with the sink runs the test binary again, but only the test that calls Run.
-// In this process, Run runs the proxy and does not return. The code of the test before
-// the call of Run runs in both processes, so it should be short. Some cases kill the
-// process with the sink.
+// The process with the sink is another run of the test binary, with only the test that
+// calls Run. In this process, Run runs the proxy and does not return. The code of the
+// test before the call of Run runs in both processes, so it should be short. Some cases
+// kill the process with the sink.
 //
 // RunSubject tests any [Subject]. A Subject can run a proxy that is written in any
 // language. The type [Command] is a Subject for programs:

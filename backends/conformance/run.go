@@ -34,11 +34,11 @@ type Options struct {
 	// Exceptions maps names of cases to reasons. The proxy fails these cases although it has
 	// the required features. They count as unsupported.
 	Exceptions map[string]string
-	// Cases selects the cases whose section or name matches. The flag -test.run selects
-	// subtests as usual. Default: all.
+	// Cases selects the cases whose section or name the expression matches. Each case is a
+	// subtest, so the flag -test.run selects cases, too. Default: all.
 	Cases *regexp.Regexp
-	// Patience is the maximum time for which the kit waits for programming and for answers.
-	// Default: 20 s.
+	// Patience limits each wait of the kit: for the programming of services or for an
+	// answer. Default: 20 s.
 	Patience time.Duration
 	// BatchSize is the sink.Options.BatchSize of the driver that Run uses. With a small
 	// size, a pass consists of many batches. Default: the driver's default.
@@ -112,8 +112,8 @@ type kit struct {
 	world   *world.World
 	subject Subject
 	opts    Options
-	// site is the configuration of the proxy under test. process is nil while the proxy does
-	// not run.
+	// site is the configuration of the proxy under test. The field process is nil while the
+	// proxy does not run.
 	site    Site
 	process Process
 	// initialInventory is the node's state from the time before the proxy started.

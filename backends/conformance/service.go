@@ -40,7 +40,8 @@ type slice struct {
 	name      string
 	ports     []discoveryv1.EndpointPort
 	endpoints []endpoint
-	// The slice has endpoints of this family only. 0 means all families of the service.
+	// The field only restricts the slice to endpoints of one family. 0 means all families of
+	// the service.
 	only api.Family
 }
 
@@ -51,8 +52,8 @@ type endpoint struct {
 }
 
 // addService adds a Service of type ClusterIP to the scene, without endpoints. The
-// Service has the scene's IP family. For each protocol it has port 80 with target port
-// 8080.
+// Service has the scene's IP family. For each protocol of the scene, it has port 80 with
+// target port 8080.
 func (s *scene) addService(name string) *service {
 	families := []api.Family{s.family}
 	policy, internal := corev1.IPFamilyPolicySingleStack, corev1.ServiceInternalTrafficPolicyCluster
@@ -87,8 +88,8 @@ func (svc *service) addPort(name string, port, target int32) *service {
 	return svc
 }
 
-// withNodePort changes the type to NodePort. Ports with the same number get the same node
-// port.
+// withNodePort changes the type to NodePort. If ports of different protocols have the
+// same number, they get the same node port.
 func (svc *service) withNodePort() *service {
 	if svc.Spec.Type == corev1.ServiceTypeClusterIP {
 		svc.Spec.Type = corev1.ServiceTypeNodePort
@@ -114,7 +115,7 @@ func (svc *service) withExternalIP() *service {
 	return svc
 }
 
-// withLoadBalancer changes the type to LoadBalancer, with a load-balancer IP for each
+// withLoadBalancer changes the type to LoadBalancer, and adds a load-balancer IP for each
 // family of the service.
 func (svc *service) withLoadBalancer() *service {
 	svc.Spec.Type = corev1.ServiceTypeLoadBalancer
@@ -296,7 +297,7 @@ func (svc *service) at(ip string) netip.AddrPort {
 	return netip.AddrPortFrom(netip.MustParseAddr(ip), uint16(svc.Spec.Ports[0].Port))
 }
 
-// withPort returns the same address with another port.
+// withPort replaces the port of the given address, and returns the result.
 func withPort(to netip.AddrPort, port int) netip.AddrPort {
 	return netip.AddrPortFrom(to.Addr(), uint16(port))
 }

@@ -20,10 +20,10 @@ const AllPortsAnnotation = "conformance.kpng.io/all-ports"
 
 // Subject is a proxy under test. The kit calls its methods one at a time.
 type Subject interface {
-	// Publish replaces all objects of the cluster that the proxy reads. Publish may keep
-	// objects but must not modify them. The kit calls Publish before the first Start. After
-	// Publish has returned, running processes must receive the change without a further
-	// call.
+	// Publish replaces all objects in the cluster of the proxy. It is allowed to store the
+	// given objects, but must not modify them. The kit calls Publish before the first Start.
+	// After Publish has returned, running processes must receive the change without a
+	// further call.
 	Publish(ctx context.Context, objects *Objects) error
 	// Start starts a process of the proxy in the network namespace of the site's node. It
 	// need not wait until services are programmed.
@@ -62,9 +62,9 @@ type Objects struct {
 // MasqueradeOption selects which connections to cluster IPs are masqueraded.
 type MasqueradeOption string
 
-// The masquerade options. Without an option, connections from pods and from the node keep
-// their source. The kit then does not check the source of connections from outside the
-// pod network.
+// The masquerade options. With MasqueradeDefault, connections from pods and from the node
+// keep their source, and the kit does not check the source of connections from outside
+// the pod network.
 const (
 	MasqueradeDefault MasqueradeOption = ""
 	// MasqueradeOutside masquerades connections from outside Site.ClusterCIDRs.
@@ -106,5 +106,5 @@ type Site struct {
 func (s Site) Do(f func() error) error { return s.host.Do(f) }
 
 // Start starts cmd in the network namespace of the node. The kernel kills the new process
-// if this process ends first. The channel receives the exit error.
+// if this process ends first. The returned channel delivers the exit error of cmd.
 func (s Site) Start(cmd *exec.Cmd) (ended <-chan error, err error) { return s.host.Start(cmd) }

@@ -14,10 +14,10 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// lateReplies are the replies to untranslated UDP flows whose entries were deleted in one
-// pass. A reply that arrives after the deletion creates an entry in the opposite
-// direction. The client's later packets then count as replies of this entry, so the
-// kernel does not translate them.
+// lateReplies identifies replies that may arrive after a pass has deleted the entries of
+// their untranslated UDP flows. Such a reply creates an entry in the opposite direction.
+// The client's later packets then count as replies of this entry, so the kernel does not
+// translate them.
 type lateReplies struct {
 	family api.Family
 	// identities identify the entries that the replies create.

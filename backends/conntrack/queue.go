@@ -20,7 +20,7 @@ type queue struct {
 	// destinationsOf maps each service to the UDP destinations of its last delivery. ownerOf
 	// maps each of these destinations to the last service that was delivered with it. If a
 	// service takes over a destination of another service, destinationsOf lists the
-	// destination for both services, until the driver delivers or prunes the old service.
+	// destination for both services, until the driver delivers or prunes the previous owner.
 	destinationsOf map[types.NamespacedName][]destination
 	ownerOf        map[destination]types.NamespacedName
 	pass           sink.Pass
@@ -50,7 +50,7 @@ func newQueue() *queue {
 // whether it queued a destination. Calls must not overlap.
 func (q *queue) add(c *sink.Changes) bool {
 	due := map[destination]verdict{}     // destinations to check
-	present := map[destination]verdict{} // all other destinations of the services in c
+	present := map[destination]verdict{} // destinations that need no check
 	var removed []destination
 	q.pass.Begin(c)
 	for s := range c.Services {

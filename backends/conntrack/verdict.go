@@ -34,13 +34,13 @@ type flow struct {
 // has the zero verdict.
 type verdict struct {
 	view     *api.ServiceEndpoints // nil if the destination has no service any more
-	port     *api.PortMapping      // nil for all ports
+	port     *api.PortMapping      // nil for an all-ports service
 	forwards bool                  // at least some clients get an endpoint for new flows
 }
 
 // isStale reports whether a flow to the destination has to be deleted. This is true if
 // the flow's endpoint was removed, or if the flow has no endpoint although new flows get
-// one.
+// an endpoint.
 func (v verdict) isStale(f flow) bool {
 	switch {
 	case v.allows(f.endpoint):

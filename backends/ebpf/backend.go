@@ -42,10 +42,11 @@ var (
 	_ sink.Poller  = (*Backend)(nil)
 )
 
-// New returns a backend. The sink proxy, such as an nftables.Backend, must program all
-// services for all traffic. It must not masquerade all connections, because connections
-// through eBPF keep the address of the client. The backend starts, stops and cleans up
-// this sink. New does not access the kernel. It returns an error if opts are invalid.
+// New returns a backend. The argument proxy is another sink, such as an nftables.Backend.
+// This sink must program all services for all traffic. It must not masquerade all
+// connections, because connections through eBPF keep the address of the client. The
+// backend starts, stops and cleans up the other sink. New does not access the kernel. It
+// returns an error if opts are invalid.
 func New(proxy sink.Sink, opts Options) (*Backend, error) {
 	if err := opts.complete(); err != nil {
 		return nil, fmt.Errorf("ebpf options: %w", err)
@@ -120,8 +121,8 @@ func (b *Backend) Cleanup(ctx context.Context) error {
 	return errors.Join(remove(&b.opts), b.forward.Cleanup(ctx))
 }
 
-// Sync implements [sink.Sink]. It programs the other sink and then the maps, and returns
-// the result of the other sink. It also programs the maps if the other sink fails,
+// Sync implements [sink.Sink]. It passes c to the other sink, then writes the maps, and
+// returns the result of the other sink. It also writes the maps if the other sink fails,
 // because the programs would otherwise continue to use removed endpoints.
 //
 // An error of eBPF does not fail Sync. The backend logs it and detaches the programs, so
@@ -169,9 +170,9 @@ const (
 )
 
 // Verify implements [sink.Verifier]. It verifies the other sink. From time to time, it
-// compares the maps with the records of the backend, attaches its programs again if
-// another program has detached them, and tries to add services that did not fit into the
-// maps. After an error of eBPF, it requests a new pass.
+// compares the maps with the records of the backend, and tries to add services that did
+// not fit into the maps. It attaches the eBPF programs again if they were detached. After
+// an error of eBPF, it requests a new pass.
 func (b *Backend) Verify(ctx context.Context) error {
 	return errors.Join(b.forward.Verify(ctx), b.verify(ctx))
 }

@@ -32,10 +32,10 @@ type dataplane struct {
 	// The map services has the services that this pass has delivered, each with the list of
 	// frontends that it needs. A list may be empty.
 	services map[types.NamespacedName][]frontendKey
-	// prune is set from the end of a pass until the frontends without an owner are deleted.
-	// awaited has the failing services that were not delivered since the pass began. Until
-	// awaited is empty, sync keeps the frontends without an owner, because they may belong
-	// to these services.
+	// The field prune is true from the end of a pass until the frontends without an owner
+	// are deleted. The map awaited has the failing services that were not delivered since
+	// the pass began. Until awaited is empty, sync keeps the frontends without an owner,
+	// because they may belong to these services.
 	awaited map[types.NamespacedName]struct{}
 	prune   bool
 	// The map left has the services with a frontend that did not fit into the maps.
@@ -60,7 +60,8 @@ type record struct {
 	owner types.NamespacedName
 }
 
-// The type changes maps each frontend to its change. A nil change deletes the frontend.
+// The type changes is a map from frontends to their changes. A nil change deletes the
+// frontend.
 type changes map[frontendKey]*change
 
 type change struct {
@@ -114,8 +115,8 @@ func (d *dataplane) sync(ctx context.Context, c *sink.Changes) error {
 	return err
 }
 
-// retry stops after maxMisfits services that still do not fit, because the map left may
-// have very many services.
+// The method retry stops after maxMisfits services that still do not fit, because the map
+// left may have very many services.
 const maxMisfits = 16
 
 // retry adds frontends of services that did not fit, in random order.

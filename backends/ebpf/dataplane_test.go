@@ -28,7 +28,7 @@ type fakeTable[K comparable, V any] struct {
 	check    func()
 	// err is the error of the next deletion.
 	err error
-	// noMemory is how many further calls of the method set fail for lack of memory.
+	// noMemory is the number of further calls of set that fail for lack of memory.
 	noMemory int
 }
 

@@ -4,8 +4,8 @@
 // connect, without network address translation. Programs at hooks of a cgroup replace the
 // cluster IP by the address of an endpoint.
 //
-// The sink is a layer above another sink. The other sink also programs all services, and
-// handles all other traffic:
+// The sink is a layer above another sink. The other sink also programs all services. It
+// handles the traffic that the programs of this package do not translate:
 //
 //	proxy, err := nftables.New(nftables.Options{})
 //	if err != nil {

@@ -74,8 +74,9 @@ func (n *node) serve() {
 }
 
 // awaitRoute waits until a TCP connection to an address of the namespace is accepted or
-// refused. The kernel adds the route to an IPv6 address a moment after the address. Until
-// then, connections fail, and all datagrams of a connected socket are lost.
+// refused. The kernel adds a new IPv6 address first, and the route to this address a
+// moment later. Until then, connections fail, and all datagrams of a connected socket are
+// lost.
 func (n *node) awaitRoute(at string) {
 	n.t.Helper()
 	for deadline := time.Now().Add(20 * time.Second); ; {
@@ -124,8 +125,8 @@ func (n *node) mustReach(to string, want ...string) {
 	}
 }
 
-// mustNotReach checks that connections to a service are not translated. They fail, because
-// there is no route.
+// mustNotReach checks that connections to a service are not translated. Untranslated
+// connections fail, because there is no route.
 func (n *node) mustNotReach(to string) {
 	n.t.Helper()
 	if name, _, err := n.dial(n.ns.Do, to); err == nil {
@@ -322,9 +323,9 @@ func testConnectedUDP(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	// Getpeername returns the address of the peer that is also in /proc/net/udp. The program
-	// at the hook getpeername does not change this address, because the socket was not
-	// translated.
+	// The system call getpeername returns the address that /proc/net/udp shows for the peer.
+	// The program at the hook getpeername does not change this address, because the socket
+	// was not translated.
 	raw.Control(func(fd uintptr) {
 		peer, err := unix.Getpeername(int(fd))
 		if a, ok := peer.(*unix.SockaddrInet4); err != nil || !ok || a.Addr != [4]byte{10, 96, 0, 1} {

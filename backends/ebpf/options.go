@@ -30,8 +30,8 @@ type Options struct {
 
 	// HostNetworkOnly restricts the programs to sockets in the network namespace in which
 	// the process started. Packets of pods then still have the cluster IP as destination.
-	// Service meshes and virtual machines in pods may need this. Linux 5.14 or newer is
-	// required.
+	// Service meshes, and pods that run virtual machines, may need this destination. Linux
+	// 5.14 or newer is required.
 	HostNetworkOnly bool
 	// Annotation is the name of a service annotation. The programs do not handle services
 	// that have this annotation with the value "false". The source of the services must
@@ -42,7 +42,7 @@ type Options struct {
 	// programs handle. Default: 262,144.
 	MaxFrontends int
 	// MaxEndpoints is the maximum number of endpoints of all frontends together. While a
-	// list of endpoints changes, both the old list and the new one count. Default:
+	// list of endpoints changes, both the old list and the new list count. Default:
 	// 1,048,576.
 	MaxEndpoints int
 	// MaxMembers is the maximum number of endpoints of all UDP frontends and all frontends

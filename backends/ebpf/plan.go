@@ -151,8 +151,8 @@ func unsuitable(se *api.ServiceEndpoints, f *nodeview.Frontend, annotation strin
 	}
 }
 
-// existing returns the endpoints that UDP sockets may keep: all endpoints of the
-// frontend's port and family, including draining endpoints.
+// The function existing returns the endpoints that UDP sockets may keep: all endpoints of
+// the frontend's port and family, including draining endpoints.
 func existing(se *api.ServiceEndpoints, f *nodeview.Frontend) (all []address) {
 	for _, endpoints := range [...][]api.Endpoint{se.Endpoints, se.Draining} {
 		for i := range endpoints {

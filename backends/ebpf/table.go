@@ -15,8 +15,8 @@ import (
 
 // table is a map in the kernel.
 type table[K comparable, V any] interface {
-	// set adds or replaces elements in order, until one fails. It returns the number of
-	// elements that it has set.
+	// set adds or replaces elements in order, and stops at the first failure. It returns the
+	// number of elements that it has set.
 	set(keys []K, values []V) (int, error)
 	// delete deletes the elements that exist.
 	delete(keys []K) error
@@ -63,7 +63,7 @@ func setAll[K comparable, V any](t table[K, V], b batch[K, V], changeOf func(K) 
 	}
 }
 
-// kernelTable is a table in the kernel, of one of the types of hash maps.
+// kernelTable is a map in the kernel, of type hash or LRU hash.
 type kernelTable[K comparable, V any] struct {
 	name string
 	m    *ebpf.Map

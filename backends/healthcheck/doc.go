@@ -6,7 +6,7 @@
 // A service of type LoadBalancer with externalTrafficPolicy Local has a
 // healthCheckNodePort. On this port every node answers HTTP requests for any path. The
 // status is 200 if the node has ready endpoints of the service and the proxy of the node
-// is healthy. Otherwise it is 503.
+// is healthy. In all other cases the status is 503.
 //
 // A [Server] is a separate sink. It runs beside the sink that programs the dataplane:
 //

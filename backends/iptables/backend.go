@@ -376,8 +376,8 @@ func (b *Backend) updateEnvironment(ctx context.Context) error {
 const verifyPause = 50
 
 // maxInterrupted limits the consecutive Verify calls that may be interrupted while they
-// compare the same ruleset. After so many interruptions, Verify ignores its context.
-// Therefore all rules are compared even while services constantly change.
+// compare the same ruleset. After maxInterrupted such calls, the next Verify ignores its
+// context. Therefore all rules are compared even while services constantly change.
 const maxInterrupted = 2
 
 // Verify implements [sink.Verifier]. It compares the rules in the kernel with those that
@@ -427,7 +427,6 @@ func (b *Backend) Verify(ctx context.Context) error {
 	return errors.Join(errs...)
 }
 
-// VerifyInterval implements [sink.Poller]. It returns five seconds. The pause after a
-// comparison is 50 times as long as the comparison, because the comparison of many rules
-// takes long.
+// VerifyInterval implements [sink.Poller]. It returns five seconds. But after a
+// comparison, Verify does not compare rules for 50 times the duration of that comparison.
 func (b *Backend) VerifyInterval() time.Duration { return 5 * time.Second }

@@ -119,8 +119,8 @@ func TestLockHeldByAnotherProgram(t *testing.T) {
 	}
 }
 
-// TestFullSet checks a set that is full because another program has replaced it by a
-// smaller one.
+// TestFullSet uses a set that is full, because another program has replaced the original
+// set by a smaller set.
 func TestFullSet(t *testing.T) {
 	ns := netnstest.New(t)
 	b := start(t, ns, variant{NFT, false})
@@ -337,7 +337,7 @@ func invalidAddress(s *api.Service) {
 	s.IPs.ClusterIPs.V6 = append(s.IPs.ClusterIPs.V6, netip.Addr{})
 }
 
-// If a service fails in a pass, its elements of sets stay.
+// If a service fails in a pass, the elements of this service stay in the sets.
 func TestFailingServiceKeepsItsElements(t *testing.T) {
 	const undelivered = "the pass does not deliver it"
 	for _, flavour := range []Flavour{NFT, Legacy} {
@@ -490,8 +490,8 @@ func replaceProgram(t *testing.T, program *string, script string) {
 	*program = path
 }
 
-// If iptables or the kernel lacks a match that only some services need, finding these
-// services takes few attempts.
+// If iptables or the kernel lacks a match that only some services need, the backend finds
+// these services in few attempts.
 func TestMissingMatchOfSomeServices(t *testing.T) {
 	eachVariant(t, func(t *testing.T, ns *netnstest.Namespace, v variant) {
 		failures := 0
@@ -1182,7 +1182,8 @@ func TestLastClaimWins(t *testing.T) {
 }
 
 // A service that fails keeps its old rules, except those for an address that another
-// service has got. The other service has no endpoints, so its packets are rejected.
+// service has taken over. The other service has no endpoints, so packets to this address
+// are rejected.
 func TestFailingServiceLosesItsAddress(t *testing.T) {
 	eachVariant(t, func(t *testing.T, ns *netnstest.Namespace, v variant) {
 		addrs := nodeaddr.Of(netip.MustParseAddr("192.0.2.1"))
@@ -1270,8 +1271,8 @@ func TestDriverRecoversFromFaults(t *testing.T) {
 				},
 			},
 		})
-		// The function until waits for a Sync for whose result the function ok returns true. It
-		// fails the test if there is no Sync for a minute.
+		// The function until receives results of Sync until the function ok returns true for a
+		// result. It fails the test if no result arrives for a minute.
 		until := func(what string, ok func(sink.SyncResult) bool) {
 			t.Helper()
 			var last error

@@ -18,7 +18,7 @@ import (
 	"github.com/kpng-project/kpng/sink"
 )
 
-// everything returns services that together need every kind of rule.
+// The function everything returns services that together need every kind of rule.
 func everything() []*api.ServiceEndpoints {
 	return []*api.ServiceEndpoints{
 		view("affinity", "10.96.0.3 fd00:96::3", "10.1.0.1 10.1.0.2 !10.2.0.1 fd00::1 fd00::2", affinity),
@@ -35,7 +35,7 @@ func insideAndOut(o *Options) {
 	o.ClusterCIDRs = []netip.Prefix{netip.MustParsePrefix("10.0.0.0/8"), netip.MustParsePrefix("fd00::/8")}
 }
 
-// foreign adds rules, chains and sets of another program.
+// The function foreign adds rules, chains and sets of another program.
 func foreign(t *testing.T, ns *netnstest.Namespace, flavour Flavour) {
 	for _, family := range families {
 		ns.RunWith(t, `*nat
@@ -184,7 +184,7 @@ func (t *ruleset) entry(tb testing.TB, text string) string {
 	return ""
 }
 
-// While nothing changes in flavour nft, Verify does not read the rules.
+// In flavour nft, Verify does not read the rules while no program changes rules.
 func TestVerifyReadsRulesOnlyAfterChanges(t *testing.T) {
 	ns := netnstest.New(t)
 	b := start(t, ns, variant{NFT, false})

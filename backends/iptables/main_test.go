@@ -146,7 +146,7 @@ func mustSync(t testing.TB, b *Backend, all ...*sink.Changes) {
 	}
 }
 
-// verify calls Verify without a pause after the last call.
+// verify ends the pause after the last comparison, and calls Verify.
 func verify(t testing.TB, b *Backend) error {
 	b.verifyAt = time.Time{}
 	return b.Verify(t.Context())

@@ -17,13 +17,13 @@ import (
 	"github.com/kpng-project/kpng/sink"
 )
 
-// Options are a backend's settings. With the zero value, the backend runs beside
-// kube-proxy and has the defaults of kube-proxy.
+// Options are a backend's settings. With the zero value, the backend has the defaults of
+// kube-proxy, and can run beside kube-proxy.
 type Options struct {
 	// Instance distinguishes the backends of one node. The names of all chains and sets
-	// begin with "KPNG-<Instance>-". An instance has at most 6 letters and digits, because
-	// the kernel limits the length of names. Default: empty, for names that begin with
-	// "KPNG-".
+	// begin with "KPNG-<Instance>-". The value of Instance has at most 6 letters and digits,
+	// because the kernel limits the length of names. Default: empty, for names that begin
+	// with "KPNG-".
 	Instance string
 
 	// Flavour selects the programs of iptables. Default: the flavour that other programs
@@ -47,8 +47,8 @@ type Options struct {
 	// MasqueradeAll masquerades all connections to cluster IPs.
 	MasqueradeAll bool
 	// MasqueradeOutsiders masquerades connections to cluster IPs from outside the pod
-	// network, which ClusterCIDRs, NodePodCIDRs and PodInterfaces define. At least one of
-	// these options must be set. If none of them defines the pods of a family, nothing is
+	// network. It requires at least one of ClusterCIDRs, NodePodCIDRs and PodInterfaces,
+	// which define the pod network. If they define no pods of a family, nothing is
 	// masqueraded in that family.
 	MasqueradeOutsiders bool
 
@@ -61,8 +61,9 @@ type Options struct {
 	NodePodCIDRs bool
 	// PodInterfaces are the interfaces of this node's pods, such as "cni0". A name that ends
 	// in "*" is a prefix of names, such as "veth*". Traffic from these interfaces counts as
-	// traffic of this node's pods. Without CIDRs and PodInterfaces, only the node's own
-	// traffic to external frontends with policy Local may reach endpoints on all nodes.
+	// traffic of this node's pods. If neither CIDRs nor PodInterfaces define pods, only the
+	// node's own traffic to external frontends with policy Local may reach endpoints on all
+	// nodes.
 	PodInterfaces []string
 
 	// NodeAddresses has the addresses of node ports. The backend ignores loopback addresses.

@@ -45,7 +45,7 @@ const (
 const (
 	rejectSet     = "REJECT"     // frontends whose packets are rejected: address, protocol and port
 	dropSet       = "DROP"       // frontends whose packets are dropped: address, protocol and port
-	clusterIPSet  = "CLUSTERIPS" // cluster IPs, whose unknown ports are rejected
+	clusterIPSet  = "CLUSTERIPS" // cluster IPs; packets to their unknown ports are rejected
 	nodeAddresses = "NODE"       // the addresses of node ports
 )
 
@@ -59,10 +59,10 @@ type rendered struct {
 	// chains has the rules of the chains that only this service uses. A rule is a line,
 	// without "-A" and the name of its chain, exactly as iptables-save prints it.
 	chains map[chainID]string
-	// entries are rules of dispatch chains. The value is the rest of the rule. If the value
-	// is empty, other services lose the match, and no rule is added.
+	// entries are rules of dispatch chains. The value is the rest of the rule. An empty
+	// value adds no rule, but takes the match away from other services.
 	entries map[entryID]string
-	// elements are elements of sets.
+	// elements are the elements of sets that the service needs.
 	elements map[element]bool
 }
 
@@ -84,7 +84,7 @@ func newRendered() *rendered {
 func (r *rendered) isEmpty() bool { return len(r.chains)+len(r.entries)+len(r.elements) == 0 }
 
 // matchRecent is the beginning of the match for session affinity. The kernel or iptables
-// may lack it.
+// may lack this match.
 const matchRecent = "-m recent "
 
 func (r *rendered) hasAffinity() bool {
@@ -104,7 +104,7 @@ func (r *rendered) add(table, name string, rules []string) {
 type environment struct {
 	// nodePorts are the addresses of node ports.
 	nodePorts []netip.Addr
-	// node are the addresses of the Node object. Source ranges may contain them.
+	// The field node has the addresses of the Node object, which affect source ranges.
 	node []netip.Addr
 	// pods are the CIDRs of pods.
 	pods []netip.Prefix
@@ -231,9 +231,9 @@ func (r *renderer) skeleton() *rendered {
 	return out
 }
 
-// outsiders returns the rules that mark connections to cluster IPs from outside the pod
-// network. With MasqueradeOutsiders, it returns no rules for a family whose pods the
-// options do not define.
+// outsiders returns the rules that mark all connections to cluster IPs, or those from
+// outside the pod network. In the second case, the result is empty for a family whose
+// pods the options do not define.
 func (r *renderer) outsiders() (rules []string) {
 	switch {
 	case r.opts.MasqueradeAll:
@@ -333,8 +333,8 @@ func port(f *nodeview.Frontend) string {
 // another service or program could translate it.
 const endNAT = "-j ACCEPT"
 
-// translated returns the chain of table nat for the packets of f. It returns "" if there
-// is no endpoint for any packet.
+// The method translated returns the chain of table nat for the packets of f. It returns
+// "" if there is no endpoint for any packet.
 func (s *serviceRenderer) translated(f *nodeview.Frontend) string {
 	var rules []string
 	kind := "C" // the chain of a cluster IP
@@ -394,8 +394,9 @@ func (s *serviceRenderer) fromNode(end string) []string {
 	return rules
 }
 
-// untranslated returns the target in table filter for the packets of f that table nat did
-// not translate. It returns "" if these packets need no rule, or if a set handles them.
+// The method untranslated returns the target in table filter for the packets of f that
+// table nat did not translate. It returns "" if these packets need no rule, or if a set
+// handles them.
 func (s *serviceRenderer) untranslated(f *nodeview.Frontend) string {
 	verdict := cmp.Or(f.Elsewhere.Verdict, f.Node.Verdict)
 	set, target := rejectSet, s.name(reject)
@@ -456,9 +457,9 @@ func (s *serviceRenderer) list(f *nodeview.Frontend, t *nodeview.Traffic) string
 	return chain
 }
 
-// endpoint returns the target that sends packets of f to the endpoint e, and the match of
-// the protocol if the target needs one. The target is a chain if session affinity or
-// masquerading needs more rules.
+// The method endpoint returns the target that sends packets of f to the endpoint e. If a
+// rule with this target must match the protocol, it also returns that match. The target
+// is a chain if session affinity or masquerading needs more rules.
 func (s *serviceRenderer) endpoint(f *nodeview.Frontend, e *nodeview.Target) (target, protocol string) {
 	to := e.Addr.String()
 	if e.Port != 0 {

@@ -57,19 +57,20 @@ type ruleset struct {
 	// foreign has the rules of other programs that lead to chains of the instance, and that
 	// deleteForeign could not delete. The kernel keeps a chain while such a rule exists.
 	foreign []foreignRule
-	// held has the elements that existed when the pass began, by address. Until prune, each
-	// of them has one additional user in the map users.
+	// The map held has the elements that existed when the pass began, by address. Until the
+	// call of prune, each of them has one additional user in the map users.
 	held map[string][]element
-	// delivered has the services that this pass has delivered until now. It is nil if
-	// holding is false.
+	// The map delivered has the services that this pass has delivered until now. It is nil
+	// if holding is false.
 	delivered map[types.NamespacedName]bool
-	// broken is the error of the last call of begin, or nil. While it is not nil, all
-	// services of this family fail. The field failures is the number of consecutive calls of
-	// begin that failed.
+	// The field broken is the error of the last call of begin, or nil. While broken is not
+	// nil, all services of this family fail. The field failures is the number of consecutive
+	// calls of begin that failed.
 	broken   error
 	failures int
-	// holding is true from begin to prune. While it is true, no chain of a service is
-	// deleted, because rules of an earlier process may lead to that chain.
+	// holding is true from the call of begin to the call of prune. During this time, no
+	// chain of a service is deleted, because rules of an earlier process may lead to that
+	// chain.
 	holding bool
 	// inexact has the chains whose rules iptables-save prints in another form than this
 	// package. The value is the digest of the printed rules. In the kernel's own chains,
@@ -333,10 +334,10 @@ func (t *ruleset) render(changes iter.Seq[sink.Change], failed *sink.Failed) (li
 	return list
 }
 
-// takeElements makes a service a user of the held elements that have an address of the
-// service, because elements do not name their service. Therefore prune keeps these
-// elements if the service fails. A service that this pass has programmed before gets no
-// held elements.
+// takeElements makes a service a user of all held elements that have an address of the
+// service. Therefore prune keeps these elements if the service fails. Elements name no
+// service, only an address. A service that this pass has already programmed gets no held
+// elements.
 func (t *ruleset) takeElements(key types.NamespacedName, view *api.ServiceEndpoints) {
 	if t.holding {
 		t.delivered[key] = true
@@ -742,7 +743,7 @@ func (t *ruleset) prune(ctx context.Context, failing map[types.NamespacedName]bo
 
 var jumpPattern = regexp.MustCompile(`-j (\S+)`)
 
-// reach adds to the map needed all chains to which the rules lead.
+// reach sets needed[c] to true for each chain c to which the rules lead.
 func (t *ruleset) reach(table, rules string, needed map[chainID]bool) {
 	for _, m := range jumpPattern.FindAllStringSubmatch(rules, -1) {
 		id := chainID{table, m[1]}

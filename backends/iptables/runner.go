@@ -259,7 +259,7 @@ func isGeneral(err error) bool {
 	return !errors.As(err, &failed) || failed.locked()
 }
 
-// refuses reports whether a program refused a line with that match.
+// refuses reports whether err means that a program refused a line that contains match.
 func refuses(err error, match string) bool {
 	var failed *programError
 	return errors.As(err, &failed) && strings.Contains(failed.line, match)
@@ -300,7 +300,7 @@ func (r *runner) command(ctx context.Context, input, program string, args ...str
 	return "", failed
 }
 
-// detectFlavour returns the flavour that [DetectFlavour] describes.
+// detectFlavour returns the flavour that [DetectFlavour] selects.
 func detectFlavour(ctx context.Context, opts *Options) (Flavour, error) {
 	hints := regexp.MustCompile(`(?m)^:(KUBE-IPTABLES-HINT|KUBE-KUBELET-CANARY) `)
 	rules := map[Flavour]int{}

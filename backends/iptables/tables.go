@@ -27,8 +27,8 @@ const (
 	nfTables = unix.NFNL_SUBSYS_NFTABLES << 8
 )
 
-// hasTables reports whether the kernel may have rules of a flavour in table nat. Start
-// and Cleanup call it to skip a flavour that the node does not use.
+// hasTables returns false if the kernel certainly has no rules of a flavour in table nat.
+// Start and Cleanup call it to skip a flavour that the node does not use.
 func hasTables(ctx context.Context, netNS int, flavour Flavour, family api.Family) (bool, error) {
 	if flavour == Legacy {
 		file := "/proc/thread-self/net/ip_tables_names"

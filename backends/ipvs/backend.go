@@ -237,8 +237,8 @@ func (b *Backend) checkConntrack() error {
 	return err
 }
 
-// checkSysctls checks settings. If the list set contains Options.Sysctls, checkSysctls
-// also corrects the settings.
+// checkSysctls checks kernel settings. It also corrects them if Options.Sysctls is one of
+// the modes in the argument set.
 func (b *Backend) checkSysctls(ctx context.Context, settings []sysctl.Setting, set ...SysctlMode) error {
 	if b.opts.Sysctls == IgnoreSysctls {
 		return nil

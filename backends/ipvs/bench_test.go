@@ -38,7 +38,8 @@ func BenchmarkEndpointChange(b *testing.B) {
 	}
 }
 
-// numbered returns the view of a service with a number of endpoints.
+// numbered returns the view of the service web-<number>. The argument endpoints is the
+// number of its endpoints.
 func numbered(number, endpoints int) *api.ServiceEndpoints {
 	var addrs []string
 	for i := range endpoints {

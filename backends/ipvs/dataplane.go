@@ -22,8 +22,8 @@ import (
 // dataplane programs the kernel and records what it has programmed. Calls must not overlap.
 //
 // The records are what the kernel listed at the beginning of a pass, and the changes
-// since then. A change compares the plan of a service with these records. Therefore it
-// reads from the kernel only the virtual servers that it creates.
+// since then. A change compares the plan of a service with these records. It reads a
+// virtual server from the kernel only if the records lack it or after an error.
 type dataplane struct {
 	opts    *Options
 	planner planner
@@ -49,7 +49,8 @@ type dataplane struct {
 	// virtual servers and local addresses.
 	unused map[element]bool
 	// earlier are elements that the table had when the pass began, by group. When a service
-	// is delivered, its plan replaces the elements of its groups.
+	// is delivered, the elements of its groups become unused, except those that its plan
+	// needs.
 	earlier map[element][]element
 	// leaving are virtual servers with destinations that get no new connections.
 	leaving map[serverID]bool
@@ -121,7 +122,7 @@ func (d *dataplane) begin(ctx context.Context) (err error) {
 	return nil
 }
 
-// follow takes the addresses of the machine from the planner next. It returns false if
+// follow copies the addresses of the machine from the argument next. It returns false if
 // plans depend on addresses that have changed, so that a new pass is needed.
 func (d *dataplane) follow(next planner) bool {
 	p := &d.planner
@@ -145,8 +146,8 @@ func (d *dataplane) follow(next planner) bool {
 }
 
 // readServers returns the virtual servers of this instance. The kernel's listing may be
-// incomplete. Of the missing virtual servers, omitForeign finds those that a service
-// needs, and deleteServer finds those that have elements in the table.
+// incomplete. The function omitForeign finds a missing virtual server if a service needs
+// it, and deleteServer finds it if it has an element in the table.
 func (d *dataplane) readServers(ctx context.Context) (map[serverID]*server, error) {
 	servers, err := d.conn.list()
 	if err != nil {
@@ -295,8 +296,8 @@ func (d *dataplane) omitForeign(p *plan) error {
 	return errors.Join(errs...)
 }
 
-// addElements adds the elements of plans to the table, except those that await a virtual
-// server, and records the plans. If it fails, it has changed nothing.
+// addElements adds the elements of plans to the table and records the plans. It omits
+// elements that await a virtual server. If it fails, it has changed nothing.
 func (d *dataplane) addElements(plans map[types.NamespacedName]*plan) error {
 	delta := map[element]int{}
 	groups := map[element]bool{}
@@ -325,7 +326,7 @@ func (d *dataplane) addElements(plans map[types.NamespacedName]*plan) error {
 		case await, e.set.exclusive():
 			remove = append(remove, e)
 		case e.set.kind == restricted && d.refs[e.group()]+delta[e.group()] > 0:
-			remove = append(remove, e) // together with the frontend's elements of the set sources
+			remove = append(remove, e) // this change also removes the frontend's elements of the set sources
 		}
 	}
 	if err := d.changeTable(remove, add); err != nil {
@@ -377,9 +378,9 @@ func (d *dataplane) record(plans map[types.NamespacedName]*plan) {
 	}
 }
 
-// changeTable removes and adds elements of the table, in one transaction. If the kernel
-// refuses that because another program has changed the table, the error requests a new
-// pass. Otherwise, one of the elements causes the error.
+// changeTable removes and adds elements of the table, in one transaction. If that fails
+// and another program has changed the table, the error requests a new pass. If no program
+// has changed the table, one of the elements causes the error.
 func (d *dataplane) changeTable(remove, add []element) error {
 	if len(remove)+len(add) == 0 {
 		return nil
@@ -524,7 +525,7 @@ func (d *dataplane) setDestination(id serverID, s *server, at netip.AddrPort, we
 	return nil
 }
 
-// endPass marks everything that no delivered service needs as unused. It marks nothing if
+// endPass marks as unused everything that no delivered service needs. It marks nothing if
 // one of the failing services has no plan, because that service may still need something.
 func (d *dataplane) endPass(failing []types.NamespacedName) {
 	d.leftovers.Exist = slices.ContainsFunc(failing, func(key types.NamespacedName) bool { return d.plans[key] == nil })
@@ -549,8 +550,8 @@ func (d *dataplane) endPass(failing []types.NamespacedName) {
 }
 
 // deleteUnused deletes unused elements with their virtual servers and addresses. Elements
-// that it cannot delete stay in d.unused. The comment of sync explains why it deletes some
-// virtual servers before their elements, and others after them.
+// that it cannot delete stay in d.unused. The comment of sync explains why deleteUnused
+// deletes some virtual servers before their elements, and others after their elements.
 func (d *dataplane) deleteUnused() error {
 	var errs []error
 	kept := map[element]bool{}  // groups that could not be deleted

@@ -103,8 +103,8 @@ func (s setID) set(t *nftables.Table) *nftables.Set {
 // element is an element of a set. It is comparable.
 type element struct {
 	set setID
-	// key is the key in the kernel's encoding. For a range, key is the first key and end the
-	// last one. For a map, value is the data of the element.
+	// key is the key in the kernel's encoding. For a range, key is the first key and end is
+	// the last key. For a map, value is the data of the element.
 	key, end, value string
 }
 

@@ -626,8 +626,8 @@ func testForeignInterface(t *testing.T) {
 	}
 }
 
-// testInterfaceLost checks that an interface that another program deletes or sets down is
-// repaired although it has no routes.
+// testInterfaceLost checks that the backend repairs the interface after another program
+// has deleted it or set it down, even if the interface has no routes.
 func testInterfaceLost(t *testing.T) {
 	n := newNode(t)
 	web := view([]string{"fd00:1::1"}, func(s *api.Service) {
@@ -958,8 +958,8 @@ func testFailingServicesAreNotPruned(t *testing.T) {
 	n.mustHave()
 }
 
-// testLeftRanges checks that source ranges of a service that failed in a pass do not
-// conflict with its new ranges after the pass.
+// testLeftRanges makes a service fail in a pass and then changes its source ranges. The
+// old ranges in the table must not conflict with the new ranges.
 func testLeftRanges(t *testing.T) {
 	n := newNode(t)
 	ranges := func(prefix string) *api.ServiceEndpoints {
@@ -984,7 +984,7 @@ func testLeftRanges(t *testing.T) {
 	}
 }
 
-// limitedContext is cancelled when the method Err has returned nil a number of times.
+// limitedContext is a context that ends after a number of calls of its method Err.
 type limitedContext struct {
 	context.Context
 	calls int

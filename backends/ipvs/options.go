@@ -38,9 +38,9 @@ type Options struct {
 	// "kpng.io/ipvs-scheduler".
 	SchedulerAnnotation string
 
-	// MasqueradeMark is a bit of the packet mark. It marks a packet whose connection is to
-	// be masqueraded, from the hook prerouting or output to the hook postrouting. It must be
-	// exactly one bit, and not 0x4000, which kube-proxy uses. Instances may share it.
+	// MasqueradeMark is exactly one bit of the packet mark. The backend sets it in the first
+	// packet of a connection to be masqueraded, and clears it at hook postrouting. The bit
+	// must not be 0x4000, which kube-proxy uses. Several instances may use the same bit.
 	// Default: 0x2000.
 	MasqueradeMark uint32
 	// MasqueradeAll masquerades all connections to cluster IPs.

@@ -81,7 +81,7 @@ type wanted struct {
 	settings
 	// The field endpoints has the endpoints that get new connections, sorted. The field
 	// existing also has endpoints that only keep their connections. All addresses of a node
-	// port share these slices.
+	// port share both Go slices.
 	endpoints, existing []netip.AddrPort
 }
 

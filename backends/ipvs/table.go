@@ -56,7 +56,7 @@ const (
 	socketBuffer = 32 << 20
 	// elementSize is more than the size of any element in a transaction.
 	elementSize = 256
-	// maxChunk is the maximum number of elements in a message, which must be below 64 KiB.
+	// maxChunk limits the elements of a message. A message must be below 64 KiB.
 	maxChunk = 400
 )
 
@@ -120,8 +120,8 @@ func (t *table) chains() []chain {
 			services = append(services, nftrule.NewKey(family).Destination().FollowedBy(in(addresses, family),
 				nftrule.LoadMeta(expr.MetaKeyL4PROTO), nftrule.Equal(protocol), nftrule.GoTo("refuse")[0]))
 		}
-		// Endpoints may have no route to the source of these connections: IPv4 selects the
-		// destination as the source, and IPv6 selects any address of the node.
+		// Endpoints may have no route to the source of these connections. For IPv4, the kernel
+		// uses the destination as the source; for IPv6, it uses any address of the node.
 		output = append(output, nftrule.NewKey(family).Destination().FollowedBy(in(addresses, family), nftrule.Jump("mark-all")[0]))
 		postrouting = append(postrouting, nftrule.NewKey(family).Source().Destination().ProtocolAndPort().FollowedBy(
 			in(hairpins, family), &expr.Masq{FullyRandom: true}))

@@ -210,9 +210,9 @@ func TestRefusedElementsDoNotStopOtherServices(t *testing.T) {
 	}
 }
 
-// TestOrderOfElementsAndServers checks that packets to a cluster IP are accepted, and
-// other packets are redirected to that IP, only while the virtual server exists. An
-// address of the machine is reachable without elements. Therefore the table must check
+// TestOrderOfElementsAndServers checks the table while the virtual server of a cluster IP
+// does not exist: it must not accept packets to that IP or redirect other packets to it.
+// An address of the machine is reachable without elements. Therefore the table must check
 // packets to that address before the virtual server is created, and until the virtual
 // server is deleted.
 func TestOrderOfElementsAndServers(t *testing.T) {

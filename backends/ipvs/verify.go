@@ -29,8 +29,8 @@ const (
 const maxIdleReads = 1000
 
 // removeIdle deletes the destinations that get no new connections and have no connections
-// any more. It takes only the numbers of connections from the kernel, so that compare
-// still finds changes by other programs.
+// any more. It uses only the connection counts that it reads, so that compare still finds
+// changes by other programs.
 func (d *dataplane) removeIdle(ctx context.Context) error {
 	var errs []error
 	reads := 0

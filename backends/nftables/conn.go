@@ -148,8 +148,7 @@ func (c *conn) inspect(ctx context.Context, name string) (*listing, error) {
 	return l, nil
 }
 
-// listChains returns after quietListings consecutive interrupted listings without a new
-// chain.
+// quietListings limits the consecutive interrupted listings that show no new chain.
 const quietListings = 3
 
 // listChains returns the hooks of the table's chains.

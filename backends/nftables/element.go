@@ -21,7 +21,7 @@ import (
 const maxKey = 40 + 1
 
 // elementID identifies an element of a map. A key shorter than maxKey is followed by
-// zeros. For a source range, the last octet of the array key is the prefix length.
+// zeros. For a source range, the last octet of the field key is the prefix length.
 type elementID struct {
 	m   mapID
 	key [maxKey]byte

@@ -64,8 +64,8 @@ func rangeEnd(key []byte, addrLen, bits int) []byte {
 
 // decodeElements calls f with each element of a NFT_MSG_NEWSETELEM message about m. If
 // this package cannot have made the element, the argument foreign is the element's
-// encoding, which is valid until f returns. Otherwise foreign is nil. The cache names
-// lets elements with the same chain share one string.
+// encoding, which is valid until f returns. Otherwise foreign is nil. The argument names
+// is a cache, so that elements with the same chain share one string.
 func decodeElements(m mapID, attributes []byte, names map[string]string, f func(e element, foreign []byte)) {
 	for _, item := range netfilter.Attributes(netfilter.Attribute(attributes, unix.NFTA_SET_ELEM_LIST_ELEMENTS)) {
 		if e, ok := decodeElement(m, item, names); ok {

@@ -12,8 +12,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// mapKind is the purpose of a map or set. Most kinds have one map for each value of match
-// and each IP family.
+// mapKind is the purpose of a map or set. Most kinds have one map for each value of the
+// type match and each IP family.
 type mapKind uint8
 
 // kindNodeFrontends, kindNodeAffinityChains, kindNodeEndpoints and kindNodeSharedChains
@@ -108,7 +108,7 @@ type layout struct {
 	size uint32
 	// elements is the number of elements, or -1 if the kernel does not report it.
 	elements int
-	// fields has the length of each part of a key, but only for sets of ranges.
+	// The slice fields has the lengths of the parts of a key; nil except for sets of ranges.
 	fields []uint32
 }
 

@@ -41,10 +41,10 @@ type Options struct {
 
 	// MasqueradeAll masquerades all connections to cluster IPs.
 	MasqueradeAll bool
-	// MasqueradeOutsiders masquerades connections from outside the pod network to cluster
-	// IPs. ClusterCIDRs, NodePodCIDRs and PodInterfaces define the pod network, and at least
-	// one of them is required. If they define no pod network for an IP family, the backend
-	// masquerades nothing in that family.
+	// MasqueradeOutsiders masquerades connections to cluster IPs from outside the pod
+	// network. ClusterCIDRs, NodePodCIDRs and PodInterfaces define the pod network, and at
+	// least one of them is required. If they define no pod network for an IP family, the
+	// backend masquerades nothing in that family.
 	MasqueradeOutsiders bool
 
 	// ClusterCIDRs contain the addresses of all pods of the cluster. The backend treats
@@ -142,7 +142,7 @@ func (o *Options) complete() error {
 			errs = append(errs, errors.New("a cluster CIDR or service CIDR is not valid"))
 		}
 	}
-	// Connection tracking has priority -200 at the hooks for incoming packets. The kernel
+	// Connection tracking has priority -200 at the hooks prerouting and output. The kernel
 	// requires that chains of type nat come after connection tracking.
 	for _, priority := range []int32{o.DNATPriority, o.SNATPriority} {
 		if priority <= -200 {

@@ -23,8 +23,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// changeElsewhere changes another table 200 times a second until the test ends. It
-// returns a counter of these changes.
+// changeElsewhere makes a table that belongs to no backend, and changes it 200 times a
+// second until the test ends. It returns a counter of these changes.
 func changeElsewhere(t testing.TB, ns *netnstest.Namespace) *atomic.Int64 {
 	t.Helper()
 	nft(t, ns, "table inet a { chain first { }; }\n", "-f", "-")
@@ -94,7 +94,7 @@ func TestBusyNeighbors(t *testing.T) {
 }
 
 // TestVerifyReadsOnlyAfterChangesByOthers checks that Verify reads the table only after
-// another program has changed a table. A Sync does not make Verify read the table.
+// another program has changed a table. A Sync must not make Verify read the table.
 func TestVerifyReadsOnlyAfterChangesByOthers(t *testing.T) {
 	b, ns := start(t, Options{NodeAddresses: nil})
 	old, changed := view("web", []string{"10.96.0.1"}, []string{"10.0.0.1"}, nil), view("web", []string{"10.96.0.1"}, []string{"10.0.0.2", "10.0.0.3"}, nil)

@@ -76,7 +76,7 @@ func (t *table) readAhead(ctx context.Context, foreignCommits int64) {
 	}
 }
 
-// It reads all maps, and the names of the chains and sets of single services.
+// The method read reads all maps, and the names of chains and sets of single services.
 func (t *table) read(ctx context.Context, foreignCommits int64) (*pass, error) {
 	l, err := t.conn.inspect(ctx, t.conn.table)
 	if err != nil {
@@ -250,8 +250,8 @@ func (t *table) prune(ctx context.Context, ps *pass, failed bool) error {
 
 // keepOfFailed claims the elements that failed services may still need. It claims all
 // hairpin elements. If a service has claimed a frontend during the pass, keepOfFailed
-// also claims the other elements of that frontend. It returns true if the table may
-// afterwards have elements or objects that no service needs.
+// also claims the other elements of that frontend. It returns true if the table may keep
+// elements or objects that no service needs.
 func (ps *pass) keepOfFailed() (leaves bool) {
 	leaves = len(ps.staleObjects) > 0
 	for m, s := range ps.snapshots {
@@ -283,7 +283,7 @@ func (t *table) tidyChains(ctx context.Context) error {
 		if _, ok := t.state.rules[name]; ok {
 			continue
 		}
-		if isOwn(name) { // the chain of a failed service
+		if isOwn(name) { // this chain belongs to a failed service
 			t.state.rules[name] = is
 		} else {
 			others = append(others, name)

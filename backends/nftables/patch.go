@@ -28,8 +28,8 @@ type op struct {
 }
 
 // patch is the difference between the elements of the old views and of the new views. It
-// has a part for each service. If an element moves from one service to another, their
-// parts are joined, so that both changes take effect together or not at all.
+// has a part for each service. If an element moves from one service to another, the parts
+// of these services are joined, so that both changes take effect together or not at all.
 type patch struct {
 	ops   []*op
 	block []op // the next ops use the free capacity of this slice

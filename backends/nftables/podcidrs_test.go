@@ -58,7 +58,7 @@ func TestPodCIDRsFollowTheNode(t *testing.T) {
 }
 
 // TestUnallocatedClusterIPsAreDropped checks that packets to cluster IPs without a
-// service are dropped, but not packets that another table translates.
+// service are dropped, unless another table translates them.
 func TestUnallocatedClusterIPsAreDropped(t *testing.T) {
 	w := newPacketWorld(t)
 	serve(t, w.client, "client") // receives packets that are neither translated nor dropped

@@ -28,8 +28,8 @@ import (
 type sharedChain struct {
 	match  match
 	family api.Family
-	// fromNode reports that the chain is only for packets that start on this node. Another
-	// chain of each frontend gets all packets first and sends these packets here.
+	// fromNode reports that the chain is only for packets that start on this node. They come
+	// from another chain of the frontend, which gets all packets first.
 	fromNode bool
 	// filtered reports that the frontends have source ranges.
 	filtered   bool

@@ -102,8 +102,8 @@ func (o *Options) skeletonChains() []chain {
 		}
 	}
 	// Before this hook, this or another proxy has translated the cluster IPs of services. So
-	// a packet matches only if no service has its destination. Packets to this node do not
-	// pass the hook.
+	// a rule matches a packet only if no service has the packet's destination. Packets to
+	// this node do not pass the hook.
 	for _, cidr := range o.ServiceCIDRs {
 		rules = append(rules, append(nftrule.ToPrefix(cidr), nftrule.Drop()...))
 	}

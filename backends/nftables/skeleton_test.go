@@ -214,7 +214,8 @@ func TestCommentsNameTheService(t *testing.T) {
 	}
 }
 
-// TestNumbersOfSharedChainsAreUnique checks that each number identifies its chain.
+// TestNumbersOfSharedChainsAreUnique checks that sharedChainOf finds a chain by its
+// number, and that no two chains have the same number.
 func TestNumbersOfSharedChainsAreUnique(t *testing.T) {
 	seen := map[string]sharedChain{}
 	check := func(c sharedChain) {

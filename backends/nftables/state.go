@@ -10,8 +10,8 @@ import (
 	"strings"
 )
 
-// state is the expected content of the table. To detect changed elements, digests of the
-// elements are enough.
+// state is the expected content of the table. It has digests instead of the elements,
+// because digests are enough to detect changed elements.
 type state struct {
 	seed maphash.Seed
 	// digests has a digest of the elements of each map.

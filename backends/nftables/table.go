@@ -33,7 +33,7 @@ type table struct {
 	planner *planner
 	// state is the expected content of the table, or nil if the content is unknown.
 	state *state
-	// skeleton has the digest of each chain of the skeleton, as it was sent to the kernel.
+	// skeleton has the digest of each chain in the skeleton that was sent to the kernel.
 	skeleton map[string]digest
 	// podCIDRs are those pod CIDRs of the Node object that the skeleton contains.
 	podCIDRs []netip.Prefix

@@ -154,8 +154,8 @@ func (d *drift) step(ctx context.Context, f func(context.Context) error) error {
 	return nil
 }
 
-// check compares the chains, and the number of elements in each map, with the expected
-// ones.
+// check compares the chains with the expected chains, and the number of elements in each
+// map with the expected number.
 func (t *table) check(ctx context.Context) error {
 	l, err := t.conn.inspect(ctx, t.conn.table)
 	switch {
@@ -188,8 +188,8 @@ func (t *table) check(ctx context.Context) error {
 	return nil
 }
 
-// It compares the elements of all maps with their expected digests. If ctx ends, the next
-// call continues with the map at which this call stopped.
+// compare compares the elements of all maps with their expected digests. If ctx ends, the
+// next call continues with the map at which this call stopped.
 func (t *table) compare(ctx context.Context) error {
 	d, begin := &t.drift, t.now()
 	defer func() { d.elapsed += t.now().Sub(begin) }()
@@ -217,7 +217,7 @@ func (t *table) compareMap(ctx context.Context, m mapID) error {
 		if err != nil || is == want {
 			return err
 		}
-		// A resize of the hash table keeps the number of elements. Another number is drift.
+		// A resize of the hash table keeps the number of elements. A wrong number means drift.
 		if is.n != want.n || attempt == maxDumpRetries {
 			return differs("%s has %d elements, which are not the %d that it should have", m.name(), is.n, want.n)
 		}

@@ -191,8 +191,8 @@ func (w *wire) makeChain(name string, rules []string) {
 	}
 }
 
-// maxElements limits the octets of the list of elements in a message. The list is one
-// attribute, and an attribute stores its length in 16 bits.
+// maxElements limits the length of the list of elements in a message, in octets. The list
+// is one attribute, and an attribute stores its length in 16 bits.
 const maxElements = 60_000
 
 // The method elements adds messages of type NFT_MSG_NEWSETELEM or NFT_MSG_DELSETELEM

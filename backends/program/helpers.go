@@ -38,8 +38,8 @@ func kubeProxyNamed(name string, c prometheus.Collector, labels ...string) prome
 	return &renamed{c, prometheus.NewDesc("kubeproxy_"+name, "As in kube-proxy.", labels, nil)}
 }
 
-// renamed is a collector that returns the metrics of another collector under the name and
-// with the labels of desc.
+// renamed is a collector. It returns the metrics of another collector, with the name and
+// the labels in desc.
 type renamed struct {
 	of   prometheus.Collector
 	desc *prometheus.Desc

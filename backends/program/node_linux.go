@@ -80,8 +80,8 @@ func (f *nodeFlags) replacesKubeProxy() bool {
 }
 
 // conntrackSettings returns the settings of connection tracking for a machine with this
-// number of CPU cores. If this proxy runs beside kube-proxy, which sets its own values,
-// the result has only settings whose flags were given.
+// number of CPU cores. If this proxy runs beside kube-proxy, the result has only settings
+// whose flags were given, because kube-proxy sets its own values.
 func (f *nodeFlags) conntrackSettings(cores int) []sysctl.Setting {
 	limits := f.limits
 	if !f.replacesKubeProxy() {
@@ -116,7 +116,8 @@ func (f *nodeFlags) nodeParts(create func(*nodeaddr.Watcher, sink.Sink) (sink.Si
 	}, nil
 }
 
-// keepAnnotation adds a service annotation to the flag --keep-annotations, if it exists.
+// keepAnnotation adds a service annotation to the flag --keep-annotations if the command
+// has this flag.
 func (f *nodeFlags) keepAnnotation(name string) error {
 	if keep := f.flagSet.Lookup("keep-annotations"); keep != nil {
 		return keep.Value.Set(name)

@@ -35,7 +35,8 @@ func (l *conntrackLimits) register(fs *pflag.FlagSet) {
 	fs.BoolVar(&l.liberal, conntrackFlags+"tcp-be-liberal", false, "accept TCP packets outside of the window that connection tracking expects")
 }
 
-// onlyGiven sets a value to zero if its flag was not given on the command line.
+// onlyGiven keeps the values of flags that were given on the command line. It sets all
+// other values to zero.
 func (l *conntrackLimits) onlyGiven(fs *pflag.FlagSet) {
 	given := *l
 	*l = conntrackLimits{}

@@ -12,7 +12,7 @@ import (
 	"github.com/spf13/pflag"
 )
 
-// parsedFlags returns the parsed flags of a command with --service-proxy-name and args.
+// parsedFlags parses args. The default of the flag --service-proxy-name is proxyName.
 func parsedFlags(t *testing.T, proxyName string, args ...string) *nftablesFlags {
 	t.Helper()
 	f := &nftablesFlags{nodeFlags: nodeFlags{checks: newHealthChecks()}}

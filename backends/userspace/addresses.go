@@ -65,8 +65,8 @@ func (r *references) lock(addr netip.Addr) {
 	}
 }
 
-// adopt reads the addresses that an earlier process made local. Until abandon is called,
-// each of them has one additional user.
+// adopt reads the addresses that an earlier process made local. It adds one user to each
+// address, so that the address stays local until the caller of abandon releases it.
 func (r *references) adopt(ctx context.Context) error {
 	if r.addresses == nil {
 		return nil
@@ -93,7 +93,7 @@ func (r *references) abandon() []netip.Addr {
 	return left
 }
 
-// The method counts reports whether users of addr are counted. Users of loopback
+// The method counts returns true if users of addr are counted. Users of loopback
 // addresses are not counted. Without Options.Addresses, no users are counted.
 func (r *references) counts(addr netip.Addr) bool {
 	return r.addresses != nil && !addr.IsLoopback()
@@ -162,8 +162,8 @@ func (r *references) sweep(ctx context.Context) error {
 	})
 }
 
-// restore makes all addresses with users local, in case another process removed some of
-// them. It stops when ctx ends.
+// restore calls Add again for all addresses with users, in case another process removed
+// some of them. It stops when ctx ends.
 func (r *references) restore(ctx context.Context) error {
 	r.mu.Lock()
 	needed := slices.Collect(maps.Keys(r.count))
@@ -201,8 +201,7 @@ func (r *references) hasUsers(addr netip.Addr) bool {
 }
 
 // inParallel calls f for all items concurrently, and returns when all calls have
-// returned. The capacity of slots, 64, limits the concurrent calls of all callers
-// together.
+// returned. The capacity of slots limits the concurrent calls of all callers together.
 func inParallel[T any](slots chan struct{}, items []T, f func(T)) {
 	var all sync.WaitGroup
 	for _, item := range items {

@@ -17,7 +17,7 @@ import (
 )
 
 type fakeAddresses struct {
-	// Add begins with a call of onAdd, and Remove with a call of onRemove.
+	// Add first calls onAdd. Remove first calls onRemove.
 	onAdd, onRemove func() error
 
 	mu    sync.Mutex
@@ -100,8 +100,8 @@ func TestUnneededAddressesOfEarlierProcessAreRemoved(t *testing.T) {
 	}
 }
 
-// unusableServices returns services at 192.0.2.0 and the following addresses. Their ports
-// have no usable endpoints, so the backend opens no listeners.
+// unusableServices returns one service per address. The first address is 192.0.2.0. The
+// ports of these services have no usable endpoints, so the backend opens no listeners.
 func unusableServices(addresses int) []*api.ServiceEndpoints {
 	var views []*api.ServiceEndpoints
 	for i := range addresses {

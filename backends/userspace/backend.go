@@ -21,8 +21,8 @@ import (
 type Backend struct {
 	engine
 	node nodeaddr.Source
-	// watcher is nil if Options.NodeAddresses is set. Otherwise the field node has the same
-	// watcher, and Start runs that watcher.
+	// watcher is nil if Options.NodeAddresses is set. Otherwise the field node is this
+	// watcher, and Start runs it.
 	watcher *nodeaddr.Watcher
 
 	// mu guards the services and their listeners.
@@ -80,11 +80,11 @@ func New(opts Options) (*Backend, error) {
 var everyAddress = nodeaddr.Selection{All: true, CIDRs: []netip.Prefix{netip.MustParsePrefix("169.254.0.0/16"), netip.MustParsePrefix("fe80::/10")}}
 
 // NodeAddresses returns the source of node addresses for node ports. Other servers can
-// use it to listen at the same addresses.
+// use that source to listen at the same addresses.
 func (b *Backend) NodeAddresses() nodeaddr.Source { return b.node }
 
-// Start implements [sink.Starter]. If a killed process made addresses local, Start keeps
-// them, because services may need them. The backend logs to the logger of ctx.
+// Start implements [sink.Starter]. If an earlier process was killed, Start keeps its
+// local addresses, because services may need them. The backend logs to the logger of ctx.
 func (b *Backend) Start(ctx context.Context) error {
 	b.log = klog.FromContext(ctx)
 	if err := b.local.adopt(ctx); err != nil {
@@ -100,8 +100,8 @@ func (b *Backend) Start(ctx context.Context) error {
 	return nil
 }
 
-// Cleanup implements [sink.Cleaner]. It removes the addresses that this backend or
-// earlier backends made local with the same Addresses.
+// Cleanup implements [sink.Cleaner]. It removes the addresses that this process or an
+// earlier one made local with Options.Addresses.
 func (b *Backend) Cleanup(ctx context.Context) error {
 	if b.opts.Addresses == nil {
 		return nil
@@ -215,8 +215,8 @@ func (b *Backend) applyAll(ctx context.Context, updates []*update) (changes []*c
 	return changes
 }
 
-// abandon returns changes that remove one user of each address of an earlier process. If
-// an address has other users, it stays local.
+// For each address that adopt has read, abandon returns a change that removes one user.
+// If an address has other users, it stays local.
 func (b *Backend) abandon() (changes []*change) {
 	for _, addr := range b.local.abandon() {
 		changes = append(changes, &change{addr: addr})

@@ -9,7 +9,7 @@ import (
 )
 
 // The struct datagrams reads and writes datagrams of a socket, several per system call.
-// The socket may be of either family. Only one goroutine may read at a time.
+// The socket may be of either IP family. Only one goroutine may read at a time.
 type datagrams struct {
 	c *ipv4.PacketConn
 	// readLimit is the maximum number of datagrams that the next system call reads. It

@@ -9,7 +9,7 @@ import "sync"
 type descriptors struct {
 	mu   sync.Mutex
 	free int
-	// freeCond is signaled when descriptors become free, and by wake.
+	// freeCond is signaled when descriptors become free and when wake is called.
 	freeCond sync.Cond
 }
 
@@ -30,7 +30,7 @@ func (d *descriptors) adjust(n int) {
 	}
 }
 
-// wake makes all goroutines that wait in takeUnless call hasEnded again.
+// wake wakes all goroutines that wait in takeUnless. Then they call hasEnded again.
 func (d *descriptors) wake() {
 	d.mu.Lock()
 	defer d.mu.Unlock()

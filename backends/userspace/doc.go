@@ -28,9 +28,9 @@
 // direction or resets the connection, the backend does the same to the other side. On
 // Linux, the kernel moves the bytes of busy connections. Idle connections use no buffer.
 //
-// All UDP datagrams from one address and port of a client go to one endpoint, through a
-// socket of their own. The backend closes that socket when both sides have been idle for
-// [Options.UDPTimeout], or when the endpoint is removed.
+// All UDP datagrams from one address and port of a client go to one endpoint. The backend
+// opens a separate socket for them. The backend closes that socket when both sides have
+// been idle for [Options.UDPTimeout], or when the endpoint is removed.
 //
 // If an endpoint is removed from a service, its established TCP connections continue, as
 // with other service proxies. If the service is deleted or the backend stops, connections

@@ -135,7 +135,7 @@ func TestServiceCannotUseAllDescriptors(t *testing.T) {
 	eventually(t, "the log reports it", func() bool { return strings.Contains(w.log.String(), "Out of file descriptors for this service") })
 	const share = 20 // 20 connections use 40 descriptors, which is four fifths of 50
 	for range share {
-		clients[<-served].Close() // a waiting client then gets the descriptors of this client
+		clients[<-served].Close() // the descriptors of this client are then free for a waiting client
 	}
 	w.source.Delete(key("hog")) // some clients are still waiting
 	w.source.Set(serviceAt("web", "127.0.0.3", port, api.TCP).addEndpoints(server).view())

@@ -20,14 +20,14 @@ type Options struct {
 	// Sockets opens the listening sockets. Default: sockets of the host.
 	Sockets Sockets
 	// NodeAddresses provides the addresses at which node ports are reachable. If these
-	// addresses change, the backend listens at the new ones. Default: the addresses of the
+	// addresses change, the backend listens at the new ones. Default: those addresses of the
 	// machine that NodePorts selects.
 	NodeAddresses nodeaddr.Source
 	// NodePorts selects addresses of the machine if NodeAddresses is nil.
 	// Default: the primary addresses.
 	NodePorts nodeaddr.Selection
 	// ExcludeInterfaces are names of interfaces whose addresses NodePorts does not select.
-	// Include each interface to which Addresses adds addresses of services. Default: none.
+	// Include each interface to which the option Addresses adds addresses. Default: none.
 	ExcludeInterfaces []string
 	// PodCIDRs contain the addresses of pods, if possible only those of this node's pods.
 	// Traffic from them counts as starting on this node, like traffic from the node's own

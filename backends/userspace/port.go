@@ -29,7 +29,7 @@ type port struct {
 
 	// Only Sync uses the following fields.
 
-	// pools has the pools of the last plan, one for each list of endpoints.
+	// pools has the pools of the last plan, one for each different list of endpoints.
 	pools []*pool
 	// allEndpoints has all existing endpoints, sorted, including those that get no new
 	// connections.

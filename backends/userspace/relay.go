@@ -64,7 +64,7 @@ func (r *relay) copy(s *stream, direction string, source, destination *net.TCPCo
 		}
 		if errors.Is(err, io.EOF) {
 			err = nil
-			if r.open.Load() > 1 { // otherwise both connections are closed below
+			if r.open.Load() > 1 { // the end of the last direction closes both connections below
 				err = destination.CloseWrite()
 			}
 		}

@@ -49,7 +49,7 @@ func (s *screen) program(v4 bool) []bpf.Instruction {
 	for _, p := range s.pods {
 		tests = append(tests, ifSourceIn(p, v4, bpf.Jump{}))
 	}
-	rest := 1 // number of instructions between a test and admit; after the last test, there is only dropPacket
+	rest := 1 // number of instructions between a test and admit: 1 for the last test, which only dropPacket follows
 	for i := len(tests) - 1; i >= 0; i-- {
 		if n := len(tests[i]); n > 0 {
 			tests[i][n-1] = bpf.Jump{Skip: uint32(rest)}

@@ -27,7 +27,7 @@ func TestSourceRangesApplyWithoutKernelFilter(t *testing.T) {
 	}); err != nil {
 		t.Skip("before Linux 6.8 the limit is global to the machine:", err)
 	}
-	server := namedServer(t, "a") // outside of the namespace n, like the backend's goroutines that connect to it
+	server := namedServer(t, "a") // outside of the namespace n; the backend's goroutines that connect to the server are outside, too
 	runInside(t, n, func(b *Backend) {
 		admit := func(ranges ...netip.Prefix) {
 			t.Helper()

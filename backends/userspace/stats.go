@@ -11,7 +11,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// PortStats has the statistics of a service port since the Backend first had the port.
+// PortStats has the statistics of a service port. Counting begins when the port is added.
 type PortStats struct {
 	Service  types.NamespacedName
 	Protocol api.Protocol

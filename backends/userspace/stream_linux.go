@@ -27,7 +27,7 @@ type stream struct {
 	n            int   // number of bytes in the pipe
 	end          error // what follows the bytes that were read: io.EOF, an error, or nil if unknown
 	err          error
-	spliced      bool // true if the last piece was large enough for a pipe
+	spliced      bool // true if the last call of move moved enough bytes for a pipe
 	unconfirmed  bool // true if dialControl still delays the handshake with the endpoint, because nothing was written yet
 
 	fill, empty, splice, unload func(fd uintptr) bool
@@ -234,8 +234,9 @@ func newPipe() (*pipe, error) {
 	if err := unix.Pipe2(fds[:], unix.O_NONBLOCK|unix.O_CLOEXEC); err != nil {
 		return nil, err
 	}
-	// If a user has many pipes, the kernel makes new ones smaller. Then a splice usually
-	// moves fewer bytes than spliceWorth, so the stream no longer uses a pipe.
+	// If a user has many pipes, the kernel makes that user's new pipes smaller. Then a
+	// splice usually moves fewer bytes than spliceWorth, so the stream no longer uses a
+	// pipe.
 	unix.FcntlInt(uintptr(fds[0]), unix.F_SETPIPE_SZ, pipeSize)
 	return &pipe{in: fds[1], out: fds[0]}, nil
 }

@@ -219,7 +219,7 @@ func (l *tcpListener) connect(client *net.TCPConn) (*net.TCPConn, error) {
 			return nil, errors.New("listener is closed")
 		case outOfDescriptors(err):
 			l.complain(err, outOfDescriptorsMessage, "service", r.port.name)
-			return nil, err // another endpoint would need a descriptor, too
+			return nil, err // a connection to another endpoint would also need a descriptor
 		}
 		r.port.counters.dialFailures.Add(1)
 		failures = append(failures, err)

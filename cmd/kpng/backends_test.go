@@ -14,7 +14,7 @@ import (
 	"github.com/spf13/pflag"
 )
 
-// traces is a sink whose method Cleanup records the name of the table.
+// traces is a sink whose method Cleanup records the value of the flag --table.
 type traces struct {
 	sink.Sink
 	table   string

@@ -77,8 +77,8 @@ func TestManualDescribesAllFlags(t *testing.T) {
 	}
 }
 
-// TestCommandsInDocsHaveTheirFlags parses, but does not run, the commands in the
-// documentation: the lines of sh blocks that begin with kpng.
+// TestCommandsInDocsHaveTheirFlags parses the commands in the documentation without
+// running them. A line in an sh block is a command if it begins with kpng.
 func TestCommandsInDocsHaveTheirFlags(t *testing.T) {
 	var pages []string
 	for _, pattern := range []string{"../../*.md", "../../docs/*.md", "../../examples/*/README.md"} {

@@ -272,7 +272,7 @@ func parseQuestion(s string) (question, error) {
 	return question{service: types.NamespacedName{Namespace: before, Name: after}}, nil
 }
 
-// text returns the question's address, port and protocol, as far as given.
+// text returns the question's address, with the port and protocol if they are given.
 func (q question) text() string {
 	text := q.addr.String()
 	if q.port != 0 {

@@ -67,8 +67,8 @@ func group(name, short string, commands ...*cobra.Command) *cobra.Command {
 }
 
 // targets returns the commands for a source, one per target. hasSelection is true if
-// flags select the services. It is false for a kpng server, because that server has
-// already selected them.
+// flags select the services. If the source is a kpng server, hasSelection is false,
+// because that server has already selected the services.
 func targets(s *app.Source, hasSelection bool) []*cobra.Command {
 	return []*cobra.Command{toAPI(s, hasSelection), toLocal(s, hasSelection), toFile(s, hasSelection)}
 }

@@ -100,7 +100,7 @@ func TestCertificatesLimitAccess(t *testing.T) {
 		name   string
 		flags  []string
 		target []string
-		want   string // substring of the error; empty if none is expected
+		want   string // substring of the error; empty if no error is expected
 	}{
 		{"a node may read its own view", node, toJSON("vm-002"), ""},
 		{"a node may not read another node's view", node, toJSON("vm-003"), "vm-003"},

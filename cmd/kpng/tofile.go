@@ -21,7 +21,7 @@ import (
 // toFile returns the command that writes the state of a source to a file. It marks
 // services with a label and an annotation. So the command "kpng file" with the same flags
 // selects them. If hasSelection is false, the source has no flags that select services,
-// and the command adds them.
+// so the command adds flags for the marks.
 func toFile(source *app.Source, hasSelection bool) *cobra.Command {
 	var (
 		once     bool

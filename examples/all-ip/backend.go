@@ -22,7 +22,7 @@ type backend struct {
 	want state  // wanted content, from the services delivered since the pass began
 	// uses maps each wanted element to the number of services that need it.
 	uses map[element]int
-	// flows has the external IPs whose connections the next transaction may affect.
+	// flows contains the external IPs whose connections the next transaction may affect.
 	flows flows
 	// True while a pass is in progress.
 	passing bool

@@ -14,8 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// flows has, for each external IP, the pods whose connection-tracking entries all-ip
-// keeps.
+// flows maps each external IP to the pods whose connection-tracking entries all-ip keeps.
 //
 // Rules apply only to the first packet of a connection. For UDP and pings, connection
 // tracking keeps an entry as long as packets arrive, even if the pod was removed.
@@ -23,9 +22,9 @@ import (
 // to the next packet of the client. TCP and SCTP detect a removed pod themselves.
 type flows map[netip.Addr][]netip.Addr
 
-// add records the external IPs that a service had before a change or has after the
-// change. A connection to a pod may continue if, after the change, the pod is an endpoint
-// on this node or a draining endpoint of the service.
+// The method add puts into f the external IPs that a service had before a change, and
+// those that it has after the change. A connection to a pod may continue if, after the
+// change, the pod is an endpoint on this node or a draining endpoint of the service.
 func (f flows) add(before, after *api.ServiceEndpoints) {
 	for frontend := range frontends(before) {
 		if _, known := f[frontend.Addr]; !known {

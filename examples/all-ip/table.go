@@ -94,7 +94,8 @@ const (
 	postrouting = "postrouting"
 )
 
-// chains returns all chains. The chains prerouting and output jump to the chain services.
+// chains returns all chains. The chains prerouting and output jump to the chain named
+// services.
 func (t *table) chains() []*nftables.Chain {
 	base := func(name string, hook *nftables.ChainHook, priority nftables.ChainPriority) *nftables.Chain {
 		return &nftables.Chain{Table: t.Table, Name: name, Type: nftables.ChainTypeNAT, Hooknum: hook, Priority: &priority}

@@ -121,7 +121,7 @@ func (tx *transaction) drop() {
 	}
 }
 
-// create deletes the tables and creates them with empty sets.
+// The method create deletes the tables and then creates them again, with empty sets.
 func (tx *transaction) create() error {
 	tx.drop()
 	for _, t := range tx.tables {

@@ -113,8 +113,8 @@ func (c cniConfig) write(cidrs []netip.Prefix) error {
 	return nil
 }
 
-// network connects the pods of this node with those of other nodes. The nodes must share
-// a link, because the gateway to a node's pods is the internal IP of that node.
+// The type network connects the pods of this node with pods of other nodes. The nodes
+// must share a link, because the gateway to a node's pods is that node's internal IP.
 type network struct {
 	node    string
 	cni     cniConfig

@@ -135,7 +135,7 @@ func waitDead(t *testing.T, pid string) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		// The process state follows the program's name, which is in brackets.
+		// The file has the process state after the program's name, which is in brackets.
 		if _, after, _ := bytes.Cut(stat, []byte(") ")); bytes.HasPrefix(after, []byte("Z")) {
 			return
 		}

@@ -206,8 +206,8 @@ func (b *buffer) String() string {
 	return b.b.String()
 }
 
-// The function eventually calls try until try returns nil. The time limit allows for a
-// busy machine.
+// The function eventually calls try until try returns nil. The time limit is long enough
+// for a busy machine.
 func eventually(t *testing.T, what string, try func() error) {
 	t.Helper()
 	for deadline := time.Now().Add(time.Minute); ; time.Sleep(20 * time.Millisecond) {

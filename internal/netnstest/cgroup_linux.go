@@ -102,8 +102,8 @@ func (c *Cgroup) Close() error {
 	return errors.Join(errs...)
 }
 
-// do moves the current thread into the cgroup, calls f, and moves the thread back. The
-// thread must be locked.
+// The method do moves the current thread into the cgroup, calls f, and moves the thread
+// back. The thread must be locked.
 func (c *Cgroup) do(f func() error) error {
 	if err := c.moveThread(c.Dir); err != nil {
 		return err

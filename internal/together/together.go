@@ -11,9 +11,8 @@ import (
 )
 
 // Run calls all functions concurrently and waits for them. After the first error, it ends
-// the context of all functions. When this context ends, a function may return the
-// context's cause (context.Cause). If a function returned another error, Run omits the
-// cause from the errors that it returns.
+// the context of all functions. When this context ends, functions can return its cause
+// (context.Cause). Run returns this cause only if there is no other error.
 func Run(ctx context.Context, functions ...func(context.Context) error) error {
 	running, stop := context.WithCancel(ctx)
 	defer stop()

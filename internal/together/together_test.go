@@ -20,7 +20,7 @@ func TestRun(t *testing.T) {
 	onlyCause := func(ctx context.Context) error { <-ctx.Done(); return context.Cause(ctx) }
 	for _, test := range []struct {
 		name      string
-		ended     bool // the context of Run ends with errEnd
+		ended     bool // the context passed to Run has ended with errEnd
 		functions []func(context.Context) error
 		want      string // "" means no error
 	}{

@@ -4,9 +4,9 @@
 //
 // A test sets the views of a [Source]. A [Recorder] between the driver and the sink
 // records each Sync and the acknowledged state. It also checks the driver's guarantees
-// about passes, the order of services, Old, Unsure and Failing. A test sets views, waits
-// until they are applied, and examines the dataplane. The recorder has a script that can
-// make a Sync fail, panic or block:
+// about passes, the order of services, and the fields Old, Unsure and Failing. A test
+// sets views, waits until they are applied, and examines the dataplane. The recorder has
+// a script that can make a Sync fail, panic or block:
 //
 //	src := sinktest.NewSource()
 //	src.Set(view)

@@ -16,12 +16,12 @@ import (
 // ledger records what a sink has received and acknowledged. From this record it knows
 // what the driver may deliver next.
 type ledger struct {
-	// begun: a sink.Changes whose First is true was acknowledged, and no ErrStartOver
-	// followed. inPass: the pass is not complete.
+	// begun is true after a sink.Changes with First was acknowledged, until ErrStartOver.
+	// inPass is true between the first and the last acknowledged Changes of a pass.
 	begun, inPass bool
 	revision      uint64
 	views         map[types.NamespacedName]*api.ServiceEndpoints
-	// The services acknowledged since First.
+	// The services acknowledged since the last Changes with First.
 	acked map[types.NamespacedName]bool
 	// The services whose last delivery was not acknowledged.
 	unacked map[types.NamespacedName]bool
@@ -171,7 +171,7 @@ func (l *ledger) acknowledge(s *sink.Change) {
 	}
 }
 
-// own gives claim to the service with this key. Conflicting claims lose their owners.
+// own makes key the owner of claim and deletes the owners of conflicting claims.
 func (l *ledger) own(claim api.Claim, key types.NamespacedName) {
 	whole := api.Claim{IP: claim.IP}
 	if claim == whole {

@@ -36,8 +36,8 @@ type Recorder struct {
 
 // Sync is one recorded call of the method Sync.
 type Sync struct {
-	// These fields are copies of the fields of the Changes. Services contains the changes
-	// that the iterator Changes.Services yielded.
+	// These fields are copies of the fields of the Changes that Sync received. Services
+	// contains the changes that the iterator Changes.Services yielded.
 	First, Last bool
 	Failing     []types.NamespacedName
 	Revision    uint64

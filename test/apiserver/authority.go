@@ -14,8 +14,8 @@ import (
 	"time"
 )
 
-// validity is how long a certificate is valid before and after its creation. No test
-// takes that long.
+// validity is how long before its creation a certificate becomes valid, and how long
+// after its creation it expires. No test takes that long.
 const validity = 24 * time.Hour
 
 type authority struct {

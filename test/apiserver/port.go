@@ -10,10 +10,10 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// port is a free TCP port of 127.0.0.1. A socket that is bound to the port but does not
-// listen reserves it. A process can listen on the port only if it belongs to the same
-// user and sets SO_REUSEPORT. So no other process takes the address of a stopped server,
-// and connections to that address are refused.
+// port is a free TCP port of 127.0.0.1. A socket that is bound to the port reserves it,
+// although the socket does not listen. A process can listen on the port only if it
+// belongs to the same user and sets SO_REUSEPORT. So no other process takes the address
+// of a stopped server, and connections to that address are refused.
 type port struct {
 	number int
 	file   *os.File

@@ -108,7 +108,7 @@ func (p *Process) start(ctx context.Context) error {
 		err := p.cmd.Start()
 		started <- err
 		if err == nil {
-			p.cmd.Wait() // ProcessState has the result
+			p.cmd.Wait() // ignore the error, because ProcessState has the result
 		}
 	}()
 	if err := <-started; err != nil {
@@ -117,7 +117,7 @@ func (p *Process) start(ctx context.Context) error {
 	p.ended = ended
 
 	if err := p.waitReady(ctx); err != nil {
-		p.stop(syscall.SIGKILL) // ignore an error of stop, because err is the cause
+		p.stop(syscall.SIGKILL) // ignore the error of stop and return err, the cause
 		return fmt.Errorf("start %s: %w\n%s", p.name, err, p.logTail(0))
 	}
 	return nil

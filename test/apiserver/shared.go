@@ -30,9 +30,9 @@ func (s *Shared) Run(m *testing.M) int {
 	return code
 }
 
-// Get returns the server. It starts a new server on the first call, and if the API server
-// or etcd was not running at the end of an earlier test. Otherwise the server still has
-// the objects of earlier tests.
+// Get returns the server. The first call starts the server. If the API server or etcd was
+// not running at the end of a test, the next call starts a new server. In all other cases
+// the server still has the objects of earlier tests.
 func (s *Shared) Get(t testing.TB) *Server {
 	t.Helper()
 	s.mu.Lock()

@@ -86,7 +86,8 @@ func (g *Group) KernelMemory() int64 {
 	return g.read("memory.kmem.usage_in_bytes")
 }
 
-// read returns the number in the first existing file of names.
+// The method read returns the number in a file of the group. If several names are given,
+// it uses the first file that exists.
 func (g *Group) read(names ...string) int64 {
 	g.Helper()
 	for _, name := range names {

@@ -31,7 +31,7 @@ var (
 
 // TestChurn replaces the pods of a service again and again, and counts the failed
 // requests to the service and to DNS. Meanwhile it measures the time from the readiness
-// of a pod until the service's address reaches the pod. Use the results to compare two
+// of a pod until connections to the service reach the pod. Use the results to compare two
 // proxies in the same cluster.
 func TestChurn(t *testing.T) {
 	c := connect(t)

@@ -167,7 +167,8 @@ func openNamespace(t *testing.T, path string) *netnstest.Namespace {
 	return &netnstest.Namespace{FD: fd}
 }
 
-// outside returns the network namespace of the control plane, which runs on no node.
+// The function outside returns the network namespace of the control plane, which runs on
+// no node.
 func outside(t *testing.T) *netnstest.Namespace {
 	return openNamespace(t, "/proc/self/ns/net")
 }
@@ -292,8 +293,8 @@ func tarOf(t *testing.T, files ...any) []byte {
 	return buffer.Bytes()
 }
 
-// waitFor calls condition until its result done is true. The test fails if the result
-// progress stays the same for a minute.
+// waitFor calls condition until the result done is true. If the text in the result
+// progress stays the same for a minute, the test fails.
 func waitFor(t *testing.T, what string, condition func() (done bool, progress string)) {
 	t.Helper()
 	last, since := "", time.Now()

@@ -65,8 +65,8 @@ func (p program) run(args ...string) string {
 	return out
 }
 
-// start runs the program until the test ends. Then it sends SIGTERM, and the program must
-// exit with code 0.
+// start starts the program, and sends SIGTERM to the program when the test ends. Then the
+// program must exit with code 0.
 func (p program) start(args ...string) {
 	p.t.Helper()
 	var stderr bytes.Buffer

@@ -241,9 +241,9 @@ func (c *cluster) list(b *testing.B) time.Duration {
 	return took[len(took)/2]
 }
 
-// latency changes endpoints, and reports two durations. Both end when a change is in the
-// kernel. The first duration begins with the write to the API server, and the second
-// duration begins with the watch event of the change.
+// The method latency changes endpoints and reports two durations. Both end when a change
+// is in the kernel. The first duration begins with the write to the API server, and the
+// second duration begins with the watch event of the change.
 func (r *running) latency(b *testing.B, interval string) {
 	b.Helper()
 	ctx, cancel := context.WithCancel(b.Context())
@@ -298,8 +298,8 @@ func (r *running) latency(b *testing.B, interval string) {
 	b.ReportMetric(used.Seconds()*1000/float64(*changes), "cpu-s/1000-changes-"+interval)
 }
 
-// connections connects to random services, one after the other, and reports how long the
-// connections take.
+// The method connections connects to random services, one after the other, and reports
+// how long the connections take.
 func (r *running) connections(b *testing.B) {
 	b.Helper()
 	random := rand.New(rand.NewPCG(3, 4))

@@ -153,8 +153,8 @@ func (c *cluster) fill(ctx context.Context) error {
 	return c.server.Store(ctx, c.services-1, func(i int) []runtime.Object { return c.copies(i+1, service, slice, address) })
 }
 
-// copies returns the objects of service i, which are adapted copies of the first
-// service's objects.
+// The method copies returns the objects of service i, which are adapted copies of the
+// first service's objects.
 func (c *cluster) copies(i int, service *corev1.Service, slice *discoveryv1.EndpointSlice, address *networkingv1.IPAddress) []runtime.Object {
 	service, slice, address = service.DeepCopy(), slice.DeepCopy(), address.DeepCopy()
 	label := map[string]string{"app": name(i)}
@@ -221,7 +221,7 @@ func (c *cluster) slice(service int) *discoveryv1.EndpointSlice {
 	return slice
 }
 
-// change replaces the address of endpoint i of a service by the address pod.
+// change replaces the address of endpoint i of a service. The new address is pod.
 func (c *cluster) change(ctx context.Context, service, i int, pod string) error {
 	slices := c.client.DiscoveryV1().EndpointSlices(namespace)
 	slice, err := slices.Get(ctx, name(service), metav1.GetOptions{})
@@ -233,7 +233,7 @@ func (c *cluster) change(ctx context.Context, service, i int, pod string) error 
 	return err
 }
 
-// sightings records when each address was first seen.
+// The type sightings records when each address was first seen.
 type sightings struct {
 	mu    sync.Mutex
 	times map[netip.Addr]time.Time

@@ -143,7 +143,8 @@ func metric(t testing.TB, name string) float64 {
 	return 0
 }
 
-// traffic makes connections to the service with the number stable, and counts them.
+// The type traffic makes and counts connections to the service whose number is the
+// constant stable.
 type traffic struct{ made atomic.Int64 }
 
 func (tr *traffic) run(ctx context.Context) error {
@@ -157,8 +158,8 @@ func (tr *traffic) run(ctx context.Context) error {
 	return nil
 }
 
-// churn makes random changes to all services, except those with the numbers stable and
-// marker.
+// churn makes random changes to all services, except the services whose numbers are the
+// constants stable and marker.
 type churn struct {
 	*cluster
 	made atomic.Int64
@@ -214,7 +215,7 @@ func (c *churn) change(ctx context.Context, random *rand.Rand, service int) erro
 	}
 }
 
-// endpoints replaces the endpoints of a service by random endpoints.
+// The method endpoints replaces the endpoints of a service by random endpoints.
 func (c *churn) endpoints(ctx context.Context, random *rand.Rand, service int) error {
 	slices := c.client.DiscoveryV1().EndpointSlices(namespace)
 	slice := c.slice(service)
@@ -283,9 +284,9 @@ func (c *churn) random(random *rand.Rand, service int) *corev1.Service {
 	return s
 }
 
-// changeMarker changes an endpoint of the service with the number marker, waits until the
-// change reaches the kernel, and returns the new address. All earlier changes have then
-// reached the kernel too.
+// changeMarker changes an endpoint of the service whose number is the constant marker,
+// waits until the change reaches the kernel, and returns the new address. All earlier
+// changes have then reached the kernel too.
 func (c *cluster) changeMarker(t testing.TB) string {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), loadPatience)

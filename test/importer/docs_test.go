@@ -185,8 +185,8 @@ func run(t *testing.T, where, command string) string {
 	return stdout.String()
 }
 
-// matches reports whether got equals want. White space is ignored, and "…" in want stands
-// for any text.
+// matches reports whether the text got equals the text want. White space is ignored, and
+// "…" in want stands for any text.
 func matches(want, got string) bool {
 	pattern := strings.ReplaceAll(regexp.QuoteMeta(withoutSpace(want)), "…", ".*")
 	return regexp.MustCompile("^" + pattern + "$").MatchString(withoutSpace(got))

@@ -174,8 +174,8 @@ func TestRaised(t *testing.T) {
 	}
 }
 
-// ownPackages returns the packages in the map linked whose modules do not occur in the
-// map other, sorted.
+// ownPackages returns the packages in the map linked, sorted. It omits each package whose
+// module also occurs in the map other.
 func ownPackages(linked, other map[string]string) []string {
 	theirs := map[string]bool{}
 	for _, module := range other {

@@ -56,7 +56,7 @@ func TestMissingPermissionIsNamedAndGrantIsDetected(t *testing.T) {
 	}
 }
 
-// quoted returns the words with escaped quotation marks, as in log lines.
+// quoted returns the words with a backslash before each quotation mark, as in log lines.
 func quoted(words []string) []string {
 	var out []string
 	for _, w := range words {

@@ -239,7 +239,7 @@ func (c *churn) forget(entries ...string) {
 	}
 }
 
-// lost returns the entries of the map older that are not in the map newer. It omits
+// lost returns the entries that the map older contains and the map newer lacks. It omits
 // entries that churn removed.
 func (c *churn) lost(older, newer map[string]bool) []string {
 	c.mu.Lock()

@@ -238,7 +238,7 @@ func TestServerOutageChangesNothing(t *testing.T) {
 			missed := l.rec.Syncs()[before:]
 			got := deliveries(t, missed)
 			// The service "new" and its EndpointSlice may arrive in one sync or in two, so count
-			// both cases as one.
+			// at most one sync.
 			got["new"] = min(got["new"], 1)
 			got["stamp"] = min(got["stamp"], 1)
 			want := map[string]int{

@@ -20,11 +20,11 @@ import (
 )
 
 // walk has the state of a test that changes a tenant in steps while two kpng-json
-// processes watch the tenant. The field named has the output of the process whose proxy
-// name is the tenant's name. The field general has the output of the process without a
-// proxy name.
+// processes watch the tenant. The first process has the tenant's name as its proxy name,
+// and the second process has no proxy name.
 type walk struct {
 	*tenant
+	// The output of the first and of the second process.
 	named, general *screen
 }
 

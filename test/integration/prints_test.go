@@ -17,14 +17,14 @@ import (
 // whole state. The prints have no separator, so the last line of each print must show the
 // same service.
 type prints struct {
-	// last contains the first bytes of the last line of each print.
+	// The field last is the text with which the last line of each print begins.
 	last []byte
 	// If the field each is not nil, Write calls it with every print.
 	each func(print []byte)
 
 	mu      sync.Mutex
 	rest    []byte
-	checked int // number of bytes of the field rest that were searched for the end of a print
+	checked int // rest[:checked] was searched for the end of a print
 	print   []byte
 	more    chan struct{} // closed by the next print
 }

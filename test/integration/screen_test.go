@@ -20,8 +20,8 @@ import (
 	discoveryv1 "k8s.io/api/discovery/v1"
 )
 
-// screen is the state of a tenant's services in the output of kpng-json, or of a sink
-// with the same output.
+// screen is the state of a tenant's services as the output shows it. The output comes
+// from kpng-json, or from a sink that prints like kpng-json.
 //
 // kpng-json prints the whole state after each change. These prints have no separator. So
 // each screen has an additional service, the stamp, whose name sorts last and which
@@ -63,7 +63,7 @@ func startScreen(n *tenant, kubeconfig, proxy string) *screen {
 	return s
 }
 
-// runScreen runs a proxy in this process that prints like kpng-json.
+// runScreen runs a proxy in this process. The proxy prints like kpng-json.
 func runScreen(n *tenant, opts kpng.Options) *screen {
 	n.t.Helper()
 	s := newScreen(n, opts.Services.ServiceProxyName, newLines())
@@ -149,7 +149,7 @@ func (s *screen) await(diff func() string) {
 	}
 }
 
-// take processes the next line of the output.
+// The method take processes the next line of the output.
 func (s *screen) take(line string) {
 	t := s.tenant.t
 	t.Helper()

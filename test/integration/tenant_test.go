@@ -199,7 +199,7 @@ func servicePort(name string, port int32, target any) corev1.ServicePort {
 	return p
 }
 
-// slicePorts returns the ports of an EndpointSlice with one port.
+// slicePorts returns the port list of an EndpointSlice that has one port.
 func slicePorts(name string, port int32) []discoveryv1.EndpointPort {
 	return []discoveryv1.EndpointPort{{Name: &name, Port: &port}}
 }

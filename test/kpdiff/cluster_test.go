@@ -60,8 +60,8 @@ func (r chance) condition() *bool { return pick(r, nil, new(true), new(false)) }
 
 func pick[T any](r chance, from ...T) T { return from[r.IntN(len(from))] }
 
-// protocols and ports describe service ports. A service has the first one, two or three
-// of these ports.
+// protocols and ports describe three service ports. A service has the first port, the
+// first two ports, or all three.
 var (
 	protocols = []corev1.Protocol{"TCP", "UDP", "TCP"}
 	ports     = []int32{80, 53, 53}

@@ -169,8 +169,8 @@ func (w *world) run(backend, healthz string) (end func(os.Signal) error) {
 	return end
 }
 
-// TestMissingPrivilegesAreNamed checks the errors of two commands, a backend and "kpng
-// cleanup", that lack the privilege to change tables.
+// TestMissingPrivilegesAreNamed checks the errors of two commands that lack the privilege
+// to change tables: a backend and "kpng cleanup".
 func TestMissingPrivilegesAreNamed(t *testing.T) {
 	node := newNamespace(t)
 	kpng := buildKpng(t)
@@ -201,7 +201,8 @@ func buildKpng(t *testing.T) string {
 	return kpng
 }
 
-// get requests a page from a namespace. Without a response, status is 0.
+// get requests a page over a connection from the given namespace. Without a response,
+// status is 0.
 func (w *world) get(from namespace, page string) (status int, body string) {
 	client := &http.Client{Timeout: time.Second, Transport: &http.Transport{
 		DisableKeepAlives: true,

@@ -32,7 +32,7 @@ type Traffic struct {
 	count map[string]*requests
 }
 
-// requests counts what happened to the requests of one client.
+// The type requests counts what happened to the requests of one client.
 type requests struct {
 	made, slow int
 	failures   []string

@@ -117,7 +117,7 @@ func client(arg string) {
 	}
 }
 
-// together runs n concurrent calls of f and returns the sum of the results.
+// The function together runs n concurrent calls of f and returns the sum of the results.
 func together(n int, f func(i int) int64) int64 {
 	var sum atomic.Int64
 	var all sync.WaitGroup

@@ -80,7 +80,8 @@ var changes = [...]change{
 	},
 }
 
-// writeOverlay writes the changed sources and the file for go build -overlay to dir.
+// writeOverlay writes the changed sources to dir. It also writes the file for the flag
+// -overlay of go build, and returns the file's name.
 func writeOverlay(dir, goroot string) (string, error) {
 	replace := map[string]string{}
 	for _, c := range changes {

@@ -154,7 +154,7 @@ func (s *server) fail(function string, n int, result string) (left int) {
 	return left
 }
 
-// functions returns how often each function of HNS was called, and resets these numbers.
+// The method functions returns and resets the number of calls of each HNS function.
 func (s *server) functions() map[string]int {
 	s.mu.Lock()
 	defer s.mu.Unlock()

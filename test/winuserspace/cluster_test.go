@@ -161,7 +161,7 @@ func endpoints(family discoveryv1.AddressType, pods []string) []discoveryv1.Endp
 	return out
 }
 
-// pods replaces the endpoints of an IPv4 service.
+// pods replaces the endpoints of an IPv4 service by the given pods.
 func (c *cluster) pods(name string, pods ...string) {
 	c.t.Helper()
 	slices := c.client.DiscoveryV1().EndpointSlices(c.namespace)

@@ -99,7 +99,7 @@ func (c *conn) echo(text string) error {
 	return nil
 }
 
-// ask connects, sends a text, and returns the address of the pod that sends it back.
+// ask connects and sends a text. It returns the address of the pod that echoes the text.
 func (n namespace) ask(from, to string) (string, error) {
 	c, err := n.dial(from, to)
 	if err != nil {
@@ -231,7 +231,7 @@ func matches(text, pattern string) (string, bool) {
 	return ip, ok
 }
 
-// times returns how often netsh added and deleted an address.
+// The method times returns how often netsh added and deleted an address.
 func (s *netsh) times(ip string) (added, deleted int) {
 	s.mu.Lock()
 	defer s.mu.Unlock()

@@ -97,8 +97,8 @@ func withTextKeys(tree any) any {
 }
 
 // decode decodes JSON into object, a pointer to a struct. The first result has an error
-// for each value of the wrong type, up to limit. If no value is wrong, the second result
-// has the errors for unknown and duplicate fields.
+// for each value of the wrong type, but at most limit+1 errors. If no value is wrong, the
+// second result has the errors for unknown and duplicate fields.
 func decode(data []byte, object any, limit int) (wrong, strict []error) {
 	for {
 		strict, err := kjson.UnmarshalStrict(data, object)

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package file fills a cluster.State from manifests: Kubernetes objects in YAML or JSON,
-// written by hand or by kubectl get services,endpointslices,nodes -A -o yaml. [Watch]
-// reads manifests and follows their changes. [Write] writes a state as manifests, from
-// which Watch gets an equal state.
+// Package file fills a cluster.State from manifests. A manifest contains Kubernetes
+// objects in YAML or JSON, written by hand or by the command kubectl get
+// services,endpointslices,nodes -A -o yaml. [Watch] reads manifests and follows their
+// changes. [Write] writes a state as manifests, from which Watch gets an equal state.
 //
 // A path is a file or a folder. In a folder, the package reads files whose names end in
-// .yaml, .yml or .json and do not begin with a dot. It reads Services and Nodes of v1 and
-// EndpointSlices of discovery.k8s.io/v1, also in lists. It skips objects of other kinds,
+// .yaml, .yml or .json and do not begin with a dot. It reads Services and Nodes (v1) and
+// EndpointSlices (discovery.k8s.io/v1), also in lists. It skips objects of other kinds,
 // with one warning for each kind. Package watcher selects the objects for the proxy.
 // Missing fields get the API's defaults. The package allocates no IPs and no node ports.
 //

@@ -38,10 +38,10 @@ type Options struct {
 
 // Watch reads manifests into state and marks state as synced. It reads them again when
 // they change. When ctx ends, it returns nil. Each reading makes one commit, which
-// changes only objects that differ. The state must have no other writer. If the first
-// reading fails, Watch returns the error. If a later reading fails, Watch logs the error
-// once, and state keeps its content until the manifests exist and are valid again. The
-// state also keeps its content if a folder loses its last manifest.
+// changes only the objects that differ from those in state. The state must have no other
+// writer. If the first reading fails, Watch returns the error. If a later reading fails,
+// Watch logs the error once, and state keeps its content until the manifests exist and
+// are valid again. The state also keeps its content if a folder loses its last manifest.
 //
 // Watch reads a changed file only after 100 ms without further changes, because it may be
 // half written. It notices most changes immediately, through notifications of the
@@ -54,7 +54,7 @@ func Watch(ctx context.Context, state *cluster.State, opts Options) error {
 		if notify, err := fsnotify.NewWatcher(); err != nil {
 			f.noNotification(err)
 		} else {
-			defer notify.Close() // an error does no harm
+			defer notify.Close() // ignore the error of Close, which does no harm
 			f.notify = notify
 		}
 	}

@@ -92,7 +92,7 @@ func (p *parser) fail(at, format string, args ...any) {
 	p.problems = append(p.problems, errors.New(at+": "+fmt.Sprintf(format, args...)))
 }
 
-// file parses one file. If ctx ends, it may stop before the last document.
+// The method file parses one file. If ctx ends, parsing may end before the last document.
 func (p *parser) file(ctx context.Context, name string, data []byte) {
 	if !utf8.Valid(data) {
 		p.fail(name, "not UTF-8 text")

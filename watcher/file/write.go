@@ -90,7 +90,7 @@ type objects struct {
 	err       error
 }
 
-// write writes an object. It fails unless a reader would get the same object.
+// write writes an object, and records an error if a reader would get a different object.
 func (o *objects) write(name string, object any, same bool, problems []watcher.Problem) {
 	text, err := o.marshal(object)
 	if len(problems) > 0 {
@@ -180,8 +180,8 @@ func (o *objects) mark(meta *metav1.ObjectMeta) {
 	}
 }
 
-// withKnownKeys removes the entries of m whose keys are not in known. So it removes the
-// proxy label and the all-ports annotation.
+// withKnownKeys removes the entries of m whose keys are not in known, such as the proxy
+// label and the all-ports annotation.
 func withKnownKeys(m, known map[string]string) map[string]string {
 	maps.DeleteFunc(m, func(key, _ string) bool { _, ok := known[key]; return !ok })
 	return m

@@ -75,8 +75,8 @@ func readBack(t *testing.T, s *cluster.Objects, opts WriteOptions) *cluster.Obje
 	return state.Objects()
 }
 
-// contents returns the objects of a state, with separate entries for trigger times,
-// because comparisons of EndpointSlices ignore these.
+// contents returns the objects of a state. Trigger times have separate entries, because
+// comparisons of EndpointSlices ignore trigger times.
 func contents(s *cluster.Objects) map[string]any {
 	all := map[string]any{}
 	for key, service := range s.Services.All() {

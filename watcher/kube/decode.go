@@ -111,8 +111,8 @@ func entries(patterns []string, names ...string) *part {
 	}}
 }
 
-// appendTo appends the selected fields of message to out. If it returns an error, it has
-// appended the fields before the error.
+// appendTo appends the selected fields of message to out. After an error, the result has
+// the selected fields that precede the error in message.
 func (s fieldSet) appendTo(out, message []byte) ([]byte, error) {
 	for len(message) > 0 {
 		f, rest, err := nextField(message)
@@ -128,12 +128,12 @@ func (s fieldSet) appendTo(out, message []byte) ([]byte, error) {
 		switch {
 		case keep == nil:
 		case keep.key != nil:
-			// Every known encoder writes the key of an entry first.
+			// Check only the first field of an entry: every known encoder writes the key first.
 			if entry, _, err := nextField(f.bytes); err == nil && entry.tag == 1<<3|delimited && keep.key(string(entry.bytes)) {
 				out = append(out, whole...)
 			}
 		case keep.fields != nil && f.tag&7 == delimited:
-			// The header cannot become longer, because the field does not become longer.
+			// The new header fits in the place of the old header, because the field does not grow.
 			start := len(out)
 			out = append(out, whole[:len(whole)-len(f.bytes)]...)
 			body := len(out)

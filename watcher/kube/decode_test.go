@@ -187,7 +187,7 @@ func TestReadList(t *testing.T) {
 		t.Errorf("read %q, want %q", names, want)
 	}
 	for n := range all {
-		// The message ends with two optional fields of two bytes each.
+		// The last two fields have two bytes each. The message is valid without them.
 		if err := read(all[:n]); err == nil && n != len(all)-4 && n != len(all)-2 {
 			t.Errorf("no error for the first %d of %d bytes", n, len(all))
 		}
@@ -227,7 +227,7 @@ func TestObjectsThatCannotBeDecodedAreIgnored(t *testing.T) {
 	}
 	broken := func(name, version string) []byte {
 		m := message(name, version)
-		return append(m[:len(m)-1], 0x80) // the last field has no end
+		return append(m[:len(m)-1], 0x80) // the last field is incomplete
 	}
 	list := protowire.AppendBytes(protowire.AppendTag(nil, 1, protowire.BytesType), marshalled(&metav1.ListMeta{ResourceVersion: "10"}))
 	for _, item := range [][]byte{message("a", "1"), broken("b", "2"), message("c", "3")} {

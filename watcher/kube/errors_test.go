@@ -16,7 +16,7 @@ func TestLongOutageMakesStateStale(t *testing.T) {
 	for _, test := range []struct {
 		name     string
 		outcomes string // one letter per request: s for services, n for nodes; a capital letter if the request succeeds
-		want     string // one letter per request: T if the state is then stale, else F
+		want     string // one letter per request: T if the state is stale after the request, else F
 	}{
 		{"a long outage", "sssss", "FFFTT"},
 		{"a long outage, and recovery", "ssssS", "FFFTF"},

@@ -150,7 +150,7 @@ func TestInformersOfWrongKindAreErrors(t *testing.T) {
 	}
 }
 
-// Watch cannot detect the kind of opaque informers before they deliver objects.
+// Watch detects the kind of an informer of the type opaque only from a delivered object.
 func TestInformerOfWrongKindEndsWatch(t *testing.T) {
 	withInformers(t, Options{}, func(w *world) {
 		in := w.opts.Informers

@@ -86,7 +86,7 @@ func newBenchWatch(b *testing.B) *benchWatch {
 	return &benchWatch{state: state, services: s.services, slices: s.slices}
 }
 
-// list passes a list to store like a reflector: it reduces each object separately, and
+// list passes a list to store as a reflector does: it reduces each object separately, and
 // then passes all items to Replace.
 func list[T k8sruntime.Object](b *testing.B, store objectStore, objects []T) {
 	all := make([]any, 0, len(objects))

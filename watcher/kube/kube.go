@@ -9,8 +9,8 @@
 // The API server filters Services and EndpointSlices. So the cost of a proxy depends only
 // on the services for this proxy, not on the size of the cluster. Watch converts each
 // object when it arrives, and writes the result to the state. It keeps no API objects and
-// no other cache. A program that already runs informers passes these instead of a Config
-// (see [Informers]).
+// no other cache. A program that already runs informers passes its informers instead of a
+// Config (see [Informers]).
 //
 // The state is not synced until all kinds of objects have been listed once. If the server
 // becomes unreachable later, the state keeps its content. When the server is reachable
@@ -135,8 +135,8 @@ type watch struct {
 	end     func(error)
 	running sync.WaitGroup
 
-	// While goroutines of client-go decode objects, they lock decoding. These goroutines may
-	// outlive Watch. If ended is true, they decode no more objects.
+	// The lock decoding is held while goroutines of client-go decode objects. These
+	// goroutines may outlive Watch. If ended is true, they decode no more objects.
 	decoding sync.RWMutex
 	ended    bool
 

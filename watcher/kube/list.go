@@ -171,8 +171,7 @@ func (r *wireReader) ReadByte() (byte, error) {
 // limits objects to 1.5 MiB by default.
 const maxObjectSize = 64 << 20
 
-// bytes reads the value of a field of the type delimited. The result is valid until the
-// next call.
+// bytes reads the value of a delimited field. The result is valid until the next call.
 func (r *wireReader) bytes() ([]byte, error) {
 	length, err := binary.ReadUvarint(r)
 	if err != nil {

@@ -38,7 +38,8 @@ const (
 const managedByController = "endpointslice-controller.k8s.io"
 
 // finder returns all slices without the proxy's label that belong to the given services.
-// It may also return other slices. No slice is older than its last event before the call.
+// It may also return other slices. Each returned slice includes all changes whose events
+// came before the call.
 type finder func(services []types.NamespacedName) ([]*discoveryv1.EndpointSlice, error)
 
 // origin describes an EndpointSlice without the proxy's label.
@@ -66,8 +67,8 @@ type selection struct {
 	find         finder
 
 	mu turn
-	// In addition to mu, servicesMu is locked during accesses to the field services. It is
-	// never locked during requests, so decoding does not wait for requests.
+	// Writers of the field services lock mu and servicesMu, and readers lock one of them. No
+	// request is sent under servicesMu, so decoding does not wait for requests.
 	servicesMu sync.Mutex
 	// services maps each wanted service to true if the service has no selector.
 	services     map[types.NamespacedName]bool
@@ -83,7 +84,7 @@ type selection struct {
 	restart func()
 	// If pause is true, a request has failed, and the next watch must wait.
 	pause bool
-	// waiting is true until a timer ends and the filter of the watch is checked.
+	// waiting is true while a timer runs. When the timer ends, adapt checks the filter.
 	waiting bool
 	// ready is closed when the services have been listed.
 	ready chan struct{}
@@ -121,7 +122,7 @@ func newSelection(w *watch, s *stores, find finder) *selection {
 	return n
 }
 
-// reduceSlice converts a slice if the proxy keeps it. The caller holds mu.
+// reduceSlice converts a slice if the proxy keeps it. The caller need not hold mu.
 func (n *selection) reduceSlice(s *discoveryv1.EndpointSlice, i *item[api.EndpointSlice]) {
 	if !n.converter.WantsSlice(s) {
 		service := types.NamespacedName{Namespace: s.Namespace, Name: s.Labels[n.serviceLabel()]}
@@ -223,7 +224,7 @@ func (n sliceSelection) write(i *item[api.EndpointSlice]) {
 			return
 		}
 		if slices.ContainsFunc(found, func(o *item[api.EndpointSlice]) bool { return o.key == i.key }) {
-			all = nil // the response has a newer version
+			all = nil // the response contains a newer version of the slice
 		}
 		all = append(all, found...)
 	}
@@ -320,9 +321,9 @@ func (n *selection) lookUp(services []types.NamespacedName) ([]*item[api.Endpoin
 // filter reports whether a watch may omit slices without the proxy's label.
 func (n *selection) filter() bool { return n.selectorless == 0 && len(n.unlabelled) == 0 }
 
-// adapt restarts the watch of slices if list is true or the filter of the watch is wrong.
-// It removes the filter immediately if a service has no selector. In all other cases it
-// restarts the watch after a delay, because the reason may disappear: the controller may
+// adapt restarts the watch of slices if list is true, or if the watch has a filter
+// although a service has no selector. If the filter is wrong for another reason, adapt
+// restarts the watch after a delay, because this reason may disappear: the controller may
 // label the slice, or a service without a selector may be created again.
 func (n *selection) adapt(list bool) {
 	switch {
@@ -359,8 +360,8 @@ func (n *selection) begin(restart func()) (pause bool) {
 	return pause
 }
 
-// follow watches slices until ctx ends, with one watch after the other. The listing at
-// the start of each watch replaces all slices of the previous watch.
+// follow watches slices until ctx ends. When a watch ends, follow begins the next. The
+// listing at the start of each watch replaces all slices of the previous watch.
 func (n *selection) follow(ctx context.Context, reflect func(ctx context.Context, filtered, again bool)) {
 	for again := false; ctx.Err() == nil; again = true {
 		watching, stop := context.WithCancel(ctx)

@@ -375,7 +375,7 @@ func findIn(slices *[]*discoveryv1.EndpointSlice) finder {
 	return func([]types.NamespacedName) ([]*discoveryv1.EndpointSlice, error) { return *slices, nil }
 }
 
-// writes are the ways in which a reduced slice comes to a store: in a list, and in an event.
+// Each function in writes passes a reduced slice to a store, in a list or in an event.
 var writes = map[string]func(*stores, any) error{
 	"list":  func(s *stores, reduced any) error { return s.slices.Replace([]any{reduced}, "1") },
 	"event": func(s *stores, reduced any) error { return s.slices.Update(reduced) },

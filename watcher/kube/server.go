@@ -77,9 +77,9 @@ type client struct {
 
 // newClient returns a client with its own connections, so that closing them affects no
 // other client. Closing only idle connections is not enough, because a connection with a
-// canceled watch can still be busy. After ctx ends, the client opens no connections. If a
-// store exists for the kind of an object, the client reduces the object with this store,
-// unless the caller passes the object to decode into.
+// canceled watch can still be busy. After ctx ends, the client opens no connections. The
+// client reduces objects with the store for their kind. It returns a complete object if
+// no such store exists, or if the caller passes the object to decode into.
 func newClient(ctx context.Context, config *rest.Config, stores map[string]objectStore) (*client, error) {
 	scheme := runtime.NewScheme()
 	for _, add := range [...]func(*runtime.Scheme) error{corev1.AddToScheme, discoveryv1.AddToScheme} {
@@ -97,7 +97,7 @@ func newClient(ctx context.Context, config *rest.Config, stores map[string]objec
 	config.DisableCompression = true
 	config.Timeout = 0
 	if config.QPS == 0 && config.RateLimiter == nil {
-		// These few long requests need no client-side limit. The server has its own limit.
+		// The client sends few requests, so it needs no limit. The server has its own limit.
 		config.QPS = -1
 	}
 	if config.UserAgent == "" {

@@ -80,7 +80,7 @@ type writer[T any] interface {
 type store[O metav1.Object, T any] struct {
 	*watch
 	kind, resource string
-	reduce         func(O, *item[T]) // sets the fields of the item that depend on its kind
+	reduce         func(O, *item[T]) // sets the item's fields that depend on the kind of the object
 	// decoders has values of the type decoder[O].
 	decoders sync.Pool
 	mu       sync.Locker // locked during calls of the writer

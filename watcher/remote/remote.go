@@ -100,8 +100,8 @@ func (f *follower) follow(ctx context.Context, conn *grpc.ClientConn, heard func
 	}
 }
 
-// answer collects the parts of an answer. If an object is unreadable, it logs an error
-// and uses the object's version in the snapshot before the answer (the field had).
+// answer collects the parts of an answer. If an object is unreadable, answer logs an
+// error and uses the object's previous version, which is in the field had.
 type answer struct {
 	had      *cluster.Objects
 	log      klog.Logger

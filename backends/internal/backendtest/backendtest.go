@@ -2,8 +2,8 @@
 
 //go:build linux
 
-// Package backendtest has what the tests of several backends use. Importing it defines
-// the flag -patience.
+// Package backendtest has code that the tests of several backends share. Importing it
+// defines the flag -patience.
 package backendtest
 
 import (
@@ -64,9 +64,9 @@ func (n *nodeSink) Stop(ctx context.Context) error {
 }
 
 // View returns the view that a node has of a service with TCP port 80, these cluster IPs,
-// and endpoints at port 8080. The prefix "!" marks an endpoint on the node, and "~" an
-// endpoint that is draining. Each function in edits modifies the service. A nil function
-// does nothing.
+// and endpoints at port 8080. The prefix "!" marks an endpoint on the node, and the
+// prefix "~" marks a draining endpoint. Each function in edits modifies the service. A
+// nil function does nothing.
 func View(node *api.Node, name string, ips, endpoints []string, edits ...func(*api.Service)) *api.ServiceEndpoints {
 	svc := &api.Service{
 		Namespace: "default", Name: name, Type: api.ClusterIP,

@@ -16,7 +16,7 @@ import (
 	"github.com/kpng-project/kpng/api"
 )
 
-// DefaultMark is the default bit of the packet mark for packets to be masqueraded.
+// DefaultMark is the default of the option MasqueradeMark of the backends.
 const DefaultMark = 0x2000
 
 const kubeProxyMark = 0x4000

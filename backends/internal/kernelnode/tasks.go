@@ -28,8 +28,8 @@ type Tasks struct {
 	stop        context.CancelFunc
 }
 
-// Start starts connection tracking and the watcher. If addresses or connections is nil,
-// Start makes a default for the network namespace. If Start fails, no goroutine is left.
+// Start starts connection tracking and the watcher. It replaces a nil argument by the
+// default for the network namespace. If Start fails, no goroutine is left.
 func (t *Tasks) Start(ctx context.Context, addresses nodeaddr.Source, connections sink.Sink, netNS int) error {
 	t.ctx, t.stop = context.WithCancel(context.WithoutCancel(ctx))
 	if t.Addresses = addresses; t.Addresses == nil {

@@ -206,8 +206,8 @@ func (c *Conn) Each(ctx context.Context, fill func(*Builder), f func(error)) err
 }
 
 // sendRequests sends the requests that fill encodes. It calls the function answer with
-// each message that the kernel returns, and the function outcome with the error of each
-// request, or nil. When ctx ends, a dump stops. For other requests ctx is ignored,
+// each message that the kernel returns, and the function outcome once for each request,
+// with the error or nil. When ctx ends, a dump stops. For other requests ctx is ignored,
 // because the kernel answers them immediately.
 func (c *Conn) sendRequests(ctx context.Context, fill func(*Builder), answer func(header, []byte), outcome func(error)) error {
 	var w Builder

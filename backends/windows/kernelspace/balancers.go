@@ -143,7 +143,7 @@ func (p *pass) balance(f Frontend, w want, want LoadBalancer) error {
 }
 
 // The method keep adds a correct load balancer to this backend's record. Another owner
-// may have created it.
+// may have created the load balancer.
 func (p *pass) keep(f Frontend, w want, have, want LoadBalancer) {
 	if m := p.record.made[have.ID]; m == nil || m.Service != w.service {
 		p.record.add(have.ID, made{Frontend: f, Service: w.service, Asked: digestOf(want), Answered: digestOf(have)})

@@ -42,7 +42,7 @@ func addrs(s ...string) api.IPSet {
 }
 
 // service returns a service with a cluster IP and the port 80/TCP, whose target port is
-// 8080. The functions in the argument change modify it.
+// 8080. Each function in the argument change modifies the service.
 func service(name string, change ...func(*api.Service)) *api.Service {
 	s := &api.Service{
 		Namespace: "default", Name: name, Type: api.ClusterIP,

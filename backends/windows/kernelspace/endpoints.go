@@ -105,7 +105,7 @@ func (p *pass) ensureVIPEndpoint(vip netip.Addr) error {
 	if err != nil && !errors.Is(err, ErrExists) {
 		return fmt.Errorf("create endpoint of cluster IP: %w", err)
 	}
-	return nil // after ErrExists, the endpoint exists: it was created after the last listing
+	return nil // ErrExists means that the endpoint was created after the last listing
 }
 
 // hostMAC returns this node's hardware address. Endpoints for source VIPs and cluster IPs

@@ -30,7 +30,7 @@ type HNS interface {
 	DeleteEndpoint(id string) error
 	// CreateLoadBalancer creates a load balancer and returns HNS' description of it. The
 	// argument's ID is empty. The description lacks the settings that HNS does not report.
-	// The error is ErrExists if another load balancer has one of the frontends.
+	// The error is ErrExists if another load balancer has a frontend of the argument.
 	CreateLoadBalancer(LoadBalancer) (LoadBalancer, error)
 	// UpdateLoadBalancer replaces the settings of the load balancer with this ID.
 	UpdateLoadBalancer(LoadBalancer) error

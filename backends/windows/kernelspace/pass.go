@@ -108,7 +108,7 @@ func (p *pass) steps() error {
 			remove = append(remove, f)
 		}
 	}
-	// Remove load balancers first, because new ones may need their frontends.
+	// First remove load balancers, because new load balancers may need the same frontends.
 	slices.SortFunc(remove, compareFrontends)
 	for _, f := range remove {
 		if err := p.do(f, p.holder(f), p.remove); err != nil {

@@ -24,9 +24,10 @@ import (
 //	made       HNS has it, under a known ID
 //	deleted    HNS reported its deletion, which the next listing confirms
 //
-// The backend owns a load balancer only if the record has its ID. The journal does not
-// distinguish the state planned from requested, nor made from deleted. So a new process
-// does not know the exact state until it compares the record with a listing.
+// The backend owns a load balancer only if the record has its ID. The journal stores
+// planned and requested as the same state. It also stores made and deleted as the same
+// state. So a new process does not know the exact state until it compares the record with
+// a listing.
 type record struct {
 	journal *journal.Journal
 	planned map[Frontend]*planned
@@ -174,8 +175,9 @@ func (r *record) len() int {
 }
 
 // unchanged reports whether two load balancers have the same settings, apart from the
-// endpoints. HNS does not report all settings. If HNS reports the same settings as at the
-// creation, unchanged assumes that the load balancer still has all requested settings.
+// endpoints. HNS does not report all settings. If HNS reports the same settings as
+// directly after the creation, the method unchanged assumes that the load balancer still
+// has all requested settings.
 func (r *record) unchanged(have, want LoadBalancer) bool {
 	got, asked := digestOf(have), digestOf(want)
 	if m := r.made[have.ID]; m != nil && got == m.Answered {

@@ -43,9 +43,9 @@ type Options struct {
 	Timeout time.Duration
 }
 
-// Addresses adds addresses to a network interface. Concurrent calls of Add and Remove are
-// safe if their addresses are different. No other call may overlap a call of Left or
-// Cleanup.
+// An Addresses value adds addresses to a network interface. Concurrent calls of Add and
+// Remove are safe if their addresses are different. No other call may overlap a call of
+// Left or Cleanup.
 type Addresses struct {
 	opts   Options
 	system system
@@ -66,8 +66,8 @@ type Addresses struct {
 
 var _ userspace.Addresses = (*Addresses)(nil)
 
-// New returns Addresses without changing the host. It returns an error if the options are
-// invalid.
+// New returns an Addresses value, or an error if the options are invalid. It does not
+// change the host.
 func New(opts Options) (*Addresses, error) { return newAddresses(opts, newHost()) }
 
 func newAddresses(opts Options, s system) (*Addresses, error) {

@@ -14,8 +14,8 @@
 // host already has an address, the package uses it and does not remove it.
 //
 // To add an address, the package tries the IP Helper API first and then netsh. The output
-// of netsh is in the language of the system, so the package ignores it. It checks the
-// exit status and whether the address exists.
+// of netsh is in the language of the system, so the package ignores it. Instead, it
+// checks the exit status of netsh and whether the address exists.
 //
 // The package compiles on every platform but works only on Windows.
 package userspace

@@ -229,9 +229,9 @@ func (r *ruleset) balance(chain string, f *nodeview.Frontend, endpoints []nodevi
 	}
 }
 
-// oneIn returns an nft expression that matches one in n packets at random. It uses no
-// anonymous set: when nft replaces the rules, a packet may still meet an old rule after
-// the rule's anonymous set has become empty.
+// oneIn returns an nft expression that matches one in n packets at random. The expression
+// has no anonymous set, because a packet may still meet an old rule after nft has
+// replaced the rules and emptied the old rule's set.
 func oneIn(n int) string {
 	if n == 1 {
 		return ""
@@ -255,8 +255,8 @@ func (r *ruleset) dnat(f *nodeview.Frontend, e nodeview.Target) string {
 	return fmt.Sprintf("meta l4proto %s dnat %s to %s", protocol, family(f.Family), netip.AddrPortFrom(e.Addr, uint16(port)))
 }
 
-// slots returns the list from which rules choose an endpoint at random. The list may
-// contain an endpoint repeatedly.
+// slots returns the list from which rules choose an endpoint at random. With the fault
+// Uneven, the list contains the first endpoint three times.
 func (r *ruleset) slots(endpoints []nodeview.Target) []nodeview.Target {
 	switch r.opts.Fault {
 	case OneEndpoint:
@@ -364,7 +364,7 @@ func ip(a netip.Addr) string { return family(api.FamilyOf(a)) }
 
 func family(f api.Family) string { return map[api.Family]string{api.IPv4: "ip", api.IPv6: "ip6"}[f] }
 
-// upperHalf returns the prefix of the upper half of all addresses of the family of a.
+// upperHalf returns the upper half of all IPv4 or IPv6 addresses, depending on a.
 func upperHalf(a netip.Addr) string {
 	if a.Is4() {
 		return "128.0.0.0/1"

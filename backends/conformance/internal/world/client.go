@@ -75,10 +75,11 @@ func (h *Host) dialUDP(from netip.Addr, to netip.AddrPort) (c *net.UDPConn, err 
 	return nil, err
 }
 
-// Ask sends a request once and returns the server's response. It may be called repeatedly.
+// Ask sends one request and returns the server's response. A caller may call Ask
+// repeatedly.
 func (c *Conn) Ask(deadline time.Time) (Answer, error) { return c.ask(deadline, c.requests+1) }
 
-// ask sends a request. It ignores answers to requests whose number is less than first.
+// ask sends a request. It ignores answers to requests that have a number less than first.
 func (c *Conn) ask(deadline time.Time, first int) (Answer, error) {
 	if err := c.SetDeadline(deadline); err != nil {
 		return Answer{}, err

@@ -18,8 +18,8 @@ import (
 
 // Package net cannot open SCTP sockets. But it accepts the file descriptor of a
 // one-to-one SCTP socket and treats it as a TCP socket, because the system calls are the
-// same. Callers of the functions below pass IPPROTO_SCTP as protocol. Tests pass
-// IPPROTO_TCP, because the kernel may lack SCTP.
+// same. The argument protocol of the functions below is IPPROTO_SCTP, except in tests:
+// these pass IPPROTO_TCP, because the kernel may lack SCTP.
 
 // hasSCTP reports whether the kernel has SCTP sockets.
 func hasSCTP() bool {
@@ -31,7 +31,7 @@ func hasSCTP() bool {
 	return true
 }
 
-// serveStream starts a server for a stream protocol that answers like the TCP server.
+// serveStream starts a server that answers like the TCP server, but over any protocol.
 func (h *Host) serveStream(protocol int, port uint16) error {
 	var l net.Listener
 	err := h.Do(func() error {

@@ -12,7 +12,7 @@
 //	a0b1c2d3 "10.96.0.10"
 //
 // Open ignores the last line if a crash truncated it. When most lines are obsolete, the
-// next write replaces the file.
+// next write replaces the file by a file without obsolete lines.
 package journal
 
 import (
@@ -47,8 +47,7 @@ type Journal struct {
 // ErrForeign reports that a file is not a journal of the expected kind.
 var ErrForeign = errors.New("not a journal of this kind")
 
-// A write replaces a file because of obsolete lines only if the file has more than
-// minLines lines.
+// If a file has at most minLines lines, obsolete lines are no reason to replace the file.
 const minLines = 1000
 
 // Open reads a journal. If the file is missing, the journal is empty, and its first write

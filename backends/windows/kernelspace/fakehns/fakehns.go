@@ -189,8 +189,7 @@ func (q *Quirks) describeBalancer(lb kernelspace.LoadBalancer) kernelspace.LoadB
 	return lb
 }
 
-// list returns the IDs as they appear in a listing: twice or in reverse order if the
-// quirks say so.
+// list applies the quirks ListsBackwards and ListsTwice to the IDs in a listing.
 func (q *Quirks) list(ids []string) []string {
 	if q.ListsBackwards {
 		slices.Reverse(ids)

@@ -35,7 +35,7 @@ func endpoint(from *hcn.HostComputeEndpoint) kernelspace.Endpoint {
 }
 
 // balancer converts a load balancer. It returns false if the address of a frontend is
-// invalid, because the result would lack that frontend.
+// invalid, because the converted load balancer would lack that frontend.
 func balancer(from *hcn.HostComputeLoadBalancer) (lb kernelspace.LoadBalancer, ok bool) {
 	lb = kernelspace.LoadBalancer{
 		ID:    strings.ToLower(from.Id),

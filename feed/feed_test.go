@@ -7,6 +7,7 @@ import (
 	"math/rand/v2"
 	"net/netip"
 	"runtime"
+	"slices"
 	"testing"
 	"time"
 	"weak"
@@ -483,5 +484,66 @@ func TestSharedViewsAreDropped(t *testing.T) {
 	runtime.GC()
 	if view.Value() != nil {
 		t.Error("an outdated view was kept")
+	}
+}
+
+// BenchmarkReaders measures the CPU time of a change for the readers of one node, as in a
+// proxy with a backend, health checks and connection tracking. Each reader computes the
+// frontends of the views. The feeds share views, or not.
+func BenchmarkReaders(b *testing.B) {
+	for _, endpoints := range []int{10, 100} {
+		for _, test := range []struct {
+			name  string
+			feeds func(cluster.Reader) []*feed.Feed
+		}{
+			{"one", func(s cluster.Reader) []*feed.Feed { return feed.NewAll(s, "n", 1) }},
+			{"three", func(s cluster.Reader) []*feed.Feed {
+				return slices.Concat(feed.NewAll(s, "n", 1), feed.NewAll(s, "n", 1), feed.NewAll(s, "n", 1))
+			}},
+			{"three-sharing", func(s cluster.Reader) []*feed.Feed { return feed.NewAll(s, "n", 3) }},
+		} {
+			b.Run(fmt.Sprintf("endpoints=%d/readers=%s", endpoints, test.name), func(b *testing.B) {
+				const services = 10_000
+				state := cluster.New(cluster.Options{})
+				state.SetSynced()
+				changed := func(i int, ready bool) *api.EndpointSlice {
+					name := fmt.Sprint("s", i)
+					s := slice(name, name, make([]string, endpoints)...)
+					s.Endpoints[3].Ready = ready
+					return s
+				}
+				state.Update(func(tx *cluster.Tx) {
+					for i := range services {
+						s := service(fmt.Sprint("s", i))
+						s.IPs.ClusterIPs = api.NewIPSet(netip.AddrFrom4([4]byte{10, byte(i >> 16), byte(i >> 8), byte(i)}))
+						tx.SetService(s)
+						tx.SetSlice(changed(i, true))
+					}
+				})
+				feeds := test.feeds(state)
+				for _, f := range feeds {
+					defer f.Close()
+					u, _ := f.Next()
+					f.Advance(u)
+				}
+				b.ReportAllocs()
+				for n := 0; b.Loop(); n++ {
+					b.StopTimer()
+					s := changed(n*7919%services, n/services%2 == 1)
+					b.StartTimer()
+					state.Update(func(tx *cluster.Tx) { tx.SetSlice(s) })
+					for _, f := range feeds {
+						u, _ := f.Next()
+						for _, c := range u.Changes {
+							for range nodeview.Frontends(c.Old) {
+							}
+							for range nodeview.Frontends(c.New) {
+							}
+						}
+						f.Advance(u)
+					}
+				}
+			})
+		}
 	}
 }

@@ -4,7 +4,6 @@ package program
 
 import (
 	"net"
-	"strconv"
 
 	"github.com/kpng-project/kpng/backends/ipvs"
 	"github.com/kpng-project/kpng/backends/nodeaddr"
@@ -57,7 +56,7 @@ func (f *ipvsFlags) complete() (ipvs.Options, error) {
 	opts := f.options
 	if !f.flagSet.Changed(healthzPortFlag) {
 		if _, port, err := net.SplitHostPort(flagValue(f.flagSet, "healthz-bind-address")); err == nil {
-			number, _ := strconv.ParseUint(port, 10, 16) // ignore the error: the health-check server reports an invalid address
+			number, _ := net.LookupPort("tcp", port) // ignore the error: the health-check server reports an invalid address
 			opts.HealthzPort = uint16(number)
 		}
 	}

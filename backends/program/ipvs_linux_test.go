@@ -52,6 +52,7 @@ func TestHealthChecksAreForwardedToOwnPort(t *testing.T) {
 	}{
 		{nil, 0},
 		{[]string{"--healthz-bind-address=0.0.0.0:10300"}, 10300},
+		{[]string{"--healthz-bind-address=127.0.0.1:http"}, 80},
 		{[]string{"--healthz-bind-address=0.0.0.0:10300", "--forward-healthcheck-port=80"}, 80},
 		{[]string{"--healthz-bind-address=0.0.0.0:10300", "--forward-healthcheck-port=0"}, 0},
 	} {

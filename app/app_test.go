@@ -138,6 +138,7 @@ func TestFatalErrorsNameTheirCause(t *testing.T) {
 		{"an invalid pattern", []string{"--manifests", demo, "--keep-labels", "[a"}, []string{"[a"}},
 		{"an empty source", []string{"--manifests", ""}, []string{"--manifests", "empty"}},
 		{"a negative interval", []string{"--manifests", demo, "--min-sync-interval", "-5s"}, []string{"--min-sync-interval"}},
+		{"profiles without an address", []string{"--manifests", demo, "--profiling"}, []string{"--profiling", "--metrics-bind-address"}},
 		{"an argument", []string{"surprise"}, []string{"surprise"}},
 	} {
 		t.Run(test.name, func(t *testing.T) {
@@ -195,10 +196,10 @@ func TestHealthAndMetricsBindAddresses(t *testing.T) {
 	})
 	ended := make(chan error)
 	go func() {
-		ended <- runCommand(ctx, s, "--manifests", demo, "--node-name=vm-002", "--healthz-bind-address", health, "--metrics-bind-address", metrics, "--kubeproxy-metrics")
+		ended <- runCommand(ctx, s, "--manifests", demo, "--node-name=vm-002", "--healthz-bind-address", health, "--metrics-bind-address", metrics, "--kubeproxy-metrics", "--profiling")
 	}()
 	<-entered
-	for path, want := range map[string]int{"/livez": 200, "/healthz": 200, "/readyz": 503, "/metrics": 404} {
+	for path, want := range map[string]int{"/livez": 200, "/healthz": 200, "/readyz": 503, "/metrics": 404, "/debug/pprof/": 404} {
 		if got, body := get(t, "http://"+health+path); got != want {
 			t.Errorf("before the end of the first sync, %s returns status %d, want %d: %s", path, got, want, body)
 		}
@@ -228,6 +229,11 @@ func TestHealthAndMetricsBindAddresses(t *testing.T) {
 	}
 	if status, body := get(t, "http://"+metrics+"/proxyMode"); status != 200 || string(body) != "test" {
 		t.Errorf("/proxyMode: status %d, %q; want the name of the command", status, body)
+	}
+	for path, want := range map[string]string{"": "goroutine", "goroutine?debug=1": "TestHealthAndMetricsBindAddresses", "profile?seconds=1": "\x1f\x8b"} {
+		if status, body := get(t, "http://"+metrics+"/debug/pprof/"+path); status != 200 || !bytes.Contains(body, []byte(want)) {
+			t.Errorf("/debug/pprof/%s: status %d, %q; want it to contain %q", path, status, body, want)
+		}
 	}
 	cancel()
 	if err := <-ended; err != nil && !errors.Is(err, context.Canceled) {

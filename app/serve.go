@@ -10,6 +10,7 @@ import (
 	"io"
 	"net"
 	"net/http"
+	"net/http/pprof"
 	"time"
 
 	"github.com/kpng-project/kpng/health"
@@ -28,18 +29,24 @@ type Serving struct {
 	// proxyMode is the response to /proxyMode, if not empty. At this path, kube-proxy
 	// reports its mode to tools.
 	proxyMode string
+	profiling bool
 }
 
-// Register adds the flags: --healthz-bind-address and --metrics-bind-address.
+// Register adds the flags: --healthz-bind-address, --metrics-bind-address and
+// --profiling.
 func (s *Serving) Register(fs *pflag.FlagSet) {
 	fs.StringVar(&s.health, "healthz-bind-address", "", "serve /healthz, /livez and /readyz on this `host:port`, on loopback if the host is empty (off by default)")
 	fs.StringVar(&s.metrics, "metrics-bind-address", "", "serve /metrics on this `host:port`, on loopback if the host is empty (off by default)")
+	fs.BoolVar(&s.profiling, "profiling", false, "also serve profiles of CPU time and memory at /debug/pprof/ on the metrics address")
 }
 
 // Run serves the health checks of h, and the metrics of the process and of c, while it
 // calls the function run. It returns the result of run. If Run cannot listen, it does not
 // call run. If the HTTP server fails later, Run cancels the context of run.
 func (s *Serving) Run(ctx context.Context, h health.Handler, c prometheus.Collector, run func(context.Context) error) error {
+	if s.profiling && s.metrics == "" {
+		return errors.New("--profiling needs --metrics-bind-address")
+	}
 	registry := prometheus.NewRegistry()
 	for _, c := range [...]prometheus.Collector{collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}), c} {
 		if err := registry.Register(c); err != nil {
@@ -64,6 +71,11 @@ func (s *Serving) Run(ctx context.Context, h health.Handler, c prometheus.Collec
 		handle(s.metrics, "/proxyMode", http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
 			io.WriteString(w, s.proxyMode)
 		}))
+	}
+	if s.profiling {
+		handle(s.metrics, "/debug/pprof/", http.HandlerFunc(pprof.Index))
+		handle(s.metrics, "/debug/pprof/profile", http.HandlerFunc(pprof.Profile))
+		handle(s.metrics, "/debug/pprof/trace", http.HandlerFunc(pprof.Trace))
 	}
 
 	group, running := errgroup.WithContext(ctx)

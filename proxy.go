@@ -217,6 +217,10 @@ func (p *Proxy) followNode(ctx context.Context) error {
 		case <-p.state.Changed(revision):
 		}
 		snapshot := p.state.Snapshot()
+		if revision == 0 {
+			objects := p.state.Objects()
+			klog.FromContext(ctx).Info("Read the state of the cluster", "node", p.nodeName, "services", objects.Services.Len(), "slices", objects.Slices.Len())
+		}
 		if _, ok := snapshot.Nodes.Get(p.nodeName); ok {
 			p.nodeKnown.Store(true)
 			return nil

@@ -47,7 +47,6 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
-	"k8s.io/klog/v2"
 )
 
 // Main runs s as the whole program, with the program's arguments, and exits.
@@ -183,7 +182,6 @@ func (f *sinkFlags) run(ctx context.Context, name string, source *Source, servin
 	if p, err = source.proxy(opts); err != nil {
 		return err
 	}
-	klog.FromContext(ctx).V(1).Info("Starting", "node", node, "serviceProxyName", source.Services().ServiceProxyName)
 	run := p.Run
 	if settings.Once && f.onceTimeout > 0 {
 		run = func(ctx context.Context) error { return runOnce(ctx, p, f.onceTimeout) }

@@ -30,11 +30,13 @@ type Serving struct {
 	// reports its mode to tools.
 	proxyMode string
 	profiling bool
+	flags     *pflag.FlagSet
 }
 
 // Register adds the flags: --healthz-bind-address, --metrics-bind-address and
 // --profiling.
 func (s *Serving) Register(fs *pflag.FlagSet) {
+	s.flags = fs
 	fs.StringVar(&s.health, "healthz-bind-address", "", "serve /healthz, /livez and /readyz on this `host:port`, on loopback if the host is empty (off by default)")
 	fs.StringVar(&s.metrics, "metrics-bind-address", "", "serve /metrics on this `host:port`, on loopback if the host is empty (off by default)")
 	fs.BoolVar(&s.profiling, "profiling", false, "also serve profiles of CPU time and memory at /debug/pprof/ on the metrics address")
@@ -44,6 +46,11 @@ func (s *Serving) Register(fs *pflag.FlagSet) {
 // calls the function run. It returns the result of run. If Run cannot listen, it does not
 // call run. If the HTTP server fails later, Run cancels the context of run.
 func (s *Serving) Run(ctx context.Context, h health.Handler, c prometheus.Collector, run func(context.Context) error) error {
+	var set []string
+	if s.flags != nil {
+		s.flags.Visit(func(f *pflag.Flag) { set = append(set, "--"+f.Name+"="+f.Value.String()) })
+	}
+	klog.FromContext(ctx).Info("Starting", "version", Version(), "flags", set)
 	if s.profiling && s.metrics == "" {
 		return errors.New("--profiling needs --metrics-bind-address")
 	}

@@ -9,6 +9,7 @@ import (
 	"net/netip"
 	"slices"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -19,6 +20,7 @@ import (
 	"github.com/kpng-project/kpng/sink/sinktest"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/klog/v2"
+	"k8s.io/klog/v2/ktesting"
 )
 
 var (
@@ -1015,5 +1017,51 @@ func TestVerify(t *testing.T) {
 				w.Errorf("Verify reported %v", errs)
 			}
 		})
+	})
+}
+
+func TestRecoveryIsLogged(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		logger := ktesting.NewLogger(t, ktesting.NewConfig(ktesting.BufferLogs(true), ktesting.Verbosity(0)))
+		ctx, cancel := context.WithCancel(klog.NewContext(t.Context(), logger))
+		src := sinktest.NewSource()
+		src.Set(view(web, 1), view(dns, 1))
+		src.MarkSynced()
+		sinkFails := true
+		var webFails atomic.Bool
+		webFails.Store(true)
+		s := sink.Func(func(_ context.Context, c *sink.Changes) error {
+			var failed sink.Failed
+			for c := range c.Services {
+				if c.Key == web && webFails.Load() {
+					failed.Add(web, errBusy)
+				}
+			}
+			if sinkFails {
+				sinkFails = false
+				return errBusy
+			}
+			return failed.Err()
+		})
+		ended := make(chan error)
+		go func() { ended <- sink.Run(ctx, src, s, sink.Options{}) }()
+		logged := func(text string) int {
+			synctest.Wait()
+			return strings.Count(logger.GetSink().(ktesting.Underlier).GetBuffer().String(), text)
+		}
+		time.Sleep(time.Minute)
+		if n := logged("Sync works again"); n != 1 {
+			t.Errorf("the recovery of the sink is logged %d times", n)
+		}
+		if n := logged("Service works again"); n != 0 {
+			t.Errorf("the recovery of a failing service is logged %d times", n)
+		}
+		webFails.Store(false)
+		time.Sleep(10 * time.Minute)
+		if n, ofWeb := logged("Service works again"), logged(`Service works again service="default/web"`); n != 1 || ofWeb != 1 {
+			t.Errorf("the recovery of a service is logged %d times, that of the failed service %d times", n, ofWeb)
+		}
+		cancel()
+		<-ended
 	})
 }

@@ -186,13 +186,37 @@ func (d *Driver) report(ctx context.Context, result SyncResult, failed Failed) {
 	}
 }
 
+// maxLogged limits the services that one Sync logs.
+const maxLogged = 10
+
+// logRecovery logs that the sink or services work again after failures. It is called
+// before the changes are recorded as acknowledged.
+func (d *Driver) logRecovery(ctx context.Context, changes []Change, failed Failed) {
+	log := klog.FromContext(ctx)
+	if n := d.status.Failures; n > 0 {
+		log.Info("Sync works again", "failures", n)
+	}
+	recovered := 0
+	for _, c := range changes {
+		s := d.pending.byKey[c.Key]
+		if _, fails := failed[c.Key]; fails || s == nil || s.failures == 0 {
+			continue
+		}
+		if recovered++; recovered <= maxLogged {
+			log.Info("Service works again", "service", c.Key, "failures", s.failures)
+		}
+	}
+	if recovered > maxLogged {
+		log.Info("More services work again", "services", recovered-maxLogged)
+	}
+}
+
 // logFailed logs some of the failed services, and the number of the others.
 func logFailed(log klog.Logger, failed Failed) {
-	const most = 10
 	keys := slices.SortedFunc(maps.Keys(failed), api.CompareKeys)
 	for i, key := range keys {
-		if i == most {
-			log.Info("More services failed", "services", len(keys)-most)
+		if i == maxLogged {
+			log.Info("More services failed", "services", len(keys)-maxLogged)
 			return
 		}
 		facts := []any{"service", key}

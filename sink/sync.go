@@ -65,6 +65,7 @@ func (d *Driver) step(ctx context.Context) {
 	result, failed, acked := d.sync(ctx, &b)
 	switch {
 	case acked:
+		d.logRecovery(ctx, b.services, failed)
 		notDelivered := d.notDelivered(ctx, u, &b, failed)
 		d.update(func() { d.acknowledged(u, &b, failed, notDelivered) })
 		d.observeLatency(b.services, failed)

@@ -41,14 +41,14 @@
 //		return failed.Err()
 //	}
 //
-// The example "Frontends" of package sink shows a whole sink. It programs the frontends
+// The example "Frontends" of package sink is a complete sink. It programs the frontends
 // that [nodeview.Frontends] computes from each view. If Sync fails, no change is lost.
 // The driver delivers unacknowledged services again, merged with later changes and marked
 // as Unsure. [sink.Events] calls typed methods that set and delete services, frontends
 // and endpoints. The order of its calls ensures that no two services claim an address at
 // the same time, even after failures. Package sinktest helps to test all kinds of sinks.
 //
-// To run several sinks, list them in [Options]. Each has its own driver and settings:
+// [Options] may list several sinks. Each sink has its own driver and settings:
 //
 //	p, err := kpng.New(kpng.Options{Sinks: []kpng.Sink{
 //		{Sink: tables, Options: sink.Options{Name: "tables", MinInterval: time.Second}},

@@ -160,7 +160,7 @@ func Run(ctx context.Context, opts Options, sinks ...sink.Sink) error {
 }
 
 // Run drives the sinks until ctx ends and then returns nil. If Options.Once is set for
-// all sinks, Run returns nil when all are done, or the cause of ctx if ctx ends earlier.
+// all sinks, it returns nil when all are done. If ctx ends first, it returns ctx's cause.
 //
 // Run returns an error if a sink cannot start. If the manifests cannot be read at the
 // start, it starts no sink and returns an error. With Once, it also returns an error if
@@ -238,7 +238,7 @@ func (p *Proxy) State() cluster.Reader { return p.state }
 // NodeName returns the name of the proxy's node.
 func (p *Proxy) NodeName() string { return p.nodeName }
 
-// Node returns the Node object of the proxy's node, or nil if it is not known.
+// Node returns the Node object of the proxy's node, or nil if no such object is known.
 func (p *Proxy) Node() *api.Node {
 	node, _ := p.state.Snapshot().Nodes.Get(p.nodeName)
 	return node

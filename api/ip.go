@@ -79,8 +79,8 @@ type IPSet struct {
 	V6 []netip.Addr `json:",omitempty"`
 }
 
-// NewIPSet returns the set of addrs. Addresses of one family keep their order. NewIPSet
-// unmaps IPv4-mapped addresses and drops duplicates.
+// NewIPSet returns a set of the given addresses. Addresses of one family keep their
+// order. NewIPSet unmaps IPv4-mapped addresses and drops duplicates.
 func NewIPSet(addrs ...netip.Addr) IPSet {
 	var s IPSet
 	for _, a := range addrs {
@@ -102,7 +102,7 @@ func (s *IPSet) Add(a netip.Addr) {
 	}
 }
 
-// Family returns the addresses of one family.
+// Family returns the addresses of family f.
 func (s *IPSet) Family(f Family) []netip.Addr {
 	switch f {
 	case IPv4:

@@ -49,12 +49,11 @@ type Service struct {
 
 	// UID distinguishes a service from a deleted service with the same name.
 	UID types.UID `json:",omitempty"`
-	// Created is metadata.creationTimestamp. If two services claim the same address and
-	// port, and the address has the same kind in both services (such as external IP), the
-	// older service wins.
+	// Created is metadata.creationTimestamp. Two services may claim the same address and
+	// port as the same kind of address, such as external IP. Then the older service wins.
 	Created time.Time `json:",omitzero"`
-	// IPFamilies is spec.ipFamilies: the families in which the service is served, the
-	// preferred one first. If it is empty, the method Families uses the service's IPs.
+	// IPFamilies is spec.ipFamilies: the service's IP families, the preferred family first.
+	// If it is empty, the method Families uses the families of the service's IPs.
 	IPFamilies []Family `json:",omitempty"`
 }
 
@@ -87,8 +86,8 @@ type ServiceIPs struct {
 // IANA protocol numbers.
 type Protocol int32
 
-// The protocols. UnknownProtocol stands for protocols that this version does not know. A
-// port with UnknownProtocol has no frontend.
+// The protocols. UnknownProtocol stands for protocols that this version of kpng does not
+// know. A port with UnknownProtocol has no frontend.
 const (
 	UnknownProtocol Protocol = 0
 	TCP             Protocol = 1
@@ -119,7 +118,7 @@ type PortMapping struct {
 	Port int32 `json:",omitempty"`
 	// NodePort is the port on the nodes' addresses, or 0 if there is none.
 	NodePort int32 `json:",omitempty"`
-	// TargetPort is the port on the endpoints if the service gives a number, else 0.
+	// TargetPort is the port number on the endpoints, or 0 if TargetPortName is set.
 	TargetPort int32 `json:",omitempty"`
 	// TargetPortName is the name of the endpoints' port. The number of that port may differ
 	// between endpoints.
@@ -155,9 +154,9 @@ func (s *Service) Key() types.NamespacedName {
 	return types.NamespacedName{Namespace: s.Namespace, Name: s.Name}
 }
 
-// Families returns the families in which the service is served: IPFamilies or, if that is
-// empty, the families of the cluster IPs. For a headless service without IPFamilies, it
-// returns the families of the external IPs.
+// Families returns the service's IP families: IPFamilies or, if IPFamilies is empty, the
+// families of the cluster IPs. For a headless service without IPFamilies, it returns the
+// families of the external IPs.
 func (s *Service) Families() []Family {
 	switch {
 	case len(s.IPFamilies) > 0:
@@ -171,7 +170,7 @@ func (s *Service) Families() []Family {
 	}
 }
 
-// FrontendIPs returns three lists of the addresses in family f that have frontends:
+// FrontendIPs returns the addresses that have frontends in family f, in three lists:
 // cluster IPs (none for a headless service), load-balancer IPs, and external IPs.
 func (s *Service) FrontendIPs(f Family) (ips [3][]netip.Addr) {
 	if !s.IPs.Headless {

@@ -22,13 +22,13 @@ type EndpointSlice struct {
 	// Labels holds the labels that the source is configured to keep.
 	Labels map[string]string `json:",omitempty"`
 	Family Family
-	// Ports are the ports on which every endpoint in Endpoints serves.
+	// Ports are the ports that every endpoint in Endpoints has.
 	Ports     []EndpointPort  `json:",omitempty"`
 	Endpoints []SliceEndpoint `json:",omitempty"`
 
 	// TriggerTime is the value of the annotation
-	// endpoints.kubernetes.io/last-change-trigger-time, the time of the change that led to
-	// this content. It is for metrics only: Equal ignores it and wire forms omit it.
+	// endpoints.kubernetes.io/last-change-trigger-time, the time of the change that caused
+	// this version. It is for metrics only: Equal ignores it and wire forms omit it.
 	TriggerTime time.Time `json:"-"`
 }
 

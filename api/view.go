@@ -19,11 +19,11 @@ type ServiceEndpoints struct {
 	// Endpoints are the endpoints on at least one of this node's lists (see [Scopes]). They
 	// are in the order of [Endpoint.Compare].
 	Endpoints []Endpoint
-	// Draining has the endpoints that serve but are on none of the lists. They receive no
-	// new connections and keep existing ones. They are sorted like Endpoints.
+	// Draining has the endpoints that still answer but are on none of the lists. They
+	// receive no new connections and keep existing ones. They are sorted like Endpoints.
 	Draining []Endpoint `json:",omitempty"`
 	// Unusable has the pairs of service port and family for which no endpoint in the whole
-	// cluster is usable. Their frontends reject connections.
+	// cluster is usable. The frontends of these pairs reject connections.
 	Unusable []PortFamily `json:",omitempty"`
 	// Lost has the service's claims that another service owns.
 	Lost []LostClaim `json:",omitempty"`
@@ -110,14 +110,14 @@ func (e *Endpoint) UnmarshalJSON(text []byte) error {
 
 // Scopes says which lists contain an endpoint. Each list is for one kind of traffic.
 type Scopes struct {
-	// Internal is the list for traffic to cluster IPs. It depends on
-	// internalTrafficPolicy.
+	// Internal is true if the endpoint is on the list for traffic to cluster IPs. The list
+	// depends on internalTrafficPolicy.
 	Internal bool `json:",omitempty"`
-	// External is the list for traffic to external frontends: external IPs, load-balancer
-	// IPs and node ports. It depends on externalTrafficPolicy.
+	// External is true if the endpoint is on the list for external frontends (external IPs,
+	// load-balancer IPs and node ports), which depends on externalTrafficPolicy.
 	External bool `json:",omitempty"`
-	// Cluster is the list for traffic from this node to an external frontend of a service
-	// with externalTrafficPolicy Local.
+	// Cluster is true if the endpoint is on the list for traffic from this node to external
+	// frontends of a service with externalTrafficPolicy Local.
 	Cluster bool `json:",omitempty"`
 }
 
@@ -197,8 +197,8 @@ func (e *Endpoint) TargetPort(p *PortMapping) int32 {
 	return 0
 }
 
-// ScopesOf returns the endpoint's lists for the service port p. A nil p stands for the
-// only "port" of an all-ports service.
+// ScopesOf returns the endpoint lists of the service port p that contain the endpoint. A
+// nil p stands for the only "port" of an all-ports service.
 func (e *Endpoint) ScopesOf(p *PortMapping) Scopes {
 	if len(e.PortScopes) == 0 || p == nil {
 		return e.Scopes
@@ -211,7 +211,7 @@ func (e *Endpoint) ScopesOf(p *PortMapping) Scopes {
 	return Scopes{}
 }
 
-// Equal reports whether both endpoints are the same to a backend.
+// Equal reports whether all fields of e and o are equal.
 func (e *Endpoint) Equal(o *Endpoint) bool {
 	return e.Hostname == o.Hostname && e.Addr == o.Addr && e.Local == o.Local &&
 		slices.Equal(e.PortOverrides, o.PortOverrides) &&

@@ -158,7 +158,7 @@ func (f *sinkFlags) run(ctx context.Context, name string, source *Source, servin
 	if err != nil {
 		return err
 	}
-	var p proxy // declared here, because the function that Companions receives uses it
+	var p proxy // declared here, because the function passed to c.Companions refers to p
 	sinks := []sink.Sink{s}
 	if c, ok := s.(Companion); ok {
 		sinks = append(sinks, c.Companions(func() bool {

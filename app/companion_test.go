@@ -15,7 +15,7 @@ import (
 type pair struct {
 	services, beside atomic.Int32
 	healthy          func() bool
-	early            bool // the function healthy returned true when a Sync began
+	early            bool // at the start of a Sync, the function healthy already returned true
 }
 
 func count(n *atomic.Int32) sink.Func {

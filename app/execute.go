@@ -79,8 +79,8 @@ func untilSignal(cmd *cobra.Command) error {
 	return cmd.ExecuteContext(ctx)
 }
 
-// hosting has the flags that the program reads before cobra does: logFile for the errors
-// of cobra, and windowsService because a Windows service must start soon.
+// hosting has two flags that the program reads before cobra parses the arguments: the log
+// file must be known for cobra's errors, and a Windows service must start quickly.
 type hosting struct {
 	logFile        nonEmpty
 	windowsService bool
@@ -108,7 +108,7 @@ func hostingOf(args []string) *hosting {
 func logTo(w io.Writer) {
 	var logging flag.FlagSet
 	klog.InitFlags(&logging)
-	// Without this flag, klog also repeats each line for all lower severities.
+	// Without this flag, klog writes each warning twice to w, and each error three times.
 	if err := logging.Set("one_output", "true"); err != nil {
 		panic(err) // cannot happen: klog has this flag
 	}

@@ -21,8 +21,8 @@ type logFile struct {
 	size int64
 }
 
-// openLogFile opens the file and creates its folder. The file also receives the output of
-// a crash.
+// openLogFile opens the file and creates its folder. If the program crashes, the Go
+// runtime writes its report to this file too.
 func openLogFile(path string, most int64) (*logFile, error) {
 	f := &logFile{path: path, most: most}
 	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
@@ -62,7 +62,7 @@ func (f *logFile) Write(line []byte) (int, error) {
 // reopens the same file.
 func (f *logFile) rotate() error {
 	if f.file != nil {
-		// Windows cannot rename an open file.
+		// Close all descriptors of the file first, because Windows cannot rename an open file.
 		err := errors.Join(debug.SetCrashOutput(nil, debug.CrashOptions{}), f.file.Close())
 		f.file = nil
 		if err == nil {

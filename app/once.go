@@ -25,7 +25,7 @@ func runOnce(ctx context.Context, p proxy, timeout time.Duration) error {
 			for _, s := range p.Status() {
 				at := s.LastProgress
 				if s.Passes > 0 {
-					at = s.LastPass // only failing services are left, and retrying them is not progress
+					at = s.LastPass // after a pass, only failing services are left; their retries are not progress
 				}
 				if at.After(progress) {
 					progress = at

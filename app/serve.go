@@ -22,12 +22,12 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// Serving holds the addresses for health checks and metrics. The zero value serves
-// neither.
+// Serving holds the addresses for health checks and metrics. The zero value disables
+// both.
 type Serving struct {
 	health, metrics string
-	// proxyMode is the response to /proxyMode, if not empty. At this path, kube-proxy
-	// reports its mode to tools.
+	// proxyMode is the response to requests for the path /proxyMode, if not empty.
+	// kube-proxy reports its mode to tools at the same path.
 	proxyMode string
 	profiling bool
 	flags     *pflag.FlagSet
@@ -42,9 +42,9 @@ func (s *Serving) Register(fs *pflag.FlagSet) {
 	fs.BoolVar(&s.profiling, "profiling", false, "also serve profiles of CPU time and memory at /debug/pprof/ on the metrics address")
 }
 
-// Run serves the health checks of h, and the metrics of the process and of c, while it
-// calls the function run. It returns the result of run. If Run cannot listen, it does not
-// call run. If the HTTP server fails later, Run cancels the context of run.
+// Run calls the function run and returns its result. During this call, it serves the
+// health checks of h and the metrics of c and of the process. If Run cannot listen, it
+// does not call run. If the HTTP server fails later, Run cancels the context of run.
 func (s *Serving) Run(ctx context.Context, h health.Handler, c prometheus.Collector, run func(context.Context) error) error {
 	var set []string
 	if s.flags != nil {
@@ -60,7 +60,7 @@ func (s *Serving) Run(ctx context.Context, h health.Handler, c prometheus.Collec
 			return fmt.Errorf("register metrics: %w", err)
 		}
 	}
-	handlers := map[string]*http.ServeMux{} // by address, because health checks and metrics can have the same address
+	handlers := map[string]*http.ServeMux{} // keyed by address, because health checks and metrics can share one address
 	handle := func(address, path string, h http.Handler) {
 		if address == "" {
 			return

@@ -67,8 +67,8 @@ func (h *serviceHandler) Execute(_ []string, requests <-chan svc.ChangeRequest, 
 		select {
 		case h.err = <-ended:
 			if h.err != nil {
-				// By default, the service manager restarts a service only if it fails with a system
-				// error code. The log has the actual error.
+				// By default, the service manager restarts a service only if its exit code is a
+				// system error code. So return one; the log has the actual error.
 				return false, uint32(windows.ERROR_EXCEPTION_IN_SERVICE)
 			}
 			return false, 0
@@ -93,8 +93,8 @@ func (h *serviceHandler) Execute(_ []string, requests <-chan svc.ChangeRequest, 
 type eventLog struct{ *eventlog.Log }
 
 func openEventLog(name string) (io.Writer, error) {
-	// Without an event source, Windows displays a remark with each event. Ignore the error:
-	// usually, the source exists already.
+	// Without an event source, Windows adds to each event that its description is missing.
+	// Ignore the error: usually, the source exists already.
 	_ = eventlog.InstallAsEventCreate(name, eventlog.Error|eventlog.Warning|eventlog.Info)
 	log, err := eventlog.Open(name)
 	if err != nil {
@@ -105,7 +105,7 @@ func openEventLog(name string) (io.Writer, error) {
 
 // Write implements io.Writer.
 func (l eventLog) Write(line []byte) (int, error) {
-	const event = 1 // Windows shows the written text of an event only for the IDs 1 to 1000
+	const event = 1 // Windows displays the text of an event only if its ID is between 1 and 1000
 	write := l.Info
 	switch line[0] { // the first character of a line is its severity
 	case 'E', 'F':

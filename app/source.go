@@ -47,7 +47,7 @@ func (s *Source) Register(cmd *cobra.Command, allPorts bool) {
 	cmd.Flags().AddFlagSet(own)
 	s.api.register(cmd.Flags())
 	cmd.MarkFlagsMutuallyExclusive("kubeconfig", "manifests")
-	// No flag of the set own can be combined with --api: a kpng server selects the services.
+	// --api excludes all flags of the flag set own, because a kpng server selects services.
 	own.VisitAll(func(f *pflag.Flag) { cmd.MarkFlagsMutuallyExclusive("api", f.Name) })
 }
 
@@ -83,9 +83,9 @@ func (s *Source) RegisterAllPorts(fs *pflag.FlagSet) {
 // RegisterAPI adds the flags of a source that is a kpng server.
 func (s *Source) RegisterAPI(fs *pflag.FlagSet) { s.api.register(fs, transport.DefaultAddress) }
 
-// Services returns the options that select the services and the metadata to keep. If the
-// source is a kpng server, the result is empty, because the server does not report its
-// options.
+// Services returns the options that say which services to select and which metadata to
+// keep. If the source is a kpng server, the result is empty, because the server does not
+// report its options.
 func (s *Source) Services() watcher.Options {
 	o := s.services
 	switch {
@@ -212,7 +212,7 @@ func (f *apiFlags) get() (transport.DialOptions, error) {
 	switch {
 	case len(opts.Addresses) > 0:
 		return opts, nil
-	case opts.Addresses != nil: // the flag --api was used, but without an address
+	case opts.Addresses != nil: // the flag --api was set to an empty value
 		return opts, errors.New("--api is empty")
 	case opts.TLS != nil || opts.Insecure:
 		return opts, errors.New("the flags --api-… need --api")

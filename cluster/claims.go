@@ -13,29 +13,29 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// claims holds every claim of every service and determines the owners. It is sorted by
-// claim, then rank, then age. So the claims to one frontend are adjacent, and the winner
-// is the first of them. State.mu guards it.
+// claims holds the claims of all services and determines the owner of each claim. The
+// tree is sorted by claim, then rank, then age. So the claims to one frontend are
+// adjacent, and the winner is the first of them. State.mu guards the tree.
 type claims struct {
 	tree *btree.BTreeG[claim]
 }
 
 // The type ranked is a claim with its rank. If a service has an address as a
-// load-balancer IP and as an external IP, the better rank counts.
+// load-balancer IP and as an external IP, its claim has the rank of a load-balancer IP.
 type ranked struct {
 	api.Claim
 	rank rank
 }
 
 // rank orders the claims of different services to one frontend. Among claims of the same
-// rank, the age of the services decides. The API server allocates cluster IPs, and a
-// controller allocates load-balancer IPs. Any user may name any address as an external
-// IP, even a future address of another service, so external IPs have a low rank.
+// rank, the oldest service wins. The API server allocates cluster IPs, and a controller
+// allocates load-balancer IPs. Any user may name any address as an external IP, even a
+// future address of another service, so external IPs have a low rank.
 type rank uint8
 
 const (
 	clusterIP      rank = iota
-	loadBalancerIP      // the same order of kinds as in Service.FrontendIPs
+	loadBalancerIP      // the ranks of IPs have the order of the kinds in Service.FrontendIPs
 	externalIP
 	nodePort
 )
@@ -146,7 +146,7 @@ func (c *claims) replace(old, new *api.Service) ([]outcome, bool) {
 	if !same {
 		groups = c.conflictGroups(before, after)
 	}
-	var owners map[claim]types.NamespacedName // owners of the claims of other services
+	var owners map[claim]types.NamespacedName // owners of other services' claims before the change
 	for _, group := range groups {
 		for o := range c.outcomes(group) {
 			if o.claimant != old {
@@ -189,7 +189,7 @@ func (c *claims) conflictGroups(before, after []ranked) []api.Claim {
 	}
 	slices.SortFunc(list, compareClaims)
 	list = slices.Compact(list)
-	// The group of an address includes the groups of its ports.
+	// The group of a whole address includes the groups of its ports. Delete those.
 	address := api.Claim{}
 	return slices.DeleteFunc(list, func(cl api.Claim) bool {
 		if claimsAddress(cl) {
@@ -211,7 +211,7 @@ func (c *claims) claimed(whole api.Claim) bool {
 }
 
 // outcomes yields the outcome of each claim in a group. In order of rank and age, it
-// grants each claim that does not conflict with a granted claim.
+// grants each claim that does not conflict with an already granted claim.
 func (c *claims) outcomes(group api.Claim) iter.Seq[outcome] {
 	return func(yield func(outcome) bool) {
 		var buffer [4]claim
@@ -233,7 +233,7 @@ func (c *claims) outcomes(group api.Claim) iter.Seq[outcome] {
 		}
 		slices.SortStableFunc(all, claim.precedence)
 		owners := map[api.Claim]*api.Service{}
-		var first *api.Service // the first service with a granted claim
+		var first *api.Service // the service whose claim is granted first; other claims to the whole address lose to it
 		for _, cl := range all {
 			owner := owners[cl.Claim]
 			if owner == nil {

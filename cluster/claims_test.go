@@ -316,7 +316,7 @@ func grantInOrder(state *cluster.State) map[string][]api.LostClaim {
 		for _, s := range services {
 			for _, c := range claimsOfKind(s, kind) {
 				if tried[grant{c, s.Key()}] {
-					continue // already decided, because s also has this claim by a better kind of address
+					continue // already decided, for an address of a better kind
 				}
 				tried[grant{c, s.Key()}] = true
 				i := slices.IndexFunc(granted, func(g grant) bool {

@@ -13,8 +13,8 @@
 //	<-state.Changed(0)
 //	snapshot := state.Snapshot() // and from now on wait for Changed(snapshot.Revision)
 //
-// One counter numbers all changes. A reader has a cursor and the revision of its last
-// snapshot, at first 0. [State.Changed] wakes the reader, which reads only the changes.
+// Each change gets the next revision. A reader has a cursor and the revision of its last
+// snapshot (0 if none). [State.Changed] wakes the reader, which reads only the changes.
 //
 // In addition to the objects, the state has a joined value for each service (see
 // [api.ServiceState]). This value contains the service, its slices, and the claims that

@@ -49,9 +49,9 @@ var _ Reader = (*State)(nil)
 
 // Options configure a State. The zero value is right if all readers are in this process.
 type Options struct {
-	// With Resumable, the state keeps deletions that no cursor needs, up to the limits of
-	// diffstore. Servers set it for remote readers that resume from a revision. Without
-	// Resumable, a remote reader has to start over after any deletion.
+	// With Resumable, the state also remembers deletions that no cursor needs, within the
+	// limits of package diffstore. Servers set it for remote readers that resume from a
+	// revision. Without Resumable, a remote reader has to start over after any deletion.
 	Resumable bool
 }
 
@@ -98,8 +98,8 @@ func (s *State) commit(before diffstore.Revision) {
 	}
 }
 
-// SetSynced marks the state as complete: the whole cluster was written once. Until then,
-// the channels that Changed returns stay open, because woken readers might delete
+// SetSynced marks the state as complete: the source has written the whole cluster. Until
+// then, the channels that Changed returns stay open, because woken readers might delete
 // dataplane entries of services that are not written yet. Further calls have no effect.
 func (s *State) SetSynced() {
 	s.mu.Lock()
@@ -165,8 +165,8 @@ func (s *State) latest() *Snapshot {
 	return s.snapshot
 }
 
-// Objects returns the current state with its objects. Changes after a call of Objects
-// cost more than changes after a call of Snapshot.
+// Objects returns the current state with its objects. Later changes cost more than after
+// a call of Snapshot, because they copy parts of more stores.
 func (s *State) Objects() *Objects {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -228,8 +228,8 @@ func updateLost(lost []api.LostClaim, outcomes []outcome) []api.LostClaim {
 	return lost
 }
 
-// sliceChanged moves a slice from the state of its old service to that of its new
-// service. Usually both are the same service.
+// sliceChanged moves a slice from the joined state of its old service to the joined state
+// of its new service. Usually, both are the same service.
 func (s *State) sliceChanged(key types.NamespacedName, old, new *api.EndpointSlice) {
 	if old != nil && (new == nil || old.ServiceName != new.ServiceName) {
 		state := s.state(old.ServiceKey())
@@ -251,7 +251,7 @@ func (s *State) sliceChanged(key types.NamespacedName, old, new *api.EndpointSli
 	s.setState(new.ServiceKey(), state)
 }
 
-// state returns a copy of the service's joined state, which the caller may modify.
+// state returns a copy of a service's joined state. The caller may modify the copy.
 func (s *State) state(key types.NamespacedName) api.ServiceState {
 	if state, ok := s.states.Get(key); ok {
 		return *state
@@ -285,7 +285,7 @@ type Objects struct {
 	Slices   *diffstore.Snapshot[types.NamespacedName, *api.EndpointSlice]
 }
 
-// Tx is one commit. It is valid only during Update.
+// Tx makes changes in a State. It is valid only during the Update that passes it.
 type Tx struct{ s *State }
 
 // SetService adds or changes a service.
@@ -298,7 +298,7 @@ func (tx *Tx) DeleteService(key types.NamespacedName) {
 	tx.s.services.Delete(key)
 }
 
-// ReplaceServices sets the given services and deletes the others.
+// ReplaceServices sets the given services and deletes all other services.
 func (tx *Tx) ReplaceServices(all iter.Seq[*api.Service]) {
 	tx.s.services.Replace(keyed(all, (*api.Service).Key))
 }
@@ -313,7 +313,7 @@ func (tx *Tx) DeleteSlice(key types.NamespacedName) {
 	tx.s.slices.Delete(key)
 }
 
-// ReplaceSlices sets the given slices and deletes the others.
+// ReplaceSlices sets the given slices and deletes all other slices.
 func (tx *Tx) ReplaceSlices(all iter.Seq[*api.EndpointSlice]) {
 	tx.s.slices.Replace(keyed(all, (*api.EndpointSlice).Key))
 }
@@ -328,7 +328,7 @@ func (tx *Tx) DeleteNode(name string) {
 	tx.s.nodes.Delete(name)
 }
 
-// ReplaceNodes sets the given nodes and deletes the others.
+// ReplaceNodes sets the given nodes and deletes all other nodes.
 func (tx *Tx) ReplaceNodes(all iter.Seq[*api.Node]) {
 	tx.s.nodes.Replace(keyed(all, func(n *api.Node) string { return n.Name }))
 }

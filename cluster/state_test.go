@@ -201,7 +201,7 @@ func TestDeletionsAreRememberedForServersOnly(t *testing.T) {
 				t.Error("deletions are no longer known before the cursor has passed")
 			}
 			cursor.Advance(state.Snapshot().States)
-			state.Update(func(tx *cluster.Tx) { // each change drops old tombstones
+			state.Update(func(tx *cluster.Tx) { // drops tombstones, unless the state is resumable
 				tx.SetService(service("b", 1, "10.0.0.1", 80))
 				tx.SetSlice(slice("b-1", "b"))
 			})

@@ -5,8 +5,8 @@ package diffstore
 import "github.com/google/btree"
 
 // Cursor is the position of a reader that follows a [Store]: the snapshot that the reader
-// last acknowledged. The store keeps later deletions for the reader, within limits. The
-// reader has to call Close.
+// last acknowledged. For the reader, the store records deletions after that snapshot,
+// within limits. The reader has to call Close.
 //
 // A Cursor is meant for one reader. It is safe for concurrent use.
 type Cursor[K, V any] struct {
@@ -22,7 +22,7 @@ type Cursor[K, V any] struct {
 	held *Snapshot[K, V]
 }
 
-// NewCursor returns a cursor without a position. Its first delta is full.
+// NewCursor returns a cursor without a position. Its first delta contains all entries.
 func (s *Store[K, V]) NewCursor() *Cursor[K, V] {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -31,8 +31,8 @@ func (s *Store[K, V]) NewCursor() *Cursor[K, V] {
 }
 
 // Until returns the delta from the reader's position to a snapshot of the store, usually
-// the latest. Only [Cursor.Advance] moves the position. Until the next Advance, each
-// delta contains all changes since the position, also those of earlier deltas. For a
+// the latest. Only [Cursor.Advance] moves the position. Before the next Advance, each
+// delta contains all changes since the position, including those of earlier deltas. For a
 // snapshot older than the position, the delta has no changes.
 //
 // Until panics if the snapshot belongs to another store.
@@ -42,8 +42,8 @@ func (c *Cursor[K, V]) Until(to *Snapshot[K, V]) Delta[K, V] {
 	defer c.store.mu.Unlock()
 	switch {
 	case c.acknowledged == nil:
-		// Keep the deletions after this snapshot. Otherwise a slow reader might have to start
-		// over forever.
+		// Keep the deletions after this snapshot. Without them, the reader would have to start
+		// over again after Advance.
 		c.hold(to)
 		return Delta[K, V]{New: to}
 	case to.revision <= c.acknowledged.revision:
@@ -85,7 +85,7 @@ func (c *Cursor[K, V]) mustOwn(snapshot *Snapshot[K, V]) {
 	}
 }
 
-// hold makes the store keep the deletions after a snapshot that is not too old.
+// hold makes the store keep deletions after a snapshot, unless the snapshot is too old.
 func (c *Cursor[K, V]) hold(to *Snapshot[K, V]) {
 	if c.closed {
 		return

@@ -23,7 +23,7 @@ func renderDelta(d Delta[string, int]) string {
 	return strings.Join(out, " ")
 }
 
-// renderChange returns a change in the form "key=old>new". A missing value is empty.
+// renderChange returns a change in the form "key=old>new"; "" stands for no value.
 func renderChange(d Delta[string, int], c Change[string, int]) string {
 	value := func(s *Snapshot[string, int]) string {
 		if s == nil {

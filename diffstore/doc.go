@@ -39,17 +39,17 @@
 // Stores that share one [Revisions] counter have one order of changes. For a consistent
 // view of several stores, a program needs its own mutex. The program holds the mutex
 // while it writes to the stores, and while it takes a snapshot of each store. A reader
-// has one cursor per store. If it starts over with one cursor, it must do so with all.
+// has one cursor per store, and starts over with all cursors or with none.
 //
 // # Memory
 //
 // A deletion leaves a tombstone for readers. The store drops tombstones that every cursor
 // has passed. It also drops tombstones that are older than ten minutes, and keeps at most
-// the newest 100,000 tombstones. So a slow reader does not make the store grow. A cursor
-// has to start over if it needs a dropped tombstone, or if it lags by more than 10,000
-// changes and by more than a quarter of the store's entries. Then the store releases the
-// cursor's snapshot. With [Options.Resumable], the store also keeps tombstones that
-// cursors have passed, within the same limits.
+// the newest 100,000 tombstones. So a slow reader does not make the store grow without
+// limit. A cursor has to start over if it needs a dropped tombstone, or if it lags by
+// more than 10,000 changes and by more than a quarter of the store's entries. Then the
+// store releases the cursor's snapshot. With [Options.Resumable], the store also keeps
+// tombstones that cursors have passed, within the same limits.
 //
 // A store may also keep replaced and deleted values that no reader needs: about 70, and
 // one more for every seven keys and tombstones.

@@ -17,14 +17,14 @@ type entry[K, V any] struct {
 	// Readers read these four fields without a lock. The fields never change after the entry
 	// was put into a tree.
 	key      K
-	value    V // zero for a tombstone
+	value    V // the zero value for a tombstone
 	revision Revision
 	deleted  bool
 
-	// For an entry, mark is the number of the last Replace that listed the key. For a
-	// tombstone, it is the time of the deletion, in seconds since the store was created,
-	// rounded up. Only writers use mark, under the store's mutex. They may change it in
-	// place.
+	// For an entry, mark is the sequence number of the last Replace call that listed the
+	// key. For a tombstone, it is the time of the deletion, in seconds since the store was
+	// created, rounded up. Only writers use mark, under the store's mutex. They may change
+	// it in place.
 	mark uint32
 
 	// outdated is the first revision whose snapshots do not contain the entry. It is 0 for an

@@ -48,7 +48,7 @@ func Example() {
 	// a snapshot never changes: 10.0.0.1
 }
 
-// A full listing changes only the entries that differ from it.
+// Replace changes only the entries that differ from the full listing.
 func ExampleStore_Replace() {
 	store := newStore()
 	store.Replace(maps.All(map[string]string{"a": "1", "b": "1", "c": "1"}))

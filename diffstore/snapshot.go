@@ -50,10 +50,10 @@ func (s *Snapshot[K, V]) After(key K) iter.Seq2[K, V] {
 	}
 }
 
-// Since returns the keys that were set or deleted after a revision, with their present
-// values, in the order of their last changes. A deleted key has the zero value. A reader
-// that applies the changes to the state at that revision gets the state of the snapshot.
-// A change may have no net effect: a key may have been set and deleted again.
+// Since returns the keys that were set or deleted after a revision, with their values in
+// this snapshot, in the order of their last changes. A deleted key has the zero value. A
+// reader that applies the changes to the state at that revision gets the state of the
+// snapshot. A change may have no net effect: a key may have been set and deleted again.
 //
 // Since returns nil and false if the store no longer has all deletions after that
 // revision, or if the revision is 0. Then the reader starts over with [Snapshot.All].
@@ -88,7 +88,7 @@ type Delta[K, V any] struct {
 	New *Snapshot[K, V]
 }
 
-// Change is one key with its values before and after. A missing value is the zero value.
+// Change is one key with its old and new value. A missing value is the zero value.
 type Change[K, V any] struct {
 	Key      K
 	Old, New V

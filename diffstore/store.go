@@ -47,8 +47,8 @@ type Options[K, V any] struct {
 	// Default: the store keeps tombstones for cursors only.
 	Resumable bool
 
-	// OnChange is called with each recorded change, under the store's lock, to maintain an
-	// index. It gets the values before and after the change. A missing value is the zero
+	// OnChange can maintain an index. The store calls it for each recorded change, under the
+	// store's lock, with the values before and after the change. A missing value is the zero
 	// value. OnChange must not use the store. Default: none.
 	OnChange func(key K, old, new V)
 }
@@ -60,8 +60,8 @@ type limits struct {
 	// that change the store or a cursor.
 	tombstones   int
 	tombstoneAge time.Duration
-	// lag is the number of recorded changes by which a cursor may lag before its reader has
-	// to start over. The limit is at least a quarter of the store's length.
+	// A cursor may lag by this number of recorded changes or by a quarter of the store's
+	// length, whichever is more. Beyond that, its reader has to start over.
 	lag int
 }
 
@@ -165,7 +165,7 @@ func (s *Store[K, V]) Snapshot() *Snapshot[K, V] {
 	if cached := s.cached.Load(); cached != nil {
 		return cached
 	}
-	// Clone writes to the tree that it clones, so it needs the mutex. The clone is only read.
+	// Clone modifies s.byKey, so it needs the mutex. Readers of the clone need no lock.
 	snapshot := &Snapshot[K, V]{
 		store:    s,
 		byKey:    s.byKey.Clone(),

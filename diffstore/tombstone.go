@@ -4,9 +4,9 @@ package diffstore
 
 import "time"
 
-// tombstones are the deletions that readers may need. One tree finds the tombstone of a
-// key that is set again. The other tree finds the oldest tombstone. Readers use
-// Store.log instead.
+// tombstones are the deletions that readers may need. The tree byKey finds the tombstone
+// of a key that is set again. The tree byRevision finds the oldest tombstone. Readers
+// find deletions in Store.log instead.
 type tombstones[K, V any] struct {
 	byKey, byRevision *tree[K, V]
 }

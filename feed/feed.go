@@ -12,7 +12,7 @@
 // A feed keeps only the snapshot that its reader last acknowledged. It computes views
 // only on request. For a change, it computes the old and the new view from two snapshots.
 // So thousands of feeds that read the same state cost little more than a single feed.
-// Until a feed is closed, the state keeps the deletions since the feed's snapshot.
+// Until a feed is closed, the state remembers deletions since the feed's snapshot.
 package feed
 
 import (
@@ -30,7 +30,7 @@ import (
 // Feed is a [sink.Source] for one node and one reader.
 type Feed struct {
 	state cluster.Reader
-	// stub has only the name of the node. While the Node object is not known, the feed uses
+	// stub is a Node that has only a name. While the Node object is not known, the feed uses
 	// stub, so only the name decides which endpoints are local.
 	stub   *api.Node
 	views  *views
@@ -160,7 +160,7 @@ func (v view) viewsAfter(key types.NamespacedName) iter.Seq[*api.ServiceEndpoint
 }
 
 // changes returns the services whose views differ, in key order. If the zone of the node
-// changed, it compares all services, otherwise only the services in delta.
+// changed, it compares all services. Otherwise it compares the changed services in delta.
 func (f *Feed) changes(before, after view, delta diffstore.Delta[types.NamespacedName, *api.ServiceState]) []sink.Change {
 	candidates := delta.Changes()
 	if before.node.Zone() != after.node.Zone() {

@@ -20,7 +20,7 @@ import (
 	"github.com/kpng-project/kpng/sink"
 )
 
-// If a sink with pending work makes no progress for stuckAfter, the proxy is stuck.
+// The proxy is stuck if a sink with pending work makes no progress for this time.
 const stuckAfter = 2 * time.Minute
 
 // toBeDeleted is the taint that the cluster autoscaler sets on a node before deleting it.
@@ -29,7 +29,7 @@ const toBeDeleted = "ToBeDeletedByClusterAutoscaler"
 // Report is the JSON body of every response.
 type Report struct {
 	// LastUpdated is the end of the last acknowledged Sync. With several sinks, it is the
-	// earliest of these times. It is zero if at least one sink has acknowledged no Sync.
+	// earliest of these times. It is the zero time until every sink has acknowledged a Sync.
 	LastUpdated time.Time `json:"lastUpdated"`
 	CurrentTime time.Time `json:"currentTime"`
 	// Synced reports whether every sink has programmed all services, except failing ones.
@@ -43,8 +43,8 @@ type Report struct {
 	NodeEligible bool `json:"nodeEligible"`
 }
 
-// Of returns the report of a proxy from the statuses of its sinks. The Node object is nil
-// if it does not exist; nodeKnown reports whether it has ever existed.
+// Of returns the report of a proxy from the statuses of its sinks. The argument node is
+// nil if there is no Node object; nodeKnown reports whether there ever was a Node object.
 func Of(sinks []sink.Status, node *api.Node, nodeKnown bool) Report {
 	r := Report{CurrentTime: time.Now(), Synced: len(sinks) > 0, NodeEligible: eligible(node, nodeKnown)}
 	for i, s := range sinks {
@@ -64,8 +64,8 @@ func eligible(node *api.Node, known bool) bool {
 	return !node.Deleting && !slices.ContainsFunc(node.Taints, func(t api.Taint) bool { return t.Key == toBeDeleted })
 }
 
-// Handler responds to /livez, /healthz and /readyz, under any prefix. The response is the
-// report as JSON. The status is 200 if the check succeeds, else 503:
+// Handler responds to all paths that end in /livez, /healthz or /readyz. The response is
+// the report as JSON. The status is 200 if the check succeeds, else 503:
 //
 //   - /livez: the proxy is not stuck.
 //   - /healthz: in addition, its node is eligible for traffic from load balancers, as in

@@ -35,7 +35,7 @@ type Options struct {
 // Metrics holds the collectors. It is safe for concurrent use.
 type Metrics struct {
 	sinks     *sinkMetrics
-	kubeProxy atomic.Pointer[series] // nil after the first call of Sink
+	kubeProxy atomic.Pointer[series] // the first call of Sink takes the series and leaves nil
 }
 
 // New registers the collectors with r. If r already has metrics with the same names, New
@@ -91,7 +91,7 @@ func (m *Metrics) Sink(name string) sink.Observer {
 	}
 }
 
-// The type series holds the metrics of one sink that kube-proxy also has.
+// The type series holds those metrics of one sink that exist in kube-proxy, too.
 type series struct {
 	full, partial, programming prometheus.Observer
 	lastQueued, lastSynced     prometheus.Gauge

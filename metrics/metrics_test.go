@@ -191,9 +191,9 @@ func TestChangesInvisibleToThisNodeAreNotQueued(t *testing.T) {
 		synctest.Wait()
 		before := gauge(t, r, "kubeproxy_sync_proxy_rules_last_queued_timestamp_seconds")
 		time.Sleep(time.Minute)
-		src.Fail(errors.New("no update")) // no update until Fail(nil), so one update has both SetNode calls
+		src.Fail(errors.New("no update")) // until Fail(nil), Next fails; so one update has both SetNode calls
 		src.SetNode(&api.Node{Name: "n"})
-		src.SetNode(nil) // undoes the first call, so the update is empty
+		src.SetNode(nil) // undoes the first SetNode, so the update is empty
 		src.Fail(nil)
 		time.Sleep(time.Minute)
 		if after := gauge(t, r, "kubeproxy_sync_proxy_rules_last_queued_timestamp_seconds"); after != before || before == 0 {

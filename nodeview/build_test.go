@@ -107,9 +107,9 @@ func ips(addrs ...string) api.IPSet {
 }
 
 // endpointSlices parses EndpointSlices from text. A line "slice NAME PORT…" begins a
-// slice; without ports it has the unnamed port 8080. Every other line is an endpoint. It
-// has an address, conditions (ready implies serving), @node, host=name, zone=name, and
-// hints like zones=z1,z2 and nodes=n1,n2.
+// slice; without ports it has the unnamed port 8080. Every other line is an endpoint: an
+// address, conditions (ready implies serving), @node, host=name, zone=name, and hints
+// like zones=z1,z2 and nodes=n1,n2.
 func endpointSlices(text string) []*api.EndpointSlice {
 	var out []*api.EndpointSlice
 	for line := range strings.Lines(text) {

@@ -13,8 +13,8 @@ import (
 // Explanation is a [View] with the reason for every decision. People can read the result
 // of its method String, and programs can read its JSON form.
 type Explanation struct {
-	// Service is the name of the explained service. It is zero if neither the service nor
-	// any of its EndpointSlices is known.
+	// Service is the name of the explained service. Its fields are empty if neither the
+	// service nor any of its EndpointSlices is known.
 	Service types.NamespacedName
 	// Node and Zone are the node and zone of the view, or empty if unknown.
 	Node string `json:",omitempty"`
@@ -23,7 +23,7 @@ type Explanation struct {
 	// fields after Absent are empty.
 	View   *api.ServiceEndpoints `json:",omitempty"`
 	Absent string                `json:",omitempty"`
-	// InternalLocal and ExternalLocal: the internal or external policy in effect is Local.
+	// InternalLocal and ExternalLocal report whether the effective policies are Local.
 	InternalLocal, ExternalLocal bool
 	// Lists explains the endpoint lists of each service port and family.
 	Lists []ListExplanation `json:",omitempty"`

@@ -33,7 +33,7 @@ var kindNames = [...]string{ClusterIP: "ClusterIP", LoadBalancerIP: "LoadBalance
 // String returns the name of the constant.
 func (k Kind) String() string { return text(kindNames[:], k) }
 
-// FrontendKey identifies a frontend within its service. It is comparable.
+// FrontendKey identifies a frontend within its service. It can be a map key.
 type FrontendKey struct {
 	Kind Kind
 	// Addr is the address. A node port has the zero Addr, because it applies to each node
@@ -71,8 +71,8 @@ func (k FrontendKey) Claim() api.Claim {
 	return api.Claim{IP: addr, Protocol: k.Protocol, Port: k.Port}
 }
 
-// Frontend is a frontend to program, with all decisions. The frontends of one service
-// port and family share their lists, so callers must not modify the lists.
+// Frontend is a frontend to program, with all decisions about its traffic. The frontends
+// of one service port and family share their lists, so callers must not modify the lists.
 type Frontend struct {
 	FrontendKey
 	// ServicePort is the service port, or nil for an all-ports service.
@@ -86,8 +86,8 @@ type Frontend struct {
 	// uses the Cluster list (short circuit).
 	Node Traffic
 
-	// Sources are the admitted sources. A backend checks them first, also for traffic
-	// from this node, and drops traffic from all other sources.
+	// Sources are the admitted sources. A backend first drops traffic from all other
+	// sources, also if the traffic starts on this node.
 	Sources Sources `json:",omitzero"`
 	// Masquerade selects connections whose source the backend replaces by a node address.
 	Masquerade Masquerade
@@ -203,7 +203,7 @@ func Frontends(se *api.ServiceEndpoints) iter.Seq[Frontend] {
 	}
 }
 
-// frontend returns a Frontend with the key and service port of s, and all decisions.
+// frontend returns a Frontend with the key and service port of s and with all decisions.
 func frontend(s UnservedFrontend, lists *portLists) Frontend {
 	svc := lists.se.Service
 	f := Frontend{
@@ -240,7 +240,7 @@ type list struct {
 func (l *portLists) prepare(port *api.PortMapping, family api.Family) {
 	l.port, l.family = port, family
 	// If both policies are equal, internal and external traffic use the same list. If either
-	// policy is Cluster, short-circuited traffic also uses the list for that policy.
+	// policy is Cluster, short-circuited traffic uses the same Cluster list.
 	pol := policiesOf(l.se.Service)
 	l.internal = l.list(pol.internalLocal, func(s api.Scopes) bool { return s.Internal })
 	l.external = l.internal

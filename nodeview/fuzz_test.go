@@ -38,8 +38,8 @@ func FuzzView(f *testing.F) {
 	})
 }
 
-// dice takes its choices from the fuzzed bytes. When no bytes remain, it always makes the
-// first choice.
+// dice makes choices that depend on the fuzzed bytes. When no bytes remain, it always
+// chooses the first option.
 type dice struct{ data []byte }
 
 func (d *dice) n(n int) int {
@@ -222,8 +222,8 @@ func checkArrival(t *testing.T, state *api.ServiceState, node *api.Node, se *api
 }
 
 // checkEndpoints checks that Endpoints and Draining are sorted and have no key in common.
-// Endpoints must have scopes, draining endpoints must have none, and keys must depend
-// only on addresses and ports.
+// The elements of Endpoints must have scopes, the elements of Draining must have none,
+// and keys must depend only on addresses and ports.
 func checkEndpoints(t *testing.T, state *api.ServiceState, se *api.ServiceEndpoints) {
 	t.Helper()
 	possible := possibleKeys(state)
@@ -336,8 +336,8 @@ func checkAllPorts(t *testing.T, state *api.ServiceState, node *api.Node, se *ap
 	}
 }
 
-// checkOldClient checks that an old client finds the port of every endpoint, although it
-// knows only PortOverrides and the numeric targetPort.
+// checkOldClient checks that an old client finds the port of every endpoint. Such a
+// client knows only PortOverrides and the numeric targetPort.
 func checkOldClient(t *testing.T, se *api.ServiceEndpoints) {
 	t.Helper()
 	for f := range Frontends(se) {
@@ -362,9 +362,9 @@ func checkOldClient(t *testing.T, se *api.ServiceEndpoints) {
 	}
 }
 
-// checkFrontends checks that each frontend that a Service defines occurs exactly once, as
-// served or unserved. Each endpoint of a frontend must be in the view and have the
-// frontend's family.
+// checkFrontends checks that each frontend that a Service defines occurs exactly once in
+// the results of Frontends and Unserved. Each endpoint of a frontend must be in the view
+// and have the frontend's family.
 func checkFrontends(t *testing.T, state *api.ServiceState, se *api.ServiceEndpoints) {
 	t.Helper()
 	served := map[api.Claim]map[api.Family]bool{}

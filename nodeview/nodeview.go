@@ -27,7 +27,7 @@ func View(s *api.ServiceState, node *api.Node) *api.ServiceEndpoints {
 	return view(s, node, nil)
 }
 
-// view implements View. If tr is not nil, it records every decision.
+// view implements View. If tr is not nil, tr records every decision.
 func view(s *api.ServiceState, node *api.Node, tr *trace) *api.ServiceEndpoints {
 	svc := s.Service
 	if svc == nil || svc.Type == api.ExternalName {

@@ -89,7 +89,7 @@ func oracleContent(e entry) []string {
 	return out
 }
 
-// oraclePorts returns the ports that can be served; nil stands for all ports.
+// oraclePorts returns the served ports. A single nil element stands for all ports.
 func oraclePorts(svc *api.Service) []*api.PortMapping {
 	if svc.AllPorts || len(svc.Ports) == 0 {
 		return []*api.PortMapping{nil}

@@ -12,7 +12,7 @@ const anyPort int32 = -1
 func wholeAddress(svc *api.Service) bool { return svc.AllPorts || len(svc.Ports) == 0 }
 
 // servedPorts appends to buf the ports of svc that can have a frontend. If wholeAddress
-// is true for svc, it appends a single nil instead.
+// is true for svc, it appends a single nil element instead.
 func servedPorts(buf []*api.PortMapping, svc *api.Service) []*api.PortMapping {
 	if wholeAddress(svc) {
 		return append(buf, nil)

@@ -14,10 +14,10 @@ import (
 // selection is the state of one call of View: every candidate for every port.
 type selection struct {
 	slices []*api.EndpointSlice
-	// The service's ports that can have a frontend, or a single nil: see servedPorts.
+	// The service's ports that can have a frontend, or one nil element: see servedPorts.
 	ports []*api.PortMapping
-	// targets[s*len(ports)+p] is the target port number of port p in slice s, or 0 if slice
-	// s does not serve p. overrides[s] are the PortOverrides of slice s.
+	// targets[s*len(ports)+p] is the target port number of ports[p] in slices[s], or 0 if
+	// slices[s] does not serve the port. overrides[s] are the PortOverrides of slices[s].
 	targets   []int32
 	overrides [][]api.PortName
 	// sorted by api.Endpoint.Compare
@@ -143,8 +143,8 @@ func (c *selection) dropDuplicates() {
 
 // preference orders two candidates with the same address and port. It prefers ready
 // candidates, then candidates that do not terminate, then serving candidates, then the
-// smaller slice name. A slice may contain an address twice. Therefore preference finally
-// compares other fields, so that the order in the slice does not matter.
+// smaller EndpointSlice name. An EndpointSlice may contain an address twice, in any
+// order. So preference finally compares other fields.
 func (c *selection) preference(i, j int) int {
 	a, b := c.candidates[i], c.candidates[j]
 	x, y := a.ep, b.ep

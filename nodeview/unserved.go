@@ -46,7 +46,7 @@ func (f Fault) String() string { return text(faultTexts[:], f) }
 // service does not get.
 type UnservedFrontend struct {
 	FrontendKey
-	// ServicePort is the frontend's service port. It is nil if the frontend has all ports.
+	// ServicePort is the frontend's service port. It is nil if all ports are meant.
 	ServicePort *api.PortMapping `json:",omitempty"`
 	Fault       Fault
 	// If Fault is Lost, Winner is the service that owns the address, protocol and port.
@@ -62,8 +62,8 @@ func (u UnservedFrontend) String() string {
 }
 
 // Unserved yields the frontends that the object of the service defines, but that
-// [Frontends] omits. Their order is that of Frontends. A program can log these frontends.
-// If se is nil, there are none.
+// [Frontends] omits. Both functions use the same order. A program can log these
+// frontends. If se is nil, there are none.
 func Unserved(se *api.ServiceEndpoints) iter.Seq[UnservedFrontend] {
 	return func(yield func(UnservedFrontend) bool) {
 		for s := range namedFrontends(se) {
@@ -133,8 +133,8 @@ func portFrontends(se *api.ServiceEndpoints, port *api.PortMapping, fault, nodeP
 	return true
 }
 
-// nodePortFault returns the reason why the port at index i can have no frontend at its
-// node port, or 0. Call it only if portFault returned 0 for the same port.
+// nodePortFault returns why the port at index i can have no frontend at its node port, or
+// 0 if it can have one. Call it only if portFault returned 0 for the same port.
 func nodePortFault(ports []api.PortMapping, i int) Fault {
 	if ports[i].NodePort == 0 {
 		return 0

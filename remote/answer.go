@@ -168,7 +168,7 @@ func splitPath(path string) (service types.NamespacedName, key string, err error
 	return types.NamespacedName{Namespace: namespace, Name: name}, key, nil
 }
 
-// openDraft returns the draft of a service, in a form that can be changed.
+// openDraft returns the draft of a service. The draft is open, so that it can be changed.
 func (a *answer) openDraft(key types.NamespacedName) *draft {
 	d, named := a.services[key]
 	if d == nil {
@@ -197,7 +197,7 @@ func (a *answer) close(key types.NamespacedName, d *draft) *entry {
 	return nil
 }
 
-// entries yields the received services. It may be used only after a reset.
+// entries yields all services. Call it only after a reset, when a.services is complete.
 func (a *answer) entries() iter.Seq2[types.NamespacedName, *entry] {
 	return func(yield func(types.NamespacedName, *entry) bool) {
 		for key, d := range a.services {

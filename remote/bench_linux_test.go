@@ -122,7 +122,7 @@ func BenchmarkInitialSync(b *testing.B) {
 		began, cpu := time.Now(), cpuTime(b)
 		round := c.start(b)()
 		took := round.syncTime(1).Sub(began)
-		if want := streams * (services*11 + 2); round.Operations != want { // 2 for the Reset and the node
+		if want := streams * (services*11 + 2); round.Operations != want { // 11: a service and ten endpoints; 2: the Reset and the node
 			b.Fatalf("%d operations, want %d", round.Operations, want)
 		}
 		b.ReportMetric(float64(round.Operations)/took.Seconds(), "entries/s")

@@ -146,7 +146,7 @@ func (c *Client) commit(a *answer) {
 	c.changed = make(chan struct{})
 }
 
-// Node returns the Node as the server last sent it, or nil if it is not known.
+// Node returns the latest Node from the server, or nil if none is known.
 func (c *Client) Node() *api.Node {
 	state, _ := c.get()
 	return state.node

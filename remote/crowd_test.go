@@ -70,7 +70,7 @@ func (c *crowd) start(b *testing.B) (next func() *crowdRound) {
 		b.Fatal(err)
 	}
 	b.Cleanup(func() {
-		stdin.Close() // at the end of its input, the process exits
+		stdin.Close() // the crowd's process exits when its standard input ends
 		cmd.Wait()
 	})
 	if err := json.NewEncoder(stdin).Encode(c); err != nil {

@@ -22,7 +22,7 @@
 // A client's sink receives the same changes as a sink in the server's process, but
 // without trigger times. If the connection fails, the client and the dataplane keep their
 // state. When the client reconnects, it resumes from its position. A restarted server
-// sends everything again, but the sink receives only the differences.
+// sends everything again, but the client delivers only the differences to the sink.
 //
 // docs/wire.md describes the protocol. A Server also serves clients of the original kpng,
 // and a Client can follow a server of the original kpng.

@@ -13,8 +13,7 @@ import (
 // entry is the client's copy of one service. It is immutable.
 type entry struct {
 	view *api.ServiceEndpoints
-	// The server's keys for the endpoints: those of view.Endpoints, followed by those of
-	// view.Draining.
+	// The server's keys for view.Endpoints, followed by its keys for view.Draining.
 	keys []string
 }
 
@@ -30,8 +29,8 @@ func newKeyedEndpoint(key string, m *localv1.Endpoint) (keyedEndpoint, error) {
 	return keyedEndpoint{key, e, draining}, err
 }
 
-// newEntry returns the entry of a service. The entry has the endpoints in list, not those
-// in service. newEntry sorts list.
+// newEntry returns the entry of a service. The entry has the endpoints in list, and no
+// endpoints of service. newEntry sorts list.
 func newEntry(service *api.ServiceEndpoints, list []keyedEndpoint) *entry {
 	slices.SortFunc(list, func(a, b keyedEndpoint) int {
 		switch {
@@ -49,7 +48,7 @@ func newEntry(service *api.ServiceEndpoints, list []keyedEndpoint) *entry {
 	view.Endpoints, view.Draining = nil, nil
 	keys := make([]string, len(list))
 	endpoints := make([]api.Endpoint, len(list))
-	serving := 0 // endpoints that are not draining come first
+	serving := 0 // number of endpoints that are not draining; they come first
 	for i, e := range list {
 		keys[i], endpoints[i] = e.key, e.Endpoint
 		if !e.draining {

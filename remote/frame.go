@@ -24,8 +24,8 @@ const (
 )
 
 // frame is a marshalled OpItem, encoded as an element of the field Batch of another
-// OpItem. Protobuf joins such encodings of a field. So several frames, one after the other,
-// encode one OpItem whose Batch has all their items.
+// OpItem. Batch is a repeated field. So several frames, one after the other, encode one
+// OpItem whose Batch has the items of all frames.
 type frame []byte
 
 func newFrame(item *localv1.OpItem) frame {
@@ -53,7 +53,7 @@ func resetFrame() frame {
 	return newFrame(&localv1.OpItem{Op: &localv1.OpItem_Reset_{Reset_: &localv1.EmptyOp{}}})
 }
 
-// Each answer needs a Sync of its own. syncFrame encodes it by hand, which is fast.
+// Each answer has its own Sync, so syncFrame encodes it fast, without package proto.
 func syncFrame(token []byte, stale bool) frame {
 	item := appendField(make([]byte, 0, 16+len(token)), opItemSync, nil)
 	if token != nil {

@@ -451,8 +451,8 @@ func TestUnreadDataIsBounded(t *testing.T) {
 	write(http2Hello, http2Frame(http2Settings, 1, 0, nil)) // the flag 1 acknowledges the server's settings
 	pongs := make(chan struct{}, 1)
 	go readPongs(conn, pongs)
-	// The pong shows that the server has processed everything before the ping. A test may
-	// send two pings; the server does not accept three.
+	// The pong shows that the server has processed everything before the ping. The test may
+	// call ping twice; the server does not accept a third ping.
 	ping := func() {
 		t.Helper()
 		write(http2Frame(http2Ping, 0, 0, make([]byte, 8)))

@@ -30,7 +30,7 @@ type peers struct {
 	byName      map[string]*account
 }
 
-// account is the record of a peer that has or had streams.
+// account counts the open streams of a peer and limits the rate of new streams.
 type account struct {
 	streams int
 	opening *rate.Limiter

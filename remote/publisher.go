@@ -39,7 +39,7 @@ type publisher struct {
 }
 
 // get returns the present snapshot, or nil if there is none yet. The channel closes when
-// another snapshot replaces it.
+// the next snapshot replaces this one.
 func (p *publisher) get() (*cluster.Objects, <-chan struct{}) {
 	p.mu.Lock()
 	defer p.mu.Unlock()

@@ -26,8 +26,8 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// An open gate forwards connections to a server. A closed gate closes them. A gate also
-// counts the bytes from the server.
+// An open gate forwards connections to a server. A closed gate closes every connection
+// that it accepts. A gate also counts the bytes from the server.
 type gate struct {
 	address  string
 	received atomic.Int64
@@ -352,7 +352,7 @@ func TestNothingIsLostUnderChurn(t *testing.T) {
 }
 
 // The test connects one client after another. It closes each connection during the first
-// answer, after twice as many bytes as the connection before.
+// answer. Each client receives twice as many bytes as the client before.
 func TestPartialAnswerIsInvisible(t *testing.T) {
 	w := newWorld(5, 5, 400)
 	address := socket(t)

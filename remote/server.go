@@ -50,8 +50,8 @@ type ServerOptions struct {
 	BatchInterval time.Duration
 	// Limits are the limits for clients.
 	Limits Limits
-	// StopTimeout limits the time that Serve, when it ends, waits for answers in progress.
-	// Default 5 s.
+	// When the context of Serve ends, Serve waits at most StopTimeout for answers in
+	// progress. Default 5 s.
 	StopTimeout time.Duration
 }
 
@@ -73,9 +73,9 @@ type Limits struct {
 	// StreamsPerPeer new streams is allowed. Default 20.
 	StreamRate float64
 	// SendTimeout limits the time in which a client reads a message, and the average time in
-	// which it reads 64 KB of an answer. The server disconnects a slower client. It also
-	// ends an answer that takes longer than SendTimeout if the cluster changes too much
-	// meanwhile. Default 30 s.
+	// which it reads 64 KB of an answer. The server disconnects a slower client. If the
+	// cluster changes too much during an answer, SendTimeout limits the time of the whole
+	// answer. Default 30 s.
 	SendTimeout time.Duration
 	// CacheBytes limits the cache of marshalled views, approximately. Default 64 MiB.
 	CacheBytes int
@@ -108,8 +108,8 @@ type Server struct {
 }
 
 // NewServer returns a server of the given state. It answers clients when the state is
-// synced. The state should have [cluster.Options].Resumable. Otherwise a client that
-// reconnects has to start over if objects were deleted meanwhile.
+// synced. The state should have the option Resumable of [cluster.Options]. Otherwise a
+// client that reconnects has to start over if objects were deleted meanwhile.
 func NewServer(state cluster.Reader, opts ServerOptions) (*Server, error) {
 	switch {
 	case opts.TLS == nil && opts.NodeCertificates:
@@ -196,9 +196,9 @@ const maxRequest = 16 << 10
 // is the default of HTTP/2.
 const requestWindow = 64 << 10
 
-// connectionAge is the lifetime of a connection, plus or minus at most 10 %. At its end,
-// the client reconnects with its token. So clients spread over servers, and the server
-// checks their certificates again.
+// connectionAge is the lifetime of a connection, plus or minus at most 10 %. Then the
+// client reconnects with its token. So clients spread over servers, and the server checks
+// their certificates again.
 const connectionAge = 30 * time.Minute
 
 func (s *Server) grpcOptions(creds credentials.TransportCredentials) []grpc.ServerOption {

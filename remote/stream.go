@@ -25,7 +25,7 @@ type subscriber[Request any] interface {
 }
 
 // renewTokens is the time after which a client gets a new token even if nothing changes
-// for it. A store keeps deletions for 10 minutes, so renewTokens must be shorter.
+// for it. After 10 minutes, a store drops deletions that an older token would need.
 const renewTokens = 5 * time.Minute
 
 var errExpired = status.Error(codes.Unauthenticated, "the client's certificate has expired")
@@ -144,7 +144,7 @@ func (s *sender) send(m *raw) error {
 const batchBytes = 64 << 10
 
 // opSender sends operations. A message contains several operations if the client supports
-// batches, and otherwise one operation. After an error, opSender sends nothing.
+// batches, and otherwise one operation. After an error, opSender sends nothing more.
 type opSender struct {
 	sender
 	batches bool

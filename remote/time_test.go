@@ -87,7 +87,7 @@ func receiveAnswer(t *testing.T, stream setsStream) (reset bool, services int, t
 	}
 }
 
-// A client is idle while an EndpointSlice that concerns no node is deleted. Its token is
+// A client is idle while an EndpointSlice without a service is deleted. Its token is
 // renewed, so that the client can resume even after the store has dropped the deletion.
 func TestTokenOfIdleClientIsRenewed(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
@@ -124,7 +124,7 @@ func TestTokenOfIdleClientIsRenewed(t *testing.T) {
 		}
 		stream.CloseSend()
 
-		time.Sleep(2 * time.Minute) // so that the next change makes the store drop the deletion
+		time.Sleep(2 * time.Minute) // after this time, the next change makes the store drop the deletion
 		state.Update(func(tx *cluster.Tx) { tx.SetSlice(unseen("f")) })
 		stream = open(t, conn)
 		request(t, stream, token)

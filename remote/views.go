@@ -12,8 +12,8 @@ import (
 )
 
 // class represents all nodes to which a service looks the same. A node that has an
-// endpoint, or that a hint names, has its own class. The other nodes of a zone that a
-// hint names share a class. Clients that receive frontends have classes of their own.
+// endpoint, or that a hint names, has its own class. If a hint names a zone, the other
+// nodes of this zone share a class. Clients that receive frontends have other classes.
 type class struct {
 	node, zone string
 	frontends  bool

@@ -15,7 +15,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// wireView is a marshalled view. All streams of one class share it.
+// wireView is a marshalled view. All streams to nodes of one class share it.
 type wireView struct {
 	id  uint64 // unique ID of this view; 0 means no view
 	key types.NamespacedName
@@ -68,7 +68,7 @@ type marshalledEndpoint struct {
 	draining bool
 }
 
-// wire returns e in marshalled form. The bool reports whether this call marshalled e.
+// wire returns e in marshalled form. The bool is false if e was already marshalled.
 func (m *marshalled) wire(e *api.Endpoint, draining bool) (wireEndpoint, bool) {
 	list := *m
 	i := sort.Search(len(list), func(i int) bool { return list[i].endpoint.Compare(e) >= 0 })
@@ -185,7 +185,7 @@ func newDelta(old, new *wireView, who audience) *wireDelta {
 	return d
 }
 
-// pairs yields the endpoints of two sorted lists; those with the same key form a pair.
+// pairs yields the endpoints of each key in two sorted lists; a missing endpoint is nil.
 func pairs(before, after []wireEndpoint) func(yield func(old, new *wireEndpoint) bool) {
 	return func(yield func(old, new *wireEndpoint) bool) {
 		for len(before) > 0 || len(after) > 0 {

@@ -28,9 +28,9 @@
 //
 // When the source has all services, the driver makes its first pass. A pass delivers
 // every service once, in key order, in batches of bounded size (Options.BatchSize). Each
-// batch is a Changes. The first batch has First set, the last batch has Last set, and a
-// single batch has both. At the end of a pass, the sink prunes everything that belongs to
-// no service. So a restart removes stale state and keeps correct state.
+// batch is a value of type Changes. First is set in the first batch, and Last in the last
+// batch. A single batch has both. At the end of a pass, the sink prunes everything that
+// belongs to no service. So a restart removes stale state and keeps correct state.
 //
 // After the pass, the sink receives only services that have changed since it acknowledged
 // them. It receives the old and the new view of each service; [Change.Endpoints] yields
@@ -65,9 +65,9 @@
 //
 // Two services never have the same claim ([api.Claim]) at the same time. If one update
 // moves a claim between services, the driver delivers both services in one Sync. After
-// failures, the services may be in two Syncs, in either order. After the sink has
-// acknowledged the new owner of a claim, the driver delivers the previous owner with Old
-// nil. So the sink keeps the claim of the new owner when it deletes the previous owner.
+// failures, they may be in two Syncs, in either order. After the sink has acknowledged
+// the new owner, the driver delivers the previous owner with a nil Old. Otherwise the
+// sink could use Old to remove the claim of the new owner.
 //
 // # More than Sync
 //
@@ -87,5 +87,5 @@
 // A driver calls one method of its sink at a time, from the goroutine of [Driver.Run]. So
 // the sink needs no lock for these calls. Its methods must return when their context
 // ends. A sink may keep views, services and endpoints, which are immutable. It must not
-// keep a Changes. All methods of a driver except Run are safe for concurrent use.
+// keep the [Changes]. All methods of a driver except Run are safe for concurrent use.
 package sink

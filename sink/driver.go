@@ -27,13 +27,13 @@ type Driver struct {
 	// Only the goroutine of Run and the helper goroutine of verify use the fields below.
 	notBefore time.Time // when the next Sync may begin
 	verifyAt  time.Time // when the next Verify may begin; zero means never
-	noted     bool      // noteChanges has recorded the waiting changes
+	noted     bool      // whether noteChanges was called since the method wait began
 	pass      *delivery // the current pass, nil if there is none
 	search    search
 	wasAlone  bool // the last Sync delivered one isolated service
 
 	// The goroutine of Run writes the fields below with mu held and reads them without mu.
-	// All other goroutines hold mu.
+	// All other goroutines hold mu for both.
 	mu      sync.Mutex
 	started bool
 	end     error         // not nil after the end of Run
@@ -41,8 +41,8 @@ type Driver struct {
 	status  Status        // without the fields that Driver.Status fills in
 	pending pending
 
-	// synced: the last pass is complete. restart: StartOver was called, and the source has
-	// not been reset yet.
+	// synced: a pass is complete, and no newer pass is needed. restart: StartOver was
+	// called, and the source has not been reset yet.
 	synced, restart bool
 	// position: a revision. All changes up to it are acknowledged or pending.
 	position uint64
@@ -150,8 +150,8 @@ func (d *Driver) StartOver() {
 	}
 }
 
-// wait returns nil when the next Sync is due, and an error when ctx ends. Meanwhile, it
-// calls Verify whenever a Verify is due.
+// wait blocks until the next Sync is due. If ctx ends earlier, wait returns an error.
+// While it blocks, it calls Verify whenever the time verifyAt has come.
 func (d *Driver) wait(ctx context.Context) error {
 	d.noted = false
 	for {
@@ -233,8 +233,8 @@ func (d *Driver) sleep(ctx context.Context, wake time.Time, changed <-chan struc
 	}
 }
 
-// verify calls Verify, and cancels it as soon as other work waits. Before the
-// cancellation, verify records that work waits, because Verify may take long to return.
+// verify calls the sink's Verify, and cancels it as soon as other work waits. Before the
+// cancellation, verify sets Status.WaitingSince, because Verify may take long to return.
 func (d *Driver) verify(ctx context.Context, wake time.Time, changed <-chan struct{}) {
 	log := klog.FromContext(ctx)
 	begin := time.Now()
@@ -282,8 +282,8 @@ func (d *Driver) noteChanges(now time.Time) {
 	d.noteWork(now)
 }
 
-// noteWork records the time since which work waits. This time is never earlier than
-// notBefore, because waiting during Options.MinInterval does not count.
+// noteWork sets Status.WaitingSince, if it is zero, to the later of now and notBefore.
+// Waiting during Options.MinInterval does not count.
 func (d *Driver) noteWork(now time.Time) {
 	d.update(func() {
 		if d.status.WaitingSince.IsZero() {
@@ -337,7 +337,7 @@ func later(a, b time.Time) time.Time {
 	return b
 }
 
-// earlier returns the earlier time. It ignores zero times.
+// earlier returns the earlier of a and b. If one of them is zero, it returns the other.
 func earlier(a, b time.Time) time.Time {
 	if a.IsZero() || !b.IsZero() && b.Before(a) {
 		return b

@@ -11,9 +11,9 @@ import (
 	"github.com/kpng-project/kpng/sink/sinktest"
 )
 
-// BenchmarkDriverOneChange measures the time from a change until the observer is called.
-// This time must depend neither on the number of services nor on the number of failing
-// services.
+// BenchmarkDriverOneChange measures the time from a change of one service until the
+// driver calls Observer.Synced. This time must depend neither on the number of services
+// nor on the number of failing services.
 func BenchmarkDriverOneChange(b *testing.B) {
 	for _, bc := range []struct{ services, failing int }{{1000, 0}, {50_000, 0}, {50_000, 10_000}} {
 		b.Run(fmt.Sprintf("services=%d/failing=%d", bc.services, bc.failing), func(b *testing.B) {

@@ -79,13 +79,13 @@ func FuzzDriver(f *testing.F) {
 type fuzzServices struct {
 	w      *world
 	r      *rand.Rand
-	owners [8]int // for each address: 1 to 6 is the owner's number, 0 means no owner
+	owners [8]int // for each address, the number of its service (1 is a, 6 is f), or 0 for none
 }
 
 func fuzzKey(n int) types.NamespacedName { return key(string(rune('a' + n))) }
 
-// mutate makes one random change of the source, the sink or the clock. If mutate makes
-// the sink block, it returns the channel that the caller has to close.
+// mutate makes one random change of the source, the sink or the clock. If the result has
+// a channel, the sink blocks until the caller closes this channel.
 func (f *fuzzServices) mutate(plane *dataplane) []chan struct{} {
 	w, r := f.w, f.r
 	switch r.IntN(17) {
@@ -150,7 +150,7 @@ func (f *fuzzServices) moveAddresses() {
 			}
 		}
 		if len(addrs) == 0 {
-			f.w.src.Delete(v.Key()) // before SetTriggered gives the old addresses to other services
+			f.w.src.Delete(v.Key()) // first, because SetTriggered gives the old addresses to other services
 			continue
 		}
 		v.Service.IPs.ClusterIPs = api.NewIPSet(addrs[0])
@@ -180,7 +180,7 @@ type dataplane struct {
 	atomic bool
 	// The last delivered view of each service. A Changes with First clears the map.
 	wanted map[types.NamespacedName]*api.ServiceEndpoints
-	// The services that have to fail, how often, and with which error.
+	// mu protects failing, which has the services that still have to fail.
 	mu      sync.Mutex
 	failing map[types.NamespacedName]*failure
 }
@@ -209,7 +209,7 @@ func newDataplane(atomic bool) *dataplane {
 	return p
 }
 
-// fail makes the next deliveries of a service fail with err, as often as times says.
+// fail makes the next deliveries of a service fail with err. Their number is times.
 func (p *dataplane) fail(key types.NamespacedName, times int, err error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()

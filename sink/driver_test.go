@@ -493,7 +493,7 @@ func TestBackoffOfServiceGrowsThroughFullSyncs(t *testing.T) {
 	})
 }
 
-// The latency of a failed service counts from its oldest change.
+// The latency of a failed service counts from its oldest unacknowledged change.
 func TestLatencyCountsFromOldestChangeNotAcknowledged(t *testing.T) {
 	var latencies []time.Duration
 	opts := sink.Options{Observer: sink.Observer{Applied: func(l time.Duration) { latencies = append(latencies, l) }}}

@@ -22,9 +22,9 @@ import (
 // a kind of object, its methods for that kind should return nil.
 //
 // If a method fails or panics, the handler receives no more objects of the service in
-// this Sync. When the service is delivered again, and in a pass, all its objects are set
-// again. A Delete call may be repeated, and may concern an object that was never set. But
-// a successful DeleteFrontend is not repeated, and DeleteFrontend never concerns an
+// this Sync. The next delivery of this service sets all its objects again, and so does
+// each pass. A Delete call may be repeated, and may concern an object that was never set.
+// But a successful DeleteFrontend is not repeated, and DeleteFrontend never concerns an
 // address and port of another service. So a handler may store frontends by address and
 // port alone.
 type Handler interface {
@@ -72,7 +72,7 @@ type events struct {
 	pass   Pass
 }
 
-// sent is the view of a service that the handler received. If sure is true, the handler
+// sent is the view that the handler received for a service. If sure is true, the handler
 // has every object of the view; otherwise it may have some of them. The handler has no
 // other objects of the service. The claims of the service's frontends are in owners.
 type sent struct {
@@ -167,7 +167,7 @@ func (e *events) makeRoom(ctx context.Context, transitions []*transition) {
 }
 
 // evict deletes those frontends of a service that conflict with claim. If the handler
-// fails to delete a frontend, its claim stays in owners.
+// fails to delete a frontend, the claim of this frontend stays in e.owners.
 func (e *events) evict(ctx context.Context, key types.NamespacedName, claim api.Claim) {
 	t := &transition{key: key, old: sent{view: e.sent[key].view}}
 	e.sent[key] = t.old

@@ -66,7 +66,7 @@ func Example() {
 	// context canceled
 }
 
-// The service that cannot be programmed is retried and does not delay the others.
+// The driver retries the service that cannot be programmed, without delaying the others.
 func ExampleFailed() {
 	attempts := 0
 	program := func(c sink.Change) error {

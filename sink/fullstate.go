@@ -23,11 +23,11 @@ import (
 // In a pass (see [Changes]) the sink collects the services and calls syncAll at the end.
 // The errors of syncAll have the same meaning as those of [Sink.Sync]. Until a failed
 // service is delivered again, syncAll receives the last acknowledged view of this
-// service. So one bad service does not stop the others. If syncAll fails as a whole in a
-// pass, the driver cannot find the service that is the cause. So syncAll should return a
-// [*Failed].
+// service. So one bad service does not stop the others. In a pass, one call of syncAll
+// receives all services. So if the call fails as a whole, the driver cannot find the
+// service that is the cause. Therefore syncAll should return a [*Failed].
 //
-// syncAll may keep the slice of services but must not change it. The sink holds the views
+// syncAll may keep the Go slice services but must not change it. The sink holds the views
 // of all services. Each Sync copies one pointer per service.
 func FullState(syncAll func(ctx context.Context, services []*api.ServiceEndpoints) error) Sink {
 	return Func(FullStateOf(stateFunc(syncAll)).Sync) // Func hides the optional methods of Forwarder

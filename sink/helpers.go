@@ -27,7 +27,7 @@ func (p *Pass) Begin(c *Changes) {
 	p.last = c.Last
 	for s := range c.Services {
 		if s.New == nil && !c.Last {
-			// If the deletion fails, the last batch has the service in Services or Failing.
+			// A deleted service is stale, unless its deletion failed and the last batch names it.
 			delete(p.delivered, s.Key)
 		} else {
 			p.delivered[s.Key] = struct{}{}

@@ -19,8 +19,8 @@ type Options struct {
 	MinInterval time.Duration
 
 	// BatchSize limits the size of a batch of a pass, and the total size of the retries in a
-	// Sync. The size is the number of services and endpoints. A larger service gets a Sync
-	// of its own. The limit does not apply to new changes of the source. Default 10,000.
+	// Sync. The size counts services and their endpoints. A larger service gets a Sync of
+	// its own. The limit does not apply to new changes of the source. Default 10,000.
 	BatchSize int
 
 	// Backoff defines how long the driver waits after a Sync that failed as a whole, and
@@ -29,16 +29,16 @@ type Options struct {
 
 	// For a [Verifier], VerifyInterval is the time from the end of one Verify to the start
 	// of the next. If changes interrupt a Verify, the driver waits only a quarter of this
-	// time. Default: the VerifyInterval of a [Poller], or else one minute. If VerifyInterval
+	// time. Default: the interval that a [Poller] returns, or one minute. If VerifyInterval
 	// is negative, the driver never calls Verify.
 	VerifyInterval time.Duration
 
 	// For a [Stopper], StopTimeout is the time after which the context of Stop ends.
-	// Default: the StopTimeout of a [Drainer], or else ten seconds.
+	// Default: the time that a [Drainer] returns, or ten seconds.
 	StopTimeout time.Duration
 
-	// Once makes Run return nil when a pass is complete and all services are acknowledged,
-	// also those that failed at first.
+	// If Once is true, Run returns nil as soon as a pass is complete and all services are
+	// acknowledged. Run waits for services that failed at first.
 	Once bool
 
 	// Observer receives reports of the driver's work.
@@ -71,8 +71,8 @@ type Observer struct {
 	// Synced is called after each Sync.
 	Synced func(SyncResult)
 	// Applied is called for each acknowledged service that has a trigger time. The latency
-	// is the time since the oldest endpoint change. Applied is not called for services that
-	// have not changed, like most services in a pass.
+	// is the time since the trigger time. Applied is not called for services that have not
+	// changed, like most services in a pass.
 	Applied func(latency time.Duration)
 	// Verified is called after each Verify, unless changes interrupted the Verify.
 	Verified func(took time.Duration, err error)

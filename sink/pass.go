@@ -19,7 +19,7 @@ type delivery struct {
 	// later keys that were also delivered, because they changed or are isolated.
 	reached types.NamespacedName
 	ahead   map[types.NamespacedName]struct{}
-	// The last batch contained only changes, and no further services of the pass.
+	// True if the pass has let changes go first since its last batch.
 	yielded bool
 	// The memory of the last batch, for reuse.
 	buffer []Change
@@ -42,7 +42,7 @@ func (p *delivery) admit(changes []Change, limit int) []Change {
 	for _, c := range changes {
 		switch {
 		case p.delivered(c.Key):
-			// If the service was not acknowledged in this pass, the sink may have an older view.
+			// If Old is nil, no view was acknowledged in this pass, and the sink may have any.
 			c.Unsure = c.Old == nil
 		case size+weight(&c) > limit || len(p.ahead) >= limit:
 			continue

@@ -225,7 +225,7 @@ func (s *slowSink) Sync(ctx context.Context, c *sink.Changes) error {
 	return nil
 }
 
-// get returns the view of a service that the sink has programmed.
+// get returns the view that the sink has programmed for a service.
 func (s *slowSink) get(key types.NamespacedName) *api.ServiceEndpoints {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -554,7 +554,7 @@ func TestWaitSyncedDoesNotWaitForServicesThatFail(t *testing.T) {
 	})
 }
 
-// brokenSource always signals a change, but has none. If panics is true, Next panics.
+// brokenSource signals changes although nothing changes. If panics is true, Next panics.
 type brokenSource struct {
 	sink.Source
 	calls  int

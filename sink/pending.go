@@ -160,9 +160,9 @@ func (p *pending) dueAlone(now time.Time) *unacked {
 }
 
 // acknowledge removes the service with this key, because the sink has acknowledged its
-// new view. If the old view of another service has a claim of the new view, the old view
-// is cleared. Otherwise the sink would use the old view to remove the claim from its new
-// owner.
+// new view. If the old view of another service has a claim of this new view, acknowledge
+// clears that old view. Otherwise the sink would use the old view to remove the claim
+// from its new owner.
 func (p *pending) acknowledge(key types.NamespacedName, new *api.ServiceEndpoints) {
 	p.remove(key)
 	if len(p.claims) == 0 {

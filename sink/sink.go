@@ -53,7 +53,7 @@ type Stopper interface {
 
 // Drainer is a [Stopper] that drains connections when it stops. If [Options.StopTimeout]
 // is 0, the result of the method StopTimeout is the time limit of Stop. If both are 0,
-// the default applies.
+// the limit is ten seconds.
 type Drainer interface {
 	Stopper
 	StopTimeout() time.Duration
@@ -77,8 +77,8 @@ type Verifier interface {
 }
 
 // Poller is a [Verifier] whose Verify is cheap as long as nothing has changed. If
-// [Options.VerifyInterval] is 0, the result of the method VerifyInterval applies. If both
-// are 0, the default applies.
+// [Options.VerifyInterval] is 0, the driver uses the result of the method VerifyInterval.
+// If both are 0, it uses one minute.
 type Poller interface {
 	Verifier
 	VerifyInterval() time.Duration
@@ -89,8 +89,8 @@ type Poller interface {
 // The driver makes a pass at the start, after [ErrStartOver], after [Driver.StartOver],
 // and when the source has lost the driver's position. A pass delivers every service once,
 // in one or several Changes of bounded size. Services that change during a pass are
-// delivered before its next batch. A new pass may begin before the previous pass has
-// ended.
+// delivered before the next batch of the pass. A new pass may begin before the previous
+// pass has ended.
 type Changes struct {
 	// First is set if this Changes begins a pass. The driver then treats the state of the
 	// dataplane as unknown: earlier acknowledgements do not count any more.
@@ -103,7 +103,7 @@ type Changes struct {
 	// that were delivered in this pass but not acknowledged, except those in Services. Any
 	// part of their state may be in the dataplane. They will be delivered again.
 	Failing []types.NamespacedName
-	// Revision is the source's revision of the views.
+	// Revision is the revision of the source at which it computed the views.
 	Revision uint64
 	// Services yields the services to program, in order of namespace and name, each once.
 	// The sink may iterate over it several times. All services that change in one update of
@@ -120,8 +120,8 @@ type Changes struct {
 //
 // No two services have the same claim (see [api.Claim]) at the same time. If another
 // service owns an address of New in the sink's records, that service has lost the
-// address, and will be changed or pruned soon. The sink gives the address to New and
-// removes it from the record of the other service.
+// address, and will be changed or pruned soon. The sink programs the address for New, and
+// removes the address from its record of the other service.
 type Change struct {
 	Key types.NamespacedName
 	// Old is the view last acknowledged since the pass began, or nil if there is none. It
@@ -181,7 +181,7 @@ func (c *Change) Endpoints() iter.Seq2[*api.Endpoint, *api.Endpoint] {
 // Failed maps services to their errors. Sync returns a *Failed if some services failed
 // and all others succeeded. A *Failed may also name services that are not in
 // Changes.Services, for example services that could not be pruned. The driver delivers
-// these again too; if such a service does not exist, New is nil.
+// these services again too. If such a service does not exist, its Change has a nil New.
 type Failed map[types.NamespacedName]error
 
 // Error returns the errors of all services as one line.

@@ -44,7 +44,7 @@ type Update struct {
 	// Revision is the revision of the views in the update.
 	Revision uint64
 	// Changes contains each service whose view differs from the view at the position, in
-	// order of namespace and name. Old is the view at the position, and Unsure is false.
+	// order of namespace and name. Each Old is the view at the position; Unsure is false.
 	Changes []Change
 	// Node is the Node object of this node, or nil if it is not known. NodeChanged reports
 	// that Node differs from the node at the position or that Lost is true.

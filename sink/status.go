@@ -26,7 +26,7 @@ type Status struct {
 	// passes and Syncs in which only some services failed.
 	Passes, Syncs uint64
 	// LastPass is the end of the last complete pass, and LastSync the end of the last
-	// acknowledged Sync. They are zero if there was none.
+	// acknowledged Sync. Each of these times is zero if there was none.
 	LastPass, LastSync time.Time
 	// LastProgress is the last time at which the sink read a service from its Changes or
 	// returned from Sync. While Sync keeps failing as a whole, neither event counts.
@@ -36,17 +36,17 @@ type Status struct {
 
 	// WaitingSince is the time since which work has been waiting: changes, the rest of a
 	// pass, or failed services that are due again. It is zero if no work waits. Work also
-	// waits during a Sync, during a Verify that does not end in time, and during the backoff
-	// after a failed Sync. During Options.MinInterval, no work counts as waiting. A failed
-	// service that waits for its own retry is not waiting work either, because the sink is
-	// not stuck. See also [Status.StuckFor].
+	// waits during a Sync, during a cancelled Verify that has not returned, and during the
+	// backoff after a failed Sync. During Options.MinInterval, no work counts as waiting. A
+	// failed service that waits for its own retry is not waiting work either, because the
+	// sink is not stuck. See also [Status.StuckFor].
 	WaitingSince time.Time
 	// SyncingSince is the start of the running Sync, or zero if none runs.
 	SyncingSince time.Time
 
-	// Err is the error if the last Sync failed as a whole or the source failed to return an
-	// update, and nil otherwise. Failures counts such failures in a row. NextAttempt is the
-	// earliest time of the next attempt.
+	// If the last Sync failed as a whole, or the source failed to return an update, Err is
+	// the error. Otherwise Err is nil. Failures counts such failures in a row. NextAttempt
+	// is the earliest time of the next attempt.
 	Err         error
 	Failures    int
 	NextAttempt time.Time
@@ -128,7 +128,7 @@ func (d *Driver) WaitSynced(ctx context.Context) error {
 	return nil
 }
 
-// waitUntil waits until reached returns true. It calls reached with mu held.
+// waitUntil waits until the function reached returns true. It calls reached with mu held.
 func (d *Driver) waitUntil(ctx context.Context, reached func() bool) error {
 	for {
 		d.mu.Lock()
@@ -154,7 +154,7 @@ func (d *Driver) waitUntil(ctx context.Context, reached func() bool) error {
 // WaitApplied and WaitSynced return errEnded if Run has returned nil.
 var errEnded = errors.New("driver has ended")
 
-// applied returns Status.Revision. The caller checks that the driver is synced.
+// applied returns the value of Status.Revision. Call it only while d.synced is true.
 func (d *Driver) applied() uint64 {
 	revision := d.pending.applied(d.position)
 	if d.nodePending {
@@ -211,7 +211,7 @@ func (d *Driver) logRecovery(ctx context.Context, changes []Change, failed Faile
 	}
 }
 
-// logFailed logs some of the failed services, and the number of the others.
+// logFailed logs the first failed services, and the number of the others.
 func logFailed(log klog.Logger, failed Failed) {
 	keys := slices.SortedFunc(maps.Keys(failed), api.CompareKeys)
 	for i, key := range keys {
@@ -228,7 +228,7 @@ func logFailed(log klog.Logger, failed Failed) {
 	}
 }
 
-// observeLatency calls the observer with the age of each acknowledged change.
+// observeLatency calls Observer.Applied for each acknowledged change with a TriggerTime.
 func (d *Driver) observeLatency(changes []Change, failed Failed) {
 	now := time.Now()
 	for _, c := range changes {

@@ -124,7 +124,7 @@ func (d *Driver) compose(u *Update) batch {
 	switch {
 	case d.addAlone(u, &b):
 	case d.search.limit == 1 && b.NodeChanged:
-		// Deliver the node alone, so that a failure has only one possible cause.
+		// Deliver the Node object without services, so that a failure has only one cause.
 	case d.pass != nil && !b.First && len(b.services) > 0 && !d.pass.yielded:
 		d.pass.yielded = true // deliver changes before the next batch of the pass
 	default:
@@ -358,8 +358,8 @@ func (d *Driver) refused(u *Update, b *batch, err error) {
 	n := len(b.services)
 	if b.alone {
 		d.fail(d.unacked(b.services[0], failing), err, draw())
-		// If isolated services fail again and again, and no Sync succeeds, all of them wait
-		// longer, because the dataplane itself may be the cause.
+		// While no Sync succeeds, each failure of an isolated service makes all isolated
+		// services wait longer, because the dataplane itself may be the cause.
 		d.search.aloneFailures++
 		d.pending.aloneAt = time.Now().Add(d.opts.Backoff.wait(d.search.aloneFailures, draw()))
 		d.position = u.Revision
@@ -390,7 +390,7 @@ func (d *Driver) refused(u *Update, b *batch, err error) {
 	d.backOff(err, 2*bits.Len(uint(n)/2))
 }
 
-// hold makes changes pending, to deliver them later.
+// hold adds the services of changes to d.pending. The driver delivers them later.
 func (d *Driver) hold(changes []Change) {
 	if len(changes) == 0 {
 		return
@@ -409,7 +409,7 @@ func (d *Driver) hold(changes []Change) {
 	})
 }
 
-// unacked returns a copy of the pending record of c's service, or a new record.
+// unacked returns a copy of the record of c's service in d.pending, or a new record.
 func (d *Driver) unacked(c Change, why reason) *unacked {
 	s := unacked{key: c.Key, old: c.Old, unsure: c.Unsure, since: d.position}
 	if before := d.pending.byKey[c.Key]; before != nil {

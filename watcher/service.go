@@ -133,7 +133,7 @@ func addAll(set *api.IPSet, list []string, field string, r *report) {
 }
 
 // add adds the address s to set, unless s is empty. If s is invalid, the reported problem
-// names entry i of field, or field itself if i is -1.
+// names entry i of the field, or only the field if i is -1.
 func add(set *api.IPSet, s, field string, i int, r *report) {
 	a, ok := parseAddr(s)
 	switch {
@@ -148,8 +148,7 @@ func add(set *api.IPSet, s, field string, i int, r *report) {
 }
 
 // sourceRanges converts spec.loadBalancerSourceRanges, which limits access to the
-// load-balancer IPs. Like kube-proxy, it ignores the API's annotation for the same
-// purpose.
+// load-balancer IPs. Like kube-proxy, it ignores the annotation for source ranges.
 //
 // If all ranges in the field are invalid, the result admits no clients.
 func sourceRanges(s *corev1.Service, lb *api.IPSet, r *report) []api.SourceRanges {

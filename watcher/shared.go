@@ -8,8 +8,8 @@ import (
 	"github.com/kpng-project/kpng/api"
 )
 
-// maxShared limits each table of shared values. A full table is cleared, after which some
-// values exist twice in memory.
+// maxShared is the maximum size of each map of shared values. A full map is replaced by
+// an empty map. Then some values exist twice in memory.
 const maxShared = 1 << 16
 
 // shared keeps one copy of each value that many objects contain. Lookups of equal values

@@ -23,7 +23,7 @@ func (c *Converter) EndpointSlice(s *discoveryv1.EndpointSlice) (*api.EndpointSl
 	r := report{kind: "EndpointSlice", namespace: s.Namespace, name: s.Name}
 	service := s.Labels[cmp.Or(c.options.ServiceNameLabel, discoveryv1.LabelServiceName)]
 	if service == "" {
-		// If ServiceNameLabel is set, this is not a problem: the slice is for other proxies.
+		// If ServiceNameLabel is set, a slice without the label is just for other proxies.
 		if c.options.ServiceNameLabel == "" {
 			r.add("metadata.labels["+discoveryv1.LabelServiceName+"]", "missing, so the slice belongs to no service")
 		}
@@ -57,7 +57,7 @@ func (c *Converter) EndpointSlice(s *discoveryv1.EndpointSlice) (*api.EndpointSl
 }
 
 // triggerTime returns the time of the endpoint change that caused this version of the
-// slice, or zero if the slice does not contain this time.
+// slice, or the zero time if the slice has no such time.
 func triggerTime(s *discoveryv1.EndpointSlice) time.Time {
 	text := s.Annotations[corev1.EndpointsLastChangeTriggerTime]
 	if text == "" {

@@ -53,10 +53,10 @@ type Options struct {
 	// object. Skip must be safe for concurrent use.
 	Skip func(*corev1.Service) bool
 
-	// ServiceNameLabel is the label of an EndpointSlice that contains the name of its
-	// service. The default is kubernetes.io/service-name. Another label selects other
-	// slices, which a third party creates, for example for secondary networks. A slice
-	// without the label belongs to no service.
+	// ServiceNameLabel is the label that contains the name of an EndpointSlice's service.
+	// The default is kubernetes.io/service-name. Another label selects other slices, which a
+	// third party creates, for example for secondary networks. A slice without the label
+	// belongs to no service.
 	ServiceNameLabel string
 
 	// IgnoreExternalIPs makes the proxy ignore spec.externalIPs, like a cluster without the
@@ -99,7 +99,7 @@ func AllPortsAnnotated(name string) func(*corev1.Service) bool {
 // concurrent use.
 type Converter struct {
 	options Options
-	// Two tables, so that the reflectors of services and slices do not wait for each other.
+	// Separate locks, so that reflectors of services and slices do not wait for each other.
 	ofServices, ofSlices shared
 }
 
@@ -146,8 +146,8 @@ func (c *Converter) WantsService(s *corev1.Service) bool {
 // kube-proxy, only the label of the service decides.
 //
 // For its selectorless services (see [Selectorless]), a proxy with a ServiceProxyName
-// also needs slices without this label. The EndpointSlice controller does not create
-// these slices. WantsSlice returns false for them.
+// also needs slices without the label LabelServiceProxyName. The EndpointSlice controller
+// does not create these slices. WantsSlice returns false for them.
 func (c *Converter) WantsSlice(s *discoveryv1.EndpointSlice) bool {
 	if s == nil {
 		return false
@@ -186,8 +186,8 @@ func (p Problem) Error() string {
 	return fmt.Sprintf("%s %s: %s: %s", p.Kind, object, p.Field, p.Message)
 }
 
-// maxProblems limits the problems of one object. A slice with a thousand bad endpoints
-// should not cause a thousand log lines.
+// maxProblems limits the reported problems of one object. A slice with a thousand bad
+// endpoints should not cause a thousand log lines.
 const maxProblems = 10
 
 // report collects the problems of one object.

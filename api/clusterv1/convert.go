@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package clusterv1 has the messages for a cluster's state. A kpng server sends them to a
-// client that follows the whole cluster. The package also converts them to and from the
-// types of package api. The messages for services and nodes are in package localv1.
+// Package clusterv1 defines the messages for a cluster's state. A kpng server sends them
+// to a client that follows the whole cluster. The package also converts them to and from
+// the types of package api. The messages for services and nodes are in package localv1.
 //
 // docs/wire.md describes the protocol, which omits api.EndpointSlice.TriggerTime.
 //

@@ -37,7 +37,7 @@ func roundTrip[M proto.Message](t *testing.T, m M) M {
 	return arrived
 }
 
-// FuzzConversions checks that values stay the same when they are sent as messages.
+// FuzzConversions checks that values stay the same after conversion to messages and back.
 func FuzzConversions(f *testing.F) {
 	for seed := range uint64(20) {
 		f.Add(seed)
@@ -92,7 +92,8 @@ func FuzzConversions(f *testing.F) {
 }
 
 // FuzzUnmarshal converts messages with arbitrary content. The conversion may return an
-// error, but must not panic. Values that it returns must survive encoding and decoding.
+// error, but must not panic. The resulting values must stay the same after encoding and
+// decoding.
 func FuzzUnmarshal(f *testing.F) {
 	for seed := range uint64(5) {
 		r := rand.New(rand.NewPCG(seed, 1))

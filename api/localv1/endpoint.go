@@ -9,8 +9,8 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// FromEndpoint returns the wire form of e. If draining is true, the wire form says that
-// the endpoint drains.
+// FromEndpoint returns the wire form of e. If draining is true, the wire form marks the
+// endpoint as draining.
 func FromEndpoint(e *api.Endpoint, draining bool) *Endpoint {
 	ips := api.NewIPSet(e.Addr)
 	x := &Endpoint{
@@ -35,8 +35,8 @@ func FromEndpoint(e *api.Endpoint, draining bool) *Endpoint {
 	return x
 }
 
-// ToEndpoint returns the endpoint and reports whether it is draining. An error names the
-// field that cannot be read.
+// ToEndpoint converts x to an api.Endpoint, and reports whether the endpoint is draining.
+// An error names the field that cannot be read.
 func (x *Endpoint) ToEndpoint() (e api.Endpoint, draining bool, err error) {
 	e = api.Endpoint{
 		Hostname: x.GetHostname(),

@@ -66,8 +66,8 @@ func repairMap(field protoreflect.FieldDescriptor, m protoreflect.Map) {
 	}
 }
 
-// repairValue returns v with valid UTF-8, and whether the result differs from v. It
-// modifies messages in place.
+// repairValue returns v with valid UTF-8, and reports whether the result differs from v.
+// It modifies messages in place.
 func repairValue(field protoreflect.FieldDescriptor, v protoreflect.Value) (protoreflect.Value, bool) {
 	switch field.Kind() {
 	case protoreflect.MessageKind:

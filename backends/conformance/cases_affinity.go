@@ -65,7 +65,7 @@ var affinityCases = []testCase{
 				s.sleep(timeout * 6 / 10)
 				now := time.Now()
 				again := s.endpointsByClient(api.TCP, web.loadBalancerIP())
-				// inTime is false after a pause that was longer than the timeout.
+				// inTime is false if a client's pause may have been longer than the timeout.
 				if inTime = inTime && time.Since(before) < timeout; inTime {
 					s.mustNotMove(first, again, all)
 				}

@@ -162,7 +162,7 @@ var portCases = []testCase{
 	}},
 	{name: "changing only a target port redirects new connections to it", needs: []Feature{EndpointRefusals}, run: func(s *scene) {
 		web := s.addService("web").withEndpoints(asReady(s.a))
-		// No server listens on port 9, so the endpoint refuses connections.
+		// Set target port 9. No server listens there, so the endpoint refuses connections.
 		for i := range web.Spec.Ports {
 			web.Spec.Ports[i].TargetPort = intstr.FromInt32(9)
 		}
@@ -208,7 +208,7 @@ var portCases = []testCase{
 		web := s.addService("web")
 		web.Spec.Ports = []corev1.ServicePort{{Protocol: corev1.ProtocolSCTP, Port: 80, TargetPort: intstr.FromInt32(8080)}}
 		web.withEndpoints(asReady(s.a), asReady(s.b), asReady(s.d))
-		s.publish() // check at least that the service can be programmed
+		s.publish() // must succeed even if the kernel has no SCTP sockets
 		if !s.world.SCTP {
 			s.unavailable("the kernel has no SCTP sockets; the port was programmed, and no packet sent")
 		}

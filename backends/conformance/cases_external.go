@@ -137,7 +137,7 @@ func loopback(f api.Family) netip.Addr {
 	return map[api.Family]netip.Addr{api.IPv4: netip.MustParseAddr("127.0.0.1"), api.IPv6: netip.IPv6Loopback()}[f]
 }
 
-// gateway returns the node's address in the pod network.
+// gateway returns the node's own address in the network of its pods.
 func gateway(f api.Family) netip.Addr { return number(world.PodCIDRs[f], 1) }
 
 var sourceRangeCases = []testCase{

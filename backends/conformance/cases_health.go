@@ -79,8 +79,8 @@ func (s *scene) healthCheckedService() *service {
 	return svc
 }
 
-// healthCheck returns the address and port at which a load balancer checks the service's
-// health. It uses the node's address with index i.
+// healthCheck returns the health-check node port of the service at the node's address
+// with index i.
 func (svc *service) healthCheck(i int) netip.AddrPort {
 	return netip.AddrPortFrom(svc.scene.node.Addrs.Family(svc.scene.family)[i], uint16(svc.Spec.HealthCheckNodePort))
 }

@@ -49,9 +49,9 @@ var lifeCases = []testCase{
 		s.publish()
 		took := time.Since(start)
 		traffic := s.traffic(web, s.a, s.d)
-		const kills = 4 // an even number, so that the last change adds the services in others
+		const kills = 4 // an even number, so that the last change adds the additional services
 		for i := range kills {
-			// Alternately remove and add the services in others.
+			// Alternately remove and add the additional services.
 			s.services = s.services[:1]
 			if i%2 == 1 {
 				s.services = append(s.services[:1:1], others...)
@@ -152,8 +152,8 @@ var lifeCases = []testCase{
 	}},
 }
 
-// crowd creates additional services and returns them. They are not part of the scene, so
-// they are not published.
+// crowd creates additional services and returns them. To publish them, the caller adds
+// them to the scene's services.
 func (s *scene) crowd() []*service {
 	on := len(s.services)
 	for i := range crowdSize {

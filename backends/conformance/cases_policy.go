@@ -114,10 +114,10 @@ var topologyCases = []testCase{
 	{name: "a node that loses its zone uses all endpoints", run: func(s *scene) {
 		web := s.addService("web").withEndpoints(asReady(s.a).forZone(zone), asReady(s.d).forZone("elsewhere"))
 		s.publish()
-		// The proxy watches Nodes and Services separately, so the change of the Node may
-		// arrive after the marker service.
+		// The proxy watches Nodes and Services separately, so s.publish may return before the
+		// proxy has received the changed Nodes.
 		s.eventually(func() { s.mustReach(s.c, web.clusterIP(), s.a) })
-		s.mustReach(s.c, web.clusterIP(), s.a) // again, because the first success may be chance
+		s.mustReach(s.c, web.clusterIP(), s.a) // again: the method eventually tries so often that one success may be chance
 		s.nodeObjects = s.nodes()
 		delete(s.nodeObjects[0].Labels, corev1.LabelTopologyZone)
 		s.publish()
@@ -261,7 +261,8 @@ var sourceAddressCases = []testCase{
 	{name: "at external addresses with policy Local, the node's own connections get the source address of the route to the endpoint", needs: []Feature{SourceAddress}, run: func(s *scene) {
 		web := s.addService("web").withAllFrontends().externalLocal().withEndpoints(asReady(s.d))
 		s.publish()
-		// The client uses the node's second address as source. The proxy must replace it.
+		// The client uses the node's second address as source. The proxy must replace this
+		// source address.
 		for _, to := range web.externalAddresses() {
 			for _, peer := range s.mustReach(s.withAddress(s.node, 1), to, s.d) {
 				if peer != s.node.Addrs.Family(s.family)[0] {

@@ -18,9 +18,9 @@ import (
 )
 
 // answerTimeout is the time without an answer after which a connection counts as dropped.
-// An answer normally takes a fraction of this time. On a very busy machine, a late answer
-// may hide a fault. A correct proxy still passes, because a check that expects an answer
-// waits longer.
+// An answer normally takes a fraction of this time. On a very busy machine, a check that
+// expects no answer may miss a wrong answer that arrives later. A correct proxy still
+// passes, because a check that expects an answer waits longer.
 const answerTimeout = 300 * time.Millisecond
 
 // connectionsPerCheck is the number of connections that a check opens to see which
@@ -28,8 +28,8 @@ const answerTimeout = 300 * time.Millisecond
 // 1,000 checks does not detect this.
 const connectionsPerCheck = 24
 
-// answer opens a new connection, and returns the answer that must arrive within
-// opts.Patience. Over UDP, it repeats the request.
+// answer opens a new connection, sends a request and returns the server's answer, which
+// must arrive within opts.Patience. Over UDP, it repeats the request.
 func (s *scene) answer(from person, protocol api.Protocol, to netip.AddrPort) (world.Answer, error) {
 	ctx, cancel := context.WithTimeout(s.ctx, s.opts.Patience)
 	defer cancel()
@@ -69,8 +69,8 @@ func (s *scene) mustReachOver(protocol api.Protocol, from person, to netip.AddrP
 	}
 	wanted := names(persons)
 	var peers []netip.Addr
-	// The probability that 400 connections miss one of eight endpoints by chance is 1 in
-	// 10^22.
+	// With eight endpoints, the probability that an endpoint gets none of 400 connections by
+	// chance is 1 in 10^22.
 	for i := 0; i < connectionsPerCheck || len(missing) > 0; i++ {
 		if i == 400 {
 			s.failf("%s: %d connections, and some of %s got none", describe(from, protocol, to), i, wanted)

@@ -86,7 +86,7 @@ func (p *commandProcess) Kill() error {
 
 func (p *commandProcess) Output() string { return p.output.String() }
 
-// Manifests is the path of a file. As a Publisher it atomically writes the objects to
+// Manifests is the path of a file. The method Publish atomically writes the objects to
 // that file, in the format of package watcher/file.
 type Manifests string
 

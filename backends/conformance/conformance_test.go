@@ -46,8 +46,8 @@ func TestReference(t *testing.T) {
 }
 
 // TestCommand tests a Command that reads manifests. The Command does not report when it
-// has programmed the objects. The command is the test binary, which runs this test in a
-// second process.
+// has programmed the objects, so the kit uses a marker service. The command is the test
+// binary, which runs this test in a second process.
 func TestCommand(t *testing.T) {
 	const siteVariable, manifestsVariable = "KPNG_TEST_SITE", "KPNG_TEST_MANIFESTS"
 	if text := os.Getenv(siteVariable); text != "" {

@@ -42,9 +42,9 @@
 //
 // The name of each case is a sentence. A case has a subtest for each IP family. The
 // results of all cases form a [Matrix]. The kit logs and returns it, and writes it as
-// Markdown to the file Options.Matrix. A proxy that lacks a feature declares the
-// [Feature] as unsupported, with a reason. Cases that require the feature still run, but
-// they do not fail the test. The matrix shows which of them pass.
+// Markdown to the file Options.Matrix. If a proxy lacks a [Feature], the test declares
+// this in Options.Unsupported, with a reason. Cases that require the feature still run,
+// but they do not fail the test. The matrix shows which of them pass.
 //
 // # Time of the checks
 //

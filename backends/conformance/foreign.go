@@ -74,7 +74,7 @@ func (k *kit) inventory() (string, error) {
 			}
 			for _, route := range routes {
 				if route.Table == unix.RT_TABLE_LOCAL && route.Protocol == unix.RTPROT_KERNEL {
-					continue // the kernel adds the route of an address with a delay
+					continue // the kernel adds these routes some time after the addresses
 				}
 				fmt.Fprintf(&text, "route %s\n", route)
 			}

@@ -31,7 +31,7 @@ const (
 func (k *kit) markerPort() int32      { return int32(1000 + k.marker%10000) }
 func (k *kit) markerPod() *world.Host { return k.world.Local[k.marker%2] }
 
-// addMarker adds the next marker to the end of objects.
+// addMarker appends the marker to objects, with a new port and a new endpoint.
 func (k *kit) addMarker(objects *Objects) {
 	k.marker++
 	service := &corev1.Service{ObjectMeta: metav1.ObjectMeta{Namespace: markerNamespace, Name: markerName}}
@@ -87,7 +87,7 @@ func (k *kit) awaitMarker(ctx context.Context) error {
 	return nil
 }
 
-// number returns address n of a network.
+// number returns the address that is n addresses after the first address of cidr.
 func number(cidr netip.Prefix, n int) netip.Addr {
 	bytes := cidr.Addr().AsSlice()
 	for i := len(bytes) - 1; n > 0; i-- {

@@ -49,7 +49,8 @@ func TestMatrixAsMarkdown(t *testing.T) {
 	}
 }
 
-// TestUnsupportedCasesMayPass declares features of the reference proxy as unsupported.
+// TestUnsupportedCasesMayPass declares Reject and IPv6 as unsupported, although the
+// reference proxy has both features.
 func TestUnsupportedCasesMayPass(t *testing.T) {
 	matrix := Run(t, withFault(""), Options{
 		Unsupported: map[Feature]string{Reject: "not yet", IPv6: "not here"},

@@ -6,14 +6,14 @@ package conformance
 
 import "sync"
 
-// output keeps the end of what a process has printed.
+// output stores the last bytes that a process has printed.
 type output struct {
 	mu   sync.Mutex
 	text []byte
 }
 
-// maxOutput limits the kept bytes: an output keeps at least the last maxOutput bytes, and
-// at most twice that number.
+// maxOutput limits an output. If a process prints more, the output stores between
+// maxOutput and twice maxOutput bytes.
 const maxOutput = 16 << 10
 
 func (o *output) Write(p []byte) (int, error) {

@@ -296,8 +296,7 @@ func (k *kit) runFamilies(ctx context.Context, section string, c testCase) []Res
 	return results
 }
 
-// supports reports whether the proxy supports a case. If it does not, supports returns
-// the reason.
+// supports reports whether the proxy supports a case. If not, it also returns the reason.
 func (k *kit) supports(c testCase) (reason string, supported bool) {
 	needs := c.needs
 	if c.runsOnce {
@@ -328,7 +327,7 @@ func (k *kit) runCase(ctx context.Context, c testCase, family api.Family) error 
 		s.protocols = []api.Protocol{api.TCP, api.UDP} // test UDP, even if the proxy does not support it
 	}
 	done := make(chan struct{})
-	go func() { // a failed check ends this goroutine
+	go func() { // a goroutine of its own, because a failed check ends it
 		defer close(done)
 		defer s.cleanUp()
 		c.run(s)

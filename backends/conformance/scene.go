@@ -102,7 +102,8 @@ func (s *scene) cleanUp() {
 		}
 	}
 	err := s.kit.publish(s.ctx, &Objects{})
-	// Clean up after a failed case, so that the next case does not fail too.
+	// After a failed case, kill the proxy and remove its rules, so that the next case does
+	// not fail too.
 	if s.err != nil {
 		err = errors.Join(err, s.kill(), s.subject.Cleanup(s.ctx, s.site))
 	}
@@ -146,7 +147,8 @@ func (k *kit) allocate() int {
 }
 
 // clusterIP returns an unused address, so that connection tracking and affinity of
-// earlier cases have no effect. externalIP and nodePort also return unused values.
+// earlier cases have no effect. The methods externalIP and nodePort also return unused
+// values.
 func (s *scene) clusterIP(family api.Family) netip.Addr {
 	return number(world.ServiceCIDRs[family], 0x100+s.allocate())
 }

@@ -34,14 +34,14 @@ type service struct {
 	slices []*slice
 }
 
-// slice contains endpoints of a service. service.objects converts it to one EndpointSlice
-// for each IP family.
+// slice contains endpoints of a service. The method service.objects converts a slice to
+// one EndpointSlice for each IP family.
 type slice struct {
 	name      string
 	ports     []discoveryv1.EndpointPort
 	endpoints []endpoint
-	// The field only restricts the slice to endpoints of one family. 0 means all families of
-	// the service.
+	// The field only restricts the slice to endpoints of one family. The value 0 selects all
+	// families of the service.
 	only api.Family
 }
 
@@ -61,7 +61,7 @@ func (s *scene) addService(name string) *service {
 		families, policy = []api.Family{api.IPv4, api.IPv6}, corev1.IPFamilyPolicyRequireDualStack
 	}
 	svc := &service{Service: &corev1.Service{ObjectMeta: metav1.ObjectMeta{
-		// Each case uses a new name, because some fields are immutable.
+		// Each case uses a new name, because some fields of a Service are immutable.
 		Namespace: namespace, Name: fmt.Sprintf("%s-%d", name, s.number),
 	}}, scene: s}
 	svc.Spec.Type = corev1.ServiceTypeClusterIP
@@ -160,8 +160,8 @@ func (svc *service) families() []api.Family {
 	return families
 }
 
-// withEndpoints replaces the slices of the service by one slice with these endpoints and
-// the service's ports.
+// withEndpoints replaces the slices of the service by one slice. This slice has the given
+// endpoints and the target ports of the service.
 func (svc *service) withEndpoints(endpoints ...endpoint) *service {
 	svc.slices = nil
 	return svc.withSlice("1", targetPorts(svc.Spec.Ports), endpoints...)
@@ -214,13 +214,13 @@ func (sl *slice) object(svc *service, family api.Family) *discoveryv1.EndpointSl
 	return o.DeepCopy()
 }
 
-// asReady returns a person as a ready endpoint.
+// asReady returns a ready endpoint at the host p.
 func asReady(p person) endpoint { return p.serves(true, true, false) }
 
-// asDraining returns a person as an endpoint that is terminating and serving.
+// asDraining returns a terminating and serving endpoint at the host p.
 func asDraining(p person) endpoint { return p.serves(false, true, true) }
 
-// asUnready returns a person as an endpoint that is neither ready nor serving.
+// asUnready returns an endpoint at the host p. The endpoint is neither ready nor serving.
 func asUnready(p person) endpoint { return p.serves(false, false, false) }
 
 func (p person) serves(ready, serving, terminating bool) endpoint {

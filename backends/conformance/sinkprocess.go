@@ -67,7 +67,7 @@ func proxy(ctx context.Context, site Site, s sink.Sink, opts sink.Options, conn 
 	ended := make(chan error, 1)
 	go func() {
 		err := driver.Run(ctx)
-		conn.Close() // ends the blocked read
+		conn.Close() // ends a blocked read from conn
 		ended <- err
 	}()
 	stopReporting := func() {}

@@ -60,7 +60,7 @@ type sinkSubject struct {
 }
 
 // newSinkSubject returns a subject that tests the sinks that newSink creates. If this
-// process has an order, newSinkSubject carries it out and does not return.
+// process has an order, newSinkSubject carries out the order and does not return.
 func newSinkSubject(t *testing.T, newSink NewSink, opts Options) *sinkSubject {
 	t.Helper()
 	if text := os.Getenv(orderVariable); text != "" {

@@ -20,10 +20,10 @@ const AllPortsAnnotation = "conformance.kpng.io/all-ports"
 
 // Subject is a proxy under test. The kit calls its methods one at a time.
 type Subject interface {
-	// Publish replaces all objects in the cluster of the proxy. It is allowed to store the
-	// given objects, but must not modify them. The kit calls Publish before the first Start.
-	// After Publish has returned, running processes must receive the change without a
-	// further call.
+	// Publish replaces all objects in the cluster of the proxy. Publish may store the given
+	// objects, but must not modify them. The kit calls Publish before the first Start. After
+	// Publish has returned, running processes must receive the change without a further
+	// call.
 	Publish(ctx context.Context, objects *Objects) error
 	// Start starts a process of the proxy in the network namespace of the site's node. It
 	// need not wait until services are programmed.
@@ -41,7 +41,8 @@ type Settler interface {
 
 // Process is a running process of a proxy.
 type Process interface {
-	// Kill ends the process as SIGKILL does, and waits for its end.
+	// Kill ends the process without a chance to clean up, as SIGKILL does. Kill waits until
+	// the process has ended.
 	Kill() error
 	// Output returns the last output of the process, for failure messages.
 	Output() string
@@ -81,7 +82,7 @@ type Site struct {
 	// on the node has the same name. The name has at most 15 characters: lower-case
 	// letters, digits and "-".
 	Instance string
-	// ServiceProxyName selects services in the same way as watcher.Options.ServiceProxyName.
+	// ServiceProxyName selects services; see watcher.Options.ServiceProxyName.
 	ServiceProxyName string
 	// NodePortCIDRs contain the node addresses at which node ports must be served. The node
 	// also has addresses outside these ranges.
@@ -102,7 +103,8 @@ type Site struct {
 }
 
 // Do calls f on a thread in the network namespace of the node. Sockets that f opens and
-// processes that f starts stay in that namespace. f must not start goroutines.
+// processes that f starts stay in that namespace. The function f must not start
+// goroutines.
 func (s Site) Do(f func() error) error { return s.host.Do(f) }
 
 // Start starts cmd in the network namespace of the node. The kernel kills the new process

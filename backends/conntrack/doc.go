@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package conntrack deletes the kernel's connection-tracking entries of stale
-// connections. Such an entry keeps packets of a client away from the present endpoints of
-// a service.
+// connections. Because of such an entry, a client's packets do not reach the present
+// endpoints of a service.
 //
 // The kernel chooses the endpoint of a connection once, for the first packet. Some UDP
 // clients, such as DNS resolvers, always use the same source port. When the endpoint of

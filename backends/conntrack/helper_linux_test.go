@@ -259,14 +259,14 @@ func changesBetween(before, now []*api.ServiceEndpoints) *sink.Changes {
 	return &sink.Changes{Services: slices.Values(list)}
 }
 
-// wholePass returns a pass in one batch.
+// wholePass returns a batch that is a complete pass.
 func wholePass(now []*api.ServiceEndpoints) *sink.Changes {
 	c := inPass(now...)
 	c.First, c.Last = true, true
 	return c
 }
 
-// inPass returns a middle batch of a pass.
+// inPass returns a batch of a pass that is neither its first nor its last batch.
 func inPass(now ...*api.ServiceEndpoints) *sink.Changes {
 	c := changesBetween(nil, now)
 	services := slices.Collect(c.Services)

@@ -91,10 +91,10 @@ func parseTuple(b []byte) (t tuple) {
 }
 
 // parseFlow parses an entry of the table. It returns false if the entry cannot be stale.
-// Only entries of UDP flows, and of TCP connections without an answer and without
-// translation, can be stale. parseFlow also returns false for an entry outside the
-// default conntrack zone. Such an entry may be untranslated although the kernel
-// translates the connection in the default zone.
+// Only UDP entries, and untranslated TCP entries without a reply, can be stale. The
+// function also returns false for an entry outside the default conntrack zone. Such an
+// entry may be untranslated although the kernel translates the connection in the default
+// zone.
 func parseFlow(entry []byte) (f flow, ok bool) {
 	var orig, reply tuple
 	var zone uint16

@@ -35,7 +35,7 @@ type queue struct {
 // pass keeps flows to an endpoint that was added after the destination was queued.
 type item struct {
 	verdict
-	count uint64
+	count uint64 // queue.count after the call of add that queued the destination
 }
 
 func newQueue() *queue {
@@ -124,8 +124,8 @@ func (q *queue) replace(key types.NamespacedName, now map[destination]verdict) (
 }
 
 // isStale reports whether a flow has to be deleted. The most specific queued destination
-// decides. isStale first looks for the flow's address and port, then for the whole
-// address. If nodeAddrs contains the address, it finally looks for the node port.
+// decides. The function first looks up the flow's address and port, then the address
+// without a port. If nodeAddrs contains the address, it finally looks up the node port.
 func (q *queue) isStale(f flow, nodeAddrs map[netip.Addr]bool) bool {
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -144,7 +144,7 @@ func (q *queue) isStale(f flow, nodeAddrs map[netip.Addr]bool) bool {
 	return false
 }
 
-// pending returns the queued destinations and their highest count.
+// pending returns the queued destinations and the present value of q.count.
 func (q *queue) pending() (destinations []destination, count uint64) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -154,7 +154,7 @@ func (q *queue) pending() (destinations []destination, count uint64) {
 	return destinations, q.count
 }
 
-// removeUpTo removes the destinations whose count is at most the argument count.
+// removeUpTo removes the destinations whose item.count is at most the argument count.
 func (q *queue) removeUpTo(count uint64) {
 	q.mu.Lock()
 	defer q.mu.Unlock()

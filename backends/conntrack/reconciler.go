@@ -52,7 +52,7 @@ type Reconciler struct {
 	opts  Options
 	queue *queue
 	wake  chan struct{} // has a value while destinations may be queued
-	late  []lateReplies // used by the goroutine only
+	late  []lateReplies // used only by the goroutine that Start starts
 
 	stop    context.CancelFunc
 	running chan struct{} // closed when the goroutine has ended
@@ -60,7 +60,7 @@ type Reconciler struct {
 	mu    sync.Mutex
 	ended chan struct{} // closed and replaced after each pass
 	last  error         // the error of the last pass
-	upTo  uint64        // passes have checked all destinations whose count is at most upTo
+	upTo  uint64        // passes have checked all destinations whose item.count is at most upTo
 }
 
 // New returns a Reconciler. It does nothing before Start.

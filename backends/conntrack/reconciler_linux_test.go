@@ -125,7 +125,8 @@ func TestStaleConnectionsAreDeleted(t *testing.T) {
 		},
 		"the service is deleted": {
 			before: map[string]string{"dns": both}, now: map[string]string{},
-			// After a restart, both flows stay: it is unknown which program translated them.
+			// A new reconciler keeps both flows, because it does not know which program translated
+			// them.
 			deleted: []connection{udp(1, dns, pod1), udp(2, dns, pod2)},
 		},
 		"the service loses one address": {
@@ -369,7 +370,7 @@ func TestChangesUpdateQueuedVerdicts(t *testing.T) {
 
 func TestFailedPassIsRetried(t *testing.T) {
 	n, opts := newNamespace(t)
-	const later = 900 // this file descriptor is not open yet
+	const later = 900 // the test opens this file descriptor later, so the first passes fail
 	opts.NetNS = later
 	failed := make(chan struct{}, 1)
 	opts.Observe = func(p Pass) {
@@ -401,7 +402,7 @@ func TestFailedPassIsRetried(t *testing.T) {
 			t.Fatalf("remaining entries: %q", tableEntries(t, n.FD))
 		}
 	}
-	for r.Flush(t.Context()) != nil { // the last pass may have failed
+	for r.Flush(t.Context()) != nil { // Flush fails if the last pass failed, so retry
 		time.Sleep(time.Millisecond)
 	}
 	if err := r.Stop(t.Context()); err != nil {

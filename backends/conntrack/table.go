@@ -25,8 +25,8 @@ type kind struct {
 
 // deleteStale deletes the stale flows to any of the destinations. All destinations have
 // the kind k. It returns how many entries it has read and how many it has deleted. It
-// also returns the identities of the entries that late replies to the deleted flows would
-// create.
+// also returns the identities of the entries that the kernel would create for late
+// replies of the deleted flows.
 func deleteStale(ctx context.Context, netNS int, k kind, destinations []destination, stale func(flow) bool) (seen, ended int, late [][]byte, err error) {
 	reader, writer := netfilter.NewConn(netNS), netfilter.NewConn(netNS)
 	defer reader.Close()

@@ -27,7 +27,7 @@ type destination struct {
 type flow struct {
 	protocol uint8
 	to       netip.AddrPort // the destination of the client's packets
-	endpoint netip.AddrPort // the source of the replies; without translation equal to the destination
+	endpoint netip.AddrPort // the source of the replies; equals the destination if the flow is not translated
 }
 
 // verdict decides which flows to a destination are stale. A destination without a service
@@ -68,8 +68,8 @@ func (v verdict) contains(list []api.Endpoint, endpoint netip.AddrPort) bool {
 	return false
 }
 
-// allowedEndpoints yields the endpoints to which flows of one family may continue. Their
-// port is 0 if the verdict is for all ports.
+// allowedEndpoints yields the endpoints to which flows of one family may continue. For an
+// all-ports service, the port of these endpoints is 0.
 func (v verdict) allowedEndpoints(family api.Family) iter.Seq[netip.AddrPort] {
 	return func(yield func(netip.AddrPort) bool) {
 		if v.view == nil {

@@ -21,7 +21,7 @@ import (
 type Backend struct {
 	opts  Options
 	proxy sink.Sink
-	// forward calls the optional methods of the other sink.
+	// forward calls the optional methods of the sink proxy.
 	forward sink.Forwarder
 
 	mu        sync.Mutex // guards the fields below
@@ -128,20 +128,20 @@ func (b *Backend) Cleanup(ctx context.Context) error {
 // An error of eBPF does not fail Sync. The backend logs it and detaches the programs, so
 // that the other sink handles all connections. Verify later requests a new pass.
 func (b *Backend) Sync(ctx context.Context, c *sink.Changes) error {
-	defer b.program(ctx, c) // also if the other sink panics
+	defer b.program(ctx, c) // runs even if the other sink panics
 	return b.proxy.Sync(ctx, c)
 }
 
 // repairPause is the time from an error of eBPF to the next attempt to use eBPF.
 const repairPause = time.Minute
 
-// program writes the changes to the maps. It attaches the programs if they are detached
-// and a pass ends.
+// program writes the changes to the maps. At the end of a pass, it attaches the programs
+// if they are detached.
 func (b *Backend) program(ctx context.Context, c *sink.Changes) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	if b.detached && b.dataplane.records == nil && !c.First {
-		return // a pass has to begin first
+		return // after an error, the maps are not written until the next pass begins
 	}
 	err := b.dataplane.sync(ctx, c)
 	if err == nil && b.detached && c.Last {
@@ -171,8 +171,8 @@ const (
 
 // Verify implements [sink.Verifier]. It verifies the other sink. From time to time, it
 // compares the maps with the records of the backend, and tries to add services that did
-// not fit into the maps. It attaches the eBPF programs again if they were detached. After
-// an error of eBPF, it requests a new pass.
+// not fit into the maps. If another program has detached the eBPF programs, it attaches
+// them again. After an error of eBPF, it requests a new pass.
 func (b *Backend) Verify(ctx context.Context) error {
 	return errors.Join(b.forward.Verify(ctx), b.verify(ctx))
 }

@@ -29,8 +29,8 @@ type dataplane struct {
 
 	// records has the frontends in the kernel. It is nil while the frontends are unknown.
 	records map[frontendKey]*record
-	// The map services has the services that this pass has delivered, each with the list of
-	// frontends that it needs. A list may be empty.
+	// The map services has the services that were delivered since the latest pass began,
+	// each with the list of frontends that it needs. A list may be empty.
 	services map[types.NamespacedName][]frontendKey
 	// The field prune is true from the end of a pass until the frontends without an owner
 	// are deleted. The map awaited has the failing services that were not delivered since
@@ -55,8 +55,8 @@ type record struct {
 	list    list
 	digest  uint64
 	members []address
-	// owner is the service that needs the frontend. It is empty if this pass has not
-	// delivered such a service.
+	// owner is the service that needs the frontend. It is empty if no such service was
+	// delivered since the latest pass began.
 	owner types.NamespacedName
 }
 
@@ -69,7 +69,7 @@ type change struct {
 	owner types.NamespacedName
 	view  *api.ServiceEndpoints
 	id    uint64
-	// err is the reason why the frontend does not fit.
+	// err is the reason why the frontend does not fit into the maps, or nil.
 	err error
 }
 
@@ -190,7 +190,8 @@ func (d *dataplane) plan(all changes, key types.NamespacedName, view *api.Servic
 		delete(d.services, key)
 	}
 	for _, f := range old {
-		// Keep a frontend that another service has taken over.
+		// Delete a frontend that the service no longer needs, unless another service has taken
+		// it over.
 		if r := d.records[f]; r != nil && r.owner == key && all[f] == nil && !slices.Contains(d.services[key], f) {
 			all[f] = nil
 		}

@@ -75,7 +75,8 @@ type fakeKernel struct {
 	frontends fakeTable[frontendKey, list]
 	slots     fakeTable[slotKey, address]
 	members   fakeTable[memberKey, uint32]
-	// seen has the endpoints of each list that a frontend has had.
+	// The keys of seen are the IDs of lists that frontends have used. The values are the
+	// endpoints of these lists.
 	seen map[uint64][]address
 }
 
@@ -367,7 +368,7 @@ func TestServicesLeftAreRetried(t *testing.T) {
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
-			for range 20 { // the order of services is random
+			for range 20 { // repeat, because the order of services is random
 				k := newFakeKernel(t, 10, 6, 10)
 				all, first := services{}, true
 				for _, step := range steps {
@@ -394,8 +395,8 @@ func TestServicesLeftAreRetried(t *testing.T) {
 	}
 }
 
-// TestLackOfMemoryIsTransient checks that a change survives a short lack of memory, and
-// that a long lack leaves the service to the other sink.
+// TestLackOfMemoryIsTransient checks that a service is programmed despite a short lack of
+// memory. After a long lack, the other sink must handle the service.
 func TestLackOfMemoryIsTransient(t *testing.T) {
 	k := newFakeKernel(t, 10, 10, 10)
 	services := map[string]*api.ServiceEndpoints{"web": view("web", []string{"10.96.0.1"}, []string{"10.0.0.1", "10.0.0.2"}, nil)}

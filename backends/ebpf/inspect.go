@@ -90,7 +90,7 @@ func (b *Backend) inspect(out *strings.Builder, addr netip.Addr, protocol api.Pr
 func (b *Backend) endpointsOf(f frontendKey) (lines []string, err error) {
 	frontends, err := b.openMap("frontends")
 	if errors.Is(err, fs.ErrNotExist) {
-		return nil, nil // the backend has never run
+		return nil, nil // without the map, no frontend has a slot
 	}
 	if err != nil {
 		return nil, err

@@ -388,8 +388,8 @@ func testNoRecord(t *testing.T) {
 	n.serve()
 	n.pass(view("web", []string{"10.96.0.1"}, endpoints[:1], nil))
 	n.socket().ask("10.96.0.1:80")
-	// Replace the program of the hook sendmsg4. The map of peers of the new program is full,
-	// and the kernel removes nothing from it.
+	// Replace the program of the hook sendmsg4 by a program with a full map of peers. The
+	// kernel removes no elements from this map, because it is not an LRU map.
 	spec, err := loadConnect()
 	if err != nil {
 		t.Fatal(err)
@@ -418,7 +418,7 @@ func testNoRecord(t *testing.T) {
 			}
 		}
 	}
-	// Without translation, there is no route.
+	// The program does not translate the packet, so there is no route.
 	if _, err := n.socket().WriteTo([]byte("?"), &net.UDPAddr{IP: net.IPv4(10, 96, 0, 1), Port: 80}); !errors.Is(err, unix.ENETUNREACH) {
 		t.Errorf("error %v, want %v", err, unix.ENETUNREACH)
 	}
@@ -460,7 +460,8 @@ func testAffinity(t *testing.T) {
 	if len(seen) == 1 {
 		t.Errorf("after the time-out, the client still reaches %v", seen)
 	}
-	// A stored time may be later than the present time if another CPU stored it.
+	// If another CPU stored the time of a connection, that time may be in the future. The
+	// client must still keep its endpoint.
 	n.set(view("web", ips, endpoints[:3], withAffinity(10800)))
 	kept := n.reaches("10.96.0.1:80", 1)
 	for range 10 {
@@ -743,7 +744,8 @@ func (n *node) verify() error {
 	return n.Verify(n.t.Context())
 }
 
-// brokenTable is a table that fails to write or to delete while the error is set.
+// brokenTable is a table. Its method set fails while setErr is not nil, and its method
+// delete fails while deleteErr is not nil.
 type brokenTable[K comparable, V any] struct {
 	table[K, V]
 	setErr, deleteErr error
@@ -771,7 +773,7 @@ func testVerifyRetries(t *testing.T) {
 	n.pass(view("web", []string{"10.96.0.1"}, endpoints[:1], nil))
 	n.mustNotReach("10.96.0.1:80")
 	slots.setErr = nil
-	// An error of the other sink does not matter.
+	// Verify must repair the maps although the other sink's Verify fails.
 	n.forward.To = failingVerifier{}
 	if err := n.verify(); !errors.Is(err, errBroken) {
 		t.Errorf("error %v, want %v", err, errBroken)
@@ -819,7 +821,7 @@ func testMapError(t *testing.T) {
 		t.Errorf("error %v, want a new pass", err)
 	}
 	n.deliver(&sink.Changes{First: true, NodeChanged: true}, web)
-	n.mustNotReach("10.96.0.1:80") // the pass has not ended
+	n.mustNotReach("10.96.0.1:80") // the programs stay detached until the pass ends
 	n.deliver(&sink.Changes{Last: true})
 	n.mustReach("10.96.0.1:80", endpoints[1])
 	if err := n.verify(); err != nil {

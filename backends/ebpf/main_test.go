@@ -92,7 +92,7 @@ func (n *node) restart() {
 // noProxy is a sink that does nothing.
 var noProxy = sink.Func(func(context.Context, *sink.Changes) error { return nil })
 
-// pass calls Sync with a pass of these views. Sync must succeed.
+// pass calls Sync with one batch, a complete pass that delivers views. Sync must succeed.
 func (n *node) pass(views ...*api.ServiceEndpoints) {
 	n.t.Helper()
 	n.deliver(&sink.Changes{First: true, Last: true, NodeChanged: true}, views...)

@@ -56,7 +56,8 @@ func toFrontend(addr netip.Addr, protocol api.Protocol, port int32) frontendKey 
 	return frontendKey{IP: a.IP, Port: a.Port, Protocol: protocols[protocol]}
 }
 
-// list is the value of a key in the map of frontends. Affinity is in seconds.
+// list is a value in the map frontends: it describes the list of endpoints of a frontend.
+// Affinity is in seconds.
 type list struct {
 	ID              uint64
 	Count, Affinity uint32

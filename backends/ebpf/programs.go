@@ -88,7 +88,7 @@ func load(ctx context.Context, o *Options) (p *programs, err error) {
 	p = &programs{lock: lock}
 	err = spec.LoadAndAssign(&p.connectObjects, &ebpf.CollectionOptions{Maps: ebpf.MapOptions{PinPath: dir}})
 	if errors.Is(err, ebpf.ErrMapIncompatible) {
-		// The old maps exist until the programs that use them are replaced.
+		// Unpin the old maps. They exist until the programs that use them are replaced.
 		klog.FromContext(ctx).Info("Replacing eBPF maps of another layout or size", "reason", err)
 		for name := range o.sizes() {
 			if err := os.Remove(filepath.Join(dir, name)); err != nil && !errors.Is(err, fs.ErrNotExist) {
@@ -219,7 +219,8 @@ func attach(path, cgroup string, id uint64, h hook) (link.Link, error) {
 				return l, nil
 			}
 		}
-		// Replace the link: its cgroup was deleted, or the options have changed.
+		// Detach and delete the link, because its cgroup was deleted or the options have
+		// changed. A new link replaces it.
 		err = errors.Join(ignoreUnattached(l.Detach()), l.Unpin(), l.Close())
 		if err != nil {
 			return nil, err
@@ -271,7 +272,7 @@ func (p *programs) close() error {
 	return errors.Join(p.connectObjects.Close(), p.closeLinks(), p.lock.Close())
 }
 
-// detach detaches the programs. The function attach attaches them again.
+// detach detaches the programs. The method attach attaches them again.
 func (p *programs) detach() (err error) {
 	for _, l := range p.links {
 		err = errors.Join(err, ignoreUnattached(l.Detach()))

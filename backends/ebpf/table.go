@@ -18,7 +18,7 @@ type table[K comparable, V any] interface {
 	// set adds or replaces elements in order, and stops at the first failure. It returns the
 	// number of elements that it has set.
 	set(keys []K, values []V) (int, error)
-	// delete deletes the elements that exist.
+	// delete deletes the elements with these keys. A missing element is no error.
 	delete(keys []K) error
 	// each calls f for all elements.
 	each(f func(K, V)) error

@@ -107,8 +107,8 @@ func New(opts Options) *Server {
 	}
 }
 
-// Start implements sink.Starter. It returns immediately. Its goroutines run until Stop,
-// even after ctx ends.
+// Start implements sink.Starter. It returns immediately. The goroutines of the Server run
+// until Stop, even after ctx ends.
 func (s *Server) Start(ctx context.Context) error {
 	ctx, s.stop = context.WithCancel(context.WithoutCancel(ctx))
 	s.running = make(chan struct{})
@@ -197,7 +197,8 @@ func (s *Server) setService(key types.NamespacedName, view *api.ServiceEndpoints
 	s.services[key] = &service{port: now, v4: nodeview.ReadyLocal(view, api.IPv4), v6: nodeview.ReadyLocal(view, api.IPv6)}
 }
 
-// arrange opens and closes the sockets of one port. The caller holds the lock.
+// arrange opens the missing sockets of one port and closes those that are no longer
+// needed. The caller holds the lock.
 func (s *Server) arrange(ctx context.Context, number int32) {
 	p := s.ports[number]
 	wanted := len(p.claimants) > 0
@@ -248,7 +249,7 @@ func (s *Server) answerAt(at netip.AddrPort) (answer, bool) {
 	p := s.ports[int32(at.Port())]
 	if p == nil || len(p.claimants) == 0 {
 		s.mu.Unlock()
-		return answer{}, false // the port will soon be closed
+		return answer{}, false // no service has this port any more, so the port will soon be closed
 	}
 	key := p.claimants[0]
 	svc := s.services[key]

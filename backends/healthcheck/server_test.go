@@ -30,8 +30,8 @@ import (
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-// network simulates a network where tests can occupy addresses. Its listeners listen on
-// loopback.
+// network simulates a network where tests can make an address unavailable. Its listeners
+// listen on loopback.
 type network struct {
 	mu    sync.Mutex
 	taken map[string]error
@@ -356,7 +356,7 @@ func TestFailedPortIsReportedAndRetried(t *testing.T) {
 		}
 		clock.Step(d)
 	}
-	step(time.Second) // the same error is not reported again
+	step(time.Second) // this retry fails with the same error, which is not reported again
 	step(0)
 	n.take("10.0.0.1:30001", nil)
 	for deadline := time.Now().Add(time.Minute); len(n.addrs()) < 2 && time.Now().Before(deadline); time.Sleep(time.Millisecond) {

@@ -34,7 +34,7 @@ type Backend struct {
 
 	mu       sync.Mutex // guards the fields below
 	rulesets []*ruleset // one per family
-	stale    []*ruleset // rules of an earlier process in the other flavour
+	stale    []*ruleset // rules of an earlier process in the other flavour of iptables
 	// known is true if the rulesets agree with the kernel, except for failed services.
 	known bool
 	node  *api.Node
@@ -45,7 +45,7 @@ type Backend struct {
 	verifyAt     time.Time
 	nextVerified int
 	// interrupted counts the consecutive Verify calls that were interrupted while they
-	// compared that ruleset.
+	// compared the ruleset of index nextVerified.
 	interrupted int
 	pause       kernelnode.DriftPause
 }
@@ -100,8 +100,8 @@ func (b *Backend) Start(ctx context.Context) error {
 }
 
 // inOtherFlavour returns the rulesets that this instance may have made in the other
-// flavour. If the rules of a family cannot be read, the result contains the ruleset of
-// that family.
+// flavour of iptables. If the rules of a family cannot be read, the result contains the
+// ruleset of that family.
 func (b *Backend) inOtherFlavour(ctx context.Context, flavour Flavour) (list []*ruleset) {
 	other := NFT + Legacy - flavour
 	for _, family := range families {
@@ -189,7 +189,7 @@ func (b *Backend) updateAddresses(ctx context.Context) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	if !b.known {
-		return nil // the next pass reads the addresses
+		return nil // a pass must run first; it reads the addresses
 	}
 	return b.updateEnvironment(ctx)
 }
@@ -231,8 +231,8 @@ func (b *Backend) Cleanup(ctx context.Context) error {
 	return (&runner{netNS: b.opts.NetNS, ipset: ipset}).destroySets(ctx, b.opts.isOwn)
 }
 
-// Sync implements [sink.Sink]. A service that it reports as failed keeps its old rules.
-// The first Sync of a pass reads the rules in the kernel.
+// Sync implements [sink.Sink]. A service that fails keeps its old rules. The first Sync
+// of a pass reads the rules in the kernel.
 func (b *Backend) Sync(ctx context.Context, c *sink.Changes) error {
 	return b.tasks.Sync(ctx, c, b.program(ctx, c))
 }
@@ -286,7 +286,7 @@ func (b *Backend) program(ctx context.Context, c *sink.Changes) error {
 
 // recordTransactions is called before the backend changes rules. It returns a function
 // that is called after these changes. If no other program has changed nf_tables between
-// the two calls, verified rulesets stay verified.
+// the two calls, the rulesets that Verify found correct still count as verified.
 func (b *Backend) recordTransactions(ctx context.Context) func() {
 	state := func() (generation, transactions uint32) {
 		for _, t := range b.rulesets {
@@ -294,7 +294,7 @@ func (b *Backend) recordTransactions(ctx context.Context) func() {
 		}
 		generation, err := b.rulesets[0].run.generation(ctx)
 		if err != nil {
-			return 0, 0 // the next Verify reports the error
+			return 0, 0 // 0 means unknown; the next Verify reports the error
 		}
 		return generation, transactions
 	}
@@ -427,6 +427,7 @@ func (b *Backend) Verify(ctx context.Context) error {
 	return errors.Join(errs...)
 }
 
-// VerifyInterval implements [sink.Poller]. It returns five seconds. But after a
-// comparison, Verify does not compare rules for 50 times the duration of that comparison.
+// VerifyInterval implements [sink.Poller]. It returns five seconds. After each
+// comparison, there is a pause of 50 times its duration. During this pause, Verify
+// compares nothing.
 func (b *Backend) VerifyInterval() time.Duration { return 5 * time.Second }

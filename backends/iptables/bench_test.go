@@ -30,7 +30,7 @@ func many(n int) []*api.ServiceEndpoints {
 	return list
 }
 
-// passOf returns the batches of a pass, as large as those of a driver.
+// passOf returns a pass that delivers views in batches of the size that a driver uses.
 func passOf(views []*api.ServiceEndpoints) (batches []*sink.Changes) {
 	for some := range slices.Chunk(views, 10_000/11) {
 		c := batch(some...)
@@ -134,7 +134,7 @@ func BenchmarkVerify(b *testing.B) {
 		report := measureCPU(b)
 		for b.Loop() {
 			for _, t := range backend.rulesets {
-				t.verified = 0 // as if another program had changed some rule
+				t.verified = 0 // no generation is verified, so Verify compares the rules
 			}
 			if err := verify(b, backend); err != nil {
 				b.Fatal(err)

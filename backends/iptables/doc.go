@@ -19,10 +19,11 @@
 //
 // # Chains
 //
-// All names begin with "KPNG-" and the instance. PREROUTING and OUTPUT of table nat, and
-// INPUT, FORWARD and OUTPUT of table filter jump to the chain SERVICES of their table.
-// This chain selects a dispatch chain by the low bits of the destination address.
-// Therefore a packet passes about 50 rules in a cluster of 5,000 services.
+// The names of all chains begin with "KPNG-" and the instance. The chains PREROUTING and
+// OUTPUT of table nat, and INPUT, FORWARD and OUTPUT of table filter, jump to the chain
+// SERVICES of their table. This chain selects a dispatch chain by the low bits of the
+// destination address. Therefore a packet passes about 50 rules in a cluster of 5,000
+// services.
 //
 // In table nat, an entry of a dispatch chain jumps to a chain that selects an endpoint at
 // random. If the connection is to be masqueraded, the packet first passes a chain that

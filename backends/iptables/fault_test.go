@@ -125,7 +125,7 @@ func TestFullSet(t *testing.T) {
 	ns := netnstest.New(t)
 	b := start(t, ns, variant{NFT, false})
 	mustSync(t, b, pass(view("a", "", "", loadBalancer)))
-	// The new set has room for two elements, and has one element already.
+	// The smaller set has room for two elements, and has one element already.
 	ns.RunWith(t, "create SMALL hash:ip,port maxelem 2\nadd SMALL 203.0.113.1,tcp:80\nswap SMALL KPNG-REJECT4\ndestroy SMALL\n", "ipset", "restore")
 	before := ns.Run(t, "ipset", "save", "KPNG-REJECT4")
 	none, web := view("none", "10.96.0.2 10.96.0.3", ""), view("web", "10.96.0.1", "10.1.0.1")
@@ -184,7 +184,7 @@ func TestChainsDeletedDuringPass(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			eachVariant(t, func(t *testing.T, ns *netnstest.Namespace, v variant) {
-				// All services share a dispatch chain.
+				// All three services have entries in the same dispatch chain.
 				a, b, stale := view("a", "10.96.0.1", "10.1.0.1"), view("b", "10.97.0.1", "10.1.0.2"), view("stale", "10.98.0.1", "10.1.0.3")
 				mustSync(t, start(t, ns, v), pass(a, b, stale))
 				backend := start(t, ns, v)
@@ -421,8 +421,8 @@ func TestPanicOfOneService(t *testing.T) {
 	})
 }
 
-// Table filter sees packets after table nat. It must not mistake the address and port of
-// an endpoint for a frontend.
+// Table filter sees packets after table nat has translated them. Rules of table filter
+// must not mistake the address and port of an endpoint for a frontend.
 func TestEndpointWithAddressOfFrontend(t *testing.T) {
 	const addr = "10.9.0.1"
 	external := func(s *api.Service) {
@@ -789,7 +789,7 @@ func TestOwnChangesStayVerified(t *testing.T) {
 	mustSync(t, b,
 		batch(view("web", "10.96.0.1 fd00:96::1", "10.1.0.7 fd00::7")),               // changes table nat in both families
 		batch(view("new", "10.96.0.9", "10.1.0.1", nodePort, externalLocal)),         // changes both tables
-		batch(view("other", "10.96.0.10", "")), batch(), batch(view("none", "", "")), // changes only sets; the other two batches change no rules
+		batch(view("other", "10.96.0.10", "")), batch(), batch(view("none", "", "")), // the first batch of this line changes only sets; the other two change no rules
 	)
 	if err := verify(t, b); err != nil {
 		t.Errorf("Verify after own changes: %v", err)
@@ -1264,7 +1264,7 @@ func TestDriverRecoversFromFaults(t *testing.T) {
 			Backoff:        sink.Backoff{Initial: 10 * time.Millisecond, Max: 100 * time.Millisecond},
 			Observer: sink.Observer{
 				Synced: func(r sink.SyncResult) { results <- r },
-				Verified: func(time.Duration, error) { // the next comparison follows without a pause
+				Verified: func(time.Duration, error) { // ends the pause, so that the next Verify compares rules
 					b.mu.Lock()
 					defer b.mu.Unlock()
 					b.verifyAt = time.Time{}

@@ -38,18 +38,18 @@ type Options struct {
 	// legacy share. It is rounded down to full seconds. Default: 5 s.
 	LockWait time.Duration
 
-	// MasqueradeMark is a bit of the packet mark. It marks a packet whose connection is to
-	// be masqueraded, until the hook postrouting clears it. It must be exactly one bit. It
-	// must not be 0x4000, which kube-proxy uses, or a bit that affects routing. Instances
-	// may share it. Default: 0x2000.
+	// MasqueradeMark is a bit of the packet mark. The backend sets it in packets whose
+	// connections are to be masqueraded, and clears it in the hook postrouting. It must be
+	// exactly one bit. It must not be 0x4000, which kube-proxy uses, or a bit that affects
+	// routing. Instances may share it. Default: 0x2000.
 	MasqueradeMark uint32
 
 	// MasqueradeAll masquerades all connections to cluster IPs.
 	MasqueradeAll bool
 	// MasqueradeOutsiders masquerades connections to cluster IPs from outside the pod
 	// network. It requires at least one of ClusterCIDRs, NodePodCIDRs and PodInterfaces,
-	// which define the pod network. If they define no pods of a family, nothing is
-	// masqueraded in that family.
+	// which define the pod network. If these options define no pods of an IP family, nothing
+	// is masqueraded in that family.
 	MasqueradeOutsiders bool
 
 	// ClusterCIDRs contain the addresses of all pods of the cluster. The backend treats
@@ -61,23 +61,24 @@ type Options struct {
 	NodePodCIDRs bool
 	// PodInterfaces are the interfaces of this node's pods, such as "cni0". A name that ends
 	// in "*" is a prefix of names, such as "veth*". Traffic from these interfaces counts as
-	// traffic of this node's pods. If neither CIDRs nor PodInterfaces define pods, only the
-	// node's own traffic to external frontends with policy Local may reach endpoints on all
-	// nodes.
+	// traffic of this node's pods. If ClusterCIDRs, NodePodCIDRs and PodInterfaces define no
+	// pods, only the node's own traffic to external frontends with policy Local may reach
+	// endpoints on all nodes.
 	PodInterfaces []string
 
-	// NodeAddresses has the addresses of node ports. The backend ignores loopback addresses.
-	// Default: the primary addresses of the node, see package nodeaddr.
+	// NodeAddresses is the source of the addresses on which node ports are open. The backend
+	// ignores loopback addresses. Default: the primary addresses of the node, see package
+	// nodeaddr.
 	NodeAddresses nodeaddr.Source
 
 	// AcceptUnknownPorts makes the backend ignore packets to unknown ports of cluster IPs,
 	// so that they follow the routing table. Default: the backend rejects these packets.
 	AcceptUnknownPorts bool
 
-	// Conntrack is a sink that receives each change after the kernel has it. It deletes the
-	// connection-tracking entries of removed endpoints. The backend starts and stops it. If
-	// its Sync fails, a new pass delivers everything again. Default: a reconciler of package
-	// conntrack.
+	// Conntrack is a sink that deletes the connection-tracking entries of removed endpoints.
+	// It receives each change after the kernel has the new rules. The backend starts and
+	// stops this sink. If a Sync of this sink fails, a new pass delivers everything again.
+	// Default: a reconciler of package conntrack.
 	Conntrack sink.Sink
 
 	// Observer has the functions that receive events for metrics. Default: none.
@@ -110,10 +111,10 @@ const (
 
 var flavourNames = [...]string{DetectFlavour: "detect", NFT: "nft", Legacy: "legacy"}
 
-// String returns detect, nft or legacy.
+// String returns "detect", "nft" or "legacy".
 func (f Flavour) String() string { return flavourNames[f] }
 
-// ParseFlavour parses the result of String.
+// ParseFlavour returns the flavour with the name "detect", "nft" or "legacy".
 func ParseFlavour(s string) (Flavour, error) {
 	for f, name := range flavourNames {
 		if s == name {

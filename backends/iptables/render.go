@@ -23,9 +23,9 @@ import (
 // chainID identifies a chain of one family.
 type chainID struct{ table, name string }
 
-// tables has the tables in the order in which they are written. If a frontend loses its
-// last endpoint, table filter rejects its packets before table nat stops translating
-// them.
+// tables has the tables in the order in which they are written. Table filter is first: if
+// a frontend loses its last endpoint, table filter must reject the frontend's packets
+// before table nat stops translating them.
 var tables = [...]string{filter, nat}
 
 const filter, nat = "filter", "nat"
@@ -59,8 +59,9 @@ type rendered struct {
 	// chains has the rules of the chains that only this service uses. A rule is a line,
 	// without "-A" and the name of its chain, exactly as iptables-save prints it.
 	chains map[chainID]string
-	// entries are rules of dispatch chains. The value is the rest of the rule. An empty
-	// value adds no rule, but takes the match away from other services.
+	// entries are rules of dispatch chains. The key has the match of a rule, and the value
+	// has the rest of the rule. An empty value adds no rule, but takes the match away from
+	// other services.
 	entries map[entryID]string
 	// elements are the elements of sets that the service needs.
 	elements map[element]bool
@@ -172,7 +173,8 @@ func match(k *nodeview.FrontendKey) string {
 // fromHere matches packets that this node sends.
 const fromHere = "-m addrtype --src-type LOCAL "
 
-// podMatches returns matches of packets of this node's pods. Each ends with a blank.
+// podMatches returns matches of packets of this node's pods. A match that is not empty
+// ends with a space.
 func (r *renderer) podMatches() (matches []string) {
 	for _, cidr := range r.env.pods {
 		switch {
@@ -231,9 +233,10 @@ func (r *renderer) skeleton() *rendered {
 	return out
 }
 
-// outsiders returns the rules that mark all connections to cluster IPs, or those from
-// outside the pod network. In the second case, the result is empty for a family whose
-// pods the options do not define.
+// outsiders returns the rules that mark packets to cluster IPs. With MasqueradeAll, they
+// mark all these packets, and with MasqueradeOutsiders, those from outside the pod
+// network. If the options define no pods of the family, MasqueradeOutsiders adds no
+// rules.
 func (r *renderer) outsiders() (rules []string) {
 	switch {
 	case r.opts.MasqueradeAll:
@@ -458,8 +461,8 @@ func (s *serviceRenderer) list(f *nodeview.Frontend, t *nodeview.Traffic) string
 }
 
 // The method endpoint returns the target that sends packets of f to the endpoint e. If a
-// rule with this target must match the protocol, it also returns that match. The target
-// is a chain if session affinity or masquerading needs more rules.
+// rule with this target must match the protocol, the result protocol is that match. The
+// target is a chain if session affinity or masquerading needs more rules.
 func (s *serviceRenderer) endpoint(f *nodeview.Frontend, e *nodeview.Target) (target, protocol string) {
 	to := e.Addr.String()
 	if e.Port != 0 {
@@ -502,8 +505,8 @@ func oneIn(n int) string {
 }
 
 // Dispatch chains form a tree. The chain services selects one of 16 chains by the lowest
-// four bits of the destination address, and each of these selects one of 16 chains by the
-// next four bits. The chain nodePorts selects a chain by protocol and port.
+// four bits of the destination address. Each of these 16 chains selects one of 16 further
+// chains by the next four bits. The chain nodePorts selects a chain by protocol and port.
 
 // dispatchChain returns the name, without the prefix, of the chain that has the entry of a
 // frontend.
@@ -519,8 +522,8 @@ func dispatchChain(k *nodeview.FrontendKey) string {
 // portsPerChain is the number of node ports of a dispatch chain.
 const portsPerChain = 64
 
-// dispatchName matches the names of dispatch chains that have entries, without the
-// prefix.
+// dispatchName matches the names, without the prefix, of dispatch chains that have
+// entries.
 var dispatchName = regexp.MustCompile(`^(D[0-9A-F]{2}|N[TUS][0-9A-F]+)$`)
 
 // parent returns the name of the chain that leads to a dispatch chain. Both names are
@@ -588,7 +591,7 @@ func (r *renderer) dispatch(id chainID, entries []string, children []string) str
 	rules := entries
 	isFilterRoot := id == chainID{filter, r.name(services)}
 	if isFilterRoot {
-		// Skip translated packets: their endpoint may have the address and port of a frontend.
+		// Skip translated packets: their new destination may equal another frontend.
 		rules = append(rules, "-m conntrack --ctstate DNAT -j RETURN")
 	}
 	if isFilterRoot && r.withSets {

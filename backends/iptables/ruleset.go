@@ -37,7 +37,7 @@ type ruleset struct {
 	claims map[chainID]map[string]claim
 	// branches has the children of each dispatch chain.
 	branches map[chainID]map[string]bool
-	// users has the number of services that need each element.
+	// users has a reference count for each element: the number of services that need it.
 	users map[element]int
 	// undo has functions that restore the fields above if services fail. They are called in
 	// reverse order.
@@ -48,17 +48,18 @@ type ruleset struct {
 	// inSets are the elements of the sets in the kernel. The value is false if the kernel may
 	// lack the element, because a change has failed.
 	inSets map[element]bool
-	// These chains and elements may differ from those in the kernel.
+	// changedChains and changedElements may differ from the kernel's chains and elements.
 	changedChains   map[chainID]bool
 	changedElements map[element]bool
-	// jumpLines has lines for iptables-restore by table. They insert or delete the jumps in
-	// the kernel's own chains.
+	// jumpLines has, for each table, lines for iptables-restore. These lines insert or
+	// delete the jumps in the kernel's own chains.
 	jumpLines map[string][]string
 	// foreign has the rules of other programs that lead to chains of the instance, and that
 	// deleteForeign could not delete. The kernel keeps a chain while such a rule exists.
 	foreign []foreignRule
 	// The map held has the elements that existed when the pass began, by address. Until the
-	// call of prune, each of them has one additional user in the map users.
+	// call of prune, the map users counts one additional reference to each of these
+	// elements.
 	held map[string][]element
 	// The map delivered has the services that this pass has delivered until now. It is nil
 	// if holding is false.
@@ -73,8 +74,8 @@ type ruleset struct {
 	// chain.
 	holding bool
 	// inexact has the chains whose rules iptables-save prints in another form than this
-	// package. The value is the digest of the printed rules. In the kernel's own chains,
-	// only the jumps to the instance's chains matter.
+	// package writes them. The value is the digest of the printed rules. For one of the
+	// kernel's own chains, it is the digest of only the jump to the instance's chain.
 	inexact map[chainID]uint64
 	// edited is true if verify found edited rules and no pass has ended since.
 	edited bool
@@ -211,7 +212,7 @@ func (t *ruleset) begin(ctx context.Context) error {
 		}
 		t.changedChains[id] = true
 		if !dispatchName.MatchString(t.suffix(id)) {
-			continue // renderDispatch computes these rules from the child chains
+			continue // the chain has no entries, and renderDispatch computes its rules again
 		}
 		for rule := range strings.SplitSeq(rules, "\n") {
 			if match, rest := splitEntry(rule); rest != "" {
@@ -334,10 +335,10 @@ func (t *ruleset) render(changes iter.Seq[sink.Change], failed *sink.Failed) (li
 	return list
 }
 
-// takeElements makes a service a user of all held elements that have an address of the
-// service. Therefore prune keeps these elements if the service fails. Elements name no
-// service, only an address. A service that this pass has already programmed gets no held
-// elements.
+// takeElements adds the held elements with an address of a service to the service's old
+// record. Therefore prune keeps these elements if the service fails. Elements contain no
+// service name, only an address. If this pass has already programmed the service,
+// takeElements adds none.
 func (t *ruleset) takeElements(key types.NamespacedName, view *api.ServiceEndpoints) {
 	if t.holding {
 		t.delivered[key] = true
@@ -398,7 +399,8 @@ func (t *ruleset) apply(ctx context.Context, list []service, failed *sink.Failed
 		return nil
 	}
 	if refuses(err, matchRecent) {
-		// The kernel or iptables lacks session affinity, so all services that need it fail.
+		// The kernel or iptables lacks the match for session affinity, so all services with
+		// session affinity fail.
 		var others []service
 		for _, s := range list {
 			if s.hasAffinity() {
@@ -485,7 +487,8 @@ func (t *ruleset) hasForeign(id chainID) bool {
 	return slices.ContainsFunc(t.foreign, func(r foreignRule) bool { return r.target() == id })
 }
 
-// setChain sets the rules of a chain. If keep is false, the chain is not needed.
+// setChain sets the rules of a chain. If keep is false, it removes the chain unless a
+// rule of t.foreign leads to the chain.
 func (t *ruleset) setChain(id chainID, rules string, keep bool) {
 	keep = keep || t.hasForeign(id)
 	last, had := t.chains[id]
@@ -500,7 +503,7 @@ func (t *ruleset) setChain(id chainID, rules string, keep bool) {
 	t.changedChains[id] = true
 }
 
-// The method use adds n to the number of users of an element.
+// The method use adds n to the reference count of an element.
 func (t *ruleset) use(e element, n int) {
 	t.undo = append(t.undo, func() { t.addUsers(e, -n) })
 	t.addUsers(e, n)
@@ -655,7 +658,7 @@ func (t *ruleset) writeChains(ctx context.Context) error {
 // restoreInput returns the input for iptables-restore that writes these chains. It is
 // empty if there is nothing to write.
 func (t *ruleset) restoreInput(write []chainID) string {
-	// In flavour nft, iptables-restore 1.8.9 keeps a sorted list of all chains. It is
+	// In flavour nft, iptables-restore 1.8.9 inserts each chain into a sorted list. This is
 	// fastest if each new chain belongs at the beginning of the list.
 	slices.SortFunc(write, func(a, b chainID) int { return strings.Compare(b.name, a.name) })
 	var b strings.Builder
@@ -725,7 +728,7 @@ func (t *ruleset) prune(ctx context.Context, failing map[types.NamespacedName]bo
 	}
 	for key := range failing {
 		if !t.delivered[key] {
-			clear(t.held) // the elements keep their additional user until the next pass
+			clear(t.held) // so the loop below keeps the reference counts of these elements one too high
 		}
 	}
 	for _, list := range t.held {
@@ -807,7 +810,7 @@ func (t *ruleset) verifyRules(ctx context.Context) error {
 	for id, rules := range want {
 		text, exists := is[id]
 		switch {
-		case t.changedChains[id]: // a Sync failed, so the kernel need not have these rules
+		case t.changedChains[id]: // a Sync failed, so the kernel may have other rules
 		case !exists:
 			return differs("%s was deleted", t.describe(id))
 		case text == rules:
@@ -951,7 +954,7 @@ func (s *saved) parse(text, table string, isOwn func(string) bool) {
 	}
 }
 
-// foreignRule is a rule of a foreign chain that leads to a chain of the instance.
+// foreignRule is a rule that leads from another chain to a chain of the instance.
 type foreignRule struct {
 	chain chainID
 	rule  string
@@ -963,8 +966,8 @@ func (r foreignRule) target() chainID {
 }
 
 // foreign returns the rules that lead to chains of the instance in addition to the given
-// jumps. foreign deletes from the map jumps those jumps that the kernel has. A rule also
-// counts as the jump of its chain if inexact has the digest of the rule.
+// jumps. It deletes from the map jumps the jumps that the kernel has. A rule also counts
+// as the jump of its chain if inexact has the digest of the rule.
 func (s *saved) foreign(jumps map[chainID]string, inexact map[chainID]uint64) (list []foreignRule) {
 	for id, rules := range s.jumps {
 		for rule := range strings.SplitSeq(rules, "\n") {

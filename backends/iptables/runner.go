@@ -100,8 +100,9 @@ func (r *runner) save(ctx context.Context, table string) (string, error) {
 	return text, err
 }
 
-// isIncompatible reports whether the output of iptables-save has a message in place of the
-// rules, because only the program nft understands these rules. The exit code is 0 then.
+// isIncompatible reports whether the output of iptables-save has a message in place of
+// the rules, because only the program nft understands these rules. In this case, the exit
+// code of iptables-save is 0.
 func isIncompatible(text string) bool {
 	for line := range strings.Lines(text) {
 		if strings.HasPrefix(line, "# Table ") && strings.Contains(line, "is incompatible, use 'nft' tool") {
@@ -139,8 +140,9 @@ func (r *runner) createSets(ctx context.Context, sets map[string]string) error {
 }
 
 // replaceSets is like createSets, but replaces the sets that have other properties. It
-// swaps sets, because the kernel does not delete a set in use. The new sets have the
-// elements of the old ones, unless the kernel refuses these elements.
+// creates a new set and swaps it with the old one, because the kernel does not delete a
+// set in use. The new sets have the elements of the old ones, unless the kernel refuses
+// these elements.
 func (r *runner) replaceSets(ctx context.Context, sets map[string]string) error {
 	var d difference
 	if err := r.createSets(ctx, sets); !errors.As(err, &d) {
@@ -160,7 +162,7 @@ func (r *runner) replaceSets(ctx context.Context, sets map[string]string) error 
 			fmt.Fprintf(&copied, "add %s %s\n", other, e)
 		}
 		for _, lines := range []string{copied.String(), ""} {
-			r.command(ctx, "", r.ipset, "destroy", other) // a failure or an earlier process may have left this set
+			r.command(ctx, "", r.ipset, "destroy", other) // a failed attempt or an earlier process may have left this set
 			input := r.createLine(other, setType) + lines + fmt.Sprintf("swap %s %s\n", name, other)
 			if _, err = r.command(ctx, input, r.ipset, "restore"); err == nil {
 				break
@@ -253,7 +255,7 @@ func (e *programError) locked() bool {
 	return e.code == 4 && strings.Contains(e.message, "xtables lock")
 }
 
-// isGeneral reports whether err certainly has a cause that affects all services.
+// isGeneral reports whether the cause of err certainly is not in the rules of a service.
 func isGeneral(err error) bool {
 	var failed *programError
 	return !errors.As(err, &failed) || failed.locked()
@@ -321,7 +323,7 @@ func detectFlavour(ctx context.Context, opts *Options) (Flavour, error) {
 				if ctx.Err() != nil {
 					return 0, err
 				}
-				continue // the kernel may lack the flavour or the family
+				continue // the kernel may lack this flavour or IP family, so count no rules
 			}
 			if hints.MatchString(text) {
 				return flavour, nil

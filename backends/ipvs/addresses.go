@@ -19,9 +19,10 @@ import (
 // adds a route of type local on the instance's interface to the kernel's table of local
 // addresses.
 //
-// Such routes have advantages over addresses on the interface. Other programs do not take
-// them for addresses of the node, and the kernel finds them in a tree instead of a list.
-// Another program may add the same address without a conflict.
+// Such routes have advantages over addresses on the interface. Other programs do not
+// mistake the addresses of services for addresses of the node. The kernel finds a route
+// in a tree, but an address on the interface in a list. Another program may add the same
+// address without a conflict.
 type localAddresses struct {
 	// name is the name of the interface, and owner is its alias.
 	name, owner string
@@ -100,10 +101,10 @@ func (l *localAddresses) lost() bool {
 // errForeignInterface is the error of find if the interface belongs to another program.
 var errForeignInterface = errors.New("choose another name, or delete it if no other program uses it")
 
-// find returns the interface, or nil if it does not exist. It looks for the alias,
-// because the option Interface may have had another value when the interface was created.
-// If a crash interrupted the creation, the interface has no alias and is down, and find
-// looks for the name.
+// find returns the instance's interface, or nil if it does not exist. It identifies the
+// interface by the alias, because the option Interface may have had another value when
+// the interface was created. If a crash interrupted the creation, the interface has no
+// alias and is down. Then find identifies it by the name.
 func (l *localAddresses) find() (netlink.Link, error) {
 	links, err := l.handle.LinkList()
 	if err != nil {
@@ -167,7 +168,7 @@ func (l *localAddresses) remove(addr netip.Addr) error {
 	return nil
 }
 
-// list returns the addresses that have routes.
+// list returns the addresses for which the instance's interface has routes.
 func (l *localAddresses) list() (map[netip.Addr]bool, error) {
 	all := map[netip.Addr]bool{}
 	for _, family := range []int{netlink.FAMILY_V4, netlink.FAMILY_V6} {

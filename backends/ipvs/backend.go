@@ -120,7 +120,7 @@ func (b *Backend) program(ctx context.Context, c *sink.Changes) error {
 	switch {
 	case c.First:
 		d.known = false
-		d.conn.close() // if ip_vs was loaded again, its netlink family has another number
+		d.conn.close() // so that open reads the family's number again, which a reload of ip_vs changes
 		if err := d.conn.open(); err != nil {
 			return err
 		}
@@ -155,8 +155,8 @@ func (b *Backend) addresses() planner {
 }
 
 // Verify implements [sink.Verifier]. It deletes removed endpoints whose connections have
-// ended. From time to time, it compares the kernel with the records, and repairs changes
-// by other programs.
+// ended. From time to time, it compares the kernel with the backend's records, and
+// repairs changes by other programs.
 func (b *Backend) Verify(ctx context.Context) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -184,7 +184,7 @@ func (b *Backend) Verify(ctx context.Context) error {
 }
 
 // findDrift searches for changes by other programs and repairs them. If only a new pass
-// can repair them, it marks the records as unknown.
+// can repair them, it sets known to false and returns [sink.ErrStartOver].
 func (b *Backend) findDrift(ctx context.Context, now time.Time) error {
 	d := b.dataplane
 	if err := d.checkTable(); err != nil || now.Before(b.compareAt) {
@@ -204,8 +204,8 @@ func (b *Backend) findDrift(ctx context.Context, now time.Time) error {
 	return err
 }
 
-// VerifyInterval implements [sink.Poller]. It returns one second. Most calls only count
-// the connections of removed endpoints.
+// VerifyInterval implements [sink.Poller]. It returns one second. Most calls of Verify
+// only count the connections of removed endpoints.
 func (b *Backend) VerifyInterval() time.Duration { return time.Second }
 
 // The kernel settings that the backend checks.

@@ -42,7 +42,7 @@ type server struct {
 // settings are the settings of a virtual server.
 type settings struct {
 	scheduler string
-	// persistence is how many seconds a client keeps its endpoint, or 0.
+	// persistence is the timeout of session affinity in seconds, or 0 without affinity.
 	persistence uint32
 	// flags are the flags of the virtual server, except those for persistence and for a
 	// property that the kernel sets itself.
@@ -50,7 +50,7 @@ type settings struct {
 }
 
 // owner returns the flags that identify an instance. The kernel has no names of virtual
-// servers, but it keeps flags that it does not use. Linux uses the lowest six bits.
+// servers, but it stores flags that it does not use. It uses only the lowest six bits.
 func owner(table string) uint32 {
 	h := fnv.New32a()
 	h.Write([]byte(table))
@@ -60,9 +60,9 @@ func owner(table string) uint32 {
 // ownerMask has the flags that contain the owner.
 const ownerMask = 0xffffff00
 
-// fallbackFlag returns a flag for the schedulers sh and mh, and 0 for others. With this
-// flag, they select another endpoint if the endpoint of a client gets no new connections.
-// Without the flag, they refuse these clients.
+// fallbackFlag returns a flag for the schedulers sh and mh, and 0 for others. If a
+// client's endpoint gets no new connections, these schedulers select another endpoint
+// with this flag, and refuse the client without it.
 func fallbackFlag(scheduler string) uint32 {
 	if scheduler == "sh" || scheduler == "mh" {
 		return flagScheduler1

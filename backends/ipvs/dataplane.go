@@ -21,9 +21,9 @@ import (
 
 // dataplane programs the kernel and records what it has programmed. Calls must not overlap.
 //
-// The records are what the kernel listed at the beginning of a pass, and the changes
-// since then. A change compares the plan of a service with these records. It reads a
-// virtual server from the kernel only if the records lack it or after an error.
+// Its records have what the kernel listed at the beginning of a pass, and the changes
+// since then. dataplane compares the plan of a changed service with these records. It
+// reads a virtual server from the kernel only after an error, or if the records lack it.
 type dataplane struct {
 	opts    *Options
 	planner planner
@@ -41,7 +41,7 @@ type dataplane struct {
 
 	// plans are the plans of the services that were delivered since the pass began. The
 	// fields refs and claims are computed from the plans: refs counts the uses of each
-	// element, and claims has the service of each frontend. Each frontend is in one plan.
+	// element, and claims has the service of each frontend. No frontend is in two plans.
 	plans  map[types.NamespacedName]*plan
 	refs   map[element]int
 	claims map[serverID]claim
@@ -49,8 +49,8 @@ type dataplane struct {
 	// virtual servers and local addresses.
 	unused map[element]bool
 	// earlier are elements that the table had when the pass began, by group. When a service
-	// is delivered, the elements of its groups become unused, except those that its plan
-	// needs.
+	// is delivered, the elements in the groups of its plan become unused, except those that
+	// the plan needs.
 	earlier map[element][]element
 	// leaving are virtual servers with destinations that get no new connections.
 	leaving map[serverID]bool
@@ -139,15 +139,15 @@ func (d *dataplane) follow(next planner) bool {
 		}
 	}
 	if slices.ContainsFunc(next.machineAddrs, p.isOtherNode) {
-		return false // plans omit this address
+		return false // plans may have omitted this address as that of another node
 	}
 	p.machineAddrs = next.machineAddrs
 	return true
 }
 
 // readServers returns the virtual servers of this instance. The kernel's listing may be
-// incomplete. The function omitForeign finds a missing virtual server if a service needs
-// it, and deleteServer finds it if it has an element in the table.
+// incomplete. The function omitForeign finds a missing virtual server that a service
+// needs. The function deleteServer finds one whose element is in the table.
 func (d *dataplane) readServers(ctx context.Context) (map[serverID]*server, error) {
 	servers, err := d.conn.list()
 	if err != nil {
@@ -182,15 +182,15 @@ func (id serverID) element() element {
 
 // sync programs the changes c. Its errors are those of Sync in [sink.Sink].
 //
-// Its steps interrupt no traffic. The instance makes an address local when the virtual
-// servers of the address exist and the table has its elements. At such addresses, sync
-// lets the table accept packets to a frontend only while the virtual server exists. While
-// it does not exist, the table refuses these packets, because they would reach programs
-// of the node. The table always refuses packets to other ports of the address. Other
+// Its steps interrupt no traffic. The instance makes an address local after the virtual
+// servers and the table's elements of this address exist. At such an address, the table
+// accepts packets to a frontend only while the frontend's virtual server exists.
+// Otherwise the table refuses these packets, because they would reach programs of the
+// node. The table always refuses packets to other ports of such an address. Other
 // frontends have addresses that belong to the machine, and the table does not refuse
-// other ports there. Therefore sync adds the elements of such a frontend before its
-// virtual server, and deletes the elements after the virtual server. In the opposite
-// order, IPVS would forward connections that source ranges exclude.
+// packets to other ports of these addresses. Therefore sync adds the elements of such a
+// frontend before its virtual server, and deletes the elements after the virtual server.
+// In the opposite order, IPVS would forward connections that source ranges exclude.
 func (d *dataplane) sync(c *sink.Changes) error {
 	var failed sink.Failed
 	plans := map[types.NamespacedName]*plan{}
@@ -312,7 +312,7 @@ func (d *dataplane) addElements(plans map[types.NamespacedName]*plan) error {
 	}
 	for group := range groups {
 		for _, e := range d.earlier[group] {
-			delta[e] += 0 // e becomes unused, unless the new plan needs it
+			delta[e] += 0 // adds the key e, so e becomes unused unless the new plan needs it
 		}
 	}
 	var remove, add []element
@@ -354,7 +354,7 @@ func (d *dataplane) awaitsServer(e element, delta map[element]int) bool {
 		madeLocal := d.elements[address] || delta[address] > 0
 		return madeLocal && d.servers[e.server()] == nil
 	case redirects:
-		return d.servers[e.target()] == nil // the table does not check redirected packets again
+		return d.servers[e.target()] == nil // the table would not refuse the redirected packets
 	default:
 		return false
 	}
@@ -407,8 +407,8 @@ func (d *dataplane) programServers(p *plan) error {
 	return errors.Join(errs...)
 }
 
-// acceptPackets adds the elements of plans whose virtual servers exist now, and removes
-// those whose virtual servers do not exist any more.
+// acceptPackets adds an element of a plan if the element's virtual server exists now, and
+// removes the element if its virtual server does not exist any more.
 func (d *dataplane) acceptPackets(plans map[types.NamespacedName]*plan) error {
 	var remove, add []element
 	for _, p := range plans {
@@ -435,7 +435,7 @@ func (d *dataplane) addAddresses(p *plan) error {
 			case err == nil:
 				d.routes[addr] = true
 			case d.local.lost():
-				err = errors.Join(err, d.changed("interface "+d.local.name)) // a pass repairs it
+				err = errors.Join(err, d.changed("interface "+d.local.name)) // a pass repairs the interface
 			}
 			errs = append(errs, err)
 		}
@@ -479,7 +479,7 @@ func (d *dataplane) tryServer(id serverID) error {
 			if s == nil {
 				return err
 			}
-			errs = append(errs, err) // the virtual server still needs its endpoints
+			errs = append(errs, err) // continue, because the virtual server still needs its endpoints
 		} else {
 			if s == nil {
 				s = &server{destinations: map[netip.AddrPort]destination{}}
@@ -595,8 +595,8 @@ func (d *dataplane) deleteUnused() error {
 	return errors.Join(errs...)
 }
 
-// deleteServer deletes a virtual server of this instance if it exists. The listing of the
-// pass may have omitted it.
+// deleteServer deletes a virtual server of this instance if it exists. If the pass's
+// listing has omitted it, deleteServer reads it from the kernel.
 func (d *dataplane) deleteServer(id serverID) error {
 	if d.servers[id] == nil {
 		if s, err := d.conn.read(id); err != nil || !d.owns(id, s) {

@@ -13,7 +13,8 @@ import (
 	"github.com/kpng-project/kpng/api"
 )
 
-// setKind is the purpose of a set of the table. Each kind has a set for each family.
+// setKind is the purpose of a set in the nftables table of the instance. For each kind,
+// the table has a set for IPv4 and a set for IPv6.
 type setKind uint8
 
 const (
@@ -78,7 +79,7 @@ func (s setID) exclusive() bool {
 	return s.kind == sources || s.kind == redirects || s.kind == healthChecks
 }
 
-// set returns the set for package nftables.
+// set returns the definition of the set with the ID s in the table t.
 func (s setID) set(t *nftables.Table) *nftables.Set {
 	addr := nftables.TypeIPAddr
 	if s.family == api.IPv6 {
@@ -124,7 +125,8 @@ func (e element) encode() nftables.SetElement {
 	return s
 }
 
-// Each part of a key takes a multiple of four octets.
+// A key consists of parts, such as an address and a port. Zeros pad a part to a multiple
+// of four octets.
 
 func addrKey(a netip.Addr) string { return string(a.AsSlice()) }
 

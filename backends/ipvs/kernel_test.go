@@ -378,7 +378,7 @@ func testIncompleteListing(t *testing.T) {
 	if err := n.deliver(&sink.Changes{First: true, NodeChanged: true}); err != nil {
 		t.Fatal(err)
 	}
-	delete(n.dataplane.servers, id("10.96.0.1:80", api.TCP)) // as if the listing had omitted it
+	delete(n.dataplane.servers, id("10.96.0.1:80", api.TCP)) // as if the listing had omitted this virtual server
 	if err := n.deliver(&sink.Changes{Last: true}, view([]string{"10.1.0.2"}, nil)); err != nil {
 		t.Fatal(err)
 	}
@@ -437,7 +437,7 @@ func testAddressOfNodePort(t *testing.T) {
 		t.Fatal(err)
 	}
 	at(other)
-	otherFails(n.deliver(&sink.Changes{}, web)) // the node port takes the virtual server away
+	otherFails(n.deliver(&sink.Changes{}, web)) // web's node port takes the virtual server from other
 	n.restart()
 	if err := n.deliver(&sink.Changes{First: true, NodeChanged: true}, other); err != nil {
 		t.Fatal(err)
@@ -692,7 +692,7 @@ func testMissingScheduler(t *testing.T) {
 }
 
 // testRefusedWithoutServer checks that connections to a port of a service never reach a
-// program of the node, also if the virtual server of the port cannot be created.
+// program of the node, even if the port's virtual server cannot be created.
 func testRefusedWithoutServer(t *testing.T) {
 	n := newNode(t)
 	n.ns.Add(t, "lo", "192.0.2.1/32")
@@ -818,7 +818,8 @@ func testGracefulRemoval(t *testing.T) {
 	const both = "10.96.0.1:80/TCP rr 0 10.1.0.1:8080=0 10.1.0.2:8080=1"
 	n.mustHave(both)
 
-	// After the backend has counted connections, it still finds changes by other programs.
+	// removeIdle reads a changed virtual server to count connections. The next comparison
+	// must find the changes anyway.
 	web := id("10.96.0.1:80", api.TCP)
 	if err := errors.Join(
 		n.dataplane.conn.set(web, false, settings{scheduler: "wlc"}),
@@ -840,7 +841,7 @@ func testGracefulRemoval(t *testing.T) {
 	if _, err := io.ReadFull(served, make([]byte, 1)); err != nil {
 		t.Fatalf("the connection to the removed endpoint has ended: %v", err)
 	}
-	// A reset connection leaves the kernel's table after 10 seconds.
+	// IPVS keeps a connection in its table for 10 seconds after a reset.
 	client.(*net.TCPConn).SetLinger(0)
 	client.Close()
 	const gone = "10.96.0.1:80/TCP rr 0 10.1.0.2:8080=1"
@@ -1026,7 +1027,7 @@ func testInterruptedComparison(t *testing.T) {
 	}
 	n.mustHave(want...)
 
-	// The table is checked although each Verify continues a comparison.
+	// Verify checks the table even while a comparison of virtual servers is incomplete.
 	n.compareAt = time.Time{}
 	if err := n.Verify(&limitedContext{t.Context(), 1}); !errors.Is(err, context.Canceled) {
 		t.Errorf("interrupted: error %v", err)
@@ -1037,7 +1038,7 @@ func testInterruptedComparison(t *testing.T) {
 	}
 	n.mustPass(views...)
 
-	// A comparison that fails begins again after a pause.
+	// After a failed comparison and a pause, a new comparison begins.
 	n.compareAt, n.searchAt = time.Time{}, time.Time{}
 	n.dataplane.conn.close()
 	const notOpen = 1 << 20
@@ -1048,8 +1049,8 @@ func testInterruptedComparison(t *testing.T) {
 	n.dataplane.conn.netNS = n.ns.FD
 }
 
-// testManyLeaving checks that one call counts the connections of a limited number of
-// virtual servers, and that a pause follows.
+// testManyLeaving checks that one call of removeIdle reads a limited number of virtual
+// servers, and that Verify calls removeIdle again only after a pause.
 func testManyLeaving(t *testing.T) {
 	n := newNode(t)
 	n.mustPass()

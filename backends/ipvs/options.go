@@ -20,14 +20,15 @@ import (
 
 // Options are a backend's settings. The zero value is useful.
 type Options struct {
-	// Instance distinguishes the backends of one node. Its table of nftables is
-	// "kpng-ipvs-<Instance>" of family inet. An instance has at most 64 letters, digits,
-	// "-", "_" and ".". Default: empty, for the table "kpng-ipvs".
+	// Instance distinguishes the backends of one node. The backend's nftables table is
+	// "kpng-ipvs-<Instance>" of family inet. The value of Instance has at most 64 letters,
+	// digits, "-", "_" and ".". Default: empty, for the table "kpng-ipvs".
 	Instance string
 	// Interface is the name of the instance's interface, of type dummy. Each instance needs
 	// its own interface. The backend creates the interface; Cleanup deletes it. The alias of
-	// the interface is the name of the table. If an interface has this alias already, the
-	// backend uses it under its present name. Default: "kpng-ipvs", or "kpng-<Instance>".
+	// the interface is the name of the table. If an interface with this alias exists, the
+	// backend uses that interface and does not rename it. Default: "kpng-ipvs", or
+	// "kpng-<Instance>".
 	Interface string
 
 	// Scheduler is the IPVS scheduler of services, such as rr, wrr, lc, wlc, sh or mh. All
@@ -46,8 +47,8 @@ type Options struct {
 	// MasqueradeAll masquerades all connections to cluster IPs.
 	MasqueradeAll bool
 	// MasqueradeOutsiders masquerades connections to cluster IPs from outside the pod
-	// network, which ClusterCIDRs and PodInterfaces define. If neither of them defines the
-	// pods of a family, nothing is masqueraded in that family.
+	// network, which ClusterCIDRs and PodInterfaces define. If these options define no pods
+	// of an IP family, nothing is masqueraded in that family.
 	MasqueradeOutsiders bool
 	// ClusterCIDRs contain the addresses of all pods of the cluster. The backend treats
 	// these pods as pods of this node. Therefore their traffic to external frontends of
@@ -58,8 +59,9 @@ type Options struct {
 	// node's pods.
 	PodInterfaces []string
 
-	// NodeAddresses has the addresses of node ports. The backend ignores loopback addresses.
-	// Default: the primary addresses of the node, see package nodeaddr.
+	// NodeAddresses is the source of the addresses on which node ports are open. The backend
+	// ignores loopback addresses. Default: the primary addresses of the node, see package
+	// nodeaddr.
 	NodeAddresses nodeaddr.Source
 	// NodeNetworks contain the addresses of the cluster's nodes. If an external or
 	// load-balancer IP of a service is the address of another node, the backend ignores this
@@ -71,20 +73,20 @@ type Options struct {
 	// HealthzPort is the port of the program's own health checks. Load balancers check
 	// services with externalTrafficPolicy Cluster at this port. The backend translates the
 	// destination of these checks from the load-balancer IP to the first address of
-	// NodeAddresses, unless the machine has the load-balancer IP. It does the same for
-	// checks of health-check node ports. Default: 0, which translates only checks of
-	// health-check node ports.
+	// NodeAddresses, unless the machine has the load-balancer IP. It also translates the
+	// destination of checks of health-check node ports. Default: 0, which translates only
+	// checks of health-check node ports.
 	HealthzPort uint16
-	// Conntrack is a sink that receives each change after the kernel has it. It deletes the
-	// connection-tracking entries of removed endpoints. The backend starts and stops it.
-	// Default: a reconciler of package conntrack.
+	// Conntrack is a sink that deletes the connection-tracking entries of removed endpoints.
+	// It receives each change after the backend has programmed it. The backend starts and
+	// stops this sink. Default: a reconciler of package conntrack.
 	Conntrack sink.Sink
 
 	// Sysctls selects what the backend does with wrong kernel settings. Default:
 	// ReportSysctls.
 	Sysctls SysctlMode
-	// StrictARP adds two kernel settings to those that Sysctls selects. With them, the node
-	// does not answer ARP requests for addresses of services.
+	// StrictARP adds two kernel settings to those to which Sysctls applies. With these two
+	// settings, the node does not answer ARP requests for addresses of services.
 	StrictARP bool
 
 	// NetNS is the file descriptor of the network namespace to program. It must stay open.

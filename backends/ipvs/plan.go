@@ -85,8 +85,9 @@ type wanted struct {
 	endpoints, existing []netip.AddrPort
 }
 
-// keeps reports whether a destination that gets no new connections keeps its existing
-// ones. TCP and SCTP connections always continue. UDP flows to a removed endpoint end.
+// keeps reports whether existing connections to a destination continue after the
+// destination stops getting new connections. TCP and SCTP connections always continue.
+// UDP flows to a removed endpoint end.
 func (w *wanted) keeps(at netip.AddrPort, p api.Protocol) bool {
 	return p != api.UDP || slices.Contains(w.existing, at)
 }
@@ -160,8 +161,8 @@ func endpointsOf(f *nodeview.Frontend) []netip.AddrPort {
 	return all
 }
 
-// existing returns all endpoints of the service for the frontend's port and family, also
-// those that are draining or that the frontend does not use.
+// existing returns all endpoints of the service for the frontend's port and family. They
+// include draining endpoints and endpoints that the frontend does not use.
 func existing(se *api.ServiceEndpoints, f *nodeview.Frontend) (all []netip.AddrPort) {
 	for _, list := range [...][]api.Endpoint{se.Endpoints, se.Draining} {
 		for i := range list {
@@ -222,9 +223,10 @@ func (p *planner) healthCheck(a netip.Addr, s *api.Service) []element {
 }
 
 // redirect returns the cluster IP and port to which this node's own traffic to f goes. A
-// redirect is needed if this node's traffic uses another list of endpoints than f,
-// because a virtual server has only one list. The cluster IP of the same service port has
-// that list, unless internalTrafficPolicy is Local too.
+// redirect is needed if this node's traffic to f uses another list of endpoints than
+// other traffic to f, because a virtual server has only one list. The cluster IP of the
+// same service port has the list for this node's traffic, unless internalTrafficPolicy is
+// Local too.
 func redirect(f *nodeview.Frontend, all []nodeview.Frontend) (to netip.AddrPort, ok bool) {
 	if f.Node.Verdict != nodeview.Forward || f.Node.List == f.Elsewhere.List {
 		return to, false
@@ -248,7 +250,7 @@ func last(prefix netip.Prefix) netip.Addr {
 	return a
 }
 
-// all yields the elements of a plan. A nil plan has none.
+// all yields the elements of a plan. A nil plan has no elements.
 func (p *plan) all() iter.Seq[element] {
 	return func(yield func(element) bool) {
 		if p == nil {

@@ -56,7 +56,7 @@ const (
 	socketBuffer = 32 << 20
 	// elementSize is more than the size of any element in a transaction.
 	elementSize = 256
-	// maxChunk limits the elements of a message. A message must be below 64 KiB.
+	// maxChunk limits the elements of a netlink message, which must be below 64 KiB.
 	maxChunk = 400
 )
 
@@ -114,21 +114,23 @@ func (t *table) chains() []chain {
 		services = append(services,
 			frontend(family).FollowedBy(in(frontends, family), nftrule.GoTo(fmt.Sprintf("frontend%d", family))[0]),
 			frontend(family).FollowedBy(translate(healthChecks, family)...))
-		// These addresses are local only because of this instance. Without these rules, packets
-		// to their other ports would reach programs on this node.
+		// The addresses in the set addresses are local only because of this instance. Without
+		// these rules, packets to other ports of these addresses would reach programs on this
+		// node.
 		for _, protocol := range []byte{unix.IPPROTO_TCP, unix.IPPROTO_UDP, unix.IPPROTO_SCTP} {
 			services = append(services, nftrule.NewKey(family).Destination().FollowedBy(in(addresses, family),
 				nftrule.LoadMeta(expr.MetaKeyL4PROTO), nftrule.Equal(protocol), nftrule.GoTo("refuse")[0]))
 		}
-		// Endpoints may have no route to the source of these connections. For IPv4, the kernel
-		// uses the destination as the source; for IPv6, it uses any address of the node.
+		// Masquerade this node's connections to these addresses, because endpoints may have no
+		// route to the source. For IPv4, the kernel uses the destination as the source; for
+		// IPv6, it uses any address of the node.
 		output = append(output, nftrule.NewKey(family).Destination().FollowedBy(in(addresses, family), nftrule.Jump("mark-all")[0]))
 		postrouting = append(postrouting, nftrule.NewKey(family).Source().Destination().ProtocolAndPort().FollowedBy(
 			in(hairpins, family), &expr.Masq{FullyRandom: true}))
 	}
 	add("services", services...)
-	// The kernel evaluates these chains again for the packet with which it refuses a
-	// connection.
+	// When the kernel refuses a connection, the chains below see the packet of the refusal.
+	// The rule refusal makes them ignore this packet.
 	const reply = 1
 	refusal := []expr.Any{&expr.Ct{Key: expr.CtKeyDIRECTION, Register: nftrule.Reg(0)}, nftrule.Equal(reply), &expr.Verdict{Kind: expr.VerdictReturn}}
 	hook("prerouting", nftables.ChainHookPrerouting, nftables.ChainPriorityNATDest, refusal, nftrule.Jump("services"))
@@ -257,11 +259,11 @@ func (t *table) exists() (bool, error) {
 }
 
 // create replaces the table by a new table with these elements. If the elements need
-// several transactions, those of the set frontends are last. Meanwhile the table may
-// refuse connections to addresses that the instance makes local, but does not accept
-// connections that it must refuse.
+// several transactions, those of the set frontends are last. Between the transactions,
+// the table may refuse connections to addresses that the instance makes local, but does
+// not accept connections that it must refuse.
 func (t *table) create(elements map[element]bool) error {
-	t.nft.AddTable(t.table()) // because the deletion of a missing table fails
+	t.nft.AddTable(t.table()) // because DelTable fails if the table is missing
 	t.nft.DelTable(t.table())
 	t.nft.AddTable(t.table())
 	for _, id := range allSets() {

@@ -211,10 +211,10 @@ func TestRefusedElementsDoNotStopOtherServices(t *testing.T) {
 }
 
 // TestOrderOfElementsAndServers checks the table while the virtual server of a cluster IP
-// does not exist: it must not accept packets to that IP or redirect other packets to it.
-// An address of the machine is reachable without elements. Therefore the table must check
-// packets to that address before the virtual server is created, and until the virtual
-// server is deleted.
+// does not exist: the table must neither accept packets to that IP nor redirect packets
+// to it. Packets reach IPVS at an address of the machine even without elements. Therefore
+// the table must check packets to such an address before the virtual server is created,
+// and until the virtual server is deleted.
 func TestOrderOfElementsAndServers(t *testing.T) {
 	const notOpen = 1 << 20
 	d := newDataplane(&Options{Scheduler: "rr", NetNS: notOpen}) // deletions of virtual servers fail

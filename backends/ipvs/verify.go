@@ -18,9 +18,9 @@ import (
 )
 
 const (
-	// minPause is the shortest time between two comparisons with the kernel. A pause follows
-	// each comparison and each count of connections. The pause is at least pauseFactor times
-	// as long as this work, so that comparisons and counts use at most 2 % of a CPU each.
+	// minPause is the shortest time between two comparisons with the kernel. After a
+	// comparison or a call of removeIdle, there is a pause of at least pauseFactor times its
+	// duration. Therefore comparisons use at most 2 % of a CPU, and removeIdle, too.
 	minPause    = 10 * time.Second
 	pauseFactor = 50
 )
@@ -29,8 +29,8 @@ const (
 const maxIdleReads = 1000
 
 // removeIdle deletes the destinations that get no new connections and have no connections
-// any more. It uses only the connection counts that it reads, so that compare still finds
-// changes by other programs.
+// any more. From a virtual server that it reads, it uses only the connection counts, so
+// that compare still finds changes by other programs.
 func (d *dataplane) removeIdle(ctx context.Context) error {
 	var errs []error
 	reads := 0
@@ -83,10 +83,10 @@ func (d *dataplane) checkTable() error {
 	return err
 }
 
-// compare compares the kernel with the records. It repairs virtual servers. If another
-// program has changed the table or the routes, or if a repair fails, it requests a new
-// pass. If ctx ends, the next call continues. When d.unchecked is empty, the comparison is
-// complete or has failed.
+// compare compares the kernel with the records, and repairs virtual servers. If another
+// program has changed the table or the routes, or if a repair fails, compare requests a
+// new pass. If ctx ends, the next call continues the comparison. When d.unchecked is
+// empty, the comparison is complete or has failed.
 func (d *dataplane) compare(ctx context.Context) error {
 	if len(d.unchecked) == 0 {
 		if err := d.compareTable(); err != nil {

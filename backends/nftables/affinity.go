@@ -20,10 +20,10 @@ import (
 // A service with session affinity has chains of its own. A shared chain would have to
 // find a client's endpoint and check that the endpoint is still in use, but nft 1.0.6 has
 // no syntax for that. For each endpoint, there is a chain with the rule that translates
-// connections, and a set of the endpoint's clients. The kernel fills and empties this
-// set. For each list of endpoints, there is a chain that looks for the client in the sets
-// of the endpoints. If no set has the client, the chain selects an endpoint at random. So
-// the cost of a connection to such a service grows with the number of endpoints.
+// connections, and a set of the endpoint's clients. The kernel adds clients and removes
+// them after a timeout. For each list of endpoints, there is a chain that looks for the
+// client in the endpoints' sets. If no set has the client, the chain selects an endpoint
+// at random. So the cost of a connection grows with the number of endpoints.
 
 // object is a chain or a set of a single service.
 type object struct {
@@ -74,8 +74,8 @@ func planAffinity(se *api.ServiceEndpoints, f *nodeview.Frontend, listName strin
 }
 
 // dnat returns the rule that translates connections to one endpoint. All packets in the
-// chain have the same protocol. The rule matches the protocol nevertheless, because nft
-// requires this in a rule with a port.
+// endpoint's chain have the same protocol. The rule matches the protocol nevertheless,
+// because nft requires this in a rule with a port.
 func dnat(f *nodeview.Frontend, t *nodeview.Target) []expr.Any {
 	rule := nftrule.MatchFamily(f.Family)
 	port := 0
@@ -100,9 +100,9 @@ type objectOp struct {
 	old, new *object
 }
 
-// makeObjects adds messages that create or change objects. They must precede the elements
-// that refer to the objects. The objects are sorted by name: sets of clients, then chains
-// of endpoints, then chains of lists. So each object refers only to earlier objects.
+// makeObjects adds messages that create or change objects. Elements that refer to the
+// objects must follow. The objects are sorted by name: sets of clients, then chains of
+// endpoints, then chains of lists. So each object refers only to earlier objects.
 func (w *wire) makeObjects(ops []objectOp) {
 	for _, o := range ops {
 		switch {

@@ -39,8 +39,8 @@ func (t *table) apply(ctx context.Context, parts []part, failed *sink.Failed) er
 	return nil
 }
 
-// applyTogether writes parts in one transaction. If the kernel refuses it, applyTogether
-// tries each half, and so on until it has found the parts that fail.
+// applyTogether writes parts in one transaction. If the kernel refuses the transaction,
+// applyTogether tries each half, and so on until it has found the parts that fail.
 func (t *table) applyTogether(ctx context.Context, parts []part, failed *sink.Failed) error {
 	if err := context.Cause(ctx); err != nil {
 		fail(parts, err, failed)

@@ -21,7 +21,7 @@ import (
 // Backend is a sink that programs nftables. See the package comment.
 //
 // Backend passes changes to package conntrack. It ensures that calls of a driver and
-// updates of the node's addresses do not overlap. Its table does all other work.
+// updates of the node's addresses do not overlap. The field table does all other work.
 type Backend struct {
 	opts  Options
 	tasks kernelnode.Tasks
@@ -104,7 +104,7 @@ func retryTransient(ctx context.Context, message string, f func() error) error {
 
 // startTasks starts connection tracking and the backend's goroutines. The argument
 // foreignCommits is the number that conn.foreignCommits returned before Start loaded the
-// skeleton. It is negative if Start did not load the skeleton.
+// skeleton. A negative argument means that Start did not load the skeleton.
 func (b *Backend) startTasks(ctx context.Context, foreignCommits int64) error {
 	if err := b.tasks.Start(ctx, b.opts.NodeAddresses, b.opts.Conntrack, b.opts.NetNS); err != nil {
 		return err

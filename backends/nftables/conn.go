@@ -77,8 +77,8 @@ func (c *conn) dump(ctx context.Context, m mapID, f func(e element, foreign []by
 	return nil
 }
 
-// getElement reads the element with this ID from the kernel, and returns false if there
-// is none.
+// getElement reads the element with this ID from the kernel. If the kernel does not have
+// this element, ok is false.
 func (c *conn) getElement(ctx context.Context, id elementID) (e element, ok bool, err error) {
 	err = c.query(ctx, unix.NFT_MSG_GETSETELEM, 0, func(w *wire) {
 		w.String(unix.NFTA_SET_ELEM_LIST_SET, id.m.name())
@@ -134,7 +134,7 @@ func (c *conn) inspect(ctx context.Context, name string) (*listing, error) {
 	for name, h := range l.hooks {
 		l.chains[name] = digestOf(c.seed, h, nil)
 	}
-	if err == nil { // the kernel lists the rules of a chain in the order that addRule needs
+	if err == nil { // addRule needs the rules of a chain in order, and the kernel lists them in order
 		err = c.list(ctx, unix.NFT_MSG_GETRULE, noAttributes, func(attributes []byte) {
 			chain := netfilter.String(netfilter.Attribute(attributes, unix.NFTA_RULE_CHAIN))
 			d := l.chains[chain]
@@ -148,7 +148,7 @@ func (c *conn) inspect(ctx context.Context, name string) (*listing, error) {
 	return l, nil
 }
 
-// quietListings limits the consecutive interrupted listings that show no new chain.
+// After quietListings interrupted listings without a new chain, listChains returns.
 const quietListings = 3
 
 // listChains returns the hooks of the table's chains.

@@ -68,9 +68,9 @@ func (b *Backend) Dataplane(ctx context.Context, addr netip.Addr, protocol api.P
 }
 
 // elementsOf returns the elements that the kernel has for f, in the order in which the
-// rules look them up. It looks up at least minSlots slots, even if some of them are
-// missing. If isNodePort is true but the address of f has no node ports, a line reports
-// this.
+// rules look them up. It looks up at least minSlots slots, even if the kernel lacks some
+// of these slots. If isNodePort is true but the address of f has no node ports, a line
+// reports this.
 func (c *conn) elementsOf(ctx context.Context, f *nodeview.Frontend, minSlots int, isNodePort bool) (lines []string, err error) {
 	// addLine adds a line for an element if the kernel has it. After an error, addLine does
 	// nothing.

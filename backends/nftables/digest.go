@@ -67,7 +67,7 @@ func appendCanonical(b []byte, of string, data []byte) []byte {
 		if inner, ok := nestedAttributes[of][number]; ok {
 			v = appendCanonical(nil, inner, v)
 		} else if of == "nat" && number == unix.NFTA_NAT_FLAGS {
-			// Newer kernels set two flags here, which the normal form omits.
+			// Newer kernels set two additional NAT flags. The normal form omits them.
 			v = binary.BigEndian.AppendUint32(nil, netfilter.Uint32(v)&^3)
 		}
 		if isZero := !slices.ContainsFunc(v, func(c byte) bool { return c != 0 }); !isZero {

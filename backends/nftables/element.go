@@ -40,7 +40,7 @@ func (id *elementID) frontendID() elementID {
 type value struct {
 	data [20]byte
 	// chain is the name of the verdict's target chain, or dropVerdict. In maps of frontends,
-	// it is the name of the shared chain whose number is in data.
+	// it is the name of the shared chain whose number is in the field data.
 	chain string
 	// comment has the name of a frontend's service port, for people who read the table.
 	comment string

@@ -251,8 +251,8 @@ func TestKernelFaults(t *testing.T) {
 	lost := fmt.Errorf("%w: %w", netfilter.ErrUnknownOutcome, unix.ENOBUFS)
 	some := errors.New("some services fail")
 	for name, test := range map[string]struct {
-		// faults are the results of successive requests. Nil means success. All further
-		// requests have the last of these results.
+		// faults are the results of successive requests. A nil element means success. All
+		// further requests have the last of these results.
 		faults []error
 		// If done is true, the transaction takes effect although its result is an error.
 		done bool
@@ -448,7 +448,8 @@ func TestAPassDoesNotChangeFailedServices(t *testing.T) {
 
 // TestPassesBecauseOfLeftovers checks how often Verify requests a new pass while a
 // service fails in every pass. If the pass kept old elements for the service, Verify
-// requests passes with backoff. Otherwise it requests none.
+// requests passes with backoff. If the pass kept no old elements, Verify requests no
+// pass.
 func TestPassesBecauseOfLeftovers(t *testing.T) {
 	for name, test := range map[string]struct {
 		old  []sink.Change

@@ -200,7 +200,7 @@ func TestDriftIsFoundAndRepaired(t *testing.T) {
 }
 
 // lines returns the lines of s, sorted. nft lists elements in any order, and chains in
-// the order of their creation. So its outputs for two equal tables can differ.
+// the order of their creation. So the outputs of nft for two equal tables can differ.
 func lines(s string) []string {
 	list := strings.FieldsFunc(s, func(r rune) bool { return r == '\n' || r == ',' || r == '{' || r == '}' })
 	for i := range list {

@@ -22,8 +22,8 @@ func (l *listing) active() bool {
 	return false
 }
 
-// fits reports whether this version can keep the table with its elements. Each map must
-// be in allMaps and have the layout that this version uses.
+// fits reports whether this version of the package can keep the table with its elements.
+// Each map must be in allMaps and have the layout that this version uses.
 func (l *listing) fits() bool {
 	for name, s := range l.sets {
 		if isOwn(name) {
@@ -81,8 +81,8 @@ func (t *table) loadSkeleton(ctx context.Context) (foreignCommits int64, err err
 	return foreignCommits, t.load(ctx, tables[now], chains, func(*wire) {})
 }
 
-// replaceTable activates the new table, which the pass has filled, and deletes the old
-// table in the same transaction. It does nothing if there is only one table.
+// replaceTable activates the new table after a pass has filled it. The same transaction
+// deletes the old table. It does nothing if there is only one table.
 func (t *table) replaceTable(ctx context.Context) error {
 	if t.replaced == "" {
 		return nil
@@ -147,7 +147,7 @@ func (w *wire) changeChains(present *listing, chains []chain) {
 	}
 	for _, c := range chains {
 		h, ok := present.hooks[c.name]
-		if ok && h != c.hook { // the kernel cannot change a hook in place
+		if ok && h != c.hook { // the kernel cannot change a hook, so replace the chain
 			w.deleteChain(c.name)
 		}
 		if !ok || h != c.hook {

@@ -36,8 +36,8 @@ const (
 	// key has the address of the endpoint twice. Protocol and port follow, except for
 	// all-ports services.
 	kindHairpins
-	// kindClusterIPs is the set of cluster IPs. Packets to a cluster IP are rejected if no
-	// service has the port.
+	// kindClusterIPs is the set of cluster IPs. Packets to a cluster IP are rejected if its
+	// service does not have the destination port.
 	kindClusterIPs
 	// kindNodePortAddresses is the set of node addresses that have node ports.
 	kindNodePortAddresses
@@ -53,7 +53,7 @@ type match uint8
 const (
 	// matchService means address, protocol and port.
 	matchService match = iota
-	// matchNodePort means protocol and port, at all addresses in kindNodePortAddresses.
+	// matchNodePort means protocol and port, at addresses in the set kindNodePortAddresses.
 	matchNodePort
 	// matchAddress means an address with all its ports (api.Service.AllPorts).
 	matchAddress
@@ -73,8 +73,8 @@ type mapID struct {
 	family api.Family
 }
 
-// allMaps returns every map and set of the table. A pass removes stale elements in this
-// order, so it removes frontends before their endpoints and chains.
+// allMaps returns every map and set of the table. A pass removes stale elements in the
+// order of the result, so it removes frontends before their endpoints and chains.
 func allMaps() []mapID {
 	var all []mapID
 	for kind := range kindNodeSharedChains + 1 {

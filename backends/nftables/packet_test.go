@@ -272,7 +272,8 @@ func TestOutsidersNeedACIDROfTheirFamily(t *testing.T) {
 }
 
 // TestAMissingSlotDropsPackets checks that the backend drops a packet whose slot has no
-// endpoint. A concurrent transaction can empty a slot.
+// endpoint. A concurrent transaction can remove the endpoint after the packet's slot was
+// selected.
 func TestAMissingSlotDropsPackets(t *testing.T) {
 	w := newPacketWorld(t)
 	b := startIn(t, w.node, Options{NodeAddresses: nodeaddr.Of()})

@@ -148,7 +148,7 @@ func (ps *pass) claimOld(p *patch, id *elementID) {
 }
 
 // recordSync records the result of a Sync. It removes the objects of programmed services
-// from staleObjects. It marks the claimed elements of failed services as givenBack.
+// from staleObjects. It sets givenBack for the claimed elements of failed services.
 func (ps *pass) recordSync(p *patch, failed sink.Failed) {
 	hasFailed := func(part int) bool {
 		_, is := failed[p.services[p.root(part)][0]]
@@ -212,11 +212,11 @@ func (t *table) prune(ctx context.Context, ps *pass, failed bool) error {
 		limit := givenBack
 		switch {
 		case m.kind >= kindNodePortAddresses:
-			continue // services have no elements in these maps
+			continue // the elements of these maps belong to no service
 		case failed:
 			limit = unclaimed
 		case m.shared():
-			limit = claimed // all elements; state.wanted says which of them to keep
+			limit = claimed // so the loop gets all elements, and state.wanted selects those to keep
 		}
 		for e := range ps.snapshots[m].upTo(limit) {
 			o := op{elementID: e.elementID, hasOld: true, old: e.value}
@@ -283,7 +283,7 @@ func (t *table) tidyChains(ctx context.Context) error {
 		if _, ok := t.state.rules[name]; ok {
 			continue
 		}
-		if isOwn(name) { // this chain belongs to a failed service
+		if isOwn(name) { // endPass keeps such a chain only for a failed service
 			t.state.rules[name] = is
 		} else {
 			others = append(others, name)

@@ -17,7 +17,7 @@ import (
 // arguments.
 type planner struct {
 	// nodeAddrs are the node's addresses, which planSources needs. admitsNode is true if
-	// some service has source ranges.
+	// some service has source ranges, which may admit these addresses.
 	nodeAddrs  []netip.Addr
 	admitsNode bool
 	names      map[sharedChain]string

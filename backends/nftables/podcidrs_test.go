@@ -58,7 +58,7 @@ func TestPodCIDRsFollowTheNode(t *testing.T) {
 }
 
 // TestUnallocatedClusterIPsAreDropped checks that packets to cluster IPs without a
-// service are dropped, unless another table translates them.
+// service are dropped, unless another table translates their destination.
 func TestUnallocatedClusterIPsAreDropped(t *testing.T) {
 	w := newPacketWorld(t)
 	serve(t, w.client, "client") // receives packets that are neither translated nor dropped
@@ -76,7 +76,7 @@ func TestUnallocatedClusterIPsAreDropped(t *testing.T) {
 		for addr, want := range want {
 			for from, ns := range map[string]*netnstest.Namespace{"a pod": w.pod1, "the node": w.node} {
 				if from == "the node" && addr == "10.96.0.3:8080" {
-					continue // the other table translates only forwarded packets
+					continue // the table another has no output chain, so it does not translate packets of the node
 				}
 				got, _ := ask(ns, addr)
 				if got, _, _ = strings.Cut(got, " "); got != want {

@@ -26,8 +26,8 @@ type feature struct {
 	addMessage func(*wire)
 }
 
-// features lists all needed features. The first message creates the table for all other
-// messages, and the second creates the chain for rules.
+// features lists all needed features. One netlink message tests each feature. The first
+// two messages create the table and the chain that later messages use.
 var features = []feature{
 	{"tables of family inet (CONFIG_NF_TABLES_INET)", (*wire).newTable},
 	{"chains", func(w *wire) { w.newChain("probe", hook{}) }},
@@ -53,8 +53,8 @@ func withRule(rule []expr.Any) func(*wire) {
 // this name.
 const probeTable = "kpng/probe"
 
-// checkKernel returns an error that names all missing features of the kernel. It makes no
-// table. But the kernel may load modules, see [netfilter.Conn.Check].
+// checkKernel returns an error that names all missing kernel features. The kernel
+// discards the messages after the test, but may load modules, see [netfilter.Conn.Check].
 func (c *conn) checkKernel(ctx context.Context, features []feature) error {
 	var outcomes []error
 	err := c.Check(ctx, func(b *netfilter.Builder) {
@@ -69,7 +69,7 @@ func (c *conn) checkKernel(ctx context.Context, features []feature) error {
 		return fmt.Errorf("check the kernel: %w", err)
 	}
 	if outcomes[0] != nil {
-		outcomes = outcomes[:1] // without the first feature, all others fail
+		outcomes = outcomes[:1] // without the table of the first feature, all other messages fail
 	}
 	var missing []string
 	for i, err := range outcomes {

@@ -58,7 +58,7 @@ func lookupVerdict(m mapID) []expr.Any {
 }
 
 // lookupSharedChain returns a rule that sends a packet to the shared chain of its
-// destination. The rule for node ports first checks the packet's address.
+// destination. For node ports, the rule first checks that the address has node ports.
 func lookupSharedChain(m mapID) []expr.Any {
 	r := nftrule.NewKey(m.family)
 	if m.match == matchNodePort {

@@ -28,14 +28,14 @@ import (
 type sharedChain struct {
 	match  match
 	family api.Family
-	// fromNode reports that the chain is only for packets that start on this node. They come
-	// from another chain of the frontend, which gets all packets first.
+	// fromNode reports that the chain is only for packets that start on this node. Another
+	// shared chain of the frontend gets all packets first, and sends these packets on.
 	fromNode bool
 	// filtered reports that the frontends have source ranges.
 	filtered   bool
 	masquerade nodeview.Masquerade
 	verdict    nodeview.Verdict
-	// affinity reports that the services have session affinity. Each of these services then
+	// affinity reports that the services have session affinity. Each of these services also
 	// has chains of its own.
 	affinity bool
 	// endpoints is the number of endpoints if the verdict is Forward and affinity is false.
@@ -147,8 +147,8 @@ func (c sharedChain) name() string {
 // hasRules reports whether the name of c is neither dropVerdict nor rejectChain.
 func (c sharedChain) hasRules() bool { return c.name() != dropVerdict && c.name() != rejectChain }
 
-// mapOf returns the chain's map of the given kind. If fromNode is true, it returns the
-// map of the following kind, which is for packets that start on this node.
+// mapOf returns the map of the given kind with the chain's match and family. If fromNode
+// is true, it returns the map of kind+1, which is for packets that start on this node.
 func (c sharedChain) mapOf(kind mapKind) mapID {
 	if c.fromNode {
 		kind++

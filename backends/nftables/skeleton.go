@@ -16,7 +16,7 @@ import (
 // The skeleton is the part of the table that does not depend on services. It consists of
 // the maps and sets without their elements, and of the chains that use them.
 
-// hook attaches a base chain to the path of packets. Other chains have the zero value.
+// hook attaches a base chain to the path of packets. A regular chain has the zero hook.
 type hook struct {
 	number   uint32
 	priority int32
@@ -41,7 +41,7 @@ func (o *Options) skeletonChains() []chain {
 	}
 	regular := hook{}
 
-	// Packets with the mark are masqueraded at hook postrouting.
+	// The chain postrouting masquerades packets that have this bit in their mark.
 	bit := o.MasqueradeMark
 	add("mark-all", regular, append(nftrule.Mark(^bit, bit), nftrule.SetMeta(expr.MetaKeyMARK)))
 	add("mark-node", regular, append(nftrule.StartsHere(), nftrule.Jump("mark-all")...))
@@ -61,15 +61,15 @@ func (o *Options) skeletonChains() []chain {
 
 	for _, m := range allMaps() {
 		if m.kind == kindEndpoints || m.kind == kindNodeEndpoints {
-			// A transaction may remove a slot after a rule has selected the slot's number, and
-			// before another rule looks up the slot. Without the drop, the whole connection would
-			// pass untranslated.
+			// A transaction may remove the slot of an endpoint after a rule has selected the
+			// slot's number, and before another rule looks up the slot. Without the drop, the
+			// whole connection would pass untranslated.
 			add(m.name(), regular, translate(m), nftrule.Drop())
 		}
 	}
 
-	// If the external traffic policy is Local, packets that start on this node are looked up
-	// in separate maps.
+	// If a service has the external traffic policy Local, the rules look up packets that
+	// start on this node in separate maps.
 	add("node-services", regular, lookupSharedChains(kindNodeFrontends)...)
 	short := [][]expr.Any{append(nftrule.StartsHere(), nftrule.GoTo("node-services")...)}
 	for _, match := range o.podMatches() {
@@ -101,9 +101,9 @@ func (o *Options) skeletonChains() []chain {
 			rules = append(rules, hairpin(s, family))
 		}
 	}
-	// Before this hook, this or another proxy has translated the cluster IPs of services. So
-	// a rule matches a packet only if no service has the packet's destination. Packets to
-	// this node do not pass the hook.
+	// Before the hook postrouting, this or another proxy has translated packets to services.
+	// If a packet's destination is still in a service CIDR, no service has this destination.
+	// Packets to this node do not pass the hook postrouting.
 	for _, cidr := range o.ServiceCIDRs {
 		rules = append(rules, append(nftrule.ToPrefix(cidr), nftrule.Drop()...))
 	}
@@ -111,7 +111,7 @@ func (o *Options) skeletonChains() []chain {
 	return chains
 }
 
-// lookupSharedChains returns rules that look up packets in all maps of a kind.
+// lookupSharedChains returns one rule for each map of a kind, see lookupSharedChain.
 func lookupSharedChains(kind mapKind) (rules [][]expr.Any) {
 	for _, family := range families {
 		for _, s := range allMatches {
@@ -149,8 +149,8 @@ func fromSources(m mapID) []expr.Any {
 	return loadFrontend(nftrule.NewKey(m.family), m.match).Source().FollowedBy(inSet(m), &expr.Verdict{Kind: expr.VerdictReturn})
 }
 
-// hasPriority returns expressions that match packets whose priority is the number of a
-// chain or slot.
+// hasPriority returns expressions that match a packet if a rule has stored the number of
+// a chain or slot as its priority.
 func hasPriority() []expr.Any {
 	number := func(v uint32) []byte { return binary.BigEndian.AppendUint32(nil, v) }
 	return []expr.Any{

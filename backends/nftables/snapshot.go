@@ -35,8 +35,8 @@ type claim uint8
 const (
 	// unclaimed means that no service has needed the element so far.
 	unclaimed claim = iota
-	// givenBack means that a service claimed the element but then failed. The service still
-	// has its old elements.
+	// givenBack means that a service claimed the element but then failed. That service still
+	// has the elements from before the pass.
 	givenBack
 	// claimed means that a service or keepOfFailed has claimed the element.
 	claimed
@@ -53,9 +53,9 @@ func (s *snapshot) size() int {
 
 func (s *snapshot) len() int { return len(s.records) / s.size() }
 
-// readSnapshot reads a map. The kernel answers in several messages. If it resizes the
-// hash table between two of them, it sends some elements twice and omits as many others.
-// So readSnapshot repeats a dump that has duplicates.
+// readSnapshot reads a map. The kernel sends the elements in several messages. If it
+// resizes the hash table between two messages, it sends some elements twice and omits as
+// many others. So readSnapshot repeats a dump that has duplicates.
 func readSnapshot(ctx context.Context, c *conn, m mapID) (*snapshot, error) {
 	for attempt := 0; ; attempt++ {
 		s, err := dumpSnapshot(ctx, c, m)

@@ -22,13 +22,13 @@ type state struct {
 	frontends map[sharedChain]int
 	// rules has the expected digest of each chain, by the name of the chain.
 	rules map[string]digest
-	// wanted has the number of services that need an element of a shared map. During a pass,
-	// holdCount is added to the number of each existing element, so that the element stays:
-	// services later in the pass may need it.
+	// wanted has the use count of each element of a shared map: the number of services that
+	// need it. During a pass, holdCount is added to the use counts of existing elements. So
+	// they stay, because services later in the pass may need them.
 	wanted map[elementID]int
 }
 
-// holdCount is larger than any number of services. While the number of an element in
+// holdCount is larger than any number of services. While the use count of an element in
 // state.wanted is at least holdCount, the element stays.
 const holdCount = 1 << 30
 
@@ -127,7 +127,7 @@ func (s *state) unusedChains() (unused []sharedChain) {
 	return unused
 }
 
-// resolve sets hasOld and hasNew if o is for an element of a shared map.
+// resolve sets o.hasOld and o.hasNew by the element's use count, if its map is shared.
 func (s *state) resolve(o *op) {
 	if !o.m.shared() {
 		return

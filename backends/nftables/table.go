@@ -33,12 +33,12 @@ type table struct {
 	planner *planner
 	// state is the expected content of the table, or nil if the content is unknown.
 	state *state
-	// skeleton has the digest of each chain in the skeleton that was sent to the kernel.
+	// skeleton maps the name of each chain of the loaded skeleton to a digest of the chain.
 	skeleton map[string]digest
 	// podCIDRs are those pod CIDRs of the Node object that the skeleton contains.
 	podCIDRs []netip.Prefix
-	// replaced is the name of the instance's other table, or empty if there is no other
-	// table. The pass deletes this table at its end.
+	// replaced is the name of the table that the current pass replaces, and deletes at its
+	// end. It is empty if there is no such table.
 	replaced string
 	// ahead is the pass that readAhead has prepared for the first Sync, or nil.
 	ahead *pass
@@ -66,7 +66,7 @@ func (t *table) close() error {
 func (t *table) sync(ctx context.Context, c *sink.Changes, nodePortAddrs []netip.Addr) error {
 	failed, err := t.program(ctx, c, nodePortAddrs)
 	if err != nil {
-		t.state = nil // the kernel may have applied a part of c
+		t.state = nil // unknown, because the kernel may have applied a part of c
 		return fmt.Errorf("%w (%w)", err, sink.ErrStartOver)
 	}
 	t.opts.Observer.Holds(t.state.elements())

@@ -37,8 +37,8 @@ type drift struct {
 	// interrupted counts the consecutive Verify calls whose contexts ended in the current
 	// step.
 	interrupted int
-	// compareAt is the earliest time of the next comparison. Before verifyAt, Verify reads
-	// nothing.
+	// compareAt is the earliest time of the next comparison. After a drift was found, Verify
+	// reads nothing until verifyAt.
 	compareAt, verifyAt time.Time
 	pause               kernelnode.DriftPause
 	// reported is true after a call of Observer.Drifted until the call of Observer.Mended.
@@ -47,8 +47,8 @@ type drift struct {
 
 const (
 	// maxInterrupted limits the consecutive Verify calls that may be interrupted in one
-	// step. After that, a Verify ignores its context. So even a large map is compared while
-	// services constantly change.
+	// step. After that, a Verify ignores its context. So a large map is compared even if the
+	// driver constantly interrupts Verify.
 	maxInterrupted = 2
 	// comparePause is the ratio of the pause after a comparison to the duration of the
 	// comparison. So comparisons use at most 2 % of a CPU while other tables change
@@ -217,7 +217,7 @@ func (t *table) compareMap(ctx context.Context, m mapID) error {
 		if err != nil || is == want {
 			return err
 		}
-		// A resize of the hash table keeps the number of elements. A wrong number means drift.
+		// Even a dump that races with a resize has the right number of elements.
 		if is.n != want.n || attempt == maxDumpRetries {
 			return differs("%s has %d elements, which are not the %d that it should have", m.name(), is.n, want.n)
 		}

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package nodeaddr provides the addresses of a node at which its node ports are
+// Package nodeaddr provides the addresses at which the node ports of a node are
 // reachable.
 //
 // Backends read a [Source]. There are two kinds of sources. A [Watcher] follows the
@@ -27,14 +27,14 @@ import (
 // Source provides the addresses of a node for node ports and health checks.
 type Source interface {
 	// Addresses returns the addresses, sorted and without duplicates, and a channel that is
-	// closed when the addresses may have changed. No address has a zone or is an IPv4-mapped
-	// IPv6 address. The caller must not modify the slice.
+	// closed when the addresses may have changed. The addresses have no zones, and IPv4
+	// addresses are not mapped to IPv6. The caller must not modify the slice.
 	Addresses() (addrs []netip.Addr, changed <-chan struct{})
 }
 
 // SetNode passes the Node object to src if src has a method SetNode. A Watcher has this
 // method. A sink that has a Source calls SetNode with each Changes.Node. Several sinks
-// may do so for the same Source.
+// may call SetNode for the same Source.
 func SetNode(src Source, node *api.Node) {
 	if s, ok := src.(interface{ SetNode(*api.Node) }); ok {
 		s.SetNode(node)

@@ -69,8 +69,8 @@ func readAddresses(netNS int, exclude []string) (machineAddresses, error) {
 	}
 	var s machineAddresses
 	for _, a := range list {
-		// Another machine may have an address if its duplicate address detection failed or has
-		// not ended. Such an address is omitted.
+		// If duplicate address detection failed or has not ended, another machine may have the
+		// address. Such an address is omitted.
 		unsure := a.Flags&unix.IFA_F_DADFAILED != 0 || a.Flags&unix.IFA_F_TENTATIVE != 0 && a.Flags&unix.IFA_F_OPTIMISTIC == 0
 		ip, ok := netip.AddrFromSlice(a.IP)
 		if ok && !unsure && !slices.Contains(excluded, a.LinkIndex) {

@@ -37,8 +37,8 @@ type Options struct {
 // addresses. It waits because addresses often change in bursts.
 const burstDelay = 50 * time.Millisecond
 
-// Watcher is a Source that follows the addresses of the machine. SetNode gives it the
-// Node object, which has the primary addresses.
+// Watcher is a Source that follows the addresses of the machine. SetNode sets the Node
+// object, which has the primary addresses.
 type Watcher struct {
 	opts Options
 	list List
@@ -140,7 +140,7 @@ func (w *Watcher) Run(ctx context.Context) {
 		case <-ticker.C():
 		case _, ok := <-notified:
 			if !ok {
-				notified = nil // subscribe again; changes may have been lost
+				notified = nil // the loop subscribes again, because notifications were lost
 			}
 			select {
 			case <-ctx.Done():

@@ -45,12 +45,12 @@ func run(t *testing.T, opts nodeaddr.Options) *nodeaddr.Watcher {
 	}
 	ctx, cancel := context.WithCancel(t.Context())
 	stop := w.Start(ctx)
-	cancel() // the watcher must run until stop is called
+	cancel() // the end of ctx must not stop the watcher
 	t.Cleanup(stop)
 	return w
 }
 
-// await waits for signals of the watcher until Addresses returns these addresses.
+// await waits until the method Addresses of the watcher returns the addresses want.
 func await(t *testing.T, w *nodeaddr.Watcher, want ...string) {
 	t.Helper()
 	deadline := time.After(time.Minute)

@@ -16,13 +16,13 @@ import (
 )
 
 // brokenBridge is a bridge whose pods cannot reach each other through services. Packets
-// between ports of the bridge do not pass through netfilter. So the source of an answer
-// is the endpoint's address, not the service's address.
+// between ports of the bridge do not pass through netfilter. So netfilter does not
+// translate the source of an answer from the endpoint's address to the service's address.
 type brokenBridge struct {
 	name, sysctl string
 }
 
-// bridgeSysctls has a setting for each family. With this setting, packets between ports
+// bridgeSysctls has a setting for each family. If the setting is 1, packets between ports
 // of a bridge pass through netfilter.
 var bridgeSysctls = map[int]string{
 	netlink.FAMILY_V4: "net.bridge.bridge-nf-call-iptables",
@@ -56,7 +56,7 @@ func findBrokenBridges() ([]brokenBridge, error) {
 			if !slices.ContainsFunc(addrs, func(a netlink.Addr) bool { return a.IP.IsGlobalUnicast() }) {
 				continue
 			}
-			// The setting exists only while the module br_netfilter is loaded.
+			// Without the module br_netfilter, the setting does not exist, and value is 0.
 			value, err := sysctl.Kernel.Read(bridgeSysctls[family])
 			if err != nil && !errors.Is(err, fs.ErrNotExist) {
 				return broken, err

@@ -20,7 +20,7 @@ func counter(subsystem, name, help string) prometheus.Counter {
 	return prometheus.NewCounter(prometheus.CounterOpts{Namespace: "kpng", Subsystem: subsystem, Name: name, Help: help})
 }
 
-// durations has the buckets of histograms of durations, from 1 ms to 16 s.
+// durations has the limits of the buckets for histograms of durations, from 1 ms to 16 s.
 var durations = prometheus.ExponentialBuckets(0.001, 2, 15)
 
 // flagValue returns the value of a flag of the command, or "" if the command has no such
@@ -112,7 +112,7 @@ func (v *value) Set(text string) error { return v.set(text) }
 func (*value) Type() string            { return "list" }
 
 // String also works for the zero value. The package pflag calls String on the zero value
-// to find out whether a default is zero.
+// to find out whether the default of a flag is the zero value.
 func (v *value) String() string {
 	if v.show == nil {
 		return ""

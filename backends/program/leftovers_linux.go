@@ -167,7 +167,7 @@ func legacyTableHas(family, level int, table, chain string) (bool, error) {
 		binary.NativeEndian.PutUint32(entries[entriesSizeAt:], size)
 		err := get(getEntries, entries)
 		if errors.Is(err, unix.EAGAIN) && attempt < 10 {
-			continue // another program changed the table between the two calls
+			continue // after getInfo, another program changed the size of the table
 		}
 		return err == nil && bytes.Contains(entries, append([]byte(chain), 0)), err
 	}

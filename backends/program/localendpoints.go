@@ -13,8 +13,8 @@ import (
 )
 
 // localEndpoints counts the service ports that drop traffic because a traffic policy is
-// Local and all endpoints are on other nodes. A backend must call sync with all changes.
-// These calls must not overlap.
+// Local and all endpoints are on other nodes. A backend must pass all Changes to the
+// method sync. These calls must not overlap.
 type localEndpoints struct {
 	missing  *prometheus.GaugeVec
 	services map[types.NamespacedName]droppingService // only services with ports that drop traffic
@@ -25,7 +25,7 @@ type localEndpoints struct {
 // delivery of the service.
 type droppingService struct {
 	ports []droppingPort
-	pass  int // value of localEndpoints.pass at that delivery
+	pass  int // value of localEndpoints.pass at the last delivery
 }
 
 type droppingPort struct {
@@ -89,8 +89,8 @@ func (l *localEndpoints) set(key types.NamespacedName, ports []droppingPort) {
 	}
 }
 
-// droppingPorts returns the ports of a service that drop traffic from outside of this
-// node. The result has a port at most once for each family and policy.
+// droppingPorts returns the ports of a service that drop traffic which starts outside of
+// this node. For each family and policy, the result has a port at most once.
 func droppingPorts(view *api.ServiceEndpoints) []droppingPort {
 	if view == nil || !view.Service.InternalTrafficToLocal && !view.Service.ExternalTrafficToLocal {
 		return nil

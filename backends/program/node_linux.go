@@ -116,8 +116,8 @@ func (f *nodeFlags) nodeParts(create func(*nodeaddr.Watcher, sink.Sink) (sink.Si
 	}, nil
 }
 
-// keepAnnotation adds a service annotation to the flag --keep-annotations if the command
-// has this flag.
+// keepAnnotation adds the name of a service annotation to the value of --keep-annotations
+// if the command has this flag.
 func (f *nodeFlags) keepAnnotation(name string) error {
 	if keep := f.flagSet.Lookup("keep-annotations"); keep != nil {
 		return keep.Value.Set(name)
@@ -125,7 +125,7 @@ func (f *nodeFlags) keepAnnotation(name string) error {
 	return nil
 }
 
-// connections returns the sink that deletes stale connections.
+// connections returns a sink that deletes stale connections if the flags allow that.
 func (f *nodeFlags) connections(addrs *nodeaddr.Watcher, flows *flowMetrics) sink.Sink {
 	if f.keepConnections {
 		return sink.Func(func(context.Context, *sink.Changes) error { return nil })

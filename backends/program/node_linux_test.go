@@ -34,8 +34,8 @@ func testFlags[Options any](t *testing.T, name string, args []string, b *Backend
 	})
 }
 
-// testInvalidFlags checks that a backend refuses each of args, with an error that names
-// the value.
+// testInvalidFlags checks that a backend refuses each argument of the command line in
+// args, with an error that contains the argument's value.
 func testInvalidFlags(t *testing.T, create func() *Backend, args ...string) {
 	t.Helper()
 	for _, arg := range args {

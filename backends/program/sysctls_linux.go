@@ -22,7 +22,7 @@ type conntrackLimits struct {
 	liberal                                 bool
 }
 
-// conntrackFlags is the common prefix of the names of the flags.
+// conntrackFlags is the prefix of the names of all flags for connection tracking.
 const conntrackFlags = "conntrack-"
 
 func (l *conntrackLimits) register(fs *pflag.FlagSet) {
@@ -77,7 +77,7 @@ func (l *conntrackLimits) settings(cores int) []sysctl.Setting {
 		if l.maxPerCore*cores > most {
 			limit = most
 		}
-		// If the operator has raised a limit, kube-proxy lowers it, but kpng does not.
+		// Unlike kube-proxy, kpng never lowers a limit that the operator has raised.
 		set("max", limit, true, "the node has room for as many connections as with kube-proxy")
 		set("buckets", limit/4, true, "finding a connection stays fast")
 	}

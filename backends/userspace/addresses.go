@@ -12,20 +12,21 @@ import (
 	"sync"
 )
 
-// The struct references counts the users of each local address. It is safe for concurrent
-// use. Concurrent calls can add or remove different addresses at the same time.
+// The struct references has a reference count for each local address. The users of an
+// address are services, draining listeners, and leftovers of an earlier process.
+// Concurrent calls can add or remove different addresses at the same time.
 type references struct {
 	addresses Addresses // nil if only addresses that are already local can be used
 
 	// mu is not held while an address is added or removed, because that may take seconds.
 	mu    sync.Mutex
 	count map[netip.Addr]int
-	// stuck has unused addresses whose removal failed. They may still be local.
+	// stuck has unused addresses that may be local, because adding or removing them failed.
 	stuck map[netip.Addr]struct{}
 	// leftovers has the addresses that an earlier process made local. After the first pass,
 	// it is empty.
 	leftovers []netip.Addr
-	// slots limits the number of concurrent calls to the interface Addresses.
+	// slots limits the number of concurrent calls of Addresses.Add and Addresses.Remove.
 	slots chan struct{}
 	// changing has the addresses that are being added or removed. changeCond is signaled
 	// when an addition or removal ends.
@@ -117,7 +118,8 @@ func (r *references) acquire(ctx context.Context, addr netip.Addr) error {
 	return nil
 }
 
-// share adds a user of addr if addr already has users. Otherwise it returns false.
+// share adds a user of addr if addr already has users. If addr has none, share returns
+// false. If users of addr are not counted, share does nothing and returns true.
 func (r *references) share(addr netip.Addr) bool {
 	if !r.counts(addr) {
 		return true
@@ -162,8 +164,8 @@ func (r *references) sweep(ctx context.Context) error {
 	})
 }
 
-// restore calls Add again for all addresses with users, in case another process removed
-// some of them. It stops when ctx ends.
+// restore calls Addresses.Add again for all addresses with users, in case another process
+// removed some of them. It stops when ctx ends.
 func (r *references) restore(ctx context.Context) error {
 	r.mu.Lock()
 	needed := slices.Collect(maps.Keys(r.count))
@@ -201,7 +203,7 @@ func (r *references) hasUsers(addr netip.Addr) bool {
 }
 
 // inParallel calls f for all items concurrently, and returns when all calls have
-// returned. The capacity of slots limits the concurrent calls of all callers together.
+// returned. All callers with the same slots together run at most cap(slots) calls.
 func inParallel[T any](slots chan struct{}, items []T, f func(T)) {
 	var all sync.WaitGroup
 	for _, item := range items {

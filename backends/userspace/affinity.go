@@ -8,7 +8,7 @@ import (
 	"time"
 )
 
-// maxAttached limits the client addresses that a port remembers, so that forged addresses
+// maxAttached limits how many client addresses a port remembers, so that forged addresses
 // cannot use all memory. kube-proxy's mode nftables has the same limit.
 const maxAttached = 65_535
 
@@ -24,11 +24,11 @@ type attachment struct {
 	used     time.Time
 }
 
-// pickEndpoint returns an endpoint for client. If client used an endpoint within timeout,
-// and pool still has that endpoint, the result is the same endpoint. Otherwise the result
-// is the next endpoint of pool, and affinity remembers it for client. pickEndpoint skips
-// endpoints for which unfit returns true. If no endpoint is left, the second result is
-// false.
+// pickEndpoint returns an endpoint for client. If client used an endpoint less than
+// timeout ago, and pool still has that endpoint, the result is that endpoint. Otherwise
+// the result is the next endpoint of pool, and affinity remembers it for client.
+// pickEndpoint skips endpoints for which unfit returns true. If no endpoint is left, the
+// second result is false.
 func (a *affinity) pickEndpoint(client netip.Addr, timeout time.Duration, pool *pool, unfit func(netip.AddrPort) bool, now time.Time) (netip.AddrPort, bool) {
 	a.mu.Lock()
 	defer a.mu.Unlock()

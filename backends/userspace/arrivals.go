@@ -60,8 +60,8 @@ func (u *update) missingAddresses() (changes []*change) {
 const (
 	// addressPatience limits how long makeChanges waits for the next completed change.
 	addressPatience = time.Second
-	// addressPace is the interval at which makeChanges processes completed changes. Changes
-	// are often completed in bursts.
+	// addressPace is the interval at which makeChanges processes completed changes. So it
+	// processes the changes of a burst together.
 	addressPace = 10 * time.Millisecond
 )
 

@@ -19,8 +19,8 @@ import (
 // slowAddresses lets a test decide when slow addresses become local.
 type slowAddresses struct {
 	*fakeAddresses
-	// results has a channel for each slow address. Add waits until the test sends a result
-	// or closes the channel, which means success. Other addresses become local immediately.
+	// results has a channel for each slow address. Add waits for a result from the channel,
+	// and succeeds if the channel is closed. Other addresses become local immediately.
 	results map[netip.Addr]chan error
 }
 
@@ -53,7 +53,7 @@ func newSlowAddresses(addrs ...string) *slowAddresses {
 	return s
 }
 
-// loopbackSockets listens at 127.x.y.z instead of 10.x.y.z.
+// loopbackSockets listens at 127.x.y.z instead of 10.x.y.z, which the host does not have.
 type loopbackSockets struct{ hostSockets }
 
 func (e loopbackSockets) ListenTCP(ctx context.Context, at netip.AddrPort) (*net.TCPListener, error) {

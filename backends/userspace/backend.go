@@ -83,8 +83,8 @@ var everyAddress = nodeaddr.Selection{All: true, CIDRs: []netip.Prefix{netip.Mus
 // use that source to listen at the same addresses.
 func (b *Backend) NodeAddresses() nodeaddr.Source { return b.node }
 
-// Start implements [sink.Starter]. If an earlier process was killed, Start keeps its
-// local addresses, because services may need them. The backend logs to the logger of ctx.
+// Start implements [sink.Starter]. Start keeps the addresses that a killed process made
+// local, because services may need them. The backend logs to the logger of ctx.
 func (b *Backend) Start(ctx context.Context) error {
 	b.log = klog.FromContext(ctx)
 	if err := b.local.adopt(ctx); err != nil {
@@ -124,9 +124,10 @@ type update struct {
 	err error // why the plan could not be applied; guarded by Backend.mu
 }
 
-// Sync implements [sink.Sink]. It waits until addresses are local. If that takes too
-// long, it returns errors for the services that need these addresses. Their listeners
-// open as soon as the addresses are local, and the driver delivers these services again.
+// Sync implements [sink.Sink]. It waits until all needed addresses are local. If that
+// takes too long, it returns errors for the services that need these addresses. Their
+// listeners open as soon as the addresses are local, and the driver delivers these
+// services again.
 func (b *Backend) Sync(ctx context.Context, c *sink.Changes) error {
 	nodeaddr.SetNode(b.node, c.Node)
 	b.mu.Lock()

@@ -10,7 +10,7 @@ const batchSize = 32
 // maxDatagram is larger than any UDP datagram.
 const maxDatagram = 1 << 16
 
-// batch has memory for datagrams. The kernel allocates only those parts that are used.
+// batch has memory for datagrams. The kernel allocates a page only when it is used.
 type batch struct {
 	messages [batchSize]ipv4.Message
 	whole    [batchSize][]byte
@@ -43,7 +43,7 @@ const maxBatches = 16
 // because each garbage collection would free the batches, and allocation is expensive.
 type batches struct {
 	free chan *batch
-	// allocations has a value for each batch. Its capacity is the maximum number of batches.
+	// allocations has one value per existing batch, so its capacity limits the batches.
 	allocations chan struct{}
 }
 

@@ -41,20 +41,20 @@ func (d *descriptors) wake() {
 // many connections cannot use all memory.
 const maxDescriptors = 1 << 18
 
-// maxShare limits the descriptors of a service to a multiple of the free descriptors. So
+// maxShare limits the descriptors of a service to four times the number of free ones. So
 // one busy service gets at most four fifths of all descriptors. Two busy services get at
 // most four ninths each. Some descriptors are always free for other services.
 const maxShare = 4
 
-// account counts the descriptors that the connections of one service have. It is safe for
-// concurrent use.
+// account counts the descriptors that one service has taken. It is safe for concurrent
+// use.
 type account struct {
 	*descriptors
 	has int // descriptors.mu guards it
 }
 
 // fits reports whether the service may take n more descriptors. A service without
-// descriptors may always take n.
+// descriptors may always take n, even if fewer are free.
 func (a *account) fits(n int) bool { return a.has == 0 || a.has+n <= maxShare*(a.free-n) }
 
 // The method take takes n descriptors if the service may have them, or returns false.

@@ -24,9 +24,9 @@
 // # Connections
 //
 // New connections use the endpoints of a service in turn. If an endpoint does not accept
-// a TCP connection soon, the backend tries another endpoint. If one side closes its
-// direction or resets the connection, the backend does the same to the other side. On
-// Linux, the kernel moves the bytes of busy connections. Idle connections use no buffer.
+// a TCP connection soon, the backend tries another endpoint. The backend forwards resets,
+// and the end of each direction, between the client and the endpoint. On Linux, the
+// kernel moves the bytes of busy connections. Idle connections use no buffer.
 //
 // All UDP datagrams from one address and port of a client go to one endpoint. The backend
 // opens a separate socket for them. The backend closes that socket when both sides have
@@ -42,8 +42,8 @@
 // sends no ICMP messages of its own. It supports neither SCTP nor all-ports services: it
 // logs an error for such frontends, and handles all other frontends.
 //
-// If connections must be rejected, the backend does not listen. So the host answers with
-// a TCP reset or with ICMP port unreachable. If connections must be dropped, the backend
-// uses a socket filter on Linux. On other platforms, it resets TCP connections from
-// clients that are not admitted.
+// If all connections to a frontend must be rejected, the backend does not listen there.
+// So the host answers with a TCP reset or with ICMP port unreachable. If connections must
+// be dropped, the backend uses a socket filter on Linux. On other platforms, it resets
+// TCP connections from clients that are not admitted.
 package userspace

@@ -33,8 +33,8 @@ type engine struct {
 	sockets socketOwners
 	// drainEnded is closed when connections must not drain any longer.
 	drainEnded chan struct{}
-	// running counts the goroutines of listeners and connections. A goroutine ends when its
-	// listener or connection is closed.
+	// running counts the goroutines of listeners, draining listeners, UDP clients and
+	// address changes. Stop waits for these goroutines.
 	running sync.WaitGroup
 }
 

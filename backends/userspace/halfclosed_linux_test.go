@@ -40,7 +40,8 @@ func expectReset(t *testing.T, side string, ended <-chan error) {
 	}
 }
 
-// halfClosed returns both ends of a connection after the client has closed its direction.
+// halfClosed connects a client to an endpoint through a Backend. It returns both sockets
+// after the client has closed its direction.
 func halfClosed(t *testing.T, opts Options) (w *world, c *client, endpoint *net.TCPConn) {
 	t.Helper()
 	w = newWorld(t, opts)
@@ -86,7 +87,7 @@ func TestResetAfterHalfCloseIsForwarded(t *testing.T) {
 }
 
 // TestVanishedHalfClosedClientIsDetected removes the client's socket without sending a
-// packet. The kernel detects the missing socket with keep-alive probes.
+// packet. With keep-alive probes, the kernel detects that the socket is missing.
 func TestVanishedHalfClosedClientIsDetected(t *testing.T) {
 	w, c, endpoint := halfClosed(t, Options{})
 	l := w.listenerAt(socketAddrOf(t, api.TCP, c.RemoteAddr().String())).(*tcpListener)

@@ -66,7 +66,7 @@ type frontend struct {
 	socketAddr
 	raw     syscall.RawConn
 	current atomic.Pointer[rules]
-	// screened is the attached socket filter. Only Sync uses this field.
+	// screened is the attached socket filter. Backend.mu guards this field.
 	screened screen
 }
 

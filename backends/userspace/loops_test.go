@@ -112,7 +112,8 @@ func (w *world) listening() (n int) {
 	return n
 }
 
-// TestServiceCannotUseAllDescriptors connects more clients than a service may have.
+// TestServiceCannotUseAllDescriptors connects more clients to a service than its share of
+// descriptors allows.
 func TestServiceCannotUseAllDescriptors(t *testing.T) {
 	w := newWorld(t, Options{})
 	port := freePort(t, "127.0.0.2")
@@ -135,9 +136,9 @@ func TestServiceCannotUseAllDescriptors(t *testing.T) {
 	eventually(t, "the log reports it", func() bool { return strings.Contains(w.log.String(), "Out of file descriptors for this service") })
 	const share = 20 // 20 connections use 40 descriptors, which is four fifths of 50
 	for range share {
-		clients[<-served].Close() // the descriptors of this client are then free for a waiting client
+		clients[<-served].Close() // so that a waiting client can use the descriptors of this client
 	}
-	w.source.Delete(key("hog")) // some clients are still waiting
+	w.source.Delete(key("hog")) // while some clients are still waiting
 	w.source.Set(serviceAt("web", "127.0.0.3", port, api.TCP).addEndpoints(server).view())
 	for range 3 {
 		if got := askOnce(t, "127.0.0.3", port); got != "a" {

@@ -50,8 +50,8 @@ type Options struct {
 	// UDPTimeout is how long an idle UDP client keeps its endpoint. Default: 60 s.
 	UDPTimeout time.Duration
 	// MaxUDPClients limits the number of UDP clients. Half the number of file descriptors is
-	// also a limit. When a limit is reached, the service with the most clients loses the
-	// clients that have been idle longest. Each client needs an ephemeral port. A host has
+	// also a limit. When a limit is reached, the backend removes the longest idle clients of
+	// the service that has the most clients. Each client needs an ephemeral port. A host has
 	// 28,232 ephemeral ports on Linux and 16,384 on Windows. Default: 8,192.
 	MaxUDPClients int
 

@@ -80,7 +80,7 @@ func (s *service) planFor(view *api.ServiceEndpoints, node []netip.Addr) *plan {
 	return p
 }
 
-// unsupported returns the reason why sockets cannot handle a frontend, or nil.
+// unsupported returns why sockets cannot handle a frontend, or nil if they can.
 func unsupported(f *nodeview.Frontend) error {
 	switch {
 	case f.ServicePort == nil:

@@ -12,17 +12,17 @@ import (
 // arrive at this host, and sockets can bind to it. Each platform needs its own
 // implementation. LocalRoutes is for Linux.
 //
-// A Backend counts the users of each address. It calls Add for the first user, and Remove
-// when there are no users any more. Because these calls may take seconds, up to 64 of
-// them run concurrently, but never for the same address. Verify calls Add again for all
-// addresses with users, in case another process removed an address.
+// A Backend counts the users of each address: services and draining listeners. It calls
+// Add for the first user, and Remove when no users are left. Because these calls may take
+// seconds, up to 64 of them run concurrently, but never for the same address. Verify
+// calls Add again for all used addresses, in case another process removed one.
 type Addresses interface {
 	// Add makes addr local and returns when addr is usable. If that takes longer than a time
 	// limit of the implementation, Add returns an error. If another program has already made
 	// addr local, Add succeeds, and Remove later changes nothing. A repeated Add succeeds
 	// and is cheap.
 	Add(ctx context.Context, addr netip.Addr) error
-	// Remove reverts Add, even if Add failed. If Remove fails, it is called again.
+	// Remove reverts Add, even if Add failed. If Remove fails, the Backend repeats it.
 	Remove(ctx context.Context, addr netip.Addr) error
 	// Left returns the addresses that an earlier process made local and did not remove, for
 	// example because it was killed. If Left fails, Start fails. The Backend uses these

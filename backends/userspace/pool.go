@@ -32,7 +32,7 @@ func newPool(sorted []netip.AddrPort) *pool {
 func (p *pool) pick(unfit func(netip.AddrPort) bool) (netip.AddrPort, bool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	for range 2 * len(p.turns) { // the current round may be incomplete, but the next round is complete
+	for range 2 * len(p.turns) { // the rest of the current round may lack endpoints, but the next round has all of them
 		if p.next == len(p.turns) {
 			rand.Shuffle(len(p.turns), func(i, j int) { p.turns[i], p.turns[j] = p.turns[j], p.turns[i] })
 			p.next = 0

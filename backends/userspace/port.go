@@ -27,7 +27,7 @@ type port struct {
 	account    *account
 	warnOfLoop *sync.Once
 
-	// Only Sync uses the following fields.
+	// Backend.mu guards the following fields.
 
 	// pools has the pools of the last plan, one for each different list of endpoints.
 	pools []*pool
@@ -101,7 +101,7 @@ func (p *port) pool(targets []nodeview.Target, newPools []*pool) *pool {
 	return newPool(endpoints)
 }
 
-// servingOf returns the existing endpoints of the port p, sorted.
+// servingOf returns all endpoints of the port p, sorted, including draining endpoints.
 func servingOf(se *api.ServiceEndpoints, p *api.PortMapping) []netip.AddrPort {
 	out := make([]netip.AddrPort, 0, len(se.Endpoints)+len(se.Draining))
 	for _, list := range [...][]api.Endpoint{se.Endpoints, se.Draining} {
@@ -115,7 +115,7 @@ func servingOf(se *api.ServiceEndpoints, p *api.PortMapping) []netip.AddrPort {
 	return slices.Compact(out)
 }
 
-// setServing sets the existing endpoints. If a client has affinity to a removed endpoint,
+// setServing sets the field allEndpoints. If a client has affinity to a removed endpoint,
 // its next connection gets another endpoint.
 func (p *port) setServing(serving []netip.AddrPort) {
 	before := p.allEndpoints

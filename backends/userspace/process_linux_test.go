@@ -102,7 +102,7 @@ func backendProcessAs(t *testing.T, n *netnstest.Namespace, stderr io.Writer, sh
 // lockedBuffer is a buffer for concurrent writes and reads.
 type lockedBuffer struct {
 	mu     sync.Mutex
-	buffer bytes.Buffer // not embedded, because io.Copy would call its ReadFrom without the lock
+	buffer bytes.Buffer // not embedded, because io.Copy would call the method ReadFrom of bytes.Buffer without the lock
 }
 
 func (b *lockedBuffer) Write(p []byte) (int, error) {

@@ -16,9 +16,9 @@ import (
 
 // RouteOptions are the settings of LocalRoutes. The zero value selects the defaults.
 type RouteOptions struct {
-	// Protocol is the routing protocol number of the routes, 5 to 255. LocalRoutes owns all
-	// local routes with this number. So two proxies on one host need different numbers.
-	// Default: 107.
+	// Protocol is the routing protocol number of the routes, 5 to 255. LocalRoutes treats
+	// all local routes with this number as its own. So two proxies on one host need
+	// different numbers. Default: 107.
 	Protocol int
 	// NetNS is a file descriptor of the network namespace for the routes. It must stay open
 	// while the result of LocalRoutes is used. Default 0: the namespace of the process.

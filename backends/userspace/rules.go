@@ -20,14 +20,13 @@ type rules struct {
 	affinity time.Duration
 }
 
-// route says whether the connections of a group of clients are forwarded, and to which
-// endpoints.
+// route says whether connections are forwarded, and to which endpoints.
 type route struct {
 	verdict nodeview.Verdict
 	pool    *pool
 }
 
-// refused reports whether all clients are refused, so that no listener is needed.
+// refused reports whether all connections are rejected, so that no listener is needed.
 func (r *rules) refused() bool {
 	return r.elsewhere.verdict == nodeview.Reject && r.node.verdict == nodeview.Reject
 }

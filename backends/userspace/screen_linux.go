@@ -13,8 +13,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// networkHeader is the offset of the IP header in socket filters (SKF_NET_OFF). It does
-// not depend on preceding headers.
+// networkHeader is the offset of the IP header in socket filters (SKF_NET_OFF). With this
+// offset, a filter need not know the length of preceding headers.
 const networkHeader = 0xfff00000
 
 // maxInstructions limits the length of a socket filter (BPF_MAXINSNS).
@@ -44,12 +44,12 @@ func (s *screen) program(v4 bool) []bpf.Instruction {
 	if !s.hereOnly {
 		return admit
 	}
-	// If a test succeeds, it jumps to the first instruction of admit.
+	// Each test jumps to the first instruction of admit if the source is in one pod CIDR.
 	var tests [][]bpf.Instruction
 	for _, p := range s.pods {
 		tests = append(tests, ifSourceIn(p, v4, bpf.Jump{}))
 	}
-	rest := 1 // number of instructions between a test and admit: 1 for the last test, which only dropPacket follows
+	rest := 1 // number of instructions between the current test and admit; only dropPacket follows the last test
 	for i := len(tests) - 1; i >= 0; i-- {
 		if n := len(tests[i]); n > 0 {
 			tests[i][n-1] = bpf.Jump{Skip: uint32(rest)}

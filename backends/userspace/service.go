@@ -15,7 +15,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// service is the state of one service. Only Sync may modify it.
+// service is the state of one service. Backend.mu guards it.
 type service struct {
 	*engine
 	key types.NamespacedName
@@ -98,8 +98,8 @@ func isDrained(l listener) bool {
 	}
 }
 
-// retire drains the connections of a closed listener in the background. Until they have
-// ended, the address stays local.
+// retire drains the connections of a closed listener in the background. Until these
+// connections have ended, the address of l stays local.
 func (s *service) retire(at socketAddr, l listener) {
 	if isDrained(l) {
 		return
@@ -199,7 +199,8 @@ func (s *service) endLostUDPClients(p *plan) {
 		of.port.setServing(of.allEndpoints)
 	}
 	for _, want := range p.sockets {
-		// Clients may belong to another port that used this socket before.
+		// This checks all clients of the socket, even those of another port that used it
+		// before.
 		if l, ok := s.listeners[want.socketAddr].(*udpListener); ok {
 			l.endpointsLost(want.rules.port.serves)
 		}

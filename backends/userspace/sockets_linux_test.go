@@ -81,7 +81,7 @@ func TestManyBytesAreMovedWithoutPipes(t *testing.T) {
 }
 
 // TestServiceAtItsShareOfDescriptorsGetsNoPipes runs a backend with descriptors for only
-// one connection.
+// one connection, so that none is left for a pipe.
 func TestServiceAtItsShareOfDescriptorsGetsNoPipes(t *testing.T) {
 	w := newWorld(t, Options{})
 	w.pipes.open = func() (*pipe, error) {

@@ -9,9 +9,9 @@ const keepAliveInherited = false
 func listenerControl(syscall.RawConn) error { return nil }
 
 // soReuseUnicastPort is SO_REUSE_UNICASTPORT of mswsock.h. With it, connections to
-// different endpoints can share an ephemeral port. By default, sockets can do so only if
-// they were not bound explicitly. But package net binds each socket, because ConnectEx
-// requires that.
+// different endpoints can share an ephemeral port. By default, connections share a port
+// only if their sockets were not bound explicitly. But package net binds each socket,
+// because ConnectEx requires that.
 const soReuseUnicastPort = 0x3007
 
 func dialControl(_, _ string, c syscall.RawConn) error {

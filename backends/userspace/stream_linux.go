@@ -27,7 +27,7 @@ type stream struct {
 	n            int   // number of bytes in the pipe
 	end          error // what follows the bytes that were read: io.EOF, an error, or nil if unknown
 	err          error
-	spliced      bool // true if the last call of move moved enough bytes for a pipe
+	spliced      bool // true if the next call of move uses a pipe, because the last call moved enough bytes
 	unconfirmed  bool // true if dialControl still delays the handshake with the endpoint, because nothing was written yet
 
 	fill, empty, splice, unload func(fd uintptr) bool
@@ -107,7 +107,7 @@ func (s *stream) tryFill(fd uintptr) bool {
 func (s *stream) tryEmpty(fd uintptr) bool {
 	flags := 0
 	if s.end == io.EOF {
-		flags = unix.MSG_MORE // so that the end is sent in the same packet
+		flags = unix.MSG_MORE // so that the end of the stream is sent in the same packet as the last bytes
 	}
 	for len(s.rest) > 0 {
 		n, err := ignoringEINTR(func() (int, error) { return unix.SendmsgN(int(fd), s.rest, nil, nil, flags) })

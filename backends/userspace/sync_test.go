@@ -248,8 +248,8 @@ func TestSourceRangesDropOthers(t *testing.T) {
 	}
 }
 
-// TestLocalPolicyIsShortCircuitedForThisNode connects to a service whose endpoints are
-// all on other nodes.
+// TestLocalPolicyIsShortCircuitedForThisNode connects from this node to a service whose
+// endpoints are all on other nodes.
 func TestLocalPolicyIsShortCircuitedForThisNode(t *testing.T) {
 	w := newWorld(t, Options{})
 	port := freePort(t, "127.0.0.2")

@@ -202,7 +202,8 @@ func (l *tcpListener) connect(client *net.TCPConn) (*net.TCPConn, error) {
 		}
 		endpoint, ok := r.endpoint(rt, from, unfit, l.opts.Clock.Now())
 		if !ok && len(tried) > len(refused) {
-			// Retry the endpoints that did not answer in time, now with a longer timeout.
+			// From now on, tried has only the endpoints that refused. The others did not answer in
+			// time. Retry them with a longer timeout.
 			tried = slices.Clone(refused)
 			endpoint, ok = r.endpoint(rt, from, unfit, l.opts.Clock.Now())
 		}

@@ -152,7 +152,7 @@ func TestResetIsForwardedWhileBytesMove(t *testing.T) {
 	})
 }
 
-// zeros is a reader without an end.
+// zeros is a reader that returns zero bytes without end.
 type zeros struct{}
 
 func (zeros) Read(b []byte) (int, error) {
@@ -164,7 +164,7 @@ func (zeros) Read(b []byte) (int, error) {
 // clients connect. After each close, the number of counted connections must be 0.
 func TestListenerClosesDuringConnections(t *testing.T) {
 	w := newWorld(t, Options{})
-	w.set() // w.set waits until the backend has started
+	w.set() // without views, w.set only waits until the backend has started
 	at := socketAddr{api.TCP, netip.AddrPortFrom(netip.MustParseAddr("127.0.0.2"), uint16(freePort(t, "127.0.0.2")))}
 	dead := netip.AddrPortFrom(netip.MustParseAddr("127.0.0.1"), uint16(freePort(t, "127.0.0.1")))
 	view := serviceAt("web", "127.0.0.2", int32(at.at.Port()), api.TCP).addEndpoints(dead).view()

@@ -17,7 +17,8 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// udpClient is a client of a UDP listener. It has its own socket for its endpoint.
+// udpClient is a client of a UDP listener. It has a socket that is connected to an
+// endpoint.
 type udpClient struct {
 	listener *udpListener
 	addr     netip.AddrPort
@@ -67,7 +68,7 @@ func (c *udpClient) receive() {
 					m.Addr = c.to
 					bytes += m.N
 				}
-				// Datagrams that cannot be sent are lost.
+				// Datagrams that cannot be sent are lost, and are not counted.
 				if c.listener.write(b.messages[:n]) == nil {
 					c.port.counters.bytesFromEndpoints.Add(int64(bytes))
 				}

@@ -198,7 +198,7 @@ func (s *testService) addScoped(scopes api.Scopes, endpoints ...netip.AddrPort) 
 	return s
 }
 
-// addDraining adds an endpoint that still serves, but gets no new connections.
+// addDraining adds an endpoint that keeps its connections, but gets no new ones.
 func (s *testService) addDraining(e netip.AddrPort) *testService {
 	s.Draining = append(s.Draining, endpoint(e, api.Scopes{}))
 	return s

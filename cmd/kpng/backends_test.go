@@ -82,7 +82,7 @@ func TestBackendReadsFlagsOfItsSource(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	registered := cmd.Flags() // the flag set that Register gets
+	registered := cmd.Flags() // the flag set that Register receives
 	if err := cmd.ParseFlags(args); err != nil {
 		t.Fatal(err)
 	}

@@ -169,8 +169,8 @@ func (q question) explanations(s *cluster.Snapshot, node *api.Node) iter.Seq[*no
 	}
 }
 
-// The method narrow keeps only the frontends of e that match q. It reports whether any is
-// left.
+// The method narrow keeps only the frontends of e that match q. It reports whether any
+// frontend is left.
 func (q question) narrow(e *nodeview.Explanation, node *api.Node) bool {
 	e.Frontends = slices.DeleteFunc(e.Frontends, func(f nodeview.Frontend) bool { return !q.matches(f.FrontendKey, node) })
 	e.Unserved = slices.DeleteFunc(e.Unserved, func(u nodeview.UnservedFrontend) bool { return !q.matches(u.FrontendKey, node) })
@@ -285,7 +285,7 @@ func (q question) text() string {
 }
 
 // matches reports whether a frontend is at the question's address, port and protocol. A
-// node port matches at all node addresses, even if a backend serves it at only some.
+// node port matches at all node addresses, even if a backend provides it only at some.
 func (q question) matches(k nodeview.FrontendKey, node *api.Node) bool {
 	if k.Kind == nodeview.NodePort {
 		isOurs := slices.ContainsFunc(node.Addresses, func(a api.NodeAddress) bool { return a.IP == q.addr })

@@ -95,7 +95,7 @@ func serve(t *testing.T, source ...string) (address string) {
 }
 
 // newSocket returns the address of a unix socket that does not exist. The socket is not
-// in the test's own folder, because that path may be too long for a socket.
+// in the test's own folder, because the path of that folder may be too long for a socket.
 func newSocket(t *testing.T) (address string) {
 	t.Helper()
 	dir, err := os.MkdirTemp("", "kpng-")

@@ -26,8 +26,8 @@ type identity struct {
 	key  *ecdsa.PrivateKey
 }
 
-// newIdentity returns a certificate that authority has signed. If authority is nil, the
-// certificate is that of a new authority.
+// newIdentity returns a certificate signed by the argument authority. If authority is
+// nil, it returns the certificate of a new certificate authority.
 func newIdentity(t *testing.T, authority *identity, name string, organizations ...string) *identity {
 	t.Helper()
 	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
@@ -58,7 +58,7 @@ func newIdentity(t *testing.T, authority *identity, name string, organizations .
 	return &identity{cert, key}
 }
 
-// The method flags writes the identity to files and returns the flags for them.
+// The method flags writes the identity to files and returns flags that name the files.
 func (i *identity) flags(t *testing.T, prefix string, authority *identity) []string {
 	t.Helper()
 	key, err := x509.MarshalPKCS8PrivateKey(i.key)

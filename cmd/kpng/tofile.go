@@ -18,10 +18,10 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// toFile returns the command that writes the state of a source to a file. It marks
-// services with a label and an annotation. So the command "kpng file" with the same flags
-// selects them. If hasSelection is false, the source has no flags that select services,
-// so the command adds flags for the marks.
+// toFile returns the command that writes the state of a source to a file. The file's
+// services get a label and an annotation, so that "kpng file" with the same flags selects
+// them. If hasSelection is false, the source has no flags for the label and the
+// annotation, so the command adds these flags.
 func toFile(source *app.Source, hasSelection bool) *cobra.Command {
 	var (
 		once     bool
@@ -131,7 +131,7 @@ func (w *fileWriter) write(s *cluster.Objects) error {
 }
 
 func (w *fileWriter) replace(s *cluster.Objects) error {
-	// The command kpng file skips names that begin with a dot.
+	// The command kpng file skips this temporary file, because its name begins with a dot.
 	next, err := os.CreateTemp(filepath.Dir(w.path), ".kpng-*")
 	if err != nil {
 		return err

@@ -57,7 +57,7 @@ func TestStandardOutputIsWrittenOnce(t *testing.T) {
 	}
 }
 
-// read returns the content of the file. It expects no other file in its folder.
+// read returns the content of the file. It expects no other file in the same folder.
 func read(t *testing.T, path string) string {
 	t.Helper()
 	text, err := os.ReadFile(path)

@@ -20,7 +20,7 @@ type backend struct {
 	name string // name of both tables
 	have state  // content of the tables; unknown if the last Sync failed
 	want state  // wanted content, from the services delivered since the pass began
-	// uses maps each wanted element to the number of services that need it.
+	// The map uses counts, for each wanted element, the services that need it.
 	uses map[element]int
 	// flows contains the external IPs whose connections the next transaction may affect.
 	flows flows

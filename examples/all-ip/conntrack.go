@@ -14,7 +14,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// flows maps each external IP to the pods whose connection-tracking entries all-ip keeps.
+// The type flows maps each external IP to the pods whose connection-tracking entries
+// all-ip keeps.
 //
 // Rules apply only to the first packet of a connection. For UDP and pings, connection
 // tracking keeps an entry as long as packets arrive, even if the pod was removed.

@@ -18,8 +18,8 @@ import (
 // all-ip recreates tables that other versions of all-ip made.
 const layout = "kpng all-ip 1"
 
-// table is one of the two nftables tables. all-ip changes its sets, but never its rules.
-// nft prints the table like this:
+// table is one of the two nftables tables. all-ip changes the sets of a table, but never
+// the rules. nft prints the table like this:
 //
 //	chain services {
 //		dnat to ip daddr map @pod

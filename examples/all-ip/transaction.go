@@ -55,8 +55,8 @@ func connect() (*nftables.Conn, error) {
 	}))
 }
 
-// read returns the content of the tables. The error wraps errNotIntact if the tables must
-// be recreated.
+// The method read returns the content of the tables. The error wraps errNotIntact if the
+// tables must be recreated.
 func (b *backend) read() (state, error) {
 	conn, err := connect()
 	if err != nil {
@@ -113,10 +113,10 @@ func (b *backend) begin() (*transaction, error) {
 	}, nil
 }
 
-// drop deletes the tables if they exist.
+// The method drop deletes the tables if they exist.
 func (tx *transaction) drop() {
 	for _, t := range tx.tables {
-		tx.conn.AddTable(t.Table) // create the table, because deleting a missing table fails
+		tx.conn.AddTable(t.Table) // first create a missing table, because it could not be deleted
 		tx.conn.DelTable(t.Table)
 	}
 }
@@ -141,7 +141,8 @@ func (tx *transaction) create() error {
 	return nil
 }
 
-// remove removes e from the tables and from s. It does nothing if s does not contain e.
+// The method remove removes e from the tables and from s. It does nothing if s does not
+// contain e.
 func (tx *transaction) remove(s state, e element) {
 	value, ok := s[e]
 	if !ok {

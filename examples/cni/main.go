@@ -35,7 +35,7 @@ import (
 	"k8s.io/client-go/kubernetes"
 )
 
-// agent has the settings of the program.
+// agent contains the values of the command-line flags.
 type agent struct {
 	kubeconfig string
 	nodeName   string
@@ -149,8 +149,8 @@ func healthChecks(proxy *kpng.Proxy) http.Handler {
 	return mux
 }
 
-// metricsOf returns a handler of the paths /metrics and /proxyMode, which kube-proxy also
-// serves.
+// metricsOf returns a handler for the paths /metrics and /proxyMode. kube-proxy serves
+// the same paths.
 func metricsOf(registry prometheus.Gatherer) http.Handler {
 	mux := http.NewServeMux()
 	mux.Handle("GET /metrics", promhttp.HandlerFor(registry, promhttp.HandlerOpts{}))

@@ -120,7 +120,7 @@ type network struct {
 	cni     cniConfig
 	nodes   corelisters.NodeLister
 	synced  cache.InformerSynced
-	changed chan struct{} // has an element if a sync is needed
+	changed chan struct{} // contains a value if a sync is needed
 }
 
 func newNetwork(node string, cni cniConfig, nodes coreinformers.NodeInformer) (*network, error) {
@@ -225,8 +225,9 @@ func internalIP(node *corev1.Node, ipv4 bool) (netip.Addr, bool) {
 	return netip.Addr{}, false
 }
 
-// syncRoutes adds the wanted routes (destination to gateway), and deletes all other
-// routes with the agent's protocol number. It continues after an error.
+// syncRoutes adds missing routes, and deletes all other routes with the protocol number
+// routeProtocol. The map wanted has the gateway of each destination. If one route fails,
+// syncRoutes continues with the next route.
 func syncRoutes(wanted map[netip.Prefix]netip.Addr) error {
 	filter := &netlink.Route{Protocol: routeProtocol, Table: unix.RT_TABLE_MAIN}
 	installed, err := netlink.RouteListFiltered(netlink.FAMILY_ALL, filter, netlink.RT_FILTER_PROTOCOL|netlink.RT_FILTER_TABLE)
@@ -263,16 +264,17 @@ var kernelSettings = map[string]string{
 	"net/netfilter/nf_conntrack_tcp_timeout_close_wait":  "3600",
 }
 
-// bridgeSettings make the kernel pass bridged packets to nftables. Otherwise replies
-// between pods on the same bridge keep the endpoint's address, and connections through
-// services fail.
+// bridgeSettings make the kernel pass bridged packets to nftables. Without these
+// settings, a client on the same bridge as the endpoint gets replies from the endpoint's
+// address instead of the service's address, and the connection fails.
 var bridgeSettings = map[string]string{
 	"net/bridge/bridge-nf-call-iptables":  "1",
 	"net/bridge/bridge-nf-call-ip6tables": "1",
 }
 
 // applySettings sets sysctls to the wanted values. If it cannot set a sysctl, for example
-// in a container, it logs the value to set on the node.
+// in a container, it logs the wanted value. An administrator can then set the sysctl on
+// the node.
 func applySettings(ctx context.Context, settings map[string]string) {
 	for name, wanted := range settings {
 		file := filepath.Join("/proc/sys", name)

@@ -42,8 +42,8 @@ func (c *callout) run(ctx context.Context, stdin io.Reader) error {
 	cmd.WaitDelay = gracePeriod
 	killAll(cmd)
 
-	// The kernel kills the callout when the thread that started it ends. So keep this
-	// thread alive.
+	// The kernel kills the callout when the thread that started the callout ends. So reserve
+	// this thread for this goroutine.
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
 	err := cmd.Run()

@@ -135,7 +135,7 @@ func waitDead(t *testing.T, pid string) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		// The file has the process state after the program's name, which is in brackets.
+		// The file begins with "PID (NAME) STATE". Z is the state of a zombie.
 		if _, after, _ := bytes.Cut(stat, []byte(") ")); bytes.HasPrefix(after, []byte("Z")) {
 			return
 		}
@@ -232,7 +232,7 @@ func TestRunsOfCalloutNeverOverlap(t *testing.T) {
 	}
 	const last = 20
 	port(1)
-	// Each run takes longer than the time until the next change, so changes occur during a
+	// Each run takes longer than the time between two changes, so changes occur during a
 	// run.
 	cmd := command(t, fmt.Sprintf(`sh -c "mkdir %[1]s || echo two at once; jq '.Service.Ports[0].Port'; sleep 0.1; rmdir %[1]s"`, lock), "--manifests", manifest)
 	out := startReading(t, cmd)

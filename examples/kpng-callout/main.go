@@ -2,8 +2,8 @@
 
 // Command kpng-callout runs the program in $CALLOUT after every change of the node's
 // services. The program gets all services on standard input, with one JSON object per
-// service, as kpng-json prints it. With --frontends it gets the node and one JSON object
-// per frontend instead. Example:
+// service, as kpng-json prints it. With --frontends, the program gets the node and one
+// JSON object per frontend instead of the services. Example:
 //
 //	CALLOUT=jq kpng-callout --manifests examples/demo.yaml --node-name vm-002
 //

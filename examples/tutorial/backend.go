@@ -37,7 +37,7 @@ func (b *backend) Cleanup(ctx context.Context) error {
 
 // load runs a script of nft commands as one transaction: the kernel applies all of it or
 // nothing. nft reads the script from a file. If nft read from a pipe and this process was
-// killed while writing, nft would run only the part that it has read.
+// killed while writing, nft would run an incomplete script.
 func load(ctx context.Context, script string) error {
 	file, err := os.CreateTemp("", "tutorial-*.nft")
 	if err != nil {

@@ -23,8 +23,8 @@ import (
 	"time"
 )
 
-// inNamespace is an environment variable that marks a process in its own network
-// namespace.
+// inNamespace is the name of an environment variable. If it is set, the test already runs
+// in a network namespace of its own.
 const inNamespace = "KPNG_IN_NAMESPACE"
 
 // TestTheREADME runs the commands of README.md in a namespace, with or without root.

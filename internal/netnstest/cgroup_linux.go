@@ -103,14 +103,14 @@ func (c *Cgroup) Close() error {
 }
 
 // The method do moves the current thread into the cgroup, calls f, and moves the thread
-// back. The thread must be locked.
+// back. The caller must have locked the thread (runtime.LockOSThread).
 func (c *Cgroup) do(f func() error) error {
 	if err := c.moveThread(c.Dir); err != nil {
 		return err
 	}
 	err := f()
 	if back := c.moveThread(c.parent); back != nil {
-		runtime.LockOSThread() // lock once more, so that the thread ends with the goroutine
+		runtime.LockOSThread() // more locks than unlocks: the thread ends with its goroutine
 		err = errors.Join(err, back)
 	}
 	return err

@@ -26,8 +26,8 @@ type Namespace struct {
 	FD int
 	// Links configures interfaces, addresses and routes in the namespace.
 	Links *netlink.Handle
-	// Cgroup is the cgroup of the functions and processes that run in the namespace. If it
-	// is nil, they stay in the cgroup of the test process.
+	// Cgroup is the cgroup of the functions and processes that run in the namespace. If
+	// Cgroup is nil, the functions and processes stay in the cgroup of the test process.
 	Cgroup *Cgroup
 }
 
@@ -82,7 +82,8 @@ func (n *Namespace) Close() {
 }
 
 // Do calls f on a thread that is in the namespace. Sockets that f opens and processes
-// that it starts stay in the namespace. f must not start goroutines.
+// that it starts stay in the namespace. f must not start goroutines, which would run
+// outside the namespace.
 func (n *Namespace) Do(f func() error) error {
 	return onThread(func() error { return n.enter(f) })
 }
@@ -111,8 +112,8 @@ func (n *Namespace) Start(cmd *exec.Cmd) (<-chan error, error) {
 	return ended, <-started
 }
 
-// Command returns a command line that runs a program in the namespace. It is for code
-// that starts programs itself.
+// Command returns a command line that runs a program in the namespace. Use Command for
+// code that starts programs itself.
 func (n *Namespace) Command(args ...string) []string {
 	return append([]string{"nsenter", fmt.Sprintf("--net=/proc/%d/fd/%d", os.Getpid(), n.FD), "--"}, args...)
 }
@@ -160,7 +161,8 @@ func onThread(f func() error) error {
 		}
 		defer home.Close()
 		err = f()
-		// If this fails, the thread stays locked, so that it ends with the goroutine.
+		// If Setns fails, the goroutine ends without unlocking the thread, so the thread ends,
+		// too.
 		if unix.Setns(int(home.Fd()), unix.CLONE_NEWNET) == nil {
 			runtime.UnlockOSThread()
 		}

@@ -109,7 +109,7 @@ func (d *Dialer) Stay(ctx context.Context, useConn func(ctx context.Context, con
 		running, end := context.WithCancelCause(klog.NewContext(ctx, log.WithValues("server", address.String())))
 		v := &visit{patience: firstMessage, others: n - 1, untried: n - 1 - failures}
 		if n == 1 && !d.opts.FailFast {
-			v.patience = math.MaxInt64 // no other address to try
+			v.patience = math.MaxInt64 // wait without a limit: there is no other address
 		}
 		v.silent = time.AfterFunc(v.patience, func() { end(errSilent) })
 		err := d.connect(ctx, address, files, func(conn *grpc.ClientConn) error { return useConn(running, conn, v.heard) })

@@ -3,6 +3,6 @@
 // Package transport connects clients and servers. It provides addresses, listeners, a
 // dialer that reconnects, and mutual TLS with certificate files that may change.
 //
-// Plaintext is allowed on loopback addresses and unix sockets. On other addresses it is
-// an error, unless the user allows it.
+// Plaintext is allowed on loopback addresses and unix sockets. On other addresses,
+// plaintext is an error unless the option Insecure allows it.
 package transport

@@ -19,9 +19,9 @@ import (
 // socket. 0 means 0600, with which only the server's user can connect.
 //
 // Listen creates the directory of a unix socket, but not the parent of that directory. It
-// replaces a stale socket. It returns an error if a process listens on the existing
-// socket, or if the file is not a socket. The new socket has its mode before a client can
-// connect. Closing the listener removes the socket, unless another socket replaced it.
+// replaces a socket without a listening process. For any other existing file, it returns
+// an error. The new socket has the given mode before a client can connect. Closing the
+// listener removes the socket, unless another socket replaced it.
 func (a Address) Listen(mode fs.FileMode) (net.Listener, error) {
 	if a.network == "unix" {
 		if mode == 0 {

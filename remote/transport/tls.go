@@ -24,8 +24,8 @@ type TLS struct {
 	CertFile string
 	// KeyFile contains the key of the certificate in CertFile.
 	KeyFile string
-	// For a client, ServerName is the name in the server's certificate. Default: the host of
-	// the server's address.
+	// For a client, ServerName is the name that the server's certificate must contain.
+	// Default: the host of the server's address.
 	ServerName string
 }
 
@@ -50,7 +50,7 @@ func (t TLS) Server(log logr.Logger) (*tls.Config, error) {
 				Certificates:           []tls.Certificate{*cert},
 				ClientCAs:              pool,
 				ClientAuth:             tls.RequireAndVerifyClientCert,
-				SessionTicketsDisabled: true, // so that each connection is checked with the present authorities
+				SessionTicketsDisabled: true, // do not resume sessions: check each connection with the present authorities
 			}, nil
 		},
 	}, nil

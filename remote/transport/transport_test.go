@@ -231,8 +231,8 @@ func TestReconnect(t *testing.T) {
 			waited := time.Since(last)
 			last = time.Now()
 			tried = append(tried, port(conn))
-			// The dialer waits after two failed tries, and after a good try. The fifth try is
-			// good, so the waits after it are short again.
+			// The dialer waits after every two failed tries, and after a good try. The fifth try
+			// is good, so later waits are short again.
 			most := [...]time.Duration{0, 0, 1, 0, 2, 1, 1, 0, 2, 0}[n] * time.Second
 			if waited > most+1 {
 				t.Errorf("try %d came after %s, want at most %s", n, waited, most)
@@ -283,7 +283,7 @@ func TestFailFastTriesEachAddressOnce(t *testing.T) {
 	for _, test := range []struct {
 		name      string
 		addresses []string
-		good      int // number of the successful try, from 1
+		good      int // number of the successful try, counted from 1
 		tries     int
 	}{
 		{"the default address", nil, 0, 1},

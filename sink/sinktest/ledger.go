@@ -40,7 +40,7 @@ func newLedger() ledger {
 	}
 }
 
-// check returns the rules of [sink.Sink] that the recorded call c breaks.
+// check returns a message for each rule of [sink.Sink] that the recorded call c breaks.
 func (l *ledger) check(c *Sync) []string {
 	var wrong []string
 	report := func(format string, args ...any) { wrong = append(wrong, fmt.Sprintf(format, args...)) }
@@ -171,7 +171,7 @@ func (l *ledger) acknowledge(s *sink.Change) {
 	}
 }
 
-// own makes key the owner of claim and deletes the owners of conflicting claims.
+// The method own sets the owner of claim to key, and removes conflicting claims.
 func (l *ledger) own(claim api.Claim, key types.NamespacedName) {
 	whole := api.Claim{IP: claim.IP}
 	if claim == whole {

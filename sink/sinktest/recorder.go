@@ -16,9 +16,9 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// Recorder is a [sink.Sink] between the driver and another sink. It records each Sync,
-// and forwards it to the other sink or executes a step of its script instead. If the
-// driver breaks the rules of [sink.Sink], the test fails.
+// Recorder is a [sink.Sink] between the driver and another sink. It records each Sync. If
+// the script has a step left, the Recorder executes the step. Otherwise it forwards the
+// Sync to the other sink. If the driver breaks the rules of [sink.Sink], the test fails.
 //
 // A Recorder also forwards the optional methods to the other sink.
 type Recorder struct {
@@ -44,7 +44,7 @@ type Sync struct {
 	Services    []sink.Change
 	Node        *api.Node
 	NodeChanged bool
-	// Err is the result of the sink, or [ErrPanicked] if the sink panicked.
+	// Err is the error that Sync returned, or [ErrPanicked] if Sync panicked.
 	Err error
 	// Began is the time at which Sync was called, and Ended the time at which it returned.
 	Began, Ended time.Time

@@ -59,8 +59,8 @@ func again(c sink.Change) sink.Change {
 
 const first, last = 1, 2
 
-// pass returns a batch of a pass. The flags say whether it is the first or the last
-// batch; 0 means neither.
+// pass returns a batch of a pass. The argument flags is first or last for the first or
+// the last batch, and 0 for another batch.
 func pass(flags int, services ...sink.Change) *sink.Changes {
 	return &sink.Changes{
 		First: flags == first, Last: flags == last, Revision: 2, NodeChanged: flags == first, Services: slices.Values(services),

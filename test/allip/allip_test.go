@@ -26,7 +26,7 @@ import (
 
 var within = flag.Duration("within", time.Minute, "the maximum time until a change takes effect")
 
-// subject is one of the two tested programs.
+// subject is one of the two tested programs: all-ip, or kpng-callout with all-ip.sh.
 type subject struct {
 	name string
 	// command returns the arguments and the environment with which to start the program.
@@ -47,7 +47,7 @@ var subjects = []subject{
 		command: func(t testing.TB) (args, env []string) { return []string{build(t, "all-ip")}, nil },
 		cleanup: func(t testing.TB) []string { return []string{build(t, "all-ip"), "--cleanup"} },
 		own: func(t testing.TB, node namespace) string {
-			// With -a, nft prints handles, which change if a rule is written again.
+			// With -a, nft prints handles, so a rule that was written again differs.
 			return node.Run(t, "nft", "-a", "list", "table", "ip", "kpng-all-ip") +
 				node.Run(t, "nft", "-a", "list", "table", "ip6", "kpng-all-ip")
 		},
@@ -70,14 +70,14 @@ var subjects = []subject{
 	},
 }
 
-// splitIPTables returns the rules of iptables and ip6tables: those of the program, and
-// all others.
+// splitIPTables returns the rules of iptables and ip6tables in two parts: the rules of
+// all-ip.sh, and all others.
 func splitIPTables(t testing.TB, node namespace) (ours, others string) {
 	t.Helper()
 	for _, tool := range []string{"iptables-save", "ip6tables-save"} {
 		for line := range strings.Lines(node.Run(t, tool)) {
 			switch {
-			case strings.HasPrefix(line, "#"): // a comment with the time
+			case strings.HasPrefix(line, "#"): // skip the comment, which contains the time
 			case strings.Contains(line, "KPNG-ALL-IP"):
 				ours += line
 			default:
@@ -88,7 +88,7 @@ func splitIPTables(t testing.TB, node namespace) (ours, others string) {
 	return ours, others
 }
 
-// foreign returns all rules that do not belong to the tested program.
+// The function foreign returns all rules that do not belong to the tested program.
 func foreign(t testing.TB, node namespace) string {
 	t.Helper()
 	_, all := splitIPTables(t, node)
@@ -309,7 +309,7 @@ func (n *network) echo(ip netip.Addr, name string) error {
 	return err
 }
 
-// answers checks that some pod answers at each external IP.
+// The method answers checks that some pod answers at each external IP.
 func (n *network) answers() error {
 	for _, ip := range externalIPs {
 		if _, err := n.client.ask("tcp", ip, tcpPorts[0]); err != nil {
@@ -319,8 +319,8 @@ func (n *network) answers() error {
 	return nil
 }
 
-// fails returns a function that checks whether all connections from outside fail with
-// errors that isExpected accepts.
+// The method fails returns a function that checks whether all connections from outside
+// fail with errors that isExpected accepts.
 func (n *network) fails(isExpected func(error) bool) func() error {
 	return func() error {
 		for _, ip := range externalIPs {
@@ -347,8 +347,8 @@ func isTimeout(err error) bool {
 
 func isRefused(err error) bool { return errors.Is(err, syscall.ECONNREFUSED) }
 
-// uninterrupted calls f. It checks that meanwhile an open connection stays open and all
-// new connections succeed.
+// The method uninterrupted calls f. It checks that an open connection stays open and all
+// new connections succeed while f runs.
 func (n *network) uninterrupted(t testing.TB, f func()) {
 	t.Helper()
 	streams := make([]net.Conn, len(externalIPs))

@@ -52,7 +52,7 @@ func need(t testing.TB, tools ...string) {
 }
 
 // build builds the program of an example, unless it exists already, and returns its path.
-// If the test runs with the race detector, so does the program.
+// If the test was built with the race detector, the program is built with it too.
 func build(t testing.TB, example string) string {
 	t.Helper()
 	path := filepath.Join(bin, example)

@@ -24,8 +24,8 @@ type namespace struct{ *netnstest.Namespace }
 
 func newNamespace(t testing.TB) namespace { return namespace{netnstest.New(t)} }
 
-// The ports of pods. Over TCP, a pod sends its name and then echoes its input. Over UDP,
-// it answers with its name.
+// The ports on which the pods listen. Over TCP, a pod sends its name and then echoes its
+// input. Over UDP, it answers with its name.
 var (
 	tcpPorts = []int{80, 5000, 6000}
 	udpPort  = 5353
@@ -100,7 +100,7 @@ func (n namespace) ping(ip netip.Addr) error {
 // ICMPv6 if ip is an IPv6 address, else ICMP.
 func (n namespace) echoRequests(ip netip.Addr) (count int, err error) {
 	err = n.Do(func() error {
-		// Do not read /proc/net, which shows the namespace of the first thread of the process.
+		// /proc/net would show the namespace of the first thread of the process.
 		if ip.Is6() {
 			text, err := os.ReadFile("/proc/thread-self/net/snmp6")
 			if err != nil {

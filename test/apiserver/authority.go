@@ -14,8 +14,8 @@ import (
 	"time"
 )
 
-// validity is how long before its creation a certificate becomes valid, and how long
-// after its creation it expires. No test takes that long.
+// A certificate is valid for this time before and this time after its creation. No test
+// takes that long.
 const validity = 24 * time.Hour
 
 type authority struct {
@@ -48,7 +48,7 @@ func newAuthority() (*authority, error) {
 	return &authority{cert: cert, key: key, certPEM: certPEM}, nil
 }
 
-// server returns a certificate and a key for a server on loopback, in PEM format.
+// The method server returns a PEM certificate and key for a server on loopback.
 func (a *authority) server() (cert, key []byte, err error) {
 	return a.issue(&x509.Certificate{
 		Subject:     pkix.Name{CommonName: "kube-apiserver"},
@@ -59,7 +59,7 @@ func (a *authority) server() (cert, key []byte, err error) {
 	})
 }
 
-// client returns a certificate and a key for a user in the given groups, in PEM format.
+// The method client returns a PEM certificate and key for a user in the given groups.
 func (a *authority) client(user string, groups ...string) (cert, key []byte, err error) {
 	return a.issue(&x509.Certificate{
 		Subject:     pkix.Name{CommonName: user, Organization: groups},
@@ -82,7 +82,7 @@ func (a *authority) issue(template *x509.Certificate) (certPEM, keyPEM []byte, e
 	return certPEM, keyPEM, nil
 }
 
-// sign sets the validity of template, and returns the certificate in PEM format.
+// sign sets the validity of template, signs it with parentKey, and returns it as PEM.
 func sign(template, parent *x509.Certificate, key, parentKey *ecdsa.PrivateKey) ([]byte, error) {
 	template.NotBefore = time.Now().Add(-validity)
 	template.NotAfter = time.Now().Add(validity)

@@ -27,6 +27,6 @@
 //	}
 //
 // On Linux the processes end when the test process ends, even after a panic or SIGKILL.
-// The output of a failed test includes the last lines of both logs. Its artifact
-// directory (go test -artifacts) has the complete logs.
+// The output of a failed test includes the last lines of both logs. The artifact
+// directory of the test (go test -artifacts) has the complete logs.
 package apiserver

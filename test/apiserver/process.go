@@ -101,8 +101,8 @@ func (p *Process) start(ctx context.Context) error {
 	started, ended := make(chan error), make(chan struct{})
 	go func() {
 		defer close(ended)
-		// The kernel kills the process when the thread that started it ends, so keep the
-		// thread.
+		// The kernel kills the process when the thread that started it ends. So this goroutine
+		// keeps its thread until the process has ended.
 		runtime.LockOSThread()
 		defer runtime.UnlockOSThread()
 		err := p.cmd.Start()

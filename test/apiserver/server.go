@@ -31,7 +31,7 @@ const (
 
 // Options changes the defaults that the package comment describes.
 type Options struct {
-	// Flags are additional flags of kube-apiserver. They override the package's flags.
+	// Flags are additional flags of kube-apiserver. They override this package's flags.
 	Flags []string
 }
 
@@ -115,9 +115,9 @@ func (s *Server) WaitReady(t testing.TB) {
 	}
 }
 
-// Compact makes etcd drop old versions of objects. By default an API server compacts etcd
-// every five minutes. But this server never compacts etcd by itself. A watch from an old
-// version fails with 410 Gone, unless the API server has the later changes in memory.
+// Compact makes etcd drop old versions of objects. Afterwards, a watch from an old
+// version fails with 410 Gone, unless the API server has the later changes in memory. The
+// API server of this package never compacts etcd by itself.
 func (s *Server) Compact(t testing.TB) {
 	t.Helper()
 	if err := s.compact(t.Context()); err != nil {
@@ -278,8 +278,8 @@ func (s *Server) startAPIServer(ctx context.Context) (err error) {
 			"--service-account-signing-key-file=" + s.path("service-account.key"),
 			"--service-cluster-ip-range=" + ServiceCIDRv4 + "," + ServiceCIDRv6,
 			// Disable the plugin that requires a service account for each pod, because no
-			// controller creates service accounts. Do not publish the API server's loopback
-			// address, which is not a valid endpoint.
+			// controller creates service accounts. Create no endpoint for the API server, because
+			// its loopback address is invalid in endpoints.
 			"--disable-admission-plugins=ServiceAccount",
 			"--endpoint-reconciler-type=none",
 			// Disable periodic compaction and the queueing of requests.
@@ -299,8 +299,8 @@ func (s *Server) startAPIServer(ctx context.Context) (err error) {
 	return s.APIServer.start(ctx)
 }
 
-// allocates returns nil if the server can allocate cluster IPs of both families. For a
-// moment after it reports readiness, the server sometimes cannot allocate them.
+// The method allocates checks that the server can allocate cluster IPs of both families.
+// Sometimes the server cannot do that right after it becomes ready.
 func (s *Server) allocates(ctx context.Context) error {
 	policy := corev1.IPFamilyPolicyRequireDualStack
 	service := &corev1.Service{

@@ -192,7 +192,7 @@ func TestCompactionDropsOldVersions(t *testing.T) {
 	old := create(t, s, ns, clusterIP("a")).ResourceVersion
 	create(t, s, ns, clusterIP("b"))
 
-	// Restart the API server, because it still has the old versions in memory.
+	// Restart the API server, so that it reads the old version from etcd, not from memory.
 	s.APIServer.Kill(t)
 	s.APIServer.Start(t)
 	exactly := metav1.ListOptions{ResourceVersion: old, ResourceVersionMatch: metav1.ResourceVersionMatchExact}

@@ -24,8 +24,8 @@ import (
 // the objects through the API is slow, because each allocation of a cluster IP counts all
 // allocated IPs. The caller must set the fields that the API server would set, such as
 // defaults, UIDs and node ports, and must provide the IPAddress object of each cluster
-// IP. Store calls newObjects for each i from 0 to n-1, from several goroutines. Each call
-// returns a group of objects.
+// IP. Store calls newObjects for each i from 0 to n-1, from several goroutines. It writes
+// the objects of one call in their order.
 func (s *Server) Store(ctx context.Context, n int, newObjects func(i int) []runtime.Object) (err error) {
 	client, err := s.etcdClient(ctx)
 	if err != nil {

@@ -88,7 +88,7 @@ spec:
 	}
 }
 
-// rulesOfProxy returns the tables of the first node, except those of all-ip.
+// rulesOfProxy returns the nftables tables of the first node, except those of all-ip.
 func rulesOfProxy(t *testing.T) string {
 	t.Helper()
 	return lib(t, "in_node", "1", "sh", "-c", "nft list tables | grep -v all-ip | while read -r table; do nft -s list $table; done")

@@ -193,7 +193,7 @@ func (p *probe) measure(ctx context.Context) (time.Duration, error) {
 	}
 }
 
-// set opens or closes the pod's readiness gate.
+// The method set writes the condition of the pod's readiness gate.
 func (p *probe) set(ctx context.Context, ready bool) error {
 	status := corev1.ConditionFalse
 	if ready {
@@ -209,7 +209,7 @@ func (p *probe) set(ctx context.Context, ready bool) error {
 	return err
 }
 
-// connects reports whether a node reaches the service.
+// connects reports whether a new connection from a node to the service succeeds.
 func (p *probe) connects() bool {
 	return p.from.Do(func() error {
 		conn, err := net.DialTimeout("tcp", p.address.String(), traffic.LossDelay)
@@ -241,7 +241,7 @@ type usage struct {
 	peak int
 }
 
-// usageByNode returns the usage of each node's service proxy since its start.
+// usageByNode returns the usage of each node's service proxy since the proxy's start.
 func (c *cluster) usageByNode(t *testing.T) []usage {
 	t.Helper()
 	all := make([]usage, c.nodes)
@@ -251,8 +251,8 @@ func (c *cluster) usageByNode(t *testing.T) []usage {
 		if err != nil {
 			t.Fatalf("the proxy of node-%d has ended: %v", i+1, err)
 		}
-		// The program's name is in parentheses; see proc(5). The fields after the name include
-		// the CPU time in ticks of 10 ms.
+		// The file contains the program's name in parentheses. The fields after the name
+		// include the CPU time in ticks of 10 ms; see proc(5).
 		_, after, _ := strings.Cut(string(stat), ") ")
 		fields := strings.Fields(after)
 		all[i].cpu = time.Duration(atoi(t, fields[11])+atoi(t, fields[12])) * 10 * time.Millisecond

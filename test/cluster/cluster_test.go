@@ -151,7 +151,7 @@ func nodePort(service *corev1.Service, node int) netip.AddrPort {
 	return netip.AddrPortFrom(nodeAddr(node), uint16(service.Spec.Ports[0].NodePort))
 }
 
-// rollout waits until the rollout of a deployment or DaemonSet is complete.
+// The method rollout waits until the rollout of a deployment or DaemonSet is complete.
 func (c *cluster) rollout(t *testing.T, namespace, object string) {
 	t.Helper()
 	kubectl(t, "rollout", "status", "--namespace", namespace, "--timeout", "15m", object)

@@ -59,7 +59,7 @@ func keep(addr netip.AddrPort) func() error {
 	}
 }
 
-// get asks a web server for the name of its pod.
+// get asks a web server for the name of its pod, over the connection c.
 func get(c net.Conn, r *bufio.Reader) (string, error) {
 	c.SetDeadline(time.Now().Add(requestTimeout))
 	if _, err := io.WriteString(c, "GET /hostname HTTP/1.1\r\nHost: test\r\n\r\n"); err != nil {

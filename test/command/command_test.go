@@ -44,7 +44,7 @@ func build(t *testing.T, pkg string) program {
 	return program{t, path}
 }
 
-// try runs the program and returns its output.
+// try runs the program and returns its stdout. An error includes its stderr.
 func (p program) try(args ...string) (string, error) {
 	var stdout, stderr bytes.Buffer
 	cmd := exec.CommandContext(p.t.Context(), p.path, args...)
@@ -65,8 +65,8 @@ func (p program) run(args ...string) string {
 	return out
 }
 
-// start starts the program, and sends SIGTERM to the program when the test ends. Then the
-// program must exit with code 0.
+// start starts the program, and sends SIGTERM to the program when the test ends. After
+// SIGTERM, the program must exit with code 0.
 func (p program) start(args ...string) {
 	p.t.Helper()
 	var stderr bytes.Buffer
@@ -84,7 +84,7 @@ func (p program) start(args ...string) {
 	})
 }
 
-// eventually calls condition until ok is true.
+// eventually calls condition until ok is true. After the time patience, the test fails.
 func eventually(t *testing.T, what string, condition func() (ok bool, state any)) {
 	t.Helper()
 	for deadline := time.Now().Add(patience); ; time.Sleep(50 * time.Millisecond) {

@@ -210,7 +210,7 @@ func (r *running) load(b *testing.B, listing time.Duration) {
 	b.ReportMetric(r.group.CPU().Seconds(), "cpu-s-start")
 }
 
-// rest waits until the proxy uses almost no CPU time.
+// The method rest waits until the proxy uses almost no CPU time.
 func (r *running) rest() {
 	for busy := true; busy; {
 		before := r.group.CPU()

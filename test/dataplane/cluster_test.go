@@ -91,8 +91,8 @@ func newCluster(t testing.TB, s shape) *cluster {
 	if err := c.fill(t.Context()); err != nil {
 		t.Fatalf("fill cluster: %v", err)
 	}
-	// Restart the API server, because it learns only at its start which node ports are in
-	// use.
+	// Restart the API server, so that it learns the node ports that fill has written to
+	// etcd.
 	server.APIServer.Kill(t)
 	server.APIServer.Start(t)
 	return c

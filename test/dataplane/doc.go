@@ -10,8 +10,8 @@
 //	go test -run xxx -bench . -benchtime 1x -timeout 15m ./dataplane -args -shapes 1000x10,10000x10 -changes 50
 //
 // With the flag -proxies kpng-iptables,kube-proxy-iptables, the benchmark compares kpng
-// and kube-proxy in iptables mode. Use the nft flavour of iptables, because the benchmark
-// needs nftables notifications.
+// and kube-proxy in iptables mode. Use the nft variant of the command iptables, because
+// the benchmark needs nftables notifications.
 //
 // The soak test changes services and endpoints at random while it makes connections:
 //

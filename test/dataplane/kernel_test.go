@@ -93,7 +93,7 @@ func connect(service int, patience time.Duration) (time.Duration, error) {
 	}
 }
 
-// answer accepts connections to all pods until the test ends.
+// The function answer accepts connections to all pods until the test ends.
 func answer(t testing.TB) {
 	t.Helper()
 	l, err := net.Listen("tcp", fmt.Sprintf(":%d", podPort))

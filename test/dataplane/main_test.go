@@ -60,7 +60,7 @@ func moveInside() int {
 
 var (
 	nodeIP = netip.MustParseAddr("192.168.99.1")
-	// A local route for podCIDR lets every pod address accept connections.
+	// podCIDR has the pod addresses. A local route for it lets this node accept connections.
 	podCIDR = netip.MustParsePrefix("10.128.0.0/9")
 	// firstVIP is the cluster IP of the first service.
 	firstVIP = netip.MustParseAddr("10.96.1.0")

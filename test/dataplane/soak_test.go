@@ -174,7 +174,7 @@ func (c *churn) run(ctx context.Context, random *rand.Rand) error {
 				c.made.Add(1)
 				break
 			}
-			// Expected errors: another writer was faster, or the cluster IP is not free yet.
+			// Try again if another writer was faster or the cluster IP is not free yet.
 			lost := apierrors.IsConflict(err) || apierrors.IsAlreadyExists(err) || apierrors.IsNotFound(err) || apierrors.IsInvalid(err)
 			if !lost && ctx.Err() == nil {
 				return fmt.Errorf("change service: %w", err)
@@ -245,13 +245,13 @@ func someOf(random *rand.Rand, from []discoveryv1.Endpoint) []discoveryv1.Endpoi
 	return all
 }
 
-// elsewhere returns one of 200 external addresses. With so few addresses, some services
-// claim the same address.
+// The method elsewhere returns one of 200 external addresses. With so few addresses, some
+// services claim the same address.
 func (c *churn) elsewhere(random *rand.Rand, network byte) string {
 	return netip.AddrFrom4([4]byte{10, network, 0, byte(random.IntN(200))}).String()
 }
 
-// random returns a service with random properties.
+// The method random returns a service with random properties.
 func (c *churn) random(random *rand.Rand, service int) *corev1.Service {
 	s := &corev1.Service{
 		ObjectMeta: metav1.ObjectMeta{Name: name(service), Labels: map[string]string{"app": name(service)}},
@@ -308,8 +308,8 @@ func (c *cluster) changeMarker(t testing.TB) string {
 	}
 }
 
-// waitVerified waits until the proxy has verified the whole table. The verification also
-// removes unused parts of the table.
+// waitVerified waits until the proxy has completed two more verifications of the table.
+// They also remove unused parts of the table.
 func waitVerified(t testing.TB) {
 	t.Helper()
 	const verified = `kpng_sink_verify_total{result="ok",sink="nftables0"}`

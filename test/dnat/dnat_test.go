@@ -30,7 +30,7 @@ const (
 	script = "../../examples/python-dnat/dnat.py"
 )
 
-// TestMessagesCompileWithDebiansCompiler compiles the messages with Debian's protoc,
+// TestMessagesCompileWithDebiansCompiler compiles the .proto files with Debian's protoc,
 // which is the oldest protoc that Python clients use.
 func TestMessagesCompileWithDebiansCompiler(t *testing.T) {
 	for _, file := range []string{"api/localv1/localv1.proto", "api/clusterv1/clusterv1.proto"} {
@@ -42,8 +42,8 @@ func TestMessagesCompileWithDebiansCompiler(t *testing.T) {
 	}
 }
 
-// TestScript checks connections from a client to two pods through a node on which the
-// script runs.
+// TestScript checks connections to two pods. The connections come from a client and from
+// the node on which dnat.py runs.
 func TestScript(t *testing.T) {
 	node, client := netnstest.New(t), netnstest.New(t)
 	node.Join(t, "client", client, "node")
@@ -107,8 +107,8 @@ func TestScript(t *testing.T) {
 	check(client, "192.0.2.3", "203.0.113.1:80", both)
 	check(client, "192.0.2.2", "203.0.113.1:80", "no answer")
 
-	// With policy Local and no pod on this node, only connections from this node get an
-	// answer.
+	// With policy Local and no pod on this node, the external IP answers only connections
+	// from this node.
 	write(map[string]string{"10.1.0.1": "another"})
 	check(client, "", "10.96.0.1:80", "10.1.0.1")
 	check(client, "", "198.51.100.1:80", "no answer")

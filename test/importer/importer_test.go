@@ -191,7 +191,7 @@ func ownPackages(linked, other map[string]string) []string {
 	return paths
 }
 
-// raised returns one line for each module whose versions differ between the two maps.
+// The function raised returns a line for each module whose versions differ in the maps.
 func raised(without, with map[string]string) []string {
 	var lines []string
 	for path, version := range without {

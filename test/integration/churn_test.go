@@ -83,7 +83,7 @@ func TestKilledProcessesRecoverWithoutLoss(t *testing.T) {
 }
 
 // churn makes random changes to a tenant, at a fixed rate. Each service has one
-// EndpointSlice. No endpoint address is used twice.
+// EndpointSlice. All endpoint addresses differ.
 type churn struct {
 	*tenant
 	*rand.Rand            // random source of the test
@@ -147,7 +147,7 @@ func newChurn(t *testing.T, server *apiserver.Server) *churn {
 	return c
 }
 
-// wait waits until churn has made a number of further changes.
+// wait waits until churn has made the given number of further changes.
 func (c *churn) wait(t *testing.T, changes int) {
 	t.Helper()
 	ctx := within(t)
@@ -169,7 +169,7 @@ func (c *churn) wait(t *testing.T, changes int) {
 	}
 }
 
-// add creates a service and its slice.
+// add creates a service and its EndpointSlice.
 func (c *churn) add() error {
 	c.made++
 	s := newService(fmt.Sprintf("s%04d", c.made), c.name, servicePort("", 80, 80))
@@ -230,7 +230,7 @@ func (c *churn) change() error {
 	}
 }
 
-// forget records that services or endpoints are about to be removed.
+// forget adds entries to c.removed. Call it before the services or endpoints are removed.
 func (c *churn) forget(entries ...string) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -239,8 +239,8 @@ func (c *churn) forget(entries ...string) {
 	}
 }
 
-// lost returns the entries that the map older contains and the map newer lacks. It omits
-// entries that churn removed.
+// The method lost returns the entries that the map older contains and the map newer
+// lacks. It omits entries in c.removed.
 func (c *churn) lost(older, newer map[string]bool) []string {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -282,7 +282,7 @@ func (v *viewer) start(t testing.TB) {
 	v.process = launch(t, v.out, quickKpngJSON(t), "--api", v.from, "--node-name", v.node)
 }
 
-// check compares a print with the previous print, which may be from a killed process.
+// check reports entries of the previous print that the new print lacks.
 func (v *viewer) check(t testing.TB, print []byte) {
 	shown, stamp := map[string]bool{}, int32(0)
 	for line := range bytes.Lines(print) {

@@ -106,8 +106,8 @@ func (l *lossy) expect(syncs int, want []string) {
 	}
 }
 
-// happen makes the changes that the services' names describe, and changes the node's
-// zone. It writes to the given API server, which may differ from the proxy's API server.
+// The method happen makes the changes that the services' names describe, and changes the
+// node's zone. It writes to the given API server, which the proxy need not use.
 func (l *lossy) happen(by *apiserver.Server) {
 	l.t.Helper()
 	n := l.through(by)

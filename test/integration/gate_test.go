@@ -79,7 +79,7 @@ func (g *gate) close() {
 	g.conns = nil
 }
 
-// reopen opens the gate again and resets the count.
+// reopen opens the gate again and sets received to 0.
 func (g *gate) reopen() {
 	g.mu.Lock()
 	defer g.mu.Unlock()

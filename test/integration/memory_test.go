@@ -34,7 +34,7 @@ func TestForeignServicesUseNoMemory(t *testing.T) {
 		}
 		n.put(s, newSlice(s.Name, s, slicePorts("", 80), newEndpoint(fmt.Sprintf("10.1.0.%d", i), "")))
 	}
-	// A proxy without a name sees only the service that the API server itself creates.
+	// The second proxy has no name, so it sees only the service that the API server creates.
 	alone := heap(t, kubeconfig, "kpng-example", ownServices)
 	generalAlone := heap(t, kubeconfig, "", 1)
 

@@ -386,7 +386,7 @@ func TestExampleIsPrinted(t *testing.T) {
 			fmt.Sprintf(endpoint, "V6", "1100::302", "", elsewhere),
 		}, ","))
 	all, _ := s.out.since(0)
-	got := all[len(all)-2] // the last line shows the service s.stamp
+	got := all[len(all)-2] // the last line shows s.stamp, so take the line before it
 	if diff := cmp.Diff(decode(t, want), decode(t, got)); diff != "" {
 		t.Errorf("output (-want +got):\n%s", diff)
 	}

@@ -89,7 +89,7 @@ type process struct {
 	name  string
 	cmd   *exec.Cmd
 	ended chan struct{}
-	err   error // the result of Wait
+	err   error // the result of cmd.Wait
 }
 
 // start starts kpng-json, and stops the process with SIGINT when the test ends.
@@ -149,7 +149,7 @@ func (p *process) stop(t testing.TB) {
 	}
 }
 
-// kill ends the process with SIGKILL and waits.
+// kill ends the process with SIGKILL and waits for its end.
 func (p *process) kill(t testing.TB) {
 	t.Helper()
 	if err := p.cmd.Process.Kill(); err != nil {

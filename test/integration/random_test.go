@@ -40,8 +40,8 @@ const (
 
 // TestPrintsMatchAPIServer changes a namespace at random while three proxies run, two
 // with a proxy name and one without. Each proxy runs twice: as kpng-json, and in this
-// process with informers. The test compares their views with views that it computes from
-// the API server's objects.
+// process with informers. The test compares the views of each proxy with the expected
+// views, which it computes from the API server's objects.
 func TestPrintsMatchAPIServer(t *testing.T) {
 	for _, test := range []struct {
 		name string
@@ -90,7 +90,7 @@ func TestPrintsMatchAPIServer(t *testing.T) {
 	}
 }
 
-// equate compares views as JSON, which omits empty fields.
+// equate makes cmp compare views as JSON, which omits empty fields.
 var equate = cmp.Transformer("JSON", func(views []*api.ServiceEndpoints) []any {
 	var out []any
 	for _, v := range views {
@@ -309,7 +309,7 @@ func (r *randomizer) operate() {
 			err = r.admit(service.Name)
 		default:
 			err = r.tryPut(service)
-			if apierrors.IsInvalid(err) { // the update changes an immutable field
+			if apierrors.IsInvalid(err) { // because an immutable field differs
 				r.remove(service)
 				err = r.tryPut(service)
 			}
@@ -369,7 +369,7 @@ func (r *randomizer) admit(name string) error {
 	patch := fmt.Sprintf(`{"status":{"loadBalancer":{"ingress":[`+ingress+`]}}}`, r.network+".3")
 	_, err := r.client.CoreV1().Services(r.name).Patch(r.t.Context(), name, types.MergePatchType, []byte(patch), metav1.PatchOptions{}, "status")
 	if apierrors.IsInvalid(err) {
-		return nil // not a LoadBalancer service
+		return nil // the service is not of type LoadBalancer
 	}
 	return err
 }

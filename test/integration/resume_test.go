@@ -61,8 +61,8 @@ func TestReconnectedClientsReceiveChangesOnly(t *testing.T) {
 				t.Helper()
 				out.expect(t, n.print(n.name, n.list()), who)
 			}
-			// closeAndChange closes the gate. Then it changes the given number of services, and
-			// last the service stamp.
+			// closeAndChange closes the gate. Then it changes the given number of services. Its
+			// last change is to the service stamp.
 			closeAndChange := func(changes int) {
 				t.Helper()
 				gate.close()

@@ -40,8 +40,8 @@ func TestAllSourcesPrintTheSame(t *testing.T) {
 	api := socket(t)
 	serve(n, kubeconfig, api)
 	served := printer("--api", api)
-	// kpng-json reads a changed manifest only after a delay. To save time, the test runs
-	// several processes with one manifest each, and changes the manifests in turn.
+	// kpng-json reads a changed manifest after a delay. To save time, the test runs several
+	// processes (type following), and changes their manifests in turn.
 	type following struct {
 		manifest string
 		out      *prints

@@ -184,7 +184,7 @@ func (s *screen) checkAll() {
 	}
 }
 
-// belongs returns an error if the service is not for the screen's proxy.
+// The method belongs returns an error if view is not for the proxy of the screen.
 func (s *screen) belongs(view *api.ServiceEndpoints) error {
 	label, labelled := view.Service.Labels[watcher.LabelServiceProxyName]
 	switch {

@@ -179,7 +179,7 @@ func TestRunLeaksNoGoroutines(t *testing.T) {
 		s.Spec.Selector = nil
 		n.put(s)
 	}
-	// client-go caches connections by user, so new users get new connections.
+	// Use new users, because client-go would use connections of known users again.
 	somebody := server.User(t, permissions...)
 	nobody := server.User(t)
 	nowhere := rest.CopyConfig(nobody)

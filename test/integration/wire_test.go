@@ -19,13 +19,15 @@ type wire struct {
 	more     chan struct{} // closed by the next request
 }
 
-// request is a completed request.
+// request describes a completed request.
 type request struct {
 	// resource is the requested resource, such as "services".
 	resource string
-	// list is true for a LIST request, and for a WATCH request that begins with all objects.
+	// list is true for a LIST request, and for a WATCH request whose events begin with all
+	// existing objects.
 	list bool
-	// status is the status of the response. Without a response, err is the error.
+	// status is the status of the response. If there is no response, status is 0 and err is
+	// the error.
 	status int
 	err    error
 }
@@ -76,7 +78,7 @@ func (w *wire) count() int {
 }
 
 // wait waits for a request that satisfies the given condition. It ignores the first n
-// requests.
+// recorded requests.
 func (w *wire) wait(t testing.TB, n int, what string, is func(request) bool) {
 	t.Helper()
 	ctx := within(t)

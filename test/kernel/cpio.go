@@ -16,14 +16,15 @@ import (
 
 // cpio writes an initramfs in the format newc. The file
 // Documentation/driver-api/early-userspace/buffer-format.rst of Linux describes the
-// format. The method close returns the errors of all methods.
+// format. The method close also returns the errors of the other methods.
 type cpio struct {
 	w     *bufio.Writer
 	inode int
 	err   error
 }
 
-// copyFile adds a copy of the file source as an executable file.
+// copyFile adds the file source to the archive, as an executable file with the given
+// name.
 func (c *cpio) copyFile(name, source string) {
 	content, err := os.ReadFile(source)
 	c.err = errors.Join(c.err, err)
@@ -47,10 +48,10 @@ func (c *cpio) add(name string, mode int, content []byte) {
 	c.pad(len(content))
 }
 
-// pad adds zeros until the length is a multiple of four bytes.
+// pad adds zero bytes until the number of written bytes is a multiple of four.
 func (c *cpio) pad(written int) { c.w.Write(make([]byte, -written&3)) }
 
-// close ends the archive and returns all errors.
+// close ends the archive and returns the errors of all methods.
 func (c *cpio) close() error {
 	c.add("TRAILER!!!", 0, nil)
 	return errors.Join(c.err, c.w.Flush())

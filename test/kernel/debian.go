@@ -189,8 +189,8 @@ func checkStatic(program string) error {
 	return nil
 }
 
-// moduleFiles returns the files of modules and of their dependencies, in load order. It
-// omits modules that are part of the kernel image.
+// moduleFiles returns the files of the named modules and of their dependencies, in load
+// order. It omits modules that are part of the kernel image.
 func (k *kernel) moduleFiles(names ...string) ([]string, error) {
 	dir := filepath.Join(k.modules, k.version)
 	text, err := os.ReadFile(filepath.Join(dir, "modules.dep"))

@@ -26,8 +26,8 @@ type job struct {
 }
 
 // The paths of three things in the initramfs: this program, the job as JSON, and the
-// folder with the modules that the guest needs to mount the host's file system. The names
-// of the module files sort in load order.
+// folder with the modules that the guest needs to mount the host's file system. Sorted by
+// name, the module files are in load order.
 const (
 	initPath   = "/init"
 	jobPath    = "/job"
@@ -156,8 +156,8 @@ func makeRoot(j *job) error {
 	if err := unix.Mount(".", "/", "", unix.MS_MOVE, ""); err != nil {
 		return fmt.Errorf("move root file system: %w", err)
 	}
-	// This also changes the root folder of kernel threads, so that they find modprobe and
-	// the modules.
+	// Chroot also changes the root folder of kernel threads. So the kernel finds modprobe
+	// and the modules.
 	if err := unix.Chroot("."); err != nil {
 		return fmt.Errorf("change root folder: %w", err)
 	}

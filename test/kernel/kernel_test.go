@@ -15,8 +15,8 @@ import (
 	"github.com/google/go-cmp/cmp"
 )
 
-// build builds a command and returns its path. The argument source is the command's
-// package.
+// build builds a command and returns its path. The argument source is the path of the
+// command's package.
 func build(t *testing.T, source string) string {
 	t.Helper()
 	path := filepath.Join(t.TempDir(), "command")

@@ -52,7 +52,8 @@ func main() {
 	if os.Getpid() == 1 && os.Args[0] == initPath {
 		guestMain()
 	}
-	// The kernel kills QEMU when the thread that started QEMU ends, so keep this thread.
+	// The kernel kills QEMU when the thread that started QEMU ends. So this goroutine keeps
+	// its thread.
 	runtime.LockOSThread()
 	ctx, stop := signal.NotifyContext(context.Background(), unix.SIGINT, unix.SIGTERM, unix.SIGQUIT)
 	defer stop()

@@ -17,7 +17,7 @@ import (
 // thisNode is the name of the node on which both proxies run.
 const thisNode = "n1"
 
-// cluster is a service, its EndpointSlices, and the zone of this node. No two endpoints
+// cluster is a service, its EndpointSlices, and the zone of the node n1. No two endpoints
 // have the same address, because the proxies treat endpoints with the same address
 // differently: kube-proxy uses an arbitrary one of them, and kpng uses the best one.
 type cluster struct {
@@ -149,8 +149,8 @@ func (r chance) loadBalancer(s *corev1.Service) {
 // would rarely use the hints, because it ignores hints unless all endpoints have hints.
 type endpointMaker struct {
 	chance
-	hints      int // 0: none, 1: mostly zones, 2: mostly nodes and zones, else any
-	conditions int // 0: any, 1: none is ready, 2: all are ready
+	hints      int // 0: no hints, 1: mostly zone hints, 2: mostly zone and node hints, else any hints
+	conditions int // 0: any conditions, 1: no endpoint is ready, 2: all endpoints are ready
 	made       int
 }
 

@@ -97,10 +97,12 @@ func frontendsOf[T any](a, b map[string]T) []string {
 	return slices.Sorted(maps.Keys(all))
 }
 
-// noSource is the end of the description of a frontend that admits no client.
+// noSource ends the description of a frontend that admits no client: no source range
+// follows.
 const noSource = " from"
 
-// externally returns the description of an external frontend.
+// externally returns the description of an external frontend. The arguments elsewhere and
+// node describe what happens to traffic from elsewhere and from this node.
 func externally(elsewhere, node string, affinity int, local bool, sources []string) string {
 	masquerade := "all"
 	if local {

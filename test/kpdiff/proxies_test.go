@@ -61,7 +61,8 @@ func kubeProxy(c *cluster) decided {
 }
 
 // addKubeProxyPort adds the frontends of a service port. The function describeTraffic
-// returns what happens to traffic. The argument local is true for policy Local.
+// returns what happens to traffic. If its argument local is true, only endpoints on this
+// node may receive the traffic.
 func (d *decided) addKubeProxyPort(family corev1.IPFamily, port proxy.ServicePort, describeTraffic func(local bool) string) {
 	affinity := port.StickyMaxAgeSeconds()
 	local := port.ExternalPolicyLocal()

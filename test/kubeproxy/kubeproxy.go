@@ -48,8 +48,8 @@ func Command(t testing.TB, o Options) []string {
 		t.Fatal(err)
 	}
 	mode := cmp.Or(o.Mode, "nftables")
-	// These conntrack values leave the kernel's limits unchanged, because a change would
-	// affect the whole machine.
+	// With zero as conntrack values, kube-proxy does not change the kernel's settings. A
+	// change would affect the whole machine.
 	config := fmt.Sprintf(`apiVersion: kubeproxy.config.k8s.io/v1alpha1
 kind: KubeProxyConfiguration
 mode: %[1]s

@@ -201,8 +201,8 @@ func buildKpng(t *testing.T) string {
 	return kpng
 }
 
-// get requests a page over a connection from the given namespace. Without a response,
-// status is 0.
+// get requests a page over a connection from the given namespace. Without a complete
+// response, status is 0 and body is the error.
 func (w *world) get(from namespace, page string) (status int, body string) {
 	client := &http.Client{Timeout: time.Second, Transport: &http.Transport{
 		DisableKeepAlives: true,

@@ -42,7 +42,8 @@ func (r *requests) String() string {
 	return fmt.Sprintf("%d requests, %d failed, %d took longer than %v", r.made, len(r.failures), r.slow, LossDelay)
 }
 
-// New returns a Traffic without clients. All its clients stop when the test ends.
+// New returns a Traffic without clients. The method Start adds clients, which stop when
+// the test ends.
 func New(t testing.TB) *Traffic {
 	tr := &Traffic{stop: make(chan struct{}), count: map[string]*requests{}}
 	t.Cleanup(tr.End)
@@ -99,7 +100,7 @@ func (tr *Traffic) add(name string, began time.Time, err error) {
 	}
 }
 
-// Made returns the number of requests since the last report.
+// Made returns the number of requests that ended since the last call of Report.
 func (tr *Traffic) Made() (n int) {
 	tr.mu.Lock()
 	defer tr.mu.Unlock()
@@ -109,9 +110,9 @@ func (tr *Traffic) Made() (n int) {
 	return n
 }
 
-// Report logs what happened since the last report. It returns the number of failed
-// requests, and the number of successful requests that took longer than LossDelay. phase
-// names this part of the test.
+// Report logs what happened since the last call of Report. It returns the number of
+// failed requests, and the number of successful requests that took longer than LossDelay.
+// The argument phase is a name of this part of the test for the log.
 func (tr *Traffic) Report(t testing.TB, phase string) (failed, slow int) {
 	t.Helper()
 	tr.mu.Lock()

@@ -41,14 +41,15 @@ const (
 // not support the figure's kind of load.
 type sample map[string]float64
 
-// columns contains the names of the figures, in the order of the table.
+// columns contains the names of the figures, in the order of the columns of the printed
+// table.
 var columns = []string{
 	"1 stream, Gbit/s", "16 streams, Gbit/s", "CPU s/GB", "connections/s", "CPU µs/connection",
 	"latency p50, µs", "latency p99, µs", "KB/idle connection", "descriptors/idle connection", "datagrams/s",
 }
 
 // BenchmarkProxies prints a table of medians. Each round measures all proxies, so that
-// slow changes of the machine's speed affect all of them.
+// slow changes of the machine's speed affect all proxies.
 func BenchmarkProxies(b *testing.B) {
 	w := newWorld(b)
 	all := proxies(w)
@@ -121,8 +122,7 @@ func (w *world) measure(p *proxy) sample {
 		l.Target, l.For = p.target(), each
 		return w.load(l, nil)
 	}
-	// The variable used is a function that runs a load. It returns the result and the
-	// proxy's CPU time.
+	// The following function runs a load. It returns the result and the proxy's CPU time.
 	used := func(l load) (result, time.Duration) {
 		if group == nil {
 			return run(l), 0

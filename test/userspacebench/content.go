@@ -19,7 +19,7 @@ import (
 // can raise the limit.
 func content(args []string) {
 	runtime.LockOSThread()
-	const newLimit = 16 + 2*8 // offset of the system call's third argument in struct seccomp_data
+	const newLimit = 16 + 2*8 // offset of prlimit64's third argument, the new limit, in struct seccomp_data
 	filter := []unix.SockFilter{
 		{Code: unix.BPF_LD | unix.BPF_W | unix.BPF_ABS, K: 0}, // load the number of the system call
 		{Code: unix.BPF_JMP | unix.BPF_JEQ | unix.BPF_K, Jf: 3, K: unix.SYS_PRLIMIT64},

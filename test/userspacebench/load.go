@@ -22,7 +22,7 @@ import (
 
 // load describes what a client does.
 type load struct {
-	Kind    string // http, bulk, echo, idle, udp
+	Kind    string // http, bulk, echo, idle or udp
 	Target  string
 	Clients int
 	For     time.Duration
@@ -166,7 +166,7 @@ func ping(c net.Conn, end time.Time) int64 {
 		}
 		c.SetReadDeadline(time.Now().Add(20 * time.Millisecond))
 		if _, err := c.Read(b); err != nil {
-			under = 0 // treat the unanswered datagrams as lost
+			under = 0 // no answer arrived in time: count all unanswered datagrams as lost
 			continue
 		}
 		n++

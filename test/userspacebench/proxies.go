@@ -23,7 +23,7 @@ type proxy struct {
 	// command is the command line of a proxy that listens at frontendAddr. For measurements
 	// without a proxy, command is nil.
 	command []string
-	// bound is true if an interface must have the address frontendAddr.
+	// bound is true for a proxy that needs the address frontendAddr on an interface.
 	bound bool
 	udp   bool
 }

@@ -106,7 +106,7 @@ func (p *process) stop() {
 }
 
 // load runs a client with the load l and returns the result. If meanwhile is not nil,
-// load calls it after the client has printed the result and before the client ends.
+// load calls it after the client has printed the result. The client ends after that call.
 func (w *world) load(l load, meanwhile func()) result {
 	w.Helper()
 	arg, _ := json.Marshal(l)

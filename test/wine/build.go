@@ -18,9 +18,9 @@ import (
 )
 
 // Build builds a package of the root module, such as "./examples/kpng-json", as a Windows
-// program and returns its path. It changes two lines of Go's standard library, so that
-// UDP sockets work without SIO_UDP_NETRESET, and files can be deleted without
-// FileDispositionInformationEx.
+// program and returns its path. For this program, it replaces two lines of Go's standard
+// library. Then UDP sockets work without SIO_UDP_NETRESET, and files can be deleted
+// without FileDispositionInformationEx.
 func (w *Wine) Build(t testing.TB, pkg string) string {
 	t.Helper()
 	return w.BuildFrom(t, rootModule(t), pkg)

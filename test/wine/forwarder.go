@@ -11,7 +11,7 @@ import (
 
 // forwarder returns a library for 64-bit Windows that contains no code. Its only export
 // is forwarded to target, a symbol of another library ("library.Symbol"). See Microsoft's
-// "PE Format". The file has one section, which contains the export directory.
+// "PE Format". The library has one section, which contains the export directory.
 func forwarder(name, symbol, target string) []byte {
 	const (
 		section   uint32 = 0x1000 // address of the section
@@ -35,7 +35,8 @@ func forwarder(name, symbol, target string) []byte {
 	le.PutUint32(exports[28:], section+directory)
 	le.PutUint32(exports[32:], section+directory+4)
 	le.PutUint32(exports[36:], section+directory+8)
-	// An exported address within this section refers to the target's name, not to code.
+	// The exported address is within the section of the export directory. So it refers to
+	// the name of the target, not to code.
 	le.PutUint32(exports[directory:], targetAt)
 	le.PutUint32(exports[directory+4:], symbolAt)
 	size := uint32(len(exports))

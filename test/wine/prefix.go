@@ -168,7 +168,7 @@ func removeLeftovers(cache string) {
 	for _, home := range copies {
 		info, err := os.Stat(home)
 		if err != nil || time.Since(info.ModTime()) < time.Minute {
-			continue // the process that uses the copy has perhaps not locked it yet
+			continue // a copy younger than a minute is perhaps not locked yet
 		}
 		if unlock, err := lock(filepath.Join(home, "lock"), unix.LOCK_EX|unix.LOCK_NB); err == nil {
 			os.RemoveAll(home)

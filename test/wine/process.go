@@ -53,8 +53,8 @@ func (w *Wine) StartEnv(t testing.TB, env []string, exe string, args ...string) 
 	started := make(chan error)
 	go func() {
 		defer close(p.ended)
-		// The kernel kills the program when the thread that started it ends, so keep this
-		// thread.
+		// The kernel kills the program when the thread that started the program ends. So this
+		// goroutine keeps its thread.
 		runtime.LockOSThread()
 		defer runtime.UnlockOSThread()
 		err := p.cmd.Start()

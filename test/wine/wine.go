@@ -96,8 +96,8 @@ func (w *Wine) Run(t testing.TB, exe string, args ...string) string {
 	return string(text)
 }
 
-// patience limits the time that a short program takes. On a busy machine, Wine needs a
-// minute to start the first program.
+// patience is the maximum time that a short program may take. On a busy machine, Wine
+// needs a minute to start the first program.
 const patience = 5 * time.Minute
 
 func create(t testing.TB) *os.File {

@@ -61,8 +61,8 @@ func TestWindowsProgramReadsFromLinuxServer(t *testing.T) {
 	}
 }
 
-// serve starts a server for manifests and returns the server's address. The server runs
-// until the test ends.
+// serve starts a kpng server for the services in manifests, and returns the server's
+// address. The server runs until the test ends.
 func serve(t *testing.T, manifests, proxyName string) string {
 	t.Helper()
 	state := cluster.New(cluster.Options{})

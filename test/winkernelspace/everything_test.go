@@ -71,9 +71,9 @@ func (w *world) overlay(name string, quirks fakehns.Quirks, direct []string, clu
 	}
 	w.await("an overlay network has all features, HNS "+name, dump(want...))
 
-	// A new process must change none of the existing objects, because they are correct. The
-	// process checks them before it adds the objects of a new service. So the test waits for
-	// a new service.
+	// A new process of the proxy must change none of the existing objects in HNS, because
+	// these objects are correct. The process checks them before it adds the objects of a new
+	// service. So the test creates a service and waits for the objects of this service.
 	w.process.Kill(w.T)
 	w.hns.functions()
 	w.create(0)
@@ -103,7 +103,8 @@ func (w *world) network(n kernelspace.Network) {
 	}
 }
 
-// dump returns lines in the format of Dump's result.
+// dump returns the given lines, sorted and joined like the result of the method Dump of
+// the simulated HNS.
 func dump(lines ...string) string {
 	slices.Sort(lines)
 	return strings.Join(append(lines, ""), "\n")

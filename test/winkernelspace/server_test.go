@@ -70,8 +70,8 @@ type server struct {
 	handles  map[string]string // the ID of the object that a handle refers to
 	next     int
 	calls    map[string]int
-	// If failingCall is not empty, the function of this name fails with the error in the
-	// field result. failuresLeft counts the remaining failures.
+	// The next failuresLeft calls of the HNS function with the name failingCall fail with
+	// the error in the field result.
 	failingCall  string
 	failuresLeft int
 	result       string
@@ -143,9 +143,8 @@ func (s *server) stop() {
 	clear(s.handles)
 }
 
-// fail makes the next n calls of a function fail with result. It cancels the failures
-// that an earlier call of fail requested, and returns how many of these had not happened
-// yet.
+// fail makes the next n calls of a function fail with result. It cancels the remaining
+// failures of an earlier call of fail, and returns their number.
 func (s *server) fail(function string, n int, result string) (left int) {
 	s.mu.Lock()
 	defer s.mu.Unlock()

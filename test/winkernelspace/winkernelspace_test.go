@@ -61,8 +61,8 @@ type service struct {
 	clusterIP     string
 	affinity      bool
 	internalLocal bool
-	// endpoints contains the endpoint addresses. Addresses in 10.1.1.0/24 are those of pods
-	// on the node.
+	// endpoints contains the endpoint addresses. Addresses in 10.1.1.0/24 belong to pods on
+	// the node.
 	endpoints []string
 }
 
@@ -141,8 +141,8 @@ func TestServicesBecomeLoadBalancersOfHNS(t *testing.T) {
 		w.remove(14)
 		w.startKpng()
 	})
-	// Each of these HNS functions fails while a service with policy Cluster changes. The
-	// variable next is the number of this service.
+	// Each HNS function in this list fails while a service changes. The variable next is the
+	// number of the service. A service with an odd number has internalTrafficPolicy Cluster.
 	next := 13
 	for _, function := range []string{
 		"CreateEndpoint", "QueryEndpoint", "CloseEndpoint", "OpenNetwork", "CloseNetwork",
@@ -255,7 +255,7 @@ func freeAddress(t *testing.T) string {
 // pod returns the address of the i-th pod on the node.
 func (*world) pod(i int) string { return fmt.Sprintf("10.1.1.%d", i+1) }
 
-// remote returns the address of a service's n-th pod on other nodes.
+// remote returns the address of the n-th pod that a service has on other nodes.
 func remote(service, n int) string { return fmt.Sprintf("10.2.%d.%d", service, n) }
 
 // startKpng starts the kpng server.
@@ -337,8 +337,8 @@ func (w *world) eventually(what string) {
 	w.await(what, w.expected())
 }
 
-// await waits until Dump returns want. The test fails after a timeout, or if the proxy
-// has ended.
+// await waits until the method Dump of the simulated HNS returns want. The test fails
+// after a timeout, or if the proxy has ended.
 func (w *world) await(what, want string) {
 	w.Helper()
 	for deadline := time.Now().Add(patience); ; time.Sleep(20 * time.Millisecond) {
@@ -355,7 +355,7 @@ func (w *world) await(what, want string) {
 	}
 }
 
-// expected returns the state that Dump should return.
+// expected returns the text that the method Dump of the simulated HNS should return.
 func (w *world) expected() string {
 	lines := slices.Collect(strings.Lines(w.foreign))
 	remotes := map[string]bool{}

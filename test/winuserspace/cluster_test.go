@@ -95,8 +95,8 @@ func (c *cluster) start() {
 	started, ended := make(chan error), make(chan struct{})
 	go func() {
 		defer close(ended)
-		// The kernel kills the program when the thread that started it ends, so keep this
-		// thread.
+		// The kernel kills the program when the thread that started the program ends. So this
+		// goroutine keeps its thread.
 		runtime.LockOSThread()
 		defer runtime.UnlockOSThread()
 		err := cmd.Start()

@@ -60,7 +60,7 @@ type conn struct {
 }
 
 // dial connects to a service and reads the address of the pod that accepts the
-// connection. If from is not empty, it is the source address.
+// connection. The argument from is the source address, or empty for the default.
 func (n namespace) dial(from, to string) (*conn, error) {
 	dialer := net.Dialer{Timeout: 5 * time.Second}
 	if from != "" {
@@ -150,15 +150,15 @@ func (n namespace) addresses(t *testing.T) []string {
 	return addresses
 }
 
-// netsh handles the requests of the program netsh. It adds an address only after it has
-// reported success.
+// netsh handles the requests of the program netsh. For a new address it reports success
+// immediately, and adds the address 50 ms later.
 type netsh struct {
 	namespace namespace
 
 	mu      sync.Mutex
 	added   map[string]int
 	deleted map[string]int
-	refused string // an address that cannot be added
+	refused string // the address that netsh refuses to add, if any
 	odd     []string
 }
 
@@ -218,7 +218,7 @@ func (s *netsh) change(what, prefix string) error {
 }
 
 // matches reports whether text equals pattern, in which %s stands for an IP address. It
-// returns the address.
+// also returns the IP address.
 func matches(text, pattern string) (string, bool) {
 	before, after, _ := strings.Cut(pattern, "%s")
 	ip, ok := strings.CutPrefix(text, before)

@@ -18,7 +18,7 @@ import (
 	kjson "sigs.k8s.io/json"
 )
 
-// jsonDocuments yields the line number of each JSON document, with its text or an error.
+// jsonDocuments yields, for each JSON document, its line number and its text or an error.
 func jsonDocuments(data []byte, yield func(int, []byte, error) bool) {
 	decoder := json.NewDecoder(bytes.NewReader(data))
 	line, counted := 1, 0
@@ -96,9 +96,9 @@ func withTextKeys(tree any) any {
 	return tree
 }
 
-// decode decodes JSON into object, a pointer to a struct. The first result has an error
-// for each value of the wrong type, but at most limit+1 errors. If no value is wrong, the
-// second result has the errors for unknown and duplicate fields.
+// decode decodes JSON into object, a pointer to a struct. The result wrong has an error
+// for each value of the wrong type, but at most limit+1 errors. If wrong is empty, the
+// result strict has the errors for unknown and duplicate fields.
 func decode(data []byte, object any, limit int) (wrong, strict []error) {
 	for {
 		strict, err := kjson.UnmarshalStrict(data, object)
@@ -106,21 +106,21 @@ func decode(data []byte, object any, limit int) (wrong, strict []error) {
 			return wrong, strict
 		}
 		misfit := new(json.UnmarshalTypeError)
-		_ = errors.As(err, &misfit) // for an error of another type, Offset stays 0, so find returns no path
+		_ = errors.As(err, &misfit) // for an error of another type, misfit.Offset stays 0, so find returns an empty path
 		path, start, end := find(data, misfit.Offset)
 		if path == "" || len(wrong) >= limit {
 			return append(wrong, err), nil
 		}
 		hint := map[bool]string{true: " (in quotes)"}[misfit.Type.Kind() == reflect.String]
 		wrong = append(wrong, fmt.Errorf("%s: %.50s is not a value of type %s%s", path, data[start:end], misfit.Type.Kind(), hint))
-		// UnmarshalStrict ends at the first wrong value. To find the next wrong value, set this
-		// value to null.
+		// UnmarshalStrict ends at the first wrong value. To find the next wrong value, replace
+		// this value by null in data.
 		data = slices.Concat(data[:start], []byte("null"), data[end:])
 	}
 }
 
 // find searches a valid JSON text for the value whose first token ends at offset. It
-// returns the value's path, start and end. If no such value exists, the path is empty.
+// returns the value's path, start offset and end offset, or an empty path if none exists.
 func find(data []byte, offset int64) (found string, start, end int64) {
 	decoder := json.NewDecoder(bytes.NewReader(data))
 	var value func(path string)

@@ -15,10 +15,10 @@
 // not admit. It checks only fields that concern a service proxy. It rejects a file
 // without objects, but accepts a List without items. The error names the file, document,
 // object and field of each problem. After an error the package uses none of the
-// manifests, because half of the objects is rarely what the user wants. Three problems
-// cause only a warning: an EndpointSlice without a service, an invalid address of a Node,
-// and unknown fields in an object with a metadata.uid. A newer API server may have
-// written such fields.
+// manifests, because the user rarely wants only some of the objects. Three problems cause
+// only a warning: an EndpointSlice without a service, an invalid address of a Node, and
+// unknown fields in an object with a metadata.uid. A newer API server may have written
+// such fields.
 package file
 
 import (

@@ -45,8 +45,8 @@ type Options struct {
 //
 // Watch reads a changed file only after 100 ms without further changes, because it may be
 // half written. It notices most changes immediately, through notifications of the
-// operating system. It notices other changes within five seconds, such as changes on
-// network file systems, behind symbolic links in a folder, or of permissions only.
+// operating system. Within five seconds it notices changes on network file systems and
+// behind symbolic links in a folder, and new permissions of a file that was unreadable.
 func Watch(ctx context.Context, state *cluster.State, opts Options) error {
 	log := klog.FromContext(ctx).WithValues("path", opts.Path)
 	f := &follower{opts: opts, log: log, state: state, notify: &fsnotify.Watcher{}, loaded: func(error) {}}
@@ -69,11 +69,11 @@ type follower struct {
 	log    klog.Logger
 	state  *cluster.State
 	notify *fsnotify.Watcher // its channels are nil if there are no notifications
-	loaded func(error)       // receives the result of each reading except the first
+	loaded func(error)       // called with the result of each reading except the first
 
 	seen                sighting
 	files               int    // number of files in the last valid reading
-	failure, unnotified string // the last logged errors
+	failure, unnotified string // the last logged errors of readings and of notifications
 	warned              map[string]bool
 }
 
@@ -183,8 +183,8 @@ func (f *follower) noNotification(err error) {
 
 // arm requests notifications for the folder with the manifests. Because this folder may
 // be replaced, it also requests notifications for the parent folder. If the path is a
-// symbolic link, arm does the same for the target. A repeated request has an effect only
-// if a new folder has replaced the old folder.
+// symbolic link, arm also requests notifications for these two folders of the target. A
+// repeated request has an effect only if a new folder has replaced the old folder.
 func (f *follower) arm() {
 	if f.notify.Events == nil {
 		return
@@ -207,8 +207,8 @@ func (f *follower) arm() {
 	}
 }
 
-// sighting contains what os.Stat returned for each file of a path. After an error, the
-// text of the error is the map's only key.
+// sighting contains what os.Stat returned for each file of a path. If os.Stat fails, the
+// text of its error is the map's only key.
 type sighting map[string]fs.FileInfo
 
 func look(path string) sighting {

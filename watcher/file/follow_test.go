@@ -33,7 +33,7 @@ type following struct {
 	ctx    context.Context
 	state  *cluster.State
 	loaded chan error
-	log    *strings.Builder // read it only after the follower has ended
+	log    *strings.Builder // may be read only after the follower has ended
 	notify *fsnotify.Watcher
 	stop   func()
 }
@@ -236,7 +236,7 @@ func TestChangesAreFollowed(t *testing.T) {
 			dir := t.TempDir()
 			x := follow(t, c.prepare(t, dir), true)
 			x.awaitServices("a")
-			// The follower must also notice the second change.
+			// The follower must notice a second change of the same kind, too.
 			for _, name := range []string{"b", "c"} {
 				c.change(t, dir, name)
 				x.awaitServices(name)
@@ -327,7 +327,8 @@ func TestStateIsKeptUntilManifestsReturn(t *testing.T) {
 			x := follow(t, c.prepare(t, dir), true)
 			must(t, os.RemoveAll(filepath.Join(dir, c.gone)))
 			for !errors.Is(x.awaitLoad(false), os.ErrNotExist) {
-				// A reading may have found an empty folder. Then wait for the next reading.
+				// This reading found an empty folder, which is another error. Wait for the next
+				// reading.
 			}
 			x.awaitServices("a")
 			c.prepare(t, dir)

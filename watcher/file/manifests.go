@@ -279,7 +279,7 @@ func (p *parser) validate(at string, s *corev1.Service) {
 		return
 	}
 	if len(spec.ClusterIPs) == 0 && spec.ClusterIP != "" {
-		spec.ClusterIPs = []string{spec.ClusterIP} // the API server does the same
+		spec.ClusterIPs = []string{spec.ClusterIP} // like the API server, which fills clusterIPs
 	}
 	ips := spec.ClusterIPs
 	headless := slices.Contains(ips, corev1.ClusterIPNone)
@@ -293,7 +293,7 @@ func (p *parser) validate(at string, s *corev1.Service) {
 		p.fail(at, "spec.clusterIP: None is not allowed with type %s", spec.Type)
 	}
 	for i, ip := range ips {
-		parsed := utilnet.ParseIPSloppy(ip) // nil if ip is invalid; the converter reports that
+		parsed := utilnet.ParseIPSloppy(ip) // parsed is nil if ip is invalid; the converter reports an invalid IP
 		is6 := utilnet.IsIPv6(parsed)
 		if i > 0 && parsed != nil && utilnet.IsIPv6(utilnet.ParseIPSloppy(ips[0])) == is6 {
 			p.fail(at, "spec.clusterIPs[%d]: %s is of the same family as the first", i, ip)

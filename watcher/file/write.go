@@ -35,8 +35,8 @@ type WriteOptions struct {
 	// ServiceProxyName, if not empty, is the value of the proxy label in services and
 	// slices. The reader needs the same watcher.Options.ServiceProxyName.
 	ServiceProxyName string
-	// AllPortsAnnotation marks all-ports services for a reader with
-	// watcher.AllPortsAnnotated. The default is DefaultAllPortsAnnotation.
+	// AllPortsAnnotation is the annotation of all-ports services. The reader needs
+	// watcher.AllPortsAnnotated with this name. The default is DefaultAllPortsAnnotation.
 	AllPortsAnnotation string
 }
 
@@ -180,8 +180,8 @@ func (o *objects) mark(meta *metav1.ObjectMeta) {
 	}
 }
 
-// withKnownKeys removes the entries of m whose keys are not in known, such as the proxy
-// label and the all-ports annotation.
+// withKnownKeys removes each entry of m whose key is not in the map known. Examples are
+// the proxy label and the all-ports annotation.
 func withKnownKeys(m, known map[string]string) map[string]string {
 	maps.DeleteFunc(m, func(key, _ string) bool { _, ok := known[key]; return !ok })
 	return m
@@ -246,7 +246,7 @@ func (o *objects) node(n *api.Node) {
 		out.Spec.Taints = append(out.Spec.Taints, corev1.Taint{Key: t.Key, Value: t.Value, Effect: corev1.TaintEffect(t.Effect)})
 	}
 	back, problems := o.converter.Node(out)
-	// Write only the addresses of the status, because YAML would show many empty fields.
+	// Of the status, write only the addresses, because YAML would show many empty fields.
 	object := map[string]any{
 		"apiVersion": out.APIVersion, "kind": out.Kind, "metadata": out.ObjectMeta, "spec": out.Spec,
 		"status": map[string]any{"addresses": out.Status.Addresses},

@@ -24,7 +24,7 @@ import (
 // error in the message.
 type decoder[O any] func(message []byte) (O, error)
 
-// decoders has one function for each kind of object. The function returns a new decoder.
+// decoders has one function for each kind of object. Each function returns a new decoder.
 type decoders struct {
 	service func() decoder[*corev1.Service]
 	slice   func() decoder[*discoveryv1.EndpointSlice]
@@ -73,7 +73,7 @@ func newDecoders(o watcher.Options) decoders {
 	}
 }
 
-// newDecoder returns a decoder that decodes the fields of a set.
+// newDecoder returns a decoder for objects with only the selected fields.
 func newDecoder[O any, P interface {
 	*O
 	Unmarshal([]byte) error
@@ -87,11 +87,11 @@ func newDecoder[O any, P interface {
 	}
 }
 
-// fieldSet selects fields of a protobuf message. The index is the number of a field. Nil
-// omits the field.
+// fieldSet selects fields of a protobuf message. The index of an element is a field's
+// number. A nil element omits the field.
 type fieldSet []*part
 
-// part selects the content of a field.
+// part selects the content of a field. An empty part selects all content.
 type part struct {
 	// fields, if not nil, selects the fields of a message.
 	fields fieldSet
@@ -101,7 +101,7 @@ type part struct {
 
 var all = &part{}
 
-// entries returns a part that selects map entries by patterns or names of their keys.
+// entries returns a part that selects map entries whose keys match a pattern or a name.
 func entries(patterns []string, names ...string) *part {
 	return &part{key: func(key string) bool {
 		return slices.Contains(names, key) || slices.ContainsFunc(patterns, func(p string) bool {
@@ -188,7 +188,7 @@ func nextField(message []byte) (f field, rest []byte, err error) {
 	return f, rest[n:], nil
 }
 
-// sliceDecoder decodes EndpointSlices. It reuses the memory of the previous slice.
+// sliceDecoder decodes EndpointSlices. It reuses the memory of earlier endpoints.
 type sliceDecoder struct {
 	// rest decodes all fields except the endpoints.
 	rest decoder[*discoveryv1.EndpointSlice]
@@ -253,7 +253,7 @@ func (d *sliceDecoder) endpoint(message []byte) (err error) {
 	return nil
 }
 
-// The values of conditions. They are variables, because the API has pointers to them.
+// The values of endpoint conditions. They are variables, because the API uses pointers.
 var isTrue, isFalse = true, false
 
 func decodeConditions(c *discoveryv1.EndpointConditions, message []byte) (err error) {
@@ -278,7 +278,7 @@ func decodeConditions(c *discoveryv1.EndpointConditions, message []byte) (err er
 	return nil
 }
 
-// maxTexts limits the texts of a sliceDecoder.
+// maxTexts is the maximum number of entries in the map texts of a sliceDecoder.
 const maxTexts = 1 << 13
 
 // text returns a pointer to the text in b. Equal texts may have the same pointer.

@@ -187,7 +187,8 @@ func TestReadList(t *testing.T) {
 		t.Errorf("read %q, want %q", names, want)
 	}
 	for n := range all {
-		// The last two fields have two bytes each. The message is valid without them.
+		// The last two fields have two bytes each. The message is valid without the last field,
+		// and without both fields.
 		if err := read(all[:n]); err == nil && n != len(all)-4 && n != len(all)-2 {
 			t.Errorf("no error for the first %d of %d bytes", n, len(all))
 		}

@@ -66,7 +66,7 @@ func (r *reporter) request(ctx context.Context, verb string, options *metav1.Lis
 	case ctx.Err() != nil:
 		return err
 	case isExpired(err):
-		return err // no failure: the reflector lists again
+		return err // no failure, because the reflector then lists again
 	case options.SendInitialEvents != nil && (apierrors.IsInvalid(err) || apierrors.IsBadRequest(err)):
 		return err // the server has no streaming lists, so the reflector uses plain lists
 	}
@@ -101,7 +101,7 @@ func (w *watch) outcome(resource string, ok bool) {
 }
 
 // isExpired reports whether the requested resource version is too old or too new for the
-// server. Reflectors handle both.
+// server. Reflectors handle both cases.
 func isExpired(err error) bool {
 	return apierrors.IsResourceExpired(err) || apierrors.IsGone(err) ||
 		apierrors.HasStatusCause(err, metav1.CauseTypeResourceVersionTooLarge)

@@ -45,7 +45,7 @@ func (in *Informers) all() []informer {
 }
 
 // validate returns an error if an informer is missing or has objects of the wrong kind.
-// It accepts nil.
+// The receiver may be nil.
 func (in *Informers) validate() error {
 	if in == nil {
 		return nil
@@ -75,7 +75,7 @@ func (i informer) objectType() reflect.Type {
 		if example := v.FieldByName("objectType"); example.Kind() == reflect.Interface && !example.IsNil() {
 			return example.Elem().Type()
 		}
-		v = v.FieldByName("SharedIndexInformer") // the informer of a factory may be wrapped
+		v = v.FieldByName("SharedIndexInformer") // a factory may return a wrapped informer
 	}
 	return nil
 }
@@ -143,7 +143,7 @@ type follower struct {
 	stopped bool
 }
 
-// stop removes the follower from the informer, and waits for an event in progress.
+// stop removes the follower from the informer, and waits for a running event handler.
 func (f *follower) stop(from cache.SharedInformer, registration cache.ResourceEventHandlerRegistration) {
 	f.mu.Lock()
 	defer f.mu.Unlock()

@@ -150,7 +150,8 @@ func TestInformersOfWrongKindAreErrors(t *testing.T) {
 	}
 }
 
-// Watch detects the kind of an informer of the type opaque only from a delivered object.
+// The type opaque hides the kind of its objects. So Watch detects the kind only when it
+// receives an object.
 func TestInformerOfWrongKindEndsWatch(t *testing.T) {
 	withInformers(t, Options{}, func(w *world) {
 		in := w.opts.Informers

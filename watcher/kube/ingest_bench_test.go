@@ -209,7 +209,7 @@ func BenchmarkOneEndpointChanges(b *testing.B) {
 		r.watch.listAll(b, ss, es)
 		ctx, cancel := context.WithCancel(b.Context())
 		ended := make(chan struct{})
-		passing := false // true during the driver's first pass, which consists of several Syncs
+		passing := false // true during the driver's first pass, which calls Sync several times
 		go func() {
 			defer close(ended)
 			_ = sink.Run(ctx, feed.New(r.watch.state, "node-7"), sink.Func(func(ctx context.Context, c *sink.Changes) error {

@@ -26,8 +26,8 @@
 // The EndpointSlice controller copies a service's labels to its slices. So the server can
 // filter slices by the label service.kubernetes.io/service-proxy-name. But slices of a
 // wanted service may lack the label, because the controller did not create them or has
-// not labelled them yet. While such slices exist, Watch requests all slices and drops
-// those of other services. When a service becomes wanted, Watch writes the service and
+// not labelled them yet. While such slices exist, Watch requests all slices and drops the
+// slices of other services. When a service becomes wanted, Watch writes the service and
 // its slices in one commit.
 package kube
 
@@ -81,9 +81,9 @@ func (o Options) Validate() error {
 }
 
 // Watch keeps state equal to the API server's state until ctx ends. It then stops its
-// goroutines and returns nil. It calls state.SetSynced when all kinds have been listed
-// once. If a request fails, it logs the error and retries with a backoff of up to a
-// minute. Watch returns an error only if options are invalid, if an informer delivers
+// goroutines and returns nil. It calls state.SetSynced when all kinds of objects have
+// been listed. If a request fails, it logs the error and retries with a backoff of up to
+// a minute. Watch returns an error only if options are invalid, if an informer delivers
 // objects of the wrong kind, or because of Options.FailFast.
 //
 // A state may be passed to Watch only once, and must have no other writer.
@@ -166,7 +166,7 @@ func (w *watch) listed(resource string) {
 	}
 }
 
-// reportDelay waits, and then logs which resources have not been listed yet, if any.
+// reportDelay logs the resources that are not listed within the given time, if any.
 func (w *watch) reportDelay(ctx context.Context, after time.Duration, message string) {
 	select {
 	case <-w.state.Synced():

@@ -180,7 +180,8 @@ func TestGeneralProxySeesUnlabelledServices(t *testing.T) {
 	})
 }
 
-// Only the label of the service matters, as with kube-proxy.
+// The proxy label of an EndpointSlice does not matter, as with kube-proxy. Only the label
+// of its service matters.
 func TestUnlabelledServiceKeepsItsEndpoints(t *testing.T) {
 	inWorld(t, Options{}, func(w *world) {
 		w.set(service("web", proxyName, "x"), slice("web", "web-1", "10.0.0.1", proxyName, "x"))

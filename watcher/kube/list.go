@@ -24,7 +24,7 @@ import (
 )
 
 // list requests a list from the API server. The store decodes each object as soon as it
-// has arrived, so list never holds the whole encoded list. If the answer is not in
+// has arrived, so the memory never holds the whole encoded list. If the answer is not in
 // protobuf, decoder decodes the complete answer.
 func (src *source) list(ctx context.Context, options *metav1.ListOptions, decoder runtime.Decoder, to objectStore) (runtime.Object, error) {
 	body, err := src.stream(ctx, options)
@@ -55,7 +55,7 @@ func (src *source) list(ctx context.Context, options *metav1.ListOptions, decode
 }
 
 // stream sends the request for a list. It tries again if the connection breaks, because
-// client-go does so only for requests without a stream.
+// client-go repeats only requests without a stream.
 func (src *source) stream(ctx context.Context, options *metav1.ListOptions) (io.ReadCloser, error) {
 	for attempt := 0; ; attempt++ {
 		body, err := src.client.Get().Resource(src.resource.Resource).VersionedParams(options, metav1.ParameterCodec).Stream(ctx)
@@ -115,8 +115,8 @@ func readList(from *bufio.Reader, kind string, meta *metav1.ListMeta, add func(o
 	}
 }
 
-// list reads a field whose value is a list. The messages of all lists have the same two
-// fields.
+// list reads a field whose value is a list. All lists, such as ServiceList, have the same
+// two fields: metadata and items.
 func (r *wireReader) list(meta *metav1.ListMeta, add func(object []byte)) error {
 	length, err := binary.ReadUvarint(r)
 	if err != nil {
@@ -145,7 +145,7 @@ func (r *wireReader) list(meta *metav1.ListMeta, add func(object []byte)) error 
 			}
 		}
 	}
-	if r.offset != end || length > end { // length > end if the sum has overflowed
+	if r.offset != end || length > end { // length > end if the sum of r.offset and length has overflowed
 		return errors.New("the length of the list is wrong")
 	}
 	return nil
@@ -171,7 +171,7 @@ func (r *wireReader) ReadByte() (byte, error) {
 // limits objects to 1.5 MiB by default.
 const maxObjectSize = 64 << 20
 
-// bytes reads the value of a delimited field. The result is valid until the next call.
+// bytes reads the value of a delimited field. The next call overwrites the result.
 func (r *wireReader) bytes() ([]byte, error) {
 	length, err := binary.ReadUvarint(r)
 	if err != nil {
@@ -186,7 +186,7 @@ func (r *wireReader) bytes() ([]byte, error) {
 	return r.buffer, noEOF(err)
 }
 
-// unmarshal reads the value of a field that is a message.
+// unmarshal reads a field whose value is a message.
 func (r *wireReader) unmarshal(to interface{ Unmarshal([]byte) error }) error {
 	message, err := r.bytes()
 	if err != nil {

@@ -16,11 +16,11 @@ import (
 )
 
 const (
-	// A service that becomes wanted within createdLabelled of its creation was created with
-	// the proxy's label, so its slices have the label too.
+	// If a service becomes wanted within this time after its creation, it was created with
+	// the proxy's label. So its slices have the label too.
 	createdLabelled = 10 * time.Second
 	// labelledWithin is the time that the EndpointSlice controller has for labelling slices.
-	// After this time the watch drops its filter.
+	// If slices still lack the label then, a watch without a filter begins.
 	labelledWithin = 5 * time.Second
 	// filteredAfter is how long the watch stays unfiltered after a filter becomes possible.
 	// The delay saves listings, because a new watch lists the slices again.
@@ -68,7 +68,7 @@ type selection struct {
 
 	mu turn
 	// Writers of the field services lock mu and servicesMu, and readers lock one of them. No
-	// request is sent under servicesMu, so decoding does not wait for requests.
+	// request is sent while servicesMu is locked, so decoding does not wait for requests.
 	servicesMu sync.Mutex
 	// services maps each wanted service to true if the service has no selector.
 	services     map[types.NamespacedName]bool
@@ -79,7 +79,7 @@ type selection struct {
 	// watching is true if a watch of slices has begun. filtered is true if this watch omits
 	// slices without the proxy's label.
 	watching, filtered bool
-	// restart ends the current watch of slices, so that a new one begins. It is nil if
+	// restart ends the current watch of slices, so that a new watch begins. It is nil if
 	// informers deliver the slices, because informers have no filter.
 	restart func()
 	// If pause is true, a request has failed, and the next watch must wait.
@@ -321,10 +321,10 @@ func (n *selection) lookUp(services []types.NamespacedName) ([]*item[api.Endpoin
 // filter reports whether a watch may omit slices without the proxy's label.
 func (n *selection) filter() bool { return n.selectorless == 0 && len(n.unlabelled) == 0 }
 
-// adapt restarts the watch of slices if list is true, or if the watch has a filter
-// although a service has no selector. If the filter is wrong for another reason, adapt
-// restarts the watch after a delay, because this reason may disappear: the controller may
-// label the slice, or a service without a selector may be created again.
+// adapt restarts the watch of slices if the argument list is true, or if the watch has a
+// filter although a service has no selector. If the filter is wrong for another reason,
+// adapt restarts the watch after a delay, because this reason may disappear: the
+// controller may label the slice, or a service without a selector may be created again.
 func (n *selection) adapt(list bool) {
 	switch {
 	case n.restart == nil:

@@ -67,7 +67,8 @@ func (w *world) away(match func(request) bool) (endOutage func()) {
 }
 
 // expectWatch checks that exactly one watch of slices exists. If all is true, the watch
-// must be for all slices, otherwise only for those with the proxy's label.
+// must be for all slices. If all is false, it must be for the slices with the proxy's
+// label only.
 func (w *world) expectWatch(all bool) {
 	w.t.Helper()
 	synctest.Wait()
@@ -257,7 +258,7 @@ func TestNewlyLabelledServiceHasItsEndpoints(t *testing.T) {
 						want = append(want, "slice default/web-1 10.0.0.2")
 					}
 					if soon && end == "deleted" {
-						w.advance(labelledWithin) // the filtered watch does not report the deletion
+						w.advance(labelledWithin) // wait for an unfiltered watch, because the filtered watch does not report the deletion
 					}
 					w.expect(want...)
 					w.advance(filteredAfter)
@@ -334,7 +335,7 @@ func TestNothingIsLostWhileTheWatchChanges(t *testing.T) {
 					w.advance(filteredAfter)
 					w.delete(slice("web", "goes", ""))
 					w.set(slice("web", "comes", "10.0.0.4", proxyName, "x"), slice("byhand", "later", "10.0.0.5"))
-					// The state must keep the labelled slices that it had.
+					// During the outage, the state must keep the labelled slices that it had before.
 					for _, line := range []string{"slice default/stays 10.0.0.1", "slice default/goes 10.0.0.2"} {
 						if !slices.Contains(w.dump(), line) {
 							t.Errorf("lost %s", line)
@@ -357,7 +358,7 @@ func TestNothingIsLostWhileTheWatchChanges(t *testing.T) {
 }
 
 // newTestSelection returns the stores and the state of a named proxy with an unfiltered
-// watch. The finder returns the slices in store.
+// watch. The selection sends its requests for slices to find.
 func newTestSelection(t *testing.T, find finder) (*stores, *cluster.State) {
 	opts := named("x")
 	converter, err := watcher.New(opts.Options)

@@ -146,8 +146,8 @@ type source struct {
 	resource schema.GroupResource
 	labels   string
 	fields   string
-	// latest makes the server return its latest state. Otherwise the server may return a
-	// cached state that is older than earlier events.
+	// latest makes the server return its latest state. If it is false, the server may return
+	// a cached state that is older than earlier events.
 	latest bool
 }
 
@@ -194,7 +194,7 @@ func (w *watch) serviceLabel() string {
 	return cmp.Or(w.opts.ServiceNameLabel, discoveryv1.LabelServiceName)
 }
 
-// servicesPerRequest limits the services in a request, so that the URL is not too long.
+// servicesPerRequest is the maximum number of services in the URL of a request.
 const servicesPerRequest = 50
 
 // finder returns a finder that sends requests to the API server.
@@ -259,8 +259,8 @@ type plainListWatch struct{ *cache.ListWatch }
 // IsWatchListSemanticsUnSupported makes reflectors of client-go v0.35 and later use lists.
 func (plainListWatch) IsWatchListSemanticsUnSupported() bool { return true }
 
-// listWatch returns a ListWatch for a reflector. It reports the result of each request to
-// r, and uses store to decode lists.
+// listWatch returns a ListWatch for a reflector. The ListWatch reports the result of each
+// request to r, and uses store to decode lists.
 func (src *source) listWatch(r *reporter, store objectStore) plainListWatch {
 	restrict := func(options *metav1.ListOptions) {
 		options.LabelSelector, options.FieldSelector = src.labels, src.fields

@@ -44,7 +44,8 @@ type object interface {
 // its connections are in memory.
 type apiServer struct {
 	listener *pipeListener
-	// refuse, if set, returns the error for a request that must fail, or nil.
+	// refuse, if set, returns the error for a request that must fail, and nil for other
+	// requests.
 	refuse func(request) *apierrors.StatusError
 	// onlyJSON is true for a server without protobuf.
 	onlyJSON bool
@@ -55,8 +56,8 @@ type apiServer struct {
 	objects   map[string]object // the key is resource/namespace/name
 	log       []change
 	requests  []request
-	changed   chan struct{}          // closed to announce events, and then replaced
-	dropped   chan struct{}          // closed to end all watches, and then replaced
+	changed   chan struct{}          // closed and replaced to announce events
+	dropped   chan struct{}          // closed and replaced to end all watches
 	last      *apierrors.StatusError // the error event that watches send before they end, or nil
 	bookmarks int                    // number of calls of bookmark
 	watches   map[*request]bool      // open watches
@@ -349,7 +350,8 @@ func (s *apiServer) watch(w http.ResponseWriter, ctx context.Context, req reques
 		w.Header().Set("Content-Type", runtime.ContentTypeProtobuf+";stream=watch")
 	}
 	w.WriteHeader(http.StatusOK)
-	// Send without the lock, because the client may be waiting for another answer.
+	// Collect events while mu is locked, and flush them while mu is not locked. Otherwise a
+	// write could block while the client waits for an answer that needs mu.
 	var pending bytes.Buffer
 	send := func(event string, o runtime.Object) {
 		if protobuf {

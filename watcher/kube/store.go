@@ -69,14 +69,14 @@ func (i *item[T]) DeepCopyObject() runtime.Object { return i }
 type writer[T any] interface {
 	// write writes an object to the state, or deletes the object if the item has no value.
 	write(*item[T])
-	// replace writes a full listing and returns true. If it returns false, it has changed
-	// nothing, and another listing follows.
+	// replace writes a full listing and returns true. If it fails, it changes nothing and
+	// returns false, and another listing follows.
 	replace([]*item[T]) bool
 }
 
 // store receives objects from a reflector or informer. It reduces each object and passes
-// it to a writer. It stores nothing itself. An object from an API server is reduced as soon
-// as it is decoded.
+// it to a writer. It keeps no objects itself. An object from an API server is reduced as
+// soon as it is decoded.
 type store[O metav1.Object, T any] struct {
 	*watch
 	kind, resource string
@@ -93,12 +93,12 @@ type objectStore interface {
 	cache.ReflectorStore
 	// objectKind returns the API's name for the kind of the objects.
 	objectKind() string
-	// example returns an item. Its type differs from the item types of the other stores.
+	// example returns an empty item of the type that the store uses.
 	example() any
 	// decode decodes an object in protobuf and reduces it. If it cannot decode the object, it
 	// logs an error, and marks the item as unreadable.
 	decode(object []byte) runtime.Object
-	// reduceObject reduces an object of the API. It returns objects of other types unchanged.
+	// reduceObject reduces an object of the store's kind, and returns any other unchanged.
 	reduceObject(o runtime.Object) runtime.Object
 }
 

@@ -29,8 +29,8 @@ type Options struct {
 }
 
 // Watch keeps state equal to the other server's state until ctx ends. Then it returns
-// ctx's cause. The state is synced when the first answer is complete. Each answer is one
-// commit. The state must have no other writer.
+// context.Cause(ctx). The state is synced when the first answer is complete. Each answer
+// is one commit. The state must have no other writer.
 //
 // While the other server is down, state keeps its content. When the server is back, Watch
 // receives only changes. If a different server answers, or the outage was long, Watch
@@ -164,7 +164,7 @@ func (a *answer) write(tx *cluster.Tx) {
 	tx.SetStale(a.stale)
 }
 
-// write applies objects of one kind. If all is true, they replace the state's objects.
+// write applies objects of one kind. If all is true, they replace all existing objects.
 func (o *objects[K, V]) write(all bool, replace func(iter.Seq[*V]), set func(*V), remove func(K)) {
 	if all {
 		replace(slices.Values(o.set))

@@ -28,8 +28,9 @@ type Tasks struct {
 	stop        context.CancelFunc
 }
 
-// Start starts connection tracking and the watcher. It replaces a nil argument by the
-// default for the network namespace. If Start fails, no goroutine is left.
+// Start starts connection tracking and the watcher. If addresses or connections is nil,
+// Start creates a default for the network namespace netNS. If Start fails, no goroutine
+// is left.
 func (t *Tasks) Start(ctx context.Context, addresses nodeaddr.Source, connections sink.Sink, netNS int) error {
 	t.ctx, t.stop = context.WithCancel(context.WithoutCancel(ctx))
 	if t.Addresses = addresses; t.Addresses == nil {
@@ -93,8 +94,8 @@ func (t *Tasks) Sync(ctx context.Context, c *sink.Changes, err error) error {
 		return err
 	}
 	if err := t.connections.Sync(ctx, c); err != nil {
-		// The kernel has the changes already. A new pass delivers everything to connection
-		// tracking again.
+		// The dataplane has the changes, but connection tracking does not. A new pass delivers
+		// all services to both again.
 		return fmt.Errorf("connection tracking: %w (%w)", err, sink.ErrStartOver)
 	}
 	return err

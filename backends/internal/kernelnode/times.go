@@ -48,7 +48,7 @@ const maxDriftPause = time.Minute
 // Found records that the backend found a change. It returns the time until which the
 // backend must not search for further changes.
 func (p *DriftPause) Found(now time.Time) (until time.Time) {
-	if now.Sub(p.foundAt) > 2*maxDriftPause { // longer than any pause
+	if now.Sub(p.foundAt) > 2*maxDriftPause { // the changes do not recur: this time is longer than any pause
 		p.pause = 0
 	} else {
 		p.pause = min(2*p.pause+time.Second, maxDriftPause)

@@ -199,8 +199,8 @@ func (c *Conn) Query(ctx context.Context, fill func(*Builder), f func(attributes
 	return nil
 }
 
-// Each sends the requests that fill encodes. It calls f with the outcome of each request,
-// in order. A failed request does not stop the others.
+// Each sends the requests that fill encodes. It calls f for each request, in order, with
+// the error or nil. A failed request does not stop the others.
 func (c *Conn) Each(ctx context.Context, fill func(*Builder), f func(error)) error {
 	return c.sendRequests(ctx, fill, func(header, []byte) {}, f)
 }

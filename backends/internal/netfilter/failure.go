@@ -68,8 +68,8 @@ func errorOf(payload []byte) unix.Errno {
 	return unix.Errno(-int32(binary.NativeEndian.Uint32(payload)))
 }
 
-// failure decodes an NLMSG_ERROR message, which consists of h and payload. The error is
-// about a message in batch.
+// failure decodes an NLMSG_ERROR message, which consists of h and payload. The request
+// that failed is one of the messages in batch.
 func (c *Conn) failure(batch []byte, h header, payload []byte) *Failure {
 	f := &Failure{Errno: errorOf(payload)}
 	for len(batch) > 0 && binary.NativeEndian.Uint32(batch[8:]) != h.seq {

@@ -12,8 +12,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Do calls f on a thread in the network namespace with the file descriptor ns. If ns is 0,
-// it just calls f. Programs that f starts are in that namespace too.
+// Do calls f on a thread in the network namespace with the file descriptor ns. If ns is
+// 0, it just calls f. Programs that f starts run in that namespace too.
 func Do(ns int, f func()) error {
 	if ns == 0 {
 		f()

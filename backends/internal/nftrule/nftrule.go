@@ -45,8 +45,8 @@ func MatchFamily(family api.Family) []expr.Any {
 	return []expr.Any{LoadMeta(expr.MetaKeyNFPROTO), Equal(netfilter.Family(family))}
 }
 
-// Key is the beginning of a rule. The beginning matches packets of one family, and loads
-// the parts of a lookup key into consecutive registers.
+// Key builds the beginning of a rule. This beginning matches packets of one family, and
+// loads the parts of a lookup key into consecutive registers.
 type Key struct {
 	family      api.Family
 	expressions []expr.Any
@@ -58,8 +58,9 @@ func NewKey(family api.Family) *Key {
 	return &Key{family: family, expressions: MatchFamily(family)}
 }
 
-// KeyAfter returns a Key whose rule begins with the given expressions. They must match
-// only packets of the family. The Key loads its first part into register 0.
+// KeyAfter returns a Key whose rule begins with the given expressions. These expressions
+// must match only packets of the given family. The Key loads its first part into register
+// 0.
 func KeyAfter(family api.Family, expressions []expr.Any) *Key {
 	return &Key{family: family, expressions: expressions}
 }
@@ -102,8 +103,8 @@ func (r *Key) FollowedBy(expressions ...expr.Any) []expr.Any {
 }
 
 // DNATTo returns an expression that translates the destination to the address and the
-// port in two registers. The arguments address and port are numbers for Reg. If port is
-// 0, packets keep their port.
+// port in two registers. The arguments address and port are numbers for Reg. If the
+// argument port is 0, packets keep their port.
 func DNATTo(family api.Family, address, port int) expr.Any {
 	nat := &expr.NAT{Type: expr.NATTypeDestNAT, Family: uint32(netfilter.Family(family)), RegAddrMin: Reg(address), RegAddrMax: Reg(address)}
 	if port != 0 {
@@ -115,8 +116,8 @@ func DNATTo(family api.Family, address, port int) expr.Any {
 // Native encodes a number for a register, in the byte order of the host.
 func Native(v uint32) []byte { return binary.NativeEndian.AppendUint32(nil, v) }
 
-// Mark returns expressions that load the packet mark, clear the bits outside of mask, and
-// then flip the bits of xor.
+// Mark returns expressions that load the packet mark, clear the bits that are not set in
+// mask, and then flip the bits that are set in xor.
 func Mark(mask, xor uint32) []expr.Any {
 	return []expr.Any{
 		LoadMeta(expr.MetaKeyMARK),
@@ -162,12 +163,12 @@ func matchPrefix(prefix netip.Prefix, load func(*Key) *Key) []expr.Any {
 // Drop returns a rule that drops all packets.
 func Drop() []expr.Any { return []expr.Any{&expr.Verdict{Kind: expr.VerdictDrop}} }
 
-// Jump returns a rule that runs a chain and then continues with the next rule.
+// Jump returns a rule that sends packets to a chain, and then on to the next rule.
 func Jump(chain string) []expr.Any {
 	return []expr.Any{&expr.Verdict{Kind: expr.VerdictJump, Chain: chain}}
 }
 
-// GoTo returns a rule that continues in a chain and never comes back from it.
+// GoTo returns a rule that sends packets to a chain, from which they do not come back.
 func GoTo(chain string) []expr.Any {
 	return []expr.Any{&expr.Verdict{Kind: expr.VerdictGoto, Chain: chain}}
 }

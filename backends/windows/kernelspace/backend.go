@@ -151,8 +151,8 @@ func (b *Backend) Sync(ctx context.Context, c *sink.Changes) error {
 }
 
 // Verify implements [sink.Verifier]. It lists the objects of HNS and repairs drift. It
-// ignores failed services, because the driver delivers them again. If Verify fails, it
-// requests a new pass, because it does not know the state of HNS.
+// ignores failed services, because the driver delivers them again. If Verify fails, the
+// state of HNS is unknown, and Verify requests a new pass.
 func (b *Backend) Verify(ctx context.Context) error {
 	if b.holdings == nil {
 		return nil // nothing is programmed yet, or the next Sync lists the objects anyway
@@ -166,7 +166,7 @@ func (b *Backend) Verify(ctx context.Context) error {
 	return fmt.Errorf("%w: %w", err, sink.ErrStartOver)
 }
 
-// learn updates b.views and b.plans from c, and returns the services in c.
+// learn updates b.views and b.plans from c, and returns the keys of the services in c.
 func (b *Backend) learn(ctx context.Context, c *sink.Changes) map[types.NamespacedName]bool {
 	delivered := map[types.NamespacedName]bool{}
 	for change := range c.Services {
@@ -192,8 +192,9 @@ func (b *Backend) learn(ctx context.Context, c *sink.Changes) map[types.Namespac
 	return delivered
 }
 
-// survey reads the state of HNS and adds all frontends to todo. If the network has
-// changed, it sets b.planned to false, so that all services are planned again.
+// survey reads the state of HNS, and adds all wanted or recorded frontends to todo. If
+// the network has changed, survey clears b.planned, so that all services are planned
+// again.
 func (b *Backend) survey(ctx context.Context) error {
 	b.holdings = nil
 	if !b.surveyed {
@@ -331,7 +332,7 @@ func (b *Backend) logLacking(ctx context.Context, service types.NamespacedName, 
 
 // Cleanup implements [sink.Cleaner]. It removes all objects that backends with this name
 // and state file created. If the file cannot be read, Cleanup removes nothing, because it
-// cannot identify its load balancers.
+// cannot identify the load balancers of these backends.
 func (b *Backend) Cleanup(context.Context) error {
 	r, err := readRecord(b.opts.StateFile)
 	if err != nil {

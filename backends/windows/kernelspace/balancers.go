@@ -47,7 +47,7 @@ func (p *pass) remove(f Frontend) error {
 }
 
 // announce records the load balancers that are about to be created, so that their owner
-// is known even after a crash. It flushes the journal only once.
+// is known even after a crash. It flushes the journal once for all of them.
 func (p *pass) announce(frontends []Frontend) {
 	for _, f := range frontends {
 		if w := p.wanted[f]; p.isToBeCreated(f, w.policy) {
@@ -61,8 +61,8 @@ func (p *pass) plan(f Frontend, w want) {
 	p.record.plan(f, planned{Service: w.service, Target: w.policy.target, Asked: digestOf(w.policy.toLoadBalancer(nil))})
 }
 
-// isToBeCreated reports whether a policy needs a new load balancer, because its frontend
-// has no load balancer or has a load balancer that cannot be changed.
+// isToBeCreated reports whether a policy needs a new load balancer. It needs one if its
+// frontend has no load balancer, or a load balancer that cannot be changed in place.
 func (p *pass) isToBeCreated(f Frontend, policy *policy) bool {
 	own := p.own(f)
 	if len(own) == 0 {
@@ -217,7 +217,7 @@ func (p *pass) create(f Frontend, w want, want LoadBalancer) error {
 func (p *pass) deleteBalancer(id string) error {
 	err := p.hns.DeleteLoadBalancer(id)
 	if err != nil && !isFatal(err) && !errors.Is(err, ErrNotFound) {
-		// Retry: Windows Server 2019 may report a refusal although it deletes the object.
+		// Retry: Windows Server 2019 may return an error although it deletes the load balancer.
 		err = p.hns.DeleteLoadBalancer(id)
 	}
 	if err != nil && !errors.Is(err, ErrNotFound) {

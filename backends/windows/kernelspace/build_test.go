@@ -115,7 +115,7 @@ func newWorld(t *testing.T, features kernelspace.Features, network kernelspace.N
 	return w
 }
 
-// l2bridge returns a world with the latest Windows and a plain network.
+// l2bridge returns a world with the latest Windows and a network without overlay.
 func l2bridge(t *testing.T, pods ...string) *world {
 	t.Helper()
 	return newWorld(t, fakehns.AllFeatures(), kernelspace.Network{}, kernelspace.Options{}, pods...)

@@ -15,13 +15,13 @@
 //
 // # Method
 //
-// The backend plans the load balancers of this node from the views, without calling HNS.
-// Then it compares the planned load balancers by value with the state of HNS. It lists
-// endpoints and load balancers before the first changes, after a failure, and once a
-// minute while idle (the driver's VerifyInterval). If nothing fails, it processes further
-// changes without a listing. The network plug-in owns the endpoints of this node's pods.
-// For other addresses, the backend creates endpoints whose names begin with the backend's
-// name. It removes these endpoints when no load balancer uses them.
+// The backend plans the load balancers from this node's views of services, without
+// calling HNS. Then it compares the planned load balancers by value with the state of
+// HNS. It lists endpoints and load balancers before the first changes, after a failure,
+// and once a minute while idle (the driver's VerifyInterval). If nothing fails, it
+// processes further changes without a listing. The network plug-in owns the endpoints of
+// this node's pods. For other addresses, the backend creates endpoints whose names begin
+// with the backend's name. It removes these endpoints when no load balancer uses them.
 //
 // HNS stores neither a name nor an owner of a load balancer. So the backend records the
 // IDs of its own load balancers in Options.StateFile.

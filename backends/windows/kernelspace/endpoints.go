@@ -12,8 +12,8 @@ import (
 	"github.com/kpng-project/kpng/api"
 )
 
-// endpoints returns the IDs of a policy's endpoints. It creates remote endpoints that HNS
-// lacks. The error names the endpoints that are still missing.
+// endpoints returns the IDs of a policy's HNS endpoints. It creates remote endpoints that
+// HNS lacks. The error names the endpoints that are still missing.
 func (p *pass) endpoints(policy *policy) (ids []string, lacking error) {
 	if policy.toRoot {
 		id, ok := p.holdings.endpointNamed(p.opts.RootEndpoint)
@@ -125,7 +125,7 @@ func (p *pass) isUnreachable(a netip.Addr) bool {
 	return p.environment.network.Overlay && !p.environment.network.Provider(a).IsValid() && !slices.Contains(p.nodeIPs, a)
 }
 
-// ensureSourceVIPs creates the endpoints of the source addresses on an overlay network.
+// ensureSourceVIPs creates the HNS endpoints of the source VIPs on an overlay network.
 // HNS uses an address as a source only if it belongs to an endpoint of this machine.
 func (p *pass) ensureSourceVIPs() error {
 	if !p.environment.network.Overlay {

@@ -216,8 +216,8 @@ func (f *fuzzer) run(steps int) {
 }
 
 // The method comparable prepares a dump for a comparison. If the Node object was deleted,
-// comparable removes the source VIPs. An old backend still has the node's addresses, but
-// a new backend does not know them.
+// comparable removes the source VIPs. Only an old backend still knows the node's
+// addresses and uses them as source VIPs.
 func (f *fuzzer) comparable(dump string) string {
 	if _, ok := f.state.Snapshot().Nodes.Get(apitest.NodeName(0)); ok {
 		return dump
@@ -227,7 +227,7 @@ func (f *fuzzer) comparable(dump string) string {
 	return strings.Join(lines, "\n")
 }
 
-// The method fail sets a hook that makes some calls fail.
+// The method fail sets a hook that makes some calls to HNS fail at random.
 func (f *fuzzer) fail() {
 	errs := []error{
 		errRefused, kernelspace.ErrNotRunning, kernelspace.ErrNotFound, kernelspace.ErrExists,
@@ -264,7 +264,8 @@ func (f *fuzzer) kill() {
 	f.start()
 }
 
-// The method pods creates the HNS endpoints of all or some pods of this node.
+// The method pods creates the HNS endpoints of this node's pods. If all is false, it
+// omits some pods.
 func (f *fuzzer) pods(all bool) {
 	f.hns.SetHook(nil)
 	defer f.hns.SetHook(f.hook)

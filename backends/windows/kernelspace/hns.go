@@ -109,17 +109,16 @@ type Endpoint struct {
 	Provider netip.Addr
 }
 
-// LoadBalancer is a policy of HNS that distributes the traffic of its frontends to
-// endpoints.
+// LoadBalancer is a policy of HNS. It forwards packets from frontends to endpoints.
 type LoadBalancer struct {
 	ID string
-	// Endpoints are the IDs of the endpoints that get the traffic.
+	// Endpoints are the IDs of the endpoints behind the frontends.
 	Endpoints []string
 	// SourceVIP replaces the source address of packets whose replies must return through
 	// HNS. If it is the zero Addr, HNS chooses an address.
 	SourceVIP netip.Addr
 	// VIPs are the addresses of the frontends. If VIPs is empty, the frontends are node
-	// ports. Node ports are for IPv6 if Flags contains IPv6, otherwise for IPv4.
+	// ports: IPv6 node ports if the flag IPv6 is set, otherwise IPv4 node ports.
 	VIPs  []netip.Addr
 	Ports []PortMapping
 	Flags LoadBalancerFlags
@@ -157,11 +156,11 @@ type PortFlags uint32
 
 // The settings of a load balancer's port.
 const (
-	// LocalRoutedVIP lets the node itself use the frontend.
+	// LocalRoutedVIP lets this node itself connect to the frontend.
 	LocalRoutedVIP PortFlags = 2
 	// UseMux marks a port that gets packets from a load balancer in front of the node.
 	UseMux PortFlags = 4
-	// PreserveDIP keeps the destination address of packets.
+	// PreserveDIP delivers packets with their original destination address.
 	PreserveDIP PortFlags = 8
 	// VIPExternalIP marks a frontend that clients outside the cluster use.
 	VIPExternalIP PortFlags = 16

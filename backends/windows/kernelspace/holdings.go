@@ -10,8 +10,8 @@ import (
 	"github.com/kpng-project/kpng/api"
 )
 
-// holdings is the state of HNS as far as the backend knows it: the last listing and all
-// later writes.
+// holdings is the state of HNS as far as the backend knows it: the last listing, updated
+// with the backend's later writes.
 type holdings struct {
 	// name is the name of this backend. The names of the backend's endpoints begin with this
 	// name.
@@ -21,8 +21,8 @@ type holdings struct {
 	balancers  map[string]LoadBalancer
 	byFrontend map[Frontend][]string // sorted IDs of load balancers, usually only one ID
 	// endpointUses counts the load balancers of each endpoint, by the endpoint's ID. vipUses
-	// counts the load balancers of each VIP. Both maps also count the load balancers of
-	// other owners.
+	// counts the load balancers of each VIP. Both maps also count load balancers that this
+	// backend does not own.
 	endpointUses map[string]int
 	vipUses      map[netip.Addr]int
 	// idle contains the IDs of this backend's endpoints that no load balancer uses.
@@ -42,7 +42,7 @@ func newHoldings(name string, endpoints []Endpoint, balancers []LoadBalancer) *h
 		vipUses:      map[netip.Addr]int{},
 		idle:         map[string]bool{},
 	}
-	// A listing may contain an object twice.
+	// A listing may contain an object twice, so skip the second copy.
 	for _, e := range endpoints {
 		if _, known := h.endpoints[e.ID]; !known {
 			h.addEndpoint(e)
@@ -57,7 +57,7 @@ func newHoldings(name string, endpoints []Endpoint, balancers []LoadBalancer) *h
 }
 
 // isOwn reports whether an endpoint has a name that this backend gives to endpoints. Such
-// an endpoint is not a pod of this node, even if HNS does not report the flag Remote.
+// an endpoint is not a local pod, even if HNS reports it without the flag Remote.
 func (h *holdings) isOwn(e Endpoint) bool {
 	return len(e.Addrs) == 1 && e.Name == endpointName(h.name, e.Addrs[0])
 }
@@ -182,7 +182,8 @@ func (h *holdings) use(lb LoadBalancer, n int) {
 	}
 }
 
-// users returns the sorted IDs of the load balancers that need the endpoint e.
+// users returns the sorted IDs of the load balancers that contain e, or a VIP with an
+// address of e.
 func (h *holdings) users(e Endpoint) []string {
 	var ids []string
 	for id, lb := range h.balancers {

@@ -37,14 +37,15 @@ type Options struct {
 	// NodeIPs are this node's addresses. Default: the addresses in its Node object.
 	NodeIPs []netip.Addr
 	// HostMAC is this node's hardware address, in the form "00-15-5d-01-02-03". On an
-	// overlay network, the endpoints for source VIPs and cluster IPs get this address.
-	// Default: the hardware address of the interface that has the node's IP address.
+	// overlay network, the endpoints for source VIPs and cluster IPs get this hardware
+	// address. Default: the hardware address of the interface that has the node's IP
+	// address.
 	HostMAC string
 
 	// ForwardHealthChecks makes this node receive health checks that are sent to a service's
-	// load-balancer addresses. The checked port is the service's health-check node port. If
-	// the service has no such port, the checked port is HealthzPort. If HealthzPort is 0 in
-	// this case, nothing is forwarded. Default: false.
+	// load-balancer addresses. It applies to the port HealthCheckNodePort of the service or,
+	// if that is 0, to HealthzPort. If both are 0, this node receives no such health checks.
+	// Default: false.
 	ForwardHealthChecks bool
 	HealthzPort         uint16
 	// RootEndpoint is the name of this node's HNS endpoint, which ForwardHealthChecks uses.

@@ -15,7 +15,7 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// pass compares the plans with the state of HNS and makes the necessary changes.
+// A pass compares the plans with the state of HNS and makes the necessary changes.
 type pass struct {
 	*Backend
 	ctx context.Context
@@ -123,12 +123,12 @@ func (p *pass) steps() error {
 		}
 	}
 	if p.wrong || p.passing {
-		return nil // keep all endpoints, because it is unknown which are idle
+		return nil // delete no endpoints, because it is unknown which endpoints are idle
 	}
 	return p.dropIdle()
 }
 
-// isWaiting reports whether a service has failed and must not be retried now.
+// isWaiting reports whether a service failed earlier and this pass must not retry it.
 func (p *pass) isWaiting(service types.NamespacedName) bool {
 	return p.failing[service] && !p.delivered[service]
 }
@@ -144,8 +144,8 @@ func (p *pass) do(f Frontend, service types.NamespacedName, step func(Frontend) 
 	} else if err != nil {
 		p.fail(service, fmt.Errorf("frontend %s: %w", f, err))
 	}
-	// If the function step failed, the driver delivers the service again. That delivery adds
-	// the frontend to todo again.
+	// Delete f even if step failed: the driver then delivers the service again, which adds f
+	// to todo again.
 	delete(p.todo, f)
 	return nil
 }

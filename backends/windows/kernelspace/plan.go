@@ -68,12 +68,12 @@ type destination struct {
 type nodeLocation uint8
 
 const (
-	// The location elsewhere means another node. The backend creates the HNS endpoint.
+	// The location elsewhere means another node. The backend creates the endpoint in HNS.
 	elsewhere nodeLocation = iota
-	// podHere means a pod of this node. The network plug-in creates its HNS endpoint.
+	// podHere means a pod of this node. The network plug-in creates the pod's HNS endpoint.
 	podHere
 	// hostHere is this node itself, for a pod in the host network. The backend creates no
-	// HNS endpoint for this node, because the node would then lose its address.
+	// HNS endpoint for the node's address, because the node would then lose this address.
 	hostHere
 )
 
@@ -93,9 +93,8 @@ type environment struct {
 	// dsr enables direct server return for cluster IPs.
 	dsr bool
 	// forwardHealthChecks makes this node receive health checks that are sent to a service's
-	// load-balancer addresses. The checked port is the service's health-check node port. If
-	// the service has no such port, the checked port is healthzPort. If healthzPort is 0 in
-	// this case, there is no load balancer for health checks.
+	// load-balancer addresses. It applies to the port HealthCheckNodePort of the service or,
+	// if that is 0, to healthzPort. If both are 0, forwardHealthChecks has no effect.
 	forwardHealthChecks bool
 	healthzPort         uint16
 	// sourceVIP4 and sourceVIP6 are the source VIPs. For a family without a source VIP, the
@@ -108,7 +107,7 @@ type environment struct {
 
 // PreserveDestination is an annotation of services. If its value is "true", packets to a
 // load-balancer address keep this destination on the way to local pods. The source of the
-// cluster's state must be configured to keep this annotation.
+// cluster's state must be configured to include this annotation.
 const PreserveDestination = "preserve-destination"
 
 // plan returns the load balancers of a service on this node, in the order of its
@@ -177,8 +176,8 @@ func (on *environment) policy(f *nodeview.Frontend, preserve bool) (p policy, de
 	} else if f.Affinity > 0 {
 		degraded = append(degraded, "session affinity is not supported by this version of Windows")
 	}
-	// With externalTrafficPolicy Local, a pod gets packets with the client's address and
-	// replies directly to the client. That is direct server return.
+	// MasqueradeNode means externalTrafficPolicy Local: a pod gets packets with the client's
+	// address and replies directly to the client. That is direct server return.
 	dsr := f.Masquerade == nodeview.MasqueradeNode
 	localOnly := false
 	switch f.Kind {
@@ -275,7 +274,7 @@ func (on *environment) healthCheck(f *nodeview.Frontend, svc *api.Service) (p po
 
 // source returns the source address for a policy. This address is the configured source
 // VIP or, if there is none, the node's own address. On an overlay network, the node's own
-// address is also used if an endpoint is outside the pod network.
+// address replaces the source VIP if an endpoint is outside the pod network.
 func (on *environment) source(p *policy) netip.Addr {
 	vip := on.sourceVIP4
 	if p.Family == api.IPv6 {
@@ -310,14 +309,15 @@ func (on *environment) nodeIP(f api.Family) netip.Addr {
 func (on *environment) remote(name string, addr netip.Addr) Endpoint {
 	e := Endpoint{Name: name, Network: on.network.ID, Addrs: []netip.Addr{addr}, MAC: macOf(addr), Remote: true}
 	if on.network.Overlay {
-		// For an address without a tunnel, the provider is this node.
+		// If the address belongs to no other node, the provider is this node.
 		e.Provider = cmp.Or(on.network.Provider(addr), on.nodeIP(api.FamilyOf(addr)))
 	}
 	return e
 }
 
-// vipEndpoint returns the HNS endpoint of a cluster IP on an overlay network. This node
-// claims the address, so that packets of this node reach the load balancer.
+// vipEndpoint returns the HNS endpoint of a cluster IP on an overlay network. The
+// endpoint's provider is this node, so that packets from this node to the cluster IP
+// reach the load balancer.
 func (on *environment) vipEndpoint(name string, vip netip.Addr, mac string) Endpoint {
 	return Endpoint{
 		Name: name, Network: on.network.ID, Addrs: []netip.Addr{vip}, MAC: mac,
@@ -326,8 +326,8 @@ func (on *environment) vipEndpoint(name string, vip netip.Addr, mac string) Endp
 }
 
 // macOf returns a hardware address for a remote endpoint. It is locally administered and
-// depends only on the IP address. For IPv6 it contains a hash of all bytes, because the
-// addresses of pods on two nodes may differ only in their first bytes.
+// depends only on the IP address. For IPv6 it contains a hash of the whole IP address,
+// because the addresses of pods on two nodes may differ only in their first bytes.
 func macOf(a netip.Addr) string {
 	b := a.AsSlice()
 	if a.Is6() {

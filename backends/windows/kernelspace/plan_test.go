@@ -59,13 +59,13 @@ func TestEachFrontendHasLoadBalancer(t *testing.T) {
 		features *kernelspace.Features
 		network  kernelspace.Network
 		opts     kernelspace.Options
-		named    []string // additional endpoints on this node, in the form "cbr0=10.1.1.2"
+		named    []string // additional endpoints on this node, such as "cbr0=10.1.1.2": the name and address
 		pods     []string // addresses of the pods of this node
 		view     *api.ServiceEndpoints
 		want     string
 		remotes  []string
 		fails    string
-		// everyQuirk runs the case with each of HNS' quirks.
+		// everyQuirk also runs the case with each quirk of the fake HNS alone.
 		everyQuirk bool
 	}{{
 		name: "a cluster IP uses pods on all nodes",
@@ -256,7 +256,7 @@ func TestEachFrontendHasLoadBalancer(t *testing.T) {
 	}} {
 		for quirk, quirks := range fakehns.AllQuirks() {
 			if quirk != "none" && quirk != "all" && !tc.everyQuirk {
-				continue // the set "all" finds the errors; each set of one quirk helps to find the cause of an error
+				continue // the set "all" finds all errors; a set of one quirk only shows the cause of an error
 			}
 			t.Run(tc.name+"/HNS "+quirk, func(t *testing.T) {
 				features := all
@@ -369,7 +369,7 @@ func TestOverlayNetworkHasEndpointsForSourceVIPAndClusterIPs(t *testing.T) {
 		t.Errorf("HNS has\n%swant\n%s", got, want)
 	}
 
-	// A new node gets the pod network of the removed node.
+	// A new node replaces the node 192.168.0.2 and gets its pod network.
 	network, _ := w.hns.NetworkByID(w.network)
 	network.RemoteSubnets[0].Provider = addr("192.168.0.3")
 	w.hns.AddNetwork(network)

@@ -16,7 +16,7 @@ import (
 )
 
 // A record lists the load balancers that the backend owns, because HNS stores no owner.
-// It is stored in a journal. A load balancer has one of these states:
+// The record is stored in a journal. A load balancer has one of these states:
 //
 //	planned    its creation is about to be requested
 //	requested  its creation was requested; the next listing shows whether HNS
@@ -48,7 +48,7 @@ type made struct {
 	Frontend Frontend
 	Service  types.NamespacedName
 	// Asked is the digest of the requested settings. Answered is the digest of the settings
-	// that HNS reported. HNS may omit settings.
+	// that HNS reported. The digests may differ, because HNS may omit settings.
 	Asked, Answered digest
 	deleted         bool
 }
@@ -184,7 +184,7 @@ func (r *record) unchanged(have, want LoadBalancer) bool {
 		return asked == m.Asked
 	}
 	if !want.SourceVIP.IsValid() {
-		have.SourceVIP = netip.Addr{} // HNS chose the source VIP
+		have.SourceVIP = netip.Addr{} // ignore the source VIP that HNS chose
 		got = digestOf(have)
 	}
 	return got == asked

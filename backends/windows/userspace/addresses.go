@@ -28,7 +28,8 @@ const (
 	DefaultInterface = "vEthernet (HNS Internal NIC)"
 )
 
-// Options are the settings of Addresses. The zero value is useful on Windows.
+// Options are the settings of Addresses. The zero value selects the defaults, which work
+// on Windows.
 type Options struct {
 	// Interface is the name of the network interface for addresses. Default: the environment
 	// variable InterfaceVariable, else DefaultInterface.
@@ -37,9 +38,9 @@ type Options struct {
 	// the path are created. Two proxies on one host need different files. Default:
 	// kpng\userspace.journal in the folder %ProgramData%.
 	StateFile string
-	// Timeout is the maximum time until sockets can bind to an added address. Windows first
-	// checks for about three seconds whether another host has the address, unless the
-	// interface disables this check (dadtransmits=0). Default: 10 seconds.
+	// Timeout limits how long Add waits until sockets can bind to an address. Windows first
+	// checks for about three seconds whether another host has the address, unless
+	// dadtransmits is 0 on the interface. Default: 10 seconds.
 	Timeout time.Duration
 }
 
@@ -108,8 +109,8 @@ func (a *Addresses) updateRecord(f func(*journal.Journal)) error {
 // does not read the interface for each address of a Sync.
 const maxLookAge = time.Second
 
-// hasAddress reports whether the interface has an address. It reads the interface again
-// unless the last read was after the given time.
+// hasAddress reports whether the interface has an address. It reads the interface's
+// addresses again unless the last read was after the given time.
 func (a *Addresses) hasAddress(addr netip.Addr, since time.Time) (there bool, err error) {
 	a.lookMu.Lock()
 	defer a.lookMu.Unlock()
@@ -219,7 +220,7 @@ func (a *Addresses) Left(context.Context) ([]netip.Addr, error) {
 		}
 		if has[addr] {
 			left = append(left, addr)
-		} else if err := a.forget(addr); err != nil { // a restart of Windows has removed the address
+		} else if err := a.forget(addr); err != nil { // not on the interface: a restart of Windows has removed it
 			return nil, err
 		}
 	}

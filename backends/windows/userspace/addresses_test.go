@@ -108,7 +108,7 @@ func (f *fakeSystem) expect(t *testing.T, want ...netip.Addr) {
 	}
 }
 
-// newProcess returns new Addresses, as after a restart of the process.
+// newProcess returns a new Addresses value, as after a restart of the process.
 func newProcess(t *testing.T, f *fakeSystem, path string) *Addresses {
 	t.Helper()
 	a, err := newAddresses(Options{StateFile: path, Interface: nic}, f)
@@ -201,7 +201,7 @@ func TestMissingInterfaceIsDetectedOnce(t *testing.T) {
 		if len(f.calls) > 0 || f.lookups != 1 {
 			t.Errorf("for 1000 addresses the host was changed %d times, and the interface looked up %d times; want 0 and 1", len(f.calls), f.lookups)
 		}
-		// The interface appears, and its addresses soon become usable.
+		// The interface appears. Add reads it again after maxLookAge.
 		f.gone = false
 		time.Sleep(maxLookAge)
 		check(t, "add", a.Add(t.Context(), ip4))
@@ -313,7 +313,7 @@ func TestAddressesOfOtherProgramsAreNotChanged(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		f := newFakeSystem()
 		f.addrs[ip4] = fakeAddress{on: "Ethernet"}
-		// Another program has just added ip6 to our interface.
+		// Another program has just added ip6 to our interface, so ip6 is not usable yet.
 		f.addrs[ip6] = fakeAddress{on: nic, usable: time.Now().Add(time.Second)}
 		a := newProcess(t, f, filepath.Join(t.TempDir(), "state"))
 		for _, addr := range []netip.Addr{ip4, ip6} {

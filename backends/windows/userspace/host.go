@@ -17,13 +17,14 @@ import (
 
 // system contains the calls to Windows.
 type system interface {
-	// add adds a host address to the named interface. It does not wait until sockets can
-	// bind to the address.
+	// add adds an address with prefix length 32 or 128 to the named interface. It does not
+	// wait until sockets can bind to the address.
 	add(ctx context.Context, on string, addr netip.Addr) error
 	remove(ctx context.Context, on string, addr netip.Addr) error
 	// usable reports whether sockets can bind to addr.
 	usable(addr netip.Addr) bool
-	// addresses returns the host addresses of the named interface, or errNoInterface.
+	// addresses returns the addresses with prefix length 32 or 128 of the named interface.
+	// If the interface does not exist, the error is errNoInterface.
 	addresses(on string) (map[netip.Addr]bool, error)
 }
 

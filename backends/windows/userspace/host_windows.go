@@ -27,8 +27,8 @@ var (
 	errHelperMissing = errors.New("the IP Helper API lacks the function")
 )
 
-// addByAPI adds a host address to an interface. The address exists until Windows restarts
-// or the interface is removed.
+// addByAPI adds an address with prefix length 32 or 128 to an interface. The address
+// exists until Windows restarts or the interface is removed.
 func addByAPI(on *net.Interface, addr netip.Addr) error {
 	row, err := entry(on, addr)
 	if err != nil {

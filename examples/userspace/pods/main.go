@@ -33,7 +33,7 @@ func main() {
 }
 
 func play(ctx context.Context, pods []string) error {
-	// The proxy removes all routes with its routing protocol number, so use another number.
+	// The proxy removes all routes with the protocol number 107, so use another number.
 	addresses := userspace.LocalRoutes(userspace.RouteOptions{Protocol: 108})
 	defer addresses.Cleanup(context.Background())
 	servers, ctx := errgroup.WithContext(ctx)
@@ -51,8 +51,8 @@ func play(ctx context.Context, pods []string) error {
 	return servers.Wait()
 }
 
-// config opens sockets at addresses that no interface has and that only a route makes
-// local.
+// config can listen at an address that no interface has. Only a route makes such an
+// address local.
 var config = net.ListenConfig{Control: func(_, _ string, c syscall.RawConn) error {
 	var err error
 	return errors.Join(c.Control(func(fd uintptr) { err = syscall.SetsockoptInt(int(fd), syscall.IPPROTO_IP, syscall.IP_FREEBIND, 1) }), err)

@@ -40,7 +40,7 @@ const (
 
 	// DropsAll drops the connections that the proxy must reject.
 	DropsAll Fault = "drops all"
-	// NoVerdicts has no rules that reject or drop connections without an endpoint.
+	// NoVerdicts has no rules that reject or drop connections for lack of an endpoint.
 	NoVerdicts Fault = "no verdicts"
 	// UnknownPorts does not handle connections to unknown ports of cluster IPs.
 	UnknownPorts Fault = "unknown ports"
@@ -51,7 +51,8 @@ const (
 	FirstNodePort Fault = "first node port"
 	// ServesProxied also serves load-balancer IPs with ipMode Proxy.
 	ServesProxied Fault = "serves proxied"
-	// IgnoresClaims lets a newer service take an address and port from an older one.
+	// IgnoresClaims gives the traffic to the newer of two services with the same address and
+	// port.
 	IgnoresClaims Fault = "ignores claims"
 
 	// AnySource ignores source ranges.
@@ -61,10 +62,11 @@ const (
 	// GuardsLate rejects connections to services without endpoints before it applies source
 	// ranges.
 	GuardsLate Fault = "guards late"
-	// NoOwnAddress does not admit the service's own addresses as sources.
+	// NoOwnAddress applies source ranges also to packets whose source is an address of the
+	// service.
 	NoOwnAddress Fault = "no own address"
 
-	// NoShortCircuit treats traffic of this node like traffic from outside.
+	// NoShortCircuit gives traffic of this node the same endpoints as traffic from outside.
 	NoShortCircuit Fault = "no short circuit"
 	// NoHairpin does not masquerade hairpin traffic.
 	NoHairpin Fault = "no hairpin"
@@ -77,10 +79,10 @@ const (
 	NoAffinity Fault = "no affinity"
 	// EternalAffinity never lets affinity expire.
 	EternalAffinity Fault = "eternal affinity"
-	// FixedAffinity selects endpoints by their position in the list. So a client may get
-	// another endpoint when endpoints are added or removed.
+	// FixedAffinity stores the index of a client's endpoint instead of the endpoint's
+	// address. So a client may get another endpoint when endpoints are added or removed.
 	FixedAffinity Fault = "fixed affinity"
-	// SharedAffinity uses one affinity for all ports of a service.
+	// SharedAffinity sends a client to the same endpoint at all ports of a service.
 	SharedAffinity Fault = "shared affinity"
 	// LooseAffinity lets affinity select endpoints that the frontend must not use.
 	LooseAffinity Fault = "loose affinity"

@@ -51,7 +51,7 @@ func (f *flowCleaner) reconcile(opts *Options, services []*api.ServiceEndpoints)
 	}
 	for at := range old {
 		if _, still := f.frontends[at]; !still {
-			f.frontends[at] = nil // a removed frontend: all its flows are stale
+			f.frontends[at] = nil // nil stands for a removed frontend; all its flows are stale
 		}
 	}
 	for _, family := range []netlink.InetFamily{unix.AF_INET, unix.AF_INET6} {

@@ -37,7 +37,7 @@ type Options struct {
 	// MasqueradeOutside enables masquerading of traffic from outside ClusterCIDRs to cluster
 	// IPs. MasqueradeAll enables masquerading of all traffic to cluster IPs.
 	MasqueradeOutside, MasqueradeAll bool
-	// Fault is the deliberate fault.
+	// Fault is the deliberate fault, or empty for a correct proxy.
 	Fault Fault
 }
 
@@ -150,7 +150,7 @@ func load(script string) error {
 
 // nft runs the command nft. If this process ends, the kernel kills the command.
 func nft(args ...string) ([]byte, error) {
-	runtime.LockOSThread() // Pdeathsig kills nft when this thread ends
+	runtime.LockOSThread() // Pdeathsig kills nft when the thread that started it ends
 	defer runtime.UnlockOSThread()
 	cmd := exec.Command("nft", args...)
 	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}

@@ -14,7 +14,7 @@ import (
 	"github.com/kpng-project/kpng/nodeview"
 )
 
-// ruleset is the content of the table.
+// ruleset is the content of the proxy's nftables table.
 type ruleset struct {
 	opts *Options
 	// The keys of both maps are names, and the values are declarations. A change of the
@@ -230,8 +230,8 @@ func (r *ruleset) balance(chain string, f *nodeview.Frontend, endpoints []nodevi
 }
 
 // oneIn returns an nft expression that matches one in n packets at random. The expression
-// has no anonymous set, because a packet may still meet an old rule after nft has
-// replaced the rules and emptied the old rule's set.
+// must not have an anonymous set: when rules are replaced, the set of an old rule is
+// emptied, but a packet may still meet the old rule.
 func oneIn(n int) string {
 	if n == 1 {
 		return ""
@@ -364,7 +364,7 @@ func ip(a netip.Addr) string { return family(api.FamilyOf(a)) }
 
 func family(f api.Family) string { return map[api.Family]string{api.IPv4: "ip", api.IPv6: "ip6"}[f] }
 
-// upperHalf returns the upper half of all IPv4 or IPv6 addresses, depending on a.
+// upperHalf returns the upper half of the address space of a: of IPv4 or IPv6.
 func upperHalf(a netip.Addr) string {
 	if a.Is4() {
 		return "128.0.0.0/1"

@@ -30,7 +30,7 @@ type Answer struct {
 type Conn struct {
 	net.Conn
 	lines    *bufio.Reader
-	requests int // the number of the last request
+	requests int // the sequence number of the last request
 }
 
 // Dial opens a connection. The parameter from is the source address. If from is the zero
@@ -63,7 +63,7 @@ func newConn(c net.Conn) *Conn { return &Conn{Conn: c, lines: bufio.NewReader(c)
 // dialUDP returns a socket whose source port was not used recently, so that connection
 // tracking sees a new flow.
 func (h *Host) dialUDP(from netip.Addr, to netip.AddrPort) (c *net.UDPConn, err error) {
-	const first, number = 10000, 19000 // below the kernel's ephemeral ports
+	const first, number = 10000, 19000 // source ports below the kernel's ephemeral ports
 	for range 100 {
 		port := first + int(h.lastPort.Add(1)%number)
 		local := &net.UDPAddr{IP: from.AsSlice(), Port: port}
@@ -79,7 +79,8 @@ func (h *Host) dialUDP(from netip.Addr, to netip.AddrPort) (c *net.UDPConn, err 
 // repeatedly.
 func (c *Conn) Ask(deadline time.Time) (Answer, error) { return c.ask(deadline, c.requests+1) }
 
-// ask sends a request. It ignores answers to requests that have a number less than first.
+// ask sends a request. It ignores answers to requests whose sequence number is less than
+// first.
 func (c *Conn) ask(deadline time.Time, first int) (Answer, error) {
 	if err := c.SetDeadline(deadline); err != nil {
 		return Answer{}, err

@@ -123,8 +123,8 @@ func (w *World) build() error {
 	var plan planner
 	for _, h := range []*Host{w.Node, w.Node2, w.Router} {
 		plan.setSysctls(h, "ipv4/ip_forward=1", "ipv6/conf/all/forwarding=1",
-			// Exempt all ICMP errors from rate limits. For ICMPv6, the value 0 limits only type 0,
-			// which is unused.
+			// Exempt all ICMP errors from rate limits. For ICMPv6, the value is a list of limited
+			// types, and type 0 is unused.
 			"ipv4/icmp_ratemask=0", "ipv6/icmp/ratemask=0")
 	}
 	// Links, with the addresses of both ends.

@@ -4,15 +4,16 @@
 // has the map even after a crash.
 //
 // Each change appends a line to the file, so its cost does not depend on the size of the
-// map. The first line names the kind of the file. Each further line sets a key to a
-// value, or deletes a key, and begins with a checksum. For example:
+// map. The first line names the kind of the file. Each further line begins with a
+// checksum, and then sets a key to a value or deletes a key. For example:
 //
 //	kpng journal: addresses
 //	5d1c3f0e "10.96.0.10" "vEthernet (HNS Internal NIC)"
 //	a0b1c2d3 "10.96.0.10"
 //
-// Open ignores the last line if a crash truncated it. When most lines are obsolete, the
-// next write replaces the file by a file without obsolete lines.
+// Open ignores the last line if a crash truncated it. A line is obsolete if a later line
+// has the same key. When most lines are obsolete, the next write replaces the file by a
+// file without such lines.
 package journal
 
 import (
@@ -178,8 +179,8 @@ func (j *Journal) add(line string) {
 // process, but not of the machine. If Write fails, the next Write or Sync tries again.
 func (j *Journal) Write() error { return j.write(false) }
 
-// Sync writes all pending changes like Write, and flushes them to the disk. Then they also
-// survive a crash of the machine. Without pending changes, it does nothing.
+// Sync writes all pending changes like Write, and flushes them to the disk. Then they
+// also survive a crash of the machine. Without pending changes, it does nothing.
 func (j *Journal) Sync() error { return j.write(true) }
 
 func (j *Journal) write(sync bool) error {

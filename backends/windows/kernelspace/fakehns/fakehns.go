@@ -38,11 +38,11 @@ var (
 	// ErrInUse is returned if a caller deletes an endpoint that a load balancer uses.
 	ErrInUse = errors.New("endpoint is used by a load balancer")
 
-	// ErrAnswerLost is for hooks. If a hook returns ErrAnswerLost, the call to HNS takes
-	// effect, but its caller gets this error.
+	// ErrAnswerLost may be returned by a hook. Then the call to HNS takes effect, but the
+	// caller of HNS gets this error.
 	ErrAnswerLost = errors.New("the answer of HNS is lost")
-	// ErrIgnored is for hooks, and only for calls that change objects. If a hook returns
-	// ErrIgnored, the call to HNS changes nothing, but its caller gets no error.
+	// ErrIgnored may be returned by a hook for a call that changes objects. Then the call to
+	// HNS changes nothing, but the caller of HNS gets no error.
 	ErrIgnored = errors.New("HNS did not do what it said it did")
 )
 
@@ -64,8 +64,8 @@ type HNS struct {
 }
 
 // Quirks are irregularities of HNS that callers must tolerate, mainly in listings. With
-// the zero value, a listing is sorted by ID, contains each object once, and shows it as
-// it was created.
+// the zero value, a listing is sorted by ID, contains each object once, and shows each
+// object as it was created.
 type Quirks struct {
 	// Descriptions of load balancers omit the flags in HiddenFlags and HiddenPortFlags.
 	HiddenFlags     kernelspace.LoadBalancerFlags
@@ -161,7 +161,7 @@ func (h *HNS) SetQuirks(q Quirks) {
 	h.quirks = q
 }
 
-// describeEndpoint returns the description of an endpoint with these quirks.
+// describeEndpoint applies the quirks in q to the description of an endpoint.
 func (q *Quirks) describeEndpoint(e kernelspace.Endpoint) kernelspace.Endpoint {
 	e.Remote = e.Remote && !q.HidesRemote
 	if q.HidesProvider {
@@ -200,7 +200,7 @@ func (q *Quirks) list(ids []string) []string {
 	return ids
 }
 
-// Calls returns how often each method was called since Calls was last called.
+// Calls returns how often each method was called since the last call of Calls.
 func (h *HNS) Calls() map[string]int {
 	h.mu.Lock()
 	defer h.mu.Unlock()

@@ -11,7 +11,7 @@ import (
 	"github.com/kpng-project/kpng/backends/windows/kernelspace"
 )
 
-// endpoint converts an endpoint. It omits invalid addresses.
+// endpoint converts an endpoint from the type of package hcn, without invalid addresses.
 func endpoint(from *hcn.HostComputeEndpoint) kernelspace.Endpoint {
 	e := kernelspace.Endpoint{
 		ID:      strings.ToLower(from.Id),
@@ -34,8 +34,9 @@ func endpoint(from *hcn.HostComputeEndpoint) kernelspace.Endpoint {
 	return e
 }
 
-// balancer converts a load balancer. It returns false if the address of a frontend is
-// invalid, because the converted load balancer would lack that frontend.
+// balancer converts a load balancer from the type of package hcn. It returns false if the
+// address of a frontend is invalid, because the converted load balancer would lack that
+// frontend.
 func balancer(from *hcn.HostComputeLoadBalancer) (lb kernelspace.LoadBalancer, ok bool) {
 	lb = kernelspace.LoadBalancer{
 		ID:    strings.ToLower(from.Id),

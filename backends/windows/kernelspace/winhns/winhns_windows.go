@@ -106,7 +106,7 @@ func (HNS) Endpoints(network string) ([]kernelspace.Endpoint, error) {
 	}
 	all := make([]kernelspace.Endpoint, 0, len(listed))
 	for i := range listed {
-		// HNS may ignore the filter.
+		// HNS may also list the endpoints of other networks.
 		if e := endpoint(&listed[i]); strings.EqualFold(e.Network, network) {
 			all = append(all, e)
 		}
@@ -130,7 +130,8 @@ func (HNS) LoadBalancers() ([]kernelspace.LoadBalancer, error) {
 }
 
 // The function list calls f. If an object is deleted during the call, f fails, because
-// package hcn first lists the IDs and then reads each object. Then list calls f again.
+// package hcn first lists the IDs and then reads each object. After such an error, list
+// calls f again, at most twice.
 func list[T any](f func() ([]T, error)) (all []T, err error) {
 	for range 3 {
 		all, err = f()

@@ -83,8 +83,8 @@ func (t *hintCounts) count(hints []string, matches bool) {
 	}
 }
 
-// decide decides the Cluster list and the Local list of one port and family. It sets the
-// reasons of all eligible candidates.
+// decide determines which candidates are on the Cluster list and on the Local list of one
+// port and family. It sets the reasons of all eligible candidates.
 func decide(reasons []listReasons, candidates []candidate, here location) endpointCounts {
 	var t endpointCounts
 	for i := range candidates {

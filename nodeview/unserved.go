@@ -75,7 +75,7 @@ func Unserved(se *api.ServiceEndpoints) iter.Seq[UnservedFrontend] {
 }
 
 // namedFrontends yields each frontend that the object of the service defines, once. A
-// frontend that the service gets has Fault 0. If se is nil, there are none.
+// frontend that is served has Fault 0. If se is nil, there are none.
 func namedFrontends(se *api.ServiceEndpoints) iter.Seq[UnservedFrontend] {
 	return func(yield func(UnservedFrontend) bool) {
 		if se == nil {

@@ -33,7 +33,8 @@ type answer struct {
 	// The drafts of the services that occurred in operations. The draft of a deleted service
 	// is nil. After a reset, the map contains all services.
 	services map[types.NamespacedName]*draft
-	// nodeNamed: an operation set or deleted the node. After a deletion, node is nil.
+	// nodeNamed is true if the node was set or deleted by an operation. After a deletion,
+	// node is nil.
 	node      *api.Node
 	nodeNamed bool
 }

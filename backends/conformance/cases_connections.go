@@ -101,7 +101,7 @@ var connectionCases = []testCase{
 		s.publish()
 		stay()
 	}},
-	{name: "a UDP flow ends when its service has no endpoints and continues with the next endpoint", needs: []Feature{UDP, FlowCleanup}, run: func(s *scene) {
+	{name: "a UDP flow stops when its service loses its last endpoint, and resumes when the service gets an endpoint", needs: []Feature{UDP, FlowCleanup}, run: func(s *scene) {
 		web := s.addService("web").withAllFrontends().withEndpoints(asReady(s.a))
 		s.publish()
 		flows := s.flowsTo(web)

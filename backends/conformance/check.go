@@ -43,7 +43,7 @@ func (s *scene) ask(from person, protocol api.Protocol, to netip.AddrPort, patie
 	return from.Ask(ctx, protocol, from.source, to)
 }
 
-// describe returns a description of a connection for messages.
+// describe returns a text for messages that describes a connection.
 func describe(from person, protocol api.Protocol, to netip.AddrPort) string {
 	return fmt.Sprintf("from %s to %s/%s", from, to, protocol)
 }

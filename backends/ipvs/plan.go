@@ -32,8 +32,8 @@ type planner struct {
 	nodePortAddrs, machineAddrs []netip.Addr
 	// nodeAddrs are the node's addresses. Source ranges may contain them.
 	nodeAddrs []netip.Addr
-	// nodeNetworks have the addresses of all nodes. External and load-balancer IPs that are
-	// addresses of other nodes have no frontends.
+	// nodeNetworks are prefixes that contain the addresses of all nodes. External and
+	// load-balancer IPs that are addresses of other nodes have no frontends.
 	nodeNetworks []netip.Prefix
 }
 

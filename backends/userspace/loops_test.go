@@ -136,7 +136,7 @@ func TestServiceCannotUseAllDescriptors(t *testing.T) {
 	eventually(t, "the log reports it", func() bool { return strings.Contains(w.log.String(), "Out of file descriptors for this service") })
 	const share = 20 // 20 connections use 40 descriptors, which is four fifths of 50
 	for range share {
-		clients[<-served].Close() // so that a waiting client can use the descriptors of this client
+		clients[<-served].Close() // frees its file descriptors for a waiting client
 	}
 	w.source.Delete(key("hog")) // while some clients are still waiting
 	w.source.Set(serviceAt("web", "127.0.0.3", port, api.TCP).addEndpoints(server).view())

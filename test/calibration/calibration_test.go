@@ -72,15 +72,15 @@ const dropReason = "it drops packets to addresses of a ServiceCIDR that belong t
 
 // exceptions contains the other cases that kube-proxy fails, with reasons.
 var exceptions = map[string]string{
-	"traffic to a deleted service passes unchanged":                                                    dropReason,
-	"traffic to a service of another proxy passes unchanged":                                           dropReason,
-	"a service that becomes dual-stack is served in both families":                                     dropReason,
-	"a UDP flow that bypassed a service moves to its first endpoint":                                   dropReason,
-	"when the proxy is killed while it programs many services and then restarted, no connection fails": dropReason,
-	"a restarted proxy applies the changes that it missed":                                             dropReason,
-	"a UDP flow through a deleted service no longer reaches its endpoints":                             "it cleans up only flows of existing services",
-	"a UDP flow ends when its service has no endpoints and continues with the next endpoint":           "it identifies node-port flows by their port alone, and keeps them if the service has no endpoint",
-	"a health-check node port that is in use affects no other service and is opened when it is free":   "it does not retry",
+	"traffic to a deleted service passes unchanged":                                                            dropReason,
+	"traffic to a service of another proxy passes unchanged":                                                   dropReason,
+	"a service that becomes dual-stack is served in both families":                                             dropReason,
+	"a UDP flow that bypassed a service moves to its first endpoint":                                           dropReason,
+	"when the proxy is killed while it programs many services and then restarted, no connection fails":         dropReason,
+	"a restarted proxy applies the changes that it missed":                                                     dropReason,
+	"a UDP flow through a deleted service no longer reaches its endpoints":                                     "it cleans up only flows of existing services",
+	"a UDP flow stops when its service loses its last endpoint, and resumes when the service gets an endpoint": "it identifies node-port flows by their port alone, and keeps them if the service has no endpoint",
+	"a health-check node port that is in use affects no other service and is opened when it is free":           "it does not retry",
 }
 
 func list(prefixes []netip.Prefix) []string {

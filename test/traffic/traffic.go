@@ -112,7 +112,7 @@ func (tr *Traffic) Made() (n int) {
 
 // Report logs what happened since the last call of Report. It returns the number of
 // failed requests, and the number of successful requests that took longer than LossDelay.
-// The argument phase is a name of this part of the test for the log.
+// In the log, phase names the part of the test since the last call.
 func (tr *Traffic) Report(t testing.TB, phase string) (failed, slow int) {
 	t.Helper()
 	tr.mu.Lock()

@@ -46,9 +46,9 @@ type drift struct {
 }
 
 const (
-	// The driver may interrupt at most maxInterrupted consecutive Verify calls that compare
-	// the same map. After that, a Verify ignores its context. So a large map is compared
-	// even if the driver constantly interrupts Verify.
+	// The driver may interrupt at most maxInterrupted consecutive Verify calls in the same
+	// step of the comparison. After that, a Verify ignores its context. So a large map is
+	// compared even if the driver constantly interrupts Verify.
 	maxInterrupted = 2
 	// comparePause is the ratio of the pause after a comparison to the duration of the
 	// comparison. So comparisons use at most 2 % of a CPU while other tables change

@@ -355,7 +355,7 @@ func (n *selection) adapt(list bool) {
 func (n *selection) begin(restart func()) (pause bool) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
-	n.watching, n.filtered, n.restart = true, restart != nil && n.filter(), restart
+	n.watching, n.filtered, n.restart = true, restart != nil && !n.pause && n.filter(), restart
 	pause, n.pause = n.pause, false
 	return pause
 }

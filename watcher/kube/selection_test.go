@@ -456,6 +456,24 @@ func TestFailedLookupOfSlicesIsNotRepeated(t *testing.T) {
 	}
 }
 
+// The watch after a failed request lists all slices, because slices of the service may
+// lack the label.
+func TestWatchAfterFailedLookupHasNoFilter(t *testing.T) {
+	s, _ := newTestSelection(t, func([]types.NamespacedName) ([]*discoveryv1.EndpointSlice, error) {
+		return nil, errors.New("no answer")
+	})
+	restarts := 0
+	restart := func() { restarts++ }
+	s.selection.begin(restart)
+	if !s.selection.filtered {
+		t.Fatal("without services, the watch has no filter")
+	}
+	s.services.Add(service("web", proxyName, "x"))
+	if pause := s.selection.begin(restart); restarts != 1 || !pause || s.selection.filtered {
+		t.Errorf("%d restarts, pause %t, filter %t; want 1, true, false", restarts, pause, s.selection.filtered)
+	}
+}
+
 func TestForeignSlicesUseNoMemory(t *testing.T) {
 	s, state := newTestSelection(t, findIn(new([]*discoveryv1.EndpointSlice)))
 	s.services.Add(selectorless("byhand", proxyName, "x"))

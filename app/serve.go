@@ -45,6 +45,9 @@ func (s *Serving) Register(fs *pflag.FlagSet) {
 // Run calls the function run and returns its result. During this call, it serves the
 // health checks of h and the metrics of c and of the process. If Run cannot listen, it
 // does not call run. If the HTTP server fails later, Run cancels the context of run.
+//
+// At the start, Run logs the version and the values of all given flags, so flags must not
+// contain secrets.
 func (s *Serving) Run(ctx context.Context, h health.Handler, c prometheus.Collector, run func(context.Context) error) error {
 	var set []string
 	if s.flags != nil {

@@ -51,8 +51,8 @@
 // store releases the cursor's snapshot. With [Options.Resumable], the store also keeps
 // tombstones that cursors have passed, within the same limits.
 //
-// A store may also keep replaced and deleted values that no reader needs: about 70, and
-// one more for every seven keys and tombstones.
+// A store may also keep replaced and deleted values that no reader needs: at most 16, and
+// one more for every 64 keys and tombstones.
 //
 // # Ownership and concurrency
 //

@@ -53,16 +53,21 @@ type offer struct {
 // New returns a feed that computes the views of the named node from state. If the name is
 // empty, no endpoint is local, and the feed has no Node object.
 func New(state cluster.Reader, nodeName string) *Feed {
-	return NewAll(state, nodeName, 1)[0]
+	return &Feed{state: state, stub: &api.Node{Name: nodeName}, cursor: state.NewCursor()}
 }
 
 // NewAll returns n feeds like [New], for n readers. The feeds share the views that they
-// compute for changes. Each feed has its own position, so no reader delays another.
+// compute for changes, and keep recent views. Each feed has its own position, so no reader
+// delays another.
 func NewAll(state cluster.Reader, nodeName string, n int) []*Feed {
-	shared, stub := &views{}, &api.Node{Name: nodeName}
+	var shared *views
+	if n > 1 {
+		shared = &views{}
+	}
 	feeds := make([]*Feed, n)
 	for i := range feeds {
-		feeds[i] = &Feed{state: state, stub: stub, views: shared, cursor: state.NewCursor()}
+		feeds[i] = New(state, nodeName)
+		feeds[i].views = shared
 	}
 	return feeds
 }

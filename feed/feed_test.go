@@ -464,8 +464,10 @@ func TestFeedsShareViews(t *testing.T) {
 func TestSharedViewsAreDropped(t *testing.T) {
 	state := cluster.New(cluster.Options{})
 	state.SetSynced()
-	f := feed.New(state, "n")
+	feeds := feed.NewAll(state, "n", 2)
+	f := feeds[0]
 	defer f.Close()
+	defer feeds[1].Close()
 	nextLines(t, f)
 	state.Update(func(tx *cluster.Tx) {
 		tx.SetService(service("a"))

@@ -12,9 +12,8 @@ import (
 // maxRecent limits the number of services and endpoints in one generation of views.
 const maxRecent = 4096
 
-// The type views computes the views of one node, and keeps recent views. The old view of
-// a change is often the new view of an earlier change. If a node has several feeds, each
-// of them needs the same views.
+// The type views computes the views of one node for several feeds, and keeps recent
+// views, because each feed needs the same views. A nil views keeps nothing.
 type views struct {
 	mu   sync.Mutex
 	zone string
@@ -30,6 +29,9 @@ func (v *views) of(state *api.ServiceState, node *api.Node) *api.ServiceEndpoint
 	if state == nil {
 		return nil
 	}
+	if v == nil {
+		return nodeview.View(state, node)
+	}
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	if zone := node.Zone(); v.recent == nil || v.zone != zone {
@@ -44,8 +46,8 @@ func (v *views) of(state *api.ServiceState, node *api.Node) *api.ServiceEndpoint
 	}
 	v.recent[state] = se
 	v.size++
-	if se != nil {
-		v.size += len(se.Endpoints) + len(se.Draining)
+	for _, slice := range state.Slices {
+		v.size += len(slice.Endpoints)
 	}
 	if v.size > maxRecent {
 		v.recent, v.earlier, v.size = map[*api.ServiceState]*api.ServiceEndpoints{}, v.recent, 0

@@ -30,7 +30,10 @@ type Driver struct {
 	noted     bool      // whether noteChanges was called since the method wait began
 	pass      *delivery // the current pass, nil if there is none
 	search    search
-	wasAlone  bool // the last Sync delivered one isolated service
+	// failedSyncs is the number of logged failures of whole Syncs after which no recovery was
+	// logged. During a pass or a search for faulty services, a success is no recovery.
+	failedSyncs int
+	wasAlone    bool // the last Sync delivered one isolated service
 
 	// The goroutine of Run writes the fields below with mu held and reads them without mu.
 	// All other goroutines hold mu for both.

@@ -172,11 +172,16 @@ func (d *Driver) report(ctx context.Context, result SyncResult, failed Failed) {
 	case len(failed) > 0:
 		logFailed(log, failed)
 	case result.Err != nil:
+		d.failedSyncs++
 		log.Error(result.Err, "Sync failed; retrying", "pass", result.InPass, "services", result.Services, "failures", d.status.Failures)
 	default:
 		if log := log.V(4); log.Enabled() {
 			log.Info("Synced", "pass", result.InPass, "services", result.Services, "revision", d.position, "took", result.Duration)
 		}
+	}
+	if (result.Err == nil || len(failed) > 0) && d.failedSyncs > 0 && d.pass == nil && d.search.limit == 0 {
+		log.Info("Sync works again", "failures", d.failedSyncs)
+		d.failedSyncs = 0
 	}
 	result.Failing = d.pending.failing
 	d.opts.Observer.Synced(result)
@@ -189,17 +194,17 @@ func (d *Driver) report(ctx context.Context, result SyncResult, failed Failed) {
 // maxLogged limits the services that one Sync logs.
 const maxLogged = 10
 
-// logRecovery logs that the sink or services work again after failures. It is called
+// logRecovery logs which services of a Sync work again after failures. It is called
 // before the changes are recorded as acknowledged.
 func (d *Driver) logRecovery(ctx context.Context, changes []Change, failed Failed) {
 	log := klog.FromContext(ctx)
-	if n := d.status.Failures; n > 0 {
-		log.Info("Sync works again", "failures", n)
-	}
 	recovered := 0
 	for _, c := range changes {
 		s := d.pending.byKey[c.Key]
-		if _, fails := failed[c.Key]; fails || s == nil || s.failures == 0 {
+		if s == nil && d.pass != nil {
+			s = d.pass.failedBefore[c.Key]
+		}
+		if _, fails := failed[c.Key]; fails || s == nil || s.failures == 0 || c.New == nil {
 			continue
 		}
 		if recovered++; recovered <= maxLogged {

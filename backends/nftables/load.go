@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"slices"
 
+	"golang.org/x/sys/unix"
 	"k8s.io/klog/v2"
 )
 
@@ -23,18 +24,28 @@ func (l *listing) active() bool {
 }
 
 // fits reports whether this version of the package can keep the table with its elements.
-// Each map must be in allMaps and have the layout that this version uses.
+// Each map must have the layout that this version uses. If a map is missing, a foreign set
+// may be the map of another version under another name, so the table does not fit.
 func (l *listing) fits() bool {
-	for name, s := range l.sets {
-		if isOwn(name) {
-			continue
-		}
-		m, ok := mapNamed(name)
-		if want := m.layout(); !ok || !want.sameAs(&s) {
+	hasForeign := len(l.foreignSets()) > 0
+	for _, m := range allMaps() {
+		want := m.layout()
+		if s, ok := l.sets[m.name()]; ok && !want.sameAs(&s) || !ok && hasForeign {
 			return false
 		}
 	}
 	return true
+}
+
+// foreignSets returns the names of sets that this version of the package cannot have made.
+// It omits anonymous sets, which the kernel deletes together with their rules.
+func (l *listing) foreignSets() (names []string) {
+	for name, s := range l.sets {
+		if _, ok := mapNamed(name); !ok && !isOwn(name) && s.flags&unix.NFT_SET_ANONYMOUS == 0 {
+			names = append(names, name)
+		}
+	}
+	return names
 }
 
 // loadSkeleton writes the missing parts of the skeleton in one transaction. It keeps the

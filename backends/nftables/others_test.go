@@ -40,7 +40,7 @@ func changeElsewhere(t testing.TB, ns *netnstest.Namespace) *atomic.Int64 {
 				if n.Load()%2 == 0 {
 					w.makeChain("second", nil)
 				} else {
-					w.deleteChains([]string{"second"})
+					w.deleteChainsAndSets([]string{"second"}, nil)
 				}
 			})
 			if err != nil && ctx.Err() == nil {

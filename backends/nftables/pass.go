@@ -271,7 +271,8 @@ func (ps *pass) keepOfFailed() (leaves bool) {
 	return leaves
 }
 
-// tidyChains repairs shared chains, creates missing ones, and deletes unused chains.
+// tidyChains repairs shared chains and creates missing ones. It deletes unused chains, and
+// the chains and sets of other programs.
 func (t *table) tidyChains(ctx context.Context) error {
 	maps.Copy(t.state.rules, t.skeleton)
 	l, err := t.conn.inspect(ctx, t.conn.table)
@@ -301,7 +302,7 @@ func (t *table) tidyChains(ctx context.Context) error {
 			w.makeSharedChain(c)
 		}
 		w.deleteSharedChains(unused)
-		w.deleteChains(others)
+		w.deleteChainsAndSets(others, l.foreignSets())
 	})
 	if err != nil {
 		return fmt.Errorf("make the chains of table inet %s: %w", t.conn.table, err)

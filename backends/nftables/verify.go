@@ -178,6 +178,9 @@ func (t *table) check(ctx context.Context) error {
 			return differs("chain %s was added", name)
 		}
 	}
+	if foreign := l.foreignSets(); len(foreign) > 0 {
+		return differs("set %s was added", foreign[0])
+	}
 	for _, m := range allMaps() {
 		if s, ok := l.sets[m.name()]; !ok {
 			return differs("%s was deleted", m.name())

@@ -104,7 +104,7 @@ func (t *table) replaceTable(ctx context.Context) error {
 	}
 	err = t.load(ctx, present, t.skeletonChains(), func(w *wire) { w.deleteTable(t.replaced) })
 	if err == nil {
-		t.replaced = ""
+		t.replaced, t.repeated = "", false
 	}
 	return err
 }

@@ -175,6 +175,10 @@ func (t *table) endPass(ctx context.Context, failed bool) error {
 	if err := t.prune(ctx, ps, failed); err != nil {
 		return err
 	}
+	if failed && t.replaced != "" && !t.repeated {
+		t.repeated = true
+		return fmt.Errorf("services failed; another pass must fill table inet %s before it replaces table inet %s", t.conn.table, t.replaced)
+	}
 	if err := t.replaceTable(ctx); err != nil {
 		return err
 	}

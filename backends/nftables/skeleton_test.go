@@ -15,10 +15,12 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends/internal/netfilter"
 	"github.com/kpng-project/kpng/backends/nodeaddr"
 	"github.com/kpng-project/kpng/internal/netnstest"
 	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
+	"golang.org/x/sys/unix"
 )
 
 // TestTheBackendRunsWithAnEmptyPath checks that the backend runs no other program.
@@ -147,6 +149,55 @@ func TestATableOfAnotherLayoutStaysActiveUntilTheNewOneIsFilled(t *testing.T) {
 			}
 			if tables := nft(t, w.node, "", "list", "tables"); tables != "" {
 				t.Errorf("after Cleanup the tables are\n%s", tables)
+			}
+		})
+	}
+}
+
+// TestATableOfAnotherLayoutStaysActiveWhileServicesFail makes the kernel refuse a service
+// in the pass that fills the new table. If the service fails only once, the new table has
+// it from the beginning. If the service fails again, the second pass replaces the table
+// nevertheless, because the old table gets no changes.
+func TestATableOfAnotherLayoutStaysActiveWhileServicesFail(t *testing.T) {
+	text, err := os.ReadFile("testdata/layout-1.nft")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for name, again := range map[string]bool{"in one pass": false, "in every pass": true} {
+		t.Run(name, func(t *testing.T) {
+			ns := netnstest.New(t)
+			nft(t, ns, string(text), "-f", "-")
+			b := startIn(t, ns, Options{NodeAddresses: nodeaddr.Of()})
+			exchange := b.table.conn.Exchange
+			b.table.conn.Exchange = func(batch []byte) error {
+				if strings.Contains(string(batch), "\x0a\x63\x62\x61") { // the encoding of 10.99.98.97
+					return &netfilter.Failure{Errno: unix.EINVAL}
+				}
+				return exchange(batch)
+			}
+			all := batchOf(true,
+				set(view("web", []string{"10.96.0.1"}, []string{"10.99.98.97"}, nil)),
+				set(view("ok", []string{"10.96.0.2"}, []string{"10.0.0.1"}, nil)))
+			if err := b.Sync(t.Context(), all); !errors.Is(err, sink.ErrStartOver) {
+				t.Fatalf("Sync returns %v, want a request for another pass", err)
+			}
+			if listing := nft(t, ns, "", "list", "table", "inet", "kpng"); !strings.Contains(listing, "hook prerouting") {
+				t.Fatalf("after the first pass, the old table is not active:\n%s", listing)
+			}
+			if !again {
+				b.table.conn.Exchange = exchange
+			}
+			failed, ok := sink.Acknowledged(b.Sync(t.Context(), all))
+			if want := map[bool]int{true: 1}[again]; !ok || len(failed) != want {
+				t.Errorf("the second pass has %d failures, acknowledged: %t; want %d", len(failed), ok, want)
+			}
+			if tables := nft(t, ns, "", "list", "tables"); tables != "table inet kpng2\n" {
+				t.Errorf("after the second pass, the tables are\n%s", tables)
+			}
+			b.table.conn.Exchange = exchange
+			mustSync(t, b, all)
+			if err := verifyAll(t, b); err != nil {
+				t.Error(err)
 			}
 		})
 	}

@@ -40,6 +40,9 @@ type table struct {
 	// replaced is the name of the table that the current pass replaces, and deletes at its
 	// end. It is empty if there is no such table.
 	replaced string
+	// repeated is true if services failed in a pass that would have replaced a table. The
+	// next pass replaces the table even if services fail again.
+	repeated bool
 	// ahead is the pass that readAhead has prepared for the first Sync, or nil.
 	ahead *pass
 	// pass is the current pass, or nil if there is none.

@@ -89,6 +89,11 @@ func (t *table) read(ctx context.Context, foreignCommits int64) (*pass, error) {
 		state:          newState(t.conn.seed),
 		foreignCommits: foreignCommits,
 	}
+	for name, o := range p.staleObjects {
+		if !o.isSet() {
+			p.state.rules[name] = l.chains[name]
+		}
+	}
 	for _, m := range allMaps() {
 		s, err := readSnapshot(ctx, t.conn, m)
 		if err != nil {
@@ -145,6 +150,12 @@ func (ps *pass) claimOld(p *patch, id *elementID) {
 		o := p.op(*id)
 		o.hasOld, o.old, o.claimed = true, old, true
 	}
+}
+
+// has reports whether the kernel has the object o unchanged since the pass began.
+func (ps *pass) has(o *object) bool {
+	is, ok := ps.staleObjects[o.name]
+	return ok && is.isSet() == o.isSet() && (o.isSet() || ps.state.rules[o.name] == digestOf(ps.state.seed, hook{}, o.rules))
 }
 
 // recordSync records the result of a Sync. It removes the objects of programmed services
@@ -284,13 +295,8 @@ func (t *table) tidyChains(ctx context.Context) error {
 		return err
 	}
 	var others []string
-	for name, is := range l.chains {
-		if _, ok := t.state.rules[name]; ok {
-			continue
-		}
-		if isOwn(name) { // endPass keeps such a chain only for a failed service
-			t.state.rules[name] = is
-		} else {
+	for name := range l.chains {
+		if _, ok := t.state.rules[name]; !ok {
 			others = append(others, name)
 		}
 	}

@@ -124,7 +124,12 @@ func (t *table) syncServices(ctx context.Context, services iter.Seq[sink.Change]
 				t.pass.claim(p, &e)
 			}
 			p.add(e)
-		}, p.addObject)
+		}, func(o object) {
+			p.addObject(o)
+			if t.pass != nil && t.pass.has(&o) {
+				p.removeObject(o)
+			}
+		})
 	}
 	if err := t.apply(ctx, p.parts(), &failed); err != nil {
 		return nil, err

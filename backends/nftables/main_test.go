@@ -95,9 +95,9 @@ func mustSync(t testing.TB, b *Backend, all ...*sink.Changes) {
 	}
 }
 
-// nftProgram returns the path of nft. The default is the path in Debian. The environment
-// variable KPNG_TEST_NFT overrides the default.
-func nftProgram() string { return cmp.Or(os.Getenv("KPNG_TEST_NFT"), "/usr/sbin/nft") }
+// nftProgram returns the path of nft. The environment variable KPNG_TEST_NFT overrides the
+// default.
+func nftProgram() string { return cmp.Or(os.Getenv("KPNG_TEST_NFT"), netnstest.Program("nft")) }
 
 // verifyAll calls b.Verify and makes it compare the whole table, even if no other program
 // has changed a table.

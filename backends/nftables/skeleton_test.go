@@ -7,8 +7,11 @@ package nftables
 import (
 	"context"
 	"errors"
+	"go/parser"
+	"go/token"
 	"net/netip"
 	"os"
+	"path/filepath"
 	"strings"
 	"sync"
 	"testing"
@@ -35,6 +38,26 @@ func TestTheBackendRunsWithAnEmptyPath(t *testing.T) {
 	mustSync(t, b, batchOf(true))
 	if err := b.Cleanup(t.Context()); err != nil {
 		t.Error(err)
+	}
+}
+
+// TestThePackageImportsNoExec checks that the files of the package, except tests, do not
+// import os/exec.
+func TestThePackageImportsNoExec(t *testing.T) {
+	files, err := filepath.Glob("*.go")
+	if err != nil || len(files) == 0 {
+		t.Fatalf("no files of the package: %v", err)
+	}
+	for _, name := range files {
+		file, err := parser.ParseFile(token.NewFileSet(), name, nil, parser.ImportsOnly)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, s := range file.Imports {
+			if s.Path.Value == `"os/exec"` && !strings.HasSuffix(name, "_test.go") {
+				t.Errorf("%s imports os/exec", name)
+			}
+		}
 	}
 }
 

@@ -10,6 +10,8 @@ import (
 	"errors"
 	"fmt"
 	"net/netip"
+	"os"
+	"path/filepath"
 	"strings"
 	"sync"
 	"syscall"
@@ -153,9 +155,8 @@ func TestCleanupDeletesOnlyItsTable(t *testing.T) {
 	}
 }
 
-// TestListingLoads checks that nft can load a table that nft has listed. Users save a
-// ruleset as such a listing and load it later.
-func TestListingLoads(t *testing.T) {
+// startVaried starts a backend and programs services of many kinds.
+func startVaried(t *testing.T) *netnstest.Namespace {
 	b, ns := start(t, Options{PodInterfaces: []string{"cni0", "veth*"}, ClusterCIDRs: []netip.Prefix{netip.MustParsePrefix("10.0.0.0/8")}, MasqueradeOutsiders: true})
 	var list []sink.Change
 	for i := range 9 {
@@ -174,6 +175,36 @@ func TestListingLoads(t *testing.T) {
 			})))
 	}
 	mustSync(t, b, batchOf(true, list...))
+	return ns
+}
+
+// TestNftListsTheTable lists the table with each program in the environment variable
+// KPNG_TEST_NFT. hack/nft-versions sets this variable to old and new versions of nft.
+func TestNftListsTheTable(t *testing.T) {
+	ns := startVaried(t)
+	elements := func(listing string) (n int) {
+		for _, line := range lines(listing) {
+			if strings.Contains(line, " . ") || strings.Contains(line, ":") {
+				n++
+			}
+		}
+		return n
+	}
+	want := elements(nft(t, ns, "", "list", "ruleset"))
+	t.Logf("the table has %d elements and rules with addresses or numbers", want)
+	for _, program := range filepath.SplitList(os.Getenv("KPNG_TEST_NFT")) {
+		for _, args := range [][]string{{"list", "ruleset"}, {"list", "table", "inet", "kpng"}} {
+			if got := elements(ns.Run(t, append([]string{program}, args...)...)); got != want {
+				t.Errorf("%s %v lists %d elements and rules, want %d", program, args, got, want)
+			}
+		}
+	}
+}
+
+// TestListingLoads checks that nft can load a table that nft has listed. Users save a
+// ruleset as such a listing and load it later.
+func TestListingLoads(t *testing.T) {
+	ns := startVaried(t)
 	listing := nft(t, ns, "", "list", "ruleset")
 	other := netnstest.New(t)
 	nft(t, other, listing, "-f", "-")

@@ -7,6 +7,7 @@ package nftables
 import (
 	"context"
 	"fmt"
+	"maps"
 	"slices"
 
 	"golang.org/x/sys/unix"
@@ -15,12 +16,8 @@ import (
 
 // active reports whether the table receives packets.
 func (l *listing) active() bool {
-	for _, h := range l.hooks {
-		if h != (hook{}) {
-			return !l.dormant
-		}
-	}
-	return false
+	isBase := func(h hook) bool { return h != (hook{}) }
+	return !l.dormant && slices.ContainsFunc(slices.Collect(maps.Values(l.hooks)), isBase)
 }
 
 // fits reports whether this version of the package can keep the table with its elements.
@@ -66,18 +63,10 @@ func (t *table) loadSkeleton(ctx context.Context) (foreignCommits int64, err err
 			return 0, err
 		}
 	}
-	rank := func(l *listing) int {
-		switch {
-		case l.active() && l.fits():
-			return 2
-		case !l.active():
-			return 1
-		default:
-			return 0
-		}
-	}
+	// Prefer an active table that fits. The second choice is a table that is not active.
 	now, other := 0, 1
-	if rank(tables[1]) > rank(tables[0]) {
+	usable := func(l *listing) bool { return l.active() && l.fits() }
+	if !usable(tables[0]) && (usable(tables[1]) || tables[0].active() && !tables[1].active()) {
 		now, other = 1, 0
 	}
 	t.conn.table, t.replaced = names[now], ""

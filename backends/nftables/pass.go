@@ -89,11 +89,8 @@ func (t *table) read(ctx context.Context, foreignCommits int64) (*pass, error) {
 		state:          newState(t.conn.seed),
 		foreignCommits: foreignCommits,
 	}
-	for name, o := range p.staleObjects {
-		if !o.isSet() {
-			p.state.rules[name] = l.chains[name]
-		}
-	}
+	maps.Copy(p.state.rules, l.chains)
+	maps.DeleteFunc(p.state.rules, func(name string, _ digest) bool { return !isOwn(name) })
 	for _, m := range allMaps() {
 		s, err := readSnapshot(ctx, t.conn, m)
 		if err != nil {
@@ -106,7 +103,7 @@ func (t *table) read(ctx context.Context, foreignCommits int64) (*pass, error) {
 				p.state.chainsMade([]sharedChain{c})
 				continue
 			}
-			p.state.elementAdded(&e.elementID, &e.value)
+			p.state.count(&e.elementID, &e.value, 1)
 			if m.shared() {
 				p.state.wanted[e.elementID] = holdCount
 			}
@@ -294,12 +291,10 @@ func (t *table) tidyChains(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	var others []string
-	for name := range l.chains {
-		if _, ok := t.state.rules[name]; !ok {
-			others = append(others, name)
-		}
-	}
+	foreign := slices.DeleteFunc(slices.Collect(maps.Keys(l.chains)), func(name string) bool {
+		_, ok := t.state.rules[name]
+		return ok
+	})
 	var missing []sharedChain
 	for c := range t.state.frontends {
 		if !t.state.made[c] || l.chains[c.name()] != t.state.rules[c.name()] {
@@ -312,7 +307,7 @@ func (t *table) tidyChains(ctx context.Context) error {
 			w.makeSharedChain(c)
 		}
 		w.deleteSharedChains(unused)
-		w.deleteChainsAndSets(others, l.foreignSets())
+		w.deleteChainsAndSets(foreign, l.foreignSets())
 	})
 	if err != nil {
 		return fmt.Errorf("make the chains of table inet %s: %w", t.conn.table, err)

@@ -76,10 +76,6 @@ func (t *table) sync(ctx context.Context, c *sink.Changes, nodePortAddrs []netip
 	return failed.Err()
 }
 
-// errPodCIDRs makes the driver begin a new pass, which writes the pod CIDRs into the
-// skeleton.
-var errPodCIDRs = errors.New("the pod CIDRs of the Node object changed")
-
 func (t *table) program(ctx context.Context, c *sink.Changes, nodePortAddrs []netip.Addr) (sink.Failed, error) {
 	addrs := kernelnode.Addrs(c.Node)
 	switch {
@@ -91,7 +87,8 @@ func (t *table) program(ctx context.Context, c *sink.Changes, nodePortAddrs []ne
 	case t.state == nil:
 		return nil, fmt.Errorf("the contents of table inet %s are unknown", t.conn.table)
 	case c.NodeChanged && t.setPodCIDRs(c.Node):
-		return nil, errPodCIDRs
+		// A new pass writes the pod CIDRs into the skeleton.
+		return nil, errors.New("the pod CIDRs of the Node object changed")
 	case c.NodeChanged && t.planner.admitsNode && !slices.Equal(addrs, t.planner.nodeAddrs):
 		return nil, errors.New("the node's addresses have changed, and source ranges may admit them")
 	case c.NodeChanged:

@@ -21,6 +21,7 @@ import (
 	"github.com/kpng-project/kpng/sink"
 	"github.com/kpng-project/kpng/sink/sinktest"
 	"golang.org/x/sys/unix"
+	"k8s.io/klog/v2"
 )
 
 // changeElsewhere makes a table that belongs to no backend, and changes it 200 times a
@@ -303,7 +304,7 @@ func repairFlush(t testing.TB, n int) (took time.Duration, verifies int64) {
 	src.MarkSynced()
 	var verified atomic.Int64
 	d := sink.NewDriver(src, b, sink.Options{Observer: sink.Observer{Verified: func(time.Duration, error) { verified.Add(1) }}})
-	ctx, cancel := context.WithCancel(t.Context())
+	ctx, cancel := context.WithCancel(klog.NewContext(t.Context(), klog.Logger{}))
 	ended := make(chan struct{})
 	go func() { defer close(ended); d.Run(ctx) }()
 	defer func() { cancel(); <-ended }()

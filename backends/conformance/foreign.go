@@ -9,6 +9,7 @@ import (
 	"os/exec"
 	"strings"
 
+	"github.com/kpng-project/kpng/internal/netnstest"
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 )
@@ -36,7 +37,7 @@ table inet somebody {
 // nft runs the command nft on the node.
 func (k *kit) nft(stdin string, args ...string) (string, error) {
 	printed := &output{}
-	cmd := exec.Command("nft", args...)
+	cmd := exec.Command(netnstest.Program("nft"), args...)
 	cmd.Stdin, cmd.Stdout, cmd.Stderr = strings.NewReader(stdin), printed, printed
 	ended, err := k.site.Start(cmd)
 	if err == nil {

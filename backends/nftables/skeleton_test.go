@@ -15,6 +15,7 @@ import (
 	"strings"
 	"sync"
 	"testing"
+	"time"
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/api"
@@ -113,7 +114,7 @@ func keepAsking(ns *netnstest.Namespace, addr string) (stop func() (answers int,
 	go func() {
 		defer close(done)
 		for ctx.Err() == nil && err == nil {
-			if _, err = ask(ns, addr); err == nil {
+			if _, err = ask(ns, addr, time.Second); err == nil {
 				answers++
 			}
 		}

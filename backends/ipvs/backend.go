@@ -66,7 +66,6 @@ func (b *Backend) Start(ctx context.Context) error {
 		return err
 	}
 	if err := b.tasks.Start(ctx, b.opts.NodeAddresses, b.opts.Conntrack, b.opts.NetNS); err != nil {
-		b.tasks.EndGoroutines()
 		return err
 	}
 	addrs, err := b.tasks.Watch(nodeaddr.Options{
@@ -139,11 +138,7 @@ func (b *Backend) program(ctx context.Context, c *sink.Changes) error {
 	case !d.follow(next):
 		return errNodeChanged
 	}
-	err := d.sync(c)
-	if c.Last {
-		d.leftovers.RecordPass(time.Now(), d.leftovers.Exist)
-	}
-	return err
+	return d.sync(c)
 }
 
 // addresses returns a copy of the planner, with the present addresses of the machine.

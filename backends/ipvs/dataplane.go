@@ -11,6 +11,7 @@ import (
 	"maps"
 	"net/netip"
 	"slices"
+	"time"
 
 	"github.com/kpng-project/kpng/backends/internal/kernelnode"
 	"github.com/kpng-project/kpng/nodeview"
@@ -95,11 +96,7 @@ func (d *dataplane) begin(ctx context.Context) (err error) {
 			return err
 		}
 	}
-	elements, err := d.table.read()
-	if errors.Is(err, errChanged) {
-		maps.Copy(elements, d.elements) // another program may have deleted elements
-		err = d.table.create(elements)
-	}
+	elements, err := d.readTable()
 	if err != nil {
 		return err
 	}
@@ -120,6 +117,21 @@ func (d *dataplane) begin(ctx context.Context) (err error) {
 	}
 	d.known = true
 	return nil
+}
+
+// readTable returns the elements of the table. If another program or another version of
+// kpng has changed the table, readTable creates it again with the recorded elements. Only
+// without records, it uses the elements of the changed table. A union of both could
+// contain elements that exclude each other.
+func (d *dataplane) readTable() (map[element]bool, error) {
+	elements, err := d.table.read()
+	if errors.Is(err, errChanged) {
+		if d.elements != nil {
+			elements = maps.Clone(d.elements)
+		}
+		err = d.table.create(elements)
+	}
+	return elements, err
 }
 
 // follow copies the addresses of the machine from the argument next. It returns false if
@@ -225,6 +237,9 @@ func (d *dataplane) sync(c *sink.Changes) error {
 	}
 	if err := d.deleteUnused(); err != nil {
 		return err
+	}
+	if c.Last {
+		d.leftovers.RecordPass(time.Now(), d.leftovers.Exist)
 	}
 	return failed.Err()
 }
@@ -612,16 +627,19 @@ func (d *dataplane) deleteServer(id serverID) error {
 
 // cleanup deletes the virtual servers, the interface and the table of the instance.
 func (d *dataplane) cleanup(ctx context.Context) error {
-	errs := []error{d.local.delete()}
-	if errs[0] != nil && !errors.Is(errs[0], errForeignInterface) {
-		return errs[0] // the addresses are still local, so they need the table and the virtual servers
+	interfaceErr := d.local.delete()
+	if interfaceErr != nil && !errors.Is(interfaceErr, errForeignInterface) {
+		return interfaceErr // the addresses are still local, so they need the table and the virtual servers
 	}
-	errs = append(errs, d.deleteServers(ctx))
+	if err := d.deleteServers(ctx); err != nil {
+		// The remaining virtual servers need the table: it checks source ranges and masquerades.
+		return errors.Join(interfaceErr, err)
+	}
 	t, err := newTable(d.opts, socketBuffer)
 	if err == nil {
 		err = t.delete()
 	}
-	return errors.Join(append(errs, err)...)
+	return errors.Join(interfaceErr, err)
 }
 
 // deleteServers deletes all virtual servers of the instance.

@@ -5,14 +5,17 @@
 package ipvs
 
 import (
+	"context"
 	"errors"
 	"maps"
 	"net/netip"
 	"slices"
 	"testing"
+	"time"
 
 	"github.com/google/nftables"
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends/nodeaddr"
 	"github.com/kpng-project/kpng/internal/netnstest"
 	"github.com/kpng-project/kpng/sink"
 	"k8s.io/apimachinery/pkg/types"
@@ -182,6 +185,79 @@ func TestCleanupKeepsTableOfLocalAddresses(t *testing.T) {
 	}
 	if exists, err := table.exists(); err != nil || !exists {
 		t.Errorf("the table exists: %t (%v)", exists, err)
+	}
+}
+
+// TestCleanupKeepsTableOfVirtualServers checks that the table still checks source ranges
+// and masquerades if virtual servers cannot be deleted.
+func TestCleanupKeepsTableOfVirtualServers(t *testing.T) {
+	d := newDataplane(&Options{NetNS: netnstest.New(t).FD, MasqueradeMark: 1})
+	table := testTable(t, &netnstest.Namespace{FD: d.opts.NetNS}, Options{})
+	if err := table.create(nil); err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	if err := d.cleanup(ctx); !errors.Is(err, context.Canceled) {
+		t.Errorf("clean-up with a cancelled context returns %v", err)
+	}
+	if exists, err := table.exists(); err != nil || !exists {
+		t.Errorf("the table exists: %t (%v)", exists, err)
+	}
+}
+
+// TestChangedTableGetsRecordedElements checks that the backend can create a table again
+// after another program has changed its elements and its chains. The elements of the
+// other program exclude recorded elements, so the kernel would refuse all of them together.
+func TestChangedTableGetsRecordedElements(t *testing.T) {
+	d := newDataplane(&Options{})
+	d.table = testTable(t, netnstest.New(t), Options{})
+	d.elements = someElements()
+	if err := d.table.create(d.elements); err != nil {
+		t.Fatal(err)
+	}
+	for e := range d.elements {
+		if e.set != (setID{redirects, api.IPv4}) {
+			continue
+		}
+		other := e
+		other.value = addrKey(netip.MustParseAddr("10.9.9.9")) + portKey(1)
+		if err := d.table.change([]element{e}, []element{other}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	d.table.nft.FlushChain(d.table.chains()[0].Chain)
+	if err := d.table.nft.Flush(); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := d.readTable(); err != nil {
+		t.Fatal(err)
+	}
+	if elements, err := d.table.read(); err != nil || !maps.Equal(elements, d.elements) {
+		t.Errorf("the new table has %d elements (%v), want %d", len(elements), err, len(d.elements))
+	}
+}
+
+// TestFailedEndOfPassKeepsBackoff checks that a pass which does not end does not delay the
+// next pass.
+func TestFailedEndOfPassKeepsBackoff(t *testing.T) {
+	b := &Backend{machineAddresses: nodeaddr.Of()}
+	b.tasks.Addresses = nodeaddr.Of()
+	d := newDataplane(&b.opts)
+	b.dataplane = d
+	d.table = testTable(t, netnstest.New(t), Options{}) // the table does not exist, so changes fail
+	d.elements, d.servers, d.unused = map[element]bool{}, map[serverID]*server{}, map[element]bool{}
+	d.plans, d.refs, d.claims = map[types.NamespacedName]*plan{}, map[element]int{}, map[serverID]claim{}
+	d.known, d.leftovers.Exist = true, true
+	d.leftovers.RecordPass(time.Now(), true)
+	before := d.leftovers
+	web := view([]string{"!10.1.0.1"}, nil)
+	err := b.program(t.Context(), &sink.Changes{Last: true, Services: slices.Values([]sink.Change{{Key: web.Key(), New: web}})})
+	if !errors.Is(err, sink.ErrStartOver) {
+		t.Fatalf("Sync returned %v", err)
+	}
+	if d.leftovers != before {
+		t.Errorf("leftovers %+v after a pass that did not end, want %+v", d.leftovers, before)
 	}
 }
 

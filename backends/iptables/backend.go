@@ -370,11 +370,6 @@ func (b *Backend) updateEnvironment(ctx context.Context) error {
 	return nil
 }
 
-// The pause after a Verify call is verifyPause times the duration of the call.
-// Comparisons therefore use at most 2 % of a CPU, even if changes of services cancel
-// them.
-const verifyPause = 50
-
 // maxInterrupted limits the consecutive Verify calls that may be interrupted while they
 // compare the same ruleset. After maxInterrupted such calls, the next Verify ignores its
 // context. Therefore all rules are compared even while services constantly change.
@@ -397,9 +392,9 @@ func (b *Backend) Verify(ctx context.Context) error {
 	case begin.Before(b.verifyAt):
 		return nil
 	}
-	defer func() {
+	defer func() { // there is a pause even if a change of services has cancelled the comparison
 		if b.known {
-			b.verifyAt = time.Now().Add(verifyPause * time.Since(begin))
+			b.verifyAt = time.Now().Add(kernelnode.PauseFactor * time.Since(begin))
 		}
 	}()
 	var errs []error
@@ -409,7 +404,7 @@ func (b *Backend) Verify(ctx context.Context) error {
 			verifyCtx = context.WithoutCancel(ctx)
 		}
 		err := t.verify(verifyCtx)
-		var d difference
+		var d kernelnode.Difference
 		if errors.As(err, &d) {
 			b.known = false
 			b.opts.Observer.Drifted()

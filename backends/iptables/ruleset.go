@@ -16,6 +16,7 @@ import (
 	"strings"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends/internal/kernelnode"
 	"github.com/kpng-project/kpng/sink"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/klog/v2"
@@ -757,8 +758,8 @@ func (t *ruleset) reach(table, rules string, needed map[chainID]bool) {
 	}
 }
 
-// verify compares the kernel with what commit has written. It returns a [difference] if
-// another program has changed something.
+// verify compares the kernel with what commit has written. It returns a
+// [kernelnode.Difference] if another program has changed something.
 func (t *ruleset) verify(ctx context.Context) error {
 	if t.broken != nil {
 		return nil
@@ -785,12 +786,12 @@ func (t *ruleset) verify(ctx context.Context) error {
 	}
 	for e := range elements {
 		if _, ok := t.inSets[e]; !ok {
-			return differs("%s was added to set %s", e.text, t.setName(e.set))
+			return kernelnode.Differs("%s was added to set %s", e.text, t.setName(e.set))
 		}
 	}
 	for e, sure := range t.inSets {
 		if sure && !elements[e] {
-			return differs("%s was removed from set %s", e.text, t.setName(e.set))
+			return kernelnode.Differs("%s was removed from set %s", e.text, t.setName(e.set))
 		}
 	}
 	return nil
@@ -804,7 +805,7 @@ func (t *ruleset) verifyRules(ctx context.Context) error {
 	is, want := t.jumpsAndChains(saved)
 	for id := range is {
 		if _, ok := want[id]; !ok && !t.changedChains[id] {
-			return differs("%s was added", t.describe(id))
+			return kernelnode.Differs("%s was added", t.describe(id))
 		}
 	}
 	for id, rules := range want {
@@ -812,14 +813,14 @@ func (t *ruleset) verifyRules(ctx context.Context) error {
 		switch {
 		case t.changedChains[id]: // a Sync failed, so the kernel may have other rules
 		case !exists:
-			return differs("%s was deleted", t.describe(id))
+			return kernelnode.Differs("%s was deleted", t.describe(id))
 		case text == rules:
 			delete(t.inexact, id)
 		case !sameLength(text, rules):
-			return differs("%s has another number of rules", t.describe(id))
+			return kernelnode.Differs("%s has another number of rules", t.describe(id))
 		case t.inexact[id] == 0:
 			t.edited = true
-			return differs("%s was changed", t.describe(id))
+			return kernelnode.Differs("%s was changed", t.describe(id))
 		}
 	}
 	return nil
@@ -878,14 +879,6 @@ func (t *ruleset) checkEdited(ctx context.Context) error {
 	}
 	return nil
 }
-
-// difference is an error that describes a difference between the kernel and its expected
-// content.
-type difference string
-
-func (d difference) Error() string { return string(d) }
-
-func differs(format string, args ...any) error { return difference(fmt.Sprintf(format, args...)) }
 
 // saved has the rules of one family in the kernel.
 type saved struct {

@@ -18,6 +18,7 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends/internal/kernelnode"
 	"github.com/kpng-project/kpng/backends/internal/netns"
 )
 
@@ -125,7 +126,7 @@ func (r *runner) createLine(name, setType string) string {
 
 // createSets creates the sets that do not exist. The map sets has the type of each set.
 // If a set exists with other properties, ipset refuses to create it, and createSets
-// returns a [difference].
+// returns a [kernelnode.Difference].
 func (r *runner) createSets(ctx context.Context, sets map[string]string) error {
 	var input strings.Builder
 	for name, setType := range sets {
@@ -134,7 +135,7 @@ func (r *runner) createSets(ctx context.Context, sets map[string]string) error {
 	_, err := r.command(ctx, input.String(), r.ipset, "restore")
 	var failed *programError
 	if errors.As(err, &failed) {
-		return differs("sets cannot be created: %v", failed)
+		return kernelnode.Differs("sets cannot be created: %v", failed)
 	}
 	return err
 }
@@ -144,7 +145,7 @@ func (r *runner) createSets(ctx context.Context, sets map[string]string) error {
 // set in use. The new sets have the elements of the old ones, unless the kernel refuses
 // these elements.
 func (r *runner) replaceSets(ctx context.Context, sets map[string]string) error {
-	var d difference
+	var d kernelnode.Difference
 	if err := r.createSets(ctx, sets); !errors.As(err, &d) {
 		return err
 	}

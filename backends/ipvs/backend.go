@@ -167,7 +167,7 @@ func (b *Backend) Verify(ctx context.Context) error {
 	err := d.deleteUnused()
 	if d.known && !now.Before(b.idleAt) {
 		err = errors.Join(err, d.removeIdle(ctx))
-		b.idleAt = time.Now().Add(pauseFactor * time.Since(now))
+		b.idleAt = time.Now().Add(kernelnode.PauseFactor * time.Since(now))
 	}
 	if d.known && !now.Before(b.searchAt) {
 		err = errors.Join(err, b.findDrift(ctx, now))
@@ -191,7 +191,7 @@ func (b *Backend) findDrift(ctx context.Context, now time.Time) error {
 	}
 	begin := time.Now()
 	err := d.compare(ctx)
-	pause := pauseFactor * time.Since(begin)
+	pause := kernelnode.PauseFactor * time.Since(begin)
 	if len(d.unchecked) == 0 {
 		pause = max(pause, minPause)
 	}

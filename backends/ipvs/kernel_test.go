@@ -20,6 +20,7 @@ import (
 
 	"github.com/google/nftables"
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends/internal/kernelnode"
 	"github.com/kpng-project/kpng/backends/nodeaddr"
 	"github.com/kpng-project/kpng/internal/netnstest"
 	"github.com/kpng-project/kpng/sink"
@@ -1021,7 +1022,7 @@ func testInterruptedComparison(t *testing.T) {
 			t.Errorf("interrupted: error %v", err)
 		}
 		spent := time.Since(begin)
-		if pause := n.compareAt.Sub(begin); i < len(views)-1 && pause > (pauseFactor+2)*spent || i == len(views)-1 && pause < minPause {
+		if pause := n.compareAt.Sub(begin); i < len(views)-1 && pause > (kernelnode.PauseFactor+2)*spent || i == len(views)-1 && pause < minPause {
 			t.Errorf("%d virtual servers are left, the next comparison follows after %v", len(n.dataplane.unchecked), pause)
 		}
 	}

@@ -17,13 +17,10 @@ import (
 	"k8s.io/klog/v2"
 )
 
-const (
-	// minPause is the shortest time between two comparisons with the kernel. After a
-	// comparison or a call of removeIdle, there is a pause of at least pauseFactor times its
-	// duration. Therefore comparisons use at most 2 % of a CPU, and removeIdle, too.
-	minPause    = 10 * time.Second
-	pauseFactor = 50
-)
+// minPause is the shortest time between two comparisons with the kernel. After a
+// comparison or a call of removeIdle, there is a pause of at least kernelnode.PauseFactor
+// times its duration.
+const minPause = 10 * time.Second
 
 // maxIdleReads limits the virtual servers that one call of removeIdle reads.
 const maxIdleReads = 1000

@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/backends/internal/kernelnode"
+	"github.com/kpng-project/kpng/backends/internal/netfilter"
 	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
 	"golang.org/x/sys/unix"
@@ -29,6 +30,7 @@ type dataplane struct {
 	opts    *Options
 	planner planner
 	conn    conn
+	nft     *netfilter.Conn
 	table   *table // nil until the first pass
 	local   localAddresses
 
@@ -57,6 +59,11 @@ type dataplane struct {
 	leaving map[serverID]bool
 	// unchecked are the virtual servers that the current comparison has yet to check.
 	unchecked []serverID
+	// compared is the generation of nf_tables in which compareTable found the table equal to
+	// the records, or 0. The field interrupted counts the consecutive comparisons of the
+	// table that were interrupted.
+	compared    uint32
+	interrupted int
 	// leftovers records whether the last pass kept unused elements because services failed.
 	leftovers kernelnode.Leftovers
 }
@@ -75,6 +82,7 @@ func newDataplane(opts *Options) *dataplane {
 			owner: owner(opts.tableName()), healthzPort: opts.HealthzPort, nodeNetworks: opts.NodeNetworks,
 		},
 		conn:  conn{netNS: opts.NetNS},
+		nft:   netfilter.NewConn(opts.NetNS),
 		local: localAddresses{name: opts.Interface, owner: opts.tableName(), netNS: opts.NetNS},
 	}
 }
@@ -82,7 +90,7 @@ func newDataplane(opts *Options) *dataplane {
 func (d *dataplane) close() error {
 	d.known = false
 	d.local.close()
-	return d.conn.close()
+	return errors.Join(d.nft.Close(), d.conn.close())
 }
 
 // begin begins a pass. It creates the table and the interface and reads the kernel.
@@ -96,7 +104,7 @@ func (d *dataplane) begin(ctx context.Context) (err error) {
 			return err
 		}
 	}
-	elements, err := d.readTable()
+	elements, err := d.readTable(ctx)
 	if err != nil {
 		return err
 	}
@@ -109,7 +117,7 @@ func (d *dataplane) begin(ctx context.Context) (err error) {
 	d.elements = elements
 	d.plans, d.refs, d.claims = map[types.NamespacedName]*plan{}, map[element]int{}, map[serverID]claim{}
 	d.unused, d.earlier, d.leaving = map[element]bool{}, map[element][]element{}, map[serverID]bool{}
-	d.unchecked = nil
+	d.unchecked, d.compared, d.interrupted = nil, 0, 0
 	for e := range elements {
 		if group := e.group(); group != e {
 			d.earlier[group] = append(d.earlier[group], e)
@@ -123,8 +131,8 @@ func (d *dataplane) begin(ctx context.Context) (err error) {
 // kpng has changed the table, readTable creates it again with the recorded elements. Only
 // without records, it uses the elements of the changed table. A union of both could
 // contain elements that exclude each other.
-func (d *dataplane) readTable() (map[element]bool, error) {
-	elements, err := d.table.read()
+func (d *dataplane) readTable(ctx context.Context) (map[element]bool, error) {
+	elements, err := d.table.read(ctx)
 	if errors.Is(err, errChanged) {
 		if d.elements != nil {
 			elements = maps.Clone(d.elements)
@@ -401,7 +409,7 @@ func (d *dataplane) changeTable(remove, add []element) error {
 		return nil
 	}
 	if err := d.table.change(remove, add); err != nil {
-		return errors.Join(err, d.compareTable())
+		return errors.Join(err, d.compareTable(context.Background()))
 	}
 	for _, e := range remove {
 		delete(d.elements, e)

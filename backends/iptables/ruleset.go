@@ -890,8 +890,12 @@ type saved struct {
 
 // readRules reads the rules in the kernel.
 func (t *ruleset) readRules(ctx context.Context) (*saved, error) {
+	return t.readTables(ctx, tables[:])
+}
+
+func (t *ruleset) readTables(ctx context.Context, list []string) (*saved, error) {
 	s := &saved{map[chainID]string{}, map[chainID]string{}}
-	for _, table := range tables {
+	for _, table := range list {
 		text, err := t.run.save(ctx, table)
 		if err != nil {
 			return nil, err
@@ -978,21 +982,28 @@ func (s *saved) foreign(jumps map[chainID]string, inexact map[chainID]uint64) (l
 // remove removes the instance's chains and the rules that lead to them. In flavour nft,
 // it also deletes the tables that are empty after that.
 func (t *ruleset) remove(ctx context.Context) error {
+	if t.run.flavour == Legacy {
+		s, err := t.readLoadedRules(ctx)
+		if err != nil {
+			return err
+		}
+		return t.removeChains(ctx, s)
+	}
 	has, err := t.hasChains(ctx)
 	if has {
-		err = t.removeChains(ctx)
+		var s *saved
+		if s, err = t.readRules(ctx); err == nil {
+			err = t.removeChains(ctx, s)
+		}
 	}
-	if err != nil || t.run.flavour == Legacy {
+	if err != nil {
 		return err
 	}
 	return deleteEmptyTables(ctx, t.opts.NetNS, t.family)
 }
 
-func (t *ruleset) removeChains(ctx context.Context) error {
-	s, err := t.readRules(ctx)
-	if err != nil {
-		return err
-	}
+// removeChains removes the chains in s and the rules that lead to them.
+func (t *ruleset) removeChains(ctx context.Context, s *saved) error {
 	missing := t.jumps()
 	t.foreign = s.foreign(missing, nil)
 	t.chains, t.changedChains, t.jumpLines = map[chainID]string{}, map[chainID]bool{}, map[string][]string{}

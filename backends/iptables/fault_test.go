@@ -12,12 +12,15 @@ import (
 	"net/netip"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends/internal/netfilter"
 	"github.com/kpng-project/kpng/backends/nodeaddr"
 	"github.com/kpng-project/kpng/internal/netnstest"
 	"github.com/kpng-project/kpng/sink"
@@ -834,6 +837,31 @@ func TestRulesPrintedInAnotherForm(t *testing.T) {
 		if err := verify(t, b); err != nil {
 			t.Errorf("Verify after a pass returned %v", err)
 		}
+
+		// A new chain with rules of that form is not a change by another program.
+		inexact := len(b.rulesets[0].inexact)
+		next := view("new", "10.96.0.77", "10.1.0.1 10.1.0.2")
+		mustSync(t, b, batch(next))
+		b.rulesets[0].verified = 0
+		if err := verify(t, b); err != nil {
+			t.Errorf("Verify after a new service returned %v", err)
+		}
+		if got := len(b.rulesets[0].inexact); got != inexact+1 {
+			t.Errorf("%d chains have rules in another form, want %d", got, inexact+1)
+		}
+		ns.Run(t, programName(v.flavour, api.IPv4, ""), "-t", "nat", "-R", b.rulesets[0].entry(t, "10.96.0.77/32 -p tcp"), "1", "-p", "tcp", "-j", "DNAT", "--to-destination", "10.9.9.9:99")
+		if err := verify(t, b); !errors.Is(err, sink.ErrStartOver) {
+			t.Errorf("Verify after an edit of the new chain returned %v", err)
+		}
+		mustSync(t, b, pass(append(everything(), next)...))
+		mustSync(t, b, &sink.Changes{Node: node, Services: slices.Values([]sink.Change{{Key: next.Key(), Old: next}})})
+		if err := verify(t, b); err != nil {
+			t.Errorf("Verify after a deleted service returned %v", err)
+		}
+		if got := len(b.rulesets[0].inexact); got != inexact {
+			t.Errorf("%d chains have rules in another form, want %d", got, inexact)
+		}
+
 		ns.Run(t, programName(v.flavour, api.IPv4, ""), "-t", "nat", "-F", list)
 		if err := verify(t, b); !errors.Is(err, sink.ErrStartOver) {
 			t.Errorf("Verify after a flush returned %v", err)
@@ -964,6 +992,10 @@ func TestJumpsPrintedInAnotherForm(t *testing.T) {
 			if err := verify(t, b); err != nil {
 				t.Error(err)
 			}
+		}
+		ns.Run(t, programName(v.flavour, api.IPv4, ""), "-R", "FORWARD", "1", "-s", "10.0.0.0/8", "-m", "conntrack", "--ctstate", "NEW", "-j", "KPNG-SERVICES")
+		if err := verify(t, b); !errors.Is(err, sink.ErrStartOver) {
+			t.Errorf("Verify after an edit of a jump returned %v", err)
 		}
 		ns.Run(t, programName(v.flavour, api.IPv4, ""), "-I", "FORWARD", "-s", "10.0.0.0/8", "-m", "conntrack", "--ctstate", "NEW", "-j", "KPNG-SERVICES")
 		mustSync(t, b, pass(everything()...))
@@ -1211,6 +1243,101 @@ func TestFailingServiceLosesItsAddress(t *testing.T) {
 		}
 		check()
 	})
+}
+
+// If ipset is installed but the kernel has no sets, Cleanup removes the rules.
+func TestCleanupWithoutSetsInKernel(t *testing.T) {
+	ns := netnstest.New(t)
+	dir := t.TempDir()
+	if err := os.WriteFile(filepath.Join(dir, "ipset"), []byte("#!/bin/sh\necho 'Cannot open session to kernel.' >&2\nexit 1\n"), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	t.Setenv("PATH", dir+":"+os.Getenv("PATH"))
+	b := start(t, ns, variant{NFT, false})
+	mustSync(t, b, pass(everything()...))
+	if err := b.Cleanup(t.Context()); err != nil {
+		t.Error(err)
+	}
+	checkOldFlavour(t, ns, NFT, false)
+}
+
+// A look for old rules in flavour legacy does not make the kernel load a table.
+func TestLegacyTablesAreNotLoaded(t *testing.T) {
+	ns := netnstest.New(t)
+	ns.Run(t, "iptables-legacy", "-t", "nat", "-A", "OUTPUT", "-p", "tcp", "--dport", "1", "-j", "RETURN")
+	b := start(t, ns, variant{NFT, true})
+	mustSync(t, b, pass(everything()...))
+	if err := b.Cleanup(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if got := strings.TrimSpace(ns.Run(t, "cat", "/proc/net/ip_tables_names")); got != "nat" {
+		t.Errorf("the kernel has loaded the tables %q, want nat", got)
+	}
+}
+
+// The backend lists its chains and deletes empty tables although another program
+// constantly changes tables of nf_tables.
+func TestCleanupDuringChangesOfOtherTables(t *testing.T) {
+	ns := netnstest.New(t)
+	b := start(t, ns, variant{NFT, true})
+	mustSync(t, b, passOf(many(300))...)
+	ctx, cancel := context.WithCancel(t.Context())
+	var running sync.WaitGroup
+	running.Go(func() {
+		c := netfilter.NewConn(ns.FD)
+		defer c.Close()
+		for ctx.Err() == nil {
+			if err := c.Transact(ctx, func(w *netfilter.Builder) {
+				at := w.Begin(nfTables|unix.NFT_MSG_NEWTABLE, unix.NLM_F_CREATE, unix.NFPROTO_INET)
+				w.String(unix.NFTA_TABLE_NAME, "other")
+				w.End(at)
+			}); err != nil {
+				t.Error(err)
+				return
+			}
+		}
+	})
+	defer running.Wait()
+	defer cancel()
+	for range 20 {
+		if has, err := b.rulesets[0].hasChains(t.Context()); !has || err != nil {
+			t.Fatalf("the instance has chains: %t (%v)", has, err)
+		}
+	}
+	for range 20 {
+		if err := deleteEmptyTables(t.Context(), ns.FD, api.IPv4); err != nil {
+			t.Fatal(err)
+		}
+	}
+}
+
+// After Stop, the process has no more sockets than before Start.
+func TestStopClosesSockets(t *testing.T) {
+	ns := netnstest.New(t)
+	sockets := func() (n int) {
+		files, err := os.ReadDir("/proc/self/fd")
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, file := range files {
+			if to, _ := os.Readlink("/proc/self/fd/" + file.Name()); strings.HasPrefix(to, "socket:") {
+				n++
+			}
+		}
+		return n
+	}
+	before := sockets()
+	b := start(t, ns, variant{NFT, true})
+	mustSync(t, b, pass(everything()...), batch(view("web", "10.96.0.1", "10.1.0.9")))
+	if got := sockets(); got != before+1 {
+		t.Errorf("%d sockets after Sync, want %d", got, before+1)
+	}
+	if err := b.Stop(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if got := sockets(); got != before {
+		t.Errorf("%d sockets after Stop, want %d", got, before)
+	}
 }
 
 // Cleanup deletes only tables that the programs of iptables create.

@@ -122,6 +122,97 @@ func TestLockHeldByAnotherProgram(t *testing.T) {
 	}
 }
 
+// backendWithPrograms replaces iptables-restore at the start of a backend.
+type backendWithPrograms struct {
+	*Backend
+	restore map[api.Family]string
+}
+
+func (b backendWithPrograms) Start(ctx context.Context) error {
+	err := b.Backend.Start(ctx)
+	for _, r := range b.rulesets {
+		r.run.restoreProgram = b.restore[r.family]
+	}
+	return err
+}
+
+// Another program holds the lock for 30 seconds, which is longer than the default of
+// LockWait. The driver reports errors that name the lock, the old rules stay, and the
+// change is written after the lock is free.
+func TestLockHeldForHalfAMinute(t *testing.T) {
+	const held = 30 * time.Second
+	file := filepath.Join(t.TempDir(), "xtables.lock")
+	b := backendWithPrograms{nil, map[api.Family]string{}}
+	for _, family := range families {
+		program, err := findProgram(programName(Legacy, family, "restore"), "iptables")
+		if err != nil {
+			t.Fatal(err)
+		}
+		// Parallel tests must not write programs: while a file is open for writing, for example
+		// in a process that another test has just started, the kernel does not execute it.
+		replaceProgram(t, &program, "XTABLES_LOCKFILE="+file+` exec %s "$@"`)
+		b.restore[family] = program
+	}
+	t.Parallel()
+	ns := netnstest.New(t)
+	b.Backend = newBackend(t, ns, variant{Legacy, false})
+	src := sinktest.NewSource()
+	src.SetNode(node)
+	src.Set(everything()...)
+	src.MarkSynced()
+	results := make(chan sink.SyncResult, 10_000)
+	d := sink.NewDriver(src, b, sink.Options{
+		Backoff:  sink.Backoff{Initial: 10 * time.Millisecond, Max: 100 * time.Millisecond},
+		Observer: sink.Observer{Synced: func(r sink.SyncResult) { results <- r }},
+	})
+	ctx, cancel := context.WithCancel(t.Context())
+	ended := make(chan error)
+	go func() { ended <- d.Run(ctx) }()
+	defer func() { cancel(); <-ended }()
+	// The function succeed waits for a successful Sync.
+	succeed := func(what string) {
+		t.Helper()
+		var last error
+		for deadline := time.After(time.Minute); ; {
+			select {
+			case r := <-results:
+				if last = r.Err; last == nil {
+					return
+				}
+			case <-deadline:
+				t.Fatalf("%s: no Sync succeeded for a minute; the last error is %v", what, last)
+			}
+		}
+	}
+	succeed("before the lock is held")
+	before := saveAll(t, ns, Legacy)
+
+	release := holdLock(t, file)
+	src.Set(view("web", "10.96.0.1 fd00:96::1", "10.1.0.9"))
+	failures := 0
+	for end := time.After(held); end != nil; {
+		select {
+		case r := <-results:
+			if failures++; r.Err == nil || !strings.Contains(r.Err.Error(), "another program has held the lock of iptables (/run/xtables.lock) for 5s") {
+				t.Errorf("while the lock is held, Sync returned %v", r.Err)
+			}
+		case <-end:
+			end = nil
+		}
+	}
+	if failures < 2 {
+		t.Errorf("%d changes failed in %v, want more", failures, held)
+	}
+	if diff := cmp.Diff(before, saveAll(t, ns, Legacy)); diff != "" {
+		t.Errorf("the rules changed (-before +after):\n%s", diff)
+	}
+	release()
+	succeed("after the lock is free")
+	if text := saveAll(t, ns, Legacy); !strings.Contains(text, "10.1.0.9:8080") {
+		t.Errorf("the change was not written:\n%s", text)
+	}
+}
+
 // TestFullSet uses a set that is full, because another program has replaced the original
 // set by a smaller set.
 func TestFullSet(t *testing.T) {

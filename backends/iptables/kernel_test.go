@@ -132,6 +132,7 @@ func TestRestartWritesNothing(t *testing.T) {
 }
 
 func TestDriftIsMended(t *testing.T) {
+	t.Parallel() // with TestLockHeldForHalfAMinute
 	for what, command := range map[string]string{
 		"flush by hand":                     "iptables -t nat -F",
 		"flush of filter by hand":           "ip6tables -F",

@@ -12,8 +12,8 @@ import (
 	"github.com/kpng-project/kpng/backends/conformance/internal/world"
 )
 
-// TestInventoryHasObjectsOfAllDataplanes checks that the inventory has each kind of object
-// that a proxy may leave on the node.
+// TestInventoryHasObjectsOfAllDataplanes checks that the inventory has each kind of
+// object that a proxy may leave on the node.
 func TestInventoryHasObjectsOfAllDataplanes(t *testing.T) {
 	w, err := world.New(false)
 	if err != nil {

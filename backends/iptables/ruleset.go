@@ -362,9 +362,9 @@ func (t *ruleset) takeElements(key types.NamespacedName, view *api.ServiceEndpoi
 	}
 }
 
-// holding reports whether a pass has begun and prune was not called yet. During this time,
-// no chain of a service is deleted, because rules of an earlier process may lead to that
-// chain.
+// holding reports whether a pass has begun and prune was not called yet. During this
+// time, no chain of a service is deleted, because rules of an earlier process may lead
+// to that chain.
 func (t *ruleset) holding() bool { return t.delivered != nil }
 
 // apply programs services. If the kernel refuses the rules of some services, apply finds
@@ -841,8 +841,8 @@ func (t *ruleset) verifyRules(ctx context.Context) error {
 	return nil
 }
 
-// comparison has the rules of chains in the kernel, and the rules that these chains should
-// have.
+// comparison has the rules of chains in the kernel, and the rules that these chains
+// should have.
 type comparison struct{ is, want map[chainID]string }
 
 // comparisons returns the comparisons for the chains of the instance, and for the rules

@@ -64,8 +64,8 @@ func legacyTables(netNS int, family api.Family) ([]string, error) {
 	return strings.Fields(string(names)), nil
 }
 
-// readLoadedRules reads the rules of flavour legacy, but only in tables that the kernel has
-// loaded.
+// readLoadedRules reads the rules of flavour legacy, but only in tables that the kernel
+// has loaded.
 func (t *ruleset) readLoadedRules(ctx context.Context) (*saved, error) {
 	loaded, err := legacyTables(t.opts.NetNS, t.family)
 	if err != nil {

@@ -208,7 +208,8 @@ func TestCleanupKeepsTableOfVirtualServers(t *testing.T) {
 
 // TestChangedTableGetsRecordedElements checks that the backend can create a table again
 // after another program has changed its elements and its chains. The elements of the
-// other program exclude recorded elements, so the kernel would refuse all of them together.
+// other program exclude recorded elements, so the kernel would refuse all of them
+// together.
 func TestChangedTableGetsRecordedElements(t *testing.T) {
 	d := newDataplane(&Options{})
 	d.table = testTable(t, netnstest.New(t), Options{})
@@ -238,8 +239,8 @@ func TestChangedTableGetsRecordedElements(t *testing.T) {
 	}
 }
 
-// TestFailedEndOfPassKeepsBackoff checks that a pass which does not end does not delay the
-// next pass.
+// TestFailedEndOfPassKeepsBackoff checks that a pass which does not end does not delay
+// the next pass.
 func TestFailedEndOfPassKeepsBackoff(t *testing.T) {
 	b := &Backend{machineAddresses: nodeaddr.Of()}
 	b.tasks.Addresses = nodeaddr.Of()

@@ -56,8 +56,8 @@ func Addrs(n *api.Node) []netip.Addr {
 	return addrs
 }
 
-// SetBitsFrom sets the bits of addr to one, except the first n bits. If the first n bits are
-// those of a prefix, the result is the last address of the prefix.
+// SetBitsFrom sets the bits of addr to one, except the first n bits. If the first n bits
+// are those of a prefix, the result is the last address of the prefix.
 func SetBitsFrom(addr []byte, n int) {
 	for i := n; i < 8*len(addr); i++ {
 		addr[i/8] |= 0x80 >> (i % 8)

@@ -50,8 +50,8 @@ type PortFamily struct {
 // Endpoint is an endpoint as one node sees it.
 type Endpoint struct {
 	Hostname string `json:",omitempty"`
-	// Addr is an IPv4 or IPv6 address. It is not IPv4-mapped and has no zone. In JSON and on
-	// the wire, it is the only address of an IPSet named IPs.
+	// Addr is an IPv4 or IPv6 address. It is not IPv4-mapped and has no zone. JSON and the
+	// wire format have a field IPs instead: an IPSet that contains only this address.
 	Addr netip.Addr `json:"-"`
 	// PortOverrides map service ports to port numbers of this endpoint. A named service port
 	// has an entry with its own name. An unnamed service port with a named target port has

@@ -2,10 +2,7 @@
 
 package diffstore
 
-import (
-	"cmp"
-	"slices"
-)
+import "sort"
 
 // changeLog has the entries and tombstones of a store, sorted by revision. Until the next
 // compaction, it also has outdated entries. Snapshots share the memory of the field
@@ -26,8 +23,7 @@ func (l *changeLog[K, V]) add(e *entry[K, V]) {
 // drop marks an entry as outdated in snapshots of the revision from or later.
 func (l *changeLog[K, V]) drop(e *entry[K, V], from Revision) {
 	e.outdated.Store(uint64(from))
-	i, _ := slices.BinarySearchFunc(l.entries, e.revision, func(e *entry[K, V], r Revision) int { return cmp.Compare(e.revision, r) })
-	l.isOutdated[i] = true
+	l.isOutdated[firstAfter(l.entries, e.revision)-1] = true
 	l.outdated++
 }
 
@@ -49,4 +45,9 @@ func (l *changeLog[K, V]) compact() {
 		}
 	}
 	*l = current
+}
+
+// firstAfter returns the index of the first entry written after a revision.
+func firstAfter[K, V any](log []*entry[K, V], revision Revision) int {
+	return sort.Search(len(log), func(i int) bool { return log[i].revision > revision })
 }

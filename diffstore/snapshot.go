@@ -5,7 +5,6 @@ package diffstore
 import (
 	"iter"
 	"slices"
-	"sort"
 )
 
 // Snapshot is the state of a [Store] at one moment. It is immutable and is read without a
@@ -69,8 +68,7 @@ func (s *Snapshot[K, V]) Since(revision Revision) (iter.Seq2[K, V], bool) {
 // yieldSince calls yield with the entries and tombstones written after a revision, in
 // order of their revisions.
 func (s *Snapshot[K, V]) yieldSince(revision Revision, yield func(*entry[K, V]) bool) {
-	start := sort.Search(len(s.log), func(i int) bool { return s.log[i].revision > revision })
-	for _, e := range s.log[start:] {
+	for _, e := range s.log[firstAfter(s.log, revision):] {
 		if e.in(s.revision) && !yield(e) {
 			return
 		}

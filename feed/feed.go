@@ -167,13 +167,13 @@ func (v view) viewsAfter(key types.NamespacedName) iter.Seq[*api.ServiceEndpoint
 // changes returns the services whose views differ, in key order. If the zone of the node
 // changed, it compares all services. Otherwise it compares the changed services in delta.
 func (f *Feed) changes(before, after view, delta diffstore.Delta[types.NamespacedName, *api.ServiceState]) []sink.Change {
-	candidates := delta.Changes()
+	candidates, shared := delta.Changes(), f.views
 	if before.node.Zone() != after.node.Zone() {
-		candidates = delta.All()
+		candidates, shared = delta.All(), nil // shared views are for one zone at a time
 	}
 	var list []sink.Change
 	for c := range candidates {
-		old, new := f.views.of(c.Old, before.node), f.views.of(c.New, after.node)
+		old, new := shared.of(c.Old, before), shared.of(c.New, after)
 		if !old.Equal(new) {
 			list = append(list, sink.Change{Key: c.Key, Old: old, New: new, TriggerTime: triggerTime(c.Old, c.New)})
 		}

@@ -381,21 +381,26 @@ func TestUpdatesLeadToCurrentView(t *testing.T) {
 	}
 }
 
+// filledState returns a synced state of n services with the given slices.
+func filledState(n int, sliceOf func(name string) *api.EndpointSlice) *cluster.State {
+	state := cluster.New(cluster.Options{})
+	state.SetSynced()
+	state.Update(func(tx *cluster.Tx) {
+		for i := range n {
+			s := service(fmt.Sprint("s", i))
+			s.IPs.ClusterIPs = api.NewIPSet(netip.AddrFrom4([4]byte{10, byte(i >> 16), byte(i >> 8), byte(i)}))
+			tx.SetService(s)
+			tx.SetSlice(sliceOf(s.Name))
+		}
+	})
+	return state
+}
+
 func BenchmarkOneEndpointChanges(b *testing.B) {
 	for _, n := range []int{1_000, 50_000} {
 		b.Run(fmt.Sprintf("services=%d", n), func(b *testing.B) {
-			state := cluster.New(cluster.Options{})
-			state.SetSynced()
 			zones := make([]string, 10)
-			state.Update(func(tx *cluster.Tx) {
-				for i := range n {
-					name := fmt.Sprint("s", i)
-					s := service(name)
-					s.IPs.ClusterIPs = api.NewIPSet(netip.AddrFrom4([4]byte{10, byte(i >> 16), byte(i >> 8), byte(i)}))
-					tx.SetService(s)
-					tx.SetSlice(slice(name, name, zones...))
-				}
-			})
+			state := filledState(n, func(name string) *api.EndpointSlice { return slice(name, name, zones...) })
 			f := feed.New(state, "n")
 			defer f.Close()
 			u, _ := f.Next()
@@ -507,22 +512,12 @@ func BenchmarkReaders(b *testing.B) {
 		} {
 			b.Run(fmt.Sprintf("endpoints=%d/readers=%s", endpoints, test.name), func(b *testing.B) {
 				const services = 10_000
-				state := cluster.New(cluster.Options{})
-				state.SetSynced()
-				changed := func(i int, ready bool) *api.EndpointSlice {
-					name := fmt.Sprint("s", i)
+				changed := func(name string, ready bool) *api.EndpointSlice {
 					s := slice(name, name, make([]string, endpoints)...)
 					s.Endpoints[3].Ready = ready
 					return s
 				}
-				state.Update(func(tx *cluster.Tx) {
-					for i := range services {
-						s := service(fmt.Sprint("s", i))
-						s.IPs.ClusterIPs = api.NewIPSet(netip.AddrFrom4([4]byte{10, byte(i >> 16), byte(i >> 8), byte(i)}))
-						tx.SetService(s)
-						tx.SetSlice(changed(i, true))
-					}
-				})
+				state := filledState(services, func(name string) *api.EndpointSlice { return changed(name, true) })
 				feeds := test.feeds(state)
 				for _, f := range feeds {
 					defer f.Close()
@@ -532,7 +527,7 @@ func BenchmarkReaders(b *testing.B) {
 				b.ReportAllocs()
 				for n := 0; b.Loop(); n++ {
 					b.StopTimer()
-					s := changed(n*7919%services, n/services%2 == 1)
+					s := changed(fmt.Sprint("s", n*7919%services), n/services%2 == 1)
 					b.StartTimer()
 					state.Update(func(tx *cluster.Tx) { tx.SetSlice(s) })
 					for _, f := range feeds {

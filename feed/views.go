@@ -6,7 +6,6 @@ import (
 	"sync"
 
 	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/nodeview"
 )
 
 // maxRecent limits the number of services and endpoints in one generation of views.
@@ -23,18 +22,15 @@ type views struct {
 	size            int // number of services and endpoints in recent
 }
 
-// The method of returns the view of a service. The name of the node must be the same in
-// all calls.
-func (v *views) of(state *api.ServiceState, node *api.Node) *api.ServiceEndpoints {
-	if state == nil {
-		return nil
-	}
-	if v == nil {
-		return nodeview.View(state, node)
+// The method of returns the view of a service on a node. The name of the node must be the
+// same in all calls.
+func (v *views) of(state *api.ServiceState, on view) *api.ServiceEndpoints {
+	if v == nil || state == nil {
+		return on.see(state)
 	}
 	v.mu.Lock()
 	defer v.mu.Unlock()
-	if zone := node.Zone(); v.recent == nil || v.zone != zone {
+	if zone := on.node.Zone(); v.recent == nil || v.zone != zone {
 		v.zone, v.recent, v.earlier, v.size = zone, map[*api.ServiceState]*api.ServiceEndpoints{}, nil, 0
 	}
 	if se, ok := v.recent[state]; ok {
@@ -42,7 +38,7 @@ func (v *views) of(state *api.ServiceState, node *api.Node) *api.ServiceEndpoint
 	}
 	se, ok := v.earlier[state]
 	if !ok {
-		se = nodeview.View(state, node)
+		se = on.see(state)
 	}
 	v.recent[state] = se
 	v.size++

@@ -127,15 +127,15 @@ func (o Observer) withDefaults() Observer {
 	return o
 }
 
-// wait returns the time to wait after a number of failures in a row. The random time is
-// proportional to the argument drawn, a number from 0 to 1.
-func (b Backoff) wait(failures int, drawn float64) time.Duration {
+// wait returns the time to wait after a number of failures in a row. It consists of the
+// backoff and the jitter. The jitter grows with random, a number from 0 to 1.
+func (b Backoff) wait(failures int, random float64) time.Duration {
 	d := b.Initial
 	for i := 1; i < failures && d < b.Max; i++ {
 		d *= 2
 	}
 	d = min(d, b.Max)
-	return d + time.Duration(max(b.Jitter, 0)*drawn*float64(d))
+	return d + time.Duration(max(b.Jitter, 0)*random*float64(d))
 }
 
 // draw returns a random number for Backoff.wait.

@@ -12,6 +12,7 @@ import (
 	"os/exec"
 	"strings"
 
+	"github.com/kpng-project/kpng/internal/netnstest"
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 )
@@ -44,7 +45,7 @@ func (k *kit) nft(stdin string, args ...string) (string, error) {
 // command runs a program on the node and returns what it prints.
 func (k *kit) command(stdin, program string, args ...string) (string, error) {
 	printed := &output{}
-	cmd := exec.Command(program, args...)
+	cmd := exec.Command(netnstest.Program(program), args...)
 	cmd.Stdin, cmd.Stdout, cmd.Stderr = strings.NewReader(stdin), printed, printed
 	ended, err := k.site.Start(cmd)
 	if err == nil {

@@ -992,15 +992,21 @@ func TestEditRepeatedDuringPass(t *testing.T) {
 	})
 }
 
+// startBesideOthers starts a backend that serves web, in a namespace with a chain OTHERS. It
+// also returns the rules then.
+func startBesideOthers(t *testing.T, ns *netnstest.Namespace, v variant) (b *Backend, web *api.ServiceEndpoints, rules string) {
+	ns.RunWith(t, "*nat\n:OTHERS - [0:0]\nCOMMIT\n", programName(v.flavour, api.IPv4, "restore"))
+	b = start(t, ns, v)
+	web = view("web", "10.96.0.1", "10.1.0.1")
+	mustSync(t, b, pass(web))
+	return b, web, saveAll(t, ns, v.flavour)
+}
+
 // Rules of other programs that lead to chains of the instance would prevent the deletion
 // of these chains.
 func TestRulesThatLeadToOwnChainsAreDeleted(t *testing.T) {
 	eachVariant(t, func(t *testing.T, ns *netnstest.Namespace, v variant) {
-		ns.RunWith(t, "*nat\n:OTHERS - [0:0]\nCOMMIT\n", programName(v.flavour, api.IPv4, "restore"))
-		b := start(t, ns, v)
-		web := view("web", "10.96.0.1", "10.1.0.1")
-		mustSync(t, b, pass(web))
-		want := saveAll(t, ns, v.flavour)
+		b, web, want := startBesideOthers(t, ns, v)
 		add := func() {
 			ns.RunWith(t, "*nat\n-A OTHERS -p tcp -g "+b.rulesets[0].entry(t, "10.96.0.1/32 -p tcp")+`
 -A PREROUTING -s 10.0.0.0/8 -m comment --comment "an \"old\" jump" -j KPNG-SERVICES
@@ -1037,11 +1043,7 @@ COMMIT
 // A rule of another program that iptables cannot delete does not affect services.
 func TestRuleThatCannotBeDeleted(t *testing.T) {
 	eachVariant(t, func(t *testing.T, ns *netnstest.Namespace, v variant) {
-		ns.RunWith(t, "*nat\n:OTHERS - [0:0]\nCOMMIT\n", programName(v.flavour, api.IPv4, "restore"))
-		b := start(t, ns, v)
-		web := view("web", "10.96.0.1", "10.1.0.1")
-		mustSync(t, b, pass(web))
-		want := saveAll(t, ns, v.flavour)
+		b, web, want := startBesideOthers(t, ns, v)
 		list := b.rulesets[0].entry(t, "10.96.0.1/32 -p tcp")
 		ns.RunWith(t, "*nat\n-A OTHERS -p tcp -g "+list+"\n-A OTHERS -p udp -j KPNG-D10\nCOMMIT\n", programName(v.flavour, api.IPv4, "restore"), "--noflush")
 

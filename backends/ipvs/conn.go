@@ -60,9 +60,9 @@ func owner(table string) uint32 {
 // ownerMask has the flags that contain the owner.
 const ownerMask = 0xffffff00
 
-// fallbackFlag returns a flag for the schedulers sh and mh, and 0 for others. If a
-// client's endpoint gets no new connections, these schedulers select another endpoint
-// with this flag, and refuse the client without it.
+// fallbackFlag returns a flag for the schedulers sh and mh, and 0 for others. It is for
+// clients whose endpoint gets no new connections. With the flag, the schedulers select
+// another endpoint for such a client. Without the flag, they refuse the client.
 func fallbackFlag(scheduler string) uint32 {
 	if scheduler == "sh" || scheduler == "mh" {
 		return flagScheduler1

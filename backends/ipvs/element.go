@@ -31,9 +31,9 @@ const (
 	// frontends are dropped or rejected.
 	drops
 	rejects
-	// masquerades are frontends of which all connections are masqueraded.
+	// masquerades are frontends. All connections to them are masqueraded.
 	masquerades
-	// nodeMasquerades are frontends of which the node's own connections are masqueraded.
+	// nodeMasquerades are frontends. Connections from the node itself to them are masqueraded.
 	nodeMasquerades
 	// redirects maps a frontend to the cluster IP and port to which this node's own traffic
 	// to the frontend is translated.
@@ -175,7 +175,7 @@ func (e element) server() serverID {
 	return id
 }
 
-// target returns the virtual server to which e, an element of the map redirects, leads.
+// target returns the virtual server that an element of the map redirects leads to.
 func (e element) target() serverID {
 	n := len(e.value) - 4
 	a, _ := netip.AddrFromSlice([]byte(e.value[:n]))

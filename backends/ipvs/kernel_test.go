@@ -446,9 +446,9 @@ func testAddressOfNodePort(t *testing.T) {
 	otherFails(n.deliver(&sink.Changes{Last: true}, web))
 }
 
-// testOwnAddressAndNodePort checks a service whose external IP and port are those of its
-// own node port. The two frontends need different elements in the table. This conflict
-// must not stop other services.
+// testOwnAddressAndNodePort checks a service whose external IP is an address of the node.
+// One of its ports has the number of the node port of the other. So two frontends have the
+// same address and port, but need different elements in the table. This conflict must not stop other services.
 func testOwnAddressAndNodePort(t *testing.T) {
 	n := newNode(t)
 	bad := view([]string{"10.1.0.1"}, func(s *api.Service) {

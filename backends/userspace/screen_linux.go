@@ -49,7 +49,9 @@ func (s *screen) program(v4 bool) []bpf.Instruction {
 	for _, p := range s.pods {
 		tests = append(tests, ifSourceIn(p, v4, bpf.Jump{}))
 	}
-	rest := 1 // number of instructions between the current test and admit; only dropPacket follows the last test
+	// rest is the number of instructions between the current test and those of admit. After
+	// the last test, this is only dropPacket.
+	rest := 1
 	for i := len(tests) - 1; i >= 0; i-- {
 		if n := len(tests[i]); n > 0 {
 			tests[i][n-1] = bpf.Jump{Skip: uint32(rest)}

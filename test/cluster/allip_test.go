@@ -5,6 +5,7 @@
 package cluster
 
 import (
+	"errors"
 	"fmt"
 	"net"
 	"net/netip"
@@ -78,6 +79,10 @@ spec:
 			// The service has the port 6000, but all ports lead to the pod.
 			waitFor(t, fmt.Sprintf("%v through %s", addr, name), func() (bool, string) {
 				pod, err := hostname(netip.AddrPortFrom(addr, 8080))
+				var op *net.OpError
+				if errors.As(err, &op) {
+					err = op.Err // without the client's port, which differs each time
+				}
 				return err == nil && pod == onNode[name], fmt.Sprint(pod, err)
 			})
 			lib(t, "ping", "-c", "1", "-W", "5", addr.String())

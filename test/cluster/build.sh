@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # Builds the programs of the cluster from Go modules: build.sh [e2e], with e2e also the
-# tests. It keeps programs that exist, except those of kpng.
+# tests. It keeps programs that are newer than their module's go.sum, except those of kpng.
 . "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
 missing=
-for tool in go runc busybox:busybox-static nc:netcat-openbsd dig:bind9-dnsutils iperf conntrack nft:nftables iptables ip:iproute2 openssl curl wget python3 jq; do
+for tool in go runc busybox:busybox-static nc.openbsd:netcat-openbsd sysctl:procps dig:bind9-dnsutils iperf conntrack nft:nftables iptables ip:iproute2 openssl curl wget python3 jq; do
 	command -v "${tool%:*}" >/dev/null || missing+=" ${tool#*:}"
 done
 [ -x /usr/lib/cni/bridge ] || missing+=" containernetworking-plugins"
@@ -21,7 +21,7 @@ flags="-s -w -X $version.gitVersion=$kubernetes -X $version.gitMajor=1 -X $versi
 build() {
 	local module=$1 package=$2 name=$3; shift 3
 	[ $# -gt 0 ] || set -- go build
-	[ ! -x "$bin/$name" ] || return 0
+	[ ! "$bin/$name" -nt "$module/go.sum" ] || return 0
 	say "Building $name"
 	(cd "$module" && "$@" -ldflags "$flags" -o "$bin/$name.new" "$package")
 	mv "$bin/$name.new" "$bin/$name"

@@ -11,8 +11,7 @@ import (
 	"fmt"
 	"net"
 	"net/netip"
-	"os"
-	"strings"
+	"strconv"
 	"sync"
 	"testing"
 	"time"
@@ -22,6 +21,9 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
+	apiwatch "k8s.io/apimachinery/pkg/watch"
+	"k8s.io/client-go/tools/cache"
+	"k8s.io/client-go/tools/watch"
 )
 
 var (
@@ -46,6 +48,9 @@ func TestChurn(t *testing.T) {
 		tr.Start(fmt.Sprintf("node-%d to a cluster IP", i), node, dial(clusterIP(service)))
 		tr.Start(fmt.Sprintf("node-%d to DNS", i), node, lookup())
 		tr.Start(fmt.Sprintf("node port of node-%d", i), outside(t), dial(nodePort(service, i)))
+	}
+	for i := 1; i <= c.nodes; i++ {
+		lib(t, "reset_peak", strconv.Itoa(i))
 	}
 	before := c.usageByNode(t)
 	ctx, stop := context.WithCancel(t.Context())
@@ -86,7 +91,7 @@ func TestChurn(t *testing.T) {
 	t.Logf("from ready to reachable, %d times: p50 %v, p99 %v, at most %v", len(latencies),
 		quantile(latencies, 0.5).Round(time.Millisecond), quantile(latencies, 0.99).Round(time.Millisecond), quantile(latencies, 1).Round(time.Millisecond))
 	for i, u := range after {
-		t.Logf("proxy of node-%d: %.1f s of CPU time, at most %d MB resident", i+1, (u.cpu - before[i].cpu).Seconds(), u.peak>>20)
+		t.Logf("proxy of node-%d: %.1f s of CPU time, at most %d MB resident", i+1, u.cpu-before[i].cpu, u.peak)
 	}
 	if len(latencies) == 0 {
 		t.Error("no pod was probed")
@@ -131,14 +136,25 @@ spec:
 		probes = append(probes, &probe{c: c, name: name, from: node, address: address, changes: channels[name]})
 	}
 	kubectl(t, "wait", "--namespace", c.namespace, "--for", "condition=ContainersReady", "--timeout", "5m", "--selector", "probe", "pods")
-	watch, err := c.CoreV1().Pods(c.namespace).Watch(t.Context(), metav1.ListOptions{LabelSelector: "probe"})
+	pods := c.CoreV1().Pods(c.namespace)
+	list, err := pods.List(t.Context(), metav1.ListOptions{LabelSelector: "probe"})
 	if err != nil {
 		t.Fatal(err)
 	}
-	t.Cleanup(watch.Stop)
+	// The API server ends each watch after some time. A RetryWatcher then begins the next.
+	watcher, err := watch.NewRetryWatcherWithContext(t.Context(), list.ResourceVersion, &cache.ListWatch{
+		WatchFuncWithContext: func(ctx context.Context, options metav1.ListOptions) (apiwatch.Interface, error) {
+			options.LabelSelector = "probe"
+			return pods.Watch(ctx, options)
+		},
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(watcher.Stop)
 	go func() {
 		last := map[string]bool{}
-		for event := range watch.ResultChan() {
+		for event := range watcher.ResultChan() {
 			pod, ok := event.Object.(*corev1.Pod)
 			if !ok {
 				continue
@@ -234,34 +250,21 @@ func (p *probe) await(ctx context.Context, condition func() bool) error {
 	return nil
 }
 
-// usage is the CPU time and the memory of a process.
+// usage is what a service proxy has used.
 type usage struct {
-	cpu time.Duration
-	// peak is the maximum of resident memory, in bytes.
-	peak int
+	cpu  float64 // seconds, with those of ended child processes
+	peak int     // maximum of resident memory since the last call of reset_peak, in MB
 }
 
-// usageByNode returns the usage of each node's service proxy since the proxy's start.
+// usageByNode returns the usage of each node's service proxy.
 func (c *cluster) usageByNode(t *testing.T) []usage {
 	t.Helper()
 	all := make([]usage, c.nodes)
 	for i := range all {
-		dir := fmt.Sprintf("/proc/%d/", pidOf(t, fmt.Sprintf("proxy-%d", i+1)))
-		stat, err := os.ReadFile(dir + "stat")
-		if err != nil {
-			t.Fatalf("the proxy of node-%d has ended: %v", i+1, err)
+		out := lib(t, "usage", strconv.Itoa(i+1))
+		if _, err := fmt.Sscan(out, &all[i].cpu, &all[i].peak); err != nil {
+			t.Fatalf("usage of the proxy of node-%d: %q: %v", i+1, out, err)
 		}
-		// The file contains the program's name in parentheses. The fields after the name
-		// include the CPU time in ticks of 10 ms; see proc(5).
-		_, after, _ := strings.Cut(string(stat), ") ")
-		fields := strings.Fields(after)
-		all[i].cpu = time.Duration(atoi(t, fields[11])+atoi(t, fields[12])) * 10 * time.Millisecond
-		status, err := os.ReadFile(dir + "status")
-		if err != nil {
-			t.Fatal(err)
-		}
-		_, peak, _ := strings.Cut(string(status), "VmHWM:")
-		all[i].peak = atoi(t, strings.Fields(peak)[0]) << 10
 	}
 	return all
 }

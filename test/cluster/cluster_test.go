@@ -259,7 +259,8 @@ func (c *cluster) addImage(t *testing.T, name, program string) {
 	}
 	for i := 1; i <= c.nodes; i++ {
 		pid := strconv.Itoa(nodePID(t, strconv.Itoa(i)))
-		// Send the archive over standard input, because each node has its own /tmp.
+		// Send the archive over standard input, because a node cannot see all of the machine's
+		// folders.
 		in, err := os.Open(file)
 		if err != nil {
 			t.Fatal(err)

@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # compare.sh A B prints the tests with different results in two folders of e2e.sh, and
-# those that failed in both.
+# those that failed in both. It fails if a test passed in A, but not in B.
 set -euo pipefail
 export LC_ALL=C
 results() { cut -f1,2 "$1/summary.tsv" | sort -t $'\t' -k1,1; }
 join -t $'\t' -a1 -a2 -e missing -o 0,1.2,2.2 <(results "$1") <(results "$2") | awk -F'\t' -v a="$1" -v b="$2" '
-	$2 != $3 { printf "%s: %s, %s: %s: %s\n", a, $2, b, $3, $1; differ++; next }
+	$2 != $3 { printf "%s: %s, %s: %s: %s\n", a, $2, b, $3, $1; differ++; worse += $2 == "passed"; next }
 	{ count[$2]++ }
 	$2 == "FAILED" { print "failed in both: " $1 }
-	END { printf "%d differ, %d failed in both, %d passed in both, %d skipped in both\n", differ, count["FAILED"], count["passed"], count["skipped"] }'
+	END { printf "%d differ, %d failed in both, %d passed in both, %d skipped in both\n", differ, count["FAILED"], count["passed"], count["skipped"]
+		exit worse > 0 }'

@@ -1,30 +1,42 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # e2e.sh OUT runs Kubernetes' own tests of services against the proxy of the cluster. The
-# folder OUT gets summary.tsv (test, result, seconds, reason), junit_01.xml, e2e.log, and
-# of each node the proxy's log and the tables that the tests left. It fails if a test
-# fails or a proxy ended.
+# folder OUT gets summary.tsv (test, result, seconds, reason), usage.tsv (node, CPU seconds
+# of the proxy, MB of resident memory: peak and at the end), junit_01.xml, e2e.log, and of
+# each node the proxy's log and the tables that the tests left. It fails if a test fails,
+# no test passes, or a proxy ended.
 #
 # FOCUS and SKIP are regular expressions on the names of tests, LABELS is a filter of
 # ginkgo's, PROCS the number of tests at the same time.
 . "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+require_cluster
 out=$(mkdir -p "$1" && cd "$1" && pwd)
-focus=${FOCUS:-'\[sig-network\] (Services|LoadBalancers|Service CIDRs|Service endpoints latency|Networking (Granular Checks: Services|should check)|EndpointSlice|Endpoints|Conntrack|KubeProxy|HostPort|Traffic Distribution|Topology Hints|Proxy|DNS|\[Feature:IPv6DualStack\])'}
+focus=${FOCUS:-'\[sig-network\] (Services|LoadBalancers|Service CIDRs|ServiceCIDR and IPAddress API|Service endpoints latency|Networking (Granular Checks|should check)|EndpointSlice|Endpoints|Conntrack|KubeProxy|HostPort|Traffic Distribution|Topology Hints|Proxy|DNS|API Server|Ingress(Class)? API|\[Feature:IPv6DualStack\])'}
 labels=${LABELS:-'(Feature: isSubsetOf {IPv6DualStack, LoadBalancer}) && !Disruptive'}
-clean() { ! kubectl get namespaces -o name | grep -qvE '/(default|kube-.*)$'; }
+# The tests "DNS configMap nameserver" need CoreDNS in pods.
+skip=${SKIP:-'SCTPConnectivity|DNS configMap'}
+clean() { local list; list=$(kubectl get namespaces -o name) && ! grep -qvE '/(default|kube-.*)$' <<<"$list"; }
 wait_for 180 "namespaces of the last run" clean
+for i in $(each_node); do
+	reset_peak "$i"
+	before[i]=$(usage "$i")
+done
 began=$SECONDS code=0
+rm -f "$out/usage.tsv"
 # ginkgo's processes use loopback, so they run in the control plane's namespace.
 in_cp env KUBECONFIG="$run/admin.kubeconfig" ginkgo --procs="${PROCS:-4}" --no-color --silence-skips --timeout=90m \
-	--focus="$focus" --skip="${SKIP:-SCTP}" --label-filter="$labels" --output-interceptor-mode=none "$bin/e2e.test" -- \
+	--focus="$focus" --skip="$skip" --label-filter="$labels" --output-interceptor-mode=none "$bin/e2e.test" -- \
 	--kubeconfig="$run/admin.kubeconfig" --provider=skeleton --num-nodes="$NODES" --kubectl-path="$bin/kubectl" --report-dir="$out" \
 	--allowed-not-ready-nodes=0 --dump-logs-on-failure=false --delete-namespace-on-failure=true --node-os-distro=debian >"$out/e2e.log" 2>&1 || code=$?
 for i in $(each_node); do
 	running "proxy-$i" || { say "The proxy of node-$i has ended"; code=1; }
+	usage "$i" | awk -v node="node-$i" -v before="${before[i]}" '{ split(before, b, " "); printf "%s\t%.2f\t%s\t%s\n", node, $1 - b[1], $2, $3 }' >>"$out/usage.tsv" || true
 	cp "$run/log/proxy-$i.log" "$out/"
 	in_node "$i" nft list ruleset >"$out/ruleset-$i.txt" 2>/dev/null || true
 done
 python3 "$here/summary.py" "$out/junit_01.xml" >"$out/summary.tsv"
 cut -f2 "$out/summary.tsv" | sort | uniq -c >&2
+grep -q $'\tpassed\t' "$out/summary.tsv" || { say "No test passed: see $out/e2e.log"; code=1; }
+cat "$out/usage.tsv" >&2
 say "Tests took $((SECONDS - began)) s"
 exit $code

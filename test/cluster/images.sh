@@ -4,7 +4,10 @@
 # downloaded: the images share one layer of this machine's programs and of those that
 # build.sh built. They have the names that Kubernetes' tests have for them.
 . "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
-[ ! -f "$STATE/images.tar" ] || exit 0
+for file in "${BASH_SOURCE[0]}" "$bin/agnhost" "$bin/pause" "$bin/regression-issue-74839"; do
+	[ "$STATE/images.tar" -nt "$file" ] || stale=1
+done
+[ "${stale:-}" ] || exit 0
 say "Making images"
 work=$STATE/images root=$STATE/images/root
 rm -rf "$work"

@@ -10,6 +10,8 @@ STATE=${CLUSTER_STATE:-$HOME/.cache/kpng/cluster}
 PREFIX=${CLUSTER_PREFIX:-kpng}
 NODES=${NODES:-3} ZONES=${ZONES:-3}
 bin=$STATE/bin run=$STATE/run
+boot=$(cat /proc/sys/kernel/random/boot_id)
+[ "$(cat "$run/boot" 2>/dev/null || echo "$boot")" = "$boot" ] || rm -rf "$run" # of a cluster before a reboot
 mkdir -p "$bin" "$run"
 if [ -f "$run/settings" ]; then . "$run/settings"; fi # those of the cluster that is up
 
@@ -36,6 +38,9 @@ start() {
 	local name=$1 log=$2 namespace=$3; shift 3
 	(nsenter --net="/run/netns/$namespace" "$@" >"$log" 2>&1 </dev/null & echo $! >"$run/$name.pid")
 }
+
+# require_cluster fails unless hack/cluster up has started a cluster.
+require_cluster() { [ -f "$run/settings" ] || die "no cluster is up: start one with hack/cluster up"; }
 
 running() { [ -f "$run/$1.pid" ] && kill -0 "$(cat "$run/$1.pid")" 2>/dev/null; }
 
@@ -67,11 +72,13 @@ wait_for() {
 each_node() { seq "$NODES"; }
 
 # start_proxy NAME I COMMAND... runs a service proxy or agent on node I, with its pid in
-# $run/NAME-I.pid. The words kpng and kube-proxy alone stand for their usual commands.
+# $run/NAME-I.pid. The words kube-proxy, kpng, and kpng with a backend, stand for their
+# usual commands.
 start_proxy() {
 	local name=$1 i=$2 words=() word; shift 2
 	case $* in
-	kpng) set -- "$bin/kpng" kube --kubeconfig '{{KUBECONFIG}}' to-local nftables --node-name '{{NODE}}' \
+	kpng | kpng\ nftables | kpng\ iptables | kpng\ ipvs)
+		set -- "$bin/kpng" kube --kubeconfig '{{KUBECONFIG}}' to-local "${2:-nftables}" --node-name '{{NODE}}' \
 		--cluster-cidr '{{CLUSTER_CIDR}}' --kubeproxy-metrics \
 		--healthz-bind-address 0.0.0.0:10256 --metrics-bind-address 127.0.0.1:10249 ;;
 	# Only the machine's own network namespace can change nf_conntrack_max.
@@ -89,3 +96,13 @@ start_proxy() {
 	done
 	start "$name-$i" "$run/log/$name-$i.log" "$(node_ns "$i")" "${words[@]}"
 }
+
+# usage I prints the CPU seconds of the proxy of node I and of its ended children, and the
+# proxy's resident memory in MB: the peak since reset_peak, and now.
+usage() {
+	local pid
+	pid=$(cat "$run/proxy-$1.pid")
+	sed 's/.*) //' "/proc/$pid/stat" | awk -v hz="$(getconf CLK_TCK)" '{ printf "%.2f", ($12 + $13 + $14 + $15) / hz }' # see proc(5)
+	awk '/^(VmHWM|VmRSS):/ { printf " %d", $2 / 1024 }' "/proc/$pid/status"
+}
+reset_peak() { echo 5 >"/proc/$(cat "$run/proxy-$1.pid")/clear_refs"; }

@@ -3,6 +3,7 @@
 # proxy.sh COMMAND... runs a service proxy or agent on each node, and waits until pods can
 # use services. First it ends the one that ran before, and removes its rules.
 . "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+require_cluster
 
 # tables prints the nftables tables of a node, except those of iptables' chains.
 tables() { in_node "$1" nft list tables | sed 's/^table //' | grep -vE '^(ip|ip6) (nat|filter|mangle|raw)$' || true; }
@@ -10,6 +11,9 @@ tables() { in_node "$1" nft list tables | sed 's/^table //' | grep -vE '^(ip|ip6
 for i in $(each_node); do
 	stop "proxy-$i"
 	in_node "$i" kube-proxy --cleanup >/dev/null 2>&1 || true
+	for backend in nftables iptables ipvs; do
+		in_node "$i" kpng cleanup "$backend" >/dev/null 2>&1 || true
+	done
 	tables "$i" | while read -r table; do in_node "$i" nft delete table $table; done
 	in_node "$i" conntrack -F >/dev/null 2>&1 || true
 done

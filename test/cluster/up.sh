@@ -3,11 +3,12 @@
 # Starts the cluster: up.sh [cni], with cni without a CNI configuration and routes between
 # nodes, which an agent then makes. No service proxy runs yet.
 . "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
-! running apiserver || die "the cluster is up already: see hack/cluster down"
+[ ! -f "$run/settings" ] || die "a cluster is up, or its start failed: end it with hack/cluster down"
 agent=${1:-}
 began=$SECONDS
 mkdir -p "$run"/{pki,log,nodes}
 printf 'NODES=%s ZONES=%s\n' "$NODES" "$ZONES" >"$run/settings"
+echo "$boot" >"$run/boot"
 
 # Networks: a bridge in the control plane's namespace, and a veth pair to each node.
 add_namespace() {

@@ -5,6 +5,8 @@
 package cluster
 
 import (
+	"cmp"
+	"flag"
 	"fmt"
 	"os"
 	"path/filepath"
@@ -19,6 +21,8 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 )
 
+var previous = flag.String("previous", "", "the kpng program of an earlier version, which TestUpgrades runs as a DaemonSet and updates; default: the program of this version")
+
 // TestUpgrades changes the service proxies and other parts of the cluster under traffic,
 // and counts failed requests. Each node has five clients. Three run on the node: one with
 // new connections, one with a lasting connection, and one for DNS. One runs in a pod. One
@@ -32,6 +36,7 @@ func TestUpgrades(t *testing.T) {
 	c.rollout(t, c.namespace, "deployment/client")
 	for i := 1; i <= c.nodes; i++ {
 		c.replaceProxy(t, i, "kube-proxy")
+		c.cleanup(t, i, "kpng")
 	}
 
 	tr := traffic.New(t)
@@ -173,7 +178,7 @@ func (c *cluster) restartAPIServer(t *testing.T) {
 func (c *cluster) runDaemonSet(t *testing.T) {
 	t.Helper()
 	program := filepath.Join(*state, "../bin/kpng")
-	c.addImage(t, "kpng:latest", program)
+	c.addImage(t, "kpng:latest", cmp.Or(*previous, program))
 	c.addImage(t, "kpng:next", program)
 	manifest, err := os.ReadFile("../../cmd/kpng/deploy/nftables.yaml")
 	if err != nil {

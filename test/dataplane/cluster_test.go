@@ -79,7 +79,10 @@ type cluster struct {
 
 func newCluster(t testing.TB, s shape) *cluster {
 	t.Helper()
-	server := apiserver.Start(t, apiserver.Options{Flags: []string{fmt.Sprintf("--service-node-port-range=%d-65535", firstNodePort)}})
+	server := apiserver.Start(t, apiserver.Options{Flags: []string{
+		fmt.Sprintf("--service-node-port-range=%d-65535", firstNodePort),
+		"--service-cluster-ip-range=10.96.0.0/12," + apiserver.ServiceCIDRv6, // room for a million services
+	}})
 	c := &cluster{shape: s, server: server, client: server.Client(), kubeconfig: apiserver.Kubeconfig(t, server.Config())}
 	_, err := c.client.CoreV1().Nodes().Create(t.Context(), &corev1.Node{
 		ObjectMeta: metav1.ObjectMeta{Name: nodeName},

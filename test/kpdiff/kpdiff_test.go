@@ -35,8 +35,8 @@ const (
 	// otherFamily is the difference for an IPv4 frontend with only IPv6 source ranges, or
 	// the reverse. In both cases kpng admits no client, and kube-proxy admits all clients.
 	otherFamily = "source ranges of the other family only"
-	// otherPorts is the difference if an endpoint has no port of the service. For health
-	// checks kpng does not count this endpoint, and kube-proxy counts it.
+	// otherPorts is the difference for an endpoint that has no port of the service. For
+	// health checks, kube-proxy counts this endpoint, and kpng does not.
 	otherPorts = "health checks of endpoints that serve no port of the service"
 )
 

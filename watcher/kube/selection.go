@@ -350,8 +350,8 @@ func (n *selection) adapt(list bool) {
 	}
 }
 
-// begin records that a watch of slices begins. If pause is true, a request has failed,
-// and the watch must wait.
+// begin records that a watch of slices begins. If pause is true, a request has failed. Then
+// the watch must wait, and it has no filter.
 func (n *selection) begin(restart func()) (pause bool) {
 	n.mu.Lock()
 	defer n.mu.Unlock()

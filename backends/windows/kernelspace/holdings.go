@@ -182,8 +182,8 @@ func (h *holdings) use(lb LoadBalancer, n int) {
 	}
 }
 
-// users returns the sorted IDs of the load balancers that contain e, or a VIP with an
-// address of e.
+// users returns the sorted IDs of the load balancers that contain the endpoint e or that
+// have an address of e as a VIP.
 func (h *holdings) users(e Endpoint) []string {
 	var ids []string
 	for id, lb := range h.balancers {

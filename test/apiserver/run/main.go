@@ -5,7 +5,7 @@
 //
 //	go run -C test ./apiserver/run -kubeconfig /tmp/kubeconfig ../examples/demo.yaml
 //
-// When the command ends, it stops the server and deletes the data.
+// Before run ends, it stops the server and deletes the server's data.
 package main
 
 import (

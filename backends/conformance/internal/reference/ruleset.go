@@ -364,9 +364,10 @@ func ip(a netip.Addr) string { return family(api.FamilyOf(a)) }
 
 func family(f api.Family) string { return map[api.Family]string{api.IPv4: "ip", api.IPv6: "ip6"}[f] }
 
-// upperHalf returns the upper half of the address space of a: of IPv4 or IPv6.
-func upperHalf(a netip.Addr) string {
-	if a.Is4() {
+// upperHalf returns the upper half of all IPv4 addresses if addr is one, and else the
+// upper half of all IPv6 addresses.
+func upperHalf(addr netip.Addr) string {
+	if addr.Is4() {
 		return "128.0.0.0/1"
 	}
 	return "8000::/1"

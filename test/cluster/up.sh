@@ -17,6 +17,7 @@ add_namespace() {
 	nsenter --net="/run/netns/$1" sysctl -qw net.ipv4.ip_forward=1 net.ipv6.conf.all.forwarding=1 net.ipv6.conf.default.accept_dad=0 net.ipv6.conf.all.accept_dad=0
 }
 add_namespace "$cp_ns"
+in_cp sysctl -qw net.ipv4.fib_multipath_hash_policy=1 net.ipv6.fib_multipath_hash_policy=1 # a node per connection
 ip -n "$cp_ns" link add br0 type bridge
 ip -n "$cp_ns" link set br0 up
 ip -n "$cp_ns" addr add $net4.1/24 dev br0

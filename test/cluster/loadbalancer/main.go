@@ -191,7 +191,8 @@ func (b *balancer) release(ctx context.Context, svc *corev1.Service) error {
 	return err
 }
 
-// targets returns the addresses of the nodes that receive a service's traffic.
+// targets returns the addresses of the nodes that receive a service's traffic. A service
+// with session affinity gets one node, because the kernel selects a node per connection.
 func targets(ctx context.Context, svc *corev1.Service, nodes []corev1.Node, is4 bool) []netip.Addr {
 	var mu sync.Mutex
 	var all []netip.Addr
@@ -214,6 +215,9 @@ func targets(ctx context.Context, svc *corev1.Service, nodes []corev1.Node, is4 
 	}
 	checks.Wait()
 	slices.SortFunc(all, netip.Addr.Compare)
+	if svc.Spec.SessionAffinity == corev1.ServiceAffinityClientIP && len(all) > 1 {
+		all = all[:1]
+	}
 	return all
 }
 

@@ -33,7 +33,9 @@ type Driver struct {
 	// failedSyncs is the number of logged failures of whole Syncs after which no recovery was
 	// logged. During a pass or a search for faulty services, a success is no recovery.
 	failedSyncs int
-	wasAlone    bool // the last Sync delivered one isolated service
+	// verifyFailure is the error of the last Verify, or empty. Equal errors are logged once.
+	verifyFailure string
+	wasAlone      bool // the last Sync delivered one isolated service
 
 	// The goroutine of Run writes the fields below with mu held and reads them without mu.
 	// All other goroutines hold mu for both.
@@ -262,6 +264,7 @@ func (d *Driver) verify(ctx context.Context, wake time.Time, changed <-chan stru
 
 	end := time.Now()
 	d.verifyAt = end.Add(d.opts.VerifyInterval)
+	failure := ""
 	switch {
 	case errors.Is(err, ErrStartOver):
 		log.Info("Verify requested a new pass", "reason", err)
@@ -270,8 +273,13 @@ func (d *Driver) verify(ctx context.Context, wake time.Time, changed <-chan stru
 		d.verifyAt = end.Add(d.opts.VerifyInterval / 4)
 		return
 	case err != nil:
-		log.Error(err, "Verify failed")
+		if failure = err.Error(); failure != d.verifyFailure {
+			log.Error(err, "Verify failed; retrying")
+		}
+	case d.verifyFailure != "":
+		log.Info("Verify works again")
 	}
+	d.verifyFailure = failure
 	d.opts.Observer.Verified(end.Sub(begin), err)
 }
 

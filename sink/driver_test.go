@@ -1020,6 +1020,36 @@ func TestVerify(t *testing.T) {
 	})
 }
 
+// TestAFailingVerifyIsLoggedOnce lets Verify fail with the same error for some time, and
+// then with another error. The driver logs each of the errors once, and the recovery.
+func TestAFailingVerifyIsLoggedOnce(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		logger := ktesting.NewLogger(t, ktesting.NewConfig(ktesting.BufferLogs(true), ktesting.Verbosity(0)))
+		ctx, cancel := context.WithCancel(klog.NewContext(t.Context(), logger))
+		src := sinktest.NewSource()
+		src.MarkSynced()
+		calls := 0
+		s := &stages{verify: func(context.Context) error {
+			if calls++; calls > 20 {
+				return nil
+			}
+			return fmt.Errorf("cause %d", calls/10)
+		}}
+		ended := make(chan error)
+		go func() { ended <- sink.Run(ctx, src, s, sink.Options{VerifyInterval: time.Second}) }()
+		time.Sleep(time.Minute)
+		synctest.Wait()
+		log := logger.GetSink().(ktesting.Underlier).GetBuffer().String()
+		for text, want := range map[string]int{"cause 0": 1, "cause 1": 1, "cause 2": 1, "Verify failed": 3, "Verify works again": 1} {
+			if n := strings.Count(log, text); n != want {
+				t.Errorf("%q is logged %d times, want %d", text, n, want)
+			}
+		}
+		cancel()
+		<-ended
+	})
+}
+
 func TestRecoveryIsLogged(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		logger := ktesting.NewLogger(t, ktesting.NewConfig(ktesting.BufferLogs(true), ktesting.Verbosity(0)))

@@ -17,7 +17,8 @@
 // from watcher to sink. Then it checks connections. It does not change the network
 // namespace of the test itself. It requires Linux, root, and nft. The kit uses nft to add
 // rules that do not belong to the proxy. It checks that the proxy does not change these
-// rules.
+// rules. If iptables-legacy-save, ip6tables-legacy-save and ipset are installed, it also
+// checks that clean-up leaves no rules and sets of these programs.
 //
 // The process with the sink is another run of the test binary, with only the test that
 // calls Run. In this process, Run runs the proxy and does not return. The code of the

@@ -5,10 +5,14 @@
 package conformance
 
 import (
+	"errors"
 	"fmt"
+	"io/fs"
+	"os"
 	"os/exec"
 	"strings"
 
+	"github.com/kpng-project/kpng/internal/netnstest"
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 )
@@ -35,21 +39,66 @@ table inet somebody {
 
 // nft runs the command nft on the node.
 func (k *kit) nft(stdin string, args ...string) (string, error) {
+	return k.command(stdin, "nft", args...)
+}
+
+// command runs a program on the node and returns what it prints.
+func (k *kit) command(stdin, program string, args ...string) (string, error) {
 	printed := &output{}
-	cmd := exec.Command("nft", args...)
+	cmd := exec.Command(netnstest.Program(program), args...)
 	cmd.Stdin, cmd.Stdout, cmd.Stderr = strings.NewReader(stdin), printed, printed
 	ended, err := k.site.Start(cmd)
 	if err == nil {
 		err = <-ended
 	}
 	if err != nil {
-		return "", fmt.Errorf("nft %s: %w\n%s", strings.Join(args, " "), err, printed)
+		return "", fmt.Errorf("%s %s: %w\n%s", program, strings.Join(args, " "), err, printed)
 	}
 	return printed.String(), nil
 }
 
-// inventory returns the state of the node: links, addresses, routes, rules, and nft's
-// tables with their content.
+// legacyRules returns the rules and the chains of users in flavour legacy of iptables.
+// The programs read only tables that the kernel has loaded. They cannot delete tables,
+// so an empty table does not count. Without the programs, or if they fail, there are no
+// rules.
+func (k *kit) legacyRules() string {
+	var text strings.Builder
+	for _, program := range []string{"iptables-legacy-save", "ip6tables-legacy-save"} {
+		saved, err := k.command("", program)
+		if err != nil {
+			continue
+		}
+		table := ""
+		for line := range strings.Lines(saved) {
+			switch fields := strings.Fields(line); {
+			case strings.HasPrefix(line, "*"):
+				table = fields[0][1:]
+			case strings.HasPrefix(line, "-A "), strings.HasPrefix(line, ":") && len(fields) > 1 && fields[1] == "-":
+				fmt.Fprintf(&text, "%s: table %s: %s", program, table, line)
+			}
+		}
+	}
+	return text.String()
+}
+
+// virtualServers returns the virtual servers and destinations in the content of
+// /proc/net/ip_vs, without the numbers of connections.
+func virtualServers(content string) string {
+	const header = 3
+	var text strings.Builder
+	n := 0
+	for line := range strings.Lines(content) {
+		if n++; n > header {
+			fields := strings.Fields(line)
+			fmt.Fprintf(&text, "virtual server: %s\n", strings.Join(fields[:min(len(fields), 4)], " "))
+		}
+	}
+	return text.String()
+}
+
+// inventory returns the state of the node: links, addresses, routes, rules, nft's tables
+// with their content, rules in flavour legacy of iptables, sets of ipset, and virtual
+// servers of IPVS.
 func (k *kit) inventory() (string, error) {
 	var text strings.Builder
 	err := k.site.Do(func() error {
@@ -86,10 +135,19 @@ func (k *kit) inventory() (string, error) {
 				fmt.Fprintf(&text, "rule %s\n", rule)
 			}
 		}
+		servers, err := os.ReadFile("/proc/thread-self/net/ip_vs")
+		if err != nil && !errors.Is(err, fs.ErrNotExist) {
+			return err
+		}
+		text.WriteString(virtualServers(string(servers)))
 		return nil
 	})
 	if err != nil {
 		return "", fmt.Errorf("list the state of the node: %w", err)
+	}
+	text.WriteString(k.legacyRules())
+	if sets, err := k.command("", "ipset", "save"); err == nil { // without ipset, or without ip_set in the kernel, there are no sets
+		text.WriteString(sets)
 	}
 	rules, err := k.nft("", "list", "ruleset")
 	return text.String() + rules, err

@@ -17,6 +17,7 @@ import (
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/backends/internal/kernelnode"
+	"github.com/kpng-project/kpng/backends/internal/netfilter"
 	"github.com/kpng-project/kpng/backends/internal/netns"
 	"github.com/kpng-project/kpng/backends/nodeaddr"
 	"github.com/kpng-project/kpng/sink"
@@ -83,10 +84,17 @@ func (b *Backend) Start(ctx context.Context) error {
 			return err
 		}
 	}
-	ipset, err := b.findIPSet(ctx)
-	if err != nil {
-		return err
+	ipset := ""
+	if !b.opts.WithoutIPSet {
+		var err error
+		switch ipset, err = findIPSet(ctx, b.opts.NetNS); {
+		case errors.Is(err, errNoSets):
+			log.Info("Using rules in place of sets", "reason", err.Error())
+		case err != nil:
+			return err
+		}
 	}
+	var err error
 	if b.rulesets, err = b.newRulesets(flavour, ipset); err != nil {
 		return err
 	}
@@ -139,33 +147,12 @@ func (b *Backend) removeStale(ctx context.Context) {
 	})
 }
 
-// findIPSet returns the path of the program ipset. It returns "" if the backend is to use
-// rules in place of sets.
-func (b *Backend) findIPSet(ctx context.Context) (string, error) {
-	if b.opts.WithoutIPSet {
-		return "", nil
-	}
-	path, err := findProgram("ipset", "ipset")
-	if err != nil {
-		if !errors.Is(err, exec.ErrNotFound) {
-			return "", err
-		}
-		klog.FromContext(ctx).Info("Using rules in place of sets", "reason", err.Error())
-		return "", nil
-	}
-	r := &runner{netNS: b.opts.NetNS}
-	if _, err := r.command(ctx, "", path, "list", "-name"); err != nil {
-		if ctx.Err() != nil {
-			return "", err
-		}
-		klog.FromContext(ctx).Info("Using rules in place of sets", "reason", err.Error())
-		return "", nil
-	}
-	return path, nil
-}
-
 // newRulesets returns a ruleset for each family that the kernel has.
 func (b *Backend) newRulesets(flavour Flavour, ipset string) (list []*ruleset, err error) {
+	var nft *netfilter.Conn
+	if flavour == NFT {
+		nft = netfilter.NewConn(b.opts.NetNS)
+	}
 	for _, family := range families {
 		if family == api.IPv6 {
 			var statErr error
@@ -180,6 +167,7 @@ func (b *Backend) newRulesets(flavour Flavour, ipset string) (list []*ruleset, e
 		if err != nil {
 			return nil, err
 		}
+		run.nft = nft
 		list = append(list, &ruleset{renderer: renderer{opts: &b.opts, family: family}, run: run})
 	}
 	return list, nil
@@ -196,7 +184,21 @@ func (b *Backend) updateAddresses(ctx context.Context) error {
 
 // Stop implements [sink.Stopper]. The rules stay and forward traffic; see Cleanup.
 func (b *Backend) Stop(ctx context.Context) error {
-	return b.tasks.Stop(ctx)
+	err := b.tasks.Stop(ctx)
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return errors.Join(err, b.closeConns())
+}
+
+// closeConns closes the connections of the runners. The next request opens them again.
+func (b *Backend) closeConns() error {
+	var errs []error
+	for _, t := range b.rulesets {
+		if t.run.nft != nil {
+			errs = append(errs, t.run.nft.Close())
+		}
+	}
+	return errors.Join(errs...)
 }
 
 // Cleanup implements [sink.Cleaner]. It removes the chains and sets of the instance in
@@ -205,7 +207,7 @@ func (b *Backend) Stop(ctx context.Context) error {
 func (b *Backend) Cleanup(ctx context.Context) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	var errs []error
+	errs := []error{b.closeConns()}
 	for _, flavour := range []Flavour{NFT, Legacy} {
 		if _, err := findProgram(programName(flavour, api.IPv4, "save"), "iptables"); err != nil {
 			continue
@@ -224,9 +226,15 @@ func (b *Backend) Cleanup(ctx context.Context) error {
 	if err := errors.Join(errs...); err != nil {
 		return err // the remaining rules may use the sets
 	}
-	ipset, err := findProgram("ipset", "ipset")
-	if err != nil {
+	ipset, err := findIPSet(ctx, b.opts.NetNS)
+	switch {
+	case errors.Is(err, exec.ErrNotFound):
 		return nil
+	case errors.Is(err, errNoSets):
+		klog.FromContext(ctx).Info("Could not list sets; removing none", "reason", err.Error())
+		return nil
+	case err != nil:
+		return err
 	}
 	return (&runner{netNS: b.opts.NetNS, ipset: ipset}).destroySets(ctx, b.opts.isOwn)
 }
@@ -370,11 +378,6 @@ func (b *Backend) updateEnvironment(ctx context.Context) error {
 	return nil
 }
 
-// The pause after a Verify call is verifyPause times the duration of the call.
-// Comparisons therefore use at most 2 % of a CPU, even if changes of services cancel
-// them.
-const verifyPause = 50
-
 // maxInterrupted limits the consecutive Verify calls that may be interrupted while they
 // compare the same ruleset. After maxInterrupted such calls, the next Verify ignores its
 // context. Therefore all rules are compared even while services constantly change.
@@ -397,9 +400,9 @@ func (b *Backend) Verify(ctx context.Context) error {
 	case begin.Before(b.verifyAt):
 		return nil
 	}
-	defer func() {
+	defer func() { // there is a pause even if a change of services has cancelled the comparison
 		if b.known {
-			b.verifyAt = time.Now().Add(verifyPause * time.Since(begin))
+			b.verifyAt = time.Now().Add(kernelnode.PauseFactor * time.Since(begin))
 		}
 	}()
 	var errs []error
@@ -409,7 +412,7 @@ func (b *Backend) Verify(ctx context.Context) error {
 			verifyCtx = context.WithoutCancel(ctx)
 		}
 		err := t.verify(verifyCtx)
-		var d difference
+		var d kernelnode.Difference
 		if errors.As(err, &d) {
 			b.known = false
 			b.opts.Observer.Drifted()

@@ -12,12 +12,15 @@ import (
 	"net/netip"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends/internal/netfilter"
 	"github.com/kpng-project/kpng/backends/nodeaddr"
 	"github.com/kpng-project/kpng/internal/netnstest"
 	"github.com/kpng-project/kpng/sink"
@@ -116,6 +119,97 @@ func TestLockHeldByAnotherProgram(t *testing.T) {
 	mustSync(t, b, batch(web))
 	if !strings.Contains(saveAll(t, ns, Legacy), "10.1.0.9:8080") {
 		t.Error("the change was not written when the lock was free")
+	}
+}
+
+// backendWithPrograms replaces iptables-restore at the start of a backend.
+type backendWithPrograms struct {
+	*Backend
+	restore map[api.Family]string
+}
+
+func (b backendWithPrograms) Start(ctx context.Context) error {
+	err := b.Backend.Start(ctx)
+	for _, r := range b.rulesets {
+		r.run.restoreProgram = b.restore[r.family]
+	}
+	return err
+}
+
+// Another program holds the lock for 30 seconds, which is longer than the default of
+// LockWait. The driver reports errors that name the lock, the old rules stay, and the
+// change is written after the lock is free.
+func TestLockHeldForHalfAMinute(t *testing.T) {
+	const held = 30 * time.Second
+	file := filepath.Join(t.TempDir(), "xtables.lock")
+	b := backendWithPrograms{nil, map[api.Family]string{}}
+	for _, family := range families {
+		program, err := findProgram(programName(Legacy, family, "restore"), "iptables")
+		if err != nil {
+			t.Fatal(err)
+		}
+		// Parallel tests must not write programs: while a file is open for writing, for example
+		// in a process that another test has just started, the kernel does not execute it.
+		replaceProgram(t, &program, "XTABLES_LOCKFILE="+file+` exec %s "$@"`)
+		b.restore[family] = program
+	}
+	t.Parallel()
+	ns := netnstest.New(t)
+	b.Backend = newBackend(t, ns, variant{Legacy, false})
+	src := sinktest.NewSource()
+	src.SetNode(node)
+	src.Set(everything()...)
+	src.MarkSynced()
+	results := make(chan sink.SyncResult, 10_000)
+	d := sink.NewDriver(src, b, sink.Options{
+		Backoff:  sink.Backoff{Initial: 10 * time.Millisecond, Max: 100 * time.Millisecond},
+		Observer: sink.Observer{Synced: func(r sink.SyncResult) { results <- r }},
+	})
+	ctx, cancel := context.WithCancel(t.Context())
+	ended := make(chan error)
+	go func() { ended <- d.Run(ctx) }()
+	defer func() { cancel(); <-ended }()
+	// The function succeed waits for a successful Sync.
+	succeed := func(what string) {
+		t.Helper()
+		var last error
+		for deadline := time.After(time.Minute); ; {
+			select {
+			case r := <-results:
+				if last = r.Err; last == nil {
+					return
+				}
+			case <-deadline:
+				t.Fatalf("%s: no Sync succeeded for a minute; the last error is %v", what, last)
+			}
+		}
+	}
+	succeed("before the lock is held")
+	before := saveAll(t, ns, Legacy)
+
+	release := holdLock(t, file)
+	src.Set(view("web", "10.96.0.1 fd00:96::1", "10.1.0.9"))
+	failures := 0
+	for end := time.After(held); end != nil; {
+		select {
+		case r := <-results:
+			if failures++; r.Err == nil || !strings.Contains(r.Err.Error(), "another program has held the lock of iptables (/run/xtables.lock) for 5s") {
+				t.Errorf("while the lock is held, Sync returned %v", r.Err)
+			}
+		case <-end:
+			end = nil
+		}
+	}
+	if failures < 2 {
+		t.Errorf("%d changes failed in %v, want more", failures, held)
+	}
+	if diff := cmp.Diff(before, saveAll(t, ns, Legacy)); diff != "" {
+		t.Errorf("the rules changed (-before +after):\n%s", diff)
+	}
+	release()
+	succeed("after the lock is free")
+	if text := saveAll(t, ns, Legacy); !strings.Contains(text, "10.1.0.9:8080") {
+		t.Errorf("the change was not written:\n%s", text)
 	}
 }
 
@@ -834,6 +928,31 @@ func TestRulesPrintedInAnotherForm(t *testing.T) {
 		if err := verify(t, b); err != nil {
 			t.Errorf("Verify after a pass returned %v", err)
 		}
+
+		// A new chain with rules of that form is not a change by another program.
+		inexact := len(b.rulesets[0].inexact)
+		next := view("new", "10.96.0.77", "10.1.0.1 10.1.0.2")
+		mustSync(t, b, batch(next))
+		b.rulesets[0].verified = 0
+		if err := verify(t, b); err != nil {
+			t.Errorf("Verify after a new service returned %v", err)
+		}
+		if got := len(b.rulesets[0].inexact); got != inexact+1 {
+			t.Errorf("%d chains have rules in another form, want %d", got, inexact+1)
+		}
+		ns.Run(t, programName(v.flavour, api.IPv4, ""), "-t", "nat", "-R", b.rulesets[0].entry(t, "10.96.0.77/32 -p tcp"), "1", "-p", "tcp", "-j", "DNAT", "--to-destination", "10.9.9.9:99")
+		if err := verify(t, b); !errors.Is(err, sink.ErrStartOver) {
+			t.Errorf("Verify after an edit of the new chain returned %v", err)
+		}
+		mustSync(t, b, pass(append(everything(), next)...))
+		mustSync(t, b, &sink.Changes{Node: node, Services: slices.Values([]sink.Change{{Key: next.Key(), Old: next}})})
+		if err := verify(t, b); err != nil {
+			t.Errorf("Verify after a deleted service returned %v", err)
+		}
+		if got := len(b.rulesets[0].inexact); got != inexact {
+			t.Errorf("%d chains have rules in another form, want %d", got, inexact)
+		}
+
 		ns.Run(t, programName(v.flavour, api.IPv4, ""), "-t", "nat", "-F", list)
 		if err := verify(t, b); !errors.Is(err, sink.ErrStartOver) {
 			t.Errorf("Verify after a flush returned %v", err)
@@ -966,6 +1085,10 @@ func TestJumpsPrintedInAnotherForm(t *testing.T) {
 			if err := verify(t, b); err != nil {
 				t.Error(err)
 			}
+		}
+		ns.Run(t, programName(v.flavour, api.IPv4, ""), "-R", "FORWARD", "1", "-s", "10.0.0.0/8", "-m", "conntrack", "--ctstate", "NEW", "-j", "KPNG-SERVICES")
+		if err := verify(t, b); !errors.Is(err, sink.ErrStartOver) {
+			t.Errorf("Verify after an edit of a jump returned %v", err)
 		}
 		ns.Run(t, programName(v.flavour, api.IPv4, ""), "-I", "FORWARD", "-s", "10.0.0.0/8", "-m", "conntrack", "--ctstate", "NEW", "-j", "KPNG-SERVICES")
 		mustSync(t, b, pass(everything()...))
@@ -1213,6 +1336,101 @@ func TestFailingServiceLosesItsAddress(t *testing.T) {
 		}
 		check()
 	})
+}
+
+// If ipset is installed but the kernel has no sets, Cleanup removes the rules.
+func TestCleanupWithoutSetsInKernel(t *testing.T) {
+	ns := netnstest.New(t)
+	dir := t.TempDir()
+	if err := os.WriteFile(filepath.Join(dir, "ipset"), []byte("#!/bin/sh\necho 'Cannot open session to kernel.' >&2\nexit 1\n"), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	t.Setenv("PATH", dir+":"+os.Getenv("PATH"))
+	b := start(t, ns, variant{NFT, false})
+	mustSync(t, b, pass(everything()...))
+	if err := b.Cleanup(t.Context()); err != nil {
+		t.Error(err)
+	}
+	checkOldFlavour(t, ns, NFT, false)
+}
+
+// A look for old rules in flavour legacy does not make the kernel load a table.
+func TestLegacyTablesAreNotLoaded(t *testing.T) {
+	ns := netnstest.New(t)
+	ns.Run(t, "iptables-legacy", "-t", "nat", "-A", "OUTPUT", "-p", "tcp", "--dport", "1", "-j", "RETURN")
+	b := start(t, ns, variant{NFT, true})
+	mustSync(t, b, pass(everything()...))
+	if err := b.Cleanup(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if got := strings.TrimSpace(ns.Run(t, "cat", "/proc/net/ip_tables_names")); got != "nat" {
+		t.Errorf("the kernel has loaded the tables %q, want nat", got)
+	}
+}
+
+// The backend lists its chains and deletes empty tables although another program
+// constantly changes tables of nf_tables.
+func TestCleanupDuringChangesOfOtherTables(t *testing.T) {
+	ns := netnstest.New(t)
+	b := start(t, ns, variant{NFT, true})
+	mustSync(t, b, passOf(many(300))...)
+	ctx, cancel := context.WithCancel(t.Context())
+	var running sync.WaitGroup
+	running.Go(func() {
+		c := netfilter.NewConn(ns.FD)
+		defer c.Close()
+		for ctx.Err() == nil {
+			if err := c.Transact(ctx, func(w *netfilter.Builder) {
+				at := w.Begin(nfTables|unix.NFT_MSG_NEWTABLE, unix.NLM_F_CREATE, unix.NFPROTO_INET)
+				w.String(unix.NFTA_TABLE_NAME, "other")
+				w.End(at)
+			}); err != nil {
+				t.Error(err)
+				return
+			}
+		}
+	})
+	defer running.Wait()
+	defer cancel()
+	for range 20 {
+		if has, err := b.rulesets[0].hasChains(t.Context()); !has || err != nil {
+			t.Fatalf("the instance has chains: %t (%v)", has, err)
+		}
+	}
+	for range 20 {
+		if err := deleteEmptyTables(t.Context(), ns.FD, api.IPv4); err != nil {
+			t.Fatal(err)
+		}
+	}
+}
+
+// After Stop, the process has no more sockets than before Start.
+func TestStopClosesSockets(t *testing.T) {
+	ns := netnstest.New(t)
+	sockets := func() (n int) {
+		files, err := os.ReadDir("/proc/self/fd")
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, file := range files {
+			if to, _ := os.Readlink("/proc/self/fd/" + file.Name()); strings.HasPrefix(to, "socket:") {
+				n++
+			}
+		}
+		return n
+	}
+	before := sockets()
+	b := start(t, ns, variant{NFT, true})
+	mustSync(t, b, pass(everything()...), batch(view("web", "10.96.0.1", "10.1.0.9")))
+	if got := sockets(); got != before+1 {
+		t.Errorf("%d sockets after Sync, want %d", got, before+1)
+	}
+	if err := b.Stop(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if got := sockets(); got != before {
+		t.Errorf("%d sockets after Stop, want %d", got, before)
+	}
 }
 
 // Cleanup deletes only tables that the programs of iptables create.

@@ -132,6 +132,7 @@ func TestRestartWritesNothing(t *testing.T) {
 }
 
 func TestDriftIsMended(t *testing.T) {
+	t.Parallel() // with TestLockHeldForHalfAMinute
 	for what, command := range map[string]string{
 		"flush by hand":                     "iptables -t nat -F",
 		"flush of filter by hand":           "ip6tables -F",
@@ -354,8 +355,9 @@ func TestChangeOfFlavour(t *testing.T) {
 
 func TestFlavourIsDetected(t *testing.T) {
 	const (
-		hint = "*mangle\n:KUBE-KUBELET-CANARY - [0:0]\nCOMMIT\n"
-		rule = "*filter\n-A INPUT -p tcp --dport 23 -j REJECT\nCOMMIT\n"
+		hint    = "*mangle\n:KUBE-IPTABLES-HINT - [0:0]\nCOMMIT\n"
+		oldHint = "*mangle\n:KUBE-KUBELET-CANARY - [0:0]\nCOMMIT\n"
+		rule    = "*filter\n-A INPUT -p tcp --dport 23 -j REJECT\nCOMMIT\n"
 	)
 	for name, c := range map[string]struct {
 		nft, legacy string
@@ -363,6 +365,8 @@ func TestFlavourIsDetected(t *testing.T) {
 	}{
 		"hint of kubelet in legacy":            {rule, hint, Legacy},
 		"hint of kubelet in nft":               {hint, rule, NFT},
+		"hint of an old kubelet in legacy":     {rule, oldHint, Legacy},
+		"hint of an old kubelet in nft":        {oldHint, rule, NFT},
 		"more rules in legacy":                 {"", rule, Legacy},
 		"more rules in nft":                    {rule, "", NFT},
 		"none, and the default program is nft": {"", "", NFT},

@@ -238,19 +238,22 @@ func (r *renderer) skeleton() *rendered {
 // network. If the options define no pods of the family, MasqueradeOutsiders adds no
 // rules.
 func (r *renderer) outsiders() (rules []string) {
-	switch {
-	case r.opts.MasqueradeAll:
-		return []string{jump(r.name(markPacket))}
-	case !r.opts.MasqueradeOutsiders:
+	if !r.marksOutsiders() {
 		return nil
 	}
-	for _, match := range r.podMatches() {
-		rules = append(rules, match+"-j RETURN")
+	if !r.opts.MasqueradeAll {
+		for _, match := range r.podMatches() {
+			rules = append(rules, match+"-j RETURN")
+		}
 	}
-	if len(rules) > 0 {
-		rules = append(rules, jump(r.name(markPacket)))
-	}
-	return rules
+	return append(rules, jump(r.name(markPacket)))
+}
+
+// marksOutsiders reports whether outsiders returns rules.
+func (r *renderer) marksOutsiders() bool {
+	hasFamily := func(cidr netip.Prefix) bool { return api.FamilyOf(cidr.Addr()) == r.family }
+	return r.opts.MasqueradeAll ||
+		r.opts.MasqueradeOutsiders && (len(r.opts.PodInterfaces) > 0 || slices.ContainsFunc(r.env.pods, hasFamily))
 }
 
 // nodePortAddrs returns the addresses of node ports in the renderer's family.
@@ -344,7 +347,7 @@ func (s *serviceRenderer) translated(f *nodeview.Frontend) string {
 	switch f.Masquerade {
 	case nodeview.MasqueradeIfAsked:
 		list := s.list(f, &f.Elsewhere)
-		if list == "" || len(s.outsiders()) == 0 {
+		if list == "" || !s.marksOutsiders() {
 			return list
 		}
 		rules = append(rules, jump(s.name(outsiders)), jump(list))

@@ -58,6 +58,31 @@ func (r *rendered) lines(opts *Options) []string {
 	return out
 }
 
+// The mark of the option MasqueradeMark, and no other mark, is in the rules.
+func TestMasqueradeMarkIsRendered(t *testing.T) {
+	opts := &Options{MasqueradeMark: 0x40000, MasqueradeAll: true}
+	if err := opts.complete(); err != nil {
+		t.Fatal(err)
+	}
+	for _, family := range families {
+		r := &renderer{opts: opts, family: family}
+		var got []string
+		for _, line := range append(r.skeleton().lines(opts), r.service(view("web", "10.96.0.1 fd00:96::1", "!10.1.0.1 !fd00::1", loadBalancer)).lines(opts)...) {
+			if strings.Contains(line, "mark") || strings.Contains(line, "0x") {
+				got = append(got, line)
+			}
+		}
+		want := []string{
+			"nat M1 1: -j MARK --set-xmark 0x40000/0x40000",
+			"nat P1 1: -m mark ! --mark 0x40000/0x40000 -j RETURN",
+			"nat P1 2: -j MARK --set-xmark 0x40000/0x0",
+		}
+		if diff := cmp.Diff(want, got); diff != "" {
+			t.Errorf("%s: rules with marks (-want +got):\n%s", family, diff)
+		}
+	}
+}
+
 func TestServicesAreRendered(t *testing.T) {
 	rename := func(s *api.Service) { s.Ports[0].Name = "a\"\n-j ACCEPT" }
 	outside := func(o *Options) {

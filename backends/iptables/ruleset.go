@@ -16,6 +16,7 @@ import (
 	"strings"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends/internal/kernelnode"
 	"github.com/kpng-project/kpng/sink"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/klog/v2"
@@ -62,21 +63,22 @@ type ruleset struct {
 	// elements.
 	held map[string][]element
 	// The map delivered has the services that this pass has delivered until now. It is nil
-	// if holding is false.
+	// while there is no pass; see holding.
 	delivered map[types.NamespacedName]bool
 	// The field broken is the error of the last call of begin, or nil. While broken is not
 	// nil, all services of this family fail. The field failures is the number of consecutive
 	// calls of begin that failed.
 	broken   error
 	failures int
-	// holding is true from the call of begin to the call of prune. During this time, no
-	// chain of a service is deleted, because rules of an earlier process may lead to that
-	// chain.
-	holding bool
 	// inexact has the chains whose rules iptables-save prints in another form than this
 	// package writes them. The value is the digest of the printed rules. For one of the
-	// kernel's own chains, it is the digest of only the jump to the instance's chain.
+	// kernel's own chains, it is the digest of only the jump to the instance's chain. A chain
+	// is not in inexact from the time at which it is written to the next call of verifyRules.
 	inexact map[chainID]uint64
+	// rewords is true if checkEdited found that iptables-save prints rules in another form.
+	// Then written has the chains that were written since the rules were last compared.
+	rewords bool
+	written map[chainID]bool
 	// edited is true if verify found edited rules and no pass has ended since.
 	edited bool
 	// verified is the generation of nf_tables in which verify found the right rules, or 0.
@@ -179,7 +181,8 @@ func (t *ruleset) begin(ctx context.Context) error {
 		return err
 	}
 	*t = ruleset{
-		renderer: t.renderer, run: t.run, failures: t.failures, inexact: t.inexact, edited: t.edited,
+		renderer: t.renderer, run: t.run, failures: t.failures, edited: t.edited,
+		inexact: t.inexact, rewords: t.rewords, written: map[chainID]bool{},
 		records:         map[types.NamespacedName]*record{},
 		chains:          map[chainID]string{},
 		claims:          map[chainID]map[string]claim{},
@@ -189,7 +192,6 @@ func (t *ruleset) begin(ctx context.Context) error {
 		inSets:          elements,
 		held:            map[string][]element{},
 		delivered:       map[types.NamespacedName]bool{},
-		holding:         true,
 		changedChains:   map[chainID]bool{},
 		changedElements: map[element]bool{},
 		jumpLines:       map[string][]string{},
@@ -340,7 +342,7 @@ func (t *ruleset) render(changes iter.Seq[sink.Change], failed *sink.Failed) (li
 // service name, only an address. If this pass has already programmed the service,
 // takeElements adds none.
 func (t *ruleset) takeElements(key types.NamespacedName, view *api.ServiceEndpoints) {
-	if t.holding {
+	if t.holding() {
 		t.delivered[key] = true
 	}
 	r := t.records[key]
@@ -359,6 +361,11 @@ func (t *ruleset) takeElements(key types.NamespacedName, view *api.ServiceEndpoi
 		}
 	}
 }
+
+// holding reports whether a pass has begun and prune was not called yet. During this
+// time, no chain of a service is deleted, because rules of an earlier process may lead
+// to that chain.
+func (t *ruleset) holding() bool { return t.delivered != nil }
 
 // apply programs services. If the kernel refuses the rules of some services, apply finds
 // these services, keeps their old rules and adds the services to failed. It returns an
@@ -439,7 +446,7 @@ func (t *ruleset) replace(key types.NamespacedName, next *record, take bool) {
 		last = &record{rendered: newRendered()}
 	}
 	for id := range last.chains {
-		if _, ok := next.chains[id]; !ok && !t.holding {
+		if _, ok := next.chains[id]; !ok && !t.holding() {
 			t.setChain(id, "", false)
 		}
 	}
@@ -649,6 +656,10 @@ func (t *ruleset) writeChains(ctx context.Context) error {
 	for _, id := range write {
 		rules, needed := t.chains[id]
 		put(t.inKernel, id, digest(rules), needed)
+		if t.rewords {
+			delete(t.inexact, id)
+			put(t.written, id, true, needed)
+		}
 	}
 	clear(t.jumpLines)
 	clear(t.changedChains)
@@ -737,7 +748,7 @@ func (t *ruleset) prune(ctx context.Context, failing map[types.NamespacedName]bo
 		}
 	}
 	clear(t.held)
-	t.holding, t.delivered, t.undo = false, nil, nil
+	t.delivered, t.undo = nil, nil
 	if err := t.commitOld(ctx); err != nil {
 		return err
 	}
@@ -757,8 +768,8 @@ func (t *ruleset) reach(table, rules string, needed map[chainID]bool) {
 	}
 }
 
-// verify compares the kernel with what commit has written. It returns a [difference] if
-// another program has changed something.
+// verify compares the kernel with what commit has written. It returns a
+// [kernelnode.Difference] if another program has changed something.
 func (t *ruleset) verify(ctx context.Context) error {
 	if t.broken != nil {
 		return nil
@@ -785,12 +796,12 @@ func (t *ruleset) verify(ctx context.Context) error {
 	}
 	for e := range elements {
 		if _, ok := t.inSets[e]; !ok {
-			return differs("%s was added to set %s", e.text, t.setName(e.set))
+			return kernelnode.Differs("%s was added to set %s", e.text, t.setName(e.set))
 		}
 	}
 	for e, sure := range t.inSets {
 		if sure && !elements[e] {
-			return differs("%s was removed from set %s", e.text, t.setName(e.set))
+			return kernelnode.Differs("%s was removed from set %s", e.text, t.setName(e.set))
 		}
 	}
 	return nil
@@ -801,43 +812,50 @@ func (t *ruleset) verifyRules(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	is, want := t.jumpsAndChains(saved)
-	for id := range is {
-		if _, ok := want[id]; !ok && !t.changedChains[id] {
-			return differs("%s was added", t.describe(id))
+	for _, c := range t.comparisons(saved) {
+		for id := range c.is {
+			if _, ok := c.want[id]; !ok && !t.changedChains[id] {
+				return kernelnode.Differs("%s was added", t.describe(id))
+			}
 		}
-	}
-	for id, rules := range want {
-		text, exists := is[id]
-		switch {
-		case t.changedChains[id]: // a Sync failed, so the kernel may have other rules
-		case !exists:
-			return differs("%s was deleted", t.describe(id))
-		case text == rules:
-			delete(t.inexact, id)
-		case !sameLength(text, rules):
-			return differs("%s has another number of rules", t.describe(id))
-		case t.inexact[id] == 0:
-			t.edited = true
-			return differs("%s was changed", t.describe(id))
+		for id, rules := range c.want {
+			text, exists := c.is[id]
+			switch {
+			case t.changedChains[id]: // a Sync failed, so the kernel may have other rules
+			case !exists:
+				return kernelnode.Differs("%s was deleted", t.describe(id))
+			case text == rules:
+				delete(t.inexact, id)
+			case !sameLength(text, rules):
+				return kernelnode.Differs("%s has another number of rules", t.describe(id))
+			case t.inexact[id] == digest(text):
+			case t.written[id]:
+				t.inexact[id] = digest(text)
+			default:
+				t.edited = true
+				return kernelnode.Differs("%s was changed", t.describe(id))
+			}
+			delete(t.written, id)
 		}
 	}
 	return nil
 }
 
-// jumpsAndChains returns the rules that lead to chains of the instance, and the rules of
-// these chains. The first result has the rules in the kernel, without those of t.foreign.
-// The second result has the rules that the kernel should have.
-func (t *ruleset) jumpsAndChains(s *saved) (is, want map[chainID]string) {
-	is, want = maps.Clone(s.chains), maps.Clone(t.chains)
+// comparison has the rules of chains in the kernel, and the rules that these chains
+// should have.
+type comparison struct{ is, want map[chainID]string }
+
+// comparisons returns the comparisons for the chains of the instance, and for the rules
+// that lead to them. It omits the rules of t.foreign.
+func (t *ruleset) comparisons(s *saved) [2]comparison {
+	jumps := map[chainID]string{}
 	for id, rules := range s.jumps {
 		list := slices.DeleteFunc(strings.Split(rules, "\n"), func(rule string) bool {
 			return slices.Contains(t.foreign, foreignRule{id, rule})
 		})
-		put(is, id, strings.Join(list, "\n"), len(list) > 0)
+		put(jumps, id, strings.Join(list, "\n"), len(list) > 0)
 	}
-	maps.Copy(want, t.jumps())
-	return is, want
+	return [2]comparison{{s.chains, t.chains}, {jumps, t.jumps()}}
 }
 
 func (t *ruleset) describe(id chainID) string {
@@ -863,29 +881,22 @@ func (t *ruleset) checkEdited(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	t.edited, t.inexact = false, map[chainID]uint64{}
-	is, want := t.jumpsAndChains(saved)
+	t.edited, t.inexact, t.written = false, map[chainID]uint64{}, map[chainID]bool{}
 	var example string
-	for id, rules := range want {
-		if text, exists := is[id]; exists && text != rules && sameLength(text, rules) {
-			t.inexact[id] = digest(text)
-			example = t.describe(id)
+	for _, c := range t.comparisons(saved) {
+		for id, rules := range c.want {
+			if text, exists := c.is[id]; exists && text != rules && sameLength(text, rules) {
+				t.inexact[id] = digest(text)
+				example = t.describe(id)
+			}
 		}
 	}
-	if example != "" {
-		klog.FromContext(ctx).Info("iptables prints rules of some chains in another form; a change of these chains by another program is found only if it changes the number of rules",
+	if t.rewords = example != ""; t.rewords {
+		klog.FromContext(ctx).Info("iptables prints rules of some chains in another form; until the next comparison, a change of a new chain by another program is found only if it changes the number of rules",
 			"family", t.family, "chains", len(t.inexact), "example", example)
 	}
 	return nil
 }
-
-// difference is an error that describes a difference between the kernel and its expected
-// content.
-type difference string
-
-func (d difference) Error() string { return string(d) }
-
-func differs(format string, args ...any) error { return difference(fmt.Sprintf(format, args...)) }
 
 // saved has the rules of one family in the kernel.
 type saved struct {
@@ -897,8 +908,13 @@ type saved struct {
 
 // readRules reads the rules in the kernel.
 func (t *ruleset) readRules(ctx context.Context) (*saved, error) {
+	return t.readTables(ctx, tables[:])
+}
+
+// readTables reads the rules in the tables of list.
+func (t *ruleset) readTables(ctx context.Context, list []string) (*saved, error) {
 	s := &saved{map[chainID]string{}, map[chainID]string{}}
-	for _, table := range tables {
+	for _, table := range list {
 		text, err := t.run.save(ctx, table)
 		if err != nil {
 			return nil, err
@@ -947,11 +963,20 @@ func (s *saved) parse(text, table string, isOwn func(string) bool) {
 	}
 	// Without the copies, the strings would keep the whole output in memory.
 	for name, rules := range own {
-		s.chains[chainID{table, strings.Clone(name)}] = strings.Clone(strings.Join(rules, "\n"))
+		s.chains[chainID{table, strings.Clone(name)}] = joinCopy(rules)
 	}
 	for name, rules := range jumps {
-		s.jumps[chainID{table, strings.Clone(name)}] = strings.Clone(strings.Join(rules, "\n"))
+		s.jumps[chainID{table, strings.Clone(name)}] = joinCopy(rules)
 	}
+}
+
+// joinCopy joins rules in newly allocated memory. Given one string, strings.Join returns
+// that string itself.
+func joinCopy(rules []string) string {
+	if len(rules) == 1 {
+		return strings.Clone(rules[0])
+	}
+	return strings.Join(rules, "\n")
 }
 
 // foreignRule is a rule that leads from another chain to a chain of the instance.
@@ -985,21 +1010,28 @@ func (s *saved) foreign(jumps map[chainID]string, inexact map[chainID]uint64) (l
 // remove removes the instance's chains and the rules that lead to them. In flavour nft,
 // it also deletes the tables that are empty after that.
 func (t *ruleset) remove(ctx context.Context) error {
+	if t.run.flavour == Legacy {
+		s, err := t.readLoadedRules(ctx)
+		if err != nil {
+			return err
+		}
+		return t.removeChains(ctx, s)
+	}
 	has, err := t.hasChains(ctx)
 	if has {
-		err = t.removeChains(ctx)
+		var s *saved
+		if s, err = t.readRules(ctx); err == nil {
+			err = t.removeChains(ctx, s)
+		}
 	}
-	if err != nil || t.run.flavour == Legacy {
+	if err != nil {
 		return err
 	}
 	return deleteEmptyTables(ctx, t.opts.NetNS, t.family)
 }
 
-func (t *ruleset) removeChains(ctx context.Context) error {
-	s, err := t.readRules(ctx)
-	if err != nil {
-		return err
-	}
+// removeChains removes the chains in s and the rules that lead to them.
+func (t *ruleset) removeChains(ctx context.Context, s *saved) error {
 	missing := t.jumps()
 	t.foreign = s.foreign(missing, nil)
 	t.chains, t.changedChains, t.jumpLines = map[chainID]string{}, map[chainID]bool{}, map[string][]string{}

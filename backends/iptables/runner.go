@@ -18,6 +18,8 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends/internal/kernelnode"
+	"github.com/kpng-project/kpng/backends/internal/netfilter"
 	"github.com/kpng-project/kpng/backends/internal/netns"
 )
 
@@ -30,6 +32,7 @@ type runner struct {
 	family                      api.Family
 	lockWait                    time.Duration
 	netNS                       int
+	nft                         *netfilter.Conn // nil in flavour legacy; the runners of both families share it
 	restored                    func(lines int, err error)
 	transactions                uint32 // the number of transactions of iptables-restore
 }
@@ -47,6 +50,30 @@ func programName(flavour Flavour, family api.Family, action string) string {
 		name += "-" + action
 	}
 	return name
+}
+
+// errNoSets means that the node cannot use sets.
+var errNoSets = errors.New("sets cannot be used")
+
+// findIPSet returns the path of the program ipset. Its error wraps [errNoSets] if ipset
+// is not installed, or if ipset cannot list sets. The usual cause of the latter is a
+// kernel without ip_set.
+func findIPSet(ctx context.Context, netNS int) (string, error) {
+	path, err := findProgram("ipset", "ipset")
+	if errors.Is(err, exec.ErrNotFound) {
+		return "", fmt.Errorf("%w: %w", errNoSets, err)
+	}
+	if err != nil {
+		return "", err
+	}
+	r := &runner{netNS: netNS}
+	if _, err := r.command(ctx, "", path, "list", "-name"); err != nil {
+		if ctx.Err() != nil {
+			return "", err
+		}
+		return "", fmt.Errorf("%w: %w", errNoSets, err)
+	}
+	return path, nil
 }
 
 // findProgram returns the path of a program. The error names the Debian package that
@@ -69,7 +96,10 @@ func newRunner(opts *Options, flavour Flavour, family api.Family, ipset string) 
 	if err != nil {
 		return nil, err
 	}
-	return &runner{flavour, restore, save, ipset, family, opts.LockWait, opts.NetNS, opts.Observer.Restored, 0}, nil
+	return &runner{
+		flavour: flavour, restoreProgram: restore, saveProgram: save, ipset: ipset, family: family,
+		lockWait: opts.LockWait, netNS: opts.NetNS, restored: opts.Observer.Restored,
+	}, nil
 }
 
 // restore runs iptables-restore. The chains that input does not name stay as they are.
@@ -125,7 +155,7 @@ func (r *runner) createLine(name, setType string) string {
 
 // createSets creates the sets that do not exist. The map sets has the type of each set.
 // If a set exists with other properties, ipset refuses to create it, and createSets
-// returns a [difference].
+// returns a [kernelnode.Difference].
 func (r *runner) createSets(ctx context.Context, sets map[string]string) error {
 	var input strings.Builder
 	for name, setType := range sets {
@@ -134,7 +164,7 @@ func (r *runner) createSets(ctx context.Context, sets map[string]string) error {
 	_, err := r.command(ctx, input.String(), r.ipset, "restore")
 	var failed *programError
 	if errors.As(err, &failed) {
-		return differs("sets cannot be created: %v", failed)
+		return kernelnode.Differs("sets cannot be created: %v", failed)
 	}
 	return err
 }
@@ -144,7 +174,7 @@ func (r *runner) createSets(ctx context.Context, sets map[string]string) error {
 // set in use. The new sets have the elements of the old ones, unless the kernel refuses
 // these elements.
 func (r *runner) replaceSets(ctx context.Context, sets map[string]string) error {
-	var d difference
+	var d kernelnode.Difference
 	if err := r.createSets(ctx, sets); !errors.As(err, &d) {
 		return err
 	}

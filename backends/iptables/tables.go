@@ -22,7 +22,7 @@ import (
 
 // Messages of linux/netfilter/nf_tables.h.
 const (
-	getTable, delTable, getChain, getGeneration = nfTables | unix.NFT_MSG_GETTABLE, nfTables | unix.NFT_MSG_DELTABLE, nfTables | unix.NFT_MSG_GETCHAIN, nfTables | unix.NFT_MSG_GETGEN
+	getTable, delTable, getChain = nfTables | unix.NFT_MSG_GETTABLE, nfTables | unix.NFT_MSG_DELTABLE, nfTables | unix.NFT_MSG_GETCHAIN
 
 	nfTables = unix.NFNL_SUBSYS_NFTABLES << 8
 )
@@ -31,23 +31,12 @@ const (
 // Start and Cleanup call it to skip a flavour that the node does not use.
 func hasTables(ctx context.Context, netNS int, flavour Flavour, family api.Family) (bool, error) {
 	if flavour == Legacy {
-		file := "/proc/thread-self/net/ip_tables_names"
-		if family == api.IPv6 {
-			file = "/proc/thread-self/net/ip6_tables_names"
-		}
-		var names []byte
-		var readErr error
-		if err := netns.Do(netNS, func() { names, readErr = os.ReadFile(file) }); err != nil {
-			return false, err
-		}
-		if readErr != nil && !errors.Is(readErr, fs.ErrNotExist) {
-			return false, fmt.Errorf("list tables of flavour legacy: %w", readErr)
-		}
-		return slices.Contains(strings.Fields(string(names)), nat), nil
+		loaded, err := legacyTables(netNS, family)
+		return slices.Contains(loaded, nat), err
 	}
 	c := netfilter.NewConn(netNS)
 	defer c.Close()
-	_, err := generationOf(ctx, c)
+	_, err := c.Generation(ctx)
 	for _, unsupported := range []error{unix.EOPNOTSUPP, unix.EINVAL, unix.EPROTONOSUPPORT} {
 		if errors.Is(err, unsupported) {
 			return false, nil
@@ -56,53 +45,99 @@ func hasTables(ctx context.Context, netNS int, flavour Flavour, family api.Famil
 	return err == nil, err
 }
 
+// legacyTables returns the tables of flavour legacy that the kernel has loaded. If a
+// program reads another table, the kernel loads that table, with base chains without
+// rules.
+func legacyTables(netNS int, family api.Family) ([]string, error) {
+	file := "/proc/thread-self/net/ip_tables_names"
+	if family == api.IPv6 {
+		file = "/proc/thread-self/net/ip6_tables_names"
+	}
+	var names []byte
+	var readErr error
+	if err := netns.Do(netNS, func() { names, readErr = os.ReadFile(file) }); err != nil {
+		return nil, err
+	}
+	if readErr != nil && !errors.Is(readErr, fs.ErrNotExist) {
+		return nil, fmt.Errorf("list tables of flavour legacy: %w", readErr)
+	}
+	return strings.Fields(string(names)), nil
+}
+
+// readLoadedRules reads the rules of flavour legacy, but only in tables that the kernel
+// has loaded.
+func (t *ruleset) readLoadedRules(ctx context.Context) (*saved, error) {
+	loaded, err := legacyTables(t.opts.NetNS, t.family)
+	if err != nil {
+		return nil, err
+	}
+	unused := func(table string) bool { return !slices.Contains(loaded, table) }
+	return t.readTables(ctx, slices.DeleteFunc(slices.Clone(tables[:]), unused))
+}
+
 // hasChains reports whether the kernel has chains of the instance. In flavour nft, this also
 // works if iptables-save cannot read the tables.
 func (t *ruleset) hasChains(ctx context.Context) (has bool, err error) {
 	if t.run.flavour == Legacy {
-		saved, err := t.readRules(ctx)
+		saved, err := t.readLoadedRules(ctx)
 		return err == nil && len(saved.chains) > 0, err
 	}
 	c := netfilter.NewConn(t.opts.NetNS)
 	defer c.Close()
-	err = c.Query(ctx, func(w *netfilter.Builder) { w.End(w.Begin(getChain, unix.NLM_F_DUMP, netfilter.Family(t.family))) }, func(attributes []byte) {
+	err = c.ListChains(ctx, netfilter.Family(t.family), func(attributes []byte) (isNew bool) {
 		table := netfilter.String(netfilter.Attribute(attributes, unix.NFTA_CHAIN_TABLE))
 		name := netfilter.String(netfilter.Attribute(attributes, unix.NFTA_CHAIN_NAME))
-		has = has || slices.Contains(tables[:], table) && t.opts.isOwn(name)
+		if has || !slices.Contains(tables[:], table) || !t.opts.isOwn(name) {
+			return false
+		}
+		has = true
+		return true
 	})
-	if err != nil {
-		return false, fmt.Errorf("list chains of nf_tables: %w", err)
-	}
-	return has, nil
+	return has, err
 }
+
+// maxDeletions limits the attempts to delete an empty table.
+const maxDeletions = 5
 
 // deleteEmptyTables deletes the tables of flavour nft for which isEmpty returns true. The
 // programs of iptables create tables and their base chains, but cannot delete them. If
-// another program changes any table meanwhile, the kernel refuses the deletion.
+// another program changes any table meanwhile, the kernel refuses the deletion, and
+// deleteEmptyTables tries again. After several attempts, the empty table stays.
 func deleteEmptyTables(ctx context.Context, netNS int, family api.Family) error {
 	c := netfilter.NewConn(netNS)
 	defer c.Close()
-	nfproto := netfilter.Family(family)
 	for _, table := range tables {
-		generation, err := generationOf(ctx, c)
-		if err != nil {
-			return err
+		for range maxDeletions {
+			err := deleteIfEmpty(ctx, c, netfilter.Family(family), table)
+			if err == nil {
+				break
+			}
+			if !errors.Is(err, unix.ERESTART) && !errors.Is(err, netfilter.ErrInterrupted) || ctx.Err() != nil {
+				return err
+			}
 		}
-		empty, err := isEmpty(ctx, c, nfproto, table)
-		if err != nil {
-			return err
-		}
-		if !empty {
-			continue
-		}
-		err = c.TransactAt(ctx, generation, func(w *netfilter.Builder) {
-			at := w.Begin(delTable, 0, nfproto)
-			w.String(unix.NFTA_TABLE_NAME, table)
-			w.End(at)
-		})
-		if err != nil && !errors.Is(err, unix.ERESTART) {
-			return fmt.Errorf("delete empty table %s: %w", table, err)
-		}
+	}
+	return nil
+}
+
+// deleteIfEmpty deletes a table if isEmpty returns true. Its error wraps ERESTART or
+// [netfilter.ErrInterrupted] if another program has changed any table meanwhile.
+func deleteIfEmpty(ctx context.Context, c *netfilter.Conn, nfproto byte, table string) error {
+	generation, err := c.Generation(ctx)
+	if err != nil {
+		return err
+	}
+	empty, err := isEmpty(ctx, c, nfproto, table)
+	if err != nil || !empty {
+		return err
+	}
+	err = c.TransactAt(ctx, generation, func(w *netfilter.Builder) {
+		at := w.Begin(delTable, 0, nfproto)
+		w.String(unix.NFTA_TABLE_NAME, table)
+		w.End(at)
+	})
+	if err != nil {
+		return fmt.Errorf("delete empty table %s: %w", table, err)
 	}
 	return nil
 }
@@ -110,30 +145,18 @@ func deleteEmptyTables(ctx context.Context, netNS int, family api.Family) error 
 // generation returns a number that changes with each change of rules in flavour nft. It
 // returns 0 in flavour legacy, which has no such number.
 func (r *runner) generation(ctx context.Context) (uint32, error) {
-	if r.flavour == Legacy {
+	if r.nft == nil {
 		return 0, nil
 	}
-	c := netfilter.NewConn(r.netNS)
-	defer c.Close()
-	return generationOf(ctx, c)
-}
-
-// generationOf returns the number of the last transaction of the network namespace.
-func generationOf(ctx context.Context, c *netfilter.Conn) (generation uint32, err error) {
-	err = c.Query(ctx, func(w *netfilter.Builder) { w.End(w.Begin(getGeneration, 0, unix.AF_UNSPEC)) }, func(attributes []byte) {
-		generation = netfilter.Uint32(netfilter.Attribute(attributes, unix.NFTA_GEN_ID))
-	})
-	if err != nil {
-		return 0, fmt.Errorf("read the generation of nf_tables: %w", err)
-	}
-	return generation, nil
+	return r.nft.Generation(ctx)
 }
 
 // baseChains are the base chains of iptables in tables nat and filter.
 var baseChains = []string{"PREROUTING", "INPUT", "FORWARD", "OUTPUT", "POSTROUTING"}
 
 // isEmpty reports whether a table has nothing except base chains of iptables. These
-// chains must have no rules and the policy accept.
+// chains must have no rules and the policy accept. If another program changes any table
+// meanwhile, isEmpty may return [netfilter.ErrInterrupted] or a wrong result.
 func isEmpty(ctx context.Context, c *netfilter.Conn, nfproto byte, table string) (bool, error) {
 	objects, chains, empty := -1, 0, true
 	err := c.Query(ctx, func(w *netfilter.Builder) { w.End(w.Begin(getTable, unix.NLM_F_DUMP, nfproto)) }, func(attributes []byte) {

@@ -10,6 +10,7 @@ import (
 	"net"
 	"net/netip"
 
+	"github.com/kpng-project/kpng/backends/internal/rtnetlink"
 	"github.com/vishvananda/netlink"
 	"github.com/vishvananda/netns"
 	"golang.org/x/sys/unix"
@@ -106,7 +107,7 @@ var errForeignInterface = errors.New("choose another name, or delete it if no ot
 // the interface was created. If a crash interrupted the creation, the interface has no
 // alias and is down. Then find identifies it by the name.
 func (l *localAddresses) find() (netlink.Link, error) {
-	links, err := l.handle.LinkList()
+	links, err := rtnetlink.Dump(l.handle.LinkList)
 	if err != nil {
 		return nil, fmt.Errorf("look for interface %s: %w", l.name, err)
 	}
@@ -173,8 +174,10 @@ func (l *localAddresses) list() (map[netip.Addr]bool, error) {
 	all := map[netip.Addr]bool{}
 	for _, family := range []int{netlink.FAMILY_V4, netlink.FAMILY_V6} {
 		filter := &netlink.Route{LinkIndex: l.link, Table: unix.RT_TABLE_LOCAL, Type: unix.RTN_LOCAL, Protocol: routeProtocol}
-		routes, err := l.handle.RouteListFiltered(family, filter,
-			netlink.RT_FILTER_OIF|netlink.RT_FILTER_TABLE|netlink.RT_FILTER_TYPE|netlink.RT_FILTER_PROTOCOL)
+		routes, err := rtnetlink.Dump(func() ([]netlink.Route, error) {
+			return l.handle.RouteListFiltered(family, filter,
+				netlink.RT_FILTER_OIF|netlink.RT_FILTER_TABLE|netlink.RT_FILTER_TYPE|netlink.RT_FILTER_PROTOCOL)
+		})
 		if err != nil {
 			return nil, fmt.Errorf("list local routes: %w", err)
 		}

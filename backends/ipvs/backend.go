@@ -66,7 +66,6 @@ func (b *Backend) Start(ctx context.Context) error {
 		return err
 	}
 	if err := b.tasks.Start(ctx, b.opts.NodeAddresses, b.opts.Conntrack, b.opts.NetNS); err != nil {
-		b.tasks.EndGoroutines()
 		return err
 	}
 	addrs, err := b.tasks.Watch(nodeaddr.Options{
@@ -139,11 +138,7 @@ func (b *Backend) program(ctx context.Context, c *sink.Changes) error {
 	case !d.follow(next):
 		return errNodeChanged
 	}
-	err := d.sync(c)
-	if c.Last {
-		d.leftovers.RecordPass(time.Now(), d.leftovers.Exist)
-	}
-	return err
+	return d.sync(c)
 }
 
 // addresses returns a copy of the planner, with the present addresses of the machine.
@@ -172,7 +167,7 @@ func (b *Backend) Verify(ctx context.Context) error {
 	err := d.deleteUnused()
 	if d.known && !now.Before(b.idleAt) {
 		err = errors.Join(err, d.removeIdle(ctx))
-		b.idleAt = time.Now().Add(pauseFactor * time.Since(now))
+		b.idleAt = time.Now().Add(kernelnode.PauseFactor * time.Since(now))
 	}
 	if d.known && !now.Before(b.searchAt) {
 		err = errors.Join(err, b.findDrift(ctx, now))
@@ -196,7 +191,7 @@ func (b *Backend) findDrift(ctx context.Context, now time.Time) error {
 	}
 	begin := time.Now()
 	err := d.compare(ctx)
-	pause := pauseFactor * time.Since(begin)
+	pause := kernelnode.PauseFactor * time.Since(begin)
 	if len(d.unchecked) == 0 {
 		pause = max(pause, minPause)
 	}

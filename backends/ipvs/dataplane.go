@@ -11,8 +11,10 @@ import (
 	"maps"
 	"net/netip"
 	"slices"
+	"time"
 
 	"github.com/kpng-project/kpng/backends/internal/kernelnode"
+	"github.com/kpng-project/kpng/backends/internal/netfilter"
 	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
 	"golang.org/x/sys/unix"
@@ -28,6 +30,7 @@ type dataplane struct {
 	opts    *Options
 	planner planner
 	conn    conn
+	nft     *netfilter.Conn
 	table   *table // nil until the first pass
 	local   localAddresses
 
@@ -56,6 +59,11 @@ type dataplane struct {
 	leaving map[serverID]bool
 	// unchecked are the virtual servers that the current comparison has yet to check.
 	unchecked []serverID
+	// compared is the generation of nf_tables in which compareTable found the table equal to
+	// the records, or 0. The field interrupted counts the consecutive comparisons of the
+	// table that were interrupted.
+	compared    uint32
+	interrupted int
 	// leftovers records whether the last pass kept unused elements because services failed.
 	leftovers kernelnode.Leftovers
 }
@@ -74,6 +82,7 @@ func newDataplane(opts *Options) *dataplane {
 			owner: owner(opts.tableName()), healthzPort: opts.HealthzPort, nodeNetworks: opts.NodeNetworks,
 		},
 		conn:  conn{netNS: opts.NetNS},
+		nft:   netfilter.NewConn(opts.NetNS),
 		local: localAddresses{name: opts.Interface, owner: opts.tableName(), netNS: opts.NetNS},
 	}
 }
@@ -81,7 +90,7 @@ func newDataplane(opts *Options) *dataplane {
 func (d *dataplane) close() error {
 	d.known = false
 	d.local.close()
-	return d.conn.close()
+	return errors.Join(d.nft.Close(), d.conn.close())
 }
 
 // begin begins a pass. It creates the table and the interface and reads the kernel.
@@ -95,11 +104,7 @@ func (d *dataplane) begin(ctx context.Context) (err error) {
 			return err
 		}
 	}
-	elements, err := d.table.read()
-	if errors.Is(err, errChanged) {
-		maps.Copy(elements, d.elements) // another program may have deleted elements
-		err = d.table.create(elements)
-	}
+	elements, err := d.readTable(ctx)
 	if err != nil {
 		return err
 	}
@@ -112,7 +117,7 @@ func (d *dataplane) begin(ctx context.Context) (err error) {
 	d.elements = elements
 	d.plans, d.refs, d.claims = map[types.NamespacedName]*plan{}, map[element]int{}, map[serverID]claim{}
 	d.unused, d.earlier, d.leaving = map[element]bool{}, map[element][]element{}, map[serverID]bool{}
-	d.unchecked = nil
+	d.unchecked, d.compared, d.interrupted = nil, 0, 0
 	for e := range elements {
 		if group := e.group(); group != e {
 			d.earlier[group] = append(d.earlier[group], e)
@@ -120,6 +125,21 @@ func (d *dataplane) begin(ctx context.Context) (err error) {
 	}
 	d.known = true
 	return nil
+}
+
+// readTable returns the elements of the table. If another program or another version of
+// kpng has changed the table, readTable creates it again with the recorded elements. Only
+// without records, it uses the elements of the changed table. A union of both could
+// contain elements that exclude each other.
+func (d *dataplane) readTable(ctx context.Context) (map[element]bool, error) {
+	elements, err := d.table.read(ctx)
+	if errors.Is(err, errChanged) {
+		if d.elements != nil {
+			elements = maps.Clone(d.elements)
+		}
+		err = d.table.create(elements)
+	}
+	return elements, err
 }
 
 // follow copies the addresses of the machine from the argument next. It returns false if
@@ -225,6 +245,9 @@ func (d *dataplane) sync(c *sink.Changes) error {
 	}
 	if err := d.deleteUnused(); err != nil {
 		return err
+	}
+	if c.Last {
+		d.leftovers.RecordPass(time.Now(), d.leftovers.Exist)
 	}
 	return failed.Err()
 }
@@ -386,7 +409,7 @@ func (d *dataplane) changeTable(remove, add []element) error {
 		return nil
 	}
 	if err := d.table.change(remove, add); err != nil {
-		return errors.Join(err, d.compareTable())
+		return errors.Join(err, d.compareTable(context.Background()))
 	}
 	for _, e := range remove {
 		delete(d.elements, e)
@@ -612,16 +635,19 @@ func (d *dataplane) deleteServer(id serverID) error {
 
 // cleanup deletes the virtual servers, the interface and the table of the instance.
 func (d *dataplane) cleanup(ctx context.Context) error {
-	errs := []error{d.local.delete()}
-	if errs[0] != nil && !errors.Is(errs[0], errForeignInterface) {
-		return errs[0] // the addresses are still local, so they need the table and the virtual servers
+	interfaceErr := d.local.delete()
+	if interfaceErr != nil && !errors.Is(interfaceErr, errForeignInterface) {
+		return interfaceErr // the addresses are still local, so they need the table and the virtual servers
 	}
-	errs = append(errs, d.deleteServers(ctx))
+	if err := d.deleteServers(ctx); err != nil {
+		// The remaining virtual servers need the table: it checks source ranges and masquerades.
+		return errors.Join(interfaceErr, err)
+	}
 	t, err := newTable(d.opts, socketBuffer)
 	if err == nil {
 		err = t.delete()
 	}
-	return errors.Join(append(errs, err)...)
+	return errors.Join(interfaceErr, err)
 }
 
 // deleteServers deletes all virtual servers of the instance.

@@ -20,6 +20,7 @@ import (
 
 	"github.com/google/nftables"
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends/internal/kernelnode"
 	"github.com/kpng-project/kpng/backends/nodeaddr"
 	"github.com/kpng-project/kpng/internal/netnstest"
 	"github.com/kpng-project/kpng/sink"
@@ -243,7 +244,7 @@ func testRepair(t *testing.T) {
 			t.Fatal(err)
 		}
 		n.mustHave(want)
-		if elements, err := d.table.read(); err != nil || !maps.Equal(elements, d.elements) || !elements[web.element()] {
+		if elements, err := d.table.read(t.Context()); err != nil || !maps.Equal(elements, d.elements) || !elements[web.element()] {
 			t.Errorf("%s: the table has %d elements (%v), want %d", name, len(elements), err, len(d.elements))
 		}
 		if routes, err := d.local.list(); err != nil || len(routes) != 1 || !routes[web.Addr()] {
@@ -480,6 +481,29 @@ func testConntrackSetting(t *testing.T) {
 	n.compareAt = time.Time{}
 	if err := n.Verify(t.Context()); !errors.Is(err, sink.ErrStartOver) || !strings.Contains(err.Error(), "net.ipv4.vs.conntrack is 0") {
 		t.Errorf("after a change of the setting, Verify returns %v", err)
+	}
+}
+
+// TestStrictARP checks that the kernel has the settings of strict ARP only if the options
+// request them. It needs no IPVS.
+func TestStrictARP(t *testing.T) {
+	n := newNode(t)
+	values := func() string {
+		return strings.Join(strings.Fields(n.ns.Run(t, "sh", "-ec", "cat /proc/sys/net/ipv4/conf/all/arp_ignore /proc/sys/net/ipv4/conf/all/arp_announce")), " ")
+	}
+	for _, step := range []struct {
+		name string
+		edit func(*Options)
+		want string
+	}{
+		{"without strict ARP", func(o *Options) { o.Sysctls = SetSysctls }, "0 0"},
+		{"strict ARP is only checked", func(o *Options) { o.StrictARP = true }, "0 0"},
+		{"strict ARP", func(o *Options) { o.StrictARP, o.Sysctls = true, SetSysctls }, "1 2"},
+	} {
+		n.restart(step.edit)
+		if got := values(); got != step.want {
+			t.Errorf("%s: arp_ignore and arp_announce are %s, want %s", step.name, got, step.want)
+		}
 	}
 }
 
@@ -757,7 +781,7 @@ func testVerdictsFromBefore(t *testing.T) {
 		t.Fatal(err)
 	}
 	rejects := element{set: setID{rejects, api.IPv4}, key: id("10.96.0.1:80", api.TCP).element().key}
-	if elements, err := n.dataplane.table.read(); err != nil || elements[rejects] || !maps.Equal(elements, n.dataplane.elements) {
+	if elements, err := n.dataplane.table.read(t.Context()); err != nil || elements[rejects] || !maps.Equal(elements, n.dataplane.elements) {
 		t.Errorf("the service is rejected: %t (%v)", elements[rejects], err)
 	}
 
@@ -980,7 +1004,7 @@ func testLeftRanges(t *testing.T) {
 	}
 	// Linux 6.1 silently ignores a range inside another range.
 	d := n.dataplane
-	if elements, err := d.table.read(); err != nil || !maps.Equal(elements, d.elements) {
+	if elements, err := d.table.read(t.Context()); err != nil || !maps.Equal(elements, d.elements) {
 		t.Errorf("the table has %d elements (%v), want %d", len(elements), err, len(d.elements))
 	}
 }
@@ -1014,6 +1038,9 @@ func testInterruptedComparison(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
+	if err := n.dataplane.compareTable(t.Context()); err != nil { // so that the comparisons below begin with virtual servers
+		t.Fatal(err)
+	}
 	for i := range views {
 		n.compareAt, n.searchAt = time.Time{}, time.Time{}
 		begin := time.Now()
@@ -1021,7 +1048,7 @@ func testInterruptedComparison(t *testing.T) {
 			t.Errorf("interrupted: error %v", err)
 		}
 		spent := time.Since(begin)
-		if pause := n.compareAt.Sub(begin); i < len(views)-1 && pause > (pauseFactor+2)*spent || i == len(views)-1 && pause < minPause {
+		if pause := n.compareAt.Sub(begin); i < len(views)-1 && pause > (kernelnode.PauseFactor+2)*spent || i == len(views)-1 && pause < minPause {
 			t.Errorf("%d virtual servers are left, the next comparison follows after %v", len(n.dataplane.unchecked), pause)
 		}
 	}

@@ -243,9 +243,7 @@ func redirect(f *nodeview.Frontend, all []nodeview.Frontend) (to netip.AddrPort,
 // last returns the last address of a prefix.
 func last(prefix netip.Prefix) netip.Addr {
 	b := prefix.Masked().Addr().AsSlice()
-	for i := prefix.Bits(); i < len(b)*8; i++ {
-		b[i/8] |= 0x80 >> (i % 8)
-	}
+	kernelnode.SetBitsFrom(b, prefix.Bits())
 	a, _ := netip.AddrFromSlice(b)
 	return a
 }

@@ -6,6 +6,7 @@ package ipvs
 
 import (
 	"bytes"
+	"context"
 	"errors"
 	"fmt"
 	"hash/fnv"
@@ -200,8 +201,8 @@ func comment(rule []expr.Any) []byte {
 var errChanged = errors.New("the chains are not as this version makes them")
 
 // read returns all elements of the table. If the chains differ from those of this
-// version, it returns the elements and errChanged.
-func (t *table) read() (map[element]bool, error) {
+// version, it returns the elements and errChanged. It stops when ctx ends.
+func (t *table) read(ctx context.Context) (map[element]bool, error) {
 	all := map[element]bool{}
 	var changed error
 	tables, err := t.nft.ListTablesOfFamily(nftables.TableFamilyINet)
@@ -216,6 +217,9 @@ func (t *table) read() (map[element]bool, error) {
 		return nil, fmt.Errorf("list the sets of table inet %s: %w", t.name, err)
 	}
 	for _, id := range allSets() {
+		if ctx.Err() != nil {
+			return nil, context.Cause(ctx)
+		}
 		want := id.set(t.table())
 		i := slices.IndexFunc(sets, func(s *nftables.Set) bool {
 			return s.Name == want.Name && s.KeyType.GetNFTMagic() == want.KeyType.GetNFTMagic()

@@ -5,14 +5,17 @@
 package ipvs
 
 import (
+	"context"
 	"errors"
 	"maps"
 	"net/netip"
 	"slices"
 	"testing"
+	"time"
 
 	"github.com/google/nftables"
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends/nodeaddr"
 	"github.com/kpng-project/kpng/internal/netnstest"
 	"github.com/kpng-project/kpng/sink"
 	"k8s.io/apimachinery/pkg/types"
@@ -60,7 +63,7 @@ func someElements() map[element]bool {
 
 func TestTableKeepsElements(t *testing.T) {
 	table := testTable(t, netnstest.New(t), Options{MasqueradeOutsiders: true, PodInterfaces: []string{"veth*"}, ClusterCIDRs: []netip.Prefix{netip.MustParsePrefix("10.1.0.0/16")}})
-	if got, err := table.read(); !errors.Is(err, errChanged) || len(got) > 0 {
+	if got, err := table.read(t.Context()); !errors.Is(err, errChanged) || len(got) > 0 {
 		t.Fatalf("without a table, read returns %v, %v", got, err)
 	}
 	want := someElements()
@@ -69,7 +72,7 @@ func TestTableKeepsElements(t *testing.T) {
 	}
 	check := func() {
 		t.Helper()
-		got, err := table.read()
+		got, err := table.read(t.Context())
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -121,14 +124,14 @@ func TestChangedTableIsDetectedAndKeepsElements(t *testing.T) {
 			if err := table.nft.Flush(); err != nil {
 				t.Fatal(err)
 			}
-			elements, err := table.read()
+			elements, err := table.read(t.Context())
 			if !errors.Is(err, errChanged) || len(elements) < len(someElements())-1 {
 				t.Fatalf("read returns %d elements and error %v, want errChanged", len(elements), err)
 			}
 			if err := table.create(elements); err != nil {
 				t.Fatal(err)
 			}
-			if again, err := table.read(); err != nil || !maps.Equal(again, elements) {
+			if again, err := table.read(t.Context()); err != nil || !maps.Equal(again, elements) {
 				t.Errorf("the new table has %d elements (%v), want %d", len(again), err, len(elements))
 			}
 		})
@@ -154,7 +157,7 @@ func TestTableOfAnySize(t *testing.T) {
 	if err := d.table.create(d.elements); err != nil {
 		t.Fatal(err)
 	}
-	if err := d.compareTable(); err != nil {
+	if err := d.compareTable(t.Context()); err != nil {
 		t.Error(err)
 	}
 	maps.Copy(d.unused, d.elements)
@@ -162,7 +165,7 @@ func TestTableOfAnySize(t *testing.T) {
 	if err := d.deleteUnused(); err != nil || len(d.unused) > 0 {
 		t.Errorf("%d elements were not deleted: %v", len(d.unused), err)
 	}
-	if elements, err := d.table.read(); err != nil || len(elements) != 1 {
+	if elements, err := d.table.read(t.Context()); err != nil || len(elements) != 1 {
 		t.Errorf("the table has %d elements (%v), want 1", len(elements), err)
 	}
 }
@@ -185,12 +188,87 @@ func TestCleanupKeepsTableOfLocalAddresses(t *testing.T) {
 	}
 }
 
+// TestCleanupKeepsTableOfVirtualServers checks that the table still checks source ranges
+// and masquerades if virtual servers cannot be deleted.
+func TestCleanupKeepsTableOfVirtualServers(t *testing.T) {
+	d := newDataplane(&Options{NetNS: netnstest.New(t).FD, MasqueradeMark: 1})
+	table := testTable(t, &netnstest.Namespace{FD: d.opts.NetNS}, Options{})
+	if err := table.create(nil); err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	if err := d.cleanup(ctx); !errors.Is(err, context.Canceled) {
+		t.Errorf("clean-up with a cancelled context returns %v", err)
+	}
+	if exists, err := table.exists(); err != nil || !exists {
+		t.Errorf("the table exists: %t (%v)", exists, err)
+	}
+}
+
+// TestChangedTableGetsRecordedElements checks that the backend can create a table again
+// after another program has changed its elements and its chains. The elements of the
+// other program exclude recorded elements, so the kernel would refuse all of them
+// together.
+func TestChangedTableGetsRecordedElements(t *testing.T) {
+	d := newDataplane(&Options{})
+	d.table = testTable(t, netnstest.New(t), Options{})
+	d.elements = someElements()
+	if err := d.table.create(d.elements); err != nil {
+		t.Fatal(err)
+	}
+	for e := range d.elements {
+		if e.set != (setID{redirects, api.IPv4}) {
+			continue
+		}
+		other := e
+		other.value = addrKey(netip.MustParseAddr("10.9.9.9")) + portKey(1)
+		if err := d.table.change([]element{e}, []element{other}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	d.table.nft.FlushChain(d.table.chains()[0].Chain)
+	if err := d.table.nft.Flush(); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := d.readTable(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if elements, err := d.table.read(t.Context()); err != nil || !maps.Equal(elements, d.elements) {
+		t.Errorf("the new table has %d elements (%v), want %d", len(elements), err, len(d.elements))
+	}
+}
+
+// TestFailedEndOfPassKeepsBackoff checks that a pass which does not end does not delay
+// the next pass.
+func TestFailedEndOfPassKeepsBackoff(t *testing.T) {
+	b := &Backend{machineAddresses: nodeaddr.Of()}
+	b.tasks.Addresses = nodeaddr.Of()
+	d := newDataplane(&b.opts)
+	b.dataplane = d
+	d.table = testTable(t, netnstest.New(t), Options{}) // the table does not exist, so changes fail
+	d.elements, d.servers, d.unused = map[element]bool{}, map[serverID]*server{}, map[element]bool{}
+	d.plans, d.refs, d.claims = map[types.NamespacedName]*plan{}, map[element]int{}, map[serverID]claim{}
+	d.known, d.leftovers.Exist = true, true
+	d.leftovers.RecordPass(time.Now(), true)
+	before := d.leftovers
+	web := view([]string{"!10.1.0.1"}, nil)
+	err := b.program(t.Context(), &sink.Changes{Last: true, Services: slices.Values([]sink.Change{{Key: web.Key(), New: web}})})
+	if !errors.Is(err, sink.ErrStartOver) {
+		t.Fatalf("Sync returned %v", err)
+	}
+	if d.leftovers != before {
+		t.Errorf("leftovers %+v after a pass that did not end, want %+v", d.leftovers, before)
+	}
+}
+
 // TestRefusedElementsDoNotStopOtherServices checks the error for elements that the kernel
 // refuses. If only these elements are the cause, the driver must be able to find their
 // service, so the error must not request a pass.
 func TestRefusedElementsDoNotStopOtherServices(t *testing.T) {
-	d := newDataplane(&Options{})
-	d.table = testTable(t, netnstest.New(t), Options{})
+	ns := netnstest.New(t)
+	d := newDataplane(&Options{NetNS: ns.FD})
+	d.table = testTable(t, ns, Options{})
 	d.elements, d.known = someElements(), true
 	if err := d.table.create(d.elements); err != nil {
 		t.Fatal(err)
@@ -199,7 +277,7 @@ func TestRefusedElementsDoNotStopOtherServices(t *testing.T) {
 	if err := d.changeTable(nil, []element{refused}); err == nil || errors.Is(err, sink.ErrStartOver) || !d.known {
 		t.Errorf("error %v, want one that does not request a pass", err)
 	}
-	if elements, err := d.table.read(); err != nil || !maps.Equal(elements, d.elements) {
+	if elements, err := d.table.read(t.Context()); err != nil || !maps.Equal(elements, d.elements) {
 		t.Errorf("the table has %d elements (%v), want %d", len(elements), err, len(d.elements))
 	}
 	if err := d.table.change([]element{id("10.96.0.1:80", api.TCP).element()}, nil); err != nil {
@@ -207,6 +285,49 @@ func TestRefusedElementsDoNotStopOtherServices(t *testing.T) {
 	}
 	if err := d.changeTable(nil, []element{refused}); !errors.Is(err, sink.ErrStartOver) || d.known {
 		t.Errorf("after a change by another program, error %v does not request a pass", err)
+	}
+}
+
+// TestComparisonReadsTableOnlyAfterChanges checks that a comparison reads the table only
+// after a change of nf_tables. It also checks that a context can interrupt a comparison,
+// but not always.
+func TestComparisonReadsTableOnlyAfterChanges(t *testing.T) {
+	ns := netnstest.New(t)
+	d := newDataplane(&Options{NetNS: ns.FD})
+	d.table = testTable(t, ns, Options{})
+	d.elements, d.known = someElements(), true
+	if err := d.table.create(d.elements); err != nil {
+		t.Fatal(err)
+	}
+	if err := d.local.connect(); err != nil {
+		t.Fatal(err)
+	}
+	defer d.close()
+	cancelled, cancel := context.WithCancel(t.Context())
+	cancel()
+	for range maxInterrupted {
+		if err := d.compare(cancelled); !errors.Is(err, context.Canceled) || !d.known || d.compared != 0 {
+			t.Errorf("a cancelled comparison returns %v", err)
+		}
+	}
+	if d.compare(cancelled); d.compared == 0 {
+		t.Error("each comparison of the table was interrupted")
+	}
+	if err := d.compareTable(cancelled); err != nil {
+		t.Errorf("without a change, the table was read: %v", err)
+	}
+	ns.Run(t, "nft", "add", "table", "ip", "other")
+	if err := d.compareTable(cancelled); !errors.Is(err, context.Canceled) {
+		t.Errorf("after a change of another table, the comparison returns %v", err)
+	}
+	if err := d.compareTable(t.Context()); err != nil {
+		t.Error(err)
+	}
+	if err := d.table.change([]element{id("10.96.0.1:80", api.TCP).element()}, nil); err != nil {
+		t.Fatal(err)
+	}
+	if err := d.compareTable(t.Context()); !errors.Is(err, sink.ErrStartOver) {
+		t.Errorf("after a change of the table, the comparison returns %v", err)
 	}
 }
 
@@ -259,7 +380,7 @@ func TestOrderOfElementsAndServers(t *testing.T) {
 		if err := step.change(); err != nil {
 			t.Fatal(err)
 		}
-		elements, err := d.table.read()
+		elements, err := d.table.read(t.Context())
 		if err != nil || elements[at.element()] != step.want || !elements[addressElement(at.Addr())] {
 			t.Errorf("%s: elements %v (%v), packets accepted: want %t", step.name, elements, err, step.want)
 		}
@@ -280,7 +401,7 @@ func TestOrderOfElementsAndServers(t *testing.T) {
 	if err := d.addElements(map[types.NamespacedName]*plan{web.Key(): unrestricted}); err != nil {
 		t.Fatal(err)
 	}
-	if elements, err := d.table.read(); err != nil || elements[restriction] {
+	if elements, err := d.table.read(t.Context()); err != nil || elements[restriction] {
 		t.Errorf("without source ranges, the table checks sources: %t (%v)", elements[restriction], err)
 	}
 	if err := d.addElements(plans); err != nil {
@@ -296,7 +417,7 @@ func TestOrderOfElementsAndServers(t *testing.T) {
 		if err := d.deleteUnused(); err == nil {
 			t.Error("the virtual servers were deleted")
 		}
-		elements, err := d.table.read()
+		elements, err := d.table.read(t.Context())
 		if err != nil || elements[at.element()] {
 			t.Errorf("the table accepts packets to a cluster IP that is being deleted (%v)", err)
 		}

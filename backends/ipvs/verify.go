@@ -17,13 +17,10 @@ import (
 	"k8s.io/klog/v2"
 )
 
-const (
-	// minPause is the shortest time between two comparisons with the kernel. After a
-	// comparison or a call of removeIdle, there is a pause of at least pauseFactor times its
-	// duration. Therefore comparisons use at most 2 % of a CPU, and removeIdle, too.
-	minPause    = 10 * time.Second
-	pauseFactor = 50
-)
+// minPause is the shortest time between two comparisons with the kernel. After a
+// comparison or a call of removeIdle, there is a pause of at least kernelnode.PauseFactor
+// times its duration.
+const minPause = 10 * time.Second
 
 // maxIdleReads limits the virtual servers that one call of removeIdle reads.
 const maxIdleReads = 1000
@@ -85,11 +82,21 @@ func (d *dataplane) checkTable() error {
 
 // compare compares the kernel with the records, and repairs virtual servers. If another
 // program has changed the table or the routes, or if a repair fails, compare requests a
-// new pass. If ctx ends, the next call continues the comparison. When d.unchecked is
-// empty, the comparison is complete or has failed.
+// new pass. If ctx ends while compare reads virtual servers, the next call continues
+// there. When d.unchecked is empty, the comparison is complete or has failed.
 func (d *dataplane) compare(ctx context.Context) error {
 	if len(d.unchecked) == 0 {
-		if err := d.compareTable(); err != nil {
+		tableCtx := ctx
+		if d.interrupted >= maxInterrupted {
+			tableCtx = context.WithoutCancel(ctx)
+		}
+		err := d.compareTable(tableCtx)
+		if err != nil && tableCtx.Err() != nil {
+			d.interrupted++
+			return err
+		}
+		d.interrupted = 0
+		if err != nil {
 			return err
 		}
 		if err := d.compareRoutes(); err != nil {
@@ -124,22 +131,34 @@ func (d *dataplane) compare(ctx context.Context) error {
 	return nil
 }
 
-// maxReads limits how often compareTable reads the table.
-const maxReads = 6
+const (
+	// maxReads limits how often compareTable reads the table.
+	maxReads = 6
+	// After maxInterrupted consecutive comparisons of the table that were interrupted, the
+	// next one ignores its context. Therefore the table is compared even while services
+	// constantly change.
+	maxInterrupted = 2
+)
 
-// compareTable requests a new pass if another program has changed the table. The kernel's
-// listing of a set is incomplete while the kernel resizes the set, so compareTable reads
-// the table again before it reports a change.
-func (d *dataplane) compareTable() error {
+// compareTable requests a new pass if another program has changed the table. It reads the
+// table only if any program has changed nf_tables since compareTable last found the table
+// equal to the records. The kernel's listing of a set is incomplete while the kernel
+// resizes the set, so compareTable reads the table again before it reports a change.
+func (d *dataplane) compareTable(ctx context.Context) error {
+	generation, err := d.nft.Generation(ctx)
+	if err != nil || generation == d.compared && generation != 0 {
+		return err
+	}
 	for attempt := range maxReads {
 		time.Sleep(time.Millisecond * (1<<attempt - 1))
-		elements, err := d.table.read()
+		elements, err := d.table.read(ctx)
 		switch {
 		case errors.Is(err, errChanged):
 			return d.changed("table inet " + d.table.name)
 		case err != nil:
 			return err
 		case maps.Equal(elements, d.elements):
+			d.compared = generation
 			return nil
 		}
 	}

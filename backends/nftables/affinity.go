@@ -119,16 +119,15 @@ func (w *wire) makeObjects(ops []objectOp) {
 // deleteObjects adds messages that delete objects. Earlier messages must remove the
 // elements that refer to the objects.
 func (w *wire) deleteObjects(ops []objectOp) {
-	var chains []string
+	var chains, sets []string
 	for _, o := range ops {
-		if o.new == nil && !o.old.isSet() {
+		switch {
+		case o.new != nil:
+		case o.old.isSet():
+			sets = append(sets, o.old.name)
+		default:
 			chains = append(chains, o.old.name)
 		}
 	}
-	w.deleteChains(chains)
-	for _, o := range ops {
-		if o.new == nil && o.old.isSet() {
-			w.named(unix.NFT_MSG_DELSET, unix.NFTA_SET_NAME, o.old.name)
-		}
-	}
+	w.deleteChainsAndSets(chains, sets)
 }

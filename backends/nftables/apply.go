@@ -112,10 +112,10 @@ func (t *table) checkPart(ctx context.Context, p *part) error {
 			t.drift.recordDrift(t)
 		}
 		if o.hasOld {
-			t.state.elementRemoved(&o.elementID, &o.old)
+			t.state.count(&o.elementID, &o.old, -1)
 		}
 		if ok {
-			t.state.elementAdded(&o.elementID, &actual.value)
+			t.state.count(&o.elementID, &actual.value, 1)
 		}
 		o.hasOld, o.old, o.checked = ok, actual.value, true
 	}
@@ -167,7 +167,8 @@ func (t *table) commit(ctx context.Context, parts []part) error {
 	for _, p := range parts {
 		for _, o := range p.ops {
 			t.state.recordOp(o)
-			t.leftovers.Exist = t.leftovers.Exist || t.state.isLeftover(o)
+			// An element that is only held stays although no known service needs it.
+			t.leftovers.Exist = t.leftovers.Exist || o.wanted < 0 && t.state.wanted[o.elementID] == holdCount
 		}
 	}
 	return nil

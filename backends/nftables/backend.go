@@ -13,6 +13,8 @@ import (
 
 	"github.com/kpng-project/kpng/backends/internal/kernelnode"
 	"github.com/kpng-project/kpng/backends/internal/netfilter"
+	"github.com/kpng-project/kpng/backends/internal/netns"
+	"github.com/kpng-project/kpng/backends/internal/sysctl"
 	"github.com/kpng-project/kpng/backends/nodeaddr"
 	"github.com/kpng-project/kpng/sink"
 	"k8s.io/klog/v2"
@@ -78,6 +80,16 @@ func (b *Backend) Start(ctx context.Context) error {
 		return err
 	}
 	return b.startTasks(ctx, foreignCommits)
+}
+
+// checkSysctls checks or sets kernel settings, depending on Options.Sysctls.
+func (b *Backend) checkSysctls(ctx context.Context) error {
+	if b.opts.Sysctls == IgnoreSysctls {
+		return nil
+	}
+	return netns.Do(b.opts.NetNS, func() {
+		sysctl.Kernel.Apply(ctx, sysctl.Forwarding, b.opts.Sysctls == SetSysctls)
+	})
 }
 
 const (

@@ -10,6 +10,8 @@ import (
 	"errors"
 	"fmt"
 	"net/netip"
+	"os"
+	"path/filepath"
 	"strings"
 	"sync"
 	"syscall"
@@ -153,9 +155,8 @@ func TestCleanupDeletesOnlyItsTable(t *testing.T) {
 	}
 }
 
-// TestListingLoads checks that nft can load a table that nft has listed. Users save a
-// ruleset as such a listing and load it later.
-func TestListingLoads(t *testing.T) {
+// startVaried starts a backend and programs services of many kinds.
+func startVaried(t *testing.T) *netnstest.Namespace {
 	b, ns := start(t, Options{PodInterfaces: []string{"cni0", "veth*"}, ClusterCIDRs: []netip.Prefix{netip.MustParsePrefix("10.0.0.0/8")}, MasqueradeOutsiders: true})
 	var list []sink.Change
 	for i := range 9 {
@@ -174,6 +175,36 @@ func TestListingLoads(t *testing.T) {
 			})))
 	}
 	mustSync(t, b, batchOf(true, list...))
+	return ns
+}
+
+// TestNftListsTheTable lists the table with each program in the environment variable
+// KPNG_TEST_NFT. hack/nft-versions sets this variable to old and new versions of nft.
+func TestNftListsTheTable(t *testing.T) {
+	ns := startVaried(t)
+	elements := func(listing string) (n int) {
+		for _, line := range lines(listing) {
+			if strings.Contains(line, " . ") || strings.Contains(line, ":") {
+				n++
+			}
+		}
+		return n
+	}
+	want := elements(nft(t, ns, "", "list", "ruleset"))
+	t.Logf("the table has %d elements and rules with addresses or numbers", want)
+	for _, program := range filepath.SplitList(os.Getenv("KPNG_TEST_NFT")) {
+		for _, args := range [][]string{{"list", "ruleset"}, {"list", "table", "inet", "kpng"}} {
+			if got := elements(ns.Run(t, append([]string{program}, args...)...)); got != want {
+				t.Errorf("%s %v lists %d elements and rules, want %d", program, args, got, want)
+			}
+		}
+	}
+}
+
+// TestListingLoads checks that nft can load a table that nft has listed. Users save a
+// ruleset as such a listing and load it later.
+func TestListingLoads(t *testing.T) {
+	ns := startVaried(t)
 	listing := nft(t, ns, "", "list", "ruleset")
 	other := netnstest.New(t)
 	nft(t, other, listing, "-f", "-")
@@ -507,7 +538,9 @@ func TestPassesBecauseOfLeftovers(t *testing.T) {
 }
 
 // TestDriftIsFoundAmongConstantChanges interrupts each Verify, like a driver that always
-// has changes to deliver.
+// has changes to deliver. Each step of the search may be interrupted twice. There are three
+// steps: the check, the comparison of all maps up to the endpoints, and the comparison of
+// the other maps.
 func TestDriftIsFoundAmongConstantChanges(t *testing.T) {
 	b, ns := start(t, Options{})
 	list := make([]sink.Change, 1000)
@@ -515,10 +548,10 @@ func TestDriftIsFoundAmongConstantChanges(t *testing.T) {
 		list[i] = set(view(fmt.Sprintf("svc-%03d", i), []string{fmt.Sprintf("10.96.%d.%d", i/250, i%250)}, []string{"10.0.0.1", "10.0.0.2", "10.0.0.3"}, nil))
 	}
 	mustSync(t, b, batchOf(true, list...))
-	nft(t, ns, "flush map inet kpng service-endpoints4\n", "-f", "-")
+	nft(t, ns, "delete element inet kpng cluster-ips4 { 10.96.0.1 }\nadd element inet kpng cluster-ips4 { 10.99.0.1 }\n", "-f", "-")
 	canceled, cancel := context.WithCancel(t.Context())
 	cancel()
-	for range 3 * (1 + len(allMaps())) {
+	for range 3 * (maxInterrupted + 1) {
 		err := b.Verify(canceled)
 		if errors.Is(err, sink.ErrStartOver) {
 			return
@@ -527,7 +560,7 @@ func TestDriftIsFoundAmongConstantChanges(t *testing.T) {
 			t.Fatalf("Verify returns %v, want that it was canceled", err)
 		}
 	}
-	t.Error("no Verify found that a map was flushed")
+	t.Error("no Verify found that an element was replaced")
 }
 
 // TestDamageAroundTheFirstPassIsFound flushes chains of the skeleton between Start and

@@ -168,14 +168,23 @@ func TestDriftIsFoundAndRepaired(t *testing.T) {
 		"a rule is added":              "add rule inet kpng service4-2 counter",
 		"a chain is added":             "add chain inet kpng other",
 		"a chain with a jump is added": "add chain inet kpng bar; add chain inet kpng foo; add rule inet kpng foo jump bar",
+		"a set is added":               "add set inet kpng other { type ipv4_addr; }",
+		"a map is added":               "add chain inet kpng foo; add map inet kpng other { type ipv4_addr : verdict; }; add element inet kpng other { 10.1.2.3 : jump foo }; add rule inet kpng foo ip saddr vmap @other",
+		"a rule with a set is added":   "add set inet kpng other { type ipv4_addr; }; add rule inet kpng service4-2 ip saddr @other counter",
+		"an anonymous set is added":    "add rule inet kpng service4-2 ip saddr { 10.1.2.3, 10.1.2.4 } counter",
 		"a source range is added":      "add element inet kpng service-sources4 { 10.96.0.1 . tcp . 80 . 10.0.0.0/8 }",
 		"a range that is not a prefix": "add element inet kpng service-sources4 { 10.96.0.1 . tcp . 80 . 10.1.2.3-10.1.2.9, 10.96.0.9 . tcp . 80-90 . 10.1.2.3 }",
+		"an endpoint's chain is empty": "flush chain inet kpng endpoint/default/sticky/tcp.80/10.0.0.1.8080",
 		"a chain's policy is changed":  "add chain inet kpng prerouting { policy drop; }",
 		"the table is dormant":         "add table inet kpng { flags dormant; }",
 	} {
 		t.Run(name, func(t *testing.T) {
 			b, ns := start(t, Options{})
-			all := batchOf(true, set(view("web", []string{"10.96.0.1", "fd00::1"}, []string{"10.0.0.1", "10.0.0.2", "fd01::1"}, nil)))
+			all := batchOf(true,
+				set(view("web", []string{"10.96.0.1", "fd00::1"}, []string{"10.0.0.1", "10.0.0.2", "fd01::1"}, nil)),
+				set(view("sticky", []string{"10.96.0.2"}, []string{"10.0.0.1"}, func(s *api.Service) {
+					s.SessionAffinity.ClientIP = &api.ClientIPAffinity{TimeoutSeconds: 100}
+				})))
 			mustSync(t, b, all)
 			if err := verifyAll(t, b); err != nil {
 				t.Fatalf("before: %v", err)

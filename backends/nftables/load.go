@@ -7,34 +7,42 @@ package nftables
 import (
 	"context"
 	"fmt"
+	"maps"
 	"slices"
 
+	"golang.org/x/sys/unix"
 	"k8s.io/klog/v2"
 )
 
 // active reports whether the table receives packets.
 func (l *listing) active() bool {
-	for _, h := range l.hooks {
-		if h != (hook{}) {
-			return !l.dormant
-		}
-	}
-	return false
+	isBase := func(h hook) bool { return h != (hook{}) }
+	return !l.dormant && slices.ContainsFunc(slices.Collect(maps.Values(l.hooks)), isBase)
 }
 
 // fits reports whether this version of the package can keep the table with its elements.
-// Each map must be in allMaps and have the layout that this version uses.
+// Each map must have the layout that this version uses. If a map is missing, a foreign set
+// may be the map of another version under another name, so the table does not fit.
 func (l *listing) fits() bool {
-	for name, s := range l.sets {
-		if isOwn(name) {
-			continue
-		}
-		m, ok := mapNamed(name)
-		if want := m.layout(); !ok || !want.sameAs(&s) {
+	hasForeign := len(l.foreignSets()) > 0
+	for _, m := range allMaps() {
+		want := m.layout()
+		if s, ok := l.sets[m.name()]; ok && !want.sameAs(&s) || !ok && hasForeign {
 			return false
 		}
 	}
 	return true
+}
+
+// foreignSets returns the names of sets that this version of the package cannot have made.
+// It omits anonymous sets, which the kernel deletes together with their rules.
+func (l *listing) foreignSets() (names []string) {
+	for name, s := range l.sets {
+		if _, ok := mapNamed(name); !ok && !isOwn(name) && s.flags&unix.NFT_SET_ANONYMOUS == 0 {
+			names = append(names, name)
+		}
+	}
+	return names
 }
 
 // loadSkeleton writes the missing parts of the skeleton in one transaction. It keeps the
@@ -55,18 +63,10 @@ func (t *table) loadSkeleton(ctx context.Context) (foreignCommits int64, err err
 			return 0, err
 		}
 	}
-	rank := func(l *listing) int {
-		switch {
-		case l.active() && l.fits():
-			return 2
-		case !l.active():
-			return 1
-		default:
-			return 0
-		}
-	}
+	// Prefer an active table that fits. The second choice is a table that is not active.
 	now, other := 0, 1
-	if rank(tables[1]) > rank(tables[0]) {
+	usable := func(l *listing) bool { return l.active() && l.fits() }
+	if !usable(tables[0]) && (usable(tables[1]) || tables[0].active() && !tables[1].active()) {
 		now, other = 1, 0
 	}
 	t.conn.table, t.replaced = names[now], ""
@@ -93,7 +93,7 @@ func (t *table) replaceTable(ctx context.Context) error {
 	}
 	err = t.load(ctx, present, t.skeletonChains(), func(w *wire) { w.deleteTable(t.replaced) })
 	if err == nil {
-		t.replaced = ""
+		t.replaced, t.repeated = "", false
 	}
 	return err
 }

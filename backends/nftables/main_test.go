@@ -5,13 +5,9 @@
 package nftables
 
 import (
-	"cmp"
 	"context"
 	"net/netip"
-	"os"
-	"os/exec"
 	"slices"
-	"strings"
 	"testing"
 
 	"github.com/kpng-project/kpng/api"
@@ -95,10 +91,6 @@ func mustSync(t testing.TB, b *Backend, all ...*sink.Changes) {
 	}
 }
 
-// nftProgram returns the path of nft. The default is the path in Debian. The environment
-// variable KPNG_TEST_NFT overrides the default.
-func nftProgram() string { return cmp.Or(os.Getenv("KPNG_TEST_NFT"), "/usr/sbin/nft") }
-
 // verifyAll calls b.Verify and makes it compare the whole table, even if no other program
 // has changed a table.
 func verifyAll(t testing.TB, b *Backend) error {
@@ -108,15 +100,5 @@ func verifyAll(t testing.TB, b *Backend) error {
 
 func nft(t testing.TB, ns *netnstest.Namespace, input string, args ...string) string {
 	t.Helper()
-	var out []byte
-	err := ns.Do(func() (err error) {
-		cmd := exec.Command(nftProgram(), args...)
-		cmd.Stdin = strings.NewReader(input)
-		out, err = cmd.CombinedOutput()
-		return err
-	})
-	if err != nil {
-		t.Fatalf("nft %v: %v\n%s", args, err, out)
-	}
-	return string(out)
+	return ns.RunWith(t, input, append([]string{"nft"}, args...)...)
 }

@@ -89,6 +89,8 @@ func (t *table) read(ctx context.Context, foreignCommits int64) (*pass, error) {
 		state:          newState(t.conn.seed),
 		foreignCommits: foreignCommits,
 	}
+	maps.Copy(p.state.rules, l.chains)
+	maps.DeleteFunc(p.state.rules, func(name string, _ digest) bool { return !isOwn(name) })
 	for _, m := range allMaps() {
 		s, err := readSnapshot(ctx, t.conn, m)
 		if err != nil {
@@ -101,7 +103,7 @@ func (t *table) read(ctx context.Context, foreignCommits int64) (*pass, error) {
 				p.state.chainsMade([]sharedChain{c})
 				continue
 			}
-			p.state.elementAdded(&e.elementID, &e.value)
+			p.state.count(&e.elementID, &e.value, 1)
 			if m.shared() {
 				p.state.wanted[e.elementID] = holdCount
 			}
@@ -147,6 +149,12 @@ func (ps *pass) claimOld(p *patch, id *elementID) {
 	}
 }
 
+// has reports whether the kernel has the object o unchanged since the pass began.
+func (ps *pass) has(o *object) bool {
+	is, ok := ps.staleObjects[o.name]
+	return ok && is.isSet() == o.isSet() && (o.isSet() || ps.state.rules[o.name] == digestOf(ps.state.seed, hook{}, o.rules))
+}
+
 // recordSync records the result of a Sync. It removes the objects of programmed services
 // from staleObjects. It sets givenBack for the claimed elements of failed services.
 func (ps *pass) recordSync(p *patch, failed sink.Failed) {
@@ -174,6 +182,10 @@ func (t *table) endPass(ctx context.Context, failed bool) error {
 	t.pass = nil
 	if err := t.prune(ctx, ps, failed); err != nil {
 		return err
+	}
+	if failed && t.replaced != "" && !t.repeated {
+		t.repeated = true
+		return fmt.Errorf("services failed; another pass must fill table inet %s before it replaces table inet %s", t.conn.table, t.replaced)
 	}
 	if err := t.replaceTable(ctx); err != nil {
 		return err
@@ -271,24 +283,18 @@ func (ps *pass) keepOfFailed() (leaves bool) {
 	return leaves
 }
 
-// tidyChains repairs shared chains, creates missing ones, and deletes unused chains.
+// tidyChains repairs shared chains and creates missing ones. It deletes unused chains, and
+// the chains and sets of other programs.
 func (t *table) tidyChains(ctx context.Context) error {
 	maps.Copy(t.state.rules, t.skeleton)
 	l, err := t.conn.inspect(ctx, t.conn.table)
 	if err != nil {
 		return err
 	}
-	var others []string
-	for name, is := range l.chains {
-		if _, ok := t.state.rules[name]; ok {
-			continue
-		}
-		if isOwn(name) { // endPass keeps such a chain only for a failed service
-			t.state.rules[name] = is
-		} else {
-			others = append(others, name)
-		}
-	}
+	foreign := slices.DeleteFunc(slices.Collect(maps.Keys(l.chains)), func(name string) bool {
+		_, ok := t.state.rules[name]
+		return ok
+	})
 	var missing []sharedChain
 	for c := range t.state.frontends {
 		if !t.state.made[c] || l.chains[c.name()] != t.state.rules[c.name()] {
@@ -301,7 +307,7 @@ func (t *table) tidyChains(ctx context.Context) error {
 			w.makeSharedChain(c)
 		}
 		w.deleteSharedChains(unused)
-		w.deleteChains(others)
+		w.deleteChainsAndSets(foreign, l.foreignSets())
 	})
 	if err != nil {
 		return fmt.Errorf("make the chains of table inet %s: %w", t.conn.table, err)

@@ -9,6 +9,7 @@ import (
 	"net/netip"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/internal/netnstest"
@@ -78,7 +79,11 @@ func TestUnallocatedClusterIPsAreDropped(t *testing.T) {
 				if from == "the node" && addr == "10.96.0.3:8080" {
 					continue // the table another has no output chain, so it does not translate packets of the node
 				}
-				got, _ := ask(ns, addr)
+				timeout := patience
+				if want == "" {
+					timeout = time.Second
+				}
+				got, _ := ask(ns, addr, timeout)
 				if got, _, _ = strings.Cut(got, " "); got != want {
 					t.Errorf("%s reaches %q at %s, want %q", from, got, addr, want)
 				}

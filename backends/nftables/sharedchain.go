@@ -183,7 +183,7 @@ func (w *wire) deleteSharedChains(list []sharedChain) {
 		}
 	}
 	w.elements(unix.NFT_MSG_DELSETELEM, 0, elements)
-	w.deleteChains(names)
+	w.deleteChainsAndSets(names, nil)
 }
 
 func (c sharedChain) encodedRules() []string { return encodeRules(c.rules()...) }

@@ -72,7 +72,7 @@ func (o *Options) skeletonChains() []chain {
 	// start on this node in separate maps.
 	add("node-services", regular, lookupSharedChains(kindNodeFrontends)...)
 	short := [][]expr.Any{append(nftrule.StartsHere(), nftrule.GoTo("node-services")...)}
-	for _, match := range o.podMatches() {
+	for _, match := range o.pods().Matches() {
 		short = append(short, append(match, nftrule.GoTo("node-services")...))
 	}
 	add("short-circuit", regular, short...)
@@ -119,12 +119,6 @@ func lookupSharedChains(kind mapKind) (rules [][]expr.Any) {
 		}
 	}
 	return rules
-}
-
-// podMatches returns lists of expressions. If any list matches a packet, the packet is
-// from a pod of this node.
-func (o *Options) podMatches() [][]expr.Any {
-	return o.pods().Matches()
 }
 
 func (o *Options) pods() nftrule.Pods {

@@ -7,18 +7,24 @@ package nftables
 import (
 	"context"
 	"errors"
+	"go/parser"
+	"go/token"
 	"net/netip"
 	"os"
+	"path/filepath"
 	"strings"
 	"sync"
 	"testing"
+	"time"
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends/internal/netfilter"
 	"github.com/kpng-project/kpng/backends/nodeaddr"
 	"github.com/kpng-project/kpng/internal/netnstest"
 	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
+	"golang.org/x/sys/unix"
 )
 
 // TestTheBackendRunsWithAnEmptyPath checks that the backend runs no other program.
@@ -33,6 +39,26 @@ func TestTheBackendRunsWithAnEmptyPath(t *testing.T) {
 	mustSync(t, b, batchOf(true))
 	if err := b.Cleanup(t.Context()); err != nil {
 		t.Error(err)
+	}
+}
+
+// TestThePackageImportsNoExec checks that the files of the package, except tests, do not
+// import os/exec.
+func TestThePackageImportsNoExec(t *testing.T) {
+	files, err := filepath.Glob("*.go")
+	if err != nil || len(files) == 0 {
+		t.Fatalf("no files of the package: %v", err)
+	}
+	for _, name := range files {
+		file, err := parser.ParseFile(token.NewFileSet(), name, nil, parser.ImportsOnly)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, s := range file.Imports {
+			if s.Path.Value == `"os/exec"` && !strings.HasSuffix(name, "_test.go") {
+				t.Errorf("%s imports os/exec", name)
+			}
+		}
 	}
 }
 
@@ -51,6 +77,9 @@ func TestARestartWithoutChangesMakesNoTransaction(t *testing.T) {
 	all := batchOf(true,
 		set(view("plain", []string{"10.96.0.1", "fd00::1"}, []string{"10.0.0.1", "fd01::1"}, nil)),
 		set(view("local", []string{"10.96.0.2"}, []string{"!10.0.0.1", "10.0.0.2"}, local)),
+		set(view("affinity", []string{"10.96.0.4", "fd00::4"}, []string{"10.0.0.1", "10.0.0.2", "fd01::1"}, func(s *api.Service) {
+			s.SessionAffinity.ClientIP = &api.ClientIPAffinity{TimeoutSeconds: 100}
+		})),
 		set(view("none", []string{"10.96.0.3"}, nil, nil)))
 	mustSync(t, b, all)
 	opts.Observer.Transacted = func(error) { t.Error("a restart without changes makes a transaction") }
@@ -85,7 +114,7 @@ func keepAsking(ns *netnstest.Namespace, addr string) (stop func() (answers int,
 	go func() {
 		defer close(done)
 		for ctx.Err() == nil && err == nil {
-			if _, err = ask(ns, addr); err == nil {
+			if _, err = ask(ns, addr, time.Second); err == nil {
 				answers++
 			}
 		}
@@ -147,6 +176,55 @@ func TestATableOfAnotherLayoutStaysActiveUntilTheNewOneIsFilled(t *testing.T) {
 			}
 			if tables := nft(t, w.node, "", "list", "tables"); tables != "" {
 				t.Errorf("after Cleanup the tables are\n%s", tables)
+			}
+		})
+	}
+}
+
+// TestATableOfAnotherLayoutStaysActiveWhileServicesFail makes the kernel refuse a service
+// in the pass that fills the new table. If the service fails only once, the new table has
+// it from the beginning. If the service fails again, the second pass replaces the table
+// nevertheless, because the old table gets no changes.
+func TestATableOfAnotherLayoutStaysActiveWhileServicesFail(t *testing.T) {
+	text, err := os.ReadFile("testdata/layout-1.nft")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for name, again := range map[string]bool{"in one pass": false, "in every pass": true} {
+		t.Run(name, func(t *testing.T) {
+			ns := netnstest.New(t)
+			nft(t, ns, string(text), "-f", "-")
+			b := startIn(t, ns, Options{NodeAddresses: nodeaddr.Of()})
+			exchange := b.table.conn.Exchange
+			b.table.conn.Exchange = func(batch []byte) error {
+				if strings.Contains(string(batch), "\x0a\x63\x62\x61") { // the encoding of 10.99.98.97
+					return &netfilter.Failure{Errno: unix.EINVAL}
+				}
+				return exchange(batch)
+			}
+			all := batchOf(true,
+				set(view("web", []string{"10.96.0.1"}, []string{"10.99.98.97"}, nil)),
+				set(view("ok", []string{"10.96.0.2"}, []string{"10.0.0.1"}, nil)))
+			if err := b.Sync(t.Context(), all); !errors.Is(err, sink.ErrStartOver) {
+				t.Fatalf("Sync returns %v, want a request for another pass", err)
+			}
+			if listing := nft(t, ns, "", "list", "table", "inet", "kpng"); !strings.Contains(listing, "hook prerouting") {
+				t.Fatalf("after the first pass, the old table is not active:\n%s", listing)
+			}
+			if !again {
+				b.table.conn.Exchange = exchange
+			}
+			failed, ok := sink.Acknowledged(b.Sync(t.Context(), all))
+			if want := map[bool]int{true: 1}[again]; !ok || len(failed) != want {
+				t.Errorf("the second pass has %d failures, acknowledged: %t; want %d", len(failed), ok, want)
+			}
+			if tables := nft(t, ns, "", "list", "tables"); tables != "table inet kpng2\n" {
+				t.Errorf("after the second pass, the tables are\n%s", tables)
+			}
+			b.table.conn.Exchange = exchange
+			mustSync(t, b, all)
+			if err := verifyAll(t, b); err != nil {
+				t.Error(err)
 			}
 		})
 	}

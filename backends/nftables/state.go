@@ -62,19 +62,11 @@ func (s *state) hash(id *elementID, v *value) uint64 {
 	return h
 }
 
-// elementAdded records that the kernel has an element. elementRemoved records that the
-// kernel no longer has it.
-func (s *state) elementAdded(id *elementID, v *value) {
-	s.count(id, v, 1, s.hash(id, v))
-}
-
-func (s *state) elementRemoved(id *elementID, v *value) {
-	s.count(id, v, -1, -s.hash(id, v))
-}
-
-func (s *state) count(id *elementID, v *value, n int, hash uint64) {
+// count records that the kernel has an element if n is 1, and that the kernel no longer
+// has it if n is -1.
+func (s *state) count(id *elementID, v *value, n int) {
 	d := s.digests[id.m]
-	s.digests[id.m] = digest{d.n + n, d.sum + hash}
+	s.digests[id.m] = digest{d.n + n, d.sum + uint64(n)*s.hash(id, v)}
 	if id.m.kind == kindFrontends || id.m.kind == kindNodeFrontends {
 		if c, ok := sharedChainOf(id, v); ok {
 			increment(s.frontends, c, n)
@@ -98,7 +90,7 @@ func (s *state) chainsMade(list []sharedChain) {
 		}
 		s.made[c] = true
 		e := c.element()
-		s.elementAdded(&e.elementID, &e.value)
+		s.count(&e.elementID, &e.value, 1)
 		if c.hasRules() {
 			s.rules[c.name()] = digestOf(s.seed, hook{}, c.encodedRules())
 		}
@@ -109,7 +101,7 @@ func (s *state) chainsDeleted(list []sharedChain) {
 	for _, c := range list {
 		delete(s.made, c)
 		e := c.element()
-		s.elementRemoved(&e.elementID, &e.value)
+		s.count(&e.elementID, &e.value, -1)
 		if c.hasRules() {
 			delete(s.rules, c.name())
 		}
@@ -140,20 +132,14 @@ func (s *state) resolve(o *op) {
 // recordOp updates s after the kernel has applied o.
 func (s *state) recordOp(o *op) {
 	if o.hasOld {
-		s.elementRemoved(&o.elementID, &o.old)
+		s.count(&o.elementID, &o.old, -1)
 	}
 	if o.hasNew {
-		s.elementAdded(&o.elementID, &o.new)
+		s.count(&o.elementID, &o.new, 1)
 	}
 	if o.wanted != 0 {
 		increment(s.wanted, o.elementID, o.wanted)
 	}
-}
-
-// isLeftover reports whether the element of o stays in the table although no known
-// service needs it.
-func (s *state) isLeftover(o *op) bool {
-	return o.wanted < 0 && s.wanted[o.elementID] == holdCount
 }
 
 // recordObject updates s after the kernel has applied o.

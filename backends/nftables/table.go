@@ -40,6 +40,9 @@ type table struct {
 	// replaced is the name of the table that the current pass replaces, and deletes at its
 	// end. It is empty if there is no such table.
 	replaced string
+	// repeated is true if services failed in a pass that would have replaced a table. The
+	// next pass replaces the table even if services fail again.
+	repeated bool
 	// ahead is the pass that readAhead has prepared for the first Sync, or nil.
 	ahead *pass
 	// pass is the current pass, or nil if there is none.
@@ -73,10 +76,6 @@ func (t *table) sync(ctx context.Context, c *sink.Changes, nodePortAddrs []netip
 	return failed.Err()
 }
 
-// errPodCIDRs makes the driver begin a new pass, which writes the pod CIDRs into the
-// skeleton.
-var errPodCIDRs = errors.New("the pod CIDRs of the Node object changed")
-
 func (t *table) program(ctx context.Context, c *sink.Changes, nodePortAddrs []netip.Addr) (sink.Failed, error) {
 	addrs := kernelnode.Addrs(c.Node)
 	switch {
@@ -88,7 +87,8 @@ func (t *table) program(ctx context.Context, c *sink.Changes, nodePortAddrs []ne
 	case t.state == nil:
 		return nil, fmt.Errorf("the contents of table inet %s are unknown", t.conn.table)
 	case c.NodeChanged && t.setPodCIDRs(c.Node):
-		return nil, errPodCIDRs
+		// A new pass writes the pod CIDRs into the skeleton.
+		return nil, errors.New("the pod CIDRs of the Node object changed")
 	case c.NodeChanged && t.planner.admitsNode && !slices.Equal(addrs, t.planner.nodeAddrs):
 		return nil, errors.New("the node's addresses have changed, and source ranges may admit them")
 	case c.NodeChanged:
@@ -121,7 +121,12 @@ func (t *table) syncServices(ctx context.Context, services iter.Seq[sink.Change]
 				t.pass.claim(p, &e)
 			}
 			p.add(e)
-		}, p.addObject)
+		}, func(o object) {
+			p.addObject(o)
+			if t.pass != nil && t.pass.has(&o) {
+				p.removeObject(o)
+			}
+		})
 	}
 	if err := t.apply(ctx, p.parts(), &failed); err != nil {
 		return nil, err

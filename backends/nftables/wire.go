@@ -160,12 +160,16 @@ func (w *wire) deleteChain(name string) {
 	w.named(unix.NFT_MSG_DELCHAIN, unix.NFTA_CHAIN_NAME, name)
 }
 
-// deleteChains adds messages that delete chains, even if these jump to each other.
-func (w *wire) deleteChains(names []string) {
-	for _, name := range names {
+// deleteChainsAndSets adds messages that delete chains and sets, even if these refer to
+// each other. A rule can refer to a set, and an element of a map to a chain.
+func (w *wire) deleteChainsAndSets(chains, sets []string) {
+	for _, name := range chains {
 		w.flushChain(name)
 	}
-	for _, name := range names {
+	for _, name := range sets {
+		w.named(unix.NFT_MSG_DELSET, unix.NFTA_SET_NAME, name)
+	}
+	for _, name := range chains {
 		w.deleteChain(name)
 	}
 }

@@ -10,6 +10,7 @@ import (
 	"net/netip"
 	"slices"
 
+	"github.com/kpng-project/kpng/backends/internal/rtnetlink"
 	"github.com/vishvananda/netlink"
 	"github.com/vishvananda/netlink/nl"
 	"github.com/vishvananda/netns"
@@ -63,7 +64,7 @@ func readAddresses(netNS int, exclude []string) (machineAddresses, error) {
 	if err != nil {
 		return machineAddresses{}, err
 	}
-	list, err := addresses(handle)
+	list, err := rtnetlink.Dump(func() ([]netlink.Addr, error) { return handle.AddrList(nil, netlink.FAMILY_ALL) })
 	if err != nil {
 		return machineAddresses{}, err
 	}
@@ -98,18 +99,6 @@ func indexes(handle *netlink.Handle, names []string) ([]int, error) {
 		out = append(out, link.Attrs().Index)
 	}
 	return out, nil
-}
-
-// The function addresses lists all addresses. If addresses change during a dump, the
-// function repeats the dump, at most two times.
-func addresses(handle *netlink.Handle) (list []netlink.Addr, err error) {
-	for range 3 {
-		list, err = handle.AddrList(nil, netlink.FAMILY_ALL)
-		if !errors.Is(err, netlink.ErrDumpInterrupted) {
-			break
-		}
-	}
-	return list, err
 }
 
 // source returns the source address of packets from this machine to target.

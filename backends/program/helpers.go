@@ -65,7 +65,9 @@ type renamedMetric struct {
 
 func (m renamedMetric) Desc() *prometheus.Desc { return m.desc }
 
-func nodePortsFlag(fs *pflag.FlagSet, to *nodeaddr.Selection) {
+// nodePortsFlag adds the flag --node-port-addresses. The argument items lists the possible
+// items, for the help.
+func nodePortsFlag(fs *pflag.FlagSet, to *nodeaddr.Selection, items string) {
 	*to = nodeaddr.Selection{Primary: true}
 	var given []string
 	fs.Var(&value{
@@ -75,7 +77,7 @@ func nodePortsFlag(fs *pflag.FlagSet, to *nodeaddr.Selection) {
 			*to, err = nodeaddr.ParseSelection(given)
 			return err
 		},
-	}, "node-port-addresses", "serve node ports and health checks at these `addresses` of the node: primary (those of its Node object), all, localhost, CIDRs")
+	}, "node-port-addresses", "serve node ports and health checks at these `addresses` of the node: primary (those of its Node object), "+items)
 }
 
 // listFlag adds a flag for a list. The flag may appear several times, and each value may

@@ -6,14 +6,17 @@ import (
 	"errors"
 	"net/netip"
 	"slices"
+	"strings"
 	"testing"
 	"time"
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/backends/conntrack"
 	"github.com/kpng-project/kpng/backends/nftables"
+	"github.com/kpng-project/kpng/backends/userspace"
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/testutil"
+	"github.com/spf13/pflag"
 )
 
 func TestFlagsOfNFTables(t *testing.T) {
@@ -42,6 +45,19 @@ func TestFlagsOfNFTables(t *testing.T) {
 	} {
 		f := nftablesFlags{nodeFlags: nodeFlags{checks: newHealthChecks()}}
 		testFlags(t, name, test.args, NFTables(), f.register, f.complete, test.want)
+	}
+}
+
+// TestHelpOfNodePortAddresses checks that the help offers localhost only for backends that
+// serve node ports at loopback addresses.
+func TestHelpOfNodePortAddresses(t *testing.T) {
+	kernel, user := pflag.NewFlagSet("", 0), pflag.NewFlagSet("", 0)
+	(&nodeFlags{checks: newHealthChecks()}).register(kernel)
+	userspaceFlags(user, &userspace.Options{}, newHealthChecks())
+	for flags, want := range map[*pflag.FlagSet]bool{kernel: false, user: true} {
+		if usage := flags.Lookup("node-port-addresses").Usage; strings.Contains(usage, "localhost") != want {
+			t.Errorf("the help is %q, want localhost: %t", usage, want)
+		}
 	}
 }
 

@@ -33,7 +33,7 @@ type nodeFlags struct {
 
 func (f *nodeFlags) register(fs *pflag.FlagSet) {
 	f.flagSet = fs
-	nodePortsFlag(fs, &f.nodePorts)
+	nodePortsFlag(fs, &f.nodePorts, "all, CIDRs; no loopback addresses")
 	fs.BoolVar(&f.masqueradeOutside, "masquerade-outside", true, "masquerade connections to cluster IPs from outside the pod network, if --cluster-cidr, --node-pod-cidrs or --pod-interfaces define it")
 	fs.IntVar(&f.masqueradeBit, "masquerade-bit", 13, "mark connections to be masqueraded with this `bit` of the packet mark, 0 to 31; not 14, which is kube-proxy's")
 	fs.StringVar(&f.sysctls, "sysctls", "", "what to do about kernel settings with other values than services need: `set` (default in place of kube-proxy), report (default beside it) or ignore")
@@ -55,7 +55,7 @@ func (f *nodeFlags) check(dataplane string) error {
 	}
 	for _, cidr := range f.nodePorts.CIDRs {
 		if cidr.Addr().IsLoopback() {
-			return fmt.Errorf("--node-port-addresses %s: %s cannot serve node ports at loopback addresses; kube-proxy does so in mode iptables only", cidr, dataplane)
+			return fmt.Errorf("--node-port-addresses %s: %s cannot serve node ports at loopback addresses; kube-proxy does so in mode iptables, and in mode nftables with the feature gate KubeProxyNFTablesLocalhostNodePorts", cidr, dataplane)
 		}
 	}
 	return f.limits.check(f.flagSet)

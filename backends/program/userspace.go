@@ -56,7 +56,7 @@ func WindowsUserspace() *Backend {
 }
 
 func userspaceFlags(fs *pflag.FlagSet, opts *userspace.Options, checks *healthChecks) {
-	nodePortsFlag(fs, &opts.NodePorts)
+	nodePortsFlag(fs, &opts.NodePorts, "all, localhost, CIDRs")
 	listFlag(fs, &opts.PodCIDRs, parseCIDR, "pod-cidr", "the `CIDRs` of this node's pods, whose traffic counts as starting on this node")
 	fs.DurationVar(&opts.DrainTimeout, "drain-timeout", 0, "how long TCP connections last after their service is removed or the program stops; 0 means 30 s")
 	fs.DurationVar(&opts.UDPTimeout, "udp-timeout", 0, "how long a silent UDP client keeps its endpoint; 0 means 1 min")

@@ -118,6 +118,18 @@ func (n *Namespace) Command(args ...string) []string {
 	return append([]string{"nsenter", fmt.Sprintf("--net=/proc/%d/fd/%d", os.Getpid(), n.FD), "--"}, args...)
 }
 
+// Program returns the path of a program. It searches PATH, and then the folders of Linux
+// programs, so that tests can run with an empty PATH. If Program finds nothing, it returns
+// name.
+func Program(name string) string {
+	for _, path := range []string{name, "/usr/sbin/" + name, "/usr/bin/" + name, "/sbin/" + name, "/bin/" + name} {
+		if found, err := exec.LookPath(path); err == nil {
+			return found
+		}
+	}
+	return name
+}
+
 // Run runs a program in the namespace for at most a minute and returns its output.
 func (n *Namespace) Run(t testing.TB, args ...string) string {
 	t.Helper()
@@ -129,7 +141,7 @@ func (n *Namespace) RunWith(t testing.TB, stdin string, args ...string) string {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(t.Context()), time.Minute)
 	defer cancel()
-	cmd := exec.CommandContext(ctx, args[0], args[1:]...)
+	cmd := exec.CommandContext(ctx, Program(args[0]), args[1:]...)
 	cmd.Stdin = strings.NewReader(stdin)
 	var out []byte
 	if err := n.Do(func() (err error) { out, err = cmd.CombinedOutput(); return err }); err != nil {

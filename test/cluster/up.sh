@@ -22,6 +22,9 @@ ip -n "$cp_ns" link add br0 type bridge
 ip -n "$cp_ns" link set br0 up
 ip -n "$cp_ns" addr add $net4.1/24 dev br0
 ip -n "$cp_ns" addr add $net6:1/64 dev br0 nodad
+# The source addresses of clients of load balancers: see loadbalancer/main.go.
+ip -n "$cp_ns" addr add 203.0.113.1/32 dev br0
+ip -n "$cp_ns" addr add 2001:db8:52::1/128 dev br0 nodad
 for i in $(each_node); do
 	ns=$(node_ns "$i")
 	add_namespace "$ns"

@@ -236,12 +236,12 @@ func (c *Conn) sendRequests(ctx context.Context, fill func(*Builder), answer fun
 				outcome(nil)
 			}
 		})
-		if err != nil {
-			return err
+		if err == nil && isDump && next <= last {
+			err = context.Cause(ctx)
 		}
-		if isDump && ctx.Err() != nil && next <= last {
+		if err != nil {
 			c.Close() // the old socket cannot start a new dump before this dump ends
-			return context.Cause(ctx)
+			return err
 		}
 	}
 	return nil

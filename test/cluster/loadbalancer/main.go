@@ -49,6 +49,11 @@ var ranges = map[corev1.IPFamily]netip.Addr{
 	corev1.IPv6Protocol: netip.MustParseAddr("2001:db8:51::1"),
 }
 
+// client4 and client6 are the source addresses of connections to load balancers. up.sh
+// adds these addresses. They are in no node's network, because Kubernetes' tests
+// take clients there for clients whose source address was replaced.
+var client4, client6 = netip.MustParseAddr("203.0.113.1"), netip.MustParseAddr("2001:db8:52::1")
+
 func main() {
 	kubeconfig := flag.String("kubeconfig", "", "the configuration of the connection to the API server")
 	flag.Parse()
@@ -231,7 +236,14 @@ func healthy(ctx context.Context, node netip.Addr, port int32) bool {
 // route routes an address to nodes. If there are no nodes, it removes the address's
 // route.
 func (b *balancer) route(addr netip.Addr, via []netip.Addr) error {
-	r := &netlink.Route{Dst: &net.IPNet{IP: addr.AsSlice(), Mask: net.CIDRMask(addr.BitLen(), addr.BitLen())}}
+	client := client4
+	if addr.Is6() {
+		client = client6
+	}
+	r := &netlink.Route{
+		Dst: &net.IPNet{IP: addr.AsSlice(), Mask: net.CIDRMask(addr.BitLen(), addr.BitLen())},
+		Src: client.AsSlice(),
+	}
 	for _, node := range via {
 		reached, err := netlink.RouteGet(node.AsSlice())
 		if err != nil || len(reached) == 0 {

@@ -20,6 +20,7 @@ import (
 	"syscall"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/netnstest"
 	"github.com/kpng-project/kpng/sink"
 	"k8s.io/apimachinery/pkg/types"
 )
@@ -152,7 +153,7 @@ func load(script string) error {
 func nft(args ...string) ([]byte, error) {
 	runtime.LockOSThread() // Pdeathsig kills nft when the thread that started it ends
 	defer runtime.UnlockOSThread()
-	cmd := exec.Command("nft", args...)
+	cmd := exec.Command(netnstest.Program("nft"), args...)
 	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
 	return cmd.CombinedOutput()
 }

@@ -13,9 +13,9 @@ import (
 
 // pair is a sink with a companion.
 type pair struct {
-	services, beside atomic.Int32
-	healthy          func() bool
-	early            bool // at the start of a Sync, the function healthy already returned true
+	services, companions atomic.Int32
+	healthy              func() bool
+	early                bool // at the start of a Sync, the function healthy already returned true
 }
 
 func count(n *atomic.Int32) sink.Func {
@@ -34,7 +34,7 @@ func (p *pair) Sync(ctx context.Context, c *sink.Changes) error {
 
 func (p *pair) Companions(healthy func() bool) []sink.Sink {
 	p.healthy = healthy
-	return []sink.Sink{count(&p.beside)}
+	return []sink.Sink{count(&p.companions)}
 }
 
 var _ app.Companion = (*pair)(nil)
@@ -49,7 +49,7 @@ func TestCompanionSinks(t *testing.T) {
 			if err := runCommand(t.Context(), &p, append(source, "--node-name=vm-002", "--once")...); err != nil {
 				t.Fatal(err)
 			}
-			if a, b := p.services.Load(), p.beside.Load(); a == 0 || a != b {
+			if a, b := p.services.Load(), p.companions.Load(); a == 0 || a != b {
 				t.Errorf("the sink received %d services and its companion %d, want the same number", a, b)
 			}
 			if p.early {

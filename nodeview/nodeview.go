@@ -8,6 +8,13 @@
 // decision is left to the backend. [Unserved] lists the frontends that a backend must not
 // program, each with the reason. [Explain] gives the reason for each decision.
 //
+//	view := nodeview.View(state, node)
+//	for f := range nodeview.Frontends(view) {
+//		// Program f: f.Elsewhere and f.Node have the verdicts and endpoints for traffic
+//		// from elsewhere and from this node.
+//		fmt.Println(f.FrontendKey, f.Elsewhere, f.Node)
+//	}
+//
 // docs/semantics.md contains the rules. For each rule, it names the tests of the rule and
 // the function that implements the rule.
 package nodeview

@@ -244,7 +244,7 @@ func (k *kit) publish(ctx context.Context, objects *Objects) error {
 		k.addMarker(all)
 	}
 	if err := k.subject.Publish(ctx, all); err != nil {
-		return fmt.Errorf("publishing: %w", err)
+		return fmt.Errorf("publish objects: %w", err)
 	}
 	return nil
 }

@@ -55,7 +55,7 @@ func (r *Reconciler) deleteLate(ctx context.Context) {
 		if !now.Before(l.at) {
 			for batch := range slices.Chunk(l.identities, batchSize) {
 				if _, err := deleteEntries(ctx, c, l.family, batch); err != nil {
-					klog.FromContext(ctx).Error(err, "Failed to delete connections of late replies")
+					klog.FromContext(ctx).Error(err, "Cannot delete connections of late replies")
 					break
 				}
 			}

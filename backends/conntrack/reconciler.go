@@ -166,7 +166,7 @@ func (r *Reconciler) run(ctx context.Context) {
 		case ctx.Err() != nil:
 			return
 		case p.Err != nil:
-			log.Error(p.Err, "Failed to delete stale connections", "retryIn", backoff)
+			log.Error(p.Err, "Cannot delete stale connections", "retryIn", backoff)
 			pause = backoff
 			backoff = min(2*backoff, maxBackoff)
 			r.signal()

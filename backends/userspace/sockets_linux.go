@@ -24,11 +24,11 @@ func listenerControl(c syscall.RawConn) error {
 			unix.TCP_KEEPCNT:   keepAlive.Count,
 		} {
 			if err := unix.SetsockoptInt(fd, unix.IPPROTO_TCP, option, value); err != nil {
-				return fmt.Errorf("setting TCP keep-alive: %w", err)
+				return fmt.Errorf("set TCP keep-alive: %w", err)
 			}
 		}
 		if err := unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_KEEPALIVE, 1); err != nil {
-			return fmt.Errorf("setting TCP keep-alive: %w", err)
+			return fmt.Errorf("set TCP keep-alive: %w", err)
 		}
 		return nil
 	})

@@ -6,6 +6,7 @@ import (
 	"os"
 	"path/filepath"
 	"regexp"
+	"slices"
 	"strings"
 	"testing"
 
@@ -78,7 +79,7 @@ func TestManualDescribesAllFlags(t *testing.T) {
 }
 
 // TestCommandsInDocsHaveTheirFlags parses the commands in the documentation without
-// running them. A line in an sh block is a command if it begins with kpng.
+// running them.
 func TestCommandsInDocsHaveTheirFlags(t *testing.T) {
 	var pages []string
 	for _, pattern := range []string{"../../*.md", "../../docs/*.md", "../../examples/*/README.md"} {
@@ -94,22 +95,51 @@ func TestCommandsInDocsHaveTheirFlags(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		for _, block := range regexp.MustCompile("(?ms)^```sh\n(.*?)^```$").FindAllStringSubmatch(string(text), -1) {
-			for line := range strings.Lines(strings.ReplaceAll(block[1], "\\\n", " ")) {
-				args, ok := strings.CutPrefix(line, "kpng ")
-				if !ok {
-					continue
-				}
-				commands++
-				args = regexp.MustCompile(`\s[#|>&;].*`).ReplaceAllString(args, "")
-				if err := parse(strings.Fields(args)); err != nil {
-					t.Errorf("%s: %s: %v", page, strings.TrimSpace(line), err)
-				}
+		for _, args := range kpngCommands(string(text)) {
+			commands++
+			if err := parse(strings.Fields(args)); err != nil {
+				t.Errorf("%s: kpng %s: %v", page, args, err)
 			}
 		}
 	}
 	if commands == 0 {
 		t.Error("no page has a line that begins with kpng")
+	}
+}
+
+// kpngCommands returns the arguments of the commands on a page. A command is a line that
+// begins with kpng, in an sh block or after four spaces. The function skips lines after
+// four spaces that contain "…".
+func kpngCommands(page string) []string {
+	var commands []string
+	add := func(line string, rest *regexp.Regexp) {
+		if args, ok := strings.CutPrefix(line, "kpng "); ok {
+			commands = append(commands, strings.TrimSpace(rest.ReplaceAllString(args, "")))
+		}
+	}
+	block := regexp.MustCompile("(?ms)^```(\\S*).*?\n(.*?)^```$")
+	for _, b := range block.FindAllStringSubmatch(page, -1) {
+		if b[1] != "sh" {
+			continue
+		}
+		for line := range strings.Lines(strings.ReplaceAll(b[2], "\\\n", " ")) {
+			add(line, regexp.MustCompile(`\s[#|>&;].*`))
+		}
+	}
+	for line := range strings.Lines(block.ReplaceAllString(page, "")) {
+		if line, ok := strings.CutPrefix(line, "    "); ok && !strings.Contains(line, "…") {
+			add(line, regexp.MustCompile(`\s[#|>&;].*|   .*`)) // explanations follow three spaces
+		}
+	}
+	return commands
+}
+
+func TestCommandsAreFoundInDocs(t *testing.T) {
+	page := "Text.\n\n    kpng kube to-api   explanation\n    kpng file …\n\n" +
+		"```sh\nkpng a --b \\\n    --c d    # comment\nother\n```\n\n```console\nkpng e\n```\n"
+	got := kpngCommands(page)
+	if want := []string{"a --b      --c d", "kube to-api"}; !slices.Equal(got, want) {
+		t.Errorf("got %q, want %q", got, want)
 	}
 }
 

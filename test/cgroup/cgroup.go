@@ -58,7 +58,7 @@ func (g *Group) remove() {
 		}
 		time.Sleep(10 * time.Millisecond)
 	}
-	g.Errorf("removing a memory cgroup: %v", err)
+	g.Errorf("remove memory cgroup: %v", err)
 }
 
 // Command returns a command line that runs args in the group.

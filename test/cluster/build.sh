@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Builds the programs of the cluster from Go modules: build.sh [e2e], with e2e also the
-# tests. It keeps programs that are newer than their module's go.sum, except those of kpng.
+# build.sh [e2e] builds the programs of the cluster from Go modules. With e2e, it also
+# builds Kubernetes' tests. It always builds kpng's own programs. It builds another program
+# only if the program is older than its module's go.sum.
 . "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
 missing=
@@ -13,11 +14,12 @@ done
 
 kubernetes=$(cd "$here/parts/kubernetes" && GOFLAGS=-mod=mod go list -m -f '{{.Version}}' k8s.io/kubernetes)
 minor=${kubernetes#v1.}
-# A build from modules does not know its version, and the API server takes its features from it.
+# The API server selects its features by its version. A build from modules has no version,
+# so set it here.
 version=k8s.io/component-base/version
 flags="-s -w -X $version.gitVersion=$kubernetes -X $version.gitMajor=1 -X $version.gitMinor=${minor%%.*}"
 
-# build MODULE PACKAGE NAME [COMMAND...] builds a program with go build, or another command.
+# build MODULE PACKAGE NAME [COMMAND...] builds a program. The default command is go build.
 build() {
 	local module=$1 package=$2 name=$3; shift 3
 	[ $# -gt 0 ] || set -- go build

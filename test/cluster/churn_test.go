@@ -98,7 +98,8 @@ func TestChurn(t *testing.T) {
 	}
 }
 
-// probe is a pod behind a service of its own. A readiness gate decides whether the pod is ready.
+// probe is a pod behind a service of its own. A readiness gate decides whether the pod is
+// ready.
 type probe struct {
 	c       *cluster
 	name    string
@@ -141,7 +142,8 @@ spec:
 	if err != nil {
 		t.Fatal(err)
 	}
-	// The API server ends each watch after some time. A RetryWatcher then begins the next.
+	// The API server ends each watch after some time. A RetryWatcher then begins the
+	// next.
 	watcher, err := watch.NewRetryWatcherWithContext(t.Context(), list.ResourceVersion, &cache.ListWatch{
 		WatchFuncWithContext: func(ctx context.Context, options metav1.ListOptions) (apiwatch.Interface, error) {
 			options.LabelSelector = "probe"

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# compare.sh A B prints the tests with different results in two folders of e2e.sh, and
-# those that failed in both. It fails if a test passed in A, but not in B.
+# compare.sh A B compares the results of two runs of e2e.sh in the folders A and B. It
+# prints the tests with different results, and the tests that failed in both runs. It exits
+# with status 1 if a test passed in A, but not in B.
 set -euo pipefail
 export LC_ALL=C
 results() { cut -f1,2 "$1/summary.tsv" | sort -t $'\t' -k1,1; }

@@ -1,19 +1,27 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# e2e.sh OUT runs Kubernetes' own tests of services against the proxy of the cluster. The
-# folder OUT gets summary.tsv (test, result, seconds, reason), usage.tsv (node, CPU seconds
-# of the proxy, MB of resident memory: peak and at the end), junit_01.xml, e2e.log, and of
-# each node the proxy's log and the tables that the tests left. It fails if a test fails,
-# no test passes, or a proxy ended.
+# e2e.sh OUT runs Kubernetes' own tests of services against the proxy of the cluster. It
+# fails if a test fails, if no test passes, or if a proxy has ended. It writes these files
+# to the folder OUT:
 #
-# FOCUS and SKIP are regular expressions on the names of tests, LABELS is a filter of
-# ginkgo's, PROCS the number of tests at the same time.
+#   summary.tsv        for each test: name, result, seconds, reason
+#   usage.tsv          for each node: name, CPU seconds of the proxy, MB of its resident
+#                      memory (peak, and at the end)
+#   junit_01.xml       the report of ginkgo
+#   e2e.log            the output of ginkgo
+#   proxy-I.log        the log of the proxy on node I
+#   ruleset-I.txt      the nftables tables of node I after the tests
+#
+# These variables are settings. FOCUS and SKIP are regular expressions that select tests
+# by name. LABELS is a label filter of ginkgo. PROCS is the number of tests that run at
+# the same time.
 . "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 require_cluster
 out=$(mkdir -p "$1" && cd "$1" && pwd)
 focus=${FOCUS:-'\[sig-network\] (Services|LoadBalancers|Service CIDRs|ServiceCIDR and IPAddress API|Service endpoints latency|Networking (Granular Checks|should check)|EndpointSlice|Endpoints|Conntrack|KubeProxy|HostPort|Traffic Distribution|Topology Hints|Proxy|DNS|API Server|Ingress(Class)? API|\[Feature:IPv6DualStack\])'}
 labels=${LABELS:-'(Feature: isSubsetOf {IPv6DualStack, LoadBalancer}) && !Disruptive'}
-# The tests "DNS configMap nameserver" need CoreDNS in pods.
+# The tests "DNS configMap nameserver" need CoreDNS in pods. This cluster runs CoreDNS
+# outside of pods.
 skip=${SKIP:-'SCTPConnectivity|DNS configMap'}
 clean() { local list; list=$(kubectl get namespaces -o name) && ! grep -qvE '/(default|kube-.*)$' <<<"$list"; }
 wait_for 180 "namespaces of the last run" clean
@@ -23,7 +31,8 @@ for i in $(each_node); do
 done
 began=$SECONDS code=0
 rm -f "$out/usage.tsv"
-# ginkgo's processes use loopback, so they run in the control plane's namespace.
+# The processes of ginkgo connect to each other on loopback. So all of them run in the
+# network namespace of the control plane.
 in_cp env KUBECONFIG="$run/admin.kubeconfig" ginkgo --procs="${PROCS:-4}" --no-color --silence-skips --timeout=90m \
 	--focus="$focus" --skip="$skip" --label-filter="$labels" --output-interceptor-mode=none "$bin/e2e.test" -- \
 	--kubeconfig="$run/admin.kubeconfig" --provider=skeleton --num-nodes="$NODES" --kubectl-path="$bin/kubectl" --report-dir="$out" \

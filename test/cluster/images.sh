@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Makes the container images that pods of the cluster use, as $STATE/images.tar. Nothing is
-# downloaded: the images share one layer of this machine's programs and of those that
-# build.sh built. They have the names that Kubernetes' tests have for them.
+# images.sh makes $STATE/images.tar, which contains the container images for the pods of the
+# cluster. It downloads nothing. The images share one layer, which contains programs of this
+# machine and programs that build.sh has built. The images have the names that Kubernetes'
+# tests use.
 . "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 for file in "${BASH_SOURCE[0]}" "$bin/agnhost" "$bin/pause" "$bin/regression-issue-74839"; do
 	[ "$STATE/images.tar" -nt "$file" ] || stale=1
@@ -21,7 +22,8 @@ libraries() {
 		[ -e "$root$library" ] || cp -L "$library" "$root$library"
 	done
 }
-# program NAME [AS] copies a program of this machine, in place of busybox's.
+# program NAME [AS] copies a program of this machine. It replaces the program of busybox
+# with this name.
 program() {
 	local path
 	path=$(readlink -f "$(command -v "$1")")
@@ -35,7 +37,7 @@ for name in $(busybox --list); do
 done
 for name in bash curl wget dig nslookup host ip ss iperf conntrack getent; do program "$name"; done
 program nc.openbsd nc
-program bash sh # busybox's shell prefers its own nc and ip to those in PATH
+program bash sh # the shell of busybox runs the nc and ip of busybox instead of those in PATH
 ln -s /bin/iperf "$root/usr/local/bin/iperf"
 for name in agnhost pause regression-issue-74839; do
 	cp "$bin/$name" "$root/"
@@ -43,7 +45,7 @@ for name in agnhost pause regression-issue-74839; do
 done
 ln -s agnhost "$root/agnhost-2"
 cp "$(cd "$here/parts/kubernetes" && go list -f '{{.Dir}}' k8s.io/kubernetes/test/images/agnhost)"/porter/localhost.* "$root/" || true
-echo tries=1 >"$root/etc/wgetrc" # as busybox's wget behaves
+echo tries=1 >"$root/etc/wgetrc" # do not retry, like the wget of busybox
 cat >"$root/etc/passwd" <<X
 root:x:0:0:root:/root:/bin/sh
 nobody:x:65534:65534:nobody:/:/bin/sh
@@ -57,7 +59,8 @@ tar -C "$root" --numeric-owner --owner=0 --group=0 -cf "$work/layer.tar" .
 layer=$(sha256sum "$work/layer.tar" | cut -d' ' -f1)
 
 entries=
-# image ENTRYPOINT COMMAND NAME... adds an image; entry point and command are JSON.
+# image ENTRYPOINT COMMAND NAME... adds an image with these names. ENTRYPOINT and COMMAND
+# are JSON.
 image() {
 	local entrypoint=$1 command=$2 config hash tags; shift 2
 	[ $# -gt 0 ] || return 0
@@ -69,7 +72,8 @@ image() {
 	tags=$(printf '%s\n' "$@" | jq -Rnc '[inputs]')
 	entries+=" {\"Config\":\"$hash.json\",\"RepoTags\":$tags,\"Layers\":[\"layer.tar\"]}"
 }
-# names NAME prints the names, with registry and tag, that Kubernetes' tests have for an image.
+# names NAME prints the full names, with registry and tag, that Kubernetes' tests use for an
+# image.
 names() { grep -E "/$1:" "$work/names" | grep -v authenticated | sort -u; }
 (cd "$here/parts/kubernetes" && go run ./images) >"$work/names"
 image '["/agnhost"]' '["pause"]' $(names agnhost)

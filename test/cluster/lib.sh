@@ -1,21 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-# Settings and functions of the test cluster's scripts, which source this file.
+# lib.sh has settings and functions. The other scripts of the test cluster source it.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 repo=$(cd "$here/../.." && pwd)
 
-# STATE has everything that the cluster writes. PREFIX begins the names of its network
-# namespaces and cgroups. NODES is the number of nodes, ZONES that of their zones.
+# STATE is the folder for all files of the cluster. The names of the cluster's network
+# namespaces and cgroups begin with PREFIX. NODES is the number of nodes. ZONES is the
+# number of zones among which the nodes are distributed.
 STATE=${CLUSTER_STATE:-$HOME/.cache/kpng/cluster}
 PREFIX=${CLUSTER_PREFIX:-kpng}
 NODES=${NODES:-3} ZONES=${ZONES:-3}
 bin=$STATE/bin run=$STATE/run
 boot=$(cat /proc/sys/kernel/random/boot_id)
-[ "$(cat "$run/boot" 2>/dev/null || echo "$boot")" = "$boot" ] || rm -rf "$run" # of a cluster before a reboot
+[ "$(cat "$run/boot" 2>/dev/null || echo "$boot")" = "$boot" ] || rm -rf "$run" # delete the state of a cluster that ran before a reboot
 mkdir -p "$bin" "$run"
-if [ -f "$run/settings" ]; then . "$run/settings"; fi # those of the cluster that is up
+if [ -f "$run/settings" ]; then . "$run/settings"; fi # the settings of the running cluster
 
-# Addresses. The control plane has .1, node I has .10+I.
+# The address of the control plane ends in 1. The address of node I ends in 10+I.
 cp_ns=$PREFIX-cp
 net4=10.254.0 net6=fd00:254:
 pod_cidr=10.244.0.0/16,fd00:10:244::/56
@@ -33,7 +34,7 @@ in_node() { local i=$1; shift; nsenter --net="/run/netns/$(node_ns "$i")" "$@"; 
 kubectl() { in_cp "$bin/kubectl" --kubeconfig "$run/admin.kubeconfig" "$@"; }
 
 # start NAME LOG NAMESPACE COMMAND... runs a command in a network namespace in the
-# background, with its pid in $run/NAME.pid.
+# background. It writes the process ID to $run/NAME.pid.
 start() {
 	local name=$1 log=$2 namespace=$3; shift 3
 	(nsenter --net="/run/netns/$namespace" "$@" >"$log" 2>&1 </dev/null & echo $! >"$run/$name.pid")
@@ -44,7 +45,8 @@ require_cluster() { [ -f "$run/settings" ] || die "no cluster is up: start one w
 
 running() { [ -f "$run/$1.pid" ] && kill -0 "$(cat "$run/$1.pid")" 2>/dev/null; }
 
-# stop NAME ends what start started: SIGTERM, and SIGKILL after ten seconds.
+# stop NAME ends the process that start NAME has started. It sends SIGTERM, and SIGKILL
+# after ten seconds.
 stop() {
 	local file=$run/$1.pid pid
 	[ -f "$file" ] || return 0
@@ -58,7 +60,8 @@ stop() {
 	rm -f "$file"
 }
 
-# wait_for SECONDS WHAT COMMAND... waits until a command succeeds.
+# wait_for SECONDS WHAT COMMAND... repeats a command until it succeeds. After SECONDS, it
+# prints WHAT and fails.
 wait_for() {
 	local seconds=$1 what=$2; shift 2
 	for _ in $(seq $((seconds * 5))); do
@@ -71,9 +74,9 @@ wait_for() {
 
 each_node() { seq "$NODES"; }
 
-# start_proxy NAME I COMMAND... runs a service proxy or agent on node I, with its pid in
-# $run/NAME-I.pid. The words kube-proxy, kpng, and kpng with a backend, stand for their
-# usual commands.
+# start_proxy NAME I COMMAND... runs a service proxy or agent on node I. It writes the
+# process ID to $run/NAME-I.pid. It replaces the commands kube-proxy, kpng, and kpng with
+# the name of a backend by full commands with flags.
 start_proxy() {
 	local name=$1 i=$2 words=() word; shift 2
 	case $* in
@@ -81,7 +84,7 @@ start_proxy() {
 		set -- "$bin/kpng" kube --kubeconfig '{{KUBECONFIG}}' to-local "${2:-nftables}" --node-name '{{NODE}}' \
 		--cluster-cidr '{{CLUSTER_CIDR}}' --kubeproxy-metrics \
 		--healthz-bind-address 0.0.0.0:10256 --metrics-bind-address 127.0.0.1:10249 ;;
-	# Only the machine's own network namespace can change nf_conntrack_max.
+	# nf_conntrack_max can be changed only in the machine's first network namespace.
 	kube-proxy) set -- "$bin/kube-proxy" --kubeconfig '{{KUBECONFIG}}' --hostname-override '{{NODE}}' \
 		--proxy-mode nftables --cluster-cidr '{{CLUSTER_CIDR}}' --conntrack-max-per-core 0 \
 		--healthz-bind-address 0.0.0.0:10256 ;;
@@ -97,12 +100,14 @@ start_proxy() {
 	start "$name-$i" "$run/log/$name-$i.log" "$(node_ns "$i")" "${words[@]}"
 }
 
-# usage I prints the CPU seconds of the proxy of node I and of its ended children, and the
-# proxy's resident memory in MB: the peak since reset_peak, and now.
+# usage I prints three numbers about the proxy of node I: the CPU seconds of the proxy and
+# of its ended child processes, the peak of its resident memory since reset_peak in MB,
+# and its current resident memory in MB.
 usage() {
 	local pid
 	pid=$(cat "$run/proxy-$1.pid")
 	sed 's/.*) //' "/proc/$pid/stat" | awk -v hz="$(getconf CLK_TCK)" '{ printf "%.2f", ($12 + $13 + $14 + $15) / hz }' # see proc(5)
 	awk '/^(VmHWM|VmRSS):/ { printf " %d", $2 / 1024 }' "/proc/$pid/status"
 }
+# reset_peak I sets the peak of the proxy's resident memory to the current value.
 reset_peak() { echo 5 >"/proc/$(cat "$run/proxy-$1.pid")/clear_refs"; }

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# node.sh I is PID 1 of node I, in namespaces of its own: network, mount, PID, UTS and IPC.
-# It runs containerd and kubelet, which find their files where they always are. When it
-# ends, everything on the node ends.
+# node.sh I is PID 1 of node I. The node has its own namespaces: network, mount, PID, UTS
+# and IPC. node.sh runs containerd and kubelet with their default paths. When node.sh
+# ends, all processes of the node end.
 . "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 i=$1 dir=$run/nodes/$1 group=$PREFIX-node-$1
 hostname "node-$i"
@@ -14,7 +14,8 @@ mkdir -p /var/lib/{containerd,kubelet,cni} /var/log/{pods,containers} /run/lock
 mount --bind "$dir/containerd" /var/lib/containerd
 mount --bind "$dir/kubelet" /var/lib/kubelet
 mount --make-rshared /
-# kubelet would set these for the whole machine. It sees files with the values it wants.
+# kubelet requires these values, and would set them for the whole machine. To prevent
+# that, replace the files by copies that already contain the values.
 for setting in vm/overcommit_memory=1 vm/panic_on_oom=0 kernel/panic=10 kernel/panic_on_oops=1 kernel/keys/root_maxkeys=1000000 kernel/keys/root_maxbytes=25000000; do
 	file=$dir/sysctl/$(tr / _ <<<"${setting%=*}")
 	echo "${setting#*=}" >"$file"
@@ -67,7 +68,7 @@ for controller in /sys/fs/cgroup/*/; do
 	[ ! -w "$controller/tasks" ] || mkdir -p "$controller/$group"
 done
 cpuset=/sys/fs/cgroup/cpuset
-if [ -d "$cpuset/$group" ]; then # new groups have no CPUs
+if [ -d "$cpuset/$group" ]; then # a new cgroup has no CPUs and no memory nodes
 	for file in cpus mems; do
 		cat "$cpuset/cpuset.$file" >"$cpuset/$group/cpuset.$file"
 	done

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # proxy.sh COMMAND... runs a service proxy or agent on each node, and waits until pods can
-# use services. First it ends the one that ran before, and removes its rules.
+# use services. Before that, it ends the earlier proxy and removes its rules.
 . "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 require_cluster
 
-# tables prints the nftables tables of a node, except those of iptables' chains.
+# tables I prints the nftables tables of node I, except the tables of iptables.
 tables() { in_node "$1" nft list tables | sed 's/^table //' | grep -vE '^(ip|ip6) (nat|filter|mangle|raw)$' || true; }
 
 for i in $(each_node); do

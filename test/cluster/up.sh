@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Starts the cluster: up.sh [cni], with cni without a CNI configuration and routes between
-# nodes, which an agent then makes. No service proxy runs yet.
+# up.sh [cni] starts the cluster, but no service proxy. With the argument cni, it writes no
+# CNI configuration and makes no routes between nodes, because an agent does both.
 . "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 [ ! -f "$run/settings" ] || die "a cluster is up, or its start failed: end it with hack/cluster down"
 agent=${1:-}
@@ -10,7 +10,8 @@ mkdir -p "$run"/{pki,log,nodes}
 printf 'NODES=%s ZONES=%s\n' "$NODES" "$ZONES" >"$run/settings"
 echo "$boot" >"$run/boot"
 
-# Networks: a bridge in the control plane's namespace, and a veth pair to each node.
+# The network is a bridge in the namespace of the control plane. A veth pair connects each
+# node to the bridge.
 add_namespace() {
 	ip netns add "$1"
 	ip -n "$1" link set lo up
@@ -37,7 +38,7 @@ for i in $(each_node); do
 	ip -n "$ns" -6 route add default via $net6:1
 done
 
-# Certificates and tokens, new ones for each cluster.
+# Each cluster has new certificates and tokens.
 (
 	cd "$run/pki"
 	openssl ecparam -name prime256v1 -genkey -noout -out ca.key
@@ -53,7 +54,7 @@ X
 	(umask 077; : >tokens.csv)
 ) 2>"$run/log/openssl.log" || die "cannot make certificates: see $run/log/openssl.log"
 
-# kubeconfig FILE USER [GROUP] makes a user and its kubeconfig.
+# kubeconfig FILE USER [GROUP] makes a token for a user, and the kubeconfig FILE.kubeconfig.
 kubeconfig() {
 	local token
 	token=$(openssl rand -hex 16)
@@ -74,7 +75,7 @@ for i in $(each_node); do
 	kubeconfig "node-$i" "system:node:node-$i" system:nodes
 done
 
-# The control plane.
+# Start the control plane.
 start etcd "$run/log/etcd.log" "$cp_ns" "$bin/etcd" --data-dir "$run/etcd" --unsafe-no-fsync --log-level warn \
 	--listen-client-urls http://127.0.0.1:2379 --advertise-client-urls http://127.0.0.1:2379 --listen-peer-urls http://127.0.0.1:2380
 start apiserver "$run/log/apiserver.log" "$cp_ns" "$bin/kube-apiserver" \
@@ -92,7 +93,7 @@ start controller-manager "$run/log/controller-manager.log" "$cp_ns" "$bin/kube-c
 	--allocate-node-cidrs=true --cluster-cidr=$pod_cidr --node-cidr-mask-size-ipv4=24 --node-cidr-mask-size-ipv6=64
 start scheduler "$run/log/scheduler.log" "$cp_ns" "$bin/kube-scheduler" --kubeconfig="$run/admin.kubeconfig" --leader-elect=false
 
-# The nodes.
+# Start the nodes.
 for i in $(each_node); do
 	start "node-$i" "$run/log/node-$i.log" "$(node_ns "$i")" \
 		unshare --mount --uts --ipc --pid --fork --kill-child --mount-proc --propagation private "$here/node.sh" "$i"
@@ -107,7 +108,8 @@ for i in $(each_node); do
 		ip -n "$ns" -6 route replace "$cidr6" via $net6:$((10 + i))
 	done
 	[ -z "$agent" ] || continue
-	# ptp routes packets between pods of one node too, so that connection tracking sees both directions.
+	# With the plug-in ptp, packets between two pods of the node are routed. So connection
+	# tracking sees both directions.
 	cat >"$run/nodes/$i/cni/.new" <<X
 {"cniVersion": "0.4.0", "name": "pods", "plugins": [
   {"type": "ptp", "mtu": 1500, "ipam": {"type": "host-local", "dataDir": "/run/cni-ipam",
@@ -117,8 +119,8 @@ X
 	mv "$run/nodes/$i/cni/.new" "$run/nodes/$i/cni/10-pods.conflist"
 done
 
-# DNS: a process beside the control plane, behind a Service, so that each name that a pod
-# looks up goes through the proxy under test.
+# CoreDNS is a process in the network namespace of the control plane, and the only endpoint
+# of the Service kube-dns. So each DNS query of a pod goes through the proxy under test.
 cat >"$run/Corefile" <<X
 .:53 {
   bind $net4.1 $net6:1
@@ -145,6 +147,6 @@ addressType: IPv4
 endpoints: [{addresses: ["$net4.1"], conditions: {ready: true}}]
 ports: [{name: dns, port: 53, protocol: UDP}, {name: dns-tcp, port: 53, protocol: TCP}]
 X
-# Services of type LoadBalancer.
+# Start the implementation of services of type LoadBalancer.
 start loadbalancer "$run/log/loadbalancer.log" "$cp_ns" "$bin/loadbalancer" --kubeconfig "$run/admin.kubeconfig"
 say "Control plane and $NODES nodes started in $((SECONDS - began)) s"

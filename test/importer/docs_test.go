@@ -9,6 +9,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"regexp"
+	"slices"
 	"strings"
 	"testing"
 
@@ -118,6 +119,26 @@ func TestGoCodeInDocsCompiles(t *testing.T) {
 	cmd.Env = append(cmd.Environ(), m.env...)
 	if output, err := cmd.CombinedOutput(); err != nil {
 		t.Errorf("go vet: %v\n%s\nThe blocks are:\n%v", err, output, origin)
+	}
+}
+
+// The first Go program of the README must print the line that the README quotes.
+func TestProgramInReadmePrintsItsLine(t *testing.T) {
+	all := pages(t)
+	i := slices.IndexFunc(all, func(p page) bool { return p.name == "README.md" })
+	readme := all[i]
+	fences := readme.fences(t)
+	i = slices.IndexFunc(fences, func(f fence) bool { return f.language == "go" })
+	command := regexp.MustCompile(`(?m)^go run \. (.*)$`).FindStringSubmatch(readme.text)
+	quoted := regexp.MustCompile("`go run` prints `([^`]*)`").FindStringSubmatch(readme.text)
+	if i < 0 || command == nil || quoted == nil {
+		t.Fatal("README.md has no Go program, no line that begins with go run, or no line that it prints")
+	}
+	m := newImporter(t, map[string]string{"main.go": fences[i].text})
+	args := strings.Fields(strings.ReplaceAll(command[1], "../kpng/", checkout(t)+"/"))
+	got := m.goCommand(t, append([]string{"run", "."}, args...)...)
+	if diff := cmp.Diff([]string{quoted[1]}, got); diff != "" {
+		t.Errorf("%s: output (-README +program):\n%s", fences[i].where(), diff)
 	}
 }
 

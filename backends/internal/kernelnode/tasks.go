@@ -73,7 +73,7 @@ func (t *Tasks) FollowAddresses(update func(context.Context) error, keysAndValue
 			_, changed := t.Addresses.Addresses()
 			var retry <-chan time.Time
 			if err := update(ctx); err != nil && ctx.Err() == nil {
-				klog.FromContext(ctx).Error(err, "Could not update the addresses of node ports; retrying", keysAndValues...)
+				klog.FromContext(ctx).Error(err, "Cannot update the addresses of node ports; retrying", keysAndValues...)
 				retry = time.After(time.Second)
 			}
 			select {

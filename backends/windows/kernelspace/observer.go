@@ -17,15 +17,15 @@ type Observer struct {
 
 // The type observed is an HNS that reports each call to an observer.
 type observed struct {
-	hns  HNS
-	tell func(call string, took time.Duration, err error)
-	now  func() time.Time
+	hns    HNS
+	report func(call string, took time.Duration, err error)
+	now    func() time.Time
 }
 
 func observe[T any](o *observed, call string, f func() (T, error)) (T, error) {
 	begin := o.now()
 	v, err := f()
-	o.tell(call, o.now().Sub(begin), err)
+	o.report(call, o.now().Sub(begin), err)
 	return v, err
 }
 

@@ -43,7 +43,7 @@ func play(ctx context.Context, pods []string) error {
 			return err
 		}
 		if err := addresses.Add(ctx, at.Addr()); err != nil {
-			return fmt.Errorf("making %s local: %w", at.Addr(), err)
+			return fmt.Errorf("make %s local: %w", at.Addr(), err)
 		}
 		servers.Go(func() error { return serveHTTP(ctx, at) })
 		servers.Go(func() error { return serveUDP(ctx, at) })

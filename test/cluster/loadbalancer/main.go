@@ -79,7 +79,7 @@ func run(ctx context.Context, kubeconfig string) error {
 	defer ticker.Stop()
 	for {
 		if err := b.sync(ctx); err != nil && ctx.Err() == nil {
-			klog.ErrorS(err, "Could not set up all load balancers")
+			klog.ErrorS(err, "Cannot set up all load balancers")
 		}
 		select {
 		case <-ctx.Done():

@@ -164,10 +164,10 @@ type Masquerade uint8
 
 // The masquerade rules.
 const (
-	// MasqueradeIfAsked selects the connections that an option of the backend defines: none,
+	// MasqueradeIfConfigured selects the connections that an option of the backend defines: none,
 	// all (masquerade all), or those from outside the pod network (cluster CIDR). It applies
 	// to cluster IPs.
-	MasqueradeIfAsked Masquerade = iota
+	MasqueradeIfConfigured Masquerade = iota
 	// MasqueradeAll selects all connections. It applies to external frontends with policy
 	// Cluster.
 	MasqueradeAll
@@ -177,7 +177,7 @@ const (
 	MasqueradeNode
 )
 
-var masqueradeNames = [...]string{MasqueradeIfAsked: "MasqueradeIfAsked", MasqueradeAll: "MasqueradeAll", MasqueradeNode: "MasqueradeNode"}
+var masqueradeNames = [...]string{MasqueradeIfConfigured: "MasqueradeIfConfigured", MasqueradeAll: "MasqueradeAll", MasqueradeNode: "MasqueradeNode"}
 
 // String returns the name of the constant.
 func (m Masquerade) String() string { return text(masqueradeNames[:], m) }
@@ -320,7 +320,7 @@ func (l *portLists) verdict(list []Target) Verdict {
 func masquerade(svc *api.Service, k Kind) Masquerade {
 	switch {
 	case k == ClusterIP:
-		return MasqueradeIfAsked
+		return MasqueradeIfConfigured
 	case externalPolicyLocal(svc):
 		return MasqueradeNode
 	default:

@@ -331,18 +331,18 @@ func TestMasquerade(t *testing.T) {
 		"external policy Cluster: all sources",
 		kinds(),
 		map[Kind]Masquerade{
-			ClusterIP: MasqueradeIfAsked, LoadBalancerIP: MasqueradeAll, ExternalIP: MasqueradeAll, NodePort: MasqueradeAll,
+			ClusterIP: MasqueradeIfConfigured, LoadBalancerIP: MasqueradeAll, ExternalIP: MasqueradeAll, NodePort: MasqueradeAll,
 		},
 	}, {
 		"external policy Local: only the node's own traffic",
 		kinds(externalLocal),
 		map[Kind]Masquerade{
-			ClusterIP: MasqueradeIfAsked, LoadBalancerIP: MasqueradeNode, ExternalIP: MasqueradeNode, NodePort: MasqueradeNode,
+			ClusterIP: MasqueradeIfConfigured, LoadBalancerIP: MasqueradeNode, ExternalIP: MasqueradeNode, NodePort: MasqueradeNode,
 		},
 	}, {
 		"cluster IPs: only if the backend requests it, with any policy",
 		service(internalLocal),
-		map[Kind]Masquerade{ClusterIP: MasqueradeIfAsked},
+		map[Kind]Masquerade{ClusterIP: MasqueradeIfConfigured},
 	}} {
 		t.Run(c.name, func(t *testing.T) {
 			got := map[Kind]Masquerade{}

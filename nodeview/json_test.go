@@ -33,7 +33,7 @@ func TestWriteFrontends(t *testing.T) {
 	want := []string{
 		`{"Name":"here","Addresses":[{"Type":"InternalIP","IP":"10.9.0.1"}]}`,
 		`{"Namespace":"default","Name":"web","Kind":"ClusterIP","Addr":"10.96.0.1","Family":"IPv4","Protocol":"TCP","Port":80,` +
-			`"PortName":"http","Elsewhere":` + there + `,"Node":` + there + `,"Masquerade":"MasqueradeIfAsked","AffinitySeconds":60}`,
+			`"PortName":"http","Elsewhere":` + there + `,"Node":` + there + `,"Masquerade":"MasqueradeIfConfigured","AffinitySeconds":60}`,
 		`{"Namespace":"default","Name":"web","Kind":"LoadBalancerIP","Addr":"203.0.113.1","Family":"IPv4","Protocol":"TCP","Port":80,` +
 			`"PortName":"http","Elsewhere":{"Verdict":"Drop"},"Node":` + there + `,` +
 			`"Sources":{"Restricted":true,"Ranges":["10.9.0.0/16","203.0.113.1/32"]},"Masquerade":"MasqueradeNode","AffinitySeconds":60}`,

@@ -169,7 +169,7 @@ func (s Sources) String() string {
 }
 
 var masqueradeTexts = [...]string{
-	MasqueradeIfAsked: "from outside the pod network, if the backend enables it",
-	MasqueradeAll:     "all",
-	MasqueradeNode:    "only the node's own traffic",
+	MasqueradeIfConfigured: "from outside the pod network, if the backend enables it",
+	MasqueradeAll:          "all",
+	MasqueradeNode:         "only the node's own traffic",
 }

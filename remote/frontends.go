@@ -35,7 +35,7 @@ func frontendsOf(v *api.ServiceEndpoints) *localv1.ServiceFrontends {
 			Restricted:      f.Sources.Restricted,
 			SourceRanges:    texts(f.Sources.Ranges, netip.Prefix.String),
 			OwnSources:      texts(f.Sources.Own, netip.Addr.String),
-			Masquerade:      localv1.Masquerade(f.Masquerade) + localv1.Masquerade_MasqueradeIfAsked,
+			Masquerade:      localv1.Masquerade(f.Masquerade) + localv1.Masquerade_MasqueradeIfConfigured,
 			AffinitySeconds: int32(f.Affinity.Seconds()),
 		}
 		if f.Addr.IsValid() {

@@ -85,7 +85,7 @@ func TestFrontendsReplaceServices(t *testing.T) {
 	text := func(external string) string {
 		return `set FrontendsSet plain/hinted {"Frontends":[` +
 			`{"AffinitySeconds":60,"Elsewhere":` + here + `,"Family":"IPv4","IP":"10.0.0.1","Kind":"ClusterIP",` +
-			`"Masquerade":"MasqueradeIfAsked","Node":` + here + `,"Port":80,"Protocol":"TCP"},` +
+			`"Masquerade":"MasqueradeIfConfigured","Node":` + here + `,"Port":80,"Protocol":"TCP"},` +
 			`{"AffinitySeconds":60,"Elsewhere":` + external + `,"Family":"IPv4","IP":"203.0.113.1","Kind":"LoadBalancerIP",` +
 			`"Masquerade":"MasqueradeNode","Node":` + here + `,"OwnSources":["203.0.113.1"],"Port":80,"Protocol":"TCP",` +
 			`"Restricted":true,"SourceRanges":["192.0.2.0/24"]}],`

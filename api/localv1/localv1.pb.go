@@ -329,9 +329,9 @@ type Masquerade int32
 
 const (
 	Masquerade_UnknownMasquerade Masquerade = 0
-	// MasqueradeIfAsked selects the connections that an option of the client defines: none,
+	// MasqueradeIfConfigured selects the connections that an option of the client defines: none,
 	// all, or those from outside the pod network.
-	Masquerade_MasqueradeIfAsked Masquerade = 1
+	Masquerade_MasqueradeIfConfigured Masquerade = 1
 	// MasqueradeAll selects all connections.
 	Masquerade_MasqueradeAll Masquerade = 2
 	// MasqueradeNode selects short-circuited connections of the node itself, but no
@@ -343,15 +343,15 @@ const (
 var (
 	Masquerade_name = map[int32]string{
 		0: "UnknownMasquerade",
-		1: "MasqueradeIfAsked",
+		1: "MasqueradeIfConfigured",
 		2: "MasqueradeAll",
 		3: "MasqueradeNode",
 	}
 	Masquerade_value = map[string]int32{
-		"UnknownMasquerade": 0,
-		"MasqueradeIfAsked": 1,
-		"MasqueradeAll":     2,
-		"MasqueradeNode":    3,
+		"UnknownMasquerade":      0,
+		"MasqueradeIfConfigured": 1,
+		"MasqueradeAll":          2,
+		"MasqueradeNode":         3,
 	}
 )
 
@@ -2935,11 +2935,11 @@ const file_api_localv1_localv1_proto_rawDesc = "" +
 	"\aForward\x10\x01\x12\n" +
 	"\n" +
 	"\x06Reject\x10\x02\x12\b\n" +
-	"\x04Drop\x10\x03*a\n" +
+	"\x04Drop\x10\x03*f\n" +
 	"\n" +
 	"Masquerade\x12\x15\n" +
-	"\x11UnknownMasquerade\x10\x00\x12\x15\n" +
-	"\x11MasqueradeIfAsked\x10\x01\x12\x11\n" +
+	"\x11UnknownMasquerade\x10\x00\x12\x1a\n" +
+	"\x16MasqueradeIfConfigured\x10\x01\x12\x11\n" +
 	"\rMasqueradeAll\x10\x02\x12\x12\n" +
 	"\x0eMasqueradeNode\x10\x0327\n" +
 	"\x04Sets\x12/\n" +

@@ -70,7 +70,7 @@ func TestBadServiceFailsAlone(t *testing.T) {
 		b.rulesets[0].run.restoreProgram = real
 		mustSync(t, b, batch(views[2], views[9]))
 		if text := saveAll(t, ns, v.flavour); strings.Count(text, "6.6.6.6:8080") != 2 {
-			t.Errorf("not mended:\n%s", text)
+			t.Errorf("not repaired:\n%s", text)
 		}
 		b.leftovers.PassAt = time.Time{}
 		if err := verify(t, b); !errors.Is(err, sink.ErrStartOver) {
@@ -330,7 +330,7 @@ func TestTableThatIPTablesCannotRead(t *testing.T) {
 	ns.Run(t, "nft", "delete", "chain", "ip", "filter", "OTHER")
 	mustSync(t, b, pass(everything()...))
 	if diff := cmp.Diff(want, saveAll(t, ns, NFT)); diff != "" {
-		t.Errorf("not mended (-want +got):\n%s", diff)
+		t.Errorf("not repaired (-want +got):\n%s", diff)
 	}
 	ns.Run(t, "nft", "add", "chain", "ip", "filter", "OTHER")
 	ns.Run(t, "nft", "add", "rule", "ip", "filter", "OTHER", "ct", "mark", "set", "3")
@@ -486,9 +486,9 @@ func TestFailingServiceKeepsItsElements(t *testing.T) {
 				for i, r := range b.rulesets {
 					r.run.restoreProgram = real[i]
 				}
-				mended := batch(view("bad", "10.96.0.1 fd00:96::1", "10.1.0.1 fd00::1", loadBalancer))
-				mended.First, mended.Last = name == undelivered, name == undelivered
-				mustSync(t, b, mended)
+				repaired := batch(view("bad", "10.96.0.1 fd00:96::1", "10.1.0.1 fd00::1", loadBalancer))
+				repaired.First, repaired.Last = name == undelivered, name == undelivered
+				mustSync(t, b, repaired)
 				if text := saveAll(t, ns, flavour); strings.Contains(text, "add KPNG-REJECT") {
 					t.Errorf("the service has endpoints, but its packets are rejected:\n%s", text)
 				}
@@ -671,7 +671,7 @@ func TestMissingTargetOfOneFamily(t *testing.T) {
 		}
 		mustSync(t, b, pass(only4, dual))
 		if !strings.Contains(saveAll(t, ns, v.flavour), "[fd00::2]:8080") {
-			t.Error("IPv6 was not mended")
+			t.Error("IPv6 was not repaired")
 		}
 		if err := verify(t, b); err != nil {
 			t.Error(err)
@@ -1022,7 +1022,7 @@ COMMIT
 		}
 		mustSync(t, b, pass(web))
 		if diff := cmp.Diff(want, saveAll(t, ns, v.flavour)); diff != "" {
-			t.Errorf("not mended (-want +got):\n%s", diff)
+			t.Errorf("not repaired (-want +got):\n%s", diff)
 		}
 		add()
 		mustSync(t, start(t, ns, v), pass())
@@ -1066,7 +1066,7 @@ func TestRuleThatCannotBeDeleted(t *testing.T) {
 		b.rulesets[0].run.saveProgram = real
 		mustSync(t, b, pass(web))
 		if diff := cmp.Diff(want, saveAll(t, ns, v.flavour)); diff != "" {
-			t.Errorf("not mended (-want +got):\n%s", diff)
+			t.Errorf("not repaired (-want +got):\n%s", diff)
 		}
 	})
 }
@@ -1122,7 +1122,7 @@ func TestSetLeftByAnUnfinishedReplacement(t *testing.T) {
 	ns.RunWith(t, "create SMALL hash:ip,port maxelem 2\nswap SMALL KPNG-REJECT4\ndestroy SMALL\ncreate KPNG-REJECT4NEW hash:net\n", "ipset", "restore")
 	mustSync(t, b, pass(everything()...))
 	if diff := cmp.Diff(want, saveAll(t, ns, NFT)); diff != "" {
-		t.Errorf("not mended (-want +got):\n%s", diff)
+		t.Errorf("not repaired (-want +got):\n%s", diff)
 	}
 }
 
@@ -1513,10 +1513,10 @@ func TestDriverRecoversFromFaults(t *testing.T) {
 		defer func() { cancel(); <-ended }()
 		until("the first pass ends", func(r sink.SyncResult) bool { return r.Passed })
 		want := saveAll(t, ns, v.flavour)
-		mended := func(r sink.SyncResult) bool { return r.Err == nil && saveAll(t, ns, v.flavour) == want }
+		repaired := func(r sink.SyncResult) bool { return r.Err == nil && saveAll(t, ns, v.flavour) == want }
 
 		flush(t, ns, v.flavour)
-		until("a flush is mended", mended)
+		until("a flush is repaired", repaired)
 
 		if v.flavour == Legacy {
 			release := holdLock(t, lockFile)
@@ -1533,7 +1533,7 @@ func TestDriverRecoversFromFaults(t *testing.T) {
 			}
 			src.Set(everything()...)
 			release()
-			until("the lock is free", mended)
+			until("the lock is free", repaired)
 		}
 
 		if !v.withoutIPSet {
@@ -1544,7 +1544,7 @@ func TestDriverRecoversFromFaults(t *testing.T) {
 				return r.Err == nil && strings.Contains(text, "10.96.1.1,tcp:80") && strings.Contains(text, "10.96.1.2,tcp:80")
 			})
 			src.Delete(types.NamespacedName{Namespace: "default", Name: "one"}, types.NamespacedName{Namespace: "default", Name: "two"})
-			until("the services are deleted", mended)
+			until("the services are deleted", repaired)
 		}
 	})
 }

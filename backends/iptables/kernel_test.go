@@ -131,7 +131,7 @@ func TestRestartWritesNothing(t *testing.T) {
 	})
 }
 
-func TestDriftIsMended(t *testing.T) {
+func TestDriftIsRepaired(t *testing.T) {
 	t.Parallel() // with TestLockHeldForHalfAMinute
 	for what, command := range map[string]string{
 		"flush by hand":                     "iptables -t nat -F",
@@ -164,7 +164,7 @@ func TestDriftIsMended(t *testing.T) {
 				}
 				mustSync(t, b, pass(everything()...))
 				if diff := cmp.Diff(before, saveAll(t, ns, v.flavour)); diff != "" {
-					t.Errorf("not mended (-before +after):\n%s", diff)
+					t.Errorf("not repaired (-before +after):\n%s", diff)
 				}
 			})
 		})
@@ -205,7 +205,7 @@ func TestVerifyReadsRulesOnlyAfterChanges(t *testing.T) {
 	}
 }
 
-func TestDeletedSetIsMended(t *testing.T) {
+func TestDeletedSetIsRepaired(t *testing.T) {
 	ns := netnstest.New(t)
 	b := start(t, ns, variant{Legacy, false})
 	mustSync(t, b, pass(everything()...))
@@ -217,7 +217,7 @@ func TestDeletedSetIsMended(t *testing.T) {
 	}
 	mustSync(t, b, pass(everything()...))
 	if diff := cmp.Diff(want, saveAll(t, ns, Legacy)); diff != "" {
-		t.Errorf("not mended (-before +after):\n%s", diff)
+		t.Errorf("not repaired (-before +after):\n%s", diff)
 	}
 }
 

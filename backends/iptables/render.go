@@ -345,7 +345,7 @@ func (s *serviceRenderer) translated(f *nodeview.Frontend) string {
 	var rules []string
 	kind := "C" // the chain of a cluster IP
 	switch f.Masquerade {
-	case nodeview.MasqueradeIfAsked:
+	case nodeview.MasqueradeIfConfigured:
 		list := s.list(f, &f.Elsewhere)
 		if list == "" || !s.marksOutsiders() {
 			return list

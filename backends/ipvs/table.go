@@ -27,7 +27,7 @@ import (
 //	chain services {
 //		ip daddr . meta l4proto . th dport @frontends4 goto frontend4
 //		dnat to ip daddr . meta l4proto . th dport map @health-checks4
-//		ip daddr @addresses4 meta l4proto { tcp, udp, sctp } goto refuse
+//		ip daddr @addresses4 meta l4proto { tcp, udp, sctp } goto reject-chain
 //	}
 //	chain frontend4 {
 //		ip daddr . meta l4proto . th dport @restricted4 \
@@ -36,7 +36,7 @@ import (
 //		fib saddr type local dnat to ip daddr . meta l4proto . th dport map @redirects4
 //		iifname "veth*" dnat to ip daddr . meta l4proto . th dport map @redirects4
 //		ip daddr . meta l4proto . th dport @drops4 drop
-//		ip daddr . meta l4proto . th dport @rejects4 goto refuse
+//		ip daddr . meta l4proto . th dport @rejects4 goto reject-chain
 //		ip daddr . meta l4proto . th dport @masquerades4 jump mark-all
 //		ip daddr @cluster-ips4 jump mark-outsiders
 //	}
@@ -102,7 +102,7 @@ func (t *table) chains() []chain {
 		outsiders = t.opts.pods().Outsiders(nftrule.Jump("mark-all"))
 	}
 	add("mark-outsiders", outsiders...)
-	add("refuse",
+	add("reject-chain",
 		[]expr.Any{nftrule.LoadMeta(expr.MetaKeyL4PROTO), nftrule.Equal(unix.IPPROTO_TCP), &expr.Reject{Type: unix.NFT_REJECT_TCP_RST}},
 		[]expr.Any{&expr.Reject{Type: unix.NFT_REJECT_ICMPX_UNREACH, Code: unix.NFT_REJECT_ICMPX_PORT_UNREACH}})
 
@@ -120,7 +120,7 @@ func (t *table) chains() []chain {
 		// node.
 		for _, protocol := range []byte{unix.IPPROTO_TCP, unix.IPPROTO_UDP, unix.IPPROTO_SCTP} {
 			services = append(services, nftrule.NewKey(family).Destination().FollowedBy(in(addresses, family),
-				nftrule.LoadMeta(expr.MetaKeyL4PROTO), nftrule.Equal(protocol), nftrule.GoTo("refuse")[0]))
+				nftrule.LoadMeta(expr.MetaKeyL4PROTO), nftrule.Equal(protocol), nftrule.GoTo("reject-chain")[0]))
 		}
 		// Masquerade this node's connections to these addresses, because endpoints may have no
 		// route to the source. For IPv4, the kernel uses the destination as the source; for
@@ -157,7 +157,7 @@ func (t *table) frontendRules(family api.Family) [][]expr.Any {
 	}
 	return append(rules,
 		lookup(drops, nftrule.Drop()...),
-		lookup(rejects, nftrule.GoTo("refuse")...),
+		lookup(rejects, nftrule.GoTo("reject-chain")...),
 		lookup(masquerades, nftrule.Jump("mark-all")...),
 		nftrule.NewKey(family).Destination().FollowedBy(in(clusterIPs, family), nftrule.Jump("mark-outsiders")[0]))
 }

@@ -385,16 +385,16 @@ func TestKernelFaults(t *testing.T) {
 
 // TestDriftIsReported checks when the backend calls the functions of its Observer.
 func TestDriftIsReported(t *testing.T) {
-	var holds, drifted, mended int
+	var holds, drifted, repaired int
 	b, ns := start(t, Options{NodeAddresses: nodeaddr.Of(), Observer: Observer{
-		Holds: func(n int) { holds = n }, Drifted: func() { drifted++ }, Mended: func() { mended++ },
+		Holds: func(n int) { holds = n }, Drifted: func() { drifted++ }, Repaired: func() { repaired++ },
 	}})
 	old, changed := view("web", []string{"10.96.0.1"}, []string{"10.0.0.1"}, nil), view("web", []string{"10.96.0.1"}, []string{"10.0.0.2"}, nil)
 	mustSync(t, b, batchOf(true, set(old)))
 	check := func(when string, want ...int) {
 		t.Helper()
-		if diff := cmp.Diff(want, []int{holds, drifted, mended}); diff != "" {
-			t.Errorf("%s, elements, drift found and mended (-want +got):\n%s", when, diff)
+		if diff := cmp.Diff(want, []int{holds, drifted, repaired}); diff != "" {
+			t.Errorf("%s, elements, drift found and repaired (-want +got):\n%s", when, diff)
 		}
 	}
 	elements := len(tableContents(t, b)) + 1 // tableContents omits the element of the shared chain

@@ -116,11 +116,11 @@ type Observer struct {
 	// and sets of the table.
 	Holds func(elements int)
 	// Drifted is called when the backend finds a change by another program. Such a change is
-	// found by a Verify, or by a Sync whose transaction the kernel refused. Mended is called
+	// found by a Verify, or by a Sync whose transaction the kernel refused. Repaired is called
 	// when the table is correct again: after a pass in which no service failed, or after a
 	// Verify that compared everything and found no difference. Between two calls of Drifted
-	// there is a call of Mended.
-	Drifted, Mended func()
+	// there is a call of Repaired.
+	Drifted, Repaired func()
 }
 
 var instanceName = regexp.MustCompile(`^[A-Za-z0-9_.-]{0,64}$`)
@@ -159,7 +159,7 @@ func (o *Observer) complete() {
 	if o.Holds == nil {
 		o.Holds = func(int) {}
 	}
-	for _, f := range []*func(){&o.Drifted, &o.Mended} {
+	for _, f := range []*func(){&o.Drifted, &o.Repaired} {
 		if *f == nil {
 			*f = func() {}
 		}

@@ -195,7 +195,7 @@ func (c sharedChain) rules() [][]expr.Any {
 	}
 	if !c.fromNode {
 		switch c.masquerade {
-		case nodeview.MasqueradeIfAsked:
+		case nodeview.MasqueradeIfConfigured:
 			rules = append(rules, nftrule.Jump("mark-outsiders"))
 		case nodeview.MasqueradeAll:
 			rules = append(rules, nftrule.Jump("mark-all"))

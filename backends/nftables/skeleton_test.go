@@ -307,7 +307,7 @@ func TestNumbersOfSharedChainsAreUnique(t *testing.T) {
 		seen[e.elementID.String()] = c
 	}
 	for _, s := range []match{matchService, matchNodePort, matchAddress} {
-		for _, masquerade := range []nodeview.Masquerade{nodeview.MasqueradeIfAsked, nodeview.MasqueradeAll, nodeview.MasqueradeNode} {
+		for _, masquerade := range []nodeview.Masquerade{nodeview.MasqueradeIfConfigured, nodeview.MasqueradeAll, nodeview.MasqueradeNode} {
 			for _, filtered := range []bool{false, true} {
 				c := sharedChain{match: s, family: api.IPv4, masquerade: masquerade, filtered: filtered}
 				for _, c.endpoints = range []int{1, 2, 65_536, maxEndpoints} {

@@ -41,7 +41,7 @@ type drift struct {
 	// reads nothing until verifyAt.
 	compareAt, verifyAt time.Time
 	pause               kernelnode.DriftPause
-	// reported is true after a call of Observer.Drifted until the call of Observer.Mended.
+	// reported is true after a call of Observer.Drifted until the call of Observer.Repaired.
 	reported bool
 }
 
@@ -78,7 +78,7 @@ func (d *drift) recordDrift(t *table) {
 func (d *drift) recordRepair(t *table) {
 	if d.reported {
 		d.reported = false
-		t.opts.Observer.Mended()
+		t.opts.Observer.Repaired()
 	}
 }
 

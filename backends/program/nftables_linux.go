@@ -84,8 +84,8 @@ func (f *nftablesFlags) parts() (Parts, error) {
 }
 
 type nftablesMetrics struct {
-	elements                               prometheus.Gauge
-	transactions, refused, drifted, mended prometheus.Counter
+	elements                                 prometheus.Gauge
+	transactions, refused, drifted, repaired prometheus.Counter
 }
 
 func newNFTablesMetrics() *nftablesMetrics {
@@ -95,12 +95,12 @@ func newNFTablesMetrics() *nftablesMetrics {
 		transactions: counter(subsystem, "transactions_total", "Attempts to change the table in a transaction."),
 		refused:      counter(subsystem, "transaction_errors_total", "Attempts to change the table that failed, and so changed nothing, or had no answer."),
 		drifted:      counter(subsystem, "drift_found_total", "Times that another program had changed the table."),
-		mended:       counter(subsystem, "drift_mended_total", "Times that the table was repaired after another program had changed it."),
+		repaired:     counter(subsystem, "drift_repaired_total", "Times that the table was repaired after another program had changed it."),
 	}
 }
 
 func (m *nftablesMetrics) collectors() []prometheus.Collector {
-	return []prometheus.Collector{m.elements, m.transactions, m.refused, m.drifted, m.mended}
+	return []prometheus.Collector{m.elements, m.transactions, m.refused, m.drifted, m.repaired}
 }
 
 func (m *nftablesMetrics) observer() nftables.Observer {
@@ -111,8 +111,8 @@ func (m *nftablesMetrics) observer() nftables.Observer {
 				m.refused.Inc()
 			}
 		},
-		Holds:   func(elements int) { m.elements.Set(float64(elements)) },
-		Drifted: m.drifted.Inc,
-		Mended:  m.mended.Inc,
+		Holds:    func(elements int) { m.elements.Set(float64(elements)) },
+		Drifted:  m.drifted.Inc,
+		Repaired: m.repaired.Inc,
 	}
 }

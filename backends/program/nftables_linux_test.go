@@ -88,7 +88,7 @@ func TestNFTablesMetrics(t *testing.T) {
 	o.Transacted(nil)
 	o.Drifted()
 	o.Drifted()
-	o.Mended()
+	o.Repaired()
 	got := map[string]float64{}
 	families, err := registry.Gather()
 	if err != nil {
@@ -99,9 +99,9 @@ func TestNFTablesMetrics(t *testing.T) {
 		got[f.GetName()] = m.GetGauge().GetValue() + m.GetCounter().GetValue() + float64(m.GetHistogram().GetSampleCount())
 	}
 	want := map[string]float64{
-		"kpng_conntrack_entries_ended_total": 3, "kpng_conntrack_entries_seen_total": 6, "kpng_conntrack_errors_total": 1, "kpng_conntrack_duration_seconds": 2,
+		"kpng_conntrack_entries_deleted_total": 3, "kpng_conntrack_entries_seen_total": 6, "kpng_conntrack_errors_total": 1, "kpng_conntrack_duration_seconds": 2,
 		"kpng_healthcheck_faults_total": 0, "kpng_healthcheck_ports_failing": 0, "kpng_healthcheck_ports_open": 0,
-		"kpng_nftables_drift_found_total": 2, "kpng_nftables_drift_mended_total": 1, "kpng_nftables_elements": 7,
+		"kpng_nftables_drift_found_total": 2, "kpng_nftables_drift_repaired_total": 1, "kpng_nftables_elements": 7,
 		"kpng_nftables_transaction_errors_total": 1, "kpng_nftables_transactions_total": 3,
 	}
 	if diff := cmp.Diff(want, got); diff != "" {

@@ -111,7 +111,7 @@ func (f *nodeFlags) nodeParts(create func(*nodeaddr.Watcher, sink.Sink) (sink.Si
 		Collectors: slices.Concat(f.checks.collectors(), flows.collectors()),
 		KubeProxyNames: map[string]prometheus.Collector{
 			"conntrack_reconciler_sync_duration_seconds": flows.duration,
-			"conntrack_reconciler_deleted_entries_total": flows.ended,
+			"conntrack_reconciler_deleted_entries_total": flows.deleted,
 		},
 	}, nil
 }
@@ -152,16 +152,16 @@ func (f *nodeFlags) follow(addrs *nodeaddr.Watcher, more ...sysctl.Setting) func
 }
 
 type flowMetrics struct {
-	seen, ended, errors prometheus.Counter
-	duration            prometheus.Histogram
+	seen, deleted, errors prometheus.Counter
+	duration              prometheus.Histogram
 }
 
 func newFlowMetrics() *flowMetrics {
 	const subsystem = "conntrack"
 	return &flowMetrics{
-		seen:   counter(subsystem, "entries_seen_total", "Connections that the kernel listed while stale connections were looked for."),
-		ended:  counter(subsystem, "entries_ended_total", "Stale connections that were ended."),
-		errors: counter(subsystem, "errors_total", "Looks for stale connections that failed and are made again."),
+		seen:    counter(subsystem, "entries_seen_total", "Connections that the kernel listed while stale connections were looked for."),
+		deleted: counter(subsystem, "entries_deleted_total", "Stale connections that were deleted."),
+		errors:  counter(subsystem, "errors_total", "Looks for stale connections that failed and are made again."),
 		duration: prometheus.NewHistogram(prometheus.HistogramOpts{
 			Namespace: "kpng", Subsystem: subsystem, Name: "duration_seconds", Help: "How long a look for stale connections took.", Buckets: durations,
 		}),
@@ -169,12 +169,12 @@ func newFlowMetrics() *flowMetrics {
 }
 
 func (m *flowMetrics) collectors() []prometheus.Collector {
-	return []prometheus.Collector{m.seen, m.ended, m.errors, m.duration}
+	return []prometheus.Collector{m.seen, m.deleted, m.errors, m.duration}
 }
 
 func (m *flowMetrics) observe(pass conntrack.Pass) {
 	m.seen.Add(float64(pass.Seen))
-	m.ended.Add(float64(pass.Ended))
+	m.deleted.Add(float64(pass.Ended))
 	m.duration.Observe(pass.Duration.Seconds())
 	if pass.Err != nil {
 		m.errors.Inc()

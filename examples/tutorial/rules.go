@@ -48,7 +48,7 @@ func (b *backend) rules(node *api.Node, services []*api.ServiceEndpoints) string
 			for _, match := range b.matches(&f) {
 				s.sources(match, &f, nodeAddrs)
 				s.traffic("prerouting", match, f.Elsewhere, f.Masquerade == nodeview.MasqueradeAll)
-				s.traffic("output", match, f.Node, f.Masquerade != nodeview.MasqueradeIfAsked)
+				s.traffic("output", match, f.Node, f.Masquerade != nodeview.MasqueradeIfConfigured)
 			}
 			if f.Kind == nodeview.ClusterIP {
 				clusterIPs = append(clusterIPs, f.Addr)

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # build.sh [e2e] builds the programs of the cluster from Go modules. With e2e, it also
 # builds Kubernetes' tests. It always builds kpng's own programs. It builds another program
-# only if the program is older than its module's go.sum.
+# only if the program is older than a file in its module's folder.
 . "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
 missing=
@@ -23,7 +23,7 @@ flags="-s -w -X $version.gitVersion=$kubernetes -X $version.gitMajor=1 -X $versi
 build() {
 	local module=$1 package=$2 name=$3; shift 3
 	[ $# -gt 0 ] || set -- go build
-	[ ! "$bin/$name" -nt "$module/go.sum" ] || return 0
+	[ ! -x "$bin/$name" ] || [ "$(find "$module" -maxdepth 1 -type f -newer "$bin/$name")" ] || return 0
 	say "Building $name"
 	(cd "$module" && "$@" -ldflags "$flags" -o "$bin/$name.new" "$package")
 	mv "$bin/$name.new" "$bin/$name"

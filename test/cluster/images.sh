@@ -5,7 +5,7 @@
 # machine and programs that build.sh has built. The images have the names that Kubernetes'
 # tests use.
 . "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
-for file in "${BASH_SOURCE[0]}" "$bin/agnhost" "$bin/pause" "$bin/regression-issue-74839"; do
+for file in "${BASH_SOURCE[0]}" "$bin/agnhost" "$bin/coredns" "$bin/pause" "$bin/regression-issue-74839"; do
 	[ "$STATE/images.tar" -nt "$file" ] || stale=1
 done
 [ "${stale:-}" ] || exit 0
@@ -39,7 +39,7 @@ for name in bash curl wget dig nslookup host ip ss iperf conntrack getent; do pr
 program nc.openbsd nc
 program bash sh # the shell of busybox runs the nc and ip of busybox instead of those in PATH
 ln -s /bin/iperf "$root/usr/local/bin/iperf"
-for name in agnhost pause regression-issue-74839; do
+for name in agnhost coredns pause regression-issue-74839; do
 	cp "$bin/$name" "$root/"
 	libraries "$bin/$name"
 done

@@ -210,9 +210,9 @@ func (r *ruleset) masquerade(o origin, f *nodeview.Frontend, chain string) {
 	case r.opts.Fault == MasqueradesAll,
 		f.Masquerade == nodeview.MasqueradeAll,
 		f.Masquerade == nodeview.MasqueradeNode && o == own,
-		f.Masquerade == nodeview.MasqueradeIfAsked && r.opts.MasqueradeAll:
+		f.Masquerade == nodeview.MasqueradeIfConfigured && r.opts.MasqueradeAll:
 		r.rule(chain, set)
-	case f.Masquerade == nodeview.MasqueradeIfAsked && r.opts.MasqueradeOutside:
+	case f.Masquerade == nodeview.MasqueradeIfConfigured && r.opts.MasqueradeOutside:
 		for _, cidr := range r.opts.ClusterCIDRs {
 			if api.FamilyOf(cidr.Addr()) == f.Family {
 				r.rule(chain, family(f.Family), "saddr !=", cidr, set)

@@ -11,6 +11,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/go-logr/logr"
 	"github.com/kpng-project/kpng/cluster"
 	"github.com/kpng-project/kpng/feed"
 	"github.com/kpng-project/kpng/sink"
@@ -20,6 +21,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	k8sruntime "k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/klog/v2"
 	"k8s.io/utils/ptr"
 )
 
@@ -155,7 +157,7 @@ func BenchmarkIngest(b *testing.B) {
 				w := newBenchWatch(b)
 				w.listAll(b, ss, es)
 				source := feed.New(w.state, "node-7")
-				if err := sink.Run(b.Context(), source, sink.Func(drain), sink.Options{Once: true}); err != nil {
+				if err := sink.Run(klog.NewContext(b.Context(), logr.Discard()), source, sink.Func(drain), sink.Options{Once: true}); err != nil {
 					b.Fatal(err)
 				}
 
@@ -207,7 +209,7 @@ func BenchmarkOneEndpointChanges(b *testing.B) {
 		r.watch = newBenchWatch(b)
 		ss, es := benchObjects(r.services, 10)
 		r.watch.listAll(b, ss, es)
-		ctx, cancel := context.WithCancel(b.Context())
+		ctx, cancel := context.WithCancel(klog.NewContext(b.Context(), logr.Discard()))
 		ended := make(chan struct{})
 		passing := false // true during the driver's first pass, which calls Sync several times
 		go func() {

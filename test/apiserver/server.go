@@ -116,8 +116,8 @@ func (s *Server) WaitReady(t testing.TB) {
 }
 
 // Compact makes etcd drop old versions of objects. Afterwards, a watch from an old
-// version fails with 410 Gone, unless the API server has the later changes in memory. The
-// API server of this package never compacts etcd by itself.
+// version fails with 410 Gone, unless the API server has the later changes in memory. Only
+// this method compacts etcd.
 func (s *Server) Compact(t testing.TB) {
 	t.Helper()
 	if err := s.compact(t.Context()); err != nil {

@@ -47,7 +47,7 @@ const (
 	reasons
 )
 
-// changeTo returns the Change from the old view of s to the view new.
+// changeTo returns the Change from the old view of s to a new view.
 func (s *unacked) changeTo(new *api.ServiceEndpoints) Change {
 	return Change{Key: s.key, Old: s.old, New: new, Unsure: s.unsure, TriggerTime: s.trigger}
 }

@@ -211,7 +211,7 @@ func (p *sinkProcess) read() {
 			return // the process has ended, and awaitApplied returns the reason
 		}
 		p.mu.Lock()
-		if r.Generation >= p.last.Generation { // ignore reports about older generations
+		if r.Generation >= p.last.Generation { // a report about an older generation is ignored
 			p.last = r
 			close(p.reported)
 			p.reported = make(chan struct{})

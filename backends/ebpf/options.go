@@ -63,7 +63,7 @@ type Options struct {
 type Usage struct {
 	Frontends, Endpoints, Members int
 	// ServicesLeft is the number of services with a frontend that did not fit into the maps.
-	// The other sink handles such a frontend.
+	// The sink below, such as the backend nftables, handles these frontends.
 	ServicesLeft int
 }
 

@@ -210,8 +210,8 @@ func (p *planner) elements(id serverID, f *nodeview.Frontend, all []nodeview.Fro
 	return elements
 }
 
-// healthCheck returns the element for a load balancer's health checks, which have the
-// destination a. The element changes the destination to an address of node ports.
+// healthCheck returns the element for the health checks that a load balancer sends to
+// the address a. The element changes the destination to an address of node ports.
 func (p *planner) healthCheck(a netip.Addr, s *api.Service) []element {
 	port := cmp.Or(uint16(nodeview.HealthCheckPort(s)), p.healthzPort)
 	to, ok := p.firstNodePortAddr(api.FamilyOf(a))

@@ -52,7 +52,7 @@ func client(arg string) {
 	end := begin.Add(l.For)
 	switch l.Kind {
 	case "http":
-		r.Count = together(l.Clients, func(int) int64 {
+		r.Count = runConcurrently(l.Clients, func(int) int64 {
 			n := int64(0)
 			for time.Now().Before(end) {
 				if err := getOnce(l.Target); err != nil {
@@ -64,7 +64,7 @@ func client(arg string) {
 			return n
 		})
 	case "bulk":
-		r.Count = together(l.Clients, func(int) int64 {
+		r.Count = runConcurrently(l.Clients, func(int) int64 {
 			c := dial("tcp", at(l.Target, bulkPort))
 			defer c.Close()
 			c.SetDeadline(end)
@@ -75,7 +75,7 @@ func client(arg string) {
 			return n
 		})
 	case "echo":
-		r.Count = together(l.Clients, func(i int) int64 {
+		r.Count = runConcurrently(l.Clients, func(i int) int64 {
 			c := dial("tcp", at(l.Target, echoPort))
 			defer c.Close()
 			n, b := int64(0), make([]byte, 64)
@@ -90,7 +90,7 @@ func client(arg string) {
 		})
 	case "idle":
 		var mu sync.Mutex
-		r.Count = together(16, func(i int) int64 {
+		r.Count = runConcurrently(16, func(i int) int64 {
 			for range l.Clients / 16 {
 				c := dial("tcp", at(l.Target, echoPort))
 				exchange(c, make([]byte, 64))
@@ -101,7 +101,7 @@ func client(arg string) {
 			return int64(l.Clients / 16)
 		})
 	case "udp":
-		r.Count = together(l.Clients, func(int) int64 { return ping(dial("udp", at(l.Target, echoPort)), end) })
+		r.Count = runConcurrently(l.Clients, func(int) int64 { return ping(dial("udp", at(l.Target, echoPort)), end) })
 	default:
 		fatal(fmt.Errorf("unknown load %q", l.Kind))
 	}
@@ -117,8 +117,8 @@ func client(arg string) {
 	}
 }
 
-// The function together runs n concurrent calls of f and returns the sum of the results.
-func together(n int, f func(i int) int64) int64 {
+// runConcurrently makes n concurrent calls of f and returns the sum of their results.
+func runConcurrently(n int, f func(i int) int64) int64 {
 	var sum atomic.Int64
 	var all sync.WaitGroup
 	for i := range n {

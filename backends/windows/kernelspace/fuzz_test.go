@@ -216,7 +216,7 @@ func (f *fuzzer) run(steps int) {
 }
 
 // The method comparable prepares a dump for a comparison. If the Node object was deleted,
-// comparable removes the source VIPs. Only an old backend still knows the node's
+// comparable removes the source VIPs. Only a backend from before the deletion still knows the node's
 // addresses and uses them as source VIPs.
 func (f *fuzzer) comparable(dump string) string {
 	if _, ok := f.state.Snapshot().Nodes.Get(apitest.NodeName(0)); ok {

@@ -46,6 +46,10 @@ func TestSourceRanges(t *testing.T) {
 			"LoadBalancerIP [2001:db8::1]:80/TCP": "only fd00::/8",
 		},
 	}, {
+		name:    "ranges apply to a cluster IP that is also a load-balancer IP",
+		service: service(loadBalancerIPs("10.96.0.1"), sourceRangesFor("10.0.0.0/8")),
+		want:    map[string]string{"ClusterIP 10.96.0.1:80/TCP": "only 10.0.0.0/8"},
+	}, {
 		name:    "a range of length 0 admits all sources of its family",
 		service: restricted("0.0.0.0/0", "fd00::/8"),
 		want: map[string]string{

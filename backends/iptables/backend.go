@@ -123,7 +123,7 @@ func (b *Backend) inOtherFlavour(ctx context.Context, flavour Flavour) (list []*
 			has, err = t.hasChains(ctx)
 		}
 		if err != nil {
-			klog.FromContext(ctx).Error(err, "Could not read the rules in the other flavour of iptables; removing those of this instance after a pass",
+			klog.FromContext(ctx).Error(err, "Cannot read the rules in the other flavour of iptables; removing those of this instance after a pass",
 				"family", family, "flavour", other)
 		} else if !has {
 			continue
@@ -139,7 +139,7 @@ func (b *Backend) removeStale(ctx context.Context) {
 	b.stale = slices.DeleteFunc(b.stale, func(t *ruleset) bool {
 		log := klog.FromContext(ctx).WithValues("family", t.family, "flavour", t.run.flavour)
 		if err := t.remove(ctx); err != nil {
-			log.Error(err, "Could not remove the old rules in the other flavour of iptables; retrying after another pass")
+			log.Error(err, "Cannot remove the old rules in the other flavour of iptables; retrying after another pass")
 			return false
 		}
 		log.Info("Removed the old rules in the other flavour of iptables")
@@ -231,7 +231,7 @@ func (b *Backend) Cleanup(ctx context.Context) error {
 	case errors.Is(err, exec.ErrNotFound):
 		return nil
 	case errors.Is(err, errNoSets):
-		klog.FromContext(ctx).Info("Could not list sets; removing none", "reason", err.Error())
+		klog.FromContext(ctx).Info("Cannot list sets; removing none", "reason", err.Error())
 		return nil
 	case err != nil:
 		return err

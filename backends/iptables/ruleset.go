@@ -126,7 +126,7 @@ func (t *ruleset) beginPass(ctx context.Context) error {
 		t.withSets = false
 		setErr := err
 		if err = t.begin(ctx); err == nil {
-			klog.FromContext(ctx).Error(setErr, "Could not use sets; using rules in place of sets until another pass", "family", t.family)
+			klog.FromContext(ctx).Error(setErr, "Cannot use sets; using rules in place of sets until another pass", "family", t.family)
 		}
 	}
 	switch {
@@ -247,7 +247,7 @@ func (t *ruleset) deleteForeign(ctx context.Context) error {
 				return err
 			}
 			t.foreign = append(t.foreign, r)
-			klog.FromContext(ctx).Error(err, "Could not delete a rule that leads to a chain of this instance",
+			klog.FromContext(ctx).Error(err, "Cannot delete a rule that leads to a chain of this instance",
 				"family", t.family, "table", r.chain.table, "chain", r.chain.name, "rule", r.rule)
 		}
 		t.changedChains[r.target()] = true

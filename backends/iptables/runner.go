@@ -56,8 +56,7 @@ func programName(flavour Flavour, family api.Family, action string) string {
 var errNoSets = errors.New("sets cannot be used")
 
 // findIPSet returns the path of the program ipset. Its error wraps [errNoSets] if ipset
-// is not installed, or if ipset cannot list sets. The usual cause of the latter is a
-// kernel without ip_set.
+// is not installed, or if ipset cannot list sets, usually because the kernel lacks ip_set.
 func findIPSet(ctx context.Context, netNS int) (string, error) {
 	path, err := findProgram("ipset", "ipset")
 	if errors.Is(err, exec.ErrNotFound) {

@@ -262,10 +262,8 @@ func TestFailedEndOfPassKeepsBackoff(t *testing.T) {
 	}
 }
 
-// TestRefusedElementsDoNotStopOtherServices checks the error for elements that the kernel
-// refuses. If only these elements are the cause, the driver must be able to find their
-// service, so the error must not request a pass.
-func TestRefusedElementsDoNotStopOtherServices(t *testing.T) {
+// dataplaneWithTable returns a dataplane whose table has the elements of someElements.
+func dataplaneWithTable(t *testing.T) (*dataplane, *netnstest.Namespace) {
 	ns := netnstest.New(t)
 	d := newDataplane(&Options{NetNS: ns.FD})
 	d.table = testTable(t, ns, Options{})
@@ -273,6 +271,14 @@ func TestRefusedElementsDoNotStopOtherServices(t *testing.T) {
 	if err := d.table.create(d.elements); err != nil {
 		t.Fatal(err)
 	}
+	return d, ns
+}
+
+// TestRefusedElementsDoNotStopOtherServices checks the error for elements that the kernel
+// refuses. If only these elements are the cause, the driver must be able to find their
+// service, so the error must not request a pass.
+func TestRefusedElementsDoNotStopOtherServices(t *testing.T) {
+	d, _ := dataplaneWithTable(t)
 	refused := element{set: setID{redirects, api.IPv4}, key: frontendKey(id("10.96.0.1:80", api.TCP)), value: addrKey(netip.MustParseAddr("10.9.9.9")) + portKey(1)}
 	if err := d.changeTable(nil, []element{refused}); err == nil || errors.Is(err, sink.ErrStartOver) || !d.known {
 		t.Errorf("error %v, want one that does not request a pass", err)
@@ -292,13 +298,7 @@ func TestRefusedElementsDoNotStopOtherServices(t *testing.T) {
 // after a change of nf_tables. It also checks that a context can interrupt a comparison,
 // but not always.
 func TestComparisonReadsTableOnlyAfterChanges(t *testing.T) {
-	ns := netnstest.New(t)
-	d := newDataplane(&Options{NetNS: ns.FD})
-	d.table = testTable(t, ns, Options{})
-	d.elements, d.known = someElements(), true
-	if err := d.table.create(d.elements); err != nil {
-		t.Fatal(err)
-	}
+	d, ns := dataplaneWithTable(t)
 	if err := d.local.connect(); err != nil {
 		t.Fatal(err)
 	}

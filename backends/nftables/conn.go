@@ -148,49 +148,28 @@ func (c *conn) inspect(ctx context.Context, name string) (*listing, error) {
 	return l, nil
 }
 
-// After quietListings interrupted listings without a new chain, listChains returns.
-const quietListings = 3
-
 // listChains returns the hooks of the table's chains.
-//
-// The kernel answers in several messages. Before each further message, it skips as many
-// chains as it has already sent, in all tables of the family. So if another table changes
-// between two messages, the listing is interrupted and may miss chains. Then listChains
-// repeats the listing until it finds no new chains.
 func (c *conn) listChains(ctx context.Context) (map[string]hook, error) {
 	found := map[string]hook{}
-	for quiet := 0; ; quiet++ {
-		before := len(found)
-		err := c.query(ctx, unix.NFT_MSG_GETCHAIN, unix.NLM_F_DUMP, noAttributes, func(attributes []byte) {
-			if table, name, h := decodeChain(attributes); table == c.table {
-				found[name] = h
-			}
-		})
-		if len(found) > before {
-			quiet = 0
+	err := c.ListChains(ctx, unix.NFPROTO_INET, func(attributes []byte) (isNew bool) {
+		table, name, h := decodeChain(attributes)
+		if table != c.table {
+			return false
 		}
-		interrupted := errors.Is(err, netfilter.ErrInterrupted)
-		switch {
-		case err == nil, interrupted && quiet == quietListings:
-			return found, nil
-		case !interrupted, ctx.Err() != nil:
-			return nil, err
-		}
-	}
+		_, known := found[name]
+		found[name] = h
+		return !known
+	})
+	return found, err
 }
 
 // foreignCommits returns a number that changes when another program changes any table in
 // the network namespace. Transactions of this connection do not change this number. The
 // result is the kernel's count of all transactions minus those of this connection.
 func (c *conn) foreignCommits(ctx context.Context) (int64, error) {
-	var generation uint32
-	err := c.Query(ctx, func(b *netfilter.Builder) {
-		b.End(b.Begin(nftMsg(unix.NFT_MSG_GETGEN), 0, unix.NFPROTO_INET))
-	}, func(attributes []byte) {
-		generation = netfilter.Uint32(netfilter.Attribute(attributes, unix.NFTA_GEN_ID))
-	})
+	generation, err := c.Generation(ctx)
 	if err != nil {
-		return 0, fmt.Errorf("read the generation of tables: %w", err)
+		return 0, err
 	}
 	return int64(generation - c.Commits), nil
 }

@@ -9,6 +9,7 @@ import (
 	"net/netip"
 	"slices"
 
+	"github.com/kpng-project/kpng/backends/internal/kernelnode"
 	"github.com/kpng-project/kpng/backends/internal/netfilter"
 	"golang.org/x/sys/unix"
 )
@@ -55,10 +56,7 @@ func (w *wire) data(attr uint16, v []byte) {
 // length.
 func rangeEnd(key []byte, addrLen, bits int) []byte {
 	end := append([]byte(nil), key...)
-	addr := end[len(end)-addrLen:]
-	for i := bits; i < 8*addrLen; i++ {
-		addr[i/8] |= 0x80 >> (i % 8)
-	}
+	kernelnode.SetBitsFrom(end[len(end)-addrLen:], bits)
 	return end
 }
 

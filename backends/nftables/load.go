@@ -7,7 +7,6 @@ package nftables
 import (
 	"context"
 	"fmt"
-	"maps"
 	"slices"
 
 	"golang.org/x/sys/unix"
@@ -16,8 +15,12 @@ import (
 
 // active reports whether the table receives packets.
 func (l *listing) active() bool {
-	isBase := func(h hook) bool { return h != (hook{}) }
-	return !l.dormant && slices.ContainsFunc(slices.Collect(maps.Values(l.hooks)), isBase)
+	for _, h := range l.hooks {
+		if h != (hook{}) {
+			return !l.dormant
+		}
+	}
+	return false
 }
 
 // fits reports whether this version of the package can keep the table with its elements.
@@ -63,10 +66,18 @@ func (t *table) loadSkeleton(ctx context.Context) (foreignCommits int64, err err
 			return 0, err
 		}
 	}
-	// Prefer an active table that fits. The second choice is a table that is not active.
+	rank := func(l *listing) int {
+		switch {
+		case l.active() && l.fits():
+			return 2
+		case !l.active():
+			return 1
+		default:
+			return 0
+		}
+	}
 	now, other := 0, 1
-	usable := func(l *listing) bool { return l.active() && l.fits() }
-	if !usable(tables[0]) && (usable(tables[1]) || tables[0].active() && !tables[1].active()) {
+	if rank(tables[1]) > rank(tables[0]) {
 		now, other = 1, 0
 	}
 	t.conn.table, t.replaced = names[now], ""

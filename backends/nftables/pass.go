@@ -72,7 +72,7 @@ func (t *table) readAhead(ctx context.Context, foreignCommits int64) {
 	}
 	var err error
 	if t.ahead, err = t.read(ctx, foreignCommits); err != nil {
-		klog.FromContext(ctx).V(2).Info("Could not read the table ahead of the first pass", "table", t.conn.table, "reason", err)
+		klog.FromContext(ctx).V(2).Info("Cannot read the table ahead of the first pass", "table", t.conn.table, "reason", err)
 	}
 }
 

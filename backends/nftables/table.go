@@ -123,6 +123,7 @@ func (t *table) syncServices(ctx context.Context, services iter.Seq[sink.Change]
 			p.add(e)
 		}, func(o object) {
 			p.addObject(o)
+			// If the object is both old and new, the patch does not write it.
 			if t.pass != nil && t.pass.has(&o) {
 				p.removeObject(o)
 			}

@@ -53,10 +53,6 @@ const (
 	// A step of the comparison ends after the map with which it has compared stepElements
 	// elements or more. Most maps are small, so a comparison needs only a few steps.
 	stepElements = 2_000
-	// comparePause is the ratio of the pause after a comparison to the duration of the
-	// comparison. So comparisons use at most 2 % of a CPU while other tables change
-	// constantly.
-	comparePause = 50
 )
 
 // reset records that a pass has read the table. The argument foreignCommits is the number
@@ -82,13 +78,6 @@ func (d *drift) recordRepair(t *table) {
 	}
 }
 
-// difference is an error. It describes how the table differs from its expected content.
-type difference string
-
-func (d difference) Error() string { return string(d) }
-
-func differs(format string, args ...any) error { return difference(fmt.Sprintf(format, args...)) }
-
 // verify implements the method Verify of [sink.Verifier].
 func (t *table) verify(ctx context.Context) error {
 	now := t.now()
@@ -101,7 +90,7 @@ func (t *table) verify(ctx context.Context) error {
 		return nil
 	}
 	err := t.findDrift(ctx)
-	var d difference
+	var d kernelnode.Difference
 	switch {
 	case err == nil:
 		return t.deleteUnusedChains(ctx)
@@ -165,30 +154,30 @@ func (t *table) check(ctx context.Context) error {
 	case err != nil:
 		return err
 	case !l.exists:
-		return differs("it was deleted")
+		return kernelnode.Differs("it was deleted")
 	case l.dormant:
-		return differs("it is dormant")
+		return kernelnode.Differs("it is dormant")
 	}
 	for name, want := range t.state.rules {
 		if is, ok := l.chains[name]; !ok {
-			return differs("chain %s was deleted", name)
+			return kernelnode.Differs("chain %s was deleted", name)
 		} else if is != want {
-			return differs("chain %s was changed", name)
+			return kernelnode.Differs("chain %s was changed", name)
 		}
 	}
 	for name := range l.chains {
 		if _, ok := t.state.rules[name]; !ok {
-			return differs("chain %s was added", name)
+			return kernelnode.Differs("chain %s was added", name)
 		}
 	}
 	if foreign := l.foreignSets(); len(foreign) > 0 {
-		return differs("set %s was added", foreign[0])
+		return kernelnode.Differs("set %s was added", foreign[0])
 	}
 	for _, m := range allMaps() {
 		if s, ok := l.sets[m.name()]; !ok {
-			return differs("%s was deleted", m.name())
+			return kernelnode.Differs("%s was deleted", m.name())
 		} else if want := t.state.digests[m].n; s.elements >= 0 && s.elements != want {
-			return differs("%s has %d elements instead of %d", m.name(), s.elements, want)
+			return kernelnode.Differs("%s has %d elements instead of %d", m.name(), s.elements, want)
 		}
 	}
 	return nil
@@ -214,7 +203,7 @@ func (t *table) compare(ctx context.Context) error {
 		}
 	}
 	d.nextMap, d.comparedCommits = 0, d.startCommits
-	d.compareAt = t.now().Add(comparePause * (d.elapsed + t.now().Sub(begin)))
+	d.compareAt = t.now().Add(kernelnode.PauseFactor * (d.elapsed + t.now().Sub(begin)))
 	d.recordRepair(t)
 	return nil
 }
@@ -234,7 +223,7 @@ func (t *table) compareMap(ctx context.Context, m mapID) error {
 		}
 		// Even a dump that races with a resize has the right number of elements.
 		if is.n != want.n || attempt == maxDumpRetries {
-			return differs("%s has %d elements, which are not the %d that it should have", m.name(), is.n, want.n)
+			return kernelnode.Differs("%s has %d elements, which are not the %d that it should have", m.name(), is.n, want.n)
 		}
 		if err := waitForResize(ctx, attempt); err != nil {
 			return err

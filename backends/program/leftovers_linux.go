@@ -67,7 +67,7 @@ func findLeftovers(ctx context.Context, finders ...leftoverFinder) ([]leftover, 
 // chains that kube-proxy's other modes made with iptables-nft.
 func nftablesLeftovers(ctx context.Context) ([]leftover, error) {
 	// from linux/netfilter/nf_tables.h
-	const getChain, chainTable, chainName = unix.NFNL_SUBSYS_NFTABLES<<8 | unix.NFT_MSG_GETCHAIN, 1, 3
+	const chainTable, chainName = 1, 3
 	c := netfilter.NewConn(0)
 	defer c.Close()
 	var found []leftover
@@ -76,8 +76,7 @@ func nftablesLeftovers(ctx context.Context) ([]leftover, error) {
 		name   string
 		number byte
 	}{{"ip", unix.NFPROTO_IPV4}, {"ip6", unix.NFPROTO_IPV6}} {
-		list := func(w *netfilter.Builder) { w.End(w.Begin(getChain, unix.NLM_F_DUMP, family.number)) }
-		err := c.Query(ctx, list, func(attributes []byte) {
+		errs = append(errs, c.ListChains(ctx, family.number, func(attributes []byte) (isNew bool) {
 			table, chain := family.name, ""
 			for attr, data := range netfilter.Attributes(attributes) {
 				switch attr {
@@ -91,15 +90,14 @@ func nftablesLeftovers(ctx context.Context) ([]leftover, error) {
 			if chain == kubeProxyChain {
 				l = leftover{"chain " + chain + " of iptables-nft in table " + table, "kube-proxy --cleanup"}
 			} else if table != family.name+" kube-proxy" {
-				return
+				return false
 			}
-			if !slices.Contains(found, l) {
-				found = append(found, l)
+			if slices.Contains(found, l) {
+				return false
 			}
-		})
-		if err != nil && !errors.Is(err, netfilter.ErrInterrupted) {
-			errs = append(errs, fmt.Errorf("list nftables chains: %w", err))
-		}
+			found = append(found, l)
+			return true
+		}))
 	}
 	return found, errors.Join(errs...)
 }

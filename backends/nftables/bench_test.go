@@ -121,6 +121,37 @@ func BenchmarkNewSharedChain(b *testing.B) {
 	}
 }
 
+// BenchmarkAffinityChange adds and removes an endpoint of one of n services with session
+// affinity. This changes rules with verdicts, so the kernel validates all verdicts of the
+// table.
+func BenchmarkAffinityChange(b *testing.B) {
+	for _, n := range []int{1_000, 10_000} {
+		b.Run(fmt.Sprintf("services=%d/endpoints=3", n), func(b *testing.B) {
+			be, _ := start(b, Options{})
+			list := affineServices(n, 3)
+			mustSync(b, be, splitPass(list)...)
+			old, next := list[n/2].New, numberedService(n/2, 4)
+			next.Service.SessionAffinity = old.Service.SessionAffinity
+			for b.Loop() {
+				mustSync(b, be, batchOf(false, sink.Change{Old: old, New: next}))
+				mustSync(b, be, batchOf(false, sink.Change{Old: next, New: old}))
+			}
+		})
+	}
+}
+
+// BenchmarkIdleVerify measures a Verify after which no other program has changed any
+// table. kpng calls Verify once a second.
+func BenchmarkIdleVerify(b *testing.B) {
+	be, _ := start(b, Options{})
+	mustSync(b, be, splitPass(manyServices(10_000, 10))...)
+	for b.Loop() {
+		if err := be.Verify(b.Context()); err != nil {
+			b.Fatal(err)
+		}
+	}
+}
+
 // BenchmarkConnect connects from the node to its own pods, through one service after the
 // other. It reports the median time of a connection.
 func BenchmarkConnect(b *testing.B) {

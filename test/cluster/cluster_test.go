@@ -106,6 +106,7 @@ kind: Deployment
 metadata: {name: %[1]s}
 spec:
   replicas: %[2]d
+  strategy: {rollingUpdate: {maxSurge: 10, maxUnavailable: 0}}
   selector: {matchLabels: {app: %[1]s}}
   template:
     metadata: {labels: {app: %[1]s}}
@@ -116,7 +117,7 @@ spec:
       - name: web
         image: %[3]s
         args: [netexec, --delay-shutdown=1]
-        readinessProbe: {httpGet: {path: /hostname, port: 8080}, periodSeconds: 1}
+        readinessProbe: {httpGet: {path: /hostname, port: 8080}, periodSeconds: 5, timeoutSeconds: 5}
 %[4]s
 `, name, replicas, agnhost, podSpec)
 }

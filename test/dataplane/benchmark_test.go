@@ -44,6 +44,7 @@ var (
 	allProxies = []proxy{
 		kpngProxy, kubeProxy("kube-proxy", "nftables"),
 		kpngWith("kpng-iptables", "iptables"), kubeProxy("kube-proxy-iptables", "iptables"),
+		kpngWith("kpng-ipvs", "ipvs"), kubeProxy("kube-proxy-ipvs", "ipvs"),
 	}
 )
 
@@ -98,7 +99,7 @@ func Benchmark(b *testing.B) {
 func (c *cluster) measure(b *testing.B, p proxy) {
 	b.ReportMetric(0, "ns/op")
 	b.Cleanup(func() { flush(b) })
-	c.group = cgroup.New(b)
+	c.group, c.ipvs = cgroup.New(b), strings.HasSuffix(p.name, "ipvs")
 
 	listing := c.list(b)
 	r := c.start(b, p, 0)
@@ -120,8 +121,8 @@ func (c *cluster) measure(b *testing.B, p proxy) {
 	b.ReportMetric(float64(c.group.KernelMemory())/(1<<20), "MB-kernel")
 }
 
-// flush deletes all nftables tables of the network namespace, including those of
-// iptables. Then it deletes all sets of ipset.
+// flush deletes everything that proxies program in the network namespace: all nftables
+// tables, including those of iptables, all sets of ipset, and what IPVS has.
 func flush(b testing.TB) {
 	b.Helper()
 	if out, err := exec.Command("nft", "flush", "ruleset").CombinedOutput(); err != nil {
@@ -129,6 +130,9 @@ func flush(b testing.TB) {
 	}
 	if out, err := exec.Command("ipset", "destroy").CombinedOutput(); err != nil {
 		b.Errorf("ipset destroy: %v\n%s", err, out)
+	}
+	if err := flushIPVS(); err != nil {
+		b.Error(err)
 	}
 }
 
@@ -248,7 +252,8 @@ func (r *running) latency(b *testing.B, interval string) {
 	b.Helper()
 	ctx, cancel := context.WithCancel(b.Context())
 	defer cancel()
-	watched, programmed := r.follow(b, ctx), tables(b, ctx)
+	watched := r.follow(b, ctx)
+	programmed, expect := r.programmed(b, ctx)
 
 	type change struct {
 		pod     netip.Addr
@@ -263,9 +268,10 @@ func (r *running) latency(b *testing.B, interval string) {
 	defer tick.Stop()
 	for i := range *changes {
 		<-tick.C
-		pod := r.newPodIP()
+		service, pod := services[i%r.services], r.newPodIP()
 		made = append(made, change{netip.MustParseAddr(pod), time.Now()})
-		if err := r.change(ctx, services[i%r.services], i/r.services%r.endpoints, pod); err != nil {
+		expect(service, made[i].pod)
+		if err := r.change(ctx, service, i/r.services%r.endpoints, pod); err != nil {
 			b.Fatal(err)
 		}
 	}

@@ -71,8 +71,9 @@ type cluster struct {
 	server     *apiserver.Server
 	client     kubernetes.Interface
 	kubeconfig string
-	// group is the cgroup of the measured proxy.
+	// group is the cgroup of the measured proxy. If ipvs is true, this proxy uses IPVS.
 	group *cgroup.Group
+	ipvs  bool
 	// fresh is the number of endpoint addresses that newPodIP has returned.
 	fresh atomic.Int64
 }

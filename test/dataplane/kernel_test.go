@@ -17,9 +17,18 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// The function tables records when each endpoint address reaches the kernel, until ctx
-// ends. It searches nftables notifications for the four bytes of an address, so it works
-// for every layout of tables.
+// programmed records when each endpoint address reaches the kernel, until ctx ends. With
+// IPVS, it only records endpoints for which expect was called.
+func (c *cluster) programmed(t testing.TB, ctx context.Context) (seen *sightings, expect func(service int, pod netip.Addr)) {
+	t.Helper()
+	if c.ipvs {
+		return virtualServers(t, ctx)
+	}
+	return tables(t, ctx), func(int, netip.Addr) {}
+}
+
+// The function tables searches nftables notifications for the four bytes of an address,
+// so it works for every layout of tables.
 func tables(t testing.TB, ctx context.Context) *sightings {
 	t.Helper()
 	fd, err := unix.Socket(unix.AF_NETLINK, unix.SOCK_RAW|unix.SOCK_CLOEXEC, unix.NETLINK_NETFILTER)

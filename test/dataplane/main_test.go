@@ -18,7 +18,7 @@ import (
 
 var (
 	shapes   = flag.String("shapes", "1000x10,5000x10,10000x10,30000x10", "`list` of clusters: services x endpoints; + means four frontends and policy Local")
-	proxies  = flag.String("proxies", "kpng,kube-proxy", "`list` of the proxies to measure: also kpng-iptables, kube-proxy-iptables")
+	proxies  = flag.String("proxies", "kpng,kube-proxy", "`list` of the proxies to measure: also kpng-iptables, kube-proxy-iptables and, where the kernel has IPVS, kpng-ipvs, kube-proxy-ipvs")
 	changes  = flag.Int("changes", 200, "`number` of endpoint changes, ten per second, for each latency")
 	connects = flag.Int("connects", 10_000, "`number` of connections that are timed")
 )

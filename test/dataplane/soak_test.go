@@ -291,8 +291,9 @@ func (c *cluster) changeMarker(t testing.TB) string {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), loadPatience)
 	defer cancel()
-	seen := tables(t, ctx)
+	seen, expect := c.programmed(t, ctx)
 	pod := c.newPodIP()
+	expect(marker, netip.MustParseAddr(pod))
 	if err := c.change(ctx, marker, 0, pod); err != nil {
 		t.Fatal(err)
 	}

@@ -24,7 +24,7 @@ type Options struct {
 	// Node is the name of the node. The Node object must exist, because kube-proxy waits for
 	// the node's addresses.
 	Node string
-	// Mode is nftables or iptables. Empty means nftables.
+	// Mode is nftables, iptables or ipvs. Empty means nftables.
 	Mode string
 	// MinSyncPeriod is the minimum time between two syncs. 0 means one second.
 	MinSyncPeriod time.Duration
@@ -48,18 +48,22 @@ func Command(t testing.TB, o Options) []string {
 		t.Fatal(err)
 	}
 	mode := cmp.Or(o.Mode, "nftables")
+	settings := fmt.Sprintf("%s: {minSyncPeriod: %s, masqueradeAll: %t}", mode, o.MinSyncPeriod, o.MasqueradeAll)
+	if mode == "ipvs" { // it uses the masqueradeAll of the mode iptables
+		settings = fmt.Sprintf("ipvs: {minSyncPeriod: %s}\niptables: {masqueradeAll: %t}", o.MinSyncPeriod, o.MasqueradeAll)
+	}
 	// With zero as conntrack values, kube-proxy does not change the kernel's settings. A
 	// change would affect the whole machine.
 	config := fmt.Sprintf(`apiVersion: kubeproxy.config.k8s.io/v1alpha1
 kind: KubeProxyConfiguration
-mode: %[1]s
-hostnameOverride: %[2]q
-clusterCIDR: %[3]q
-clientConnection: {kubeconfig: %[4]q}
-nodePortAddresses: [%[5]s]
-%[1]s: {minSyncPeriod: %[6]s, masqueradeAll: %[7]t}
+mode: %s
+hostnameOverride: %q
+clusterCIDR: %q
+clientConnection: {kubeconfig: %q}
+nodePortAddresses: [%s]
+%s
 conntrack: {maxPerCore: 0, min: 0, tcpCloseWaitTimeout: 0s, tcpEstablishedTimeout: 0s}
-`, mode, o.Node, o.ClusterCIDR, o.Kubeconfig, quoted(o.NodePortAddresses), o.MinSyncPeriod, o.MasqueradeAll)
+`, mode, o.Node, o.ClusterCIDR, o.Kubeconfig, quoted(o.NodePortAddresses), settings)
 	path := filepath.Join(t.TempDir(), "kube-proxy.yaml")
 	if err := os.WriteFile(path, []byte(config), 0o600); err != nil {
 		t.Fatal(err)

@@ -176,7 +176,9 @@ func (c *churn) run(ctx context.Context, random *rand.Rand) error {
 			}
 			// Try again if another writer was faster or the cluster IP is not free yet.
 			lost := apierrors.IsConflict(err) || apierrors.IsAlreadyExists(err) || apierrors.IsNotFound(err) || apierrors.IsInvalid(err)
-			if !lost && ctx.Err() == nil {
+			// On a busy machine, a request of the API server to etcd may time out.
+			slow := apierrors.IsTimeout(err) || apierrors.IsServerTimeout(err) || strings.Contains(err.Error(), "etcdserver: request timed out")
+			if !lost && !slow && ctx.Err() == nil {
 				return fmt.Errorf("change service: %w", err)
 			}
 		}

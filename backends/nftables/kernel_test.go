@@ -169,7 +169,7 @@ func TestDriftIsFoundAndRepaired(t *testing.T) {
 		"a chain is added":             "add chain inet kpng other",
 		"a chain with a jump is added": "add chain inet kpng bar; add chain inet kpng foo; add rule inet kpng foo jump bar",
 		"a set is added":               "add set inet kpng other { type ipv4_addr; }",
-		"a map is added":               "add chain inet kpng foo; add map inet kpng other { type ipv4_addr : verdict; }; add element inet kpng other { 10.1.2.3 : jump foo }; add rule inet kpng foo ip saddr vmap @other",
+		"a map is added":               "add chain inet kpng foo; add chain inet kpng bar; add map inet kpng other { type ipv4_addr : verdict; }; add element inet kpng other { 10.1.2.3 : jump bar }; add rule inet kpng foo ip saddr vmap @other",
 		"a rule with a set is added":   "add set inet kpng other { type ipv4_addr; }; add rule inet kpng service4-2 ip saddr @other counter",
 		"an anonymous set is added":    "add rule inet kpng service4-2 ip saddr { 10.1.2.3, 10.1.2.4 } counter",
 		"a source range is added":      "add element inet kpng service-sources4 { 10.96.0.1 . tcp . 80 . 10.0.0.0/8 }",

@@ -90,6 +90,9 @@ func guest() (status int, err error) {
 	if out, err := exec.Command("ip", "link", "set", "lo", "up").CombinedOutput(); err != nil {
 		return 0, fmt.Errorf("set up lo (needs ip of Debian package iproute2): %w: %s", err, out)
 	}
+	if err := unix.Sethostname([]byte("kernel")); err != nil {
+		return 0, fmt.Errorf("set host name: %w", err)
+	}
 	files := unix.Rlimit{Cur: 1 << 20, Max: 1 << 20}
 	if err := unix.Setrlimit(unix.RLIMIT_NOFILE, &files); err != nil {
 		return 0, fmt.Errorf("raise limit of open files: %w", err)

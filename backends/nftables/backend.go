@@ -73,6 +73,9 @@ func (b *Backend) Start(ctx context.Context) error {
 		// object.
 		if !b.opts.NodePodCIDRs {
 			foreignCommits, err = b.table.loadSkeleton(ctx)
+			if mayBeDrift(err) { // another program changed the table after loadSkeleton had read it
+				foreignCommits, err = b.table.loadSkeleton(ctx)
+			}
 		}
 		return err
 	})

@@ -121,10 +121,10 @@ func BenchmarkNewSharedChain(b *testing.B) {
 	}
 }
 
-// BenchmarkAffinityChange adds and removes an endpoint of one of n services with session
+// BenchmarkAffinity adds and removes an endpoint of one of n services with session
 // affinity. This changes rules with verdicts, so the kernel validates all verdicts of the
 // table.
-func BenchmarkAffinityChange(b *testing.B) {
+func BenchmarkAffinity(b *testing.B) {
 	for _, n := range []int{1_000, 10_000} {
 		b.Run(fmt.Sprintf("services=%d/endpoints=3", n), func(b *testing.B) {
 			be, _ := start(b, Options{})

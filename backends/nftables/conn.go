@@ -114,12 +114,8 @@ type listing struct {
 // inspect reads the listing of the table with that name.
 func (c *conn) inspect(ctx context.Context, name string) (*listing, error) {
 	c = &conn{c.Conn, name, c.seed}
-	l := &listing{sets: map[string]layout{}, chains: map[string]digest{}}
-	err := c.query(ctx, unix.NFT_MSG_GETTABLE, 0, noAttributes, func(attributes []byte) {
-		flags := netfilter.Uint32(netfilter.Attribute(attributes, unix.NFTA_TABLE_FLAGS))
-		l.exists, l.dormant = true, flags&unix.NFT_TABLE_F_DORMANT != 0
-	})
-	if errors.Is(err, unix.ENOENT) {
+	l, err := c.findTable(ctx)
+	if err == nil && !l.exists {
 		return l, nil
 	}
 	if err == nil {
@@ -146,6 +142,19 @@ func (c *conn) inspect(ctx context.Context, name string) (*listing, error) {
 		return nil, fmt.Errorf("list table inet %s: %w", name, err)
 	}
 	return l, nil
+}
+
+// findTable returns a listing that only says whether the table exists and is dormant.
+func (c *conn) findTable(ctx context.Context) (*listing, error) {
+	l := &listing{sets: map[string]layout{}, chains: map[string]digest{}}
+	err := c.query(ctx, unix.NFT_MSG_GETTABLE, 0, noAttributes, func(attributes []byte) {
+		flags := netfilter.Uint32(netfilter.Attribute(attributes, unix.NFTA_TABLE_FLAGS))
+		l.exists, l.dormant = true, flags&unix.NFT_TABLE_F_DORMANT != 0
+	})
+	if errors.Is(err, unix.ENOENT) {
+		err = nil
+	}
+	return l, err
 }
 
 // listChains returns the hooks of the table's chains.

@@ -540,8 +540,15 @@ func TestPassesBecauseOfLeftovers(t *testing.T) {
 // TestDriftIsFoundAmongConstantChanges interrupts each Verify, like a driver that always
 // has changes to deliver. Each step of the search may be interrupted twice. There are three
 // steps: the check, the comparison of all maps up to the endpoints, and the comparison of
-// the other maps.
+// the other maps. If another program changes its own table before each Verify, the check is
+// repeated.
 func TestDriftIsFoundAmongConstantChanges(t *testing.T) {
+	for name, busy := range map[string]bool{"quiet neighbors": false, "busy neighbors": true} {
+		t.Run(name, func(t *testing.T) { testDriftAmongConstantChanges(t, busy) })
+	}
+}
+
+func testDriftAmongConstantChanges(t *testing.T, busyNeighbors bool) {
 	b, ns := start(t, Options{})
 	list := make([]sink.Change, 1000)
 	for i := range list {
@@ -551,7 +558,14 @@ func TestDriftIsFoundAmongConstantChanges(t *testing.T) {
 	nft(t, ns, "delete element inet kpng cluster-ips4 { 10.96.0.1 }\nadd element inet kpng cluster-ips4 { 10.99.0.1 }\n", "-f", "-")
 	canceled, cancel := context.WithCancel(t.Context())
 	cancel()
-	for range 3 * (maxInterrupted + 1) {
+	attempts := 3 * (maxInterrupted + 1)
+	if busyNeighbors {
+		attempts *= maxInterrupted + 1 // the check precedes each step of the comparison
+	}
+	for i := range attempts {
+		if busyNeighbors {
+			nft(t, ns, "", []string{"add", "delete"}[i%2], "table", "inet", "other")
+		}
 		err := b.Verify(canceled)
 		if errors.Is(err, sink.ErrStartOver) {
 			return
@@ -561,6 +575,48 @@ func TestDriftIsFoundAmongConstantChanges(t *testing.T) {
 		}
 	}
 	t.Error("no Verify found that an element was replaced")
+}
+
+// TestStartRepeatsALoadThatWasDisturbed flushes the ruleset after Start has read the
+// table, and before Start replaces the base chains.
+func TestStartRepeatsALoadThatWasDisturbed(t *testing.T) {
+	first, ns := start(t, Options{})
+	mustSync(t, first, batchOf(true))
+	b, err := New(Options{NetNS: ns.FD, Sysctls: IgnoreSysctls, DNATPriority: -90})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { b.Stop(context.WithoutCancel(t.Context())) })
+	exchange, flushed := b.table.conn.Exchange, false
+	b.table.conn.Exchange = func(batch []byte) error {
+		if !flushed {
+			flushed = true
+			nft(t, ns, "", "flush", "ruleset")
+		}
+		return exchange(batch)
+	}
+	if err := b.Start(t.Context()); err != nil {
+		t.Error(err)
+	}
+	if !flushed {
+		t.Error("Start wrote nothing")
+	}
+}
+
+// TestADeletedTableIsFoundDuringThePause checks that Verify finds a deleted table during
+// the pause after a drift.
+func TestADeletedTableIsFoundDuringThePause(t *testing.T) {
+	b, ns := start(t, Options{})
+	mustSync(t, b, batchOf(true))
+	b.table.drift.verifyAt = time.Now().Add(time.Hour)
+	nft(t, ns, "", "flush", "chain", "inet", "kpng", "services")
+	if err := b.Verify(t.Context()); err != nil {
+		t.Errorf("during the pause, Verify returns %v", err)
+	}
+	nft(t, ns, "", "flush", "ruleset")
+	if err := b.Verify(t.Context()); !errors.Is(err, sink.ErrStartOver) {
+		t.Errorf("after the table was deleted, Verify returns %v", err)
+	}
 }
 
 // TestDamageAroundTheFirstPassIsFound flushes chains of the skeleton between Start and

@@ -18,6 +18,7 @@ import (
 	"github.com/kpng-project/kpng/backends/nodeaddr"
 	"github.com/kpng-project/kpng/internal/netnstest"
 	"github.com/kpng-project/kpng/sink"
+	"golang.org/x/sys/unix"
 )
 
 // packetWorld is a node with two pods, and a client outside of the cluster.
@@ -274,6 +275,47 @@ func TestOutsidersNeedACIDROfTheirFamily(t *testing.T) {
 	} {
 		if got, err := ask(test.from, test.to, patience); err != nil || got != test.want {
 			t.Errorf("%s answers %q, %v; want %q", test.to, got, err, test.want)
+		}
+	}
+}
+
+// TestPrioritiesOfSocketsDropNoPackets connects from a socket whose priority looks like
+// the number of a chain.
+func TestPrioritiesOfSocketsDropNoPackets(t *testing.T) {
+	w := newPacketWorld(t)
+	serve(t, w.client, "client")
+	mustSync(t, startIn(t, w.node, Options{}), batchOf(true))
+	dialer := net.Dialer{Timeout: patience, Control: func(_, _ string, c syscall.RawConn) error {
+		var setErr error
+		err := c.Control(func(fd uintptr) {
+			setErr = unix.SetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_PRIORITY, firstPriority)
+		})
+		return errors.Join(err, setErr)
+	}}
+	if err := w.node.Do(func() error {
+		c, err := dialer.Dial("tcp", "192.0.2.2:8080")
+		if err == nil {
+			c.Close()
+		}
+		return err
+	}); err != nil {
+		t.Error(err)
+	}
+}
+
+// TestAddressesOfTheNodeMayBeInAServiceCIDR checks that the node and a pod reach an address
+// of the node although the address is in a service CIDR.
+func TestAddressesOfTheNodeMayBeInAServiceCIDR(t *testing.T) {
+	w := newPacketWorld(t)
+	serve(t, w.node, "node")
+	w.node.Add(t, "lo", "10.96.5.5/32")
+	w.node.Add(t, "lo", "fd96::5/128")
+	mustSync(t, startIn(t, w.node, Options{ServiceCIDRs: []netip.Prefix{netip.MustParsePrefix("10.96.0.0/16"), netip.MustParsePrefix("fd96::/64")}}), batchOf(true))
+	for _, address := range []string{"10.96.5.5:8080", "[fd96::5]:8080"} {
+		for name, from := range map[string]*netnstest.Namespace{"a pod": w.pod1, "the node": w.node} {
+			if got, err := ask(from, address, patience); !strings.HasPrefix(got, "node") {
+				t.Errorf("%s gets %q, %v from %s", name, got, err, address)
+			}
 		}
 	}
 }

@@ -79,7 +79,10 @@ func (o *Options) skeletonChains() []chain {
 
 	// A transaction may also remove a chain after a rule has selected the chain's number.
 	// Without the drop, the connection would pass untranslated.
-	rules := append(lookupSharedChains(kindFrontends), append(hasPriority(), nftrule.Drop()...))
+	resetPriority := append(hasPriority(), &expr.Immediate{Register: nftrule.Reg(0), Data: nftrule.Native(0)}, nftrule.SetMeta(expr.MetaKeyPRIORITY))
+	rules := [][]expr.Any{resetPriority} // a program may have set the priority of its socket
+	rules = append(rules, lookupSharedChains(kindFrontends)...)
+	rules = append(rules, append(hasPriority(), nftrule.Drop()...))
 	if !o.AcceptUnknownPorts {
 		for _, family := range families {
 			rule := nftrule.NewKey(family).Destination().FollowedBy(inSet(mapID{kind: kindClusterIPs, family: family}))
@@ -92,7 +95,7 @@ func (o *Options) skeletonChains() []chain {
 	add("prerouting", nat(unix.NF_INET_PRE_ROUTING, o.DNATPriority), nftrule.Jump("services"))
 	add("output", nat(unix.NF_INET_LOCAL_OUT, o.DNATPriority), nftrule.Jump("services"))
 	rules = [][]expr.Any{
-		append(hasPriority(), &expr.Immediate{Register: nftrule.Reg(0), Data: nftrule.Native(0)}, nftrule.SetMeta(expr.MetaKeyPRIORITY)),
+		resetPriority,
 		slices.Concat(nftrule.Mark(bit, 0), []expr.Any{nftrule.Equal(nftrule.Native(bit)...)}, nftrule.Mark(^uint32(0), bit),
 			[]expr.Any{nftrule.SetMeta(expr.MetaKeyMARK), &expr.Masq{FullyRandom: true}}),
 	}
@@ -103,13 +106,16 @@ func (o *Options) skeletonChains() []chain {
 	}
 	// Before the hook postrouting, this or another proxy has translated packets to services.
 	// If a packet's destination is still in a service CIDR, no service has this destination.
-	// Packets to this node do not pass the hook postrouting.
+	// This does not apply to packets from this node to itself, which leave through lo.
 	for _, cidr := range o.ServiceCIDRs {
-		rules = append(rules, append(nftrule.ToPrefix(cidr), nftrule.Drop()...))
+		rules = append(rules, slices.Concat([]expr.Any{nftrule.LoadMeta(expr.MetaKeyOIFNAME), notLoopback}, nftrule.ToPrefix(cidr), nftrule.Drop()))
 	}
 	add("postrouting", nat(unix.NF_INET_POST_ROUTING, o.SNATPriority), rules...)
 	return chains
 }
+
+// notLoopback matches if register 0 has the name of an interface other than lo.
+var notLoopback = &expr.Cmp{Op: expr.CmpOpNeq, Register: nftrule.Reg(0), Data: append([]byte("lo"), make([]byte, unix.IFNAMSIZ-len("lo"))...)}
 
 // lookupSharedChains returns one rule for each map of a kind, see lookupSharedChain.
 func lookupSharedChains(kind mapKind) (rules [][]expr.Any) {

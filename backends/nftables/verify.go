@@ -34,11 +34,11 @@ type drift struct {
 	startCommits int64
 	// elapsed is the time spent on the current comparison so far.
 	elapsed time.Duration
-	// interrupted counts the consecutive Verify calls whose contexts ended in the current
-	// step.
-	interrupted int
+	// interruptedChecks counts the consecutive Verify calls whose contexts ended in the
+	// check, and interruptedSteps those in the current step of the comparison.
+	interruptedChecks, interruptedSteps int
 	// compareAt is the earliest time of the next comparison. After a drift was found, Verify
-	// reads nothing until verifyAt.
+	// only checks that the table exists until verifyAt.
 	compareAt, verifyAt time.Time
 	pause               kernelnode.DriftPause
 	// reported is true after a call of Observer.Drifted until the call of Observer.Repaired.
@@ -58,7 +58,8 @@ const (
 // reset records that a pass has read the table. The argument foreignCommits is the number
 // that conn.foreignCommits returned before the table was read.
 func (d *drift) reset(foreignCommits int64) {
-	d.checkedCommits, d.comparedCommits, d.nextMap, d.interrupted = foreignCommits, foreignCommits, 0, 0
+	d.checkedCommits, d.comparedCommits, d.nextMap = foreignCommits, foreignCommits, 0
+	d.interruptedChecks, d.interruptedSteps = 0, 0
 }
 
 // recordDrift records that another program has changed the table.
@@ -86,10 +87,8 @@ func (t *table) verify(ctx context.Context) error {
 		return fmt.Errorf("the contents of table inet %s are unknown: %w", t.conn.table, sink.ErrStartOver)
 	case t.leftovers.Due(now):
 		return fmt.Errorf("table inet %s may have elements of services that failed: %w", t.conn.table, sink.ErrStartOver)
-	case now.Before(t.drift.verifyAt):
-		return nil
 	}
-	err := t.findDrift(ctx)
+	err := t.findDrift(ctx, now)
 	var d kernelnode.Difference
 	switch {
 	case err == nil:
@@ -106,15 +105,25 @@ func (t *table) verify(ctx context.Context) error {
 	}
 }
 
+var errDeleted = kernelnode.Differs("it was deleted")
+
 // findDrift searches for drift if another program has changed any table.
-func (t *table) findDrift(ctx context.Context) error {
+func (t *table) findDrift(ctx context.Context, now time.Time) error {
 	d := &t.drift
+	if now.Before(d.verifyAt) {
+		// Without the table, no service works. So its deletion is found even during the pause.
+		l, err := t.conn.findTable(ctx)
+		if err == nil && !l.exists {
+			err = errDeleted
+		}
+		return err
+	}
 	foreignCommits, err := t.conn.foreignCommits(ctx)
 	if err != nil || foreignCommits == d.comparedCommits {
 		return err
 	}
 	if foreignCommits != d.checkedCommits {
-		if err := d.step(ctx, t.check); err != nil {
+		if err := step(ctx, &d.interruptedChecks, t.check); err != nil {
 			return err
 		}
 		d.checkedCommits = foreignCommits
@@ -128,10 +137,10 @@ func (t *table) findDrift(ctx context.Context) error {
 	return t.compare(ctx)
 }
 
-// step calls f, which reads a part of the table. If too many Verify calls were
-// interrupted in this step, f gets a context that does not end.
-func (d *drift) step(ctx context.Context, f func(context.Context) error) error {
-	if d.interrupted >= maxInterrupted {
+// step calls f, which reads a part of the table. It counts in interrupted how often ctx has
+// ended in this step. If ctx has ended too often, f gets a context that does not end.
+func step(ctx context.Context, interrupted *int, f func(context.Context) error) error {
+	if *interrupted >= maxInterrupted {
 		ctx = context.WithoutCancel(ctx)
 	}
 	err := context.Cause(ctx)
@@ -139,10 +148,10 @@ func (d *drift) step(ctx context.Context, f func(context.Context) error) error {
 		err = f(ctx)
 	}
 	if err != nil {
-		d.interrupted++
+		*interrupted++
 		return err
 	}
-	d.interrupted = 0
+	*interrupted = 0
 	return nil
 }
 
@@ -154,7 +163,7 @@ func (t *table) check(ctx context.Context) error {
 	case err != nil:
 		return err
 	case !l.exists:
-		return kernelnode.Differs("it was deleted")
+		return errDeleted
 	case l.dormant:
 		return kernelnode.Differs("it is dormant")
 	}
@@ -189,7 +198,7 @@ func (t *table) compare(ctx context.Context) error {
 	d, begin := &t.drift, t.now()
 	defer func() { d.elapsed += t.now().Sub(begin) }()
 	for all := allMaps(); d.nextMap < len(all); {
-		err := d.step(ctx, func(ctx context.Context) error {
+		err := step(ctx, &d.interruptedSteps, func(ctx context.Context) error {
 			for n := 0; n < stepElements && d.nextMap < len(all); d.nextMap++ {
 				if err := t.compareMap(ctx, all[d.nextMap]); err != nil {
 					return err

@@ -5,6 +5,7 @@ package dataplane
 import (
 	"context"
 	"fmt"
+	"io"
 	"math/rand/v2"
 	"net/netip"
 	"os"
@@ -53,9 +54,32 @@ func kpngWith(name, backend string) proxy {
 		args := []string{kpng(t), "kube", "--kubeconfig", c.kubeconfig, "--node-name", nodeName, "to-local", backend, "--cluster-cidr", podCIDR.String()}
 		if interval != 0 {
 			args = append(args, "--min-sync-interval", interval.String())
+		} else if *profile != "" {
+			args = append(args, "--profiling", "--metrics-bind-address", metricsAddr)
+			go saveProfile(t, *profile)
 		}
 		return args
 	}}
+}
+
+// saveProfile waits until kpng serves profiles, and writes one of four seconds to a file.
+func saveProfile(t testing.TB, file string) {
+	for t.Context().Err() == nil {
+		response, err := http.Get("http://" + metricsAddr + "/debug/pprof/profile?seconds=4")
+		if err != nil {
+			time.Sleep(time.Millisecond)
+			continue
+		}
+		profile, err := io.ReadAll(response.Body)
+		response.Body.Close()
+		if err == nil {
+			err = os.WriteFile(file, profile, 0o644)
+		}
+		if err != nil {
+			t.Errorf("save profile: %v", err)
+		}
+		return
+	}
 }
 
 func kubeProxy(name, mode string) proxy {

@@ -20,6 +20,7 @@ var (
 	shapes   = flag.String("shapes", "1000x10,5000x10,10000x10,30000x10", "`list` of clusters: services x endpoints; + means four frontends and policy Local")
 	proxies  = flag.String("proxies", "kpng,kube-proxy", "`list` of the proxies to measure: also kpng-iptables, kube-proxy-iptables and, where the kernel has IPVS, kpng-ipvs, kube-proxy-ipvs")
 	changes  = flag.Int("changes", 200, "`number` of endpoint changes, ten per second, for each latency")
+	profile  = flag.String("profile", "", "the `file` for a CPU profile of the first four seconds of kpng, with its default sync interval")
 	connects = flag.Int("connects", 10_000, "`number` of connections that are timed")
 )
 

@@ -37,20 +37,24 @@ type localAddresses struct {
 // interface.
 const routeProtocol = 108
 
-func (l *localAddresses) connect() error {
-	if l.handle != nil {
-		return nil
+func (l *localAddresses) connect() (err error) {
+	if l.handle == nil {
+		l.handle, err = newHandle(l.netNS, unix.NETLINK_ROUTE)
 	}
-	var err error
-	if l.netNS != 0 {
-		l.handle, err = netlink.NewHandleAt(netns.NsHandle(l.netNS), unix.NETLINK_ROUTE)
-	} else {
-		l.handle, err = netlink.NewHandle(unix.NETLINK_ROUTE)
+	return err
+}
+
+// newHandle opens a netlink socket for a netlink family in a network namespace.
+func newHandle(netNS, family int) (*netlink.Handle, error) {
+	ns := netns.None()
+	if netNS != 0 {
+		ns = netns.NsHandle(netNS)
 	}
+	h, err := netlink.NewHandleAt(ns, family)
 	if err != nil {
-		return fmt.Errorf("open a netlink socket: %w", err)
+		return nil, fmt.Errorf("open a netlink socket: %w", err)
 	}
-	return nil
+	return h, nil
 }
 
 func (l *localAddresses) close() {
@@ -167,6 +171,69 @@ func (l *localAddresses) remove(addr netip.Addr) error {
 		return fmt.Errorf("delete local route to %s: %w", addr, err)
 	}
 	return nil
+}
+
+// useNodeSource gives the routes to IPv4 addresses an address of this node as their source.
+// Without it, the kernel uses the destination as the source of the node's own connections.
+// These connections would end when the interface is deleted.
+func (l *localAddresses) useNodeSource() error {
+	if err := l.connect(); err != nil {
+		return err
+	}
+	link, err := l.find()
+	if err != nil || link == nil {
+		return err
+	}
+	l.link = link.Attrs().Index
+	elsewhere, err := l.handle.RouteGet(net.IPv4(192, 0, 2, 1)) // an address for documentation, which no machine has
+	if err != nil || elsewhere[0].Src == nil {
+		return nil // without a default route, the node cannot reach services through other backends
+	}
+	addrs, err := l.list()
+	if err != nil {
+		return err
+	}
+	for addr := range addrs {
+		if addr.Is4() {
+			route := l.route(addr)
+			route.Src = elsewhere[0].Src
+			if err := l.handle.RouteReplace(route); err != nil {
+				return fmt.Errorf("set source of local route to %s: %w", addr, err)
+			}
+		}
+	}
+	return nil
+}
+
+// connectedSockets returns the number of TCP and UDP sockets that are connected and have
+// an address of the instance's routes as their local address.
+func (l *localAddresses) connectedSockets() (n int, err error) {
+	if l.link == 0 {
+		return 0, nil // no interface
+	}
+	addrs, err := l.list()
+	if err != nil {
+		return 0, err
+	}
+	h, err := newHandle(l.netNS, unix.NETLINK_INET_DIAG)
+	if err != nil {
+		return 0, err
+	}
+	defer h.Close()
+	for _, list := range []func(uint8) ([]*netlink.Socket, error){h.SocketDiagTCP, h.SocketDiagUDP} {
+		for _, family := range []uint8{unix.AF_INET, unix.AF_INET6} {
+			sockets, err := rtnetlink.Dump(func() ([]*netlink.Socket, error) { return list(family) })
+			if err != nil {
+				return 0, fmt.Errorf("list sockets: %w", err)
+			}
+			for _, s := range sockets {
+				if addr, _ := netip.AddrFromSlice(s.ID.Source); s.State == netlink.TCP_ESTABLISHED && addrs[addr.Unmap()] {
+					n++
+				}
+			}
+		}
+	}
+	return n, nil
 }
 
 // list returns the addresses for which the instance's interface has routes.

@@ -90,7 +90,8 @@ func (b *Backend) Stop(ctx context.Context) error {
 }
 
 // Cleanup implements [sink.Cleaner]. It deletes the virtual servers, the interface and
-// the table of the instance if they exist. The backend need not be started.
+// the table of the instance if they exist. See Options.Drain. The backend need not be
+// started.
 func (b *Backend) Cleanup(ctx context.Context) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()

@@ -75,6 +75,8 @@ type destination struct {
 	weight uint32
 	// connections is the number of connections in all states.
 	connections uint32
+	// established is the number of established connections. It does not count UDP.
+	established uint32
 }
 
 // Numbers of linux/ip_vs.h and linux/genetlink.h.
@@ -356,7 +358,10 @@ func (c *conn) readDestinations(id serverID, s *server) error {
 							port = decodePort(d.Bytes())
 						case destWeight:
 							to.weight = d.Uint32()
-						case destActive, destInactive:
+						case destActive:
+							to.established = d.Uint32()
+							to.connections += to.established
+						case destInactive:
 							to.connections += d.Uint32()
 						}
 					}

@@ -633,8 +633,14 @@ func (d *dataplane) deleteServer(id serverID) error {
 	return nil
 }
 
-// cleanup deletes the virtual servers, the interface and the table of the instance.
+// cleanup deletes the virtual servers, the interface and the table of the instance. With
+// Options.Drain, it first waits for connections.
 func (d *dataplane) cleanup(ctx context.Context) error {
+	if d.opts.Drain > 0 {
+		if err := d.drain(ctx); err != nil {
+			return err
+		}
+	}
 	interfaceErr := d.local.delete()
 	if interfaceErr != nil && !errors.Is(interfaceErr, errForeignInterface) {
 		return interfaceErr // the addresses are still local, so they need the table and the virtual servers

@@ -11,6 +11,7 @@ import (
 	"net/netip"
 	"regexp"
 	"slices"
+	"time"
 
 	"github.com/kpng-project/kpng/backends/internal/kernelnode"
 	"github.com/kpng-project/kpng/backends/internal/nftrule"
@@ -89,6 +90,14 @@ type Options struct {
 	// settings, the node does not answer ARP requests for addresses of services.
 	StrictARP bool
 
+	// Drain limits how long Cleanup waits for connections. If Drain is not 0, another backend
+	// for the same services must already run. Cleanup first leaves all new connections to
+	// that backend. Then it waits until no established TCP or SCTP connection uses a virtual
+	// server, and no socket of this node has an address of a service as its local address.
+	// After this time, Cleanup does not wait for the remaining connections, which end. Default
+	// 0: Cleanup does not wait.
+	Drain time.Duration
+
 	// NetNS is the file descriptor of the network namespace to program. It must stay open.
 	// Default 0: the namespace in which the process started.
 	NetNS int
@@ -139,6 +148,9 @@ func (o *Options) complete() error {
 		if !cidr.IsValid() {
 			errs = append(errs, errors.New("a CIDR of pods or nodes is not valid"))
 		}
+	}
+	if o.Drain < 0 {
+		errs = append(errs, fmt.Errorf("the time to drain connections is %v, not 0 or more", o.Drain))
 	}
 	return errors.Join(errs...)
 }

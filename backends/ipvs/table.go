@@ -50,6 +50,9 @@ type table struct {
 	nft  *nftables.Conn
 	// maxElements limits the elements of one transaction.
 	maxElements int
+	// If draining is true, the chains at the hooks prerouting and output see only connections
+	// that no other backend translates. They refuse these connections.
+	draining bool
 }
 
 const (
@@ -111,9 +114,13 @@ func (t *table) chains() []chain {
 		nftrule.Mark(bit, 0), []expr.Any{nftrule.Equal(nftrule.Native(bit)...)}, nftrule.Mark(^uint32(0), bit),
 		[]expr.Any{nftrule.SetMeta(expr.MetaKeyMARK), &expr.Masq{FullyRandom: true}}))
 	for _, family := range families {
-		add(fmt.Sprintf("frontend%d", family), t.frontendRules(family)...)
+		toFrontend := fmt.Sprintf("frontend%d", family)
+		add(toFrontend, t.frontendRules(family)...)
+		if t.draining {
+			toFrontend = "reject-chain"
+		}
 		services = append(services,
-			frontend(family).FollowedBy(in(frontends, family), nftrule.GoTo(fmt.Sprintf("frontend%d", family))[0]),
+			frontend(family).FollowedBy(in(frontends, family), nftrule.GoTo(toFrontend)[0]),
 			frontend(family).FollowedBy(translate(healthChecks, family)...))
 		// The addresses in the set addresses are local only because of this instance. Without
 		// these rules, packets to other ports of these addresses would reach programs on this
@@ -134,8 +141,12 @@ func (t *table) chains() []chain {
 	// The rule refusal makes them ignore this packet.
 	const reply = 1
 	refusal := []expr.Any{&expr.Ct{Key: expr.CtKeyDIRECTION, Register: nftrule.Reg(0)}, nftrule.Equal(reply), &expr.Verdict{Kind: expr.VerdictReturn}}
-	hook("prerouting", nftables.ChainHookPrerouting, nftables.ChainPriorityNATDest, refusal, nftrule.Jump("services"))
-	hook("output", nftables.ChainHookOutput, nftables.ChainPriorityNATDest, slices.Concat([][]expr.Any{refusal}, output, [][]expr.Any{nftrule.Jump("services")})...)
+	priority := nftables.ChainPriorityNATDest
+	if t.draining {
+		priority = nftables.ChainPriorityLast
+	}
+	hook("prerouting", nftables.ChainHookPrerouting, priority, refusal, nftrule.Jump("services"))
+	hook("output", nftables.ChainHookOutput, priority, slices.Concat([][]expr.Any{refusal}, output, [][]expr.Any{nftrule.Jump("services")})...)
 	hook("postrouting", nftables.ChainHookPostrouting, nftables.ChainPriorityNATSource, postrouting...)
 	return chains
 }

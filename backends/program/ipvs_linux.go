@@ -48,6 +48,7 @@ func (f *ipvsFlags) register(fs *pflag.FlagSet) {
 	listFlag(fs, &f.options.NodeNetworks, parseCIDR, "node-networks", "the `CIDRs` of nodes: ignore external and load-balancer IPs in them, except those that this machine has, so that their packets go to other nodes")
 	fs.Uint16Var(&f.options.HealthzPort, healthzPortFlag, 0, "the `port` for health checks at load-balancer IPs of services without a health-check node port; 0 forwards none of them (default: that of --healthz-bind-address)")
 	fs.BoolVar(&f.options.StrictARP, "strict-arp", false, "also check or set the kernel settings with which the node does not answer ARP requests for addresses of services")
+	fs.DurationVar(&f.options.Drain, "drain", 0, "only for cleanup: leave new connections to another backend, which must already run, and wait at most this `time` until connections through IPVS have ended")
 	f.nodeFlags.register(fs)
 }
 

@@ -6,6 +6,7 @@ import (
 	"bytes"
 	"context"
 	"errors"
+	"flag"
 	"fmt"
 	"io"
 	"net"
@@ -14,6 +15,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -26,7 +28,10 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 )
 
-var shared apiserver.Shared
+var (
+	shared      apiserver.Shared
+	kpngProgram = flag.String("kpng", "", "test this `program` instead of building kpng")
+)
 
 func TestMain(m *testing.M) { os.Exit(shared.Run(m)) }
 
@@ -49,25 +54,36 @@ const (
 	nodeName = "nodeproxy"
 )
 
-// world consists of a node, two pods on the node, and a client elsewhere.
-type world struct {
+// network consists of a node, two pods on the node, and a client elsewhere.
+type network struct {
 	t                  *testing.T
-	server             *apiserver.Server
-	namespace          string // the namespace of Kubernetes objects
 	node, pods, client namespace
-	kubeconfig, kpng   string
+	kpng               string
+	source             []string // the command of kpng that reads services
 }
 
-func newWorld(t *testing.T) *world {
-	w := &world{t: t, server: shared.Get(t)}
-	w.namespace = w.server.Namespace(t)
+func newNetwork(t *testing.T) *network {
+	w := &network{t: t, kpng: buildKpng(t)}
 	w.node, w.pods, w.client = newNamespace(t), newNamespace(t), newNamespace(t)
 	w.node.Set(t, "ipv4/ip_forward=1")
 	join(t, w.node, "client", nodeIP+"/24", w.client, "10.2.0.2/24")
 	join(t, w.node, "pods", "10.1.0.254/24", w.pods, pod1+"/24", pod2+"/24")
 	netnstest.Answer(t, w.pods.Do, net.JoinHostPort(pod1, fmt.Sprint(udpPort)), "pod1")
 	netnstest.Answer(t, w.pods.Do, net.JoinHostPort(pod2, fmt.Sprint(udpPort)), "pod2")
+	return w
+}
 
+// world is a network whose services come from an API server.
+type world struct {
+	*network
+	server     *apiserver.Server
+	namespace  string // the namespace of Kubernetes objects
+	kubeconfig string
+}
+
+func newWorld(t *testing.T) *world {
+	w := &world{network: newNetwork(t), server: shared.Get(t)}
+	w.namespace = w.server.Namespace(t)
 	config := w.server.User(t, rights...)
 	w.kubeconfig = apiserver.Kubeconfig(t, config)
 	api, err := url.Parse(config.Host)
@@ -75,8 +91,7 @@ func newWorld(t *testing.T) *world {
 		t.Fatal(err)
 	}
 	netnstest.Relay(t, w.node.Do, api.Host, "tcp", api.Host)
-
-	w.kpng = buildKpng(t)
+	w.source = []string{"kube", "--kubeconfig", w.kubeconfig}
 
 	nodes := w.server.Client().CoreV1().Nodes()
 	node, err := nodes.Create(t.Context(), &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: nodeName}}, metav1.CreateOptions{})
@@ -88,7 +103,7 @@ func newWorld(t *testing.T) *world {
 	return w
 }
 
-func (w *world) check(err error) {
+func (w *network) check(err error) {
 	w.t.Helper()
 	if err != nil {
 		w.t.Fatal(err)
@@ -107,7 +122,7 @@ func (w *world) service(name string, spec corev1.ServiceSpec) *corev1.Service {
 // lead gives a service exactly one endpoint: the address ip on the given node.
 func (w *world) lead(service *corev1.Service, ip, node string) {
 	w.t.Helper()
-	slices := w.server.Client().DiscoveryV1().EndpointSlices(w.namespace)
+	all := w.server.Client().DiscoveryV1().EndpointSlices(w.namespace)
 	port, ready := int32(udpPort), true
 	slice := &discoveryv1.EndpointSlice{
 		ObjectMeta:  metav1.ObjectMeta{Name: service.Name, Labels: map[string]string{discoveryv1.LabelServiceName: service.Name}},
@@ -115,12 +130,12 @@ func (w *world) lead(service *corev1.Service, ip, node string) {
 		Ports:       []discoveryv1.EndpointPort{{Protocol: &service.Spec.Ports[0].Protocol, Port: &port, Name: &service.Spec.Ports[0].Name}},
 		Endpoints:   []discoveryv1.Endpoint{{Addresses: []string{ip}, NodeName: &node, Conditions: discoveryv1.EndpointConditions{Ready: &ready}}},
 	}
-	old, err := slices.Get(w.t.Context(), slice.Name, metav1.GetOptions{})
+	old, err := all.Get(w.t.Context(), slice.Name, metav1.GetOptions{})
 	if err != nil {
-		_, err = slices.Create(w.t.Context(), slice, metav1.CreateOptions{})
+		_, err = all.Create(w.t.Context(), slice, metav1.CreateOptions{})
 	} else {
 		slice.ResourceVersion = old.ResourceVersion
-		_, err = slices.Update(w.t.Context(), slice, metav1.UpdateOptions{})
+		_, err = all.Update(w.t.Context(), slice, metav1.UpdateOptions{})
 	}
 	w.check(err)
 }
@@ -128,10 +143,10 @@ func (w *world) lead(service *corev1.Service, ip, node string) {
 // run starts kpng with the given backend and address for health checks, and waits until
 // kpng is ready. The returned function sends a signal to kpng, waits until kpng ends, and
 // returns the process's result. A failed test shows kpng's log.
-func (w *world) run(backend, healthz string) (end func(os.Signal) error) {
+func (w *network) run(backend, healthz string) (end func(os.Signal) error) {
 	w.t.Helper()
-	args := w.node.Command(append(least, w.kpng, "kube", "--kubeconfig", w.kubeconfig, "to-local", backend,
-		"--node-name", nodeName, "--healthz-bind-address", healthz, "--cluster-cidr", "10.1.0.0/16")...)
+	args := w.node.Command(slices.Concat(least, []string{w.kpng}, w.source, []string{"to-local", backend,
+		"--node-name", nodeName, "--healthz-bind-address", healthz, "--cluster-cidr", "10.1.0.0/16,fd01::/16"})...)
 	cmd := exec.Command(args[0], args[1:]...)
 	var log bytes.Buffer
 	cmd.Stdout, cmd.Stderr = &log, &log
@@ -192,6 +207,9 @@ func TestMissingPrivilegesAreNamed(t *testing.T) {
 
 func buildKpng(t *testing.T) string {
 	t.Helper()
+	if *kpngProgram != "" {
+		return *kpngProgram
+	}
 	kpng := filepath.Join(t.TempDir(), "kpng")
 	build := exec.CommandContext(t.Context(), "go", "build", "-o", kpng, "./cmd/kpng")
 	build.Dir = "../.."
@@ -203,7 +221,7 @@ func buildKpng(t *testing.T) string {
 
 // get requests a page over a connection from the given namespace. Without a complete
 // response, status is 0 and body is the error.
-func (w *world) get(from namespace, page string) (status int, body string) {
+func (w *network) get(from namespace, page string) (status int, body string) {
 	client := &http.Client{Timeout: time.Second, Transport: &http.Transport{
 		DisableKeepAlives: true,
 		DialContext: func(ctx context.Context, network, address string) (c net.Conn, err error) {

@@ -9,10 +9,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
-	"io/fs"
-	"os"
 	"slices"
-	"strings"
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/backends/internal/netfilter"
@@ -45,23 +42,10 @@ func hasTables(ctx context.Context, netNS int, flavour Flavour, family api.Famil
 	return err == nil, err
 }
 
-// legacyTables returns the tables of flavour legacy that the kernel has loaded. If a
-// program reads another table, the kernel loads that table, with base chains without
-// rules.
-func legacyTables(netNS int, family api.Family) ([]string, error) {
-	file := "/proc/thread-self/net/ip_tables_names"
-	if family == api.IPv6 {
-		file = "/proc/thread-self/net/ip6_tables_names"
-	}
-	var names []byte
-	var readErr error
-	if err := netns.Do(netNS, func() { names, readErr = os.ReadFile(file) }); err != nil {
-		return nil, err
-	}
-	if readErr != nil && !errors.Is(readErr, fs.ErrNotExist) {
-		return nil, fmt.Errorf("list tables of flavour legacy: %w", readErr)
-	}
-	return strings.Fields(string(names)), nil
+// legacyTables returns the tables of flavour legacy that the kernel has loaded.
+func legacyTables(netNS int, family api.Family) (names []string, err error) {
+	nsErr := netns.Do(netNS, func() { names, err = netfilter.LegacyTables(family) })
+	return names, errors.Join(nsErr, err)
 }
 
 // readLoadedRules reads the rules of flavour legacy, but only in tables that the kernel

@@ -13,6 +13,7 @@ import (
 	"strings"
 	"unsafe"
 
+	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/backends/internal/netfilter"
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
@@ -108,18 +109,17 @@ func legacyLeftovers(context.Context) ([]leftover, error) {
 	var found []leftover
 	var errs []error
 	for _, f := range []struct {
+		family        api.Family
 		name          string
-		family, level int
+		socket, level int
 	}{
-		{"ip", unix.AF_INET, unix.SOL_IP},
-		{"ip6", unix.AF_INET6, unix.SOL_IPV6},
+		{api.IPv4, "ip", unix.AF_INET, unix.SOL_IP},
+		{api.IPv6, "ip6", unix.AF_INET6, unix.SOL_IPV6},
 	} {
-		names, err := os.ReadFile("/proc/thread-self/net/" + f.name + "_tables_names")
-		if err != nil && !errors.Is(err, os.ErrNotExist) {
-			errs = append(errs, fmt.Errorf("list tables of iptables: %w", err))
-		}
-		for table := range strings.FieldsSeq(string(names)) {
-			has, err := legacyTableHas(f.family, f.level, table, kubeProxyChain)
+		tables, err := netfilter.LegacyTables(f.family)
+		errs = append(errs, err)
+		for _, table := range tables {
+			has, err := legacyTableHas(f.socket, f.level, table, kubeProxyChain)
 			if err != nil {
 				errs = append(errs, fmt.Errorf("read table %s %s of iptables-legacy: %w", f.name, table, err))
 			} else if has {

@@ -15,8 +15,12 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// drainInterval is the shortest time between two counts of connections.
-const drainInterval = time.Second
+// The pause between two counts of connections is kernelnode.PauseFactor times the duration
+// of a count, but at least minDrainPause and at most maxDrainPause.
+const (
+	minDrainPause = time.Second
+	maxDrainPause = 10 * time.Second
+)
 
 // drain leaves new connections to another backend. Then it waits until the established
 // connections that need this instance have ended, at most for the time Options.Drain. If
@@ -28,7 +32,7 @@ func (d *dataplane) drain(ctx context.Context) error {
 	log := klog.FromContext(ctx)
 	log.Info("Waiting until connections have ended", "limit", d.opts.Drain)
 	deadline := time.Now().Add(d.opts.Drain)
-	for pause := drainInterval; ; {
+	for pause := minDrainPause; ; {
 		select {
 		case <-ctx.Done():
 			return fmt.Errorf("wait until connections have ended: %w", context.Cause(ctx))
@@ -50,7 +54,7 @@ func (d *dataplane) drain(ctx context.Context) error {
 			log.Info("Not all connections have ended in time", "connections", connections, "sockets", sockets)
 			return nil
 		}
-		pause = max(drainInterval, kernelnode.PauseFactor*time.Since(begin))
+		pause = min(max(minDrainPause, kernelnode.PauseFactor*time.Since(begin)), maxDrainPause)
 	}
 }
 

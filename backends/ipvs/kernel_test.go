@@ -56,6 +56,7 @@ func TestKernel(t *testing.T) {
 	t.Run("comparisons continue where they were interrupted", testInterruptedComparison)
 	t.Run("a removed endpoint stays until its connections end", testGracefulRemoval)
 	t.Run("clean-up leaves the namespace as it was", testCleanup)
+	t.Run("clean-up waits for connections if that is requested", testDrain)
 	t.Run("an address that the machine gets or loses", testMachineAddress)
 	t.Run("a restart deletes what the process before it left", testRestart)
 	t.Run("elements of failing services are not pruned", testFailingServicesAreNotPruned)
@@ -873,6 +874,53 @@ func testGracefulRemoval(t *testing.T) {
 		verify()
 	}
 	n.mustHave(gone)
+}
+
+func testDrain(t *testing.T) {
+	n := newNode(t)
+	n.ns.Add(t, "lo", "10.1.0.1/32") // the address of the endpoint
+	n.mustPass(view([]string{"10.1.0.1"}, nil))
+	l := n.listen("10.1.0.1:8080")
+	defer l.Close()
+	var client net.Conn
+	if err := n.ns.Do(func() (err error) { client, err = net.DialTimeout("tcp", "10.96.0.1:80", 30*time.Second); return err }); err != nil {
+		t.Fatal(err)
+	}
+	defer client.Close()
+	served, err := l.Accept()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer served.Close()
+	n.Stop(t.Context())
+	n.restart(func(o *Options) { o.Drain = time.Hour })
+	cleaned := make(chan error, 1)
+	go func() { cleaned <- n.Cleanup(t.Context()) }()
+	for err == nil { // until new connections are left to another backend, which does not exist here
+		time.Sleep(50 * time.Millisecond)
+		err = n.dial("10.96.0.1:80")
+	}
+	if !errors.Is(err, unix.ECONNREFUSED) {
+		t.Errorf("a new connection ends with %v", err)
+	}
+	time.Sleep(2 * minDrainPause)
+	if _, err := io.WriteString(client, "x"); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := io.ReadFull(served, make([]byte, 1)); err != nil {
+		t.Fatalf("the connection has ended: %v", err)
+	}
+	select {
+	case err := <-cleaned:
+		t.Fatalf("clean-up ended before the connection (%v)", err)
+	default:
+	}
+	client.Close()
+	served.Close()
+	if err := <-cleaned; err != nil {
+		t.Fatal(err)
+	}
+	n.mustHave()
 }
 
 func (n *node) inventory() string {

@@ -27,6 +27,9 @@ import (
 //	chain services {
 //		ip daddr . meta l4proto . th dport @frontends4 goto frontend4
 //		dnat to ip daddr . meta l4proto . th dport map @health-checks4
+//	}
+//	chain untranslated {
+//		ip daddr . meta l4proto . th dport @frontends4 return
 //		ip daddr @addresses4 meta l4proto { tcp, udp, sctp } goto reject-chain
 //	}
 //	chain frontend4 {
@@ -43,15 +46,16 @@ import (
 //
 // The kernel evaluates these chains only for the first packet of a connection, before
 // routing and before IPVS. Except for redirects and health checks, only IPVS translates
-// addresses.
+// addresses. The chain untranslated comes after the chains of other backends. So it does
+// not refuse connections that another backend translates.
 type table struct {
 	name string
 	opts *Options
 	nft  *nftables.Conn
 	// maxElements limits the elements of one transaction.
 	maxElements int
-	// If draining is true, the chains at the hooks prerouting and output see only connections
-	// that no other backend translates. They refuse these connections.
+	// If draining is true, the table refuses all connections to frontends that no other
+	// backend translates, and ignores all others.
 	draining bool
 }
 
@@ -109,24 +113,24 @@ func (t *table) chains() []chain {
 		[]expr.Any{nftrule.LoadMeta(expr.MetaKeyL4PROTO), nftrule.Equal(unix.IPPROTO_TCP), &expr.Reject{Type: unix.NFT_REJECT_TCP_RST}},
 		[]expr.Any{&expr.Reject{Type: unix.NFT_REJECT_ICMPX_UNREACH, Code: unix.NFT_REJECT_ICMPX_PORT_UNREACH}})
 
-	var services, output, postrouting [][]expr.Any
+	var services, untranslated, output, postrouting [][]expr.Any
 	postrouting = append(postrouting, slices.Concat(
 		nftrule.Mark(bit, 0), []expr.Any{nftrule.Equal(nftrule.Native(bit)...)}, nftrule.Mark(^uint32(0), bit),
 		[]expr.Any{nftrule.SetMeta(expr.MetaKeyMARK), &expr.Masq{FullyRandom: true}}))
 	for _, family := range families {
-		toFrontend := fmt.Sprintf("frontend%d", family)
-		add(toFrontend, t.frontendRules(family)...)
+		add(fmt.Sprintf("frontend%d", family), t.frontendRules(family)...)
 		if t.draining {
-			toFrontend = "reject-chain"
+			untranslated = append(untranslated, frontend(family).FollowedBy(in(frontends, family), nftrule.GoTo("reject-chain")[0]))
+		} else {
+			services = append(services, frontend(family).FollowedBy(in(frontends, family), nftrule.GoTo(fmt.Sprintf("frontend%d", family))[0]))
+			untranslated = append(untranslated, frontend(family).FollowedBy(in(frontends, family), &expr.Verdict{Kind: expr.VerdictReturn}))
 		}
-		services = append(services,
-			frontend(family).FollowedBy(in(frontends, family), nftrule.GoTo(toFrontend)[0]),
-			frontend(family).FollowedBy(translate(healthChecks, family)...))
+		services = append(services, frontend(family).FollowedBy(translate(healthChecks, family)...))
 		// The addresses in the set addresses are local only because of this instance. Without
 		// these rules, packets to other ports of these addresses would reach programs on this
 		// node.
 		for _, protocol := range []byte{unix.IPPROTO_TCP, unix.IPPROTO_UDP, unix.IPPROTO_SCTP} {
-			services = append(services, nftrule.NewKey(family).Destination().FollowedBy(in(addresses, family),
+			untranslated = append(untranslated, nftrule.NewKey(family).Destination().FollowedBy(in(addresses, family),
 				nftrule.LoadMeta(expr.MetaKeyL4PROTO), nftrule.Equal(protocol), nftrule.GoTo("reject-chain")[0]))
 		}
 		// Masquerade this node's connections to these addresses, because endpoints may have no
@@ -137,16 +141,15 @@ func (t *table) chains() []chain {
 			in(hairpins, family), &expr.Masq{FullyRandom: true}))
 	}
 	add("services", services...)
+	add("untranslated", untranslated...)
 	// When the kernel refuses a connection, the chains below see the packet of the refusal.
 	// The rule refusal makes them ignore this packet.
 	const reply = 1
 	refusal := []expr.Any{&expr.Ct{Key: expr.CtKeyDIRECTION, Register: nftrule.Reg(0)}, nftrule.Equal(reply), &expr.Verdict{Kind: expr.VerdictReturn}}
-	priority := nftables.ChainPriorityNATDest
-	if t.draining {
-		priority = nftables.ChainPriorityLast
-	}
-	hook("prerouting", nftables.ChainHookPrerouting, priority, refusal, nftrule.Jump("services"))
-	hook("output", nftables.ChainHookOutput, priority, slices.Concat([][]expr.Any{refusal}, output, [][]expr.Any{nftrule.Jump("services")})...)
+	hook("late-prerouting", nftables.ChainHookPrerouting, nftables.ChainPriorityLast, refusal, nftrule.Jump("untranslated"))
+	hook("late-output", nftables.ChainHookOutput, nftables.ChainPriorityLast, refusal, nftrule.Jump("untranslated"))
+	hook("prerouting", nftables.ChainHookPrerouting, nftables.ChainPriorityNATDest, refusal, nftrule.Jump("services"))
+	hook("output", nftables.ChainHookOutput, nftables.ChainPriorityNATDest, slices.Concat([][]expr.Any{refusal}, output, [][]expr.Any{nftrule.Jump("services")})...)
 	hook("postrouting", nftables.ChainHookPostrouting, nftables.ChainPriorityNATSource, postrouting...)
 	return chains
 }

@@ -83,8 +83,8 @@ func TestBackendsReplaceEachOther(t *testing.T) {
 	w.source = []string{"file", "-i", file}
 
 	backends := []string{"nftables", "iptables", "ipvs", "nftables"}
-	if exec.Command("modprobe", "--dry-run", "ip_vs").Run() != nil {
-		t.Log("The kernel has no IPVS")
+	hasIPVS := exec.Command("modprobe", "--dry-run", "ip_vs").Run() == nil
+	if !hasIPVS {
 		backends = []string{"nftables", "iptables", "nftables"}
 	}
 	address := func(i int) string { return fmt.Sprintf("127.0.0.1:%d", 10256+i) }
@@ -127,7 +127,8 @@ func TestBackendsReplaceEachOther(t *testing.T) {
 			c.connect(t)
 		}
 		moreRequests()
-		if failed, slow := requests.Report(t, backend+" in place of "+old); failed+slow > 0 {
+		// With IPVS, the test probably runs in QEMU, where requests are slow without a loss.
+		if failed, slow := requests.Report(t, backend+" in place of "+old); failed > 0 || slow > 0 && !hasIPVS {
 			t.Errorf("%d requests failed, %d may have lost a packet", failed, slow)
 		}
 		end = endNext
@@ -154,33 +155,38 @@ func (w *network) addIPv6(name, nodeAddr string, other namespace, addrs ...strin
 	other.Route(w.t, "default", strings.Split(nodeAddr, "/")[0], "eth0")
 }
 
-func (w *network) cleanUp(backend string, flags ...string) {
+func (w *network) cleanUp(backend string) {
 	w.t.Helper()
-	sh(w.t, w.node.Command(append(append(least, w.kpng, "cleanup", backend), flags...)...)...)
+	sh(w.t, w.node.Command(append(least, w.kpng, "cleanup", backend)...)...)
 }
 
 // drainIPVS checks that "kpng cleanup ipvs --drain" waits for the connections through
 // IPVS.
 func (w *network) drainIPVS(clients []*client, moreRequests func()) {
 	w.t.Helper()
-	ended := make(chan struct{})
+	command := w.node.Command(append(least, w.kpng, "cleanup", "ipvs", "--drain=10m")...)
+	var out []byte
+	ended := make(chan error, 1)
 	go func() {
-		defer close(ended)
-		w.cleanUp("ipvs", "--drain=10m")
+		var err error
+		out, err = exec.Command(command[0], command[1:]...).CombinedOutput()
+		ended <- err
 	}()
-	await(w.t, "the chain sees only connections that no other backend translates", true, func() bool {
-		return strings.Contains(sh(w.t, w.node.Command("nft", "list", "chain", "inet", "kpng-ipvs", "output")...), "priority 2147483647")
+	await(w.t, "a chain ignores new connections", false, func() bool {
+		return strings.Contains(sh(w.t, w.node.Command("nft", "list", "chain", "inet", "kpng-ipvs", "services")...), "goto")
 	})
 	moreRequests()
 	for _, c := range clients {
 		select {
-		case <-ended:
-			w.t.Errorf("clean-up did not wait for the connection of %s", c.name)
+		case err := <-ended:
+			w.t.Fatalf("clean-up did not wait for the connection of %s (%v)\n%s", c.name, err, out)
 		default:
 		}
 		c.reconnect(w.t, c.from == w.node)
 	}
-	<-ended
+	if err := <-ended; err != nil || strings.Contains(string(out), "Not all connections") {
+		w.t.Errorf("clean-up returned %v\n%s", err, out)
+	}
 }
 
 // configuration returns the parts of the node's network configuration that backends may

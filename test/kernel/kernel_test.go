@@ -75,6 +75,8 @@ func TestBackendsNameMissingModules(t *testing.T) {
 		{"bookworm", "nftables", "nf_tables", "start: the kernel lacks nf_tables (module nf_tables): "},
 		{"bookworm", "ipvs", "ip_vs", "sync: the kernel lacks IPVS: load the module ip_vs\n"},
 		{"bookworm", "ipvs", "dummy", "sync: add interface kpng-ipvs: the kernel lacks interfaces of type dummy: load the module dummy\n"},
+		{"bookworm", "iptables", "ip_set", "Using rules in place of sets"},
+		{"bookworm", "iptables", "xt_recent", "Extension recent revision 0 not supported, missing kernel module?"},
 	} {
 		out, err := exec.Command(command, "-debian", test.suite, "-without", test.without, start, test.backend).CombinedOutput()
 		if err != nil || !strings.Contains(string(out), test.want) {

@@ -1,16 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Command start starts the backend nftables or ipvs, and calls its method Sync without
-// services. It prints the resulting errors, if any.
+// Command start starts the backend nftables, iptables or ipvs, and calls its method Sync
+// with a service that has session affinity. It prints the resulting errors, if any.
 package main
 
 import (
 	"context"
 	"fmt"
+	"net/netip"
 	"os"
 
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends/iptables"
 	"github.com/kpng-project/kpng/backends/ipvs"
 	"github.com/kpng-project/kpng/backends/nftables"
+	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
 )
 
@@ -23,10 +27,14 @@ type backend interface {
 func main() {
 	ctx := context.Background()
 	b, err := func() (backend, error) {
-		if os.Args[1] == "ipvs" {
+		switch os.Args[1] {
+		case "iptables":
+			return iptables.New(iptables.Options{})
+		case "ipvs":
 			return ipvs.New(ipvs.Options{})
+		default:
+			return nftables.New(nftables.Options{Sysctls: nftables.IgnoreSysctls})
 		}
-		return nftables.New(nftables.Options{Sysctls: nftables.IgnoreSysctls})
 	}()
 	if err != nil {
 		panic(err)
@@ -34,8 +42,27 @@ func main() {
 	err = b.Start(ctx)
 	fmt.Println("start:", err)
 	if err == nil {
-		none := func(func(sink.Change) bool) {}
-		fmt.Println("sync:", b.Sync(ctx, &sink.Changes{First: true, Last: true, NodeChanged: true, Services: none}))
+		view := service()
+		one := func(yield func(sink.Change) bool) { yield(sink.Change{Key: view.Key(), New: view, Unsure: true}) }
+		fmt.Println("sync:", b.Sync(ctx, &sink.Changes{First: true, Last: true, NodeChanged: true, Services: one}))
 	}
 	fmt.Println("stop:", b.Stop(ctx))
+}
+
+// service returns the view of a service with session affinity.
+func service() *api.ServiceEndpoints {
+	svc := &api.Service{
+		Namespace: "default", Name: "web", Type: api.ClusterIP, IPFamilies: []api.Family{api.IPv4},
+		Ports: []api.PortMapping{{Protocol: api.TCP, Port: 80}},
+	}
+	svc.IPs.ClusterIPs.Add(netip.MustParseAddr("10.96.0.1"))
+	svc.SessionAffinity.ClientIP = &api.ClientIPAffinity{TimeoutSeconds: 60}
+	slice := &api.EndpointSlice{
+		Namespace: "default", Name: "web", ServiceName: "web", Family: api.IPv4,
+		Ports: []api.EndpointPort{{Protocol: api.TCP, Port: 8080}},
+		Endpoints: []api.SliceEndpoint{{
+			Addr: netip.MustParseAddr("10.1.0.1"), Conditions: api.Conditions{Ready: true, Serving: true},
+		}},
+	}
+	return nodeview.View(&api.ServiceState{Service: svc, Slices: []*api.EndpointSlice{slice}}, &api.Node{Name: "node"})
 }

@@ -7,16 +7,19 @@ import (
 	"fmt"
 	"io"
 	"net/netip"
+	"os"
 	"strings"
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/app"
 	"github.com/kpng-project/kpng/backends/nodeaddr"
 	"github.com/kpng-project/kpng/backends/program"
+	"github.com/kpng-project/kpng/internal/kubeproxy"
 	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
+	"k8s.io/klog/v2"
 )
 
 // toLocal returns the command that runs a backend in this process for this node.
@@ -34,9 +37,35 @@ func toLocal(source *app.Source, hasSelection bool) *cobra.Command {
 		if hasSelection && !b.OnlyPorts {
 			source.RegisterAllPorts(run.Flags())
 		}
+		if b != json {
+			addConfig(run)
+		}
 		cmd.AddCommand(run)
 	}
 	return cmd
+}
+
+// addConfig adds the flag --config to the command that runs a backend. The name of the
+// command is that of the backend.
+func addConfig(cmd *cobra.Command) {
+	file := cmd.Flags().String("config", "", "behave like kube-proxy with this configuration `file`, a KubeProxyConfiguration; other flags on the command line override it")
+	cmd.PreRunE = func(cmd *cobra.Command, _ []string) error {
+		if !cmd.Flags().Changed("config") {
+			return nil
+		}
+		text, err := os.ReadFile(*file)
+		if err != nil {
+			return fmt.Errorf("read --config: %w", err)
+		}
+		differences, err := kubeproxy.Apply(cmd.Flags(), cmd.Name(), text)
+		for _, d := range differences {
+			klog.FromContext(cmd.Context()).Info("Setting of kube-proxy is not followed", "field", d.Field, "value", d.Value, "meaning", d.Meaning)
+		}
+		if err != nil {
+			return fmt.Errorf("--config %s: %w", *file, err)
+		}
+		return nil
+	}
 }
 
 // cleanupCommand returns the command that removes the state that backends leave in the

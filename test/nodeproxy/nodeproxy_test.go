@@ -141,12 +141,19 @@ func (w *world) lead(service *corev1.Service, ip, node string) {
 }
 
 // run starts kpng with the given backend and address for health checks, and waits until
-// kpng is ready. The returned function sends a signal to kpng, waits until kpng ends, and
-// returns the process's result. A failed test shows kpng's log.
+// kpng is ready.
 func (w *network) run(backend, healthz string) (end func(os.Signal) error) {
 	w.t.Helper()
-	args := w.node.Command(slices.Concat(least, []string{w.kpng}, w.source, []string{"to-local", backend,
+	return w.start(healthz, slices.Concat(w.source, []string{"to-local", backend,
 		"--node-name", nodeName, "--healthz-bind-address", healthz, "--cluster-cidr", "10.1.0.0/16,fd01::/16"})...)
+}
+
+// start starts kpng with these arguments, and waits until kpng is ready, according to its
+// address for health checks. The returned function sends a signal to kpng, waits until
+// kpng ends, and returns the process's result. A failed test shows kpng's log.
+func (w *network) start(healthz string, args ...string) (end func(os.Signal) error) {
+	w.t.Helper()
+	args = w.node.Command(slices.Concat(least, []string{"env", "NODE_NAME=" + nodeName, w.kpng}, args)...)
 	cmd := exec.Command(args[0], args[1:]...)
 	var log bytes.Buffer
 	cmd.Stdout, cmd.Stderr = &log, &log

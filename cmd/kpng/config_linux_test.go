@@ -1,0 +1,217 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"encoding/json"
+	"maps"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/go-logr/logr/funcr"
+	"github.com/google/go-cmp/cmp"
+	"github.com/spf13/pflag"
+	"k8s.io/klog/v2"
+	"sigs.k8s.io/yaml"
+)
+
+// configured parses the arguments of kpng for a backend and applies a configuration file
+// of kube-proxy. It returns the values of all flags that are set, and the logged
+// differences, as FIELD=VALUE.
+func configured(t *testing.T, backend, config string, args ...string) (set map[string]string, differences []string, err error) {
+	t.Helper()
+	file := filepath.Join(t.TempDir(), "config.conf")
+	if err := os.WriteFile(file, []byte(config), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	cmd, rest, err := newRoot().Find(append([]string{"kube", "to-local", backend, "--config", file}, args...))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := cmd.ParseFlags(rest); err != nil {
+		t.Fatal(err)
+	}
+	log := funcr.NewJSON(func(line string) {
+		var d struct{ Field, Value string }
+		if err := json.Unmarshal([]byte(line), &d); err != nil {
+			t.Error(err)
+		}
+		differences = append(differences, d.Field+"="+d.Value)
+	}, funcr.Options{})
+	cmd.SetContext(klog.NewContext(t.Context(), log))
+	err = cmd.PreRunE(cmd, nil)
+	set = map[string]string{}
+	cmd.Flags().Visit(func(f *pflag.Flag) { set[f.Name] = f.Value.String() })
+	delete(set, "config")
+	return set, differences, err
+}
+
+// always has the flags that each configuration file sets if it does not mention them.
+var always = map[string]string{
+	"healthz-bind-address": "0.0.0.0:10256",
+	"metrics-bind-address": "127.0.0.1:10249",
+	"kubeproxy-metrics":    "true",
+}
+
+const header = "apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubeProxyConfiguration\n"
+
+func TestConfigMapsOfKubeProxyBecomeFlags(t *testing.T) {
+	kubeadm := map[string]string{"kubeconfig": "/var/lib/kube-proxy/kubeconfig.conf", "cluster-cidr": "10.244.0.0/16", "node-port-addresses": "all"}
+	maps.Copy(kubeadm, always)
+	kind := maps.Clone(kubeadm)
+	kind["min-sync-interval"] = "1s"
+	kind["conntrack-max-per-core"] = "0"
+	for name, want := range map[string]map[string]string{"kubeadm": kubeadm, "kind": kind} {
+		text, err := os.ReadFile("testdata/kube-proxy/" + name + ".yaml")
+		if err != nil {
+			t.Fatal(err)
+		}
+		var configMap struct{ Data map[string]string }
+		if err := yaml.Unmarshal(text, &configMap); err != nil {
+			t.Fatal(err)
+		}
+		for backend, differences := range map[string][]string{
+			"nftables": {"mode=iptables", "iptables.localhostNodePorts=true"},
+			"iptables": {"iptables.localhostNodePorts=true"},
+		} {
+			set, got, err := configured(t, backend, configMap.Data["config.conf"])
+			if err != nil {
+				t.Fatal(err)
+			}
+			if diff := cmp.Diff(want, set); diff != "" {
+				t.Errorf("%s with backend %s: flags (-want +got):\n%s", name, backend, diff)
+			}
+			if diff := cmp.Diff(differences, got); diff != "" {
+				t.Errorf("%s with backend %s: differences (-want +got):\n%s", name, backend, diff)
+			}
+		}
+	}
+}
+
+func TestFieldsOfKubeProxyBecomeFlags(t *testing.T) {
+	t.Cleanup(func() {
+		if err := newRoot().ParseFlags([]string{"-v=0", "--vmodule="}); err != nil { // the flags of klog are global
+			t.Error(err)
+		}
+	})
+	for name, test := range map[string]struct {
+		backend, config string
+		args            []string
+		set             string // besides those in always, as NAME=VALUE
+		differences     string // as FIELD=VALUE
+	}{
+		"settings of another mode are ignored": {
+			"nftables", "mode: nftables\niptables: {masqueradeAll: true, syncPeriod: 1m}\nipvs: {scheduler: lc}\nwinkernel: {networkName: x}", nil, "", "",
+		},
+		"the mode of the file counts, not the backend": {
+			"nftables", "mode: iptables\niptables: {masqueradeAll: true, masqueradeBit: 15, minSyncPeriod: 2s, localhostNodePorts: false}\nnftables: {masqueradeBit: 20}", nil,
+			"masquerade-all=true masquerade-bit=15 min-sync-interval=2s node-port-addresses=all", "mode=iptables",
+		},
+		"mode nftables": {
+			"nftables", "mode: nftables\nnftables: {masqueradeAll: true, masqueradeBit: 15, minSyncPeriod: 2s, syncPeriod: 1h}", nil,
+			"masquerade-all=true masquerade-bit=15 min-sync-interval=2s", "nftables.syncPeriod=1h",
+		},
+		"mode ipvs": {
+			"ipvs", "mode: ipvs\nipvs: {scheduler: lc, strictARP: true, minSyncPeriod: 2s, tcpTimeout: 1h, excludeCIDRs: [10.0.0.0/8]}\niptables: {masqueradeBit: 15, minSyncPeriod: 3s}", nil,
+			"scheduler=lc strict-arp=true min-sync-interval=2s masquerade-bit=15 node-port-addresses=all", "ipvs.tcpTimeout=1h",
+		},
+		"a flag that the backend does not have": {
+			"ipvs", "mode: ipvs\ndetectLocalMode: NodeCIDR\nclusterCIDR: 10.0.0.0/8", nil, "node-port-addresses=all", "detectLocalMode=true",
+		},
+		"kube-proxy's defaults": {
+			"nftables", "mode: nftables\noomScoreAdj: -999\nconfigSyncPeriod: 15m0s\nclientConnection: {qps: 5, burst: 10, contentType: application/vnd.kubernetes.protobuf}\n" +
+				"conntrack: {maxPerCore: 32768, min: 131072, tcpEstablishedTimeout: 24h0m0s, tcpCloseWaitTimeout: 1h0m0s}\nlogging: {format: text, flushFrequency: 5s}\nnftables: {syncPeriod: 30s}", nil, "", "",
+		},
+		"connection tracking": {
+			"nftables", "mode: nftables\nconntrack: {maxPerCore: 1, min: 2, tcpEstablishedTimeout: 0s, tcpCloseWaitTimeout: 3s, tcpBeLiberal: true, udpTimeout: 4s, udpStreamTimeout: 5s}", nil,
+			"conntrack-max-per-core=1 conntrack-min=2 conntrack-tcp-timeout-established=0s conntrack-tcp-timeout-close-wait=3s conntrack-tcp-be-liberal=true " +
+				"conntrack-udp-timeout=4s conntrack-udp-timeout-stream=5s", "",
+		},
+		"pods by their node": {
+			"nftables", "mode: nftables\ndetectLocalMode: NodeCIDR\nclusterCIDR: 10.0.0.0/8", nil, "node-pod-cidrs=true", "",
+		},
+		"pods by a bridge": {
+			"nftables", "mode: nftables\ndetectLocalMode: BridgeInterface\ndetectLocal: {bridgeInterface: cni0, interfaceNamePrefix: veth}", nil, "pod-interfaces=[cni0]", "",
+		},
+		"pods by interface names": {
+			"nftables", "mode: nftables\ndetectLocalMode: InterfaceNamePrefix\ndetectLocal: {bridgeInterface: cni0, interfaceNamePrefix: veth}", nil, "pod-interfaces=[veth*]", "",
+		},
+		"addresses of an IPv6 node": {
+			"nftables", "mode: nftables\nbindAddress: '::'", nil, "healthz-bind-address=[::]:10256 metrics-bind-address=[::1]:10249", "",
+		},
+		"addresses without ports": {
+			"nftables", "mode: nftables\nhealthzBindAddress: 10.0.0.1\nmetricsBindAddress: fd00::1", nil, "healthz-bind-address=10.0.0.1:10256 metrics-bind-address=[fd00::1]:10249", "",
+		},
+		"the node's address": {
+			"nftables", "mode: nftables\nbindAddress: 10.0.0.1", nil, "", "bindAddress=10.0.0.1",
+		},
+		"node ports at loopback addresses": {
+			"iptables", "nodePortAddresses: [localhost, 127.0.0.0/8, primary]", nil, "", "iptables.localhostNodePorts=true",
+		},
+		"node ports of one family": {
+			"nftables", "mode: nftables\nnodePortAddresses: [10.0.0.0/8, 11.0.0.0/8]", nil,
+			"node-port-addresses=10.0.0.0/8,11.0.0.0/8", "nodePortAddresses=10.0.0.0/8,11.0.0.0/8",
+		},
+		"the log": {
+			"nftables", "mode: nftables\nlogging: {verbosity: 2, vmodule: [{filePattern: a*, verbosity: 3}, {filePattern: b, verbosity: 4}], format: json}", nil,
+			"v=2 vmodule=a*=3,b=4", "logging.format=json",
+		},
+		"other fields": {
+			"nftables", "mode: nftables\nhostnameOverride: Node\nenableProfiling: true\nfeatureGates: {A: true}\nshowHiddenMetricsForVersion: '1.36'\nportRange: 1-2\nbindAddressHardFail: true", nil,
+			"node-name=Node profiling=true", `featureGates={"A":true} showHiddenMetricsForVersion=1.36`,
+		},
+		"unknown fields": {
+			"nftables", "mode: nftables\nextra: 1\nnftables: {other: x}", nil, "", "extra=1 nftables.other=x",
+		},
+		"a field that is given twice": {
+			"nftables", "mode: iptables\nmode: nftables", nil, "", "=",
+		},
+		"the command line wins": {
+			"nftables", "mode: nftables\nhostnameOverride: a\nclusterCIDR: 10.0.0.0/8\nnodePortAddresses: [localhost]\nmetricsBindAddress: 10.0.0.1:1",
+			[]string{"--node-name=b", "--cluster-cidr=11.0.0.0/8", "--node-port-addresses=all", "--metrics-bind-address=", "--kubeproxy-metrics=false"},
+			"node-name=b cluster-cidr=11.0.0.0/8 node-port-addresses=all metrics-bind-address= kubeproxy-metrics=false", "",
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			set, differences, err := configured(t, test.backend, header+test.config, test.args...)
+			if err != nil {
+				t.Fatal(err)
+			}
+			want := maps.Clone(always)
+			for _, f := range strings.Fields(test.set) {
+				name, value, _ := strings.Cut(f, "=")
+				want[name] = value
+			}
+			if diff := cmp.Diff(want, set); diff != "" {
+				t.Errorf("flags (-want +got):\n%s", diff)
+			}
+			if got := strings.Join(slices.Sorted(slices.Values(differences)), " "); got != test.differences {
+				t.Errorf("differences %q, want %q", got, test.differences)
+			}
+		})
+	}
+}
+
+func TestWrongConfigurationIsAnError(t *testing.T) {
+	for config, want := range map[string]string{
+		"":                              "KubeProxyConfiguration",
+		"apiVersion: v1\nkind: Service": "KubeProxyConfiguration",
+		header + "mode: [":              "YAML",
+		header + "mode: userspace":      "userspace",
+		header + "detectLocalMode: x":   "detectLocalMode",
+		header + "conntrack: 1":         "conntrack: 1 is not an object",
+		header + "clusterCIDR: x":       "clusterCIDR",
+		header + "mode: nftables\nnftables: {masqueradeBit: x}": "nftables.masqueradeBit",
+		header + "nodePortAddresses: [localhost]":               "loopback",
+	} {
+		if _, _, err := configured(t, "nftables", config); err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("error %v of %q, want one with %q", err, config, want)
+		}
+	}
+	if _, err := execute(t.Context(), "kube", "to-local", "nftables", "--config="); err == nil || !strings.Contains(err.Error(), "--config") {
+		t.Errorf("error %v of an empty file name", err)
+	}
+}

@@ -60,7 +60,7 @@ func New(opts Options) (*Backend, error) {
 func (b *Backend) Start(ctx context.Context) error {
 	settings := sysctl.Forwarding
 	if b.opts.StrictARP {
-		settings = slices.Concat(settings, strictARP)
+		settings = slices.Concat(settings, sysctl.StrictARP)
 	}
 	if err := b.checkSysctls(ctx, settings, SetSysctls); err != nil {
 		return err
@@ -124,7 +124,7 @@ func (b *Backend) program(ctx context.Context, c *sink.Changes) error {
 		if err := d.conn.open(); err != nil {
 			return err
 		}
-		if err := b.checkSysctls(ctx, ofIPVS, ReportSysctls, SetSysctls); err != nil {
+		if err := b.checkSysctls(ctx, sysctl.IPVS, ReportSysctls, SetSysctls); err != nil {
 			return err
 		}
 		if err := b.checkConntrack(); err != nil {
@@ -203,20 +203,6 @@ func (b *Backend) findDrift(ctx context.Context, now time.Time) error {
 // VerifyInterval implements [sink.Poller]. It returns one second. Most calls of Verify
 // only count the connections of removed endpoints.
 func (b *Backend) VerifyInterval() time.Duration { return time.Second }
-
-// The kernel settings that the backend checks.
-var (
-	strictARP = []sysctl.Setting{
-		{Name: "net.ipv4.conf.all.arp_ignore", Value: 1, Reason: "the node does not answer ARP requests for addresses of services"},
-		{Name: "net.ipv4.conf.all.arp_announce", Value: 2, Reason: "the node does not announce addresses of services by ARP"},
-	}
-	ofIPVS = []sysctl.Setting{
-		{Name: "net.ipv4.vs.conntrack", Value: 1, Reason: "connections through IPVS can be masqueraded"},
-		{Name: "net.ipv4.vs.conn_reuse_mode", Value: 1, Reason: "a client that uses a port again gets a new endpoint"},
-		{Name: "net.ipv4.vs.expire_nodest_conn", Value: 1, Reason: "clients of removed endpoints get another one"},
-		{Name: "net.ipv4.vs.expire_quiescent_template", Value: 1, Reason: "session affinity ends when an endpoint is removed"},
-	}
-)
 
 // checkConntrack returns an error if IPVS does not use connection tracking. Without
 // connection tracking, nothing can be masqueraded.

@@ -23,6 +23,7 @@ func EBPF() *Backend {
 			"What is programmed stays when the program ends: see kpng cleanup ebpf. It needs CAP_BPF, CAP_NET_ADMIN and Linux 5.10.",
 		Flags: f.register,
 		Make:  f.parts,
+		Init:  f.init,
 	}
 }
 

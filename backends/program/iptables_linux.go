@@ -22,6 +22,7 @@ func IPTables() *Backend {
 			"What is programmed stays when the program ends: see kpng cleanup iptables. It needs CAP_NET_ADMIN and CAP_NET_RAW, the programs of iptables, and preferably ipset.",
 		Flags: f.register,
 		Make:  f.parts,
+		Init:  f.init,
 	}
 }
 

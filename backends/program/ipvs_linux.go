@@ -3,8 +3,11 @@
 package program
 
 import (
+	"context"
 	"net"
+	"slices"
 
+	"github.com/kpng-project/kpng/backends/internal/sysctl"
 	"github.com/kpng-project/kpng/backends/ipvs"
 	"github.com/kpng-project/kpng/backends/nodeaddr"
 	"github.com/kpng-project/kpng/sink"
@@ -26,6 +29,7 @@ func IPVS() *Backend {
 		OnlyPorts: true,
 		Flags:     f.register,
 		Make:      f.parts,
+		Init:      f.init,
 	}
 }
 
@@ -70,6 +74,14 @@ func (f *ipvsFlags) complete() (ipvs.Options, error) {
 		"report": ipvs.ReportSysctls, "set": ipvs.SetSysctls, "ignore": ipvs.IgnoreSysctls,
 	}[f.sysctlMode()]
 	return opts, nil
+}
+
+func (f *ipvsFlags) init(ctx context.Context) error {
+	settings := sysctl.IPVS
+	if f.options.StrictARP {
+		settings = slices.Concat(settings, sysctl.StrictARP)
+	}
+	return f.applySysctls(ctx, settings...)
 }
 
 func (f *ipvsFlags) parts() (Parts, error) {

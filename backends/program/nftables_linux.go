@@ -25,6 +25,7 @@ func NFTables() *Backend {
 			"What is programmed stays when the program ends: see kpng cleanup nftables. It needs CAP_NET_ADMIN.",
 		Flags: f.register,
 		Make:  f.parts,
+		Init:  f.init,
 	}
 }
 

@@ -6,13 +6,16 @@ import (
 	"context"
 	"fmt"
 	"slices"
+	"strings"
 
 	"github.com/kpng-project/kpng/backends/conntrack"
+	"github.com/kpng-project/kpng/backends/internal/netfilter"
 	"github.com/kpng-project/kpng/backends/internal/sysctl"
 	"github.com/kpng-project/kpng/backends/nodeaddr"
 	"github.com/kpng-project/kpng/sink"
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/spf13/pflag"
+	"golang.org/x/sys/unix"
 )
 
 // nodeFlags are the flags that backends for the Linux kernel have in common.
@@ -114,6 +117,29 @@ func (f *nodeFlags) nodeParts(create func(*nodeaddr.Watcher, sink.Sink) (sink.Si
 			"conntrack_reconciler_deleted_entries_total": flows.deleted,
 		},
 	}, nil
+}
+
+// init implements Backend.Init.
+func (f *nodeFlags) init(ctx context.Context) error { return f.applySysctls(ctx) }
+
+// applySysctls applies the kernel settings that all backends need, and more settings. It
+// returns an error if settings remain wrong. The kernel may have to load connection
+// tracking, because it has some of the settings only then.
+func (f *nodeFlags) applySysctls(ctx context.Context, more ...sysctl.Setting) error {
+	mode := f.sysctlMode()
+	if mode == "ignore" {
+		return nil
+	}
+	conn := netfilter.NewConn(0)
+	defer conn.Close()
+	const getStatistics = unix.NFNL_SUBSYS_CTNETLINK<<8 | 4
+	if err := conn.Query(ctx, func(w *netfilter.Builder) { w.End(w.Begin(getStatistics, unix.NLM_F_DUMP, unix.AF_UNSPEC)) }, func([]byte) {}); err != nil {
+		return fmt.Errorf("load connection tracking: %w", err)
+	}
+	if wrong := sysctl.Kernel.Apply(ctx, slices.Concat(sysctl.Forwarding, more, f.conntrackSettings(cores())), mode == "set"); len(wrong) > 0 {
+		return fmt.Errorf("kernel settings have wrong values: %s; see the log", strings.Join(wrong, ", "))
+	}
+	return nil
 }
 
 // keepAnnotation adds the name of a service annotation to the value of --keep-annotations

@@ -39,6 +39,9 @@ type Backend struct {
 	Flags func(*pflag.FlagSet)
 	// Make creates the backend from the values of its flags. It does not change the machine.
 	Make func() (Parts, error)
+	// Init makes the settings of the machine that need more privileges than the backend
+	// itself. Call Configure first. The backend need not be started. Default: no settings.
+	Init func(context.Context) error
 
 	flags          *pflag.FlagSet // flags of the command, or nil
 	parts          Parts

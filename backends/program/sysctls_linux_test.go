@@ -3,6 +3,7 @@
 package program
 
 import (
+	"strings"
 	"testing"
 
 	"github.com/google/go-cmp/cmp"
@@ -104,5 +105,38 @@ func TestTheKernelTakesTheSettingsOfConnectionTracking(t *testing.T) {
 	}
 	if len(settings) != 5 {
 		t.Errorf("%d settings, want 5", len(settings))
+	}
+}
+
+func TestInitAppliesSettings(t *testing.T) {
+	const forward, timeout = "net.ipv4.ip_forward", "net.netfilter.nf_conntrack_tcp_timeout_established"
+	for name, test := range map[string]struct {
+		args             []string
+		err              string
+		forward, timeout int
+	}{
+		"set":                   {nil, "", 1, 86400},
+		"report":                {[]string{"--sysctls=report"}, forward, 0, 100000},
+		"ignore":                {[]string{"--sysctls=ignore"}, "", 0, 100000},
+		"the kernel refuses it": {[]string{"--conntrack-tcp-timeout-established=2500000h"}, timeout, 1, 100000},
+	} {
+		t.Run(name, func(t *testing.T) {
+			n := netnstest.New(t)
+			n.Set(t, "ipv4/ip_forward=0", "netfilter/nf_conntrack_tcp_timeout_established=100000")
+			f := parsedFlags(t, "", append(test.args, "--conntrack-max-per-core=0")...)
+			if err := n.Do(func() error {
+				if err := f.init(t.Context()); (err == nil) != (test.err == "") || err != nil && !strings.Contains(err.Error(), test.err) {
+					t.Errorf("error %v, want one with %q", err, test.err)
+				}
+				for name, want := range map[string]int{forward: test.forward, timeout: test.timeout} {
+					if value, err := sysctl.Kernel.Read(name); err != nil || value != want {
+						t.Errorf("%s is %d, error %v; want %d", name, value, err, want)
+					}
+				}
+				return nil
+			}); err != nil {
+				t.Fatal(err)
+			}
+		})
 	}
 }

@@ -40,6 +40,9 @@ func toLocal(source *app.Source, hasSelection bool) *cobra.Command {
 		if b != json {
 			addConfig(run)
 		}
+		if b.Init != nil {
+			addInit(run, b)
+		}
 		cmd.AddCommand(run)
 	}
 	return cmd
@@ -65,6 +68,21 @@ func addConfig(cmd *cobra.Command) {
 			return fmt.Errorf("--config %s: %w", *file, err)
 		}
 		return nil
+	}
+}
+
+// addInit adds the flag --init-only to the command that runs a backend.
+func addInit(cmd *cobra.Command, b *program.Backend) {
+	only := cmd.Flags().Bool("init-only", false, "set the kernel settings that services need, and exit; without it, kpng sets them at the start if it may")
+	run := cmd.RunE
+	cmd.RunE = func(cmd *cobra.Command, args []string) error {
+		if !*only {
+			return run(cmd, args)
+		}
+		if err := b.Configure(); err != nil {
+			return err
+		}
+		return b.Init(cmd.Context())
 	}
 }
 

@@ -56,6 +56,37 @@ func TestCleanupUsesFlagsOfBackend(t *testing.T) {
 	}
 }
 
+func TestInitOnlyDoesNotRunTheBackend(t *testing.T) {
+	for args, want := range map[string]string{"": "configured, run", "--init-only": "configured, initialised", "--init-only --wrong": "configured"} {
+		var done []string
+		wrong := false
+		b := &program.Backend{
+			Flags: func(fs *pflag.FlagSet) { fs.BoolVar(&wrong, "wrong", false, "") },
+			Make: func() (parts program.Parts, err error) {
+				done = append(done, "configured")
+				if wrong {
+					err = errors.New("--wrong is set")
+				}
+				return parts, err
+			},
+			Init: func(context.Context) error { done = append(done, "initialised"); return nil },
+		}
+		cmd := &cobra.Command{SilenceErrors: true, SilenceUsage: true, RunE: func(*cobra.Command, []string) error {
+			defer func() { done = append(done, "run") }()
+			return b.Configure()
+		}}
+		b.Register(cmd.Flags())
+		addInit(cmd, b)
+		cmd.SetArgs(strings.Fields(args))
+		if err := cmd.ExecuteContext(t.Context()); (err != nil) != wrong {
+			t.Errorf("flags %q: error %v", args, err)
+		}
+		if got := strings.Join(done, ", "); got != want {
+			t.Errorf("flags %q: %s, want %s", args, got, want)
+		}
+	}
+}
+
 func TestAllPortsFlagExistsIfSupported(t *testing.T) {
 	has := map[string]bool{
 		"file to-api": true, "file to-local json": true, "file to-file": true, "kube to-local json": true, "explain": true,

@@ -119,7 +119,7 @@ func TestFieldsOfKubeProxyBecomeFlags(t *testing.T) {
 			"scheduler=lc strict-arp=true min-sync-interval=2s masquerade-bit=15 node-port-addresses=all", "ipvs.tcpTimeout=1h",
 		},
 		"a flag that the backend does not have": {
-			"ipvs", "mode: ipvs\ndetectLocalMode: NodeCIDR\nclusterCIDR: 10.0.0.0/8", nil, "node-port-addresses=all", "detectLocalMode=true",
+			"ipvs", "mode: ipvs\ndetectLocalMode: NodeCIDR\nclusterCIDR: 10.0.0.0/8", nil, "node-port-addresses=all", "detectLocalMode=NodeCIDR",
 		},
 		"kube-proxy's defaults": {
 			"nftables", "mode: nftables\noomScoreAdj: -999\nconfigSyncPeriod: 15m0s\nclientConnection: {qps: 5, burst: 10, contentType: application/vnd.kubernetes.protobuf}\n" +

@@ -187,14 +187,14 @@ func (t *translation) differ(path, value, meaning string) {
 	t.differences = append(t.differences, Difference{path, value, meaning})
 }
 
-// set sets a flag to the value of a field, except if the value is empty or the flag is
-// set already.
+// set sets the flag that a field determines. It does nothing if the value is empty or the
+// flag is set already.
 func (t *translation) set(path, flag, value string) {
 	f := t.flags.Lookup(flag)
 	switch {
 	case value == "":
 	case f == nil && !isZero(value):
-		t.differ(path, value, fmt.Sprintf("the command with the backend %s has no flag --%s", t.backend, flag))
+		t.differ(path, cmp.Or(t.values[path], value), fmt.Sprintf("the command with the backend %s has no flag --%s", t.backend, flag))
 	case f == nil || f.Changed || value == f.DefValue:
 	default:
 		if err := t.flags.Set(flag, value); err != nil {

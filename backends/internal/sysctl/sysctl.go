@@ -42,6 +42,21 @@ var Forwarding = []Setting{
 	{Name: "net.ipv6.conf.all.forwarding", Value: 1, Reason: "traffic from elsewhere reaches pods"},
 }
 
+// StrictARP has the settings with which the node does not answer ARP requests for
+// addresses of services on another interface.
+var StrictARP = []Setting{
+	{Name: "net.ipv4.conf.all.arp_ignore", Value: 1, Reason: "the node does not answer ARP requests for addresses of services"},
+	{Name: "net.ipv4.conf.all.arp_announce", Value: 2, Reason: "the node does not announce addresses of services by ARP"},
+}
+
+// IPVS has the settings of IPVS. The kernel has them while the module ip_vs is loaded.
+var IPVS = []Setting{
+	{Name: "net.ipv4.vs.conntrack", Value: 1, Reason: "connections through IPVS can be masqueraded"},
+	{Name: "net.ipv4.vs.conn_reuse_mode", Value: 1, Reason: "a client that uses a port again gets a new endpoint"},
+	{Name: "net.ipv4.vs.expire_nodest_conn", Value: 1, Reason: "clients of removed endpoints get another one"},
+	{Name: "net.ipv4.vs.expire_quiescent_template", Value: 1, Reason: "session affinity ends when an endpoint is removed"},
+}
+
 func (r Root) file(name string) string {
 	return filepath.Join(string(r), strings.ReplaceAll(name, ".", "/"))
 }
@@ -62,24 +77,29 @@ func (r Root) Read(name string) (int, error) {
 
 // Apply compares settings with the kernel's values. If set is true, it corrects wrong
 // values and logs the result; otherwise it only logs wrong values. It ignores settings
-// that the kernel does not have, such as those of IPv6 where IPv6 is turned off.
-func (r Root) Apply(ctx context.Context, settings []Setting, set bool) {
+// that the kernel does not have, such as those of IPv6 where IPv6 is turned off. It
+// returns the names of the settings that still have wrong values.
+func (r Root) Apply(ctx context.Context, settings []Setting, set bool) (wrong []string) {
 	for _, s := range settings {
 		log := klog.LoggerWithValues(klog.FromContext(ctx), "sysctl", s.Name, "wanted", s.Value, "reason", s.Reason)
 		value, err := r.Read(s.Name)
 		switch {
 		case errors.Is(err, fs.ErrNotExist):
 		case err != nil:
+			wrong = append(wrong, s.Name)
 			log.Error(err, "Cannot read a kernel setting")
 		case value == s.Value || s.AtLeast && value > s.Value:
 		case !set:
+			wrong = append(wrong, s.Name)
 			log.Info("Kernel setting has another value than services need", "value", value)
 		default:
 			if err := os.WriteFile(r.file(s.Name), []byte(strconv.Itoa(s.Value)), 0); err != nil {
+				wrong = append(wrong, s.Name)
 				log.Error(err, "Cannot change a kernel setting; set it on the node", "value", value)
 			} else {
 				log.Info("Kernel setting changed", "before", value)
 			}
 		}
 	}
+	return wrong
 }

@@ -30,17 +30,18 @@ func TestSettingsAreReportedOrSet(t *testing.T) {
 		set    bool
 		values map[string]string
 		logged []string
+		wrong  []string
 	}{
 		"reported": {false, before, []string{
 			`"sysctl"="net.wrong" "wanted"=1 "reason"="" "value"=0`,
 			`"sysctl"="net.smaller" "wanted"=5 "reason"="" "value"=4`,
 			"net.text", "net.folder",
-		}},
+		}, []string{"net.wrong", "net.smaller", "net.text", "net.folder"}},
 		"set": {true, map[string]string{"right": "1\n", "wrong": "1", "larger": "6\n", "smaller": "5", "text": "on\n"}, []string{
 			`"sysctl"="net.wrong" "wanted"=1 "reason"="" "before"=0`,
 			`"sysctl"="net.smaller" "wanted"=5 "reason"="" "before"=4`,
 			"net.text", "net.folder",
-		}},
+		}, []string{"net.text", "net.folder"}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			root := t.TempDir()
@@ -54,7 +55,7 @@ func TestSettingsAreReportedOrSet(t *testing.T) {
 			}
 			var logged []string
 			log := funcr.New(func(_, line string) { logged = append(logged, line) }, funcr.Options{})
-			sysctl.Root(root).Apply(klog.NewContext(context.Background(), log), settings, test.set)
+			wrong := sysctl.Root(root).Apply(klog.NewContext(context.Background(), log), settings, test.set)
 			if len(logged) != len(test.logged) {
 				t.Fatalf("logged %d lines, want %d: %q", len(logged), len(test.logged), logged)
 			}
@@ -62,6 +63,9 @@ func TestSettingsAreReportedOrSet(t *testing.T) {
 				if !strings.Contains(logged[i], want) {
 					t.Errorf("logged %q, want %q", logged[i], want)
 				}
+			}
+			if diff := cmp.Diff(test.wrong, wrong); diff != "" {
+				t.Errorf("settings with wrong values (-want +got):\n%s", diff)
 			}
 			got := map[string]string{}
 			for name := range before {

@@ -14,6 +14,8 @@ type healthChecks struct {
 	off           bool
 	open, failing prometheus.Gauge
 	faults        prometheus.Counter
+	// failed is called for each port that cannot be opened.
+	failed func(healthcheck.Fault)
 }
 
 func newHealthChecks() *healthChecks {
@@ -22,6 +24,7 @@ func newHealthChecks() *healthChecks {
 		open:    gauge(subsystem, "ports_open", "Health-check node ports that are listened on, once for each node address."),
 		failing: gauge(subsystem, "ports_failing", "Health-check node ports that cannot be listened on, once for each node address."),
 		faults:  counter(subsystem, "faults_total", "Times that a health-check node port could not be listened on, for a new reason."),
+		failed:  func(healthcheck.Fault) {},
 	}
 }
 
@@ -43,7 +46,10 @@ func (h *healthChecks) companions(addrs nodeaddr.Source) func(healthy func() boo
 		return []sink.Sink{healthcheck.New(healthcheck.Options{
 			Addrs:   addrs,
 			Healthy: healthy,
-			Fault:   func(healthcheck.Fault) { h.faults.Inc() },
+			Fault: func(f healthcheck.Fault) {
+				h.faults.Inc()
+				h.failed(f)
+			},
 			Observe: func(open, failing int) {
 				h.open.Set(float64(open))
 				h.failing.Set(float64(failing))

@@ -67,6 +67,10 @@ func (f *iptablesFlags) parts() (Parts, error) {
 	}
 	rules := newIPTablesMetrics()
 	opts.Observer = rules.observer()
+	opts.Observer.Drifted = func() {
+		rules.drifted.Inc()
+		f.events.drifted("iptables")
+	}
 	parts, err := f.nodeParts(func(addrs *nodeaddr.Watcher, connections sink.Sink) (sink.Sink, error) {
 		opts.NodeAddresses, opts.Conntrack = addrs, connections
 		return iptables.New(opts)

@@ -72,6 +72,10 @@ func (f *nftablesFlags) parts() (Parts, error) {
 	}
 	table := newNFTablesMetrics()
 	opts.Observer = table.observer()
+	opts.Observer.Drifted = func() {
+		table.drifted.Inc()
+		f.events.drifted("nftables")
+	}
 	parts, err := f.nodeParts(func(addrs *nodeaddr.Watcher, connections sink.Sink) (sink.Sink, error) {
 		opts.NodeAddresses, opts.Conntrack = addrs, connections
 		return nftables.New(opts)

@@ -27,6 +27,8 @@ type nodeFlags struct {
 	limits            conntrackLimits
 	keepConnections   bool
 	checks            *healthChecks
+	withEvents        bool
+	events            *eventsWriter // nil without --events
 	// leftovers has the finders for rules of kube-proxy. If it is empty, reportLeftovers
 	// searches for leftovers of all kinds.
 	leftovers []leftoverFinder
@@ -43,6 +45,7 @@ func (f *nodeFlags) register(fs *pflag.FlagSet) {
 	f.limits.register(fs)
 	fs.BoolVar(&f.keepConnections, "keep-udp-connections", false, "keep UDP connections to removed endpoints, and TCP connections that began before their service")
 	f.checks.register(fs)
+	fs.BoolVar(&f.withEvents, "events", false, "write Events of Kubernetes for lost claims, failed health-check node ports, and rules that another program changed; needs permission to create Events")
 }
 
 // check validates the flags. Its errors contain the argument dataplane, which is the name
@@ -98,6 +101,14 @@ func (f *nodeFlags) conntrackSettings(cores int) []sysctl.Setting {
 // connections. The argument more has kernel settings that the backend needs, but does not
 // apply itself.
 func (f *nodeFlags) nodeParts(create func(*nodeaddr.Watcher, sink.Sink) (sink.Sink, error), more ...sysctl.Setting) (Parts, error) {
+	if f.withEvents {
+		events, err := newEventsWriter(f.flagSet)
+		if err != nil {
+			return Parts{}, err
+		}
+		f.events = events
+		f.checks.failed = events.healthCheckFailed
+	}
 	addrs, err := nodeaddr.New(nodeaddr.Options{Selection: f.nodePorts, ExcludeInterfaces: []string{"kube-ipvs0"}})
 	if err != nil {
 		return Parts{}, err
@@ -110,7 +121,7 @@ func (f *nodeFlags) nodeParts(create func(*nodeaddr.Watcher, sink.Sink) (sink.Si
 	return Parts{
 		Sink:       b,
 		Follow:     f.follow(addrs, more...),
-		Companions: f.checks.companions(addrs),
+		Companions: f.companions(addrs),
 		Collectors: slices.Concat(f.checks.collectors(), flows.collectors()),
 		KubeProxyNames: map[string]prometheus.Collector{
 			"conntrack_reconciler_sync_duration_seconds": flows.duration,
@@ -140,6 +151,18 @@ func (f *nodeFlags) applySysctls(ctx context.Context, more ...sysctl.Setting) er
 		return fmt.Errorf("kernel settings have wrong values: %s; see the log", strings.Join(wrong, ", "))
 	}
 	return nil
+}
+
+// companions returns a function for Parts.Companions.
+func (f *nodeFlags) companions(addrs nodeaddr.Source) func(healthy func() bool) []sink.Sink {
+	checks := f.checks.companions(addrs)
+	return func(healthy func() bool) []sink.Sink {
+		sinks := checks(healthy)
+		if f.events != nil {
+			sinks = append(sinks, f.events)
+		}
+		return sinks
+	}
 }
 
 // keepAnnotation adds the name of a service annotation to the value of --keep-annotations

@@ -17,6 +17,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -60,6 +61,25 @@ type network struct {
 	node, pods, client namespace
 	kpng               string
 	source             []string // the command of kpng that reads services
+	log                *buffer  // of the kpng that was started last
+}
+
+// buffer is a bytes.Buffer for several goroutines.
+type buffer struct {
+	mu   sync.Mutex
+	text bytes.Buffer
+}
+
+func (b *buffer) Write(p []byte) (int, error) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.text.Write(p)
+}
+
+func (b *buffer) String() string {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.text.String()
 }
 
 func newNetwork(t *testing.T) *network {
@@ -155,8 +175,9 @@ func (w *network) start(healthz string, args ...string) (end func(os.Signal) err
 	w.t.Helper()
 	args = w.node.Command(slices.Concat(least, []string{"env", "NODE_NAME=" + nodeName, w.kpng}, args)...)
 	cmd := exec.Command(args[0], args[1:]...)
-	var log bytes.Buffer
-	cmd.Stdout, cmd.Stderr = &log, &log
+	log := new(buffer)
+	w.log = log
+	cmd.Stdout, cmd.Stderr = log, log
 	w.check(cmd.Start())
 	ended := make(chan error, 1)
 	go func() { ended <- cmd.Wait() }()
@@ -178,7 +199,7 @@ func (w *network) start(healthz string, args ...string) (end func(os.Signal) err
 			end(os.Kill)
 		}
 		if w.t.Failed() {
-			w.t.Logf("log of kpng:\n%s", &log)
+			w.t.Logf("log of kpng:\n%s", log)
 		}
 	})
 	await(w.t, "readiness", "200 ", func() string {

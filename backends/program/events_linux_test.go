@@ -1,0 +1,65 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package program
+
+import (
+	"net/netip"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/sink"
+	eventsv1 "k8s.io/api/events/v1"
+	"k8s.io/apimachinery/pkg/types"
+)
+
+func TestEventsNeedAnAPIServer(t *testing.T) {
+	if _, err := parsedFlags(t, "", "--events").parts(); err == nil || !strings.Contains(err.Error(), "--events") {
+		t.Errorf("error %v, want one with --events", err)
+	}
+}
+
+func TestOnlyNewlyLostClaimsBecomeEvents(t *testing.T) {
+	lost := func(address string, protocol api.Protocol, port int32) api.LostClaim {
+		return api.LostClaim{Claim: api.Claim{IP: netip.MustParseAddr(address), Protocol: protocol, Port: port}, Winner: types.NamespacedName{Namespace: "other", Name: "winner"}}
+	}
+	first := lost("192.0.2.1", api.TCP, 80)
+	views := func(claims ...api.LostClaim) *api.ServiceEndpoints { return &api.ServiceEndpoints{Lost: claims} }
+	w := &eventsWriter{node: "node", queue: make(chan *eventsv1.Event, 5)}
+	key := types.NamespacedName{Namespace: "ns", Name: "web"}
+	if err := w.Sync(t.Context(), &sink.Changes{Services: slices.Values([]sink.Change{
+		{Key: key, New: views(first)},
+		{Key: key, Old: views(first)},
+		{Key: key, Old: views(first), New: views(first, lost("::", api.UDP, 30000), lost("2001:db8::1", 0, 0))},
+		{Key: key, New: views(first)}, // in another pass
+	})}); err != nil {
+		t.Fatal(err)
+	}
+	close(w.queue)
+	var notes, names []string
+	for e := range w.queue {
+		claim, _, _ := strings.Cut(e.Note, " belongs to service other/winner")
+		notes, names = append(notes, claim), append(names, e.Name)
+		if e.Namespace != "ns" || e.Regarding.Kind != "Service" || e.Regarding.Name != "web" || e.Reason != "ClaimLost" {
+			t.Errorf("event %v", e)
+		}
+	}
+	if diff := cmp.Diff([]string{"192.0.2.1:80/TCP", "node port 30000/UDP", "2001:db8::1", "192.0.2.1:80/TCP"}, notes); diff != "" {
+		t.Errorf("claims (-want +got):\n%s", diff)
+	}
+	if names[0] != names[3] || len(slices.Compact(slices.Sorted(slices.Values(names)))) != 3 {
+		t.Errorf("names %q: want the same name for the same claim, and only then", names)
+	}
+}
+
+func TestEventsDoNotBlock(t *testing.T) {
+	w := &eventsWriter{node: "node", queue: make(chan *eventsv1.Event, 1)}
+	w.drifted("nftables")
+	w.drifted("nftables")
+	if e := <-w.queue; e.Namespace != "default" || e.Regarding.Kind != "Node" || e.Regarding.Name != "node" {
+		t.Errorf("event %v", e)
+	}
+	(*eventsWriter)(nil).drifted("nftables")
+}

@@ -8,12 +8,14 @@ import (
 	"errors"
 	"io"
 	"os"
+	"path/filepath"
 	"slices"
 	"testing"
 	"time"
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/test/apiserver"
+	"github.com/kpng-project/kpng/test/deploy"
 	authenticationv1 "k8s.io/api/authentication/v1"
 	authorizationv1 "k8s.io/api/authorization/v1"
 	corev1 "k8s.io/api/core/v1"
@@ -34,10 +36,10 @@ func TestManifestsAreValidAndGrantOnlyNeededPermissions(t *testing.T) {
 	for name, manifest := range map[string]string{
 		"all-ip":         "../../examples/all-ip/deploy/all-ip.yaml",
 		"kpng-callout":   "../../examples/kpng-callout/deploy/kpng-callout.yaml",
-		"kpng-nftables":  "../../cmd/kpng/deploy/nftables.yaml",
-		"kpng-iptables":  "../../cmd/kpng/deploy/iptables.yaml",
-		"kpng-ipvs":      "../../cmd/kpng/deploy/ipvs.yaml",
-		"kpng-ebpf":      "../../cmd/kpng/deploy/ebpf.yaml",
+		"kpng-nftables":  "../../cmd/kpng/deploy/nftables",
+		"kpng-iptables":  "../../cmd/kpng/deploy/iptables",
+		"kpng-ipvs":      "../../cmd/kpng/deploy/ipvs",
+		"kpng-ebpf":      "../../cmd/kpng/deploy/ebpf",
 		"kpng-cni":       "../../examples/cni/deploy/cni.yaml",
 		"winuserspace":   "../../examples/winuserspace/deploy/winuserspace.yaml",
 		"winkernelspace": "../../examples/winkernelspace/deploy/winkernelspace.yaml",
@@ -52,8 +54,8 @@ func TestManifestsAreValidAndGrantOnlyNeededPermissions(t *testing.T) {
 
 			granted := waitRules(t, config)
 			want := append(rulesOf(t, nobody),
-				authorizationv1.ResourceRule{Verbs: []string{"get", "list", "watch"}, APIGroups: []string{""}, Resources: []string{"services", "nodes"}},
-				authorizationv1.ResourceRule{Verbs: []string{"get", "list", "watch"}, APIGroups: []string{"discovery.k8s.io"}, Resources: []string{"endpointslices"}},
+				authorizationv1.ResourceRule{Verbs: []string{"list", "watch"}, APIGroups: []string{""}, Resources: []string{"services", "nodes"}},
+				authorizationv1.ResourceRule{Verbs: []string{"list", "watch"}, APIGroups: []string{"discovery.k8s.io"}, Resources: []string{"endpointslices"}},
 			)
 			if diff := cmp.Diff(sorted(want), sorted(granted)); diff != "" {
 				t.Errorf("permissions (-want +got):\n%s", diff)
@@ -71,20 +73,24 @@ func TestManifestsAreValidAndGrantOnlyNeededPermissions(t *testing.T) {
 	}
 }
 
-// apply applies a manifest, like kubectl with strict validation. It returns the kinds of
-// the objects. At the end of the test, the objects are deleted.
+// apply applies a manifest, or a directory with a kustomization, like kubectl with strict
+// validation. It returns the kinds of the objects. At the end of the test, the objects are
+// deleted.
 func apply(t testing.TB, server *apiserver.Server, manifest string) (kinds []string) {
 	t.Helper()
-	file, err := os.Open(manifest)
+	read := os.ReadFile
+	if filepath.Ext(manifest) == "" {
+		read = deploy.Render
+	}
+	text, err := read(manifest)
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer file.Close()
 	client, err := dynamic.NewForConfig(server.Config())
 	if err != nil {
 		t.Fatal(err)
 	}
-	for documents := yaml.NewYAMLOrJSONDecoder(file, 4096); ; {
+	for documents := yaml.NewYAMLOrJSONDecoder(bytes.NewReader(text), 4096); ; {
 		object := &unstructured.Unstructured{}
 		if err := documents.Decode(object); errors.Is(err, io.EOF) {
 			return kinds

@@ -16,6 +16,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/kpng-project/kpng/test/deploy"
 	"github.com/kpng-project/kpng/test/traffic"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -180,7 +181,7 @@ func (c *cluster) runDaemonSet(t *testing.T) {
 	program := filepath.Join(*state, "../bin/kpng")
 	c.addImage(t, "kpng:latest", cmp.Or(*previous, program))
 	c.addImage(t, "kpng:next", program)
-	manifest, err := os.ReadFile("../../cmd/kpng/deploy/nftables.yaml")
+	manifest, err := deploy.Render("../../cmd/kpng/deploy/nftables")
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -19,34 +19,41 @@ import (
 
 func TestMissingPermissionIsNamedAndGrantIsDetected(t *testing.T) {
 	for _, test := range []struct {
-		resource, group string
+		verb, resource, group string
 	}{
-		{"services", ""},
-		{"endpointslices", "discovery.k8s.io"},
-		{"nodes", ""},
+		{"list", "services", ""},
+		{"watch", "services", ""},
+		{"list", "endpointslices", "discovery.k8s.io"},
+		{"watch", "endpointslices", "discovery.k8s.io"},
+		{"list", "nodes", ""},
+		{"watch", "nodes", ""},
 	} {
-		t.Run(test.resource, func(t *testing.T) {
+		t.Run(test.verb+" "+test.resource, func(t *testing.T) {
 			t.Parallel()
 			server := shared.Get(t)
 			n := newTenant(t, server)
 			web := newService("web", n.name, servicePort("", 80, 80))
 			n.put(web, newSlice("web", web, slicePorts("", 80), newEndpoint("10.1.0.1", "")))
-			config := server.User(t, without(test.resource)...)
+			config := server.User(t, without(test.verb, test.resource)...)
 			args := []string{"--kubeconfig", apiserver.Kubeconfig(t, config), "--service-proxy-name", n.name, "--node-name", n.name,
 				"--keep-labels", watcher.LabelServiceProxyName}
-			missing := []string{"missing permission", "the verbs list and watch", `resource "` + test.resource + `"`, `group "` + test.group + `"`}
+			missing := []string{test.verb + " " + test.resource, "missing permission", "the verbs list and watch",
+				`resource "` + test.resource + `"`, `group "` + test.group + `"`}
 
-			once := start(t, append(args, "--once")...)
-			if code := once.exit(t); code != 1 {
-				t.Errorf("exit status with --once is %d, want 1", code)
+			// Without the verb watch, --once may succeed, because it needs only lists.
+			if test.verb == "list" {
+				once := start(t, append(args, "--once")...)
+				if code := once.exit(t); code != 1 {
+					t.Errorf("exit status with --once is %d, want 1", code)
+				}
+				once.stderr.wait(t, append(missing, "kpng-json: ")...)
 			}
-			once.stderr.wait(t, append(missing, "kpng-json: ")...)
 
 			s := newScreen(n, n.name, nil)
 			p := start(t, args...)
 			s.out = p.stdout
 			p.stderr.wait(t, quoted(missing)...)
-			if printed := p.stdout.String(); printed != "" {
+			if printed := p.stdout.String(); test.verb == "list" && printed != "" {
 				t.Errorf("printed before everything was read:\n%s", printed)
 			}
 			grant(t, server, config)
@@ -65,13 +72,17 @@ func quoted(words []string) []string {
 	return out
 }
 
-// The function without returns all permissions except those for a resource.
-func without(resource string) []rbacv1.PolicyRule {
+// The function without returns all permissions except one verb for a resource.
+func without(verb, resource string) []rbacv1.PolicyRule {
 	var rules []rbacv1.PolicyRule
 	for _, rule := range permissions {
-		rule.Resources = slices.DeleteFunc(slices.Clone(rule.Resources), func(r string) bool { return r == resource })
-		if len(rule.Resources) > 0 {
-			rules = append(rules, rule)
+		for _, r := range rule.Resources {
+			one := rule
+			one.Resources = []string{r}
+			if r == resource {
+				one.Verbs = slices.DeleteFunc(slices.Clone(rule.Verbs), func(v string) bool { return v == verb })
+			}
+			rules = append(rules, one)
 		}
 	}
 	return rules

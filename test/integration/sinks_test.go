@@ -165,8 +165,8 @@ func waitState(t *testing.T, p *kpng.Proxy, isDone func(*cluster.Objects) bool) 
 
 // permissions contains the permissions that a proxy needs.
 var permissions = []rbacv1.PolicyRule{
-	{APIGroups: []string{""}, Resources: []string{"services", "nodes"}, Verbs: []string{"get", "list", "watch"}},
-	{APIGroups: []string{"discovery.k8s.io"}, Resources: []string{"endpointslices"}, Verbs: []string{"get", "list", "watch"}},
+	{APIGroups: []string{""}, Resources: []string{"services", "nodes"}, Verbs: []string{"list", "watch"}},
+	{APIGroups: []string{"discovery.k8s.io"}, Resources: []string{"endpointslices"}, Verbs: []string{"list", "watch"}},
 }
 
 // This test is not parallel, because it would also count goroutines of parallel tests.

@@ -38,8 +38,8 @@ func TestMain(m *testing.M) { os.Exit(shared.Run(m)) }
 
 // rights contains the permissions of the DaemonSet's service account.
 var rights = []rbacv1.PolicyRule{
-	{APIGroups: []string{""}, Resources: []string{"services", "nodes"}, Verbs: []string{"get", "list", "watch"}},
-	{APIGroups: []string{"discovery.k8s.io"}, Resources: []string{"endpointslices"}, Verbs: []string{"get", "list", "watch"}},
+	{APIGroups: []string{""}, Resources: []string{"services", "nodes"}, Verbs: []string{"list", "watch"}},
+	{APIGroups: []string{"discovery.k8s.io"}, Resources: []string{"endpointslices"}, Verbs: []string{"list", "watch"}},
 }
 
 // least is a prefix for command lines. With the prefix, a command runs as root with only

@@ -3,14 +3,9 @@
 package deploy
 
 import (
-	"bytes"
-	"context"
 	"encoding/json"
 	"fmt"
-	"io"
 	"maps"
-	"net"
-	"net/http"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -18,7 +13,6 @@ import (
 	"slices"
 	"strings"
 	"testing"
-	"time"
 
 	"github.com/kpng-project/kpng/internal/netnstest"
 	"sigs.k8s.io/yaml"
@@ -28,9 +22,6 @@ const (
 	deployDir  = "../../cmd/kpng/deploy"
 	monitoring = deployDir + "/monitoring"
 )
-
-// patience is the maximum time to wait for a program.
-const patience = 2 * time.Minute
 
 type rule struct {
 	Alert       string            `json:"alert,omitempty"`
@@ -294,8 +285,7 @@ func keys(series map[string]string) map[string]bool {
 func scrape(t *testing.T, kpng string, target []string) []map[string]string {
 	t.Helper()
 	const address = "127.0.0.1:10249"
-	node := netnstest.New(t)
-	node.Up(t, "lo")
+	node := newNode(t)
 	args := append([]string{kpng, "file", "-i", "../../examples/demo.yaml"}, target...)
 	args = append(args, "--metrics-bind-address="+address, "--healthz-bind-address="+address)
 	if target[0] == "to-local" {
@@ -305,58 +295,9 @@ func scrape(t *testing.T, kpng string, target []string) []map[string]string {
 		args = append(args, "--cgroup="+netnstest.NewCgroup(t).Dir, "--bpffs=/mnt")
 		args = append([]string{"unshare", "--mount", "sh", "-ec", `mount -t bpf none /mnt; exec "$@"`, "sh"}, args...)
 	}
-	var log bytes.Buffer
-	cmd := exec.Command(args[0], args[1:]...)
-	cmd.Stdout, cmd.Stderr = &log, &log
-	ended, err := node.Start(cmd)
-	if err != nil {
-		t.Fatal(err)
-	}
-	stopped := false
-	defer func() {
-		if !stopped {
-			cmd.Process.Signal(os.Interrupt)
-			if err := <-ended; err != nil {
-				t.Errorf("kpng returned %v; its log:\n%s", err, &log)
-			}
-		}
-	}()
-
-	client := &http.Client{Transport: &http.Transport{
-		DisableKeepAlives: true,
-		DialContext: func(context.Context, string, string) (c net.Conn, err error) {
-			err = node.Do(func() error { c, err = net.Dial("tcp", address); return err })
-			return c, err
-		},
-	}}
-	get := func(path string) (string, error) {
-		response, err := client.Get("http://" + address + path)
-		if err != nil {
-			return "", err
-		}
-		defer response.Body.Close()
-		body, err := io.ReadAll(response.Body)
-		if err == nil && response.StatusCode != http.StatusOK {
-			err = fmt.Errorf("%s: %s", response.Status, body)
-		}
-		return string(body), err
-	}
-	for deadline := time.Now().Add(patience); ; time.Sleep(10 * time.Millisecond) {
-		_, err := get("/readyz")
-		if err == nil {
-			break
-		}
-		select {
-		case err := <-ended:
-			stopped = true
-			t.Fatalf("kpng ended with %v; its log:\n%s", err, &log)
-		default:
-		}
-		if time.Now().After(deadline) {
-			t.Fatalf("kpng is not ready: %v", err)
-		}
-	}
-	page, err := get("/metrics")
+	node.start(t, args...)
+	node.await(t, "http://"+address+"/readyz")
+	page, err := node.get("http://" + address + "/metrics")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -369,17 +310,6 @@ func scrape(t *testing.T, kpng string, target []string) []map[string]string {
 		all = append(all, series)
 	}
 	return all
-}
-
-func buildKpng(t *testing.T) string {
-	t.Helper()
-	kpng := filepath.Join(t.TempDir(), "kpng")
-	build := exec.CommandContext(t.Context(), "go", "build", "-o", kpng, "./cmd/kpng")
-	build.Dir = "../.."
-	if out, err := build.CombinedOutput(); err != nil {
-		t.Fatalf("build kpng: %v\n%s", err, out)
-	}
-	return kpng
 }
 
 func promtool(t *testing.T, args ...string) {

@@ -7,6 +7,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"time"
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/diffstore"
@@ -28,11 +29,14 @@ type State struct {
 	staleStore *diffstore.Store[string, bool]
 
 	revisions *diffstore.Revisions
-	changed   chan struct{} // closed by the next change; nil if no reader waits
-	synced    chan struct{} // closed by SetSynced
-	snapshot  *Snapshot     // the snapshot of the current revision, nil until requested
-	objects   *Objects      // the objects of the current revision, nil until requested
-	tx        Tx            // the argument of Update's function
+	// commits is a ring buffer of the last commits.
+	commits    [256]Commit
+	nextCommit int
+	changed    chan struct{} // closed by the next change; nil if no reader waits
+	synced     chan struct{} // closed by SetSynced
+	snapshot   *Snapshot     // the snapshot of the current revision, nil until requested
+	objects    *Objects      // the objects of the current revision, nil until requested
+	tx         Tx            // the argument of Update's function
 }
 
 // Reader contains the methods of [State] that only read.
@@ -43,6 +47,14 @@ type Reader interface {
 	Synced() <-chan struct{}
 	IsSynced() bool
 	NewCursor() *diffstore.Cursor[types.NamespacedName, *api.ServiceState]
+	Commits() []Commit
+}
+
+// Commit is an Update that changed the state.
+type Commit struct {
+	// First and Last are the revisions of the first and the last change of the Update.
+	First, Last diffstore.Revision
+	Time        time.Time
 }
 
 var _ Reader = (*State)(nil)
@@ -93,6 +105,8 @@ func (s *State) commit(before diffstore.Revision) {
 		return
 	}
 	s.snapshot, s.objects = nil, nil
+	s.commits[s.nextCommit] = Commit{before + 1, s.revisions.Last(), time.Now()}
+	s.nextCommit = (s.nextCommit + 1) % len(s.commits)
 	if s.IsSynced() {
 		s.wake()
 	}
@@ -174,6 +188,14 @@ func (s *State) Objects() *Objects {
 		s.objects = &Objects{s.latest(), s.services.Snapshot(), s.slices.Snapshot()}
 	}
 	return s.objects
+}
+
+// Commits returns the last commits, oldest first. Their number is at most 256.
+func (s *State) Commits() []Commit {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	all := slices.Concat(s.commits[s.nextCommit:], s.commits[:s.nextCommit])
+	return slices.DeleteFunc(all, func(c Commit) bool { return c.Last == 0 })
 }
 
 // NewCursor returns a cursor on the joined states, for a reader that needs every changed

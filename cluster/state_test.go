@@ -7,6 +7,8 @@ import (
 	"slices"
 	"sync"
 	"testing"
+	"testing/synctest"
+	"time"
 
 	gocmp "github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/api"
@@ -245,6 +247,30 @@ func TestCommitIsAtomic(t *testing.T) {
 		})
 	}
 	wait.Wait()
+}
+
+func TestLastCommitsAreKnown(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		state := cluster.New(cluster.Options{})
+		if got := state.Commits(); len(got) > 0 {
+			t.Errorf("a new state has the commits %v", got)
+		}
+		var want []cluster.Commit
+		for i := range 600 {
+			first := state.Snapshot().Revision + 1
+			state.Update(func(tx *cluster.Tx) {
+				tx.SetService(service("a", i, "10.0.0.1", 80))
+				tx.SetService(service("b", i, "10.0.0.2", 80))
+			})
+			want = append(want, cluster.Commit{First: first, Last: state.Snapshot().Revision, Time: time.Now()})
+			state.Update(func(*cluster.Tx) {}) // no change, so no commit
+			want = want[max(0, len(want)-256):]
+			if diff := gocmp.Diff(want, state.Commits()); diff != "" {
+				t.Fatalf("after %d commits (-want +got):\n%s", i+1, diff)
+			}
+			time.Sleep(time.Second)
+		}
+	})
 }
 
 func BenchmarkOneSliceChanges(b *testing.B) {

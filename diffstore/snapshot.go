@@ -75,6 +75,20 @@ func (s *Snapshot[K, V]) yieldSince(revision Revision, yield func(*entry[K, V]) 
 	}
 }
 
+// Latest returns the keys with the latest changes and the revisions of these changes,
+// latest first. A key that is not in the snapshot was deleted. Deletions that no reader
+// needs any more are missing.
+func (s *Snapshot[K, V]) Latest() iter.Seq2[K, Revision] {
+	return func(yield func(K, Revision) bool) {
+		last := firstAfter(s.log, s.revision)
+		for _, e := range slices.Backward(s.log[:last]) {
+			if e.in(s.revision) && !yield(e.key, e.revision) {
+				return
+			}
+		}
+	}
+}
+
 // Delta is the difference between two snapshots, as [Cursor.Until] returns it. It remains
 // valid when the cursor moves or closes.
 type Delta[K, V any] struct {

@@ -154,3 +154,30 @@ func TestFlappingKeyCountsOnce(t *testing.T) {
 	s.Delete("b")
 	mustEqual(t, "changes", renderSince(s.Snapshot(), 1), "-a -b")
 }
+
+func TestLatestChangesComeFirst(t *testing.T) {
+	s := newStrings(resumable(true))
+	s.Replace(listing("a=1 b=1 c=1")) // revisions 2 to 4
+	s.Set("a", 2)
+	old := s.Snapshot()
+	s.Delete("b")
+	s.Set("c", 2)
+	for _, test := range []struct {
+		name     string
+		snapshot *Snapshot[string, int]
+		want     string
+	}{
+		{"each key once, with deletions", s.Snapshot(), "c@7 b@6 a@5"},
+		{"later changes are not in an older snapshot", old, "a@5 c@4 b@3"},
+	} {
+		var got []string
+		for key, revision := range test.snapshot.Latest() {
+			got = append(got, fmt.Sprintf("%s@%d", key, revision))
+		}
+		mustEqual(t, test.name, strings.Join(got, " "), test.want)
+	}
+	for key := range old.Latest() {
+		mustEqual(t, "the iteration may end early", key, "a")
+		break
+	}
+}

@@ -25,8 +25,8 @@ type ClientOptions struct {
 }
 
 // Client is a [sink.Source] that follows a server's view of one node. The program has to
-// call [Client.Run]. Run and Node are safe for concurrent use. Only one goroutine at a
-// time may call the methods of Source.
+// call [Client.Run]. Run, Node and Views are safe for concurrent use. Only one goroutine
+// at a time may call the methods of Source.
 type Client struct {
 	opts   ClientOptions
 	dialer *transport.Dialer
@@ -200,18 +200,28 @@ func (c *Client) Reset() {
 // Close implements [sink.Source].
 func (c *Client) Close() { c.reader.cursor.Close() }
 
-// update returns the changes between the reader's state and the given state.
-func (r *reader) update(state *clientState) *sink.Update {
-	delta := r.cursor.Until(state.views)
-	u := &sink.Update{
-		Lost: delta.Full(), Revision: state.revision, Node: state.node, NodeChanged: true,
+// Views returns the present views of all services, as an update with Lost set, or nil if
+// the client has not received them yet. It is independent of the client's position and
+// safe for concurrent use.
+func (c *Client) Views() *sink.Update {
+	state, _ := c.get()
+	if state.revision == 0 {
+		return nil
+	}
+	return state.all()
+}
+
+// all returns an update for a reader without a position.
+func (s *clientState) all() *sink.Update {
+	return &sink.Update{
+		Lost: true, Revision: s.revision, Node: s.node, NodeChanged: true,
 		View: func(key types.NamespacedName) *api.ServiceEndpoints {
-			e, _ := state.views.Get(key)
+			e, _ := s.views.Get(key)
 			return e.viewOrNil()
 		},
 		After: func(key types.NamespacedName) iter.Seq[*api.ServiceEndpoints] {
 			return func(yield func(*api.ServiceEndpoints) bool) {
-				for _, e := range state.views.After(key) {
+				for _, e := range s.views.After(key) {
 					if !yield(e.view) {
 						return
 					}
@@ -219,6 +229,13 @@ func (r *reader) update(state *clientState) *sink.Update {
 			}
 		},
 	}
+}
+
+// update returns the changes between the reader's state and the given state.
+func (r *reader) update(state *clientState) *sink.Update {
+	delta := r.cursor.Until(state.views)
+	u := state.all()
+	u.Lost = delta.Full()
 	if u.Lost {
 		return u
 	}

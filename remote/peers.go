@@ -8,6 +8,7 @@ import (
 	"net"
 	"sync"
 	"sync/atomic"
+	"time"
 
 	"golang.org/x/time/rate"
 	"google.golang.org/grpc/codes"
@@ -28,12 +29,32 @@ type peers struct {
 	connections int
 	byHost      map[string]int // number of connections
 	byName      map[string]*account
+	open        map[*openStream]struct{}
 }
 
 // account counts the open streams of a peer and limits the rate of new streams.
 type account struct {
 	streams int
 	opening *rate.Limiter
+}
+
+// openStream is a stream that a client has opened with a request.
+type openStream struct {
+	peer, node string
+	since      time.Time
+	revision   atomic.Uint64 // the client has this revision; 0 until its first answer
+}
+
+// opened records a stream until the returned function is called.
+func (p *peers) opened(s *openStream) (closed func()) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.open[s] = struct{}{}
+	return func() {
+		p.mu.Lock()
+		defer p.mu.Unlock()
+		delete(p.open, s)
+	}
 }
 
 // limitedListener closes connections that would exceed the limits.

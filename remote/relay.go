@@ -88,6 +88,9 @@ func (r *relay) send(snapshot *cluster.Objects) (bool, error) {
 // request implements subscriber. A later request says only that the client is ready.
 func (r *relay) request(*clusterv1.WatchRequest) error { return nil }
 
+// nodeName implements subscriber.
+func (r *relay) nodeName() string { return "" }
+
 // deletionSize is the approximate size of a deletion on the wire.
 const deletionSize = 64
 

@@ -15,6 +15,7 @@ import (
 	"github.com/kpng-project/kpng/api/clusterv1"
 	"github.com/kpng-project/kpng/api/localv1"
 	"github.com/kpng-project/kpng/cluster"
+	"github.com/kpng-project/kpng/diffstore"
 	"github.com/kpng-project/kpng/remote/transport"
 	"golang.org/x/sync/errgroup"
 	"google.golang.org/grpc"
@@ -136,7 +137,7 @@ func NewServer(state cluster.Reader, opts ServerOptions) (*Server, error) {
 		instance:  instance,
 		published: &publisher{state: state, interval: opts.BatchInterval, next: make(chan struct{})},
 		views:     newViews(opts.Limits.CacheBytes),
-		peers:     &peers{limits: opts.Limits, byHost: map[string]int{}, byName: map[string]*account{}},
+		peers:     &peers{limits: opts.Limits, byHost: map[string]int{}, byName: map[string]*account{}, open: map[*openStream]struct{}{}},
 		stopping:  make(chan struct{}),
 	}, nil
 }
@@ -264,4 +265,30 @@ func (s *Server) Stats() Stats {
 		Refused: s.peers.refused.Load(),
 		Stalled: s.peers.stalled.Load(),
 	}
+}
+
+// StreamStatus describes an open stream.
+type StreamStatus struct {
+	// Node is the node whose view the client receives. It is empty if the client reads the
+	// state of the whole cluster.
+	Node string
+	// Peer is the client's certificate or IP address, as for [Limits].
+	Peer string
+	// Since is the time of the client's first request.
+	Since time.Time
+	// Revision is the last revision of the server's state that the client has. It is 0 until
+	// the client has received the first answer. All revisions that change nothing for the
+	// client count as received.
+	Revision diffstore.Revision
+}
+
+// Streams returns the open streams, in no particular order. It is safe for concurrent use.
+func (s *Server) Streams() []StreamStatus {
+	s.peers.mu.Lock()
+	defer s.peers.mu.Unlock()
+	all := make([]StreamStatus, 0, len(s.peers.open))
+	for o := range s.peers.open {
+		all = append(all, StreamStatus{o.node, o.peer, o.since, diffstore.Revision(o.revision.Load())})
+	}
+	return all
 }

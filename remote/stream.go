@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/cluster"
+	"github.com/kpng-project/kpng/diffstore"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/mem"
@@ -22,6 +23,8 @@ type subscriber[Request any] interface {
 	send(snapshot *cluster.Objects) (bool, error)
 	// request handles every request of the stream except the first.
 	request(req *Request) error
+	// nodeName returns the client's node, or "" for a reader of the whole cluster.
+	nodeName() string
 }
 
 // renewTokens is the time after which a client gets a new token even if nothing changes
@@ -56,13 +59,17 @@ func serveStream[Request, Response any](s *Server, stream grpc.BidiStreamingServ
 	if err != nil {
 		return err
 	}
+	open := &openStream{peer: c.name, node: l.nodeName(), since: time.Now()}
+	defer s.peers.opened(open)()
 	for {
-		if err = s.answer(ctx, l.send); err != nil {
+		sent, err := s.answer(ctx, l.send, open)
+		if err != nil {
 			return err
 		}
 		if req, err = stream.Recv(); err != nil {
 			return endOf(err)
 		}
+		open.revision.Store(uint64(sent))
 		if err := l.request(req); err != nil {
 			return err
 		}
@@ -77,24 +84,27 @@ func endOf(err error) error {
 	return err
 }
 
-// answer calls send for each new snapshot, until send reports that it sent something.
-func (s *Server) answer(ctx context.Context, send func(*cluster.Objects) (bool, error)) error {
+// answer calls send for each new snapshot, until send reports that it sent something. It
+// returns the revision of the sent snapshot. If there is nothing to send for a snapshot,
+// the client already has that revision.
+func (s *Server) answer(ctx context.Context, send func(*cluster.Objects) (bool, error), open *openStream) (diffstore.Revision, error) {
 	renew := time.NewTicker(renewTokens)
 	defer renew.Stop()
 	for {
 		snapshot, next := s.published.get()
 		if snapshot != nil {
 			if sent, err := send(snapshot); sent || err != nil {
-				return err
+				return snapshot.Revision, err
 			}
+			open.revision.Store(uint64(snapshot.Revision))
 		}
 		select {
 		case <-next:
 		case <-renew.C:
 		case <-ctx.Done():
-			return context.Cause(ctx)
+			return 0, context.Cause(ctx)
 		case <-s.stopping:
-			return status.Error(codes.Unavailable, "server is stopping")
+			return 0, status.Error(codes.Unavailable, "server is stopping")
 		}
 	}
 }

@@ -17,6 +17,7 @@ import (
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/api/localv1"
 	"github.com/kpng-project/kpng/cluster"
+	"github.com/kpng-project/kpng/diffstore"
 	"github.com/kpng-project/kpng/internal/apitest"
 	"github.com/kpng-project/kpng/remote"
 	"google.golang.org/grpc"
@@ -149,6 +150,47 @@ func TestManyChangesRenewToken(t *testing.T) {
 		}
 		if reset, services, token := receiveAnswer(t, stream); reset || services > 0 || len(token) == 0 || time.Since(began) > 0 {
 			t.Errorf("after %v: reset %t, %d services, token %q", time.Since(began), reset, services, token)
+		}
+	})
+}
+
+func TestStreamsReportRevisionsOfClients(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		state := manyServices(1)
+		server, conn := inMemory(t, state, quick, insecure.NewCredentials())
+		check := func(when string, want diffstore.Revision) {
+			t.Helper()
+			synctest.Wait()
+			streams := server.Streams()
+			if len(streams) != 1 || streams[0].Node != "n" || streams[0].Peer != "bufconn" || streams[0].Revision != want {
+				t.Errorf("%s: streams %+v, want one with revision %d", when, streams, want)
+			}
+		}
+		stream := open(t, conn)
+		request(t, stream, nil)
+		check("before the client has confirmed an answer", 0)
+		receiveAnswer(t, stream)
+		request(t, stream, nil)
+		check("after the client has confirmed it", state.Snapshot().Revision)
+
+		update(state, func(to apitest.Writer) { to.SetNode(&api.Node{Name: "another"}) })
+		time.Sleep(time.Second)
+		check("after a change that the client does not receive", state.Snapshot().Revision)
+
+		had := state.Snapshot().Revision
+		rewrite(state, 1, 1)
+		time.Sleep(time.Second)
+		check("before the client has confirmed a change", had)
+		receiveAnswer(t, stream)
+		request(t, stream, nil)
+		check("after the client has confirmed it", state.Snapshot().Revision)
+
+		stream.CloseSend()
+		rewrite(state, 1, 2) // wakes the stream, which then finds its end
+		receiveAnswer(t, stream)
+		synctest.Wait()
+		if streams := server.Streams(); len(streams) > 0 {
+			t.Errorf("after the end of the stream: %+v", streams)
 		}
 	})
 }

@@ -103,6 +103,9 @@ func (w *watch) request(req *localv1.WatchReq) error {
 	return nil
 }
 
+// nodeName implements subscriber.
+func (w *watch) nodeName() string { return w.name }
+
 // send implements subscriber.
 func (w *watch) send(snapshot *cluster.Objects) (bool, error) {
 	node, _ := snapshot.Nodes.Get(w.name)

@@ -44,6 +44,7 @@ import (
 	"github.com/kpng-project/kpng/health"
 	"github.com/kpng-project/kpng/metrics"
 	"github.com/kpng-project/kpng/sink"
+	"github.com/kpng-project/kpng/status"
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
@@ -189,6 +190,14 @@ func (f *sinkFlags) run(ctx context.Context, name string, source *Source, servin
 	if f.kubeProxyMetrics {
 		serving.proxyMode = name
 	}
+	page := &status.Handler{Program: Version(), Source: source.String(), NodeName: node, Health: p.Health, Sinks: p.Status}
+	switch p := p.(type) {
+	case *kpng.Proxy:
+		page.State = p.State()
+	case *remoteProxy:
+		page.Views = p.clients[0].Views
+	}
+	serving.Status = page
 	return serving.Run(ctx, p.Health, registry, run)
 }
 

@@ -139,6 +139,7 @@ func TestFatalErrorsNameTheirCause(t *testing.T) {
 		{"an empty source", []string{"--manifests", ""}, []string{"--manifests", "empty"}},
 		{"a negative interval", []string{"--manifests", demo, "--min-sync-interval", "-5s"}, []string{"--min-sync-interval"}},
 		{"profiles without an address", []string{"--manifests", demo, "--profiling"}, []string{"--profiling", "--metrics-bind-address"}},
+		{"a status page without an address", []string{"--manifests", demo, "--expose-status"}, []string{"--expose-status", "--healthz-bind-address"}},
 		{"an argument", []string{"surprise"}, []string{"surprise"}},
 	} {
 		t.Run(test.name, func(t *testing.T) {

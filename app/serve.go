@@ -11,6 +11,8 @@ import (
 	"net"
 	"net/http"
 	"net/http/pprof"
+	"net/netip"
+	"strings"
 	"time"
 
 	"github.com/kpng-project/kpng/health"
@@ -25,7 +27,13 @@ import (
 // Serving holds the addresses for health checks and metrics. The zero value disables
 // both.
 type Serving struct {
+	// Status is the handler of the path /status on the address of the health checks; nil
+	// means none. See package status. It gets requests from clients on this machine only,
+	// unless the flag --expose-status is set.
+	Status http.Handler
+
 	health, metrics string
+	exposeStatus    bool
 	// proxyMode is the response to requests for the path /proxyMode, if not empty.
 	// kube-proxy reports its mode to tools at the same path.
 	proxyMode string
@@ -33,11 +41,12 @@ type Serving struct {
 	flags     *pflag.FlagSet
 }
 
-// Register adds the flags: --healthz-bind-address, --metrics-bind-address and
-// --profiling.
+// Register adds the flags: --healthz-bind-address, --expose-status,
+// --metrics-bind-address and --profiling.
 func (s *Serving) Register(fs *pflag.FlagSet) {
 	s.flags = fs
-	fs.StringVar(&s.health, "healthz-bind-address", "", "serve /healthz, /livez and /readyz on this `host:port`, on loopback if the host is empty (off by default)")
+	fs.StringVar(&s.health, "healthz-bind-address", "", "serve /healthz, /livez, /readyz and /status on this `host:port`, on loopback if the host is empty (off by default)")
+	fs.BoolVar(&s.exposeStatus, "expose-status", false, "answer /status, which has the names and addresses of services, also to clients on other machines")
 	fs.StringVar(&s.metrics, "metrics-bind-address", "", "serve /metrics on this `host:port`, on loopback if the host is empty (off by default)")
 	fs.BoolVar(&s.profiling, "profiling", false, "also serve profiles of CPU time and memory at /debug/pprof/ on the metrics address")
 }
@@ -56,6 +65,9 @@ func (s *Serving) Run(ctx context.Context, h health.Handler, c prometheus.Collec
 	klog.FromContext(ctx).Info("Starting", "version", Version(), "flags", set)
 	if s.profiling && s.metrics == "" {
 		return errors.New("--profiling needs --metrics-bind-address")
+	}
+	if s.exposeStatus && s.health == "" {
+		return errors.New("--expose-status needs --healthz-bind-address")
 	}
 	registry := prometheus.NewRegistry()
 	for _, c := range [...]prometheus.Collector{collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}), c} {
@@ -77,6 +89,13 @@ func (s *Serving) Run(ctx context.Context, h health.Handler, c prometheus.Collec
 		handle(s.health, path, h)
 	}
 	handle(s.metrics, "/metrics", promhttp.HandlerFor(registry, promhttp.HandlerOpts{}))
+	if s.Status != nil {
+		status := s.Status
+		if !s.exposeStatus {
+			status = onlyLocal(status)
+		}
+		handle(s.health, "/status", status)
+	}
 	if s.proxyMode != "" {
 		handle(s.metrics, "/proxyMode", http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
 			io.WriteString(w, s.proxyMode)
@@ -133,4 +152,27 @@ func serve(ctx context.Context, l net.Listener, handler http.Handler) error {
 		return fmt.Errorf("serve on %s: %w", l.Addr(), err)
 	}
 	return nil
+}
+
+// onlyLocal returns a handler that refuses requests from other machines. It also refuses
+// requests whose host is a DNS name other than localhost. Otherwise a web page could read
+// the response through a browser on this machine, with a name that resolves to 127.0.0.1.
+func onlyLocal(h http.Handler) http.Handler {
+	return http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
+		client, _ := netip.ParseAddrPort(req.RemoteAddr)
+		if !client.Addr().Unmap().IsLoopback() || !isAddress(req.Host) {
+			http.Error(w, "/status is only for clients that connect to a loopback address of this machine; --expose-status allows others", http.StatusForbidden)
+			return
+		}
+		h.ServeHTTP(w, req)
+	})
+}
+
+// isAddress reports whether a Host header is an IP address or localhost.
+func isAddress(host string) bool {
+	if name, _, err := net.SplitHostPort(host); err == nil {
+		host = name
+	}
+	_, err := netip.ParseAddr(strings.Trim(host, "[]"))
+	return err == nil || host == "localhost"
 }

@@ -152,6 +152,20 @@ func (s *Source) Find(ctx context.Context, key types.NamespacedName) (found *cor
 	return kube.GetService(ctx, config, key)
 }
 
+// String describes the source in a few words, for people.
+func (s *Source) String() string {
+	switch {
+	case len(s.api.dial.Addresses) > 0:
+		return "kpng server " + strings.Join(s.api.dial.Addresses, ", ")
+	case s.manifests != "":
+		return "manifests " + string(s.manifests)
+	case s.kubeconfig != "":
+		return "API server of " + string(s.kubeconfig)
+	default:
+		return "API server"
+	}
+}
+
 func (s *Source) watch(ctx context.Context, state *cluster.State, once bool) error {
 	dial, err := s.api.get()
 	if err != nil {

@@ -95,6 +95,17 @@ func Explain(s *api.ServiceState, node *api.Node) *Explanation {
 	return e
 }
 
+// ExplainView returns what is known from the view alone, without Lists and Skipped. It is
+// for a program that gets views from a server and does not have the EndpointSlices.
+func ExplainView(view *api.ServiceEndpoints, node *api.Node) *Explanation {
+	here, pol := locationOf(node), policiesOf(view.Service)
+	return &Explanation{
+		Service: view.Key(), Node: here.node, Zone: here.zone, View: view,
+		InternalLocal: pol.internalLocal, ExternalLocal: pol.externalLocal,
+		Frontends: slices.Collect(Frontends(view)), Unserved: slices.Collect(Unserved(view)),
+	}
+}
+
 // trace records the decisions that lead to a view. A nil trace records nothing.
 type trace struct {
 	to  *Explanation

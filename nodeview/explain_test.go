@@ -81,6 +81,13 @@ func TestExplain(t *testing.T) {
 			if want := View(c.state, c.node); !e.View.Equal(want) {
 				t.Errorf("the view of Explain differs from View (-View +Explain):\n%s", cmp.Diff(describe(want), describe(e.View)))
 			}
+			if e.View != nil {
+				want := *e
+				want.Lists, want.Skipped = nil, nil
+				if diff := cmp.Diff(want.String(), ExplainView(e.View, c.node).String()); diff != "" {
+					t.Errorf("ExplainView differs from Explain without lists (-Explain +ExplainView):\n%s", diff)
+				}
+			}
 			golden := filepath.Join("testdata", "explain", strings.ReplaceAll(c.name, " ", "-")+".txt")
 			got := e.String()
 			if *update {

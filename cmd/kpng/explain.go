@@ -84,10 +84,7 @@ func explainCommand() *cobra.Command {
 	fs.StringVar(&dataplane, "dataplane", "", "also print what this `backend` has programmed on this machine; needs the same privileges as the backend")
 	fs.StringVar(&instance, "instance", "", "`name` of the backend's instance, if it has one")
 	source.Register(cmd, true)
-	completions := cobra.FixedCompletions([]string{"text", "json", "yaml"}, cobra.ShellCompDirectiveNoFileComp)
-	if err := cmd.RegisterFlagCompletionFunc("output", completions); err != nil {
-		panic(err) // the flag exists
-	}
+	completeOutput(cmd, "text", "json", "yaml")
 	return cmd
 }
 
@@ -126,11 +123,7 @@ func explain(cmd *cobra.Command, source *app.Source, nodeName string, about ques
 	if err != nil {
 		return err
 	}
-	node, known := snapshot.Nodes.Get(nodeName)
-	if !known {
-		node = &api.Node{Name: nodeName}
-		cmd.PrintErrf("Node %q not found; zone and addresses unknown, locality decided by node name.\n", nodeName)
-	}
+	node := findNode(cmd, snapshot.Snapshot, nodeName)
 	found := false
 	for e := range about.explanations(snapshot.Snapshot, node) {
 		found = true
@@ -146,6 +139,17 @@ func explain(cmd *cobra.Command, source *app.Source, nodeName string, about ques
 	default:
 		return about.notFound(snapshot.Snapshot, node)
 	}
+}
+
+// findNode returns the Node object. If there is none, it prints a note and returns a Node
+// that has only the name.
+func findNode(cmd *cobra.Command, s *cluster.Snapshot, name string) *api.Node {
+	node, known := s.Nodes.Get(name)
+	if !known {
+		node = &api.Node{Name: name}
+		cmd.PrintErrf("Node %q not found; zone and addresses unknown, locality decided by node name.\n", name)
+	}
+	return node
 }
 
 // explanations yields the explanations for a question, sorted by service.

@@ -17,6 +17,7 @@ import (
 	"github.com/kpng-project/kpng/remote"
 	"github.com/kpng-project/kpng/remote/collector"
 	"github.com/kpng-project/kpng/remote/transport"
+	"github.com/kpng-project/kpng/status"
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
 	"golang.org/x/sync/errgroup"
@@ -128,6 +129,7 @@ func (f *serverFlags) check() error {
 
 // run serves the source's state until ctx ends.
 func (s *apiServer) run(ctx context.Context, source *app.Source, serving *app.Serving) error {
+	serving.Status = &status.Handler{Program: app.Version(), Source: source.String(), State: s.state, Health: s.health, Clients: s.clients}
 	return serving.Run(ctx, s.health, collector.New(s.server), func(ctx context.Context) error {
 		listeners, err := s.listen()
 		if err != nil {
@@ -158,4 +160,13 @@ func (s *apiServer) listen() ([]net.Listener, error) {
 // health returns a health report: the server is ready when its state is synced.
 func (s *apiServer) health() health.Report {
 	return health.Report{CurrentTime: time.Now(), Synced: s.state.IsSynced(), NodeEligible: true}
+}
+
+// clients returns the clients of the server for the status page.
+func (s *apiServer) clients() []status.Client {
+	var all []status.Client
+	for _, o := range s.server.Streams() {
+		all = append(all, status.Client{Node: o.Node, Peer: o.Peer, Since: o.Since, Revision: o.Revision})
+	}
+	return all
 }

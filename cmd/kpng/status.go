@@ -1,0 +1,217 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"net/url"
+	"strings"
+	"text/tabwriter"
+	"time"
+
+	"github.com/kpng-project/kpng/status"
+	"github.com/spf13/cobra"
+	"sigs.k8s.io/yaml"
+)
+
+// statusCommand returns the command that prints the status page of a running program.
+func statusCommand() *cobra.Command {
+	var address, output string
+	cmd := &cobra.Command{
+		Use:   "status [[NAMESPACE/]NAME]",
+		Short: "Print the state of a running kpng, or what it does with a service",
+		Long: `Print the state of a running kpng: its source, sinks, failing services, clients and recent changes.
+With the name of a service, print what the program does with this service, and why.
+
+The command reads the status page of the program, which needs the flag --healthz-bind-address. The
+program answers only clients on the same machine, unless it has the flag --expose-status.`,
+		Args: cobra.MaximumNArgs(1),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			if output != "text" && output != "json" && output != "yaml" {
+				return fmt.Errorf("--output %q is not text, json or yaml", output)
+			}
+			query := url.Values{"output": {"json"}}
+			if len(args) > 0 {
+				q, err := parseQuestion(args[0])
+				if err != nil {
+					return err
+				}
+				if q.addr.IsValid() {
+					return fmt.Errorf("%q is an address; kpng explain finds services by their addresses", args[0])
+				}
+				query.Set("service", q.service.String())
+			} else if output == "text" {
+				query.Set("limit", "0") // the text does not list services
+			}
+			body, err := fetchStatus(cmd.Context(), address, query)
+			if err != nil {
+				return err
+			}
+			return printStatus(cmd.OutOrStdout(), body, output, len(args) > 0)
+		},
+	}
+	fs := cmd.Flags()
+	fs.SortFlags = false
+	fs.StringVar(&address, "address", "127.0.0.1:10256", "`host:port` of the program, its --healthz-bind-address")
+	fs.StringVarP(&output, "output", "o", "text", "print `text, json or yaml`")
+	completeOutput(cmd, "text", "json", "yaml")
+	return cmd
+}
+
+// fetchStatus requests the status page. If the request fails, the error says what to do.
+func fetchStatus(ctx context.Context, address string, query url.Values) ([]byte, error) {
+	host, port, err := net.SplitHostPort(address)
+	if err != nil {
+		return nil, fmt.Errorf("parse --address %q, want host:port: %w", address, err)
+	}
+	if host == "" || host == "0.0.0.0" || host == "::" {
+		host = "127.0.0.1" // the program's flag may have such an address
+	}
+	address = net.JoinHostPort(host, port)
+	ctx, cancel := context.WithTimeout(ctx, 30*time.Second)
+	defer cancel()
+	req, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://"+address+"/status?"+query.Encode(), nil)
+	if err != nil {
+		return nil, fmt.Errorf("parse --address: %w", err)
+	}
+	transport := &http.Transport{Proxy: nil, DisableKeepAlives: true}
+	resp, err := (&http.Client{Transport: transport}).Do(req)
+	var netErr *net.OpError
+	switch {
+	case errors.As(err, &netErr) && netErr.Op == "dial":
+		return nil, fmt.Errorf("no program answers at %s; start kpng with --healthz-bind-address=%s, or give its address with --address: %w", address, address, netErr.Err)
+	case err != nil:
+		return nil, fmt.Errorf("read the status: %w", err)
+	}
+	defer resp.Body.Close()
+	body, err := io.ReadAll(io.LimitReader(resp.Body, 64<<20))
+	isJSON := strings.HasPrefix(resp.Header.Get("Content-Type"), "application/json")
+	switch {
+	case err != nil:
+		return nil, fmt.Errorf("read the status: %w", err)
+	case resp.StatusCode == http.StatusNotFound && isJSON:
+		return nil, fmt.Errorf("the program at %s knows no service %s; kpng explain may say why it is not served", address, query.Get("service"))
+	case resp.StatusCode == http.StatusForbidden:
+		return nil, fmt.Errorf("the program at %s refuses to answer: run kpng status on the machine of the program with a loopback address, or start the program with --expose-status", address)
+	case resp.StatusCode != http.StatusOK || !isJSON:
+		return nil, fmt.Errorf("the program at %s has no status page (HTTP status %d): it may be kube-proxy or an older kpng; --address selects another program", address, resp.StatusCode)
+	}
+	return body, nil
+}
+
+func printStatus(w io.Writer, body []byte, output string, isService bool) error {
+	switch {
+	case output == "json":
+		_, err := w.Write(body)
+		return err
+	case output == "yaml":
+		text, err := yaml.JSONToYAML(body)
+		if err == nil {
+			_, err = w.Write(text)
+		}
+		return err
+	case isService:
+		var s struct {
+			Text     string
+			Failures []status.Failure
+		}
+		if err := json.Unmarshal(body, &s); err != nil {
+			return fmt.Errorf("decode the status: %w", err)
+		}
+		for _, f := range s.Failures {
+			fmt.Fprintf(w, "sink %s failed %d times: %s\n\n", f.Sink, f.Failures, f.Error)
+		}
+		_, err := io.WriteString(w, s.Text)
+		return err
+	}
+	var r status.Report
+	if err := json.Unmarshal(body, &r); err != nil {
+		return fmt.Errorf("decode the status: %w", err)
+	}
+	return printReport(w, &r)
+}
+
+// Limits of lists in the text.
+const (
+	maxFailingShown = 20
+	maxChangesShown = 10
+)
+
+func printReport(to io.Writer, r *status.Report) error {
+	w := newTable(to)
+	ago := func(t time.Time) string { return status.Age(r.Time, t) }
+	if r.Node != "" {
+		fmt.Fprintf(w, "node\t%s\n", r.Node)
+	}
+	fmt.Fprintf(w, "program\t%s\n", r.Program)
+	state := "synced"
+	switch {
+	case !r.Source.Synced:
+		state = "not synced"
+	case r.Source.Stale:
+		state = "stale"
+	}
+	fmt.Fprintf(w, "source\t%s: %s, revision %d, last change %s\n", r.Source.Name, state, r.Source.Revision, ago(r.Source.LastChange))
+	fmt.Fprintf(w, "objects\t%d services, %d slices, %d nodes\n", r.Source.Services, r.Source.Slices, r.Source.Nodes)
+	if c := r.Clients; c != nil {
+		fmt.Fprintf(w, "clients\t%d nodes, %d streams; %d behind, by at most %.1f s\n", c.Nodes, c.Streams, c.Behind, c.BehindSeconds)
+	}
+	if len(r.Problems) == 0 {
+		fmt.Fprintf(w, "problems\tnone\n")
+	}
+	for _, p := range r.Problems {
+		fmt.Fprintf(w, "problem\t%s\n", p)
+	}
+	if err := w.Flush(); err != nil {
+		return err
+	}
+	if len(r.Sinks) > 0 {
+		fmt.Fprintln(w, "\nSINK\tREVISION\tALL PROGRAMMED\tLAST SYNC\tPENDING\tFAILING")
+		for _, s := range r.Sinks {
+			fmt.Fprintf(w, "%s\t%d\t%s\t%s\t%d\t%d\n", orDash(s.Name), s.Revision, ago(s.LastPass), ago(s.LastSync), s.Pending, s.Failing)
+		}
+	}
+	printFailures(w, r)
+	if len(r.Changes) > 0 {
+		fmt.Fprintln(w, "\nCHANGED SERVICE\tREVISION\tTIME")
+	}
+	for _, c := range r.Changes[:min(len(r.Changes), maxChangesShown)] {
+		deleted := ""
+		if c.Deleted {
+			deleted = " (deleted)"
+		}
+		fmt.Fprintf(w, "%s%s\t%d\t%s\n", c.Service, deleted, c.Revision, ago(c.Time))
+	}
+	return w.Flush()
+}
+
+// printFailures prints the failing services. It prints a note if there are too many.
+func printFailures(w *tabwriter.Writer, r *status.Report) {
+	shown, all := 0, 0
+	for _, s := range r.Sinks {
+		all += s.Failing
+		for _, f := range s.FailingServices[:min(len(s.FailingServices), maxFailingShown-shown)] {
+			if shown++; shown == 1 {
+				fmt.Fprintln(w, "\nFAILING SERVICE\tSINK\tFAILURES\tNEXT RETRY\tERROR")
+			}
+			fmt.Fprintf(w, "%s\t%s\t%d\t%s\t%s\n", f.Service, orDash(s.Name), f.Failures, status.Age(r.Time, f.NextRetry), strings.ReplaceAll(f.Error, "\n", " "))
+		}
+	}
+	if all > shown {
+		w.Flush()
+		fmt.Fprintf(w, "%d more failures: kpng status -o json lists up to 1,000 of each sink\n", all-shown)
+	}
+}
+
+func orDash(text string) string {
+	if text == "" {
+		return "-"
+	}
+	return text
+}

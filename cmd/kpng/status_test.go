@@ -1,0 +1,105 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"encoding/json"
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"testing"
+
+	"github.com/kpng-project/kpng/status"
+)
+
+func TestStatusOfServer(t *testing.T) {
+	address, health := newSocket(t), freeAddress(t)
+	start(t, "file", "to-api", "-i", explained, "--listen", address, "--healthz-bind-address", health)
+	eventually(t, "the server is synced", func() bool {
+		out, err := execute(t.Context(), "status", "--address", health)
+		return err == nil && strings.Contains(out, "synced,")
+	})
+	start(t, "api", "to-local", "json", "--api", address, "--node-name=here")
+	eventually(t, "the client has all changes", func() bool {
+		out, err := execute(t.Context(), "status", "--address", health)
+		return err == nil && strings.Contains(out, "1 nodes, 1 streams; 0 behind")
+	})
+	out := mustExecute(t, "status", "--address", health)
+	for _, want := range []string{"problems   none", "source     manifests " + explained + ": synced, revision ", "CHANGED SERVICE", "default/web"} {
+		if !strings.Contains(out, want) {
+			t.Errorf("the status lacks %q:\n%s", want, out)
+		}
+	}
+	if out := mustExecute(t, "status", "--address", health, "web"); !strings.HasPrefix(out, "service default/web on a node without a name") || !strings.Contains(out, "frontends") {
+		t.Errorf("status of a service:\n%s", out)
+	}
+	var r status.Report
+	if out := mustExecute(t, "status", "--address", health, "-o", "json"); json.Unmarshal([]byte(out), &r) != nil || len(r.Services) == 0 || r.Clients == nil || r.Clients.Slowest[0].Node != "here" {
+		t.Errorf("status as JSON: %s", out)
+	}
+	if out := mustExecute(t, "status", "--address", health, "-o", "yaml"); !strings.Contains(out, "\nsource:\n") {
+		t.Errorf("status as YAML: %s", out)
+	}
+}
+
+func TestStatusShowsFailures(t *testing.T) {
+	failing := status.Failure{Service: "default/web", Error: "no\nspace", Failures: 3}
+	r := status.Report{Problems: []string{"sink nftables fails"}, Sinks: []status.Sink{{Name: "nftables"}, {Name: "health"}}}
+	for range 25 {
+		r.Sinks[0].Failing++
+		r.Sinks[0].FailingServices = append(r.Sinks[0].FailingServices, failing)
+	}
+	var out strings.Builder
+	if err := printReport(&out, &r); err != nil {
+		t.Fatal(err)
+	}
+	if n := strings.Count(out.String(), "no space"); n != maxFailingShown || !strings.Contains(out.String(), "5 more failures") || !strings.Contains(out.String(), "problem   sink nftables fails") {
+		t.Errorf("%d failures in\n%s", n, out.String())
+	}
+	out.Reset()
+	body, err := json.Marshal(status.ServiceReport{Text: "explanation", Failures: []status.Failure{failing}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := printStatus(&out, body, "text", true); err != nil || !strings.HasSuffix(out.String(), "explanation") || !strings.Contains(out.String(), "failed 3 times: no\nspace") {
+		t.Errorf("error %v, text %s", err, out.String())
+	}
+}
+
+func TestStatusErrorsSayWhatToDo(t *testing.T) {
+	answer := func(code int, contentType string) string {
+		s := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+			w.Header().Set("Content-Type", contentType)
+			w.WriteHeader(code)
+			w.Write([]byte("{}"))
+		}))
+		t.Cleanup(s.Close)
+		return s.Listener.Addr().String()
+	}
+	for _, test := range []struct {
+		name string
+		args []string
+		want []string
+	}{
+		{"nothing listens", []string{"--address", freeAddress(t)}, []string{"no program answers", "start kpng with --healthz-bind-address", "--address"}},
+		{"kube-proxy", []string{"--address", answer(404, "text/plain")}, []string{"no status page", "kube-proxy", "--address"}},
+		{"another program", []string{"--address", answer(200, "text/html")}, []string{"no status page"}},
+		{"a refusal", []string{"--address", answer(403, "text/plain")}, []string{"--expose-status", "on the machine"}},
+		{"an unknown service", []string{"--address", answer(404, "application/json"), "web"}, []string{"knows no service default/web", "kpng explain"}},
+		{"an invalid address", []string{"--address", "10256"}, []string{"--address", "10256"}},
+		{"an address instead of a service", []string{"10.0.0.1:80"}, []string{"kpng explain"}},
+		{"an invalid output format", []string{"-o", "xml"}, []string{"--output", "xml"}},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			_, err := execute(t.Context(), append([]string{"status"}, test.args...)...)
+			if err == nil {
+				t.Fatal("no error")
+			}
+			for _, want := range test.want {
+				if !strings.Contains(err.Error(), want) {
+					t.Errorf("error %q does not contain %q", err, want)
+				}
+			}
+		})
+	}
+}

@@ -1,0 +1,121 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package status serves a page about a running program over HTTP, for people as HTML
+// without JavaScript and for programs as JSON. A program adds the handler to its own
+// server:
+//
+//	mux.Handle("GET /status", &status.Handler{
+//		NodeName: proxy.NodeName(), // of a *kpng.Proxy
+//		State:    proxy.State(),
+//		Sinks:    proxy.Status,
+//		Health:   proxy.Health,
+//	})
+//
+// The handler computes each response from the present state. It keeps nothing itself, so
+// a page that is not requested costs nothing. The page has no authentication. It contains
+// the names and addresses of services, so the program decides which clients may see it.
+//
+// These parameters of the query select what the response contains:
+//
+//   - output=json: JSON instead of HTML
+//   - service=NAMESPACE/NAME: an explanation of this service, see [nodeview.Explain]
+//   - node=NAME: explain the view of this node, if the handler has no node of its own
+//   - match=TEXT: only services whose namespace and name contain the text
+//   - after=NAMESPACE/NAME: only services after this one
+//   - limit=NUMBER: at most this number of services; default and maximum are 1,000
+package status
+
+import (
+	"bytes"
+	"encoding/json"
+	"html/template"
+	"net/http"
+	"time"
+
+	"github.com/kpng-project/kpng/cluster"
+	"github.com/kpng-project/kpng/diffstore"
+	"github.com/kpng-project/kpng/health"
+	"github.com/kpng-project/kpng/sink"
+)
+
+// Handler serves the page. All fields are optional. A handler calls the functions in its
+// fields for each request, possibly concurrently.
+type Handler struct {
+	// Program is the name and version of the program.
+	Program string
+	// Source describes where the program gets the state of the cluster.
+	Source string
+	// NodeName is the node whose view of services the page shows. A server for many nodes
+	// has none. Then the page shows what any node without endpoints has, and its reader may
+	// select a node for explanations.
+	NodeName string
+	// State is the state of the cluster.
+	State cluster.Reader
+	// If State is nil, Views returns the present views of all services, or nil if the source
+	// has not synced. A client of a kpng server has only views, and no reasons for them.
+	Views func() *sink.Update
+	// Health returns the report for health checks.
+	Health func() health.Report
+	// Sinks returns the state of each sink.
+	Sinks func() []sink.Status
+	// Clients returns the open streams of a server.
+	Clients func() []Client
+}
+
+// Client is a client of a server.
+type Client struct {
+	// Node is the client's node, or "" if the client reads the whole cluster.
+	Node string `json:"node,omitempty"`
+	// Peer is the address or certificate of the client.
+	Peer  string    `json:"peer"`
+	Since time.Time `json:"since"`
+	// Revision is the revision of the state that the client has, 0 if it has none.
+	Revision diffstore.Revision `json:"revision"`
+	// BehindSeconds is the age of the oldest change that the client does not have. Handler
+	// computes it. It is 0 if the client has all changes.
+	BehindSeconds float64 `json:"behindSeconds"`
+}
+
+// ServeHTTP implements [http.Handler].
+func (h *Handler) ServeHTTP(w http.ResponseWriter, req *http.Request) {
+	q, err := parseQuery(req.URL.Query())
+	if err != nil {
+		http.Error(w, err.Error(), http.StatusBadRequest)
+		return
+	}
+	header := w.Header()
+	header.Set("Cache-Control", "no-store")
+	header.Set("Content-Security-Policy", "default-src 'none'; style-src 'unsafe-inline'; form-action 'self'; frame-ancestors 'none'; base-uri 'none'")
+	header.Set("Referrer-Policy", "no-referrer")
+	header.Set("X-Content-Type-Options", "nosniff")
+	if q.service.Name == "" {
+		r := h.report(q)
+		write(w, q, http.StatusOK, r, reportPage, reportData{r, q.match})
+		return
+	}
+	s := h.service(q)
+	code := http.StatusOK
+	if s.Explanation == nil {
+		code = http.StatusNotFound
+	}
+	write(w, q, code, s, servicePage, serviceData{s, q.node, h.NodeName == "" && h.State != nil})
+}
+
+// write writes a report as JSON, or its page with the given data.
+func write(w http.ResponseWriter, q query, code int, report any, page *template.Template, data any) {
+	var body bytes.Buffer
+	contentType, err := "text/html; charset=utf-8", error(nil)
+	if q.json {
+		contentType = "application/json"
+		err = json.NewEncoder(&body).Encode(report)
+	} else {
+		err = page.Execute(&body, data)
+	}
+	if err != nil {
+		http.Error(w, err.Error(), http.StatusInternalServerError)
+		return
+	}
+	w.Header().Set("Content-Type", contentType)
+	w.WriteHeader(code)
+	w.Write(body.Bytes())
+}

@@ -1,0 +1,318 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package status_test
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net/http"
+	"net/http/httptest"
+	"net/netip"
+	"net/url"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/cluster"
+	"github.com/kpng-project/kpng/diffstore"
+	"github.com/kpng-project/kpng/health"
+	"github.com/kpng-project/kpng/nodeview"
+	"github.com/kpng-project/kpng/sink"
+	"github.com/kpng-project/kpng/status"
+	"k8s.io/apimachinery/pkg/types"
+)
+
+const here = "worker-1"
+
+// write writes a service with endpoints, of which the first is on the node here.
+func write(tx *cluster.Tx, namespace, name string, i, endpoints int) {
+	port := api.PortMapping{Name: "http", Protocol: api.TCP, Port: 80, TargetPort: 8080}
+	addr := func(a, i int) netip.Addr {
+		return netip.AddrFrom4([4]byte{byte(a), byte(i >> 16), byte(i >> 8), byte(i)})
+	}
+	tx.SetService(&api.Service{
+		Namespace: namespace, Name: name, Type: api.ClusterIP,
+		IPs: api.ServiceIPs{ClusterIPs: api.NewIPSet(addr(10, i))}, Ports: []api.PortMapping{port},
+	})
+	slice := &api.EndpointSlice{
+		Namespace: namespace, Name: name + "-1", ServiceName: name, Family: api.IPv4,
+		Ports: []api.EndpointPort{{Name: "http", Protocol: api.TCP, Port: 8080}},
+	}
+	for e := range endpoints {
+		node := here
+		if e > 0 {
+			node = "worker-2"
+		}
+		slice.Endpoints = append(slice.Endpoints, api.SliceEndpoint{
+			Addr: addr(11, i*16+e), NodeName: node, Conditions: api.Conditions{Ready: true, Serving: true},
+		})
+	}
+	tx.SetSlice(slice)
+}
+
+// newState returns a synced state with services default/web-00000 and so on.
+func newState(services, endpoints int) *cluster.State {
+	state := cluster.New(cluster.Options{Resumable: true})
+	state.Update(func(tx *cluster.Tx) {
+		for i := range services {
+			write(tx, "default", fmt.Sprintf("web-%05d", i), i, endpoints)
+		}
+		tx.SetNode(&api.Node{Name: here, Labels: map[string]string{api.ZoneLabel: "zone-a"}})
+	})
+	state.SetSynced()
+	return state
+}
+
+func get(h http.Handler, query ...string) *httptest.ResponseRecorder {
+	values := url.Values{}
+	for i := 0; i < len(query); i += 2 {
+		values.Set(query[i], query[i+1])
+	}
+	w := httptest.NewRecorder()
+	h.ServeHTTP(w, httptest.NewRequest(http.MethodGet, "/status?"+values.Encode(), nil))
+	return w
+}
+
+func decode[T any](t *testing.T, w *httptest.ResponseRecorder) (value T) {
+	t.Helper()
+	if w.Code != http.StatusOK || w.Header().Get("Content-Type") != "application/json" {
+		t.Fatalf("status %d, content type %s: %s", w.Code, w.Header().Get("Content-Type"), w.Body)
+	}
+	if err := json.Unmarshal(w.Body.Bytes(), &value); err != nil {
+		t.Fatal(err)
+	}
+	return value
+}
+
+// serviceReport has the fields of a status.ServiceReport that the tests read.
+type serviceReport struct {
+	Service, Text string
+	Failures      []status.Failure
+	Explanation   *struct {
+		Node, Zone       string
+		Lists, Frontends []any
+	}
+}
+
+func TestReportOfProxy(t *testing.T) {
+	state := newState(3, 2)
+	state.Update(func(tx *cluster.Tx) { tx.DeleteService(types.NamespacedName{Namespace: "default", Name: "web-00000"}) })
+	state.Update(func(tx *cluster.Tx) { write(tx, "default", "web-00001", 1, 5) })
+	now := time.Now()
+	failing := sink.FailingService{
+		Key: types.NamespacedName{Namespace: "default", Name: "web-00002"}, Err: errors.New("no space"), Failures: 3, NextRetry: now,
+	}
+	h := &status.Handler{
+		Program: "v1", Source: "manifests", NodeName: here, State: state,
+		Health: func() health.Report { return health.Report{Synced: true, NodeEligible: true} },
+		Sinks: func() []sink.Status {
+			return []sink.Status{{Name: "nftables", Passes: 1, Syncs: 7, Pending: 2, Failing: []sink.FailingService{failing}}}
+		},
+	}
+	r := decode[status.Report](t, get(h, "output", "json"))
+	if r.Program != "v1" || r.Node != here || r.Health == nil || !r.Health.Synced {
+		t.Errorf("report %+v", r)
+	}
+	if s := r.Source; s.Name != "manifests" || !s.Synced || s.Stale || s.Services != 2 || s.Slices != 3 || s.Nodes != 1 || s.Revision != uint64(state.Snapshot().Revision) || now.Sub(s.LastChange).Abs() > time.Minute {
+		t.Errorf("source %+v", s)
+	}
+	if len(r.Sinks) != 1 || r.Sinks[0].Syncs != 7 || r.Sinks[0].Pending != 2 || r.Sinks[0].Failing != 1 || r.Sinks[0].FailingServices[0].Error != "no space" {
+		t.Errorf("sinks %+v", r.Sinks)
+	}
+	if len(r.Problems) != 1 || !strings.Contains(r.Problems[0], "nftables fails to program 1 services") {
+		t.Errorf("problems %q", r.Problems)
+	}
+	var changes []string
+	for _, c := range r.Changes {
+		if c.Time.IsZero() {
+			t.Errorf("change %+v has no time", c)
+		}
+		changes = append(changes, fmt.Sprint(c.Service, " ", c.Deleted))
+	}
+	// The slice of the deleted service remains.
+	if got, want := strings.Join(changes, ", "), "default/web-00001 false, default/web-00000 false, default/web-00002 false"; got != want {
+		t.Errorf("changes %s, want %s", got, want)
+	}
+	if len(r.Services) != 2 {
+		t.Fatalf("services %+v", r.Services)
+	}
+	if s := r.Services[0]; s.Service != "default/web-00001" || s.Endpoints != 5 || s.Local != 1 || s.Failing || s.Addresses[0] != "10.0.0.1" || s.Ports[0] != "80/TCP" {
+		t.Errorf("service %+v", s)
+	}
+	if s := r.Services[1]; !s.Failing {
+		t.Errorf("service %+v does not fail", s)
+	}
+
+	s := decode[serviceReport](t, get(h, "output", "json", "service", "default/web-00002"))
+	if s.Service != "default/web-00002" || len(s.Failures) != 1 || s.Failures[0].Sink != "nftables" || s.Explanation == nil || s.Explanation.Zone != "zone-a" || len(s.Explanation.Frontends) != 1 {
+		t.Errorf("service %+v", s)
+	}
+	page := get(h, "service", "default/web-00002").Body.String()
+	known, _ := state.Snapshot().States.Get(failing.Key)
+	node, _ := state.Snapshot().Nodes.Get(here)
+	if want := nodeview.Explain(known, node).String(); !strings.Contains(page, want) || !strings.Contains(page, "no space") {
+		t.Errorf("the page of a service does not contain the error and the explanation\n%s\nbut\n%s", want, page)
+	}
+}
+
+func TestReportBeforeSync(t *testing.T) {
+	h := &status.Handler{
+		NodeName: here, State: cluster.New(cluster.Options{}),
+		Sinks: func() []sink.Status {
+			return []sink.Status{{Name: "a"}, {Name: "b", Passes: 1, Err: errors.New("no permission")}}
+		},
+		Health: func() health.Report { return health.Report{Stuck: true} },
+	}
+	r := decode[status.Report](t, get(h, "output", "json"))
+	for i, want := range []string{"has not delivered", "sink a has not programmed", "sink b fails: no permission", "no progress", "deleted"} {
+		if i >= len(r.Problems) || !strings.Contains(r.Problems[i], want) {
+			t.Errorf("problems %q, want %q at %d", r.Problems, want, i)
+		}
+	}
+}
+
+func TestReportOfStaleSource(t *testing.T) {
+	state := newState(1, 1)
+	state.Update(func(tx *cluster.Tx) { tx.SetStale(true) })
+	r := decode[status.Report](t, get(&status.Handler{State: state}, "output", "json"))
+	if !r.Source.Stale || len(r.Problems) != 1 || !strings.Contains(r.Problems[0], "lost its connection") {
+		t.Errorf("report %+v", r)
+	}
+}
+
+func TestReportOfViewsOnly(t *testing.T) {
+	var update *sink.Update
+	h := &status.Handler{NodeName: here, Views: func() *sink.Update { return update }}
+	if r := decode[status.Report](t, get(h, "output", "json")); r.Source.Synced || len(r.Services) > 0 {
+		t.Errorf("before sync: %+v", r)
+	}
+	state := newState(2, 2)
+	update = updateOf(t, state)
+	r := decode[status.Report](t, get(h, "output", "json"))
+	if !r.Source.Synced || r.Source.Services != 2 || len(r.Services) != 2 || r.Services[1].Service != "default/web-00001" || r.Services[1].Endpoints != 2 || len(r.Problems) > 0 {
+		t.Errorf("report %+v", r)
+	}
+	s := decode[serviceReport](t, get(h, "output", "json", "service", "default/web-00001"))
+	if s.Explanation == nil || len(s.Explanation.Frontends) != 1 || len(s.Explanation.Lists) > 0 {
+		t.Errorf("explanation %+v", s.Explanation)
+	}
+}
+
+func TestReportOfServer(t *testing.T) {
+	state := newState(1, 2)
+	first := state.Snapshot().Revision
+	state.Update(func(tx *cluster.Tx) { write(tx, "default", "web-00000", 0, 3) })
+	last := state.Snapshot().Revision
+	since := time.Now().Add(-time.Hour)
+	h := &status.Handler{State: state, Clients: func() []status.Client {
+		return []status.Client{
+			{Node: "worker-1", Peer: "a", Since: since, Revision: last}, {Node: "worker-1", Peer: "b", Since: since, Revision: last},
+			{Node: "worker-2", Peer: "c", Since: since, Revision: first}, {Peer: "relay", Since: since},
+		}
+	}}
+	r := decode[status.Report](t, get(h, "output", "json"))
+	c := r.Clients
+	if c == nil || c.Streams != 4 || c.Nodes != 2 || c.Behind != 2 {
+		t.Fatalf("clients %+v", c)
+	}
+	// The relay has no revision, so it has waited since its first request.
+	if s := c.Slowest; len(s) != 4 || s[0].Peer != "relay" || s[0].BehindSeconds < 3599 || s[1].Peer != "c" || s[1].BehindSeconds <= 0 || s[1].BehindSeconds > 600 || s[2].BehindSeconds != 0 {
+		t.Errorf("slowest clients %+v", s)
+	}
+	if c.BehindSeconds != c.Slowest[0].BehindSeconds {
+		t.Errorf("behind %v", c.BehindSeconds)
+	}
+	for node, want := range map[string]string{"": "", here: "zone-a", "unknown": ""} {
+		s := decode[serviceReport](t, get(h, "output", "json", "service", "default/web-00000", "node", node))
+		if s.Explanation == nil || s.Explanation.Node != node || s.Explanation.Zone != want {
+			t.Errorf("explanation for node %q: %+v", node, s.Explanation)
+		}
+	}
+}
+
+func TestClientThatMissesManyChanges(t *testing.T) {
+	state := newState(1, 1)
+	first := state.Snapshot().Revision
+	for i := range 600 { // more commits than the state remembers
+		state.Update(func(tx *cluster.Tx) { write(tx, "default", "web-00000", 0, 1+i%2) })
+	}
+	h := &status.Handler{State: state, Clients: func() []status.Client { return []status.Client{{Node: "n", Revision: diffstore.Revision(first)}} }}
+	if c := decode[status.Report](t, get(h, "output", "json")).Clients; c.Behind != 1 || c.BehindSeconds <= 0 || c.BehindSeconds > 600 {
+		t.Errorf("clients %+v", c)
+	}
+}
+
+func TestServicesArePaged(t *testing.T) {
+	h := &status.Handler{NodeName: here, State: newState(2500, 1)}
+	var after string
+	var sizes []int
+	seen := map[string]bool{}
+	for page := true; page; page = after != "" {
+		r := decode[status.Report](t, get(h, "output", "json", "after", after))
+		sizes = append(sizes, len(r.Services))
+		for _, s := range r.Services {
+			seen[s.Service] = true
+		}
+		after = r.Next
+	}
+	if fmt.Sprint(sizes) != "[1000 1000 500]" || len(seen) != 2500 {
+		t.Errorf("pages of %d services with %d different services", sizes, len(seen))
+	}
+	if r := decode[status.Report](t, get(h, "output", "json", "limit", "0")); len(r.Services) > 0 || r.Source.Services != 2500 {
+		t.Errorf("with limit 0: %d services of %d", len(r.Services), r.Source.Services)
+	}
+	if r := decode[status.Report](t, get(h, "output", "json", "match", "0249")); len(r.Services) != 11 || r.Next != "" {
+		t.Errorf("with match: %d services", len(r.Services))
+	}
+	if page := get(h, "match", "web-0").Body.String(); !strings.Contains(page, `href="?after=default%2Fweb-00999&amp;match=web-0"`) {
+		t.Errorf("no link to the next services")
+	}
+}
+
+func TestInvalidQueries(t *testing.T) {
+	h := &status.Handler{State: newState(1, 1)}
+	for _, test := range []struct {
+		key, value string
+		code       int
+	}{
+		{"output", "xml", 400}, {"limit", "-1", 400}, {"limit", "x", 400}, {"after", "x", 400},
+		{"service", "web", 400}, {"service", "/web", 400}, {"service", "default/none", 404},
+	} {
+		if w := get(h, test.key, test.value); w.Code != test.code || w.Body.Len() == 0 {
+			t.Errorf("%s=%s: status %d, want %d: %s", test.key, test.value, w.Code, test.code, w.Body)
+		}
+	}
+}
+
+// No text from outside may become markup. Node names of clients, errors and the query are
+// such text.
+func TestPageEscapesText(t *testing.T) {
+	const evil = `"><script>alert(1)</script>`
+	key := types.NamespacedName{Namespace: "default", Name: evil}
+	state := newState(1, 1)
+	state.Update(func(tx *cluster.Tx) { write(tx, "default", evil, 77, 1) })
+	h := &status.Handler{
+		Program: evil, Source: evil, State: state,
+		Sinks: func() []sink.Status {
+			return []sink.Status{{Name: evil, Passes: 1, Err: errors.New(evil), Failing: []sink.FailingService{{Key: key, Err: errors.New(evil)}}}}
+		},
+		Clients: func() []status.Client { return []status.Client{{Node: evil, Peer: evil}} },
+	}
+	for _, query := range [][]string{
+		{"match", evil}, {"service", key.String(), "node", evil}, {"service", "a/" + evil}, {"output", evil},
+		{"output", "json", "match", evil}, {"output", "json", "service", key.String()},
+	} {
+		w := get(h, query...)
+		if html := strings.HasPrefix(w.Header().Get("Content-Type"), "text/html"); html && strings.Contains(w.Body.String(), "<script") {
+			t.Errorf("%q: the page contains the script:\n%s", query, w.Body)
+		}
+		if w.Header().Get("X-Content-Type-Options") != "nosniff" {
+			t.Errorf("%q: browsers may guess the content type", query)
+		}
+	}
+	if csp := get(h).Header().Get("Content-Security-Policy"); !strings.Contains(csp, "default-src 'none'") {
+		t.Errorf("content security policy %q", csp)
+	}
+}

@@ -85,6 +85,8 @@ func explainCommand() *cobra.Command {
 	fs.StringVar(&instance, "instance", "", "`name` of the backend's instance, if it has one")
 	source.Register(cmd, true)
 	completeOutput(cmd, "text", "json", "yaml")
+	completeNode(cmd, &source)
+	cmd.ValidArgsFunction = completeFrom(&source, serviceNames)
 	return cmd
 }
 

@@ -33,7 +33,7 @@ func newRoot() *cobra.Command {
 	api := group("api", "Read from a kpng server (to-api)", targets(&other, false)...)
 	other.RegisterAPI(api.PersistentFlags())
 
-	root := group("kpng", "Deliver the services of a cluster to nodes: serve, program or write them", kube, file, api, statusCommand(), explainCommand(), cleanupCommand())
+	root := group("kpng", "Deliver the services of a cluster to nodes: serve, program or write them", kube, file, api, statusCommand(), getCommand(), explainCommand(), cleanupCommand(), manCommand())
 	root.Version = app.Version()
 	root.SilenceErrors = true
 	root.SilenceUsage = true

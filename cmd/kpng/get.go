@@ -1,0 +1,349 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"encoding/json"
+	"fmt"
+	"io"
+	"iter"
+	"net/netip"
+	"slices"
+	"strconv"
+	"strings"
+
+	"github.com/kpng-project/kpng"
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/app"
+	"github.com/kpng-project/kpng/cluster"
+	"github.com/kpng-project/kpng/nodeview"
+	"github.com/spf13/cobra"
+	"k8s.io/apimachinery/pkg/types"
+	"sigs.k8s.io/yaml"
+)
+
+// getCommand returns the command that lists what a node has.
+func getCommand() *cobra.Command {
+	return group("get", "List services, frontends or nodes as a table, JSON or YAML",
+		getOf("services [[NAMESPACE/]NAME]", "List services with the endpoints that a node uses", serviceList),
+		getOf("frontends [[NAMESPACE/]NAME]", "List frontends with the decision of a node", frontendList),
+		getOf("nodes [NAME]", "List nodes", nodeList))
+}
+
+// object is an object to print.
+type object struct {
+	value any
+	name  string
+	row   []string // the columns of the wide table
+}
+
+// list is a kind of objects.
+type list struct {
+	head, wide []string // names of the columns, and of those that only the wide table has
+	// objects returns the objects. With a name, it returns only the service or node with this
+	// name, or the frontends of this service.
+	objects func(s *cluster.Snapshot, node *api.Node, name string) (iter.Seq[object], error)
+	// names returns the names that shells complete.
+	names func(*cluster.Snapshot) []string
+}
+
+func getOf(use, short string, l list) *cobra.Command {
+	var (
+		source       app.Source
+		node, output string
+	)
+	cmd := &cobra.Command{
+		Use:   use,
+		Short: short,
+		Args:  cobra.MaximumNArgs(1),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			switch output {
+			case "", "wide", "json", "yaml", "name":
+			default:
+				return fmt.Errorf("--output %q is not wide, json, yaml or name", output)
+			}
+			nodeName, err := kpng.NodeName(node)
+			if err != nil {
+				return err
+			}
+			objects, err := source.Load(cmd.Context())
+			if err != nil {
+				return err
+			}
+			var self *api.Node // not used for a list of nodes
+			if cmd.Flags().Lookup("node-name") != nil {
+				self = findNode(cmd, objects.Snapshot, nodeName)
+			}
+			selected, err := l.objects(objects.Snapshot, self, strings.Join(args, ""))
+			if err != nil {
+				return err
+			}
+			found, err := l.print(cmd.OutOrStdout(), selected, output)
+			switch {
+			case err != nil || found:
+				return err
+			case len(args) > 0:
+				return fmt.Errorf("%s not found; kpng get %s without a name lists all", args[0], cmd.Name())
+			}
+			cmd.PrintErrln("Nothing found.")
+			return nil
+		},
+	}
+	fs := cmd.Flags()
+	fs.SortFlags = false
+	if cmd.Name() != "nodes" {
+		fs.StringVar(&node, "node-name", "", "list the view of the node with this `name` (default: $NODE_NAME, else the host name in lower case)")
+	}
+	fs.StringVarP(&output, "output", "o", "", "print `wide, json, yaml or name` instead of a table; JSON has one line per object")
+	source.Register(cmd, true)
+	completeOutput(cmd, "wide", "json", "yaml", "name")
+	cmd.ValidArgsFunction = completeFrom(&source, l.names)
+	if cmd.Name() != "nodes" {
+		completeNode(cmd, &source)
+	}
+	return cmd
+}
+
+// print prints the objects. It reports whether there are any.
+func (l list) print(out io.Writer, objects iter.Seq[object], output string) (found bool, err error) {
+	w, head := newTable(out), l.head
+	if output == "wide" {
+		head = slices.Concat(l.head, l.wide)
+	}
+	for o := range objects {
+		first := !found
+		found = true
+		switch output {
+		case "json":
+			err = json.NewEncoder(out).Encode(o.value)
+		case "yaml":
+			var text []byte
+			if text, err = yaml.Marshal(o.value); err == nil {
+				_, err = fmt.Fprintf(out, "---\n%s", text)
+			}
+		case "name":
+			_, err = fmt.Fprintln(out, o.name)
+		default:
+			if first {
+				fmt.Fprintln(w, strings.Join(head, "\t"))
+			}
+			_, err = fmt.Fprintln(w, strings.Join(o.row[:len(head)], "\t"))
+		}
+		if err != nil {
+			return found, err
+		}
+	}
+	return found, w.Flush()
+}
+
+// viewsOf yields the node's views of the named service, or of all services if the name is
+// empty.
+func viewsOf(s *cluster.Snapshot, node *api.Node, name string) (iter.Seq[*api.ServiceEndpoints], error) {
+	var about question
+	if name != "" {
+		var err error
+		if about, err = parseQuestion(name); err != nil {
+			return nil, err
+		}
+		if about.addr.IsValid() {
+			return nil, fmt.Errorf("%q is an address; kpng explain finds services by their addresses", name)
+		}
+	}
+	return func(yield func(*api.ServiceEndpoints) bool) {
+		for key, state := range s.States.All() {
+			if name != "" && key != about.service {
+				continue
+			}
+			if view := nodeview.View(state, node); view != nil && !yield(view) {
+				return
+			}
+		}
+	}, nil
+}
+
+// serviceList lists the views of services.
+var serviceList = list{
+	head:  []string{"NAMESPACE", "NAME", "TYPE", "CLUSTER-IP", "EXTERNAL-IP", "PORTS", "ENDPOINTS"},
+	wide:  []string{"LOCAL", "DRAINING", "INTERNAL-POLICY", "EXTERNAL-POLICY", "AFFINITY", "LOST-CLAIMS"},
+	names: serviceNames,
+	objects: func(s *cluster.Snapshot, node *api.Node, name string) (iter.Seq[object], error) {
+		views, err := viewsOf(s, node, name)
+		return func(yield func(object) bool) {
+			for view := range views {
+				if !yield(object{view, view.Key().String(), serviceRow(view)}) {
+					return
+				}
+			}
+		}, err
+	},
+}
+
+func serviceRow(view *api.ServiceEndpoints) []string {
+	s := view.Service
+	ports := []string{}
+	for _, p := range s.Ports {
+		text := fmt.Sprintf("%d/%s", p.Port, p.Protocol)
+		if p.NodePort != 0 {
+			text = fmt.Sprintf("%d:%d/%s", p.Port, p.NodePort, p.Protocol)
+		}
+		ports = append(ports, text)
+	}
+	if s.AllPorts {
+		ports = []string{"all"}
+	}
+	local := 0
+	for i := range view.Endpoints {
+		if view.Endpoints[i].Local {
+			local++
+		}
+	}
+	affinity := "-"
+	if c := s.SessionAffinity.ClientIP; c != nil {
+		affinity = fmt.Sprintf("ClientIP %ds", c.TimeoutSeconds)
+	}
+	policy := map[bool]string{false: "Cluster", true: "Local"}
+	return []string{
+		s.Namespace, s.Name, string(s.Type), addresses(s.IPs.ClusterIPs), addresses(s.IPs.LoadBalancerIPs, s.IPs.ExternalIPs), orDash(strings.Join(ports, ",")), strconv.Itoa(len(view.Endpoints)),
+		strconv.Itoa(local), strconv.Itoa(len(view.Draining)), policy[s.InternalTrafficToLocal], policy[s.ExternalTrafficToLocal], affinity, strconv.Itoa(len(view.Lost)),
+	}
+}
+
+func addresses(sets ...api.IPSet) string {
+	var list []string
+	for _, ips := range sets {
+		for ip := range ips.All() {
+			list = append(list, ip.String())
+		}
+	}
+	return orDash(strings.Join(list, ","))
+}
+
+// namedFrontend is a frontend with the name of its service.
+type namedFrontend struct {
+	service  types.NamespacedName
+	frontend nodeview.Frontend
+}
+
+// MarshalJSON returns the same form as [nodeview.WriteFrontends]: the frontend, with the
+// fields Namespace and Name of its service.
+func (f namedFrontend) MarshalJSON() ([]byte, error) {
+	name, err := json.Marshal(struct{ Namespace, Name string }{f.service.Namespace, f.service.Name})
+	if err != nil {
+		return nil, err
+	}
+	text, err := json.Marshal(f.frontend)
+	if err != nil {
+		return nil, err
+	}
+	return slices.Concat(name[:len(name)-1], []byte(","), text[1:]), nil
+}
+
+// frontendList lists the frontends of services.
+var frontendList = list{
+	head:  []string{"NAMESPACE", "SERVICE", "KIND", "ADDRESS", "PORT", "VERDICT", "ENDPOINTS"},
+	wide:  []string{"FROM-THIS-NODE", "SOURCES", "AFFINITY"},
+	names: serviceNames,
+	objects: func(s *cluster.Snapshot, node *api.Node, name string) (iter.Seq[object], error) {
+		views, err := viewsOf(s, node, name)
+		return func(yield func(object) bool) {
+			for view := range views {
+				for f := range nodeview.Frontends(view) {
+					if !yield(object{namedFrontend{view.Key(), f}, frontendName(f.FrontendKey), frontendRow(view.Key(), &f)}) {
+						return
+					}
+				}
+			}
+		}, err
+	},
+}
+
+// frontendName returns the address of a frontend in the form that kpng explain reads. The
+// name of a node port has the unspecified address, because it applies to all addresses of
+// the node.
+func frontendName(k nodeview.FrontendKey) string {
+	addr := k.Addr
+	if !addr.IsValid() {
+		addr = api.Unspecified(k.Family)
+	}
+	if k.Port == 0 {
+		return addr.String()
+	}
+	return netip.AddrPortFrom(addr, uint16(k.Port)).String() + "/" + strings.ToLower(k.Protocol.String())
+}
+
+func frontendRow(key types.NamespacedName, f *nodeview.Frontend) []string {
+	addr, port := "all "+f.Family.String()+" of the node", "all"
+	if f.Addr.IsValid() {
+		addr = f.Addr.String()
+	}
+	if f.Port != 0 {
+		port = fmt.Sprintf("%d/%s", f.Port, f.Protocol)
+	}
+	affinity := "-"
+	if f.Affinity > 0 {
+		affinity = f.Affinity.String()
+	}
+	here := "the same"
+	if f.Node.Verdict != f.Elsewhere.Verdict || f.Node.List != f.Elsewhere.List {
+		here = verdict(&f.Node) + " " + endpointsText(&f.Node)
+	}
+	return []string{
+		key.Namespace, key.Name, f.Kind.String(), addr, port, verdict(&f.Elsewhere), endpointsText(&f.Elsewhere),
+		here, f.Sources.String(), affinity,
+	}
+}
+
+func verdict(t *nodeview.Traffic) string { return strings.ToLower(fmt.Sprint(t.Verdict)) }
+
+// endpointsText returns the first endpoints, and the number of the others.
+func endpointsText(t *nodeview.Traffic) string {
+	const most = 3
+	var list []string
+	for i, e := range t.Endpoints {
+		if i == most {
+			list = append(list, fmt.Sprintf("+%d", len(t.Endpoints)-most))
+			break
+		}
+		text := e.Addr.String()
+		if e.Port != 0 {
+			text = netip.AddrPortFrom(e.Addr, uint16(e.Port)).String()
+		}
+		list = append(list, text)
+	}
+	return orDash(strings.Join(list, ","))
+}
+
+// nodeList lists the Node objects.
+var nodeList = list{
+	head:  []string{"NAME", "ZONE", "INTERNAL-IP", "EXTERNAL-IP"},
+	wide:  []string{"POD-CIDRS", "TAINTS", "DELETING"},
+	names: nodeNames,
+	objects: func(s *cluster.Snapshot, _ *api.Node, name string) (iter.Seq[object], error) {
+		return func(yield func(object) bool) {
+			for _, node := range s.Nodes.All() {
+				if (name == "" || name == node.Name) && !yield(object{node, node.Name, nodeRow(node)}) {
+					return
+				}
+			}
+		}, nil
+	},
+}
+
+func nodeRow(node *api.Node) []string {
+	byType := map[string][]string{}
+	for _, a := range node.Addresses {
+		byType[a.Type] = append(byType[a.Type], a.IP.String())
+	}
+	var cidrs, taints []string
+	for _, c := range node.PodCIDRs {
+		cidrs = append(cidrs, c.String())
+	}
+	for _, t := range node.Taints {
+		taints = append(taints, t.Key+":"+t.Effect)
+	}
+	column := func(list []string) string { return orDash(strings.Join(list, ",")) }
+	return []string{
+		node.Name, orDash(node.Zone()), column(byType["InternalIP"]), column(byType["ExternalIP"]),
+		column(cidrs), column(taints), strconv.FormatBool(node.Deleting),
+	}
+}

@@ -215,3 +215,15 @@ func TestWrongConfigurationIsAnError(t *testing.T) {
 		t.Errorf("error %v of an empty file name", err)
 	}
 }
+
+func TestBackendsForTheKernelHaveInitOnly(t *testing.T) {
+	for _, b := range platformBackends() {
+		cmd, _, err := newRoot().Find([]string{"kube", "to-local", b.Name})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if has, want := cmd.Flags().Lookup("init-only") != nil, b.Name != "userspace"; has != want {
+			t.Errorf("to-local %s has --init-only: %t, want %t", b.Name, has, want)
+		}
+	}
+}

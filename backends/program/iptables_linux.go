@@ -67,8 +67,9 @@ func (f *iptablesFlags) parts() (Parts, error) {
 	}
 	rules := newIPTablesMetrics()
 	opts.Observer = rules.observer()
+	counted := opts.Observer.Drifted
 	opts.Observer.Drifted = func() {
-		rules.drifted.Inc()
+		counted()
 		f.events.drifted("iptables")
 	}
 	parts, err := f.nodeParts(func(addrs *nodeaddr.Watcher, connections sink.Sink) (sink.Sink, error) {

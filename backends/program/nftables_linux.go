@@ -72,8 +72,9 @@ func (f *nftablesFlags) parts() (Parts, error) {
 	}
 	table := newNFTablesMetrics()
 	opts.Observer = table.observer()
+	counted := opts.Observer.Drifted
 	opts.Observer.Drifted = func() {
-		table.drifted.Inc()
+		counted()
 		f.events.drifted("nftables")
 	}
 	parts, err := f.nodeParts(func(addrs *nodeaddr.Watcher, connections sink.Sink) (sink.Sink, error) {

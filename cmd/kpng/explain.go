@@ -278,6 +278,15 @@ func parseQuestion(s string) (question, error) {
 	return question{service: types.NamespacedName{Namespace: before, Name: after}}, nil
 }
 
+// parseServiceName parses [NAMESPACE/]NAME, in a command that does not search by address.
+func parseServiceName(s string) (types.NamespacedName, error) {
+	q, err := parseQuestion(s)
+	if err == nil && q.addr.IsValid() {
+		err = fmt.Errorf("%q is an address; kpng explain finds services by their addresses", s)
+	}
+	return q.service, err
+}
+
 // text returns the question's address, with the port and protocol if they are given.
 func (q question) text() string {
 	text := q.addr.String()

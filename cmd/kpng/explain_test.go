@@ -31,21 +31,27 @@ func TestExplain(t *testing.T) {
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			got := mustExecute(t, append([]string{"explain", "-i", explained, "--node-name=here"}, test.about...)...)
-			golden := filepath.Join("testdata", "explain "+test.name+".txt")
-			golden = strings.ReplaceAll(golden, " ", "-")
-			if *update {
-				if err := os.WriteFile(golden, []byte(got), 0o644); err != nil {
-					t.Fatal(err)
-				}
-			}
-			want, err := os.ReadFile(golden)
-			if err != nil {
-				t.Fatal(err)
-			}
-			if diff := cmp.Diff(string(want), got); diff != "" {
-				t.Errorf("-want +got (go test -update writes %s):\n%s", golden, diff)
-			}
+			compareWithFile(t, "explain "+test.name, got)
 		})
+	}
+}
+
+// compareWithFile compares an output with a file in testdata. The name of the file is name,
+// with dashes instead of spaces.
+func compareWithFile(t *testing.T, name, got string) {
+	t.Helper()
+	golden := filepath.Join("testdata", strings.ReplaceAll(name, " ", "-")+".txt")
+	if *update {
+		if err := os.WriteFile(golden, []byte(got), 0o644); err != nil {
+			t.Fatal(err)
+		}
+	}
+	want, err := os.ReadFile(golden)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if diff := cmp.Diff(string(want), got); diff != "" {
+		t.Errorf("-want +got (go test -update writes %s):\n%s", golden, diff)
 	}
 }
 

@@ -52,6 +52,7 @@ func getOf(use, short string, l list) *cobra.Command {
 		source       app.Source
 		node, output string
 	)
+	hasView := !strings.HasPrefix(use, "nodes") // Node objects are the same for all nodes
 	cmd := &cobra.Command{
 		Use:   use,
 		Short: short,
@@ -71,7 +72,7 @@ func getOf(use, short string, l list) *cobra.Command {
 				return err
 			}
 			var self *api.Node // not used for a list of nodes
-			if cmd.Flags().Lookup("node-name") != nil {
+			if hasView {
 				self = findNode(cmd, objects.Snapshot, nodeName)
 			}
 			selected, err := l.objects(objects.Snapshot, self, strings.Join(args, ""))
@@ -91,14 +92,14 @@ func getOf(use, short string, l list) *cobra.Command {
 	}
 	fs := cmd.Flags()
 	fs.SortFlags = false
-	if cmd.Name() != "nodes" {
+	if hasView {
 		fs.StringVar(&node, "node-name", "", "list the view of the node with this `name` (default: $NODE_NAME, else the host name in lower case)")
 	}
 	fs.StringVarP(&output, "output", "o", "", "print `wide, json, yaml or name` instead of a table; JSON has one line per object")
 	source.Register(cmd, true)
 	completeOutput(cmd, "wide", "json", "yaml", "name")
 	cmd.ValidArgsFunction = completeFrom(&source, l.names)
-	if cmd.Name() != "nodes" {
+	if hasView {
 		completeNode(cmd, &source)
 	}
 	return cmd
@@ -139,21 +140,20 @@ func (l list) print(out io.Writer, objects iter.Seq[object], output string) (fou
 // viewsOf yields the node's views of the named service, or of all services if the name is
 // empty.
 func viewsOf(s *cluster.Snapshot, node *api.Node, name string) (iter.Seq[*api.ServiceEndpoints], error) {
-	var about question
+	states := s.States.All()
 	if name != "" {
-		var err error
-		if about, err = parseQuestion(name); err != nil {
+		key, err := parseServiceName(name)
+		if err != nil {
 			return nil, err
 		}
-		if about.addr.IsValid() {
-			return nil, fmt.Errorf("%q is an address; kpng explain finds services by their addresses", name)
+		states = func(yield func(types.NamespacedName, *api.ServiceState) bool) {
+			if state, ok := s.States.Get(key); ok {
+				yield(key, state)
+			}
 		}
 	}
 	return func(yield func(*api.ServiceEndpoints) bool) {
-		for key, state := range s.States.All() {
-			if name != "" && key != about.service {
-				continue
-			}
+		for _, state := range states {
 			if view := nodeview.View(state, node); view != nil && !yield(view) {
 				return
 			}

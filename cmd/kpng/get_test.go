@@ -4,12 +4,8 @@ package main
 
 import (
 	"encoding/json"
-	"os"
-	"path/filepath"
 	"strings"
 	"testing"
-
-	"github.com/google/go-cmp/cmp"
 )
 
 func TestGetTables(t *testing.T) {
@@ -17,19 +13,7 @@ func TestGetTables(t *testing.T) {
 	for _, args := range []string{"services", "services -o wide", "services web", "services -o name", "frontends", "frontends -o wide", "frontends -o name", "nodes", "nodes -o wide"} {
 		t.Run(args, func(t *testing.T) {
 			got := mustExecute(t, append([]string{"get", "-i", explained}, strings.Fields(args)...)...)
-			golden := filepath.Join("testdata", "get-"+strings.ReplaceAll(args, " ", "-")+".txt")
-			if *update {
-				if err := os.WriteFile(golden, []byte(got), 0o644); err != nil {
-					t.Fatal(err)
-				}
-			}
-			want, err := os.ReadFile(golden)
-			if err != nil {
-				t.Fatal(err)
-			}
-			if diff := cmp.Diff(string(want), got); diff != "" {
-				t.Errorf("-want +got (go test -update writes %s):\n%s", golden, diff)
-			}
+			compareWithFile(t, "get "+args, got)
 		})
 	}
 }

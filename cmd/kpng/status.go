@@ -38,14 +38,11 @@ program answers only clients on the same machine, unless it has the flag --expos
 			}
 			query := url.Values{"output": {"json"}}
 			if len(args) > 0 {
-				q, err := parseQuestion(args[0])
+				key, err := parseServiceName(args[0])
 				if err != nil {
 					return err
 				}
-				if q.addr.IsValid() {
-					return fmt.Errorf("%q is an address; kpng explain finds services by their addresses", args[0])
-				}
-				query.Set("service", q.service.String())
+				query.Set("service", key.String())
 			} else if output == "text" {
 				query.Set("limit", "0") // the text does not list services
 			}

@@ -16,6 +16,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/test/apiserver"
+	"github.com/kpng-project/kpng/test/gotool"
 	"github.com/kpng-project/kpng/watcher"
 	corev1 "k8s.io/api/core/v1"
 	discoveryv1 "k8s.io/api/discovery/v1"
@@ -35,13 +36,7 @@ type program struct {
 
 func build(t *testing.T, pkg string) program {
 	t.Helper()
-	path := filepath.Join(t.TempDir(), filepath.Base(pkg))
-	cmd := exec.CommandContext(t.Context(), "go", "build", "-o", path, pkg)
-	cmd.Dir = "../.."
-	if out, err := cmd.CombinedOutput(); err != nil {
-		t.Fatalf("build %s: %v\n%s", pkg, err, out)
-	}
-	return program{t, path}
+	return program{t, gotool.BuildOwn(t, pkg)}
 }
 
 // try runs the program and returns its stdout. An error includes its stderr.

@@ -20,6 +20,7 @@ import (
 
 	"github.com/kpng-project/kpng/test/bare"
 	"github.com/kpng-project/kpng/test/cgroup"
+	"github.com/kpng-project/kpng/test/gotool"
 	"github.com/kpng-project/kpng/test/kubeproxy"
 	"k8s.io/apimachinery/pkg/runtime"
 )
@@ -52,7 +53,7 @@ var (
 
 func kpngWith(name, backend string) proxy {
 	return proxy{name, func(t testing.TB, c *cluster, interval time.Duration) []string {
-		args := []string{kpng(t), "kube", "--kubeconfig", c.kubeconfig, "--node-name", nodeName, "to-local", backend, "--cluster-cidr", podCIDR.String()}
+		args := []string{gotool.BuildOwn(t, "./cmd/kpng"), "kube", "--kubeconfig", c.kubeconfig, "--node-name", nodeName, "to-local", backend, "--cluster-cidr", podCIDR.String()}
 		if interval != 0 {
 			args = append(args, "--min-sync-interval", interval.String())
 		} else if *profile != "" {
@@ -87,18 +88,6 @@ func kubeProxy(name, mode string) proxy {
 	return proxy{name, func(t testing.TB, c *cluster, interval time.Duration) []string {
 		return kubeproxy.Command(t, kubeproxy.Options{Kubeconfig: c.kubeconfig, Node: nodeName, Mode: mode, ClusterCIDR: podCIDR.String(), MinSyncPeriod: interval})
 	}}
-}
-
-// kpng builds the program kpng and returns its path.
-func kpng(t testing.TB) string {
-	t.Helper()
-	path := filepath.Join(t.TempDir(), "kpng")
-	build := exec.CommandContext(t.Context(), "go", "build", "-o", path, "./cmd/kpng")
-	build.Dir = "../.."
-	if out, err := build.CombinedOutput(); err != nil {
-		t.Fatalf("build kpng: %v\n%s", err, out)
-	}
-	return path
 }
 
 func Benchmark(b *testing.B) {

@@ -16,13 +16,15 @@ import (
 	"strings"
 	"testing"
 	"time"
+
+	"github.com/kpng-project/kpng/test/gotool"
 )
 
 // TestServerRelayAndNodeWorkTogether runs the three programs of the folder central with
 // their arguments. Only addresses, ports, paths and the server's source differ. The node
 // becomes ready when it has programmed the services that it got through the relay.
 func TestServerRelayAndNodeWorkTogether(t *testing.T) {
-	kpng := buildKpng(t)
+	kpng := gotool.BuildOwn(t, "./cmd/kpng")
 	args := map[string][]string{}
 	for _, set := range daemonSets(t, "central") {
 		args[set.Name] = set.Spec.Template.Spec.Containers[0].Args

@@ -15,6 +15,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/test/apiserver"
+	"github.com/kpng-project/kpng/test/gotool"
 	appsv1 "k8s.io/api/apps/v1"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -162,7 +163,7 @@ func TestPodsHaveOnlyNeededPrivileges(t *testing.T) {
 // TestKpngAcceptsArgumentsOfManifests runs kpng with the arguments of each DaemonSet and
 // --help. kpng then reports unknown commands and flags, but does nothing.
 func TestKpngAcceptsArgumentsOfManifests(t *testing.T) {
-	kpng := buildKpng(t)
+	kpng := gotool.BuildOwn(t, "./cmd/kpng")
 	for dir := range overlays {
 		for _, set := range daemonSets(t, dir) {
 			args := set.Spec.Template.Spec.Containers[0].Args

@@ -15,6 +15,7 @@ import (
 	"testing"
 
 	"github.com/kpng-project/kpng/internal/netnstest"
+	"github.com/kpng-project/kpng/test/gotool"
 	"sigs.k8s.io/yaml"
 )
 
@@ -175,7 +176,7 @@ func TestDashboardIsWellFormed(t *testing.T) {
 // that has metrics of its own and runs here. Each series that the alerts, their tests and
 // the dashboard select must exist in one of these programs, with all labels.
 func TestKpngExposesMetricsOfAlertsAndDashboard(t *testing.T) {
-	kpng := buildKpng(t)
+	kpng := gotool.BuildOwn(t, "./cmd/kpng")
 	var series []map[string]string
 	for name, target := range map[string][]string{
 		"nftables":  {"to-local", "nftables"},

@@ -11,7 +11,6 @@ import (
 	"net/http"
 	"os"
 	"os/exec"
-	"path/filepath"
 	"strings"
 	"testing"
 	"time"
@@ -100,15 +99,4 @@ func (n *node) await(t *testing.T, url string) {
 			t.Fatalf("wait for %s: %v", url, err)
 		}
 	}
-}
-
-func buildKpng(t *testing.T) string {
-	t.Helper()
-	kpng := filepath.Join(t.TempDir(), "kpng")
-	build := exec.CommandContext(t.Context(), "go", "build", "-o", kpng, "./cmd/kpng")
-	build.Dir = "../.."
-	if out, err := build.CombinedOutput(); err != nil {
-		t.Fatalf("build kpng: %v\n%s", err, out)
-	}
-	return kpng
 }

@@ -14,7 +14,6 @@ import (
 	"net/url"
 	"os"
 	"os/exec"
-	"path/filepath"
 	"slices"
 	"strings"
 	"sync"
@@ -23,6 +22,7 @@ import (
 
 	"github.com/kpng-project/kpng/internal/netnstest"
 	"github.com/kpng-project/kpng/test/apiserver"
+	"github.com/kpng-project/kpng/test/gotool"
 	corev1 "k8s.io/api/core/v1"
 	discoveryv1 "k8s.io/api/discovery/v1"
 	rbacv1 "k8s.io/api/rbac/v1"
@@ -238,13 +238,7 @@ func buildKpng(t *testing.T) string {
 	if *kpngProgram != "" {
 		return *kpngProgram
 	}
-	kpng := filepath.Join(t.TempDir(), "kpng")
-	build := exec.CommandContext(t.Context(), "go", "build", "-o", kpng, "./cmd/kpng")
-	build.Dir = "../.."
-	if out, err := build.CombinedOutput(); err != nil {
-		t.Fatalf("build kpng: %v\n%s", err, out)
-	}
-	return kpng
+	return gotool.BuildOwn(t, "./cmd/kpng")
 }
 
 // get requests a page over a connection from the given namespace. Without a complete

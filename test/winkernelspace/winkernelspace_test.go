@@ -12,7 +12,6 @@ import (
 	"net/netip"
 	"os"
 	"os/exec"
-	"path/filepath"
 	"runtime"
 	"slices"
 	"strings"
@@ -23,6 +22,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/backends/windows/kernelspace"
 	"github.com/kpng-project/kpng/test/apiserver"
+	"github.com/kpng-project/kpng/test/gotool"
 	"github.com/kpng-project/kpng/test/wine"
 	corev1 "k8s.io/api/core/v1"
 	discoveryv1 "k8s.io/api/discovery/v1"
@@ -232,12 +232,7 @@ func newWorld(t *testing.T) *world {
 		w.wine.Install(t, wine.CompileDLL(t, dll, "../../backends/windows/kernelspace/testdata/hcn.c", "-lws2_32", "-lole32"))
 	}
 	w.exe = w.wine.Build(t, "./examples/winkernelspace")
-	w.kpng = filepath.Join(t.TempDir(), "kpng")
-	build := exec.CommandContext(t.Context(), "go", "build", "-o", w.kpng, "./cmd/kpng")
-	build.Dir = "../.."
-	if out, err := build.CombinedOutput(); err != nil {
-		t.Fatalf("build kpng: %v\n%s", err, out)
-	}
+	w.kpng = gotool.BuildOwn(t, "./cmd/kpng")
 	w.address = "tcp://" + freeAddress(t)
 	return w
 }

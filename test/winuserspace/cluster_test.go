@@ -16,6 +16,7 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/test/apiserver"
+	"github.com/kpng-project/kpng/test/gotool"
 	"github.com/kpng-project/kpng/watcher"
 	corev1 "k8s.io/api/core/v1"
 	discoveryv1 "k8s.io/api/discovery/v1"
@@ -68,14 +69,9 @@ func newCluster(t *testing.T) *cluster {
 	t.Cleanup(func() { os.RemoveAll(dir) })
 	c := &cluster{
 		t: t, client: server.Client(), namespace: server.Namespace(t),
-		kpng: filepath.Join(dir, "kpng"), socket: filepath.Join(dir, "api"),
+		kpng: gotool.BuildOwn(t, "./cmd/kpng"), socket: filepath.Join(dir, "api"),
 		kubeconfig: apiserver.Kubeconfig(t, server.Config()),
 		stop:       func() {},
-	}
-	build := exec.CommandContext(t.Context(), "go", "build", "-o", c.kpng, "./cmd/kpng")
-	build.Dir = "../.."
-	if out, err := build.CombinedOutput(); err != nil {
-		t.Fatalf("build kpng: %v\n%s", err, out)
 	}
 	t.Cleanup(func() {
 		c.stop()

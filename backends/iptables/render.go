@@ -47,11 +47,13 @@ const (
 	dropSet       = "DROP"       // frontends whose packets are dropped: address, protocol and port
 	clusterIPSet  = "CLUSTERIPS" // cluster IPs; packets to their unknown ports are rejected
 	nodeAddresses = "NODE"       // the addresses of node ports
+	hairpinSet    = "HAIRPIN"    // connections of endpoints to themselves: address, protocol and port, address
 )
 
 // setTypes has the type of each set.
 var setTypes = map[string]string{
 	rejectSet: "hash:ip,port", dropSet: "hash:ip,port", clusterIPSet: "hash:ip", nodeAddresses: "hash:ip",
+	hairpinSet: "hash:ip,port,ip",
 }
 
 // rendered has the chains, entries and elements that a service needs in one family.
@@ -212,11 +214,15 @@ func (r *renderer) skeleton() *rendered {
 	out := newRendered()
 	bit := fmt.Sprintf("%#x", r.opts.MasqueradeMark)
 	out.add(nat, r.name(markPacket), []string{fmt.Sprintf("-j MARK --set-xmark %s/%s", bit, bit)})
-	out.add(nat, r.name(postrouting), []string{
+	var hairpin []string
+	if r.withSets {
+		hairpin = append(hairpin, "-m conntrack --ctstate DNAT "+r.setMatch(hairpinSet, "dst,dst,src")+jump(r.name(markPacket)))
+	}
+	out.add(nat, r.name(postrouting), append(hairpin,
 		fmt.Sprintf("-m mark ! --mark %s/%s -j RETURN", bit, bit),
 		fmt.Sprintf("-j MARK --set-xmark %s/0x0", bit),
 		"-j MASQUERADE --random-fully",
-	})
+	))
 	if rules := r.outsiders(); len(rules) > 0 {
 		out.add(nat, r.name(outsiders), rules)
 	}
@@ -453,49 +459,60 @@ func (s *serviceRenderer) list(f *nodeview.Frontend, t *nodeview.Traffic) string
 	}
 	var known, random []string
 	for i := range t.Endpoints {
-		target, protocol := s.endpoint(f, &t.Endpoints[i])
+		protocol, target := s.endpoint(f, &t.Endpoints[i])
+		record := ""
 		if f.Affinity > 0 {
-			known = append(known, fmt.Sprintf(matchRecent+"--rcheck --seconds %d --reap %s-j %s", int64(f.Affinity/time.Second), s.clients(target), target))
+			clients := s.clients(f, &t.Endpoints[i])
+			record = matchRecent + "--set " + clients
+			known = append(known, fmt.Sprintf("%s%s--update --seconds %d --reap %s%s", protocol, matchRecent, int64(f.Affinity/time.Second), clients, jump(target)))
 		}
-		random = append(random, protocol+oneIn(len(t.Endpoints)-i)+jump(target))
+		random = append(random, protocol+oneIn(len(t.Endpoints)-i)+record+jump(target))
 	}
 	s.out.add(nat, chain, append(known, random...))
 	return chain
 }
 
 // The method endpoint returns the target that sends packets of f to the endpoint e. If a
-// rule with this target must match the protocol, the result protocol is that match. The
-// target is a chain if session affinity or masquerading needs more rules.
-func (s *serviceRenderer) endpoint(f *nodeview.Frontend, e *nodeview.Target) (target, protocol string) {
-	to := e.Addr.String()
+// rule with this target must match the protocol, the result protocol is that match. A
+// connection of the endpoint to itself is masqueraded: by an element of a set or, if that
+// is not possible, by a rule of a chain, which then is the target.
+func (s *serviceRenderer) endpoint(f *nodeview.Frontend, e *nodeview.Target) (protocol, target string) {
 	if e.Port != 0 {
-		to = netip.AddrPortFrom(e.Addr, uint16(e.Port)).String()
 		protocol = "-p " + protocolNames[f.Protocol] + " "
 	}
-	target = "DNAT --to-destination " + to
-	if !e.Local && f.Affinity == 0 {
-		return target, protocol
+	target = "DNAT --to-destination " + destination(e)
+	switch {
+	case !e.Local:
+	case s.withSets && e.Port != 0:
+		s.out.elements[element{hairpinSet, fmt.Sprintf("%s,%s:%d,%s", e.Addr, protocolNames[f.Protocol], e.Port, e.Addr)}] = true
+	default:
+		chain := s.hashed("E", s.key, port(f), destination(e))
+		s.out.add(nat, chain, []string{
+			fmt.Sprintf("-s %s %s", prefixOf(e.Addr), jump(s.name(markPacket))),
+			protocol + jump(target),
+		})
+		return "", chain
 	}
-	chain := s.hashed("E", s.key, port(f), to)
-	var rules []string
-	if e.Local { // a connection of the endpoint to itself
-		rules = append(rules, fmt.Sprintf("-s %s %s", prefixOf(e.Addr), jump(s.name(markPacket))))
+	return protocol, target
+}
+
+// destination returns the address to which packets for e are sent. It includes the port
+// unless e stands for all ports.
+func destination(e *nodeview.Target) string {
+	if e.Port == 0 {
+		return e.Addr.String()
 	}
-	if f.Affinity > 0 {
-		protocol += matchRecent + "--set " + s.clients(chain)
-	}
-	s.out.add(nat, chain, append(rules, protocol+jump(target)))
-	return chain, ""
+	return netip.AddrPortFrom(e.Addr, uint16(e.Port)).String()
 }
 
 // clients returns options of the iptables match "recent". The options select the list of
-// an endpoint's clients. The list has the name of the endpoint's chain.
-func (s *serviceRenderer) clients(chain string) string {
+// the clients of f that are connected to e.
+func (s *serviceRenderer) clients(f *nodeview.Frontend, e *nodeview.Target) string {
 	mask := "255.255.255.255"
 	if s.family == api.IPv6 {
 		mask = "ffff:ffff:ffff:ffff:ffff:ffff:ffff:ffff"
 	}
-	return fmt.Sprintf("--name %s --mask %s --rsource ", chain, mask)
+	return fmt.Sprintf("--name %s --mask %s --rsource ", s.hashed("E", s.key, port(f), destination(e)), mask)
 }
 
 // oneIn returns a match that selects one in n packets at random. The kernel stores the

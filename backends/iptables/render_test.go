@@ -7,6 +7,7 @@ package iptables
 import (
 	"fmt"
 	"net/netip"
+	"regexp"
 	"slices"
 	"strings"
 	"testing"
@@ -15,8 +16,11 @@ import (
 	"github.com/kpng-project/kpng/api"
 )
 
+// listPattern matches the name of a list of clients of session affinity.
+var listPattern = regexp.MustCompile(`--name (\S+)`)
+
 // lines returns the content of r, sorted. Chains of services get short names, such as
-// L1 for the first list.
+// L1 for the first list of endpoints. Lists of clients get names such as E1.
 func (r *rendered) lines(opts *Options) []string {
 	var out []string
 	names := map[string]string{}
@@ -28,11 +32,17 @@ func (r *rendered) lines(opts *Options) []string {
 	slices.SortFunc(ids, func(a, b chainID) int {
 		return strings.Compare(r.chains[a]+a.name[:len(opts.prefix())+1], r.chains[b]+b.name[:len(opts.prefix())+1])
 	})
-	for _, id := range ids {
-		kind := strings.TrimPrefix(id.name, opts.prefix())[0]
-		if _, ok := names[id.name]; !ok {
+	shorten := func(name string) {
+		kind := strings.TrimPrefix(name, opts.prefix())[0]
+		if _, ok := names[name]; !ok {
 			count[kind]++
-			names[id.name] = fmt.Sprintf("%c%d", kind, count[kind])
+			names[name] = fmt.Sprintf("%c%d", kind, count[kind])
+		}
+	}
+	for _, id := range ids {
+		shorten(id.name)
+		for _, m := range listPattern.FindAllStringSubmatch(r.chains[id], -1) {
+			shorten(m[1])
 		}
 	}
 	short := func(s string) string {
@@ -106,10 +116,18 @@ func TestServicesAreRendered(t *testing.T) {
 			nat L1 2: -p tcp -m statistic --mode random --probability 0.50000000000 -j DNAT --to-destination 10.1.0.2:8080
 			nat L1 3: -p tcp -j DNAT --to-destination 10.1.0.3:8080`,
 	}, {
-		name: "an endpoint on this node has a chain for connections to itself", family: api.IPv6,
+		name: "a set has the connections of an endpoint on this node to itself", family: api.IPv6,
 		view: view("a", "fd00:96::1f", "!fd00::1"), withSets: true,
 		want: `
 			CLUSTERIPS has fd00:96::1f
+			HAIRPIN has fd00::1,tcp:8080,fd00::1
+			nat DF1: -d fd00:96::1f/128 -p tcp -m tcp --dport 80 -m comment --comment "default/a:http" -j L1
+			nat L1 1: -p tcp -j DNAT --to-destination [fd00::1]:8080`,
+	}, {
+		name: "without sets, an endpoint on this node has a chain for connections to itself", family: api.IPv6,
+		view: view("a", "fd00:96::1f", "!fd00::1"),
+		want: `
+			filter DF1: -d fd00:96::1f/128 -m comment --comment "default/a" -j REJECT
 			nat DF1: -d fd00:96::1f/128 -p tcp -m tcp --dport 80 -m comment --comment "default/a:http" -j L1
 			nat E1 1: -s fd00::1/128 -j MARK
 			nat E1 2: -p tcp -j DNAT --to-destination [fd00::1]:8080
@@ -120,12 +138,10 @@ func TestServicesAreRendered(t *testing.T) {
 		want: `
 			CLUSTERIPS has 10.96.0.31
 			nat DF1: -d 10.96.0.31/32 -p tcp -m tcp --dport 80 -m comment --comment "default/a:http" -j L1
-			nat E1 1: -p tcp -m recent --set --name E1 --mask 255.255.255.255 --rsource -j DNAT --to-destination 10.1.0.1:8080
-			nat E2 1: -p tcp -m recent --set --name E2 --mask 255.255.255.255 --rsource -j DNAT --to-destination 10.1.0.2:8080
-			nat L1 1: -m recent --rcheck --seconds 100 --reap --name E1 --mask 255.255.255.255 --rsource -j E1
-			nat L1 2: -m recent --rcheck --seconds 100 --reap --name E2 --mask 255.255.255.255 --rsource -j E2
-			nat L1 3: -m statistic --mode random --probability 0.50000000000 -j E1
-			nat L1 4: -j E2`,
+			nat L1 1: -p tcp -m recent --update --seconds 100 --reap --name E1 --mask 255.255.255.255 --rsource -j DNAT --to-destination 10.1.0.1:8080
+			nat L1 2: -p tcp -m recent --update --seconds 100 --reap --name E2 --mask 255.255.255.255 --rsource -j DNAT --to-destination 10.1.0.2:8080
+			nat L1 3: -p tcp -m statistic --mode random --probability 0.50000000000 -m recent --set --name E1 --mask 255.255.255.255 --rsource -j DNAT --to-destination 10.1.0.1:8080
+			nat L1 4: -p tcp -m recent --set --name E2 --mask 255.255.255.255 --rsource -j DNAT --to-destination 10.1.0.2:8080`,
 	}, {
 		name: "no endpoint at all, with sets", family: api.IPv4, withSets: true,
 		view: view("a", "10.96.0.31", "", loadBalancer),

@@ -744,7 +744,11 @@ func (t *ruleset) prune(ctx context.Context, failing map[types.NamespacedName]bo
 	}
 	for _, list := range t.held {
 		for _, e := range list {
-			t.use(e, -1)
+			// The address of such an element is that of an endpoint, and any failing service may
+			// need it.
+			if e.set != hairpinSet || len(failing) == 0 {
+				t.use(e, -1)
+			}
 		}
 	}
 	clear(t.held)

@@ -66,10 +66,7 @@ func (l *localAddresses) close() {
 
 // open creates the interface unless it exists.
 func (l *localAddresses) open() error {
-	if err := l.connect(); err != nil {
-		return err
-	}
-	link, err := l.find()
+	link, err := l.connectAndFind()
 	if err != nil {
 		return err
 	}
@@ -130,12 +127,17 @@ func (l *localAddresses) find() (netlink.Link, error) {
 	return named, nil
 }
 
+// connectAndFind is like find, but connects to the kernel first.
+func (l *localAddresses) connectAndFind() (netlink.Link, error) {
+	if err := l.connect(); err != nil {
+		return nil, err
+	}
+	return l.find()
+}
+
 // delete deletes the interface and thereby all routes.
 func (l *localAddresses) delete() error {
-	if err := l.connect(); err != nil {
-		return err
-	}
-	link, err := l.find()
+	link, err := l.connectAndFind()
 	if err != nil || link == nil {
 		return err
 	}
@@ -177,10 +179,7 @@ func (l *localAddresses) remove(addr netip.Addr) error {
 // Without it, the kernel uses the destination as the source of the node's own connections.
 // These connections would end when the interface is deleted.
 func (l *localAddresses) useNodeSource() error {
-	if err := l.connect(); err != nil {
-		return err
-	}
-	link, err := l.find()
+	link, err := l.connectAndFind()
 	if err != nil || link == nil {
 		return err
 	}

@@ -19,12 +19,14 @@ import (
 )
 
 const (
-	// startTimeout limits the time until a process is ready. Only busy machines need more
-	// than a few seconds.
-	startTimeout = 2 * time.Minute
+	// startPatience limits the time in which a process that is not ready logs nothing. On
+	// busy machines and emulated ones, a start can take minutes.
+	startPatience = 2 * time.Minute
 	// stopTimeout limits the time until a process has ended after a signal. An API server
 	// waits a minute for its clients to end their watches.
 	stopTimeout = 90 * time.Second
+	// probeTimeout limits the time of a readiness check.
+	probeTimeout = 30 * time.Second
 	// pollInterval is the time between readiness checks.
 	pollInterval = 20 * time.Millisecond
 	// tailBytes is the maximum length of the log excerpt that a failed test prints.
@@ -123,16 +125,22 @@ func (p *Process) start(ctx context.Context) error {
 	return nil
 }
 
-// waitReady waits until the process is ready or has ended, but at most startTimeout.
+// waitReady waits until the process is ready or has ended. It fails if the process logs
+// nothing for startPatience.
 func (p *Process) waitReady(ctx context.Context) error {
-	ctx, cancel := context.WithTimeout(ctx, startTimeout)
-	defer cancel()
 	tick := time.NewTicker(pollInterval)
 	defer tick.Stop()
+	logged, since := p.logSize(), time.Now()
 	for {
 		err := p.ready(ctx)
 		if err == nil {
 			return nil
+		}
+		if size := p.logSize(); size != logged {
+			logged, since = size, time.Now()
+		}
+		if time.Since(since) > startPatience {
+			return fmt.Errorf("not ready, and logged nothing for %s: %w", startPatience, err)
 		}
 		select {
 		case <-p.ended:
@@ -215,7 +223,7 @@ func (p *Process) showLogOnFailure(t testing.TB) {
 
 // probe requests url and returns an error unless the status is 200.
 func probe(ctx context.Context, client *http.Client, url string) error {
-	ctx, cancel := context.WithTimeout(ctx, 5*time.Second)
+	ctx, cancel := context.WithTimeout(ctx, probeTimeout)
 	defer cancel()
 	req, err := http.NewRequestWithContext(ctx, http.MethodGet, url, nil)
 	if err != nil {

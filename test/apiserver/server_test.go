@@ -348,7 +348,7 @@ func next(t *testing.T, w watch.Interface) watch.Event {
 			t.Fatal("the watch ended")
 		}
 		return e
-	case <-time.After(startTimeout):
+	case <-time.After(startPatience):
 		t.Fatal("no event")
 		panic("unreachable")
 	}

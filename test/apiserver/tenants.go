@@ -105,7 +105,7 @@ func (s *Server) waitAllowed(ctx context.Context, user string, rules []rbacv1.Po
 	if len(rules) == 0 {
 		return nil
 	}
-	ctx, cancel := context.WithTimeout(ctx, startTimeout)
+	ctx, cancel := context.WithTimeout(ctx, startPatience)
 	defer cancel()
 	rule := rules[0]
 	attributes := &authorizationv1.ResourceAttributes{

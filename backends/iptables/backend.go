@@ -150,6 +150,7 @@ func (b *Backend) removeStale(ctx context.Context) {
 // newRulesets returns a ruleset for each family that the kernel has.
 func (b *Backend) newRulesets(flavour Flavour, ipset string) (list []*ruleset, err error) {
 	var nft *netfilter.Conn
+	transactions := new(uint32)
 	if flavour == NFT {
 		nft = netfilter.NewConn(b.opts.NetNS)
 	}
@@ -167,7 +168,7 @@ func (b *Backend) newRulesets(flavour Flavour, ipset string) (list []*ruleset, e
 		if err != nil {
 			return nil, err
 		}
-		run.nft = nft
+		run.nft, run.transactions = nft, transactions
 		list = append(list, &ruleset{renderer: renderer{opts: &b.opts, family: family}, run: run})
 	}
 	return list, nil
@@ -248,7 +249,7 @@ func (b *Backend) Sync(ctx context.Context, c *sink.Changes) error {
 func (b *Backend) program(ctx context.Context, c *sink.Changes) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	defer b.recordTransactions(ctx)()
+	defer b.recordTransactions(ctx)
 	if c.NodeChanged {
 		nodeaddr.SetNode(b.tasks.Addresses, c.Node)
 		b.node = c.Node
@@ -292,27 +293,17 @@ func (b *Backend) program(ctx context.Context, c *sink.Changes) error {
 	return failed.Err()
 }
 
-// recordTransactions is called before the backend changes rules. It returns a function
-// that is called after these changes. If no other program has changed nf_tables between
-// the two calls, the rulesets that Verify found correct still count as verified.
-func (b *Backend) recordTransactions(ctx context.Context) func() {
-	state := func() (generation, transactions uint32) {
-		for _, t := range b.rulesets {
-			transactions += t.run.transactions
-		}
-		generation, err := b.rulesets[0].run.generation(ctx)
-		if err != nil {
-			return 0, 0 // 0 means unknown; the next Verify reports the error
-		}
-		return generation, transactions
+// recordTransactions is called after the backend has changed rules. If no other program
+// has changed nf_tables since a ruleset was verified, the ruleset still counts as
+// verified.
+func (b *Backend) recordTransactions(ctx context.Context) {
+	generation, err := b.rulesets[0].run.generation(ctx)
+	if err != nil {
+		return // the next Verify reports the error
 	}
-	before, made := state()
-	return func() {
-		after, madeNow := state()
-		for _, t := range b.rulesets {
-			if before != 0 && t.verified == before && after-before == madeNow-made {
-				t.verified = after
-			}
+	for _, t := range b.rulesets {
+		if t.verified != 0 && generation-t.verified == *t.run.transactions-t.verifiedAt {
+			t.setVerified(generation)
 		}
 	}
 }

@@ -152,6 +152,13 @@ func verify(t testing.TB, b *Backend) error {
 	return b.Verify(t.Context())
 }
 
+// forget makes the next Verify read the rules, even if no other program has changed any.
+func forget(b *Backend) {
+	for _, t := range b.rulesets {
+		t.verified = 0
+	}
+}
+
 // saveAll returns the rules of a flavour in both families and all sets, without counters
 // and comments.
 func saveAll(t testing.TB, ns *netnstest.Namespace, flavour Flavour) string {

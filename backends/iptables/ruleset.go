@@ -81,8 +81,10 @@ type ruleset struct {
 	written map[chainID]bool
 	// edited is true if verify found edited rules and no pass has ended since.
 	edited bool
-	// verified is the generation of nf_tables in which verify found the right rules, or 0.
-	verified uint32
+	// verified is a generation of nf_tables in which the rules in the kernel are known, or
+	// 0. Another generation means that another program may have changed them. The field
+	// verifiedAt has the number of transactions that the backend had made by then.
+	verified, verifiedAt uint32
 }
 
 // record is what a service needs.
@@ -176,11 +178,16 @@ func (t *ruleset) begin(ctx context.Context) error {
 			return err
 		}
 	}
+	generation, err := t.run.generation(ctx)
+	if err != nil {
+		return err
+	}
 	saved, err := t.readRules(ctx)
 	if err != nil {
 		return err
 	}
 	*t = ruleset{
+		verified: generation, verifiedAt: *t.run.transactions,
 		renderer: t.renderer, run: t.run, failures: t.failures, edited: t.edited,
 		inexact: t.inexact, rewords: t.rewords, written: map[chainID]bool{},
 		records:         map[types.NamespacedName]*record{},
@@ -786,7 +793,7 @@ func (t *ruleset) verify(ctx context.Context) error {
 		if err := t.verifyRules(ctx); err != nil {
 			return err
 		}
-		t.verified = generation
+		t.setVerified(generation)
 	}
 	if !t.withSets {
 		return nil
@@ -809,6 +816,11 @@ func (t *ruleset) verify(ctx context.Context) error {
 		}
 	}
 	return nil
+}
+
+// setVerified records that the rules in the kernel are known in a generation.
+func (t *ruleset) setVerified(generation uint32) {
+	t.verified, t.verifiedAt = generation, *t.run.transactions
 }
 
 func (t *ruleset) verifyRules(ctx context.Context) error {

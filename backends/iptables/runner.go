@@ -34,7 +34,9 @@ type runner struct {
 	netNS                       int
 	nft                         *netfilter.Conn // nil in flavour legacy; the runners of both families share it
 	restored                    func(lines int, err error)
-	transactions                uint32 // the number of transactions of iptables-restore
+	// transactions is the number of transactions of iptables-restore. The runners of both
+	// families share it, because they share the generation of nf_tables.
+	transactions *uint32
 }
 
 // programName returns the name of a program of iptables, such as ip6tables-nft-save.
@@ -97,7 +99,7 @@ func newRunner(opts *Options, flavour Flavour, family api.Family, ipset string) 
 	}
 	return &runner{
 		flavour: flavour, restoreProgram: restore, saveProgram: save, ipset: ipset, family: family,
-		lockWait: opts.LockWait, netNS: opts.NetNS, restored: opts.Observer.Restored,
+		lockWait: opts.LockWait, netNS: opts.NetNS, restored: opts.Observer.Restored, transactions: new(uint32),
 	}, nil
 }
 
@@ -110,7 +112,7 @@ func (r *runner) restore(ctx context.Context, input string) error {
 	_, err := r.command(ctx, input, r.restoreProgram, "--noflush", "-w", seconds)
 	r.restored(strings.Count(input, "\n"), err)
 	if err == nil {
-		r.transactions += uint32(strings.Count(input, "\nCOMMIT\n"))
+		*r.transactions += uint32(strings.Count(input, "\nCOMMIT\n"))
 	}
 	var failed *programError
 	if errors.As(err, &failed) && failed.locked() {

@@ -24,6 +24,7 @@ import (
 	"github.com/kpng-project/kpng/backends/nodeaddr"
 	"github.com/kpng-project/kpng/internal/netnstest"
 	"github.com/kpng-project/kpng/sink"
+	"github.com/kpng-project/kpng/sink/sinktest"
 	"golang.org/x/sys/unix"
 	"k8s.io/apimachinery/pkg/types"
 )
@@ -35,6 +36,7 @@ func TestKernel(t *testing.T) {
 	}
 	t.Run("a module that is loaded later ends the failures", testModuleLoadedLater) // first, because it loads ip_vs
 	t.Run("changes by other programs are repaired", testRepair)
+	t.Run("a driver finds and repairs a changed virtual server", testRepairByDriver)
 	t.Run("virtual servers of other programs are not touched", testForeignServer)
 	t.Run("virtual servers of other programs are not touched after a failure", testForeignServerAfterFailure)
 	t.Run("a deleted table is created again", testTableDeleted)
@@ -78,8 +80,19 @@ func newNode(t testing.TB) *node {
 	return n
 }
 
-// restart makes a new backend, as a new process does.
+// restart makes and starts a new backend, as a new process does.
 func (n *node) restart(edit ...func(*Options)) {
+	n.t.Helper()
+	n.renew(edit...)
+	b := n.Backend
+	if err := b.Start(n.t.Context()); err != nil {
+		n.t.Fatal(err)
+	}
+	n.t.Cleanup(func() { b.Stop(context.Background()) })
+}
+
+// renew makes a new backend and does not start it.
+func (n *node) renew(edit ...func(*Options)) {
 	n.t.Helper()
 	opts := Options{
 		NetNS:         n.ns.FD,
@@ -93,10 +106,6 @@ func (n *node) restart(edit ...func(*Options)) {
 	if err != nil {
 		n.t.Fatal(err)
 	}
-	if err := b.Start(n.t.Context()); err != nil {
-		n.t.Fatal(err)
-	}
-	n.t.Cleanup(func() { b.Stop(context.Background()) })
 	n.Backend = b
 }
 
@@ -251,6 +260,62 @@ func testRepair(t *testing.T) {
 		if routes, err := d.local.list(); err != nil || len(routes) != 1 || !routes[web.Addr()] {
 			t.Errorf("%s: local addresses %v (%v)", name, routes, err)
 		}
+	}
+}
+
+func testRepairByDriver(t *testing.T) {
+	n := &node{t: t, ns: netnstest.New(t)}
+	n.renew()
+	src := sinktest.NewSource()
+	src.Set(view([]string{"10.1.0.1", "10.1.0.2"}, nil))
+	src.MarkSynced()
+	progress := make(chan error, 10_000)
+	d := sink.NewDriver(src, n.Backend, sink.Options{
+		VerifyInterval: 10 * time.Millisecond,
+		Observer: sink.Observer{
+			Synced: func(r sink.SyncResult) { progress <- r.Err },
+			Verified: func(_ time.Duration, err error) { // ends the pauses, so that the next Verify compares
+				n.mu.Lock()
+				defer n.mu.Unlock()
+				n.compareAt, n.searchAt = time.Time{}, time.Time{}
+				progress <- err
+			},
+		},
+	})
+	ctx, cancel := context.WithCancel(t.Context())
+	ended := make(chan error)
+	go func() { ended <- d.Run(ctx) }()
+	defer func() { cancel(); <-ended }()
+
+	other := &node{t: t, ns: n.ns} // another program: it has its own connection to IPVS
+	other.renew()
+	defer other.dataplane.close()
+	const want = "10.96.0.1:80/TCP rr 0 10.1.0.1:8080=1 10.1.0.2:8080=1"
+	until := func(what string) {
+		t.Helper()
+		for calls := 0; !slices.Equal(other.servers(), []string{want}); calls++ {
+			select {
+			case err := <-progress:
+				if calls == 1000 {
+					t.Fatalf("%s: not repaired by 1,000 calls of the driver: the last returned %v, and the virtual servers are %q", what, err, other.servers())
+				}
+			case <-time.After(time.Minute):
+				t.Fatalf("%s: the driver did nothing for a minute", what)
+			}
+		}
+	}
+	until("first pass")
+	web, c := id("10.96.0.1:80", api.TCP), &other.dataplane.conn
+	for what, change := range map[string]func() error{
+		"weight changed":         func() error { return c.setDestination(web, netip.MustParseAddrPort("10.1.0.1:8080"), false, 0) },
+		"endpoint deleted":       func() error { return c.deleteDestination(web, netip.MustParseAddrPort("10.1.0.1:8080")) },
+		"endpoint added":         func() error { return c.setDestination(web, netip.MustParseAddrPort("10.9.9.9:8080"), true, 1) },
+		"virtual server deleted": func() error { return c.delete(web) },
+	} {
+		if err := change(); err != nil {
+			t.Fatalf("%s: %v", what, err)
+		}
+		until(what)
 	}
 }
 

@@ -53,7 +53,11 @@ var (
 
 func kpngWith(name, backend string) proxy {
 	return proxy{name, func(t testing.TB, c *cluster, interval time.Duration) []string {
-		args := []string{gotool.BuildOwn(t, "./cmd/kpng"), "kube", "--kubeconfig", c.kubeconfig, "--node-name", nodeName, "to-local", backend, "--cluster-cidr", podCIDR.String()}
+		program := *kpngPath
+		if program == "" {
+			program = gotool.BuildOwn(t, "./cmd/kpng")
+		}
+		args := []string{program, "kube", "--kubeconfig", c.kubeconfig, "--node-name", nodeName, "to-local", backend, "--cluster-cidr", podCIDR.String()}
 		if interval != 0 {
 			args = append(args, "--min-sync-interval", interval.String())
 		} else if *profile != "" {

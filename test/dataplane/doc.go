@@ -13,6 +13,13 @@
 // and kube-proxy in iptables mode. Use the nft variant of the command iptables, because
 // the benchmark needs nftables notifications.
 //
+// Most kernels of virtual machines lack IPVS. Measure that mode in QEMU:
+//
+//	CGO_ENABLED=0 go build -C test -o /tmp/kernel ./kernel
+//	CGO_ENABLED=0 go build -o /tmp/kpng ./cmd/kpng
+//	cd test && CGO_ENABLED=0 go test -timeout 1h -exec "/tmp/kernel -memory 6000 -silence 5m" -run xxx -bench . -benchtime 1x ./dataplane \
+//		-args -kpng /tmp/kpng -shapes 50x10 -changes 20 -connects 200 -proxies kpng-ipvs,kube-proxy-ipvs
+//
 // The soak test changes services and endpoints at random while it makes connections:
 //
 //	go test -run Soak -timeout 1h ./dataplane -args -soak 30m

@@ -21,6 +21,7 @@ var (
 	proxies  = flag.String("proxies", "kpng,kube-proxy", "`list` of the proxies to measure: also kpng-iptables, kube-proxy-iptables and, where the kernel has IPVS, kpng-ipvs, kube-proxy-ipvs")
 	changes  = flag.Int("changes", 200, "`number` of endpoint changes, ten per second, for each latency")
 	profile  = flag.String("profile", "", "the `file` for a CPU profile of the first four seconds of kpng, with its default sync interval")
+	kpngPath = flag.String("kpng", "", "measure this `program` instead of building kpng")
 	connects = flag.Int("connects", 10_000, "`number` of connections that are timed")
 )
 

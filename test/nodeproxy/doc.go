@@ -2,14 +2,15 @@
 
 // Package nodeproxy tests the program kpng as a replacement for kube-proxy, with only the
 // capabilities that its DaemonSets grant. Network namespaces stand for the node, its pods
-// and a client. The tests use real packets and need root. All except
-// TestBackendsReplaceEachOther use a real API server.
+// and a client. The tests use real packets and need root. All except those of
+// replace_test.go use a real API server.
 //
-// TestBackendsReplaceEachOther includes the backend ipvs only if the kernel has IPVS. The
-// program kernel runs it on such a kernel. The flag -kpng saves the compilation of kpng
+// TestBackendsReplaceEachOther includes the backend ipvs only if the kernel has IPVS, and
+// TestMoveFromIPVSWithoutDrainBreaksConnections needs such a kernel. The program kernel
+// runs them on such a kernel. The flag -kpng saves the compilation of kpng
 // there, which would be slow:
 //
 //	CGO_ENABLED=0 go build -C test -o /tmp/kernel ./kernel
 //	CGO_ENABLED=0 go build -o /tmp/kpng ./cmd/kpng
-//	cd test && go test -exec /tmp/kernel ./nodeproxy -run Replace -kpng /tmp/kpng
+//	cd test && go test -exec /tmp/kernel ./nodeproxy -run 'Replace|MoveFrom' -kpng /tmp/kpng
 package nodeproxy

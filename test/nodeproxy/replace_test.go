@@ -61,29 +61,9 @@ status: {addresses: [{type: InternalIP, address: 10.2.0.1}, {type: InternalIP, a
 // a service. The test stops and cleans up a backend only after the next backend is ready.
 // Connections that began with the first backend must continue until the end.
 func TestBackendsReplaceEachOther(t *testing.T) {
-	w := newNetwork(t)
-	caller := newNamespace(t) // a pod on the node
-	join(t, w.node, "caller", "10.1.1.254/24", caller, "10.1.1.1/24")
-	w.node.Set(t, "ipv6/conf/all/forwarding=1")
-	w.addIPv6("client", "fd02::1/64", w.client, "fd02::2/64")
-	w.addIPv6("pods", "fd01::fe/64", w.pods, "fd01::1/64", "fd01::2/64")
-	w.addIPv6("caller", "fd01:1::fe/64", caller, "fd01:1::1/64")
-	// Without default routes, the node cannot send to cluster IPs.
-	w.node.Route(t, "default", "10.2.0.2", "client")
-	w.node.Route(t, "default", "fd02::2", "client")
-	for _, pod := range []string{pod1, pod2, "fd01::1", "fd01::2"} {
-		at := net.JoinHostPort(pod, fmt.Sprint(udpPort))
-		netnstest.Listen(t, w.pods.Do, at, func(c net.Conn) { io.Copy(c, c) })
-		if strings.Contains(pod, ":") {
-			netnstest.Answer(t, w.pods.Do, at, "pod")
-		}
-	}
-	file := filepath.Join(t.TempDir(), "services.yaml")
-	w.check(os.WriteFile(file, []byte(manifests), 0o600))
-	w.source = []string{"file", "-i", file}
-
+	w, caller := newDualStackNetwork(t)
 	backends := []string{"nftables", "iptables", "ipvs", "nftables"}
-	hasIPVS := exec.Command("modprobe", "--dry-run", "ip_vs").Run() == nil
+	hasIPVS := kernelHasIPVS()
 	if !hasIPVS {
 		backends = []string{"nftables", "iptables", "nftables"}
 	}
@@ -144,6 +124,68 @@ func TestBackendsReplaceEachOther(t *testing.T) {
 	if after := w.configuration(); after != before {
 		t.Errorf("configuration of the node before:\n%s\nand after cleanup:\n%s", before, after)
 	}
+}
+
+// newDualStackNetwork returns a network with IPv6, whose node gets the services of
+// manifests. It also returns the network namespace of another pod on the node.
+func newDualStackNetwork(t *testing.T) (w *network, caller namespace) {
+	t.Helper()
+	w, caller = newNetwork(t), newNamespace(t)
+	join(t, w.node, "caller", "10.1.1.254/24", caller, "10.1.1.1/24")
+	w.node.Set(t, "ipv6/conf/all/forwarding=1")
+	w.addIPv6("client", "fd02::1/64", w.client, "fd02::2/64")
+	w.addIPv6("pods", "fd01::fe/64", w.pods, "fd01::1/64", "fd01::2/64")
+	w.addIPv6("caller", "fd01:1::fe/64", caller, "fd01:1::1/64")
+	// Without default routes, the node cannot send to cluster IPs.
+	w.node.Route(t, "default", "10.2.0.2", "client")
+	w.node.Route(t, "default", "fd02::2", "client")
+	for _, pod := range []string{pod1, pod2, "fd01::1", "fd01::2"} {
+		at := net.JoinHostPort(pod, fmt.Sprint(udpPort))
+		netnstest.Listen(t, w.pods.Do, at, func(c net.Conn) { io.Copy(c, c) })
+		if strings.Contains(pod, ":") {
+			netnstest.Answer(t, w.pods.Do, at, "pod")
+		}
+	}
+	file := filepath.Join(t.TempDir(), "services.yaml")
+	w.check(os.WriteFile(file, []byte(manifests), 0o600))
+	w.source = []string{"file", "-i", file}
+	return w, caller
+}
+
+func kernelHasIPVS() bool { return exec.Command("modprobe", "--dry-run", "ip_vs").Run() == nil }
+
+// TestMoveFromIPVSWithoutDrainBreaksConnections shows why "kpng cleanup ipvs" has the flag
+// --drain, and that TestBackendsReplaceEachOther can fail.
+func TestMoveFromIPVSWithoutDrainBreaksConnections(t *testing.T) {
+	if !kernelHasIPVS() {
+		t.Skip("the kernel has no IPVS; run this test with test/kernel")
+	}
+	w, _ := newDualStackNetwork(t)
+	endIPVS := w.run("ipvs", "127.0.0.1:10256")
+	c := &client{name: "client to a node port", from: w.client, to: "10.2.0.1:30080"}
+	c.connect(t)
+	if err := exchange(c.tcp[0]); err != nil {
+		t.Fatalf("connection through IPVS: %v", err)
+	}
+	end := w.run("nftables", "127.0.0.1:10257")
+	if err := endIPVS(os.Interrupt); err != nil {
+		t.Error(err)
+	}
+	if err := exchange(c.tcp[0]); err != nil {
+		t.Errorf("the connection ended before clean-up: %v", err)
+	}
+	w.cleanUp("ipvs")
+	if err := exchange(c.tcp[0]); err == nil {
+		t.Error("the connection through IPVS works after clean-up without --drain")
+	}
+	c.connect(t)
+	if err := exchange(c.tcp[1]); err != nil {
+		t.Errorf("new connection through nftables: %v", err)
+	}
+	if err := end(os.Interrupt); err != nil {
+		t.Error(err)
+	}
+	w.cleanUp("nftables")
 }
 
 // addIPv6 adds IPv6 addresses to interfaces that join has made.

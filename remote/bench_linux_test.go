@@ -13,6 +13,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"syscall"
 	"testing"
@@ -24,6 +25,8 @@ import (
 	"github.com/kpng-project/kpng/cluster"
 	"github.com/kpng-project/kpng/internal/apitest"
 	"github.com/kpng-project/kpng/remote"
+	"github.com/kpng-project/kpng/remote/transport"
+	watcher "github.com/kpng-project/kpng/watcher/remote"
 	"google.golang.org/grpc"
 	"k8s.io/klog/v2"
 )
@@ -69,12 +72,42 @@ func benchSlice(i, nodes int, ready bool) *api.EndpointSlice {
 	return s
 }
 
+type fanoutSize struct{ nodes, perNode int }
+
+func (s fanoutSize) String() string {
+	return fmt.Sprintf("nodes=%d/streams=%d", s.nodes, s.nodes*s.perNode)
+}
+
+var fanoutSizes = []fanoutSize{{100, 50}, {1000, 1}, {5000, 1}}
+
+// measureFanout repeats a change and waits until all streams have received it.
+func measureFanout(b *testing.B, lastData func() time.Time, next func() *crowdRound, change func(ready bool)) {
+	var middle, reached, sent []time.Duration
+	cpu := cpuTime(b)
+	for ready := false; b.Loop(); ready = !ready {
+		time.Sleep(100 * time.Millisecond)
+		committed := time.Now()
+		change(ready)
+		round := next()
+		middle = append(middle, round.syncTime(0.5).Sub(committed))
+		reached = append(reached, round.syncTime(1).Sub(committed))
+		sent = append(sent, lastData().Sub(committed))
+	}
+	for unit, list := range map[string][]time.Duration{"half-reached": middle, "all-reached": reached, "all-sent": sent} {
+		slices.Sort(list)
+		b.ReportMetric(milliseconds(list[len(list)/2]), unit+"-p50-ms")
+		b.ReportMetric(milliseconds(list[(len(list)*99+99)/100-1]), unit+"-p99-ms")
+	}
+	b.ReportMetric(milliseconds(cpuTime(b)-cpu)/float64(b.N), "server-cpu-ms/change")
+	b.ReportMetric(0, "ns/op")
+}
+
 // BenchmarkFanout changes one endpoint of a large cluster and waits until all streams
 // have received the change. The streams resume with tokens, so that the server does not
 // send the whole state first. The next change follows 100 ms after the last delivery.
 func BenchmarkFanout(b *testing.B) {
-	for _, size := range []struct{ nodes, perNode int }{{100, 50}, {5000, 1}} {
-		b.Run(fmt.Sprintf("nodes=%d/streams=%d", size.nodes, size.nodes*size.perNode), func(b *testing.B) {
+	for _, size := range fanoutSizes {
+		b.Run(size.String(), func(b *testing.B) {
 			state := largeState(10_000, size.nodes)
 			l := &benchListener{Listener: listen(b, socket(b))}
 			server := serveBench(b, state, l)
@@ -82,29 +115,79 @@ func BenchmarkFanout(b *testing.B) {
 			next := newCrowd(server, state, l, size.perNode).start(b)
 			next()
 			perStream := float64(memory()-idle) / float64(size.nodes*size.perNode)
-			var middle, reached, sent []time.Duration
-			before, cpu := server.Stats(), cpuTime(b)
-			for ready := false; b.Loop(); ready = !ready {
-				time.Sleep(100 * time.Millisecond)
-				committed := time.Now()
+			before := server.Stats()
+			measureFanout(b, l.lastData, next, func(ready bool) {
 				update(state, func(to apitest.Writer) { to.SetSlice(benchSlice(0, size.nodes, ready)) })
-				round := next()
-				middle = append(middle, round.syncTime(0.5).Sub(committed))
-				reached = append(reached, round.syncTime(1).Sub(committed))
-				sent = append(sent, l.lastData().Sub(committed))
-			}
+			})
 			after := server.Stats()
-			n := float64(b.N)
-			for unit, list := range map[string][]time.Duration{"half-reached": middle, "all-reached": reached, "all-sent": sent} {
-				slices.Sort(list)
-				b.ReportMetric(milliseconds(list[len(list)/2]), unit+"-p50-ms")
-				b.ReportMetric(milliseconds(list[(len(list)*99+99)/100-1]), unit+"-p99-ms")
-			}
-			b.ReportMetric(milliseconds(cpuTime(b)-cpu)/n, "server-cpu-ms/change")
-			b.ReportMetric(float64(after.Views-before.Views)/n, "views/change")
-			b.ReportMetric(float64(after.Values-before.Values)/n, "values/change")
+			b.ReportMetric(float64(after.Views-before.Views)/float64(b.N), "views/change")
+			b.ReportMetric(float64(after.Values-before.Values)/float64(b.N), "values/change")
+			b.ReportMetric(float64(after.Bytes-before.Bytes)/float64(b.N*size.nodes*size.perNode), "B/answer")
 			b.ReportMetric(perStream, "B/stream")
-			b.ReportMetric(0, "ns/op")
+		})
+	}
+}
+
+// BenchmarkRelayedFanout is BenchmarkFanout with a tier of relays between the server and
+// the streams. Server and relays share one process.
+func BenchmarkRelayedFanout(b *testing.B) {
+	const nodes = 5000
+	for _, relays := range []int{1, 5} {
+		b.Run(fmt.Sprintf("nodes=%d/relays=%d", nodes, relays), func(b *testing.B) {
+			state := largeState(10_000, nodes)
+			top := listen(b, socket(b))
+			server, err := remote.NewServer(state, remote.ServerOptions{ServeCluster: true})
+			if err != nil {
+				b.Fatal(err)
+			}
+			ctx := klog.NewContext(b.Context(), logr.Discard())
+			go server.Serve(ctx, top)
+			var listeners []*benchListener
+			var rounds []func() *crowdRound
+			for r := range relays {
+				copied := cluster.New(cluster.Options{Resumable: true})
+				go watcher.Watch(ctx, copied, watcher.Options{DialOptions: transport.DialOptions{Addresses: []string{"unix://" + top.Addr().String()}}})
+				<-copied.Synced()
+				l := &benchListener{Listener: listen(b, socket(b))}
+				c := newCrowd(serveBench(b, copied, l), state, l, 1)
+				slices.SortFunc(c.Nodes, func(a, b crowdNode) int { return strings.Compare(a.Name, b.Name) })
+				c.Nodes = c.Nodes[nodes*r/relays : nodes*(r+1)/relays]
+				listeners, rounds = append(listeners, l), append(rounds, c.start(b))
+			}
+			next := func() *crowdRound {
+				all := &crowdRound{}
+				for _, next := range rounds {
+					all.Synced = append(all.Synced, next().Synced...)
+				}
+				slices.Sort(all.Synced)
+				return all
+			}
+			next()
+			last := func() time.Time {
+				return slices.MaxFunc(listeners, func(a, b *benchListener) int { return a.lastData().Compare(b.lastData()) }).lastData()
+			}
+			measureFanout(b, last, next, func(ready bool) {
+				update(state, func(to apitest.Writer) { to.SetSlice(benchSlice(0, nodes, ready)) })
+			})
+		})
+	}
+}
+
+// BenchmarkBareFanout is BenchmarkFanout with a server that has the same gRPC options but
+// sends the same message to all streams. The message is encoded only once. Thus it
+// measures what gRPC needs.
+func BenchmarkBareFanout(b *testing.B) {
+	for _, size := range fanoutSizes {
+		b.Run(size.String(), func(b *testing.B) {
+			state := largeState(100, size.nodes)
+			l := &benchListener{Listener: listen(b, socket(b))}
+			server := serveBare(b, newBenchServer(b, state).BareGRPC(), l)
+			next := newCrowd(nil, state, l, size.perNode).start(b)
+			next()
+			measureFanout(b, l.lastData, next, func(bool) {
+				time.Sleep(10 * time.Millisecond) // as long as a Server gathers changes
+				server.sendAll()
+			})
 		})
 	}
 }
@@ -138,9 +221,12 @@ func BenchmarkInitialSync(b *testing.B) {
 // bareServer with the gRPC options of the Server, and a bareServer with the default
 // options of gRPC.
 func BenchmarkIdleStreams(b *testing.B) {
-	for _, size := range []struct{ nodes, perNode int }{{100, 50}, {5000, 1}} {
+	for _, size := range fanoutSizes {
+		if size.nodes == 1000 {
+			continue
+		}
 		for _, kind := range []string{"kpng", "grpc", "grpc-defaults"} {
-			b.Run(fmt.Sprintf("nodes=%d/streams=%d/%s", size.nodes, size.nodes*size.perNode, kind), func(b *testing.B) {
+			b.Run(size.String()+"/"+kind, func(b *testing.B) {
 				for b.Loop() {
 					state := largeState(100, size.nodes)
 					server, l := (*remote.Server)(nil), &benchListener{Listener: listen(b, socket(b))}
@@ -161,30 +247,72 @@ func BenchmarkIdleStreams(b *testing.B) {
 	}
 }
 
-func serveBare(b *testing.B, server *grpc.Server, l net.Listener) {
-	localv1.RegisterSetsServer(server, bareServer{})
+func serveBare(b *testing.B, server *grpc.Server, l net.Listener) *bareServer {
+	bare := &bareServer{change: make(chan struct{})}
+	localv1.RegisterSetsServer(server, bare)
 	go server.Serve(l)
-	b.Cleanup(server.Stop)
+	b.Cleanup(func() {
+		server.Stop()
+		bare.sendAll() // ends the streams
+	})
+	return bare
 }
 
-// bareServer answers the first request of each stream and ignores later requests.
+// bareServer answers the first request of each stream. It answers each later request when
+// sendAll is called.
 type bareServer struct {
 	localv1.UnimplementedSetsServer
+
+	mu       sync.Mutex
+	change   chan struct{} // closed by sendAll
+	prepared *grpc.PreparedMsg
+}
+
+func (s *bareServer) sendAll() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	close(s.change)
+	s.change = make(chan struct{})
+}
+
+// next returns the channel that the next sendAll closes.
+func (s *bareServer) next() chan struct{} {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.change
+}
+
+// message returns the message, which has about the size of an answer of a Server.
+func (s *bareServer) message(stream grpc.ServerStream) (*grpc.PreparedMsg, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.prepared != nil {
+		return s.prepared, nil
+	}
+	set := &localv1.OpItem_Set{Set: &localv1.Value{Ref: &localv1.Ref{Set: localv1.Set_EndpointsSet, Path: "bench/svc-00000/172.25.0.0"}, Bytes: make([]byte, 60)}}
+	sync := &localv1.OpItem{Op: &localv1.OpItem_Sync{Sync: &localv1.EmptyOp{}}, Resume: make([]byte, 40)}
+	s.prepared = &grpc.PreparedMsg{}
+	return s.prepared, s.prepared.Encode(stream, &localv1.OpItem{Batch: []*localv1.OpItem{{Op: set}, sync}})
 }
 
 // Watch implements localv1.SetsServer.
-func (bareServer) Watch(stream grpc.BidiStreamingServer[localv1.WatchReq, localv1.OpItem]) error {
+func (s *bareServer) Watch(stream grpc.BidiStreamingServer[localv1.WatchReq, localv1.OpItem]) error {
 	if _, err := stream.Recv(); err != nil {
 		return err
 	}
-	sync := &localv1.OpItem{Op: &localv1.OpItem_Sync{Sync: &localv1.EmptyOp{}}}
-	if err := stream.Send(&localv1.OpItem{Batch: []*localv1.OpItem{sync}}); err != nil {
-		return err
-	}
 	for {
+		next := s.next()
+		message, err := s.message(stream)
+		if err != nil {
+			return err
+		}
+		if err := stream.SendMsg(message); err != nil {
+			return err
+		}
 		if _, err := stream.Recv(); err != nil {
 			return err
 		}
+		<-next
 	}
 }
 

@@ -6,6 +6,7 @@ import (
 	"context"
 	"iter"
 	"sync"
+	"time"
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/api/localv1"
@@ -25,7 +26,7 @@ type ClientOptions struct {
 }
 
 // Client is a [sink.Source] that follows a server's view of one node. The program has to
-// call [Client.Run]. Run, Node and Views are safe for concurrent use. Only one goroutine
+// call [Client.Run]. Run, Node, Stale and Views are safe for concurrent use. Only one goroutine
 // at a time may call the methods of Source.
 type Client struct {
 	opts   ClientOptions
@@ -36,6 +37,8 @@ type Client struct {
 	state   *clientState
 	changed chan struct{} // closed when state changes
 	token   []byte        // token of the last Sync; only Run uses it
+	stale   bool          // the server has lost its own source
+	lost    time.Time     // when the connection was lost; zero while there is one
 
 	reader reader
 }
@@ -82,6 +85,7 @@ func (c *Client) follow(ctx context.Context, conn *grpc.ClientConn, heard func(c
 	if err != nil {
 		return err
 	}
+	defer c.disconnected()
 	token := c.token
 	for {
 		if err := stream.Send(c.request(token)); err != nil {
@@ -134,6 +138,7 @@ func (c *Client) commit(a *answer) {
 	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
+	c.stale, c.lost = a.stale, time.Time{}
 	now := &clientState{c.state.revision + 1, c.views.Snapshot(), c.state.node}
 	if a.nodeNamed {
 		now.node = a.node
@@ -144,6 +149,27 @@ func (c *Client) commit(a *answer) {
 	c.state = now
 	close(c.changed)
 	c.changed = make(chan struct{})
+}
+
+// disconnected records the loss of the connection.
+func (c *Client) disconnected() {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.lost.IsZero() {
+		c.lost = time.Now()
+	}
+}
+
+// staleAfter is how long the server may be unreachable before the client's state is stale.
+const staleAfter = 3 * time.Minute
+
+// Stale reports whether the client's state may be old: there has been no connection to a
+// server for more than three minutes, or the server has lost its own source. It is false
+// until the first answer. It is safe for concurrent use.
+func (c *Client) Stale() bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.state.revision > 0 && (c.stale || !c.lost.IsZero() && time.Since(c.lost) >= staleAfter)
 }
 
 // Node returns the latest Node from the server, or nil if none is known.

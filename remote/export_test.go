@@ -3,6 +3,8 @@
 package remote
 
 import (
+	"time"
+
 	"github.com/kpng-project/kpng/api"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/credentials/insecure"
@@ -17,5 +19,17 @@ func (s *Server) BareGRPC() *grpc.Server {
 // endpoints, and has received the current state.
 func (s *Server) TokenFor(node *api.Node) []byte {
 	w := &watch{name: node.Name, who: complete}
-	return s.newToken(s.state.Snapshot().Revision, w.depends(node)...)
+	return s.newToken(s.state.Snapshot().Revision, w.newTarget(node).facts)
+}
+
+// AgeLoss makes the loss of the client's connection appear older. It returns false while
+// the client is connected.
+func (c *Client) AgeLoss(by time.Duration) bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.lost.IsZero() {
+		return false
+	}
+	c.lost = c.lost.Add(-by)
+	return true
 }

@@ -6,6 +6,7 @@ import (
 	"context"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/kpng-project/kpng/api"
@@ -28,9 +29,11 @@ type publisher struct {
 	state    cluster.Reader
 	interval time.Duration
 
-	mu       sync.Mutex
-	snapshot *cluster.Objects // nil until the state is synced
-	next     chan struct{}    // closed when snapshot is replaced
+	snapshot atomic.Pointer[cluster.Objects] // nil until the state is synced
+	stopped  atomic.Bool
+
+	mu      sync.Mutex
+	waiting map[waker]struct{} // the streams that wait for the next snapshot
 
 	// cacheMu guards the last result of stateChanges, which many streams need.
 	cacheMu  sync.Mutex
@@ -38,19 +41,59 @@ type publisher struct {
 	changed  []stateChange
 }
 
-// get returns the present snapshot, or nil if there is none yet. The channel closes when
-// the next snapshot replaces this one.
-func (p *publisher) get() (*cluster.Objects, <-chan struct{}) {
+// waker wakes one stream. Each stream waits for its own channel only, because waiting for
+// several channels that all streams share costs much more.
+type waker chan struct{} // has room for one element
+
+func newWaker() waker { return make(waker, 1) }
+
+func (w waker) wake() {
+	select {
+	case w <- struct{}{}:
+	default: // already awake
+	}
+}
+
+// get returns the present snapshot, or nil if there is none yet.
+func (p *publisher) get() *cluster.Objects { return p.snapshot.Load() }
+
+// wait waits until a snapshot has replaced the given one, until the publisher wakes all
+// streams for another reason, or until another goroutine calls w.wake.
+func (p *publisher) wait(seen *cluster.Objects, w waker) {
+	p.mu.Lock()
+	if p.stopped.Load() || p.snapshot.Load() != seen {
+		p.mu.Unlock()
+		return
+	}
+	p.waiting[w] = struct{}{}
+	p.mu.Unlock()
+	<-w // without a lock afterwards, because all streams wake at the same time
+}
+
+// forget releases a waker. It is called when its stream ends.
+func (p *publisher) forget(w waker) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	return p.snapshot, p.next
+	delete(p.waiting, w)
+}
+
+// wakeAll calls change and wakes all streams that wait.
+func (p *publisher) wakeAll(change func()) {
+	p.mu.Lock()
+	change()
+	waiting := p.waiting
+	p.waiting = make(map[waker]struct{}, len(waiting))
+	p.mu.Unlock()
+	for w := range waiting {
+		w.wake()
+	}
 }
 
 // lags reports whether a snapshot is so old that its memory should be freed. The limit is
 // twice the limit for cursors in package diffstore, because most changes count twice: in
 // the store of the changed object, and in the store of the joined states.
 func (p *publisher) lags(snapshot *cluster.Objects) bool {
-	present, _ := p.get()
+	present := p.get()
 	return int(present.Revision-snapshot.Revision) > 2*max(10_000, present.States.Len()/4)
 }
 
@@ -68,11 +111,17 @@ func (p *publisher) stateChanges(d statesDelta) []stateChange {
 	return p.changed
 }
 
-// run publishes snapshots until ctx ends.
+// run publishes snapshots until ctx ends. It also wakes all streams each minute, so that
+// they can renew tokens.
 func (p *publisher) run(ctx context.Context) error {
+	minute := time.NewTicker(time.Minute)
+	defer minute.Stop()
 	for revision := diffstore.Revision(0); ; {
 		select {
 		case <-p.state.Changed(revision):
+		case <-minute.C:
+			p.wakeAll(func() {})
+			continue
 		case <-ctx.Done():
 			return nil
 		}
@@ -85,10 +134,6 @@ func (p *publisher) run(ctx context.Context) error {
 		}
 		snapshot := p.state.Objects()
 		revision = snapshot.Revision
-		p.mu.Lock()
-		p.snapshot = snapshot
-		close(p.next)
-		p.next = make(chan struct{})
-		p.mu.Unlock()
+		p.wakeAll(func() { p.snapshot.Store(snapshot) })
 	}
 }

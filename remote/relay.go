@@ -30,7 +30,7 @@ func (s clusterServer) Watch(stream grpc.BidiStreamingServer[clusterv1.WatchRequ
 			return nil, err
 		}
 		r := &relay{server: s.Server, sender: sender{server: s.Server, stream: stream, caller: c}}
-		r.revision = s.readToken(req.GetResume())
+		r.revision = s.readToken(req.GetResume(), nil)
 		return r, nil
 	})
 }
@@ -80,7 +80,7 @@ func (r *relay) send(snapshot *cluster.Objects) (bool, error) {
 	if err := add(r, nodes, &r.part.Nodes, localv1.FromNode, &r.part.DeletedNodes, name); err != nil {
 		return true, err
 	}
-	r.part.Token, r.part.Stale = r.server.newToken(snapshot.Revision), snapshot.Stale
+	r.part.Token, r.part.Stale = r.server.newToken(snapshot.Revision, nil), snapshot.Stale
 	r.revision, r.synced = snapshot.Revision, true
 	return true, r.flush()
 }

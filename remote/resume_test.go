@@ -426,3 +426,52 @@ func TestPartialAnswerIsInvisible(t *testing.T) {
 		}
 	}
 }
+
+// A client's only server loses its own source, and later ends.
+func TestStaleClient(t *testing.T) {
+	set := func(s *cluster.State, name string, stale bool) {
+		s.Update(func(tx *cluster.Tx) {
+			tx.SetService(plain(name, 1))
+			tx.SetStale(stale)
+		})
+	}
+	state, address := manyServices(0), socket(t)
+	set(state, "a", true)
+	_, stop := serve(t, state, address, quick)
+	client, _ := follow(t, "n", address)
+	if client.Stale() {
+		t.Error("stale before the first answer")
+	}
+	rec := sinktest.NewRecorder(t, nil)
+	drive(t, client, rec)
+	wait := func(syncs int) {
+		t.Helper()
+		if err := rec.WaitSyncs(within(t), syncs); err != nil {
+			t.Fatal(err)
+		}
+	}
+	wait(1)
+	if !client.Stale() {
+		t.Error("not stale although the server is")
+	}
+	set(state, "b", false)
+	wait(2)
+	if client.Stale() {
+		t.Error("stale although the server is not")
+	}
+	stop()
+	for ctx := within(t); !client.AgeLoss(4 * time.Minute); time.Sleep(time.Millisecond) {
+		if ctx.Err() != nil {
+			t.Fatal("the client does not notice the end of the server")
+		}
+	}
+	if !client.Stale() {
+		t.Error("not stale four minutes after the end of the server")
+	}
+	set(state, "c", false)
+	serve(t, state, address, quick)
+	wait(3)
+	if client.Stale() {
+		t.Error("stale after the server came back")
+	}
+}

@@ -105,7 +105,6 @@ type Server struct {
 	published *publisher
 	views     *views
 	peers     *peers
-	stopping  chan struct{}
 }
 
 // NewServer returns a server of the given state. It answers clients when the state is
@@ -135,10 +134,9 @@ func NewServer(state cluster.Reader, opts ServerOptions) (*Server, error) {
 		opts:      opts,
 		state:     state,
 		instance:  instance,
-		published: &publisher{state: state, interval: opts.BatchInterval, next: make(chan struct{})},
+		published: &publisher{state: state, interval: opts.BatchInterval, waiting: map[waker]struct{}{}},
 		views:     newViews(opts.Limits.CacheBytes),
 		peers:     &peers{limits: opts.Limits, byHost: map[string]int{}, byName: map[string]*account{}, open: map[*openStream]struct{}{}},
-		stopping:  make(chan struct{}),
 	}, nil
 }
 
@@ -177,7 +175,7 @@ func (s *Server) Serve(ctx context.Context, listeners ...net.Listener) error {
 	}
 	group.Go(func() error {
 		<-serving.Done()
-		close(s.stopping)
+		s.published.wakeAll(func() { s.published.stopped.Store(true) })
 		timer := time.AfterFunc(s.opts.StopTimeout, server.Stop)
 		defer timer.Stop()
 		server.GracefulStop()

@@ -61,8 +61,11 @@ func serveStream[Request, Response any](s *Server, stream grpc.BidiStreamingServ
 	}
 	open := &openStream{peer: c.name, node: l.nodeName(), since: time.Now()}
 	defer s.peers.opened(open)()
+	waker := newWaker()
+	defer s.published.forget(waker)
+	defer context.AfterFunc(ctx, waker.wake)()
 	for {
-		sent, err := s.answer(ctx, l.send, open)
+		sent, err := s.answer(ctx, waker, l.send, open)
 		if err != nil {
 			return err
 		}
@@ -87,23 +90,20 @@ func endOf(err error) error {
 // answer calls send for each new snapshot, until send reports that it sent something. It
 // returns the revision of the sent snapshot. If there is nothing to send for a snapshot,
 // the client already has that revision.
-func (s *Server) answer(ctx context.Context, send func(*cluster.Objects) (bool, error), open *openStream) (diffstore.Revision, error) {
-	renew := time.NewTicker(renewTokens)
-	defer renew.Stop()
+func (s *Server) answer(ctx context.Context, w waker, send func(*cluster.Objects) (bool, error), open *openStream) (diffstore.Revision, error) {
 	for {
-		snapshot, next := s.published.get()
+		snapshot := s.published.get()
 		if snapshot != nil {
 			if sent, err := send(snapshot); sent || err != nil {
 				return snapshot.Revision, err
 			}
 			open.revision.Store(uint64(snapshot.Revision))
 		}
-		select {
-		case <-next:
-		case <-renew.C:
-		case <-ctx.Done():
+		s.published.wait(snapshot, w)
+		switch {
+		case ctx.Err() != nil:
 			return 0, context.Cause(ctx)
-		case <-s.stopping:
+		case s.published.stopped.Load():
 			return 0, status.Error(codes.Unavailable, "server is stopping")
 		}
 	}
@@ -120,6 +120,9 @@ type sender struct {
 	snapshot *cluster.Objects
 	started  time.Time
 	sent     int // bytes
+
+	// stalled closes the connection. It runs while a message is sent.
+	stalled *time.Timer
 }
 
 func (s *sender) begin(snapshot *cluster.Objects) {
@@ -137,9 +140,13 @@ func (s *sender) send(m *raw) error {
 		return status.Error(codes.Aborted, "the cluster changes faster than the client reads")
 	}
 	patience := min(timeout, time.Duration(1+s.sent/batchBytes)*timeout-elapsed)
-	stalled := time.AfterFunc(patience, func() { s.caller.conn.Close() })
+	if s.stalled == nil {
+		s.stalled = time.AfterFunc(patience, func() { s.caller.conn.Close() })
+	} else {
+		s.stalled.Reset(patience)
+	}
 	err := s.stream.SendMsg(m)
-	if !stalled.Stop() {
+	if !s.stalled.Stop() {
 		peers.stalled.Add(1)
 		return status.Error(codes.DeadlineExceeded, "the client reads too slowly")
 	}

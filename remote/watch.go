@@ -41,7 +41,19 @@ type watch struct {
 	token         diffstore.Revision
 	renewed       time.Time
 	cursor        *statesCursor
-	node          *api.Node
+	target        target
+	nodes         diffstore.Revision // the revision of all nodes in which target was read
+}
+
+// target is a client's node, with the facts on which its views depend.
+type target struct {
+	node  *api.Node // nil if the node does not exist
+	zone  string
+	facts []byte // for tokens
+}
+
+func (w *watch) newTarget(node *api.Node) target {
+	return target{node, node.Zone(), tokenFacts(w.name, node.Zone(), fmt.Sprint(w.who, w.frontends))}
 }
 
 // setsServer sends views to nodes.
@@ -108,15 +120,19 @@ func (w *watch) nodeName() string { return w.name }
 
 // send implements subscriber.
 func (w *watch) send(snapshot *cluster.Objects) (bool, error) {
-	node, _ := snapshot.Nodes.Get(w.name)
+	target := w.target
+	if r := snapshot.Nodes.Revision(); r != w.nodes || !w.synced {
+		node, _ := snapshot.Nodes.Get(w.name)
+		target, w.nodes = w.newTarget(node), r
+	}
 	w.sender.begin(snapshot)
-	w.sendDifference(snapshot, node)
+	w.sendDifference(snapshot, &target)
 	sent := w.sender.sent > 0 || w.sender.size > 0 || !w.synced || w.tokens && w.mayExpire(snapshot) || w.stale != snapshot.Stale
 	if sent {
-		w.sync(snapshot, node)
+		w.sync(snapshot, &target)
 	}
 	w.cursor.Advance(snapshot.States)
-	w.node = node
+	w.target = target
 	return sent, w.sender.err
 }
 
@@ -127,10 +143,10 @@ func (w *watch) mayExpire(snapshot *cluster.Objects) bool {
 }
 
 // sync sends the Sync that ends an answer, with a new token.
-func (w *watch) sync(snapshot *cluster.Objects, node *api.Node) {
+func (w *watch) sync(snapshot *cluster.Objects, to *target) {
 	var token []byte
 	if w.tokens {
-		token = w.server.newToken(snapshot.Revision, w.depends(node)...)
+		token = w.server.newToken(snapshot.Revision, to.facts)
 		w.token, w.renewed = snapshot.Revision, time.Now()
 	}
 	w.sender.ops(syncFrame(token, snapshot.Stale))
@@ -141,58 +157,59 @@ func (w *watch) sync(snapshot *cluster.Objects, node *api.Node) {
 // A token records a client's position: the server, the revision, and other facts on which
 // the client's views depend. Only the server reads it; a client returns it unchanged.
 
-// newToken returns the token for a revision. The client's views depend on the facts in
-// depends, such as the node and its zone.
-func (s *Server) newToken(revision diffstore.Revision, depends ...string) []byte {
-	b := append(make([]byte, 0, 128), s.instance...)
-	b = binary.AppendUvarint(b, uint64(revision))
-	for _, d := range depends {
-		b = append(binary.AppendUvarint(b, uint64(len(d))), d...)
+// tokenFacts encodes the facts on which a client's views depend, other than the cluster's
+// state.
+func tokenFacts(facts ...string) []byte {
+	var b []byte
+	for _, f := range facts {
+		b = append(binary.AppendUvarint(b, uint64(len(f))), f...)
 	}
 	return b
 }
 
+// newToken returns the token for a revision and for the given facts.
+func (s *Server) newToken(revision diffstore.Revision, facts []byte) []byte {
+	b := make([]byte, 0, len(s.instance)+binary.MaxVarintLen64+len(facts))
+	b = append(b, s.instance...)
+	b = binary.AppendUvarint(b, uint64(revision))
+	return append(b, facts...)
+}
+
 // readToken returns the revision in a token. It returns 0 if another server made the
 // token, or if one of the facts that the token depends on has changed.
-func (s *Server) readToken(token []byte, depends ...string) diffstore.Revision {
+func (s *Server) readToken(token, facts []byte) diffstore.Revision {
 	rest, _ := bytes.CutPrefix(token, s.instance)
 	revision, _ := binary.Uvarint(rest)
-	if !bytes.Equal(token, s.newToken(diffstore.Revision(revision), depends...)) {
+	if !bytes.Equal(token, s.newToken(diffstore.Revision(revision), facts)) {
 		return 0
 	}
 	return diffstore.Revision(revision)
 }
 
-// depends returns the facts, other than the cluster's state, on which this client's views
-// depend.
-func (w *watch) depends(node *api.Node) []string {
-	return []string{w.name, node.Zone(), fmt.Sprint(w.who, w.frontends)}
-}
-
 // sendDifference sends the operations that turn the client's state into the snapshot. It
 // does not send the Sync.
-func (w *watch) sendDifference(snapshot *cluster.Objects, node *api.Node) {
+func (w *watch) sendDifference(snapshot *cluster.Objects, to *target) {
 	d := w.cursor.Until(snapshot.States)
 	if !d.Full() {
-		if !node.Equal(w.node) {
-			w.sendNode(node)
+		if !to.node.Equal(w.target.node) {
+			w.sendNode(to.node)
 		}
-		w.sendPhases(slices.Values(w.deltas(d, node)))
+		w.sendPhases(slices.Values(w.deltas(d, to)))
 		return
 	}
-	if changes, ok := snapshot.States.Since(w.server.readToken(w.resume, w.depends(node)...)); ok {
-		w.sendNode(node)
-		w.sendWholes(changes, node, true)
+	if changes, ok := snapshot.States.Since(w.server.readToken(w.resume, to.facts)); ok {
+		w.sendNode(to.node)
+		w.sendWholes(changes, to, true)
 		return
 	}
 	w.sender.ops(resetFrame())
-	if node != nil {
-		w.sendNode(node)
+	if to.node != nil {
+		w.sendNode(to.node)
 	}
 	if w.tokens {
-		w.sendWholes(d.New.All(), node, false)
+		w.sendWholes(d.New.All(), to, false)
 	} else {
-		w.sendPhases(w.additions(d.New, node))
+		w.sendPhases(w.additions(d.New, to))
 	}
 }
 
@@ -208,13 +225,13 @@ func (w *watch) sendNode(node *api.Node) {
 
 // sendWholes sends whole services. If the argument deletions is true, it sends a deletion
 // for each service without a view.
-func (w *watch) sendWholes(states iter.Seq2[types.NamespacedName, *api.ServiceState], node *api.Node, deletions bool) {
+func (w *watch) sendWholes(states iter.Seq2[types.NamespacedName, *api.ServiceState], to *target, deletions bool) {
 	set := localv1.Set_ServicesSet
 	if w.frontends {
 		set = localv1.Set_FrontendsSet
 	}
 	for key, state := range states {
-		if view := w.view(state, node); view != nil {
+		if view := w.view(state, to); view != nil {
 			w.sender.ops(view.whole(w.who)...)
 		} else if deletions {
 			w.sender.ops(deleteFrame(set, servicePath(key)))
@@ -237,10 +254,10 @@ func (w *watch) sendPhases(deltas iter.Seq[*wireDelta]) {
 }
 
 // additions yields deltas that create all services.
-func (w *watch) additions(s *states, node *api.Node) iter.Seq[*wireDelta] {
+func (w *watch) additions(s *states, to *target) iter.Seq[*wireDelta] {
 	return func(yield func(*wireDelta) bool) {
 		for _, state := range s.All() {
-			if view := w.view(state, node); view != nil && !yield(delta(nil, view, w.who)) {
+			if view := w.view(state, to); view != nil && !yield(delta(nil, view, w.who)) {
 				return
 			}
 		}
@@ -248,14 +265,14 @@ func (w *watch) additions(s *states, node *api.Node) iter.Seq[*wireDelta] {
 }
 
 // deltas returns the changes of the node's views.
-func (w *watch) deltas(d statesDelta, node *api.Node) []*wireDelta {
+func (w *watch) deltas(d statesDelta, to *target) []*wireDelta {
 	changes := slices.Values(w.server.published.stateChanges(d))
-	if node.Zone() != w.node.Zone() {
+	if to.zone != w.target.zone {
 		changes = d.All()
 	}
 	var list []*wireDelta
 	for c := range changes {
-		old, new := w.view(c.Old, w.node), w.view(c.New, node)
+		old, new := w.view(c.Old, &w.target), w.view(c.New, to)
 		if old != new {
 			list = append(list, delta(old, new, w.who))
 		}
@@ -263,8 +280,7 @@ func (w *watch) deltas(d statesDelta, node *api.Node) []*wireDelta {
 	return list
 }
 
-// view returns the view of a service for node. The argument node is the client's node
-// before or after a change.
-func (w *watch) view(state *api.ServiceState, node *api.Node) *wireView {
-	return w.server.views.viewFor(state, w.name, node.Zone(), w.frontends)
+// view returns the view of a service for the client's node before or after a change.
+func (w *watch) view(state *api.ServiceState, to *target) *wireView {
+	return w.server.views.viewFor(state, w.name, to.zone, w.frontends)
 }

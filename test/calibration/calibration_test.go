@@ -6,7 +6,9 @@ import (
 	"flag"
 	"net/netip"
 	"net/url"
+	"os"
 	"os/exec"
+	"regexp"
 	"strings"
 	"testing"
 	"time"
@@ -14,6 +16,7 @@ import (
 	"github.com/kpng-project/kpng/backends/conformance"
 	"github.com/kpng-project/kpng/internal/netnstest"
 	"github.com/kpng-project/kpng/test/apiserver"
+	"github.com/kpng-project/kpng/test/gotool"
 	"github.com/kpng-project/kpng/test/kubeproxy"
 )
 
@@ -49,14 +52,55 @@ func TestKubeProxy(t *testing.T) {
 		Matrix:      *matrix,
 		Unsupported: lacking,
 		Exceptions:  exceptions,
-		Setup: func(t *testing.T, site conformance.Site) {
-			address, err := url.Parse(server.Config().Host)
-			if err != nil {
-				t.Fatal(err)
-			}
-			netnstest.Relay(t, site.Do, address.Host, "tcp", address.Host)
-		},
+		Setup:       func(t *testing.T, site conformance.Site) { relay(t, server, site) },
 	})
+}
+
+// TestKpngWithConfigOfKubeProxy runs kpng with the ConfigMaps of kubeadm and kind. The
+// cases are those that do not depend on flags for the test world.
+func TestKpngWithConfigOfKubeProxy(t *testing.T) {
+	kpng := gotool.BuildOwn(t, "./cmd/kpng")
+	for _, name := range []string{"kubeadm", "kind"} {
+		t.Run(name, func(t *testing.T) {
+			server := apiserver.Start(t, apiserver.Options{})
+			config := kubeproxy.ConfigFile(t, name, apiserver.Kubeconfig(t, server.Config()))
+			subject := &conformance.Command{
+				Publisher: newPublisher(server.Client()),
+				Proxy: func(site conformance.Site) *exec.Cmd {
+					cmd := exec.Command(kpng, "kube", "to-local", "nftables", "--config", config)
+					cmd.Env = append(os.Environ(), "NODE_NAME="+site.NodeName)
+					return cmd
+				},
+				Clean: func(conformance.Site) *exec.Cmd { return exec.Command(kpng, "cleanup", "nftables") },
+			}
+			conformance.RunSubject(t, subject, conformance.Options{
+				Cases: regexp.MustCompile(strings.Join([]string{
+					"^a cluster IP leads to every ready endpoint",
+					"^a service without endpoints refuses connections$",
+					"^an added endpoint gets connections",
+					"^each port has its own endpoints",
+					"^a UDP flow to a removed endpoint moves",
+					"^a node port is served at every node address",
+					"^clients outside the source ranges",
+					"^a health-check node port reports",
+					"^if no endpoint is ready",
+					"^external policy Local uses only",
+					"^a client keeps its endpoint",
+				}, "|")),
+				Setup: func(t *testing.T, site conformance.Site) { relay(t, server, site) },
+			})
+		})
+	}
+}
+
+// relay makes the API server reachable from the node.
+func relay(t *testing.T, server *apiserver.Server, site conformance.Site) {
+	t.Helper()
+	address, err := url.Parse(server.Config().Host)
+	if err != nil {
+		t.Fatal(err)
+	}
+	netnstest.Relay(t, site.Do, address.Host, "tcp", address.Host)
 }
 
 // lacking contains the features that kube-proxy lacks, with the reason for each failure.

@@ -6,13 +6,12 @@ import (
 	"fmt"
 	"net"
 	"os"
-	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
 
+	"github.com/kpng-project/kpng/test/kubeproxy"
 	corev1 "k8s.io/api/core/v1"
-	"sigs.k8s.io/yaml"
 )
 
 // TestConfigMapOfKubeProxyStartsKpng starts kpng with the ConfigMaps of kubeadm and kind,
@@ -40,7 +39,7 @@ func TestConfigMapOfKubeProxyStartsKpng(t *testing.T) {
 		w.cleanUp("nftables")
 		sh(t, w.node.Command("sh", "-c", "echo 100000 >"+established)...)
 
-		end = w.start(healthz, "kube", "to-local", "nftables", "--config", w.configOf(name))
+		end = w.start(healthz, "kube", "to-local", "nftables", "--config", kubeproxy.ConfigFile(t, name, w.kubeconfig))
 		if got := w.rules(); got != want {
 			t.Errorf("rules with the ConfigMap of %s:\n%s\nwith equal flags:\n%s", name, got, want)
 		}
@@ -68,19 +67,6 @@ func TestConfigMapOfKubeProxyStartsKpng(t *testing.T) {
 		}
 		w.cleanUp("nftables")
 	}
-}
-
-// configOf writes the configuration in a ConfigMap of kube-proxy to a file.
-func (w *world) configOf(name string) (file string) {
-	w.t.Helper()
-	text, err := os.ReadFile("../../cmd/kpng/testdata/kube-proxy/" + name + ".yaml")
-	w.check(err)
-	var configMap corev1.ConfigMap
-	w.check(yaml.UnmarshalStrict(text, &configMap))
-	file = filepath.Join(w.t.TempDir(), "config.conf")
-	config := strings.ReplaceAll(configMap.Data["config.conf"], "/var/lib/kube-proxy/kubeconfig.conf", w.kubeconfig)
-	w.check(os.WriteFile(file, []byte(config), 0o600))
-	return file
 }
 
 // rules returns the words of the nftables rules. The words are sorted, because the order

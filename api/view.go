@@ -137,6 +137,17 @@ type PortName struct {
 // Key returns the namespace and name of the view's service.
 func (se *ServiceEndpoints) Key() types.NamespacedName { return se.Service.Key() }
 
+// LocalEndpoints returns the number of elements of Endpoints that are on this node.
+func (se *ServiceEndpoints) LocalEndpoints() int {
+	n := 0
+	for i := range se.Endpoints {
+		if se.Endpoints[i].Local {
+			n++
+		}
+	}
+	return n
+}
+
 // Equal reports whether both views have the same effect on a node.
 func (se *ServiceEndpoints) Equal(o *ServiceEndpoints) bool {
 	if se == o {

@@ -32,11 +32,12 @@ package app
 import (
 	"context"
 	"fmt"
+	"maps"
 	"os"
 	"path/filepath"
 	"runtime"
 	"runtime/debug"
-	"strconv"
+	"slices"
 	"strings"
 	"time"
 
@@ -160,25 +161,25 @@ func (f *sinkFlags) run(ctx context.Context, name string, source *Source, servin
 		return err
 	}
 	var p proxy // declared here, because the function passed to c.Companions refers to p
-	sinks := []sink.Sink{s}
+	var companions map[string]sink.Sink
 	if c, ok := s.(Companion); ok {
-		sinks = append(sinks, c.Companions(func() bool {
+		companions = c.Companions(func() bool {
 			r := p.Health()
 			return r.Synced && !r.Stuck
-		})...)
+		})
 	}
 	node, err := kpng.NodeName(string(f.node))
 	if err != nil {
 		return err
 	}
 	opts := kpng.Options{NodeName: node}
-	for i, s := range sinks {
-		settings.Name = name
-		if len(sinks) > 1 {
-			settings.Name += strconv.Itoa(i)
-		}
-		settings.Observer = collected.Sink(settings.Name)
+	add := func(name string, s sink.Sink) {
+		settings.Name, settings.Observer = name, collected.Sink(name)
 		opts.Sinks = append(opts.Sinks, kpng.Sink{Sink: s, Options: settings})
+	}
+	add(name, s)
+	for _, suffix := range slices.Sorted(maps.Keys(companions)) {
+		add(name+"-"+suffix, companions[suffix])
 	}
 	if p, err = source.proxy(opts); err != nil {
 		return err
@@ -195,7 +196,10 @@ func (f *sinkFlags) run(ctx context.Context, name string, source *Source, servin
 	case *kpng.Proxy:
 		page.State = p.State()
 	case *remoteProxy:
-		page.Views = p.clients[0].Views
+		page.Views, page.Stale = p.clients[0].Views, p.clients[0].Stale
+	}
+	if err := registry.Register(metrics.Source(page.SourceState)); err != nil {
+		return err
 	}
 	serving.Status = page
 	return serving.Run(ctx, p.Health, registry, run)
@@ -203,12 +207,12 @@ func (f *sinkFlags) run(ctx context.Context, name string, source *Source, servin
 
 // Companion is implemented by a sink with companions. Companions are further sinks with
 // drivers of their own. If one sink fails, the other sinks continue. In logs and metrics,
-// the sink itself is NAME0, and its companions are NAME1, NAME2 and so on.
+// the name of a companion is the name of the sink, a hyphen, and its name in the map.
 type Companion interface {
-	// Companions returns the companion sinks. The function healthy reports whether every
+	// Companions returns the companion sinks by name. The function healthy reports whether every
 	// service has been programmed once and the program is not stuck (see /livez). The sinks
 	// must not call healthy before they run.
-	Companions(healthy func() bool) []sink.Sink
+	Companions(healthy func() bool) map[string]sink.Sink
 }
 
 // A proxy delivers the services of a node to sinks.

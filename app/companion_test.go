@@ -32,9 +32,9 @@ func (p *pair) Sync(ctx context.Context, c *sink.Changes) error {
 	return count(&p.services)(ctx, c)
 }
 
-func (p *pair) Companions(healthy func() bool) []sink.Sink {
+func (p *pair) Companions(healthy func() bool) map[string]sink.Sink {
 	p.healthy = healthy
-	return []sink.Sink{count(&p.companions)}
+	return map[string]sink.Sink{"companion": count(&p.companions)}
 }
 
 var _ app.Companion = (*pair)(nil)

@@ -214,3 +214,42 @@ func (s *sinkSeries) countFailures(r sink.SyncResult) {
 		s.failedAll.Inc()
 	}
 }
+
+// Source returns a collector of the state of a program's source. The function state
+// reports whether the source has delivered the whole state once, and whether it has lost
+// its connection for more than three minutes. The caller registers the collector.
+func Source(state func() (synced, stale bool)) prometheus.Collector {
+	desc := func(name, help string) *prometheus.Desc {
+		return prometheus.NewDesc("kpng_source_"+name, help, nil, nil)
+	}
+	return &sourceCollector{
+		state:  state,
+		synced: desc("synced", "1 if the source has delivered the whole state once."),
+		stale:  desc("stale", "1 if the source has had no connection for more than three minutes."),
+	}
+}
+
+type sourceCollector struct {
+	state         func() (synced, stale bool)
+	synced, stale *prometheus.Desc
+}
+
+// Describe implements prometheus.Collector.
+func (c *sourceCollector) Describe(to chan<- *prometheus.Desc) {
+	to <- c.synced
+	to <- c.stale
+}
+
+// Collect implements prometheus.Collector.
+func (c *sourceCollector) Collect(to chan<- prometheus.Metric) {
+	synced, stale := c.state()
+	to <- prometheus.MustNewConstMetric(c.synced, prometheus.GaugeValue, number(synced))
+	to <- prometheus.MustNewConstMetric(c.stale, prometheus.GaugeValue, number(stale))
+}
+
+func number(b bool) float64 {
+	if b {
+		return 1
+	}
+	return 0
+}

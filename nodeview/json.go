@@ -8,6 +8,7 @@ import (
 	"net/netip"
 
 	"github.com/kpng-project/kpng/api"
+	"k8s.io/apimachinery/pkg/types"
 )
 
 // WriteViews writes each view as a line of JSON. Scripts can read this form.
@@ -40,14 +41,26 @@ func WriteFrontends(w io.Writer, node *api.Node, views []*api.ServiceEndpoints) 
 	for _, view := range views {
 		for f := range Frontends(view) {
 			f.Sources = Sources{Restricted: f.Sources.Restricted, Ranges: f.Sources.Prefixes(addrs)}
-			line := f.json()
-			line.Namespace, line.Name = view.Service.Namespace, view.Service.Name
-			if err := out.Encode(line); err != nil {
+			if err := out.Encode(NamedFrontend{view.Key(), f}); err != nil {
 				return err
 			}
 		}
 	}
 	return nil
+}
+
+// NamedFrontend is a frontend with the name of its service.
+type NamedFrontend struct {
+	Service types.NamespacedName
+	Frontend
+}
+
+// MarshalJSON returns the JSON form of the frontend, with the Namespace and Name of its
+// service.
+func (f NamedFrontend) MarshalJSON() ([]byte, error) {
+	j := f.json()
+	j.Namespace, j.Name = f.Service.Namespace, f.Service.Name
+	return json.Marshal(j)
 }
 
 // frontendJSON is the JSON form of a Frontend.

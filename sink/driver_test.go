@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"net/netip"
+	"regexp"
 	"slices"
 	"strings"
 	"sync/atomic"
@@ -632,19 +633,19 @@ func TestStatus(t *testing.T) {
 		expect("after a failed sync", sink.Status{
 			Revision: 1, Passes: 1, Syncs: 1, LastQueued: at(10 * time.Second), WaitingSince: at(11 * time.Second),
 			LastPass: at(10 * time.Second), LastSync: at(10 * time.Second), LastProgress: at(11 * time.Second),
-			Err: errBusy, Failures: 1, NextAttempt: at(12 * time.Second), Pending: 1,
+			Err: errBusy, Failures: 1, NextAttempt: at(12 * time.Second), Pending: 1, PendingServices: []types.NamespacedName{dns},
 		})
 		time.Sleep(time.Second - 1)
 		expect("in the backoff", sink.Status{
 			Revision: 1, Passes: 1, Syncs: 1, LastQueued: at(10 * time.Second), WaitingSince: at(11 * time.Second),
 			LastPass: at(10 * time.Second), LastSync: at(10 * time.Second), LastProgress: at(11 * time.Second),
-			Err: errBusy, Failures: 1, NextAttempt: at(12 * time.Second), Pending: 1,
+			Err: errBusy, Failures: 1, NextAttempt: at(12 * time.Second), Pending: 1, PendingServices: []types.NamespacedName{dns},
 		})
 		w.rec.Script(sinktest.FailServices(errBusy, dns))
 		time.Sleep(time.Nanosecond)
 		expect("while a service fails", sink.Status{
 			Revision: 1, Passes: 1, Syncs: 2, LastQueued: at(10 * time.Second),
-			LastPass: at(10 * time.Second), LastSync: at(12 * time.Second), LastProgress: at(12 * time.Second), Pending: 1,
+			LastPass: at(10 * time.Second), LastSync: at(12 * time.Second), LastProgress: at(12 * time.Second), Pending: 1, PendingServices: []types.NamespacedName{dns},
 			Failing: []sink.FailingService{{Key: dns, Err: errBusy, Failures: 1, NextRetry: at(12*time.Second + 100*time.Millisecond)}},
 		})
 		w.waitApplied()
@@ -1093,5 +1094,58 @@ func TestRecoveryIsLogged(t *testing.T) {
 		}
 		cancel()
 		<-ended
+	})
+}
+
+// TestLongPassIsLogged runs a pass of ten Syncs of two seconds each.
+func TestLongPassIsLogged(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		logger := ktesting.NewLogger(t, ktesting.NewConfig(ktesting.BufferLogs(true), ktesting.Verbosity(0)))
+		ctx, cancel := context.WithCancel(klog.NewContext(t.Context(), logger))
+		src := sinktest.NewSource()
+		for i := range 10 {
+			src.Set(view(key(fmt.Sprint("s", i)), 1))
+		}
+		src.MarkSynced()
+		slow := sink.Func(func(_ context.Context, c *sink.Changes) error {
+			for range c.Services {
+				time.Sleep(2 * time.Second)
+			}
+			return nil
+		})
+		d := sink.NewDriver(src, slow, sink.Options{BatchSize: 1, VerifyInterval: -1})
+		go d.Run(ctx)
+		if err := d.WaitSynced(ctx); err != nil {
+			t.Fatal(err)
+		}
+		cancel()
+		synctest.Wait()
+		log := logger.GetSink().(ktesting.Underlier).GetBuffer().String()
+		var counts []string
+		for _, m := range regexp.MustCompile(`Delivering all services"? delivered=(\d+)`).FindAllStringSubmatch(log, -1) {
+			counts = append(counts, m[1])
+		}
+		if got := strings.Join(counts, " "); got != "3 6 9" {
+			t.Errorf("the log has progress after %q services, want 3, 6 and 9:\n%s", got, log)
+		}
+	})
+}
+
+// The sink fails all services. The status names the first 100 that are pending.
+func TestStatusListsPendingServices(t *testing.T) {
+	run(t, sink.Options{}, nil, func(w *world) {
+		for i := range 200 {
+			w.src.Set(view(key(fmt.Sprintf("s%03d", i)), 1))
+		}
+		w.rec.Script(sinktest.Fail(errBusy))
+		w.src.MarkSynced()
+		synctest.Wait()
+		s := w.driver.Status()
+		if n := len(s.PendingServices); n != 100 || s.Pending != 201 {
+			t.Fatalf("%d of %d pending services are listed, want 100 of 201", n, s.Pending)
+		}
+		if first := s.PendingServices[0].Name; first != "s000" {
+			t.Errorf("the first pending service is %s", first)
+		}
 	})
 }

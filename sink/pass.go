@@ -15,6 +15,9 @@ type delivery struct {
 	// begun: a Changes with First was acknowledged. start: when the pass began.
 	begun bool
 	start time.Time
+	// count: the number of acknowledged services. logged: when progress was last logged.
+	count  int
+	logged time.Time
 	// reached: the pass has delivered all services up to this key. ahead: services with
 	// later keys that were also delivered, because they changed or are isolated.
 	reached types.NamespacedName

@@ -139,6 +139,21 @@ func (p *pending) nextRetry() (time.Time, bool) {
 	return s.retryAt, true
 }
 
+// first returns at most n services, in the order of their next delivery.
+func (p *pending) first(n int) []types.NamespacedName {
+	var keys []types.NamespacedName
+	for _, list := range [...]*btree.BTreeG[*unacked]{p.byRetry, p.alone} {
+		list.Ascend(func(s *unacked) bool {
+			if len(keys) == n {
+				return false
+			}
+			keys = append(keys, s.key)
+			return true
+		})
+	}
+	return keys
+}
+
 // hasDue reports whether a service that is not isolated is due.
 func (p *pending) hasDue(now time.Time) bool {
 	s, ok := p.byRetry.Min()

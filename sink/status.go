@@ -54,6 +54,9 @@ type Status struct {
 	// Pending is the number of services that were received from the source and not
 	// acknowledged. Some of them may wait only because another service fails.
 	Pending int
+	// PendingServices are at most 100 of the pending services, those that the driver delivers
+	// next.
+	PendingServices []types.NamespacedName
 	// Failing contains the pending services that failed themselves, in order of namespace
 	// and name. Either a [Failed] named the service, or a Sync of this service alone failed.
 	Failing []FailingService
@@ -97,6 +100,7 @@ func (d *Driver) Status() Status {
 	if d.synced {
 		s.Revision = d.applied()
 	}
+	s.PendingServices = d.pending.first(maxPendingListed)
 	for _, p := range d.pending.byKey {
 		if p.failures > 0 {
 			s.Failing = append(s.Failing, FailingService{p.key, p.err, p.failures, p.retryAt})
@@ -105,6 +109,8 @@ func (d *Driver) Status() Status {
 	slices.SortFunc(s.Failing, func(a, b FailingService) int { return api.CompareKeys(a.Key, b.Key) })
 	return s
 }
+
+const maxPendingListed = 100
 
 // WaitApplied returns nil when a pass is complete and the sink has acknowledged every
 // change up to the given revision of the source. If a service fails, WaitApplied waits
@@ -186,10 +192,17 @@ func (d *Driver) report(ctx context.Context, result SyncResult, failed Failed) {
 	result.Failing = d.pending.failing
 	d.opts.Observer.Synced(result)
 	d.opts.Observer.Pending(len(d.pending.byKey))
+	if d.pass != nil && time.Since(later(d.pass.start, d.pass.logged)) >= progressInterval {
+		d.pass.logged = time.Now()
+		log.Info("Delivering all services", "delivered", d.pass.count, "pending", len(d.pending.byKey), "after", d.pass.logged.Sub(d.pass.start).Round(time.Millisecond))
+	}
 	if result.Passed {
 		log.Info("Delivered all services", "failing", result.Failing, "duration", result.PassDuration)
 	}
 }
+
+// progressInterval is the time between the lines in the log about a long pass.
+const progressInterval = 5 * time.Second
 
 // maxLogged limits the services that one Sync logs.
 const maxLogged = 10

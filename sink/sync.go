@@ -305,6 +305,7 @@ func (d *Driver) acknowledged(u *Update, b *batch, failed Failed, notDelivered [
 		d.pending.acknowledge(c.Key, c.New)
 		if d.pass != nil {
 			delete(d.pass.failedBefore, c.Key)
+			d.pass.count++
 		}
 	}
 	d.position = u.Revision

@@ -74,8 +74,10 @@ type Sink struct {
 	Error       string    `json:"error,omitempty"`
 	Failures    int       `json:"failures,omitempty"`
 	NextAttempt time.Time `json:"nextAttempt,omitzero"`
-	// Pending is the number of services that the sink has not acknowledged.
-	Pending int `json:"pending"`
+	// Pending is the number of services that the sink has not acknowledged. PendingServices
+	// are the first of them, see [sink.Status].
+	Pending         int      `json:"pending"`
+	PendingServices []string `json:"pendingServices,omitempty"`
 	// Failing is the number of services that the sink fails to program. FailingServices are
 	// the first 1,000 of them.
 	Failing         int       `json:"failing"`
@@ -152,6 +154,7 @@ const (
 // present is the state of the cluster at the time of a request.
 type present struct {
 	synced   bool
+	stale    bool
 	snapshot *cluster.Snapshot // nil if the program has only views
 	commits  commits
 	update   *sink.Update // nil if the program has a state, or no views yet
@@ -164,12 +167,14 @@ func (h *Handler) present() present {
 	case h.State != nil:
 		p.synced = h.State.IsSynced()
 		p.snapshot, p.commits = h.State.Snapshot(), h.State.Commits()
+		p.stale = p.snapshot.Stale
 		if node, ok := p.snapshot.Nodes.Get(h.NodeName); ok {
 			p.node = node
 		}
 	case h.Views != nil:
 		p.update = h.Views()
 		p.synced = p.update != nil
+		p.stale = h.Stale != nil && h.Stale()
 	}
 	return p
 }
@@ -267,10 +272,10 @@ func (r *Report) problems() []string {
 }
 
 func (h *Handler) source(p *present) Source {
-	s := Source{Name: h.Source, Synced: p.synced}
+	s := Source{Name: h.Source, Synced: p.synced, Stale: p.stale}
 	switch {
 	case p.snapshot != nil:
-		s.Revision, s.Stale = uint64(p.snapshot.Revision), p.snapshot.Stale
+		s.Revision = uint64(p.snapshot.Revision)
 		s.LastChange, _ = p.commits.timeOf(p.snapshot.Revision)
 		s.Nodes = p.snapshot.Nodes.Len()
 		for _, state := range p.snapshot.States.All() {
@@ -297,6 +302,9 @@ func newSink(s sink.Status) Sink {
 	}
 	if s.Err != nil {
 		r.Error = s.Err.Error()
+	}
+	for _, key := range s.PendingServices {
+		r.PendingServices = append(r.PendingServices, key.String())
 	}
 	for _, f := range s.Failing[:min(len(s.Failing), maxServices)] {
 		r.FailingServices = append(r.FailingServices, newFailure("", f))
@@ -407,7 +415,7 @@ func (h *Handler) service(q query) *ServiceReport {
 func newService(name string, view *api.ServiceEndpoints, failing bool) Service {
 	s := Service{
 		Service: name, Type: view.Service.Type, Failing: failing,
-		Endpoints: len(view.Endpoints), Draining: len(view.Draining), Lost: len(view.Lost),
+		Endpoints: len(view.Endpoints), Local: view.LocalEndpoints(), Draining: len(view.Draining), Lost: len(view.Lost),
 	}
 	for _, family := range [...]api.Family{api.IPv4, api.IPv6} {
 		for _, ips := range view.Service.FrontendIPs(family) {
@@ -421,11 +429,6 @@ func newService(name string, view *api.ServiceEndpoints, failing bool) Service {
 	}
 	for _, port := range view.Service.Ports {
 		s.Ports = append(s.Ports, fmt.Sprintf("%d/%s", port.Port, port.Protocol))
-	}
-	for i := range view.Endpoints {
-		if view.Endpoints[i].Local {
-			s.Local++
-		}
 	}
 	return s
 }

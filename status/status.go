@@ -54,6 +54,9 @@ type Handler struct {
 	// If State is nil, Views returns the present views of all services, or nil if the source
 	// has not synced. A client of a kpng server has only views, and no reasons for them.
 	Views func() *sink.Update
+	// If State is nil, Stale reports whether the source of the views lost its connection long
+	// ago.
+	Stale func() bool
 	// Health returns the report for health checks.
 	Health func() health.Report
 	// Sinks returns the state of each sink.
@@ -99,6 +102,13 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, req *http.Request) {
 		code = http.StatusNotFound
 	}
 	write(w, q, code, s, servicePage, serviceData{s, q.node, h.NodeName == "" && h.State != nil})
+}
+
+// SourceState reports whether the source has delivered the whole state once, and whether
+// it lost its connection long ago.
+func (h *Handler) SourceState() (synced, stale bool) {
+	p := h.present()
+	return p.synced, p.stale
 }
 
 // write writes a report as JSON, or its page with the given data.

@@ -10,6 +10,7 @@ import (
 	"net/http/httptest"
 	"net/netip"
 	"net/url"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -108,7 +109,7 @@ func TestReportOfProxy(t *testing.T) {
 		Program: "v1", Source: "manifests", NodeName: here, State: state,
 		Health: func() health.Report { return health.Report{Synced: true, NodeEligible: true} },
 		Sinks: func() []sink.Status {
-			return []sink.Status{{Name: "nftables", Passes: 1, Syncs: 7, Pending: 2, Failing: []sink.FailingService{failing}}}
+			return []sink.Status{{Name: "nftables", Passes: 1, Syncs: 7, Pending: 2, PendingServices: []types.NamespacedName{failing.Key}, Failing: []sink.FailingService{failing}}}
 		},
 	}
 	r := decode[status.Report](t, get(h, "output", "json"))
@@ -118,7 +119,7 @@ func TestReportOfProxy(t *testing.T) {
 	if s := r.Source; s.Name != "manifests" || !s.Synced || s.Stale || s.Services != 2 || s.Slices != 3 || s.Nodes != 1 || s.Revision != uint64(state.Snapshot().Revision) || now.Sub(s.LastChange).Abs() > time.Minute {
 		t.Errorf("source %+v", s)
 	}
-	if len(r.Sinks) != 1 || r.Sinks[0].Syncs != 7 || r.Sinks[0].Pending != 2 || r.Sinks[0].Failing != 1 || r.Sinks[0].FailingServices[0].Error != "no space" {
+	if len(r.Sinks) != 1 || r.Sinks[0].Syncs != 7 || r.Sinks[0].Pending != 2 || !slices.Equal(r.Sinks[0].PendingServices, []string{"default/web-00002"}) || r.Sinks[0].Failing != 1 || r.Sinks[0].FailingServices[0].Error != "no space" {
 		t.Errorf("sinks %+v", r.Sinks)
 	}
 	if len(r.Problems) != 1 || !strings.Contains(r.Problems[0], "nftables fails to program 1 services") {

@@ -38,12 +38,12 @@ func (h *healthChecks) collectors() []prometheus.Collector {
 
 // companions returns a function for Parts.Companions. That function creates a
 // health-check server at addrs.
-func (h *healthChecks) companions(addrs nodeaddr.Source) func(healthy func() bool) []sink.Sink {
-	return func(healthy func() bool) []sink.Sink {
+func (h *healthChecks) companions(addrs nodeaddr.Source) func(healthy func() bool) map[string]sink.Sink {
+	return func(healthy func() bool) map[string]sink.Sink {
 		if h.off {
 			return nil
 		}
-		return []sink.Sink{healthcheck.New(healthcheck.Options{
+		return map[string]sink.Sink{"healthchecks": healthcheck.New(healthcheck.Options{
 			Addrs:   addrs,
 			Healthy: healthy,
 			Fault: func(f healthcheck.Fault) {

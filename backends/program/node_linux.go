@@ -154,12 +154,15 @@ func (f *nodeFlags) applySysctls(ctx context.Context, more ...sysctl.Setting) er
 }
 
 // companions returns a function for Parts.Companions.
-func (f *nodeFlags) companions(addrs nodeaddr.Source) func(healthy func() bool) []sink.Sink {
+func (f *nodeFlags) companions(addrs nodeaddr.Source) func(healthy func() bool) map[string]sink.Sink {
 	checks := f.checks.companions(addrs)
-	return func(healthy func() bool) []sink.Sink {
+	return func(healthy func() bool) map[string]sink.Sink {
 		sinks := checks(healthy)
 		if f.events != nil {
-			sinks = append(sinks, f.events)
+			if sinks == nil {
+				sinks = map[string]sink.Sink{}
+			}
+			sinks["events"] = f.events
 		}
 		return sinks
 	}

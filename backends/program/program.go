@@ -59,7 +59,7 @@ type Parts struct {
 	// Sink stops. Default: none.
 	Follow func(context.Context) (stop func())
 	// Companions returns sinks that run beside Sink, see app.Companion. Default: none.
-	Companions func(healthy func() bool) []sink.Sink
+	Companions func(healthy func() bool) map[string]sink.Sink
 	// Collectors have the metrics of all parts.
 	Collectors []prometheus.Collector
 	// KubeProxyNames has metrics that kube-proxy also has. A key is the name of a metric of
@@ -151,7 +151,7 @@ func (b *Backend) VerifyInterval() time.Duration { return b.forward.VerifyInterv
 func (b *Backend) Cleanup(ctx context.Context) error { return b.forward.Cleanup(ctx) }
 
 // Companions implements app.Companion.
-func (b *Backend) Companions(healthy func() bool) []sink.Sink {
+func (b *Backend) Companions(healthy func() bool) map[string]sink.Sink {
 	if b.parts.Companions == nil {
 		return nil
 	}

@@ -191,12 +191,6 @@ func serviceRow(view *api.ServiceEndpoints) []string {
 	if s.AllPorts {
 		ports = []string{"all"}
 	}
-	local := 0
-	for i := range view.Endpoints {
-		if view.Endpoints[i].Local {
-			local++
-		}
-	}
 	affinity := "-"
 	if c := s.SessionAffinity.ClientIP; c != nil {
 		affinity = fmt.Sprintf("ClientIP %ds", c.TimeoutSeconds)
@@ -204,7 +198,7 @@ func serviceRow(view *api.ServiceEndpoints) []string {
 	policy := map[bool]string{false: "Cluster", true: "Local"}
 	return []string{
 		s.Namespace, s.Name, string(s.Type), addresses(s.IPs.ClusterIPs), addresses(s.IPs.LoadBalancerIPs, s.IPs.ExternalIPs), orDash(strings.Join(ports, ",")), strconv.Itoa(len(view.Endpoints)),
-		strconv.Itoa(local), strconv.Itoa(len(view.Draining)), policy[s.InternalTrafficToLocal], policy[s.ExternalTrafficToLocal], affinity, strconv.Itoa(len(view.Lost)),
+		strconv.Itoa(view.LocalEndpoints()), strconv.Itoa(len(view.Draining)), policy[s.InternalTrafficToLocal], policy[s.ExternalTrafficToLocal], affinity, strconv.Itoa(len(view.Lost)),
 	}
 }
 
@@ -218,26 +212,6 @@ func addresses(sets ...api.IPSet) string {
 	return orDash(strings.Join(list, ","))
 }
 
-// namedFrontend is a frontend with the name of its service.
-type namedFrontend struct {
-	service  types.NamespacedName
-	frontend nodeview.Frontend
-}
-
-// MarshalJSON returns the same form as [nodeview.WriteFrontends]: the frontend, with the
-// fields Namespace and Name of its service.
-func (f namedFrontend) MarshalJSON() ([]byte, error) {
-	name, err := json.Marshal(struct{ Namespace, Name string }{f.service.Namespace, f.service.Name})
-	if err != nil {
-		return nil, err
-	}
-	text, err := json.Marshal(f.frontend)
-	if err != nil {
-		return nil, err
-	}
-	return slices.Concat(name[:len(name)-1], []byte(","), text[1:]), nil
-}
-
 // frontendList lists the frontends of services.
 var frontendList = list{
 	head:  []string{"NAMESPACE", "SERVICE", "KIND", "ADDRESS", "PORT", "VERDICT", "ENDPOINTS"},
@@ -248,7 +222,7 @@ var frontendList = list{
 		return func(yield func(object) bool) {
 			for view := range views {
 				for f := range nodeview.Frontends(view) {
-					if !yield(object{namedFrontend{view.Key(), f}, frontendName(f.FrontendKey), frontendRow(view.Key(), &f)}) {
+					if !yield(object{nodeview.NamedFrontend{Service: view.Key(), Frontend: f}, frontendName(f.FrontendKey), frontendRow(view.Key(), &f)}) {
 						return
 					}
 				}

@@ -137,6 +137,7 @@ func printStatus(w io.Writer, body []byte, output string, isService bool) error 
 // Limits of lists in the text.
 const (
 	maxFailingShown = 20
+	maxPendingShown = 10
 	maxChangesShown = 10
 )
 
@@ -172,6 +173,12 @@ func printReport(to io.Writer, r *status.Report) error {
 		fmt.Fprintln(w, "\nSINK\tREVISION\tALL PROGRAMMED\tLAST SYNC\tPENDING\tFAILING")
 		for _, s := range r.Sinks {
 			fmt.Fprintf(w, "%s\t%d\t%s\t%s\t%d\t%d\n", orDash(s.Name), s.Revision, ago(s.LastPass), ago(s.LastSync), s.Pending, s.Failing)
+		}
+	}
+	for _, s := range r.Sinks {
+		if names := s.PendingServices; len(names) > 0 {
+			w.Flush()
+			fmt.Fprintf(w, "\nPENDING IN %s, NEXT FIRST\n%s\n", orDash(s.Name), strings.Join(names[:min(len(names), maxPendingShown)], "\n"))
 		}
 	}
 	printFailures(w, r)

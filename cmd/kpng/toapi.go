@@ -14,10 +14,12 @@ import (
 	"github.com/kpng-project/kpng/app"
 	"github.com/kpng-project/kpng/cluster"
 	"github.com/kpng-project/kpng/health"
+	"github.com/kpng-project/kpng/metrics"
 	"github.com/kpng-project/kpng/remote"
 	"github.com/kpng-project/kpng/remote/collector"
 	"github.com/kpng-project/kpng/remote/transport"
 	"github.com/kpng-project/kpng/status"
+	"github.com/prometheus/client_golang/prometheus"
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
 	"golang.org/x/sync/errgroup"
@@ -129,8 +131,11 @@ func (f *serverFlags) check() error {
 
 // run serves the source's state until ctx ends.
 func (s *apiServer) run(ctx context.Context, source *app.Source, serving *app.Serving) error {
-	serving.Status = &status.Handler{Program: app.Version(), Source: source.String(), State: s.state, Health: s.health, Clients: s.clients}
-	return serving.Run(ctx, s.health, collector.New(s.server), func(ctx context.Context) error {
+	page := &status.Handler{Program: app.Version(), Source: source.String(), State: s.state, Health: s.health, Clients: s.clients}
+	serving.Status = page
+	registry := prometheus.NewRegistry()
+	registry.MustRegister(collector.New(s.server), metrics.Source(page.SourceState))
+	return serving.Run(ctx, s.health, registry, func(ctx context.Context) error {
 		listeners, err := s.listen()
 		if err != nil {
 			return err

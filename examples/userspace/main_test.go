@@ -130,7 +130,7 @@ func TestTheREADME(t *testing.T) {
 // on Windows.
 func expectLog(t *testing.T, log string) {
 	t.Helper()
-	const sink, web = ` sink="userspace0" `, `"default/web:http"`
+	const sink, web = ` sink="userspace" `, `"default/web:http"`
 	const at, pod = `"?10\.96\.0\.80:80"?`, `"?10\.244\.0\.[23]:8080"?`
 	const client, own = `"?[0-9.]+:\d+"?`, `"?[0-9.]+:\d+"?`
 	for _, pattern := range []string{

@@ -92,8 +92,8 @@ func page(t *testing.T) (url string) {
 		Health: func() health.Report { return health.Report{Synced: true, NodeEligible: true} },
 		Sinks: func() []sink.Status {
 			return []sink.Status{
-				{Name: "nftables0", Revision: revision - 12, Passes: 1, Syncs: 214, LastPass: now.Add(-40 * time.Minute), LastSync: now, LastProgress: now, Pending: 2, Failing: failing},
-				{Name: "nftables1", Revision: revision, Passes: 1, Syncs: 3, LastPass: now.Add(-40 * time.Minute), LastSync: now, LastProgress: now},
+				{Name: "nftables", Revision: revision - 12, Passes: 1, Syncs: 214, LastPass: now.Add(-40 * time.Minute), LastSync: now, LastProgress: now, Pending: 2, Failing: failing},
+				{Name: "nftables-healthchecks", Revision: revision, Passes: 1, Syncs: 3, LastPass: now.Add(-40 * time.Minute), LastSync: now, LastProgress: now},
 			}
 		},
 	})
@@ -144,7 +144,7 @@ func TestPageInChromium(t *testing.T) {
 	check("", map[string]int{
 		"</tr>": inServices + others + changes, `<b id="injected"`: 0, "<script": 0,
 		`id="problems" class="bad"`: 1, `id="next"`: 1,
-	}, "<title>kpng on node worker-1: problems: 1</title>", "sink nftables0 fails to program 2 services", "10.0.0.17 . tcp . 80 . 7f00:3 : 172.0.1.18 . 8080: the map is full", `href="?service=monitoring%2Fservice-00042"`)
+	}, "<title>kpng on node worker-1: problems: 1</title>", "sink nftables fails to program 2 services", "10.0.0.17 . tcp . 80 . 7f00:3 : 172.0.1.18 . 8080: the map is full", `href="?service=monitoring%2Fservice-00042"`)
 	check("?match=service-0001", map[string]int{"</tr>": 10 + 1 + others + changes, `id="next"`: 0}, `value="service-0001"`)
 	check("?service=monitoring/service-00042", map[string]int{`<b id="injected"`: 0}, "<h1>monitoring/service-00042</h1>", "from anywhere   forward to 172.0.2.160:8080")
 

@@ -398,7 +398,7 @@ func expectLog(t *testing.T, log, namespace, clusterIP string) {
 	t.Helper()
 	name := regexp.QuoteMeta(namespace + "/web")
 	ip, pod := regexp.QuoteMeta(clusterIP), `"?10\.244\.0\.\d:8080"?`
-	const address, sink = `"?[0-9.]+:\d+"?`, ` sink="winuserspace0" `
+	const address, sink = `"?[0-9.]+:\d+"?`, ` sink="winuserspace" `
 	for _, pattern := range []string{
 		`"Adding new service"` + sink + `servicePortName="` + name + `:http" protocol="TCP" portNum=80`,
 		`"Proxying for service"` + sink + `servicePortName="` + name + `:http" protocol="TCP" address="?` + ip + `:80`,

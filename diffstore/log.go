@@ -2,28 +2,25 @@
 
 package diffstore
 
-import "sort"
+import (
+	"slices"
+	"sort"
+)
 
 // changeLog has the entries and tombstones of a store, sorted by revision. Until the next
 // compaction, it also has outdated entries. Snapshots share the memory of the field
-// entries, because writers only append to it.
+// entries, so writers only append to it while it is shared.
 type changeLog[K, V any] struct {
-	entries []*entry[K, V]
-	// The element i of isOutdated says whether entries[i] is outdated. Only writers use it.
-	// So compact needs not read the entries, which are anywhere in memory.
-	isOutdated []bool
-	outdated   int // number of outdated entries
+	entries  []*entry[K, V]
+	outdated int  // number of outdated entries
+	shared   bool // true if a snapshot may refer to the field entries
 }
 
-func (l *changeLog[K, V]) add(e *entry[K, V]) {
-	l.entries = append(l.entries, e)
-	l.isOutdated = append(l.isOutdated, false)
-}
+func (l *changeLog[K, V]) add(e *entry[K, V]) { l.entries = append(l.entries, e) }
 
 // drop marks an entry as outdated in snapshots of the revision from or later.
 func (l *changeLog[K, V]) drop(e *entry[K, V], from Revision) {
 	e.outdated.Store(uint64(from))
-	l.isOutdated[firstAfter(l.entries, e.revision)-1] = true
 	l.outdated++
 }
 
@@ -37,14 +34,12 @@ func (l *changeLog[K, V]) compact() {
 	if l.outdated <= l.tolerated() {
 		return
 	}
-	size := len(l.entries) - l.outdated + l.tolerated()
-	current := changeLog[K, V]{entries: make([]*entry[K, V], 0, size), isOutdated: make([]bool, 0, size)}
-	for i, e := range l.entries {
-		if !l.isOutdated[i] {
-			current.add(e)
-		}
+	if l.shared {
+		l.entries = append(make([]*entry[K, V], 0, len(l.entries)), l.entries...)
+		l.shared = false
 	}
-	*l = current
+	l.entries = slices.DeleteFunc(l.entries, func(e *entry[K, V]) bool { return e.outdated.Load() != 0 })
+	l.outdated = 0
 }
 
 // firstAfter returns the index of the first entry written after a revision.

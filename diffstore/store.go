@@ -166,6 +166,7 @@ func (s *Store[K, V]) Snapshot() *Snapshot[K, V] {
 		return cached
 	}
 	// Clone modifies s.byKey, so it needs the mutex. Readers of the clone need no lock.
+	s.log.shared = true
 	snapshot := &Snapshot[K, V]{
 		store:    s,
 		byKey:    s.byKey.Clone(),

@@ -218,8 +218,14 @@ func (p *Proxy) followNode(ctx context.Context) error {
 		}
 		snapshot := p.state.Snapshot()
 		if revision == 0 {
-			objects := p.state.Objects()
-			klog.FromContext(ctx).Info("Read the state of the cluster", "node", p.nodeName, "services", objects.Services.Len(), "slices", objects.Slices.Len())
+			services, slices := 0, 0
+			for _, state := range snapshot.States.All() {
+				if state.Service != nil {
+					services++
+				}
+				slices += len(state.Slices)
+			}
+			klog.FromContext(ctx).Info("Read the state of the cluster", "node", p.nodeName, "services", services, "slices", slices)
 		}
 		if _, ok := snapshot.Nodes.Get(p.nodeName); ok {
 			p.nodeKnown.Store(true)

@@ -16,14 +16,16 @@ import (
 
 // State is the known state of a cluster. It is safe for concurrent use.
 type State struct {
-	mu       sync.Mutex
-	services *diffstore.Store[types.NamespacedName, *api.Service]
-	slices   *diffstore.Store[types.NamespacedName, *api.EndpointSlice]
-	nodes    *diffstore.Store[string, *api.Node]
+	opts Options
+	mu   sync.Mutex
 	// Readers follow this store of joined states. An entry gets a new revision if the
 	// service, its slices or its lost claims change.
 	states *diffstore.Store[types.NamespacedName, *api.ServiceState]
+	slices sliceIndex
+	nodes  *diffstore.Store[string, *api.Node]
 	claims claims
+	// objectStores is nil until a program requests separate objects.
+	objectStores *objectStores
 	// staleStore has an entry while the state is stale. Changes of this store wake readers,
 	// too.
 	staleStore *diffstore.Store[string, bool]
@@ -37,6 +39,13 @@ type State struct {
 	snapshot   *Snapshot     // the snapshot of the current revision, nil until requested
 	objects    *Objects      // the objects of the current revision, nil until requested
 	tx         Tx            // the argument of Update's function
+}
+
+// objectStores have the services and slices as separate objects, for programs that copy
+// the state.
+type objectStores struct {
+	services *diffstore.Store[types.NamespacedName, *api.Service]
+	slices   *diffstore.Store[types.NamespacedName, *api.EndpointSlice]
 }
 
 // Reader contains the methods of [State] that only read.
@@ -69,24 +78,47 @@ type Options struct {
 
 // New returns an empty State that is not synced.
 func New(opts Options) *State {
-	s := &State{claims: newClaims(), revisions: new(diffstore.Revisions), synced: make(chan struct{})}
-	s.services = newStore(s, opts, api.CompareKeys, (*api.Service).Equal, s.serviceChanged)
-	s.slices = newStore(s, opts, api.CompareKeys, (*api.EndpointSlice).Equal, s.sliceChanged)
-	s.nodes = newStore(s, opts, strings.Compare, (*api.Node).Equal, nil)
-	s.states = newStore(s, opts, api.CompareKeys, func(a, b *api.ServiceState) bool { return a == b }, nil)
-	s.staleStore = newStore(s, opts, strings.Compare, func(a, b bool) bool { return a == b }, nil)
+	s := &State{
+		opts: opts, slices: newSliceIndex(), claims: newClaims(),
+		revisions: new(diffstore.Revisions), synced: make(chan struct{}),
+	}
+	s.states = newStore(s, api.CompareKeys, func(a, b *api.ServiceState) bool { return a == b })
+	s.nodes = newStore(s, strings.Compare, (*api.Node).Equal)
+	s.staleStore = newStore(s, strings.Compare, func(a, b bool) bool { return a == b })
+	if opts.Resumable {
+		s.addObjectStores()
+	}
 	s.tx = Tx{s}
 	return s
 }
 
-func newStore[K, V any](s *State, opts Options, compare func(a, b K) int, equal func(a, b V) bool, onChange func(key K, old, new V)) *diffstore.Store[K, V] {
+func newStore[K, V any](s *State, compare func(a, b K) int, equal func(a, b V) bool) *diffstore.Store[K, V] {
 	return diffstore.New(diffstore.Options[K, V]{
 		Compare:   compare,
 		Equal:     equal,
 		Revisions: s.revisions,
-		OnChange:  onChange,
-		Resumable: opts.Resumable,
+		Resumable: s.opts.Resumable,
 	})
+}
+
+func (s *State) addObjectStores() {
+	s.objectStores = &objectStores{
+		services: newStore(s, api.CompareKeys, (*api.Service).Equal),
+		slices:   newStore(s, api.CompareKeys, (*api.EndpointSlice).Equal),
+	}
+	s.objectStores.services.Replace(keyed(s.services(), (*api.Service).Key))
+	s.objectStores.slices.Replace(keyed(s.slices.all(), (*api.EndpointSlice).Key))
+}
+
+// services yields all services in the order of their keys.
+func (s *State) services() iter.Seq[*api.Service] {
+	return func(yield func(*api.Service) bool) {
+		for _, state := range s.states.Snapshot().All() {
+			if state.Service != nil && !yield(state.Service) {
+				return
+			}
+		}
+	}
 }
 
 // Update calls f and commits the changes of f together: readers see all of them or none.
@@ -179,13 +211,18 @@ func (s *State) latest() *Snapshot {
 	return s.snapshot
 }
 
-// Objects returns the current state with its objects. Later changes cost more than after
-// a call of Snapshot, because they copy parts of more stores.
+// Objects returns the current state with its objects. Unless the state is resumable, the
+// first call counts as a change, and takes time in proportion to the number of objects.
 func (s *State) Objects() *Objects {
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	if s.objectStores == nil {
+		before := s.revisions.Last()
+		s.addObjectStores()
+		s.commit(before)
+	}
 	if s.objects == nil {
-		s.objects = &Objects{s.latest(), s.services.Snapshot(), s.slices.Snapshot()}
+		s.objects = &Objects{s.latest(), s.objectStores.services.Snapshot(), s.objectStores.slices.Snapshot()}
 	}
 	return s.objects
 }
@@ -204,11 +241,18 @@ func (s *State) NewCursor() *diffstore.Cursor[types.NamespacedName, *api.Service
 	return s.states.NewCursor()
 }
 
-// serviceChanged updates the service's joined state and claims, and the joined states of
-// services that won or lost claims.
-func (s *State) serviceChanged(key types.NamespacedName, old, new *api.Service) {
-	outcomes, changed := s.claims.replace(old, new)
+// setService sets or, if new is nil, deletes a service. It updates the service's joined
+// state and claims, and the joined states of services that won or lost claims.
+func (s *State) setService(key types.NamespacedName, new *api.Service) {
 	state := s.state(key)
+	old := state.Service
+	if old.Equal(new) {
+		return
+	}
+	if s.objectStores != nil {
+		setOrDelete(s.objectStores.services, key, new)
+	}
+	outcomes, changed := s.claims.replace(old, new)
 	state.Service = new
 	if changed {
 		state.Lost = nil
@@ -250,27 +294,47 @@ func updateLost(lost []api.LostClaim, outcomes []outcome) []api.LostClaim {
 	return lost
 }
 
-// sliceChanged moves a slice from the joined state of its old service to the joined state
-// of its new service. Usually, both are the same service.
-func (s *State) sliceChanged(key types.NamespacedName, old, new *api.EndpointSlice) {
-	if old != nil && (new == nil || old.ServiceName != new.ServiceName) {
-		state := s.state(old.ServiceKey())
-		if i, found := state.FindSlice(key.Name); found {
-			state.Slices = slices.Concat(state.Slices[:i], state.Slices[i+1:])
-			s.setState(old.ServiceKey(), state)
-		}
-	}
-	if new == nil {
-		return
-	}
-	state := s.state(new.ServiceKey())
-	i, found := state.FindSlice(key.Name)
+// setSlice sets a slice. If the slice belonged to another service, setSlice removes it
+// from the joined state of that service.
+func (s *State) setSlice(slice *api.EndpointSlice) {
+	key := slice.ServiceKey()
+	state := s.state(key)
+	i, found := state.FindSlice(slice.Name)
 	next := i
 	if found {
+		if state.Slices[i].Equal(slice) {
+			return
+		}
 		next++
 	}
-	state.Slices = slices.Concat(state.Slices[:i], []*api.EndpointSlice{new}, state.Slices[next:])
-	s.setState(new.ServiceKey(), state)
+	if s.objectStores != nil {
+		s.objectStores.slices.Set(slice.Key(), slice)
+	}
+	if old := s.slices.set(slice); old != nil && !found {
+		s.unjoin(old)
+	}
+	state.Slices = slices.Concat(state.Slices[:i], []*api.EndpointSlice{slice}, state.Slices[next:])
+	s.setState(key, state)
+}
+
+func (s *State) deleteSlice(key types.NamespacedName) {
+	slice := s.slices.remove(key)
+	if slice == nil {
+		return
+	}
+	if s.objectStores != nil {
+		s.objectStores.slices.Delete(key)
+	}
+	s.unjoin(slice)
+}
+
+// unjoin removes a slice from the joined state of its service.
+func (s *State) unjoin(slice *api.EndpointSlice) {
+	key := slice.ServiceKey()
+	state := s.state(key)
+	i, _ := state.FindSlice(slice.Name)
+	state.Slices = slices.Concat(state.Slices[:i], state.Slices[i+1:])
+	s.setState(key, state)
 }
 
 // state returns a copy of a service's joined state. The caller may modify the copy.
@@ -312,32 +376,32 @@ type Tx struct{ s *State }
 
 // SetService adds or changes a service.
 func (tx *Tx) SetService(service *api.Service) {
-	tx.s.services.Set(service.Key(), service)
+	tx.s.setService(service.Key(), service)
 }
 
 // DeleteService removes a service.
 func (tx *Tx) DeleteService(key types.NamespacedName) {
-	tx.s.services.Delete(key)
+	tx.s.setService(key, nil)
 }
 
 // ReplaceServices sets the given services and deletes all other services.
 func (tx *Tx) ReplaceServices(all iter.Seq[*api.Service]) {
-	tx.s.services.Replace(keyed(all, (*api.Service).Key))
+	replace(tx.s.services(), all, (*api.Service).Key, tx.SetService, tx.DeleteService)
 }
 
 // SetSlice adds or changes a slice.
 func (tx *Tx) SetSlice(slice *api.EndpointSlice) {
-	tx.s.slices.Set(slice.Key(), slice)
+	tx.s.setSlice(slice)
 }
 
 // DeleteSlice removes a slice.
 func (tx *Tx) DeleteSlice(key types.NamespacedName) {
-	tx.s.slices.Delete(key)
+	tx.s.deleteSlice(key)
 }
 
 // ReplaceSlices sets the given slices and deletes all other slices.
 func (tx *Tx) ReplaceSlices(all iter.Seq[*api.EndpointSlice]) {
-	tx.s.slices.Replace(keyed(all, (*api.EndpointSlice).Key))
+	replace(tx.s.slices.all(), all, (*api.EndpointSlice).Key, tx.SetSlice, tx.DeleteSlice)
 }
 
 // SetNode adds or changes a node.
@@ -363,6 +427,41 @@ func (tx *Tx) SetStale(stale bool) {
 		tx.s.staleStore.Set("", true)
 	} else {
 		tx.s.staleStore.Delete("")
+	}
+}
+
+// replace calls remove for each old object that is not in the listing, and then set for
+// each object in the listing. The old objects are in the order of their keys. If the
+// listing repeats a key, the last object counts.
+func replace[V any](old, listing iter.Seq[V], key func(V) types.NamespacedName, set func(V), remove func(types.NamespacedName)) {
+	list := slices.Collect(listing)
+	slices.SortStableFunc(list, func(a, b V) int { return api.CompareKeys(key(a), key(b)) })
+	var gone []types.NamespacedName
+	rest := list
+	for o := range old {
+		k := key(o)
+		for len(rest) > 0 && api.CompareKeys(key(rest[0]), k) < 0 {
+			rest = rest[1:]
+		}
+		if len(rest) == 0 || key(rest[0]) != k {
+			gone = append(gone, k)
+		}
+	}
+	for _, k := range gone {
+		remove(k)
+	}
+	for i, v := range list {
+		if i+1 == len(list) || key(list[i+1]) != key(v) {
+			set(v)
+		}
+	}
+}
+
+func setOrDelete[K, V any](store *diffstore.Store[K, *V], key K, value *V) {
+	if value == nil {
+		store.Delete(key)
+	} else {
+		store.Set(key, value)
 	}
 }
 

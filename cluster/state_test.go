@@ -4,6 +4,8 @@ package cluster_test
 
 import (
 	"fmt"
+	"maps"
+	"math/rand/v2"
 	"slices"
 	"sync"
 	"testing"
@@ -11,6 +13,7 @@ import (
 	"time"
 
 	gocmp "github.com/google/go-cmp/cmp"
+	"github.com/google/go-cmp/cmp/cmpopts"
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/cluster"
 )
@@ -98,6 +101,90 @@ func TestServicesAndSlicesAreJoined(t *testing.T) {
 		}
 		if diff := gocmp.Diff(step.wantChanged, changedSince(t, state, before)); diff != "" {
 			t.Fatalf("%s: changed services (-want +got):\n%s", step.name, diff)
+		}
+	}
+}
+
+// TestObjectsAndJoinedStatesAgree makes random changes, and compares the objects and the
+// joined states with a model. One of the states gets its first call of Objects late.
+func TestObjectsAndJoinedStatesAgree(t *testing.T) {
+	for seed := range uint64(200) {
+		random := rand.New(rand.NewPCG(seed, 0))
+		late := random.IntN(30)
+		states := [...]*cluster.State{cluster.New(cluster.Options{Resumable: true}), cluster.New(cluster.Options{})}
+		services, endpoints := map[string]*api.Service{}, map[string]*api.EndpointSlice{}
+		anyService := func() *api.Service {
+			return service(fmt.Sprint("s", random.IntN(4)), random.IntN(2), "10.0.0.1", 80)
+		}
+		anySlice := func() *api.EndpointSlice {
+			return slice(fmt.Sprint("e", random.IntN(6)), fmt.Sprint("s", random.IntN(4)))
+		}
+		for step := range 30 {
+			a, b := anyService(), anySlice()
+			var write func(tx *cluster.Tx)
+			switch random.IntN(6) {
+			case 0:
+				write = func(tx *cluster.Tx) { tx.DeleteService(a.Key()) }
+				delete(services, a.Name)
+			case 1:
+				write = func(tx *cluster.Tx) { tx.DeleteSlice(b.Key()) }
+				delete(endpoints, b.Name)
+			case 2: // the listing may repeat a service
+				list := []*api.Service{a, anyService(), anyService()}
+				write = func(tx *cluster.Tx) { tx.ReplaceServices(slices.Values(list)) }
+				clear(services)
+				for _, s := range list {
+					services[s.Name] = s
+				}
+			case 3:
+				list := []*api.EndpointSlice{b, anySlice(), anySlice()}
+				write = func(tx *cluster.Tx) { tx.ReplaceSlices(slices.Values(list)) }
+				clear(endpoints)
+				for _, s := range list {
+					endpoints[s.Name] = s
+				}
+			default:
+				write = func(tx *cluster.Tx) { tx.SetService(a); tx.SetSlice(b) }
+				services[a.Name], endpoints[b.Name] = a, b
+			}
+			var want []string
+			for _, name := range []string{"s0", "s1", "s2", "s3"} {
+				line := name
+				if services[name] == nil {
+					line = "(" + name + ")"
+				}
+				for _, e := range slices.Sorted(maps.Keys(endpoints)) {
+					if endpoints[e].ServiceName == name {
+						line += " " + e
+					}
+				}
+				if line != "("+name+")" {
+					want = append(want, line)
+				}
+			}
+			for i, state := range states {
+				state.Update(write)
+				if diff := gocmp.Diff(want, joined(state), cmpopts.EquateEmpty()); diff != "" {
+					t.Fatalf("seed %d, step %d (-want +got):\n%s", seed, step, diff)
+				}
+				if i == 1 && step < late {
+					continue
+				}
+				objects := state.Objects()
+				s, e := map[string]*api.Service{}, map[string]*api.EndpointSlice{}
+				for key, service := range objects.Services.All() {
+					s[key.Name] = service
+				}
+				for key, slice := range objects.Slices.All() {
+					e[key.Name] = slice
+				}
+				if diff := gocmp.Diff(services, s, equateAddrs) + gocmp.Diff(endpoints, e, equateAddrs); diff != "" {
+					t.Fatalf("seed %d, step %d (-want +got):\n%s", seed, step, diff)
+				}
+				if state.Snapshot() != objects.Snapshot {
+					t.Fatalf("seed %d, step %d: Objects and Snapshot return different states", seed, step)
+				}
+			}
 		}
 	}
 }

@@ -88,7 +88,8 @@ type Store[K, V any] struct {
 	cached atomic.Pointer[Snapshot[K, V]] // snapshot of the current revision, if one was taken
 }
 
-// New returns an empty store. It panics if a required option is missing.
+// New returns an empty store. The store does not know earlier changes of stores with the
+// same Revisions. New panics if a required option is missing.
 func New[K, V any](options Options[K, V]) *Store[K, V] {
 	if options.Compare == nil || options.Equal == nil {
 		panic("diffstore: Options.Compare and Options.Equal are required")
@@ -103,8 +104,8 @@ func New[K, V any](options Options[K, V]) *Store[K, V] {
 		byKey:      newKeyTree[K, V](options.Compare),
 		tombstones: tombstones[K, V]{newKeyTree[K, V](options.Compare), newRevisionTree[K, V]()},
 		cursors:    newCursors[K, V](),
-		revision:   firstRevision,
-		floor:      firstRevision,
+		revision:   options.Revisions.Last(),
+		floor:      options.Revisions.Last(),
 	}
 }
 

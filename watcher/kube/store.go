@@ -125,7 +125,7 @@ func (s *store[O, T]) objectKind() string { return s.kind }
 func (s *store[O, T]) example() any { return &item[T]{} }
 
 func (s *store[O, T]) decode(object []byte) runtime.Object {
-	i := &item[T]{unreadable: true}
+	var i *item[T]
 	s.whileRunning(func() {
 		decode := s.decoders.Get().(decoder[O])
 		defer s.decoders.Put(decode)
@@ -138,6 +138,9 @@ func (s *store[O, T]) decode(object []byte) runtime.Object {
 		i.unreadable = true
 		s.logger.Error(err, "Ignored an object that cannot be decoded", "kind", s.kind, "object", klog.KObj(o))
 	})
+	if i == nil {
+		i = &item[T]{unreadable: true}
+	}
 	return i
 }
 
@@ -145,8 +148,11 @@ func (s *store[O, T]) reduceObject(o runtime.Object) runtime.Object {
 	if _, ok := o.(O); !ok {
 		return o
 	}
-	i := &item[T]{unreadable: true}
+	var i *item[T]
 	s.whileRunning(func() { i, _ = s.item(o) })
+	if i == nil {
+		i = &item[T]{unreadable: true}
+	}
 	return i
 }
 

@@ -1,0 +1,38 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package cluster
+
+import (
+	"iter"
+
+	"github.com/google/btree"
+	"github.com/kpng-project/kpng/api"
+	"k8s.io/apimachinery/pkg/types"
+)
+
+// sliceIndex has all slices, sorted by namespace and name. It finds the service of a
+// slice whose label has changed or that is deleted. State.mu guards it.
+type sliceIndex struct {
+	tree *btree.BTreeG[*api.EndpointSlice]
+}
+
+func newSliceIndex() sliceIndex {
+	return sliceIndex{btree.NewG(32, func(a, b *api.EndpointSlice) bool { return api.CompareKeys(a.Key(), b.Key()) < 0 })}
+}
+
+// set sets a slice and returns the old slice of the same name, or nil if there was none.
+func (x sliceIndex) set(slice *api.EndpointSlice) *api.EndpointSlice {
+	old, _ := x.tree.ReplaceOrInsert(slice)
+	return old
+}
+
+// remove removes and returns a slice. It returns nil if there is no such slice.
+func (x sliceIndex) remove(key types.NamespacedName) *api.EndpointSlice {
+	old, _ := x.tree.Delete(&api.EndpointSlice{Namespace: key.Namespace, Name: key.Name})
+	return old
+}
+
+// all yields all slices in the order of their keys.
+func (x sliceIndex) all() iter.Seq[*api.EndpointSlice] {
+	return func(yield func(*api.EndpointSlice) bool) { x.tree.Ascend(yield) }
+}

@@ -211,7 +211,7 @@ func (c *Converter) servicePorts(in []corev1.ServicePort, r *report) []api.PortM
 	if len(in) == 0 {
 		return nil
 	}
-	out := make([]api.PortMapping, 0, len(in))
+	out := make([]api.PortMapping, 0, 4)
 	for i := range in {
 		p := &in[i]
 		field := func(name string) string { return fmt.Sprintf("spec.ports[%d].%s", i, name) }
@@ -259,7 +259,10 @@ func (c *Converter) servicePorts(in []corev1.ServicePort, r *report) []api.PortM
 		}
 		out = append(out, m)
 	}
-	return out
+	if len(out) == 1 && out[0].NodePort != 0 { // node ports differ between services
+		return []api.PortMapping{out[0]}
+	}
+	return sharedList(&c.ofServices.servicePorts, out)
 }
 
 func isPort(p int32) bool { return p >= 1 && p <= 65535 }

@@ -18,44 +18,57 @@ type shared struct {
 	mu      sync.Mutex
 	strings map[string]string
 	hints   map[hintKey]*api.Hints
+	// The lists of ports that have only one port, by this port.
+	servicePorts  map[api.PortMapping][]api.PortMapping
+	endpointPorts map[api.EndpointPort][]api.EndpointPort
 }
 
 // hintKey represents hints with at most one node and at most one zone, which are the most
 // common.
 type hintKey struct{ node, zone string }
 
+// sharedValue returns the value for key in the map m. If there is none, it adds the result
+// of the function create.
+func sharedValue[K comparable, V any](m *map[K]V, key K, create func() V) V {
+	if v, ok := (*m)[key]; ok {
+		return v
+	}
+	if *m == nil || len(*m) >= maxShared {
+		*m = map[K]V{}
+	}
+	v := create()
+	(*m)[key] = v
+	return v
+}
+
 // string returns the shared copy of s. The caller holds mu.
 func (t *shared) string(s string) string {
 	if s == "" {
 		return ""
 	}
-	if c, ok := t.strings[s]; ok {
-		return c
+	return sharedValue(&t.strings, s, func() string { return s })
+}
+
+// sharedList returns a copy of list. Lists of one element that are equal share their copy.
+func sharedList[T comparable](m *map[T][]T, list []T) []T {
+	if len(list) != 1 {
+		return append([]T(nil), list...)
 	}
-	if t.strings == nil || len(t.strings) >= maxShared {
-		t.strings = map[string]string{}
-	}
-	t.strings[s] = s
-	return s
+	element := list[0]
+	return sharedValue(m, element, func() []T { return []T{element} })
 }
 
 // hint returns the shared hints with the node and the zone in k. The node or the zone may
 // be empty. The caller holds mu.
 func (t *shared) hint(k hintKey) *api.Hints {
-	if h, ok := t.hints[k]; ok {
+	return sharedValue(&t.hints, k, func() *api.Hints {
+		h := &api.Hints{}
+		if k.node != "" {
+			h.ForNodes = []string{t.string(k.node)}
+		}
+		if k.zone != "" {
+			h.ForZones = []string{t.string(k.zone)}
+		}
 		return h
-	}
-	if t.hints == nil || len(t.hints) >= maxShared {
-		t.hints = map[hintKey]*api.Hints{}
-	}
-	k = hintKey{t.string(k.node), t.string(k.zone)}
-	h := &api.Hints{}
-	if k.node != "" {
-		h.ForNodes = []string{k.node}
-	}
-	if k.zone != "" {
-		h.ForZones = []string{k.zone}
-	}
-	t.hints[k] = h
-	return h
+	})
 }

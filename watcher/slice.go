@@ -6,6 +6,7 @@ import (
 	"cmp"
 	"fmt"
 	"slices"
+	"strings"
 	"time"
 
 	"github.com/kpng-project/kpng/api"
@@ -40,6 +41,9 @@ func (c *Converter) EndpointSlice(s *discoveryv1.EndpointSlice) (*api.EndpointSl
 	default:
 		r.add("addressType", "unknown address type %q", s.AddressType)
 		return nil, r.done()
+	}
+	if strings.HasPrefix(s.Name, service) {
+		service = s.Name[:len(service)] // use the memory of the name
 	}
 	out := &api.EndpointSlice{
 		Name:        s.Name,
@@ -76,7 +80,7 @@ func (c *Converter) endpointPorts(in []discoveryv1.EndpointPort, r *report) []ap
 	if len(in) == 0 {
 		return nil
 	}
-	out := make([]api.EndpointPort, 0, len(in))
+	out := make([]api.EndpointPort, 0, 4)
 	for i := range in {
 		p := &in[i]
 		field := func(name string) string { return fmt.Sprintf("ports[%d].%s", i, name) }
@@ -106,7 +110,7 @@ func (c *Converter) endpointPorts(in []discoveryv1.EndpointPort, r *report) []ap
 		}
 		out = append(out, e)
 	}
-	return out
+	return sharedList(&c.ofSlices.endpointPorts, out)
 }
 
 // endpoints converts the endpoints of a slice. It uses only the first address of an

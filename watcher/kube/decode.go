@@ -79,10 +79,12 @@ func newDecoder[O any, P interface {
 	Unmarshal([]byte) error
 }](fields fieldSet) decoder[P] {
 	var buffer []byte
+	var zero O
+	object := P(new(O))
 	return func(message []byte) (P, error) {
 		var err error
 		buffer, err = fields.appendTo(buffer[:0], message)
-		object := P(new(O))
+		*object = zero
 		return object, cmp.Or(object.Unmarshal(buffer), err)
 	}
 }

@@ -5,129 +5,141 @@
 package nftables
 
 import (
-	"encoding/binary"
-	"fmt"
-	"slices"
-	"strings"
+	"cmp"
+	"math/rand/v2"
+	"time"
 
 	"github.com/google/nftables/expr"
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/backends/internal/nftrule"
-	"github.com/kpng-project/kpng/nodeview"
 	"golang.org/x/sys/unix"
+	"k8s.io/apimachinery/pkg/types"
 )
 
-// A service with session affinity has chains of its own. A shared chain would have to
-// find a client's endpoint and check that the endpoint is still in use, but nft 1.0.6 has
-// no syntax for that. For each endpoint, there is a chain with the rule that translates
-// connections, and a set of the endpoint's clients. The kernel adds clients and removes
-// them after a timeout. For each list of endpoints, there is a chain that looks for the
-// client in the endpoints' sets. If no set has the client, the chain selects an endpoint
-// at random. So the cost of a connection grows with the number of endpoints.
+// With session affinity, each endpoint of a service port has a number. One map leads from a
+// slot of a frontend to the number, and another map from the number to the endpoint. The
+// kernel remembers pairs of a number and a client address in one set for all services. A
+// shared chain first looks for the client of a connection in each slot. An endpoint that was
+// removed and comes back gets another number, so its former clients stay where they are.
 
-// object is a chain or a set of a single service.
-type object struct {
-	name string
-	// family is the family of a set's addresses, 0 for a chain.
-	family api.Family
-	// rules are a chain's encoded rules.
-	rules []string
+const (
+	// maxClients limits the clients that the kernel remembers. The set only uses memory for
+	// the clients that it has. If it is full, connections of other clients go to a random
+	// endpoint.
+	maxClients = 1 << 22
+	// maxAffineEndpoints limits the endpoints of a frontend with affinity that get traffic.
+	// A shared chain's number has 12 bits for the number of endpoints.
+	maxAffineEndpoints = 1<<12 - 1
+	// maxSeconds is the longest timeout that is not rounded up to full minutes. maxMinutes is
+	// the longest timeout in minutes. A shared chain's number has 11 bits for the timeout.
+	maxSeconds = 120
+	maxMinutes = 1<<11 - 1 - maxSeconds
+)
+
+// timeoutBits encodes a timeout for the number of a shared chain, and timeoutOf decodes it.
+func timeoutBits(timeout time.Duration) uint32 {
+	if timeout <= maxSeconds*time.Second {
+		return uint32((timeout + time.Second - 1) / time.Second)
+	}
+	return maxSeconds + uint32(min((timeout+time.Minute-1)/time.Minute, maxMinutes))
 }
 
-func (o object) isSet() bool { return o.family != 0 }
-
-// isOwn reports whether the chain or set with this name belongs to a single service.
-func isOwn(name string) bool { return strings.Contains(name, "/") }
-
-// planAffinity emits objects that balance traffic among targets, for a frontend f with
-// session affinity. It returns the name of the chain to which this traffic goes first.
-// This name contains listName, which identifies the list of targets.
-func planAffinity(se *api.ServiceEndpoints, f *nodeview.Frontend, listName string, targets []nodeview.Target, emit func(object)) string {
-	port := "all"
-	if p := f.ServicePort; p != nil {
-		port = fmt.Sprintf("%s.%d", strings.ToLower(p.Protocol.String()), p.Port)
+func timeoutOf(bits uint32) time.Duration {
+	if bits <= maxSeconds {
+		return time.Duration(bits) * time.Second
 	}
-	nameOf := func(kind, which string) string {
-		return fmt.Sprintf("%s/%s/%s/%s/%s", kind, se.Service.Namespace, se.Service.Name, port, which)
-	}
-	var known, random [][]expr.Any
-	for i := range targets {
-		t := &targets[i]
-		which := fmt.Sprintf("%s.%d", strings.ReplaceAll(t.Addr.String(), ":", "."), t.Port)
-		clients, endpoint := nameOf("clients", which), nameOf("endpoint", which)
-		emit(object{name: clients, family: f.Family})
-		emit(object{name: endpoint, rules: encodeRules(
-			nftrule.NewKey(f.Family).Source().FollowedBy(&expr.Dynset{SrcRegKey: nftrule.Reg(0), SetName: clients, Operation: unix.NFT_DYNSET_OP_UPDATE, Timeout: f.Affinity}),
-			dnat(f, t),
-		)})
-		known = append(known, nftrule.NewKey(f.Family).Source().FollowedBy(&expr.Lookup{SourceRegister: nftrule.Reg(0), SetName: clients}, nftrule.GoTo(endpoint)[0]))
-		// The probability 1/(len(targets)-i) makes all endpoints equally likely.
-		random = append(random, []expr.Any{
-			&expr.Numgen{Register: nftrule.Reg(0), Modulus: uint32(len(targets) - i), Type: unix.NFT_NG_RANDOM},
-			nftrule.Equal(nftrule.Native(0)...),
-			nftrule.GoTo(endpoint)[0],
-		})
-	}
-	chain := nameOf("list", fmt.Sprintf("%s%d", listName, f.Family))
-	emit(object{name: chain, rules: encodeRules(slices.Concat(known, random)...)})
-	return chain
+	return time.Duration(bits-maxSeconds) * time.Minute
 }
 
-// dnat returns the rule that translates connections to one endpoint. All packets in the
-// endpoint's chain have the same protocol. The rule matches the protocol nevertheless,
-// because nft requires this in a rule with a port.
-func dnat(f *nodeview.Frontend, t *nodeview.Target) []expr.Any {
-	rule := nftrule.MatchFamily(f.Family)
-	port := 0
-	if t.Port != 0 {
-		port = 4
-		rule = append(rule,
-			nftrule.LoadMeta(expr.MetaKeyL4PROTO),
-			nftrule.Equal(protocolNumbers[f.Protocol]),
-			&expr.Immediate{Register: nftrule.Reg(port), Data: binary.BigEndian.AppendUint16(nil, uint16(t.Port))})
+// affineEndpoint is an endpoint of a service port. For all-ports services, port is 0.
+type affineEndpoint struct {
+	protocol api.Protocol
+	port     int32
+	target   [20]byte // the data of endpointValue
+}
+
+// numbering has the numbers of a service's endpoints.
+type numbering map[affineEndpoint]uint32
+
+// numberer returns the number of an endpoint. The argument frontend is a frontend of the
+// endpoint.
+type numberer func(frontend elementID, e affineEndpoint) uint32
+
+// numbers assigns numbers to endpoints of services with affinity.
+type numbers struct {
+	services map[types.NamespacedName]numbering
+	// used has the numbers that cannot be assigned. If the table had the number when the pass
+	// began, and no service has the number since then, the value is false.
+	used map[uint32]bool
+	// last is the number that was assigned last. It starts at random, so that endpoints do
+	// not get the clients of endpoints that were removed before a restart.
+	last uint32
+}
+
+func newNumbers() *numbers {
+	return &numbers{services: map[types.NamespacedName]numbering{}, used: map[uint32]bool{}, last: rand.Uint32()}
+}
+
+// present returns the numbers of the endpoints of a service.
+func (n *numbers) present(key types.NamespacedName) numberer {
+	return func(_ elementID, e affineEndpoint) uint32 { return n.services[key][e] }
+}
+
+// future returns the numbers of a service for its next view, and adds them to next. An
+// endpoint keeps its number. In a pass, it keeps the number that the table had before.
+func (n *numbers) future(key types.NamespacedName, ps *pass, next *numbering) numberer {
+	return func(frontend elementID, e affineEndpoint) uint32 {
+		number := cmp.Or((*next)[e], n.services[key][e])
+		if number == 0 && ps != nil {
+			if before := ps.numbers[frontend][e.target]; !n.used[before] {
+				number = before
+			}
+		}
+		for number == 0 || number&0xffff == 0 { // nft cannot load ":0"
+			n.last++
+			number = 0x7000_0000 | n.last&0xfff_ffff
+			if _, isUsed := n.used[number]; isUsed {
+				number = 0
+			}
+		}
+		if *next == nil {
+			*next = numbering{}
+		}
+		(*next)[e], n.used[number] = number, true
+		return number
 	}
-	return append(rule, &expr.Immediate{Register: nftrule.Reg(0), Data: t.Addr.AsSlice()}, nftrule.DNATTo(f.Family, 0, port))
 }
 
-// maxClients limits the clients that the kernel remembers for one endpoint. A set only
-// uses memory for clients that it has.
-const maxClients = 1 << 20
-
-// objectOp is the change of an object. If old is nil, the object is created. If new is
-// nil, the object is deleted. If neither is nil, the object's rules are replaced.
-type objectOp struct {
-	part     int
-	old, new *object
-}
-
-// makeObjects adds messages that create or change objects. Elements that refer to the
-// objects must follow. The objects are sorted by name: sets of clients, then chains of
-// endpoints, then chains of lists. So each object refers only to earlier objects.
-func (w *wire) makeObjects(ops []objectOp) {
-	for _, o := range ops {
-		switch {
-		case o.new == nil:
-		case o.new.isSet():
-			addr := addrType(o.new.family)
-			w.newSet(layout{name: o.new.name, flags: unix.NFT_SET_EVAL | unix.NFT_SET_TIMEOUT, keyType: addr.number, keyLen: addr.length, size: maxClients})
-		default:
-			w.makeChain(o.new.name, o.new.rules)
+// settle records that a service has the numbers in next, or that it has failed to get them.
+func (n *numbers) settle(key types.NamespacedName, next numbering, failed bool) {
+	drop, keep := n.services[key], next
+	if failed {
+		drop, keep = keep, drop
+	}
+	for e, number := range drop {
+		if keep[e] != number {
+			delete(n.used, number)
 		}
 	}
+	n.services[key] = keep
+	if len(keep) == 0 {
+		delete(n.services, key)
+	}
 }
 
-// deleteObjects adds messages that delete objects. Earlier messages must remove the
-// elements that refer to the objects.
-func (w *wire) deleteObjects(ops []objectOp) {
-	var chains, sets []string
-	for _, o := range ops {
-		switch {
-		case o.new != nil:
-		case o.old.isSet():
-			sets = append(sets, o.old.name)
-		default:
-			chains = append(chains, o.old.name)
-		}
+// affinityRules returns the rules that select an endpoint for a client. If the set of
+// clients is full, the rule that adds the client does nothing.
+func (c sharedChain) affinityRules() (rules [][]expr.Any) {
+	clients := clientsSet(c.family).name
+	client := func() *nftrule.Key { return nftrule.NewKey(c.family).Meta(expr.MetaKeyPRIORITY).Source() }
+	known := &expr.Lookup{SourceRegister: nftrule.Reg(0), SetName: clients}
+	remember := &expr.Dynset{SrcRegKey: nftrule.Reg(0), SetName: clients, Operation: unix.NFT_DYNSET_OP_UPDATE, Timeout: c.timeout}
+	toNumber := nftrule.Jump(c.mapOf(kindSlots).name())[0]
+	translate := nftrule.GoTo(c.mapOf(kindEndpoints).name())
+	for slot := range c.endpoints {
+		rules = append(rules,
+			[]expr.Any{&expr.Immediate{Register: nftrule.Reg(0), Data: nftrule.Native(firstSlot + uint32(slot))}, nftrule.SetMeta(expr.MetaKeyPRIORITY), toNumber},
+			client().FollowedBy(known, remember, translate[0]))
 	}
-	w.deleteChainsAndSets(chains, sets)
+	return append(rules, append(c.randomSlot(), toNumber), client().FollowedBy(remember), translate)
 }

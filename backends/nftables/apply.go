@@ -15,7 +15,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// maxOps limits the elements and rules that one transaction changes. A part with more
+// maxOps limits the elements that one transaction changes. A part with more
 // than maxOps changes gets a transaction of its own. Large transactions have two
 // disadvantages. While a transaction runs, other programs cannot change tables. If a
 // large transaction fails, the search for the services that caused the failure takes
@@ -26,9 +26,9 @@ const maxOps = 20_000
 // failing services to failed. It returns only those errors that no service caused.
 func (t *table) apply(ctx context.Context, parts []part, failed *sink.Failed) error {
 	for len(parts) > 0 {
-		n, size := 1, parts[0].size()
-		for n < len(parts) && size+parts[n].size() <= maxOps {
-			size += parts[n].size()
+		n, size := 1, len(parts[0].ops)
+		for n < len(parts) && size+len(parts[n].ops) <= maxOps {
+			size += len(parts[n].ops)
 			n++
 		}
 		if err := t.applyTogether(ctx, parts[:n], failed); err != nil {
@@ -86,7 +86,7 @@ func fail(parts []part, err error, failed *sink.Failed) {
 // checkPart reads the elements of p from the kernel. If these are not the elements that p
 // and the state expect, checkPart corrects p and the state.
 func (t *table) checkPart(ctx context.Context, p *part) error {
-	l, err := t.conn.inspect(ctx, t.conn.table)
+	l, err := t.conn.findTable(ctx)
 	if err != nil {
 		return err
 	}
@@ -94,14 +94,6 @@ func (t *table) checkPart(ctx context.Context, p *part) error {
 		t.drift.recordDrift(t)
 		return fmt.Errorf("table inet %s was deleted", t.conn.table)
 	}
-	own := l.ownObjects()
-	p.objects = slices.DeleteFunc(p.objects, func(o objectOp) bool {
-		if o.new != nil {
-			return false
-		}
-		is, ok := own[o.old.name]
-		return !ok || is.isSet() != o.old.isSet()
-	})
 	for _, o := range p.ops {
 		t.state.resolve(o)
 		actual, ok, err := t.conn.getElement(ctx, o.elementID)
@@ -131,9 +123,7 @@ func (t *table) commit(ctx context.Context, parts []part) error {
 		n += len(parts[i].ops)
 	}
 	removed, added := make([]element, 0, n), make([]element, 0, n)
-	var objects []objectOp
 	for _, p := range parts {
-		objects = append(objects, p.objects...)
 		for _, o := range p.ops {
 			t.state.resolve(o)
 			if o.hasOld == o.hasNew && o.old == o.new {
@@ -152,18 +142,13 @@ func (t *table) commit(ctx context.Context, parts []part) error {
 		for _, c := range missing {
 			w.makeSharedChain(c)
 		}
-		w.makeObjects(objects)
 		w.elements(unix.NFT_MSG_DELSETELEM, 0, removed)
 		w.elements(unix.NFT_MSG_NEWSETELEM, unix.NLM_F_CREATE|unix.NLM_F_EXCL, added)
-		w.deleteObjects(objects)
 	})
 	if err != nil {
 		return err
 	}
 	t.state.chainsMade(missing)
-	for _, o := range objects {
-		t.state.recordObject(&o)
-	}
 	for _, p := range parts {
 		for _, o := range p.ops {
 			t.state.recordOp(o)

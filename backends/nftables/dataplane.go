@@ -13,6 +13,7 @@ import (
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/nodeview"
+	"k8s.io/apimachinery/pkg/types"
 )
 
 // Dataplane describes, in several lines, the elements that the kernel has for one
@@ -82,6 +83,11 @@ func (c *conn) elementsOf(ctx context.Context, f *nodeview.Frontend, minSlots in
 		if ok {
 			lines = append(lines, e.String()+remark)
 		}
+		if ok && (id.m.kind == kindSlots || id.m.kind == kindNodeSlots) {
+			if e, found, err := c.getElement(ctx, e.endpointID()); found && err == nil {
+				lines[len(lines)-1] = affineLine(id, e)
+			}
+		}
 		return ok
 	}
 	for _, s := range allMatches {
@@ -98,12 +104,14 @@ func (c *conn) elementsOf(ctx context.Context, f *nodeview.Frontend, minSlots in
 			}
 		}
 		found := false
-		for _, kinds := range [][2]mapKind{{kindFrontends, kindEndpoints}, {kindNodeFrontends, kindNodeEndpoints}} {
+		for _, kinds := range [][3]mapKind{{kindFrontends, kindEndpoints, kindSlots}, {kindNodeFrontends, kindNodeEndpoints, kindNodeSlots}} {
 			e, _ := frontendElement(mapID{kinds[0], s, f.Family}, f)
 			if addLine(e.elementID, "") {
 				found = true
 			}
-			for slot := 0; addLine(endpointID(mapID{kinds[1], s, f.Family}, f, slot), "") || slot < minSlots; slot++ {
+			for _, kind := range kinds[1:] {
+				for slot := 0; addLine(slotID(mapID{kind, s, f.Family}, f, firstSlot+uint32(slot)), "") || slot < minSlots; slot++ {
+				}
 			}
 		}
 		if found {
@@ -120,6 +128,7 @@ func requiredElements(se *api.ServiceEndpoints, f *nodeview.Frontend) (lines []s
 	if se == nil {
 		return nil, 0, false
 	}
+	var slot elementID
 	for want := range nodeview.Frontends(se) {
 		samePort := want.Port == f.Port && want.Protocol == f.Protocol
 		switch {
@@ -128,15 +137,30 @@ func requiredElements(se *api.ServiceEndpoints, f *nodeview.Frontend) (lines []s
 		default:
 			continue
 		}
-		newPlanner().planFrontend(se, &want, func(e element) {
-			if e.m.kind <= kindNodeEndpoints {
+		var ignored numbering
+		newPlanner().planFrontend(se, &want, newNumbers().future(types.NamespacedName{}, nil, &ignored), func(e element) {
+			switch e.m.kind {
+			case kindSlots, kindNodeSlots: // the element for the endpoint follows
+				slot = e.elementID
+			case kindEndpoints, kindNodeEndpoints:
+				slots++
+				if want.Affinity > 0 {
+					lines = append(lines, affineLine(slot, e))
+					break
+				}
+				fallthrough
+			case kindFrontends, kindNodeFrontends:
 				lines = append(lines, e.String())
 			}
-			if e.m.kind == kindEndpoints || e.m.kind == kindNodeEndpoints {
-				slots++
-			}
-		}, func(object) {})
+		})
 		return lines, slots, want.Kind == nodeview.NodePort
 	}
 	return nil, 0, false
+}
+
+// affineLine returns the line for the slot of a frontend with session affinity. It shows
+// the endpoint instead of the number of the endpoint.
+func affineLine(slot elementID, endpoint element) string {
+	_, data, _ := strings.Cut(endpoint.String(), " : ")
+	return slot.String() + " : " + data
 }

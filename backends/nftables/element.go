@@ -72,8 +72,6 @@ func (w *keyWriter) port(p int32) {
 	w.at += 4
 }
 
-func (w *keyWriter) slot(i int) { w.priority(firstSlot + uint32(i)) }
-
 func (w *keyWriter) priority(number uint32) {
 	binary.NativeEndian.PutUint32(w.id.key[w.at:], number)
 	w.at += 4
@@ -94,12 +92,20 @@ func frontendElement(m mapID, f *nodeview.Frontend) (element, int) {
 	return e, w.at
 }
 
-// endpointID returns the ID of the element for a slot of the frontend f in the map m.
-func endpointID(m mapID, f *nodeview.Frontend, slot int) elementID {
+// slotID returns the ID of the element for a slot or number of the frontend f in the map m.
+func slotID(m mapID, f *nodeview.Frontend, slot uint32) elementID {
 	e, at := frontendElement(m, f)
 	w := keyWriter{&e.elementID, at}
-	w.slot(slot)
+	w.priority(slot)
 	return e.elementID
+}
+
+// endpointID returns the ID of the element for the endpoint to whose number the slot e leads.
+func (e *element) endpointID() elementID {
+	id := e.elementID
+	id.m.kind += kindEndpoints - kindSlots
+	copy(id.key[id.m.keyLen()-4:], e.data[:4])
+	return id
 }
 
 // addressElement returns the element for an address in the set of this kind.
@@ -108,6 +114,11 @@ func addressElement(kind mapKind, a netip.Addr) element {
 	w := keyWriter{id: &e.elementID}
 	w.addr(a)
 	return e
+}
+
+func priorityValue(number uint32) (v value) {
+	binary.NativeEndian.PutUint32(v.data[:], number)
+	return v
 }
 
 func endpointValue(a netip.Addr, port int32) value {
@@ -127,6 +138,8 @@ func (e element) String() string {
 		s += " : drop"
 	case e.chain != "":
 		s += " : goto " + e.chain
+	case e.m.kind == kindSlots || e.m.kind == kindNodeSlots:
+		s += " : " + formatPriority(e.data[:])
 	case e.m.dataLen() == addrLen:
 		s += " : " + addrOf(e.data[:addrLen]).String()
 	case e.m.dataLen() > 0:
@@ -149,8 +162,7 @@ func (id elementID) String() string {
 		case typePort:
 			parts = append(parts, fmt.Sprint(binary.BigEndian.Uint16(v)))
 		case typePriority:
-			number := binary.NativeEndian.Uint32(v)
-			parts = append(parts, fmt.Sprintf("%x:%x", number>>16, number&0xffff))
+			parts = append(parts, formatPriority(v))
 		default:
 			parts = append(parts, addrOf(v).String())
 		}
@@ -160,6 +172,11 @@ func (id elementID) String() string {
 		s += fmt.Sprint("/", id.key[maxKey-1])
 	}
 	return s
+}
+
+func formatPriority(v []byte) string {
+	number := binary.NativeEndian.Uint32(v)
+	return fmt.Sprintf("%x:%x", number>>16, number&0xffff)
 }
 
 func addrOf(b []byte) netip.Addr {

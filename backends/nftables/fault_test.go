@@ -183,6 +183,7 @@ func startVaried(t *testing.T) *netnstest.Namespace {
 func TestNftListsTheTable(t *testing.T) {
 	ns := startVaried(t)
 	elements := func(listing string) (n int) {
+		listing = strings.ReplaceAll(listing, " addr . port to ", " to ") // only nft 0.9.8 writes that
 		for _, line := range lines(listing) {
 			if strings.Contains(line, " . ") || strings.Contains(line, ":") {
 				n++
@@ -197,6 +198,26 @@ func TestNftListsTheTable(t *testing.T) {
 			if got := elements(ns.Run(t, append([]string{program}, args...)...)); got != want {
 				t.Errorf("%s %v lists %d elements and rules, want %d", program, args, got, want)
 			}
+		}
+	}
+}
+
+// TestAffinityWithManyEndpoints programs services with more endpoints than affinity
+// supports, and then with fewer.
+func TestAffinityWithManyEndpoints(t *testing.T) {
+	b, _ := start(t, Options{})
+	var old *api.ServiceEndpoints
+	for _, n := range []int{maxAffineEndpoints + 2, maxAffineEndpoints - 1} {
+		now := numberedService(1, n)
+		now.Service.SessionAffinity.ClientIP = &api.ClientIPAffinity{TimeoutSeconds: 86_400}
+		mustSync(t, b, batchOf(old == nil, sink.Change{Old: old, New: now}))
+		old = now
+		if err := verifyAll(t, b); err != nil {
+			t.Errorf("with %d endpoints: %v", n, err)
+		}
+		m := mapID{kindSlots, matchService, api.IPv4}
+		if got, want := b.table.state.digests[m].n, min(n, maxAffineEndpoints); got != want {
+			t.Errorf("with %d endpoints, %s has %d elements, want %d", n, m.name(), got, want)
 		}
 	}
 }

@@ -10,6 +10,7 @@ import (
 	"maps"
 	"math/rand/v2"
 	"net/netip"
+	"regexp"
 	"slices"
 	"strings"
 	"testing"
@@ -20,12 +21,14 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// tableContents returns the elements of services in the table.
+// tableContents returns the elements of services in the table. In the result, endpoints
+// replace their numbers, because numbers begin at random.
 func tableContents(t testing.TB, b *Backend) []string {
 	t.Helper()
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	var list []string
+	var slots []element
+	others := map[elementID]element{}
 	for _, m := range allMaps() {
 		if m.kind >= kindNodePortAddresses {
 			continue
@@ -38,8 +41,24 @@ func tableContents(t testing.TB, b *Backend) []string {
 			t.Errorf("%s has foreign elements", m.name())
 		}
 		for e := range s.all() {
-			list = append(list, e.String())
+			if m.kind == kindSlots || m.kind == kindNodeSlots {
+				slots = append(slots, e)
+			} else {
+				others[e.elementID] = e
+			}
 		}
+	}
+	var list []string
+	for _, e := range slots {
+		endpoint, ok := others[e.endpointID()]
+		if !ok {
+			t.Errorf("%s is not the number of an endpoint", e)
+		}
+		delete(others, e.endpointID())
+		list = append(list, affineLine(e.elementID, endpoint))
+	}
+	for _, e := range others {
+		list = append(list, e.String())
 	}
 	slices.Sort(list)
 	return list
@@ -158,25 +177,27 @@ func chainNames(t testing.TB, b *Backend) []string {
 
 func TestDriftIsFoundAndRepaired(t *testing.T) {
 	for name, damage := range map[string]string{
-		"the table is deleted":         "delete table inet kpng",
-		"the table is flushed":         "flush table inet kpng",
-		"a map is flushed":             "flush map inet kpng service-endpoints4",
-		"an element is deleted":        "delete element inet kpng services4 { 10.96.0.1 . tcp . 80 }",
-		"an element is added":          "add element inet kpng cluster-ips4 { 10.99.0.1 }",
-		"an element leads elsewhere":   "delete element inet kpng service-endpoints4 { 10.96.0.1 . tcp . 80 . 7f00:1 }; add element inet kpng service-endpoints4 { 10.96.0.1 . tcp . 80 . 7f00:1 : 1.2.3.4 . 5 }",
-		"a skeleton chain is flushed":  "flush chain inet kpng prerouting",
-		"a rule is added":              "add rule inet kpng service4-2 counter",
-		"a chain is added":             "add chain inet kpng other",
-		"a chain with a jump is added": "add chain inet kpng bar; add chain inet kpng foo; add rule inet kpng foo jump bar",
-		"a set is added":               "add set inet kpng other { type ipv4_addr; }",
-		"a map is added":               "add chain inet kpng foo; add chain inet kpng bar; add map inet kpng other { type ipv4_addr : verdict; }; add element inet kpng other { 10.1.2.3 : jump bar }; add rule inet kpng foo ip saddr vmap @other",
-		"a rule with a set is added":   "add set inet kpng other { type ipv4_addr; }; add rule inet kpng service4-2 ip saddr @other counter",
-		"an anonymous set is added":    "add rule inet kpng service4-2 ip saddr { 10.1.2.3, 10.1.2.4 } counter",
-		"a source range is added":      "add element inet kpng service-sources4 { 10.96.0.1 . tcp . 80 . 10.0.0.0/8 }",
-		"a range that is not a prefix": "add element inet kpng service-sources4 { 10.96.0.1 . tcp . 80 . 10.1.2.3-10.1.2.9, 10.96.0.9 . tcp . 80-90 . 10.1.2.3 }",
-		"an endpoint's chain is empty": "flush chain inet kpng endpoint/default/sticky/tcp.80/10.0.0.1.8080",
-		"a chain's policy is changed":  "add chain inet kpng prerouting { policy drop; }",
-		"the table is dormant":         "add table inet kpng { flags dormant; }",
+		"the table is deleted":          "delete table inet kpng",
+		"the table is flushed":          "flush table inet kpng",
+		"a map is flushed":              "flush map inet kpng service-endpoints4",
+		"an element is deleted":         "delete element inet kpng services4 { 10.96.0.1 . tcp . 80 }",
+		"an element is added":           "add element inet kpng cluster-ips4 { 10.99.0.1 }",
+		"an element leads elsewhere":    "delete element inet kpng service-endpoints4 { 10.96.0.1 . tcp . 80 . 7f00:1 }; add element inet kpng service-endpoints4 { 10.96.0.1 . tcp . 80 . 7f00:1 : 1.2.3.4 . 5 }",
+		"a skeleton chain is flushed":   "flush chain inet kpng prerouting",
+		"a rule is added":               "add rule inet kpng service4-2 counter",
+		"a chain is added":              "add chain inet kpng other",
+		"a chain with a jump is added":  "add chain inet kpng bar; add chain inet kpng foo; add rule inet kpng foo jump bar",
+		"a set is added":                "add set inet kpng other { type ipv4_addr; }",
+		"a map is added":                "add chain inet kpng foo; add chain inet kpng bar; add map inet kpng other { type ipv4_addr : verdict; }; add element inet kpng other { 10.1.2.3 : jump bar }; add rule inet kpng foo ip saddr vmap @other",
+		"a rule with a set is added":    "add set inet kpng other { type ipv4_addr; }; add rule inet kpng service4-2 ip saddr @other counter",
+		"an anonymous set is added":     "add rule inet kpng service4-2 ip saddr { 10.1.2.3, 10.1.2.4 } counter",
+		"a source range is added":       "add element inet kpng service-sources4 { 10.96.0.1 . tcp . 80 . 10.0.0.0/8 }",
+		"a range that is not a prefix":  "add element inet kpng service-sources4 { 10.96.0.1 . tcp . 80 . 10.1.2.3-10.1.2.9, 10.96.0.9 . tcp . 80-90 . 10.1.2.3 }",
+		"an affinity chain is empty":    "flush chain inet kpng service4-1-affinity-100s",
+		"numbers of endpoints are gone": "flush map inet kpng service-slots4",
+		"the set of clients is deleted": "flush chain inet kpng service4-1-affinity-100s; delete set inet kpng clients4",
+		"a chain's policy is changed":   "add chain inet kpng prerouting { policy drop; }",
+		"the table is dormant":          "add table inet kpng { flags dormant; }",
 	} {
 		t.Run(name, func(t *testing.T) {
 			b, ns := start(t, Options{})
@@ -209,15 +230,22 @@ func TestDriftIsFoundAndRepaired(t *testing.T) {
 }
 
 // lines returns the lines of s, sorted. nft lists elements in any order, and chains in
-// the order of their creation. So the outputs of nft for two equal tables can differ.
+// the order of their creation. So the outputs of nft for two equal tables can differ. The
+// result does not have the numbers of endpoints, because these begin at random.
 func lines(s string) []string {
 	list := strings.FieldsFunc(s, func(r rune) bool { return r == '\n' || r == ',' || r == '{' || r == '}' })
 	for i := range list {
-		list[i] = strings.TrimSpace(list[i])
+		list[i] = slotNumber.ReplaceAllString(strings.TrimSpace(list[i]), "$1 NUMBER")
+		list[i] = endpointNumber.ReplaceAllString(list[i], "${1}NUMBER$2")
 	}
 	slices.Sort(list)
 	return list
 }
+
+var (
+	slotNumber     = regexp.MustCompile(`( \. 7f00:\w+ :) 7\w+:\w+$`)
+	endpointNumber = regexp.MustCompile(`^(.* \. )7\w+:\w+( : \S+ \. \d+)$`)
+)
 
 // TestAChangeRepairsDriftOfItsService checks that a change succeeds even if another
 // program has changed elements of the service. If the table was deleted, the change

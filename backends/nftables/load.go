@@ -28,9 +28,8 @@ func (l *listing) active() bool {
 // may be the map of another version under another name, so the table does not fit.
 func (l *listing) fits() bool {
 	hasForeign := len(l.foreignSets()) > 0
-	for _, m := range allMaps() {
-		want := m.layout()
-		if s, ok := l.sets[m.name()]; ok && !want.sameAs(&s) || !ok && hasForeign {
+	for _, want := range allLayouts() {
+		if s, ok := l.sets[want.name]; ok && !want.sameAs(&s) || !ok && hasForeign {
 			return false
 		}
 	}
@@ -40,8 +39,10 @@ func (l *listing) fits() bool {
 // foreignSets returns the names of sets that this version of the package cannot have made.
 // It omits anonymous sets, which the kernel deletes together with their rules.
 func (l *listing) foreignSets() (names []string) {
+	all := allLayouts()
 	for name, s := range l.sets {
-		if _, ok := mapNamed(name); !ok && !isOwn(name) && s.flags&unix.NFT_SET_ANONYMOUS == 0 {
+		isOwn := slices.ContainsFunc(all, func(l layout) bool { return l.name == name })
+		if !isOwn && s.flags&unix.NFT_SET_ANONYMOUS == 0 {
 			names = append(names, name)
 		}
 	}
@@ -132,9 +133,9 @@ func (t *table) load(ctx context.Context, present *listing, chains []chain, fini
 			if !present.exists {
 				w.newTable()
 			}
-			for _, m := range allMaps() {
-				if _, ok := present.sets[m.name()]; !ok {
-					w.newSet(m.layout())
+			for _, l := range allLayouts() {
+				if _, ok := present.sets[l.name]; !ok {
+					w.newSet(l)
 				}
 			}
 			w.changeChains(present, slices.DeleteFunc(chains, func(c chain) bool {

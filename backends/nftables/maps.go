@@ -16,17 +16,19 @@ import (
 // type match and each IP family.
 type mapKind uint8
 
-// kindNodeFrontends, kindNodeAffinityChains, kindNodeEndpoints and kindNodeSharedChains
+// kindNodeFrontends, kindNodeSlots, kindNodeEndpoints and kindNodeSharedChains
 // are for packets from this node to external frontends with policy Local. Each of these
 // kinds has a counterpart for all other packets, which is declared directly before it.
 const (
 	// kindFrontends maps the destination of a packet to the number of a shared chain.
 	kindFrontends mapKind = iota
 	kindNodeFrontends
-	// kindAffinityChains maps a frontend with session affinity to its own chain.
-	kindAffinityChains
-	kindNodeAffinityChains
-	// kindEndpoints maps a frontend and a slot to an endpoint.
+	// kindSlots maps a frontend with session affinity and a slot to the number of an
+	// endpoint.
+	kindSlots
+	kindNodeSlots
+	// kindEndpoints maps a frontend and a slot to an endpoint. If the frontend has session
+	// affinity, the key has the number of the endpoint instead of a slot.
 	kindEndpoints
 	kindNodeEndpoints
 	// kindSources is a set of pairs: a frontend, and a source range that the frontend
@@ -73,8 +75,9 @@ type mapID struct {
 	family api.Family
 }
 
-// allMaps returns every map and set of the table. A pass removes stale elements in the
-// order of the result, so it removes frontends before their endpoints and chains.
+// allMaps returns every map and set of the table except the sets of clients, whose elements
+// the kernel adds and removes. A pass removes stale elements in the order of the result, so
+// it removes frontends before their endpoints and chains.
 func allMaps() []mapID {
 	var all []mapID
 	for kind := range kindNodeSharedChains + 1 {
@@ -90,6 +93,22 @@ func allMaps() []mapID {
 				all = append(all, mapID{kind, s, family})
 			}
 		}
+	}
+	return all
+}
+
+// clientsSet returns the layout of the set of clients with session affinity.
+func clientsSet(family api.Family) layout {
+	l := layout{name: fmt.Sprintf("clients%d", family), flags: unix.NFT_SET_EVAL | unix.NFT_SET_TIMEOUT, size: maxClients}
+	l.keyType, l.keyLen = concatenation([]datatype{typePriority, addrType(family)})
+	return l
+}
+
+// allLayouts returns the layouts of all maps and sets of the table.
+func allLayouts() []layout {
+	all := []layout{clientsSet(api.IPv4), clientsSet(api.IPv6)}
+	for _, m := range allMaps() {
+		all = append(all, m.layout())
 	}
 	return all
 }
@@ -158,8 +177,8 @@ func (m mapID) shared() bool { return m.kind == kindClusterIPs || m.kind == kind
 // datatype is a data type of nft. It determines how nft prints a value of that type.
 type datatype struct{ number, length uint32 }
 
-// These are the types of the keys and data in maps. A chain number or slot number has the
-// type of the packet priority, which is a 32-bit integer.
+// These are the types of the keys and data in maps. The number of a chain, slot or endpoint
+// has the type of the packet priority, which is a 32-bit integer.
 var (
 	typeVerdict  = datatype{unix.NFT_DATA_VERDICT, 0}
 	typeIPv4     = datatype{7, 4}
@@ -184,8 +203,8 @@ func (m mapID) newDescription() description {
 	switch m.kind {
 	case kindFrontends, kindNodeFrontends:
 		name, data = matchPlurals[m.match], []datatype{typePriority}
-	case kindAffinityChains, kindNodeAffinityChains:
-		name, data = name+"-lists", []datatype{typeVerdict}
+	case kindSlots, kindNodeSlots:
+		name, key, data = name+"-slots", append(key, typePriority), []datatype{typePriority}
 	case kindEndpoints, kindNodeEndpoints:
 		name, key, data = name+"-endpoints", append(key, typePriority), []datatype{addr, typePort}
 		if m.match == matchAddress {
@@ -207,7 +226,7 @@ func (m mapID) newDescription() description {
 		name, key, data = name+"-classes", []datatype{typePriority}, []datatype{typeVerdict}
 	}
 	switch m.kind {
-	case kindNodeFrontends, kindNodeAffinityChains, kindNodeEndpoints, kindNodeSharedChains:
+	case kindNodeFrontends, kindNodeSlots, kindNodeEndpoints, kindNodeSharedChains:
 		name = "node-" + name
 	}
 	l.name = fmt.Sprintf("%s%d", name, m.family)

@@ -253,8 +253,10 @@ func TestAffinity(t *testing.T) {
 	if len(seen) != 2 {
 		t.Errorf("without affinity, 40 connections reach %v", seen)
 	}
-	if listing := nft(t, w.node, "", "list", "table", "inet", "kpng"); strings.Contains(listing, "clients/") {
-		t.Errorf("without affinity, there are sets of clients:\n%s", listing)
+	for _, m := range []mapID{{kindSlots, matchService, api.IPv4}, {kindSlots, matchNodePort, api.IPv4}} {
+		if listing := nft(t, w.node, "", "list", "map", "inet", "kpng", m.name()); strings.Contains(listing, "elements") {
+			t.Errorf("without affinity, %s has elements:\n%s", m.name(), listing)
+		}
 	}
 }
 

@@ -6,12 +6,12 @@ package nftables
 
 import (
 	"context"
+	"encoding/binary"
 	"fmt"
 	"maps"
 	"net/netip"
 	"slices"
 
-	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/sink"
 	"k8s.io/klog/v2"
 )
@@ -26,8 +26,8 @@ type pass struct {
 	snapshots map[mapID]*snapshot
 	// ranges has the source ranges in the snapshots, by frontend.
 	ranges map[elementID][]element
-	// staleObjects has the objects in the kernel that no service has needed so far.
-	staleObjects map[string]object
+	// numbers has the numbers of endpoints in the snapshots, by frontend.
+	numbers map[elementID]map[[20]byte]uint32
 	// state describes the table as it was read.
 	state *state
 	// foreignCommits is the number that conn.foreignCommits returned before the table was
@@ -57,6 +57,12 @@ func (t *table) beginPass(ctx context.Context, nodeAddrs []netip.Addr) error {
 	}
 	t.planner = newPlanner()
 	t.planner.nodeAddrs = nodeAddrs
+	t.numbers = newNumbers()
+	for _, list := range p.numbers {
+		for _, number := range list {
+			t.numbers.used[number] = false
+		}
+	}
 	t.pass, t.state = p, p.state
 	t.drift.reset(p.foreignCommits)
 	t.leftovers.Exist = false
@@ -76,21 +82,15 @@ func (t *table) readAhead(ctx context.Context, foreignCommits int64) {
 	}
 }
 
-// The method read reads all maps, and the names of chains and sets of single services.
+// The method read reads all maps.
 func (t *table) read(ctx context.Context, foreignCommits int64) (*pass, error) {
-	l, err := t.conn.inspect(ctx, t.conn.table)
-	if err != nil {
-		return nil, err
-	}
 	p := &pass{
 		snapshots:      map[mapID]*snapshot{},
 		ranges:         map[elementID][]element{},
-		staleObjects:   l.ownObjects(),
+		numbers:        map[elementID]map[[20]byte]uint32{},
 		state:          newState(t.conn.seed),
 		foreignCommits: foreignCommits,
 	}
-	maps.Copy(p.state.rules, l.chains)
-	maps.DeleteFunc(p.state.rules, func(name string, _ digest) bool { return !isOwn(name) })
 	for _, m := range allMaps() {
 		s, err := readSnapshot(ctx, t.conn, m)
 		if err != nil {
@@ -107,8 +107,17 @@ func (t *table) read(ctx context.Context, foreignCommits int64) (*pass, error) {
 			if m.shared() {
 				p.state.wanted[e.elementID] = holdCount
 			}
-			if m.kind == kindSources {
+			switch m.kind {
+			case kindSources:
 				p.ranges[e.frontendID()] = append(p.ranges[e.frontendID()], e)
+			case kindSlots, kindNodeSlots:
+				if frontend := e.frontendID(); p.numbers[frontend] == nil {
+					p.numbers[frontend] = map[[20]byte]uint32{}
+				}
+			case kindEndpoints, kindNodeEndpoints:
+				if list := p.numbers[e.frontendID()]; list != nil {
+					list[e.data] = binary.NativeEndian.Uint32(e.key[m.keyLen()-4:])
+				}
 			}
 		}
 	}
@@ -149,34 +158,19 @@ func (ps *pass) claimOld(p *patch, id *elementID) {
 	}
 }
 
-// has reports whether the kernel has the object o unchanged since the pass began.
-func (ps *pass) has(o *object) bool {
-	is, ok := ps.staleObjects[o.name]
-	return ok && is.isSet() == o.isSet() && (o.isSet() || ps.state.rules[o.name] == digestOf(ps.state.seed, hook{}, o.rules))
-}
-
-// recordSync records the result of a Sync. It removes the objects of programmed services
-// from staleObjects. It sets givenBack for the claimed elements of failed services.
-func (ps *pass) recordSync(p *patch, failed sink.Failed) {
-	hasFailed := func(part int) bool {
-		_, is := failed[p.services[p.root(part)][0]]
-		return is
-	}
+// recordFailed sets givenBack for the claimed elements of services that failed in a Sync.
+func (ps *pass) recordFailed(p *patch, failed sink.Failed) {
 	for _, o := range p.ops {
+		_, hasFailed := failed[p.services[p.root(o.part)][0]]
 		// Shared elements stay claimed: state.wanted counts the services that need them.
-		if o.claimed && !o.m.shared() && hasFailed(o.part) {
+		if o.claimed && !o.m.shared() && hasFailed {
 			ps.snapshots[o.m].giveBack(&o.elementID)
 		}
 	}
-	for name, o := range p.objects {
-		if o.new != nil && !hasFailed(o.part) {
-			delete(ps.staleObjects, name)
-		}
-	}
 }
 
-// endPass removes the elements, objects and chains that no service needs. If services
-// failed, endPass keeps the elements and objects that these services may need.
+// endPass removes the elements and chains that no service needs. If services failed,
+// endPass keeps the elements that these services may need.
 func (t *table) endPass(ctx context.Context, failed bool) error {
 	ps := t.pass
 	t.pass = nil
@@ -200,10 +194,10 @@ func (t *table) endPass(ctx context.Context, failed bool) error {
 	return nil
 }
 
-// prune removes the elements that no service needs, and then the objects that no service
-// needs. It removes the elements of frontends before the elements of endpoints, see
-// allMaps. A failed service still has its old elements. So if services failed, prune
-// keeps all objects, and the elements that may belong to these services.
+// prune removes the elements that no service needs. It removes the elements of frontends
+// before the elements of endpoints, see allMaps. A failed service still has its old
+// elements. So if services failed, prune keeps the elements that may belong to these
+// services.
 func (t *table) prune(ctx context.Context, ps *pass, failed bool) error {
 	t.leftovers.Exist = failed && (ps.keepOfFailed() || t.leftovers.Exist)
 	var stale part
@@ -246,11 +240,6 @@ func (t *table) prune(ctx context.Context, ps *pass, failed bool) error {
 			}
 		}
 	}
-	if !failed {
-		for _, o := range ps.staleObjects {
-			stale.objects = append(stale.objects, objectOp{old: &o})
-		}
-	}
 	if err := flush(); err != nil {
 		return err
 	}
@@ -263,9 +252,8 @@ func (t *table) prune(ctx context.Context, ps *pass, failed bool) error {
 // keepOfFailed claims the elements that failed services may still need. It claims all
 // hairpin elements. If a service has claimed a frontend during the pass, keepOfFailed
 // also claims the other elements of that frontend. It returns true if the table may keep
-// elements or objects that no service needs.
+// elements that no service needs.
 func (ps *pass) keepOfFailed() (leaves bool) {
-	leaves = len(ps.staleObjects) > 0
 	for m, s := range ps.snapshots {
 		leaves = leaves || slices.Contains(s.claims, givenBack)
 		for e := range s.upTo(unclaimed) {
@@ -315,20 +303,4 @@ func (t *table) tidyChains(ctx context.Context) error {
 	t.state.chainsMade(missing)
 	t.state.chainsDeleted(unused)
 	return nil
-}
-
-// ownObjects returns the chains and sets of single services, keyed by name.
-func (l *listing) ownObjects() map[string]object {
-	own := map[string]object{}
-	for name := range l.hooks {
-		if isOwn(name) {
-			own[name] = object{name: name}
-		}
-	}
-	for name := range l.sets {
-		if isOwn(name) {
-			own[name] = object{name: name, family: api.IPv4} // any family except 0 means that the object is a set
-		}
-	}
-	return own
 }

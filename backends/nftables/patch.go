@@ -4,12 +4,7 @@
 
 package nftables
 
-import (
-	"maps"
-	"slices"
-
-	"k8s.io/apimachinery/pkg/types"
-)
+import "k8s.io/apimachinery/pkg/types"
 
 // op is a change of one element.
 type op struct {
@@ -34,9 +29,6 @@ type patch struct {
 	ops   []*op
 	block []op // the next ops use the free capacity of this slice
 	index map[elementID]*op
-	// objects maps the name of each changed object to its change. These names contain the
-	// service's name.
-	objects map[string]*objectOp
 	// services lists the services of each part.
 	services [][]types.NamespacedName
 	// parent has, for each part, the part to which it was joined. A part that was not joined
@@ -44,7 +36,7 @@ type patch struct {
 	parent []int
 }
 
-func newPatch() *patch { return &patch{index: map[elementID]*op{}, objects: map[string]*objectOp{}} }
+func newPatch() *patch { return &patch{index: map[elementID]*op{}} }
 
 // beginPart begins a part for a service. The following changes belong to that part.
 func (p *patch) beginPart(key types.NamespacedName) {
@@ -103,63 +95,28 @@ func (p *patch) add(e element) {
 	o.hasNew, o.new = true, e.value
 }
 
-// removeObject records that the current service had the object o. addObject records that
-// the service needs it.
-func (p *patch) removeObject(o object) { p.objectOp(o.name).old = &o }
-func (p *patch) addObject(o object)    { p.objectOp(o.name).new = &o }
-
-func (p *patch) objectOp(name string) *objectOp {
-	o, ok := p.objects[name]
-	if !ok {
-		o = &objectOp{part: len(p.parent) - 1}
-		p.objects[name] = o
-	}
-	return o
-}
-
 // part is a set of changes that take effect together.
 type part struct {
 	services []types.NamespacedName
 	ops      []*op
-	objects  []objectOp
 }
 
-// size returns the maximum number of elements and rules that p changes.
-func (p *part) size() int {
-	n := len(p.ops)
-	for _, o := range p.objects {
-		if o.new != nil {
-			n += len(o.new.rules)
-		}
-	}
-	return n
-}
-
-// parts returns the parts of p that change something. Their objects are sorted by name.
+// parts returns the parts of p that change something.
 func (p *patch) parts() []part {
 	var parts []part
 	index := map[int]int{} // maps the number of a part to its index in parts
-	partOf := func(number int) *part {
-		root := p.root(number)
+	for _, o := range p.ops {
+		if !o.mayChange() {
+			continue
+		}
+		root := p.root(o.part)
 		i, ok := index[root]
 		if !ok {
 			i = len(parts)
 			index[root] = i
 			parts = append(parts, part{services: p.services[root]})
 		}
-		return &parts[i]
-	}
-	for _, o := range p.ops {
-		if o.mayChange() {
-			part := partOf(o.part)
-			part.ops = append(part.ops, o)
-		}
-	}
-	for _, name := range slices.Sorted(maps.Keys(p.objects)) {
-		if o := p.objects[name]; o.old == nil || o.new == nil || !slices.Equal(o.old.rules, o.new.rules) {
-			part := partOf(o.part)
-			part.objects = append(part.objects, *o)
-		}
+		parts[i].ops = append(parts[i].ops, o)
 	}
 	return parts
 }

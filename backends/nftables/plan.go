@@ -25,15 +25,14 @@ type planner struct {
 
 func newPlanner() *planner { return &planner{names: map[sharedChain]string{}} }
 
-// plan emits the elements and objects that the view se needs. If se is nil, plan emits
-// nothing. It may emit an object, or an element of a shared map, more than once. It emits
-// all other elements only once.
-func (p *planner) plan(se *api.ServiceEndpoints, emit func(element), emitObject func(object)) {
+// plan emits the elements that the view se needs. If se is nil, plan emits nothing. It may
+// emit an element of a shared map more than once. It emits all other elements only once.
+func (p *planner) plan(se *api.ServiceEndpoints, numberOf numberer, emit func(element)) {
 	if se == nil {
 		return
 	}
 	for f := range nodeview.Frontends(se) {
-		p.planFrontend(se, &f, emit, emitObject)
+		p.planFrontend(se, &f, numberOf, emit)
 	}
 	for _, ip := range [...][]netip.Addr{se.Service.IPs.ClusterIPs.V4, se.Service.IPs.ClusterIPs.V6} {
 		for _, a := range ip {
@@ -47,15 +46,11 @@ func (p *planner) plan(se *api.ServiceEndpoints, emit func(element), emitObject 
 	}
 }
 
-func (p *planner) planFrontend(se *api.ServiceEndpoints, f *nodeview.Frontend, emit func(element), emitObject func(object)) {
+func (p *planner) planFrontend(se *api.ServiceEndpoints, f *nodeview.Frontend, numberOf numberer, emit func(element)) {
 	c := sharedChain{match: matchOf(f), family: f.Family, filtered: f.Sources.Restricted, masquerade: f.Masquerade}
-	listName := "external"
-	if f.Kind == nodeview.ClusterIP {
-		listName = "internal"
-	}
-	p.planTraffic(se, c, f, listName, &f.Elsewhere, emit, emitObject)
+	p.planTraffic(se, c, f, &f.Elsewhere, numberOf, emit)
 	if f.Masquerade == nodeview.MasqueradeNode {
-		p.planTraffic(se, sharedChain{match: c.match, family: f.Family, fromNode: true}, f, "cluster", &f.Node, emit, emitObject)
+		p.planTraffic(se, sharedChain{match: c.match, family: f.Family, fromNode: true}, f, &f.Node, numberOf, emit)
 	}
 	if f.Sources.Restricted {
 		p.planSources(c.match, f, emit)
@@ -74,27 +69,34 @@ func matchOf(f *nodeview.Frontend) match {
 }
 
 // planTraffic emits elements for those packets of the frontend f that the chain c
-// handles. The argument t has the endpoints for these packets. Names of objects contain
-// listName, which identifies the list of these endpoints.
-func (p *planner) planTraffic(se *api.ServiceEndpoints, c sharedChain, f *nodeview.Frontend, listName string, t *nodeview.Traffic, emit func(element), emitObject func(object)) {
+// handles. The argument t has the endpoints for these packets.
+func (p *planner) planTraffic(se *api.ServiceEndpoints, c sharedChain, f *nodeview.Frontend, t *nodeview.Traffic, numberOf numberer, emit func(element)) {
 	c.verdict = t.Verdict
-	targets := t.Endpoints[:min(len(t.Endpoints), maxEndpoints)]
-	switch {
-	case c.verdict != nodeview.Forward:
-	case f.Affinity > 0:
-		c.affinity = true
-		e, _ := frontendElement(c.mapOf(kindAffinityChains), f)
-		e.chain = planAffinity(se, f, listName, targets, emitObject)
-		emit(e)
-	default:
+	var targets []nodeview.Target
+	if c.verdict == nodeview.Forward {
+		limit := maxEndpoints
+		if f.Affinity > 0 {
+			c.timeout, limit = timeoutOf(timeoutBits(f.Affinity)), maxAffineEndpoints
+		}
+		targets = t.Endpoints[:min(len(t.Endpoints), limit)]
 		c.endpoints = len(targets)
 	}
 	e, _ := frontendElement(c.mapOf(kindFrontends), f)
 	e.chain, e.comment = p.nameOf(c), comment(se, f)
 	binary.NativeEndian.PutUint32(e.data[:], c.number())
 	emit(e)
-	for i := range c.endpoints {
-		emit(element{endpointID(c.mapOf(kindEndpoints), f, i), endpointValue(targets[i].Addr, targets[i].Port)})
+	for i := range targets {
+		slot, v := firstSlot+uint32(i), endpointValue(targets[i].Addr, targets[i].Port)
+		if c.timeout > 0 {
+			endpoint := affineEndpoint{target: v.data}
+			if p := f.ServicePort; p != nil {
+				endpoint.protocol, endpoint.port = p.Protocol, p.Port
+			}
+			number := numberOf(e.frontendID(), endpoint)
+			emit(element{slotID(c.mapOf(kindSlots), f, slot), priorityValue(number)})
+			slot = number
+		}
+		emit(element{slotID(c.mapOf(kindEndpoints), f, slot), v})
 	}
 }
 

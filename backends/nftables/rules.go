@@ -52,11 +52,6 @@ func vmap(m mapID) expr.Any {
 	return &expr.Lookup{SourceRegister: nftrule.Reg(0), DestRegister: unix.NFT_REG_VERDICT, IsDestRegSet: true, SetName: m.name()}
 }
 
-// lookupVerdict returns a rule that applies the verdict of m for a packet's destination.
-func lookupVerdict(m mapID) []expr.Any {
-	return loadFrontend(nftrule.NewKey(m.family), m.match).FollowedBy(vmap(m))
-}
-
 // lookupSharedChain returns a rule that sends a packet to the shared chain of its
 // destination. For node ports, the rule first checks that the address has node ports.
 func lookupSharedChain(m mapID) []expr.Any {
@@ -73,13 +68,18 @@ func lookupSharedChain(m mapID) []expr.Any {
 }
 
 // translate returns the rule that translates the destination of a packet to the endpoint
-// in the selected slot.
+// in the selected slot, or to the endpoint with the selected number.
 func translate(m mapID) []expr.Any {
 	port := 0
 	if m.match != matchAddress {
 		port = m.addrLen() / 4
 	}
 	return loadFrontend(nftrule.NewKey(m.family), m.match).Meta(expr.MetaKeyPRIORITY).FollowedBy(lookup(m), nftrule.DNATTo(m.family, 0, port))
+}
+
+// toNumber returns the rule that replaces the selected slot by the number of its endpoint.
+func toNumber(m mapID) []expr.Any {
+	return loadFrontend(nftrule.NewKey(m.family), m.match).Meta(expr.MetaKeyPRIORITY).FollowedBy(lookup(m), nftrule.SetMeta(expr.MetaKeyPRIORITY))
 }
 
 // hairpin returns the rule that masquerades connections of endpoints to themselves.

@@ -8,6 +8,7 @@ import (
 	"encoding/binary"
 	"fmt"
 	"strings"
+	"time"
 
 	"github.com/google/nftables/expr"
 	"github.com/kpng-project/kpng/api"
@@ -35,17 +36,16 @@ type sharedChain struct {
 	filtered   bool
 	masquerade nodeview.Masquerade
 	verdict    nodeview.Verdict
-	// affinity reports that the services have session affinity. Each of these services also
-	// has chains of its own.
-	affinity bool
-	// endpoints is the number of endpoints if the verdict is Forward and affinity is false.
-	// Otherwise it is 0.
+	// endpoints is the number of endpoints if the verdict is Forward. Otherwise it is 0.
 	endpoints int
+	// timeout is how long the kernel remembers the endpoint of a client, or 0 if the services
+	// have no session affinity.
+	timeout time.Duration
 }
 
 // The result of one lookup is the key of the next lookup. Because nft has no syntax for
 // that, a rule stores the result as the packet's priority and then loads it from there.
-// Such a priority is the number of a chain or slot, between firstPriority and
+// Such a priority is the number of a chain, slot or endpoint, between firstPriority and
 // lastPriority. The chain postrouting resets the priority.
 const (
 	firstPriority = 0x7000_0001
@@ -58,19 +58,21 @@ const (
 // match, family and fromNode.
 func (c sharedChain) number() uint32 {
 	bits := uint32(c.masquerade) << 3
+	if c.filtered {
+		bits |= 4
+	}
+	// nft cannot load a number that it prints with ":0" at the end.
+	low := uint32(max(c.endpoints, 1))
 	switch {
 	case c.verdict == nodeview.Drop:
 		bits |= 1
 	case c.verdict == nodeview.Reject:
 		bits |= 2
-	case c.affinity:
+	case c.timeout > 0:
 		bits |= 3
+		low |= timeoutBits(c.timeout) << 12
 	}
-	if c.filtered {
-		bits |= 4
-	}
-	// nft cannot load a number that it prints with ":0" at the end.
-	return 0x7000_0000 | bits<<20 | uint32(max(c.endpoints, 1))
+	return 0x7000_0000 | bits<<23 | low
 }
 
 // sharedChainOf returns the chain whose number is in an element. Only elements of
@@ -87,7 +89,7 @@ func sharedChainOf(id *elementID, v *value) (c sharedChain, ok bool) {
 	}
 	fromNode := id.m.kind == kindNodeFrontends || id.m.kind == kindNodeSharedChains
 	c = sharedChain{match: id.m.match, family: id.m.family, fromNode: fromNode}
-	bits := number >> 20 & 0xff
+	bits := number >> 23 & 0x1f
 	c.masquerade, c.filtered = nodeview.Masquerade(bits>>3), bits&4 != 0
 	switch bits & 3 {
 	case 0:
@@ -97,7 +99,8 @@ func sharedChainOf(id *elementID, v *value) (c sharedChain, ok bool) {
 	case 2:
 		c.verdict = nodeview.Reject
 	case 3:
-		c.affinity = true
+		c.endpoints = int(number & maxAffineEndpoints)
+		c.timeout = timeoutOf(number >> 12 & 0x7ff)
 	}
 	return c, c.number() == number && c.masquerade <= nodeview.MasqueradeNode
 }
@@ -136,8 +139,8 @@ func (c sharedChain) name() string {
 		b.WriteString("-drop")
 	case c.verdict == nodeview.Reject:
 		b.WriteString("-reject")
-	case c.affinity:
-		b.WriteString("-affinity")
+	case c.timeout > 0:
+		fmt.Fprintf(&b, "-%d-affinity-%.0fs", c.endpoints, c.timeout.Seconds())
 	default:
 		fmt.Fprint(&b, "-", c.endpoints)
 	}
@@ -208,12 +211,16 @@ func (c sharedChain) rules() [][]expr.Any {
 		return append(rules, nftrule.Drop())
 	case c.verdict == nodeview.Reject:
 		return append(rules, nftrule.GoTo(rejectChain))
-	case c.affinity:
-		return append(rules, lookupVerdict(c.mapOf(kindAffinityChains)), nftrule.Drop())
+	case c.timeout > 0:
+		return append(rules, c.affinityRules()...)
 	}
-	return append(rules, []expr.Any{
+	return append(rules, append(c.randomSlot(), nftrule.GoTo(c.mapOf(kindEndpoints).name())...))
+}
+
+// randomSlot returns expressions that select a slot at random.
+func (c sharedChain) randomSlot() []expr.Any {
+	return []expr.Any{
 		&expr.Numgen{Register: nftrule.Reg(0), Modulus: uint32(c.endpoints), Type: unix.NFT_NG_RANDOM, Offset: firstSlot},
 		nftrule.SetMeta(expr.MetaKeyPRIORITY),
-		nftrule.GoTo(c.mapOf(kindEndpoints).name())[0],
-	})
+	}
 }

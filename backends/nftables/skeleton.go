@@ -60,10 +60,13 @@ func (o *Options) skeletonChains() []chain {
 		[]expr.Any{&expr.Reject{Type: unix.NFT_REJECT_ICMPX_UNREACH, Code: unix.NFT_REJECT_ICMPX_PORT_UNREACH}})
 
 	for _, m := range allMaps() {
-		if m.kind == kindEndpoints || m.kind == kindNodeEndpoints {
-			// A transaction may remove the slot of an endpoint after a rule has selected the
-			// slot's number, and before another rule looks up the slot. Without the drop, the
-			// whole connection would pass untranslated.
+		// A transaction may remove the slot of an endpoint after a rule has selected the slot's
+		// number, and before another rule looks up the slot. Without the drop, the whole
+		// connection would pass untranslated.
+		switch m.kind {
+		case kindSlots, kindNodeSlots:
+			add(m.name(), regular, toNumber(m))
+		case kindEndpoints, kindNodeEndpoints:
 			add(m.name(), regular, translate(m), nftrule.Drop())
 		}
 	}
@@ -150,7 +153,7 @@ func fromSources(m mapID) []expr.Any {
 }
 
 // hasPriority returns expressions that match a packet if a rule has stored the number of
-// a chain or slot as its priority.
+// a chain, slot or endpoint as its priority.
 func hasPriority() []expr.Any {
 	number := func(v uint32) []byte { return binary.BigEndian.AppendUint32(nil, v) }
 	return []expr.Any{

@@ -317,8 +317,12 @@ func TestNumbersOfSharedChainsAreUnique(t *testing.T) {
 				for _, c.verdict = range []nodeview.Verdict{nodeview.Drop, nodeview.Reject} {
 					check(c)
 				}
-				c.verdict, c.affinity = nodeview.Forward, true
-				check(c)
+				c.verdict = nodeview.Forward
+				for _, c.endpoints = range []int{1, 2, maxAffineEndpoints} {
+					for _, c.timeout = range []time.Duration{time.Second, maxSeconds * time.Second, 3 * time.Minute, 24 * time.Hour} {
+						check(c)
+					}
+				}
 			}
 		}
 	}

@@ -141,13 +141,3 @@ func (s *state) recordOp(o *op) {
 		increment(s.wanted, o.elementID, o.wanted)
 	}
 }
-
-// recordObject updates s after the kernel has applied o.
-func (s *state) recordObject(o *objectOp) {
-	switch {
-	case o.new == nil && !o.old.isSet():
-		delete(s.rules, o.old.name)
-	case o.new != nil && !o.new.isSet():
-		s.rules[o.new.name] = digestOf(s.seed, hook{}, o.new.rules)
-	}
-}

@@ -31,6 +31,7 @@ type table struct {
 	opts    *Options
 	conn    *conn
 	planner *planner
+	numbers *numbers
 	// state is the expected content of the table, or nil if the content is unknown.
 	state *state
 	// skeleton maps the name of each chain of the loaded skeleton to a digest of the chain.
@@ -55,7 +56,7 @@ type table struct {
 func newTable(opts *Options) *table {
 	c := newConn(opts.NetNS, opts.tables()[0])
 	c.Transacted = opts.Observer.Transacted
-	return &table{opts: opts, conn: c, planner: newPlanner(), now: time.Now}
+	return &table{opts: opts, conn: c, planner: newPlanner(), numbers: newNumbers(), now: time.Now}
 }
 
 // close closes the connection. After that the content of the table is unknown.
@@ -113,27 +114,30 @@ func (t *table) program(ctx context.Context, c *sink.Changes, nodePortAddrs []ne
 // During a pass, it programs the difference between the table and the new views.
 func (t *table) syncServices(ctx context.Context, services iter.Seq[sink.Change]) (failed sink.Failed, err error) {
 	p := newPatch()
+	numberings := map[types.NamespacedName]numbering{} // those that change
 	for ch := range services {
 		p.beginPart(ch.Key)
-		t.planner.plan(ch.Old, p.remove, p.removeObject)
-		t.planner.plan(ch.New, func(e element) {
+		t.planner.plan(ch.Old, t.numbers.present(ch.Key), p.remove)
+		var next numbering
+		t.planner.plan(ch.New, t.numbers.future(ch.Key, t.pass, &next), func(e element) {
 			if t.pass != nil {
 				t.pass.claim(p, &e)
 			}
 			p.add(e)
-		}, func(o object) {
-			p.addObject(o)
-			// If the object is both old and new, the patch does not write it.
-			if t.pass != nil && t.pass.has(&o) {
-				p.removeObject(o)
-			}
 		})
+		if len(next)+len(t.numbers.services[ch.Key]) > 0 {
+			numberings[ch.Key] = next
+		}
 	}
 	if err := t.apply(ctx, p.parts(), &failed); err != nil {
 		return nil, err
 	}
+	for key, next := range numberings {
+		_, hasFailed := failed[key]
+		t.numbers.settle(key, next, hasFailed)
+	}
 	if t.pass != nil {
-		t.pass.recordSync(p, failed)
+		t.pass.recordFailed(p, failed)
 	}
 	return failed, nil
 }

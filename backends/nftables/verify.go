@@ -182,11 +182,14 @@ func (t *table) check(ctx context.Context) error {
 	if foreign := l.foreignSets(); len(foreign) > 0 {
 		return kernelnode.Differs("set %s was added", foreign[0])
 	}
+	for _, want := range allLayouts() {
+		if _, ok := l.sets[want.name]; !ok {
+			return kernelnode.Differs("%s was deleted", want.name)
+		}
+	}
 	for _, m := range allMaps() {
-		if s, ok := l.sets[m.name()]; !ok {
-			return kernelnode.Differs("%s was deleted", m.name())
-		} else if want := t.state.digests[m].n; s.elements >= 0 && s.elements != want {
-			return kernelnode.Differs("%s has %d elements instead of %d", m.name(), s.elements, want)
+		if is, want := l.sets[m.name()].elements, t.state.digests[m].n; is >= 0 && is != want {
+			return kernelnode.Differs("%s has %d elements instead of %d", m.name(), is, want)
 		}
 	}
 	return nil

@@ -32,6 +32,8 @@ type Backend struct {
 	detached bool
 	// compareAt is the time of the next comparison with the kernel.
 	compareAt time.Time
+	// compared is the time spent on the comparison that has begun.
+	compared time.Duration
 }
 
 var (
@@ -56,7 +58,7 @@ func New(proxy sink.Sink, opts Options) (*Backend, error) {
 
 // Start implements [sink.Starter]. It opens or makes the maps, attaches the programs, and
 // starts the other sink. Programs of an earlier process are replaced without
-// interruption. Start needs CAP_BPF and CAP_NET_ADMIN.
+// interruption. Start needs CAP_BPF, CAP_NET_ADMIN and CAP_PERFMON.
 func (b *Backend) Start(ctx context.Context) error {
 	if err := b.start(ctx); err != nil {
 		return err
@@ -144,6 +146,9 @@ func (b *Backend) program(ctx context.Context, c *sink.Changes) {
 		return // after an error, the maps are not written until the next pass begins
 	}
 	err := b.dataplane.sync(ctx, c)
+	if b.programs != nil {
+		err = errors.Join(err, b.programs.beat())
+	}
 	if err == nil && b.detached && c.Last {
 		if err = b.programs.attach(&b.opts, b.cgroup); err == nil {
 			b.detached = false
@@ -180,6 +185,12 @@ func (b *Backend) Verify(ctx context.Context) error {
 func (b *Backend) verify(ctx context.Context) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
+	if b.programs == nil {
+		return nil
+	}
+	if err := b.programs.beat(); err != nil {
+		return err
+	}
 	now := time.Now()
 	if now.Before(b.compareAt) {
 		return nil
@@ -191,12 +202,18 @@ func (b *Backend) verify(ctx context.Context) error {
 	if b.dataplane.records == nil {
 		return nil
 	}
-	err := errors.Join(b.reattach(ctx), b.dataplane.compare())
+	err := b.reattach(ctx)
+	done, compareErr := b.dataplane.compare(ctx)
+	b.compared += time.Since(now)
+	if err = errors.Join(err, compareErr); err == nil && !done {
+		return nil // ctx ended; the next call continues
+	}
 	if err == nil {
 		err = b.dataplane.retry()
 		b.opts.Used(b.dataplane.usage())
 	}
-	b.compareAt = time.Now().Add(max(minPause, pauseFactor*time.Since(now)))
+	b.compareAt = time.Now().Add(max(minPause, pauseFactor*b.compared))
+	b.compared = 0
 	return err
 }
 

@@ -55,10 +55,9 @@ struct member {
 	__u32 pad;
 };
 
-// A client of a frontend is a network namespace, or a UDP socket. The protocol of the
-// frontend says which.
+// A client of a frontend with session affinity is a network namespace.
 struct client {
-	__u64 cookie;
+	__u64 netns;
 	struct frontend frontend;
 	__u32 pad;
 };
@@ -70,10 +69,18 @@ struct choice {
 	__u32 pad;
 };
 
+// What a socket uses in place of a service.
 struct peer {
-	__u64 socket;
+	struct address service;
 	struct address endpoint;
-	__u32 pad;
+};
+
+// A UDP socket remembers the services that it used last, the latest first.
+#define PEERS 8
+
+struct udp_peers {
+	struct bpf_spin_lock lock;
+	struct peer peers[PEERS];
 };
 
 struct {
@@ -111,26 +118,112 @@ struct {
 	__uint(max_entries, SOME);
 } clients SEC(".maps");
 
-// The address of the service, for each endpoint that a socket uses instead.
+// The peer of each TCP socket. The kernel deletes an element with its socket.
 struct {
-	__uint(type, BPF_MAP_TYPE_LRU_HASH);
-	__type(key, struct peer);
-	__type(value, struct address);
-	__uint(max_entries, SOME);
-} peers SEC(".maps");
+	__uint(type, BPF_MAP_TYPE_SK_STORAGE);
+	__uint(map_flags, BPF_F_NO_PREALLOC);
+	__type(key, int);
+	__type(value, struct peer);
+} tcp_peers SEC(".maps");
+
+struct {
+	__uint(type, BPF_MAP_TYPE_SK_STORAGE);
+	__uint(map_flags, BPF_F_NO_PREALLOC);
+	__type(key, int);
+	__type(value, struct udp_peers);
+} udp_peers SEC(".maps");
+
+// The time at which the backend last ran, in nanoseconds since the boot.
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__type(key, __u32);
+	__type(value, __u64);
+	__uint(max_entries, 1);
+} heartbeat SEC(".maps");
+
+// The counters, in the order of hooks in programs.go and leftReasons in counts.go.
+enum counter {
+	CONNECT4, CONNECT6, SENDMSG4, SENDMSG6, RECVMSG4, RECVMSG6, GETPEERNAME4, GETPEERNAME6,
+	// Connections and datagrams to a frontend that are left to the other sink.
+	ABANDONED, NO_ENDPOINT, LIST_CHANGED, NO_MEMORY,
+	COUNTERS,
+};
+
+struct {
+	__uint(type, BPF_MAP_TYPE_PERCPU_ARRAY);
+	__type(key, __u32);
+	__type(value, __u64);
+	__uint(max_entries, COUNTERS);
+} counters SEC(".maps");
+
+static __always_inline void count(__u32 counter)
+{
+	__u64 *value = bpf_map_lookup_elem(&counters, &counter);
+	if (value)
+		++*value;
+}
+
+// left counts a connection or datagram that is left to the other sink.
+static __always_inline int left(__u32 reason)
+{
+	count(reason);
+	return 0;
+}
 
 #define SECOND 1000000000ULL
+// If the backend has not run for so long, the programs leave all services to the other
+// sink, or to another service proxy.
+#define PATIENCE (600 * SECOND)
 
-// keeps reports whether the client may keep its choice, and copies it to endpoint.
-static __always_inline int keeps(const struct client *client, const struct list *list, __u64 now, struct address *endpoint)
+static __always_inline int abandoned(__u64 now)
 {
-	struct choice *choice = bpf_map_lookup_elem(&clients, client);
-	// The age is negative if another CPU has written the choice after this one read the time.
-	if (!choice || (list->affinity && (__s64)(now - choice->time) >= (__s64)(list->affinity * SECOND)))
-		return 0;
-	struct member member = {.list = list->id, .endpoint = choice->endpoint};
-	*endpoint = member.endpoint;
+	__u32 zero = 0;
+	__u64 *time = bpf_map_lookup_elem(&heartbeat, &zero);
+	return !time || (__s64)(now - *time) > (__s64)PATIENCE;
+}
+
+static __always_inline int equal(const struct address *a, const struct address *b)
+{
+	return a->ip[0] == b->ip[0] && a->ip[1] == b->ip[1] && a->ip[2] == b->ip[2] && a->ip[3] == b->ip[3] && a->port == b->port;
+}
+
+static __always_inline int is_member(__u64 list, const struct address *endpoint)
+{
+	struct member member = {.list = list, .endpoint = *endpoint};
 	return bpf_map_lookup_elem(&members, &member) != NULL;
+}
+
+// recall copies the endpoint that the socket last used in place of a service.
+static __always_inline int recall(struct udp_peers *known, const struct address *service, struct address *endpoint)
+{
+	int found = 0;
+	bpf_spin_lock(&known->lock);
+#pragma unroll
+	for (int i = 0; i < PEERS; i++)
+		if (!found && equal(&known->peers[i].service, service)) {
+			*endpoint = known->peers[i].endpoint;
+			found = 1;
+		}
+	bpf_spin_unlock(&known->lock);
+	return found;
+}
+
+// remember makes a peer the first of the socket's peers. If its service is new, the last
+// peer is forgotten.
+static __always_inline void remember(struct udp_peers *known, const struct peer *peer)
+{
+	struct peer next = *peer;
+	int found = 0;
+	bpf_spin_lock(&known->lock);
+#pragma unroll
+	for (int i = 0; i < PEERS; i++)
+		if (!found) {
+			struct peer old = known->peers[i];
+			known->peers[i] = next;
+			found = equal(&old.service, &peer->service);
+			next = old;
+		}
+	bpf_spin_unlock(&known->lock);
 }
 
 // choose chooses an endpoint for a connection to a frontend. It returns 0 if the frontend
@@ -139,43 +232,49 @@ static __always_inline int keeps(const struct client *client, const struct list 
 // The kernel may reuse the memory of a deleted element while choose reads it. But the
 // backend deletes a list only after it has replaced the list in the map frontends. So if
 // the frontend still has the same list at the end, then all that was read is valid.
-static __always_inline int choose(struct bpf_sock_addr *ctx, const struct frontend *frontend, struct address *endpoint)
+static __always_inline int choose(struct bpf_sock_addr *ctx, const struct frontend *frontend, struct udp_peers **known, struct peer *peer)
 {
 	struct list *found = bpf_map_lookup_elem(&frontends, frontend);
 	if (!found)
 		return 0;
 	struct list list = *found;
-	int udp = frontend->protocol == IPPROTO_UDP, sticky = udp || list.affinity;
+	__u64 now = bpf_ktime_get_ns();
+	if (abandoned(now))
+		return left(ABANDONED);
 	struct client client = {.frontend = *frontend};
-	__u64 now = 0;
-	if (sticky) {
-		now = bpf_ktime_get_ns();
-		client.cookie = udp ? bpf_get_socket_cookie(ctx) : bpf_get_netns_cookie(ctx);
+	int kept = 0;
+	if (frontend->protocol == IPPROTO_UDP) {
+		// Without the record, the socket would receive answers from the endpoint's address.
+		*known = ctx->sk ? bpf_sk_storage_get(&udp_peers, ctx->sk, 0, BPF_SK_STORAGE_GET_F_CREATE) : NULL;
+		if (!*known)
+			return left(NO_MEMORY);
+		kept = recall(*known, &peer->service, &peer->endpoint) && is_member(list.id, &peer->endpoint);
+	} else if (list.affinity) {
+		client.netns = bpf_get_netns_cookie(ctx);
+		struct choice *choice = bpf_map_lookup_elem(&clients, &client);
+		// The age is negative if another CPU has written the choice after this one read the time.
+		if (choice && (__s64)(now - choice->time) < (__s64)(list.affinity * SECOND)) {
+			peer->endpoint = choice->endpoint;
+			kept = is_member(list.id, &peer->endpoint);
+		}
 	}
-	int kept = sticky && keeps(&client, &list, now, endpoint);
 	if (!kept) {
 		if (!list.count)
-			return 0;
+			return left(NO_ENDPOINT);
 		struct slot slot = {.list = list.id, .index = bpf_get_prandom_u32() % list.count};
 		struct address *chosen = bpf_map_lookup_elem(&slots, &slot);
 		if (!chosen)
-			return 0;
-		*endpoint = *chosen;
+			return left(LIST_CHANGED);
+		peer->endpoint = *chosen;
 	}
 	found = bpf_map_lookup_elem(&frontends, frontend);
 	if (!found || found->id != list.id)
-		return 0;
-	// A choice of a UDP socket has no time-out, so it need not be written again.
-	if (sticky && !(udp && kept)) {
-		struct choice choice = {.time = now, .endpoint = *endpoint};
+		return left(LIST_CHANGED);
+	if (client.netns) {
+		struct choice choice = {.time = now, .endpoint = peer->endpoint};
 		bpf_map_update_elem(&clients, &client, &choice, BPF_ANY);
 	}
 	return 1;
-}
-
-static __always_inline int equal(const struct address *a, const struct address *b)
-{
-	return a->ip[0] == b->ip[0] && a->ip[1] == b->ip[1] && a->ip[2] == b->ip[2] && a->ip[3] == b->ip[3] && a->port == b->port;
 }
 
 // translate replaces the address of a service in address by that of an endpoint. It
@@ -186,33 +285,48 @@ static __always_inline int translate(struct bpf_sock_addr *ctx, struct address *
 		return 0;
 	struct frontend frontend = {.port = address->port, .protocol = ctx->protocol};
 	__builtin_memcpy(frontend.ip, address->ip, sizeof(frontend.ip));
-	struct peer peer = {};
-	if (!choose(ctx, &frontend, &peer.endpoint))
+	struct peer peer = {.service = *address};
+	struct udp_peers *known = NULL;
+	if (!choose(ctx, &frontend, &known, &peer))
 		return 0;
-	peer.socket = bpf_get_socket_cookie(ctx);
-	// Most datagrams follow others of the same socket. A write is slower than a look-up.
-	struct address *known = NULL;
-	if (frontend.protocol == IPPROTO_UDP)
-		known = bpf_map_lookup_elem(&peers, &peer);
-	if (!known || !equal(known, address)) {
-		long err = bpf_map_update_elem(&peers, &peer, address, BPF_ANY);
-		// Without the record, the socket would receive answers from the endpoint's address.
-		if (err && frontend.protocol == IPPROTO_UDP)
-			return 0;
+	if (known)
+		remember(known, &peer);
+	else if (ctx->sk) {
+		struct peer *record = bpf_sk_storage_get(&tcp_peers, ctx->sk, 0, BPF_SK_STORAGE_GET_F_CREATE);
+		if (record)
+			*record = peer;
 	}
 	*address = peer.endpoint;
 	return 1;
 }
 
-// restore replaces the address of an endpoint in address by that of the service.
-static __always_inline int restore(struct bpf_sock_addr *ctx, struct address *address)
+// restore_tcp replaces the address of an endpoint in address by that of the service.
+static __always_inline int restore_tcp(struct bpf_sock_addr *ctx, struct address *address)
 {
-	struct peer peer = {.socket = bpf_get_socket_cookie(ctx), .endpoint = *address};
-	struct address *service = bpf_map_lookup_elem(&peers, &peer);
-	if (!service)
+	struct peer *peer = ctx->sk ? bpf_sk_storage_get(&tcp_peers, ctx->sk, 0, 0) : NULL;
+	if (!peer || !equal(&peer->endpoint, address))
 		return 0;
-	*address = *service;
+	*address = peer->service;
 	return 1;
+}
+
+// restore_udp does the same for the source of a datagram.
+static __always_inline int restore_udp(struct bpf_sock_addr *ctx, struct address *address)
+{
+	struct udp_peers *known = ctx->sk ? bpf_sk_storage_get(&udp_peers, ctx->sk, 0, 0) : NULL;
+	if (!known)
+		return 0;
+	struct address endpoint = *address;
+	int found = 0;
+	bpf_spin_lock(&known->lock);
+#pragma unroll
+	for (int i = 0; i < PEERS; i++)
+		if (!found && equal(&known->peers[i].endpoint, &endpoint)) {
+			*address = known->peers[i].service;
+			found = 1;
+		}
+	bpf_spin_unlock(&known->lock);
+	return found;
 }
 
 #define MAPPED bpf_htonl(0xffff)
@@ -255,23 +369,25 @@ static __always_inline int connected(struct bpf_sock_addr *ctx)
 	return ctx->sk && ctx->sk->state == BPF_TCP_ESTABLISHED;
 }
 
-#define PROGRAM(hook, family, condition, change)              \
+#define PROGRAM(hook, family, counter, condition, change)     \
 	SEC("cgroup/" #hook #family)                          \
 	int hook##family(struct bpf_sock_addr *ctx)           \
 	{                                                     \
 		struct address a = read##family(ctx);         \
-		if ((condition) && change(ctx, &a))           \
+		if ((condition) && change(ctx, &a)) {         \
 			write##family(ctx, &a);               \
+			count(counter);                       \
+		}                                             \
 		return 1;                                     \
 	}
 
 // A connected UDP socket keeps its peer when the endpoint is removed, so connection
 // tracking has to move it. Therefore only TCP sockets are translated when they connect.
-PROGRAM(connect, 4, ctx->protocol == IPPROTO_TCP, translate)
-PROGRAM(connect, 6, ctx->protocol == IPPROTO_TCP, translate)
-PROGRAM(sendmsg, 4, ctx->protocol == IPPROTO_UDP && !connected(ctx), translate)
-PROGRAM(sendmsg, 6, ctx->protocol == IPPROTO_UDP && !connected(ctx), translate)
-PROGRAM(recvmsg, 4, ctx->protocol == IPPROTO_UDP, restore)
-PROGRAM(recvmsg, 6, ctx->protocol == IPPROTO_UDP, restore)
-PROGRAM(getpeername, 4, ctx->protocol == IPPROTO_TCP, restore)
-PROGRAM(getpeername, 6, ctx->protocol == IPPROTO_TCP, restore)
+PROGRAM(connect, 4, CONNECT4, ctx->protocol == IPPROTO_TCP, translate)
+PROGRAM(connect, 6, CONNECT6, ctx->protocol == IPPROTO_TCP, translate)
+PROGRAM(sendmsg, 4, SENDMSG4, ctx->protocol == IPPROTO_UDP && !connected(ctx), translate)
+PROGRAM(sendmsg, 6, SENDMSG6, ctx->protocol == IPPROTO_UDP && !connected(ctx), translate)
+PROGRAM(recvmsg, 4, RECVMSG4, ctx->protocol == IPPROTO_UDP, restore_udp)
+PROGRAM(recvmsg, 6, RECVMSG6, ctx->protocol == IPPROTO_UDP, restore_udp)
+PROGRAM(getpeername, 4, GETPEERNAME4, ctx->protocol == IPPROTO_TCP, restore_tcp)
+PROGRAM(getpeername, 6, GETPEERNAME6, ctx->protocol == IPPROTO_TCP, restore_tcp)

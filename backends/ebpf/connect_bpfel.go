@@ -69,10 +69,13 @@ type connectProgramSpecs struct {
 // It can be passed ebpf.CollectionSpec.Assign.
 type connectMapSpecs struct {
 	Clients   *ebpf.MapSpec `ebpf:"clients"`
+	Counters  *ebpf.MapSpec `ebpf:"counters"`
 	Frontends *ebpf.MapSpec `ebpf:"frontends"`
+	Heartbeat *ebpf.MapSpec `ebpf:"heartbeat"`
 	Members   *ebpf.MapSpec `ebpf:"members"`
-	Peers     *ebpf.MapSpec `ebpf:"peers"`
 	Slots     *ebpf.MapSpec `ebpf:"slots"`
+	TcpPeers  *ebpf.MapSpec `ebpf:"tcp_peers"`
+	UdpPeers  *ebpf.MapSpec `ebpf:"udp_peers"`
 }
 
 // connectVariableSpecs contains global variables before they are loaded into the kernel.
@@ -103,19 +106,25 @@ func (o *connectObjects) Close() error {
 // It can be passed to loadConnectObjects or ebpf.CollectionSpec.LoadAndAssign.
 type connectMaps struct {
 	Clients   *ebpf.Map `ebpf:"clients"`
+	Counters  *ebpf.Map `ebpf:"counters"`
 	Frontends *ebpf.Map `ebpf:"frontends"`
+	Heartbeat *ebpf.Map `ebpf:"heartbeat"`
 	Members   *ebpf.Map `ebpf:"members"`
-	Peers     *ebpf.Map `ebpf:"peers"`
 	Slots     *ebpf.Map `ebpf:"slots"`
+	TcpPeers  *ebpf.Map `ebpf:"tcp_peers"`
+	UdpPeers  *ebpf.Map `ebpf:"udp_peers"`
 }
 
 func (m *connectMaps) Close() error {
 	return _ConnectClose(
 		m.Clients,
+		m.Counters,
 		m.Frontends,
+		m.Heartbeat,
 		m.Members,
-		m.Peers,
 		m.Slots,
+		m.TcpPeers,
+		m.UdpPeers,
 	)
 }
 

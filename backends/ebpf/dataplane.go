@@ -45,6 +45,8 @@ type dataplane struct {
 	// lastID is the ID of the last new list. The first ID is random, so that a process does
 	// not use the IDs of an earlier process.
 	lastID uint64
+	// comparison is the comparison that has begun, or nil.
+	comparison *comparison
 	// endpoints counts the elements of the map slots. memberships counts the elements of the
 	// map members.
 	endpoints, memberships int
@@ -139,7 +141,7 @@ func (d *dataplane) retry() error {
 
 // begin reads the maps, and deletes lists that no frontend uses.
 func (d *dataplane) begin() error {
-	d.records = nil
+	d.records, d.comparison = nil, nil
 	s, err := d.scan()
 	if err == nil {
 		err = errors.Join(d.slots.delete(s.orphanSlots), d.members.delete(s.orphanMembers))
@@ -254,6 +256,7 @@ func (d *dataplane) finish(all changes) (freed bool, err error) {
 	}
 	for f, c := range all {
 		r := d.records[f]
+		d.comparison.skip(c, r)
 		if r != nil {
 			unneeded(r.list.ID, int(r.list.Count), r.members)
 			d.count(r, -1)
@@ -290,7 +293,7 @@ type scan struct {
 func (d *dataplane) scan() (*scan, error) {
 	s := &scan{records: map[frontendKey]*record{}}
 	lists := map[uint64]*record{}
-	err := d.frontends.each(func(f frontendKey, l list) {
+	err := each(d.frontends, func(f frontendKey, l list) {
 		r := &record{list: l}
 		s.records[f] = r
 		if _, shared := lists[l.ID]; shared {
@@ -301,7 +304,7 @@ func (d *dataplane) scan() (*scan, error) {
 	if err != nil {
 		return nil, err
 	}
-	err = d.slots.each(func(k slotKey, a address) {
+	err = each(d.slots, func(k slotKey, a address) {
 		if r := lists[k.List]; r != nil && k.Index < r.list.Count {
 			r.digest += slotDigest(d.seed, k.Index, a)
 		} else {
@@ -311,7 +314,7 @@ func (d *dataplane) scan() (*scan, error) {
 	if err != nil {
 		return nil, err
 	}
-	err = d.members.each(func(k memberKey, _ uint32) {
+	err = each(d.members, func(k memberKey, _ uint32) {
 		if r := lists[k.List]; r != nil {
 			r.digest += memberDigest(d.seed, k.Endpoint)
 			r.members = append(r.members, k.Endpoint)
@@ -323,20 +326,4 @@ func (d *dataplane) scan() (*scan, error) {
 		return nil, err
 	}
 	return s, nil
-}
-
-// compare returns an error if the maps differ from the records.
-func (d *dataplane) compare() error {
-	s, err := d.scan()
-	if err != nil {
-		return err
-	}
-	same := len(s.orphanSlots)+len(s.orphanMembers) == 0 && maps.EqualFunc(s.records, d.records, func(a, b *record) bool {
-		return a.list == b.list && a.digest == b.digest
-	})
-	if !same {
-		d.records = nil
-		return fmt.Errorf("another program changed the eBPF maps (%w)", sink.ErrStartOver)
-	}
-	return nil
 }

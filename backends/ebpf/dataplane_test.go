@@ -61,11 +61,18 @@ func (t *fakeTable[K, V]) delete(keys []K) error {
 	return nil
 }
 
-func (t *fakeTable[K, V]) each(f func(K, V)) error {
-	for k, v := range t.elements {
-		f(k, v)
+// reader returns a function that reads three elements.
+func (t *fakeTable[K, V]) reader(f func(K, V)) func() (bool, error) {
+	keys := slices.Collect(maps.Keys(t.elements))
+	return func() (bool, error) {
+		for range min(3, len(keys)) {
+			if v, ok := t.elements[keys[0]]; ok {
+				f(keys[0], v)
+			}
+			keys = keys[1:]
+		}
+		return len(keys) > 0, nil
 	}
-	return nil
 }
 
 // fakeKernel is a dataplane with fake tables.
@@ -233,7 +240,7 @@ func (k *fakeKernel) mustHave(services map[string]*api.ServiceEndpoints) {
 	if got, want := k.usage(), (Usage{wanted, slots, members, len(k.left)}); got != want {
 		k.t.Fatalf("usage %+v, want %+v", got, want)
 	}
-	if err := k.compare(); err != nil {
+	if _, err := k.compare(context.Background()); err != nil {
 		k.t.Fatal(err)
 	}
 }
@@ -336,6 +343,59 @@ func TestPruneKeepsFrontendsOfFailingServices(t *testing.T) {
 	}
 	if n := len(k.frontends.elements); n != 0 {
 		t.Errorf("%d frontends, want none", n)
+	}
+}
+
+// TestChangesInterruptAComparison makes changes during a comparison. It checks that the
+// comparison finds a difference if and only if another program has changed the maps.
+func TestChangesInterruptAComparison(t *testing.T) {
+	interrupted, cancel := context.WithCancel(t.Context())
+	cancel()
+	for seed := range uint64(300) {
+		random := rand.New(rand.NewPCG(seed, 1))
+		k := newFakeKernel(t, 100, 100, 100)
+		services := map[string]*api.ServiceEndpoints{}
+		for i := range 6 {
+			services[fmt.Sprint("s", i)] = view(fmt.Sprint("s", i), []string{fmt.Sprint("10.96.0.", i)}, []string{"10.0.0.1", "10.0.0.2"}, nil)
+		}
+		if err := k.sync(t.Context(), changesOf(sink.Changes{First: true, Last: true}, services)); err != nil {
+			t.Fatal(err)
+		}
+		bad := seed%2 == 1
+		if bad {
+			k.frontends.check, k.slots.check, k.members.check = func() {}, func() {}, func() {}
+			for f, r := range k.records { // the first service does not change
+				if r.owner.Name == "s0" {
+					switch seed / 2 % 3 {
+					case 0:
+						delete(k.slots.elements, slotKey{List: r.list.ID})
+					case 1:
+						k.members.elements[memberKey{List: r.list.ID}] = 0
+					default:
+						delete(k.frontends.elements, f)
+					}
+					break
+				}
+			}
+		}
+		done, calls := false, 0
+		var err error
+		for ; !done && err == nil; calls++ {
+			done, err = k.compare(interrupted)
+			name := fmt.Sprint("s", 1+random.IntN(5))
+			changed := map[string]*api.ServiceEndpoints{name: randomView(random, name, int(name[1]-'0'))}
+			if err == nil {
+				if err := k.sync(t.Context(), changesOf(sink.Changes{}, changed)); err != nil {
+					t.Fatal(err)
+				}
+			}
+		}
+		if bad != errors.Is(err, sink.ErrStartOver) {
+			t.Fatalf("seed %d: after %d calls, error %v, want one: %t", seed, calls, err, bad)
+		}
+		if calls < 3 {
+			t.Fatalf("the comparison needed only %d calls", calls)
+		}
 	}
 }
 
@@ -453,6 +513,9 @@ func TestPlan(t *testing.T) {
 			"10.96.0.1:80/TCP for 5 s to 10.0.0.1:8080 10.0.0.2:8080 keeping 10.0.0.1:8080 10.0.0.2:8080",
 		}},
 		"without endpoints": {view("web", ips, nil, nil), nil},
+		"only a draining endpoint, which new clients may not use": {view("web", ips[:1], []string{"~10.0.0.3"}, local), []string{
+			"10.96.0.1:80/UDP to keeping 10.0.0.3:8080",
+		}},
 		"SCTP": {view("web", ips, all, func(s *api.Service) {
 			s.Ports = []api.PortMapping{{Protocol: api.SCTP, Port: 80, TargetPort: 8080}}
 		}), nil},

@@ -21,6 +21,7 @@ import (
 
 	"github.com/cilium/ebpf"
 	"github.com/cilium/ebpf/link"
+	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/internal/netnstest"
 	"github.com/kpng-project/kpng/sink"
@@ -35,9 +36,13 @@ func TestKernel(t *testing.T) {
 	t.Run("UDP sockets are translated when they send", testUDP)
 	t.Run("a UDP socket may use two services with the same endpoint", testSharedEndpoint)
 	t.Run("UDP sockets keep a draining endpoint and leave a removed one", testUDPChurn)
+	t.Run("UDP sockets keep a draining endpoint that no new socket may use", testDrainingOnly)
 	t.Run("connected UDP sockets are left to the other sink", testConnectedUDP)
 	t.Run("a connected UDP socket may name its peer when it sends", testConnectedUDPNamesPeer)
-	t.Run("a datagram is not translated if its answer could not be restored", testNoRecord)
+	t.Run("a UDP socket remembers eight services", testManyServices)
+	t.Run("a datagram is not translated if its answer could not be restored", testNoMemory)
+	t.Run("programs count what they translate and what they leave", testCounts)
+	t.Run("programs stop ten minutes after the last process", testAbandoned)
 	t.Run("clients of a service with session affinity keep their endpoint", testAffinity)
 	t.Run("sockets of other cgroups are not translated", testOtherCgroup)
 	t.Run("HostNetworkOnly excludes other network namespaces", testHostNetworkOnly)
@@ -46,7 +51,10 @@ func TestKernel(t *testing.T) {
 	t.Run("a restart adopts the maps and replaces the programs", testRestart)
 	t.Run("a restart deletes what the process before it left", testStale)
 	t.Run("a restart detaches programs at hooks of other versions", testUnknownLink)
-	t.Run("a new size replaces the maps", testNewSize)
+	t.Run("maps of a new size have the elements of the old maps", testNewSize)
+	t.Run("a map of another layout is replaced by an empty map", testNewLayout)
+	t.Run("a failed start leaves the maps of the attached programs", testFailedStart)
+	t.Run("a deleted directory is made again", testDeletedDirectory)
 	t.Run("services that do not fit are left to the other sink until there is space", testFull)
 	t.Run("a service left without reason is added by Verify", testVerifyRetries)
 	t.Run("an error of a map leaves everything to the other sink, until a later pass succeeds", testMapError)
@@ -55,7 +63,8 @@ func TestKernel(t *testing.T) {
 	t.Run("Dataplane shows and compares maps", testDataplane)
 	t.Run("clean-up removes everything", testCleanup)
 	t.Run("errors at the start name what is missing", testStartErrors)
-	t.Run("the backend needs only two capabilities", testCapabilities)
+	t.Run("a directory that other users can change is an error", testForeignDirectory)
+	t.Run("the backend needs only three capabilities", testCapabilities)
 }
 
 var endpoints = []string{"10.0.0.1", "10.0.0.2", "10.0.0.3", "fd00::1", "fd00::2", "fd00::3"}
@@ -163,7 +172,7 @@ func testTCP(t *testing.T) {
 }
 
 func count[K comparable, V any](t *testing.T, in table[K, V]) (number int) {
-	if err := in.each(func(K, V) { number++ }); err != nil {
+	if err := each(in, func(K, V) { number++ }); err != nil {
 		t.Fatal(err)
 	}
 	return number
@@ -309,6 +318,26 @@ func testUDPChurn(t *testing.T) {
 	}
 }
 
+// local makes a service use endpoints of this node only.
+func local(s *api.Service) { s.InternalTrafficToLocal = true }
+
+// testDrainingOnly removes all endpoints that new sockets may use.
+func testDrainingOnly(t *testing.T) {
+	n := newNode(t, Options{})
+	n.serve()
+	ips := []string{"10.96.0.1"}
+	n.pass(view("web", ips, endpoints[:1], nil))
+	s := n.socket()
+	s.ask("10.96.0.1:80")
+	n.set(view("web", ips, []string{"~10.0.0.1"}, local))
+	s.ask("10.96.0.1:80")
+	// The program does not translate datagrams of other sockets, so there is no route.
+	if _, err := n.socket().WriteTo([]byte("?"), &net.UDPAddr{IP: net.IPv4(10, 96, 0, 1), Port: 80}); !errors.Is(err, unix.ENETUNREACH) {
+		t.Errorf("a new socket: error %v, want %v", err, unix.ENETUNREACH)
+	}
+	n.mustNotReach("10.96.0.1:80")
+}
+
 func testConnectedUDP(t *testing.T) {
 	n := newNode(t, Options{})
 	n.serve()
@@ -383,45 +412,127 @@ func testConnectedUDPNamesPeer(t *testing.T) {
 	}
 }
 
-func testNoRecord(t *testing.T) {
+func testManyServices(t *testing.T) {
+	n := newNode(t, Options{})
+	n.serve()
+	var views []*api.ServiceEndpoints
+	address := func(i int) string { return fmt.Sprintf("10.96.0.%d", i) }
+	for i := range 9 {
+		// Services 0, 3 and 6 share an endpoint, and so on.
+		views = append(views, view(fmt.Sprint("web", i), []string{address(i)}, endpoints[i%3:i%3+1], nil))
+	}
+	n.pass(views...)
+	s := n.socket()
+	for range 3 {
+		for i := range views {
+			s.ask(address(i) + ":80") // checks the source of the answer
+		}
+	}
+	// A socket remembers the last eight services, so it keeps the endpoint of service 8, and
+	// not that of service 0.
+	for _, i := range []int{0, 8} {
+		views[i] = view(fmt.Sprint("web", i), []string{address(i)}, []string{"~" + endpoints[i%3]}, local)
+	}
+	n.set(views...)
+	s.ask(address(8) + ":80")
+	if _, err := s.WriteTo([]byte("?"), &net.UDPAddr{IP: net.IPv4(10, 96, 0, 0), Port: 80}); !errors.Is(err, unix.ENETUNREACH) {
+		t.Errorf("to a forgotten service without an endpoint: error %v, want %v", err, unix.ENETUNREACH)
+	}
+}
+
+func testNoMemory(t *testing.T) {
 	n := newNode(t, Options{})
 	n.serve()
 	n.pass(view("web", []string{"10.96.0.1"}, endpoints[:1], nil))
-	n.socket().ask("10.96.0.1:80")
-	// Replace the program of the hook sendmsg4 by a program with a full map of peers. The
-	// kernel removes no elements from this map, because it is not an LRU map.
-	spec, err := loadConnect()
-	if err != nil {
+	if err := n.ns.Sysctl("core/optmem_max=0"); errors.Is(err, os.ErrNotExist) {
+		t.Log("not tested: before Linux 6.9, a namespace has no limit of its own")
+		return
+	} else if err != nil {
 		t.Fatal(err)
-	}
-	peers := spec.Maps["peers"]
-	peers.Type, peers.MaxEntries = ebpf.Hash, 1
-	peers.Contents = []ebpf.MapKV{{Key: make([]byte, peers.KeySize), Value: make([]byte, peers.ValueSize)}}
-	var other struct {
-		Sendmsg4 *ebpf.Program `ebpf:"sendmsg4"`
-	}
-	p := n.programs
-	for name, m := range map[string]*ebpf.Map{"frontends": p.Frontends, "slots": p.Slots, "members": p.Members, "clients": p.Clients} {
-		spec.Maps[name].MaxEntries = m.MaxEntries()
-	}
-	err = spec.LoadAndAssign(&other, &ebpf.CollectionOptions{MapReplacements: map[string]*ebpf.Map{
-		"frontends": p.Frontends, "slots": p.Slots, "members": p.Members, "clients": p.Clients,
-	}})
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer other.Sendmsg4.Close()
-	for i, h := range p.hooks() {
-		if h.name == "sendmsg4" {
-			if err := p.links[i].Update(other.Sendmsg4); err != nil {
-				t.Fatal(err)
-			}
-		}
 	}
 	// The program does not translate the packet, so there is no route.
 	if _, err := n.socket().WriteTo([]byte("?"), &net.UDPAddr{IP: net.IPv4(10, 96, 0, 1), Port: 80}); !errors.Is(err, unix.ENETUNREACH) {
 		t.Errorf("error %v, want %v", err, unix.ENETUNREACH)
 	}
+	// A TCP socket only lacks the record for getpeername.
+	if _, peer, err := n.dial(n.ns.Do, "10.96.0.1:80"); err != nil || peer != "10.0.0.1:8080" {
+		t.Errorf("getpeername returns %s, %v, want the endpoint", peer, err)
+	}
+}
+
+func testCounts(t *testing.T) {
+	n := newNode(t, Options{})
+	n.serve()
+	web := view("web", []string{"10.96.0.1", "fd00:96::1"}, endpoints, nil)
+	n.pass(web)
+	n.reaches("10.96.0.1:80", 5)
+	n.restart()
+	n.pass(web)
+	n.reaches("[fd00:96::1]:80", 3)
+	n.socket().ask("10.96.0.1:80")
+	n.set(view("web", []string{"10.96.0.1"}, []string{"~10.0.0.1"}, local))
+	n.socket().WriteTo([]byte("?"), &net.UDPAddr{IP: net.IPv4(10, 96, 0, 1), Port: 80})
+	counts, err := n.Counts()
+	if err != nil {
+		t.Fatal(err)
+	}
+	// Go calls getpeername for each connection. Its UDP socket is for both families: it sends
+	// an IPv4 datagram with an IPv4 address, and receives an IPv4-mapped one.
+	want := Counts{
+		Translated: map[string]uint64{
+			"connect4": 5, "connect6": 3, "getpeername4": 5, "getpeername6": 3,
+			"sendmsg4": 1, "sendmsg6": 0, "recvmsg4": 0, "recvmsg6": 1,
+		},
+		Left: map[string]uint64{"abandoned": 0, "no_endpoint": 1, "list_changed": 0, "no_memory": 0},
+	}
+	if diff := cmp.Diff(want, counts); diff != "" {
+		t.Errorf("counts (-want +got):\n%s", diff)
+	}
+	if err := n.Stop(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := n.Counts(); !errors.Is(err, errNotStarted) {
+		t.Errorf("after Stop: error %v, want %v", err, errNotStarted)
+	}
+}
+
+func testAbandoned(t *testing.T) {
+	n := newNode(t, Options{})
+	n.serve()
+	n.pass(view("web", []string{"10.96.0.1"}, endpoints[:1], nil))
+	if err := n.Stop(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	setAge := func(age time.Duration) {
+		t.Helper()
+		m, err := ebpf.LoadPinnedMap(filepath.Join(n.opts.directory(), "heartbeat"), nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer m.Close()
+		var now unix.Timespec
+		if err := unix.ClockGettime(unix.CLOCK_MONOTONIC, &now); err != nil {
+			t.Fatal(err)
+		}
+		if err := m.Put(uint32(0), uint64(now.Nano()-int64(age))); err != nil {
+			t.Fatal(err)
+		}
+	}
+	setAge(9 * time.Minute)
+	n.mustReach("10.96.0.1:80", endpoints[0])
+	setAge(10*time.Minute + time.Second)
+	n.mustNotReach("10.96.0.1:80")
+	n.restart()
+	n.mustReach("10.96.0.1:80", endpoints[0])
+	n.pass(view("web", []string{"10.96.0.1"}, endpoints[:1], nil))
+	setAge(time.Hour)
+	if err := n.Verify(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	n.mustReach("10.96.0.1:80", endpoints[0])
+	setAge(time.Hour)
+	n.set()
+	n.mustReach("10.96.0.1:80", endpoints[0])
 }
 
 func testAffinity(t *testing.T) {
@@ -493,7 +604,7 @@ func (n *node) shiftClients(by time.Duration) {
 	}
 	clients := kernelTable[client, choice]{"clients", n.programs.Clients}
 	var all batch[client, choice]
-	if err := clients.each(func(k client, c choice) { c.Time += uint64(by); all.add(k, c) }); err != nil {
+	if err := each(clients, func(k client, c choice) { c.Time += uint64(by); all.add(k, c) }); err != nil {
 		n.t.Fatal(err)
 	}
 	if _, err := clients.set(all.keys, all.values); err != nil {
@@ -511,6 +622,17 @@ func testOtherCgroup(t *testing.T) {
 }
 
 func testHostNetworkOnly(t *testing.T) {
+	if _, err := netNSCookie(); err != nil {
+		// The start must fail with this error on Linux before 5.14.
+		b, newErr := New(noProxy, Options{HostNetworkOnly: true, BPFFS: mountBPFFS(t), Cgroup: netnstest.NewCgroup(t).Dir})
+		if newErr != nil {
+			t.Fatal(newErr)
+		}
+		if startErr := b.Start(t.Context()); startErr == nil || startErr.Error() != err.Error() || !errors.Is(err, unix.ENOPROTOOPT) {
+			t.Errorf("error %v, want %v", startErr, err)
+		}
+		return
+	}
 	n := newNode(t, Options{HostNetworkOnly: true})
 	n.serve()
 	n.pass(view("web", []string{"10.96.0.1"}, endpoints, nil))
@@ -682,14 +804,131 @@ func testUnknownLink(t *testing.T) {
 func testNewSize(t *testing.T) {
 	n := newNode(t, Options{})
 	n.serve()
-	web := view("web", []string{"10.96.0.1"}, endpoints, nil)
-	n.pass(web)
-	n.opts.MaxFrontends = 100
+	web := view("web", []string{"10.96.0.1"}, endpoints, withAffinity(10800))
+	dns := view("dns", []string{"10.96.0.2"}, endpoints[:3], nil)
+	n.pass(web, dns)
+	chosen := n.reaches("10.96.0.1:80", 1)
+	s := n.socket()
+	kept := s.ask("10.96.0.2:80")
+	n.opts.MaxFrontends, n.opts.MaxEndpoints, n.opts.MaxMembers, n.opts.MaxClients = 100, 1000, 1000, 1000
 	n.restart()
-	n.pass(web)
-	n.mustReach("10.96.0.1:80", endpoints[:3]...)
+	// The new maps have the elements of the old maps, also before the first pass.
+	for range 2 {
+		n.mustReach("10.96.0.1:80", chosen[0])
+		if got := s.ask("10.96.0.2:80"); got != kept {
+			t.Errorf("a UDP socket moved from %s to %s", kept, got)
+		}
+		n.pass(web, dns)
+	}
 	if size := n.programs.Frontends.MaxEntries(); size != 100 {
 		t.Errorf("the map has size %d", size)
+	}
+	n.restart()
+	if size := n.programs.Frontends.MaxEntries(); size != 100 {
+		t.Errorf("after another restart, the map has size %d", size)
+	}
+	// Maps may shrink, too.
+	n.opts.MaxEndpoints = 3
+	n.restart()
+	n.pass(web, dns)
+	if len(n.dataplane.left) == 0 {
+		t.Error("all services fit into the smaller map")
+	}
+}
+
+func testNewLayout(t *testing.T) {
+	n := newNode(t, Options{})
+	n.serve()
+	web := view("web", []string{"10.96.0.1"}, endpoints[:1], nil)
+	n.pass(web)
+	if err := n.Stop(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	// Imitate another version of kpng, whose map has elements of the same size and another
+	// meaning.
+	spec, err := loadConnect()
+	if err != nil {
+		t.Fatal(err)
+	}
+	spec.Maps["slots"].Name = "slots_v0"
+	spec.Maps["slots"].MaxEntries = uint32(n.Backend.opts.MaxEndpoints)
+	other, err := ebpf.NewMap(spec.Maps["slots"])
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer other.Close()
+	if err := other.Put(slotKey{List: 1}, address{}); err != nil {
+		t.Fatal(err)
+	}
+	path := filepath.Join(n.opts.directory(), "slots")
+	if err := errors.Join(os.Remove(path), other.Pin(path)); err != nil {
+		t.Fatal(err)
+	}
+	n.restart()
+	if slots := count(t, n.dataplane.slots); slots != 0 {
+		t.Errorf("the new map has %d elements of the other version", slots)
+	}
+	n.pass(web)
+	n.mustReach("10.96.0.1:80", endpoints[0])
+	n.restart()
+	n.mustReach("10.96.0.1:80", endpoints[0])
+}
+
+// testFailedStart makes a start fail after the new maps were made.
+func testFailedStart(t *testing.T) {
+	n := newNode(t, Options{})
+	n.serve()
+	n.pass(view("web", []string{"10.96.0.1"}, endpoints[:1], nil))
+	if err := n.Stop(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	path := filepath.Join(n.opts.directory(), "connect4")
+	if err := errors.Join(os.Rename(path, path+"-moved"), os.Mkdir(path, 0o700)); err != nil {
+		t.Fatal(err)
+	}
+	opts := n.opts
+	opts.MaxFrontends = 100
+	b, err := New(noProxy, opts)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := b.Start(t.Context()); err == nil {
+		t.Fatal("the start succeeded")
+	}
+	// The maps are still those of the attached programs.
+	if err := errors.Join(os.Remove(path), os.Rename(path+"-moved", path)); err != nil {
+		t.Fatal(err)
+	}
+	n.restart()
+	if size := n.programs.Frontends.MaxEntries(); size == 100 || count(t, n.dataplane.frontends) != 2 {
+		t.Errorf("the map has size %d, and not its old elements", size)
+	}
+	n.mustReach("10.96.0.1:80", endpoints[0])
+}
+
+func testDeletedDirectory(t *testing.T) {
+	n := newNode(t, Options{})
+	n.serve()
+	web := view("web", []string{"10.96.0.1"}, endpoints[:1], nil)
+	n.pass(web)
+	for _, path := range []string{n.opts.directory(), filepath.Join(n.opts.directory(), "slots")} {
+		if err := os.RemoveAll(path); err != nil {
+			t.Fatal(err)
+		}
+		if err := n.verify(); err != nil {
+			t.Fatal(err)
+		}
+		n.mustReach("10.96.0.1:80", endpoints[0])
+		b, err := New(noProxy, n.opts)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := b.Start(t.Context()); err == nil {
+			t.Error("a second process uses the new directory")
+		}
+		n.restart()
+		n.mustReach("10.96.0.1:80", endpoints[0])
+		n.pass(web)
 	}
 }
 
@@ -731,7 +970,7 @@ func testFull(t *testing.T) {
 			if len(n.dataplane.left) != 0 {
 				t.Errorf("%d services do not fit", len(n.dataplane.left))
 			}
-			if err := n.dataplane.compare(); err != nil {
+			if _, err := n.dataplane.compare(t.Context()); err != nil {
 				t.Error(err)
 			}
 		})
@@ -972,6 +1211,32 @@ func testStartErrors(t *testing.T) {
 	}
 }
 
+func testForeignDirectory(t *testing.T) {
+	opts := Options{Instance: "foreign", BPFFS: mountBPFFS(t), Cgroup: netnstest.NewCgroup(t).Dir}
+	dir := opts.directory()
+	for want, change := range map[string]func() error{
+		"belongs to user 65534": func() error { return os.Chown(dir, 65534, 65534) },
+		"has mode 770":          func() error { return os.Chmod(dir, 0o770) },
+		"not a directory": func() error {
+			return errors.Join(os.Remove(dir), os.Symlink(opts.BPFFS, dir))
+		},
+	} {
+		b, err := New(noProxy, opts)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := errors.Join(os.Mkdir(dir, 0o700), change()); err != nil {
+			t.Fatal(err)
+		}
+		if err := b.Start(t.Context()); err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("error %v, want one with %q", err, want)
+		}
+		if err := os.Remove(dir); err != nil {
+			t.Fatal(err)
+		}
+	}
+}
+
 // capabilitiesVariable is the environment variable that gives TestWithFewCapabilities its
 // cgroup.
 const capabilitiesVariable = "KPNG_TEST_CAPABILITIES"
@@ -985,13 +1250,21 @@ func testCapabilities(t *testing.T) {
 		return string(out), err
 	}
 	n := newNode(t, Options{Instance: "other"})
-	if out, err := run("-all,+bpf,+net_admin", n.opts.Cgroup); err != nil {
-		t.Errorf("with CAP_BPF and CAP_NET_ADMIN: %v\n%s", err, out)
+	needed := "-all,+bpf,+net_admin,+perfmon"
+	var kernel unix.Utsname
+	if err := unix.Uname(&kernel); err != nil {
+		t.Fatal(err)
 	}
-	const want = "eBPF needs the capabilities BPF and NET_ADMIN"
-	for _, capability := range []string{"bpf", "net_admin"} {
-		if out, err := run("-all,+"+capability, n.opts.Cgroup); err == nil || !strings.Contains(out, want) {
-			t.Errorf("with %s alone: %v, want an error with %q\n%s", capability, err, want, out)
+	if strings.HasPrefix(unix.ByteSliceToString(kernel.Release[:]), "5.10.") {
+		needed += ",+sys_resource" // to raise the limit of locked memory
+	}
+	if out, err := run(needed, n.opts.Cgroup); err != nil {
+		t.Errorf("with %s: %v\n%s", needed, err, out)
+	}
+	for _, capability := range []string{"bpf", "net_admin", "perfmon"} {
+		want := "the process lacks " + strings.ToUpper(capability)
+		if out, err := run(strings.ReplaceAll(needed, ",+"+capability, ""), n.opts.Cgroup); err == nil || !strings.Contains(out, want) {
+			t.Errorf("without %s: %v, want an error with %q\n%s", capability, err, want, out)
 		}
 	}
 }

@@ -48,9 +48,8 @@ type Options struct {
 	// MaxMembers is the maximum number of endpoints of all UDP frontends and all frontends
 	// with session affinity together. Default: 262,144.
 	MaxMembers int
-	// MaxClients is the maximum number of clients whose endpoints the programs remember, for
-	// session affinity and for UDP sockets. The programs also remember the services of at
-	// most MaxClients sockets. When a map is full, the kernel removes elements that were
+	// MaxClients is the maximum number of clients whose endpoints the programs remember for
+	// session affinity. When there are more clients, the kernel removes those that were
 	// unused for the longest time. Default: 65,536.
 	MaxClients int
 
@@ -93,11 +92,11 @@ func (o *Options) complete() error {
 	return errors.Join(errs...)
 }
 
-// sizes returns the maximum number of elements of each map.
+// sizes returns the maximum number of elements of each map whose size is an option.
 func (o *Options) sizes() map[string]int {
 	return map[string]int{
 		"frontends": o.MaxFrontends, "slots": o.MaxEndpoints, "members": o.MaxMembers,
-		"clients": o.MaxClients, "peers": o.MaxClients,
+		"clients": o.MaxClients,
 	}
 }
 

@@ -78,8 +78,8 @@ type memberKey struct {
 type wanted struct {
 	frontend frontendKey
 	affinity uint32
-	// The field endpoints has the endpoints for new clients, at least one. The field members
-	// has the endpoints that existing clients may keep.
+	// The field endpoints has the endpoints for new clients. The field members has the
+	// endpoints that existing clients may keep. One of both may be empty.
 	endpoints, members []address
 }
 
@@ -112,7 +112,8 @@ func plan(se *api.ServiceEndpoints, annotation string) (all []wanted) {
 		return nil
 	}
 	for f := range nodeview.Frontends(se) {
-		if unsuitable(se, &f, annotation) != "" {
+		// UDP sockets may keep a draining endpoint although new sockets have none to use.
+		if reason := unsuitable(se, &f, annotation); reason != "" && !(reason == noEndpoint && f.Protocol == api.UDP) {
 			continue
 		}
 		w := wanted{affinity: uint32(f.Affinity / time.Second)}
@@ -124,11 +125,16 @@ func plan(se *api.ServiceEndpoints, annotation string) (all []wanted) {
 		} else if w.affinity != 0 {
 			w.members = w.endpoints
 		}
+		if len(w.endpoints)+len(w.members) == 0 {
+			continue
+		}
 		w.frontend = toFrontend(f.Addr, f.Protocol, f.Port)
 		all = append(all, w)
 	}
 	return all
 }
+
+const noEndpoint = "it has no usable endpoint"
 
 // unsuitable returns the reason why the programs cannot handle a frontend, or the empty
 // string if they can. They handle only cluster IPs, because connections to a cluster IP
@@ -139,14 +145,14 @@ func unsuitable(se *api.ServiceEndpoints, f *nodeview.Frontend, annotation strin
 		return "it is not a cluster IP"
 	case f.Protocol != api.TCP && f.Protocol != api.UDP:
 		return "the protocol is not TCP or UDP"
-	case f.Node.Verdict != nodeview.Forward:
-		return "it has no usable endpoint"
 	case f.Sources.Restricted:
 		return "it has source ranges"
 	case f.Protocol == api.UDP && f.Affinity != 0:
 		return "it is a UDP port with session affinity"
 	case se.Service.Annotations[annotation] == "false":
 		return "the annotation " + annotation + " of the service excludes it"
+	case f.Node.Verdict != nodeview.Forward:
+		return noEndpoint
 	default:
 		return ""
 	}

@@ -9,6 +9,7 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"maps"
 	"os"
 	"path/filepath"
 	"slices"
@@ -52,8 +53,8 @@ func (p *programs) hooks() []hook {
 	}
 }
 
-// load makes the maps, or opens those that exist, and loads the programs. It needs CAP_BPF
-// and CAP_NET_ADMIN.
+// load makes the maps, or opens those that exist, and loads the programs. It needs CAP_BPF,
+// CAP_NET_ADMIN and CAP_PERFMON.
 func load(ctx context.Context, o *Options) (p *programs, err error) {
 	if err := checkKernel(); err != nil {
 		return nil, err
@@ -61,10 +62,6 @@ func load(ctx context.Context, o *Options) (p *programs, err error) {
 	spec, err := loadConnect()
 	if err != nil {
 		return nil, err
-	}
-	for name, size := range o.sizes() {
-		spec.Maps[name].MaxEntries = uint32(size)
-		spec.Maps[name].Pinning = ebpf.PinByName
 	}
 	if o.HostNetworkOnly {
 		cookie, err := netNSCookie()
@@ -85,22 +82,124 @@ func load(ctx context.Context, o *Options) (p *programs, err error) {
 			lock.Close()
 		}
 	}()
-	p = &programs{lock: lock}
-	err = spec.LoadAndAssign(&p.connectObjects, &ebpf.CollectionOptions{Maps: ebpf.MapOptions{PinPath: dir}})
-	if errors.Is(err, ebpf.ErrMapIncompatible) {
-		// Unpin the old maps. They exist until the programs that use them are replaced.
-		klog.FromContext(ctx).Info("Replacing eBPF maps of another layout or size", "reason", err)
-		for name := range o.sizes() {
-			if err := os.Remove(filepath.Join(dir, name)); err != nil && !errors.Is(err, fs.ErrNotExist) {
-				return nil, err
-			}
-		}
-		err = spec.LoadAndAssign(&p.connectObjects, &ebpf.CollectionOptions{Maps: ebpf.MapOptions{PinPath: dir}})
-	}
+	pinned, err := openMaps(dir)
 	if err != nil {
+		return nil, err
+	}
+	defer closeMaps(pinned)
+	adopted := map[string]*ebpf.Map{}
+	for name, m := range mapSpecs(spec, o) {
+		if old := pinned[name]; old != nil && old.layout == m.Name && m.Compatible(old.Map) == nil {
+			adopted[name] = old.Map
+		}
+	}
+	p = &programs{lock: lock}
+	if err := spec.LoadAndAssign(&p.connectObjects, &ebpf.CollectionOptions{MapReplacements: adopted}); err != nil {
 		return nil, fmt.Errorf("load eBPF programs: %w", err)
 	}
+	for name, m := range p.maps() {
+		old := pinned[name]
+		if old == nil || adopted[name] != nil {
+			continue
+		}
+		klog.FromContext(ctx).Info("Replacing an eBPF map of another layout or size", "map", name)
+		if old.layout == spec.Maps[name].Name && old.Type() == m.Type() {
+			if err := copyElements(old.Map, m); err != nil {
+				return nil, errors.Join(fmt.Errorf("copy map %s: %w", name, err), p.connectObjects.Close())
+			}
+		}
+	}
 	return p, nil
+}
+
+// layout is the version of the meaning of keys and values in the maps. A change that
+// leaves their sizes unchanged must increase it. The kernel's name of a map ends with it.
+const layout = 1
+
+// mapSpecs sets the names and sizes of the maps, and returns those that are pinned.
+func mapSpecs(spec *ebpf.CollectionSpec, o *Options) map[string]*ebpf.MapSpec {
+	all := maps.Clone(spec.Maps)
+	maps.DeleteFunc(all, func(name string, _ *ebpf.MapSpec) bool { return strings.HasPrefix(name, ".") }) // such as .rodata
+	for name, m := range all {
+		m.Name = fmt.Sprintf("%s_v%d", name, layout)
+		if size, ok := o.sizes()[name]; ok {
+			m.MaxEntries = uint32(size)
+		}
+	}
+	return all
+}
+
+// maps returns the maps that are pinned.
+func (p *programs) maps() map[string]*ebpf.Map {
+	return map[string]*ebpf.Map{
+		"frontends": p.Frontends, "slots": p.Slots, "members": p.Members, "clients": p.Clients,
+		"tcp_peers": p.TcpPeers, "udp_peers": p.UdpPeers, "heartbeat": p.Heartbeat, "counters": p.Counters,
+	}
+}
+
+// pinnedMap is a map of an earlier process. Its layout is the kernel's name of the map.
+type pinnedMap struct {
+	*ebpf.Map
+	layout string
+}
+
+// openMaps opens the pinned maps.
+func openMaps(dir string) (all map[string]*pinnedMap, err error) {
+	all = map[string]*pinnedMap{}
+	defer func() {
+		if err != nil {
+			closeMaps(all)
+		}
+	}()
+	for name := range new(programs).maps() {
+		m, err := ebpf.LoadPinnedMap(filepath.Join(dir, name), nil)
+		if errors.Is(err, fs.ErrNotExist) {
+			continue
+		}
+		if err != nil {
+			return nil, fmt.Errorf("open map %s: %w", name, err)
+		}
+		all[name] = &pinnedMap{Map: m}
+		info, err := m.Info()
+		if err != nil {
+			return nil, fmt.Errorf("read the layout of map %s: %w", name, err)
+		}
+		all[name].layout = info.Name
+	}
+	return all, nil
+}
+
+func closeMaps(all map[string]*pinnedMap) {
+	for _, m := range all {
+		m.Close()
+	}
+}
+
+// copyElements copies elements until the map to is full. Its iteration order is random.
+func copyElements(from, to *ebpf.Map) error {
+	var key, value []byte
+	elements := from.Iterate()
+	for elements.Next(&key, &value) {
+		if err := to.Put(key, value); errors.Is(err, unix.E2BIG) {
+			return nil
+		} else if err != nil {
+			return err
+		}
+	}
+	return elements.Err()
+}
+
+// beat writes the current time to the map heartbeat. Without it, the programs stop after
+// ten minutes to translate connections.
+func (p *programs) beat() error {
+	var now unix.Timespec
+	if err := unix.ClockGettime(unix.CLOCK_MONOTONIC, &now); err != nil {
+		return err
+	}
+	if err := p.Heartbeat.Put(uint32(0), uint64(now.Nano())); err != nil {
+		return fmt.Errorf("write to map heartbeat: %w", err)
+	}
+	return nil
 }
 
 // lockDirectory makes a directory for maps and links, and locks it until the result is
@@ -110,9 +209,13 @@ func lockDirectory(dir string) (*os.File, error) {
 	if err := os.MkdirAll(dir, 0o700); err != nil {
 		return nil, fmt.Errorf("make a directory for maps and links: %w", err)
 	}
-	lock, err := os.Open(dir)
+	lock, err := os.OpenFile(dir, unix.O_DIRECTORY|unix.O_NOFOLLOW, 0)
 	if err != nil {
 		return nil, fmt.Errorf("lock the directory of maps and links: %w", err)
+	}
+	if err := checkOwner(lock); err != nil {
+		lock.Close()
+		return nil, err
 	}
 	err = unix.Flock(int(lock.Fd()), unix.LOCK_EX|unix.LOCK_NB)
 	if err == nil {
@@ -125,8 +228,84 @@ func lockDirectory(dir string) (*os.File, error) {
 	return nil, fmt.Errorf("lock the directory %s: %w", dir, err)
 }
 
+// checkOwner returns an error if other users can change the directory. They could detach
+// the programs and redirect connections.
+func checkOwner(dir *os.File) error {
+	var s unix.Stat_t
+	if err := unix.Fstat(int(dir.Fd()), &s); err != nil {
+		return fmt.Errorf("check the directory %s: %w", dir.Name(), err)
+	}
+	if user := os.Geteuid(); int(s.Uid) != user || s.Mode&0o022 != 0 {
+		return fmt.Errorf("%s belongs to user %d and has mode %o, so others than user %d can write to it: delete it", dir.Name(), s.Uid, s.Mode&0o777, user)
+	}
+	return nil
+}
+
+// restoreDirectory makes the directory of maps and links again, and locks it, if another
+// program has deleted it.
+func (p *programs) restoreDirectory(dir string) error {
+	var locked, found unix.Stat_t
+	if err := unix.Fstat(int(p.lock.Fd()), &locked); err != nil {
+		return fmt.Errorf("check the directory %s: %w", dir, err)
+	}
+	if unix.Stat(dir, &found) == nil && found.Dev == locked.Dev && found.Ino == locked.Ino {
+		return nil
+	}
+	lock, err := lockDirectory(dir)
+	if err != nil {
+		return err
+	}
+	p.lock.Close()
+	p.lock = lock
+	return nil
+}
+
+// pin pins the maps that are not pinned, in place of other maps with the same names.
+func (p *programs) pin(dir string) error {
+	pinned, err := openMaps(dir)
+	if err != nil {
+		return err
+	}
+	defer closeMaps(pinned)
+	for name, m := range p.maps() {
+		path := filepath.Join(dir, name)
+		if old := pinned[name]; old != nil {
+			if same, err := sameMap(old.Map, m); err != nil {
+				return err
+			} else if same {
+				continue
+			}
+			if err := os.Remove(path); err != nil {
+				return err
+			}
+		}
+		c, err := m.Clone() // a Map remembers its path, even if the file was deleted
+		if err == nil {
+			err = errors.Join(c.Pin(path), c.Close())
+		}
+		if err != nil {
+			return fmt.Errorf("pin map %s: %w", name, err)
+		}
+	}
+	return nil
+}
+
+func sameMap(a, b *ebpf.Map) (bool, error) {
+	infoA, errA := a.Info()
+	infoB, errB := b.Info()
+	if err := errors.Join(errA, errB); err != nil {
+		return false, err
+	}
+	idA, _ := infoA.ID()
+	idB, _ := infoB.ID()
+	return idA == idB, nil
+}
+
 // checkKernel returns an error that names what the kernel or the process lacks.
 func checkKernel() error {
+	if err := checkCapabilities(); err != nil {
+		return err
+	}
 	noMemory := rlimit.RemoveMemlock()
 	var missing []string
 	for _, f := range []struct {
@@ -137,9 +316,6 @@ func checkKernel() error {
 		{"programs at sockets of cgroups (CONFIG_CGROUP_BPF)", features.HaveProgramType(ebpf.CGroupSockAddr)},
 		{"the eBPF helper get_netns_cookie (Linux 5.8)", features.HaveProgramHelper(ebpf.CGroupSockAddr, asm.FnGetNetnsCookie)},
 	} {
-		if errors.Is(f.err, unix.EPERM) {
-			return fmt.Errorf("eBPF needs the capabilities BPF and NET_ADMIN: %w", f.err)
-		}
 		if errors.Is(f.err, ebpf.ErrNotSupported) {
 			missing = append(missing, f.name)
 		} else if f.err != nil {
@@ -151,6 +327,32 @@ func checkKernel() error {
 	}
 	if noMemory != nil {
 		return fmt.Errorf("raise the limit of locked memory, as Linux before 5.11 requires: %w", noMemory)
+	}
+	return nil
+}
+
+// checkCapabilities returns an error that names missing capabilities. Without PERFMON, many
+// kernels reject programs that store a value in a part of a stack slot.
+func checkCapabilities() error {
+	header := unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}
+	var data [2]unix.CapUserData
+	if err := unix.Capget(&header, &data[0]); err != nil {
+		return fmt.Errorf("read the capabilities of the process: %w", err)
+	}
+	has := func(c int) bool { return data[c/32].Effective&(1<<(c%32)) != 0 }
+	var missing []string
+	for _, c := range []struct {
+		name   string
+		number int
+		// implied is true if SYS_ADMIN includes the capability.
+		implied bool
+	}{{"BPF", unix.CAP_BPF, true}, {"NET_ADMIN", unix.CAP_NET_ADMIN, false}, {"PERFMON", unix.CAP_PERFMON, true}} {
+		if !has(c.number) && !(c.implied && has(unix.CAP_SYS_ADMIN)) {
+			missing = append(missing, c.name)
+		}
+	}
+	if len(missing) > 0 {
+		return fmt.Errorf("eBPF needs the capabilities BPF, NET_ADMIN and PERFMON, and the process lacks %s", strings.Join(missing, " and "))
 	}
 	return nil
 }
@@ -170,10 +372,17 @@ func netNSCookie() (uint64, error) {
 }
 
 // attach attaches the programs to the cgroup. A link that exists gets the new program in
-// one step.
+// one step. Then attach pins new maps, so that the pinned maps are always those of attached
+// programs.
 func (p *programs) attach(o *Options, cgroup string) error {
 	id, err := cgroupID(cgroup)
 	if err != nil {
+		return err
+	}
+	if err := p.restoreDirectory(o.directory()); err != nil {
+		return err
+	}
+	if err := p.beat(); err != nil {
 		return err
 	}
 	if err := p.closeLinks(); err != nil {
@@ -186,11 +395,12 @@ func (p *programs) attach(o *Options, cgroup string) error {
 		}
 		p.links = append(p.links, l)
 	}
-	return removeUnknownLinks(o)
+	return errors.Join(p.pin(o.directory()), removeUnknown(o))
 }
 
-// removeUnknownLinks detaches the programs at hooks that only another version of kpng uses.
-func removeUnknownLinks(o *Options) error {
+// removeUnknown detaches the programs at hooks that only another version of kpng uses, and
+// deletes its maps.
+func removeUnknown(o *Options) error {
 	files, err := os.ReadDir(o.directory())
 	if err != nil {
 		return err
@@ -198,12 +408,14 @@ func removeUnknownLinks(o *Options) error {
 	var errs []error
 	for _, file := range files {
 		known := slices.ContainsFunc(new(programs).hooks(), func(h hook) bool { return h.name == file.Name() })
-		if _, isMap := o.sizes()[file.Name()]; known || isMap {
+		if _, isMap := new(programs).maps()[file.Name()]; known || isMap {
 			continue
 		}
-		if l, err := link.LoadPinnedLink(filepath.Join(o.directory(), file.Name()), nil); err == nil {
-			errs = append(errs, ignoreUnattached(l.Detach()), l.Unpin(), l.Close())
+		path := filepath.Join(o.directory(), file.Name())
+		if l, err := link.LoadPinnedLink(path, nil); err == nil {
+			errs = append(errs, ignoreUnattached(l.Detach()), l.Close())
 		}
+		errs = append(errs, os.Remove(path))
 	}
 	return errors.Join(errs...)
 }
@@ -236,8 +448,8 @@ func attach(path, cgroup string, id uint64, h hook) (link.Link, error) {
 	return l, nil
 }
 
-// attached reports whether all programs are attached to the cgroup and all links are
-// pinned. Pinned links stay when this process ends.
+// attached reports whether all programs are attached to the cgroup, and all links and maps
+// are pinned. They stay when this process ends.
 func (p *programs) attached(o *Options, cgroup string) bool {
 	id, err := cgroupID(cgroup)
 	if err != nil || len(p.links) < len(p.hooks()) {
@@ -245,6 +457,11 @@ func (p *programs) attached(o *Options, cgroup string) bool {
 	}
 	for i, h := range p.hooks() {
 		if _, err := os.Stat(filepath.Join(o.directory(), h.name)); err != nil || attachedTo(p.links[i]) != id {
+			return false
+		}
+	}
+	for name := range p.maps() {
+		if _, err := os.Stat(filepath.Join(o.directory(), name)); err != nil {
 			return false
 		}
 	}

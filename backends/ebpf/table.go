@@ -20,8 +20,10 @@ type table[K comparable, V any] interface {
 	set(keys []K, values []V) (int, error)
 	// delete deletes the elements with these keys. A missing element is no error.
 	delete(keys []K) error
-	// each calls f for all elements.
-	each(f func(K, V)) error
+	// reader returns a function that reads some elements and calls f for each of them. The
+	// function returns false at the end of the table. If an element does not change between
+	// the first and the last call, then it is read once.
+	reader(f func(K, V)) func() (more bool, err error)
 }
 
 // batch has elements to write.
@@ -101,19 +103,26 @@ func (t kernelTable[K, V]) delete(keys []K) error {
 	return nil
 }
 
-func (t kernelTable[K, V]) each(f func(K, V)) error {
+func (t kernelTable[K, V]) reader(f func(K, V)) func() (more bool, err error) {
 	keys, values := make([]K, maxBatch), make([]V, maxBatch)
 	var cursor ebpf.MapBatchCursor
-	for {
+	return func() (bool, error) {
 		n, err := t.m.BatchLookup(&cursor, keys, values, nil)
 		if err != nil && !errors.Is(err, ebpf.ErrKeyNotExist) {
-			return fmt.Errorf("read map %s: %w", t.name, err)
+			return false, fmt.Errorf("read map %s: %w", t.name, err)
 		}
 		for i := range n {
 			f(keys[i], values[i])
 		}
-		if err != nil {
-			return nil
+		return err == nil, nil
+	}
+}
+
+// each calls f for all elements.
+func each[K comparable, V any](t table[K, V], f func(K, V)) error {
+	for read := t.reader(f); ; {
+		if more, err := read(); !more || err != nil {
+			return err
 		}
 	}
 }

@@ -3,6 +3,7 @@ module github.com/kpng-project/kpng/test
 go 1.26.0
 
 require (
+	github.com/cilium/ebpf v0.20.0
 	github.com/google/go-cmp v0.7.0
 	github.com/kpng-project/kpng v0.0.0-00010101000000-000000000000
 	github.com/spf13/pflag v1.0.10

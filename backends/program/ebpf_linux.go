@@ -20,7 +20,7 @@ func EBPF() *Backend {
 		Name:  "ebpf",
 		Short: "Balance connections inside the cluster with eBPF, and all others with nftables",
 		Long: "Balances connections of this node and its pods to cluster IPs with eBPF when sockets connect, and all other connections with nftables, like to-local nftables. " +
-			"What is programmed stays when the program ends: see kpng cleanup ebpf. It needs CAP_BPF, CAP_NET_ADMIN and Linux 5.10.",
+			"What is programmed stays when the program ends: see kpng cleanup ebpf. It needs CAP_BPF, CAP_NET_ADMIN, CAP_PERFMON and Linux 5.10.",
 		Flags: f.register,
 		Make:  f.parts,
 		Init:  f.init,
@@ -42,7 +42,7 @@ func (f *ebpfFlags) register(fs *pflag.FlagSet) {
 	fs.IntVar(&f.ebpf.MaxFrontends, "max-frontends", 1<<18, "handle at most this `number` of cluster IPs and ports")
 	fs.IntVar(&f.ebpf.MaxEndpoints, "max-endpoints", 1<<20, "handle at most this `number` of endpoints of all cluster IPs and ports together")
 	fs.IntVar(&f.ebpf.MaxMembers, "max-members", 1<<18, "handle at most this `number` of endpoints of UDP ports and of services with session affinity")
-	fs.IntVar(&f.ebpf.MaxClients, "max-clients", 1<<16, "remember the endpoints of at most this `number` of clients")
+	fs.IntVar(&f.ebpf.MaxClients, "max-clients", 1<<16, "remember the endpoints of at most this `number` of clients with session affinity")
 }
 
 // options returns the options of the backend.
@@ -63,7 +63,7 @@ func (f *ebpfFlags) parts() (Parts, error) {
 	if err != nil {
 		return Parts{}, err
 	}
-	opts, used := f.options(), newEBPFMetrics()
+	opts, used := f.options(), newEBPFMetrics(f.options())
 	opts.Used = used.observe
 	b, err := ebpf.New(parts.Sink, opts)
 	if err != nil {
@@ -71,14 +71,24 @@ func (f *ebpfFlags) parts() (Parts, error) {
 	}
 	parts.Sink = b
 	parts.Collectors = append(parts.Collectors, used.collectors()...)
+	parts.Collectors = append(parts.Collectors, ebpfCounts{b.Counts})
 	return parts, nil
 }
 
-type ebpfMetrics struct{ frontends, endpoints, members, left prometheus.Gauge }
+type ebpfMetrics struct {
+	sizes                               ebpf.Options
+	frontends, endpoints, members, left prometheus.Gauge
+	fill                                *prometheus.GaugeVec
+}
 
-func newEBPFMetrics() *ebpfMetrics {
+// newEBPFMetrics returns the metrics of maps whose sizes opts contains.
+func newEBPFMetrics(opts ebpf.Options) *ebpfMetrics {
 	const subsystem = "ebpf"
 	return &ebpfMetrics{
+		sizes: opts,
+		fill: prometheus.NewGaugeVec(prometheus.GaugeOpts{
+			Namespace: "kpng", Subsystem: subsystem, Name: "map_fill_ratio", Help: "Used part of each eBPF map.",
+		}, []string{"map"}),
 		frontends: gauge(subsystem, "frontends", "Cluster IPs and ports in the eBPF maps."),
 		endpoints: gauge(subsystem, "endpoints", "Endpoints of all frontends in the eBPF maps together."),
 		members:   gauge(subsystem, "members", "Endpoints of UDP ports and of services with session affinity in the eBPF maps."),
@@ -87,7 +97,7 @@ func newEBPFMetrics() *ebpfMetrics {
 }
 
 func (m *ebpfMetrics) collectors() []prometheus.Collector {
-	return []prometheus.Collector{m.frontends, m.endpoints, m.members, m.left}
+	return []prometheus.Collector{m.frontends, m.endpoints, m.members, m.left, m.fill}
 }
 
 func (m *ebpfMetrics) observe(u ebpf.Usage) {
@@ -95,4 +105,38 @@ func (m *ebpfMetrics) observe(u ebpf.Usage) {
 	m.endpoints.Set(float64(u.Endpoints))
 	m.members.Set(float64(u.Members))
 	m.left.Set(float64(u.ServicesLeft))
+	m.fill.WithLabelValues("frontends").Set(float64(u.Frontends) / float64(m.sizes.MaxFrontends))
+	m.fill.WithLabelValues("endpoints").Set(float64(u.Endpoints) / float64(m.sizes.MaxEndpoints))
+	m.fill.WithLabelValues("members").Set(float64(u.Members) / float64(m.sizes.MaxMembers))
+}
+
+// ebpfCounts collects what the programs count. While the backend is not started, it
+// collects nothing.
+type ebpfCounts struct {
+	read func() (ebpf.Counts, error)
+}
+
+var (
+	ebpfTranslated = prometheus.NewDesc("kpng_ebpf_translated_total", "Addresses that the eBPF programs replaced, by hook.", []string{"hook"}, nil)
+	ebpfLeft       = prometheus.NewDesc("kpng_ebpf_left_total", "Connections and datagrams to frontends in the eBPF maps that the programs left to nftables, by reason.", []string{"reason"}, nil)
+)
+
+// Describe implements prometheus.Collector.
+func (c ebpfCounts) Describe(to chan<- *prometheus.Desc) {
+	to <- ebpfTranslated
+	to <- ebpfLeft
+}
+
+// Collect implements prometheus.Collector.
+func (c ebpfCounts) Collect(to chan<- prometheus.Metric) {
+	counts, err := c.read()
+	if err != nil {
+		return
+	}
+	for hook, n := range counts.Translated {
+		to <- prometheus.MustNewConstMetric(ebpfTranslated, prometheus.CounterValue, float64(n), hook)
+	}
+	for reason, n := range counts.Left {
+		to <- prometheus.MustNewConstMetric(ebpfLeft, prometheus.CounterValue, float64(n), reason)
+	}
 }

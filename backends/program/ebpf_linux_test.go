@@ -3,9 +3,10 @@
 package program
 
 import (
+	"errors"
+	"strings"
 	"testing"
 
-	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/backends/ebpf"
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/testutil"
@@ -40,22 +41,46 @@ func TestInvalidFlagsOfEBPF(t *testing.T) {
 }
 
 func TestMetricsOfEBPF(t *testing.T) {
-	m := newEBPFMetrics()
+	m := newEBPFMetrics(ebpf.Options{MaxFrontends: 10, MaxEndpoints: 20, MaxMembers: 4})
+	counts, err := ebpf.Counts{}, errors.New("not started")
 	registry := prometheus.NewRegistry()
 	registry.MustRegister(m.collectors()...)
+	registry.MustRegister(ebpfCounts{func() (ebpf.Counts, error) { return counts, err }})
 	m.observe(ebpf.Usage{Frontends: 9})
 	m.observe(ebpf.Usage{Frontends: 1, Endpoints: 2, Members: 3, ServicesLeft: 4})
-	got := map[string]float64{}
-	families, err := registry.Gather()
-	if err != nil {
-		t.Fatal(err)
+	const gauges = `
+# HELP kpng_ebpf_endpoints Endpoints of all frontends in the eBPF maps together.
+# TYPE kpng_ebpf_endpoints gauge
+kpng_ebpf_endpoints 2
+# HELP kpng_ebpf_frontends Cluster IPs and ports in the eBPF maps.
+# TYPE kpng_ebpf_frontends gauge
+kpng_ebpf_frontends 1
+# HELP kpng_ebpf_map_fill_ratio Used part of each eBPF map.
+# TYPE kpng_ebpf_map_fill_ratio gauge
+kpng_ebpf_map_fill_ratio{map="endpoints"} 0.1
+kpng_ebpf_map_fill_ratio{map="frontends"} 0.1
+kpng_ebpf_map_fill_ratio{map="members"} 0.75
+# HELP kpng_ebpf_members Endpoints of UDP ports and of services with session affinity in the eBPF maps.
+# TYPE kpng_ebpf_members gauge
+kpng_ebpf_members 3
+# HELP kpng_ebpf_services_left Services that do not fit into the eBPF maps and are handled without eBPF.
+# TYPE kpng_ebpf_services_left gauge
+kpng_ebpf_services_left 4
+`
+	if err := testutil.GatherAndCompare(registry, strings.NewReader(gauges)); err != nil {
+		t.Error("before the start:", err)
 	}
-	for _, f := range families {
-		got[f.GetName()] = f.GetMetric()[0].GetGauge().GetValue()
-	}
-	want := map[string]float64{"kpng_ebpf_frontends": 1, "kpng_ebpf_endpoints": 2, "kpng_ebpf_members": 3, "kpng_ebpf_services_left": 4}
-	if diff := cmp.Diff(want, got); diff != "" {
-		t.Errorf("metrics (-want +got):\n%s", diff)
+	counts, err = ebpf.Counts{Translated: map[string]uint64{"connect4": 5}, Left: map[string]uint64{"no_memory": 6}}, nil
+	const counters = `
+# HELP kpng_ebpf_left_total Connections and datagrams to frontends in the eBPF maps that the programs left to nftables, by reason.
+# TYPE kpng_ebpf_left_total counter
+kpng_ebpf_left_total{reason="no_memory"} 6
+# HELP kpng_ebpf_translated_total Addresses that the eBPF programs replaced, by hook.
+# TYPE kpng_ebpf_translated_total counter
+kpng_ebpf_translated_total{hook="connect4"} 5
+`
+	if err := testutil.GatherAndCompare(registry, strings.NewReader(gauges+counters)); err != nil {
+		t.Error(err)
 	}
 	if problems, err := testutil.GatherAndLint(registry); err != nil || len(problems) > 0 {
 		t.Errorf("problems %v, error %v", problems, err)

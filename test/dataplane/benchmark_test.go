@@ -19,7 +19,6 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/test/bare"
-	"github.com/kpng-project/kpng/test/cgroup"
 	"github.com/kpng-project/kpng/test/gotool"
 	"github.com/kpng-project/kpng/test/kubeproxy"
 	"k8s.io/apimachinery/pkg/runtime"
@@ -44,8 +43,9 @@ type proxy struct {
 
 var (
 	kpngProxy  = kpngWith("kpng", "nftables")
+	ebpfProxy  = kpngWith("kpng-ebpf", "ebpf")
 	allProxies = []proxy{
-		kpngProxy, kubeProxy("kube-proxy", "nftables"),
+		ebpfProxy, kpngProxy, kubeProxy("kube-proxy", "nftables"),
 		kpngWith("kpng-iptables", "iptables"), kubeProxy("kube-proxy-iptables", "iptables"),
 		kpngWith("kpng-ipvs", "ipvs"), kubeProxy("kube-proxy-ipvs", "ipvs"),
 	}
@@ -58,6 +58,9 @@ func kpngWith(name, backend string) proxy {
 			program = gotool.BuildOwn(t, "./cmd/kpng")
 		}
 		args := []string{program, "kube", "--kubeconfig", c.kubeconfig, "--node-name", nodeName, "to-local", backend, "--cluster-cidr", podCIDR.String()}
+		if backend == "ebpf" {
+			args = append(args, "--cgroup", c.sockets, "--bpffs", bpffs)
+		}
 		if interval != 0 {
 			args = append(args, "--min-sync-interval", interval.String())
 		} else if *profile != "" {
@@ -117,7 +120,8 @@ func Benchmark(b *testing.B) {
 func (c *cluster) measure(b *testing.B, p proxy) {
 	b.ReportMetric(0, "ns/op")
 	b.Cleanup(func() { flush(b) })
-	c.group, c.ipvs = cgroup.New(b), strings.HasSuffix(p.name, "ipvs")
+	c.join(b)
+	c.ipvs = strings.HasSuffix(p.name, "ipvs")
 
 	listing := c.list(b)
 	r := c.start(b, p, 0)
@@ -140,9 +144,13 @@ func (c *cluster) measure(b *testing.B, p proxy) {
 }
 
 // flush deletes everything that proxies program in the network namespace: all nftables
-// tables, including those of iptables, all sets of ipset, and what IPVS has.
+// tables, including those of iptables, all sets of ipset, what IPVS has, and all eBPF maps
+// and links.
 func flush(b testing.TB) {
 	b.Helper()
+	if err := os.RemoveAll(filepath.Join(bpffs, "kpng-ebpf")); err != nil {
+		b.Error(err)
+	}
 	if out, err := exec.Command("nft", "flush", "ruleset").CombinedOutput(); err != nil {
 		b.Errorf("nft flush ruleset: %v\n%s", err, out)
 	}

@@ -6,6 +6,7 @@ import (
 	"context"
 	"fmt"
 	"net/netip"
+	"path/filepath"
 	"strconv"
 	"strings"
 	"sync"
@@ -13,6 +14,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/kpng-project/kpng/internal/netnstest"
 	"github.com/kpng-project/kpng/test/apiserver"
 	"github.com/kpng-project/kpng/test/cgroup"
 	corev1 "k8s.io/api/core/v1"
@@ -74,6 +76,9 @@ type cluster struct {
 	// group is the cgroup of the measured proxy. If ipvs is true, this proxy uses IPVS.
 	group *cgroup.Group
 	ipvs  bool
+	// sockets is the cgroup, version 2, to which kpng-ebpf attaches its programs. It is the
+	// cgroup of this process.
+	sockets string
 	// fresh is the number of endpoint addresses that newPodIP has returned.
 	fresh atomic.Int64
 }
@@ -100,6 +105,12 @@ func newCluster(t testing.TB, s shape) *cluster {
 	server.APIServer.Kill(t)
 	server.APIServer.Start(t)
 	return c
+}
+
+// join moves this process into new cgroups until the test ends.
+func (c *cluster) join(t testing.TB) {
+	t.Helper()
+	c.group, c.sockets = cgroup.New(t), filepath.Dir(netnstest.NewCgroup(t).Dir)
 }
 
 // vip returns the cluster IP of a service.

@@ -71,6 +71,11 @@ func tables(t testing.TB, ctx context.Context) *sightings {
 
 // connect connects to a service's cluster IP and returns how long that takes.
 func connect(service int, patience time.Duration) (time.Duration, error) {
+	return connectTo(netip.AddrPortFrom(vip(service), servicePort), patience)
+}
+
+// connectTo connects to an IPv4 address and returns how long that takes.
+func connectTo(to netip.AddrPort, patience time.Duration) (time.Duration, error) {
 	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
 		return 0, err
@@ -91,7 +96,7 @@ func connect(service int, patience time.Duration) (time.Duration, error) {
 	for {
 		// A signal of Go's scheduler may interrupt Connect. In this case call Connect again
 		// until it returns EISCONN.
-		err = unix.Connect(fd, &unix.SockaddrInet4{Port: servicePort, Addr: vip(service).As4()})
+		err = unix.Connect(fd, &unix.SockaddrInet4{Port: int(to.Port()), Addr: to.Addr().As4()})
 		switch {
 		case errors.Is(err, unix.EINTR):
 		case errors.Is(err, unix.EISCONN):

@@ -18,7 +18,7 @@ import (
 
 var (
 	shapes   = flag.String("shapes", "1000x10,5000x10,10000x10,30000x10", "`list` of clusters: services x endpoints; + means four frontends and policy Local")
-	proxies  = flag.String("proxies", "kpng,kube-proxy", "`list` of the proxies to measure: also kpng-iptables, kube-proxy-iptables and, where the kernel has IPVS, kpng-ipvs, kube-proxy-ipvs")
+	proxies  = flag.String("proxies", "kpng,kube-proxy", "`list` of the proxies to measure: also kpng-ebpf, kpng-iptables, kube-proxy-iptables and, where the kernel has IPVS, kpng-ipvs, kube-proxy-ipvs")
 	changes  = flag.Int("changes", 200, "`number` of endpoint changes, ten per second, for each latency")
 	profile  = flag.String("profile", "", "the `file` for a CPU profile of the first four seconds of kpng, with its default sync interval")
 	kpngPath = flag.String("kpng", "", "measure this `program` instead of building kpng")
@@ -41,13 +41,13 @@ func TestMain(m *testing.M) {
 	os.Exit(m.Run())
 }
 
-// moveInside runs this program again in a new network namespace and returns its exit
-// code.
+// moveInside runs this program again in new network and mount namespaces and returns its
+// exit code.
 func moveInside() int {
 	cmd := exec.Command("/proc/self/exe", os.Args[1:]...)
 	cmd.Env = append(os.Environ(), inside+"=1")
 	cmd.Stdin, cmd.Stdout, cmd.Stderr = os.Stdin, os.Stdout, os.Stderr
-	cmd.SysProcAttr = &syscall.SysProcAttr{Cloneflags: syscall.CLONE_NEWNET, Pdeathsig: syscall.SIGKILL}
+	cmd.SysProcAttr = &syscall.SysProcAttr{Cloneflags: syscall.CLONE_NEWNET | syscall.CLONE_NEWNS, Pdeathsig: syscall.SIGKILL}
 	err := cmd.Run()
 	var exit *exec.ExitError
 	switch {
@@ -73,9 +73,19 @@ const (
 	podPort     = 8080
 )
 
+// bpffs is the mount point of a BPF file system for the proxy kpng-ebpf, in this mount
+// namespace.
+const bpffs = "/mnt"
+
 // prepare makes this namespace a node on which all pods run. Traffic to addresses outside
 // the node leaves through an interface behind which no host exists.
 func prepare() error {
+	if err := errors.Join(
+		syscall.Mount("", "/", "", syscall.MS_REC|syscall.MS_PRIVATE, ""),
+		syscall.Mount("bpf", bpffs, "bpf", 0, "mode=700"),
+	); err != nil {
+		return fmt.Errorf("mount a BPF file system: %w", err)
+	}
 	lo, err := netlink.LinkByName("lo")
 	if err != nil {
 		return err

@@ -22,7 +22,6 @@ import (
 	"time"
 
 	"github.com/google/go-cmp/cmp"
-	"github.com/kpng-project/kpng/test/cgroup"
 	"golang.org/x/sync/errgroup"
 	"golang.org/x/time/rate"
 	corev1 "k8s.io/api/core/v1"
@@ -34,6 +33,7 @@ import (
 
 var (
 	soakFor  = flag.Duration("soak", 20*time.Second, "the `duration` of TestSoak")
+	soakEBPF = flag.Bool("soak-ebpf", false, "TestSoak runs kpng-ebpf instead of kpng")
 	soakSeed = flag.Uint64("seed", 0, "seed of TestSoak; 0 means random")
 )
 
@@ -67,9 +67,13 @@ func TestSoak(t *testing.T) {
 	t.Logf("-seed %d", seed)
 	answer(t)
 	c := newCluster(t, shape{services: 2, endpoints: 3})
-	c.group = cgroup.New(t)
-	soaked := proxy{kpngProxy.name, func(t testing.TB, c *cluster, interval time.Duration) []string {
-		return append(kpngProxy.command(t, c, interval), "--metrics-bind-address", metricsAddr)
+	c.join(t)
+	chosen := kpngProxy
+	if *soakEBPF {
+		chosen = ebpfProxy
+	}
+	soaked := proxy{chosen.name, func(t testing.TB, c *cluster, interval time.Duration) []string {
+		return append(chosen.command(t, c, interval), "--metrics-bind-address", metricsAddr)
 	}}
 	proxy := c.start(t, soaked, time.Millisecond)
 	proxy.wait(t)
@@ -106,18 +110,26 @@ func TestSoak(t *testing.T) {
 	if found := metric(t, "kpng_nftables_drift_found_total"); found != 0 {
 		t.Errorf("%g verifications found a difference in the table, want none", found)
 	}
+	if *soakEBPF {
+		translated, changed := metric(t, `kpng_ebpf_translated_total{hook="connect4"}`), metric(t, `kpng_ebpf_left_total{reason="list_changed"}`)
+		t.Logf("%.0f connections were translated; %.0f were not, because the list changed", translated, changed)
+		if made := float64(traffic.made.Load()); translated < made*0.99 {
+			t.Errorf("only %.0f of %.0f connections were translated", translated, made)
+		}
+	}
 	end := kilobytes(t, proxy.status(), "VmRSS")
 	t.Logf("memory: %d KiB halfway, %d KiB at the end", halfway>>10, end>>10)
 	if end > halfway+memoryGrowth {
 		t.Errorf("resident memory grew from %d to %d KiB", halfway>>10, end>>10)
 	}
 	waitVerified(t)
-	after := ruleset(t, marked)
+	after := slices.Concat(ruleset(t, marked), c.lists(t, marked))
 	proxy.kill(t)
 	flush(t)
-	fresh := c.start(t, kpngProxy, time.Millisecond)
+	fresh := c.start(t, chosen, time.Millisecond)
 	fresh.wait(t)
-	if diff := cmp.Diff(ruleset(t, c.changeMarker(t)), after); diff != "" {
+	marked = c.changeMarker(t)
+	if diff := cmp.Diff(slices.Concat(ruleset(t, marked), c.lists(t, marked)), after); diff != "" {
 		t.Errorf("the kernel differs from a fresh start (-fresh +got):\n%s", diff)
 	}
 }

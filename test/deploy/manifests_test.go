@@ -38,7 +38,7 @@ var overlays = map[string]map[string][]corev1.Capability{
 	"nftables":          {"kpng-nftables": {"NET_ADMIN"}},
 	"iptables":          {"kpng-iptables": {"NET_ADMIN", "NET_RAW"}},
 	"ipvs":              {"kpng-ipvs": {"NET_ADMIN"}},
-	"ebpf":              {"kpng-ebpf": {"BPF", "NET_ADMIN"}},
+	"ebpf":              {"kpng-ebpf": {"BPF", "NET_ADMIN", "PERFMON"}},
 	"beside-kube-proxy": {"kpng-beside-kube-proxy": {"NET_ADMIN"}},
 	"central":           {"kpng-server": nil, "kpng-relay": nil, "kpng-nodes": {"NET_ADMIN"}},
 }

@@ -66,9 +66,9 @@ func TestGuest(t *testing.T) {
 	}
 }
 
-// TestBackendsNameMissingModules starts backends in guests that cannot load some of the
-// required kernel modules.
-func TestBackendsNameMissingModules(t *testing.T) {
+// TestBackendsNameWhatIsMissing starts backends in guests that cannot load some of the
+// required kernel modules, or lack something else.
+func TestBackendsNameWhatIsMissing(t *testing.T) {
 	command, start := build(t, "."), build(t, "./testdata/start")
 	for _, test := range []struct{ suite, backend, without, want string }{
 		{"bullseye", "nftables", "nft_fib,nft_numgen", "start: the kernel lacks expression fib (module nft_fib_inet), expression numgen (module nft_numgen)\n"},
@@ -76,6 +76,8 @@ func TestBackendsNameMissingModules(t *testing.T) {
 		{"bookworm", "ipvs", "ip_vs", "sync: the kernel lacks IPVS: load the module ip_vs\n"},
 		{"bookworm", "ipvs", "dummy", "sync: add interface kpng-ipvs: the kernel lacks interfaces of type dummy: load the module dummy\n"},
 		{"bookworm", "iptables", "ip_set", "Using rules in place of sets"},
+		{"bullseye", "ebpf", "", "start: /sys/fs/bpf is not a BPF file system; mount one: mount -t bpf"},
+		{"bullseye", "ebpf-host-network-only", "", "start: read the cookie of the network namespace (Linux 5.14): protocol not available\n"},
 		{"bookworm", "iptables", "xt_recent", "Extension recent revision 0 not supported, missing kernel module?"},
 	} {
 		out, err := exec.Command(command, "-debian", test.suite, "-without", test.without, start, test.backend).CombinedOutput()

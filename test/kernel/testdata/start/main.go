@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Command start starts the backend nftables, iptables or ipvs, and calls its method Sync
+// Command start starts the backend nftables, iptables, ipvs or ebpf, and calls its method Sync
 // with a service that has session affinity. It prints the resulting errors, if any.
 package main
 
@@ -11,11 +11,13 @@ import (
 	"os"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends/ebpf"
 	"github.com/kpng-project/kpng/backends/iptables"
 	"github.com/kpng-project/kpng/backends/ipvs"
 	"github.com/kpng-project/kpng/backends/nftables"
 	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
+	"golang.org/x/sys/unix"
 )
 
 type backend interface {
@@ -32,6 +34,13 @@ func main() {
 			return iptables.New(iptables.Options{})
 		case "ipvs":
 			return ipvs.New(ipvs.Options{})
+		case "ebpf":
+			return newEBPF(ebpf.Options{})
+		case "ebpf-host-network-only":
+			if err := unix.Mount("bpf", "/sys/fs/bpf", "bpf", 0, "mode=700"); err != nil {
+				return nil, err
+			}
+			return newEBPF(ebpf.Options{HostNetworkOnly: true})
 		default:
 			return nftables.New(nftables.Options{Sysctls: nftables.IgnoreSysctls})
 		}
@@ -47,6 +56,15 @@ func main() {
 		fmt.Println("sync:", b.Sync(ctx, &sink.Changes{First: true, Last: true, NodeChanged: true, Services: one}))
 	}
 	fmt.Println("stop:", b.Stop(ctx))
+}
+
+// newEBPF returns a backend that attaches its programs to a new cgroup.
+func newEBPF(opts ebpf.Options) (backend, error) {
+	opts.Cgroup = "/sys/fs/cgroup/kpng-start"
+	if err := os.Mkdir(opts.Cgroup, 0o755); err != nil {
+		return nil, err
+	}
+	return ebpf.New(sink.Func(func(context.Context, *sink.Changes) error { return nil }), opts)
 }
 
 // service returns the view of a service with session affinity.

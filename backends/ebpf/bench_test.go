@@ -72,6 +72,23 @@ func BenchmarkConnect(b *testing.B) {
 	}
 }
 
+// memory returns the memory of the maps. Before Linux 6.4, it does not depend on the number
+// of elements.
+func (n *node) memory() (sum uint64) {
+	for name, m := range n.programs.maps() {
+		info, err := m.Info()
+		if err != nil {
+			n.t.Fatal(err)
+		}
+		used, ok := info.Memlock()
+		if !ok {
+			n.t.Fatalf("the kernel does not report the memory of map %s", name)
+		}
+		sum += used
+	}
+	return sum
+}
+
 // cpuTime returns the processor time of this process.
 func cpuTime(b *testing.B) time.Duration {
 	var usage unix.Rusage
@@ -83,7 +100,7 @@ func cpuTime(b *testing.B) time.Duration {
 
 // BenchmarkPass measures the first pass over services with ten endpoints each, and the
 // pass of a new process that finds these services in the maps. It also reports the
-// processor time of both passes.
+// processor time of both passes, and the memory of the maps.
 func BenchmarkPass(b *testing.B) {
 	for _, services := range sizes {
 		b.Run(fmt.Sprint(services), func(b *testing.B) {
@@ -100,6 +117,7 @@ func BenchmarkPass(b *testing.B) {
 				n.pass(views...)
 				b.StopTimer()
 				cpu += cpuTime(b) - used
+				b.ReportMetric(float64(n.memory())/(1<<20), "MB-maps")
 				n.restart()
 				start, used := time.Now(), cpuTime(b)
 				n.pass(views...)
@@ -115,7 +133,7 @@ func BenchmarkPass(b *testing.B) {
 	}
 }
 
-// BenchmarkChange measures a change of an endpoint, for services with ten endpoints each.
+// BenchmarkChange removes, adds and replaces an endpoint in turn, for services with ten endpoints each.
 func BenchmarkChange(b *testing.B) {
 	for _, services := range sizes {
 		b.Run(fmt.Sprint(services), func(b *testing.B) {
@@ -125,18 +143,26 @@ func BenchmarkChange(b *testing.B) {
 				views = append(views, numbered(i, 10))
 			}
 			n.pass(views...)
-			next := []*api.ServiceEndpoints{numbered(0, 9), views[0]}
-			var took []time.Duration
+			// The steps remove endpoint 10, replace endpoint 9 by endpoint 10, and add endpoint 9.
+			replaced := numbered(0, 10)
+			replaced.Endpoints = slices.Delete(slices.Clone(replaced.Endpoints), 8, 9)
+			steps := []struct {
+				name string
+				view *api.ServiceEndpoints
+			}{{"remove", numbered(0, 9)}, {"replace", replaced}, {"add", views[0]}}
+			took := map[string][]time.Duration{}
 			for b.Loop() {
-				for _, v := range next {
+				for _, step := range steps {
 					start := time.Now()
-					n.set(v)
-					took = append(took, time.Since(start))
+					n.set(step.view)
+					took[step.name] = append(took[step.name], time.Since(start))
 				}
 			}
-			slices.Sort(took)
-			b.ReportMetric(float64(took[len(took)/2].Nanoseconds())/1000, "µs/median")
-			b.ReportMetric(float64(took[len(took)*99/100].Nanoseconds())/1000, "µs/p99")
+			for name, times := range took {
+				slices.Sort(times)
+				b.ReportMetric(float64(times[len(times)/2].Nanoseconds())/1000, "µs/"+name+"-median")
+				b.ReportMetric(float64(times[len(times)*99/100].Nanoseconds())/1000, "µs/"+name+"-p99")
+			}
 		})
 	}
 }

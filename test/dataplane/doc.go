@@ -6,8 +6,8 @@
 //
 // The benchmark also measures kube-proxy in nftables mode:
 //
-//	go test -run xxx -bench . -benchtime 1x -timeout 3h ./dataplane
-//	go test -run xxx -bench . -benchtime 1x -timeout 15m ./dataplane -args -shapes 1000x10,10000x10 -changes 50
+//	go test -run xxx -bench '^Benchmark$' -benchtime 1x -timeout 3h ./dataplane
+//	go test -run xxx -bench '^Benchmark$' -benchtime 1x -timeout 15m ./dataplane -args -shapes 1000x10,10000x10 -changes 50
 //
 // With the flag -proxies kpng-iptables,kube-proxy-iptables, the benchmark compares kpng
 // and kube-proxy in iptables mode. Use the nft variant of the command iptables, because
@@ -17,10 +17,17 @@
 //
 //	CGO_ENABLED=0 go build -C test -o /tmp/kernel ./kernel
 //	CGO_ENABLED=0 go build -o /tmp/kpng ./cmd/kpng
-//	cd test && CGO_ENABLED=0 go test -timeout 1h -exec "/tmp/kernel -memory 6000 -silence 5m" -run xxx -bench . -benchtime 1x ./dataplane \
+//	cd test && CGO_ENABLED=0 go test -timeout 1h -exec "/tmp/kernel -memory 6000 -silence 5m" -run xxx -bench '^Benchmark$' -benchtime 1x ./dataplane \
 //		-args -kpng /tmp/kpng -shapes 50x10 -changes 20 -connects 200 -proxies kpng-ipvs,kube-proxy-ipvs
+//
+// BenchmarkConnections compares connections through services with connections to their
+// endpoints, also for kpng with its eBPF backend:
+//
+//	go test -run xxx -bench Connections -benchtime 1x -timeout 1h ./dataplane -args -shapes 10x1,1000x1 -proxies kpng-ebpf,kpng,kube-proxy
 //
 // The soak test changes services and endpoints at random while it makes connections:
 //
 //	go test -run Soak -timeout 1h ./dataplane -args -soak 30m
+//
+// With the flag -soak-ebpf, it runs kpng with the eBPF backend.
 package dataplane

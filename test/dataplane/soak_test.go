@@ -327,7 +327,10 @@ func (c *cluster) changeMarker(t testing.TB) string {
 // They also remove unused parts of the table.
 func waitVerified(t testing.TB) {
 	t.Helper()
-	const verified = `kpng_sink_verify_total{result="ok",sink="nftables"}`
+	verified := `kpng_sink_verify_total{result="ok",sink="nftables"}`
+	if *soakEBPF {
+		verified = `kpng_sink_verify_total{result="ok",sink="ebpf"}`
+	}
 	before := metric(t, verified)
 	for deadline := time.Now().Add(loadPatience); metric(t, verified) < before+2; time.Sleep(100 * time.Millisecond) {
 		if time.Now().After(deadline) {

@@ -118,14 +118,15 @@ struct {
 	__uint(max_entries, SOME);
 } clients SEC(".maps");
 
-// The peer of each TCP socket. The kernel deletes an element with its socket.
+// The peer of each TCP socket, by its cookie.
 struct {
-	__uint(type, BPF_MAP_TYPE_SK_STORAGE);
-	__uint(map_flags, BPF_F_NO_PREALLOC);
-	__type(key, int);
+	__uint(type, BPF_MAP_TYPE_LRU_HASH);
+	__type(key, __u64);
 	__type(value, struct peer);
+	__uint(max_entries, SOME);
 } tcp_peers SEC(".maps");
 
+// The peers of each UDP socket. The kernel deletes an element with its socket.
 struct {
 	__uint(type, BPF_MAP_TYPE_SK_STORAGE);
 	__uint(map_flags, BPF_F_NO_PREALLOC);
@@ -291,10 +292,9 @@ static __always_inline int translate(struct bpf_sock_addr *ctx, struct address *
 		return 0;
 	if (known)
 		remember(known, &peer);
-	else if (ctx->sk) {
-		struct peer *record = bpf_sk_storage_get(&tcp_peers, ctx->sk, 0, BPF_SK_STORAGE_GET_F_CREATE);
-		if (record)
-			*record = peer;
+	else {
+		__u64 cookie = bpf_get_socket_cookie(ctx);
+		bpf_map_update_elem(&tcp_peers, &cookie, &peer, BPF_ANY);
 	}
 	*address = peer.endpoint;
 	return 1;
@@ -303,7 +303,8 @@ static __always_inline int translate(struct bpf_sock_addr *ctx, struct address *
 // restore_tcp replaces the address of an endpoint in address by that of the service.
 static __always_inline int restore_tcp(struct bpf_sock_addr *ctx, struct address *address)
 {
-	struct peer *peer = ctx->sk ? bpf_sk_storage_get(&tcp_peers, ctx->sk, 0, 0) : NULL;
+	__u64 cookie = bpf_get_socket_cookie(ctx);
+	struct peer *peer = bpf_map_lookup_elem(&tcp_peers, &cookie);
 	if (!peer || !equal(&peer->endpoint, address))
 		return 0;
 	*address = peer->service;

@@ -49,7 +49,8 @@ type Options struct {
 	// with session affinity together. Default: 262,144.
 	MaxMembers int
 	// MaxClients is the maximum number of clients whose endpoints the programs remember for
-	// session affinity. When there are more clients, the kernel removes those that were
+	// session affinity. The programs also remember the services of at most MaxClients TCP
+	// sockets, for getpeername. When a map is full, the kernel removes elements that were
 	// unused for the longest time. Default: 65,536.
 	MaxClients int
 
@@ -96,7 +97,7 @@ func (o *Options) complete() error {
 func (o *Options) sizes() map[string]int {
 	return map[string]int{
 		"frontends": o.MaxFrontends, "slots": o.MaxEndpoints, "members": o.MaxMembers,
-		"clients": o.MaxClients,
+		"clients": o.MaxClients, "tcp_peers": o.MaxClients,
 	}
 }
 

@@ -83,10 +83,11 @@ func (c *cluster) compare(b *testing.B, p proxy) {
 	r.kill(b)
 }
 
-// targets returns the address of an endpoint, and the address of a service.
+// targets returns the address of an endpoint, and the address of a service. The endpoint
+// may belong to another service, but each service has another endpoint.
 func (c *cluster) targets(service int) [2]netip.AddrPort {
 	return [2]netip.AddrPort{
-		netip.AddrPortFrom(offset(podCIDR.Addr(), 1), podPort),
+		netip.AddrPortFrom(offset(podCIDR.Addr(), 257+service*c.endpoints), podPort),
 		netip.AddrPortFrom(vip(service), servicePort),
 	}
 }
@@ -122,10 +123,15 @@ func work(t testing.TB) {
 			go func() {
 				defer c.Close()
 				buffer := make([]byte, 1)
-				if _, err := c.Read(buffer); err == nil && buffer[0] == '?' {
+				_, err := c.Read(buffer)
+				if err == nil && buffer[0] == '?' {
 					c.Write(buffer)
+				} else if err == nil {
+					buffer = make([]byte, 256<<10)
 				}
-				io.CopyBuffer(struct{ io.Writer }{io.Discard}, struct{ io.Reader }{c}, make([]byte, 256<<10))
+				for err == nil {
+					_, err = c.Read(buffer)
+				}
 			}()
 		}
 	}()

@@ -95,7 +95,7 @@ func (n *numbers) future(key types.NamespacedName, ps *pass, next *numbering) nu
 				number = before
 			}
 		}
-		for number == 0 || number&0xffff == 0 { // nft cannot load ":0"
+		for number&0xffff == 0 || number>>16 == firstSlot>>16 { // nft cannot load ":0"
 			n.last++
 			number = 0x7000_0000 | n.last&0xfff_ffff
 			if _, isUsed := n.used[number]; isUsed {

@@ -14,6 +14,7 @@ import (
 	"net/http"
 	"net/netip"
 	"os/exec"
+	"regexp"
 	"slices"
 	"strconv"
 	"strings"
@@ -367,13 +368,21 @@ func ruleset(t testing.TB, markerIP string) []string {
 			delete(o, "elem")
 			lines = append(lines, kind+" "+text(t, o))
 			for _, e := range elements {
-				lines = append(lines, fmt.Sprintf("element of %v: %s", o["name"], text(t, e)))
+				line := fmt.Sprintf("element of %v: %s", o["name"], text(t, e))
+				if strings.Contains(line, "-slots") || strings.Contains(line, "-endpoints") && !strings.Contains(line, `"7f00:`) {
+					line = endpointNumber.ReplaceAllString(line, `"number"$1`)
+				}
+				lines = append(lines, line)
 			}
 		}
 	}
 	slices.Sort(lines)
 	return lines
 }
+
+// endpointNumber matches the number of an endpoint with session affinity. Such numbers begin
+// at random.
+var endpointNumber = regexp.MustCompile(`"7\w{3}:\w+"(\]$|\]\},\{)`)
 
 func text(t testing.TB, v any) string {
 	t.Helper()

@@ -157,11 +157,13 @@ struct {
 	__uint(max_entries, COUNTERS);
 } counters SEC(".maps");
 
+// count adds 1 to a counter. The addition is atomic, because another program may run on the
+// same CPU before this one ends.
 static __always_inline void count(__u32 counter)
 {
 	__u64 *value = bpf_map_lookup_elem(&counters, &counter);
 	if (value)
-		++*value;
+		__sync_fetch_and_add(value, 1);
 }
 
 // left counts a connection or datagram that is left to the other sink.

@@ -11,6 +11,7 @@ for i in $(each_node); do
 		pkill -KILL -P "$(cat "$run/node-$i.pid")" || true
 		stop "node-$i"
 	fi
+	umount "$run/nodes/$i/bpf" 2>/dev/null || true # this also detaches the programs of kpng
 done
 for name in loadbalancer coredns scheduler controller-manager apiserver etcd; do
 	stop "$name"

@@ -40,6 +40,14 @@ start() {
 	(nsenter --net="/run/netns/$namespace" "$@" >"$log" 2>&1 </dev/null & echo $! >"$run/$name.pid")
 }
 
+# ebpf_flags I prints the flags of the backend ebpf for node I, and mounts its file system.
+ebpf_flags() {
+	local bpffs=$run/nodes/$1/bpf
+	mkdir -p "$bpffs"
+	mountpoint -q "$bpffs" || mount -t bpf bpf "$bpffs"
+	echo "--bpffs=$bpffs --cgroup=$(findmnt -n -t cgroup2 -o TARGET | head -n 1)/$PREFIX-node-$1"
+}
+
 # require_cluster fails unless hack/cluster up has started a cluster.
 require_cluster() { [ -f "$run/settings" ] || die "no cluster is up: start one with hack/cluster up"; }
 
@@ -78,12 +86,13 @@ each_node() { seq "$NODES"; }
 # process ID to $run/NAME-I.pid. It replaces the commands kube-proxy, kpng, and kpng with
 # the name of a backend by full commands with flags.
 start_proxy() {
-	local name=$1 i=$2 words=() word; shift 2
+	local name=$1 i=$2 words=() word flags=; shift 2
 	case $* in
-	kpng | kpng\ nftables | kpng\ iptables | kpng\ ipvs)
+	kpng | kpng\ nftables | kpng\ iptables | kpng\ ipvs | kpng\ ebpf)
+		[ "$*" != "kpng ebpf" ] || flags=$(ebpf_flags "$i")
 		set -- "$bin/kpng" kube --kubeconfig '{{KUBECONFIG}}' to-local "${2:-nftables}" --node-name '{{NODE}}' \
 		--cluster-cidr '{{CLUSTER_CIDR}}' --kubeproxy-metrics \
-		--healthz-bind-address 0.0.0.0:10256 --metrics-bind-address 127.0.0.1:10249 ;;
+		--healthz-bind-address 0.0.0.0:10256 --metrics-bind-address 127.0.0.1:10249 $flags ;;
 	# nf_conntrack_max can be changed only in the machine's first network namespace.
 	kube-proxy) set -- "$bin/kube-proxy" --kubeconfig '{{KUBECONFIG}}' --hostname-override '{{NODE}}' \
 		--proxy-mode nftables --cluster-cidr '{{CLUSTER_CIDR}}' --conntrack-max-per-core 0 \

@@ -1,10 +1,25 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# node.sh I is PID 1 of node I. The node has its own namespaces: network, mount, PID, UTS
-# and IPC. node.sh runs containerd and kubelet with their default paths. When node.sh
-# ends, all processes of the node end.
+# node.sh I is PID 1 of node I. The node has its own namespaces: network, mount, PID, UTS,
+# IPC and cgroup. node.sh runs containerd and kubelet with their default paths. When
+# node.sh ends, all processes of the node end.
 . "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 i=$1 dir=$run/nodes/$1 group=$PREFIX-node-$1
+if [ "${2:-}" != in-cgroups ]; then
+	for hierarchy in /sys/fs/cgroup/*/; do
+		mkdir -p "$hierarchy$group"
+		if [ -f "$hierarchy/cpuset.cpus" ]; then # a new cgroup has no CPUs and no memory nodes
+			for file in cpuset.cpus cpuset.mems; do
+				cat "$hierarchy/$file" >"$hierarchy$group/$file"
+			done
+		fi
+		echo $$ >"$hierarchy$group/cgroup.procs"
+	done
+	exec unshare --cgroup "$0" "$i" in-cgroups
+fi
+for hierarchy in /sys/fs/cgroup/*/; do
+	mount --bind "$hierarchy$group" "$hierarchy"
+done
 hostname "node-$i"
 mkdir -p "$dir"/{containerd,kubelet,log,cni,sysctl}
 for path in /run /var/lib /var/log; do
@@ -49,7 +64,6 @@ authentication: {anonymous: {enabled: true}, webhook: {enabled: false}}
 authorization: {mode: AlwaysAllow}
 cgroupDriver: cgroupfs
 cgroupsPerQOS: false
-cgroupRoot: /$group
 enforceNodeAllocatable: []
 failCgroupV1: false
 failSwapOn: false
@@ -64,16 +78,6 @@ registryPullQPS: 0
 eventRecordQPS: 0
 X
 echo "nameserver $net4.1" >"$dir/resolv.conf"
-for controller in /sys/fs/cgroup/*/; do
-	[ ! -w "$controller/tasks" ] || mkdir -p "$controller/$group"
-done
-cpuset=/sys/fs/cgroup/cpuset
-if [ -d "$cpuset/$group" ]; then # a new cgroup has no CPUs and no memory nodes
-	for file in cpus mems; do
-		cat "$cpuset/cpuset.$file" >"$cpuset/$group/cpuset.$file"
-	done
-fi
-
 containerd -c "$dir/containerd.toml" >"$dir/log/containerd.log" 2>&1 &
 wait_for 60 containerd ctr version
 ctr -n k8s.io images import --local --no-unpack "$STATE/images.tar" >"$dir/log/import.log" 2>&1 ||

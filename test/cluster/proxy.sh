@@ -14,6 +14,10 @@ for i in $(each_node); do
 	for backend in nftables iptables ipvs; do
 		in_node "$i" kpng cleanup "$backend" >/dev/null 2>&1 || true
 	done
+	if mountpoint -q "$run/nodes/$i/bpf"; then
+		# shellcheck disable=SC2046 # a list of flags
+		in_node "$i" kpng cleanup ebpf $(ebpf_flags "$i") >/dev/null
+	fi
 	tables "$i" | while read -r table; do in_node "$i" nft delete table $table; done
 	in_node "$i" conntrack -F >/dev/null 2>&1 || true
 done

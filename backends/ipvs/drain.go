@@ -32,6 +32,7 @@ func (d *dataplane) drain(ctx context.Context) error {
 	log := klog.FromContext(ctx)
 	log.Info("Waiting until connections have ended", "limit", d.opts.Drain)
 	deadline := time.Now().Add(d.opts.Drain)
+	logged := time.Now()
 	for pause := minDrainPause; ; {
 		select {
 		case <-ctx.Done():
@@ -53,6 +54,10 @@ func (d *dataplane) drain(ctx context.Context) error {
 		if !time.Now().Before(deadline) {
 			log.Info("Not all connections have ended in time", "connections", connections, "sockets", sockets)
 			return nil
+		}
+		if time.Since(logged) >= maxDrainPause {
+			logged = time.Now()
+			log.Info("Still waiting until connections have ended", "connections", connections, "sockets", sockets, "left", time.Until(deadline).Round(time.Second))
 		}
 		pause = min(max(minDrainPause, kernelnode.PauseFactor*time.Since(begin)), maxDrainPause)
 	}

@@ -33,8 +33,10 @@ import (
 	"slices"
 	"strings"
 	"syscall"
+	"time"
 
 	"github.com/kpng-project/kpng/watcher"
+	"k8s.io/klog/v2"
 )
 
 // Stdin is the path that means standard input.
@@ -43,6 +45,9 @@ const Stdin = "-"
 // maxSize is the maximum size of a file, so that a wrong path cannot exhaust the memory.
 const maxSize = 512 << 20
 
+// progressInterval is the time between the lines in the log while load runs.
+const progressInterval = 5 * time.Second
+
 // load reads manifests once. If ctx ends, it returns early. A running parser or a read of
 // standard input then continues in the background, because it cannot be interrupted.
 func load(ctx context.Context, path string, options watcher.Options) (*manifests, error) {
@@ -50,13 +55,20 @@ func load(ctx context.Context, path string, options watcher.Options) (*manifests
 	if err != nil {
 		return nil, err
 	}
+	p.reading.Store(&path)
 	done := make(chan error, 1)
 	go func(stdin io.Reader) { done <- p.load(ctx, path, stdin) }(os.Stdin)
-	select {
-	case err := <-done:
-		return &p.manifests, err
-	case <-ctx.Done():
-		return nil, ctx.Err()
+	begin, progress := time.Now(), time.NewTicker(progressInterval)
+	defer progress.Stop()
+	for {
+		select {
+		case err := <-done:
+			return &p.manifests, err
+		case <-ctx.Done():
+			return nil, ctx.Err()
+		case <-progress.C:
+			klog.FromContext(ctx).Info("Reading manifests", "file", *p.reading.Load(), "objects", p.objects.Load(), "after", time.Since(begin).Round(time.Second))
+		}
 	}
 }
 
@@ -66,6 +78,7 @@ func (p *parser) load(ctx context.Context, path string, stdin io.Reader) error {
 		files, err = list(path)
 	}
 	for i := 0; i < len(files) && err == nil && ctx.Err() == nil; i++ {
+		p.reading.Store(&files[i])
 		var data []byte
 		if path == Stdin {
 			data, err = readAll(files[i], stdin)

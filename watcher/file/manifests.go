@@ -13,6 +13,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync/atomic"
 	"unicode/utf8"
 
 	"github.com/kpng-project/kpng/api"
@@ -53,6 +54,10 @@ type parser struct {
 	ignored      map[string][]string           // locations of objects of other kinds
 	selectorless map[types.NamespacedName]bool // services whose EndpointSlices need no label; see watcher.Converter.WantsSlice
 	undecided    []*api.EndpointSlice          // slices that are for the proxy only if their service is in the map selectorless
+
+	// Other goroutines may read these fields, which show the progress.
+	reading atomic.Pointer[string] // the file that is being read
+	objects atomic.Int64           // number of parsed objects
 }
 
 func newParser(options watcher.Options) (*parser, error) {
@@ -173,6 +178,7 @@ func (p *parser) object(ctx context.Context, at string, data []byte, itemOf meta
 		p.defined[object] = at
 	}
 	read(at+": "+object, data)
+	p.objects.Add(1)
 }
 
 func (p *parser) service(at string, data []byte) {

@@ -30,25 +30,38 @@ const (
 	// maxAffineEndpoints limits the endpoints of a frontend with affinity that get traffic.
 	// A shared chain's number has 12 bits for the number of endpoints.
 	maxAffineEndpoints = 1<<12 - 1
-	// maxSeconds is the longest timeout that is not rounded up to full minutes. maxMinutes is
-	// the longest timeout in minutes. A shared chain's number has 11 bits for the timeout.
-	maxSeconds = 120
-	maxMinutes = 1<<11 - 1 - maxSeconds
 )
+
+// timeoutSteps says how timeouts are rounded up: those up to a limit, in seconds, to a
+// multiple of the step. A shared chain's number has 11 bits for the number of steps.
+// Kubernetes' API accepts timeouts of up to a day.
+var timeoutSteps = []struct{ limit, step uint32 }{{120, 1}, {600, 5}, {86400, 60}}
 
 // timeoutBits encodes a timeout for the number of a shared chain, and timeoutOf decodes it.
 func timeoutBits(timeout time.Duration) uint32 {
-	if timeout <= maxSeconds*time.Second {
-		return uint32((timeout + time.Second - 1) / time.Second)
+	seconds := uint32(min((timeout+time.Second-1)/time.Second, 86400))
+	var bits, from uint32
+	for _, s := range timeoutSteps {
+		if seconds <= s.limit {
+			return bits + (seconds-from+s.step-1)/s.step
+		}
+		bits += (s.limit - from) / s.step
+		from = s.limit
 	}
-	return maxSeconds + uint32(min((timeout+time.Minute-1)/time.Minute, maxMinutes))
+	return bits
 }
 
 func timeoutOf(bits uint32) time.Duration {
-	if bits <= maxSeconds {
-		return time.Duration(bits) * time.Second
+	var from uint32
+	for _, s := range timeoutSteps {
+		steps := (s.limit - from) / s.step
+		if bits <= steps {
+			return time.Duration(from+bits*s.step) * time.Second
+		}
+		bits -= steps
+		from = s.limit
 	}
-	return time.Duration(bits-maxSeconds) * time.Minute
+	return time.Duration(from) * time.Second
 }
 
 // affineEndpoint is an endpoint of a service port. For all-ports services, port is 0.

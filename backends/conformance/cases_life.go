@@ -121,12 +121,13 @@ var lifeCases = []testCase{
 			}
 		}
 		s.publish()
+		// Nobody waits until the second instance has programmed its services.
 		s.eventually(func() { s.mustReach(s.outside, headless.externalIP(), s.c) })
-		check()
 		for _, to := range other.externalAddresses() {
-			s.mustMasquerade(s.outside, to, s.b, s.e)
+			s.eventually(func() { s.mustMasquerade(s.outside, to, s.b, s.e) })
 		}
-		s.mustReach(s.c, other.clusterIP(), s.b, s.e)
+		s.eventually(func() { s.mustReach(s.c, other.clusterIP(), s.b, s.e) })
+		check()
 		s.must(second.Kill())
 		s.must(s.subject.Cleanup(s.ctx, site))
 		check()

@@ -15,7 +15,7 @@ import (
 // TestInventoryHasObjectsOfAllDataplanes checks that the inventory has each kind of
 // object that a proxy may leave on the node.
 func TestInventoryHasObjectsOfAllDataplanes(t *testing.T) {
-	w, err := world.New(false)
+	w, err := world.New(world.Options{})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -46,10 +46,14 @@ type Options struct {
 	// Cgroup makes a cgroup for the node and its pods, see [Site.Cgroup]. It is for proxies
 	// that attach programs to cgroups. Default: there is no cgroup.
 	Cgroup bool
+	// SoftwareChecksums makes all hosts compute the checksums of the packets that they send.
+	// Switches in user space need this. Default: hosts leave checksums to the interfaces.
+	SoftwareChecksums bool
 	// Matrix is the file to which the matrix is written as Markdown. Default: none.
 	Matrix string
-	// Setup may prepare the node. The kit calls Setup after it has built the test world
-	// and before it starts a proxy. Default: none.
+	// Setup may prepare the node. For example, it may connect the node's interfaces to a
+	// switch. The kit calls Setup after it has built the test world and before it starts a
+	// proxy. Default: none.
 	Setup func(t *testing.T, site Site)
 }
 
@@ -131,7 +135,7 @@ func newKit(t *testing.T, subject Subject, opts Options) *kit {
 	if opts.Patience == 0 {
 		opts.Patience = 20 * time.Second
 	}
-	w, err := world.New(opts.Cgroup)
+	w, err := world.New(world.Options{Cgroup: opts.Cgroup, SoftwareChecksums: opts.SoftwareChecksums})
 	if err != nil {
 		t.Fatalf("make test world: %v", err)
 	}
@@ -155,11 +159,11 @@ func newKit(t *testing.T, subject Subject, opts Options) *kit {
 	if _, err := k.nft(foreignRules, "-f", "-"); err != nil {
 		t.Fatal(err)
 	}
-	if k.initialInventory, err = k.inventory(); err != nil {
-		t.Fatal(err)
-	}
 	if opts.Setup != nil {
 		opts.Setup(t, k.site)
+	}
+	if k.initialInventory, err = k.inventory(); err != nil {
+		t.Fatal(err)
 	}
 	if err := k.publish(t.Context(), &Objects{}); err != nil {
 		t.Fatal(err)

@@ -69,9 +69,16 @@ func prefixes(v4, v6 string) map[api.Family]netip.Prefix {
 	return map[api.Family]netip.Prefix{api.IPv4: netip.MustParsePrefix(v4), api.IPv6: netip.MustParsePrefix(v6)}
 }
 
-// New makes a world. It needs root. If inCgroup is true, it makes a cgroup for the node
-// and its pods.
-func New(inCgroup bool) (w *World, err error) {
+// Options are settings of a world.
+type Options struct {
+	// Cgroup makes a cgroup for the node and its pods.
+	Cgroup bool
+	// SoftwareChecksums makes hosts compute the checksums of the packets that they send.
+	SoftwareChecksums bool
+}
+
+// New makes a world. It needs root.
+func New(opts Options) (w *World, err error) {
 	if os.Geteuid() != 0 {
 		return nil, errors.New("make network namespaces: need root")
 	}
@@ -81,7 +88,7 @@ func New(inCgroup bool) (w *World, err error) {
 			w.Close()
 		}
 	}()
-	if inCgroup {
+	if opts.Cgroup {
 		if w.Cgroup, err = netnstest.MakeCgroup(); err != nil {
 			return w, err
 		}
@@ -95,7 +102,7 @@ func New(inCgroup bool) (w *World, err error) {
 		}
 	}
 	w.Node.Cgroup = w.Cgroup
-	return w, w.build()
+	return w, w.build(planner{softwareChecksums: opts.SoftwareChecksums})
 }
 
 // Close stops the servers and releases the namespaces and the cgroup.
@@ -119,8 +126,7 @@ func (w *World) host(name string) (*Host, error) {
 	return h, nil
 }
 
-func (w *World) build() error {
-	var plan planner
+func (w *World) build(plan planner) error {
 	for _, h := range []*Host{w.Node, w.Node2, w.Router} {
 		plan.setSysctls(h, "ipv4/ip_forward=1", "ipv6/conf/all/forwarding=1",
 			// Exempt all ICMP errors from rate limits. For ICMPv6, the value is a list of limited
@@ -192,7 +198,10 @@ func (w *World) build() error {
 }
 
 // planner adds links, addresses and routes. After the first error its methods do nothing.
-type planner struct{ err error }
+type planner struct {
+	softwareChecksums bool
+	err               error
+}
 
 func (p *planner) do(h *Host, f func() error) {
 	if p.err == nil {
@@ -220,6 +229,9 @@ func (p *planner) addLink(h *Host, name string, addrs []string, peer *Host, peer
 		if err := netlink.LinkAdd(veth); err != nil {
 			return fmt.Errorf("add link %s: %w", name, err)
 		}
+		if err := p.prepareLink(name); err != nil {
+			return err
+		}
 		return netlink.LinkSetUp(veth)
 	})
 	p.do(peer, func() error {
@@ -227,10 +239,21 @@ func (p *planner) addLink(h *Host, name string, addrs []string, peer *Host, peer
 		if err != nil {
 			return err
 		}
+		if err := p.prepareLink(peerName); err != nil {
+			return err
+		}
 		return netlink.LinkSetUp(link)
 	})
 	p.addAddrs(h, name, addrs...)
 	p.addAddrs(peer, peerName, peerAddrs...)
+}
+
+// prepareLink applies the option SoftwareChecksums to an interface.
+func (p *planner) prepareLink(name string) error {
+	if !p.softwareChecksums {
+		return nil
+	}
+	return netnstest.DisableChecksumOffload(name)
 }
 
 // addAddrs adds addresses to an interface of h and to h.Addrs.

@@ -16,7 +16,7 @@ import (
 )
 
 func TestAllHostsReachEachOther(t *testing.T) {
-	w, err := New(false)
+	w, err := New(Options{})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -88,7 +88,7 @@ func TestUDPRequestsAreRepeated(t *testing.T) {
 }
 
 func TestStreamSocketsOutsidePackageNet(t *testing.T) {
-	w, err := New(false)
+	w, err := New(Options{})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -13,6 +13,7 @@ func platformBackends() []*program.Backend {
 		program.IPTables(),
 		program.IPVS(),
 		program.EBPF(),
+		program.OVS(),
 		program.Userspace(userspace.LocalRoutes(userspace.RouteOptions{})),
 	}
 }

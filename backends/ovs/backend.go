@@ -1,0 +1,193 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package ovs
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net/netip"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/kpng-project/kpng/backends/internal/kernelnode"
+	"github.com/kpng-project/kpng/backends/nodeaddr"
+	"github.com/kpng-project/kpng/sink"
+	"k8s.io/klog/v2"
+)
+
+// Backend is a sink that programs a bridge. See the package comment.
+type Backend struct {
+	opts  Options
+	tasks kernelnode.Tasks
+	// machineAddresses are all addresses of the machine.
+	machineAddresses nodeaddr.Source
+
+	mu        sync.Mutex // guards the fields below
+	dataplane *dataplane
+	// compareAt is the time of the next comparison with the switch.
+	compareAt time.Time
+	pause     kernelnode.DriftPause
+}
+
+var (
+	_ sink.Sink    = (*Backend)(nil)
+	_ sink.Starter = (*Backend)(nil)
+	_ sink.Stopper = (*Backend)(nil)
+	_ sink.Cleaner = (*Backend)(nil)
+	_ sink.Poller  = (*Backend)(nil)
+)
+
+// New returns a backend. It does not connect to the switch. It returns an error if opts
+// are invalid.
+func New(opts Options) (*Backend, error) {
+	if err := opts.complete(); err != nil {
+		return nil, fmt.Errorf("ovs options: %w", err)
+	}
+	b := &Backend{opts: opts}
+	b.dataplane = newDataplane(&b.opts)
+	return b, nil
+}
+
+// Start implements [sink.Starter]. It watches the node's addresses.
+func (b *Backend) Start(ctx context.Context) error {
+	// The tracked connections are in the switch, so package conntrack has nothing to do.
+	nothing := sink.Func(func(context.Context, *sink.Changes) error { return nil })
+	if err := b.tasks.Start(ctx, b.opts.NodeAddresses, nothing, 0); err != nil {
+		return err
+	}
+	addrs, err := b.tasks.Watch(nodeaddr.Options{Selection: nodeaddr.Selection{All: true}})
+	if err != nil {
+		return errors.Join(err, b.tasks.Stop(ctx))
+	}
+	b.machineAddresses = addrs
+	return nil
+}
+
+// Stop implements [sink.Stopper]. The switch continues to forward traffic; see Cleanup.
+func (b *Backend) Stop(ctx context.Context) error {
+	err := b.tasks.Stop(ctx)
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return errors.Join(err, b.dataplane.close())
+}
+
+// Cleanup implements [sink.Cleaner]. It deletes the flows and groups of the instance. The
+// backend need not be started.
+func (b *Backend) Cleanup(ctx context.Context) error {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return errors.Join(b.dataplane.cleanup(ctx), b.dataplane.close())
+}
+
+// Sync implements [sink.Sink].
+func (b *Backend) Sync(ctx context.Context, c *sink.Changes) error {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if c.NodeChanged {
+		nodeaddr.SetNode(b.tasks.Addresses, c.Node)
+	}
+	d := b.dataplane
+	next := b.node()
+	switch {
+	case c.First:
+		if err := b.connect(ctx); err != nil {
+			return err
+		}
+		d.planner.node = next
+		if err := d.begin(ctx); err != nil {
+			return err
+		}
+	case !d.known:
+		return errUnknown
+	case !d.planner.equal(&next):
+		return errNodeChanged
+	}
+	return d.sync(ctx, c)
+}
+
+var (
+	errUnknown = fmt.Errorf("the state of the switch is unknown (%w)", sink.ErrStartOver)
+	// errNodeChanged causes a new pass, which plans all services again.
+	errNodeChanged = fmt.Errorf("the addresses of the node changed (%w)", sink.ErrStartOver)
+	errLost        = fmt.Errorf("the connection to the switch is lost (%w)", sink.ErrStartOver)
+)
+
+// While there is no switch, connect tries again after dialInterval, at most for
+// maxDialTime. Then Sync fails, so that the error is visible, and the driver calls Sync
+// again.
+const (
+	dialInterval = 50 * time.Millisecond
+	maxDialTime  = 10 * time.Second
+)
+
+// connect connects to the switch if there is no connection.
+func (b *Backend) connect(ctx context.Context) error {
+	deadline := time.Now().Add(maxDialTime)
+	for logged := false; ; logged = true {
+		err := b.dataplane.open(ctx)
+		if err == nil || time.Now().After(deadline) {
+			return err
+		}
+		if !logged {
+			klog.FromContext(ctx).Info("Waiting for the switch", "bridge", b.opts.Bridge, "err", err)
+		}
+		select {
+		case <-time.After(dialInterval):
+		case <-ctx.Done():
+			return err
+		}
+	}
+}
+
+// node returns the present addresses of the node.
+func (b *Backend) node() (n node) {
+	all, _ := b.tasks.Addresses.Addresses()
+	n.nodePortAddrs = slices.DeleteFunc(slices.Clone(all), netip.Addr.IsLoopback)
+	n.machineAddrs, _ = b.machineAddresses.Addresses()
+	return n
+}
+
+// Verify implements [sink.Verifier]. It notices a lost connection to the switch. From time
+// to time, it compares the switch with the backend's records.
+func (b *Backend) Verify(ctx context.Context) error {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	d, now, next := b.dataplane, time.Now(), b.node()
+	switch {
+	case !d.known:
+		return errUnknown
+	case !d.planner.equal(&next):
+		return errNodeChanged
+	case d.leftovers.Due(now):
+		return fmt.Errorf("the switch may have flows of services that failed (%w)", sink.ErrStartOver)
+	}
+	select {
+	case <-d.conn.Lost():
+		d.known = false
+		return errLost
+	default:
+	}
+	if err := d.forgetAgain(ctx, now); err != nil {
+		return d.lost(err)
+	}
+	if now.Before(b.compareAt) {
+		return nil
+	}
+	err := d.compare(context.WithoutCancel(ctx))
+	b.compareAt = time.Now().Add(max(minPause, kernelnode.PauseFactor*time.Since(now)))
+	if !d.known {
+		b.compareAt = b.pause.Found(now).Add(minPause)
+	}
+	return err
+}
+
+// minPause is the shortest time between two comparisons with the switch.
+const minPause = 5 * time.Second
+
+// VerifyInterval implements [sink.Poller]. It returns 100 ms. Most calls of Verify only
+// check whether the connection to the switch is lost.
+func (b *Backend) VerifyInterval() time.Duration { return 100 * time.Millisecond }

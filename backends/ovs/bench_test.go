@@ -1,0 +1,109 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package ovs
+
+import (
+	"fmt"
+	"net/netip"
+	"os"
+	"slices"
+	"strconv"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/kpng-project/kpng/api"
+)
+
+// numbered returns the view of the service web-<number> with this number of endpoints, the
+// last of which has the given last octet.
+func numbered(number, endpoints int, last byte) *api.ServiceEndpoints {
+	var all []string
+	for i := range endpoints {
+		octet := byte(i + 1)
+		if i == endpoints-1 {
+			octet = last
+		}
+		all = append(all, netip.AddrFrom4([4]byte{11, byte(number >> 8), byte(number), octet}).String())
+	}
+	ip := netip.AddrFrom4([4]byte{10, 96, byte(number >> 8), byte(number)}).String()
+	return view("web-"+strconv.Itoa(number), ip, all)
+}
+
+// BenchmarkServices measures the first pass over services with ten endpoints each, then
+// changes of one endpoint, and a pass that finds nothing to do. It also measures how long
+// ovs-ofctl takes to write the same flows and groups to an empty bridge.
+func BenchmarkServices(b *testing.B) {
+	for _, services := range []int{500, 5000} {
+		b.Run(fmt.Sprint(services), func(b *testing.B) {
+			for b.Loop() {
+				benchmarkServices(b, services)
+			}
+		})
+	}
+}
+
+func benchmarkServices(b *testing.B, services int) {
+	const endpoints, changes = 10, 1000
+	n := newNode(b)
+	defer n.Kill()
+	var views []*api.ServiceEndpoints
+	for i := range services {
+		views = append(views, numbered(i, endpoints, endpoints))
+	}
+	measure := func(name string, count int, f func()) {
+		start, own, daemon := time.Now(), cpuTime(b), n.daemonCPUTime()
+		f()
+		b.ReportMetric(float64(time.Since(start).Microseconds())/1000/float64(count), name+"-ms")
+		b.ReportMetric(float64((cpuTime(b)-own).Microseconds())/1000/float64(count), name+"-cpu-ms")
+		b.ReportMetric(float64((n.daemonCPUTime()-daemon).Microseconds())/1000/float64(count), name+"-vswitchd-cpu-ms")
+	}
+	measure("start", 1, func() { n.mustPass(views...) })
+	measure("change", changes, func() {
+		for i := range changes {
+			n.mustSync(numbered(i%services, endpoints, byte(100+i/services%2)))
+		}
+	})
+	measure("resync", 1, func() { n.mustPass(views...) })
+
+	groups := withoutHeaders(n.Ofctl(b, "dump-groups"))
+	flows := withoutHeaders(n.Flows(b))
+	n.Ofctl(b, "del-flows")
+	n.Ofctl(b, "del-groups")
+	measure("ofctl", 1, func() {
+		n.OfctlWith(b, groups, "add-groups", "-")
+		n.OfctlWith(b, flows, "add-flows", "-")
+	})
+}
+
+// withoutHeaders returns the flows or groups in an output of ovs-ofctl.
+func withoutHeaders(output string) string {
+	lines := slices.DeleteFunc(strings.SplitAfter(output, "\n"), func(line string) bool { return strings.HasPrefix(line, "OFPST_") })
+	return strings.Join(lines, "")
+}
+
+// cpuTime returns the CPU time of this process.
+func cpuTime(b *testing.B) time.Duration {
+	b.Helper()
+	var usage syscall.Rusage
+	if err := syscall.Getrusage(syscall.RUSAGE_SELF, &usage); err != nil {
+		b.Fatal(err)
+	}
+	return time.Duration(usage.Utime.Nano() + usage.Stime.Nano())
+}
+
+// daemonCPUTime returns the CPU time of ovs-vswitchd.
+func (n *testNode) daemonCPUTime() time.Duration {
+	stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", n.Daemon.Pid))
+	if err != nil {
+		return 0
+	}
+	fields := strings.Fields(string(stat)[strings.LastIndexByte(string(stat), ')')+1:])
+	user, _ := strconv.Atoi(fields[11])
+	system, _ := strconv.Atoi(fields[12])
+	const ticks = 100 // per second
+	return time.Duration(user+system) * time.Second / ticks
+}

@@ -1,0 +1,397 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package openflow
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"net/netip"
+)
+
+const version = 6 // OpenFlow 1.5
+
+// The types of messages.
+const (
+	typeHello            = 0
+	typeError            = 1
+	typeEchoRequest      = 2
+	typeEchoReply        = 3
+	typeExperimenter     = 4
+	typeFlowMod          = 14
+	typeGroupMod         = 15
+	typeMultipartRequest = 18
+	typeMultipartReply   = 19
+	typeBarrierRequest   = 20
+	typeBarrierReply     = 21
+	typeBundleControl    = 33
+	typeBundleAdd        = 34
+)
+
+const (
+	headerSize = 8
+	// maxMessage is the largest size of a message. A message in a bundle has a second header.
+	maxMessage = 65535 - 2*headerSize - 8
+
+	anyPort, anyGroup, noBuffer = 0xffffffff, 0xffffffff, 0xffffffff
+)
+
+// Message is a message that changes the switch.
+type Message struct {
+	kind byte
+	body []byte
+}
+
+// Flow is a flow of a table.
+type Flow struct {
+	FlowKey
+	Cookie  uint64
+	Actions Actions
+}
+
+// FlowKey identifies a flow.
+type FlowKey struct {
+	Table    uint8
+	Priority uint16
+	// Match is a result of [Match.Encode].
+	Match string
+}
+
+const (
+	flowAdd          = 0
+	flowDelete       = 3
+	flowDeleteStrict = 4
+)
+
+func flowMod(command byte, f *Flow, cookieMask uint64) Message {
+	b := make([]byte, 0, 96+len(f.Match)+len(f.Actions))
+	b = binary.BigEndian.AppendUint64(b, f.Cookie)
+	b = binary.BigEndian.AppendUint64(b, cookieMask)
+	b = append(b, f.Table, command, 0, 0, 0, 0) // no timeouts
+	b = binary.BigEndian.AppendUint16(b, f.Priority)
+	for _, v := range []uint32{noBuffer, anyPort, anyGroup, 0} {
+		b = binary.BigEndian.AppendUint32(b, v)
+	}
+	b = appendMatch(b, f.Match)
+	if len(f.Actions) > 0 {
+		b = append(b, 0, instructionApply)
+		b = binary.BigEndian.AppendUint16(b, uint16(8+len(f.Actions)))
+		b = append(append(b, 0, 0, 0, 0), f.Actions...)
+	}
+	return Message{typeFlowMod, b}
+}
+
+const instructionApply = 4
+
+func appendMatch(b []byte, match string) []byte {
+	b = append(b, 0, 1)
+	b = binary.BigEndian.AppendUint16(b, uint16(4+len(match)))
+	b = append(b, match...)
+	return append(b, make([]byte, -(4+len(match))&7)...)
+}
+
+// AddFlow adds a flow. It replaces the flow with the same key.
+func AddFlow(f Flow) Message { return flowMod(flowAdd, &f, 0) }
+
+// DeleteFlow deletes one flow if its cookie is in the set.
+func DeleteFlow(key FlowKey, cookies Cookies) Message {
+	return flowMod(flowDeleteStrict, &Flow{FlowKey: key, Cookie: cookies.Value}, cookies.Mask)
+}
+
+// DeleteFlows deletes all flows in a table that match at most the packets of the given
+// match and have cookies in the set.
+func DeleteFlows(table uint8, match string, cookies Cookies) Message {
+	return flowMod(flowDelete, &Flow{FlowKey: FlowKey{Table: table, Match: match}, Cookie: cookies.Value}, cookies.Mask)
+}
+
+// AllTables is the number that means all tables.
+const AllTables = 0xff
+
+// Cookies is the set of cookies that have the bits of Value under Mask.
+type Cookies struct{ Value, Mask uint64 }
+
+// Group selects one of its buckets for each connection, with equal probabilities. A
+// connection is defined by its source address and source port.
+type Group struct {
+	ID uint32
+	// Buckets are ordered by ID.
+	Buckets []Bucket
+}
+
+// Bucket is a bucket of a group. IDs may have any value up to 0xffffff00.
+type Bucket struct {
+	ID      uint32
+	Actions Actions
+}
+
+const (
+	groupAddOrModify  = 0x8000
+	groupDelete       = 2
+	groupInsertBucket = 3
+	groupRemoveBucket = 5
+
+	groupSelect = 1
+
+	lastBucket = 0xfffffffe
+	allBuckets = 0xffffffff
+)
+
+func groupMod(command uint16, id, bucket uint32, buckets, properties []byte) Message {
+	b := make([]byte, 0, 24+len(buckets)+len(properties))
+	b = binary.BigEndian.AppendUint16(b, command)
+	b = append(b, groupSelect, 0)
+	b = binary.BigEndian.AppendUint32(b, id)
+	b = binary.BigEndian.AppendUint16(b, uint16(len(buckets)))
+	b = append(b, 0, 0)
+	b = binary.BigEndian.AppendUint32(b, bucket)
+	return Message{typeGroupMod, append(append(b, buckets...), properties...)}
+}
+
+// SetGroup returns messages that create a group or replace it. A group with many buckets
+// needs several messages.
+func SetGroup(g Group) []Message {
+	all := InsertBuckets(g.ID, g.Buckets)
+	if len(all) == 0 {
+		return []Message{groupMod(groupAddOrModify, g.ID, allBuckets, nil, selection(g.ID))}
+	}
+	// Change the first message from an insertion to the creation of the group.
+	const fixed = 16
+	first := all[0].body
+	all[0] = groupMod(groupAddOrModify, g.ID, allBuckets, first[fixed:], selection(g.ID))
+	return all
+}
+
+// InsertBuckets returns messages that add buckets to a group.
+func InsertBuckets(id uint32, buckets []Bucket) []Message {
+	const reserve = 256 // for the fixed part and the properties
+	var all []Message
+	var b []byte
+	flush := func() {
+		if len(b) > 0 {
+			all = append(all, groupMod(groupInsertBucket, id, lastBucket, b, nil))
+		}
+		b = nil
+	}
+	for _, bucket := range buckets {
+		encoded := bucket.encode()
+		if len(b)+len(encoded) > maxMessage-reserve {
+			flush()
+		}
+		b = append(b, encoded...)
+	}
+	flush()
+	return all
+}
+
+// RemoveBucket removes a bucket from a group.
+func RemoveBucket(group, bucket uint32) Message {
+	return groupMod(groupRemoveBucket, group, bucket, nil, nil)
+}
+
+// DeleteGroup deletes a group if it exists, together with the flows that use it.
+func DeleteGroup(id uint32) Message { return groupMod(groupDelete, id, allBuckets, nil, nil) }
+
+func (bucket *Bucket) encode() []byte {
+	const weight = 8 // the size of the property
+	b := make([]byte, 0, 16+len(bucket.Actions))
+	b = binary.BigEndian.AppendUint16(b, uint16(8+weight+len(bucket.Actions)))
+	b = binary.BigEndian.AppendUint16(b, uint16(len(bucket.Actions)))
+	b = binary.BigEndian.AppendUint32(b, bucket.ID)
+	b = append(b, bucket.Actions...)
+	return append(b, 0, 0, 0, weight, 0, 1, 0, 0)
+}
+
+// selection returns the property of a group that selects a bucket by a hash of the
+// source address and port. The seed makes the choices of different groups independent.
+func selection(seed uint32) []byte {
+	const netronomeVendor, selectionMethod = 0x0000154d, 1
+	b := []byte{0xff, 0xff, 0, 0}
+	b = binary.BigEndian.AppendUint32(b, netronomeVendor)
+	b = binary.BigEndian.AppendUint32(b, selectionMethod)
+	b = append(b, 0, 0, 0, 0)
+	b = append(b, "hash\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00"...)
+	b = binary.BigEndian.AppendUint64(b, uint64(seed))
+	for _, f := range []struct {
+		field uint32
+		size  int
+	}{{fieldIPv4Src, 4}, {fieldIPv6Src, 16}, {fieldTCPSrc, 2}, {fieldUDPSrc, 2}, {fieldSCTPSrc, 2}} {
+		b = binary.BigEndian.AppendUint32(b, f.field|uint32(f.size))
+		for range f.size {
+			b = append(b, 0xff) // all bits
+		}
+	}
+	binary.BigEndian.PutUint16(b[2:], uint16(len(b)))
+	return padded(b)
+}
+
+// Connections selects tracked connections that had this destination before translation.
+// The fields Port and Endpoint are optional. If Endpoint is set, the connection was
+// translated to this address and port.
+type Connections struct {
+	Zone        uint16
+	Protocol    uint8
+	Destination netip.AddrPort
+	Endpoint    netip.AddrPort
+}
+
+// DeleteConnections makes the switch forget tracked connections. Open vSwitch supports this
+// message since version 3.1.
+func DeleteConnections(c Connections) Message {
+	const flush = 32
+	property := func(kind uint16, value []byte) []byte {
+		b := binary.BigEndian.AppendUint16(nil, kind)
+		b = binary.BigEndian.AppendUint16(b, uint16(4+len(value)))
+		return padded(append(b, value...))
+	}
+	tuple := func(kind uint16, addr uint16, a netip.AddrPort) []byte {
+		if !a.Addr().IsValid() {
+			return nil
+		}
+		as16 := a.Addr().As16() // an IPv4 address as IPv4-mapped
+		value := append([]byte{0, 0, 0, 0}, property(addr, as16[:])...)
+		if a.Port() != 0 {
+			value = append(value, property(addr+2, []byte{byte(a.Port() >> 8), byte(a.Port()), 0, 0})...)
+		}
+		return property(kind, value)
+	}
+	const original, reply, zone, source, destination = 0, 1, 2, 0, 1
+	b := binary.BigEndian.AppendUint32(nil, niciraVendor)
+	b = binary.BigEndian.AppendUint32(b, flush)
+	b = append(b, c.Protocol, 0, 0, 0, 0, 0, 0, 0)
+	b = append(b, tuple(original, destination, c.Destination)...)
+	b = append(b, tuple(reply, source, c.Endpoint)...)
+	b = append(b, property(zone, []byte{byte(c.Zone >> 8), byte(c.Zone), 0, 0})...)
+	return Message{typeExperimenter, b}
+}
+
+var errTruncated = errors.New("truncated message")
+
+// take returns the first n bytes of b and the rest.
+func take(b []byte, n int) (first, rest []byte, err error) {
+	if n < 0 || len(b) < n {
+		return nil, nil, errTruncated
+	}
+	return b[:n], b[n:], nil
+}
+
+// parseFlows appends the flows of a listing.
+func parseFlows(flows []Flow, b []byte) ([]Flow, error) {
+	const fixed = 24
+	for len(b) > 0 {
+		if len(b) < fixed {
+			return nil, errTruncated
+		}
+		entry, rest, err := take(b, int(binary.BigEndian.Uint16(b)))
+		if err != nil || len(entry) < fixed {
+			return nil, errTruncated
+		}
+		b = rest
+		f := Flow{
+			FlowKey: FlowKey{Table: entry[4], Priority: binary.BigEndian.Uint16(entry[6:])},
+			Cookie:  binary.BigEndian.Uint64(entry[16:]),
+		}
+		match, entry, err := takeTLV(entry[fixed:])
+		if err != nil {
+			return nil, err
+		}
+		f.Match = string(match)
+		_, instructions, err := takeTLV(entry) // statistics
+		if err != nil {
+			return nil, err
+		}
+		f.Actions = Actions(instructions)
+		if len(instructions) >= 8 && instructions[1] == instructionApply && int(binary.BigEndian.Uint16(instructions[2:])) == len(instructions) {
+			f.Actions = Actions(instructions[8:])
+		}
+		flows = append(flows, f)
+	}
+	return flows, nil
+}
+
+// takeTLV returns the value of an element with type and length, and what follows after
+// its padding.
+func takeTLV(b []byte) (value, rest []byte, err error) {
+	if len(b) < 4 {
+		return nil, nil, errTruncated
+	}
+	size := int(binary.BigEndian.Uint16(b[2:]))
+	all, rest, err := take(b, (size+7)/8*8)
+	if err != nil || size < 4 {
+		return nil, nil, errTruncated
+	}
+	return all[4:size], rest, nil
+}
+
+// parseGroups appends the groups of a listing.
+func parseGroups(groups []Group, b []byte) ([]Group, error) {
+	const fixed = 16
+	for len(b) > 0 {
+		if len(b) < fixed {
+			return nil, errTruncated
+		}
+		entry, rest, err := take(b, int(binary.BigEndian.Uint16(b)))
+		if err != nil || len(entry) < fixed {
+			return nil, errTruncated
+		}
+		b = rest
+		g := Group{ID: binary.BigEndian.Uint32(entry[4:])}
+		buckets, _, err := take(entry[fixed:], int(binary.BigEndian.Uint16(entry[8:])))
+		if err != nil {
+			return nil, err
+		}
+		if entry[2] != groupSelect {
+			buckets = nil // a group of another type never equals a group of the backend
+		}
+		for len(buckets) > 0 {
+			const fixed = 8
+			if len(buckets) < fixed {
+				return nil, errTruncated
+			}
+			bucket, rest, err := take(buckets, int(binary.BigEndian.Uint16(buckets)))
+			if err != nil || len(bucket) < fixed {
+				return nil, errTruncated
+			}
+			actions, _, err := take(bucket[fixed:], int(binary.BigEndian.Uint16(bucket[2:])))
+			if err != nil {
+				return nil, err
+			}
+			g.Buckets = append(g.Buckets, Bucket{ID: binary.BigEndian.Uint32(bucket[4:]), Actions: Actions(actions)})
+			buckets = rest
+		}
+		groups = append(groups, g)
+	}
+	return groups, nil
+}
+
+// Error is an error that the switch reports.
+type Error struct{ Type, Code uint16 }
+
+// errorNames has the names of errors that are likely.
+var errorNames = map[Error]string{
+	{1, 1}:   "the switch does not support the message",
+	{1, 3}:   "the switch does not support the message",
+	{1, 4}:   "the switch does not support the message",
+	{1, 5}:   "permission denied",
+	{2, 0}:   "the switch does not support an action",
+	{2, 9}:   "no such group",
+	{5, 1}:   "the table is full",
+	{5, 2}:   "no such table",
+	{5, 4}:   "permission denied",
+	{6, 3}:   "no room for more groups",
+	{6, 4}:   "no room for more buckets",
+	{6, 8}:   "no such group",
+	{6, 15}:  "no such bucket",
+	{6, 16}:  "the bucket exists",
+	{17, 5}:  "too many bundles",
+	{17, 12}: "too many messages in the bundle",
+	{17, 13}: "a message of the bundle failed",
+	{17, 14}: "the bundle timed out",
+}
+
+func (e Error) Error() string {
+	text := fmt.Sprintf("OpenFlow error type %d code %d", e.Type, e.Code)
+	if name := errorNames[e]; name != "" {
+		text += " (" + name + ")"
+	}
+	return text
+}

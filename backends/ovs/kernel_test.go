@@ -1,0 +1,449 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package ovs
+
+import (
+	"bytes"
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/netip"
+	"path/filepath"
+	"regexp"
+	"strconv"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends/internal/backendtest"
+	"github.com/kpng-project/kpng/backends/nodeaddr"
+	"github.com/kpng-project/kpng/internal/netnstest"
+	"github.com/kpng-project/kpng/internal/ovstest"
+	"github.com/kpng-project/kpng/sink"
+	"k8s.io/apimachinery/pkg/types"
+)
+
+// testNode is a backend with a switch of its own.
+type testNode struct {
+	testing.TB
+	*ovstest.Switch
+	backend *Backend
+}
+
+func newNode(t testing.TB) *testNode {
+	t.Helper()
+	n := &testNode{TB: t, Switch: ovstest.New(t, netnstest.New(t).Start)}
+	b, err := New(n.options())
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := b.Start(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := b.Stop(context.WithoutCancel(t.Context())); err != nil {
+			t.Error(err)
+		}
+	})
+	n.backend = b
+	return n
+}
+
+func (n *testNode) options() Options {
+	return Options{
+		Bridge: ovstest.Bridge, RunDir: n.Dir, MasqueradeAddresses: nodeAddrs, HairpinAddresses: hairpinAddrs,
+		NodeAddresses: nodeaddr.Of(nodeAddrs...), PodCIDRs: []netip.Prefix{netip.MustParsePrefix("10.244.1.0/24")},
+	}
+}
+
+var testNodeObject = &api.Node{Name: "here"}
+
+// view returns the view of a service with endpoints at this node ("!ADDRESS") and
+// elsewhere.
+func view(name, ip string, endpoints []string, edits ...func(*api.Service)) *api.ServiceEndpoints {
+	return backendtest.View(testNodeObject, name, []string{ip}, endpoints, edits...)
+}
+
+func withAffinity(s *api.Service) {
+	s.SessionAffinity.ClientIP = &api.ClientIPAffinity{TimeoutSeconds: 100}
+}
+
+func key(name string) types.NamespacedName {
+	return types.NamespacedName{Namespace: "default", Name: name}
+}
+
+// sync delivers views. A nil view deletes the service with the name in deleted.
+func (n *testNode) sync(c sink.Changes, deleted string, views ...*api.ServiceEndpoints) error {
+	c.Services = func(yield func(sink.Change) bool) {
+		for _, v := range views {
+			if !yield(sink.Change{Key: v.Key(), New: v}) {
+				return
+			}
+		}
+		if deleted != "" {
+			yield(sink.Change{Key: key(deleted)})
+		}
+	}
+	return n.backend.Sync(n.Context(), &c)
+}
+
+func (n *testNode) mustPass(views ...*api.ServiceEndpoints) {
+	n.Helper()
+	if err := n.sync(sink.Changes{First: true, Last: true, NodeChanged: true}, "", views...); err != nil {
+		n.Fatal(err)
+	}
+}
+
+func (n *testNode) mustSync(views ...*api.ServiceEndpoints) {
+	n.Helper()
+	if err := n.sync(sink.Changes{}, "", views...); err != nil {
+		n.Fatal(err)
+	}
+}
+
+// mustMatch checks that the switch has exactly what the backend has written.
+func (n *testNode) mustMatch() {
+	n.Helper()
+	if err := n.backend.dataplane.compare(n.Context()); err != nil {
+		n.Fatal(err)
+	}
+}
+
+// mustBe checks the flows and groups of the switch.
+func (n *testNode) mustBe(want string) {
+	n.Helper()
+	if diff := cmp.Diff(strings.Split(want, "\n"), strings.Split(n.Listing(n), "\n")); diff != "" {
+		n.Fatalf("the switch differs (-want +got):\n%s", diff)
+	}
+}
+
+// examples are services with all kinds of flows.
+func examples() []*api.ServiceEndpoints {
+	return []*api.ServiceEndpoints{
+		view("affine", "10.96.0.1", []string{"!10.244.1.1", "10.244.2.1"}, withAffinity),
+		view("dual", "fd00:10:96::1", []string{"!fd00:244::1", "fd00:244::2"}, withAffinity, func(s *api.Service) {
+			s.IPs.ClusterIPs.Add(netip.MustParseAddr("10.96.0.2"))
+		}),
+		view("external", "10.96.0.3", []string{"!10.244.1.1", "10.244.2.1"}, func(s *api.Service) {
+			s.Type = api.LoadBalancer
+			s.ExternalTrafficToLocal = true
+			s.Ports[0].NodePort = 30080
+			s.IPs.ExternalIPs.Add(netip.MustParseAddr("198.18.0.1"))
+			s.IPs.LoadBalancerIPs.Add(netip.MustParseAddr("198.18.0.2"))
+			s.SourceRanges = []api.SourceRanges{{TargetIPs: s.IPs.LoadBalancerIPs, Prefixes: []netip.Prefix{netip.MustParsePrefix("203.0.113.0/25")}}}
+		}),
+		view("none", "10.96.0.4", nil),
+	}
+}
+
+// TestListingEqualsWhatWasWritten checks that the backend encodes flows as the switch
+// does. Otherwise it would find differences each time.
+func TestListingEqualsWhatWasWritten(t *testing.T) {
+	n := newNode(t)
+	n.mustPass(examples()...)
+	if len(n.backend.dataplane.flows) < 60 || len(n.backend.dataplane.groups) < 4 {
+		t.Errorf("%d flows and %d groups were written", len(n.backend.dataplane.flows), len(n.backend.dataplane.groups))
+	}
+	n.mustMatch()
+}
+
+// TestRestartWritesNothing checks that a restarted backend keeps flows and groups that are
+// correct: the switch would report a shorter time for those that were written again.
+func TestRestartWritesNothing(t *testing.T) {
+	n := newNode(t)
+	n.mustPass(examples()...)
+	before := n.Listing(t)
+	time.Sleep(time.Second)
+	restarted := time.Now()
+	other := *n
+	b, err := New(n.options())
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := b.Start(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	defer b.Stop(context.WithoutCancel(t.Context()))
+	other.backend = b
+	other.mustPass(examples()...)
+	n.mustBe(before)
+	durations := regexp.MustCompile(`duration=([0-9.]+)s`).FindAllStringSubmatch(n.Ofctl(t, "dump-flows", "cookie=0x6b706e0000000000/-1")+n.Ofctl(t, "dump-group-stats"), -1)
+	if len(durations) < 60 {
+		t.Errorf("the switch lists %d times", len(durations))
+	}
+	for _, d := range durations {
+		if seconds, err := strconv.ParseFloat(d[1], 64); err != nil || seconds <= time.Since(restarted).Seconds() {
+			t.Errorf("a flow or group exists for %s s, and the restart was %s ago", d[1], time.Since(restarted))
+		}
+	}
+}
+
+func TestRemovedServicesLeaveNothing(t *testing.T) {
+	n := newNode(t)
+	n.mustPass()
+	empty := n.Listing(t)
+	for _, v := range examples() {
+		n.mustSync(v)
+		n.mustMatch()
+	}
+	for _, v := range examples() {
+		if err := n.sync(sink.Changes{}, v.Service.Name); err != nil {
+			t.Fatal(err)
+		}
+	}
+	n.mustBe(empty)
+	n.mustMatch()
+	// A pass deletes services that it does not contain.
+	n.mustSync(examples()...)
+	n.mustPass()
+	n.mustBe(empty)
+}
+
+func TestServicesSwapAddresses(t *testing.T) {
+	n := newNode(t)
+	one, two := []string{"10.244.2.1"}, []string{"10.244.2.2"}
+	n.mustPass(view("a", "10.96.0.2", one), view("b", "10.96.0.1", two))
+	want := n.Listing(t)
+	n.mustPass(view("a", "10.96.0.1", one), view("b", "10.96.0.2", two))
+	n.mustSync(view("a", "10.96.0.2", one), view("b", "10.96.0.1", two))
+	n.mustMatch()
+	n.mustBe(want)
+}
+
+// TestManyEndpoints has more endpoints than fit into one message.
+func TestManyEndpoints(t *testing.T) {
+	n := newNode(t)
+	endpoints := func(count int) (all []string) {
+		for i := range count {
+			all = append(all, netip.AddrFrom4([4]byte{10, 245, byte(i >> 8), byte(i)}).String())
+		}
+		return all
+	}
+	for _, count := range []int{2000, 2001, 1999, 3, 900} {
+		v := view("web", "10.96.0.1", endpoints(count))
+		if count == 2000 {
+			n.mustPass(v)
+		}
+		n.mustSync(v)
+		n.mustMatch()
+		if got := strings.Count(n.Ofctl(t, "dump-groups"), "nat(dst="); got != count {
+			t.Errorf("%d endpoints, want %d", got, count)
+		}
+	}
+}
+
+func TestChangesByOthersAreRepairedAndForeignFlowsStay(t *testing.T) {
+	n := newNode(t)
+	foreign := "cookie=0x5,table=0,priority=7,ip actions=resubmit(,100)\n" +
+		"cookie=0x5,table=100,priority=1,ip actions=drop\n" + // in a table of the backend
+		"cookie=0x5,table=110,priority=7,ip actions=group:5\n"
+	n.Ofctl(t, "add-group", "group_id=5,type=select,bucket=actions=drop")
+	n.OfctlWith(t, foreign, "add-flows", "-")
+	n.mustPass(examples()...)
+	want := n.Listing(t)
+	for name, damage := range map[string]func(){
+		"all flows deleted":        func() { n.Ofctl(t, "del-flows", "cookie=0x6b706e0000000000/0xffffffff00000000") },
+		"all groups deleted":       func() { n.Ofctl(t, "del-groups", fmt.Sprintf("group_id=%d", n.someGroup())) },
+		"a flow changed":           func() { n.Ofctl(t, "mod-flows", "table=105,ip actions=drop") },
+		"a flow added":             func() { n.Ofctl(t, "add-flow", "cookie=0x6b706e0000000000,table=105,priority=9999,ip actions=drop") },
+		"a flow with other cookie": func() { n.Ofctl(t, "add-flow", "cookie=0x9,table=101,priority=10,ip actions=drop") },
+		"a bucket removed":         func() { n.Ofctl(t, "remove-buckets", fmt.Sprintf("group_id=%d,command_bucket_id=1", n.someGroup())) },
+		"a group added":            func() { n.Ofctl(t, "add-group", "group_id=0x60123456,type=all") },
+	} {
+		damage()
+		if n.Listing(t) == want {
+			t.Errorf("%s: the switch has not changed", name)
+		}
+		if err := n.backend.dataplane.compare(t.Context()); !errors.Is(err, sink.ErrStartOver) {
+			t.Errorf("%s: error %v, want a new pass", name, err)
+		}
+		n.mustPass(examples()...)
+		n.mustBe(want)
+	}
+}
+
+// someGroup returns the ID of a group of the backend with several buckets.
+func (n *testNode) someGroup() uint32 {
+	for id, buckets := range n.backend.dataplane.groups {
+		if len(buckets) > 1 {
+			return id
+		}
+	}
+	n.Fatal("no group has several buckets")
+	return 0
+}
+
+func TestRefusedServiceFailsAlone(t *testing.T) {
+	n := newNode(t)
+	n.mustPass(view("a", "10.96.0.1", []string{"10.244.2.1"}))
+	// The table of frontends gets room for the flows of only one more service.
+	limit := strings.Count(n.Ofctl(t, "dump-flows", "table=105"), "priority=") + 4
+	n.Vsctl(t, "--", "--id=@limit", "create", "Flow_Table", fmt.Sprintf("flow_limit=%d", limit), "overflow_policy=refuse",
+		"--", "set", "bridge", ovstest.Bridge, "flow_tables:105=@limit")
+	b, c := view("b", "10.96.0.2", []string{"10.244.2.2"}), view("c", "10.96.0.3", []string{"10.244.2.3"})
+	changed := view("a", "10.96.0.1", []string{"10.244.2.9"})
+	err := n.sync(sink.Changes{}, "", changed, b, c)
+	failed, ok := sink.Acknowledged(err)
+	if !ok || len(failed) == 0 || failed[key("a")] != nil {
+		t.Fatalf("error %v, want that only services without room fail", err)
+	}
+	for _, err := range failed {
+		if !strings.Contains(err.Error(), "table is full") {
+			t.Errorf("error %q does not say that the table is full", err)
+		}
+	}
+	if groups := n.Ofctl(t, "dump-groups"); !strings.Contains(groups, "10.244.2.9") {
+		t.Errorf("the changed endpoint of service a is missing:\n%s", groups)
+	}
+	n.Vsctl(t, "clear", "bridge", ovstest.Bridge, "flow_tables")
+	n.mustSync(b, c)
+	n.mustMatch()
+}
+
+// TestServiceWithoutRoomForGroupsFailsAlone checks what happens if the switch has no room
+// for a group. Open vSwitch has no limit for groups that a test could reach, so a proxy in
+// front of the switch refuses to add one.
+func TestServiceWithoutRoomForGroupsFailsAlone(t *testing.T) {
+	n := newNode(t)
+	full := n.refuseGroups(t, "10.244.2.2")
+	a, b := view("a", "10.96.0.1", []string{"10.244.2.1"}), view("b", "10.96.0.2", []string{"10.244.2.2"})
+	err := n.sync(sink.Changes{First: true, Last: true, NodeChanged: true}, "", a, b)
+	failed, ok := sink.Acknowledged(err)
+	if !ok || len(failed) != 1 || failed[key("b")] == nil || !strings.Contains(failed[key("b")].Error(), "no room for more groups") {
+		t.Fatalf("error %v, want that only service b fails, because there is no room for groups", err)
+	}
+	n.mustMatch()
+	if groups := n.Ofctl(t, "dump-groups"); !strings.Contains(groups, "10.244.2.1") || strings.Contains(groups, "10.244.2.2") {
+		t.Errorf("want only the endpoint of service a:\n%s", groups)
+	}
+	full.Store(false)
+	n.mustSync(b)
+	n.mustMatch()
+	if groups := n.Ofctl(t, "dump-groups"); !strings.Contains(groups, "10.244.2.2") {
+		t.Errorf("the endpoint of service b is missing:\n%s", groups)
+	}
+}
+
+// refuseGroups makes the backend connect to a proxy in front of the switch. While the
+// result is true, the proxy refuses groups that translate to this address.
+func (n *testNode) refuseGroups(t *testing.T, endpoint string) *atomic.Bool {
+	t.Helper()
+	const typeError, groupMod, bundleAdd, groupModFailed, outOfGroups = 1, 15, 34, 6, 3
+	dir := t.TempDir()
+	n.backend.opts.RunDir = dir
+	l, err := net.Listen("unix", n.backend.opts.socket())
+	if err != nil {
+		t.Fatal(err)
+	}
+	full := &atomic.Bool{}
+	full.Store(true)
+	addr := netip.MustParseAddr(endpoint).AsSlice()
+	var connections sync.WaitGroup
+	t.Cleanup(func() { l.Close(); connections.Wait() })
+	connections.Go(func() {
+		c, err := l.Accept()
+		if err != nil {
+			return
+		}
+		defer c.Close()
+		s, err := net.Dial("unix", filepath.Join(n.Dir, ovstest.Bridge+".mgmt"))
+		if err != nil {
+			t.Error(err)
+			return
+		}
+		defer s.Close()
+		context.AfterFunc(t.Context(), func() { c.Close() })
+		connections.Go(func() { io.Copy(c, s) })
+		for {
+			message := make([]byte, 8)
+			if _, err := io.ReadFull(c, message); err != nil {
+				return
+			}
+			message = append(message, make([]byte, int(binary.BigEndian.Uint16(message[2:]))-8)...)
+			if _, err := io.ReadFull(c, message[8:]); err != nil {
+				return
+			}
+			if full.Load() && message[1] == bundleAdd && message[17] == groupMod && bytes.Contains(message, addr) {
+				c.Write([]byte{message[0], typeError, 0, 12, message[4], message[5], message[6], message[7], 0, groupModFailed, 0, outOfGroups})
+			} else if _, err := s.Write(message); err != nil {
+				return
+			}
+		}
+	})
+	return full
+}
+
+// TestHangingSwitch stops the switch without ending its connections.
+func TestHangingSwitch(t *testing.T) {
+	n := newNode(t)
+	n.mustPass(examples()...)
+	want := n.Listing(t)
+	if err := n.Daemon.Signal(syscall.SIGSTOP); err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), 100*time.Millisecond)
+	defer cancel()
+	changed := view("affine", "10.96.0.1", []string{"10.244.2.9"})
+	err := n.backend.Sync(ctx, &sink.Changes{Services: func(yield func(sink.Change) bool) { yield(sink.Change{Key: changed.Key(), New: changed}) }})
+	if !errors.Is(err, context.DeadlineExceeded) || !errors.Is(err, sink.ErrStartOver) {
+		t.Errorf("error %v, want the deadline, and a new pass", err)
+	}
+	if err := n.Daemon.Signal(syscall.SIGCONT); err != nil {
+		t.Fatal(err)
+	}
+	n.mustPass(examples()...)
+	n.mustBe(want)
+}
+
+func TestBridgeWithoutOpenFlow15(t *testing.T) {
+	n := newNode(t)
+	n.Vsctl(t, "set", "bridge", ovstest.Bridge, "protocols=OpenFlow13")
+	err := n.sync(sink.Changes{First: true, Last: true}, "")
+	if err == nil || !strings.Contains(err.Error(), "OpenFlow15") {
+		t.Errorf("error %v does not say that the bridge needs OpenFlow15", err)
+	}
+}
+
+func TestCleanupLeavesOnlyForeignFlows(t *testing.T) {
+	n := newNode(t)
+	n.Ofctl(t, "add-group", "group_id=5,type=select,bucket=actions=drop")
+	n.Ofctl(t, "add-flow", "cookie=0x5,table=110,priority=7,ip actions=group:5")
+	before := n.Listing(t)
+	n.mustPass(examples()...)
+	n.Ofctl(t, "add-flow", fmt.Sprintf("cookie=%#x,table=107,ip actions=drop", n.backend.opts.cookie()|learnedCookie))
+	for range 2 {
+		if err := n.backend.Cleanup(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		n.mustBe(before)
+	}
+}
+
+// TestRestartedSwitch kills the switch while a driver runs. The new switch must get
+// everything.
+func TestRestartedSwitch(t *testing.T) {
+	n := newNode(t)
+	n.mustPass(examples()...)
+	want := n.Listing(t)
+	for range 2 {
+		n.Kill()
+		ovstest.Await(t, "the lost connection is noticed", func() bool { return errors.Is(n.backend.Verify(t.Context()), sink.ErrStartOver) })
+		done := make(chan error)
+		go func() { done <- n.sync(sink.Changes{First: true, Last: true}, "", examples()...) }()
+		n.StartDaemon(t)
+		if err := <-done; err != nil {
+			t.Fatal(err)
+		}
+		n.mustBe(want)
+	}
+}

@@ -1,0 +1,144 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package ovs
+
+import (
+	"cmp"
+	"errors"
+	"fmt"
+	"net/netip"
+	"path/filepath"
+	"slices"
+
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends/nodeaddr"
+)
+
+// Options are a backend's settings. Bridge is required.
+type Options struct {
+	// Bridge is the name of the bridge.
+	Bridge string
+	// RunDir is the directory of the bridge's management socket. Default:
+	// /var/run/openvswitch.
+	RunDir string
+
+	// Instance distinguishes the backends of one bridge, 0 to 15. The cookies of its flows
+	// are 0x6b706e00 plus Instance in the upper 32 bits. The IDs of its groups are
+	// 0x60000000 plus Instance<<24 to 0x60ffffff plus Instance<<24. No other program may use
+	// these cookies and IDs.
+	Instance uint8
+	// FirstTable is the first of the instance's ten tables. The bridge's program sends IP
+	// packets to this table. Default: 100.
+	FirstTable uint8
+	// OutTable is the table that gets the packets afterwards. It belongs to the bridge's
+	// program. Default: FirstTable plus 10.
+	OutTable uint8
+	// Priority is the lowest of three priorities that the flows in FirstTable have. The
+	// bridge's program may add flows to this table. Default: 100.
+	Priority uint16
+	// Zone is the connection-tracking zone of connections to services, and MasqueradeZone is
+	// that of masqueraded connections. Only the instances of a bridge may use these zones. An
+	// instance also translates the packets of connections that other instances have accepted,
+	// so all need the same zones, MasqueradeAddresses and HairpinAddresses. Default: 27392 and
+	// 27648.
+	Zone, MasqueradeZone uint16
+
+	// LocalPort is the OpenFlow port of the node itself. Default: the bridge's local port.
+	LocalPort uint32
+	// MasqueradeAddresses are addresses of the node, at most one of each family. Packets to
+	// them must pass FirstTable, and OutTable must send them to LocalPort. Masqueraded
+	// connections get such an address as their source. Connections to services without
+	// endpoints get it as their destination, so that the node refuses them. If a family has
+	// no address, its connections are not masqueraded, and are dropped instead of refused.
+	MasqueradeAddresses []netip.Addr
+	// HairpinAddresses are addresses that no machine has, at most one of each family.
+	// Connections of the node to itself through a service get such an address as their
+	// source. The node must have a route for them through LocalPort. If a family has no
+	// address, these connections fail.
+	HairpinAddresses []netip.Addr
+
+	// MasqueradeAll masquerades all connections to cluster IPs.
+	MasqueradeAll bool
+	// MasqueradeOutsiders masquerades connections to cluster IPs from addresses that are
+	// neither in ClusterCIDRs and PodCIDRs nor of the node. If these options have no CIDR of
+	// a family, nothing is masqueraded in that family.
+	MasqueradeOutsiders bool
+	// ClusterCIDRs contain the addresses of all pods, and PodCIDRs those of this node's
+	// pods.
+	ClusterCIDRs, PodCIDRs []netip.Prefix
+
+	// NodeAddresses is the source of the addresses on which node ports are open. The backend
+	// ignores loopback addresses. Default: the primary addresses of the node, see package
+	// nodeaddr.
+	NodeAddresses nodeaddr.Source
+	// KeepConnections disables the deletion of tracked UDP connections to removed endpoints.
+	KeepConnections bool
+}
+
+const (
+	localPort = 0xfffffffe
+	// The ports of masqueraded connections are above those that Linux chooses for the node's
+	// own connections. So the two never have the same address and port.
+	firstMasqueradePort, lastMasqueradePort = 61000, 65535
+	// refusingPort is a port of the node at which no program listens.
+	refusingPort = 1
+)
+
+// complete checks o and fills in the defaults.
+func (o *Options) complete() error {
+	o.RunDir = cmp.Or(o.RunDir, "/var/run/openvswitch")
+	o.FirstTable = cmp.Or(o.FirstTable, 100)
+	var errs []error
+	if o.Bridge == "" || o.Bridge != filepath.Base(o.Bridge) {
+		errs = append(errs, fmt.Errorf("%q is not the name of a bridge", o.Bridge))
+	}
+	if o.Instance > 15 {
+		errs = append(errs, fmt.Errorf("instance %d is not 0 to 15", o.Instance))
+	}
+	const lastTable = 253 // the highest table that controllers may use
+	if o.FirstTable > lastTable-tables+1 {
+		errs = append(errs, fmt.Errorf("tables %d to %d do not exist: the last table is %d", o.FirstTable, int(o.FirstTable)+tables-1, lastTable))
+	} else if o.OutTable = cmp.Or(o.OutTable, o.FirstTable+tables); o.OutTable >= o.FirstTable && o.OutTable < o.FirstTable+tables || o.OutTable > lastTable {
+		errs = append(errs, fmt.Errorf("table %d cannot be the table after tables %d to %d", o.OutTable, o.FirstTable, o.FirstTable+tables-1))
+	}
+	o.Priority = cmp.Or(o.Priority, 100)
+	o.Zone = cmp.Or(o.Zone, 0x6b00)
+	o.MasqueradeZone = cmp.Or(o.MasqueradeZone, 0x6c00)
+	if o.Zone == o.MasqueradeZone {
+		errs = append(errs, fmt.Errorf("zone %d cannot be the zone of masqueraded connections too", o.Zone))
+	}
+	o.LocalPort = cmp.Or(o.LocalPort, localPort)
+	for name, addrs := range map[string][]netip.Addr{"masquerade": o.MasqueradeAddresses, "hairpin": o.HairpinAddresses} {
+		for i, a := range addrs {
+			if !a.IsValid() || a.Is4In6() || a.Zone() != "" || a.IsUnspecified() {
+				errs = append(errs, fmt.Errorf("%q is not a %s address", a, name))
+			} else if slices.ContainsFunc(addrs[:i], func(b netip.Addr) bool { return api.FamilyOf(a) == api.FamilyOf(b) }) {
+				errs = append(errs, fmt.Errorf("there are two %s addresses of %s", name, api.FamilyOf(a)))
+			}
+		}
+	}
+	for _, cidr := range slices.Concat(o.ClusterCIDRs, o.PodCIDRs) {
+		if !cidr.IsValid() {
+			errs = append(errs, errors.New("a CIDR of pods is not valid"))
+		}
+	}
+	if o.MasqueradeOutsiders && len(o.ClusterCIDRs)+len(o.PodCIDRs) == 0 {
+		errs = append(errs, errors.New("masquerading outsiders needs CIDRs of pods"))
+	}
+	return errors.Join(errs...)
+}
+
+// addressOf returns the address of a family, or the zero Addr if there is none.
+func addressOf(addrs []netip.Addr, f api.Family) netip.Addr {
+	for _, a := range addrs {
+		if api.FamilyOf(a) == f {
+			return a
+		}
+	}
+	return netip.Addr{}
+}
+
+// socket returns the path of the bridge's management socket.
+func (o *Options) socket() string { return filepath.Join(o.RunDir, o.Bridge+".mgmt") }

@@ -1,0 +1,97 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package ovs
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"net"
+	"os"
+	"path/filepath"
+	"strings"
+	"time"
+
+	"github.com/kpng-project/kpng/backends/ovs/internal/openflow"
+	"k8s.io/klog/v2"
+)
+
+// maxRevalidation limits the time that Commit waits for the datapath.
+const maxRevalidation = 5 * time.Second
+
+// send sends messages as one bundle and waits until the datapath follows the changed flows.
+// After a bundle, the switch checks all entries of its datapath, which are decisions for
+// packets that it has seen. OpenFlow has no message to wait for that, so send uses the
+// control socket of ovs-vswitchd. If that fails, packets may follow the old flows for up to
+// a second after Sync has returned. send logs the first such failure.
+func (d *dataplane) send(ctx context.Context, messages []openflow.Message) error {
+	// The switch also checks its entries twice a second. If the request came after the bundle,
+	// it would often wait for such a check.
+	checked := revalidation(ctx, d.opts.RunDir)
+	if err := d.conn.Commit(ctx, messages); err != nil {
+		return err
+	}
+	var err error
+	select {
+	case err = <-checked: // before the end of the bundle
+		if err == nil {
+			err = <-revalidation(ctx, d.opts.RunDir)
+		}
+	default:
+		err = <-checked
+	}
+	if err != nil && !d.cannotWait && ctx.Err() == nil {
+		d.cannotWait = true
+		klog.FromContext(ctx).Error(err, "Cannot wait until the datapath follows changed flows", "bridge", d.opts.Bridge)
+	}
+	return nil
+}
+
+// revalidation sends the command revalidator/wait to ovs-vswitchd. The result gets the
+// answer, which the switch sends after its next check of all entries.
+func revalidation(ctx context.Context, dir string) <-chan error {
+	result := make(chan error, 1)
+	conn, err := callControl(ctx, dir, "revalidator/wait")
+	if err != nil {
+		result <- err
+		return result
+	}
+	go func() {
+		defer conn.Close()
+		var answer struct{ Error any }
+		err := json.NewDecoder(conn).Decode(&answer)
+		if err == nil && answer.Error != nil {
+			err = fmt.Errorf("%v", answer.Error)
+		}
+		if err != nil {
+			err = fmt.Errorf("wait for revalidation: %w", err)
+		}
+		result <- err
+	}()
+	return result
+}
+
+// callControl sends a command to the control socket of ovs-vswitchd, and returns the
+// connection from which to read the answer.
+func callControl(ctx context.Context, dir, method string) (net.Conn, error) {
+	pid, err := os.ReadFile(filepath.Join(dir, "ovs-vswitchd.pid"))
+	if err != nil {
+		return nil, err
+	}
+	path := filepath.Join(dir, "ovs-vswitchd."+strings.TrimSpace(string(pid))+".ctl")
+	conn, err := (&net.Dialer{}).DialContext(ctx, "unix", path)
+	if err != nil {
+		return nil, err
+	}
+	err = conn.SetDeadline(time.Now().Add(maxRevalidation))
+	if err == nil {
+		_, err = fmt.Fprintf(conn, `{"id":0,"method":%q,"params":[]}`, method)
+	}
+	if err != nil {
+		conn.Close()
+		return nil, err
+	}
+	return conn, nil
+}

@@ -167,6 +167,7 @@ func (c *Conn) request(ctx context.Context, first uint32, messages []byte, handl
 	defer func() {
 		if err != nil {
 			c.Close()
+			c.drain()
 		}
 	}()
 	written := make(chan error, 1)
@@ -194,6 +195,17 @@ func (c *Conn) request(ctx context.Context, first uint32, messages []byte, handl
 			return context.Cause(ctx)
 		}
 		timer.Reset(patience)
+	}
+}
+
+// drain ignores answers until the connection is lost.
+func (c *Conn) drain() {
+	for {
+		select {
+		case <-c.in:
+		case <-c.ended:
+			return
+		}
 	}
 }
 

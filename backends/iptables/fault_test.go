@@ -261,12 +261,12 @@ func TestMissingPrograms(t *testing.T) {
 	}
 }
 
-// flush deletes all rules and chains of all programs in a flavour.
+// flush deletes all rules and chains of all programs in a flavour. Each table is one
+// transaction, because a driver may repair its rules at the same time.
 func flush(t *testing.T, ns *netnstest.Namespace, flavour Flavour) {
 	for _, family := range families {
 		for _, table := range tables {
-			ns.Run(t, programName(flavour, family, ""), "-t", table, "-F")
-			ns.Run(t, programName(flavour, family, ""), "-t", table, "-X")
+			ns.RunWith(t, "*"+table+"\nCOMMIT\n", programName(flavour, family, "restore"))
 		}
 	}
 }

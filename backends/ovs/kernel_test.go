@@ -11,6 +11,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"net"
 	"net/netip"
 	"path/filepath"
@@ -27,6 +28,7 @@ import (
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/backends/internal/backendtest"
 	"github.com/kpng-project/kpng/backends/nodeaddr"
+	"github.com/kpng-project/kpng/backends/ovs/internal/openflow"
 	"github.com/kpng-project/kpng/internal/netnstest"
 	"github.com/kpng-project/kpng/internal/ovstest"
 	"github.com/kpng-project/kpng/sink"
@@ -445,5 +447,37 @@ func TestRestartedSwitch(t *testing.T) {
 			t.Fatal(err)
 		}
 		n.mustBe(want)
+	}
+}
+
+func TestStaleConnectionsOfListing(t *testing.T) {
+	o := Options{Zone: 27392}
+	existing, err := o.parseConnections(`tcp,orig=(src=203.0.113.10,dst=198.18.1.4,sport=1,dport=80),reply=(src=10.244.2.13,dst=203.0.113.10,sport=8080,dport=1),zone=27392,mark=1,protoinfo=(state=TIME_WAIT)
+udp,orig=(src=203.0.113.10,dst=198.18.1.4,sport=2,dport=80),reply=(src=10.244.2.13,dst=203.0.113.10,sport=8080,dport=2),zone=27392,mark=1
+udp,orig=(src=203.0.113.10,dst=198.18.1.4,sport=3,dport=80),reply=(src=10.244.2.14,dst=203.0.113.10,sport=8080,dport=3),zone=27392
+udp,orig=(src=fd00::1,dst=fd00:10::4,sport=4,dport=53),reply=(src=fd00::2,dst=fd00::1,sport=5353,dport=4),zone=27392,mark=1
+`)
+	if err != nil || len(existing) != 3 {
+		t.Fatalf("%d connections of three, error %v", len(existing), err)
+	}
+	addr := netip.MustParseAddrPort
+	of := func(source, destination, endpoint string) openflow.Connections {
+		c := openflow.Connections{Zone: o.Zone, Protocol: udp, Destination: addr(destination)}
+		if source != "" {
+			c.Source = addr(source)
+		}
+		if endpoint != "" {
+			c.Endpoint = addr(endpoint)
+		}
+		return c
+	}
+	got := existing.matching(staleConnections{
+		of("", "198.18.1.4:80", "10.244.2.13:8080"): true, // one endpoint
+		of("", "198.18.1.4:81", "10.244.2.14:8080"): true, // another port
+		of("", "[fd00:10::4]:53", ""):               true, // all endpoints
+	})
+	want := staleConnections{of("203.0.113.10:2", "198.18.1.4:80", ""): true, of("[fd00::1]:4", "[fd00:10::4]:53", ""): true}
+	if !maps.Equal(got, want) {
+		t.Errorf("got %v, want %v", got, want)
 	}
 }

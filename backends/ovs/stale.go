@@ -7,8 +7,11 @@ package ovs
 import (
 	"context"
 	"errors"
+	"fmt"
 	"maps"
+	"net"
 	"net/netip"
+	"regexp"
 	"slices"
 	"time"
 
@@ -129,6 +132,16 @@ func (d *dataplane) forgetAgain(ctx context.Context, now time.Time) error {
 }
 
 func (d *dataplane) deleteConnections(ctx context.Context, stale staleConnections) error {
+	// For each message that does not name a client, the switch reads its table of connections.
+	// So read the table here, if there are several.
+	if len(stale) > 1 {
+		if existing, err := listConnections(ctx, d.opts); err == nil {
+			stale = existing.matching(stale)
+		}
+	}
+	if len(stale) == 0 {
+		return nil
+	}
 	messages := make([]openflow.Message, 0, len(stale))
 	for c := range stale {
 		messages = append(messages, openflow.DeleteConnections(c))
@@ -141,4 +154,46 @@ func (d *dataplane) deleteConnections(ctx context.Context, stale staleConnection
 		return nil
 	}
 	return err
+}
+
+// connection matches a line of the command dpctl/dump-conntrack.
+var connection = regexp.MustCompile(`(?m)^udp,orig=\(src=([^,]+),dst=([^,]+),sport=(\d+),dport=(\d+)\),reply=\(src=([^,]+),dst=[^,]+,sport=(\d+),`)
+
+// listConnections lists the UDP connections to services. Each has Source and Endpoint.
+func listConnections(ctx context.Context, o *Options) (all staleConnections, err error) {
+	text, err := control(ctx, o.RunDir, "dpctl/dump-conntrack", fmt.Sprintf("zone=%d", o.Zone))
+	if err != nil {
+		return nil, err
+	}
+	return o.parseConnections(text)
+}
+
+func (o *Options) parseConnections(text string) (all staleConnections, err error) {
+	all = staleConnections{}
+	for _, m := range connection.FindAllStringSubmatch(text, -1) {
+		parse := func(addr, port string) (a netip.AddrPort) {
+			a, parseErr := netip.ParseAddrPort(net.JoinHostPort(addr, port))
+			err = errors.Join(err, parseErr)
+			return a
+		}
+		all[openflow.Connections{Zone: o.Zone, Protocol: udp, Source: parse(m[1], m[3]), Destination: parse(m[2], m[4]), Endpoint: parse(m[5], m[6])}] = true
+	}
+	return all, err
+}
+
+// matching returns the connections in c, with Source but without Endpoint, that the set
+// wanted selects.
+func (c staleConnections) matching(wanted staleConnections) staleConnections {
+	out := staleConnections{}
+	for one := range c {
+		key := one
+		key.Source = netip.AddrPort{}
+		anyEndpoint := key
+		anyEndpoint.Endpoint = netip.AddrPort{}
+		if wanted[key] || wanted[anyEndpoint] {
+			one.Endpoint = netip.AddrPort{}
+			out[one] = true
+		}
+	}
+	return out
 }

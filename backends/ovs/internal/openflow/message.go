@@ -224,18 +224,21 @@ func selection(seed uint32) []byte {
 	return padded(b)
 }
 
-// Connections selects tracked connections that had this destination before translation.
-// The fields Port and Endpoint are optional. If Endpoint is set, the connection was
-// translated to this address and port.
+// Connections selects tracked connections that had this destination before translation. At
+// most one of the optional fields Source and Endpoint is set. Source is the client, so
+// there is only one connection. Endpoint is the address and port to which the connections
+// were translated.
 type Connections struct {
 	Zone        uint16
 	Protocol    uint8
 	Destination netip.AddrPort
+	Source      netip.AddrPort
 	Endpoint    netip.AddrPort
 }
 
-// DeleteConnections makes the switch forget tracked connections. Open vSwitch supports this
-// message since version 3.1.
+// DeleteConnections makes the switch forget tracked connections. If Source is not set, the
+// switch reads its table of connections. Open vSwitch supports this message since version
+// 3.1.
 func DeleteConnections(c Connections) Message {
 	const flush = 32
 	property := func(kind uint16, value []byte) []byte {
@@ -243,23 +246,29 @@ func DeleteConnections(c Connections) Message {
 		b = binary.BigEndian.AppendUint16(b, uint16(4+len(value)))
 		return padded(append(b, value...))
 	}
-	tuple := func(kind uint16, addr uint16, a netip.AddrPort) []byte {
-		if !a.Addr().IsValid() {
-			return nil
+	const original, reply, zone, sourcePort = 0, 1, 2, 2
+	tuple := func(kind uint16, source, destination netip.AddrPort) []byte {
+		value := []byte{0, 0, 0, 0}
+		for i, a := range []netip.AddrPort{source, destination} {
+			if a.Addr().IsValid() {
+				as16 := a.Addr().As16() // an IPv4 address as IPv4-mapped
+				value = append(value, property(uint16(i), as16[:])...)
+			}
 		}
-		as16 := a.Addr().As16() // an IPv4 address as IPv4-mapped
-		value := append([]byte{0, 0, 0, 0}, property(addr, as16[:])...)
-		if a.Port() != 0 {
-			value = append(value, property(addr+2, []byte{byte(a.Port() >> 8), byte(a.Port()), 0, 0})...)
+		for i, a := range []netip.AddrPort{source, destination} {
+			if a.Port() != 0 {
+				value = append(value, property(sourcePort+uint16(i), []byte{byte(a.Port() >> 8), byte(a.Port()), 0, 0})...)
+			}
 		}
 		return property(kind, value)
 	}
-	const original, reply, zone, source, destination = 0, 1, 2, 0, 1
 	b := binary.BigEndian.AppendUint32(nil, niciraVendor)
 	b = binary.BigEndian.AppendUint32(b, flush)
 	b = append(b, c.Protocol, 0, 0, 0, 0, 0, 0, 0)
-	b = append(b, tuple(original, destination, c.Destination)...)
-	b = append(b, tuple(reply, source, c.Endpoint)...)
+	b = append(b, tuple(original, c.Source, c.Destination)...)
+	if c.Endpoint.IsValid() {
+		b = append(b, tuple(reply, c.Endpoint, netip.AddrPort{})...)
+	}
 	b = append(b, property(zone, []byte{byte(c.Zone >> 8), byte(c.Zone), 0, 0})...)
 	return Message{typeExperimenter, b}
 }

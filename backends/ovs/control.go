@@ -18,8 +18,8 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// maxRevalidation limits the time that Commit waits for the datapath.
-const maxRevalidation = 5 * time.Second
+// maxAnswerTime limits the time until ovs-vswitchd has answered a command.
+const maxAnswerTime = 5 * time.Second
 
 // send sends messages as one bundle and waits until the datapath follows the changed flows.
 // After a bundle, the switch checks all entries of its datapath, which are decisions for
@@ -59,24 +59,29 @@ func revalidation(ctx context.Context, dir string) <-chan error {
 		return result
 	}
 	go func() {
-		defer conn.Close()
-		var answer struct{ Error any }
-		err := json.NewDecoder(conn).Decode(&answer)
-		if err == nil && answer.Error != nil {
-			err = fmt.Errorf("%v", answer.Error)
-		}
-		if err != nil {
-			err = fmt.Errorf("wait for revalidation: %w", err)
-		}
+		_, err := readAnswer(conn)
 		result <- err
 	}()
 	return result
 }
 
-// callControl sends a command to the control socket of ovs-vswitchd, and returns the
-// connection from which to read the answer.
-func callControl(ctx context.Context, dir, method string) (net.Conn, error) {
+// control executes a command of ovs-vswitchd and returns its answer.
+func control(ctx context.Context, dir, command string, args ...string) (string, error) {
+	conn, err := callControl(ctx, dir, command, args...)
+	if err != nil {
+		return "", err
+	}
+	return readAnswer(conn)
+}
+
+// callControl sends a command to the control socket of ovs-vswitchd. It returns the
+// connection for readAnswer.
+func callControl(ctx context.Context, dir, command string, args ...string) (net.Conn, error) {
 	pid, err := os.ReadFile(filepath.Join(dir, "ovs-vswitchd.pid"))
+	if err != nil {
+		return nil, err
+	}
+	request, err := json.Marshal(map[string]any{"id": 0, "method": command, "params": append([]string{}, args...)})
 	if err != nil {
 		return nil, err
 	}
@@ -85,13 +90,29 @@ func callControl(ctx context.Context, dir, method string) (net.Conn, error) {
 	if err != nil {
 		return nil, err
 	}
-	err = conn.SetDeadline(time.Now().Add(maxRevalidation))
+	err = conn.SetDeadline(time.Now().Add(maxAnswerTime))
 	if err == nil {
-		_, err = fmt.Fprintf(conn, `{"id":0,"method":%q,"params":[]}`, method)
+		_, err = conn.Write(request)
 	}
 	if err != nil {
 		conn.Close()
 		return nil, err
 	}
 	return conn, nil
+}
+
+// readAnswer returns the answer of ovs-vswitchd to a command, and closes the connection.
+func readAnswer(conn net.Conn) (string, error) {
+	defer conn.Close()
+	var answer struct {
+		Result string
+		Error  any
+	}
+	if err := json.NewDecoder(conn).Decode(&answer); err != nil {
+		return "", fmt.Errorf("read answer of ovs-vswitchd: %w", err)
+	}
+	if answer.Error != nil {
+		return "", fmt.Errorf("ovs-vswitchd: %v", answer.Error)
+	}
+	return answer.Result, nil
 }

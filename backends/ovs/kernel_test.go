@@ -179,13 +179,14 @@ func TestRestartWritesNothing(t *testing.T) {
 	other.backend = b
 	other.mustPass(examples()...)
 	n.mustBe(before)
+	elapsed := time.Since(restarted).Seconds()
 	durations := regexp.MustCompile(`duration=([0-9.]+)s`).FindAllStringSubmatch(n.Ofctl(t, "dump-flows", "cookie=0x6b706e0000000000/-1")+n.Ofctl(t, "dump-group-stats"), -1)
 	if len(durations) < 60 {
 		t.Errorf("the switch lists %d times", len(durations))
 	}
 	for _, d := range durations {
-		if seconds, err := strconv.ParseFloat(d[1], 64); err != nil || seconds <= time.Since(restarted).Seconds() {
-			t.Errorf("a flow or group exists for %s s, and the restart was %s ago", d[1], time.Since(restarted))
+		if seconds, err := strconv.ParseFloat(d[1], 64); err != nil || seconds <= elapsed {
+			t.Errorf("a flow or group exists for %s s, and the restart was %.3f s ago", d[1], elapsed)
 		}
 	}
 }

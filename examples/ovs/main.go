@@ -82,7 +82,7 @@ func (a *agent) Sync(ctx context.Context, c *sink.Changes) error {
 // makeBridge makes the bridge, if it does not exist, and writes the agent's own flows. The
 // bridge's local port is the gateway of the pods.
 func (a *agent) makeBridge(ctx context.Context) error {
-	err := a.run(ctx, "", "ovs-vsctl", "--no-wait", "--db=unix:"+filepath.Join(a.runDir, "db.sock"),
+	err := a.run(ctx, "", "ovs-vsctl", "--timeout=10", "--no-wait", "--db=unix:"+filepath.Join(a.runDir, "db.sock"),
 		"--may-exist", "add-br", a.bridge, "--", "set", "bridge", a.bridge, "fail_mode=secure",
 		fmt.Sprintf("other_config:hwaddr=%q", mac(a.gateway())))
 	if err != nil {

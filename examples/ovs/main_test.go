@@ -13,6 +13,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"slices"
+	"sync"
 	"testing"
 	"time"
 
@@ -38,7 +39,8 @@ func TestPodsReachServices(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer func() { agent.Process.Kill(); <-ended }()
+	kill := sync.OnceFunc(func() { agent.Process.Kill(); <-ended })
+	defer kill()
 	reached := func() bool { return both(pods[0]) && both(pods[1]) }
 	ovstest.Await(t, "pods reach the service", reached)
 
@@ -46,7 +48,7 @@ func TestPodsReachServices(t *testing.T) {
 	s.StartDaemon(t)
 	ovstest.Await(t, "pods reach the service after a restart of the switch", reached)
 
-	agent.Process.Kill()
+	kill()
 	if !reached() {
 		t.Error("pods do not reach the service without the agent")
 	}

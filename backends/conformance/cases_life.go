@@ -121,7 +121,7 @@ var lifeCases = []testCase{
 			}
 		}
 		s.publish()
-		// Nobody waits until the second instance has programmed its services.
+		// Publishing waits for the first instance only.
 		s.eventually(func() { s.mustReach(s.outside, headless.externalIP(), s.c) })
 		for _, to := range other.externalAddresses() {
 			s.eventually(func() { s.mustMasquerade(s.outside, to, s.b, s.e) })

@@ -402,31 +402,37 @@ func (d *dataplane) sync(ctx context.Context, c *sink.Changes) error {
 			return nil
 		})
 	}
-	if c.Last {
-		d.leftovers.Exist = len(c.Failing)+len(failed) > 0
-		if !d.leftovers.Exist {
-			d.touchUnwanted(common)
-		}
+	if c.Last && len(c.Failing)+len(failed) == 0 {
+		units = append(units, d.unwanted())
 	}
 	err := d.commit(ctx, units...)
 	var refused *openflow.Refused
 	if errors.As(err, &refused) {
-		// Find the services that cause the error. Flows and groups that no plan wants are
-		// deleted last, because other services may still use them.
+		// Find the services that cause the error. The last unit deletes flows and groups that no
+		// plan wants. Failed services may still use them.
 		err = nil
 		for _, u := range units {
+			if u != common && u.key == nodeKey && len(failed) > 0 {
+				break
+			}
 			switch unitErr := d.commit(ctx, u); {
 			case unitErr == nil:
-			case !errors.As(unitErr, &refused), u == common:
+			case !errors.As(unitErr, &refused), u.key == nodeKey:
 				return d.lost(unitErr)
 			default:
 				failed.Add(u.key, unitErr)
-				d.leftovers.Exist = true
 			}
 		}
 	}
 	if err != nil {
 		return d.lost(err)
+	}
+	failing := len(c.Failing)+len(failed) > 0
+	if c.Last {
+		d.leftovers.Exist = failing
+		d.leftovers.RecordPass(time.Now(), failing)
+	} else if len(failed) > 0 {
+		d.leftovers.Exist = true
 	}
 	return failed.Err()
 }
@@ -437,8 +443,9 @@ func (d *dataplane) lost(err error) error {
 	return fmt.Errorf("%w (%w)", err, sink.ErrStartOver)
 }
 
-// touchUnwanted adds all flows and groups to a unit that no plan wants.
-func (d *dataplane) touchUnwanted(u *unit) {
+// unwanted returns a unit that deletes all flows and groups that no plan wants.
+func (d *dataplane) unwanted() *unit {
+	u := newUnit(nodeKey)
 	for key := range d.flows {
 		if d.wantedFlows[key] == nil {
 			u.touched.flows[key] = true
@@ -449,6 +456,7 @@ func (d *dataplane) touchUnwanted(u *unit) {
 			u.touched.groups[id] = true
 		}
 	}
+	return u
 }
 
 // compare compares the switch with the plans and repairs differences.

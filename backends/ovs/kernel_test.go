@@ -329,11 +329,31 @@ func TestServiceWithoutRoomForGroupsFailsAlone(t *testing.T) {
 	if groups := n.Ofctl(t, "dump-groups"); !strings.Contains(groups, "10.244.2.1") || strings.Contains(groups, "10.244.2.2") {
 		t.Errorf("want only the endpoint of service a:\n%s", groups)
 	}
+	if err := n.backend.Verify(t.Context()); err != nil {
+		t.Errorf("Verify requests a new pass immediately, although a service still fails: %v", err)
+	}
 	full.Store(false)
 	n.mustSync(b)
 	n.mustMatch()
 	if groups := n.Ofctl(t, "dump-groups"); !strings.Contains(groups, "10.244.2.2") {
 		t.Errorf("the endpoint of service b is missing:\n%s", groups)
+	}
+
+	// In a pass, a service that fails keeps its flows.
+	n.mustSync(view("b", "10.96.0.2", []string{"10.244.2.3"}))
+	full.Store(true)
+	moved := view("b", "10.96.0.9", []string{"10.244.2.2", "10.244.2.3"})
+	err = n.sync(sink.Changes{First: true, Last: true, NodeChanged: true}, "", a, moved)
+	if failed, ok := sink.Acknowledged(err); !ok || len(failed) != 1 || failed[key("b")] == nil {
+		t.Fatalf("error %v, want that only service b fails", err)
+	}
+	if flows := n.Flows(t); !strings.Contains(flows, "nw_dst=10.96.0.2,") {
+		t.Errorf("service b has lost its flows:\n%s", flows)
+	}
+	full.Store(false)
+	n.mustPass(a, moved)
+	if flows := n.Flows(t); strings.Contains(flows, "nw_dst=10.96.0.2,") || !strings.Contains(flows, "nw_dst=10.96.0.9,") {
+		t.Errorf("service b has not moved:\n%s", flows)
 	}
 }
 

@@ -283,16 +283,26 @@ func take(b []byte, n int) (first, rest []byte, err error) {
 	return b[:n], b[n:], nil
 }
 
+// takeEntry returns the first entry of a list, which begins with its size, and the rest.
+// The entry has at least the size fixed.
+func takeEntry(b []byte, fixed int) (entry, rest []byte, err error) {
+	if len(b) < fixed {
+		return nil, nil, errTruncated
+	}
+	entry, rest, err = take(b, int(binary.BigEndian.Uint16(b)))
+	if err == nil && len(entry) < fixed {
+		err = errTruncated
+	}
+	return entry, rest, err
+}
+
 // parseFlows appends the flows of a listing.
 func parseFlows(flows []Flow, b []byte) ([]Flow, error) {
 	const fixed = 24
 	for len(b) > 0 {
-		if len(b) < fixed {
-			return nil, errTruncated
-		}
-		entry, rest, err := take(b, int(binary.BigEndian.Uint16(b)))
-		if err != nil || len(entry) < fixed {
-			return nil, errTruncated
+		entry, rest, err := takeEntry(b, fixed)
+		if err != nil {
+			return nil, err
 		}
 		b = rest
 		f := Flow{
@@ -335,12 +345,9 @@ func takeTLV(b []byte) (value, rest []byte, err error) {
 func parseGroups(groups []Group, b []byte) ([]Group, error) {
 	const fixed = 16
 	for len(b) > 0 {
-		if len(b) < fixed {
-			return nil, errTruncated
-		}
-		entry, rest, err := take(b, int(binary.BigEndian.Uint16(b)))
-		if err != nil || len(entry) < fixed {
-			return nil, errTruncated
+		entry, rest, err := takeEntry(b, fixed)
+		if err != nil {
+			return nil, err
 		}
 		b = rest
 		g := Group{ID: binary.BigEndian.Uint32(entry[4:])}
@@ -353,12 +360,9 @@ func parseGroups(groups []Group, b []byte) ([]Group, error) {
 		}
 		for len(buckets) > 0 {
 			const fixed = 8
-			if len(buckets) < fixed {
-				return nil, errTruncated
-			}
-			bucket, rest, err := take(buckets, int(binary.BigEndian.Uint16(buckets)))
-			if err != nil || len(bucket) < fixed {
-				return nil, errTruncated
+			bucket, rest, err := takeEntry(buckets, fixed)
+			if err != nil {
+				return nil, err
 			}
 			actions, _, err := take(bucket[fixed:], int(binary.BigEndian.Uint16(bucket[2:])))
 			if err != nil {

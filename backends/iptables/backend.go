@@ -149,11 +149,7 @@ func (b *Backend) removeStale(ctx context.Context) {
 
 // newRulesets returns a ruleset for each family that the kernel has.
 func (b *Backend) newRulesets(flavour Flavour, ipset string) (list []*ruleset, err error) {
-	var nft *netfilter.Conn
-	transactions := new(uint32)
-	if flavour == NFT {
-		nft = netfilter.NewConn(b.opts.NetNS)
-	}
+	conn, transactions := netfilter.NewConn(b.opts.NetNS), new(uint32)
 	for _, family := range families {
 		if family == api.IPv6 {
 			var statErr error
@@ -168,7 +164,7 @@ func (b *Backend) newRulesets(flavour Flavour, ipset string) (list []*ruleset, e
 		if err != nil {
 			return nil, err
 		}
-		run.nft, run.transactions = nft, transactions
+		run.conn, run.transactions = conn, transactions
 		list = append(list, &ruleset{renderer: renderer{opts: &b.opts, family: family}, run: run})
 	}
 	return list, nil
@@ -195,9 +191,7 @@ func (b *Backend) Stop(ctx context.Context) error {
 func (b *Backend) closeConns() error {
 	var errs []error
 	for _, t := range b.rulesets {
-		if t.run.nft != nil {
-			errs = append(errs, t.run.nft.Close())
-		}
+		errs = append(errs, t.run.conn.Close())
 	}
 	return errors.Join(errs...)
 }

@@ -1190,7 +1190,7 @@ func TestIPSetFailsOnce(t *testing.T) {
 	b := start(t, ns, variant{NFT, false})
 	run := b.rulesets[0].run
 	failed := filepath.Join(t.TempDir(), "failed")
-	replaceProgram(t, &run.ipset, `[ "$1" != save ] || [ -e `+failed+` ] && exec %s "$@"; touch `+failed+`; exit 1`)
+	replaceProgram(t, &run.ipset, `[ "$1" != restore ] || [ -e `+failed+` ] && exec %s "$@"; touch `+failed+`; exit 1`)
 	mustSync(t, b, pass(everything()...))
 	if _, err := os.Stat(failed); err != nil {
 		t.Fatal("ipset did not fail")

@@ -219,6 +219,31 @@ func TestDeletedSetIsRepaired(t *testing.T) {
 	}
 }
 
+// Elements that other programs have added may have any protocol.
+func TestForeignElementsAreRemoved(t *testing.T) {
+	ns := netnstest.New(t)
+	b := start(t, ns, variant{NFT, false})
+	mustSync(t, b, pass(everything()...))
+	want := saveAll(t, ns, NFT)
+	ns.RunWith(t, `add KPNG-DROP4 10.0.0.1,tcp:80
+add KPNG-DROP4 10.0.0.1,udp:53
+add KPNG-DROP4 10.0.0.1,sctp:65535
+add KPNG-DROP4 10.0.0.1,icmp:3/4
+add KPNG-DROP4 10.0.0.1,gre:0
+add KPNG-DROP6 2001:db8::1,ipv6-icmp:1/0
+add KPNG-DROP6 ::ffff:10.0.0.1,tcp:1
+add KPNG-HAIRPIN6 2001:db8::1,udp:53,::1
+add KPNG-CLUSTERIPS4 255.255.255.255
+`, "ipset", "restore")
+	if err := verify(t, b); !errors.Is(err, sink.ErrStartOver) {
+		t.Errorf("Verify returned %v", err)
+	}
+	mustSync(t, b, pass(everything()...))
+	if diff := cmp.Diff(want, saveAll(t, ns, NFT)); diff != "" {
+		t.Errorf("not repaired (-before +after):\n%s", diff)
+	}
+}
+
 func TestChangeWritesOnlyItsService(t *testing.T) {
 	eachVariant(t, func(t *testing.T, ns *netnstest.Namespace, v variant) {
 		b := start(t, ns, v)

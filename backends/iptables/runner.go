@@ -12,13 +12,11 @@ import (
 	"os"
 	"os/exec"
 	"regexp"
-	"slices"
 	"strconv"
 	"strings"
 	"time"
 
 	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/backends/internal/kernelnode"
 	"github.com/kpng-project/kpng/backends/internal/netfilter"
 	"github.com/kpng-project/kpng/backends/internal/netns"
 )
@@ -32,7 +30,7 @@ type runner struct {
 	family                      api.Family
 	lockWait                    time.Duration
 	netNS                       int
-	nft                         *netfilter.Conn // nil in flavour legacy; the runners of both families share it
+	conn                        *netfilter.Conn // the runners of both families share it
 	restored                    func(lines int, err error)
 	// transactions is the number of transactions of iptables-restore. The runners of both
 	// families share it, because they share the generation of nf_tables.
@@ -52,29 +50,6 @@ func programName(flavour Flavour, family api.Family, action string) string {
 		name += "-" + action
 	}
 	return name
-}
-
-// errNoSets means that the node cannot use sets.
-var errNoSets = errors.New("sets cannot be used")
-
-// findIPSet returns the path of the program ipset. Its error wraps [errNoSets] if ipset
-// is not installed, or if ipset cannot list sets, usually because the kernel lacks ip_set.
-func findIPSet(ctx context.Context, netNS int) (string, error) {
-	path, err := findProgram("ipset", "ipset")
-	if errors.Is(err, exec.ErrNotFound) {
-		return "", fmt.Errorf("%w: %w", errNoSets, err)
-	}
-	if err != nil {
-		return "", err
-	}
-	r := &runner{netNS: netNS}
-	if _, err := r.command(ctx, "", path, "list", "-name"); err != nil {
-		if ctx.Err() != nil {
-			return "", err
-		}
-		return "", fmt.Errorf("%w: %w", errNoSets, err)
-	}
-	return path, nil
 }
 
 // findProgram returns the path of a program. The error names the Debian package that
@@ -141,123 +116,6 @@ func isIncompatible(text string) bool {
 		}
 	}
 	return false
-}
-
-// maxElements limits the elements of each set. A set uses memory only for its present
-// elements.
-const maxElements = 1 << 20
-
-// createLine returns the line that creates a set. If an equal set exists, the line does
-// nothing.
-func (r *runner) createLine(name, setType string) string {
-	familyName := map[api.Family]string{api.IPv4: "inet", api.IPv6: "inet6"}[r.family]
-	return fmt.Sprintf("create %s %s family %s maxelem %d -exist\n", name, setType, familyName, maxElements)
-}
-
-// createSets creates the sets that do not exist. The map sets has the type of each set.
-// If a set exists with other properties, ipset refuses to create it, and createSets
-// returns a [kernelnode.Difference].
-func (r *runner) createSets(ctx context.Context, sets map[string]string) error {
-	var input strings.Builder
-	for name, setType := range sets {
-		input.WriteString(r.createLine(name, setType))
-	}
-	_, err := r.command(ctx, input.String(), r.ipset, "restore")
-	var failed *programError
-	if errors.As(err, &failed) {
-		return kernelnode.Differs("sets cannot be created: %v", failed)
-	}
-	return err
-}
-
-// replaceSets is like createSets, but replaces the sets that have other properties. It
-// creates a new set and swaps it with the old one, because the kernel does not delete a
-// set in use. The new sets have the elements of the old ones, unless the kernel refuses
-// these elements.
-func (r *runner) replaceSets(ctx context.Context, sets map[string]string) error {
-	var d kernelnode.Difference
-	if err := r.createSets(ctx, sets); !errors.As(err, &d) {
-		return err
-	}
-	for name, setType := range sets {
-		if _, err := r.command(ctx, r.createLine(name, setType), r.ipset, "restore"); err == nil {
-			continue
-		}
-		elements, err := r.elements(ctx, name)
-		if err != nil {
-			return err
-		}
-		other := name + "NEW"
-		var copied strings.Builder
-		for _, e := range elements {
-			fmt.Fprintf(&copied, "add %s %s\n", other, e)
-		}
-		for _, lines := range []string{copied.String(), ""} {
-			r.command(ctx, "", r.ipset, "destroy", other) // a failed attempt or an earlier process may have left this set
-			input := r.createLine(other, setType) + lines + fmt.Sprintf("swap %s %s\n", name, other)
-			if _, err = r.command(ctx, input, r.ipset, "restore"); err == nil {
-				break
-			}
-		}
-		r.command(ctx, "", r.ipset, "destroy", other)
-		if err != nil {
-			return fmt.Errorf("replace set %s: %w (kpng cleanup iptables removes it)", name, err)
-		}
-	}
-	return nil
-}
-
-// changeSets adds or deletes elements. Each item of list has the form "SET ELEMENT".
-func (r *runner) changeSets(ctx context.Context, action string, list []string) error {
-	if len(list) == 0 {
-		return nil
-	}
-	slices.Sort(list)
-	var input strings.Builder
-	for _, item := range list {
-		fmt.Fprintf(&input, "%s %s -exist\n", action, item)
-	}
-	_, err := r.command(ctx, input.String(), r.ipset, "restore")
-	return err
-}
-
-// elements returns the elements of a set.
-func (r *runner) elements(ctx context.Context, name string) (list []string, err error) {
-	text, err := r.command(ctx, "", r.ipset, "save", name)
-	for line := range strings.Lines(text) {
-		if fields := strings.Fields(line); len(fields) > 2 && fields[0] == "add" {
-			list = append(list, fields[2])
-		}
-	}
-	return list, err
-}
-
-// destroyWait limits the wait for the kernel to release a set.
-const destroyWait = 5 * time.Second
-
-// destroySets destroys the sets whose names isOwn accepts. In flavour nft, the kernel
-// releases the sets of deleted rules some time later, so destroySets waits for each set.
-func (r *runner) destroySets(ctx context.Context, isOwn func(string) bool) error {
-	names, err := r.command(ctx, "", r.ipset, "list", "-name")
-	if err != nil {
-		return err
-	}
-	var errs []error
-	for _, name := range strings.Fields(names) {
-		if !isOwn(name) {
-			continue
-		}
-		begin := time.Now()
-		for {
-			_, err := r.command(ctx, "", r.ipset, "destroy", name)
-			if err == nil || !strings.Contains(err.Error(), "in use") || time.Since(begin) > destroyWait {
-				errs = append(errs, err)
-				break
-			}
-			time.Sleep(20 * time.Millisecond)
-		}
-	}
-	return errors.Join(errs...)
 }
 
 // programError is the error of a program that refused to do its work.

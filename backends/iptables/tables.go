@@ -129,10 +129,10 @@ func deleteIfEmpty(ctx context.Context, c *netfilter.Conn, nfproto byte, table s
 // generation returns a number that changes with each change of rules in flavour nft. It
 // returns 0 in flavour legacy, which has no such number.
 func (r *runner) generation(ctx context.Context) (uint32, error) {
-	if r.nft == nil {
+	if r.flavour == Legacy {
 		return 0, nil
 	}
-	return r.nft.Generation(ctx)
+	return r.conn.Generation(ctx)
 }
 
 // baseChains are the base chains of iptables in tables nat and filter.

@@ -161,8 +161,10 @@ func (l *localAddresses) route(addr netip.Addr) *netlink.Route {
 	}
 }
 
+// add makes an address local. If the address has a route with a source, add replaces the
+// route.
 func (l *localAddresses) add(addr netip.Addr) error {
-	if err := l.handle.RouteAdd(l.route(addr)); err != nil && !errors.Is(err, unix.EEXIST) {
+	if err := l.handle.RouteReplace(l.route(addr)); err != nil {
 		return fmt.Errorf("make %s local: %w", addr, err)
 	}
 	return nil
@@ -226,7 +228,8 @@ func (l *localAddresses) connectedSockets() (n int, err error) {
 				return 0, fmt.Errorf("list sockets: %w", err)
 			}
 			for _, s := range sockets {
-				if addr, _ := netip.AddrFromSlice(s.ID.Source); s.State == netlink.TCP_ESTABLISHED && addrs[addr.Unmap()] {
+				addr, _ := netip.AddrFromSlice(s.ID.Source)
+				if _, own := addrs[addr.Unmap()]; own && s.State == netlink.TCP_ESTABLISHED {
 					n++
 				}
 			}
@@ -235,7 +238,8 @@ func (l *localAddresses) connectedSockets() (n int, err error) {
 	return n, nil
 }
 
-// list returns the addresses for which the instance's interface has routes.
+// list returns the addresses for which the instance's interface has routes. The value is
+// false if the route has a source, see useNodeSource.
 func (l *localAddresses) list() (map[netip.Addr]bool, error) {
 	all := map[netip.Addr]bool{}
 	for _, family := range []int{netlink.FAMILY_V4, netlink.FAMILY_V6} {
@@ -249,7 +253,7 @@ func (l *localAddresses) list() (map[netip.Addr]bool, error) {
 		}
 		for i := range routes {
 			if addr, ok := netip.AddrFromSlice(routes[i].Dst.IP); ok {
-				all[addr.Unmap()] = true
+				all[addr.Unmap()] = routes[i].Src == nil
 			}
 		}
 	}

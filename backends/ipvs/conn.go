@@ -47,6 +47,9 @@ type settings struct {
 	// flags are the flags of the virtual server, except those for persistence and for a
 	// property that the kernel sets itself.
 	flags uint32
+	// edited is true if the virtual server has another mask of clients than the method set
+	// selects.
+	edited bool
 }
 
 // owner returns the flags that identify an instance. The kernel has no names of virtual
@@ -73,6 +76,9 @@ func fallbackFlag(scheduler string) uint32 {
 type destination struct {
 	// weight is 0 if the destination gets no new connections.
 	weight uint32
+	// edited is true if the destination has another forwarding method or other thresholds
+	// than the method setDestination selects.
+	edited bool
 	// connections is the number of connections in all states.
 	connections uint32
 	// established is the number of established connections. It does not count UDP.
@@ -92,6 +98,8 @@ const (
 	destLower, destActive, destInactive, destFam          = 6, 7, 8, 11
 
 	flagPersistent, flagHashed, flagScheduler1 = 1, 2, 8
+
+	methodMasquerade, methodMask = 0, 7 // masquerading is IPVS's name for translation
 
 	controlFamily, getFamily, controlVersion = 0x10, 3, 1
 	controlFamilyID, controlFamilyName       = 1, 2
@@ -267,7 +275,7 @@ func (c *conn) setDestination(id serverID, at netip.AddrPort, create bool, weigh
 	}
 	_, err := c.request(command, netlink.Acknowledge, id, nil, func(e *netlink.AttributeEncoder) {
 		encodeDestination(e, at)
-		e.Uint32(destMethod, 0) // masquerading, which is IPVS's name for translation
+		e.Uint32(destMethod, methodMasquerade)
 		e.Uint32(destWeight, weight)
 		e.Uint32(destUpper, 0)
 		e.Uint32(destLower, 0)
@@ -358,6 +366,10 @@ func (c *conn) readDestinations(id serverID, s *server) error {
 							port = decodePort(d.Bytes())
 						case destWeight:
 							to.weight = d.Uint32()
+						case destMethod:
+							to.edited = to.edited || d.Uint32()&methodMask != methodMasquerade
+						case destUpper, destLower:
+							to.edited = to.edited || d.Uint32() != 0
 						case destActive:
 							to.established = d.Uint32()
 							to.connections += to.established
@@ -385,7 +397,7 @@ func decodeServer(d *netlink.AttributeDecoder) (id serverID, s *server, ok bool)
 		d.Nested(func(d *netlink.AttributeDecoder) error {
 			var family, port uint16
 			var addr []byte
-			var flags uint32
+			var flags, mask uint32
 			for d.Next() {
 				switch d.Type() {
 				case svcFamily:
@@ -408,14 +420,18 @@ func decodeServer(d *netlink.AttributeDecoder) (id serverID, s *server, ok bool)
 					}
 				case svcTimeout:
 					s.persistence = d.Uint32()
+				case svcNetmask:
+					mask = d.Uint32()
 				}
 			}
-			if flags&flagPersistent == 0 {
-				s.persistence = 0
-			}
-			s.flags = flags &^ (flagPersistent | flagHashed)
 			var a netip.Addr
 			a, ok = decodeAddr(family == unix.AF_INET, addr)
+			if flags&flagPersistent == 0 {
+				s.persistence = 0
+			} else {
+				s.edited = mask != hostMask(a)
+			}
+			s.flags = flags &^ (flagPersistent | flagHashed)
 			id.AddrPort = netip.AddrPortFrom(a, port)
 			return nil
 		})

@@ -38,7 +38,8 @@ type dataplane struct {
 	known bool
 	// servers are the virtual servers of this instance. Their flags identify the instance.
 	servers map[serverID]*server
-	// The field elements has the elements of the table, and routes has the local addresses.
+	// The field elements has the elements of the table, and routes has the local addresses as
+	// localAddresses.list returns them.
 	elements map[element]bool
 	routes   map[netip.Addr]bool
 
@@ -123,7 +124,44 @@ func (d *dataplane) begin(ctx context.Context) (err error) {
 			d.earlier[group] = append(d.earlier[group], e)
 		}
 	}
+	if err := d.refuseWithoutServers(ctx); err != nil {
+		return err
+	}
 	d.known = true
+	return nil
+}
+
+// refuseWithoutServers removes the elements of the table that let packets pass to virtual
+// servers that do not exist. These packets would reach programs of the node. Another
+// program may have deleted the virtual servers while kpng did not run.
+func (d *dataplane) refuseWithoutServers(ctx context.Context) error {
+	var remove []element
+	for e := range d.elements {
+		if !d.awaitsServer(e, nil) {
+			continue
+		}
+		if ctx.Err() != nil {
+			return context.Cause(ctx)
+		}
+		id := e.server()
+		if e.set.kind == redirects {
+			id = e.target()
+		}
+		s, err := d.conn.read(id) // the listing may have omitted it
+		if err != nil {
+			return err
+		}
+		if d.owns(id, s) {
+			d.servers[id] = s
+		} else {
+			remove = append(remove, e)
+		}
+	}
+	for chunk := range slices.Chunk(remove, d.table.maxElements) {
+		if err := d.changeTable(chunk, nil); err != nil {
+			return err
+		}
+	}
 	return nil
 }
 
@@ -512,7 +550,7 @@ func (d *dataplane) tryServer(id serverID) error {
 		}
 	}
 	for _, at := range w.endpoints {
-		if to, ok := s.destinations[at]; !ok || to.weight != weight {
+		if to, ok := s.destinations[at]; !ok || to.edited || to.weight != weight {
 			errs = append(errs, d.setDestination(id, s, at, weight))
 		}
 	}
@@ -543,7 +581,7 @@ func (d *dataplane) setDestination(id serverID, s *server, at netip.AddrPort, we
 	if err := d.conn.setDestination(id, at, !ok, weight); err != nil {
 		return err
 	}
-	to.weight = weight
+	to.weight, to.edited = weight, false
 	s.destinations[at] = to
 	return nil
 }
@@ -581,7 +619,7 @@ func (d *dataplane) deleteUnused() error {
 	var before, after []element // frontends whose virtual servers are deleted before or after the elements
 	for e := range d.unused {
 		switch {
-		case e.set.kind == addresses && d.routes[e.addr()]:
+		case e.set.kind == addresses && d.hasRoute(e.addr()):
 			if err := d.local.remove(e.addr()); err != nil {
 				errs, kept[e] = append(errs, err), true
 				continue
@@ -616,6 +654,12 @@ func (d *dataplane) deleteUnused() error {
 	deleteServers(after)
 	maps.DeleteFunc(d.unused, func(e element, _ bool) bool { return !kept[e.group()] })
 	return errors.Join(errs...)
+}
+
+// hasRoute reports whether the instance has made an address local, with any source.
+func (d *dataplane) hasRoute(addr netip.Addr) bool {
+	_, ok := d.routes[addr]
+	return ok
 }
 
 // deleteServer deletes a virtual server of this instance if it exists. If the pass's

@@ -6,6 +6,7 @@ package ipvs
 
 import (
 	"context"
+	"encoding/binary"
 	"errors"
 	"fmt"
 	"io"
@@ -18,6 +19,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/google/go-cmp/cmp"
 	"github.com/google/nftables"
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/backends/internal/kernelnode"
@@ -25,6 +27,7 @@ import (
 	"github.com/kpng-project/kpng/internal/netnstest"
 	"github.com/kpng-project/kpng/sink"
 	"github.com/kpng-project/kpng/sink/sinktest"
+	"github.com/mdlayher/netlink"
 	"golang.org/x/sys/unix"
 	"k8s.io/apimachinery/pkg/types"
 )
@@ -59,6 +62,7 @@ func TestKernel(t *testing.T) {
 	t.Run("a removed endpoint stays until its connections end", testGracefulRemoval)
 	t.Run("clean-up leaves the namespace as it was", testCleanup)
 	t.Run("clean-up waits for connections if that is requested", testDrain)
+	t.Run("a new process undoes an interrupted clean-up", testInterruptedDrain)
 	t.Run("an address that the machine gets or loses", testMachineAddress)
 	t.Run("a restart deletes what the process before it left", testRestart)
 	t.Run("elements of failing services are not pruned", testFailingServicesAreNotPruned)
@@ -229,9 +233,39 @@ func testRepair(t *testing.T) {
 		"endpoint deleted":       func() error { return d.conn.deleteDestination(web, first) },
 		"weight changed":         func() error { return d.conn.setDestination(web, first, false, 0) },
 		"endpoint added":         func() error { return d.conn.setDestination(web, other, true, 1) },
-		"table deleted":          d.table.delete,
-		"element deleted":        func() error { return d.table.change([]element{web.element()}, nil) },
-		"rules deleted":          func() error { d.table.nft.FlushTable(d.table.table()); return d.table.nft.Flush() },
+		"method changed": func() error {
+			_, err := d.conn.request(setDest, netlink.Acknowledge, web, nil, func(e *netlink.AttributeEncoder) {
+				encodeDestination(e, first)
+				e.Uint32(destMethod, 3) // direct routing
+				e.Uint32(destWeight, 1)
+				e.Uint32(destUpper, 0)
+				e.Uint32(destLower, 0)
+			})
+			return err
+		},
+		"threshold changed": func() error {
+			_, err := d.conn.request(setDest, netlink.Acknowledge, web, nil, func(e *netlink.AttributeEncoder) {
+				encodeDestination(e, first)
+				e.Uint32(destMethod, methodMasquerade)
+				e.Uint32(destWeight, 1)
+				e.Uint32(destUpper, 10)
+				e.Uint32(destLower, 0)
+			})
+			return err
+		},
+		"mask of clients changed": func() error {
+			_, err := d.conn.request(setService, netlink.Acknowledge, web, func(e *netlink.AttributeEncoder) {
+				e.String(svcScheduler, "rr")
+				flags := d.planner.owner | flagPersistent
+				e.Bytes(svcFlags, binary.NativeEndian.AppendUint32(binary.NativeEndian.AppendUint32(nil, flags), ^uint32(0)))
+				e.Uint32(svcTimeout, 90)
+				e.Uint32(svcNetmask, 0x00ffffff)
+			}, nil)
+			return err
+		},
+		"table deleted":   d.table.delete,
+		"element deleted": func() error { return d.table.change([]element{web.element()}, nil) },
+		"rules deleted":   func() error { d.table.nft.FlushTable(d.table.table()); return d.table.nft.Flush() },
 		"chain added": func() error {
 			d.table.nft.AddRule(&nftables.Rule{Table: d.table.table(), Chain: d.table.chains()[0].Chain})
 			return d.table.nft.Flush()
@@ -254,6 +288,10 @@ func testRepair(t *testing.T) {
 			t.Fatal(err)
 		}
 		n.mustHave(want)
+		s, err := d.conn.read(web)
+		if err != nil || s.edited || s.destinations[first].edited {
+			t.Errorf("%s: the virtual server is %+v (%v)", name, s, err)
+		}
 		if elements, err := d.table.read(t.Context()); err != nil || !maps.Equal(elements, d.elements) || !elements[web.element()] {
 			t.Errorf("%s: the table has %d elements (%v), want %d", name, len(elements), err, len(d.elements))
 		}
@@ -825,6 +863,10 @@ func testRefusedWithoutServer(t *testing.T) {
 		}
 	}
 	n.restart()
+	if err := n.deliver(&sink.Changes{First: true, NodeChanged: true}); err != nil { // the pass has not delivered the service yet
+		t.Fatal(err)
+	}
+	refused("10.96.0.1:80", "203.0.113.1:80")
 	fails(n.pass(bad))
 	n.mustHave()
 	refused("10.96.0.1:80", "203.0.113.1:80")
@@ -986,6 +1028,26 @@ func testDrain(t *testing.T) {
 		t.Fatal(err)
 	}
 	n.mustHave()
+}
+
+func testInterruptedDrain(t *testing.T) {
+	n := newNode(t)
+	n.ns.Add(t, "lo", "198.51.100.1/32")
+	n.ns.Run(t, "ip", "route", "add", "default", "dev", "lo", "src", "198.51.100.1")
+	n.mustPass(view([]string{"10.1.0.1"}, nil))
+	before := n.inventory()
+	if err := n.dataplane.local.useNodeSource(); err != nil {
+		t.Fatal(err)
+	}
+	if n.inventory() == before {
+		t.Fatal("the route has no source")
+	}
+	n.Stop(t.Context())
+	n.restart()
+	n.mustPass(view([]string{"10.1.0.1"}, nil))
+	if diff := cmp.Diff(before, n.inventory()); diff != "" {
+		t.Errorf("the node differs (-before +after):\n%s", diff)
+	}
 }
 
 func (n *node) inventory() string {

@@ -117,7 +117,7 @@ func (p *planner) plan(se *api.ServiceEndpoints) (*plan, error) {
 			addrs = p.nodePortAddrs
 		}
 		w := wanted{
-			settings:  settings{scheduler, uint32(f.Affinity / time.Second), p.owner | fallbackFlag(scheduler)},
+			settings:  settings{scheduler: scheduler, persistence: uint32(f.Affinity / time.Second), flags: p.owner | fallbackFlag(scheduler)},
 			endpoints: endpointsOf(f), existing: existing(se, f),
 		}
 		external := f.Kind == nodeview.ExternalIP || f.Kind == nodeview.LoadBalancerIP

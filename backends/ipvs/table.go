@@ -11,6 +11,7 @@ import (
 	"fmt"
 	"hash/fnv"
 	"slices"
+	"time"
 
 	"github.com/google/nftables"
 	"github.com/google/nftables/expr"
@@ -66,11 +67,15 @@ const (
 	elementSize = 256
 	// maxChunk limits the elements of a netlink message, which must be below 64 KiB.
 	maxChunk = 400
+	// requestTimeout limits a request to nf_tables. Some answers of the kernel end no request,
+	// for example if a kernel without nf_tables refuses a transaction as a whole.
+	requestTimeout = 2 * time.Minute
 )
 
 func newTable(opts *Options, socketBuffer int) (*table, error) {
 	nft, err := nftables.New(nftables.WithNetNSFd(opts.NetNS), nftables.WithSockOptions(func(c *netlink.Conn) error {
-		return errors.Join(c.SetWriteBuffer(socketBuffer), c.SetReadBuffer(socketBuffer))
+		// Each request has a socket of its own.
+		return errors.Join(c.SetWriteBuffer(socketBuffer), c.SetReadBuffer(socketBuffer), c.SetReadDeadline(time.Now().Add(requestTimeout)))
 	}))
 	if err != nil {
 		return nil, fmt.Errorf("open a netlink socket: %w", err)
@@ -214,31 +219,27 @@ func comment(rule []expr.Any) []byte {
 // errChanged means that another program or another version of kpng has changed the table.
 var errChanged = errors.New("the chains are not as this version makes them")
 
-// read returns all elements of the table. If the chains differ from those of this
-// version, it returns the elements and errChanged. It stops when ctx ends.
+// read returns all elements of the table. If the sets or chains differ from those of this
+// version, or if an element has the wrong size, it returns the other elements and
+// errChanged. It stops when ctx ends.
 func (t *table) read(ctx context.Context) (map[element]bool, error) {
 	all := map[element]bool{}
 	var changed error
-	tables, err := t.nft.ListTablesOfFamily(nftables.TableFamilyINet)
-	if err != nil {
-		return nil, fmt.Errorf("list tables: %w", explain(err))
-	}
-	if !slices.ContainsFunc(tables, func(other *nftables.Table) bool { return other.Name == t.name }) {
+	if exists, err := t.exists(); err != nil {
+		return nil, err
+	} else if !exists {
 		return all, errChanged
-	}
-	sets, err := t.nft.GetSets(t.table())
-	if err != nil {
-		return nil, fmt.Errorf("list the sets of table inet %s: %w", t.name, err)
 	}
 	for _, id := range allSets() {
 		if ctx.Err() != nil {
 			return nil, context.Cause(ctx)
 		}
 		want := id.set(t.table())
-		i := slices.IndexFunc(sets, func(s *nftables.Set) bool {
-			return s.Name == want.Name && s.KeyType.GetNFTMagic() == want.KeyType.GetNFTMagic()
-		})
-		if i < 0 {
+		set, err := t.nft.GetSetByName(want.Table, want.Name)
+		if err != nil && isErrno(err) && !errors.Is(err, unix.ENOENT) {
+			return nil, fmt.Errorf("read set %s of table inet %s: %w", want.Name, t.name, err)
+		}
+		if err != nil || set.KeyType.GetNFTMagic() != want.KeyType.GetNFTMagic() {
 			changed = errChanged
 			continue
 		}
@@ -247,6 +248,10 @@ func (t *table) read(ctx context.Context) (map[element]bool, error) {
 			return nil, fmt.Errorf("read set %s of table inet %s: %w", want.Name, t.name, err)
 		}
 		for _, e := range list {
+			if len(e.Key) != int(want.KeyType.Bytes) || want.IsMap && len(e.Val) != int(want.DataType.Bytes) {
+				changed = errChanged
+				continue
+			}
 			all[element{id, string(e.Key), string(e.KeyEnd), string(e.Val)}] = true
 		}
 	}
@@ -269,6 +274,9 @@ func (t *table) exists() (bool, error) {
 	_, err := t.nft.ListTableOfFamily(t.name, nftables.TableFamilyINet)
 	if errors.Is(err, unix.ENOENT) {
 		return false, nil
+	}
+	if errors.Is(err, unix.EINVAL) { // the answer to a request for which the kernel has no module
+		err = fmt.Errorf("%w: %w", errNoTables, err)
 	}
 	if err != nil {
 		return false, fmt.Errorf("look for table inet %s: %w", t.name, explain(err))
@@ -344,6 +352,13 @@ func (t *table) change(remove, add []element) error {
 
 // delete deletes the table if it exists.
 func (t *table) delete() error {
+	exists, err := t.exists()
+	if errors.Is(err, errNoTables) || err == nil && !exists {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
 	t.nft.AddTable(t.table())
 	t.nft.DelTable(t.table())
 	if err := t.nft.Flush(); err != nil {
@@ -352,13 +367,16 @@ func (t *table) delete() error {
 	return nil
 }
 
+// errNoTables means that the kernel cannot have tables.
+var errNoTables = errors.New("the kernel lacks nf_tables (module nf_tables)")
+
 // explain adds the likely cause to errors of a kernel that cannot use nftables.
 func explain(err error) error {
 	switch {
 	case errors.Is(err, unix.EPERM):
 		return fmt.Errorf("%w (CAP_NET_ADMIN is missing)", err)
 	case errors.Is(err, unix.EPROTONOSUPPORT), errors.Is(err, unix.EOPNOTSUPP):
-		return fmt.Errorf("the kernel lacks nf_tables (module nf_tables): %w", err)
+		return fmt.Errorf("%w: %w", errNoTables, err)
 	default:
 		return err
 	}

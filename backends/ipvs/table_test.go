@@ -138,6 +138,36 @@ func TestChangedTableIsDetectedAndKeepsElements(t *testing.T) {
 	}
 }
 
+// Other programs may add elements and sets that this package cannot decode. A new table
+// has none of these.
+func TestForeignElementsAndSets(t *testing.T) {
+	for name, input := range map[string]string{
+		"an element for all keys": "add element inet kpng-ipvs frontends4 { * }",
+		"an unknown set":          "add set inet kpng-ipvs foreign { type cgroupsv2; }",
+		"a set of a foreign type": "flush table inet kpng-ipvs\ndelete set inet kpng-ipvs drops4\nadd set inet kpng-ipvs drops4 { type cgroupsv2; }",
+	} {
+		t.Run(name, func(t *testing.T) {
+			ns := netnstest.New(t)
+			table := testTable(t, ns, Options{})
+			want := map[element]bool{addressElement(netip.MustParseAddr("10.96.0.1")): true}
+			if err := table.create(want); err != nil {
+				t.Fatal(err)
+			}
+			ns.RunWith(t, input, "nft", "-f", "-")
+			elements, err := table.read(t.Context())
+			if err != nil && !errors.Is(err, errChanged) || !maps.Equal(elements, want) {
+				t.Fatalf("read returns %v, %v, want %v", elements, err, want)
+			}
+			if err := table.create(elements); err != nil {
+				t.Fatal(err)
+			}
+			if elements, err := table.read(t.Context()); err != nil || !maps.Equal(elements, want) {
+				t.Errorf("the new table has %v (%v), want %v", elements, err, want)
+			}
+		})
+	}
+}
+
 // TestTableOfAnySize checks that the backend recovers after another program has deleted a
 // large table, and that the backend can delete all elements.
 func TestTableOfAnySize(t *testing.T) {

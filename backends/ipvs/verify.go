@@ -9,7 +9,6 @@ import (
 	"errors"
 	"fmt"
 	"maps"
-	"net/netip"
 	"slices"
 	"time"
 
@@ -190,12 +189,7 @@ func equalServers(a, b *server) bool {
 	if a == nil || b == nil {
 		return a == b
 	}
-	weights := func(s *server) map[netip.AddrPort]uint32 {
-		w := make(map[netip.AddrPort]uint32, len(s.destinations))
-		for at, to := range s.destinations {
-			w[at] = to.weight
-		}
-		return w
-	}
-	return a.settings == b.settings && maps.Equal(weights(a), weights(b))
+	return a.settings == b.settings && maps.EqualFunc(a.destinations, b.destinations, func(a, b destination) bool {
+		return a.weight == b.weight && a.edited == b.edited
+	})
 }

@@ -9,6 +9,7 @@ import (
 	"testing"
 
 	"github.com/kpng-project/kpng/backends/conformance"
+	"github.com/kpng-project/kpng/backends/internal/backendtest"
 	"github.com/kpng-project/kpng/backends/nodeaddr"
 	"github.com/kpng-project/kpng/backends/userspace"
 	"github.com/kpng-project/kpng/sink"
@@ -23,7 +24,7 @@ func TestConformance(t *testing.T) {
 			NodePorts: nodeaddr.Selection{CIDRs: site.NodePortCIDRs},
 			PodCIDRs:  site.PodCIDRs,
 		})
-	}, conformance.Options{Unsupported: map[conformance.Feature]string{
+	}, conformance.Options{Patience: *backendtest.Patience, Unsupported: map[conformance.Feature]string{
 		conformance.SCTP:               "Go has no SCTP sockets",
 		conformance.AllPorts:           "a socket listens on one port",
 		conformance.SourceAddress:      "an endpoint sees the proxy as its client",

@@ -25,20 +25,27 @@ type Group struct {
 	dir string
 }
 
+const root = "/sys/fs/cgroup"
+
 var groups atomic.Int64
 
 // New creates a group and removes it when the test ends. It needs root.
 func New(t testing.TB) *Group {
 	t.Helper()
 	name := fmt.Sprintf("kpng-%d-%d", os.Getpid(), groups.Add(1))
-	dir := filepath.Join("/sys/fs/cgroup", name)
+	dir := filepath.Join(root, name)
 	own, err := os.ReadFile("/proc/self/cgroup")
 	if err != nil {
 		t.Fatal(err)
 	}
 	for line := range strings.Lines(string(own)) {
 		if parts := strings.SplitN(strings.TrimSpace(line), ":", 3); len(parts) == 3 && parts[1] == "memory" {
-			dir = filepath.Join("/sys/fs/cgroup/memory", parts[2], name)
+			dir = filepath.Join(root, "memory", parts[2], name)
+		}
+	}
+	if filepath.Dir(dir) == root { // cgroups v2
+		if err := os.WriteFile(filepath.Join(root, "cgroup.subtree_control"), []byte("+memory"), 0); err != nil {
+			t.Fatalf("enabling the memory controller: %v", err)
 		}
 	}
 	if err := os.Mkdir(dir, 0o755); err != nil {

@@ -17,7 +17,9 @@
 //
 //	CGO_ENABLED=0 go build -C test -o /tmp/kernel ./kernel
 //	CGO_ENABLED=0 go build -o /tmp/kpng ./cmd/kpng
-//	cd test && CGO_ENABLED=0 go test -timeout 1h -exec "/tmp/kernel -memory 6000 -silence 5m" -run xxx -bench '^Benchmark$' -benchtime 1x ./dataplane \
+//	go build -C test -o /tmp/programs/ go.etcd.io/etcd/server/v3 k8s.io/kubernetes/cmd/kube-apiserver k8s.io/kubernetes/cmd/kube-proxy
+//	cd test && KPNG_TEST_PROGRAMS=/tmp/programs CGO_ENABLED=0 go test -timeout 1h -exec "/tmp/kernel -memory 8000 -silence 5m" \
+//		-run xxx -bench '^Benchmark$' -benchtime 1x ./dataplane \
 //		-args -kpng /tmp/kpng -shapes 50x10 -changes 20 -connects 200 -proxies kpng-ipvs,kube-proxy-ipvs
 //
 // BenchmarkConnections compares connections through services with connections to their

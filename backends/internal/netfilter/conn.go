@@ -2,9 +2,9 @@
 
 //go:build linux
 
-// Package netfilter is a netlink client of the kernel's netfilter: nf_tables and
-// connection tracking. It manages the connection, encodes messages and decodes failures.
-// The meaning of the messages is up to its callers.
+// Package netfilter is a netlink client of the kernel's netfilter: nf_tables, connection
+// tracking and the sets of ipset. It manages the connection, encodes messages and decodes
+// failures. The meaning of the messages is up to its callers.
 package netfilter
 
 import (

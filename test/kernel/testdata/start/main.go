@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Command start starts the backend nftables, iptables, ipvs or ebpf, and calls its method Sync
-// with a service that has session affinity. It prints the resulting errors, if any.
+// with a service that has session affinity. Then it stops the backend and cleans up. It
+// prints the resulting errors, if any.
 package main
 
 import (
@@ -24,6 +25,7 @@ type backend interface {
 	sink.Sink
 	sink.Starter
 	sink.Stopper
+	sink.Cleaner
 }
 
 func main() {
@@ -56,6 +58,7 @@ func main() {
 		fmt.Println("sync:", b.Sync(ctx, &sink.Changes{First: true, Last: true, NodeChanged: true, Services: one}))
 	}
 	fmt.Println("stop:", b.Stop(ctx))
+	fmt.Println("cleanup:", b.Cleanup(ctx))
 }
 
 // newEBPF returns a backend that attaches its programs to a new cgroup.

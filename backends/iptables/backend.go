@@ -115,7 +115,10 @@ func (b *Backend) inOtherFlavour(ctx context.Context, flavour Flavour) (list []*
 	for _, family := range families {
 		r, err := newRunner(&b.opts, other, family, "")
 		if err != nil {
-			continue // the node does not have that flavour
+			if err := b.checkWithoutPrograms(ctx, other, err); err != nil {
+				klog.FromContext(ctx).Error(err, "Cannot remove the rules of an earlier process in the other flavour of iptables")
+			}
+			return list // usually, the node does not have that flavour
 		}
 		t := &ruleset{renderer: renderer{opts: &b.opts, family: family}, run: r}
 		has, err := hasTables(ctx, b.opts.NetNS, other, family)
@@ -131,6 +134,31 @@ func (b *Backend) inOtherFlavour(ctx context.Context, flavour Flavour) (list []*
 		list = append(list, t)
 	}
 	return list
+}
+
+// checkWithoutPrograms is called if the programs of a flavour are missing; the argument
+// missing is the error. If the kernel has chains of the instance in flavour nft, it returns
+// the error. In flavour legacy, the names of chains cannot be read without the programs.
+// So if the kernel has tables, it only logs the error.
+func (b *Backend) checkWithoutPrograms(ctx context.Context, flavour Flavour, missing error) error {
+	for _, family := range families {
+		has, err := hasTables(ctx, b.opts.NetNS, flavour, family)
+		if has && flavour == Legacy {
+			klog.FromContext(ctx).Info("Cannot look for rules of this instance", "family", family, "flavour", flavour, "reason", missing.Error())
+			continue
+		}
+		if has {
+			t := &ruleset{renderer: renderer{opts: &b.opts, family: family}, run: &runner{flavour: flavour}}
+			has, err = t.hasChains(ctx)
+		}
+		if err != nil {
+			return err
+		}
+		if has {
+			return fmt.Errorf("the kernel has %s rules of this instance in flavour %s: %w", family, flavour, missing)
+		}
+	}
+	return nil
 }
 
 // removeStale removes the rules in the other flavour. These rules still handle
@@ -205,6 +233,7 @@ func (b *Backend) Cleanup(ctx context.Context) error {
 	errs := []error{b.closeConns()}
 	for _, flavour := range []Flavour{NFT, Legacy} {
 		if _, err := findProgram(programName(flavour, api.IPv4, "save"), "iptables"); err != nil {
+			errs = append(errs, b.checkWithoutPrograms(ctx, flavour, err))
 			continue
 		}
 		list, err := b.newRulesets(flavour, "")

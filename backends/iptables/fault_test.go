@@ -261,6 +261,29 @@ func TestMissingPrograms(t *testing.T) {
 	}
 }
 
+// Without the programs of iptables, Cleanup fails if the kernel has chains of the instance.
+func TestCleanupWithoutPrograms(t *testing.T) {
+	ns := netnstest.New(t)
+	b := start(t, ns, variant{NFT, true})
+	cleanup := func() error {
+		path := os.Getenv("PATH")
+		defer os.Setenv("PATH", path)
+		os.Setenv("PATH", t.TempDir())
+		return b.Cleanup(t.Context())
+	}
+	if err := cleanup(); err != nil {
+		t.Errorf("without rules: %v", err)
+	}
+	mustSync(t, b, pass(everything()...))
+	before := saveAll(t, ns, NFT)
+	if err := cleanup(); err == nil || !strings.Contains(err.Error(), "IPv4 rules of this instance in flavour nft: find program iptables-nft-save (Debian: apt-get install iptables)") {
+		t.Errorf("with rules: %v", err)
+	}
+	if diff := cmp.Diff(before, saveAll(t, ns, NFT)); diff != "" {
+		t.Errorf("the rules changed (-before +after):\n%s", diff)
+	}
+}
+
 // flush deletes all rules and chains of all programs in a flavour. Each table is one
 // transaction, because a driver may repair its rules at the same time.
 func flush(t *testing.T, ns *netnstest.Namespace, flavour Flavour) {
@@ -1226,6 +1249,29 @@ exec %[2]s "$@"
 	}
 	if text := ns.Run(t, "ipset", "list", "-name"); text != "" {
 		t.Errorf("sets %q are left", text)
+	}
+}
+
+func TestCleanupNamesSetInUse(t *testing.T) {
+	ns := netnstest.New(t)
+	b := start(t, ns, variant{NFT, false})
+	mustSync(t, b, pass(everything()...))
+	ns.RunWith(t, "create others list:set\nadd others KPNG-CLUSTERIPS4\n", "ipset", "restore")
+	if err := b.Cleanup(t.Context()); err == nil || !strings.Contains(err.Error(), "destroy set KPNG-CLUSTERIPS4 (rules and sets of other programs may use it)") {
+		t.Errorf("error %v", err)
+	}
+	ns.Run(t, "ipset", "destroy", "others")
+	if err := b.Cleanup(t.Context()); err != nil {
+		t.Error(err)
+	}
+}
+
+func TestMissingCapabilityIsNamed(t *testing.T) {
+	ns := netnstest.New(t)
+	b := start(t, ns, variant{Legacy, true})
+	replaceProgram(t, &b.rulesets[0].run.saveProgram, `exec setpriv --bounding-set=-net_raw --inh-caps=-net_raw %s "$@"`)
+	if err := b.Sync(t.Context(), pass(everything()...)); err == nil || !strings.Contains(err.Error(), "CAP_NET_RAW") {
+		t.Errorf("error %v", err)
 	}
 }
 

@@ -254,7 +254,7 @@ func (t *ruleset) deleteForeign(ctx context.Context) error {
 				return err
 			}
 			t.foreign = append(t.foreign, r)
-			klog.FromContext(ctx).Error(err, "Cannot delete a rule that leads to a chain of this instance",
+			klog.FromContext(ctx).Error(err, "Cannot delete a rule that leads to a chain of this instance; delete it by its number",
 				"family", t.family, "table", r.chain.table, "chain", r.chain.name, "rule", r.rule)
 		}
 		t.changedChains[r.target()] = true

@@ -156,6 +156,9 @@ func refuses(err error, match string) bool {
 	return errors.As(err, &failed) && strings.Contains(failed.line, match)
 }
 
+// lacksPrivileges matches what the programs print if the process lacks capabilities.
+var lacksPrivileges = regexp.MustCompile(`you must be root|Operation not permitted|Can't open socket to ipset`)
+
 var lineNumber = regexp.MustCompile(`line:? (\d+)`)
 
 // command runs a program and returns what it prints.
@@ -182,6 +185,9 @@ func (r *runner) command(ctx context.Context, input, program string, args ...str
 	failed := &programError{program: program, code: exit.ExitCode()}
 	failed.message = strings.Join(strings.Fields(stderr.String()), " ")
 	failed.message = failed.message[:min(len(failed.message), 500)]
+	if lacksPrivileges.MatchString(failed.message) {
+		failed.message += " (CAP_NET_ADMIN and CAP_NET_RAW are needed)"
+	}
 	if m := lineNumber.FindStringSubmatch(failed.message); m != nil {
 		n, _ := strconv.Atoi(m[1])
 		if lines := strings.Split(input, "\n"); n > 0 && n <= len(lines) {

@@ -67,7 +67,7 @@ func (r *runner) createSets(ctx context.Context, sets map[string]string) error {
 	_, err := r.command(ctx, input.String(), r.ipset, "restore")
 	var failed *programError
 	if errors.As(err, &failed) {
-		return kernelnode.Differs("sets cannot be created: %v", failed)
+		return kernelnode.Differs("a set has another type or size: %v", failed)
 	}
 	return err
 }
@@ -103,7 +103,7 @@ func (r *runner) replaceSets(ctx context.Context, sets map[string]string) error 
 		}
 		r.command(ctx, "", r.ipset, "destroy", other)
 		if err != nil {
-			return fmt.Errorf("replace set %s: %w (kpng cleanup iptables removes it)", name, err)
+			return fmt.Errorf("replace set %s: %w (if another program created this set, delete it: ipset destroy %s)", name, err, name)
 		}
 	}
 	return nil
@@ -212,6 +212,9 @@ func (r *runner) destroySets(ctx context.Context, isOwn func(string) bool) error
 		for {
 			_, err := r.command(ctx, "", r.ipset, "destroy", name)
 			if err == nil || !strings.Contains(err.Error(), "in use") || time.Since(begin) > destroyWait {
+				if err != nil {
+					err = fmt.Errorf("destroy set %s (rules and sets of other programs may use it): %w", name, err)
+				}
 				errs = append(errs, err)
 				break
 			}

@@ -124,7 +124,7 @@ func (r *runner) changeSets(ctx context.Context, action string, list []string) e
 }
 
 // elements returns the elements of a set. It reads them over netlink, because the program
-// ipset needs five times as long for large sets.
+// ipset needs several times as long for large sets.
 func (r *runner) elements(ctx context.Context, name string) (list []string, err error) {
 	err = r.conn.Query(ctx, func(w *netfilter.Builder) {
 		at := w.Begin(listSet, unix.NLM_F_DUMP, netfilter.Family(r.family))

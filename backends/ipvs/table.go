@@ -67,8 +67,8 @@ const (
 	elementSize = 256
 	// maxChunk limits the elements of a netlink message, which must be below 64 KiB.
 	maxChunk = 400
-	// requestTimeout limits a request to nf_tables. Some answers of the kernel end no request,
-	// for example if a kernel without nf_tables refuses a transaction as a whole.
+	// requestTimeout limits a request to nf_tables. Without this limit, a request waits
+	// forever for further answers if the kernel refuses a whole transaction with one answer.
 	requestTimeout = 2 * time.Minute
 )
 

@@ -3,6 +3,7 @@
 package healthcheck
 
 import (
+	"cmp"
 	"context"
 	"iter"
 	"net"
@@ -68,18 +69,36 @@ type Server struct {
 
 // port is a health-check node port of one or more services.
 type port struct {
-	// claimants are the services with this port. The first claimant is the service that was
-	// delivered last, and owns the port. The driver will soon deliver a change or the
-	// deletion of every other claimant.
-	claimants []types.NamespacedName
+	// claimants are the services with this port, sorted by age and then by name. The first
+	// claimant owns the port. So each node and each restart selects the same service.
+	claimants []*service
 	sockets   map[netip.Addr]*socket
 }
 
 // service is the state of one service: its port, and its number of ready local endpoints
 // by family. It is immutable.
 type service struct {
-	port   int32
-	v4, v6 int // ready local endpoints
+	key     types.NamespacedName
+	created time.Time
+	port    int32
+	v4, v6  int // ready local endpoints
+}
+
+// newService returns the state of a service with this view, or nil if the service has no
+// health-check node port. The view is nil if the service was deleted.
+func newService(key types.NamespacedName, view *api.ServiceEndpoints) *service {
+	if view == nil || nodeview.HealthCheckPort(view.Service) == 0 {
+		return nil
+	}
+	return &service{
+		key: key, created: view.Service.Created, port: nodeview.HealthCheckPort(view.Service),
+		v4: nodeview.ReadyLocal(view, api.IPv4), v6: nodeview.ReadyLocal(view, api.IPv6),
+	}
+}
+
+// byAge orders services by age, then by namespace and name.
+func byAge(a, b *service) int {
+	return cmp.Or(a.created.Compare(b.created), api.CompareKeys(a.key, b.key))
 }
 
 // New returns a Server.
@@ -165,36 +184,33 @@ func (s *Server) Sync(ctx context.Context, c *sink.Changes) error {
 	return nil
 }
 
-// setService updates the view of a service, or deletes the service if view is nil. If the
-// claimants of a port change, setService adds the port to touched. The caller holds the
-// lock.
+// setService updates the view of a service, or deletes the service if view is nil. It
+// adds to touched the ports that get or lose a claimant. The caller holds the lock.
 func (s *Server) setService(key types.NamespacedName, view *api.ServiceEndpoints, touched map[int32]bool) {
-	var before, now int32
-	if old := s.services[key]; old != nil {
-		before = old.port
-	}
-	if view != nil {
-		now = nodeview.HealthCheckPort(view.Service)
-	}
-	if before != now {
-		if before != 0 {
-			touched[before] = true
-			p := s.ports[before]
-			p.claimants = slices.DeleteFunc(p.claimants, func(k types.NamespacedName) bool { return k == key })
-		}
-		if now != 0 {
-			touched[now] = true
-			if s.ports[now] == nil {
-				s.ports[now] = &port{sockets: map[netip.Addr]*socket{}}
-			}
-			s.ports[now].claimants = slices.Insert(s.ports[now].claimants, 0, key)
-		}
-	}
-	if now == 0 {
-		delete(s.services, key)
+	old, next := s.services[key], newService(key, view)
+	if old != nil && next != nil && old.port == next.port && old.created.Equal(next.created) {
+		claimants := s.ports[old.port].claimants
+		claimants[slices.Index(claimants, old)] = next
+		s.services[key] = next
 		return
 	}
-	s.services[key] = &service{port: now, v4: nodeview.ReadyLocal(view, api.IPv4), v6: nodeview.ReadyLocal(view, api.IPv6)}
+	if old != nil {
+		p := s.ports[old.port]
+		p.claimants = slices.DeleteFunc(p.claimants, func(c *service) bool { return c == old })
+		delete(s.services, key)
+		touched[old.port] = true
+	}
+	if next != nil {
+		p := s.ports[next.port]
+		if p == nil {
+			p = &port{sockets: map[netip.Addr]*socket{}}
+			s.ports[next.port] = p
+		}
+		at, _ := slices.BinarySearchFunc(p.claimants, next, byAge)
+		p.claimants = slices.Insert(p.claimants, at, next)
+		s.services[key] = next
+		touched[next.port] = true
+	}
 }
 
 // arrange opens the missing sockets of one port and closes those that are no longer
@@ -212,8 +228,9 @@ func (s *Server) arrange(ctx context.Context, number int32) {
 		delete(s.ports, number)
 		return
 	}
-	for _, other := range p.claimants[1:] {
-		klog.FromContext(ctx).Info("Two services have the same health-check node port", "port", number, "service", p.claimants[0], "unserved", other)
+	if others := p.claimants[1:]; len(others) > 0 {
+		klog.FromContext(ctx).Info("Several services have the same health-check node port; the oldest one keeps it",
+			"port", number, "service", p.claimants[0].key, "unserved", others[0].key, "numberUnserved", len(others))
 	}
 	for _, addr := range s.addrs {
 		if p.sockets[addr] == nil && (addr.Is4() || !addr.IsLinkLocalUnicast()) {
@@ -232,8 +249,8 @@ func (s *Server) openSocket(ctx context.Context, p *port, d *socket) {
 		return
 	}
 	if d.err == nil || d.err.Error() != err.Error() {
-		klog.FromContext(ctx).Error(err, "Cannot serve health checks of a service", "service", p.claimants[0], "address", d.at)
-		s.opts.Fault(Fault{p.claimants[0], d.at, err})
+		klog.FromContext(ctx).Error(err, "Cannot serve health checks of a service", "service", p.claimants[0].key, "address", d.at)
+		s.opts.Fault(Fault{p.claimants[0].key, d.at, err})
 	}
 	d.recordFailure(s.opts.Clock.Now(), err)
 	select {
@@ -251,10 +268,9 @@ func (s *Server) answerAt(at netip.AddrPort) (answer, bool) {
 		s.mu.Unlock()
 		return answer{}, false // no service has this port any more, so the port will soon be closed
 	}
-	key := p.claimants[0]
-	svc := s.services[key]
+	svc := p.claimants[0]
 	s.mu.Unlock()
-	a := answer{Service: name{key.Namespace, key.Name}, LocalEndpoints: svc.v4, ServiceProxyHealthy: s.opts.Healthy()}
+	a := answer{Service: name{svc.key.Namespace, svc.key.Name}, LocalEndpoints: svc.v4, ServiceProxyHealthy: s.opts.Healthy()}
 	if at.Addr().Is6() {
 		a.LocalEndpoints = svc.v6
 	}

@@ -11,6 +11,7 @@ import (
 	"net/http"
 	"net/netip"
 	"slices"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -256,20 +257,60 @@ func TestPortsFollowTheirServices(t *testing.T) {
 	if status, _, body := w.get(t, "10.0.0.1:30002", "/"); status != 200 {
 		t.Errorf("after a swap: status %d: %s", status, body)
 	}
-	// Service c takes over the port of service b. Afterwards, service b is deleted.
-	w.deliver(t, one(localView("c", 30003, "10.1.0.1")))
+	// One batch deletes service b and creates service c with the same port.
+	w.deliver(t, one(localView("c", 30003, "10.1.0.1")), "b")
 	if status, _, body := w.get(t, "10.0.0.1:30003", "/"); status != 200 {
 		t.Errorf("after a service took over a port: status %d: %s", status, body)
-	}
-	w.deliver(t, nil, "b")
-	if status, _, body := w.get(t, "10.0.0.1:30003", "/"); status != 200 {
-		t.Errorf("after the deletion of the service that had the port: status %d: %s", status, body)
 	}
 
 	// The source delivers all services again.
 	w.source.Reset()
 	w.deliver(t, nil, "a")
 	check("10.0.0.1:30003")
+}
+
+// TestOlderServiceKeepsHealthCheckPort checks that the owner of a contested port depends
+// only on the services, not on the order of their changes.
+func TestOlderServiceKeepsHealthCheckPort(t *testing.T) {
+	const year = 365 * 24 * time.Hour
+	created := func(age time.Duration, name string, endpoints ...string) *api.ServiceEndpoints {
+		v := localView(name, 30001, endpoints...)
+		v.Service.Created = time.Unix(1_000_000_000, 0).Add(-age)
+		return v
+	}
+	old, young := created(year, "old", "10.1.0.1"), created(0, "a-young")
+	alsoYoung := created(0, "b-young", "10.1.0.1", "10.1.0.2")
+	check := func(t *testing.T, w *world, when, name string) {
+		t.Helper()
+		if _, _, body := w.get(t, "10.0.0.1:30001", "/"); !strings.Contains(body, fmt.Sprintf("%q", name)) {
+			t.Errorf("%s: the answer is not for service %s: %s", when, name, body)
+		}
+	}
+	for name, steps := range map[string][]*api.ServiceEndpoints{
+		"the older service is first": {old, young, alsoYoung},
+		"the older service is last":  {alsoYoung, young, old},
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := newWorld(t, healthcheck.Options{})
+			for _, v := range steps {
+				w.deliver(t, one(v))
+			}
+			check(t, w, "with three services", "old")
+			w.source.Reset()
+			w.deliver(t, nil)
+			check(t, w, "after a pass", "old")
+			w.deliver(t, one(created(0, "a-young", "10.1.0.1")))
+			check(t, w, "after a change of the younger service", "old")
+			w.deliver(t, nil, "old")
+			check(t, w, "after the deletion of the older service, services of the same age are sorted by name", "a-young")
+			w.deliver(t, one(old))
+			check(t, w, "after the older service has come back", "old")
+			w.deliver(t, one(created(-year, "old")))
+			check(t, w, "after the older service was deleted and created again in one batch", "a-young")
+			w.deliver(t, nil, "a-young", "b-young")
+			check(t, w, "after the deletion of the others", "old")
+		})
+	}
 }
 
 func TestPassInSeveralBatches(t *testing.T) {
@@ -298,9 +339,6 @@ func TestPassInSeveralBatches(t *testing.T) {
 	batch(true, true, localView("a", 30001), localView("gone", 30002), localView("moved", 30003))
 	batch(true, false, localView("a", 30003, "10.1.0.1"))
 	check("during a pass", "10.0.0.1:30002", "10.0.0.1:30003")
-	if status, _, body := n.get(t, "10.0.0.1:30003", "/"); status != 200 {
-		t.Errorf("service that took over a port: status %d: %s", status, body)
-	}
 	batch(true, false, localView("a", 30003))
 	check("after the pass began again", "10.0.0.1:30002", "10.0.0.1:30003")
 	batch(false, false, localView("moved", 30001))

@@ -147,10 +147,7 @@ func (t *table) chains() []chain {
 	}
 	add("services", services...)
 	add("untranslated", untranslated...)
-	// When the kernel refuses a connection, the chains below see the packet of the refusal.
-	// The rule refusal makes them ignore this packet.
-	const reply = 1
-	refusal := []expr.Any{&expr.Ct{Key: expr.CtKeyDIRECTION, Register: nftrule.Reg(0)}, nftrule.Equal(reply), &expr.Verdict{Kind: expr.VerdictReturn}}
+	refusal := nftrule.IgnoreReplies()
 	hook("late-prerouting", nftables.ChainHookPrerouting, nftables.ChainPriorityLast, refusal, nftrule.Jump("untranslated"))
 	hook("late-output", nftables.ChainHookOutput, nftables.ChainPriorityLast, refusal, nftrule.Jump("untranslated"))
 	hook("prerouting", nftables.ChainHookPrerouting, nftables.ChainPriorityNATDest, refusal, nftrule.Jump("services"))

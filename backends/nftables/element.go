@@ -39,16 +39,12 @@ func (id *elementID) frontendID() elementID {
 // a set, all these fields are zero.
 type value struct {
 	data [20]byte
-	// chain is the name of the verdict's target chain, or dropVerdict. In maps of frontends,
+	// chain is the name of the verdict's target chain. In maps of frontends,
 	// it is the name of the shared chain whose number is in the field data.
 	chain string
 	// comment has the name of a frontend's service port, for people who read the table.
 	comment string
 }
-
-// dropVerdict stands for the verdict drop in fields that otherwise contain the name of a
-// chain.
-const dropVerdict = "drop"
 
 type element struct {
 	elementID
@@ -134,8 +130,6 @@ func (e element) String() string {
 	s := e.elementID.String()
 	addrLen := e.m.addrLen()
 	switch {
-	case e.chain == dropVerdict:
-		s += " : drop"
 	case e.chain != "":
 		s += " : goto " + e.chain
 	case e.m.kind == kindSlots || e.m.kind == kindNodeSlots:

@@ -29,13 +29,9 @@ func (w *wire) addElement(e *element, withData bool) {
 	case e.m.hasVerdicts():
 		data := w.Nest(unix.NFTA_SET_ELEM_DATA)
 		verdict := w.Nest(unix.NFTA_DATA_VERDICT)
-		if e.chain == dropVerdict {
-			w.Uint32(unix.NFTA_VERDICT_CODE, nfDrop)
-		} else {
-			code := int32(unix.NFT_GOTO)
-			w.Uint32(unix.NFTA_VERDICT_CODE, uint32(code))
-			w.String(unix.NFTA_VERDICT_CHAIN, e.chain)
-		}
+		code := int32(unix.NFT_GOTO)
+		w.Uint32(unix.NFTA_VERDICT_CODE, uint32(code))
+		w.String(unix.NFTA_VERDICT_CHAIN, e.chain)
 		w.EndNest(verdict)
 		w.EndNest(data)
 	}
@@ -126,7 +122,7 @@ func prefixLen(firstAddr, lastKey []byte) (bits byte, ok bool) {
 	return 0, false
 }
 
-// decodeVerdict returns the name of a verdict's target chain, or dropVerdict.
+// decodeVerdict returns the name of a verdict's target chain.
 func decodeVerdict(verdict []byte, names map[string]string) string {
 	code := int32(netfilter.Uint32(netfilter.Attribute(verdict, unix.NFTA_VERDICT_CODE)))
 	b := netfilter.Attribute(verdict, unix.NFTA_VERDICT_CHAIN)
@@ -135,12 +131,8 @@ func decodeVerdict(verdict []byte, names map[string]string) string {
 		chain = netfilter.String(b)
 		names[string(b)] = chain
 	}
-	switch code {
-	case nfDrop:
-		return dropVerdict
-	case unix.NFT_GOTO:
-		return chain
-	default:
-		return fmt.Sprintf("verdict %d %s", code, chain)
+	if code != unix.NFT_GOTO {
+		return fmt.Sprintf("verdict %d %s", code, chain) // of another program
 	}
+	return chain
 }

@@ -9,6 +9,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"math"
 	"net/netip"
 	"os"
 	"path/filepath"
@@ -38,6 +39,7 @@ func TestInvalidOptionsAreRefused(t *testing.T) {
 		"an interface name with a quote":                   {PodInterfaces: []string{`x" accept`}},
 		"MasqueradeOutsiders without a definition of pods": {MasqueradeOutsiders: true},
 		"a priority before connection tracking":            {DNATPriority: -300},
+		"the priority of the last chains":                  {DNATPriority: math.MaxInt32},
 	} {
 		if _, err := New(opts); err == nil {
 			t.Errorf("New accepts %s", name)
@@ -157,7 +159,10 @@ func TestCleanupDeletesOnlyItsTable(t *testing.T) {
 
 // startVaried starts a backend and programs services of many kinds.
 func startVaried(t *testing.T) *netnstest.Namespace {
-	b, ns := start(t, Options{PodInterfaces: []string{"cni0", "veth*"}, ClusterCIDRs: []netip.Prefix{netip.MustParsePrefix("10.0.0.0/8")}, MasqueradeOutsiders: true})
+	b, ns := start(t, Options{
+		PodInterfaces: []string{"cni0", "veth*"}, ClusterCIDRs: []netip.Prefix{netip.MustParsePrefix("10.0.0.0/8")}, MasqueradeOutsiders: true,
+		ServiceCIDRs: []netip.Prefix{netip.MustParsePrefix("10.96.0.0/16"), netip.MustParsePrefix("fd00::/64")}, DropInvalid: true,
+	})
 	var list []sink.Change
 	for i := range 9 {
 		list = append(list, set(view(fmt.Sprint("svc-", i), []string{fmt.Sprintf("10.96.0.%d", i), fmt.Sprintf("fd00::%x", i)},

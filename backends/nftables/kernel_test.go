@@ -191,8 +191,8 @@ func TestDriftIsFoundAndRepaired(t *testing.T) {
 		"a map is added":                "add chain inet kpng foo; add chain inet kpng bar; add map inet kpng other { type ipv4_addr : verdict; }; add element inet kpng other { 10.1.2.3 : jump bar }; add rule inet kpng foo ip saddr vmap @other",
 		"a rule with a set is added":    "add set inet kpng other { type ipv4_addr; }; add rule inet kpng service4-2 ip saddr @other counter",
 		"an anonymous set is added":     "add rule inet kpng service4-2 ip saddr { 10.1.2.3, 10.1.2.4 } counter",
-		"a source range is added":       "add element inet kpng service-sources4 { 10.96.0.1 . tcp . 80 . 10.0.0.0/8 }",
-		"a range that is not a prefix":  "add element inet kpng service-sources4 { 10.96.0.1 . tcp . 80 . 10.1.2.3-10.1.2.9, 10.96.0.9 . tcp . 80-90 . 10.1.2.3 }",
+		"a source range is added":       "add element inet kpng admitted-services4 { 10.96.0.1 . tcp . 80 . 10.0.0.0/8 }",
+		"a range that is not a prefix":  "add element inet kpng admitted-services4 { 10.96.0.1 . tcp . 80 . 10.1.2.3-10.1.2.9, 10.96.0.9 . tcp . 80-90 . 10.1.2.3 }",
 		"an affinity chain is empty":    "flush chain inet kpng service4-1-affinity-100s",
 		"numbers of endpoints are gone": "flush map inet kpng service-slots4",
 		"the set of clients is deleted": "flush chain inet kpng service4-1-affinity-100s; delete set inet kpng clients4",
@@ -291,7 +291,7 @@ func TestSourceRangesChange(t *testing.T) {
 		}
 		var got []string
 		for _, line := range tableContents(t, b) {
-			if r, ok := strings.CutPrefix(line, "service-sources4 203.0.113.1 . tcp . 80 . "); ok {
+			if r, ok := strings.CutPrefix(line, "admitted-services4 203.0.113.1 . tcp . 80 . "); ok {
 				got = append(got, r)
 			}
 		}
@@ -314,7 +314,7 @@ func TestSourceRangesChange(t *testing.T) {
 
 	other := from("172.16.0.0/12")
 	mustSync(t, b, batchOf(false, sink.Change{Old: wide, New: other}))
-	nft(t, ns, "add element inet kpng service-sources4 { 203.0.113.1 . tcp . 80 . 10.0.0.0/7 }\n", "-f", "-")
+	nft(t, ns, "add element inet kpng admitted-services4 { 203.0.113.1 . tcp . 80 . 10.0.0.0/7 }\n", "-f", "-")
 	if err := b.Sync(t.Context(), batchOf(false, sink.Change{Old: other, New: narrow})); err == nil || !strings.Contains(err.Error(), "10.0.0.0/16") {
 		t.Errorf("with an overlapping range, Sync returns %v", err)
 	}

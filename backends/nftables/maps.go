@@ -34,6 +34,8 @@ const (
 	// kindSources is a set of pairs: a frontend, and a source range that the frontend
 	// admits.
 	kindSources
+	// kindRestricted is the set of frontends that have source ranges.
+	kindRestricted
 	// kindHairpins is the set of connections from endpoints of this node to themselves. A
 	// key has the address of the endpoint twice. Protocol and port follow, except for
 	// all-ports services.
@@ -83,7 +85,7 @@ func allMaps() []mapID {
 	for kind := range kindNodeSharedChains + 1 {
 		matches := allMatches
 		switch kind {
-		case kindSources, kindHairpins:
+		case kindSources, kindRestricted, kindHairpins:
 			matches = []match{matchService, matchAddress}
 		case kindClusterIPs, kindNodePortAddresses:
 			matches = []match{0}
@@ -211,11 +213,13 @@ func (m mapID) newDescription() description {
 			data = data[:1]
 		}
 	case kindSources:
-		name, key = name+"-sources", append(key, addr)
+		name, key = "admitted-"+matchPlurals[m.match], append(key, addr)
 		l.flags = unix.NFT_SET_INTERVAL | nftSetConcat
 		for _, part := range key {
 			l.fields = append(l.fields, part.length)
 		}
+	case kindRestricted:
+		name = "restricted-" + matchPlurals[m.match]
 	case kindHairpins:
 		name, key = name+"-hairpins", append([]datatype{addr}, key...)
 	case kindClusterIPs:

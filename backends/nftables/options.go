@@ -29,8 +29,10 @@ type Options struct {
 
 	// DNATPriority is the priority of the chains at hooks prerouting and output, which
 	// select endpoints. SNATPriority is the priority of the chain at hook postrouting, which
-	// masquerades. Of two chains with the same priority, the older one sees a packet first.
-	// Zero selects the default. Default: -100 (dstnat) and 100 (srcnat).
+	// masquerades. They determine the order among the chains of type nat of all programs. If
+	// one of these chains translates a packet, the kernel skips the later ones. Of two chains
+	// with the same priority, the newer one sees a packet first. Zero selects the default.
+	// Default: -100 (dstnat) and 100 (srcnat).
 	DNATPriority, SNATPriority int32
 
 	// MasqueradeMark is exactly one bit of the packet mark. The backend sets it in the first
@@ -65,6 +67,13 @@ type Options struct {
 	// address in these ranges if no service has the address. This applies to connections
 	// from this node and to forwarded connections. Default: none.
 	ServiceCIDRs []netip.Prefix
+
+	// DropInvalid makes the backend drop forwarded packets that connection tracking cannot
+	// assign to a connection. Otherwise such a packet of an endpoint may reach a client with
+	// the address of the endpoint in place of that of the service. The client then resets
+	// the connection. Do not set it if replies to clients may take another path than their
+	// requests. Default: accept them, as kube-proxy does in mode nftables.
+	DropInvalid bool
 
 	// NodeAddresses provides the addresses at which node ports are reachable. The backend
 	// ignores loopback addresses. Default: the primary addresses of the node.
@@ -147,6 +156,9 @@ func (o *Options) complete() error {
 	for _, priority := range []int32{o.DNATPriority, o.SNATPriority} {
 		if priority <= -200 {
 			errs = append(errs, fmt.Errorf("priority %d is not after connection tracking (-200)", priority))
+		}
+		if priority == latePriority {
+			errs = append(errs, fmt.Errorf("priority %d is that of the chains that refuse connections", priority))
 		}
 	}
 	return errors.Join(errs...)

@@ -24,7 +24,8 @@ type pass struct {
 	// snapshots are the contents of the maps when the pass began. Since then, Syncs may have
 	// changed the elements that are marked as claimed.
 	snapshots map[mapID]*snapshot
-	// ranges has the source ranges in the snapshots, by frontend.
+	// ranges has the source ranges in the snapshots, by frontend, and the elements that
+	// restrict the frontends to them.
 	ranges map[elementID][]element
 	// numbers has the numbers of endpoints in the snapshots, by frontend.
 	numbers map[elementID]map[[20]byte]uint32
@@ -108,7 +109,7 @@ func (t *table) read(ctx context.Context, foreignCommits int64) (*pass, error) {
 				p.state.wanted[e.elementID] = holdCount
 			}
 			switch m.kind {
-			case kindSources:
+			case kindSources, kindRestricted:
 				p.ranges[e.frontendID()] = append(p.ranges[e.frontendID()], e)
 			case kindSlots, kindNodeSlots:
 				if frontend := e.frontendID(); p.numbers[frontend] == nil {
@@ -142,7 +143,8 @@ func (t *table) deleteForeign(ctx context.Context, p *pass) error {
 // claim marks e as needed by a service, and records the old value of e in the patch.
 func (ps *pass) claim(p *patch, e *element) {
 	// The kernel refuses overlapping ranges. So one transaction must remove the old ranges
-	// of a frontend and add the new ones.
+	// of a frontend and add the new ones. The same transaction must lift the restriction of a
+	// frontend without ranges.
 	for _, old := range ps.ranges[e.elementID] {
 		ps.claimOld(p, &old.elementID)
 	}

@@ -47,7 +47,7 @@ func (p *planner) plan(se *api.ServiceEndpoints, numberOf numberer, emit func(el
 }
 
 func (p *planner) planFrontend(se *api.ServiceEndpoints, f *nodeview.Frontend, numberOf numberer, emit func(element)) {
-	c := sharedChain{match: matchOf(f), family: f.Family, filtered: f.Sources.Restricted, masquerade: f.Masquerade}
+	c := sharedChain{match: matchOf(f), family: f.Family, masquerade: f.Masquerade}
 	p.planTraffic(se, c, f, &f.Elsewhere, numberOf, emit)
 	if f.Masquerade == nodeview.MasqueradeNode {
 		p.planTraffic(se, sharedChain{match: c.match, family: f.Family, fromNode: true}, f, &f.Node, numberOf, emit)
@@ -125,10 +125,12 @@ func (p *planner) nameOf(c sharedChain) string {
 	return name
 }
 
-// planSources emits the source ranges that f admits. It omits prefixes that other
+// planSources restricts f to its source ranges, and emits these ranges. It omits prefixes that other
 // admitted prefixes contain, because the kernel refuses overlapping ranges.
 func (p *planner) planSources(s match, f *nodeview.Frontend, emit func(element)) {
 	p.admitsNode = true
+	restricted, _ := frontendElement(mapID{kindRestricted, s, f.Family}, f)
+	emit(restricted)
 	prefixes := f.Sources.Prefixes(p.nodeAddrs)
 	for i, prefix := range prefixes {
 		if kernelnode.ContainedInOther(prefixes, i) {

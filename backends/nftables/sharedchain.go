@@ -31,9 +31,7 @@ type sharedChain struct {
 	family api.Family
 	// fromNode reports that the chain is only for packets that start on this node. Another
 	// shared chain of the frontend gets all packets first, and sends these packets on.
-	fromNode bool
-	// filtered reports that the frontends have source ranges.
-	filtered   bool
+	fromNode   bool
 	masquerade nodeview.Masquerade
 	verdict    nodeview.Verdict
 	// endpoints is the number of endpoints if the verdict is Forward. Otherwise it is 0.
@@ -57,10 +55,7 @@ const (
 // number returns the number of the chain. It is unique among the chains with the same
 // match, family and fromNode.
 func (c sharedChain) number() uint32 {
-	bits := uint32(c.masquerade) << 3
-	if c.filtered {
-		bits |= 4
-	}
+	bits := uint32(c.masquerade) << 2
 	// nft cannot load a number that it prints with ":0" at the end.
 	low := uint32(max(c.endpoints, 1))
 	switch {
@@ -89,8 +84,8 @@ func sharedChainOf(id *elementID, v *value) (c sharedChain, ok bool) {
 	}
 	fromNode := id.m.kind == kindNodeFrontends || id.m.kind == kindNodeSharedChains
 	c = sharedChain{match: id.m.match, family: id.m.family, fromNode: fromNode}
-	bits := number >> 23 & 0x1f
-	c.masquerade, c.filtered = nodeview.Masquerade(bits>>3), bits&4 != 0
+	bits := number >> 23 & 0xf
+	c.masquerade = nodeview.Masquerade(bits >> 2)
 	switch bits & 3 {
 	case 0:
 		c.endpoints = int(number & 0xfffff)
@@ -105,18 +100,28 @@ func sharedChainOf(id *elementID, v *value) (c sharedChain, ok bool) {
 	return c, c.number() == number && c.masquerade <= nodeview.MasqueradeNode
 }
 
-// rejectChain is the chain of the skeleton that rejects packets.
-const rejectChain = "reject-chain"
+// The chains of the skeleton that refuse packets.
+const (
+	dropLater   = "drop-later"   // makes the chain refusals drop the packet
+	rejectLater = "reject-later" // makes the chain refusals reject the packet
+	rejectChain = "reject-chain" // rejects the packet
+)
+
+// The priorities with which the chains dropLater and rejectLater mark packets.
+var (
+	dropLaterPriority   = sharedChain{verdict: nodeview.Drop}.number()
+	rejectLaterPriority = sharedChain{verdict: nodeview.Reject}.number()
+)
 
 // name returns the name of the chain. If the chain would only drop or reject packets, the
-// name is dropVerdict or rejectChain.
+// name is dropLater or rejectLater.
 func (c sharedChain) name() string {
-	if !c.filtered && (c.fromNode || c.masquerade != nodeview.MasqueradeNode) {
+	if c.fromNode || c.masquerade != nodeview.MasqueradeNode {
 		switch c.verdict {
 		case nodeview.Drop:
-			return dropVerdict
+			return dropLater
 		case nodeview.Reject:
-			return rejectChain
+			return rejectLater
 		}
 	}
 	var b strings.Builder
@@ -131,9 +136,6 @@ func (c sharedChain) name() string {
 	case c.masquerade == nodeview.MasqueradeNode:
 		b.WriteString("-local")
 	}
-	if c.filtered {
-		b.WriteString("-filtered")
-	}
 	switch {
 	case c.verdict == nodeview.Drop:
 		b.WriteString("-drop")
@@ -147,8 +149,8 @@ func (c sharedChain) name() string {
 	return b.String()
 }
 
-// hasRules reports whether the name of c is neither dropVerdict nor rejectChain.
-func (c sharedChain) hasRules() bool { return c.name() != dropVerdict && c.name() != rejectChain }
+// hasRules reports whether the name of c is neither dropLater nor rejectLater.
+func (c sharedChain) hasRules() bool { return c.name() != dropLater && c.name() != rejectLater }
 
 // mapOf returns the map of the given kind with the chain's match and family. If fromNode
 // is true, it returns the map of kind+1, which is for packets that start on this node.
@@ -193,9 +195,6 @@ func (c sharedChain) encodedRules() []string { return encodeRules(c.rules()...) 
 
 func (c sharedChain) rules() [][]expr.Any {
 	var rules [][]expr.Any
-	if c.filtered {
-		rules = append(rules, nftrule.Jump(matchNames[c.match]+"-sources"))
-	}
 	if !c.fromNode {
 		switch c.masquerade {
 		case nodeview.MasqueradeIfConfigured:
@@ -208,9 +207,9 @@ func (c sharedChain) rules() [][]expr.Any {
 	}
 	switch {
 	case c.verdict == nodeview.Drop:
-		return append(rules, nftrule.Drop())
+		return append(rules, nftrule.GoTo(dropLater))
 	case c.verdict == nodeview.Reject:
-		return append(rules, nftrule.GoTo(rejectChain))
+		return append(rules, nftrule.GoTo(rejectLater))
 	case c.timeout > 0:
 		return append(rules, c.affinityRules()...)
 	}

@@ -6,6 +6,7 @@ package nftables
 
 import (
 	"encoding/binary"
+	"math"
 	"slices"
 
 	"github.com/google/nftables/expr"
@@ -25,6 +26,20 @@ type hook struct {
 }
 
 func nat(number uint32, priority int32) hook { return hook{number, priority, "nat", nfAccept} }
+
+func filter(number uint32, priority int32) hook { return hook{number, priority, "filter", nfAccept} }
+
+// The hook priorities of base chains. The kernel calls all chains of type nat one after
+// another, in the order of their priorities, when it has called the other chains with
+// priorities below -100. It stops when a chain has translated the packet.
+const (
+	// sourcesPriority is before all chains of type nat, as in kube-proxy.
+	sourcesPriority = -110
+	// latePriority is after the nat chains of other programs.
+	latePriority = math.MaxInt32
+	// filterPriority is after all translations of destinations, also those of IPVS.
+	filterPriority = 0
+)
 
 type chain struct {
 	name string
@@ -47,17 +62,44 @@ func (o *Options) skeletonChains() []chain {
 	add("mark-node", regular, append(nftrule.StartsHere(), nftrule.Jump("mark-all")...))
 	add("mark-outsiders", regular, o.markOutsiders()...)
 
+	// Source ranges must not depend on the nat chains of other programs. If one of them
+	// translates a packet, the kernel skips the later ones. So chains of type filter apply
+	// source ranges, before any translation.
+	var restricted [][]expr.Any
 	for _, s := range []match{matchService, matchAddress} {
 		var rules [][]expr.Any
 		for _, family := range families {
 			rules = append(rules, fromSources(mapID{kindSources, s, family}))
+			restricted = append(restricted, loadFrontend(nftrule.NewKey(family), s).FollowedBy(
+				inSet(mapID{kindRestricted, s, family}), nftrule.GoTo(matchNames[s] + "-sources")[0]))
 		}
 		add(matchNames[s]+"-sources", regular, append(rules, nftrule.Drop())...)
 	}
+	add("restricted", regular, restricted...)
+	isNew := append(nftrule.InState(nftrule.StateNew), nftrule.Jump("restricted")...)
+	add("sources-prerouting", filter(unix.NF_INET_PRE_ROUTING, sourcesPriority), isNew)
+	add("sources-output", filter(unix.NF_INET_LOCAL_OUT, sourcesPriority), isNew)
 
 	add(rejectChain, regular,
 		[]expr.Any{nftrule.LoadMeta(expr.MetaKeyL4PROTO), nftrule.Equal(unix.IPPROTO_TCP), &expr.Reject{Type: unix.NFT_REJECT_TCP_RST}},
 		[]expr.Any{&expr.Reject{Type: unix.NFT_REJECT_ICMPX_UNREACH, Code: unix.NFT_REJECT_ICMPX_PORT_UNREACH}})
+
+	// A program with a later nat chain may translate packets that this table would refuse.
+	// So the chain services only records the refusal, and the chain refusals, which is last,
+	// carries it out.
+	add(dropLater, regular, setPriority(dropLaterPriority))
+	add(rejectLater, regular, setPriority(rejectLaterPriority))
+	refusals := [][]expr.Any{
+		slices.Concat(priorityIs(dropLaterPriority), nftrule.Drop()),
+		slices.Concat(priorityIs(rejectLaterPriority), nftrule.GoTo(rejectChain)),
+	}
+	if !o.AcceptUnknownPorts {
+		for _, family := range families {
+			rule := nftrule.NewKey(family).Destination().FollowedBy(inSet(mapID{kind: kindClusterIPs, family: family}))
+			refusals = append(refusals, append(rule, nftrule.GoTo(rejectChain)...))
+		}
+	}
+	add("refusals", regular, refusals...)
 
 	for _, m := range allMaps() {
 		// A transaction may remove the slot of an endpoint after a rule has selected the slot's
@@ -82,21 +124,18 @@ func (o *Options) skeletonChains() []chain {
 
 	// A transaction may also remove a chain after a rule has selected the chain's number.
 	// Without the drop, the connection would pass untranslated.
-	resetPriority := append(hasPriority(), &expr.Immediate{Register: nftrule.Reg(0), Data: nftrule.Native(0)}, nftrule.SetMeta(expr.MetaKeyPRIORITY))
+	resetPriority := append(hasPriority(), setPriority(0)...)
 	rules := [][]expr.Any{resetPriority} // a program may have set the priority of its socket
 	rules = append(rules, lookupSharedChains(kindFrontends)...)
 	rules = append(rules, append(hasPriority(), nftrule.Drop()...))
-	if !o.AcceptUnknownPorts {
-		for _, family := range families {
-			rule := nftrule.NewKey(family).Destination().FollowedBy(inSet(mapID{kind: kindClusterIPs, family: family}))
-			rules = append(rules, append(rule, nftrule.GoTo(rejectChain)...))
-		}
-	}
 	add("services", regular, rules...)
 
-	// Only the first packet of a connection reaches these chains.
+	// Only the first packet of a connection reaches these chains. The packet with which the
+	// kernel refuses a connection also reaches the chains of hook output.
 	add("prerouting", nat(unix.NF_INET_PRE_ROUTING, o.DNATPriority), nftrule.Jump("services"))
-	add("output", nat(unix.NF_INET_LOCAL_OUT, o.DNATPriority), nftrule.Jump("services"))
+	add("output", nat(unix.NF_INET_LOCAL_OUT, o.DNATPriority), nftrule.IgnoreReplies(), nftrule.Jump("services"))
+	add("late-prerouting", nat(unix.NF_INET_PRE_ROUTING, latePriority), nftrule.Jump("refusals"))
+	add("late-output", nat(unix.NF_INET_LOCAL_OUT, latePriority), nftrule.IgnoreReplies(), nftrule.Jump("refusals"))
 	rules = [][]expr.Any{
 		resetPriority,
 		slices.Concat(nftrule.Mark(bit, 0), []expr.Any{nftrule.Equal(nftrule.Native(bit)...)}, nftrule.Mark(^uint32(0), bit),
@@ -107,13 +146,26 @@ func (o *Options) skeletonChains() []chain {
 			rules = append(rules, hairpin(s, family))
 		}
 	}
-	// Before the hook postrouting, this or another proxy has translated packets to services.
-	// If a packet's destination is still in a service CIDR, no service has this destination.
-	// This does not apply to packets from this node to itself, which leave through lo.
-	for _, cidr := range o.ServiceCIDRs {
-		rules = append(rules, slices.Concat([]expr.Any{nftrule.LoadMeta(expr.MetaKeyOIFNAME), notLoopback}, nftrule.ToPrefix(cidr), nftrule.Drop()))
-	}
 	add("postrouting", nat(unix.NF_INET_POST_ROUTING, o.SNATPriority), rules...)
+
+	// Before these chains, this or another proxy has translated packets to services. If a
+	// packet's destination is still in a service CIDR, no service has this destination. This
+	// does not apply to packets from this node to itself, which leave through lo.
+	var forward, output [][]expr.Any
+	if o.DropInvalid {
+		forward = append(forward, append(nftrule.InState(nftrule.StateInvalid), nftrule.Drop()...))
+	}
+	for _, cidr := range o.ServiceCIDRs {
+		rule := slices.Concat(nftrule.InState(nftrule.StateNew), nftrule.ToPrefix(cidr), nftrule.Drop())
+		forward = append(forward, rule)
+		output = append(output, slices.Concat([]expr.Any{nftrule.LoadMeta(expr.MetaKeyOIFNAME), notLoopback}, rule))
+	}
+	if len(forward) > 0 {
+		add("filter-forward", filter(unix.NF_INET_FORWARD, filterPriority), forward...)
+	}
+	if len(output) > 0 {
+		add("filter-output", filter(unix.NF_INET_LOCAL_OUT, filterPriority), output...)
+	}
 	return chains
 }
 
@@ -150,6 +202,14 @@ func (o *Options) markOutsiders() [][]expr.Any {
 // fromSources returns the rule that admits packets from the source ranges in m.
 func fromSources(m mapID) []expr.Any {
 	return loadFrontend(nftrule.NewKey(m.family), m.match).Source().FollowedBy(inSet(m), &expr.Verdict{Kind: expr.VerdictReturn})
+}
+
+func setPriority(number uint32) []expr.Any {
+	return []expr.Any{&expr.Immediate{Register: nftrule.Reg(0), Data: nftrule.Native(number)}, nftrule.SetMeta(expr.MetaKeyPRIORITY)}
+}
+
+func priorityIs(number uint32) []expr.Any {
+	return []expr.Any{nftrule.LoadMeta(expr.MetaKeyPRIORITY), nftrule.Equal(nftrule.Native(number)...)}
 }
 
 // hasPriority returns expressions that match a packet if a rule has stored the number of

@@ -242,7 +242,7 @@ func TestHooksChangeInPlace(t *testing.T) {
 		"a base chain without its hook":      {damage: "delete chain inet kpng output; add chain inet kpng output"},
 		"a hook at another chain":            {damage: "flush chain inet kpng short-circuit; delete chain inet kpng short-circuit; add chain inet kpng short-circuit { type nat hook input priority 7; }"},
 		"another policy":                     {damage: "add chain inet kpng prerouting { policy drop; }"},
-		"a missing map":                      {damage: "flush chain inet kpng address-sources; delete set inet kpng address-sources4"},
+		"a missing map":                      {damage: "flush chain inet kpng address-sources; delete set inet kpng admitted-addresses4"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			w := newPacketWorld(t)
@@ -308,20 +308,18 @@ func TestNumbersOfSharedChainsAreUnique(t *testing.T) {
 	}
 	for _, s := range []match{matchService, matchNodePort, matchAddress} {
 		for _, masquerade := range []nodeview.Masquerade{nodeview.MasqueradeIfConfigured, nodeview.MasqueradeAll, nodeview.MasqueradeNode} {
-			for _, filtered := range []bool{false, true} {
-				c := sharedChain{match: s, family: api.IPv4, masquerade: masquerade, filtered: filtered}
-				for _, c.endpoints = range []int{1, 2, 65_536, maxEndpoints} {
+			c := sharedChain{match: s, family: api.IPv4, masquerade: masquerade}
+			for _, c.endpoints = range []int{1, 2, 65_536, maxEndpoints} {
+				check(c)
+			}
+			c.endpoints = 0
+			for _, c.verdict = range []nodeview.Verdict{nodeview.Drop, nodeview.Reject} {
+				check(c)
+			}
+			c.verdict = nodeview.Forward
+			for _, c.endpoints = range []int{1, 2, maxAffineEndpoints} {
+				for _, c.timeout = range []time.Duration{time.Second, 125 * time.Second, 11 * time.Minute, 24 * time.Hour} {
 					check(c)
-				}
-				c.endpoints = 0
-				for _, c.verdict = range []nodeview.Verdict{nodeview.Drop, nodeview.Reject} {
-					check(c)
-				}
-				c.verdict = nodeview.Forward
-				for _, c.endpoints = range []int{1, 2, maxAffineEndpoints} {
-					for _, c.timeout = range []time.Duration{time.Second, 125 * time.Second, 11 * time.Minute, 24 * time.Hour} {
-						check(c)
-					}
 				}
 			}
 		}

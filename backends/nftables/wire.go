@@ -17,7 +17,6 @@ const (
 	nftaTable         = 1 // the attribute with the name of the table, in all messages
 	nftaSetCount      = 20
 	nftaSetElemKeyEnd = 10
-	nfDrop            = 0
 	nfAccept          = 1
 	nftSetConcat      = 0x80
 	nftaSetDescConcat = 2

@@ -39,8 +39,8 @@ func TestFlagsOfNFTables(t *testing.T) {
 			nftables.Options{Sysctls: nftables.SetSysctls, MasqueradeMark: 1 << 13, DNATPriority: -100, SNATPriority: 100, NodePodCIDRs: true, MasqueradeOutsiders: true},
 		},
 		"all other flags": {
-			[]string{"--service-cidr=10.1.2.3/16,fd01::/48", "--instance=x", "--masquerade-all", "--masquerade-bit=15", "--dnat-priority=-110", "--snat-priority=90", "--accept-unknown-ports", "--sysctls=ignore"},
-			nftables.Options{ServiceCIDRs: pods, Instance: "x", MasqueradeAll: true, MasqueradeMark: 1 << 15, DNATPriority: -110, SNATPriority: 90, AcceptUnknownPorts: true, Sysctls: nftables.IgnoreSysctls},
+			[]string{"--service-cidr=10.1.2.3/16,fd01::/48", "--instance=x", "--masquerade-all", "--masquerade-bit=15", "--dnat-priority=-110", "--snat-priority=90", "--accept-unknown-ports", "--drop-invalid", "--sysctls=ignore"},
+			nftables.Options{ServiceCIDRs: pods, Instance: "x", MasqueradeAll: true, MasqueradeMark: 1 << 15, DNATPriority: -110, SNATPriority: 90, AcceptUnknownPorts: true, DropInvalid: true, Sysctls: nftables.IgnoreSysctls},
 		},
 	} {
 		f := nftablesFlags{nodeFlags: nodeFlags{checks: newHealthChecks()}}

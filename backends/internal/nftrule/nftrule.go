@@ -181,6 +181,31 @@ func StartsHere() []expr.Any {
 	}
 }
 
+// States of connection tracking, for InState.
+const (
+	StateInvalid uint32 = 1 << 0
+	StateNew     uint32 = 1 << 3
+)
+
+// InState returns expressions that match packets in one of these states of connection
+// tracking.
+func InState(states uint32) []expr.Any {
+	return []expr.Any{
+		&expr.Ct{Key: expr.CtKeySTATE, Register: Reg(0)},
+		&expr.Bitwise{SourceRegister: Reg(0), DestRegister: Reg(0), Len: 4, Mask: Native(states), Xor: Native(0)},
+		&expr.Cmp{Op: expr.CmpOpNeq, Register: Reg(0), Data: Native(0)},
+	}
+}
+
+// IgnoreReplies returns the first rule of a chain of type nat that may refuse connections.
+// When the kernel refuses a connection, such chains see the packet of the refusal, because
+// its destination is not translated yet. Without this rule, they might refuse or translate
+// this packet.
+func IgnoreReplies() []expr.Any {
+	const reply = 1
+	return []expr.Any{&expr.Ct{Key: expr.CtKeyDIRECTION, Register: Reg(0)}, Equal(reply), &expr.Verdict{Kind: expr.VerdictReturn}}
+}
+
 // Pods defines which packets count as packets from this node's pods.
 type Pods struct {
 	// CIDRs contain the addresses of pods.

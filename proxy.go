@@ -261,7 +261,9 @@ func (p *Proxy) Status() []sink.Status {
 
 // Health returns the report for health checks. See package health.
 func (p *Proxy) Health() health.Report {
-	return health.Of(p.Status(), p.Node(), p.nodeKnown.Load())
+	return health.Of(p.Status(), health.Source{
+		Synced: p.state.IsSynced(), Node: p.Node(), NodeOptional: p.files && !p.nodeKnown.Load(),
+	})
 }
 
 // StartOver makes every sink receive all services again, in a pass. Call it when the

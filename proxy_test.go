@@ -20,6 +20,9 @@ import (
 	"go.uber.org/goleak"
 	corev1 "k8s.io/api/core/v1"
 	discoveryv1 "k8s.io/api/discovery/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/watch"
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/cache"
 )
@@ -298,7 +301,7 @@ func TestHealthOfANode(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if r := p.Health(); r.Synced || !r.NodeEligible {
+	if r := p.Health(); r.Synced || r.NodeEligible {
 		t.Errorf("before Run: %+v", r)
 	}
 	go func() { ended <- p.Run(ctx) }()
@@ -325,6 +328,57 @@ func TestHealthOfANode(t *testing.T) {
 	cancel()
 	if err := <-ended; err != nil {
 		t.Error(err)
+	}
+}
+
+// An API server always has the Node of a node. While the node is unknown to it, load
+// balancers must not use the node.
+func TestHealthNeedsNodeOfAPIServer(t *testing.T) {
+	nodes := watch.NewFake()
+	informer := func(example runtime.Object, list runtime.Object, changes watch.Interface) cache.SharedInformer {
+		return cache.NewSharedInformer(&cache.ListWatch{
+			ListFunc:  func(metav1.ListOptions) (runtime.Object, error) { return list, nil },
+			WatchFunc: func(metav1.ListOptions) (watch.Interface, error) { return changes, nil },
+		}, example, 0)
+	}
+	informers := &kube.Informers{
+		Services:       informer(&corev1.Service{}, &corev1.ServiceList{}, watch.NewFake()),
+		EndpointSlices: informer(&discoveryv1.EndpointSlice{}, &discoveryv1.EndpointSliceList{}, watch.NewFake()),
+		Nodes:          informer(&corev1.Node{}, &corev1.NodeList{}, nodes),
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	var running sync.WaitGroup
+	defer func() {
+		cancel()
+		running.Wait()
+	}()
+	nothing := sink.Func(func(context.Context, *sink.Changes) error { return nil })
+	p, err := kpng.New(kpng.Options{Informers: informers, NodeName: "n", Sinks: []kpng.Sink{{Sink: nothing}}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	running.Go(func() {
+		if err := p.Run(ctx); err != nil {
+			t.Error(err)
+		}
+	})
+	if r := p.Health(); r.NodeEligible {
+		t.Errorf("before the first listing: %+v", r)
+	}
+	for _, i := range []cache.SharedInformer{informers.Services, informers.EndpointSlices, informers.Nodes} {
+		running.Go(func() { i.Run(ctx.Done()) })
+	}
+	if err := p.WaitSynced(ctx); err != nil {
+		t.Fatal(err)
+	}
+	if r := p.Health(); !r.Synced || r.NodeEligible {
+		t.Errorf("without a Node object: %+v", r)
+	}
+	before := p.State().Snapshot().Revision
+	nodes.Add(&corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "n"}})
+	<-p.State().Changed(before)
+	if r := p.Health(); !r.NodeEligible {
+		t.Errorf("with a Node object: %+v", r)
 	}
 }
 

@@ -6,7 +6,9 @@ import (
 	"bytes"
 	"context"
 	"encoding/json"
+	"net"
 	"net/http"
+	"path/filepath"
 	"testing"
 	"time"
 
@@ -45,6 +47,48 @@ func runForPage(t *testing.T, args ...string) (url string) {
 		}
 	}
 	return "http://" + address + "/status"
+}
+
+// A client of a kpng server tells load balancers to use its node only when the server has
+// delivered the services and the Node object.
+func TestHealthOfClient(t *testing.T) {
+	for _, test := range []struct {
+		name, node string
+		server     func(*testing.T) string
+		healthz    int
+	}{
+		{"no server", "vm-002", func(t *testing.T) string { return "unix://" + filepath.Join(t.TempDir(), "s") }, 503},
+		{"the server does not know the node", "unknown", func(t *testing.T) string { return serveDemo(t, "") }, 503},
+		{"the server knows the node", "vm-002", func(t *testing.T) string { return serveDemo(t, "") }, 200},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			address, server := freeAddress(t), test.server(t)
+			ctx, cancel := context.WithCancel(context.Background())
+			ended, synced := make(chan error, 1), make(chan struct{}, 1)
+			s := sink.FullState(func(context.Context, []*api.ServiceEndpoints) error { synced <- struct{}{}; return nil })
+			go func() {
+				ended <- runCommand(ctx, s, "--api", server, "--node-name", test.node, "--healthz-bind-address", address)
+			}()
+			if test.name != "no server" {
+				<-synced
+			}
+			for listening := false; !listening; { // the program listens before it reads from the server
+				c, err := net.Dial("tcp", address)
+				if listening = err == nil; listening {
+					c.Close()
+				}
+			}
+			for path, want := range map[string]int{"/livez": 200, "/healthz": test.healthz} {
+				if code, body := get(t, "http://"+address+path); code != want {
+					t.Errorf("%s: status %d, want %d: %s", path, code, want, body)
+				}
+			}
+			cancel()
+			if err := <-ended; err != nil {
+				t.Error(err)
+			}
+		})
+	}
 }
 
 func TestStatusPageOfProxy(t *testing.T) {

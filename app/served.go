@@ -5,7 +5,6 @@ package app
 import (
 	"context"
 	"slices"
-	"sync/atomic"
 
 	"github.com/kpng-project/kpng"
 	"github.com/kpng-project/kpng/health"
@@ -18,10 +17,9 @@ import (
 // remoteProxy is a proxy that gets its services from a kpng server. Each sink has its own
 // connection.
 type remoteProxy struct {
-	clients   []*remote.Client
-	drivers   []*sink.Driver
-	once      bool
-	nodeKnown atomic.Bool // the Node object has existed at some time
+	clients []*remote.Client
+	drivers []*sink.Driver
+	once    bool
 }
 
 func newRemoteProxy(dial transport.DialOptions, opts kpng.Options) (*remoteProxy, error) {
@@ -33,23 +31,9 @@ func newRemoteProxy(dial transport.DialOptions, opts kpng.Options) (*remoteProxy
 			return nil, err
 		}
 		v.clients = append(v.clients, client)
-		v.drivers = append(v.drivers, sink.NewDriver(knownNode{client, &v.nodeKnown}, s.Sink, s.Options))
+		v.drivers = append(v.drivers, sink.NewDriver(client, s.Sink, s.Options))
 	}
 	return v, nil
-}
-
-// knownNode is a source that records whether the Node object ever existed.
-type knownNode struct {
-	sink.Source
-	known *atomic.Bool
-}
-
-func (s knownNode) Next() (*sink.Update, error) {
-	u, err := s.Source.Next()
-	if u != nil && u.Node != nil {
-		s.known.Store(true)
-	}
-	return u, err
 }
 
 func (v *remoteProxy) Run(ctx context.Context) error {
@@ -79,5 +63,9 @@ func (v *remoteProxy) Status() []sink.Status {
 }
 
 func (v *remoteProxy) Health() health.Report {
-	return health.Of(v.Status(), v.clients[0].Node(), v.nodeKnown.Load())
+	update := v.clients[0].Views()
+	if update == nil {
+		return health.Of(v.Status(), health.Source{})
+	}
+	return health.Of(v.Status(), health.Source{Synced: true, Node: update.Node})
 }

@@ -30,6 +30,7 @@ const toBeDeleted = "ToBeDeletedByClusterAutoscaler"
 type Report struct {
 	// LastUpdated is the end of the last acknowledged Sync. With several sinks, it is the
 	// earliest of these times. It is the zero time until every sink has acknowledged a Sync.
+	// In a response with status 200, it is CurrentTime, as in kube-proxy.
 	LastUpdated time.Time `json:"lastUpdated"`
 	CurrentTime time.Time `json:"currentTime"`
 	// Synced reports whether every sink has programmed all services, except failing ones.
@@ -38,15 +39,26 @@ type Report struct {
 	// minutes.
 	Stuck bool `json:"stuck"`
 	// NodeEligible reports whether load balancers may send traffic to this node. It is false
-	// if the Node object is about to be deleted, or was deleted (KEP-3836). It is true if
-	// there never was a Node object, because manifests may contain no Nodes.
+	// until the source has synced, and while the Node object does not exist, is about to be
+	// deleted, or is being deleted (KEP-3836). See [Source] for sources without Nodes.
 	NodeEligible bool `json:"nodeEligible"`
 }
 
-// Of returns the report of a proxy from the statuses of its sinks. The argument node is
-// nil if there is no Node object; nodeKnown reports whether there ever was a Node object.
-func Of(sinks []sink.Status, node *api.Node, nodeKnown bool) Report {
-	r := Report{CurrentTime: time.Now(), Synced: len(sinks) > 0, NodeEligible: eligible(node, nodeKnown)}
+// Source describes what the source of a proxy has delivered.
+type Source struct {
+	// Synced reports whether the source has delivered the whole state once.
+	Synced bool
+	// Node is the Node object of the proxy's node, or nil if it does not exist.
+	Node *api.Node
+	// NodeOptional reports that the node is eligible without a Node object. Set it for
+	// manifests that never had this Node, because manifests may contain no Nodes.
+	NodeOptional bool
+}
+
+// Of returns the report of a proxy from the statuses of its sinks and the state of its
+// source.
+func Of(sinks []sink.Status, source Source) Report {
+	r := Report{CurrentTime: time.Now(), Synced: len(sinks) > 0, NodeEligible: source.eligible()}
 	for i, s := range sinks {
 		r.Synced = r.Synced && s.Passes > 0
 		r.Stuck = r.Stuck || s.StuckFor(r.CurrentTime) > stuckAfter
@@ -57,19 +69,22 @@ func Of(sinks []sink.Status, node *api.Node, nodeKnown bool) Report {
 	return r
 }
 
-func eligible(node *api.Node, known bool) bool {
-	if node == nil {
-		return !known
+func (s *Source) eligible() bool {
+	switch {
+	case !s.Synced:
+		return false
+	case s.Node == nil:
+		return s.NodeOptional
 	}
-	return !node.Deleting && !slices.ContainsFunc(node.Taints, func(t api.Taint) bool { return t.Key == toBeDeleted })
+	return !s.Node.Deleting && !slices.ContainsFunc(s.Node.Taints, func(t api.Taint) bool { return t.Key == toBeDeleted })
 }
 
 // Handler responds to all paths that end in /livez, /healthz or /readyz. The response is
 // the report as JSON. The status is 200 if the check succeeds, else 503:
 //
 //   - /livez: the proxy is not stuck.
-//   - /healthz: in addition, its node is eligible for traffic from load balancers, as in
-//     kube-proxy.
+//   - /healthz: in addition, the source has synced and the node is eligible for traffic
+//     from load balancers, as in kube-proxy.
 //   - /readyz: in addition to both, every service was programmed once.
 //
 // ServeHTTP calls the Handler function for each request, possibly concurrently.
@@ -91,7 +106,9 @@ func (h Handler) ServeHTTP(w http.ResponseWriter, req *http.Request) {
 	}
 	w.Header().Set("Content-Type", "application/json")
 	w.Header().Set("X-Content-Type-Options", "nosniff")
-	if !ok {
+	if ok {
+		r.LastUpdated = r.CurrentTime
+	} else {
 		w.WriteHeader(http.StatusServiceUnavailable)
 	}
 	json.NewEncoder(w).Encode(r)

@@ -265,8 +265,8 @@ func (r *Report) problems() []string {
 	if h := r.Health; h != nil && h.Stuck {
 		add("changes wait, but there was no progress for two minutes")
 	}
-	if h := r.Health; h != nil && !h.NodeEligible {
-		add("node %s is deleted or about to be deleted, so load balancers should not use it", r.Node)
+	if h := r.Health; h != nil && r.Source.Synced && !h.NodeEligible {
+		add("node %s does not exist or is about to be deleted, so load balancers should not use it", r.Node)
 	}
 	return problems
 }

@@ -167,10 +167,20 @@ func TestReportBeforeSync(t *testing.T) {
 		Health: func() health.Report { return health.Report{Stuck: true} },
 	}
 	r := decode[status.Report](t, get(h, "output", "json"))
-	for i, want := range []string{"has not delivered", "sink a has not programmed", "sink b fails: no permission", "no progress", "deleted"} {
+	for i, want := range []string{"has not delivered", "sink a has not programmed", "sink b fails: no permission", "no progress"} {
 		if i >= len(r.Problems) || !strings.Contains(r.Problems[i], want) {
 			t.Errorf("problems %q, want %q at %d", r.Problems, want, i)
 		}
+	}
+	if len(r.Problems) != 4 {
+		t.Errorf("problems %q: nothing is known about the node yet", r.Problems)
+	}
+}
+
+func TestReportOfIneligibleNode(t *testing.T) {
+	h := &status.Handler{NodeName: here, State: newState(1, 1), Health: func() health.Report { return health.Report{Synced: true} }}
+	if r := decode[status.Report](t, get(h, "output", "json")); len(r.Problems) != 1 || !strings.Contains(r.Problems[0], here+" does not exist or is about to be deleted") {
+		t.Errorf("problems %q", r.Problems)
 	}
 }
 

@@ -162,9 +162,11 @@ func (s *apiServer) listen() ([]net.Listener, error) {
 	return listeners, nil
 }
 
-// health returns a health report: the server is ready when its state is synced.
+// health returns a health report: the server is healthy and ready when its state is
+// synced.
 func (s *apiServer) health() health.Report {
-	return health.Report{CurrentTime: time.Now(), Synced: s.state.IsSynced(), NodeEligible: true}
+	synced := s.state.IsSynced()
+	return health.Report{CurrentTime: time.Now(), Synced: synced, NodeEligible: synced}
 }
 
 // clients returns the clients of the server for the status page.

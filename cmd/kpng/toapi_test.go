@@ -203,8 +203,10 @@ func TestServerHealthAndMetrics(t *testing.T) {
 	// No server listens on the socket yet, so the relay is not ready.
 	start(t, "api", "--api", socket, "to-api", "--listen", "tcp://"+freeAddress(t), "--healthz-bind-address", status, "--metrics-bind-address", status)
 	eventually(t, "the server is alive", func() bool { code, _ := get(t, "http://"+status+"/livez"); return code == 200 })
-	if code, body := get(t, "http://"+status+"/readyz"); code != 503 {
-		t.Errorf("ready without a source: %d %s", code, body)
+	for _, path := range []string{"/healthz", "/readyz"} {
+		if code, body := get(t, "http://"+status+path); code != 503 {
+			t.Errorf("%s without a source: status %d, want 503: %s", path, code, body)
+		}
 	}
 	start(t, "file", "-i", demo, "to-api", "--listen", socket)
 	eventually(t, "the server is ready", func() bool { code, _ := get(t, "http://"+status+"/readyz"); return code == 200 })

@@ -63,10 +63,7 @@ func TestChartEqualsKustomizations(t *testing.T) {
 		"windows":  "backend: kernelspace",
 		"beside-kube-proxy": `
 apiServer: {host: ""}
-serviceProxyName: kpng
-healthzBindAddress: 127.0.0.1:10356
-metricsBindAddress: 127.0.0.1:10349
-extraArgs: [--instance=beside]`,
+serviceProxyName: kpng`,
 	} {
 		t.Run(dir, func(t *testing.T) {
 			got, err := renderChart(t, "kpng-"+dir, parseYAML(t, text))
@@ -108,6 +105,30 @@ api:
 - {name: KUBERNETES_SERVICE_PORT, value: "443"}`)
 	if diff := cmp.Diff(want, values); diff != "" {
 		t.Errorf("(-want +got):\n%s", diff)
+	}
+}
+
+// A second release beside another proxy has an instance and addresses of its own.
+func TestChartNamesInstances(t *testing.T) {
+	got, err := renderChart(t, "second", parseYAML(t, `
+serviceProxyName: second
+instance: second
+healthzBindAddress: 127.0.0.1:10456
+metricsBindAddress: 127.0.0.1:10449`))
+	if err != nil {
+		t.Fatal(err)
+	}
+	set := byName(got)["DaemonSet second"].(map[string]any)
+	containers, _, _ := unstructured.NestedSlice(set, "spec", "template", "spec", "containers")
+	want := []any{
+		"kube", "to-local", "nftables", "--service-proxy-name=second",
+		"--healthz-bind-address=127.0.0.1:10456", "--metrics-bind-address=127.0.0.1:10449", "--instance=second",
+	}
+	if diff := cmp.Diff(want, containers[0].(map[string]any)["args"]); diff != "" {
+		t.Errorf("args (-want +got):\n%s", diff)
+	}
+	if port, _, _ := unstructured.NestedFieldNoCopy(containers[0].(map[string]any), "livenessProbe", "httpGet", "port"); port != int64(10456) {
+		t.Errorf("the liveness probe uses port %v", port)
 	}
 }
 

@@ -31,6 +31,7 @@ package app
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"maps"
 	"os"
@@ -174,8 +175,13 @@ func (f *sinkFlags) run(ctx context.Context, name string, source *Source, servin
 	}
 	opts := kpng.Options{NodeName: node}
 	add := func(name string, s sink.Sink) {
+		settings := settings
 		settings.Name, settings.Observer = name, collected.Sink(name)
 		opts.Sinks = append(opts.Sinks, kpng.Sink{Sink: s, Options: settings})
+	}
+	if f.wait {
+		serving.wait = true
+		s, companions = startWhenFree(s, companions)
 	}
 	add(name, s)
 	for _, suffix := range slices.Sorted(maps.Keys(companions)) {
@@ -202,7 +208,11 @@ func (f *sinkFlags) run(ctx context.Context, name string, source *Source, servin
 		return err
 	}
 	serving.Status = page
-	return serving.Run(ctx, p.Health, registry, run)
+	err = serving.Run(ctx, p.Health, registry, run)
+	if errors.Is(err, sink.ErrOwned) {
+		err = fmt.Errorf("%w; stop that process, run another instance, or wait for its end with --wait", err)
+	}
+	return err
 }
 
 // Companion is implemented by a sink with companions. Companions are further sinks with
@@ -226,7 +236,7 @@ type proxy interface {
 // sinkFlags holds the node's name and the settings of a sink's driver.
 type sinkFlags struct {
 	node                  nonEmpty
-	once                  bool
+	once, wait            bool
 	interval, onceTimeout time.Duration
 	kubeProxyMetrics      bool
 }
@@ -235,6 +245,7 @@ func (f *sinkFlags) register(fs *pflag.FlagSet) {
 	fs.Var(&f.node, "node-name", "proxy for the node with this `name` (default: $NODE_NAME, else the host name in lower case)")
 	fs.DurationVar(&f.interval, "min-sync-interval", 0, "minimum time from the end of one sync to the start of the next")
 	fs.BoolVar(&f.kubeProxyMetrics, "kubeproxy-metrics", false, "also serve metrics with kube-proxy's names, and /proxyMode")
+	fs.BoolVar(&f.wait, "wait", false, "while another process programs the same dataplane, or listens on the addresses for health checks and metrics, wait for its end instead of failing")
 	fs.BoolVar(&f.once, "once", false, "exit when everything has been programmed once")
 	fs.DurationVar(&f.onceTimeout, "once-timeout", time.Minute, "with --once: fail after this time without progress and list the missing services; 0 means never")
 }

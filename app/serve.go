@@ -38,7 +38,9 @@ type Serving struct {
 	// kube-proxy reports its mode to tools at the same path.
 	proxyMode string
 	profiling bool
-	flags     *pflag.FlagSet
+	// wait makes Run wait for addresses that another process uses.
+	wait  bool
+	flags *pflag.FlagSet
 }
 
 // Register adds the flags: --healthz-bind-address, --expose-status,
@@ -112,12 +114,23 @@ func (s *Serving) Run(ctx context.Context, h health.Handler, c prometheus.Collec
 	defer stopServing()
 	for address, handler := range handlers {
 		l, err := listen(address)
-		if err != nil {
+		switch {
+		case err == nil:
+			klog.FromContext(ctx).V(1).Info("Serving health checks or metrics", "address", l.Addr())
+			group.Go(func() error { return serve(serving, l, handler) })
+		case s.wait && errors.Is(err, errInUse):
+			klog.FromContext(ctx).Info("Waiting for an address that another process uses", "address", address)
+			group.Go(func() error {
+				l, err := listenWhenFree(serving, address)
+				if l == nil {
+					return err
+				}
+				return serve(serving, l, handler)
+			})
+		default:
 			stopServing()
 			return errors.Join(err, group.Wait())
 		}
-		klog.FromContext(ctx).V(1).Info("Serving health checks or metrics", "address", l.Addr())
-		group.Go(func() error { return serve(serving, l, handler) })
 	}
 	group.Go(func() error {
 		defer stopServing()
@@ -136,6 +149,21 @@ func listen(address string) (net.Listener, error) {
 		return nil, fmt.Errorf("serve health or metrics: %w", err)
 	}
 	return l, nil
+}
+
+// listenWhenFree listens when no other process uses the address any more. If ctx ends
+// earlier, it returns nil.
+func listenWhenFree(ctx context.Context, address string) (net.Listener, error) {
+	for {
+		select {
+		case <-ctx.Done():
+			return nil, nil
+		case <-time.After(ownerInterval):
+		}
+		if l, err := listen(address); !errors.Is(err, errInUse) {
+			return l, err
+		}
+	}
 }
 
 func serve(ctx context.Context, l net.Listener, handler http.Handler) error {

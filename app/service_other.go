@@ -4,7 +4,14 @@
 
 package app
 
-import "github.com/spf13/pflag"
+import (
+	"syscall"
+
+	"github.com/spf13/pflag"
+)
+
+// errInUse is the error of a listen address that another process uses.
+const errInUse = syscall.EADDRINUSE
 
 func registerService(*pflag.FlagSet, *bool) {}
 

@@ -16,6 +16,9 @@ import (
 	"golang.org/x/sys/windows/svc/eventlog"
 )
 
+// errInUse is the error of a listen address that another process uses.
+const errInUse = windows.WSAEADDRINUSE
+
 func registerService(fs *pflag.FlagSet, asked *bool) {
 	fs.BoolVar(asked, "windows-service", false, "run as a Windows service even if the service manager is not detected; without --log-file, a service logs to the event log")
 }

@@ -269,3 +269,8 @@ func Acknowledged(err error) (failed Failed, ok bool) {
 // ErrStartOver requests a new pass. If a sink no longer knows the state of its dataplane,
 // its Sync or Verify should return an error that wraps ErrStartOver.
 var ErrStartOver = errors.New("sink starts over")
+
+// ErrOwned reports that another process programs the same objects of the dataplane. Start
+// of a sink returns an error that wraps ErrOwned and names that process. A program may
+// call Start again until the other process has ended. Cleanup may return it as well.
+var ErrOwned = errors.New("owned by another process")

@@ -9,6 +9,7 @@ import (
 	"errors"
 	"fmt"
 	"hash/maphash"
+	"os"
 	"sync"
 	"time"
 
@@ -56,15 +57,18 @@ func New(proxy sink.Sink, opts Options) (*Backend, error) {
 	return &Backend{opts: opts, proxy: proxy, forward: sink.Forwarder{To: proxy}}, nil
 }
 
-// Start implements [sink.Starter]. It opens or makes the maps, attaches the programs, and
-// starts the other sink. Programs of an earlier process are replaced without
-// interruption. Start needs CAP_BPF, CAP_NET_ADMIN and CAP_PERFMON.
+// Start implements [sink.Starter]. It starts the other sink, opens or makes the maps, and
+// attaches the programs. Programs of an earlier process are replaced without
+// interruption. Start needs CAP_BPF, CAP_NET_ADMIN and CAP_PERFMON. If another process
+// programs the instance, the error wraps [sink.ErrOwned].
 func (b *Backend) Start(ctx context.Context) error {
-	if err := b.start(ctx); err != nil {
+	// The other sink comes first, because another process may own its objects. Then the
+	// programs of that process must stay.
+	if err := b.forward.Start(ctx); err != nil {
 		return err
 	}
-	if err := b.forward.Start(ctx); err != nil {
-		return errors.Join(err, b.stop())
+	if err := b.start(ctx); err != nil {
+		return errors.Join(err, b.forward.Stop(ctx))
 	}
 	return nil
 }
@@ -119,8 +123,34 @@ func (b *Backend) StopTimeout() time.Duration { return b.forward.StopTimeout() }
 
 // Cleanup implements [sink.Cleaner]. It detaches the programs and deletes the maps of the
 // instance if they exist, and cleans up the other sink. The backend need not be started.
+// If another process uses the maps, they stay, and the error wraps [sink.ErrOwned]. If
+// another process programs only the objects of the other sink, such as the backend
+// nftables in place of this one, only those objects stay.
 func (b *Backend) Cleanup(ctx context.Context) error {
-	return errors.Join(remove(&b.opts), b.forward.Cleanup(ctx))
+	err := b.forward.Cleanup(ctx)
+	removeErr := b.remove()
+	if errors.Is(err, sink.ErrOwned) && removeErr == nil {
+		klog.FromContext(ctx).Info("Removed only the eBPF programs and maps", "reason", err)
+		return nil
+	}
+	return errors.Join(err, removeErr)
+}
+
+// remove detaches the programs and deletes the maps, unless another process uses them.
+func (b *Backend) remove() error {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	dir := b.opts.directory()
+	if _, err := os.Stat(dir); err == nil && b.programs == nil {
+		lock, err := lockDirectory(dir)
+		if errors.Is(err, sink.ErrOwned) {
+			return err
+		}
+		if err == nil {
+			defer lock.Close()
+		}
+	}
+	return remove(&b.opts)
 }
 
 // Sync implements [sink.Sink]. It passes c to the other sink, then writes the maps, and

@@ -1071,9 +1071,14 @@ func testLock(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	const want = "another process uses the maps"
-	if err := b.Start(t.Context()); err == nil || !strings.Contains(err.Error(), want) {
-		t.Errorf("error %v, want one with %q", err, want)
+	if err := b.Start(t.Context()); !errors.Is(err, sink.ErrOwned) || !strings.Contains(err.Error(), n.opts.directory()) {
+		t.Errorf("Start returned %v, want an error with the directory", err)
+	}
+	if err := b.Cleanup(t.Context()); !errors.Is(err, sink.ErrOwned) {
+		t.Errorf("Cleanup returned %v", err)
+	}
+	if _, err := os.Stat(n.opts.directory()); err != nil {
+		t.Errorf("Cleanup deleted maps that another process uses: %v", err)
 	}
 	if err := n.Stop(t.Context()); err != nil {
 		t.Fatal(err)

@@ -20,6 +20,7 @@ import (
 	"github.com/cilium/ebpf/features"
 	"github.com/cilium/ebpf/link"
 	"github.com/cilium/ebpf/rlimit"
+	"github.com/kpng-project/kpng/sink"
 	"golang.org/x/sys/unix"
 	"k8s.io/klog/v2"
 )
@@ -223,7 +224,7 @@ func lockDirectory(dir string) (*os.File, error) {
 	}
 	lock.Close()
 	if errors.Is(err, unix.EWOULDBLOCK) {
-		return nil, fmt.Errorf("another process uses the maps in %s; stop it, or choose another instance", dir)
+		return nil, fmt.Errorf("eBPF maps in %s: %w", dir, sink.ErrOwned)
 	}
 	return nil, fmt.Errorf("lock the directory %s: %w", dir, err)
 }

@@ -19,6 +19,7 @@ import (
 	"github.com/kpng-project/kpng/backends/internal/kernelnode"
 	"github.com/kpng-project/kpng/backends/internal/netfilter"
 	"github.com/kpng-project/kpng/backends/internal/netns"
+	"github.com/kpng-project/kpng/backends/internal/ownership"
 	"github.com/kpng-project/kpng/backends/nodeaddr"
 	"github.com/kpng-project/kpng/sink"
 	"k8s.io/apimachinery/pkg/types"
@@ -31,6 +32,7 @@ import (
 // forwards changes to connection tracking. Its rulesets read and write the rules.
 type Backend struct {
 	opts  Options
+	owner ownership.Owner
 	tasks kernelnode.Tasks
 
 	mu       sync.Mutex // guards the fields below
@@ -72,8 +74,20 @@ func New(opts Options) (*Backend, error) {
 
 // Start implements [sink.Starter]. It finds the programs of iptables and, if installed,
 // the program ipset. It watches the node's addresses in the background. It changes no
-// rules. It needs CAP_NET_ADMIN, and for flavour legacy also CAP_NET_RAW.
+// rules. It needs CAP_NET_ADMIN, and for flavour legacy also CAP_NET_RAW. If another
+// process programs the instance, the error wraps [sink.ErrOwned].
 func (b *Backend) Start(ctx context.Context) error {
+	return b.owner.Start(b.own(ctx), func() error { return b.start(ctx) })
+}
+
+// own returns a function that takes the ownership of the chains and sets.
+func (b *Backend) own(ctx context.Context) func() (release func(), err error) {
+	return func() (func(), error) {
+		return ownership.Objects(ctx, b.opts.NetNS, "iptables chains "+b.opts.prefix())
+	}
+}
+
+func (b *Backend) start(ctx context.Context) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	log := klog.FromContext(ctx)
@@ -209,6 +223,7 @@ func (b *Backend) updateAddresses(ctx context.Context) error {
 
 // Stop implements [sink.Stopper]. The rules stay and forward traffic; see Cleanup.
 func (b *Backend) Stop(ctx context.Context) error {
+	defer b.owner.Release()
 	err := b.tasks.Stop(ctx)
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -226,8 +241,13 @@ func (b *Backend) closeConns() error {
 
 // Cleanup implements [sink.Cleaner]. It removes the chains and sets of the instance in
 // both flavours, and the rules that jump to these chains. The backend need not be
-// started.
+// started. If another process programs the instance, Cleanup changes nothing, and its error
+// wraps [sink.ErrOwned].
 func (b *Backend) Cleanup(ctx context.Context) error {
+	return b.owner.During(b.own(ctx), func() error { return b.cleanup(ctx) })
+}
+
+func (b *Backend) cleanup(ctx context.Context) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	errs := []error{b.closeConns()}

@@ -130,6 +130,7 @@ func newBackend(t testing.TB, ns *netnstest.Namespace, v variant, edit ...func(*
 func start(t testing.TB, ns *netnstest.Namespace, v variant, edit ...func(*Options)) *Backend {
 	t.Helper()
 	b := newBackend(t, ns, v, edit...)
+	backendtest.TakeOver(&b.owner, ns.FD, " ", b.opts.Instance)
 	if err := b.Start(t.Context()); err != nil {
 		t.Fatal(err)
 	}

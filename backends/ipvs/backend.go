@@ -14,6 +14,7 @@ import (
 
 	"github.com/kpng-project/kpng/backends/internal/kernelnode"
 	"github.com/kpng-project/kpng/backends/internal/netns"
+	"github.com/kpng-project/kpng/backends/internal/ownership"
 	"github.com/kpng-project/kpng/backends/internal/sysctl"
 	"github.com/kpng-project/kpng/backends/nodeaddr"
 	"github.com/kpng-project/kpng/sink"
@@ -22,6 +23,7 @@ import (
 // Backend is a sink that programs IPVS. See the package comment.
 type Backend struct {
 	opts  Options
+	owner ownership.Owner
 	tasks kernelnode.Tasks
 	// machineAddresses are all addresses of the machine.
 	machineAddresses nodeaddr.Source
@@ -56,8 +58,21 @@ func New(opts Options) (*Backend, error) {
 
 // Start implements [sink.Starter]. It checks kernel settings and watches the node's
 // addresses. The first Sync needs CAP_NET_ADMIN and the kernel module ip_vs. The kernel
-// loads the modules dummy and ip_vs_* itself if it can.
+// loads the modules dummy and ip_vs_* itself if it can. If another process programs the
+// instance, the error wraps [sink.ErrOwned].
 func (b *Backend) Start(ctx context.Context) error {
+	return b.owner.Start(b.own(ctx), func() error { return b.start(ctx) })
+}
+
+// own returns a function that takes the ownership of the instance. A table of the backend
+// nftables may have the same name.
+func (b *Backend) own(ctx context.Context) func() (release func(), err error) {
+	return func() (func(), error) {
+		return ownership.Objects(ctx, b.opts.NetNS, "nftables table "+b.opts.tableName())
+	}
+}
+
+func (b *Backend) start(ctx context.Context) error {
 	settings := sysctl.Forwarding
 	if b.opts.StrictARP {
 		settings = slices.Concat(settings, sysctl.StrictARP)
@@ -83,6 +98,7 @@ func (b *Backend) Start(ctx context.Context) error {
 
 // Stop implements [sink.Stopper]. The kernel continues to forward traffic; see Cleanup.
 func (b *Backend) Stop(ctx context.Context) error {
+	defer b.owner.Release()
 	err := b.tasks.Stop(ctx)
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -92,7 +108,14 @@ func (b *Backend) Stop(ctx context.Context) error {
 // Cleanup implements [sink.Cleaner]. It deletes the virtual servers, the interface and
 // the table of the instance if they exist. See Options.Drain. The backend need not be
 // started.
+//
+// If another process programs the instance, Cleanup changes nothing, and its error wraps
+// [sink.ErrOwned].
 func (b *Backend) Cleanup(ctx context.Context) error {
+	return b.owner.During(b.own(ctx), func() error { return b.cleanup(ctx) })
+}
+
+func (b *Backend) cleanup(ctx context.Context) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	return errors.Join(b.dataplane.cleanup(ctx), b.dataplane.close())

@@ -22,6 +22,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 	"github.com/google/nftables"
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends/internal/backendtest"
 	"github.com/kpng-project/kpng/backends/internal/kernelnode"
 	"github.com/kpng-project/kpng/backends/nodeaddr"
 	"github.com/kpng-project/kpng/internal/netnstest"
@@ -89,6 +90,7 @@ func (n *node) restart(edit ...func(*Options)) {
 	n.t.Helper()
 	n.renew(edit...)
 	b := n.Backend
+	backendtest.TakeOver(&b.owner, n.ns.FD, " ", b.opts.Instance)
 	if err := b.Start(n.t.Context()); err != nil {
 		n.t.Fatal(err)
 	}

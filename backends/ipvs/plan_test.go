@@ -320,7 +320,7 @@ func TestFailedStartStopsWhatItStarted(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := b.Start(t.Context()); err == nil || connections.stops != 1 {
+	if err := b.start(t.Context()); err == nil || connections.stops != 1 {
 		t.Errorf("error %v, connection tracking was stopped %d times, want once", err, connections.stops)
 	}
 }

@@ -14,6 +14,7 @@ import (
 	"github.com/kpng-project/kpng/backends/internal/kernelnode"
 	"github.com/kpng-project/kpng/backends/internal/netfilter"
 	"github.com/kpng-project/kpng/backends/internal/netns"
+	"github.com/kpng-project/kpng/backends/internal/ownership"
 	"github.com/kpng-project/kpng/backends/internal/sysctl"
 	"github.com/kpng-project/kpng/backends/nodeaddr"
 	"github.com/kpng-project/kpng/sink"
@@ -26,6 +27,7 @@ import (
 // updates of the node's addresses do not overlap. The field table does all other work.
 type Backend struct {
 	opts  Options
+	owner ownership.Owner
 	tasks kernelnode.Tasks
 
 	mu    sync.Mutex // guards table
@@ -54,11 +56,21 @@ func New(opts Options) (*Backend, error) {
 // Start implements [sink.Starter]. It checks sysctls and creates the missing parts of the
 // table. It does not change the services in the table. Then it reads the table and
 // watches the node's addresses, in the background. Start needs CAP_NET_ADMIN. While the
-// kernel is short of memory or busy, Start retries, until ctx ends.
+// kernel is short of memory or busy, Start retries, until ctx ends. If another process
+// programs the table, the error wraps [sink.ErrOwned].
 //
 // The sysctls are net.ipv4.ip_forward and net.ipv6.conf.all.forwarding, which must be 1
 // if the node forwards traffic of pods or other hosts.
 func (b *Backend) Start(ctx context.Context) error {
+	return b.owner.Start(b.own(ctx), func() error { return b.start(ctx) })
+}
+
+// own returns a function that takes the ownership of the table.
+func (b *Backend) own(ctx context.Context) func() (release func(), err error) {
+	return func() (func(), error) { return ownership.Objects(ctx, b.opts.NetNS, b.opts.object()) }
+}
+
+func (b *Backend) start(ctx context.Context) error {
 	if err := b.checkSysctls(ctx); err != nil {
 		return err
 	}
@@ -147,6 +159,7 @@ func (b *Backend) updateNodePortAddresses(ctx context.Context) error {
 
 // Stop implements [sink.Stopper]. The table stays and forwards traffic; see Cleanup.
 func (b *Backend) Stop(ctx context.Context) error {
+	defer b.owner.Release()
 	err := b.tasks.Stop(ctx)
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -154,8 +167,13 @@ func (b *Backend) Stop(ctx context.Context) error {
 }
 
 // Cleanup implements [sink.Cleaner]. It deletes the table if there is one. The backend
-// need not be started.
+// need not be started. If another process programs the table, Cleanup changes nothing, and
+// its error wraps [sink.ErrOwned].
 func (b *Backend) Cleanup(ctx context.Context) error {
+	return b.owner.During(b.own(ctx), func() error { return b.cleanup(ctx) })
+}
+
+func (b *Backend) cleanup(ctx context.Context) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	var errs []error

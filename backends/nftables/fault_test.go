@@ -21,6 +21,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends/internal/backendtest"
 	"github.com/kpng-project/kpng/backends/internal/kernelnode"
 	"github.com/kpng-project/kpng/backends/internal/netfilter"
 	"github.com/kpng-project/kpng/backends/internal/sysctl"
@@ -34,6 +35,8 @@ import (
 func TestInvalidOptionsAreRefused(t *testing.T) {
 	for name, opts := range map[string]Options{
 		"an instance with a space":                         {Instance: "a b"},
+		"an instance with the table of the backend ipvs":   {Instance: "ipvs"},
+		"an instance with a table of an ipvs instance":     {Instance: "ipvs-a"},
 		"a mark with two bits":                             {MasqueradeMark: 0x3},
 		"kube-proxy's mark":                                {MasqueradeMark: 0x4000},
 		"an interface name with a quote":                   {PodInterfaces: []string{`x" accept`}},
@@ -621,6 +624,7 @@ func TestStartRepeatsALoadThatWasDisturbed(t *testing.T) {
 		}
 		return exchange(batch)
 	}
+	backendtest.TakeOver(&b.owner, ns.FD, " ", "")
 	if err := b.Start(t.Context()); err != nil {
 		t.Error(err)
 	}

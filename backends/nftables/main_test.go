@@ -75,6 +75,7 @@ func startIn(t testing.TB, ns *netnstest.Namespace, opts Options) *Backend {
 	if err != nil {
 		t.Fatal(err)
 	}
+	backendtest.TakeOver(&b.owner, ns.FD, " ", opts.Instance)
 	if err := b.Start(t.Context()); err != nil {
 		t.Fatal(err)
 	}

@@ -11,6 +11,7 @@ import (
 	"net/netip"
 	"regexp"
 	"slices"
+	"strings"
 
 	"github.com/kpng-project/kpng/backends/internal/kernelnode"
 	"github.com/kpng-project/kpng/backends/nodeaddr"
@@ -23,8 +24,9 @@ type Options struct {
 	// Instance distinguishes the backends of one node. The backend programs only one table
 	// of family inet, called "kpng-<Instance>" or "kpng2-<Instance>". An update to a version
 	// with another table layout replaces the table by a table with the other name. Instance
-	// has at most 64 letters, digits, "-", "_" and ".". Default: empty, for the table "kpng"
-	// or "kpng2".
+	// has at most 64 letters, digits, "-", "_" and ".". It must be neither "ipvs" nor begin
+	// with "ipvs-", because such names belong to tables of the backend ipvs. Default: empty,
+	// for the table "kpng" or "kpng2".
 	Instance string
 
 	// DNATPriority is the priority of the chains at hooks prerouting and output, which
@@ -145,6 +147,9 @@ func (o *Options) complete() error {
 	if !instanceName.MatchString(o.Instance) {
 		errs = append(errs, fmt.Errorf("instance %q must have at most 64 letters, digits, \"_\", \".\" and \"-\"", o.Instance))
 	}
+	if o.Instance == "ipvs" || strings.HasPrefix(o.Instance, "ipvs-") {
+		errs = append(errs, fmt.Errorf("instance %q has a table name of the backend ipvs", o.Instance))
+	}
 	errs = append(errs, kernelnode.CheckMasquerading(o.MasqueradeMark, o.PodInterfaces, o.MasqueradeOutsiders, len(o.PodInterfaces)+len(o.ClusterCIDRs) > 0 || o.NodePodCIDRs))
 	for _, cidr := range slices.Concat(o.ClusterCIDRs, o.ServiceCIDRs) {
 		if !cidr.IsValid() {
@@ -177,6 +182,9 @@ func (o *Observer) complete() {
 		}
 	}
 }
+
+// object names the objects that only one process may program.
+func (o *Options) object() string { return "nftables table " + o.tables()[0] }
 
 // tables returns the two possible names of the instance's table. There are two, because a
 // new table can exist beside an old table with another layout.

@@ -19,6 +19,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends/internal/backendtest"
 	"github.com/kpng-project/kpng/backends/internal/netfilter"
 	"github.com/kpng-project/kpng/backends/nodeaddr"
 	"github.com/kpng-project/kpng/internal/netnstest"
@@ -171,6 +172,7 @@ func TestATableOfAnotherLayoutStaysActiveUntilTheNewOneIsFilled(t *testing.T) {
 				t.Errorf("the dataplane is %s, %v", got, err)
 			}
 			nft(t, w.node, "add table inet "+names[0]+"\n", "-f", "-")
+			backendtest.TakeOver(&b.owner, w.node.FD, " ", opts.Instance)
 			if err := b.Cleanup(t.Context()); err != nil {
 				t.Error(err)
 			}

@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/backends/internal/kernelnode"
+	"github.com/kpng-project/kpng/backends/internal/ownership"
 	"github.com/kpng-project/kpng/backends/nodeaddr"
 	"github.com/kpng-project/kpng/sink"
 	"k8s.io/klog/v2"
@@ -22,6 +23,7 @@ import (
 // Backend is a sink that programs a bridge. See the package comment.
 type Backend struct {
 	opts  Options
+	owner ownership.Owner
 	tasks kernelnode.Tasks
 	// machineAddresses are all addresses of the machine.
 	machineAddresses nodeaddr.Source
@@ -52,8 +54,20 @@ func New(opts Options) (*Backend, error) {
 	return b, nil
 }
 
-// Start implements [sink.Starter]. It watches the node's addresses.
+// Start implements [sink.Starter]. It watches the node's addresses. If another process in
+// this network namespace programs the instance, the error wraps [sink.ErrOwned].
 func (b *Backend) Start(ctx context.Context) error {
+	return b.owner.Start(b.own(ctx), func() error { return b.start(ctx) })
+}
+
+// own returns a function that takes the ownership of the instance's flows and groups.
+func (b *Backend) own(ctx context.Context) func() (release func(), err error) {
+	return func() (func(), error) {
+		return ownership.Objects(ctx, 0, fmt.Sprintf("flows of instance %d in the bridge %s", b.opts.Instance, b.opts.socket()))
+	}
+}
+
+func (b *Backend) start(ctx context.Context) error {
 	// The tracked connections are in the switch, so package conntrack has nothing to do.
 	nothing := sink.Func(func(context.Context, *sink.Changes) error { return nil })
 	if err := b.tasks.Start(ctx, b.opts.NodeAddresses, nothing, 0); err != nil {
@@ -69,6 +83,7 @@ func (b *Backend) Start(ctx context.Context) error {
 
 // Stop implements [sink.Stopper]. The switch continues to forward traffic; see Cleanup.
 func (b *Backend) Stop(ctx context.Context) error {
+	defer b.owner.Release()
 	err := b.tasks.Stop(ctx)
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -77,7 +92,14 @@ func (b *Backend) Stop(ctx context.Context) error {
 
 // Cleanup implements [sink.Cleaner]. It deletes the flows and groups of the instance. The
 // backend need not be started.
+//
+// If another process programs the instance, Cleanup changes nothing, and its error wraps
+// [sink.ErrOwned].
 func (b *Backend) Cleanup(ctx context.Context) error {
+	return b.owner.During(b.own(ctx), func() error { return b.cleanup(ctx) })
+}
+
+func (b *Backend) cleanup(ctx context.Context) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	return errors.Join(b.dataplane.cleanup(ctx), b.dataplane.close())

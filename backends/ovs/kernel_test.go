@@ -172,6 +172,7 @@ func TestRestartWritesNothing(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+	n.backend.owner.Release() // as if the process was killed
 	if err := b.Start(t.Context()); err != nil {
 		t.Fatal(err)
 	}

@@ -3,6 +3,7 @@
 package program
 
 import (
+	"cmp"
 	"net/netip"
 	"os"
 	"path/filepath"
@@ -27,6 +28,8 @@ func Kernelspace(hns kernelspace.HNS) *Backend {
 		OnlyPorts: true,
 		Flags:     func(fs *pflag.FlagSet) { kernelspaceFlags(fs, &opts, checks) },
 		Make: func() (Parts, error) {
+			opts := opts
+			opts.StateFile = cmp.Or(opts.StateFile, kernelspaceStateFile(opts.Name))
 			b, err := kernelspace.New(opts)
 			if err != nil {
 				return Parts{}, err
@@ -45,10 +48,19 @@ func Kernelspace(hns kernelspace.HNS) *Backend {
 	}
 }
 
+// kernelspaceStateFile returns the default state file of an instance.
+func kernelspaceStateFile(instance string) string {
+	name := "kernelspace.journal"
+	if instance != "kpng" {
+		name = "kernelspace-" + instance + ".journal"
+	}
+	return filepath.Join(os.Getenv("ProgramData"), "kpng", name)
+}
+
 func kernelspaceFlags(fs *pflag.FlagSet, opts *kernelspace.Options, checks *healthChecks) {
 	fs.StringVar(&opts.Network, "network", os.Getenv("KUBE_NETWORK"), "the `name` of the HNS network that pods are on; without it, $KUBE_NETWORK")
-	fs.StringVar(&opts.Name, "instance", "kpng", "the `name` that begins the names of this program's HNS endpoints and identifies them; each instance on a node needs its own, and its own --state-file")
-	fs.StringVar(&opts.StateFile, "state-file", filepath.Join(os.Getenv("ProgramData"), "kpng", "kernelspace.journal"), "the `file` that remembers which load balancers are this program's")
+	fs.StringVar(&opts.Name, "instance", "kpng", "the `name` that begins the names of this program's HNS endpoints and identifies them; each instance on a node needs its own")
+	fs.StringVar(&opts.StateFile, "state-file", "", "the `file` that remembers which load balancers are this program's; without it, kernelspace.journal, or kernelspace-INSTANCE.journal, in %ProgramData%\\kpng")
 	fs.BoolVar(&opts.EnableDSR, "enable-dsr", false, "use direct server return for cluster IPs; fails where Windows lacks it")
 	listFlag(fs, &opts.SourceVIPs, netip.ParseAddr, "source-vip", "the source `address` of what load balancers send on, at most one a family; an overlay network needs one")
 	listFlag(fs, &opts.NodeIPs, netip.ParseAddr, "node-ip", "an `address` of this node; without it, those of its Node object")

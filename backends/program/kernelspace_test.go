@@ -32,7 +32,7 @@ func TestFlagsOfKernelspace(t *testing.T) {
 		want kernelspace.Options
 	}{
 		{"the environment names the network and the folder", nil, kernelspace.Options{
-			Network: "l2bridge", Name: "kpng", StateFile: filepath.Join("/data", "kpng", "kernelspace.journal"),
+			Network: "l2bridge", Name: "kpng",
 			HealthzPort: 10256, RootEndpoint: "cbr0",
 		}},
 		{"everything", []string{
@@ -126,5 +126,14 @@ kpng_hns_endpoints 1
 	}
 	if left := hns.Dump(); left != "" {
 		t.Errorf("HNS after Cleanup:\n%s", left)
+	}
+}
+
+func TestEachKernelspaceInstanceHasItsStateFile(t *testing.T) {
+	t.Setenv("ProgramData", "/data")
+	for instance, want := range map[string]string{"kpng": "/data/kpng/kernelspace.journal", "beside": "/data/kpng/kernelspace-beside.journal"} {
+		if got := kernelspaceStateFile(instance); got != filepath.FromSlash(want) {
+			t.Errorf("instance %s: %s, want %s", instance, got, want)
+		}
 	}
 }

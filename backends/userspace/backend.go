@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends/internal/ownership"
 	"github.com/kpng-project/kpng/backends/nodeaddr"
 	"github.com/kpng-project/kpng/sink"
 	"k8s.io/apimachinery/pkg/types"
@@ -20,7 +21,8 @@ import (
 // After a stop, it cannot start again.
 type Backend struct {
 	engine
-	node nodeaddr.Source
+	owner ownership.Owner
+	node  nodeaddr.Source
 	// watcher is nil if Options.NodeAddresses is set. Otherwise the field node is this
 	// watcher, and Start runs it.
 	watcher *nodeaddr.Watcher
@@ -84,8 +86,21 @@ var everyAddress = nodeaddr.Selection{All: true, CIDRs: []netip.Prefix{netip.Mus
 func (b *Backend) NodeAddresses() nodeaddr.Source { return b.node }
 
 // Start implements [sink.Starter]. Start keeps the addresses that a killed process made
-// local, because services may need them. The backend logs to the logger of ctx.
+// local, because services may need them. The backend logs to the logger of ctx. If another
+// process uses the same Options.Addresses, the error wraps [sink.ErrOwned].
 func (b *Backend) Start(ctx context.Context) error {
+	return b.owner.Start(b.own(ctx), func() error { return b.start(ctx) })
+}
+
+// own returns a function that takes the ownership of the local addresses.
+func (b *Backend) own(ctx context.Context) func() (release func(), err error) {
+	if a, ok := b.opts.Addresses.(exclusive); ok {
+		return func() (func(), error) { return a.Own(ctx) }
+	}
+	return func() (func(), error) { return func() {}, nil }
+}
+
+func (b *Backend) start(ctx context.Context) error {
 	b.log = klog.FromContext(ctx)
 	if err := b.local.adopt(ctx); err != nil {
 		return err
@@ -101,15 +116,18 @@ func (b *Backend) Start(ctx context.Context) error {
 }
 
 // Cleanup implements [sink.Cleaner]. It removes the addresses that this process or an
-// earlier one made local with Options.Addresses.
+// earlier one made local with Options.Addresses. If another process uses the same
+// Options.Addresses, Cleanup changes nothing, and its error wraps [sink.ErrOwned].
 func (b *Backend) Cleanup(ctx context.Context) error {
 	if b.opts.Addresses == nil {
 		return nil
 	}
-	if err := b.opts.Addresses.Cleanup(ctx); err != nil {
-		return fmt.Errorf("remove addresses left on this host: %w", err)
-	}
-	return nil
+	return b.owner.During(b.own(ctx), func() error {
+		if err := b.opts.Addresses.Cleanup(ctx); err != nil {
+			return fmt.Errorf("remove addresses left on this host: %w", err)
+		}
+		return nil
+	})
 }
 
 // Verify implements [sink.Verifier]. If another process removed addresses, Verify makes
@@ -298,6 +316,7 @@ func (b *Backend) StopTimeout() time.Duration { return b.opts.DrainTimeout + 5*t
 // Stop implements [sink.Stopper]. It closes all listeners, and drains connections until
 // Options.DrainTimeout has passed or ctx ends. Then it removes the local addresses.
 func (b *Backend) Stop(ctx context.Context) error {
+	defer b.owner.Release()
 	b.stopTasks()
 	b.tasks.Wait()
 	b.mu.Lock()

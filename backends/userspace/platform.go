@@ -33,6 +33,13 @@ type Addresses interface {
 	Cleanup(ctx context.Context) error
 }
 
+// exclusive is implemented by Addresses that only one process may use at a time. Own takes
+// the ownership until release is called or the process ends. If another process has it,
+// the error wraps [sink.ErrOwned].
+type exclusive interface {
+	Own(ctx context.Context) (release func(), err error)
+}
+
 // Sockets opens the listening sockets of a Backend. The Backend closes these sockets.
 // Calls of these methods never overlap.
 type Sockets interface {

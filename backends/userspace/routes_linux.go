@@ -9,6 +9,7 @@ import (
 	"net"
 	"net/netip"
 
+	"github.com/kpng-project/kpng/backends/internal/ownership"
 	"github.com/vishvananda/netlink"
 	"github.com/vishvananda/netns"
 	"golang.org/x/sys/unix"
@@ -78,6 +79,11 @@ func (r localRoutes) withHandle(f func(*netlink.Handle) error) error {
 	}
 	defer h.Close()
 	return f(h)
+}
+
+// Own takes the ownership of the routes, see exclusive.
+func (r localRoutes) Own(ctx context.Context) (release func(), err error) {
+	return ownership.Objects(ctx, r.NetNS, fmt.Sprintf("local routes of protocol %d", r.Protocol))
 }
 
 // Add implements [Addresses].

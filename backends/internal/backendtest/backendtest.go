@@ -13,12 +13,14 @@ import (
 	"fmt"
 	"net/netip"
 	"strings"
+	"sync"
 	"time"
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/backends/conformance"
 	"github.com/kpng-project/kpng/backends/conntrack"
 	"github.com/kpng-project/kpng/backends/healthcheck"
+	"github.com/kpng-project/kpng/backends/internal/ownership"
 	"github.com/kpng-project/kpng/backends/nodeaddr"
 	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
@@ -104,4 +106,15 @@ func View(node *api.Node, name string, ips, endpoints []string, edits ...func(*a
 		state.Slices = append(state.Slices, slice)
 	}
 	return nodeview.View(state, node)
+}
+
+var owners sync.Map // the last argument owner of TakeOver for each key
+
+// TakeOver releases the ownership of objects that the owner of the last call with this key
+// has, as the kernel does when a process is killed. Call it before a backend starts in
+// place of another one that did not stop. The key identifies the objects.
+func TakeOver(owner *ownership.Owner, key ...any) {
+	if last, ok := owners.Swap(fmt.Sprint(key...), owner); ok {
+		last.(*ownership.Owner).Release()
+	}
 }

@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends/internal/ownership"
 	"github.com/kpng-project/kpng/backends/windows/internal/journal"
 	"github.com/kpng-project/kpng/sink"
 	"k8s.io/apimachinery/pkg/types"
@@ -24,6 +25,7 @@ import (
 // endpoints. Only one driver may use it.
 type Backend struct {
 	opts   Options
+	owner  ownership.Owner
 	hns    HNS
 	record *record
 
@@ -61,6 +63,7 @@ type want struct {
 var (
 	_ sink.Sink     = &Backend{}
 	_ sink.Starter  = &Backend{}
+	_ sink.Stopper  = &Backend{}
 	_ sink.Verifier = &Backend{}
 	_ sink.Cleaner  = &Backend{}
 )
@@ -100,8 +103,32 @@ func New(opts Options) (*Backend, error) {
 
 // Start reads from the state file which load balancers an earlier process created. It
 // fails if the file is of another kind, or if HNS lacks a required feature. It does not
-// fail if HNS does not run yet.
+// fail if HNS does not run yet. If another process uses the state file, the error wraps
+// [sink.ErrOwned].
 func (b *Backend) Start(ctx context.Context) error {
+	return b.owner.Start(b.own(ctx), func() error { return b.start(ctx) })
+}
+
+// own returns a function that takes the ownership of the state file. If the file cannot be
+// locked for another reason than another owner, the function logs that and succeeds.
+func (b *Backend) own(ctx context.Context) func() (release func(), err error) {
+	return func() (func(), error) {
+		release, err := ownership.File(b.opts.StateFile)
+		if err != nil && !errors.Is(err, sink.ErrOwned) {
+			klog.FromContext(ctx).Error(err, "Continuing without protection against a second process")
+			return func() {}, nil
+		}
+		return release, err
+	}
+}
+
+// Stop implements [sink.Stopper]. HNS continues to forward traffic; see Cleanup.
+func (b *Backend) Stop(context.Context) error {
+	b.owner.Release()
+	return nil
+}
+
+func (b *Backend) start(ctx context.Context) error {
 	r, err := readRecord(b.opts.StateFile)
 	switch {
 	case errors.Is(err, journal.ErrForeign):
@@ -332,8 +359,13 @@ func (b *Backend) logLacking(ctx context.Context, service types.NamespacedName, 
 
 // Cleanup implements [sink.Cleaner]. It removes all objects that backends with this name
 // and state file created. If the file cannot be read, Cleanup removes nothing, because it
-// cannot identify the load balancers of these backends.
-func (b *Backend) Cleanup(context.Context) error {
+// cannot identify the load balancers of these backends. If another process uses the state
+// file, Cleanup changes nothing, and its error wraps [sink.ErrOwned].
+func (b *Backend) Cleanup(ctx context.Context) error {
+	return b.owner.During(b.own(ctx), b.cleanup)
+}
+
+func (b *Backend) cleanup() error {
 	r, err := readRecord(b.opts.StateFile)
 	if err != nil {
 		return err

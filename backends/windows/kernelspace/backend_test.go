@@ -659,6 +659,7 @@ func TestHNSIsDownForHalfAMinute(t *testing.T) {
 		src.Set(view(service("a", withClusterIP(1)), at("10.1.2.1")), view(service("b", withClusterIP(2)), at("10.1.2.2")))
 		src.MarkSynced()
 		ctx, cancel := context.WithCancel(klog.NewContext(t.Context(), logr.Discard()))
+		w.must(w.backend.Stop(ctx)) // the driver starts it again
 		d := sink.NewDriver(src, w.backend, sink.Options{})
 		ended := make(chan error, 1)
 		go func() { ended <- d.Run(ctx) }()

@@ -145,6 +145,9 @@ func (w *world) endpoint(e kernelspace.Endpoint) string {
 // restart replaces the backend by a new one.
 func (w *world) restart() {
 	w.Helper()
+	if w.backend != nil {
+		w.must(w.backend.Stop(w.Context()))
+	}
 	b, err := kernelspace.New(w.opts)
 	if err != nil {
 		w.Fatal(err)

@@ -14,6 +14,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/kpng-project/kpng/backends/internal/ownership"
 	"github.com/kpng-project/kpng/backends/userspace"
 	"github.com/kpng-project/kpng/backends/windows/internal/journal"
 	"k8s.io/klog/v2"
@@ -89,6 +90,12 @@ func newAddresses(opts Options, s system) (*Addresses, error) {
 
 // Interface returns the name of the network interface for addresses.
 func (a *Addresses) Interface() string { return a.opts.Interface }
+
+// Own takes the ownership of the addresses in the state file. If another process has it,
+// the error wraps sink.ErrOwned.
+func (a *Addresses) Own(context.Context) (release func(), err error) {
+	return ownership.File(a.opts.StateFile)
+}
 
 // updateRecord calls f with the record and writes the changes that f made.
 func (a *Addresses) updateRecord(f func(*journal.Journal)) error {

@@ -31,19 +31,6 @@ func FamilyOf(a netip.Addr) Family {
 	}
 }
 
-// Unspecified returns the unspecified address of a family, 0.0.0.0 or ::, which stands
-// for any address. It returns the zero Addr if f is not a family.
-func Unspecified(f Family) netip.Addr {
-	switch f {
-	case IPv4:
-		return netip.IPv4Unspecified()
-	case IPv6:
-		return netip.IPv6Unspecified()
-	default:
-		return netip.Addr{}
-	}
-}
-
 // String returns the name that the Kubernetes API uses: "IPv4" or "IPv6".
 func (f Family) String() string {
 	switch f {

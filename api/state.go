@@ -28,12 +28,14 @@ func (s *ServiceState) FindSlice(name string) (int, bool) {
 }
 
 // Claim is an address, protocol and port that only one service can have. Protocol and
-// Port are 0 for a claim of the whole address (AllPorts). For a node port, IP is 0.0.0.0
-// or ::, because the claim applies to all node addresses.
+// Port are 0 for a claim of the whole address (AllPorts). The claim of a node port has the
+// zero Addr and a Family, because it applies to all node addresses of this family.
 type Claim struct {
-	IP       netip.Addr `json:",omitzero"`
-	Protocol Protocol   `json:",omitempty"`
-	Port     int32      `json:",omitempty"`
+	IP netip.Addr `json:",omitzero"`
+	// Family is 0 if the claim has an IP.
+	Family   Family   `json:",omitzero"`
+	Protocol Protocol `json:",omitempty"`
+	Port     int32    `json:",omitempty"`
 }
 
 // LostClaim is a claim that another service owns. A cluster IP ranks before a

@@ -70,7 +70,7 @@ func compareClaims(a, b api.Claim) int {
 	if c := a.IP.Compare(b.IP); c != 0 {
 		return c
 	}
-	return cmp.Or(cmp.Compare(a.Protocol, b.Protocol), cmp.Compare(a.Port, b.Port))
+	return cmp.Or(cmp.Compare(a.Family, b.Family), cmp.Compare(a.Protocol, b.Protocol), cmp.Compare(a.Port, b.Port))
 }
 
 // byAge orders services by age, then by namespace and name. A nil service precedes all
@@ -106,13 +106,13 @@ func claimsOf(s *api.Service) []ranked {
 					continue
 				}
 				for i := range s.Ports {
-					list = appendPort(list, rank(kind), ip, s.Ports[i].Protocol, s.Ports[i].Port)
+					list = appendPort(list, rank(kind), api.Claim{IP: ip, Protocol: s.Ports[i].Protocol, Port: s.Ports[i].Port})
 				}
 			}
 		}
 		if !s.AllPorts {
 			for i := range s.Ports {
-				list = appendPort(list, nodePort, api.Unspecified(family), s.Ports[i].Protocol, s.Ports[i].NodePort)
+				list = appendPort(list, nodePort, api.Claim{Family: family, Protocol: s.Ports[i].Protocol, Port: s.Ports[i].NodePort})
 			}
 		}
 	}
@@ -122,11 +122,11 @@ func claimsOf(s *api.Service) []ranked {
 	return slices.CompactFunc(list, func(a, b ranked) bool { return a.Claim == b.Claim })
 }
 
-func appendPort(list []ranked, rank rank, ip netip.Addr, protocol api.Protocol, port int32) []ranked {
-	if protocol == api.UnknownProtocol || port == 0 {
+func appendPort(list []ranked, rank rank, c api.Claim) []ranked {
+	if c.Protocol == api.UnknownProtocol || c.Port == 0 {
 		return list
 	}
-	return append(list, ranked{api.Claim{IP: ip, Protocol: protocol, Port: port}, rank})
+	return append(list, ranked{c, rank})
 }
 
 // outcome is a claim with its owner, which is the claimant or another service.
@@ -190,13 +190,13 @@ func (c *claims) conflictGroups(before, after []ranked) []api.Claim {
 	slices.SortFunc(list, compareClaims)
 	list = slices.Compact(list)
 	// The group of a whole address includes the groups of its ports. Delete those.
-	address := api.Claim{}
+	var address netip.Addr
 	return slices.DeleteFunc(list, func(cl api.Claim) bool {
 		if claimsAddress(cl) {
-			address = cl
+			address = cl.IP
 			return false
 		}
-		return cl.IP == address.IP
+		return cl.IP.IsValid() && cl.IP == address
 	})
 }
 

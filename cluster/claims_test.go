@@ -57,7 +57,7 @@ func lost(state *cluster.State) []string {
 	for k, s := range state.Snapshot().States.All() {
 		for _, l := range s.Lost {
 			ip := "*"
-			if !l.IP.IsUnspecified() {
+			if l.IP.IsValid() {
 				ip = l.IP.String()
 			}
 			list = append(list, fmt.Sprintf("%s %s:%d/%s %s", k.Name, ip, l.Port, l.Protocol, l.Winner.Name))
@@ -170,6 +170,14 @@ func TestClaims(t *testing.T) {
 				with(service("b", 2, "10.0.0.2", 81), func(s *api.Service) { s.Ports[0].NodePort = 30000 }),
 			},
 			[]string{"a *:30000/TCP b"},
+		}, {
+			"node ports and unspecified addresses do not conflict",
+			[]*api.Service{
+				with(service("a", 1, "10.0.0.1", 80), func(s *api.Service) { s.Ports[0].NodePort = 30000 }),
+				with(service("b", 2, "10.0.0.2", 30000), loadBalancer("0.0.0.0")),
+				wholeAddress(with(service("c", 3, "10.0.0.3"), external("0.0.0.0"))),
+			},
+			[]string{"c 0.0.0.0:0/Protocol(0) b"},
 		}, {
 			"node ports of different families do not conflict",
 			[]*api.Service{
@@ -354,7 +362,7 @@ func claimsOfKind(s *api.Service, kind int) []api.Claim {
 	}
 	for _, p := range s.Ports {
 		if kind == 2 && !s.AllPorts && p.NodePort != 0 && p.Protocol != api.UnknownProtocol {
-			claims = append(claims, api.Claim{IP: netip.IPv4Unspecified(), Protocol: p.Protocol, Port: p.NodePort})
+			claims = append(claims, api.Claim{Family: api.IPv4, Protocol: p.Protocol, Port: p.NodePort})
 		}
 	}
 	slices.SortFunc(claims, compareClaims)
@@ -362,7 +370,7 @@ func claimsOfKind(s *api.Service, kind int) []api.Claim {
 }
 
 func compareClaims(a, b api.Claim) int {
-	return cmp.Or(a.IP.Compare(b.IP), cmp.Compare(a.Protocol, b.Protocol), cmp.Compare(a.Port, b.Port))
+	return cmp.Or(a.IP.Compare(b.IP), cmp.Compare(a.Family, b.Family), cmp.Compare(a.Protocol, b.Protocol), cmp.Compare(a.Port, b.Port))
 }
 
 // BenchmarkContestedAddress changes one of many services at the same address. Either an

@@ -64,11 +64,11 @@ func (k FrontendKey) String() string {
 
 // Claim returns the claim of the frontend. At most one service at a time has this claim.
 func (k FrontendKey) Claim() api.Claim {
-	addr := k.Addr
+	c := api.Claim{IP: k.Addr, Protocol: k.Protocol, Port: k.Port}
 	if k.Kind == NodePort {
-		addr = api.Unspecified(k.Family)
+		c.Family = k.Family
 	}
-	return api.Claim{IP: addr, Protocol: k.Protocol, Port: k.Port}
+	return c
 }
 
 // Frontend is a frontend to program, with all decisions about its traffic. The frontends

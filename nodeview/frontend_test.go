@@ -174,11 +174,7 @@ func TestFrontends(t *testing.T) {
 func TestLostFrontends(t *testing.T) {
 	older := types.NamespacedName{Namespace: "default", Name: "older"}
 	lost := func(ip string, protocol api.Protocol, port int32) []api.LostClaim {
-		c := api.LostClaim{Claim: api.Claim{Protocol: protocol, Port: port}, Winner: older}
-		if ip != "" {
-			c.IP = netip.MustParseAddr(ip)
-		}
-		return []api.LostClaim{c}
+		return []api.LostClaim{{Claim: api.Claim{IP: netip.MustParseAddr(ip), Protocol: protocol, Port: port}, Winner: older}}
 	}
 	runFrontendCases(t, []frontendCase{{
 		name:     "an address and port",
@@ -197,7 +193,7 @@ func TestLostFrontends(t *testing.T) {
 		name:     "a node port, in one family",
 		service:  service(dualStack, headless, nodePort(30080)),
 		slices:   oneReady,
-		lost:     lost("::", api.TCP, 30080),
+		lost:     []api.LostClaim{{Claim: api.Claim{Family: api.IPv6, Protocol: api.TCP, Port: 30080}, Winner: older}},
 		want:     "NodePort IPv4:30080/TCP: 10.0.0.1:8080; 10.0.0.1:8080",
 		unserved: `NodePort IPv6:30080/TCP: service default/older owns it`,
 	}, {

@@ -99,7 +99,9 @@ func (d *dice) state() *api.ServiceState {
 	}
 	for range d.n(3) {
 		lost := api.LostClaim{Winner: types.NamespacedName{Name: "older"}}
-		lost.IP = pick(d, append(slices.Collect(svc.IPs.ExternalIPs.All()), netip.IPv4Unspecified(), netip.IPv6Unspecified())...)
+		if lost.IP = pick(d, append(slices.Collect(svc.IPs.ExternalIPs.All()), netip.Addr{})...); !lost.IP.IsValid() {
+			lost.Family = pick(d, api.IPv4, api.IPv6)
+		}
 		if !svc.AllPorts {
 			lost.Protocol, lost.Port = api.TCP, pick[int32](d, 1, 2, 30001)
 		}

@@ -172,7 +172,7 @@ func oracleClaims(state *api.ServiceState) map[api.Claim]map[api.Family]bool {
 		}
 		if p != nil && p.NodePort != 0 {
 			for _, f := range svc.Families() {
-				add(api.Claim{IP: map[api.Family]netip.Addr{api.IPv4: netip.IPv4Unspecified(), api.IPv6: netip.IPv6Unspecified()}[f], Protocol: p.Protocol, Port: p.NodePort}, f)
+				add(api.Claim{Family: f, Protocol: p.Protocol, Port: p.NodePort}, f)
 			}
 		}
 	}

@@ -132,18 +132,23 @@ func addAll(set *api.IPSet, list []string, field string, r *report) {
 	}
 }
 
-// add adds the address s to set, unless s is empty. If s is invalid, the reported problem
-// names entry i of the field, or only the field if i is -1.
+// add adds the address s to set, unless s is empty. It reports an address that is invalid
+// or means the host itself: a frontend there would break other programs of each node. The
+// problem names entry i of the field, or only the field if i is -1.
 func add(set *api.IPSet, s, field string, i int, r *report) {
 	a, ok := parseAddr(s)
+	if ok && !a.IsUnspecified() && !a.IsLoopback() {
+		set.Add(a)
+		return
+	}
+	if i >= 0 {
+		field = fmt.Sprintf("%s[%d]", field, i)
+	}
 	switch {
 	case ok:
-		set.Add(a)
-	case strings.TrimSpace(s) == "":
-	case i < 0:
+		r.add(field, "%s means the host itself; it gets no frontend", a)
+	case strings.TrimSpace(s) != "":
 		r.add(field, "%q is not an IP address", s)
-	default:
-		r.add(fmt.Sprintf("%s[%d]", field, i), "%q is not an IP address", s)
 	}
 }
 

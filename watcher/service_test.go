@@ -132,6 +132,23 @@ func TestServiceConversion(t *testing.T) {
 			},
 		},
 		{
+			name: "addresses that mean the host itself are omitted",
+			change: func(s *service) {
+				s.Spec.ExternalIPs = []string{"127.0.0.1", "::", "10.0.0.1"}
+				s.Status.LoadBalancer.Ingress = []corev1.LoadBalancerIngress{{IP: "0.0.0.0"}, {IP: "::1"}, {IP: "::ffff:0.0.0.0"}, {IP: "fe80::1"}}
+			},
+			want: func(s *api.Service) {
+				s.IPs.ExternalIPs.V4, s.IPs.LoadBalancerIPs.V6 = addrs("10.0.0.1"), addrs("fe80::1")
+			},
+			problems: []string{
+				`Service default/web: spec.externalIPs[0]: 127.0.0.1 means the host itself; it gets no frontend`,
+				`Service default/web: spec.externalIPs[1]: :: means the host itself; it gets no frontend`,
+				`Service default/web: status.loadBalancer.ingress[0]: 0.0.0.0 means the host itself; it gets no frontend`,
+				`Service default/web: status.loadBalancer.ingress[1]: ::1 means the host itself; it gets no frontend`,
+				`Service default/web: status.loadBalancer.ingress[2]: 0.0.0.0 means the host itself; it gets no frontend`,
+			},
+		},
+		{
 			name:     "an invalid cluster IP is reported",
 			change:   func(s *service) { s.Spec.ClusterIP = "ten" },
 			want:     func(*api.Service) {},

@@ -2016,7 +2016,7 @@ func (x *PortFamily) GetFamily() Family {
 // LostClaim is an address, protocol and port of a service that another service owns.
 type LostClaim struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// IP is the address. For a node port, it is 0.0.0.0 or ::.
+	// IP is the address. It is empty for a node port.
 	IP string `protobuf:"bytes,1,opt,name=IP,proto3" json:"IP,omitempty"`
 	// Protocol and Port are 0 for the whole address.
 	Protocol Protocol `protobuf:"varint,2,opt,name=Protocol,proto3,enum=localv1.Protocol" json:"Protocol,omitempty"`
@@ -2024,8 +2024,10 @@ type LostClaim struct {
 	// WinnerNamespace and WinnerName identify the service that owns the claim.
 	WinnerNamespace string `protobuf:"bytes,4,opt,name=WinnerNamespace,proto3" json:"WinnerNamespace,omitempty"`
 	WinnerName      string `protobuf:"bytes,5,opt,name=WinnerName,proto3" json:"WinnerName,omitempty"`
-	unknownFields   protoimpl.UnknownFields
-	sizeCache       protoimpl.SizeCache
+	// Family is the family of a node port. It is 0 if there is an IP.
+	Family        Family `protobuf:"varint,6,opt,name=Family,proto3,enum=localv1.Family" json:"Family,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *LostClaim) Reset() {
@@ -2091,6 +2093,13 @@ func (x *LostClaim) GetWinnerName() string {
 		return x.WinnerName
 	}
 	return ""
+}
+
+func (x *LostClaim) GetFamily() Family {
+	if x != nil {
+		return x.Family
+	}
+	return Family_UnknownFamily
 }
 
 // Node is a Kubernetes Node, reduced to the needs of a proxy.
@@ -2839,7 +2848,7 @@ const file_api_localv1_localv1_proto_rawDesc = "" +
 	"PortFamily\x12-\n" +
 	"\bProtocol\x18\x01 \x01(\x0e2\x11.localv1.ProtocolR\bProtocol\x12\x12\n" +
 	"\x04Port\x18\x02 \x01(\x05R\x04Port\x12'\n" +
-	"\x06Family\x18\x03 \x01(\x0e2\x0f.localv1.FamilyR\x06Family\"\xa8\x01\n" +
+	"\x06Family\x18\x03 \x01(\x0e2\x0f.localv1.FamilyR\x06Family\"\xd1\x01\n" +
 	"\tLostClaim\x12\x0e\n" +
 	"\x02IP\x18\x01 \x01(\tR\x02IP\x12-\n" +
 	"\bProtocol\x18\x02 \x01(\x0e2\x11.localv1.ProtocolR\bProtocol\x12\x12\n" +
@@ -2847,7 +2856,8 @@ const file_api_localv1_localv1_proto_rawDesc = "" +
 	"\x0fWinnerNamespace\x18\x04 \x01(\tR\x0fWinnerNamespace\x12\x1e\n" +
 	"\n" +
 	"WinnerName\x18\x05 \x01(\tR\n" +
-	"WinnerName\"\xae\x02\n" +
+	"WinnerName\x12'\n" +
+	"\x06Family\x18\x06 \x01(\x0e2\x0f.localv1.FamilyR\x06Family\"\xae\x02\n" +
 	"\x04Node\x12\x12\n" +
 	"\x04Name\x18\x01 \x01(\tR\x04Name\x12\x10\n" +
 	"\x03UID\x18\x02 \x01(\tR\x03UID\x121\n" +
@@ -3039,26 +3049,27 @@ var file_api_localv1_localv1_proto_depIdxs = []int32{
 	1,  // 35: localv1.PortFamily.Protocol:type_name -> localv1.Protocol
 	2,  // 36: localv1.PortFamily.Family:type_name -> localv1.Family
 	1,  // 37: localv1.LostClaim.Protocol:type_name -> localv1.Protocol
-	37, // 38: localv1.Node.Labels:type_name -> localv1.Node.LabelsEntry
-	28, // 39: localv1.Node.Addresses:type_name -> localv1.NodeAddress
-	29, // 40: localv1.Node.Taints:type_name -> localv1.Taint
-	31, // 41: localv1.ServiceFrontends.Frontends:type_name -> localv1.Frontend
-	33, // 42: localv1.ServiceFrontends.Lists:type_name -> localv1.TargetList
-	3,  // 43: localv1.Frontend.Kind:type_name -> localv1.FrontendKind
-	2,  // 44: localv1.Frontend.Family:type_name -> localv1.Family
-	1,  // 45: localv1.Frontend.Protocol:type_name -> localv1.Protocol
-	32, // 46: localv1.Frontend.Elsewhere:type_name -> localv1.Traffic
-	32, // 47: localv1.Frontend.Node:type_name -> localv1.Traffic
-	5,  // 48: localv1.Frontend.Masquerade:type_name -> localv1.Masquerade
-	4,  // 49: localv1.Traffic.Verdict:type_name -> localv1.Verdict
-	34, // 50: localv1.TargetList.Targets:type_name -> localv1.Target
-	6,  // 51: localv1.Sets.Watch:input_type -> localv1.WatchReq
-	7,  // 52: localv1.Sets.Watch:output_type -> localv1.OpItem
-	52, // [52:53] is the sub-list for method output_type
-	51, // [51:52] is the sub-list for method input_type
-	51, // [51:51] is the sub-list for extension type_name
-	51, // [51:51] is the sub-list for extension extendee
-	0,  // [0:51] is the sub-list for field type_name
+	2,  // 38: localv1.LostClaim.Family:type_name -> localv1.Family
+	37, // 39: localv1.Node.Labels:type_name -> localv1.Node.LabelsEntry
+	28, // 40: localv1.Node.Addresses:type_name -> localv1.NodeAddress
+	29, // 41: localv1.Node.Taints:type_name -> localv1.Taint
+	31, // 42: localv1.ServiceFrontends.Frontends:type_name -> localv1.Frontend
+	33, // 43: localv1.ServiceFrontends.Lists:type_name -> localv1.TargetList
+	3,  // 44: localv1.Frontend.Kind:type_name -> localv1.FrontendKind
+	2,  // 45: localv1.Frontend.Family:type_name -> localv1.Family
+	1,  // 46: localv1.Frontend.Protocol:type_name -> localv1.Protocol
+	32, // 47: localv1.Frontend.Elsewhere:type_name -> localv1.Traffic
+	32, // 48: localv1.Frontend.Node:type_name -> localv1.Traffic
+	5,  // 49: localv1.Frontend.Masquerade:type_name -> localv1.Masquerade
+	4,  // 50: localv1.Traffic.Verdict:type_name -> localv1.Verdict
+	34, // 51: localv1.TargetList.Targets:type_name -> localv1.Target
+	6,  // 52: localv1.Sets.Watch:input_type -> localv1.WatchReq
+	7,  // 53: localv1.Sets.Watch:output_type -> localv1.OpItem
+	53, // [53:54] is the sub-list for method output_type
+	52, // [52:53] is the sub-list for method input_type
+	52, // [52:52] is the sub-list for extension type_name
+	52, // [52:52] is the sub-list for extension extendee
+	0,  // [0:52] is the sub-list for field type_name
 }
 
 func init() { file_api_localv1_localv1_proto_init() }

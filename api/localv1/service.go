@@ -53,7 +53,7 @@ func FromView(v *api.ServiceEndpoints) *Service {
 	})
 	w.Lost = convert(v.Lost, func(l *api.LostClaim) *LostClaim {
 		return &LostClaim{
-			IP: fromAddr(l.IP), Protocol: Protocol(l.Protocol), Port: l.Port,
+			IP: fromAddr(l.IP), Family: Family(l.Family), Protocol: Protocol(l.Protocol), Port: l.Port,
 			WinnerNamespace: l.Winner.Namespace, WinnerName: l.Winner.Name,
 		}
 	})
@@ -123,7 +123,7 @@ func (x *Service) ToView() (*api.ServiceEndpoints, error) {
 	}
 	for _, l := range x.GetLost() {
 		lost := api.LostClaim{
-			Claim:  api.Claim{Protocol: api.Protocol(l.GetProtocol()), Port: l.GetPort()},
+			Claim:  api.Claim{Family: api.Family(l.GetFamily()), Protocol: api.Protocol(l.GetProtocol()), Port: l.GetPort()},
 			Winner: types.NamespacedName{Namespace: l.GetWinnerNamespace(), Name: l.GetWinnerName()},
 		}
 		if l.GetIP() != "" {

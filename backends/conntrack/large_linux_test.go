@@ -22,7 +22,7 @@ func fillTable(t testing.TB, n *netnstest.Namespace, large int) {
 		list[i] = connection{
 			protocol: 17,
 			from:     netip.AddrPortFrom(netip.AddrFrom4([4]byte{10, 2, byte(client), 2}), uint16(1024+service)),
-			to:       destinationNumber(service).AddrPort,
+			to:       netip.AddrPortFrom(destinationNumber(service).addr, destinationNumber(service).port),
 			endpoint: netip.AddrPortFrom(netip.AddrFrom4([4]byte{10, 1, byte(service % 250), byte(client % 100)}), 5053),
 		}
 		list[i].back = list[i].from
@@ -31,7 +31,7 @@ func fillTable(t testing.TB, n *netnstest.Namespace, large int) {
 }
 
 func destinationNumber(i int) destination {
-	return destination{netip.AddrPortFrom(netip.AddrFrom4([4]byte{10, 96, byte(i >> 8), byte(i)}), 53), unix.IPPROTO_UDP}
+	return destination{api.IPv4, netip.AddrFrom4([4]byte{10, 96, byte(i >> 8), byte(i)}), 53, unix.IPPROTO_UDP}
 }
 
 // thousandServices returns the 1,000 services to which fillTable creates connections. The
@@ -40,7 +40,7 @@ func destinationNumber(i int) destination {
 func thousandServices(t testing.TB, scaledDown int) []*api.ServiceEndpoints {
 	var list []*api.ServiceEndpoints
 	for i := range 1000 {
-		text := fmt.Sprintf("ip %s\nport 53\n", destinationNumber(i).Addr())
+		text := fmt.Sprintf("ip %s\nport 53\n", destinationNumber(i).addr)
 		if i >= scaledDown {
 			text += "ready"
 			for e := range 100 {

@@ -181,14 +181,14 @@ func encodeDump(w *netfilter.Builder, k kind, destinations []destination) {
 	ip := w.Nest(ctaTupleIP)
 	// Do not filter by an IPv6 address: the kernel would return all entries except those
 	// of that address.
-	if addr := destinations[0].Addr(); k.family == api.IPv4 && !addr.IsUnspecified() && all(destinations, func(d destination) bool { return d.Addr() == addr }) {
+	if addr := destinations[0].addr; k.family == api.IPv4 && addr.IsValid() && all(destinations, func(d destination) bool { return d.addr == addr }) {
 		flags |= filterIPDst
 		w.Bytes(ctaIPv4Dst, addr.AsSlice()...)
 	}
 	w.EndNest(ip)
 	proto := w.Nest(ctaTupleProto)
 	w.Bytes(ctaProtoNum, k.protocol)
-	if port := destinations[0].Port(); port != 0 && all(destinations, func(d destination) bool { return d.Port() == port }) {
+	if port := destinations[0].port; port != 0 && all(destinations, func(d destination) bool { return d.port == port }) {
 		flags |= filterDstPort
 		w.Bytes(ctaProtoDstPort, byte(port>>8), byte(port))
 	}

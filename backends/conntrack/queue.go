@@ -130,14 +130,15 @@ func (q *queue) isStale(f flow, nodeAddrs map[netip.Addr]bool) bool {
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	addr, port := f.to.Addr(), f.to.Port()
-	if item, ok := q.due[destination{f.to, f.protocol}]; ok {
+	family := api.FamilyOf(addr)
+	if item, ok := q.due[destination{family, addr, port, f.protocol}]; ok {
 		return item.isStale(f)
 	}
-	if item, ok := q.due[destination{netip.AddrPortFrom(addr, 0), f.protocol}]; ok {
+	if item, ok := q.due[destination{family, addr, 0, f.protocol}]; ok {
 		return item.isStale(f)
 	}
 	if nodeAddrs[addr] {
-		if item, ok := q.due[destination{netip.AddrPortFrom(api.Unspecified(api.FamilyOf(addr)), port), f.protocol}]; ok {
+		if item, ok := q.due[destination{family, netip.Addr{}, port, f.protocol}]; ok {
 			return item.isStale(f)
 		}
 	}

@@ -12,7 +12,6 @@ import (
 	"sync"
 	"time"
 
-	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/backends/nodeaddr"
 	"github.com/kpng-project/kpng/sink"
 	"k8s.io/klog/v2"
@@ -194,7 +193,7 @@ func (r *Reconciler) pass(ctx context.Context) (p Pass) {
 	stale := func(f flow) bool { return r.queue.isStale(f, nodeAddrs) }
 	byKind := map[kind][]destination{}
 	for _, d := range destinations {
-		k := kind{api.FamilyOf(d.Addr()), d.protocol}
+		k := kind{d.family, d.protocol}
 		byKind[k] = append(byKind[k], d)
 	}
 	var errs []error

@@ -15,10 +15,12 @@ import (
 )
 
 // destination is the address, port and protocol (UDP or TCP) to which clients of a
-// service send packets. For a node port, the address is unspecified (0.0.0.0 or ::). For
-// an all-ports service, the port is 0.
+// service send packets. For a node port, addr is the zero Addr. For an all-ports service,
+// the port is 0.
 type destination struct {
-	netip.AddrPort
+	family   api.Family
+	addr     netip.Addr
+	port     uint16
 	protocol uint8
 }
 
@@ -99,7 +101,7 @@ func (v verdict) makesStale(before verdict, d destination) bool {
 	if d.protocol == unix.IPPROTO_TCP {
 		return false
 	}
-	for e := range before.allowedEndpoints(api.FamilyOf(d.Addr())) {
+	for e := range before.allowedEndpoints(d.family) {
 		if !v.allows(e) {
 			return true
 		}
@@ -112,17 +114,18 @@ func (v verdict) makesStale(before verdict, d destination) bool {
 func verdictsOf(view *api.ServiceEndpoints) map[destination]verdict {
 	verdicts := map[destination]verdict{}
 	for f := range nodeview.Frontends(view) {
-		c := f.Claim()
-		at := netip.AddrPortFrom(c.IP, uint16(c.Port))
+		d := destination{family: f.Family, addr: f.Addr, port: uint16(f.Port)}
 		v := verdict{
 			view: view, port: f.ServicePort,
 			forwards: f.Elsewhere.Verdict == nodeview.Forward || f.Node.Verdict == nodeview.Forward,
 		}
 		if f.ServicePort == nil || f.Protocol == api.UDP {
-			verdicts[destination{at, unix.IPPROTO_UDP}] = v
+			d.protocol = unix.IPPROTO_UDP
+			verdicts[d] = v
 		}
 		if f.ServicePort == nil || f.Protocol == api.TCP {
-			verdicts[destination{at, unix.IPPROTO_TCP}] = v
+			d.protocol = unix.IPPROTO_TCP
+			verdicts[d] = v
 		}
 	}
 	return verdicts

@@ -127,7 +127,7 @@ func claimText(c api.Claim) string {
 	switch {
 	case c.Port == 0:
 		return c.IP.String()
-	case c.IP.IsUnspecified():
+	case !c.IP.IsValid():
 		return fmt.Sprintf("node port %d/%s", c.Port, c.Protocol)
 	default:
 		return fmt.Sprintf("%s/%s", netip.AddrPortFrom(c.IP, uint16(c.Port)), c.Protocol)

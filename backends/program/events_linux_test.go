@@ -26,13 +26,14 @@ func TestOnlyNewlyLostClaimsBecomeEvents(t *testing.T) {
 		return api.LostClaim{Claim: api.Claim{IP: netip.MustParseAddr(address), Protocol: protocol, Port: port}, Winner: types.NamespacedName{Namespace: "other", Name: "winner"}}
 	}
 	first := lost("192.0.2.1", api.TCP, 80)
+	nodePort := api.LostClaim{Claim: api.Claim{Family: api.IPv6, Protocol: api.UDP, Port: 30000}, Winner: first.Winner}
 	views := func(claims ...api.LostClaim) *api.ServiceEndpoints { return &api.ServiceEndpoints{Lost: claims} }
 	w := &eventsWriter{node: "node", queue: make(chan *eventsv1.Event, 5)}
 	key := types.NamespacedName{Namespace: "ns", Name: "web"}
 	if err := w.Sync(t.Context(), &sink.Changes{Services: slices.Values([]sink.Change{
 		{Key: key, New: views(first)},
 		{Key: key, Old: views(first)},
-		{Key: key, Old: views(first), New: views(first, lost("::", api.UDP, 30000), lost("2001:db8::1", 0, 0))},
+		{Key: key, Old: views(first), New: views(first, nodePort, lost("2001:db8::1", 0, 0))},
 		{Key: key, New: views(first)}, // in another pass
 	})}); err != nil {
 		t.Fatal(err)

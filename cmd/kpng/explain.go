@@ -12,6 +12,7 @@ import (
 	"iter"
 	"net/netip"
 	"slices"
+	"strconv"
 	"strings"
 
 	"github.com/kpng-project/kpng"
@@ -38,6 +39,7 @@ func explainCommand() *cobra.Command {
 		Short: "Explain what a node does with services: the endpoints and the verdicts, with reasons",
 		Example: `  kpng explain --node-name worker-1 web
   kpng explain --node-name worker-1 10.96.0.80:80/tcp
+  kpng explain --node-name worker-1 IPv4:30080/tcp
   kpng explain --dataplane nftables 10.96.0.80:80/tcp
   kpng explain -i state.yaml --node-name worker-1 -o json | jq '.Frontends[] | select(.Elsewhere.Verdict == "Reject")'`,
 		Args: cobra.MaximumNArgs(1),
@@ -165,7 +167,7 @@ func (q question) explanations(s *cluster.Snapshot, node *api.Node) iter.Seq[*no
 		}
 		for _, state := range s.States.All() {
 			e := nodeview.Explain(state, node)
-			if q.addr.IsValid() && !q.narrow(e, node) {
+			if q != (question{}) && !q.narrow(e, node) {
 				continue
 			}
 			if !yield(e) {
@@ -237,27 +239,39 @@ func (q question) notFound(s *cluster.Snapshot, node *api.Node) error {
 	case len(there) > 0:
 		return fmt.Errorf("no service is served at %s; the address has: %s", q.text(), strings.Join(there, ", "))
 	}
-	return fmt.Errorf("no service is served at %s", q.addr)
+	if q.nodePorts == 0 {
+		q = question{addr: q.addr} // the address has no service at all
+	}
+	return fmt.Errorf("no service is served at %s", q.text())
 }
 
 // question names a service or an address to explain; the zero value means all services.
 type question struct {
 	service types.NamespacedName
 	addr    netip.Addr
+	// nodePorts is the family of a node port. It is 0 if the question names no node port.
+	nodePorts api.Family
 	// port and protocol are 0 if the question does not name them.
 	port     int32
 	protocol api.Protocol
 }
 
-// parseQuestion parses NAME, NAMESPACE/NAME, IP, IP:PORT or IP:PORT/PROTOCOL. A NAME
-// alone is in the namespace "default".
+// parseQuestion parses NAME, NAMESPACE/NAME, IP, IP:PORT or IP:PORT/PROTOCOL. In place of
+// the IP of a node port, a question may have IPv4 or IPv6. A NAME alone is in the
+// namespace "default".
 func parseQuestion(s string) (question, error) {
 	if addr, err := netip.ParseAddr(s); err == nil {
 		return question{addr: addr.Unmap()}, nil
 	}
 	before, after, slash := strings.Cut(s, "/")
-	if at, err := netip.ParseAddrPort(before); err == nil && at.Port() > 0 {
-		q := question{addr: at.Addr().Unmap(), port: int32(at.Port())}
+	var q question
+	if at, err := netip.ParseAddrPort(before); err == nil {
+		q = question{addr: at.Addr().Unmap(), port: int32(at.Port())}
+	} else if family, port, ok := strings.Cut(before, ":"); ok && q.nodePorts.UnmarshalText([]byte(family)) == nil {
+		number, _ := strconv.ParseUint(port, 10, 16)
+		q.port = int32(number)
+	}
+	if q.port > 0 {
 		if !slash {
 			return q, nil
 		}
@@ -281,7 +295,7 @@ func parseQuestion(s string) (question, error) {
 // parseServiceName parses [NAMESPACE/]NAME, in a command that does not search by address.
 func parseServiceName(s string) (types.NamespacedName, error) {
 	q, err := parseQuestion(s)
-	if err == nil && q.addr.IsValid() {
+	if err == nil && q.service.Name == "" {
 		err = fmt.Errorf("%q is an address; kpng explain finds services by their addresses", s)
 	}
 	return q.service, err
@@ -290,11 +304,14 @@ func parseServiceName(s string) (types.NamespacedName, error) {
 // text returns the question's address, with the port and protocol if they are given.
 func (q question) text() string {
 	text := q.addr.String()
-	if q.port != 0 {
+	switch {
+	case q.nodePorts != 0:
+		text = fmt.Sprintf("%s:%d", q.nodePorts, q.port)
+	case q.port != 0:
 		text = netip.AddrPortFrom(q.addr, uint16(q.port)).String()
 	}
 	if q.protocol != api.UnknownProtocol {
-		text += "/" + q.protocol.String()
+		text += "/" + strings.ToLower(q.protocol.String())
 	}
 	return text
 }
@@ -302,6 +319,9 @@ func (q question) text() string {
 // matches reports whether a frontend is at the question's address, port and protocol. A
 // node port matches at all node addresses, even if a backend provides it only at some.
 func (q question) matches(k nodeview.FrontendKey, node *api.Node) bool {
+	if q.nodePorts != 0 {
+		return k.Kind == nodeview.NodePort && k.Family == q.nodePorts && k.Port == q.port && q.asksProtocol(k.Protocol)
+	}
 	if k.Kind == nodeview.NodePort {
 		isOurs := slices.ContainsFunc(node.Addresses, func(a api.NodeAddress) bool { return a.IP == q.addr })
 		if !isOurs || k.Family != api.FamilyOf(q.addr) {

@@ -26,6 +26,7 @@ func TestExplain(t *testing.T) {
 		{"a service", []string{"default/web"}},
 		{"a cluster IP and port", []string{"10.0.0.1:80"}},
 		{"a node port", []string{"192.0.2.1:30080/tcp"}},
+		{"a node port of any address", []string{"IPv4:30080/tcp"}},
 		{"an address that two services claim", []string{"198.51.100.1:80/TCP"}},
 		{"an address with one of its protocols", []string{"10.0.0.3:53/udp"}},
 	} {
@@ -115,8 +116,10 @@ func TestExplainErrors(t *testing.T) {
 	}{
 		{"a missing service", []string{"default/missing"}, []string{"default/missing"}},
 		{"a missing port", []string{"10.0.0.1:81"}, []string{"10.0.0.1:81", "ClusterIP 10.0.0.1:80/TCP of default/web"}},
-		{"another protocol", []string{"10.0.0.1:80/udp"}, []string{"10.0.0.1:80/UDP", "10.0.0.1:80/TCP"}},
+		{"another protocol", []string{"10.0.0.1:80/udp"}, []string{"10.0.0.1:80/udp", "10.0.0.1:80/TCP"}},
 		{"a missing address", []string{"10.9.9.9:80"}, []string{"10.9.9.9"}},
+		{"a missing node port", []string{"IPv6:30080"}, []string{"IPv6:30080"}},
+		{"a node port of no family", []string{"IPv5:30080"}, []string{`"IPv5:30080"`, "[NAMESPACE/]NAME"}},
 		{"a node port of another node", []string{"192.0.2.2:30080"}, []string{"192.0.2.2"}},
 		{"a service of another proxy", []string{"default/elsewhere"}, []string{"default/elsewhere exists", "label service.kubernetes.io/service-proxy-name is another"}},
 		{"a service without the label", []string{"web", "--service-proxy-name=x"}, []string{"default/web exists", "no label service.kubernetes.io/service-proxy-name", "--service-proxy-name is x"}},

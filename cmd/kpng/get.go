@@ -232,17 +232,13 @@ var frontendList = list{
 }
 
 // frontendName returns the address of a frontend in the form that kpng explain reads. The
-// name of a node port has the unspecified address, because it applies to all addresses of
-// the node.
+// name of a node port begins with its family, because it applies to all node addresses.
 func frontendName(k nodeview.FrontendKey) string {
-	addr := k.Addr
-	if !addr.IsValid() {
-		addr = api.Unspecified(k.Family)
+	q := question{addr: k.Addr, port: k.Port, protocol: k.Protocol}
+	if k.Kind == nodeview.NodePort {
+		q.nodePorts = k.Family
 	}
-	if k.Port == 0 {
-		return addr.String()
-	}
-	return netip.AddrPortFrom(addr, uint16(k.Port)).String() + "/" + strings.ToLower(k.Protocol.String())
+	return q.text()
 }
 
 func frontendRow(key types.NamespacedName, f *nodeview.Frontend) []string {

@@ -20,10 +20,11 @@ func (c *Converter) Service(s *corev1.Service) (*api.Service, []Problem) {
 		return nil, nil
 	}
 	r := report{kind: "Service", namespace: s.Namespace, name: s.Name}
+	r.call("Skip", c.options.Skip, s) // WantsService cannot report a panic
 	out := &api.Service{
 		Name:                   s.Name,
 		Type:                   serviceType(s.Spec.Type, &r),
-		AllPorts:               c.options.AllPorts != nil && c.options.AllPorts(s),
+		AllPorts:               r.call("AllPorts", c.options.AllPorts, s),
 		ExternalTrafficToLocal: s.Spec.ExternalTrafficPolicy == corev1.ServiceExternalTrafficPolicyLocal,
 		InternalTrafficToLocal: s.Spec.InternalTrafficPolicy != nil && *s.Spec.InternalTrafficPolicy == corev1.ServiceInternalTrafficPolicyLocal,
 		Labels:                 keep(s.Labels, c.options.KeepLabels),

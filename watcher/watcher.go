@@ -50,7 +50,8 @@ type Options struct {
 	// ServiceProxyName selects them. It may use any field of the API object, such as
 	// annotations or spec.loadBalancerClass, except metadata.managedFields, which may be
 	// missing. The result must depend on the object alone. Skip must not modify or keep the
-	// object. Skip must be safe for concurrent use.
+	// object. Skip must be safe for concurrent use. If Skip panics, the service is not
+	// ignored, and the panic is reported as a Problem of the service.
 	Skip func(*corev1.Service) bool
 
 	// ServiceNameLabel is the label that contains the name of an EndpointSlice's service.
@@ -79,8 +80,9 @@ type Options struct {
 	KeepTargets bool
 
 	// AllPorts, if set, reports whether a service is an all-ports service
-	// (api.Service.AllPorts). It has the same restrictions as Skip. [AllPortsAnnotated]
-	// returns a function that checks an annotation.
+	// (api.Service.AllPorts). It has the same restrictions as Skip. If it panics, the service
+	// is not an all-ports service, and the panic is reported. [AllPortsAnnotated] returns a
+	// function that checks an annotation.
 	AllPorts func(*corev1.Service) bool
 }
 
@@ -127,9 +129,9 @@ func New(o Options) (*Converter, error) {
 }
 
 // WantsService reports whether Options.ServiceProxyName selects s and Options.Skip does
-// not exclude s.
+// not exclude s. If Skip panics, the method Service reports the panic.
 func (c *Converter) WantsService(s *corev1.Service) bool {
-	if s == nil || c.options.Skip != nil && c.options.Skip(s) {
+	if s == nil || new(report).call("Skip", c.options.Skip, s) {
 		return false
 	}
 	if name := c.options.ServiceProxyName; name != "" {
@@ -209,6 +211,21 @@ func (r *report) add(field, format string, args ...any) {
 		Field:   field,
 		Message: fmt.Sprintf(format, args...),
 	})
+}
+
+// call returns the result of f(s), where f is the option with this name. It returns false
+// if f is nil. If f panics, it reports the panic and returns false.
+func (r *report) call(option string, f func(*corev1.Service) bool, s *corev1.Service) (result bool) {
+	if f == nil {
+		return false
+	}
+	defer func() {
+		if reason := recover(); reason != nil {
+			r.add("Options."+option, "panic: %v; using the result false", reason)
+			result = false
+		}
+	}()
+	return f(s)
 }
 
 // done returns the collected problems. The last problem states how many were omitted.

@@ -6,6 +6,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/google/go-cmp/cmp"
 	corev1 "k8s.io/api/core/v1"
 	discoveryv1 "k8s.io/api/discovery/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -92,6 +93,28 @@ func TestSkippedServiceIsNotWanted(t *testing.T) {
 	skipped.Spec.LoadBalancerClass = &class
 	if !c.WantsService(wanted) || c.WantsService(skipped) {
 		t.Errorf("WantsService = %t for a service that is not skipped and %t for a skipped one", c.WantsService(wanted), c.WantsService(skipped))
+	}
+}
+
+func TestPanicOfAnOptionIsAProblemOfTheService(t *testing.T) {
+	c := newConverter(t, Options{
+		Skip:     func(s *corev1.Service) bool { return *s.Spec.LoadBalancerClass == "other" },
+		AllPorts: func(s *corev1.Service) bool { panic("no reason") },
+	})
+	s := &corev1.Service{ObjectMeta: metav1.ObjectMeta{Namespace: "default", Name: "web"}}
+	if !c.WantsService(s) {
+		t.Error("a panic of Skip excludes the service")
+	}
+	out, problems := c.Service(s)
+	if out.AllPorts {
+		t.Error("a panic of AllPorts makes an all-ports service")
+	}
+	want := []string{
+		"Service default/web: Options.Skip: panic: runtime error: invalid memory address or nil pointer dereference; using the result false",
+		"Service default/web: Options.AllPorts: panic: no reason; using the result false",
+	}
+	if diff := cmp.Diff(want, messages(problems)); diff != "" {
+		t.Errorf("problems (-want +got):\n%s", diff)
 	}
 }
 

@@ -58,7 +58,9 @@ func yamlDocuments(data []byte, yield func(int, []byte, error) bool) {
 			if err == io.EOF {
 				break
 			} else if err == nil {
-				document, err = json.Marshal(withTextKeys(tree))
+				if tree, err = withTextKeys(tree); err == nil {
+					document, err = json.Marshal(tree)
+				}
 			} else {
 				message := strings.ReplaceAll(err.Error(), "\n ", "")
 				// In errors with this text, the decoder counts lines from 0.
@@ -79,21 +81,34 @@ func yamlDocuments(data []byte, yield func(int, []byte, error) bool) {
 }
 
 // withTextKeys converts all keys of a YAML tree to strings, because JSON has no other
-// keys.
-func withTextKeys(tree any) any {
+// keys. It returns an error if two keys become equal, or if a key is not a scalar.
+func withTextKeys(tree any) (_ any, err error) {
 	switch t := tree.(type) {
 	case []any:
 		for i := range t {
-			t[i] = withTextKeys(t[i])
+			if t[i], err = withTextKeys(t[i]); err != nil {
+				return nil, err
+			}
 		}
 	case map[any]any:
 		m := make(map[string]any, len(t))
 		for key, value := range t {
-			m[fmt.Sprint(key)] = withTextKeys(value)
+			switch key.(type) {
+			case string, bool, int, int64, uint64, float64:
+			default:
+				return nil, fmt.Errorf("key %v is not a string", key)
+			}
+			text := fmt.Sprint(key)
+			if _, twice := m[text]; twice {
+				return nil, fmt.Errorf("key %q occurs twice", text)
+			}
+			if m[text], err = withTextKeys(value); err != nil {
+				return nil, err
+			}
 		}
-		return m
+		return m, nil
 	}
-	return tree
+	return tree, nil
 }
 
 // decode decodes JSON into object, a pointer to a struct. The result wrong has an error

@@ -126,7 +126,7 @@ func TestErrorsNameFileAndLine(t *testing.T) {
 	}, {
 		name: "a node without a name",
 		text: "apiVersion: v1\nkind: Node\nmetadata: {}\n",
-		want: []string{"m.yaml: document 1 (line 1): Node: metadata.name: missing"},
+		want: []string{"m.yaml: document 1 (line 1): Node: metadata.name: Required value: a manifest must name its object, also if it has a generateName"},
 	}, {
 		name: "a tab as indentation, in the second document",
 		text: service + "---\n# comment\n\n" + edit(slice, "  name: web-1", "\tname: web-1"),
@@ -240,7 +240,7 @@ func TestErrorsNameFileAndLine(t *testing.T) {
 	}, {
 		name: "an item of a list",
 		text: "apiVersion: v1\nkind: List\nitems:\n- apiVersion: v1\n  kind: Service\n  metadata:\n    name: web\n    namespace: shop\n  spec:\n    clusterIP: None\n    ports:\n    - port: 0\n",
-		want: []string{"m.yaml: document 1 (line 1): items[0]: Service shop/web: spec.ports[0].port: 0 is not a port number"},
+		want: []string{"m.yaml: document 1 (line 1): items[0]: Service shop/web: spec.ports[0].port: Invalid value: 0: must be between 1 and 65535, inclusive"},
 	}, {
 		name: "an item of a list in JSON",
 		file: "m.json",
@@ -253,50 +253,50 @@ func TestErrorsNameFileAndLine(t *testing.T) {
 	}, {
 		name: "a service without a name",
 		text: edit(service, "name: web", "generateName: web-"),
-		want: []string{"m.yaml: document 1 (line 1): Service: metadata.name: missing"},
+		want: []string{"m.yaml: document 1 (line 1): Service: metadata.name: Required value: a manifest must name its object, also if it has a generateName"},
 	}, {
 		name: "an invalid name",
 		text: edit(service, "name: web", "name: Web"),
-		want: []string{`m.yaml: document 1 (line 1): Service default/Web: metadata.name: "Web": a lowercase RFC 1123 label must consist of lower case alphanumeric characters or '-', and must start and end with an alphanumeric character (e.g. 'my-name',  or '123-abc', regex used for validation is '[a-z0-9]([-a-z0-9]*[a-z0-9])?')`},
+		want: []string{`m.yaml: document 1 (line 1): Service default/Web: metadata.name: Invalid value: "Web": a lowercase RFC 1123 label must consist of lower case alphanumeric characters or '-', and must start and end with an alphanumeric character (e.g. 'my-name',  or '123-abc', regex used for validation is '[a-z0-9]([-a-z0-9]*[a-z0-9])?')`},
 	}, {
 		name: "an unknown protocol, a port above 65535 and an invalid IP",
 		text: edit(service, "10.96.0.1", "10.96.0.256", "port: 80", "port: 65536\n  - name: b\n    port: 81\n    protocol: QUIC"),
 		want: []string{
-			"m.yaml: document 1 (line 1): Service default/web: spec.ports[0].name: missing; a service with several ports must name each",
-			`m.yaml: document 1 (line 1): Service default/web: spec.clusterIPs[0]: "10.96.0.256" is not an IP address`,
-			"m.yaml: document 1 (line 1): Service default/web: spec.ports[0].port: 65536 is not a port number",
-			`m.yaml: document 1 (line 1): Service default/web: spec.ports[1].protocol: unknown protocol "QUIC"`,
+			`m.yaml: document 1 (line 1): Service default/web: spec.clusterIPs[0]: Invalid value: "10.96.0.256": must be a valid IP address, (e.g. 10.9.8.7 or 2001:db8::ffff)`,
+			"m.yaml: document 1 (line 1): Service default/web: spec.ports[0].name: Required value: a service with several ports must name each",
+			"m.yaml: document 1 (line 1): Service default/web: spec.ports[0].port: Invalid value: 65536: must be between 1 and 65535, inclusive",
+			`m.yaml: document 1 (line 1): Service default/web: spec.ports[1].protocol: Unsupported value: "QUIC": supported values: "TCP", "UDP", "SCTP"`,
 		},
 	}, {
 		name: "two service ports with the same name",
 		text: edit(service, "port: 80", "port: 80\n    name: a\n  - port: 81\n    name: a"),
-		want: []string{`m.yaml: document 1 (line 1): Service default/web: spec.ports[1].name: the name "a" is taken by an earlier port`},
+		want: []string{`m.yaml: document 1 (line 1): Service default/web: spec.ports[1].name: Duplicate value: "a"`},
 	}, {
 		name: "a service without ports",
 		text: edit(service, "ports:\n  - port: 80\n", "type: ClusterIP\n"),
-		want: []string{"m.yaml: document 1 (line 1): Service default/web: spec.ports: missing; only headless services may omit ports"},
+		want: []string{"m.yaml: document 1 (line 1): Service default/web: spec.ports: Required value: only headless services may omit ports"},
 	}, {
 		name: "values that the API does not have",
 		text: edit(service, "clusterIP: 10.96.0.1", "type: External\n  clusterIP: 10.96.0.1\n  externalTrafficPolicy: local\n  internalTrafficPolicy: Node\n  ipFamilies: [IPv5]\n  ipFamilyPolicy: DualStack\n  sessionAffinity: IP"),
 		want: []string{
-			`m.yaml: document 1 (line 1): Service default/web: spec.ipFamilyPolicy: "DualStack" is not one of SingleStack, PreferDualStack, RequireDualStack`,
-			`m.yaml: document 1 (line 1): Service default/web: spec.internalTrafficPolicy: "Node" is not one of Cluster, Local`,
-			`m.yaml: document 1 (line 1): Service default/web: spec.externalTrafficPolicy: "local" is not one of Cluster, Local`,
-			`m.yaml: document 1 (line 1): Service default/web: spec.type: unknown type "External"`,
-			`m.yaml: document 1 (line 1): Service default/web: spec.sessionAffinity: unknown affinity "IP"`,
-			`m.yaml: document 1 (line 1): Service default/web: spec.ipFamilies[0]: unknown IP family "IPv5"`,
+			`m.yaml: document 1 (line 1): Service default/web: spec.type: Unsupported value: "External": supported values: "ClusterIP", "NodePort", "LoadBalancer", "ExternalName"`,
+			`m.yaml: document 1 (line 1): Service default/web: spec.ipFamilies[0]: Unsupported value: "IPv5": supported values: "IPv4", "IPv6"`,
+			`m.yaml: document 1 (line 1): Service default/web: spec.ipFamilyPolicy: Unsupported value: "DualStack": supported values: "SingleStack", "PreferDualStack", "RequireDualStack"`,
+			`m.yaml: document 1 (line 1): Service default/web: spec.sessionAffinity: Unsupported value: "IP": supported values: "None", "ClientIP"`,
+			`m.yaml: document 1 (line 1): Service default/web: spec.externalTrafficPolicy: Invalid value: "local": only allowed with types LoadBalancer and NodePort, and with external IPs`,
+			`m.yaml: document 1 (line 1): Service default/web: spec.internalTrafficPolicy: Unsupported value: "Node": supported values: "Cluster", "Local"`,
 		},
 	}, {
 		name: "cluster IPs that contradict each other",
 		text: edit(service, "clusterIP: 10.96.0.1", "clusterIP: 10.96.0.1\n  clusterIPs:\n  - 10.96.0.2\n  - 10.96.0.3"),
 		want: []string{
-			`m.yaml: document 1 (line 1): Service default/web: spec.clusterIPs[0]: "10.96.0.2" is not spec.clusterIP, "10.96.0.1"`,
-			"m.yaml: document 1 (line 1): Service default/web: spec.clusterIPs[1]: 10.96.0.3 is of the same family as the first",
+			`m.yaml: document 1 (line 1): Service default/web: spec.clusterIPs[0]: Invalid value: "10.96.0.2": must equal spec.clusterIP, "10.96.0.1"`,
+			`m.yaml: document 1 (line 1): Service default/web: spec.clusterIPs[1]: Invalid value: "10.96.0.3": must have another family than the first`,
 		},
 	}, {
 		name: "a cluster IP of another family than the first",
 		text: edit(service, "clusterIP: 10.96.0.1", "clusterIP: 10.96.0.1\n  ipFamilies: [IPv6]"),
-		want: []string{"m.yaml: document 1 (line 1): Service default/web: spec.clusterIPs[0]: 10.96.0.1 is not an IPv6 address, as spec.ipFamilies[0] says"},
+		want: []string{`m.yaml: document 1 (line 1): Service default/web: spec.clusterIPs[0]: Invalid value: "10.96.0.1": must be an IPv6 address, as spec.ipFamilies[0] says`},
 	}, {
 		name: "a line end within a JSON string",
 		file: "m.json",
@@ -305,38 +305,65 @@ func TestErrorsNameFileAndLine(t *testing.T) {
 	}, {
 		name: "a node-port service without cluster IP",
 		text: edit(service, "clusterIP: 10.96.0.1", "type: NodePort\n  clusterIP: None"),
-		want: []string{"m.yaml: document 1 (line 1): Service default/web: spec.clusterIP: None is not allowed with type NodePort"},
+		want: []string{`m.yaml: document 1 (line 1): Service default/web: spec.clusterIPs[0]: Invalid value: "None": not allowed with type NodePort`},
 	}, {
 		name: "an invalid affinity timeout, source range, ingress mode and target port",
-		text: edit(service, "clusterIP: 10.96.0.1", "sessionAffinity: ClientIP\n  sessionAffinityConfig: {clientIP: {timeoutSeconds: 0}}\n  loadBalancerSourceRanges: [10.0.0.0/33]", "port: 80", "port: 80\n    targetPort: UPPER\nstatus: {loadBalancer: {ingress: [{ip: 1.2.3.4, ipMode: vip}]}}"),
+		text: edit(service, "clusterIP: 10.96.0.1", "type: LoadBalancer\n  sessionAffinity: ClientIP\n  sessionAffinityConfig: {clientIP: {timeoutSeconds: 0}}\n  loadBalancerSourceRanges: [10.0.0.0/33]", "port: 80", "port: 80\n    targetPort: UPPER\nstatus: {loadBalancer: {ingress: [{ip: 1.2.3.4, ipMode: vip}]}}"),
 		want: []string{
-			`m.yaml: document 1 (line 1): Service default/web: spec.ports[0].targetPort: "UPPER": must contain only alpha-numeric characters (a-z, 0-9), and hyphens (-)`,
-			`m.yaml: document 1 (line 1): Service default/web: spec.ports[0].targetPort: "UPPER": must contain at least one letter (a-z)`,
-			`m.yaml: document 1 (line 1): Service default/web: status.loadBalancer.ingress[0].ipMode: "vip" is not one of VIP, Proxy`,
-			"m.yaml: document 1 (line 1): Service default/web: spec.sessionAffinityConfig.clientIP.timeoutSeconds: 0 is not between 1 and 86400; using 10800",
-			`m.yaml: document 1 (line 1): Service default/web: spec.loadBalancerSourceRanges[0]: "10.0.0.0/33" is not a CIDR; it admits no source`,
+			`m.yaml: document 1 (line 1): Service default/web: spec.ports[0].targetPort: Invalid value: "UPPER": must contain only alpha-numeric characters (a-z, 0-9), and hyphens (-)`,
+			`m.yaml: document 1 (line 1): Service default/web: spec.ports[0].targetPort: Invalid value: "UPPER": must contain at least one letter (a-z)`,
+			"m.yaml: document 1 (line 1): Service default/web: spec.sessionAffinityConfig.clientIP.timeoutSeconds: Invalid value: 0: must be between 1 and 86400",
+			`m.yaml: document 1 (line 1): Service default/web: spec.loadBalancerSourceRanges[0]: Invalid value: "10.0.0.0/33": must be a valid CIDR value, (e.g. 10.9.8.0/24 or 2001:db8::/64)`,
+			`m.yaml: document 1 (line 1): Service default/web: status.loadBalancer.ingress[0].ipMode: Unsupported value: "vip": supported values: "VIP", "Proxy"`,
 		},
+	}, {
+		name: "fields that the type of the service does not have",
+		text: edit(service, "clusterIP: 10.96.0.1", "loadBalancerSourceRanges: [10.0.0.0/8]\n  externalTrafficPolicy: Local", "port: 80", "port: 80\n    nodePort: 30080\nstatus: {loadBalancer: {ingress: [{ip: 1.2.3.4}]}}"),
+		want: []string{
+			"m.yaml: document 1 (line 1): Service default/web: spec.ports[0].nodePort: Forbidden: not allowed with type ClusterIP",
+			"m.yaml: document 1 (line 1): Service default/web: spec.loadBalancerSourceRanges: Forbidden: only allowed with type LoadBalancer",
+			"m.yaml: document 1 (line 1): Service default/web: status.loadBalancer.ingress: Forbidden: only allowed with type LoadBalancer",
+			`m.yaml: document 1 (line 1): Service default/web: spec.externalTrafficPolicy: Invalid value: "Local": only allowed with types LoadBalancer and NodePort, and with external IPs`,
+		},
+	}, {
+		name: "external IPs and endpoints to which no packet can be sent",
+		text: edit(service, "clusterIP: 10.96.0.1", "externalIPs: [127.0.0.1, 0.0.0.0, 169.254.169.254, ff02::1]") + "---\n" + edit(slice, "10.0.0.1", "127.0.0.1"),
+		want: []string{
+			`m.yaml: document 1 (line 1): Service default/web: spec.externalIPs[0]: Invalid value: "127.0.0.1": must not be a loopback address`,
+			`m.yaml: document 1 (line 1): Service default/web: spec.externalIPs[1]: Invalid value: "0.0.0.0": must not be an unspecified address`,
+			`m.yaml: document 1 (line 1): Service default/web: spec.externalIPs[2]: Invalid value: "169.254.169.254": must not be a link-local address`,
+			`m.yaml: document 1 (line 1): Service default/web: spec.externalIPs[3]: Invalid value: "ff02::1": must not be a link-local multicast address`,
+			`m.yaml: document 2 (line 9): EndpointSlice default/web-1: endpoints[0].addresses[0]: Invalid value: "127.0.0.1": must not be a loopback address`,
+		},
+	}, {
+		name: "two keys that are equal as strings",
+		text: edit(service, "name: web", "name: web\n  labels: {1: a, \"1\": b}"),
+		want: []string{`m.yaml: document 1 (line 1): key "1" occurs twice`},
+	}, {
+		name: "a key that is not a string",
+		text: edit(service, "name: web", "name: web\n  labels: {null: a}"),
+		want: []string{"m.yaml: document 1 (line 1): key <nil> is not a string"},
 	}, {
 		name: "a slice without address type",
 		text: edit(slice, "addressType: IPv4\n", ""),
-		want: []string{`m.yaml: document 1 (line 1): EndpointSlice default/web-1: addressType: unknown address type ""`},
+		want: []string{`m.yaml: document 1 (line 1): EndpointSlice default/web-1: addressType: Unsupported value: "": supported values: "IPv4", "IPv6", "FQDN"`},
 	}, {
 		name: "endpoint addresses that are invalid, or of the other family",
 		text: edit(slice, "- addresses: [10.0.0.1]", "- addresses: [10.0.0]\n- addresses:\n  - 1000::1\n- addresses: []"),
 		want: []string{
-			`m.yaml: document 1 (line 1): EndpointSlice default/web-1: endpoints[0].addresses[0]: "10.0.0" is not an IP address`,
-			`m.yaml: document 1 (line 1): EndpointSlice default/web-1: endpoints[1].addresses[0]: "1000::1" is not an IPv4 address, as the slice's addressType says`,
-			"m.yaml: document 1 (line 1): EndpointSlice default/web-1: endpoints[2].addresses: empty",
+			`m.yaml: document 1 (line 1): EndpointSlice default/web-1: endpoints[0].addresses[0]: Invalid value: "10.0.0": must be a valid IP address, (e.g. 10.9.8.7 or 2001:db8::ffff)`,
+			`m.yaml: document 1 (line 1): EndpointSlice default/web-1: endpoints[1].addresses[0]: Invalid value: "1000::1": must be an IPv4 address`,
+			"m.yaml: document 1 (line 1): EndpointSlice default/web-1: endpoints[2].addresses: Required value: an endpoint needs an address",
 		},
 	}, {
 		name: "an invalid pod network",
 		text: "apiVersion: v1\nkind: Node\nmetadata:\n  name: n1\nspec:\n  podCIDRs: [x]\n",
-		want: []string{`m.yaml: document 1 (line 1): Node n1: spec.podCIDRs[0]: "x" is not a CIDR`},
+		want: []string{`m.yaml: document 1 (line 1): Node n1: spec.podCIDRs[0]: Invalid value: "x": must be a valid CIDR value, (e.g. 10.9.8.0/24 or 2001:db8::/64)`},
 	}, {
 		name: "a valid document between two invalid ones; both are reported",
 		text: edit(service, "port: 80", "port: -1") + "---\n" + slice + "---\na: b: c\n",
 		want: []string{
-			"m.yaml: document 1 (line 1): Service default/web: spec.ports[0].port: -1 is not a port number",
+			"m.yaml: document 1 (line 1): Service default/web: spec.ports[0].port: Invalid value: -1: must be between 1 and 65535, inclusive",
 			"m.yaml: document 3 (line 21): yaml: line 22: mapping values are not allowed in this context",
 		},
 	}} {

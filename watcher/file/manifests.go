@@ -22,10 +22,7 @@ import (
 	discoveryv1 "k8s.io/api/discovery/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
-	"k8s.io/apimachinery/pkg/util/intstr"
-	"k8s.io/apimachinery/pkg/util/validation"
-	utilnet "k8s.io/utils/net"
-	"k8s.io/utils/ptr"
+	"k8s.io/apimachinery/pkg/util/validation/field"
 	kjson "sigs.k8s.io/json"
 )
 
@@ -183,10 +180,11 @@ func (p *parser) object(ctx context.Context, at string, data []byte, itemOf meta
 
 func (p *parser) service(at string, data []byte) {
 	var in corev1.Service
-	if !p.decode(at, data, &in, &in.ObjectMeta, validation.IsDNS1123Label) {
+	if !p.decode(at, data, &in, &in.ObjectMeta) {
 		return
 	}
-	p.validate(at, &in)
+	in.Namespace = cmp.Or(in.Namespace, metav1.NamespaceDefault)
+	p.refuse(at, &in.ObjectMeta, validateService(&in))
 	service, problems := p.converter.Service(&in)
 	p.report(at, problems)
 	if p.converter.WantsService(&in) {
@@ -197,12 +195,14 @@ func (p *parser) service(at string, data []byte) {
 
 func (p *parser) slice(at string, data []byte) {
 	var in discoveryv1.EndpointSlice
-	if !p.decode(at, data, &in, &in.ObjectMeta, validation.IsDNS1123Subdomain) {
+	if !p.decode(at, data, &in, &in.ObjectMeta) {
 		return
 	}
-	if count, limit := len(in.Endpoints), 1000; count > limit {
-		p.warn(at, "endpoints: the slice has %d; an API server admits %d", count, limit)
+	in.Namespace = cmp.Or(in.Namespace, metav1.NamespaceDefault)
+	if count := len(in.Endpoints); count > maxSliceEndpoints {
+		p.warn(at, "endpoints: the slice has %d; an API server admits %d", count, maxSliceEndpoints)
 	}
+	p.refuse(at, &in.ObjectMeta, validateSlice(&in))
 	slice, problems := p.converter.EndpointSlice(&in)
 	p.report(at, problems)
 	if p.converter.WantsSlice(&in) && slice != nil {
@@ -214,19 +214,21 @@ func (p *parser) slice(at string, data []byte) {
 
 func (p *parser) node(at string, data []byte) {
 	var in corev1.Node
-	if !p.decode(at, data, &in, &in.ObjectMeta, validation.IsDNS1123Subdomain) {
+	if !p.decode(at, data, &in, &in.ObjectMeta) {
 		return
 	}
+	in.Namespace = ""
+	p.refuse(at, &in.ObjectMeta, validateNode(&in))
 	node, problems := p.converter.Node(&in)
 	p.report(at, problems)
 	p.manifests.nodes = append(p.manifests.nodes, node)
 }
 
-// decode decodes an object and reports whether it is valid.
+// decode decodes an object and reports whether all values have the right types.
 //
 // An unknown field is an error, because the user may have misspelt it. If the object has
 // a UID, the field causes only a warning, because a newer API server may have written it.
-func (p *parser) decode(at string, data []byte, into any, meta *metav1.ObjectMeta, rule func(string) []string) bool {
+func (p *parser) decode(at string, data []byte, into any, meta *metav1.ObjectMeta) bool {
 	wrong, unknown := decode(data, into, maxListed-len(p.problems))
 	for _, err := range append(wrong, unknown...) {
 		if meta.UID != "" && strings.HasPrefix(err.Error(), "unknown field") {
@@ -235,95 +237,25 @@ func (p *parser) decode(at string, data []byte, into any, meta *metav1.ObjectMet
 			p.fail(at, "%v", err)
 		}
 	}
-	if len(wrong) > 0 {
-		return false
-	}
-	p.checkName(at, "metadata.name", meta.Name, rule)
-	if _, isNode := into.(*corev1.Node); !isNode {
-		meta.Namespace = cmp.Or(meta.Namespace, metav1.NamespaceDefault)
-		p.checkName(at, "metadata.namespace", meta.Namespace, validation.IsDNS1123Label)
-	}
-	return true
+	return len(wrong) == 0
 }
 
-// report reports the converter's problems with an object as errors. Two problems are only
-// warnings, because an API server accepts such objects: an EndpointSlice without a
-// service, and an invalid address of a node.
+// refuse reports the reasons why an API server would refuse a new object. If the object
+// has a UID, they are only warnings, because an older API server may have admitted it.
+func (p *parser) refuse(at string, meta *metav1.ObjectMeta, errs field.ErrorList) {
+	report := p.fail
+	if meta.UID != "" {
+		report = p.warn
+	}
+	for _, err := range errs {
+		report(at, "%v", err)
+	}
+}
+
+// report reports the parts of an object that the converter omitted. They are only
+// warnings: if an API server would refuse them, the method refuse reports them, too.
 func (p *parser) report(at string, problems []watcher.Problem) {
 	for _, problem := range problems {
-		report := p.fail
-		if strings.HasPrefix(problem.Field, "metadata.labels[") || strings.HasPrefix(problem.Field, "status.addresses") {
-			report = p.warn
-		}
-		report(at, "%s: %s", problem.Field, problem.Message)
-	}
-}
-
-// checkName checks that name is not empty and that rule accepts it.
-func (p *parser) checkName(at, field, checkName string, rule func(string) []string) {
-	if checkName == "" {
-		p.fail(at, "%s: missing", field)
-		return
-	}
-	for _, message := range rule(checkName) {
-		p.fail(at, "%s: %q: %s", field, checkName, message)
-	}
-}
-
-// oneOf checks that v is one of the known values, or empty, which means the default.
-func (p *parser) oneOf(at, field, v string, known ...string) {
-	if v != "" && !slices.Contains(known, v) {
-		p.fail(at, "%s: %q is not one of %s", field, v, strings.Join(known, ", "))
-	}
-}
-
-// validate reports some errors for which the API server would reject s. The converter
-// does not check for these errors, because it usually gets objects from an API server.
-func (p *parser) validate(at string, s *corev1.Service) {
-	spec := &s.Spec
-	if spec.Type == corev1.ServiceTypeExternalName {
-		return
-	}
-	if len(spec.ClusterIPs) == 0 && spec.ClusterIP != "" {
-		spec.ClusterIPs = []string{spec.ClusterIP} // like the API server, which fills clusterIPs
-	}
-	ips := spec.ClusterIPs
-	headless := slices.Contains(ips, corev1.ClusterIPNone)
-	if spec.ClusterIP != "" && spec.ClusterIP != ips[0] {
-		p.fail(at, "spec.clusterIPs[0]: %q is not spec.clusterIP, %q", ips[0], spec.ClusterIP)
-	}
-	if headless && len(ips) > 1 {
-		p.fail(at, "spec.clusterIPs: None must be the only value")
-	}
-	if headless && (spec.Type == corev1.ServiceTypeNodePort || spec.Type == corev1.ServiceTypeLoadBalancer) {
-		p.fail(at, "spec.clusterIP: None is not allowed with type %s", spec.Type)
-	}
-	for i, ip := range ips {
-		parsed := utilnet.ParseIPSloppy(ip) // parsed is nil if ip is invalid; the converter reports an invalid IP
-		is6 := utilnet.IsIPv6(parsed)
-		if i > 0 && parsed != nil && utilnet.IsIPv6(utilnet.ParseIPSloppy(ips[0])) == is6 {
-			p.fail(at, "spec.clusterIPs[%d]: %s is of the same family as the first", i, ip)
-		} else if parsed != nil && i < len(spec.IPFamilies) && spec.IPFamilies[i] == map[bool]corev1.IPFamily{false: "IPv6", true: "IPv4"}[is6] {
-			p.fail(at, "spec.clusterIPs[%d]: %s is not an %s address, as spec.ipFamilies[%d] says", i, ip, spec.IPFamilies[i], i)
-		}
-	}
-	if len(spec.Ports) == 0 && !headless {
-		p.fail(at, "spec.ports: missing; only headless services may omit ports")
-	}
-	for i, port := range spec.Ports {
-		if port.Name == "" && len(spec.Ports) > 1 {
-			p.fail(at, "spec.ports[%d].name: missing; a service with several ports must name each", i)
-		} else if port.Name != "" {
-			p.checkName(at, fmt.Sprintf("spec.ports[%d].name", i), port.Name, validation.IsDNS1123Label)
-		}
-		if port.TargetPort.Type == intstr.String && port.TargetPort.StrVal != "" {
-			p.checkName(at, fmt.Sprintf("spec.ports[%d].targetPort", i), port.TargetPort.StrVal, validation.IsValidPortName)
-		}
-	}
-	p.oneOf(at, "spec.ipFamilyPolicy", string(ptr.Deref(spec.IPFamilyPolicy, "")), "SingleStack", "PreferDualStack", "RequireDualStack")
-	p.oneOf(at, "spec.internalTrafficPolicy", string(ptr.Deref(spec.InternalTrafficPolicy, "")), "Cluster", "Local")
-	p.oneOf(at, "spec.externalTrafficPolicy", string(spec.ExternalTrafficPolicy), "Cluster", "Local")
-	for i, in := range s.Status.LoadBalancer.Ingress {
-		p.oneOf(at, fmt.Sprintf("status.loadBalancer.ingress[%d].ipMode", i), string(ptr.Deref(in.IPMode, "")), "VIP", "Proxy")
+		p.warn(at, "%s: %s", problem.Field, problem.Message)
 	}
 }

@@ -19,6 +19,7 @@ import (
 	discoveryv1 "k8s.io/api/discovery/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/util/intstr"
+	"k8s.io/apimachinery/pkg/util/validation/field"
 	"k8s.io/utils/ptr"
 	"sigs.k8s.io/yaml"
 )
@@ -91,12 +92,14 @@ type objects struct {
 }
 
 // write writes an object, and records an error if a reader would get a different object.
-func (o *objects) write(name string, object any, same bool, problems []watcher.Problem) {
-	text, err := o.marshal(object)
+func (o *objects) write(name string, object metav1.Object, form any, same bool, problems []watcher.Problem, refused field.ErrorList) {
+	text, err := o.marshal(form)
 	if len(problems) > 0 {
 		err = fmt.Errorf("%s: %s", problems[0].Field, problems[0].Message)
 	} else if !same {
 		err = errors.New("a reader would get a different object")
+	} else if len(refused) > 0 && object.GetUID() == "" { // a reader warns about objects with a UID
+		err = refused[0]
 	}
 	if err != nil && o.err == nil {
 		o.err = fmt.Errorf("write %s: %w", name, err)
@@ -135,6 +138,9 @@ func (o *objects) service(s *api.Service) {
 			Port: p.Port, NodePort: p.NodePort, TargetPort: target,
 		})
 	}
+	if s.Type == api.ExternalName {
+		spec.ExternalName = "unknown.invalid" // an arbitrary name, because the real name is unknown
+	}
 	if s.ExternalTrafficToLocal {
 		spec.ExternalTrafficPolicy = corev1.ServiceExternalTrafficPolicyLocal
 	}
@@ -170,7 +176,7 @@ func (o *objects) service(s *api.Service) {
 	o.mark(&out.ObjectMeta)
 	back, problems := o.converter.Service(out)
 	back.Labels, back.Annotations = withKnownKeys(back.Labels, s.Labels), withKnownKeys(back.Annotations, s.Annotations)
-	o.write("Service "+s.Key().String(), out, back.Equal(s), problems)
+	o.write("Service "+s.Key().String(), out, out, back.Equal(s), problems, validateService(out.DeepCopy()))
 }
 
 // mark adds the proxy label to an object's metadata.
@@ -227,7 +233,7 @@ func (o *objects) slice(s *api.EndpointSlice) {
 	}
 	back, problems := o.converter.EndpointSlice(out)
 	back.Labels = withKnownKeys(back.Labels, s.Labels)
-	o.write("EndpointSlice "+s.Key().String(), out, back.Equal(s), problems)
+	o.write("EndpointSlice "+s.Key().String(), out, out, back.Equal(s), problems, validateSlice(out))
 }
 
 func (o *objects) node(n *api.Node) {
@@ -251,7 +257,7 @@ func (o *objects) node(n *api.Node) {
 		"apiVersion": out.APIVersion, "kind": out.Kind, "metadata": out.ObjectMeta, "spec": out.Spec,
 		"status": map[string]any{"addresses": out.Status.Addresses},
 	}
-	o.write("Node "+n.Name, object, back.Equal(n), problems)
+	o.write("Node "+n.Name, out, object, back.Equal(n), problems, validateNode(out))
 }
 
 func unlessEmpty(s string) *string {

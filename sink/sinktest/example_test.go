@@ -1,0 +1,31 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package sinktest_test
+
+import (
+	"context"
+	"errors"
+	"testing"
+
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/sink"
+	"github.com/kpng-project/kpng/sink/sinktest"
+)
+
+// TestExample tests that a sink gets a service again after a failure. The source and the
+// recorder replace the cluster and the dataplane.
+func TestExample(t *testing.T) {
+	mine := sink.FullState(func(context.Context, []*api.ServiceEndpoints) error { return nil }) // the sink under test
+	recorder := sinktest.NewRecorder(t, mine)
+	recorder.Script(sinktest.Fail(errors.New("dataplane is busy")))
+
+	source := sinktest.NewSource()
+	source.Set(&api.ServiceEndpoints{Service: &api.Service{Namespace: "default", Name: "web"}})
+	source.MarkSynced()
+	if err := sink.Run(t.Context(), source, recorder, sink.Options{Once: true}); err != nil {
+		t.Fatal(err)
+	}
+	if n := len(recorder.Syncs()); n != 2 {
+		t.Errorf("the sink got %d Syncs, want 2", n)
+	}
+}

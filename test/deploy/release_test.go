@@ -18,18 +18,30 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/google/go-cmp/cmp"
 	"helm.sh/helm/v4/pkg/chart/v2/loader"
 )
 
-// TestRelease makes the files of a release of the current commit twice, and examines them.
+// TestRelease makes the files of a release of the current commit twice, with different
+// settings of the machine, and examines them.
 func TestRelease(t *testing.T) {
 	key := filepath.Join(t.TempDir(), "key")
 	command(t, "ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", key)
-	// The step "cross-compilation" of hack/test has compiled the packages for these.
-	platforms := []string{"PLATFORMS=linux/arm64 windows/amd64", "SIGNING_KEY=" + key}
-	first, second := release(t, platforms), release(t, platforms)
+	goenv := filepath.Join(t.TempDir(), "env")
+	settings := "GOFLAGS=-buildvcs=false -tags=other\nGOAMD64=v3\nGOARM64=v8.1\nCGO_ENABLED=1\n"
+	for _, name := range []string{"GOPROXY", "GOSUMDB"} { // the test needs these
+		settings += name + "=" + goEnv(t, name) + "\n"
+	}
+	if err := os.WriteFile(goenv, []byte(settings), 0o644); err != nil {
+		t.Fatal(err)
+	}
+	// The step "cross-compilation" of hack/test has compiled the packages for these
+	// platforms. The check of updates depends on what others publish.
+	env := []string{"PLATFORMS=linux/arm64 windows/amd64", "SIGNING_KEY=" + key, "SKIP=updates"}
+	first := release(t, "022", append(env, "GOVULNDB="+vulnerabilities(t, "example.com/other", "F")))
+	second := release(t, "077", append(env, "SKIP=updates vulnerabilities", "GOENV="+goenv, "GOAMD64=v2", "GOEXPERIMENT=rangefunc", "TZ=Asia/Tokyo", "LC_ALL=C.UTF-8"))
 	if sums := read(t, first, "SHA256SUMS"); sums != read(t, second, "SHA256SUMS") {
 		t.Errorf("two builds differ:\n%s\n%s", sums, read(t, second, "SHA256SUMS"))
 	}
@@ -76,7 +88,7 @@ func TestRelease(t *testing.T) {
 		names = append(names, file.Name())
 	}
 	want := []string{
-		"SHA256SUMS", "SHA256SUMS.sig", "kpng-" + version + "-image.digest", "kpng-" + version + "-image.tar.gz",
+		"SHA256SUMS", "SHA256SUMS.sig", "kpng-" + version + ".intoto.jsonl", "kpng-" + version + "-image.digest", "kpng-" + version + "-image.tar.gz",
 		"kpng-" + version + "-linux-arm64.cdx.json", "kpng-" + version + "-linux-arm64.tar.gz",
 		"kpng-" + version + "-windows-amd64.cdx.json", "kpng-" + version + "-windows-amd64.tar.gz",
 		"kpng-chart-" + strings.TrimPrefix(version, "v") + ".tgz",
@@ -87,31 +99,129 @@ func TestRelease(t *testing.T) {
 	}
 
 	prefix := "kpng-" + version
-	program := unpack(t, filepath.Join(first, prefix+"-linux-arm64.tar.gz"))[prefix+"-linux-arm64/kpng"]
+	archive := unpack(t, filepath.Join(first, prefix+"-linux-arm64.tar.gz"))
+	program := archive[prefix+"-linux-arm64/kpng"]
 	if unpack(t, filepath.Join(first, prefix+"-windows-amd64.tar.gz"))[prefix+"-windows-amd64/kpng.exe"] == nil {
 		t.Error("no kpng.exe in the archive for Windows")
 	}
 
+	info, err := buildinfo.Read(bytes.NewReader(program))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if info.Main.Version != version {
+		t.Errorf("the program has version %s, and the files %s", info.Main.Version, version)
+	}
+	linked, pinned := map[string]string{"stdlib": strings.TrimPrefix(info.GoVersion, "go")}, pinnedModules(t)
+	for _, m := range info.Deps {
+		linked[m.Path] = m.Version
+		if pinned[m.Path] != m.Version {
+			t.Errorf("the program has %s %s, and hack/release.mod requires %s", m.Path, m.Version, pinned[m.Path])
+		}
+	}
+
 	t.Run("bill of materials", func(t *testing.T) {
-		info, err := buildinfo.Read(bytes.NewReader(program))
-		if err != nil {
-			t.Fatal(err)
+		type component struct {
+			Ref           string `json:"bom-ref"`
+			Name, Version string
+			Hashes        []struct{ Alg, Content string }
+			Licenses      []struct{ License struct{ ID string } }
 		}
 		var bom struct {
-			Components []struct{ Name, Version string }
+			SerialNumber string
+			Metadata     struct {
+				Timestamp string
+				Supplier  struct{ Name string }
+				Component component
+			}
+			Components   []component
+			Dependencies []struct {
+				Ref       string
+				DependsOn []string
+			}
 		}
 		if err := json.Unmarshal([]byte(read(t, first, prefix+"-linux-arm64.cdx.json")), &bom); err != nil {
 			t.Fatal(err)
 		}
-		want, got := map[string]string{"stdlib": strings.TrimPrefix(info.GoVersion, "go")}, map[string]string{}
-		for _, m := range info.Deps {
-			want[m.Path] = m.Version
+		sum := sha256.Sum256(program)
+		if got := bom.Metadata.Component.Hashes; len(got) != 1 || got[0].Content != hex.EncodeToString(sum[:]) {
+			t.Errorf("hashes of the program: %v", got)
+		}
+		if _, err := time.Parse(time.RFC3339, bom.Metadata.Timestamp); err != nil || bom.Metadata.Supplier.Name == "" || bom.SerialNumber == "" {
+			t.Errorf("metadata %+v (%v)", bom.Metadata, err)
+		}
+		got, refs := map[string]string{}, map[string]bool{}
+		for _, c := range append(bom.Components, bom.Metadata.Component) {
+			refs[c.Ref] = true
+			if len(c.Licenses) == 0 || c.Name != "stdlib" && len(c.Hashes) != 1 {
+				t.Errorf("%s has licences %v and hashes %v", c.Name, c.Licenses, c.Hashes)
+			}
 		}
 		for _, c := range bom.Components {
 			got[c.Name] = c.Version
 		}
-		if diff := cmp.Diff(want, got); diff != "" {
+		if diff := cmp.Diff(linked, got); diff != "" {
 			t.Errorf("(-want +got):\n%s", diff)
+		}
+		used := map[string]bool{bom.Metadata.Component.Ref: true}
+		for _, d := range bom.Dependencies {
+			for _, ref := range d.DependsOn {
+				used[ref] = true
+			}
+		}
+		if diff := cmp.Diff(refs, used); diff != "" || len(bom.Dependencies) != len(refs) {
+			t.Errorf("components and dependencies (-want +got):\n%s", diff)
+		}
+	})
+
+	t.Run("licences", func(t *testing.T) {
+		text := string(archive[prefix+"-linux-arm64/THIRD-PARTY-LICENSES"])
+		for module, version := range linked {
+			if !strings.Contains(text, "\n"+module+" "+version+"\n") {
+				t.Errorf("no licence of %s %s", module, version)
+			}
+		}
+		for _, part := range []string{"The Go Authors", "Mozilla Public License", "CoreOS, Inc"} {
+			if !strings.Contains(text, part) {
+				t.Errorf("the licences do not contain %q", part)
+			}
+		}
+		if archive[prefix+"-linux-arm64/LICENSE"] == nil {
+			t.Error("the archive has no licence of kpng")
+		}
+	})
+
+	t.Run("provenance", func(t *testing.T) {
+		var statement struct {
+			Subject []struct {
+				Name   string
+				Digest map[string]string
+			}
+			Predicate struct {
+				BuildDefinition struct {
+					ResolvedDependencies []struct{ Digest map[string]string }
+				}
+			}
+		}
+		if err := json.Unmarshal([]byte(read(t, first, prefix+".intoto.jsonl")), &statement); err != nil {
+			t.Fatal(err)
+		}
+		commit, err := exec.CommandContext(t.Context(), "git", "rev-parse", "HEAD").Output()
+		if err != nil {
+			t.Fatal(err)
+		}
+		from := statement.Predicate.BuildDefinition.ResolvedDependencies
+		if len(from) != 1 || from[0].Digest["gitCommit"] != strings.TrimSpace(string(commit)) {
+			t.Errorf("made from %v", from)
+		}
+		sums := read(t, first, "SHA256SUMS")
+		if len(statement.Subject) != strings.Count(sums, "\n")-1 { // without itself
+			t.Errorf("%d subjects", len(statement.Subject))
+		}
+		for _, s := range statement.Subject {
+			if !strings.Contains(sums, s.Digest["sha256"]+"  "+s.Name+"\n") {
+				t.Errorf("SHA256SUMS has no %+v", s)
+			}
 		}
 	})
 
@@ -123,7 +233,7 @@ func TestRelease(t *testing.T) {
 			Platform          map[string]string
 		}
 		blob := func(d descriptor) []byte {
-			content := layout["image/blobs/"+strings.Replace(d.Digest, ":", "/", 1)]
+			content := layout["blobs/"+strings.Replace(d.Digest, ":", "/", 1)]
 			if sum := sha256.Sum256(content); "sha256:"+hex.EncodeToString(sum[:]) != d.Digest || len(content) != d.Size {
 				t.Fatalf("the layout does not have %+v", d)
 			}
@@ -146,7 +256,7 @@ func TestRelease(t *testing.T) {
 				t.Fatal(err)
 			}
 		}
-		decode(layout["image/index.json"], &top)
+		decode(layout["index.json"], &top)
 		if got := strings.TrimSpace(read(t, first, prefix+"-image.digest")); got != top.Manifests[0].Digest {
 			t.Errorf("the digest of the image is %s, want %s", got, top.Manifests[0].Digest)
 		}
@@ -167,6 +277,9 @@ func TestRelease(t *testing.T) {
 		if !bytes.Equal(content["kpng"], program) {
 			t.Error("the image and the archive have different programs")
 		}
+		if !bytes.Equal(content["licenses/THIRD-PARTY-LICENSES"], archive[prefix+"-linux-arm64/THIRD-PARTY-LICENSES"]) || content["licenses/LICENSE"] == nil {
+			t.Error("the image has no licences")
+		}
 		if n := bytes.Count(content["etc/ssl/certs/ca-certificates.crt"], []byte("BEGIN CERTIFICATE")); n < 50 {
 			t.Errorf("the image has %d certificates of authorities", n)
 		}
@@ -183,16 +296,85 @@ func TestRelease(t *testing.T) {
 	})
 }
 
-// release runs hack/release and returns the directory with the release.
-func release(t *testing.T, env []string) string {
+// TestReleaseStopsOnVulnerabilities tests hack/release with a database that has a
+// vulnerability of a function that kpng calls, and without a database.
+func TestReleaseStopsOnVulnerabilities(t *testing.T) {
+	for name, test := range map[string]struct{ database, want string }{
+		"vulnerability": {vulnerabilities(t, "k8s.io/klog/v2", "FromContext"), "GO-2026-0001"},
+		"no database":   {"file:///nonexistent", "to make a release without it: SKIP=vulnerabilities"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			cmd := exec.CommandContext(t.Context(), "../../hack/release", t.TempDir())
+			cmd.Env = append(os.Environ(), "PLATFORMS=linux/arm64", "GOVULNDB="+test.database)
+			if out, err := cmd.CombinedOutput(); err == nil || !strings.Contains(string(out), test.want) {
+				t.Errorf("%v, without %q:\n%s", err, test.want, out)
+			}
+		})
+	}
+}
+
+// vulnerabilities returns the URL of a vulnerability database with one vulnerability, in a
+// function of a module.
+func vulnerabilities(t *testing.T, module, function string) string {
 	t.Helper()
 	dir := t.TempDir()
-	cmd := exec.CommandContext(t.Context(), "../../hack/release", dir)
+	const id = `"id":"GO-2026-0001","modified":"2026-01-01T00:00:00Z"`
+	for name, text := range map[string]string{
+		"index/db.json":      `{"modified":"2026-01-01T00:00:00Z"}`,
+		"index/vulns.json":   `[{` + id + `}]`,
+		"index/modules.json": `[{"path":"` + module + `","vulns":[{` + id + `}]}]`,
+		"ID/GO-2026-0001.json": `{"schema_version":"1.3.1",` + id + `,"summary":"a test","affected":[{
+			"package":{"name":"` + module + `","ecosystem":"Go"},
+			"ranges":[{"type":"SEMVER","events":[{"introduced":"0"}]}],
+			"ecosystem_specific":{"imports":[{"path":"` + module + `","symbols":["` + function + `"]}]}}]}`,
+	} {
+		file := filepath.Join(dir, name)
+		if err := os.MkdirAll(filepath.Dir(file), 0o755); err != nil {
+			t.Fatal(err)
+		}
+		if err := os.WriteFile(file, []byte(text), 0o644); err != nil {
+			t.Fatal(err)
+		}
+	}
+	return "file://" + dir
+}
+
+// release runs hack/release and returns the directory with the release.
+func release(t *testing.T, umask string, env []string) string {
+	t.Helper()
+	dir := t.TempDir()
+	cmd := exec.CommandContext(t.Context(), "sh", "-c", `umask "$1" && exec ../../hack/release "$2"`, "sh", umask, dir)
 	cmd.Env = append(os.Environ(), env...)
 	if out, err := cmd.CombinedOutput(); err != nil {
 		t.Fatalf("hack/release: %v\n%s", err, out)
 	}
 	return dir
+}
+
+// pinnedModules returns the versions of modules that a release has.
+func pinnedModules(t *testing.T) map[string]string {
+	t.Helper()
+	cmd := exec.CommandContext(t.Context(), "go", "list", "-modfile=hack/release.mod", "-m", "-f", "{{.Path}} {{.Version}}", "all")
+	cmd.Dir = "../.."
+	text, err := cmd.Output()
+	if err != nil {
+		t.Fatal(err)
+	}
+	versions := map[string]string{}
+	for line := range strings.Lines(string(text)) {
+		path, version, _ := strings.Cut(strings.TrimSpace(line), " ")
+		versions[path] = version
+	}
+	return versions
+}
+
+func goEnv(t *testing.T, name string) string {
+	t.Helper()
+	value, err := exec.CommandContext(t.Context(), "go", "env", name).Output()
+	if err != nil {
+		t.Fatal(err)
+	}
+	return strings.TrimSpace(string(value))
 }
 
 func command(t *testing.T, args ...string) {

@@ -68,7 +68,7 @@ type layout string
 
 // writeImage writes an image for several architectures into a new directory and returns
 // the digest of the image. Each program is ARCHITECTURE=FILE.
-func writeImage(dir string, programs []string) (string, error) {
+func writeImage(dir, licences string, programs []string) (string, error) {
 	l := layout(dir)
 	if err := os.MkdirAll(filepath.Join(dir, "blobs/sha256"), 0o755); err != nil {
 		return "", err
@@ -79,7 +79,7 @@ func writeImage(dir string, programs []string) (string, error) {
 		if !ok {
 			return "", fmt.Errorf("%s is not ARCHITECTURE=PROGRAM", program)
 		}
-		d, err := l.addPlatform(platform{architecture, "linux"}, file)
+		d, err := l.addPlatform(platform{architecture, "linux"}, file, licences)
 		if err != nil {
 			return "", err
 		}
@@ -100,12 +100,8 @@ func writeImage(dir string, programs []string) (string, error) {
 }
 
 // addPlatform adds the image for one platform and returns a descriptor of its manifest.
-func (l layout) addPlatform(p platform, program string) (descriptor, error) {
-	content, err := os.ReadFile(program)
-	if err != nil {
-		return descriptor{}, err
-	}
-	text, err := layer(content)
+func (l layout) addPlatform(p platform, program, licences string) (descriptor, error) {
+	text, err := layer(program, licences)
 	if err != nil {
 		return descriptor{}, err
 	}
@@ -133,10 +129,10 @@ func (l layout) addPlatform(p platform, program string) (descriptor, error) {
 	return d, err
 }
 
-// layer returns an archive with the program and the certificates of public authorities,
-// at the path where programs look for them. Certificates that are valid only with further
-// constraints are left out.
-func layer(program []byte) ([]byte, error) {
+// layer returns an archive with the program, the licences, and the certificates of public
+// authorities at the path where programs look for them. Certificates that are valid only
+// with further constraints are left out.
+func layer(program, licences string) ([]byte, error) {
 	var certificates bytes.Buffer
 	for root := range bundle.Roots() {
 		if root.Constraint == nil {
@@ -147,31 +143,44 @@ func layer(program []byte) ([]byte, error) {
 	}
 	var archive bytes.Buffer
 	w := tar.NewWriter(&archive)
-	for _, entry := range []struct {
-		name    string
-		mode    int64
-		content []byte
-	}{
-		{"etc/", 0o755, nil},
-		{"etc/ssl/", 0o755, nil},
-		{"etc/ssl/certs/", 0o755, nil},
-		{"etc/ssl/certs/ca-certificates.crt", 0o644, certificates.Bytes()},
-		{"kpng", 0o755, program},
-	} {
-		// Without a time of change, the entry has that of the epoch.
-		header := &tar.Header{Name: entry.name, Mode: entry.mode, Size: int64(len(entry.content)), Typeflag: tar.TypeReg}
-		if strings.HasSuffix(entry.name, "/") {
-			header.Typeflag = tar.TypeDir
-		}
-		if err := w.WriteHeader(header); err != nil {
-			return nil, err
-		}
-		if _, err := w.Write(entry.content); err != nil {
+	// Without a time of change, an entry has that of the epoch.
+	for _, dir := range []string{"etc/", "etc/ssl/", "etc/ssl/certs/", "licenses/"} {
+		if err := w.WriteHeader(&tar.Header{Name: dir, Mode: 0o755, Typeflag: tar.TypeDir}); err != nil {
 			return nil, err
 		}
 	}
-	err := w.Close()
+	add := func(name string, mode int64, content []byte) error {
+		if err := w.WriteHeader(&tar.Header{Name: name, Mode: mode, Size: int64(len(content)), Typeflag: tar.TypeReg}); err != nil {
+			return err
+		}
+		_, err := w.Write(content)
+		return err
+	}
+	if err := add("etc/ssl/certs/ca-certificates.crt", 0o644, certificates.Bytes()); err != nil {
+		return nil, err
+	}
+	files, err := os.ReadDir(licences)
+	if err != nil {
+		return nil, err
+	}
+	for _, file := range files {
+		if err := addFile(add, "licenses/"+file.Name(), 0o644, filepath.Join(licences, file.Name())); err != nil {
+			return nil, err
+		}
+	}
+	if err := addFile(add, "kpng", 0o755, program); err != nil {
+		return nil, err
+	}
+	err = w.Close()
 	return archive.Bytes(), err
+}
+
+func addFile(add func(string, int64, []byte) error, name string, mode int64, file string) error {
+	content, err := os.ReadFile(file)
+	if err != nil {
+		return err
+	}
+	return add(name, mode, content)
 }
 
 func (l layout) addJSON(mediaType string, of any) (descriptor, error) {

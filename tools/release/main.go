@@ -1,15 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Command release makes parts of a release for hack/release. Its output depends only on
-// its input.
+// its input. Each PROGRAM was built from the checkout in the current directory.
 //
-//	release image DIRECTORY ARCHITECTURE=PROGRAM...   writes an image of Linux as an OCI layout
-//	release sbom PROGRAM                              prints a bill of materials
+//	release version PROGRAM        prints the version of a program
+//	release updates PROGRAM        fails if modules of a program have newer patches
+//	release licences PROGRAM       prints the licences of the modules of a program
+//	release sbom PROGRAM           prints a bill of materials
+//	release provenance FILE...     prints how the files were made, for SLSA
+//	release image DIRECTORY LICENCES ARCHITECTURE=PROGRAM...
+//	                               writes an image of Linux as an OCI layout
 //
-// The image contains the program and the certificates of public authorities.
+// The image contains the program, the files of the directory LICENCES, and the
+// certificates of public authorities.
 package main
 
 import (
+	"errors"
 	"fmt"
 	"os"
 )
@@ -23,15 +30,32 @@ func main() {
 
 func run(args []string) error {
 	switch {
-	case len(args) > 2 && args[0] == "image":
-		digest, err := writeImage(args[1], args[2:])
+	case len(args) == 2 && args[0] == "version":
+		p, err := readProgram(args[1])
+		if err != nil {
+			return err
+		}
+		version, err := p.version()
+		if err != nil {
+			return err
+		}
+		fmt.Println(version)
+		return nil
+	case len(args) == 2 && args[0] == "updates":
+		return checkUpdates(args[1])
+	case len(args) == 2 && args[0] == "licences":
+		return printLicences(os.Stdout, args[1])
+	case len(args) == 2 && args[0] == "sbom":
+		return printSBOM(os.Stdout, args[1])
+	case len(args) > 1 && args[0] == "provenance":
+		return printProvenance(os.Stdout, args[1:])
+	case len(args) > 3 && args[0] == "image":
+		digest, err := writeImage(args[1], args[2], args[3:])
 		if err != nil {
 			return fmt.Errorf("write image: %w", err)
 		}
 		fmt.Println(digest)
 		return nil
-	case len(args) == 2 && args[0] == "sbom":
-		return printSBOM(os.Stdout, args[1])
 	}
-	return fmt.Errorf("usage: release image DIRECTORY ARCHITECTURE=PROGRAM... | release sbom PROGRAM")
+	return errors.New("usage: release version PROGRAM | updates PROGRAM | licences PROGRAM | sbom PROGRAM | provenance FILE... | image DIRECTORY LICENCES ARCHITECTURE=PROGRAM")
 }

@@ -3,51 +3,162 @@
 package main
 
 import (
-	"debug/buildinfo"
+	"crypto/sha256"
+	"encoding/base64"
+	"encoding/hex"
 	"encoding/json"
+	"fmt"
 	"io"
-	"runtime/debug"
+	"os"
+	"slices"
 	"strings"
+
+	"github.com/google/licensecheck"
 )
+
+// supplier is the name of those who make the program.
+const supplier = "The kpng project"
 
 // component is a component of a bill of materials in the format CycloneDX.
 type component struct {
-	Type    string `json:"type"`
-	Name    string `json:"name"`
-	Version string `json:"version,omitempty"`
-	PURL    string `json:"purl"`
+	Type     string    `json:"type"`
+	Ref      string    `json:"bom-ref"`
+	Supplier *named    `json:"supplier,omitempty"`
+	Name     string    `json:"name"`
+	Version  string    `json:"version,omitempty"`
+	Hashes   []hash    `json:"hashes,omitempty"`
+	Licences []licence `json:"licenses"`
+	PURL     string    `json:"purl"`
 }
 
-// printSBOM writes a bill of materials with the modules that a program contains, and with
-// Go's standard library.
-func printSBOM(to io.Writer, program string) error {
-	info, err := buildinfo.ReadFile(program)
+type named struct {
+	Name string `json:"name"`
+}
+
+type hash struct {
+	Algorithm string `json:"alg"`
+	Content   string `json:"content"`
+}
+
+type licence struct {
+	Licence struct {
+		ID string `json:"id"`
+	} `json:"license"`
+}
+
+type dependencies struct {
+	Ref string   `json:"ref"`
+	On  []string `json:"dependsOn"`
+}
+
+// printSBOM writes a bill of materials with the modules that a program contains, with
+// Go's standard library, and with the modules that each of them imports. Its time is that
+// of the commit from which the program was built.
+func printSBOM(to io.Writer, file string) error {
+	p, err := readProgram(file)
 	if err != nil {
 		return err
 	}
+	if _, err := p.version(); err != nil {
+		return err
+	}
+	content, err := os.ReadFile(file)
+	if err != nil {
+		return err
+	}
+	modules, err := p.modules()
+	if err != nil {
+		return err
+	}
+	sum := sha256.Sum256(content)
 	type metadata struct {
+		Timestamp string    `json:"timestamp"`
+		Supplier  named     `json:"supplier"`
 		Component component `json:"component"`
 	}
 	bom := struct {
-		BOMFormat   string      `json:"bomFormat"`
-		SpecVersion string      `json:"specVersion"`
-		Version     int         `json:"version"`
-		Metadata    metadata    `json:"metadata"`
-		Components  []component `json:"components"`
-	}{"CycloneDX", "1.5", 1, metadata{module("application", &info.Main)}, nil}
-	bom.Components = append(bom.Components,
-		module("library", &debug.Module{Path: "stdlib", Version: strings.TrimPrefix(info.GoVersion, "go")}))
-	for _, dependency := range info.Deps {
-		if dependency.Replace != nil {
-			dependency = dependency.Replace
+		Schema       string         `json:"$schema"`
+		BOMFormat    string         `json:"bomFormat"`
+		SpecVersion  string         `json:"specVersion"`
+		SerialNumber string         `json:"serialNumber"`
+		Version      int            `json:"version"`
+		Metadata     metadata       `json:"metadata"`
+		Components   []component    `json:"components"`
+		Dependencies []dependencies `json:"dependencies"`
+	}{
+		Schema: "http://cyclonedx.org/schema/bom-1.5.schema.json", BOMFormat: "CycloneDX", SpecVersion: "1.5",
+		SerialNumber: serialNumber(sum), Version: 1,
+	}
+	refs := map[string]string{}
+	for _, m := range modules {
+		refs[m.Path] = m.purl()
+	}
+	for i, m := range modules {
+		c, err := m.component()
+		if err != nil {
+			return err
 		}
-		bom.Components = append(bom.Components, module("library", dependency))
+		if i == 0 {
+			c.Type, c.Supplier = "application", &named{supplier}
+			c.Hashes = []hash{{"SHA-256", hex.EncodeToString(sum[:])}}
+			bom.Metadata = metadata{p.settings["vcs.time"], named{supplier}, c}
+		} else {
+			bom.Components = append(bom.Components, c)
+		}
+		d := dependencies{c.Ref, []string{}}
+		for _, path := range m.imports {
+			d.On = append(d.On, refs[path])
+		}
+		bom.Dependencies = append(bom.Dependencies, d)
 	}
 	encoder := json.NewEncoder(to)
 	encoder.SetIndent("", "  ")
+	encoder.SetEscapeHTML(false)
 	return encoder.Encode(bom)
 }
 
-func module(kind string, m *debug.Module) component {
-	return component{kind, m.Path, m.Version, "pkg:golang/" + m.Path + "@" + strings.ReplaceAll(m.Version, "+", "%2B")}
+// serialNumber makes a UUID of version 8 (RFC 9562) from the hash of the program.
+func serialNumber(sum [sha256.Size]byte) string {
+	sum[6], sum[8] = sum[6]&0x0f|0x80, sum[8]&0x3f|0x80
+	return fmt.Sprintf("urn:uuid:%x-%x-%x-%x-%x", sum[:4], sum[4:6], sum[6:8], sum[8:10], sum[10:16])
+}
+
+// googlePatents is the ID of a text beside a licence. SPDX has no such ID.
+const googlePatents = "GooglePatentsFile"
+
+func (m *linked) purl() string {
+	return "pkg:golang/" + m.Path + "@" + strings.ReplaceAll(m.Version, "+", "%2B")
+}
+
+func (m *linked) component() (component, error) {
+	c := component{Type: "library", Ref: m.purl(), Name: m.Path, Version: m.Version, PURL: m.purl()}
+	if encoded, ok := strings.CutPrefix(m.Sum, "h1:"); ok { // SHA-256 of the list of the module's files
+		sum, err := base64.StdEncoding.DecodeString(encoded)
+		if err != nil {
+			return c, fmt.Errorf("read checksum of %s: %w", m.Path, err)
+		}
+		c.Hashes = []hash{{"SHA-256", hex.EncodeToString(sum)}}
+	}
+	var ids []string
+	for _, file := range m.licences {
+		text, err := os.ReadFile(file)
+		if err != nil {
+			return c, err
+		}
+		for _, match := range licensecheck.Scan(text).Match {
+			if match.ID != googlePatents {
+				ids = append(ids, match.ID)
+			}
+		}
+	}
+	slices.Sort(ids)
+	for _, id := range slices.Compact(ids) {
+		var l licence
+		l.Licence.ID = id
+		c.Licences = append(c.Licences, l)
+	}
+	if len(ids) == 0 {
+		return c, fmt.Errorf("module %s has no known licence in %s", m.Path, strings.Join(m.licences, ", "))
+	}
+	return c, nil
 }

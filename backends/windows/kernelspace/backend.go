@@ -66,6 +66,7 @@ var (
 	_ sink.Stopper  = &Backend{}
 	_ sink.Verifier = &Backend{}
 	_ sink.Cleaner  = &Backend{}
+	_ sink.Poller   = &Backend{}
 )
 
 // New returns a backend without calling HNS. It returns an error if the options are
@@ -192,6 +193,11 @@ func (b *Backend) Verify(ctx context.Context) error {
 	}
 	return fmt.Errorf("%w: %w", err, sink.ErrStartOver)
 }
+
+// VerifyInterval implements [sink.Poller]. HNS loses load balancers by itself
+// (kubernetes/kubernetes#110849), and sends no notification. Verify lists all objects of
+// HNS, so the interval is kube-proxy's default of syncPeriod.
+func (b *Backend) VerifyInterval() time.Duration { return 30 * time.Second }
 
 // learn updates b.views and b.plans from c, and returns the keys of the services in c.
 func (b *Backend) learn(ctx context.Context, c *sink.Changes) map[types.NamespacedName]bool {

@@ -147,7 +147,9 @@ func TestSharedEndpointIsRemovedWithItsLastUser(t *testing.T) {
 
 func TestNewLocalPodReplacesItsRemoteEndpoint(t *testing.T) {
 	w := l2bridge(t)
-	w.must(w.set(view(service("web"), at("10.1.1.1"))))
+	withoutNode := func(e *api.SliceEndpoint) { e.NodeName = "" }
+	w.must(w.set(view(service("web"), at("10.1.1.1", withoutNode))))
+	w.mustHaveRemotes("10.1.1.1")
 	w.pod("10.1.1.1", "fd00:1::1")
 	w.must(w.backend.Verify(t.Context()))
 	w.mustHaveRemotes()
@@ -425,6 +427,119 @@ func TestVerifyRepairsForeignChanges(t *testing.T) {
 	if diff := cmp.Diff(want, w.hns.Dump()); diff != "" {
 		t.Errorf("HNS after Verify (-want +got):\n%s", diff)
 	}
+}
+
+// HNS loses nearly all load balancers by itself (kubernetes/kubernetes#110849).
+func TestVanishedLoadBalancersAreRestored(t *testing.T) {
+	const services = 577
+	w := l2bridge(t)
+	for i := range services {
+		v := view(service(fmt.Sprint("svc-", i), withClusterIP(i)), at(fmt.Sprintf("10.1.%d.%d", i>>8, i&255)))
+		w.views[v.Key()] = v
+	}
+	w.must(w.full())
+	want := w.hns.Dump()
+	vanish := func() {
+		lbs, _ := w.hns.LoadBalancers()
+		for _, lb := range lbs[1:] {
+			if err := w.hns.DeleteLoadBalancer(lb.ID); err != nil {
+				t.Fatal(err)
+			}
+		}
+		w.hns.Calls()
+	}
+	mustBeRestored := func() {
+		t.Helper()
+		if diff := cmp.Diff(want, w.hns.Dump()); diff != "" {
+			t.Errorf("HNS (-want +got):\n%s", diff)
+		}
+	}
+	vanish()
+	w.must(w.backend.Verify(t.Context()))
+	w.mustHaveCalled(and(listing, map[string]int{"CreateLoadBalancer": services - 1}))
+	mustBeRestored()
+
+	// A change of one of the services notices the loss before the next Verify.
+	vanish()
+	changed := view(service("svc-9", withClusterIP(9)), at("10.1.0.9"), at("10.1.9.9"))
+	if message := failures(t, w.set(changed))["svc-9"]; !strings.Contains(message, "update load balancer") {
+		t.Errorf("svc-9 failed with %q", message)
+	}
+	w.must(w.set(view(service("svc-9", withClusterIP(9)), at("10.1.0.9"))))
+	mustBeRestored()
+}
+
+// A load balancer without endpoints makes all later calls fail
+// (kubernetes/kubernetes#137530).
+func TestLoadBalancerWithoutEndpointsIsDeletedFirst(t *testing.T) {
+	for name, lose := range map[string]func(w *world, pod string){
+		"own": func(w *world, pod string) {
+			w.must(w.set(view(service("z", withClusterIP(9)), at("10.1.1.1@here"))))
+			w.hns.LoseEndpoint(pod)
+		},
+		"of another proxy": func(w *world, pod string) {
+			w.addBalancer(balancer(pod, "10.96.0.9", 80))
+			w.hns.LoseEndpoint(pod)
+			if message := failures(w.T, w.set(view(service("z", withClusterIP(9)), at("10.1.1.1@here"))))["z"]; message == "" {
+				w.Error("the service without an HNS endpoint does not fail")
+			}
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := l2bridge(t)
+			w.must(w.set(view(service("a", withClusterIP(1)), at("10.1.2.1"))))
+			w.hns.SetQuirks(fakehns.Quirks{EmptyBalancersBlock: true})
+			lose(w, w.pod("10.1.1.1"))
+
+			b := view(service("b", withClusterIP(2)), at("10.1.2.2"))
+			failures(t, w.set(b)) // may fail, because the backend does not know of the loss yet
+			if failed := failures(t, w.set(b)); failed["b"] != "" {
+				t.Errorf("b failed: %s", failed["b"])
+			}
+			w.mustHave(`10.96.0.1 protocol 6 port 80->8080 to 10.1.2.1
+				10.96.0.2 protocol 6 port 80->8080 to 10.1.2.2`)
+			w.pod("10.1.1.1")
+			w.must(w.full())
+			w.mustHave(`10.96.0.1 protocol 6 port 80->8080 to 10.1.2.1
+				10.96.0.2 protocol 6 port 80->8080 to 10.1.2.2
+				10.96.0.9 protocol 6 port 80->8080 to 10.1.1.1`)
+		})
+	}
+}
+
+// HNS keeps endpoints although it reports their deletion as successful
+// (microsoft/Windows-Containers#631). Their addresses are used again, on this or on
+// another node.
+func TestStaleEndpointIsNotUsed(t *testing.T) {
+	w := l2bridge(t)
+	w.must(w.set(view(service("web"), at("10.1.1.1"))))
+	w.hns.SetHook(failCalls("DeleteEndpoint", fakehns.ErrIgnored))
+	w.must(w.set(view(service("web"), at("10.1.2.1"))))
+	w.mustHaveRemotes("10.1.1.1", "10.1.2.1")
+	pod := w.pod("10.1.1.1")
+	w.must(w.set(view(service("web"), at("10.1.1.1@here"))))
+	if lbs, _ := w.hns.LoadBalancers(); len(lbs) != 1 || !slices.Equal(lbs[0].Endpoints, []string{pod}) {
+		t.Errorf("the load balancers are %+v, want one with the endpoint %s of the pod", lbs, pod)
+	}
+	w.hns.SetHook(nil)
+	w.must(w.backend.Verify(t.Context()))
+	w.mustHaveRemotes()
+
+	// The pod ends, its endpoint stays, and a pod of another node gets its address.
+	w.must(w.set(view(service("web"), at("10.1.1.1"))))
+	w.mustHaveRemotes("10.1.1.1")
+	if lbs, _ := w.hns.LoadBalancers(); len(lbs) != 1 || slices.Contains(lbs[0].Endpoints, pod) {
+		t.Errorf("the load balancers are %+v, want one without the stale endpoint %s", lbs, pod)
+	}
+
+	// If HNS refuses a second endpoint with the address, the service fails with the reason.
+	w.must(w.remove("web"))
+	w.hns.SetHook(failCalls("CreateEndpoint", kernelspace.ErrExists))
+	message := failures(t, w.set(view(service("web"), at("10.1.1.1"))))["web"]
+	if want := "HNS still has endpoint " + pod + " of a deleted pod of this node; delete it"; !strings.Contains(message, want) {
+		t.Errorf("the service failed with %q, want %q", message, want)
+	}
+	w.mustHave("")
 }
 
 func TestLossDuringFailedVerifyIsRepaired(t *testing.T) {

@@ -5,6 +5,7 @@ package kernelspace
 import (
 	"errors"
 	"fmt"
+	"slices"
 
 	"k8s.io/apimachinery/pkg/types"
 )
@@ -70,11 +71,11 @@ func (p *pass) isToBeCreated(f Frontend, policy *policy) bool {
 	}
 	var ids []string
 	for _, d := range policy.endpoints {
-		e, ok := p.holdings.endpointAt(d.addr)
+		id, ok := p.holdings.endpointFor(d)
 		if !ok && !p.environment.features.ModifyLoadBalancer {
 			return true
 		}
-		ids = append(ids, e.ID)
+		ids = append(ids, id)
 	}
 	have, want := p.holdings.balancers[own[0]], policy.toLoadBalancer(ids)
 	return !p.record.unchanged(have, want) || !p.environment.features.ModifyLoadBalancer && !sameEndpoints(have, want)
@@ -142,6 +143,42 @@ func (p *pass) balance(f Frontend, w want, want LoadBalancer) error {
 	return p.create(f, w, want)
 }
 
+// dropEmpty deletes load balancers without endpoints, before any other change. A load
+// balancer loses its endpoints when others delete them. On some versions of Windows, all
+// later changes of load balancers then fail until it is deleted. A load balancer of
+// another owner is deleted only if this backend may replace it.
+func (p *pass) dropEmpty() error {
+	for _, id := range sortedKeys(p.holdings.balancers) {
+		lb := p.holdings.balancers[id]
+		if p.record.owns(id) {
+			if slices.ContainsFunc(lb.Endpoints, p.holdings.hasEndpoint) {
+				continue
+			}
+		} else if _, other := p.unwanted(lb); other || len(lb.Endpoints) > 0 {
+			continue
+		}
+		for _, f := range frontendsOf(lb) {
+			p.todo[f] = true
+		}
+		if err := p.deleteBalancer(id); isFatal(err) {
+			return err
+		} else if err != nil {
+			p.log.Error(err, "Cannot delete load balancer without endpoints; retrying later", "id", id, "frontends", frontendsOf(lb))
+		}
+	}
+	return nil
+}
+
+// unwanted returns a frontend of a load balancer that this backend does not serve.
+func (p *pass) unwanted(lb LoadBalancer) (f Frontend, ok bool) {
+	for _, f := range frontendsOf(lb) {
+		if _, wanted := p.wanted[f]; !wanted {
+			return f, true
+		}
+	}
+	return Frontend{}, false
+}
+
 // The method keep adds a correct load balancer to this backend's record. Another owner
 // may have created the load balancer.
 func (p *pass) keep(f Frontend, w want, have, want LoadBalancer) {
@@ -175,10 +212,8 @@ func (p *pass) mayReplace(f Frontend, lb LoadBalancer) error {
 	if p.record.owns(lb.ID) {
 		return nil
 	}
-	for _, other := range frontendsOf(lb) {
-		if _, wanted := p.wanted[other]; !wanted {
-			return fmt.Errorf("load balancer %s of another owner has this frontend and also %s", lb.ID, other)
-		}
+	if other, ok := p.unwanted(lb); ok {
+		return fmt.Errorf("load balancer %s of another owner has this frontend and also %s", lb.ID, other)
 	}
 	p.log.Info("Replacing a load balancer of another owner", "frontend", f.String(), "id", lb.ID)
 	return nil

@@ -39,10 +39,10 @@ func (p *pass) endpoints(policy *policy) (ids []string, lacking error) {
 
 // endpoint returns the ID of the HNS endpoint with the address of the destination d. It
 // returns "" if the address is this node's own and HNS has no endpoint for it. Other
-// owners' endpoints are used too, because HNS allows only one endpoint per address.
+// owners' endpoints are used too, because HNS may allow only one endpoint per address.
 func (p *pass) endpoint(d destination) (string, error) {
-	if e, ok := p.holdings.endpointAt(d.addr); ok && !p.isLeftover(e, d) {
-		return e.ID, nil
+	if id, ok := p.holdings.endpointFor(d); ok {
+		return id, nil
 	}
 	if d.at == hostHere {
 		return "", nil
@@ -52,8 +52,8 @@ func (p *pass) endpoint(d destination) (string, error) {
 		if err := p.relist(); err != nil {
 			return "", err
 		}
-		if e, ok := p.holdings.endpointAt(d.addr); ok && !p.isLeftover(e, d) {
-			return e.ID, nil
+		if id, ok := p.holdings.endpointFor(d); ok {
+			return id, nil
 		}
 	}
 	if d.at == podHere {
@@ -65,17 +65,14 @@ func (p *pass) endpoint(d destination) (string, error) {
 		if err := p.relist(); err != nil {
 			return "", err
 		}
-		if e, ok := p.holdings.endpointAt(d.addr); ok {
-			return e.ID, nil
+		if id, ok := p.holdings.endpointFor(d); ok {
+			return id, nil
 		}
 	}
+	if stale, ok := p.holdings.endpointAt(d.addr); ok && errors.Is(err, ErrExists) {
+		return "", fmt.Errorf("%w: HNS still has endpoint %s of a deleted pod of this node; delete it", err, stale.ID)
+	}
 	return id, err
-}
-
-// isLeftover reports whether e is a stale endpoint: it was for a pod on another node, and
-// its address now belongs to d, a pod of this node.
-func (p *pass) isLeftover(e Endpoint, d destination) bool {
-	return d.at == podHere && p.holdings.isRemote(e)
 }
 
 func (p *pass) createEndpoint(e Endpoint) (id string, err error) {

@@ -72,8 +72,8 @@ func (h *holdings) addEndpoint(e Endpoint) {
 	h.endpoints[e.ID] = e
 	for _, a := range e.Addrs {
 		ids := append(h.byAddr[a], e.ID)
-		// Prefer the endpoint of a local pod. A remote endpoint with the same address is stale.
-		// For other endpoints, any stable order is enough.
+		// Prefer the endpoint of a local pod, for destinations whose node is unknown. Among
+		// other endpoints, any stable order is enough.
 		slices.SortFunc(ids, func(x, y string) int {
 			return cmp.Or(h.rank(x)-h.rank(y), cmp.Compare(x, y))
 		})
@@ -123,6 +123,26 @@ func (h *holdings) endpointAt(a netip.Addr) (e Endpoint, ok bool) {
 		return h.endpoints[ids[0]], true
 	}
 	return Endpoint{}, false
+}
+
+func (h *holdings) hasEndpoint(id string) bool {
+	_, known := h.endpoints[id]
+	return known
+}
+
+// endpointFor returns the ID of the preferred endpoint for a destination. It skips stale
+// endpoints, which HNS may keep although their deletion succeeded: those for a pod on
+// another node, if the address now belongs to a pod of this node, and the other way
+// round.
+func (h *holdings) endpointFor(d destination) (id string, ok bool) {
+	for _, id := range h.byAddr[d.addr] {
+		isRemote := h.isRemote(h.endpoints[id])
+		if d.at == podHere && isRemote || d.otherNode && !isRemote {
+			continue
+		}
+		return id, true
+	}
+	return "", false
 }
 
 // endpointNamed returns the ID of the endpoint with this name. If several endpoints have

@@ -94,6 +94,9 @@ func (p *pass) steps() error {
 		return err
 	}
 	if p.listed {
+		if err := p.dropEmpty(); err != nil {
+			return err
+		}
 		if err := p.dropMoved(); err != nil {
 			return err
 		}

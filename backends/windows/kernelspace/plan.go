@@ -62,6 +62,9 @@ type policy struct {
 type destination struct {
 	addr netip.Addr
 	at   nodeLocation
+	// otherNode is true if the EndpointSlice says that the endpoint is on another node. It is
+	// false for endpoints without a node name, which may be pods of this node.
+	otherNode bool
 }
 
 // nodeLocation is where an endpoint is, relative to this node.
@@ -246,6 +249,8 @@ func (on *environment) destination(e *api.Endpoint) destination {
 		d.at = hostHere
 	case e.Local:
 		d.at = podHere
+	default:
+		d.otherNode = e.NodeName != ""
 	}
 	return d
 }

@@ -80,6 +80,9 @@ type Quirks struct {
 	ListsTwice, ListsBackwards bool
 	// SharesFrontends allows several load balancers with the same frontend.
 	SharesFrontends bool
+	// With EmptyBalancersBlock, HNS refuses to create or change a load balancer while any
+	// load balancer has no endpoints (kubernetes/kubernetes#137530).
+	EmptyBalancersBlock bool
 }
 
 // AllQuirks returns sets of quirks by name. The set "none" is empty, "all" contains most
@@ -98,9 +101,11 @@ func AllQuirks() map[string]Quirks {
 		"adds port flags":      {AddsPortFlags: 1 | kernelspace.LocalRoutedVIP},
 		"lists twice":          {ListsTwice: true},
 		"lists backwards":      {ListsBackwards: true},
+		"empty ones block":     {EmptyBalancersBlock: true},
 		"all": {
 			HiddenFlags: kernelspace.DSR, HiddenPortFlags: ports, HidesSourceVIP: true, HidesDistribution: true,
 			HidesRemote: true, HidesProvider: true, ListsTwice: true, ListsBackwards: true, SharesFrontends: true,
+			EmptyBalancersBlock: true,
 		},
 	}
 }
@@ -399,6 +404,21 @@ func (h *HNS) forget(e kernelspace.Endpoint) {
 	}
 }
 
+// LoseEndpoint removes an endpoint, also from the load balancers that use it, as HNS does
+// when a pod ends. A load balancer may then have no endpoints.
+func (h *HNS) LoseEndpoint(id string) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	h.forget(h.endpoints[id])
+	for _, lb := range maps.Clone(h.balancers) {
+		if i := slices.Index(lb.Endpoints, id); i >= 0 {
+			h.drop(lb)
+			lb.Endpoints = slices.Delete(slices.Clone(lb.Endpoints), i, i+1)
+			h.add(lb)
+		}
+	}
+}
+
 // CreateLoadBalancer implements kernelspace.HNS.
 func (h *HNS) CreateLoadBalancer(lb kernelspace.LoadBalancer) (kernelspace.LoadBalancer, error) {
 	id, err := h.write("CreateLoadBalancer", func() (string, error) { return h.createLoadBalancer(lb) })
@@ -461,6 +481,11 @@ func (h *HNS) deleteLoadBalancer(id string) error {
 func (h *HNS) check(lb kernelspace.LoadBalancer) error {
 	if len(lb.Endpoints) == 0 || len(lb.Ports) == 0 {
 		return errors.New("a load balancer needs endpoints and ports")
+	}
+	for _, other := range h.balancers {
+		if h.quirks.EmptyBalancersBlock && len(other.Endpoints) == 0 {
+			return fmt.Errorf("load balancer %s without endpoints: %w", other.ID, ErrInUse)
+		}
 	}
 	for i, id := range lb.Endpoints {
 		if _, ok := h.endpoints[id]; !ok {

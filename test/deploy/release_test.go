@@ -41,7 +41,7 @@ func TestRelease(t *testing.T) {
 	// platforms. The check of updates depends on what others publish.
 	env := []string{"PLATFORMS=linux/arm64 windows/amd64", "SIGNING_KEY=" + key, "SKIP=updates"}
 	first := release(t, "022", append(env, "GOVULNDB="+vulnerabilities(t, "example.com/other", "F")))
-	second := release(t, "077", append(env, "SKIP=updates vulnerabilities", "GOENV="+goenv, "GOAMD64=v2", "GOEXPERIMENT=rangefunc", "TZ=Asia/Tokyo", "LC_ALL=C.UTF-8"))
+	second := release(t, "077", append(env, "SKIP=updates vulnerabilities", "GOENV="+goenv, "GOAMD64=v2", "GOEXPERIMENT=jsonv2", "TZ=Asia/Tokyo", "LC_ALL=C.UTF-8"))
 	if sums := read(t, first, "SHA256SUMS"); sums != read(t, second, "SHA256SUMS") {
 		t.Errorf("two builds differ:\n%s\n%s", sums, read(t, second, "SHA256SUMS"))
 	}

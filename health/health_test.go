@@ -3,6 +3,7 @@
 package health_test
 
 import (
+	"context"
 	"encoding/json"
 	"net/http"
 	"net/http/httptest"
@@ -13,6 +14,7 @@ import (
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/health"
 	"github.com/kpng-project/kpng/sink"
+	"github.com/kpng-project/kpng/sink/sinktest"
 )
 
 func TestHealthResponses(t *testing.T) {
@@ -79,5 +81,48 @@ func TestResponseContainsReport(t *testing.T) {
 		if diff := cmp.Diff(any(want), got); diff != "" {
 			t.Errorf("response, stuck %t (-want +got):\n%s", test.stuck, diff)
 		}
+	}
+}
+
+func TestNilHandlerIsAnError(t *testing.T) {
+	w := httptest.NewRecorder()
+	health.Handler(nil).ServeHTTP(w, httptest.NewRequest("GET", "/livez", nil))
+	if w.Code != http.StatusInternalServerError {
+		t.Errorf("status %d", w.Code)
+	}
+}
+
+// A step of the wall clock must not change the result of StuckFor. Times of the driver have
+// a monotonic reading, which decides in the methods Sub and After.
+func TestStuckForIgnoresTheWallClock(t *testing.T) {
+	src := sinktest.NewSource()
+	defer src.Close()
+	src.MarkSynced()
+	reading, release := make(chan struct{}), make(chan struct{})
+	d := sink.NewDriver(src, sink.Func(func(_ context.Context, c *sink.Changes) error {
+		for range c.Services { // progress
+		}
+		close(reading)
+		<-release
+		return nil
+	}), sink.Options{Once: true})
+	src.Set(&api.ServiceEndpoints{Service: &api.Service{Namespace: "ns", Name: "a"}})
+	ended := make(chan error)
+	go func() { ended <- d.Run(t.Context()) }()
+	<-reading
+	s := d.Status()
+	for name, at := range map[string]time.Time{
+		"WaitingSince": s.WaitingSince, "SyncingSince": s.SyncingSince, "LastProgress": s.LastProgress, "LastQueued": s.LastQueued,
+	} {
+		if at == at.Round(0) { // Round(0) removes the monotonic reading
+			t.Errorf("%s has no monotonic reading: %v", name, at)
+		}
+	}
+	close(release)
+	if err := <-ended; err != nil {
+		t.Error(err)
+	}
+	if s := d.Status(); s.LastPass == s.LastPass.Round(0) || s.LastSync == s.LastSync.Round(0) {
+		t.Errorf("without a monotonic reading: %v, %v", s.LastPass, s.LastSync)
 	}
 }

@@ -21,6 +21,7 @@ import (
 	"github.com/kpng-project/kpng/internal/apitest"
 	"github.com/kpng-project/kpng/remote"
 	"github.com/kpng-project/kpng/remote/transport"
+	"github.com/kpng-project/kpng/sink"
 	"github.com/kpng-project/kpng/sink/sinktest"
 	watcher "github.com/kpng-project/kpng/watcher/remote"
 	"k8s.io/apimachinery/pkg/types"
@@ -473,5 +474,70 @@ func TestStaleClient(t *testing.T) {
 	wait(3)
 	if client.Stale() {
 		t.Error("stale after the server came back")
+	}
+}
+
+// During each Sync, the server is replaced by one whose views all differ. The client's
+// reader then lags too far, so it loses its position. Nevertheless each pass ends.
+func TestPassesEndWhileServersAreReplaced(t *testing.T) {
+	const services = 10_100
+	var states [2]*cluster.State
+	for i := range states {
+		states[i] = cluster.New(cluster.Options{Resumable: true})
+		states[i].Update(func(tx *cluster.Tx) {
+			for n := range services {
+				tx.SetService(&api.Service{Namespace: "ns", Name: fmt.Sprintf("s%05d", n+i), Type: api.ClusterIP, Annotations: map[string]string{"state": fmt.Sprint(i)}})
+			}
+		})
+		states[i].SetSynced()
+	}
+	address := socket(t)
+	_, stop := serve(t, states[0], address, quick)
+	client, _ := follow(t, "n", address)
+	defer client.Close()
+	replaced, begun := 0, 0
+	programmed := map[types.NamespacedName]*api.ServiceEndpoints{}
+	var pass sink.Pass
+	d := sink.NewDriver(client, sink.Func(func(ctx context.Context, c *sink.Changes) error {
+		pass.Begin(c)
+		for s := range c.Services {
+			programmed[s.Key] = s.New
+		}
+		for key := range programmed {
+			if pass.Stale(key) || programmed[key] == nil {
+				delete(programmed, key)
+			}
+		}
+		if c.First {
+			begun++
+		}
+		if replaced == 2 {
+			return nil
+		}
+		replaced++
+		before := client.Views().Revision
+		stop()
+		_, stop = serve(t, states[replaced%2], address, quick)
+		for client.Views().Revision == before && ctx.Err() == nil {
+			time.Sleep(time.Millisecond)
+		}
+		return nil
+	}), sink.Options{BatchSize: 6000})
+	start(t, d.Run)
+	if err := d.WaitApplied(within(t), 3); err != nil { // the first state and the two that replaced it
+		t.Fatal(err)
+	}
+	if s := d.Status(); s.Passes != 2 || begun != 2 {
+		t.Errorf("%d passes, and %d begun, want 2", s.Passes, begun)
+	}
+	views := client.Views()
+	n := 0
+	for view := range views.After(types.NamespacedName{}) {
+		if n++; !programmed[view.Key()].Equal(view) {
+			t.Fatalf("service %s is programmed as %v, want %v", view.Key(), programmed[view.Key()], view)
+		}
+	}
+	if len(programmed) != n || n != services {
+		t.Errorf("%d services are programmed, want %d", len(programmed), n)
 	}
 }

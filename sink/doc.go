@@ -38,7 +38,10 @@
 // driver's position, when the sink returns [ErrStartOver], and after [Driver.StartOver].
 //
 // If services change during a pass, the driver delivers them before the next batch, even
-// if the pass has not reached them. The sink acknowledges each batch separately.
+// if the pass has not reached them. The sink acknowledges each batch separately. If the
+// source loses the driver's position during a pass, or StartOver is called, the pass
+// continues from its present key, and another pass follows. So every pass ends, however
+// fast services change.
 //
 // During a Sync, and in the minimum interval after it, the source merges changes. The
 // next Sync delivers each changed service once, with the acknowledged view and the
@@ -63,11 +66,14 @@
 // again. For such a service, the difference between Old and New is not enough: the sink
 // has to read its dataplane or program the whole service.
 //
-// Two services never have the same claim ([api.Claim]) at the same time. If one update
-// moves a claim between services, the driver delivers both services in one Sync. After
-// failures, they may be in two Syncs, in either order. After the sink has acknowledged
-// the new owner, the driver delivers the previous owner with a nil Old. Otherwise the
-// sink could use Old to remove the claim of the new owner.
+// In the source, two services never have the same claim ([api.Claim]) at the same time. If
+// one update moves a claim between services, the driver delivers both services in one
+// Sync. During a pass and after failures, they may be in two Syncs, in either order. After
+// the sink has acknowledged the new owner, the driver delivers the previous owner with a
+// nil Old. Otherwise the sink could use Old to remove the claim of the new owner.
+//
+// If the sink refuses the Node object, it receives the services with the Node that it
+// acknowledged last. So a Node does not delay services.
 //
 // # More than Sync
 //
@@ -80,7 +86,8 @@
 //
 // A program is ready when the first pass is complete. [Driver.WaitSynced] waits for this.
 // [Status.StuckFor] reports whether a sink hangs. A slow sink does not look stuck,
-// because each service that it reads from Changes counts as progress.
+// because each service that it reads from Changes counts as progress. The log names each
+// method of a sink that makes no progress for about eight seconds.
 //
 // # Concurrency and ownership
 //

@@ -7,7 +7,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"runtime/debug"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -21,14 +20,17 @@ type Driver struct {
 	sink Sink
 	opts Options
 
-	kick     chan struct{} // wakes Run after StartOver
-	progress atomic.Int64  // last progress of the sink, in Unix nanoseconds
+	kick chan struct{} // wakes Run after StartOver
+	// progress is the time from created to the last progress of the sink. It is 0 if there
+	// was none. It is not a wall-clock time, because a wall clock may be set.
+	progress atomic.Int64
+	created  time.Time
 
 	// Only the goroutine of Run and the helper goroutine of verify use the fields below.
 	notBefore time.Time // when the next Sync may begin
+	passAt    time.Time // when the next pass may begin
 	verifyAt  time.Time // when the next Verify may begin; zero means never
 	noted     bool      // whether noteChanges was called since the method wait began
-	pass      *delivery // the current pass, nil if there is none
 	search    search
 	// failedSyncs is the number of logged failures of whole Syncs after which no recovery was
 	// logged. During a pass or a search for faulty services, a success is no recovery.
@@ -41,25 +43,29 @@ type Driver struct {
 	// All other goroutines hold mu for both.
 	mu      sync.Mutex
 	started bool
-	end     error         // not nil after the end of Run
+	end     error // not nil after the end of Run
+	running running
 	moved   chan struct{} // closed when a field below changes; nil if no goroutine waits
 	status  Status        // without the fields that Driver.Status fills in
 	pending pending
-
-	// synced: a pass is complete, and no newer pass is needed. restart: StartOver was
-	// called, and the source has not been reset yet.
-	synced, restart bool
+	pass    *delivery // the current pass, nil if there is none
 	// position: a revision. All changes up to it are acknowledged or pending.
 	position uint64
-	// nodePending: the node has changed since it was acknowledged. nodeSince: the last
-	// revision before this change.
-	nodePending bool
-	nodeSince   uint64
+	// passed: the result of applied at the end of the last pass.
+	passed uint64
+	node   nodeState
+
+	// Any goroutine may write the fields below. All goroutines hold mu for them.
+	//
+	// passes: the number of passes that are needed. When Status.Passes reaches this number,
+	// no further pass is needed. hurry: StartOver was called, so no backoff applies.
+	passes uint64
+	hurry  bool
 }
 
 // NewDriver returns a driver that delivers the services of src to s.
 func NewDriver(src Source, s Sink, opts Options) *Driver {
-	if p, ok := s.(Poller); ok && opts.VerifyInterval == 0 {
+	if p, ok := s.(Poller); ok && opts.VerifyInterval == 0 && !isNil(s) {
 		opts.VerifyInterval = p.VerifyInterval()
 	}
 	return &Driver{
@@ -67,7 +73,9 @@ func NewDriver(src Source, s Sink, opts Options) *Driver {
 		sink:    s,
 		opts:    opts.withDefaults(),
 		kick:    make(chan struct{}, 1),
+		created: time.Now().Add(-1), // progress is never 0
 		pending: newPending(),
+		passes:  1,
 	}
 }
 
@@ -83,7 +91,12 @@ func Run(ctx context.Context, src Source, s Sink, opts Options) error {
 // with any other error. When Run has returned, no method of the sink runs any more.
 //
 // A driver runs only once. Run resets the source at the beginning, but does not close it.
-// The code that created the source closes it after Run has returned.
+// The code that created the source closes it after Run has returned. Run returns an error
+// if a setting is invalid (see [Driver.Validate]) or if another running driver uses the
+// source or the sink.
+//
+// If a method of the sink makes no progress for about eight seconds, Run logs the method,
+// and again when it waits for the method to return.
 func (d *Driver) Run(ctx context.Context) (err error) {
 	d.mu.Lock()
 	started := d.started
@@ -100,13 +113,21 @@ func (d *Driver) Run(ctx context.Context) (err error) {
 		d.update(func() { d.end = end })
 	}()
 
+	if err := d.Validate(); err != nil {
+		return err
+	}
+	release, err := d.use()
+	if err != nil {
+		return err
+	}
+	defer release()
 	log := klog.FromContext(ctx)
 	if d.opts.Name != "" {
 		log = log.WithValues("sink", d.opts.Name)
 		ctx = klog.NewContext(ctx, log)
 	}
 	if s, ok := d.sink.(Starter); ok {
-		if err := guard(ctx, "Start", s.Start); err != nil {
+		if err := d.call(ctx, "Start", s.Start); err != nil {
 			if ctx.Err() != nil {
 				log.V(2).Info("Context ended during Start", "result", err)
 				return context.Cause(ctx)
@@ -116,18 +137,21 @@ func (d *Driver) Run(ctx context.Context) (err error) {
 	}
 	if s, ok := d.sink.(Stopper); ok {
 		defer func() {
-			stopCtx, cancel := context.WithTimeout(context.WithoutCancel(ctx), d.stopTimeout())
+			stopCtx, cancel := context.WithTimeout(context.WithoutCancel(ctx), d.stopTimeout(ctx))
 			defer cancel()
-			if stopErr := guard(stopCtx, "Stop", s.Stop); stopErr != nil {
+			if stopErr := d.call(stopCtx, "Stop", s.Stop); stopErr != nil {
 				err = errors.Join(err, fmt.Errorf("stop %s: %w", d.label(), stopErr))
 			}
 		}()
 	}
 	d.src.Reset()
+	silent := time.AfterFunc(hangAfter, func() { log.Info("Waiting for the source to provide services") })
+	defer silent.Stop()
 	for {
 		if err := d.wait(ctx); err != nil {
 			return err
 		}
+		silent.Stop()
 		d.step(ctx)
 		if d.opts.Once && d.isDone() {
 			return nil
@@ -136,19 +160,29 @@ func (d *Driver) Run(ctx context.Context) (err error) {
 }
 
 // stopTimeout returns the time limit of the sink's Stop.
-func (d *Driver) stopTimeout() time.Duration {
+func (d *Driver) stopTimeout(ctx context.Context) time.Duration {
 	timeout := d.opts.StopTimeout
 	if s, ok := d.sink.(Drainer); ok && timeout == 0 {
-		timeout = s.StopTimeout()
+		_ = d.call(ctx, "StopTimeout", func(context.Context) error {
+			timeout = s.StopTimeout()
+			return nil
+		})
 	}
 	return cmp.Or(timeout, 10*time.Second)
 }
 
 // StartOver requests a new pass. Call it when the dataplane has lost its state. It
-// returns immediately. The pass begins when no Sync runs; it waits neither for a backoff
-// nor for Options.MinInterval. StartOver is safe for concurrent use.
+// returns immediately; [Driver.WaitSynced] then waits for this pass. The pass begins when
+// no Sync runs. It waits neither for a backoff nor for Options.MinInterval.
+//
+// If a pass is in progress, it continues, and the new pass begins after its end. So every
+// pass ends, however often StartOver is called. Passes begin at least 100 ms apart. A
+// Sync should not call StartOver, but return [ErrStartOver].
 func (d *Driver) StartOver() {
-	d.update(func() { d.restart, d.synced = true, false })
+	d.update(func() {
+		d.requestPass()
+		d.hurry = d.hurry || d.status.SyncingSince.IsZero()
+	})
 	select {
 	case d.kick <- struct{}{}:
 	default:
@@ -163,7 +197,7 @@ func (d *Driver) wait(ctx context.Context) error {
 		if ctx.Err() != nil {
 			return context.Cause(ctx)
 		}
-		d.handleRestart()
+		d.handleStartOver()
 		now := time.Now()
 		changed := d.src.Changed()
 		queued := isClosed(changed)
@@ -172,8 +206,11 @@ func (d *Driver) wait(ctx context.Context) error {
 			changed = nil
 		}
 		retryAt, retry := d.pending.nextRetry()
-		if d.nodePending || d.pass != nil {
+		switch {
+		case d.pass != nil || d.node.pending && d.node.failures == 0:
 			retryAt, retry = time.Time{}, true
+		case d.node.failures > 0 && (!retry || d.node.retryAt.Before(retryAt)):
+			retryAt, retry = d.node.retryAt, true
 		}
 		due := queued || retry && !retryAt.After(now)
 		if due && !d.notBefore.After(now) {
@@ -200,25 +237,40 @@ func (d *Driver) wait(ctx context.Context) error {
 	}
 }
 
-// handleRestart resets the source if StartOver was called.
-func (d *Driver) handleRestart() {
-	d.mu.Lock()
-	restart := d.restart
-	if d.restart {
-		d.restart, d.status.NextAttempt = false, time.Time{}
+// requestPass records that a new pass is needed. If the first Sync of a pass has begun,
+// that pass does not suffice. The caller holds d.mu.
+func (d *Driver) requestPass() {
+	next := d.status.Passes + 1
+	if d.pass != nil && !d.pass.start.IsZero() {
+		next++
 	}
-	d.mu.Unlock()
-	if restart {
-		d.src.Reset()
-		d.notBefore = time.Time{}
+	d.passes = max(d.passes, next)
+}
+
+// handleStartOver ends the wait for a backoff if StartOver was called, and begins a pass
+// unless one is in progress.
+func (d *Driver) handleStartOver() {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	// Before the first pass, the source has not synced. Its first update begins that pass.
+	begin := d.pass == nil && d.status.Passes > 0 && !d.isSynced()
+	if begin || d.hurry {
+		d.hurry, d.notBefore, d.status.NextAttempt = false, d.passAt, time.Time{}
+	}
+	if begin {
+		d.begin()
 	}
 }
+
+// isSynced reports whether a pass is complete and no newer pass is needed. The caller
+// holds d.mu.
+func (d *Driver) isSynced() bool { return d.status.Passes >= d.passes }
 
 // isDone reports whether the pass is complete and everything is acknowledged.
 func (d *Driver) isDone() bool {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	return d.synced && len(d.pending.byKey) == 0 && !d.nodePending
+	return d.isSynced() && len(d.pending.byKey) == 0 && !d.node.pending
 }
 
 // sleep waits until the time wake, unless wake is zero. It returns earlier if changed is
@@ -257,7 +309,7 @@ func (d *Driver) verify(ctx context.Context, wake time.Time, changed <-chan stru
 			d.noteWork(time.Now())
 		}
 	}()
-	err := guard(verifyCtx, "Verify", d.sink.(Verifier).Verify)
+	err := d.call(verifyCtx, "Verify", d.sink.(Verifier).Verify)
 	cutShort := verifyCtx.Err() != nil
 	cancel()
 	<-watched
@@ -268,7 +320,7 @@ func (d *Driver) verify(ctx context.Context, wake time.Time, changed <-chan stru
 	switch {
 	case errors.Is(err, ErrStartOver):
 		log.Info("Verify requested a new pass", "reason", err)
-		d.startOver()
+		d.update(d.begin)
 	case cutShort:
 		d.verifyAt = end.Add(d.opts.VerifyInterval / 4)
 		return
@@ -312,17 +364,6 @@ func (d *Driver) update(change func()) {
 		close(d.moved)
 		d.moved = nil
 	}
-}
-
-// guard calls f, a method of the sink. If f panics, guard returns the panic as an error.
-func guard(ctx context.Context, method string, f func(context.Context) error) (err error) {
-	defer func() {
-		if r := recover(); r != nil {
-			err = fmt.Errorf("panic in %s: %v", method, r)
-			klog.FromContext(ctx).Error(err, "Sink panicked", "stack", string(debug.Stack()))
-		}
-	}()
-	return f(ctx)
 }
 
 func (d *Driver) label() string {

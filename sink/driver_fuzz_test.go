@@ -53,6 +53,7 @@ func FuzzDriver(f *testing.F) {
 				close(b)
 			}
 			w.src.Fail(nil)
+			plane.refuse("")
 			w.src.MarkSynced()
 			w.waitApplied()
 			time.Sleep(time.Hour)
@@ -88,7 +89,7 @@ func fuzzKey(n int) types.NamespacedName { return key(string(rune('a' + n))) }
 // a channel, the sink blocks until the caller closes this channel.
 func (f *fuzzServices) mutate(plane *dataplane) []chan struct{} {
 	w, r := f.w, f.r
-	switch r.IntN(17) {
+	switch r.IntN(18) {
 	case 0, 1, 2, 3, 4, 5, 6:
 		f.moveAddresses()
 	case 7:
@@ -122,6 +123,8 @@ func (f *fuzzServices) mutate(plane *dataplane) []chan struct{} {
 			return []chan struct{}{release}
 		}
 		close(release)
+	case 17:
+		plane.refuse(fmt.Sprint("n", r.IntN(6)))
 	}
 	return nil
 }
@@ -180,9 +183,10 @@ type dataplane struct {
 	atomic bool
 	// The last delivered view of each service. A Changes with First clears the map.
 	wanted map[types.NamespacedName]*api.ServiceEndpoints
-	// mu protects failing, which has the services that still have to fail.
+	// mu protects the fields below. failing has the services that still have to fail.
 	mu      sync.Mutex
 	failing map[types.NamespacedName]*failure
+	refused string // the name of a Node with which each Sync fails
 }
 
 type fuzzEntry struct {
@@ -216,7 +220,23 @@ func (p *dataplane) fail(key types.NamespacedName, times int, err error) {
 	p.failing[key] = &failure{times, err}
 }
 
+// refuse makes each Sync with the named Node fail.
+func (p *dataplane) refuse(node string) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.refused = node
+}
+
+func (p *dataplane) refuses(node *api.Node) bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return node != nil && node.Name == p.refused
+}
+
 func (p *dataplane) Sync(_ context.Context, c *sink.Changes) error {
+	if p.refuses(c.Node) {
+		return errBusy
+	}
 	return p.sync(c, func(key types.NamespacedName) error {
 		p.mu.Lock()
 		defer p.mu.Unlock()

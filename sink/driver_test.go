@@ -601,6 +601,129 @@ func TestWaitApplied(t *testing.T) {
 	})
 }
 
+func TestWaitErrorsNameTheSinkAndTheServices(t *testing.T) {
+	opts := sink.Options{Name: "nft", Backoff: sink.Backoff{Initial: time.Hour}}
+	run(t, opts, nil, func(w *world) {
+		wait := func(wait func(context.Context) error) string {
+			ctx, cancel := context.WithTimeout(w.Context(), time.Second)
+			defer cancel()
+			err := wait(ctx)
+			if !errors.Is(err, context.DeadlineExceeded) {
+				w.Errorf("got %v, want an error of the context", err)
+			}
+			return err.Error()
+		}
+		applied := func(ctx context.Context) error { return w.driver.WaitApplied(ctx, w.src.Revision()) }
+		expect := func(got, want string) {
+			w.Helper()
+			if got != want {
+				w.Errorf("got  %s\nwant %s", got, want)
+			}
+		}
+		expect(wait(w.driver.WaitSynced), "sink nft: wait for a pass: context deadline exceeded (the source has provided no services yet)")
+		release := make(chan struct{})
+		w.rec.Script(sinktest.Block(release))
+		w.src.MarkSynced()
+		expect(wait(applied), "sink nft: wait for revision 1: context deadline exceeded (Sync has not returned for 1s; a pass has delivered 0 services)")
+		close(release)
+		w.waitApplied()
+		w.rec.Script(sinktest.FailServices(errBusy, web))
+		w.src.Set(view(web, 2))
+		expect(wait(applied), "sink nft: wait for revision 2: context deadline exceeded (service default/web: dataplane is busy)")
+		w.rec.Script(sinktest.Fail(errBusy))
+		w.src.Set(view(dns))
+		expect(wait(applied), "sink nft: wait for revision 3: context deadline exceeded "+
+			"(1 failures in a row, the last: dataplane is busy; service default/web: dataplane is busy; service default/dns is not acknowledged)")
+	})
+}
+
+// A Node that the sink refuses must not delay services.
+func TestRefusedNodeDoesNotDelayServices(t *testing.T) {
+	for _, tc := range []struct {
+		name   string
+		bad    func(*world)
+		sinkUp time.Duration // until then, the sink fails
+	}{
+		{name: "in the first pass", bad: func(w *world) { w.src.SetNode(&api.Node{Name: "bad"}); w.src.MarkSynced() }},
+		{name: "in the first pass of a dataplane that is down at first", sinkUp: time.Minute,
+			bad: func(w *world) { w.src.SetNode(&api.Node{Name: "bad"}); w.src.MarkSynced() }},
+		{name: "after the first pass", bad: func(w *world) { w.src.MarkSynced(); w.waitApplied(); w.src.SetNode(&api.Node{Name: "bad"}) }},
+		{name: "in a later pass", bad: func(w *world) {
+			w.src.MarkSynced()
+			w.waitApplied()
+			w.src.SetNode(&api.Node{Name: "bad"})
+			w.driver.StartOver()
+		}},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			var begin time.Time
+			services, nodes := map[string]int{}, 0
+			s := sink.Func(func(_ context.Context, c *sink.Changes) error {
+				if time.Since(begin) < tc.sinkUp {
+					return errBusy
+				}
+				if c.Node != nil && c.Node.Name == "bad" { // also if NodeChanged is false
+					nodes++
+					return errors.New("cannot use this node")
+				}
+				for s := range c.Services {
+					services[s.Key.Name]++
+				}
+				return nil
+			})
+			run(t, sink.Options{}, s, func(w *world) {
+				begin = w.start
+				w.src.Set(manyViews(10)...)
+				tc.bad(w)
+				time.Sleep(2 * time.Minute)
+				for _, name := range []string{"a", "b", "c"} {
+					w.src.Set(view(key(name)))
+					synctest.Wait()
+					if services[name] == 0 {
+						t.Errorf("service %s is not programmed immediately", name)
+					}
+					time.Sleep(time.Minute)
+				}
+				status := w.driver.Status()
+				if len(services) != 14 || nodes < 5 || nodes > 50 || status.NodeErr == nil || status.Pending != 0 || status.StuckFor(time.Now()) > 0 {
+					t.Errorf("%d services, %d Syncs with the node, status %+v", len(services), nodes, status)
+				}
+				if err := w.driver.WaitSynced(w.Context()); err != nil {
+					t.Error(err)
+				}
+				w.src.SetNode(&api.Node{Name: "good"})
+				w.waitApplied()
+				if !w.rec.Node().Equal(w.src.Node()) || w.driver.Status().NodeErr != nil {
+					t.Errorf("node %v, status %+v", w.rec.Node(), w.driver.Status())
+				}
+			})
+		})
+	}
+}
+
+// When a dataplane that was down works again, the sink receives the Node before any other
+// Node or at the latest in the next Sync.
+func TestNodeIsDeliveredWhenTheDataplaneWorksAgain(t *testing.T) {
+	var begin time.Time
+	s := sink.Func(func(context.Context, *sink.Changes) error {
+		if time.Since(begin) < 90*time.Second {
+			return errBusy
+		}
+		return nil
+	})
+	run(t, sink.Options{}, s, func(w *world) {
+		begin = w.start
+		w.src.SetNode(&api.Node{Name: "n"})
+		w.src.MarkSynced()
+		w.waitApplied()
+		for i, s := range w.rec.Syncs() {
+			if s.Err == nil && s.Node == nil && (len(s.Services) > 0 || !w.rec.Syncs()[i+1].NodeChanged) {
+				t.Errorf("Sync %d of %d has no Node", i, len(w.rec.Syncs()))
+			}
+		}
+	})
+}
+
 func TestStatus(t *testing.T) {
 	run(t, sink.Options{Name: "test", MinInterval: time.Second}, nil, func(w *world) {
 		expect := func(when string, want sink.Status) {

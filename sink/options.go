@@ -8,7 +8,8 @@ import (
 	"time"
 )
 
-// Options are a driver's settings. The zero value means the defaults.
+// Options are a driver's settings. The zero value means the defaults. See also
+// [Driver.Validate].
 type Options struct {
 	// Name is the name of the sink in logs and in Status. Default: no name.
 	Name string
@@ -48,9 +49,10 @@ type Options struct {
 // Backoff defines how long to wait after failures in a row. The wait is Initial after the
 // first failure, and doubles with each further failure, up to Max.
 type Backoff struct {
-	// Initial is the first wait. Default 100 ms.
+	// Initial is the first wait. Default 100 ms, or Max if that is shorter.
 	Initial time.Duration
-	// Max is the longest wait, before Jitter is added. Default 30 s.
+	// Max is the longest wait, before Jitter is added. Default 30 s, or Initial if that is
+	// longer.
 	Max time.Duration
 	// Jitter limits the random time that is added to a wait, as a fraction of the wait. It
 	// keeps nodes from retrying at the same time. Default 0.1; negative means none. Services
@@ -99,8 +101,8 @@ type SyncResult struct {
 
 func (o Options) withDefaults() Options {
 	o.BatchSize = cmp.Or(o.BatchSize, 10_000)
-	o.Backoff.Initial = cmp.Or(o.Backoff.Initial, 100*time.Millisecond)
-	o.Backoff.Max = cmp.Or(o.Backoff.Max, 30*time.Second)
+	o.Backoff.Initial = cmp.Or(o.Backoff.Initial, min(100*time.Millisecond, cmp.Or(o.Backoff.Max, time.Hour)))
+	o.Backoff.Max = cmp.Or(o.Backoff.Max, max(30*time.Second, o.Backoff.Initial))
 	o.Backoff.Jitter = cmp.Or(o.Backoff.Jitter, 0.1)
 	o.VerifyInterval = cmp.Or(o.VerifyInterval, time.Minute)
 	o.Observer = o.Observer.withDefaults()
@@ -132,9 +134,8 @@ func (o Observer) withDefaults() Observer {
 func (b Backoff) wait(failures int, random float64) time.Duration {
 	d := b.Initial
 	for i := 1; i < failures && d < b.Max; i++ {
-		d *= 2
+		d += min(d, b.Max-d)
 	}
-	d = min(d, b.Max)
 	return d + time.Duration(max(b.Jitter, 0)*random*float64(d))
 }
 

@@ -12,9 +12,11 @@ import (
 // delivery is the current pass. Because it delivers services in the order of their keys,
 // it need not store the keys of all delivered services.
 type delivery struct {
-	// begun: a Changes with First was acknowledged. start: when the pass began.
+	// begun: a Changes with First was acknowledged.
 	begun bool
-	start time.Time
+	// The start and the revision of the first Sync, or zero before it.
+	start    time.Time
+	revision uint64
 	// count: the number of acknowledged services. logged: when progress was last logged.
 	count  int
 	logged time.Time

@@ -112,7 +112,7 @@ func TestPasses(t *testing.T) {
 			"0s: first a none→[1] b none→[1]", "1s: c none→[2] unsure d none→[2] unsure", "2s: last e none→[2] unsure",
 		},
 	}, {
-		name: "a pass begins again when the source has lost the position",
+		name: "a pass continues when the source has lost the position, and another one follows",
 		test: func(w *world) {
 			slow(w)
 			time.Sleep(1500 * time.Millisecond)
@@ -120,8 +120,34 @@ func TestPasses(t *testing.T) {
 			w.src.Reset()
 		},
 		want: []string{
-			"0s: first a none→[1] b none→[1]", "1s: c none→[1] unsure d none→[1] unsure",
-			"2s: first b none→[1] c none→[1]", "3s: last d none→[1] unsure e none→[1] unsure",
+			"0s: first a none→[1] b none→[1]", "1s: c none→[1] unsure d none→[1] unsure", "2s: last e none→[1] unsure",
+			"3s: first b none→[1] c none→[1]", "4s: last d none→[1] unsure e none→[1] unsure",
+		},
+	}, {
+		name: "a pass continues after StartOver without old views, and another one follows",
+		test: func(w *world) {
+			slow(w)
+			time.Sleep(1500 * time.Millisecond)
+			w.driver.StartOver()
+			w.src.Set(view(key("a"), 2))
+		},
+		want: []string{
+			"0s: first a none→[1] b none→[1]", "1s: c none→[1] unsure d none→[1] unsure", "2s: a none→[2] unsure",
+			"3s: last e none→[1] unsure", "4s: first a none→[2] b none→[1]", "5s: c none→[1] unsure d none→[1] unsure",
+			"6s: last e none→[1] unsure",
+		},
+	}, {
+		name: "StartOver before the first Sync of a pass requests no further pass",
+		opts: sink.Options{Backoff: sink.Backoff{Initial: time.Second}},
+		test: func(w *world) {
+			w.rec.Script(sinktest.Fail(sink.ErrStartOver))
+			w.src.MarkSynced()
+			time.Sleep(time.Second / 2)
+			w.driver.StartOver()
+		},
+		want: []string{
+			"0s: first a none→[1] b none→[1]: sink starts over", "500ms: first a none→[1] b none→[1]",
+			"500ms: c none→[1] unsure d none→[1] unsure", "500ms: last e none→[1] unsure",
 		},
 	}, {
 		name: "the node changes during a pass",
@@ -531,6 +557,93 @@ func TestStartOver(t *testing.T) {
 			w.waitApplied()
 			w.expectDelivered(0, "0s: full web none→[1]")
 		})
+	})
+}
+
+// A pass takes 10 s, and StartOver is called each second.
+func TestPassesEndUnderAnyRateOfStartOver(t *testing.T) {
+	delivered := map[types.NamespacedName]int{}
+	slow := sink.Func(func(ctx context.Context, c *sink.Changes) error {
+		for s := range c.Services {
+			delivered[s.Key]++
+		}
+		select {
+		case <-time.After(time.Second):
+		case <-ctx.Done():
+		}
+		return nil
+	})
+	run(t, sink.Options{BatchSize: 20}, slow, func(w *world) {
+		w.src.Delete(web)
+		w.src.Set(manyViews(100)...)
+		w.src.MarkSynced()
+		synctest.Wait()
+		w.driver.StartOver()
+		waits := make(chan error)
+		before := w.src.Revision()
+		go func() { waits <- w.driver.WaitSynced(w.Context()) }()
+		go func() { waits <- w.driver.WaitApplied(w.Context(), before) }()
+		for range 600 {
+			time.Sleep(time.Second)
+			w.driver.StartOver()
+			if n := w.driver.Status().Passes; n == 2 && waits != nil {
+				for range 2 {
+					if err := <-waits; err != nil {
+						t.Error(err)
+					}
+				}
+				waits = nil
+			}
+		}
+		if s := w.driver.Status(); s.Passes < 55 || waits != nil || len(delivered) != 100 {
+			t.Errorf("%d passes in ten minutes, %d services, waits ended: %t", s.Passes, len(delivered), waits == nil)
+		}
+	})
+}
+
+// A sink that calls StartOver in each Sync gets about ten passes in a second.
+func TestStartOverInEachSyncIsLimited(t *testing.T) {
+	for _, err := range []error{nil, errBusy} {
+		t.Run(fmt.Sprint(err), func(t *testing.T) {
+			var w *world
+			calls := 0
+			s := sink.Func(func(context.Context, *sink.Changes) error {
+				calls++
+				w.driver.StartOver()
+				return err
+			})
+			run(t, sink.Options{}, s, func(started *world) {
+				w = started
+				w.src.MarkSynced()
+				time.Sleep(10 * time.Second)
+				if calls < 5 || calls > 110 {
+					t.Errorf("%d calls in ten seconds", calls)
+				}
+			})
+		})
+	}
+}
+
+func TestWaitSyncedWaitsForTheRequestedPass(t *testing.T) {
+	run(t, sink.Options{}, nil, func(w *world) {
+		w.src.MarkSynced()
+		w.waitApplied()
+		release := make(chan struct{})
+		w.rec.Script(sinktest.Block(release), sinktest.FailServices(errBusy, web))
+		w.src.Set(view(dns))
+		synctest.Wait()
+		w.driver.StartOver()
+		waited := make(chan error, 1)
+		go func() { waited <- w.driver.WaitSynced(w.Context()) }()
+		time.Sleep(time.Minute)
+		if len(waited) > 0 {
+			t.Error("WaitSynced returned before the requested pass")
+		}
+		close(release)
+		if err := <-waited; err != nil {
+			t.Error(err)
+		}
+		w.expectDelivered(1, "0s: dns none→[]", "1m0s: full dns none→[] web none→[1]: service default/web: dataplane is busy")
 	})
 }
 

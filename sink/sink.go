@@ -89,8 +89,8 @@ type Poller interface {
 // The driver makes a pass at the start, after [ErrStartOver], after [Driver.StartOver],
 // and when the source has lost the driver's position. A pass delivers every service once,
 // in one or several Changes of bounded size. Services that change during a pass are
-// delivered before the next batch of the pass. A new pass may begin before the previous
-// pass has ended.
+// delivered before the next batch of the pass. After ErrStartOver, a new pass begins before
+// the previous pass has ended. In all other cases, the previous pass ends first.
 type Changes struct {
 	// First is set if this Changes begins a pass. The driver then treats the state of the
 	// dataplane as unknown: earlier acknowledgements do not count any more.
@@ -106,10 +106,13 @@ type Changes struct {
 	// Revision is the revision of the source at which it computed the views.
 	Revision uint64
 	// Services yields the services to program, in order of namespace and name, each once.
-	// The sink may iterate over it several times. All services that change in one update of
-	// the source are in one Changes, so that services can swap addresses.
+	// The sink may iterate over it several times. Outside of a pass, services that change in
+	// one update of the source are in one Changes, so that they can swap addresses. They may
+	// be in several Changes during a pass and after failures. See [Change].
 	Services iter.Seq[Change]
-	// Node is the Node object of this node, or nil if it is not known.
+	// Node is the Node object of this node, or nil if it is not known. If a Sync that
+	// delivers only a changed Node fails, the driver retries that Sync with backoff. In
+	// other Syncs, Node is then the Node that the sink last acknowledged.
 	Node *api.Node
 	// NodeChanged is true after a change of Node, until the sink acknowledges the change.
 	// With First, NodeChanged is always true.
@@ -124,8 +127,10 @@ type Changes struct {
 // removes the address from its record of the other service.
 type Change struct {
 	Key types.NamespacedName
-	// Old is the view last acknowledged since the pass began, or nil if there is none. It
-	// omits addresses that an earlier Sync gave to another service.
+	// Old is the view last acknowledged since the pass began, or nil if there is none. It is
+	// also nil, with Unsure set, if an earlier Sync gave one of its claims to another
+	// service, and until the end of a pass that has to be followed by another pass, because
+	// the source has lost changes or StartOver was called.
 	Old *api.ServiceEndpoints
 	// New is the view to program. If it is nil, the service has to be deleted.
 	New *api.ServiceEndpoints
@@ -179,9 +184,10 @@ func (c *Change) Endpoints() iter.Seq2[*api.Endpoint, *api.Endpoint] {
 }
 
 // Failed maps services to their errors. Sync returns a *Failed if some services failed
-// and all others succeeded. A *Failed may also name services that are not in
-// Changes.Services, for example services that could not be pruned. The driver delivers
-// these services again too. If such a service does not exist, its Change has a nil New.
+// and all others succeeded. A nil error in the map means success. A *Failed may also name
+// services that are not in Changes.Services, for example services that could not be
+// pruned. The driver delivers these services again too. If such a service does not exist,
+// its Change has a nil New.
 type Failed map[types.NamespacedName]error
 
 // Error returns the errors of all services as one line.
@@ -198,11 +204,18 @@ func (f *Failed) Error() string {
 // Unwrap returns the errors of all services.
 func (f *Failed) Unwrap() []error { return slices.Collect(maps.Values(f.services())) }
 
-// services returns *f, or nil if f is nil. So if a Sync mistakenly returns a nil *Failed,
-// that counts as success.
+// services returns the services that failed. A nil *Failed counts as success, and so does
+// a service with a nil error.
 func (f *Failed) services() Failed {
 	if f == nil {
 		return nil
+	}
+	for _, err := range *f {
+		if err == nil {
+			failed := maps.Clone(*f)
+			maps.DeleteFunc(failed, func(_ types.NamespacedName, err error) bool { return err == nil })
+			return failed
+		}
 	}
 	return *f
 }
@@ -239,7 +252,7 @@ func (e *panicError) Error() string { return fmt.Sprintf("panic: %v", e.value) }
 
 // Err returns f, or nil if no service failed. Sync should return failed.Err().
 func (f *Failed) Err() error {
-	if len(*f) == 0 {
+	if len(f.services()) == 0 {
 		return nil
 	}
 	return f
@@ -248,22 +261,51 @@ func (f *Failed) Err() error {
 // Acknowledged interprets err, the result of a Sync. If ok is false, the Sync
 // acknowledged nothing. Otherwise it acknowledged all services except those in failed.
 //
-// If err is nil, is a *Failed, or wraps a *Failed and no other error, ok is true. If a
-// *Failed is joined with another error, ok is false, because that error may concern all
-// services. If err wraps [ErrStartOver], ok is false too.
+// If err is nil, is a *Failed, or wraps one or more *Failed and no other error, ok is
+// true. For example, errors.Join(failed.Err(), nil) acknowledges the same services as
+// failed.Err(). If a *Failed is joined with another error, ok is false, because that error
+// may concern all services. If err wraps [ErrStartOver], ok is false too.
 func Acknowledged(err error) (failed Failed, ok bool) {
-	if err == nil {
+	switch e := err.(type) {
+	case nil:
 		return nil, true
+	case *Failed:
+		failed, ok = e.services(), true
+	default:
+		failed, ok = merged(err)
 	}
-	if errors.Is(err, ErrStartOver) {
+	if !ok || errors.Is(err, ErrStartOver) {
 		return nil, false
 	}
-	for ; err != nil; err = errors.Unwrap(err) {
-		if f, ok := err.(*Failed); ok {
-			return f.services(), true
+	return failed, true
+}
+
+// merged returns the services of all *Failed that err wraps. It returns false if err wraps
+// another error or no *Failed.
+func merged(err error) (Failed, bool) {
+	var wrapped []error
+	switch e := err.(type) {
+	case *Failed:
+		return e.services(), true
+	case interface{ Unwrap() error }:
+		wrapped = []error{e.Unwrap()}
+	case interface{ Unwrap() []error }:
+		wrapped = e.Unwrap()
+	}
+	var all Failed
+	for _, w := range wrapped {
+		some, ok := merged(w)
+		if !ok {
+			return nil, false
+		}
+		for key, err := range some {
+			if other := all[key]; other != nil {
+				err = errors.Join(other, err)
+			}
+			all.Add(key, err)
 		}
 	}
-	return nil, false
+	return all, len(wrapped) > 0
 }
 
 // ErrStartOver requests a new pass. If a sink no longer knows the state of its dataplane,

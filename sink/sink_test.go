@@ -69,6 +69,10 @@ func TestFailed(t *testing.T) {
 	if err := failed.Err(); err != nil {
 		t.Errorf("error %v without a failure", err)
 	}
+	failed = sink.Failed{web: nil}
+	if err := failed.Err(); err != nil {
+		t.Errorf("error %v although each service succeeded", err)
+	}
 	failed.Add(web, errBusy)
 	failed.Add(dns, fmt.Errorf("lost track: %w", sink.ErrStartOver))
 	err := failed.Err()
@@ -110,6 +114,14 @@ func TestAcknowledged(t *testing.T) {
 		{"they may be wrapped", fmt.Errorf("table kpng: %w", failed), *failed, true},
 		{"joined with another error they acknowledge nothing", errors.Join(failed, errBusy), nil, false},
 		{"with start over they acknowledge nothing", &sink.Failed{web: sink.ErrStartOver}, nil, false},
+		{"joined with nil they are excepted", errors.Join(failed, nil), *failed, true},
+		{"nested joins with nil are the same", fmt.Errorf("flush: %w", errors.Join(nil, errors.Join(failed, nil))), *failed, true},
+		{"several Failed are merged", errors.Join(failed, &sink.Failed{dns: errBusy}), sink.Failed{web: errBusy, dns: errBusy}, true},
+		{"several Failed with several %w are merged", fmt.Errorf("%w; %w", failed, &sink.Failed{dns: errBusy}), sink.Failed{web: errBusy, dns: errBusy}, true},
+		{"several %w with another error acknowledge nothing", fmt.Errorf("%w: %w", errBusy, failed), nil, false},
+		{"a nested join with another error acknowledges nothing", errors.Join(fmt.Errorf("a: %w", errors.Join(failed, errBusy)), nil), nil, false},
+		{"a wrapped nil acknowledges nothing", fmt.Errorf("a: %w", error(nil)), nil, false},
+		{"a nil error of a service is a success", &sink.Failed{web: nil, dns: errBusy}, sink.Failed{dns: errBusy}, true},
 		{"no failed services acknowledge everything", &sink.Failed{}, sink.Failed{}, true},
 		{"a nil Failed acknowledges everything", none, nil, true},
 	}

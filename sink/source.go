@@ -11,7 +11,8 @@ import (
 
 // Source provides a node's views of all services to a driver. It is a feed in this
 // process, or a client of a remote server. It has one reader, usually a driver. Calls of
-// its methods never overlap.
+// its methods never overlap. [Driver.Run] returns an error if another driver is reading
+// the source.
 //
 // A source holds the reader's position: the state up to which the reader has called
 // Advance. It has no position at the start, after Reset, and when the position is too
@@ -28,7 +29,7 @@ type Source interface {
 	Next() (*Update, error)
 	// Advance moves the position to the state of u, the last update that Next returned.
 	Advance(u *Update)
-	// Reset clears the position.
+	// Reset clears the position. A driver calls it once, when it begins to read.
 	Reset()
 	// Close releases the source's resources. No other method may be called after Close. The
 	// code that created the source calls Close, after the driver has ended.

@@ -5,7 +5,6 @@ package sink
 import (
 	"context"
 	"errors"
-	"fmt"
 	"maps"
 	"slices"
 	"time"
@@ -51,6 +50,9 @@ type Status struct {
 	Failures    int
 	NextAttempt time.Time
 
+	// NodeErr is the last error of the sink for the present Node, after a Sync that delivered
+	// only this Node failed. Otherwise it is nil.
+	NodeErr error
 	// Pending is the number of services that were received from the source and not
 	// acknowledged. Some of them may wait only because another service fails.
 	Pending int
@@ -93,12 +95,11 @@ func (d *Driver) Status() Status {
 	if s.WaitingSince.After(time.Now()) {
 		s.WaitingSince = time.Time{} // in the minimum interval, no work counts as waiting
 	}
-	if at := d.progress.Load(); at != 0 {
-		s.LastProgress = time.Unix(0, at)
-	}
+	s.LastProgress = d.lastProgress()
+	s.NodeErr = d.node.err
 	s.Pending = len(d.pending.byKey)
-	if d.synced {
-		s.Revision = d.applied()
+	if d.isSynced() {
+		s.Revision = d.present()
 	}
 	s.PendingServices = d.pending.first(maxPendingListed)
 	for _, p := range d.pending.byKey {
@@ -110,64 +111,15 @@ func (d *Driver) Status() Status {
 	return s
 }
 
+// lastProgress returns the value of Status.LastProgress.
+func (d *Driver) lastProgress() time.Time {
+	if at := d.progress.Load(); at != 0 {
+		return d.created.Add(time.Duration(at))
+	}
+	return time.Time{}
+}
+
 const maxPendingListed = 100
-
-// WaitApplied returns nil when a pass is complete and the sink has acknowledged every
-// change up to the given revision of the source. If a service fails, WaitApplied waits
-// until it is acknowledged. If ctx or Run ends earlier, WaitApplied returns an error. It
-// may be called at any time, even before Run.
-func (d *Driver) WaitApplied(ctx context.Context, revision uint64) error {
-	err := d.waitUntil(ctx, func() bool { return d.synced && d.applied() >= revision })
-	if err != nil {
-		return fmt.Errorf("wait for revision %d to be applied: %w", revision, err)
-	}
-	return nil
-}
-
-// WaitSynced returns nil when the first pass is complete: the sink has acknowledged every
-// service, except failing ones. If ctx or Run ends earlier, WaitSynced returns an error.
-// It may be called at any time, even before Run.
-func (d *Driver) WaitSynced(ctx context.Context) error {
-	if err := d.waitUntil(ctx, func() bool { return d.status.Passes > 0 }); err != nil {
-		return fmt.Errorf("wait for the first pass: %w", err)
-	}
-	return nil
-}
-
-// waitUntil waits until the function reached returns true. It calls reached with mu held.
-func (d *Driver) waitUntil(ctx context.Context, reached func() bool) error {
-	for {
-		d.mu.Lock()
-		if d.moved == nil {
-			d.moved = make(chan struct{})
-		}
-		done, moved, end := reached(), d.moved, d.end
-		d.mu.Unlock()
-		switch {
-		case done:
-			return nil
-		case end != nil:
-			return end
-		}
-		select {
-		case <-moved:
-		case <-ctx.Done():
-			return context.Cause(ctx)
-		}
-	}
-}
-
-// WaitApplied and WaitSynced return errEnded if Run has returned nil.
-var errEnded = errors.New("driver has ended")
-
-// applied returns the value of Status.Revision. Call it only while d.synced is true.
-func (d *Driver) applied() uint64 {
-	revision := d.pending.applied(d.position)
-	if d.nodePending {
-		revision = min(revision, d.nodeSince)
-	}
-	return revision
-}
 
 // report logs the result of a Sync and calls the observer with it.
 func (d *Driver) report(ctx context.Context, result SyncResult, failed Failed) {
@@ -185,14 +137,14 @@ func (d *Driver) report(ctx context.Context, result SyncResult, failed Failed) {
 			log.Info("Synced", "pass", result.InPass, "services", result.Services, "revision", d.position, "took", result.Duration)
 		}
 	}
-	if (result.Err == nil || len(failed) > 0) && d.failedSyncs > 0 && d.pass == nil && d.search.limit == 0 {
+	if (result.Err == nil || len(failed) > 0) && d.failedSyncs > 0 && (d.pass == nil || result.Passed) && d.search.limit == 0 {
 		log.Info("Sync works again", "failures", d.failedSyncs)
 		d.failedSyncs = 0
 	}
 	result.Failing = d.pending.failing
 	d.opts.Observer.Synced(result)
 	d.opts.Observer.Pending(len(d.pending.byKey))
-	if d.pass != nil && time.Since(later(d.pass.start, d.pass.logged)) >= progressInterval {
+	if d.pass != nil && !d.pass.start.IsZero() && time.Since(later(d.pass.start, d.pass.logged)) >= progressInterval {
 		d.pass.logged = time.Now()
 		log.Info("Delivering all services", "delivered", d.pass.count, "pending", len(d.pending.byKey), "after", d.pass.logged.Sub(d.pass.start).Round(time.Millisecond))
 	}

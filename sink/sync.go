@@ -67,19 +67,20 @@ func (d *Driver) step(ctx context.Context) {
 	case acked:
 		d.logRecovery(ctx, b.services, failed)
 		notDelivered := d.notDelivered(ctx, u, &b, failed)
-		d.update(func() { d.acknowledged(u, &b, failed, notDelivered) })
-		d.observeLatency(b.services, failed)
 		if b.Last {
 			result.PassDuration, result.Passed = time.Since(d.pass.start), true
-			d.pass = nil
-			if _, ok := d.sink.(Verifier); ok && d.opts.VerifyInterval > 0 && d.verifyAt.IsZero() {
-				d.verifyAt = d.status.LastSync.Add(d.opts.VerifyInterval)
-			}
+		}
+		d.update(func() { d.acknowledged(u, &b, failed, notDelivered) })
+		d.observeLatency(b.services, failed)
+		if _, ok := d.sink.(Verifier); ok && b.Last && d.opts.VerifyInterval > 0 && d.verifyAt.IsZero() {
+			d.verifyAt = d.status.LastSync.Add(d.opts.VerifyInterval)
 		}
 	case errors.Is(result.Err, ErrStartOver):
 		d.search.restarts++
-		d.update(func() { d.backOff(result.Err, 0) })
-		d.startOver()
+		d.update(func() {
+			d.backOff(result.Err, 0)
+			d.begin()
+		})
 	default:
 		d.update(func() { d.refused(u, &b, result.Err) })
 	}
@@ -110,16 +111,17 @@ func (d *Driver) sourceFailed(ctx context.Context, err error) {
 // compose returns the next batch. If a change in the update u is not in the batch, it
 // becomes pending, or the pass delivers it later.
 func (d *Driver) compose(u *Update) batch {
-	if u.Lost {
-		d.update(d.begin)
-	}
-	if u.NodeChanged && !d.nodePending {
-		d.update(func() { d.nodePending, d.nodeSince = true, d.position })
+	voided := d.isVoided(u)
+	if u.NodeChanged {
+		d.update(func() { d.noteNode(u.Node) })
 	}
 	var b batch
-	b.Revision, b.Node = u.Revision, u.Node
+	b.Revision = u.Revision
 	b.First = d.pass != nil && !d.pass.begun
-	b.NodeChanged = b.First || d.nodePending
+	b.Node, b.NodeChanged = u.Node, b.First || d.node.pending
+	if d.node.failures > 0 { // the Node waits for a Sync of its own
+		b.Node, b.NodeChanged = d.node.acked, b.First
+	}
 	d.addChanges(u, &b)
 	switch {
 	case d.addAlone(u, &b):
@@ -130,8 +132,32 @@ func (d *Driver) compose(u *Update) batch {
 	default:
 		d.addDue(u, &b)
 	}
+	for i := range b.services {
+		if c := &b.services[i]; voided {
+			c.Old, c.Unsure = nil, true
+		}
+	}
 	b.Services = d.read(b.services)
 	return b
+}
+
+// isVoided begins a pass if u is lost and no pass is in progress. It reports whether the
+// acknowledgements of the pass in progress are void, because another pass is needed after
+// it: the source has lost changes of delivered services, or StartOver was called.
+//
+// The pass in progress continues, so that it ends, however often that happens.
+func (d *Driver) isVoided(u *Update) (voided bool) {
+	d.update(func() {
+		switch {
+		case !u.Lost:
+		case d.pass == nil:
+			d.begin()
+		default:
+			d.requestPass()
+		}
+		voided = d.pass != nil && d.passes > d.status.Passes+1
+	})
+	return voided
 }
 
 // addChanges adds u's changes to b. Changes that have to wait become pending.
@@ -155,18 +181,23 @@ func (d *Driver) addChanges(u *Update, b *batch) {
 	d.hold(wait)
 }
 
-// addAlone makes b a batch of one due isolated service, if any. After a Sync that
-// delivered an isolated service or failed as a whole, other waiting services come first.
+// addAlone makes b a batch of the refused Node or of one isolated service, if one of them
+// is due. After such a Sync, or one that failed as a whole, other waiting services come
+// first.
 func (d *Driver) addAlone(u *Update, b *batch) bool {
 	now := time.Now()
-	s := d.pending.dueAlone(now)
+	node, s := d.node.failures > 0 && !d.node.retryAt.After(now), d.pending.dueAlone(now)
 	others := len(b.services) > 0 || d.pass != nil || d.pending.hasDue(now)
-	if s == nil || b.First || others && (d.wasAlone || d.status.Failures > 0) {
+	if !node && s == nil || b.First || others && (d.wasAlone || d.status.Failures > 0) {
 		d.wasAlone = false
 		return false
 	}
 	d.hold(b.services)
-	b.services = []Change{s.changeTo(u.View(s.key))}
+	if node {
+		b.Node, b.NodeChanged, b.services = u.Node, true, nil
+	} else {
+		b.services = []Change{s.changeTo(u.View(s.key))}
+	}
 	b.alone, d.wasAlone = true, true
 	return true
 }
@@ -260,8 +291,14 @@ func (d *Driver) read(services []Change) iter.Seq[Change] {
 func (d *Driver) sync(ctx context.Context, b *batch) (result SyncResult, failed Failed, acked bool) {
 	hopeful := d.hopeful()
 	begin := time.Now()
-	d.update(func() { d.status.SyncingSince = begin })
-	err := guard(ctx, "Sync", func(ctx context.Context) error { return d.sink.Sync(ctx, &b.Changes) })
+	d.update(func() {
+		d.status.SyncingSince = begin
+		if d.pass != nil && d.pass.start.IsZero() {
+			d.pass.start, d.pass.revision = begin, b.Revision
+			d.passAt = begin.Add(minPassInterval)
+		}
+	})
+	err := d.call(ctx, "Sync", func(ctx context.Context) error { return d.sink.Sync(ctx, &b.Changes) })
 	end := time.Now()
 	d.update(func() { d.status.SyncingSince = time.Time{} })
 	d.notBefore = end
@@ -284,7 +321,7 @@ func (d *Driver) hopeful() bool {
 	return d.status.Failures == 0 || d.status.Failures <= d.search.patience
 }
 
-func (d *Driver) progressed() { d.progress.Store(time.Now().UnixNano()) }
+func (d *Driver) progressed() { d.progress.Store(int64(time.Since(d.created))) }
 
 // The method acknowledged records that the sink acknowledged b, except failed services.
 func (d *Driver) acknowledged(u *Update, b *batch, failed Failed, notDelivered []Change) {
@@ -309,8 +346,13 @@ func (d *Driver) acknowledged(u *Update, b *batch, failed Failed, notDelivered [
 		}
 	}
 	d.position = u.Revision
-	d.nodePending = false
 	d.status.LastSync = time.Now()
+	switch {
+	case b.NodeChanged && b.Node.Equal(u.Node):
+		d.node = nodeState{acked: u.Node}
+	case d.status.Failures > 0:
+		d.node.retryAt = d.status.LastSync // maybe only the dataplane was the cause
+	}
 	d.recovered()
 	d.search.aloneFailures, d.pending.aloneAt = 0, time.Time{}
 	if d.pass == nil || b.Last {
@@ -322,15 +364,28 @@ func (d *Driver) acknowledged(u *Update, b *batch, failed Failed, notDelivered [
 	if d.search.limit >= d.opts.BatchSize || d.pending.count[suspect] == 0 {
 		d.search.limit = 0
 	}
+	d.status.Syncs++
 	switch {
 	case b.Last:
-		d.synced = !d.restart
 		d.status.Passes++
 		d.status.LastPass = d.status.LastSync
+		d.endPass()
 	case d.pass != nil:
 		d.pass.begun = true
 	}
-	d.status.Syncs++
+}
+
+// endPass ends a pass, and begins another one if it is needed.
+func (d *Driver) endPass() {
+	pass := d.pass
+	d.pass = nil
+	d.passed = d.present()
+	if !d.isSynced() {
+		// Changes during the pass may be lost, but every service was delivered since its start.
+		d.passed = min(d.passed, pass.revision)
+		d.notBefore = time.Time{}
+		d.begin()
+	}
 }
 
 // notDelivered returns a change for each service that is in failed but not in b.
@@ -358,7 +413,11 @@ func (d *Driver) notDelivered(ctx context.Context, u *Update, b *batch, failed F
 func (d *Driver) refused(u *Update, b *batch, err error) {
 	n := len(b.services)
 	if b.alone {
-		d.fail(d.unacked(b.services[0], failing), err, draw())
+		if b.NodeChanged {
+			d.refusedNode(err)
+		} else {
+			d.fail(d.unacked(b.services[0], failing), err, draw())
+		}
 		// While no Sync succeeds, each failure of an isolated service makes all isolated
 		// services wait longer, because the dataplane itself may be the cause.
 		d.search.aloneFailures++
@@ -383,6 +442,13 @@ func (d *Driver) refused(u *Update, b *batch, err error) {
 	}
 	if repeated {
 		d.search.limit = max(n/2, 1)
+	}
+	switch {
+	case repeated && n == 0 && d.node.pending && d.node.failures == 0:
+		d.refusedNode(err)
+		culprit = true
+	case b.First:
+		d.node.failures = 0 // the Sync fails without the Node too
 	}
 	if culprit && d.pending.count[suspect] == 0 {
 		d.search.limit = 0
@@ -458,13 +524,18 @@ func (d *Driver) backOff(err error, patience int) {
 	d.status.Err, d.status.NextAttempt = err, d.notBefore
 }
 
-// begin begins a pass. Isolated services stay pending. The pass delivers all others.
+// minPassInterval is the minimum time from the start of one pass to the start of the next.
+const minPassInterval = 100 * time.Millisecond
+
+// begin begins a pass, instead of the pass in progress, if any. Isolated services stay
+// pending. The pass delivers all others.
 func (d *Driver) begin() {
 	before := map[types.NamespacedName]*unacked{}
 	if d.pass != nil {
 		before = d.pass.failedBefore
 	}
-	d.pass = &delivery{start: time.Now(), ahead: map[types.NamespacedName]struct{}{}, failedBefore: before}
+	d.notBefore = later(d.notBefore, d.passAt)
+	d.pass = &delivery{ahead: map[types.NamespacedName]struct{}{}, failedBefore: before}
 	old := d.pending
 	d.pending = newPending()
 	d.pending.aloneAt = old.aloneAt
@@ -480,13 +551,7 @@ func (d *Driver) begin() {
 		}
 	}
 	d.search.limit = 0
-	d.synced = false
-}
-
-// startOver resets the source, so that its next update begins a pass.
-func (d *Driver) startOver() {
-	d.src.Reset()
-	d.update(func() { d.synced = false })
+	d.requestPass()
 }
 
 // unacknowledged returns the number of services that are pending or in changes.

@@ -1,0 +1,102 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package feed_test
+
+import (
+	"context"
+	"fmt"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/cluster"
+	"github.com/kpng-project/kpng/feed"
+	"github.com/kpng-project/kpng/sink"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/klog/v2"
+)
+
+// During each Sync, the feed loses its position. Nevertheless each pass ends, all services
+// are delivered, and deleted services are pruned.
+func TestPassesEndUnderAnyRateOfChanges(t *testing.T) {
+	bare := func(name string, port int32) *api.Service {
+		return &api.Service{Namespace: "ns", Name: name, HealthCheckNodePort: port}
+	}
+	for _, tc := range []struct {
+		name string
+		// churn changes the state during Sync number n.
+		churn func(tx *cluster.Tx, n int)
+		takes time.Duration
+	}{
+		{"the Sync is short, but one service changes 10,001 times", func(tx *cluster.Tx, n int) {
+			for i := range 10_001 {
+				tx.SetService(bare("hot", int32(i+n%2)))
+			}
+		}, time.Second},
+		{"the Sync takes longer than deletions are kept", func(tx *cluster.Tx, n int) {
+			tx.DeleteService(key(fmt.Sprint("a-temporary-", n-1)))
+			tx.SetService(bare(fmt.Sprint("a-temporary-", n), 1))
+		}, 22 * time.Minute},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				state := cluster.New(cluster.Options{})
+				state.Update(func(tx *cluster.Tx) {
+					for i := range 35 {
+						tx.SetService(bare(fmt.Sprintf("s%02d", i), 0))
+					}
+				})
+				state.SetSynced()
+				f := feed.New(state, "n1")
+				defer f.Close()
+				syncs, firsts, churns := 0, 0, true
+				programmed := map[types.NamespacedName]bool{}
+				var pass sink.Pass
+				d := sink.NewDriver(f, sink.Func(func(_ context.Context, c *sink.Changes) error {
+					pass.Begin(c)
+					for s := range c.Services {
+						programmed[s.Key] = s.New != nil
+					}
+					for key := range programmed {
+						if pass.Stale(key) || !programmed[key] {
+							delete(programmed, key)
+						}
+					}
+					syncs++
+					if c.First {
+						firsts++
+					}
+					if churns {
+						time.Sleep(tc.takes / 2)
+						state.Update(func(tx *cluster.Tx) { tc.churn(tx, syncs) })
+						time.Sleep(tc.takes / 2)
+						state.Update(func(tx *cluster.Tx) { tx.SetService(bare("clock", int32(syncs))) })
+					}
+					return nil
+				}), sink.Options{BatchSize: 10})
+				ctx, cancel := context.WithCancel(klog.NewContext(t.Context(), klog.Logger{}))
+				ended := make(chan error)
+				go func() { ended <- d.Run(ctx) }()
+				revision := uint64(state.Snapshot().Revision)
+				if err := d.WaitApplied(ctx, revision); err != nil {
+					t.Error(err)
+				}
+				time.Sleep(12 * tc.takes)
+				if s := d.Status(); s.Passes < 3 || firsts < 3 || syncs < 12 {
+					t.Errorf("%d Syncs, %d of them begin a pass, and %d passes are complete", syncs, firsts, s.Passes)
+				}
+				churns = false
+				time.Sleep(tc.takes) // the end of the last Sync that changes the state
+				if err := d.WaitApplied(ctx, uint64(state.Snapshot().Revision)); err != nil {
+					t.Error(err)
+				}
+				if want := state.Snapshot().States.Len(); len(programmed) != want {
+					t.Errorf("%d services are programmed, want %d: %v", len(programmed), want, programmed)
+				}
+				cancel()
+				<-ended
+			})
+		})
+	}
+}

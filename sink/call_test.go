@@ -1,0 +1,136 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package sink_test
+
+import (
+	"context"
+	"strings"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/kpng-project/kpng/sink"
+	"github.com/kpng-project/kpng/sink/sinktest"
+	"k8s.io/klog/v2"
+	"k8s.io/klog/v2/ktesting"
+)
+
+// hanging is a sink of which one method does not return until release is closed. This
+// method ignores its context.
+type hanging struct {
+	method  string
+	release chan struct{}
+}
+
+func (h *hanging) hang(method string) error {
+	if h.method == method {
+		<-h.release
+	}
+	return nil
+}
+
+func (h *hanging) Start(context.Context) error  { return h.hang("Start") }
+func (h *hanging) Stop(context.Context) error   { return h.hang("Stop") }
+func (h *hanging) Verify(context.Context) error { return h.hang("Verify") }
+func (h *hanging) StopTimeout() time.Duration   { _ = h.hang("StopTimeout"); return time.Second }
+func (h *hanging) Sync(_ context.Context, c *sink.Changes) error {
+	for range c.Services {
+		break
+	}
+	return h.hang("Sync")
+}
+
+func TestHangIsLoggedWithItsMethod(t *testing.T) {
+	for _, method := range []string{"Start", "Sync", "Verify", "StopTimeout", "Stop"} {
+		t.Run(method, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				logger := ktesting.NewLogger(t, ktesting.NewConfig(ktesting.BufferLogs(true), ktesting.Verbosity(0)))
+				logged := func(text string) int {
+					synctest.Wait()
+					n := 0
+					for line := range strings.Lines(logger.GetSink().(ktesting.Underlier).GetBuffer().String()) {
+						if strings.Contains(line, text) && strings.Contains(line, `sink="nft"`) && strings.Contains(line, `method="`+method+`"`) {
+							n++
+						}
+					}
+					return n
+				}
+				ctx, cancel := context.WithCancel(klog.NewContext(t.Context(), logger))
+				src := sinktest.NewSource()
+				src.Set(view(web, 1))
+				src.MarkSynced()
+				s := &hanging{method: method, release: make(chan struct{})}
+				ended := make(chan error, 1)
+				go func() { ended <- sink.Run(ctx, src, s, sink.Options{Name: "nft", VerifyInterval: time.Second}) }()
+				time.Sleep(time.Second)
+				if strings.HasPrefix(method, "Stop") {
+					cancel()
+				}
+				time.Sleep(10 * time.Second)
+				if n := logged("makes no progress"); n != 1 {
+					t.Errorf("the hang is logged %d times within ten seconds", n)
+				}
+				time.Sleep(time.Hour)
+				if n := logged(""); n < 5 || n > 20 {
+					t.Errorf("%d lines about the hang in an hour", n)
+				}
+				cancel()
+				if n := logged("Waiting for the sink to return"); n == 0 {
+					t.Error("the log does not say that Run waits for the sink")
+				}
+				close(s.release)
+				<-ended
+				if n := logged("Sink has returned"); n != 1 {
+					t.Errorf("the end of the hang is logged %d times", n)
+				}
+			})
+		})
+	}
+}
+
+// A slow sink reads a service each five seconds. It hangs after the last one.
+func TestProgressIsNoHang(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		logger := ktesting.NewLogger(t, ktesting.NewConfig(ktesting.BufferLogs(true), ktesting.Verbosity(0)))
+		ctx, cancel := context.WithCancel(klog.NewContext(t.Context(), logger))
+		src := sinktest.NewSource()
+		src.Set(manyViews(20)...)
+		src.MarkSynced()
+		release, ended := make(chan struct{}), make(chan error)
+		s := sink.Func(func(_ context.Context, c *sink.Changes) error {
+			for range c.Services {
+				time.Sleep(5 * time.Second)
+			}
+			<-release
+			return nil
+		})
+		go func() { ended <- sink.Run(ctx, src, s, sink.Options{}) }()
+		logged := func() bool {
+			synctest.Wait()
+			return strings.Contains(logger.GetSink().(ktesting.Underlier).GetBuffer().String(), "makes no progress")
+		}
+		time.Sleep(99 * time.Second)
+		if logged() {
+			t.Error("a slow sink is logged as hanging")
+		}
+		time.Sleep(10 * time.Second)
+		if !logged() {
+			t.Error("the hang is not logged within ten seconds")
+		}
+		cancel()
+		close(release)
+		<-ended
+	})
+}
+
+func TestSilentSourceIsLogged(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		logger := ktesting.NewLogger(t, ktesting.NewConfig(ktesting.BufferLogs(true), ktesting.Verbosity(0)))
+		ctx, cancel := context.WithTimeout(klog.NewContext(t.Context(), logger), 10*time.Second)
+		defer cancel()
+		_ = sink.Run(ctx, sinktest.NewSource(), sinktest.NewRecorder(t, nil), sink.Options{})
+		if log := logger.GetSink().(ktesting.Underlier).GetBuffer().String(); !strings.Contains(log, "Waiting for the source to provide services") {
+			t.Errorf("log: %s", log)
+		}
+	})
+}

@@ -1,0 +1,104 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package sink
+
+import (
+	"errors"
+	"fmt"
+	"reflect"
+	"sync"
+	"time"
+)
+
+// Validate returns an error if the source or the sink is nil, or an option is invalid.
+// [Driver.Run] returns the same error.
+func (d *Driver) Validate() error {
+	switch {
+	case isNil(d.src):
+		return fmt.Errorf("%s: the source is nil", d.label())
+	case d.sink == nil:
+		return fmt.Errorf("%s is nil", d.label())
+	case isNil(d.sink):
+		return fmt.Errorf("%s is a nil %T; FullState and Events return a nil Func for a nil argument", d.label(), d.sink)
+	}
+	if err := d.opts.validate(); err != nil {
+		return fmt.Errorf("%s: %w", d.label(), err)
+	}
+	return nil
+}
+
+func (o Options) validate() error {
+	var errs []error
+	for _, d := range []struct {
+		name  string
+		value time.Duration
+	}{
+		{"MinInterval", o.MinInterval},
+		{"StopTimeout", o.StopTimeout},
+		{"Backoff.Initial", o.Backoff.Initial},
+		{"Backoff.Max", o.Backoff.Max},
+	} {
+		if d.value < 0 {
+			errs = append(errs, fmt.Errorf("option %s is negative: %v", d.name, d.value))
+		}
+	}
+	if o.BatchSize < 0 {
+		errs = append(errs, fmt.Errorf("option BatchSize is negative: %d", o.BatchSize))
+	}
+	if o.Backoff.Initial > o.Backoff.Max {
+		errs = append(errs, fmt.Errorf("option Backoff.Initial (%v) is greater than Backoff.Max (%v)", o.Backoff.Initial, o.Backoff.Max))
+	}
+	return errors.Join(errs...)
+}
+
+// isNil reports whether v is nil, or is a nil pointer or function in an interface.
+func isNil(v any) bool {
+	r := reflect.ValueOf(v)
+	return v == nil || (r.Kind() == reflect.Pointer || r.Kind() == reflect.Func) && r.IsNil()
+}
+
+// inUse has the sources and sinks of the running drivers, with the names of the drivers.
+// It is global, because the sources and sinks are values of other packages.
+var inUse sync.Map
+
+// use records that the driver uses its source and its sink. It returns an error if another
+// running driver uses one of them. The caller calls release when the driver has ended.
+func (d *Driver) use() (release func(), err error) {
+	var used []any
+	release = func() {
+		for _, v := range used {
+			inUse.Delete(v)
+		}
+	}
+	values := []any{d.src}
+	for s := any(d.sink); s != nil; {
+		values = append(values, s)
+		f, ok := s.(interface{ forwardsTo() any })
+		if !ok {
+			break
+		}
+		s = f.forwardsTo()
+	}
+	for i, v := range values {
+		if !hasIdentity(v) {
+			continue
+		}
+		if other, taken := inUse.LoadOrStore(v, d.label()); taken {
+			release()
+			what := "sink"
+			if i == 0 {
+				what = "source"
+			}
+			return nil, fmt.Errorf("%s: another driver (%s) uses the same %s %T; each driver needs its own", d.label(), other, what, v)
+		}
+		used = append(used, v)
+	}
+	return release, nil
+}
+
+// hasIdentity reports whether v is a pointer to a value that no other variable shares. All
+// pointers to values of size 0 may be equal.
+func hasIdentity(v any) bool {
+	t := reflect.TypeOf(v)
+	return t != nil && t.Kind() == reflect.Pointer && t.Elem().Size() > 0
+}

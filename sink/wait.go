@@ -1,0 +1,126 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package sink
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/kpng-project/kpng/api"
+)
+
+// WaitSynced returns nil when a pass is complete in which the sink has acknowledged every
+// service, except failing ones. If StartOver was called before WaitSynced, that pass is one
+// that began after StartOver. A later call of StartOver does not prolong the wait.
+//
+// If ctx or Run ends earlier, WaitSynced returns an error that names the sink and what it
+// waits for. It may be called at any time, even before Run.
+func (d *Driver) WaitSynced(ctx context.Context) error {
+	return d.waitUntil(ctx, "a pass", func() bool { return true })
+}
+
+// WaitApplied is like WaitSynced, but also waits until the sink has acknowledged every
+// change up to the given revision of the source. If a service fails, WaitApplied waits
+// until it is acknowledged.
+func (d *Driver) WaitApplied(ctx context.Context, revision uint64) error {
+	return d.waitUntil(ctx, fmt.Sprintf("revision %d", revision), func() bool { return d.applied() >= revision })
+}
+
+// waitUntil waits until all passes that were requested before are complete, and the
+// function reached returns true. It calls reached with mu held.
+func (d *Driver) waitUntil(ctx context.Context, what string, reached func() bool) error {
+	d.mu.Lock()
+	passes := d.passes
+	for d.status.Passes < passes || !reached() {
+		if d.moved == nil {
+			d.moved = make(chan struct{})
+		}
+		moved, err := d.moved, d.end
+		d.mu.Unlock()
+		if err == nil {
+			select {
+			case <-moved:
+			case <-ctx.Done():
+				err = context.Cause(ctx)
+			}
+		}
+		d.mu.Lock()
+		if err != nil && (d.status.Passes < passes || !reached()) {
+			defer d.mu.Unlock()
+			return fmt.Errorf("%s: wait for %s: %w%s", d.label(), what, err, d.obstacles())
+		}
+	}
+	d.mu.Unlock()
+	return nil
+}
+
+// WaitApplied and WaitSynced return errEnded if Run has returned nil.
+var errEnded = errors.New("driver has ended")
+
+// applied returns the last revision that is known to be applied completely. During a
+// pass, it is the revision at the end of the last pass.
+func (d *Driver) applied() uint64 {
+	if !d.isSynced() {
+		return d.passed
+	}
+	return d.present()
+}
+
+// present returns the last revision up to which everything is acknowledged. Call it only
+// while no pass is in progress.
+func (d *Driver) present() uint64 {
+	revision := d.pending.applied(d.position)
+	if d.node.pending {
+		revision = min(revision, d.node.since)
+	}
+	return revision
+}
+
+// maxNamed limits the services that the error of a wait names.
+const maxNamed = 5
+
+// obstacles describes what keeps the sink from being up to date, for an error. The caller
+// holds d.mu.
+func (d *Driver) obstacles() string {
+	var list []string
+	add := func(format string, args ...any) { list = append(list, fmt.Sprintf(format, args...)) }
+	if d.running.method != "" {
+		add("%s has not returned for %v", d.running.method, time.Since(d.running.since).Round(time.Millisecond))
+	}
+	switch {
+	case d.status.Err != nil:
+		add("%d failures in a row, the last: %v", d.status.Failures, d.status.Err)
+	case d.pass == nil && d.status.Passes == 0:
+		add("the source has provided no services yet")
+	}
+	if d.node.err != nil {
+		add("the sink refuses the Node: %v", d.node.err)
+	}
+	services := slices.SortedFunc(maps.Values(d.pending.byKey), func(a, b *unacked) int {
+		return cmp.Or(cmp.Compare(b.failures, a.failures), api.CompareKeys(a.key, b.key))
+	})
+	for i, s := range services {
+		switch {
+		case i == maxNamed:
+			add("%d more services", len(services)-i)
+		case i > maxNamed:
+		case s.err != nil:
+			add("service %s: %v", s.key, s.err)
+		default:
+			add("service %s is not acknowledged", s.key)
+		}
+	}
+	if d.pass != nil {
+		add("a pass has delivered %d services", d.pass.count)
+	}
+	if len(list) == 0 {
+		return ""
+	}
+	return " (" + strings.Join(list, "; ") + ")"
+}

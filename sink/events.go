@@ -56,6 +56,9 @@ type Handler interface {
 // The sink forwards the optional methods of h: those of [Starter], [Stopper], [Drainer],
 // [Cleaner] and [Verifier].
 func Events(h Handler) Sink {
+	if isNil(h) {
+		return Func(nil)
+	}
 	return &events{
 		Forwarder: Forwarder{h}, handler: h,
 		sent: map[types.NamespacedName]sent{}, owners: claimOwners{},

@@ -5,10 +5,10 @@ package sink
 import (
 	"context"
 	"iter"
-	"maps"
 	"slices"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/nodeview"
 	"k8s.io/apimachinery/pkg/types"
 )
 
@@ -23,13 +23,18 @@ import (
 // In a pass (see [Changes]) the sink collects the services and calls syncAll at the end.
 // The errors of syncAll have the same meaning as those of [Sink.Sync]. Until a failed
 // service is delivered again, syncAll receives the last acknowledged view of this
-// service. So one bad service does not stop the others. In a pass, one call of syncAll
+// service. So one bad service does not stop the others. If another service has got an
+// address of this view since, the view no longer has frontends at that address (see
+// ServiceEndpoints.Lost). So no two services have the same claim ([api.Claim]). In a pass, one call of syncAll
 // receives all services. So if the call fails as a whole, the driver cannot find the
 // service that is the cause. Therefore syncAll should return a [*Failed].
 //
 // syncAll may keep the Go slice services but must not change it. The sink holds the views
 // of all services. Each Sync copies one pointer per service.
 func FullState(syncAll func(ctx context.Context, services []*api.ServiceEndpoints) error) Sink {
+	if syncAll == nil {
+		return Func(nil)
+	}
 	return Func(FullStateOf(stateFunc(syncAll)).Sync) // Func hides the optional methods of Forwarder
 }
 
@@ -42,7 +47,12 @@ type StateSink interface {
 
 // FullStateOf is like [FullState], but calls s.SyncState. The sink forwards the optional
 // methods of s: those of [Starter], [Stopper], [Drainer], [Cleaner] and [Verifier].
-func FullStateOf(s StateSink) Sink { return &fullState{Forwarder: Forwarder{s}, sink: s, inPass: true} }
+func FullStateOf(s StateSink) Sink {
+	if isNil(s) {
+		return Func(nil)
+	}
+	return &fullState{Forwarder: Forwarder{s}, sink: s, inPass: true}
+}
 
 type stateFunc func(ctx context.Context, services []*api.ServiceEndpoints) error
 
@@ -50,53 +60,179 @@ func (f stateFunc) SyncState(ctx context.Context, _ *api.Node, services []*api.S
 	return f(ctx, services)
 }
 
+// fullState is the sink of FullStateOf.
 type fullState struct {
 	Forwarder
-	sink StateSink
-	// The state that was last acknowledged.
-	acked []*api.ServiceEndpoints
+	sink  StateSink
+	acked state // the state that was last acknowledged
 	// inPass: a pass is in progress. gathered: the services delivered so far.
 	inPass   bool
-	gathered []*api.ServiceEndpoints
+	gathered state
 }
 
 func (f *fullState) Sync(ctx context.Context, c *Changes) error {
 	if c.First {
-		f.inPass, f.gathered = true, nil
+		f.inPass, f.gathered = true, state{}
 	}
+	before := &f.acked
+	switch {
+	case f.inPass:
+		before = &f.gathered
+		if !c.Last {
+			before.track()
+		}
+	case isUnsure(c.Services):
+		before.track() // after failures, the driver may have split an update
+	}
+	next, replaced := before.with(c.Services)
 	if f.inPass && !c.Last {
-		f.gathered = apply(f.gathered, c.Services)
+		before.commit(next, replaced)
 		return nil
 	}
-	state := f.acked
+	err := f.sink.SyncState(ctx, c.Node, next)
+	failed, ok := Acknowledged(err)
+	if !ok {
+		return err
+	}
+	succeeded := c.Services
 	if f.inPass {
-		state = f.gathered
+		succeeded = changesTo(next)
+		f.acked, before = f.acked.only(failed), &f.acked
 	}
-	state = apply(state, c.Services)
-	err := f.sink.SyncState(ctx, c.Node, state)
-	if failed, ok := Acknowledged(err); ok {
-		f.acked = revert(state, f.acked, failed)
-		f.inPass, f.gathered = false, nil
+	if len(failed) > 0 {
+		succeeded = except(succeeded, failed)
+		before.track()
+		next, replaced = before.with(succeeded)
 	}
+	before.commit(next, replaced)
+	f.inPass, f.gathered = false, state{}
 	return err
 }
 
-// revert returns a copy of state in which each failed service has its view from acked.
-func revert(state, acked []*api.ServiceEndpoints, failed Failed) []*api.ServiceEndpoints {
-	if len(failed) == 0 {
-		return state
+// state is a set of views.
+type state struct {
+	views []*api.ServiceEndpoints // sorted by key
+	// The owners of all claims of the views. It is nil while each update of the source comes
+	// as a whole. Then no two views have the same claim, because that is so in the source.
+	owners claimOwners
+}
+
+// track begins to record the owners of the claims.
+func (s *state) track() {
+	if s.owners != nil {
+		return
 	}
-	return apply(state, func(yield func(Change) bool) {
-		for _, key := range slices.SortedFunc(maps.Keys(failed), api.CompareKeys) {
-			c := Change{Key: key}
-			if i, ok := findView(acked, key); ok {
-				c.New = acked[i]
+	s.owners = claimOwners{}
+	for _, v := range s.views {
+		s.own(v)
+	}
+}
+
+func (s *state) own(view *api.ServiceEndpoints) {
+	for f := range nodeview.Frontends(view) {
+		s.owners.set(f.Claim(), view.Key())
+	}
+}
+
+// with returns the views after the changes. If s has owners, the changed services take
+// their claims from other services, and replaced has the changes of all views. The state s
+// remains as it is.
+func (s *state) with(changes iter.Seq[Change]) (views []*api.ServiceEndpoints, replaced []Change) {
+	if s.owners == nil {
+		return apply(s.views, changes), nil
+	}
+	replaced = slices.Collect(changes)
+	taken, losers := claimOwners{}, map[types.NamespacedName]struct{}{}
+	for _, c := range replaced {
+		for f := range nodeview.Frontends(c.New) {
+			for _, loser := range s.owners.conflicting(f.Claim(), c.Key) {
+				taken.set(f.Claim(), c.Key)
+				losers[loser] = struct{}{}
 			}
-			if !yield(c) {
+		}
+	}
+	for _, c := range replaced {
+		delete(losers, c.Key)
+	}
+	for key := range losers {
+		if i, ok := findView(s.views, key); ok {
+			replaced = append(replaced, Change{Key: key, New: without(s.views[i], taken)})
+		}
+	}
+	slices.SortFunc(replaced, func(a, b Change) int { return api.CompareKeys(a.Key, b.Key) })
+	return apply(s.views, slices.Values(replaced)), replaced
+}
+
+// commit makes the results of the method with the state.
+func (s *state) commit(views []*api.ServiceEndpoints, replaced []Change) {
+	if s.owners != nil {
+		for _, c := range replaced {
+			if i, ok := findView(s.views, c.Key); ok {
+				for f := range nodeview.Frontends(s.views[i]) {
+					s.owners.unset(f.Claim(), c.Key)
+				}
+			}
+		}
+		for _, c := range replaced {
+			s.own(c.New)
+		}
+	}
+	s.views = views
+}
+
+// only returns the state that has only the views of the services in keys.
+func (s *state) only(keys Failed) state {
+	var kept state
+	for _, v := range s.views {
+		if _, ok := keys[v.Key()]; ok {
+			kept.views = append(kept.views, v)
+		}
+	}
+	return kept
+}
+
+// without returns a copy of view that has lost each claim that excludes a claim in taken.
+func without(view *api.ServiceEndpoints, taken claimOwners) *api.ServiceEndpoints {
+	changed := *view
+	changed.Lost = slices.Clone(view.Lost)
+	for f := range nodeview.Frontends(view) {
+		if winners := taken.conflicting(f.Claim(), view.Key()); len(winners) > 0 {
+			changed.Lost = append(changed.Lost, api.LostClaim{Claim: f.Claim(), Winner: winners[0]})
+		}
+	}
+	return &changed
+}
+
+// isUnsure reports whether a change is unsure.
+func isUnsure(changes iter.Seq[Change]) bool {
+	for c := range changes {
+		if c.Unsure {
+			return true
+		}
+	}
+	return false
+}
+
+// changesTo yields a Change for each view.
+func changesTo(views []*api.ServiceEndpoints) iter.Seq[Change] {
+	return func(yield func(Change) bool) {
+		for _, v := range views {
+			if !yield(Change{Key: v.Key(), New: v}) {
 				return
 			}
 		}
-	})
+	}
+}
+
+// except yields the changes of the services that are not in failed.
+func except(changes iter.Seq[Change], failed Failed) iter.Seq[Change] {
+	return func(yield func(Change) bool) {
+		for c := range changes {
+			if _, ok := failed[c.Key]; !ok && !yield(c) {
+				return
+			}
+		}
+	}
 }
 
 // findView returns the index of a service's view in state. If there is no view, it

@@ -4,6 +4,9 @@ package sink_test
 
 import (
 	"context"
+	"errors"
+	"math/rand/v2"
+	"net/netip"
 	"slices"
 	"testing"
 	"testing/synctest"
@@ -11,6 +14,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
 	"github.com/kpng-project/kpng/sink/sinktest"
 	"k8s.io/apimachinery/pkg/types"
@@ -145,6 +149,134 @@ func TestFullStateKeepsFailedService(t *testing.T) {
 			w.waitApplied()
 			if want := []string{"dns[7]", "web[3]"}; !slices.Equal(r.names, want) {
 				t.Errorf("whole %t: state at the end %v", whole, r.names)
+			}
+		})
+	}
+}
+
+// An address moves from a service that fails to another service. The first service keeps
+// its other addresses.
+func TestFullStateGivesAnAddressToOneService(t *testing.T) {
+	a, b := key("a"), key("b")
+	at := func(v *api.ServiceEndpoints, addrs ...string) *api.ServiceEndpoints {
+		for _, addr := range addrs {
+			v.Service.IPFamilies = []api.Family{api.IPv4}
+			v.Service.IPs.ExternalIPs.Add(netip.MustParseAddr(addr))
+		}
+		return v
+	}
+	for _, deleted := range []bool{false, true} {
+		r := &rewriter{stages: &stages{}}
+		var fails bool
+		var served []string
+		r.fail = func(services []*api.ServiceEndpoints) error {
+			served = nil
+			for _, v := range services {
+				for f := range nodeview.Frontends(v) {
+					served = append(served, v.Service.Name+" "+f.Addr.String())
+				}
+			}
+			if fails {
+				return errors.Join((&sink.Failed{a: errBusy}).Err(), nil)
+			}
+			return nil
+		}
+		run(t, sink.Options{}, sink.FullStateOf(r), func(w *world) {
+			expect := func(want ...string) {
+				w.Helper()
+				synctest.Wait()
+				if diff := cmp.Diff(want, served); diff != "" {
+					w.Errorf("deleted %t: frontends (-want +got):\n%s", deleted, diff)
+				}
+			}
+			w.src.Delete(web)
+			w.src.Set(at(view(a), "10.1.0.1", "10.1.0.2"), at(view(b), "10.1.0.3"))
+			w.src.MarkSynced()
+			expect("a 10.1.0.1", "a 10.1.0.2", "b 10.1.0.3")
+			fails = true
+			if deleted {
+				w.src.Delete(a)
+				w.src.Set(at(view(b), "10.1.0.2"))
+				expect("b 10.1.0.2")
+			} else {
+				w.src.Set(at(view(a), "10.1.0.1"), at(view(b), "10.1.0.2"))
+				expect("a 10.1.0.1", "b 10.1.0.2")
+			}
+			w.src.Set(at(view(dns), "10.1.0.9"))
+			expect("a 10.1.0.1", "b 10.1.0.2", "dns 10.1.0.9")
+			w.src.Set(at(view(dns), "10.1.0.1")) // also the other address moves, if a is deleted
+			if deleted {
+				expect("b 10.1.0.2", "dns 10.1.0.1")
+			}
+			fails = false
+			w.waitApplied()
+		})
+	}
+}
+
+// Addresses move between services at random, services fail at random, and the source
+// loses changes at random, also during passes.
+func TestFullStateNeverHasTwoOwnersOfAClaim(t *testing.T) {
+	for seed := range uint64(100) {
+		r := rand.New(rand.NewPCG(seed, 1))
+		rw := &rewriter{stages: &stages{}}
+		fails := true
+		rw.fail = func(services []*api.ServiceEndpoints) error {
+			owners := map[api.Claim]types.NamespacedName{}
+			for _, v := range services {
+				for f := range nodeview.Frontends(v) {
+					claim := f.Claim()
+					for _, met := range []api.Claim{claim, {IP: claim.IP}, {IP: claim.IP, Protocol: api.TCP, Port: 80}} {
+						if other, ok := owners[met]; ok && other != v.Key() && (met == claim || met.Port == 0 || claim.Port == 0) {
+							t.Errorf("seed %d: %s and %s have %v", seed, other, v.Key(), claim)
+						}
+					}
+					owners[claim] = v.Key()
+				}
+			}
+			var failed sink.Failed
+			for n := range 6 {
+				if fails && r.IntN(4) == 0 {
+					failed.Add(fuzzKey(n), errBusy)
+				}
+			}
+			if fails && r.IntN(8) == 0 {
+				return errBusy
+			}
+			return failed.Err()
+		}
+		run(t, sink.Options{BatchSize: 1 + r.IntN(4)}, sink.FullStateOf(rw), func(w *world) {
+			w.src.Delete(web)
+			services := fuzzServices{w: w, r: r}
+			w.src.MarkSynced()
+			for range 60 {
+				services.moveAddresses()
+				switch r.IntN(8) {
+				case 0:
+					w.src.Reset()
+				case 1:
+					w.driver.StartOver()
+				case 2, 3:
+					time.Sleep(time.Duration(r.IntN(300)) * time.Millisecond)
+				case 4:
+					synctest.Wait()
+				case 5:
+					w.rec.Script(func(ctx context.Context, c *sink.Changes, s sink.Sink) error {
+						time.Sleep(50 * time.Millisecond)
+						return s.Sync(ctx, c)
+					})
+				}
+			}
+			synctest.Wait()
+			fails = false
+			time.Sleep(time.Hour)
+			w.waitApplied()
+			var want []string
+			for _, v := range w.src.Views() {
+				want = append(want, v.Service.Name+describe(v))
+			}
+			if !slices.Equal(rw.names, want) {
+				t.Errorf("seed %d: state %v, want %v", seed, rw.names, want)
 			}
 		})
 	}

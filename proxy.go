@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"reflect"
 	"slices"
 	"strconv"
 	"strings"
@@ -79,7 +80,8 @@ func NodeName(given string) (string, error) {
 	return strings.ToLower(strings.TrimSpace(name)), nil
 }
 
-// Proxy watches a cluster and drives sinks. Its methods are safe for concurrent use.
+// Proxy watches a cluster and drives sinks. Its methods are safe for concurrent use. The
+// zero value is not usable; see [New].
 type Proxy struct {
 	nodeName string
 	state    *cluster.State
@@ -90,12 +92,14 @@ type Proxy struct {
 	files    bool // Options.Manifests is set
 
 	started   atomic.Bool
-	nodeKnown atomic.Bool   // the Node object exists or existed
-	ended     chan struct{} // closed when Run returns
+	nodeKnown atomic.Bool // the Node object exists or existed
+	// life ends when Run returns. Its cause contains the error of Run.
+	life context.Context
+	end  context.CancelCauseFunc
 }
 
-// New returns a Proxy. It checks the options and reads the kubeconfig, if any. It does
-// not connect to the API server.
+// New returns a Proxy. It checks the options and the sinks, and reads the kubeconfig, if
+// any. It does not connect to the API server.
 func New(opts Options) (*Proxy, error) {
 	name, err := NodeName(opts.NodeName)
 	if err != nil {
@@ -113,11 +117,16 @@ func New(opts Options) (*Proxy, error) {
 	}
 	p := &Proxy{
 		nodeName: name, state: cluster.New(cluster.Options{}), watch: watch, once: once,
-		files: opts.Manifests != "", ended: make(chan struct{}),
+		files: opts.Manifests != "",
 	}
+	p.life, p.end = context.WithCancelCause(context.Background())
 	p.feeds = feed.NewAll(p.state, name, len(sinks))
 	for i, s := range sinks {
-		p.drivers = append(p.drivers, sink.NewDriver(p.feeds[i], s.Sink, s.Options))
+		d := sink.NewDriver(p.feeds[i], s.Sink, s.Options)
+		if err := d.Validate(); err != nil {
+			return nil, err
+		}
+		p.drivers = append(p.drivers, d)
 	}
 	return p, nil
 }
@@ -131,8 +140,8 @@ func named(sinks []Sink) ([]Sink, error) {
 	taken := map[string]bool{}
 	for i := range sinks {
 		s := &sinks[i]
-		if s.Sink == nil {
-			return nil, fmt.Errorf("sink %d (name %q) is nil", i, s.Options.Name)
+		if first := slices.IndexFunc(sinks[:i], func(o Sink) bool { return same(o.Sink, s.Sink) }); first >= 0 {
+			return nil, fmt.Errorf("sinks %d and %d are the same %T; each driver needs its own sink", first, i, s.Sink)
 		}
 		if s.Options.Name == "" && len(sinks) > 1 {
 			s.Options.Name = strconv.Itoa(i)
@@ -143,6 +152,13 @@ func named(sinks []Sink) ([]Sink, error) {
 		taken[s.Options.Name] = true
 	}
 	return sinks, nil
+}
+
+// same reports whether two sinks are one pointer. Pointers to values without a state may be
+// equal, because they have size 0.
+func same(a, b sink.Sink) bool {
+	t := reflect.TypeOf(a)
+	return t != nil && t.Kind() == reflect.Pointer && t.Elem().Size() > 0 && a == b
 }
 
 // Run creates a Proxy and runs it. The given sinks are added to Options.Sinks and have
@@ -169,11 +185,20 @@ func Run(ctx context.Context, opts Options, sinks ...sink.Sink) error {
 // state.
 //
 // A Proxy runs only once.
-func (p *Proxy) Run(ctx context.Context) error {
+func (p *Proxy) Run(ctx context.Context) (err error) {
+	if p.state == nil {
+		return errors.New("run proxy: not created by New")
+	}
 	if p.started.Swap(true) {
 		return errors.New("proxy is already running or has ended")
 	}
-	defer close(p.ended)
+	defer func() {
+		end := errEnded
+		if err != nil {
+			end = fmt.Errorf("%w: %w", errEnded, err)
+		}
+		p.end(end)
+	}()
 	defer func() {
 		for _, f := range p.feeds {
 			f.Close()
@@ -185,7 +210,7 @@ func (p *Proxy) Run(ctx context.Context) error {
 	for _, d := range p.drivers {
 		drivers = append(drivers, d.Run)
 	}
-	err := together.Run(watching,
+	err = together.Run(watching,
 		func(ctx context.Context) error { return p.watch(ctx, p.state) },
 		p.followNode,
 		func(ctx context.Context) error {
@@ -268,7 +293,8 @@ func (p *Proxy) Health() health.Report {
 
 // StartOver makes every sink receive all services again, in a pass. Call it when the
 // dataplane has lost its state, for example when a switch has restarted. StartOver
-// returns immediately. If a Sync of a sink is running, the pass begins after this Sync.
+// returns immediately. If a Sync or a pass of a sink is running, the new pass begins after
+// it. To wait for the pass, call [Proxy.WaitSynced]. See [sink.Driver.StartOver].
 func (p *Proxy) StartOver() {
 	for _, d := range p.drivers {
 		d.StartOver()
@@ -276,31 +302,50 @@ func (p *Proxy) StartOver() {
 }
 
 // WaitSynced returns nil when every sink has programmed every service, except failing
-// services. If ctx or Run ends earlier, it returns an error. It may be called before Run.
+// services. If StartOver was called before, it waits for the requested passes. If ctx or
+// Run ends earlier, it returns an error that names each sink that is not synced, and what
+// the sink waits for. It may be called before Run.
 func (p *Proxy) WaitSynced(ctx context.Context) error {
+	ctx, cancel := p.untilEnd(ctx)
+	defer cancel()
+	var errs []error
 	for _, d := range p.drivers {
-		if err := d.WaitSynced(ctx); err != nil {
-			return err
-		}
+		errs = append(errs, d.WaitSynced(ctx))
 	}
-	return nil
+	return errors.Join(errs...)
 }
 
 // WaitApplied returns nil when every sink has acknowledged the present state of the
-// cluster. If ctx or Run ends earlier, it returns an error. It may be called before Run.
+// cluster. So it also waits for services that fail. If ctx or Run ends earlier, it returns
+// an error that names each sink that is not up to date, and its services. It may be called
+// before Run.
 func (p *Proxy) WaitApplied(ctx context.Context) error {
-	select {
-	case <-p.state.Synced():
-	case <-p.ended:
-		return errors.New("wait for initial cluster state: the proxy has ended")
-	case <-ctx.Done():
-		return fmt.Errorf("wait for initial cluster state: %w", context.Cause(ctx))
-	}
-	revision := p.state.Snapshot().Revision
-	for _, d := range p.drivers {
-		if err := d.WaitApplied(ctx, uint64(revision)); err != nil {
-			return err
+	ctx, cancel := p.untilEnd(ctx)
+	defer cancel()
+	if !p.state.IsSynced() {
+		select {
+		case <-p.state.Synced():
+		case <-ctx.Done():
+			return fmt.Errorf("wait for the state of the cluster: %w", context.Cause(ctx))
 		}
 	}
-	return nil
+	revision := uint64(p.state.Snapshot().Revision)
+	var errs []error
+	for _, d := range p.drivers {
+		errs = append(errs, d.WaitApplied(ctx, revision))
+	}
+	return errors.Join(errs...)
 }
+
+// untilEnd returns a context that also ends when Run returns.
+func (p *Proxy) untilEnd(ctx context.Context) (context.Context, func()) {
+	ctx, cancel := context.WithCancelCause(ctx)
+	stop := context.AfterFunc(p.life, func() { cancel(context.Cause(p.life)) })
+	return ctx, func() {
+		stop()
+		cancel(nil)
+	}
+}
+
+// errEnded is the cause of the end of Proxy.life.
+var errEnded = errors.New("the proxy has ended")

@@ -5,15 +5,18 @@ package kpng_test
 import (
 	"context"
 	"errors"
+	"fmt"
 	"os"
 	"path/filepath"
 	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
+	"time"
 
 	"github.com/kpng-project/kpng"
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
 	"github.com/kpng-project/kpng/watcher"
 	"github.com/kpng-project/kpng/watcher/kube"
@@ -25,6 +28,7 @@ import (
 	"k8s.io/apimachinery/pkg/watch"
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/cache"
+	"k8s.io/klog/v2"
 )
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
@@ -141,13 +145,19 @@ func TestRunReturnsFatalErrors(t *testing.T) {
 	missing.Informers = &kube.Informers{Services: informers.Informers.Services, EndpointSlices: cache.NewSharedInformer(&cache.ListWatch{}, &discoveryv1.EndpointSlice{}, 0)}
 	namesake := demo()
 	namesake.Sinks = []kpng.Sink{{Sink: never, Options: sink.Options{Name: "a"}}, {Sink: never, Options: sink.Options{Name: "a"}}}
+	negative := demo()
+	negative.Sinks = []kpng.Sink{{Sink: never, Options: sink.Options{Name: "nft", BatchSize: -1}}}
+	twice := &unstoppable{}
 	for _, test := range []struct {
 		name  string
 		opts  kpng.Options
 		sinks []sink.Sink
 		want  string
 	}{
-		{"a nil sink", demo(), []sink.Sink{never, nil}, "sink 1 (name \"\") is nil"},
+		{"a nil sink", demo(), []sink.Sink{never, nil}, "sink 1 is nil"},
+		{"a nil function", demo(), []sink.Sink{sink.FullState(nil)}, "sink is a nil sink.Func"},
+		{"a negative option", negative, nil, "sink nft: option BatchSize is negative: -1"},
+		{"one sink twice", demo(), []sink.Sink{never, twice, twice}, "sinks 1 and 2 are the same *kpng_test.unstoppable"},
 		{"two sinks with the same name", namesake, nil, `the name "a"`},
 		{"an informer for the wrong kind", informers, []sink.Sink{never}, "informer for endpointslices is one of *v1.Node"},
 		{"a missing informer", missing, []sink.Sink{never}, "informer for nodes is missing"},
@@ -402,7 +412,7 @@ func TestNodeName(t *testing.T) {
 	}
 }
 
-func TestWaitAppliedEndsWithRun(t *testing.T) {
+func TestWaitsEndWithRun(t *testing.T) {
 	opts := demo()
 	opts.Manifests = "does/not/exist.yaml"
 	opts.Sinks = []kpng.Sink{{Sink: sink.Func(func(context.Context, *sink.Changes) error { return nil })}}
@@ -410,12 +420,154 @@ func TestWaitAppliedEndsWithRun(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	waited := make(chan error)
-	go func() { waited <- p.WaitApplied(t.Context()) }()
+	waited := make(chan error, 4)
+	wait := func() { waited <- p.WaitApplied(context.Background()); waited <- p.WaitSynced(context.Background()) }
+	go wait()
 	if err := p.Run(t.Context()); err == nil {
 		t.Error("Run returned no error for missing manifests")
 	}
-	if err := <-waited; err == nil {
-		t.Error("WaitApplied returned nil although the manifests are missing")
+	wait()
+	for range 4 {
+		if err := <-waited; err == nil || !strings.Contains(err.Error(), "the proxy has ended: read manifests") {
+			t.Errorf("a wait returned %v although the manifests are missing", err)
+		}
 	}
+}
+
+// One sink programs all services, one fails for one service, and one fails as a whole.
+func TestWaitErrorsNameSinksAndServices(t *testing.T) {
+	errBusy := errors.New("dataplane is busy")
+	returns := func(result error) sink.Sink {
+		return sink.Func(func(context.Context, *sink.Changes) error { return result })
+	}
+	opts := demo()
+	opts.Sinks = []kpng.Sink{
+		{Sink: returns(nil), Options: sink.Options{Name: "good"}},
+		{Sink: returns(errBusy), Options: sink.Options{Name: "broken"}},
+		{Sink: returns(&sink.Failed{{Namespace: "a", Name: "b"}: errBusy}), Options: sink.Options{Name: "partial"}},
+	}
+	p, err := kpng.New(opts)
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	ended := make(chan error)
+	go func() { ended <- p.Run(ctx) }()
+	check := func(err error, want, wantNot string) {
+		t.Helper()
+		for text := range strings.SplitSeq(want, "; ") {
+			if err == nil || !strings.Contains(err.Error(), text) || strings.Contains(err.Error(), wantNot) {
+				t.Errorf("error %v, want %q in it and not %q", err, text, wantNot)
+			}
+		}
+	}
+	for p.Status()[0].Passes == 0 || p.Status()[1].Failures == 0 || len(p.Status()[2].Failing) == 0 {
+		time.Sleep(time.Millisecond)
+	}
+	expired, stop := context.WithTimeout(ctx, time.Millisecond)
+	defer stop()
+	check(p.WaitSynced(expired), "sink broken: wait for a pass: context deadline exceeded; dataplane is busy", "sink partial")
+	check(p.WaitApplied(expired), "sink broken: ; sink partial: ; service a/b: dataplane is busy", "sink good")
+	cancel()
+	if err := <-ended; err != nil {
+		t.Error(err)
+	}
+	check(p.WaitApplied(t.Context()), "sink partial: ; ended; service a/b: dataplane is busy", "state of the cluster")
+}
+
+func TestZeroProxyDoesNotRun(t *testing.T) {
+	if err := new(kpng.Proxy).Run(t.Context()); err == nil || !strings.Contains(err.Error(), "not created by New") {
+		t.Errorf("got %v", err)
+	}
+}
+
+// noObjects is an Events handler without a dataplane.
+type noObjects struct{ calls int }
+
+func (n *noObjects) SetService(context.Context, *api.Service) error    { n.calls++; return nil }
+func (n *noObjects) DeleteService(context.Context, *api.Service) error { n.calls++; return nil }
+func (n *noObjects) SetEndpoint(context.Context, *api.Service, *api.Endpoint) error {
+	n.calls++
+	return nil
+}
+func (n *noObjects) DeleteEndpoint(context.Context, *api.Service, *api.Endpoint) error {
+	n.calls++
+	return nil
+}
+func (n *noObjects) SetFrontend(context.Context, *api.Service, nodeview.Frontend) error {
+	n.calls++
+	return nil
+}
+func (n *noObjects) DeleteFrontend(context.Context, *api.Service, nodeview.Frontend) error {
+	n.calls++
+	return nil
+}
+func (n *noObjects) Verify(ctx context.Context) error { n.calls++; return nil }
+
+// Several goroutines use a proxy with three sinks while manifests change and sinks fail.
+// The race detector checks this test.
+func TestProxyIsSafeForConcurrentUse(t *testing.T) {
+	dir := t.TempDir()
+	write := func(n int) {
+		text := fmt.Sprintf("apiVersion: v1\nkind: Node\nmetadata: {name: node-1, labels: {topology.kubernetes.io/zone: z%d}}\n", n%3)
+		for i := range 10 + n%5 {
+			text += fmt.Sprintf("---\napiVersion: v1\nkind: Service\nmetadata: {name: s%d}\nspec: {clusterIP: 10.0.0.%d, ports: [{port: %d}]}\n", i, (i+n)%30+1, 80+n%2)
+		}
+		if err := errors.Join(os.WriteFile(filepath.Join(dir, ".new"), []byte(text), 0o600), os.Rename(filepath.Join(dir, ".new"), filepath.Join(dir, "a.yaml"))); err != nil {
+			t.Error(err)
+		}
+	}
+	write(0)
+	calls := 0
+	p, err := kpng.New(kpng.Options{Manifests: dir, NodeName: "node-1", Sinks: []kpng.Sink{
+		{Sink: sink.FullState(func(context.Context, []*api.ServiceEndpoints) error { return nil })},
+		{Sink: sink.Events(&noObjects{}), Options: sink.Options{VerifyInterval: time.Millisecond}},
+		{Sink: sink.Func(func(_ context.Context, c *sink.Changes) error {
+			var failed sink.Failed
+			for s := range c.Services {
+				calls++
+				switch {
+				case calls%41 == 0:
+					panic("oops")
+				case calls%7 == 0:
+					failed.Add(s.Key, errors.New("dataplane is busy"))
+				}
+			}
+			return failed.Err()
+		}), Options: sink.Options{BatchSize: 7, Backoff: sink.Backoff{Initial: time.Millisecond, Max: 5 * time.Millisecond}}},
+	}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(klog.NewContext(t.Context(), klog.Logger{}))
+	var all sync.WaitGroup
+	all.Go(func() {
+		if err := p.Run(ctx); err != nil {
+			t.Error(err)
+		}
+	})
+	for _, use := range []func(){
+		func() { p.Status(); p.Health(); p.Node() },
+		func() { p.StartOver(); p.State().Objects(); time.Sleep(20 * time.Millisecond) },
+		func() {
+			ctx, cancel := context.WithTimeout(ctx, 20*time.Millisecond)
+			defer cancel()
+			_, _ = p.WaitApplied(ctx), p.WaitSynced(ctx)
+		},
+	} {
+		all.Go(func() {
+			for ctx.Err() == nil {
+				use()
+				time.Sleep(time.Millisecond)
+			}
+		})
+	}
+	<-p.State().Synced()
+	for i := range 20 {
+		before := p.State().Snapshot().Revision
+		write(i + 1)
+		<-p.State().Changed(before)
+	}
+	cancel()
+	all.Wait()
 }

@@ -92,6 +92,10 @@ type Handler func() Report
 
 // ServeHTTP implements [http.Handler].
 func (h Handler) ServeHTTP(w http.ResponseWriter, req *http.Request) {
+	if h == nil {
+		http.Error(w, "health.Handler is nil", http.StatusInternalServerError)
+		return
+	}
 	r := h()
 	ok := !r.Stuck
 	switch path.Base(req.URL.Path) {

@@ -14,6 +14,7 @@
 package metrics
 
 import (
+	"errors"
 	"fmt"
 	"slices"
 	"sync/atomic"
@@ -38,9 +39,12 @@ type Metrics struct {
 	kubeProxy atomic.Pointer[series] // the first call of Sink takes the series and leaves nil
 }
 
-// New registers the collectors with r. If r already has metrics with the same names, New
-// returns an error and registers nothing.
+// New registers the collectors with r. If r is nil or already has metrics with the same
+// names, New returns an error and registers nothing.
 func New(r prometheus.Registerer, opts Options) (*Metrics, error) {
+	if r == nil {
+		return nil, errors.New("register kpng's metrics: the registry is nil")
+	}
 	all := prometheus.NewRegistry() // a single collector, so that r accepts or rejects all metrics together
 	m := &Metrics{sinks: newSinkMetrics(promauto.With(all))}
 	if opts.KubeProxy {

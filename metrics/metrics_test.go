@@ -138,6 +138,12 @@ func TestKubeProxyMetricsDescribeFirstSink(t *testing.T) {
 	}
 }
 
+func TestNilRegistryIsAnError(t *testing.T) {
+	if _, err := metrics.New(nil, metrics.Options{}); err == nil || !strings.Contains(err.Error(), "registry is nil") {
+		t.Errorf("got %v", err)
+	}
+}
+
 func TestRegistryWithSameNamesIsUnchanged(t *testing.T) {
 	registry := prometheus.NewRegistry()
 	if _, err := metrics.New(registry, metrics.Options{}); err != nil {

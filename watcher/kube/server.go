@@ -7,8 +7,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"net"
-	"net/http"
 	"slices"
 	"strings"
 	"time"
@@ -21,14 +19,12 @@ import (
 	"k8s.io/apimachinery/pkg/fields"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/runtime/schema"
-	"k8s.io/apimachinery/pkg/runtime/serializer"
 	"k8s.io/apimachinery/pkg/types"
 	utilnet "k8s.io/apimachinery/pkg/util/net"
 	"k8s.io/apimachinery/pkg/util/wait"
 	watchapi "k8s.io/apimachinery/pkg/watch"
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/cache"
-	"k8s.io/client-go/util/connrotation"
 	"k8s.io/klog/v2"
 	"k8s.io/utils/clock"
 )
@@ -64,80 +60,6 @@ func (w *watch) followServer(ctx context.Context, config *rest.Config) error {
 	})
 	w.running.Wait()
 	return nil
-}
-
-// client is a client for the two API groups that Watch needs. With the typed clients of
-// client-go, every program would link the types of all groups.
-type client struct {
-	core, discovery rest.Interface
-	connections     *connrotation.Dialer
-	// decoder decodes complete answers of all content types.
-	decoder runtime.Decoder
-}
-
-// newClient returns a client with its own connections, so that closing them affects no
-// other client. Closing only idle connections is not enough, because a connection with a
-// canceled watch can still be busy. After ctx ends, the client opens no connections. The
-// client reduces objects with the store for their kind. It returns a complete object if
-// no such store exists, or if the caller passes the object to decode into.
-func newClient(ctx context.Context, config *rest.Config, stores map[string]objectStore) (*client, error) {
-	scheme := runtime.NewScheme()
-	for _, add := range [...]func(*runtime.Scheme) error{corev1.AddToScheme, discoveryv1.AddToScheme} {
-		if err := add(scheme); err != nil {
-			return nil, err
-		}
-	}
-	metav1.AddToGroupVersion(scheme, schema.GroupVersion{Version: "v1"})
-
-	config = rest.CopyConfig(config)
-	codecs := serializer.NewCodecFactory(scheme)
-	config.NegotiatedSerializer = newNegotiation(codecs.WithoutConversion(), stores)
-	config.ContentType = runtime.ContentTypeProtobuf
-	config.AcceptContentTypes = runtime.ContentTypeProtobuf + "," + runtime.ContentTypeJSON
-	config.DisableCompression = true
-	config.Timeout = 0
-	if config.QPS == 0 && config.RateLimiter == nil {
-		// The client sends few requests, so it needs no limit. The server has its own limit.
-		config.QPS = -1
-	}
-	if config.UserAgent == "" {
-		config.UserAgent = rest.DefaultKubernetesUserAgent()
-	}
-	dial := config.Dial
-	if dial == nil {
-		dial = (&net.Dialer{Timeout: 30 * time.Second, KeepAlive: 30 * time.Second}).DialContext
-	}
-	c := &client{connections: connrotation.NewDialer(dial), decoder: codecs.UniversalDeserializer()}
-	config.Dial = func(dialling context.Context, network, address string) (net.Conn, error) {
-		conn, err := c.connections.DialContext(dialling, network, address)
-		if err == nil && ctx.Err() != nil {
-			conn.Close()
-			return nil, net.ErrClosed
-		}
-		return conn, err
-	}
-	connect, err := rest.HTTPClientFor(config)
-	if err != nil {
-		return nil, err
-	}
-	if c.core, err = group(config, connect, "/api", corev1.SchemeGroupVersion); err != nil {
-		return nil, err
-	}
-	c.discovery, err = group(config, connect, "/apis", discoveryv1.SchemeGroupVersion)
-	return c, err
-}
-
-func group(config *rest.Config, connect *http.Client, path string, version schema.GroupVersion) (rest.Interface, error) {
-	config = rest.CopyConfig(config)
-	config.APIPath = path
-	config.GroupVersion = &version
-	return rest.RESTClientForConfigAndClient(config, connect)
-}
-
-// server returns the base URL of the API server.
-func (c *client) server() string {
-	u := c.core.Get().URL()
-	return u.Scheme + "://" + u.Host
 }
 
 // source describes what a reflector requests from the API server.
@@ -286,20 +208,4 @@ func (src *source) listWatch(r *reporter, store objectStore) plainListWatch {
 			return watch, err
 		},
 	}}
-}
-
-// GetService returns a Service from the API server, or nil if the Service does not exist.
-// The result can be a Service for another proxy.
-func GetService(ctx context.Context, config *rest.Config, key types.NamespacedName) (*corev1.Service, error) {
-	c, err := newClient(ctx, config, nil)
-	if err != nil {
-		return nil, err
-	}
-	defer c.connections.CloseAll()
-	s := &corev1.Service{}
-	err = c.core.Get().Namespace(key.Namespace).Resource(services).Name(key.Name).Do(ctx).Into(s)
-	if apierrors.IsNotFound(err) {
-		return nil, nil
-	}
-	return s, err
 }

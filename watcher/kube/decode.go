@@ -11,7 +11,6 @@ import (
 	"google.golang.org/protobuf/encoding/protowire"
 	corev1 "k8s.io/api/core/v1"
 	discoveryv1 "k8s.io/api/discovery/v1"
-	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 )
 
 // Objects are decoded from protobuf without the fields that the proxy does not need. Most
@@ -32,13 +31,10 @@ type decoders struct {
 }
 
 func newDecoders(o watcher.Options) decoders {
-	annotations := func(patterns []string, names ...string) *part {
-		return entries(patterns, append(names, metav1.InitialEventsAnnotationKey)...)
-	}
 	service := fieldSet{
 		1: {fields: fieldSet{
 			1: all, 3: all, 5: all, 6: all, 8: all, // name, namespace, uid, resourceVersion, creationTimestamp
-			11: entries(o.KeepLabels, watcher.LabelServiceProxyName), 12: annotations(o.KeepAnnotations),
+			11: entries(o.KeepLabels, watcher.LabelServiceProxyName), 12: entries(o.KeepAnnotations),
 		}},
 		2: all,                        // spec
 		3: {fields: fieldSet{1: all}}, // status.loadBalancer
@@ -54,14 +50,14 @@ func newDecoders(o watcher.Options) decoders {
 			1: all, 3: all, 6: all, // name, namespace, resourceVersion
 			11: entries(o.KeepSliceLabels, cmp.Or(o.ServiceNameLabel, discoveryv1.LabelServiceName),
 				discoveryv1.LabelManagedBy, watcher.LabelServiceProxyName, watcher.LabelHeadless),
-			12: annotations(nil, corev1.EndpointsLastChangeTriggerTime),
+			12: entries(nil, corev1.EndpointsLastChangeTriggerTime),
 		}},
 		3: all, 4: all, // ports, addressType
 	}
 	node := fieldSet{
-		1: {fields: fieldSet{1: all, 3: all, 5: all, 6: all, 9: all, 11: all, 12: annotations(nil)}}, // name, namespace, uid, resourceVersion, deletionTimestamp, labels
-		2: {fields: fieldSet{1: all, 5: all, 7: all}},                                                // podCIDR, taints, podCIDRs
-		3: {fields: fieldSet{5: all}},                                                                // addresses
+		1: {fields: fieldSet{1: all, 3: all, 5: all, 6: all, 9: all, 11: all}}, // name, namespace, uid, resourceVersion, deletionTimestamp, labels
+		2: {fields: fieldSet{1: all, 5: all, 7: all}},                          // podCIDR, taints, podCIDRs
+		3: {fields: fieldSet{5: all}},                                          // addresses
 	}
 	return decoders{
 		service: func() decoder[*corev1.Service] { return newDecoder[corev1.Service](service) },

@@ -55,7 +55,7 @@ type reporter struct {
 
 // request logs and records err, the result of a request to the API server. It returns the
 // error that the reflector gets. That error may differ from err.
-func (r *reporter) request(ctx context.Context, verb string, options *metav1.ListOptions, err error) error {
+func (r *reporter) request(ctx context.Context, verb string, err error) error {
 	switch {
 	case err == nil:
 		r.outcome(r.resource.Resource, true)
@@ -67,8 +67,6 @@ func (r *reporter) request(ctx context.Context, verb string, options *metav1.Lis
 		return err
 	case isExpired(err):
 		return err // no failure, because the reflector then lists again
-	case options.SendInitialEvents != nil && (apierrors.IsInvalid(err) || apierrors.IsBadRequest(err)):
-		return err // the server has no streaming lists, so the reflector uses plain lists
 	}
 	e := newRequestError(verb, r.resource, r.client.server(), err)
 	if r.opts.FailFast && !r.state.IsSynced() {

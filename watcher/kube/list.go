@@ -58,7 +58,7 @@ func (src *source) list(ctx context.Context, options *metav1.ListOptions, decode
 // client-go repeats only requests without a stream.
 func (src *source) stream(ctx context.Context, options *metav1.ListOptions) (io.ReadCloser, error) {
 	for attempt := 0; ; attempt++ {
-		body, err := src.client.Get().Resource(src.resource.Resource).VersionedParams(options, metav1.ParameterCodec).Stream(ctx)
+		body, err := src.request(options).Stream(ctx)
 		broken := utilnet.IsConnectionReset(err) || utilnet.IsProbableEOF(err) || utilnet.IsHTTP2ConnectionLost(err)
 		if !broken || attempt == 10 {
 			return body, err

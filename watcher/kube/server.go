@@ -14,15 +14,11 @@ import (
 	"github.com/kpng-project/kpng/watcher"
 	corev1 "k8s.io/api/core/v1"
 	discoveryv1 "k8s.io/api/discovery/v1"
-	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/fields"
-	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apimachinery/pkg/types"
-	utilnet "k8s.io/apimachinery/pkg/util/net"
 	"k8s.io/apimachinery/pkg/util/wait"
-	watchapi "k8s.io/apimachinery/pkg/watch"
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/cache"
 	"k8s.io/klog/v2"
@@ -54,23 +50,12 @@ func (w *watch) followServer(ctx context.Context, config *rest.Config) error {
 		}
 		s.selection.follow(ctx, func(ctx context.Context, filtered, again bool) {
 			src := w.sliceSource(filtered)
-			src.latest = again
+			src.latest.Store(again)
 			w.reflect(ctx, src, s.slices)
 		})
 	})
 	w.running.Wait()
 	return nil
-}
-
-// source describes what a reflector requests from the API server.
-type source struct {
-	client   rest.Interface
-	resource schema.GroupResource
-	labels   string
-	fields   string
-	// latest makes the server return its latest state. If it is false, the server may return
-	// a cached state that is older than earlier events.
-	latest bool
 }
 
 func (w *watch) serviceSource() *source {
@@ -79,7 +64,7 @@ func (w *watch) serviceSource() *source {
 		src.labels = watcher.LabelServiceProxyName + "=" + name
 	} else {
 		src.labels = "!" + watcher.LabelServiceProxyName
-		src.fields = fields.OneTermNotEqualSelector("spec.clusterIP", corev1.ClusterIPNone).String()
+		src.newFields = fields.OneTermNotEqualSelector("spec.clusterIP", corev1.ClusterIPNone).String()
 	}
 	return src
 }
@@ -138,7 +123,7 @@ func (w *watch) finder(ctx context.Context) finder {
 			var list discoveryv1.EndpointSliceList
 			ctx, cancel := context.WithTimeout(ctx, findTimeout)
 			err := src.client.Get().Namespace(namespace).Resource(endpointSlices).VersionedParams(&options, metav1.ParameterCodec).Do(ctx).Into(&list)
-			err = r.request(ctx, "list", &options, err)
+			err = r.request(ctx, "list", err)
 			cancel()
 			if err != nil {
 				return found, err
@@ -172,40 +157,4 @@ func (w *watch) reflect(ctx context.Context, src *source, store objectStore) {
 		}
 		return false, nil
 	})
-}
-
-// plainListWatch is a ListWatch without streaming lists. A streaming list is a watch event
-// for each object, which costs the client and the server more CPU time than a list.
-type plainListWatch struct{ *cache.ListWatch }
-
-// IsWatchListSemanticsUnSupported makes reflectors of client-go v0.35 and later use lists.
-func (plainListWatch) IsWatchListSemanticsUnSupported() bool { return true }
-
-// listWatch returns a ListWatch for a reflector. The ListWatch reports the result of each
-// request to r, and uses store to decode lists.
-func (src *source) listWatch(r *reporter, store objectStore) plainListWatch {
-	restrict := func(options *metav1.ListOptions) {
-		options.LabelSelector, options.FieldSelector = src.labels, src.fields
-		if src.latest && options.ResourceVersion == "0" {
-			options.ResourceVersion = ""
-		}
-	}
-	lw := cache.NewFilteredListWatchFromClient(src.client, src.resource.Resource, metav1.NamespaceAll, restrict)
-	return plainListWatch{&cache.ListWatch{
-		ListWithContextFunc: func(ctx context.Context, options metav1.ListOptions) (runtime.Object, error) {
-			restrict(&options)
-			list, err := src.list(ctx, &options, r.client.decoder, store)
-			return list, r.request(ctx, "list", &options, err)
-		},
-		WatchFuncWithContext: func(ctx context.Context, options metav1.ListOptions) (watchapi.Interface, error) {
-			watch, err := lw.WatchFuncWithContext(ctx, options)
-			err = r.request(ctx, "watch", &options, err)
-			if options.SendInitialEvents != nil && (utilnet.IsConnectionRefused(err) || apierrors.IsTooManyRequests(err)) {
-				// With the original error, the reflector would sleep even after its context ends.
-				// With an error of another type, it lists immediately.
-				err = errors.New(err.Error())
-			}
-			return watch, err
-		},
-	}}
 }

@@ -8,6 +8,7 @@ import (
 	"encoding/binary"
 	"encoding/json"
 	"fmt"
+	"maps"
 	"net"
 	"net/http"
 	"net/http/httptest"
@@ -49,6 +50,9 @@ type apiServer struct {
 	refuse func(request) *apierrors.StatusError
 	// onlyJSON is true for a server without protobuf.
 	onlyJSON bool
+	// old is true for a server of Kubernetes v1.21, which refuses most field selectors and
+	// ignores requests for streaming lists.
+	old bool
 
 	mu        sync.Mutex
 	revision  int
@@ -184,6 +188,20 @@ func (s *apiServer) compact() {
 	s.compacted = s.revision
 }
 
+// backup returns a function that restores the present objects and the present revision,
+// and ends all watches, as a restore of etcd does.
+func (s *apiServer) backup() (restore func()) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	objects, revision := maps.Clone(s.objects), s.revision
+	return func() {
+		s.mu.Lock()
+		s.objects, s.revision, s.log, s.compacted = objects, revision, nil, 0
+		s.mu.Unlock()
+		s.drop(nil)
+	}
+}
+
 // seen returns the matching requests since the last call of seen.
 func (s *apiServer) seen(match func(request) bool) []request {
 	s.mu.Lock()
@@ -219,8 +237,16 @@ func (s *apiServer) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	}
 	s.mu.Lock()
 	s.requests = append(s.requests, req)
-	refuse, compacted := s.refuse, s.compacted
+	refuse, compacted, revision, old := s.refuse, s.compacted, s.revision, s.old
 	s.mu.Unlock()
+	if old {
+		req.InitialEvents = false
+		if byFields, _ := fields.ParseSelector(req.Fields); !byFields.Empty() && byFields.Requirements()[0].Field != "metadata.name" {
+			sendStatus(w, apierrors.NewBadRequest(fmt.Sprintf("Unable to find %q that match label selector %q, field selector %q: field label not supported: %s",
+				"/v1, Resource="+req.Resource, req.Labels, req.Fields, byFields.Requirements()[0].Field)))
+			return
+		}
+	}
 	if refuse != nil {
 		if refused := refuse(req); refused != nil {
 			sendStatus(w, refused)
@@ -229,6 +255,10 @@ func (s *apiServer) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	}
 	since, _ := strconv.Atoi(req.ResourceVersion)
 	switch {
+	case req.Verb == "list" && since > revision:
+		tooLarge := apierrors.NewTimeoutError("Too large resource version", 1)
+		tooLarge.ErrStatus.Details.Causes = []metav1.StatusCause{{Type: metav1.CauseTypeResourceVersionTooLarge}}
+		sendStatus(w, tooLarge)
 	case req.Verb == "list":
 		s.list(w, req, match)
 	case since != 0 && since < compacted:
@@ -416,7 +446,7 @@ func (s *apiServer) watch(w http.ResponseWriter, ctx context.Context, req reques
 				send("DELETED", gone)
 			}
 		}
-		since = s.revision
+		since = max(since, s.revision) // after restore, since may be in the future
 		if bookmarks != s.bookmarks {
 			bookmarks = s.bookmarks
 			sendBookmark(since, nil)

@@ -37,26 +37,19 @@ type item[T any] struct {
 	unreadable bool
 
 	resourceVersion string
-	// initialEventsEnd is true for the bookmark at the end of a streaming list.
-	initialEventsEnd bool
 }
 
 // newItem returns an item with the metadata of o.
 func newItem[T any](o metav1.Object) *item[T] {
 	return &item[T]{
-		key:              types.NamespacedName{Namespace: o.GetNamespace(), Name: o.GetName()},
-		resourceVersion:  o.GetResourceVersion(),
-		initialEventsEnd: o.GetAnnotations()[metav1.InitialEventsAnnotationKey] == "true",
+		key:             types.NamespacedName{Namespace: o.GetNamespace(), Name: o.GetName()},
+		resourceVersion: o.GetResourceVersion(),
 	}
 }
 
 // GetObjectMeta returns the metadata that the reflector needs.
 func (i *item[T]) GetObjectMeta() metav1.Object {
-	m := &metav1.ObjectMeta{Namespace: i.key.Namespace, Name: i.key.Name, ResourceVersion: i.resourceVersion}
-	if i.initialEventsEnd {
-		m.Annotations = map[string]string{metav1.InitialEventsAnnotationKey: "true"}
-	}
-	return m
+	return &metav1.ObjectMeta{Namespace: i.key.Namespace, Name: i.key.Name, ResourceVersion: i.resourceVersion}
 }
 
 // GetObjectKind implements runtime.Object.

@@ -179,11 +179,12 @@ func (f *sinkFlags) run(ctx context.Context, name string, source *Source, servin
 		settings.Name, settings.Observer = name, collected.Sink(name)
 		opts.Sinks = append(opts.Sinks, kpng.Sink{Sink: s, Options: settings})
 	}
+	first := s
 	if f.wait {
 		serving.wait = true
-		s, companions = startWhenFree(s, companions)
+		first, companions = startWhenFree(s, companions)
 	}
-	add(name, s)
+	add(name, first)
 	for _, suffix := range slices.Sorted(maps.Keys(companions)) {
 		add(name+"-"+suffix, companions[suffix])
 	}
@@ -207,6 +208,9 @@ func (f *sinkFlags) run(ctx context.Context, name string, source *Source, servin
 	if err := registry.Register(metrics.Source(page.SourceState)); err != nil {
 		return err
 	}
+	if r, ok := s.(Reporter); ok {
+		page.Problems = r.Problems
+	}
 	serving.Status = page
 	err = serving.Run(ctx, p.Health, registry, run)
 	if errors.Is(err, sink.ErrOwned) {
@@ -223,6 +227,13 @@ type Companion interface {
 	// service has been programmed once and the program is not stuck (see /livez). The sinks
 	// must not call healthy before they run.
 	Companions(healthy func() bool) map[string]sink.Sink
+}
+
+// Reporter is implemented by a sink that knows problems of the node. The [status.Handler]
+// shows them.
+type Reporter interface {
+	// Problems returns a sentence for each present problem.
+	Problems() []string
 }
 
 // A proxy delivers the services of a node to sinks.

@@ -239,6 +239,9 @@ func (h *Handler) report(q query) *Report {
 		}
 	}
 	r.Problems = r.problems()
+	if h.Problems != nil {
+		r.Problems = append(r.Problems, h.Problems()...)
+	}
 	return r
 }
 

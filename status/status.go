@@ -61,6 +61,10 @@ type Handler struct {
 	Health func() health.Report
 	// Sinks returns the state of each sink.
 	Sinks func() []sink.Status
+	// Problems returns problems that the fields above do not contain, in one sentence each.
+	// Default: none.
+	Problems func() []string
+
 	// Clients returns the open streams of a server.
 	Clients func() []Client
 }

@@ -177,6 +177,13 @@ func TestReportBeforeSync(t *testing.T) {
 	}
 }
 
+func TestReportHasProblemsOfProgram(t *testing.T) {
+	h := &status.Handler{NodeName: here, State: newState(1, 1), Problems: func() []string { return []string{"rules of another proxy"} }}
+	if r := decode[status.Report](t, get(h, "output", "json")); len(r.Problems) != 1 || r.Problems[0] != "rules of another proxy" {
+		t.Errorf("problems %q", r.Problems)
+	}
+}
+
 func TestReportOfIneligibleNode(t *testing.T) {
 	h := &status.Handler{NodeName: here, State: newState(1, 1), Health: func() health.Report { return health.Report{Synced: true} }}
 	if r := decode[status.Report](t, get(h, "output", "json")); len(r.Problems) != 1 || !strings.Contains(r.Problems[0], here+" does not exist or is about to be deleted") {

@@ -1467,8 +1467,8 @@ func TestStopClosesSockets(t *testing.T) {
 	before := sockets()
 	b := start(t, ns, variant{NFT, true})
 	mustSync(t, b, pass(everything()...), batch(view("web", "10.96.0.1", "10.1.0.9")))
-	if got := sockets(); got != before+1 {
-		t.Errorf("%d sockets after Sync, want %d", got, before+1)
+	if got := sockets(); got != before+2 {
+		t.Errorf("%d sockets after Sync, want %d: netlink, and the ownership", got, before+2)
 	}
 	if err := b.Stop(t.Context()); err != nil {
 		t.Fatal(err)

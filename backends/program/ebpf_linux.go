@@ -24,6 +24,8 @@ func EBPF() *Backend {
 		Flags: f.register,
 		Make:  f.parts,
 		Init:  f.init,
+
+		leftovers: newLeftovers("ebpf"),
 	}
 }
 

@@ -23,6 +23,8 @@ func IPTables() *Backend {
 		Flags: f.register,
 		Make:  f.parts,
 		Init:  f.init,
+
+		leftovers: newLeftovers("iptables"),
 	}
 }
 

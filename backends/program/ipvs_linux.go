@@ -16,11 +16,7 @@ import (
 
 // IPVS returns the backend that programs services into the Linux kernel with IPVS.
 func IPVS() *Backend {
-	f := &ipvsFlags{nodeFlags: nodeFlags{
-		checks: newHealthChecks(),
-		// The list omits serverLeftovers, because virtual servers may belong to this backend.
-		leftovers: []leftoverFinder{nftablesLeftovers, legacyLeftovers, interfaceLeftovers},
-	}}
+	f := &ipvsFlags{nodeFlags: nodeFlags{checks: newHealthChecks()}}
 	return &Backend{
 		Name:  "ipvs",
 		Short: "Program services into the kernel with IPVS, in place of kube-proxy or beside it",
@@ -30,6 +26,8 @@ func IPVS() *Backend {
 		Flags:     f.register,
 		Make:      f.parts,
 		Init:      f.init,
+
+		leftovers: newLeftovers("ipvs"),
 	}
 }
 

@@ -3,206 +3,301 @@
 package program
 
 import (
-	"bytes"
 	"context"
-	"encoding/binary"
 	"errors"
 	"fmt"
-	"os"
 	"slices"
-	"strings"
-	"unsafe"
+	"sync"
+	"sync/atomic"
+	"time"
 
-	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/backends/internal/netfilter"
-	"github.com/vishvananda/netlink"
-	"golang.org/x/sys/unix"
+	"github.com/kpng-project/kpng/backends/ebpf"
+	"github.com/kpng-project/kpng/backends/internal/kernelnode"
+	"github.com/kpng-project/kpng/backends/internal/ownership"
+	"github.com/kpng-project/kpng/backends/iptables"
+	"github.com/kpng-project/kpng/backends/ipvs"
+	"github.com/kpng-project/kpng/backends/nftables"
+	"github.com/kpng-project/kpng/backends/userspace"
+	"github.com/kpng-project/kpng/sink"
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/spf13/pflag"
 	"k8s.io/klog/v2"
 )
 
-// leftover describes rules or devices that another service proxy has left in the kernel.
-// They may handle connections to services before the rules of kpng do.
+// leftover describes rules or devices in the kernel that another service proxy has left.
+// They may handle connections to services before the rules of this backend do.
 type leftover struct {
 	what, remove string
+	// by is the backend of kpng that has left them. For kube-proxy, it is zero.
+	by instance
 }
 
-// kubeProxyChain is a chain of kube-proxy in its modes iptables and ipvs. Packets reach
-// kube-proxy's other chains for services only through this chain.
-const kubeProxyChain = "KUBE-SERVICES"
+// instance is an instance of a backend of kpng.
+type instance struct{ backend, name string }
 
-// leftoverFinder finds leftovers of one kind in the network namespace of the calling
-// thread.
-type leftoverFinder func(context.Context) ([]leftover, error)
+// cleanupCommand is the command that removes everything of the instance.
+func (i instance) cleanupCommand() string {
+	if i.name == "" {
+		return "kpng cleanup " + i.backend
+	}
+	return "kpng cleanup " + i.backend + " --instance " + i.name
+}
 
-// reportLeftovers logs the leftovers of kube-proxy in the network namespace of the
-// calling thread. Without finders, it searches for leftovers of all kinds.
-func reportLeftovers(ctx context.Context, finders ...leftoverFinder) {
+func (l *leftover) proxy() string {
+	if l.by == (instance{}) {
+		return "kube-proxy"
+	}
+	return "kpng"
+}
+
+func (l *leftover) problem() string {
+	return fmt.Sprintf("rules of %s without a running owner may take connections to services: %s; remove them with: %s", l.proxy(), l.what, l.remove)
+}
+
+// lookInterval is the shortest time between two searches for leftovers. A search finds
+// rules of a proxy that was started or stopped in the meantime, for example of a kube-proxy
+// that an upgrade of the cluster has created again.
+const lookInterval = time.Minute
+
+// removeInterval takes the place of lookInterval with --remove-other-backends, so that the
+// rules of another backend disappear soon after its process has ended.
+const removeInterval = 5 * time.Second
+
+// leftovers searches for leftovers of other proxies while a backend runs.
+type leftovers struct {
+	self         instance
+	removeOthers bool
+	flags        *pflag.FlagSet
+	count        *prometheus.GaugeVec
+	// programmed is true after the first pass that programmed all services. wake starts a
+	// search then.
+	programmed atomic.Bool
+	wake       chan struct{}
+
+	mu    sync.Mutex
+	found []leftover
+	// fault is the last error of a search.
+	fault string
+}
+
+func newLeftovers(backend string) *leftovers {
+	l := &leftovers{
+		self: instance{backend: backend}, wake: make(chan struct{}, 1),
+		count: prometheus.NewGaugeVec(prometheus.GaugeOpts{
+			Namespace: "kpng", Name: "leftovers", Help: "Rules and devices of other service proxies that have no running owner, by proxy: kpng or kube-proxy.",
+		}, []string{"proxy"}),
+	}
+	l.setFound(nil)
+	return l
+}
+
+func (l *leftovers) register(fs *pflag.FlagSet) {
+	l.flags = fs
+	fs.BoolVar(&l.removeOthers, "remove-other-backends", false, "after all services are programmed, remove what other backends of kpng with the same instance have left on this node")
+}
+
+// setProgrammed records that all services are programmed.
+func (l *leftovers) setProgrammed() {
+	if !l.programmed.Swap(true) {
+		l.wake <- struct{}{}
+	}
+}
+
+// problems returns a sentence for each leftover of the last search.
+func (l *leftovers) problems() (all []string) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for i := range l.found {
+		all = append(all, l.found[i].problem())
+	}
+	return all
+}
+
+// follow repeats the search until stop is called.
+func (l *leftovers) follow(ctx context.Context) (stop func()) {
+	l.self.name = flagValue(l.flags, "instance")
+	ctx, cancel := context.WithCancel(context.WithoutCancel(ctx))
+	interval := lookInterval
+	if l.removeOthers {
+		interval = removeInterval
+	}
+	var running sync.WaitGroup
+	running.Go(func() {
+		for ctx.Err() == nil {
+			begin := time.Now()
+			l.look(ctx)
+			select {
+			case <-ctx.Done():
+			case <-l.wake:
+			case <-time.After(max(interval, kernelnode.PauseFactor*time.Since(begin))):
+			}
+		}
+	})
+	return func() {
+		cancel()
+		running.Wait()
+	}
+}
+
+// look searches once, logs what has changed since the last search, and removes leftovers
+// of other backends if that is requested.
+func (l *leftovers) look(ctx context.Context) {
 	log := klog.FromContext(ctx)
-	found, err := findLeftovers(ctx, finders...)
-	for _, l := range found {
-		log.Info("Rules of kube-proxy are still there and may take connections to services; stop kube-proxy and remove them",
-			"found", l.what, "remove", l.remove)
+	found, err := l.find(ctx)
+	if ctx.Err() != nil {
+		return
 	}
+	fault := ""
 	if err != nil {
-		log.Error(err, "Cannot look for rules that kube-proxy left")
+		if fault = err.Error(); fault != l.fault {
+			log.Error(err, "Cannot look for rules that other proxies left")
+		}
+	}
+	l.fault = fault
+	for i := range found {
+		if f := &found[i]; !slices.Contains(l.found, *f) {
+			log.Info("Rules of another proxy without a running owner may take connections to services; remove them", "proxy", f.proxy(), "found", f.what, "remove", f.remove)
+		}
+	}
+	for _, f := range l.found {
+		if err == nil && !slices.Contains(found, f) {
+			log.Info("Rules of another proxy have been removed", "proxy", f.proxy(), "was", f.what)
+		}
+	}
+	l.setFound(found)
+	if l.removeOthers && l.programmed.Load() {
+		l.setFound(slices.DeleteFunc(slices.Clone(found), func(f leftover) bool { return l.remove(ctx, f) }))
 	}
 }
 
-// findLeftovers searches the network namespace of the calling thread. If a part of the
-// search fails, findLeftovers returns the results of the other parts and an error.
-func findLeftovers(ctx context.Context, finders ...leftoverFinder) ([]leftover, error) {
-	var found []leftover
-	var errs []error
-	if len(finders) == 0 {
-		finders = []leftoverFinder{nftablesLeftovers, legacyLeftovers, interfaceLeftovers, serverLeftovers}
+// remove removes a leftover of another backend with the same instance. It reports whether
+// the leftover is removed.
+func (l *leftovers) remove(ctx context.Context, f leftover) bool {
+	if f.by == (instance{}) || f.by.name != l.self.name {
+		return false
 	}
-	for _, find := range finders {
+	log := klog.FromContext(ctx).WithValues("backend", f.by.backend, "found", f.what)
+	if err := cleanUp(ctx, f.by, l.bpffs()); err != nil {
+		if ctx.Err() == nil {
+			log.Error(err, "Cannot remove the rules of another backend; retrying")
+		}
+		return false
+	}
+	log.Info("Removed the rules of another backend")
+	return true
+}
+
+// drainTime is how long established connections through IPVS may continue after another
+// backend has replaced IPVS.
+const drainTime = time.Hour
+
+// cleanUp removes everything of an instance that no process owns.
+func cleanUp(ctx context.Context, i instance, bpffs string) error {
+	clean := func(c sink.Cleaner, err error) error {
+		if err != nil {
+			return err
+		}
+		return c.Cleanup(ctx)
+	}
+	switch i.backend {
+	case "nftables":
+		return clean(nftables.New(nftables.Options{Instance: i.name}))
+	case "iptables":
+		return clean(iptables.New(iptables.Options{Instance: i.name}))
+	case "ipvs":
+		return clean(ipvs.New(ipvs.Options{Instance: i.name, Drain: drainTime}))
+	case "ebpf":
+		// Its table belongs to the backend nftables.
+		nothing := sink.Func(func(context.Context, *sink.Changes) error { return nil })
+		return clean(ebpf.New(nothing, ebpf.Options{Instance: i.name, BPFFS: bpffs}))
+	case "userspace":
+		return clean(userspace.New(userspace.Options{Addresses: userspace.LocalRoutes(userspace.RouteOptions{})}))
+	}
+	return fmt.Errorf("no clean-up of backend %s", i.backend)
+}
+
+func (l *leftovers) setFound(found []leftover) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.found = found
+	for _, proxy := range []string{"kube-proxy", "kpng"} {
+		n := 0
+		for i := range found {
+			if found[i].proxy() == proxy {
+				n++
+			}
+		}
+		l.count.WithLabelValues(proxy).Set(float64(n))
+	}
+}
+
+func (l *leftovers) bpffs() string {
+	if dir := flagValue(l.flags, "bpffs"); dir != "" {
+		return dir
+	}
+	return "/sys/fs/bpf"
+}
+
+// find searches the network namespace of the calling thread. If a part of the search
+// fails, find returns the results of the other parts and an error. Without an own proxy
+// name, it also returns the leftovers of kube-proxy. With one, kube-proxy usually runs.
+func (l *leftovers) find(ctx context.Context) (found []leftover, err error) {
+	all, err := findAll(ctx, l.bpffs())
+	seen := map[instance]bool{}
+	for _, f := range all {
+		switch {
+		case f.by != (instance{}):
+			if seen[f.by] || l.isSelf(f.by) || l.isOwned(f.by) {
+				continue
+			}
+			seen[f.by] = true
+		case flagValue(l.flags, "service-proxy-name") != "":
+			continue
+		case f.what == ipvsServers && (l.self.backend == "ipvs" || slices.ContainsFunc(all, func(f leftover) bool { return f.by.backend == "ipvs" })):
+			continue // they may belong to the backend ipvs
+		}
+		found = append(found, f)
+	}
+	return found, err
+}
+
+// isSelf reports whether i is this backend, or a part of it.
+func (l *leftovers) isSelf(i instance) bool {
+	return i == l.self || l.self.backend == "ebpf" && i == instance{"nftables", l.self.name}
+}
+
+// isOwned reports whether a running process owns an instance.
+func (l *leftovers) isOwned(i instance) bool {
+	suffix := ""
+	if i.name != "" {
+		suffix = "-" + i.name
+	}
+	switch i.backend {
+	case "nftables":
+		return ownership.IsOwned("nftables table kpng" + suffix)
+	case "ebpf":
+		// A process with the backend ebpf also owns this table.
+		return l.self != instance{"nftables", i.name} && ownership.IsOwned("nftables table kpng"+suffix)
+	case "ipvs":
+		return ownership.IsOwned("nftables table kpng-ipvs" + suffix)
+	case "iptables":
+		return ownership.IsOwned("iptables chains KPNG-" + i.name + map[bool]string{true: "-"}[i.name != ""])
+	default:
+		return ownership.IsOwned(fmt.Sprintf("local routes of protocol %d", userspaceProtocol))
+	}
+}
+
+// findAll returns the rules and devices of all proxies, whether they have a running owner
+// or not.
+func findAll(ctx context.Context, bpffs string) (found []leftover, err error) {
+	var errs []error
+	for _, find := range []func(context.Context) ([]leftover, error){
+		nftablesLeftovers, legacyLeftovers, interfaceLeftovers, serverLeftovers, routeLeftovers,
+		func(context.Context) ([]leftover, error) { return ebpfLeftovers(bpffs) },
+	} {
 		some, err := find(ctx)
 		found = append(found, some...)
 		errs = append(errs, err)
 	}
 	return found, errors.Join(errs...)
-}
-
-// nftablesLeftovers finds the tables of kube-proxy's mode nftables. It also finds the
-// chains that kube-proxy's other modes made with iptables-nft.
-func nftablesLeftovers(ctx context.Context) ([]leftover, error) {
-	// from linux/netfilter/nf_tables.h
-	const chainTable, chainName = 1, 3
-	c := netfilter.NewConn(0)
-	defer c.Close()
-	var found []leftover
-	var errs []error
-	for _, family := range []struct {
-		name   string
-		number byte
-	}{{"ip", unix.NFPROTO_IPV4}, {"ip6", unix.NFPROTO_IPV6}} {
-		errs = append(errs, c.ListChains(ctx, family.number, func(attributes []byte) (isNew bool) {
-			table, chain := family.name, ""
-			for attr, data := range netfilter.Attributes(attributes) {
-				switch attr {
-				case chainTable:
-					table += " " + netfilter.String(data)
-				case chainName:
-					chain = netfilter.String(data)
-				}
-			}
-			l := leftover{"nftables table " + table, "nft delete table " + table}
-			if chain == kubeProxyChain {
-				l = leftover{"chain " + chain + " of iptables-nft in table " + table, "kube-proxy --cleanup"}
-			} else if table != family.name+" kube-proxy" {
-				return false
-			}
-			if slices.Contains(found, l) {
-				return false
-			}
-			found = append(found, l)
-			return true
-		}))
-	}
-	return found, errors.Join(errs...)
-}
-
-// legacyLeftovers finds the chains that kube-proxy's modes iptables and ipvs made with
-// iptables-legacy.
-func legacyLeftovers(context.Context) ([]leftover, error) {
-	var found []leftover
-	var errs []error
-	for _, f := range []struct {
-		family        api.Family
-		name          string
-		socket, level int
-	}{
-		{api.IPv4, "ip", unix.AF_INET, unix.SOL_IP},
-		{api.IPv6, "ip6", unix.AF_INET6, unix.SOL_IPV6},
-	} {
-		tables, err := netfilter.LegacyTables(f.family)
-		errs = append(errs, err)
-		for _, table := range tables {
-			has, err := legacyTableHas(f.socket, f.level, table, kubeProxyChain)
-			if err != nil {
-				errs = append(errs, fmt.Errorf("read table %s %s of iptables-legacy: %w", f.name, table, err))
-			} else if has {
-				found = append(found, leftover{"chain " + kubeProxyChain + " of iptables-legacy in table " + f.name + " " + table, "kube-proxy --cleanup"})
-			}
-		}
-	}
-	return found, errors.Join(errs...)
-}
-
-// legacyTableHas reports whether a table of iptables-legacy has a chain.
-func legacyTableHas(family, level int, table, chain string) (bool, error) {
-	// The numbers are from linux/netfilter_ipv4/ip_tables.h, and ip6_tables.h has the same
-	// numbers. In ipt_getinfo, the last field is the size of the rules. In ipt_get_entries,
-	// the second field is this size, and the rules come after that field. The rules of each
-	// chain begin with the name of the chain.
-	const (
-		getInfo, infoSize, infoSizeAt           = 64, 84, 80
-		getEntries, entriesSizeAt, entriesStart = 65, 32, 40
-	)
-	fd, err := unix.Socket(family, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0)
-	if err != nil {
-		return false, fmt.Errorf("open a socket: %w", err)
-	}
-	defer unix.Close(fd)
-	get := func(option int, buffer []byte) error {
-		copy(buffer, table)
-		n := uint32(len(buffer))
-		_, _, errno := unix.Syscall6(unix.SYS_GETSOCKOPT, uintptr(fd), uintptr(level), uintptr(option),
-			uintptr(unsafe.Pointer(&buffer[0])), uintptr(unsafe.Pointer(&n)), 0)
-		if errno != 0 {
-			return os.NewSyscallError("getsockopt", errno)
-		}
-		return nil
-	}
-	for attempt := 0; ; attempt++ {
-		info := make([]byte, infoSize)
-		if err := get(getInfo, info); err != nil {
-			return false, err
-		}
-		size := binary.NativeEndian.Uint32(info[infoSizeAt:])
-		entries := make([]byte, entriesStart+int(size))
-		binary.NativeEndian.PutUint32(entries[entriesSizeAt:], size)
-		err := get(getEntries, entries)
-		if errors.Is(err, unix.EAGAIN) && attempt < 10 {
-			continue // after getInfo, another program changed the size of the table
-		}
-		return err == nil && bytes.Contains(entries, append([]byte(chain), 0)), err
-	}
-}
-
-// interfaceLeftovers finds the interface of kube-proxy's mode ipvs.
-func interfaceLeftovers(context.Context) ([]leftover, error) {
-	const device = "kube-ipvs0"
-	_, err := netlink.LinkByName(device)
-	switch {
-	case err == nil:
-		return []leftover{{"interface " + device, "ip link delete " + device}}, nil
-	case errors.As(err, &netlink.LinkNotFoundError{}):
-		return nil, nil
-	default:
-		return nil, fmt.Errorf("look for interface %s: %w", device, err)
-	}
-}
-
-// serverLeftovers finds virtual servers of IPVS.
-func serverLeftovers(context.Context) ([]leftover, error) {
-	text, err := os.ReadFile("/proc/thread-self/net/ip_vs")
-	if errors.Is(err, os.ErrNotExist) {
-		return nil, nil
-	}
-	if err != nil {
-		return nil, fmt.Errorf("list virtual servers of IPVS: %w", err)
-	}
-	// Each line that begins with a protocol describes a virtual server.
-	n := 0
-	for line := range strings.Lines(string(text)) {
-		if slices.ContainsFunc([]string{"TCP ", "UDP ", "SCTP "}, func(p string) bool { return strings.HasPrefix(line, p) }) {
-			n++
-		}
-	}
-	if n == 0 {
-		return nil, nil
-	}
-	return []leftover{{fmt.Sprintf("%d virtual servers of IPVS", n), "ipvsadm --clear"}}, nil
 }

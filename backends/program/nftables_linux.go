@@ -26,6 +26,8 @@ func NFTables() *Backend {
 		Flags: f.register,
 		Make:  f.parts,
 		Init:  f.init,
+
+		leftovers: newLeftovers("nftables"),
 	}
 }
 

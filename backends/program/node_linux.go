@@ -29,9 +29,6 @@ type nodeFlags struct {
 	checks            *healthChecks
 	withEvents        bool
 	events            *eventsWriter // nil without --events
-	// leftovers has the finders for rules of kube-proxy. If it is empty, reportLeftovers
-	// searches for leftovers of all kinds.
-	leftovers []leftoverFinder
 	// flagSet has all flags of the command. Some of them do not belong to the backend.
 	flagSet *pflag.FlagSet
 }
@@ -191,9 +188,6 @@ func (f *nodeFlags) follow(addrs *nodeaddr.Watcher, more ...sysctl.Setting) func
 	return func(ctx context.Context) func() {
 		if mode := f.sysctlMode(); mode != "ignore" {
 			sysctl.Kernel.Apply(ctx, append(more, f.conntrackSettings(cores())...), mode == "set")
-		}
-		if f.replacesKubeProxy() {
-			reportLeftovers(ctx, f.leftovers...)
 		}
 		stopBridges, stopAddrs := followBridges(ctx), addrs.Start(ctx)
 		return func() {

@@ -48,6 +48,7 @@ type Backend struct {
 	forward        sink.Forwarder // forwards calls to parts.Sink
 	unfollow       func()
 	localEndpoints *localEndpoints
+	leftovers      *leftovers // nil if the backend does not search for them
 }
 
 // Parts are the sink and the other running parts of a backend.
@@ -81,6 +82,9 @@ func (b *Backend) Register(fs *pflag.FlagSet) {
 	if b.Flags != nil {
 		b.Flags(fs)
 	}
+	if b.leftovers != nil {
+		b.leftovers.register(fs)
+	}
 }
 
 // Configure creates the backend from the values of its flags. If Configure has already
@@ -95,6 +99,9 @@ func (b *Backend) Configure() (err error) {
 	b.forward.To = b.parts.Sink
 	b.localEndpoints = newLocalEndpoints()
 	b.parts.Collectors = append(b.parts.Collectors, b.localEndpoints.missing)
+	if b.leftovers != nil {
+		b.parts.Collectors = append(b.parts.Collectors, b.leftovers.count)
+	}
 	if b.flags != nil && flagValue(b.flags, "kubeproxy-metrics") == "true" {
 		b.parts.Collectors = append(b.parts.Collectors, kubeProxyNamed("sync_proxy_rules_no_local_endpoints_total", b.localEndpoints.missing, localEndpointsLabels...))
 		for name, c := range b.parts.KubeProxyNames {
@@ -113,8 +120,12 @@ func (b *Backend) Sink() sink.Sink { return b.parts.Sink }
 // Sync implements sink.Sink.
 func (b *Backend) Sync(ctx context.Context, c *sink.Changes) error {
 	err := b.parts.Sink.Sync(ctx, c)
-	if _, ok := sink.Acknowledged(err); ok {
+	failed, ok := sink.Acknowledged(err)
+	if ok {
 		b.localEndpoints.sync(c)
+	}
+	if ok && c.Last && len(failed)+len(c.Failing) == 0 && b.leftovers != nil {
+		b.leftovers.setProgrammed()
 	}
 	return err
 }
@@ -124,9 +135,17 @@ func (b *Backend) Start(ctx context.Context) error {
 	if err := b.forward.Start(ctx); err != nil {
 		return err
 	}
-	b.unfollow = func() {}
+	var stops []func()
 	if b.parts.Follow != nil {
-		b.unfollow = b.parts.Follow(ctx)
+		stops = append(stops, b.parts.Follow(ctx))
+	}
+	if b.leftovers != nil && b.flags != nil {
+		stops = append(stops, b.leftovers.follow(ctx))
+	}
+	b.unfollow = func() {
+		for _, stop := range stops {
+			stop()
+		}
 	}
 	return nil
 }
@@ -156,6 +175,14 @@ func (b *Backend) Companions(healthy func() bool) map[string]sink.Sink {
 		return nil
 	}
 	return b.parts.Companions(healthy)
+}
+
+// Problems implements app.Reporter.
+func (b *Backend) Problems() []string {
+	if b.leftovers == nil {
+		return nil
+	}
+	return b.leftovers.problems()
 }
 
 // Describe implements prometheus.Collector.

@@ -24,6 +24,7 @@ func Userspace(addrs userspace.Addresses) *Backend {
 		OnlyPorts: true,
 		Flags:     func(fs *pflag.FlagSet) { userspaceFlags(fs, &opts, checks) },
 		Make:      func() (Parts, error) { return userspaceParts(opts, checks) },
+		leftovers: newLeftovers("userspace"),
 	}
 }
 

@@ -162,10 +162,10 @@ func (w *world) lead(service *corev1.Service, ip, node string) {
 
 // run starts kpng with the given backend and address for health checks, and waits until
 // kpng is ready.
-func (w *network) run(backend, healthz string) (end func(os.Signal) error) {
+func (w *network) run(backend, healthz string, flags ...string) (end func(os.Signal) error) {
 	w.t.Helper()
 	return w.start(healthz, slices.Concat(w.source, []string{"to-local", backend,
-		"--node-name", nodeName, "--healthz-bind-address", healthz, "--cluster-cidr", "10.1.0.0/16,fd01::/16"})...)
+		"--node-name", nodeName, "--healthz-bind-address", healthz, "--cluster-cidr", "10.1.0.0/16,fd01::/16"}, flags)...)
 }
 
 // start starts kpng with these arguments, and waits until kpng is ready, according to its

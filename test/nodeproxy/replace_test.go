@@ -93,14 +93,24 @@ func TestBackendsReplaceEachOther(t *testing.T) {
 	}
 	for i, backend := range backends[1:] {
 		old := backends[i]
-		endNext := w.run(backend, address(i+1))
+		// The first change of the backend leaves the clean-up to the new backend.
+		var flags []string
+		if i == 0 {
+			flags = []string{"--remove-other-backends"}
+		}
+		endNext := w.run(backend, address(i+1), flags...)
 		if err := end(os.Interrupt); err != nil {
 			t.Errorf("kpng with %s returned %v", old, err)
 		}
 		moreRequests()
-		if old == "ipvs" {
+		switch {
+		case i == 0:
+			await(t, "the new backend removes the rules of the old one", false, func() bool {
+				return strings.Contains(sh(t, w.node.Command("nft", "list", "tables")...), "table inet kpng\n")
+			})
+		case old == "ipvs":
 			w.drainIPVS(clients, moreRequests)
-		} else {
+		default:
 			w.cleanUp(old)
 		}
 		for _, c := range clients {

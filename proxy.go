@@ -271,7 +271,7 @@ func (p *Proxy) NodeName() string { return p.nodeName }
 
 // Node returns the Node object of the proxy's node, or nil if no such object is known.
 func (p *Proxy) Node() *api.Node {
-	node, _ := p.state.Snapshot().Nodes.Get(p.nodeName)
+	node, _ := p.state.Node(p.nodeName)
 	return node
 }
 

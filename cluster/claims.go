@@ -10,14 +10,22 @@ import (
 
 	"github.com/google/btree"
 	"github.com/kpng-project/kpng/api"
-	"k8s.io/apimachinery/pkg/types"
 )
 
-// claims holds the claims of all services and determines the owner of each claim. The
-// tree is sorted by claim, then rank, then age. So the claims to one frontend are
-// adjacent, and the winner is the first of them. State.mu guards the tree.
+// claims holds the claims of all services and determines the owner of each claim. A
+// change takes O(log n) time for each claim that it adds or removes, however many services
+// compete for the claim. State.mu guards the fields.
 type claims struct {
+	// tree is sorted by claim, then rank, then age. So the claims to one frontend are
+	// adjacent. The first of them owns the frontend, unless a service owns the whole address.
 	tree *btree.BTreeG[claim]
+	// byPrecedence has the claims at each address that at least one service claims as a
+	// whole, sorted by rank, then age. If the first of them is to the whole address, its
+	// service owns the address and all ports. Otherwise no service owns the whole address.
+	byPrecedence map[netip.Addr]*btree.BTreeG[claim]
+	// moved has the claims whose owner has changed. The joined states of services that have
+	// lost such a claim may still name the previous owner.
+	moved map[api.Claim]bool
 }
 
 // The type ranked is a claim with its rank. If a service has an address as a
@@ -46,7 +54,11 @@ type claim struct {
 }
 
 func newClaims() claims {
-	return claims{tree: btree.NewG(32, func(a, b claim) bool { return a.compare(b) < 0 })}
+	return claims{
+		tree:         btree.NewG(32, func(a, b claim) bool { return a.compare(b) < 0 }),
+		byPrecedence: map[netip.Addr]*btree.BTreeG[claim]{},
+		moved:        map[api.Claim]bool{},
+	}
 }
 
 func (c claim) compare(o claim) int {
@@ -136,124 +148,206 @@ type outcome struct {
 }
 
 // replace replaces the claims of a service's old version by the claims of its new
-// version. One version may be nil. It returns the changed outcomes: the claims that the
-// new version has lost, and the claims of other services that have a new owner. The bool
-// says whether the claims of both versions differ.
-func (c *claims) replace(old, new *api.Service) ([]outcome, bool) {
+// version. One version may be nil. If the versions have the same claims, changed is false.
+// Otherwise own has the outcomes of the new version's claims, and others has the outcomes
+// of all claims that other services have won or lost.
+//
+// A service that had lost a claim before may have lost it to another owner now. The claim
+// is in moved then. The method lost returns these outcomes, which can be many.
+func (c *claims) replace(old, new *api.Service) (own, others []outcome, changed bool) {
 	before, after := claimsOf(old), claimsOf(new)
-	same := old != nil && new != nil && old.Created.Equal(new.Created) && slices.Equal(before, after)
-	var groups []api.Claim
-	if !same {
-		groups = c.conflictGroups(before, after)
+	sameAge := old != nil && new != nil && old.Created.Equal(new.Created)
+	removed, added := before, after
+	if sameAge {
+		removed, added = without(before, after), without(after, before)
 	}
-	var owners map[claim]types.NamespacedName // owners of other services' claims before the change
-	for _, group := range groups {
-		for o := range c.outcomes(group) {
-			if o.claimant != old {
-				if owners == nil {
-					owners = map[claim]types.NamespacedName{}
-				}
-				owners[o.claim] = o.owner.Key()
-			}
-		}
-	}
-	for _, cl := range before {
-		c.tree.Delete(claim{cl, old})
+	touched := c.owners(removed, added)
+	for _, cl := range removed {
+		c.delete(claim{cl, old})
 	}
 	for _, cl := range after {
-		c.tree.ReplaceOrInsert(claim{cl, new})
+		c.insert(claim{cl, new})
 	}
-	var changed []outcome
-	for _, group := range groups {
-		for o := range c.outcomes(group) {
-			if o.claimant == new && o.owner != new || o.claimant != new && owners[o.claim] != o.owner.Key() {
-				changed = append(changed, o)
+	if sameAge && len(removed)+len(added) == 0 {
+		return nil, nil, false
+	}
+	for _, was := range touched {
+		for _, cl := range c.flipped(was) {
+			if cl.claimant != new {
+				others = append(others, outcome{cl, c.owner(cl.Claim)})
 			}
 		}
 	}
-	return changed, !same
+	for _, cl := range after {
+		own = append(own, outcome{claim{cl, new}, c.owner(cl.Claim)})
+	}
+	return own, others, true
 }
 
-// conflictGroups returns the groups of claims that may conflict with the old claims
-// (before) or the new claims (after). Each result is the name of a group: the whole
-// address if a service claims that address, otherwise a port.
-func (c *claims) conflictGroups(before, after []ranked) []api.Claim {
-	list := make([]api.Claim, 0, len(before)+len(after))
-	for _, claims := range [...][]ranked{before, after} {
-		for _, cl := range claims {
-			if whole := (api.Claim{IP: cl.IP}); cl.Claim == whole || c.claimed(whole) {
-				cl.Claim = whole
-			}
-			list = append(list, cl.Claim)
+// without returns the elements of the sorted list a that are not in the sorted list b.
+func without(a, b []ranked) []ranked {
+	var out []ranked
+	for _, cl := range a {
+		for len(b) > 0 && cmp.Or(compareClaims(b[0].Claim, cl.Claim), cmp.Compare(b[0].rank, cl.rank)) < 0 {
+			b = b[1:]
+		}
+		if len(b) == 0 || b[0] != cl {
+			out = append(out, cl)
 		}
 	}
-	slices.SortFunc(list, compareClaims)
-	list = slices.Compact(list)
-	// The group of a whole address includes the groups of its ports. Delete those.
-	var address netip.Addr
-	return slices.DeleteFunc(list, func(cl api.Claim) bool {
-		if claimsAddress(cl) {
-			address = cl.IP
-			return false
-		}
-		return cl.IP.IsValid() && cl.IP == address
-	})
+	return out
 }
 
-// claimed reports whether a service claims a whole address.
-func (c *claims) claimed(whole api.Claim) bool {
-	found := false
-	c.tree.AscendGreaterOrEqual(claim{ranked: ranked{Claim: whole}}, func(o claim) bool {
-		found = o.Claim == whole
+func (c *claims) insert(cl claim) {
+	c.tree.ReplaceOrInsert(cl)
+	switch at := c.byPrecedence[cl.IP]; {
+	case at != nil:
+		at.ReplaceOrInsert(cl)
+	case claimsAddress(cl.Claim):
+		at = btree.NewG(32, func(a, b claim) bool {
+			return cmp.Or(a.precedence(b), compareClaims(a.Claim, b.Claim)) < 0
+		})
+		for o := range c.at(cl.IP) {
+			at.ReplaceOrInsert(o)
+		}
+		c.byPrecedence[cl.IP] = at
+	}
+}
+
+func (c *claims) delete(cl claim) {
+	c.tree.Delete(cl)
+	at := c.byPrecedence[cl.IP]
+	if at == nil {
+		return
+	}
+	at.Delete(cl)
+	if _, claimed := c.first(api.Claim{IP: cl.IP}); !claimed {
+		delete(c.byPrecedence, cl.IP)
+	}
+}
+
+// at yields all claims at an address.
+func (c *claims) at(ip netip.Addr) iter.Seq[claim] {
+	return func(yield func(claim) bool) {
+		c.tree.AscendGreaterOrEqual(claim{ranked: ranked{Claim: api.Claim{IP: ip}}}, func(o claim) bool {
+			return o.IP == ip && yield(o)
+		})
+	}
+}
+
+// first returns the first of the claims that are equal to cl.
+func (c *claims) first(cl api.Claim) (found claim, ok bool) {
+	c.tree.AscendGreaterOrEqual(claim{ranked: ranked{Claim: cl}}, func(o claim) bool {
+		found, ok = o, o.Claim == cl
 		return false
 	})
-	return found
+	return found, ok
 }
 
-// outcomes yields the outcome of each claim in a group. In order of rank and age, it
-// grants each claim that does not conflict with an already granted claim.
-func (c *claims) outcomes(group api.Claim) iter.Seq[outcome] {
-	return func(yield func(outcome) bool) {
-		var buffer [4]claim
-		all := buffer[:0]
-		c.tree.AscendGreaterOrEqual(claim{ranked: ranked{Claim: group}}, func(o claim) bool {
-			if o.Claim != group && !(claimsAddress(group) && o.IP == group.IP) {
-				return false
-			}
-			all = append(all, o)
-			return true
-		})
-		if !claimsAddress(group) {
-			for _, cl := range all {
-				if !yield(outcome{cl, all[0].claimant}) {
-					return
-				}
-			}
-			return
+// firstAt returns the claim with the best precedence at an address, if a service claims
+// the whole address.
+func (c *claims) firstAt(ip netip.Addr) (claim, bool) {
+	if at := c.byPrecedence[ip]; at != nil {
+		return at.Min()
+	}
+	return claim{}, false
+}
+
+// owner returns the owner of a claim. For a claim to a whole address that no service owns,
+// it returns the service that prevents this.
+func (c *claims) owner(cl api.Claim) *api.Service {
+	if best, ok := c.firstAt(cl.IP); ok && (claimsAddress(best.Claim) || claimsAddress(cl)) {
+		return best.claimant
+	}
+	best, _ := c.first(cl)
+	return best.claimant
+}
+
+// ownership is the owner of a claim at some time. It is the zero value if there was none.
+type ownership struct {
+	claim api.Claim
+	by    claim
+}
+
+// owners returns the present ownership of all given claims, and of the whole addresses.
+func (c *claims) owners(lists ...[]ranked) []ownership {
+	var all []ownership
+	seen := map[api.Claim]bool{}
+	add := func(cl api.Claim, by claim) {
+		if !seen[cl] {
+			seen[cl] = true
+			all = append(all, ownership{cl, by})
 		}
-		slices.SortStableFunc(all, claim.precedence)
-		owners := map[api.Claim]*api.Service{}
-		var first *api.Service // the service whose claim is granted first; other claims to the whole address lose to it
-		for _, cl := range all {
-			owner := owners[cl.Claim]
-			if owner == nil {
-				owner = owners[group]
+	}
+	for _, list := range lists {
+		for _, cl := range list {
+			if !claimsAddress(cl.Claim) {
+				by, _ := c.first(cl.Claim)
+				add(cl.Claim, by)
 			}
-			if owner == nil && cl.Claim == group {
-				owner = first
-			}
-			if owner == nil {
-				owner = cl.claimant
-				owners[cl.Claim] = owner
-			}
-			if first == nil {
-				first = owner
-			}
-			if !yield(outcome{cl, owner}) {
-				return
+			if cl.IP.IsValid() {
+				by, _ := c.firstAt(cl.IP)
+				add(api.Claim{IP: cl.IP}, by)
 			}
 		}
 	}
+	return all
+}
+
+// flipped compares an earlier ownership with the present one. It returns the claims that
+// services have won or lost since then, and marks claims with another owner as moved.
+func (c *claims) flipped(was ownership) (list []claim) {
+	now, _ := c.first(was.claim)
+	whole := claimsAddress(was.claim)
+	if whole {
+		now, _ = c.firstAt(was.claim.IP)
+	}
+	if sameService(was.by.claimant, now.claimant) && was.by.Claim == now.Claim {
+		return nil
+	}
+	c.moved[was.claim] = true
+	for _, cl := range [...]claim{was.by, now} {
+		if present, ok := c.tree.Get(cl); ok && cl.claimant != nil {
+			list = append(list, present)
+		}
+	}
+	if whole && owns(was.by) != owns(now) {
+		// The first claim to each port of the address is lost or won, too.
+		var last api.Claim
+		for cl := range c.at(was.claim.IP) {
+			if cl.Claim != last {
+				last = cl.Claim
+				list = append(list, cl)
+			}
+		}
+	} else if first, ok := c.first(was.claim); whole && ok {
+		list = append(list, first)
+	}
+	return list
+}
+
+// owns reports whether the claim with the best precedence at an address owns the address.
+func owns(cl claim) bool { return cl.claimant != nil && claimsAddress(cl.Claim) }
+
+func sameService(a, b *api.Service) bool {
+	return a == b || a != nil && b != nil && a.Key() == b.Key()
+}
+
+// lost returns the outcomes of all lost claims in moved, and clears moved.
+func (c *claims) lost() (list []outcome) {
+	for group := range c.moved {
+		c.tree.AscendGreaterOrEqual(claim{ranked: ranked{Claim: group}}, func(cl claim) bool {
+			if cl.Claim != group && !(claimsAddress(group) && cl.IP == group.IP) {
+				return false
+			}
+			if owner := c.owner(cl.Claim); owner != cl.claimant {
+				list = append(list, outcome{cl, owner})
+			}
+			return true
+		})
+	}
+	clear(c.moved)
+	return list
 }
 
 func claimsAddress(c api.Claim) bool { return c.Protocol == 0 && c.Port == 0 }

@@ -373,6 +373,73 @@ func compareClaims(a, b api.Claim) int {
 	return cmp.Or(a.IP.Compare(b.IP), cmp.Compare(a.Family, b.Family), cmp.Compare(a.Protocol, b.Protocol), cmp.Compare(a.Port, b.Port))
 }
 
+// TestContestedClaimsCostTheSame compares changes of a claim that few or many services
+// compete for. It counts allocations, because times vary.
+func TestContestedClaimsCostTheSame(t *testing.T) {
+	for _, test := range []struct {
+		name   string
+		change func(tx *cluster.Tx, contender func(i int) *api.Service)
+	}{
+		{"the owner is deleted and comes back", func(tx *cluster.Tx, contender func(int) *api.Service) {
+			tx.DeleteService(contender(0).Key())
+			tx.SetService(contender(0))
+		}},
+		{"another service is deleted and comes back", func(tx *cluster.Tx, contender func(int) *api.Service) {
+			tx.DeleteService(contender(50).Key())
+			tx.SetService(contender(50))
+		}},
+		{"a service whose cluster IP they name changes its port", func(tx *cluster.Tx, _ func(int) *api.Service) {
+			tx.SetService(service("victim", 0, "10.9.9.9", 81))
+			tx.SetService(service("victim", 0, "10.9.9.9", 80))
+		}},
+	} {
+		for _, whole := range []bool{false, true} {
+			t.Run(fmt.Sprintf("%s, all ports %t", test.name, whole), func(t *testing.T) {
+				contender := func(i int) *api.Service {
+					s := with(service(fmt.Sprint("s", i), 100_000-i, "10.0.0.1", 80), external("10.9.9.9"))
+					s.IPs.ClusterIPs, s.IPFamilies, s.AllPorts = api.IPSet{}, []api.Family{api.IPv4}, whole
+					return s
+				}
+				allocations := func(contenders int) float64 {
+					state := cluster.New(cluster.Options{})
+					state.Update(func(tx *cluster.Tx) {
+						for i := range contenders {
+							tx.SetService(contender(i))
+						}
+					})
+					return testing.AllocsPerRun(10, func() {
+						state.Update(func(tx *cluster.Tx) { test.change(tx, contender) })
+					})
+				}
+				if few, many := allocations(100), allocations(3000); many > 2*few {
+					t.Errorf("%.0f allocations with 100 services, %.0f with 3,000", few, many)
+				}
+			})
+		}
+	}
+}
+
+// BenchmarkContestedClaims lists services that compete for one claim, and then deletes
+// them one by one, oldest first.
+func BenchmarkContestedClaims(b *testing.B) {
+	for _, n := range []int{1000, 4000, 16000} {
+		b.Run(fmt.Sprint(n, " services"), func(b *testing.B) {
+			var list []*api.Service
+			for i := range n {
+				list = append(list, with(service(fmt.Sprint("s", i), 100_000-i, fmt.Sprintf("10.1.%d.%d", i>>8, i&255), 443), external("10.9.9.9")))
+			}
+			for b.Loop() {
+				state := cluster.New(cluster.Options{})
+				state.Update(func(tx *cluster.Tx) { tx.ReplaceServices(slices.Values(list)) })
+				for _, s := range list {
+					state.Update(func(tx *cluster.Tx) { tx.DeleteService(s.Key()) })
+				}
+			}
+			b.ReportMetric(float64(b.Elapsed().Nanoseconds())/float64(b.N*n), "ns/service")
+		})
+	}
+}
+
 // BenchmarkContestedAddress changes one of many services at the same address. Either an
 // all-ports service also claims the address, or all services claim the same port.
 func BenchmarkContestedAddress(b *testing.B) {

@@ -3,6 +3,7 @@
 package cluster
 
 import (
+	"cmp"
 	"iter"
 	"slices"
 	"strings"
@@ -191,7 +192,9 @@ func (s *State) Changed(since diffstore.Revision) <-chan struct{} {
 }
 
 // Snapshot returns the current state. A call is cheap, and it is free if the state has
-// not changed since the last call.
+// not changed since the last call. If a claim that many services have lost has another
+// owner since the last call, a call takes time in proportion to their number, and counts as
+// a change.
 func (s *State) Snapshot() *Snapshot {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -199,6 +202,11 @@ func (s *State) Snapshot() *Snapshot {
 }
 
 func (s *State) latest() *Snapshot {
+	if len(s.claims.moved) > 0 {
+		before := s.revisions.Last()
+		s.setLost(s.claims.lost())
+		s.commit(before)
+	}
 	if s.snapshot == nil {
 		_, stale := s.staleStore.Get("")
 		s.snapshot = &Snapshot{
@@ -210,6 +218,11 @@ func (s *State) latest() *Snapshot {
 	}
 	return s.snapshot
 }
+
+// Node returns the node with this name. Unlike Snapshot, it does not wait for a running
+// Update, and it may return a node that this Update has changed. So health checks do not
+// depend on how long an Update takes.
+func (s *State) Node(name string) (*api.Node, bool) { return s.nodes.Get(name) }
 
 // Objects returns the current state with its objects. Unless the state is resumable, the
 // first call counts as a change, and takes time in proportion to the number of objects.
@@ -252,46 +265,53 @@ func (s *State) setService(key types.NamespacedName, new *api.Service) {
 	if s.objectStores != nil {
 		setOrDelete(s.objectStores.services, key, new)
 	}
-	outcomes, changed := s.claims.replace(old, new)
+	own, others, changed := s.claims.replace(old, new)
 	state.Service = new
 	if changed {
-		state.Lost = nil
+		state.Lost = updateLost(nil, own)
 	}
-	slices.SortStableFunc(outcomes, func(a, b outcome) int { return byAge(a.claimant, b.claimant) })
-	for len(outcomes) > 0 {
-		claimant := outcomes[0].claimant
-		n := 1
-		for n < len(outcomes) && outcomes[n].claimant == claimant {
-			n++
-		}
-		if claimant == new {
-			state.Lost = updateLost(nil, outcomes[:n])
-		} else {
-			other := s.state(claimant.Key())
-			other.Lost = updateLost(other.Lost, outcomes[:n])
-			s.setState(claimant.Key(), other)
-		}
-		outcomes = outcomes[n:]
-	}
+	s.setLost(others)
 	s.setState(key, state)
 }
 
-// updateLost returns the sorted lost claims of a service, updated by these outcomes.
+// setLost updates the lost claims of the services that have these outcomes.
+func (s *State) setLost(outcomes []outcome) {
+	slices.SortFunc(outcomes, func(a, b outcome) int {
+		return cmp.Or(byAge(a.claimant, b.claimant), compareClaims(a.Claim, b.Claim))
+	})
+	for len(outcomes) > 0 {
+		key, n := outcomes[0].claimant.Key(), 1
+		for n < len(outcomes) && outcomes[n].claimant == outcomes[0].claimant {
+			n++
+		}
+		state := s.state(key)
+		if lost := updateLost(state.Lost, outcomes[:n]); !slices.Equal(lost, state.Lost) {
+			state.Lost = lost
+			s.setState(key, state)
+		}
+		outcomes = outcomes[n:]
+	}
+}
+
+// updateLost returns the sorted lost claims of a service, updated by these outcomes, which
+// are sorted by claim.
 func updateLost(lost []api.LostClaim, outcomes []outcome) []api.LostClaim {
-	lost = slices.Clone(lost)
-	for _, o := range outcomes {
-		i, found := slices.BinarySearchFunc(lost, o.Claim, func(l api.LostClaim, c api.Claim) int { return compareClaims(l.Claim, c) })
-		if found {
-			lost = slices.Delete(lost, i, i+1)
+	var updated []api.LostClaim
+	for i, o := range outcomes {
+		if i > 0 && o.Claim == outcomes[i-1].Claim {
+			continue
+		}
+		for len(lost) > 0 && compareClaims(lost[0].Claim, o.Claim) < 0 {
+			updated, lost = append(updated, lost[0]), lost[1:]
+		}
+		if len(lost) > 0 && lost[0].Claim == o.Claim {
+			lost = lost[1:]
 		}
 		if o.owner != o.claimant {
-			lost = slices.Insert(lost, i, api.LostClaim{Claim: o.Claim, Winner: o.owner.Key()})
+			updated = append(updated, api.LostClaim{Claim: o.Claim, Winner: o.owner.Key()})
 		}
 	}
-	if len(lost) == 0 {
-		return nil
-	}
-	return lost
+	return append(updated, lost...)
 }
 
 // setSlice sets a slice. If the slice belonged to another service, setSlice removes it

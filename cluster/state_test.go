@@ -259,6 +259,21 @@ func TestChangesBeforePanicAreVisible(t *testing.T) {
 	}
 }
 
+func TestNodeDoesNotWaitForUpdates(t *testing.T) {
+	state := cluster.New(cluster.Options{})
+	state.Update(func(tx *cluster.Tx) {
+		tx.SetNode(&api.Node{Name: "n"})
+		read := make(chan bool)
+		go func() {
+			_, ok := state.Node("n")
+			read <- ok
+		}()
+		if !<-read {
+			t.Error("the node is not known")
+		}
+	})
+}
+
 func TestEmptyClusterWakesReaderWithoutState(t *testing.T) {
 	state := cluster.New(cluster.Options{})
 	state.SetSynced()

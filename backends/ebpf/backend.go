@@ -29,8 +29,11 @@ type Backend struct {
 	cgroup    string
 	programs  *programs
 	dataplane *dataplane
-	// detached is set after an error of eBPF, until a pass has filled the maps again.
-	detached bool
+	// complete is true while the maps have the services of a whole pass. Otherwise, the
+	// backend does not let the programs translate connections.
+	complete bool
+	// beatAt is the time of the last heartbeat.
+	beatAt time.Time
 	// compareAt is the time of the next comparison with the kernel.
 	compareAt time.Time
 	// compared is the time spent on the comparison that has begun.
@@ -59,8 +62,9 @@ func New(proxy sink.Sink, opts Options) (*Backend, error) {
 
 // Start implements [sink.Starter]. It starts the other sink, opens or makes the maps, and
 // attaches the programs. Programs of an earlier process are replaced without
-// interruption. Start needs CAP_BPF, CAP_NET_ADMIN and CAP_PERFMON. If another process
-// programs the instance, the error wraps [sink.ErrOwned].
+// interruption. If no process has run for ten minutes, the programs translate connections
+// after the first pass has ended. Start needs CAP_BPF, CAP_NET_ADMIN and CAP_PERFMON. If
+// another process programs the instance, the error wraps [sink.ErrOwned].
 func (b *Backend) Start(ctx context.Context) error {
 	// The other sink comes first, because another process may own its objects. Then the
 	// programs of that process must stay.
@@ -91,7 +95,8 @@ func (b *Backend) start(ctx context.Context) (err error) {
 	if err := p.attach(&b.opts, b.cgroup); err != nil {
 		return errors.Join(err, p.close())
 	}
-	b.programs = p
+	b.programs, b.complete = p, false
+	b.compareAt = time.Now().Add(repairPause)
 	b.dataplane = &dataplane{
 		annotation: b.opts.Annotation,
 		frontends:  kernelTable[frontendKey, list]{"frontends", p.Frontends},
@@ -153,47 +158,77 @@ func (b *Backend) remove() error {
 	return remove(&b.opts)
 }
 
-// Sync implements [sink.Sink]. It passes c to the other sink, then writes the maps, and
-// returns the result of the other sink. It also writes the maps if the other sink fails,
-// because the programs would otherwise continue to use removed endpoints.
+// Sync implements [sink.Sink]. It writes c to the maps, passes c to the other sink, and
+// returns the result of the other sink. So new connections do not use removed endpoints
+// while the other sink takes long or fails.
 //
-// An error of eBPF does not fail Sync. The backend logs it and detaches the programs, so
-// that the other sink handles all connections. Verify later requests a new pass.
-func (b *Backend) Sync(ctx context.Context, c *sink.Changes) error {
-	defer b.program(ctx, c) // runs even if the other sink panics
-	return b.proxy.Sync(ctx, c)
+// An error of eBPF does not fail Sync. The backend logs it and pauses the programs, so that
+// the other sink handles all connections. Verify later requests a new pass.
+func (b *Backend) Sync(ctx context.Context, c *sink.Changes) (err error) {
+	defer func() { err = b.proxy.Sync(ctx, c) }() // runs even if the method program panics
+	b.program(ctx, c)
+	return nil
 }
 
 // repairPause is the time from an error of eBPF to the next attempt to use eBPF.
 const repairPause = time.Minute
 
-// program writes the changes to the maps. At the end of a pass, it attaches the programs
-// if they are detached.
+// program writes the changes to the maps. From the end of a pass on, it lets the programs
+// translate connections.
 func (b *Backend) program(ctx context.Context, c *sink.Changes) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	if b.detached && b.dataplane.records == nil && !c.First {
+	if !b.complete && b.dataplane.records == nil && !c.First {
 		return // after an error, the maps are not written until the next pass begins
 	}
+	b.checkAge()
 	err := b.dataplane.sync(ctx, c)
-	if b.programs != nil {
-		err = errors.Join(err, b.programs.beat())
-	}
-	if err == nil && b.detached && c.Last {
-		if err = b.programs.attach(&b.opts, b.cgroup); err == nil {
-			b.detached = false
-			klog.FromContext(ctx).Info("Attached the eBPF programs again")
-		}
+	complete := b.complete || c.Last
+	if err == nil && complete {
+		err = b.beat()
 	}
 	if err != nil {
-		b.detached = true
-		b.dataplane.records = nil
-		b.compareAt = time.Now().Add(repairPause)
-		err = errors.Join(err, b.programs.detach())
-		klog.FromContext(ctx).Error(err, "Detached the eBPF programs; all services are handled without eBPF", "retryAfter", repairPause)
+		b.fail(ctx, err)
 		return
 	}
+	if complete && !b.complete {
+		klog.FromContext(ctx).Info("The eBPF programs translate connections")
+	}
+	b.complete = complete
 	b.opts.Used(b.dataplane.usage())
+}
+
+// patience is the time without a heartbeat after which the programs leave all connections to
+// the other sink.
+const patience = 10 * time.Minute
+
+// checkAge stops the use of the maps until the next pass has ended if the programs have
+// already stopped to use them. This happens after the process was frozen, or after the other
+// sink blocked.
+func (b *Backend) checkAge() {
+	if b.complete && time.Since(b.beatAt) >= patience {
+		b.complete, b.compareAt = false, time.Time{}
+	}
+}
+
+// beat lets the programs translate connections for the time patience.
+func (b *Backend) beat() error {
+	if b.programs == nil {
+		return nil
+	}
+	b.beatAt = time.Now()
+	return b.programs.beat()
+}
+
+// fail pauses the programs until a later pass has ended. The maps may miss changes, so the
+// pause also applies to the next process.
+func (b *Backend) fail(ctx context.Context, err error) {
+	b.complete, b.dataplane.records = false, nil
+	b.compareAt = time.Now().Add(repairPause)
+	if b.programs != nil {
+		err = errors.Join(err, b.programs.pause())
+	}
+	klog.FromContext(ctx).Error(err, "Paused the eBPF programs; all services are handled without eBPF", "retryAfter", repairPause)
 }
 
 // minPause is the shortest time between two comparisons with the kernel. The pause after
@@ -218,16 +253,19 @@ func (b *Backend) verify(ctx context.Context) error {
 	if b.programs == nil {
 		return nil
 	}
-	if err := b.programs.beat(); err != nil {
-		return err
+	b.checkAge()
+	if b.complete {
+		if err := b.beat(); err != nil {
+			return err
+		}
 	}
 	now := time.Now()
 	if now.Before(b.compareAt) {
 		return nil
 	}
-	if b.detached {
+	if !b.complete {
 		b.compareAt = now.Add(repairPause)
-		return fmt.Errorf("fill the eBPF maps again after an error (%w)", sink.ErrStartOver)
+		return fmt.Errorf("fill the eBPF maps (%w)", sink.ErrStartOver)
 	}
 	if b.dataplane.records == nil {
 		return nil

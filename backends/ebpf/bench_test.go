@@ -166,3 +166,65 @@ func BenchmarkChange(b *testing.B) {
 		})
 	}
 }
+
+// BenchmarkSend measures the time to send a datagram from a UDP socket that is not
+// connected: to an endpoint, from a socket outside the cgroup and from one inside, and to a
+// service. The socket is open, or is opened and closed for each datagram.
+func BenchmarkSend(b *testing.B) {
+	n := newNode(b, Options{})
+	n.ns.Add(b, "lo", "10.0.0.1")
+	n.pass(numbered(5, 1), view("udp", []string{"10.96.1.1"}, []string{"10.0.0.1"}, nil))
+	endpoint, service := &unix.SockaddrInet4{Addr: [4]byte{10, 0, 0, 1}, Port: 8080}, &unix.SockaddrInet4{Addr: [4]byte{10, 96, 1, 1}, Port: 80}
+	for _, test := range []struct {
+		name    string
+		outside bool
+		to      *unix.SockaddrInet4
+		reopen  bool
+	}{
+		{"outside", true, endpoint, false},
+		{"endpoint", false, endpoint, false},
+		{"service", false, service, false},
+		{"open-outside", true, endpoint, true},
+		{"open-endpoint", false, endpoint, true},
+		{"open-service", false, service, true},
+	} {
+		b.Run(test.name, func(b *testing.B) {
+			ns := *n.ns
+			if test.outside {
+				ns.Cgroup = nil
+			}
+			open := func() (int, error) { return unix.Socket(unix.AF_INET, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0) }
+			var took []time.Duration
+			err := ns.Do(func() error {
+				fd, err := open()
+				if err != nil {
+					return err
+				}
+				defer unix.Close(fd)
+				for b.Loop() {
+					start := time.Now()
+					to := fd
+					if test.reopen {
+						if to, err = open(); err != nil {
+							return err
+						}
+					}
+					// No socket receives the datagrams, so an earlier one may have been refused.
+					if err := unix.Sendto(to, nil, 0, test.to); err != nil && err != unix.ECONNREFUSED {
+						return err
+					}
+					if test.reopen {
+						unix.Close(to)
+					}
+					took = append(took, time.Since(start))
+				}
+				return nil
+			})
+			if err != nil {
+				b.Fatal(err)
+			}
+			slices.Sort(took)
+			b.ReportMetric(float64(took[len(took)/2].Nanoseconds()), "ns-median")
+		})
+	}
+}

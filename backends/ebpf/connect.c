@@ -75,12 +75,22 @@ struct peer {
 	struct address endpoint;
 };
 
-// A UDP socket remembers the services that it used last, the latest first.
-#define PEERS 8
+// The use of a service by a UDP socket.
+struct use {
+	struct peer peer;
+	// Time of the last datagram in either direction, or 0.
+	__u64 time;
+};
+
+// A UDP socket may use this number of services at the same time. It is a power of two.
+#define USES 8
 
 struct udp_peers {
 	struct bpf_spin_lock lock;
-	struct peer peers[PEERS];
+	__u32 pad;
+	// Time of the last datagram that the programs did not translate, or 0.
+	__u64 other;
+	struct use uses[USES];
 };
 
 struct {
@@ -126,7 +136,7 @@ struct {
 	__uint(max_entries, SOME);
 } tcp_peers SEC(".maps");
 
-// The peers of each UDP socket. The kernel deletes an element with its socket.
+// The services that each UDP socket uses. The kernel deletes an element with its socket.
 struct {
 	__uint(type, BPF_MAP_TYPE_SK_STORAGE);
 	__uint(map_flags, BPF_F_NO_PREALLOC);
@@ -134,7 +144,8 @@ struct {
 	__type(value, struct udp_peers);
 } udp_peers SEC(".maps");
 
-// The time at which the backend last ran, in nanoseconds since the boot.
+// The time at which the backend last ran, in nanoseconds since the boot. It is 0 before
+// the first pass has ended, and after an error of the backend.
 struct {
 	__uint(type, BPF_MAP_TYPE_ARRAY);
 	__type(key, __u32);
@@ -146,7 +157,7 @@ struct {
 enum counter {
 	CONNECT4, CONNECT6, SENDMSG4, SENDMSG6, RECVMSG4, RECVMSG6, GETPEERNAME4, GETPEERNAME6,
 	// Connections and datagrams to a frontend that are left to the other sink.
-	ABANDONED, NO_ENDPOINT, LIST_CHANGED, NO_MEMORY,
+	ABANDONED, NO_ENDPOINT, LIST_CHANGED, NO_MEMORY, BOUND_PORT, AMBIGUOUS,
 	COUNTERS,
 };
 
@@ -182,12 +193,51 @@ static __always_inline int abandoned(__u64 now)
 {
 	__u32 zero = 0;
 	__u64 *time = bpf_map_lookup_elem(&heartbeat, &zero);
-	return !time || (__s64)(now - *time) > (__s64)PATIENCE;
+	// The time may be in the future by less than a second, if another CPU wrote it after this
+	// one read the clock.
+	return !time || !*time || now + SECOND - *time > PATIENCE + SECOND;
+}
+
+// beat writes the present time to the map heartbeat. The backend runs it, because a process
+// in a time namespace cannot read the clock of the kernel.
+SEC("socket")
+int beat(struct __sk_buff *packet)
+{
+	__u32 zero = 0;
+	__u64 *time = bpf_map_lookup_elem(&heartbeat, &zero);
+	if (time)
+		*time = bpf_ktime_get_ns();
+	return 0;
 }
 
 static __always_inline int equal(const struct address *a, const struct address *b)
 {
 	return a->ip[0] == b->ip[0] && a->ip[1] == b->ip[1] && a->ip[2] == b->ip[2] && a->ip[3] == b->ip[3] && a->port == b->port;
+}
+
+// is_zero returns 1 if value is 0, and otherwise 0. It has no branch, and the barrier stops
+// the compiler from making one. So the verifier does not follow both results.
+static __always_inline __u64 is_zero(__u64 value)
+{
+	value |= -value;
+	barrier_var(value);
+	return ~value >> 63;
+}
+
+// same does the same as equal, without a branch.
+static __always_inline __u64 same(const struct address *a, const struct address *b)
+{
+	return is_zero((a->ip[0] ^ b->ip[0]) | (a->ip[1] ^ b->ip[1]) | (a->ip[2] ^ b->ip[2]) | (a->ip[3] ^ b->ip[3]) | (a->port ^ b->port));
+}
+
+static __always_inline struct frontend frontend_of(const struct address *service, __u8 protocol)
+{
+	struct frontend f = {
+		.ip = {service->ip[0], service->ip[1], service->ip[2], service->ip[3]},
+		.port = service->port,
+		.protocol = protocol,
+	};
+	return f;
 }
 
 static __always_inline int is_member(__u64 list, const struct address *endpoint)
@@ -196,62 +246,113 @@ static __always_inline int is_member(__u64 list, const struct address *endpoint)
 	return bpf_map_lookup_elem(&members, &member) != NULL;
 }
 
-// recall copies the endpoint that the socket last used in place of a service.
-static __always_inline int recall(struct udp_peers *known, const struct address *service, struct address *endpoint)
+// If no datagram passed for so long, a use of a service ends. Connection tracking ends a
+// flow of UDP after the same time.
+#define IDLE (120 * SECOND)
+
+// live reports whether time is not 0, and less than IDLE has passed since then. The time may
+// be in the future, if another CPU wrote it after this one read the clock.
+static __always_inline int live(__u64 now, __u64 time)
+{
+	return time && (__s64)(now - time) < (__s64)IDLE;
+}
+
+// recall copies the endpoint that the socket uses in place of a service.
+static __always_inline int recall(struct udp_peers *known, __u64 now, const struct address *service, struct address *endpoint)
 {
 	int found = 0;
 	bpf_spin_lock(&known->lock);
 #pragma unroll
-	for (int i = 0; i < PEERS; i++)
-		if (!found && equal(&known->peers[i].service, service)) {
-			*endpoint = known->peers[i].endpoint;
+	for (int i = 0; i < USES; i++)
+		if (!found && live(now, known->uses[i].time) && equal(&known->uses[i].peer.service, service)) {
+			*endpoint = known->uses[i].peer.endpoint;
 			found = 1;
 		}
 	bpf_spin_unlock(&known->lock);
 	return found;
 }
 
-// remember makes a peer the first of the socket's peers. If its service is new, the last
-// peer is forgotten.
-static __always_inline void remember(struct udp_peers *known, const struct peer *peer)
+// remember records that the socket uses a peer. The peer replaces the endpoint stale,
+// which the service no longer has. If another thread has meanwhile recorded an endpoint for
+// the same service, remember changes the peer to that endpoint.
+//
+// It returns 0 if the source of an answer would be ambiguous: the socket uses the endpoint
+// for another service, or uses too many services, or has sent datagrams that were not
+// translated. One of those may have gone to the endpoint.
+static __always_inline int remember(struct udp_peers *known, __u64 now, const struct address *stale, struct peer *peer)
 {
-	struct peer next = *peer;
-	int found = 0;
+	// The number of the element of the service, and of an unused element, from 1 on.
+	__u64 own = 0, unused = 0, shared = 0;
+	int ok = 0;
 	bpf_spin_lock(&known->lock);
+	// With branches, the verifier would follow 3^8 paths through the loop.
 #pragma unroll
-	for (int i = 0; i < PEERS; i++)
-		if (!found) {
-			struct peer old = known->peers[i];
-			known->peers[i] = next;
-			found = equal(&old.service, &peer->service);
-			next = old;
-		}
+	for (__u32 i = 0; i < USES; i++) {
+		struct use *use = &known->uses[i];
+		__u64 used = ((now - use->time - IDLE) >> 63) & (is_zero(use->time) ^ 1); // live
+		barrier_var(used);
+		__u64 found = used & same(&use->peer.service, &peer->service);
+		barrier_var(found);
+		own |= found * (i + 1);
+		unused = used * unused | (used ^ 1) * (i + 1);
+		shared |= used & (found ^ 1) & same(&use->peer.endpoint, &peer->endpoint);
+	}
+	struct use *use = &known->uses[((own ? own : unused) - 1) & (USES - 1)];
+	if (own && !equal(&use->peer.endpoint, stale)) {
+		peer->endpoint = use->peer.endpoint;
+		ok = 1;
+	} else if (!shared && !live(now, known->other) && (own || unused)) {
+		use->peer = *peer;
+		ok = 1;
+	}
+	if (ok)
+		use->time = now;
 	bpf_spin_unlock(&known->lock);
+	return ok;
 }
 
-// choose chooses an endpoint for a connection to a frontend. It returns 0 if the frontend
-// does not exist.
+// has_used reports whether the socket has ever used a service. Then remember has filled the
+// last element, because it uses the last free one.
+static __always_inline int has_used(const struct udp_peers *known)
+{
+	return known->uses[USES - 1].peer.service.port != 0;
+}
+
+// choose chooses an endpoint for a connection or datagram to a frontend, and records the
+// choice. It returns 0 if the frontend does not exist, or is left to the other sink.
 //
 // The kernel may reuse the memory of a deleted element while choose reads it. But the
 // backend deletes a list only after it has replaced the list in the map frontends. So if
 // the frontend still has the same list at the end, then all that was read is valid.
-static __always_inline int choose(struct bpf_sock_addr *ctx, const struct frontend *frontend, struct udp_peers **known, struct peer *peer)
+static __always_inline int choose(struct bpf_sock_addr *ctx, __u8 protocol, struct peer *peer)
 {
-	struct list *found = bpf_map_lookup_elem(&frontends, frontend);
+	struct frontend frontend = frontend_of(&peer->service, protocol);
+	struct list *found = bpf_map_lookup_elem(&frontends, &frontend);
 	if (!found)
 		return 0;
 	struct list list = *found;
 	__u64 now = bpf_ktime_get_ns();
 	if (abandoned(now))
 		return left(ABANDONED);
-	struct client client = {.frontend = *frontend};
+	struct client client = {.frontend = frontend};
+	struct udp_peers *known = NULL;
+	struct address stale = {};
 	int kept = 0;
-	if (frontend->protocol == IPPROTO_UDP) {
+	if (protocol == IPPROTO_UDP) {
 		// Without the record, the socket would receive answers from the endpoint's address.
-		*known = ctx->sk ? bpf_sk_storage_get(&udp_peers, ctx->sk, 0, BPF_SK_STORAGE_GET_F_CREATE) : NULL;
-		if (!*known)
+		known = ctx->sk ? bpf_sk_storage_get(&udp_peers, ctx->sk, 0, BPF_SK_STORAGE_GET_F_CREATE) : NULL;
+		if (!known)
 			return left(NO_MEMORY);
-		kept = recall(*known, &peer->service, &peer->endpoint) && is_member(list.id, &peer->endpoint);
+		if (recall(known, now, &peer->service, &peer->endpoint)) {
+			kept = is_member(list.id, &peer->endpoint);
+			if (!kept)
+				stale = peer->endpoint;
+		}
+	} else if (ctx->sk && ctx->sk->src_port) {
+		// Connections from one port to two services with the same endpoint would be the same
+		// connection. The other sink can change the port of one of them. Unless the caller has
+		// bound the socket, the kernel chooses a port later, and avoids ports that are in use.
+		return left(BOUND_PORT);
 	} else if (list.affinity) {
 		client.netns = bpf_get_netns_cookie(ctx);
 		struct choice *choice = bpf_map_lookup_elem(&clients, &client);
@@ -270,66 +371,166 @@ static __always_inline int choose(struct bpf_sock_addr *ctx, const struct fronte
 			return left(LIST_CHANGED);
 		peer->endpoint = *chosen;
 	}
-	found = bpf_map_lookup_elem(&frontends, frontend);
+	found = bpf_map_lookup_elem(&frontends, &frontend);
 	if (!found || found->id != list.id)
 		return left(LIST_CHANGED);
+	if (known)
+		return remember(known, now, &stale, peer) ? 1 : left(AMBIGUOUS);
 	if (client.netns) {
 		struct choice choice = {.time = now, .endpoint = peer->endpoint};
 		bpf_map_update_elem(&clients, &client, &choice, BPF_ANY);
 	}
+	__u64 cookie = bpf_get_socket_cookie(ctx);
+	bpf_map_update_elem(&tcp_peers, &cookie, peer, BPF_ANY);
 	return 1;
 }
 
 // translate replaces the address of a service in address by that of an endpoint. It
 // returns 0 if nothing changes. Then the rules of the other sink handle the connection.
-static __always_inline int translate(struct bpf_sock_addr *ctx, struct address *address)
+static __always_inline int translate(struct bpf_sock_addr *ctx, __u8 protocol, struct address *address)
 {
-	if (only_netns && bpf_get_netns_cookie(ctx) != only_netns)
-		return 0;
-	struct frontend frontend = {.port = address->port, .protocol = ctx->protocol};
-	__builtin_memcpy(frontend.ip, address->ip, sizeof(frontend.ip));
 	struct peer peer = {.service = *address};
-	struct udp_peers *known = NULL;
-	if (!choose(ctx, &frontend, &known, &peer))
+	if (!choose(ctx, protocol, &peer))
 		return 0;
-	if (known)
-		remember(known, &peer);
-	else {
-		__u64 cookie = bpf_get_socket_cookie(ctx);
-		bpf_map_update_elem(&tcp_peers, &cookie, &peer, BPF_ANY);
-	}
 	*address = peer.endpoint;
 	return 1;
 }
 
-// restore_tcp replaces the address of an endpoint in address by that of the service.
-static __always_inline int restore_tcp(struct bpf_sock_addr *ctx, struct address *address)
+// excluded reports whether the programs leave everything that a socket sends.
+static __always_inline int excluded(struct bpf_sock_addr *ctx)
 {
+	return only_netns && bpf_get_netns_cookie(ctx) != only_netns;
+}
+
+// note records that a UDP socket uses a destination that was not translated. From now on,
+// datagrams from this destination are not answers of a service.
+static __always_inline void note(struct bpf_sock_addr *ctx, const struct address *destination)
+{
+	struct udp_peers *known = ctx->sk ? bpf_sk_storage_get(&udp_peers, ctx->sk, 0, BPF_SK_STORAGE_GET_F_CREATE) : NULL;
+	if (!known)
+		return;
+	known->other = bpf_ktime_get_ns();
+	if (!has_used(known))
+		return;
+	bpf_spin_lock(&known->lock);
+#pragma unroll
+	for (int i = 0; i < USES; i++)
+		if (equal(&known->uses[i].peer.endpoint, destination))
+			known->uses[i].time = 0;
+	bpf_spin_unlock(&known->lock);
+}
+
+// was_connected reports whether a TCP socket was connected before, perhaps to a service. The
+// kernel does not clear the destination of a socket when it is disconnected.
+static __always_inline int was_connected(struct bpf_sock_addr *ctx)
+{
+	struct bpf_sock *sk = ctx->sk;
+	return sk && (sk->dst_ip4 || sk->dst_ip6[0] || sk->dst_ip6[1] || sk->dst_ip6[2] || sk->dst_ip6[3]);
+}
+
+// on_connect translates TCP sockets only. A connected UDP socket keeps its peer when the
+// endpoint is removed, so connection tracking has to move it.
+static __always_inline int on_connect(struct bpf_sock_addr *ctx, struct address *address)
+{
+	if (excluded(ctx))
+		return 0;
+	if (ctx->protocol == IPPROTO_TCP) {
+		if (translate(ctx, IPPROTO_TCP, address))
+			return 1;
+		if (was_connected(ctx)) {
+			__u64 cookie = bpf_get_socket_cookie(ctx);
+			bpf_map_delete_elem(&tcp_peers, &cookie);
+		}
+	} else if (ctx->protocol == IPPROTO_UDP && ctx->sk && ctx->sk->src_port) {
+		// Without a port, the socket has not sent a datagram to a service, and loses the port
+		// that it gets now when it disconnects.
+		note(ctx, address);
+	}
+	return 0;
+}
+
+// connected reports whether a UDP socket is connected. It receives only datagrams of its
+// peer, so answers of an endpoint would not reach it. The kernel runs the program at
+// sendmsg for such a socket only if the caller names a destination.
+static __always_inline int connected(struct bpf_sock_addr *ctx)
+{
+	return ctx->sk && ctx->sk->state == BPF_TCP_ESTABLISHED;
+}
+
+static __always_inline int on_sendmsg(struct bpf_sock_addr *ctx, struct address *address)
+{
+	if (ctx->protocol != IPPROTO_UDP || excluded(ctx))
+		return 0;
+	if (!connected(ctx) && translate(ctx, IPPROTO_UDP, address))
+		return 1;
+	note(ctx, address);
+	return 0;
+}
+
+// has_endpoint reports whether a service still has an endpoint of UDP sockets. The backend
+// may replace the list of the service meanwhile, and delete the old list.
+static __always_inline int has_endpoint(const struct peer *peer)
+{
+	struct frontend frontend = frontend_of(&peer->service, IPPROTO_UDP);
+	__u64 id = 0;
+#pragma unroll
+	for (int i = 0; i < 3; i++) {
+		struct list *list = bpf_map_lookup_elem(&frontends, &frontend);
+		if (!list || (i && list->id == id))
+			return 0;
+		id = list->id;
+		if (is_member(id, &peer->endpoint))
+			return 1;
+	}
+	return 1;
+}
+
+// on_recvmsg replaces the address of an endpoint in address, the source of a datagram, by
+// that of the service.
+static __always_inline int on_recvmsg(struct bpf_sock_addr *ctx, struct address *address)
+{
+	if (ctx->protocol != IPPROTO_UDP)
+		return 0;
+	struct udp_peers *known = ctx->sk ? bpf_sk_storage_get(&udp_peers, ctx->sk, 0, 0) : NULL;
+	if (!known)
+		return 0;
+	__u64 now = bpf_ktime_get_ns();
+	if (!has_used(known)) {
+		if (live(now, known->other))
+			known->other = now;
+		return 0;
+	}
+	struct peer peer = {.endpoint = *address};
+	int found = 0;
+	bpf_spin_lock(&known->lock);
+#pragma unroll
+	for (int i = 0; i < USES; i++)
+		if (!found && live(now, known->uses[i].time) && equal(&known->uses[i].peer.endpoint, &peer.endpoint)) {
+			peer.service = known->uses[i].peer.service;
+			known->uses[i].time = now;
+			found = 1;
+		}
+	if (!found && live(now, known->other))
+		known->other = now;
+	bpf_spin_unlock(&known->lock);
+	if (!found || !has_endpoint(&peer))
+		return 0;
+	*address = peer.service;
+	return 1;
+}
+
+// on_getpeername does the same for the peer of a TCP socket. The connection continues when
+// the service is deleted, so its name does not change.
+static __always_inline int on_getpeername(struct bpf_sock_addr *ctx, struct address *address)
+{
+	if (ctx->protocol != IPPROTO_TCP)
+		return 0;
 	__u64 cookie = bpf_get_socket_cookie(ctx);
 	struct peer *peer = bpf_map_lookup_elem(&tcp_peers, &cookie);
 	if (!peer || !equal(&peer->endpoint, address))
 		return 0;
 	*address = peer->service;
 	return 1;
-}
-
-// restore_udp does the same for the source of a datagram.
-static __always_inline int restore_udp(struct bpf_sock_addr *ctx, struct address *address)
-{
-	struct udp_peers *known = ctx->sk ? bpf_sk_storage_get(&udp_peers, ctx->sk, 0, 0) : NULL;
-	if (!known)
-		return 0;
-	struct address endpoint = *address;
-	int found = 0;
-	bpf_spin_lock(&known->lock);
-#pragma unroll
-	for (int i = 0; i < PEERS; i++)
-		if (!found && equal(&known->peers[i].endpoint, &endpoint)) {
-			*address = known->peers[i].service;
-			found = 1;
-		}
-	bpf_spin_unlock(&known->lock);
-	return found;
 }
 
 #define MAPPED bpf_htonl(0xffff)
@@ -364,33 +565,23 @@ static __always_inline void write6(struct bpf_sock_addr *ctx, const struct addre
 	ctx->user_port = a->port;
 }
 
-// connected reports whether a UDP socket is connected. It receives only datagrams of its
-// peer, so answers of an endpoint would not reach it. The kernel runs the program at
-// sendmsg for such a socket only if the caller names a destination.
-static __always_inline int connected(struct bpf_sock_addr *ctx)
-{
-	return ctx->sk && ctx->sk->state == BPF_TCP_ESTABLISHED;
-}
-
-#define PROGRAM(hook, family, counter, condition, change)     \
-	SEC("cgroup/" #hook #family)                          \
-	int hook##family(struct bpf_sock_addr *ctx)           \
-	{                                                     \
-		struct address a = read##family(ctx);         \
-		if ((condition) && change(ctx, &a)) {         \
-			write##family(ctx, &a);               \
-			count(counter);                       \
-		}                                             \
-		return 1;                                     \
+#define PROGRAM(hook, family, counter)                            \
+	SEC("cgroup/" #hook #family)                              \
+	int hook##family(struct bpf_sock_addr *ctx)               \
+	{                                                         \
+		struct address a = read##family(ctx);             \
+		if (on_##hook(ctx, &a)) {                         \
+			write##family(ctx, &a);                   \
+			count(counter);                           \
+		}                                                 \
+		return 1;                                         \
 	}
 
-// A connected UDP socket keeps its peer when the endpoint is removed, so connection
-// tracking has to move it. Therefore only TCP sockets are translated when they connect.
-PROGRAM(connect, 4, CONNECT4, ctx->protocol == IPPROTO_TCP, translate)
-PROGRAM(connect, 6, CONNECT6, ctx->protocol == IPPROTO_TCP, translate)
-PROGRAM(sendmsg, 4, SENDMSG4, ctx->protocol == IPPROTO_UDP && !connected(ctx), translate)
-PROGRAM(sendmsg, 6, SENDMSG6, ctx->protocol == IPPROTO_UDP && !connected(ctx), translate)
-PROGRAM(recvmsg, 4, RECVMSG4, ctx->protocol == IPPROTO_UDP, restore_udp)
-PROGRAM(recvmsg, 6, RECVMSG6, ctx->protocol == IPPROTO_UDP, restore_udp)
-PROGRAM(getpeername, 4, GETPEERNAME4, ctx->protocol == IPPROTO_TCP, restore_tcp)
-PROGRAM(getpeername, 6, GETPEERNAME6, ctx->protocol == IPPROTO_TCP, restore_tcp)
+PROGRAM(connect, 4, CONNECT4)
+PROGRAM(connect, 6, CONNECT6)
+PROGRAM(sendmsg, 4, SENDMSG4)
+PROGRAM(sendmsg, 6, SENDMSG6)
+PROGRAM(recvmsg, 4, RECVMSG4)
+PROGRAM(recvmsg, 6, RECVMSG6)
+PROGRAM(getpeername, 4, GETPEERNAME4)
+PROGRAM(getpeername, 6, GETPEERNAME6)

@@ -54,6 +54,7 @@ type connectSpecs struct {
 //
 // It can be passed ebpf.CollectionSpec.Assign.
 type connectProgramSpecs struct {
+	Beat         *ebpf.ProgramSpec `ebpf:"beat"`
 	Connect4     *ebpf.ProgramSpec `ebpf:"connect4"`
 	Connect6     *ebpf.ProgramSpec `ebpf:"connect6"`
 	Getpeername4 *ebpf.ProgramSpec `ebpf:"getpeername4"`
@@ -139,6 +140,7 @@ type connectVariables struct {
 //
 // It can be passed to loadConnectObjects or ebpf.CollectionSpec.LoadAndAssign.
 type connectPrograms struct {
+	Beat         *ebpf.Program `ebpf:"beat"`
 	Connect4     *ebpf.Program `ebpf:"connect4"`
 	Connect6     *ebpf.Program `ebpf:"connect6"`
 	Getpeername4 *ebpf.Program `ebpf:"getpeername4"`
@@ -151,6 +153,7 @@ type connectPrograms struct {
 
 func (p *connectPrograms) Close() error {
 	return _ConnectClose(
+		p.Beat,
 		p.Connect4,
 		p.Connect6,
 		p.Getpeername4,

@@ -19,14 +19,16 @@ type Counts struct {
 	Translated map[string]uint64
 	// Left has the numbers of connections and datagrams to frontends in the maps that the
 	// programs left to the other sink, by reason. The reasons are: abandoned (the backend
-	// has not run for ten minutes), no_endpoint (only existing UDP sockets may use the
-	// endpoints), list_changed (the list changed at this moment), and no_memory.
+	// has not run for ten minutes, or an error paused the programs), no_endpoint (only
+	// existing UDP sockets may use the endpoints), list_changed (the list changed at this
+	// moment), no_memory, bound_port (the caller has bound the TCP socket to a port), and
+	// ambiguous (the source of an answer to the UDP socket could be wrong).
 	Left map[string]uint64
 }
 
 // leftReasons has the reasons in the order of connect.c. In the map counters, they follow
 // the hooks.
-var leftReasons = [...]string{"abandoned", "no_endpoint", "list_changed", "no_memory"}
+var leftReasons = [...]string{"abandoned", "no_endpoint", "list_changed", "no_memory", "bound_port", "ambiguous"}
 
 var errNotStarted = errors.New("the eBPF backend is not started")
 

@@ -34,15 +34,25 @@ func TestKernel(t *testing.T) {
 	t.Run("TCP sockets are translated when they connect", testTCP)
 	t.Run("IPv6 sockets may use IPv4-mapped addresses", testMapped)
 	t.Run("UDP sockets are translated when they send", testUDP)
-	t.Run("a UDP socket may use two services with the same endpoint", testSharedEndpoint)
 	t.Run("UDP sockets keep a draining endpoint and leave a removed one", testUDPChurn)
 	t.Run("UDP sockets keep a draining endpoint that no new socket may use", testDrainingOnly)
 	t.Run("connected UDP sockets are left to the other sink", testConnectedUDP)
 	t.Run("a connected UDP socket may name its peer when it sends", testConnectedUDPNamesPeer)
-	t.Run("a UDP socket remembers eight services", testManyServices)
+	t.Run("answers in flight come from the service that was asked", testAnswersInFlight)
+	t.Run("a UDP socket uses at most eight services at a time", testManyServices)
+	t.Run("answers to threads that share a UDP socket come from the service", testThreads)
+	t.Run("a UDP socket that is idle for two minutes forgets its endpoint", testIdle)
+	t.Run("an answer has the name of a service only while the service has the endpoint", testPresentNames)
+	t.Run("a UDP socket that is connected and disconnected gets right names", testReconnectedUDP)
+	t.Run("UDP sessions stay where they are when eBPF takes over", testTakeover)
 	t.Run("a datagram is not translated if its answer could not be restored", testNoMemory)
 	t.Run("programs count what they translate and what they leave", testCounts)
+	t.Run("connections from one bound port reach all services", testBoundPort)
+	t.Run("getpeername returns the endpoint after a direct connection", testReconnectedTCP)
 	t.Run("programs stop ten minutes after the last process", testAbandoned)
+	t.Run("a start does not let programs use old maps", testNotRevived)
+	t.Run("a process in a time namespace writes the time of the kernel", testTimeNamespace)
+	t.Run("removed endpoints are not used while the other sink works", testSlowSink)
 	t.Run("clients of a service with session affinity keep their endpoint", testAffinity)
 	t.Run("sockets of other cgroups are not translated", testOtherCgroup)
 	t.Run("HostNetworkOnly excludes other network namespaces", testHostNetworkOnly)
@@ -52,7 +62,10 @@ func TestKernel(t *testing.T) {
 	t.Run("a restart deletes what the process before it left", testStale)
 	t.Run("a restart detaches programs at hooks of other versions", testUnknownLink)
 	t.Run("maps of a new size have the elements of the old maps", testNewSize)
+	t.Run("maps in use change their size", testNewSizeUnderLoad)
 	t.Run("a map of another layout is replaced by an empty map", testNewLayout)
+	t.Run("a start replaces whatever is pinned", testForeignFiles)
+	t.Run("a start continues an interrupted one", testInterruptedStart)
 	t.Run("a failed start leaves the maps of the attached programs", testFailedStart)
 	t.Run("a deleted directory is made again", testDeletedDirectory)
 	t.Run("services that do not fit are left to the other sink until there is space", testFull)
@@ -74,12 +87,17 @@ var endpoints = []string{"10.0.0.1", "10.0.0.2", "10.0.0.3", "fd00::1", "fd00::2
 func (n *node) serve() {
 	n.t.Helper()
 	for _, addr := range endpoints {
-		n.ns.Add(n.t, "lo", addr)
-		at := net.JoinHostPort(addr, "8080")
-		netnstest.Listen(n.t, n.ns.Do, at, func(c net.Conn) { fmt.Fprint(c, addr) })
-		netnstest.Answer(n.t, n.ns.Do, at, addr)
-		n.awaitRoute(at)
+		n.serveAt(addr)
+		n.awaitRoute(net.JoinHostPort(addr, "8080"))
 	}
+}
+
+func (n *node) serveAt(addr string) {
+	n.t.Helper()
+	n.ns.Add(n.t, "lo", addr)
+	at := net.JoinHostPort(addr, "8080")
+	netnstest.Listen(n.t, n.ns.Do, at, func(c net.Conn) { fmt.Fprint(c, addr) })
+	netnstest.Answer(n.t, n.ns.Do, at, addr)
 }
 
 // awaitRoute waits until a TCP connection to an address of the namespace is accepted or
@@ -262,7 +280,8 @@ func (s *socket) ask(to string) string {
 func testUDP(t *testing.T) {
 	n := newNode(t, Options{})
 	n.serve()
-	n.pass(view("web", []string{"10.96.0.1", "fd00:96::1"}, endpoints, nil), view("dns", []string{"10.96.0.2"}, endpoints[:1], nil))
+	n.serveAt("10.0.0.4")
+	n.pass(view("web", []string{"10.96.0.1", "fd00:96::1"}, endpoints, nil), view("dns", []string{"10.96.0.2"}, []string{"10.0.0.4"}, nil))
 	for to, want := range map[string][]string{"10.96.0.1:80": endpoints[:3], "[fd00:96::1]:80": endpoints[3:]} {
 		var names []string
 		for range 40 {
@@ -280,18 +299,6 @@ func testUDP(t *testing.T) {
 		if names = slices.Compact(names); !slices.Equal(names, want) {
 			t.Errorf("%s leads to %v, want %v", to, names, want)
 		}
-	}
-}
-
-func testSharedEndpoint(t *testing.T) {
-	n := newNode(t, Options{})
-	n.serve()
-	n.pass(view("web", []string{"10.96.0.1"}, endpoints[:1], nil), view("dns", []string{"10.96.0.2"}, endpoints[:1], nil))
-	s := n.socket()
-	for range 3 {
-		s.ask("10.96.0.1:80") // checks the source of the answer
-		s.ask("10.96.0.2:80")
-		s.ask("10.96.0.2:80")
 	}
 }
 
@@ -412,34 +419,6 @@ func testConnectedUDPNamesPeer(t *testing.T) {
 	}
 }
 
-func testManyServices(t *testing.T) {
-	n := newNode(t, Options{})
-	n.serve()
-	var views []*api.ServiceEndpoints
-	address := func(i int) string { return fmt.Sprintf("10.96.0.%d", i) }
-	for i := range 9 {
-		// Services 0, 3 and 6 share an endpoint, and so on.
-		views = append(views, view(fmt.Sprint("web", i), []string{address(i)}, endpoints[i%3:i%3+1], nil))
-	}
-	n.pass(views...)
-	s := n.socket()
-	for range 3 {
-		for i := range views {
-			s.ask(address(i) + ":80") // checks the source of the answer
-		}
-	}
-	// A socket remembers the last eight services, so it keeps the endpoint of service 8, and
-	// not that of service 0.
-	for _, i := range []int{0, 8} {
-		views[i] = view(fmt.Sprint("web", i), []string{address(i)}, []string{"~" + endpoints[i%3]}, local)
-	}
-	n.set(views...)
-	s.ask(address(8) + ":80")
-	if _, err := s.WriteTo([]byte("?"), &net.UDPAddr{IP: net.IPv4(10, 96, 0, 0), Port: 80}); !errors.Is(err, unix.ENETUNREACH) {
-		t.Errorf("to a forgotten service without an endpoint: error %v, want %v", err, unix.ENETUNREACH)
-	}
-}
-
 func testNoMemory(t *testing.T) {
 	n := newNode(t, Options{})
 	n.serve()
@@ -480,7 +459,7 @@ func testCounts(t *testing.T) {
 			"connect4": 5, "connect6": 3, "getpeername4": 5, "getpeername6": 3,
 			"sendmsg4": 1, "sendmsg6": 0, "recvmsg4": 0, "recvmsg6": 1,
 		},
-		Left: map[string]uint64{"abandoned": 0, "no_endpoint": 1, "list_changed": 0, "no_memory": 0},
+		Left: map[string]uint64{"abandoned": 0, "no_endpoint": 1, "list_changed": 0, "no_memory": 0, "bound_port": 0, "ambiguous": 0},
 	}
 	if diff := cmp.Diff(want, counts); diff != "" {
 		t.Errorf("counts (-want +got):\n%s", diff)
@@ -500,36 +479,168 @@ func testAbandoned(t *testing.T) {
 	if err := n.Stop(t.Context()); err != nil {
 		t.Fatal(err)
 	}
-	setAge := func(age time.Duration) {
-		t.Helper()
-		m, err := ebpf.LoadPinnedMap(filepath.Join(n.opts.directory(), "heartbeat"), nil)
-		if err != nil {
-			t.Fatal(err)
-		}
-		defer m.Close()
-		var now unix.Timespec
-		if err := unix.ClockGettime(unix.CLOCK_MONOTONIC, &now); err != nil {
-			t.Fatal(err)
-		}
-		if err := m.Put(uint32(0), uint64(now.Nano()-int64(age))); err != nil {
-			t.Fatal(err)
-		}
-	}
-	setAge(9 * time.Minute)
+	n.setAge(9 * time.Minute)
 	n.mustReach("10.96.0.1:80", endpoints[0])
-	setAge(10*time.Minute + time.Second)
+	n.setAge(10*time.Minute + time.Second)
+	n.mustNotReach("10.96.0.1:80")
+	n.setAge(-time.Hour) // as a process in a time namespace of an earlier version wrote it
 	n.mustNotReach("10.96.0.1:80")
 	n.restart()
-	n.mustReach("10.96.0.1:80", endpoints[0])
 	n.pass(view("web", []string{"10.96.0.1"}, endpoints[:1], nil))
-	setAge(time.Hour)
+	n.mustReach("10.96.0.1:80", endpoints[0])
+	n.setAge(time.Hour)
 	if err := n.Verify(t.Context()); err != nil {
 		t.Fatal(err)
 	}
 	n.mustReach("10.96.0.1:80", endpoints[0])
-	setAge(time.Hour)
+	n.setAge(time.Hour)
 	n.set()
 	n.mustReach("10.96.0.1:80", endpoints[0])
+}
+
+// setAge changes the time of the last heartbeat.
+func (n *node) setAge(age time.Duration) {
+	n.t.Helper()
+	var now unix.Timespec
+	if err := unix.ClockGettime(unix.CLOCK_MONOTONIC, &now); err != nil {
+		n.t.Fatal(err)
+	}
+	n.withHeartbeat(func(m *ebpf.Map) error { return m.Put(uint32(0), uint64(now.Nano()-int64(age))) })
+}
+
+// withHeartbeat calls f with the pinned map heartbeat.
+func (n *node) withHeartbeat(f func(*ebpf.Map) error) {
+	n.t.Helper()
+	m, err := ebpf.LoadPinnedMap(filepath.Join(n.opts.directory(), "heartbeat"), nil)
+	if err != nil {
+		n.t.Fatal(err)
+	}
+	defer m.Close()
+	if err := f(m); err != nil {
+		n.t.Fatal(err)
+	}
+}
+
+// testNotRevived imitates a process that ends again and again, for example because the API
+// server is unreachable.
+func testNotRevived(t *testing.T) {
+	n := newNode(t, Options{})
+	n.serveAt(endpoints[0])
+	web := view("web", []string{"10.96.0.1"}, endpoints[:1], nil)
+	n.pass(web)
+	n.setAge(11 * time.Minute)
+	if err := n.Stop(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	n.below = startFails{}
+	if err := n.tryStart(); !errors.Is(err, errBroken) {
+		t.Errorf("error %v, want %v", err, errBroken)
+	}
+	n.mustNotReach("10.96.0.1:80")
+	n.below = noProxy
+	n.restart()
+	n.mustNotReach("10.96.0.1:80")
+	if err := n.Verify(t.Context()); err != nil {
+		t.Error(err)
+	}
+	n.mustNotReach("10.96.0.1:80")
+	n.deliver(&sink.Changes{First: true, NodeChanged: true}, web)
+	n.mustNotReach("10.96.0.1:80")
+	n.deliver(&sink.Changes{Last: true})
+	n.mustReachOnce("10.96.0.1:80", endpoints[0])
+
+	// The process was frozen, and its services may be old.
+	n.setAge(11 * time.Minute)
+	n.beatAt = n.beatAt.Add(-11 * time.Minute)
+	n.set(web)
+	n.mustNotReach("10.96.0.1:80")
+	if err := n.Verify(t.Context()); !errors.Is(err, sink.ErrStartOver) {
+		t.Errorf("error %v, want a new pass", err)
+	}
+	n.mustNotReach("10.96.0.1:80")
+	n.pass(web)
+	n.mustReachOnce("10.96.0.1:80", endpoints[0])
+
+	// After an error, the maps may miss changes. So the next process must not use them either.
+	n.dataplane.frontends = &brokenTable[frontendKey, list]{table: n.dataplane.frontends, deleteErr: errBroken}
+	n.dataplane.slots = &brokenTable[slotKey, address]{table: n.dataplane.slots, deleteErr: errBroken}
+	n.dataplane.members = &brokenTable[memberKey, uint32]{table: n.dataplane.members, deleteErr: errBroken}
+	n.delete("web")
+	n.mustNotReach("10.96.0.1:80")
+	n.restart()
+	n.mustNotReach("10.96.0.1:80")
+	n.pass(web)
+	n.mustReachOnce("10.96.0.1:80", endpoints[0])
+}
+
+// startFails is a sink whose Start fails.
+type startFails struct{ sink.Func }
+
+func (startFails) Start(context.Context) error { return errBroken }
+
+// timeNamespaceVariable is the environment variable that gives TestInTimeNamespace its
+// cgroup.
+const timeNamespaceVariable = "KPNG_TEST_TIME_NAMESPACE"
+
+func testTimeNamespace(t *testing.T) {
+	n := newNode(t, Options{})
+	n.serveAt(endpoints[0])
+	if err := n.Stop(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	cmd := exec.CommandContext(t.Context(), "unshare", "--time", "--fork", "--monotonic", "100000",
+		os.Args[0], "-test.run=^TestInTimeNamespace$", "-test.v")
+	cmd.Env = append(os.Environ(), timeNamespaceVariable+"="+n.opts.Cgroup)
+	if out, err := cmd.CombinedOutput(); err != nil {
+		t.Fatalf("%v\n%s", err, out)
+	}
+	n.mustReachOnce("10.96.0.1:80", endpoints[0])
+	var now unix.Timespec
+	if err := unix.ClockGettime(unix.CLOCK_MONOTONIC, &now); err != nil {
+		t.Fatal(err)
+	}
+	n.withHeartbeat(func(m *ebpf.Map) error {
+		var beat int64
+		err := m.Lookup(uint32(0), &beat)
+		if age := time.Duration(now.Nano() - beat); age < 0 || age > 5*time.Minute {
+			t.Errorf("the age of the heartbeat is %s", age)
+		}
+		return err
+	})
+}
+
+// TestInTimeNamespace runs only in a process that testTimeNamespace starts.
+func TestInTimeNamespace(t *testing.T) {
+	cgroup := os.Getenv(timeNamespaceVariable)
+	if cgroup == "" {
+		return
+	}
+	b, err := New(noProxy, Options{Cgroup: cgroup, BPFFS: mountBPFFS(t)})
+	if err != nil {
+		t.Fatal(err)
+	}
+	n := &node{Backend: b, t: t}
+	if err := n.Start(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	n.pass(view("web", []string{"10.96.0.1"}, endpoints[:1], nil))
+	if err := n.Stop(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// testSlowSink makes a connection while the other sink's Sync has not returned.
+func testSlowSink(t *testing.T) {
+	n := newNode(t, Options{})
+	n.serveAt(endpoints[0])
+	n.serveAt(endpoints[1])
+	n.pass(view("web", []string{"10.96.0.1"}, endpoints[:1], nil))
+	n.mustReachOnce("10.96.0.1:80", endpoints[0])
+	n.proxy = sink.Func(func(context.Context, *sink.Changes) error {
+		n.mustReachOnce("10.96.0.1:80", endpoints[1])
+		return nil
+	})
+	n.set(view("web", []string{"10.96.0.1"}, endpoints[1:2], nil))
 }
 
 func testAffinity(t *testing.T) {
@@ -589,19 +700,9 @@ func (n *node) mustReachOnce(to, want string) {
 // shiftClients changes the times of the last connections of all clients.
 func (n *node) shiftClients(by time.Duration) {
 	n.t.Helper()
-	type client struct {
-		Cookie   uint64
-		Frontend frontendKey
-		Pad      uint32
-	}
-	type choice struct {
-		Time     uint64
-		Endpoint address
-		Pad      uint32
-	}
-	clients := kernelTable[client, choice]{"clients", n.programs.Clients}
-	var all batch[client, choice]
-	if err := each(clients, func(k client, c choice) { c.Time += uint64(by); all.add(k, c) }); err != nil {
+	clients := kernelTable[clientKey, choice]{"clients", n.programs.Clients}
+	var all batch[clientKey, choice]
+	if err := each(clients, func(k clientKey, c choice) { c.Time += uint64(by); all.add(k, c) }); err != nil {
 		n.t.Fatal(err)
 	}
 	if _, err := clients.set(all.keys, all.values); err != nil {
@@ -793,8 +894,8 @@ func testUnknownLink(t *testing.T) {
 		t.Fatal(err)
 	}
 	n.restart()
-	if _, err := os.Stat(path); !errors.Is(err, os.ErrNotExist) || attachedTo(l) != 0 {
-		t.Errorf("the link is attached to cgroup %d, and its file has error %v", attachedTo(l), err)
+	if _, err := os.Stat(path); !errors.Is(err, os.ErrNotExist) || attachedTo(l).cgroup != 0 {
+		t.Errorf("the link is attached to %v, and its file has error %v", attachedTo(l), err)
 	}
 }
 
@@ -879,8 +980,26 @@ func testFailedStart(t *testing.T) {
 	if err := n.Stop(t.Context()); err != nil {
 		t.Fatal(err)
 	}
-	path := filepath.Join(n.opts.directory(), "connect4")
-	if err := errors.Join(os.Rename(path, path+"-moved"), os.Mkdir(path, 0o700)); err != nil {
+	// Make the kernel refuse a link: another program has the hook for itself.
+	if err := discard(filepath.Join(n.opts.directory(), "getpeername6")); err != nil {
+		t.Fatal(err)
+	}
+	cgroup, err := os.Open(n.opts.Cgroup)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer cgroup.Close()
+	spec, err := loadConnect()
+	if err != nil {
+		t.Fatal(err)
+	}
+	var alone connectObjects
+	if err := spec.LoadAndAssign(&alone, nil); err != nil {
+		t.Fatal(err)
+	}
+	defer alone.Close()
+	attached := link.RawAttachProgramOptions{Target: int(cgroup.Fd()), Program: alone.Getpeername6, Attach: ebpf.AttachCgroupInet6GetPeername}
+	if err := link.RawAttachProgram(attached); err != nil {
 		t.Fatal(err)
 	}
 	opts := n.opts
@@ -893,7 +1012,7 @@ func testFailedStart(t *testing.T) {
 		t.Fatal("the start succeeded")
 	}
 	// The maps are still those of the attached programs.
-	if err := errors.Join(os.Remove(path), os.Rename(path+"-moved", path)); err != nil {
+	if err := link.RawDetachProgram(link.RawDetachProgramOptions{Target: attached.Target, Program: attached.Program, Attach: attached.Attach}); err != nil {
 		t.Fatal(err)
 	}
 	n.restart()

@@ -12,6 +12,7 @@ import (
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/backends/internal/backendtest"
+	"github.com/kpng-project/kpng/backends/nftables"
 	"github.com/kpng-project/kpng/internal/netnstest"
 	"github.com/kpng-project/kpng/sink"
 	"golang.org/x/sys/unix"
@@ -44,18 +45,19 @@ func mountBPFFS(t testing.TB) string {
 	return dir
 }
 
-// node is a backend with a network namespace and a cgroup of its own. The backend has no
-// other sink, so only the programs translate connections.
+// node is a backend with a network namespace and a cgroup of its own. Unless below is set,
+// the backend has no other sink, so only the programs translate connections.
 type node struct {
 	*Backend
-	t    testing.TB
-	ns   *netnstest.Namespace
-	opts Options
+	t     testing.TB
+	ns    *netnstest.Namespace
+	opts  Options
+	below sink.Sink
 }
 
 func newNode(t testing.TB, opts Options) *node {
 	t.Helper()
-	n := &node{t: t, ns: netnstest.New(t), opts: opts}
+	n := &node{t: t, ns: netnstest.New(t), opts: opts, below: noProxy}
 	n.ns.Cgroup = netnstest.NewCgroup(t)
 	n.opts.BPFFS, n.opts.Cgroup = mountBPFFS(t), n.ns.Cgroup.Dir
 	n.restart()
@@ -79,14 +81,33 @@ func (n *node) restart() {
 			n.t.Error(err)
 		}
 	}
-	b, err := New(noProxy, n.opts)
+	if err := n.tryStart(); err != nil {
+		n.t.Fatal(err)
+	}
+}
+
+// tryStart starts a new backend, and returns the error of Start.
+func (n *node) tryStart() error {
+	n.t.Helper()
+	b, err := New(n.below, n.opts)
 	if err != nil {
 		n.t.Fatal(err)
 	}
 	n.Backend = b
-	if err := n.ns.Do(func() error { return b.Start(n.t.Context()) }); err != nil {
+	return n.ns.Do(func() error { return b.Start(n.t.Context()) })
+}
+
+// useNFTables puts the nftables backend below the backend, which it restarts. The namespace
+// gets a route to cluster IPs, so that packets that the programs leave reach the rules.
+func (n *node) useNFTables() {
+	n.t.Helper()
+	n.ns.Route(n.t, "10.96.0.0/16", "", "lo")
+	b, err := nftables.New(nftables.Options{NetNS: n.ns.FD, Sysctls: nftables.IgnoreSysctls, Conntrack: noProxy})
+	if err != nil {
 		n.t.Fatal(err)
 	}
+	n.below = b
+	n.restart()
 }
 
 // noProxy is a sink that does nothing.

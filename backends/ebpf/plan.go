@@ -74,6 +74,23 @@ type memberKey struct {
 	Pad      [4]byte
 }
 
+// clientKey is a client of a frontend with session affinity.
+type clientKey struct {
+	NetNS    uint64
+	Frontend frontendKey
+	Pad      uint32
+}
+
+// choice is the endpoint of a client. Time is in nanoseconds since the boot.
+type choice struct {
+	Time     uint64
+	Endpoint address
+	Pad      uint32
+}
+
+// peer is what a TCP socket uses in place of a service.
+type peer struct{ Service, Endpoint address }
+
 // wanted is a frontend that a service needs.
 type wanted struct {
 	frontend frontendKey

@@ -5,6 +5,7 @@
 package ebpf
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -83,46 +84,44 @@ func load(ctx context.Context, o *Options) (p *programs, err error) {
 			lock.Close()
 		}
 	}()
-	pinned, err := openMaps(dir)
-	if err != nil {
-		return nil, err
-	}
+	pinned := openMaps(dir)
 	defer closeMaps(pinned)
-	adopted := map[string]*ebpf.Map{}
-	for name, m := range mapSpecs(spec, o) {
-		if old := pinned[name]; old != nil && old.layout == m.Name && m.Compatible(old.Map) == nil {
-			adopted[name] = old.Map
-		}
+	adopted, resized, foreign := sortMaps(pinned, mapSpecs(spec, o))
+	log := klog.FromContext(ctx)
+	if len(foreign) > 0 && len(pinned) > 0 {
+		log.Info("Replacing eBPF maps of another version; all connections are handled without eBPF until all services are known", "maps", foreign)
 	}
 	p = &programs{lock: lock}
-	if err := spec.LoadAndAssign(&p.connectObjects, &ebpf.CollectionOptions{MapReplacements: adopted}); err != nil {
+	err = spec.LoadAndAssign(&p.connectObjects, &ebpf.CollectionOptions{MapReplacements: adopted})
+	if err != nil && len(adopted) > 0 {
+		log.Error(err, "Replacing all eBPF maps, because the programs cannot use those of the process before")
+		resized = nil
+		err = spec.LoadAndAssign(&p.connectObjects, nil)
+	}
+	if err != nil {
 		return nil, fmt.Errorf("load eBPF programs: %w", err)
 	}
-	for name, m := range p.maps() {
-		old := pinned[name]
-		if old == nil || adopted[name] != nil {
-			continue
-		}
-		klog.FromContext(ctx).Info("Replacing an eBPF map of another layout or size", "map", name)
-		if old.layout == spec.Maps[name].Name && old.Type() == m.Type() {
-			if err := copyElements(old.Map, m); err != nil {
-				return nil, errors.Join(fmt.Errorf("copy map %s: %w", name, err), p.connectObjects.Close())
-			}
+	for _, name := range resized {
+		n, err := copyMap[name](pinned[name].Map, p.maps()[name])
+		log.Info("Copied an eBPF map to one of another size", "map", name, "elements", n)
+		if err != nil {
+			log.Info("Some elements of the eBPF map were not copied", "map", name, "reason", err)
 		}
 	}
 	return p, nil
 }
 
-// layout is the version of the meaning of keys and values in the maps. A change that
-// leaves their sizes unchanged must increase it. The kernel's name of a map ends with it.
-const layout = 1
+// layouts has the version of the meaning of keys and values in each map that is not in
+// version 1. A change must increase it, also if the size of the elements changes. The
+// kernel's name of a map ends with it.
+var layouts = map[string]int{"counters": 2, "udp_peers": 2}
 
 // mapSpecs sets the names and sizes of the maps, and returns those that are pinned.
 func mapSpecs(spec *ebpf.CollectionSpec, o *Options) map[string]*ebpf.MapSpec {
 	all := maps.Clone(spec.Maps)
 	maps.DeleteFunc(all, func(name string, _ *ebpf.MapSpec) bool { return strings.HasPrefix(name, ".") }) // such as .rodata
 	for name, m := range all {
-		m.Name = fmt.Sprintf("%s_v%d", name, layout)
+		m.Name = fmt.Sprintf("%s_v%d", name, cmp.Or(layouts[name], 1))
 		if size, ok := o.sizes()[name]; ok {
 			m.MaxEntries = uint32(size)
 		}
@@ -138,36 +137,27 @@ func (p *programs) maps() map[string]*ebpf.Map {
 	}
 }
 
-// pinnedMap is a map of an earlier process. Its layout is the kernel's name of the map.
+// pinnedMap is a map of an earlier process, or of another program.
 type pinnedMap struct {
 	*ebpf.Map
-	layout string
+	info *ebpf.MapInfo
 }
 
-// openMaps opens the pinned maps.
-func openMaps(dir string) (all map[string]*pinnedMap, err error) {
-	all = map[string]*pinnedMap{}
-	defer func() {
-		if err != nil {
-			closeMaps(all)
-		}
-	}()
+// openMaps opens the pinned maps. It omits what is not a map, or may not be changed.
+func openMaps(dir string) map[string]*pinnedMap {
+	all := map[string]*pinnedMap{}
 	for name := range new(programs).maps() {
 		m, err := ebpf.LoadPinnedMap(filepath.Join(dir, name), nil)
-		if errors.Is(err, fs.ErrNotExist) {
+		if err != nil {
 			continue
 		}
-		if err != nil {
-			return nil, fmt.Errorf("open map %s: %w", name, err)
+		if info, err := m.Info(); err != nil || info.Frozen() {
+			m.Close()
+		} else {
+			all[name] = &pinnedMap{m, info}
 		}
-		all[name] = &pinnedMap{Map: m}
-		info, err := m.Info()
-		if err != nil {
-			return nil, fmt.Errorf("read the layout of map %s: %w", name, err)
-		}
-		all[name].layout = info.Name
 	}
-	return all, nil
+	return all
 }
 
 func closeMaps(all map[string]*pinnedMap) {
@@ -176,28 +166,70 @@ func closeMaps(all map[string]*pinnedMap) {
 	}
 }
 
-// copyElements copies elements until the map to is full. Its iteration order is random.
-func copyElements(from, to *ebpf.Map) error {
-	var key, value []byte
-	elements := from.Iterate()
-	for elements.Next(&key, &value) {
-		if err := to.Put(key, value); errors.Is(err, unix.E2BIG) {
-			return nil
-		} else if err != nil {
-			return err
+// sortMaps sorts the maps that this version needs by what the process does with the pinned
+// map of the same name: it uses the map (adopted), or makes a larger or smaller map with
+// the same elements (resized), or makes an empty map (foreign), because there is no pinned
+// map or it has another layout.
+//
+// If a map is foreign, the map heartbeat is too. Then the programs leave all connections
+// to the other sink until the first pass has ended. Otherwise, while one program of the new
+// version and one of the old version are attached, one would not find what the other records.
+func sortMaps(pinned map[string]*pinnedMap, specs map[string]*ebpf.MapSpec) (adopted map[string]*ebpf.Map, resized, foreign []string) {
+	adopted = map[string]*ebpf.Map{}
+	for name, spec := range specs {
+		old := pinned[name]
+		if old == nil || old.info.Name != spec.Name {
+			foreign = append(foreign, name)
+			continue
+		}
+		ofOldSize := spec.Copy()
+		ofOldSize.MaxEntries = old.MaxEntries()
+		switch {
+		case spec.Compatible(old.Map) == nil:
+			adopted[name] = old.Map
+		case copyMap[name] != nil && ofOldSize.Compatible(old.Map) == nil:
+			resized = append(resized, name)
+		default:
+			foreign = append(foreign, name)
 		}
 	}
-	return elements.Err()
+	if len(foreign) > 0 {
+		delete(adopted, "heartbeat")
+	}
+	slices.Sort(foreign)
+	return adopted, resized, foreign
 }
 
-// beat writes the current time to the map heartbeat. Without it, the programs stop after
-// ten minutes to translate connections.
+// copyMap has a function for each map whose size is an option. It copies elements until the
+// new map is full, and returns their number. Copying is best effort: programs and other
+// processes may change the old map meanwhile, and the first pass writes what is missing.
+var copyMap = map[string]func(from, to *ebpf.Map) (int, error){
+	"frontends": copyElements[frontendKey, list],
+	"slots":     copyElements[slotKey, address],
+	"members":   copyElements[memberKey, uint32],
+	"clients":   copyElements[clientKey, choice],
+	"tcp_peers": copyElements[uint64, peer],
+}
+
+func copyElements[K comparable, V any](from, to *ebpf.Map) (int, error) {
+	var all batch[K, V]
+	readErr := each(kernelTable[K, V]{"of the process before", from}, all.add)
+	n, err := kernelTable[K, V]{"of this process", to}.set(all.keys, all.values)
+	return n, errors.Join(readErr, err)
+}
+
+// beat lets the programs translate connections for the time patience.
 func (p *programs) beat() error {
-	var now unix.Timespec
-	if err := unix.ClockGettime(unix.CLOCK_MONOTONIC, &now); err != nil {
-		return err
+	// The kernel runs the program beat with a packet that has only an Ethernet header.
+	if _, err := p.Beat.Run(&ebpf.RunOptions{Data: make([]byte, 14)}); err != nil {
+		return fmt.Errorf("write to map heartbeat: %w", err)
 	}
-	if err := p.Heartbeat.Put(uint32(0), uint64(now.Nano())); err != nil {
+	return nil
+}
+
+// pause makes the programs leave all connections to the other sink until the next beat.
+func (p *programs) pause() error {
+	if err := p.Heartbeat.Put(uint32(0), uint64(0)); err != nil {
 		return fmt.Errorf("write to map heartbeat: %w", err)
 	}
 	return nil
@@ -261,12 +293,9 @@ func (p *programs) restoreDirectory(dir string) error {
 	return nil
 }
 
-// pin pins the maps that are not pinned, in place of other maps with the same names.
+// pin pins the maps that are not pinned, in place of other files with the same names.
 func (p *programs) pin(dir string) error {
-	pinned, err := openMaps(dir)
-	if err != nil {
-		return err
-	}
+	pinned := openMaps(dir)
 	defer closeMaps(pinned)
 	for name, m := range p.maps() {
 		path := filepath.Join(dir, name)
@@ -276,9 +305,9 @@ func (p *programs) pin(dir string) error {
 			} else if same {
 				continue
 			}
-			if err := os.Remove(path); err != nil {
-				return err
-			}
+		}
+		if err := discard(path); err != nil {
+			return err
 		}
 		c, err := m.Clone() // a Map remembers its path, even if the file was deleted
 		if err == nil {
@@ -383,9 +412,6 @@ func (p *programs) attach(o *Options, cgroup string) error {
 	if err := p.restoreDirectory(o.directory()); err != nil {
 		return err
 	}
-	if err := p.beat(); err != nil {
-		return err
-	}
 	if err := p.closeLinks(); err != nil {
 		return err
 	}
@@ -412,32 +438,32 @@ func removeUnknown(o *Options) error {
 		if _, isMap := new(programs).maps()[file.Name()]; known || isMap {
 			continue
 		}
-		path := filepath.Join(o.directory(), file.Name())
-		if l, err := link.LoadPinnedLink(path, nil); err == nil {
-			errs = append(errs, ignoreUnattached(l.Detach()), l.Close())
-		}
-		errs = append(errs, os.Remove(path))
+		errs = append(errs, discard(filepath.Join(o.directory(), file.Name())))
 	}
 	return errors.Join(errs...)
 }
 
+// discard deletes a file of the directory, whatever it is. If it is a link, discard
+// detaches its program.
+func discard(path string) error {
+	if l, err := link.LoadPinnedLink(path, nil); err == nil {
+		l.Detach() // an error does no harm: the kernel detaches links without a file
+		l.Close()
+	}
+	return os.RemoveAll(path)
+}
+
 func attach(path, cgroup string, id uint64, h hook) (link.Link, error) {
 	l, err := link.LoadPinnedLink(path, nil)
-	if err != nil && !errors.Is(err, fs.ErrNotExist) {
-		return nil, err
-	}
 	if err == nil {
-		if attachedTo(l) == id {
-			if err = l.Update(h.program); err == nil {
-				return l, nil
-			}
+		if attachedTo(l) == (place{id, h.attach}) && l.Update(h.program) == nil {
+			return l, nil
 		}
-		// Detach and delete the link, because its cgroup was deleted or the options have
-		// changed. A new link replaces it.
-		err = errors.Join(ignoreUnattached(l.Detach()), l.Unpin(), l.Close())
-		if err != nil {
-			return nil, err
-		}
+		l.Close()
+	}
+	// The cgroup was deleted, the options have changed, or another program made the file.
+	if err := discard(path); err != nil {
+		return nil, err
 	}
 	l, err = link.AttachCgroup(link.CgroupOptions{Path: cgroup, Attach: h.attach, Program: h.program})
 	if err != nil {
@@ -457,7 +483,7 @@ func (p *programs) attached(o *Options, cgroup string) bool {
 		return false
 	}
 	for i, h := range p.hooks() {
-		if _, err := os.Stat(filepath.Join(o.directory(), h.name)); err != nil || attachedTo(p.links[i]) != id {
+		if _, err := os.Stat(filepath.Join(o.directory(), h.name)); err != nil || attachedTo(p.links[i]) != (place{id, h.attach}) {
 			return false
 		}
 	}
@@ -469,33 +495,24 @@ func (p *programs) attached(o *Options, cgroup string) bool {
 	return true
 }
 
-// attachedTo returns the ID of the cgroup to which a link is attached, or 0.
-func attachedTo(l link.Link) uint64 {
-	info, err := l.Info()
-	if err != nil || info.Cgroup() == nil {
-		return 0
-	}
-	return info.Cgroup().CgroupId
+// place is where a link is attached: the ID of a cgroup, and a hook.
+type place struct {
+	cgroup uint64
+	hook   ebpf.AttachType
 }
 
-func ignoreUnattached(err error) error {
-	if errors.Is(err, unix.ENOLINK) {
-		return nil
+// attachedTo returns the place of a link, or no place if the link is not attached.
+func attachedTo(l link.Link) place {
+	info, err := l.Info()
+	if err != nil || info.Cgroup() == nil {
+		return place{}
 	}
-	return err
+	return place{info.Cgroup().CgroupId, ebpf.AttachType(info.Cgroup().AttachType)}
 }
 
 // close closes the descriptors. The pinned maps and links stay.
 func (p *programs) close() error {
 	return errors.Join(p.connectObjects.Close(), p.closeLinks(), p.lock.Close())
-}
-
-// detach detaches the programs. The method attach attaches them again.
-func (p *programs) detach() (err error) {
-	for _, l := range p.links {
-		err = errors.Join(err, ignoreUnattached(l.Detach()))
-	}
-	return err
 }
 
 func (p *programs) closeLinks() (err error) {
@@ -508,20 +525,16 @@ func (p *programs) closeLinks() (err error) {
 
 // remove detaches the programs and deletes the maps, if the instance exists.
 func remove(o *Options) error {
-	dir := o.directory()
-	var errs []error
-	for _, h := range new(programs).hooks() {
-		l, err := link.LoadPinnedLink(filepath.Join(dir, h.name), nil)
-		if errors.Is(err, fs.ErrNotExist) {
-			continue
-		}
-		if err == nil {
-			err = errors.Join(ignoreUnattached(l.Detach()), l.Unpin(), l.Close())
-		}
-		errs = append(errs, err)
+	files, err := os.ReadDir(o.directory())
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil
+	}
+	errs := []error{err}
+	for _, file := range files {
+		errs = append(errs, discard(filepath.Join(o.directory(), file.Name())))
 	}
 	if err := errors.Join(errs...); err != nil {
 		return fmt.Errorf("detach eBPF programs: %w", err)
 	}
-	return os.RemoveAll(dir)
+	return os.Remove(o.directory())
 }

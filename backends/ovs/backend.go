@@ -30,9 +30,11 @@ type Backend struct {
 
 	mu        sync.Mutex // guards the fields below
 	dataplane *dataplane
-	// compareAt is the time of the next comparison with the switch.
-	compareAt time.Time
-	pause     kernelnode.DriftPause
+	// The next comparison with the switch is at compareAt. If changed is true, because the
+	// switch has reported changes by other programs, it is at pauseUntil.
+	changed               bool
+	pauseUntil, compareAt time.Time
+	pause                 kernelnode.DriftPause
 }
 
 var (
@@ -174,7 +176,8 @@ func (b *Backend) node() (n node) {
 }
 
 // Verify implements [sink.Verifier]. It notices a lost connection to the switch. From time
-// to time, it compares the switch with the backend's records.
+// to time, and after the switch has reported changes by other programs, it compares the
+// switch with the backend's records.
 func (b *Backend) Verify(ctx context.Context) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -191,23 +194,29 @@ func (b *Backend) Verify(ctx context.Context) error {
 	case <-d.conn.Lost():
 		d.known = false
 		return errLost
+	case <-d.conn.Changed():
+		b.changed = true
 	default:
 	}
 	if err := d.forgetAgain(ctx, now); err != nil {
 		return d.lost(err)
 	}
-	if now.Before(b.compareAt) {
+	if now.Before(b.pauseUntil) || !b.changed && now.Before(b.compareAt) {
 		return nil
 	}
+	b.changed = false
 	err := d.compare(context.WithoutCancel(ctx))
-	b.compareAt = time.Now().Add(max(minPause, kernelnode.PauseFactor*time.Since(now)))
+	b.pauseUntil = time.Now().Add(kernelnode.PauseFactor * time.Since(now))
+	b.compareAt = time.Now().Add(minPause)
 	if !d.known {
-		b.compareAt = b.pause.Found(now).Add(minPause)
+		b.pauseUntil = b.pause.Found(now)
+		b.compareAt = b.pauseUntil.Add(minPause)
 	}
 	return err
 }
 
-// minPause is the shortest time between two comparisons with the switch.
+// minPause is the shortest time between two comparisons with the switch if the switch has
+// not reported changes.
 const minPause = 5 * time.Second
 
 // VerifyInterval implements [sink.Poller]. It returns 100 ms. Most calls of Verify only

@@ -44,14 +44,14 @@ func TestConformance(t *testing.T) {
 	conformance.Run(t, func(site conformance.Site) (sink.Sink, error) {
 		opts := Options{
 			Bridge: ovstest.Bridge, RunDir: os.Getenv(dirVariable),
-			FirstTable: firstTable, OutTable: secondTable,
+			FirstTable: firstTable, OutTable: secondTable, Chained: true,
 			MasqueradeAddresses: nodeAddrs, HairpinAddresses: hairpinAddrs,
 			MasqueradeAll:       site.Masquerade == conformance.MasqueradeAll,
 			MasqueradeOutsiders: site.Masquerade == conformance.MasqueradeOutside,
 			ClusterCIDRs:        site.ClusterCIDRs, PodCIDRs: site.PodCIDRs,
 		}
 		if site.Instance == "kpng-second" {
-			opts.Instance, opts.FirstTable, opts.OutTable = 1, secondTable, forwardTable
+			opts.Instance, opts.FirstTable, opts.OutTable, opts.Chained = 1, secondTable, forwardTable, false
 		}
 		return backendtest.NewSink(site, func(addrs nodeaddr.Source, _ sink.Sink) (sink.Sink, error) {
 			opts.NodeAddresses = addrs

@@ -8,6 +8,7 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"io"
 	"net"
 	"os"
 	"path/filepath"
@@ -18,8 +19,12 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// maxAnswerTime limits the time until ovs-vswitchd has answered a command.
-const maxAnswerTime = 5 * time.Second
+// maxAnswerTime limits the time until ovs-vswitchd has answered a command, and maxAnswer
+// limits the size of the answer.
+const (
+	maxAnswerTime = 5 * time.Second
+	maxAnswer     = 1 << 26
+)
 
 // send sends messages as one bundle and waits until the datapath follows the changed flows.
 // After a bundle, the switch checks all entries of its datapath, which are decisions for
@@ -108,7 +113,7 @@ func readAnswer(conn net.Conn) (string, error) {
 		Result string
 		Error  any
 	}
-	if err := json.NewDecoder(conn).Decode(&answer); err != nil {
+	if err := json.NewDecoder(io.LimitReader(conn, maxAnswer)).Decode(&answer); err != nil {
 		return "", fmt.Errorf("read answer of ovs-vswitchd: %w", err)
 	}
 	if answer.Error != nil {

@@ -8,7 +8,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"hash/fnv"
 	"maps"
 	"net"
 	"slices"
@@ -16,9 +15,9 @@ import (
 
 	"github.com/kpng-project/kpng/backends/internal/kernelnode"
 	"github.com/kpng-project/kpng/backends/ovs/internal/openflow"
-	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
 	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/klog/v2"
 )
 
 // dataplane programs the bridge. It compares the flows and groups that plans want with
@@ -30,10 +29,10 @@ type dataplane struct {
 
 	// known is true if the fields flows and groups describe the switch.
 	known bool
-	// flows are the flows of the instance in the switch, except learned flows. The field
-	// groups has the buckets of its groups, with their IDs.
+	// flows are the flows of the instance in the switch, except learned flows, and groups are
+	// its groups.
 	flows  flowSet
-	groups map[uint32]map[openflow.Actions]uint32
+	groups map[uint32]group
 
 	// plans are the plans of the services that were delivered since the pass began. The plan
 	// of nodeKey has the flows that do not depend on services. The fields wantedFlows and
@@ -41,11 +40,11 @@ type dataplane struct {
 	plans        map[types.NamespacedName]*plan
 	wantedFlows  map[openflow.FlowKey]*wantedFlow
 	wantedGroups map[uint32]wantedGroup
-	// ids has the IDs of the groups of lists, and taken has the lists of IDs.
-	ids   map[list]uint32
-	taken map[uint32]list
+	numbers      numbers
 	// leftovers records whether the last pass kept unwanted flows because services failed.
 	leftovers kernelnode.Leftovers
+	// cannotWatch is true if the switch does not report changes of flows.
+	cannotWatch bool
 	// cannotForget is true if the switch does not support the deletion of connections.
 	cannotForget bool
 	// cannotWait is true if send could not wait for the datapath.
@@ -56,14 +55,17 @@ type dataplane struct {
 	repeatAt time.Time
 }
 
-// list identifies a list of endpoints, or a part of it. Part 0 is the whole list. Ports of
-// a service may share a list, but not with session affinity, because their clients may have
-// different endpoints. Then port is the affinity's number for the port.
-type list struct {
-	service types.NamespacedName
-	id      nodeview.ListID
-	port    uint32
-	part    int
+// group is a group in the switch.
+type group struct {
+	seed uint64
+	// buckets has the IDs of the buckets.
+	buckets map[openflow.Actions]uint32
+	// foreign is true if another program has changed the group so that it must be replaced.
+	foreign bool
+}
+
+func (g group) equal(o group) bool {
+	return g.seed == o.seed && g.foreign == o.foreign && maps.Equal(g.buckets, o.buckets)
 }
 
 // nodeKey is the key of the plan that does not belong to a service.
@@ -79,12 +81,13 @@ type wantedFlow struct {
 
 type wantedGroup struct {
 	owner   types.NamespacedName
+	seed    uint64
 	buckets []openflow.Actions
 }
 
 func newDataplane(opts *Options) *dataplane {
 	d := &dataplane{opts: opts}
-	d.planner = planner{opts: opts, group: d.groupOf}
+	d.planner = planner{opts: opts, number: d.numberOf}
 	return d
 }
 
@@ -111,12 +114,33 @@ func (d *dataplane) open(ctx context.Context) error {
 			return nil
 		}
 	}
-	conn, err := openflow.Dial(ctx, d.opts.socket())
+	conn, err := openflow.Dial(ctx, d.opts.socket(), d.opts.writtenCookies())
 	if err != nil {
 		return fmt.Errorf("connect to bridge %s: %w", d.opts.Bridge, err)
 	}
 	d.conn = conn
-	return nil
+	return d.watch(ctx)
+}
+
+// watch makes the switch report changes of flows by other programs.
+func (d *dataplane) watch(ctx context.Context) error {
+	if d.cannotWatch {
+		return nil
+	}
+	var watched []uint8
+	for table := range uint8(tables) {
+		if table != clientTable { // its flows come and go
+			watched = append(watched, d.opts.FirstTable+table)
+		}
+	}
+	err := d.conn.Watch(ctx, watched)
+	var unsupported openflow.Error
+	if errors.As(err, &unsupported) {
+		d.cannotWatch = true
+		klog.FromContext(ctx).Info("The switch does not report changed flows; searching for changes by other programs at intervals", "bridge", d.opts.Bridge, "err", err)
+		return d.open(ctx)
+	}
+	return err
 }
 
 // begin begins a pass: it reads the switch and forgets all plans.
@@ -126,56 +150,69 @@ func (d *dataplane) begin(ctx context.Context) error {
 	}
 	d.plans = map[types.NamespacedName]*plan{}
 	d.wantedFlows, d.wantedGroups = map[openflow.FlowKey]*wantedFlow{}, map[uint32]wantedGroup{}
-	d.ids, d.taken = map[list]uint32{}, map[uint32]list{}
+	d.numbers = d.newNumbers()
 	d.known = true
 	return nil
 }
 
-// read reads the flows and groups of the instance from the switch.
+// read reads the flows and groups of the instance from the switch. It finds the IDs of the
+// groups in flows, in other groups, and in the last known state. Without such a state, it
+// also tries the lowest IDs.
 func (d *dataplane) read(ctx context.Context) error {
 	d.known = false
-	flows, err := d.conn.Flows(ctx, d.opts.writtenCookies())
-	if err != nil {
-		return err
-	}
-	groups, err := d.conn.Groups(ctx)
+	flows, err := d.conn.Flows(ctx)
 	if err != nil {
 		return err
 	}
 	d.flows = make(flowSet, len(flows))
-	for _, f := range flows {
-		d.flows[f.FlowKey] = f.Actions
-	}
-	d.groups = map[uint32]map[openflow.Actions]uint32{}
-	for _, g := range groups {
-		if d.opts.ownsGroup(g.ID) {
-			buckets := make(map[openflow.Actions]uint32, len(g.Buckets))
-			for _, b := range g.Buckets {
-				buckets[b.Actions] = b.ID
-			}
-			if len(buckets) < len(g.Buckets) {
-				buckets[""] = 0 // two buckets are equal: no plan wants this
-			}
-			d.groups[g.ID] = buckets
+	seen := map[uint32]bool{}
+	var ids []uint32
+	add := func(id uint32) {
+		if d.opts.ownsGroup(id) && !seen[id] {
+			seen[id] = true
+			ids = append(ids, id)
 		}
 	}
-	return nil
-}
-
-// groupOf returns the ID of the group of a list. The ID depends on the list alone, except
-// that two lists may collide. So the IDs are usually the same after a restart.
-func (d *dataplane) groupOf(l list) uint32 {
-	if group, ok := d.ids[l]; ok {
-		return group
+	for _, f := range flows {
+		d.flows[f.FlowKey] = f.Actions
+		for id := range openflow.Numbers(f.Actions) {
+			add(id)
+		}
 	}
-	h := fnv.New32a()
-	fmt.Fprintf(h, "%s/%d/%d/%d", l.service, l.id, l.port, l.part)
-	n := h.Sum32()
-	for ; ; n++ {
-		group := d.opts.firstGroup() + (n^n>>24)%groupCount
-		if _, taken := d.taken[group]; !taken {
-			d.ids[l], d.taken[group] = group, l
-			return group
+	before := d.groups
+	for id := range before {
+		add(id)
+	}
+	d.groups = make(map[uint32]group, len(ids))
+	const firstTries, maxTries = 256, 1 << 16
+	for tries := uint32(firstTries); ; tries *= 2 {
+		if before == nil {
+			for i := range tries {
+				add(d.opts.firstGroup() + i)
+			}
+		}
+		used := false // the upper half of the tried IDs
+		for len(ids) > 0 {
+			groups, err := d.conn.Groups(ctx, ids)
+			if err != nil {
+				d.groups = before
+				return err
+			}
+			ids = nil
+			for _, g := range groups {
+				buckets := make(map[openflow.Actions]uint32, len(g.Buckets))
+				for _, b := range g.Buckets {
+					buckets[b.Actions] = b.ID
+					for id := range openflow.Numbers(b.Actions) {
+						add(id)
+					}
+				}
+				d.groups[g.ID] = group{g.Seed, buckets, g.Foreign || len(buckets) < len(g.Buckets)}
+				used = used || g.ID-d.opts.firstGroup() >= tries/2
+			}
+		}
+		if before != nil || !used || tries == maxTries {
+			return nil
 		}
 	}
 }
@@ -195,7 +232,7 @@ func (d *dataplane) setPlan(key types.NamespacedName, p *plan, t *touched) {
 		d.want(p.flows, key, t)
 		d.want(p.shared, nodeKey, t)
 		for id, buckets := range p.groups {
-			d.wantedGroups[id] = wantedGroup{key, buckets}
+			d.wantedGroups[id] = wantedGroup{key, d.numbers.seed(id), buckets}
 			t.groups[id] = true
 		}
 	}
@@ -208,12 +245,15 @@ func (d *dataplane) setPlan(key types.NamespacedName, p *plan, t *touched) {
 	d.unwant(old.flows, t)
 	d.unwant(old.shared, t)
 	for id := range old.groups {
-		if p == nil || p.groups[id] == nil {
-			t.groups[id] = true
-			delete(d.wantedGroups, id)
-			delete(d.ids, d.taken[id])
-			delete(d.taken, id)
+		if p != nil {
+			if _, ok := p.groups[id]; ok {
+				continue
+			}
 		}
+		t.groups[id] = true
+		delete(d.wantedGroups, id)
+		_, exists := d.groups[id]
+		d.numbers.release(id, exists)
 	}
 }
 
@@ -252,7 +292,7 @@ type unit struct {
 	messages []openflow.Message
 	set      flowSet
 	deleted  map[openflow.FlowKey]bool
-	groupsTo map[uint32]map[openflow.Actions]uint32
+	groupsTo map[uint32]*group // nil: the group was deleted
 }
 
 func newUnit(key types.NamespacedName) *unit {
@@ -261,20 +301,23 @@ func newUnit(key types.NamespacedName) *unit {
 
 // prepare computes the messages of a unit.
 func (d *dataplane) prepare(u *unit) {
-	u.messages, u.set, u.deleted, u.groupsTo = nil, flowSet{}, map[openflow.FlowKey]bool{}, map[uint32]map[openflow.Actions]uint32{}
+	u.messages, u.set, u.deleted, u.groupsTo = nil, flowSet{}, map[openflow.FlowKey]bool{}, map[uint32]*group{}
 	var deletions []openflow.Message
 	for _, id := range slices.Sorted(maps.Keys(u.touched.groups)) {
 		wanted, ok := d.wantedGroups[id]
 		present, exists := d.groups[id]
 		switch {
 		case ok:
-			messages, buckets := changeGroup(id, present, exists, wanted.buckets)
+			messages, buckets := changeGroup(id, present, exists, wanted)
 			if len(messages) > 0 {
 				u.messages = append(u.messages, messages...)
-				u.groupsTo[id] = buckets
+				u.groupsTo[id] = &group{seed: wanted.seed, buckets: buckets}
 			}
 		case exists:
 			deletions = append(deletions, openflow.DeleteGroup(id))
+			if len(present.buckets) == 0 { // it records the number of a service
+				deletions = append(deletions, openflow.DeleteFlows(d.opts.FirstTable+clientTable, "", d.opts.learnedCookies(id)))
+			}
 			u.groupsTo[id] = nil
 		}
 	}
@@ -303,28 +346,32 @@ func (d *dataplane) prepare(u *unit) {
 // forgetClients deletes the learned flows of a service port.
 func (d *dataplane) forgetClients(a affinity) openflow.Message {
 	m := openflow.Match{EtherType: etherType(a.family)}
-	m.Registers[affinityRegister/2] = openflow.Bits{Value: uint64(a.port) << 32, Mask: 0xffffffff << 32}
-	return openflow.DeleteFlows(d.opts.FirstTable+clientTable, m.Encode(), d.opts.allCookies())
+	m.Registers[clientRegister] = openflow.Bits{Value: a.client, Mask: 1<<64 - 1}
+	return openflow.DeleteFlows(d.opts.FirstTable+clientTable, m.Encode(), d.opts.learnedCookies(uint32(a.client>>32)))
 }
 
-// changeGroup returns messages that give a group these buckets, and the IDs of the buckets
-// afterwards.
-func changeGroup(id uint32, present map[openflow.Actions]uint32, exists bool, wanted []openflow.Actions) (messages []openflow.Message, ids map[openflow.Actions]uint32) {
-	ids = make(map[openflow.Actions]uint32, len(wanted))
-	used := make(map[uint32]bool, len(wanted))
+// changeGroup returns messages that change a group into the wanted one, and the IDs of the
+// buckets afterwards.
+func changeGroup(id uint32, present group, exists bool, wanted wantedGroup) (messages []openflow.Message, ids map[openflow.Actions]uint32) {
+	ids = make(map[openflow.Actions]uint32, len(wanted.buckets))
+	replace := !exists || present.foreign || present.seed != wanted.seed
+	if replace {
+		present.buckets = nil
+	}
+	used := make(map[uint32]bool, len(wanted.buckets))
 	var missing []openflow.Actions
-	for _, actions := range wanted {
-		if bucket, ok := present[actions]; ok {
+	for _, actions := range wanted.buckets {
+		if bucket, ok := present.buckets[actions]; ok {
 			ids[actions], used[bucket] = bucket, true
 		} else {
 			missing = append(missing, actions)
 		}
 	}
-	unwanted := len(present) - len(ids)
-	if exists && len(missing)+unwanted == 0 {
+	unwanted := len(present.buckets) - len(ids)
+	if !replace && len(missing)+unwanted == 0 {
 		return nil, ids
 	}
-	replace := !exists || unwanted > len(ids)
+	replace = replace || unwanted > len(ids)
 	next := uint32(0)
 	var added []openflow.Bucket
 	for _, actions := range missing {
@@ -335,7 +382,7 @@ func changeGroup(id uint32, present map[openflow.Actions]uint32, exists bool, wa
 	}
 	if !replace {
 		// The IDs of removed buckets must be unused before buckets with these IDs are added.
-		for actions, bucket := range present {
+		for actions, bucket := range present.buckets {
 			if _, ok := ids[actions]; !ok {
 				messages = append(messages, openflow.RemoveBucket(id, bucket))
 			}
@@ -347,7 +394,7 @@ func changeGroup(id uint32, present map[openflow.Actions]uint32, exists bool, wa
 		all = append(all, openflow.Bucket{ID: bucket, Actions: actions})
 	}
 	slices.SortFunc(all, func(a, b openflow.Bucket) int { return int(a.ID) - int(b.ID) })
-	return openflow.SetGroup(openflow.Group{ID: id, Buckets: all}), ids
+	return openflow.SetGroup(openflow.Group{ID: id, Seed: wanted.seed, Buckets: all}), ids
 }
 
 // commit sends the messages of units as one bundle, and records them if it succeeds.
@@ -373,11 +420,12 @@ func (d *dataplane) commit(ctx context.Context, units ...*unit) error {
 	}
 	for _, u := range units {
 		maps.Copy(d.flows, u.set)
-		for id, buckets := range u.groupsTo {
-			if buckets == nil {
+		for id, to := range u.groupsTo {
+			if to == nil {
+				d.numbers.deleted(id, d.groups[id].seed)
 				delete(d.groups, id)
 			} else {
-				d.groups[id] = buckets
+				d.groups[id] = *to
 			}
 		}
 	}
@@ -395,7 +443,11 @@ func (d *dataplane) sync(ctx context.Context, c *sink.Changes) error {
 			u := newUnit(ch.Key)
 			u.old = d.plans[ch.Key]
 			if ch.New != nil {
+				d.numbers.exhausted = false
 				u.plan = d.planner.plan(ch.New)
+				if d.numbers.exhausted {
+					return errNumbers
+				}
 			}
 			d.setPlan(ch.Key, u.plan, &u.touched)
 			units = append(units, u)
@@ -476,8 +528,8 @@ func (d *dataplane) compare(ctx context.Context) error {
 			u.touched.flows[key] = true
 		}
 	}
-	for id, buckets := range groups {
-		if now, ok := d.groups[id]; !ok || !maps.Equal(now, buckets) {
+	for id, before := range groups {
+		if now, ok := d.groups[id]; !ok || !now.equal(before) {
 			u.touched.groups[id] = true
 		}
 	}
@@ -495,19 +547,16 @@ func (d *dataplane) compare(ctx context.Context) error {
 
 // cleanup deletes all flows and groups of the instance.
 func (d *dataplane) cleanup(ctx context.Context) error {
-	d.known = false
 	if err := d.open(ctx); err != nil {
 		return err
 	}
-	groups, err := d.conn.Groups(ctx)
-	if err != nil {
+	d.groups = nil
+	if err := d.read(ctx); err != nil {
 		return err
 	}
 	messages := []openflow.Message{openflow.DeleteFlows(openflow.AllTables, "", d.opts.allCookies())}
-	for _, g := range groups {
-		if d.opts.ownsGroup(g.ID) {
-			messages = append(messages, openflow.DeleteGroup(g.ID))
-		}
+	for id := range d.groups {
+		messages = append(messages, openflow.DeleteGroup(id))
 	}
 	return d.conn.Commit(ctx, messages)
 }

@@ -14,6 +14,7 @@ import (
 	"maps"
 	"net"
 	"net/netip"
+	"os"
 	"path/filepath"
 	"regexp"
 	"strconv"
@@ -45,20 +46,40 @@ type testNode struct {
 func newNode(t testing.TB) *testNode {
 	t.Helper()
 	n := &testNode{TB: t, Switch: ovstest.New(t, netnstest.New(t).Start)}
-	b, err := New(n.options())
+	n.start(t, n.options())
+	return n
+}
+
+// start starts a backend, which ends with the test.
+func (n *testNode) start(t testing.TB, opts Options) {
+	t.Helper()
+	b, err := New(opts)
 	if err != nil {
 		t.Fatal(err)
 	}
 	if err := b.Start(t.Context()); err != nil {
 		t.Fatal(err)
 	}
+	n.backend = b
 	t.Cleanup(func() {
-		if err := b.Stop(context.WithoutCancel(t.Context())); err != nil {
-			t.Error(err)
+		if n.backend == b {
+			n.stop(t)
 		}
 	})
-	n.backend = b
-	return n
+}
+
+func (n *testNode) stop(t testing.TB) {
+	t.Helper()
+	if err := n.backend.Stop(context.WithoutCancel(t.Context())); err != nil {
+		t.Error(err)
+	}
+}
+
+// restart replaces the backend by a new one, as a restart of kpng does.
+func (n *testNode) restart(t testing.TB) {
+	t.Helper()
+	n.stop(t)
+	n.start(t, n.backend.opts)
 }
 
 func (n *testNode) options() Options {
@@ -167,18 +188,8 @@ func TestRestartWritesNothing(t *testing.T) {
 	before := n.Listing(t)
 	time.Sleep(time.Second)
 	restarted := time.Now()
-	other := *n
-	b, err := New(n.options())
-	if err != nil {
-		t.Fatal(err)
-	}
-	n.backend.owner.Release() // as if the process was killed
-	if err := b.Start(t.Context()); err != nil {
-		t.Fatal(err)
-	}
-	defer b.Stop(context.WithoutCancel(t.Context()))
-	other.backend = b
-	other.mustPass(examples()...)
+	n.restart(t)
+	n.mustPass(examples()...)
 	n.mustBe(before)
 	elapsed := time.Since(restarted).Seconds()
 	durations := regexp.MustCompile(`duration=([0-9.]+)s`).FindAllStringSubmatch(n.Ofctl(t, "dump-flows", "cookie=0x6b706e0000000000/-1")+n.Ofctl(t, "dump-group-stats"), -1)
@@ -262,7 +273,7 @@ func TestChangesByOthersAreRepairedAndForeignFlowsStay(t *testing.T) {
 		"a flow added":             func() { n.Ofctl(t, "add-flow", "cookie=0x6b706e0000000000,table=105,priority=9999,ip actions=drop") },
 		"a flow with other cookie": func() { n.Ofctl(t, "add-flow", "cookie=0x9,table=101,priority=10,ip actions=drop") },
 		"a bucket removed":         func() { n.Ofctl(t, "remove-buckets", fmt.Sprintf("group_id=%d,command_bucket_id=1", n.someGroup())) },
-		"a group added":            func() { n.Ofctl(t, "add-group", "group_id=0x60123456,type=all") },
+		"a group changed":          func() { n.Ofctl(t, "mod-group", fmt.Sprintf("group_id=%d,type=all", n.someGroup())) },
 	} {
 		damage()
 		if n.Listing(t) == want {
@@ -276,10 +287,105 @@ func TestChangesByOthersAreRepairedAndForeignFlowsStay(t *testing.T) {
 	}
 }
 
+// TestForeignGroupsOfAnySize checks that the backend never lists groups of other programs.
+// Open vSwitch ends if it has to list a group of more than 64 KB.
+func TestForeignGroupsOfAnySize(t *testing.T) {
+	n := newNode(t)
+	daemon := n.Daemon.Pid
+	n.mustPass(examples()...)
+	buckets := func(first, last int) (text string) {
+		for i := first; i < last; i++ {
+			text += fmt.Sprintf(",bucket=bucket_id:%d,weight:1,actions=set_field:10.9.%d.%d->ip_dst,resubmit(,111)", i, i/250, i%250+1)
+		}
+		return text
+	}
+	n.OfctlWith(t, "group_id=7,type=select"+buckets(0, 1200)+"\n", "add-group", "-")
+	n.OfctlWith(t, "group_id=7,command_bucket_id=last"+buckets(1200, 2400)+"\n", "insert-buckets", "-")
+	n.mustMatch()
+	n.restart(t)
+	n.mustPass(examples()...)
+	n.mustMatch()
+	if err := n.backend.Cleanup(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if flows := n.Flows(t); strings.Contains(flows, "table=105") {
+		t.Errorf("clean-up left flows:\n%s", flows)
+	}
+	if pid, err := os.ReadFile(filepath.Join(n.Dir, "ovs-vswitchd.pid")); err != nil || strings.TrimSpace(string(pid)) != strconv.Itoa(daemon) {
+		t.Errorf("ovs-vswitchd has ended: process %s, before %d, error %v", pid, daemon, err)
+	}
+	n.Ofctl(t, "del-groups", "group_id=7") // so that nothing lists it when the test ends
+}
+
+// TestCleanupFindsGroupsWithoutFlows deletes groups that no flow names.
+func TestCleanupFindsGroupsWithoutFlows(t *testing.T) {
+	n := newNode(t)
+	before := n.Listing(t)
+	var all []*api.ServiceEndpoints
+	for i := range 300 {
+		all = append(all, numbered(i, 1, 1))
+	}
+	n.mustPass(all...)
+	n.stop(t)
+	n.Ofctl(t, "del-flows", "cookie=0x6b706e0000000000/-1")
+	n.start(t, n.backend.opts)
+	if err := n.backend.Cleanup(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	n.mustBe(before)
+}
+
+// TestSwitchReportsDeletedFlows checks that Verify notices changes by other programs without
+// the comparison at intervals, and that changes by the backend are not taken for them.
+func TestSwitchReportsDeletedFlows(t *testing.T) {
+	n := newNode(t)
+	n.mustPass(examples()...)
+	verify := func() error {
+		n.backend.compareAt = time.Now().Add(time.Hour)
+		n.backend.pauseUntil = time.Time{}
+		return n.backend.Verify(t.Context())
+	}
+	n.mustSync(view("none", "10.96.0.4", []string{"10.244.2.1"}))
+	n.Ofctl(t, "add-flow", "cookie=0x5,table=100,priority=1,ip actions=drop")
+	for range 3 {
+		if err := verify(); err != nil || n.backend.changed {
+			t.Fatalf("changes %v, error %v after changes by the backend and of foreign flows", n.backend.changed, err)
+		}
+	}
+	for name, flows := range map[string]string{
+		"a flow of a service":       "table=105,ip,nw_dst=10.96.0.1",
+		"all flows":                 "cookie=0x6b706e0000000000/-1",
+		"a flow of the first table": "table=100,ip,nw_dst=192.168.1.2",
+	} {
+		n.mustPass(examples()...)
+		n.Ofctl(t, "del-flows", flows)
+		ovstest.Await(t, name, func() bool { return errors.Is(verify(), sink.ErrStartOver) })
+	}
+	n.mustPass(examples()...)
+	// A deleted group takes flows with it.
+	n.Ofctl(t, "del-groups", fmt.Sprintf("group_id=%d", n.someGroup()))
+	ovstest.Await(t, "a deleted group", func() bool { return errors.Is(verify(), sink.ErrStartOver) })
+}
+
+// TestSwitchThatDoesNotReportChanges runs the backend with a switch that does not know the
+// request, such as Open vSwitch 2.17.
+func TestSwitchThatDoesNotReportChanges(t *testing.T) {
+	n := newNode(t)
+	const multipart, watch, badRequest, badMultipart = 18, 16, 1, 2
+	n.refuse(t, func(m []byte) []byte {
+		if m[1] != multipart || m[9] != watch {
+			return nil
+		}
+		return []byte{0, badRequest, 0, badMultipart}
+	})
+	n.mustPass(examples()...)
+	n.mustMatch()
+}
+
 // someGroup returns the ID of a group of the backend with several buckets.
 func (n *testNode) someGroup() uint32 {
-	for id, buckets := range n.backend.dataplane.groups {
-		if len(buckets) > 1 {
+	for id, g := range n.backend.dataplane.groups {
+		if len(g.buckets) > 1 {
 			return id
 		}
 	}
@@ -362,23 +468,34 @@ func TestServiceWithoutRoomForGroupsFailsAlone(t *testing.T) {
 // result is true, the proxy refuses groups that translate to this address.
 func (n *testNode) refuseGroups(t *testing.T, endpoint string) *atomic.Bool {
 	t.Helper()
-	const typeError, groupMod, bundleAdd, groupModFailed, outOfGroups = 1, 15, 34, 6, 3
+	const groupMod, bundleAdd, groupModFailed, outOfGroups = 15, 34, 6, 3
+	full := &atomic.Bool{}
+	full.Store(true)
+	addr := netip.MustParseAddr(endpoint).AsSlice()
+	n.refuse(t, func(m []byte) []byte {
+		if full.Load() && m[1] == bundleAdd && m[17] == groupMod && bytes.Contains(m, addr) {
+			return []byte{0, groupModFailed, 0, outOfGroups}
+		}
+		return nil
+	})
+	return full
+}
+
+// refuse makes the backend connect to a proxy in front of the switch. For each message, the
+// proxy calls the function. If the result is not nil, the proxy answers with this error
+// instead of the switch.
+func (n *testNode) refuse(t *testing.T, errorFor func(message []byte) []byte) {
+	t.Helper()
+	const typeError = 1
 	dir := t.TempDir()
 	n.backend.opts.RunDir = dir
 	l, err := net.Listen("unix", n.backend.opts.socket())
 	if err != nil {
 		t.Fatal(err)
 	}
-	full := &atomic.Bool{}
-	full.Store(true)
-	addr := netip.MustParseAddr(endpoint).AsSlice()
 	var connections sync.WaitGroup
 	t.Cleanup(func() { l.Close(); connections.Wait() })
-	connections.Go(func() {
-		c, err := l.Accept()
-		if err != nil {
-			return
-		}
+	serve := func(c net.Conn) {
 		defer c.Close()
 		s, err := net.Dial("unix", filepath.Join(n.Dir, ovstest.Bridge+".mgmt"))
 		if err != nil {
@@ -397,14 +514,22 @@ func (n *testNode) refuseGroups(t *testing.T, endpoint string) *atomic.Bool {
 			if _, err := io.ReadFull(c, message[8:]); err != nil {
 				return
 			}
-			if full.Load() && message[1] == bundleAdd && message[17] == groupMod && bytes.Contains(message, addr) {
-				c.Write([]byte{message[0], typeError, 0, 12, message[4], message[5], message[6], message[7], 0, groupModFailed, 0, outOfGroups})
+			if code := errorFor(message); code != nil {
+				c.Write(append([]byte{message[0], typeError, 0, byte(8 + len(code)), message[4], message[5], message[6], message[7]}, code...))
 			} else if _, err := s.Write(message); err != nil {
 				return
 			}
 		}
+	}
+	connections.Go(func() {
+		for {
+			c, err := l.Accept()
+			if err != nil {
+				return
+			}
+			connections.Go(func() { serve(c) })
+		}
 	})
-	return full
 }
 
 // TestHangingSwitch stops the switch without ending its connections.
@@ -444,7 +569,7 @@ func TestCleanupLeavesOnlyForeignFlows(t *testing.T) {
 	n.Ofctl(t, "add-flow", "cookie=0x5,table=110,priority=7,ip actions=group:5")
 	before := n.Listing(t)
 	n.mustPass(examples()...)
-	n.Ofctl(t, "add-flow", fmt.Sprintf("cookie=%#x,table=107,ip actions=drop", n.backend.opts.cookie()|learnedCookie))
+	n.Ofctl(t, "add-flow", fmt.Sprintf("cookie=%#x,table=107,ip actions=drop", n.backend.opts.cookie()|5))
 	for range 2 {
 		if err := n.backend.Cleanup(t.Context()); err != nil {
 			t.Fatal(err)

@@ -8,6 +8,7 @@ import (
 	"cmp"
 	"errors"
 	"fmt"
+	"math"
 	"net/netip"
 	"path/filepath"
 	"slices"
@@ -29,6 +30,9 @@ type Options struct {
 	// 0x60000000 plus Instance<<24 to 0x60ffffff plus Instance<<24. No other program may use
 	// these cookies and IDs.
 	Instance uint8
+	// Chained declares that OutTable is the FirstTable of another instance. Only the last
+	// instance commits the connections that no instance translates.
+	Chained bool
 	// FirstTable is the first of the instance's ten tables. The bridge's program sends IP
 	// packets to this table. Default: 100.
 	FirstTable uint8
@@ -38,8 +42,9 @@ type Options struct {
 	// Priority is the lowest of three priorities that the flows in FirstTable have. The
 	// bridge's program may add flows to this table. Default: 100.
 	Priority uint16
-	// Zone is the connection-tracking zone of connections to services, and MasqueradeZone is
-	// that of masqueraded connections. Only the instances of a bridge may use these zones. An
+	// Zone is the connection-tracking zone of all connections that pass the tables.
+	// MasqueradeZone is that of masqueraded connections, and of connections from and to
+	// MasqueradeAddresses. Only the instances of a bridge may use these zones. An
 	// instance also translates the packets of connections that other instances have accepted,
 	// so all need the same zones, MasqueradeAddresses and HairpinAddresses. Default: 27392 and
 	// 27648.
@@ -59,6 +64,12 @@ type Options struct {
 	// address, these connections fail.
 	HairpinAddresses []netip.Addr
 
+	// PodMasqueradeNetworks are networks with addresses that no machine has, at most one of
+	// each family. Packets to them must pass FirstTable. Masqueraded connections to pods in
+	// PodCIDRs get their source from the first 256 addresses, so that they do not run out of
+	// ports. If a family has no network, they get the address in MasqueradeAddresses.
+	PodMasqueradeNetworks []netip.Prefix
+
 	// MasqueradeAll masquerades all connections to cluster IPs.
 	MasqueradeAll bool
 	// MasqueradeOutsiders masquerades connections to cluster IPs from addresses that are
@@ -73,15 +84,18 @@ type Options struct {
 	// ignores loopback addresses. Default: the primary addresses of the node, see package
 	// nodeaddr.
 	NodeAddresses nodeaddr.Source
+	// MaxClients is the largest number of clients of a service with session affinity whose
+	// endpoints the switch remembers. Connections of further clients are balanced without
+	// affinity. A client takes about 3 KB of the switch's memory. Default: 10,000.
+	MaxClients uint32
 	// KeepConnections disables the deletion of tracked UDP connections to removed endpoints.
 	KeepConnections bool
 }
 
 const (
 	localPort = 0xfffffffe
-	// The ports of masqueraded connections are above those that Linux chooses for the node's
-	// own connections. So the two never have the same address and port.
-	firstMasqueradePort, lastMasqueradePort = 61000, 65535
+	// The ports of masqueraded connections are all except those of well-known services.
+	firstMasqueradePort, lastMasqueradePort = 1024, 65535
 	// refusingPort is a port of the node at which no program listens.
 	refusingPort = 1
 )
@@ -104,6 +118,10 @@ func (o *Options) complete() error {
 		errs = append(errs, fmt.Errorf("table %d cannot be the table after tables %d to %d", o.OutTable, o.FirstTable, o.FirstTable+tables-1))
 	}
 	o.Priority = cmp.Or(o.Priority, 100)
+	if maxPriority := uint16(math.MaxUint16 - entryPriorities + 1); o.Priority > maxPriority {
+		errs = append(errs, fmt.Errorf("priority %d is not 1 to %d", o.Priority, maxPriority))
+	}
+	o.MaxClients = cmp.Or(o.MaxClients, 10_000)
 	o.Zone = cmp.Or(o.Zone, 0x6b00)
 	o.MasqueradeZone = cmp.Or(o.MasqueradeZone, 0x6c00)
 	if o.Zone == o.MasqueradeZone {
@@ -117,6 +135,18 @@ func (o *Options) complete() error {
 			} else if slices.ContainsFunc(addrs[:i], func(b netip.Addr) bool { return api.FamilyOf(a) == api.FamilyOf(b) }) {
 				errs = append(errs, fmt.Errorf("there are two %s addresses of %s", name, api.FamilyOf(a)))
 			}
+		}
+	}
+	for _, a := range o.HairpinAddresses {
+		if slices.Contains(o.MasqueradeAddresses, a) {
+			errs = append(errs, fmt.Errorf("masquerade address %s cannot be a hairpin address too: no machine has such an address", a))
+		}
+	}
+	for i, network := range o.PodMasqueradeNetworks {
+		if !network.IsValid() {
+			errs = append(errs, errors.New("a network for masqueraded connections to pods is not valid"))
+		} else if networkOf(o.PodMasqueradeNetworks[:i], api.FamilyOf(network.Addr())).IsValid() {
+			errs = append(errs, fmt.Errorf("there are two networks of %s for masqueraded connections to pods", api.FamilyOf(network.Addr())))
 		}
 	}
 	for _, cidr := range slices.Concat(o.ClusterCIDRs, o.PodCIDRs) {
@@ -138,6 +168,16 @@ func addressOf(addrs []netip.Addr, f api.Family) netip.Addr {
 		}
 	}
 	return netip.Addr{}
+}
+
+// networkOf returns the network of a family, or the zero Prefix if there is none.
+func networkOf(networks []netip.Prefix, f api.Family) netip.Prefix {
+	for _, n := range networks {
+		if api.FamilyOf(n.Addr()) == f {
+			return n
+		}
+	}
+	return netip.Prefix{}
 }
 
 // socket returns the path of the bridge's management socket.

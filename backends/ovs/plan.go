@@ -6,7 +6,6 @@ package ovs
 
 import (
 	"encoding/binary"
-	"hash/fnv"
 	"net/netip"
 	"slices"
 	"time"
@@ -21,11 +20,12 @@ type plan struct {
 	// flows belong to this service alone. The service may share the flows in the field
 	// shared with other services.
 	flows, shared flowSet
-	// groups are the buckets of groups. The field lists has the ID of the group for each
-	// list of endpoints.
+	// groups are the buckets of the groups with these numbers. A group without buckets only
+	// records the number of a service.
 	groups map[uint32][]openflow.Actions
-	lists  map[list]uint32
-	// affinities are the values of affinityRegister, by family.
+	// lists has the numbers of lists of endpoints.
+	lists map[name]uint32
+	// affinities are the service ports with session affinity.
 	affinities map[affinity]bool
 	// datagrams has the frontends whose protocol is UDP.
 	datagrams map[netip.AddrPort]datagrams
@@ -34,14 +34,20 @@ type plan struct {
 // affinity identifies the learned flows of a service port.
 type affinity struct {
 	family api.Family
-	port   uint32
+	client uint64 // the value of clientRegister
 }
 
 // datagrams is what a frontend of protocol UDP does with packets.
 type datagrams struct {
-	// endpoints get packets of new or existing flows.
+	// endpoints get packets of new or existing flows. They are sorted.
 	endpoints []netip.AddrPort
 	rejects   bool
+}
+
+// sends reports whether packets reach an endpoint.
+func (d *datagrams) sends(to netip.AddrPort) bool {
+	_, ok := slices.BinarySearchFunc(d.endpoints, to, netip.AddrPort.Compare)
+	return ok
 }
 
 // protocols has the numbers of protocols.
@@ -60,18 +66,15 @@ const (
 type planner struct {
 	opts *Options
 	node
-	// group returns the ID of the group of a list.
-	group func(list) uint32
+	// number returns the number of a name.
+	number func(name) uint32
 }
 
-// plan returns the plan of a service. For nil, it returns an empty plan.
+// plan returns the plan of a service.
 func (p *planner) plan(se *api.ServiceEndpoints) *plan {
 	out := &plan{
-		flows: flowSet{}, shared: flowSet{}, groups: map[uint32][]openflow.Actions{}, lists: map[list]uint32{},
+		flows: flowSet{}, shared: flowSet{}, groups: map[uint32][]openflow.Actions{}, lists: map[name]uint32{},
 		affinities: map[affinity]bool{}, datagrams: map[netip.AddrPort]datagrams{},
-	}
-	if se == nil {
-		return out
 	}
 	for f := range nodeview.Frontends(se) {
 		if f.Protocol == 0 || protocols[f.Protocol] != 0 {
@@ -135,6 +138,7 @@ func (p *planner) addDatagrams(out *plan, se *api.ServiceEndpoints, f *nodeview.
 			d.endpoints = append(d.endpoints, netip.AddrPortFrom(e.Addr, uint16(e.TargetPort(f.ServicePort))))
 		}
 	}
+	slices.SortFunc(d.endpoints, netip.AddrPort.Compare)
 	addrs := []netip.Addr{f.Addr}
 	if f.Kind == nodeview.NodePort {
 		addrs = p.nodePortAddrs
@@ -155,15 +159,17 @@ func (p *planner) actions(out *plan, se *api.ServiceEndpoints, f *nodeview.Front
 	case nodeview.Reject:
 		return p.reject(f.Family)
 	}
-	l := list{service: se.Key(), id: t.List}
+	l := name{service: se.Key(), list: t.List}
+	var a affinity
 	if f.Affinity != 0 {
-		l.port = affinityOf(se, f).port
+		a = p.affinityOf(out, se, f)
+		l.port = uint32(a.client)
 	}
 	id, made := out.lists[l]
 	if !made {
-		id = p.group(l)
+		id = p.number(l)
 		out.lists[l] = id
-		p.addList(out, se, f, t, l, id)
+		p.addList(out, f, t, l, a)
 	}
 	var all []openflow.Actions
 	if selected := p.masqueraded(f.Masquerade); selected != 0 {
@@ -175,7 +181,8 @@ func (p *planner) actions(out *plan, se *api.ServiceEndpoints, f *nodeview.Front
 		return openflow.Join(append(all, openflow.ToGroup(id))...)
 	}
 	return openflow.Join(append(all,
-		setRegister(listRegister, id), setRegister(affinityRegister, affinityOf(se, f).port), setEndpoint(0),
+		setRegister(listRegister, id), setRegister(serviceRegister, uint32(a.client>>32)), setRegister(portRegister, uint32(a.client)),
+		openflow.SetRegister64(2*addressRegister, 0), openflow.SetRegister64(2*addressRegister+1, 0),
 		p.opts.resubmit(clientTable), p.opts.resubmit(memberTable))...)
 }
 
@@ -183,9 +190,22 @@ func setRegister(register int, value uint32) openflow.Actions {
 	return openflow.SetRegister(register, openflow.Bits{Value: uint64(value), Mask: 1<<32 - 1})
 }
 
-// setEndpoint sets endpointRegister.
-func setEndpoint(hash uint64) openflow.Actions {
-	return openflow.Join(setRegister(2*endpointRegister, uint32(hash>>32)), setRegister(2*endpointRegister+1, uint32(hash)))
+// endpointFields returns the values of registers that mean an endpoint: the bits of
+// register 0, and the halves of addressRegister.
+func endpointFields(e netip.AddrPort) (port openflow.Bits, high, low uint64) {
+	a := e.Addr().As16()
+	return openflow.Bits{Value: uint64(e.Port()) << portShift, Mask: 0xffff << portShift},
+		binary.BigEndian.Uint64(a[:8]), binary.BigEndian.Uint64(a[8:])
+}
+
+// setEndpoint sets the registers that mean an endpoint. They are 0 before.
+func setEndpoint(e netip.AddrPort) openflow.Actions {
+	port, high, low := endpointFields(e)
+	all := []openflow.Actions{openflow.SetRegister(flagsRegister, port)}
+	if high != 0 { // always for IPv6
+		all = append(all, openflow.SetRegister64(2*addressRegister, high))
+	}
+	return openflow.Join(append(all, openflow.SetRegister64(2*addressRegister+1, low))...)
 }
 
 // masqueraded returns the kinds of sources whose connections to masquerade.
@@ -202,83 +222,84 @@ func (p *planner) masqueraded(m nodeview.Masquerade) uint32 {
 	}
 }
 
-// addList adds a group, and the flows that its endpoints need.
-func (p *planner) addList(out *plan, se *api.ServiceEndpoints, f *nodeview.Frontend, t nodeview.Traffic, l list, id uint32) {
-	a := affinityOf(se, f)
-	member := openflow.Match{EtherType: etherType(f.Family)}
-	member.Registers[listRegister/2] = openflow.Bits{Value: uint64(id), Mask: 1<<32 - 1}
-	// Groups with many buckets consist of groups with few.
-	parts := make([][]openflow.Actions, partsFor(len(t.Endpoints)))
+// addList adds the groups of a list, and the flows that its endpoints need.
+func (p *planner) addList(out *plan, f *nodeview.Frontend, t nodeview.Traffic, l name, a affinity) {
+	endpoints := make([]netip.AddrPort, 0, len(t.Endpoints))
+	from := addressOf(p.opts.MasqueradeAddresses, f.Family)
 	for _, e := range t.Endpoints {
-		forward := p.forward(e.Addr, uint16(e.Port))
-		bucket := forward
-		hash := endpointHash(netip.AddrPortFrom(e.Addr, uint16(e.Port)))
-		if f.Affinity != 0 {
-			// The switch ignores learn actions in buckets, so the bucket selects a flow.
-			bucket = openflow.Join(setEndpoint(hash), p.opts.resubmit(memberTable))
-			m := member
-			m.Registers[endpointRegister] = openflow.Bits{Value: hash, Mask: 1<<64 - 1}
-			p.opts.add(out.flows, memberTable, middle, m, p.learn(a, f.Affinity, hash), forward)
-		}
-		part := &parts[hash>>1%uint64(len(parts))]
-		*part = append(*part, bucket)
-		if from := addressOf(p.opts.MasqueradeAddresses, f.Family); e.Local && from.IsValid() {
+		endpoints = append(endpoints, netip.AddrPortFrom(e.Addr, uint16(e.Port)))
+		if e.Local && from.IsValid() {
 			m := openflow.Match{EtherType: etherType(f.Family), Source: single(e.Addr), Destination: single(e.Addr)}
-			p.opts.add(out.shared, sentTable, high, m, p.opts.translateSource(from))
+			p.opts.add(out.shared, sentTable, high, m, p.opts.translateSource(single(from)))
 		}
 	}
-	if len(parts) == 1 {
-		out.groups[id] = parts[0]
-	} else {
-		var all []openflow.Actions
-		for i, part := range parts {
-			if len(part) > 0 {
-				l.part = i + 1
-				sub := p.group(l)
-				out.groups[sub] = part
-				all = append(all, openflow.ToGroup(sub))
-			}
-		}
-		out.groups[id] = all
+	slices.SortFunc(endpoints, netip.AddrPort.Compare)
+	endpoints = slices.Compact(endpoints)
+	if f.Affinity == 0 {
+		p.addGroups(out, l, endpoints, p.forward)
+		return
 	}
-	if f.Affinity != 0 {
-		p.opts.add(out.flows, memberTable, low, member, openflow.ToGroup(id))
-		out.affinities[a] = true
+	// The switch ignores learn actions in buckets, so the bucket selects a flow.
+	p.addGroups(out, l, endpoints, func(e netip.AddrPort) openflow.Actions {
+		return openflow.Join(setEndpoint(e), p.opts.resubmit(memberTable))
+	})
+	id := uint64(out.lists[l])
+	member := openflow.Match{EtherType: etherType(f.Family)}
+	member.Registers[listRegister/2] = openflow.Bits{Value: id, Mask: 1<<32 - 1}
+	p.opts.add(out.flows, memberTable, low, member, openflow.ToGroup(uint32(id)))
+	for _, e := range endpoints {
+		port, high, low := endpointFields(e)
+		member.Registers[0] = openflow.Bits{Value: port.Value<<32 | id, Mask: port.Mask<<32 | (1<<32 - 1)}
+		member.Registers[2*addressRegister] = openflow.Bits{Value: high, Mask: 1<<64 - 1}
+		member.Registers[2*addressRegister+1] = openflow.Bits{Value: low, Mask: 1<<64 - 1}
+		p.opts.add(out.flows, memberTable, middle, member, p.learn(a, f.Affinity, e), p.forward(e))
 	}
 }
 
-// maxBuckets limits the buckets of a group. Open vSwitch cannot list groups of more than 64
-// KB.
+// maxBuckets limits the buckets of a group. Open vSwitch ends if it has to list a group of
+// more than 64 KB. A bucket has at most 112 bytes.
 const maxBuckets = 256
 
-// partsFor returns into how many groups to divide a list of n endpoints. The endpoints are
-// divided by their hashes. So a change of an endpoint changes only one group, and the sizes
-// of the groups differ a little.
-func partsFor(n int) int {
+// addGroups adds the group of a list of sorted endpoints. If they are too many, its buckets
+// are groups with equal parts of the list. The parts are sections, so no choice of
+// addresses makes one of them larger, and a change of an endpoint moves at most one
+// endpoint between neighbouring parts.
+func (p *planner) addGroups(out *plan, l name, endpoints []netip.AddrPort, bucket func(netip.AddrPort) openflow.Actions) {
 	parts := 1
-	for n > parts*maxBuckets {
+	for parts < maxBuckets && len(endpoints) > parts*maxBuckets {
 		parts *= 2
 	}
-	if parts > 1 {
-		parts *= 2 // the hashes do not divide the endpoints evenly
+	var buckets []openflow.Actions
+	if parts == 1 {
+		for _, e := range endpoints {
+			buckets = append(buckets, bucket(e))
+		}
+	} else {
+		part := l
+		for i := range parts {
+			part.part = l.part*maxBuckets + i + 1
+			p.addGroups(out, part, endpoints[i*len(endpoints)/parts:(i+1)*len(endpoints)/parts], bucket)
+			buckets = append(buckets, openflow.ToGroup(p.number(part)))
+		}
 	}
-	return parts
+	out.groups[p.number(l)] = buckets
 }
 
 // learn keeps the endpoint of a client.
-func (p *planner) learn(a affinity, timeout time.Duration, endpoint uint64) openflow.Actions {
+func (p *planner) learn(a affinity, timeout time.Duration, e netip.AddrPort) openflow.Actions {
 	return openflow.Learn{
-		Table: p.opts.FirstTable + clientTable, Priority: low, Cookie: p.opts.cookie() | learnedCookie,
-		Idle: timeout, EtherType: etherType(a.family),
-		MatchRegister: affinityRegister, MatchValue: a.port, LoadRegister: endpointRegister, LoadValue: endpoint,
+		Table: p.opts.FirstTable + clientTable, Priority: low, Cookie: p.opts.learnedCookies(uint32(a.client >> 32)).Value,
+		Limit: p.opts.MaxClients, Idle: timeout, EtherType: etherType(a.family),
+		MatchRegister: clientRegister, MatchValue: a.client,
+		AddressRegister: addressRegister, LoadAddress: e.Addr().As16(), PortRegister: flagsRegister, LoadPort: e.Port(),
 	}.Action()
 }
 
 // forward translates the destination of a new connection.
-func (p *planner) forward(addr netip.Addr, port uint16) openflow.Actions {
+func (p *planner) forward(to netip.AddrPort) openflow.Actions {
 	return openflow.CT{
 		Zone: p.opts.Zone, Table: p.opts.FirstTable + sentTable, Commit: true,
-		Actions: openflow.Join(openflow.CopyToMark(flagsRegister, masqueradeBit), openflow.TranslateDestination(addr, port)),
+		Actions: openflow.Join(openflow.CopyToMark(flagsRegister, masqueradeBit), openflow.TranslateDestination(to.Addr(), to.Port())),
 	}.Action()
 }
 
@@ -290,24 +311,17 @@ func (p *planner) reject(f api.Family) openflow.Actions {
 	if !a.IsValid() {
 		return "" // drops
 	}
-	return p.forward(a, refusingPort)
+	return p.forward(netip.AddrPortFrom(a, refusingPort))
 }
 
-// affinityOf returns the affinity of a frontend's service port. The number is a hash: a
-// collision between two ports has the effect that their clients lose their endpoints.
-func affinityOf(se *api.ServiceEndpoints, f *nodeview.Frontend) affinity {
-	h := fnv.New32a()
-	h.Write([]byte(se.Service.Namespace + "/" + se.Service.Name))
+// affinityOf returns the affinity of a frontend's service port, and adds it to the plan.
+func (p *planner) affinityOf(out *plan, se *api.ServiceEndpoints, f *nodeview.Frontend) affinity {
+	service := p.number(name{service: se.Key(), part: wholeService})
+	out.groups[service] = nil
+	a := affinity{f.Family, uint64(service) << 32}
 	if f.ServicePort != nil {
-		h.Write([]byte{byte(f.ServicePort.Protocol), byte(f.ServicePort.Port >> 8), byte(f.ServicePort.Port)})
+		a.client |= uint64(f.ServicePort.Protocol)<<16 | uint64(uint16(f.ServicePort.Port))
 	}
-	return affinity{f.Family, h.Sum32()}
-}
-
-// endpointHash returns a number for an endpoint, for endpointRegister. It is never 0.
-func endpointHash(e netip.AddrPort) uint64 {
-	h := fnv.New64a()
-	h.Write(e.Addr().AsSlice())
-	h.Write(binary.BigEndian.AppendUint16(nil, e.Port()))
-	return h.Sum64() | 1
+	out.affinities[a] = true
+	return a
 }

@@ -9,10 +9,14 @@ import (
 	"errors"
 	"fmt"
 	"maps"
+	"math"
 	"net"
 	"net/netip"
+	"os"
 	"regexp"
 	"slices"
+	"strconv"
+	"strings"
 	"time"
 
 	"github.com/kpng-project/kpng/api"
@@ -37,6 +41,13 @@ func (d *dataplane) collectStale(u *unit, stale *staleConnections) {
 		(*stale)[openflow.Connections{Zone: d.opts.Zone, Protocol: udp, Destination: frontend, Endpoint: endpoint}] = true
 	}
 	if u.old != nil {
+		if u.plan != nil {
+			for frontend := range u.plan.datagrams {
+				if _, exists := u.old.datagrams[frontend]; !exists {
+					add(frontend, netip.AddrPort{}) // connections from before, which are not translated
+				}
+			}
+		}
 		for frontend, before := range u.old.datagrams {
 			now, exists := d.datagramsOf(u.plan, frontend)
 			if !exists {
@@ -44,7 +55,7 @@ func (d *dataplane) collectStale(u *unit, stale *staleConnections) {
 				continue
 			}
 			for _, e := range before.endpoints {
-				if !slices.Contains(now.endpoints, e) {
+				if !now.sends(e) {
 					add(frontend, e)
 				}
 			}
@@ -57,13 +68,13 @@ func (d *dataplane) collectStale(u *unit, stale *staleConnections) {
 	// The plan from before the pass is unknown, but its flows and groups are not.
 	if u.plan != nil && len(u.plan.datagrams) > 0 {
 		for id := range u.groupsTo {
-			for actions := range d.groups[id] {
+			for actions := range d.groups[id].buckets {
 				e := openflow.TranslatedTo(actions)
-				if _, remains := u.groupsTo[id][actions]; remains || !e.IsValid() {
+				if !e.IsValid() {
 					continue
 				}
 				for frontend, now := range u.plan.datagrams {
-					if familyOf(frontend) == familyOf(e) && !slices.Contains(now.endpoints, e) {
+					if familyOf(frontend) == familyOf(e) && !now.sends(e) {
 						add(frontend, e)
 					}
 				}
@@ -71,9 +82,7 @@ func (d *dataplane) collectStale(u *unit, stale *staleConnections) {
 		}
 	}
 	for key := range u.set {
-		if _, exists := d.flows[key]; exists {
-			d.addFrontends(key, add)
-		}
+		d.addFrontends(key, add)
 	}
 	for key := range u.deleted {
 		d.addFrontends(key, add)
@@ -133,8 +142,8 @@ func (d *dataplane) forgetAgain(ctx context.Context, now time.Time) error {
 
 func (d *dataplane) deleteConnections(ctx context.Context, stale staleConnections) error {
 	// For each message that does not name a client, the switch reads its table of connections.
-	// So read the table here, if there are several.
-	if len(stale) > 1 {
+	// So read the table here, if there are several messages.
+	if len(stale) > 1 && countConnections(ctx, d.opts) <= maxListed {
 		if existing, err := listConnections(ctx, d.opts); err == nil {
 			stale = existing.matching(stale)
 		}
@@ -146,14 +155,40 @@ func (d *dataplane) deleteConnections(ctx context.Context, stale staleConnection
 	for c := range stale {
 		messages = append(messages, openflow.DeleteConnections(c))
 	}
-	err := d.conn.Send(ctx, messages...)
-	var unsupported openflow.Error
-	if errors.As(err, &unsupported) {
-		d.cannotForget = true
-		klog.FromContext(ctx).Error(err, "Cannot delete tracked connections, so UDP clients may keep removed endpoints; Open vSwitch can do it since version 3.1", "bridge", d.opts.Bridge)
-		return nil
+	// The switch may need long for a message, and answers only after the last of a part.
+	for part := range slices.Chunk(messages, 16) {
+		err := d.conn.Send(ctx, part...)
+		var unsupported openflow.Error
+		if errors.As(err, &unsupported) {
+			d.cannotForget = true
+			klog.FromContext(ctx).Error(err, "Cannot delete tracked connections, so UDP clients may keep removed endpoints; Open vSwitch can do it since version 3.1", "bridge", d.opts.Bridge)
+			return nil
+		}
+		if err != nil {
+			return err
+		}
 	}
-	return err
+	return nil
+}
+
+// maxListed limits the connections of a listing, which clients may make very long. Each
+// takes about 500 bytes in this process and in the switch.
+const maxListed = 100_000
+
+// countConnections returns the number of tracked connections. If it is not known,
+// countConnections returns a high number.
+func countConnections(ctx context.Context, o *Options) int {
+	text, err := control(ctx, o.RunDir, "dpctl/ct-get-nconns")
+	if err != nil { // the connections are in the kernel
+		var count []byte
+		count, err = os.ReadFile("/proc/sys/net/netfilter/nf_conntrack_count")
+		text = string(count)
+	}
+	n, parseErr := strconv.Atoi(strings.TrimSpace(text))
+	if err != nil || parseErr != nil {
+		return math.MaxInt
+	}
+	return n
 }
 
 // connection matches a line of the command dpctl/dump-conntrack.

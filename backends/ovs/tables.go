@@ -54,21 +54,37 @@ const (
 	masquerade    = 1 << masqueradeBit
 	toNode        = 1 << 9  // the destination has node ports
 	fromHere      = 1 << 10 // the source is the node or a pod of this node
-	done          = 1 << 11 // an instance has translated the packet, so others must not
+
+	// The upper half of register 0 is the port of the endpoint that a client had before.
+	portShift = 16
 )
 
-// Other registers. The 64-bit register n consists of the 32-bit registers 2n and 2n+1.
+// Other registers. They are for session affinity. The 64-bit register n consists of the
+// 32-bit registers 2n and 2n+1. The 128-bit register n consists of the 64-bit registers 2n
+// and 2n+1.
 const (
-	flagsRegister    = 0
-	listRegister     = 1 // the group of a list of endpoints
-	endpointRegister = 1 // of 64 bits: the endpoint that a client had before
-	affinityRegister = 4 // the service port, for session affinity
+	flagsRegister   = 0
+	listRegister    = 1 // the group of a list of endpoints
+	serviceRegister = 2 // the number of the service
+	portRegister    = 3 // the protocol and the port of the service port
+	clientRegister  = 1 // of 64 bits: both
+	addressRegister = 1 // of 128 bits: the address of the endpoint that a client had before
 )
 
 func flags(value uint32) (r [8]openflow.Bits) {
 	r[0] = openflow.Bits{Value: uint64(value) << 32, Mask: uint64(value) << 32}
 	return r
 }
+
+// save puts the registers that the backend uses on the stack of a packet, and restore moves
+// them back. So packets leave with the registers with which they came.
+var (
+	save    = openflow.Join(openflow.Push(0), openflow.Push(1))
+	restore = openflow.Join(openflow.Pop(1), openflow.Pop(0))
+)
+
+// entryPriorities is the number of priorities of flows in the first table.
+const entryPriorities = 3
 
 // Priorities of flows in the tables after the first.
 const (
@@ -89,11 +105,14 @@ var families = []api.Family{api.IPv4, api.IPv6}
 
 func single(a netip.Addr) netip.Prefix { return netip.PrefixFrom(a, a.BitLen()) }
 
-// cookie returns the cookies of the instance. The flows that the backend writes have the
-// cookie with only the bits of the instance. Learned flows have learnedCookie.
+// cookie returns the cookie of the flows that the backend writes. Learned flows also have
+// the number of the service in the lower 32 bits, so that the switch counts them by service.
 func (o *Options) cookie() uint64 { return (0x6b706e00 + uint64(o.Instance)) << 32 }
 
-const learnedCookie = 1
+// learnedCookies are the cookies of the learned flows of a service.
+func (o *Options) learnedCookies(service uint32) openflow.Cookies {
+	return openflow.Cookies{Value: o.cookie() | uint64(service), Mask: 1<<64 - 1}
+}
 
 // written are the cookies of flows that the backend writes, and all are those of all flows
 // of the instance.
@@ -108,11 +127,11 @@ func (o *Options) allCookies() openflow.Cookies {
 // firstGroup returns the lowest ID of the instance's groups.
 func (o *Options) firstGroup() uint32 { return 0x60000000 + uint32(o.Instance)<<24 }
 
-const groupCount = 1 << 24
+// groupCount limits the groups that an instance has.
+const groupCount = 1 << 20
 
-func (o *Options) ownsGroup(id uint32) bool {
-	return id >= o.firstGroup() && id-o.firstGroup() < groupCount
-}
+// ownsGroup reports whether an ID is among those of the instance.
+func (o *Options) ownsGroup(id uint32) bool { return id>>24 == o.firstGroup()>>24 }
 
 func (o *Options) resubmit(table uint8) openflow.Actions {
 	return openflow.Resubmit(o.FirstTable + table)
@@ -142,15 +161,24 @@ func (o *Options) flows(n *node) flowSet {
 	for _, family := range families {
 		ip := openflow.Match{EtherType: etherType(family)}
 		out := openflow.Resubmit(o.OutTable)
+		// Packets that another instance has translated leave, and so do those of connections
+		// that an instance has committed.
 		m := ip
-		m.Registers = flags(done)
+		m.Zone = openflow.Bits{Value: uint64(o.MasqueradeZone), Mask: 1<<16 - 1}
 		o.add(s, entryTable, o.Priority+2, m, out)
-		restore := openflow.CT{Zone: o.MasqueradeZone, Table: o.FirstTable + trackTable, Actions: openflow.Translate()}.Action()
-		for _, a := range []netip.Addr{addressOf(o.MasqueradeAddresses, family), addressOf(o.HairpinAddresses, family)} {
-			if a.IsValid() {
+		m.Zone.Value = uint64(o.Zone)
+		m.State = state(openflow.StateTracked, openflow.StateNew)
+		o.add(s, entryTable, o.Priority+2, m, out)
+		m.State = state(openflow.StateTracked|openflow.StateNew|openflow.StateDNAT, 0)
+		o.add(s, entryTable, o.Priority+2, m, out)
+		nodeAddr := addressOf(o.MasqueradeAddresses, family)
+		translateBack := openflow.CT{Zone: o.MasqueradeZone, Table: o.FirstTable + trackTable, Actions: openflow.Translate()}.Action()
+		unused := networkOf(o.PodMasqueradeNetworks, family)
+		for _, to := range []netip.Prefix{single(nodeAddr), single(addressOf(o.HairpinAddresses, family)), unused} {
+			if to.IsValid() {
 				m := ip
-				m.Destination = single(a)
-				o.add(s, entryTable, o.Priority+1, m, restore)
+				m.Destination = to
+				o.add(s, entryTable, o.Priority+1, m, translateBack)
 			}
 		}
 		o.add(s, entryTable, o.Priority, ip, o.resubmit(trackTable))
@@ -159,12 +187,12 @@ func (o *Options) flows(n *node) flowSet {
 		// The destination of a packet may be translated although its connection is new, because
 		// there was no answer yet.
 		m = ip
-		m.State = openflow.Bits{Value: openflow.StateTracked | openflow.StateDNAT, Mask: openflow.StateTracked | openflow.StateDNAT | openflow.StateReply}
-		o.add(s, stateTable, high, m, o.resubmit(sentTable))
-		m.State = openflow.Bits{Value: openflow.StateTracked | openflow.StateNew, Mask: openflow.StateTracked | openflow.StateNew | openflow.StateReply}
-		o.add(s, stateTable, middle, m, o.resubmit(sourceTable))
-		m.State = openflow.Bits{Value: openflow.StateTracked | openflow.StateReply, Mask: openflow.StateTracked | openflow.StateReply}
-		o.add(s, stateTable, middle, m, setDone, out)
+		m.State = state(openflow.StateTracked|openflow.StateDNAT, openflow.StateReply)
+		o.add(s, stateTable, high, m, save, o.resubmit(sentTable))
+		m.State = state(openflow.StateTracked|openflow.StateNew, openflow.StateReply)
+		o.add(s, stateTable, middle, m, save, o.resubmit(sourceTable))
+		m.State = state(openflow.StateTracked|openflow.StateReply, 0)
+		o.add(s, stateTable, middle, m, out)
 		o.add(s, stateTable, low, ip, out)
 
 		o.addSources(s, family, n)
@@ -176,31 +204,61 @@ func (o *Options) flows(n *node) flowSet {
 			}
 		}
 		o.add(s, nodeTable, low, ip, o.resubmit(frontendTable))
-		o.add(s, frontendTable, low, ip, out)
+		leave := openflow.Join(restore, out)
+		if !o.Chained {
+			// Otherwise a translated connection could get the addresses and ports of this one.
+			leave = openflow.CT{Zone: o.Zone, Table: o.FirstTable + sentTable, Commit: true, Actions: openflow.AvoidClash()}.Action()
+		}
+		o.add(s, frontendTable, low, ip, leave)
 
 		for kind := uint32(1); kind < fromAny; kind <<= 1 {
 			m := ip
 			m.Registers = flags(kind | kind<<selectShift)
 			o.add(s, masqueradeTable, low, m, openflow.SetRegister(flagsRegister, openflow.Bits{Value: masquerade, Mask: masquerade}))
 		}
-		if a := addressOf(o.MasqueradeAddresses, family); a.IsValid() {
+		if nodeAddr.IsValid() {
 			m := ip
 			m.Mark = openflow.Bits{Value: 1, Mask: 1}
-			o.add(s, sentTable, middle, m, o.translateSource(a))
+			o.add(s, sentTable, middle, m, o.translateSource(single(nodeAddr)))
+			for _, cidr := range o.PodCIDRs {
+				if unused.IsValid() && api.FamilyOf(cidr.Addr()) == family {
+					m.Destination = cidr
+					o.add(s, sentTable, middle+1, m, o.translateSource(unused))
+				}
+			}
+			o.addNodeConnections(s, family, nodeAddr)
 		}
 		if a := addressOf(o.HairpinAddresses, family); a.IsValid() {
 			for _, to := range n.machineAddrs {
 				if api.FamilyOf(to) == family {
 					m := ip
 					m.InPort, m.Destination = o.LocalPort, single(to)
-					o.add(s, sentTable, highest, m, o.translateSource(a))
+					o.add(s, sentTable, highest, m, o.translateSource(single(a)))
 				}
 			}
 		}
-		o.add(s, sentTable, low, ip, setDone, out)
+		o.add(s, sentTable, low, ip, restore, out)
 	}
 	return s
 }
+
+// addNodeConnections adds the flows for connections that have a masquerade address before
+// any translation: those of the node itself. They are committed in the masquerade zone, so
+// that masqueraded connections get other ports.
+func (o *Options) addNodeConnections(s flowSet, family api.Family, a netip.Addr) {
+	to, from := openflow.Match{EtherType: etherType(family)}, openflow.Match{EtherType: etherType(family)}
+	to.Destination, from.Source = single(a), single(a)
+	commit := openflow.CT{Zone: o.MasqueradeZone, Table: o.OutTable, Commit: true}
+	o.add(s, sentTable, low+1, to, restore, commit.Action())
+	commit.Actions = openflow.AvoidClash()
+	o.add(s, sentTable, low+2, from, restore, commit.Action())
+	// Further packets of these connections are translated like the first.
+	o.add(s, stateTable, low+1, from, save, o.resubmit(sentTable))
+}
+
+// state matches the state of connection tracking that has all bits of the first set and
+// none of the second.
+func state(set, clear uint64) openflow.Bits { return openflow.Bits{Value: set, Mask: set | clear} }
 
 // addSources adds the flows of sourceTable.
 func (o *Options) addSources(s flowSet, family api.Family, n *node) {
@@ -237,13 +295,23 @@ func (o *Options) addSources(s flowSet, family api.Family, n *node) {
 	}
 }
 
-// setDone marks a packet that needs no other instance.
-var setDone = openflow.SetRegister(flagsRegister, openflow.Bits{Value: done, Mask: done})
+// maxSources limits the addresses of a network that masqueraded connections get. Each has
+// a range of ports for each endpoint.
+const maxSources = 256
 
-// translateSource replaces the source of a packet, and passes the packet on.
-func (o *Options) translateSource(a netip.Addr) openflow.Actions {
-	return openflow.Join(setDone, openflow.CT{
+// translateSource replaces the source of a packet by an address of a network, and passes
+// the packet on.
+func (o *Options) translateSource(network netip.Prefix) openflow.Actions {
+	first := network.Masked().Addr()
+	last := first
+	for range maxSources - 1 {
+		if !network.Contains(last.Next()) {
+			break
+		}
+		last = last.Next()
+	}
+	return openflow.Join(restore, openflow.CT{
 		Zone: o.MasqueradeZone, Table: o.OutTable, Commit: true,
-		Actions: openflow.TranslateSource(a, firstMasqueradePort, lastMasqueradePort),
+		Actions: openflow.TranslateSource(first, last, firstMasqueradePort, lastMasqueradePort),
 	}.Action())
 }

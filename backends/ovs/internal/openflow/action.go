@@ -4,7 +4,9 @@ package openflow
 
 import (
 	"encoding/binary"
+	"iter"
 	"net/netip"
+	"slices"
 	"strings"
 	"time"
 )
@@ -20,9 +22,11 @@ const (
 
 	niciraVendor   = 0x00002320
 	niciraResubmit = 14
-	niciraLearn    = 16
+	niciraPush     = 27
+	niciraPop      = 28
 	niciraCT       = 35
 	niciraNAT      = 36
+	niciraLearn    = 45
 )
 
 // padded appends zeros, so that the length is a multiple of eight.
@@ -54,6 +58,23 @@ func ToGroup(id uint32) Actions { return action(actionGroup, binary.BigEndian.Ap
 // SetRegister sets bits of a 32-bit register. Bits.Mask has 32 bits.
 func SetRegister(register int, bits Bits) Actions {
 	return action(actionSetField, appendBits(nil, fieldReg0+uint32(register)<<9, bits, 4))
+}
+
+// SetRegister64 sets a 64-bit register.
+func SetRegister64(register int, value uint64) Actions {
+	return action(actionSetField, appendField(nil, fieldXReg0+uint32(register)<<9, value, 8))
+}
+
+// Push puts the value of a 128-bit register on the stack of the packet.
+func Push(register int) Actions { return stack(niciraPush, register) }
+
+// Pop moves the value on top of the stack of the packet into a 128-bit register.
+func Pop(register int) Actions { return stack(niciraPop, register) }
+
+func stack(subtype uint16, register int) Actions {
+	b := []byte{0, 0} // the first bit of the field
+	b = binary.BigEndian.AppendUint32(b, fieldXXReg0+uint32(register)<<9|16)
+	return nicira(subtype, binary.BigEndian.AppendUint16(b, 128))
 }
 
 // CopyToMark copies a bit of a 32-bit register to bit 0 of the connection's mark. It is for
@@ -96,46 +117,48 @@ const (
 	natDestination = 2
 
 	natIPv4      = 1 << 0
+	natLastIPv4  = 1 << 1
 	natIPv6      = 1 << 2
+	natLastIPv6  = 1 << 3
 	natFirstPort = 1 << 4
 	natLastPort  = 1 << 5
 )
 
 // Translate translates packets of connections that a translation was committed for.
-func Translate() Actions { return nat(0, netip.Addr{}, 0, 0) }
+func Translate() Actions { return nat(0, nil, nil) }
 
 // TranslateDestination replaces the destination address and, if port is not 0, the
 // destination port.
 func TranslateDestination(addr netip.Addr, port uint16) Actions {
-	return nat(natDestination, addr, port, 0)
+	var ports []uint16
+	if port != 0 {
+		ports = append(ports, port)
+	}
+	return nat(natDestination, []netip.Addr{addr}, ports)
 }
 
-// TranslateSource replaces the source address, and the source port by one from a range.
-func TranslateSource(addr netip.Addr, first, last uint16) Actions {
-	return nat(natSource, addr, first, last)
+// TranslateSource replaces the source address by one from a range, and the source port by
+// one from another range.
+func TranslateSource(first, last netip.Addr, firstPort, lastPort uint16) Actions {
+	return nat(natSource, slices.Compact([]netip.Addr{first, last}), []uint16{firstPort, lastPort})
 }
 
-func nat(flags byte, addr netip.Addr, first, last uint16) Actions {
+// AvoidClash keeps the addresses of a new connection. It replaces the source port if
+// another connection of the zone already has the same addresses and ports.
+func AvoidClash() Actions { return nat(natSource, nil, nil) }
+
+// nat returns the action for a range of addresses of one family and a range of ports. Each
+// range consists of nothing, of one value, or of the first and the last.
+func nat(flags byte, addrs []netip.Addr, ports []uint16) Actions {
+	const present = 5 // what of the ranges follows
 	b := []byte{0, 0, 0, flags, 0, 0}
-	present := &b[5]
-	switch {
-	case addr.Is4():
-		*present |= natIPv4
-	case addr.Is6():
-		*present |= natIPv6
+	for i, a := range addrs {
+		b[present] |= [][2]byte{{natIPv4, natIPv6}, {natLastIPv4, natLastIPv6}}[i][a.BitLen()/128]
+		b = append(b, a.AsSlice()...)
 	}
-	if first != 0 {
-		*present |= natFirstPort
-	}
-	if last != 0 {
-		*present |= natLastPort
-	}
-	b = append(b, addr.AsSlice()...)
-	if first != 0 {
-		b = binary.BigEndian.AppendUint16(b, first)
-	}
-	if last != 0 {
-		b = binary.BigEndian.AppendUint16(b, last)
+	for i, p := range ports {
+		b[present] |= []byte{natFirstPort, natLastPort}[i]
+		b = binary.BigEndian.AppendUint16(b, p)
 	}
 	return nicira(niciraNAT, b)
 }
@@ -145,16 +168,21 @@ type Learn struct {
 	Table    uint8
 	Priority uint16
 	Cookie   uint64
+	// Limit is the largest number of flows with Cookie in Table. Learn adds no more flows.
+	Limit uint32
 	// Idle is the time without packets after which the switch deletes the flow. The switch
 	// counts whole seconds, at most 65,535.
 	Idle      time.Duration
 	EtherType uint16
-	// The flow matches packets whose 32-bit register MatchRegister has the value MatchValue.
+	// The flow matches packets whose 64-bit register MatchRegister has the value MatchValue.
 	MatchRegister int
-	MatchValue    uint32
-	// The flow loads LoadValue into the 64-bit register LoadRegister.
-	LoadRegister int
-	LoadValue    uint64
+	MatchValue    uint64
+	// The flow loads LoadAddress into the 128-bit register AddressRegister, and LoadPort into
+	// the more significant half of the 32-bit register PortRegister.
+	AddressRegister int
+	LoadAddress     [16]byte
+	PortRegister    int
+	LoadPort        uint16
 }
 
 // Action returns the action.
@@ -172,31 +200,56 @@ func (l Learn) Action() Actions {
 			b = binary.BigEndian.AppendUint16(b, v)
 		}
 	}
-	field := func(header uint32) {
+	field := func(header uint32, firstBit uint16) {
 		b = binary.BigEndian.AppendUint32(b, header)
-		u16(0) // the first bit of the field
+		u16(firstBit)
 	}
 	u16(uint16(min(max(l.Idle/time.Second, 1), 65535)), 0, l.Priority)
 	b = binary.BigEndian.AppendUint64(b, l.Cookie)
 	u16(0)
 	b = append(b, l.Table, 0)
 	u16(0, 0)
+	b = binary.BigEndian.AppendUint32(b, l.Limit)
+	u16(0, 0)
 	u16(immediate|16, l.EtherType)
-	field(nxmEtherType)
+	field(nxmEtherType, 0)
 	source, bits := uint32(nxmIPv4Src), uint16(32)
 	if l.EtherType == IPv6 {
 		source, bits = nxmIPv6Src, 128
 	}
 	u16(bits)
-	field(source)
-	field(source)
-	u16(immediate | 32)
-	b = binary.BigEndian.AppendUint32(b, l.MatchValue)
-	field(fieldReg0 + uint32(l.MatchRegister)<<9 | 4)
-	u16(immediate | load | 64)
-	b = binary.BigEndian.AppendUint64(b, l.LoadValue)
-	field(fieldXReg0 + uint32(l.LoadRegister)<<9 | 8)
+	field(source, 0)
+	field(source, 0)
+	u16(immediate | 64)
+	b = binary.BigEndian.AppendUint64(b, l.MatchValue)
+	field(fieldXReg0+uint32(l.MatchRegister)<<9|8, 0)
+	u16(immediate | load | 128)
+	b = append(b, l.LoadAddress[:]...)
+	field(fieldXXReg0+uint32(l.AddressRegister)<<9|16, 0)
+	u16(immediate|load|16, l.LoadPort)
+	field(fieldReg0+uint32(l.PortRegister)<<9|4, 16)
 	return nicira(niciraLearn, b)
+}
+
+// Numbers returns the IDs of the groups that actions execute, and the values that they
+// write into whole 32-bit registers.
+func Numbers(actions Actions) iter.Seq[uint32] {
+	return func(yield func(uint32) bool) {
+		for kind, body := range each(actions) {
+			var value []byte
+			switch {
+			case kind == actionGroup && len(body) >= 4:
+				value = body
+			case kind == actionSetField && len(body) >= 8 && binary.BigEndian.Uint16(body) == classNXM1 && body[3] == 4:
+				value = body[4:]
+			default:
+				continue
+			}
+			if !yield(binary.BigEndian.Uint32(value)) {
+				return
+			}
+		}
+	}
 }
 
 // TranslatedTo returns the destination to which actions translate new connections. It
@@ -217,15 +270,23 @@ func TranslatedTo(actions Actions) (to netip.AddrPort) {
 
 // walk calls f for each action of the vendor Nicira.
 func walk(actions Actions, f func(subtype uint16, body []byte)) {
-	for b := []byte(actions); len(b) >= 8; {
-		size := int(binary.BigEndian.Uint16(b[2:]))
-		if size < 8 || size > len(b) {
-			return
+	for kind, body := range each(actions) {
+		if kind == actionExperimenter && len(body) >= 6 && binary.BigEndian.Uint32(body) == niciraVendor {
+			f(binary.BigEndian.Uint16(body[4:]), body[6:])
 		}
-		if size >= 10 && binary.BigEndian.Uint16(b) == actionExperimenter && binary.BigEndian.Uint32(b[4:]) == niciraVendor {
-			f(binary.BigEndian.Uint16(b[8:]), b[10:size])
+	}
+}
+
+// each returns the kinds and bodies of actions. It ends at an action that is not valid.
+func each(actions Actions) iter.Seq2[uint16, []byte] {
+	return func(yield func(uint16, []byte) bool) {
+		for b := []byte(actions); len(b) >= 4; {
+			size := int(binary.BigEndian.Uint16(b[2:]))
+			if size < 4 || size > len(b) || !yield(binary.BigEndian.Uint16(b), b[4:size]) {
+				return
+			}
+			b = b[size:]
 		}
-		b = b[size:]
 	}
 }
 

@@ -9,6 +9,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"math"
 	"net"
 	"sync"
 	"time"
@@ -18,11 +19,12 @@ import (
 // handles a request. Tests change it.
 var patience = 30 * time.Second
 
-// Conn is a connection to a switch. Its methods Flows, Groups, Commit and Send must not be
-// called concurrently. When one of these methods fails because of the connection, the
-// connection is closed.
+// Conn is a connection to a switch. Its methods Watch, Flows, Groups, Commit and Send must
+// not be called concurrently. When one of these methods fails because of the connection,
+// the connection is closed.
 type Conn struct {
 	net.Conn
+	cookies Cookies
 	// nextID is the ID of the next message.
 	nextID uint32
 
@@ -30,6 +32,8 @@ type Conn struct {
 	in    chan message
 	ended chan struct{} // closed when the connection is lost; then err is set
 	err   error
+	// changed gets a value when another connection has changed flows.
+	changed chan struct{}
 }
 
 type message struct {
@@ -38,13 +42,14 @@ type message struct {
 	body []byte
 }
 
-// Dial connects to the management socket of a bridge.
-func Dial(ctx context.Context, path string) (*Conn, error) {
+// Dial connects to the management socket of a bridge. The methods Watch and Flows of the
+// connection ignore flows whose cookies are not in the set.
+func Dial(ctx context.Context, path string, cookies Cookies) (*Conn, error) {
 	conn, err := (&net.Dialer{}).DialContext(ctx, "unix", path)
 	if err != nil {
 		return nil, err
 	}
-	c := &Conn{Conn: conn, nextID: 1, in: make(chan message), ended: make(chan struct{})}
+	c := &Conn{Conn: conn, cookies: cookies, nextID: 1, in: make(chan message, 128), ended: make(chan struct{}), changed: make(chan struct{}, 1)}
 	stop := context.AfterFunc(ctx, func() { conn.Close() })
 	err = c.greet()
 	if !stop() {
@@ -120,8 +125,17 @@ func (c *Conn) read(r io.Reader) {
 			c.Close()
 			return
 		}
+		if m.kind == typeMultipartReply && m.id == 0 { // not an answer
+			c.noteChanges(m.body)
+			continue
+		}
 		switch m.kind {
 		case typeError, typeMultipartReply, typeBarrierReply, typeBundleControl:
+			select {
+			case c.in <- m:
+				continue
+			default:
+			}
 			select {
 			case c.in <- m:
 			case <-time.After(patience): // no request waits for it
@@ -130,8 +144,35 @@ func (c *Conn) read(r io.Reader) {
 	}
 }
 
+// noteChanges reads a message that the switch sends because flows have changed.
+func (c *Conn) noteChanges(b []byte) {
+	const (
+		header, fixed = 8, 24 // the sizes of the header of the message, and of an entry
+		abbreviated   = 4     // this connection has changed flows
+		paused        = 5     // the switch has stopped to report changes, or (6) starts again
+	)
+	for b = b[min(header, len(b)):]; len(b) >= 4; {
+		kind := binary.BigEndian.Uint16(b[2:])
+		entry, rest, err := takeEntry(b, 4)
+		if err != nil {
+			return
+		}
+		b = rest
+		if kind >= paused || kind < abbreviated && len(entry) >= fixed && c.cookies.contain(binary.BigEndian.Uint64(entry[16:])) {
+			select {
+			case c.changed <- struct{}{}:
+			default:
+			}
+		}
+	}
+}
+
 // Lost returns a channel that is closed when the connection is lost.
 func (c *Conn) Lost() <-chan struct{} { return c.ended }
+
+// Changed returns a channel that gets a value after another connection has changed flows
+// in tables that [Conn.Watch] has named.
+func (c *Conn) Changed() <-chan struct{} { return c.changed }
 
 func appendMessage(b []byte, kind byte, id uint32, body []byte) []byte {
 	b = append(b, version, kind)
@@ -209,45 +250,62 @@ func (c *Conn) drain() {
 	}
 }
 
-// ids returns the first of n unused message IDs.
+// ids returns the first of n unused message IDs. The switch has answered all earlier
+// messages, so IDs may begin again. ID 0 is for messages that are not answers.
 func (c *Conn) ids(n int) (first uint32) {
+	if uint64(c.nextID)+uint64(n) > math.MaxUint32 {
+		c.nextID = 1
+	}
 	first = c.nextID
 	c.nextID += uint32(n)
 	return first
 }
 
-// The kinds of listings.
+// The kinds of multipart messages.
 const (
 	listFlows  = 1
 	listGroups = 7
+	watchFlows = 16
 )
 
-// list requests a listing and calls parse for each part of it.
-func (c *Conn) list(ctx context.Context, kind byte, body []byte, parse func([]byte) error) error {
-	id := c.ids(1)
-	body = append([]byte{0, kind, 0, 0, 0, 0, 0, 0}, body...)
-	return c.request(ctx, id, appendMessage(nil, typeMultipartRequest, id, body), func(m message) (done bool, err error) {
+// list sends requests of one kind. It calls parse for each part of each answer, with the
+// index of the request.
+func (c *Conn) list(ctx context.Context, kind byte, requests [][]byte, parse func(i int, b []byte) error) error {
+	if len(requests) == 0 {
+		return nil
+	}
+	first := c.ids(len(requests))
+	var messages []byte
+	for i, body := range requests {
+		messages = appendMessage(messages, typeMultipartRequest, first+uint32(i), append([]byte{0, kind, 0, 0, 0, 0, 0, 0}, body...))
+	}
+	waiting := len(requests)
+	return c.request(ctx, first, messages, func(m message) (done bool, err error) {
+		i := int(m.id - first)
 		if m.kind == typeError {
 			return true, decodeError(m.body)
 		}
-		if m.kind != typeMultipartReply || len(m.body) < 8 {
+		if m.kind != typeMultipartReply || len(m.body) < 8 || i >= len(requests) {
 			return true, fmt.Errorf("unexpected answer of type %d", m.kind)
 		}
 		const more = 1
-		return m.body[3]&more == 0, parse(m.body[8:])
+		if m.body[3]&more == 0 {
+			waiting--
+		}
+		return waiting == 0, parse(i, m.body[8:])
 	})
 }
 
-// Flows lists the flows of all tables whose cookies are in the set.
-func (c *Conn) Flows(ctx context.Context, cookies Cookies) (flows []Flow, err error) {
+// Flows lists the flows of all tables.
+func (c *Conn) Flows(ctx context.Context) (flows []Flow, err error) {
 	body := []byte{AllTables, 0, 0, 0}
 	for _, v := range []uint32{anyPort, anyGroup, 0} {
 		body = binary.BigEndian.AppendUint32(body, v)
 	}
-	body = binary.BigEndian.AppendUint64(body, cookies.Value)
-	body = binary.BigEndian.AppendUint64(body, cookies.Mask)
+	body = binary.BigEndian.AppendUint64(body, c.cookies.Value)
+	body = binary.BigEndian.AppendUint64(body, c.cookies.Mask)
 	body = appendMatch(body, "")
-	err = c.list(ctx, listFlows, body, func(b []byte) error {
+	err = c.list(ctx, listFlows, [][]byte{body}, func(_ int, b []byte) error {
 		flows, err = parseFlows(flows, b)
 		return err
 	})
@@ -257,12 +315,24 @@ func (c *Conn) Flows(ctx context.Context, cookies Cookies) (flows []Flow, err er
 	return flows, nil
 }
 
-// Groups lists all groups.
-func (c *Conn) Groups(ctx context.Context) (groups []Group, err error) {
-	body := binary.BigEndian.AppendUint32(nil, allGroups)
-	err = c.list(ctx, listGroups, append(body, 0, 0, 0, 0), func(b []byte) error {
-		groups, err = parseGroups(groups, b)
-		return err
+// Groups returns the groups with the given IDs that exist. It does not list all groups:
+// Open vSwitch ends if it has to list a group of more than 64 KB, and groups of other
+// programs may have any size.
+func (c *Conn) Groups(ctx context.Context, ids []uint32) (groups []Group, err error) {
+	requests := make([][]byte, len(ids))
+	for i, id := range ids {
+		requests[i] = append(binary.BigEndian.AppendUint32(nil, id), 0, 0, 0, 0)
+	}
+	err = c.list(ctx, listGroups, requests, func(i int, b []byte) error {
+		if len(b) == 0 {
+			return nil
+		}
+		g, err := parseGroup(b)
+		if err != nil || g.ID != ids[i] {
+			g = Group{ID: ids[i], Foreign: true}
+		}
+		groups = append(groups, g)
+		return nil
 	})
 	if err != nil {
 		return nil, fmt.Errorf("list groups: %w", err)
@@ -270,7 +340,23 @@ func (c *Conn) Groups(ctx context.Context) (groups []Group, err error) {
 	return groups, nil
 }
 
-const allGroups = 0xfffffffc
+// Watch makes [Conn.Changed] report changes of flows in tables. Open vSwitch supports this
+// since version 3.0. Older versions answer with an [Error].
+func (c *Conn) Watch(ctx context.Context, tables []uint8) error {
+	const added, removed, modified = 1 << 1, 1 << 2, 1 << 3
+	requests := make([][]byte, len(tables))
+	for i, table := range tables {
+		body := binary.BigEndian.AppendUint32(nil, uint32(table)) // the ID of the monitor
+		body = binary.BigEndian.AppendUint32(body, anyPort)
+		body = binary.BigEndian.AppendUint32(body, anyGroup)
+		body = append(body, 0, added|removed|modified, table, 0)
+		requests[i] = appendMatch(body, "")
+	}
+	if err := c.list(ctx, watchFlows, requests, func(int, []byte) error { return nil }); err != nil {
+		return fmt.Errorf("watch flows: %w", err)
+	}
+	return nil
+}
 
 // decodeError returns the error in the body of an error message.
 func decodeError(b []byte) error {

@@ -40,8 +40,8 @@ type Match struct {
 	// Registers are the 64-bit registers: Registers[0] consists of reg0 (the more significant
 	// half) and reg1, and so on.
 	Registers [registers]Bits
-	// State and Mark belong to connection tracking.
-	State, Mark Bits
+	// State, Zone and Mark belong to connection tracking.
+	State, Zone, Mark Bits
 }
 
 // A field of a match has a class and a number within this class.
@@ -67,8 +67,10 @@ const (
 	fieldIPv6Dst   = classBasic<<16 | 27<<9
 	fieldReg0      = classNXM1 << 16 // the 32-bit register n is fieldReg0 + n<<9
 	fieldCTState   = classNXM1<<16 | 105<<9
+	fieldCTZone    = classNXM1<<16 | 106<<9
 	fieldCTMark    = classNXM1<<16 | 107<<9
-	fieldXReg0     = classRegister << 16 // the 64-bit register n is fieldXReg0 + n<<9
+	fieldXXReg0    = classNXM1<<16 | 111<<9 // the 128-bit register n is fieldXXReg0 + n<<9
+	fieldXReg0     = classRegister << 16    // the 64-bit register n is fieldXReg0 + n<<9
 	hasMask        = 1 << 8
 )
 
@@ -98,6 +100,7 @@ func (m *Match) Encode() string {
 		b = appendBits(b, fieldXReg0+uint32(i)<<9, r, 8)
 	}
 	b = appendBits(b, fieldCTState, m.State, 4)
+	b = appendBits(b, fieldCTZone, m.Zone, 2)
 	b = appendBits(b, fieldCTMark, m.Mark, 4)
 	return string(b)
 }

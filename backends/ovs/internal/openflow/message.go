@@ -3,6 +3,7 @@
 package openflow
 
 import (
+	"bytes"
 	"encoding/binary"
 	"errors"
 	"fmt"
@@ -110,12 +111,18 @@ const AllTables = 0xff
 // Cookies is the set of cookies that have the bits of Value under Mask.
 type Cookies struct{ Value, Mask uint64 }
 
+func (c Cookies) contain(cookie uint64) bool { return cookie&c.Mask == c.Value }
+
 // Group selects one of its buckets for each connection, with equal probabilities. A
 // connection is defined by its source address and source port.
 type Group struct {
 	ID uint32
+	// Seed makes the selections of different groups independent.
+	Seed uint64
 	// Buckets are ordered by ID.
 	Buckets []Bucket
+	// Foreign is true if no message of this package creates such a group.
+	Foreign bool
 }
 
 // Bucket is a bucket of a group. IDs may have any value up to 0xffffff00.
@@ -152,12 +159,12 @@ func groupMod(command uint16, id, bucket uint32, buckets, properties []byte) Mes
 func SetGroup(g Group) []Message {
 	all := InsertBuckets(g.ID, g.Buckets)
 	if len(all) == 0 {
-		return []Message{groupMod(groupAddOrModify, g.ID, allBuckets, nil, selection(g.ID))}
+		return []Message{groupMod(groupAddOrModify, g.ID, allBuckets, nil, selection(g.Seed))}
 	}
 	// Change the first message from an insertion to the creation of the group.
 	const fixed = 16
 	first := all[0].body
-	all[0] = groupMod(groupAddOrModify, g.ID, allBuckets, first[fixed:], selection(g.ID))
+	all[0] = groupMod(groupAddOrModify, g.ID, allBuckets, first[fixed:], selection(g.Seed))
 	return all
 }
 
@@ -202,15 +209,15 @@ func (bucket *Bucket) encode() []byte {
 }
 
 // selection returns the property of a group that selects a bucket by a hash of the
-// source address and port. The seed makes the choices of different groups independent.
-func selection(seed uint32) []byte {
+// source address and port.
+func selection(seed uint64) []byte {
 	const netronomeVendor, selectionMethod = 0x0000154d, 1
 	b := []byte{0xff, 0xff, 0, 0}
 	b = binary.BigEndian.AppendUint32(b, netronomeVendor)
 	b = binary.BigEndian.AppendUint32(b, selectionMethod)
 	b = append(b, 0, 0, 0, 0)
 	b = append(b, "hash\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00"...)
-	b = binary.BigEndian.AppendUint64(b, uint64(seed))
+	b = binary.BigEndian.AppendUint64(b, seed)
 	for _, f := range []struct {
 		field uint32
 		size  int
@@ -341,39 +348,42 @@ func takeTLV(b []byte) (value, rest []byte, err error) {
 	return all[4:size], rest, nil
 }
 
-// parseGroups appends the groups of a listing.
-func parseGroups(groups []Group, b []byte) ([]Group, error) {
-	const fixed = 16
-	for len(b) > 0 {
-		entry, rest, err := takeEntry(b, fixed)
-		if err != nil {
-			return nil, err
-		}
-		b = rest
-		g := Group{ID: binary.BigEndian.Uint32(entry[4:])}
-		buckets, _, err := take(entry[fixed:], int(binary.BigEndian.Uint16(entry[8:])))
-		if err != nil {
-			return nil, err
-		}
-		if entry[2] != groupSelect {
-			buckets = nil // a group of another type never equals a group of the backend
-		}
-		for len(buckets) > 0 {
-			const fixed = 8
-			bucket, rest, err := takeEntry(buckets, fixed)
-			if err != nil {
-				return nil, err
-			}
-			actions, _, err := take(bucket[fixed:], int(binary.BigEndian.Uint16(bucket[2:])))
-			if err != nil {
-				return nil, err
-			}
-			g.Buckets = append(g.Buckets, Bucket{ID: binary.BigEndian.Uint32(bucket[4:]), Actions: Actions(actions)})
-			buckets = rest
-		}
-		groups = append(groups, g)
+// parseGroup parses the only group of a listing.
+func parseGroup(b []byte) (g Group, err error) {
+	const fixed, seed = 16, 32 // the size of the fixed part; the position in the property
+	entry, rest, err := takeEntry(b, fixed)
+	if err == nil && len(rest) > 0 {
+		err = errors.New("two groups have the same ID")
 	}
-	return groups, nil
+	if err != nil {
+		return g, err
+	}
+	g.ID = binary.BigEndian.Uint32(entry[4:])
+	buckets, properties, err := take(entry[fixed:], int(binary.BigEndian.Uint16(entry[8:])))
+	if err != nil {
+		return g, err
+	}
+	if len(properties) >= seed+8 {
+		g.Seed = binary.BigEndian.Uint64(properties[seed:])
+	}
+	if entry[2] != groupSelect || !bytes.Equal(properties, selection(g.Seed)) {
+		g.Foreign = true
+		return g, nil
+	}
+	for len(buckets) > 0 {
+		const fixed = 8
+		bucket, rest, err := takeEntry(buckets, fixed)
+		if err != nil {
+			return g, err
+		}
+		actions, _, err := take(bucket[fixed:], int(binary.BigEndian.Uint16(bucket[2:])))
+		if err != nil {
+			return g, err
+		}
+		g.Buckets = append(g.Buckets, Bucket{ID: binary.BigEndian.Uint32(bucket[4:]), Actions: Actions(actions)})
+		buckets = rest
+	}
+	return g, nil
 }
 
 // Error is an error that the switch reports.

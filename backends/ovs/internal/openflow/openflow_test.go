@@ -5,11 +5,13 @@ package openflow
 import (
 	"bufio"
 	"context"
+	"encoding/binary"
 	"errors"
 	"io"
 	"net"
 	"net/netip"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -67,7 +69,6 @@ func setPatience(t *testing.T, d time.Duration) {
 func TestUnexpectedAnswers(t *testing.T) {
 	listing := func(body ...byte) []byte { return appendMessage(nil, typeMultipartReply, 1, body) }
 	header := []byte{0, listGroups, 0, 0, 0, 0, 0, 0}
-	group := []byte{0, 32, groupSelect, 0, 0, 0, 0, 1, 0, 16, 0, 0, 0, 0, 0, 0}
 	for name, test := range map[string]struct {
 		serve func(net.Conn)
 		want  string
@@ -78,26 +79,64 @@ func TestUnexpectedAnswers(t *testing.T) {
 			c.Write([]byte{7, 0, 0, 16, 0, 0, 0, 0, 0, 1, 0, 8, 0, 0, 0, 16})
 			io.Copy(io.Discard, c)
 		}, "OpenFlow15"},
-		"something else":                        {func(c net.Conn) { readMessage(c); io.WriteString(c, "HTTP/1.1 400 Bad Request\r\n\r\n") }, "hello"},
-		"a message with a size of 0":            {answer([]byte{version, typeMultipartReply, 0, 0, 0, 0, 0, 1}), "truncated"},
-		"the connection ends in a message":      {func(c net.Conn) { c.Write(append(hello, listing(header...)[:12]...)); readMessage(c); readMessage(c) }, "lost"},
-		"an error":                              {answer(appendMessage(nil, typeError, 1, []byte{0, 1, 0, 5})), "permission denied"},
-		"an error without a code":               {answer(appendMessage(nil, typeError, 1, []byte{0})), "truncated"},
-		"a listing without a header":            {answer(listing(0)), "unexpected"},
-		"another message":                       {answer(appendMessage(nil, typeBarrierReply, 1, nil)), "unexpected"},
-		"a group that ends early":               {answer(listing(append(header, group...)...)), "truncated"},
-		"a group with a bucket that ends early": {answer(listing(append(append(header, group...), 0, 64, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)...)), "truncated"},
+		"something else":                   {func(c net.Conn) { readMessage(c); io.WriteString(c, "HTTP/1.1 400 Bad Request\r\n\r\n") }, "hello"},
+		"a message with a size of 0":       {answer([]byte{version, typeMultipartReply, 0, 0, 0, 0, 0, 1}), "truncated"},
+		"the connection ends in a message": {func(c net.Conn) { c.Write(append(hello, listing(header...)[:12]...)); readMessage(c); readMessage(c) }, "lost"},
+		"an error":                         {answer(appendMessage(nil, typeError, 1, []byte{0, 1, 0, 5})), "permission denied"},
+		"an error without a code":          {answer(appendMessage(nil, typeError, 1, []byte{0})), "truncated"},
+		"a listing without a header":       {answer(listing(0)), "unexpected"},
+		"another message":                  {answer(appendMessage(nil, typeBarrierReply, 1, nil)), "unexpected"},
 	} {
 		t.Run(name, func(t *testing.T) {
-			c, err := Dial(t.Context(), fakeSwitch(t, test.serve))
+			c, err := Dial(t.Context(), fakeSwitch(t, test.serve), Cookies{})
 			if err == nil {
 				defer c.Close()
-				_, err = c.Groups(t.Context())
+				_, err = c.Groups(t.Context(), []uint32{1})
 			}
 			if err == nil || !strings.Contains(err.Error(), test.want) {
 				t.Errorf("error %v does not contain %q", err, test.want)
 			}
 		})
+	}
+}
+
+// TestUnusableGroupsAreForeign checks that a group that cannot be read is reported as a
+// group that this package has not created, so that the backend replaces it.
+func TestUnusableGroupsAreForeign(t *testing.T) {
+	bucket := Bucket{ID: 1, Actions: ToGroup(2)}
+	good := listed(1, bucket.encode(), selection(3))
+	for name, test := range map[string]struct {
+		group   []byte
+		foreign bool
+	}{
+		"complete":                 {good, false},
+		"of another type":          {append([]byte{good[0], good[1], groupSelect + 1}, good[3:]...), true},
+		"without a hash":           {listed(1, bucket.encode(), nil), true},
+		"with another ID":          {listed(2, bucket.encode(), selection(3)), true},
+		"shorter than it says":     {good[:len(good)-8], true},
+		"a bucket that ends early": {listed(1, []byte{0, 64, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0}, selection(3)), true},
+		"twice":                    {append(slices.Clone(good), good...), true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			header := []byte{0, listGroups, 0, 0, 0, 0, 0, 0}
+			c, err := Dial(t.Context(), fakeSwitch(t, answer(appendMessage(nil, typeMultipartReply, 1, append(header, test.group...)))), Cookies{})
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer c.Close()
+			groups, err := c.Groups(t.Context(), []uint32{1})
+			if err != nil || len(groups) != 1 || groups[0].ID != 1 || groups[0].Foreign != test.foreign {
+				t.Errorf("groups %+v, error %v", groups, err)
+			}
+		})
+	}
+}
+
+// TestMessageIDsBeginAgain checks that a connection may live longer than there are IDs.
+func TestMessageIDsBeginAgain(t *testing.T) {
+	c := &Conn{nextID: 1<<32 - 3}
+	if first := c.ids(5); first != 1 {
+		t.Errorf("the first of five IDs is %d, want 1", first)
 	}
 }
 
@@ -112,11 +151,11 @@ func TestHangingSwitch(t *testing.T) {
 		time.AfterFunc(10*time.Millisecond, func() { cancel(cause) })
 		return ctx
 	}
-	if _, err := Dial(ended(), fakeSwitch(t, hang)); !errors.Is(err, cause) {
+	if _, err := Dial(ended(), fakeSwitch(t, hang), Cookies{}); !errors.Is(err, cause) {
 		t.Errorf("hello: error %v, want %v", err, cause)
 	}
 	connect := func() *Conn {
-		c, err := Dial(t.Context(), fakeSwitch(t, greetAndHang))
+		c, err := Dial(t.Context(), fakeSwitch(t, greetAndHang), Cookies{})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -124,7 +163,7 @@ func TestHangingSwitch(t *testing.T) {
 		return c
 	}
 	c := connect()
-	if _, err := c.Groups(ended()); !errors.Is(err, cause) {
+	if _, err := c.Groups(ended(), []uint32{1}); !errors.Is(err, cause) {
 		t.Errorf("list: error %v, want %v", err, cause)
 	}
 	<-c.Lost() // a request without an answer ends the connection
@@ -132,7 +171,7 @@ func TestHangingSwitch(t *testing.T) {
 	if err := connect().Commit(t.Context(), []Message{DeleteGroup(1)}); err == nil || !strings.Contains(err.Error(), "has not answered") {
 		t.Errorf("commit: error %v does not say that the switch has not answered", err)
 	}
-	if _, err := Dial(t.Context(), fakeSwitch(t, hang)); err == nil {
+	if _, err := Dial(t.Context(), fakeSwitch(t, hang), Cookies{}); err == nil {
 		t.Error("no error if the switch never says hello")
 	}
 }
@@ -154,7 +193,7 @@ func TestEchoRequestsAreAnswered(t *testing.T) {
 			}
 		}
 	})
-	c, err := Dial(t.Context(), path)
+	c, err := Dial(t.Context(), path, Cookies{})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -173,11 +212,21 @@ func TestTranslatedTo(t *testing.T) {
 			t.Errorf("%s, want %s", got, to)
 		}
 	}
-	for _, a := range []Actions{"", Resubmit(1), CT{Actions: Translate()}.Action(), CT{Actions: TranslateSource(netip.MustParseAddr("10.0.0.1"), 1, 2)}.Action()} {
+	for _, a := range []Actions{"", Resubmit(1), CT{Actions: Translate()}.Action(), CT{Actions: TranslateSource(netip.MustParseAddr("10.0.0.1"), netip.MustParseAddr("10.0.0.2"), 1, 2)}.Action()} {
 		if got := TranslatedTo(a); got.IsValid() {
 			t.Errorf("%q translates the destination to %s", a, got)
 		}
 	}
+}
+
+// listed returns an entry of a listing of groups.
+func listed(id uint32, buckets, properties []byte) []byte {
+	b := binary.BigEndian.AppendUint16(nil, uint16(16+len(buckets)+len(properties)))
+	b = append(b, groupSelect, 0)
+	b = binary.BigEndian.AppendUint32(b, id)
+	b = binary.BigEndian.AppendUint16(b, uint16(len(buckets)))
+	b = append(b, 0, 0, 0, 0, 0, 0)
+	return append(append(b, buckets...), properties...)
 }
 
 // FuzzParsers checks that no message of a switch ends the process, and that what the
@@ -187,7 +236,8 @@ func FuzzParsers(f *testing.F) {
 	f.Add(flowMod(flowAdd, &Flow{FlowKey: FlowKey{Match: m.Encode()}, Actions: ToGroup(1)}, 0).body)
 	f.Add([]byte(m.Encode()))
 	f.Add([]byte(CT{Commit: true, Actions: TranslateDestination(netip.MustParseAddr("fd00::1"), 80)}.Action()))
-	f.Add([]byte{0, 32, groupSelect, 0, 0, 0, 0, 1, 0, 16, 0, 0, 0, 0, 0, 0, 0, 16, 0, 8, 0, 0, 0, 1, 0, 22, 0, 8, 0, 0, 0, 2})
+	bucket := Bucket{ID: 1, Actions: ToGroup(2)}
+	f.Add(listed(1, bucket.encode(), selection(3)))
 	f.Add(hello)
 	f.Fuzz(func(t *testing.T, b []byte) {
 		parseFlows(nil, b)
@@ -195,31 +245,26 @@ func FuzzParsers(f *testing.F) {
 		Destination(string(b))
 		TranslatedTo(Actions(b))
 		readMessage(strings.NewReader(string(b)))
-		groups, err := parseGroups(nil, b)
-		if err != nil {
+		for range Numbers(Actions(b)) {
+		}
+		(&Conn{changed: make(chan struct{}, 1)}).noteChanges(b)
+		g, err := parseGroup(b)
+		if err != nil || g.Foreign {
 			return
 		}
-		for _, g := range groups {
-			if len(g.Buckets) == 0 {
-				continue
+		var encoded []byte
+		for _, bucket := range g.Buckets {
+			if len(bucket.Actions)%8 != 0 || len(bucket.Actions) > 1<<10 || len(g.Buckets) > 16 {
+				return
 			}
-			var encoded []byte
-			for _, bucket := range g.Buckets {
-				if len(bucket.Actions)%8 != 0 || len(bucket.Actions) > 1<<10 || len(g.Buckets) > 16 {
-					return
-				}
-				encoded = append(encoded, bucket.encode()...)
-			}
-			entry := []byte{byte((16 + len(encoded)) >> 8), byte(16 + len(encoded)), groupSelect, 0}
-			entry = append(entry, byte(g.ID>>24), byte(g.ID>>16), byte(g.ID>>8), byte(g.ID))
-			entry = append(entry, byte(len(encoded)>>8), byte(len(encoded)), 0, 0, 0, 0, 0, 0)
-			again, err := parseGroups(nil, append(entry, encoded...))
-			if err != nil {
-				t.Fatal(err)
-			}
-			if diff := cmp.Diff([]Group{g}, again); diff != "" {
-				t.Fatalf("the encoded group differs (-want +got):\n%s", diff)
-			}
+			encoded = append(encoded, bucket.encode()...)
+		}
+		again, err := parseGroup(listed(g.ID, encoded, selection(g.Seed)))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if diff := cmp.Diff(g, again); diff != "" {
+			t.Fatalf("the encoded group differs (-want +got):\n%s", diff)
 		}
 	})
 }

@@ -1,0 +1,123 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package ovs
+
+import (
+	"crypto/sha256"
+	"encoding/binary"
+	"errors"
+	"fmt"
+
+	"github.com/kpng-project/kpng/nodeview"
+	"k8s.io/apimachinery/pkg/types"
+)
+
+// name is what has a number: a list of endpoints, a part of such a list, or a service with
+// session affinity. Ports of a service may share a list, but not with session affinity,
+// because their clients may have different endpoints. Then port is not 0.
+type name struct {
+	service types.NamespacedName
+	list    nodeview.ListID
+	port    uint32
+	// part is 0 for a whole list, and wholeService for a service.
+	part int
+}
+
+const wholeService = -1
+
+// seed returns the seed of the group with the number of the name. It is how a backend finds
+// the numbers of its predecessor.
+func (n name) seed() uint64 {
+	sum := sha256.Sum256(fmt.Appendf(nil, "%s/%d/%d/%d", n.service, n.list, n.port, n.part))
+	return binary.BigEndian.Uint64(sum[:])
+}
+
+// numbers allocates numbers, which are IDs of groups. So two names never have the same
+// number. A name that has a number in the switch keeps it. A number that a group in the
+// switch has is not given to another name, because flows may still use it.
+type numbers struct {
+	of    map[name]uint32
+	names map[uint32]named
+	// recorded are the groups that have been in the switch since the pass began, by seed.
+	recorded map[uint64]uint32
+	// free are unused numbers below next, and end is the first number of others.
+	free      []uint32
+	next, end uint32
+	// exhausted is true if a name got no number.
+	exhausted bool
+}
+
+type named struct {
+	name
+	seed uint64
+}
+
+var errNumbers = errors.New("the instance has no more IDs for groups")
+
+// newNumbers returns the numbers that the groups in the switch record.
+func (d *dataplane) newNumbers() numbers {
+	n := numbers{
+		of: map[name]uint32{}, names: map[uint32]named{}, recorded: make(map[uint64]uint32, len(d.groups)),
+		next: d.opts.firstGroup(), end: d.opts.firstGroup() + groupCount,
+	}
+	for id, g := range d.groups {
+		if id < n.end {
+			n.recorded[g.seed] = id
+			n.next = max(n.next, id+1)
+		}
+	}
+	for id := d.opts.firstGroup(); id < n.next; id++ {
+		if _, exists := d.groups[id]; !exists {
+			n.free = append(n.free, id)
+		}
+	}
+	return n
+}
+
+// numberOf returns the number of a name.
+func (d *dataplane) numberOf(of name) uint32 {
+	n := &d.numbers
+	if id, ok := n.of[of]; ok {
+		return id
+	}
+	seed := of.seed()
+	id, ok := n.recorded[seed]
+	if _, taken := n.names[id]; !ok || taken {
+		switch last := len(n.free) - 1; {
+		case last >= 0:
+			id, n.free = n.free[last], n.free[:last]
+		case n.next < n.end:
+			id = n.next
+			n.next++
+		default:
+			n.exhausted = true
+			return 0
+		}
+	}
+	n.of[of], n.names[id] = id, named{of, seed}
+	return id
+}
+
+// seed returns the seed of a number.
+func (n *numbers) seed(id uint32) uint64 { return n.names[id].seed }
+
+// release takes a number away from its name. The number stays in use while a group has it.
+func (n *numbers) release(id uint32, exists bool) {
+	delete(n.of, n.names[id].name)
+	delete(n.names, id)
+	if !exists {
+		n.free = append(n.free, id)
+	}
+}
+
+// deleted records that the group with a number and a seed was deleted.
+func (n *numbers) deleted(id uint32, seed uint64) {
+	if n.recorded[seed] == id {
+		delete(n.recorded, seed)
+	}
+	if _, taken := n.names[id]; !taken && id < n.end {
+		n.free = append(n.free, id)
+	}
+}

@@ -155,7 +155,7 @@ func (l *udpListener) newClient(from, endpoint netip.AddrPort, r *rules, now tim
 		socket.Close()
 		return nil, err
 	}
-	c.lastDatagram.Store(now.UnixNano())
+	c.lastDatagram.Store(monotonic(now))
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if l.closed {

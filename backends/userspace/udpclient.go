@@ -28,7 +28,7 @@ type udpClient struct {
 	datagrams
 	raw          syscall.RawConn
 	port         *port
-	lastDatagram atomic.Int64 // time of the last datagram in either direction, in Unix nanoseconds
+	lastDatagram atomic.Int64 // monotonic time of the last datagram in either direction
 
 	// queue has the datagrams for the endpoint that are not sent yet. Only the goroutine of
 	// the listener uses it.
@@ -36,10 +36,17 @@ type udpClient struct {
 	ended sync.Once
 }
 
+// processStart is the zero of monotonic times.
+var processStart = time.Now()
+
+// monotonic returns t as nanoseconds since the start of the process. A step of the wall
+// clock does not change the difference of two such times.
+func monotonic(t time.Time) int64 { return int64(t.Sub(processStart)) }
+
 // The method send sends the queued datagrams. If that fails, the next datagram of the
 // client goes to another endpoint.
 func (c *udpClient) send(now time.Time) {
-	c.lastDatagram.Store(now.UnixNano())
+	c.lastDatagram.Store(monotonic(now))
 	bytes := 0
 	for i := range c.queue {
 		bytes += len(c.queue[i].Buffers[0])
@@ -72,7 +79,7 @@ func (c *udpClient) receive() {
 				if c.listener.write(b.messages[:n]) == nil {
 					c.port.counters.bytesFromEndpoints.Add(int64(bytes))
 				}
-				c.lastDatagram.Store(c.listener.opts.Clock.Now().UnixNano())
+				c.lastDatagram.Store(monotonic(c.listener.opts.Clock.Now()))
 			}
 			c.listener.batches.put(b)
 		}
@@ -173,7 +180,7 @@ func (u *udpClients) expire(since time.Time) {
 	u.mu.Lock()
 	var silent []*udpClient
 	for c := range u.all {
-		if c.lastDatagram.Load() < since.UnixNano() {
+		if c.lastDatagram.Load() < monotonic(since) {
 			silent = append(silent, c)
 		}
 	}

@@ -74,6 +74,8 @@ type Sink struct {
 	Error       string    `json:"error,omitempty"`
 	Failures    int       `json:"failures,omitempty"`
 	NextAttempt time.Time `json:"nextAttempt,omitzero"`
+	// NodeError is the error of the sink if it refuses the present Node object.
+	NodeError string `json:"nodeError,omitempty"`
 	// Pending is the number of services that the sink has not acknowledged. PendingServices
 	// are the first of them, see [sink.Status].
 	Pending         int      `json:"pending"`
@@ -264,6 +266,9 @@ func (r *Report) problems() []string {
 		case s.Passes == 0:
 			add("sink %s has not programmed all services yet", s.Name)
 		}
+		if s.NodeError != "" {
+			add("sink %s refuses the Node object: %s", s.Name, s.NodeError)
+		}
 	}
 	if h := r.Health; h != nil && h.Stuck {
 		add("changes wait, but there was no progress for two minutes")
@@ -305,6 +310,9 @@ func newSink(s sink.Status) Sink {
 	}
 	if s.Err != nil {
 		r.Error = s.Err.Error()
+	}
+	if s.NodeErr != nil {
+		r.NodeError = s.NodeErr.Error()
 	}
 	for _, key := range s.PendingServices {
 		r.PendingServices = append(r.PendingServices, key.String())

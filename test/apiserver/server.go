@@ -3,6 +3,7 @@
 package apiserver
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -33,6 +34,9 @@ const (
 type Options struct {
 	// Flags are additional flags of kube-apiserver. They override this package's flags.
 	Flags []string
+	// Program is the API server, as package gotool names it. The default is
+	// gotool.KubeAPIServer.
+	Program string
 }
 
 // Server is a kube-apiserver with its own etcd.
@@ -146,7 +150,7 @@ func start(ctx context.Context, options Options) (_ *Server, err error) {
 	if s.etcdPath, err = gotool.Build(ctx, gotool.Etcd); err != nil {
 		return nil, err
 	}
-	if s.apiServerPath, err = gotool.Build(ctx, gotool.KubeAPIServer); err != nil {
+	if s.apiServerPath, err = gotool.Build(ctx, cmp.Or(options.Program, gotool.KubeAPIServer)); err != nil {
 		return nil, err
 	}
 	if s.authority, err = newAuthority(); err != nil {

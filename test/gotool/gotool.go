@@ -27,6 +27,10 @@ const (
 	KubeProxy     = "k8s.io/kubernetes/cmd/kube-proxy"
 )
 
+// OldKubeAPIServer is the last kube-apiserver without field selectors for Services, of
+// Kubernetes v1.30. The file gotool/kubernetes-1.30.mod is its module.
+const OldKubeAPIServer = "kube-apiserver-1.30"
+
 // Build returns the path of a program in the go command's cache. If needed, it builds the
 // program. Only one test process builds at a time, so that no program is built twice.
 //
@@ -43,15 +47,32 @@ func Build(ctx context.Context, program string) (string, error) {
 	}
 	defer unlock()
 
-	cmd := exec.CommandContext(ctx, "go", "tool", "-n", program)
+	args := []string{"tool", "-n", program}
+	if program == OldKubeAPIServer {
+		module, err := goCommand(ctx, "env", "GOMOD")
+		if err != nil {
+			return "", fmt.Errorf("build %s: %w", program, err)
+		}
+		args = []string{"tool", "-modfile=" + filepath.Join(filepath.Dir(module), "gotool", "kubernetes-1.30.mod"), "-n", KubeAPIServer}
+	}
+	path, err := goCommand(ctx, args...)
+	if err != nil {
+		return "", fmt.Errorf("build %s: %w", program, err)
+	}
+	return path, nil
+}
+
+// goCommand runs the go command and returns its output.
+func goCommand(ctx context.Context, args ...string) (string, error) {
+	cmd := exec.CommandContext(ctx, "go", args...)
 	var stdout, stderr bytes.Buffer
 	cmd.Stdout, cmd.Stderr = &stdout, &stderr
-	err = cmd.Run()
+	err := cmd.Run()
 	if errors.Is(err, exec.ErrNotFound) {
-		return "", fmt.Errorf("build %s: this test needs the go command in $PATH: %w", program, err)
+		return "", fmt.Errorf("this test needs the go command in $PATH: %w", err)
 	}
 	if err != nil {
-		return "", fmt.Errorf("build %s: %w\n%s", program, err, stderr.Bytes())
+		return "", fmt.Errorf("%w\n%s", err, stderr.Bytes())
 	}
 	return strings.TrimSpace(stdout.String()), nil
 }

@@ -294,7 +294,7 @@ func TestListIsRepeatedAfterABrokenConnection(t *testing.T) {
 		t.Fatal(err)
 	}
 	w := &watch{converter: converter}
-	s := w.newStores(nil)
+	s := w.newStores(nil, 0)
 	c, err := newClient(t.Context(), &rest.Config{Host: server.URL}, s.byKind())
 	if err != nil {
 		t.Fatal(err)

@@ -85,9 +85,12 @@ func (w *watch) followInformers(ctx context.Context, in *Informers) error {
 	w.running.Go(func() {
 		w.reportDelay(ctx, 2*time.Second, "Informers not synced yet; the program must start them")
 	})
-	s := w.newStores(func(services []types.NamespacedName) ([]*discoveryv1.EndpointSlice, error) {
+	s := w.newStores(func(_ context.Context, services []types.NamespacedName) ([]*discoveryv1.EndpointSlice, error) {
 		return in.slicesOf(w.serviceLabel(), services), nil
-	})
+	}, 0)
+	if s.selection != nil {
+		w.running.Go(func() { s.selection.lookUps(ctx) })
+	}
 	all := in.all()
 	for n, to := range [...]cache.ReflectorStore{s.services, s.slices, s.nodes} {
 		f := &follower{watch: w, resource: all[n].resource, store: to}

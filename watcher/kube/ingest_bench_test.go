@@ -84,7 +84,7 @@ func newBenchWatch(b *testing.B) *benchWatch {
 		b.Fatal(err)
 	}
 	state := cluster.New(cluster.Options{})
-	s := (&watch{state: state, converter: converter, unlisted: map[string]bool{services: true, endpointSlices: true}}).newStores(nil)
+	s := (&watch{state: state, converter: converter, unlisted: map[string]bool{services: true, endpointSlices: true}}).newStores(nil, 0)
 	return &benchWatch{state: state, services: s.services, slices: s.slices}
 }
 

@@ -27,8 +27,12 @@
 // filter slices by the label service.kubernetes.io/service-proxy-name. But slices of a
 // wanted service may lack the label, because the controller did not create them or has
 // not labelled them yet. While such slices exist, Watch requests all slices and drops the
-// slices of other services. When a service becomes wanted, Watch writes the service and
-// its slices in one commit.
+// slices of other services.
+//
+// When a service becomes wanted, Watch writes the service together with its slices. It
+// waits up to a second for a slice with the label, and then requests the slices. If a
+// request fails, Watch writes the service without them, and repeats the request with a
+// backoff of up to a minute. Other services and slices never wait for a request.
 package kube
 
 import (

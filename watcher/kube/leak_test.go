@@ -147,8 +147,14 @@ func TestCertificateFilesAreReloaded(t *testing.T) {
 	files := filesConfig(t)
 	state := cluster.New(cluster.Options{})
 	defer watchUntilSynced(t, state, Options{Config: &rest.Config{Host: server.URL, TLSClientConfig: files}})()
+	drop := func() {
+		waitFor(t, func() bool {
+			return len(s.watched(services)) == 1 && len(s.watched(endpointSlices)) == 1 && len(s.watched(nodes)) == 1
+		})
+		s.drop(nil)
+	}
 	writeCertificate(t, "second", files.CertFile, files.KeyFile)
-	s.drop(nil) // the next requests use the new certificate
+	drop() // the next requests use the new certificate
 	s.set(service("web"))
 	waitFor(t, func() bool { return state.Objects().Services.Len() == 1 && slices.Contains(clients(), "second") })
 
@@ -156,7 +162,7 @@ func TestCertificateFilesAreReloaded(t *testing.T) {
 	if err := os.WriteFile(files.KeyFile, []byte("incomplete"), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	s.drop(nil)
+	drop()
 	s.set(service("api"))
 	waitFor(t, func() bool { return state.Objects().Services.Len() == 2 })
 	if got := clients(); got[0] != "first" || got[len(got)-1] != "second" {

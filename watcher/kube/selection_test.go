@@ -3,7 +3,7 @@
 package kube
 
 import (
-	"errors"
+	"context"
 	"fmt"
 	"math/rand/v2"
 	"runtime"
@@ -21,6 +21,7 @@ import (
 	discoveryv1 "k8s.io/api/discovery/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apimachinery/pkg/types"
 )
 
@@ -65,6 +66,9 @@ func (w *world) away(match func(request) bool) (endOutage func()) {
 		w.advance(10 * time.Minute)
 	}
 }
+
+// waitForLookUp waits until the first look-up of slices for a while has been answered.
+func (w *world) waitForLookUp() { w.advance(gatherFor * 3 / 2) }
 
 // expectWatch checks that exactly one watch of slices exists. If all is true, the watch
 // must be for all slices. If all is false, it must be for the slices with the proxy's
@@ -116,6 +120,7 @@ func TestWatchIsFilteredWhileAllServicesHaveASelector(t *testing.T) {
 		w.start()
 		w.expectWatch(false)
 		w.set(slice("byhand", "plain", "10.0.0.2"), selectorless("byhand", proxyName, "x"))
+		w.waitForLookUp()
 		want := []string{"service default/web", "slice default/web-1 10.0.0.1"}
 		w.expect(append(want, "service default/byhand", "slice default/plain 10.0.0.2")...)
 		w.expectWatch(true)
@@ -157,6 +162,7 @@ func TestManyServicesWithoutSelectorNeedOneWatch(t *testing.T) {
 			w.set(slice(name, name, addr), selectorless(name, proxyName, "x"))
 			want = append(want, "service default/"+name, "slice default/"+name+" "+addr)
 		}
+		w.waitForLookUp()
 		w.expect(want...)
 		w.expectWatch(true)
 		all := slices.DeleteFunc(w.seen(forAll), func(r request) bool { return r.Verb != "watch" })
@@ -201,6 +207,7 @@ func TestServiceIsPublishedTogetherWithItsSlices(t *testing.T) {
 					w.expect(want...)
 					before := w.state.Snapshot().Revision
 					w.set(later.service)
+					w.waitForLookUp()
 					w.expect(append(want, "service default/new", "slice default/new-1 10.0.0.1")...)
 					changes, _ := w.state.Snapshot().States.Since(before)
 					for key, s := range changes {
@@ -218,10 +225,15 @@ func TestNewServiceWithSelectorNeedsNoRequest(t *testing.T) {
 	inWorld(t, named("x"), func(w *world) {
 		w.start()
 		w.seen(forSome)
-		created := service("web", proxyName, "x")
-		created.CreationTimestamp = metav1.Now()
-		w.set(created, slice("web", "web-1", "10.0.0.1", proxyName, "x"))
+		w.set(service("web", proxyName, "x"), slice("web", "web-1", "10.0.0.1", proxyName, "x"))
 		w.expect("service default/web", "slice default/web-1 10.0.0.1")
+		w.set(slice("api", "api-1", "10.0.0.2", proxyName, "x"), service("api", proxyName, "x"))
+		w.expect("service default/web", "slice default/web-1 10.0.0.1", "service default/api", "slice default/api-1 10.0.0.2")
+		external := service("external", proxyName, "x")
+		external.Spec.Type = corev1.ServiceTypeExternalName
+		w.set(external)
+		w.expect("service default/web", "slice default/web-1 10.0.0.1", "service default/api", "slice default/api-1 10.0.0.2", "service default/external")
+		w.advance(time.Minute)
 		if some := w.seen(forSome); len(some) > 0 {
 			t.Errorf("requests for its slices: %+v", some)
 		}
@@ -239,6 +251,7 @@ func TestNewlyLabelledServiceHasItsEndpoints(t *testing.T) {
 					w.start()
 					w.expect()
 					w.set(service("web", proxyName, "x"))
+					w.waitForLookUp()
 					w.expect("service default/web", "slice default/web-1 10.0.0.1")
 					w.expectWatch(false)
 					if !soon {
@@ -275,7 +288,7 @@ func TestNewlyLabelledServiceHasItsEndpoints(t *testing.T) {
 	}
 }
 
-func TestFailedLookupOfSlicesIsRetried(t *testing.T) {
+func TestFailedLookUpIsRetried(t *testing.T) {
 	for _, unfiltered := range []bool{false, true} {
 		t.Run(fmt.Sprintf("unfiltered=%t", unfiltered), func(t *testing.T) {
 			inWorld(t, named("x"), func(w *world) {
@@ -286,15 +299,159 @@ func TestFailedLookupOfSlicesIsRetried(t *testing.T) {
 				}
 				w.start()
 				unblock := w.block(forSome)
-				w.set(slice("byhand", "plain", "10.0.0.1"), selectorless("byhand", proxyName, "x"))
-				w.advance(findTimeout - time.Millisecond)
+				w.set(managed("web", "web-1", "10.0.0.1"))
 				w.expect(want...)
-				w.advance(retryAfter + time.Millisecond)
-				w.expect(append(want, "service default/byhand", "slice default/plain 10.0.0.1")...)
+				w.set(service("web", proxyName, "x"))
+				w.advance(findTimeout)
+				w.expect(want...)
+				w.advance(gatherFor * 3 / 2)
+				want = append(want, "service default/web") // without its endpoints, because the request has failed
+				w.expect(want...)
 				unblock()
+				w.advance(2 * gatherFor * 3 / 2)
+				w.expect(append(want, "slice default/web-1 10.0.0.1")...)
 			})
 		})
 	}
+}
+
+// Requests for the slices of some services do not delay other services and slices.
+func TestSlowLookUpDelaysNothingElse(t *testing.T) {
+	inWorld(t, named("x"), func(w *world) {
+		w.set(service("old", proxyName, "x"), slice("old", "old-1", "10.0.0.1", proxyName, "x"))
+		w.start()
+		defer w.block(forSome)()
+		for i := range 200 {
+			w.set(service(fmt.Sprintf("moved-%d", i), proxyName, "x"))
+		}
+		w.advance(gatherFor * 3 / 2) // a request is under way
+		w.set(slice("old", "old-1", "10.0.0.2", proxyName, "x"),
+			service("new", proxyName, "x"), slice("new", "new-1", "10.0.0.3", proxyName, "x"))
+		w.delete(service("moved-0"))
+		want := []string{"service default/old", "slice default/old-1 10.0.0.2", "service default/new", "slice default/new-1 10.0.0.3"}
+		w.expect(want...)
+		w.advance(findTimeout)
+		for i := range 199 {
+			want = append(want, fmt.Sprintf("service default/moved-%d", i+1))
+		}
+		w.expect(want...)
+		w.set(service("late", proxyName, "x")) // while requests fail, services wait for none
+		w.expect(append(want, "service default/late")...)
+	})
+}
+
+// However many services become wanted, and whatever the clocks of servers say, a node
+// sends few requests.
+func TestLookUpsAreMerged(t *testing.T) {
+	inWorld(t, named("x"), func(w *world) {
+		w.start()
+		w.seen(forSome)
+		count := func() int { return len(w.seen(forSome)) }
+		for i := range 100 {
+			s := service(fmt.Sprintf("s%d", i), proxyName, "x")
+			s.CreationTimestamp = metav1.NewTime(time.Now().Add(time.Duration(i-50) * time.Minute))
+			w.set(s)
+		}
+		w.advance(time.Minute)
+		if got := count(); got != 2 {
+			t.Errorf("%d requests for 100 services, want 2", got)
+		}
+		for i := range 600 { // ten services a second
+			w.set(service(fmt.Sprintf("more-%d", i), proxyName, "x"))
+			w.advance(100 * time.Millisecond)
+		}
+		if got := count(); got > 30 {
+			t.Errorf("%d requests in a minute, want at most 30", got)
+		}
+		var failing atomic.Bool
+		failing.Store(true)
+		w.mu.Lock()
+		w.refuse = func(r request) *apierrors.StatusError {
+			if forSome(r) && failing.Load() {
+				return apierrors.NewForbidden(schema.GroupResource{Resource: endpointSlices}, "", nil)
+			}
+			return nil
+		}
+		w.mu.Unlock()
+		for i := range 1000 {
+			w.set(service(fmt.Sprintf("last-%d", i), proxyName, "x"), managed(fmt.Sprintf("last-%d", i), fmt.Sprintf("slice-%d", i), "10.0.0.1"))
+		}
+		w.advance(time.Hour)
+		if got := count(); got > 100 {
+			t.Errorf("%d requests in an hour in which all fail, want at most 100", got)
+		}
+		failing.Store(false)
+		w.advance(2 * failingPause)
+		if got := len(w.dump()); got != 100+600+1000+1000 {
+			t.Errorf("%d objects, want 2700", got)
+		}
+	})
+}
+
+// A slice that changes during a request may be newer than the answer.
+func TestAnswerReplacesNoNewerSlice(t *testing.T) {
+	for name, tc := range map[string]struct {
+		change func(s *stores)
+		want   []string
+	}{
+		"changed":  {func(s *stores) { s.slices.Update(slice("byhand", "plain", "10.0.0.2")) }, []string{"slice default/plain 10.0.0.2"}},
+		"deleted":  {func(s *stores) { s.slices.Delete(slice("byhand", "plain", "")) }, nil},
+		"labelled": {func(s *stores) { s.slices.Update(slice("byhand", "plain", "10.0.0.2", proxyName, "x")) }, []string{"slice default/plain 10.0.0.2"}},
+		"moved":    {func(s *stores) { s.slices.Update(slice("stranger", "plain", "10.0.0.2")) }, nil},
+		"deleted, service too": {func(s *stores) {
+			s.services.Delete(selectorless("byhand"))
+			s.services.Add(selectorless("byhand", proxyName, "x"))
+			s.slices.Delete(slice("byhand", "plain", ""))
+		}, nil},
+	} {
+		t.Run(name, func(t *testing.T) {
+			inRequest, goOn := make(chan struct{}, 10), make(chan struct{})
+			find := func(context.Context, []types.NamespacedName) ([]*discoveryv1.EndpointSlice, error) {
+				inRequest <- struct{}{}
+				<-goOn
+				return []*discoveryv1.EndpointSlice{slice("byhand", "plain", "10.0.0.1"), slice("byhand", "other", "10.0.0.3")}, nil
+			}
+			if strings.Contains(name, "service too") {
+				// The answer to the second request does not contain the deleted slice.
+				first := find
+				find = func(ctx context.Context, keys []types.NamespacedName) ([]*discoveryv1.EndpointSlice, error) {
+					found, err := first(ctx, keys)
+					if len(inRequest) > 0 {
+						found = found[1:]
+					}
+					return found, err
+				}
+			}
+			inSelection(t, find, func(s *stores, w *world) {
+				s.services.Add(selectorless("byhand", proxyName, "x"))
+				<-inRequest
+				tc.change(s)
+				close(goOn)
+				synctest.Wait()
+				w.expect(append(tc.want, "service default/byhand", "slice default/other 10.0.0.3")...)
+			})
+		})
+	}
+}
+
+// A list of all slices that arrives during a request may be older or newer than the answer.
+func TestListDuringRequestRepeatsIt(t *testing.T) {
+	inRequest, goOn := make(chan struct{}, 10), make(chan struct{})
+	inSelection(t, func(context.Context, []types.NamespacedName) ([]*discoveryv1.EndpointSlice, error) {
+		inRequest <- struct{}{}
+		<-goOn
+		return []*discoveryv1.EndpointSlice{slice("byhand", "plain", "10.0.0.1")}, nil
+	}, func(s *stores, w *world) {
+		s.services.Add(selectorless("byhand", proxyName, "x"))
+		<-inRequest
+		s.slices.Replace(nil, "1")
+		close(goOn)
+		w.advance(time.Minute)
+		w.expect("service default/byhand", "slice default/plain 10.0.0.1")
+		if len(inRequest) != 1 {
+			t.Errorf("%d more requests, want 1", len(inRequest))
+		}
+	})
 }
 
 func TestSelectorsChange(t *testing.T) {
@@ -303,10 +460,12 @@ func TestSelectorsChange(t *testing.T) {
 		w.start()
 		w.expect("service default/web", "slice default/web-1 10.0.0.1")
 		w.set(selectorless("web", proxyName, "x"))
+		w.waitForLookUp()
 		w.expect("service default/web", "slice default/web-1 10.0.0.1", "slice default/byhand 10.0.0.2")
 		w.set(service("web", proxyName, "x"))
 		w.expect("service default/web", "slice default/web-1 10.0.0.1")
 		w.set(selectorless("web", proxyName, "x"))
+		w.waitForLookUp()
 		w.expect("service default/web", "slice default/web-1 10.0.0.1", "slice default/byhand 10.0.0.2")
 		w.set(selectorless("web", proxyName, "y"))
 		w.expect("slice default/web-1 10.0.0.1")
@@ -357,8 +516,24 @@ func TestNothingIsLostWhileTheWatchChanges(t *testing.T) {
 	}
 }
 
-// newTestSelection returns the stores and the state of a named proxy with an unfiltered
-// watch. The selection sends its requests for slices to find.
+// inSelection runs test in a synctest bubble, with the stores and the state of a named
+// proxy whose watch of slices has no filter. Requests for slices are sent to find.
+func inSelection(t *testing.T, find finder, test func(*stores, *world)) {
+	synctest.Test(t, func(t *testing.T) {
+		s, state := newTestSelection(t, find)
+		state.SetSynced()
+		ctx, cancel := context.WithCancel(t.Context())
+		ended := make(chan struct{})
+		go func() {
+			defer close(ended)
+			s.selection.lookUps(ctx)
+		}()
+		test(s, &world{t: t, state: state})
+		cancel()
+		<-ended
+	})
+}
+
 func newTestSelection(t *testing.T, find finder) (*stores, *cluster.State) {
 	opts := named("x")
 	converter, err := watcher.New(opts.Options)
@@ -366,14 +541,16 @@ func newTestSelection(t *testing.T, find finder) (*stores, *cluster.State) {
 		t.Fatal(err)
 	}
 	state := cluster.New(cluster.Options{})
-	s := (&watch{opts: opts, state: state, converter: converter, unlisted: map[string]bool{nodes: true}}).newStores(find)
+	s := (&watch{opts: opts, state: state, converter: converter, unlisted: map[string]bool{nodes: true}}).newStores(find, 0)
 	s.selection.begin(nil)
 	return s, state
 }
 
 // findIn returns a finder that finds the given slices.
 func findIn(slices *[]*discoveryv1.EndpointSlice) finder {
-	return func([]types.NamespacedName) ([]*discoveryv1.EndpointSlice, error) { return *slices, nil }
+	return func(context.Context, []types.NamespacedName) ([]*discoveryv1.EndpointSlice, error) {
+		return *slices, nil
+	}
 }
 
 // Each function in writes passes a reduced slice to a store, in a list or in an event.
@@ -382,42 +559,45 @@ var writes = map[string]func(*stores, any) error{
 	"event": func(s *stores, reduced any) error { return s.slices.Update(reduced) },
 }
 
+// A slice is dropped when it is decoded, and its service becomes wanted before the slice is
+// written. The look-up ends before or after that.
 func TestDroppedSliceOfNewServiceIsFound(t *testing.T) {
 	for name, write := range writes {
-		t.Run(name, func(t *testing.T) {
-			plain := slice("byhand", "plain", "10.0.0.1")
-			server := []*discoveryv1.EndpointSlice{plain}
-			s, state := newTestSelection(t, findIn(&server))
-			dropped := s.slices.reduceObject(plain)
-			s.services.Add(selectorless("byhand", proxyName, "x"))
-			if err := write(s, dropped); err != nil {
-				t.Fatal(err)
-			}
-			if n := state.Objects().Slices.Len(); n != 1 {
-				t.Errorf("%d slices, want 1", n)
-			}
-			server = nil
-			s.slices.Delete(plain)
-			if n := state.Objects().Slices.Len(); n != 0 {
-				t.Errorf("%d slices after its deletion, want 0", n)
-			}
-		})
+		for _, later := range []bool{false, true} {
+			t.Run(fmt.Sprintf("%s, look-up later=%t", name, later), func(t *testing.T) {
+				plain := slice("byhand", "plain", "10.0.0.1")
+				server := []*discoveryv1.EndpointSlice{plain}
+				inSelection(t, findIn(&server), func(s *stores, w *world) {
+					dropped := s.slices.reduceObject(plain)
+					s.services.Add(selectorless("byhand", proxyName, "x"))
+					if !later {
+						synctest.Wait()
+					}
+					if err := write(s, dropped); err != nil {
+						t.Fatal(err)
+					}
+					w.expect("service default/byhand", "slice default/plain 10.0.0.1")
+					server = nil
+					s.slices.Delete(plain)
+					w.expect("service default/byhand")
+				})
+			})
+		}
 	}
 }
 
 func TestSliceOfDeletedServiceIsDropped(t *testing.T) {
 	for name, write := range writes {
 		t.Run(name, func(t *testing.T) {
-			s, state := newTestSelection(t, findIn(new([]*discoveryv1.EndpointSlice)))
-			s.services.Add(selectorless("byhand", proxyName, "x"))
-			kept := s.slices.reduceObject(slice("byhand", "plain", "10.0.0.1"))
-			s.services.Add(service("byhand", proxyName, "x"))
-			if err := write(s, kept); err != nil {
-				t.Fatal(err)
-			}
-			if n := state.Objects().Slices.Len(); n != 0 {
-				t.Errorf("%d slices, want 0", n)
-			}
+			inSelection(t, findIn(new([]*discoveryv1.EndpointSlice)), func(s *stores, w *world) {
+				s.services.Add(selectorless("byhand", proxyName, "x"))
+				kept := s.slices.reduceObject(slice("byhand", "plain", "10.0.0.1"))
+				s.services.Add(service("byhand", proxyName, "x"))
+				if err := write(s, kept); err != nil {
+					t.Fatal(err)
+				}
+				w.expect("service default/byhand")
+			})
 		})
 	}
 }
@@ -425,53 +605,22 @@ func TestSliceOfDeletedServiceIsDropped(t *testing.T) {
 // An EndpointSlice of the address type FQDN is selected, but cannot be converted.
 func TestSliceOfHostNamesCausesNoRequest(t *testing.T) {
 	requests := 0
-	s, _ := newTestSelection(t, func([]types.NamespacedName) ([]*discoveryv1.EndpointSlice, error) {
+	inSelection(t, func(context.Context, []types.NamespacedName) ([]*discoveryv1.EndpointSlice, error) {
 		requests++
 		return nil, nil
-	})
-	s.services.Add(selectorless("byhand", proxyName, "x"))
-	requests = 0
-	names := slice("byhand", "names", "10.0.0.1")
-	names.AddressType = discoveryv1.AddressTypeFQDN
-	for _, o := range []any{names, s.slices.reduceObject(names)} {
-		if err := s.slices.Update(o); err != nil || requests > 0 {
-			t.Errorf("error %v, %d requests", err, requests)
+	}, func(s *stores, w *world) {
+		s.services.Add(selectorless("byhand", proxyName, "x"))
+		synctest.Wait()
+		requests = 0
+		names := slice("byhand", "names", "10.0.0.1")
+		names.AddressType = discoveryv1.AddressTypeFQDN
+		for _, o := range []any{names, s.slices.reduceObject(names)} {
+			err := s.slices.Update(o)
+			if w.advance(time.Minute); err != nil || requests > 0 {
+				t.Errorf("error %v, %d requests", err, requests)
+			}
 		}
-	}
-}
-
-// After a failed request all slices are listed, so a second request for the same slices
-// is not needed. The second request would block all changes for another findTimeout.
-func TestFailedLookupOfSlicesIsNotRepeated(t *testing.T) {
-	requests, restarts := 0, 0
-	s, _ := newTestSelection(t, func([]types.NamespacedName) ([]*discoveryv1.EndpointSlice, error) {
-		requests++
-		return nil, errors.New("no answer")
 	})
-	s.selection.begin(func() { restarts++ })
-	dropped := s.slices.reduceObject(slice("byhand", "plain", "10.0.0.1"))
-	s.services.Add(selectorless("byhand", proxyName, "x"))
-	if err := s.slices.Add(dropped); err != nil || requests != 1 || restarts != 1 {
-		t.Errorf("error %v, %d requests, %d restarts", err, requests, restarts)
-	}
-}
-
-// The watch after a failed request lists all slices, because slices of the service may
-// lack the label.
-func TestWatchAfterFailedLookupHasNoFilter(t *testing.T) {
-	s, _ := newTestSelection(t, func([]types.NamespacedName) ([]*discoveryv1.EndpointSlice, error) {
-		return nil, errors.New("no answer")
-	})
-	restarts := 0
-	restart := func() { restarts++ }
-	s.selection.begin(restart)
-	if !s.selection.filtered {
-		t.Fatal("without services, the watch has no filter")
-	}
-	s.services.Add(service("web", proxyName, "x"))
-	if pause := s.selection.begin(restart); restarts != 1 || !pause || s.selection.filtered {
-		t.Errorf("%d restarts, pause %t, filter %t; want 1, true, false", restarts, pause, s.selection.filtered)
-	}
 }
 
 func TestForeignSlicesUseNoMemory(t *testing.T) {

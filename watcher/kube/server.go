@@ -7,7 +7,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"slices"
 	"strings"
 	"time"
 
@@ -31,7 +30,7 @@ const noticeAfter = 10 * time.Second
 // followServer fills the state from an API server until ctx ends.
 func (w *watch) followServer(ctx context.Context, config *rest.Config) error {
 	var err error
-	s := w.newStores(w.finder(ctx))
+	s := w.newStores(w.find, gatherFor)
 	if w.client, err = newClient(ctx, config, s.byKind()); err != nil {
 		return fmt.Errorf("client for API server %s: %w", config.Host, err)
 	}
@@ -39,6 +38,9 @@ func (w *watch) followServer(ctx context.Context, config *rest.Config) error {
 	w.running.Go(func() { w.reportDelay(ctx, noticeAfter, "Still waiting for the first list of resources") })
 	w.running.Go(func() { w.reflect(ctx, w.serviceSource(), s.services) })
 	w.running.Go(func() { w.reflect(ctx, w.nodeSource(), s.nodes) })
+	if s.selection != nil {
+		w.running.Go(func() { s.selection.lookUps(ctx) })
+	}
 	w.running.Go(func() {
 		if s.selection == nil {
 			w.reflect(ctx, w.sliceSource(false), s.slices)
@@ -101,39 +103,25 @@ func (w *watch) serviceLabel() string {
 	return cmp.Or(w.opts.ServiceNameLabel, discoveryv1.LabelServiceName)
 }
 
-// servicesPerRequest is the maximum number of services in the URL of a request.
-const servicesPerRequest = 50
-
-// finder returns a finder that sends requests to the API server.
-func (w *watch) finder(ctx context.Context) finder {
-	return func(services []types.NamespacedName) (found []*discoveryv1.EndpointSlice, err error) {
-		src := w.sliceSource(false)
-		r := &reporter{watch: w, resource: src.resource}
-		for chunk := range slices.Chunk(services, servicesPerRequest) {
-			namespace := chunk[0].Namespace
-			names := make([]string, len(chunk))
-			for i, service := range chunk {
-				names[i] = service.Name
-				if service.Namespace != namespace {
-					namespace = metav1.NamespaceAll
-				}
-			}
-			options := metav1.ListOptions{LabelSelector: fmt.Sprintf("%s in (%s),%s!=%s",
-				w.serviceLabel(), strings.Join(names, ","), watcher.LabelServiceProxyName, w.opts.ServiceProxyName)}
-			var list discoveryv1.EndpointSliceList
-			ctx, cancel := context.WithTimeout(ctx, findTimeout)
-			err := src.client.Get().Namespace(namespace).Resource(endpointSlices).VersionedParams(&options, metav1.ParameterCodec).Do(ctx).Into(&list)
-			err = r.request(ctx, "list", err)
-			cancel()
-			if err != nil {
-				return found, err
-			}
-			for i := range list.Items {
-				found = append(found, &list.Items[i])
-			}
+// find implements finder with a request to the API server.
+func (w *watch) find(ctx context.Context, services []types.NamespacedName) (found []*discoveryv1.EndpointSlice, err error) {
+	namespace := services[0].Namespace
+	names := make([]string, len(services))
+	for i, service := range services {
+		names[i] = service.Name
+		if service.Namespace != namespace {
+			namespace = metav1.NamespaceAll
 		}
-		return found, nil
 	}
+	src := w.sliceSource(false)
+	options := metav1.ListOptions{LabelSelector: fmt.Sprintf("%s in (%s),%s!=%s",
+		w.serviceLabel(), strings.Join(names, ","), watcher.LabelServiceProxyName, w.opts.ServiceProxyName)}
+	var list discoveryv1.EndpointSliceList
+	err = src.request(&options).Namespace(namespace).Do(ctx).Into(&list)
+	for i := range list.Items {
+		found = append(found, &list.Items[i])
+	}
+	return found, (&reporter{watch: w, resource: src.resource}).request(ctx, "list", err)
 }
 
 // noResync is a resync period so long that no resync happens. Without a period,

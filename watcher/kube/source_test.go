@@ -158,6 +158,7 @@ func TestRestoredResourceVersionsAreNoticed(t *testing.T) {
 						t.Errorf("want one line for each resource, got %s", got)
 					}
 					w.set(service("new", labels...))
+					w.waitForLookUp()
 					w.expect(append(want, "service default/new")...)
 				})
 			})

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"iter"
 	"sync"
+	"time"
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/cluster"
@@ -62,9 +63,8 @@ func (i *item[T]) DeepCopyObject() runtime.Object { return i }
 type writer[T any] interface {
 	// write writes an object to the state, or deletes the object if the item has no value.
 	write(*item[T])
-	// replace writes a full listing and returns true. If it fails, it changes nothing and
-	// returns false, and another listing follows.
-	replace([]*item[T]) bool
+	// replace writes a full listing.
+	replace([]*item[T])
 }
 
 // store receives objects from a reflector or informer. It reduces each object and passes
@@ -193,9 +193,8 @@ func (s *store[O, T]) Replace(list []any, _ string) error {
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if s.to.replace(items) {
-		s.listed()
-	}
+	s.to.replace(items)
+	s.listed()
 	return nil
 }
 
@@ -222,9 +221,8 @@ func (t table[T]) writeIn(tx *cluster.Tx, i *item[T]) {
 	}
 }
 
-func (t table[T]) replace(all []*item[T]) bool {
+func (t table[T]) replace(all []*item[T]) {
 	t.state.Update(func(tx *cluster.Tx) { t.replaceAll(tx, values(all)) })
-	return true
 }
 
 func values[T any](items []*item[T]) iter.Seq[*T] {
@@ -254,8 +252,8 @@ func (s *stores) byKind() map[string]objectStore {
 }
 
 // newStores returns stores that pass the objects for the proxy to the state. The
-// selection calls find to request EndpointSlices.
-func (w *watch) newStores(find finder) *stores {
+// selection calls find to request EndpointSlices, for the services of the time gather.
+func (w *watch) newStores(find finder, gather time.Duration) *stores {
 	d := newDecoders(w.opts.Options)
 	s := &stores{
 		services: &store[*corev1.Service, api.Service]{
@@ -278,7 +276,7 @@ func (w *watch) newStores(find finder) *stores {
 	s.slices.listed = func() { w.listed(endpointSlices) }
 	s.nodes.listed = func() { w.listed(nodes) }
 	if w.opts.ServiceProxyName != "" {
-		s.selection = newSelection(w, s, find)
+		s.selection = newSelection(w, s, find, gather)
 	}
 	return s
 }

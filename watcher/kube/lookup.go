@@ -1,0 +1,235 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package kube
+
+import (
+	"context"
+	"slices"
+	"time"
+
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/cluster"
+	discoveryv1 "k8s.io/api/discovery/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/apimachinery/pkg/util/wait"
+)
+
+const (
+	// gatherFor is the least time from a service that becomes wanted to the request for its
+	// slices. Usually a slice with the proxy's label arrives in this time, and no request is
+	// needed. One request serves all services that became wanted in this time.
+	gatherFor = 500 * time.Millisecond
+	// findTimeout limits the requests for the slices of all queued services.
+	findTimeout = 5 * time.Second
+	// The pause between requests doubles, up to busyPause while requests succeed, and up to
+	// failingPause while they fail. It is short again after a minute without a request.
+	busyPause    = 4 * time.Second
+	failingPause = time.Minute
+	// servicesPerRequest is the maximum number of services in the URL of a request.
+	servicesPerRequest = 50
+)
+
+// finder returns all slices without the proxy's label that belong to the given services.
+// It may also return other slices. Each returned slice includes all changes whose events
+// came before the call.
+type finder func(ctx context.Context, services []types.NamespacedName) ([]*discoveryv1.EndpointSlice, error)
+
+// lookUp requests the slices of services that have become wanted or have lost their
+// selector. Until then, a service that has become wanted is held back, so that it appears
+// together with its endpoints. It is written in any case when the request has ended or has
+// failed, so it waits for about ten seconds at most. Other services and slices never wait.
+//
+// Slices change during a request. The answer does not replace a slice that was written
+// meanwhile, because nothing tells which of the two is newer. A watch without a filter
+// delivers the newest version anyway. With a filter, the service is looked up again.
+type lookUp struct {
+	find finder
+	// gather is the time to collect services for one request.
+	gather time.Duration
+
+	// The lock of the selection protects these fields.
+	queue   []*wanted
+	failing bool // the last request has failed
+	// changed contains the slices that were written since the present request began. It is
+	// nil if there is no request. relisted is true if all slices were replaced.
+	changed  map[types.NamespacedName]bool
+	relisted bool
+
+	// wake has an element if queue is not empty.
+	wake chan struct{}
+}
+
+// noteChange records that a slice was written.
+func (l *lookUp) noteChange(key types.NamespacedName) {
+	if l.changed != nil {
+		l.changed[key] = true
+	}
+}
+
+func (l *lookUp) signal() {
+	select {
+	case l.wake <- struct{}{}:
+	default:
+	}
+}
+
+// enqueue arranges a look-up for a wanted service.
+func (n *selection) enqueue(s *wanted) {
+	if s.queued {
+		return
+	}
+	s.queued = true
+	n.lookUp.queue = append(n.lookUp.queue, s)
+	n.lookUp.signal()
+}
+
+// needsLookUp reports whether the state may lack slices of a service. If the controller
+// has labelled one of a service's slices, it labels the others, too.
+func (n *selection) needsLookUp(s *wanted) bool {
+	state, _ := n.state.Snapshot().States.Get(s.key)
+	return s.selectorless || state == nil || !slices.ContainsFunc(state.Slices, func(slice *api.EndpointSlice) bool {
+		_, unlabelled := n.unlabelled[types.NamespacedName{Namespace: slice.Namespace, Name: slice.Name}]
+		return !unlabelled
+	})
+}
+
+// release writes a service that is held back.
+func (n *selection) release(tx *cluster.Tx, s *wanted) {
+	if s.held != nil {
+		n.serviceTable.writeIn(tx, s.held)
+		s.held = nil
+	}
+}
+
+// lookUps requests the slices of queued services until ctx ends.
+func (n *selection) lookUps(ctx context.Context) {
+	var pause time.Duration
+	var last time.Time
+	for {
+		select {
+		case <-n.lookUp.wake:
+		case <-ctx.Done():
+			return
+		}
+		if time.Since(last) > time.Minute {
+			pause = 0
+		}
+		select {
+		case <-time.After(wait.Jitter(max(pause, n.lookUp.gather), 0.5)):
+		case <-ctx.Done():
+			return
+		}
+		limit := busyPause
+		if !n.lookUpQueued(ctx) {
+			limit = failingPause
+		}
+		pause, last = min(max(2*pause, n.lookUp.gather), limit), time.Now()
+	}
+}
+
+// lookUpQueued requests the slices of the services that are in the queue now. It reports
+// whether it was successful.
+func (n *selection) lookUpQueued(ctx context.Context) bool {
+	limited, cancel := context.WithTimeout(ctx, findTimeout)
+	defer cancel()
+	n.mu.Lock()
+	queue := n.lookUp.queue
+	n.lookUp.queue = nil
+	n.mu.Unlock()
+	for len(queue) > 0 {
+		count := min(len(queue), servicesPerRequest)
+		services := n.beginRequest(queue[:count])
+		queue = queue[count:]
+		if len(services) == 0 {
+			continue
+		}
+		found, err := n.request(limited, services)
+		if ctx.Err() != nil {
+			return true // Watch ends
+		}
+		if n.endRequest(services, found, err); err != nil {
+			n.mu.Lock()
+			defer n.mu.Unlock()
+			n.lookUp.queue = append(queue, n.lookUp.queue...) // before the services of the failed request
+			n.lookUp.signal()
+			return false
+		}
+	}
+	return true
+}
+
+// beginRequest returns those of the services that still need a look-up.
+func (n *selection) beginRequest(queued []*wanted) (services []*wanted) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	var ready []*wanted
+	for _, s := range queued {
+		s.queued = false
+		switch {
+		case n.services[s.key] != s: // no longer wanted
+		case n.needsLookUp(s):
+			services = append(services, s)
+		default:
+			ready = append(ready, s)
+		}
+	}
+	n.commit(false, func(tx *cluster.Tx) {
+		for _, s := range ready {
+			n.release(tx, s)
+		}
+	})
+	n.lookUp.changed, n.lookUp.relisted = map[types.NamespacedName]bool{}, false
+	return services
+}
+
+func (n *selection) request(ctx context.Context, services []*wanted) ([]*item[api.EndpointSlice], error) {
+	keys := make([]types.NamespacedName, len(services))
+	for i, s := range services {
+		keys[i] = s.key
+	}
+	objects, err := n.lookUp.find(ctx, keys)
+	found := make([]*item[api.EndpointSlice], len(objects))
+	for i, o := range objects {
+		found[i], _ = n.reduced(o)
+		n.log(found[i].problems)
+	}
+	return found, err
+}
+
+// endRequest writes the answer to a request, and the services that were held back for it.
+// If the request has failed, it writes all services that are held back.
+func (n *selection) endRequest(services []*wanted, found []*item[api.EndpointSlice], err error) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	l := &n.lookUp
+	changed, again := l.changed, err != nil || l.relisted
+	l.changed, l.failing = nil, err != nil
+	if again {
+		found = nil
+	}
+	n.commit(false, func(tx *cluster.Tx) {
+		for _, i := range found {
+			switch {
+			case i.value == nil || i.unlabelled != nil && !n.selects(i.unlabelled):
+			case !changed[i.key]:
+				n.put(tx, i)
+			case n.filtered && i.unlabelled != nil:
+				n.enqueue(n.services[i.unlabelled.service])
+			}
+		}
+		for _, s := range services {
+			if n.services[s.key] != s {
+				continue
+			}
+			n.release(tx, s)
+			if again {
+				n.enqueue(s)
+			}
+		}
+		if err != nil {
+			for _, s := range n.services {
+				n.release(tx, s)
+			}
+		}
+	})
+}

@@ -8,6 +8,7 @@ import (
 	"math/rand/v2"
 	"net/netip"
 	"slices"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -219,8 +220,9 @@ func TestFullStateGivesAnAddressToOneService(t *testing.T) {
 func TestFullStateNeverHasTwoOwnersOfAClaim(t *testing.T) {
 	for seed := range uint64(100) {
 		r := rand.New(rand.NewPCG(seed, 1))
+		sinkRand := rand.New(rand.NewPCG(seed, 2))
 		rw := &rewriter{stages: &stages{}}
-		fails := true
+		var works atomic.Bool
 		rw.fail = func(services []*api.ServiceEndpoints) error {
 			owners := map[api.Claim]types.NamespacedName{}
 			for _, v := range services {
@@ -236,11 +238,11 @@ func TestFullStateNeverHasTwoOwnersOfAClaim(t *testing.T) {
 			}
 			var failed sink.Failed
 			for n := range 6 {
-				if fails && r.IntN(4) == 0 {
+				if !works.Load() && sinkRand.IntN(4) == 0 {
 					failed.Add(fuzzKey(n), errBusy)
 				}
 			}
-			if fails && r.IntN(8) == 0 {
+			if !works.Load() && sinkRand.IntN(8) == 0 {
 				return errBusy
 			}
 			return failed.Err()
@@ -268,7 +270,7 @@ func TestFullStateNeverHasTwoOwnersOfAClaim(t *testing.T) {
 				}
 			}
 			synctest.Wait()
-			fails = false
+			works.Store(true)
 			time.Sleep(time.Hour)
 			w.waitApplied()
 			var want []string

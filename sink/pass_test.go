@@ -595,6 +595,7 @@ func TestPassesEndUnderAnyRateOfStartOver(t *testing.T) {
 				waits = nil
 			}
 		}
+		synctest.Wait()
 		if s := w.driver.Status(); s.Passes < 55 || waits != nil || len(delivered) != 100 {
 			t.Errorf("%d passes in ten minutes, %d services, waits ended: %t", s.Passes, len(delivered), waits == nil)
 		}
@@ -616,6 +617,7 @@ func TestStartOverInEachSyncIsLimited(t *testing.T) {
 				w = started
 				w.src.MarkSynced()
 				time.Sleep(10 * time.Second)
+				synctest.Wait()
 				if calls < 5 || calls > 110 {
 					t.Errorf("%d calls in ten seconds", calls)
 				}

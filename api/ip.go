@@ -7,6 +7,8 @@ import (
 	"iter"
 	"net/netip"
 	"slices"
+
+	"github.com/kpng-project/kpng/internal/distinct"
 )
 
 // Family is an IP family. The zero value means no family.
@@ -70,21 +72,27 @@ type IPSet struct {
 // order. NewIPSet unmaps IPv4-mapped addresses and drops duplicates.
 func NewIPSet(addrs ...netip.Addr) IPSet {
 	var s IPSet
+	var seen distinct.Set[netip.Addr]
 	for _, a := range addrs {
-		s.Add(a)
+		if a = a.Unmap(); a.IsValid() && seen.Add(a) {
+			s.append(a)
+		}
 	}
 	return s
 }
 
 // Add appends an address to the list of its family. It ignores invalid addresses and
-// duplicates.
+// duplicates. It searches the list, so NewIPSet is faster for many addresses.
 func (s *IPSet) Add(a netip.Addr) {
-	a = a.Unmap()
-	switch {
-	case !a.IsValid() || s.Contains(a):
-	case a.Is4():
+	if a = a.Unmap(); a.IsValid() && !s.Contains(a) {
+		s.append(a)
+	}
+}
+
+func (s *IPSet) append(a netip.Addr) {
+	if a.Is4() {
 		s.V4 = append(s.V4, a)
-	default:
+	} else {
 		s.V6 = append(s.V6, a)
 	}
 }

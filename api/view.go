@@ -57,14 +57,16 @@ type Endpoint struct {
 	// has an entry with its own name. An unnamed service port with a named target port has
 	// an entry with the target port's name. An unnamed service port with a target port
 	// number has an entry only if the endpoint's port number is different. The name in this
-	// entry is empty. The method TargetPort reads PortOverrides.
+	// entry is empty. More than 32 PortOverrides are sorted by name (see [SortPortOverrides]).
+	// The method TargetPort reads PortOverrides.
 	PortOverrides []PortName `json:",omitempty"`
 	// Local reports whether the endpoint runs on this node.
 	Local bool `json:",omitempty"`
 	// Scopes are the lists that contain the endpoint for at least one service port.
 	Scopes Scopes `json:",omitzero"`
 	// PortScopes is set if the endpoint's lists differ between service ports. It has an
-	// entry for each port for which the endpoint is on a list. ScopesOf reads PortScopes.
+	// entry for each port for which the endpoint is on a list. More than 32 PortScopes are
+	// sorted by number and protocol (see [SortPortScopes]). ScopesOf reads PortScopes.
 	PortScopes []PortScopes `json:",omitempty"`
 
 	NodeName string `json:",omitempty"`
@@ -105,6 +107,8 @@ func (e *Endpoint) UnmarshalJSON(text []byte) error {
 	for a := range j.IPs.All() {
 		e.Addr = a.Unmap()
 	}
+	SortPortOverrides(e.PortOverrides)
+	SortPortScopes(e.PortScopes)
 	return nil
 }
 
@@ -132,6 +136,28 @@ type PortScopes struct {
 type PortName struct {
 	Name string `json:",omitempty"`
 	Port int32  `json:",omitempty"`
+}
+
+// maxUnsorted is the maximum length of PortOverrides and PortScopes that are not sorted.
+// Longer lists are sorted, because a linear search for each of many ports takes too long.
+const maxUnsorted = 32
+
+// SortPortOverrides sorts list as [Endpoint] requires.
+func SortPortOverrides(list []PortName) {
+	if len(list) > maxUnsorted {
+		slices.SortStableFunc(list, func(a, b PortName) int { return cmp.Compare(a.Name, b.Name) })
+	}
+}
+
+// SortPortScopes sorts list as [Endpoint] requires.
+func SortPortScopes(list []PortScopes) {
+	if len(list) > maxUnsorted {
+		slices.SortStableFunc(list, func(a, b PortScopes) int { return a.compare(b.Port, b.Protocol) })
+	}
+}
+
+func (s PortScopes) compare(port int32, protocol Protocol) int {
+	return cmp.Or(cmp.Compare(s.Port, port), cmp.Compare(s.Protocol, protocol))
 }
 
 // Key returns the namespace and name of the view's service.
@@ -197,9 +223,16 @@ func (e *Endpoint) TargetPort(p *PortMapping) int32 {
 	if name == "" {
 		name = p.TargetPortName
 	}
-	for _, o := range e.PortOverrides {
-		if o.Name == name {
-			return o.Port
+	if len(e.PortOverrides) > maxUnsorted {
+		i, found := slices.BinarySearchFunc(e.PortOverrides, name, func(o PortName, name string) int { return cmp.Compare(o.Name, name) })
+		if found {
+			return e.PortOverrides[i].Port
+		}
+	} else {
+		for _, o := range e.PortOverrides {
+			if o.Name == name {
+				return o.Port
+			}
 		}
 	}
 	if name == "" {
@@ -213,6 +246,13 @@ func (e *Endpoint) TargetPort(p *PortMapping) int32 {
 func (e *Endpoint) ScopesOf(p *PortMapping) Scopes {
 	if len(e.PortScopes) == 0 || p == nil {
 		return e.Scopes
+	}
+	if len(e.PortScopes) > maxUnsorted {
+		i, found := slices.BinarySearchFunc(e.PortScopes, p, func(s PortScopes, p *PortMapping) int { return s.compare(p.Port, p.Protocol) })
+		if found {
+			return e.PortScopes[i].Scopes
+		}
+		return Scopes{}
 	}
 	for _, s := range e.PortScopes {
 		if s.Port == p.Port && s.Protocol == p.Protocol {

@@ -211,7 +211,7 @@ func frontend(s UnservedFrontend, lists *portLists) Frontend {
 		ServicePort: s.ServicePort,
 		Elsewhere:   lists.traffic(lists.external),
 		Node:        lists.traffic(lists.shortCircuit),
-		Sources:     sourceRanges(svc, s.Addr),
+		Sources:     lists.sourcesAt(s.Addr),
 		Masquerade:  masquerade(svc, s.Kind),
 		Affinity:    affinity(svc),
 	}
@@ -228,8 +228,27 @@ type portLists struct {
 	port                             *api.PortMapping
 	family                           api.Family
 	internal, external, shortCircuit list
-	// distinct has the lists that the method prepare has made so far, without duplicates.
-	distinct []list
+	// distinct has the lists that the method prepare has made so far, without duplicates, by
+	// their hash.
+	distinct map[uint64][]list
+	// sources has the sources that the service admits at each address, which are the same
+	// for all ports.
+	sources map[netip.Addr]Sources
+}
+
+func (l *portLists) sourcesAt(addr netip.Addr) Sources {
+	if len(l.se.Service.SourceRanges) == 0 {
+		return Sources{}
+	}
+	s, ok := l.sources[addr]
+	if !ok {
+		if l.sources == nil {
+			l.sources = map[netip.Addr]Sources{}
+		}
+		s = sourceRanges(l.se.Service, addr)
+		l.sources[addr] = s
+	}
+	return s
 }
 
 type list struct {
@@ -261,22 +280,26 @@ func (l *portLists) prepare(port *api.PortMapping, family api.Family) {
 // says whether they are the Local list or the Cluster list. If an equal list already
 // exists, the method returns the existing list with its ID.
 func (l *portLists) list(local bool, scope func(api.Scopes) bool) list {
-	targets := targets(l.se, l.port, l.family, scope)
+	targets, hash := targets(l.se, l.port, l.family, scope)
 	if len(targets) == 0 {
 		return list{}
 	}
-	for _, other := range l.distinct {
+	for _, other := range l.distinct[hash] {
 		if slices.Equal(other.targets, targets) {
 			return other
 		}
 	}
 	made := list{listID(l.port, l.family, local), targets}
-	l.distinct = append(l.distinct, made)
+	if l.distinct == nil {
+		l.distinct = map[uint64][]list{}
+	}
+	l.distinct[hash] = append(l.distinct[hash], made)
 	return made
 }
 
-// targets returns the endpoints of one port and family whose scopes match.
-func targets(se *api.ServiceEndpoints, port *api.PortMapping, family api.Family, match func(api.Scopes) bool) []Target {
+// targets returns the endpoints of one port and family whose scopes match, and a hash of
+// their positions and ports.
+func targets(se *api.ServiceEndpoints, port *api.PortMapping, family api.Family, match func(api.Scopes) bool) (out []Target, hash uint64) {
 	listed := func(e *api.Endpoint) bool {
 		return api.FamilyOf(e.Addr) == family && match(e.ScopesOf(port))
 	}
@@ -287,19 +310,31 @@ func targets(se *api.ServiceEndpoints, port *api.PortMapping, family api.Family,
 		}
 	}
 	if n == 0 {
-		return nil
+		return nil, 0
 	}
-	out := make([]Target, 0, n)
+	out = make([]Target, 0, n)
+	var last *api.Endpoint // with the same list of ports as other endpoints of its EndpointSlice
 	for i := range se.Endpoints {
 		if e := &se.Endpoints[i]; listed(e) {
 			t := Target{Endpoint: e}
-			if port != nil {
+			switch {
+			case port == nil:
+			case last != nil && sharePorts(last, e):
+				t.Port = out[len(out)-1].Port
+			default:
 				t.Port = e.TargetPort(port)
 			}
+			last = e
 			out = append(out, t)
+			hash = (hash^uint64(i)<<16^uint64(t.Port))*0x9e3779b97f4a7c15 + 1
 		}
 	}
-	return out
+	return out, hash
+}
+
+// sharePorts reports whether the PortOverrides of both endpoints are in the same memory.
+func sharePorts(a, b *api.Endpoint) bool {
+	return len(a.PortOverrides) > 0 && len(a.PortOverrides) == len(b.PortOverrides) && &a.PortOverrides[0] == &b.PortOverrides[0]
 }
 
 func (l *portLists) traffic(list list) Traffic {

@@ -157,6 +157,7 @@ func (c *selection) portScopes(candidate int, pol policies) []api.PortScopes {
 			out = append(out, api.PortScopes{Protocol: port.Protocol, Port: port.Port, Scopes: s})
 		}
 	}
+	api.SortPortScopes(out)
 	return out
 }
 

@@ -2,7 +2,12 @@
 
 package nodeview
 
-import "github.com/kpng-project/kpng/api"
+import (
+	"slices"
+
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/distinct"
+)
 
 // anyPort stands for the target port of an endpoint that serves every port.
 const anyPort int32 = -1
@@ -17,31 +22,59 @@ func servedPorts(buf []*api.PortMapping, svc *api.Service) []*api.PortMapping {
 	if wholeAddress(svc) {
 		return append(buf, nil)
 	}
+	var check portCheck
 	for i := range svc.Ports {
-		if portFault(svc.Ports, i) == 0 {
+		if fault, _ := check.next(&svc.Ports[i]); fault == 0 {
 			buf = append(buf, &svc.Ports[i])
 		}
 	}
 	return buf
 }
 
-// portFault returns the reason why the service port at index i can have no frontend, or 0
-// if it can have one. A port is identified by number and protocol: TCP 53 and UDP 53 are
-// two ports. The API server rejects services in which two ports have the same identity or
-// name. Manifests may contain such services; only the first of the two ports counts.
-func portFault(ports []api.PortMapping, i int) Fault {
-	p := &ports[i]
+// portCheck finds the ports of a service that can have no frontend.
+type portCheck struct {
+	names            distinct.Set[string]
+	ports, nodePorts distinct.Set[portNumber]
+}
+
+type portNumber struct {
+	protocol api.Protocol
+	number   int32
+}
+
+// next returns the reason why a port can have no frontends, and the reason why it can have
+// no frontend at its node port. A reason is 0 if the port can have them. Call next with
+// each port of the service, in their order.
+func (c *portCheck) next(p *api.PortMapping) (fault, nodePort Fault) {
+	if fault = c.portFault(p); fault != 0 {
+		return fault, fault
+	}
+	return 0, c.nodePortFault(p)
+}
+
+// portFault returns the reason why p can have no frontend, or 0 if it can have one. A port
+// is identified by number and protocol: TCP 53 and UDP 53 are two ports. The API server
+// rejects services in which two ports have the same identity or name. Other sources may
+// have such services; only the first of the two ports counts.
+func (c *portCheck) portFault(p *api.PortMapping) Fault {
+	newPort := c.ports.Add(portNumber{p.Protocol, p.Port})
+	newName := c.names.Add(overrideName(p))
 	switch {
 	case p.Protocol != api.TCP && p.Protocol != api.UDP && p.Protocol != api.SCTP:
 		return UnknownProtocol
 	case p.Port == 0:
 		return NoPortNumber
+	case !newPort || !newName:
+		return DuplicatePort
 	}
-	for j := range ports[:i] {
-		o := &ports[j]
-		if o.Port == p.Port && o.Protocol == p.Protocol || overrideName(o) == overrideName(p) {
-			return DuplicatePort
-		}
+	return 0
+}
+
+// nodePortFault returns why p can have no frontend at its node port, or 0 if it can have
+// one. Call it only if portFault returned 0 for p.
+func (c *portCheck) nodePortFault(p *api.PortMapping) Fault {
+	if p.NodePort != 0 && !c.nodePorts.Add(portNumber{p.Protocol, p.NodePort}) {
+		return DuplicatePort
 	}
 	return 0
 }
@@ -58,20 +91,44 @@ func overrideName(p *api.PortMapping) string {
 // values to the given buffers.
 func matchPorts(targets []int32, overrides [][]api.PortName, list []*api.EndpointSlice, ports []*api.PortMapping) ([]int32, [][]api.PortName) {
 	for _, slice := range list {
+		numbers := slicePorts(slice, len(ports))
 		for _, p := range ports {
-			targets = append(targets, targetPort(slice, p))
+			targets = append(targets, targetPort(slice, numbers, p))
 		}
 		overrides = append(overrides, portOverrides(ports, targets[len(targets)-len(ports):]))
 	}
 	return targets, overrides
 }
 
+type slicePort struct {
+	name     string
+	protocol api.Protocol
+}
+
+// slicePorts returns the port numbers of a slice by name and protocol. It returns nil if a
+// linear search for the given number of service ports is cheaper.
+func slicePorts(slice *api.EndpointSlice, ports int) map[slicePort]int32 {
+	const few = 16
+	if min(ports, len(slice.Ports)) <= few {
+		return nil
+	}
+	numbers := make(map[slicePort]int32, len(slice.Ports))
+	for _, o := range slices.Backward(slice.Ports) { // among duplicates, the first one counts
+		numbers[slicePort{o.Name, o.Protocol}] = o.Port
+	}
+	return numbers
+}
+
 // targetPort returns the number of the slice's port that has the name and protocol of p.
 // It returns 0 if there is no such port or the port has no number. Another slice of the
-// service may have another number for the same name.
-func targetPort(slice *api.EndpointSlice, p *api.PortMapping) int32 {
+// service may have another number for the same name. The argument numbers is the result of
+// slicePorts.
+func targetPort(slice *api.EndpointSlice, numbers map[slicePort]int32, p *api.PortMapping) int32 {
 	if p == nil {
 		return anyPort
+	}
+	if numbers != nil {
+		return numbers[slicePort{p.Name, p.Protocol}]
 	}
 	for i := range slice.Ports {
 		if o := &slice.Ports[i]; o.Name == p.Name && o.Protocol == p.Protocol {
@@ -98,6 +155,7 @@ func portOverrides(ports []*api.PortMapping, targets []int32) []api.PortName {
 			out = append(out, api.PortName{Name: name, Port: targets[i]})
 		}
 	}
+	api.SortPortOverrides(out)
 	return out
 }
 

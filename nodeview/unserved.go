@@ -3,13 +3,13 @@
 package nodeview
 
 import (
-	"cmp"
 	"fmt"
 	"iter"
 	"net/netip"
 	"slices"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/distinct"
 	"k8s.io/apimachinery/pkg/types"
 )
 
@@ -82,49 +82,93 @@ func namedFrontends(se *api.ServiceEndpoints) iter.Seq[UnservedFrontend] {
 			return
 		}
 		svc := se.Service
+		n := newNamer(se)
 		if wholeAddress(svc) {
 			var fault Fault
 			if !svc.AllPorts {
 				fault = NoPortNumber
 			}
-			portFrontends(se, nil, fault, 0, yield)
+			n.portFrontends(nil, fault, 0, yield)
 			return
 		}
+		var check portCheck
 		for i := range svc.Ports {
-			fault := portFault(svc.Ports, i)
-			if !portFrontends(se, &svc.Ports[i], fault, cmp.Or(fault, nodePortFault(svc.Ports, i)), yield) {
+			fault, nodePort := check.next(&svc.Ports[i])
+			if !n.portFrontends(&svc.Ports[i], fault, nodePort, yield) {
 				return
 			}
 		}
 	}
 }
 
+// namer has what all ports of a service have in common.
+type namer struct {
+	served []api.Family
+	// addrs[f][i] has the IPv4 (f = 0) or IPv6 (f = 1) addresses of Kind ClusterIP+i. If the
+	// service has an address twice, only the first occurrence gets a frontend.
+	addrs [2][3][]netip.Addr
+	lost  []api.LostClaim
+	// byClaim has the elements of lost. It is nil if a linear search is cheaper.
+	byClaim map[api.Claim]types.NamespacedName
+}
+
+func newNamer(se *api.ServiceEndpoints) namer {
+	n := namer{served: se.Service.Families(), lost: se.Lost}
+	for f, family := range [...]api.Family{api.IPv4, api.IPv6} {
+		var seen distinct.Set[netip.Addr]
+		n.addrs[f] = se.Service.FrontendIPs(family)
+		for i, list := range n.addrs[f] {
+			n.addrs[f][i] = onlyNew(list, &seen)
+		}
+	}
+	const few = 8
+	if len(se.Lost) > few {
+		n.byClaim = make(map[api.Claim]types.NamespacedName, len(se.Lost))
+		for _, l := range se.Lost {
+			n.byClaim[l.Claim] = l.Winner
+		}
+	}
+	return n
+}
+
+// onlyNew returns list without the addresses in seen, and adds all addresses to seen. It
+// copies list only if it has to remove an address.
+func onlyNew(list []netip.Addr, seen *distinct.Set[netip.Addr]) []netip.Addr {
+	for i, a := range list {
+		if seen.Add(a) {
+			continue
+		}
+		kept := slices.Clone(list[:i])
+		for _, a := range list[i+1:] {
+			if seen.Add(a) {
+				kept = append(kept, a)
+			}
+		}
+		return kept
+	}
+	return list
+}
+
 // portFrontends yields the frontends of one port. If the port cannot have frontends,
 // fault says why. If the node port cannot have a frontend, nodePortFault says why.
-func portFrontends(se *api.ServiceEndpoints, port *api.PortMapping, fault, nodePortFault Fault, yield func(UnservedFrontend) bool) bool {
-	served := se.Service.Families()
-	for _, family := range [...]api.Family{api.IPv4, api.IPv6} {
+func (n *namer) portFrontends(port *api.PortMapping, fault, nodePortFault Fault, yield func(UnservedFrontend) bool) bool {
+	for f, family := range [...]api.Family{api.IPv4, api.IPv6} {
 		s := UnservedFrontend{FrontendKey: FrontendKey{Family: family}, ServicePort: port}
 		if port != nil {
 			s.Protocol, s.Port = port.Protocol, port.Port
 		}
-		addrs := se.Service.FrontendIPs(family) // addrs[i] has the addresses of Kind ClusterIP+i
-		for i, list := range addrs {
-			for j, addr := range list {
-				// If an address occurs twice, only the first occurrence gets a frontend.
-				if slices.Contains(list[:j], addr) || named(addrs[:i], addr) {
-					continue
-				}
+		for i, list := range n.addrs[f] {
+			for _, addr := range list {
 				s.Kind, s.Addr = ClusterIP+Kind(i), addr
-				s.Fault, s.Winner = frontendFault(se, s.FrontendKey, fault, served)
+				s.Fault, s.Winner = n.frontendFault(s.FrontendKey, fault)
 				if !yield(s) {
 					return false
 				}
 			}
 		}
-		if port != nil && port.NodePort != 0 && slices.Contains(served, family) {
+		if port != nil && port.NodePort != 0 && slices.Contains(n.served, family) {
 			s.Kind, s.Addr, s.Port = NodePort, netip.Addr{}, port.NodePort
-			s.Fault, s.Winner = frontendFault(se, s.FrontendKey, nodePortFault, served)
+			s.Fault, s.Winner = n.frontendFault(s.FrontendKey, nodePortFault)
 			if !yield(s) {
 				return false
 			}
@@ -133,35 +177,23 @@ func portFrontends(se *api.ServiceEndpoints, port *api.PortMapping, fault, nodeP
 	return true
 }
 
-// nodePortFault returns why the port at index i can have no frontend at its node port, or
-// 0 if it can have one. Call it only if portFault returned 0 for the same port.
-func nodePortFault(ports []api.PortMapping, i int) Fault {
-	if ports[i].NodePort == 0 {
-		return 0
-	}
-	for j, o := range ports[:i] {
-		if o.NodePort == ports[i].NodePort && o.Protocol == ports[i].Protocol && portFault(ports, j) == 0 {
-			return DuplicatePort
-		}
-	}
-	return 0
-}
-
-func named(lists [][]netip.Addr, a netip.Addr) bool {
-	return slices.ContainsFunc(lists, func(list []netip.Addr) bool { return slices.Contains(list, a) })
-}
-
-func frontendFault(se *api.ServiceEndpoints, k FrontendKey, port Fault, served []api.Family) (Fault, types.NamespacedName) {
+func (n *namer) frontendFault(k FrontendKey, port Fault) (Fault, types.NamespacedName) {
 	switch {
-	case !slices.Contains(served, k.Family):
+	case !slices.Contains(n.served, k.Family):
 		return OtherFamily, types.NamespacedName{}
 	case port != 0:
 		return port, types.NamespacedName{}
 	}
 	claim := k.Claim()
-	for i := range se.Lost {
-		if se.Lost[i].Claim == claim {
-			return Lost, se.Lost[i].Winner
+	if n.byClaim != nil {
+		if winner, ok := n.byClaim[claim]; ok {
+			return Lost, winner
+		}
+		return 0, types.NamespacedName{}
+	}
+	for i := range n.lost {
+		if n.lost[i].Claim == claim {
+			return Lost, n.lost[i].Winner
 		}
 	}
 	return 0, types.NamespacedName{}

@@ -4,11 +4,13 @@ package watcher
 
 import (
 	"fmt"
+	"net/netip"
 	"path"
 	"slices"
 	"strings"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/distinct"
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/util/intstr"
 )
@@ -109,38 +111,45 @@ func (c *Converter) serviceIPs(s *corev1.Service, r *report) api.ServiceIPs {
 	switch {
 	case ips.Headless:
 	case len(s.Spec.ClusterIPs) > 0:
-		addAll(&ips.ClusterIPs, s.Spec.ClusterIPs, "spec.clusterIPs", r)
+		ips.ClusterIPs = frontendIPs(s.Spec.ClusterIPs, "spec.clusterIPs", r)
 	default:
-		add(&ips.ClusterIPs, s.Spec.ClusterIP, "spec.clusterIP", -1, r)
+		ips.ClusterIPs = api.NewIPSet(frontendIP(s.Spec.ClusterIP, "spec.clusterIP", -1, r))
 	}
 	if !c.options.IgnoreExternalIPs {
-		addAll(&ips.ExternalIPs, s.Spec.ExternalIPs, "spec.externalIPs", r)
+		ips.ExternalIPs = frontendIPs(s.Spec.ExternalIPs, "spec.externalIPs", r)
 	}
+	var few [2][4]netip.Addr
+	served, proxied := few[0][:0], few[1][:0]
 	for i := range s.Status.LoadBalancer.Ingress {
 		in := &s.Status.LoadBalancer.Ingress[i]
-		set := &ips.LoadBalancerIPs
+		ip := frontendIP(in.IP, "status.loadBalancer.ingress", i, r)
 		if in.IPMode != nil && *in.IPMode != corev1.LoadBalancerIPModeVIP {
-			set = &ips.ProxiedIPs
+			proxied = append(proxied, ip)
+		} else {
+			served = append(served, ip)
 		}
-		add(set, in.IP, "status.loadBalancer.ingress", i, r)
 	}
+	ips.LoadBalancerIPs, ips.ProxiedIPs = api.NewIPSet(served...), api.NewIPSet(proxied...)
 	return ips
 }
 
-func addAll(set *api.IPSet, list []string, field string, r *report) {
+func frontendIPs(list []string, field string, r *report) api.IPSet {
+	var few [4]netip.Addr
+	addrs := few[:0]
 	for i, s := range list {
-		add(set, s, field, i, r)
+		addrs = append(addrs, frontendIP(s, field, i, r))
 	}
+	return api.NewIPSet(addrs...)
 }
 
-// add adds the address s to set, unless s is empty. It reports an address that is invalid
-// or means the host itself: a frontend there would break other programs of each node. The
-// problem names entry i of the field, or only the field if i is -1.
-func add(set *api.IPSet, s, field string, i int, r *report) {
+// frontendIP returns the address s. If s is empty or not usable, it returns the zero Addr.
+// It reports an address that is invalid or means the host itself: a frontend there would
+// break other programs of each node. The problem names entry i of the field, or only the
+// field if i is -1.
+func frontendIP(s, field string, i int, r *report) netip.Addr {
 	a, ok := parseAddr(s)
 	if ok && !a.IsUnspecified() && !a.IsLoopback() {
-		set.Add(a)
-		return
+		return a
 	}
 	if i >= 0 {
 		field = fmt.Sprintf("%s[%d]", field, i)
@@ -151,6 +160,7 @@ func add(set *api.IPSet, s, field string, i int, r *report) {
 	case strings.TrimSpace(s) != "":
 		r.add(field, "%q is not an IP address", s)
 	}
+	return netip.Addr{}
 }
 
 // sourceRanges converts spec.loadBalancerSourceRanges, which limits access to the
@@ -218,6 +228,8 @@ func (c *Converter) servicePorts(in []corev1.ServicePort, r *report) []api.PortM
 		return nil
 	}
 	out := make([]api.PortMapping, 0, 4)
+	var names distinct.Set[string]
+	var numbers distinct.Set[portNumber]
 	for i := range in {
 		p := &in[i]
 		field := func(name string) string { return fmt.Sprintf("spec.ports[%d].%s", i, name) }
@@ -230,17 +242,15 @@ func (c *Converter) servicePorts(in []corev1.ServicePort, r *report) []api.PortM
 		if m.Protocol, known = protocol(p.Protocol); !known {
 			r.add(field("protocol"), "unknown protocol %q", p.Protocol)
 		}
-		switch j := slices.IndexFunc(out, func(o api.PortMapping) bool {
-			return o.Name == p.Name || known && o.Port == m.Port && o.Protocol == m.Protocol
-		}); {
-		case j < 0:
-		case out[j].Name == p.Name:
+		switch {
+		case names.Has(p.Name):
 			r.add(field("name"), "the name %q is taken by an earlier port", p.Name)
 			continue
-		default:
+		case known && !numbers.Add(portNumber{m.Protocol, m.Port}):
 			r.add(field("port"), "%d/%s is taken by an earlier port", m.Port, m.Protocol)
 			continue
 		}
+		names.Add(p.Name)
 		if p.NodePort != 0 {
 			if isPort(p.NodePort) {
 				m.NodePort = p.NodePort
@@ -269,6 +279,11 @@ func (c *Converter) servicePorts(in []corev1.ServicePort, r *report) []api.PortM
 		return []api.PortMapping{out[0]}
 	}
 	return sharedList(&c.ofServices.servicePorts, out)
+}
+
+type portNumber struct {
+	protocol api.Protocol
+	number   int32
 }
 
 func isPort(p int32) bool { return p >= 1 && p <= 65535 }

@@ -5,11 +5,11 @@ package watcher
 import (
 	"cmp"
 	"fmt"
-	"slices"
 	"strings"
 	"time"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/distinct"
 	corev1 "k8s.io/api/core/v1"
 	discoveryv1 "k8s.io/api/discovery/v1"
 	"k8s.io/apimachinery/pkg/types"
@@ -81,6 +81,11 @@ func (c *Converter) endpointPorts(in []discoveryv1.EndpointPort, r *report) []ap
 		return nil
 	}
 	out := make([]api.EndpointPort, 0, 4)
+	type identity struct {
+		name     string
+		protocol api.Protocol
+	}
+	var seen distinct.Set[identity]
 	for i := range in {
 		p := &in[i]
 		field := func(name string) string { return fmt.Sprintf("ports[%d].%s", i, name) }
@@ -94,7 +99,7 @@ func (c *Converter) endpointPorts(in []discoveryv1.EndpointPort, r *report) []ap
 				r.add(field("protocol"), "unknown protocol %q", *p.Protocol)
 			}
 		}
-		if slices.ContainsFunc(out, func(o api.EndpointPort) bool { return o.Name == e.Name && o.Protocol == e.Protocol }) {
+		if !seen.Add(identity{e.Name, e.Protocol}) {
 			r.add(field("name"), "%q with protocol %s is taken by an earlier port", e.Name, e.Protocol)
 			continue
 		}

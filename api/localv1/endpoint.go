@@ -65,6 +65,8 @@ func (x *Endpoint) ToEndpoint() (e api.Endpoint, draining bool, err error) {
 	for a := range ips.All() {
 		e.Addr = a
 	}
+	api.SortPortOverrides(e.PortOverrides)
+	api.SortPortScopes(e.PortScopes)
 	return e, x.GetDraining(), nil
 }
 

@@ -633,22 +633,6 @@ func TestStartRepeatsALoadThatWasDisturbed(t *testing.T) {
 	}
 }
 
-// TestADeletedTableIsFoundDuringThePause checks that Verify finds a deleted table during
-// the pause after a drift.
-func TestADeletedTableIsFoundDuringThePause(t *testing.T) {
-	b, ns := start(t, Options{})
-	mustSync(t, b, batchOf(true))
-	b.table.drift.verifyAt = time.Now().Add(time.Hour)
-	nft(t, ns, "", "flush", "chain", "inet", "kpng", "services")
-	if err := b.Verify(t.Context()); err != nil {
-		t.Errorf("during the pause, Verify returns %v", err)
-	}
-	nft(t, ns, "", "flush", "ruleset")
-	if err := b.Verify(t.Context()); !errors.Is(err, sink.ErrStartOver) {
-		t.Errorf("after the table was deleted, Verify returns %v", err)
-	}
-}
-
 // TestDamageAroundTheFirstPassIsFound flushes chains of the skeleton between Start and
 // the first Sync, and in the middle of the first pass.
 func TestDamageAroundTheFirstPassIsFound(t *testing.T) {

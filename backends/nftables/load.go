@@ -23,6 +23,16 @@ func (l *listing) active() bool {
 	return false
 }
 
+// hasRules reports whether any chain of the table has rules that the kernel applies.
+func (l *listing) hasRules() bool {
+	for _, d := range l.chains {
+		if d.n > 0 {
+			return !l.dormant
+		}
+	}
+	return false
+}
+
 // fits reports whether this version of the package can keep the table with its elements.
 // Each map must have the layout that this version uses. If a map is missing, a foreign set
 // may be the map of another version under another name, so the table does not fit.

@@ -165,6 +165,32 @@ func TestPassesBecauseOfDriftAreLimited(t *testing.T) {
 	}
 }
 
+// TestLossIsFoundDuringAPause removes all rules of the table during the pause after a
+// change by another program.
+func TestLossIsFoundDuringAPause(t *testing.T) {
+	for _, command := range []string{"delete table", "flush table", "add table inet kpng { flags dormant; }"} {
+		b, ns := start(t, Options{})
+		all := batchOf(true, set(view("web", []string{"10.96.0.1"}, []string{"10.0.0.1"}, nil)))
+		mustSync(t, b, all)
+		b.table.drift.verifyAt = time.Now().Add(time.Hour)
+		nft(t, ns, "", "flush", "chain", "inet", "kpng", "mark-all")
+		if err := b.Verify(t.Context()); err != nil {
+			t.Errorf("during a pause, Verify returns %v after another change", err)
+		}
+		if !strings.Contains(command, "inet") {
+			command += " inet kpng"
+		}
+		nft(t, ns, command+"\n", "-f", "-")
+		if err := b.Verify(t.Context()); !errors.Is(err, sink.ErrStartOver) {
+			t.Errorf("after %q, Verify returns %v", command, err)
+		}
+		mustSync(t, b, all)
+		if err := verifyAll(t, b); err != nil {
+			t.Errorf("after %q, the table is not repaired: %v", command, err)
+		}
+	}
+}
+
 // TestDamageOfAJustLoadedSkeletonIsFound flushes a chain immediately after the
 // transaction that loads the skeleton.
 func TestDamageOfAJustLoadedSkeletonIsFound(t *testing.T) {

@@ -38,7 +38,7 @@ type drift struct {
 	// check, and interruptedSteps those in the current step of the comparison.
 	interruptedChecks, interruptedSteps int
 	// compareAt is the earliest time of the next comparison. After a drift was found, Verify
-	// only checks that the table exists until verifyAt.
+	// only checks that the table has rules until verifyAt.
 	compareAt, verifyAt time.Time
 	pause               kernelnode.DriftPause
 	// reported is true after a call of Observer.Drifted until the call of Observer.Repaired.
@@ -105,21 +105,21 @@ func (t *table) verify(ctx context.Context) error {
 	}
 }
 
-var errDeleted = kernelnode.Differs("it was deleted")
+var errDeleted = kernelnode.Differs("it or all its rules were deleted")
 
 // findDrift searches for drift if another program has changed any table.
 func (t *table) findDrift(ctx context.Context, now time.Time) error {
 	d := &t.drift
-	if now.Before(d.verifyAt) {
-		// Without the table, no service works. So its deletion is found even during the pause.
-		l, err := t.conn.findTable(ctx)
-		if err == nil && !l.exists {
-			err = errDeleted
-		}
-		return err
-	}
 	foreignCommits, err := t.conn.foreignCommits(ctx)
 	if err != nil || foreignCommits == d.comparedCommits {
+		return err
+	}
+	if now.Before(d.verifyAt) {
+		// Without rules, no service works. So their loss is found even during the pause.
+		l, err := t.conn.inspect(ctx, t.conn.table)
+		if err == nil && !l.hasRules() {
+			err = errDeleted
+		}
 		return err
 	}
 	if foreignCommits != d.checkedCommits {

@@ -431,12 +431,19 @@ func (b *Backend) Verify(ctx context.Context) error {
 		return fmt.Errorf("the rules in the kernel are unknown: %w", sink.ErrStartOver)
 	case b.leftovers.Due(begin):
 		return fmt.Errorf("the last pass left old rules, or could not use sets: %w", sink.ErrStartOver)
-	case begin.Before(b.verifyAt):
+	}
+	// Without rules, no service works. So their loss is found even during a pause.
+	for _, t := range b.rulesets {
+		if err := t.checkLoss(ctx); err != nil {
+			return b.drifted(t, begin, err)
+		}
+	}
+	if begin.Before(b.verifyAt) {
 		return nil
 	}
 	defer func() { // there is a pause even if a change of services has cancelled the comparison
 		if b.known {
-			b.verifyAt = time.Now().Add(kernelnode.PauseFactor * time.Since(begin))
+			b.verifyAt = time.Now().Add(max(kernelnode.PauseFactor*time.Since(begin), minPause))
 		}
 	}()
 	var errs []error
@@ -446,12 +453,8 @@ func (b *Backend) Verify(ctx context.Context) error {
 			verifyCtx = context.WithoutCancel(ctx)
 		}
 		err := t.verify(verifyCtx)
-		var d kernelnode.Difference
-		if errors.As(err, &d) {
-			b.known = false
-			b.opts.Observer.Drifted()
-			b.verifyAt = b.pause.Found(begin)
-			return fmt.Errorf("another program changed %s rules: %w (%w)", t.family, err, sink.ErrStartOver)
+		if errors.As(err, new(kernelnode.Difference)) {
+			return b.drifted(t, begin, err)
 		}
 		errs = append(errs, err)
 		if err != nil && verifyCtx.Err() != nil {
@@ -464,7 +467,22 @@ func (b *Backend) Verify(ctx context.Context) error {
 	return errors.Join(errs...)
 }
 
-// VerifyInterval implements [sink.Poller]. It returns five seconds. After each
-// comparison, there is a pause of 50 times its duration. During this pause, Verify
-// compares nothing.
-func (b *Backend) VerifyInterval() time.Duration { return 5 * time.Second }
+// drifted returns the error of Verify after it has found err in the rules of t. If err is
+// a [kernelnode.Difference], drifted requests a new pass.
+func (b *Backend) drifted(t *ruleset, begin time.Time, err error) error {
+	if !errors.As(err, new(kernelnode.Difference)) {
+		return err
+	}
+	b.known = false
+	b.opts.Observer.Drifted()
+	b.verifyAt = b.pause.Found(begin)
+	return fmt.Errorf("another program changed %s rules: %w (%w)", t.family, err, sink.ErrStartOver)
+}
+
+// minPause is the shortest pause between two comparisons.
+const minPause = 5 * time.Second
+
+// VerifyInterval implements [sink.Poller]. It returns one second. Each Verify checks that
+// the rules still exist. A comparison of all rules follows only after a pause of five
+// seconds, or of 50 times the duration of the last comparison.
+func (b *Backend) VerifyInterval() time.Duration { return time.Second }

@@ -45,6 +45,9 @@ func foreign(t *testing.T, ns *netnstest.Namespace, flavour Flavour) {
 -A OUTPUT -j OTHERS
 -A OTHERS -p tcp -m tcp --dport 22 -j RETURN
 COMMIT
+*mangle
+-A POSTROUTING -p udp -m udp --dport 7 -j ACCEPT
+COMMIT
 *filter
 :KPNG-other-SERVICES - [0:0]
 -A FORWARD -p tcp -m tcp --dport 23 -j REJECT

@@ -75,6 +75,13 @@ type Options struct {
 	// so that they follow the routing table. Default: the backend rejects these packets.
 	AcceptUnknownPorts bool
 
+	// AcceptInvalid makes the backend accept forwarded packets that connection tracking
+	// cannot assign to a connection. Set it if replies to clients may take another path than
+	// their requests. Default: drop these packets, as kube-proxy does in mode iptables.
+	// Otherwise such a packet of an endpoint may reach a client with the address of the
+	// endpoint in place of that of the service. The client then resets the connection.
+	AcceptInvalid bool
+
 	// Conntrack is a sink that deletes the connection-tracking entries of removed endpoints.
 	// It receives each change after the kernel has the new rules. The backend starts and
 	// stops this sink. If a Sync of this sink fails, a new pass delivers everything again.

@@ -26,9 +26,9 @@ type chainID struct{ table, name string }
 // tables has the tables in the order in which they are written. Table filter is first: if
 // a frontend loses its last endpoint, table filter must reject the frontend's packets
 // before table nat stops translating them.
-var tables = [...]string{filter, nat}
+var tables = [...]string{filter, mangle, nat}
 
-const filter, nat = "filter", "nat"
+const filter, mangle, nat = "filter", "mangle", "nat"
 
 // The names, without the prefix, of the chains that every instance has.
 const (
@@ -198,13 +198,20 @@ func (r *renderer) podMatches() (matches []string) {
 
 // jumps are the rules in the kernel's own chains that lead to the chains of the instance.
 func (r *renderer) jumps() map[chainID]string {
+	const isNew = "-m conntrack --ctstate NEW "
+	forward := isNew
+	if !r.opts.AcceptInvalid {
+		forward = "-m conntrack --ctstate INVALID,NEW "
+	}
 	return map[chainID]string{
-		{nat, "PREROUTING"}:  jump(r.name(services)),
-		{nat, "OUTPUT"}:      jump(r.name(services)),
-		{nat, "POSTROUTING"}: jump(r.name(postrouting)),
-		{filter, "INPUT"}:    "-m conntrack --ctstate NEW " + jump(r.name(services)),
-		{filter, "FORWARD"}:  "-m conntrack --ctstate NEW " + jump(r.name(services)),
-		{filter, "OUTPUT"}:   "-m conntrack --ctstate NEW " + jump(r.name(services)),
+		{nat, "PREROUTING"}:    jump(r.name(services)),
+		{nat, "OUTPUT"}:        jump(r.name(services)),
+		{nat, "POSTROUTING"}:   jump(r.name(postrouting)),
+		{mangle, "PREROUTING"}: isNew + jump(r.name(services)),
+		{mangle, "OUTPUT"}:     isNew + jump(r.name(services)),
+		{filter, "INPUT"}:      isNew + jump(r.name(services)),
+		{filter, "FORWARD"}:    forward + jump(r.name(services)),
+		{filter, "OUTPUT"}:     isNew + jump(r.name(services)),
 	}
 }
 
@@ -301,6 +308,7 @@ func (r *renderer) service(se *api.ServiceEndpoints) *rendered {
 		if f.Family != r.family {
 			continue
 		}
+		s.entry(mangle, &f, s.restricted(&f))
 		s.entry(nat, &f, s.translated(&f))
 		s.entry(filter, &f, s.untranslated(&f))
 	}
@@ -379,21 +387,24 @@ func (s *serviceRenderer) translated(f *nodeview.Frontend) string {
 	}
 	chain := s.hashed(kind, s.key, port(f))
 	s.out.add(nat, chain, rules)
-	if !f.Sources.Restricted {
-		return chain
-	}
-	filtered := s.hashed("F", s.key, port(f), f.Addr)
-	s.out.add(nat, filtered, append(s.fromSources(f, jump(chain)), endNAT))
-	return filtered
+	return chain
 }
 
-// fromSources returns rules for packets from the source ranges that f admits. Each rule
-// ends with the content of end.
-func (s *serviceRenderer) fromSources(f *nodeview.Frontend, end string) (rules []string) {
-	for _, prefix := range f.Sources.Prefixes(s.env.node) {
-		rules = append(rules, fmt.Sprintf("-s %s %s", prefix.Masked(), end))
+// The method restricted returns the chain of table mangle that drops packets to f from
+// other sources than those that f admits. It returns "" if f admits all sources. Table
+// mangle is before table nat, so a rule of another program cannot translate such packets
+// first.
+func (s *serviceRenderer) restricted(f *nodeview.Frontend) string {
+	if !f.Sources.Restricted {
+		return ""
 	}
-	return rules
+	var rules []string
+	for _, prefix := range f.Sources.Prefixes(s.env.node) {
+		rules = append(rules, fmt.Sprintf("-s %s -j RETURN", prefix.Masked()))
+	}
+	chain := s.hashed("F", s.key, port(f), f.Addr)
+	s.out.add(mangle, chain, append(rules, "-j DROP"))
+	return chain
 }
 
 // fromNode returns rules for packets of this node and its pods. Each rule ends with the
@@ -416,28 +427,17 @@ func (s *serviceRenderer) untranslated(f *nodeview.Frontend) string {
 		set, target = dropSet, "DROP"
 	}
 	switch {
-	case f.Sources.Restricted && verdict == nodeview.Reject:
-		return s.dropOthers(f, s.fromSources(f, jump(target)))
-	case f.Sources.Restricted && (reachesItself(f, &f.Elsewhere) || reachesItself(f, &f.Node)):
-		return s.dropOthers(f, s.fromSources(f, "-j RETURN"))
-	case f.Sources.Restricted:
 	case verdict == nodeview.Forward:
 		return ""
 	case reachesItself(f, &f.Node):
-		return s.dropOthers(f, s.fromNode("-j RETURN"))
+		chain := s.hashed("R", s.key, port(f), f.Addr)
+		s.out.add(filter, chain, append(s.fromNode("-j RETURN"), "-j DROP"))
+		return chain
 	case s.withSets && f.Kind != nodeview.NodePort && f.Port != 0:
 		s.out.elements[element{set, fmt.Sprintf("%s,%s:%d", f.Addr, protocolNames[f.Protocol], f.Port)}] = true
 		return ""
 	}
 	return target
-}
-
-// dropOthers adds a chain to table filter, and returns its name. The chain has the given
-// rules, and drops the packets that match none of them.
-func (s *serviceRenderer) dropOthers(f *nodeview.Frontend, rules []string) string {
-	chain := s.hashed("R", s.key, port(f), f.Addr)
-	s.out.add(filter, chain, append(rules, "-j DROP"))
-	return chain
 }
 
 // reachesItself reports whether an endpoint of t has the address and port of f. If table
@@ -610,6 +610,9 @@ func addrLen(family api.Family) int {
 func (r *renderer) dispatch(id chainID, entries []string, children []string) string {
 	rules := entries
 	isFilterRoot := id == chainID{filter, r.name(services)}
+	if isFilterRoot && !r.opts.AcceptInvalid {
+		rules = append(rules, "-m conntrack --ctstate INVALID -j DROP")
+	}
 	if isFilterRoot {
 		// Skip translated packets: their new destination may equal another frontend.
 		rules = append(rules, "-m conntrack --ctstate DNAT -j RETURN")

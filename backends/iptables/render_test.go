@@ -192,11 +192,11 @@ func TestServicesAreRendered(t *testing.T) {
 		view: view("a", "10.96.0.31", "10.1.0.1", loadBalancer, sourceRanges),
 		want: `
 			CLUSTERIPS has 10.96.0.31
-			filter D10: -d 203.0.113.1/32 -p tcp -m tcp --dport 80 -m comment --comment "default/a:http" -j DROP
-			nat D10: -d 203.0.113.1/32 -p tcp -m tcp --dport 80 -m comment --comment "default/a:http" -j F1
+			mangle D10: -d 203.0.113.1/32 -p tcp -m tcp --dport 80 -m comment --comment "default/a:http" -j F1
+			mangle F1 1: -s 198.51.100.0/24 -j RETURN
+			mangle F1 2: -j DROP
+			nat D10: -d 203.0.113.1/32 -p tcp -m tcp --dport 80 -m comment --comment "default/a:http" -j X1
 			nat DF1: -d 10.96.0.31/32 -p tcp -m tcp --dport 80 -m comment --comment "default/a:http" -j L1
-			nat F1 1: -s 198.51.100.0/24 -j X1
-			nat F1 2: -j ACCEPT
 			nat L1 1: -p tcp -j DNAT --to-destination 10.1.0.1:8080
 			nat NT1D6: -p tcp -m tcp --dport 30080 -m comment --comment "default/a:http" -j X1
 			nat X1 1: -j MARK
@@ -205,10 +205,11 @@ func TestServicesAreRendered(t *testing.T) {
 		name: "source ranges apply before rejecting", family: api.IPv6, withSets: true,
 		view: view("a", "", "", loadBalancer, sourceRanges),
 		want: `
-			filter D10: -d 2001:db8:1::1/128 -p tcp -m tcp --dport 80 -m comment --comment "default/a:http" -j R1
+			REJECT has 2001:db8:1::1,tcp:80
 			filter NT1D6: -p tcp -m tcp --dport 30080 -m comment --comment "default/a:http" -j REJECT
-			filter R1 1: -s 2001:db8:2::/48 -j REJECT
-			filter R1 2: -j DROP`,
+			mangle D10: -d 2001:db8:1::1/128 -p tcp -m tcp --dport 80 -m comment --comment "default/a:http" -j F1
+			mangle F1 1: -s 2001:db8:2::/48 -j RETURN
+			mangle F1 2: -j DROP`,
 	}, {
 		name: "an all-ports service keeps ports", family: api.IPv4, withSets: true,
 		view: view("a", "10.96.0.31", "10.1.0.1", allPorts),

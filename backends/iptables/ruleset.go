@@ -85,6 +85,11 @@ type ruleset struct {
 	// 0. Another generation means that another program may have changed them. The field
 	// verifiedAt has the number of transactions that the backend had made by then.
 	verified, verifiedAt uint32
+	// checked is the generation of nf_tables at the last checkChains that found no loss.
+	checked uint32
+	// entries has the number of entries of each table in flavour legacy at the last call of
+	// checkEntries. It is empty after a change by the backend.
+	entries map[string]int
 }
 
 // record is what a service needs.
@@ -660,6 +665,7 @@ func (t *ruleset) writeChains(ctx context.Context) error {
 		}
 		return err
 	}
+	t.entries = nil
 	for _, id := range write {
 		rules, needed := t.chains[id]
 		put(t.inKernel, id, digest(rules), needed)

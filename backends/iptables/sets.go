@@ -147,7 +147,10 @@ const (
 	listSet     = unix.NFNL_SUBSYS_IPSET<<8 | 7 // IPSET_CMD_LIST
 	setProtocol = 6                             // the version of the messages since Linux 2.6.39
 
-	attrProtocol, attrSetName, attrElements = 1, 2, 8 // IPSET_ATTR_PROTOCOL, _SETNAME, _ADT
+	attrProtocol, attrSetName, attrFlags = 1, 2, 6 // IPSET_ATTR_PROTOCOL, _SETNAME, _FLAGS
+	attrData, attrElements               = 7, 8    // IPSET_ATTR_DATA, _ADT
+	attrCount                            = 24      // IPSET_ATTR_ELEMENTS, in attrData
+	listHeader                           = 1 << 2  // IPSET_FLAG_LIST_HEADER: list no elements
 
 	attrIP, attrPort, attrProto, attrIP2 = 1, 4, 7, 20 // IPSET_ATTR_IP, _PORT, _PROTO, _IP2
 )

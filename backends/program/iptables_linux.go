@@ -59,6 +59,7 @@ func (f *iptablesFlags) complete() (opts iptables.Options, err error) {
 		return opts, err
 	}
 	opts.MasqueradeMark = 1 << f.masqueradeBit
+	opts.AcceptInvalid = f.limits.liberal // as in kube-proxy
 	return opts, nil
 }
 

@@ -23,10 +23,10 @@ func TestFlagsOfIPTables(t *testing.T) {
 			iptables.Options{MasqueradeMark: 1 << 13, ClusterCIDRs: []netip.Prefix{netip.MustParsePrefix("10.1.0.0/16")}, MasqueradeOutsiders: true},
 		},
 		"all other flags": {
-			[]string{"--instance=x", "--iptables-flavour=legacy", "--without-ipset", "--iptables-lock-wait=9s", "--node-pod-cidrs", "--pod-interfaces=cni0,veth*", "--masquerade-outside=false", "--masquerade-all", "--masquerade-bit=15", "--accept-unknown-ports"},
+			[]string{"--instance=x", "--iptables-flavour=legacy", "--without-ipset", "--iptables-lock-wait=9s", "--node-pod-cidrs", "--pod-interfaces=cni0,veth*", "--masquerade-outside=false", "--masquerade-all", "--masquerade-bit=15", "--accept-unknown-ports", "--conntrack-tcp-be-liberal"},
 			iptables.Options{
 				Instance: "x", Flavour: iptables.Legacy, WithoutIPSet: true, LockWait: 9 * time.Second, NodePodCIDRs: true,
-				PodInterfaces: []string{"cni0", "veth*"}, MasqueradeAll: true, MasqueradeMark: 1 << 15, AcceptUnknownPorts: true,
+				PodInterfaces: []string{"cni0", "veth*"}, MasqueradeAll: true, MasqueradeMark: 1 << 15, AcceptUnknownPorts: true, AcceptInvalid: true,
 			},
 		},
 	} {

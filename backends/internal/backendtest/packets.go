@@ -63,6 +63,26 @@ func request(ns *netnstest.Namespace, network, address string) error {
 	})
 }
 
+// CheckConnect checks whether a TCP connection to address is possible. If it should not be
+// possible, CheckConnect waits for only a second.
+func CheckConnect(t *testing.T, from *netnstest.Namespace, address string, want bool) {
+	t.Helper()
+	timeout := patience
+	if !want {
+		timeout = time.Second
+	}
+	err := from.Do(func() error {
+		c, err := net.DialTimeout("tcp", address, timeout)
+		if err == nil {
+			c.Close()
+		}
+		return err
+	})
+	if (err == nil) != want {
+		t.Errorf("connect to %s: %v; should be possible: %t", address, err, want)
+	}
+}
+
 // InvalidPacketPasses sends a TCP packet with a wrong checksum from one namespace to an
 // address of another one. It reports whether the packet arrives. Connection tracking calls
 // such packets invalid.

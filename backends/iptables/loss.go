@@ -1,0 +1,196 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package iptables
+
+import (
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"strings"
+	"unsafe"
+
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends/internal/kernelnode"
+	"github.com/kpng-project/kpng/backends/internal/netfilter"
+	"github.com/kpng-project/kpng/backends/internal/netns"
+	"golang.org/x/sys/unix"
+)
+
+// checkLoss returns a [kernelnode.Difference] if another program has removed all rules of
+// a table, all jumps to one of its first chains, or elements of a set. A reload of a
+// firewall may do that. Unlike verify, it takes about as long with many rules as with few.
+func (t *ruleset) checkLoss(ctx context.Context) error {
+	if t.broken != nil {
+		return nil
+	}
+	err := t.checkChains(ctx)
+	if t.run.flavour == Legacy {
+		err = t.checkEntries()
+	}
+	if err != nil || !t.withSets {
+		return err
+	}
+	want := map[string]int{}
+	for e, sure := range t.inSets {
+		if sure {
+			want[e.set]++
+		}
+	}
+	for kind := range setTypes {
+		is, err := t.run.countElements(ctx, t.setName(kind))
+		if err != nil {
+			return err
+		}
+		if is < want[kind] {
+			return kernelnode.Differs("set %s has %d elements, fewer than %d", t.setName(kind), is, want[kind])
+		}
+	}
+	return nil
+}
+
+// checkChains checks the first chains of each table in flavour nft, if any program has
+// changed nf_tables since the last check.
+func (t *ruleset) checkChains(ctx context.Context) error {
+	generation, err := t.run.generation(ctx)
+	if err != nil || generation == t.checked {
+		return err
+	}
+	users := map[chainID]int{} // rules in the chains, and rules that lead to them
+	for id, rule := range t.jumps() {
+		target := chainID{id.table, rule[strings.LastIndexByte(rule, ' ')+1:]}
+		if users[target] == 0 {
+			users[target] = countRules(t.chains[target])
+		}
+		users[target]++
+	}
+	for id, want := range users {
+		if t.changedChains[id] { // a Sync failed, so the kernel may have other rules
+			continue
+		}
+		if is, err := t.run.chainUsers(ctx, id); err != nil {
+			return err
+		} else if is < want {
+			return kernelnode.Differs("%s or the rules that lead to it were deleted", t.describe(id))
+		}
+	}
+	t.checked = generation
+	return nil
+}
+
+func countRules(rules string) int {
+	if rules == "" {
+		return 0
+	}
+	return strings.Count(rules, "\n") + 1
+}
+
+// chainUsers returns the number of rules in a chain plus the number of rules that lead to
+// it. It returns 0 if the chain does not exist.
+func (r *runner) chainUsers(ctx context.Context, id chainID) (n int, err error) {
+	err = r.conn.Query(ctx, func(w *netfilter.Builder) {
+		at := w.Begin(getChain, 0, netfilter.Family(r.family))
+		w.String(unix.NFTA_CHAIN_TABLE, id.table)
+		w.String(unix.NFTA_CHAIN_NAME, id.name)
+		w.End(at)
+	}, func(attributes []byte) {
+		n = int(netfilter.Uint32(netfilter.Attribute(attributes, unix.NFTA_CHAIN_USE)))
+	})
+	if errors.Is(err, unix.ENOENT) {
+		return 0, nil
+	}
+	if err != nil {
+		return 0, fmt.Errorf("read chain %s of table %s: %w", id.name, id.table, err)
+	}
+	return n, nil
+}
+
+// checkEntries compares the number of entries of each table in flavour legacy with the
+// number of the last call, and with the number that the instance has.
+func (t *ruleset) checkEntries() error {
+	last := t.entries
+	t.entries = map[string]int{}
+	for _, table := range tables {
+		is, err := t.run.countEntries(table)
+		if err != nil {
+			return err
+		}
+		if is == last[table] {
+			t.entries[table] = is
+			continue
+		}
+		// Each chain has two entries in addition to its rules.
+		rules, chains := 0, 0
+		for id, text := range t.chains {
+			if id.table == table {
+				rules += countRules(text)
+				chains++
+			}
+		}
+		if is < rules+2*chains || is <= last[table]-rules {
+			return kernelnode.Differs("rules of table %s were deleted", table)
+		}
+		t.entries[table] = is
+	}
+	return nil
+}
+
+// getInfo is the struct ipt_getinfo of linux/netfilter_ipv4/ip_tables.h. That of IPv6 is
+// equal.
+type getInfo struct {
+	name                 [32]byte
+	validHooks           uint32
+	hookEntry, underflow [5]uint32
+	entries, size        uint32
+}
+
+// optionGetInfo is the socket option IPT_SO_GET_INFO, and IP6T_SO_GET_INFO of IPv6.
+const optionGetInfo = 64
+
+// countEntries returns the number of entries of a table in flavour legacy.
+func (r *runner) countEntries(table string) (n int, err error) {
+	family, level := unix.AF_INET, unix.IPPROTO_IP
+	if r.family == api.IPv6 {
+		family, level = unix.AF_INET6, unix.IPPROTO_IPV6
+	}
+	var info getInfo
+	copy(info.name[:], table)
+	nsErr := netns.Do(r.netNS, func() {
+		var fd int
+		if fd, err = unix.Socket(family, unix.SOCK_RAW|unix.SOCK_CLOEXEC, unix.IPPROTO_RAW); err != nil {
+			return
+		}
+		defer unix.Close(fd)
+		size := uint32(unsafe.Sizeof(info))
+		_, _, errno := unix.Syscall6(unix.SYS_GETSOCKOPT, uintptr(fd), uintptr(level), optionGetInfo,
+			uintptr(unsafe.Pointer(&info)), uintptr(unsafe.Pointer(&size)), 0)
+		if errno != 0 && errno != unix.ENOENT { // ENOENT: the table does not exist
+			err = errno
+		}
+	})
+	if err := errors.Join(nsErr, err); err != nil {
+		return 0, fmt.Errorf("read the size of table %s: %w", table, err)
+	}
+	return int(info.entries), nil
+}
+
+// countElements returns the number of elements of a set, or 0 if the set does not exist.
+func (r *runner) countElements(ctx context.Context, name string) (n int, err error) {
+	err = r.conn.Query(ctx, func(w *netfilter.Builder) {
+		at := w.Begin(listSet, unix.NLM_F_DUMP, netfilter.Family(r.family))
+		w.Bytes(attrProtocol, setProtocol)
+		w.String(attrSetName, name)
+		w.Uint32(attrFlags|unix.NLA_F_NET_BYTEORDER, listHeader)
+		w.End(at)
+	}, func(attributes []byte) {
+		if count := netfilter.Attribute(netfilter.Attribute(attributes, attrData), attrCount); len(count) == 4 {
+			n = int(binary.BigEndian.Uint32(count))
+		}
+	})
+	if err != nil && !errors.Is(err, unix.ENOENT) {
+		return 0, fmt.Errorf("count the elements of set %s: %w", name, err)
+	}
+	return n, nil
+}

@@ -1,0 +1,86 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package iptables
+
+import (
+	"errors"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/netnstest"
+	"github.com/kpng-project/kpng/sink"
+)
+
+// TestLossIsFoundDuringAPause removes all rules or sets during the pause after a change by
+// another program. With the interval of Verify, the loss is found within two seconds.
+func TestLossIsFoundDuringAPause(t *testing.T) {
+	if b, _ := New(Options{}); b.VerifyInterval() > time.Second {
+		t.Errorf("the interval of Verify is %v", b.VerifyInterval())
+	}
+	eachVariant(t, func(t *testing.T, ns *netnstest.Namespace, v variant) {
+		foreign(t, ns, v.flavour)
+		b := start(t, ns, v)
+		mustSync(t, b, pass(everything()...))
+		for _, command := range []string{
+			"iptables -F", "ip6tables -F", "iptables -t nat -F", "ip6tables -t nat -F", "iptables -t mangle -F",
+			"iptables -t nat -F; iptables -t nat -X",
+			"iptables -F; iptables -X; ipset flush KPNG-CLUSTERIPS4; ipset destroy KPNG-CLUSTERIPS4",
+			"ipset flush KPNG-CLUSTERIPS6",
+		} {
+			if v.withoutIPSet && strings.Contains(command, "ipset") {
+				continue
+			}
+			// The change of another program is only an addition, and no loss.
+			ns.Run(t, programName(v.flavour, api.IPv4, ""), "-t", "nat", "-A", "INPUT", "-j", "RETURN")
+			b.verifyAt = time.Now().Add(time.Hour)
+			if err := b.Verify(t.Context()); err != nil {
+				t.Fatalf("before %q, Verify returns %v", command, err)
+			}
+			want := saveAll(t, ns, v.flavour)
+			for part := range strings.SplitSeq(command, "; ") {
+				ns.Run(t, strings.Fields(strings.Replace(part, "tables", "tables-"+v.flavour.String(), 1))...)
+			}
+			if err := b.Verify(t.Context()); !errors.Is(err, sink.ErrStartOver) {
+				t.Errorf("after %q, Verify returns %v", command, err)
+			}
+			mustSync(t, b, pass(everything()...))
+			if diff := cmp.Diff(withoutOthers(want), withoutOthers(saveAll(t, ns, v.flavour))); diff != "" {
+				t.Errorf("after %q, the rules are not repaired (-want +got):\n%s", command, diff)
+			}
+		}
+	})
+}
+
+// withoutOthers returns the lines of the instance in the output of saveAll.
+func withoutOthers(text string) string {
+	return strings.Join(slices.DeleteFunc(strings.Split(text, "\n"), func(line string) bool {
+		return !strings.Contains(line, "KPNG-") || strings.Contains(line, "KPNG-other")
+	}), "\n")
+}
+
+// TestOwnChangesAreNoLoss removes services, and verifies after each change.
+func TestOwnChangesAreNoLoss(t *testing.T) {
+	eachVariant(t, func(t *testing.T, ns *netnstest.Namespace, v variant) {
+		b := start(t, ns, v)
+		all := everything()
+		mustSync(t, b, pass(all...))
+		b.verifyAt = time.Now().Add(time.Hour)
+		for i, se := range all {
+			if err := b.Verify(t.Context()); err != nil {
+				t.Fatalf("after %d changes: %v", i, err)
+			}
+			c := batch()
+			c.Services = func(yield func(sink.Change) bool) { yield(sink.Change{Key: se.Key(), Old: se}) }
+			mustSync(t, b, c)
+			if err := b.Verify(t.Context()); err != nil {
+				t.Fatalf("after the deletion of %s: %v", se.Key(), err)
+			}
+		}
+	})
+}

@@ -100,6 +100,18 @@ func (l *localAddresses) lost() bool {
 	return errors.As(err, new(netlink.LinkNotFoundError)) || err == nil && link.Attrs().Flags&net.FlagUp == 0
 }
 
+// lostRoute reports whether an address is no longer local.
+func (l *localAddresses) lostRoute(addr netip.Addr) (bool, error) {
+	routes, err := l.handle.RouteGet(addr.AsSlice())
+	if errors.Is(err, unix.ENETUNREACH) || errors.Is(err, unix.EHOSTUNREACH) {
+		return true, nil
+	}
+	if err != nil {
+		return false, fmt.Errorf("find route to %s: %w", addr, err)
+	}
+	return len(routes) == 0 || routes[0].Type != unix.RTN_LOCAL, nil
+}
+
 // errForeignInterface is the error of find if the interface belongs to another program.
 var errForeignInterface = errors.New("choose another name, or delete it if no other program uses it")
 

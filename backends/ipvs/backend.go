@@ -193,8 +193,16 @@ func (b *Backend) Verify(ctx context.Context) error {
 		err = errors.Join(err, d.removeIdle(ctx))
 		b.idleAt = time.Now().Add(kernelnode.PauseFactor * time.Since(now))
 	}
-	if d.known && !now.Before(b.searchAt) {
-		err = errors.Join(err, b.findDrift(ctx, now))
+	if d.known {
+		// Without these objects, no service works. So their loss is found even during a pause.
+		lostServers, lossErr := d.checkLoss(ctx)
+		err = errors.Join(err, lossErr)
+		if lostServers {
+			d.unchecked, b.compareAt, b.searchAt = nil, time.Time{}, time.Time{}
+		}
+	}
+	if d.known && !now.Before(b.searchAt) && !now.Before(b.compareAt) {
+		err = errors.Join(err, b.findDrift(ctx))
 	}
 	if !d.known {
 		b.searchAt = b.pause.Found(now)
@@ -204,11 +212,8 @@ func (b *Backend) Verify(ctx context.Context) error {
 
 // findDrift searches for changes by other programs and repairs them. If only a new pass
 // can repair them, it sets known to false and returns [sink.ErrStartOver].
-func (b *Backend) findDrift(ctx context.Context, now time.Time) error {
+func (b *Backend) findDrift(ctx context.Context) error {
 	d := b.dataplane
-	if err := d.checkTable(); err != nil || now.Before(b.compareAt) {
-		return err
-	}
 	if err := b.checkConntrack(); err != nil {
 		d.known = false // a pass corrects the setting
 		return fmt.Errorf("%w (%w)", err, sink.ErrStartOver)

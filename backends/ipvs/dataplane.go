@@ -65,6 +65,8 @@ type dataplane struct {
 	// table that were interrupted.
 	compared    uint32
 	interrupted int
+	// checked is the generation of nf_tables in which checkLoss found the table.
+	checked uint32
 	// leftovers records whether the last pass kept unused elements because services failed.
 	leftovers kernelnode.Leftovers
 }
@@ -118,7 +120,7 @@ func (d *dataplane) begin(ctx context.Context) (err error) {
 	d.elements = elements
 	d.plans, d.refs, d.claims = map[types.NamespacedName]*plan{}, map[element]int{}, map[serverID]claim{}
 	d.unused, d.earlier, d.leaving = map[element]bool{}, map[element][]element{}, map[serverID]bool{}
-	d.unchecked, d.compared, d.interrupted = nil, 0, 0
+	d.unchecked, d.compared, d.checked, d.interrupted = nil, 0, 0, 0
 	for e := range elements {
 		if group := e.group(); group != e {
 			d.earlier[group] = append(d.earlier[group], e)

@@ -44,6 +44,9 @@ func TestKernel(t *testing.T) {
 	t.Run("virtual servers of other programs are not touched", testForeignServer)
 	t.Run("virtual servers of other programs are not touched after a failure", testForeignServerAfterFailure)
 	t.Run("a deleted table is created again", testTableDeleted)
+	t.Run("the loss of all objects is found during a pause", testLoss)
+	t.Run("the node is refused at its own cluster IPs", testOwnClusterIPs)
+	t.Run("filtering does not depend on the nat chains of others", testOtherNATChain)
 	t.Run("without its table, a new process knows its virtual servers", testTableDeletedWhileStopped)
 	t.Run("an incomplete listing does not hide virtual servers", testIncompleteListing)
 	t.Run("an external IP with the port of a node port", testAddressOfNodePort)
@@ -444,8 +447,90 @@ func testTableDeleted(t *testing.T) {
 	}
 	n.mustPass(web)
 	n.searchAt = time.Now().Add(time.Hour)
-	if err := errors.Join(n.dataplane.table.delete(), n.Verify(t.Context())); err != nil {
-		t.Errorf("during a pause, Verify returns %v", err)
+	if err := errors.Join(n.dataplane.table.delete(), n.Verify(t.Context())); !errors.Is(err, sink.ErrStartOver) {
+		t.Errorf("during a pause, Verify returns %v, want a request of a pass", err)
+	}
+}
+
+// testLoss removes all objects of a kind during the pause after a change by another program.
+func testLoss(t *testing.T) {
+	n := newNode(t)
+	web := view([]string{"10.1.0.1"}, nil)
+	n.mustPass(web)
+	inventory := func() string {
+		routes := n.ns.Run(t, "sh", "-ec", "ip route show table local dev kpng-ipvs | cut -d' ' -f1-2; nft list ruleset")
+		return routes + strings.Join(n.servers(), "\n")
+	}
+	want := inventory()
+	for _, damage := range []string{
+		"nft delete table inet kpng-ipvs", "nft flush table inet kpng-ipvs", "nft flush ruleset",
+		"ip link del kpng-ipvs", "ip link set kpng-ipvs down", "ip route flush table local dev kpng-ipvs", "ipvsadm -C",
+	} {
+		n.compareAt, n.searchAt = time.Now().Add(time.Hour), time.Now().Add(time.Hour)
+		if err := n.Verify(t.Context()); err != nil {
+			t.Fatalf("before %q: %v", damage, err)
+		}
+		if damage == "ipvsadm -C" { // the program may be missing
+			for id := range n.dataplane.servers {
+				if err := n.dataplane.conn.delete(id); err != nil {
+					t.Fatal(err)
+				}
+			}
+		} else {
+			n.ns.Run(t, strings.Fields(damage)...)
+		}
+		err := n.Verify(t.Context())
+		if errors.Is(err, sink.ErrStartOver) {
+			err = n.pass(web)
+		}
+		if err != nil {
+			t.Errorf("after %q: %v", damage, err)
+		}
+		if diff := cmp.Diff(want, inventory()); diff != "" {
+			t.Errorf("%q is not repaired (-want +got):\n%s", damage, diff)
+		}
+	}
+}
+
+// testOwnClusterIPs checks cluster IPs that are also addresses of another interface.
+func testOwnClusterIPs(t *testing.T) {
+	n := newNode(t)
+	backendtest.RefusedAtOwnClusterIPs(t, n.ns, &api.Node{Name: "node"}, func(v *api.ServiceEndpoints) { n.mustPass(v) })
+}
+
+// testOtherNATChain adds the nat chains of another program before those of the backend.
+// They translate packets that the backend filters.
+func testOtherNATChain(t *testing.T) {
+	n := newNode(t)
+	client, pod := netnstest.New(t), netnstest.New(t)
+	n.ns.Set(t, "ipv4/ip_forward=1")
+	n.ns.Join(t, "veth0", client, "eth0")
+	n.ns.Join(t, "veth1", pod, "eth0")
+	n.ns.Add(t, "veth0", "198.51.100.1/24")
+	client.Add(t, "eth0", "198.51.100.2/24")
+	client.Route(t, "0.0.0.0/0", "198.51.100.1", "eth0")
+	n.ns.Add(t, "veth1", "10.1.0.254/24")
+	pod.Add(t, "eth0", "10.1.0.1/24")
+	pod.Route(t, "0.0.0.0/0", "10.1.0.254", "eth0")
+	netnstest.Listen(t, pod.Do, "10.1.0.1:8080", func(net.Conn) {})
+	none := view(nil, func(s *api.Service) { s.Name, s.IPs.ClusterIPs = "none", api.NewIPSet(netip.MustParseAddr("10.96.0.2")) })
+	n.mustPass(none, view([]string{"10.1.0.1"}, func(s *api.Service) {
+		s.Type = api.LoadBalancer
+		s.IPs.LoadBalancerIPs = api.NewIPSet(netip.MustParseAddr("203.0.113.1"))
+		s.SourceRanges = []api.SourceRanges{{TargetIPs: s.IPs.LoadBalancerIPs, Prefixes: []netip.Prefix{netip.MustParsePrefix("192.0.2.0/24")}}}
+	}))
+	for _, priority := range []string{"-199", "1000"} {
+		n.ns.RunWith(t, `add table inet other
+			delete table inet other
+			table inet other {
+				chain prerouting { type nat hook prerouting priority `+priority+`
+					ip daddr { 203.0.113.1, 203.0.113.9, 10.96.0.2 } tcp dport { 80, 81 } dnat ip to 10.1.0.1:8080
+				}
+			}
+			`, "nft", "-f", "-")
+		for address, want := range map[string]bool{"203.0.113.1:80": false, "203.0.113.9:80": true, "10.96.0.2:80": true, "10.96.0.2:81": true} {
+			backendtest.CheckConnect(t, client, address, want)
+		}
 	}
 }
 

@@ -25,30 +25,35 @@ import (
 // table is the nftables table of an instance. In the output of nft, its chains for IPv4
 // look like this:
 //
+//	chain sources {
+//		ip daddr . meta l4proto . th dport @restricted4 \
+//			ip daddr . meta l4proto . th dport . ip saddr != @sources4 drop
+//	}
 //	chain services {
 //		ip daddr . meta l4proto . th dport @frontends4 goto frontend4
 //		dnat to ip daddr . meta l4proto . th dport map @health-checks4
 //	}
 //	chain untranslated {
-//		ip daddr . meta l4proto . th dport @frontends4 return
+//		ip daddr . meta l4proto . th dport @frontends4 goto untranslated4
 //		ip daddr @addresses4 meta l4proto { tcp, udp, sctp } goto reject-chain
 //	}
+//	chain untranslated4 {
+//		ip daddr . meta l4proto . th dport @drops4 drop
+//		ip daddr . meta l4proto . th dport @rejects4 goto reject-chain
+//	}
 //	chain frontend4 {
-//		ip daddr . meta l4proto . th dport @restricted4 \
-//			ip daddr . meta l4proto . th dport . ip saddr != @sources4 drop
 //		fib saddr type local ip daddr . meta l4proto . th dport @node-masquerades4 jump mark-all
 //		fib saddr type local dnat to ip daddr . meta l4proto . th dport map @redirects4
 //		iifname "veth*" dnat to ip daddr . meta l4proto . th dport map @redirects4
-//		ip daddr . meta l4proto . th dport @drops4 drop
-//		ip daddr . meta l4proto . th dport @rejects4 goto reject-chain
 //		ip daddr . meta l4proto . th dport @masquerades4 jump mark-all
 //		ip daddr @cluster-ips4 jump mark-outsiders
 //	}
 //
-// The kernel evaluates these chains only for the first packet of a connection, before
-// routing and before IPVS. Except for redirects and health checks, only IPVS translates
-// addresses. The chain untranslated comes after the chains of other backends. So it does
-// not refuse connections that another backend translates.
+// The kernel evaluates these chains only for new connections, before routing and before
+// IPVS. Except for redirects and health checks, only IPVS translates addresses. The chain
+// sources comes before all translations, so that no other program can translate packets
+// that it drops. The chain untranslated comes after the chains of other programs. So it
+// does not refuse connections that another program translates.
 type table struct {
 	name string
 	opts *Options
@@ -99,10 +104,11 @@ func (t *table) chains() []chain {
 	add := func(name string, rules ...[]expr.Any) {
 		chains = append(chains, chain{&nftables.Chain{Table: t.table(), Name: name}, rules})
 	}
+	base := func(name string, kind nftables.ChainType, at *nftables.ChainHook, priority *nftables.ChainPriority, rules ...[]expr.Any) {
+		chains = append(chains, chain{&nftables.Chain{Table: t.table(), Name: name, Type: kind, Hooknum: at, Priority: priority}, rules})
+	}
 	hook := func(name string, at *nftables.ChainHook, priority *nftables.ChainPriority, rules ...[]expr.Any) {
-		chains = append(chains, chain{&nftables.Chain{
-			Table: t.table(), Name: name, Type: nftables.ChainTypeNAT, Hooknum: at, Priority: priority,
-		}, rules})
+		base(name, nftables.ChainTypeNAT, at, priority, rules...)
 	}
 	bit := t.opts.MasqueradeMark
 	add("mark-all", append(nftrule.Mark(^bit, bit), nftrule.SetMeta(expr.MetaKeyMARK)))
@@ -118,7 +124,7 @@ func (t *table) chains() []chain {
 		[]expr.Any{nftrule.LoadMeta(expr.MetaKeyL4PROTO), nftrule.Equal(unix.IPPROTO_TCP), &expr.Reject{Type: unix.NFT_REJECT_TCP_RST}},
 		[]expr.Any{&expr.Reject{Type: unix.NFT_REJECT_ICMPX_UNREACH, Code: unix.NFT_REJECT_ICMPX_PORT_UNREACH}})
 
-	var services, untranslated, output, postrouting [][]expr.Any
+	var admitted, services, untranslated, output, postrouting [][]expr.Any
 	postrouting = append(postrouting, slices.Concat(
 		nftrule.Mark(bit, 0), []expr.Any{nftrule.Equal(nftrule.Native(bit)...)}, nftrule.Mark(^uint32(0), bit),
 		[]expr.Any{nftrule.SetMeta(expr.MetaKeyMARK), &expr.Masq{FullyRandom: true}}))
@@ -128,7 +134,12 @@ func (t *table) chains() []chain {
 			untranslated = append(untranslated, frontend(family).FollowedBy(in(frontends, family), nftrule.GoTo("reject-chain")[0]))
 		} else {
 			services = append(services, frontend(family).FollowedBy(in(frontends, family), nftrule.GoTo(fmt.Sprintf("frontend%d", family))[0]))
-			untranslated = append(untranslated, frontend(family).FollowedBy(in(frontends, family), &expr.Verdict{Kind: expr.VerdictReturn}))
+			admitted = append(admitted, t.notFromSources(family))
+			refusals := fmt.Sprintf("untranslated%d", family)
+			add(refusals,
+				frontend(family).FollowedBy(in(drops, family), nftrule.Drop()[0]),
+				frontend(family).FollowedBy(in(rejects, family), nftrule.GoTo("reject-chain")[0]))
+			untranslated = append(untranslated, frontend(family).FollowedBy(in(frontends, family), nftrule.GoTo(refusals)[0]))
 		}
 		services = append(services, frontend(family).FollowedBy(translate(healthChecks, family)...))
 		// The addresses in the set addresses are local only because of this instance. Without
@@ -145,6 +156,10 @@ func (t *table) chains() []chain {
 		postrouting = append(postrouting, nftrule.NewKey(family).Source().Destination().ProtocolAndPort().FollowedBy(
 			in(hairpins, family), &expr.Masq{FullyRandom: true}))
 	}
+	add("sources", admitted...)
+	isNew := append(nftrule.InState(nftrule.StateNew), nftrule.Jump("sources")...)
+	base("sources-prerouting", nftables.ChainTypeFilter, nftables.ChainHookPrerouting, sourcesPriority, isNew)
+	base("sources-output", nftables.ChainTypeFilter, nftables.ChainHookOutput, sourcesPriority, isNew)
 	add("services", services...)
 	add("untranslated", untranslated...)
 	refusal := nftrule.IgnoreReplies()
@@ -156,24 +171,30 @@ func (t *table) chains() []chain {
 	return chains
 }
 
+// sourcesPriority is before the nat chains of all programs.
+var sourcesPriority = nftables.ChainPriorityRef(*nftables.ChainPriorityNATDest - 10)
+
+// notFromSources returns the rule that drops packets to a frontend with source ranges if
+// it does not admit their source.
+func (t *table) notFromSources(family api.Family) []expr.Any {
+	others := frontend(family).Source().FollowedBy(&expr.Lookup{
+		SourceRegister: nftrule.Reg(0), SetName: setID{sources, family}.name(), Invert: true,
+	}, nftrule.Drop()[0])
+	return frontend(family).FollowedBy(append([]expr.Any{in(restricted, family)}, others...)...)
+}
+
 // frontendRules returns the rules for packets to frontends.
 func (t *table) frontendRules(family api.Family) [][]expr.Any {
 	lookup := func(kind setKind, then ...expr.Any) []expr.Any {
 		return frontend(family).FollowedBy(append([]expr.Any{in(kind, family)}, then...)...)
 	}
-	notFromSources := frontend(family).Source().FollowedBy(&expr.Lookup{
-		SourceRegister: nftrule.Reg(0), SetName: setID{sources, family}.name(), Invert: true,
-	}, nftrule.Drop()[0])
 	rules := [][]expr.Any{
-		lookup(restricted, notFromSources...),
 		append(nftrule.StartsHere(), lookup(nodeMasquerades, nftrule.Jump("mark-all")...)...),
 	}
 	for _, match := range append([][]expr.Any{nftrule.StartsHere()}, t.opts.pods().Matches()...) {
 		rules = append(rules, append(match, frontend(family).FollowedBy(translate(redirects, family)...)...))
 	}
 	return append(rules,
-		lookup(drops, nftrule.Drop()...),
-		lookup(rejects, nftrule.GoTo("reject-chain")...),
 		lookup(masquerades, nftrule.Jump("mark-all")...),
 		nftrule.NewKey(family).Destination().FollowedBy(in(clusterIPs, family), nftrule.Jump("mark-outsiders")[0]))
 }
@@ -279,6 +300,18 @@ func (t *table) exists() (bool, error) {
 		return false, fmt.Errorf("look for table inet %s: %w", t.name, explain(err))
 	}
 	return true, nil
+}
+
+// hasRules reports whether the table exists and has rules.
+func (t *table) hasRules() (bool, error) {
+	if exists, err := t.exists(); err != nil || !exists {
+		return false, err
+	}
+	rules, err := t.nft.GetRules(t.table(), &nftables.Chain{Table: t.table(), Name: "prerouting"})
+	if err != nil {
+		return false, fmt.Errorf("read chain prerouting of table inet %s: %w", t.name, err)
+	}
+	return len(rules) > 0, nil
 }
 
 // create replaces the table by a new table with these elements. If the elements need

@@ -69,14 +69,41 @@ func (d *dataplane) removeIdle(ctx context.Context) error {
 	return errors.Join(errs...)
 }
 
-// checkTable requests a new pass if another program has deleted the table. A reload of a
-// firewall may do that.
-func (d *dataplane) checkTable() error {
-	exists, err := d.table.exists()
-	if err == nil && !exists {
-		err = d.changed("table inet " + d.table.name)
+// checkLoss requests a new pass if another program has deleted the table or its rules, the
+// interface or its routes. A reload of a firewall or of the network may do that. It
+// returns true if another program has deleted virtual servers. It reads only one virtual
+// server and one route, so it does not find the loss of a part of them.
+func (d *dataplane) checkLoss(ctx context.Context) (lostServers bool, err error) {
+	generation, err := d.nft.Generation(ctx)
+	if err != nil {
+		return false, err
 	}
-	return err
+	if generation == 0 || generation != d.checked {
+		exists, err := d.table.hasRules()
+		if err != nil {
+			return false, err
+		}
+		if !exists {
+			return false, d.changed("table inet " + d.table.name)
+		}
+		d.checked = generation
+	}
+	for addr := range d.routes {
+		if lost, err := d.local.lostRoute(addr); err != nil {
+			return false, err
+		} else if lost || d.local.lost() {
+			return false, d.changed("routes of interface " + d.local.name)
+		}
+		break
+	}
+	for id := range d.claims {
+		if d.servers[id] == nil {
+			continue
+		}
+		s, err := d.conn.read(id)
+		return err == nil && !d.owns(id, s), err
+	}
+	return false, nil
 }
 
 // compare compares the kernel with the records, and repairs virtual servers. If another

@@ -513,7 +513,9 @@ func testOtherNATChain(t *testing.T) {
 	pod.Add(t, "eth0", "10.1.0.1/24")
 	pod.Route(t, "0.0.0.0/0", "10.1.0.254", "eth0")
 	netnstest.Listen(t, pod.Do, "10.1.0.1:8080", func(net.Conn) {})
-	none := view(nil, func(s *api.Service) { s.Name, s.IPs.ClusterIPs = "none", api.NewIPSet(netip.MustParseAddr("10.96.0.2")) })
+	none := view(nil, func(s *api.Service) {
+		s.Name, s.IPs.ClusterIPs = "none", api.NewIPSet(netip.MustParseAddr("10.96.0.2"))
+	})
 	n.mustPass(none, view([]string{"10.1.0.1"}, func(s *api.Service) {
 		s.Type = api.LoadBalancer
 		s.IPs.LoadBalancerIPs = api.NewIPSet(netip.MustParseAddr("203.0.113.1"))

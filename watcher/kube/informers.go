@@ -98,6 +98,9 @@ func (w *watch) followInformers(ctx context.Context, in *Informers) error {
 			s.selection.begin(nil)
 		}
 		registration, err := all[n].AddEventHandler(f)
+		if all[n].IsStopped() {
+			return fmt.Errorf("follow informer of %s: the informer has stopped; a stopped informer cannot be started again", f.resource)
+		}
 		if err != nil {
 			return fmt.Errorf("follow informer of %s: %w", f.resource, err)
 		}

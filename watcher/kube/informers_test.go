@@ -9,9 +9,11 @@ import (
 	"testing/synctest"
 	"time"
 
+	"github.com/kpng-project/kpng/cluster"
 	"github.com/kpng-project/kpng/watcher"
 	"k8s.io/client-go/informers"
 	"k8s.io/client-go/kubernetes"
+	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/cache"
 )
 
@@ -141,6 +143,28 @@ func TestInformersKeepRunningAfterWatch(t *testing.T) {
 			t.Error("the informer was stopped")
 		}
 	})
+}
+
+func TestStoppedInformersAreErrors(t *testing.T) {
+	client, err := kubernetes.NewForConfig(&rest.Config{Host: "http://127.0.0.1:1"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	factory := informers.NewSharedInformerFactory(client, 0)
+	in := &Informers{
+		Services:       factory.Core().V1().Services().Informer(),
+		EndpointSlices: factory.Discovery().V1().EndpointSlices().Informer(),
+		Nodes:          factory.Core().V1().Nodes().Informer(),
+	}
+	stop := make(chan struct{})
+	factory.Start(stop)
+	close(stop)
+	factory.Shutdown()
+	err = Watch(t.Context(), cluster.New(cluster.Options{}), Options{Informers: in})
+	want := "follow informer of services: the informer has stopped; a stopped informer cannot be started again"
+	if err == nil || err.Error() != want {
+		t.Errorf("error %v, want %s", err, want)
+	}
 }
 
 func TestInformersOfWrongKindAreErrors(t *testing.T) {

@@ -165,9 +165,25 @@ func (w *watch) listed(resource string) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	delete(w.unlisted, resource)
-	if len(w.unlisted) == 0 {
+	if len(w.unlisted) == 0 && !w.state.IsSynced() {
 		w.state.SetSynced()
+		w.warnOfName()
 	}
+}
+
+// warnOfName logs a warning if no service is for a named proxy, because the name may be
+// misspelled.
+func (w *watch) warnOfName() {
+	if w.opts.ServiceProxyName == "" {
+		return
+	}
+	for _, s := range w.state.Snapshot().States.All() {
+		if s.Service != nil {
+			return
+		}
+	}
+	w.logger.Info("Warning: no Service is for this proxy; is its name right?",
+		"label", watcher.LabelServiceProxyName, "value", w.opts.ServiceProxyName)
 }
 
 // reportDelay logs the resources that are not listed within the given time, if any.

@@ -473,6 +473,21 @@ func TestMissingListsAreLoggedOnce(t *testing.T) {
 	}
 }
 
+// The name of a proxy may be misspelled.
+func TestNameWithoutServicesIsLogged(t *testing.T) {
+	for _, name := range []string{"x", "y", ""} {
+		inWorld(t, named(name), func(w *world) {
+			log := w.bufferLog()
+			w.set(service("web", proxyName, "x"))
+			w.start()
+			w.advance(time.Hour)
+			if got := strings.Count(log(), "no Service is for this proxy"); got != map[string]int{"y": 1}[name] {
+				t.Errorf("proxy %q: %d warnings in %s", name, got, log())
+			}
+		})
+	}
+}
+
 func TestNothingIsLoggedAfterFirstLists(t *testing.T) {
 	inWorld(t, Options{}, func(w *world) {
 		log := w.bufferLog()

@@ -84,7 +84,7 @@ func nodePortsFlag(fs *pflag.FlagSet, to *nodeaddr.Selection, items string) {
 // have several items, separated by commas.
 func listFlag[T fmt.Stringer](fs *pflag.FlagSet, to *[]T, parse func(string) (T, error), name, usage string) {
 	fs.Var(&value{
-		show: func() string { return strings.Trim(fmt.Sprint(*to), "[]") },
+		show: func() string { return strings.ReplaceAll(strings.Trim(fmt.Sprint(*to), "[]"), " ", ",") },
 		set: func(text string) error {
 			for item := range strings.SplitSeq(text, ",") {
 				v, err := parse(strings.TrimSpace(item))

@@ -60,7 +60,8 @@ func addConfig(cmd *cobra.Command) {
 		if err != nil {
 			return fmt.Errorf("read --config: %w", err)
 		}
-		differences, err := kubeproxy.Apply(cmd.Flags(), cmd.Name(), text)
+		try := func(flag, value string) error { return tryFlag(cmd.Name(), cmd.Flags(), flag, value) }
+		differences, err := kubeproxy.Apply(cmd.Flags(), cmd.Name(), text, try)
 		for _, d := range differences {
 			klog.FromContext(cmd.Context()).Info("Setting of kube-proxy is not followed", "field", d.Field, "value", d.Value, "meaning", d.Meaning)
 		}
@@ -69,6 +70,57 @@ func addConfig(cmd *cobra.Command) {
 		}
 		return nil
 	}
+}
+
+// tryFlag returns an error if the backend with this name accepts the given flags, but not
+// the given flags together with another one.
+func tryFlag(name string, given *pflag.FlagSet, flag, value string) error {
+	fs, configure := unusedBackend(name)
+	if fs.Lookup(flag) == nil {
+		return nil
+	}
+	copyFlags(fs, given)
+	if err := configure(); err != nil {
+		return nil // the command reports err
+	}
+	fs, configure = unusedBackend(name)
+	copyFlags(fs, given)
+	if err := fs.Set(flag, value); err != nil {
+		return err
+	}
+	return configure()
+}
+
+// unusedBackend returns the flags of a new backend, and a function that configures it.
+func unusedBackend(name string) (*pflag.FlagSet, func() error) {
+	fs := pflag.NewFlagSet(name, pflag.ContinueOnError)
+	for _, b := range platformBackends() {
+		if b.Name == name {
+			b.Register(fs)
+			return fs, b.Configure
+		}
+	}
+	return fs, func() error { return nil }
+}
+
+// copyFlags sets the flags in to that are set in from.
+func copyFlags(to, from *pflag.FlagSet) {
+	from.Visit(func(f *pflag.Flag) {
+		copied := to.Lookup(f.Name)
+		if copied == nil {
+			return
+		}
+		var err error
+		if list, ok := f.Value.(pflag.SliceValue); ok {
+			err = copied.Value.(pflag.SliceValue).Replace(list.GetSlice())
+			copied.Changed = true
+		} else {
+			err = to.Set(f.Name, f.Value.String())
+		}
+		if err != nil {
+			panic(err) // the flag f has this value
+		}
+	})
 }
 
 // addInit adds the flag --init-only to the command that runs a backend.

@@ -74,8 +74,8 @@ func TestConfigMapsOfKubeProxyBecomeFlags(t *testing.T) {
 			t.Fatal(err)
 		}
 		for backend, differences := range map[string][]string{
-			"nftables": {"mode=iptables", "iptables.localhostNodePorts=true"},
-			"iptables": {"iptables.localhostNodePorts=true"},
+			"nftables": {"mode=iptables", "bindAddressHardFail=false", "iptables.localhostNodePorts=true"},
+			"iptables": {"bindAddressHardFail=false", "iptables.localhostNodePorts=true"},
 		} {
 			set, got, err := configured(t, backend, configMap.Data["config.conf"])
 			if err != nil {
@@ -112,18 +112,19 @@ func TestFieldsOfKubeProxyBecomeFlags(t *testing.T) {
 		},
 		"mode nftables": {
 			"nftables", "mode: nftables\nnftables: {masqueradeAll: true, masqueradeBit: 15, minSyncPeriod: 2s, syncPeriod: 1h}", nil,
-			"masquerade-all=true masquerade-bit=15 min-sync-interval=2s", "nftables.syncPeriod=1h",
+			"masquerade-all=true masquerade-bit=15 min-sync-interval=2s", "nftables.syncPeriod=1h0m0s",
 		},
 		"mode ipvs": {
 			"ipvs", "mode: ipvs\nipvs: {scheduler: lc, strictARP: true, minSyncPeriod: 2s, tcpTimeout: 1h, excludeCIDRs: [10.0.0.0/8]}\niptables: {masqueradeBit: 15, minSyncPeriod: 3s}", nil,
-			"scheduler=lc strict-arp=true min-sync-interval=2s masquerade-bit=15 node-port-addresses=all", "ipvs.tcpTimeout=1h",
+			"scheduler=lc strict-arp=true min-sync-interval=2s masquerade-bit=15 node-port-addresses=all", "ipvs.excludeCIDRs=10.0.0.0/8 ipvs.tcpTimeout=1h0m0s",
 		},
 		"a flag that the backend does not have": {
 			"ipvs", "mode: ipvs\ndetectLocalMode: NodeCIDR\nclusterCIDR: 10.0.0.0/8", nil, "node-port-addresses=all", "detectLocalMode=NodeCIDR",
 		},
 		"kube-proxy's defaults": {
 			"nftables", "mode: nftables\noomScoreAdj: -999\nconfigSyncPeriod: 15m0s\nclientConnection: {qps: 5, burst: 10, contentType: application/vnd.kubernetes.protobuf}\n" +
-				"conntrack: {maxPerCore: 32768, min: 131072, tcpEstablishedTimeout: 24h0m0s, tcpCloseWaitTimeout: 1h0m0s}\nlogging: {format: text, flushFrequency: 5s}\nnftables: {syncPeriod: 30s}", nil, "", "",
+				"conntrack: {maxPerCore: 32768, min: 131072, tcpEstablishedTimeout: 24h0m0s, tcpCloseWaitTimeout: 1h0m0s}\nlogging: {format: text, flushFrequency: 5s}\n" +
+				"nftables: {syncPeriod: 30s, masqueradeBit: 14}", nil, "", "nftables.masqueradeBit=14",
 		},
 		"connection tracking": {
 			"nftables", "mode: nftables\nconntrack: {maxPerCore: 1, min: 2, tcpEstablishedTimeout: 0s, tcpCloseWaitTimeout: 3s, tcpBeLiberal: true, udpTimeout: 4s, udpStreamTimeout: 5s}", nil,
@@ -156,12 +157,12 @@ func TestFieldsOfKubeProxyBecomeFlags(t *testing.T) {
 			"node-port-addresses=10.0.0.0/8,11.0.0.0/8", "nodePortAddresses=10.0.0.0/8,11.0.0.0/8",
 		},
 		"the log": {
-			"nftables", "mode: nftables\nlogging: {verbosity: 2, vmodule: [{filePattern: a*, verbosity: 3}, {filePattern: b, verbosity: 4}], format: json}", nil,
-			"v=2 vmodule=a*=3,b=4", "logging.format=json",
+			"nftables", "mode: nftables\nlogging: {verbosity: 2, vmodule: [{filePattern: a*, verbosity: 3}, {filePattern: b, verbosity: 4}], flushFrequency: 1s}", nil,
+			"v=2 vmodule=a*=3,b=4", "logging.flushFrequency=1s",
 		},
 		"other fields": {
-			"nftables", "mode: nftables\nhostnameOverride: Node\nenableProfiling: true\nfeatureGates: {A: true}\nshowHiddenMetricsForVersion: '1.36'\nportRange: 1-2\nbindAddressHardFail: true", nil,
-			"node-name=Node profiling=true", `featureGates={"A":true} showHiddenMetricsForVersion=1.36`,
+			"nftables", "mode: nftables\nhostnameOverride: Node\nenableProfiling: true\nfeatureGates: {AllAlpha: true}\nshowHiddenMetricsForVersion: '1.36'\nportRange: 1-2\nbindAddressHardFail: true", nil,
+			"node-name=Node profiling=true", `featureGates={"AllAlpha":true} portRange=1-2 showHiddenMetricsForVersion=1.36`,
 		},
 		"unknown fields": {
 			"nftables", "mode: nftables\nextra: 1\nnftables: {other: x}", nil, "", "extra=1 nftables.other=x",
@@ -172,7 +173,20 @@ func TestFieldsOfKubeProxyBecomeFlags(t *testing.T) {
 		"the command line wins": {
 			"nftables", "mode: nftables\nhostnameOverride: a\nclusterCIDR: 10.0.0.0/8\nnodePortAddresses: [localhost]\nmetricsBindAddress: 10.0.0.1:1",
 			[]string{"--node-name=b", "--cluster-cidr=11.0.0.0/8", "--node-port-addresses=all", "--metrics-bind-address=", "--kubeproxy-metrics=false"},
-			"node-name=b cluster-cidr=11.0.0.0/8 node-port-addresses=all metrics-bind-address= kubeproxy-metrics=false", "",
+			"node-name=b cluster-cidr=11.0.0.0/8 node-port-addresses=all metrics-bind-address= kubeproxy-metrics=false",
+			"clusterCIDR=10.0.0.0/8 hostnameOverride=a metricsBindAddress=10.0.0.1:1 nodePortAddresses=localhost",
+		},
+		"equal values on the command line": {
+			"nftables", "mode: nftables\nhostnameOverride: a\nmetricsBindAddress: 10.0.0.1:1\nnodePortAddresses: [all]\nnftables: {masqueradeBit: 14}",
+			[]string{"--node-name=a", "--metrics-bind-address=10.0.0.1:1", "--node-port-addresses=all", "--masquerade-bit=15"},
+			"node-name=a metrics-bind-address=10.0.0.1:1 node-port-addresses=all masquerade-bit=15", "nftables.masqueradeBit=14",
+		},
+		"a busy address": {
+			"nftables", "mode: nftables\nbindAddressHardFail: false", nil, "", "bindAddressHardFail=false",
+		},
+		"zeros and host bits": {
+			"nftables", "mode: nftables\nclusterCIDR: 010.0.0.1/8\nnodePortAddresses: [10.0.0.1/8, 'fd00::1/64']", nil,
+			"cluster-cidr=10.0.0.0/8 node-port-addresses=10.0.0.0/8,fd00::/64", "",
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -204,8 +218,15 @@ func TestWrongConfigurationIsAnError(t *testing.T) {
 		header + "detectLocalMode: x":   "detectLocalMode",
 		header + "conntrack: 1":         "conntrack: 1 is not an object",
 		header + "clusterCIDR: x":       "clusterCIDR",
-		header + "mode: nftables\nnftables: {masqueradeBit: x}": "nftables.masqueradeBit",
-		header + "nodePortAddresses: [localhost]":               "loopback",
+		header + "mode: nftables\nnftables: {masqueradeBit: x}":                            "nftables.masqueradeBit",
+		header + "nodePortAddresses: [localhost]":                                          "nodePortAddresses: localhost has only loopback",
+		header + "mode: kernelspace":                                                       "mode: kernelspace is a mode for Windows only",
+		header + "featureGates: {SomeGate: true}":                                          "featureGates: kube-proxy v1.37 has no feature gate SomeGate",
+		header + "mode: ipvs\nfeatureGates: {KubeProxyIPVS: false}":                        "mode: the feature gate KubeProxyIPVS",
+		header + "iptables: {masqueradeBit: '14'}":                                         `iptables.masqueradeBit: "14" is not an integer`,
+		header + "iptables: {minSyncPeriod: null}":                                         "iptables.minSyncPeriod: null is not a duration",
+		header + "detectLocalMode: BridgeInterface\ndetectLocal: {bridgeInterface: 'a b'}": "detectLocal.bridgeInterface: ",
+		header + "hostnameOverride: ' '":                                                   "hostnameOverride: ",
 	} {
 		if _, _, err := configured(t, "nftables", config); err == nil || !strings.Contains(err.Error(), want) {
 			t.Errorf("error %v of %q, want one with %q", err, config, want)
@@ -213,6 +234,85 @@ func TestWrongConfigurationIsAnError(t *testing.T) {
 	}
 	if _, err := execute(t.Context(), "kube", "to-local", "nftables", "--config="); err == nil || !strings.Contains(err.Error(), "--config") {
 		t.Errorf("error %v of an empty file name", err)
+	}
+}
+
+// The backend ebpf cannot masquerade all connections. The error names the field.
+func TestValuesThatABackendRefusesAreNamedByTheirField(t *testing.T) {
+	_, _, err := configured(t, "ebpf", header+"mode: nftables\nnftables: {masqueradeAll: true}")
+	if err == nil || !strings.Contains(err.Error(), "config.conf: nftables.masqueradeAll: ") {
+		t.Errorf("error %v does not begin with the field", err)
+	}
+	_, _, err = configured(t, "ebpf", header+"mode: nftables\nnftables: {masqueradeAll: true}", "--masquerade-all=false")
+	if err != nil {
+		t.Errorf("error of a field that the command line overrides: %v", err)
+	}
+}
+
+// kubeProxysDefaults has all fields with their defaults written out, as kube-proxy's flag
+// --write-config-to writes them.
+const kubeProxysDefaults = `
+bindAddress: 0.0.0.0
+bindAddressHardFail: false
+clientConnection: {acceptContentTypes: "", burst: 10, contentType: application/vnd.kubernetes.protobuf, kubeconfig: "", qps: 5}
+clusterCIDR: ""
+configSyncPeriod: 15m0s
+conntrack: {maxPerCore: 32768, min: 131072, tcpBeLiberal: false, tcpCloseWaitTimeout: 1h0m0s, tcpEstablishedTimeout: 24h0m0s, udpStreamTimeout: 0s, udpTimeout: 0s}
+detectLocal: {bridgeInterface: "", interfaceNamePrefix: ""}
+detectLocalMode: ""
+enableProfiling: false
+featureGates: {}
+healthzBindAddress: 0.0.0.0:10256
+hostnameOverride: ""
+iptables: {localhostNodePorts: true, masqueradeAll: false, masqueradeBit: 14, minSyncPeriod: 1s, syncPeriod: 30s}
+ipvs: {excludeCIDRs: null, minSyncPeriod: 0s, scheduler: "", strictARP: false, syncPeriod: 30s, tcpFinTimeout: 0s, tcpTimeout: 0s, udpTimeout: 0s}
+logging: {flushFrequency: 5s, format: text, options: {json: {infoBufferSize: "0"}, text: {infoBufferSize: "0"}}, verbosity: 0}
+metricsBindAddress: 127.0.0.1:10249
+nftables: {masqueradeAll: false, masqueradeBit: 14, minSyncPeriod: 1s, syncPeriod: 30s}
+nodePortAddresses: null
+oomScoreAdj: -999
+portRange: ""
+showHiddenMetricsForVersion: ""
+winkernel: {enableDSR: false, forwardHealthCheckVip: false, networkName: "", rootHnsEndpointName: "", sourceVip: ""}
+`
+
+// kube-proxy's defaults, and the files that distributions ship, are accepted by each
+// backend, or refused with the name of a field.
+func TestEachBackendAcceptsFilesOfKubeProxy(t *testing.T) {
+	texts := map[string]string{}
+	for _, mode := range []string{"iptables", "ipvs", "nftables"} {
+		texts["defaults in mode "+mode] = header + "mode: " + mode + kubeProxysDefaults
+	}
+	for _, name := range []string{"eks-addon", "eks-ipv6", "hardway", "k3s-flags-as-file", "kind", "kubeadm-1.31", "kubespray", "metallb-docs", "minikube", "openshift", "rke2", "talos-rendered"} {
+		text, err := os.ReadFile("../../test/kubeproxy/testdata/" + name + ".yaml")
+		if err != nil {
+			t.Fatal(err)
+		}
+		texts[name] = string(text)
+	}
+	for _, b := range platformBackends() {
+		var args []string
+		if b.Name == "ovs" {
+			args = []string{"--bridge=br0"}
+		}
+		for name, text := range texts {
+			set, _, err := configured(t, b.Name, text, args...)
+			if err != nil {
+				t.Errorf("%s, backend %s: %v", name, b.Name, err)
+				continue
+			}
+			fs, configure := unusedBackend(b.Name)
+			for flag, value := range set {
+				if fs.Lookup(flag) != nil {
+					if err := fs.Set(flag, strings.Trim(value, "[]")); err != nil {
+						t.Error(err)
+					}
+				}
+			}
+			if err := configure(); err != nil {
+				t.Errorf("%s, backend %s: %v", name, b.Name, err)
+			}
+		}
 	}
 }
 

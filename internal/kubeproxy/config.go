@@ -12,6 +12,7 @@ import (
 	"maps"
 	"net"
 	"net/netip"
+	"runtime"
 	"slices"
 	"strings"
 
@@ -39,31 +40,40 @@ const Unknown = "unknown field; ignored, as kube-proxy does"
 // JSON. Flags that the command line has set keep their values. Apply does not set flags
 // to their defaults. It returns the fields that kpng does not follow.
 //
-// As kube-proxy does, Apply ignores unknown fields and, of a field that is given twice,
-// all values except the last one. The result contains such fields.
-func Apply(fs *pflag.FlagSet, backend string, file []byte) ([]Difference, error) {
-	t := &translation{flags: fs, backend: backend, values: map[string]string{}}
+// Apply calls try before it sets a flag. An error of try means that the backend refuses
+// this value. The errors that Apply returns name the fields at fault.
+//
+// Apply refuses the files that kube-proxy refuses. As kube-proxy does, Apply ignores
+// unknown fields and, of a field that is given twice, all values except the last one. The
+// result contains such fields.
+func Apply(fs *pflag.FlagSet, backend string, file []byte, try func(flag, value string) error) ([]Difference, error) {
+	t := &translation{flags: fs, backend: backend, try: try, windows: runtime.GOOS == "windows"}
+	err := t.apply(file)
+	return t.differences, err
+}
+
+func (t *translation) apply(file []byte) error {
+	t.values = map[string]string{}
 	if err := t.read(file); err != nil {
-		return nil, err
+		return err
 	}
 	t.mode = t.values["mode"]
-	switch t.mode {
-	case "iptables", "ipvs", "nftables", "kernelspace":
-	case "":
-		t.mode = "iptables"
-		if backend == "kernelspace" {
-			t.mode = backend
-		}
-	default:
-		return nil, fmt.Errorf("mode: %q is not iptables, ipvs, nftables or kernelspace", t.mode)
+	if t.mode == "" {
+		t.mode = map[bool]string{false: "iptables", true: "kernelspace"}[t.windows]
 	}
-	if t.mode != backend {
-		t.differ("mode", t.mode, "the command selects the backend "+backend)
+	t.validate()
+	if len(t.errs) > 0 {
+		return errors.Join(t.errs...)
+	}
+	if t.mode != t.backend {
+		t.differ("mode", t.mode, "the command selects the backend "+t.backend)
 	}
 	for _, path := range slices.Sorted(maps.Keys(t.values)) {
 		value, f := t.values[path], fields[path]
 		switch {
 		case isZero(value) && f.flag == "", !t.uses(path):
+		case f.flag == "masquerade-bit":
+			t.masqueradeBit(path, value)
 		case f.flag != "":
 			t.set(path, f.flag, value)
 		case f.meaning != "" && !slices.Contains(f.same, value):
@@ -76,19 +86,23 @@ func Apply(fs *pflag.FlagSet, backend string, file []byte) ([]Difference, error)
 	}
 	t.nodePorts()
 	t.set("", "kubeproxy-metrics", "true")
-	return t.differences, errors.Join(t.errs...)
+	return errors.Join(t.errs...)
 }
 
-// field describes a field of a configuration file. If it is the zero value, then kpng
-// behaves in the same way for all values of the field, or methods of the type translation
-// handle the field.
+// field describes a field of a configuration file. If flag and meaning are empty, then
+// kpng behaves in the same way for all values of the field, or methods of the type
+// translation handle the field.
 type field struct {
+	// read checks the type of a value in JSON, and returns the value as a flag expects it.
+	read reader
 	// flag is the name of the flag of kpng with the same meaning.
 	flag string
 	// meaning says what kpng does if it has no such flag.
 	meaning string
 	// same has the values for which kube-proxy behaves like kpng, besides zero values.
 	same []string
+	// check returns an error if kube-proxy refuses a value. Nil means no check.
+	check func(value string) error
 }
 
 const (
@@ -101,84 +115,87 @@ const (
 
 // fields has all fields of KubeProxyConfiguration. The key is the path of a field.
 var fields = map[string]field{
-	"apiVersion": {}, "kind": {},
-	"featureGates": {meaning: "kpng has no feature gates"},
+	"apiVersion": {read: textValue}, "kind": {read: textValue},
+	"featureGates": {read: gatesValue, meaning: "kpng has no feature gates"},
 
-	"clientConnection.acceptContentTypes": {meaning: watches},
-	"clientConnection.burst":              {meaning: watches, same: []string{"10"}},
-	"clientConnection.contentType":        {meaning: watches, same: []string{"application/vnd.kubernetes.protobuf"}},
-	"clientConnection.kubeconfig":         {flag: "kubeconfig"},
-	"clientConnection.qps":                {meaning: watches, same: []string{"5"}},
+	"clientConnection.acceptContentTypes": {read: textValue, meaning: watches},
+	"clientConnection.burst":              {read: int32Value, meaning: watches, same: []string{"10"}, check: within(0, maxInt32)},
+	"clientConnection.contentType":        {read: textValue, meaning: watches, same: []string{"application/vnd.kubernetes.protobuf"}},
+	"clientConnection.kubeconfig":         {read: textValue, flag: "kubeconfig"},
+	"clientConnection.qps":                {read: floatValue, meaning: watches, same: []string{"5"}},
 
-	"logging.flushFrequency":              {meaning: text, same: []string{"5s", "5000000000"}},
-	"logging.format":                      {meaning: text, same: []string{"text"}},
-	"logging.options.json.infoBufferSize": {meaning: text},
-	"logging.options.json.splitStream":    {meaning: text},
-	"logging.options.text.infoBufferSize": {meaning: text},
-	"logging.options.text.splitStream":    {meaning: text},
-	"logging.verbosity":                   {flag: "v"},
-	"logging.vmodule":                     {flag: "vmodule"},
+	"logging.flushFrequency":              {read: timeValue, meaning: text, same: []string{"5s"}, check: notNegative},
+	"logging.format":                      {read: textValue, meaning: text, same: []string{"text"}},
+	"logging.options.json.infoBufferSize": {read: quantityValue, meaning: text},
+	"logging.options.json.splitStream":    {read: boolValue, meaning: text},
+	"logging.options.text.infoBufferSize": {read: quantityValue, meaning: text},
+	"logging.options.text.splitStream":    {read: boolValue, meaning: text},
+	"logging.verbosity":                   {read: uint32Value, flag: "v", check: within(0, maxInt32)},
+	"logging.vmodule":                     {read: vmoduleValue, flag: "vmodule"},
 
-	"hostnameOverride":            {flag: "node-name"},
-	"bindAddress":                 {meaning: "kpng takes the node's addresses from its Node object", same: []string{"0.0.0.0", "::"}},
-	"bindAddressHardFail":         {}, // kpng always ends if it cannot listen
-	"healthzBindAddress":          {},
-	"metricsBindAddress":          {},
-	"enableProfiling":             {flag: "profiling"},
-	"showHiddenMetricsForVersion": {meaning: "kpng has no hidden metrics"},
-	"mode":                        {},
+	"hostnameOverride":            {read: textValue, flag: "node-name"},
+	"bindAddress":                 {read: textValue, meaning: "kpng takes the node's addresses from its Node object", same: []string{"0.0.0.0", "::"}, check: isIP},
+	"bindAddressHardFail":         {read: boolValue},
+	"healthzBindAddress":          {read: textValue},
+	"metricsBindAddress":          {read: textValue},
+	"enableProfiling":             {read: boolValue, flag: "profiling"},
+	"showHiddenMetricsForVersion": {read: textValue, meaning: "kpng has no hidden metrics", check: isVersion},
+	"mode":                        {read: textValue},
 
-	"iptables.localhostNodePorts": {},
-	"iptables.masqueradeAll":      {flag: "masquerade-all"},
-	"iptables.masqueradeBit":      {flag: "masquerade-bit"},
-	"iptables.minSyncPeriod":      {flag: "min-sync-interval"},
-	"iptables.syncPeriod":         {meaning: resync, same: []string{"30s"}},
+	"iptables.localhostNodePorts": {read: boolValue},
+	"iptables.masqueradeAll":      {read: boolValue, flag: "masquerade-all"},
+	"iptables.masqueradeBit":      {read: int32Value, flag: "masquerade-bit", check: within(0, 31)},
+	"iptables.minSyncPeriod":      {read: durationValue, flag: "min-sync-interval"},
+	"iptables.syncPeriod":         {read: durationValue, meaning: resync, same: []string{"30s"}},
 
-	"ipvs.excludeCIDRs":  {}, // kpng changes no virtual servers of other programs
-	"ipvs.minSyncPeriod": {flag: "min-sync-interval"},
-	"ipvs.scheduler":     {flag: "scheduler"},
-	"ipvs.strictARP":     {flag: "strict-arp"},
-	"ipvs.syncPeriod":    {meaning: resync, same: []string{"30s"}},
-	"ipvs.tcpFinTimeout": {meaning: ipvsadm},
-	"ipvs.tcpTimeout":    {meaning: ipvsadm},
-	"ipvs.udpTimeout":    {meaning: ipvsadm},
+	"ipvs.excludeCIDRs":  {read: listValue, meaning: "kpng changes no virtual servers of other programs, inside and outside these ranges", check: each(isCIDR)},
+	"ipvs.minSyncPeriod": {read: durationValue, flag: "min-sync-interval"},
+	"ipvs.scheduler":     {read: textValue, flag: "scheduler"},
+	"ipvs.strictARP":     {read: boolValue, flag: "strict-arp"},
+	"ipvs.syncPeriod":    {read: durationValue, meaning: resync, same: []string{"30s"}},
+	"ipvs.tcpFinTimeout": {read: durationValue, meaning: ipvsadm, check: notNegative},
+	"ipvs.tcpTimeout":    {read: durationValue, meaning: ipvsadm, check: notNegative},
+	"ipvs.udpTimeout":    {read: durationValue, meaning: ipvsadm, check: notNegative},
 
-	"nftables.masqueradeAll": {flag: "masquerade-all"},
-	"nftables.masqueradeBit": {flag: "masquerade-bit"},
-	"nftables.minSyncPeriod": {flag: "min-sync-interval"},
-	"nftables.syncPeriod":    {meaning: resync, same: []string{"30s"}},
+	"nftables.masqueradeAll": {read: boolValue, flag: "masquerade-all"},
+	"nftables.masqueradeBit": {read: int32Value, flag: "masquerade-bit", check: within(0, 31)},
+	"nftables.minSyncPeriod": {read: durationValue, flag: "min-sync-interval"},
+	"nftables.syncPeriod":    {read: durationValue, meaning: resync, same: []string{"30s"}},
 
-	"winkernel.enableDSR":             {flag: "enable-dsr"},
-	"winkernel.forwardHealthCheckVip": {flag: "forward-healthcheck-vip"},
-	"winkernel.networkName":           {flag: "network"},
-	"winkernel.rootHnsEndpointName":   {flag: "root-hnsendpoint-name"},
-	"winkernel.sourceVip":             {flag: "source-vip"},
+	"winkernel.enableDSR":             {read: boolValue, flag: "enable-dsr"},
+	"winkernel.forwardHealthCheckVip": {read: boolValue, flag: "forward-healthcheck-vip"},
+	"winkernel.networkName":           {read: textValue, flag: "network"},
+	"winkernel.rootHnsEndpointName":   {read: textValue, flag: "root-hnsendpoint-name"},
+	"winkernel.sourceVip":             {read: textValue, flag: "source-vip"},
 
-	"clusterCIDR":                     {},
-	"detectLocal.bridgeInterface":     {},
-	"detectLocal.interfaceNamePrefix": {},
-	"detectLocalMode":                 {},
-	"nodePortAddresses":               {},
+	"clusterCIDR":                     {read: textValue},
+	"detectLocal.bridgeInterface":     {read: textValue},
+	"detectLocal.interfaceNamePrefix": {read: textValue},
+	"detectLocalMode":                 {read: textValue},
+	"nodePortAddresses":               {read: listValue},
 
-	"conntrack.maxPerCore":            {flag: "conntrack-max-per-core"},
-	"conntrack.min":                   {flag: "conntrack-min"},
-	"conntrack.tcpBeLiberal":          {flag: "conntrack-tcp-be-liberal"},
-	"conntrack.tcpCloseWaitTimeout":   {flag: "conntrack-tcp-timeout-close-wait"},
-	"conntrack.tcpEstablishedTimeout": {flag: "conntrack-tcp-timeout-established"},
-	"conntrack.udpStreamTimeout":      {flag: "conntrack-udp-timeout-stream"},
-	"conntrack.udpTimeout":            {flag: "conntrack-udp-timeout"},
+	"conntrack.maxPerCore":            {read: int32Value, flag: "conntrack-max-per-core", check: within(0, maxInt32)},
+	"conntrack.min":                   {read: int32Value, flag: "conntrack-min", check: within(0, maxInt32)},
+	"conntrack.tcpBeLiberal":          {read: boolValue, flag: "conntrack-tcp-be-liberal"},
+	"conntrack.tcpCloseWaitTimeout":   {read: optional(durationValue), flag: "conntrack-tcp-timeout-close-wait", check: notNegative},
+	"conntrack.tcpEstablishedTimeout": {read: optional(durationValue), flag: "conntrack-tcp-timeout-established", check: notNegative},
+	"conntrack.udpStreamTimeout":      {read: durationValue, flag: "conntrack-udp-timeout-stream", check: notNegative},
+	"conntrack.udpTimeout":            {read: durationValue, flag: "conntrack-udp-timeout", check: notNegative},
 
-	"oomScoreAdj":         {meaning: priority, same: []string{"-999"}},
-	"configSyncPeriod":    {meaning: "kpng's watches need no periodic resync", same: []string{"15m0s", "15m"}},
-	"portRange":           {}, // kube-proxy does not use it
-	"windowsRunAsService": {meaning: "give the flag --windows-service"},
+	"oomScoreAdj":         {read: int32Value, meaning: priority, same: []string{"-999"}, check: within(-1000, 1000)},
+	"configSyncPeriod":    {read: durationValue, meaning: "kpng's watches need no periodic resync", same: []string{"15m0s"}, check: notNegative},
+	"portRange":           {read: textValue, meaning: "kpng has no such setting, and kube-proxy does not use it"},
+	"windowsRunAsService": {read: boolValue, meaning: "give the flag --windows-service"},
 }
 
 // translation is the state of Apply.
 type translation struct {
 	flags         *pflag.FlagSet
 	backend, mode string
+	try           func(flag, value string) error
+	windows       bool
 	values        map[string]string // the keys are those of fields; no fields that are null
+	gates         map[string]bool
 	differences   []Difference
 	errs          []error
 }
@@ -187,19 +204,40 @@ func (t *translation) differ(path, value, meaning string) {
 	t.differences = append(t.differences, Difference{path, value, meaning})
 }
 
-// set sets the flag that a field determines. It does nothing if the value is empty or the
-// flag is set already.
+// set sets the flag that a field determines. It does nothing if the value is empty, or if
+// the command line has set the flag.
 func (t *translation) set(path, flag, value string) {
 	f := t.flags.Lookup(flag)
+	inFile := t.values[path]
 	switch {
 	case value == "":
 	case f == nil && !isZero(value):
-		t.differ(path, cmp.Or(t.values[path], value), fmt.Sprintf("the command with the backend %s has no flag --%s", t.backend, flag))
-	case f == nil || f.Changed || value == f.DefValue:
+		t.differ(path, cmp.Or(inFile, value), fmt.Sprintf("the command with the backend %s has no flag --%s", t.backend, flag))
+	case f == nil:
+	case f.Changed && inFile != "" && strings.Trim(f.Value.String(), "[]") != value:
+		t.differ(path, inFile, fmt.Sprintf("the command line sets --%s=%s, which overrides the file", flag, f.Value))
+	case f.Changed || value == f.DefValue:
 	default:
-		if err := t.flags.Set(flag, value); err != nil {
-			t.errs = append(t.errs, fmt.Errorf("%s: %w", path, err))
+		err := t.try(flag, value)
+		if err == nil {
+			err = t.flags.Set(flag, value)
 		}
+		if err != nil {
+			t.refuse(path, err)
+		}
+	}
+}
+
+// masqueradeBit sets the flag for the bit of packet marks. A file that contains
+// kube-proxy's default usually has it only because all defaults are written out, so kpng
+// keeps its own default. The two bits must differ where both programs run.
+func (t *translation) masqueradeBit(path, value string) {
+	const flag, kubeProxys = "masquerade-bit", "14"
+	f := t.flags.Lookup(flag)
+	if value != kubeProxys || f != nil && f.Changed {
+		t.set(path, flag, value)
+	} else if f != nil {
+		t.differ(path, value, "this is kube-proxy's default; kpng uses its own, bit "+f.DefValue+", so that both can run on a node")
 	}
 }
 
@@ -208,10 +246,15 @@ func isZero(value string) bool {
 	return slices.Contains([]string{"", "false", "0", "0s", "{}"}, value)
 }
 
+// section returns the first part of a path, such as iptables, and the rest.
+func section(path string) (section, name string) {
+	section, name, _ = strings.Cut(path, ".")
+	return section, name
+}
+
 // uses reports whether kube-proxy uses a field in the mode of the file.
 func (t *translation) uses(path string) bool {
-	section, name, _ := strings.Cut(path, ".")
-	switch section {
+	switch section, name := section(path); section {
 	case "iptables":
 		return t.mode == "iptables" || t.mode == "ipvs" && strings.HasPrefix(name, "masquerade") || t.mode == "kernelspace" && name == "minSyncPeriod"
 	case "ipvs", "nftables":
@@ -226,53 +269,63 @@ func (t *translation) uses(path string) bool {
 
 // addresses sets the addresses of health checks and metrics.
 func (t *translation) addresses() {
+	for _, a := range t.listeners() {
+		t.set(a.path, a.flag, a.address)
+	}
+	if value := t.values["bindAddressHardFail"]; value == "false" {
+		t.differ("bindAddressHardFail", value, "kpng always ends if it cannot listen on an address of health checks or metrics")
+	}
+}
+
+// listener is an address at which a program listens.
+type listener struct{ path, flag, address string }
+
+func (t *translation) listeners() []listener {
 	all, loopback := "0.0.0.0", "127.0.0.1"
-	if ip, err := netip.ParseAddr(cmp.Or(t.values["bindAddress"], all)); err == nil && ip.Is6() {
+	if ip, err := parseIP(cmp.Or(t.values["bindAddress"], all)); err == nil && ip.Is6() {
 		all, loopback = "::", "::1"
 	}
-	for _, a := range []struct{ path, flag, host, port string }{
-		{"healthzBindAddress", "healthz-bind-address", all, "10256"},
-		{"metricsBindAddress", "metrics-bind-address", loopback, "10249"},
-	} {
-		address := cmp.Or(t.values[a.path], net.JoinHostPort(a.host, a.port))
-		if _, _, err := net.SplitHostPort(address); err != nil {
-			address = net.JoinHostPort(strings.Trim(address, "[]"), a.port)
+	address := func(path, host, port string) string {
+		text := cmp.Or(t.values[path], host)
+		if ip, err := parseIP(text); err == nil {
+			return net.JoinHostPort(ip.String(), port)
 		}
-		t.set(a.path, a.flag, address)
+		return text
+	}
+	return []listener{
+		{"healthzBindAddress", "healthz-bind-address", address("healthzBindAddress", all, "10256")},
+		{"metricsBindAddress", "metrics-bind-address", address("metricsBindAddress", loopback, "10249")},
 	}
 }
 
 // pods sets the flags that tell which traffic is from pods.
 func (t *translation) pods() {
 	bridge, prefix := t.values["detectLocal.bridgeInterface"], t.values["detectLocal.interfaceNamePrefix"]
-	switch mode := t.values["detectLocalMode"]; mode {
+	switch t.values["detectLocalMode"] {
 	case "", "ClusterCIDR":
-		t.set("clusterCIDR", "cluster-cidr", t.values["clusterCIDR"])
+		t.set("clusterCIDR", "cluster-cidr", canonical(t.values["clusterCIDR"]))
 	case "NodeCIDR":
 		t.set("detectLocalMode", "node-pod-cidrs", "true")
 	case "BridgeInterface":
 		t.set("detectLocal.bridgeInterface", "pod-interfaces", bridge)
 	case "InterfaceNamePrefix":
-		if prefix != "" {
-			t.set("detectLocal.interfaceNamePrefix", "pod-interfaces", prefix+"*")
-		}
-	default:
-		t.errs = append(t.errs, fmt.Errorf("detectLocalMode: %q is not ClusterCIDR, NodeCIDR, BridgeInterface or InterfaceNamePrefix", mode))
+		t.set("detectLocal.interfaceNamePrefix", "pod-interfaces", prefix+"*")
 	}
 }
 
 // nodePorts sets the flag for the addresses of node ports.
 func (t *translation) nodePorts() {
 	const path, flag = "nodePortAddresses", "node-port-addresses"
-	if f := t.flags.Lookup(flag); f != nil && f.Changed {
-		return
-	}
-	list := t.values[path]
+	list := canonical(t.values[path])
 	if list == "" && (t.mode == "iptables" || t.mode == "ipvs") {
 		list = "all"
 	}
 	if list == "" {
 		return // primary is the default of kpng and of the other modes
+	}
+	if f := t.flags.Lookup(flag); f != nil && f.Changed {
+		t.set(path, flag, list)
+		return
 	}
 	var kept []string
 	loopback, families := false, map[bool]bool{}
@@ -293,7 +346,7 @@ func (t *translation) nodePorts() {
 		t.differ("iptables.localhostNodePorts", "true", "kpng does not serve node ports at loopback addresses")
 	}
 	if len(kept) == 0 {
-		t.errs = append(t.errs, fmt.Errorf("%s: %s has only loopback addresses, at which kpng does not serve node ports; use the flag --%s", path, list, flag))
+		t.refuse(path, fmt.Errorf("%s has only loopback addresses, at which kpng does not serve node ports; the flag --%s overrides it", list, flag))
 		return
 	}
 	if len(families) == 1 {
@@ -322,51 +375,31 @@ func (t *translation) read(file []byte) error {
 	if tree["apiVersion"] != apiVersion || tree["kind"] != kind {
 		return fmt.Errorf("the file has apiVersion %v and kind %v, want %s and %s", tree["apiVersion"], tree["kind"], apiVersion, kind)
 	}
-	return t.walk("", tree)
+	t.walk("", tree)
+	return errors.Join(t.errs...)
 }
 
 // walk adds the fields below the field with this path to t.values.
-func (t *translation) walk(path string, tree map[string]any) error {
+func (t *translation) walk(path string, tree map[string]any) {
 	for _, key := range slices.Sorted(maps.Keys(tree)) {
 		path, value := path+key, tree[key]
-		_, known := fields[path]
+		f, known := fields[path]
 		section := slices.ContainsFunc(slices.Collect(maps.Keys(fields)), func(p string) bool { return strings.HasPrefix(p, path+".") })
 		nested, ok := value.(map[string]any)
 		switch {
-		case value == nil:
 		case known:
-			t.values[path] = format(value)
-		case section && !ok:
-			return fmt.Errorf("%s: %s is not an object", path, format(value))
-		case section:
-			if err := t.walk(path+".", nested); err != nil {
-				return err
+			text, err := f.read(value)
+			if err != nil {
+				t.refuse(path, err)
+			} else if value != nil {
+				t.values[path] = text
 			}
+		case section && !ok && value != nil:
+			t.refuse(path, fmt.Errorf("%s is not an object", inJSON(value)))
+		case section:
+			t.walk(path+".", nested)
 		default:
-			t.differ(path, format(value), Unknown)
+			t.differ(path, strings.Trim(inJSON(value), `"`), Unknown)
 		}
 	}
-	return nil
-}
-
-// format returns a value as a flag expects it.
-func format(value any) string {
-	switch v := value.(type) {
-	case []any:
-		var items []string
-		for _, item := range v {
-			items = append(items, format(item))
-		}
-		return strings.Join(items, ",")
-	case map[string]any:
-		if pattern, ok := v["filePattern"]; ok { // an item of logging.vmodule
-			return fmt.Sprintf("%v=%v", pattern, v["verbosity"])
-		}
-		text, err := json.Marshal(v)
-		if err != nil {
-			panic(err) // v was decoded from JSON
-		}
-		return string(text)
-	}
-	return fmt.Sprint(value)
 }

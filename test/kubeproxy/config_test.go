@@ -20,10 +20,11 @@ import (
 func TestAllFieldsAreKnown(t *testing.T) {
 	config := newConfig()
 	fill(reflect.ValueOf(config).Elem())
-	config.DetectLocalMode = "ClusterCIDR"
-	for _, mode := range []v1alpha1.ProxyMode{"iptables", "ipvs", "nftables", "kernelspace"} {
+	makeValid(config)
+	for _, mode := range []v1alpha1.ProxyMode{"iptables", "ipvs", "nftables"} {
 		config.Mode = mode
-		differences, err := kubeproxy.Apply(pflag.NewFlagSet("", pflag.ContinueOnError), "any", marshal(t, config))
+		accept := func(flag, value string) error { return nil }
+		differences, err := kubeproxy.Apply(pflag.NewFlagSet("", pflag.ContinueOnError), "any", marshal(t, config), accept)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -36,6 +37,17 @@ func TestAllFieldsAreKnown(t *testing.T) {
 			}
 		}
 	}
+}
+
+// makeValid replaces the values of fill that kube-proxy refuses.
+func makeValid(c *v1alpha1.KubeProxyConfiguration) {
+	c.FeatureGates = map[string]bool{"LoggingAlphaOptions": true}
+	c.DetectLocalMode = "ClusterCIDR"
+	c.ClusterCIDR = "10.0.0.0/8"
+	c.BindAddress, c.HealthzBindAddress, c.MetricsBindAddress = "10.0.0.1", "10.0.0.1:7", "10.0.0.1:8"
+	c.ShowHiddenMetricsForVersion = "1.36"
+	c.Logging.Format = "text"
+	c.IPVS.ExcludeCIDRs, c.NodePortAddresses = []string{"10.0.0.0/8"}, []string{"10.0.0.0/8"}
 }
 
 // TestConfigMapsAreReal compares the configuration in the ConfigMaps of kpng's tests with

@@ -6,17 +6,21 @@ import (
 	"bytes"
 	"context"
 	"encoding/json"
+	"os"
 	"path/filepath"
 	"strings"
 	"testing"
 
+	"github.com/go-logr/logr/funcr"
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/app"
 	"github.com/kpng-project/kpng/cluster"
 	"github.com/kpng-project/kpng/remote"
 	"github.com/kpng-project/kpng/remote/transport"
 	"github.com/kpng-project/kpng/sink"
 	"github.com/kpng-project/kpng/watcher"
 	"github.com/kpng-project/kpng/watcher/file"
+	"k8s.io/klog/v2"
 )
 
 // serveDemo starts a kpng server with the demo services whose service-proxy name is
@@ -110,5 +114,45 @@ func TestInconsistentAPIFlagsAreErrors(t *testing.T) {
 				}
 			}
 		})
+	}
+}
+
+func TestClientReadsFromServerOfThisMachineByDefault(t *testing.T) {
+	kubeconfig := filepath.Join(t.TempDir(), "kubeconfig")
+	const content = `{clusters: [{name: a, cluster: {server: "http://127.0.0.1:1"}}], contexts: [{name: a, context: {cluster: a}}], current-context: a}`
+	if err := os.WriteFile(kubeconfig, []byte(content), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	t.Setenv("KUBECONFIG", kubeconfig)
+	for args, want := range map[string]string{
+		"--node-name=n":              "kpng server tcp://127.0.0.1:12090",
+		"--once":                     "kpng server tcp://127.0.0.1:12090",
+		"--api=unix:///s":            "kpng server unix:///s",
+		"--kubeconfig=" + kubeconfig: "API server of " + kubeconfig,
+		"--manifests=" + demo:        "manifests " + demo,
+		"--service-proxy-name=":      "API server",
+		"--service-proxy-name=x":     "API server",
+		"--all-ports":                "API server",
+	} {
+		var first string
+		log := funcr.NewJSON(func(line string) {
+			var l struct{ Source string }
+			if err := json.Unmarshal([]byte(line), &l); err != nil {
+				t.Error(err)
+			}
+			if first == "" {
+				first = l.Source
+			}
+		}, funcr.Options{})
+		ctx, cancel := context.WithCancel(klog.NewContext(t.Context(), log))
+		cancel() // the command logs its source and ends
+		cmd := app.Client("test", sink.FullState(ignore))
+		cmd.SetArgs([]string{args})
+		if err := cmd.ExecuteContext(ctx); err != nil && want != "" && args != "--once" {
+			t.Errorf("%s: %v", args, err)
+		}
+		if first != want {
+			t.Errorf("%s: source %q, want %q", args, first, want)
+		}
 	}
 }

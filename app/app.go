@@ -45,6 +45,7 @@ import (
 	"github.com/kpng-project/kpng"
 	"github.com/kpng-project/kpng/health"
 	"github.com/kpng-project/kpng/metrics"
+	"github.com/kpng-project/kpng/remote/transport"
 	"github.com/kpng-project/kpng/sink"
 	"github.com/kpng-project/kpng/status"
 	"github.com/prometheus/client_golang/prometheus"
@@ -60,8 +61,30 @@ func Main(s sink.Sink) {
 // Command returns a command that runs s until its context ends. The caller may add a
 // description and flags, change defaults, and make the command part of a larger command.
 // If s is a [sink.Cleaner], the command has the flag --cleanup.
-func Command(name string, s sink.Sink) *cobra.Command {
+func Command(name string, s sink.Sink) *cobra.Command { return command(name, s, &Source{}) }
+
+// Client is like Command, but without flags that select a source or services, the command
+// reads from the kpng server at [transport.DefaultAddress]. It is for programs that run
+// beside a kpng server on the same machine, as those of the original kpng do.
+func Client(name string, s sink.Sink) *cobra.Command {
 	var source Source
+	cmd := command(name, s, &source)
+	fs := cmd.Flags()
+	fs.Lookup("api").DefValue = transport.DefaultAddress
+	kubeconfig := fs.Lookup("kubeconfig")
+	kubeconfig.Usage, _, _ = strings.Cut(kubeconfig.Usage, " (")
+	kubeconfig.Usage += " (default with flags that select services: " + defaultAPIServer + ")"
+	run := cmd.RunE
+	cmd.RunE = func(cmd *cobra.Command, args []string) error {
+		if !fs.Changed("api") && !source.selectsServices() {
+			source.api.dial.Addresses = []string{transport.DefaultAddress}
+		}
+		return run(cmd, args)
+	}
+	return cmd
+}
+
+func command(name string, s sink.Sink, source *Source) *cobra.Command {
 	cmd := source.Command(name, s)
 	cmd.Version = Version()
 	p, ok := s.(PortsOnly)
@@ -211,7 +234,7 @@ func (f *sinkFlags) run(ctx context.Context, name string, source *Source, servin
 	if r, ok := s.(Reporter); ok {
 		page.Problems = r.Problems
 	}
-	serving.Status = page
+	serving.Status, serving.Source = page, page.Source
 	err = serving.Run(ctx, p.Health, registry, run)
 	if errors.Is(err, sink.ErrOwned) {
 		err = fmt.Errorf("%w; stop that process, run another instance, or wait for its end with --wait", err)

@@ -31,6 +31,8 @@ type Serving struct {
 	// means none. See package status. It gets requests from clients on this machine only,
 	// unless the flag --expose-status is set.
 	Status http.Handler
+	// Source describes the source of services, for the log.
+	Source string
 
 	health, metrics string
 	exposeStatus    bool
@@ -57,14 +59,14 @@ func (s *Serving) Register(fs *pflag.FlagSet) {
 // health checks of h and the metrics of c and of the process. If Run cannot listen, it
 // does not call run. If the HTTP server fails later, Run cancels the context of run.
 //
-// At the start, Run logs the version and the values of all given flags, so flags must not
-// contain secrets.
+// At the start, Run logs the version, the source and the values of all given flags, so
+// flags must not contain secrets.
 func (s *Serving) Run(ctx context.Context, h health.Handler, c prometheus.Collector, run func(context.Context) error) error {
 	var set []string
 	if s.flags != nil {
 		s.flags.Visit(func(f *pflag.Flag) { set = append(set, "--"+f.Name+"="+f.Value.String()) })
 	}
-	klog.FromContext(ctx).Info("Starting", "version", Version(), "flags", set)
+	klog.FromContext(ctx).Info("Starting", "version", Version(), "source", s.Source, "flags", set)
 	if s.profiling && s.metrics == "" {
 		return errors.New("--profiling needs --metrics-bind-address")
 	}

@@ -31,7 +31,12 @@ type Source struct {
 	allPortsAnnotation string
 
 	api apiFlags
+	// forbidden are the flags that exclude --api; nil before Register.
+	forbidden *pflag.FlagSet
 }
+
+// defaultAPIServer says how to find the API server without --kubeconfig.
+const defaultAPIServer = "the pod's service account, else $KUBECONFIG, else ~/.kube/config"
 
 // Register adds the flags of all kinds of sources to cmd. The user may set flags of one
 // kind only. By default, the source is the API server, with the pod's service account or
@@ -39,7 +44,7 @@ type Source struct {
 func (s *Source) Register(cmd *cobra.Command, allPorts bool) {
 	own := pflag.NewFlagSet("", pflag.ContinueOnError)
 	own.SortFlags = false
-	own.Var(&s.kubeconfig, "kubeconfig", "watch the API server of this kubeconfig `file` (default without --manifests: the pod's service account, else $KUBECONFIG, else ~/.kube/config)")
+	own.Var(&s.kubeconfig, "kubeconfig", "watch the API server of this kubeconfig `file` (default without --manifests: "+defaultAPIServer+")")
 	s.RegisterManifests(own)
 	if allPorts {
 		s.RegisterAllPorts(own)
@@ -49,11 +54,18 @@ func (s *Source) Register(cmd *cobra.Command, allPorts bool) {
 	cmd.MarkFlagsMutuallyExclusive("kubeconfig", "manifests")
 	// --api excludes all flags of the flag set own, because a kpng server selects services.
 	own.VisitAll(func(f *pflag.Flag) { cmd.MarkFlagsMutuallyExclusive("api", f.Name) })
+	s.forbidden = own
+}
+
+// selectsServices reports whether a flag is set that excludes --api.
+func (s *Source) selectsServices() (set bool) {
+	s.forbidden.VisitAll(func(f *pflag.Flag) { set = set || f.Changed })
+	return set
 }
 
 // RegisterKube adds the flags of a source that is an API server.
 func (s *Source) RegisterKube(fs *pflag.FlagSet) {
-	fs.Var(&s.kubeconfig, "kubeconfig", "watch the API server of this kubeconfig `file` (default: the pod's service account, else $KUBECONFIG, else ~/.kube/config)")
+	fs.Var(&s.kubeconfig, "kubeconfig", "watch the API server of this kubeconfig `file` (default: "+defaultAPIServer+")")
 	s.registerServices(fs)
 }
 

@@ -132,7 +132,7 @@ func (f *serverFlags) check() error {
 // run serves the source's state until ctx ends.
 func (s *apiServer) run(ctx context.Context, source *app.Source, serving *app.Serving) error {
 	page := &status.Handler{Program: app.Version(), Source: source.String(), State: s.state, Health: s.health, Clients: s.clients}
-	serving.Status = page
+	serving.Status, serving.Source = page, page.Source
 	registry := prometheus.NewRegistry()
 	registry.MustRegister(collector.New(s.server), metrics.Source(page.SourceState))
 	return serving.Run(ctx, s.health, registry, func(ctx context.Context) error {

@@ -98,3 +98,11 @@ fi
 services=$(cat)
 serve iptables IPv4 V4
 serve ip6tables IPv6 V6
+
+# Without --all-ports, no service has the field MapIP.
+printf '%s\n' "$services" | jq -rn '
+	[inputs.Service] as $all | [$all[] | select(.MapIP | not)] as $others
+	| select($others != [])
+	| "\($others | length) services not served, such as \($others[0] | "\(.Namespace)/\(.Name)"): "
+		+ "they are not all-ports services; start kpng-callout, or its kpng server, with --all-ports",
+	  if $others == $all then "" | halt_error(1) else empty end' >&2

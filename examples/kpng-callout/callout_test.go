@@ -298,3 +298,31 @@ func end(t *testing.T, cmd *exec.Cmd, signal os.Signal) {
 		t.Errorf("after signal %s the command returned %v", signal, err)
 	}
 }
+
+// The script all-ip.sh runs with programs that do nothing in place of iptables.
+func TestAllIPScriptNamesTheMissingFlag(t *testing.T) {
+	dir := t.TempDir()
+	for _, name := range []string{"iptables", "ip6tables", "iptables-restore", "ip6tables-restore"} {
+		if err := os.WriteFile(filepath.Join(dir, name), []byte("#!/bin/sh\ncase $0 in *-restore) cat >/dev/null;; esac\n"), 0o755); err != nil {
+			t.Fatal(err)
+		}
+	}
+	t.Setenv("PATH", dir+":"+os.Getenv("PATH"))
+	const plain, allPorts = `{"Service": {"Namespace": "a", "Name": "plain"}}`, `{"Service": {"Namespace": "a", "Name": "all", "MapIP": true}}`
+	for _, test := range []struct {
+		stdin string
+		fails bool
+	}{{"", false}, {allPorts, false}, {plain + allPorts, false}, {plain, true}, {plain + plain, true}} {
+		cmd := exec.CommandContext(t.Context(), "./all-ip.sh")
+		var stderr bytes.Buffer
+		cmd.Stdin, cmd.Stderr = strings.NewReader(test.stdin), &stderr
+		err := cmd.Run()
+		if (err != nil) != test.fails {
+			t.Errorf("input %s: error %v, want one: %t", test.stdin, err, test.fails)
+		}
+		named := strings.Contains(stderr.String(), "a/plain") && strings.Contains(stderr.String(), "--all-ports")
+		if named != strings.Contains(test.stdin, "plain") {
+			t.Errorf("input %s: standard error %q", test.stdin, &stderr)
+		}
+	}
+}

@@ -3,8 +3,10 @@
 // Command kpng-callout runs the program in $CALLOUT after every change of the node's
 // services. The program gets all services on standard input, with one JSON object per
 // service, as kpng-json prints it. With --frontends, the program gets the node and one
-// JSON object per frontend instead of the services. Example:
+// JSON object per frontend instead of the services. Without flags that select a source or
+// services, it reads from the kpng server on this machine. Examples:
 //
+//	CALLOUT=jq kpng-callout
 //	CALLOUT=jq kpng-callout --manifests examples/demo.yaml --node-name vm-002
 //
 // If the program fails, kpng-callout runs it again, with backoff.
@@ -27,7 +29,7 @@ import (
 
 func main() {
 	callout := callout{stdout: os.Stdout}
-	cmd := app.Command("kpng-callout", sink.FullStateOf(&callout))
+	cmd := app.Client("kpng-callout", sink.FullStateOf(&callout))
 	cmd.Long = "kpng-callout runs the program $CALLOUT with the node's whole state on standard input, one JSON object per service. The first run follows when all services are known."
 	cmd.Flags().DurationVar(&callout.timeout, "callout-timeout", time.Minute, "kill $CALLOUT and its children after this time, and count it as failed")
 	cmd.Flags().BoolVar(&callout.frontends, "frontends", false, "pass the node and each frontend, with every decision made, instead of services")

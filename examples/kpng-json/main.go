@@ -3,7 +3,8 @@
 // Command kpng-json prints its node's view, one JSON object per service. It prints the
 // whole view when every service is known, and prints it again after each change. With
 // --frontends it prints the node and then one JSON object per frontend. The object of a
-// frontend contains its endpoints and the result of every policy.
+// frontend contains its endpoints and the result of every policy. Without flags that select
+// a source or services, it reads from the kpng server on this machine.
 package main
 
 import (
@@ -18,7 +19,7 @@ import (
 
 func main() {
 	var p printer
-	cmd := app.Command("kpng-json", sink.FullStateOf(&p))
+	cmd := app.Client("kpng-json", sink.FullStateOf(&p))
 	cmd.Flags().BoolVar(&p.frontends, "frontends", false, "print the node and each frontend, with every decision made, instead of services")
 	app.Execute(cmd)
 }

@@ -241,3 +241,42 @@ func TestHealthAndMetricsBindAddresses(t *testing.T) {
 		t.Errorf("command returned %v", err)
 	}
 }
+
+// A machine that opens many connections and sends half a request on each loses its own
+// connections. Another client gets an answer. Errors of the HTTP server go to the log.
+func TestHTTPConnectionsAreLimited(t *testing.T) {
+	address := freeAddress(t)
+	ctx, stop := context.WithCancel(t.Context())
+	ended := make(chan error, 1)
+	go func() {
+		ended <- runCommand(ctx, sink.FullState(ignore), "--manifests", demo, "--node-name=vm-002", "--healthz-bind-address", address)
+	}()
+	t.Cleanup(func() {
+		stop()
+		if err := <-ended; err != nil {
+			t.Error(err)
+		}
+	})
+	var held []net.Conn
+	for len(held) < 600 {
+		conn, err := (&net.Dialer{LocalAddr: &net.TCPAddr{IP: net.IPv4(127, 0, 0, 2)}}).Dial("tcp", address)
+		if err != nil && len(held) == 0 {
+			continue // the program does not listen yet
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { conn.Close() })
+		io.WriteString(conn, "GET /livez HTTP/1.1\r\nX: ")
+		held = append(held, conn)
+	}
+	held[0].SetReadDeadline(time.Now().Add(3 * time.Second)) // less than the timeout for the header
+	if _, err := held[0].Read(make([]byte, 1)); err == nil || os.IsTimeout(err) {
+		t.Errorf("the first of %d connections is still open: %v", len(held), err)
+	}
+	resp, err := http.Get("http://" + address + "/livez")
+	if err != nil {
+		t.Fatal(err)
+	}
+	resp.Body.Close()
+}

@@ -8,6 +8,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"log/slog"
 	"net"
 	"net/http"
 	"net/http/pprof"
@@ -15,7 +16,9 @@ import (
 	"strings"
 	"time"
 
+	"github.com/go-logr/logr"
 	"github.com/kpng-project/kpng/health"
+	"github.com/kpng-project/kpng/internal/connlimit"
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/collectors"
 	"github.com/prometheus/client_golang/prometheus/promhttp"
@@ -168,6 +171,10 @@ func listenWhenFree(ctx context.Context, address string) (net.Listener, error) {
 	}
 }
 
+// maxConnections limits the open connections to an address. If there are more, the server
+// closes the oldest connection of the machine that has the most.
+const maxConnections = 512
+
 func serve(ctx context.Context, l net.Listener, handler http.Handler) error {
 	server := http.Server{
 		Handler:           handler,
@@ -176,9 +183,10 @@ func serve(ctx context.Context, l net.Listener, handler http.Handler) error {
 		WriteTimeout:      30 * time.Second,
 		IdleTimeout:       time.Minute,
 		MaxHeaderBytes:    1 << 14,
+		ErrorLog:          slog.NewLogLogger(logr.ToSlogHandler(klog.FromContext(ctx).WithValues("address", l.Addr().String())), slog.LevelWarn),
 	}
 	defer context.AfterFunc(ctx, func() { server.Close() })()
-	if err := server.Serve(l); !errors.Is(err, http.ErrServerClosed) {
+	if err := server.Serve(connlimit.Listen(l, maxConnections)); !errors.Is(err, http.ErrServerClosed) {
 		return fmt.Errorf("serve on %s: %w", l.Addr(), err)
 	}
 	return nil

@@ -5,11 +5,13 @@ package remote
 import (
 	"context"
 	"crypto/x509"
+	"errors"
 	"net"
 	"sync"
 	"sync/atomic"
 	"time"
 
+	"github.com/kpng-project/kpng/internal/connlimit"
 	"golang.org/x/time/rate"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/credentials"
@@ -24,12 +26,23 @@ type peers struct {
 	refused, stalled atomic.Uint64
 	sent             atomic.Uint64 // bytes
 	streams          atomic.Int64  // open streams
+	// waiting has the connections whose handshake has not finished. They do not count as
+	// connections yet.
+	waiting *connlimit.Queue
 
 	mu          sync.Mutex
 	connections int
 	byHost      map[string]int // number of connections
+	byNetwork   map[string]int // number of anonymous connections
 	byName      map[string]*account
 	open        map[*openStream]struct{}
+}
+
+func newPeers(limits Limits) *peers {
+	return &peers{
+		limits: limits, waiting: connlimit.NewQueue(limits.Connections / 4),
+		byHost: map[string]int{}, byNetwork: map[string]int{}, byName: map[string]*account{}, open: map[*openStream]struct{}{},
+	}
 }
 
 // account counts the open streams of a peer and limits the rate of new streams.
@@ -57,7 +70,7 @@ func (p *peers) opened(s *openStream) (closed func()) {
 	}
 }
 
-// limitedListener closes connections that would exceed the limits.
+// limitedListener limits the connections whose handshake has not finished.
 type limitedListener struct {
 	net.Listener
 	peers *peers
@@ -65,56 +78,76 @@ type limitedListener struct {
 
 // Accept implements net.Listener.
 func (l *limitedListener) Accept() (net.Conn, error) {
-	for {
-		conn, err := l.Listener.Accept()
-		if err != nil {
-			return nil, err
-		}
-		host := hostOf(conn.RemoteAddr())
-		if l.peers.connect(host) {
-			return &countedConn{conn, sync.OnceFunc(func() { l.peers.disconnect(host) })}, nil
-		}
-		conn.Close()
+	conn, err := l.Listener.Accept()
+	if err != nil {
+		return nil, err
 	}
+	c := &countedConn{Conn: conn, peers: l.peers, host: connlimit.Host(conn.RemoteAddr()), network: connlimit.Network(conn.RemoteAddr())}
+	if evicted := l.peers.waiting.Add(c); evicted != nil {
+		l.peers.refused.Add(1)
+		evicted.Close()
+	}
+	return c, nil
 }
 
 // countedConn is a connection that counts towards the limits until it is closed.
 type countedConn struct {
 	net.Conn
-	release func() // only the first call has an effect
+	peers         *peers
+	host, network string
+
+	// peers.mu protects these fields.
+	connected bool
+	anonymous bool // connected without a certificate, from an IPv6 address
 }
 
 // Close implements net.Conn.
 func (c *countedConn) Close() error {
-	c.release()
+	c.peers.disconnect(c)
 	return c.Conn.Close()
 }
 
-func hostOf(a net.Addr) string {
-	if tcp, ok := a.(*net.TCPAddr); ok {
-		return tcp.IP.String()
+// connect counts a connection whose handshake has finished. It reports false if the
+// connection exceeds a limit or was closed meanwhile. All anonymous connections of an IPv6
+// network together may use half of the connections.
+func (p *peers) connect(c *countedConn, anonymous bool) bool {
+	if !p.waiting.Remove(c) {
+		return false
 	}
-	return a.Network()
-}
-
-func (p *peers) connect(host string) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if p.connections >= p.limits.Connections || p.byHost[host] >= p.limits.ConnectionsPerPeer {
+	if p.connections >= p.limits.Connections || p.byHost[c.host] >= p.limits.ConnectionsPerPeer ||
+		anonymous && c.network != c.host && p.byNetwork[c.network] >= max(p.limits.Connections/2, 1) {
 		p.refused.Add(1)
 		return false
 	}
+	c.connected, c.anonymous = true, anonymous && c.network != c.host
 	p.connections++
-	p.byHost[host]++
+	p.byHost[c.host]++
+	if c.anonymous {
+		p.byNetwork[c.network]++
+	}
 	return true
 }
 
-func (p *peers) disconnect(host string) {
+func (p *peers) disconnect(c *countedConn) {
+	p.waiting.Remove(c)
 	p.mu.Lock()
 	defer p.mu.Unlock()
+	if !c.connected {
+		return
+	}
+	c.connected = false
 	p.connections--
-	if p.byHost[host]--; p.byHost[host] == 0 {
-		delete(p.byHost, host)
+	decrement(p.byHost, c.host)
+	if c.anonymous {
+		decrement(p.byNetwork, c.network)
+	}
+}
+
+func decrement(counts map[string]int, key string) {
+	if counts[key]--; counts[key] == 0 {
+		delete(counts, key)
 	}
 }
 
@@ -129,10 +162,27 @@ type connInfo struct {
 	conn net.Conn
 }
 
+var errTooMany = errors.New("too many connections")
+
+// certificate returns the certificate of a client, or nil.
+func certificate(info credentials.AuthInfo) *x509.Certificate {
+	if tls, ok := info.(credentials.TLSInfo); ok && len(tls.State.PeerCertificates) > 0 {
+		return tls.State.PeerCertificates[0]
+	}
+	return nil
+}
+
 // ServerHandshake implements credentials.TransportCredentials.
 func (c connCredentials) ServerHandshake(raw net.Conn) (net.Conn, credentials.AuthInfo, error) {
 	conn, info, err := c.TransportCredentials.ServerHandshake(raw)
-	return conn, connInfo{info, raw}, err
+	if err != nil {
+		return nil, nil, err
+	}
+	if counted, ok := raw.(*countedConn); ok && !counted.peers.connect(counted, certificate(info) == nil) {
+		conn.Close()
+		return nil, nil, errTooMany
+	}
+	return conn, connInfo{info, raw}, nil
 }
 
 // Clone implements credentials.TransportCredentials.
@@ -155,9 +205,8 @@ func callerOf(ctx context.Context, shared bool) (caller, error) {
 	if !ok {
 		return caller{}, status.Error(codes.Internal, "stream has no known connection")
 	}
-	c := caller{name: hostOf(p.Addr), conn: info.conn}
-	if tls, ok := info.AuthInfo.(credentials.TLSInfo); ok && len(tls.State.PeerCertificates) > 0 {
-		c.cert = tls.State.PeerCertificates[0]
+	c := caller{name: connlimit.Host(p.Addr), conn: info.conn, cert: certificate(info.AuthInfo)}
+	if c.cert != nil {
 		switch cn := c.cert.Subject.CommonName; {
 		case cn != "" && shared:
 			c.name = "CN=" + cn + " at " + c.name

@@ -62,6 +62,11 @@ type ServerOptions struct {
 // name are one peer, even at different addresses. A zero field means the default value.
 type Limits struct {
 	// Connections limits the connections of all peers together. Default 20,000.
+	//
+	// Connections count after their TLS handshake. A quarter of this number may be in the
+	// handshake at the same time; above that, the server closes the oldest one of the IPv4
+	// address or IPv6 /64 that has the most. Without certificates, an IPv6 /64 can use half
+	// of the connections.
 	Connections int
 	// ConnectionsPerPeer limits the connections of one IP address, or of all unix sockets.
 	// Default 256.
@@ -136,7 +141,7 @@ func NewServer(state cluster.Reader, opts ServerOptions) (*Server, error) {
 		instance:  instance,
 		published: &publisher{state: state, interval: opts.BatchInterval, waiting: map[waker]struct{}{}},
 		views:     newViews(opts.Limits.CacheBytes),
-		peers:     &peers{limits: opts.Limits, byHost: map[string]int{}, byName: map[string]*account{}, open: map[*openStream]struct{}{}},
+		peers:     newPeers(opts.Limits),
 	}, nil
 }
 
@@ -204,7 +209,7 @@ func (s *Server) grpcOptions(creds credentials.TransportCredentials) []grpc.Serv
 	return []grpc.ServerOption{
 		grpc.Creds(connCredentials{creds}),
 		grpc.ForceServerCodecV2(rawCodec{encoding.GetCodecV2("proto")}),
-		grpc.ConnectionTimeout(10 * time.Second),
+		grpc.ConnectionTimeout(5 * time.Second),
 		grpc.MaxConcurrentStreams(uint32(s.opts.Limits.StreamsPerPeer)),
 		grpc.MaxRecvMsgSize(maxRequest),
 		grpc.MaxHeaderListSize(16 << 10),

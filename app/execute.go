@@ -11,6 +11,7 @@ import (
 	"os/signal"
 	"syscall"
 
+	"github.com/kpng-project/kpng/internal/plain"
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
 	"k8s.io/klog/v2"
@@ -40,7 +41,9 @@ func Execute(cmd *cobra.Command) {
 // runHosted runs cmd and prints or logs its error.
 func runHosted(cmd *cobra.Command) error {
 	h := hostingOf(os.Args[1:])
-	run, print := untilSignal, func(err error) { fmt.Fprintf(os.Stderr, "%s: %v\n", cmd.Name(), err) }
+	stderr := plain.Writer(os.Stderr)
+	cmd.SetErr(stderr)
+	run, print := untilSignal, func(err error) { fmt.Fprintf(stderr, "%s: %v\n", cmd.Name(), err) }
 	service, err := h.detectService()
 	var log io.Writer
 	switch {
@@ -50,8 +53,8 @@ func runHosted(cmd *cobra.Command) error {
 	case service != nil:
 		log, err = service.openLog(cmd.Name())
 	}
+	logTo(&logWriter{stderr, log})
 	if err == nil && log != nil {
-		logTo(log)
 		print = func(err error) { klog.ErrorS(err, "Program failed", "command", cmd.Name()) }
 	}
 	if service != nil {
@@ -104,13 +107,32 @@ func hostingOf(args []string) *hosting {
 	return &h
 }
 
-// logTo makes klog write to w line by line. Errors also go to standard error.
+// logWriter writes lines of klog to a log. It writes errors to standard error too, or all
+// lines if there is no log. Names and errors of other programs may be in these lines.
+type logWriter struct{ stderr, log io.Writer }
+
+// Write implements io.Writer.
+func (w *logWriter) Write(line []byte) (n int, err error) {
+	if w.log == nil || line[0] == 'E' || line[0] == 'F' {
+		n, err = w.stderr.Write(line)
+	}
+	if w.log != nil {
+		n, err = w.log.Write(line)
+	}
+	return n, err
+}
+
+// logTo makes klog write to w line by line, and to nothing else.
 func logTo(w io.Writer) {
 	var logging flag.FlagSet
 	klog.InitFlags(&logging)
-	// Without this flag, klog writes each warning twice to w, and each error three times.
-	if err := logging.Set("one_output", "true"); err != nil {
-		panic(err) // cannot happen: klog has this flag
+	for flag, value := range map[string]string{
+		"one_output":      "true", // otherwise, klog writes each warning twice to w, and each error three times
+		"stderrthreshold": "FATAL",
+	} {
+		if err := logging.Set(flag, value); err != nil {
+			panic(err) // cannot happen: klog has these flags
+		}
 	}
 	klog.LogToStderr(false)
 	klog.SetOutput(w)

@@ -237,7 +237,7 @@ func (s *Server) credentials(ctx context.Context, listeners []net.Listener) (cre
 	}
 	for _, l := range listeners {
 		if err := transport.CheckPlaintext(l.Addr()); err != nil && !s.opts.Insecure {
-			return nil, err
+			return nil, fmt.Errorf("%w (flags --tls-ca-file, --tls-cert-file and --tls-key-file, or --insecure)", err)
 		}
 	}
 	return insecure.NewCredentials(), nil

@@ -10,11 +10,13 @@
 package clusterv1
 
 import (
+	"errors"
 	"fmt"
 	"net/netip"
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/api/localv1"
+	"github.com/kpng-project/kpng/internal/plain"
 	"k8s.io/apimachinery/pkg/types"
 )
 
@@ -61,7 +63,13 @@ func (x *EndpointSlice) ToSlice() (*api.EndpointSlice, error) {
 	s := &api.EndpointSlice{
 		Namespace: x.GetNamespace(), Name: x.GetName(), ServiceName: x.GetServiceName(), Family: api.Family(x.GetFamily()), Labels: x.GetLabels(),
 	}
+	if err := errors.Join(plain.Check(s.Namespace, s.Name, s.ServiceName), plain.CheckMap(s.Labels)); err != nil {
+		return nil, fmt.Errorf("endpoint slice: %w", err)
+	}
 	for _, p := range x.GetPorts() {
+		if err := plain.Check(p.GetName(), p.GetAppProtocol()); err != nil {
+			return nil, fmt.Errorf("endpoint slice %s: %w", s.Key(), err)
+		}
 		s.Ports = append(s.Ports, api.EndpointPort{
 			Name: p.GetName(), Protocol: api.Protocol(p.GetProtocol()), Port: p.GetPort(), AppProtocol: p.GetAppProtocol(),
 		})
@@ -87,6 +95,13 @@ func (x *SliceEndpoint) toEndpoint() (api.SliceEndpoint, error) {
 	}
 	if h := x.GetHints(); h != nil {
 		e.Hints = &api.Hints{ForNodes: h.GetForNodes(), ForZones: h.GetForZones()}
+	}
+	texts := []string{e.Hostname, e.NodeName, e.Zone, x.GetTarget().GetNamespace(), x.GetTarget().GetName()}
+	if e.Hints != nil {
+		texts = append(append(texts, e.Hints.ForNodes...), e.Hints.ForZones...)
+	}
+	if err := plain.Check(texts...); err != nil {
+		return api.SliceEndpoint{}, err
 	}
 	if x.GetTarget() != nil {
 		target := x.GetTarget().ToKey()

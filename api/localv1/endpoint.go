@@ -6,6 +6,7 @@ import (
 	"fmt"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/plain"
 	"k8s.io/apimachinery/pkg/types"
 )
 
@@ -51,6 +52,13 @@ func (x *Endpoint) ToEndpoint() (e api.Endpoint, draining bool, err error) {
 		NodeName:   x.GetNodeName(),
 		Zone:       x.GetZone(),
 		Conditions: x.GetConditions().ToConditions(),
+	}
+	texts := []string{e.Hostname, e.NodeName, e.Zone, x.GetTarget().GetNamespace(), x.GetTarget().GetName()}
+	for _, p := range e.PortOverrides {
+		texts = append(texts, p.Name)
+	}
+	if err := plain.Check(texts...); err != nil {
+		return e, false, fmt.Errorf("endpoint: %w", err)
 	}
 	if pod := x.GetTarget(); pod != nil {
 		e.Target = &types.NamespacedName{Namespace: pod.GetNamespace(), Name: pod.GetName()}

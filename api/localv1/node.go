@@ -3,10 +3,12 @@
 package localv1
 
 import (
+	"errors"
 	"fmt"
 	"net/netip"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/plain"
 	"k8s.io/apimachinery/pkg/types"
 )
 
@@ -42,7 +44,17 @@ func (x *Node) ToNode() (*api.Node, error) {
 		}),
 		Deleting: x.GetDeleting(),
 	}
+	texts := []string{n.Name, string(n.UID)}
+	for _, t := range n.Taints {
+		texts = append(texts, t.Key, t.Value, t.Effect)
+	}
+	if err := errors.Join(plain.Check(texts...), plain.CheckMap(n.Labels)); err != nil {
+		return nil, fmt.Errorf("node: %w", err)
+	}
 	for _, a := range x.GetAddresses() {
+		if err := plain.Check(a.GetType()); err != nil {
+			return nil, fmt.Errorf("node %s: %w", n.Name, err)
+		}
 		ip, err := netip.ParseAddr(a.GetIP())
 		if err != nil {
 			return nil, fmt.Errorf("node %s: %w", n.Name, err)

@@ -3,10 +3,12 @@
 package localv1
 
 import (
+	"errors"
 	"fmt"
 	"net/netip"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/plain"
 	"google.golang.org/protobuf/types/known/timestamppb"
 	"k8s.io/apimachinery/pkg/types"
 )
@@ -77,6 +79,13 @@ func (x *Service) ToService() (*api.Service, error) {
 		UID:                    types.UID(x.GetUID()),
 		IPFamilies:             convert(x.GetIPFamilies(), func(f *Family) api.Family { return api.Family(*f) }),
 	}
+	texts := []string{s.Namespace, s.Name, string(s.Type), s.LoadBalancerClass, string(s.UID)}
+	for _, p := range s.Ports {
+		texts = append(texts, p.Name, p.TargetPortName, p.AppProtocol)
+	}
+	if err := errors.Join(plain.Check(texts...), plain.CheckMap(s.Labels)); err != nil {
+		return nil, fmt.Errorf("service: %w", err)
+	}
 	if t := x.GetCreated(); t != nil {
 		s.Created = t.AsTime()
 	}
@@ -125,6 +134,9 @@ func (x *Service) ToView() (*api.ServiceEndpoints, error) {
 		lost := api.LostClaim{
 			Claim:  api.Claim{Family: api.Family(l.GetFamily()), Protocol: api.Protocol(l.GetProtocol()), Port: l.GetPort()},
 			Winner: types.NamespacedName{Namespace: l.GetWinnerNamespace(), Name: l.GetWinnerName()},
+		}
+		if err := plain.Check(lost.Winner.Namespace, lost.Winner.Name); err != nil {
+			return nil, fmt.Errorf("service %s: lost claim: %w", s.Key(), err)
 		}
 		if l.GetIP() != "" {
 			if lost.IP, err = netip.ParseAddr(l.GetIP()); err != nil {

@@ -15,6 +15,7 @@ import (
 	"github.com/kpng-project/kpng/backends/nodeaddr"
 	"github.com/kpng-project/kpng/backends/program"
 	"github.com/kpng-project/kpng/internal/kubeproxy"
+	"github.com/kpng-project/kpng/internal/plain"
 	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
 	"github.com/spf13/cobra"
@@ -28,7 +29,7 @@ func toLocal(source *app.Source, hasSelection bool) *cobra.Command {
 	json := &program.Backend{Name: "json", Short: "Print the node's view as one JSON object per service"}
 	json.Make = func() (program.Parts, error) {
 		return program.Parts{Sink: sink.FullState(func(_ context.Context, services []*api.ServiceEndpoints) error {
-			return nodeview.WriteViews(cmd.OutOrStdout(), services)
+			return nodeview.WriteViews(plain.Writer(cmd.OutOrStdout()), services)
 		})}, nil
 	}
 	for _, b := range append([]*program.Backend{json}, platformBackends()...) {
@@ -196,7 +197,7 @@ func inspect(ctx context.Context, w io.Writer, i program.Inspector, e *nodeview.
 			if f.Kind == nodeview.NodePort {
 				at += " at " + addr.String()
 			}
-			if _, err := fmt.Fprintf(w, "\nDataplane for %s:\n  %s\n", at, strings.ReplaceAll(strings.TrimRight(text, "\n"), "\n", "\n  ")); err != nil {
+			if _, err := fmt.Fprintf(plain.Writer(w), "\nDataplane for %s:\n  %s\n", at, strings.ReplaceAll(strings.TrimRight(text, "\n"), "\n", "\n  ")); err != nil {
 				return err
 			}
 		}

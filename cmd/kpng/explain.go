@@ -19,6 +19,7 @@ import (
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/app"
 	"github.com/kpng-project/kpng/cluster"
+	"github.com/kpng-project/kpng/internal/plain"
 	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/watcher"
 	"github.com/spf13/cobra"
@@ -96,14 +97,14 @@ func explainCommand() *cobra.Command {
 func printer(w io.Writer, output string) (func(*nodeview.Explanation) error, error) {
 	switch output {
 	case "text":
-		separator := ""
+		w, separator := plain.Writer(w), ""
 		return func(e *nodeview.Explanation) error {
 			_, err := fmt.Fprint(w, separator, e)
 			separator = "\n"
 			return err
 		}, nil
 	case "json":
-		out := json.NewEncoder(w)
+		out := json.NewEncoder(plain.Writer(w))
 		return func(e *nodeview.Explanation) error { return out.Encode(e) }, nil
 	case "yaml":
 		return func(e *nodeview.Explanation) error {

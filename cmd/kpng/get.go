@@ -16,6 +16,7 @@ import (
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/app"
 	"github.com/kpng-project/kpng/cluster"
+	"github.com/kpng-project/kpng/internal/plain"
 	"github.com/kpng-project/kpng/nodeview"
 	"github.com/spf13/cobra"
 	"k8s.io/apimachinery/pkg/types"
@@ -116,14 +117,14 @@ func (l list) print(out io.Writer, objects iter.Seq[object], output string) (fou
 		found = true
 		switch output {
 		case "json":
-			err = json.NewEncoder(out).Encode(o.value)
+			err = json.NewEncoder(plain.Writer(out)).Encode(o.value)
 		case "yaml":
 			var text []byte
 			if text, err = yaml.Marshal(o.value); err == nil {
 				_, err = fmt.Fprintf(out, "---\n%s", text)
 			}
 		case "name":
-			_, err = fmt.Fprintln(out, o.name)
+			_, err = fmt.Fprintln(plain.Writer(out), o.name)
 		default:
 			if first {
 				fmt.Fprintln(w, strings.Join(head, "\t"))

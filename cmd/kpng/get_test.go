@@ -3,9 +3,17 @@
 package main
 
 import (
+	"context"
 	"encoding/json"
+	"net/netip"
 	"strings"
 	"testing"
+	"unicode"
+
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/cluster"
+	"github.com/kpng-project/kpng/remote"
+	"github.com/kpng-project/kpng/remote/transport"
 )
 
 func TestGetTables(t *testing.T) {
@@ -78,6 +86,70 @@ func TestGetErrors(t *testing.T) {
 		}
 		if _, err := execute(t.Context(), args...); err == nil || !strings.Contains(err.Error(), test.want) {
 			t.Errorf("kpng get %s: error %v, want %q", test.args, err, test.want)
+		}
+	}
+}
+
+// Names from a server must not control the terminal.
+func TestNamesFromAServerArePrintable(t *testing.T) {
+	const evil = "\x1b]0;pwned\a\nNAMESPACE\tweb\u202e"
+	state := cluster.New(cluster.Options{})
+	state.Update(func(tx *cluster.Tx) {
+		for _, s := range []*api.Service{
+			{Namespace: "default", Name: "good", Annotations: map[string]string{"note": evil}},
+			{Namespace: "default", Name: evil}, {Namespace: evil, Name: "x"},
+			{Namespace: "default", Name: "type", Type: evil}, {Namespace: "default", Name: "label", Labels: map[string]string{"l": evil}},
+			{Namespace: "default", Name: "port", Ports: []api.PortMapping{{Name: evil, Port: 1, Protocol: api.TCP}}},
+		} {
+			s.IPs.ClusterIPs = api.NewIPSet(netip.MustParseAddr("10.0.0.1"))
+			tx.SetService(s)
+		}
+		tx.SetNode(&api.Node{Name: "n"})
+		tx.SetNode(&api.Node{Name: evil})
+		tx.SetNode(&api.Node{Name: "zone", Labels: map[string]string{"topology.kubernetes.io/zone": evil}})
+		tx.SetNode(&api.Node{Name: "taint", Taints: []api.Taint{{Key: evil}}})
+	})
+	state.SetSynced()
+	server, err := remote.NewServer(state, remote.ServerOptions{ServeCluster: true})
+	if err != nil {
+		t.Fatal(err)
+	}
+	address := newSocket(t)
+	a, err := transport.ParseAddress(address)
+	if err != nil {
+		t.Fatal(err)
+	}
+	l, err := a.Listen(0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, stop := context.WithCancel(context.Background())
+	ended := make(chan error, 1)
+	go func() { ended <- server.Serve(ctx, l) }()
+	t.Cleanup(func() {
+		stop()
+		if err := <-ended; err != nil {
+			t.Error(err)
+		}
+	})
+	for args, want := range map[string]string{
+		"get services":             "good",
+		"get services -o wide":     "good",
+		"get services -o name":     "default/good",
+		"get services -o json":     "good",
+		"get nodes -o wide":        "n ",
+		"get nodes -o yaml":        `Name: "n"`,
+		"explain":                  "default/good",
+		"explain -o json":          "good",
+		"api to-local json --once": "good",
+	} {
+		words := append(strings.Fields(args), "--api", address)
+		if !strings.HasPrefix(args, "get nodes") {
+			words = append(words, "--node-name=n")
+		}
+		out := mustExecute(t, words...)
+		if !strings.Contains(out, want) || strings.ContainsFunc(out, func(r rune) bool { return r != '\n' && !unicode.IsPrint(r) }) || strings.Contains(out, "pwned") && !strings.Contains(args, "json") {
+			t.Errorf("%s prints %q", args, out)
 		}
 	}
 }

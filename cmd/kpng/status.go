@@ -15,6 +15,7 @@ import (
 	"text/tabwriter"
 	"time"
 
+	"github.com/kpng-project/kpng/internal/plain"
 	"github.com/kpng-project/kpng/status"
 	"github.com/spf13/cobra"
 	"sigs.k8s.io/yaml"
@@ -105,7 +106,7 @@ func fetchStatus(ctx context.Context, address string, query url.Values) ([]byte,
 func printStatus(w io.Writer, body []byte, output string, isService bool) error {
 	switch {
 	case output == "json":
-		_, err := w.Write(body)
+		_, err := plain.Writer(w).Write(body)
 		return err
 	case output == "yaml":
 		text, err := yaml.JSONToYAML(body)
@@ -114,6 +115,7 @@ func printStatus(w io.Writer, body []byte, output string, isService bool) error 
 		}
 		return err
 	case isService:
+		w := plain.Writer(w)
 		var s struct {
 			Text     string
 			Failures []status.Failure

@@ -6,11 +6,15 @@ import (
 	"io"
 	"text/tabwriter"
 
+	"github.com/kpng-project/kpng/internal/plain"
 	"github.com/spf13/cobra"
 )
 
-// newTable returns a writer that aligns columns. Tabs separate the columns.
-func newTable(w io.Writer) *tabwriter.Writer { return tabwriter.NewWriter(w, 0, 0, 3, ' ', 0) }
+// newTable returns a writer that aligns columns. Tabs separate the columns. Characters
+// that control a terminal are escaped.
+func newTable(w io.Writer) *tabwriter.Writer {
+	return tabwriter.NewWriter(plain.Writer(w), 0, 0, 3, ' ', 0)
+}
 
 // completeOutput makes shells complete the values of --output.
 func completeOutput(cmd *cobra.Command, values ...string) {

@@ -28,7 +28,9 @@ type DialOptions struct {
 	Addresses []string
 	// If TLS is not nil, all connections use it.
 	TLS *TLS
-	// Insecure allows plaintext connections to other machines.
+	// Insecure allows plaintext connections to other machines, and to unix sockets of other
+	// users. Without it and without TLS, the process that listens on a unix socket must run
+	// as root or as the user of this process. Only Linux reports that user.
 	Insecure bool
 	// MinBackoff and MaxBackoff limit the wait before the dialer tries all addresses again.
 	// The wait is random. Its maximum is MinBackoff at first, and doubles each time all
@@ -64,7 +66,7 @@ func NewDialer(opts DialOptions) (*Dialer, error) {
 		}
 		if opts.TLS == nil && !opts.Insecure {
 			if err := a.checkPlaintext(); err != nil {
-				return nil, err
+				return nil, fmt.Errorf("%w (flags --api-tls-ca-file, --api-tls-cert-file and --api-tls-key-file, or --api-insecure)", err)
 			}
 		}
 		d.addresses = append(d.addresses, a)
@@ -188,7 +190,15 @@ func (d *Dialer) connect(ctx context.Context, a Address, files *certFiles, use f
 		grpc.WithTransportCredentials(creds),
 		grpc.WithContextDialer(func(ctx context.Context, _ string) (net.Conn, error) {
 			dialer := net.Dialer{Timeout: 5 * time.Second}
-			return dialer.DialContext(ctx, a.network, a.name)
+			conn, err := dialer.DialContext(ctx, a.network, a.name)
+			if err != nil || a.network != "unix" || files != nil || d.opts.Insecure {
+				return conn, err
+			}
+			if err := checkServer(conn); err != nil {
+				conn.Close()
+				return nil, fmt.Errorf("%s: %w", a, err)
+			}
+			return conn, nil
 		}),
 		grpc.WithKeepaliveParams(keepalive.ClientParameters{Time: 30 * time.Second, Timeout: 10 * time.Second}),
 		grpc.WithStaticStreamWindowSize(answerWindow),

@@ -548,15 +548,20 @@ func meta(namespace, name string, keyValues ...string) metav1.ObjectMeta {
 	return m
 }
 
-func TestGetService(t *testing.T) {
+// The shipped ClusterRole allows to list services, but not to get one.
+func TestGetServiceOnlyLists(t *testing.T) {
 	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		w.Header().Set("Content-Type", "application/json")
-		if r.URL.Path != "/api/v1/namespaces/ns/services/web" {
-			w.WriteHeader(http.StatusNotFound)
-			fmt.Fprint(w, `{"kind":"Status","apiVersion":"v1","status":"Failure","reason":"NotFound","code":404}`)
+		items := ""
+		switch {
+		case r.URL.Path != "/api/v1/namespaces/ns/services":
+			w.WriteHeader(http.StatusForbidden)
+			fmt.Fprint(w, `{"kind":"Status","apiVersion":"v1","status":"Failure","reason":"Forbidden","code":403}`)
 			return
+		case r.URL.Query().Get("fieldSelector") == "metadata.name=web":
+			items = `{"metadata":{"namespace":"ns","name":"web","labels":{"a":"b"}}}`
 		}
-		fmt.Fprint(w, `{"kind":"Service","apiVersion":"v1","metadata":{"namespace":"ns","name":"web","labels":{"a":"b"}}}`)
+		fmt.Fprintf(w, `{"kind":"ServiceList","apiVersion":"v1","items":[%s]}`, items)
 	}))
 	defer server.Close()
 	for name, want := range map[string]bool{"web": true, "missing": false} {

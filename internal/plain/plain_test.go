@@ -1,0 +1,44 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package plain
+
+import (
+	"bytes"
+	"testing"
+)
+
+func TestCheck(t *testing.T) {
+	for text, ok := range map[string]bool{
+		"": true, "web": true, "Größe 1": true, "世界": true,
+		"a\nb": false, "a\tb": false, "\x1b[31m": false, "\x7f": false, "\u009b": false, "\u202e": false, "\u2066": false, "\xff": true,
+	} {
+		if err := Check("x", text); (err == nil) != ok {
+			t.Errorf("%q: %v", text, err)
+		}
+	}
+	if CheckMap(map[string]string{"a": "b", "c": "\x1b"}) == nil || CheckMap(nil) != nil {
+		t.Error("wrong result for a map")
+	}
+}
+
+func TestWriterEscapesControlCharacters(t *testing.T) {
+	for text, want := range map[string]string{
+		"a\tb\nä世\n":               "a\tb\nä世\n",
+		"\x1b]0;pwned\x07":         `\u001b]0;pwned\u0007`,
+		"a\rb\x00\x7f\u009b\u202e": `a\u000db\u0000\u007f\u009b\u202e`,
+		"\xff\U000e0001":           `\ufffd\U000e0001`,
+	} {
+		for cut := range len(text) {
+			var out bytes.Buffer
+			w := Writer(&out)
+			for _, part := range []string{text[:cut], text[cut:]} {
+				if n, err := w.Write([]byte(part)); n != len(part) || err != nil {
+					t.Errorf("%q: %d, %v", part, n, err)
+				}
+			}
+			if out.String() != want {
+				t.Errorf("%q, cut at %d: %q, want %q", text, cut, &out, want)
+			}
+		}
+	}
+}

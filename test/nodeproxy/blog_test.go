@@ -6,6 +6,7 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
+	"maps"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -32,12 +33,22 @@ func TestCommandsOfTheBlog(t *testing.T) {
 			Selector: map[string]string{"app": "kpng-alpine"}, Ports: []corev1.ServicePort{{Port: 6000}}},
 	}, metav1.CreateOptions{})
 	w.check(err)
+	slices := w.server.Client().DiscoveryV1().EndpointSlices(w.namespace)
 	w.lead(example, pod1, nodeName)
+	slice, err := slices.Get(t.Context(), example.Name, metav1.GetOptions{})
+	w.check(err)
+	maps.Copy(slice.Labels, example.Labels) // as the controller of slices does
+	_, err = slices.Update(t.Context(), slice, metav1.UpdateOptions{})
+	w.check(err)
 
 	dir := t.TempDir()
 	for _, pkg := range []string{"./cmd/kpng", "./examples/kpng-json", "./examples/kpng-callout"} {
 		w.check(os.Symlink(gotool.BuildOwn(t, pkg), filepath.Join(dir, filepath.Base(pkg))))
 	}
+	// Unlike on a terminal, jq would keep back its output until its input ends.
+	jq, err := exec.LookPath("jq")
+	w.check(err)
+	w.check(os.WriteFile(filepath.Join(dir, "jq"), []byte("#!/bin/sh\nexec "+jq+" --unbuffered \"$@\"\n"), 0o755))
 	shell := func(command string) (stdout, stderr *buffer) {
 		args := w.node.Command("sh", "-c", command)
 		cmd := exec.Command(args[0], args[1:]...)

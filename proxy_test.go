@@ -347,8 +347,8 @@ func TestHealthNeedsNodeOfAPIServer(t *testing.T) {
 	nodes := watch.NewFake()
 	informer := func(example runtime.Object, list runtime.Object, changes watch.Interface) cache.SharedInformer {
 		return cache.NewSharedInformer(&cache.ListWatch{
-			ListFunc:  func(metav1.ListOptions) (runtime.Object, error) { return list, nil },
-			WatchFunc: func(metav1.ListOptions) (watch.Interface, error) { return changes, nil },
+			ListWithContextFunc:  func(context.Context, metav1.ListOptions) (runtime.Object, error) { return list, nil },
+			WatchFuncWithContext: func(context.Context, metav1.ListOptions) (watch.Interface, error) { return changes, nil },
 		}, example, 0)
 	}
 	informers := &kube.Informers{

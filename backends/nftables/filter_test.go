@@ -133,6 +133,40 @@ func TestFilteringDoesNotDependOnOtherNATChains(t *testing.T) {
 	}
 }
 
+// TestInstancesKeepTheRefusalsOfOtherInstances checks that an instance refuses connections
+// although the chains of another instance see the packets afterwards. Of two instances with
+// the same priority, the newer one sees them first.
+func TestInstancesKeepTheRefusalsOfOtherInstances(t *testing.T) {
+	w := newPacketWorld(t)
+	addresses := nodeaddr.Of(netip.MustParseAddr("192.0.2.1"))
+	serve(t, w.node, "node")
+	for _, test := range []struct{ instance, none, away string }{
+		{"older", "203.0.113.5", "203.0.113.6"},
+		{"newer", "203.0.113.7", "203.0.113.8"},
+	} {
+		w.node.Add(t, "lo", test.none+"/32") // without rules, the node answers
+		w.node.Add(t, "lo", test.away+"/32")
+		mustSync(t, startIn(t, w.node, Options{Instance: test.instance, NodeAddresses: addresses}), batchOf(true,
+			set(view("none", []string{"10.96.0.3"}, nil, func(s *api.Service) {
+				s.IPs.ExternalIPs = api.NewIPSet(netip.MustParseAddr(test.none))
+				s.Ports[0].Port = 8080
+			})),
+			set(view("away", []string{"10.96.0.4"}, []string{"198.51.100.1"}, func(s *api.Service) {
+				s.Type, s.ExternalTrafficToLocal = api.NodePort, true
+				s.IPs.ExternalIPs = api.NewIPSet(netip.MustParseAddr(test.away))
+				s.Ports[0].Port = 8080
+			}))))
+	}
+	for to, want := range map[string]string{
+		"203.0.113.5:8080": "refused", "203.0.113.7:8080": "refused",
+		"203.0.113.6:8080": "lost", "203.0.113.8:8080": "lost",
+	} {
+		if got := outcome(w.client, to, want); got != want {
+			t.Errorf("a client of %s gets %q, want %q", to, got, want)
+		}
+	}
+}
+
 // TestTheNodeIsRefusedAtItsOwnClusterIPs checks cluster IPs that are also addresses of the
 // node, such as those of a node-local DNS cache. The source of the node's connections is
 // then the cluster IP, too.

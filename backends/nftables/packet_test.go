@@ -281,27 +281,29 @@ func TestOutsidersNeedACIDROfTheirFamily(t *testing.T) {
 	}
 }
 
-// TestPrioritiesOfSocketsDropNoPackets connects from a socket whose priority looks like
-// the number of a chain.
+// TestPrioritiesOfSocketsDropNoPackets connects from sockets whose priority looks like the
+// number of a chain, or like a refusal.
 func TestPrioritiesOfSocketsDropNoPackets(t *testing.T) {
 	w := newPacketWorld(t)
 	serve(t, w.client, "client")
 	mustSync(t, startIn(t, w.node, Options{}), batchOf(true))
-	dialer := net.Dialer{Timeout: patience, Control: func(_, _ string, c syscall.RawConn) error {
-		var setErr error
-		err := c.Control(func(fd uintptr) {
-			setErr = unix.SetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_PRIORITY, firstPriority)
-		})
-		return errors.Join(err, setErr)
-	}}
-	if err := w.node.Do(func() error {
-		c, err := dialer.Dial("tcp", "192.0.2.2:8080")
-		if err == nil {
-			c.Close()
+	for _, priority := range []int{firstPriority, dropLaterPriority, rejectLaterPriority} {
+		dialer := net.Dialer{Timeout: 20 * time.Second, Control: func(_, _ string, c syscall.RawConn) error {
+			var setErr error
+			err := c.Control(func(fd uintptr) {
+				setErr = unix.SetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_PRIORITY, priority)
+			})
+			return errors.Join(err, setErr)
+		}}
+		if err := w.node.Do(func() error {
+			c, err := dialer.Dial("tcp", "192.0.2.2:8080")
+			if err == nil {
+				c.Close()
+			}
+			return err
+		}); err != nil {
+			t.Errorf("priority %#x: %v", priority, err)
 		}
-		return err
-	}); err != nil {
-		t.Error(err)
 	}
 }
 

@@ -107,10 +107,12 @@ const (
 	rejectChain = "reject-chain" // rejects the packet
 )
 
-// The priorities with which the chains dropLater and rejectLater mark packets.
-var (
-	dropLaterPriority   = sharedChain{verdict: nodeview.Drop}.number()
-	rejectLaterPriority = sharedChain{verdict: nodeview.Reject}.number()
+// The priorities with which the chains dropLater and rejectLater mark packets. They are not
+// between firstPriority and lastPriority, so the chains of other instances, which come
+// between services and refusals, do not reset them. nft prints them as 6b70:1 and 6b70:2.
+const (
+	dropLaterPriority   = 0x6b70_0001
+	rejectLaterPriority = 0x6b70_0002
 )
 
 // name returns the name of the chain. If the chain would only drop or reject packets, the

@@ -65,7 +65,12 @@ func (o *Options) skeletonChains() []chain {
 	// Source ranges must not depend on the nat chains of other programs. If one of them
 	// translates a packet, the kernel skips the later ones. So chains of type filter apply
 	// source ranges, before any translation.
-	var restricted [][]expr.Any
+	// They see each packet before the chains of type nat of all instances, so they also remove
+	// a priority that means a refusal. A program may have set it for its socket.
+	restricted := [][]expr.Any{
+		slices.Concat(priorityIs(dropLaterPriority), setPriority(0)),
+		slices.Concat(priorityIs(rejectLaterPriority), setPriority(0)),
+	}
 	for _, s := range []match{matchService, matchAddress} {
 		var rules [][]expr.Any
 		for _, family := range families {
@@ -86,7 +91,7 @@ func (o *Options) skeletonChains() []chain {
 
 	// A program with a later nat chain may translate packets that this table would refuse.
 	// So the chain services only records the refusal, and the chain refusals, which is last,
-	// carries it out.
+	// carries it out. If there are several instances, one of them carries out all refusals.
 	add(dropLater, regular, setPriority(dropLaterPriority))
 	add(rejectLater, regular, setPriority(rejectLaterPriority))
 	refusals := [][]expr.Any{

@@ -28,7 +28,7 @@ func (t *ruleset) checkLoss(ctx context.Context) error {
 	}
 	err := t.checkChains(ctx)
 	if t.run.flavour == Legacy {
-		err = t.checkEntries()
+		err = t.checkEntries(ctx)
 	}
 	if err != nil || !t.withSets {
 		return err
@@ -108,17 +108,19 @@ func (r *runner) chainUsers(ctx context.Context, id chainID) (n int, err error) 
 }
 
 // checkEntries compares the number of entries of each table in flavour legacy with the
-// number of the last call, and with the number that the instance has.
-func (t *ruleset) checkEntries() error {
-	last := t.entries
-	t.entries = map[string]int{}
+// number of the last call, and with the number that the instance has. If another program
+// has deleted as many entries as the instance has, these may still be its own entries. So
+// checkEntries then compares the rules.
+func (t *ruleset) checkEntries(ctx context.Context) error {
+	entries := map[string]int{}
 	for _, table := range tables {
 		is, err := t.run.countEntries(table)
 		if err != nil {
 			return err
 		}
-		if is == last[table] {
-			t.entries[table] = is
+		last := t.entries[table]
+		entries[table] = is
+		if is == last {
 			continue
 		}
 		// Each chain has two entries in addition to its rules.
@@ -129,11 +131,16 @@ func (t *ruleset) checkEntries() error {
 				chains++
 			}
 		}
-		if is < rules+2*chains || is <= last[table]-rules {
+		if is < rules+2*chains {
 			return kernelnode.Differs("rules of table %s were deleted", table)
 		}
-		t.entries[table] = is
+		if rules > 0 && is <= last-rules {
+			if err := t.verifyRules(ctx); err != nil {
+				return err
+			}
+		}
 	}
+	t.entries = entries
 	return nil
 }
 

@@ -84,3 +84,31 @@ func TestOwnChangesAreNoLoss(t *testing.T) {
 		}
 	})
 }
+
+// TestDeletionsByOthersAreNoLoss deletes rules of another program during the pause. Table
+// mangle then has no rule of the instance, or fewer rules than the other program deletes.
+func TestDeletionsByOthersAreNoLoss(t *testing.T) {
+	const others = 60
+	eachVariant(t, func(t *testing.T, ns *netnstest.Namespace, v variant) {
+		for _, services := range [][]*api.ServiceEndpoints{
+			{view("web", "10.96.0.1", "10.1.0.1")},
+			{view("ranges", "10.96.0.5", "", loadBalancer, sourceRanges)},
+		} {
+			restore := programName(v.flavour, api.IPv4, "restore")
+			ns.RunWith(t, "*mangle\n"+strings.Repeat("-A POSTROUTING -p udp -m udp --dport 7 -j ACCEPT\n", others)+"COMMIT\n", restore, "--noflush")
+			b := start(t, ns, v)
+			mustSync(t, b, pass(services...))
+			b.verifyAt = time.Now().Add(time.Hour)
+			if err := b.Verify(t.Context()); err != nil {
+				t.Fatal(err)
+			}
+			ns.Run(t, programName(v.flavour, api.IPv4, ""), "-t", "mangle", "-F", "POSTROUTING")
+			if err := b.Verify(t.Context()); err != nil {
+				t.Errorf("after the rules of another program were deleted, Verify returns %v", err)
+			}
+			if err := b.Stop(t.Context()); err != nil {
+				t.Fatal(err)
+			}
+		}
+	})
+}

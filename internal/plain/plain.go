@@ -10,6 +10,7 @@ import (
 	"io"
 	"slices"
 	"unicode"
+	"unicode/utf16"
 	"unicode/utf8"
 )
 
@@ -65,7 +66,8 @@ func (w *writer) Write(p []byte) (int, error) {
 		case r == '\n' || r == '\t' || unicode.IsPrint(r) && (r != utf8.RuneError || size > 1):
 			out = append(out, text[:size]...)
 		case r > 0xffff:
-			out = fmt.Appendf(out, "\\U%08x", r)
+			high, low := utf16.EncodeRune(r)
+			out = fmt.Appendf(out, "\\u%04x\\u%04x", high, low)
 		default:
 			out = fmt.Appendf(out, "\\u%04x", r)
 		}

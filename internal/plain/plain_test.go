@@ -4,6 +4,7 @@ package plain
 
 import (
 	"bytes"
+	"encoding/json"
 	"testing"
 )
 
@@ -26,7 +27,7 @@ func TestWriterEscapesControlCharacters(t *testing.T) {
 		"a\tb\nä世\n":               "a\tb\nä世\n",
 		"\x1b]0;pwned\x07":         `\u001b]0;pwned\u0007`,
 		"a\rb\x00\x7f\u009b\u202e": `a\u000db\u0000\u007f\u009b\u202e`,
-		"\xff\U000e0001":           `\ufffd\U000e0001`,
+		"\xff\U000e0001":           `\ufffd\udb40\udc01`,
 	} {
 		for cut := range len(text) {
 			var out bytes.Buffer
@@ -40,5 +41,19 @@ func TestWriterEscapesControlCharacters(t *testing.T) {
 				t.Errorf("%q, cut at %d: %q, want %q", text, cut, &out, want)
 			}
 		}
+	}
+}
+
+// TestJSONStaysValid checks that a reader of JSON gets the characters that the writer
+// escapes.
+func TestJSONStaysValid(t *testing.T) {
+	const want = "\x1b\x7f\u009b\u202e\U000e0001\U0010ffff"
+	var out bytes.Buffer
+	if err := json.NewEncoder(Writer(&out)).Encode(want); err != nil {
+		t.Fatal(err)
+	}
+	var got string
+	if err := json.Unmarshal(out.Bytes(), &got); err != nil || got != want {
+		t.Errorf("%s decodes as %q, %v; want %q", &out, got, err, want)
 	}
 }

@@ -68,7 +68,10 @@ func (d *dataplane) newNumbers() numbers {
 			n.next = max(n.next, id+1)
 		}
 	}
-	for id := d.opts.firstGroup(); id < n.next; id++ {
+	// The last free number is used first. It is the lowest one, so that next becomes low again
+	// after there were many groups, or groups of a version that hashed their IDs.
+	for id := n.next; id > d.opts.firstGroup(); {
+		id--
 		if _, exists := d.groups[id]; !exists {
 			n.free = append(n.free, id)
 		}

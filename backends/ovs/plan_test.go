@@ -199,6 +199,21 @@ func TestNumbersSurviveRestarts(t *testing.T) {
 	n.mustBe(want)
 }
 
+// TestLowNumbersAreUsedFirst checks that a group with a high number does not make all others
+// high. Each pass visits all numbers below the highest one, and without records, the
+// backend finds only low numbers.
+func TestLowNumbersAreUsedFirst(t *testing.T) {
+	_, d := planned(view("web", "10.96.0.1", []string{"10.244.2.1"}))
+	first := d.opts.firstGroup()
+	d.groups = map[uint32]group{first + 1: {seed: 1}, first + groupCount/2: {seed: 2}, first + groupCount: {seed: 3}}
+	d.numbers = d.newNumbers()
+	for i, want := range []uint32{first, first + 2, first + 3} {
+		if got := d.numberOf(name{part: i}); got != want {
+			t.Errorf("number %d is %#x, want %#x", i, got, want)
+		}
+	}
+}
+
 // TestNumbersAreNotReusedWhileTheSwitchHasThem checks the allocation of numbers.
 func TestNumbersAreNotReusedWhileTheSwitchHasThem(t *testing.T) {
 	_, d := planned(view("web", "10.96.0.1", []string{"10.244.2.1"}))

@@ -73,6 +73,13 @@ type leftovers struct {
 	// search then.
 	programmed atomic.Bool
 	wake       chan struct{}
+	// now and cleanUp are time.Now and the function of this name. Tests replace them.
+	now     func() time.Time
+	cleanUp func(ctx context.Context, i instance, bpffs string) error
+	// searchTime is the duration of the last search. retryAt has the times of the next
+	// attempts to remove instances, after an attempt has failed.
+	searchTime time.Duration
+	retryAt    map[instance]time.Time
 
 	mu    sync.Mutex
 	found []leftover
@@ -83,6 +90,7 @@ type leftovers struct {
 func newLeftovers(backend string) *leftovers {
 	l := &leftovers{
 		self: instance{backend: backend}, wake: make(chan struct{}, 1),
+		now: time.Now, cleanUp: cleanUp, retryAt: map[instance]time.Time{},
 		count: prometheus.NewGaugeVec(prometheus.GaugeOpts{
 			Namespace: "kpng", Name: "leftovers", Help: "Rules and devices of other service proxies that have no running owner, by proxy: kpng or kube-proxy.",
 		}, []string{"proxy"}),
@@ -117,19 +125,14 @@ func (l *leftovers) problems() (all []string) {
 func (l *leftovers) follow(ctx context.Context) (stop func()) {
 	l.self.name = flagValue(l.flags, "instance")
 	ctx, cancel := context.WithCancel(context.WithoutCancel(ctx))
-	interval := lookInterval
-	if l.removeOthers {
-		interval = removeInterval
-	}
 	var running sync.WaitGroup
 	running.Go(func() {
 		for ctx.Err() == nil {
-			begin := time.Now()
 			l.look(ctx)
 			select {
 			case <-ctx.Done():
 			case <-l.wake:
-			case <-time.After(max(interval, kernelnode.PauseFactor*time.Since(begin))):
+			case <-time.After(l.pause()):
 			}
 		}
 	})
@@ -139,11 +142,23 @@ func (l *leftovers) follow(ctx context.Context) (stop func()) {
 	}
 }
 
+// pause returns the time from the end of a call of look to the next search. It does not
+// depend on the duration of removals, which may wait for the end of connections.
+func (l *leftovers) pause() time.Duration {
+	interval := lookInterval
+	if l.removeOthers {
+		interval = removeInterval
+	}
+	return max(interval, kernelnode.PauseFactor*l.searchTime)
+}
+
 // look searches once, logs what has changed since the last search, and removes leftovers
 // of other backends if that is requested.
 func (l *leftovers) look(ctx context.Context) {
 	log := klog.FromContext(ctx)
+	begin := l.now()
 	found, err := l.find(ctx)
+	l.searchTime = l.now().Sub(begin)
 	if ctx.Err() != nil {
 		return
 	}
@@ -171,13 +186,14 @@ func (l *leftovers) look(ctx context.Context) {
 }
 
 // remove removes a leftover of another backend with the same instance. It reports whether
-// the leftover is removed.
+// the leftover is removed. After an error, it retries when lookInterval has passed.
 func (l *leftovers) remove(ctx context.Context, f leftover) bool {
-	if f.by == (instance{}) || f.by.name != l.self.name {
+	if f.by == (instance{}) || f.by.name != l.self.name || l.now().Before(l.retryAt[f.by]) {
 		return false
 	}
 	log := klog.FromContext(ctx).WithValues("backend", f.by.backend, "found", f.what)
-	if err := cleanUp(ctx, f.by, l.bpffs()); err != nil {
+	if err := l.cleanUp(ctx, f.by, l.bpffs()); err != nil {
+		l.retryAt[f.by] = l.now().Add(lookInterval)
 		if ctx.Err() == nil {
 			log.Error(err, "Cannot remove the rules of another backend; retrying")
 		}

@@ -10,6 +10,7 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/go-logr/logr/funcr"
 	"github.com/google/go-cmp/cmp"
@@ -243,6 +244,34 @@ func TestLeftoversAreLoggedCountedAndRemoved(t *testing.T) {
 	n.Run(t, "nft", "add chain ip kube-proxy services")
 	look(l)
 	counted(l, 1, 1)
+}
+
+// A removal may wait for the end of connections, and fails without capabilities.
+func TestRemovalsDoNotDelaySearchesAndAreNotRetriedImmediately(t *testing.T) {
+	n := netnstest.New(t)
+	n.Run(t, "nft", "add table inet kpng")
+	n.Run(t, "nft", "add chain inet kpng a")
+	l := searching(t, "iptables", "--remove-other-backends")
+	now, removals := time.Now(), 0
+	l.now = func() time.Time { return now }
+	l.cleanUp = func(context.Context, instance, string) error {
+		now = now.Add(10 * time.Minute)
+		removals++
+		return errors.New("no capability")
+	}
+	l.setProgrammed()
+	for i, wait := range []time.Duration{0, removeInterval, lookInterval - removeInterval} {
+		now = now.Add(wait)
+		if err := n.Do(func() error { l.look(t.Context()); return nil }); err != nil {
+			t.Fatal(err)
+		}
+		if want := []int{1, 1, 2}[i]; removals != want {
+			t.Errorf("after search %d, there were %d attempts of a removal, want %d", i+1, removals, want)
+		}
+		if pause := l.pause(); pause != removeInterval {
+			t.Errorf("the next search follows after %v, want %v", pause, removeInterval)
+		}
+	}
 }
 
 // Only a pass that programmed all services allows the removal of the old rules.

@@ -7,6 +7,7 @@ import (
 	"crypto/x509"
 	"errors"
 	"net"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -197,9 +198,10 @@ type caller struct {
 	conn net.Conn
 }
 
-// callerOf returns the client of a stream. If shared is true, several clients may use the
-// same certificate. Then the name of the peer includes the client's address.
-func callerOf(ctx context.Context, shared bool) (caller, error) {
+// callerOf returns the client of a stream. Several clients may use the same certificate,
+// so the name of the peer includes the client's address. With nodeCertificates, that of a
+// node does not.
+func callerOf(ctx context.Context, nodeCertificates bool) (caller, error) {
 	p, _ := peer.FromContext(ctx)
 	info, ok := p.AuthInfo.(connInfo)
 	if !ok {
@@ -208,10 +210,10 @@ func callerOf(ctx context.Context, shared bool) (caller, error) {
 	c := caller{name: connlimit.Host(p.Addr), conn: info.conn, cert: certificate(info.AuthInfo)}
 	if c.cert != nil {
 		switch cn := c.cert.Subject.CommonName; {
-		case cn != "" && shared:
-			c.name = "CN=" + cn + " at " + c.name
-		case cn != "":
+		case nodeCertificates && strings.HasPrefix(cn, nodeCertificate):
 			c.name = "CN=" + cn
+		case cn != "":
+			c.name = "CN=" + cn + " at " + c.name
 		}
 	}
 	return c, nil

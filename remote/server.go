@@ -59,7 +59,8 @@ type ServerOptions struct {
 // Limits limit the resources that clients use. Clients at the same IP address are one
 // peer. All clients at unix sockets are one peer, too. With TLS, clients with different
 // common names are different peers. With NodeCertificates, clients with the same common
-// name are one peer, even at different addresses. A zero field means the default value.
+// name system:node:N are one peer, even at different addresses. A zero field means the
+// default value.
 type Limits struct {
 	// Connections limits the connections of all peers together. Default 20,000.
 	//

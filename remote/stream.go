@@ -37,7 +37,7 @@ var errExpired = status.Error(codes.Unauthenticated, "the client's certificate h
 // next request. newSubscriber handles the first request and returns the subscriber.
 func serveStream[Request, Response any](s *Server, stream grpc.BidiStreamingServer[Request, Response], newSubscriber func(caller, *Request) (subscriber[Request], error)) error {
 	ctx := stream.Context()
-	c, err := callerOf(ctx, !s.opts.NodeCertificates)
+	c, err := callerOf(ctx, s.opts.NodeCertificates)
 	if err != nil {
 		return err
 	}

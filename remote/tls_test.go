@@ -10,6 +10,7 @@ import (
 	"crypto/x509"
 	"crypto/x509/pkix"
 	"encoding/pem"
+	"errors"
 	"fmt"
 	"math/big"
 	"net"
@@ -19,6 +20,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/kpng-project/kpng/api/clusterv1"
 	"github.com/kpng-project/kpng/cluster"
 	"github.com/kpng-project/kpng/remote"
 	"github.com/kpng-project/kpng/remote/transport"
@@ -256,6 +258,42 @@ func TestCertificatesAreReloaded(t *testing.T) {
 	expect(t, try(t, l.Addr().String(), "n", before), "unknown authority")
 }
 
+// The kubelet keeps its certificate and key in one file, behind a link that it replaces
+// when it renews them. A server and a client read such files in the same way.
+func TestLinkToCertificateAndKeyIsFollowed(t *testing.T) {
+	old, renewed := newAuthority(t), newAuthority(t)
+	state := cluster.New(cluster.Options{})
+	state.SetSynced()
+	dir := t.TempDir()
+	link := filepath.Join(dir, "current.pem")
+	rotate := func(name string, a *authority) {
+		t.Helper()
+		files := a.newFiles(t, "server")
+		var both []byte
+		for _, file := range []string{files.CertFile, files.KeyFile} {
+			text, err := os.ReadFile(file)
+			if err != nil {
+				t.Fatal(err)
+			}
+			both = append(both, text...)
+		}
+		if err := errors.Join(os.WriteFile(filepath.Join(dir, name), both, 0o600), os.RemoveAll(link), os.Symlink(filepath.Join(dir, name), link)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	rotate("1.pem", old)
+	l := listen(t, "127.0.0.1:0")
+	opts := quick
+	opts.TLS = &transport.TLS{CAFile: old.newFiles(t, "x").CAFile, CertFile: link, KeyFile: link}
+	serveOn(t, state, l, opts)
+	client := old.newFiles(t, "n")
+	expect(t, try(t, l.Addr().String(), "n", client), "")
+	rotate("2.pem", renewed)
+	expect(t, try(t, l.Addr().String(), "n", client), "unknown authority")
+	client.CAFile = renewed.newFiles(t, "x").CAFile
+	expect(t, try(t, l.Addr().String(), "n", client), "")
+}
+
 func TestPlaintextIsForThisMachine(t *testing.T) {
 	l, err := net.Listen("tcp", "0.0.0.0:0")
 	if err != nil {
@@ -275,26 +313,29 @@ func TestPlaintextIsForThisMachine(t *testing.T) {
 }
 
 // Either all nodes have the same certificate, as in a DaemonSet, or each node has its
-// own.
+// own. Relays have the same certificate in both cases.
 func TestNodesMayShareACertificate(t *testing.T) {
 	for _, test := range []struct {
-		name             string
+		name, cert       string
 		nodeCertificates bool
 		hosts            []string // source addresses of the streams; the limit is two streams per peer
 		want             string   // error of the last stream
 	}{
-		{"nodes at their own addresses", false, []string{"127.0.0.2", "127.0.0.3", "127.0.0.4"}, ""},
-		{"one node", false, []string{"127.0.0.2", "127.0.0.2", "127.0.0.2"}, "CN=system:node:n at 127.0.0.2 has 2 streams"},
-		{"a node's certificate at any address", true, []string{"127.0.0.2", "127.0.0.3", "127.0.0.4"}, "CN=system:node:n has 2 streams"},
+		{"nodes at their own addresses", "system:node:n", false, []string{"127.0.0.2", "127.0.0.3", "127.0.0.4"}, ""},
+		{"one node", "system:node:n", false, []string{"127.0.0.2", "127.0.0.2", "127.0.0.2"}, "CN=system:node:n at 127.0.0.2 has 2 streams"},
+		{"a node's certificate at any address", "system:node:n", true, []string{"127.0.0.2", "127.0.0.3", "127.0.0.4"}, "CN=system:node:n has 2 streams"},
+		{"relays at their own addresses", "relays", true, []string{"127.0.0.2", "127.0.0.3", "127.0.0.4"}, ""},
+		{"one relay", "relays", true, []string{"127.0.0.2", "127.0.0.2", "127.0.0.2"}, "CN=relays at 127.0.0.2 has 2 streams"},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			ca := newAuthority(t)
 			opts := quick
 			opts.TLS, opts.NodeCertificates = ca.newFiles(t, "server"), test.nodeCertificates
 			opts.Limits.StreamsPerPeer = 2
+			opts.ServeCluster, opts.ClusterReaders = true, []string{"relays"}
 			l := listen(t, "0.0.0.0:0")
 			serveOn(t, manyServices(1), l, opts)
-			files := ca.newFiles(t, "system:node:n")
+			files := ca.newFiles(t, test.cert)
 			creds := clientCredentials(t, ca, files.CertFile, files.KeyFile)
 			for i, host := range test.hosts {
 				dialer := net.Dialer{LocalAddr: &net.TCPAddr{IP: net.ParseIP(host)}}
@@ -306,9 +347,19 @@ func TestNodesMayShareACertificate(t *testing.T) {
 					t.Fatal(err)
 				}
 				t.Cleanup(func() { conn.Close() })
-				stream := open(t, conn)
-				request(t, stream, nil)
-				if _, err = stream.Recv(); i == len(test.hosts)-1 {
+				if test.cert == "relays" {
+					var stream grpc.BidiStreamingClient[clusterv1.WatchRequest, clusterv1.WatchResponse]
+					if stream, err = clusterv1.NewClusterClient(conn).Watch(t.Context()); err != nil {
+						t.Fatal(err)
+					}
+					stream.Send(&clusterv1.WatchRequest{}) // Recv returns the error
+					_, err = stream.Recv()
+				} else {
+					stream := open(t, conn)
+					request(t, stream, nil)
+					_, err = stream.Recv()
+				}
+				if i == len(test.hosts)-1 {
 					expect(t, err, test.want)
 				} else {
 					expect(t, err, "")

@@ -175,17 +175,34 @@ func TestKpngAcceptsArgumentsOfManifests(t *testing.T) {
 	}
 }
 
-// TestKustomizationInDocs renders the example in docs/operations.md with the files of this
+// TestKustomizationInDocs renders the examples in docs/operations.md with the files of this
 // checkout.
 func TestKustomizationInDocs(t *testing.T) {
 	page, err := os.ReadFile("../../docs/operations.md")
 	if err != nil {
 		t.Fatal(err)
 	}
-	example := regexp.MustCompile("(?s)```yaml\n(resources:.*?)```").FindSubmatch(page)
-	if example == nil {
-		t.Fatal("docs/operations.md has no example")
+	examples := regexp.MustCompile("(?s)```yaml\n(resources:.*?)```").FindAllSubmatch(page, -1)
+	wanted := [][]string{
+		{"image: registry.example/kpng:v0.1.0\n", "value: 192.0.2.1\n", "name: kpng-nftables\n", "fieldPath: spec.nodeName\n"},
+		{"path: /etc/kpng\n", "mountPath: /var/lib/kubelet/pki\n", "            path: ca.crt\n          name: kpng-authority\n"},
 	}
+	if len(examples) != len(wanted) {
+		t.Fatalf("docs/operations.md has %d examples, want %d", len(examples), len(wanted))
+	}
+	for i, example := range examples {
+		rendered := renderExample(t, example[1])
+		for _, want := range wanted[i] {
+			if !bytes.Contains(rendered, []byte(want)) {
+				t.Errorf("the manifest of example %d has no %q:\n%s", i+1, want, rendered)
+			}
+		}
+	}
+}
+
+// renderExample renders a kustomization with the files of this checkout.
+func renderExample(t *testing.T, example []byte) []byte {
+	t.Helper()
 	dir := t.TempDir()
 	there, err := filepath.Abs(deployDir)
 	if err == nil {
@@ -194,7 +211,7 @@ func TestKustomizationInDocs(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	text := regexp.MustCompile(`https://github.com/kpng-project/kpng//cmd/kpng/deploy(/\w+)\?ref=\S+`).ReplaceAll(example[1], []byte(there+"$1"))
+	text := regexp.MustCompile(`https://github.com/kpng-project/kpng//cmd/kpng/deploy(/\w+)\?ref=\S+`).ReplaceAll(example, []byte(there+"$1"))
 	if err := os.WriteFile(filepath.Join(dir, "kustomization.yaml"), text, 0o644); err != nil {
 		t.Fatal(err)
 	}
@@ -202,9 +219,5 @@ func TestKustomizationInDocs(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	for _, want := range []string{"image: registry.example/kpng:v0.1.0\n", "value: 192.0.2.1\n", "name: kpng-nftables\n", "fieldPath: spec.nodeName\n"} {
-		if !bytes.Contains(rendered, []byte(want)) {
-			t.Errorf("the manifest has no %q:\n%s", want, rendered)
-		}
-	}
+	return rendered
 }

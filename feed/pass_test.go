@@ -51,7 +51,7 @@ func TestPassesEndUnderAnyRateOfChanges(t *testing.T) {
 				state.SetSynced()
 				f := feed.New(state, "n1")
 				defer f.Close()
-				syncs, firsts := 0, 0
+				var syncs, firsts atomic.Int32
 				var quiet atomic.Bool
 				programmed := map[types.NamespacedName]bool{}
 				var pass sink.Pass
@@ -65,15 +65,15 @@ func TestPassesEndUnderAnyRateOfChanges(t *testing.T) {
 							delete(programmed, key)
 						}
 					}
-					syncs++
+					syncs.Add(1)
 					if c.First {
-						firsts++
+						firsts.Add(1)
 					}
 					if !quiet.Load() {
 						time.Sleep(tc.takes / 2)
-						state.Update(func(tx *cluster.Tx) { tc.churn(tx, syncs) })
+						state.Update(func(tx *cluster.Tx) { tc.churn(tx, int(syncs.Load())) })
 						time.Sleep(tc.takes / 2)
-						state.Update(func(tx *cluster.Tx) { tx.SetService(bare("clock", int32(syncs))) })
+						state.Update(func(tx *cluster.Tx) { tx.SetService(bare("clock", syncs.Load())) })
 					}
 					return nil
 				}), sink.Options{BatchSize: 10})
@@ -86,8 +86,8 @@ func TestPassesEndUnderAnyRateOfChanges(t *testing.T) {
 				}
 				time.Sleep(4 * tc.takes)
 				synctest.Wait()
-				if s := d.Status(); s.Passes < 2 || firsts < 2 || syncs < 7 {
-					t.Errorf("%d Syncs, %d of them begin a pass, and %d passes are complete", syncs, firsts, s.Passes)
+				if s := d.Status(); s.Passes < 2 || firsts.Load() < 2 || syncs.Load() < 7 {
+					t.Errorf("%d Syncs, %d of them begin a pass, and %d passes are complete", syncs.Load(), firsts.Load(), s.Passes)
 				}
 				quiet.Store(true)
 				time.Sleep(tc.takes) // the end of the last Sync that changes the state

@@ -1046,9 +1046,13 @@ COMMIT
 			t.Errorf("not repaired (-want +got):\n%s", diff)
 		}
 		add()
-		mustSync(t, start(t, ns, v), pass())
+		other := start(t, ns, v)
+		mustSync(t, other, pass())
 		if text := saveAll(t, ns, v.flavour); strings.Contains(text, "KPNG-L") || !strings.Contains(text, ":OTHERS") {
 			t.Errorf("a pass did not delete the chain of a list, or deleted that of another program:\n%s", text)
+		}
+		if err := other.Stop(t.Context()); err != nil {
+			t.Fatal(err)
 		}
 		mustSync(t, b, pass(web))
 		add()

@@ -30,9 +30,10 @@
 // slices of other services.
 //
 // When a service becomes wanted, Watch writes the service together with its slices. It
-// waits up to a second for a slice with the label, and then requests the slices. If a
-// request fails, Watch writes the service without them, and repeats the request with a
-// backoff of up to a minute. Other services and slices never wait for a request.
+// waits for a slice with the label, and then requests the slices. It waits for less than a
+// second, or for up to six seconds if many services become wanted. If a request fails,
+// Watch writes the service without them, and repeats the request with a backoff of up to a
+// minute. Other services and slices never wait for a request.
 package kube
 
 import (

@@ -4,6 +4,7 @@ package kube
 
 import (
 	"context"
+	"errors"
 	"slices"
 	"time"
 
@@ -19,8 +20,10 @@ const (
 	// slices. Usually a slice with the proxy's label arrives in this time, and no request is
 	// needed. One request serves all services that became wanted in this time.
 	gatherFor = 500 * time.Millisecond
-	// findTimeout limits the requests for the slices of all queued services.
-	findTimeout = 5 * time.Second
+	// findTimeout limits the requests for the slices of all queued services. After a failure,
+	// slowFindTimeout does, because then no service is held back until the answer arrives.
+	findTimeout     = 5 * time.Second
+	slowFindTimeout = 30 * time.Second
 	// The pause between requests doubles, up to busyPause while requests succeed, and up to
 	// failingPause while they fail. It is short again after a minute without a request.
 	busyPause    = 4 * time.Second
@@ -37,7 +40,7 @@ type finder func(ctx context.Context, services []types.NamespacedName) ([]*disco
 // lookUp requests the slices of services that have become wanted or have lost their
 // selector. Until then, a service that has become wanted is held back, so that it appears
 // together with its endpoints. It is written in any case when the request has ended or has
-// failed, so it waits for about ten seconds at most. Other services and slices never wait.
+// failed, so it waits for about 15 seconds at most. Other services and slices never wait.
 //
 // Slices change during a request. The answer does not replace a slice that was written
 // meanwhile, because nothing tells which of the two is newer. A watch without a filter
@@ -49,7 +52,7 @@ type lookUp struct {
 
 	// The lock of the selection protects these fields.
 	queue   []*wanted
-	failing bool // the last request has failed
+	failing bool // true from a failed request until all queued services were requested
 	// changed contains the slices that were written since the present request began. It is
 	// nil if there is no request. relisted is true if all slices were replaced.
 	changed  map[types.NamespacedName]bool
@@ -130,12 +133,15 @@ func (n *selection) lookUps(ctx context.Context) {
 // lookUpQueued requests the slices of the services that are in the queue now. It reports
 // whether it was successful.
 func (n *selection) lookUpQueued(ctx context.Context) bool {
-	limited, cancel := context.WithTimeout(ctx, findTimeout)
-	defer cancel()
 	n.mu.Lock()
-	queue := n.lookUp.queue
+	queue, timeout := n.lookUp.queue, findTimeout
 	n.lookUp.queue = nil
+	if n.lookUp.failing {
+		timeout = slowFindTimeout
+	}
 	n.mu.Unlock()
+	limited, cancel := context.WithTimeout(ctx, timeout)
+	defer cancel()
 	for len(queue) > 0 {
 		count := min(len(queue), servicesPerRequest)
 		services := n.beginRequest(queue[:count])
@@ -147,7 +153,10 @@ func (n *selection) lookUpQueued(ctx context.Context) bool {
 		if ctx.Err() != nil {
 			return true // Watch ends
 		}
-		if n.endRequest(services, found, err); err != nil {
+		if n.endRequest(services, found, len(queue) > 0, err); err != nil {
+			if reported := new(requestError); !errors.As(err, &reported) {
+				n.logger.Error(err, "Cannot list the slices of services; retrying", "services", len(services), "first", services[0].key)
+			}
 			n.mu.Lock()
 			defer n.mu.Unlock()
 			n.lookUp.queue = append(queue, n.lookUp.queue...) // before the services of the failed request
@@ -178,7 +187,9 @@ func (n *selection) beginRequest(queued []*wanted) (services []*wanted) {
 			n.release(tx, s)
 		}
 	})
-	n.lookUp.changed, n.lookUp.relisted = map[types.NamespacedName]bool{}, false
+	if len(services) > 0 { // otherwise there is no request
+		n.lookUp.changed, n.lookUp.relisted = map[types.NamespacedName]bool{}, false
+	}
 	return services
 }
 
@@ -197,13 +208,14 @@ func (n *selection) request(ctx context.Context, services []*wanted) ([]*item[ap
 }
 
 // endRequest writes the answer to a request, and the services that were held back for it.
-// If the request has failed, it writes all services that are held back.
-func (n *selection) endRequest(services []*wanted, found []*item[api.EndpointSlice], err error) {
+// If the request has failed, it writes all services that are held back. The argument more
+// reports whether other services were queued before the request.
+func (n *selection) endRequest(services []*wanted, found []*item[api.EndpointSlice], more bool, err error) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	l := &n.lookUp
 	changed, again := l.changed, err != nil || l.relisted
-	l.changed, l.failing = nil, err != nil
+	l.changed, l.failing = nil, l.failing && more || err != nil
 	if again {
 		found = nil
 	}

@@ -315,6 +315,33 @@ func TestFailedLookUpIsRetried(t *testing.T) {
 	}
 }
 
+// A server may take longer to answer than services are held back.
+func TestSlowLookUpIsLoggedAndEnds(t *testing.T) {
+	inWorld(t, named("x"), func(w *world) {
+		log := w.bufferLog()
+		w.set(service("web"), managed("web", "web-1", "10.0.0.1"))
+		w.start()
+		w.mu.Lock()
+		w.refuse = func(r request) *apierrors.StatusError {
+			if forSome(r) {
+				time.Sleep(2 * findTimeout)
+			}
+			return nil
+		}
+		w.mu.Unlock()
+		w.set(service("web", proxyName, "x"))
+		w.advance(gatherFor*3/2 + findTimeout)
+		w.expect("service default/web")
+		for _, want := range []string{"Cannot list the slices of services", "default/web", "deadline exceeded"} {
+			if got := log(); !strings.Contains(got, want) {
+				t.Errorf("want an error with %s, got %s", want, got)
+			}
+		}
+		w.advance(time.Minute)
+		w.expect("service default/web", "slice default/web-1 10.0.0.1")
+	})
+}
+
 // Requests for the slices of some services do not delay other services and slices.
 func TestSlowLookUpDelaysNothingElse(t *testing.T) {
 	inWorld(t, named("x"), func(w *world) {
@@ -648,6 +675,21 @@ func TestForeignSlicesUseNoMemory(t *testing.T) {
 	}
 	runtime.KeepAlive(s)
 	runtime.KeepAlive(state)
+}
+
+// A service whose slices have the label needs no request. Then nothing must record the
+// slices that change.
+func TestChangesAreRecordedOnlyDuringRequests(t *testing.T) {
+	inSelection(t, findIn(new([]*discoveryv1.EndpointSlice)), func(s *stores, w *world) {
+		s.services.Add(service("web", proxyName, "x"))
+		s.slices.Add(slice("web", "web-1", "10.0.0.1", proxyName, "x"))
+		w.expect("service default/web", "slice default/web-1 10.0.0.1")
+		w.advance(time.Minute)
+		s.slices.Delete(slice("web", "web-1", ""))
+		if n := len(s.selection.lookUp.changed); n > 0 {
+			t.Errorf("%d changes are recorded without a request", n)
+		}
+	})
 }
 
 // TestSelectionConverges makes random changes and faults. When the EndpointSlice

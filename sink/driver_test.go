@@ -701,6 +701,40 @@ func TestRefusedNodeDoesNotDelayServices(t *testing.T) {
 	}
 }
 
+// A service that fails alone becomes due in the moment in which the Node changes.
+func TestFailingServiceIsNoFailureOfTheNode(t *testing.T) {
+	s := sink.Func(func(_ context.Context, c *sink.Changes) error {
+		for s := range c.Services {
+			switch s.Key.Name {
+			case "bad":
+				return errBusy
+			case "slow":
+				time.Sleep(time.Minute)
+			}
+		}
+		return nil
+	})
+	run(t, sink.Options{}, s, func(w *world) {
+		w.src.MarkSynced()
+		w.waitApplied()
+		w.src.Set(view(key("bad")))
+		time.Sleep(time.Minute)
+		before := w.driver.Status().Failing
+		w.src.Set(view(key("slow")))
+		synctest.Wait()
+		w.src.SetNode(&api.Node{Name: "n"})
+		time.Sleep(time.Minute)
+		synctest.Wait()
+		status := w.driver.Status()
+		if status.NodeErr != nil || !w.rec.Node().Equal(w.src.Node()) {
+			t.Errorf("the sink has node %v, error of the node %v", w.rec.Node(), status.NodeErr)
+		}
+		if len(before) != 1 || len(status.Failing) != 1 || status.Failing[0].Failures <= before[0].Failures {
+			t.Errorf("failing services %+v, before %+v", status.Failing, before)
+		}
+	})
+}
+
 // When a dataplane that was down works again, the sink receives the Node before any other
 // Node or at the latest in the next Sync.
 func TestNodeIsDeliveredWhenTheDataplaneWorksAgain(t *testing.T) {

@@ -413,7 +413,7 @@ func (d *Driver) notDelivered(ctx context.Context, u *Update, b *batch, failed F
 func (d *Driver) refused(u *Update, b *batch, err error) {
 	n := len(b.services)
 	if b.alone {
-		if b.NodeChanged {
+		if n == 0 {
 			d.refusedNode(err)
 		} else {
 			d.fail(d.unacked(b.services[0], failing), err, draw())

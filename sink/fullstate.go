@@ -25,9 +25,9 @@ import (
 // service is delivered again, syncAll receives the last acknowledged view of this
 // service. So one bad service does not stop the others. If another service has got an
 // address of this view since, the view no longer has frontends at that address (see
-// ServiceEndpoints.Lost). So no two services have the same claim ([api.Claim]). In a pass, one call of syncAll
-// receives all services. So if the call fails as a whole, the driver cannot find the
-// service that is the cause. Therefore syncAll should return a [*Failed].
+// ServiceEndpoints.Lost). So no two services have the same claim ([api.Claim]). In a pass,
+// one call of syncAll receives all services. So if the call fails as a whole, the driver
+// cannot find the service that is the cause. Therefore syncAll should return a [*Failed].
 //
 // syncAll may keep the Go slice services but must not change it. The sink holds the views
 // of all services. Each Sync copies one pointer per service.
@@ -89,6 +89,17 @@ func (f *fullState) Sync(ctx context.Context, c *Changes) error {
 		before.commit(next, replaced)
 		return nil
 	}
+	var kept state // of services that the pass has not delivered, because they failed before
+	if f.inPass {
+		kept = f.acked.only(func(key types.NamespacedName) bool {
+			_, failing := slices.BinarySearchFunc(c.Failing, key, api.CompareKeys)
+			return failing
+		})
+	}
+	if len(kept.views) > 0 {
+		kept.track()
+		next, _ = kept.with(changesTo(next))
+	}
 	err := f.sink.SyncState(ctx, c.Node, next)
 	failed, ok := Acknowledged(err)
 	if !ok {
@@ -97,9 +108,9 @@ func (f *fullState) Sync(ctx context.Context, c *Changes) error {
 	succeeded := c.Services
 	if f.inPass {
 		succeeded = changesTo(next)
-		f.acked, before = f.acked.only(failed), &f.acked
+		f.acked, before = f.acked.only(func(key types.NamespacedName) bool { return failed[key] != nil }), &f.acked
 	}
-	if len(failed) > 0 {
+	if len(failed) > 0 || len(kept.views) > 0 {
 		succeeded = except(succeeded, failed)
 		before.track()
 		next, replaced = before.with(succeeded)
@@ -180,11 +191,11 @@ func (s *state) commit(views []*api.ServiceEndpoints, replaced []Change) {
 	s.views = views
 }
 
-// only returns the state that has only the views of the services in keys.
-func (s *state) only(keys Failed) state {
+// only returns the state that has only the views of some services.
+func (s *state) only(has func(types.NamespacedName) bool) state {
 	var kept state
 	for _, v := range s.views {
-		if _, ok := keys[v.Key()]; ok {
+		if has(v.Key()) {
 			kept.views = append(kept.views, v)
 		}
 	}

@@ -155,6 +155,57 @@ func TestFullStateKeepsFailedService(t *testing.T) {
 	}
 }
 
+// A pass does not deliver a service that fails alone and waits for its retry. The service
+// must keep the last acknowledged view, except an address that moves to another service.
+func TestFullStateKeepsIsolatedServiceInPass(t *testing.T) {
+	r := &rewriter{stages: &stages{}}
+	var served []string
+	r.fail = func(services []*api.ServiceEndpoints) error {
+		served = nil
+		for _, v := range services {
+			if v.Key() == web && len(v.Endpoints) == 2 {
+				return errBusy
+			}
+			for f := range nodeview.Frontends(v) {
+				served = append(served, v.Service.Name+describe(v)+" "+f.Addr.String())
+			}
+		}
+		return nil
+	}
+	at := func(v *api.ServiceEndpoints, addrs ...string) *api.ServiceEndpoints {
+		v.Service.IPFamilies = []api.Family{api.IPv4}
+		for _, a := range addrs {
+			v.Service.IPs.ExternalIPs.Add(netip.MustParseAddr(a))
+		}
+		return v
+	}
+	run(t, sink.Options{}, sink.FullStateOf(r), func(w *world) {
+		expect := func(want ...string) {
+			w.Helper()
+			synctest.Wait()
+			if diff := cmp.Diff(want, served); diff != "" {
+				w.Errorf("frontends (-want +got):\n%s", diff)
+			}
+		}
+		w.src.Set(at(view(dns, 1), "10.1.0.1"), at(view(web, 1), "10.1.0.2", "10.1.0.3", "10.1.0.4"))
+		w.src.MarkSynced()
+		expect("dns[1] 10.1.0.1", "web[1] 10.1.0.2", "web[1] 10.1.0.3", "web[1] 10.1.0.4")
+		w.src.Set(at(view(web, 1, 2), "10.1.0.2"))
+		time.Sleep(15 * time.Second)
+		w.driver.StartOver()
+		w.src.Set(at(view(dns, 1), "10.1.0.3"))
+		expect("dns[1] 10.1.0.3", "web[1] 10.1.0.2", "web[1] 10.1.0.4")
+		if s := w.driver.Status(); s.Passes != 2 || len(s.Failing) != 1 {
+			w.Errorf("status %+v", s)
+		}
+		w.src.Set(at(view(dns, 1), "10.1.0.4"))
+		expect("dns[1] 10.1.0.4", "web[1] 10.1.0.2")
+		w.src.Set(at(view(web, 3), "10.1.0.2"))
+		w.waitApplied()
+		expect("dns[1] 10.1.0.4", "web[3] 10.1.0.2")
+	})
+}
+
 // An address moves from a service that fails to another service. The first service keeps
 // its other addresses.
 func TestFullStateGivesAnAddressToOneService(t *testing.T) {

@@ -266,17 +266,8 @@ func TestChangesByOthersAreRepairedAndForeignFlowsStay(t *testing.T) {
 	n.OfctlWith(t, foreign, "add-flows", "-")
 	n.mustPass(examples()...)
 	want := n.Listing(t)
-	const changedGroup = "a group changed"
-	for name, damage := range map[string]func(){
-		"all flows deleted":        func() { n.Ofctl(t, "del-flows", "cookie=0x6b706e0000000000/0xffffffff00000000") },
-		"all groups deleted":       func() { n.Ofctl(t, "del-groups", fmt.Sprintf("group_id=%d", n.someGroup())) },
-		"a flow changed":           func() { n.Ofctl(t, "mod-flows", "table=105,ip actions=drop") },
-		"a flow added":             func() { n.Ofctl(t, "add-flow", "cookie=0x6b706e0000000000,table=105,priority=9999,ip actions=drop") },
-		"a flow with other cookie": func() { n.Ofctl(t, "add-flow", "cookie=0x9,table=101,priority=10,ip actions=drop") },
-		"a bucket removed":         func() { n.Ofctl(t, "remove-buckets", fmt.Sprintf("group_id=%d,command_bucket_id=1", n.someGroup())) },
-		changedGroup:               func() { n.Ofctl(t, "mod-group", fmt.Sprintf("group_id=%d,type=all", n.someGroup())) },
-	} {
-		damage()
+	repair := func(name string) {
+		t.Helper()
 		if n.Listing(t) == want {
 			t.Errorf("%s: the switch has not changed", name)
 		}
@@ -284,12 +275,23 @@ func TestChangesByOthersAreRepairedAndForeignFlowsStay(t *testing.T) {
 			t.Errorf("%s: error %v, want a new pass", name, err)
 		}
 		n.mustPass(examples()...)
-		if name == changedGroup { // it has lost its seed, so another group replaces it
-			n.mustMatch()
-			want = n.Listing(t)
-		}
+	}
+	for name, damage := range map[string]func(){
+		"all flows deleted":        func() { n.Ofctl(t, "del-flows", "cookie=0x6b706e0000000000/0xffffffff00000000") },
+		"all groups deleted":       func() { n.Ofctl(t, "del-groups", fmt.Sprintf("group_id=%d", n.someGroup())) },
+		"a flow changed":           func() { n.Ofctl(t, "mod-flows", "table=105,ip actions=drop") },
+		"a flow added":             func() { n.Ofctl(t, "add-flow", "cookie=0x6b706e0000000000,table=105,priority=9999,ip actions=drop") },
+		"a flow with other cookie": func() { n.Ofctl(t, "add-flow", "cookie=0x9,table=101,priority=10,ip actions=drop") },
+		"a bucket removed":         func() { n.Ofctl(t, "remove-buckets", fmt.Sprintf("group_id=%d,command_bucket_id=1", n.someGroup())) },
+	} {
+		damage()
+		repair(name)
 		n.mustBe(want)
 	}
+	// A group that has lost its seed is replaced by one with another ID.
+	n.Ofctl(t, "mod-group", fmt.Sprintf("group_id=%d,type=all", n.someGroup()))
+	repair("a group changed")
+	n.mustMatch()
 }
 
 // TestForeignGroupsOfAnySize checks that the backend never lists groups of other programs.

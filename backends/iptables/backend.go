@@ -433,20 +433,22 @@ func (b *Backend) Verify(ctx context.Context) error {
 		return fmt.Errorf("the last pass left old rules, or could not use sets: %w", sink.ErrStartOver)
 	}
 	// Without rules, no service works. So their loss is found even during a pause.
+	var errs []error
 	for _, t := range b.rulesets {
-		if err := t.checkLoss(ctx); err != nil {
+		err := t.checkLoss(ctx)
+		if errors.As(err, new(kernelnode.Difference)) {
 			return b.drifted(t, begin, err)
 		}
+		errs = append(errs, err)
 	}
 	if begin.Before(b.verifyAt) {
-		return nil
+		return errors.Join(errs...)
 	}
 	defer func() { // there is a pause even if a change of services has cancelled the comparison
 		if b.known {
 			b.verifyAt = time.Now().Add(max(kernelnode.PauseFactor*time.Since(begin), minPause))
 		}
 	}()
-	var errs []error
 	for ; b.nextVerified < len(b.rulesets); b.nextVerified++ {
 		t, verifyCtx := b.rulesets[b.nextVerified], ctx
 		if b.interrupted >= maxInterrupted {
@@ -467,12 +469,9 @@ func (b *Backend) Verify(ctx context.Context) error {
 	return errors.Join(errs...)
 }
 
-// drifted returns the error of Verify after it has found err in the rules of t. If err is
-// a [kernelnode.Difference], drifted requests a new pass.
+// drifted returns the error of Verify after it has found the [kernelnode.Difference] err in
+// the rules of t. It requests a new pass.
 func (b *Backend) drifted(t *ruleset, begin time.Time, err error) error {
-	if !errors.As(err, new(kernelnode.Difference)) {
-		return err
-	}
 	b.known = false
 	b.opts.Observer.Drifted()
 	b.verifyAt = b.pause.Found(begin)

@@ -890,6 +890,22 @@ func TestVerifyWhileOneFamilyFails(t *testing.T) {
 	}
 }
 
+// The same applies if the kernel does not even report the number of rules of one family.
+func TestVerifyWhileTheCountsOfOneFamilyFail(t *testing.T) {
+	ns := netnstest.New(t)
+	b := start(t, ns, variant{Legacy, true})
+	mustSync(t, b, pass(everything()...))
+	b.rulesets[0].run.netNS = 1 << 20 // no file has this descriptor
+	if err := b.Verify(t.Context()); err == nil || errors.Is(err, sink.ErrStartOver) {
+		t.Fatalf("Verify returned %v", err)
+	}
+	ns.Run(t, "ip6tables-legacy", "-t", "nat", "-F", "KPNG-MARK")
+	b.verifyAt = time.Time{}
+	if err := b.Verify(t.Context()); !errors.Is(err, sink.ErrStartOver) {
+		t.Errorf("Verify returned %v", err)
+	}
+}
+
 // After its own changes, the backend need not read the rules. Therefore a Verify can
 // succeed while services change all the time.
 func TestOwnChangesStayVerified(t *testing.T) {

@@ -609,6 +609,14 @@ func testTimeNamespace(t *testing.T) {
 	})
 }
 
+// Some kernels refuse a packet without a payload, which this machine's kernel may accept.
+func TestThePacketOfTheHeartbeatHasAPayload(t *testing.T) {
+	const header = 14 // bytes of Ethernet
+	if len(beatPacket) <= header {
+		t.Errorf("the packet has %d bytes, not more than the header", len(beatPacket))
+	}
+}
+
 // TestInTimeNamespace runs only in a process that testTimeNamespace starts.
 func TestInTimeNamespace(t *testing.T) {
 	cgroup := os.Getenv(timeNamespaceVariable)

@@ -218,10 +218,14 @@ func copyElements[K comparable, V any](from, to *ebpf.Map) (int, error) {
 	return n, errors.Join(readErr, err)
 }
 
+// beatPacket is the packet with which the kernel runs the program beat: the shortest frame of
+// Ethernet. Kernels with commit fd18942 (Linux 6.1 and patches of older versions), but
+// without commit 114039b, refuse a packet that has only a header of 14 bytes.
+var beatPacket = make([]byte, 60)
+
 // beat lets the programs translate connections for the time patience.
 func (p *programs) beat() error {
-	// The kernel runs the program beat with a packet that has only an Ethernet header.
-	if _, err := p.Beat.Run(&ebpf.RunOptions{Data: make([]byte, 14)}); err != nil {
+	if _, err := p.Beat.Run(&ebpf.RunOptions{Data: beatPacket}); err != nil {
 		return fmt.Errorf("write to map heartbeat: %w", err)
 	}
 	return nil

@@ -167,6 +167,25 @@ func TestInstancesKeepTheRefusalsOfOtherInstances(t *testing.T) {
 	}
 }
 
+// TestRefusedPacketsThatOthersTranslateLoseThePriority checks that a packet leaves without
+// the priority that means a refusal if another program has translated it.
+func TestRefusedPacketsThatOthersTranslateLoseThePriority(t *testing.T) {
+	w := newPacketWorld(t)
+	mustSync(t, startIn(t, w.node, Options{}), batchOf(true, set(view("none", []string{"10.96.0.3"}, nil, nil))))
+	nft(t, w.node, fmt.Sprintf(`table inet other {
+		chain output { type nat hook output priority 1000
+			ip daddr 10.96.0.3 tcp dport 80 dnat ip to 10.0.1.2:8080
+		}
+		chain leave { type filter hook postrouting priority 300
+			meta priority { %#x, %#x } drop
+		}
+	}
+	`, dropLaterPriority, rejectLaterPriority), "-f", "-")
+	if got := outcome(w.node, "10.96.0.3:80", "lost"); !strings.HasPrefix(got, "pod1") {
+		t.Errorf("the node gets %q, want an answer of pod1", got)
+	}
+}
+
 // TestTheNodeIsRefusedAtItsOwnClusterIPs checks cluster IPs that are also addresses of the
 // node, such as those of a node-local DNS cache. The source of the node's connections is
 // then the cluster IP, too.

@@ -109,10 +109,10 @@ const (
 
 // The priorities with which the chains dropLater and rejectLater mark packets. They are not
 // between firstPriority and lastPriority, so the chains of other instances, which come
-// between services and refusals, do not reset them. nft prints them as 6b70:1 and 6b70:2.
+// between services and refusals, do not reset them. nft prints them as 6fff:1 and 6fff:2.
 const (
-	dropLaterPriority   = 0x6b70_0001
-	rejectLaterPriority = 0x6b70_0002
+	dropLaterPriority   = 0x6fff_0001
+	rejectLaterPriority = 0x6fff_0002
 )
 
 // name returns the name of the chain. If the chain would only drop or reject packets, the

@@ -67,10 +67,7 @@ func (o *Options) skeletonChains() []chain {
 	// source ranges, before any translation.
 	// They see each packet before the chains of type nat of all instances, so they also remove
 	// a priority that means a refusal. A program may have set it for its socket.
-	restricted := [][]expr.Any{
-		slices.Concat(priorityIs(dropLaterPriority), setPriority(0)),
-		slices.Concat(priorityIs(rejectLaterPriority), setPriority(0)),
-	}
+	restricted := [][]expr.Any{append(priorityFrom(dropLaterPriority, rejectLaterPriority), setPriority(0)...)}
 	for _, s := range []match{matchService, matchAddress} {
 		var rules [][]expr.Any
 		for _, family := range families {
@@ -129,8 +126,7 @@ func (o *Options) skeletonChains() []chain {
 
 	// A transaction may also remove a chain after a rule has selected the chain's number.
 	// Without the drop, the connection would pass untranslated.
-	resetPriority := append(hasPriority(), setPriority(0)...)
-	rules := [][]expr.Any{resetPriority} // a program may have set the priority of its socket
+	rules := [][]expr.Any{append(hasPriority(), setPriority(0)...)} // a program may have set the priority of its socket
 	rules = append(rules, lookupSharedChains(kindFrontends)...)
 	rules = append(rules, append(hasPriority(), nftrule.Drop()...))
 	add("services", regular, rules...)
@@ -142,7 +138,7 @@ func (o *Options) skeletonChains() []chain {
 	add("late-prerouting", nat(unix.NF_INET_PRE_ROUTING, latePriority), nftrule.Jump("refusals"))
 	add("late-output", nat(unix.NF_INET_LOCAL_OUT, latePriority), nftrule.IgnoreReplies(), nftrule.Jump("refusals"))
 	rules = [][]expr.Any{
-		resetPriority,
+		append(priorityFrom(dropLaterPriority, lastPriority), setPriority(0)...),
 		slices.Concat(nftrule.Mark(bit, 0), []expr.Any{nftrule.Equal(nftrule.Native(bit)...)}, nftrule.Mark(^uint32(0), bit),
 			[]expr.Any{nftrule.SetMeta(expr.MetaKeyMARK), &expr.Masq{FullyRandom: true}}),
 	}
@@ -219,12 +215,15 @@ func priorityIs(number uint32) []expr.Any {
 
 // hasPriority returns expressions that match a packet if a rule has stored the number of
 // a chain, slot or endpoint as its priority.
-func hasPriority() []expr.Any {
+func hasPriority() []expr.Any { return priorityFrom(firstPriority, lastPriority) }
+
+// priorityFrom returns expressions that match packets with a priority in a range.
+func priorityFrom(first, last uint32) []expr.Any {
 	number := func(v uint32) []byte { return binary.BigEndian.AppendUint32(nil, v) }
 	return []expr.Any{
 		nftrule.LoadMeta(expr.MetaKeyPRIORITY),
 		&expr.Byteorder{SourceRegister: nftrule.Reg(0), DestRegister: nftrule.Reg(0), Op: expr.ByteorderHton, Len: 4, Size: 4},
-		&expr.Cmp{Op: expr.CmpOpGte, Register: nftrule.Reg(0), Data: number(firstPriority)},
-		&expr.Cmp{Op: expr.CmpOpLte, Register: nftrule.Reg(0), Data: number(lastPriority)},
+		&expr.Cmp{Op: expr.CmpOpGte, Register: nftrule.Reg(0), Data: number(first)},
+		&expr.Cmp{Op: expr.CmpOpLte, Register: nftrule.Reg(0), Data: number(last)},
 	}
 }

@@ -9,6 +9,7 @@ import (
 	"errors"
 	"fmt"
 	"net/netip"
+	"path/filepath"
 	"slices"
 	"sync"
 	"time"
@@ -65,7 +66,11 @@ func (b *Backend) Start(ctx context.Context) error {
 // own returns a function that takes the ownership of the instance's flows and groups.
 func (b *Backend) own(ctx context.Context) func() (release func(), err error) {
 	return func() (func(), error) {
-		return ownership.Objects(ctx, 0, fmt.Sprintf("flows of instance %d in the bridge %s", b.opts.Instance, b.opts.socket()))
+		socket := b.opts.socket()
+		if dir, err := filepath.EvalSymlinks(b.opts.RunDir); err == nil { // /var/run usually is a link to /run
+			socket = filepath.Join(dir, filepath.Base(socket))
+		}
+		return ownership.Objects(ctx, 0, fmt.Sprintf("flows of instance %d in the bridge %s", b.opts.Instance, socket))
 	}
 }
 

@@ -11,6 +11,8 @@ import (
 	"hash/fnv"
 	"math"
 	"net/netip"
+	"os"
+	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
@@ -250,6 +252,30 @@ func TestServicesWithoutNumbersFail(t *testing.T) {
 	}
 	n.mustSync(b)
 	n.mustMatch()
+}
+
+// TestABridgeHasOneOwner names the directory of the bridge in two ways.
+func TestABridgeHasOneOwner(t *testing.T) {
+	dir, link := t.TempDir(), filepath.Join(t.TempDir(), "run")
+	if err := os.Symlink(dir, link); err != nil {
+		t.Fatal(err)
+	}
+	own := func(runDir string) (release func(), err error) {
+		b, err := New(Options{Bridge: "br0", RunDir: runDir})
+		if err != nil {
+			t.Fatal(err)
+		}
+		return b.own(t.Context())()
+	}
+	release, err := own(dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer release()
+	if release, err := own(link); !errors.Is(err, sink.ErrOwned) {
+		t.Errorf("second owner: %v", err)
+		release()
+	}
 }
 
 func TestOptions(t *testing.T) {

@@ -507,6 +507,37 @@ func TestLoadBalancerWithoutEndpointsIsDeletedFirst(t *testing.T) {
 	}
 }
 
+// withForeignBalancer is an HNS with a load balancer of another owner that has neither
+// endpoints nor ports.
+type withForeignBalancer struct {
+	kernelspace.HNS
+	t *testing.T
+}
+
+const foreignBalancer = "foreign"
+
+func (h withForeignBalancer) LoadBalancers() ([]kernelspace.LoadBalancer, error) {
+	all, err := h.HNS.LoadBalancers()
+	return append(all, kernelspace.LoadBalancer{ID: foreignBalancer}), err
+}
+
+func (h withForeignBalancer) DeleteLoadBalancer(id string) error {
+	if id == foreignBalancer {
+		h.t.Error("the load balancer of another owner is deleted")
+		return nil
+	}
+	return h.HNS.DeleteLoadBalancer(id)
+}
+
+// A load balancer without ports has no frontend that this backend serves.
+func TestLoadBalancerOfAnotherOwnerWithoutPortsStays(t *testing.T) {
+	w := l2bridge(t)
+	w.opts.HNS = withForeignBalancer{w.hns, t}
+	w.restart()
+	w.must(w.set(view(service("a", withClusterIP(1)), at("10.1.2.1"))))
+	w.must(w.full())
+}
+
 // HNS keeps endpoints although it reports their deletion as successful
 // (microsoft/Windows-Containers#631). Their addresses are used again, on this or on
 // another node.

@@ -146,7 +146,7 @@ func (p *pass) balance(f Frontend, w want, want LoadBalancer) error {
 // dropEmpty deletes load balancers without endpoints, before any other change. A load
 // balancer loses its endpoints when others delete them. On some versions of Windows, all
 // later changes of load balancers then fail until it is deleted. A load balancer of
-// another owner is deleted only if this backend may replace it.
+// another owner is deleted only if it has frontends, and this backend may replace it.
 func (p *pass) dropEmpty() error {
 	for _, id := range sortedKeys(p.holdings.balancers) {
 		lb := p.holdings.balancers[id]
@@ -154,7 +154,7 @@ func (p *pass) dropEmpty() error {
 			if slices.ContainsFunc(lb.Endpoints, p.holdings.hasEndpoint) {
 				continue
 			}
-		} else if _, other := p.unwanted(lb); other || len(lb.Endpoints) > 0 {
+		} else if _, other := p.unwanted(lb); other || len(lb.Endpoints) > 0 || len(lb.Ports) == 0 {
 			continue
 		}
 		for _, f := range frontendsOf(lb) {

@@ -22,8 +22,8 @@
 // node's view from a kpng server instead. The command exits with status 0 on SIGINT or
 // SIGTERM. With --once, it also exits with status 0 when everything has been programmed
 // once. If the command cannot continue, it exits with status 1 and one line on standard
-// error. On Windows, the service manager can run the program, which then logs to the
-// event log or to a file.
+// error. If its arguments are wrong, the status is 2. On Windows, the service manager can
+// run the program, which then logs to the event log or to a file.
 //
 // A program with several commands, such as kpng itself, builds them from the types
 // [Source] and [Serving].
@@ -44,6 +44,7 @@ import (
 
 	"github.com/kpng-project/kpng"
 	"github.com/kpng-project/kpng/health"
+	"github.com/kpng-project/kpng/internal/usage"
 	"github.com/kpng-project/kpng/metrics"
 	"github.com/kpng-project/kpng/remote/transport"
 	"github.com/kpng-project/kpng/sink"
@@ -106,7 +107,7 @@ func AddCleanup(cmd *cobra.Command, s sink.Cleaner) {
 			return run(cmd, args)
 		}
 		if err := configure(s); err != nil {
-			return err
+			return usage.Error(err)
 		}
 		return s.Cleanup(cmd.Context())
 	}
@@ -123,12 +124,12 @@ func (s *Source) Command(name string, target sink.Sink) *cobra.Command {
 	)
 	cmd := &cobra.Command{
 		Use:           name,
-		Args:          cobra.NoArgs,
+		Args:          usage.None,
 		SilenceUsage:  true,
 		SilenceErrors: true,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if err := configure(target); err != nil {
-				return err
+				return usage.Error(err)
 			}
 			return flags.run(cmd.Context(), name, s, &serving, target)
 		},
@@ -286,7 +287,7 @@ func (f *sinkFlags) register(fs *pflag.FlagSet) {
 
 func (f *sinkFlags) get() (sink.Options, error) {
 	if f.interval < 0 || f.onceTimeout < 0 {
-		return sink.Options{}, fmt.Errorf("--min-sync-interval %v or --once-timeout %v is negative", f.interval, f.onceTimeout)
+		return sink.Options{}, usage.Errorf("--min-sync-interval %v or --once-timeout %v is negative", f.interval, f.onceTimeout)
 	}
 	return sink.Options{MinInterval: f.interval, Once: f.once}, nil
 }

@@ -12,6 +12,7 @@ import (
 	"syscall"
 
 	"github.com/kpng-project/kpng/internal/plain"
+	"github.com/kpng-project/kpng/internal/usage"
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
 	"k8s.io/klog/v2"
@@ -31,10 +32,11 @@ func RegisterLogging(fs *pflag.FlagSet) {
 // evaluates the flags of [RegisterLogging]. If the Windows service manager started the
 // program, Execute runs cmd as a service.
 func Execute(cmd *cobra.Command) {
+	usage.Prepare(cmd)
 	err := runHosted(cmd)
 	klog.Flush()
-	if err != nil {
-		os.Exit(1)
+	if status := usage.ExitStatus(err); status != 0 {
+		os.Exit(status)
 	}
 }
 

@@ -19,6 +19,7 @@ import (
 	"github.com/go-logr/logr"
 	"github.com/kpng-project/kpng/health"
 	"github.com/kpng-project/kpng/internal/connlimit"
+	"github.com/kpng-project/kpng/internal/usage"
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/collectors"
 	"github.com/prometheus/client_golang/prometheus/promhttp"
@@ -71,10 +72,10 @@ func (s *Serving) Run(ctx context.Context, h health.Handler, c prometheus.Collec
 	}
 	klog.FromContext(ctx).Info("Starting", "version", Version(), "source", s.Source, "flags", set)
 	if s.profiling && s.metrics == "" {
-		return errors.New("--profiling needs --metrics-bind-address")
+		return usage.Errorf("--profiling needs --metrics-bind-address")
 	}
 	if s.exposeStatus && s.health == "" {
-		return errors.New("--expose-status needs --healthz-bind-address")
+		return usage.Errorf("--expose-status needs --healthz-bind-address")
 	}
 	registry := prometheus.NewRegistry()
 	for _, c := range [...]prometheus.Collector{collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}), c} {
@@ -147,7 +148,7 @@ func (s *Serving) Run(ctx context.Context, h health.Handler, c prometheus.Collec
 func listen(address string) (net.Listener, error) {
 	host, port, err := net.SplitHostPort(address)
 	if err != nil {
-		return nil, fmt.Errorf("parse bind address %q, want host:port: %w", address, err)
+		return nil, usage.Errorf("parse bind address %q, want host:port: %w", address, err)
 	}
 	l, err := net.Listen("tcp", net.JoinHostPort(cmp.Or(host, "127.0.0.1"), port))
 	if err != nil {

@@ -9,6 +9,7 @@ import (
 
 	"github.com/kpng-project/kpng"
 	"github.com/kpng-project/kpng/cluster"
+	"github.com/kpng-project/kpng/internal/usage"
 	"github.com/kpng-project/kpng/remote/transport"
 	"github.com/kpng-project/kpng/watcher"
 	"github.com/kpng-project/kpng/watcher/file"
@@ -239,9 +240,9 @@ func (f *apiFlags) get() (transport.DialOptions, error) {
 	case len(opts.Addresses) > 0:
 		return opts, nil
 	case opts.Addresses != nil: // the flag --api was set to an empty value
-		return opts, errors.New("--api is empty")
+		return opts, usage.Errorf("--api is empty")
 	case opts.TLS != nil || opts.Insecure:
-		return opts, errors.New("the flags --api-… need --api")
+		return opts, usage.Errorf("the flags --api-… need --api")
 	}
 	return opts, nil
 }

@@ -16,6 +16,7 @@ import (
 	"github.com/kpng-project/kpng/backends/program"
 	"github.com/kpng-project/kpng/internal/kubeproxy"
 	"github.com/kpng-project/kpng/internal/plain"
+	"github.com/kpng-project/kpng/internal/usage"
 	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
 	"github.com/spf13/cobra"
@@ -133,7 +134,7 @@ func addInit(cmd *cobra.Command, b *program.Backend) {
 			return run(cmd, args)
 		}
 		if err := b.Configure(); err != nil {
-			return err
+			return usage.Error(err)
 		}
 		return b.Init(cmd.Context())
 	}
@@ -150,12 +151,12 @@ func cleanupCommand() *cobra.Command {
 }
 
 func cleanup(b *program.Backend) *cobra.Command {
-	cmd := &cobra.Command{Use: b.Name, Short: "Remove everything that the backend " + b.Name + " ever programmed", Args: cobra.NoArgs}
+	cmd := &cobra.Command{Use: b.Name, Short: "Remove everything that the backend " + b.Name + " ever programmed", Args: usage.None}
 	cmd.Flags().SortFlags = false
 	b.Register(cmd.Flags())
 	cmd.RunE = func(cmd *cobra.Command, _ []string) error {
 		if err := b.Configure(); err != nil {
-			return err
+			return usage.Error(err)
 		}
 		return b.Cleanup(cmd.Context())
 	}
@@ -171,17 +172,17 @@ func inspectorOf(name, instance string) (program.Inspector, error) {
 		b.Register(fs)
 		if instance != "" {
 			if err := fs.Set("instance", instance); err != nil {
-				return nil, fmt.Errorf("use --instance of backend %s: %w", name, err)
+				return nil, usage.Errorf("use --instance of backend %s: %w", name, err)
 			}
 		}
 		if err := b.Configure(); err != nil {
-			return nil, err
+			return nil, usage.Error(err)
 		}
 		if i, ok := b.Sink().(program.Inspector); ok {
 			return i, nil
 		}
 	}
-	return nil, fmt.Errorf("--dataplane %q: no backend of this platform with this name can show its dataplane (nftables and ebpf can, on Linux)", name)
+	return nil, usage.Errorf("--dataplane %q: no backend of this platform with this name can show its dataplane (nftables and ebpf can, on Linux)", name)
 }
 
 // inspect prints what the dataplane has for each explained frontend. The argument asked

@@ -20,6 +20,7 @@ import (
 	"github.com/kpng-project/kpng/app"
 	"github.com/kpng-project/kpng/cluster"
 	"github.com/kpng-project/kpng/internal/plain"
+	"github.com/kpng-project/kpng/internal/usage"
 	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/watcher"
 	"github.com/spf13/cobra"
@@ -43,10 +44,10 @@ func explainCommand() *cobra.Command {
   kpng explain --node-name worker-1 IPv4:30080/tcp
   kpng explain --dataplane nftables 10.96.0.80:80/tcp
   kpng explain -i state.yaml --node-name worker-1 -o json | jq '.Frontends[] | select(.Elsewhere.Verdict == "Reject")'`,
-		Args: cobra.MaximumNArgs(1),
+		Args: usage.AtMostOne,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if cmd.Flags().Changed("node-name") && strings.TrimSpace(node) == "" {
-				return errors.New("--node-name is empty")
+				return usage.Errorf("--node-name is empty")
 			}
 			node, err := kpng.NodeName(node)
 			if err != nil {
@@ -65,9 +66,9 @@ func explainCommand() *cobra.Command {
 			printMore := func(*nodeview.Explanation, *api.Node) error { return nil }
 			switch {
 			case dataplane == "" && instance != "":
-				return errors.New("--instance needs --dataplane")
+				return usage.Errorf("--instance needs --dataplane")
 			case dataplane != "" && output != "text":
-				return fmt.Errorf("--dataplane prints text, not --output %s", output)
+				return usage.Errorf("--dataplane prints text, not --output %s", output)
 			case dataplane != "":
 				i, err := inspectorOf(dataplane, instance)
 				if err != nil {
@@ -116,7 +117,7 @@ func printer(w io.Writer, output string) (func(*nodeview.Explanation) error, err
 			return err
 		}, nil
 	default:
-		return nil, fmt.Errorf("--output %q is not text, json or yaml", output)
+		return nil, usage.Errorf("--output %q is not text, json or yaml", output)
 	}
 }
 
@@ -234,7 +235,9 @@ func (q question) notFound(s *cluster.Snapshot, node *api.Node) error {
 	if len(there) > most {
 		there = append(there[:most], fmt.Sprintf("and %d more", len(there)-most))
 	}
-	switch {
+	switch bracketed := brackets(q.text()); {
+	case bracketed != "":
+		return fmt.Errorf("no service is served at %s, which is an address without a port; with a port, write %s", q.text(), bracketed)
 	case len(nodePorts) > 0:
 		return fmt.Errorf("no service is served at %s; addresses of node %s are unknown, and %s", q.text(), node.Name, strings.Join(nodePorts, ", "))
 	case len(there) > 0:
@@ -282,22 +285,37 @@ func parseQuestion(s string) (question, error) {
 				return q, nil
 			}
 		}
-		return question{}, fmt.Errorf("%q: the protocol is not tcp, udp or sctp", s)
+		return question{}, usage.Errorf("%q: the protocol is not tcp, udp or sctp", s)
+	}
+	if bracketed := brackets(before); bracketed != "" {
+		return question{}, usage.Errorf("%q: write an IPv6 address with a port as %s", s, bracketed)
 	}
 	if !slash {
 		before, after = "default", s
 	}
 	if before == "" || after == "" || strings.ContainsAny(s, ".:[]") || strings.Contains(after, "/") {
-		return question{}, fmt.Errorf("%q is neither [NAMESPACE/]NAME nor IP[:PORT[/PROTOCOL]]", s)
+		return question{}, usage.Errorf("%q is neither [NAMESPACE/]NAME nor IP[:PORT[/PROTOCOL]]", s)
 	}
 	return question{service: types.NamespacedName{Namespace: before, Name: after}}, nil
+}
+
+// brackets adds the brackets that an IPv6 address with a port needs. It returns "" if s is
+// not such an address. The text fd00::1:80 is also an address without a port.
+func brackets(s string) string {
+	i := max(strings.LastIndexByte(s, ':'), 0)
+	port, err := strconv.ParseUint(strings.TrimPrefix(s[i:], ":"), 10, 16)
+	addr, addrErr := netip.ParseAddr(s[:i])
+	if err != nil || addrErr != nil || port == 0 || !addr.Is6() {
+		return ""
+	}
+	return netip.AddrPortFrom(addr, uint16(port)).String()
 }
 
 // parseServiceName parses [NAMESPACE/]NAME, in a command that does not search by address.
 func parseServiceName(s string) (types.NamespacedName, error) {
 	q, err := parseQuestion(s)
 	if err == nil && q.service.Name == "" {
-		err = fmt.Errorf("%q is an address; kpng explain finds services by their addresses", s)
+		err = usage.Errorf("%q is an address; kpng explain finds services by their addresses", s)
 	}
 	return q.service, err
 }

@@ -129,8 +129,12 @@ func TestExplainErrors(t *testing.T) {
 		{"no name", []string{"default/"}, []string{`"default/"`, "[NAMESPACE/]NAME"}},
 		{"an invalid protocol", []string{"10.0.0.1:80/icmp"}, []string{"10.0.0.1:80/icmp", "tcp"}},
 		{"a protocol without a port", []string{"10.0.0.1/tcp"}, []string{"10.0.0.1/tcp", "[NAMESPACE/]NAME"}},
+		{"an IPv6 address with a port without brackets", []string{"fd00::1:80"}, []string{"fd00::1:80", "an address without a port", "[fd00::1]:80"}},
+		{"an IPv6 address with a port that cannot be part of it", []string{"fd00::1:30080"}, []string{`"fd00::1:30080"`, "[fd00::1]:30080"}},
+		{"an IPv6 address with port and protocol without brackets", []string{"fd00::1:80/tcp"}, []string{`"fd00::1:80/tcp"`, "[fd00::1]:80"}},
+		{"a missing IPv6 address", []string{"fd00::abcd"}, []string{"no service is served at fd00::abcd"}},
 		{"an incomplete address", []string{"10.0.0:80/tcp"}, []string{"10.0.0:80/tcp", "[NAMESPACE/]NAME"}},
-		{"two arguments", []string{"a/b", "c/d"}, []string{"at most 1"}},
+		{"two arguments", []string{"a/b", "c/d"}, []string{"at most one argument"}},
 		{"an invalid output format", []string{"-o", "xml"}, []string{"--output", "xml"}},
 		{"two sources", []string{"--api=unix:///s"}, []string{"api", "manifests"}},
 	} {

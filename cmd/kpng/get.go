@@ -17,6 +17,7 @@ import (
 	"github.com/kpng-project/kpng/app"
 	"github.com/kpng-project/kpng/cluster"
 	"github.com/kpng-project/kpng/internal/plain"
+	"github.com/kpng-project/kpng/internal/usage"
 	"github.com/kpng-project/kpng/nodeview"
 	"github.com/spf13/cobra"
 	"k8s.io/apimachinery/pkg/types"
@@ -57,12 +58,12 @@ func getOf(use, short string, l list) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   use,
 		Short: short,
-		Args:  cobra.MaximumNArgs(1),
+		Args:  usage.AtMostOne,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			switch output {
 			case "", "wide", "json", "yaml", "name":
 			default:
-				return fmt.Errorf("--output %q is not wide, json, yaml or name", output)
+				return usage.Errorf("--output %q is not wide, json, yaml or name", output)
 			}
 			nodeName, err := kpng.NodeName(node)
 			if err != nil {

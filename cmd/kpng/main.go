@@ -12,9 +12,6 @@
 package main
 
 import (
-	"fmt"
-	"strings"
-
 	"github.com/kpng-project/kpng/app"
 	"github.com/spf13/cobra"
 )
@@ -46,20 +43,6 @@ func group(name, short string, commands ...*cobra.Command) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   name,
 		Short: short,
-		Args:  cobra.ArbitraryArgs,
-		RunE: func(cmd *cobra.Command, args []string) error {
-			var names []string
-			for _, c := range cmd.Commands() {
-				if c.IsAvailableCommand() {
-					names = append(names, c.Name())
-				}
-			}
-			known := strings.Join(names, ", ")
-			if len(args) > 0 {
-				return fmt.Errorf("%s has no command %q; use one of %s", cmd.CommandPath(), args[0], known)
-			}
-			return fmt.Errorf("%s needs a command: one of %s", cmd.CommandPath(), known)
-		},
 	}
 	cmd.PersistentFlags().SortFlags = false
 	cmd.AddCommand(commands...)

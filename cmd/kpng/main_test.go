@@ -13,6 +13,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/kpng-project/kpng/internal/usage"
 	"go.uber.org/goleak"
 )
 
@@ -24,6 +25,7 @@ const demo = "../../examples/demo.yaml"
 func execute(ctx context.Context, args ...string) (stdout string, err error) {
 	var out bytes.Buffer
 	root := newRoot()
+	usage.Prepare(root)
 	root.SetArgs(args)
 	root.SetOut(&out)
 	root.SetErr(io.Discard)

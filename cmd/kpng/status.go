@@ -16,6 +16,7 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/internal/plain"
+	"github.com/kpng-project/kpng/internal/usage"
 	"github.com/kpng-project/kpng/status"
 	"github.com/spf13/cobra"
 	"sigs.k8s.io/yaml"
@@ -32,10 +33,10 @@ With the name of a service, print what the program does with this service, and w
 
 The command reads the status page of the program, which needs the flag --healthz-bind-address. The
 program answers only clients on the same machine, unless it has the flag --expose-status.`,
-		Args: cobra.MaximumNArgs(1),
+		Args: usage.AtMostOne,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if output != "text" && output != "json" && output != "yaml" {
-				return fmt.Errorf("--output %q is not text, json or yaml", output)
+				return usage.Errorf("--output %q is not text, json or yaml", output)
 			}
 			query := url.Values{"output": {"json"}}
 			if len(args) > 0 {
@@ -66,7 +67,7 @@ program answers only clients on the same machine, unless it has the flag --expos
 func fetchStatus(ctx context.Context, address string, query url.Values) ([]byte, error) {
 	host, port, err := net.SplitHostPort(address)
 	if err != nil {
-		return nil, fmt.Errorf("parse --address %q, want host:port: %w", address, err)
+		return nil, usage.Errorf("parse --address %q, want host:port: %w", address, err)
 	}
 	if host == "" || host == "0.0.0.0" || host == "::" {
 		host = "127.0.0.1" // the program's flag may have such an address
@@ -76,7 +77,7 @@ func fetchStatus(ctx context.Context, address string, query url.Values) ([]byte,
 	defer cancel()
 	req, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://"+address+"/status?"+query.Encode(), nil)
 	if err != nil {
-		return nil, fmt.Errorf("parse --address: %w", err)
+		return nil, usage.Errorf("parse --address: %w", err)
 	}
 	transport := &http.Transport{Proxy: nil, DisableKeepAlives: true}
 	resp, err := (&http.Client{Transport: transport}).Do(req)

@@ -5,7 +5,6 @@ package main
 import (
 	"context"
 	"errors"
-	"fmt"
 	"io/fs"
 	"net"
 	"strconv"
@@ -14,6 +13,7 @@ import (
 	"github.com/kpng-project/kpng/app"
 	"github.com/kpng-project/kpng/cluster"
 	"github.com/kpng-project/kpng/health"
+	"github.com/kpng-project/kpng/internal/usage"
 	"github.com/kpng-project/kpng/metrics"
 	"github.com/kpng-project/kpng/remote"
 	"github.com/kpng-project/kpng/remote/collector"
@@ -34,7 +34,7 @@ func toAPI(source *app.Source, hasSelection bool) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "to-api",
 		Short: "Serve each node's view and the state of the cluster over gRPC",
-		Args:  cobra.NoArgs,
+		Args:  usage.None,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			server, err := f.get()
 			if err != nil {
@@ -89,17 +89,17 @@ type apiServer struct {
 
 func (f *serverFlags) get() (*apiServer, error) {
 	if err := f.check(); err != nil {
-		return nil, err
+		return nil, usage.Error(err)
 	}
 	mode, err := strconv.ParseUint(f.mode, 8, 9)
 	if err != nil {
-		return nil, fmt.Errorf("--socket-mode %q is not a mode such as 0600", f.mode)
+		return nil, usage.Errorf("--socket-mode %q is not a mode such as 0600", f.mode)
 	}
 	s := &apiServer{state: cluster.New(cluster.Options{Resumable: true}), mode: fs.FileMode(mode)}
 	for _, text := range f.listen {
 		a, err := transport.ParseAddress(text)
 		if err != nil {
-			return nil, fmt.Errorf("--listen: %w", err)
+			return nil, usage.Errorf("--listen: %w", err)
 		}
 		s.addresses = append(s.addresses, a)
 	}

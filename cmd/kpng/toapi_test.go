@@ -129,6 +129,12 @@ func TestInconsistentFlagsAreErrors(t *testing.T) {
 		want []string
 	}{
 		{"no source", nil, []string{"kpng needs a command", "kube"}},
+		{"objects that no command lists", []string{"get", "pods", "-i", "F"}, []string{`kpng get has no command "pods"; use one of frontends, nodes, services; see kpng get --help`}},
+		{"a misspelt command", []string{"explian", "web"}, []string{`kpng has no command "explian" (did you mean explain?)`}},
+		{"a misspelt flag", []string{"get", "nodes", "--manifest=F"}, []string{"kpng get nodes has no flag --manifest (did you mean --manifests?); see kpng get nodes --help"}},
+		{"no folder", []string{"man"}, []string{"kpng man needs an argument: FOLDER; see kpng man --help"}},
+		{"a verbosity that is not a number", toAPI("-v", "x"), []string{`-v "x": want a number`}},
+		{"an argument that should be a flag", toAPI("tcp://127.0.0.1:1"), []string{`takes no arguments, but got "tcp://127.0.0.1:1"`}},
 		{"an invalid source", []string{"etcd"}, []string{`"etcd"`, "kube"}},
 		{"no target", file, []string{"kpng file needs a command", "to-api"}},
 		{"an invalid target", append(file[:3:3], "to-cloud"), []string{`"to-cloud"`, "to-local"}},
@@ -154,7 +160,7 @@ func TestInconsistentFlagsAreErrors(t *testing.T) {
 		{"a negative rate", toAPI("--stream-rate=-1"), []string{"--stream-rate"}},
 		{"an invalid proxy name", append(file[:3:3], "--service-proxy-name=a b", "to-file", "-"), []string{"a b"}},
 		{"a file of another kind", append(file[:3:3], "to-file", "state.txt"), []string{"state.txt", ".yaml"}},
-		{"no file", append(file[:3:3], "to-file"), []string{"1 arg"}},
+		{"no file", append(file[:3:3], "to-file"), []string{"to-file needs an argument: FILE"}},
 		{"a negative write interval", append(file[:3:3], "to-file", "x.yaml", "--min-write-interval=-1s"), []string{"--min-write-interval"}},
 	} {
 		t.Run(test.name, func(t *testing.T) {

@@ -12,6 +12,7 @@ import (
 
 	"github.com/kpng-project/kpng/app"
 	"github.com/kpng-project/kpng/cluster"
+	"github.com/kpng-project/kpng/internal/usage"
 	"github.com/kpng-project/kpng/watcher/file"
 	"github.com/spf13/cobra"
 	"golang.org/x/sync/errgroup"
@@ -31,7 +32,7 @@ func toFile(source *app.Source, hasSelection bool) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "to-file FILE",
 		Short: "Write the state of the cluster as YAML or JSON manifests for kpng file",
-		Args:  cobra.ExactArgs(1),
+		Args:  usage.One,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if hasSelection {
 				marks = file.WriteOptions{ServiceProxyName: source.Services().ServiceProxyName, AllPortsAnnotation: source.AllPortsAnnotation()}
@@ -41,7 +42,7 @@ func toFile(source *app.Source, hasSelection bool) *cobra.Command {
 			case err != nil:
 				return err
 			case interval < 0:
-				return fmt.Errorf("--min-write-interval is negative: %v", interval)
+				return usage.Errorf("--min-write-interval is negative: %v", interval)
 			case once || w.path == file.Stdin:
 				snapshot, err := source.Load(cmd.Context())
 				if err != nil {
@@ -86,7 +87,7 @@ func newFileWriter(path string, opts file.WriteOptions) (*fileWriter, error) {
 	case ext == ".json":
 		opts.JSON = true
 	case ext != ".yaml" && ext != ".yml" && path != file.Stdin:
-		return nil, fmt.Errorf("file name %q must end in .yaml, .yml or .json", path)
+		return nil, usage.Errorf("file name %q must end in .yaml, .yml or .json", path)
 	}
 	return &fileWriter{path, opts}, nil
 }

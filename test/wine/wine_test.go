@@ -56,8 +56,8 @@ func TestWindowsProgramReadsFromLinuxServer(t *testing.T) {
 		t.Errorf("exit status without the server is %d, want 1", status)
 	}
 
-	if status := w.Start(t, exe, "--no-such-flag").Wait(t, patience); status != 1 {
-		t.Errorf("exit status with an unknown flag is %d, want 1", status)
+	if status := w.Start(t, exe, "--no-such-flag").Wait(t, patience); status != 2 {
+		t.Errorf("exit status with an unknown flag is %d, want 2", status)
 	}
 }
 

@@ -421,7 +421,7 @@ func TestContestedClaimsCostTheSame(t *testing.T) {
 					a = min(a, few())
 				}
 				for range 10 {
-					if b = min(b, many()); b < 8*a {
+					if b = min(b, many()); b < 16*a {
 						return
 					}
 				}

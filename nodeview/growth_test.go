@@ -49,8 +49,9 @@ func frontendsOf(s *api.ServiceState) (n int) {
 	return n
 }
 
-// TestCostGrowsWithPorts fails if eight times as many ports always take much more than
-// eight times as long. Other programs may disturb some of the measurements.
+// TestCostGrowsWithPorts fails if eight times as many ports always take more than 40 times
+// as long. Quadratic time would be 64 times as long. Other programs may disturb some of the
+// measurements.
 func TestCostGrowsWithPorts(t *testing.T) {
 	few, many := manyPorts(500, 8), manyPorts(4000, 8)
 	measure := func(s *api.ServiceState) time.Duration {
@@ -65,7 +66,7 @@ func TestCostGrowsWithPorts(t *testing.T) {
 		a = min(a, measure(few))
 	}
 	for range 10 {
-		if b = min(b, measure(many)); b < 24*a {
+		if b = min(b, measure(many)); b < 40*a {
 			return
 		}
 	}

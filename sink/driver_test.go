@@ -701,6 +701,48 @@ func TestRefusedNodeDoesNotDelayServices(t *testing.T) {
 	}
 }
 
+// The sink refuses a Node, and a pass delivers the previous Node. If the source has the
+// previous Node again then, it is delivered only if the sink has refused the other Node
+// since.
+func TestPreviousNodeIsNotDeliveredTwice(t *testing.T) {
+	good, bad := &api.Node{Name: "good"}, &api.Node{Name: "bad"}
+	const duringPass = -1
+	for _, after := range []time.Duration{duringPass, 0, time.Minute} {
+		var w *world
+		s := sink.Func(func(_ context.Context, c *sink.Changes) error {
+			switch {
+			case c.Node.Equal(bad):
+				return errBusy
+			case c.First && w.driver.Status().Passes > 0 && after == duringPass:
+				w.src.SetNode(good)
+			}
+			return nil
+		})
+		run(t, sink.Options{}, s, func(started *world) {
+			w = started
+			w.src.SetNode(good)
+			w.src.MarkSynced()
+			w.waitApplied()
+			w.src.SetNode(bad)
+			w.src.Set(view(dns))
+			time.Sleep(10 * time.Second)
+			w.driver.StartOver()
+			synctest.Wait()
+			time.Sleep(after)
+			syncs := len(w.rec.Syncs())
+			w.src.SetNode(good)
+			w.waitApplied()
+			time.Sleep(time.Hour)
+			if more := len(w.rec.Syncs()) > syncs; more != (after > 0) || !w.rec.Node().Equal(good) {
+				t.Errorf("after %v; deliveries:\n%s", after, w.delivered(0))
+			}
+			if s := w.driver.Status(); s.NodeErr != nil || s.Err != nil || s.Revision != w.src.Revision() {
+				t.Errorf("after %v; status %+v", after, s)
+			}
+		})
+	}
+}
+
 // A service that fails alone becomes due in the moment in which the Node changes.
 func TestFailingServiceIsNoFailureOfTheNode(t *testing.T) {
 	s := sink.Func(func(_ context.Context, c *sink.Changes) error {

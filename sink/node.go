@@ -14,6 +14,8 @@ type nodeState struct {
 	// pending: the Node has changed since then. since: the last revision before this change.
 	pending bool
 	since   uint64
+	// unsure: a Sync with another Node than acked failed, so the sink may have that Node.
+	unsure bool
 	// If failures is not 0, the sink refuses the pending Node: Syncs that delivered only the
 	// Node failed. Then other Syncs have the acknowledged Node.
 	failures int
@@ -23,10 +25,21 @@ type nodeState struct {
 
 // noteNode records that the source has a changed Node.
 func (d *Driver) noteNode(node *api.Node) {
-	if !d.node.pending && !node.Equal(d.node.acked) {
+	switch same := node.Equal(d.node.acked); {
+	case same && !d.node.unsure:
+		d.node = nodeState{acked: d.node.acked}
+	case !same && !d.node.pending:
 		d.node.pending, d.node.since = true, d.position
 	}
 	d.node.retryAt = time.Now()
+}
+
+// ackedNode records that the sink has acknowledged a Node. The source has the Node present.
+func (d *Driver) ackedNode(node, present *api.Node) {
+	if node.Equal(present) {
+		d.node = nodeState{acked: present}
+	}
+	d.node.unsure = false
 }
 
 // refusedNode records that a Sync failed that delivered only the Node, and schedules its

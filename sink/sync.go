@@ -347,11 +347,11 @@ func (d *Driver) acknowledged(u *Update, b *batch, failed Failed, notDelivered [
 	}
 	d.position = u.Revision
 	d.status.LastSync = time.Now()
-	switch {
-	case b.NodeChanged && b.Node.Equal(u.Node):
-		d.node = nodeState{acked: u.Node}
-	case d.status.Failures > 0:
+	if d.status.Failures > 0 {
 		d.node.retryAt = d.status.LastSync // maybe only the dataplane was the cause
+	}
+	if b.NodeChanged {
+		d.ackedNode(b.Node, u.Node)
 	}
 	d.recovered()
 	d.search.aloneFailures, d.pending.aloneAt = 0, time.Time{}
@@ -412,6 +412,7 @@ func (d *Driver) notDelivered(ctx context.Context, u *Update, b *batch, failed F
 // left. If a Sync of this service fails too, the service is the cause.
 func (d *Driver) refused(u *Update, b *batch, err error) {
 	n := len(b.services)
+	d.node.unsure = d.node.unsure || b.NodeChanged && d.node.pending
 	if b.alone {
 		if n == 0 {
 			d.refusedNode(err)

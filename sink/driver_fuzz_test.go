@@ -55,8 +55,11 @@ func FuzzDriver(f *testing.F) {
 			w.src.Fail(nil)
 			plane.refuse("")
 			w.src.MarkSynced()
+			if err := w.driver.WaitApplied(w.Context(), w.src.Revision()); err != nil {
+				t.Fatal(err)
+			}
+			time.Sleep(time.Hour) // another pass may follow
 			w.waitApplied()
-			time.Sleep(time.Hour)
 
 			plane.expect(t, w.src.Views())
 			if !w.rec.Node().Equal(w.src.Node()) {

@@ -181,7 +181,7 @@ func TestRefusedPacketsThatOthersTranslateLoseThePriority(t *testing.T) {
 		}
 	}
 	`, dropLaterPriority, rejectLaterPriority), "-f", "-")
-	if got := outcome(w.node, "10.96.0.3:80", "lost"); !strings.HasPrefix(got, "pod1") {
+	if got := outcome(w.node, "10.96.0.3:80", "pod1"); !strings.HasPrefix(got, "pod1") {
 		t.Errorf("the node gets %q, want an answer of pod1", got)
 	}
 }

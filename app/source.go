@@ -19,6 +19,7 @@ import (
 	"github.com/spf13/pflag"
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/klog/v2"
 )
 
 // Source is where a command gets services from. The command's flags select the source.
@@ -120,8 +121,10 @@ func (s *Source) Watch(ctx context.Context, state *cluster.State) error {
 	return s.watch(ctx, state, false)
 }
 
-// Load returns the current state of the whole cluster, or the first error.
+// Load returns the current state of the whole cluster, or the first error. Each line that
+// it logs names the source.
 func (s *Source) Load(ctx context.Context) (*cluster.Objects, error) {
+	ctx = klog.NewContext(ctx, klog.FromContext(ctx).WithValues("source", s.String()))
 	state := cluster.New(cluster.Options{})
 	watching, stop := context.WithCancel(ctx)
 	defer stop()

@@ -40,7 +40,7 @@ func toLocal(source *app.Source, hasSelection bool) *cobra.Command {
 			source.RegisterAllPorts(run.Flags())
 		}
 		if b != json {
-			addConfig(run)
+			addConfig(run, source)
 		}
 		if b.Init != nil {
 			addInit(run, b)
@@ -50,9 +50,9 @@ func toLocal(source *app.Source, hasSelection bool) *cobra.Command {
 	return cmd
 }
 
-// addConfig adds the flag --config to the command that runs a backend. The name of the
-// command is that of the backend.
-func addConfig(cmd *cobra.Command) {
+// addConfig adds the flag --config to the command that runs a backend and reads from
+// source. The name of the command is that of the backend.
+func addConfig(cmd *cobra.Command, source *app.Source) {
 	file := cmd.Flags().String("config", "", "behave like kube-proxy with this configuration `file`, a KubeProxyConfiguration; other flags on the command line override it")
 	cmd.PreRunE = func(cmd *cobra.Command, _ []string) error {
 		if !cmd.Flags().Changed("config") {
@@ -64,8 +64,10 @@ func addConfig(cmd *cobra.Command) {
 		}
 		try := func(flag, value string) error { return tryFlag(cmd.Name(), cmd.Flags(), flag, value) }
 		differences, err := kubeproxy.Apply(cmd.Flags(), cmd.Name(), text, try)
+		log := klog.FromContext(cmd.Context())
+		log.Info("Using configuration of kube-proxy", "file", *file, "source", source.String())
 		for _, d := range differences {
-			klog.FromContext(cmd.Context()).Info("Setting of kube-proxy is not followed", "field", d.Field, "value", d.Value, "meaning", d.Meaning)
+			log.Info("Setting of kube-proxy is not followed", "field", d.Field, "value", d.Value, "meaning", d.Meaning)
 		}
 		if err != nil {
 			return fmt.Errorf("--config %s: %w", *file, err)

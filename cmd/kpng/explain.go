@@ -26,7 +26,6 @@ import (
 	"github.com/spf13/cobra"
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/types"
-	"sigs.k8s.io/yaml"
 )
 
 // explainCommand returns the command that explains what a node does with services.
@@ -109,7 +108,7 @@ func printer(w io.Writer, output string) (func(*nodeview.Explanation) error, err
 		return func(e *nodeview.Explanation) error { return out.Encode(e) }, nil
 	case "yaml":
 		return func(e *nodeview.Explanation) error {
-			text, err := yaml.Marshal(e)
+			text, err := toYAML(e)
 			if err != nil {
 				return err
 			}

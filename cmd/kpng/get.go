@@ -21,7 +21,6 @@ import (
 	"github.com/kpng-project/kpng/nodeview"
 	"github.com/spf13/cobra"
 	"k8s.io/apimachinery/pkg/types"
-	"sigs.k8s.io/yaml"
 )
 
 // getCommand returns the command that lists what a node has.
@@ -121,7 +120,7 @@ func (l list) print(out io.Writer, objects iter.Seq[object], output string) (fou
 			err = json.NewEncoder(plain.Writer(out)).Encode(o.value)
 		case "yaml":
 			var text []byte
-			if text, err = yaml.Marshal(o.value); err == nil {
+			if text, err = toYAML(o.value); err == nil {
 				_, err = fmt.Fprintf(out, "---\n%s", text)
 			}
 		case "name":

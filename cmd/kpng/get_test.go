@@ -5,7 +5,10 @@ package main
 import (
 	"context"
 	"encoding/json"
+	"fmt"
 	"net/netip"
+	"os"
+	"path/filepath"
 	"strings"
 	"testing"
 	"unicode"
@@ -14,6 +17,7 @@ import (
 	"github.com/kpng-project/kpng/cluster"
 	"github.com/kpng-project/kpng/remote"
 	"github.com/kpng-project/kpng/remote/transport"
+	"sigs.k8s.io/yaml"
 )
 
 func TestGetTables(t *testing.T) {
@@ -55,6 +59,33 @@ func TestGetObjects(t *testing.T) {
 	if out := mustExecute(t, "get", "frontends", "-i", explained, "--node-name=here", "-o", "yaml"); !strings.HasPrefix(out, "---\n") || !strings.Contains(out, "Kind: ClusterIP") {
 		t.Errorf("YAML:\n%s", out)
 	}
+}
+
+func TestOutputKeepsControlCharactersOfAnnotations(t *testing.T) {
+	const note = "\u009b\x7f\U0001f3f4\U000e0067\U000e007f"
+	text, err := os.ReadFile(demo)
+	if err != nil {
+		t.Fatal(err)
+	}
+	manifests := filepath.Join(t.TempDir(), "state.yaml")
+	text = append(text, fmt.Sprintf("\n---\n{apiVersion: v1, kind: Service, metadata: {name: noted, annotations: {note: %+q}}, spec: {clusterIP: 10.96.0.99, ports: [{port: 80}]}}\n", note)...)
+	if err := os.WriteFile(manifests, text, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	for _, output := range []string{"json", "yaml"} {
+		var service struct {
+			Service struct{ Annotations map[string]string }
+		}
+		out := mustExecute(t, "get", "services", "noted", "-i", manifests, "--node-name=vm-002", "--keep-annotations=note", "-o", output)
+		decode := map[string]func([]byte, any) error{
+			"json": json.Unmarshal,
+			"yaml": func(text []byte, into any) error { return yaml.Unmarshal(text, into) },
+		}[output]
+		if err := decode([]byte(out), &service); err != nil || service.Service.Annotations["note"] != note {
+			t.Errorf("%s: %q, %v", out, service, err)
+		}
+	}
+	mustExecute(t, "explain", "noted", "-i", manifests, "--node-name=vm-002", "--keep-annotations=note", "-o", "yaml")
 }
 
 // The names of frontends are arguments of kpng explain.

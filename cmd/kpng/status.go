@@ -110,7 +110,7 @@ func printStatus(w io.Writer, body []byte, output string, isService bool) error 
 		_, err := plain.Writer(w).Write(body)
 		return err
 	case output == "yaml":
-		text, err := yaml.JSONToYAML(body)
+		text, err := yaml.JSONToYAML(plain.YAML(body))
 		if err == nil {
 			_, err = w.Write(text)
 		}

@@ -36,6 +36,20 @@ func CheckMap(m map[string]string) error {
 	return errors.Join(errs...)
 }
 
+// YAML returns a JSON text with the same values that is also YAML. Strings in JSON may
+// contain characters, such as 0x7f, that strings in YAML contain only as escape sequences.
+func YAML(text []byte) []byte {
+	out := make([]byte, 0, len(text))
+	for _, r := range string(text) {
+		if r < 0x7f || r > 0xffff || unicode.IsPrint(r) { // YAML has no escape sequences for halves of characters
+			out = utf8.AppendRune(out, r)
+		} else {
+			out = fmt.Appendf(out, "\\u%04x", r)
+		}
+	}
+	return out
+}
+
 // Writer returns a writer that writes to w. It replaces all characters that control a
 // terminal, except newlines and tabs, by escape sequences that are also valid in JSON. If
 // a call of Write ends inside of a character, the next call must complete the character.

@@ -6,6 +6,8 @@ import (
 	"bytes"
 	"encoding/json"
 	"testing"
+
+	"sigs.k8s.io/yaml"
 )
 
 func TestCheck(t *testing.T) {
@@ -55,5 +57,24 @@ func TestJSONStaysValid(t *testing.T) {
 	var got string
 	if err := json.Unmarshal(out.Bytes(), &got); err != nil || got != want {
 		t.Errorf("%s decodes as %q, %v; want %q", &out, got, err, want)
+	}
+}
+
+func TestYAMLKeepsValues(t *testing.T) {
+	for _, want := range []string{"", "a\tb\n\\u0041", "\x00\x1b\x7f\u0085\u009b\u202e", "\ufeff\ufffe\uffff", "flag \U0001f3f4\U000e0067\U000e007f"} {
+		text, err := json.Marshal(want)
+		if err != nil {
+			t.Fatal(err)
+		}
+		text = YAML(text)
+		for name, decode := range map[string]func([]byte, any) error{
+			"JSON": json.Unmarshal,
+			"YAML": func(text []byte, into any) error { return yaml.Unmarshal(text, into) },
+		} {
+			var got string
+			if err := decode(text, &got); err != nil || got != want {
+				t.Errorf("%s as %s: %q, want %q, %v", text, name, got, want, err)
+			}
+		}
 	}
 }

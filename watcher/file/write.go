@@ -14,6 +14,7 @@ import (
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/cluster"
+	"github.com/kpng-project/kpng/internal/plain"
 	"github.com/kpng-project/kpng/watcher"
 	corev1 "k8s.io/api/core/v1"
 	discoveryv1 "k8s.io/api/discovery/v1"
@@ -56,7 +57,7 @@ func Write(w io.Writer, s *cluster.Objects, opts WriteOptions) error {
 	if err != nil {
 		return err
 	}
-	o := &objects{opts: opts, allPorts: allPorts, converter: converter, out: bufio.NewWriter(w), marshal: yaml.Marshal, separator: "---\n"}
+	o := &objects{opts: opts, allPorts: allPorts, converter: converter, out: bufio.NewWriter(w), marshal: toYAML, separator: "---\n"}
 	if opts.JSON {
 		o.marshal, o.separator = json.Marshal, `{"apiVersion":"v1","kind":"List","items":[`+"\n"
 	}
@@ -78,6 +79,16 @@ func Write(w io.Writer, s *cluster.Objects, opts WriteOptions) error {
 		o.out.WriteString("\n]}\n")
 	}
 	return o.out.Flush() // reports errors of earlier writes too
+}
+
+// toYAML returns a value as YAML. Package yaml alone fails if JSON contains control
+// characters, which annotations may have.
+func toYAML(value any) ([]byte, error) {
+	text, err := json.Marshal(value)
+	if err != nil {
+		return nil, err
+	}
+	return yaml.JSONToYAML(plain.YAML(text))
 }
 
 // objects writes API objects. As a check, it converts each object back with a Converter.

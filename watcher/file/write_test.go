@@ -216,6 +216,25 @@ func findZero(v reflect.Value, field string, zero map[string]bool) {
 	}
 }
 
+func TestControlCharactersAreReadBack(t *testing.T) {
+	for _, text := range []string{"\x00\x1b[31m", "\x7f", "\u0085\u009b", "\ufeff\ufffe\uffff", "\U0001f3f4\U000e0067\U000e007f", "a\r\nb\u2028\u202e"} {
+		state := cluster.New(cluster.Options{})
+		state.Update(func(tx *cluster.Tx) {
+			tx.SetService(&api.Service{
+				Namespace: "a", Name: "b", Type: api.ClusterIP, Annotations: map[string]string{"example.com/note": text},
+				IPs:   api.ServiceIPs{ClusterIPs: api.NewIPSet(netip.MustParseAddr("10.0.0.1"))},
+				Ports: []api.PortMapping{{Port: 80, TargetPort: 80, Protocol: api.TCP}},
+			})
+		})
+		want := state.Objects()
+		for _, json := range []bool{false, true} {
+			if diff := cmp.Diff(contents(want), contents(readBack(t, want, WriteOptions{JSON: json}))); diff != "" {
+				t.Errorf("state with %q, JSON %t (-written +read):\n%s", text, json, diff)
+			}
+		}
+	}
+}
+
 func TestEmptyStateIsReadBack(t *testing.T) {
 	for _, json := range []bool{false, true} {
 		if got := contents(readBack(t, cluster.New(cluster.Options{}).Objects(), WriteOptions{JSON: json})); len(got) > 0 {

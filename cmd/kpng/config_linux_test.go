@@ -169,6 +169,15 @@ func TestFieldsOfKubeProxyBecomeFlags(t *testing.T) {
 		"unknown fields": {
 			"nftables", "mode: nftables\nextra: 1\nnftables: {other: x}", nil, "", "extra=1 nftables.other=x",
 		},
+		"a field with dots in its name": {
+			"nftables", "mode: nftables\nnftables.masqueradeAll: true\nnftables: {a.b: 1}", nil, "", `"nftables.masqueradeAll"=true nftables."a.b"=1`,
+		},
+		"a second document": {
+			"nftables", "mode: nftables\n---\n" + header + "mode: ipvs", nil, "", "=",
+		},
+		"empty documents": {
+			"nftables", "mode: nftables\n---\n# comment\n---\n", nil, "", "",
+		},
 		"a field that is given twice": {
 			"nftables", "mode: iptables\nmode: nftables", nil, "", "=",
 		},
@@ -213,22 +222,26 @@ func TestFieldsOfKubeProxyBecomeFlags(t *testing.T) {
 
 func TestWrongConfigurationIsAnError(t *testing.T) {
 	for config, want := range map[string]string{
-		"":                              "KubeProxyConfiguration",
-		"apiVersion: v1\nkind: Service": "KubeProxyConfiguration",
-		header + "mode: [":              "YAML",
-		header + "mode: userspace":      "userspace",
-		header + "detectLocalMode: x":   "detectLocalMode",
-		header + "conntrack: 1":         "conntrack: 1 is not an object",
-		header + "clusterCIDR: x":       "clusterCIDR",
-		header + "mode: nftables\nnftables: {masqueradeBit: x}":                            "nftables.masqueradeBit",
-		header + "nodePortAddresses: [localhost]":                                          "nodePortAddresses: localhost has only loopback",
-		header + "mode: kernelspace":                                                       "mode: kernelspace is a mode for Windows only",
-		header + "featureGates: {SomeGate: true}":                                          "featureGates: kube-proxy v1.37 has no feature gate SomeGate",
-		header + "mode: ipvs\nfeatureGates: {KubeProxyIPVS: false}":                        "mode: the feature gate KubeProxyIPVS",
-		header + "iptables: {masqueradeBit: '14'}":                                         `iptables.masqueradeBit: "14" is not an integer`,
-		header + "iptables: {minSyncPeriod: null}":                                         "iptables.minSyncPeriod: null is not a duration",
-		header + "detectLocalMode: BridgeInterface\ndetectLocal: {bridgeInterface: 'a b'}": "detectLocal.bridgeInterface: ",
-		header + "hostnameOverride: ' '":                                                   "hostnameOverride: ",
+		"":                               "the file is empty or not an object, want a KubeProxyConfiguration",
+		"[]":                             "the file is empty or not an object, want a KubeProxyConfiguration",
+		"apiVersion: v1\nkind: Service":  `the file has apiVersion "v1" and kind "Service", want`,
+		"kind: KubeProxyConfiguration":   "the file has apiVersion null and kind",
+		"apiVersion: v1\n---\n" + header: "the first document of the file has",
+		header + "mode: [":               "YAML",
+		header + "mode: userspace":       "userspace",
+		header + "detectLocalMode: x":    "detectLocalMode",
+		header + "conntrack: 1":          "conntrack: 1 is not an object",
+		header + "clusterCIDR: x":        "clusterCIDR",
+		header + "mode: nftables\nnftables: {masqueradeBit: x}":                                    "nftables.masqueradeBit",
+		header + "nodePortAddresses: [localhost]":                                                  "nodePortAddresses: localhost has only loopback",
+		header + "mode: kernelspace":                                                               "mode: kernelspace is a mode for Windows only",
+		header + "featureGates: {SomeGate: true}":                                                  "featureGates: kube-proxy v1.37 has no feature gate SomeGate",
+		header + "mode: ipvs\nfeatureGates: {KubeProxyIPVS: false}":                                "mode: the feature gate KubeProxyIPVS",
+		header + "iptables: {masqueradeBit: '14'}":                                                 `iptables.masqueradeBit: "14" is not an integer`,
+		header + "iptables: {minSyncPeriod: null}":                                                 "iptables.minSyncPeriod: null is not a duration",
+		header + "detectLocalMode: BridgeInterface\ndetectLocal: {bridgeInterface: 'a b'}":         "detectLocal.bridgeInterface: ",
+		header + "detectLocalMode: InterfaceNamePrefix\ndetectLocal: {interfaceNamePrefix: 'a,b'}": `detectLocal.interfaceNamePrefix: nftables options: "a,b*"`,
+		header + "hostnameOverride: ' '":                                                           "hostnameOverride: ",
 	} {
 		if _, _, err := configured(t, "nftables", config); err == nil || !strings.Contains(err.Error(), want) {
 			t.Errorf("error %v of %q, want one with %q", err, config, want)

@@ -4,6 +4,7 @@
 package kubeproxy
 
 import (
+	"bufio"
 	"bytes"
 	"cmp"
 	"encoding/json"
@@ -14,9 +15,11 @@ import (
 	"net/netip"
 	"runtime"
 	"slices"
+	"strconv"
 	"strings"
 
 	"github.com/spf13/pflag"
+	yamlutil "k8s.io/apimachinery/pkg/util/yaml"
 	"sigs.k8s.io/yaml"
 )
 
@@ -307,10 +310,18 @@ func (t *translation) pods() {
 	case "NodeCIDR":
 		t.set("detectLocalMode", "node-pod-cidrs", "true")
 	case "BridgeInterface":
-		t.set("detectLocal.bridgeInterface", "pod-interfaces", bridge)
+		t.set("detectLocal.bridgeInterface", "pod-interfaces", listItem(bridge))
 	case "InterfaceNamePrefix":
-		t.set("detectLocal.interfaceNamePrefix", "pod-interfaces", prefix+"*")
+		t.set("detectLocal.interfaceNamePrefix", "pod-interfaces", listItem(prefix+"*"))
 	}
+}
+
+// listItem returns the value of a flag for a list with one item, which may contain commas.
+func listItem(item string) string {
+	if strings.ContainsAny(item, `",`) {
+		return `"` + strings.ReplaceAll(item, `"`, `""`) + `"`
+	}
+	return item
 }
 
 // nodePorts sets the flag for the addresses of node ports.
@@ -367,16 +378,39 @@ func (t *translation) read(file []byte) error {
 	}
 	decoder := json.NewDecoder(bytes.NewReader(document))
 	decoder.UseNumber() // keeps integers as they are
-	var tree map[string]any
-	if err := decoder.Decode(&tree); err != nil {
+	var content any
+	if err := decoder.Decode(&content); err != nil {
 		return fmt.Errorf("parse configuration: %w", err)
 	}
 	const apiVersion, kind = "kubeproxy.config.k8s.io/v1alpha1", "KubeProxyConfiguration"
+	tree, ok := content.(map[string]any)
+	if !ok {
+		return fmt.Errorf("the file is empty or not an object, want a %s of %s", kind, apiVersion)
+	}
+	documents := countDocuments(file)
 	if tree["apiVersion"] != apiVersion || tree["kind"] != kind {
-		return fmt.Errorf("the file has apiVersion %v and kind %v, want %s and %s", tree["apiVersion"], tree["kind"], apiVersion, kind)
+		first := map[bool]string{true: "the first document of "}[documents > 1]
+		return fmt.Errorf("%sthe file has apiVersion %s and kind %s, want %s and %s", first, inJSON(tree["apiVersion"]), inJSON(tree["kind"]), apiVersion, kind)
+	}
+	if documents > 1 {
+		t.differ("", "", fmt.Sprintf("the first of %d documents is used, as by kube-proxy", documents))
 	}
 	t.walk("", tree)
 	return errors.Join(t.errs...)
+}
+
+// countDocuments returns the number of YAML documents that are not empty.
+func countDocuments(file []byte) int {
+	n := 0
+	for reader := yamlutil.NewYAMLReader(bufio.NewReader(bytes.NewReader(file))); ; {
+		document, err := reader.Read()
+		if err != nil {
+			return n // Read returns only io.EOF, because the source is in memory
+		}
+		if text, err := yaml.YAMLToJSON(document); err != nil || string(text) != "null" {
+			n++
+		}
+	}
 }
 
 // walk adds the fields below the field with this path to t.values.
@@ -387,6 +421,8 @@ func (t *translation) walk(path string, tree map[string]any) {
 		section := slices.ContainsFunc(slices.Collect(maps.Keys(fields)), func(p string) bool { return strings.HasPrefix(p, path+".") })
 		nested, ok := value.(map[string]any)
 		switch {
+		case strings.Contains(key, "."): // not the path of a field
+			t.differ(strings.TrimSuffix(path, key)+strconv.Quote(key), strings.Trim(inJSON(value), `"`), Unknown)
 		case known:
 			text, err := f.read(value)
 			if err != nil {

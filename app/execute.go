@@ -9,6 +9,7 @@ import (
 	"io"
 	"os"
 	"os/signal"
+	"strings"
 	"syscall"
 
 	"github.com/kpng-project/kpng/internal/plain"
@@ -40,12 +41,18 @@ func Execute(cmd *cobra.Command) {
 	}
 }
 
+// errorText returns the message of an error. It indents all lines except the first one, so
+// that they do not look like lines of the log.
+func errorText(command string, err error) string {
+	return command + ": " + strings.ReplaceAll(err.Error(), "\n", "\n\t")
+}
+
 // runHosted runs cmd and prints or logs its error.
 func runHosted(cmd *cobra.Command) error {
 	h := hostingOf(os.Args[1:])
 	stderr := plain.Writer(os.Stderr)
 	cmd.SetErr(stderr)
-	run, print := untilSignal, func(err error) { fmt.Fprintf(stderr, "%s: %v\n", cmd.Name(), err) }
+	run, print := untilSignal, func(err error) { fmt.Fprintln(stderr, errorText(cmd.Name(), err)) }
 	service, err := h.detectService()
 	var log io.Writer
 	switch {

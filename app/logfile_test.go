@@ -3,6 +3,7 @@
 package app
 
 import (
+	"errors"
 	"os"
 	"path/filepath"
 	"runtime/debug"
@@ -64,5 +65,12 @@ func TestHostingFlagsAreFoundAmongOthers(t *testing.T) {
 				t.Errorf("log file of %q is %q, want %q", test.args, got, test.want)
 			}
 		})
+	}
+}
+
+func TestErrorsForgeNoLinesOfTheLog(t *testing.T) {
+	err := errors.Join(errors.New("first"), errors.New("E1126 12:00:00.000000 second"))
+	if got, want := errorText("kpng", err), "kpng: first\n\tE1126 12:00:00.000000 second"; got != want {
+		t.Errorf("error %q, want %q", got, want)
 	}
 }

@@ -124,12 +124,16 @@ func (l list) print(out io.Writer, objects iter.Seq[object], output string) (fou
 				_, err = fmt.Fprintf(out, "---\n%s", text)
 			}
 		case "name":
-			_, err = fmt.Fprintln(plain.Writer(out), o.name)
+			_, err = fmt.Fprintln(plain.Writer(out), plain.Line(o.name))
 		default:
 			if first {
 				fmt.Fprintln(w, strings.Join(head, "\t"))
 			}
-			_, err = fmt.Fprintln(w, strings.Join(o.row[:len(head)], "\t"))
+			row := slices.Clone(o.row[:len(head)])
+			for i, cell := range row {
+				row[i] = plain.Line(cell)
+			}
+			_, err = fmt.Fprintln(w, strings.Join(row, "\t"))
 		}
 		if err != nil {
 			return found, err

@@ -9,6 +9,7 @@ import (
 	"net/netip"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"unicode"
@@ -122,6 +123,22 @@ func TestGetErrors(t *testing.T) {
 }
 
 // Names from a server must not control the terminal.
+// An API server that does not check names could forge rows of a table.
+func TestObjectsAreOneLineEach(t *testing.T) {
+	l := list{head: []string{"NAMESPACE", "NAME"}}
+	for _, output := range []string{"", "name"} {
+		var out strings.Builder
+		o := object{name: "a/b\nc/d", row: []string{"a", "b\nc\td\x1b"}}
+		if _, err := l.print(&out, slices.Values([]object{o}), output); err != nil {
+			t.Fatal(err)
+		}
+		lines := strings.Split(strings.TrimSuffix(out.String(), "\n"), "\n")
+		if last := lines[len(lines)-1]; len(lines) > 2 || !strings.Contains(last, `b\u000ac`) {
+			t.Errorf("output %q prints %q", output, out.String())
+		}
+	}
+}
+
 func TestNamesFromAServerArePrintable(t *testing.T) {
 	const evil = "\x1b]0;pwned\a\nNAMESPACE\tweb\u202e"
 	state := cluster.New(cluster.Options{})

@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"io"
 	"slices"
+	"strings"
 	"unicode"
 	"unicode/utf16"
 	"unicode/utf8"
@@ -48,6 +49,17 @@ func YAML(text []byte) []byte {
 		}
 	}
 	return out
+}
+
+// Line returns text without characters that cannot be printed, in particular newlines and
+// tabs. It replaces them by escape sequences as a Writer does.
+func Line(text string) string {
+	if Check(text) == nil {
+		return text
+	}
+	var out strings.Builder
+	Writer(&out).Write([]byte(text)) // a Builder returns no errors
+	return strings.NewReplacer("\n", `\u000a`, "\t", `\u0009`).Replace(out.String())
 }
 
 // Writer returns a writer that writes to w. It replaces all characters that control a

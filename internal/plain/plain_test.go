@@ -60,6 +60,14 @@ func TestJSONStaysValid(t *testing.T) {
 	}
 }
 
+func TestLineHasNoNewlines(t *testing.T) {
+	for text, want := range map[string]string{"": "", "web ä": "web ä", "a\n\tb\x1b\u202e": `a\u000a\u0009b\u001b\u202e`} {
+		if got := Line(text); got != want {
+			t.Errorf("%q: %q, want %q", text, got, want)
+		}
+	}
+}
+
 func TestYAMLKeepsValues(t *testing.T) {
 	for _, want := range []string{"", "a\tb\n\\u0041", "\x00\x1b\x7f\u0085\u009b\u202e", "\ufeff\ufffe\uffff", "flag \U0001f3f4\U000e0067\U000e007f"} {
 		text, err := json.Marshal(want)

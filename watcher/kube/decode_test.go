@@ -305,3 +305,11 @@ func TestListIsRepeatedAfterABrokenConnection(t *testing.T) {
 		t.Errorf("error %v after %d requests", err, requests.Load())
 	}
 }
+
+func TestLoggedNamesAreOneLine(t *testing.T) {
+	for want, key := range map[string][2]string{"n": {"", "n"}, "ns/n": {"ns", "n"}, `ns/n\u000aE1126 forged\u001b`: {"ns", "n\nE1126 forged\x1b"}} {
+		if got := objectName(key[0], key[1]); got != want {
+			t.Errorf("name %q, want %q", got, want)
+		}
+	}
+}

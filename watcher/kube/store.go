@@ -10,6 +10,7 @@ import (
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/cluster"
+	"github.com/kpng-project/kpng/internal/plain"
 	"github.com/kpng-project/kpng/watcher"
 	corev1 "k8s.io/api/core/v1"
 	discoveryv1 "k8s.io/api/discovery/v1"
@@ -129,7 +130,7 @@ func (s *store[O, T]) decode(object []byte) runtime.Object {
 		}
 		i = newItem[T](o)
 		i.unreadable = true
-		s.logger.Error(err, "Ignored an object that cannot be decoded", "kind", s.kind, "object", klog.KObj(o))
+		s.logger.Error(err, "Ignored an object that cannot be decoded", "kind", s.kind, "object", objectName(o.GetNamespace(), o.GetName()))
 	})
 	if i == nil {
 		i = &item[T]{unreadable: true}
@@ -300,9 +301,14 @@ func (w *watch) reduceNode(n *corev1.Node, i *item[api.Node]) {
 	}
 }
 
+// objectName returns the name of an object for the log. klog.KRef does not quote it.
+func objectName(namespace, name string) string {
+	return plain.Line(klog.KRef(namespace, name).String())
+}
+
 func (w *watch) log(problems []watcher.Problem) {
 	for _, p := range problems {
-		w.logger.Info("Ignored an invalid field", "kind", p.Kind, "object", klog.KRef(p.Object.Namespace, p.Object.Name),
+		w.logger.Info("Ignored an invalid field", "kind", p.Kind, "object", objectName(p.Object.Namespace, p.Object.Name),
 			"field", p.Field, "problem", p.Message)
 	}
 }

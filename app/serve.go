@@ -151,6 +151,10 @@ func listen(address string) (net.Listener, error) {
 		return nil, usage.Errorf("parse bind address %q, want host:port: %w", address, err)
 	}
 	l, err := net.Listen("tcp", net.JoinHostPort(cmp.Or(host, "127.0.0.1"), port))
+	if errors.Is(err, errInUse) {
+		err = fmt.Errorf("%w; another program uses the address, possibly another kpng: "+
+			"change --healthz-bind-address or --metrics-bind-address, or wait with --wait", err)
+	}
 	if err != nil {
 		return nil, fmt.Errorf("serve health or metrics: %w", err)
 	}

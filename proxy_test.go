@@ -23,8 +23,10 @@ import (
 	"go.uber.org/goleak"
 	corev1 "k8s.io/api/core/v1"
 	discoveryv1 "k8s.io/api/discovery/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apimachinery/pkg/watch"
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/cache"
@@ -347,8 +349,13 @@ func TestHealthNeedsNodeOfAPIServer(t *testing.T) {
 	nodes := watch.NewFake()
 	informer := func(example runtime.Object, list runtime.Object, changes watch.Interface) cache.SharedInformer {
 		return cache.NewSharedInformer(&cache.ListWatch{
-			ListWithContextFunc:  func(context.Context, metav1.ListOptions) (runtime.Object, error) { return list, nil },
-			WatchFuncWithContext: func(context.Context, metav1.ListOptions) (watch.Interface, error) { return changes, nil },
+			ListWithContextFunc: func(context.Context, metav1.ListOptions) (runtime.Object, error) { return list, nil },
+			WatchFuncWithContext: func(_ context.Context, o metav1.ListOptions) (watch.Interface, error) {
+				if o.SendInitialEvents != nil { // streaming lists, since client-go v0.35
+					return nil, apierrors.NewInvalid(schema.GroupKind{}, "", nil)
+				}
+				return changes, nil
+			},
 		}, example, 0)
 	}
 	informers := &kube.Informers{

@@ -28,7 +28,11 @@ type cluster struct {
 
 func newCluster(t testing.TB, server *apiserver.Server) *cluster {
 	t.Helper()
-	return &cluster{t, server.Client(), server.Namespace(t)}
+	c := &cluster{t, server.Client(), server.Namespace(t)}
+	// A proxy is not ready before its Node exists.
+	_, err := c.client.CoreV1().Nodes().Create(t.Context(), &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: c.name}}, metav1.CreateOptions{})
+	c.check(err)
+	return c
 }
 
 // create creates a service for a proxy. The service has the external IPs and no

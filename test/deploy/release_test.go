@@ -181,7 +181,7 @@ func TestRelease(t *testing.T) {
 				t.Errorf("no licence of %s %s", module, version)
 			}
 		}
-		for _, part := range []string{"The Go Authors", "Mozilla Public License", "CoreOS, Inc"} {
+		for _, part := range []string{"The Go Authors", "Mozilla Public License", "SoundCloud Ltd."} {
 			if !strings.Contains(text, part) {
 				t.Errorf("the licences do not contain %q", part)
 			}
@@ -323,7 +323,8 @@ func vulnerabilities(t *testing.T, module, function string) string {
 		"index/db.json":      `{"modified":"2026-01-01T00:00:00Z"}`,
 		"index/vulns.json":   `[{` + id + `}]`,
 		"index/modules.json": `[{"path":"` + module + `","vulns":[{` + id + `}]}]`,
-		"ID/GO-2026-0001.json": `{"schema_version":"1.3.1",` + id + `,"summary":"a test","affected":[{
+		"ID/GO-2026-0001.json": `{"schema_version":"1.3.1",` + id + `,"summary":"a test",
+			"database_specific":{"url":"https://example.com"},"affected":[{
 			"package":{"name":"` + module + `","ecosystem":"Go"},
 			"ranges":[{"type":"SEMVER","events":[{"introduced":"0"}]}],
 			"ecosystem_specific":{"imports":[{"path":"` + module + `","symbols":["` + function + `"]}]}}]}`,

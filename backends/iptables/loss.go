@@ -26,10 +26,11 @@ func (t *ruleset) checkLoss(ctx context.Context) error {
 	if t.broken != nil {
 		return nil
 	}
-	err := t.checkChains(ctx)
+	check := t.checkChains
 	if t.run.flavour == Legacy {
-		err = t.checkEntries(ctx)
+		check = t.checkEntries
 	}
+	err := check(ctx)
 	if err != nil || !t.withSets {
 		return err
 	}

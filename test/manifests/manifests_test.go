@@ -124,7 +124,7 @@ func TestManifestsAreRefusedExactlyIfTheAPIServerRefusesThem(t *testing.T) {
 	}
 }
 
-// dice makes random objects. Most are valid but for a few values.
+// dice makes random objects. Most are valid except for a few values.
 type dice struct{ *rand.Rand }
 
 func (d dice) oneIn(n int) bool { return d.IntN(n) == 0 }

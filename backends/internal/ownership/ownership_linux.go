@@ -118,7 +118,7 @@ func ask(address string) (string, error) {
 	return process, nil
 }
 
-// serve describes this process to other processes that ask for the owner. It refuses the
+// serve describes this process to other processes that look for the owner. It refuses the
 // description to other users, because command lines of embedding programs may be private.
 func serve(l net.Listener) {
 	for {

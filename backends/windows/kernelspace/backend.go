@@ -194,8 +194,8 @@ func (b *Backend) Verify(ctx context.Context) error {
 	return fmt.Errorf("%w: %w", err, sink.ErrStartOver)
 }
 
-// VerifyInterval implements [sink.Poller]. HNS loses load balancers by itself
-// (kubernetes/kubernetes#110849), and sends no notification. Verify lists all objects of
+// VerifyInterval implements [sink.Poller]. HNS may delete load balancers that
+// no program asked it to delete (kubernetes/kubernetes#110849), without a notification. Verify lists all objects of
 // HNS, so the interval is kube-proxy's default of syncPeriod.
 func (b *Backend) VerifyInterval() time.Duration { return 30 * time.Second }
 

@@ -429,7 +429,7 @@ func TestVerifyRepairsForeignChanges(t *testing.T) {
 	}
 }
 
-// HNS loses nearly all load balancers by itself (kubernetes/kubernetes#110849).
+// HNS deletes nearly all load balancers without a request (kubernetes/kubernetes#110849).
 func TestVanishedLoadBalancersAreRestored(t *testing.T) {
 	const services = 577
 	w := l2bridge(t)

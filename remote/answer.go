@@ -10,7 +10,7 @@ import (
 	"strings"
 
 	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/api/localv1"
+	"github.com/kpng-project/kpng/internal/wire/localv1"
 	"google.golang.org/protobuf/proto"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/klog/v2"

@@ -16,7 +16,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kpng-project/kpng/api/localv1"
+	"github.com/kpng-project/kpng/internal/wire/localv1"
 	"github.com/kpng-project/kpng/remote/transport"
 	"google.golang.org/grpc"
 	"google.golang.org/protobuf/encoding/protowire"

@@ -7,7 +7,7 @@ import (
 	"strings"
 
 	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/api/localv1"
+	"github.com/kpng-project/kpng/internal/wire/localv1"
 )
 
 // entry is the client's copy of one service. It is immutable.

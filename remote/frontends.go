@@ -6,7 +6,7 @@ import (
 	"net/netip"
 
 	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/api/localv1"
+	"github.com/kpng-project/kpng/internal/wire/localv1"
 	"github.com/kpng-project/kpng/nodeview"
 )
 

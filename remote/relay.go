@@ -6,10 +6,10 @@ import (
 	"iter"
 	"slices"
 
-	"github.com/kpng-project/kpng/api/clusterv1"
-	"github.com/kpng-project/kpng/api/localv1"
 	"github.com/kpng-project/kpng/cluster"
 	"github.com/kpng-project/kpng/diffstore"
+	"github.com/kpng-project/kpng/internal/wire/clusterv1"
+	"github.com/kpng-project/kpng/internal/wire/localv1"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/mem"

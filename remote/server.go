@@ -12,10 +12,10 @@ import (
 	"sync/atomic"
 	"time"
 
-	"github.com/kpng-project/kpng/api/clusterv1"
-	"github.com/kpng-project/kpng/api/localv1"
 	"github.com/kpng-project/kpng/cluster"
 	"github.com/kpng-project/kpng/diffstore"
+	"github.com/kpng-project/kpng/internal/wire/clusterv1"
+	"github.com/kpng-project/kpng/internal/wire/localv1"
 	"github.com/kpng-project/kpng/remote/transport"
 	"golang.org/x/sync/errgroup"
 	"google.golang.org/grpc"

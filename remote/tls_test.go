@@ -20,8 +20,8 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kpng-project/kpng/api/clusterv1"
 	"github.com/kpng-project/kpng/cluster"
+	"github.com/kpng-project/kpng/internal/wire/clusterv1"
 	"github.com/kpng-project/kpng/remote"
 	"github.com/kpng-project/kpng/remote/transport"
 	watcher "github.com/kpng-project/kpng/watcher/remote"

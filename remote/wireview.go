@@ -11,7 +11,7 @@ import (
 	"sync"
 
 	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/api/localv1"
+	"github.com/kpng-project/kpng/internal/wire/localv1"
 	"k8s.io/apimachinery/pkg/types"
 )
 

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Command protogen generates Go code from .proto files without protoc. Its arguments are
-// paths relative to the working directory. It writes each file's code beside the file.
-// The flag -plugins names the folder with protoc-gen-go and protoc-gen-go-grpc.
+// paths relative to the working directory, which is the root of the module. It writes the
+// code of each file to the folder that the file's option go_package names. The flag
+// -plugins names the folder with protoc-gen-go and protoc-gen-go-grpc.
 package main
 
 import (
@@ -41,7 +42,7 @@ func run(ctx context.Context, plugins string, files []string) error {
 	if err != nil {
 		return err
 	}
-	request := &pluginpb.CodeGeneratorRequest{FileToGenerate: files, Parameter: proto.String("paths=source_relative")}
+	request := &pluginpb.CodeGeneratorRequest{FileToGenerate: files, Parameter: proto.String("module=github.com/kpng-project/kpng")}
 	seen := map[string]bool{}
 	for _, file := range compiled {
 		request.ProtoFile = appendFile(request.ProtoFile, seen, file)

@@ -14,9 +14,9 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/api/clusterv1"
-	"github.com/kpng-project/kpng/api/localv1"
 	"github.com/kpng-project/kpng/cluster"
+	"github.com/kpng-project/kpng/internal/wire/clusterv1"
+	"github.com/kpng-project/kpng/internal/wire/localv1"
 	"github.com/kpng-project/kpng/remote/transport"
 	"google.golang.org/grpc"
 	"k8s.io/apimachinery/pkg/types"

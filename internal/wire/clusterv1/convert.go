@@ -15,8 +15,8 @@ import (
 	"net/netip"
 
 	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/api/localv1"
 	"github.com/kpng-project/kpng/internal/plain"
+	"github.com/kpng-project/kpng/internal/wire/localv1"
 	"k8s.io/apimachinery/pkg/types"
 )
 

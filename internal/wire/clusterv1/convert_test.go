@@ -9,9 +9,9 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/api/clusterv1"
-	"github.com/kpng-project/kpng/api/localv1"
 	"github.com/kpng-project/kpng/internal/apitest"
+	"github.com/kpng-project/kpng/internal/wire/clusterv1"
+	"github.com/kpng-project/kpng/internal/wire/localv1"
 	"google.golang.org/protobuf/proto"
 	"k8s.io/apimachinery/pkg/types"
 )

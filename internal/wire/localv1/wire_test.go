@@ -12,8 +12,8 @@ import (
 	"testing"
 
 	"github.com/google/go-cmp/cmp"
-	"github.com/kpng-project/kpng/api/clusterv1"
-	"github.com/kpng-project/kpng/api/localv1"
+	"github.com/kpng-project/kpng/internal/wire/clusterv1"
+	"github.com/kpng-project/kpng/internal/wire/localv1"
 	"google.golang.org/protobuf/reflect/protoreflect"
 	"google.golang.org/protobuf/types/dynamicpb"
 )
@@ -53,7 +53,7 @@ func TestFieldNumbersAreDocumented(t *testing.T) {
 		got = append(got, fmt.Sprintf("%s: %s", e.Name(), strings.Join(values, ", ")))
 	}
 
-	page, err := os.ReadFile("../../docs/wire.md")
+	page, err := os.ReadFile("../../../docs/wire.md")
 	if err != nil {
 		t.Fatal(err)
 	}

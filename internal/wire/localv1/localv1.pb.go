@@ -2953,7 +2953,7 @@ const file_api_localv1_localv1_proto_rawDesc = "" +
 	"\rMasqueradeAll\x10\x02\x12\x12\n" +
 	"\x0eMasqueradeNode\x10\x0327\n" +
 	"\x04Sets\x12/\n" +
-	"\x05Watch\x12\x11.localv1.WatchReq\x1a\x0f.localv1.OpItem(\x010\x01B*Z(github.com/kpng-project/kpng/api/localv1b\x06proto3"
+	"\x05Watch\x12\x11.localv1.WatchReq\x1a\x0f.localv1.OpItem(\x010\x01B4Z2github.com/kpng-project/kpng/internal/wire/localv1b\x06proto3"
 
 var (
 	file_api_localv1_localv1_proto_rawDescOnce sync.Once

@@ -12,7 +12,7 @@
 package clusterv1
 
 import (
-	localv1 "github.com/kpng-project/kpng/api/localv1"
+	localv1 "github.com/kpng-project/kpng/internal/wire/localv1"
 	protoreflect "google.golang.org/protobuf/reflect/protoreflect"
 	protoimpl "google.golang.org/protobuf/runtime/protoimpl"
 	reflect "reflect"
@@ -624,7 +624,7 @@ const file_api_clusterv1_clusterv1_proto_rawDesc = "" +
 	"\tfor_nodes\x18\x01 \x03(\tR\bforNodes\x12\x1b\n" +
 	"\tfor_zones\x18\x02 \x03(\tR\bforZones2U\n" +
 	"\aCluster\x12J\n" +
-	"\x05Watch\x12\x1d.kpng.cluster.v1.WatchRequest\x1a\x1e.kpng.cluster.v1.WatchResponse(\x010\x01B,Z*github.com/kpng-project/kpng/api/clusterv1b\x06proto3"
+	"\x05Watch\x12\x1d.kpng.cluster.v1.WatchRequest\x1a\x1e.kpng.cluster.v1.WatchResponse(\x010\x01B6Z4github.com/kpng-project/kpng/internal/wire/clusterv1b\x06proto3"
 
 var (
 	file_api_clusterv1_clusterv1_proto_rawDescOnce sync.Once

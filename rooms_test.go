@@ -112,3 +112,24 @@ func readRooms(t *testing.T) map[string][]string {
 	}
 	return rooms
 }
+
+// With text/template, the linker keeps all exported methods of a program, which are many
+// megabytes of an agent with typed clients. So the packages that an agent imports do not
+// need it.
+func TestAgentsNeedNoTemplates(t *testing.T) {
+	list := exec.Command("go", "list", "-deps", ".", "./status", "./health", "./metrics", "./backends/nftables", "./backends/conntrack", "./backends/healthcheck")
+	list.Stderr = os.Stderr
+	out, err := list.Output()
+	if err != nil {
+		t.Fatal(err)
+	}
+	packages := strings.Fields(string(out))
+	if !slices.Contains(packages, module+"/status") {
+		t.Errorf("the list of packages has no package status: %s", out)
+	}
+	for _, unwanted := range []string{"text/template", "html/template"} {
+		if slices.Contains(packages, unwanted) {
+			t.Errorf("an agent needs package %s", unwanted)
+		}
+	}
+}

@@ -3,39 +3,91 @@
 package status
 
 import (
+	"bytes"
 	_ "embed"
 	"fmt"
-	"html/template"
+	"html"
 	"net/url"
 	"slices"
 	"strings"
 	"time"
 )
 
-//go:embed page.html
-var pageText string
+// head is the beginning of each page, up to the title.
+//
+//go:embed head.html
+var head string
 
-var (
-	pages       = template.Must(template.New("").Funcs(functions).Parse(pageText))
-	reportPage  = pages.Lookup("report")
-	servicePage = pages.Lookup("service")
-)
-
-var functions = template.FuncMap{
-	"age":   Age,
-	"brief": brief,
-	"first": func(n int, list []Failure) []Failure { return list[:min(n, len(list))] },
-	"join":  func(list []string) string { return brief(120, strings.Join(list, ", ")) },
-	"query": func(pairs ...string) template.URL {
-		values := url.Values{}
-		for i := 0; i < len(pairs); i += 2 {
-			if pairs[i+1] != "" {
-				values.Set(pairs[i], pairs[i+1])
-			}
-		}
-		return template.URL("?" + values.Encode())
-	},
+// page collects the HTML of a page. It does not use html/template, because with package
+// text/template the linker keeps all exported methods of a program.
+type page struct {
+	bytes.Buffer
+	now time.Time
 }
+
+// markup is text that is HTML already.
+type markup string
+
+// add appends format. It escapes all arguments but numbers and markup.
+func (p *page) add(format string, args ...any) {
+	for i, arg := range args {
+		switch arg := arg.(type) {
+		case string:
+			args[i] = html.EscapeString(arg)
+		case time.Time:
+			args[i] = html.EscapeString(Age(p.now, arg))
+		case markup, int, uint64, float64:
+		default:
+			args[i] = html.EscapeString(fmt.Sprint(arg))
+		}
+	}
+	fmt.Fprintf(p, format, args...)
+}
+
+func newPage(title string, now time.Time) *page {
+	p := &page{now: now}
+	p.WriteString(head)
+	p.add("<title>%s</title>\n</head>\n<body>\n", title)
+	return p
+}
+
+func (p *page) end() []byte {
+	p.WriteString("</body>\n</html>\n")
+	return p.Bytes()
+}
+
+// table begins a section with a table. The section has no heading if heading is "".
+func (p *page) table(heading, id string, columns ...string) {
+	if heading != "" {
+		p.add("<h2>%s</h2>\n", heading)
+	}
+	p.add("<table id=\"%s\">\n<tr>", id)
+	for _, c := range columns {
+		p.add("<th>%s", c)
+	}
+	p.WriteByte('\n')
+}
+
+func (p *page) endTable() { p.WriteString("</table>\n") }
+
+// bad returns text in the colour of errors.
+func bad(text string) markup {
+	return markup(`<span class="bad">` + html.EscapeString(text) + "</span>")
+}
+
+// link returns a link to the page with the given query, which has keys and values in turn.
+// Values that are "" are omitted.
+func link(text string, query ...string) markup {
+	values := url.Values{}
+	for i := 0; i < len(query); i += 2 {
+		if query[i+1] != "" {
+			values.Set(query[i], query[i+1])
+		}
+	}
+	return markup(`<a href="?` + html.EscapeString(values.Encode()) + `">` + html.EscapeString(text) + "</a>")
+}
+
+func serviceLink(name string) markup { return link(name, "service", name) }
 
 // Age describes the time t relative to now in a few words.
 func Age(now, t time.Time) string {
@@ -62,36 +114,203 @@ func brief(n int, text string) string {
 	return text
 }
 
-// reportData is the data of the template "report".
-type reportData struct {
-	*Report
-	Match string // the text by which services were selected
+// join returns the beginning of a list.
+func join(list []string) string { return brief(120, strings.Join(list, ", ")) }
+
+// orDash returns text, or a dash if text is "".
+func orDash(text string) string {
+	if text == "" {
+		return "–"
+	}
+	return text
 }
 
-// Title returns the title of the page, which also appears in the tab of a browser.
-func (r reportData) Title() string {
+// html returns the page of the report. The text match has selected the services.
+func (r *Report) html(match string) []byte {
+	heading := "kpng"
+	if r.Node != "" {
+		heading = "kpng on node " + r.Node
+	}
+	title := heading
 	if n := len(r.Problems); n > 0 {
-		return fmt.Sprintf("%s: problems: %d", r.Heading(), n)
+		title = fmt.Sprintf("%s: problems: %d", heading, n)
 	}
-	return r.Heading()
-}
-
-// Heading names the node.
-func (r reportData) Heading() string {
-	if r.Node == "" {
-		return "kpng"
+	p := newPage(title, r.Time)
+	p.add("<h1>%s</h1>\n<p class=\"dim\">", heading)
+	if r.Program != "" {
+		p.add("%s · ", r.Program)
 	}
-	return "kpng on node " + r.Node
+	p.add("%s UTC · %s\n", r.Time.UTC().Format(time.DateTime), link("JSON", "output", "json"))
+	p.problems(r.Problems)
+	p.source(&r.Source)
+	if len(r.Sinks) > 0 {
+		p.sinks(r.Sinks)
+		p.failing(r.Sinks)
+	}
+	if r.Clients != nil {
+		p.clients(r.Clients)
+	}
+	if len(r.Changes) > 0 {
+		p.table("Recent changes", "changes", "service", "revision", "time")
+		for _, c := range r.Changes {
+			name := serviceLink(c.Service)
+			if c.Deleted {
+				name = markup(html.EscapeString(c.Service) + " (deleted)")
+			}
+			p.add("<tr><td>%s<td>%d<td>%s\n", name, c.Revision, c.Time)
+		}
+		p.endTable()
+	}
+	p.services(r, match)
+	return p.end()
 }
 
-// HasFailures reports whether a service fails in a sink.
-func (r reportData) HasFailures() bool {
-	return slices.ContainsFunc(r.Sinks, func(s Sink) bool { return s.Failing > 0 })
+func (p *page) problems(problems []string) {
+	if len(problems) == 0 {
+		p.add("<p id=\"problems\" class=\"ok\">No problems.\n")
+		return
+	}
+	p.add("<ul id=\"problems\" class=\"bad\">")
+	for _, problem := range problems {
+		p.add("<li>%s</li>", brief(500, problem))
+	}
+	p.add("</ul>\n")
 }
 
-// serviceData is the data of the template "service".
-type serviceData struct {
-	*ServiceReport
-	Node    string // the node that the request selects
-	AnyNode bool   // whether a request may select a node
+func (p *page) source(s *Source) {
+	synced := markup(`<span class="ok">yes</span>`)
+	switch {
+	case !s.Synced:
+		synced = bad("no")
+	case s.Stale:
+		synced = bad("stale")
+	}
+	p.table("Source", "source", "source", "synced", "revision", "last change", "services", "slices", "nodes")
+	p.add("<tr><td>%s<td>%s<td>%d<td>%s<td>%d<td>%d<td>%d\n", orDash(s.Name), synced, s.Revision, s.LastChange, s.Services, s.Slices, s.Nodes)
+	p.endTable()
+}
+
+func (p *page) sinks(sinks []Sink) {
+	p.table("Sinks", "sinks", "sink", "revision", "all programmed", "last sync", "last progress", "syncs", "pending", "failing", "error")
+	for i := range sinks {
+		s := &sinks[i]
+		p.add("<tr><td>%s<td>%d<td>", orDash(s.Name), s.Revision)
+		if s.Passes > 0 {
+			p.add("%s", s.LastPass)
+		} else {
+			p.add("%s", bad("not yet"))
+		}
+		p.add("<td>%s<td>%s", s.LastSync, s.LastProgress)
+		if !s.SyncingSince.IsZero() {
+			p.add(", syncing since %s", s.SyncingSince)
+		} else if !s.WaitingSince.IsZero() {
+			p.add(", work waits since %s", s.WaitingSince)
+		}
+		p.add("<td>%d<td>%d", s.Syncs, s.Pending)
+		if len(s.PendingServices) > 0 {
+			p.add(": %s", join(s.PendingServices))
+		}
+		if s.Failing > 0 {
+			p.add("<td>%s<td>", bad(fmt.Sprint(s.Failing)))
+		} else {
+			p.add("<td>0<td>")
+		}
+		if s.Error != "" {
+			p.add("%s, %d times, next attempt %s", bad(brief(500, s.Error)), s.Failures, s.NextAttempt)
+		}
+		p.WriteByte('\n')
+	}
+	p.endTable()
+}
+
+// failing shows at most 100 failing services of each sink.
+func (p *page) failing(sinks []Sink) {
+	if !slices.ContainsFunc(sinks, func(s Sink) bool { return s.Failing > 0 }) {
+		return
+	}
+	p.table("Failing services", "failing", "sink", "service", "error", "failures", "next retry")
+	for i := range sinks {
+		s := &sinks[i]
+		for _, f := range s.FailingServices[:min(100, len(s.FailingServices))] {
+			p.add("<tr><td>%s<td>%s<td>%s<td>%d<td>%s\n", s.Name, serviceLink(f.Service), brief(300, f.Error), f.Failures, f.NextRetry)
+		}
+		if s.Failing > 100 {
+			p.add("<tr><td>%s<td colspan=\"4\">and others: %d services fail in this sink. The %s has the first 1,000\n", s.Name, s.Failing, link("JSON", "output", "json"))
+		}
+	}
+	p.endTable()
+}
+
+func (p *page) clients(c *Clients) {
+	p.add("<h2>Clients</h2>\n<p>%d nodes are served on %d streams. ", c.Nodes, c.Streams)
+	if c.Behind > 0 {
+		p.add("%d streams do not have all changes; the oldest missing change was %.1f s ago.\n", c.Behind, c.BehindSeconds)
+	} else {
+		p.add("All have all changes.\n")
+	}
+	if len(c.Slowest) == 0 {
+		return
+	}
+	p.table("", "clients", "node", "client", "connected", "revision", "behind")
+	for _, client := range c.Slowest {
+		node, behind := "whole cluster", "–"
+		if client.Node != "" {
+			node = client.Node
+		}
+		if client.BehindSeconds > 0 {
+			behind = fmt.Sprintf("%.1f s", client.BehindSeconds)
+		}
+		p.add("<tr><td>%s<td>%s<td>%s<td>%d<td>%s\n", brief(253, node), brief(253, client.Peer), client.Since, uint64(client.Revision), behind)
+	}
+	p.endTable()
+}
+
+func (p *page) services(r *Report, match string) {
+	p.add("<h2>Services</h2>\n<form><input name=\"match\" value=\"%s\" placeholder=\"namespace or name\" aria-label=\"namespace or name\"> <button>Find</button></form>\n", match)
+	p.table("", "services", "service", "type", "addresses", "ports", "endpoints", "remarks")
+	for i := range r.Services {
+		s := &r.Services[i]
+		p.add("<tr><td>%s<td>%s<td>%s<td>%s<td>%d", serviceLink(s.Service), s.Type, join(s.Addresses), join(s.Ports), s.Endpoints)
+		if s.Local > 0 {
+			p.add(" (%d local)", s.Local)
+		}
+		p.add("<td>")
+		if s.Failing {
+			p.add("%s ", bad("failing"))
+		}
+		if s.Lost > 0 {
+			p.add("lost %d claims ", s.Lost)
+		}
+		if s.Draining > 0 {
+			p.add("%d draining", s.Draining)
+		}
+		p.WriteByte('\n')
+	}
+	p.endTable()
+	if r.Next != "" {
+		p.add("<p id=\"next\">%s\n", link("Next services", "match", match, "after", r.Next))
+	}
+}
+
+// html returns the page of the service. The node is that of the query. If anyNode, the
+// reader may select another node.
+func (s *ServiceReport) html(node string, anyNode bool) []byte {
+	p := newPage(s.Service, time.Now())
+	p.add("<p>%s · %s\n<h1>%s</h1>\n", link("All services"), link("JSON", "service", s.Service, "node", node, "output", "json"), s.Service)
+	if len(s.Failures) > 0 {
+		p.table("Failures", "failing", "sink", "error", "failures", "next retry")
+		for _, f := range s.Failures {
+			p.add("<tr><td>%s<td class=\"bad\">%s<td>%d<td>%s UTC\n", f.Sink, f.Error, f.Failures, f.NextRetry.UTC().Format(time.TimeOnly))
+		}
+		p.endTable()
+	}
+	if anyNode {
+		p.add("<form><input type=\"hidden\" name=\"service\" value=\"%s\"><input name=\"node\" value=\"%s\" placeholder=\"node\" aria-label=\"node\"> <button>Explain for this node</button></form>\n", s.Service, node)
+	}
+	if s.Text != "" {
+		p.add("<pre id=\"explanation\">%s</pre>\n", s.Text)
+	} else {
+		p.add("<p class=\"bad\">No such service is known. It may have been deleted, or the source does not select it.\n")
+	}
+	return p.end()
 }

@@ -26,9 +26,7 @@
 package status
 
 import (
-	"bytes"
 	"encoding/json"
-	"html/template"
 	"net/http"
 	"time"
 
@@ -97,7 +95,7 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, req *http.Request) {
 	header.Set("X-Content-Type-Options", "nosniff")
 	if q.service.Name == "" {
 		r := h.report(q)
-		write(w, q, http.StatusOK, r, reportPage, reportData{r, q.match})
+		write(w, q, http.StatusOK, r, func() []byte { return r.html(q.match) })
 		return
 	}
 	s := h.service(q)
@@ -105,7 +103,7 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, req *http.Request) {
 	if s.Explanation == nil {
 		code = http.StatusNotFound
 	}
-	write(w, q, code, s, servicePage, serviceData{s, q.node, h.NodeName == "" && h.State != nil})
+	write(w, q, code, s, func() []byte { return s.html(q.node, h.NodeName == "" && h.State != nil) })
 }
 
 // SourceState reports whether the source has delivered the whole state once, and whether
@@ -115,21 +113,20 @@ func (h *Handler) SourceState() (synced, stale bool) {
 	return p.synced, p.stale
 }
 
-// write writes a report as JSON, or its page with the given data.
-func write(w http.ResponseWriter, q query, code int, report any, page *template.Template, data any) {
-	var body bytes.Buffer
-	contentType, err := "text/html; charset=utf-8", error(nil)
+// write writes a report as JSON, or its page.
+func write(w http.ResponseWriter, q query, code int, report any, page func() []byte) {
+	contentType, body := "text/html; charset=utf-8", []byte(nil)
 	if q.json {
-		contentType = "application/json"
-		err = json.NewEncoder(&body).Encode(report)
+		var err error
+		if body, err = json.Marshal(report); err != nil {
+			http.Error(w, err.Error(), http.StatusInternalServerError)
+			return
+		}
+		contentType, body = "application/json", append(body, '\n')
 	} else {
-		err = page.Execute(&body, data)
-	}
-	if err != nil {
-		http.Error(w, err.Error(), http.StatusInternalServerError)
-		return
+		body = page()
 	}
 	w.Header().Set("Content-Type", contentType)
 	w.WriteHeader(code)
-	w.Write(body.Bytes())
+	w.Write(body)
 }

@@ -6,7 +6,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"iter"
 	"math/rand/v2"
 	"net/netip"
 	"slices"
@@ -46,7 +45,7 @@ type Subject struct {
 	Usable func(*api.Service) bool
 }
 
-// TestHistories plays a driver with random histories, one for each seed. A history changes
+// TestHistories plays a driver with n random histories, with the seeds 0 to n-1. A history changes
 // services that share and swap addresses, makes operations of the dataplane fail, restarts
 // the sink, and changes the dataplane behind its back. Whenever the sink has acknowledged
 // all services, it must have programmed the same objects as a sink that got these services
@@ -55,8 +54,8 @@ type Subject struct {
 //
 // The test reports the seed and the steps of a history that fails. It ends at the first
 // one.
-func TestHistories(t *testing.T, seeds iter.Seq[uint64], newSubject func(testing.TB) *Subject) {
-	for seed := range seeds {
+func TestHistories(t *testing.T, n int, newSubject func(testing.TB) *Subject) {
+	for seed := range uint64(n) {
 		if !t.Run(fmt.Sprint("seed=", seed), func(t *testing.T) {
 			newHistory(t, seed, newSubject).run()
 		}) {
@@ -159,7 +158,7 @@ func (h *history) step() {
 	switch {
 	case !h.ledger.begun || h.random.IntN(10) == 0:
 		h.pass()
-	case len(h.dirty) > 0:
+	case h.waiting():
 		h.sync(sink.Changes{}, h.dirtyKeys())
 	}
 	h.calm()
@@ -173,7 +172,7 @@ func (h *history) step() {
 // sink that got the present services in one pass.
 func (h *history) settle() {
 	const most = 4
-	for i := 0; len(h.dirty) > 0 || !h.ledger.begun || h.again; i++ {
+	for i := 0; h.waiting() || !h.ledger.begun || h.again; i++ {
 		if i == most {
 			h.t.Fatalf("the sink still fails, although its dataplane works: %v", h.dirtyKeys())
 		}
@@ -206,6 +205,11 @@ func (h *history) settle() {
 	if diff := cmp.Diff(want, got); diff != "" {
 		h.t.Fatalf("the sink acknowledged all services, but its dataplane differs from that of a new sink (-new +this):\n%s", diff)
 	}
+}
+
+// waiting reports whether a service or the node is not acknowledged.
+func (h *history) waiting() bool {
+	return len(h.dirty) > 0 || h.ledger.nodeUnacked || !h.node.Equal(h.ledger.node)
 }
 
 // verify lets the sink compare its dataplane with its records.

@@ -5,6 +5,7 @@ package sinktest_test
 import (
 	"context"
 	"errors"
+	"flag"
 	"fmt"
 	"math/rand/v2"
 	"testing"
@@ -15,15 +16,7 @@ import (
 	"github.com/kpng-project/kpng/sink/sinktest"
 )
 
-func upTo(n uint64) func(yield func(uint64) bool) {
-	return func(yield func(uint64) bool) {
-		for i := range n {
-			if !yield(i) {
-				return
-			}
-		}
-	}
-}
+var histories = flag.Int("histories", 400, "how many random `histories` to test")
 
 // memory is a dataplane in memory, and the handler of an Events sink for it.
 type memory struct {
@@ -114,11 +107,11 @@ func eventsSubject(wrap func(sink.Handler) sink.Handler) func(testing.TB) *sinkt
 }
 
 func TestHistoriesOfEvents(t *testing.T) {
-	sinktest.TestHistories(t, upTo(400), eventsSubject(func(h sink.Handler) sink.Handler { return h }))
+	sinktest.TestHistories(t, *histories, eventsSubject(func(h sink.Handler) sink.Handler { return h }))
 }
 
 func TestHistoriesOfFullState(t *testing.T) {
-	sinktest.TestHistories(t, upTo(100), func(testing.TB) *sinktest.Subject {
+	sinktest.TestHistories(t, *histories, func(testing.TB) *sinktest.Subject {
 		return newSubject(func(m *memory) sink.Sink {
 			return sink.FullState(func(_ context.Context, views []*api.ServiceEndpoints) error {
 				if m.fails() {

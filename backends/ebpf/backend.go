@@ -8,7 +8,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"hash/maphash"
 	"os"
 	"sync"
 	"time"
@@ -98,11 +97,11 @@ func (b *Backend) start(ctx context.Context) (err error) {
 	b.programs, b.complete = p, false
 	b.compareAt = time.Now().Add(repairPause)
 	b.dataplane = &dataplane{
-		annotation: b.opts.Annotation,
-		frontends:  kernelTable[frontendKey, list]{"frontends", p.Frontends},
-		slots:      kernelTable[slotKey, address]{"slots", p.Slots},
-		members:    kernelTable[memberKey, uint32]{"members", p.Members},
-		seed:       maphash.MakeSeed(),
+		planner:   b.opts.planner(),
+		frontends: kernelTable[frontendKey, list]{"frontends", p.Frontends},
+		slots:     kernelTable[slotKey, address]{"slots", p.Slots},
+		members:   kernelTable[memberKey, uint32]{"members", p.Members},
+		capacity:  size{b.opts.MaxFrontends, b.opts.MaxEndpoints, b.opts.MaxMembers},
 	}
 	return nil
 }

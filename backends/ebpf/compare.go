@@ -16,26 +16,25 @@ import (
 type comparison struct {
 	// readers has the functions that read the rest of the maps.
 	readers []func() (more bool, err error)
-	// The keys of found are the lists that frontends or elements of lists in the kernel
-	// have. The values are the digests of the elements, plus one if a frontend has the list.
-	found map[uint64]uint64
-	// changed has the lists that were added or deleted since the comparison began.
+	// found has what the kernel has of each list, by ID.
+	found map[uint64]foundList
+	// changed has the lists that were added or deleted since the comparison began, and those
+	// that frontends got or lost.
 	changed map[uint64]struct{}
 	// wrong is true if a frontend in the kernel has another list than its record.
 	wrong bool
 }
 
-// skip excludes the lists of a change, and of the record that it replaces, from the
-// comparison. All arguments may be nil.
-func (c *comparison) skip(new *change, old *record) {
-	if c == nil {
-		return
-	}
-	if new != nil {
-		c.changed[new.id] = struct{}{}
-	}
-	if old != nil {
-		c.changed[old.list.ID] = struct{}{}
+// foundList is the digest of the elements of a list, and the number of its frontends.
+type foundList struct {
+	digest    uint64
+	frontends int
+}
+
+// skip excludes a list from the comparison. The comparison may be nil.
+func (c *comparison) skip(id uint64) {
+	if c != nil {
+		c.changed[id] = struct{}{}
 	}
 }
 
@@ -61,7 +60,7 @@ func (d *dataplane) compare(ctx context.Context) (done bool, err error) {
 		}
 	}
 	d.comparison = nil
-	if c.wrong || c.differs(d.records) {
+	if c.wrong || c.differs(d.lists) {
 		d.records = nil
 		return false, fmt.Errorf("another program changed the eBPF maps (%w)", sink.ErrStartOver)
 	}
@@ -69,29 +68,32 @@ func (d *dataplane) compare(ctx context.Context) (done bool, err error) {
 }
 
 func (d *dataplane) newComparison() *comparison {
-	c := &comparison{found: map[uint64]uint64{}, changed: map[uint64]struct{}{}}
+	c := &comparison{found: map[uint64]foundList{}, changed: map[uint64]struct{}{}}
+	add := func(id, digest uint64, frontends int) {
+		f := c.found[id]
+		c.found[id] = foundList{f.digest + digest, f.frontends + frontends}
+	}
 	c.readers = append(c.readers, d.frontends.reader(func(f frontendKey, l list) {
 		r := d.records[f]
-		c.wrong = c.wrong || r == nil || r.list != l
-		c.found[l.ID]++ // so that a list without a frontend differs
+		c.wrong = c.wrong || r == nil || l != list{ID: r.list.id, Count: r.list.count, Affinity: r.affinity}
+		add(l.ID, 0, 1)
 	}), d.slots.reader(func(k slotKey, a address) {
-		c.found[k.List] += slotDigest(d.seed, k.Index, a)
+		add(k.List, slotDigest(d.seed, k.Index, a), 0)
 	}), d.members.reader(func(k memberKey, _ uint32) {
-		c.found[k.List] += memberDigest(d.seed, k.Endpoint)
+		add(k.List, memberDigest(d.seed, k.Endpoint), 0)
 	}))
 	return c
 }
 
 // differs reports whether a list that has not changed differs from its record.
-func (c *comparison) differs(records map[frontendKey]*record) bool {
-	for _, r := range records {
-		digest, ok := c.found[r.list.ID]
-		if _, changed := c.changed[r.list.ID]; !changed && (!ok || digest != r.digest+1) {
+func (c *comparison) differs(lists map[uint64]*listRecord) bool {
+	for id, l := range lists {
+		if _, changed := c.changed[id]; !changed && c.found[id] != (foundList{l.digest, l.frontends}) {
 			return true
 		}
-		delete(c.found, r.list.ID)
+		delete(c.found, id)
 	}
-	// The other lists have no frontend.
+	// The other lists have no record.
 	for id := range c.found {
 		if _, changed := c.changed[id]; !changed {
 			return true

@@ -5,11 +5,10 @@
 package ebpf
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
-	"hash/maphash"
-	"maps"
 	"math/rand/v2"
 	"slices"
 
@@ -21,14 +20,17 @@ import (
 
 // dataplane writes the maps that the programs read. It is not safe for concurrent use.
 type dataplane struct {
-	annotation string
-	frontends  table[frontendKey, list]
-	slots      table[slotKey, address]
-	members    table[memberKey, uint32]
-	seed       maphash.Seed
+	planner
+	frontends table[frontendKey, list]
+	slots     table[slotKey, address]
+	members   table[memberKey, uint32]
+	// capacity is the size of the maps.
+	capacity size
 
 	// records has the frontends in the kernel. It is nil while the frontends are unknown.
 	records map[frontendKey]*record
+	// lists has the lists of the records, by ID.
+	lists map[uint64]*listRecord
 	// The map services has the services that were delivered since the latest pass began,
 	// each with the list of frontends that it needs. A list may be empty.
 	services map[types.NamespacedName][]frontendKey
@@ -38,8 +40,10 @@ type dataplane struct {
 	// because they may belong to these services.
 	awaited map[types.NamespacedName]struct{}
 	prune   bool
-	// The map left has the services with a frontend that did not fit into the maps.
-	left map[types.NamespacedName]*api.ServiceEndpoints
+	// The map left has the services with a frontend that did not fit into the maps. The map
+	// tooLarge has the services that need more than their share of a map, with the reason.
+	left     map[types.NamespacedName]*leftover
+	tooLarge map[types.NamespacedName]string
 	// The error full is the last reason why a frontend did not fit.
 	full error
 	// lastID is the ID of the last new list. The first ID is random, so that a process does
@@ -47,19 +51,42 @@ type dataplane struct {
 	lastID uint64
 	// comparison is the comparison that has begun, or nil.
 	comparison *comparison
-	// endpoints counts the elements of the map slots. memberships counts the elements of the
-	// map members.
-	endpoints, memberships int
+	// used counts the elements of the maps slots and members. Its number of frontends is 0.
+	used size
 }
 
 // record is a frontend in the kernel.
 type record struct {
-	list    list
-	digest  uint64
-	members []address
+	list     *listRecord
+	affinity uint32
 	// owner is the service that needs the frontend. It is empty if no such service was
 	// delivered since the latest pass began.
 	owner types.NamespacedName
+}
+
+// listRecord is a list in the kernel.
+type listRecord struct {
+	id     uint64
+	count  uint32
+	digest uint64
+	// members are in no order.
+	members []address
+	// frontends is the number of records with this list.
+	frontends int
+}
+
+func (l *listRecord) size() size { return size{endpoints: int(l.count), members: len(l.members)} }
+
+// equal reports whether the list in the kernel is the wanted one.
+func (l *listRecord) equal(wanted *endpointList) bool {
+	return int(l.count) == len(wanted.endpoints) && len(l.members) == len(wanted.members) && l.digest == wanted.digest
+}
+
+// leftover is a service with frontends that did not fit into the maps.
+type leftover struct {
+	view *api.ServiceEndpoints
+	// missing is the size of what did not fit.
+	missing size
 }
 
 // The type changes is a map from frontends to their changes. A nil change deletes the
@@ -70,10 +97,12 @@ type change struct {
 	wanted
 	owner types.NamespacedName
 	view  *api.ServiceEndpoints
-	id    uint64
-	// err is the reason why the frontend does not fit into the maps, or nil.
+	// err is the reason why the frontend does not fit into the map, or nil.
 	err error
 }
+
+// failed returns the reason why the frontend or its list does not fit, or nil.
+func (c *change) failed() error { return cmp.Or(c.endpointList.err, c.err) }
 
 func (d *dataplane) sync(ctx context.Context, c *sink.Changes) error {
 	if c.First {
@@ -87,7 +116,11 @@ func (d *dataplane) sync(ctx context.Context, c *sink.Changes) error {
 	hadSpace := len(d.left) == 0
 	all := changes{}
 	for s := range c.Services {
+		before := d.tooLarge[s.Key]
 		d.plan(all, s.Key, s.New)
+		if reason := d.tooLarge[s.Key]; reason != "" && reason != before {
+			klog.FromContext(ctx).Info("The service is too large for the eBPF maps and is handled without eBPF", "service", s.Key, "reason", reason)
+		}
 		delete(d.awaited, s.Key)
 	}
 	if c.Last {
@@ -124,19 +157,27 @@ const maxMisfits = 16
 // retry adds frontends of services that did not fit, in random order.
 func (d *dataplane) retry() error {
 	misfits := 0
-	for key, view := range maps.Clone(d.left) {
-		all := changes{}
-		d.plan(all, key, view)
-		if _, err := d.apply(all); err != nil {
-			return err
-		}
-		if _, still := d.left[key]; still {
-			if misfits++; misfits == maxMisfits {
-				break
+	for key, l := range d.left {
+		if l.missing.fits(d.room()) {
+			all := changes{}
+			d.plan(all, key, l.view)
+			if _, err := d.apply(all); err != nil {
+				return err
 			}
+			if _, still := d.left[key]; !still {
+				continue
+			}
+		}
+		if misfits++; misfits == maxMisfits {
+			break
 		}
 	}
 	return nil
+}
+
+// room returns the number of elements that still fit into each map.
+func (d *dataplane) room() size {
+	return size{d.capacity.frontends - len(d.records), d.capacity.endpoints - d.used.endpoints, d.capacity.members - d.used.members}
 }
 
 // begin reads the maps, and deletes lists that no frontend uses.
@@ -149,39 +190,42 @@ func (d *dataplane) begin() error {
 	if err != nil {
 		return fmt.Errorf("%w (%w)", err, sink.ErrStartOver)
 	}
-	d.records = s.records
+	d.records, d.lists = s.records, s.lists
 	if d.lastID == 0 {
 		d.lastID = rand.Uint64()
 	}
-	d.endpoints, d.memberships = 0, 0
-	for _, r := range d.records {
-		d.count(r, 1)
+	d.used = size{}
+	for _, l := range d.lists {
+		d.used.add(l.size())
 	}
 	d.services = map[types.NamespacedName][]frontendKey{}
-	d.left = map[types.NamespacedName]*api.ServiceEndpoints{}
+	d.left, d.tooLarge = map[types.NamespacedName]*leftover{}, map[types.NamespacedName]string{}
 	d.awaited, d.prune = nil, false
 	return nil
 }
 
-// count adds the elements of a record to the counters, or subtracts them if sign is -1.
-func (d *dataplane) count(r *record, sign int) {
-	d.endpoints += sign * int(r.list.Count)
-	d.memberships += sign * len(r.members)
-}
-
 func (d *dataplane) usage() Usage {
-	return Usage{Frontends: len(d.records), Endpoints: d.endpoints, Members: d.memberships, ServicesLeft: len(d.left)}
+	return Usage{Frontends: len(d.records), Endpoints: d.used.endpoints, Members: d.used.members, ServicesLeft: len(d.left) + len(d.tooLarge)}
 }
 
-// plan adds the changes of one service to the map all.
+// plan adds the changes of one service to the map all. A list that a frontend of the
+// service already has stays, and other frontends may share it.
 func (d *dataplane) plan(all changes, key types.NamespacedName, view *api.ServiceEndpoints) {
 	delete(d.left, key)
-	needed := plan(view, d.annotation)
-	old := d.services[key]
-	d.services[key] = make([]frontendKey, len(needed))
+	delete(d.tooLarge, key)
+	needed, tooLarge := d.planner.plan(view)
+	if tooLarge != "" {
+		d.tooLarge[key] = tooLarge
+	}
+	for _, w := range needed {
+		if r := d.records[w.frontend]; r != nil && w.record == nil && r.list.equal(w.endpointList) {
+			w.record = r.list
+		}
+	}
+	old, keys := d.services[key], make([]frontendKey, len(needed))
 	for i, w := range needed {
-		d.services[key][i] = w.frontend
-		if r := d.records[w.frontend]; r != nil && r.list.Count == uint32(len(w.endpoints)) && r.list.Affinity == w.affinity && r.digest == w.digest(d.seed) {
+		keys[i] = w.frontend
+		if r := d.records[w.frontend]; r != nil && r.list == w.record && r.affinity == w.affinity {
 			r.owner = key
 			delete(all, w.frontend)
 		} else {
@@ -190,80 +234,101 @@ func (d *dataplane) plan(all changes, key types.NamespacedName, view *api.Servic
 	}
 	if view == nil {
 		delete(d.services, key)
+	} else {
+		d.services[key] = keys
+	}
+	if slices.Equal(old, keys) {
+		return
+	}
+	kept := make(map[frontendKey]struct{}, len(keys))
+	for _, f := range keys {
+		kept[f] = struct{}{}
 	}
 	for _, f := range old {
 		// Delete a frontend that the service no longer needs, unless another service has taken
 		// it over.
-		if r := d.records[f]; r != nil && r.owner == key && all[f] == nil && !slices.Contains(d.services[key], f) {
+		if _, ok := kept[f]; ok || all[f] != nil {
+			continue
+		}
+		if r := d.records[f]; r != nil && r.owner == key {
 			all[f] = nil
 		}
 	}
 }
 
 // apply writes changes to the kernel. It first adds new lists, then switches frontends to
-// them, and then deletes old lists. So a program always sees a whole list. Frontends that
-// do not fit are deleted, so that the other sink handles them. The result freed reports
-// whether elements were deleted.
+// them, and then deletes lists that no frontend has. So a program always sees a whole list.
+// Frontends that do not fit are deleted, so that the other sink handles them. The result
+// freed reports whether elements were deleted.
 func (d *dataplane) apply(all changes) (freed bool, err error) {
 	if len(all) == 0 {
 		return false, nil
 	}
-	lists := map[uint64]*change{}
+	made := map[uint64]*endpointList{}
 	var slots batch[slotKey, address]
 	var members batch[memberKey, uint32]
 	for _, c := range all {
-		if c == nil {
+		if c == nil || c.record != nil || c.endpointList.err != nil {
+			continue
+		}
+		l := c.endpointList
+		if c.endpointList.err = d.checkRoom(l); l.err != nil {
 			continue
 		}
 		d.lastID++
-		c.id = d.lastID
-		lists[c.id] = c
-		for i, a := range c.endpoints {
-			slots.add(slotKey{List: c.id, Index: uint32(i)}, a)
+		l.record = &listRecord{id: d.lastID, count: uint32(len(l.endpoints)), digest: l.digest, members: l.members}
+		made[d.lastID], d.lists[d.lastID] = l, l.record
+		d.used.add(l.record.size())
+		for i, a := range l.endpoints {
+			slots.add(slotKey{List: d.lastID, Index: uint32(i)}, a)
 		}
-		for _, a := range c.members {
-			members.add(memberKey{List: c.id, Endpoint: a}, 0)
+		for _, a := range l.members {
+			members.add(memberKey{List: d.lastID, Endpoint: a}, 0)
 		}
 	}
-	setAll(d.slots, slots, func(k slotKey) *change { return lists[k.List] })
-	setAll(d.members, members, func(k memberKey) *change { return lists[k.List] })
+	setAll(d.slots, slots, func(k slotKey) *error { return &made[k.List].err })
+	setAll(d.members, members, func(k memberKey) *error { return &made[k.List].err })
 	var frontends batch[frontendKey, list]
 	for f, c := range all {
-		if c != nil && c.err == nil {
-			frontends.add(f, c.list())
+		if c != nil && c.failed() == nil {
+			frontends.add(f, list{ID: c.record.id, Count: c.record.count, Affinity: c.affinity})
 		}
 	}
-	setAll(d.frontends, frontends, func(k frontendKey) *change { return all[k] })
-	return d.finish(all)
+	setAll(d.frontends, frontends, func(k frontendKey) *error { return &all[k].err })
+	return d.finish(all, made)
 }
 
-func (c *change) list() list {
-	return list{ID: c.id, Count: uint32(len(c.endpoints)), Affinity: c.affinity}
+// checkRoom returns an error if a new list does not fit. So a list that is too large for
+// the rest of a map costs nothing.
+func (d *dataplane) checkRoom(l *endpointList) error {
+	room := d.room()
+	switch {
+	case len(l.endpoints) > room.endpoints:
+		return fmt.Errorf("map slots has room for only %d of %d elements", room.endpoints, len(l.endpoints))
+	case len(l.members) > room.members:
+		return fmt.Errorf("map members has room for only %d of %d elements", room.members, len(l.members))
+	}
+	return nil
 }
 
 // finish deletes frontends and lists that are no longer needed, and updates the records.
-func (d *dataplane) finish(all changes) (freed bool, err error) {
+func (d *dataplane) finish(all changes, made map[uint64]*endpointList) (freed bool, err error) {
 	var frontends []frontendKey
-	var slots []slotKey
-	var members []memberKey
-	unneeded := func(id uint64, n int, m []address) {
-		for i := range n {
-			slots = append(slots, slotKey{List: id, Index: uint32(i)})
-		}
-		for _, a := range m {
-			members = append(members, memberKey{List: id, Endpoint: a})
-		}
+	touched := make(map[uint64]*listRecord, len(made)) // lists that frontends got or lost
+	for id, l := range made {
+		touched[id] = l.record
 	}
+	missing := map[*endpointList]struct{}{}
 	for f, c := range all {
 		r := d.records[f]
-		d.comparison.skip(c, r)
 		if r != nil {
-			unneeded(r.list.ID, int(r.list.Count), r.members)
-			d.count(r, -1)
+			r.list.frontends--
+			touched[r.list.id] = r.list
 		}
-		if c != nil && c.err == nil {
-			d.records[f] = &record{list: c.list(), digest: c.digest(d.seed), members: c.members, owner: c.owner}
-			d.count(d.records[f], 1)
+		if c != nil && c.failed() == nil {
+			c.record.frontends++
+			touched[c.record.id] = c.record
+			d.records[f] = &record{list: c.record, affinity: c.affinity, owner: c.owner}
 			continue
 		}
 		if r != nil {
@@ -271,42 +336,77 @@ func (d *dataplane) finish(all changes) (freed bool, err error) {
 		}
 		delete(d.records, f)
 		if c != nil {
-			unneeded(c.id, len(c.endpoints), c.members)
-			d.left[c.owner], d.full = c.view, c.err
+			d.leave(c, missing)
+		}
+	}
+	var slots []slotKey
+	var members []memberKey
+	for id, l := range touched {
+		d.comparison.skip(id)
+		if l.frontends > 0 {
+			continue
+		}
+		delete(d.lists, id)
+		d.used.subtract(l.size())
+		for i := range l.count {
+			slots = append(slots, slotKey{List: id, Index: i})
+		}
+		for _, a := range l.members {
+			members = append(members, memberKey{List: id, Endpoint: a})
 		}
 	}
 	if err := errors.Join(d.frontends.delete(frontends), d.slots.delete(slots), d.members.delete(members)); err != nil {
 		d.records = nil
 		return false, fmt.Errorf("%w (%w)", err, sink.ErrStartOver)
 	}
-	return len(slots) > 0, nil
+	return len(frontends)+len(slots)+len(members) > 0, nil
+}
+
+// leave records that a frontend does not fit. The set missing has the lists whose size is
+// recorded.
+func (d *dataplane) leave(c *change, missing map[*endpointList]struct{}) {
+	l := d.left[c.owner]
+	if l == nil {
+		l = &leftover{view: c.view}
+		d.left[c.owner] = l
+	}
+	d.full = c.failed()
+	l.missing.frontends++
+	if _, ok := missing[c.endpointList]; !ok && c.endpointList.err != nil {
+		missing[c.endpointList] = struct{}{}
+		l.missing.add(size{endpoints: len(c.endpoints), members: len(c.members)})
+	}
 }
 
 // scan is the content of the maps.
 type scan struct {
 	records map[frontendKey]*record
+	lists   map[uint64]*listRecord
 	// orphanSlots and orphanMembers belong to no frontend.
 	orphanSlots   []slotKey
 	orphanMembers []memberKey
 }
 
 func (d *dataplane) scan() (*scan, error) {
-	s := &scan{records: map[frontendKey]*record{}}
-	lists := map[uint64]*record{}
-	err := each(d.frontends, func(f frontendKey, l list) {
-		r := &record{list: l}
-		s.records[f] = r
-		if _, shared := lists[l.ID]; shared {
-			r = nil // kpng never lets frontends share a list; treat this list as an orphan
+	s := &scan{records: map[frontendKey]*record{}, lists: map[uint64]*listRecord{}}
+	err := each(d.frontends, func(f frontendKey, value list) {
+		l := s.lists[value.ID]
+		if l == nil {
+			l = &listRecord{id: value.ID, count: value.Count}
+			s.lists[value.ID] = l
 		}
-		lists[l.ID] = r
+		if l.count != value.Count { // kpng never writes such a frontend; replace its list
+			l = &listRecord{}
+		}
+		l.frontends++
+		s.records[f] = &record{list: l, affinity: value.Affinity}
 	})
 	if err != nil {
 		return nil, err
 	}
 	err = each(d.slots, func(k slotKey, a address) {
-		if r := lists[k.List]; r != nil && k.Index < r.list.Count {
-			r.digest += slotDigest(d.seed, k.Index, a)
+		if l := s.lists[k.List]; l != nil && k.Index < l.count {
+			l.digest += slotDigest(d.seed, k.Index, a)
 		} else {
 			s.orphanSlots = append(s.orphanSlots, k)
 		}
@@ -315,9 +415,9 @@ func (d *dataplane) scan() (*scan, error) {
 		return nil, err
 	}
 	err = each(d.members, func(k memberKey, _ uint32) {
-		if r := lists[k.List]; r != nil {
-			r.digest += memberDigest(d.seed, k.Endpoint)
-			r.members = append(r.members, k.Endpoint)
+		if l := s.lists[k.List]; l != nil {
+			l.digest += memberDigest(d.seed, k.Endpoint)
+			l.members = append(l.members, k.Endpoint)
 		} else {
 			s.orphanMembers = append(s.orphanMembers, k)
 		}

@@ -10,6 +10,7 @@ import (
 	"fmt"
 	"hash/maphash"
 	"maps"
+	"math"
 	"math/rand/v2"
 	"net/netip"
 	"slices"
@@ -30,6 +31,8 @@ type fakeTable[K comparable, V any] struct {
 	err error
 	// noMemory is the number of further calls of set that fail for lack of memory.
 	noMemory int
+	// written and deleted count the elements.
+	written, deleted int
 }
 
 var errFull = errors.New("the map is full")
@@ -44,6 +47,7 @@ func (t *fakeTable[K, V]) set(keys []K, values []V) (int, error) {
 			return i, errFull
 		}
 		t.elements[k] = values[i]
+		t.written++
 		t.check()
 	}
 	return len(keys), nil
@@ -55,6 +59,9 @@ func (t *fakeTable[K, V]) delete(keys []K) error {
 		return err
 	}
 	for _, k := range keys {
+		if _, ok := t.elements[k]; ok {
+			t.deleted++
+		}
 		delete(t.elements, k)
 		t.check()
 	}
@@ -73,6 +80,15 @@ func (t *fakeTable[K, V]) reader(f func(K, V)) func() (bool, error) {
 		}
 		return len(keys) > 0, nil
 	}
+}
+
+var unlimited = size{math.MaxInt, math.MaxInt, math.MaxInt}
+
+// plan returns the frontends that the programs handle for a view.
+func plan(v *api.ServiceEndpoints, annotation string) []wanted {
+	p := planner{annotation: annotation, seed: maphash.MakeSeed(), share: unlimited}
+	all, _ := p.plan(v)
+	return all
 }
 
 // fakeKernel is a dataplane with fake tables.
@@ -99,7 +115,11 @@ func newFakeKernel(t *testing.T, frontends, slots, members int) *fakeKernel {
 // restart makes a dataplane without records, as a new process does.
 func (k *fakeKernel) restart() {
 	k.seen = map[uint64][]address{}
-	k.dataplane = &dataplane{frontends: &k.frontends, slots: &k.slots, members: &k.members, seed: maphash.MakeSeed()}
+	k.dataplane = &dataplane{
+		planner:   planner{seed: maphash.MakeSeed(), share: unlimited},
+		frontends: &k.frontends, slots: &k.slots, members: &k.members,
+		capacity: size{k.frontends.max, k.slots.max, k.members.max},
+	}
 	k.check()
 }
 
@@ -215,6 +235,7 @@ func randomView(random *rand.Rand, name string, ip int) *api.ServiceEndpoints {
 func (k *fakeKernel) mustHave(services map[string]*api.ServiceEndpoints) {
 	k.t.Helper()
 	slots, members, wanted := 0, 0, 0
+	counted := map[*endpointList]bool{}
 	for _, v := range services {
 		for _, w := range plan(v, "") {
 			wanted++
@@ -226,8 +247,11 @@ func (k *fakeKernel) mustHave(services map[string]*api.ServiceEndpoints) {
 				wanted--
 				continue
 			}
-			slots += len(w.endpoints)
-			members += len(w.members)
+			if !counted[w.endpointList] {
+				counted[w.endpointList] = true
+				slots += len(w.endpoints)
+				members += len(w.members)
+			}
 			if !slices.Equal(k.seen[l.ID], w.endpoints) || l.Affinity != w.affinity {
 				k.t.Fatalf("frontend %s has %v, want %v", w.frontend, k.seen[l.ID], w.endpoints)
 			}
@@ -237,7 +261,7 @@ func (k *fakeKernel) mustHave(services map[string]*api.ServiceEndpoints) {
 		k.t.Fatalf("%d frontends, %d slots, %d members, want %d, %d, %d",
 			len(k.frontends.elements), len(k.slots.elements), len(k.members.elements), wanted, slots, members)
 	}
-	if got, want := k.usage(), (Usage{wanted, slots, members, len(k.left)}); got != want {
+	if got, want := k.usage(), (Usage{wanted, slots, members, len(k.left) + len(k.tooLarge)}); got != want {
 		k.t.Fatalf("usage %+v, want %+v", got, want)
 	}
 	if _, err := k.compare(context.Background()); err != nil {
@@ -368,9 +392,9 @@ func TestChangesInterruptAComparison(t *testing.T) {
 				if r.owner.Name == "s0" {
 					switch seed / 2 % 3 {
 					case 0:
-						delete(k.slots.elements, slotKey{List: r.list.ID})
+						delete(k.slots.elements, slotKey{List: r.list.id})
 					case 1:
-						k.members.elements[memberKey{List: r.list.ID}] = 0
+						k.members.elements[memberKey{List: r.list.id}] = 0
 					default:
 						delete(k.frontends.elements, f)
 					}
@@ -482,11 +506,11 @@ func TestRestartUsesOtherIDs(t *testing.T) {
 		if err := k.sync(t.Context(), changesOf(sink.Changes{First: true, Last: true}, services)); err != nil {
 			t.Fatal(err)
 		}
-		for _, l := range k.frontends.elements {
-			if seen[l.ID] {
-				t.Errorf("list %d was used twice", l.ID)
+		for id := range k.lists {
+			if seen[id] {
+				t.Errorf("list %d was used twice", id)
 			}
-			seen[l.ID] = true
+			seen[id] = true
 		}
 		if err := k.sync(t.Context(), changesOf(sink.Changes{}, map[string]*api.ServiceEndpoints{"web": nil})); err != nil {
 			t.Fatal(err)
@@ -504,10 +528,11 @@ func TestPlan(t *testing.T) {
 	}{
 		"no service": {nil, nil},
 		"both families and protocols": {view("web", ips, all, nil), []string{
-			"10.96.0.1:80/TCP to 10.0.0.1:8080 10.0.0.2:8080",
-			"[fd00:96::1]:80/TCP to [fd00::1]:8080",
 			"10.96.0.1:80/UDP to 10.0.0.1:8080 10.0.0.2:8080 keeping 10.0.0.1:8080 10.0.0.2:8080 10.0.0.3:8080",
 			"[fd00:96::1]:80/UDP to [fd00::1]:8080 keeping [fd00::1]:8080",
+			// TCP needs no members, and shares the lists of UDP.
+			"10.96.0.1:80/TCP to 10.0.0.1:8080 10.0.0.2:8080 keeping 10.0.0.1:8080 10.0.0.2:8080 10.0.0.3:8080",
+			"[fd00:96::1]:80/TCP to [fd00::1]:8080 keeping [fd00::1]:8080",
 		}},
 		"session affinity": {view("web", ips[:1], all, withAffinity(5)), []string{
 			"10.96.0.1:80/TCP for 5 s to 10.0.0.1:8080 10.0.0.2:8080 keeping 10.0.0.1:8080 10.0.0.2:8080",

@@ -59,7 +59,12 @@ func (b *Backend) inspect(out *strings.Builder, addr netip.Addr, protocol api.Pr
 				}
 			}
 		}
-		for _, w := range plan(se, b.opts.Annotation) {
+		p := b.opts.planner()
+		all, tooLarge := p.plan(se)
+		if tooLarge != "" {
+			fmt.Fprintf(out, "  not handled by eBPF: %s\n", tooLarge)
+		}
+		for _, w := range all {
 			if w.frontend == toFrontend(addr, protocol, port) {
 				for i, a := range w.endpoints {
 					should = append(should, fmt.Sprintf("slot %d: %s", i, a))

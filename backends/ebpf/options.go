@@ -8,6 +8,7 @@ import (
 	"cmp"
 	"errors"
 	"fmt"
+	"hash/maphash"
 	"path/filepath"
 	"regexp"
 )
@@ -39,11 +40,13 @@ type Options struct {
 	Annotation string
 
 	// MaxFrontends is the maximum number of pairs of a cluster IP and a port that the
-	// programs handle. Default: 262,144.
+	// programs handle. A service may use at most an eighth of this number, of MaxEndpoints and
+	// of MaxMembers, and always 64. The other sink handles services that need more. Default:
+	// 262,144.
 	MaxFrontends int
-	// MaxEndpoints is the maximum number of endpoints of all frontends together. While a
-	// list of endpoints changes, both the old list and the new list count. Default:
-	// 1,048,576.
+	// MaxEndpoints is the maximum number of endpoints of all services together. Frontends of a
+	// service with the same endpoints share them. While a list of endpoints changes, both the
+	// old list and the new list count. Default: 1,048,576.
 	MaxEndpoints int
 	// MaxMembers is the maximum number of endpoints of all UDP frontends and all frontends
 	// with session affinity together. Default: 262,144.
@@ -62,8 +65,9 @@ type Options struct {
 // Usage has the numbers of elements in the maps, see [Options].
 type Usage struct {
 	Frontends, Endpoints, Members int
-	// ServicesLeft is the number of services with a frontend that did not fit into the maps.
-	// The sink below, such as the backend nftables, handles these frontends.
+	// ServicesLeft is the number of services with a frontend that did not fit into the maps,
+	// or that need more than their share. The sink below, such as the backend nftables, handles
+	// these frontends.
 	ServicesLeft int
 }
 
@@ -107,4 +111,14 @@ func (o *Options) directory() string {
 		return filepath.Join(o.BPFFS, "kpng-ebpf")
 	}
 	return filepath.Join(o.BPFFS, "kpng-ebpf-"+o.Instance)
+}
+
+// planner returns a planner. The share of a service is an eighth of each map, and always 64
+// elements.
+func (o *Options) planner() planner {
+	share := func(size int) int { return max(size/8, 64) }
+	return planner{
+		annotation: o.Annotation, seed: maphash.MakeSeed(),
+		share: size{share(o.MaxFrontends), share(o.MaxEndpoints), share(o.MaxMembers)},
+	}
 }

@@ -5,6 +5,8 @@
 package ebpf
 
 import (
+	"bytes"
+	"cmp"
 	"encoding/binary"
 	"fmt"
 	"hash/maphash"
@@ -91,13 +93,39 @@ type choice struct {
 // peer is what a TCP socket uses in place of a service.
 type peer struct{ Service, Endpoint address }
 
-// wanted is a frontend that a service needs.
+// size is a number of elements of each map.
+type size struct{ frontends, endpoints, members int }
+
+// fits reports whether no number is larger than that of o.
+func (s size) fits(o size) bool {
+	return s.frontends <= o.frontends && s.endpoints <= o.endpoints && s.members <= o.members
+}
+
+func (s *size) add(o size) {
+	s.frontends += o.frontends
+	s.endpoints += o.endpoints
+	s.members += o.members
+}
+
+func (s *size) subtract(o size) { s.add(size{-o.frontends, -o.endpoints, -o.members}) }
+
+// wanted is a frontend that a service needs. Frontends of a service share lists.
 type wanted struct {
 	frontend frontendKey
 	affinity uint32
+	*endpointList
+}
+
+// endpointList is a list that a service needs.
+type endpointList struct {
 	// The field endpoints has the endpoints for new clients. The field members has the
 	// endpoints that existing clients may keep. One of both may be empty.
 	endpoints, members []address
+	digest             uint64
+	// record is the list in the kernel, or nil if there is none yet.
+	record *listRecord
+	// err is the reason why the list does not fit into the maps, or nil.
+	err error
 }
 
 // slotDigest returns the digest of a slot. The digest of a list is the sum of the digests
@@ -113,42 +141,167 @@ type slotKeyDigest struct {
 	a     address
 }
 
-func (w *wanted) digest(seed maphash.Seed) (sum uint64) {
-	for i, a := range w.endpoints {
-		sum += slotDigest(seed, uint32(i), a)
-	}
-	for _, a := range w.members {
-		sum += memberDigest(seed, a)
-	}
-	return sum
+// planner makes plans.
+type planner struct {
+	annotation string
+	seed       maphash.Seed
+	// share is the largest size of a service.
+	share size
 }
 
-// plan returns the frontends that the programs handle for a view. A nil view has none.
-func plan(se *api.ServiceEndpoints, annotation string) (all []wanted) {
+// plan returns the frontends that the programs handle for a view. A nil view has none. If
+// the service needs more than its share of a map, there are none, and the result tooLarge
+// says why.
+func (p *planner) plan(se *api.ServiceEndpoints) (all []wanted, tooLarge string) {
 	if se == nil {
-		return nil
+		return nil, ""
 	}
+	s := servicePlan{planner: p, se: se, lists: map[listKey]*endpointList{}, byID: map[nodeview.ListID]*endpointList{}}
+	var rest []*nodeview.Frontend
 	for f := range nodeview.Frontends(se) {
 		// UDP sockets may keep a draining endpoint although new sockets have none to use.
-		if reason := unsuitable(se, &f, annotation); reason != "" && !(reason == noEndpoint && f.Protocol == api.UDP) {
+		if reason := unsuitable(se, &f, p.annotation); reason != "" && !(reason == noEndpoint && f.Protocol == api.UDP) {
 			continue
 		}
-		w := wanted{affinity: uint32(f.Affinity / time.Second)}
-		for _, e := range f.Node.Endpoints {
-			w.endpoints = append(w.endpoints, toAddress(e.Addr, e.Port))
+		if f.Protocol != api.UDP && f.Affinity == 0 {
+			kept := f // f itself does not escape, because most frontends may be external
+			rest = append(rest, &kept)
+		} else if s.add(&f); !s.needed.fits(p.share) {
+			return nil, p.excess(s.needed)
 		}
-		if f.Protocol == api.UDP {
-			w.members = existing(se, &f)
-		} else if w.affinity != 0 {
-			w.members = w.endpoints
+	}
+	// These frontends have no members, so they use any list with their endpoints.
+	for _, f := range rest {
+		if s.add(f); !s.needed.fits(p.share) {
+			return nil, p.excess(s.needed)
 		}
-		if len(w.endpoints)+len(w.members) == 0 {
-			continue
-		}
-		w.frontend = toFrontend(f.Addr, f.Protocol, f.Port)
-		all = append(all, w)
+	}
+	return s.all, ""
+}
+
+// excess returns the reason why a service of a size is too large.
+func (p *planner) excess(needed size) string {
+	name, limit := "frontends", p.share.frontends
+	switch {
+	case needed.endpoints > p.share.endpoints:
+		name, limit = "slots", p.share.endpoints
+	case needed.members > p.share.members:
+		name, limit = "members", p.share.members
+	}
+	return fmt.Sprintf("it needs more than %d elements of map %s, the share of a service", limit, name)
+}
+
+// servicePlan is the plan of a service while it is made.
+type servicePlan struct {
+	*planner
+	se     *api.ServiceEndpoints
+	all    []wanted
+	needed size
+	lists  map[listKey]*endpointList
+	// byID has the first list with each ID.
+	byID map[nodeview.ListID]*endpointList
+	// own has the members of lists with session affinity, and existing those of UDP ports.
+	own      map[nodeview.ListID]memberSet
+	existing map[portKey]memberSet
+}
+
+// listKey identifies a list of a service by its endpoints and the digest of its members.
+type listKey struct {
+	id      nodeview.ListID
+	members uint64
+}
+
+type memberSet struct {
+	addresses []address
+	digest    uint64
+}
+
+// portKey has what determines the target port of an endpoint.
+type portKey struct {
+	family           api.Family
+	name, targetName string
+	target           int32
+}
+
+// add adds a frontend, unless no client may use or keep an endpoint.
+func (s *servicePlan) add(f *nodeview.Frontend) {
+	var members memberSet
+	switch {
+	case f.Protocol == api.UDP:
+		members = s.existingMembers(f)
+	case f.Affinity != 0:
+		members = s.ownMembers(f)
+	}
+	if len(f.Node.Endpoints)+len(members.addresses) == 0 {
+		return
+	}
+	s.needed.frontends++
+	l := s.lists[listKey{f.Node.List, members.digest}]
+	if l == nil && len(members.addresses) == 0 {
+		l = s.byID[f.Node.List]
+	}
+	if l == nil {
+		l = s.addList(f, members)
+	}
+	s.all = append(s.all, wanted{toFrontend(f.Addr, f.Protocol, f.Port), uint32(f.Affinity / time.Second), l})
+}
+
+func (s *servicePlan) addList(f *nodeview.Frontend, members memberSet) *endpointList {
+	l := &endpointList{endpoints: toAddresses(f.Node.Endpoints), members: members.addresses, digest: members.digest}
+	for i, a := range l.endpoints {
+		l.digest += slotDigest(s.seed, uint32(i), a)
+	}
+	s.lists[listKey{f.Node.List, members.digest}] = l
+	if s.byID[f.Node.List] == nil {
+		s.byID[f.Node.List] = l
+	}
+	s.needed.endpoints += len(l.endpoints)
+	s.needed.members += len(l.members)
+	return l
+}
+
+func toAddresses(targets []nodeview.Target) []address {
+	all := make([]address, len(targets))
+	for i, t := range targets {
+		all[i] = toAddress(t.Addr, t.Port)
 	}
 	return all
+}
+
+func (s *servicePlan) members(addresses []address) memberSet {
+	m := memberSet{addresses: addresses}
+	for _, a := range addresses {
+		m.digest += memberDigest(s.seed, a)
+	}
+	return m
+}
+
+// ownMembers returns the endpoints of a frontend, which clients with session affinity keep.
+func (s *servicePlan) ownMembers(f *nodeview.Frontend) memberSet {
+	m, ok := s.own[f.Node.List]
+	if !ok {
+		if s.own == nil {
+			s.own = map[nodeview.ListID]memberSet{}
+		}
+		m = s.members(toAddresses(f.Node.Endpoints))
+		s.own[f.Node.List] = m
+	}
+	return m
+}
+
+// existingMembers returns the endpoints that UDP sockets may keep: all endpoints of the
+// frontend's port and family, including draining endpoints.
+func (s *servicePlan) existingMembers(f *nodeview.Frontend) memberSet {
+	key := portKey{f.Family, f.ServicePort.Name, f.ServicePort.TargetPortName, f.ServicePort.TargetPort}
+	m, ok := s.existing[key]
+	if !ok {
+		if s.existing == nil {
+			s.existing = map[portKey]memberSet{}
+		}
+		m = s.members(existing(s.se, f))
+		s.existing[key] = m
+	}
+	return m
 }
 
 const noEndpoint = "it has no usable endpoint"
@@ -175,8 +328,7 @@ func unsuitable(se *api.ServiceEndpoints, f *nodeview.Frontend, annotation strin
 	}
 }
 
-// The function existing returns the endpoints that UDP sockets may keep: all endpoints of
-// the frontend's port and family, including draining endpoints.
+// The function existing returns the endpoints that UDP sockets may keep.
 func existing(se *api.ServiceEndpoints, f *nodeview.Frontend) (all []address) {
 	for _, endpoints := range [...][]api.Endpoint{se.Endpoints, se.Draining} {
 		for i := range endpoints {
@@ -186,7 +338,7 @@ func existing(se *api.ServiceEndpoints, f *nodeview.Frontend) (all []address) {
 		}
 	}
 	slices.SortFunc(all, func(a, b address) int {
-		return slices.Compare(append(a.IP[:], a.Port[:]...), append(b.IP[:], b.Port[:]...))
+		return cmp.Or(bytes.Compare(a.IP[:], b.IP[:]), bytes.Compare(a.Port[:], b.Port[:]))
 	})
 	return slices.Compact(all)
 }

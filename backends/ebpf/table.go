@@ -44,11 +44,10 @@ const (
 )
 
 // setAll writes the elements of b. If the kernel refuses an element, setAll stores the
-// error in the element's change and skips the following elements of that change.
-func setAll[K comparable, V any](t table[K, V], b batch[K, V], changeOf func(K) *change) {
+// error where errOf says, and skips the following elements whose error is there too.
+func setAll[K comparable, V any](t table[K, V], b batch[K, V], errOf func(K) *error) {
 	for i, pauses := 0, 0; i < len(b.keys); {
-		c := changeOf(b.keys[i])
-		if c.err != nil {
+		if *errOf(b.keys[i]) != nil {
 			i++
 			continue
 		}
@@ -61,7 +60,7 @@ func setAll[K comparable, V any](t table[K, V], b batch[K, V], changeOf func(K) 
 			time.Sleep(memoryPause)
 			continue
 		}
-		changeOf(b.keys[i]).err = err
+		*errOf(b.keys[i]) = err
 	}
 }
 

@@ -42,7 +42,7 @@ func (f *ebpfFlags) register(fs *pflag.FlagSet) {
 	fs.BoolVar(&f.ebpf.HostNetworkOnly, "host-network-only", false, "handle only sockets in the network namespace of the node, not those of pods")
 	fs.StringVar(&f.ebpf.Annotation, "ebpf-annotation", "kpng.io/ebpf", "leave services to nftables for which this `annotation` has the value false")
 	fs.IntVar(&f.ebpf.MaxFrontends, "max-frontends", 1<<18, "handle at most this `number` of cluster IPs and ports")
-	fs.IntVar(&f.ebpf.MaxEndpoints, "max-endpoints", 1<<20, "handle at most this `number` of endpoints of all cluster IPs and ports together")
+	fs.IntVar(&f.ebpf.MaxEndpoints, "max-endpoints", 1<<20, "handle at most this `number` of endpoints of all services together")
 	fs.IntVar(&f.ebpf.MaxMembers, "max-members", 1<<18, "handle at most this `number` of endpoints of UDP ports and of services with session affinity")
 	fs.IntVar(&f.ebpf.MaxClients, "max-clients", 1<<16, "remember the endpoints of at most this `number` of clients with session affinity")
 }

@@ -5,6 +5,7 @@
 package ovs
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -13,6 +14,7 @@ import (
 	"slices"
 	"time"
 
+	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/backends/internal/kernelnode"
 	"github.com/kpng-project/kpng/backends/ovs/internal/openflow"
 	"github.com/kpng-project/kpng/sink"
@@ -53,6 +55,10 @@ type dataplane struct {
 	// may have restored them, because the datapath did not follow the flows yet.
 	repeat   staleConnections
 	repeatAt time.Time
+	// waiting are connections that the switch has to forget later.
+	waiting staleConnections
+	// maxListed is the largest number of connections of a listing.
+	maxListed int
 }
 
 // group is a group in the switch.
@@ -86,8 +92,8 @@ type wantedGroup struct {
 }
 
 func newDataplane(opts *Options) *dataplane {
-	d := &dataplane{opts: opts}
-	d.planner = planner{opts: opts, number: d.numberOf}
+	d := &dataplane{opts: opts, maxListed: maxListed}
+	d.planner = planner{opts: opts, number: d.numberOf, maxGroups: maxGroups}
 	return d
 }
 
@@ -252,9 +258,38 @@ func (d *dataplane) setPlan(key types.NamespacedName, p *plan, t *touched) {
 		}
 		t.groups[id] = true
 		delete(d.wantedGroups, id)
-		_, exists := d.groups[id]
-		d.numbers.release(id, exists)
+		d.release(id)
 	}
+}
+
+// release takes a number away from its name.
+func (d *dataplane) release(id uint32) {
+	_, exists := d.groups[id]
+	d.numbers.release(id, exists)
+}
+
+// makePlan makes the plan of a service. If it fails, the service keeps only the numbers of
+// the plan before.
+func (d *dataplane) makePlan(se *api.ServiceEndpoints, before *plan) (*plan, error) {
+	d.numbers.exhausted = false
+	p, err := d.planner.plan(se)
+	if d.numbers.exhausted {
+		err = errNumbers
+	}
+	if err == nil {
+		return p, nil
+	}
+	for id := range p.groups {
+		if before != nil {
+			if _, ok := before.groups[id]; ok {
+				continue
+			}
+		}
+		if id != 0 { // a name that got no number
+			d.release(id)
+		}
+	}
+	return nil, err
 }
 
 func (d *dataplane) want(flows flowSet, owner types.NamespacedName, t *touched) {
@@ -287,9 +322,16 @@ type unit struct {
 	old  *plan
 	plan *plan
 	touched
-	// messages are the changes. If the switch has executed them, flows and groups are the
-	// new records. A flow that was deleted has no actions and is in the set deleted.
+	// The switch executes the additions of all units before the deletions. So it never
+	// deletes a group that a flow needs.
+	additions, deletions []*part
+}
+
+// part is a part of the changes of a unit.
+type part struct {
 	messages []openflow.Message
+	// If the switch has executed the messages, the following fields are the new records. A
+	// flow that was deleted has no actions and is in the set deleted.
 	set      flowSet
 	deleted  map[openflow.FlowKey]bool
 	groupsTo map[uint32]*group // nil: the group was deleted
@@ -299,26 +341,38 @@ func newUnit(key types.NamespacedName) *unit {
 	return &unit{key: key, touched: touched{map[openflow.FlowKey]bool{}, map[uint32]bool{}}}
 }
 
-// prepare computes the messages of a unit.
+// maxBundle limits the messages of a bundle, because the switch handles no other requests
+// while it executes one.
+const maxBundle = 4096
+
+// add adds messages to the last part, or to a new one if the last part is full.
+func add(parts *[]*part, messages ...openflow.Message) *part {
+	if n := len(*parts); n == 0 || len((*parts)[n-1].messages)+len(messages) > maxBundle {
+		*parts = append(*parts, &part{set: flowSet{}, deleted: map[openflow.FlowKey]bool{}, groupsTo: map[uint32]*group{}})
+	}
+	last := (*parts)[len(*parts)-1]
+	last.messages = append(last.messages, messages...)
+	return last
+}
+
+// prepare computes the parts of a unit.
 func (d *dataplane) prepare(u *unit) {
-	u.messages, u.set, u.deleted, u.groupsTo = nil, flowSet{}, map[openflow.FlowKey]bool{}, map[uint32]*group{}
-	var deletions []openflow.Message
-	for _, id := range slices.Sorted(maps.Keys(u.touched.groups)) {
+	u.additions, u.deletions = nil, nil
+	var unneeded []uint32
+	// A group whose buckets are other groups comes after them.
+	depth := func(id uint32) int { return d.numbers.names[id].part }
+	for _, id := range slices.SortedFunc(maps.Keys(u.touched.groups), func(a, b uint32) int {
+		return cmp.Or(cmp.Compare(depth(b), depth(a)), cmp.Compare(a, b))
+	}) {
 		wanted, ok := d.wantedGroups[id]
 		present, exists := d.groups[id]
 		switch {
 		case ok:
-			messages, buckets := changeGroup(id, present, exists, wanted)
-			if len(messages) > 0 {
-				u.messages = append(u.messages, messages...)
-				u.groupsTo[id] = &group{seed: wanted.seed, buckets: buckets}
+			if messages, buckets := changeGroup(id, present, exists, wanted); len(messages) > 0 {
+				add(&u.additions, messages...).groupsTo[id] = &group{seed: wanted.seed, buckets: buckets}
 			}
 		case exists:
-			deletions = append(deletions, openflow.DeleteGroup(id))
-			if len(present.buckets) == 0 { // it records the number of a service
-				deletions = append(deletions, openflow.DeleteFlows(d.opts.FirstTable+clientTable, "", d.opts.learnedCookies(id)))
-			}
-			u.groupsTo[id] = nil
+			unneeded = append(unneeded, id)
 		}
 	}
 	for key := range u.touched.flows {
@@ -326,21 +380,26 @@ func (d *dataplane) prepare(u *unit) {
 		actions, exists := d.flows[key]
 		switch {
 		case w == nil && exists:
-			u.deleted[key] = true
-			u.messages = append(u.messages, openflow.DeleteFlow(key, d.opts.allCookies()))
+			add(&u.deletions, openflow.DeleteFlow(key, d.opts.allCookies())).deleted[key] = true
 		case w != nil && (w.owner == u.key || w.owner == nodeKey) && (!exists || actions != w.actions):
-			u.set[key] = w.actions
-			u.messages = append(u.messages, openflow.AddFlow(openflow.Flow{FlowKey: key, Cookie: d.opts.cookie(), Actions: w.actions}))
+			flow := openflow.Flow{FlowKey: key, Cookie: d.opts.cookie(), Actions: w.actions}
+			add(&u.additions, openflow.AddFlow(flow)).set[key] = w.actions
 		}
 	}
 	if u.old != nil {
 		for a := range u.old.affinities {
 			if u.plan == nil || !u.plan.affinities[a] {
-				u.messages = append(u.messages, d.forgetClients(a))
+				add(&u.deletions, d.forgetClients(a))
 			}
 		}
 	}
-	u.messages = append(u.messages, deletions...)
+	for _, id := range unneeded {
+		messages := []openflow.Message{openflow.DeleteGroup(id)}
+		if len(d.groups[id].buckets) == 0 { // it records a number, perhaps that of a service
+			messages = append(messages, openflow.DeleteFlows(d.opts.FirstTable+clientTable, "", d.opts.learnedCookies(id)))
+		}
+		add(&u.deletions, messages...).groupsTo[id] = nil
+	}
 }
 
 // forgetClients deletes the learned flows of a service port.
@@ -397,39 +456,66 @@ func changeGroup(id uint32, present group, exists bool, wanted wantedGroup) (mes
 	return openflow.SetGroup(openflow.Group{ID: id, Seed: wanted.seed, Buckets: all}), ids
 }
 
-// commit sends the messages of units as one bundle, and records them if it succeeds.
+// commit sends the changes of units, and records what the switch has executed. It needs
+// several bundles only for more than maxBundle messages.
 func (d *dataplane) commit(ctx context.Context, units ...*unit) error {
-	var messages []openflow.Message
+	var parts []*part
 	for _, u := range units {
 		d.prepare(u)
-		messages = append(messages, u.messages...)
-	}
-	if len(messages) > 0 {
-		if err := d.send(ctx, messages); err != nil {
-			return err
-		}
+		parts = append(parts, u.additions...)
 	}
 	var stale staleConnections
 	for _, u := range units {
+		parts = append(parts, u.deletions...)
 		d.collectStale(u, &stale)
 	}
-	for _, u := range units {
-		for key := range u.deleted {
-			delete(d.flows, key)
+	executed, err := d.send(ctx, parts)
+	var refused *openflow.Refused
+	if err != nil && !(executed && errors.As(err, &refused)) {
+		return err
+	}
+	return errors.Join(err, d.forget(ctx, stale))
+}
+
+// send sends parts as bundles. It waits until the datapath follows the last one. If an error
+// occurs, the result executed reports whether the switch has executed any bundle.
+func (d *dataplane) send(ctx context.Context, parts []*part) (executed bool, err error) {
+	for ; len(parts) > 0; executed = true {
+		var messages []openflow.Message
+		n := 0
+		for n < len(parts) && (n == 0 || len(messages)+len(parts[n].messages) <= maxBundle) {
+			messages = append(messages, parts[n].messages...)
+			n++
+		}
+		commit := d.conn.Commit
+		if n == len(parts) {
+			commit = d.commitAndWait
+		}
+		if err := commit(ctx, messages); err != nil {
+			return executed, err
+		}
+		for _, p := range parts[:n] {
+			d.record(p)
+		}
+		parts = parts[n:]
+	}
+	return executed, nil
+}
+
+// record records that the switch has executed a part.
+func (d *dataplane) record(p *part) {
+	for key := range p.deleted {
+		delete(d.flows, key)
+	}
+	maps.Copy(d.flows, p.set)
+	for id, to := range p.groupsTo {
+		if to != nil {
+			d.groups[id] = *to
+		} else if g, exists := d.groups[id]; exists { // otherwise another unit has deleted it, too
+			d.numbers.deleted(id, g.seed)
+			delete(d.groups, id)
 		}
 	}
-	for _, u := range units {
-		maps.Copy(d.flows, u.set)
-		for id, to := range u.groupsTo {
-			if to == nil {
-				d.numbers.deleted(id, d.groups[id].seed)
-				delete(d.groups, id)
-			} else {
-				d.groups[id] = *to
-			}
-		}
-	}
-	return d.forget(ctx, stale)
 }
 
 // sync programs the changes c. Its errors are those of Sync in [sink.Sink].
@@ -443,10 +529,9 @@ func (d *dataplane) sync(ctx context.Context, c *sink.Changes) error {
 			u := newUnit(ch.Key)
 			u.old = d.plans[ch.Key]
 			if ch.New != nil {
-				d.numbers.exhausted = false
-				u.plan = d.planner.plan(ch.New)
-				if d.numbers.exhausted {
-					return errNumbers
+				var err error
+				if u.plan, err = d.makePlan(ch.New, u.old); err != nil {
+					return err
 				}
 			}
 			d.setPlan(ch.Key, u.plan, &u.touched)

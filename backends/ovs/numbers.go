@@ -14,23 +14,25 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// name is what has a number: a list of endpoints, a part of such a list, or a service with
-// session affinity. Ports of a service may share a list, but not with session affinity,
-// because their clients may have different endpoints. Then port is not 0.
+// name is what has a number: a list of endpoints, a part of such a list, a service with
+// session affinity, or a list of source ranges of a service.
 type name struct {
 	service types.NamespacedName
 	list    nodeview.ListID
-	port    uint32
-	// part is 0 for a whole list, and wholeService for a service.
+	// part is 0 for a whole list, wholeService for a service, and firstRanges or a lower
+	// number for a list of source ranges.
 	part int
 }
 
-const wholeService = -1
+const (
+	wholeService = -1
+	firstRanges  = -2
+)
 
 // seed returns the seed of the group with the number of the name. It is how a backend finds
 // the numbers of its predecessor.
 func (n name) seed() uint64 {
-	sum := sha256.Sum256(fmt.Appendf(nil, "%s/%d/%d/%d", n.service, n.list, n.port, n.part))
+	sum := sha256.Sum256(fmt.Appendf(nil, "%s/%d/0/%d", n.service, n.list, n.part))
 	return binary.BigEndian.Uint64(sum[:])
 }
 
@@ -53,6 +55,9 @@ type named struct {
 	name
 	seed uint64
 }
+
+// maxGroups is the share of the numbers that one service may have.
+const maxGroups = groupCount / 8
 
 var errNumbers = errors.New("the instance has no more IDs for groups")
 

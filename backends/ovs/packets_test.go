@@ -231,6 +231,73 @@ func TestUDPClientsMayBeginBeforeTheirService(t *testing.T) {
 	}
 }
 
+// TestManyStaleConnections removes an endpoint, and then a service, with many UDP frontends
+// while the switch has too many connections for a listing.
+func TestManyStaleConnections(t *testing.T) {
+	n := newNetwork(t)
+	n.mustPass()
+	n.backend.dataplane.maxListed = 0
+	s := shape{ports: 2 * maxSearches, endpoints: 1, protocol: api.UDP}
+	web := func(endpoints ...string) *api.ServiceEndpoints {
+		v := s.view("web")
+		other := view("web", clusterIP, endpoints)
+		v.Endpoints = other.Endpoints
+		for i := range v.Endpoints {
+			v.Endpoints[i].PortOverrides = nil
+			for _, p := range v.Service.Ports {
+				v.Endpoints[i].PortOverrides = append(v.Endpoints[i].PortOverrides, api.PortName{Name: p.Name, Port: endpointPort})
+			}
+			api.SortPortOverrides(v.Endpoints[i].PortOverrides)
+		}
+		return v
+	}
+	dial := func(port int) {
+		t.Helper()
+		c, err := n.dial(podA, port, "udp4", fmt.Sprintf("%s:%d", clusterIP, s.ports))
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer c.Close()
+		c.SetDeadline(time.Now().Add(30 * time.Second))
+		c.Write([]byte("x"))
+		if _, err := c.Read(make([]byte, 100)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	await := func(what string, gone string) {
+		t.Helper()
+		ovstest.Await(t, what, func() bool {
+			if err := n.backend.Verify(t.Context()); err != nil {
+				t.Fatal(err)
+			}
+			return !strings.Contains(n.connections(t), gone)
+		})
+	}
+	n.mustSync(web("!" + podB))
+	dial(5300)
+	direct, err := n.dial(podA, 5301, "udp4", fmt.Sprintf("%s:%d", podB, endpointPort+1))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer direct.Close()
+	direct.Write([]byte("x"))
+	ovstest.Await(t, "the direct connection is tracked", func() bool { return strings.Contains(n.connections(t), "sport=5301") })
+	n.mustSync(web(podA))
+	if n := len(n.backend.dataplane.waiting); n > 0 {
+		t.Errorf("%d messages wait although one suffices", n)
+	}
+	await("connections to the endpoint end", "sport=5300")
+	n.mustSync(web("!" + podB))
+	dial(5302)
+	if err := n.sync(sink.Changes{}, "web"); err != nil {
+		t.Fatal(err)
+	}
+	await("connections to the service end", "sport=5302")
+	if !strings.Contains(n.connections(t), "sport=5301") {
+		t.Error("a connection to another port of the endpoint has ended")
+	}
+}
+
 // connections lists the tracked connections.
 func (n *testNode) connections(t testing.TB) string {
 	t.Helper()

@@ -6,6 +6,7 @@ package ovs
 
 import (
 	"encoding/binary"
+	"fmt"
 	"net/netip"
 	"slices"
 	"time"
@@ -21,14 +22,13 @@ type plan struct {
 	// shared with other services.
 	flows, shared flowSet
 	// groups are the buckets of the groups with these numbers. A group without buckets only
-	// records the number of a service.
+	// records a number.
 	groups map[uint32][]openflow.Actions
-	// lists has the numbers of lists of endpoints.
-	lists map[name]uint32
 	// affinities are the service ports with session affinity.
 	affinities map[affinity]bool
-	// datagrams has the frontends whose protocol is UDP.
-	datagrams map[netip.AddrPort]datagrams
+	// datagrams has the frontends whose protocol is UDP. Frontends with the same endpoints
+	// have the same value.
+	datagrams map[netip.AddrPort]*datagrams
 }
 
 // affinity identifies the learned flows of a service port.
@@ -50,6 +50,16 @@ func (d *datagrams) sends(to netip.AddrPort) bool {
 	return ok
 }
 
+// endpointsWithout returns the endpoints that packets do not reach according to o.
+func (d *datagrams) endpointsWithout(o *datagrams) (all []netip.AddrPort) {
+	for _, e := range d.endpoints {
+		if !o.sends(e) {
+			all = append(all, e)
+		}
+	}
+	return all
+}
+
 // protocols has the numbers of protocols.
 var protocols = map[api.Protocol]uint8{api.TCP: 6, api.UDP: 17, api.SCTP: 132}
 
@@ -68,28 +78,72 @@ type planner struct {
 	node
 	// number returns the number of a name.
 	number func(name) uint32
+	// maxGroups is the largest number of groups of a service.
+	maxGroups int
 }
 
-// plan returns the plan of a service.
-func (p *planner) plan(se *api.ServiceEndpoints) *plan {
-	out := &plan{
-		flows: flowSet{}, shared: flowSet{}, groups: map[uint32][]openflow.Actions{}, lists: map[name]uint32{},
-		affinities: map[affinity]bool{}, datagrams: map[netip.AddrPort]datagrams{},
+// plan returns the plan of a service. If the service needs too many groups, the result is
+// incomplete, with an error.
+func (p *planner) plan(se *api.ServiceEndpoints) (*plan, error) {
+	s := servicePlan{
+		plan: &plan{
+			flows: flowSet{}, shared: flowSet{}, groups: map[uint32][]openflow.Actions{},
+			affinities: map[affinity]bool{}, datagrams: map[netip.AddrPort]*datagrams{},
+		},
+		planner: p, se: se, lists: map[nodeview.ListID]uint32{}, actions: map[actionsKey]openflow.Actions{},
 	}
 	for f := range nodeview.Frontends(se) {
 		if f.Protocol == 0 || protocols[f.Protocol] != 0 {
-			p.addFrontend(out, se, &f)
+			s.addFrontend(&f)
+		}
+		if len(s.groups) > p.maxGroups {
+			return s.plan, fmt.Errorf("it needs more than %d groups, the share of a service", p.maxGroups)
 		}
 	}
-	return out
+	return s.plan, nil
 }
 
-func (p *planner) addFrontend(out *plan, se *api.ServiceEndpoints, f *nodeview.Frontend) {
+// servicePlan is a plan while it is made. The maps have what frontends share.
+type servicePlan struct {
+	*plan
+	*planner
+	se *api.ServiceEndpoints
+	// lists has the numbers of lists of endpoints.
+	lists   map[nodeview.ListID]uint32
+	actions map[actionsKey]openflow.Actions
+	// ranges has the numbers of the lists of source ranges, by address of the frontend, and
+	// by content.
+	ranges        map[netip.Addr]uint32
+	rangesContent map[string]uint32
+	// sent has the endpoints of UDP frontends.
+	sent map[sentKey]*datagrams
+}
+
+// actionsKey has what determines the actions of frontends for a part of the traffic.
+type actionsKey struct {
+	verdict    nodeview.Verdict
+	list       nodeview.ListID
+	masquerade nodeview.Masquerade
+	affinity   affinity
+	family     api.Family
+}
+
+// sentKey has what determines the endpoints of UDP frontends.
+type sentKey struct {
+	elsewhere, here nodeview.ListID
+	family          api.Family
+	rejects         bool
+	// port is nil if the service has no draining endpoints.
+	port *api.PortMapping
+}
+
+func (p *servicePlan) addFrontend(f *nodeview.Frontend) {
 	m := openflow.Match{EtherType: etherType(f.Family), Protocol: protocols[f.Protocol], Port: uint16(f.Port)}
 	base := uint16(addressAndPort)
+	required := uint32(0)
 	switch {
 	case f.Kind == nodeview.NodePort:
-		m.Registers = flags(toNode)
+		required = toNode
 		base = nodePort
 	case f.Protocol == 0:
 		base = wholeAddress
@@ -97,79 +151,147 @@ func (p *planner) addFrontend(out *plan, se *api.ServiceEndpoints, f *nodeview.F
 	default:
 		m.Destination = single(f.Addr)
 	}
-	elsewhere := p.actions(out, se, f, f.Elsewhere)
-	here := p.actions(out, se, f, f.Node)
-	sources := []netip.Prefix{{}}
-	if f.Sources.Restricted {
-		p.opts.add(out.flows, frontendTable, base, m) // drops
-		sources = f.Sources.Prefixes(p.machineAddrs)
+	elsewhere := p.actionsFor(f, f.Elsewhere)
+	here := p.actionsFor(f, f.Node)
+	add := func(priority uint16, required uint32, actions openflow.Actions) {
+		m.Registers = flags(required)
+		p.opts.add(p.flows, frontendTable, priority, m, actions)
 	}
-	for _, source := range sources {
-		m := m
-		m.Source = source
-		p.opts.add(out.flows, frontendTable, base+1, m, elsewhere)
-		if here != elsewhere {
-			local := flags(fromHere)
-			m.Registers[0].Value |= local[0].Value
-			m.Registers[0].Mask |= local[0].Mask
-			p.opts.add(out.flows, frontendTable, base+2, m, here)
-		}
+	if f.Sources.Restricted {
+		add(base, required, p.checkSource(f))
+		required |= admitted
+	}
+	add(base+1, required, elsewhere)
+	if here != elsewhere {
+		add(base+2, required|fromHere, here)
 	}
 	if f.Kind == nodeview.ClusterIP && f.Protocol != 0 {
 		for _, protocol := range protocols {
 			m := openflow.Match{EtherType: etherType(f.Family), Protocol: protocol, Destination: single(f.Addr)}
-			p.opts.add(out.shared, frontendTable, unknownPorts, m, p.reject(f.Family))
+			p.opts.add(p.shared, frontendTable, unknownPorts, m, p.reject(f.Family))
 		}
 	}
 	if f.Protocol == api.UDP {
-		p.addDatagrams(out, se, f)
+		p.addDatagrams(f)
 	}
+}
+
+// checkSource returns actions that search the source of a packet in the source ranges of a
+// frontend. If they have the source, the packet comes back to the flows of the frontend
+// with the bit admitted. Otherwise it is dropped.
+func (p *servicePlan) checkSource(f *nodeview.Frontend) openflow.Actions {
+	id, known := p.ranges[f.Addr]
+	if !known {
+		if p.ranges == nil {
+			p.ranges, p.rangesContent = map[netip.Addr]uint32{}, map[string]uint32{}
+		}
+		id = p.addRanges(f)
+		p.ranges[f.Addr] = id
+	}
+	if id == 0 {
+		return "" // drops
+	}
+	return openflow.Join(setRegister(listRegister, id), p.opts.resubmit(memberTable))
+}
+
+// addRanges adds the flows of the source ranges of a frontend, unless equal ones exist. It
+// returns the number of the list, or 0 if there are no ranges.
+func (p *servicePlan) addRanges(f *nodeview.Frontend) uint32 {
+	prefixes := f.Sources.Prefixes(p.machineAddrs)
+	if len(prefixes) == 0 {
+		return 0
+	}
+	var content []byte
+	for _, prefix := range prefixes {
+		content = append(append(content, prefix.Addr().AsSlice()...), byte(prefix.Bits()))
+	}
+	id, exists := p.rangesContent[string(content)]
+	if exists {
+		return id
+	}
+	id = p.number(name{service: p.se.Key(), part: firstRanges - len(p.rangesContent)})
+	p.rangesContent[string(content)] = id
+	p.groups[id] = nil
+	m := openflow.Match{EtherType: etherType(f.Family)}
+	m.Registers[listRegister/2] = openflow.Bits{Value: uint64(id), Mask: 1<<32 - 1}
+	admit := openflow.Join(openflow.SetRegister(flagsRegister, openflow.Bits{Value: admitted, Mask: admitted}), p.opts.resubmit(frontendTable))
+	for _, prefix := range prefixes {
+		m.Source = prefix
+		p.opts.add(p.flows, memberTable, middle, m, admit)
+	}
+	return id
 }
 
 // addDatagrams records a frontend of protocol UDP.
-func (p *planner) addDatagrams(out *plan, se *api.ServiceEndpoints, f *nodeview.Frontend) {
-	d := datagrams{rejects: f.Elsewhere.Verdict == nodeview.Reject || f.Node.Verdict == nodeview.Reject}
-	for _, t := range slices.Concat(f.Elsewhere.Endpoints, f.Node.Endpoints) {
-		d.endpoints = append(d.endpoints, netip.AddrPortFrom(t.Addr, uint16(t.Port)))
+func (p *servicePlan) addDatagrams(f *nodeview.Frontend) {
+	k := sentKey{
+		elsewhere: f.Elsewhere.List, here: f.Node.List, family: f.Family,
+		rejects: f.Elsewhere.Verdict == nodeview.Reject || f.Node.Verdict == nodeview.Reject,
 	}
-	for i := range se.Draining {
-		e := &se.Draining[i]
-		if f.ServicePort != nil && api.FamilyOf(e.Addr) == f.Family {
-			d.endpoints = append(d.endpoints, netip.AddrPortFrom(e.Addr, uint16(e.TargetPort(f.ServicePort))))
+	if len(p.se.Draining) > 0 {
+		k.port = f.ServicePort
+	}
+	d := p.sent[k]
+	if d == nil {
+		if p.sent == nil {
+			p.sent = map[sentKey]*datagrams{}
 		}
+		d = &datagrams{endpoints: p.sentTo(f), rejects: k.rejects}
+		p.sent[k] = d
 	}
-	slices.SortFunc(d.endpoints, netip.AddrPort.Compare)
-	addrs := []netip.Addr{f.Addr}
-	if f.Kind == nodeview.NodePort {
-		addrs = p.nodePortAddrs
+	if f.Kind != nodeview.NodePort {
+		p.datagrams[netip.AddrPortFrom(f.Addr, uint16(f.Port))] = d
+		return
 	}
-	for _, a := range addrs {
+	for _, a := range p.nodePortAddrs {
 		if api.FamilyOf(a) == f.Family {
-			out.datagrams[netip.AddrPortFrom(a, uint16(f.Port))] = d
+			p.datagrams[netip.AddrPortFrom(a, uint16(f.Port))] = d
 		}
 	}
 }
 
-// actions returns the actions for a part of the traffic to a frontend. It adds the
+// sentTo returns the endpoints that get packets of a frontend of protocol UDP.
+func (p *servicePlan) sentTo(f *nodeview.Frontend) (all []netip.AddrPort) {
+	for _, t := range slices.Concat(f.Elsewhere.Endpoints, f.Node.Endpoints) {
+		all = append(all, netip.AddrPortFrom(t.Addr, uint16(t.Port)))
+	}
+	for i := range p.se.Draining {
+		e := &p.se.Draining[i]
+		if f.ServicePort != nil && api.FamilyOf(e.Addr) == f.Family {
+			all = append(all, netip.AddrPortFrom(e.Addr, uint16(e.TargetPort(f.ServicePort))))
+		}
+	}
+	slices.SortFunc(all, netip.AddrPort.Compare)
+	return slices.Compact(all)
+}
+
+// actionsFor returns the actions for a part of the traffic to a frontend. It adds the
 // endpoints to the plan.
-func (p *planner) actions(out *plan, se *api.ServiceEndpoints, f *nodeview.Frontend, t nodeview.Traffic) openflow.Actions {
+func (p *servicePlan) actionsFor(f *nodeview.Frontend, t nodeview.Traffic) openflow.Actions {
+	k := actionsKey{verdict: t.Verdict, list: t.List, masquerade: f.Masquerade, family: f.Family}
+	if f.Affinity != 0 && t.Verdict == nodeview.Forward {
+		k.affinity = p.affinityOf(f)
+	}
+	actions, ok := p.actions[k]
+	if !ok {
+		actions = p.makeActions(f, t, k.affinity)
+		p.actions[k] = actions
+	}
+	return actions
+}
+
+func (p *servicePlan) makeActions(f *nodeview.Frontend, t nodeview.Traffic, a affinity) openflow.Actions {
 	switch t.Verdict {
 	case nodeview.Drop:
 		return ""
 	case nodeview.Reject:
 		return p.reject(f.Family)
 	}
-	l := name{service: se.Key(), list: t.List}
-	var a affinity
-	if f.Affinity != 0 {
-		a = p.affinityOf(out, se, f)
-		l.port = uint32(a.client)
-	}
-	id, made := out.lists[l]
+	id, made := p.lists[t.List]
 	if !made {
-		id = p.number(l)
-		out.lists[l] = id
-		p.addList(out, f, t, l, a)
+		id = p.number(name{service: p.se.Key(), list: t.List})
+		p.lists[t.List] = id
+		p.addList(f, t, id, a)
 	}
 	var all []openflow.Actions
 	if selected := p.masqueraded(f.Masquerade); selected != 0 {
@@ -222,37 +344,38 @@ func (p *planner) masqueraded(m nodeview.Masquerade) uint32 {
 	}
 }
 
-// addList adds the groups of a list, and the flows that its endpoints need.
-func (p *planner) addList(out *plan, f *nodeview.Frontend, t nodeview.Traffic, l name, a affinity) {
+// addList adds the groups of a list, and the flows that its endpoints need. With session
+// affinity, a belongs to any of the ports with this list.
+func (p *servicePlan) addList(f *nodeview.Frontend, t nodeview.Traffic, id uint32, a affinity) {
 	endpoints := make([]netip.AddrPort, 0, len(t.Endpoints))
 	from := addressOf(p.opts.MasqueradeAddresses, f.Family)
 	for _, e := range t.Endpoints {
 		endpoints = append(endpoints, netip.AddrPortFrom(e.Addr, uint16(e.Port)))
 		if e.Local && from.IsValid() {
 			m := openflow.Match{EtherType: etherType(f.Family), Source: single(e.Addr), Destination: single(e.Addr)}
-			p.opts.add(out.shared, sentTable, high, m, p.opts.translateSource(single(from)))
+			p.opts.add(p.shared, sentTable, high, m, p.opts.translateSource(single(from)))
 		}
 	}
 	slices.SortFunc(endpoints, netip.AddrPort.Compare)
 	endpoints = slices.Compact(endpoints)
+	l := name{service: p.se.Key(), list: t.List}
 	if f.Affinity == 0 {
-		p.addGroups(out, l, endpoints, p.forward)
+		p.addGroups(l, endpoints, p.forward)
 		return
 	}
 	// The switch ignores learn actions in buckets, so the bucket selects a flow.
-	p.addGroups(out, l, endpoints, func(e netip.AddrPort) openflow.Actions {
+	p.addGroups(l, endpoints, func(e netip.AddrPort) openflow.Actions {
 		return openflow.Join(setEndpoint(e), p.opts.resubmit(memberTable))
 	})
-	id := uint64(out.lists[l])
 	member := openflow.Match{EtherType: etherType(f.Family)}
-	member.Registers[listRegister/2] = openflow.Bits{Value: id, Mask: 1<<32 - 1}
-	p.opts.add(out.flows, memberTable, low, member, openflow.ToGroup(uint32(id)))
+	member.Registers[listRegister/2] = openflow.Bits{Value: uint64(id), Mask: 1<<32 - 1}
+	p.opts.add(p.flows, memberTable, low, member, openflow.ToGroup(id))
 	for _, e := range endpoints {
 		port, high, low := endpointFields(e)
-		member.Registers[0] = openflow.Bits{Value: port.Value<<32 | id, Mask: port.Mask<<32 | (1<<32 - 1)}
+		member.Registers[0] = openflow.Bits{Value: port.Value<<32 | uint64(id), Mask: port.Mask<<32 | (1<<32 - 1)}
 		member.Registers[2*addressRegister] = openflow.Bits{Value: high, Mask: 1<<64 - 1}
 		member.Registers[2*addressRegister+1] = openflow.Bits{Value: low, Mask: 1<<64 - 1}
-		p.opts.add(out.flows, memberTable, middle, member, p.learn(a, f.Affinity, e), p.forward(e))
+		p.opts.add(p.flows, memberTable, middle, member, p.learn(a, f.Affinity, e), p.forward(e))
 	}
 }
 
@@ -264,7 +387,7 @@ const maxBuckets = 256
 // are groups with equal parts of the list. The parts are sections, so no choice of
 // addresses makes one of them larger, and a change of an endpoint moves at most one
 // endpoint between neighbouring parts.
-func (p *planner) addGroups(out *plan, l name, endpoints []netip.AddrPort, bucket func(netip.AddrPort) openflow.Actions) {
+func (p *servicePlan) addGroups(l name, endpoints []netip.AddrPort, bucket func(netip.AddrPort) openflow.Actions) {
 	parts := 1
 	for parts < maxBuckets && len(endpoints) > parts*maxBuckets {
 		parts *= 2
@@ -278,19 +401,19 @@ func (p *planner) addGroups(out *plan, l name, endpoints []netip.AddrPort, bucke
 		part := l
 		for i := range parts {
 			part.part = l.part*maxBuckets + i + 1
-			p.addGroups(out, part, endpoints[i*len(endpoints)/parts:(i+1)*len(endpoints)/parts], bucket)
+			p.addGroups(part, endpoints[i*len(endpoints)/parts:(i+1)*len(endpoints)/parts], bucket)
 			buckets = append(buckets, openflow.ToGroup(p.number(part)))
 		}
 	}
-	out.groups[p.number(l)] = buckets
+	p.groups[p.number(l)] = buckets
 }
 
-// learn keeps the endpoint of a client.
+// learn keeps the endpoint of a client. The client of a service port is in clientRegister.
 func (p *planner) learn(a affinity, timeout time.Duration, e netip.AddrPort) openflow.Actions {
 	return openflow.Learn{
 		Table: p.opts.FirstTable + clientTable, Priority: low, Cookie: p.opts.learnedCookies(uint32(a.client >> 32)).Value,
 		Limit: p.opts.MaxClients, Idle: timeout, EtherType: etherType(a.family),
-		MatchRegister: clientRegister, MatchValue: a.client,
+		MatchRegister:   clientRegister,
 		AddressRegister: addressRegister, LoadAddress: e.Addr().As16(), PortRegister: flagsRegister, LoadPort: e.Port(),
 	}.Action()
 }
@@ -315,13 +438,13 @@ func (p *planner) reject(f api.Family) openflow.Actions {
 }
 
 // affinityOf returns the affinity of a frontend's service port, and adds it to the plan.
-func (p *planner) affinityOf(out *plan, se *api.ServiceEndpoints, f *nodeview.Frontend) affinity {
-	service := p.number(name{service: se.Key(), part: wholeService})
-	out.groups[service] = nil
+func (p *servicePlan) affinityOf(f *nodeview.Frontend) affinity {
+	service := p.number(name{service: p.se.Key(), part: wholeService})
+	p.groups[service] = nil
 	a := affinity{f.Family, uint64(service) << 32}
 	if f.ServicePort != nil {
 		a.client |= uint64(f.ServicePort.Protocol)<<16 | uint64(uint16(f.ServicePort.Port))
 	}
-	out.affinities[a] = true
+	p.affinities[a] = true
 	return a
 }

@@ -32,7 +32,16 @@ func planned(v *api.ServiceEndpoints) (*plan, *dataplane) {
 	}
 	d := newDataplane(&o)
 	d.numbers = d.newNumbers()
-	return d.planner.plan(v), d
+	return d.planner.mustPlan(v), d
+}
+
+// mustPlan returns the plan of a view, which must not need too many groups.
+func (p *planner) mustPlan(v *api.ServiceEndpoints) *plan {
+	out, err := p.plan(v)
+	if err != nil {
+		panic(err)
+	}
+	return out
 }
 
 // addresses returns n addresses that keep accepts.

@@ -48,16 +48,21 @@ func (d *dataplane) collectStale(u *unit, stale *staleConnections) {
 				}
 			}
 		}
+		removed := map[[2]*datagrams][]netip.AddrPort{}
 		for frontend, before := range u.old.datagrams {
-			now, exists := d.datagramsOf(u.plan, frontend)
-			if !exists {
+			now := u.plan.datagramsOf(frontend)
+			if now == nil {
 				add(frontend, netip.AddrPort{})
 				continue
 			}
-			for _, e := range before.endpoints {
-				if !now.sends(e) {
-					add(frontend, e)
-				}
+			change := [2]*datagrams{before, now}
+			endpoints, known := removed[change]
+			if !known {
+				endpoints = before.endpointsWithout(now)
+				removed[change] = endpoints
+			}
+			for _, e := range endpoints {
+				add(frontend, e)
 			}
 			if before.rejects && !now.rejects {
 				add(frontend, netip.AddrPortFrom(addressOf(d.opts.MasqueradeAddresses, familyOf(frontend)), refusingPort))
@@ -66,38 +71,48 @@ func (d *dataplane) collectStale(u *unit, stale *staleConnections) {
 		return
 	}
 	// The plan from before the pass is unknown, but its flows and groups are not.
-	if u.plan != nil && len(u.plan.datagrams) > 0 {
-		for id := range u.groupsTo {
+	before := map[api.Family]*datagrams{api.IPv4: {}, api.IPv6: {}}
+	for _, p := range u.additions {
+		for id := range p.groupsTo {
 			for actions := range d.groups[id].buckets {
-				e := openflow.TranslatedTo(actions)
-				if !e.IsValid() {
-					continue
-				}
-				for frontend, now := range u.plan.datagrams {
-					if familyOf(frontend) == familyOf(e) && !now.sends(e) {
-						add(frontend, e)
-					}
+				if e := openflow.TranslatedTo(actions); e.IsValid() {
+					before[familyOf(e)].endpoints = append(before[familyOf(e)].endpoints, e)
 				}
 			}
 		}
 	}
-	for key := range u.set {
-		d.addFrontends(key, add)
+	if u.plan != nil {
+		removed := map[*datagrams][]netip.AddrPort{}
+		for frontend, now := range u.plan.datagrams {
+			endpoints, known := removed[now]
+			if !known {
+				endpoints = before[familyOf(frontend)].endpointsWithout(now)
+				removed[now] = endpoints
+			}
+			for _, e := range endpoints {
+				add(frontend, e)
+			}
+		}
 	}
-	for key := range u.deleted {
-		d.addFrontends(key, add)
+	for _, p := range slices.Concat(u.additions, u.deletions) {
+		for key := range p.set {
+			d.addFrontends(key, add)
+		}
+		for key := range p.deleted {
+			d.addFrontends(key, add)
+		}
 	}
 }
 
 func familyOf(a netip.AddrPort) api.Family { return api.FamilyOf(a.Addr()) }
 
-// datagramsOf returns what a plan does with packets to a frontend of protocol UDP.
-func (d *dataplane) datagramsOf(p *plan, frontend netip.AddrPort) (datagrams, bool) {
+// datagramsOf returns what a plan does with packets to a frontend of protocol UDP, or nil if
+// it has no such frontend. A nil plan has none.
+func (p *plan) datagramsOf(frontend netip.AddrPort) *datagrams {
 	if p == nil {
-		return datagrams{}, false
+		return nil
 	}
-	now, ok := p.datagrams[frontend]
-	return now, ok
+	return p.datagrams[frontend]
 }
 
 // addFrontends calls add for each frontend of protocol UDP that a flow matches.
@@ -130,37 +145,64 @@ func (d *dataplane) forget(ctx context.Context, stale staleConnections) error {
 // repeatAfter is a time after which the datapath follows all changes.
 const repeatAfter = time.Second
 
-// forgetAgain repeats forget if it is time.
+// forgetAgain repeats forget if it is time. It also sends some of the messages that wait.
 func (d *dataplane) forgetAgain(ctx context.Context, now time.Time) error {
-	if len(d.repeat) == 0 || now.Before(d.repeatAt) {
-		return nil
+	if len(d.repeat) > 0 && !now.Before(d.repeatAt) {
+		stale := d.repeat
+		d.repeat = nil
+		return d.deleteConnections(ctx, stale)
 	}
-	stale := d.repeat
-	d.repeat = nil
-	return d.deleteConnections(ctx, stale)
+	return d.deleteNext(ctx)
 }
 
+// maxSearches limits the messages at a time for which the switch searches its table of
+// connections.
+const maxSearches = 16
+
+// deleteConnections makes the switch forget connections. For each message that does not name
+// a client, the switch searches its table of connections. So if there are several messages,
+// deleteConnections lists the connections, if they are not too many, and names the clients.
+// Otherwise it sends maxSearches messages, and lets the others wait for Verify.
 func (d *dataplane) deleteConnections(ctx context.Context, stale staleConnections) error {
-	// For each message that does not name a client, the switch reads its table of connections.
-	// So read the table here, if there are several messages.
-	if len(stale) > 1 && countConnections(ctx, d.opts) <= maxListed {
+	if len(stale) > 1 && countConnections(ctx, d.opts) <= d.maxListed {
 		if existing, err := listConnections(ctx, d.opts); err == nil {
-			stale = existing.matching(stale)
+			return d.sendDeletions(ctx, slices.Collect(maps.Keys(existing.matching(stale))))
 		}
 	}
-	if len(stale) == 0 {
-		return nil
+	if len(stale) > maxSearches {
+		stale = stale.wider()
 	}
-	messages := make([]openflow.Message, 0, len(stale))
-	for c := range stale {
-		messages = append(messages, openflow.DeleteConnections(c))
+	if d.waiting == nil {
+		d.waiting = staleConnections{}
 	}
+	maps.Copy(d.waiting, stale)
+	return d.deleteNext(ctx)
+}
+
+// deleteNext sends some of the messages that wait.
+func (d *dataplane) deleteNext(ctx context.Context) error {
+	var next []openflow.Connections
+	for c := range d.waiting {
+		if len(next) == maxSearches {
+			break
+		}
+		next = append(next, c)
+		delete(d.waiting, c)
+	}
+	return d.sendDeletions(ctx, next)
+}
+
+func (d *dataplane) sendDeletions(ctx context.Context, all []openflow.Connections) error {
 	// The switch may need long for a message, and answers only after the last of a part.
-	for part := range slices.Chunk(messages, 16) {
-		err := d.conn.Send(ctx, part...)
+	for part := range slices.Chunk(all, 16) {
+		messages := make([]openflow.Message, len(part))
+		for i, c := range part {
+			messages[i] = openflow.DeleteConnections(c)
+		}
+		err := d.conn.Send(ctx, messages...)
 		var unsupported openflow.Error
 		if errors.As(err, &unsupported) {
-			d.cannotForget = true
+			d.cannotForget, d.waiting = true, nil
 			klog.FromContext(ctx).Error(err, "Cannot delete tracked connections, so UDP clients may keep removed endpoints; Open vSwitch can do it since version 3.1", "bridge", d.opts.Bridge)
 			return nil
 		}
@@ -169,6 +211,21 @@ func (d *dataplane) deleteConnections(ctx context.Context, stale staleConnection
 		}
 	}
 	return nil
+}
+
+// wider returns fewer selections that include those in c: all connections to each endpoint,
+// and to each address of frontends. So their number is not the product of both.
+func (c staleConnections) wider() staleConnections {
+	out := staleConnections{}
+	for one := range c {
+		if one.Endpoint.IsValid() {
+			one.Destination = netip.AddrPort{}
+		} else {
+			one.Destination = netip.AddrPortFrom(one.Destination.Addr(), 0)
+		}
+		out[one] = true
+	}
+	return out
 }
 
 // maxListed limits the connections of a listing, which clients may make very long. Each

@@ -31,7 +31,7 @@ const (
 	masqueradeTable
 	// clientTable has learned flows: the endpoints of clients with session affinity.
 	clientTable
-	// memberTable has the endpoints of lists with session affinity.
+	// memberTable has the endpoints of lists with session affinity, and lists of source ranges.
 	memberTable
 	// sentTable masquerades connections whose destination was translated.
 	sentTable
@@ -54,17 +54,18 @@ const (
 	masquerade    = 1 << masqueradeBit
 	toNode        = 1 << 9  // the destination has node ports
 	fromHere      = 1 << 10 // the source is the node or a pod of this node
+	admitted      = 1 << 11 // the source is in the source ranges of the frontend
 
 	// The upper half of register 0 is the port of the endpoint that a client had before.
 	portShift = 16
 )
 
-// Other registers. They are for session affinity. The 64-bit register n consists of the
+// Other registers. They are for session affinity, and the first also for source ranges. The 64-bit register n consists of the
 // 32-bit registers 2n and 2n+1. The 128-bit register n consists of the 64-bit registers 2n
 // and 2n+1.
 const (
 	flagsRegister   = 0
-	listRegister    = 1 // the group of a list of endpoints
+	listRegister    = 1 // the number of a list of endpoints or source ranges
 	serviceRegister = 2 // the number of the service
 	portRegister    = 3 // the protocol and the port of the service port
 	clientRegister  = 1 // of 64 bits: both

@@ -174,9 +174,9 @@ type Learn struct {
 	// counts whole seconds, at most 65,535.
 	Idle      time.Duration
 	EtherType uint16
-	// The flow matches packets whose 64-bit register MatchRegister has the value MatchValue.
+	// The flow matches packets whose 64-bit register MatchRegister has the value that it has
+	// now.
 	MatchRegister int
-	MatchValue    uint64
 	// The flow loads LoadAddress into the 128-bit register AddressRegister, and LoadPort into
 	// the more significant half of the 32-bit register PortRegister.
 	AddressRegister int
@@ -220,9 +220,10 @@ func (l Learn) Action() Actions {
 	u16(bits)
 	field(source, 0)
 	field(source, 0)
-	u16(immediate | 64)
-	b = binary.BigEndian.AppendUint64(b, l.MatchValue)
-	field(fieldXReg0+uint32(l.MatchRegister)<<9|8, 0)
+	register := fieldXReg0 + uint32(l.MatchRegister)<<9 | 8
+	u16(64)
+	field(register, 0)
+	field(register, 0)
 	u16(immediate | load | 128)
 	b = append(b, l.LoadAddress[:]...)
 	field(fieldXXReg0+uint32(l.AddressRegister)<<9|16, 0)
@@ -308,6 +309,9 @@ func parseRange(present byte, b []byte) netip.AddrPort {
 
 // Join returns all actions in order.
 func Join(all ...Actions) Actions {
+	if len(all) == 1 {
+		return all[0] // many flows share the memory of their actions
+	}
 	var text strings.Builder
 	for _, a := range all {
 		text.WriteString(string(a))

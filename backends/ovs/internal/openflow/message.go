@@ -231,10 +231,11 @@ func selection(seed uint64) []byte {
 	return padded(b)
 }
 
-// Connections selects tracked connections that had this destination before translation. At
-// most one of the optional fields Source and Endpoint is set. Source is the client, so
-// there is only one connection. Endpoint is the address and port to which the connections
-// were translated.
+// Connections selects tracked connections. Destination is the destination that they had
+// before translation. Without a port, it means all ports. At most one of the optional
+// fields Source and Endpoint is set. Source is the client, so there is only one connection.
+// Endpoint is the address and port to which the connections were translated. Destination is
+// required unless Endpoint is set.
 type Connections struct {
 	Zone        uint16
 	Protocol    uint8
@@ -272,7 +273,9 @@ func DeleteConnections(c Connections) Message {
 	b := binary.BigEndian.AppendUint32(nil, niciraVendor)
 	b = binary.BigEndian.AppendUint32(b, flush)
 	b = append(b, c.Protocol, 0, 0, 0, 0, 0, 0, 0)
-	b = append(b, tuple(original, c.Source, c.Destination)...)
+	if c.Destination.IsValid() {
+		b = append(b, tuple(original, c.Source, c.Destination)...)
+	}
 	if c.Endpoint.IsValid() {
 		b = append(b, tuple(reply, c.Endpoint, netip.AddrPort{})...)
 	}

@@ -16,7 +16,7 @@ import (
 	"github.com/kpng-project/kpng/sink/sinktest"
 )
 
-var histories = flag.Int("histories", 400, "how many random `histories` to test")
+var histories = flag.Int("histories", 100, "how many random `histories` to test")
 
 // memory is a dataplane in memory, and the handler of an Events sink for it.
 type memory struct {

@@ -137,21 +137,26 @@ func (t *table) commit(ctx context.Context, parts []part) error {
 			}
 		}
 	}
-	missing := t.missingChains(added)
+	missing, lengths := t.missingChains(added), t.state.lengthsWith(added)
 	err := t.conn.transact(ctx, func(w *wire) {
 		for _, c := range missing {
 			w.makeSharedChain(c)
 		}
 		w.elements(unix.NFT_MSG_DELSETELEM, 0, removed)
 		w.elements(unix.NFT_MSG_NEWSETELEM, unix.NLM_F_CREATE|unix.NLM_F_EXCL, added)
+		w.changeSourceChains(t.state.lengths, lengths)
 	})
 	if err != nil {
 		return err
 	}
 	t.state.chainsMade(missing)
+	if lengths != t.state.lengths {
+		t.state.sourceChainsMade(lengths)
+	}
 	for _, p := range parts {
 		for _, o := range p.ops {
 			t.state.recordOp(o)
+			o.applied = true
 			// An element that is only held stays although no known service needs it.
 			t.leftovers.Exist = t.leftovers.Exist || o.wanted < 0 && t.state.wanted[o.elementID] == holdCount
 		}

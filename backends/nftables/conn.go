@@ -87,8 +87,7 @@ func (c *conn) getElement(ctx context.Context, id elementID) (e element, ok bool
 		w.EndNest(list)
 	}, func(attributes []byte) {
 		decodeElements(id.m, attributes, map[string]string{}, func(got element, foreign []byte) {
-			// If id is a range, the kernel also returns ranges that contain this range.
-			if foreign == nil && got.elementID == id {
+			if foreign == nil {
 				e, ok = got, true
 			}
 		})

@@ -15,13 +15,12 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// maxKey is the maximum length of a key in octets. The keys of source ranges are the
-// longest: they have 40 octets in the kernel, and one more octet here for the prefix
-// length.
-const maxKey = 40 + 1
+// maxKey is the maximum length of a key in octets. The keys of kindHairpins are the
+// longest.
+const maxKey = 40
 
 // elementID identifies an element of a map. A key shorter than maxKey is followed by
-// zeros. For a source range, the last octet of the field key is the prefix length.
+// zeros.
 type elementID struct {
 	m   mapID
 	key [maxKey]byte
@@ -132,7 +131,7 @@ func (e element) String() string {
 	switch {
 	case e.chain != "":
 		s += " : goto " + e.chain
-	case e.m.kind == kindSlots || e.m.kind == kindNodeSlots:
+	case e.m.kind == kindSlots || e.m.kind == kindNodeSlots || e.m.kind == kindRestricted:
 		s += " : " + formatPriority(e.data[:])
 	case e.m.dataLen() == addrLen:
 		s += " : " + addrOf(e.data[:addrLen]).String()
@@ -161,11 +160,7 @@ func (id elementID) String() string {
 			parts = append(parts, addrOf(v).String())
 		}
 	}
-	s := id.m.name() + " " + strings.Join(parts, " . ")
-	if id.m.kind == kindSources {
-		s += fmt.Sprint("/", id.key[maxKey-1])
-	}
-	return s
+	return id.m.name() + " " + strings.Join(parts, " . ")
 }
 
 func formatPriority(v []byte) string {

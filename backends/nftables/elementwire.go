@@ -6,11 +6,10 @@ package nftables
 
 import (
 	"fmt"
-	"net/netip"
 	"slices"
 
-	"github.com/kpng-project/kpng/backends/internal/kernelnode"
 	"github.com/kpng-project/kpng/backends/internal/netfilter"
+	"github.com/kpng-project/kpng/backends/internal/sourcelists"
 	"golang.org/x/sys/unix"
 )
 
@@ -19,9 +18,6 @@ func (w *wire) addElement(e *element, withData bool) {
 	item := w.Nest(unix.NFTA_LIST_ELEM)
 	key := e.key[:e.m.keyLen()]
 	w.data(unix.NFTA_SET_ELEM_KEY, key)
-	if e.m.kind == kindSources {
-		w.data(nftaSetElemKeyEnd, rangeEnd(key, e.m.addrLen(), int(e.key[maxKey-1])))
-	}
 	switch {
 	case !withData:
 	case e.m.dataLen() > 0:
@@ -45,15 +41,6 @@ func (w *wire) data(attr uint16, v []byte) {
 	at := w.Nest(attr)
 	w.Bytes(unix.NFTA_DATA_VALUE, v...)
 	w.EndNest(at)
-}
-
-// rangeEnd returns the last key of the range that begins with key. The last addrLen
-// octets of key are the first address of a prefix. The argument bits is the prefix
-// length.
-func rangeEnd(key []byte, addrLen, bits int) []byte {
-	end := append([]byte(nil), key...)
-	kernelnode.SetBitsFrom(end[len(end)-addrLen:], bits)
-	return end
 }
 
 // decodeElements calls f with each element of a NFT_MSG_NEWSETELEM message about m. If
@@ -98,28 +85,10 @@ func decodeElement(m mapID, item []byte, names map[string]string) (e element, ok
 		c, isNumber := sharedChainOf(&e.elementID, &e.value)
 		ok = ok && isNumber && e.chain == c.name()
 	case kindSources:
-		end := netfilter.Attribute(netfilter.Attribute(item, nftaSetElemKeyEnd), unix.NFTA_DATA_VALUE)
-		bits, isPrefix := prefixLen(e.key[m.keyLen()-m.addrLen():m.keyLen()], end)
-		e.key[maxKey-1] = bits
-		ok = ok && isPrefix
+		_, isRange := sourcelists.ParseKey(key)
+		ok = ok && isRange
 	}
 	return e, ok
-}
-
-// prefixLen returns the length of the prefix that begins with firstAddr. The last address
-// of the prefix is at the end of lastKey. If there is no such prefix, ok is false.
-func prefixLen(firstAddr, lastKey []byte) (bits byte, ok bool) {
-	if len(lastKey) < len(firstAddr) {
-		return 0, false
-	}
-	last := lastKey[len(lastKey)-len(firstAddr):]
-	for bits := range 8*len(firstAddr) + 1 {
-		prefix := netip.PrefixFrom(addrOf(firstAddr), bits)
-		if prefix == prefix.Masked() && string(rangeEnd(firstAddr, len(firstAddr), bits)) == string(last) {
-			return byte(bits), true
-		}
-	}
-	return 0, false
 }
 
 // decodeVerdict returns the name of a verdict's target chain.

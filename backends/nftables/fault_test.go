@@ -173,12 +173,15 @@ func startVaried(t *testing.T) *netnstest.Namespace {
 				s.Type = api.LoadBalancer
 				s.Ports[0].NodePort = int32(30000 + i)
 				s.ExternalTrafficToLocal = i%2 == 0
-				s.IPs.LoadBalancerIPs = api.NewIPSet(netip.AddrFrom4([4]byte{203, 0, 113, byte(i)}))
+				s.IPs.LoadBalancerIPs = api.NewIPSet(netip.AddrFrom4([4]byte{203, 0, 113, byte(i)}), netip.MustParseAddr(fmt.Sprintf("2001:db8::%x", i)))
 				if i%3 == 0 {
 					s.SessionAffinity.ClientIP = &api.ClientIPAffinity{TimeoutSeconds: 10800}
 				}
 				if i%4 == 0 {
-					s.SourceRanges = []api.SourceRanges{{TargetIPs: s.IPs.LoadBalancerIPs, Prefixes: []netip.Prefix{netip.MustParsePrefix("192.0.2.0/24")}}}
+					s.SourceRanges = []api.SourceRanges{{TargetIPs: s.IPs.LoadBalancerIPs}}
+					for _, r := range []string{"128.0.0.0/1", "192.0.2.0/24", "192.0.2.7/32", "2001:db8::/37", "2001:db8::9/128", "8000::/1"} {
+						s.SourceRanges[0].Prefixes = append(s.SourceRanges[0].Prefixes, netip.MustParsePrefix(r))
+					}
 				}
 			})))
 	}

@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"slices"
 
+	"github.com/kpng-project/kpng/backends/internal/sourcelists"
 	"golang.org/x/sys/unix"
 	"k8s.io/klog/v2"
 )
@@ -146,6 +147,14 @@ func (t *table) load(ctx context.Context, present *listing, chains []chain, fini
 			for _, l := range allLayouts() {
 				if _, ok := present.sets[l.name]; !ok {
 					w.newSet(l)
+				}
+			}
+			// These chains depend on services. They keep their rules until the pass has read the
+			// ranges. Without rules, they admit no source.
+			for _, family := range families {
+				name := sourcelists.ChainName(family)
+				if _, ok := present.hooks[name]; !ok {
+					w.newChain(name, hook{})
 				}
 			}
 			w.changeChains(present, slices.DeleteFunc(chains, func(c chain) bool {

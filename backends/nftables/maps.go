@@ -31,11 +31,11 @@ const (
 	// affinity, the key has the number of the endpoint instead of a slot.
 	kindEndpoints
 	kindNodeEndpoints
-	// kindSources is a set of pairs: a frontend, and a source range that the frontend
-	// admits.
-	kindSources
-	// kindRestricted is the set of frontends that have source ranges.
+	// kindRestricted maps a frontend with source ranges to the number of its list of ranges.
 	kindRestricted
+	// kindSources is the set of the ranges of all lists, see package sourcelists. The elements
+	// belong to no service.
+	kindSources
 	// kindHairpins is the set of connections from endpoints of this node to themselves. A
 	// key has the address of the endpoint twice. Protocol and port follow, except for
 	// all-ports services.
@@ -85,9 +85,9 @@ func allMaps() []mapID {
 	for kind := range kindNodeSharedChains + 1 {
 		matches := allMatches
 		switch kind {
-		case kindSources, kindRestricted, kindHairpins:
+		case kindRestricted, kindHairpins:
 			matches = []match{matchService, matchAddress}
-		case kindClusterIPs, kindNodePortAddresses:
+		case kindSources, kindClusterIPs, kindNodePortAddresses:
 			matches = []match{0}
 		}
 		for _, s := range matches {
@@ -129,8 +129,6 @@ type layout struct {
 	size uint32
 	// elements is the number of elements, or -1 if the kernel does not report it.
 	elements int
-	// The slice fields has the lengths of the parts of a key; nil except for sets of ranges.
-	fields []uint32
 }
 
 // sameAs reports whether two maps have the same layout.
@@ -212,14 +210,10 @@ func (m mapID) newDescription() description {
 		if m.match == matchAddress {
 			data = data[:1]
 		}
-	case kindSources:
-		name, key = "admitted-"+matchPlurals[m.match], append(key, addr)
-		l.flags = unix.NFT_SET_INTERVAL | nftSetConcat
-		for _, part := range key {
-			l.fields = append(l.fields, part.length)
-		}
 	case kindRestricted:
-		name = "restricted-" + matchPlurals[m.match]
+		name, data = "restricted-"+matchPlurals[m.match], []datatype{typePriority}
+	case kindSources:
+		name, key = "sources", []datatype{typePriority, addr}
 	case kindHairpins:
 		name, key = name+"-hairpins", append([]datatype{addr}, key...)
 	case kindClusterIPs:

@@ -12,6 +12,7 @@ import (
 	"net/netip"
 	"slices"
 
+	"github.com/kpng-project/kpng/backends/internal/sourcelists"
 	"github.com/kpng-project/kpng/sink"
 	"k8s.io/klog/v2"
 )
@@ -24,9 +25,6 @@ type pass struct {
 	// snapshots are the contents of the maps when the pass began. Since then, Syncs may have
 	// changed the elements that are marked as claimed.
 	snapshots map[mapID]*snapshot
-	// ranges has the source ranges in the snapshots, by frontend, and the elements that
-	// restrict the frontends to them.
-	ranges map[elementID][]element
 	// numbers has the numbers of endpoints in the snapshots, by frontend.
 	numbers map[elementID]map[[20]byte]uint32
 	// state describes the table as it was read.
@@ -57,7 +55,8 @@ func (t *table) beginPass(ctx context.Context, nodeAddrs []netip.Addr) error {
 		return err
 	}
 	t.planner = newPlanner()
-	t.planner.nodeAddrs = nodeAddrs
+	t.lists = sourcelists.New(nodeAddrs)
+	p.findLists(t.lists)
 	t.numbers = newNumbers()
 	for _, list := range p.numbers {
 		for _, number := range list {
@@ -67,7 +66,7 @@ func (t *table) beginPass(ctx context.Context, nodeAddrs []netip.Addr) error {
 	t.pass, t.state = p, p.state
 	t.drift.reset(p.foreignCommits)
 	t.leftovers.Exist = false
-	return nil
+	return t.repairSourceChains(ctx)
 }
 
 // readAhead reads the table while the source still collects services, so that the first
@@ -87,7 +86,6 @@ func (t *table) readAhead(ctx context.Context, foreignCommits int64) {
 func (t *table) read(ctx context.Context, foreignCommits int64) (*pass, error) {
 	p := &pass{
 		snapshots:      map[mapID]*snapshot{},
-		ranges:         map[elementID][]element{},
 		numbers:        map[elementID]map[[20]byte]uint32{},
 		state:          newState(t.conn.seed),
 		foreignCommits: foreignCommits,
@@ -109,8 +107,6 @@ func (t *table) read(ctx context.Context, foreignCommits int64) (*pass, error) {
 				p.state.wanted[e.elementID] = holdCount
 			}
 			switch m.kind {
-			case kindSources, kindRestricted:
-				p.ranges[e.frontendID()] = append(p.ranges[e.frontendID()], e)
 			case kindSlots, kindNodeSlots:
 				if frontend := e.frontendID(); p.numbers[frontend] == nil {
 					p.numbers[frontend] = map[[20]byte]uint32{}
@@ -122,6 +118,7 @@ func (t *table) read(ctx context.Context, foreignCommits int64) (*pass, error) {
 			}
 		}
 	}
+	p.state.sourceChainsMade(p.state.usedLengths())
 	return p, nil
 }
 
@@ -142,13 +139,13 @@ func (t *table) deleteForeign(ctx context.Context, p *pass) error {
 
 // claim marks e as needed by a service, and records the old value of e in the patch.
 func (ps *pass) claim(p *patch, e *element) {
-	// The kernel refuses overlapping ranges. So one transaction must remove the old ranges
-	// of a frontend and add the new ones. The same transaction must lift the restriction of a
-	// frontend without ranges.
-	for _, old := range ps.ranges[e.elementID] {
-		ps.claimOld(p, &old.elementID)
-	}
 	ps.claimOld(p, &e.elementID)
+	if e.m.kind == kindFrontends && e.m.match != matchNodePort {
+		// The same transaction must lift the restriction of a frontend without source ranges.
+		restricted := e.elementID
+		restricted.m.kind = kindRestricted
+		ps.claimOld(p, &restricted)
+	}
 }
 
 // claimOld records the old value of an element in the patch, unless the element is
@@ -179,6 +176,12 @@ func (t *table) endPass(ctx context.Context, failed bool) error {
 	if err := t.prune(ctx, ps, failed); err != nil {
 		return err
 	}
+	if !failed {
+		t.lists.EndPass()
+	}
+	if err := t.deleteUnusedSources(ctx); err != nil {
+		return err
+	}
 	if failed && t.replaced != "" && !t.repeated {
 		t.repeated = true
 		return fmt.Errorf("services failed; another pass must fill table inet %s before it replaces table inet %s", t.conn.table, t.replaced)
@@ -201,7 +204,7 @@ func (t *table) endPass(ctx context.Context, failed bool) error {
 // elements. So if services failed, prune keeps the elements that may belong to these
 // services.
 func (t *table) prune(ctx context.Context, ps *pass, failed bool) error {
-	t.leftovers.Exist = failed && (ps.keepOfFailed() || t.leftovers.Exist)
+	t.leftovers.Exist = failed && (ps.keepOfFailed() || t.leftovers.Exist || t.lists.HasKept())
 	var stale part
 	var ops []op
 	removed := 0
@@ -219,7 +222,7 @@ func (t *table) prune(ctx context.Context, ps *pass, failed bool) error {
 	for _, m := range allMaps() {
 		limit := givenBack
 		switch {
-		case m.kind >= kindNodePortAddresses:
+		case m.kind >= kindNodePortAddresses, m.kind == kindSources:
 			continue // the elements of these maps belong to no service
 		case failed:
 			limit = unclaimed

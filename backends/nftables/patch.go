@@ -18,6 +18,8 @@ type op struct {
 	checked bool
 	// claimed is true if the value old is from a snapshot of the pass, see pass.claim.
 	claimed bool
+	// applied is true if the kernel has applied the op.
+	applied bool
 	// part is the number of the part to which the op belongs.
 	part int
 }

@@ -9,30 +9,28 @@ import (
 	"net/netip"
 
 	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/backends/internal/kernelnode"
 	"github.com/kpng-project/kpng/nodeview"
 )
 
 // planner computes the elements of views. Its results depend only on its fields and
 // arguments.
 type planner struct {
-	// nodeAddrs are the node's addresses, which planSources needs. admitsNode is true if
-	// some service has source ranges, which may admit these addresses.
-	nodeAddrs  []netip.Addr
-	admitsNode bool
-	names      map[sharedChain]string
+	names map[sharedChain]string
 }
 
 func newPlanner() *planner { return &planner{names: map[sharedChain]string{}} }
 
 // plan emits the elements that the view se needs. If se is nil, plan emits nothing. It may
 // emit an element of a shared map more than once. It emits all other elements only once.
-func (p *planner) plan(se *api.ServiceEndpoints, numberOf numberer, emit func(element)) {
+func (p *planner) plan(se *api.ServiceEndpoints, numberOf numberer, listOf lister, emit func(element)) {
 	if se == nil {
 		return
 	}
 	for f := range nodeview.Frontends(se) {
 		p.planFrontend(se, &f, numberOf, emit)
+		if f.Sources.Restricted {
+			emit(restrictedElement(matchOf(&f), &f, listOf(&f)))
+		}
 	}
 	for _, ip := range [...][]netip.Addr{se.Service.IPs.ClusterIPs.V4, se.Service.IPs.ClusterIPs.V6} {
 		for _, a := range ip {
@@ -51,9 +49,6 @@ func (p *planner) planFrontend(se *api.ServiceEndpoints, f *nodeview.Frontend, n
 	p.planTraffic(se, c, f, &f.Elsewhere, numberOf, emit)
 	if f.Masquerade == nodeview.MasqueradeNode {
 		p.planTraffic(se, sharedChain{match: c.match, family: f.Family, fromNode: true}, f, &f.Node, numberOf, emit)
-	}
-	if f.Sources.Restricted {
-		p.planSources(c.match, f, emit)
 	}
 }
 
@@ -123,25 +118,6 @@ func (p *planner) nameOf(c sharedChain) string {
 		p.names[c] = name
 	}
 	return name
-}
-
-// planSources restricts f to its source ranges, and emits these ranges. It omits prefixes that other
-// admitted prefixes contain, because the kernel refuses overlapping ranges.
-func (p *planner) planSources(s match, f *nodeview.Frontend, emit func(element)) {
-	p.admitsNode = true
-	restricted, _ := frontendElement(mapID{kindRestricted, s, f.Family}, f)
-	emit(restricted)
-	prefixes := f.Sources.Prefixes(p.nodeAddrs)
-	for i, prefix := range prefixes {
-		if kernelnode.ContainedInOther(prefixes, i) {
-			continue
-		}
-		e, at := frontendElement(mapID{kindSources, s, f.Family}, f)
-		w := keyWriter{&e.elementID, at}
-		w.addr(prefix.Masked().Addr())
-		e.key[maxKey-1] = byte(prefix.Bits())
-		emit(e)
-	}
 }
 
 // planHairpins emits the elements that masquerade connections from the endpoint e to

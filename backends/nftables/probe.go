@@ -35,7 +35,6 @@ var features = []feature{
 		w.newChain("probe-nat", nat(unix.NF_INET_PRE_ROUTING, 0))
 	}},
 	{"maps", func(w *wire) { w.newSet(mapID{kind: kindEndpoints, family: api.IPv4}.layout()) }},
-	{"sets of concatenated ranges (Linux 5.6)", func(w *wire) { w.newSet(mapID{kind: kindSources, family: api.IPv4}.layout()) }},
 	{"expression fib (module nft_fib_inet)", withRule(nftrule.StartsHere())},
 	{"expression numgen (module nft_numgen)", withRule([]expr.Any{&expr.Numgen{Register: nftrule.Reg(0), Modulus: 2, Type: unix.NFT_NG_RANDOM}})},
 	{"expression ct (module nft_ct)", withRule([]expr.Any{&expr.Ct{Register: nftrule.Reg(0), Key: expr.CtKeySTATUS}})},

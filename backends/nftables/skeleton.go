@@ -68,14 +68,13 @@ func (o *Options) skeletonChains() []chain {
 	// They see each packet before the chains of type nat of all instances, so they also remove
 	// a priority that means a refusal. A program may have set it for its socket.
 	restricted := [][]expr.Any{append(priorityFrom(dropLaterPriority, rejectLaterPriority), setPriority(0)...)}
-	for _, s := range []match{matchService, matchAddress} {
-		var rules [][]expr.Any
-		for _, family := range families {
-			rules = append(rules, fromSources(mapID{kindSources, s, family}))
+	for _, family := range families {
+		sources, rules := fromSources(family)
+		add(sources, regular, rules...)
+		for _, s := range []match{matchService, matchAddress} {
 			restricted = append(restricted, loadFrontend(nftrule.NewKey(family), s).FollowedBy(
-				inSet(mapID{kindRestricted, s, family}), nftrule.GoTo(matchNames[s] + "-sources")[0]))
+				lookup(mapID{kindRestricted, s, family}), nftrule.SetMeta(expr.MetaKeyPRIORITY), nftrule.GoTo(sources)[0]))
 		}
-		add(matchNames[s]+"-sources", regular, append(rules, nftrule.Drop())...)
 	}
 	add("restricted", regular, restricted...)
 	isNew := append(nftrule.InState(nftrule.StateNew), nftrule.Jump("restricted")...)
@@ -198,11 +197,6 @@ func (o *Options) markOutsiders() [][]expr.Any {
 		return nil
 	}
 	return o.pods().Outsiders(nftrule.Jump("mark-all"))
-}
-
-// fromSources returns the rule that admits packets from the source ranges in m.
-func fromSources(m mapID) []expr.Any {
-	return loadFrontend(nftrule.NewKey(m.family), m.match).Source().FollowedBy(inSet(m), &expr.Verdict{Kind: expr.VerdictReturn})
 }
 
 func setPriority(number uint32) []expr.Any {

@@ -244,7 +244,7 @@ func TestHooksChangeInPlace(t *testing.T) {
 		"a base chain without its hook":      {damage: "delete chain inet kpng output; add chain inet kpng output"},
 		"a hook at another chain":            {damage: "flush chain inet kpng short-circuit; delete chain inet kpng short-circuit; add chain inet kpng short-circuit { type nat hook input priority 7; }"},
 		"another policy":                     {damage: "add chain inet kpng prerouting { policy drop; }"},
-		"a missing map":                      {damage: "flush chain inet kpng address-sources; delete set inet kpng admitted-addresses4"},
+		"a missing map":                      {damage: "flush chain inet kpng restricted; delete map inet kpng restricted-addresses4"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			w := newPacketWorld(t)

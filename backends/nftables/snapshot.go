@@ -17,8 +17,7 @@ import (
 // string.
 type snapshot struct {
 	m mapID
-	// A record has keyLen octets for the key, one octet for the length of a prefix, and
-	// dataLen octets for the data. If the map leads to chains, a record has a four-octet
+	// A record has keyLen octets for the key, and dataLen octets for the data. If the map leads to chains, a record has a four-octet
 	// index into chainValues instead of the data.
 	records     string
 	chainValues []value
@@ -42,13 +41,11 @@ const (
 	claimed
 )
 
-func (s *snapshot) keySize() int { return s.m.keyLen() + 1 }
-
 func (s *snapshot) size() int {
 	if s.m.leadsToChains() {
-		return s.keySize() + 4
+		return s.m.keyLen() + 4
 	}
-	return s.keySize() + s.m.dataLen()
+	return s.m.keyLen() + s.m.dataLen()
 }
 
 func (s *snapshot) len() int { return len(s.records) / s.size() }
@@ -92,7 +89,6 @@ func dumpSnapshot(ctx context.Context, c *conn, m mapID) (*snapshot, error) {
 			return
 		}
 		records = append(records, e.key[:m.keyLen()]...)
-		records = append(records, e.key[maxKey-1])
 		if !m.leadsToChains() {
 			records = append(records, e.data[:m.dataLen()]...)
 			return
@@ -113,7 +109,7 @@ func dumpSnapshot(ctx context.Context, c *conn, m mapID) (*snapshot, error) {
 	s.index = make(map[string]int, n)
 	s.claims = make([]claim, n)
 	for i := range n {
-		s.index[s.records[i*s.size():i*s.size()+s.keySize()]] = i
+		s.index[s.records[i*s.size():i*s.size()+m.keyLen()]] = i
 	}
 	return s, nil
 }
@@ -124,10 +120,7 @@ func (s *snapshot) lookup(id *elementID) (i int, ok bool) {
 	if len(s.index) == 0 {
 		return 0, false
 	}
-	var key [maxKey]byte
-	n := copy(key[:], id.key[:s.m.keyLen()])
-	key[n] = id.key[maxKey-1]
-	i, ok = s.index[string(key[:n+1])]
+	i, ok = s.index[string(id.key[:s.m.keyLen()])]
 	return i, ok
 }
 
@@ -159,9 +152,8 @@ func (s *snapshot) isWanted(id *elementID) bool {
 func (s *snapshot) element(i int) element {
 	e := element{elementID: elementID{m: s.m}}
 	record := s.records[i*s.size() : (i+1)*s.size()]
-	key, data := record[:s.keySize()-1], record[s.keySize():]
+	key, data := record[:s.m.keyLen()], record[s.m.keyLen():]
 	copy(e.key[:], key)
-	e.key[maxKey-1] = record[len(key)]
 	if s.m.leadsToChains() {
 		e.value = s.chainValues[binary.NativeEndian.Uint32([]byte(data))]
 	} else {

@@ -20,6 +20,10 @@ type state struct {
 	made map[sharedChain]bool
 	// frontends counts the frontends of each shared chain. It contains no zero counts.
 	frontends map[sharedChain]int
+	// lengths are those for which the chains of source ranges have rules, and ranges counts
+	// the ranges of each length in the table. It contains no zero counts.
+	lengths sourceLengths
+	ranges  map[familyLength]int
 	// rules has the expected digest of each chain, by the name of the chain.
 	rules map[string]digest
 	// wanted has the use count of each element of a shared map: the number of services that
@@ -38,6 +42,7 @@ func newState(seed maphash.Seed) *state {
 		digests:   map[mapID]digest{},
 		made:      map[sharedChain]bool{},
 		frontends: map[sharedChain]int{},
+		ranges:    map[familyLength]int{},
 		rules:     map[string]digest{},
 		wanted:    map[elementID]int{},
 	}
@@ -71,6 +76,9 @@ func (s *state) count(id *elementID, v *value, n int) {
 		if c, ok := sharedChainOf(id, v); ok {
 			increment(s.frontends, c, n)
 		}
+	}
+	if id.m.kind == kindSources {
+		increment(s.ranges, familyLength{id.m.family, id.sourceLength()}, n)
 	}
 }
 

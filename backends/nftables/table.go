@@ -15,6 +15,7 @@ import (
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/backends/internal/kernelnode"
+	"github.com/kpng-project/kpng/backends/internal/sourcelists"
 	"github.com/kpng-project/kpng/sink"
 	"k8s.io/apimachinery/pkg/types"
 )
@@ -32,6 +33,7 @@ type table struct {
 	conn    *conn
 	planner *planner
 	numbers *numbers
+	lists   *sourcelists.Lists
 	// state is the expected content of the table, or nil if the content is unknown.
 	state *state
 	// skeleton maps the name of each chain of the loaded skeleton to a digest of the chain.
@@ -56,7 +58,7 @@ type table struct {
 func newTable(opts *Options) *table {
 	c := newConn(opts.NetNS, opts.tables()[0])
 	c.Transacted = opts.Observer.Transacted
-	return &table{opts: opts, conn: c, planner: newPlanner(), numbers: newNumbers(), now: time.Now}
+	return &table{opts: opts, conn: c, planner: newPlanner(), numbers: newNumbers(), lists: sourcelists.New(nil), now: time.Now}
 }
 
 // close closes the connection. After that the content of the table is unknown.
@@ -90,10 +92,8 @@ func (t *table) program(ctx context.Context, c *sink.Changes, nodePortAddrs []ne
 	case c.NodeChanged && t.setPodCIDRs(c.Node):
 		// A new pass writes the pod CIDRs into the skeleton.
 		return nil, errors.New("the pod CIDRs of the Node object changed")
-	case c.NodeChanged && t.planner.admitsNode && !slices.Equal(addrs, t.planner.nodeAddrs):
+	case c.NodeChanged && !t.lists.SetNodeAddrs(addrs):
 		return nil, errors.New("the node's addresses have changed, and source ranges may admit them")
-	case c.NodeChanged:
-		t.planner.nodeAddrs = addrs
 	}
 	failed, err := t.syncServices(ctx, c.Services)
 	if err != nil {
@@ -115,11 +115,14 @@ func (t *table) program(ctx context.Context, c *sink.Changes, nodePortAddrs []ne
 func (t *table) syncServices(ctx context.Context, services iter.Seq[sink.Change]) (failed sink.Failed, err error) {
 	p := newPatch()
 	numberings := map[types.NamespacedName]numbering{} // those that change
+	var lists []*sourcelists.Change
 	for ch := range services {
 		p.beginPart(ch.Key)
-		t.planner.plan(ch.Old, t.numbers.present(ch.Key), p.remove)
+		list := t.lists.Begin(ch.Key, ch.Old, ch.New)
+		lists = append(lists, list)
+		t.planner.plan(ch.Old, t.numbers.present(ch.Key), t.presentLists(ch.Key), p.remove)
 		var next numbering
-		t.planner.plan(ch.New, t.numbers.future(ch.Key, t.pass, &next), func(e element) {
+		t.planner.plan(ch.New, t.numbers.future(ch.Key, t.pass, &next), list.Number, func(e element) {
 			if t.pass != nil {
 				t.pass.claim(p, &e)
 			}
@@ -128,9 +131,22 @@ func (t *table) syncServices(ctx context.Context, services iter.Seq[sink.Change]
 		if len(next)+len(t.numbers.services[ch.Key]) > 0 {
 			numberings[ch.Key] = next
 		}
+		for _, r := range list.Remove {
+			p.remove(sourceElement(r))
+		}
+		for _, r := range list.Add {
+			p.add(sourceElement(r))
+		}
 	}
-	if err := t.apply(ctx, p.parts(), &failed); err != nil {
+	if err := t.writeLists(ctx, &failed); err != nil {
 		return nil, err
+	}
+	if err := t.apply(ctx, withoutFailed(p.parts(), &failed), &failed); err != nil {
+		return nil, err
+	}
+	for _, list := range lists {
+		_, hasFailed := failed[list.Service]
+		list.End(hasFailed)
 	}
 	for key, next := range numberings {
 		_, hasFailed := failed[key]
@@ -139,7 +155,7 @@ func (t *table) syncServices(ctx context.Context, services iter.Seq[sink.Change]
 	if t.pass != nil {
 		t.pass.recordFailed(p, failed)
 	}
-	return failed, nil
+	return failed, t.reapLists(ctx, maxUnused)
 }
 
 // syncNodePortAddresses programs node ports at addrs, except at loopback addresses. It

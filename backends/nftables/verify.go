@@ -92,6 +92,10 @@ func (t *table) verify(ctx context.Context) error {
 	var d kernelnode.Difference
 	switch {
 	case err == nil:
+		if err := t.deleteUnusedSources(ctx); err != nil {
+			t.state = nil
+			return fmt.Errorf("%w (%w)", err, sink.ErrStartOver)
+		}
 		return t.deleteUnusedChains(ctx)
 	case ctx.Err() != nil && errors.Is(err, context.Cause(ctx)):
 		return err // interrupted

@@ -14,13 +14,9 @@ import (
 
 // These constants of kernel headers are missing in golang.org/x/sys/unix.
 const (
-	nftaTable         = 1 // the attribute with the name of the table, in all messages
-	nftaSetCount      = 20
-	nftaSetElemKeyEnd = 10
-	nfAccept          = 1
-	nftSetConcat      = 0x80
-	nftaSetDescConcat = 2
-	nftaSetFieldLen   = 1
+	nftaTable    = 1 // the attribute with the name of the table, in all messages
+	nftaSetCount = 20
+	nfAccept     = 1
 )
 
 // nftMsg returns the netlink message type for the nf_tables message t.
@@ -76,15 +72,6 @@ func (w *wire) newSet(s layout) {
 	if s.size > 0 {
 		w.Uint32(unix.NFTA_SET_DESC_SIZE, s.size)
 	}
-	if len(s.fields) > 0 {
-		fields := w.Nest(nftaSetDescConcat)
-		for _, length := range s.fields {
-			field := w.Nest(unix.NFTA_LIST_ELEM)
-			w.Uint32(nftaSetFieldLen, length)
-			w.EndNest(field)
-		}
-		w.EndNest(fields)
-	}
 	w.EndNest(desc)
 	w.Uint32(unix.NFTA_SET_ID, 1)
 	w.Bytes(unix.NFTA_SET_USERDATA, s.byteOrders()...)
@@ -108,7 +95,7 @@ func (s *layout) byteOrders() (userdata []byte) {
 	return userdata
 }
 
-// decodeSet decodes a NFT_MSG_NEWSET message, except for the lengths of key parts.
+// decodeSet decodes a NFT_MSG_NEWSET message.
 func decodeSet(attributes []byte) layout {
 	number := func(attr uint16) uint32 { return netfilter.Uint32(netfilter.Attribute(attributes, attr)) }
 	s := layout{
@@ -227,11 +214,7 @@ func (w *wire) deleteForeign(m mapID, elems [][]byte) {
 	for _, e := range elems {
 		at, list := w.beginElements(unix.NFT_MSG_DELSETELEM, 0, m)
 		item := w.Nest(unix.NFTA_LIST_ELEM)
-		for _, attr := range []uint16{unix.NFTA_SET_ELEM_KEY, nftaSetElemKeyEnd} {
-			if key := netfilter.Attribute(e, attr); key != nil {
-				w.Bytes(attr|unix.NLA_F_NESTED, key...)
-			}
-		}
+		w.Bytes(unix.NFTA_SET_ELEM_KEY|unix.NLA_F_NESTED, netfilter.Attribute(e, unix.NFTA_SET_ELEM_KEY)...)
 		w.EndNest(item)
 		w.EndNest(list)
 		w.End(at)

@@ -97,6 +97,24 @@ func (r *Key) Meta(key expr.MetaKey) *Key {
 	return r
 }
 
+// Masked clears the bits of the part that was loaded last, except those in mask.
+func (r *Key) Masked(mask []byte) *Key {
+	register := Reg(r.register - len(mask)/4)
+	r.expressions = append(r.expressions, &expr.Bitwise{
+		SourceRegister: register, DestRegister: register, Len: uint32(len(mask)), Mask: mask, Xor: make([]byte, len(mask)),
+	})
+	return r
+}
+
+// PrefixMask returns the mask of the prefixes of a family with a length.
+func PrefixMask(family api.Family, bits int) []byte {
+	mask := make([]byte, map[api.Family]int{api.IPv4: 4, api.IPv6: 16}[family])
+	for i := range bits {
+		mask[i/8] |= 0x80 >> (i % 8)
+	}
+	return mask
+}
+
 // FollowedBy returns the complete rule, which ends with these expressions.
 func (r *Key) FollowedBy(expressions ...expr.Any) []expr.Any {
 	return append(r.expressions, expressions...)
@@ -147,17 +165,12 @@ func matchPrefix(prefix netip.Prefix, load func(*Key) *Key) []expr.Any {
 	if prefix.Bits() == 0 {
 		return rule.FollowedBy()
 	}
-	load(rule)
 	address := Equal(prefix.Masked().Addr().AsSlice()...)
 	if prefix.IsSingleIP() {
-		return rule.FollowedBy(address)
+		return load(rule).FollowedBy(address)
 	}
-	n := prefix.Addr().BitLen() / 8
-	mask := make([]byte, n)
-	for i := range prefix.Bits() {
-		mask[i/8] |= 0x80 >> (i % 8)
-	}
-	return rule.FollowedBy(&expr.Bitwise{SourceRegister: Reg(0), DestRegister: Reg(0), Len: uint32(n), Mask: mask, Xor: make([]byte, n)}, address)
+	load(rule).Masked(PrefixMask(rule.family, prefix.Bits()))
+	return rule.FollowedBy(address)
 }
 
 // Drop returns a rule that drops all packets.

@@ -1,0 +1,46 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package sourcelists
+
+import (
+	"fmt"
+
+	"github.com/google/nftables/expr"
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends/internal/nftrule"
+)
+
+// SetName returns the name of the set with the ranges of a family.
+func SetName(family api.Family) string { return fmt.Sprintf("sources%d", family) }
+
+// ChainName returns the name of the chain that looks up the ranges of a family.
+func ChainName(family api.Family) string { return SetName(family) }
+
+// Lengths are lengths of prefixes of one family. The zero value has none.
+type Lengths [129]bool
+
+// Rules returns the rules of the chain ChainName. The chain admits a packet if its priority
+// is the number of a list that has the source of the packet. Each rule looks for ranges of
+// one length.
+//
+// The chain must be called from a chain of type filter, and only after a rule has set the
+// priority. A packet that the chain does not admit must be dropped. If the chain lacks the
+// rule of a length, it admits no packet by a range of this length.
+func (l *Lengths) Rules(family api.Family) (rules [][]expr.Any) {
+	for n := 8 * addrLen(family); n > 0; n-- {
+		if !l[n] {
+			continue
+		}
+		key := nftrule.NewKey(family).Meta(expr.MetaKeyPRIORITY).Masked(nftrule.Native(^uint32(lengthMask) | uint32(n))).Source()
+		if n < 8*addrLen(family) {
+			key.Masked(nftrule.PrefixMask(family, n))
+		}
+		rules = append(rules, key.FollowedBy(
+			&expr.Lookup{SourceRegister: nftrule.Reg(0), SetName: SetName(family)},
+			&expr.Immediate{Register: nftrule.Reg(0), Data: nftrule.Native(0)}, nftrule.SetMeta(expr.MetaKeyPRIORITY),
+			&expr.Verdict{Kind: expr.VerdictAccept}))
+	}
+	return rules
+}

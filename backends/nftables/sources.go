@@ -1,0 +1,228 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package nftables
+
+import (
+	"context"
+	"encoding/binary"
+	"fmt"
+	"net/netip"
+	"slices"
+
+	"github.com/google/nftables/expr"
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends/internal/nftrule"
+	"github.com/kpng-project/kpng/backends/internal/sourcelists"
+	"github.com/kpng-project/kpng/nodeview"
+	"github.com/kpng-project/kpng/sink"
+	"k8s.io/apimachinery/pkg/types"
+)
+
+// lister returns the number of the list with the source ranges of a frontend.
+type lister func(f *nodeview.Frontend) uint32
+
+// presentLists returns the numbers of a service's lists in the kernel.
+func (t *table) presentLists(key types.NamespacedName) lister {
+	return func(f *nodeview.Frontend) uint32 { return t.lists.Number(key, f.Addr) }
+}
+
+// restrictedElement returns the element that leads from f to its list of source ranges.
+func restrictedElement(s match, f *nodeview.Frontend, list uint32) element {
+	e, _ := frontendElement(mapID{kindRestricted, s, f.Family}, f)
+	e.value = priorityValue(list)
+	return e
+}
+
+func sourceElement(r sourcelists.Range) element {
+	e := element{elementID: elementID{m: mapID{kind: kindSources, family: api.FamilyOf(r.Prefix.Addr())}}}
+	copy(e.key[:], r.Key())
+	return e
+}
+
+// findLists records the lists that the kernel has.
+func (ps *pass) findLists(l *sourcelists.Lists) {
+	for _, family := range families {
+		lists := map[uint32][]netip.Prefix{}
+		for _, s := range []match{matchService, matchAddress} {
+			for e := range ps.snapshots[mapID{kindRestricted, s, family}].all() {
+				lists[binary.NativeEndian.Uint32(e.data[:])] = nil // it may have no ranges
+			}
+		}
+		for e := range ps.snapshots[mapID{kind: kindSources, family: family}].all() {
+			r, _ := sourcelists.ParseKey(e.key[:e.m.keyLen()])
+			lists[r.List] = append(lists[r.List], r.Prefix)
+		}
+		for number, prefixes := range lists {
+			l.Found(number, family, prefixes)
+		}
+	}
+}
+
+// writeLists writes lists that no frontend uses yet, with a part for each chunk. It adds
+// services whose lists the kernel refuses to failed.
+func (t *table) writeLists(ctx context.Context, failed *sink.Failed) error {
+	return t.lists.Fresh(maxOps, func(chunks []sourcelists.Chunk) (written []bool, err error) {
+		var parts []part
+		for _, c := range chunks {
+			parts = append(parts, part{c.Services, sourceOps(c.Ranges, true)})
+		}
+		if err := t.apply(ctx, parts, failed); err != nil {
+			return nil, err
+		}
+		for _, p := range parts {
+			written = append(written, p.ops[0].applied)
+		}
+		return written, nil
+	})
+}
+
+// sourceOps returns ops that add ranges to the kernel or remove them.
+func sourceOps(ranges []sourcelists.Range, add bool) []*op {
+	block := make([]op, len(ranges))
+	ops := make([]*op, len(ranges))
+	for i, r := range ranges {
+		block[i] = op{elementID: sourceElement(r).elementID, hasOld: !add, hasNew: add}
+		ops[i] = &block[i]
+	}
+	return ops
+}
+
+// withoutFailed returns the parts whose services have not failed. If a service of a part
+// has failed, all services of the part fail.
+func withoutFailed(parts []part, failed *sink.Failed) []part {
+	return slices.DeleteFunc(parts, func(p part) bool {
+		for _, key := range p.services {
+			if err, ok := (*failed)[key]; ok {
+				fail([]part{p}, err, failed)
+				return true
+			}
+		}
+		return false
+	})
+}
+
+const (
+	// maxReaped limits the ranges that one transaction removes.
+	maxReaped = 10_000
+	// maxUnused limits the ranges of unused lists that Sync leaves to Verify.
+	maxUnused = 100_000
+)
+
+// reapLists removes unused lists until at most limit ranges of such lists are left. It
+// stops when ctx ends, but not before the first transaction. After an error, the state is
+// unknown.
+func (t *table) reapLists(ctx context.Context, limit int) error {
+	for {
+		ranges := t.lists.Reap(min(max(t.lists.Unused()-limit, 0), maxReaped))
+		if len(ranges) == 0 {
+			return nil
+		}
+		if err := t.commit(ctx, []part{{ops: sourceOps(ranges, false)}}); err != nil {
+			return fmt.Errorf("remove unused source ranges of table inet %s: %w", t.conn.table, err)
+		}
+		if ctx.Err() != nil {
+			return nil // a later call continues
+		}
+	}
+}
+
+// sourceLengths are prefix lengths of source ranges, by family.
+type sourceLengths [2]sourcelists.Lengths
+
+// of returns the lengths of a family.
+func (l *sourceLengths) of(family api.Family) *sourcelists.Lengths { return &l[family/api.IPv6] }
+
+// rules returns the rules of the chain that looks up sources of a family.
+func (l *sourceLengths) rules(family api.Family) []string {
+	return encodeRules(l.of(family).Rules(family)...)
+}
+
+// familyLength is a prefix length of a family.
+type familyLength struct {
+	family api.Family
+	bits   int
+}
+
+// sourceLength returns the prefix length of an element of kindSources.
+func (id *elementID) sourceLength() int {
+	r, _ := sourcelists.ParseKey(id.key[:id.m.keyLen()])
+	return r.Prefix.Bits()
+}
+
+// lengthsWith returns the lengths for which the chains have rules, and those of elements.
+func (s *state) lengthsWith(elements []element) sourceLengths {
+	lengths := s.lengths
+	for i := range elements {
+		if e := &elements[i]; e.m.kind == kindSources {
+			lengths.of(e.m.family)[e.sourceLength()] = true
+		}
+	}
+	return lengths
+}
+
+// usedLengths returns the lengths of the ranges in the table.
+func (s *state) usedLengths() (lengths sourceLengths) {
+	for of := range s.ranges {
+		lengths.of(of.family)[of.bits] = true
+	}
+	return lengths
+}
+
+// changeSourceChains adds messages that change the rules of the chains for the lengths
+// before to rules for the lengths after.
+func (w *wire) changeSourceChains(before, after sourceLengths) {
+	for _, family := range families {
+		if *before.of(family) != *after.of(family) {
+			w.makeChain(sourcelists.ChainName(family), after.rules(family))
+		}
+	}
+}
+
+// sourceChainsMade records that the chains have rules for these lengths.
+func (s *state) sourceChainsMade(lengths sourceLengths) {
+	s.lengths = lengths
+	for _, family := range families {
+		s.rules[sourcelists.ChainName(family)] = digestOf(s.seed, hook{}, lengths.rules(family))
+	}
+}
+
+// repairSourceChains writes the chains if they differ from those that the state has.
+func (t *table) repairSourceChains(ctx context.Context) error {
+	l, err := t.conn.inspect(ctx, t.conn.table)
+	if err != nil {
+		return err
+	}
+	return t.conn.transact(ctx, func(w *wire) {
+		for _, family := range families {
+			if name := sourcelists.ChainName(family); l.chains[name] != t.state.rules[name] {
+				w.makeChain(name, t.state.lengths.rules(family))
+			}
+		}
+	})
+}
+
+// deleteUnusedSources removes the lists that no service uses, and then the rules for
+// lengths that no list has.
+func (t *table) deleteUnusedSources(ctx context.Context) error {
+	if err := t.reapLists(ctx, 0); err != nil {
+		return err
+	}
+	used := t.state.usedLengths()
+	if used == t.state.lengths {
+		return nil
+	}
+	err := t.conn.transact(ctx, func(w *wire) { w.changeSourceChains(t.state.lengths, used) })
+	if err != nil {
+		return fmt.Errorf("remove unused rules of table inet %s: %w", t.conn.table, err)
+	}
+	t.state.sourceChainsMade(used)
+	return nil
+}
+
+// fromSources returns the name and the rules of the chain for packets to frontends with
+// source ranges. The chain to which it jumps admits packets and depends on services.
+func fromSources(family api.Family) (name string, rules [][]expr.Any) {
+	return fmt.Sprintf("service-sources%d", family), [][]expr.Any{nftrule.Jump(sourcelists.ChainName(family)), nftrule.Drop()}
+}

@@ -101,7 +101,12 @@ func (b *Backend) start(ctx context.Context) (err error) {
 		frontends: kernelTable[frontendKey, list]{"frontends", p.Frontends},
 		slots:     kernelTable[slotKey, address]{"slots", p.Slots},
 		members:   kernelTable[memberKey, uint32]{"members", p.Members},
-		capacity:  size{b.opts.MaxFrontends, b.opts.MaxEndpoints, b.opts.MaxMembers},
+		clientTables: clientTables{
+			clients: kernelTable[clientKey, choice]{"clients", p.Clients},
+			counts:  kernelTable[clusterIP, uint64]{"client_counts", p.ClientCounts},
+			now:     p.time,
+		},
+		capacity: size{b.opts.MaxFrontends, b.opts.MaxEndpoints, b.opts.MaxMembers},
 	}
 	return nil
 }

@@ -21,6 +21,8 @@ type comparison struct {
 	// changed has the lists that were added or deleted since the comparison began, and those
 	// that frontends got or lost.
 	changed map[uint64]struct{}
+	// clients is the content of the map clients.
+	clients clientScan
 	// wrong is true if a frontend in the kernel has another list than its record.
 	wrong bool
 }
@@ -64,7 +66,7 @@ func (d *dataplane) compare(ctx context.Context) (done bool, err error) {
 		d.records = nil
 		return false, fmt.Errorf("another program changed the eBPF maps (%w)", sink.ErrStartOver)
 	}
-	return true, nil
+	return true, d.recount(&c.clients)
 }
 
 func (d *dataplane) newComparison() *comparison {
@@ -81,7 +83,7 @@ func (d *dataplane) newComparison() *comparison {
 		add(k.List, slotDigest(d.seed, k.Index, a), 0)
 	}), d.members.reader(func(k memberKey, _ uint32) {
 		add(k.List, memberDigest(d.seed, k.Endpoint), 0)
-	}))
+	}), d.clients.reader(c.clients.read(d)))
 	return c
 }
 

@@ -19,6 +19,9 @@ char _license[] SEC("license") = "Apache-2.0";
 // If only_netns is not 0, the programs ignore sockets of other network namespaces.
 const volatile __u64 only_netns = 0;
 
+// The largest number of clients of a cluster IP with session affinity.
+const volatile __u64 max_clients_of_ip = 0;
+
 // An address and a port, in network byte order. An IPv4 address is stored as an
 // IPv4-mapped IPv6 address, also in sockets of family AF_INET.
 struct address {
@@ -127,6 +130,21 @@ struct {
 	__type(value, struct choice);
 	__uint(max_entries, SOME);
 } clients SEC(".maps");
+
+struct cluster_ip {
+	__u32 ip[4];
+};
+
+// The number of elements in the map clients of each cluster IP with session affinity. The
+// programs increment it, and the backend counts again from time to time. The map is not
+// pinned.
+struct {
+	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(map_flags, BPF_F_NO_PREALLOC);
+	__type(key, struct cluster_ip);
+	__type(value, __u64);
+	__uint(max_entries, SOME);
+} client_counts SEC(".maps");
 
 // The peer of each TCP socket, by its cookie.
 struct {
@@ -246,6 +264,20 @@ static __always_inline int is_member(__u64 list, const struct address *endpoint)
 	return bpf_map_lookup_elem(&members, &member) != NULL;
 }
 
+// admit counts a new client of a service with session affinity. It returns 0 if the service
+// has too many clients. Before the first pass of the backend, clients are not counted.
+static __always_inline int admit(const struct address *service)
+{
+	struct cluster_ip key = {.ip = {service->ip[0], service->ip[1], service->ip[2], service->ip[3]}};
+	__u64 *count = bpf_map_lookup_elem(&client_counts, &key);
+	if (!count)
+		return 1;
+	if (*count >= max_clients_of_ip)
+		return 0;
+	__sync_fetch_and_add(count, 1);
+	return 1;
+}
+
 // If no datagram passed for so long, a use of a service ends. Connection tracking ends a
 // flow of UDP after the same time.
 #define IDLE (120 * SECOND)
@@ -361,6 +393,8 @@ static __always_inline int choose(struct bpf_sock_addr *ctx, __u8 protocol, stru
 			peer->endpoint = choice->endpoint;
 			kept = is_member(list.id, &peer->endpoint);
 		}
+		if (!choice && !admit(&peer->service))
+			return left(NO_MEMORY);
 	}
 	if (!kept) {
 		if (!list.count)

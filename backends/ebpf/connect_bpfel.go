@@ -69,21 +69,23 @@ type connectProgramSpecs struct {
 //
 // It can be passed ebpf.CollectionSpec.Assign.
 type connectMapSpecs struct {
-	Clients   *ebpf.MapSpec `ebpf:"clients"`
-	Counters  *ebpf.MapSpec `ebpf:"counters"`
-	Frontends *ebpf.MapSpec `ebpf:"frontends"`
-	Heartbeat *ebpf.MapSpec `ebpf:"heartbeat"`
-	Members   *ebpf.MapSpec `ebpf:"members"`
-	Slots     *ebpf.MapSpec `ebpf:"slots"`
-	TcpPeers  *ebpf.MapSpec `ebpf:"tcp_peers"`
-	UdpPeers  *ebpf.MapSpec `ebpf:"udp_peers"`
+	ClientCounts *ebpf.MapSpec `ebpf:"client_counts"`
+	Clients      *ebpf.MapSpec `ebpf:"clients"`
+	Counters     *ebpf.MapSpec `ebpf:"counters"`
+	Frontends    *ebpf.MapSpec `ebpf:"frontends"`
+	Heartbeat    *ebpf.MapSpec `ebpf:"heartbeat"`
+	Members      *ebpf.MapSpec `ebpf:"members"`
+	Slots        *ebpf.MapSpec `ebpf:"slots"`
+	TcpPeers     *ebpf.MapSpec `ebpf:"tcp_peers"`
+	UdpPeers     *ebpf.MapSpec `ebpf:"udp_peers"`
 }
 
 // connectVariableSpecs contains global variables before they are loaded into the kernel.
 //
 // It can be passed ebpf.CollectionSpec.Assign.
 type connectVariableSpecs struct {
-	OnlyNetns *ebpf.VariableSpec `ebpf:"only_netns"`
+	MaxClientsOfIp *ebpf.VariableSpec `ebpf:"max_clients_of_ip"`
+	OnlyNetns      *ebpf.VariableSpec `ebpf:"only_netns"`
 }
 
 // connectObjects contains all objects after they have been loaded into the kernel.
@@ -106,18 +108,20 @@ func (o *connectObjects) Close() error {
 //
 // It can be passed to loadConnectObjects or ebpf.CollectionSpec.LoadAndAssign.
 type connectMaps struct {
-	Clients   *ebpf.Map `ebpf:"clients"`
-	Counters  *ebpf.Map `ebpf:"counters"`
-	Frontends *ebpf.Map `ebpf:"frontends"`
-	Heartbeat *ebpf.Map `ebpf:"heartbeat"`
-	Members   *ebpf.Map `ebpf:"members"`
-	Slots     *ebpf.Map `ebpf:"slots"`
-	TcpPeers  *ebpf.Map `ebpf:"tcp_peers"`
-	UdpPeers  *ebpf.Map `ebpf:"udp_peers"`
+	ClientCounts *ebpf.Map `ebpf:"client_counts"`
+	Clients      *ebpf.Map `ebpf:"clients"`
+	Counters     *ebpf.Map `ebpf:"counters"`
+	Frontends    *ebpf.Map `ebpf:"frontends"`
+	Heartbeat    *ebpf.Map `ebpf:"heartbeat"`
+	Members      *ebpf.Map `ebpf:"members"`
+	Slots        *ebpf.Map `ebpf:"slots"`
+	TcpPeers     *ebpf.Map `ebpf:"tcp_peers"`
+	UdpPeers     *ebpf.Map `ebpf:"udp_peers"`
 }
 
 func (m *connectMaps) Close() error {
 	return _ConnectClose(
+		m.ClientCounts,
 		m.Clients,
 		m.Counters,
 		m.Frontends,
@@ -133,7 +137,8 @@ func (m *connectMaps) Close() error {
 //
 // It can be passed to loadConnectObjects or ebpf.CollectionSpec.LoadAndAssign.
 type connectVariables struct {
-	OnlyNetns *ebpf.Variable `ebpf:"only_netns"`
+	MaxClientsOfIp *ebpf.Variable `ebpf:"max_clients_of_ip"`
+	OnlyNetns      *ebpf.Variable `ebpf:"only_netns"`
 }
 
 // connectPrograms contains all programs after they have been loaded into the kernel.

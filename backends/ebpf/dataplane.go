@@ -24,6 +24,7 @@ type dataplane struct {
 	frontends table[frontendKey, list]
 	slots     table[slotKey, address]
 	members   table[memberKey, uint32]
+	clientTables
 	// capacity is the size of the maps.
 	capacity size
 
@@ -31,6 +32,8 @@ type dataplane struct {
 	records map[frontendKey]*record
 	// lists has the lists of the records, by ID.
 	lists map[uint64]*listRecord
+	// affine has the number of records with session affinity for each cluster IP.
+	affine map[clusterIP]int
 	// The map services has the services that were delivered since the latest pass began,
 	// each with the list of frontends that it needs. A list may be empty.
 	services map[types.NamespacedName][]frontendKey
@@ -191,6 +194,10 @@ func (d *dataplane) begin() error {
 		return fmt.Errorf("%w (%w)", err, sink.ErrStartOver)
 	}
 	d.records, d.lists = s.records, s.lists
+	if err := d.beginClients(); err != nil {
+		d.records = nil
+		return fmt.Errorf("%w (%w)", err, sink.ErrStartOver)
+	}
 	if d.lastID == 0 {
 		d.lastID = rand.Uint64()
 	}
@@ -289,11 +296,16 @@ func (d *dataplane) apply(all changes) (freed bool, err error) {
 	setAll(d.slots, slots, func(k slotKey) *error { return &made[k.List].err })
 	setAll(d.members, members, func(k memberKey) *error { return &made[k.List].err })
 	var frontends batch[frontendKey, list]
+	affine := map[clusterIP]uint64{}
 	for f, c := range all {
 		if c != nil && c.failed() == nil {
+			if c.affinity != 0 && d.affine[f.IP] == 0 {
+				affine[f.IP] = 0
+			}
 			frontends.add(f, list{ID: c.record.id, Count: c.record.count, Affinity: c.affinity})
 		}
 	}
+	d.countClients(affine)
 	setAll(d.frontends, frontends, func(k frontendKey) *error { return &all[k].err })
 	return d.finish(all, made)
 }
@@ -315,6 +327,7 @@ func (d *dataplane) checkRoom(l *endpointList) error {
 func (d *dataplane) finish(all changes, made map[uint64]*endpointList) (freed bool, err error) {
 	var frontends []frontendKey
 	touched := make(map[uint64]*listRecord, len(made)) // lists that frontends got or lost
+	var ips []clusterIP                                // without session affinity
 	for id, l := range made {
 		touched[id] = l.record
 	}
@@ -324,10 +337,12 @@ func (d *dataplane) finish(all changes, made map[uint64]*endpointList) (freed bo
 		if r != nil {
 			r.list.frontends--
 			touched[r.list.id] = r.list
+			d.addAffine(f, r.affinity, -1)
 		}
 		if c != nil && c.failed() == nil {
 			c.record.frontends++
 			touched[c.record.id] = c.record
+			d.addAffine(f, c.affinity, 1)
 			d.records[f] = &record{list: c.record, affinity: c.affinity, owner: c.owner}
 			continue
 		}
@@ -337,6 +352,12 @@ func (d *dataplane) finish(all changes, made map[uint64]*endpointList) (freed bo
 		delete(d.records, f)
 		if c != nil {
 			d.leave(c, missing)
+		}
+	}
+	for f, c := range all {
+		if n, counted := d.affine[f.IP]; n == 0 && (counted || c != nil && c.affinity != 0) {
+			ips = append(ips, f.IP)
+			delete(d.affine, f.IP)
 		}
 	}
 	var slots []slotKey
@@ -355,7 +376,7 @@ func (d *dataplane) finish(all changes, made map[uint64]*endpointList) (freed bo
 			members = append(members, memberKey{List: id, Endpoint: a})
 		}
 	}
-	if err := errors.Join(d.frontends.delete(frontends), d.slots.delete(slots), d.members.delete(members)); err != nil {
+	if err := errors.Join(d.frontends.delete(frontends), d.slots.delete(slots), d.members.delete(members), d.counts.delete(ips)); err != nil {
 		d.records = nil
 		return false, fmt.Errorf("%w (%w)", err, sink.ErrStartOver)
 	}

@@ -98,6 +98,8 @@ type fakeKernel struct {
 	frontends fakeTable[frontendKey, list]
 	slots     fakeTable[slotKey, address]
 	members   fakeTable[memberKey, uint32]
+	clients   fakeTable[clientKey, choice]
+	counted   fakeTable[clusterIP, uint64]
 	// The keys of seen are the IDs of lists that frontends have used. The values are the
 	// endpoints of these lists.
 	seen map[uint64][]address
@@ -108,6 +110,7 @@ func newFakeKernel(t *testing.T, frontends, slots, members int) *fakeKernel {
 	k.frontends = fakeTable[frontendKey, list]{elements: map[frontendKey]list{}, max: frontends, check: k.check}
 	k.slots = fakeTable[slotKey, address]{elements: map[slotKey]address{}, max: slots, check: k.check}
 	k.members = fakeTable[memberKey, uint32]{elements: map[memberKey]uint32{}, max: members, check: k.check}
+	k.clients = fakeTable[clientKey, choice]{elements: map[clientKey]choice{}, max: 1000, check: func() {}}
 	k.restart()
 	return k
 }
@@ -115,9 +118,11 @@ func newFakeKernel(t *testing.T, frontends, slots, members int) *fakeKernel {
 // restart makes a dataplane without records, as a new process does.
 func (k *fakeKernel) restart() {
 	k.seen = map[uint64][]address{}
+	k.counted = fakeTable[clusterIP, uint64]{elements: map[clusterIP]uint64{}, max: 1000, check: func() {}}
 	k.dataplane = &dataplane{
-		planner:   planner{seed: maphash.MakeSeed(), share: unlimited},
-		frontends: &k.frontends, slots: &k.slots, members: &k.members,
+		clientTables: clientTables{clients: &k.clients, counts: &k.counted, now: func() uint64 { return 0 }},
+		planner:      planner{seed: maphash.MakeSeed(), share: unlimited},
+		frontends:    &k.frontends, slots: &k.slots, members: &k.members,
 		capacity: size{k.frontends.max, k.slots.max, k.members.max},
 	}
 	k.check()

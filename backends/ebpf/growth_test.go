@@ -6,6 +6,7 @@ package ebpf
 
 import (
 	"fmt"
+	"maps"
 	"net/netip"
 	"testing"
 
@@ -190,4 +191,47 @@ func TestLargeServicesLeftCostNothing(t *testing.T) {
 		t.Fatalf("%d services are left, want 3", n)
 	}
 	k.mustWrite("change of another service", k.written(sink.Changes{}, view("small", []string{"10.96.1.1"}, []string{"10.0.0.1"}, tcp)), counts{1, 1, 0, 2})
+}
+
+// TestClientsEndWithTheirService changes services with session affinity. The programs must
+// have an element for each of their cluster IPs, and their clients must end with them.
+func TestClientsEndWithTheirService(t *testing.T) {
+	k := newFakeKernel(t, 100, 100, 100)
+	a, b := view("a", []string{"10.96.0.1"}, []string{"10.0.0.1"}, withAffinity(10)), view("b", []string{"10.96.0.2"}, []string{"10.0.0.1"}, withAffinity(10))
+	ipOf := func(v *api.ServiceEndpoints) clusterIP { return v.Service.IPs.ClusterIPs.V4[0].As16() }
+	mustCount := func(step string, want map[clusterIP]uint64) {
+		t.Helper()
+		if done, err := k.compare(t.Context()); !done || err != nil {
+			t.Fatalf("%s: %t, %v", step, done, err)
+		}
+		if !maps.Equal(k.counted.elements, want) {
+			t.Errorf("%s: counts %v, want %v", step, k.counted.elements, want)
+		}
+	}
+	k.written(sink.Changes{First: true, Last: true}, a, b)
+	mustCount("load", map[clusterIP]uint64{ipOf(a): 0, ipOf(b): 0})
+	for _, v := range []*api.ServiceEndpoints{a, b} {
+		for i := range uint64(3) {
+			f := toFrontend(v.Service.IPs.ClusterIPs.V4[0], api.TCP, 80)
+			k.clients.elements[clientKey{NetNS: i, Frontend: f}] = choice{Time: i * 4e9}
+		}
+	}
+	mustCount("clients", map[clusterIP]uint64{ipOf(a): 3, ipOf(b): 3})
+	k.now = func() uint64 { return 13e9 }
+	mustCount("timeout", map[clusterIP]uint64{ipOf(a): 2, ipOf(b): 2})
+	k.written(sink.Changes{}, view("a", []string{"10.96.0.1"}, []string{"10.0.0.1"}, nil))
+	mustCount("no affinity", map[clusterIP]uint64{ipOf(b): 2})
+	if n := len(k.clients.elements); n != 3 {
+		t.Errorf("%d clients, want 3", n)
+	}
+	k.written(sink.Changes{First: true, Last: true}, a, b)
+	mustCount("another pass", map[clusterIP]uint64{ipOf(a): 0, ipOf(b): 2})
+	k.restart()
+	k.written(sink.Changes{First: true, Last: true}, a, b)
+	mustCount("restart", map[clusterIP]uint64{ipOf(a): 0, ipOf(b): 3})
+	k.written(sink.Changes{First: true, Last: true})
+	mustCount("no services", map[clusterIP]uint64{})
+	if n := len(k.clients.elements); n != 0 {
+		t.Errorf("%d clients, want none", n)
+	}
 }

@@ -54,6 +54,7 @@ func TestKernel(t *testing.T) {
 	t.Run("a process in a time namespace writes the time of the kernel", testTimeNamespace)
 	t.Run("removed endpoints are not used while the other sink works", testSlowSink)
 	t.Run("clients of a service with session affinity keep their endpoint", testAffinity)
+	t.Run("a service with session affinity has a share of the clients", testClientsOfOneService)
 	t.Run("sockets of other cgroups are not translated", testOtherCgroup)
 	t.Run("HostNetworkOnly excludes other network namespaces", testHostNetworkOnly)
 	t.Run("an annotation excludes a service", testAnnotation)
@@ -649,6 +650,57 @@ func testSlowSink(t *testing.T) {
 		return nil
 	})
 	n.set(view("web", []string{"10.96.0.1"}, endpoints[1:2], nil))
+}
+
+// testClientsOfOneService makes more clients of a service than it may have: a client for each
+// port. Another service keeps its client. The memory is free when the service is deleted.
+func testClientsOfOneService(t *testing.T) {
+	const ports = 200
+	n := newNode(t, Options{MaxClients: 1024})
+	limit := share(1024)
+	n.serve()
+	web := view("web", []string{"10.96.0.1"}, endpoints[:3], func(s *api.Service) {
+		withAffinity(10800)(s)
+		s.Ports = nil
+		for i := range ports {
+			s.Ports = append(s.Ports, api.PortMapping{Name: fmt.Sprint("p", i), Protocol: api.TCP, Port: int32(1000 + i), TargetPort: 8080})
+		}
+	})
+	other := view("other", []string{"10.96.0.2"}, endpoints[:3], withAffinity(10800))
+	n.pass(web, other)
+	kept := n.reaches("10.96.0.2:80", 1)[0]
+	connect := func() (translated int) {
+		for i := range ports {
+			if _, _, err := n.dial(n.ns.Do, fmt.Sprintf("10.96.0.1:%d", 1000+i)); err == nil {
+				translated++
+			}
+		}
+		return translated
+	}
+	for restarts := range 2 {
+		if restarts > 0 { // the clients stay, and the new process counts them
+			n.restart()
+			n.pass(web, other)
+			if err := n.verify(); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if got := connect(); got != limit {
+			t.Errorf("%d clients are translated, want %d", got, limit)
+		}
+		if got := count(t, n.dataplane.clients); got != limit+1 {
+			t.Errorf("the map has %d clients, want %d", got, limit+1)
+		}
+	}
+	n.mustReach("10.96.0.2:80", kept)
+	n.delete("web")
+	if err := n.verify(); err != nil {
+		t.Fatal(err)
+	}
+	if clients, ips := count(t, n.dataplane.clients), count(t, n.dataplane.counts); clients != 1 || ips != 1 {
+		t.Errorf("after the service was deleted, the maps have %d clients and %d cluster IPs, want 1 and 1", clients, ips)
+	}
+	n.mustReach("10.96.0.2:80", kept)
 }
 
 func testAffinity(t *testing.T) {

@@ -52,7 +52,8 @@ type Options struct {
 	// with session affinity together. Default: 262,144.
 	MaxMembers int
 	// MaxClients is the maximum number of clients whose endpoints the programs remember for
-	// session affinity. The programs also remember the services of at most MaxClients TCP
+	// session affinity. One cluster IP may have at most an eighth of them, and always 64. The
+	// other sink handles further clients of the cluster IP. The programs also remember the services of at most MaxClients TCP
 	// sockets, for getpeername. When a map is full, the kernel removes elements that were
 	// unused for the longest time. Default: 65,536.
 	MaxClients int
@@ -101,7 +102,7 @@ func (o *Options) complete() error {
 func (o *Options) sizes() map[string]int {
 	return map[string]int{
 		"frontends": o.MaxFrontends, "slots": o.MaxEndpoints, "members": o.MaxMembers,
-		"clients": o.MaxClients, "tcp_peers": o.MaxClients,
+		"clients": o.MaxClients, "tcp_peers": o.MaxClients, "client_counts": o.MaxClients,
 	}
 }
 
@@ -113,10 +114,10 @@ func (o *Options) directory() string {
 	return filepath.Join(o.BPFFS, "kpng-ebpf-"+o.Instance)
 }
 
-// planner returns a planner. The share of a service is an eighth of each map, and always 64
-// elements.
+// share returns the share of a service in a map.
+func share(size int) int { return max(size/8, 64) }
+
 func (o *Options) planner() planner {
-	share := func(size int) int { return max(size/8, 64) }
 	return planner{
 		annotation: o.Annotation, seed: maphash.MakeSeed(),
 		share: size{share(o.MaxFrontends), share(o.MaxEndpoints), share(o.MaxMembers)},

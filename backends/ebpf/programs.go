@@ -65,6 +65,9 @@ func load(ctx context.Context, o *Options) (p *programs, err error) {
 	if err != nil {
 		return nil, err
 	}
+	if err := spec.Variables["max_clients_of_ip"].Set(uint64(share(o.MaxClients))); err != nil {
+		return nil, err
+	}
 	if o.HostNetworkOnly {
 		cookie, err := netNSCookie()
 		if err != nil {
@@ -126,6 +129,7 @@ func mapSpecs(spec *ebpf.CollectionSpec, o *Options) map[string]*ebpf.MapSpec {
 			m.MaxEntries = uint32(size)
 		}
 	}
+	delete(all, "client_counts")
 	return all
 }
 
@@ -229,6 +233,14 @@ func (p *programs) beat() error {
 		return fmt.Errorf("write to map heartbeat: %w", err)
 	}
 	return nil
+}
+
+// time returns the time of the last beat, by the clock of the kernel.
+func (p *programs) time() (now uint64) {
+	if err := p.Heartbeat.Lookup(uint32(0), &now); err != nil {
+		return 0
+	}
+	return now
 }
 
 // pause makes the programs leave all connections to the other sink until the next beat.

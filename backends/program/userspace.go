@@ -61,6 +61,7 @@ func userspaceFlags(fs *pflag.FlagSet, opts *userspace.Options, checks *healthCh
 	listFlag(fs, &opts.PodCIDRs, parseCIDR, "pod-cidr", "the `CIDRs` of this node's pods, whose traffic counts as starting on this node")
 	fs.DurationVar(&opts.DrainTimeout, "drain-timeout", 0, "how long TCP connections last after their service is removed or the program stops; 0 means 30 s")
 	fs.DurationVar(&opts.UDPTimeout, "udp-timeout", 0, "how long a silent UDP client keeps its endpoint; 0 means 1 min")
+	fs.IntVar(&opts.MaxListeners, "max-listeners", 0, "how many listeners one service may have, one for each address and port; a service that needs more is refused; 0 means 4096")
 	fs.IntVar(&opts.MaxUDPClients, "max-udp-clients", 0, "how many UDP clients there are at most, each with a file descriptor; 0 means 8192")
 	checks.register(fs)
 }

@@ -8,15 +8,21 @@ import (
 	"time"
 )
 
-// maxAttached limits how many client addresses a port remembers, so that forged addresses
-// cannot use all memory. kube-proxy's mode nftables has the same limit.
+// maxAttached limits how many clients a service remembers, so that forged addresses
+// cannot use all memory. A client counts once for each port.
 const maxAttached = 65_535
 
-// affinity maps client addresses to endpoints. It is safe for concurrent use.
+// affinity maps the clients of one service to endpoints. It is safe for concurrent use.
 type affinity struct {
 	mu      sync.Mutex
-	clients map[netip.Addr]attachment // nil if there are no clients
+	clients map[portClient]attachment // nil if there are no clients
 	timeout time.Duration
+}
+
+// portClient is a client of a port. Each port has its own affinity.
+type portClient struct {
+	*port
+	addr netip.Addr
 }
 
 type attachment struct {
@@ -29,7 +35,7 @@ type attachment struct {
 // the result is the next endpoint of pool, and affinity remembers it for client.
 // pickEndpoint skips endpoints for which unfit returns true. If no endpoint is left, the
 // second result is false.
-func (a *affinity) pickEndpoint(client netip.Addr, timeout time.Duration, pool *pool, unfit func(netip.AddrPort) bool, now time.Time) (netip.AddrPort, bool) {
+func (a *affinity) pickEndpoint(client portClient, timeout time.Duration, pool *pool, unfit func(netip.AddrPort) bool, now time.Time) (netip.AddrPort, bool) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	c, ok := a.clients[client]
@@ -39,7 +45,7 @@ func (a *affinity) pickEndpoint(client netip.Addr, timeout time.Duration, pool *
 		}
 	}
 	if a.clients == nil {
-		a.clients = map[netip.Addr]attachment{}
+		a.clients = map[portClient]attachment{}
 	}
 	if _, known := a.clients[client]; !known && len(a.clients) >= maxAttached {
 		a.evictOne()
@@ -50,7 +56,7 @@ func (a *affinity) pickEndpoint(client netip.Addr, timeout time.Duration, pool *
 
 // evictOne looks at a few clients and forgets the least recently used one.
 func (a *affinity) evictOne() {
-	var oldest netip.Addr
+	var oldest portClient
 	var used time.Time
 	few := 0
 	for client, c := range a.clients { // iteration over a map begins at a random client
@@ -67,23 +73,19 @@ func (a *affinity) evictOne() {
 // setTimeout sets the time after which idle clients are forgotten.
 func (a *affinity) setTimeout(timeout time.Duration) {
 	a.mu.Lock()
-	a.timeout = timeout
-	a.mu.Unlock()
-	if timeout == 0 {
-		a.detachIf(func(attachment) bool { return true })
+	defer a.mu.Unlock()
+	if a.timeout = timeout; timeout == 0 {
+		a.clients = nil
 	}
 }
 
 // expire forgets clients that have been idle for too long.
 func (a *affinity) expire(now time.Time) {
-	a.mu.Lock()
-	timeout := a.timeout
-	a.mu.Unlock()
-	a.detachIf(func(c attachment) bool { return now.Sub(c.used) >= timeout })
+	a.detachIf(func(_ portClient, c attachment) bool { return now.Sub(c.used) >= a.timeout })
 }
 
 // detachClient forgets client if it still uses endpoint.
-func (a *affinity) detachClient(client netip.Addr, endpoint netip.AddrPort) {
+func (a *affinity) detachClient(client portClient, endpoint netip.AddrPort) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	if a.clients[client].endpoint == endpoint {
@@ -92,11 +94,11 @@ func (a *affinity) detachClient(client netip.Addr, endpoint netip.AddrPort) {
 }
 
 // detachIf forgets the clients for which gone returns true.
-func (a *affinity) detachIf(gone func(attachment) bool) {
+func (a *affinity) detachIf(gone func(portClient, attachment) bool) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	for client, c := range a.clients {
-		if gone(c) {
+		if gone(client, c) {
 			delete(a.clients, client)
 		}
 	}

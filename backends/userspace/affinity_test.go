@@ -18,7 +18,7 @@ func affineRules(endpoints int, timeout time.Duration) (*rules, route) {
 		targets = append(targets, netip.MustParseAddrPort(fmt.Sprintf("10.244.0.%d:80", i+1)))
 	}
 	rt := route{pool: newPool(targets)}
-	return &rules{port: &port{}, elsewhere: rt, node: rt, affinity: timeout}, rt
+	return &rules{port: &port{common: &common{}}, elsewhere: rt, node: rt, affinity: timeout}, rt
 }
 
 func TestConcurrentConnectionsOfAClientShareAnEndpoint(t *testing.T) {
@@ -72,23 +72,30 @@ func TestChangedAffinityTimeoutAppliesImmediately(t *testing.T) {
 	}
 }
 
+// TestAffinityClientsAreBounded makes clients of all ports of a service.
 func TestAffinityClientsAreBounded(t *testing.T) {
-	a := &affinity{}
-	first, second := netip.MustParseAddrPort("10.0.0.1:80"), netip.MustParseAddrPort("10.0.0.2:80")
-	both := newPool([]netip.AddrPort{first, second})
+	r, rt := affineRules(2, time.Hour)
+	ports := []*port{r.port, {common: r.port.common}, {common: r.port.common}}
 	now := time.Now()
-	old := netip.MustParseAddr("192.0.2.1")
-	a.pickEndpoint(old, time.Hour, both, noneUnfit, now)
-	client := netip.MustParseAddr("10.128.0.0")
-	for range 3 * maxAttached {
+	pick := func(i int, addr netip.Addr) portClient {
 		now = now.Add(time.Millisecond)
-		client = client.Next()
-		a.pickEndpoint(client, time.Hour, both, noneUnfit, now)
+		of := *r
+		of.port = ports[i%len(ports)]
+		of.endpoint(rt, addr, noneUnfit, now)
+		return portClient{of.port, addr}
 	}
+	old := pick(0, netip.MustParseAddr("192.0.2.1"))
+	addr := netip.MustParseAddr("10.128.0.0")
+	var last portClient
+	for i := range 3 * maxAttached {
+		addr = addr.Next()
+		last = pick(i, addr)
+	}
+	a := &r.port.affinity
 	if len(a.clients) != maxAttached {
 		t.Errorf("affinity of %d clients, want %d", len(a.clients), maxAttached)
 	}
-	if _, ok := a.clients[client]; !ok {
+	if _, ok := a.clients[last]; !ok {
 		t.Error("the last client has no affinity")
 	}
 	if _, ok := a.clients[old]; ok {

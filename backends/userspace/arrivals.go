@@ -10,15 +10,21 @@ import (
 	"time"
 )
 
-// change is the addition or removal of one user of an address. If update is not nil, the
-// updated service becomes a user of the address. Otherwise the address loses one user.
+// change is the addition or removal of one user of an address. If service is not nil, it
+// becomes a user of the address. Otherwise the address loses one user.
 type change struct {
-	*update
+	*service
 	addr netip.Addr
-	// isRetry is true if an earlier attempt at the same change has failed.
-	isRetry bool
-	err     error
+	// unawaited is true if makeChanges need not wait for the change: if an earlier attempt
+	// at the same change has failed, or if the service has many changes.
+	unawaited bool
+	err       error
 }
+
+// maxAwaited limits the number of addresses of one service for which makeChanges waits. So
+// a service with more addresses does not delay others. It is reported as failed until
+// its addresses are local.
+const maxAwaited = 256
 
 // pendingError is the error of a service that waits until an address is local.
 type pendingError struct {
@@ -51,7 +57,7 @@ func (u *update) missingAddresses() (changes []*change) {
 			u.service.addresses[addr] = nil
 		default:
 			u.service.addresses[addr] = &pendingError{addr, err}
-			changes = append(changes, &change{update: u, addr: addr, isRetry: known})
+			changes = append(changes, &change{service: u.service, addr: addr, unawaited: known || len(changes) >= maxAwaited})
 		}
 	}
 	return changes
@@ -67,12 +73,22 @@ const (
 
 // makeChanges makes changes concurrently, with changeCtx as their context. When an
 // address has become local, makeChanges opens the listeners at that address. It returns
-// when all changes except retries are completed. If no change is completed for a while,
-// or if ctx ends, it returns earlier. The remaining changes continue in the background.
+// when all awaited changes are completed. If no change is completed for a while, or if ctx
+// ends, it returns earlier. The remaining changes continue in the background.
 func (b *Backend) makeChanges(ctx, changeCtx context.Context, changes []*change) {
 	if len(changes) == 0 {
 		return
 	}
+	slices.SortStableFunc(changes, func(a, b *change) int { // the awaited changes first
+		switch {
+		case a.unawaited == b.unawaited:
+			return 0
+		case b.unawaited:
+			return -1
+		default:
+			return 1
+		}
+	})
 	done, all := make(chan *change, len(changes)), make(chan struct{})
 	b.running.Go(func() {
 		inParallel(b.local.slots, changes, func(c *change) {
@@ -83,7 +99,7 @@ func (b *Backend) makeChanges(ctx, changeCtx context.Context, changes []*change)
 	})
 	expected := 0
 	for _, c := range changes {
-		if !c.isRetry {
+		if !c.unawaited {
 			expected++
 		}
 	}
@@ -100,7 +116,7 @@ func (b *Backend) makeChanges(ctx, changeCtx context.Context, changes []*change)
 			c := <-done
 			b.finishChange(ctx, c)
 			left--
-			if !c.isRetry {
+			if !c.unawaited {
 				expected--
 			}
 			last = time.Now()
@@ -116,28 +132,28 @@ func (b *Backend) makeChanges(ctx, changeCtx context.Context, changes []*change)
 }
 
 func (c *change) make(ctx context.Context, b *Backend) {
-	if c.update == nil {
+	if c.service == nil {
 		b.releaseAddress(ctx, c.addr)
 	} else {
 		c.err = b.local.acquire(ctx, c.addr)
 	}
 }
 
-// finishChange records the result of a change, and applies the plan of the service again.
+// finishChange records the result of a change, and opens the listeners at the address.
 func (b *Backend) finishChange(ctx context.Context, c *change) {
-	if c.update == nil {
+	if c.service == nil {
 		return
 	}
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	s := c.service
-	if s.waiting == nil || !slices.Contains(s.waiting.addresses, c.addr) {
-		delete(s.addresses, c.addr)
-		if c.err == nil { // the address is local, but the service does not need it any more
-			b.running.Go(func() { b.releaseAddress(b.life, c.addr) })
+	if s := c.service; s.waiting != nil {
+		if _, needed := s.waiting.at[c.addr]; needed {
+			s.arrive(ctx, c.addr, c.err)
+			return
 		}
-		return
 	}
-	s.addresses[c.addr] = c.err
-	c.update.err = s.apply(ctx, s.waiting)
+	delete(c.service.addresses, c.addr)
+	if c.err == nil { // the address is local, but the service does not need it any more
+		b.running.Go(func() { b.releaseAddress(b.life, c.addr) })
+	}
 }

@@ -5,7 +5,9 @@ package userspace
 import (
 	"context"
 	"fmt"
+	"maps"
 	"net/netip"
+	"slices"
 	"sync"
 	"time"
 
@@ -139,7 +141,26 @@ type update struct {
 	*service
 	view *api.ServiceEndpoints // nil if the service is deleted
 	*plan
-	err error // why the plan could not be applied; guarded by Backend.mu
+	// refused is the reason why the service keeps its last state instead of the plan.
+	refused error
+}
+
+// newUpdate returns an update to a view on a node with these addresses. It refuses the
+// view if the service would get too many listeners.
+func (b *Backend) newUpdate(s *service, view *api.ServiceEndpoints, node []netip.Addr) *update {
+	p, err := s.planFor(view, node)
+	if err == nil {
+		err = s.account.reserve(p.size())
+	}
+	return &update{service: s, view: view, plan: p, refused: err}
+}
+
+// err returns the reasons why the update is not completely applied.
+func (u *update) err() error {
+	if u.refused != nil {
+		return u.refused
+	}
+	return u.service.err(u.plan)
 }
 
 // Sync implements [sink.Sink]. It waits until all needed addresses are local. If that
@@ -159,10 +180,16 @@ func (b *Backend) Sync(ctx context.Context, c *sink.Changes) error {
 
 	b.mu.Lock()
 	defer b.mu.Unlock()
+	var failed sink.Failed
 	for _, u := range updates {
-		u.service.failed = u.err != nil
+		err := u.err()
+		u.failed = err != nil
+		failed.Add(u.service.service, err)
 	}
-	return failures(ctx, updates)
+	if ctx.Err() != nil {
+		return context.Cause(ctx)
+	}
+	return failed.Err()
 }
 
 // updates returns an update for each service in c. If c.Last is true, it also returns
@@ -183,47 +210,36 @@ func (b *Backend) updates(c *sink.Changes) (updates []*update) {
 			s = newService(&b.engine, change.Key)
 		}
 		s.stale = false
-		updates = append(updates, &update{service: s, view: change.New, plan: s.planFor(change.New, node)})
+		updates = append(updates, b.newUpdate(s, change.New, node))
 	}
 	if c.Last {
 		for _, s := range b.services {
 			if s.stale {
-				updates = append(updates, &update{service: s, plan: s.planFor(nil, node)})
+				updates = append(updates, b.newUpdate(s, nil, node))
 			}
 		}
 	}
 	return updates
 }
 
-// failures returns the errors of updates as an error of Sync.
-func failures(ctx context.Context, updates []*update) error {
-	if ctx.Err() != nil {
-		return context.Cause(ctx)
-	}
-	var failed sink.Failed
-	for _, u := range updates {
-		failed.Add(u.key, u.err)
-	}
-	return failed.Err()
-}
-
 // applyAll applies updates. It first closes the unneeded listeners of all services and
 // then opens new ones, so that services can swap addresses. It returns changes of
 // addresses, which the caller must pass to makeChanges.
 func (b *Backend) applyAll(ctx context.Context, updates []*update) (changes []*change) {
+	updates = slices.DeleteFunc(slices.Clone(updates), func(u *update) bool { return u.refused != nil })
 	for _, u := range updates {
 		u.withdraw(u.plan)
-		b.services[u.key] = u.service
+		b.services[u.service.service] = u.service
 	}
 	for _, u := range updates {
 		if ctx.Err() != nil {
 			break
 		}
 		changes = append(changes, u.missingAddresses()...)
-		u.err = u.apply(ctx, u.plan)
+		u.apply(ctx, u.plan)
 		changes = append(changes, u.forget(u.plan)...)
 		if u.view == nil {
-			delete(b.services, u.key)
+			delete(b.services, u.service.service)
 			continue
 		}
 		u.service.view = nil
@@ -269,7 +285,7 @@ func (b *Backend) replan(ctx context.Context, node []netip.Addr) error {
 	var updates []*update
 	for _, s := range b.services {
 		if s.view != nil && !s.failed {
-			updates = append(updates, &update{service: s, view: s.view, plan: s.planFor(s.view, node)})
+			updates = append(updates, b.newUpdate(s, s.view, node))
 		}
 	}
 	changes := b.applyAll(ctx, updates)
@@ -278,12 +294,13 @@ func (b *Backend) replan(ctx context.Context, node []netip.Addr) error {
 
 	b.mu.Lock()
 	defer b.mu.Unlock()
+	var failed sink.Failed
 	for _, u := range updates {
-		if u.waiting != nil {
-			u.err = nil // drop the error: the service only waits for an address
+		if u.refused != nil || u.waiting == nil { // else the service only waits for addresses
+			failed.Add(u.service.service, u.err())
 		}
 	}
-	return failures(ctx, updates)
+	return failed.Err()
 }
 
 // sweep does three things regularly until ctx ends. It closes the sockets of idle UDP
@@ -300,8 +317,11 @@ func (b *Backend) sweep(ctx context.Context) {
 		}
 		now := b.opts.Clock.Now()
 		b.udp.expire(now.Add(-b.opts.UDPTimeout))
-		for _, p := range b.served.list() {
-			p.affinity.expire(now)
+		b.mu.Lock()
+		services := slices.Collect(maps.Values(b.services))
+		b.mu.Unlock()
+		for _, s := range services {
+			s.affinity.expire(now)
 		}
 		if err := b.local.sweep(ctx); err != nil && ctx.Err() == nil {
 			b.log.Error(err, addressesStay)
@@ -322,7 +342,7 @@ func (b *Backend) Stop(ctx context.Context) error {
 	b.mu.Lock()
 	var updates []*update
 	for _, s := range b.services {
-		updates = append(updates, &update{service: s, plan: s.planFor(nil, nil)})
+		updates = append(updates, b.newUpdate(s, nil, nil))
 	}
 	stop := context.AfterFunc(ctx, func() { close(b.drainEnded) })
 	// If ctx ends, addresses must still be removed.

@@ -67,7 +67,7 @@ func (e *engine) serves(p *port, endpoint netip.AddrPort) bool {
 
 func (e *engine) logEndpoint(p *port, client net.Addr, pool *pool, endpoint netip.AddrPort) {
 	if log := e.log.V(3); log.Enabled() {
-		log.Info("NextEndpoint for service", "servicePortName", p.name, "address", client, "endpoints", pool.sorted)
+		log.Info("NextEndpoint for service", "servicePortName", p.name, "address", client, "endpoints", pool.endpoints())
 		log.Info("Mapped service to endpoint", "service", p.name, "endpoint", endpoint)
 	}
 }

@@ -58,6 +58,8 @@ type listener interface {
 	drained() <-chan struct{}
 	// abort resets the connections that still exist after close.
 	abort()
+	// filtered returns the number of instructions of the socket filter.
+	filtered() int
 }
 
 // frontend is the common part of TCP and UDP listeners.
@@ -66,16 +68,30 @@ type frontend struct {
 	socketAddr
 	raw     syscall.RawConn
 	current atomic.Pointer[rules]
-	// screened is the attached socket filter. Backend.mu guards this field.
+	// screened is the attached socket filter, and filter its number of instructions.
+	// Backend.mu guards these fields.
 	screened screen
+	filter   int
 }
 
+func (f *frontend) filtered() int { return f.filter }
+
+// maxFilters limits the number of instructions of all socket filters of a service, because
+// each listener has its own copy of the filter.
+const maxFilters = 1 << 18
+
 func (f *frontend) setRules(r *rules) error {
-	if s := r.screen(f.opts.PodCIDRs); !s.equal(&f.screened) {
-		if err := s.attach(f.raw, f.at.Addr().Is4()); err != nil {
+	if f.current.Load() == r {
+		return nil
+	}
+	if s := r.screen(); s != f.screened {
+		room := maxFilters - r.port.filters + f.filter
+		n, err := s.attach(f.raw, f.at.Addr().Is4(), f.opts.PodCIDRs, room)
+		if err != nil {
 			return fmt.Errorf("filter clients of %s: %w", f.socketAddr, err)
 		}
-		f.screened = s
+		r.port.filters += n - f.filter
+		f.screened, f.filter = s, n
 	}
 	f.current.Store(r)
 	return nil

@@ -35,6 +35,13 @@ type Options struct {
 	// use endpoints on any node. Default: none.
 	PodCIDRs []netip.Prefix
 
+	// MaxListeners limits the listeners of one service, one for each address and port. Sync
+	// refuses a service that would need more: it returns an error for this service, and the
+	// service keeps its last state. A service also may not have more than a quarter of the
+	// listeners that other services leave. All listeners together use at most three quarters
+	// of the file descriptors. A listener takes about 10 KB of memory. Default: 4,096.
+	MaxListeners int
+
 	// DialTimeouts are the time limits of the first and later attempts to connect to an
 	// endpoint. Each attempt uses another endpoint, if there is one. Default: 250 ms, 500
 	// ms, 1 s, 2 s.
@@ -77,6 +84,12 @@ func (o *Options) complete() error {
 		if *d.value == 0 {
 			*d.value = d.def
 		}
+	}
+	if o.MaxListeners < 0 {
+		return fmt.Errorf("maximum of %d listeners: negative", o.MaxListeners)
+	}
+	if o.MaxListeners == 0 {
+		o.MaxListeners = 4096
 	}
 	if o.MaxUDPClients < 0 {
 		return fmt.Errorf("maximum of %d UDP clients: negative", o.MaxUDPClients)

@@ -3,10 +3,8 @@
 package userspace
 
 import (
-	"errors"
 	"fmt"
 	"net/netip"
-	"slices"
 	"time"
 
 	"github.com/kpng-project/kpng/api"
@@ -15,19 +13,27 @@ import (
 
 // plan has the addresses and sockets that a service needs according to its view.
 type plan struct {
-	// addresses has those addresses of the service that must be local.
+	// addresses has those addresses of the service that must be local, each once.
 	addresses []netip.Addr
+	// at has the sockets at each of these addresses.
+	at map[netip.Addr][]listenSpec
 	// sockets has the sockets to listen on, in the order of the frontends of the view.
 	sockets []listenSpec
 	// refused has the socket addresses that need no listener, because all clients are
 	// refused.
 	refused map[socketAddr]struct{}
 	ports   map[portKey]planned
+	// rules, pools and admissions have the values that frontends share.
+	rules      map[rules]*rules
+	pools      map[nodeview.ListID]plannedPool
+	admissions admissions
+	// affinity is how long a client keeps its endpoint, or 0 without affinity.
+	affinity time.Duration
 	// dependsOnNode reports whether the plan changes if the addresses of the node change.
 	dependsOnNode bool
 	// unsupported describes the frontends that sockets cannot handle. They do not make Sync
 	// fail, because a retry would not help.
-	unsupported error
+	unsupported errorList
 }
 
 type listenSpec struct {
@@ -37,48 +43,70 @@ type listenSpec struct {
 
 type planned struct {
 	*port
-	allEndpoints []netip.AddrPort
-	pools        []*pool
-	// affinity is how long a client keeps its endpoint, or 0 without affinity.
-	affinity time.Duration
+	present *portView
+}
+
+type plannedPool struct {
+	*pool
+	endpoints []netip.AddrPort
 }
 
 // planFor returns the plan for view on a node with these addresses. The plan may share
-// ports and pools with s, but planFor does not modify s. The plan for a nil view is
-// empty.
-func (s *service) planFor(view *api.ServiceEndpoints, node []netip.Addr) *plan {
-	p := &plan{refused: map[socketAddr]struct{}{}, ports: map[portKey]planned{}}
-	if view == nil {
-		return p
+// ports, rules and pools with s, but planFor does not modify s. The plan for a nil view is
+// empty. If the plan would have more than Options.MaxListeners listeners, the error says
+// so.
+func (s *service) planFor(view *api.ServiceEndpoints, node []netip.Addr) (*plan, error) {
+	p := &plan{
+		at: map[netip.Addr][]listenSpec{}, refused: map[socketAddr]struct{}{}, ports: map[portKey]planned{},
+		rules: map[rules]*rules{}, pools: map[nodeview.ListID]plannedPool{}, admissions: admissions{},
 	}
-	var errs []error
+	if view == nil {
+		return p, nil
+	}
+	byFamily := map[api.Family][]netip.Addr{}
+	for _, a := range node {
+		byFamily[api.FamilyOf(a)] = append(byFamily[api.FamilyOf(a)], a)
+	}
+	admissionAt := map[netip.Addr]*admission{}
 	for f := range nodeview.Frontends(view) {
 		if err := unsupported(&f); err != nil {
-			errs = append(errs, err)
+			p.unsupported.add(err)
 			continue
 		}
-		r := p.rules(s, view, &f, node)
+		if _, known := admissionAt[f.Addr]; !known {
+			admissionAt[f.Addr] = p.admissions.of(&f.Sources, node, s.admissions)
+		}
+		r := p.rulesOf(s, view, &f, admissionAt[f.Addr])
 		addrs := []netip.Addr{f.Addr}
-		switch {
-		case f.Kind == nodeview.NodePort:
+		if f.Kind == nodeview.NodePort {
 			p.dependsOnNode = true
-			addrs = ofFamily(node, f.Family)
-		case !slices.Contains(p.addresses, f.Addr):
+			addrs = byFamily[f.Family]
+		} else if _, known := p.at[f.Addr]; !known {
 			p.addresses = append(p.addresses, f.Addr)
+			p.at[f.Addr] = nil
 		}
 		p.dependsOnNode = p.dependsOnNode || f.Sources.Restricted
 		for _, a := range addrs {
 			at := socketAddr{f.Protocol, netip.AddrPortFrom(a, uint16(f.Port))}
 			if r.refused() {
 				p.refused[at] = struct{}{} // the host refuses clients where nothing listens
-			} else {
-				p.sockets = append(p.sockets, listenSpec{at, r})
+				continue
+			}
+			want := listenSpec{at, r}
+			p.sockets = append(p.sockets, want)
+			if f.Kind != nodeview.NodePort {
+				p.at[a] = append(p.at[a], want)
 			}
 		}
+		if p.size() > s.opts.MaxListeners {
+			return nil, fmt.Errorf("open more than %d listeners (addresses × ports) for one service: raise Options.MaxListeners", s.opts.MaxListeners)
+		}
 	}
-	p.unsupported = errors.Join(errs...)
-	return p
+	return p, nil
 }
+
+// size returns the number of listeners that the service needs if it has endpoints.
+func (p *plan) size() int { return len(p.sockets) + len(p.refused) }
 
 // unsupported returns why sockets cannot handle a frontend, or nil if they can.
 func unsupported(f *nodeview.Frontend) error {
@@ -92,34 +120,49 @@ func unsupported(f *nodeview.Frontend) error {
 	}
 }
 
-// rules returns the rules of a frontend. Frontends of the same port share pools of
-// endpoints.
-func (p *plan) rules(s *service, view *api.ServiceEndpoints, f *nodeview.Frontend, node []netip.Addr) *rules {
-	key := portKey{f.Protocol, f.ServicePort.Port}
-	of, ok := p.ports[key]
-	if !ok {
-		of.port = s.ports[key]
-		if of.port == nil || of.port.name != portName(s.key, f.ServicePort) {
-			of.port = newPort(s, f.ServicePort)
+// rulesOf returns the rules of a frontend.
+func (p *plan) rulesOf(s *service, view *api.ServiceEndpoints, f *nodeview.Frontend, admission *admission) *rules {
+	p.affinity = max(p.affinity, f.Affinity)
+	r := rules{
+		port: p.portOf(s, view, f.ServicePort), elsewhere: p.routeOf(s, &f.Elsewhere), node: p.routeOf(s, &f.Node),
+		admission: admission, affinity: f.Affinity,
+	}
+	shared := p.rules[r]
+	if shared == nil {
+		if shared = s.rules[r]; shared == nil {
+			shared = &r
 		}
-		of.allEndpoints = servingOf(view, f.ServicePort)
+		p.rules[r] = shared
 	}
-	routeOf := func(t nodeview.Traffic) route {
-		pool := of.port.pool(t.Endpoints, of.pools)
-		if !slices.Contains(of.pools, pool) {
-			of.pools = append(of.pools, pool)
-		}
-		return route{t.Verdict, pool}
-	}
-	r := &rules{port: of.port, elsewhere: routeOf(f.Elsewhere), node: routeOf(f.Node), affinity: f.Affinity}
-	if f.Sources.Restricted {
-		r.admission = admission{restricted: true, prefixes: f.Sources.Prefixes(node)}
-	}
-	of.affinity = max(of.affinity, f.Affinity)
-	p.ports[key] = of
-	return r
+	return shared
 }
 
-func ofFamily(addrs []netip.Addr, family api.Family) []netip.Addr {
-	return slices.DeleteFunc(slices.Clone(addrs), func(a netip.Addr) bool { return api.FamilyOf(a) != family })
+func (p *plan) portOf(s *service, view *api.ServiceEndpoints, mapping *api.PortMapping) *port {
+	key := portKey{mapping.Protocol, mapping.Port}
+	of, ok := p.ports[key]
+	if !ok {
+		of = planned{s.ports[key], &portView{mapping, view}}
+		if of.port == nil || of.port.name != portName(s.service, mapping) {
+			of.port = newPort(s.common, mapping)
+		}
+		p.ports[key] = of
+	}
+	return of.port
+}
+
+// routeOf returns the route of a frontend. A list keeps its pool when its endpoints
+// change. The pool of a new list has its endpoints immediately.
+func (p *plan) routeOf(s *service, t *nodeview.Traffic) route {
+	if t.Verdict != nodeview.Forward {
+		return route{verdict: t.Verdict}
+	}
+	of, ok := p.pools[t.List]
+	if !ok {
+		of = plannedPool{s.pools[t.List].pool, addrPorts(t.Endpoints)}
+		if of.pool == nil {
+			of.pool = newPool(of.endpoints)
+		}
+		p.pools[t.List] = of
+	}
+	return route{t.Verdict, of.pool}
 }

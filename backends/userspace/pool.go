@@ -11,11 +11,11 @@ import (
 	"github.com/kpng-project/kpng/nodeview"
 )
 
-// pool is a list of endpoints that are used in turn. It is safe for concurrent use.
+// pool is a list of endpoints that are used in turn. All frontends of a service with the
+// same list share a pool. It is safe for concurrent use.
 type pool struct {
+	mu     sync.Mutex
 	sorted []netip.AddrPort
-
-	mu sync.Mutex
 	// turns has the endpoints in the order of the current round. A round uses each endpoint
 	// at most once, in random order. So different proxies start with different endpoints,
 	// and a client that connects regularly does not always get the same endpoint.
@@ -24,7 +24,26 @@ type pool struct {
 }
 
 func newPool(sorted []netip.AddrPort) *pool {
-	return &pool{sorted: sorted, turns: slices.Clone(sorted), next: len(sorted)}
+	p := &pool{}
+	p.set(sorted)
+	return p
+}
+
+// The method set replaces the endpoints. If they are the same as before, the present
+// round continues.
+func (p *pool) set(sorted []netip.AddrPort) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if !slices.Equal(p.sorted, sorted) {
+		p.sorted, p.turns, p.next = sorted, slices.Clone(sorted), len(sorted)
+	}
+}
+
+// endpoints returns the endpoints, sorted. The caller must not modify them.
+func (p *pool) endpoints() []netip.AddrPort {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.sorted
 }
 
 // pick returns the next endpoint for which unfit returns false. If there is no such
@@ -47,7 +66,7 @@ func (p *pool) pick(unfit func(netip.AddrPort) bool) (netip.AddrPort, bool) {
 }
 
 func (p *pool) contains(e netip.AddrPort) bool {
-	_, found := slices.BinarySearchFunc(p.sorted, e, netip.AddrPort.Compare)
+	_, found := slices.BinarySearchFunc(p.endpoints(), e, netip.AddrPort.Compare)
 	return found
 }
 

@@ -6,34 +6,43 @@ import (
 	"maps"
 	"net/netip"
 	"slices"
+	"sort"
 	"sync"
 	"sync/atomic"
 
 	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/nodeview"
 	"k8s.io/apimachinery/pkg/types"
 )
 
 // port is the state of a service port. It exists as long as the service has this port.
 type port struct {
 	portKey
-	service types.NamespacedName
 	// name is the name in logs: namespace/service or, if the port has a name,
 	// namespace/service:port.
 	name     string
 	counters counters
-	affinity affinity
-	// account counts the descriptors of the service, for all its ports.
-	account    *account
-	warnOfLoop *sync.Once
+	// common is what all ports of the service share.
+	*common
+	// present is the port of the last plan that was applied, and the endpoints of that plan.
+	present atomic.Pointer[portView]
+}
 
-	// Backend.mu guards the following fields.
+// common is the state that all ports of a service share.
+type common struct {
+	service    types.NamespacedName
+	affinity   affinity
+	account    account // counts the descriptors of the service
+	udpClients udpAccount
+	warnOfLoop sync.Once
+	// filters is the number of instructions of the socket filters of the service's listeners.
+	// Backend.mu guards it.
+	filters int
+}
 
-	// pools has the pools of the last plan, one for each different list of endpoints.
-	pools []*pool
-	// allEndpoints has all existing endpoints, sorted, including those that get no new
-	// connections.
-	allEndpoints []netip.AddrPort
+// portView is a port in a view of its service. It is nil if no plan was applied.
+type portView struct {
+	*api.PortMapping
+	view *api.ServiceEndpoints
 }
 
 // ports is the set of the ports of all services. It is safe for concurrent use. Because
@@ -69,8 +78,8 @@ type portKey struct {
 	number   int32
 }
 
-func newPort(s *service, p *api.PortMapping) *port {
-	return &port{portKey: portKey{p.Protocol, p.Port}, service: s.key, name: portName(s.key, p), account: s.account, warnOfLoop: s.warnOfLoop}
+func newPort(c *common, p *api.PortMapping) *port {
+	return &port{portKey: portKey{p.Protocol, p.Port}, name: portName(c.service, p), common: c}
 }
 
 func portName(service types.NamespacedName, p *api.PortMapping) string {
@@ -87,45 +96,20 @@ type counters struct {
 	bytesToEndpoints, bytesFromEndpoints atomic.Int64
 }
 
-// The method pool returns a pool with the endpoints of targets. The argument newPools has
-// the pools of the new plan. If newPools or p already has a pool with these endpoints,
-// the result is that pool, so that its round continues.
-func (p *port) pool(targets []nodeview.Target, newPools []*pool) *pool {
-	endpoints := addrPorts(targets)
-	same := func(o *pool) bool { return slices.Equal(o.sorted, endpoints) }
-	for _, pools := range [...][]*pool{newPools, p.pools} {
-		if i := slices.IndexFunc(pools, same); i >= 0 {
-			return pools[i]
-		}
-	}
-	return newPool(endpoints)
-}
-
-// servingOf returns all endpoints of the port p, sorted, including draining endpoints.
-func servingOf(se *api.ServiceEndpoints, p *api.PortMapping) []netip.AddrPort {
-	out := make([]netip.AddrPort, 0, len(se.Endpoints)+len(se.Draining))
-	for _, list := range [...][]api.Endpoint{se.Endpoints, se.Draining} {
-		for i := range list {
-			if number := list[i].TargetPort(p); number != 0 {
-				out = append(out, netip.AddrPortFrom(list[i].Addr, uint16(number)))
-			}
-		}
-	}
-	slices.SortFunc(out, netip.AddrPort.Compare)
-	return slices.Compact(out)
-}
-
-// setServing sets the field allEndpoints. If a client has affinity to a removed endpoint,
-// its next connection gets another endpoint.
-func (p *port) setServing(serving []netip.AddrPort) {
-	before := p.allEndpoints
-	p.allEndpoints = serving
-	if slices.ContainsFunc(before, func(e netip.AddrPort) bool { return !p.serves(e) }) {
-		p.affinity.detachIf(func(c attachment) bool { return !p.serves(c.endpoint) })
-	}
-}
-
+// The method serves reports whether e is an endpoint of the port, including endpoints
+// that get no new connections.
 func (p *port) serves(e netip.AddrPort) bool {
-	_, found := slices.BinarySearchFunc(p.allEndpoints, e, netip.AddrPort.Compare)
-	return found
+	now := p.present.Load()
+	return now != nil && (now.in(now.view.Endpoints, e) || now.in(now.view.Draining, e))
+}
+
+// The method in reports whether the sorted list has an endpoint with this address and port.
+func (p *portView) in(list []api.Endpoint, e netip.AddrPort) bool {
+	i := sort.Search(len(list), func(i int) bool { return list[i].Addr.Compare(e.Addr()) >= 0 })
+	for ; i < len(list) && list[i].Addr == e.Addr(); i++ {
+		if list[i].TargetPort(p.PortMapping) == int32(e.Port()) {
+			return true
+		}
+	}
+	return false
 }

@@ -4,18 +4,19 @@ package userspace
 
 import (
 	"net/netip"
-	"slices"
 	"time"
 
 	"github.com/kpng-project/kpng/nodeview"
 )
 
-// rules says how to treat the clients of a frontend. It is never modified.
+// rules says how to treat the clients of a frontend. It is never modified. Frontends with
+// equal rules share one value, so a change of endpoints, which changes only pools, does
+// not touch the listeners.
 type rules struct {
 	port            *port
 	elsewhere, node route
-	// admission says which clients are admitted.
-	admission admission
+	// admission says which clients are admitted, or is nil if all are.
+	admission *admission
 	// affinity is how long a client keeps its endpoint, or 0 without affinity.
 	affinity time.Duration
 }
@@ -23,7 +24,7 @@ type rules struct {
 // route says whether connections are forwarded, and to which endpoints.
 type route struct {
 	verdict nodeview.Verdict
-	pool    *pool
+	pool    *pool // nil unless connections are forwarded
 }
 
 // refused reports whether all connections are rejected, so that no listener is needed.
@@ -51,18 +52,7 @@ func (r *rules) endpoint(rt route, client netip.Addr, unfit func(netip.AddrPort)
 	if r.affinity == 0 {
 		return rt.pool.pick(unfit)
 	}
-	return r.port.affinity.pickEndpoint(client, r.affinity, rt.pool, unfit, now)
-}
-
-// admission says which source addresses are admitted. The zero value admits all.
-type admission struct {
-	// If restricted is true, only source addresses in prefixes are admitted.
-	restricted bool
-	prefixes   []netip.Prefix
-}
-
-func (a *admission) admits(client netip.Addr) bool {
-	return !a.restricted || slices.ContainsFunc(a.prefixes, func(p netip.Prefix) bool { return p.Contains(client) })
+	return r.port.affinity.pickEndpoint(portClient{r.port, client}, r.affinity, rt.pool, unfit, now)
 }
 
 // screen describes which packets a socket accepts. The kernel drops other packets without
@@ -72,21 +62,14 @@ type screen struct {
 	dropAll bool
 	// If hereOnly is true, only packets from the loopback interface and pods are accepted.
 	hereOnly bool
-	pods     []netip.Prefix
-	admission
+	// If admission is not nil, only packets of clients that it admits are accepted.
+	admission *admission
 }
 
-func (s *screen) equal(o *screen) bool {
-	return s.dropAll == o.dropAll && s.hereOnly == o.hereOnly && slices.Equal(s.pods, o.pods) &&
-		s.restricted == o.restricted && slices.Equal(s.prefixes, o.prefixes)
-}
-
-func (r *rules) screen(pods []netip.Prefix) screen {
+func (r *rules) screen() screen {
 	dropElsewhere, dropNode := r.elsewhere.verdict == nodeview.Drop, r.node.verdict == nodeview.Drop
-	return screen{
-		dropAll:   dropElsewhere && dropNode || r.admission.restricted && len(r.admission.prefixes) == 0,
-		hereOnly:  dropElsewhere && !dropNode,
-		pods:      pods,
-		admission: r.admission,
+	if dropElsewhere && dropNode || r.admission != nil && len(r.admission.prefixes) == 0 {
+		return screen{dropAll: true}
 	}
+	return screen{hereOnly: dropElsewhere && !dropNode, admission: r.admission}
 }

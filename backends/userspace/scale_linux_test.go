@@ -45,7 +45,7 @@ func benchmarkServices(b *testing.B, services int) {
 		for i := range views {
 			views[i] = manyServices(i, 1)
 		}
-		before := heap()
+		before := goMemory()
 		if err := n.Do(func() error {
 			if err := backend.Start(context.Background()); err != nil {
 				return err
@@ -55,7 +55,7 @@ func benchmarkServices(b *testing.B, services int) {
 				return err
 			}
 			start += time.Since(begin)
-			memory = heap() - before
+			memory = goMemory() - before
 			const changes = 1000
 			begin = time.Now()
 			for i := range changes {
@@ -77,8 +77,8 @@ func benchmarkServices(b *testing.B, services int) {
 	b.ReportMetric(0, "ns/op")
 }
 
-// heap returns the memory that Go uses for the heap and for stacks.
-func heap() uint64 {
+// goMemory returns the memory that Go uses for the heap and for stacks.
+func goMemory() uint64 {
 	runtime.GC()
 	var m runtime.MemStats
 	runtime.ReadMemStats(&m)

@@ -25,16 +25,16 @@ var takePacket, dropPacket = bpf.RetConstant{Val: 1<<32 - 1}, bpf.RetConstant{}
 
 // The method program returns the socket filter of s for packets of one IP family, or nil
 // if s accepts all packets.
-func (s *screen) program(v4 bool) []bpf.Instruction {
+func (s *screen) program(v4 bool, pods []netip.Prefix) []bpf.Instruction {
 	if s.dropAll {
 		return []bpf.Instruction{dropPacket}
 	}
-	if !s.hereOnly && !s.restricted {
+	if !s.hereOnly && s.admission == nil {
 		return nil
 	}
 	var admit []bpf.Instruction
-	if s.restricted {
-		for _, p := range s.prefixes {
+	if s.admission != nil {
+		for _, p := range s.admission.prefixes {
 			admit = append(admit, ifSourceIn(p, v4, takePacket)...)
 		}
 		admit = append(admit, dropPacket)
@@ -46,7 +46,7 @@ func (s *screen) program(v4 bool) []bpf.Instruction {
 	}
 	// Each test jumps to the first instruction of admit if the source is in one pod CIDR.
 	var tests [][]bpf.Instruction
-	for _, p := range s.pods {
+	for _, p := range pods {
 		tests = append(tests, ifSourceIn(p, v4, bpf.Jump{}))
 	}
 	// rest is the number of instructions between the current test and those of admit. After
@@ -101,20 +101,21 @@ func ifSourceIn(p netip.Prefix, v4 bool, action bpf.Instruction) []bpf.Instructi
 	return append(out, action)
 }
 
-// attach replaces the socket filter of c by the socket filter of s. If s has too many
-// prefixes, attach only removes the old filter, and the rules apply after a connection is
-// accepted. The number of prefixes is limited by maxInstructions and by the memory for
-// socket options (net.core.optmem_max).
-func (s *screen) attach(c syscall.RawConn, v4 bool) error {
-	program := s.program(v4)
-	if len(program) > maxInstructions {
+// attach replaces the socket filter of c by the socket filter of s, and returns its number
+// of instructions. If s has too many prefixes, attach only removes the old filter, and the
+// rules apply after a connection is accepted. The number of prefixes is limited by
+// maxInstructions, by the argument room, and by the memory for socket options
+// (net.core.optmem_max).
+func (s *screen) attach(c syscall.RawConn, v4 bool, pods []netip.Prefix, room int) (instructions int, err error) {
+	program := s.program(v4, pods)
+	if len(program) > min(maxInstructions, room) {
 		program = nil
 	}
 	raw, err := bpf.Assemble(program)
 	if err != nil {
-		return fmt.Errorf("assemble socket filter: %w", err)
+		return 0, fmt.Errorf("assemble socket filter: %w", err)
 	}
-	return onDescriptor(c, func(fd int) error {
+	err = onDescriptor(c, func(fd int) error {
 		if len(raw) > 0 {
 			filter := make([]unix.SockFilter, len(raw))
 			for i, r := range raw {
@@ -122,6 +123,7 @@ func (s *screen) attach(c syscall.RawConn, v4 bool) error {
 			}
 			err := unix.SetsockoptSockFprog(fd, unix.SOL_SOCKET, unix.SO_ATTACH_FILTER, &unix.SockFprog{Len: uint16(len(filter)), Filter: &filter[0]})
 			if err == nil {
+				instructions = len(filter)
 				return nil
 			}
 			if !errors.Is(err, unix.ENOMEM) {
@@ -133,4 +135,5 @@ func (s *screen) attach(c syscall.RawConn, v4 bool) error {
 		}
 		return nil
 	})
+	return instructions, err
 }

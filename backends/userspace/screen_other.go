@@ -4,7 +4,10 @@
 
 package userspace
 
-import "syscall"
+import (
+	"net/netip"
+	"syscall"
+)
 
 // attach does nothing. Instead, the rules apply after a connection is accepted.
-func (s *screen) attach(syscall.RawConn, bool) error { return nil }
+func (s *screen) attach(syscall.RawConn, bool, []netip.Prefix, int) (int, error) { return 0, nil }

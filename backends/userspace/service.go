@@ -4,21 +4,20 @@ package userspace
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"net/netip"
 	"slices"
-	"sync"
 	"time"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/nodeview"
 	"k8s.io/apimachinery/pkg/types"
 )
 
 // service is the state of one service. Backend.mu guards it.
 type service struct {
 	*engine
-	key types.NamespacedName
+	*common
 	// view is the current view, or nil if the plan does not depend on the addresses of the
 	// node. When these addresses change, a new plan is computed from the view.
 	view *api.ServiceEndpoints
@@ -28,19 +27,24 @@ type service struct {
 	// unsupported is the last error about unsupported frontends that was logged.
 	unsupported string
 	ports       map[portKey]*port
+	// rules, pools and admissions are those of the last plan. The next plan shares them.
+	rules      map[rules]*rules
+	pools      map[nodeview.ListID]plannedPool
+	admissions admissions
 	// addresses has the addresses of the service. The value of a local address is nil. The
 	// value of another address is the reason why it is not local.
 	addresses map[netip.Addr]error
-	// waiting is the current plan if one of its addresses is not local yet, else nil.
+	// waiting is the current plan if some of its addresses are not local yet, else nil. The
+	// field missing is the number of these addresses.
 	waiting   *plan
+	missing   int
 	listeners map[socketAddr]listener
+	// broken has the errors of listeners that could not be opened or changed.
+	broken map[socketAddr]error
 	// lingering has listeners that were closed because their frontends have no endpoints.
 	// While such a frontend exists, the connections of its listener continue without a time
 	// limit.
 	lingering []lingerer
-	// All ports of the service share the following fields.
-	account    *account
-	warnOfLoop *sync.Once
 }
 
 type lingerer struct {
@@ -50,8 +54,8 @@ type lingerer struct {
 
 func newService(e *engine, key types.NamespacedName) *service {
 	return &service{
-		engine: e, key: key, ports: map[portKey]*port{}, addresses: map[netip.Addr]error{}, listeners: map[socketAddr]listener{},
-		account: &account{descriptors: e.descriptors}, warnOfLoop: &sync.Once{},
+		engine: e, common: &common{service: key, account: account{descriptors: e.descriptors}},
+		ports: map[portKey]*port{}, addresses: map[netip.Addr]error{}, listeners: map[socketAddr]listener{},
 	}
 }
 
@@ -82,10 +86,11 @@ func (s *service) withdraw(p *plan) {
 // can listen there.
 func (s *service) closeListener(at socketAddr, l listener) {
 	l.close()
-	s.descriptors.adjust(-1)
+	s.engine.descriptors.adjust(-1)
+	s.filters -= l.filtered()
 	delete(s.listeners, at)
 	s.sockets.set(at, nil)
-	s.log.V(3).Info("Stopping service", "service", s.key, "listener", at)
+	s.log.V(3).Info("Stopping service", "service", s.service, "listener", at)
 	s.lingering = append(s.lingering, lingerer{at, l})
 }
 
@@ -123,33 +128,81 @@ func (s *service) retire(at socketAddr, l listener) {
 }
 
 // The method apply applies those parts of the plan p whose addresses are already local.
-// It returns the joined errors.
-func (s *service) apply(ctx context.Context, p *plan) error {
-	s.complainOf(p.unsupported)
-	var errs []error
+// The method err returns the errors.
+func (s *service) apply(ctx context.Context, p *plan) {
+	s.complainOf(p.unsupported.err())
+	s.setPorts(p)
+	for _, of := range p.pools {
+		of.pool.set(of.endpoints)
+	}
+	s.rules, s.pools, s.admissions = p.rules, p.pools, p.admissions
+	s.affinity.setTimeout(p.affinity)
+	s.broken = nil
+	for _, want := range p.sockets {
+		s.open(ctx, want)
+	}
+	s.endLostUDPClients()
+	s.waiting, s.missing = nil, 0
+	for _, addr := range p.addresses {
+		if s.addresses[addr] != nil {
+			s.waiting = p
+			s.missing++
+		}
+	}
+}
+
+// arrive records that an address of the waiting plan is local, or why it is not. It opens
+// the listeners at that address.
+func (s *service) arrive(ctx context.Context, addr netip.Addr, err error) {
+	s.addresses[addr] = err
+	if err != nil {
+		return
+	}
+	for _, want := range s.waiting.at[addr] {
+		s.open(ctx, want)
+	}
+	if s.missing--; s.missing == 0 {
+		s.waiting = nil
+	}
+}
+
+// err returns the reasons why the plan p is not completely applied.
+func (s *service) err(p *plan) error {
+	var errs errorList
+	if len(s.broken) > 0 {
+		for _, want := range p.sockets {
+			errs.add(s.broken[want.socketAddr])
+		}
+	}
+	for _, addr := range p.addresses {
+		errs.add(s.addresses[addr])
+	}
+	return errs.err()
+}
+
+// setPorts updates the ports of the service. The clients of removed ports lose their
+// affinity.
+func (s *service) setPorts(p *plan) {
+	lost := false
+	for key, port := range s.ports {
+		if _, ok := p.ports[key]; !ok {
+			s.served.replace(port, nil)
+			delete(s.ports, key)
+			lost = true
+		}
+	}
 	for key, of := range p.ports {
-		if s.ports[key] != of.port {
-			s.served.replace(s.ports[key], of.port)
+		if before := s.ports[key]; before != of.port {
+			s.served.replace(before, of.port)
 			s.ports[key] = of.port
+			lost = lost || before != nil
 			s.log.V(3).Info("Adding new service", "servicePortName", of.name, "protocol", of.protocol, "portNum", of.number)
 		}
-		of.port.pools = of.pools
-		of.port.affinity.setTimeout(of.affinity)
+		of.port.present.Store(of.present)
 	}
-	for _, want := range p.sockets {
-		if err := s.open(ctx, want); err != nil {
-			errs = append(errs, err)
-		}
+	if lost {
+		s.affinity.detachIf(func(c portClient, _ attachment) bool { return s.ports[c.portKey] != c.port })
 	}
-	s.endLostUDPClients(p)
-	s.waiting = nil
-	for _, addr := range p.addresses {
-		if err := s.addresses[addr]; err != nil {
-			s.waiting = p
-			errs = append(errs, err)
-		}
-	}
-	return errors.Join(errs...)
 }
 
 // complainOf logs an error about unsupported frontends, but not the same error twice in
@@ -160,13 +213,23 @@ func (s *service) complainOf(unsupported error) {
 		text = unsupported.Error()
 	}
 	if text != "" && text != s.unsupported {
-		s.log.Error(unsupported, "Some frontends of the service are not supported", "service", s.key)
+		s.log.Error(unsupported, "Some frontends of the service are not supported", "service", s.service)
 	}
 	s.unsupported = text
 }
 
-// The method open opens a listener, or updates the rules of an open listener.
-func (s *service) open(ctx context.Context, want listenSpec) error {
+// The method open opens a listener, or updates the rules of an open listener. It records
+// an error in s.broken.
+func (s *service) open(ctx context.Context, want listenSpec) {
+	if err := s.tryOpen(ctx, want); err != nil {
+		if s.broken == nil {
+			s.broken = map[socketAddr]error{}
+		}
+		s.broken[want.socketAddr] = err
+	}
+}
+
+func (s *service) tryOpen(ctx context.Context, want listenSpec) error {
 	if l, ok := s.listeners[want.socketAddr]; ok {
 		return l.setRules(want.rules)
 	}
@@ -175,7 +238,7 @@ func (s *service) open(ctx context.Context, want listenSpec) error {
 	}
 	if other := s.sockets.owner(want.socketAddr); other != nil {
 		if !other.stale && !other.failed {
-			return fmt.Errorf("listen on %s: service %s still uses it", want.socketAddr, other.key)
+			return fmt.Errorf("listen on %s: service %s still uses it", want.socketAddr, other.service)
 		}
 		// The pass or a retry will soon change or delete the service that has this socket now.
 		// Until then, a change of node addresses must not update that service, because the
@@ -193,37 +256,26 @@ func (s *service) open(ctx context.Context, want listenSpec) error {
 	return nil
 }
 
-// endLostUDPClients removes the UDP clients of removed endpoints.
-func (s *service) endLostUDPClients(p *plan) {
-	for _, of := range p.ports {
-		of.port.setServing(of.allEndpoints)
-	}
-	for _, want := range p.sockets {
-		// This checks all clients of the socket, even those of another port that used it
-		// before.
-		if l, ok := s.listeners[want.socketAddr].(*udpListener); ok {
-			l.endpointsLost(want.rules.port.serves)
-		}
+// endLostUDPClients removes the UDP clients of removed endpoints. It also checks clients
+// of another port that used their socket before.
+func (s *service) endLostUDPClients() {
+	for _, c := range s.udp.which(&s.udpClients, func(c *udpClient) bool {
+		return !c.listener.current.Load().port.serves(c.endpoint)
+	}) {
+		c.end()
 	}
 }
 
-// forget drops the ports and addresses that p does not need. It returns changes that
-// release the addresses. If an address is just being added, finishChange releases it
-// later.
+// forget drops the addresses that p does not need. It returns changes that release the
+// addresses. If an address is just being added, finishChange releases it later.
 func (s *service) forget(p *plan) (changes []*change) {
-	for key, port := range s.ports {
-		if _, ok := p.ports[key]; !ok {
-			s.served.replace(port, nil)
-			delete(s.ports, key)
-		}
-	}
 	for addr, err := range s.addresses {
-		if isPending(err) || slices.Contains(p.addresses, addr) {
+		if _, needed := p.at[addr]; needed || isPending(err) {
 			continue
 		}
 		delete(s.addresses, addr)
 		if err == nil {
-			changes = append(changes, &change{addr: addr})
+			changes = append(changes, &change{addr: addr, unawaited: len(changes) >= maxAwaited})
 		}
 	}
 	return changes

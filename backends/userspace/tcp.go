@@ -42,7 +42,7 @@ func (e *engine) listenTCP(ctx context.Context, p socketAddr, r *rules) (*tcpLis
 		return nil, fmt.Errorf("listen on %s: %w", p, err)
 	}
 	l := &tcpListener{
-		socket: socket, account: r.port.account, relays: map[*relay]struct{}{},
+		socket: socket, account: &r.port.account, relays: map[*relay]struct{}{},
 		closeRequested: make(chan struct{}), acceptEnded: make(chan struct{}), empty: make(chan struct{}),
 	}
 	l.engine, l.socketAddr = e, p
@@ -94,20 +94,14 @@ func (l *tcpListener) accept() {
 }
 
 // admit waits until the service may take the descriptors for a connection, and takes
-// them. If the listener closes before that, admit returns false.
+// them. If the listener closes before that, or too many connections of the service wait,
+// admit returns false.
 func (l *tcpListener) admit() bool {
 	if l.account.take(descriptorsPerConnection) {
 		return true
 	}
 	l.complain(nil, shareMessage, "listener", l.socketAddr)
-	return l.account.takeUnless(descriptorsPerConnection, func() bool {
-		select {
-		case <-l.closeRequested:
-			return true
-		default:
-			return false
-		}
-	})
+	return l.account.takeUnless(descriptorsPerConnection, l.closeRequested)
 }
 
 // descriptorsPerConnection is 2: one for the client and one for the endpoint.
@@ -250,7 +244,6 @@ func (l *tcpListener) dialTCP(endpoint netip.AddrPort, timeout time.Duration) (*
 
 func (l *tcpListener) close() {
 	close(l.closeRequested)
-	l.descriptors.wake()
 	l.socket.Close()
 	<-l.acceptEnded // now l.serving counts all accepted connections
 	l.mu.Lock()

@@ -168,7 +168,11 @@ func TestListenerClosesDuringConnections(t *testing.T) {
 	at := socketAddr{api.TCP, netip.AddrPortFrom(netip.MustParseAddr("127.0.0.2"), uint16(freePort(t, "127.0.0.2")))}
 	dead := netip.AddrPortFrom(netip.MustParseAddr("127.0.0.1"), uint16(freePort(t, "127.0.0.1")))
 	view := serviceAt("web", "127.0.0.2", int32(at.at.Port()), api.TCP).addEndpoints(dead).view()
-	r := newService(&w.engine, key("web")).planFor(view, nil).sockets[0].rules
+	p, err := newService(&w.engine, key("web")).planFor(view, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	r := p.sockets[0].rules
 	ended := make(chan struct{})
 	var clients sync.WaitGroup
 	for range 4 {

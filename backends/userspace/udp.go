@@ -6,8 +6,10 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"net"
 	"net/netip"
+	"slices"
 	"sync"
 	"time"
 
@@ -135,6 +137,24 @@ var errOutdated = errors.New("the rules have changed since the endpoint was chos
 // returns errOutdated.
 func (l *udpListener) newClient(from, endpoint netip.AddrPort, r *rules, now time.Time) (*udpClient, error) {
 	l.udp.makeRoom()
+	if !r.port.account.take(1) {
+		l.complain(nil, "Out of file descriptors for this service; dropping its longest idle UDP clients: "+raiseTheLimit, "service", r.port.name)
+		l.udp.evictOf(&r.port.udpClients)
+		if !r.port.account.take(1) {
+			return nil, errNoDescriptor
+		}
+	}
+	c, err := l.makeClient(from, endpoint, r, now)
+	if err != nil {
+		r.port.account.give(1)
+	}
+	return c, err
+}
+
+var errNoDescriptor = errors.New("the service may not use more file descriptors")
+
+// makeClient makes a client for which the service has taken a descriptor.
+func (l *udpListener) makeClient(from, endpoint netip.AddrPort, r *rules, now time.Time) (*udpClient, error) {
 	dial := func() (*net.UDPConn, error) {
 		return net.DialUDP(network("udp", endpoint.Addr()), nil, net.UDPAddrFromAddrPort(endpoint))
 	}
@@ -162,42 +182,28 @@ func (l *udpListener) newClient(from, endpoint netip.AddrPort, r *rules, now tim
 		socket.Close()
 		return nil, net.ErrClosed
 	}
-	// If the rules have changed, the method endpointsLost may already have run without
-	// finding this client.
-	if l.current.Load() != r {
+	// If the endpoint was removed meanwhile, the method endLostUDPClients may already have
+	// run without finding this client.
+	if !l.udp.add(c, func() bool { return l.current.Load() == r && r.port.serves(endpoint) }) {
 		socket.Close()
 		return nil, errOutdated
 	}
 	l.clients[from] = c
-	l.udp.add(c)
-	l.descriptors.adjust(1)
 	r.port.counters.connections.Add(1)
 	r.port.counters.active.Add(1)
 	l.running.Go(c.receive)
 	return c, nil
 }
 
-// endpointsLost removes the clients of removed endpoints.
-func (l *udpListener) endpointsLost(serves func(netip.AddrPort) bool) {
-	l.mu.Lock()
-	var lost []*udpClient
-	for _, c := range l.clients {
-		if !serves(c.endpoint) {
-			lost = append(lost, c)
-		}
-	}
-	l.mu.Unlock()
-	for _, c := range lost {
-		c.end()
-	}
-}
-
 func (l *udpListener) close() {
 	l.socket.Close()
 	l.mu.Lock()
 	l.closed = true
+	clients := slices.Collect(maps.Values(l.clients))
 	l.mu.Unlock()
-	l.endpointsLost(func(netip.AddrPort) bool { return false })
+	for _, c := range clients {
+		c.end()
+	}
 	close(l.empty)
 }
 

@@ -14,7 +14,6 @@ import (
 	"time"
 
 	"golang.org/x/net/ipv4"
-	"k8s.io/apimachinery/pkg/types"
 )
 
 // udpClient is a client of a UDP listener. It has a socket that is connected to an
@@ -95,7 +94,7 @@ func (c *udpClient) receive() {
 func (c *udpClient) fail(err error) {
 	if !errors.Is(err, net.ErrClosed) {
 		c.port.counters.dialFailures.Add(1)
-		c.port.affinity.detachClient(c.addr.Addr(), c.endpoint)
+		c.port.affinity.detachClient(portClient{c.port, c.addr.Addr()}, c.endpoint)
 		c.listener.log.V(2).Info("Endpoint did not take a datagram", "listener", c.listener.socketAddr, "endpoint", c.endpoint, "err", err)
 	}
 	c.end()
@@ -109,9 +108,9 @@ func (c *udpClient) end() {
 		delete(l.clients, c.addr)
 		l.mu.Unlock()
 		l.udp.remove(c)
-		l.descriptors.adjust(-1)
-		c.port.counters.active.Add(-1)
 		c.socket.Close()
+		c.port.account.give(1)
+		c.port.counters.active.Add(-1)
 	})
 }
 
@@ -119,55 +118,99 @@ func (c *udpClient) end() {
 type udpClients struct {
 	max int
 
-	mu  sync.Mutex
-	all map[*udpClient]struct{}
+	mu    sync.Mutex
+	count int
+	// bySize has the accounts with n clients at the index n-1. It ends with the accounts that
+	// have the most clients.
+	bySize []map[*udpAccount]struct{}
 }
 
-func newUDPClients(max int) *udpClients {
-	return &udpClients{max: max, all: map[*udpClient]struct{}{}}
+// udpAccount has the UDP clients of one service. udpClients.mu guards it.
+type udpAccount struct{ clients map[*udpClient]struct{} }
+
+func newUDPClients(max int) *udpClients { return &udpClients{max: max} }
+
+// resize moves an account whose number of clients has changed. The caller holds the lock.
+func (u *udpClients) resize(a *udpAccount, before int) {
+	if before > 0 {
+		delete(u.bySize[before-1], a)
+	}
+	if now := len(a.clients); now > 0 {
+		if now > len(u.bySize) {
+			u.bySize = append(u.bySize, map[*udpAccount]struct{}{})
+		}
+		u.bySize[now-1][a] = struct{}{}
+	}
+	if last := len(u.bySize) - 1; len(u.bySize[last]) == 0 {
+		u.bySize = u.bySize[:last] // all accounts with more clients than a have been moved before
+	}
 }
 
-func (u *udpClients) add(c *udpClient) {
+// add adds a client unless valid returns false.
+func (u *udpClients) add(c *udpClient, valid func() bool) bool {
 	u.mu.Lock()
 	defer u.mu.Unlock()
-	u.all[c] = struct{}{}
+	if !valid() {
+		return false
+	}
+	a := &c.port.udpClients
+	if a.clients == nil {
+		a.clients = map[*udpClient]struct{}{}
+	}
+	a.clients[c] = struct{}{}
+	u.count++
+	u.resize(a, len(a.clients)-1)
+	return true
 }
 
 func (u *udpClients) remove(c *udpClient) {
 	u.mu.Lock()
 	defer u.mu.Unlock()
-	delete(u.all, c)
+	a := &c.port.udpClients
+	delete(a.clients, c)
+	u.count--
+	u.resize(a, len(a.clients)+1)
+	if len(a.clients) == 0 {
+		a.clients = nil // frees memory, because a map never shrinks
+	}
 }
 
 // makeRoom makes room for one more client. If the maximum is reached, it removes clients.
 func (u *udpClients) makeRoom() {
 	u.mu.Lock()
-	full := len(u.all) >= u.max
+	full := u.count >= u.max
 	u.mu.Unlock()
 	if full {
 		u.evict()
 	}
 }
 
-// evict removes one sixteenth of the clients of the service that has the most clients. It
-// selects the clients that have been idle longest. It removes several at a time, because
-// each call has to look at all clients.
+// evict removes clients of a service that has the most clients.
 func (u *udpClients) evict() {
+	u.mu.Lock()
+	var most *udpAccount
+	if len(u.bySize) > 0 {
+		for most = range u.bySize[len(u.bySize)-1] {
+			break
+		}
+	}
+	u.mu.Unlock()
+	if most != nil {
+		u.evictOf(most)
+	}
+}
+
+// evictOf removes one sixteenth of the clients of a service. It selects the clients that
+// have been idle longest. It removes several at a time, because each call has to look at
+// all clients of the service.
+func (u *udpClients) evictOf(a *udpAccount) {
 	type entry struct {
 		client       *udpClient
 		lastDatagram int64
 	}
-	byService := map[types.NamespacedName][]entry{}
-	u.mu.Lock()
-	for c := range u.all {
-		byService[c.port.service] = append(byService[c.port.service], entry{c, c.lastDatagram.Load()})
-	}
-	u.mu.Unlock()
 	var entries []entry
-	for _, of := range byService {
-		if len(of) > len(entries) {
-			entries = of
-		}
+	for _, c := range u.which(a, func(*udpClient) bool { return true }) {
+		entries = append(entries, entry{c, c.lastDatagram.Load()})
 	}
 	slices.SortFunc(entries, func(a, b entry) int { return cmp.Compare(a.lastDatagram, b.lastDatagram) })
 	for _, e := range entries[:(len(entries)+15)/16] {
@@ -175,13 +218,29 @@ func (u *udpClients) evict() {
 	}
 }
 
+// which returns the clients of a service for which match returns true.
+func (u *udpClients) which(a *udpAccount, match func(*udpClient) bool) (matching []*udpClient) {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	for c := range a.clients {
+		if match(c) {
+			matching = append(matching, c)
+		}
+	}
+	return matching
+}
+
 // expire removes the clients that have had no datagram since the given time.
 func (u *udpClients) expire(since time.Time) {
 	u.mu.Lock()
 	var silent []*udpClient
-	for c := range u.all {
-		if c.lastDatagram.Load() < monotonic(since) {
-			silent = append(silent, c)
+	for _, accounts := range u.bySize {
+		for a := range accounts {
+			for c := range a.clients {
+				if c.lastDatagram.Load() < monotonic(since) {
+					silent = append(silent, c)
+				}
+			}
 		}
 	}
 	u.mu.Unlock()

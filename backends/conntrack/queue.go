@@ -59,9 +59,10 @@ func (q *queue) add(c *sink.Changes) bool {
 		if !s.Unsure {
 			before = verdictsOf(s.Old)
 		}
+		var compared comparison
 		for d, v := range now {
 			old, had := before[d]
-			if v.makesStale(old, d) || !had && d.protocol == unix.IPPROTO_UDP {
+			if compared.makesStale(old, v, d) || !had && d.protocol == unix.IPPROTO_UDP {
 				due[d] = v
 			} else {
 				present[d] = v

@@ -92,21 +92,44 @@ func (v verdict) allowedEndpoints(family api.Family) iter.Seq[netip.AddrPort] {
 	}
 }
 
-// makesStale compares v with an earlier verdict. It reports whether a flow to d may be
-// stale according to v although it was not stale according to the earlier verdict.
-func (v verdict) makesStale(before verdict, d destination) bool {
-	if v.forwards && !before.forwards {
+// comparison compares the verdicts of two views of a service. Many destinations of a
+// service have the same port and family. comparison looks at their endpoints only once.
+type comparison struct {
+	lost map[portPair]bool
+	// checks counts the comparisons of endpoints.
+	checks int
+}
+
+// portPair is a port in both views, and a family.
+type portPair struct {
+	before, now *api.PortMapping
+	family      api.Family
+}
+
+// makesStale reports whether a flow to d may be stale according to the verdict now
+// although it was not stale according to the earlier verdict.
+func (c *comparison) makesStale(before, now verdict, d destination) bool {
+	if now.forwards && !before.forwards {
 		return true
 	}
-	if d.protocol == unix.IPPROTO_TCP {
+	if before.view == nil || d.protocol == unix.IPPROTO_TCP {
 		return false
 	}
-	for e := range before.allowedEndpoints(d.family) {
-		if !v.allows(e) {
-			return true
+	pair := portPair{before.port, now.port, d.family}
+	lost, known := c.lost[pair]
+	if !known {
+		for e := range before.allowedEndpoints(d.family) {
+			c.checks++
+			if lost = !now.allows(e); lost {
+				break
+			}
 		}
+		if c.lost == nil {
+			c.lost = map[portPair]bool{}
+		}
+		c.lost[pair] = lost
 	}
-	return false
+	return lost
 }
 
 // verdictsOf returns the verdict for each destination of a service. If view is nil, it

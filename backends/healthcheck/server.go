@@ -5,7 +5,6 @@ package healthcheck
 import (
 	"cmp"
 	"context"
-	"iter"
 	"net"
 	"net/netip"
 	"slices"
@@ -14,6 +13,7 @@ import (
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/backends/nodeaddr"
+	"github.com/kpng-project/kpng/internal/connlimit"
 	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
 	"k8s.io/apimachinery/pkg/types"
@@ -63,9 +63,19 @@ type Server struct {
 	ports    map[int32]*port
 	addrs    []netip.Addr
 	retry    chan struct{} // has a value after a new failed attempt
-	counts   [2]int        // the last arguments of Observe
-	pass     sink.Pass
+	// The field open is the number of open sockets. The map failing has the other sockets with
+	// their ports. So a change or a retry does not look at all sockets.
+	open    int
+	failing map[*socket]*port
+	counts  [2]int // the last arguments of Observe
+	pass    sink.Pass
+	// connections has the connections to all ports.
+	connections *connlimit.Queue
 }
+
+// maxConnections limits the connections to all ports together, so that clients of one
+// service cannot use all file descriptors of the process.
+const maxConnections = 4096
 
 // port is a health-check node port of one or more services.
 type port struct {
@@ -101,6 +111,12 @@ func byAge(a, b *service) int {
 	return cmp.Or(a.created.Compare(b.created), api.CompareKeys(a.key, b.key))
 }
 
+// positionOf returns the position of a service in a sorted list of claimants.
+func positionOf(claimants []*service, of *service) int {
+	at, _ := slices.BinarySearchFunc(claimants, of, byAge)
+	return at
+}
+
 // New returns a Server.
 func New(opts Options) *Server {
 	if opts.Healthy == nil {
@@ -122,7 +138,8 @@ func New(opts Options) *Server {
 	}
 	return &Server{
 		opts: opts, retry: make(chan struct{}, 1),
-		services: map[types.NamespacedName]*service{}, ports: map[int32]*port{},
+		services: map[types.NamespacedName]*service{}, ports: map[int32]*port{}, failing: map[*socket]*port{},
+		connections: connlimit.NewQueue(maxConnections),
 	}
 }
 
@@ -149,9 +166,8 @@ func (s *Server) Stop(context.Context) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	for _, p := range s.ports {
-		for addr, d := range p.sockets {
-			d.close()
-			delete(p.sockets, addr)
+		for addr := range p.sockets {
+			s.closeSocket(p, addr)
 		}
 	}
 	s.observe()
@@ -190,13 +206,14 @@ func (s *Server) setService(key types.NamespacedName, view *api.ServiceEndpoints
 	old, next := s.services[key], newService(key, view)
 	if old != nil && next != nil && old.port == next.port && old.created.Equal(next.created) {
 		claimants := s.ports[old.port].claimants
-		claimants[slices.Index(claimants, old)] = next
+		claimants[positionOf(claimants, old)] = next
 		s.services[key] = next
 		return
 	}
 	if old != nil {
 		p := s.ports[old.port]
-		p.claimants = slices.DeleteFunc(p.claimants, func(c *service) bool { return c == old })
+		at := positionOf(p.claimants, old)
+		p.claimants = slices.Delete(p.claimants, at, at+1)
 		delete(s.services, key)
 		touched[old.port] = true
 	}
@@ -206,8 +223,7 @@ func (s *Server) setService(key types.NamespacedName, view *api.ServiceEndpoints
 			p = &port{sockets: map[netip.Addr]*socket{}}
 			s.ports[next.port] = p
 		}
-		at, _ := slices.BinarySearchFunc(p.claimants, next, byAge)
-		p.claimants = slices.Insert(p.claimants, at, next)
+		p.claimants = slices.Insert(p.claimants, positionOf(p.claimants, next), next)
 		s.services[key] = next
 		touched[next.port] = true
 	}
@@ -218,10 +234,9 @@ func (s *Server) setService(key types.NamespacedName, view *api.ServiceEndpoints
 func (s *Server) arrange(ctx context.Context, number int32) {
 	p := s.ports[number]
 	wanted := len(p.claimants) > 0
-	for addr, d := range p.sockets {
-		if !wanted || !slices.Contains(s.addrs, addr) {
-			d.close()
-			delete(p.sockets, addr)
+	for addr := range p.sockets {
+		if _, has := slices.BinarySearchFunc(s.addrs, addr, netip.Addr.Compare); !wanted || !has {
+			s.closeSocket(p, addr)
 		}
 	}
 	if !wanted {
@@ -241,13 +256,28 @@ func (s *Server) arrange(ctx context.Context, number int32) {
 	}
 }
 
+// closeSocket closes the socket of a port at an address. The caller holds the lock.
+func (s *Server) closeSocket(p *port, addr netip.Addr) {
+	d := p.sockets[addr]
+	if _, failing := s.failing[d]; failing {
+		delete(s.failing, d)
+	} else {
+		s.open--
+	}
+	d.close()
+	delete(p.sockets, addr)
+}
+
 // openSocket tries to listen on the address and port of d. The caller holds the lock.
 func (s *Server) openSocket(ctx context.Context, p *port, d *socket) {
 	listener, err := s.opts.Listen(ctx, d.at)
 	if err == nil {
-		d.serve(listener, s.answerAt)
+		delete(s.failing, d)
+		s.open++
+		d.serve(s.connections.Listen(listener), s.answerAt)
 		return
 	}
+	s.failing[d] = p
 	if d.err == nil || d.err.Error() != err.Error() {
 		klog.FromContext(ctx).Error(err, "Cannot serve health checks of a service", "service", p.claimants[0].key, "address", d.at)
 		s.opts.Fault(Fault{p.claimants[0].key, d.at, err})
@@ -277,30 +307,10 @@ func (s *Server) answerAt(at netip.AddrPort) (answer, bool) {
 	return a, true
 }
 
-// allSockets yields all sockets with their ports. The caller holds the lock.
-func (s *Server) allSockets() iter.Seq2[*socket, *port] {
-	return func(yield func(*socket, *port) bool) {
-		for _, p := range s.ports {
-			for _, d := range p.sockets {
-				if !yield(d, p) {
-					return
-				}
-			}
-		}
-	}
-}
-
 // observe calls Options.Observe if the number of open or failed ports has changed. The
 // caller holds the lock.
 func (s *Server) observe() {
-	var counts [2]int
-	for d := range s.allSockets() {
-		if d.err == nil {
-			counts[0]++
-		} else {
-			counts[1]++
-		}
-	}
+	counts := [2]int{s.open, len(s.failing)}
 	if counts != s.counts {
 		s.counts = counts
 		s.opts.Observe(counts[0], counts[1])
@@ -330,8 +340,8 @@ func (s *Server) run(ctx context.Context, changed <-chan struct{}) {
 func (s *Server) nextAttempt() (first time.Time) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	for d := range s.allSockets() {
-		if d.err != nil && (first.IsZero() || d.next.Before(first)) {
+	for d := range s.failing {
+		if first.IsZero() || d.next.Before(first) {
 			first = d.next
 		}
 	}
@@ -342,8 +352,8 @@ func (s *Server) tryAgain(ctx context.Context) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	now := s.opts.Clock.Now()
-	for d, p := range s.allSockets() {
-		if d.err != nil && !d.next.After(now) {
+	for d, p := range s.failing {
+		if !d.next.After(now) {
 			s.openSocket(ctx, p, d)
 		}
 	}

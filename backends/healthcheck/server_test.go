@@ -407,3 +407,51 @@ func TestFailedPortIsReportedAndRetried(t *testing.T) {
 		t.Errorf("reported again: %+v", <-faults)
 	}
 }
+
+// TestManyPortsBesideARefusedOne opens and closes the ports of many services. Some of the
+// services have the same port, and one port cannot be opened.
+func TestManyPortsBesideARefusedOne(t *testing.T) {
+	n := newNetwork()
+	n.take("10.0.0.1:30007", errors.New("address in use"))
+	var counts [2]int
+	var attempts atomic.Int64
+	w := &world{network: n}
+	server := healthcheck.New(healthcheck.Options{
+		Addrs:   nodeaddr.Of(netip.MustParseAddr("10.0.0.1")),
+		Observe: func(open, failing int) { counts = [2]int{open, failing} },
+		Listen: func(ctx context.Context, at netip.AddrPort) (net.Listener, error) {
+			attempts.Add(1)
+			return w.listen(ctx, at)
+		},
+		Clock: clocktesting.NewFakeClock(time.Now()),
+	})
+	if err := server.Start(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	deliver := func(services int, view func(i int) *api.ServiceEndpoints) {
+		t.Helper()
+		if err := server.Sync(t.Context(), &sink.Changes{Services: func(yield func(sink.Change) bool) {
+			for i := range services {
+				key := types.NamespacedName{Namespace: "test", Name: fmt.Sprint("web-", i)}
+				if !yield(sink.Change{Key: key, New: view(i)}) {
+					return
+				}
+			}
+		}}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for range 2 { // the second time, nothing has changed
+		deliver(400, func(i int) *api.ServiceEndpoints { return localView(fmt.Sprint("web-", i), int32(30000+i%200)) })
+	}
+	if want := [2]int{199, 1}; counts != want || attempts.Load() != 200 {
+		t.Errorf("open and failed ports: %v after %d attempts, want %v after 200", counts, attempts.Load(), want)
+	}
+	deliver(400, func(int) *api.ServiceEndpoints { return nil })
+	if want := [2]int{0, 0}; counts != want || len(n.addrs()) > 0 {
+		t.Errorf("open and failed ports of deleted services: %v, listening on %q", counts, n.addrs())
+	}
+	if err := server.Stop(t.Context()); err != nil {
+		t.Error(err)
+	}
+}

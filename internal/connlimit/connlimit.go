@@ -92,7 +92,11 @@ func (q *Queue) remove(c net.Conn) bool {
 }
 
 // Listen returns a listener whose open connections are in a queue with this limit.
-func Listen(l net.Listener, limit int) net.Listener { return &listener{l, NewQueue(limit)} }
+func Listen(l net.Listener, limit int) net.Listener { return NewQueue(limit).Listen(l) }
+
+// Listen returns a listener whose open connections are in the queue. Several listeners may
+// share a queue.
+func (q *Queue) Listen(l net.Listener) net.Listener { return &listener{l, q} }
 
 type listener struct {
 	net.Listener

@@ -18,7 +18,8 @@ import (
 // State is the known state of a cluster. It is safe for concurrent use.
 type State struct {
 	opts Options
-	mu   sync.Mutex
+	// mu is held while an Update runs. It protects the fields down to tx.
+	mu sync.Mutex
 	// Readers follow this store of joined states. An entry gets a new revision if the
 	// service, its slices or its lost claims change.
 	states *diffstore.Store[types.NamespacedName, *api.ServiceState]
@@ -32,14 +33,26 @@ type State struct {
 	staleStore *diffstore.Store[string, bool]
 
 	revisions *diffstore.Revisions
+	tx        Tx // the argument of Update's function
+
+	synced chan struct{} // closed by SetSynced
+	// published is what readers see: the state after the last commit. Its lock is never held
+	// while an Update runs, so that readers do not wait for a long Update.
+	published published
+}
+
+// published is the state after the last commit.
+type published struct {
+	mu       sync.Mutex
+	revision diffstore.Revision
 	// commits is a ring buffer of the last commits.
 	commits    [256]Commit
 	nextCommit int
-	changed    chan struct{} // closed by the next change; nil if no reader waits
-	synced     chan struct{} // closed by SetSynced
-	snapshot   *Snapshot     // the snapshot of the current revision, nil until requested
-	objects    *Objects      // the objects of the current revision, nil until requested
-	tx         Tx            // the argument of Update's function
+	changed    chan struct{} // closed by the next commit; nil if no reader waits
+	// The snapshot and the objects of the revision. They are nil until they are requested or
+	// the next Update begins. Only goroutines that hold State.mu replace them.
+	snapshot *Snapshot
+	objects  *Objects
 }
 
 // objectStores have the services and slices as separate objects, for programs that copy
@@ -90,6 +103,7 @@ func New(opts Options) *State {
 		s.addObjectStores()
 	}
 	s.tx = Tx{s}
+	s.published.revision = s.revisions.Last()
 	return s
 }
 
@@ -128,20 +142,27 @@ func (s *State) services() iter.Seq[*api.Service] {
 func (s *State) Update(f func(tx *Tx)) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	s.publish() // for readers that come while f runs
 	defer s.commit(s.revisions.Last())
 	f(&s.tx)
 }
 
 // commit ends an Update. It does nothing if the Update made no change.
 func (s *State) commit(before diffstore.Revision) {
-	if s.revisions.Last() == before {
+	p, last := &s.published, s.revisions.Last()
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if last != before || len(s.claims.moved) > 0 {
+		p.snapshot, p.objects = nil, nil
+	}
+	if last == before {
 		return
 	}
-	s.snapshot, s.objects = nil, nil
-	s.commits[s.nextCommit] = Commit{before + 1, s.revisions.Last(), time.Now()}
-	s.nextCommit = (s.nextCommit + 1) % len(s.commits)
+	p.revision = last
+	p.commits[p.nextCommit] = Commit{before + 1, last, time.Now()}
+	p.nextCommit = (p.nextCommit + 1) % len(p.commits)
 	if s.IsSynced() {
-		s.wake()
+		p.wake()
 	}
 }
 
@@ -149,11 +170,11 @@ func (s *State) commit(before diffstore.Revision) {
 // then, the channels that Changed returns stay open, because woken readers might delete
 // dataplane entries of services that are not written yet. Further calls have no effect.
 func (s *State) SetSynced() {
-	s.mu.Lock()
-	defer s.mu.Unlock()
+	s.published.mu.Lock()
+	defer s.published.mu.Unlock()
 	if !s.IsSynced() {
 		close(s.synced)
-		s.wake()
+		s.published.wake()
 	}
 }
 
@@ -170,63 +191,94 @@ func (s *State) IsSynced() bool {
 	}
 }
 
-func (s *State) wake() {
-	if s.changed != nil {
-		close(s.changed)
-		s.changed = nil
+func (p *published) wake() {
+	if p.changed != nil {
+		close(p.changed)
+		p.changed = nil
 	}
 }
 
 // Changed returns a channel that is closed when the state is synced and its revision
 // differs from the given revision. A reader without a state passes 0.
 func (s *State) Changed(since diffstore.Revision) <-chan struct{} {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if s.IsSynced() && s.revisions.Last() != since {
+	p := &s.published
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if s.IsSynced() && p.revision != since {
 		return s.synced // already closed
 	}
-	if s.changed == nil {
-		s.changed = make(chan struct{})
+	if p.changed == nil {
+		p.changed = make(chan struct{})
 	}
-	return s.changed
+	return p.changed
 }
 
-// Snapshot returns the current state. A call is cheap, and it is free if the state has
-// not changed since the last call. If a claim that many services have lost has another
-// owner since the last call, a call takes time in proportion to their number, and counts as
-// a change.
+// Snapshot returns the state after the last Update that has ended. It does not wait for a
+// running Update. A call is cheap, and it is free if the state has not changed since the
+// last call. If a claim that many services have lost has another owner since the last call,
+// a call takes time in proportion to their number, and counts as a change.
 func (s *State) Snapshot() *Snapshot {
+	if snapshot, _ := s.published.get(); snapshot != nil {
+		return snapshot
+	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.latest()
 }
 
+func (p *published) get() (*Snapshot, *Objects) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.snapshot, p.objects
+}
+
+// latest returns the snapshot of the last commit. Before, it writes the names of the
+// present owners of claims into the states of services that have lost these claims. The
+// caller holds s.mu.
 func (s *State) latest() *Snapshot {
 	if len(s.claims.moved) > 0 {
 		before := s.revisions.Last()
 		s.setLost(s.claims.lost())
 		s.commit(before)
 	}
-	if s.snapshot == nil {
+	snapshot, _ := s.publish()
+	return snapshot
+}
+
+// publish makes the snapshots that readers get until the next commit, unless they exist. In
+// these snapshots, a lost claim may have the name of an earlier owner. The caller holds
+// s.mu.
+func (s *State) publish() (*Snapshot, *Objects) {
+	snapshot, objects := s.published.get()
+	if snapshot == nil {
 		_, stale := s.staleStore.Get("")
-		s.snapshot = &Snapshot{
+		snapshot = &Snapshot{
 			Revision: s.revisions.Last(),
 			States:   s.states.Snapshot(),
 			Nodes:    s.nodes.Snapshot(),
 			Stale:    stale,
 		}
 	}
-	return s.snapshot
+	if objects == nil && s.objectStores != nil {
+		objects = &Objects{snapshot, s.objectStores.services.Snapshot(), s.objectStores.slices.Snapshot()}
+	}
+	s.published.mu.Lock()
+	defer s.published.mu.Unlock()
+	s.published.snapshot, s.published.objects = snapshot, objects
+	return snapshot, objects
 }
 
-// Node returns the node with this name. Unlike Snapshot, it does not wait for a running
-// Update, and it may return a node that this Update has changed. So health checks do not
-// depend on how long an Update takes.
+// Node returns the node with this name. Unlike Snapshot, it may return a node that a
+// running Update has changed, and it never takes time.
 func (s *State) Node(name string) (*api.Node, bool) { return s.nodes.Get(name) }
 
-// Objects returns the current state with its objects. Unless the state is resumable, the
-// first call counts as a change, and takes time in proportion to the number of objects.
+// Objects returns the same state as Snapshot with its objects. Unless the state is
+// resumable, the first call counts as a change, and takes time in proportion to the number
+// of objects.
 func (s *State) Objects() *Objects {
+	if _, objects := s.published.get(); objects != nil {
+		return objects
+	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.objectStores == nil {
@@ -234,17 +286,17 @@ func (s *State) Objects() *Objects {
 		s.addObjectStores()
 		s.commit(before)
 	}
-	if s.objects == nil {
-		s.objects = &Objects{s.latest(), s.objectStores.services.Snapshot(), s.objectStores.slices.Snapshot()}
-	}
-	return s.objects
+	s.latest()
+	_, objects := s.publish()
+	return objects
 }
 
 // Commits returns the last commits, oldest first. Their number is at most 256.
 func (s *State) Commits() []Commit {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	all := slices.Concat(s.commits[s.nextCommit:], s.commits[:s.nextCommit])
+	p := &s.published
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	all := slices.Concat(p.commits[p.nextCommit:], p.commits[:p.nextCommit])
 	return slices.DeleteFunc(all, func(c Commit) bool { return c.Last == 0 })
 }
 

@@ -419,3 +419,45 @@ func TestAStaleStateIsAChange(t *testing.T) {
 		}
 	}
 }
+
+func TestReadersDoNotWaitForAnUpdate(t *testing.T) {
+	for _, resumable := range []bool{false, true} {
+		state := cluster.New(cluster.Options{Resumable: resumable})
+		state.SetSynced()
+		state.Update(func(tx *cluster.Tx) {
+			tx.SetService(with(service("a", 1, "10.0.0.1", 80), external("10.9.9.9")))
+			tx.SetService(with(service("b", 2, "10.0.0.2", 80), external("10.9.9.9")))
+		})
+		// No reader has requested a snapshot since the last commit, and a claim has moved.
+		state.Update(func(tx *cluster.Tx) { tx.DeleteService(key("a")) })
+		read := make(chan *cluster.Snapshot)
+		state.Update(func(tx *cluster.Tx) {
+			tx.DeleteService(key("b"))
+			go func() {
+				snapshot := state.Snapshot()
+				state.Changed(snapshot.Revision)
+				state.Commits()
+				if resumable {
+					state.Objects()
+				}
+				read <- snapshot
+			}()
+			select {
+			case snapshot := <-read:
+				if n := snapshot.States.Len(); n != 1 {
+					t.Errorf("readers see %d services during the Update, want 1", n)
+				}
+				select {
+				case <-state.Changed(snapshot.Revision):
+					t.Error("the running Update counts as a change")
+				default:
+				}
+			case <-time.After(time.Minute):
+				t.Error("readers wait for the Update")
+			}
+		})
+		if n := state.Snapshot().States.Len(); n != 0 {
+			t.Errorf("readers see %d services after the Update, want 0", n)
+		}
+	}
+}

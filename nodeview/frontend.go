@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/distinct"
 )
 
 // Kind is the kind of a frontend.
@@ -188,7 +189,7 @@ func (m Masquerade) String() string { return text(masqueradeNames[:], m) }
 // because the service was deleted, Frontends yields nothing.
 func Frontends(se *api.ServiceEndpoints) iter.Seq[Frontend] {
 	return func(yield func(Frontend) bool) {
-		lists := portLists{se: se}
+		lists := newPortLists(se)
 		for s := range namedFrontends(se) {
 			if s.Fault != 0 {
 				continue
@@ -196,7 +197,7 @@ func Frontends(se *api.ServiceEndpoints) iter.Seq[Frontend] {
 			if lists.family == 0 || lists.port != s.ServicePort || lists.family != s.Family {
 				lists.prepare(s.ServicePort, s.Family)
 			}
-			if !yield(frontend(s, &lists)) {
+			if !yield(frontend(s, lists)) {
 				return
 			}
 		}
@@ -211,7 +212,7 @@ func frontend(s UnservedFrontend, lists *portLists) Frontend {
 		ServicePort: s.ServicePort,
 		Elsewhere:   lists.traffic(lists.external),
 		Node:        lists.traffic(lists.shortCircuit),
-		Sources:     lists.sourcesAt(s.Addr),
+		Sources:     lists.sources[s.Addr],
 		Masquerade:  masquerade(svc, s.Kind),
 		Affinity:    affinity(svc),
 	}
@@ -231,24 +232,23 @@ type portLists struct {
 	// distinct has the lists that the method prepare has made so far, without duplicates, by
 	// their hash.
 	distinct map[uint64][]list
-	// sources has the sources that the service admits at each address, which are the same
-	// for all ports.
+	// unusable has the elements of se.Unusable. noEndpoint is the verdict for a list of the
+	// port and family that has no endpoint.
+	unusable   distinct.Set[api.PortFamily]
+	noEndpoint Verdict
+	// sources has the sources that the service admits at addresses with source ranges.
 	sources map[netip.Addr]Sources
 }
 
-func (l *portLists) sourcesAt(addr netip.Addr) Sources {
-	if len(l.se.Service.SourceRanges) == 0 {
-		return Sources{}
-	}
-	s, ok := l.sources[addr]
-	if !ok {
-		if l.sources == nil {
-			l.sources = map[netip.Addr]Sources{}
+func newPortLists(se *api.ServiceEndpoints) *portLists {
+	l := &portLists{se: se}
+	if se != nil {
+		for _, u := range se.Unusable {
+			l.unusable.Add(u)
 		}
-		s = sourceRanges(l.se.Service, addr)
-		l.sources[addr] = s
+		l.sources = sourcesByAddress(se.Service)
 	}
-	return s
+	return l
 }
 
 type list struct {
@@ -258,6 +258,10 @@ type list struct {
 
 func (l *portLists) prepare(port *api.PortMapping, family api.Family) {
 	l.port, l.family = port, family
+	l.noEndpoint = Drop
+	if l.unusable.Has(portFamily(port, family)) {
+		l.noEndpoint = Reject
+	}
 	// If both policies are equal, internal and external traffic use the same list. If either
 	// policy is Cluster, short-circuited traffic uses the same Cluster list.
 	pol := policiesOf(l.se.Service)
@@ -338,18 +342,11 @@ func sharePorts(a, b *api.Endpoint) bool {
 }
 
 func (l *portLists) traffic(list list) Traffic {
-	return Traffic{Verdict: l.verdict(list.targets), List: list.id, Endpoints: list.targets}
-}
-
-func (l *portLists) verdict(list []Target) Verdict {
-	switch {
-	case len(list) > 0:
-		return Forward
-	case slices.Contains(l.se.Unusable, portFamily(l.port, l.family)):
-		return Reject
-	default:
-		return Drop
+	t := Traffic{Verdict: Forward, List: list.id, Endpoints: list.targets}
+	if len(list.targets) == 0 {
+		t.Verdict = l.noEndpoint
 	}
+	return t
 }
 
 func masquerade(svc *api.Service, k Kind) Masquerade {

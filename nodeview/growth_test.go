@@ -49,28 +49,52 @@ func frontendsOf(s *api.ServiceState) (n int) {
 	return n
 }
 
-// TestCostGrowsWithPorts fails if eight times as many ports always take more than 40 times
+// manyAddresses returns a service with numbers of load-balancer IPs and source ranges.
+func manyAddresses(addrs, ranges int) *api.ServiceState {
+	svc := &api.Service{Namespace: "default", Name: "web", Type: api.LoadBalancer, IPFamilies: []api.Family{api.IPv4}, Ports: []api.PortMapping{{Protocol: api.TCP, Port: 80}}}
+	for i := range addrs {
+		svc.IPs.LoadBalancerIPs.V4 = append(svc.IPs.LoadBalancerIPs.V4, netip.AddrFrom4([4]byte{203, 0, byte(i >> 8), byte(i)}))
+	}
+	admitted := api.SourceRanges{TargetIPs: svc.IPs.LoadBalancerIPs}
+	for i := range ranges {
+		admitted.Prefixes = append(admitted.Prefixes, netip.PrefixFrom(netip.AddrFrom4([4]byte{10, byte(i >> 8), byte(i), 0}), 24))
+	}
+	svc.SourceRanges = []api.SourceRanges{admitted}
+	return &api.ServiceState{Service: svc}
+}
+
+// TestCostGrowsWithSize fails if eight times as many objects always take more than 40 times
 // as long. Quadratic time would be 64 times as long. Other programs may disturb some of the
 // measurements.
-func TestCostGrowsWithPorts(t *testing.T) {
-	few, many := manyPorts(500, 8), manyPorts(4000, 8)
-	measure := func(s *api.ServiceState) time.Duration {
-		begin := time.Now()
-		if n, ports := frontendsOf(s), len(s.Service.Ports); n != ports+ports/2 {
-			t.Fatalf("%d ports have %d frontends", ports, n)
-		}
-		return time.Since(begin)
+func TestCostGrowsWithSize(t *testing.T) {
+	for _, test := range []struct {
+		name  string
+		state func(n int) *api.ServiceState
+		n     int
+	}{
+		{"ports", func(n int) *api.ServiceState { return manyPorts(n, 8) }, 500},
+		{"ports without endpoints", func(n int) *api.ServiceState { return manyPorts(n, 0) }, 500},
+		{"load-balancer IPs and source ranges", func(n int) *api.ServiceState { return manyAddresses(n, n) }, 500},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			few, many := test.state(test.n), test.state(8*test.n)
+			measure := func(s *api.ServiceState) time.Duration {
+				begin := time.Now()
+				frontendsOf(s)
+				return time.Since(begin)
+			}
+			a, b := time.Hour, time.Hour
+			for range 10 {
+				a = min(a, measure(few))
+			}
+			for range 10 {
+				if b = min(b, measure(many)); b < 40*a {
+					return
+				}
+			}
+			t.Errorf("%d take %v, %d take %v", test.n, a, 8*test.n, b)
+		})
 	}
-	a, b := time.Hour, time.Hour
-	for range 10 {
-		a = min(a, measure(few))
-	}
-	for range 10 {
-		if b = min(b, measure(many)); b < 40*a {
-			return
-		}
-	}
-	t.Errorf("500 ports take %v, 4,000 ports %v", a, b)
 }
 
 func BenchmarkManyPorts(b *testing.B) {

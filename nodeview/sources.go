@@ -24,32 +24,44 @@ type Sources struct {
 	Own []netip.Addr `json:",omitempty"`
 }
 
-// sourceRanges returns the sources that the service admits to its frontends at addr. If
-// svc.SourceRanges has ranges for addr, only sources in these ranges are admitted. If all
-// these ranges are of the other family, no source is admitted. The range /0 admits all
-// sources of its family.
-func sourceRanges(svc *api.Service, addr netip.Addr) Sources {
-	var s Sources
+// sourcesByAddress returns the sources that the service admits to its frontends, at each
+// address for which svc.SourceRanges has ranges. Only sources in these ranges are admitted.
+// If all ranges for an address are of the other family, no source is admitted. The range
+// /0 admits all sources of its family.
+//
+// Addresses of one element of svc.SourceRanges share their lists of ranges, because a
+// service may have many addresses and many ranges.
+func sourcesByAddress(svc *api.Service) map[netip.Addr]Sources {
+	if len(svc.SourceRanges) == 0 {
+		return nil
+	}
+	sources := map[netip.Addr]Sources{}
 	for i := range svc.SourceRanges {
 		filter := &svc.SourceRanges[i]
-		if !addr.IsValid() || !filter.TargetIPs.Contains(addr) {
-			continue
-		}
-		s.Restricted = true
-		for _, r := range filter.Prefixes {
-			if r.Addr().BitLen() != addr.BitLen() {
-				continue
+		for _, family := range [...]api.Family{api.IPv4, api.IPv6} {
+			one := Sources{Restricted: true, Own: svc.IPs.LoadBalancerIPs.Family(family)}
+			for _, r := range filter.Prefixes {
+				if api.FamilyOf(r.Addr()) == family {
+					one.Ranges = append(one.Ranges, r)
+				}
 			}
-			if r.Bits() == 0 {
-				return Sources{}
+			one.Ranges = slices.Clip(one.Ranges)
+			if slices.ContainsFunc(one.Ranges, func(r netip.Prefix) bool { return r.Bits() == 0 }) {
+				one = Sources{}
 			}
-			s.Ranges = append(s.Ranges, r)
+			for _, addr := range filter.TargetIPs.Family(family) {
+				s := one
+				switch other, ok := sources[addr]; {
+				case ok && !other.Restricted:
+					s = other
+				case ok && s.Restricted:
+					s.Ranges = append(slices.Clip(other.Ranges), one.Ranges...)
+				}
+				sources[addr] = s
+			}
 		}
 	}
-	if s.Restricted {
-		s.Own = svc.IPs.LoadBalancerIPs.Family(api.FamilyOf(addr))
-	}
-	return s
+	return sources
 }
 
 // Prefixes returns the admitted sources on a node with the addresses nodeAddrs: Ranges,

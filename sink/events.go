@@ -5,7 +5,9 @@ package sink
 import (
 	"context"
 	"fmt"
-	"reflect"
+	"iter"
+	"maps"
+	"net/netip"
 	"slices"
 
 	"github.com/kpng-project/kpng/api"
@@ -89,6 +91,9 @@ type transition struct {
 	key types.NamespacedName
 	old sent
 	new *api.ServiceEndpoints
+	// The handler has all objects of the old view, and both views have the same frontends,
+	// apart from their endpoints.
+	sameFrontends bool
 	// All deletes have succeeded, so the handler has only objects of the view new.
 	deleted bool
 	// The first error. After an error, the handler receives no more objects of the service.
@@ -129,7 +134,9 @@ func runSteps(ctx context.Context, transitions []*transition, steps ...func(cont
 func (e *events) transitions(c *Changes) []*transition {
 	var transitions []*transition
 	add := func(key types.NamespacedName, new *api.ServiceEndpoints) {
-		transitions = append(transitions, &transition{key: key, old: e.sent[key], new: new})
+		t := &transition{key: key, old: e.sent[key], new: new}
+		t.sameFrontends = nodeview.SameFrontends(t.known(), new)
+		transitions = append(transitions, t)
 	}
 	e.pass.Begin(c)
 	if c.First {
@@ -155,27 +162,38 @@ func (e *events) transitions(c *Changes) []*transition {
 // makeRoom deletes each old frontend that conflicts with a new frontend, if the service
 // of the old frontend has no transition.
 func (e *events) makeRoom(ctx context.Context, transitions []*transition) {
+	taken := map[types.NamespacedName]claimOwners{} // claims by their old owners
 	for _, t := range transitions {
-		for f := range nodeview.Frontends(t.new) {
+		if t.sameFrontends {
+			continue
+		}
+		for f := range nodeview.FrontendKeys(t.new) {
 			for _, other := range e.owners.conflicting(f.Claim(), t.key) {
 				_, found := slices.BinarySearchFunc(transitions, other, func(t *transition, key types.NamespacedName) int {
 					return api.CompareKeys(t.key, key)
 				})
-				if !found {
-					e.evict(ctx, other, f.Claim())
+				if found {
+					continue
 				}
+				if taken[other] == nil {
+					taken[other] = claimOwners{}
+				}
+				taken[other].set(f.Claim(), t.key)
 			}
 		}
 	}
+	for _, other := range slices.SortedFunc(maps.Keys(taken), api.CompareKeys) {
+		e.evict(ctx, other, taken[other])
+	}
 }
 
-// evict deletes those frontends of a service that conflict with claim. If the handler
-// fails to delete a frontend, the claim of this frontend stays in e.owners.
-func (e *events) evict(ctx context.Context, key types.NamespacedName, claim api.Claim) {
+// evict deletes those frontends of a service that conflict with one of the claims. If the
+// handler fails to delete a frontend, the claim of this frontend stays in e.owners.
+func (e *events) evict(ctx context.Context, key types.NamespacedName, claims claimOwners) {
 	t := &transition{key: key, old: sent{view: e.sent[key].view}}
 	e.sent[key] = t.old
 	for f := range nodeview.Frontends(t.old.view) {
-		if excludes(f.Claim(), claim) {
+		if len(claims.conflicting(f.Claim(), key)) > 0 {
 			_ = guard(ctx, "event handler", func(ctx context.Context) error { return e.deleteFrontend(ctx, t, f) })
 		}
 	}
@@ -194,7 +212,13 @@ func (e *events) deleteFrontend(ctx context.Context, t *transition, f nodeview.F
 }
 
 func (e *events) deleteFrontends(ctx context.Context, t *transition) error {
-	kept := frontends(t.new)
+	if t.old.view == nil || t.sameFrontends {
+		return nil
+	}
+	kept := map[nodeview.FrontendKey]struct{}{}
+	for k := range nodeview.FrontendKeys(t.new) {
+		kept[k] = struct{}{}
+	}
 	for f := range nodeview.Frontends(t.old.view) {
 		if _, ok := kept[f.FrontendKey]; ok {
 			continue
@@ -257,21 +281,86 @@ func (e *events) setEndpoints(ctx context.Context, t *transition) error {
 // another service. For these, it returns an error.
 func (e *events) setFrontends(ctx context.Context, t *transition) error {
 	var heldBack error
-	known := frontends(t.known())
+	known, stop := t.knownFrontends()
+	defer stop()
+	var same comparison
 	for f := range nodeview.Frontends(t.new) {
-		if old, ok := known[f.FrontendKey]; ok && reflect.DeepEqual(old, f) {
+		if old, ok := known(f.FrontendKey); ok && same.frontends(&old, &f) {
 			continue
 		}
-		if others := e.owners.conflicting(f.Claim(), t.key); len(others) > 0 {
-			heldBack = fmt.Errorf("set frontend %s: service %s may still have it", f.FrontendKey, others[0])
-			continue
+		if !t.sameFrontends { // otherwise the handler has a frontend with this claim
+			if others := e.owners.conflicting(f.Claim(), t.key); len(others) > 0 {
+				heldBack = fmt.Errorf("set frontend %s: service %s may still have it", f.FrontendKey, others[0])
+				continue
+			}
+			e.owners.set(f.Claim(), t.key)
 		}
-		e.owners.set(f.Claim(), t.key)
 		if err := e.handler.SetFrontend(ctx, t.new.Service, f); err != nil {
 			return fmt.Errorf("set frontend %s: %w", f.FrontendKey, err)
 		}
 	}
 	return heldBack
+}
+
+// knownFrontends returns a function that returns the known frontend with a key. The caller
+// calls it with the keys of all frontends of t.new, in order, and calls stop afterwards.
+func (t *transition) knownFrontends() (known func(nodeview.FrontendKey) (nodeview.Frontend, bool), stop func()) {
+	if t.sameFrontends {
+		next, stop := iter.Pull(nodeview.Frontends(t.old.view))
+		return func(nodeview.FrontendKey) (nodeview.Frontend, bool) { return next() }, stop
+	}
+	all := map[nodeview.FrontendKey]nodeview.Frontend{}
+	for f := range nodeview.Frontends(t.known()) {
+		all[f.FrontendKey] = f
+	}
+	return func(k nodeview.FrontendKey) (nodeview.Frontend, bool) {
+		f, ok := all[k]
+		return f, ok
+	}, func() {}
+}
+
+// comparison compares frontends of two views. The frontends of a view share their lists, so
+// it remembers which lists it has compared last.
+type comparison struct {
+	elsewhere, node lastCompared[nodeview.Target]
+	ranges          lastCompared[netip.Prefix]
+	own             lastCompared[netip.Addr]
+}
+
+func (c *comparison) frontends(a, b *nodeview.Frontend) bool {
+	return a.FrontendKey == b.FrontendKey && a.Masquerade == b.Masquerade && a.Affinity == b.Affinity &&
+		(a.ServicePort == b.ServicePort || a.ServicePort != nil && b.ServicePort != nil && *a.ServicePort == *b.ServicePort) &&
+		sameTraffic(&a.Elsewhere, &b.Elsewhere, &c.elsewhere) && sameTraffic(&a.Node, &b.Node, &c.node) &&
+		a.Sources.Restricted == b.Sources.Restricted &&
+		c.ranges.equal(a.Sources.Ranges, b.Sources.Ranges, func(a, b netip.Prefix) bool { return a == b }) &&
+		c.own.equal(a.Sources.Own, b.Sources.Own, func(a, b netip.Addr) bool { return a == b })
+}
+
+func sameTraffic(a, b *nodeview.Traffic, lists *lastCompared[nodeview.Target]) bool {
+	return a.Verdict == b.Verdict && a.List == b.List && lists.equal(a.Endpoints, b.Endpoints, sameTarget)
+}
+
+func sameTarget(a, b nodeview.Target) bool {
+	return a.Port == b.Port && (a.Endpoint == b.Endpoint || a.Endpoint.Equal(b.Endpoint))
+}
+
+// lastCompared is the result of the last comparison of two lists.
+type lastCompared[T any] struct {
+	a, b  *T
+	count int
+	same  bool
+}
+
+func (l *lastCompared[T]) equal(a, b []T, equal func(a, b T) bool) bool {
+	switch {
+	case len(a) != len(b):
+		return false
+	case len(a) == 0 || &a[0] == &b[0]:
+		return true
+	case &a[0] != l.a || &b[0] != l.b || len(a) != l.count:
+		*l = lastCompared[T]{&a[0], &b[0], len(a), slices.EqualFunc(a, b, equal)}
+	}
+	return l.same
 }
 
 // known returns the old view, or nil if the handler may lack objects of this view.
@@ -293,12 +382,4 @@ func (e *events) note(t *transition) {
 	} else {
 		e.sent[t.key] = now
 	}
-}
-
-func frontends(se *api.ServiceEndpoints) map[nodeview.FrontendKey]nodeview.Frontend {
-	all := map[nodeview.FrontendKey]nodeview.Frontend{}
-	for f := range nodeview.Frontends(se) {
-		all[f.FrontendKey] = f
-	}
-	return all
 }

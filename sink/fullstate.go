@@ -140,7 +140,7 @@ func (s *state) track() {
 }
 
 func (s *state) own(view *api.ServiceEndpoints) {
-	for f := range nodeview.Frontends(view) {
+	for f := range nodeview.FrontendKeys(view) {
 		s.owners.set(f.Claim(), view.Key())
 	}
 }
@@ -155,7 +155,7 @@ func (s *state) with(changes iter.Seq[Change]) (views []*api.ServiceEndpoints, r
 	replaced = slices.Collect(changes)
 	taken, losers := claimOwners{}, map[types.NamespacedName]struct{}{}
 	for _, c := range replaced {
-		for f := range nodeview.Frontends(c.New) {
+		for f := range nodeview.FrontendKeys(c.New) {
 			for _, loser := range s.owners.conflicting(f.Claim(), c.Key) {
 				taken.set(f.Claim(), c.Key)
 				losers[loser] = struct{}{}
@@ -179,7 +179,7 @@ func (s *state) commit(views []*api.ServiceEndpoints, replaced []Change) {
 	if s.owners != nil {
 		for _, c := range replaced {
 			if i, ok := findView(s.views, c.Key); ok {
-				for f := range nodeview.Frontends(s.views[i]) {
+				for f := range nodeview.FrontendKeys(s.views[i]) {
 					s.owners.unset(f.Claim(), c.Key)
 				}
 			}
@@ -206,7 +206,7 @@ func (s *state) only(has func(types.NamespacedName) bool) state {
 func without(view *api.ServiceEndpoints, taken claimOwners) *api.ServiceEndpoints {
 	changed := *view
 	changed.Lost = slices.Clone(view.Lost)
-	for f := range nodeview.Frontends(view) {
+	for f := range nodeview.FrontendKeys(view) {
 		if winners := taken.conflicting(f.Claim(), view.Key()); len(winners) > 0 {
 			changed.Lost = append(changed.Lost, api.LostClaim{Claim: f.Claim(), Winner: winners[0]})
 		}

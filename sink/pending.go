@@ -4,6 +4,7 @@ package sink
 
 import (
 	"cmp"
+	"maps"
 	"net/netip"
 	"slices"
 	"time"
@@ -91,7 +92,7 @@ func (p *pending) put(s *unacked) {
 	p.remove(s.key)
 	p.byKey[s.key] = s
 	p.schedule(s).ReplaceOrInsert(s)
-	for f := range nodeview.Frontends(s.old) {
+	for f := range nodeview.FrontendKeys(s.old) {
 		p.claims.set(f.Claim(), s.key)
 	}
 	p.count[s.reason]++
@@ -107,7 +108,7 @@ func (p *pending) remove(key types.NamespacedName) {
 	}
 	delete(p.byKey, key)
 	p.schedule(s).Delete(s)
-	for f := range nodeview.Frontends(s.old) {
+	for f := range nodeview.FrontendKeys(s.old) {
 		p.claims.unset(f.Claim(), s.key)
 	}
 	p.count[s.reason]--
@@ -183,7 +184,7 @@ func (p *pending) acknowledge(key types.NamespacedName, new *api.ServiceEndpoint
 	if len(p.claims) == 0 {
 		return
 	}
-	for f := range nodeview.Frontends(new) {
+	for f := range nodeview.FrontendKeys(new) {
 		for _, other := range p.claims.conflicting(f.Claim(), key) {
 			changed := *p.byKey[other]
 			changed.old, changed.unsure = nil, true
@@ -243,28 +244,25 @@ func (c claimOwners) unset(claim api.Claim, key types.NamespacedName) {
 // conflicting returns the services whose claims exclude the given claim. It omits the
 // service with this key.
 func (c claimOwners) conflicting(claim api.Claim, key types.NamespacedName) []types.NamespacedName {
+	at := c[claim.IP]
+	if len(at) == 0 {
+		return nil
+	}
+	whole := api.Claim{IP: claim.IP}
+	if claim == whole {
+		services := map[types.NamespacedName]struct{}{}
+		for _, other := range at {
+			if other != key {
+				services[other] = struct{}{}
+			}
+		}
+		return slices.SortedFunc(maps.Keys(services), api.CompareKeys)
+	}
 	var services []types.NamespacedName
-	add := func(other types.NamespacedName, ok bool) {
-		if ok && other != key && !slices.Contains(services, other) {
+	for _, met := range [...]api.Claim{claim, whole} {
+		if other, ok := at[met]; ok && other != key && !slices.Contains(services, other) {
 			services = append(services, other)
 		}
 	}
-	at, whole := c[claim.IP], api.Claim{IP: claim.IP}
-	if claim == whole {
-		for _, other := range at {
-			add(other, true)
-		}
-		return services
-	}
-	for _, met := range []api.Claim{claim, whole} {
-		other, ok := at[met]
-		add(other, ok)
-	}
 	return services
-}
-
-// excludes reports whether two services cannot have these claims at the same time.
-func excludes(a, b api.Claim) bool {
-	whole := api.Claim{IP: a.IP}
-	return a == b || a.IP == b.IP && (a == whole || b == whole)
 }

@@ -116,14 +116,14 @@ func (f *Feed) update(snapshot *cluster.Snapshot) *sink.Update {
 
 	u := &sink.Update{
 		Lost: delta.Full(), Revision: uint64(snapshot.Revision), Node: node, NodeChanged: true,
-		View: after.of, After: after.viewsAfter,
+		View: func(key types.NamespacedName) *api.ServiceEndpoints { return after.of(key, f.views) }, After: after.viewsAfter,
 	}
 	if u.Lost {
 		return u
 	}
 	u.NodeChanged = !node.Equal(f.node)
 	before := view{delta.Old, f.self(f.node)}
-	u.Changes = f.changes(before, after, delta)
+	f.addChanges(u, before, after, delta)
 	return u
 }
 
@@ -141,44 +141,71 @@ type view struct {
 	node   *api.Node
 }
 
-func (v view) of(key types.NamespacedName) *api.ServiceEndpoints {
+func (v view) of(key types.NamespacedName, shared *views) *api.ServiceEndpoints {
 	state, _ := v.states.Get(key)
-	return v.see(state)
+	return shared.of(state, v.node)
 }
 
-func (v view) see(state *api.ServiceState) *api.ServiceEndpoints {
+func see(state *api.ServiceState, node *api.Node) *api.ServiceEndpoints {
 	if state == nil {
 		return nil
 	}
-	return nodeview.View(state, v.node)
+	return nodeview.View(state, node)
 }
 
-// viewsAfter yields the views of all services whose key is greater than key, in order.
-func (v view) viewsAfter(key types.NamespacedName) iter.Seq[*api.ServiceEndpoints] {
-	return func(yield func(*api.ServiceEndpoints) bool) {
-		for _, state := range v.states.After(key) {
-			if se := v.see(state); se != nil && !yield(se) {
+// viewsAfter yields all services whose key is greater than key, in order.
+func (v view) viewsAfter(key types.NamespacedName) iter.Seq2[types.NamespacedName, sink.View] {
+	return func(yield func(types.NamespacedName, sink.View) bool) {
+		for key, state := range v.states.After(key) {
+			if !hasView(state) {
+				continue
+			}
+			if !yield(key, sink.View{Size: size(state), Get: func() *api.ServiceEndpoints { return see(state, v.node) }}) {
 				return
 			}
 		}
 	}
 }
 
-// changes returns the services whose views differ, in key order. If the zone of the node
-// changed, it compares all services. Otherwise it compares the changed services in delta.
-func (f *Feed) changes(before, after view, delta diffstore.Delta[types.NamespacedName, *api.ServiceState]) []sink.Change {
+// hasView reports whether [nodeview.View] returns a view of the service.
+func hasView(state *api.ServiceState) bool {
+	return state != nil && state.Service != nil && state.Service.Type != api.ExternalName
+}
+
+// size returns the size of a view of the service, without computing the view.
+func size(state *api.ServiceState) int {
+	if !hasView(state) {
+		return 1
+	}
+	endpoints := 0
+	for _, slice := range state.Slices {
+		endpoints += len(slice.Endpoints)
+	}
+	return nodeview.Size(state.Service, endpoints)
+}
+
+// addChanges adds the services whose views differ to u, in key order. If the zone of the
+// node changed, it compares all services. Otherwise it compares the changed services in
+// delta. It does not compare large services.
+func (f *Feed) addChanges(u *sink.Update, before, after view, delta diffstore.Delta[types.NamespacedName, *api.ServiceState]) {
 	candidates, shared := delta.Changes(), f.views
 	if before.node.Zone() != after.node.Zone() {
 		candidates, shared = delta.All(), nil // shared views are for one zone at a time
 	}
-	var list []sink.Change
 	for c := range candidates {
-		old, new := shared.of(c.Old, before), shared.of(c.New, after)
+		if was := size(c.Old); max(was, size(c.New)) >= sink.LargeSize {
+			old := sink.View{Size: was}
+			if hasView(c.Old) {
+				old.Get = func() *api.ServiceEndpoints { return shared.of(c.Old, before.node) }
+			}
+			u.Large = append(u.Large, sink.LargeChange{Key: c.Key, Old: old, TriggerTime: triggerTime(c.Old, c.New)})
+			continue
+		}
+		old, new := shared.of(c.Old, before.node), shared.of(c.New, after.node)
 		if !old.Equal(new) {
-			list = append(list, sink.Change{Key: c.Key, Old: old, New: new, TriggerTime: triggerTime(c.Old, c.New)})
+			u.Changes = append(u.Changes, sink.Change{Key: c.Key, Old: old, New: new, TriggerTime: triggerTime(c.Old, c.New)})
 		}
 	}
-	return list
 }
 
 // triggerTime returns the oldest trigger time of the changed EndpointSlices. It ignores

@@ -75,8 +75,8 @@ func nextLines(t *testing.T, f *feed.Feed) []string {
 func allChanges(u *sink.Update) []sink.Change {
 	changes := u.Changes
 	if u.Lost {
-		for v := range u.After(types.NamespacedName{}) {
-			changes = append(changes, sink.Change{Key: v.Key(), New: v})
+		for key, v := range u.After(types.NamespacedName{}) {
+			changes = append(changes, sink.Change{Key: key, New: v.Get()})
 		}
 	}
 	return changes

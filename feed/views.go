@@ -8,7 +8,7 @@ import (
 	"github.com/kpng-project/kpng/api"
 )
 
-// maxRecent limits the number of services and endpoints in one generation of views.
+// maxRecent limits the size of the services in one generation of views.
 const maxRecent = 4096
 
 // The type views computes the views of one node for several feeds, and keeps recent
@@ -18,35 +18,39 @@ type views struct {
 	zone string
 	// recent and earlier are two generations of views. When the map recent is full, it
 	// becomes the map earlier.
-	recent, earlier map[*api.ServiceState]*api.ServiceEndpoints
-	size            int // number of services and endpoints in recent
+	recent, earlier map[*api.ServiceState]lazyView
+	size            int // size of the services in recent
 }
+
+// lazyView computes a view in the first call. No lock of views is held meanwhile, so that a
+// large view delays no feed that does not need it.
+type lazyView func() *api.ServiceEndpoints
 
 // The method of returns the view of a service on a node. The name of the node must be the
 // same in all calls.
-func (v *views) of(state *api.ServiceState, on view) *api.ServiceEndpoints {
+func (v *views) of(state *api.ServiceState, node *api.Node) *api.ServiceEndpoints {
 	if v == nil || state == nil {
-		return on.see(state)
+		return see(state, node)
 	}
+	return v.find(state, node)()
+}
+
+func (v *views) find(state *api.ServiceState, node *api.Node) lazyView {
 	v.mu.Lock()
 	defer v.mu.Unlock()
-	if zone := on.node.Zone(); v.recent == nil || v.zone != zone {
-		v.zone, v.recent, v.earlier, v.size = zone, map[*api.ServiceState]*api.ServiceEndpoints{}, nil, 0
+	if zone := node.Zone(); v.recent == nil || v.zone != zone {
+		v.zone, v.recent, v.earlier, v.size = zone, map[*api.ServiceState]lazyView{}, nil, 0
 	}
-	if se, ok := v.recent[state]; ok {
-		return se
+	if shared := v.recent[state]; shared != nil {
+		return shared
 	}
-	se, ok := v.earlier[state]
-	if !ok {
-		se = on.see(state)
+	shared := v.earlier[state]
+	if shared == nil {
+		shared = sync.OnceValue(func() *api.ServiceEndpoints { return see(state, node) })
 	}
-	v.recent[state] = se
-	v.size++
-	for _, slice := range state.Slices {
-		v.size += len(slice.Endpoints)
+	v.recent[state] = shared
+	if v.size += size(state); v.size > maxRecent {
+		v.recent, v.earlier, v.size = map[*api.ServiceState]lazyView{}, v.recent, 0
 	}
-	if v.size > maxRecent {
-		v.recent, v.earlier, v.size = map[*api.ServiceState]*api.ServiceEndpoints{}, v.recent, 0
-	}
-	return se
+	return shared
 }

@@ -8,18 +8,18 @@ import (
 	"github.com/kpng-project/kpng/api"
 )
 
-// Size returns the number of elements that a backend may have to program for a service
-// with the given number of endpoints: the frontends and endpoints of each port, and the
-// source ranges. It is an estimate that takes no time, and at least 1. So a program can
-// decide when to compute a view, and when to program it.
+// Size estimates the number of elements that a backend may have to program for a service
+// with the given number of endpoints: one for the service, its source ranges, and the
+// frontends and endpoints of each port. It takes no time. So a program can decide when to
+// compute a view, and when to program it.
 func Size(svc *api.Service, endpoints int) int {
 	ips := &svc.IPs
 	addrs := ips.ClusterIPs.Len() + ips.LoadBalancerIPs.Len() + ips.ExternalIPs.Len()
-	size := max(len(svc.Ports), 1) * (addrs + endpoints)
+	size := 1 + max(len(svc.Ports), 1)*(addrs+endpoints)
 	for i := range svc.SourceRanges {
 		size += len(svc.SourceRanges[i].Prefixes)
 	}
-	return max(size, 1)
+	return size
 }
 
 // FrontendKeys yields the keys of the frontends of se, in the order of [Frontends]. Unlike

@@ -245,10 +245,10 @@ func (s *clientState) all() *sink.Update {
 			e, _ := s.views.Get(key)
 			return e.viewOrNil()
 		},
-		After: func(key types.NamespacedName) iter.Seq[*api.ServiceEndpoints] {
-			return func(yield func(*api.ServiceEndpoints) bool) {
-				for _, e := range s.views.After(key) {
-					if !yield(e.view) {
+		After: func(key types.NamespacedName) iter.Seq2[types.NamespacedName, sink.View] {
+			return func(yield func(types.NamespacedName, sink.View) bool) {
+				for key, e := range s.views.After(key) {
+					if !yield(key, sink.ViewOf(e.view)) {
 						return
 					}
 				}

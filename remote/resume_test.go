@@ -532,7 +532,8 @@ func TestPassesEndWhileServersAreReplaced(t *testing.T) {
 	}
 	views := client.Views()
 	n := 0
-	for view := range views.After(types.NamespacedName{}) {
+	for _, v := range views.After(types.NamespacedName{}) {
+		view := v.Get()
 		if n++; !programmed[view.Key()].Equal(view) {
 			t.Fatalf("service %s is programmed as %v, want %v", view.Key(), programmed[view.Key()], view)
 		}

@@ -309,7 +309,8 @@ func (w *world) expectedState(node string) (services, endpoints map[string]strin
 	f := feed.New(w.state, node)
 	defer f.Close()
 	u, _ := f.Next()
-	for v := range u.After(types.NamespacedName{}) {
+	for _, view := range u.After(types.NamespacedName{}) {
+		v := view.Get()
 		path := v.Key().String()
 		services[path] = wantService(v.Service)
 		for _, e := range v.Endpoints {

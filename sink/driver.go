@@ -38,6 +38,7 @@ type Driver struct {
 	// verifyFailure is the error of the last Verify, or empty. Equal errors are logged once.
 	verifyFailure string
 	wasAlone      bool // the last Sync delivered one isolated service
+	largeWaited   bool // the last Sync let other services go before a large one
 
 	// The goroutine of Run writes the fields below with mu held and reads them without mu.
 	// All other goroutines hold mu for both.

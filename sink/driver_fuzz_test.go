@@ -41,7 +41,7 @@ func FuzzDriver(f *testing.F) {
 		}
 		run(t, opts, plane, func(w *world) {
 			w.src.Delete(web)
-			services := fuzzServices{w: w, r: r}
+			services := fuzzServices{w: w, r: r, large: r.IntN(2) == 0}
 			var blocks []chan struct{}
 			for range ops {
 				blocks = append(blocks, services.mutate(plane)...)
@@ -83,6 +83,7 @@ func FuzzDriver(f *testing.F) {
 type fuzzServices struct {
 	w      *world
 	r      *rand.Rand
+	large  bool   // some services are large
 	owners [8]int // for each address, the number of its service (1 is a, 6 is f), or 0 for none
 }
 
@@ -149,6 +150,9 @@ func (f *fuzzServices) moveAddresses() {
 		}
 		v := view(fuzzKey(n-1), randomBytes(f.r)...)
 		v.Service.AllPorts = f.r.IntN(4) == 0
+		if f.large && f.r.IntN(3) == 0 {
+			v.Service.SourceRanges = largeRanges
+		}
 		var addrs []netip.Addr
 		for i, owner := range f.owners {
 			if owner == n {

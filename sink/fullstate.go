@@ -81,8 +81,8 @@ func (f *fullState) Sync(ctx context.Context, c *Changes) error {
 		if !c.Last {
 			before.track()
 		}
-	case isUnsure(c.Services):
-		before.track() // after failures, the driver may have split an update
+	case c.partial || isUnsure(c.Services):
+		before.track() // the driver may have split an update
 	}
 	next, replaced := before.with(c.Services)
 	if f.inPass && !c.Last {

@@ -24,6 +24,8 @@ type delivery struct {
 	// later keys that were also delivered, because they changed or are isolated.
 	reached types.NamespacedName
 	ahead   map[types.NamespacedName]struct{}
+	// large: large services that wait until the other services have been delivered.
+	large map[types.NamespacedName]struct{}
 	// True if the pass has let changes go first since its last batch.
 	yielded bool
 	// The memory of the last batch, for reuse.
@@ -34,6 +36,9 @@ type delivery struct {
 
 // delivered reports whether the pass has already delivered a service.
 func (p *delivery) delivered(key types.NamespacedName) bool {
+	if _, waits := p.large[key]; waits {
+		return false
+	}
 	_, ahead := p.ahead[key]
 	return ahead || api.CompareKeys(key, p.reached) <= 0
 }
@@ -49,11 +54,11 @@ func (p *delivery) admit(changes []Change, limit int) []Change {
 		case p.delivered(c.Key):
 			// If Old is nil, no view was acknowledged in this pass, and the sink may have any.
 			c.Unsure = c.Old == nil
-		case size+weight(&c) > limit || len(p.ahead) >= limit:
+		case size+c.size() > limit || len(p.ahead) >= limit:
 			continue
 		default:
-			size += weight(&c)
-			p.ahead[c.Key] = struct{}{}
+			size += c.size()
+			p.takeAhead(c.Key)
 			c.Old, c.Unsure = nil, true
 		}
 		admitted = append(admitted, c)
@@ -61,25 +66,37 @@ func (p *delivery) admit(changes []Change, limit int) []Change {
 	return admitted
 }
 
+// takeAhead records that a service is delivered although its batch has not come.
+func (p *delivery) takeAhead(key types.NamespacedName) {
+	p.ahead[key] = struct{}{}
+	delete(p.large, key)
+}
+
 // appendNext appends the next services of the pass to changes: at most maxCount services,
-// whose total size is at most limit. It appends at least one service if any is left. The
-// second result reports whether further services are left.
+// whose total size is at most limit. It appends at least one service if any is left. It
+// adds large services to p.large instead. The second result reports whether further
+// services are left.
 func (p *delivery) appendNext(u *Update, maxCount, limit int, changes []Change) (_ []Change, more bool) {
 	if changes == nil {
 		changes = p.buffer[:0]
 	}
 	before, size := len(changes), 0
-	for view := range u.After(p.reached) {
-		c := Change{Key: view.Key(), New: view, Unsure: true}
-		if _, ahead := p.ahead[c.Key]; ahead {
+	for key, view := range u.After(p.reached) {
+		if _, ahead := p.ahead[key]; ahead {
 			continue
 		}
-		size += weight(&c)
-		if n := len(changes) - before; n > 0 && (size > limit || n == maxCount) {
+		if view.Size >= LargeSize {
+			p.large[key] = struct{}{}
+			continue
+		}
+		n := len(changes) - before
+		if n > 0 && (size+view.Size > limit || n == maxCount) {
 			more = true
 			break
 		}
-		changes = append(changes, c)
+		delete(p.large, key) // it was large before
+		size += view.Size
+		changes = append(changes, Change{Key: key, New: view.get(), Unsure: true})
 	}
 	if n := len(changes); n > before {
 		p.reached = changes[n-1].Key
@@ -93,24 +110,37 @@ func (p *delivery) appendNext(u *Update, maxCount, limit int, changes []Change) 
 	return changes, more
 }
 
-// hasNext reports whether the pass has a service left.
-func (p *delivery) hasNext(u *Update) bool {
-	for view := range u.After(p.reached) {
-		if _, ahead := p.ahead[view.Key()]; !ahead {
+// takeLarge returns a change without an old view for each service in p.large. The services
+// count as delivered then.
+func (p *delivery) takeLarge() (changes []LargeChange) {
+	for key := range p.large {
+		changes = append(changes, LargeChange{Key: key})
+		p.takeAhead(key)
+	}
+	return changes
+}
+
+// hasNext reports whether the pass has a service left. Large services count only if the
+// argument large is true.
+func (p *delivery) hasNext(u *Update, large bool) bool {
+	if large && len(p.large) > 0 {
+		return true
+	}
+	for key, view := range u.After(p.reached) {
+		if _, ahead := p.ahead[key]; !ahead && (large || view.Size < LargeSize) {
 			return true
 		}
 	}
 	return false
 }
 
-// weight returns the size of a change, by the measure of [Options.BatchSize].
-func weight(c *Change) int {
-	view := c.New
-	if view == nil {
-		view = c.Old
+// size returns the size of the change, by the measure of [Options.BatchSize].
+func (c *Change) size() int {
+	if c.New != nil {
+		return sizeOf(c.New)
 	}
-	if view == nil {
-		return 1
-	}
-	return 1 + len(view.Endpoints)
+	return sizeOf(c.Old)
 }
+
+// isLarge reports whether the old or the new view of a change is large.
+func isLarge(c *Change) bool { return max(sizeOf(c.Old), sizeOf(c.New)) >= LargeSize }

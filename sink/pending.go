@@ -4,6 +4,7 @@ package sink
 
 import (
 	"cmp"
+	"fmt"
 	"maps"
 	"net/netip"
 	"slices"
@@ -19,8 +20,10 @@ import (
 // modified while it is in pending.byKey.
 type unacked struct {
 	key types.NamespacedName
-	// The view last acknowledged since the pass began, or nil if there is none.
-	old    *api.ServiceEndpoints
+	// The view last acknowledged since the pass began, if any.
+	old View
+	// The old or the new view is large, so the service gets a Sync of its own.
+	large  bool
 	reason reason
 	// The value of Change.Unsure in the next delivery.
 	unsure bool
@@ -50,7 +53,18 @@ const (
 
 // changeTo returns the Change from the old view of s to a new view.
 func (s *unacked) changeTo(new *api.ServiceEndpoints) Change {
-	return Change{Key: s.key, Old: s.old, New: new, Unsure: s.unsure, TriggerTime: s.trigger}
+	return Change{Key: s.key, Old: s.old.get(), New: new, Unsure: s.unsure, TriggerTime: s.trigger}
+}
+
+// computed returns the Change from the old view of s to the present view. It returns an
+// error if the source panics.
+func (s *unacked) computed(u *Update) (c Change, err error) {
+	defer func() {
+		if r := recover(); r != nil {
+			c, err = Change{Key: s.key}, fmt.Errorf("compute view: panic in source: %v", r)
+		}
+	}()
+	return s.changeTo(u.View(s.key)), nil
 }
 
 // merge combines s with c, a later Change of the service. The result leads from the old
@@ -64,26 +78,28 @@ func (s *unacked) merge(c Change) Change {
 // pending holds the unacknowledged services. The time to find the due services does not
 // depend on the number of other services.
 type pending struct {
-	byKey   map[types.NamespacedName]*unacked
-	byRetry *btree.BTreeG[*unacked] // without isolated services
-	alone   *btree.BTreeG[*unacked] // isolated services, by retry time
+	byKey map[types.NamespacedName]*unacked
+	// Each service is in one of these trees, which are sorted by retryAt: isolated services
+	// in alone, other large services in large, and all others in small.
+	small, large, alone *btree.BTreeG[*unacked]
 	// When the next isolated service may be delivered.
 	aloneAt time.Time
-	claims  claimOwners // claims of the old views
 	count   [reasons]int
 	failing int // number of services whose field failures is not 0
+	claims  oldClaims
 }
 
 func newPending() pending {
-	const degree = 16
-	byRetry := func(a, b *unacked) bool {
-		return cmp.Or(a.retryAt.Compare(b.retryAt), api.CompareKeys(a.key, b.key)) < 0
+	newTree := func() *btree.BTreeG[*unacked] {
+		const degree = 16
+		return btree.NewG(degree, func(a, b *unacked) bool {
+			return cmp.Or(a.retryAt.Compare(b.retryAt), api.CompareKeys(a.key, b.key)) < 0
+		})
 	}
 	return pending{
-		byKey:   map[types.NamespacedName]*unacked{},
-		byRetry: btree.NewG(degree, byRetry),
-		alone:   btree.NewG(degree, byRetry),
-		claims:  claimOwners{},
+		byKey: map[types.NamespacedName]*unacked{},
+		small: newTree(), large: newTree(), alone: newTree(),
+		claims: newOldClaims(),
 	}
 }
 
@@ -91,10 +107,8 @@ func newPending() pending {
 func (p *pending) put(s *unacked) {
 	p.remove(s.key)
 	p.byKey[s.key] = s
+	p.claims.changed[s.key] = struct{}{}
 	p.schedule(s).ReplaceOrInsert(s)
-	for f := range nodeview.FrontendKeys(s.old) {
-		p.claims.set(f.Claim(), s.key)
-	}
 	p.count[s.reason]++
 	if s.failures > 0 {
 		p.failing++
@@ -107,10 +121,8 @@ func (p *pending) remove(key types.NamespacedName) {
 		return
 	}
 	delete(p.byKey, key)
+	p.claims.changed[key] = struct{}{}
 	p.schedule(s).Delete(s)
-	for f := range nodeview.FrontendKeys(s.old) {
-		p.claims.unset(f.Claim(), s.key)
-	}
 	p.count[s.reason]--
 	if s.failures > 0 {
 		p.failing--
@@ -118,32 +130,36 @@ func (p *pending) remove(key types.NamespacedName) {
 }
 
 func (p *pending) schedule(s *unacked) *btree.BTreeG[*unacked] {
-	if s.alone {
+	switch {
+	case s.alone:
 		return p.alone
+	case s.large:
+		return p.large
 	}
-	return p.byRetry
+	return p.small
 }
 
 // nextRetry returns the time at which the first service is due. It returns false if no
 // service is pending.
-func (p *pending) nextRetry() (time.Time, bool) {
-	s, ok := p.byRetry.Min()
-	if a, more := p.alone.Min(); more {
-		at := later(a.retryAt, p.aloneAt)
-		if !ok || at.Before(s.retryAt) {
-			return at, true
+func (p *pending) nextRetry() (at time.Time, ok bool) {
+	if s, some := p.small.Min(); some {
+		at, ok = s.retryAt, true
+	}
+	if s, some := p.large.Min(); some && (!ok || s.retryAt.Before(at)) {
+		at, ok = s.retryAt, true
+	}
+	if s, some := p.alone.Min(); some {
+		if due := later(s.retryAt, p.aloneAt); !ok || due.Before(at) {
+			at, ok = due, true
 		}
 	}
-	if !ok {
-		return time.Time{}, false
-	}
-	return s.retryAt, true
+	return at, ok
 }
 
 // first returns at most n services, in the order of their next delivery.
 func (p *pending) first(n int) []types.NamespacedName {
 	var keys []types.NamespacedName
-	for _, list := range [...]*btree.BTreeG[*unacked]{p.byRetry, p.alone} {
+	for _, list := range [...]*btree.BTreeG[*unacked]{p.small, p.large, p.alone} {
 		list.Ascend(func(s *unacked) bool {
 			if len(keys) == n {
 				return false
@@ -155,16 +171,24 @@ func (p *pending) first(n int) []types.NamespacedName {
 	return keys
 }
 
-// hasDue reports whether a service that is not isolated is due.
+// hasDue reports whether a service that is neither large nor isolated is due.
 func (p *pending) hasDue(now time.Time) bool {
-	s, ok := p.byRetry.Min()
+	s, ok := p.small.Min()
 	return ok && !s.retryAt.After(now)
 }
 
-// due calls yield with each service that is due, except isolated services, in the order
-// of retryAt. It stops if yield returns false.
+// due calls yield with each service that is due, except large and isolated services, in
+// the order of retryAt. It stops if yield returns false.
 func (p *pending) due(now time.Time, yield func(*unacked) bool) {
-	p.byRetry.Ascend(func(s *unacked) bool { return !s.retryAt.After(now) && yield(s) })
+	p.small.Ascend(func(s *unacked) bool { return !s.retryAt.After(now) && yield(s) })
+}
+
+// dueLarge returns a large service that is due and not isolated, or nil if there is none.
+func (p *pending) dueLarge(now time.Time) *unacked {
+	if s, ok := p.large.Min(); ok && !s.retryAt.After(now) {
+		return s
+	}
+	return nil
 }
 
 // dueAlone returns an isolated service that is due, or nil if there is none.
@@ -175,20 +199,70 @@ func (p *pending) dueAlone(now time.Time) *unacked {
 	return nil
 }
 
-// acknowledge removes the service with this key, because the sink has acknowledged its
-// new view. If the old view of another service has a claim of this new view, acknowledge
-// clears that old view. Otherwise the sink would use the old view to remove the claim
-// from its new owner.
-func (p *pending) acknowledge(key types.NamespacedName, new *api.ServiceEndpoints) {
-	p.remove(key)
-	if len(p.claims) == 0 {
-		return
+// takenBy returns new records for the services whose old view has a claim of an
+// acknowledged change. They have no old view. Otherwise the sink would use it to remove the
+// claim from its new owner.
+func (p *pending) takenBy(c *Change) (records []*unacked) {
+	if nodeview.SameFrontends(c.Old, c.New) {
+		return nil // the sink has acknowledged the claims before
 	}
-	for f := range nodeview.FrontendKeys(new) {
-		for _, other := range p.claims.conflicting(f.Claim(), key) {
-			changed := *p.byKey[other]
-			changed.old, changed.unsure = nil, true
-			p.put(&changed)
+	p.claims.update(p.byKey)
+	if len(p.claims.owners) == 0 {
+		return nil
+	}
+	taken := map[types.NamespacedName]struct{}{}
+	for f := range nodeview.FrontendKeys(c.New) {
+		for _, other := range p.claims.owners.conflicting(f.Claim(), c.Key) {
+			taken[other] = struct{}{}
+		}
+	}
+	for other := range taken {
+		record := *p.byKey[other]
+		record.old, record.unsure = View{}, true
+		records = append(records, &record)
+	}
+	return records
+}
+
+// oldClaims is an index of the claims of old views. It is only updated when it is needed,
+// because the old views of large services have many claims.
+type oldClaims struct {
+	owners  claimOwners
+	indexed map[types.NamespacedName]*api.ServiceEndpoints // the old views in owners
+	changed map[types.NamespacedName]struct{}              // services whose records have changed since
+}
+
+func newOldClaims() oldClaims {
+	return oldClaims{
+		owners: claimOwners{}, indexed: map[types.NamespacedName]*api.ServiceEndpoints{},
+		changed: map[types.NamespacedName]struct{}{},
+	}
+}
+
+// update updates the index to the given records.
+func (o *oldClaims) update(records map[types.NamespacedName]*unacked) {
+	added := map[types.NamespacedName]*api.ServiceEndpoints{}
+	for key := range o.changed {
+		var now *api.ServiceEndpoints
+		if s := records[key]; s != nil {
+			now = s.old.get()
+		}
+		before := o.indexed[key]
+		if now == before {
+			continue
+		}
+		for f := range nodeview.FrontendKeys(before) {
+			o.owners.unset(f.Claim(), key)
+		}
+		delete(o.indexed, key)
+		if now != nil {
+			o.indexed[key], added[key] = now, now
+		}
+	}
+	clear(o.changed)
+	for key, view := range added {
+		for f := range nodeview.FrontendKeys(view) {
+			o.owners.set(f.Claim(), key)
 		}
 	}
 }

@@ -107,8 +107,9 @@ type Changes struct {
 	Revision uint64
 	// Services yields the services to program, in order of namespace and name, each once.
 	// The sink may iterate over it several times. Outside of a pass, services that change in
-	// one update of the source are in one Changes, so that they can swap addresses. They may
-	// be in several Changes during a pass and after failures. See [Change].
+	// one update of the source are in one Changes, so that they can swap addresses. Large
+	// services (see [LargeSize]) follow one by one. During a pass and after failures, the
+	// other services may be in several Changes, too. See [Change].
 	Services iter.Seq[Change]
 	// Node is the Node object of this node, or nil if it is not known. If a Sync that
 	// delivers only a changed Node fails, the driver retries that Sync with backoff. In
@@ -117,6 +118,8 @@ type Changes struct {
 	// NodeChanged is true after a change of Node, until the sink acknowledges the change.
 	// With First, NodeChanged is always true.
 	NodeChanged bool
+	// partial: services that are not in this Changes are not acknowledged.
+	partial bool
 }
 
 // Change is the change of one service.

@@ -4,8 +4,10 @@ package sink
 
 import (
 	"iter"
+	"time"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/nodeview"
 	"k8s.io/apimachinery/pkg/types"
 )
 
@@ -45,15 +47,65 @@ type Update struct {
 	// Revision is the revision of the views in the update.
 	Revision uint64
 	// Changes contains each service whose view differs from the view at the position, in
-	// order of namespace and name. Each Old is the view at the position; Unsure is false.
+	// order of namespace and name, except those in Large. Each Old is the view at the
+	// position; Unsure is false.
 	Changes []Change
+	// Large contains services that may have changed, in order of namespace and name. Their
+	// views are not computed yet, because the size of one of them is LargeSize or more.
+	Large []LargeChange
 	// Node is the Node object of this node, or nil if it is not known. NodeChanged reports
 	// that Node differs from the node at the position or that Lost is true.
 	Node        *api.Node
 	NodeChanged bool
 	// View returns the view of a service, or nil if there is none.
 	View func(types.NamespacedName) *api.ServiceEndpoints
-	// After yields the views of all services after key, in order of namespace and name. The
-	// zero key comes before all services. A view is computed when the iteration reaches it.
-	After func(key types.NamespacedName) iter.Seq[*api.ServiceEndpoints]
+	// After yields all services after key, in order of namespace and name. The zero key comes
+	// before all services.
+	After func(key types.NamespacedName) iter.Seq2[types.NamespacedName, View]
+}
+
+// LargeSize is the size (see [nodeview.Size]) from which on a service is large. A driver
+// delivers a large service in a Sync of its own, after other changes.
+const LargeSize = 4096
+
+// LargeChange is a change of a service whose views are not computed yet.
+type LargeChange struct {
+	Key types.NamespacedName
+	// Old is the view at the position.
+	Old View
+	// TriggerTime is the field of this name in [Change].
+	TriggerTime time.Time
+}
+
+// View is a view that may not be computed yet.
+type View struct {
+	// Size is the size of the view (see [nodeview.Size]). It may be greater, because it can
+	// be an estimate.
+	Size int
+	// Get returns the view. It is nil if there is no view.
+	Get func() *api.ServiceEndpoints
+}
+
+// get returns the view, or nil if there is none.
+func (v View) get() *api.ServiceEndpoints {
+	if v.Get == nil {
+		return nil
+	}
+	return v.Get()
+}
+
+// ViewOf returns a View that is computed. The argument may be nil.
+func ViewOf(view *api.ServiceEndpoints) View {
+	if view == nil {
+		return View{}
+	}
+	return View{sizeOf(view), func() *api.ServiceEndpoints { return view }}
+}
+
+// sizeOf returns the size of a view, by the measure of [Options.BatchSize].
+func sizeOf(view *api.ServiceEndpoints) int {
+	if view == nil {
+		return 1
+	}
+	return nodeview.Size(view.Service, len(view.Endpoints)+len(view.Draining))
 }

@@ -9,6 +9,7 @@ import (
 	"iter"
 	"math/bits"
 	"slices"
+	"sync"
 	"time"
 
 	"github.com/kpng-project/kpng/api"
@@ -71,6 +72,7 @@ func (d *Driver) step(ctx context.Context) {
 			result.PassDuration, result.Passed = time.Since(d.pass.start), true
 		}
 		d.update(func() { d.acknowledged(u, &b, failed, notDelivered) })
+		d.dropTaken(b.services, failed)
 		d.observeLatency(b.services, failed)
 		if _, ok := d.sink.(Verifier); ok && b.Last && d.opts.VerifyInterval > 0 && d.verifyAt.IsZero() {
 			d.verifyAt = d.status.LastSync.Add(d.opts.VerifyInterval)
@@ -127,6 +129,7 @@ func (d *Driver) compose(u *Update) batch {
 	case d.addAlone(u, &b):
 	case d.search.limit == 1 && b.NodeChanged:
 		// Deliver the Node object without services, so that a failure has only one cause.
+	case d.addLarge(u, &b):
 	case d.pass != nil && !b.First && len(b.services) > 0 && !d.pass.yielded:
 		d.pass.yielded = true // deliver changes before the next batch of the pass
 	default:
@@ -137,6 +140,7 @@ func (d *Driver) compose(u *Update) batch {
 			c.Old, c.Unsure = nil, true
 		}
 	}
+	b.partial = d.unacknowledged(b.services) > len(b.services)
 	b.Services = d.read(b.services)
 	return b
 }
@@ -166,11 +170,12 @@ func (d *Driver) addChanges(u *Update, b *batch) {
 	if d.pass != nil {
 		changes = d.pass.admit(changes, d.opts.BatchSize)
 	}
+	d.holdLarge(u.Large)
 	var wait []Change
 	for _, c := range changes {
 		s := d.pending.byKey[c.Key]
 		switch {
-		case d.search.limit > 0 || s != nil && (s.alone || s.reason == queued):
+		case d.search.limit > 0 || isLarge(&c) || s != nil && (s.alone || s.large || s.reason == queued):
 			wait = append(wait, c)
 		case s != nil:
 			b.services = append(b.services, s.merge(c))
@@ -187,7 +192,7 @@ func (d *Driver) addChanges(u *Update, b *batch) {
 func (d *Driver) addAlone(u *Update, b *batch) bool {
 	now := time.Now()
 	node, s := d.node.failures > 0 && !d.node.retryAt.After(now), d.pending.dueAlone(now)
-	others := len(b.services) > 0 || d.pass != nil || d.pending.hasDue(now)
+	others := len(b.services) > 0 || d.pass != nil || d.pending.hasDue(now) || d.pending.dueLarge(now) != nil
 	if !node && s == nil || b.First || others && (d.wasAlone || d.status.Failures > 0) {
 		d.wasAlone = false
 		return false
@@ -202,12 +207,41 @@ func (d *Driver) addAlone(u *Update, b *batch) bool {
 	return true
 }
 
+// addLarge makes b a batch of one large service, if one is due. Other services and the next
+// batch of a pass come first, but only once: so they wait for at most one large service,
+// and each large service gets its turn.
+func (d *Driver) addLarge(u *Update, b *batch) bool {
+	now := time.Now()
+	s := d.pending.dueLarge(now)
+	if s == nil || b.First {
+		return false
+	}
+	others := len(b.services) > 0 || d.pending.hasDue(now) || d.pass != nil && d.pass.hasNext(u, false)
+	if others && !d.largeWaited {
+		d.largeWaited = true
+		return false
+	}
+	d.largeWaited = false
+	c, err := s.computed(u)
+	switch {
+	case err != nil:
+		d.update(func() { d.fail(d.unacked(c, failing), err, draw()) })
+		return false
+	case !c.Unsure && c.Old.Equal(c.New):
+		d.update(func() { d.pending.remove(s.key) })
+		return false
+	}
+	d.hold(b.services)
+	b.services = []Change{c}
+	return true
+}
+
 // addDue adds the due pending services and the next services of the pass to b.
 func (d *Driver) addDue(u *Update, b *batch) {
 	changes := b.services
 	size, most := 0, d.search.limit
 	for i := range changes {
-		size += weight(&changes[i])
+		size += changes[i].size()
 	}
 	room := max(d.opts.BatchSize-size, d.opts.BatchSize/2, 1)
 
@@ -229,7 +263,7 @@ func (d *Driver) addDue(u *Update, b *batch) {
 			return false
 		}
 		c := s.changeTo(u.View(s.key))
-		if added > 0 && weight(&c) > room && (most > 0 || s.reason != queued) {
+		if added > 0 && c.size() > room && (most > 0 || s.reason != queued) {
 			return most == 0 && queuedLeft > 0 // true: continue, so that this Sync contains all queued services
 		}
 		if s.reason == queued {
@@ -242,7 +276,7 @@ func (d *Driver) addDue(u *Update, b *batch) {
 			void = append(void, s.key)
 			return true
 		}
-		room -= weight(&c)
+		room -= c.size()
 		b.services = append(b.services, c)
 		return true
 	})
@@ -258,9 +292,13 @@ func (d *Driver) addDue(u *Update, b *batch) {
 		d.pass.yielded = false
 		var more bool
 		if d.pending.count[suspect] > 0 && len(b.services) > 0 {
-			more = d.pass.hasNext(u) // during the search, add no services of the pass
+			more = d.pass.hasNext(u, true) // during the search, add no services of the pass
 		} else {
 			b.services, more = d.pass.appendNext(u, most, room, b.services)
+		}
+		if !more && len(d.pass.large) > 0 {
+			d.holdLarge(d.pass.takeLarge())
+			more = true
 		}
 		b.Last = !more && waiting == 0 && (most != 1 || len(b.services) == 0)
 	}
@@ -339,7 +377,7 @@ func (d *Driver) acknowledged(u *Update, b *batch, failed Failed, notDelivered [
 		if _, ok := failed[c.Key]; ok {
 			continue
 		}
-		d.pending.acknowledge(c.Key, c.New)
+		d.pending.remove(c.Key)
 		if d.pass != nil {
 			delete(d.pass.failedBefore, c.Key)
 			d.pass.count++
@@ -375,6 +413,27 @@ func (d *Driver) acknowledged(u *Update, b *batch, failed Failed, notDelivered [
 	}
 }
 
+// dropTaken drops the old views whose claims the sink has acknowledged for other services.
+// It takes time in proportion to the claims, so it does not hold d.mu meanwhile.
+func (d *Driver) dropTaken(acked []Change, failed Failed) {
+	if len(d.pending.byKey) == 0 {
+		d.pending.claims = newOldClaims() // release the old views
+		return
+	}
+	for i := range acked {
+		if _, ok := failed[acked[i].Key]; ok {
+			continue
+		}
+		if records := d.pending.takenBy(&acked[i]); len(records) > 0 {
+			d.update(func() {
+				for _, s := range records {
+					d.pending.put(s)
+				}
+			})
+		}
+	}
+}
+
 // endPass ends a pass, and begins another one if it is needed.
 func (d *Driver) endPass() {
 	pass := d.pass
@@ -400,7 +459,7 @@ func (d *Driver) notDelivered(ctx context.Context, u *Update, b *batch, failed F
 		if d.pass == nil || d.pass.delivered(key) {
 			c.Old = u.View(key)
 		} else {
-			d.pass.ahead[key] = struct{}{}
+			d.pass.takeAhead(key)
 		}
 		changes = append(changes, c)
 	}
@@ -470,16 +529,50 @@ func (d *Driver) hold(changes []Change) {
 			if s := d.pending.byKey[c.Key]; s != nil {
 				why = s.reason
 			}
-			s := d.unacked(c, why)
-			s.retryAt = now
-			d.pending.put(s)
+			d.putQueued(d.unacked(c, why), now)
+		}
+	})
+}
+
+// putQueued adds a service that has changed to d.pending. Its delivery is due. If it waits
+// already, it keeps its place.
+func (d *Driver) putQueued(s *unacked, now time.Time) {
+	if s.retryAt.IsZero() || s.retryAt.After(now) {
+		s.retryAt = now
+	}
+	d.pending.put(s)
+}
+
+// holdLarge adds large services to d.pending, except those that the pass has yet to
+// deliver. If Old is missing during a pass, the sink may have any view.
+func (d *Driver) holdLarge(changes []LargeChange) {
+	if len(changes) == 0 {
+		return
+	}
+	now := time.Now()
+	d.update(func() {
+		for _, c := range changes {
+			if d.pass != nil && !d.pass.delivered(c.Key) {
+				continue
+			}
+			why := queued
+			if s := d.pending.byKey[c.Key]; s != nil {
+				why = s.reason
+			}
+			none := c.Old.Get == nil
+			s := d.unacked(Change{Key: c.Key, Unsure: none && d.pass != nil, TriggerTime: c.TriggerTime}, why)
+			if d.pending.byKey[c.Key] == nil && !none {
+				s.old = View{c.Old.Size, sync.OnceValue(c.Old.Get)}
+			}
+			s.large = true
+			d.putQueued(s, now)
 		}
 	})
 }
 
 // unacked returns a copy of the record of c's service in d.pending, or a new record.
 func (d *Driver) unacked(c Change, why reason) *unacked {
-	s := unacked{key: c.Key, old: c.Old, unsure: c.Unsure, since: d.position}
+	s := unacked{key: c.Key, old: ViewOf(c.Old), unsure: c.Unsure, since: d.position}
 	if before := d.pending.byKey[c.Key]; before != nil {
 		s = *before
 	} else {
@@ -493,6 +586,7 @@ func (d *Driver) unacked(c Change, why reason) *unacked {
 		}
 	}
 	s.reason = why
+	s.large = s.large || isLarge(&c)
 	s.unsure = s.unsure || why != queued
 	s.trigger = earlier(s.trigger, c.TriggerTime)
 	return &s
@@ -536,7 +630,9 @@ func (d *Driver) begin() {
 		before = d.pass.failedBefore
 	}
 	d.notBefore = later(d.notBefore, d.passAt)
-	d.pass = &delivery{ahead: map[types.NamespacedName]struct{}{}, failedBefore: before}
+	d.pass = &delivery{
+		ahead: map[types.NamespacedName]struct{}{}, large: map[types.NamespacedName]struct{}{}, failedBefore: before,
+	}
 	old := d.pending
 	d.pending = newPending()
 	d.pending.aloneAt = old.aloneAt
@@ -544,7 +640,7 @@ func (d *Driver) begin() {
 		switch {
 		case s.alone:
 			kept := *s
-			kept.old, kept.unsure, kept.since = nil, true, 0
+			kept.old, kept.unsure, kept.since = View{}, true, 0
 			d.pending.put(&kept)
 			d.pass.ahead[key] = struct{}{}
 		case s.failures > 0:

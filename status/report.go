@@ -193,8 +193,8 @@ func (p *present) viewsAfter(key types.NamespacedName) iter.Seq2[types.Namespace
 				}
 			}
 		case p.update != nil:
-			for view := range p.update.After(key) {
-				if !yield(view.Key(), func() *api.ServiceEndpoints { return view }) {
+			for key, view := range p.update.After(key) {
+				if !yield(key, view.Get) {
 					return
 				}
 			}

@@ -193,10 +193,10 @@ func (s *Source) difference(now position) *sink.Update {
 			t, _ := now.views.Get(key)
 			return t.view
 		},
-		After: func(key types.NamespacedName) iter.Seq[*api.ServiceEndpoints] {
-			return func(yield func(*api.ServiceEndpoints) bool) {
-				for _, t := range now.views.After(key) {
-					if !yield(t.view) {
+		After: func(key types.NamespacedName) iter.Seq2[types.NamespacedName, sink.View] {
+			return func(yield func(types.NamespacedName, sink.View) bool) {
+				for key, t := range now.views.After(key) {
+					if !yield(key, sink.ViewOf(t.view)) {
 						return
 					}
 				}
@@ -210,6 +210,11 @@ func (s *Source) difference(now position) *sink.Update {
 	}
 	u.NodeChanged = !now.node.Equal(s.acked.node)
 	for c := range delta.Changes() {
+		old, new := sink.ViewOf(c.Old.view), sink.ViewOf(c.New.view)
+		if max(old.Size, new.Size) >= sink.LargeSize {
+			u.Large = append(u.Large, sink.LargeChange{Key: c.Key, Old: old, TriggerTime: c.New.at})
+			continue
+		}
 		u.Changes = append(u.Changes, sink.Change{Key: c.Key, Old: c.Old.view, New: c.New.view, TriggerTime: c.New.at})
 	}
 	return u

@@ -35,8 +35,8 @@ func describe(u *sink.Update) string {
 	}
 	changes := u.Changes
 	if u.Lost {
-		for v := range u.After(types.NamespacedName{}) {
-			changes = append(changes, sink.Change{Key: v.Key(), New: v})
+		for key, v := range u.After(types.NamespacedName{}) {
+			changes = append(changes, sink.Change{Key: key, New: v.Get()})
 		}
 	}
 	for _, c := range changes {

@@ -227,8 +227,8 @@ func (n *tenant) print(node string, all objects) []byte {
 	}
 	var out bytes.Buffer
 	encoder := json.NewEncoder(&out)
-	for view := range update.After(types.NamespacedName{}) {
-		if err := encoder.Encode(view); err != nil {
+	for _, v := range update.After(types.NamespacedName{}) {
+		if err := encoder.Encode(v.Get()); err != nil {
 			n.t.Fatal(err)
 		}
 	}

@@ -1,0 +1,176 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package sink_test
+
+import (
+	"context"
+	"net/netip"
+	"slices"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/sink"
+	"github.com/kpng-project/kpng/sink/sinktest"
+	"k8s.io/apimachinery/pkg/types"
+)
+
+// largeRanges makes a service large.
+var largeRanges = []api.SourceRanges{{Prefixes: make([]netip.Prefix, sink.LargeSize)}}
+
+// large returns a view of a large service.
+func large(key types.NamespacedName, endpoints ...byte) *api.ServiceEndpoints {
+	v := view(key, endpoints...)
+	v.Service.SourceRanges = largeRanges
+	return v
+}
+
+func TestLargeServicesComeAfterOthers(t *testing.T) {
+	slow := func(w *world) {
+		w.rec.Script(sinktest.Repeat(20, func(ctx context.Context, c *sink.Changes, s sink.Sink) error {
+			time.Sleep(time.Second)
+			return s.Sync(ctx, c)
+		})...)
+	}
+	a, b, c, d := key("a"), key("b"), key("c"), key("d")
+	cases := []struct {
+		name string
+		opts sink.Options
+		test func(w *world)
+		want []string
+	}{{
+		name: "in one update",
+		test: func(w *world) {
+			w.src.MarkSynced()
+			w.waitApplied()
+			w.src.Set(large(a, 2), large(b, 2), view(c, 2), view(d, 2))
+		},
+		want: []string{
+			"0s: first c none→[1] d none→[1]", "0s: a none→[1] unsure", "0s: b none→[1] unsure", "0s: last",
+			"0s: c [1]→[2] d [1]→[2]", "0s: a [1]→[2]", "0s: b [1]→[2]",
+		},
+	}, {
+		name: "in a pass, after all batches",
+		opts: sink.Options{BatchSize: 2},
+		test: func(w *world) { w.src.MarkSynced() },
+		want: []string{
+			"0s: first c none→[1]", "0s: d none→[1] unsure", "0s: a none→[1] unsure", "0s: b none→[1] unsure", "0s: last",
+		},
+	}, {
+		name: "if all change all the time, they take turns",
+		test: func(w *world) {
+			w.src.MarkSynced()
+			w.waitApplied()
+			slow(w)
+			for n := byte(2); n < 8; n++ {
+				w.src.Set(large(a, n), large(b, n), view(c, n))
+				synctest.Wait()
+				if n == 2 {
+					time.Sleep(time.Second / 2)
+				}
+				time.Sleep(time.Second)
+			}
+		},
+		want: []string{
+			"0s: first c none→[1] d none→[1]", "0s: a none→[1] unsure", "0s: b none→[1] unsure", "0s: last",
+			"0s: c [1]→[2]", "1s: a [1]→[2]", "2s: c [2]→[3]", "3s: b [1]→[4]",
+			"4s: c [3]→[5]", "5s: a [2]→[6]", "6s: c [5]→[7]", "7s: b [4]→[7]", "8s: a [6]→[7]",
+		},
+	}, {
+		name: "a large service that changes back is not delivered",
+		test: func(w *world) {
+			w.src.MarkSynced()
+			w.waitApplied()
+			slow(w)
+			w.src.Set(large(a, 2), view(c, 2))
+			synctest.Wait()
+			w.src.Set(large(a, 1))
+		},
+		want: []string{
+			"0s: first c none→[1] d none→[1]", "0s: a none→[1] unsure", "0s: b none→[1] unsure", "0s: last", "0s: c [1]→[2]",
+		},
+	}, {
+		name: "a small service takes an address from a large one, so the large one has no old view",
+		test: func(w *world) {
+			addressed := func(v *api.ServiceEndpoints, ip string) *api.ServiceEndpoints {
+				v.Service.IPs.ClusterIPs = api.NewIPSet(netip.MustParseAddr(ip))
+				return v
+			}
+			w.src.Set(addressed(large(a, 1), "10.0.0.1"), addressed(view(c, 1), "10.0.0.2"))
+			w.src.MarkSynced()
+			w.waitApplied()
+			w.src.Set(addressed(large(a, 1), "10.0.0.2"), addressed(view(c, 1), "10.0.0.1"))
+		},
+		want: []string{
+			"0s: first c none→[1] d none→[1]", "0s: a none→[1] unsure", "0s: b none→[1] unsure", "0s: last",
+			"0s: c [1]→[1]", "0s: a none→[1] unsure",
+		},
+	}, {
+		name: "a large service that fails is repeated alone",
+		test: func(w *world) {
+			w.src.MarkSynced()
+			w.waitApplied()
+			w.rec.Script(sinktest.FailServices(errBusy, a))
+			w.src.Set(large(a, 2))
+			time.Sleep(50 * time.Millisecond)
+			w.rec.Script(sinktest.FailServices(errBusy, c))
+			w.src.Set(view(c, 2))
+			time.Sleep(30 * time.Millisecond)
+			w.src.Set(view(c, 3))
+		},
+		want: []string{
+			"0s: first c none→[1] d none→[1]", "0s: a none→[1] unsure", "0s: b none→[1] unsure", "0s: last",
+			"0s: a [1]→[2]: service default/a: dataplane is busy", "50ms: c [1]→[2]: service default/c: dataplane is busy",
+			"80ms: c [1]→[3] unsure", "100ms: a [1]→[2] unsure",
+		},
+	}}
+	for _, tc := range cases {
+		t.Run(tc.name, func(t *testing.T) {
+			run(t, tc.opts, nil, func(w *world) {
+				w.src.Delete(web)
+				w.src.Set(large(a, 1), large(b, 1), view(c, 1), view(d, 1))
+				tc.test(w)
+				synctest.Wait()
+				w.waitApplied()
+				w.expectDelivered(0, tc.want...)
+			})
+		})
+	}
+}
+
+// In a FullState, no two services have the same claim, although a small service gets an
+// address before the large service that loses the address is delivered.
+func TestFullStateOfLargeServicesHasOneOwner(t *testing.T) {
+	var calls [][]types.NamespacedName
+	owners := sink.FullState(func(_ context.Context, services []*api.ServiceEndpoints) error {
+		var at []types.NamespacedName
+		for _, v := range services {
+			if v.Service.IPs.ClusterIPs.Contains(netip.MustParseAddr("10.0.0.1")) && len(v.Lost) == 0 {
+				at = append(at, v.Key())
+			}
+		}
+		calls = append(calls, at)
+		return nil
+	})
+	a, b := large(key("a"), 1), view(key("b"), 1)
+	a.Service.IPs.ClusterIPs = api.NewIPSet(netip.MustParseAddr("10.0.0.1"))
+	run(t, sink.Options{}, owners, func(w *world) {
+		w.src.Delete(web)
+		w.src.Set(a, b)
+		w.src.MarkSynced()
+		w.waitApplied()
+		without, with := large(key("a"), 1), view(key("b"), 1)
+		with.Service.IPs = a.Service.IPs
+		w.src.Set(without, with)
+		w.waitApplied()
+	})
+	for i, at := range calls {
+		if len(at) > 1 {
+			t.Errorf("call %d: %v have the same address", i, at)
+		}
+	}
+	if last := calls[len(calls)-1]; !slices.Equal(last, []types.NamespacedName{key("b")}) {
+		t.Errorf("%v have the address, want b", last)
+	}
+}

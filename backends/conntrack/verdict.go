@@ -132,11 +132,19 @@ func (c *comparison) makesStale(before, now verdict, d destination) bool {
 	return lost
 }
 
+// maxDestinations limits the destinations of a service. Flows to further destinations are
+// kept until they expire. So a service with many ports and external IPs cannot use all
+// memory.
+const maxDestinations = 1 << 17
+
 // verdictsOf returns the verdict for each destination of a service. If view is nil, it
 // returns no verdicts.
 func verdictsOf(view *api.ServiceEndpoints) map[destination]verdict {
 	verdicts := map[destination]verdict{}
 	for f := range nodeview.Frontends(view) {
+		if len(verdicts) >= maxDestinations {
+			break
+		}
 		d := destination{family: f.Family, addr: f.Addr, port: uint16(f.Port)}
 		v := verdict{
 			view: view, port: f.ServicePort,

@@ -68,6 +68,7 @@ func kernelspaceFlags(fs *pflag.FlagSet, opts *kernelspace.Options, checks *heal
 	fs.BoolVar(&opts.ForwardHealthChecks, "forward-healthcheck-vip", false, "forward health checks at load-balancer addresses to this node")
 	fs.Uint16Var(&opts.HealthzPort, "forward-healthcheck-port", 10256, "the `port` for forwarded health checks of services without a health-check node port: that of --healthz-bind-address; 0 forwards none of them")
 	fs.StringVar(&opts.RootEndpoint, "root-hnsendpoint-name", "cbr0", "the `name` of the HNS endpoint through which this node is reached, for forwarded health checks")
+	fs.IntVar(&opts.MaxLoadBalancers, "max-load-balancers", 0, "how many load balancers one service may have, one for each frontend; a service that needs more is refused; 0 means 1024")
 	checks.register(fs)
 }
 

@@ -68,7 +68,12 @@ func (s *service) planFor(view *api.ServiceEndpoints, node []netip.Addr) (*plan,
 		byFamily[api.FamilyOf(a)] = append(byFamily[api.FamilyOf(a)], a)
 	}
 	admissionAt := map[netip.Addr]*admission{}
+	frontends := 0
 	for f := range nodeview.Frontends(view) {
+		// Frontends without a listener count, too. So this loop always ends soon.
+		if frontends++; max(frontends, p.size()) > s.opts.MaxListeners {
+			return nil, s.tooMany()
+		}
 		if err := unsupported(&f); err != nil {
 			p.unsupported.add(err)
 			continue
@@ -98,11 +103,15 @@ func (s *service) planFor(view *api.ServiceEndpoints, node []netip.Addr) (*plan,
 				p.at[a] = append(p.at[a], want)
 			}
 		}
-		if p.size() > s.opts.MaxListeners {
-			return nil, fmt.Errorf("open more than %d listeners (addresses × ports) for one service: raise Options.MaxListeners", s.opts.MaxListeners)
-		}
+	}
+	if p.size() > s.opts.MaxListeners { // the last frontend was a node port at many addresses
+		return nil, s.tooMany()
 	}
 	return p, nil
+}
+
+func (s *service) tooMany() error {
+	return fmt.Errorf("open more than %d listeners (addresses × ports) for one service: raise Options.MaxListeners", s.opts.MaxListeners)
 }
 
 // size returns the number of listeners that the service needs if it has endpoints.

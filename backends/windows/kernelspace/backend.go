@@ -37,6 +37,11 @@ type Backend struct {
 	unserved map[types.NamespacedName][]unserved
 	wanted   map[Frontend]want
 	planned  bool
+	// checks contains the policies for health checks by frontend, sorted by service. Several
+	// services may have the same frontend.
+	checks map[Frontend][]want
+	// refused has the reasons why services keep their last load balancers.
+	refused map[types.NamespacedName]error
 
 	environment environment
 	// surveyed is true if the features in environment are known.
@@ -86,11 +91,13 @@ func New(opts Options) (*Backend, error) {
 		todo:     map[Frontend]bool{},
 		failing:  map[types.NamespacedName]bool{},
 		unserved: map[types.NamespacedName][]unserved{},
+		checks:   map[Frontend][]want{},
+		refused:  map[types.NamespacedName]error{},
 	}
 	if opts.Observer.Called != nil {
 		b.hns = &observed{opts.HNS, opts.Observer.Called, time.Now}
 	}
-	b.environment.dsr = opts.EnableDSR
+	b.environment.dsr, b.environment.maxBalancers = opts.EnableDSR, cmp.Or(opts.MaxLoadBalancers, 1024)
 	b.environment.forwardHealthChecks, b.environment.healthzPort = opts.ForwardHealthChecks, opts.HealthzPort
 	for _, a := range opts.SourceVIPs {
 		if a.Is4() {
@@ -166,6 +173,7 @@ func (b *Backend) Sync(ctx context.Context, c *sink.Changes) error {
 	if c.First {
 		clear(b.views)
 		clear(b.failing)
+		clear(b.refused)
 		b.holdings, b.planned = nil, false
 	}
 	b.passing = (b.passing || c.First) && !c.Last
@@ -265,7 +273,7 @@ func (b *Backend) survey(ctx context.Context) error {
 		klog.FromContext(ctx).Info("HNS network was recreated", "network", b.opts.Network, "id", network.ID)
 	}
 	if !reflect.DeepEqual(b.environment.network, network) {
-		b.environment.network, b.planned = network, false
+		b.environment.network, b.environment.tunnels, b.planned = network, newTunnels(network), false
 	}
 	b.holdings = newHoldings(b.opts.Name, endpoints, balancers)
 	b.record.confirm(b.holdings)
@@ -278,38 +286,57 @@ func (b *Backend) survey(ctx context.Context) error {
 	return nil
 }
 
-// replan plans services again and adds the affected frontends to todo.
+// replan plans services again and adds the affected frontends to todo. A service with too
+// many frontends keeps its plan.
 func (b *Backend) replan(ctx context.Context, keys func(yield func(types.NamespacedName) bool)) {
-	var again []types.NamespacedName
+	type next struct {
+		key      types.NamespacedName
+		policies []policy
+	}
+	var again []next
 	var shared []Frontend
 	for key := range keys {
-		for i := range b.plans[key] {
-			f := b.plans[key][i].Frontend
-			if b.wanted[f].service == key {
-				delete(b.wanted, f)
-				if b.plans[key][i].toRoot {
-					shared = append(shared, f)
-				}
+		n := next{key: key}
+		delete(b.refused, key)
+		if view := b.views[key]; view == nil {
+			delete(b.unserved, key)
+		} else {
+			policies, lacking, err := plan(view, &b.environment)
+			if err != nil {
+				b.refused[key] = err
+				continue
 			}
-			b.todo[f] = true
+			b.logLacking(ctx, key, lacking)
+			n.policies = policies
+		}
+		for i := range b.plans[key] {
+			p := &b.plans[key][i]
+			b.todo[p.Frontend] = true
+			if p.toRoot {
+				b.dropCheck(key, p.Frontend)
+				shared = append(shared, p.Frontend)
+			}
+			if b.wanted[p.Frontend].service == key {
+				delete(b.wanted, p.Frontend)
+			}
 		}
 		delete(b.plans, key)
-		again = append(again, key)
+		again = append(again, n)
 	}
-	slices.SortFunc(again, api.CompareKeys)
-	for _, key := range again {
-		view := b.views[key]
-		if view == nil {
-			delete(b.unserved, key)
+	slices.SortFunc(again, func(a, b next) int { return api.CompareKeys(a.key, b.key) })
+	for _, n := range again {
+		if n.policies == nil {
 			continue
 		}
-		policies, lacking := plan(view, &b.environment)
-		b.logLacking(ctx, key, lacking)
-		b.plans[key] = policies
-		for i := range policies {
-			f := policies[i].Frontend
-			b.todo[f] = true
-			b.wanted[f] = want{key, &policies[i]} // the old entry may belong to another service, which is about to lose the frontend f
+		b.plans[n.key] = n.policies
+		for i := range n.policies {
+			w := want{n.key, &n.policies[i]}
+			b.todo[w.policy.Frontend] = true
+			b.wanted[w.policy.Frontend] = w // the old entry may belong to another service, which is about to lose the frontend
+			if w.policy.toRoot {
+				list := b.checks[w.policy.Frontend]
+				b.checks[w.policy.Frontend] = slices.Insert(list, positionOf(list, n.key), w)
+			}
 		}
 	}
 	for _, f := range shared {
@@ -317,19 +344,29 @@ func (b *Backend) replan(ctx context.Context, keys func(yield func(types.Namespa
 	}
 }
 
+// positionOf returns the position of a service in a sorted list.
+func positionOf(list []want, service types.NamespacedName) int {
+	at, _ := slices.BinarySearchFunc(list, service, func(w want, key types.NamespacedName) int { return api.CompareKeys(w.service, key) })
+	return at
+}
+
+// dropCheck removes the policy of a service for a health-check frontend.
+func (b *Backend) dropCheck(service types.NamespacedName, f Frontend) {
+	list := b.checks[f]
+	at := positionOf(list, service)
+	if list = slices.Delete(list, at, at+1); len(list) == 0 {
+		delete(b.checks, f)
+	} else {
+		b.checks[f] = list
+	}
+}
+
 // inherit assigns the health-check frontend f to another service that has the same
 // frontend. Two services have the same health-check frontend if they share a
 // load-balancer address.
 func (b *Backend) inherit(f Frontend) {
-	if _, wanted := b.wanted[f]; wanted {
-		return
-	}
-	for key, policies := range b.plans {
-		for i := range policies {
-			if heir, ok := b.wanted[f]; policies[i].Frontend == f && (!ok || api.CompareKeys(key, heir.service) < 0) {
-				b.wanted[f] = want{key, &policies[i]}
-			}
-		}
+	if _, wanted := b.wanted[f]; !wanted && len(b.checks[f]) > 0 {
+		b.wanted[f] = b.checks[f][0]
 	}
 }
 

@@ -834,3 +834,37 @@ func TestHNSIsDownForHalfAMinute(t *testing.T) {
 		}
 	})
 }
+
+// TestServiceWithTooManyLoadBalancersIsRefused delivers a service that grows above the
+// limit. It keeps its last load balancers, also in a pass and after a restart, and other
+// services change.
+func TestServiceWithTooManyLoadBalancersIsRefused(t *testing.T) {
+	w := newWorld(t, fakehns.AllFeatures(), kernelspace.Network{}, kernelspace.Options{MaxLoadBalancers: 3})
+	wide := func(ips int) *api.ServiceEndpoints {
+		return view(service("wide", func(s *api.Service) {
+			for i := range ips {
+				s.IPs.ExternalIPs.Add(netip.AddrFrom4([4]byte{198, 51, 100, byte(i + 1)}))
+			}
+		}), at("10.1.2.1"))
+	}
+	w.must(w.set(wide(2)))
+	before := w.hns.Dump()
+	w.hns.Calls()
+	refuse := func(err error) {
+		t.Helper()
+		failed, ok := sink.Acknowledged(err)
+		if !ok || len(failed) != 1 || failed[wide(0).Key()] == nil {
+			t.Errorf("the error is %v, want one of the large service", err)
+		}
+		if after := w.hns.Dump(); after != before {
+			t.Errorf("load balancers of a refused service changed (-before +after):\n%s", cmp.Diff(before, after))
+		}
+	}
+	refuse(w.set(wide(5)))
+	refuse(w.full())
+	w.restart()
+	refuse(w.full())
+	w.must(w.backend.Verify(t.Context()))
+	w.must(w.set(wide(1)))
+	w.must(w.set(view(service("web", withClusterIP(9)), at("10.1.2.9"))))
+}

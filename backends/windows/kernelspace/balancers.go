@@ -261,8 +261,6 @@ func (p *pass) deleteBalancer(id string) error {
 	}
 	p.log.V(3).Info("Deleted load balancer", "id", id)
 	p.holdings.removeBalancer(id)
-	if m := p.record.made[id]; m != nil {
-		m.deleted = true
-	}
+	p.record.setDeleted(id, true)
 	return nil
 }

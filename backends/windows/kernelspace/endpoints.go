@@ -16,13 +16,14 @@ import (
 // HNS lacks. The error names the endpoints that are still missing.
 func (p *pass) endpoints(policy *policy) (ids []string, lacking error) {
 	if policy.toRoot {
-		id, ok := p.holdings.endpointNamed(p.opts.RootEndpoint)
+		id, ok := p.rootEndpoint()
 		if !ok {
 			return nil, fmt.Errorf("HNS network %q has no endpoint %q for health checks", p.opts.Network, p.opts.RootEndpoint)
 		}
 		return []string{id}, nil
 	}
 	var errs []error
+	known := make(map[string]bool, len(policy.endpoints))
 	for _, d := range policy.endpoints {
 		id, err := p.endpoint(d)
 		switch {
@@ -30,11 +31,21 @@ func (p *pass) endpoints(policy *policy) (ids []string, lacking error) {
 			return nil, err
 		case err != nil:
 			errs = append(errs, fmt.Errorf("endpoint %s: %w", d.addr, err))
-		case id != "" && !slices.Contains(ids, id):
+		case id != "" && !known[id]:
+			known[id] = true
 			ids = append(ids, id)
 		}
 	}
 	return ids, errors.Join(errs...)
+}
+
+// rootEndpoint returns the ID of this node's endpoint. It searches all endpoints only once,
+// because no pass creates or deletes this endpoint.
+func (p *pass) rootEndpoint() (id string, ok bool) {
+	if p.root == "" {
+		p.root, _ = p.holdings.endpointNamed(p.opts.RootEndpoint)
+	}
+	return p.root, p.root != ""
 }
 
 // endpoint returns the ID of the HNS endpoint with the address of the destination d. It
@@ -119,7 +130,7 @@ func (p *pass) hostMAC() (string, error) {
 
 // isUnreachable reports whether an overlay network has no tunnel to an address.
 func (p *pass) isUnreachable(a netip.Addr) bool {
-	return p.environment.network.Overlay && !p.environment.network.Provider(a).IsValid() && !slices.Contains(p.nodeIPs, a)
+	return p.environment.network.Overlay && !p.environment.tunnels.provider(a).IsValid() && !slices.Contains(p.nodeIPs, a)
 }
 
 // ensureSourceVIPs creates the HNS endpoints of the source VIPs on an overlay network.
@@ -152,25 +163,27 @@ func (p *pass) dropMoved() error {
 	if !network.Overlay {
 		return nil
 	}
+	var moved []Endpoint
 	for _, id := range sortedKeys(p.holdings.endpoints) {
 		e := p.holdings.endpoints[id]
 		if !p.holdings.isOwn(e) || !e.Provider.IsValid() {
 			continue
 		}
-		provider := p.environment.remote("", e.Addrs[0]).Provider
-		if !provider.IsValid() || provider == e.Provider {
+		if provider := p.environment.remote("", e.Addrs[0]).Provider; provider.IsValid() && provider != e.Provider {
+			moved = append(moved, e)
+		}
+	}
+	for _, user := range p.holdings.users(moved) {
+		if !p.record.owns(user) {
 			continue
 		}
-		for _, user := range p.holdings.users(e) {
-			if !p.record.owns(user) {
-				continue
-			}
-			p.todo[p.record.made[user].Frontend] = true
-			if err := p.deleteBalancer(user); err != nil {
-				return err
-			}
+		p.todo[p.record.made[user].Frontend] = true
+		if err := p.deleteBalancer(user); err != nil {
+			return err
 		}
-		if err := p.dropEndpoint(id); err != nil {
+	}
+	for _, e := range moved {
+		if err := p.dropEndpoint(e.ID); err != nil {
 			return err
 		}
 	}

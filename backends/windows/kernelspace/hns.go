@@ -81,18 +81,6 @@ type RemoteSubnet struct {
 	Provider netip.Addr
 }
 
-// Provider returns the address of the node at the end of the tunnel to address a. The
-// node either has the address a itself or has a remote subnet that contains the address
-// a. Without a tunnel, Provider returns the zero Addr.
-func (n *Network) Provider(a netip.Addr) netip.Addr {
-	for _, s := range n.RemoteSubnets {
-		if s.Prefix.Contains(a) || s.Provider == a {
-			return s.Provider
-		}
-	}
-	return netip.Addr{}
-}
-
 // Endpoint is a destination of packets: a pod's network interface, or HNS' record of a
 // remote address.
 type Endpoint struct {

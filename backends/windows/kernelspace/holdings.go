@@ -202,17 +202,27 @@ func (h *holdings) use(lb LoadBalancer, n int) {
 	}
 }
 
-// users returns the sorted IDs of the load balancers that contain the endpoint e or that
-// have an address of e as a VIP.
-func (h *holdings) users(e Endpoint) []string {
-	var ids []string
-	for id, lb := range h.balancers {
-		if slices.Contains(lb.Endpoints, e.ID) || slices.ContainsFunc(lb.VIPs, func(vip netip.Addr) bool { return slices.Contains(e.Addrs, vip) }) {
-			ids = append(ids, id)
+// users returns the sorted IDs of the load balancers that contain one of these endpoints
+// or that have an address of one as a VIP.
+func (h *holdings) users(endpoints []Endpoint) []string {
+	if len(endpoints) == 0 {
+		return nil
+	}
+	ids, addrs := map[string]bool{}, map[netip.Addr]bool{}
+	for _, e := range endpoints {
+		ids[e.ID] = true
+		for _, a := range e.Addrs {
+			addrs[a] = true
 		}
 	}
-	slices.Sort(ids)
-	return ids
+	var users []string
+	for id, lb := range h.balancers {
+		if slices.ContainsFunc(lb.Endpoints, func(id string) bool { return ids[id] }) || slices.ContainsFunc(lb.VIPs, func(vip netip.Addr) bool { return addrs[vip] }) {
+			users = append(users, id)
+		}
+	}
+	slices.Sort(users)
+	return users
 }
 
 // frontendsOf returns the frontends of a load balancer, without duplicates.

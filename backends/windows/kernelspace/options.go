@@ -4,6 +4,7 @@ package kernelspace
 
 import (
 	"errors"
+	"fmt"
 	"net"
 	"net/netip"
 	"slices"
@@ -42,6 +43,12 @@ type Options struct {
 	// address.
 	HostMAC string
 
+	// MaxLoadBalancers limits the load balancers of one service: one for each of its
+	// frontends. Each takes HNS several milliseconds, and other services wait meanwhile. Sync
+	// refuses a service that needs more: it returns an error for this service, and the
+	// service keeps its last load balancers. Default: 1,024.
+	MaxLoadBalancers int
+
 	// ForwardHealthChecks makes this node receive health checks that are sent to a service's
 	// load-balancer addresses. It applies to the port HealthCheckNodePort of the service or,
 	// if that is 0, to HealthzPort. If both are 0, this node receives no such health checks.
@@ -62,6 +69,9 @@ func (o *Options) check() error {
 	}
 	if o.Network == "" {
 		return errors.New("kernelspace: Options.Network is required: the name of the HNS network that pods are on")
+	}
+	if o.MaxLoadBalancers < 0 {
+		return fmt.Errorf("kernelspace: Options.MaxLoadBalancers is %d: negative", o.MaxLoadBalancers)
 	}
 	if len(o.SourceVIPs) > 2 || len(o.SourceVIPs) == 2 && o.SourceVIPs[0].Is4() == o.SourceVIPs[1].Is4() {
 		return errors.New("kernelspace: Options.SourceVIPs has more than one address of a family")

@@ -29,8 +29,8 @@ type pass struct {
 	listed bool
 	// The field wrong is true if the state of HNS is unknown because a call failed.
 	wrong bool
-	// mac is this node's hardware address, if known.
-	mac string
+	// mac is this node's hardware address, and root the ID of its endpoint, if known.
+	mac, root string
 }
 
 // errAbort marks errors that end the pass and request a new pass from the driver.
@@ -64,12 +64,17 @@ func (p *pass) run() error {
 	for key := range p.failed {
 		p.failing[key] = true
 	}
+	for key := range p.delivered {
+		if err := p.refused[key]; err != nil {
+			p.fail(key, err)
+		}
+	}
 	return p.failed.Err()
 }
 
 // The method list reads the state of HNS.
 func (p *pass) list() error {
-	p.listed = true
+	p.listed, p.root = true, ""
 	return p.survey(p.ctx)
 }
 
@@ -107,7 +112,7 @@ func (p *pass) steps() error {
 		switch {
 		case wanted && !p.isWaiting(w.service):
 			keep = append(keep, f)
-		case !wanted && !p.passing && !p.isWaiting(p.holder(f)):
+		case !wanted && !p.passing && !p.keepsLast(p.holder(f)):
 			remove = append(remove, f)
 		}
 	}
@@ -134,6 +139,11 @@ func (p *pass) steps() error {
 // isWaiting reports whether a service failed earlier and this pass must not retry it.
 func (p *pass) isWaiting(service types.NamespacedName) bool {
 	return p.failing[service] && !p.delivered[service]
+}
+
+// keepsLast reports whether the load balancers of a service must stay as they are.
+func (p *pass) keepsLast(service types.NamespacedName) bool {
+	return p.isWaiting(service) || p.refused[service] != nil
 }
 
 // The method do calls the function step for a frontend. If step fails, the method records

@@ -106,6 +106,9 @@ type environment struct {
 	// nodeIPs are this node's addresses. The addresses preferred for tunnels come first.
 	nodeIPs []netip.Addr
 	network *Network
+	tunnels tunnels // of the field network
+	// maxBalancers limits the load balancers of a service.
+	maxBalancers int
 }
 
 // PreserveDestination is an annotation of services. If its value is "true", packets to a
@@ -116,15 +119,23 @@ const PreserveDestination = "preserve-destination"
 // plan returns the load balancers of a service on this node, in the order of its
 // frontends. It also returns the frontends that HNS cannot provide fully. The function
 // has no side effects. A frontend without endpoints gets no load balancer, because HNS
-// can neither reject nor drop packets.
-func plan(se *api.ServiceEndpoints, on *environment) (policies []policy, lacking []unserved) {
+// can neither reject nor drop packets. If the service has too many frontends, plan returns
+// an error.
+func plan(se *api.ServiceEndpoints, on *environment) (policies []policy, lacking []unserved, err error) {
 	var checked []nodeview.Frontend
+	preserve := preservesDestination(se.Service)
+	lists := map[listKey]*destinations{}
+	planned := map[Frontend]bool{}
+	frontends := 0
 	for f := range nodeview.Frontends(se) {
+		if frontends++; frontends > on.maxBalancers {
+			return nil, nil, fmt.Errorf("create more than %d load balancers for one service: raise Options.MaxLoadBalancers", on.maxBalancers)
+		}
 		if reason := on.refusal(&f); reason != "" {
 			lacking = append(lacking, unserved{key: f.FrontendKey, reason: reason})
 			continue
 		}
-		p, degraded := on.policy(&f, preservesDestination(se.Service))
+		p, degraded := on.policy(&f, preserve, lists)
 		for _, reason := range degraded {
 			lacking = append(lacking, unserved{f.FrontendKey, reason, true})
 		}
@@ -132,17 +143,65 @@ func plan(se *api.ServiceEndpoints, on *environment) (policies []policy, lacking
 			continue
 		}
 		policies = append(policies, p)
-		if f.Kind == nodeview.LoadBalancerIP && slices.ContainsFunc(f.Elsewhere.Endpoints, isNotTerminating) {
+		planned[p.Frontend] = true
+		if f.Kind == nodeview.LoadBalancerIP && lists[listKeyOf(&f, preserve)].running {
 			checked = append(checked, f)
 		}
 	}
 	for i := range checked {
-		p, ok := on.healthCheck(&checked[i], se.Service)
-		if ok && !slices.ContainsFunc(policies, func(other policy) bool { return other.Frontend == p.Frontend }) {
+		if p, ok := on.healthCheck(&checked[i], se.Service); ok && !planned[p.Frontend] {
 			policies = append(policies, p)
+			planned[p.Frontend] = true
 		}
 	}
-	return policies, lacking
+	return policies, lacking, nil
+}
+
+// listKey identifies a list of endpoints of a service. If localOnly is true, only the
+// endpoints on this node are used.
+type listKey struct {
+	id        nodeview.ListID
+	family    api.Family
+	localOnly bool
+}
+
+func listKeyOf(f *nodeview.Frontend, preserve bool) listKey {
+	return listKey{f.Elsewhere.List, f.Family, preserve && (f.Kind == nodeview.NodePort || f.Kind == nodeview.LoadBalancerIP)}
+}
+
+// destinations is a list of endpoints that all frontends with an equal list share.
+type destinations struct {
+	target    uint16
+	endpoints []destination
+	sourceVIP netip.Addr
+	degraded  []string
+	running   bool // not all endpoints of the whole list are terminating
+}
+
+func (on *environment) destinationsOf(f *nodeview.Frontend, key listKey) *destinations {
+	d := &destinations{running: slices.ContainsFunc(f.Elsewhere.Endpoints, isNotTerminating)}
+	var candidates []nodeview.Target
+	for _, e := range f.Elsewhere.Endpoints {
+		if !key.localOnly || e.Local {
+			candidates = append(candidates, e)
+		}
+	}
+	d.target = commonPort(candidates)
+	for _, e := range candidates {
+		if uint16(e.Port) == d.target {
+			d.endpoints = append(d.endpoints, on.destination(e.Endpoint))
+		}
+	}
+	if len(d.endpoints) < len(candidates) {
+		d.degraded = append(d.degraded, fmt.Sprintf("HNS balances to one target port: only endpoints at port %d get traffic", d.target))
+	}
+	slices.SortFunc(d.endpoints, func(a, b destination) int { return a.addr.Compare(b.addr) })
+	d.endpoints = slices.Compact(d.endpoints)
+	if slices.ContainsFunc(d.endpoints, func(d destination) bool { return d.at == hostHere }) {
+		d.degraded = append(d.degraded, "endpoints in the host network of this node get no traffic, unless HNS has an endpoint for the node's address")
+	}
+	d.sourceVIP = on.source(f.Family, d.endpoints)
+	return d
 }
 
 func isNotTerminating(t nodeview.Target) bool { return !t.Conditions.Terminating }
@@ -169,7 +228,8 @@ func (on *environment) refusal(f *nodeview.Frontend) string {
 // the settings that HNS does not support. The policy has the endpoints for traffic from
 // outside this node. This node's own traffic goes to them too, because a load balancer of
 // HNS has only one list of endpoints.
-func (on *environment) policy(f *nodeview.Frontend, preserve bool) (p policy, degraded []string) {
+// Frontends with equal lists share the endpoints, which are in lists.
+func (on *environment) policy(f *nodeview.Frontend, preserve bool, lists map[listKey]*destinations) (p policy, degraded []string) {
 	p = policy{Frontend: Frontend{VIP: f.Addr, Family: f.Family, Protocol: protocolOf(f.Protocol), Port: uint16(f.Port)}}
 	if f.Family == api.IPv6 {
 		p.flags |= IPv6
@@ -182,14 +242,12 @@ func (on *environment) policy(f *nodeview.Frontend, preserve bool) (p policy, de
 	// MasqueradeNode means externalTrafficPolicy Local: a pod gets packets with the client's
 	// address and replies directly to the client. That is direct server return.
 	dsr := f.Masquerade == nodeview.MasqueradeNode
-	localOnly := false
 	switch f.Kind {
 	case nodeview.ClusterIP:
 		dsr = on.dsr
 		p.needsVIPEndpoint = on.network.Overlay
 	case nodeview.NodePort:
 		p.portFlags = LocalRoutedVIP | VIPExternalIP
-		localOnly = preserve
 	case nodeview.ExternalIP:
 		p.portFlags = VIPExternalIP
 	case nodeview.LoadBalancerIP:
@@ -198,33 +256,18 @@ func (on *environment) policy(f *nodeview.Frontend, preserve bool) (p policy, de
 			p.portFlags |= UseMux | PreserveDIP
 			dsr = true
 		}
-		localOnly = preserve
 	}
 	if dsr && on.features.DSR {
 		p.flags |= DSR
 	}
-	var candidates []nodeview.Target
-	for _, e := range f.Elsewhere.Endpoints {
-		if !localOnly || e.Local {
-			candidates = append(candidates, e)
-		}
+	key := listKeyOf(f, preserve)
+	list := lists[key]
+	if list == nil {
+		list = on.destinationsOf(f, key)
+		lists[key] = list
 	}
-	p.target = commonPort(candidates)
-	for _, e := range candidates {
-		if uint16(e.Port) == p.target {
-			p.endpoints = append(p.endpoints, on.destination(e.Endpoint))
-		}
-	}
-	if len(p.endpoints) < len(candidates) {
-		degraded = append(degraded, fmt.Sprintf("HNS balances to one target port: only endpoints at port %d get traffic", p.target))
-	}
-	slices.SortFunc(p.endpoints, func(a, b destination) int { return a.addr.Compare(b.addr) })
-	p.endpoints = slices.Compact(p.endpoints)
-	if slices.ContainsFunc(p.endpoints, func(d destination) bool { return d.at == hostHere }) {
-		degraded = append(degraded, "endpoints in the host network of this node get no traffic, unless HNS has an endpoint for the node's address")
-	}
-	p.sourceVIP = on.source(&p)
-	return p, degraded
+	p.target, p.endpoints, p.sourceVIP = list.target, list.endpoints, list.sourceVIP
+	return p, append(degraded, list.degraded...)
 }
 
 // commonPort returns the most common port of endpoints. If several ports are equally
@@ -273,27 +316,27 @@ func (on *environment) healthCheck(f *nodeview.Frontend, svc *api.Service) (p po
 	if preservesDestination(svc) {
 		p.portFlags |= UseMux | PreserveDIP
 	}
-	p.sourceVIP = on.source(&p)
+	p.sourceVIP = on.source(p.Family, nil)
 	return p, true
 }
 
-// source returns the source address for a policy. This address is the configured source
+// source returns the source address for a policy with these endpoints. This address is the configured source
 // VIP or, if there is none, the node's own address. On an overlay network, the node's own
 // address replaces the source VIP if an endpoint is outside the pod network.
-func (on *environment) source(p *policy) netip.Addr {
+func (on *environment) source(family api.Family, endpoints []destination) netip.Addr {
 	vip := on.sourceVIP4
-	if p.Family == api.IPv6 {
+	if family == api.IPv6 {
 		vip = on.sourceVIP6
 	}
 	if !on.network.Overlay {
-		return cmp.Or(vip, on.nodeIP(p.Family))
+		return cmp.Or(vip, on.nodeIP(family))
 	}
-	for _, e := range p.endpoints {
+	for _, e := range endpoints {
 		if e.at != elsewhere {
 			continue
 		}
-		if provider := on.network.Provider(e.addr); !provider.IsValid() || provider == e.addr {
-			return cmp.Or(on.nodeIP(p.Family), vip)
+		if provider := on.tunnels.provider(e.addr); !provider.IsValid() || provider == e.addr {
+			return cmp.Or(on.nodeIP(family), vip)
 		}
 	}
 	return vip
@@ -315,7 +358,7 @@ func (on *environment) remote(name string, addr netip.Addr) Endpoint {
 	e := Endpoint{Name: name, Network: on.network.ID, Addrs: []netip.Addr{addr}, MAC: macOf(addr), Remote: true}
 	if on.network.Overlay {
 		// If the address belongs to no other node, the provider is this node.
-		e.Provider = cmp.Or(on.network.Provider(addr), on.nodeIP(api.FamilyOf(addr)))
+		e.Provider = cmp.Or(on.tunnels.provider(addr), on.nodeIP(api.FamilyOf(addr)))
 	}
 	return e
 }

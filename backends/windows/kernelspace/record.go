@@ -32,6 +32,8 @@ type record struct {
 	journal *journal.Journal
 	planned map[Frontend]*planned
 	made    map[string]*made // by ID
+	// deleted is the number of load balancers in made that are deleted.
+	deleted int
 }
 
 // The type planned describes a load balancer whose ID is unknown.
@@ -110,6 +112,7 @@ func (r *record) plan(f Frontend, p planned) {
 // The method add records a load balancer that exists in HNS, and removes the plan for its
 // frontend.
 func (r *record) add(id string, m made) {
+	r.setDeleted(id, false)
 	r.made[id] = &m
 	r.journal.Set(madePrefix+id, encode(m))
 	r.dropPlan(m.Frontend)
@@ -134,6 +137,7 @@ func (r *record) dropUnrequested() {
 
 // forget removes from the record a load balancer that HNS no longer has.
 func (r *record) forget(id string) {
+	r.setDeleted(id, false)
 	delete(r.made, id)
 	r.journal.Delete(madePrefix + id)
 }
@@ -142,11 +146,11 @@ func (r *record) forget(id string) {
 // listed. For each requested load balancer whose ID is unknown, it adds the listed load
 // balancer that has the same frontend and target port.
 func (r *record) confirm(have *holdings) {
-	for id, m := range r.made {
+	for id := range r.made {
 		if _, listed := have.balancers[id]; !listed {
 			r.forget(id)
 		} else {
-			m.deleted = false
+			r.setDeleted(id, false)
 		}
 	}
 	for f, p := range r.planned {
@@ -163,16 +167,22 @@ func (r *record) confirm(have *holdings) {
 	}
 }
 
-// len returns the number of this backend's load balancers in HNS.
-func (r *record) len() int {
-	n := 0
-	for _, m := range r.made {
-		if !m.deleted {
-			n++
-		}
+// setDeleted records whether HNS has reported the deletion of a load balancer, if the
+// backend owns it.
+func (r *record) setDeleted(id string, deleted bool) {
+	m := r.made[id]
+	if m == nil || m.deleted == deleted {
+		return
 	}
-	return n
+	if m.deleted = deleted; deleted {
+		r.deleted++
+	} else {
+		r.deleted--
+	}
 }
+
+// len returns the number of this backend's load balancers in HNS.
+func (r *record) len() int { return len(r.made) - r.deleted }
 
 // unchanged reports whether two load balancers have the same settings, apart from the
 // endpoints. HNS does not report all settings. If HNS reports the same settings as

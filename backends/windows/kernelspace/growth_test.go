@@ -1,0 +1,69 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package kernelspace
+
+import (
+	"fmt"
+	"net/netip"
+	"testing"
+
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/nodeview"
+)
+
+// wideView returns the view of a service with ports, external IPs and endpoints.
+func wideView(ports, externalIPs, endpoints int) *api.ServiceEndpoints {
+	svc := &api.Service{Namespace: "default", Name: "wide", Type: api.ClusterIP, IPFamilies: []api.Family{api.IPv4}}
+	slice := &api.EndpointSlice{Namespace: "default", Name: "wide", ServiceName: "wide", Family: api.IPv4}
+	for i := range externalIPs {
+		svc.IPs.ExternalIPs.Add(netip.AddrFrom4([4]byte{198, 18, byte(i >> 8), byte(i)}))
+	}
+	for i := range ports {
+		name := fmt.Sprint("p", i)
+		svc.Ports = append(svc.Ports, api.PortMapping{Name: name, Protocol: api.TCP, Port: int32(1000 + i)})
+		slice.Ports = append(slice.Ports, api.EndpointPort{Name: name, Protocol: api.TCP, Port: 8080})
+	}
+	for i := range endpoints {
+		slice.Endpoints = append(slice.Endpoints, api.SliceEndpoint{
+			Addr: netip.AddrFrom4([4]byte{10, 1, byte(i >> 8), byte(i)}), NodeName: "elsewhere", Conditions: api.Conditions{Ready: true, Serving: true},
+		})
+	}
+	return nodeview.View(&api.ServiceState{Service: svc, Slices: []*api.EndpointSlice{slice}}, &api.Node{Name: "here"})
+}
+
+// TestFrontendsShareEndpoints plans a service whose frontends all have the same endpoints.
+func TestFrontendsShareEndpoints(t *testing.T) {
+	policies, _, err := plan(wideView(10, 20, 30), &environment{network: &Network{}, maxBalancers: 200})
+	if err != nil || len(policies) != 200 {
+		t.Fatalf("%d load balancers, error %v, want 200", len(policies), err)
+	}
+	for i := range policies {
+		if len(policies[i].endpoints) != 30 || &policies[i].endpoints[0] != &policies[0].endpoints[0] {
+			t.Fatalf("%s has %d endpoints of its own, want the list of the first frontend", policies[i].Frontend, len(policies[i].endpoints))
+		}
+	}
+	if _, _, err := plan(wideView(10, 21, 30), &environment{network: &Network{}, maxBalancers: 200}); err == nil {
+		t.Error("a service with more frontends is not refused")
+	}
+}
+
+func TestTunnels(t *testing.T) {
+	network := &Network{Overlay: true}
+	for i := range 1000 {
+		network.RemoteSubnets = append(network.RemoteSubnets, RemoteSubnet{
+			Prefix:   netip.PrefixFrom(netip.AddrFrom4([4]byte{10, byte(i >> 8), byte(i), 0}), 24),
+			Provider: netip.AddrFrom4([4]byte{192, 168, byte(i >> 8), byte(i)}),
+		})
+	}
+	tunnels := newTunnels(network)
+	if len(tunnels.lengths) != 1 {
+		t.Errorf("a search tries the prefix lengths %v, want one length", tunnels.lengths)
+	}
+	for addr, want := range map[string]string{
+		"10.1.2.3": "192.168.1.2", "192.168.3.231": "192.168.3.231", "10.4.0.1": "invalid IP", "fd00::1": "invalid IP",
+	} {
+		if got := tunnels.provider(netip.MustParseAddr(addr)).String(); got != want {
+			t.Errorf("the tunnel to %s ends at %s, want %s", addr, got, want)
+		}
+	}
+}

@@ -311,9 +311,19 @@ func (b *Backend) program(ctx context.Context, c *sink.Changes) error {
 	for i, t := range b.rulesets {
 		lists[i] = t.render(c.Services, &failed)
 	}
+	// A large service is programmed after the others, and alone.
+	large := make([][]service, len(b.rulesets))
 	for i, t := range b.rulesets {
+		lists[i], large[i] = bySize(lists[i])
 		if err := t.apply(ctx, lists[i], &failed); err != nil {
 			return err
+		}
+	}
+	for i, t := range b.rulesets {
+		for _, s := range large[i] {
+			if err := t.apply(ctx, []service{s}, &failed); err != nil {
+				return err
+			}
 		}
 	}
 	if c.Last {

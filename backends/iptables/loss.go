@@ -6,7 +6,6 @@ package iptables
 
 import (
 	"context"
-	"encoding/binary"
 	"errors"
 	"fmt"
 	"strings"
@@ -34,19 +33,16 @@ func (t *ruleset) checkLoss(ctx context.Context) error {
 	if err != nil || !t.withSets {
 		return err
 	}
-	want := map[string]int{}
-	for e, sure := range t.inSets {
-		if sure {
-			want[e.set]++
-		}
+	if err := t.destroySources(ctx); err != nil {
+		return err
+	}
+	counts, err := t.run.countElements(ctx)
+	if err != nil {
+		return err
 	}
 	for kind := range setTypes {
-		is, err := t.run.countElements(ctx, t.setName(kind))
-		if err != nil {
-			return err
-		}
-		if is < want[kind] {
-			return kernelnode.Differs("set %s has %d elements, fewer than %d", t.setName(kind), is, want[kind])
+		if is := counts[t.setName(kind)]; is < t.sure[kind] {
+			return kernelnode.Differs("set %s has %d elements, fewer than %d", t.setName(kind), is, t.sure[kind])
 		}
 	}
 	return nil
@@ -184,21 +180,20 @@ func (r *runner) countEntries(table string) (n int, err error) {
 	return int(info.entries), nil
 }
 
-// countElements returns the number of elements of a set, or 0 if the set does not exist.
-func (r *runner) countElements(ctx context.Context, name string) (n int, err error) {
-	err = r.conn.Query(ctx, func(w *netfilter.Builder) {
-		at := w.Begin(listSet, unix.NLM_F_DUMP, netfilter.Family(r.family))
+// countElements returns the number of elements of each set.
+func (r *runner) countElements(ctx context.Context) (map[string]int, error) {
+	counts := map[string]int{}
+	err := r.conn.Query(ctx, func(w *netfilter.Builder) {
+		at := w.Begin(listSet, unix.NLM_F_DUMP, unix.NFPROTO_UNSPEC)
 		w.Bytes(attrProtocol, setProtocol)
-		w.String(attrSetName, name)
 		w.Uint32(attrFlags|unix.NLA_F_NET_BYTEORDER, listHeader)
 		w.End(at)
 	}, func(attributes []byte) {
-		if count := netfilter.Attribute(netfilter.Attribute(attributes, attrData), attrCount); len(count) == 4 {
-			n = int(binary.BigEndian.Uint32(count))
-		}
+		name := netfilter.String(netfilter.Attribute(attributes, attrSetName))
+		counts[name] = int(netfilter.Uint32(netfilter.Attribute(netfilter.Attribute(attributes, attrData), attrCount)))
 	})
-	if err != nil && !errors.Is(err, unix.ENOENT) {
-		return 0, fmt.Errorf("count the elements of set %s: %w", name, err)
+	if err != nil {
+		return nil, fmt.Errorf("list sets: %w", err)
 	}
-	return n, nil
+	return counts, nil
 }

@@ -63,6 +63,7 @@ func sourceRanges(s *api.Service) {
 	}}
 }
 
+func noNodePort(s *api.Service)    { s.Ports[0].NodePort = 0 }
 func externalLocal(s *api.Service) { s.ExternalTrafficToLocal = true }
 func allPorts(s *api.Service)      { s.AllPorts, s.Ports = true, nil }
 

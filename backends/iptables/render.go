@@ -9,12 +9,11 @@ import (
 	"crypto/sha256"
 	"encoding/base32"
 	"fmt"
-	"math"
 	"net/netip"
 	"regexp"
 	"slices"
+	"strconv"
 	"strings"
-	"time"
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/nodeview"
@@ -38,6 +37,7 @@ const (
 	markPacket  = "MARK"        // marks packets to be masqueraded
 	outsiders   = "OUTSIDERS"   // marks packets to cluster IPs from outside the pod network
 	reject      = "REJECT"
+	ownNode     = "OWNNODE" // drops packets that neither this node nor its pods have sent
 )
 
 // The kinds of sets. Set names have the number of the family at the end, because IPv4 and
@@ -67,6 +67,10 @@ type rendered struct {
 	entries map[entryID]string
 	// elements are the elements of sets that the service needs.
 	elements map[element]bool
+	// sources has the sources that the service admits at each restricted address.
+	sources map[netip.Addr]*sourceList
+	// rules is the number of rules in chains and entries.
+	rules int
 }
 
 // entryID identifies a rule of a dispatch chain by the match of a frontend. The rest of
@@ -81,7 +85,7 @@ type entryID struct {
 type element struct{ set, text string }
 
 func newRendered() *rendered {
-	return &rendered{map[chainID]string{}, map[entryID]string{}, map[element]bool{}}
+	return &rendered{chains: map[chainID]string{}, entries: map[entryID]string{}, elements: map[element]bool{}, sources: map[netip.Addr]*sourceList{}}
 }
 
 func (r *rendered) isEmpty() bool { return len(r.chains)+len(r.entries)+len(r.elements) == 0 }
@@ -101,6 +105,7 @@ func (r *rendered) hasAffinity() bool {
 
 func (r *rendered) add(table, name string, rules []string) {
 	r.chains[chainID{table, name}] = strings.Join(rules, "\n")
+	r.rules += len(rules)
 }
 
 // environment has the properties of the node that affect rules.
@@ -141,8 +146,11 @@ func (r *renderer) hashed(kind string, parts ...any) string {
 	for _, part := range append(parts, int(r.family)) {
 		fmt.Fprintf(h, "%v\x00", part)
 	}
-	return r.name(kind + base32.StdEncoding.EncodeToString(h.Sum(nil))[:15])
+	return r.name(kind + base32.StdEncoding.EncodeToString(h.Sum(nil))[:hashLen])
 }
+
+// hashLen is the number of characters of the hash in a name.
+const hashLen = 15
 
 func jump(target string) string { return "-j " + target }
 
@@ -161,15 +169,15 @@ var protocolNames = map[api.Protocol]string{api.TCP: "tcp", api.UDP: "udp", api.
 // match returns the match of a frontend. The match of a node port does not contain an
 // address.
 func match(k *nodeview.FrontendKey) string {
-	var parts []string
+	text := ""
 	if k.Kind != nodeview.NodePort {
-		parts = append(parts, "-d "+prefixOf(k.Addr).String())
+		text = "-d " + prefixOf(k.Addr).String()
 	}
-	if k.Port != 0 {
-		p := protocolNames[k.Protocol]
-		parts = append(parts, fmt.Sprintf("-p %s -m %s --dport %d", p, p, k.Port))
+	if k.Port == 0 {
+		return text
 	}
-	return strings.Join(parts, " ")
+	p := protocolNames[k.Protocol]
+	return strings.TrimPrefix(text+" -p "+p+" -m "+p+" --dport "+strconv.Itoa(int(k.Port)), " ")
 }
 
 // fromHere matches packets that this node sends.
@@ -237,6 +245,7 @@ func (r *renderer) skeleton() *rendered {
 	if r.family == api.IPv6 {
 		icmp = "icmp6-port-unreachable"
 	}
+	out.add(filter, r.name(ownNode), append(r.fromNode("-j RETURN"), "-j DROP"))
 	out.add(filter, r.name(reject), []string{"-p tcp -j REJECT --reject-with tcp-reset", "-j REJECT --reject-with " + icmp})
 	if r.withSets {
 		for _, a := range r.nodePortAddrs() {
@@ -285,12 +294,26 @@ type serviceRenderer struct {
 	se  *api.ServiceEndpoints
 	key string
 	out *rendered
+	// last is the previous record of the service, or nil.
+	last *record
+
+	// The fields below have results that many frontends of the service share.
+	lists    map[listID]string
+	kept     map[uint64][]keptList
+	wrappers map[wrapper]string
+	targets  map[nodeview.ListID]map[netip.AddrPort]bool
+	comments map[*api.PortMapping]string
 }
 
 // The method service returns the rules and elements that the view se needs. If se is nil,
-// the result is empty.
-func (r *renderer) service(se *api.ServiceEndpoints) *rendered {
-	s := serviceRenderer{r, se, "", newRendered()}
+// the result is empty. The argument last is the previous record of the service in the same
+// environment, or nil.
+func (r *renderer) service(se *api.ServiceEndpoints, last *record) *rendered {
+	s := serviceRenderer{
+		renderer: r, se: se, out: newRendered(), last: last,
+		lists: map[listID]string{}, kept: map[uint64][]keptList{}, wrappers: map[wrapper]string{},
+		targets: map[nodeview.ListID]map[netip.AddrPort]bool{}, comments: map[*api.PortMapping]string{},
+	}
 	if se == nil {
 		return s.out
 	}
@@ -300,7 +323,8 @@ func (r *renderer) service(se *api.ServiceEndpoints) *rendered {
 			if r.withSets {
 				s.out.elements[element{clusterIPSet, a.String()}] = true
 			} else {
-				s.entry(filter, &nodeview.Frontend{FrontendKey: nodeview.FrontendKey{Kind: nodeview.ClusterIP, Addr: a, Family: r.family}}, r.name(reject))
+				f := nodeview.Frontend{FrontendKey: nodeview.FrontendKey{Kind: nodeview.ClusterIP, Addr: a, Family: r.family}}
+				s.out.entries[s.entryOf(filter, &f)] = s.comment(&f) + jump(r.name(reject))
 			}
 		}
 	}
@@ -308,22 +332,23 @@ func (r *renderer) service(se *api.ServiceEndpoints) *rendered {
 		if f.Family != r.family {
 			continue
 		}
-		s.entry(mangle, &f, s.restricted(&f))
-		s.entry(nat, &f, s.translated(&f))
-		s.entry(filter, &f, s.untranslated(&f))
+		id := s.entryOf(filter, &f)
+		for i, rule := range [len(tables)]string{s.untranslated(&f), s.restricted(&f), s.translated(&f)} {
+			id.chain.table = tables[i]
+			if rule != "" {
+				s.out.entries[id] = s.comment(&f) + rule
+				s.out.rules++
+			} else if _, ok := s.out.entries[id]; !ok {
+				s.out.entries[id] = "" // the frontend needs no entry in this table
+			}
+		}
 	}
 	return s.out
 }
 
-// entry adds the entry of a frontend to its dispatch chain. If target is empty, the
-// frontend needs no entry.
-func (s *serviceRenderer) entry(table string, f *nodeview.Frontend, target string) {
-	id := entryID{chainID{table, s.name(dispatchChain(&f.FrontendKey))}, match(&f.FrontendKey)}
-	if target != "" {
-		s.out.entries[id] = s.comment(f) + jump(target)
-	} else if _, ok := s.out.entries[id]; !ok {
-		s.out.entries[id] = ""
-	}
+// entryOf returns the identifier of the entry of a frontend in a table.
+func (s *serviceRenderer) entryOf(table string, f *nodeview.Frontend) entryID {
+	return entryID{chainID{table, s.name(dispatchChain(&f.FrontendKey))}, match(&f.FrontendKey)}
 }
 
 var plainName = regexp.MustCompile(`^[A-Za-z0-9._:/-]{1,200}$`)
@@ -331,87 +356,80 @@ var plainName = regexp.MustCompile(`^[A-Za-z0-9._:/-]{1,200}$`)
 // comment returns a comment with the name of the service port. It returns no comment if
 // the name has unusual characters, which the API does not allow.
 func (s *serviceRenderer) comment(f *nodeview.Frontend) string {
+	if comment, ok := s.comments[f.ServicePort]; ok {
+		return comment
+	}
 	text := s.key
 	if f.ServicePort != nil && f.ServicePort.Name != "" {
 		text += ":" + f.ServicePort.Name
 	}
-	if !plainName.MatchString(text) {
-		return ""
+	comment := ""
+	if plainName.MatchString(text) {
+		comment = fmt.Sprintf("-m comment --comment %q ", text)
 	}
-	return fmt.Sprintf("-m comment --comment %q ", text)
-}
-
-// port returns a text that identifies the service port of f.
-func port(f *nodeview.Frontend) string {
-	if f.ServicePort == nil {
-		return "all"
-	}
-	return fmt.Sprint(f.ServicePort.Protocol, f.ServicePort.Port)
+	s.comments[f.ServicePort] = comment
+	return comment
 }
 
 // endNAT ends table nat for a packet that table filter drops. Otherwise a rule of
 // another service or program could translate it.
 const endNAT = "-j ACCEPT"
 
-// The method translated returns the chain of table nat for the packets of f. It returns
-// "" if there is no endpoint for any packet.
-func (s *serviceRenderer) translated(f *nodeview.Frontend) string {
-	var rules []string
-	kind := "C" // the chain of a cluster IP
-	switch f.Masquerade {
-	case nodeview.MasqueradeIfConfigured:
-		list := s.list(f, &f.Elsewhere)
-		if list == "" || !s.marksOutsiders() {
-			return list
-		}
-		rules = append(rules, jump(s.name(outsiders)), jump(list))
-	case nodeview.MasqueradeAll:
-		kind = "X" // the chain of external frontends
-		if list := s.list(f, &f.Elsewhere); list != "" {
-			rules = append(rules, jump(s.name(markPacket)), jump(list))
-		}
-	case nodeview.MasqueradeNode:
-		kind = "X"
-		if list := s.list(f, &f.Node); list != "" {
-			rules = append(rules, fromHere+jump(s.name(markPacket)))
-			rules = append(rules, s.fromNode(jump(list))...)
-		}
-		if list := s.list(f, &f.Elsewhere); list != "" {
-			rules = append(rules, jump(list))
-		} else if len(rules) > 0 {
-			rules = append(rules, endNAT)
-		}
-	}
-	if len(rules) == 0 {
-		return ""
-	}
-	chain := s.hashed(kind, s.key, port(f))
-	s.out.add(nat, chain, rules)
-	return chain
+// wrapper identifies a chain of table nat that leads to chains of lists.
+type wrapper struct {
+	masquerade      nodeview.Masquerade
+	node, elsewhere string // the chains of lists
 }
 
-// The method restricted returns the chain of table mangle that drops packets to f from
-// other sources than those that f admits. It returns "" if f admits all sources. Table
-// mangle is before table nat, so a rule of another program cannot translate such packets
-// first.
-func (s *serviceRenderer) restricted(f *nodeview.Frontend) string {
-	if !f.Sources.Restricted {
+// The method translated returns the target in table nat for the packets of f. It returns
+// "" if there is no endpoint for any packet. Frontends with the same lists share a chain.
+func (s *serviceRenderer) translated(f *nodeview.Frontend) string {
+	w := wrapper{masquerade: f.Masquerade, elsewhere: s.list(f, &f.Elsewhere)}
+	if f.Masquerade == nodeview.MasqueradeNode {
+		w.node = s.list(f, &f.Node)
+	}
+	switch {
+	case w.node == "" && w.elsewhere == "":
 		return ""
+	case f.Masquerade == nodeview.MasqueradeIfConfigured && !s.marksOutsiders():
+		return jump(w.elsewhere)
 	}
-	var rules []string
-	for _, prefix := range f.Sources.Prefixes(s.env.node) {
-		rules = append(rules, fmt.Sprintf("-s %s -j RETURN", prefix.Masked()))
+	chain, ok := s.wrappers[w]
+	if !ok {
+		kind := "X" // the chain of external frontends
+		if f.Masquerade == nodeview.MasqueradeIfConfigured {
+			kind = "C" // the chain of a cluster IP
+		}
+		chain = s.hashed(kind, s.key, w.masquerade, w.node, w.elsewhere)
+		s.out.add(nat, chain, s.wrap(w))
+		s.wrappers[w] = chain
 	}
-	chain := s.hashed("F", s.key, port(f), f.Addr)
-	s.out.add(mangle, chain, append(rules, "-j DROP"))
-	return chain
+	return jump(chain)
+}
+
+// wrap returns the rules of the chain for w.
+func (s *serviceRenderer) wrap(w wrapper) (rules []string) {
+	switch w.masquerade {
+	case nodeview.MasqueradeIfConfigured:
+		return []string{jump(s.name(outsiders)), jump(w.elsewhere)}
+	case nodeview.MasqueradeAll:
+		return []string{jump(s.name(markPacket)), jump(w.elsewhere)}
+	}
+	if w.node != "" {
+		rules = append(rules, fromHere+jump(s.name(markPacket)))
+		rules = append(rules, s.fromNode(jump(w.node))...)
+	}
+	if w.elsewhere == "" {
+		return append(rules, endNAT)
+	}
+	return append(rules, jump(w.elsewhere))
 }
 
 // fromNode returns rules for packets of this node and its pods. Each rule ends with the
 // content of end.
-func (s *serviceRenderer) fromNode(end string) []string {
+func (r *renderer) fromNode(end string) []string {
 	rules := []string{fromHere + end}
-	for _, match := range s.podMatches() {
+	for _, match := range r.podMatches() {
 		rules = append(rules, match+end)
 	}
 	return rules
@@ -429,208 +447,29 @@ func (s *serviceRenderer) untranslated(f *nodeview.Frontend) string {
 	switch {
 	case verdict == nodeview.Forward:
 		return ""
-	case reachesItself(f, &f.Node):
-		chain := s.hashed("R", s.key, port(f), f.Addr)
-		s.out.add(filter, chain, append(s.fromNode("-j RETURN"), "-j DROP"))
-		return chain
+	case s.reachesItself(f, &f.Node):
+		return jump(s.name(ownNode))
 	case s.withSets && f.Kind != nodeview.NodePort && f.Port != 0:
 		s.out.elements[element{set, fmt.Sprintf("%s,%s:%d", f.Addr, protocolNames[f.Protocol], f.Port)}] = true
 		return ""
 	}
-	return target
+	return jump(target)
 }
 
 // reachesItself reports whether an endpoint of t has the address and port of f. If table
 // nat selects this endpoint, the packet does not change, so table filter cannot recognize
 // that it was translated.
-func reachesItself(f *nodeview.Frontend, t *nodeview.Traffic) bool {
-	return slices.ContainsFunc(t.Endpoints, func(e nodeview.Target) bool { return e.Addr == f.Addr && e.Port == f.Port })
-}
-
-// list adds the chain that selects an endpoint of t, and returns its name. It returns ""
-// if the verdict of t is not Forward.
-func (s *serviceRenderer) list(f *nodeview.Frontend, t *nodeview.Traffic) string {
-	if t.Verdict != nodeview.Forward {
-		return ""
+func (s *serviceRenderer) reachesItself(f *nodeview.Frontend, t *nodeview.Traffic) bool {
+	if len(t.Endpoints) == 0 {
+		return false
 	}
-	chain := s.hashed("L", s.key, port(f), uint64(t.List))
-	if _, ok := s.out.chains[chainID{nat, chain}]; ok {
-		return chain
-	}
-	var known, random []string
-	for i := range t.Endpoints {
-		protocol, target := s.endpoint(f, &t.Endpoints[i])
-		record := ""
-		if f.Affinity > 0 {
-			clients := s.clients(f, &t.Endpoints[i])
-			record = matchRecent + "--set " + clients
-			known = append(known, fmt.Sprintf("%s%s--update --seconds %d --reap %s%s", protocol, matchRecent, int64(f.Affinity/time.Second), clients, jump(target)))
+	targets, ok := s.targets[t.List]
+	if !ok {
+		targets = make(map[netip.AddrPort]bool, len(t.Endpoints))
+		for _, e := range t.Endpoints {
+			targets[netip.AddrPortFrom(e.Addr, uint16(e.Port))] = true
 		}
-		random = append(random, protocol+oneIn(len(t.Endpoints)-i)+record+jump(target))
+		s.targets[t.List] = targets
 	}
-	s.out.add(nat, chain, append(known, random...))
-	return chain
-}
-
-// The method endpoint returns the target that sends packets of f to the endpoint e. If a
-// rule with this target must match the protocol, the result protocol is that match. A
-// connection of the endpoint to itself is masqueraded: by an element of a set or, if that
-// is not possible, by a rule of a chain, which then is the target.
-func (s *serviceRenderer) endpoint(f *nodeview.Frontend, e *nodeview.Target) (protocol, target string) {
-	if e.Port != 0 {
-		protocol = "-p " + protocolNames[f.Protocol] + " "
-	}
-	target = "DNAT --to-destination " + destination(e)
-	switch {
-	case !e.Local:
-	case s.withSets && e.Port != 0:
-		s.out.elements[element{hairpinSet, fmt.Sprintf("%s,%s:%d,%s", e.Addr, protocolNames[f.Protocol], e.Port, e.Addr)}] = true
-	default:
-		chain := s.hashed("E", s.key, port(f), destination(e))
-		s.out.add(nat, chain, []string{
-			fmt.Sprintf("-s %s %s", prefixOf(e.Addr), jump(s.name(markPacket))),
-			protocol + jump(target),
-		})
-		return "", chain
-	}
-	return protocol, target
-}
-
-// destination returns the address to which packets for e are sent. It includes the port
-// unless e stands for all ports.
-func destination(e *nodeview.Target) string {
-	if e.Port == 0 {
-		return e.Addr.String()
-	}
-	return netip.AddrPortFrom(e.Addr, uint16(e.Port)).String()
-}
-
-// clients returns options of the iptables match "recent". The options select the list of
-// the clients of f that are connected to e.
-func (s *serviceRenderer) clients(f *nodeview.Frontend, e *nodeview.Target) string {
-	mask := "255.255.255.255"
-	if s.family == api.IPv6 {
-		mask = "ffff:ffff:ffff:ffff:ffff:ffff:ffff:ffff"
-	}
-	return fmt.Sprintf("--name %s --mask %s --rsource ", s.hashed("E", s.key, port(f), destination(e)), mask)
-}
-
-// oneIn returns a match that selects one in n packets at random. The kernel stores the
-// probability in 31 bits.
-func oneIn(n int) string {
-	if n == 1 {
-		return ""
-	}
-	return fmt.Sprintf("-m statistic --mode random --probability %.11f ", math.Round((1<<31)/float64(n))/(1<<31))
-}
-
-// Dispatch chains form a tree. The chain services selects one of 16 chains by the lowest
-// four bits of the destination address. Each of these 16 chains selects one of 16 further
-// chains by the next four bits. The chain nodePorts selects a chain by protocol and port.
-
-// dispatchChain returns the name, without the prefix, of the chain that has the entry of a
-// frontend.
-func dispatchChain(k *nodeview.FrontendKey) string {
-	if k.Kind == nodeview.NodePort {
-		return fmt.Sprintf("N%c%X", k.Protocol.String()[0], k.Port/portsPerChain)
-	}
-	b := k.Addr.AsSlice()
-	last := b[len(b)-1]
-	return fmt.Sprintf("D%X%X", last&15, last>>4)
-}
-
-// portsPerChain is the number of node ports of a dispatch chain.
-const portsPerChain = 64
-
-// dispatchName matches the names, without the prefix, of dispatch chains that have
-// entries.
-var dispatchName = regexp.MustCompile(`^(D[0-9A-F]{2}|N[TUS][0-9A-F]+)$`)
-
-// parent returns the name of the chain that leads to a dispatch chain. Both names are
-// without the prefix. The chain services is the root, so its parent is "".
-func parent(suffix string) string {
-	switch {
-	case suffix == services:
-		return ""
-	case suffix == nodePorts:
-		return services
-	case suffix[0] == 'N':
-		return nodePorts
-	case len(suffix) == 3: // such as D3F
-		return suffix[:2]
-	default:
-		return services
-	}
-}
-
-// branch returns the rules that lead from the parent of a dispatch chain to that chain.
-func (r *renderer) branch(suffix string) []string {
-	target := jump(r.name(suffix))
-	switch {
-	case suffix == nodePorts && r.withSets:
-		return []string{r.setMatch(nodeAddresses, "dst") + target}
-	case suffix == nodePorts:
-		var rules []string
-		for _, a := range r.nodePortAddrs() {
-			rules = append(rules, fmt.Sprintf("-d %s %s", prefixOf(a), target))
-		}
-		return rules
-	case suffix[0] == 'N':
-		protocol := map[byte]string{'T': "tcp", 'U': "udp", 'S': "sctp"}[suffix[1]]
-		var group int
-		fmt.Sscanf(suffix[2:], "%X", &group)
-		return []string{fmt.Sprintf("-p %s -m %s --dport %d:%d %s", protocol, protocol, group*portsPerChain, (group+1)*portsPerChain-1, target)}
-	default:
-		var value byte
-		fmt.Sscanf(suffix[len(suffix)-1:], "%X", &value)
-		mask := byte(0x0f)
-		if len(suffix) == 3 {
-			value, mask = value<<4, 0xf0
-		}
-		return []string{fmt.Sprintf("-d %s/%s %s", r.lowest(value), r.lowest(mask), target)}
-	}
-}
-
-// lowest returns an address that is zero except for its last octet.
-func (r *renderer) lowest(value byte) netip.Addr {
-	b := make([]byte, addrLen(r.family))
-	b[len(b)-1] = value
-	a, _ := netip.AddrFromSlice(b)
-	return a
-}
-
-func addrLen(family api.Family) int {
-	if family == api.IPv6 {
-		return 16
-	}
-	return 4
-}
-
-// dispatch returns the rules of a dispatch chain with these entries and children.
-func (r *renderer) dispatch(id chainID, entries []string, children []string) string {
-	rules := entries
-	isFilterRoot := id == chainID{filter, r.name(services)}
-	if isFilterRoot && !r.opts.AcceptInvalid {
-		rules = append(rules, "-m conntrack --ctstate INVALID -j DROP")
-	}
-	if isFilterRoot {
-		// Skip translated packets: their new destination may equal another frontend.
-		rules = append(rules, "-m conntrack --ctstate DNAT -j RETURN")
-	}
-	if isFilterRoot && r.withSets {
-		rules = append(rules, r.setMatch(dropSet, "dst,dst")+"-j DROP", r.setMatch(rejectSet, "dst,dst")+jump(r.name(reject)))
-	}
-	for _, suffix := range children {
-		rules = append(rules, r.branch(suffix)...)
-	}
-	if isFilterRoot && r.withSets && !r.opts.AcceptUnknownPorts {
-		rules = append(rules, r.setMatch(clusterIPSet, "dst")+jump(r.name(reject)))
-	}
-	return strings.Join(rules, "\n")
-}
-
-// sortEntries sorts the entries of a dispatch chain, so that an entry for one port of an
-// address precedes the entry for all its ports.
-func sortEntries(matches []string) {
-	slices.SortFunc(matches, func(a, b string) int { return strings.Compare(b, a) })
+	return targets[netip.AddrPortFrom(f.Addr, uint16(f.Port))]
 }

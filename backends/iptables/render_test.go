@@ -45,6 +45,14 @@ func (r *rendered) lines(opts *Options) []string {
 			shorten(m[1])
 		}
 	}
+	for addr, list := range r.sources {
+		if list.content != "" {
+			shorten(list.name)
+			for line := range strings.SplitSeq(list.content, "\n") {
+				out = append(out, fmt.Sprintf("%s for %s: %s", names[list.name], addr, line))
+			}
+		}
+	}
 	short := func(s string) string {
 		for long, name := range names {
 			s = strings.ReplaceAll(s, long, name)
@@ -77,7 +85,7 @@ func TestMasqueradeMarkIsRendered(t *testing.T) {
 	for _, family := range families {
 		r := &renderer{opts: opts, family: family}
 		var got []string
-		for _, line := range append(r.skeleton().lines(opts), r.service(view("web", "10.96.0.1 fd00:96::1", "!10.1.0.1 !fd00::1", loadBalancer)).lines(opts)...) {
+		for _, line := range append(r.skeleton().lines(opts), r.service(view("web", "10.96.0.1 fd00:96::1", "!10.1.0.1 !fd00::1", loadBalancer), nil).lines(opts)...) {
 			if strings.Contains(line, "mark") || strings.Contains(line, "0x") {
 				got = append(got, line)
 			}
@@ -192,9 +200,8 @@ func TestServicesAreRendered(t *testing.T) {
 		view: view("a", "10.96.0.31", "10.1.0.1", loadBalancer, sourceRanges),
 		want: `
 			CLUSTERIPS has 10.96.0.31
-			mangle D10: -d 203.0.113.1/32 -p tcp -m tcp --dport 80 -m comment --comment "default/a:http" -j F1
-			mangle F1 1: -s 198.51.100.0/24 -j RETURN
-			mangle F1 2: -j DROP
+			S1 for 203.0.113.1: 198.51.100.0/24
+			mangle D10: -d 203.0.113.1/32 -p tcp -m tcp --dport 80 -m comment --comment "default/a:http" -m set ! --match-set S1 src -j DROP
 			nat D10: -d 203.0.113.1/32 -p tcp -m tcp --dport 80 -m comment --comment "default/a:http" -j X1
 			nat DF1: -d 10.96.0.31/32 -p tcp -m tcp --dport 80 -m comment --comment "default/a:http" -j L1
 			nat L1 1: -p tcp -j DNAT --to-destination 10.1.0.1:8080
@@ -206,10 +213,29 @@ func TestServicesAreRendered(t *testing.T) {
 		view: view("a", "", "", loadBalancer, sourceRanges),
 		want: `
 			REJECT has 2001:db8:1::1,tcp:80
+			S1 for 2001:db8:1::1: 2001:db8:2::/48
 			filter NT1D6: -p tcp -m tcp --dport 30080 -m comment --comment "default/a:http" -j REJECT
+			mangle D10: -d 2001:db8:1::1/128 -p tcp -m tcp --dport 80 -m comment --comment "default/a:http" -m set ! --match-set S1 src -j DROP`,
+	}, {
+		name: "without sets, a chain has the source ranges", family: api.IPv6,
+		view: view("a", "", "fd00::1", loadBalancer, sourceRanges, noNodePort),
+		want: `
+			F1 for 2001:db8:1::1: -j DROP
+			F1 for 2001:db8:1::1: -s 2001:db8:2::/48 -j RETURN
 			mangle D10: -d 2001:db8:1::1/128 -p tcp -m tcp --dport 80 -m comment --comment "default/a:http" -j F1
-			mangle F1 1: -s 2001:db8:2::/48 -j RETURN
-			mangle F1 2: -j DROP`,
+			nat D10: -d 2001:db8:1::1/128 -p tcp -m tcp --dport 80 -m comment --comment "default/a:http" -j X1
+			nat L1 1: -p tcp -j DNAT --to-destination [fd00::1]:8080
+			nat X1 1: -j MARK
+			nat X1 2: -j L1`,
+	}, {
+		name: "ranges of the other family admit no source", family: api.IPv6, withSets: true,
+		view: view("a", "", "fd00::1", loadBalancer, sourceRanges, noNodePort, func(s *api.Service) { s.SourceRanges[0].Prefixes = s.SourceRanges[0].Prefixes[:1] }),
+		want: `
+			mangle D10: -d 2001:db8:1::1/128 -p tcp -m tcp --dport 80 -m comment --comment "default/a:http" -j DROP
+			nat D10: -d 2001:db8:1::1/128 -p tcp -m tcp --dport 80 -m comment --comment "default/a:http" -j X1
+			nat L1 1: -p tcp -j DNAT --to-destination [fd00::1]:8080
+			nat X1 1: -j MARK
+			nat X1 2: -j L1`,
 	}, {
 		name: "an all-ports service keeps ports", family: api.IPv4, withSets: true,
 		view: view("a", "10.96.0.31", "10.1.0.1", allPorts),
@@ -235,7 +261,7 @@ func TestServicesAreRendered(t *testing.T) {
 			for line := range strings.Lines(strings.TrimPrefix(c.want, "\n")) {
 				want = append(want, strings.TrimSpace(line))
 			}
-			if diff := cmp.Diff(want, r.service(c.view).lines(&opts)); diff != "" {
+			if diff := cmp.Diff(want, r.service(c.view, nil).lines(&opts)); diff != "" {
 				t.Errorf("rules differ (-want +got):\n%s", diff)
 			}
 		})

@@ -5,18 +5,21 @@
 package iptables
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
 	"hash/maphash"
 	"iter"
 	"maps"
+	"net/netip"
 	"regexp"
 	"slices"
 	"strings"
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/backends/internal/kernelnode"
+	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/klog/v2"
@@ -38,8 +41,15 @@ type ruleset struct {
 	claims map[chainID]map[string]claim
 	// branches has the children of each dispatch chain.
 	branches map[chainID]map[string]bool
+	// subchains has, for each dispatch chain, the chains of addresses with many ports.
+	subchains map[chainID][]chainID
+	// lingering has removed entries of table mangle. They stay until table nat was written.
+	// Otherwise table nat would still translate packets whose sources are not admitted.
+	lingering map[chainID]map[string]string
 	// users has a reference count for each element: the number of services that need it.
 	users map[element]int
+	// sources has the needed source lists by their names.
+	sources map[string]sourceUsers
 	// undo has functions that restore the fields above if services fail. They are called in
 	// reverse order.
 	undo []func()
@@ -49,9 +59,16 @@ type ruleset struct {
 	// inSets are the elements of the sets in the kernel. The value is false if the kernel may
 	// lack the element, because a change has failed.
 	inSets map[element]bool
-	// changedChains and changedElements may differ from the kernel's chains and elements.
+	// sure has the number of elements of each kind of set for which inSets has true.
+	sure map[string]int
+	// inSources has the digest of the elements of each set of a source list in the kernel, or
+	// 0 if the digest is unknown.
+	inSources map[string]uint64
+	// changedChains, changedElements and changedSources may differ from the kernel's chains,
+	// elements and sets of source lists.
 	changedChains   map[chainID]bool
 	changedElements map[element]bool
+	changedSources  map[string]bool
 	// jumpLines has, for each table, lines for iptables-restore. These lines insert or
 	// delete the jumps in the kernel's own chains.
 	jumpLines map[string][]string
@@ -168,12 +185,15 @@ func (t *ruleset) setsFailed(ctx context.Context, err error) bool {
 // begin reads the rules and sets in the kernel, and creates the skeleton. Existing chains,
 // entries and elements stay until prune.
 func (t *ruleset) begin(ctx context.Context) error {
-	elements := map[element]bool{}
+	elements, inSources := map[element]bool{}, map[string]uint64{}
 	if t.withSets {
 		var err error
 		for range setAttempts {
 			if err = t.run.replaceSets(ctx, t.allSets()); err == nil {
 				elements, err = t.readSets(ctx)
+			}
+			if err == nil {
+				inSources, err = t.readSources(ctx)
 			}
 			if err == nil || ctx.Err() != nil {
 				break
@@ -199,13 +219,19 @@ func (t *ruleset) begin(ctx context.Context) error {
 		chains:          map[chainID]string{},
 		claims:          map[chainID]map[string]claim{},
 		branches:        map[chainID]map[string]bool{},
+		subchains:       map[chainID][]chainID{},
+		lingering:       map[chainID]map[string]string{},
 		users:           map[element]int{},
+		sources:         map[string]sourceUsers{},
 		inKernel:        map[chainID]uint64{},
 		inSets:          elements,
+		sure:            map[string]int{},
+		inSources:       inSources,
 		held:            map[string][]element{},
 		delivered:       map[types.NamespacedName]bool{},
 		changedChains:   map[chainID]bool{},
 		changedElements: map[element]bool{},
+		changedSources:  map[string]bool{},
 		jumpLines:       map[string][]string{},
 	}
 	missing := t.jumps()
@@ -217,6 +243,10 @@ func (t *ruleset) begin(ctx context.Context) error {
 		addr, _, _ := strings.Cut(e.text, ",")
 		t.held[addr] = append(t.held[addr], e)
 		t.users[e]++
+		t.sure[e.set]++
+	}
+	for name := range inSources {
+		t.changedSources[name] = true // prune destroys the sets that no service needs
 	}
 	for id, rules := range saved.chains {
 		t.inKernel[id] = digest(rules)
@@ -225,15 +255,18 @@ func (t *ruleset) begin(ctx context.Context) error {
 			continue
 		}
 		t.changedChains[id] = true
-		if !dispatchName.MatchString(t.suffix(id)) {
-			continue // the chain has no entries, and renderDispatch computes its rules again
+		if !hasEntries.MatchString(t.suffix(id)) {
+			continue // renderDispatch computes the rules of the chain again
 		}
 		for rule := range strings.SplitSeq(rules, "\n") {
-			if match, rest := splitEntry(rule); rest != "" {
-				owner := ownerOf(rest)
-				t.claim(entryID{id, match}, claim{owner, rest}, true)
-				t.oldRecord(owner).entries[entryID{id, match}] = rest
+			match, rest := splitEntry(rule)
+			if rest == "" || addressChain.MatchString(strings.TrimPrefix(rest, jump(t.opts.prefix()))) {
+				continue
 			}
+			entry := entryID{t.home(id, match), match}
+			owner := ownerOf(rest)
+			t.claim(entry, claim{owner, rest}, true)
+			t.oldRecord(owner).entries[entry] = rest
 		}
 	}
 	for _, table := range tables {
@@ -270,8 +303,10 @@ func (t *ruleset) deleteForeign(ctx context.Context) error {
 // splitEntry splits a rule of a dispatch chain after its match.
 func splitEntry(rule string) (match, rest string) {
 	at := strings.Index(rule, "-j ")
-	if comment := strings.Index(rule, "-m comment "); comment >= 0 {
-		at = min(at, comment)
+	for _, match := range []string{"-m comment ", "-m set "} {
+		if i := strings.Index(rule, match); i >= 0 {
+			at = min(at, i)
+		}
 	}
 	if at < 0 {
 		return rule, ""
@@ -306,9 +341,10 @@ func (t *ruleset) allSets() map[string]string {
 	return sets
 }
 
-// record returns the record for a view.
-func (t *ruleset) record(view *api.ServiceEndpoints) *record {
-	return &record{rendered: t.service(view), view: view}
+// record returns the record for a view. The argument last is the previous record of the
+// service in the same environment, or nil.
+func (t *ruleset) record(view *api.ServiceEndpoints, last *record) *record {
+	return &record{rendered: t.service(view, last), view: view}
 }
 
 // setEnvironment renders the skeleton and all services again if env differs from the
@@ -324,7 +360,11 @@ func (t *ruleset) setEnvironment(ctx context.Context, env environment) error {
 	}
 	for key, r := range t.records {
 		if r.view != nil {
-			t.replace(key, t.record(r.view), false)
+			next := t.record(r.view, nil)
+			if err := t.checkSources(next); err != nil {
+				return err
+			}
+			t.replace(key, next, false)
 		}
 	}
 	t.undo = nil
@@ -337,12 +377,29 @@ type service struct {
 	*record
 }
 
+// largeService is the number of rules from which a service is large.
+const largeService = 2_000
+
+// bySize divides list into the services that are not large, and the large services by
+// their size. The order of the others does not change.
+func bySize(list []service) (others, large []service) {
+	for _, s := range list {
+		if s.rules < largeService {
+			others = append(others, s)
+		} else {
+			large = append(large, s)
+		}
+	}
+	slices.SortStableFunc(large, func(a, b service) int { return cmp.Compare(a.rules, b.rules) })
+	return others, large
+}
+
 // render renders changed services, and adds to failed those whose rendering panics.
 func (t *ruleset) render(changes iter.Seq[sink.Change], failed *sink.Failed) (list []service) {
 	for c := range changes {
 		failed.Do(c.Key, func() error {
 			t.takeElements(c.Key, c.New)
-			list = append(list, service{c.Key, t.record(c.New)})
+			list = append(list, service{c.Key, t.record(c.New, t.records[c.Key])})
 			return nil
 		})
 	}
@@ -395,6 +452,10 @@ func (t *ruleset) apply(ctx context.Context, list []service, failed *sink.Failed
 		return t.commitOld(ctx)
 	}
 	for _, s := range list {
+		if err := t.checkSources(s.record); err != nil {
+			failed.Add(s.key, err)
+			continue
+		}
 		t.replace(s.key, s.record, true)
 	}
 	err := t.commit(ctx)
@@ -483,6 +544,7 @@ func (t *ruleset) replace(key types.NamespacedName, next *record, take bool) {
 			t.use(e, 1)
 		}
 	}
+	t.replaceSources(last.sources, next.sources)
 	t.setRecord(key, next)
 }
 
@@ -552,6 +614,12 @@ func (t *ruleset) unclaim(id entryID, owner types.NamespacedName) {
 
 func (t *ruleset) setClaim(id entryID, c claim, keep bool) {
 	last, had := t.claims[id.chain][id.match]
+	if id.chain.table == mangle && had && !keep {
+		if t.lingering[id.chain] == nil {
+			t.lingering[id.chain] = map[string]string{}
+		}
+		t.lingering[id.chain][id.match] = last.rest
+	}
 	t.undo = append(t.undo, func() { t.putClaim(id, last, had) })
 	t.putClaim(id, c, keep)
 }
@@ -586,20 +654,45 @@ func (t *ruleset) suffix(id chainID) string { return strings.TrimPrefix(id.name,
 
 func (t *ruleset) isDispatch(id chainID) bool {
 	s := t.suffix(id)
-	return s == services || s == nodePorts || len(s) == 2 && s[0] == 'D' || dispatchName.MatchString(s)
+	return s == services || s == nodePorts || len(s) == 2 && s[0] == 'D' || dispatchName.MatchString(s) || subchain.MatchString(s)
 }
 
-// renderDispatch updates the rules of a dispatch chain.
-func (t *ruleset) renderDispatch(id chainID) {
-	var entries []string
-	matches := slices.Collect(maps.Keys(t.claims[id]))
-	sortEntries(matches)
-	for _, match := range matches {
-		entries = append(entries, strings.TrimPrefix(match+" "+t.claims[id][match].rest, " "))
+// home returns the dispatch chain of an entry that the kernel has in the chain id.
+func (t *ruleset) home(id chainID, match string) chainID {
+	if !subchain.MatchString(t.suffix(id)) {
+		return id
 	}
+	address, _, _ := strings.Cut(strings.TrimPrefix(match, "-d "), " ")
+	prefix, err := netip.ParsePrefix(address)
+	if err != nil {
+		return id // another program has added the rule; no service has this entry
+	}
+	return chainID{id.table, t.name(dispatchChain(&nodeview.FrontendKey{Addr: prefix.Addr()}))}
+}
+
+// renderDispatch updates the rules of a dispatch chain and of its subchains.
+func (t *ruleset) renderDispatch(id chainID) {
+	rests := make(map[string]string, len(t.claims[id]))
+	maps.Copy(rests, t.lingering[id])
+	for match, c := range t.claims[id] {
+		rests[match] = c.rest
+	}
+	entries, subchains := t.arrange(rests)
 	children := slices.Sorted(maps.Keys(t.branches[id]))
 	exists := len(entries)+len(children) > 0 || t.suffix(id) == services || t.hasForeign(id)
 	put(t.chains, id, t.dispatch(id, entries, children), exists)
+	for _, sub := range t.subchains[id] {
+		put(t.chains, sub, "", t.hasForeign(sub))
+		t.changedChains[sub] = true
+	}
+	var list []chainID
+	for name, rules := range subchains {
+		sub := chainID{id.table, name}
+		list = append(list, sub)
+		t.chains[sub] = strings.Join(rules, "\n")
+		t.changedChains[sub] = true
+	}
+	put(t.subchains, id, list, len(list) > 0)
 }
 
 // commit writes the changed elements and chains if they differ from those in the kernel.
@@ -619,13 +712,30 @@ func (t *ruleset) commit(ctx context.Context) error {
 	if err := t.changeSets(ctx, "add", add); err != nil {
 		return err
 	}
+	if t.withSets {
+		if err := t.fillSources(ctx); err != nil {
+			return err
+		}
+	}
 	if err := t.writeChains(ctx); err != nil {
 		return err
+	}
+	if len(t.lingering) > 0 {
+		for id := range t.lingering {
+			t.changedChains[id] = true
+		}
+		clear(t.lingering)
+		if err := t.writeChains(ctx); err != nil {
+			return err
+		}
 	}
 	if err := t.changeSets(ctx, "del", remove); err != nil {
 		return err
 	}
 	clear(t.changedElements)
+	if t.withSets {
+		return t.destroySources(ctx)
+	}
 	return nil
 }
 
@@ -634,28 +744,39 @@ func (t *ruleset) changeSets(ctx context.Context, action string, list []element)
 	var items []string
 	for _, e := range list {
 		items = append(items, t.setName(e.set)+" "+e.text)
+		if t.inSets[e] {
+			t.sure[e.set]--
+		}
 		t.inSets[e] = false
 	}
 	if err := t.run.changeSets(ctx, action, items); err != nil {
 		return err
 	}
 	for _, e := range list {
-		put(t.inSets, e, true, action == "add")
+		if put(t.inSets, e, true, action == "add"); action == "add" {
+			t.sure[e.set]++
+		}
 	}
 	return nil
 }
 
 // writeChains writes the changed chains.
 func (t *ruleset) writeChains(ctx context.Context) error {
-	for id := range t.changedChains {
-		if t.isDispatch(id) {
+	for id := range maps.Clone(t.changedChains) {
+		switch _, needed := t.chains[id]; {
+		case !t.isDispatch(id):
+		case !subchain.MatchString(t.suffix(id)):
 			t.renderDispatch(id)
+		case !needed:
+			put(t.chains, id, "", t.hasForeign(id))
 		}
 	}
-	var write []chainID
+	var write, later []chainID
 	for id := range t.changedChains {
 		rules, needed := t.chains[id]
-		if is, exists := t.inKernel[id]; needed != exists || needed && is != digest(rules) {
+		if !needed && id.table == mangle && len(t.lingering) > 0 {
+			later = append(later, id) // a lingering entry may lead to this chain
+		} else if is, exists := t.inKernel[id]; needed != exists || needed && is != digest(rules) {
 			write = append(write, id)
 		}
 	}
@@ -676,50 +797,75 @@ func (t *ruleset) writeChains(ctx context.Context) error {
 	}
 	clear(t.jumpLines)
 	clear(t.changedChains)
+	for _, id := range later {
+		t.changedChains[id] = true
+	}
 	return nil
 }
 
+// maxLines limits the lines of a transaction in flavour nft, unless one chain has more. So
+// changes of other programs need not wait for all rules of a large service. In flavour
+// legacy, each transaction replaces the whole table, so one transaction per table is best.
+const maxLines = 10_000
+
 // restoreInput returns the input for iptables-restore that writes these chains. It is
-// empty if there is nothing to write.
+// empty if there is nothing to write. A chain is written after the chains to which it leads.
 func (t *ruleset) restoreInput(write []chainID) string {
+	slices.SortFunc(write, func(a, b chainID) int {
+		return cmp.Or(cmp.Compare(rank(t.suffix(a)), rank(t.suffix(b))), strings.Compare(a.name, b.name))
+	})
+	var b strings.Builder
+	for _, table := range tables {
+		var part, remove []chainID
+		lines := 0
+		for _, id := range write {
+			if id.table != table {
+				continue
+			}
+			if n := countRules(t.chains[id]); lines > 0 && lines+n > maxLines && t.run.flavour == NFT {
+				t.restorePart(&b, table, part, nil, nil)
+				part, lines = nil, 0
+			} else {
+				lines += n
+			}
+			part = append(part, id)
+			if _, needed := t.chains[id]; !needed {
+				remove = append(remove, id)
+			}
+		}
+		t.restorePart(&b, table, part, t.jumpLines[table], remove)
+	}
+	return b.String()
+}
+
+// restorePart writes the input for a transaction to b. It writes nothing if the transaction
+// is empty.
+func (t *ruleset) restorePart(b *strings.Builder, table string, write []chainID, jumpLines []string, remove []chainID) {
+	if len(write)+len(jumpLines)+len(remove) == 0 {
+		return
+	}
+	fmt.Fprintf(b, "*%s\n", table)
 	// In flavour nft, iptables-restore 1.8.9 inserts each chain into a sorted list. This is
 	// fastest if each new chain belongs at the beginning of the list.
 	slices.SortFunc(write, func(a, b chainID) int { return strings.Compare(b.name, a.name) })
-	var b strings.Builder
-	for _, table := range tables {
-		start := b.Len()
-		fmt.Fprintf(&b, "*%s\n", table)
-		empty := b.Len()
-		// A line with a colon creates a chain, or removes the rules of an existing one.
-		for _, id := range write {
-			if id.table == table {
-				fmt.Fprintf(&b, ":%s - [0:0]\n", id.name)
-			}
-		}
-		for _, id := range write {
-			if rules := t.chains[id]; id.table == table && rules != "" {
-				for rule := range strings.SplitSeq(rules, "\n") {
-					b.WriteString("-A " + id.name + " " + rule + "\n")
-				}
-			}
-		}
-		for _, line := range t.jumpLines[table] {
-			b.WriteString(line + "\n")
-		}
-		for _, id := range write {
-			if _, needed := t.chains[id]; !needed && id.table == table {
-				fmt.Fprintf(&b, "-X %s\n", id.name)
-			}
-		}
-		if b.Len() == empty {
-			text := b.String()[:start]
-			b.Reset()
-			b.WriteString(text)
-			continue
-		}
-		b.WriteString("COMMIT\n")
+	// A line with a colon creates a chain, or removes the rules of an existing one.
+	for _, id := range write {
+		fmt.Fprintf(b, ":%s - [0:0]\n", id.name)
 	}
-	return b.String()
+	for _, id := range write {
+		if rules := t.chains[id]; rules != "" {
+			for rule := range strings.SplitSeq(rules, "\n") {
+				b.WriteString("-A " + id.name + " " + rule + "\n")
+			}
+		}
+	}
+	for _, line := range jumpLines {
+		b.WriteString(line + "\n")
+	}
+	for _, id := range remove {
+		fmt.Fprintf(b, "-X %s\n", id.name)
+	}
+	b.WriteString("COMMIT\n")
 }
 
 // prune removes the chains, entries and elements that existed when the pass began and
@@ -733,7 +879,7 @@ func (t *ruleset) prune(ctx context.Context, failing map[types.NamespacedName]bo
 	needed := map[chainID]bool{}
 	for key, r := range t.records {
 		if r.old && !failing[key] {
-			t.replace(key, t.record(nil), false)
+			t.replace(key, t.record(nil, nil), false)
 			continue
 		}
 		for id := range r.chains {
@@ -744,6 +890,9 @@ func (t *ruleset) prune(ctx context.Context, failing map[types.NamespacedName]bo
 				t.reach(id.chain.table, rest, needed)
 			}
 		}
+	}
+	for name := range t.sources {
+		needed[chainID{mangle, name}] = true
 	}
 	for id := range t.chains {
 		if !t.isDispatch(id) && !needed[id] {
@@ -821,7 +970,7 @@ func (t *ruleset) verify(ctx context.Context) error {
 			return kernelnode.Differs("%s was removed from set %s", e.text, t.setName(e.set))
 		}
 	}
-	return nil
+	return t.verifySources(ctx)
 }
 
 // setVerified records that the rules in the kernel are known in a generation.

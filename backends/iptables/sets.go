@@ -53,7 +53,7 @@ const maxElements = 1 << 20
 // nothing.
 func (r *runner) createLine(name, setType string) string {
 	familyName := map[api.Family]string{api.IPv4: "inet", api.IPv6: "inet6"}[r.family]
-	return fmt.Sprintf("create %s %s family %s maxelem %d -exist\n", name, setType, familyName, maxElements)
+	return fmt.Sprintf("create %s %s family %s hashsize 64 maxelem %d -exist\n", name, setType, familyName, maxElements)
 }
 
 // createSets creates the sets that do not exist. The map sets has the type of each set.
@@ -144,6 +144,7 @@ func (r *runner) elements(ctx context.Context, name string) (list []string, err 
 
 // Parts of messages, from linux/netfilter/ipset/ip_set.h.
 const (
+	destroySet  = unix.NFNL_SUBSYS_IPSET<<8 | 3 // IPSET_CMD_DESTROY
 	listSet     = unix.NFNL_SUBSYS_IPSET<<8 | 7 // IPSET_CMD_LIST
 	setProtocol = 6                             // the version of the messages since Linux 2.6.39
 
@@ -152,13 +153,16 @@ const (
 	attrCount                            = 24      // IPSET_ATTR_ELEMENTS, in attrData
 	listHeader                           = 1 << 2  // IPSET_FLAG_LIST_HEADER: list no elements
 
-	attrIP, attrPort, attrProto, attrIP2 = 1, 4, 7, 20 // IPSET_ATTR_IP, _PORT, _PROTO, _IP2
+	attrIP, attrCIDR, attrPort, attrProto, attrIP2 = 1, 3, 4, 7, 20 // IPSET_ATTR_IP, _CIDR, _PORT, _PROTO, _IP2
 )
 
 // elementText returns an element as an argument of the program ipset, given its
 // attributes.
 func elementText(data []byte) string {
 	text := appendAddress(nil, netfilter.Attribute(data, attrIP))
+	if bits := netfilter.Attribute(data, attrCIDR); len(bits) == 1 {
+		text = strconv.AppendUint(append(text, '/'), uint64(bits[0]), 10)
+	}
 	protocol, port := netfilter.Attribute(data, attrProto), netfilter.Attribute(data, attrPort)
 	if len(protocol) == 1 && len(port) == 2 {
 		text = appendPort(append(text, ','), protocol[0], binary.BigEndian.Uint16(port))

@@ -1,0 +1,220 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package iptables
+
+import (
+	"encoding/binary"
+	"fmt"
+	"hash/maphash"
+	"math"
+	"math/bits"
+	"net/netip"
+	"slices"
+	"time"
+
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/nodeview"
+)
+
+// listID identifies the chain of an endpoint list within its service. Frontends with the
+// same list share the chain, whatever their addresses and ports are.
+type listID struct {
+	list     nodeview.ListID
+	protocol api.Protocol
+	// port is the port of the frontends if the chain keeps the port of packets, or else 0.
+	port int32
+	// servicePort is not 0 if the list has session affinity, because each service port has
+	// its own affinity.
+	servicePort int32
+}
+
+// keptList is an endpoint list whose chain keeps the port of packets.
+type keptList struct {
+	protocol  api.Protocol
+	endpoints []nodeview.Target
+	chain     string
+}
+
+// manyPorts is the number of ports of a service from which endpoint lists that keep the
+// port of packets share a chain. Below that number, a set can masquerade the connections
+// of endpoints to themselves, which needs fewer rules.
+const manyPorts = 16
+
+// list adds the chain that selects an endpoint of t, and returns its name. It returns ""
+// if the verdict of t is not Forward.
+func (s *serviceRenderer) list(f *nodeview.Frontend, t *nodeview.Traffic) string {
+	if t.Verdict != nodeview.Forward {
+		return ""
+	}
+	id := listID{list: t.List, protocol: f.Protocol}
+	switch {
+	case f.ServicePort == nil:
+	case f.Affinity > 0:
+		id.servicePort = f.ServicePort.Port
+	case len(s.se.Service.Ports) > manyPorts && t.Endpoints[0].Port == f.Port:
+		id.port = f.Port
+	}
+	if chain, ok := s.lists[id]; ok {
+		return chain
+	}
+	chain := ""
+	if id.port != 0 && !slices.ContainsFunc(t.Endpoints, func(e nodeview.Target) bool { return e.Port != f.Port }) {
+		chain = s.keptList(f, t.Endpoints)
+	} else {
+		chain = s.hashed("L", s.key, id.protocol, id.servicePort, uint64(t.List))
+		s.addList(chain, f, t.Endpoints)
+	}
+	s.lists[id] = chain
+	return chain
+}
+
+// keptList adds the chain of an endpoint list that keeps the port of packets. All ports of
+// a protocol with the same endpoints share the chain.
+func (s *serviceRenderer) keptList(f *nodeview.Frontend, endpoints []nodeview.Target) string {
+	kept := make([]nodeview.Target, len(endpoints))
+	var h maphash.Hash
+	h.SetSeed(digestSeed)
+	for i, e := range endpoints {
+		kept[i] = nodeview.Target{Endpoint: e.Endpoint}
+		b := e.Addr.As16()
+		h.Write(b[:])
+	}
+	sum := h.Sum64()
+	for _, other := range s.kept[sum] {
+		if other.protocol == f.Protocol && slices.Equal(other.endpoints, kept) {
+			return other.chain
+		}
+	}
+	chain := s.hashed("L", s.key, f.Protocol, "port of the packet", f.ServicePort.Port)
+	s.addList(chain, f, kept)
+	s.kept[sum] = append(s.kept[sum], keptList{f.Protocol, kept, chain})
+	return chain
+}
+
+// groupSize is the mean number of endpoints in a group of a large list.
+const groupSize = 16
+
+// groups divides a list into groups. If one endpoint is added or removed, only its group
+// changes, unless the number of groups changes. Short lists are one group.
+func groups(endpoints []nodeview.Target) [][]nodeview.Target {
+	if len(endpoints) < 2*groupSize {
+		return [][]nodeview.Target{endpoints}
+	}
+	width := bits.Len(uint(len(endpoints) / groupSize))
+	list := make([][]nodeview.Target, 1<<width)
+	for _, e := range endpoints {
+		b := e.Addr.As16()
+		i := binary.BigEndian.Uint64(b[8:]) * 0x9e3779b97f4a7c15 >> (64 - width)
+		list[i] = append(list[i], e)
+	}
+	return list
+}
+
+// addList adds the chain of an endpoint list. The chain of a large list leads to a chain
+// for each group of endpoints. So a packet passes few rules, and a change of an endpoint
+// writes few rules.
+func (s *serviceRenderer) addList(chain string, f *nodeview.Frontend, endpoints []nodeview.Target) {
+	list := groups(endpoints)
+	if len(list) == 1 {
+		known, random := s.endpoints(f, endpoints)
+		s.out.add(nat, chain, append(known, random...))
+		return
+	}
+	var known, random []string
+	rest := len(endpoints)
+	for i, group := range list {
+		if len(group) == 0 {
+			continue
+		}
+		k, r := s.endpoints(f, group)
+		if len(k) > 0 {
+			name := s.hashed("K", chain, len(list), i)
+			s.out.add(nat, name, k)
+			known = append(known, jump(name))
+		}
+		name := s.hashed("G", chain, len(list), i)
+		s.out.add(nat, name, r)
+		random = append(random, share(len(group), rest)+jump(name))
+		rest -= len(group)
+	}
+	s.out.add(nat, chain, append(known, random...))
+}
+
+// endpoints returns the rules that select one of the endpoints. With session affinity, the
+// rules of known select the endpoint of a known client. The rules of random select an
+// endpoint at random.
+func (s *serviceRenderer) endpoints(f *nodeview.Frontend, list []nodeview.Target) (known, random []string) {
+	for i := range list {
+		protocol, target := s.endpoint(f, &list[i])
+		record := ""
+		if f.Affinity > 0 {
+			clients := s.clients(f, &list[i])
+			record = matchRecent + "--set " + clients
+			known = append(known, fmt.Sprintf("%s%s--update --seconds %d --reap %s%s", protocol, matchRecent, int64(f.Affinity/time.Second), clients, jump(target)))
+		}
+		random = append(random, protocol+share(1, len(list)-i)+record+jump(target))
+	}
+	return known, random
+}
+
+// The method endpoint returns the target that sends packets of f to the endpoint e. If a
+// rule with this target must match the protocol, the result protocol is that match. A
+// connection of the endpoint to itself is masqueraded: by an element of a set or, if that
+// is not possible, by a rule of a chain, which then is the target.
+func (s *serviceRenderer) endpoint(f *nodeview.Frontend, e *nodeview.Target) (protocol, target string) {
+	if f.Protocol != 0 {
+		protocol = "-p " + protocolNames[f.Protocol] + " "
+	}
+	target = "DNAT --to-destination " + destination(e)
+	switch {
+	case !e.Local:
+	case s.withSets && e.Port != 0:
+		s.out.elements[element{hairpinSet, fmt.Sprintf("%s,%s:%d,%s", e.Addr, protocolNames[f.Protocol], e.Port, e.Addr)}] = true
+	default:
+		chain := s.hashed("E", s.key, f.Protocol, destination(e))
+		s.out.add(nat, chain, []string{
+			fmt.Sprintf("-s %s %s", prefixOf(e.Addr), jump(s.name(markPacket))),
+			protocol + jump(target),
+		})
+		return "", chain
+	}
+	return protocol, target
+}
+
+// destination returns the address to which packets for e are sent. It includes the port
+// unless e stands for all ports.
+func destination(e *nodeview.Target) string {
+	if e.Port == 0 {
+		return e.Addr.String()
+	}
+	return netip.AddrPortFrom(e.Addr, uint16(e.Port)).String()
+}
+
+// port returns a text that identifies the service port of f.
+func port(f *nodeview.Frontend) string {
+	if f.ServicePort == nil {
+		return "all"
+	}
+	return fmt.Sprint(f.ServicePort.Protocol, f.ServicePort.Port)
+}
+
+// clients returns options of the iptables match "recent". The options select the list of
+// the clients of f that are connected to e.
+func (s *serviceRenderer) clients(f *nodeview.Frontend, e *nodeview.Target) string {
+	mask := "255.255.255.255"
+	if s.family == api.IPv6 {
+		mask = "ffff:ffff:ffff:ffff:ffff:ffff:ffff:ffff"
+	}
+	return fmt.Sprintf("--name %s --mask %s --rsource ", s.hashed("E", s.key, port(f), destination(e)), mask)
+}
+
+// share returns a match that selects k in n packets at random. The kernel stores the
+// probability in 31 bits.
+func share(k, n int) string {
+	if k == n {
+		return ""
+	}
+	return fmt.Sprintf("-m statistic --mode random --probability %.11f ", math.Round((1<<31)*float64(k)/float64(n))/(1<<31))
+}

@@ -314,7 +314,7 @@ func (b *Backend) program(ctx context.Context, c *sink.Changes) error {
 	// A large service is programmed after the others, and alone.
 	large := make([][]service, len(b.rulesets))
 	for i, t := range b.rulesets {
-		lists[i], large[i] = bySize(lists[i])
+		lists[i], large[i] = t.bySize(lists[i])
 		if err := t.apply(ctx, lists[i], &failed); err != nil {
 			return err
 		}

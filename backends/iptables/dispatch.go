@@ -55,7 +55,7 @@ var (
 func rank(suffix string) int {
 	switch {
 	case suffix == services:
-		return 9
+		return lastRank
 	case suffix == nodePorts || len(suffix) == 2 && suffix[0] == 'D':
 		return 8
 	case dispatchName.MatchString(suffix):
@@ -65,6 +65,8 @@ func rank(suffix string) int {
 	}
 	return 0 // the skeleton
 }
+
+const lastRank = 9
 
 // ranks has the results of rank for the kinds of chains that have a hash in their names.
 var ranks = map[byte]int{'E': 1, 'G': 2, 'K': 2, 'L': 3, 'C': 4, 'F': 4, 'X': 4, 'B': 5, 'A': 6}

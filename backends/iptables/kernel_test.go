@@ -6,6 +6,7 @@ package iptables
 
 import (
 	"errors"
+	"fmt"
 	"net/netip"
 	"slices"
 	"strings"
@@ -28,6 +29,36 @@ func everything() []*api.ServiceEndpoints {
 		view("ranges", "10.96.0.5 fd00:96::5", "", loadBalancer, sourceRanges, func(s *api.Service) { s.Ports[0].NodePort = 30090 }),
 		view("web", "10.96.0.1 fd00:96::1", "10.1.0.1 10.1.0.2 !10.2.0.1 fd00::1 fd00::2 !fd00:2::1"),
 	}
+}
+
+// The function wide returns services with many ports and endpoints. With those of
+// everything, they need every kind of rule of large services.
+func wide() []*api.ServiceEndpoints {
+	return []*api.ServiceEndpoints{
+		view("wide", "10.96.0.7 fd00:96::7", wideEndpoints(), affinity, widePorts),
+		view("wide-ranges", "", wideEndpoints(), loadBalancer, sourceRanges, widePorts),
+	}
+}
+
+// wideEndpoints returns the endpoints of two large lists.
+func wideEndpoints() (list string) {
+	for i := range 40 {
+		list += fmt.Sprintf("!10.3.0.%d fd00:3::%x ", i+1, i+1)
+	}
+	return list
+}
+
+// widePorts gives a service many ports, among them the target port.
+func widePorts(s *api.Service) {
+	s.Ports = nil
+	for i := range 20 {
+		p := api.PortMapping{Name: fmt.Sprint("p", i), Protocol: api.TCP, Port: int32(8071 + i), TargetPort: 8080}
+		if s.Type == api.LoadBalancer {
+			p.NodePort = int32(30070 + i)
+		}
+		s.Ports = append(s.Ports, p)
+	}
+	s.Ports[0].Port, s.Ports[1].Port = 1, 65535
 }
 
 func insideAndOut(o *Options) {
@@ -75,7 +106,7 @@ func TestForeignRulesStay(t *testing.T) {
 		foreign(t, ns, v.flavour)
 		before := saveAll(t, ns, v.flavour)
 		b := start(t, ns, v, insideAndOut)
-		mustSync(t, b, pass(everything()...), batch(view("web", "10.96.0.1", "10.1.0.9")))
+		mustSync(t, b, pass(append(everything(), wide()...)...), batch(view("web", "10.96.0.1", "10.1.0.9")))
 		if diff := cmp.Diff(before, withoutOwn(saveAll(t, ns, v.flavour))); diff != "" {
 			t.Errorf("foreign rules changed (-before +after):\n%s", diff)
 		}
@@ -110,7 +141,7 @@ func TestOneJumpPerBaseChain(t *testing.T) {
 func TestRulesAreSavedAsWritten(t *testing.T) {
 	eachVariant(t, func(t *testing.T, ns *netnstest.Namespace, v variant) {
 		b := start(t, ns, v, insideAndOut)
-		mustSync(t, b, pass(everything()...))
+		mustSync(t, b, pass(append(everything(), wide()...)...))
 		forget(b)
 		if err := verify(t, b); err != nil {
 			t.Fatal(err)
@@ -125,10 +156,10 @@ func TestRulesAreSavedAsWritten(t *testing.T) {
 
 func TestRestartWritesNothing(t *testing.T) {
 	eachVariant(t, func(t *testing.T, ns *netnstest.Namespace, v variant) {
-		mustSync(t, start(t, ns, v, insideAndOut), pass(everything()...))
+		mustSync(t, start(t, ns, v, insideAndOut), pass(append(everything(), wide()...)...))
 		var written int
 		b := start(t, ns, v, insideAndOut, func(o *Options) { o.Observer.Restored = func(lines int, _ error) { written += lines } })
-		mustSync(t, b, pass(everything()...))
+		mustSync(t, b, pass(append(everything(), wide()...)...))
 		if written != 0 {
 			t.Errorf("a restart wrote %d lines, want 0", written)
 		}

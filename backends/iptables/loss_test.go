@@ -68,7 +68,7 @@ func withoutOthers(text string) string {
 func TestOwnChangesAreNoLoss(t *testing.T) {
 	eachVariant(t, func(t *testing.T, ns *netnstest.Namespace, v variant) {
 		b := start(t, ns, v)
-		all := everything()
+		all := append(everything(), wide()...)
 		mustSync(t, b, pass(all...))
 		b.verifyAt = time.Now().Add(time.Hour)
 		for i, se := range all {

@@ -381,16 +381,23 @@ type service struct {
 const largeService = 2_000
 
 // bySize divides list into the services that are not large, and the large services by
-// their size. The order of the others does not change.
-func bySize(list []service) (others, large []service) {
+// their size. The rules that a service has in the kernel count, too. The order of the others
+// does not change.
+func (t *ruleset) bySize(list []service) (others, large []service) {
+	size := func(s service) int {
+		if last := t.records[s.key]; last != nil {
+			return max(s.rules, last.rules)
+		}
+		return s.rules
+	}
 	for _, s := range list {
-		if s.rules < largeService {
+		if size(s) < largeService {
 			others = append(others, s)
 		} else {
 			large = append(large, s)
 		}
 	}
-	slices.SortStableFunc(large, func(a, b service) int { return cmp.Compare(a.rules, b.rules) })
+	slices.SortStableFunc(large, func(a, b service) int { return cmp.Compare(size(a), size(b)) })
 	return others, large
 }
 
@@ -809,10 +816,17 @@ func (t *ruleset) writeChains(ctx context.Context) error {
 const maxLines = 10_000
 
 // restoreInput returns the input for iptables-restore that writes these chains. It is
-// empty if there is nothing to write. A chain is written after the chains to which it leads.
+// empty if there is nothing to write. A chain is written after the chains to which it
+// leads. A chain is removed after the chains that led to it were written.
 func (t *ruleset) restoreInput(write []chainID) string {
+	order := func(id chainID) int {
+		if _, needed := t.chains[id]; !needed {
+			return lastRank + 1
+		}
+		return rank(t.suffix(id))
+	}
 	slices.SortFunc(write, func(a, b chainID) int {
-		return cmp.Or(cmp.Compare(rank(t.suffix(a)), rank(t.suffix(b))), strings.Compare(a.name, b.name))
+		return cmp.Or(cmp.Compare(order(a), order(b)), strings.Compare(a.name, b.name))
 	})
 	var b strings.Builder
 	for _, table := range tables {
@@ -822,7 +836,7 @@ func (t *ruleset) restoreInput(write []chainID) string {
 			if id.table != table {
 				continue
 			}
-			if n := countRules(t.chains[id]); lines > 0 && lines+n > maxLines && t.run.flavour == NFT {
+			if n := 1 + countRules(t.chains[id]); lines > 0 && lines+n > maxLines && t.run.flavour == NFT {
 				t.restorePart(&b, table, part, nil, nil)
 				part, lines = nil, 0
 			} else {

@@ -53,7 +53,7 @@ const maxElements = 1 << 20
 // nothing.
 func (r *runner) createLine(name, setType string) string {
 	familyName := map[api.Family]string{api.IPv4: "inet", api.IPv6: "inet6"}[r.family]
-	return fmt.Sprintf("create %s %s family %s hashsize 64 maxelem %d -exist\n", name, setType, familyName, maxElements)
+	return fmt.Sprintf("create %s %s family %s maxelem %d -exist\n", name, setType, familyName, maxElements)
 }
 
 // createSets creates the sets that do not exist. The map sets has the type of each set.

@@ -31,8 +31,9 @@ type sourceList struct {
 	content string
 }
 
-// sourceType is the type of the sets of source lists.
-const sourceType = "hash:net"
+// sourceType is the type of the sets of source lists, and their size before the kernel
+// makes them larger.
+const sourceType = "hash:net hashsize 64"
 
 // The method restricted returns the rest of a rule of table mangle that drops packets to f
 // from other sources than those that f admits. It returns "" if f admits all sources.

@@ -141,3 +141,45 @@ func BenchmarkVerify(b *testing.B) {
 		report()
 	})
 }
+
+// BenchmarkLargeServices measures the CPU time and the lines that each change of a large
+// service costs, and a change of another service beside it.
+func BenchmarkLargeServices(b *testing.B) {
+	for _, c := range []struct {
+		name  string
+		shape shape
+	}{
+		{"2000 ports, 50 endpoints", shape{ports: 2000, endpoints: 50}},
+		{"2000 target ports, 50 endpoints", shape{ports: 2000, endpoints: 50, target: otherPort}},
+		{"50 ports, 200 IPs, 100 endpoints", shape{ports: 50, externalIPs: 200, endpoints: 100}},
+		{"30 ports, 1000 ranges", shape{ports: 30, endpoints: 3, ranges: 1000}},
+		{"1000 endpoints with affinity", shape{ports: 1, endpoints: 1000, affinity: true}},
+	} {
+		for _, v := range []variant{{NFT, false}, {Legacy, false}} {
+			b.Run(fmt.Sprintf("%s/%s", c.name, v), func(b *testing.B) { benchmarkLarge(b, v, c.shape) })
+		}
+	}
+}
+
+func benchmarkLarge(b *testing.B, v variant, s shape) {
+	lines := 0
+	ns := netnstest.New(b)
+	count := func(o *Options) { o.Observer.Restored = func(n int, _ error) { lines += n } }
+	svc, others := s.service(), many(50)
+	for n := 0; b.Loop(); n++ {
+		backend := start(b, ns, v, count)
+		measure := func(name string, all ...*sink.Changes) {
+			begin, before := cpu(b), lines
+			mustSync(b, backend, all...)
+			b.ReportMetric(float64((cpu(b) - begin).Milliseconds()), name+"-ms")
+			b.ReportMetric(float64(lines-before), name+"-lines")
+		}
+		mustSync(b, backend, passOf(others)...)
+		measure("load", batch(s.view(svc, 0)))
+		measure("endpoint", batch(s.view(svc)))
+		measure("other", batch(view("s00003", "10.96.0.3", "10.9.0.1")))
+		backend = start(b, ns, v, count)
+		measure("restart", passOf(append([]*api.ServiceEndpoints{s.view(svc)}, others...))...)
+		measure("delete", deletion(s.view(svc)))
+	}
+}

@@ -35,14 +35,14 @@ func everything() []*api.ServiceEndpoints {
 // everything, they need every kind of rule of large services.
 func wide() []*api.ServiceEndpoints {
 	return []*api.ServiceEndpoints{
-		view("wide", "10.96.0.7 fd00:96::7", wideEndpoints(), affinity, widePorts),
+		view("wide", "10.96.0.7 fd00:96::7", wideEndpoints(), affinity),
 		view("wide-ranges", "", wideEndpoints(), loadBalancer, sourceRanges, widePorts),
 	}
 }
 
 // wideEndpoints returns the endpoints of two large lists.
 func wideEndpoints() (list string) {
-	for i := range 40 {
+	for i := range largeList {
 		list += fmt.Sprintf("!10.3.0.%d fd00:3::%x ", i+1, i+1)
 	}
 	return list

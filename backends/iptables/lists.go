@@ -93,13 +93,14 @@ func (s *serviceRenderer) keptList(f *nodeview.Frontend, endpoints []nodeview.Ta
 	return chain
 }
 
-// groupSize is the mean number of endpoints in a group of a large list.
-const groupSize = 16
+// largeList is the number of endpoints from which a list is divided into groups, and
+// groupSize is the mean number of endpoints in a group.
+const largeList, groupSize = 128, 16
 
 // groups divides a list into groups. If one endpoint is added or removed, only its group
 // changes, unless the number of groups changes. Short lists are one group.
 func groups(endpoints []nodeview.Target) [][]nodeview.Target {
-	if len(endpoints) < 2*groupSize {
+	if len(endpoints) < largeList {
 		return [][]nodeview.Target{endpoints}
 	}
 	width := bits.Len(uint(len(endpoints) / groupSize))

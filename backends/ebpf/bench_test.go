@@ -228,3 +228,36 @@ func BenchmarkSend(b *testing.B) {
 		})
 	}
 }
+
+// BenchmarkLargeService measures a service with many ports and endpoints: loading it, the loss
+// of one endpoint, and its deletion.
+func BenchmarkLargeService(b *testing.B) {
+	for _, ports := range []int{50, 2000} {
+		b.Run(fmt.Sprint(ports), func(b *testing.B) {
+			n := newNode(b, Options{})
+			n.pass()
+			all, smaller := large("large", ports, 0, 100), large("large", ports, 0, 99)
+			steps := []struct {
+				name string
+				f    func()
+			}{{"load", func() { n.set(all) }}, {"change", func() { n.set(smaller) }}, {"delete", func() { n.delete("large") }}}
+			used := map[string]time.Duration{}
+			elements := 0
+			for b.Loop() {
+				for _, step := range steps {
+					before := cpuTime(b)
+					step.f()
+					used[step.name] += cpuTime(b) - before
+					if step.name == "load" {
+						usage := n.dataplane.usage()
+						elements = usage.Frontends + usage.Endpoints + usage.Members
+					}
+				}
+			}
+			for name, d := range used {
+				b.ReportMetric(float64(d.Microseconds())/float64(b.N)/1000, "cpu-ms/"+name)
+			}
+			b.ReportMetric(float64(elements), "elements")
+		})
+	}
+}

@@ -326,22 +326,20 @@ func (d *dataplane) checkRoom(l *endpointList) error {
 // finish deletes frontends and lists that are no longer needed, and updates the records.
 func (d *dataplane) finish(all changes, made map[uint64]*endpointList) (freed bool, err error) {
 	var frontends []frontendKey
-	touched := make(map[uint64]*listRecord, len(made)) // lists that frontends got or lost
-	var ips []clusterIP                                // without session affinity
-	for id, l := range made {
-		touched[id] = l.record
-	}
+	var unused []*listRecord
 	missing := map[*endpointList]struct{}{}
 	for f, c := range all {
 		r := d.records[f]
 		if r != nil {
-			r.list.frontends--
-			touched[r.list.id] = r.list
+			d.comparison.skip(r.list.id)
+			if r.list.frontends--; r.list.frontends == 0 {
+				unused = append(unused, r.list)
+			}
 			d.addAffine(f, r.affinity, -1)
 		}
 		if c != nil && c.failed() == nil {
+			d.comparison.skip(c.record.id)
 			c.record.frontends++
-			touched[c.record.id] = c.record
 			d.addAffine(f, c.affinity, 1)
 			d.records[f] = &record{list: c.record, affinity: c.affinity, owner: c.owner}
 			continue
@@ -354,26 +352,31 @@ func (d *dataplane) finish(all changes, made map[uint64]*endpointList) (freed bo
 			d.leave(c, missing)
 		}
 	}
-	for f, c := range all {
-		if n, counted := d.affine[f.IP]; n == 0 && (counted || c != nil && c.affinity != 0) {
-			ips = append(ips, f.IP)
-			delete(d.affine, f.IP)
+	for id, l := range made {
+		if d.comparison.skip(id); l.record.frontends == 0 {
+			unused = append(unused, l.record)
 		}
 	}
 	var slots []slotKey
 	var members []memberKey
-	for id, l := range touched {
-		d.comparison.skip(id)
-		if l.frontends > 0 {
+	for _, l := range unused {
+		if l.frontends > 0 || d.lists[l.id] != l { // used again, or deleted already
 			continue
 		}
-		delete(d.lists, id)
+		delete(d.lists, l.id)
 		d.used.subtract(l.size())
 		for i := range l.count {
-			slots = append(slots, slotKey{List: id, Index: i})
+			slots = append(slots, slotKey{List: l.id, Index: i})
 		}
 		for _, a := range l.members {
-			members = append(members, memberKey{List: id, Endpoint: a})
+			members = append(members, memberKey{List: l.id, Endpoint: a})
+		}
+	}
+	var ips []clusterIP // without session affinity
+	for f, c := range all {
+		if n, counted := d.affine[f.IP]; n == 0 && (counted || c != nil && c.affinity != 0) {
+			ips = append(ips, f.IP)
+			delete(d.affine, f.IP)
 		}
 	}
 	if err := errors.Join(d.frontends.delete(frontends), d.slots.delete(slots), d.members.delete(members), d.counts.delete(ips)); err != nil {

@@ -156,7 +156,7 @@ func (p *planner) plan(se *api.ServiceEndpoints) (all []wanted, tooLarge string)
 	if se == nil {
 		return nil, ""
 	}
-	s := servicePlan{planner: p, se: se, lists: map[listKey]*endpointList{}, byID: map[nodeview.ListID]*endpointList{}}
+	s := servicePlan{planner: p, se: se, lists: map[listKey]*endpointList{}}
 	var rest []*nodeview.Frontend
 	for f := range nodeview.Frontends(se) {
 		// UDP sockets may keep a draining endpoint although new sockets have none to use.
@@ -197,9 +197,8 @@ type servicePlan struct {
 	se     *api.ServiceEndpoints
 	all    []wanted
 	needed size
-	lists  map[listKey]*endpointList
-	// byID has the first list with each ID.
-	byID map[nodeview.ListID]*endpointList
+	// lists has the first list with each ID without members, too.
+	lists map[listKey]*endpointList
 	// own has the members of lists with session affinity, and existing those of UDP ports.
 	own      map[nodeview.ListID]memberSet
 	existing map[portKey]memberSet
@@ -237,9 +236,6 @@ func (s *servicePlan) add(f *nodeview.Frontend) {
 	}
 	s.needed.frontends++
 	l := s.lists[listKey{f.Node.List, members.digest}]
-	if l == nil && len(members.addresses) == 0 {
-		l = s.byID[f.Node.List]
-	}
 	if l == nil {
 		l = s.addList(f, members)
 	}
@@ -252,8 +248,8 @@ func (s *servicePlan) addList(f *nodeview.Frontend, members memberSet) *endpoint
 		l.digest += slotDigest(s.seed, uint32(i), a)
 	}
 	s.lists[listKey{f.Node.List, members.digest}] = l
-	if s.byID[f.Node.List] == nil {
-		s.byID[f.Node.List] = l
+	if without := (listKey{id: f.Node.List}); s.lists[without] == nil {
+		s.lists[without] = l
 	}
 	s.needed.endpoints += len(l.endpoints)
 	s.needed.members += len(l.members)

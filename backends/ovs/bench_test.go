@@ -16,6 +16,7 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/sink"
 )
 
 // numbered returns the view of the service web-<number> with this number of endpoints, the
@@ -106,4 +107,44 @@ func (n *testNode) daemonCPUTime() time.Duration {
 	system, _ := strconv.Atoi(fields[12])
 	const ticks = 100 // per second
 	return time.Duration(user+system) * time.Second / ticks
+}
+
+// BenchmarkLargeService measures a service of many ports, addresses, endpoints or source
+// ranges: loading it, the loss of one endpoint, and its deletion.
+func BenchmarkLargeService(b *testing.B) {
+	for name, s := range map[string]shape{
+		"50 ports, 1000 addresses, 100 endpoints": {ports: 50, addresses: 1000, endpoints: 100},
+		"50 ports, 100 endpoints, affinity":       {ports: 50, endpoints: 100, affinity: true},
+		"30 ports, 1000 ranges":                   {ports: 30, addresses: 1, endpoints: 2, ranges: 1000},
+	} {
+		b.Run(name, func(b *testing.B) {
+			for b.Loop() {
+				benchmarkLargeService(b, s)
+			}
+		})
+	}
+}
+
+func benchmarkLargeService(b *testing.B, s shape) {
+	n := newNode(b)
+	defer n.Kill()
+	n.mustPass()
+	measure := func(name string, f func()) {
+		start, own, daemon := time.Now(), cpuTime(b), n.daemonCPUTime()
+		f()
+		b.ReportMetric(float64(time.Since(start).Milliseconds()), name+"-ms")
+		b.ReportMetric(float64((cpuTime(b) - own).Milliseconds()), name+"-cpu-ms")
+		b.ReportMetric(float64((n.daemonCPUTime() - daemon).Milliseconds()), name+"-vswitchd-cpu-ms")
+	}
+	large := s.view("large")
+	s.endpoints--
+	smaller := s.view("large")
+	measure("load", func() { n.mustSync(large) })
+	b.ReportMetric(float64(len(n.backend.dataplane.flows)), "flows")
+	measure("change", func() { n.mustSync(smaller) })
+	measure("delete", func() {
+		if err := n.sync(sink.Changes{}, "large"); err != nil {
+			b.Fatal(err)
+		}
+	})
 }

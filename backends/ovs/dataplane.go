@@ -358,7 +358,10 @@ func add(parts *[]*part, messages ...openflow.Message) *part {
 // prepare computes the parts of a unit.
 func (d *dataplane) prepare(u *unit) {
 	u.additions, u.deletions = nil, nil
+	// unneeded are groups to delete. The switch deletes their flows with them, which costs much
+	// less than a message for each flow.
 	var unneeded []uint32
+	flowsOf := map[uint32][]openflow.FlowKey{}
 	// A group whose buckets are other groups comes after them.
 	depth := func(id uint32) int { return d.numbers.names[id].part }
 	for _, id := range slices.SortedFunc(maps.Keys(u.touched.groups), func(a, b uint32) int {
@@ -373,6 +376,7 @@ func (d *dataplane) prepare(u *unit) {
 			}
 		case exists:
 			unneeded = append(unneeded, id)
+			flowsOf[id] = nil
 		}
 	}
 	for key := range u.touched.flows {
@@ -380,6 +384,11 @@ func (d *dataplane) prepare(u *unit) {
 		actions, exists := d.flows[key]
 		switch {
 		case w == nil && exists:
+			group := openflow.GroupOf(actions)
+			if _, ok := flowsOf[group]; ok {
+				flowsOf[group] = append(flowsOf[group], key)
+				continue
+			}
 			add(&u.deletions, openflow.DeleteFlow(key, d.opts.allCookies())).deleted[key] = true
 		case w != nil && (w.owner == u.key || w.owner == nodeKey) && (!exists || actions != w.actions):
 			flow := openflow.Flow{FlowKey: key, Cookie: d.opts.cookie(), Actions: w.actions}
@@ -398,7 +407,11 @@ func (d *dataplane) prepare(u *unit) {
 		if len(d.groups[id].buckets) == 0 { // it records a number, perhaps that of a service
 			messages = append(messages, openflow.DeleteFlows(d.opts.FirstTable+clientTable, "", d.opts.learnedCookies(id)))
 		}
-		add(&u.deletions, messages...).groupsTo[id] = nil
+		p := add(&u.deletions, messages...)
+		p.groupsTo[id] = nil
+		for _, key := range flowsOf[id] {
+			p.deleted[key] = true
+		}
 	}
 }
 

@@ -253,6 +253,16 @@ func Numbers(actions Actions) iter.Seq[uint32] {
 	}
 }
 
+// GroupOf returns the ID of the group that actions execute, or 0 if they execute none.
+func GroupOf(actions Actions) uint32 {
+	for kind, body := range each(actions) {
+		if kind == actionGroup && len(body) >= 4 {
+			return binary.BigEndian.Uint32(body)
+		}
+	}
+	return 0
+}
+
 // TranslatedTo returns the destination to which actions translate new connections. It
 // returns the zero AddrPort if they do not translate destinations.
 func TranslatedTo(actions Actions) (to netip.AddrPort) {

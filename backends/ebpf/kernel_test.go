@@ -60,6 +60,7 @@ func TestKernel(t *testing.T) {
 	t.Run("an annotation excludes a service", testAnnotation)
 	t.Run("while lists change, connections reach endpoints of their own service", testChurn)
 	t.Run("a restart adopts the maps and replaces the programs", testRestart)
+	t.Run("an update merges equal lists while programs use them", testMergedLists)
 	t.Run("a restart deletes what the process before it left", testStale)
 	t.Run("a restart detaches programs at hooks of other versions", testUnknownLink)
 	t.Run("maps of a new size have the elements of the old maps", testNewSize)
@@ -880,24 +881,12 @@ func testRestart(t *testing.T) {
 	before := ids()
 	program := n.linkedProgram()
 
-	// Connections must succeed at any time.
-	ctx, cancel := context.WithCancel(t.Context())
-	failed := make(chan error, 1)
-	go func() {
-		var err error
-		for ctx.Err() == nil && err == nil {
-			_, _, err = n.dial(n.ns.Do, "10.96.0.1:80")
+	n.mustConnectDuring("10.96.0.1:80", func() {
+		for range 3 {
+			n.restart()
+			n.pass(web, dns)
 		}
-		failed <- err
-	}()
-	for range 3 {
-		n.restart()
-		n.pass(web, dns)
-	}
-	cancel()
-	if err := <-failed; err != nil {
-		t.Errorf("a connection failed during a restart: %v", err)
-	}
+	})
 	if n.linkedProgram() == program {
 		t.Error("the link still has the program of the process before")
 	}
@@ -907,6 +896,70 @@ func testRestart(t *testing.T) {
 	n.mustReach("10.96.0.2:80", chosen[0])
 	if got := s.ask("10.96.0.1:80"); got != kept {
 		t.Errorf("a UDP socket moved from %s to %s", kept, got)
+	}
+}
+
+// mustConnectDuring makes connections while f runs. All must succeed.
+func (n *node) mustConnectDuring(to string, f func()) {
+	n.t.Helper()
+	ctx, cancel := context.WithCancel(n.t.Context())
+	failed := make(chan error, 1)
+	go func() {
+		var err error
+		for ctx.Err() == nil && err == nil {
+			_, _, err = n.dial(n.ns.Do, to)
+		}
+		failed <- err
+	}()
+	f()
+	cancel()
+	if err := <-failed; err != nil {
+		n.t.Errorf("a connection failed meanwhile: %v", err)
+	}
+}
+
+// testMergedLists gives each frontend a list of its own, as earlier versions did.
+func testMergedLists(t *testing.T) {
+	n := newNode(t, Options{})
+	n.serve()
+	web := view("web", []string{"10.96.0.1"}, endpoints[:3], nil)
+	affine := view("affine", []string{"10.96.0.2"}, endpoints[:3], withAffinity(10800))
+	n.pass(web, affine)
+	kept := n.reaches("10.96.0.2:80", 1)[0]
+	s := n.socket()
+	asked := s.ask("10.96.0.1:80")
+	next := uint64(1)
+	for _, w := range plan(web, "") {
+		next++
+		var err error
+		for i, a := range w.endpoints {
+			_, slotErr := n.dataplane.slots.set([]slotKey{{List: next, Index: uint32(i)}}, []address{a})
+			err = errors.Join(err, slotErr)
+		}
+		for _, a := range w.members {
+			if w.frontend.Protocol == unix.IPPROTO_UDP {
+				_, memberErr := n.dataplane.members.set([]memberKey{{List: next, Endpoint: a}}, []uint32{0})
+				err = errors.Join(err, memberErr)
+			}
+		}
+		_, frontendErr := n.dataplane.frontends.set([]frontendKey{w.frontend}, []list{{ID: next, Count: uint32(len(w.endpoints))}})
+		if err := errors.Join(err, frontendErr); err != nil {
+			t.Fatal(err)
+		}
+	}
+	n.mustConnectDuring("10.96.0.1:80", func() {
+		n.restart()
+		n.pass(web, affine)
+	})
+	if slots := count(t, n.dataplane.slots); slots != 6 {
+		t.Errorf("the map has %d slots, want 3 for each service", slots)
+	}
+	if err := n.verify(); err != nil {
+		t.Error(err)
+	}
+	n.mustReach("10.96.0.2:80", kept)
+	if got := s.ask("10.96.0.1:80"); got != asked {
+		t.Errorf("a UDP socket moved from %s to %s", asked, got)
 	}
 }
 

@@ -48,8 +48,13 @@ type Backend struct {
 	surveyed bool
 	// holdings is the state of HNS, or nil while this state is unknown.
 	holdings *holdings
+	// doubtful is true if holdings may differ from HNS because a call failed. Then the retry
+	// of a failed service lists the objects of HNS, but a change of another service does not.
+	doubtful bool
 	// todo contains the frontends that the next Sync or Verify must check.
 	todo map[Frontend]bool
+	// afterPass contains the frontends that must be checked when the pass has ended.
+	afterPass map[Frontend]bool
 	// passing is true while a pass of the driver is in progress. Until the pass ends, the
 	// field views contains only the services delivered so far, so the backend prunes
 	// nothing.
@@ -82,17 +87,18 @@ func New(opts Options) (*Backend, error) {
 	}
 	opts.Name, opts.RootEndpoint = cmp.Or(opts.Name, "kpng"), cmp.Or(opts.RootEndpoint, "cbr0")
 	b := &Backend{
-		opts:     opts,
-		hns:      opts.HNS,
-		nodeIPs:  opts.NodeIPs,
-		views:    map[types.NamespacedName]*api.ServiceEndpoints{},
-		plans:    map[types.NamespacedName][]policy{},
-		wanted:   map[Frontend]want{},
-		todo:     map[Frontend]bool{},
-		failing:  map[types.NamespacedName]bool{},
-		unserved: map[types.NamespacedName][]unserved{},
-		checks:   map[Frontend][]want{},
-		refused:  map[types.NamespacedName]error{},
+		opts:      opts,
+		hns:       opts.HNS,
+		nodeIPs:   opts.NodeIPs,
+		views:     map[types.NamespacedName]*api.ServiceEndpoints{},
+		plans:     map[types.NamespacedName][]policy{},
+		wanted:    map[Frontend]want{},
+		todo:      map[Frontend]bool{},
+		afterPass: map[Frontend]bool{},
+		failing:   map[types.NamespacedName]bool{},
+		unserved:  map[types.NamespacedName][]unserved{},
+		checks:    map[Frontend][]want{},
+		refused:   map[types.NamespacedName]error{},
 	}
 	if opts.Observer.Called != nil {
 		b.hns = &observed{opts.HNS, opts.Observer.Called, time.Now}
@@ -164,8 +170,8 @@ func (b *Backend) checkFeatures(f Features) error {
 	return nil
 }
 
-// Sync implements [sink.Sink]. It lists the objects of HNS when a pass begins and after a
-// failure. It lists them once more if the last list lacks the endpoint of a pod on this
+// Sync implements [sink.Sink]. It lists the objects of HNS when a pass begins and when it
+// retries a service after a failure. It lists them once more if the last list lacks the endpoint of a pod on this
 // node. Sync reports the failed services in a [*sink.Failed]. Each error contains the
 // frontend and the error of HNS. If HNS does not run or the network does not exist, all
 // services fail, and Sync requests a new pass. The driver retries until HNS is back.
@@ -178,6 +184,11 @@ func (b *Backend) Sync(ctx context.Context, c *sink.Changes) error {
 	}
 	b.passing = (b.passing || c.First) && !c.Last
 	delivered := b.learn(ctx, c)
+	for key := range delivered {
+		if b.doubtful && b.failing[key] {
+			b.holdings = nil
+		}
+	}
 	p := &pass{Backend: b, ctx: ctx, log: klog.FromContext(ctx), delivered: delivered}
 	err := p.run()
 	if _, ok := sink.Acknowledged(err); !ok {
@@ -275,7 +286,7 @@ func (b *Backend) survey(ctx context.Context) error {
 	if !reflect.DeepEqual(b.environment.network, network) {
 		b.environment.network, b.environment.tunnels, b.planned = network, newTunnels(network), false
 	}
-	b.holdings = newHoldings(b.opts.Name, endpoints, balancers)
+	b.holdings, b.doubtful = newHoldings(b.opts.Name, endpoints, balancers), false
 	b.record.confirm(b.holdings)
 	for f := range b.wanted {
 		b.todo[f] = true

@@ -369,12 +369,13 @@ func TestFailureNamesServiceFrontendAndError(t *testing.T) {
 	w.mustHave(`10.96.0.1 protocol 6 port 80->8080 to 10.1.2.1
 		10.96.0.2 protocol 6 port 80->8080 to 10.1.2.4`)
 
-	// A change of another service causes no retry for service a. The driver decides when to
-	// retry.
+	// A change of another service causes no retry for service a, no listing and no deletion of
+	// endpoints. The driver decides when to retry.
 	w.hns.Calls()
 	w.must(w.set(view(service("b", withClusterIP(2)), at("10.1.2.5"))))
-	w.mustHaveCalled(and(listing, map[string]int{"CreateEndpoint": 1, "UpdateLoadBalancer": 1, "DeleteEndpoint": 3}))
+	w.mustHaveCalled(map[string]int{"CreateEndpoint": 1, "UpdateLoadBalancer": 1})
 	w.must(w.set(w.views[view(service("a")).Key()]))
+	w.mustHaveCalled(and(listing, map[string]int{"UpdateLoadBalancer": 1, "DeleteEndpoint": 3}))
 	w.mustHave(`10.96.0.1 protocol 6 port 80->8080 to 10.1.2.3
 		10.96.0.2 protocol 6 port 80->8080 to 10.1.2.5`)
 	w.mustHaveRemotes("10.1.2.3", "10.1.2.5")
@@ -867,4 +868,23 @@ func TestServiceWithTooManyLoadBalancersIsRefused(t *testing.T) {
 	w.must(w.backend.Verify(t.Context()))
 	w.must(w.set(wide(1)))
 	w.must(w.set(view(service("web", withClusterIP(9)), at("10.1.2.9"))))
+}
+
+// TestOnlyRetriesOfAFailedServiceListHNS changes a service while HNS refuses a load balancer of
+// another one. Only retries of the refused service list the objects of HNS.
+func TestOnlyRetriesOfAFailedServiceListHNS(t *testing.T) {
+	w := l2bridge(t)
+	w.must(w.full())
+	w.hns.Calls()
+	w.hns.SetHook(failCalls("CreateLoadBalancer", errors.New("refused")))
+	bad := view(service("bad", withClusterIP(8)), at("10.1.2.8"))
+	if err := w.set(bad); err == nil {
+		t.Fatal("HNS created the load balancer")
+	}
+	w.hns.SetHook(nil)
+	w.hns.Calls()
+	w.must(w.set(view(service("web", withClusterIP(9)), at("10.1.2.9"))))
+	w.mustHaveCalled(map[string]int{"CreateEndpoint": 1, "CreateLoadBalancer": 1})
+	w.must(w.set(bad))
+	w.mustHaveCalled(and(listing, map[string]int{"CreateLoadBalancer": 1}))
 }

@@ -17,9 +17,9 @@
 //
 // The backend plans the load balancers from this node's views of services, without
 // calling HNS. Then it compares the planned load balancers by value with the state of
-// HNS. It lists endpoints and load balancers before the first changes, after a failure,
-// and once a minute while idle (the driver's VerifyInterval). If nothing fails, it
-// processes further changes without a listing. The network plug-in owns the endpoints of
+// HNS. It lists endpoints and load balancers before the first changes, when it retries a
+// service after a failure, and twice a minute while idle (the driver's VerifyInterval). It
+// processes changes of other services without a listing. The network plug-in owns the endpoints of
 // this node's pods. For other addresses, the backend creates endpoints whose names begin
 // with the backend's name. It removes these endpoints when no load balancer uses them.
 //

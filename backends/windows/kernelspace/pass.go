@@ -27,7 +27,7 @@ type pass struct {
 	// listed is true if this pass has listed the objects of HNS. A pass lists them at most
 	// once.
 	listed bool
-	// The field wrong is true if the state of HNS is unknown because a call failed.
+	// The field wrong is true if a call failed, so that holdings may differ from HNS.
 	wrong bool
 	// mac is this node's hardware address, and root the ID of its endpoint, if known.
 	mac, root string
@@ -52,7 +52,8 @@ func (p *pass) run() error {
 	if p.holdings != nil && p.opts.Observer.Holds != nil {
 		p.opts.Observer.Holds(p.holdings.own, p.record.len())
 	}
-	if p.wrong || err != nil && p.ctx.Err() == nil {
+	p.doubtful = p.doubtful || p.wrong
+	if err != nil && p.ctx.Err() == nil {
 		p.holdings = nil
 	}
 	if err != nil {
@@ -106,13 +107,20 @@ func (p *pass) steps() error {
 			return err
 		}
 	}
+	if !p.passing {
+		maps.Copy(p.todo, p.afterPass)
+		clear(p.afterPass)
+	}
 	var remove, keep []Frontend
 	for f := range p.todo {
 		w, wanted := p.wanted[f]
 		switch {
+		case !wanted && p.passing: // so that the next batches do not look at it again
+			delete(p.todo, f)
+			p.afterPass[f] = true
 		case wanted && !p.isWaiting(w.service):
 			keep = append(keep, f)
-		case !wanted && !p.passing && !p.keepsLast(p.holder(f)):
+		case !wanted && !p.keepsLast(p.holder(f)):
 			remove = append(remove, f)
 		}
 	}
@@ -130,7 +138,7 @@ func (p *pass) steps() error {
 			return err
 		}
 	}
-	if p.wrong || p.passing {
+	if p.wrong || p.doubtful || p.passing {
 		return nil // delete no endpoints, because it is unknown which endpoints are idle
 	}
 	return p.dropIdle()

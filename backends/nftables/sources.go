@@ -25,7 +25,7 @@ type lister func(f *nodeview.Frontend) uint32
 
 // presentLists returns the numbers of a service's lists in the kernel.
 func (t *table) presentLists(key types.NamespacedName) lister {
-	return func(f *nodeview.Frontend) uint32 { return t.lists.Number(key, f.Addr) }
+	return func(f *nodeview.Frontend) uint32 { return t.lists.Of(key, f.Addr) }
 }
 
 // restrictedElement returns the element that leads from f to its list of source ranges.

@@ -115,12 +115,7 @@ func newHarness(t testing.TB, proxy string, environment ...string) *harness {
 		fmt.Fprint(c, c.LocalAddr().(*net.TCPAddr).IP)
 	})
 	h.prepare("http://" + listener.Addr().String())
-	t.Cleanup(func() {
-		h.kill()
-		if t.Failed() {
-			t.Logf("%s logged:\n%s", proxy, h.logged())
-		}
-	})
+	t.Cleanup(h.kill)
 	h.server.write([]object{&corev1.Node{
 		ObjectMeta: metav1.ObjectMeta{Name: nodeName, Labels: map[string]string{corev1.LabelTopologyZone: "zone0"}},
 		Status:     corev1.NodeStatus{Addresses: []corev1.NodeAddress{{Type: corev1.NodeInternalIP, Address: nodeIP.String()}}},

@@ -184,18 +184,38 @@ func (n *node) prepare(host string) {
 	n.kubeconfig = apiserver.Kubeconfig(n, &rest.Config{Host: host})
 	switch n.proxy {
 	case "ebpf":
-		if err := unix.Mount("bpf", n.dir, "bpf", 0, ""); err != nil {
-			n.Fatalf("mount a BPF file system, which needs root: %v", err)
+		n.mount("bpf", n.bpffs())
+		n.mount("cgroup2", filepath.Join(n.dir, "cgroups"))
+		// The programs handle sockets of this empty cgroup, so they handle none.
+		if err := os.Mkdir(n.sockets(), 0o755); err != nil {
+			n.Fatal(err)
 		}
-		n.Cleanup(func() {
-			if err := unix.Unmount(n.dir, 0); err != nil {
-				n.Errorf("unmount the BPF file system: %v", err)
-			}
-		})
-		n.ns.Cgroup = netnstest.NewCgroup(n)
+		n.Cleanup(func() { os.Remove(n.sockets()) })
 	case "ovs":
 		n.switches = ovstest.New(n, n.ns.Start)
 	}
+}
+
+func (n *node) bpffs() string { return filepath.Join(n.dir, "bpf") }
+
+func (n *node) sockets() string {
+	return filepath.Join(n.dir, "cgroups", fmt.Sprintf("kpng-growth-%d", os.Getpid()))
+}
+
+// mount mounts a file system until the test ends.
+func (n *node) mount(kind, dir string) {
+	err := os.Mkdir(dir, 0o755)
+	if err == nil {
+		err = unix.Mount(kind, dir, kind, 0, "")
+	}
+	if err != nil {
+		n.Fatalf("mount %s, which needs root: %v", kind, err)
+	}
+	n.Cleanup(func() {
+		if err := unix.Unmount(dir, 0); err != nil {
+			n.Errorf("unmount %s: %v", kind, err)
+		}
+	})
 }
 
 // command returns the command line of the proxy.
@@ -211,7 +231,7 @@ func (n *node) command() []string {
 	case "nftables", "iptables", "ipvs":
 		args = append(args, "--cluster-cidr", podCIDR.String())
 	case "ebpf":
-		args = append(args, "--cluster-cidr", podCIDR.String(), "--bpffs", n.dir, "--cgroup", filepath.Dir(n.ns.Cgroup.Dir))
+		args = append(args, "--cluster-cidr", podCIDR.String(), "--bpffs", n.bpffs(), "--cgroup", n.sockets())
 	case "ovs":
 		args = append(args, "--cluster-cidr", podCIDR.String(), "--bridge", ovstest.Bridge, "--ovs-rundir", n.switches.Dir,
 			"--masquerade-addresses", nodeIP.String()+",fd00:99::1", "--hairpin-addresses", "169.254.77.1,fd00:169:254::1")

@@ -21,8 +21,9 @@
 //	go test ./growth
 //	go test -timeout 3h ./growth -args -scale 8 -proxies nftables
 //
-// The benchmark prints a table for larger sizes, and includes kube-proxy:
+// The benchmarks print tables and include kube-proxy. BenchmarkGrowth measures the shapes in
+// larger sizes, and BenchmarkFigures a few large objects:
 //
-//	go test -run xxx -bench Growth -benchtime 1x -timeout 4h ./growth
+//	go test -run xxx -bench . -benchtime 1x -timeout 12h ./growth
 //	go test -run xxx -bench Growth -benchtime 1x ./growth -args -proxies nftables,kube-proxy -shapes affinity -scale 4
 package growth

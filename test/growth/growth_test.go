@@ -40,18 +40,18 @@ var withoutCollection = []string{"GOGC=off", "GOMEMLIMIT=1GiB"}
 const (
 	minCPU    = 100 * time.Millisecond
 	minWait   = 5 * time.Millisecond
-	minMemory = 8 << 20
-	minKernel = 1 << 20
+	minMemory = 32 << 20
+	minKernel = 2 << 20
 )
 
 // sizes are the measured sizes, relative to shape.n.
 var sizes = [...]int{1, 2, 4}
 
 // results are the figures of a shape in all sizes.
-type results [len(sizes)]figures
+type results []figures
 
-// lesser returns the minima of two results.
-func (r results) lesser(o results) results {
+// lower replaces the costs by those of o where o has lower ones.
+func (r results) lower(o results) {
 	for i := range r {
 		a, b := &r[i], o[i]
 		for p := range a.phases {
@@ -60,7 +60,6 @@ func (r results) lesser(o results) results {
 		}
 		a.memory, a.kernel = min(a.memory, b.memory), min(a.kernel, b.kernel)
 	}
-	return r
 }
 
 // problems describes the limits that the results exceed.
@@ -100,7 +99,7 @@ func (r results) list(of func(figures) any) (list []any) {
 	return list
 }
 
-// exponent returns the exponent of the growth of a cost in the last doubling.
+// exponent returns the exponent of the growth of a cost in the last doubling of the size.
 func (r results) exponent(cost func(figures) float64) float64 {
 	return math.Log2(max(cost(r[len(r)-1]), 1) / max(cost(r[len(r)-2]), 1))
 }
@@ -108,10 +107,12 @@ func (r results) exponent(cost func(figures) float64) float64 {
 // measureAll measures a shape in all sizes.
 func (h *harness) measureAll(s *shape, scale int) (r results, ok bool) {
 	h.Helper()
-	for i, size := range sizes {
-		if r[i], ok = h.measure(s, s.n*size*scale); !ok {
-			return r, false
+	for _, size := range sizes {
+		f, ok := h.measure(s, s.n*size*scale)
+		if !ok {
+			return nil, false
 		}
+		r = append(r, f)
 	}
 	return r, true
 }
@@ -127,7 +128,7 @@ func (h *harness) check(s *shape, rounds int) (problems []string) {
 			return []string{"it is not programmed"}
 		}
 		if round > 0 {
-			r = r.lesser(best)
+			r.lower(best)
 		}
 		best = r
 		if problems = best.problems(); len(problems) == 0 {
@@ -137,7 +138,8 @@ func (h *harness) check(s *shape, rounds int) (problems []string) {
 	return problems
 }
 
-func selected(t testing.TB) (list []*shape) {
+// selected returns the shapes that the flag -shapes selects.
+func selected(t testing.TB, shapes []shape) (list []*shape) {
 	t.Helper()
 	expression, err := regexp.Compile(*only)
 	if err != nil {
@@ -152,15 +154,11 @@ func selected(t testing.TB) (list []*shape) {
 }
 
 func TestCostsGrowWithSize(t *testing.T) {
-	names := *proxies
-	if names == "" {
-		names = defaultProxies
-	}
-	for _, proxy := range parseProxies(t, names) {
+	for _, proxy := range parseProxies(t, cmp.Or(*proxies, defaultProxies)) {
 		t.Run(proxy, func(t *testing.T) {
 			t.Parallel()
 			h := newHarness(t, proxy, withoutCollection...)
-			for _, s := range selected(t) {
+			for _, s := range selected(t, shapes) {
 				if slices.Contains(s.except, proxy) {
 					continue
 				}
@@ -192,49 +190,64 @@ func TestQuadraticCostsAreFound(t *testing.T) {
 	}
 }
 
-// BenchmarkGrowth prints a table.
+// BenchmarkGrowth prints a table with the costs of all shapes.
 func BenchmarkGrowth(b *testing.B) {
-	names := *proxies
-	if names == "" {
-		names = defaultProxies + ",kube-proxy,kube-proxy-iptables"
-	}
-	fmt.Printf("| shape, sizes | proxy | load | changes | restart | delete | memory | kernel memory | wait alone | load | changes | delete |\n|---|---|---|---|---|---|---|---|---|---|---|---|\n")
-	for _, s := range selected(b) {
+	scale := cmp.Or(*scale, 8)
+	table(b, shapes, func(h *harness, s *shape) (results, bool) { return h.measureAll(s, scale) })
+}
+
+// BenchmarkFigures prints a table with the costs of a few large objects.
+func BenchmarkFigures(b *testing.B) {
+	table(b, large, func(h *harness, s *shape) (results, bool) {
+		f, ok := h.measure(s, s.n)
+		return results{f}, ok
+	})
+}
+
+// table prints a table with the results of measure for each shape and each proxy.
+func table(b *testing.B, shapes []shape, measure func(*harness, *shape) (results, bool)) {
+	names := cmp.Or(*proxies, defaultProxies+",kube-proxy,kube-proxy-iptables")
+	fmt.Printf("\n| | proxy | load | changes | restart | delete | memory | kernel memory | wait alone | load | changes | delete |\n|---|---|---|---|---|---|---|---|---|---|---|---|\n")
+	for _, s := range selected(b, shapes) {
 		for _, proxy := range parseProxies(b, names) {
 			if s.kpngOnly && strings.HasPrefix(proxy, "kube-proxy") {
 				continue
 			}
 			b.Run(strings.ReplaceAll(s.name, " ", "-")+"/"+proxy, func(b *testing.B) {
-				h := newHarness(b, proxy)
-				r, ok := h.measureAll(s, cmp.Or(*scale, 8))
-				fmt.Println(r.row(s, proxy, cmp.Or(*scale, 8), ok))
+				r, ok := measure(newHarness(b, proxy), s)
+				cells := []string{"not programmed"}
+				if ok {
+					cells = r.cells()
+				}
+				fmt.Printf("| %s | %s | %s |\n", s.name, proxy, strings.Join(cells, " | "))
 				b.ReportMetric(0, "ns/op") // hide the time per operation, which means nothing here
 			})
 		}
 	}
 }
 
-// row returns a row of the benchmark's table.
-func (r results) row(s *shape, proxy string, scale int, ok bool) string {
-	var cells []string
+// cells returns the cells of a row of the table: the costs of the largest size and, if
+// there are several sizes, exponents.
+func (r results) cells() (cells []string) {
 	cell := func(format string, args ...any) { cells = append(cells, fmt.Sprintf(format, args...)) }
-	cell("%s, %d–%d", s.name, s.n*scale*sizes[0], s.n*scale*sizes[len(sizes)-1])
-	cell("%s", proxy)
-	last := r[len(r)-1]
-	if !ok {
-		cell("not programmed")
-	} else {
-		for p := range phases {
-			cell("%.0f (%.0f) ms ^%.2f", milliseconds(last.phases[p].all), milliseconds(last.phases[p].kernel), r.exponent(func(f figures) float64 { return float64(f.phases[p].all) }))
+	growth := func(cost func(figures) float64) string {
+		if len(r) < 2 {
+			return ""
 		}
-		cell("%.1f MB ^%.2f", float64(last.memory)/1e6, r.exponent(func(f figures) float64 { return float64(f.memory) }))
-		cell("%.1f MB ^%.2f", float64(last.kernel)/1e6, r.exponent(func(f figures) float64 { return float64(f.kernel) }))
-		cell("%.1f ms", milliseconds(last.alone.time))
-		for _, p := range []int{load, changes, remove} {
-			cell("%.0f ms", milliseconds(last.phases[p].wait.time))
-		}
+		return fmt.Sprintf(" ^%.2f", r.exponent(cost))
 	}
-	return "| " + strings.Join(cells, " | ") + " |"
+	last := r[len(r)-1]
+	for p := range phases {
+		cell("%.0f (%.0f) ms%s", milliseconds(last.phases[p].all), milliseconds(last.phases[p].kernel),
+			growth(func(f figures) float64 { return float64(f.phases[p].all) }))
+	}
+	cell("%.1f MB%s", float64(last.memory)/1e6, growth(func(f figures) float64 { return float64(f.memory) }))
+	cell("%.1f MB%s", float64(last.kernel)/1e6, growth(func(f figures) float64 { return float64(f.kernel) }))
+	cell("%.1f ms", milliseconds(last.alone.time))
+	for _, p := range []int{load, changes, remove} {
+		cell("%.0f ms", milliseconds(last.phases[p].wait.time))
+	}
+	return cells
 }
 
 func milliseconds(d time.Duration) float64 { return float64(d.Microseconds()) / 1000 }

@@ -272,6 +272,31 @@ var shapes = []shape{
 	}},
 }
 
+// large has objects that a tenant may write, in the sizes for which docs/benchmarks.md has
+// targets.
+var large = []shape{
+	{name: "16,000 services with one external IP and port", n: 16_000, objects: func(n, step int) []object {
+		return repeat(n, func(i int) []object {
+			return one(i, step, 1, func(s *corev1.Service) { s.Spec.ExternalIPs = []string{"203.0.113.1"} })
+		})
+	}},
+	{name: "2,000 ports, 50 endpoints", n: 2000, objects: func(n, step int) []object {
+		return one(0, step, 50, ports(n))
+	}},
+	{name: "50 ports, 1,000 external IPs, 100 endpoints", n: 1000, objects: func(n, step int) []object {
+		return one(0, step, 100, both(ports(50), externalIPs(n)))
+	}},
+	{name: "1,000 source ranges, 30 ports", n: 1000, objects: func(n, step int) []object {
+		return one(0, step, 2, both(ports(30), ranges(0, n)))
+	}},
+	{name: "10,000 source ranges", n: 10_000, objects: func(n, step int) []object {
+		return one(0, step, 2, ranges(0, n))
+	}},
+	{name: "1,000 endpoints with affinity", n: 1000, objects: func(n, step int) []object {
+		return inSlices(service(0, affinity), step, n)
+	}},
+}
+
 // repeat calls f with the numbers below n and joins the results.
 func repeat[T any](n int, f func(i int) []T) (all []T) {
 	for i := range n {

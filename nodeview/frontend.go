@@ -190,6 +190,9 @@ func (m Masquerade) String() string { return text(masqueradeNames[:], m) }
 func Frontends(se *api.ServiceEndpoints) iter.Seq[Frontend] {
 	return func(yield func(Frontend) bool) {
 		lists := newPortLists(se)
+		if se != nil {
+			lists.sources = sourcesByAddress(se.Service)
+		}
 		for s := range namedFrontends(se) {
 			if s.Fault != 0 {
 				continue
@@ -246,7 +249,6 @@ func newPortLists(se *api.ServiceEndpoints) *portLists {
 		for _, u := range se.Unusable {
 			l.unusable.Add(u)
 		}
-		l.sources = sourcesByAddress(se.Service)
 	}
 	return l
 }

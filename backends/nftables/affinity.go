@@ -5,39 +5,46 @@
 package nftables
 
 import (
-	"cmp"
-	"math/rand/v2"
+	"encoding/binary"
+	"math/bits"
+	"net/netip"
+	"slices"
 	"time"
 
 	"github.com/google/nftables/expr"
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/backends/internal/nftrule"
 	"golang.org/x/sys/unix"
-	"k8s.io/apimachinery/pkg/types"
 )
 
-// With session affinity, each endpoint of a service port has a number. One map leads from a
-// slot of a frontend to the number, and another map from the number to the endpoint. The
-// kernel remembers pairs of a number and a client address in one set for all services. A
-// shared chain first looks for the client of a connection in each slot. An endpoint that was
-// removed and comes back gets another number, so its former clients stay where they are.
+// With session affinity, each endpoint of a list has a number. One map leads from a slot of
+// the list to the number, and another map from the number to the endpoint. A third map,
+// which packets write, leads from the list and a client to the number. An endpoint keeps its
+// number when it gets another slot. An endpoint that was removed and comes back gets another
+// number, so its former clients stay where they are.
+//
+// A client is not remembered by its address, but by one of clientGroups hashes of it. So no
+// service can use more than its share of the kernel's memory. Clients with the same hash
+// share an endpoint. The seed of the hash is random in each table.
 
 const (
-	// maxClients limits the clients that the kernel remembers. The set only uses memory for
-	// the clients that it has. If it is full, connections of other clients go to a random
+	// clientGroups is the number of groups of clients that each list has.
+	clientGroups = 1 << 16
+	// maxClients limits the elements of a map of clients. The map only uses memory for the
+	// elements that it has. If it is full, connections of other clients go to a random
 	// endpoint.
 	maxClients = 1 << 22
-	// maxAffineEndpoints limits the endpoints of a frontend with affinity that get traffic.
-	// A shared chain's number has 12 bits for the number of endpoints.
-	maxAffineEndpoints = 1<<12 - 1
+	// maxAffineEndpoints limits the endpoints of a list with affinity that get traffic. Their
+	// numbers have 12 bits that are not those of the list.
+	maxAffineEndpoints = endpointMask
 )
 
 // timeoutSteps says how timeouts are rounded up: those up to a limit, in seconds, to a
-// multiple of the step. A shared chain's number has 11 bits for the number of steps.
+// multiple of the step. The number of a class has 11 bits for the number of steps.
 // Kubernetes' API accepts timeouts of up to a day.
 var timeoutSteps = []struct{ limit, step uint32 }{{120, 1}, {600, 5}, {86400, 60}}
 
-// timeoutBits encodes a timeout for the number of a shared chain, and timeoutOf decodes it.
+// timeoutBits encodes a timeout for the number of a class, and timeoutOf decodes it.
 func timeoutBits(timeout time.Duration) uint32 {
 	seconds := uint32(min((timeout+time.Second-1)/time.Second, 86400))
 	var bits, from uint32
@@ -64,95 +71,79 @@ func timeoutOf(bits uint32) time.Duration {
 	return time.Duration(from) * time.Second
 }
 
-// affineEndpoint is an endpoint of a service port. For all-ports services, port is 0.
-type affineEndpoint struct {
-	protocol api.Protocol
-	port     int32
-	target   [20]byte // the data of endpointValue
-}
-
-// numbering has the numbers of a service's endpoints.
-type numbering map[affineEndpoint]uint32
-
-// numberer returns the number of an endpoint. The argument frontend is a frontend of the
-// endpoint.
-type numberer func(frontend elementID, e affineEndpoint) uint32
-
-// numbers assigns numbers to endpoints of services with affinity.
-type numbers struct {
-	services map[types.NamespacedName]numbering
-	// used has the numbers that cannot be assigned. If the table had the number when the pass
-	// began, and no service has the number since then, the value is false.
-	used map[uint32]bool
-	// last is the number that was assigned last. It starts at random, so that endpoints do
-	// not get the clients of endpoints that were removed before a restart.
-	last uint32
-}
-
-func newNumbers() *numbers {
-	return &numbers{services: map[types.NamespacedName]numbering{}, used: map[uint32]bool{}, last: rand.Uint32()}
-}
-
-// present returns the numbers of the endpoints of a service.
-func (n *numbers) present(key types.NamespacedName) numberer {
-	return func(_ elementID, e affineEndpoint) uint32 { return n.services[key][e] }
-}
-
-// future returns the numbers of a service for its next view, and adds them to next. An
-// endpoint keeps its number. In a pass, it keeps the number that the table had before.
-func (n *numbers) future(key types.NamespacedName, ps *pass, next *numbering) numberer {
-	return func(frontend elementID, e affineEndpoint) uint32 {
-		number := cmp.Or((*next)[e], n.services[key][e])
-		if number == 0 && ps != nil {
-			if before := ps.numbers[frontend][e.target]; !n.used[before] {
-				number = before
-			}
-		}
-		for number&0xffff == 0 || number>>16 == firstSlot>>16 { // nft cannot load ":0"
-			n.last++
-			number = 0x7000_0000 | n.last&0xfff_ffff
-			if _, isUsed := n.used[number]; isUsed {
-				number = 0
-			}
-		}
-		if *next == nil {
-			*next = numbering{}
-		}
-		(*next)[e], n.used[number] = number, true
-		return number
-	}
-}
-
-// settle records that a service has the numbers in next, or that it has failed to get them.
-func (n *numbers) settle(key types.NamespacedName, next numbering, failed bool) {
-	drop, keep := n.services[key], next
-	if failed {
-		drop, keep = keep, drop
-	}
-	for e, number := range drop {
-		if keep[e] != number {
-			delete(n.used, number)
-		}
-	}
-	n.services[key] = keep
-	if len(keep) == 0 {
-		delete(n.services, key)
-	}
-}
-
-// affinityRules returns the rules that select an endpoint for a client. If the set of
+// affinityRules returns the rules that select an endpoint for a client. If the map of
 // clients is full, the rule that adds the client does nothing.
-func (c sharedChain) affinityRules() (rules [][]expr.Any) {
-	clients := clientsSet(c.family).name
-	client := func() *nftrule.Key { return nftrule.NewKey(c.family).Meta(expr.MetaKeyPRIORITY).Source() }
-	known := &expr.Lookup{SourceRegister: nftrule.Reg(0), SetName: clients}
-	remember := &expr.Dynset{SrcRegKey: nftrule.Reg(0), SetName: clients, Operation: unix.NFT_DYNSET_OP_UPDATE, Timeout: c.timeout}
-	toNumber := nftrule.Jump(c.mapOf(kindSlots).name())[0]
-	translate := nftrule.GoTo(c.mapOf(kindEndpoints).name())
-	for slot := range c.endpoints {
-		rules = append(rules,
-			[]expr.Any{&expr.Immediate{Register: nftrule.Reg(0), Data: nftrule.Native(firstSlot + uint32(slot))}, nftrule.SetMeta(expr.MetaKeyPRIORITY), toNumber},
-			client().FollowedBy(known, remember, translate[0]))
+func (c class) affinityRules(seed uint32) [][]expr.Any {
+	isEndpoint := append(loadPriority(endpointMask), &expr.Cmp{Op: expr.CmpOpNeq, Register: nftrule.Reg(0), Data: nftrule.Native(0)})
+	clients := func(operation uint32, timeout time.Duration) []expr.Any {
+		value := nftrule.Reg(2)
+		return append(clientKey(c.family, seed),
+			&expr.Meta{Key: expr.MetaKeyPRIORITY, Register: value},
+			&expr.Dynset{SrcRegKey: nftrule.Reg(0), SrcRegData: value, SetName: clientsMap(c.family).name, Operation: operation, Timeout: timeout})
 	}
-	return append(rules, append(c.randomSlot(), toNumber), client().FollowedBy(remember), translate)
+	remember := clients(unix.NFT_DYNSET_OP_UPDATE, timeoutOf(uint32(c.timeout))) // keeps the number of a known client
+	slot, _ := c.needs()
+	toEndpoint := nftrule.Jump(numberChain(c.isAddress, c.family))
+	return [][]expr.Any{
+		nftrule.Jump(findChain(c.family)),
+		nftrule.Jump(clientChain(c.family)),
+		slices.Concat(isEndpoint, remember, toEndpoint),
+		slices.Concat(isEndpoint, clients(nftDynsetDelete, 0)), // the endpoint was removed
+		append(loadPriority(^uint32(endpointMask)), nftrule.SetMeta(expr.MetaKeyPRIORITY)),
+		nftrule.Jump(slot.name()),
+		slices.Concat(isEndpoint, remember),
+		toEndpoint,
+		nftrule.Drop(),
+	}
+}
+
+// clientKey loads the list and the group of the client, with which a packet's client is
+// found in the map of clients.
+func clientKey(family api.Family, seed uint32) []expr.Any {
+	offset, address := uint32(12), nftrule.Reg(1)
+	if family == api.IPv6 {
+		offset, address = 8, nftrule.Reg(4)
+	}
+	n := uint32(addrLen(family))
+	return slices.Concat(nftrule.MatchFamily(family), loadPriority(^uint32(endpointMask)), []expr.Any{
+		&expr.Payload{DestRegister: address, Base: expr.PayloadBaseNetworkHeader, Offset: offset, Len: n},
+		&expr.Hash{SourceRegister: address, DestRegister: nftrule.Reg(1), Length: n, Modulus: clientGroups, Seed: seed, Type: expr.HashTypeJenkins},
+	})
+}
+
+// clientGroup returns the group of a client, as the kernel computes it.
+func clientGroup(addr netip.Addr, seed uint32) uint32 {
+	return uint32(uint64(jhash(addr.AsSlice(), seed)) * clientGroups >> 32)
+}
+
+// jhash is the kernel's function of that name, for at most 24 octets.
+func jhash(key []byte, seed uint32) uint32 {
+	a := 0xdeadbeef + uint32(len(key)) + seed
+	b, c := a, a
+	if len(key) > 12 {
+		a += binary.NativeEndian.Uint32(key)
+		b += binary.NativeEndian.Uint32(key[4:])
+		c += binary.NativeEndian.Uint32(key[8:])
+		for _, r := range [2][3]int{{4, 6, 8}, {16, 19, 4}} {
+			a = (a - c) ^ bits.RotateLeft32(c, r[0])
+			c += b
+			b = (b - a) ^ bits.RotateLeft32(a, r[1])
+			a += c
+			c = (c - b) ^ bits.RotateLeft32(b, r[2])
+			b += a
+		}
+		key = key[12:]
+	}
+	var rest [12]byte
+	copy(rest[:], key)
+	a += binary.LittleEndian.Uint32(rest[:])
+	b += binary.LittleEndian.Uint32(rest[4:])
+	c += binary.LittleEndian.Uint32(rest[8:])
+	c = (c ^ b) - bits.RotateLeft32(b, 14)
+	a = (a ^ c) - bits.RotateLeft32(c, 11)
+	b = (b ^ a) - bits.RotateLeft32(a, 25)
+	c = (c ^ b) - bits.RotateLeft32(b, 16)
+	a = (a ^ c) - bits.RotateLeft32(c, 4)
+	b = (b ^ a) - bits.RotateLeft32(a, 14)
+	return (c ^ b) - bits.RotateLeft32(b, 24)
 }

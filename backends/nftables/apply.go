@@ -8,15 +8,13 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"slices"
 
 	"github.com/kpng-project/kpng/backends/internal/netfilter"
 	"github.com/kpng-project/kpng/sink"
 	"golang.org/x/sys/unix"
 )
 
-// maxOps limits the elements that one transaction changes. A part with more
-// than maxOps changes gets a transaction of its own. Large transactions have two
+// maxOps limits the elements that one transaction changes. Large transactions have two
 // disadvantages. While a transaction runs, other programs cannot change tables. If a
 // large transaction fails, the search for the services that caused the failure takes
 // long.
@@ -31,10 +29,41 @@ func (t *table) apply(ctx context.Context, parts []part, failed *sink.Failed) er
 			size += len(parts[n].ops)
 			n++
 		}
-		if err := t.applyTogether(ctx, parts[:n], failed); err != nil {
+		var err error
+		if size > maxOps {
+			err = t.applySplit(ctx, &parts[0], failed)
+		} else {
+			err = t.applyTogether(ctx, parts[:n], failed)
+		}
+		if err != nil {
 			return err
 		}
 		parts = parts[n:]
+	}
+	return nil
+}
+
+// applySplit writes a part with more than maxOps changes, in several transactions. If one of
+// them fails, applySplit undoes the others.
+func (t *table) applySplit(ctx context.Context, p *part, failed *sink.Failed) error {
+	split := p.split(maxOps)
+	for i := range split {
+		var refused sink.Failed
+		if err := t.applyTogether(ctx, split[i:i+1], &refused); err != nil {
+			return err
+		}
+		if len(refused) == 0 {
+			continue
+		}
+		for j := i - 1; j >= 0; j-- {
+			if err := t.commit(context.WithoutCancel(ctx), []part{split[j].undone()}); err != nil {
+				return fmt.Errorf("undo a part of the changes of service %s: %w", p.services[0], err)
+			}
+		}
+		for key, err := range refused {
+			failed.Add(key, err)
+		}
+		return nil
 	}
 	return nil
 }
@@ -137,10 +166,10 @@ func (t *table) commit(ctx context.Context, parts []part) error {
 			}
 		}
 	}
-	missing, lengths := t.missingChains(added), t.state.lengthsWith(added)
+	missing, lengths := t.missingClasses(added), t.state.lengthsWith(added)
 	err := t.conn.transact(ctx, func(w *wire) {
 		for _, c := range missing {
-			w.makeSharedChain(c)
+			w.makeClass(c, t.clientSeed)
 		}
 		w.elements(unix.NFT_MSG_DELSETELEM, 0, removed)
 		w.elements(unix.NFT_MSG_NEWSETELEM, unix.NLM_F_CREATE|unix.NLM_F_EXCL, added)
@@ -149,7 +178,7 @@ func (t *table) commit(ctx context.Context, parts []part) error {
 	if err != nil {
 		return err
 	}
-	t.state.chainsMade(missing)
+	t.state.classesMade(missing)
 	if lengths != t.state.lengths {
 		t.state.sourceChainsMade(lengths)
 	}
@@ -164,15 +193,13 @@ func (t *table) commit(ctx context.Context, parts []part) error {
 	return nil
 }
 
-// missingChains returns the shared chains that do not exist although elements refer to
-// them. A chain without frontends exists until Verify deletes it, because a packet may
-// still carry the chain's number.
-func (t *table) missingChains(elements []element) (missing []sharedChain) {
+// missingClasses returns the classes that do not exist although lists refer to them.
+func (t *table) missingClasses(elements []element) []class {
+	needed := map[class]bool{}
 	for i := range elements {
-		e := &elements[i]
-		if c, ok := sharedChainOf(&e.elementID, &e.value); ok && !t.state.made[c] && !slices.Contains(missing, c) {
-			missing = append(missing, c)
+		if c, ok := classOfElement(&elements[i].elementID, &elements[i].value); ok {
+			needed[c] = true
 		}
 	}
-	return missing
+	return t.state.missing(needed)
 }

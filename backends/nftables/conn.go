@@ -5,11 +5,13 @@
 package nftables
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
 	"hash/maphash"
 
+	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/backends/internal/netfilter"
 	"golang.org/x/sys/unix"
 )
@@ -65,14 +67,28 @@ func (c *conn) list(ctx context.Context, msg uint16, fill func(*wire), f func(at
 // noAttributes is the argument fill of the method query if no attributes are needed.
 func noAttributes(*wire) {}
 
-// dump calls f with each element of the map m; see decodeElements.
+// dump calls f with each element of the map m. If this package cannot have made the element,
+// the argument foreign is the element's encoding, which is valid until f returns. Otherwise
+// foreign is nil.
 func (c *conn) dump(ctx context.Context, m mapID, f func(e element, foreign []byte)) error {
 	names := map[string]string{}
+	return c.dumpSet(ctx, m.name(), func(item []byte) {
+		if e, ok := decodeElement(m, item, names); ok {
+			f(e, nil)
+		} else {
+			f(e, item)
+		}
+	})
+}
+
+// dumpSet calls f with the encoding of each element of a map or set of the table. The
+// encoding is valid until f returns.
+func (c *conn) dumpSet(ctx context.Context, name string, f func(item []byte)) error {
 	err := c.list(ctx, unix.NFT_MSG_GETSETELEM, func(w *wire) {
-		w.String(unix.NFTA_SET_ELEM_LIST_SET, m.name())
-	}, func(attributes []byte) { decodeElements(m, attributes, names, f) })
+		w.String(unix.NFTA_SET_ELEM_LIST_SET, name)
+	}, func(attributes []byte) { decodeElements(attributes, f) })
 	if err != nil {
-		return fmt.Errorf("read %s: %w", m.name(), err)
+		return fmt.Errorf("read %s: %w", name, err)
 	}
 	return nil
 }
@@ -86,8 +102,8 @@ func (c *conn) getElement(ctx context.Context, id elementID) (e element, ok bool
 		w.addElement(&element{elementID: id}, false)
 		w.EndNest(list)
 	}, func(attributes []byte) {
-		decodeElements(id.m, attributes, map[string]string{}, func(got element, foreign []byte) {
-			if foreign == nil {
+		decodeElements(attributes, func(item []byte) {
+			if got, own := decodeElement(id.m, item, map[string]string{}); own {
 				e, ok = got, true
 			}
 		})
@@ -108,6 +124,8 @@ type listing struct {
 	hooks           map[string]hook
 	// chains has the digest of each chain; see digestOf.
 	chains map[string]digest
+	// clientSeed is the seed of the hash of clients, or 0 if no rule has it.
+	clientSeed uint32
 }
 
 // inspect reads the listing of the table with that name.
@@ -133,14 +151,28 @@ func (c *conn) inspect(ctx context.Context, name string) (*listing, error) {
 		err = c.list(ctx, unix.NFT_MSG_GETRULE, noAttributes, func(attributes []byte) {
 			chain := netfilter.String(netfilter.Attribute(attributes, unix.NFTA_RULE_CHAIN))
 			d := l.chains[chain]
-			d.addRule(c.seed, netfilter.Attribute(attributes, unix.NFTA_RULE_EXPRESSIONS))
+			rule := netfilter.Attribute(attributes, unix.NFTA_RULE_EXPRESSIONS)
+			d.addRule(c.seed, rule)
 			l.chains[chain] = d
+			if chain == clientChain(api.IPv4) || chain == clientChain(api.IPv6) {
+				l.clientSeed = cmp.Or(l.clientSeed, hashSeed(rule))
+			}
 		})
 	}
 	if err != nil {
 		return nil, fmt.Errorf("list table inet %s: %w", name, err)
 	}
 	return l, nil
+}
+
+// hashSeed returns the seed of the first hash in a rule, or 0.
+func hashSeed(rule []byte) uint32 {
+	for _, e := range netfilter.Attributes(rule) {
+		if netfilter.String(netfilter.Attribute(e, unix.NFTA_EXPR_NAME)) == "hash" {
+			return netfilter.Uint32(netfilter.Attribute(netfilter.Attribute(e, unix.NFTA_EXPR_DATA), unix.NFTA_HASH_SEED))
+		}
+	}
+	return 0
 }
 
 // findTable returns a listing that only says whether the table exists and is dormant.

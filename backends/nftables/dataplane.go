@@ -7,19 +7,20 @@ package nftables
 import (
 	"context"
 	"fmt"
+	"maps"
 	"net/netip"
 	"slices"
 	"strings"
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/nodeview"
-	"k8s.io/apimachinery/pkg/types"
 )
 
 // Dataplane describes, in several lines, the elements that the kernel has for one
 // frontend. If se is not nil, Dataplane compares them with the elements that se requires.
 // A line with a superfluous element begins with "+", and a line with a missing element
-// begins with "-".
+// begins with "-". The endpoints of a list may be in any slots, so a missing endpoint has
+// no slot.
 //
 // addr, protocol and port identify the frontend. If addr is an address of the node, the
 // frontend is a node port. For an all-ports service, protocol and port are 0. Dataplane
@@ -42,93 +43,149 @@ func (b *Backend) Dataplane(ctx context.Context, addr netip.Addr, protocol api.P
 		return fmt.Sprintf("there is no table inet %s\n", c.table), nil
 	}
 
+	d := dataplane{ctx: ctx, conn: c}
+	fmt.Fprintf(&d.out, "table inet %s\n", c.table)
 	f := nodeview.Frontend{FrontendKey: nodeview.FrontendKey{Addr: addr, Family: api.FamilyOf(addr), Protocol: protocol, Port: port}}
-	should, slots, isNodePort := requiredElements(se, &f)
-	is, err := c.elementsOf(ctx, &f, slots, isNodePort)
-	if err != nil {
-		return "", err
-	}
-	var out strings.Builder
-	fmt.Fprintf(&out, "table inet %s\n", c.table)
-	if se == nil && len(is) == 0 {
-		out.WriteString("  nothing leads to it\n")
-	}
-	for _, line := range is {
-		sign := " "
-		if se != nil && !slices.Contains(should, line) && !strings.HasPrefix(line, "nodeport-addresses") && !strings.HasPrefix(line, "cluster-ips") {
-			sign = "+"
-		}
-		fmt.Fprintf(&out, "%s %s\n", sign, line)
-	}
-	for _, line := range should {
-		if !slices.Contains(is, line) {
-			fmt.Fprintf(&out, "- %s\n", line)
-		}
-	}
-	return out.String(), nil
+	d.show(&f, requiredFrontend(se, &f), se != nil)
+	return d.out.String(), d.err
 }
 
-// elementsOf returns the elements that the kernel has for f, in the order in which the
-// rules look them up. It looks up at least minSlots slots, even if the kernel lacks some
-// of these slots. If isNodePort is true but the address of f has no node ports, a line
-// reports this.
-func (c *conn) elementsOf(ctx context.Context, f *nodeview.Frontend, minSlots int, isNodePort bool) (lines []string, err error) {
-	// addLine adds a line for an element if the kernel has it. After an error, addLine does
-	// nothing.
-	addLine := func(id elementID, remark string) (ok bool) {
-		var e element
-		if err == nil {
-			e, ok, err = c.getElement(ctx, id)
-		}
-		if ok {
-			lines = append(lines, e.String()+remark)
-		}
-		if ok && (id.m.kind == kindSlots || id.m.kind == kindNodeSlots) {
-			if e, found, err := c.getElement(ctx, e.endpointID()); found && err == nil {
-				lines[len(lines)-1] = affineLine(id, e)
-			}
-		}
-		return ok
+// dataplane collects the lines of Dataplane. After an error, its methods do nothing.
+type dataplane struct {
+	ctx  context.Context
+	conn *conn
+	out  strings.Builder
+	err  error
+}
+
+// get returns an element of the kernel.
+func (d *dataplane) get(id elementID) (e element, ok bool) {
+	if d.err == nil {
+		e, ok, d.err = d.conn.getElement(d.ctx, id)
 	}
+	return e, ok
+}
+
+func (d *dataplane) line(sign, format string, args ...any) {
+	fmt.Fprintf(&d.out, sign+" "+format+"\n", args...)
+}
+
+// show adds the lines for f, in the order in which the rules look up the elements. The
+// argument want is the frontend that the view requires, or nil. If compare is false, show
+// only shows what the kernel has.
+func (d *dataplane) show(f, want *nodeview.Frontend, compare bool) {
+	sign := map[bool]string{true: "+", false: " "}[compare && want == nil]
 	for _, s := range allMatches {
 		if s == matchService && f.Port == 0 {
 			continue
 		}
 		if s == matchNodePort {
 			admitted := addressElement(kindNodePortAddresses, f.Addr).elementID
-			if !addLine(admitted, "") {
-				if !isNodePort {
-					continue
-				}
-				lines = append(lines, admitted.String()+" is missing: this address has no node ports")
+			if e, ok := d.get(admitted); ok {
+				d.line(" ", "%s", e)
+			} else if want != nil && want.Kind == nodeview.NodePort {
+				d.line(" ", "%s is missing: this address has no node ports", admitted)
+			} else {
+				continue
 			}
 		}
-		found := false
-		for _, kinds := range [][3]mapKind{{kindFrontends, kindEndpoints, kindSlots}, {kindNodeFrontends, kindNodeEndpoints, kindNodeSlots}} {
-			e, _ := frontendElement(mapID{kinds[0], s, f.Family}, f)
-			if addLine(e.elementID, "") {
-				found = true
+		e, _ := frontendElement(mapID{kindFrontends, s, f.Family}, f)
+		got, ok := d.get(e.elementID)
+		if !ok {
+			if want != nil && matchOf(want) == s {
+				d.line("-", "%s", e.elementID)
 			}
-			for _, kind := range kinds[1:] {
-				for slot := 0; addLine(slotID(mapID{kind, s, f.Family}, f, firstSlot+uint32(slot)), "") || slot < minSlots; slot++ {
-				}
+			continue
+		}
+		d.line(sign, "%s", got)
+		key := listKey{family: f.Family, protocol: f.Protocol, port: f.Port}
+		if s == matchAddress {
+			key.protocol, key.port = 0, 0
+		}
+		l := list{listKey: key, number: got.value.number() &^ handlingMask}
+		shortcut := got.value.number()&handlingMask == uint32(handleLocal)
+		if want == nil {
+			d.list(&l, nil, compare)
+		} else {
+			d.list(&l, &want.Elsewhere, compare)
+		}
+		if !shortcut {
+			return
+		}
+		if e, ok := d.get(l.shortcutID()); ok {
+			d.line(sign, "%s", e)
+			l.number = e.value.number()
+			if want == nil {
+				d.list(&l, nil, compare)
+			} else {
+				d.list(&l, &want.Node, compare)
 			}
+		} else if want != nil {
+			d.line("-", "%s", l.shortcutID())
 		}
-		if found {
-			return lines, err
-		}
+		return
 	}
-	addLine(addressElement(kindClusterIPs, f.Addr).elementID, " (unknown port)")
-	return lines, err
+	if e, ok := d.get(addressElement(kindClusterIPs, f.Addr).elementID); ok {
+		d.line(" ", "%s (unknown port)", e)
+	} else if want == nil {
+		d.line(" ", "nothing leads to it")
+	}
 }
 
-// requiredElements returns the elements that the view se requires for f, the number of
-// endpoints among them, and whether f is a node port. A nil view requires no elements.
-func requiredElements(se *api.ServiceEndpoints, f *nodeview.Frontend) (lines []string, slots int, isNodePort bool) {
-	if se == nil {
-		return nil, 0, false
+// list adds the lines for a list. The argument want has the endpoints that the list should
+// have. If it is nil, there should be none.
+func (d *dataplane) list(l *list, want *nodeview.Traffic, compare bool) {
+	missing := map[string]bool{}
+	if want != nil {
+		limit := maxEndpoints
+		if isAffine(l.number) {
+			limit = maxAffineEndpoints
+		}
+		for _, t := range want.Endpoints[:min(len(want.Endpoints), limit)] {
+			missing[endpointText(l, endpointValue(t.Addr, t.Port))] = true
+		}
 	}
-	var slot elementID
+	n := len(missing)
+	if e, ok := d.get(l.id()); ok {
+		c, _ := classOfElement(&e.elementID, &e.value)
+		d.line(" ", "%s (%s)", e, c.name())
+	} else {
+		d.line("-", "%s", l.id())
+	}
+	for slot := 0; ; slot++ {
+		e, ok := d.get(l.slotID(slot))
+		if !ok {
+			if slot < n {
+				continue
+			}
+			break
+		}
+		endpoint := e
+		if isAffine(l.number) {
+			d.line(" ", "%s", e)
+			if endpoint, ok = d.get(l.numberID(e.value.number() & endpointMask)); !ok {
+				continue
+			}
+		}
+		text, sign := endpointText(l, endpoint.value), " "
+		if compare && !missing[text] {
+			sign = "+"
+		}
+		delete(missing, text)
+		d.line(sign, "%s", endpoint)
+	}
+	for _, text := range slices.Sorted(maps.Keys(missing)) {
+		d.line("-", "%s %s : %s", l.slotID(0).m.name(), formatNumber(l.number), text)
+	}
+}
+
+// endpointText returns the endpoint of a list as its elements show it.
+func endpointText(l *list, v value) string {
+	return format(mapID{kindEndpoints, l.match(), l.family}.description().data, v.data[:])
+}
+
+// requiredFrontend returns the frontend of the view se that f identifies, or nil.
+func requiredFrontend(se *api.ServiceEndpoints, f *nodeview.Frontend) *nodeview.Frontend {
 	for want := range nodeview.Frontends(se) {
 		samePort := want.Port == f.Port && want.Protocol == f.Protocol
 		switch {
@@ -137,30 +194,7 @@ func requiredElements(se *api.ServiceEndpoints, f *nodeview.Frontend) (lines []s
 		default:
 			continue
 		}
-		var ignored numbering
-		newPlanner().planFrontend(se, &want, newNumbers().future(types.NamespacedName{}, nil, &ignored), func(e element) {
-			switch e.m.kind {
-			case kindSlots, kindNodeSlots: // the element for the endpoint follows
-				slot = e.elementID
-			case kindEndpoints, kindNodeEndpoints:
-				slots++
-				if want.Affinity > 0 {
-					lines = append(lines, affineLine(slot, e))
-					break
-				}
-				fallthrough
-			case kindFrontends, kindNodeFrontends:
-				lines = append(lines, e.String())
-			}
-		})
-		return lines, slots, want.Kind == nodeview.NodePort
+		return &want
 	}
-	return nil, 0, false
-}
-
-// affineLine returns the line for the slot of a frontend with session affinity. It shows
-// the endpoint instead of the number of the endpoint.
-func affineLine(slot elementID, endpoint element) string {
-	_, data, _ := strings.Cut(endpoint.String(), " : ")
-	return slot.String() + " : " + data
+	return nil
 }

@@ -26,20 +26,17 @@ type elementID struct {
 	key [maxKey]byte
 }
 
-// frontendID returns the ID of the frontend to which an element belongs. The key of the
-// element begins with the key of the frontend.
-func (id *elementID) frontendID() elementID {
-	f := elementID{m: mapID{kindFrontends, id.m.match, id.m.family}}
-	copy(f.key[:f.m.keyLen()], id.key[:])
-	return f
-}
+// number returns the number with which the key begins.
+func (id *elementID) number() uint32 { return binary.NativeEndian.Uint32(id.key[:]) }
+
+// number returns the number in the data.
+func (v *value) number() uint32 { return binary.NativeEndian.Uint32(v.data[:]) }
 
 // The struct value has the fields of an element except the key. If the element belongs to
 // a set, all these fields are zero.
 type value struct {
 	data [20]byte
-	// chain is the name of the verdict's target chain. In maps of frontends,
-	// it is the name of the shared chain whose number is in the field data.
+	// chain is the name of the verdict's target chain.
 	chain string
 	// comment has the name of a frontend's service port, for people who read the table.
 	comment string
@@ -67,7 +64,14 @@ func (w *keyWriter) port(p int32) {
 	w.at += 4
 }
 
-func (w *keyWriter) priority(number uint32) {
+// protocolUnless adds the protocol unless omit is true.
+func (w *keyWriter) protocolUnless(omit bool, p api.Protocol) {
+	if !omit {
+		w.protocol(p)
+	}
+}
+
+func (w *keyWriter) number(number uint32) {
 	binary.NativeEndian.PutUint32(w.id.key[w.at:], number)
 	w.at += 4
 }
@@ -87,22 +91,6 @@ func frontendElement(m mapID, f *nodeview.Frontend) (element, int) {
 	return e, w.at
 }
 
-// slotID returns the ID of the element for a slot or number of the frontend f in the map m.
-func slotID(m mapID, f *nodeview.Frontend, slot uint32) elementID {
-	e, at := frontendElement(m, f)
-	w := keyWriter{&e.elementID, at}
-	w.priority(slot)
-	return e.elementID
-}
-
-// endpointID returns the ID of the element for the endpoint to whose number the slot e leads.
-func (e *element) endpointID() elementID {
-	id := e.elementID
-	id.m.kind += kindEndpoints - kindSlots
-	copy(id.key[id.m.keyLen()-4:], e.data[:4])
-	return id
-}
-
 // addressElement returns the element for an address in the set of this kind.
 func addressElement(kind mapKind, a netip.Addr) element {
 	e := element{elementID: elementID{m: mapID{kind: kind, family: api.FamilyOf(a)}}}
@@ -111,7 +99,7 @@ func addressElement(kind mapKind, a netip.Addr) element {
 	return e
 }
 
-func priorityValue(number uint32) (v value) {
+func numberValue(number uint32) (v value) {
 	binary.NativeEndian.PutUint32(v.data[:], number)
 	return v
 }
@@ -123,50 +111,47 @@ func endpointValue(a netip.Addr, port int32) value {
 	return v
 }
 
-// String returns the name of the map and the element. The format is that of nft, except
-// that it shows the name of a chain instead of the number of the chain.
+// String returns the name of the map and the element, in the format of nft.
 func (e element) String() string {
 	s := e.elementID.String()
-	addrLen := e.m.addrLen()
+	data := e.m.description().data
 	switch {
 	case e.chain != "":
 		s += " : goto " + e.chain
-	case e.m.kind == kindSlots || e.m.kind == kindNodeSlots || e.m.kind == kindRestricted:
-		s += " : " + formatPriority(e.data[:])
-	case e.m.dataLen() == addrLen:
-		s += " : " + addrOf(e.data[:addrLen]).String()
-	case e.m.dataLen() > 0:
-		s += fmt.Sprintf(" : %s . %d", addrOf(e.data[:addrLen]), binary.BigEndian.Uint16(e.data[addrLen:]))
+	case len(data) > 0:
+		s += " : " + format(data, e.data[:])
 	}
 	return s
 }
 
 // String returns the name of the map and the element's key in the format of nft.
 func (id elementID) String() string {
-	rest := id.key[:id.m.keyLen()]
+	return id.m.name() + " " + format(id.m.description().key, id.key[:])
+}
+
+// format returns the encoding of several values in the format of nft.
+func format(types []datatype, b []byte) string {
 	var parts []string
-	for _, part := range id.m.description().key {
-		n := (part.length + 3) &^ 3
-		v := rest[:n]
-		rest = rest[n:]
-		switch part {
+	for _, t := range types {
+		v := b[:t.length]
+		b = b[(t.length+3)&^3:]
+		switch t {
 		case typeProtocol:
 			parts = append(parts, protocolName(v[0]))
 		case typePort:
 			parts = append(parts, fmt.Sprint(binary.BigEndian.Uint16(v)))
 		case typePriority:
-			parts = append(parts, formatPriority(v))
+			parts = append(parts, formatNumber(binary.NativeEndian.Uint32(v)))
+		case typeInteger:
+			parts = append(parts, fmt.Sprint(binary.NativeEndian.Uint32(v)))
 		default:
 			parts = append(parts, addrOf(v).String())
 		}
 	}
-	return id.m.name() + " " + strings.Join(parts, " . ")
+	return strings.Join(parts, " . ")
 }
 
-func formatPriority(v []byte) string {
-	number := binary.NativeEndian.Uint32(v)
-	return fmt.Sprintf("%x:%x", number>>16, number&0xffff)
-}
+func formatNumber(number uint32) string { return fmt.Sprintf("%x:%x", number>>16, number&0xffff) }
 
 func addrOf(b []byte) netip.Addr {
 	a, _ := netip.AddrFromSlice(b)

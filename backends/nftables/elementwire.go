@@ -43,20 +43,16 @@ func (w *wire) data(attr uint16, v []byte) {
 	w.EndNest(at)
 }
 
-// decodeElements calls f with each element of a NFT_MSG_NEWSETELEM message about m. If
-// this package cannot have made the element, the argument foreign is the element's
-// encoding, which is valid until f returns. Otherwise foreign is nil. The argument names
-// is a cache, so that elements with the same chain share one string.
-func decodeElements(m mapID, attributes []byte, names map[string]string, f func(e element, foreign []byte)) {
+// decodeElements calls f with the encoding of each element of a NFT_MSG_NEWSETELEM message.
+func decodeElements(attributes []byte, f func(item []byte)) {
 	for _, item := range netfilter.Attributes(netfilter.Attribute(attributes, unix.NFTA_SET_ELEM_LIST_ELEMENTS)) {
-		if e, ok := decodeElement(m, item, names); ok {
-			f(e, nil)
-		} else {
-			f(e, item)
-		}
+		f(item)
 	}
 }
 
+// decodeElement decodes an element of m. If this package cannot have made the element, ok is
+// false. The argument names is a cache, so that elements with the same chain share one
+// string.
 func decodeElement(m mapID, item []byte, names map[string]string) (e element, ok bool) {
 	e.m = m
 	key := netfilter.Attribute(netfilter.Attribute(item, unix.NFTA_SET_ELEM_KEY), unix.NFTA_DATA_VALUE)
@@ -72,17 +68,8 @@ func decodeElement(m mapID, item []byte, names map[string]string) (e element, ok
 		e.comment = netfilter.String(v[2:])
 	}
 	switch m.kind {
-	case kindFrontends, kindNodeFrontends:
-		name, known := names[string(number)]
-		if !known {
-			if c, ok := sharedChainOf(&e.elementID, &e.value); ok {
-				name = c.name()
-			}
-			names[string(number)] = name
-		}
-		e.chain = name
-	case kindSharedChains, kindNodeSharedChains:
-		c, isNumber := sharedChainOf(&e.elementID, &e.value)
+	case kindClasses:
+		c, isNumber := classOfElement(&e.elementID, &e.value)
 		ok = ok && isNumber && e.chain == c.name()
 	case kindSources:
 		_, isRange := sourcelists.ParseKey(key)

@@ -76,7 +76,7 @@ func TestSetSysctlsEnablesForwarding(t *testing.T) {
 // names the map, and the other service is programmed.
 func TestAFullMapFailsTheServiceThatFillsIt(t *testing.T) {
 	ns := netnstest.New(t)
-	nft(t, ns, `table inet kpng { map service-endpoints4 { type ipv4_addr . inet_proto . inet_service . classid : ipv4_addr . inet_service; size 4; }; }
+	nft(t, ns, `table inet kpng { map endpoints4 { type classid . inet_proto . classid : ipv4_addr . inet_service; size 4; }; }
 `, "-f", "-")
 	b := startIn(t, ns, Options{})
 	small := view("small", []string{"10.96.0.1"}, []string{"10.0.0.1", "10.0.0.2"}, nil)
@@ -87,7 +87,7 @@ func TestAFullMapFailsTheServiceThatFillsIt(t *testing.T) {
 		t.Fatalf("Sync returns %v, want one service that failed", err)
 	}
 	for key, err := range failed {
-		if !errors.Is(err, unix.ENFILE) || !strings.Contains(err.Error(), "service-endpoints4") {
+		if !errors.Is(err, unix.ENFILE) || !strings.Contains(err.Error(), "endpoints4") {
 			t.Errorf("%s failed with %v, want that the map is full", key, err)
 		}
 	}
@@ -111,7 +111,7 @@ func TestFailuresNameTheElement(t *testing.T) {
 	b, ns := start(t, Options{})
 	mustSync(t, b, batchOf(true))
 	// Delete the map of frontends, so that the kernel refuses to add a frontend to it.
-	nft(t, ns, "delete chain inet kpng output\nflush chain inet kpng services\ndelete map inet kpng services4\n", "-f", "-")
+	nft(t, ns, "delete chain inet kpng output\nflush chain inet kpng services\nflush chain inet kpng lookup4\ndelete map inet kpng services4\n", "-f", "-")
 	err := b.Sync(t.Context(), batchOf(false, set(view("web", []string{"10.96.0.1"}, []string{"10.0.0.1"}, nil))))
 	var failed sink.Failed
 	failed, _ = sink.Acknowledged(err)
@@ -130,11 +130,17 @@ func TestServiceWithManyEndpoints(t *testing.T) {
 	}
 	many := view("many", []string{"10.96.0.1"}, eps, nil)
 	mustSync(t, b, batchOf(true, set(many)))
-	if got := len(tableContents(t, b)); got != n+2 {
-		t.Errorf("the table has %d elements, want %d endpoints, a frontend and a cluster IP", got, n)
+	check := func(want int) {
+		t.Helper()
+		lines := tableContents(t, b)
+		if got := len(strings.Split(lines[1], ", ")) - 1; got != want || len(lines) != 2 {
+			t.Errorf("the table has %d endpoints, want %d", got, want)
+		}
 	}
+	check(n)
 	fewer := view("many", []string{"10.96.0.1"}, eps[1:], nil)
 	mustSync(t, b, batchOf(false, sink.Change{Old: many, New: fewer}))
+	check(n - 1)
 	if err := verifyAll(t, b); err != nil {
 		t.Error(err)
 	}
@@ -195,7 +201,7 @@ func TestNftListsTheTable(t *testing.T) {
 	ns := startVaried(t)
 	elements := func(listing string) (n int) {
 		listing = strings.ReplaceAll(listing, " addr . port to ", " to ") // only nft 0.9.8 writes that
-		for _, line := range lines(listing) {
+		for _, line := range fields(listing) {
 			if strings.Contains(line, " . ") || strings.Contains(line, ":") {
 				n++
 			}
@@ -226,7 +232,7 @@ func TestAffinityWithManyEndpoints(t *testing.T) {
 		if err := verifyAll(t, b); err != nil {
 			t.Errorf("with %d endpoints: %v", n, err)
 		}
-		m := mapID{kindSlots, matchService, api.IPv4}
+		m := mapID{kind: kindSlots, family: api.IPv4}
 		if got, want := b.table.state.digests[m].n, min(n, maxAffineEndpoints); got != want {
 			t.Errorf("with %d endpoints, %s has %d elements, want %d", n, m.name(), got, want)
 		}
@@ -249,33 +255,46 @@ func TestDataplane(t *testing.T) {
 	b, ns := start(t, Options{})
 	web := view("web", []string{"10.96.0.1"}, []string{"10.0.0.1", "10.0.0.2"}, nil)
 	mustSync(t, b, batchOf(true, set(web)))
-	nft(t, ns, "delete element inet kpng service-endpoints4 { 10.96.0.1 . tcp . 80 . 7f00:2 }\n", "-f", "-")
+	nft(t, ns, "delete element inet kpng endpoints4 { 7000:10 . tcp . 2 }\n", "-f", "-")
 	got, err := b.Dataplane(t.Context(), netip.MustParseAddr("10.96.0.1"), api.TCP, 80, web)
 	if err != nil {
 		t.Fatal(err)
 	}
 	want := `table inet kpng
-  services4 10.96.0.1 . tcp . 80 : goto service4-2
-  service-endpoints4 10.96.0.1 . tcp . 80 . 7f00:1 : 10.0.0.1 . 8080
-- service-endpoints4 10.96.0.1 . tcp . 80 . 7f00:2 : 10.0.0.2 . 8080
+  services4 10.96.0.1 . tcp . 80 : 7000:11
+  lists4 7000:10 : 7f00:2 (list4-2)
+  endpoints4 7000:10 . tcp . 1 : 10.0.0.1 . 8080
+- endpoints4 7000:10 : 10.0.0.2 . 8080
 `
 	if got != want {
 		t.Errorf("the dataplane is\n%swant\n%s", got, want)
 	}
 
-	// Dataplane shows endpoints even if the frontend and the first slot are missing.
-	nft(t, ns, `add element inet kpng service-endpoints4 { 10.96.0.1 . tcp . 80 . 7f00:2 : 10.0.0.2 . 8080 }
-delete element inet kpng services4 { 10.96.0.1 . tcp . 80 }
-delete element inet kpng service-endpoints4 { 10.96.0.1 . tcp . 80 . 7f00:1 }
+	// Dataplane shows endpoints even if the list and the first slot are missing.
+	nft(t, ns, `add element inet kpng endpoints4 { 7000:10 . tcp . 2 : 10.0.0.2 . 8080 }
+delete element inet kpng endpoints4 { 7000:10 . tcp . 1 }
+delete element inet kpng lists4 { 7000:10 }
 `, "-f", "-")
 	if got, err = b.Dataplane(t.Context(), netip.MustParseAddr("10.96.0.1"), api.TCP, 80, web); err != nil {
 		t.Fatal(err)
 	}
 	want = `table inet kpng
-  service-endpoints4 10.96.0.1 . tcp . 80 . 7f00:2 : 10.0.0.2 . 8080
+  services4 10.96.0.1 . tcp . 80 : 7000:11
+- lists4 7000:10
+  endpoints4 7000:10 . tcp . 2 : 10.0.0.2 . 8080
+- endpoints4 7000:10 : 10.0.0.1 . 8080
+`
+	if got != want {
+		t.Errorf("the dataplane is\n%swant\n%s", got, want)
+	}
+
+	nft(t, ns, "delete element inet kpng services4 { 10.96.0.1 . tcp . 80 }\n", "-f", "-")
+	if got, err = b.Dataplane(t.Context(), netip.MustParseAddr("10.96.0.1"), api.TCP, 80, web); err != nil {
+		t.Fatal(err)
+	}
+	want = `table inet kpng
+- services4 10.96.0.1 . tcp . 80
   cluster-ips4 10.96.0.1 (unknown port)
-- services4 10.96.0.1 . tcp . 80 : goto service4-2
-- service-endpoints4 10.96.0.1 . tcp . 80 . 7f00:1 : 10.0.0.1 . 8080
 `
 	if got != want {
 		t.Errorf("the dataplane is\n%swant\n%s", got, want)
@@ -299,7 +318,7 @@ func TestDataplaneOfANodePort(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		want = "table inet kpng\n" + want + "  nodeports4 tcp . 30001 : goto nodeport4-external-1\n  nodeport-endpoints4 tcp . 30001 . 7f00:1 : 10.0.0.1 . 8080\n"
+		want = "table inet kpng\n" + want + "  nodeports4 tcp . 30001 : 7000:12\n  lists4 7000:10 : 7f00:1 (list4-1)\n  endpoints4 7000:10 . tcp . 1 : 10.0.0.1 . 8080\n"
 		if got != want {
 			t.Errorf("the dataplane is\n%swant\n%s", got, want)
 		}
@@ -429,16 +448,16 @@ func TestDriftIsReported(t *testing.T) {
 			t.Errorf("%s, elements, drift found and repaired (-want +got):\n%s", when, diff)
 		}
 	}
-	elements := len(tableContents(t, b)) + 1 // tableContents omits the element of the shared chain
+	const elements = 5 // frontend, list, endpoint, cluster IP and class
 	check("after a load", elements, 0, 0)
-	nft(t, ns, "delete element inet kpng service-endpoints4 { 10.96.0.1 . tcp . 80 . 7f00:1 }\n", "-f", "-")
+	nft(t, ns, "delete element inet kpng endpoints4 { 7000:10 . tcp . 1 }\n", "-f", "-")
 	mustSync(t, b, batchOf(false, sink.Change{Old: old, New: changed}))
 	check("after a change that repairs drift", elements, 1, 0)
 	if err := verifyAll(t, b); err != nil {
 		t.Errorf("Verify returns %v", err)
 	}
 	check("after a Verify that finds nothing", elements, 1, 1)
-	nft(t, ns, "flush map inet kpng service-endpoints4\n", "-f", "-")
+	nft(t, ns, "flush map inet kpng endpoints4\n", "-f", "-")
 	if err := verifyAll(t, b); !errors.Is(err, sink.ErrStartOver) {
 		t.Errorf("Verify returns %v", err)
 	}

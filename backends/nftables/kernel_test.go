@@ -5,7 +5,6 @@
 package nftables
 
 import (
-	"encoding/binary"
 	"errors"
 	"fmt"
 	"maps"
@@ -19,20 +18,22 @@ import (
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/backends/internal/sourcelists"
+	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// tableContents returns the elements of services in the table. In the result, endpoints
-// replace their numbers, because numbers begin at random, and source ranges replace the
-// numbers of their lists.
+// tableContents describes the elements of services in the table. In the result, each
+// frontend has its list with sorted endpoints, because numbers and slots depend on earlier
+// changes. Source ranges replace the numbers of their lists. tableContents reports elements
+// that belong to no frontend, and lists whose elements do not agree with each other.
 func tableContents(t testing.TB, b *Backend) []string {
 	t.Helper()
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	var slots, restricted []element
-	ranges := map[uint32][]string{} // by the number of the list
-	others := map[elementID]element{}
+	c := contents{t: t, all: map[elementID]element{}, visited: map[elementID]bool{}}
+	var lines []string
+	ranges := map[uint32][]string{} // by the number of the list of source ranges
 	for _, m := range allMaps() {
 		if m.kind >= kindNodePortAddresses {
 			continue
@@ -45,45 +46,102 @@ func tableContents(t testing.TB, b *Backend) []string {
 			t.Errorf("%s has foreign elements", m.name())
 		}
 		for e := range s.all() {
-			switch m.kind {
-			case kindSlots, kindNodeSlots:
-				slots = append(slots, e)
-			case kindRestricted:
-				restricted = append(restricted, e)
-			case kindSources:
+			if m.kind == kindSources {
 				r, _ := sourcelists.ParseKey(e.key[:m.keyLen()])
 				ranges[r.List] = append(ranges[r.List], r.Prefix.String())
-			default:
-				others[e.elementID] = e
+			} else {
+				c.all[e.elementID] = e
 			}
 		}
 	}
-	var list []string
-	for _, e := range slots {
-		endpoint, ok := others[e.endpointID()]
-		if !ok {
-			t.Errorf("%s is not the number of an endpoint", e)
-		}
-		delete(others, e.endpointID())
-		list = append(list, affineLine(e.elementID, endpoint))
-	}
-	for _, e := range others {
-		list = append(list, e.String())
-	}
 	used := map[uint32]bool{}
-	for _, e := range restricted {
-		number := binary.NativeEndian.Uint32(e.data[:])
-		used[number] = true
-		slices.Sort(ranges[number])
-		list = append(list, fmt.Sprint(e.elementID, " from ", strings.Join(ranges[number], " ")))
+	for id, e := range c.all {
+		switch {
+		case id.m.kind == kindRestricted:
+			used[e.value.number()] = true
+			admitted := ranges[e.value.number()]
+			slices.Sort(admitted)
+			lines = append(lines, fmt.Sprint(id, " from ", strings.Join(admitted, " ")))
+		case id.m.kind == kindFrontends:
+			number := e.value.number()
+			key := listKey{family: id.m.family, port: 1}
+			if id.m.match == matchAddress {
+				key.port = 0
+			} else {
+				protocol := id.key[id.m.keyLen()-8]
+				for p, n := range protocolNumbers {
+					if n == protocol {
+						key.protocol = p
+					}
+				}
+			}
+			line := fmt.Sprintf("%s : %d %s", id, number&handlingMask, c.list(&list{listKey: key, number: number &^ handlingMask}))
+			if number&handlingMask == uint32(handleLocal) {
+				l := list{listKey: key, number: number &^ handlingMask}
+				if shortcut, ok := c.get(l.shortcutID()); ok {
+					l.number = shortcut.value.number()
+					line += " / " + c.list(&l)
+				} else {
+					t.Errorf("%s has no list for packets of the node", e)
+				}
+			}
+			lines = append(lines, line)
+		case !id.m.belongsToList():
+			lines = append(lines, e.String())
+		}
+	}
+	for id, e := range c.all {
+		// A pass removes these elements at its end.
+		if id.m.belongsToList() && !c.visited[id] && b.table.pass == nil {
+			t.Errorf("%s belongs to no frontend", e)
+		}
 	}
 	for number := range ranges {
 		if !used[number] {
 			t.Errorf("no frontend uses the list %x of source ranges %v", number, ranges[number])
 		}
 	}
-	slices.Sort(list)
-	return list
+	slices.Sort(lines)
+	return lines
+}
+
+type contents struct {
+	t       testing.TB
+	all     map[elementID]element
+	visited map[elementID]bool
+}
+
+func (c *contents) get(id elementID) (element, bool) {
+	e, ok := c.all[id]
+	c.visited[id] = true
+	return e, ok
+}
+
+// list describes a list: its chain and its sorted endpoints.
+func (c *contents) list(l *list) string {
+	e, _ := c.get(l.id())
+	class, ok := classOfElement(&e.elementID, &e.value)
+	if !ok {
+		c.t.Errorf("list %s has no class", formatNumber(l.number))
+	}
+	var endpoints []string
+	for slot := 0; ; slot++ {
+		e, ok := c.get(l.slotID(slot))
+		if !ok {
+			break
+		}
+		if isAffine(l.number) {
+			if e, ok = c.get(l.numberID(e.value.number() & endpointMask)); !ok {
+				c.t.Errorf("%s has no endpoint", l.slotID(slot))
+			}
+		}
+		endpoints = append(endpoints, endpointText(l, e.value))
+	}
+	if n := len(endpoints); class.size != sizeOf(n) || (class.verdict == nodeview.Forward) != (n > 0) {
+		c.t.Errorf("list %s has %d endpoints and class %s", formatNumber(l.number), n, class.name())
+	}
+	slices.Sort(endpoints)
+	return strings.Join(append([]string{class.name()}, endpoints...), ", ")
 }
 
 // randomView returns a random view of a service. In one of six calls, it returns nil.
@@ -186,6 +244,8 @@ func TestRandomSequenceOfChanges(t *testing.T) {
 	}
 }
 
+// chainNames returns the names of the chains in the table, except those of classes that no
+// list uses. Verify keeps some of these chains.
 func chainNames(t testing.TB, b *Backend) []string {
 	t.Helper()
 	b.mu.Lock()
@@ -194,6 +254,11 @@ func chainNames(t testing.TB, b *Backend) []string {
 	if err != nil {
 		t.Fatal(err)
 	}
+	for _, c := range b.table.state.unusedClasses() {
+		if !c.isSkeletonChain() {
+			delete(chains, c.name())
+		}
+	}
 	return slices.Sorted(maps.Keys(chains))
 }
 
@@ -201,24 +266,24 @@ func TestDriftIsFoundAndRepaired(t *testing.T) {
 	for name, damage := range map[string]string{
 		"the table is deleted":                 "delete table inet kpng",
 		"the table is flushed":                 "flush table inet kpng",
-		"a map is flushed":                     "flush map inet kpng service-endpoints4",
+		"a map is flushed":                     "flush map inet kpng endpoints4",
 		"an element is deleted":                "delete element inet kpng services4 { 10.96.0.1 . tcp . 80 }",
 		"an element is added":                  "add element inet kpng cluster-ips4 { 10.99.0.1 }",
-		"an element leads elsewhere":           "delete element inet kpng service-endpoints4 { 10.96.0.1 . tcp . 80 . 7f00:1 }; add element inet kpng service-endpoints4 { 10.96.0.1 . tcp . 80 . 7f00:1 : 1.2.3.4 . 5 }",
+		"an element leads elsewhere":           "delete element inet kpng endpoints4 { 7000:10 . tcp . 1 }; add element inet kpng endpoints4 { 7000:10 . tcp . 1 : 1.2.3.4 . 5 }",
 		"a skeleton chain is flushed":          "flush chain inet kpng prerouting",
-		"a rule is added":                      "add rule inet kpng service4-2 counter",
+		"a rule is added":                      "add rule inet kpng list4-2 counter",
 		"a chain is added":                     "add chain inet kpng other",
 		"a chain with a jump is added":         "add chain inet kpng bar; add chain inet kpng foo; add rule inet kpng foo jump bar",
 		"a set is added":                       "add set inet kpng other { type ipv4_addr; }",
 		"a map is added":                       "add chain inet kpng foo; add chain inet kpng bar; add map inet kpng other { type ipv4_addr : verdict; }; add element inet kpng other { 10.1.2.3 : jump bar }; add rule inet kpng foo ip saddr vmap @other",
-		"a rule with a set is added":           "add set inet kpng other { type ipv4_addr; }; add rule inet kpng service4-2 ip saddr @other counter",
-		"an anonymous set is added":            "add rule inet kpng service4-2 ip saddr { 10.1.2.3, 10.1.2.4 } counter",
+		"a rule with a set is added":           "add set inet kpng other { type ipv4_addr; }; add rule inet kpng list4-2 ip saddr @other counter",
+		"an anonymous set is added":            "add rule inet kpng list4-2 ip saddr { 10.1.2.3, 10.1.2.4 } counter",
 		"a source range is added":              "add element inet kpng sources4 { 0:108 . 10.0.0.0 }",
 		"the rules for source ranges are lost": "flush chain inet kpng sources4",
 		"ranges that are not prefixes":         "add element inet kpng sources4 { 0:108 . 10.1.2.3, 0:100 . 10.0.0.0, 0:1ff . 10.1.2.3 }",
-		"an affinity chain is empty":           "flush chain inet kpng service4-1-affinity-100s",
-		"numbers of endpoints are gone":        "flush map inet kpng service-slots4",
-		"the set of clients is deleted":        "flush chain inet kpng service4-1-affinity-100s; delete set inet kpng clients4",
+		"an affinity chain is empty":           "flush chain inet kpng affinity4-1-100s",
+		"numbers of endpoints are gone":        "flush map inet kpng slots4",
+		"the map of clients is deleted":        "flush chain inet kpng affinity4-1-100s; flush chain inet kpng client4; delete map inet kpng clients4",
 		"a chain's policy is changed":          "add chain inet kpng prerouting { policy drop; }",
 		"the table is dormant":                 "add table inet kpng { flags dormant; }",
 	} {
@@ -259,23 +324,29 @@ func TestDriftIsFoundAndRepaired(t *testing.T) {
 
 // lines returns the lines of s, sorted. nft lists elements in any order, and chains in
 // the order of their creation. So the outputs of nft for two equal tables can differ. The
-// result does not have the numbers of endpoints, because these begin at random, and those
-// of lists of source ranges, because a repair may make another list.
+// result has neither the numbers of lists and endpoints, nor the seed of the hash of clients.
 func lines(s string) []string {
-	list := strings.FieldsFunc(s, func(r rune) bool { return r == '\n' || r == ',' || r == '{' || r == '}' })
+	list := fields(s)
 	for i := range list {
-		list[i] = slotNumber.ReplaceAllString(strings.TrimSpace(list[i]), "$1 NUMBER")
-		list[i] = endpointNumber.ReplaceAllString(list[i], "${1}NUMBER$2")
+		list[i] = numberText.ReplaceAllString(list[i], "NUMBER")
 		list[i] = sourceList.ReplaceAllString(list[i], "LIST$1")
 	}
 	slices.Sort(list)
 	return list
 }
 
+// fields returns the lines of s and the elements in them.
+func fields(s string) []string {
+	list := strings.FieldsFunc(s, func(r rune) bool { return r == '\n' || r == ',' || r == '{' || r == '}' })
+	for i := range list {
+		list[i] = strings.TrimSpace(list[i])
+	}
+	return list
+}
+
 var (
-	slotNumber     = regexp.MustCompile(`( \. 7f00:\w+ :) 7\w+:\w+$`)
-	sourceList     = regexp.MustCompile(`\b0:\w+(\w\w)\b`)
-	endpointNumber = regexp.MustCompile(`^(.* \. )7\w+:\w+( : \S+ \. \d+)$`)
+	numberText = regexp.MustCompile(`\b[4-7][0-7]\w\w:\w+( \. \d+ :)?|seed 0x\w+`)
+	sourceList = regexp.MustCompile(`\b0:\w+(\w\w)\b`)
 )
 
 // TestAChangeRepairsDriftOfItsService checks that a change succeeds even if another
@@ -286,8 +357,8 @@ func TestAChangeRepairsDriftOfItsService(t *testing.T) {
 	old := view("web", []string{"10.96.0.1"}, []string{"10.0.0.1", "10.0.0.2"}, nil)
 	other := view("other", []string{"10.96.0.2"}, []string{"10.0.0.3"}, nil)
 	mustSync(t, b, batchOf(true, set(old), set(other)))
-	nft(t, ns, "delete element inet kpng services4 { 10.96.0.1 . tcp . 80 }\n"+
-		"add element inet kpng service-endpoints4 { 10.96.0.1 . tcp . 80 . 7f00:3 : 1.2.3.4 . 5 }\n", "-f", "-")
+	nft(t, ns, "delete element inet kpng lists4 { 7000:10 }\n"+
+		"add element inet kpng endpoints4 { 7000:10 . tcp . 3 : 1.2.3.4 . 5 }\n", "-f", "-")
 	changed := view("web", []string{"10.96.0.1"}, []string{"10.0.0.1", "10.0.0.2", "10.0.0.4"}, nil)
 	mustSync(t, b, batchOf(false, sink.Change{Old: old, New: changed}, sink.Change{Old: other, Key: other.Key()}))
 	checkFresh(t, b, set(changed))

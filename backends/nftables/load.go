@@ -7,6 +7,7 @@ package nftables
 import (
 	"context"
 	"fmt"
+	"math/rand/v2"
 	"slices"
 
 	"github.com/kpng-project/kpng/backends/internal/sourcelists"
@@ -96,6 +97,13 @@ func (t *table) loadSkeleton(ctx context.Context) (foreignCommits int64, err err
 	if tables[other].exists {
 		t.replaced = names[other]
 	}
+	t.clientSeed = 0
+	if tables[now].fits() {
+		t.clientSeed = tables[now].clientSeed // so that clients keep their groups
+	}
+	for t.clientSeed == 0 {
+		t.clientSeed = rand.Uint32()
+	}
 	chains := t.skeletonChains()
 	if tables[other].active() && !tables[now].active() {
 		klog.FromContext(ctx).Info("Present table has another layout; filling a new one", "present", names[other], "new", names[now])
@@ -114,7 +122,16 @@ func (t *table) replaceTable(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	err = t.load(ctx, present, t.skeletonChains(), func(w *wire) { w.deleteTable(t.replaced) })
+	clients, err := t.takeClients(ctx)
+	if err != nil {
+		return err
+	}
+	err = t.load(ctx, present, t.skeletonChains(), func(w *wire) {
+		for family, list := range clients {
+			w.clients(family, list)
+		}
+		w.deleteTable(t.replaced)
+	})
 	if err == nil {
 		t.replaced, t.repeated = "", false
 	}

@@ -336,17 +336,10 @@ func repairFlush(t testing.TB, n int) (took time.Duration, verifies int64) {
 	waitApplied(t, d, src)
 	observer := newConn(ns.FD, b.table.conn.table)
 	defer observer.Close()
-	id, at := frontendKeyOf(n - 1)
-	w := keyWriter{&id, at}
-	w.priority(firstSlot + uint32(9))
 	began, before := time.Now(), verified.Load()
 	nft(t, ns, "", "flush", "ruleset")
 	for tick := time.Tick(5 * time.Millisecond); ; <-tick {
-		_, ok, err := observer.getElement(ctx, id)
-		if err != nil && !strings.Contains(err.Error(), "no such file") {
-			t.Fatal(err)
-		}
-		if ok {
+		if len(endpointsOf(t, observer, n-1)) == 10 {
 			return time.Since(began), verified.Load() - before
 		}
 		if time.Since(began) > 2*time.Minute {

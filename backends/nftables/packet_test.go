@@ -6,6 +6,7 @@ package nftables
 
 import (
 	"errors"
+	"fmt"
 	"io"
 	"net"
 	"net/netip"
@@ -230,9 +231,9 @@ func TestAffinity(t *testing.T) {
 			t.Fatalf("after another endpoint was added and a restart, the client gets %s, want %s", got, kept)
 		}
 	}
-	listing := nft(t, w.node, "", "list", "table", "inet", "kpng")
-	if !strings.Contains(listing, "192.0.2.2") {
-		t.Errorf("no set has the client:\n%s", listing)
+	group := fmt.Sprintf(" . %d timeout", clientGroup(netip.MustParseAddr("192.0.2.2"), b.table.clientSeed))
+	if listing := nft(t, w.node, "", "list", "map", "inet", "kpng", "clients4"); !strings.Contains(listing, group) {
+		t.Errorf("the map of clients has no element%s:\n%s", group, listing)
 	}
 	other := map[string]string{"pod1": "pod2", "pod2": "pod1"}[kept]
 	change(sticky(pods[other]))
@@ -253,7 +254,7 @@ func TestAffinity(t *testing.T) {
 	if len(seen) != 2 {
 		t.Errorf("without affinity, 40 connections reach %v", seen)
 	}
-	for _, m := range []mapID{{kindSlots, matchService, api.IPv4}, {kindSlots, matchNodePort, api.IPv4}} {
+	for _, m := range []mapID{{kind: kindSlots, family: api.IPv4}, {kind: kindNumbers, family: api.IPv4}} {
 		if listing := nft(t, w.node, "", "list", "map", "inet", "kpng", m.name()); strings.Contains(listing, "elements") {
 			t.Errorf("without affinity, %s has elements:\n%s", m.name(), listing)
 		}
@@ -287,7 +288,7 @@ func TestPrioritiesOfSocketsDropNoPackets(t *testing.T) {
 	w := newPacketWorld(t)
 	serve(t, w.client, "client")
 	mustSync(t, startIn(t, w.node, Options{}), batchOf(true))
-	for _, priority := range []int{firstPriority, dropLaterPriority, rejectLaterPriority} {
+	for _, priority := range []int{firstNumber, dropLaterPriority, rejectLaterPriority} {
 		dialer := net.Dialer{Timeout: 20 * time.Second, Control: func(_, _ string, c syscall.RawConn) error {
 			var setErr error
 			err := c.Control(func(fd uintptr) {
@@ -336,7 +337,7 @@ func TestAMissingSlotDropsPackets(t *testing.T) {
 	if got, err := ask(w.pod2, "10.96.0.1:8080", patience); err != nil || got != "pod1 10.0.2.2" {
 		t.Fatalf("the service answers %q, %v", got, err)
 	}
-	nft(t, w.node, "flush map inet kpng service-endpoints4\n", "-f", "-")
+	nft(t, w.node, "flush map inet kpng endpoints4\n", "-f", "-")
 	var timeout net.Error
 	if got, err := ask(w.pod2, "10.96.0.1:8080", time.Second); !errors.As(err, &timeout) || !timeout.Timeout() {
 		t.Errorf("without its endpoint, the service answers %q, %v; want a timeout", got, err)

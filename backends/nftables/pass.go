@@ -5,15 +5,18 @@
 package nftables
 
 import (
+	"cmp"
 	"context"
 	"encoding/binary"
 	"fmt"
+	"iter"
 	"maps"
 	"net/netip"
 	"slices"
 
 	"github.com/kpng-project/kpng/backends/internal/sourcelists"
 	"github.com/kpng-project/kpng/sink"
+	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/klog/v2"
 )
 
@@ -25,8 +28,6 @@ type pass struct {
 	// snapshots are the contents of the maps when the pass began. Since then, Syncs may have
 	// changed the elements that are marked as claimed.
 	snapshots map[mapID]*snapshot
-	// numbers has the numbers of endpoints in the snapshots, by frontend.
-	numbers map[elementID]map[[20]byte]uint32
 	// state describes the table as it was read.
 	state *state
 	// foreignCommits is the number that conn.foreignCommits returned before the table was
@@ -54,14 +55,11 @@ func (t *table) beginPass(ctx context.Context, nodeAddrs []netip.Addr) error {
 	if err := t.deleteForeign(ctx, p); err != nil {
 		return err
 	}
-	t.planner = newPlanner()
-	t.lists = sourcelists.New(nodeAddrs)
-	p.findLists(t.lists)
-	t.numbers = newNumbers()
-	for _, list := range p.numbers {
-		for _, number := range list {
-			t.numbers.used[number] = false
-		}
+	t.sources = sourcelists.New(nodeAddrs)
+	p.findSources(t.sources)
+	t.services, t.numbers = map[types.NamespacedName][]list{}, newNumbers()
+	for l := range p.lists() {
+		t.numbers.found(l)
 	}
 	t.pass, t.state = p, p.state
 	t.drift.reset(p.foreignCommits)
@@ -86,8 +84,7 @@ func (t *table) readAhead(ctx context.Context, foreignCommits int64) {
 func (t *table) read(ctx context.Context, foreignCommits int64) (*pass, error) {
 	p := &pass{
 		snapshots:      map[mapID]*snapshot{},
-		numbers:        map[elementID]map[[20]byte]uint32{},
-		state:          newState(t.conn.seed),
+		state:          newState(t.conn.seed, t.clientSeed),
 		foreignCommits: foreignCommits,
 	}
 	for _, m := range allMaps() {
@@ -97,29 +94,91 @@ func (t *table) read(ctx context.Context, foreignCommits int64) (*pass, error) {
 		}
 		p.snapshots[m] = s
 		for e := range s.all() {
-			if m.kind == kindSharedChains || m.kind == kindNodeSharedChains {
-				c, _ := sharedChainOf(&e.elementID, &e.value)
-				p.state.chainsMade([]sharedChain{c})
+			if m.kind == kindClasses {
+				c, _ := classOfElement(&e.elementID, &e.value)
+				p.state.classesMade([]class{c})
 				continue
 			}
 			p.state.count(&e.elementID, &e.value, 1)
 			if m.shared() {
 				p.state.wanted[e.elementID] = holdCount
 			}
-			switch m.kind {
-			case kindSlots, kindNodeSlots:
-				if frontend := e.frontendID(); p.numbers[frontend] == nil {
-					p.numbers[frontend] = map[[20]byte]uint32{}
+		}
+	}
+	p.state.slotChainsMade()
+	p.state.sourceChainsMade(p.state.usedLengths())
+	return p, nil
+}
+
+// lists yields the numbers of the lists in the table, some of them several times.
+func (ps *pass) lists() iter.Seq[listNumber] {
+	return func(yield func(listNumber) bool) {
+		for m, s := range ps.snapshots {
+			for e := range s.all() {
+				l := listNumber{m.family, 0}
+				switch m.kind {
+				case kindLists:
+					l.number = e.elementID.number()
+				case kindFrontends:
+					l.number = e.value.number() &^ handlingMask
+				default:
+					continue
 				}
-			case kindEndpoints, kindNodeEndpoints:
-				if list := p.numbers[e.frontendID()]; list != nil {
-					list[e.data] = binary.NativeEndian.Uint32(e.key[m.keyLen()-4:])
+				if rangeOf(isAffine(l.number)).contains(l.number) && !yield(l) {
+					return
 				}
 			}
 		}
 	}
-	p.state.sourceChainsMade(p.state.usedLengths())
-	return p, nil
+}
+
+// valueOf returns the number that an element of the table has as its value, or 0 if the
+// table has no such element.
+func (ps *pass) valueOf(id *elementID) uint32 {
+	s := ps.snapshots[id.m]
+	i, ok := s.lookup(id)
+	if !ok {
+		return 0
+	}
+	v := s.element(i).value
+	return v.number()
+}
+
+// formerList returns the endpoints that the table has for a list when the pass began. The
+// numbers of new endpoints follow the numbers of these endpoints.
+func (ps *pass) formerList(l *list) list {
+	former := list{listKey: l.listKey, number: l.number}
+	var slots []byte
+	for slot := 0; ; slot++ {
+		id := l.slotID(slot)
+		s := ps.snapshots[id.m]
+		i, ok := s.lookup(&id)
+		if !ok {
+			break
+		}
+		v, number := s.element(i).value, uint32(0)
+		if isAffine(l.number) {
+			number = v.number() & endpointMask
+			id = l.numberID(number)
+			s = ps.snapshots[id.m]
+			if i, ok = s.lookup(&id); !ok {
+				v, number = value{}, 0
+			} else {
+				v = s.element(i).value
+			}
+		}
+		n := addrLen(l.family)
+		slots = append(slots, v.data[:n]...)
+		if l.port != 0 {
+			slots = append(slots, v.data[n:n+2]...)
+		} else {
+			slots = append(slots, 0, 0)
+		}
+		slots = binary.NativeEndian.AppendUint16(slots, uint16(number))
+		former.lastNumber = max(former.lastNumber, uint16(number))
+	}
+	former.slots = string(slots)
+	return former
 }
 
 // deleteForeign deletes elements that this package cannot have made. They could make the
@@ -145,6 +204,13 @@ func (ps *pass) claim(p *patch, e *element) {
 		restricted := e.elementID
 		restricted.m.kind = kindRestricted
 		ps.claimOld(p, &restricted)
+	}
+}
+
+// claimFor is like claim for an op of an element that no other op may have.
+func (ps *pass) claimFor(o *op) {
+	if old, ok := ps.snapshots[o.m].claim(&o.elementID); ok {
+		o.hasOld, o.old, o.claimed = true, old, true
 	}
 }
 
@@ -177,7 +243,7 @@ func (t *table) endPass(ctx context.Context, failed bool) error {
 		return err
 	}
 	if !failed {
-		t.lists.EndPass()
+		t.sources.EndPass()
 	}
 	if err := t.deleteUnusedSources(ctx); err != nil {
 		return err
@@ -204,7 +270,11 @@ func (t *table) endPass(ctx context.Context, failed bool) error {
 // elements. So if services failed, prune keeps the elements that may belong to these
 // services.
 func (t *table) prune(ctx context.Context, ps *pass, failed bool) error {
-	t.leftovers.Exist = failed && (ps.keepOfFailed() || t.leftovers.Exist || t.lists.HasKept())
+	t.leftovers.Exist = failed && (ps.keepOfFailed() || t.leftovers.Exist || t.sources.HasKept())
+	if !failed {
+		t.numbers.endPass()
+	}
+	t.staleClients = true // clients of lists that another process removed
 	var stale part
 	var ops []op
 	removed := 0
@@ -255,17 +325,36 @@ func (t *table) prune(ctx context.Context, ps *pass, failed bool) error {
 }
 
 // keepOfFailed claims the elements that failed services may still need. It claims all
-// hairpin elements. If a service has claimed a frontend during the pass, keepOfFailed
-// also claims the other elements of that frontend. It returns true if the table may keep
-// elements that no service needs.
+// hairpin elements. If a service has claimed a frontend and then failed, the frontend still
+// has its old list, so keepOfFailed claims the elements of that list. It returns true if the
+// table may keep elements that no service needs.
 func (ps *pass) keepOfFailed() (leaves bool) {
+	kept := map[listNumber]bool{}
 	for m, s := range ps.snapshots {
-		leaves = leaves || slices.Contains(s.claims, givenBack)
+		for i, c := range s.claims {
+			if c == givenBack {
+				leaves = true
+				if e := s.element(i); m.kind == kindFrontends {
+					kept[listNumber{m.family, e.value.number() &^ handlingMask}] = true
+				}
+			}
+		}
+	}
+	for l := range kept {
+		e := (&list{listKey: listKey{family: l.family}, number: l.number}).shortcutID()
+		if shortcut := ps.valueOf(&e); shortcut != 0 {
+			kept[listNumber{l.family, shortcut}] = true
+		}
+	}
+	for m, s := range ps.snapshots {
 		for e := range s.upTo(unclaimed) {
 			keep := m.kind == kindHairpins
-			if kindNodeFrontends <= m.kind && m.kind <= kindNodeEndpoints {
-				frontend := e.frontendID()
-				keep = ps.snapshots[frontend.m].isWanted(&frontend)
+			if m.belongsToList() {
+				number := e.elementID.number()
+				if isAffine(number) {
+					number &^= endpointMask
+				}
+				keep = kept[listNumber{m.family, number}]
 			}
 			if keep {
 				s.claim(&e.elementID)
@@ -276,8 +365,8 @@ func (ps *pass) keepOfFailed() (leaves bool) {
 	return leaves
 }
 
-// tidyChains repairs shared chains and creates missing ones. It deletes unused chains, and
-// the chains and sets of other programs.
+// tidyChains repairs the chains of classes and creates missing ones. It deletes unused
+// chains, and the chains and sets of other programs.
 func (t *table) tidyChains(ctx context.Context) error {
 	maps.Copy(t.state.rules, t.skeleton)
 	l, err := t.conn.inspect(ctx, t.conn.table)
@@ -288,24 +377,29 @@ func (t *table) tidyChains(ctx context.Context) error {
 		_, ok := t.state.rules[name]
 		return ok
 	})
-	var missing []sharedChain
-	for c := range t.state.frontends {
-		if !t.state.made[c] || l.chains[c.name()] != t.state.rules[c.name()] {
+	needed := map[class]bool{}
+	for c := range t.state.lists {
+		needed[c] = true
+	}
+	missing, unused := t.state.missing(needed), t.state.unusedClasses()
+	for c := range t.state.made {
+		isDamaged := !c.isSkeletonChain() && l.chains[c.name()] != t.state.rules[c.name()]
+		if isDamaged && !slices.Contains(unused, c) {
 			missing = append(missing, c)
 		}
 	}
-	unused := t.state.unusedChains()
+	slices.SortFunc(missing, func(a, b class) int { return cmp.Compare(b.name(), a.name()) }) // slot chains first
 	err = t.conn.transact(ctx, func(w *wire) {
 		for _, c := range missing {
-			w.makeSharedChain(c)
+			w.makeClass(c, t.clientSeed)
 		}
-		w.deleteSharedChains(unused)
+		w.deleteClasses(unused)
 		w.deleteChainsAndSets(foreign, l.foreignSets())
 	})
 	if err != nil {
 		return fmt.Errorf("make the chains of table inet %s: %w", t.conn.table, err)
 	}
-	t.state.chainsMade(missing)
-	t.state.chainsDeleted(unused)
+	t.state.classesMade(missing)
+	t.state.classesDeleted(unused)
 	return nil
 }

@@ -52,12 +52,12 @@ func skipHour(b *Backend) {
 	b.table.now = func() time.Time { return time.Now().Add(time.Hour) }
 }
 
-// firstEndpoint returns the endpoint in the first slot of a cluster IP in b's table.
+// firstEndpoint returns the first endpoint of a cluster IP in b's table, in sorted order.
 func firstEndpoint(t *testing.T, b *Backend, ip string) string {
 	t.Helper()
 	for _, line := range tableContents(t, b) {
-		if rest, ok := strings.CutPrefix(line, "service-endpoints4 "+ip+" . tcp . 80 . 7f00:1 : "); ok {
-			return rest
+		if rest, ok := strings.CutPrefix(line, "services4 "+ip+" . tcp . 80 : "); ok {
+			return strings.Split(rest, ", ")[1]
 		}
 	}
 	return "nothing"
@@ -298,15 +298,30 @@ func waitReadAhead(b *Backend) {
 	}
 }
 
-// frontendKeyOf returns the key of service i's frontend, and the length of this key. The
-// keys of the frontend's endpoints begin with the frontend's key.
-func frontendKeyOf(i int) (elementID, int) {
-	e := elementID{m: mapID{kindEndpoints, matchService, api.IPv4}}
-	w := keyWriter{id: &e}
+// endpointsOf returns the elements of the endpoints that the kernel has for service i.
+func endpointsOf(t testing.TB, c *conn, i int) (endpoints []element) {
+	t.Helper()
+	get := func(id elementID) (element, bool) {
+		e, ok, err := c.getElement(t.Context(), id)
+		if err != nil && !errors.Is(err, unix.ENOENT) {
+			t.Fatal(err)
+		}
+		return e, ok
+	}
+	id := elementID{m: mapID{kindFrontends, matchService, api.IPv4}}
+	w := keyWriter{id: &id}
 	w.addr(numberedService(i, 1).Service.IPs.ClusterIPs.V4[0])
 	w.protocol(api.TCP)
 	w.port(80)
-	return e, w.at
+	frontend, ok := get(id)
+	l := list{listKey: listKey{family: api.IPv4, protocol: api.TCP, port: 80}, number: frontend.value.number() &^ handlingMask}
+	for slot := 0; ok; slot++ {
+		var e element
+		if e, ok = get(l.slotID(slot)); ok {
+			endpoints = append(endpoints, e)
+		}
+	}
+	return endpoints
 }
 
 // drive runs a driver that delivers src to s, until stop is called or the test ends.

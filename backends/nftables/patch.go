@@ -4,7 +4,13 @@
 
 package nftables
 
-import "k8s.io/apimachinery/pkg/types"
+import (
+	"cmp"
+	"slices"
+
+	"github.com/kpng-project/kpng/sink"
+	"k8s.io/apimachinery/pkg/types"
+)
 
 // op is a change of one element.
 type op struct {
@@ -36,9 +42,11 @@ type patch struct {
 	// parent has, for each part, the part to which it was joined. A part that was not joined
 	// is its own parent.
 	parent []int
+	// errors has the errors of parts that cannot be programmed.
+	errors map[int]error
 }
 
-func newPatch() *patch { return &patch{index: map[elementID]*op{}} }
+func newPatch() *patch { return &patch{index: map[elementID]*op{}, errors: map[int]error{}} }
 
 // beginPart begins a part for a service. The following changes belong to that part.
 func (p *patch) beginPart(key types.NamespacedName) {
@@ -55,26 +63,36 @@ func (p *patch) root(part int) int {
 	return part
 }
 
+// fail records that the current service cannot be programmed.
+func (p *patch) fail(err error) { p.errors[len(p.parent)-1] = err }
+
 // The method op returns the op of an element. If another part has the op, the current
 // part joins that part.
 func (p *patch) op(id elementID) *op {
-	current := p.root(len(p.parent) - 1)
 	o, ok := p.index[id]
 	if !ok {
-		if len(p.block) == cap(p.block) {
-			p.block = make([]op, 0, min(max(2*cap(p.block), 16), 1024))
-		}
-		p.block = append(p.block, op{elementID: id, part: current})
-		o = &p.block[len(p.block)-1]
+		o = p.own(op{elementID: id})
 		p.index[id] = o
-		p.ops = append(p.ops, o)
 		return o
 	}
+	current := p.root(len(p.parent) - 1)
 	if other := p.root(o.part); other != current {
 		p.parent[current] = other
 		p.services[other] = append(p.services[other], p.services[current]...)
 	}
 	return o
+}
+
+// own adds an op to the current part. It must be the only op of its element.
+func (p *patch) own(o op) *op {
+	if len(p.block) == cap(p.block) {
+		p.block = make([]op, 0, min(max(2*cap(p.block), 16), 1024))
+	}
+	o.part = p.root(len(p.parent) - 1)
+	p.block = append(p.block, o)
+	added := &p.block[len(p.block)-1]
+	p.ops = append(p.ops, added)
+	return added
 }
 
 // The method remove records that the current service had the element e.
@@ -103,15 +121,24 @@ type part struct {
 	ops      []*op
 }
 
-// parts returns the parts of p that change something.
-func (p *patch) parts() []part {
+// parts returns the parts of p that change something. It adds the services of parts that
+// cannot be programmed to failed.
+func (p *patch) parts(failed *sink.Failed) []part {
+	excluded := map[int]bool{}
+	for i, err := range p.errors {
+		root := p.root(i)
+		excluded[root] = true
+		for _, key := range p.services[root] {
+			failed.Add(key, err)
+		}
+	}
 	var parts []part
 	index := map[int]int{} // maps the number of a part to its index in parts
 	for _, o := range p.ops {
-		if !o.mayChange() {
+		root := p.root(o.part)
+		if !o.mayChange() || excluded[root] {
 			continue
 		}
-		root := p.root(o.part)
 		i, ok := index[root]
 		if !ok {
 			i = len(parts)
@@ -129,4 +156,38 @@ func (o *op) mayChange() bool {
 		return o.wanted != 0
 	}
 	return o.hasOld != o.hasNew || o.old != o.new
+}
+
+// split divides a part into parts of at most n ops. If they are applied in order, packets
+// find endpoints at every time: lists are complete before frontends lead to them, and are
+// removed when no frontend leads to them.
+func (p *part) split(n int) (parts []part) {
+	slices.SortStableFunc(p.ops, func(a, b *op) int { return cmp.Compare(a.stage(), b.stage()) })
+	for ops := range slices.Chunk(p.ops, n) {
+		parts = append(parts, part{p.services, ops})
+	}
+	return parts
+}
+
+// stage returns the position of o in the order of the parts that split returns.
+func (o *op) stage() int {
+	switch {
+	case !o.m.belongsToList():
+		return 2
+	case o.hasOld && !o.hasNew:
+		return 3
+	case o.hasOld:
+		return 1 // after the new endpoints of a list that grows, before the removed ones of a list that shrinks
+	default:
+		return 0
+	}
+}
+
+// undone returns a part that undoes the changes of p.
+func (p *part) undone() part {
+	undo := part{services: p.services}
+	for _, o := range p.ops {
+		undo.ops = append(undo.ops, &op{elementID: o.elementID, hasOld: o.hasNew, hasNew: o.hasOld, old: o.new, new: o.old, wanted: -o.wanted})
+	}
+	return undo
 }

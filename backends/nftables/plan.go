@@ -5,31 +5,170 @@
 package nftables
 
 import (
-	"encoding/binary"
 	"net/netip"
+	"slices"
+	"time"
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/nodeview"
 )
 
-// planner computes the elements of views. Its results depend only on its fields and
-// arguments.
-type planner struct {
-	names map[sharedChain]string
+// outline says which lists a view needs, and which of them each frontend uses. It does not
+// depend on the addresses of the service.
+type outline struct {
+	lists []plannedList
+	// ports has the lists of each port and family, in the order of nodeview.Frontends, as
+	// indexes of the field lists.
+	ports []portLists
+	index map[listGroup]int
 }
 
-func newPlanner() *planner { return &planner{names: map[sharedChain]string{}} }
+type portLists struct {
+	port               *api.PortMapping
+	family             api.Family
+	internal, external int
+}
 
-// plan emits the elements that the view se needs. If se is nil, plan emits nothing. It may
-// emit an element of a shared map more than once. It emits all other elements only once.
-func (p *planner) plan(se *api.ServiceEndpoints, numberOf numberer, listOf lister, emit func(element)) {
-	if se == nil {
-		return
+// plannedList is a list that a view needs.
+type plannedList struct {
+	listKey
+	traffic  nodeview.Traffic
+	affinity uint16 // see timeoutOf
+	// shortcut is the index of the list for packets of this node, or -1.
+	shortcut int
+	// number is the number of the list in the table, or 0 until a frontend needs the list.
+	number uint32
+}
+
+// listGroup has the properties in which two lists must agree so that they are one list.
+type listGroup struct {
+	family        api.Family
+	local         bool
+	protocol      api.Protocol
+	port          int32 // 0 unless the service has session affinity: each service port has its own
+	own, shortcut listContent
+}
+
+// listContent identifies the endpoints of a list. A list without endpoints counts as equal
+// to another one if their ports have the same target port. So frontends keep their list when
+// the endpoints go and come.
+type listContent struct {
+	list       nodeview.ListID
+	verdict    nodeview.Verdict
+	targetPort int32
+	targetName string
+}
+
+func contentOf(port *api.PortMapping, t *nodeview.Traffic) listContent {
+	c := listContent{list: t.List, verdict: t.Verdict}
+	if t.Verdict != nodeview.Forward && port != nil {
+		c.targetPort, c.targetName = port.TargetPort, port.TargetPortName
 	}
+	return c
+}
+
+func outlineOf(se *api.ServiceEndpoints) *outline {
+	o := &outline{}
+	if se == nil {
+		return o
+	}
+	var affinity uint16
+	if c := se.Service.SessionAffinity.ClientIP; c != nil {
+		affinity = uint16(timeoutBits(time.Duration(c.TimeoutSeconds) * time.Second))
+	}
+	for p := range nodeview.PortTraffics(se) {
+		key := listKey{family: p.Family}
+		if p.ServicePort != nil {
+			key.protocol, key.port = p.ServicePort.Protocol, p.ServicePort.Port
+		}
+		cluster := o.add(plannedList{listKey: key, traffic: p.ShortCircuit, affinity: affinity, shortcut: -1}, p.ServicePort)
+		ports := portLists{p.ServicePort, p.Family, cluster, cluster}
+		if p.InternalLocal || p.ExternalLocal {
+			local := plannedList{listKey: key, traffic: p.Internal, affinity: affinity, shortcut: -1}
+			local.local = true
+			if p.ExternalLocal {
+				local.traffic, local.shortcut = p.External, cluster
+			}
+			i := o.add(local, p.ServicePort)
+			if p.InternalLocal {
+				ports.internal = i
+			}
+			if p.ExternalLocal {
+				ports.external = i
+			}
+		}
+		o.ports = append(o.ports, ports)
+	}
+	return o
+}
+
+// add adds a list of a service port, unless an earlier port has the same list. It returns
+// the index of the list.
+func (o *outline) add(l plannedList, port *api.PortMapping) int {
+	g := listGroup{family: l.family, local: l.local, protocol: l.protocol, own: contentOf(port, &l.traffic)}
+	if l.affinity > 0 {
+		g.port = l.port
+	}
+	if l.shortcut >= 0 {
+		g.shortcut = contentOf(port, &o.lists[l.shortcut].traffic)
+	}
+	if i, ok := o.index[g]; ok {
+		return i
+	}
+	if o.index == nil {
+		o.index = map[listGroup]int{}
+	}
+	i := len(o.lists)
+	o.index[g] = i
+	o.lists = append(o.lists, l)
+	return i
+}
+
+// setNumbers sets the numbers of the lists that exist in the table.
+func (o *outline) setNumbers(existing *listSet) {
+	for i := range o.lists {
+		if l := existing.present(&o.lists[i]); l != nil {
+			o.lists[i].number = l.number
+		}
+	}
+}
+
+// present returns the list that has the key of p and can have its endpoints, or nil.
+func (s *listSet) present(p *plannedList) *list {
+	if l := s.byKey(p.listKey); l != nil && isAffine(l.number) == (p.affinity > 0) {
+		return l
+	}
+	return nil
+}
+
+// sameUse reports whether the frontends of two outlines use the same lists.
+func (o *outline) sameUse(other *outline) bool {
+	return slices.EqualFunc(o.ports, other.ports, func(a, b portLists) bool {
+		return a.internal == b.internal && a.external == b.external
+	}) && slices.EqualFunc(o.lists, other.lists, func(a, b plannedList) bool {
+		return a.listKey == b.listKey && a.shortcut == b.shortcut && (a.affinity > 0) == (b.affinity > 0)
+	})
+}
+
+// plan emits the elements that the view se needs, except those of its lists. If se is nil,
+// plan emits nothing. It may emit an element of a shared map more than once. It emits all
+// other elements only once. The argument lists is the outline of se. The function need is
+// called before the first element of a frontend, with the index of its list. The function
+// sources returns the number of a frontend's list of source ranges.
+func plan(se *api.ServiceEndpoints, lists *outline, need func(list int, frontend *elementID) error, sources func(*nodeview.Frontend) uint32, emit func(element)) error {
+	if se == nil {
+		return nil
+	}
+	ports := lists.ports
 	for f := range nodeview.Frontends(se) {
-		p.planFrontend(se, &f, numberOf, emit)
+		for ports[0].port != f.ServicePort || ports[0].family != f.Family {
+			ports = ports[1:]
+		}
+		if err := planFrontend(se, &f, lists, &ports[0], need, emit); err != nil {
+			return err
+		}
 		if f.Sources.Restricted {
-			emit(restrictedElement(matchOf(&f), &f, listOf(&f)))
+			emit(restrictedElement(matchOf(&f), &f, sources(&f)))
 		}
 	}
 	for _, ip := range [...][]netip.Addr{se.Service.IPs.ClusterIPs.V4, se.Service.IPs.ClusterIPs.V6} {
@@ -37,19 +176,22 @@ func (p *planner) plan(se *api.ServiceEndpoints, numberOf numberer, listOf liste
 			emit(addressElement(kindClusterIPs, a))
 		}
 	}
-	for i := range se.Endpoints {
-		if e := &se.Endpoints[i]; e.Local {
-			planHairpins(se, e, emit)
-		}
-	}
+	return nil
 }
 
-func (p *planner) planFrontend(se *api.ServiceEndpoints, f *nodeview.Frontend, numberOf numberer, emit func(element)) {
-	c := sharedChain{match: matchOf(f), family: f.Family, masquerade: f.Masquerade}
-	p.planTraffic(se, c, f, &f.Elsewhere, numberOf, emit)
-	if f.Masquerade == nodeview.MasqueradeNode {
-		p.planTraffic(se, sharedChain{match: c.match, family: f.Family, fromNode: true}, f, &f.Node, numberOf, emit)
+func planFrontend(se *api.ServiceEndpoints, f *nodeview.Frontend, lists *outline, port *portLists, need func(int, *elementID) error, emit func(element)) error {
+	i, handling := port.external, handlingOf(f.Masquerade)
+	if f.Kind == nodeview.ClusterIP {
+		i = port.internal
 	}
+	e, _ := frontendElement(mapID{kindFrontends, matchOf(f), f.Family}, f)
+	if err := need(i, &e.elementID); err != nil {
+		return err
+	}
+	e.value = numberValue(lists.lists[i].number | uint32(handling))
+	e.comment = comment(se, f)
+	emit(e)
+	return nil
 }
 
 func matchOf(f *nodeview.Frontend) match {
@@ -63,42 +205,6 @@ func matchOf(f *nodeview.Frontend) match {
 	}
 }
 
-// planTraffic emits elements for those packets of the frontend f that the chain c
-// handles. The argument t has the endpoints for these packets.
-func (p *planner) planTraffic(se *api.ServiceEndpoints, c sharedChain, f *nodeview.Frontend, t *nodeview.Traffic, numberOf numberer, emit func(element)) {
-	c.verdict = t.Verdict
-	var targets []nodeview.Target
-	if c.verdict == nodeview.Forward {
-		limit := maxEndpoints
-		if f.Affinity > 0 {
-			c.timeout, limit = timeoutOf(timeoutBits(f.Affinity)), maxAffineEndpoints
-		}
-		targets = t.Endpoints[:min(len(t.Endpoints), limit)]
-		c.endpoints = len(targets)
-	}
-	e, _ := frontendElement(c.mapOf(kindFrontends), f)
-	e.chain, e.comment = p.nameOf(c), comment(se, f)
-	binary.NativeEndian.PutUint32(e.data[:], c.number())
-	emit(e)
-	for i := range targets {
-		slot, v := firstSlot+uint32(i), endpointValue(targets[i].Addr, targets[i].Port)
-		if c.timeout > 0 {
-			endpoint := affineEndpoint{target: v.data}
-			if p := f.ServicePort; p != nil {
-				endpoint.protocol, endpoint.port = p.Protocol, p.Port
-			}
-			number := numberOf(e.frontendID(), endpoint)
-			emit(element{slotID(c.mapOf(kindSlots), f, slot), priorityValue(number)})
-			slot = number
-		}
-		emit(element{slotID(c.mapOf(kindEndpoints), f, slot), v})
-	}
-}
-
-// maxEndpoints limits the endpoints of a frontend that get traffic. A shared chain's
-// number has 20 bits for the number of endpoints.
-const maxEndpoints = 1<<20 - 1
-
 // maxComment is the length of the longest comment that nft loads.
 const maxComment = 127
 
@@ -109,39 +215,4 @@ func comment(se *api.ServiceEndpoints, f *nodeview.Frontend) string {
 		s += ":" + f.ServicePort.Name
 	}
 	return s[:min(len(s), maxComment)]
-}
-
-func (p *planner) nameOf(c sharedChain) string {
-	name, ok := p.names[c]
-	if !ok {
-		name = c.name()
-		p.names[c] = name
-	}
-	return name
-}
-
-// planHairpins emits the elements that masquerade connections from the endpoint e to
-// itself.
-func planHairpins(se *api.ServiceEndpoints, e *api.Endpoint, emit func(element)) {
-	emitOne := func(s match, protocol api.Protocol, port int32) {
-		h := element{elementID: elementID{m: mapID{kindHairpins, s, api.FamilyOf(e.Addr)}}}
-		w := keyWriter{id: &h.elementID}
-		w.addr(e.Addr)
-		w.addr(e.Addr)
-		if s == matchService {
-			w.protocol(protocol)
-			w.port(port)
-		}
-		emit(h)
-	}
-	if se.Service.AllPorts {
-		emitOne(matchAddress, 0, 0)
-		return
-	}
-	for i := range se.Service.Ports {
-		p := &se.Service.Ports[i]
-		if port := e.TargetPort(p); port != 0 {
-			emitOne(matchService, p.Protocol, port)
-		}
-	}
 }

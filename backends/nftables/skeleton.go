@@ -48,8 +48,8 @@ type chain struct {
 }
 
 // skeletonChains returns the chains of the skeleton. A chain comes after the chains to
-// which it jumps.
-func (o *Options) skeletonChains() []chain {
+// which it jumps. The argument seed is the seed of the hash of clients.
+func (o *Options) skeletonChains(seed uint32) []chain {
 	var chains []chain
 	add := func(name string, h hook, rules ...[]expr.Any) {
 		chains = append(chains, chain{name, h, encodeRules(rules...)})
@@ -86,7 +86,7 @@ func (o *Options) skeletonChains() []chain {
 		[]expr.Any{&expr.Reject{Type: unix.NFT_REJECT_ICMPX_UNREACH, Code: unix.NFT_REJECT_ICMPX_PORT_UNREACH}})
 
 	// A program with a later nat chain may translate packets that this table would refuse.
-	// So the chain services only records the refusal, and the chain refusals, which is last,
+	// So the classes without endpoints only record the refusal, and the chain refusals, which is last,
 	// carries it out. If there are several instances, one of them carries out all refusals.
 	add(dropLater, regular, setPriority(dropLaterPriority))
 	add(rejectLater, regular, setPriority(rejectLaterPriority))
@@ -102,33 +102,54 @@ func (o *Options) skeletonChains() []chain {
 	}
 	add("refusals", regular, refusals...)
 
-	for _, m := range allMaps() {
-		// A transaction may remove the slot of an endpoint after a rule has selected the slot's
-		// number, and before another rule looks up the slot. Without the drop, the whole
-		// connection would pass untranslated.
-		switch m.kind {
-		case kindSlots, kindNodeSlots:
-			add(m.name(), regular, toNumber(m))
-		case kindEndpoints, kindNodeEndpoints:
-			add(m.name(), regular, translate(m), nftrule.Drop())
-		}
+	// If a service has the external traffic policy Local, packets that start on this node use
+	// another list.
+	var toShortcut [][]expr.Any
+	for _, family := range families {
+		toShortcut = append(toShortcut, fromPriority(family, ^uint32(handlingMask), mapID{kind: kindShortcuts, family: family}))
 	}
-
-	// If a service has the external traffic policy Local, the rules look up packets that
-	// start on this node in separate maps.
-	add("node-services", regular, lookupSharedChains(kindNodeFrontends)...)
-	short := [][]expr.Any{append(nftrule.StartsHere(), nftrule.GoTo("node-services")...)}
+	add("shortcut", regular, toShortcut...)
+	short := [][]expr.Any{append(nftrule.StartsHere(), nftrule.GoTo("shortcut")...)}
 	for _, match := range o.pods().Matches() {
-		short = append(short, append(match, nftrule.GoTo("node-services")...))
+		short = append(short, append(match, nftrule.GoTo("shortcut")...))
 	}
 	add("short-circuit", regular, short...)
 
-	// A transaction may also remove a chain after a rule has selected the chain's number.
-	// Without the drop, the connection would pass untranslated.
-	rules := [][]expr.Any{append(hasPriority(), setPriority(0)...)} // a program may have set the priority of its socket
-	rules = append(rules, lookupSharedChains(kindFrontends)...)
-	rules = append(rules, append(hasPriority(), nftrule.Drop()...))
-	add("services", regular, rules...)
+	// The chain services finds the frontend of a packet. Then a chain frontend4 or frontend6
+	// looks up the class of the frontend's list, and continues in the chain of that class. This
+	// chain needs the list again, to find its endpoints. A packet can only store one number. So
+	// the chain of the class calls the chain find4 or find6, which looks up the frontend again.
+	var services [][]expr.Any
+	for _, family := range families {
+		classes := mapID{kind: kindClasses, family: family}
+		add(frontendChain(family), regular,
+			handled(handleClusterIP, "mark-outsiders"),
+			handled(handleExternal, "mark-all"),
+			handled(handleLocal, "mark-node"),
+			handled(handleLocal, "short-circuit"),
+			fromPriority(family, ^uint32(handlingMask), mapID{kind: kindLists, family: family}),
+			[]expr.Any{nftrule.LoadMeta(expr.MetaKeyPRIORITY), vmap(classes)},
+			// A transaction may remove a list or an endpoint after a rule has looked up a map that
+			// leads there. Without the drop, the whole connection would pass untranslated.
+			nftrule.Drop())
+		services = append(services, lookupFrontends(family, nftrule.GoTo(frontendChain(family))...)...)
+		add(lookupChain(family), regular, lookupFrontends(family, &expr.Verdict{Kind: expr.VerdictReturn})...)
+		add(findChain(family), regular,
+			nftrule.Jump(lookupChain(family)),
+			handled(handleLocal, "short-circuit"),
+			append(loadPriority(^uint32(handlingMask)), nftrule.SetMeta(expr.MetaKeyPRIORITY)))
+		add(clientChain(family), regular, append(clientKey(family, seed),
+			&expr.Lookup{SourceRegister: nftrule.Reg(0), DestRegister: nftrule.Reg(0), IsDestRegSet: true, SetName: clientsMap(family).name},
+			nftrule.SetMeta(expr.MetaKeyPRIORITY)))
+		for _, isAddress := range []bool{false, true} {
+			m := mapID{kindNumbers, matchService, family}
+			if isAddress {
+				m.match = matchAddress
+			}
+			add(numberChain(isAddress, family), regular, translateNumber(m))
+		}
+	}
+	add("services", regular, services...)
 
 	// Only the first packet of a connection reaches these chains. The packet with which the
 	// kernel refuses a connection also reaches the chains of hook output.
@@ -136,8 +157,8 @@ func (o *Options) skeletonChains() []chain {
 	add("output", nat(unix.NF_INET_LOCAL_OUT, o.DNATPriority), nftrule.IgnoreReplies(), nftrule.Jump("services"))
 	add("late-prerouting", nat(unix.NF_INET_PRE_ROUTING, latePriority), nftrule.Jump("refusals"))
 	add("late-output", nat(unix.NF_INET_LOCAL_OUT, latePriority), nftrule.IgnoreReplies(), nftrule.Jump("refusals"))
-	rules = [][]expr.Any{
-		append(priorityFrom(dropLaterPriority, lastPriority), setPriority(0)...),
+	rules := [][]expr.Any{
+		append(priorityFrom(firstNumber, lastNumber), setPriority(0)...),
 		slices.Concat(nftrule.Mark(bit, 0), []expr.Any{nftrule.Equal(nftrule.Native(bit)...)}, nftrule.Mark(^uint32(0), bit),
 			[]expr.Any{nftrule.SetMeta(expr.MetaKeyMARK), &expr.Masq{FullyRandom: true}}),
 	}
@@ -172,16 +193,6 @@ func (o *Options) skeletonChains() []chain {
 // notLoopback matches if register 0 has the name of an interface other than lo.
 var notLoopback = &expr.Cmp{Op: expr.CmpOpNeq, Register: nftrule.Reg(0), Data: append([]byte("lo"), make([]byte, unix.IFNAMSIZ-len("lo"))...)}
 
-// lookupSharedChains returns one rule for each map of a kind, see lookupSharedChain.
-func lookupSharedChains(kind mapKind) (rules [][]expr.Any) {
-	for _, family := range families {
-		for _, s := range allMatches {
-			rules = append(rules, lookupSharedChain(mapID{kind, s, family}))
-		}
-	}
-	return rules
-}
-
 func (o *Options) pods() nftrule.Pods {
 	return nftrule.Pods{CIDRs: o.ClusterCIDRs, Interfaces: o.PodInterfaces}
 }
@@ -206,10 +217,6 @@ func setPriority(number uint32) []expr.Any {
 func priorityIs(number uint32) []expr.Any {
 	return []expr.Any{nftrule.LoadMeta(expr.MetaKeyPRIORITY), nftrule.Equal(nftrule.Native(number)...)}
 }
-
-// hasPriority returns expressions that match a packet if a rule has stored the number of
-// a chain, slot or endpoint as its priority.
-func hasPriority() []expr.Any { return priorityFrom(firstPriority, lastPriority) }
 
 // priorityFrom returns expressions that match packets with a priority in a range.
 func priorityFrom(first, last uint32) []expr.Any {

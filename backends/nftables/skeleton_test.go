@@ -135,12 +135,15 @@ var (
 // TestATableOfAnotherLayoutStaysActiveUntilTheNewOneIsFilled starts with a table from
 // another version of this package.
 func TestATableOfAnotherLayoutStaysActiveUntilTheNewOneIsFilled(t *testing.T) {
-	text, err := os.ReadFile("testdata/layout-1.nft")
-	if err != nil {
-		t.Fatal(err)
-	}
-	for _, names := range [][2]string{{"kpng", "kpng2"}, {"kpng2", "kpng"}} {
-		t.Run(names[0], func(t *testing.T) {
+	for _, test := range []struct{ file, old, new string }{
+		{"layout-1.nft", "kpng", "kpng2"}, {"layout-1.nft", "kpng2", "kpng"}, {"layout-2.nft", "kpng", "kpng2"},
+	} {
+		t.Run(test.file+" "+test.old, func(t *testing.T) {
+			text, err := os.ReadFile("testdata/" + test.file)
+			if err != nil {
+				t.Fatal(err)
+			}
+			names := [2]string{test.old, test.new}
 			w := newPacketWorld(t)
 			opts := Options{NodeAddresses: nodeaddr.Of(netip.MustParseAddr("192.0.2.1"))}
 			nft(t, w.node, strings.Replace(string(text), "table inet kpng {", "table inet "+names[0]+" {", 1), "-f", "-")
@@ -242,7 +245,7 @@ func TestHooksChangeInPlace(t *testing.T) {
 		"other priorities":                   {opts: Options{DNATPriority: -110, SNATPriority: 90}},
 		"a base chain with another priority": {damage: "delete chain inet kpng output; add chain inet kpng output { type nat hook output priority 7; }"},
 		"a base chain without its hook":      {damage: "delete chain inet kpng output; add chain inet kpng output"},
-		"a hook at another chain":            {damage: "flush chain inet kpng short-circuit; delete chain inet kpng short-circuit; add chain inet kpng short-circuit { type nat hook input priority 7; }"},
+		"a hook at another chain":            {damage: "flush chain inet kpng late-prerouting; flush chain inet kpng late-output; flush chain inet kpng refusals; delete chain inet kpng refusals; add chain inet kpng refusals { type nat hook input priority 7; }"},
 		"another policy":                     {damage: "add chain inet kpng prerouting { policy drop; }"},
 		"a missing map":                      {damage: "flush chain inet kpng restricted; delete map inet kpng restricted-addresses4"},
 	} {
@@ -288,41 +291,43 @@ func TestCommentsNameTheService(t *testing.T) {
 	}
 	mustSync(t, b, batchOf(true, named("web")))
 	mustSync(t, b, batchOf(false, sink.Change{Old: named("web").New, New: nil}, named("successor")))
-	want := `10.96.0.1 . tcp . 80 comment "default/successor:http" : 7000:1`
+	want := `10.96.0.1 . tcp . 80 comment "default/successor:http" : 7000:`
 	if listing := nft(t, ns, "", "list", "map", "inet", "kpng", "services4"); !strings.Contains(listing, want) {
 		t.Errorf("the listing does not contain\n%s\nbut is\n%s", want, listing)
 	}
 }
 
-// TestNumbersOfSharedChainsAreUnique checks that sharedChainOf finds a chain by its
-// number, and that no two chains have the same number.
-func TestNumbersOfSharedChainsAreUnique(t *testing.T) {
-	seen := map[string]sharedChain{}
-	check := func(c sharedChain) {
-		e := c.element()
-		if got, ok := sharedChainOf(&e.elementID, &e.value); !ok || got != c {
+// TestNumbersOfClassesAreUnique checks that classOf finds a class by its number, that no two
+// classes have the same number, and that nft can load each number.
+func TestNumbersOfClassesAreUnique(t *testing.T) {
+	seen := map[uint32]class{}
+	check := func(c class) {
+		n := c.number()
+		if got, ok := classOf(c.family, n); !ok || got != c {
 			t.Errorf("the number of %+v is that of %+v, %t", c, got, ok)
 		}
-		if other, ok := seen[e.elementID.String()]; ok {
+		if other, ok := seen[n]; ok {
 			t.Errorf("%+v and %+v have the same number", c, other)
 		}
-		seen[e.elementID.String()] = c
+		if n < firstNumber || n > lastNumber || n&0xffff == 0 || plainLists.contains(n&^handlingMask) || affineLists.contains(n&^endpointMask) {
+			t.Errorf("number %s of %+v is not the number of a class", formatNumber(n), c)
+		}
+		seen[n] = c
 	}
-	for _, s := range []match{matchService, matchNodePort, matchAddress} {
-		for _, masquerade := range []nodeview.Masquerade{nodeview.MasqueradeIfConfigured, nodeview.MasqueradeAll, nodeview.MasqueradeNode} {
-			c := sharedChain{match: s, family: api.IPv4, masquerade: masquerade}
-			for _, c.endpoints = range []int{1, 2, 65_536, maxEndpoints} {
-				check(c)
+	for _, verdict := range []nodeview.Verdict{nodeview.Drop, nodeview.Reject} {
+		check(class{family: api.IPv6, verdict: verdict})
+	}
+	for _, isAddress := range []bool{false, true} {
+		for _, timeout := range []time.Duration{0, time.Second, 125 * time.Second, 11 * time.Minute, 24 * time.Hour} {
+			for size := range uint8(21) {
+				check(class{family: api.IPv4, isAddress: isAddress, size: size, timeout: uint16(timeoutBits(timeout))})
 			}
-			c.endpoints = 0
-			for _, c.verdict = range []nodeview.Verdict{nodeview.Drop, nodeview.Reject} {
-				check(c)
-			}
-			c.verdict = nodeview.Forward
-			for _, c.endpoints = range []int{1, 2, maxAffineEndpoints} {
-				for _, c.timeout = range []time.Duration{time.Second, 125 * time.Second, 11 * time.Minute, 24 * time.Hour} {
-					check(c)
-				}
+		}
+	}
+	for number := range uint32(1 << 12) {
+		for _, base := range []uint32{verdictClass, addressClass, serviceClass, affineClass} {
+			if c, ok := classOf(api.IPv4, base|number); ok && c.number() != base|number {
+				t.Errorf("%s is not the number of %+v", formatNumber(base|number), c)
 			}
 		}
 	}

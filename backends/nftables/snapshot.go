@@ -17,10 +17,10 @@ import (
 // string.
 type snapshot struct {
 	m mapID
-	// A record has keyLen octets for the key, and dataLen octets for the data. If the map leads to chains, a record has a four-octet
-	// index into chainValues instead of the data.
-	records     string
-	chainValues []value
+	// A record has keyLen octets for the key, and dataLen octets for the data. If values have
+	// text, a record has a four-octet index into textValues instead of the data.
+	records    string
+	textValues []value
 	// index maps a key to the number of its record. The keys are substrings of the records.
 	index  map[string]int
 	claims []claim
@@ -42,7 +42,7 @@ const (
 )
 
 func (s *snapshot) size() int {
-	if s.m.leadsToChains() {
+	if s.m.hasText() {
 		return s.m.keyLen() + 4
 	}
 	return s.m.keyLen() + s.m.dataLen()
@@ -89,15 +89,15 @@ func dumpSnapshot(ctx context.Context, c *conn, m mapID) (*snapshot, error) {
 			return
 		}
 		records = append(records, e.key[:m.keyLen()]...)
-		if !m.leadsToChains() {
+		if !m.hasText() {
 			records = append(records, e.data[:m.dataLen()]...)
 			return
 		}
 		number, ok := numbers[e.value]
 		if !ok {
-			number = len(s.chainValues)
+			number = len(s.textValues)
 			numbers[e.value] = number
-			s.chainValues = append(s.chainValues, e.value)
+			s.textValues = append(s.textValues, e.value)
 		}
 		records = binary.NativeEndian.AppendUint32(records, uint32(number))
 	})
@@ -142,20 +142,13 @@ func (s *snapshot) giveBack(id *elementID) {
 	}
 }
 
-// isWanted reports whether the snapshot has the element id and a service has claimed it,
-// even if that service then failed.
-func (s *snapshot) isWanted(id *elementID) bool {
-	i, ok := s.lookup(id)
-	return ok && s.claims[i] != unclaimed
-}
-
 func (s *snapshot) element(i int) element {
 	e := element{elementID: elementID{m: s.m}}
 	record := s.records[i*s.size() : (i+1)*s.size()]
 	key, data := record[:s.m.keyLen()], record[s.m.keyLen():]
 	copy(e.key[:], key)
-	if s.m.leadsToChains() {
-		e.value = s.chainValues[binary.NativeEndian.Uint32([]byte(data))]
+	if s.m.hasText() {
+		e.value = s.textValues[binary.NativeEndian.Uint32([]byte(data))]
 	} else {
 		copy(e.data[:], data)
 	}

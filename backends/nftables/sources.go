@@ -6,7 +6,6 @@ package nftables
 
 import (
 	"context"
-	"encoding/binary"
 	"fmt"
 	"net/netip"
 	"slices"
@@ -20,18 +19,16 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// lister returns the number of the list with the source ranges of a frontend.
-type lister func(f *nodeview.Frontend) uint32
-
-// presentLists returns the numbers of a service's lists in the kernel.
-func (t *table) presentLists(key types.NamespacedName) lister {
-	return func(f *nodeview.Frontend) uint32 { return t.lists.Of(key, f.Addr) }
+// presentSources returns the number of the list with the source ranges of a frontend, as the
+// kernel has it.
+func (t *table) presentSources(key types.NamespacedName) func(f *nodeview.Frontend) uint32 {
+	return func(f *nodeview.Frontend) uint32 { return t.sources.Number(key, f.Addr) }
 }
 
 // restrictedElement returns the element that leads from f to its list of source ranges.
 func restrictedElement(s match, f *nodeview.Frontend, list uint32) element {
 	e, _ := frontendElement(mapID{kindRestricted, s, f.Family}, f)
-	e.value = priorityValue(list)
+	e.value = numberValue(list)
 	return e
 }
 
@@ -41,13 +38,13 @@ func sourceElement(r sourcelists.Range) element {
 	return e
 }
 
-// findLists records the lists that the kernel has.
-func (ps *pass) findLists(l *sourcelists.Lists) {
+// findSources records the lists of source ranges that the kernel has.
+func (ps *pass) findSources(l *sourcelists.Lists) {
 	for _, family := range families {
 		lists := map[uint32][]netip.Prefix{}
 		for _, s := range []match{matchService, matchAddress} {
 			for e := range ps.snapshots[mapID{kindRestricted, s, family}].all() {
-				lists[binary.NativeEndian.Uint32(e.data[:])] = nil // it may have no ranges
+				lists[e.value.number()] = nil // it may have no ranges
 			}
 		}
 		for e := range ps.snapshots[mapID{kind: kindSources, family: family}].all() {
@@ -63,7 +60,7 @@ func (ps *pass) findLists(l *sourcelists.Lists) {
 // writeLists writes lists that no frontend uses yet, with a part for each chunk. It adds
 // services whose lists the kernel refuses to failed.
 func (t *table) writeLists(ctx context.Context, failed *sink.Failed) error {
-	return t.lists.Fresh(maxOps, func(chunks []sourcelists.Chunk) (written []bool, err error) {
+	return t.sources.Fresh(maxOps, func(chunks []sourcelists.Chunk) (written []bool, err error) {
 		var parts []part
 		for _, c := range chunks {
 			parts = append(parts, part{c.Services, sourceOps(c.Ranges, true)})
@@ -115,7 +112,7 @@ const (
 // unknown.
 func (t *table) reapLists(ctx context.Context, limit int) error {
 	for {
-		ranges := t.lists.Reap(min(max(t.lists.Unused()-limit, 0), maxReaped))
+		ranges := t.sources.Reap(min(max(t.sources.Unused()-limit, 0), maxReaped))
 		if len(ranges) == 0 {
 			return nil
 		}

@@ -16,10 +16,12 @@ type state struct {
 	seed maphash.Seed
 	// digests has a digest of the elements of each map.
 	digests map[mapID]digest
-	// made has the shared chains that exist in the kernel.
-	made map[sharedChain]bool
-	// frontends counts the frontends of each shared chain. It contains no zero counts.
-	frontends map[sharedChain]int
+	// clientSeed is the seed of the hash of clients.
+	clientSeed uint32
+	// made has the classes whose chains and elements exist in the kernel.
+	made map[class]bool
+	// lists counts the lists of each class. It contains no zero counts.
+	lists map[class]int
 	// lengths are those for which the chains of source ranges have rules, and ranges counts
 	// the ranges of each length in the table. It contains no zero counts.
 	lengths sourceLengths
@@ -36,15 +38,16 @@ type state struct {
 // state.wanted is at least holdCount, the element stays.
 const holdCount = 1 << 30
 
-func newState(seed maphash.Seed) *state {
+func newState(seed maphash.Seed, clientSeed uint32) *state {
 	return &state{
-		seed:      seed,
-		digests:   map[mapID]digest{},
-		made:      map[sharedChain]bool{},
-		frontends: map[sharedChain]int{},
-		ranges:    map[familyLength]int{},
-		rules:     map[string]digest{},
-		wanted:    map[elementID]int{},
+		seed:       seed,
+		clientSeed: clientSeed,
+		digests:    map[mapID]digest{},
+		made:       map[class]bool{},
+		lists:      map[class]int{},
+		ranges:     map[familyLength]int{},
+		rules:      map[string]digest{},
+		wanted:     map[elementID]int{},
 	}
 }
 
@@ -72,9 +75,9 @@ func (s *state) hash(id *elementID, v *value) uint64 {
 func (s *state) count(id *elementID, v *value, n int) {
 	d := s.digests[id.m]
 	s.digests[id.m] = digest{d.n + n, d.sum + uint64(n)*s.hash(id, v)}
-	if id.m.kind == kindFrontends || id.m.kind == kindNodeFrontends {
-		if c, ok := sharedChainOf(id, v); ok {
-			increment(s.frontends, c, n)
+	if id.m.kind == kindLists {
+		if c, ok := classOfElement(id, v); ok {
+			increment(s.lists, c, n)
 		}
 	}
 	if id.m.kind == kindSources {
@@ -89,41 +92,81 @@ func increment[K comparable](counts map[K]int, key K, n int) {
 	}
 }
 
-// chainsMade records that the kernel has these shared chains. chainsDeleted records that
-// the kernel no longer has them.
-func (s *state) chainsMade(list []sharedChain) {
+// classesMade records that the kernel has these classes. classesDeleted records that the
+// kernel no longer has them.
+func (s *state) classesMade(list []class) {
 	for _, c := range list {
 		if s.made[c] {
 			continue // the chain existed, and only its rules were repaired
 		}
 		s.made[c] = true
-		e := c.element()
-		s.count(&e.elementID, &e.value, 1)
-		if c.hasRules() {
-			s.rules[c.name()] = digestOf(s.seed, hook{}, c.encodedRules())
+		if !c.choosesSlot {
+			e := c.element()
+			s.count(&e.elementID, &e.value, 1)
+		}
+		if !c.isSkeletonChain() {
+			s.rules[c.name()] = digestOf(s.seed, hook{}, c.encodedRules(s.clientSeed))
 		}
 	}
 }
 
-func (s *state) chainsDeleted(list []sharedChain) {
+func (s *state) classesDeleted(list []class) {
 	for _, c := range list {
 		delete(s.made, c)
-		e := c.element()
-		s.count(&e.elementID, &e.value, -1)
-		if c.hasRules() {
+		if !c.choosesSlot {
+			e := c.element()
+			s.count(&e.elementID, &e.value, -1)
+		}
+		if !c.isSkeletonChain() {
 			delete(s.rules, c.name())
 		}
 	}
 }
 
-// unusedChains returns the shared chains that no frontend uses.
-func (s *state) unusedChains() (unused []sharedChain) {
+// slotChainsMade records that the kernel has the chains that choose slots for the classes
+// that it has.
+func (s *state) slotChainsMade() {
 	for c := range s.made {
-		if s.frontends[c] == 0 {
+		if slot, ok := c.needs(); ok {
+			s.classesMade([]class{slot})
+		}
+	}
+}
+
+// missing returns those of the needed classes, and of the classes that these need, that
+// the kernel does not have. A class comes after the class that it needs.
+func (s *state) missing(needed map[class]bool) (missing []class) {
+	seen := map[class]bool{}
+	for c := range needed {
+		slot, ok := c.needs()
+		for _, c := range []class{slot, c} {
+			if (ok || c != slot) && !s.made[c] && !seen[c] {
+				seen[c] = true
+				missing = append(missing, c)
+			}
+		}
+	}
+	return missing
+}
+
+// unusedClasses returns the classes that no list uses.
+func (s *state) unusedClasses() (unused []class) {
+	needed := map[class]bool{}
+	for c := range s.made {
+		if s.lists[c] > 0 {
+			if slot, ok := c.needs(); ok {
+				needed[slot] = true
+			}
+		} else if !c.choosesSlot {
 			unused = append(unused, c)
 		}
 	}
-	slices.SortFunc(unused, func(a, b sharedChain) int { return strings.Compare(a.name(), b.name()) })
+	for c := range s.made {
+		if c.choosesSlot && !needed[c] {
+			unused = append(unused, c)
+		}
+	}
+	slices.SortFunc(unused, func(a, b class) int { return strings.Compare(a.name(), b.name()) })
 	return unused
 }
 

@@ -23,17 +23,24 @@ import (
 // table programs the table of an instance and records its content. Only one goroutine may
 // use it at a time.
 //
-// A change of services takes several steps. First, syncServices makes the planner emit
-// the elements of the old and the new views into a patch. Then apply divides the parts of
+// A change of services takes several steps. First, planService adds the difference between
+// the old and the new view of each service to a patch. Then apply divides the parts of
 // the patch into transactions, and commit writes each transaction. To encode messages,
 // commit uses wire.elements. To send them, it uses netfilter.Conn. Finally, commit
 // updates the state.
 type table struct {
 	opts    *Options
 	conn    *conn
-	planner *planner
 	numbers *numbers
-	lists   *sourcelists.Lists
+	// sources has the lists of source ranges.
+	sources *sourcelists.Lists
+	// services has the lists of endpoints of each service.
+	services map[types.NamespacedName][]list
+	// clientSeed is the seed of the hash of clients.
+	clientSeed uint32
+	// staleClients is true if the maps of clients may have clients of lists that no longer
+	// exist.
+	staleClients bool
 	// state is the expected content of the table, or nil if the content is unknown.
 	state *state
 	// skeleton maps the name of each chain of the loaded skeleton to a digest of the chain.
@@ -58,7 +65,10 @@ type table struct {
 func newTable(opts *Options) *table {
 	c := newConn(opts.NetNS, opts.tables()[0])
 	c.Transacted = opts.Observer.Transacted
-	return &table{opts: opts, conn: c, planner: newPlanner(), numbers: newNumbers(), lists: sourcelists.New(nil), now: time.Now}
+	return &table{
+		opts: opts, conn: c, numbers: newNumbers(), now: time.Now,
+		sources: sourcelists.New(nil), services: map[types.NamespacedName][]list{},
+	}
 }
 
 // close closes the connection. After that the content of the table is unknown.
@@ -92,7 +102,7 @@ func (t *table) program(ctx context.Context, c *sink.Changes, nodePortAddrs []ne
 	case c.NodeChanged && t.setPodCIDRs(c.Node):
 		// A new pass writes the pod CIDRs into the skeleton.
 		return nil, errors.New("the pod CIDRs of the Node object changed")
-	case c.NodeChanged && !t.lists.SetNodeAddrs(addrs):
+	case c.NodeChanged && !t.sources.SetNodeAddrs(addrs):
 		return nil, errors.New("the node's addresses have changed, and source ranges may admit them")
 	}
 	failed, err := t.syncServices(ctx, c.Services)
@@ -114,43 +124,31 @@ func (t *table) program(ctx context.Context, c *sink.Changes, nodePortAddrs []ne
 // During a pass, it programs the difference between the table and the new views.
 func (t *table) syncServices(ctx context.Context, services iter.Seq[sink.Change]) (failed sink.Failed, err error) {
 	p := newPatch()
-	numberings := map[types.NamespacedName]numbering{} // those that change
-	var lists []*sourcelists.Change
+	lists := map[types.NamespacedName][]list{}
+	var sources []*sourcelists.Change
 	for ch := range services {
 		p.beginPart(ch.Key)
-		list := t.lists.Begin(ch.Key, ch.Old, ch.New)
-		lists = append(lists, list)
-		t.planner.plan(ch.Old, t.numbers.present(ch.Key), t.presentLists(ch.Key), p.remove)
-		var next numbering
-		t.planner.plan(ch.New, t.numbers.future(ch.Key, t.pass, &next), list.Number, func(e element) {
-			if t.pass != nil {
-				t.pass.claim(p, &e)
-			}
-			p.add(e)
-		})
-		if len(next)+len(t.numbers.services[ch.Key]) > 0 {
-			numberings[ch.Key] = next
+		change := t.sources.Begin(ch.Key, ch.Old, ch.New)
+		sources = append(sources, change)
+		next, err := t.planService(p, &ch, change)
+		if err != nil {
+			p.fail(err)
 		}
-		for _, r := range list.Remove {
-			p.remove(sourceElement(r))
-		}
-		for _, r := range list.Add {
-			p.add(sourceElement(r))
-		}
+		lists[ch.Key] = next
 	}
 	if err := t.writeLists(ctx, &failed); err != nil {
 		return nil, err
 	}
-	if err := t.apply(ctx, withoutFailed(p.parts(), &failed), &failed); err != nil {
+	if err := t.apply(ctx, withoutFailed(p.parts(&failed), &failed), &failed); err != nil {
 		return nil, err
 	}
-	for _, list := range lists {
-		_, hasFailed := failed[list.Service]
-		list.End(hasFailed)
+	for _, change := range sources {
+		_, hasFailed := failed[change.Service]
+		change.End(hasFailed)
 	}
-	for key, next := range numberings {
+	for key, next := range lists {
 		_, hasFailed := failed[key]
-		t.numbers.settle(key, next, hasFailed)
+		t.settle(key, next, hasFailed)
 	}
 	if t.pass != nil {
 		t.pass.recordFailed(p, failed)
@@ -178,7 +176,7 @@ func (t *table) syncNodePortAddresses(ctx context.Context, addrs []netip.Addr) e
 		}
 	}
 	var failed sink.Failed
-	if err := t.apply(ctx, p.parts(), &failed); err != nil {
+	if err := t.apply(ctx, p.parts(&failed), &failed); err != nil {
 		return err
 	}
 	return errors.Join(failed.Unwrap()...)
@@ -201,5 +199,5 @@ func (t *table) setPodCIDRs(node *api.Node) (changed bool) {
 func (t *table) skeletonChains() []chain {
 	opts := *t.opts
 	opts.ClusterCIDRs = slices.Concat(opts.ClusterCIDRs, t.podCIDRs)
-	return opts.skeletonChains()
+	return opts.skeletonChains(t.clientSeed)
 }

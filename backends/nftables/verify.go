@@ -8,6 +8,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"time"
 
 	"github.com/kpng-project/kpng/backends/internal/kernelnode"
@@ -96,7 +97,10 @@ func (t *table) verify(ctx context.Context) error {
 			t.state = nil
 			return fmt.Errorf("%w (%w)", err, sink.ErrStartOver)
 		}
-		return t.deleteUnusedChains(ctx)
+		if err := t.deleteUnusedClasses(ctx); err != nil {
+			return err
+		}
+		return t.deleteStaleClients(ctx)
 	case ctx.Err() != nil && errors.Is(err, context.Cause(ctx)):
 		return err // interrupted
 	case errors.As(err, &d), errors.Is(err, unix.ENOENT):
@@ -247,16 +251,17 @@ func (t *table) compareMap(ctx context.Context, m mapID) error {
 	}
 }
 
-// deleteUnusedChains deletes the shared chains that no frontend uses. Syncs keep these
-// chains, because later changes may need them again.
-func (t *table) deleteUnusedChains(ctx context.Context) error {
-	unused := t.state.unusedChains()
+// deleteUnusedClasses deletes the classes with session affinity that no list uses, because
+// services choose their timeouts. Other classes are few. They stay until the next pass: when
+// the kernel makes a chain that is the first to use a map, it checks all elements of the map.
+func (t *table) deleteUnusedClasses(ctx context.Context) error {
+	unused := slices.DeleteFunc(t.state.unusedClasses(), func(c class) bool { return c.timeout == 0 })
 	if len(unused) == 0 {
 		return nil
 	}
-	if err := t.conn.transact(ctx, func(w *wire) { w.deleteSharedChains(unused) }); err != nil {
+	if err := t.conn.transact(ctx, func(w *wire) { w.deleteClasses(unused) }); err != nil {
 		return fmt.Errorf("delete unused chains of table inet %s: %w", t.conn.table, err)
 	}
-	t.state.chainsDeleted(unused)
+	t.state.classesDeleted(unused)
 	return nil
 }

@@ -14,9 +14,10 @@ import (
 
 // These constants of kernel headers are missing in golang.org/x/sys/unix.
 const (
-	nftaTable    = 1 // the attribute with the name of the table, in all messages
-	nftaSetCount = 20
-	nfAccept     = 1
+	nftaTable       = 1 // the attribute with the name of the table, in all messages
+	nftaSetCount    = 20
+	nfAccept        = 1
+	nftDynsetDelete = 2
 )
 
 // nftMsg returns the netlink message type for the nf_tables message t.
@@ -74,13 +75,13 @@ func (w *wire) newSet(s layout) {
 	}
 	w.EndNest(desc)
 	w.Uint32(unix.NFTA_SET_ID, 1)
-	w.Bytes(unix.NFTA_SET_USERDATA, s.byteOrders()...)
+	w.Bytes(unix.NFTA_SET_USERDATA, append(s.byteOrders(), s.typeof...)...)
 	w.End(at)
 }
 
 // byteOrders returns the byte orders of keys and data, encoded as nft stores them with
 // each set.
-func (s *layout) byteOrders() (userdata []byte) {
+func (s *layout) byteOrders() (encoded []byte) {
 	for i, datatype := range []uint32{s.keyType, s.dataType} {
 		if datatype == 0 || datatype == unix.NFT_DATA_VERDICT {
 			break
@@ -89,10 +90,9 @@ func (s *layout) byteOrders() (userdata []byte) {
 		if datatype == typePriority.number {
 			order = 1 // host byte order
 		}
-		userdata = append(userdata, byte(i), 4)
-		userdata = binary.NativeEndian.AppendUint32(userdata, order)
+		encoded = append(encoded, userdata(byte(i), binary.NativeEndian.AppendUint32(nil, order))...)
 	}
-	return userdata
+	return encoded
 }
 
 // decodeSet decodes a NFT_MSG_NEWSET message.
@@ -191,7 +191,7 @@ func (w *wire) elements(msg int, flags uint16, elems []element) {
 	slices.SortStableFunc(elems, func(a, b element) int { return a.m.compare(b.m) })
 	for len(elems) > 0 {
 		m := elems[0].m
-		at, list := w.beginElements(msg, flags, m)
+		at, list := w.beginElements(msg, flags, m.name())
 		for len(elems) > 0 && elems[0].m == m && w.Len()-list < maxElements {
 			w.addElement(&elems[0], msg == unix.NFT_MSG_NEWSETELEM)
 			elems = elems[1:]
@@ -201,18 +201,23 @@ func (w *wire) elements(msg int, flags uint16, elems []element) {
 	}
 }
 
-// beginElements starts a message about elements of m. It returns the arguments for End
+// beginElements starts a message about elements of a map or set. It returns the arguments for End
 // (message) and for EndNest (list).
-func (w *wire) beginElements(msg int, flags uint16, m mapID) (message, list int) {
+func (w *wire) beginElements(msg int, flags uint16, set string) (message, list int) {
 	message = w.begin(msg, flags)
-	w.String(unix.NFTA_SET_ELEM_LIST_SET, m.name())
+	w.String(unix.NFTA_SET_ELEM_LIST_SET, set)
 	return message, w.Nest(unix.NFTA_SET_ELEM_LIST_ELEMENTS)
+}
+
+// flushSet adds a message that deletes all elements of a map or set.
+func (w *wire) flushSet(name string) {
+	w.named(unix.NFT_MSG_DELSETELEM, unix.NFTA_SET_ELEM_LIST_SET, name)
 }
 
 // deleteForeign adds messages that delete the elements whose encodings are in elems.
 func (w *wire) deleteForeign(m mapID, elems [][]byte) {
 	for _, e := range elems {
-		at, list := w.beginElements(unix.NFT_MSG_DELSETELEM, 0, m)
+		at, list := w.beginElements(unix.NFT_MSG_DELSETELEM, 0, m.name())
 		item := w.Nest(unix.NFTA_LIST_ELEM)
 		w.Bytes(unix.NFTA_SET_ELEM_KEY|unix.NLA_F_NESTED, netfilter.Attribute(e, unix.NFTA_SET_ELEM_KEY)...)
 		w.EndNest(item)

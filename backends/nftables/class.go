@@ -1,0 +1,237 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package nftables
+
+import (
+	"fmt"
+	"math/bits"
+
+	"github.com/google/nftables/expr"
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends/internal/nftrule"
+	"github.com/kpng-project/kpng/nodeview"
+	"golang.org/x/sys/unix"
+)
+
+// class is a class of lists that share a chain. All lists with the same family, verdict,
+// timeout and size are in one class, so the number of chains does not grow with the number
+// of services.
+//
+// When a transaction adds an element that jumps to a chain, the kernel validates all
+// elements that jump to chains. So the element of a list contains only the number of its
+// class. The map of classes is small and seldom changes.
+type class struct {
+	family api.Family
+	// isAddress means lists of all-ports services, which keep the port of packets.
+	isAddress bool
+	verdict   nodeview.Verdict
+	// size is the binary logarithm of the maximum number of endpoints of a list. A list of
+	// the class has more than half as many endpoints. If the verdict is not Forward, the
+	// size is 0.
+	size uint8
+	// timeout is how long the kernel remembers the endpoint of a client, see timeoutOf, or 0
+	// if the lists have no session affinity.
+	timeout uint16
+	// choosesSlot means the chain that chooses a slot for the classes with session affinity
+	// of this family and size. This chain has no number.
+	choosesSlot bool
+}
+
+// sizeOf returns the size of the class for lists with n endpoints.
+func sizeOf(n int) uint8 { return uint8(bits.Len(uint(max(n, 1) - 1))) }
+
+// maxEndpoints limits the endpoints of a list that get traffic.
+const maxEndpoints = 1 << 20
+
+// The bits of the number of a class.
+const (
+	verdictClass = 0x7d00_0000
+	addressClass = 0x7e00_0000
+	serviceClass = 0x7f00_0000
+	affineClass  = 0x7800_0000
+	addressBit   = 0x0100_0000
+	sizeBits     = 5
+	sizeMask     = 1<<sizeBits - 1
+)
+
+// number returns the number of the class. It is unique in the family.
+func (c class) number() uint32 {
+	low := uint32(c.size) + 1
+	switch {
+	case c.verdict != nodeview.Forward:
+		return verdictClass | uint32(c.verdict)
+	case c.timeout > 0 && c.isAddress:
+		return affineClass | addressBit | uint32(c.timeout)<<sizeBits | low
+	case c.timeout > 0:
+		return affineClass | uint32(c.timeout)<<sizeBits | low
+	case c.isAddress:
+		return addressClass | low
+	default:
+		return serviceClass | low
+	}
+}
+
+// classOf returns the class with this number. If there is none, ok is false.
+func classOf(family api.Family, number uint32) (c class, ok bool) {
+	c = class{family: family, size: uint8(number&sizeMask) - 1}
+	switch number &^ 0xffff {
+	case verdictClass:
+		c.verdict, c.size = nodeview.Verdict(number&0xff), 0
+	case addressClass:
+		c.isAddress = true
+	case affineClass | addressBit:
+		c.isAddress, c.timeout = true, uint16(number&0xffff>>sizeBits)
+	case affineClass:
+		c.timeout = uint16(number & 0xffff >> sizeBits)
+	}
+	return c, c.number() == number && c.verdict <= nodeview.Drop && (1<<c.size) <= maxEndpoints
+}
+
+// classOfElement returns the class to which the element of a list leads, or which is the
+// key of an element.
+func classOfElement(id *elementID, v *value) (c class, ok bool) {
+	switch id.m.kind {
+	case kindLists:
+		return classOf(id.m.family, v.number())
+	case kindClasses:
+		return classOf(id.m.family, id.number())
+	}
+	return c, false
+}
+
+// The chains of the skeleton that refuse packets.
+const (
+	dropLater   = "drop-later"   // makes the chain refusals drop the packet
+	rejectLater = "reject-later" // makes the chain refusals reject the packet
+	rejectChain = "reject-chain" // rejects the packet
+)
+
+// name returns the name of the chain.
+func (c class) name() string {
+	switch c.verdict {
+	case nodeview.Drop:
+		return dropLater
+	case nodeview.Reject:
+		return rejectLater
+	}
+	kind, prefix, suffix := "list", "", ""
+	switch {
+	case c.choosesSlot:
+		kind = "slot"
+	case c.timeout > 0:
+		kind, suffix = "affinity", fmt.Sprintf("-%.0fs", timeoutOf(uint32(c.timeout)).Seconds())
+	}
+	if c.isAddress {
+		prefix = "address-"
+	}
+	return fmt.Sprintf("%s%s%d-%d%s", prefix, kind, c.family, 1<<c.size, suffix)
+}
+
+// isSkeletonChain reports whether the chain is part of the skeleton.
+func (c class) isSkeletonChain() bool { return c.verdict != nodeview.Forward }
+
+// needs returns the class whose chain must exist before the chain of c.
+func (c class) needs() (slot class, ok bool) {
+	return class{family: c.family, size: c.size, choosesSlot: true}, c.timeout > 0
+}
+
+// element returns the element that maps the number of the class to the chain.
+func (c class) element() element {
+	e := element{elementID: elementID{m: mapID{kind: kindClasses, family: c.family}}, value: value{chain: c.name()}}
+	w := keyWriter{id: &e.elementID}
+	w.number(c.number())
+	return e
+}
+
+// makeClass adds messages that create a chain and its element.
+func (w *wire) makeClass(c class, seed uint32) {
+	if !c.isSkeletonChain() {
+		w.makeChain(c.name(), c.encodedRules(seed))
+	}
+	if !c.choosesSlot {
+		w.elements(unix.NFT_MSG_NEWSETELEM, unix.NLM_F_CREATE, []element{c.element()})
+	}
+}
+
+// deleteClasses adds messages that delete these chains and their elements.
+func (w *wire) deleteClasses(list []class) {
+	var elements []element
+	var names []string
+	for _, c := range list {
+		if !c.choosesSlot {
+			elements = append(elements, c.element())
+		}
+		if !c.isSkeletonChain() {
+			names = append(names, c.name())
+		}
+	}
+	w.elements(unix.NFT_MSG_DELSETELEM, 0, elements)
+	w.deleteChainsAndSets(names, nil)
+}
+
+// encodedRules returns the rules of the chain. The argument seed is the seed of the hash of
+// clients.
+func (c class) encodedRules(seed uint32) []string {
+	switch {
+	case c.choosesSlot:
+		return encodeRules(c.choose(c.chooseSlot)...)
+	case c.timeout > 0:
+		return encodeRules(c.affinityRules(seed)...)
+	}
+	rules := [][]expr.Any{nftrule.Jump(findChain(c.family))}
+	return encodeRules(append(append(rules, c.choose(c.translate)...), nftrule.Drop())...)
+}
+
+// maxChoices limits the choices of a slot at random. A choice fails with a probability of
+// less than one half.
+const maxChoices = 8
+
+// choose returns rules that choose a slot of a list with equal probability. The result of
+// rule is a rule that chooses one of the first n slots, and does nothing if the list has no
+// such slot. A list has more than half as many endpoints as the size of its class says. So
+// after maxChoices rules, the last rule chooses one of the slots in the first half, which
+// exist. It is needed for less than one connection of 256.
+func (c class) choose(rule func(n uint32) []expr.Any) (rules [][]expr.Any) {
+	choices := maxChoices
+	if c.size < 2 {
+		choices = 1 // the first choice cannot fail
+	}
+	for range choices {
+		rules = append(rules, rule(1<<c.size))
+	}
+	if c.size > 0 {
+		rules = append(rules, rule(1<<c.size/2))
+	}
+	return rules
+}
+
+// translate returns a rule that translates the destination of a packet to the endpoint in
+// a random slot.
+func (c class) translate(n uint32) []expr.Any {
+	m, port := mapID{kindEndpoints, matchService, c.family}, addrLen(c.family)/4
+	rule := []expr.Any{nftrule.LoadMeta(expr.MetaKeyPRIORITY)}
+	slot := nftrule.Reg(1)
+	if c.isAddress {
+		m.match, port = matchAddress, 0
+	} else {
+		rule = append(rule, &expr.Meta{Key: expr.MetaKeyL4PROTO, Register: nftrule.Reg(1)})
+		slot = nftrule.Reg(2)
+	}
+	return append(rule, randomSlot(slot, n), lookup(m), nftrule.DNATTo(c.family, 0, port))
+}
+
+// chooseSlot returns a rule that replaces the list by the number of the endpoint in a random
+// slot.
+func (c class) chooseSlot(n uint32) []expr.Any {
+	return []expr.Any{
+		nftrule.LoadMeta(expr.MetaKeyPRIORITY), randomSlot(nftrule.Reg(1), n),
+		lookup(mapID{kind: kindSlots, family: c.family}), nftrule.SetMeta(expr.MetaKeyPRIORITY), &expr.Verdict{Kind: expr.VerdictReturn},
+	}
+}
+
+// randomSlot returns an expression that loads a random number from 1 to n.
+func randomSlot(register, n uint32) expr.Any {
+	return &expr.Numgen{Register: register, Modulus: n, Type: unix.NFT_NG_RANDOM, Offset: 1}
+}

@@ -1,0 +1,206 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package nftables
+
+import (
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"net/netip"
+	"slices"
+
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends/internal/netfilter"
+	"golang.org/x/sys/unix"
+	"k8s.io/klog/v2"
+)
+
+// Before a new table replaces a table of an earlier layout, the new table gets the clients
+// with session affinity of the old one. In the old layout, each endpoint of a service port
+// has a number. The set clients4 has pairs of a number and a client's address. The maps
+// service-endpoints4, nodeport-endpoints4 and address-endpoints4, and the same maps with the
+// prefix "node-", lead from a frontend and a number to the endpoint. If the old table has
+// other sets, the new table gets no clients.
+
+// takeover is the state of taking over clients of one family.
+type takeover struct {
+	family api.Family
+	// numbers has, for each number of the old table, the endpoint in each list of the new
+	// table that has the endpoint. The list and the endpoint are those of a new client.
+	numbers map[uint32][]uint32
+	taken   map[client]bool
+}
+
+// takenClient is an element for a map of clients.
+type takenClient struct {
+	client
+	number uint32
+	// timeout and expiration are encoded in milliseconds.
+	timeout, expiration []byte
+}
+
+// maxLateClients limits the clients that the transaction adds that replaces the old table.
+const maxLateClients = 1_000
+
+// takeClients writes clients of the old table to the new table, and returns those that have
+// come meanwhile, by family. The transaction that replaces the table adds these.
+func (t *table) takeClients(ctx context.Context) (late map[api.Family][]takenClient, err error) {
+	old := &conn{t.conn.Conn, t.replaced, t.conn.seed}
+	l, err := old.inspect(ctx, old.table)
+	if err != nil {
+		return nil, err
+	}
+	late = map[api.Family][]takenClient{}
+	for _, family := range families {
+		want := layout{flags: unix.NFT_SET_EVAL | unix.NFT_SET_TIMEOUT}
+		want.keyType, want.keyLen = concatenation([]datatype{typePriority, addrType(family)})
+		if set := l.sets[clientsMap(family).name]; !set.sameAs(&want) {
+			continue
+		}
+		o := &takeover{family: family, taken: map[client]bool{}}
+		if o.numbers, err = t.newNumbersOf(ctx, old, l, family); err != nil {
+			return nil, err
+		}
+		if err := t.conn.transact(ctx, func(w *wire) { w.flushSet(clientsMap(family).name) }); err != nil {
+			return nil, err
+		}
+		for {
+			found, err := o.find(ctx, old, t.clientSeed)
+			if err != nil {
+				return nil, err
+			}
+			if len(found) <= maxLateClients {
+				late[family] = found
+				break
+			}
+			for some := range slices.Chunk(found, maxOps) {
+				if err := t.conn.transact(ctx, func(w *wire) { w.clients(family, some) }); err != nil {
+					return nil, fmt.Errorf("write clients of table inet %s: %w", old.table, err)
+				}
+			}
+			klog.FromContext(ctx).V(2).Info("Took over clients with session affinity", "from", old.table, "clients", len(found))
+		}
+	}
+	return late, nil
+}
+
+// newNumbersOf returns the field numbers of a takeover.
+func (t *table) newNumbersOf(ctx context.Context, old *conn, l *listing, family api.Family) (map[uint32][]uint32, error) {
+	lists := map[uint32]*list{}
+	for _, some := range t.services {
+		for i := range some {
+			if l := &some[i]; l.family == family && isAffine(l.number) {
+				lists[l.number] = l
+			}
+		}
+	}
+	endpoints := map[uint32]map[record]uint32{} // list → endpoint → number
+	numbers := map[uint32][]uint32{}
+	for _, s := range allMatches {
+		frontends, err := readSnapshot(ctx, t.conn, mapID{kindFrontends, s, family})
+		if err != nil {
+			return nil, err
+		}
+		for _, prefix := range []string{"", "node-"} {
+			name := fmt.Sprintf("%s%s-endpoints%d", prefix, matchNames[s], family)
+			keyLen := frontends.m.keyLen()
+			if set, ok := l.sets[name]; !ok || int(set.keyLen) != keyLen+4 {
+				continue
+			}
+			err := old.dumpSet(ctx, name, func(item []byte) {
+				key := netfilter.Attribute(netfilter.Attribute(item, unix.NFTA_SET_ELEM_KEY), unix.NFTA_DATA_VALUE)
+				data := netfilter.Attribute(netfilter.Attribute(item, unix.NFTA_SET_ELEM_DATA), unix.NFTA_DATA_VALUE)
+				if len(key) != keyLen+4 || len(data) < addrLen(family) {
+					return
+				}
+				id := elementID{m: frontends.m}
+				copy(id.key[:], key[:keyLen])
+				i, ok := frontends.lookup(&id)
+				if !ok {
+					return
+				}
+				v := frontends.element(i).value
+				list := lists[v.number()&^endpointMask]
+				if prefix != "" && list != nil {
+					list = lists[list.shortcut]
+				}
+				if list == nil {
+					return
+				}
+				if endpoints[list.number] == nil {
+					endpoints[list.number] = list.numbers()
+				}
+				var port [2]byte
+				if s != matchAddress {
+					copy(port[:], data[addrLen(family):])
+				}
+				endpoint := record(data[:addrLen(family)]) + record(port[:])
+				number := binary.NativeEndian.Uint32(key[keyLen:])
+				if n, ok := endpoints[list.number][endpoint]; ok && !slices.Contains(numbers[number], list.number|n) {
+					numbers[number] = append(numbers[number], list.number|n)
+				}
+			})
+			if err != nil {
+				return nil, err
+			}
+		}
+	}
+	return numbers, nil
+}
+
+// numbers returns the number of each endpoint by the record's ID.
+func (l *list) numbers() map[record]uint32 {
+	numbers := map[record]uint32{}
+	for slot := range l.len() {
+		r := l.record(slot)
+		numbers[r.id()] = r.number()
+	}
+	return numbers
+}
+
+// find returns the clients of the old table that were not taken over so far.
+func (o *takeover) find(ctx context.Context, old *conn, seed uint32) (found []takenClient, err error) {
+	err = old.dumpSet(ctx, clientsMap(o.family).name, func(item []byte) {
+		key := netfilter.Attribute(netfilter.Attribute(item, unix.NFTA_SET_ELEM_KEY), unix.NFTA_DATA_VALUE)
+		if len(key) != 4+addrLen(o.family) {
+			return
+		}
+		addr, _ := netip.AddrFromSlice(key[4:])
+		for _, number := range o.numbers[binary.NativeEndian.Uint32(key)] {
+			c := takenClient{
+				client: client{number &^ endpointMask, clientGroup(addr, seed)}, number: number,
+				timeout:    slices.Clone(netfilter.Attribute(item, unix.NFTA_SET_ELEM_TIMEOUT)),
+				expiration: slices.Clone(netfilter.Attribute(item, unix.NFTA_SET_ELEM_EXPIRATION)),
+			}
+			if !o.taken[c.client] && len(c.timeout) == 8 && len(c.expiration) == 8 && binary.BigEndian.Uint64(c.expiration) > 0 {
+				o.taken[c.client] = true
+				found = append(found, c)
+			}
+		}
+	})
+	if errors.Is(err, unix.ENOENT) {
+		err = nil // the old table was deleted
+	}
+	return found, err
+}
+
+// clients adds messages that add clients.
+func (w *wire) clients(family api.Family, list []takenClient) {
+	for len(list) > 0 {
+		at, nest := w.beginElements(unix.NFT_MSG_NEWSETELEM, unix.NLM_F_CREATE, clientsMap(family).name)
+		for len(list) > 0 && w.Len()-nest < maxElements {
+			item := w.Nest(unix.NFTA_LIST_ELEM)
+			w.data(unix.NFTA_SET_ELEM_KEY, list[0].key())
+			w.data(unix.NFTA_SET_ELEM_DATA, binary.NativeEndian.AppendUint32(nil, list[0].number))
+			w.Bytes(unix.NFTA_SET_ELEM_TIMEOUT, list[0].timeout...)
+			w.Bytes(unix.NFTA_SET_ELEM_EXPIRATION, list[0].expiration...)
+			w.EndNest(item)
+			list = list[1:]
+		}
+		w.EndNest(nest)
+		w.End(at)
+	}
+}

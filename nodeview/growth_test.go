@@ -87,7 +87,7 @@ func TestCostGrowsWithSize(t *testing.T) {
 			for range 10 {
 				a = min(a, measure(few))
 			}
-			for range 10 {
+			for range 100 {
 				if b = min(b, measure(many)); b < 40*a {
 					return
 				}

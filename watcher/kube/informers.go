@@ -92,8 +92,10 @@ func (w *watch) followInformers(ctx context.Context, in *Informers) error {
 		w.running.Go(func() { s.selection.lookUps(ctx) })
 	}
 	all := in.all()
-	for n, to := range [...]cache.ReflectorStore{s.services, s.slices, s.nodes} {
-		f := &follower{watch: w, resource: all[n].resource, store: to}
+	for n, to := range [...]objectStore{s.services, s.slices, s.nodes} {
+		q := newQueue(to)
+		w.running.Go(func() { q.run(ctx) })
+		f := &follower{watch: w, resource: all[n].resource, store: q}
 		if n == 1 && s.selection != nil {
 			s.selection.begin(nil)
 		}
@@ -107,6 +109,7 @@ func (w *watch) followInformers(ctx context.Context, in *Informers) error {
 		defer f.stop(all[n], registration)
 		synced := func() {
 			if cache.WaitForCacheSync(ctx.Done(), registration.HasSynced) {
+				q.drain(ctx)
 				w.listed(f.resource)
 			}
 		}

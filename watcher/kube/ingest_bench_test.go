@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"github.com/go-logr/logr"
+	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/cluster"
 	"github.com/kpng-project/kpng/feed"
 	"github.com/kpng-project/kpng/sink"
@@ -88,12 +89,27 @@ func newBenchWatch(b *testing.B) *benchWatch {
 	return &benchWatch{state: state, services: s.services, slices: s.slices}
 }
 
+// reduced returns the item of an object in a list.
+func reduced(b *testing.B, s objectStore, o any) (i any) {
+	var err error
+	switch s := s.(type) {
+	case *store[*corev1.Service, api.Service]:
+		i, err = s.item(o)
+	case *store[*discoveryv1.EndpointSlice, api.EndpointSlice]:
+		i, err = s.item(o)
+	}
+	if err != nil {
+		b.Fatal(err)
+	}
+	return i
+}
+
 // list passes a list to store as a reflector does: it reduces each object separately, and
 // then passes all items to Replace.
 func list[T k8sruntime.Object](b *testing.B, store objectStore, objects []T) {
 	all := make([]any, 0, len(objects))
 	for _, o := range objects {
-		all = append(all, store.reduceObject(o))
+		all = append(all, reduced(b, store, o))
 	}
 	if err := store.Replace(all, "1"); err != nil {
 		b.Error(err)

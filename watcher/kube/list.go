@@ -216,7 +216,8 @@ func noEOF(err error) error {
 	return err
 }
 
-// objectSerializer is a Serializer that reduces objects with the store for their kind.
+// objectSerializer is a Serializer for the events of watches. It makes items of objects,
+// with the store for their kind.
 type objectSerializer struct {
 	runtime.Serializer
 	stores map[string]objectStore
@@ -228,7 +229,7 @@ type objectSerializer struct {
 func (s objectSerializer) Decode(data []byte, defaults *schema.GroupVersionKind, into runtime.Object) (runtime.Object, *schema.GroupVersionKind, error) {
 	if into == nil {
 		if kind, object := unwrap(data); s.stores[kind.Kind] != nil {
-			o := s.stores[kind.Kind].decode(object)
+			o := s.stores[kind.Kind].postpone(object)
 			if o.(metav1.ObjectMetaAccessor).GetObjectMeta().GetResourceVersion() == "" {
 				o = &metav1.Status{Status: metav1.StatusFailure, Message: "cannot decode " + kind.String()}
 			}
@@ -237,7 +238,7 @@ func (s objectSerializer) Decode(data []byte, defaults *schema.GroupVersionKind,
 	}
 	o, kind, err := s.Serializer.Decode(data, defaults, into)
 	if into == nil && err == nil && s.stores[kind.Kind] != nil {
-		o = s.stores[kind.Kind].reduceObject(o)
+		o = s.stores[kind.Kind].postponeObject(o)
 	}
 	return o, kind, err
 }
@@ -266,7 +267,7 @@ func unwrap(data []byte) (kind schema.GroupVersionKind, object []byte) {
 	return kind, object
 }
 
-// negotiation is a runtime.NegotiatedSerializer whose decoders reduce objects.
+// negotiation is a runtime.NegotiatedSerializer whose decoders make items.
 type negotiation struct {
 	runtime.NegotiatedSerializer
 	types []runtime.SerializerInfo
@@ -275,7 +276,7 @@ type negotiation struct {
 // SupportedMediaTypes implements runtime.NegotiatedSerializer.
 func (n negotiation) SupportedMediaTypes() []runtime.SerializerInfo { return n.types }
 
-// newNegotiation returns codecs that reduce objects with stores.
+// newNegotiation returns codecs that make items for the stores.
 func newNegotiation(codecs runtime.NegotiatedSerializer, stores map[string]objectStore) negotiation {
 	n := negotiation{codecs, slices.Clone(codecs.SupportedMediaTypes())}
 	for i := range n.types {

@@ -15,6 +15,7 @@ import (
 	"time"
 
 	"github.com/google/go-cmp/cmp"
+	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/cluster"
 	"github.com/kpng-project/kpng/watcher"
 	corev1 "k8s.io/api/core/v1"
@@ -595,7 +596,7 @@ func TestDroppedSliceOfNewServiceIsFound(t *testing.T) {
 				plain := slice("byhand", "plain", "10.0.0.1")
 				server := []*discoveryv1.EndpointSlice{plain}
 				inSelection(t, findIn(&server), func(s *stores, w *world) {
-					dropped := s.slices.reduceObject(plain)
+					dropped := reducedItem(s.slices, plain)
 					s.services.Add(selectorless("byhand", proxyName, "x"))
 					if !later {
 						synctest.Wait()
@@ -618,7 +619,7 @@ func TestSliceOfDeletedServiceIsDropped(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			inSelection(t, findIn(new([]*discoveryv1.EndpointSlice)), func(s *stores, w *world) {
 				s.services.Add(selectorless("byhand", proxyName, "x"))
-				kept := s.slices.reduceObject(slice("byhand", "plain", "10.0.0.1"))
+				kept := reducedItem(s.slices, slice("byhand", "plain", "10.0.0.1"))
 				s.services.Add(service("byhand", proxyName, "x"))
 				if err := write(s, kept); err != nil {
 					t.Fatal(err)
@@ -641,7 +642,7 @@ func TestSliceOfHostNamesCausesNoRequest(t *testing.T) {
 		requests = 0
 		names := slice("byhand", "names", "10.0.0.1")
 		names.AddressType = discoveryv1.AddressTypeFQDN
-		for _, o := range []any{names, s.slices.reduceObject(names)} {
+		for _, o := range []any{names, reducedItem(s.slices, names)} {
 			err := s.slices.Update(o)
 			if w.advance(time.Minute); err != nil || requests > 0 {
 				t.Errorf("error %v, %d requests", err, requests)
@@ -806,4 +807,13 @@ func TestSelectionConverges(t *testing.T) {
 			}
 		})
 	}
+}
+
+// reducedItem returns the item of a slice that was reduced when it was decoded.
+func reducedItem(s *store[*discoveryv1.EndpointSlice, api.EndpointSlice], o *discoveryv1.EndpointSlice) *item[api.EndpointSlice] {
+	i, err := s.item(o)
+	if err != nil {
+		panic(err)
+	}
+	return i
 }

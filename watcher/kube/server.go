@@ -36,14 +36,18 @@ func (w *watch) followServer(ctx context.Context, config *rest.Config) error {
 	}
 	defer w.client.connections.CloseAll()
 	w.running.Go(func() { w.reportDelay(ctx, noticeAfter, "Still waiting for the first list of resources") })
-	w.running.Go(func() { w.reflect(ctx, w.serviceSource(), s.services) })
-	w.running.Go(func() { w.reflect(ctx, w.nodeSource(), s.nodes) })
+	services, slices, nodes := newQueue(s.services), newQueue(s.slices), newQueue(s.nodes)
+	for _, q := range [...]*queue{services, slices, nodes} {
+		w.running.Go(func() { q.run(ctx) })
+	}
+	w.running.Go(func() { w.reflect(ctx, w.serviceSource(), services) })
+	w.running.Go(func() { w.reflect(ctx, w.nodeSource(), nodes) })
 	if s.selection != nil {
 		w.running.Go(func() { s.selection.lookUps(ctx) })
 	}
 	w.running.Go(func() {
 		if s.selection == nil {
-			w.reflect(ctx, w.sliceSource(false), s.slices)
+			w.reflect(ctx, w.sliceSource(false), slices)
 			return
 		}
 		select {
@@ -53,7 +57,7 @@ func (w *watch) followServer(ctx context.Context, config *rest.Config) error {
 		s.selection.follow(ctx, func(ctx context.Context, filtered, again bool) {
 			src := w.sliceSource(filtered)
 			src.latest.Store(again)
-			w.reflect(ctx, src, s.slices)
+			w.reflect(ctx, src, slices)
 		})
 	})
 	w.running.Wait()

@@ -3,6 +3,7 @@
 package kube
 
 import (
+	"bytes"
 	"fmt"
 	"iter"
 	"sync"
@@ -37,6 +38,9 @@ type item[T any] struct {
 	dropped    bool
 	// unreadable is true for an object that could not be decoded.
 	unreadable bool
+	// postponed is the object of an event that is reduced when the event is written, or the
+	// object in protobuf. Then the item has only a key and a resource version.
+	postponed any
 
 	resourceVersion string
 }
@@ -68,9 +72,9 @@ type writer[T any] interface {
 	replace([]*item[T])
 }
 
-// store receives objects from a reflector or informer. It reduces each object and passes
-// it to a writer. It keeps no objects itself. An object from an API server is reduced as
-// soon as it is decoded.
+// store receives objects from a queue. It reduces each object and passes it to a writer. It
+// keeps no objects itself. An object in a list from an API server is reduced as soon as it
+// is decoded.
 type store[O metav1.Object, T any] struct {
 	*watch
 	kind, resource string
@@ -92,8 +96,15 @@ type objectStore interface {
 	// decode decodes an object in protobuf and reduces it. If it cannot decode the object, it
 	// logs an error, and marks the item as unreadable.
 	decode(object []byte) runtime.Object
-	// reduceObject reduces an object of the store's kind, and returns any other unchanged.
-	reduceObject(o runtime.Object) runtime.Object
+	// postpone returns an item for an object in protobuf, which is decoded when it is written.
+	// If it finds no metadata in the object, it decodes the object immediately.
+	postpone(object []byte) runtime.Object
+	// postponeObject does the same with a decoded object. It returns objects that are not of
+	// the store's kind unchanged.
+	postponeObject(o runtime.Object) runtime.Object
+	// keyOf returns the key of an object, or an error if the object is not of the store's
+	// kind.
+	keyOf(obj any) (types.NamespacedName, error)
 }
 
 var _ objectStore = (*store[*corev1.Node, api.Node])(nil)
@@ -101,11 +112,19 @@ var _ objectStore = (*store[*corev1.Node, api.Node])(nil)
 // item reduces an object. If obj is already an item, it returns obj.
 func (s *store[O, T]) item(obj any) (*item[T], error) {
 	if i, ok := obj.(*item[T]); ok {
-		return i, nil
+		switch o := i.postponed.(type) {
+		case nil:
+			return i, nil
+		case []byte:
+			return s.decode(o).(*item[T]), nil
+		default:
+			obj = o
+		}
 	}
 	o, ok := obj.(O)
 	if !ok {
-		return nil, fmt.Errorf("unexpected object of type %T among %s", obj, s.resource)
+		_, err := s.keyOf(obj)
+		return nil, err
 	}
 	i := newItem[T](o)
 	if i.key.Name != "" { // the object of a bookmark has no name
@@ -138,16 +157,38 @@ func (s *store[O, T]) decode(object []byte) runtime.Object {
 	return i
 }
 
-func (s *store[O, T]) reduceObject(o runtime.Object) runtime.Object {
-	if _, ok := o.(O); !ok {
+// metadata selects the key and the resource version of an object of any kind.
+var metadata = fieldSet{1: {fields: fieldSet{1: all, 3: all, 6: all}}}
+
+func (s *store[O, T]) postpone(object []byte) runtime.Object {
+	o, err := newDecoder[metav1.PartialObjectMetadata](metadata)(object)
+	if err != nil || o.Name == "" || o.ResourceVersion == "" {
+		return s.decode(object)
+	}
+	i := newItem[T](o)
+	i.postponed = bytes.Clone(object)
+	return i
+}
+
+func (s *store[O, T]) postponeObject(o runtime.Object) runtime.Object {
+	object, ok := o.(O)
+	if !ok {
 		return o
 	}
-	var i *item[T]
-	s.whileRunning(func() { i, _ = s.item(o) })
-	if i == nil {
-		i = &item[T]{unreadable: true}
-	}
+	i := newItem[T](object)
+	i.postponed = object
 	return i
+}
+
+func (s *store[O, T]) keyOf(obj any) (types.NamespacedName, error) {
+	switch o := obj.(type) {
+	case *item[T]:
+		return o.key, nil
+	case O, cache.DeletedFinalStateUnknown:
+		key, err := cache.DeletionHandlingObjectToName(o)
+		return types.NamespacedName(key), err
+	}
+	return types.NamespacedName{}, fmt.Errorf("unexpected object of type %T among %s", obj, s.resource)
 }
 
 // Add writes an object.

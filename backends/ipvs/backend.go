@@ -188,7 +188,7 @@ func (b *Backend) Verify(ctx context.Context) error {
 	case d.leftovers.Due(now):
 		return fmt.Errorf("the kernel may have objects of services that failed (%w)", sink.ErrStartOver)
 	}
-	err := d.deleteUnused()
+	err := errors.Join(d.deleteUnused(), d.reapLists(ctx, 0))
 	if d.known && !now.Before(b.idleAt) {
 		err = errors.Join(err, d.removeIdle(ctx))
 		b.idleAt = time.Now().Add(kernelnode.PauseFactor * time.Since(now))

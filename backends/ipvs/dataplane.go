@@ -15,6 +15,7 @@ import (
 
 	"github.com/kpng-project/kpng/backends/internal/kernelnode"
 	"github.com/kpng-project/kpng/backends/internal/netfilter"
+	"github.com/kpng-project/kpng/backends/internal/sourcelists"
 	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
 	"golang.org/x/sys/unix"
@@ -43,6 +44,8 @@ type dataplane struct {
 	elements map[element]bool
 	routes   map[netip.Addr]bool
 
+	// lists are the lists of source ranges.
+	lists *sourcelists.Lists
 	// plans are the plans of the services that were delivered since the pass began. The
 	// fields refs and claims are computed from the plans: refs counts the uses of each
 	// element, and claims has the service of each frontend. No frontend is in two plans.
@@ -86,6 +89,7 @@ func newDataplane(opts *Options) *dataplane {
 		},
 		conn:  conn{netNS: opts.NetNS},
 		nft:   netfilter.NewConn(opts.NetNS),
+		lists: sourcelists.New(nil),
 		local: localAddresses{name: opts.Interface, owner: opts.tableName(), netNS: opts.NetNS},
 	}
 }
@@ -121,11 +125,13 @@ func (d *dataplane) begin(ctx context.Context) (err error) {
 	d.plans, d.refs, d.claims = map[types.NamespacedName]*plan{}, map[element]int{}, map[serverID]claim{}
 	d.unused, d.earlier, d.leaving = map[element]bool{}, map[element][]element{}, map[serverID]bool{}
 	d.unchecked, d.compared, d.checked, d.interrupted = nil, 0, 0, 0
+	d.lists = sourcelists.New(d.planner.nodeAddrs)
 	for e := range elements {
 		if group := e.group(); group != e {
 			d.earlier[group] = append(d.earlier[group], e)
 		}
 	}
+	d.findLists()
 	if err := d.refuseWithoutServers(ctx); err != nil {
 		return err
 	}
@@ -254,16 +260,26 @@ func (id serverID) element() element {
 func (d *dataplane) sync(c *sink.Changes) error {
 	var failed sink.Failed
 	plans := map[types.NamespacedName]*plan{}
+	var lists []*sourcelists.Change
 	for ch := range c.Services {
+		list := d.lists.Begin(ch.Key, ch.Old, ch.New)
+		lists = append(lists, list)
 		failed.Do(ch.Key, func() error {
-			p, err := d.planner.plan(ch.New)
+			p, err := d.planner.plan(ch.New, list.Number)
 			err = errors.Join(err, d.omitForeign(p))
 			plans[ch.Key] = p
 			return err
 		})
 	}
 	d.resolveConflicts(plans, &failed)
-	if err := d.addElements(plans); err != nil {
+	err := d.writeLists()
+	if err == nil {
+		err = d.addElements(plans, lists)
+	}
+	for _, list := range lists {
+		list.End(err != nil || plans[list.Service] == nil)
+	}
+	if err != nil {
 		return err
 	}
 	for ch := range c.Services {
@@ -283,7 +299,7 @@ func (d *dataplane) sync(c *sink.Changes) error {
 	if c.Last {
 		d.endPass(slices.AppendSeq(slices.Clone(c.Failing), maps.Keys(failed)))
 	}
-	if err := d.deleteUnused(); err != nil {
+	if err := errors.Join(d.deleteUnused(), d.reapLists(context.Background(), maxUnused)); err != nil {
 		return err
 	}
 	if c.Last {
@@ -302,7 +318,7 @@ func (d *dataplane) resolveConflicts(plans map[types.NamespacedName]*plan, faile
 	others := map[types.NamespacedName]*plan{}
 	for _, p := range plans {
 		for i := range p.frontends {
-			if c, ok := d.claims[p.frontends[i].id]; ok && plans[c.service] == nil {
+			if c, ok := d.claims[p.frontends[i].id]; ok && plans[c.service] == nil && others[c.service] == nil {
 				other := *d.plans[c.service]
 				other.frontends = slices.Clone(other.frontends)
 				others[c.service] = &other
@@ -359,9 +375,10 @@ func (d *dataplane) omitForeign(p *plan) error {
 	return errors.Join(errs...)
 }
 
-// addElements adds the elements of plans to the table and records the plans. It omits
-// elements that await a virtual server. If it fails, it has changed nothing.
-func (d *dataplane) addElements(plans map[types.NamespacedName]*plan) error {
+// addElements adds the elements of plans and the changes of lists of source ranges to the
+// table, and records the plans. It omits elements that await a virtual server. If it fails,
+// it has changed nothing, or it requests a new pass.
+func (d *dataplane) addElements(plans map[types.NamespacedName]*plan, lists []*sourcelists.Change) error {
 	delta := map[element]int{}
 	groups := map[element]bool{}
 	for key, p := range plans {
@@ -378,7 +395,17 @@ func (d *dataplane) addElements(plans map[types.NamespacedName]*plan) error {
 			delta[e] += 0 // adds the key e, so e becomes unused unless the new plan needs it
 		}
 	}
+	for e := range d.unused {
+		if e.set.kind == restricted && groups[e.group()] {
+			delta[e] += 0 // its frontend may get another list
+		}
+	}
 	var remove, add []element
+	for _, list := range lists {
+		if plans[list.Service] != nil {
+			remove, add = append(remove, sourceElements(list.Remove)...), append(add, sourceElements(list.Add)...)
+		}
+	}
 	for e, n := range delta {
 		await := d.awaitsServer(e, delta)
 		needed := d.refs[e]+n > 0 && !await
@@ -386,13 +413,13 @@ func (d *dataplane) addElements(plans map[types.NamespacedName]*plan) error {
 		case needed == d.elements[e]:
 		case needed:
 			add = append(add, e)
-		case await, e.set.exclusive():
-			remove = append(remove, e)
+		case await, e.set.kind == redirects, e.set.kind == healthChecks:
+			remove = append(remove, e) // another element may get its key
 		case e.set.kind == restricted && d.refs[e.group()]+delta[e.group()] > 0:
-			remove = append(remove, e) // this change also removes the frontend's elements of the set sources
+			remove = append(remove, e) // the frontend gets another list, or admits all sources
 		}
 	}
-	if err := d.changeTable(remove, add); err != nil {
+	if err := d.changeInParts(remove, add); err != nil {
 		return err
 	}
 	for e, n := range delta {
@@ -460,6 +487,41 @@ func (d *dataplane) changeTable(remove, add []element) error {
 	return nil
 }
 
+// changeInParts removes and adds elements in transactions of limited size. Elements that
+// describe one frontend, and all source ranges, change together. If one of several
+// transactions fails, the error requests a new pass.
+func (d *dataplane) changeInParts(remove, add []element) error {
+	if len(remove)+len(add) <= d.table.maxElements {
+		return d.changeTable(remove, add)
+	}
+	groups := map[element][2][]element{}
+	for i, list := range [...][]element{remove, add} {
+		for _, e := range list {
+			group := e.group()
+			if e.set.kind == sources {
+				group = element{}
+			}
+			changes := groups[group]
+			changes[i] = append(changes[i], e)
+			groups[group] = changes
+		}
+	}
+	remove, add = nil, nil
+	for i, group := range slices.SortedFunc(maps.Keys(groups), element.compare) {
+		changes := groups[group]
+		remove, add = append(remove, changes[0]...), append(add, changes[1]...)
+		if len(remove)+len(add) < d.table.maxElements && i < len(groups)-1 {
+			continue
+		}
+		if err := d.changeTable(remove, add); err != nil {
+			d.known = false
+			return fmt.Errorf("%w (%w)", err, sink.ErrStartOver)
+		}
+		remove, add = nil, nil
+	}
+	return nil
+}
+
 // programServers programs the virtual servers of a service. If one virtual server fails,
 // programServers programs the others anyway.
 func (d *dataplane) programServers(p *plan) error {
@@ -484,7 +546,7 @@ func (d *dataplane) acceptPackets(plans map[types.NamespacedName]*plan) error {
 			}
 		}
 	}
-	return d.changeTable(remove, add)
+	return d.changeInParts(remove, add)
 }
 
 // addAddresses makes the addresses of a service local if their virtual servers exist.
@@ -596,8 +658,9 @@ func (d *dataplane) endPass(failing []types.NamespacedName) {
 		return
 	}
 	d.earlier = nil
+	d.lists.EndPass()
 	mark := func(e element) {
-		if d.refs[e] == 0 {
+		if d.refs[e] == 0 && e.set.kind != sources {
 			d.unused[e] = true
 		}
 	}

@@ -11,6 +11,7 @@ import (
 
 	"github.com/google/nftables"
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends/internal/sourcelists"
 )
 
 // setKind is the purpose of a set in the nftables table of the instance. For each kind,
@@ -23,8 +24,8 @@ const (
 	// addresses are the addresses that the instance makes local.
 	addresses
 	clusterIPs
-	// The set restricted has frontends with source ranges. An element of the set sources is
-	// a frontend and a range that the frontend admits.
+	// restricted maps a frontend with source ranges to the number of its list of ranges. The
+	// set sources has the ranges of all lists, see package sourcelists.
 	restricted
 	sources
 	// The sets drops and rejects have frontends without endpoints. Packets to these
@@ -47,7 +48,7 @@ const (
 )
 
 var setNames = [setKinds]string{
-	frontends: "frontends", addresses: "addresses", clusterIPs: "cluster-ips", restricted: "restricted", sources: "sources",
+	frontends: "frontends", addresses: "addresses", clusterIPs: "cluster-ips", restricted: "restricted", sources: "", // see sourcelists.SetName
 	drops: "drops", rejects: "rejects", masquerades: "masquerades", nodeMasquerades: "node-masquerades",
 	redirects: "redirects", healthChecks: "health-checks", hairpins: "hairpins",
 }
@@ -71,12 +72,11 @@ func allSets() (all []setID) {
 	return all
 }
 
-func (s setID) name() string { return fmt.Sprintf("%s%d", setNames[s.kind], s.family) }
-
-// exclusive reports whether two elements of the set may exclude each other, because they
-// have the same key or their ranges overlap.
-func (s setID) exclusive() bool {
-	return s.kind == sources || s.kind == redirects || s.kind == healthChecks
+func (s setID) name() string {
+	if s.kind == sources {
+		return sourcelists.SetName(s.family)
+	}
+	return fmt.Sprintf("%s%d", setNames[s.kind], s.family)
 }
 
 // set returns the definition of the set with the ID s in the table t.
@@ -92,9 +92,10 @@ func (s setID) set(t *nftables.Table) *nftables.Set {
 		set.KeyType = addr
 	case hairpins:
 		set.KeyType = nftables.MustConcatSetType(addr, addr, nftables.TypeInetProto, nftables.TypeInetService)
+	case restricted:
+		set.IsMap, set.DataType = true, nftables.TypeClassID
 	case sources:
-		set.KeyType = nftables.MustConcatSetType(append(frontend, addr)...)
-		set.Interval, set.Concatenation = true, true
+		set.KeyType = nftables.MustConcatSetType(nftables.TypeClassID, addr)
 	case redirects, healthChecks:
 		set.IsMap, set.DataType = true, nftables.MustConcatSetType(addr, nftables.TypeInetService)
 	}
@@ -104,21 +105,17 @@ func (s setID) set(t *nftables.Table) *nftables.Set {
 // element is an element of a set. It is comparable.
 type element struct {
 	set setID
-	// key is the key in the kernel's encoding. For a range, key is the first key and end is
-	// the last key. For a map, value is the data of the element.
-	key, end, value string
+	// key is the key in the kernel's encoding. For a map, value is the data of the element.
+	key, value string
 }
 
 func (e element) compare(o element) int {
 	return cmp.Or(cmp.Compare(e.set.kind, o.set.kind), cmp.Compare(e.set.family, o.set.family),
-		cmp.Compare(e.key, o.key), cmp.Compare(e.end, o.end), cmp.Compare(e.value, o.value))
+		cmp.Compare(e.key, o.key), cmp.Compare(e.value, o.value))
 }
 
 func (e element) encode() nftables.SetElement {
 	s := nftables.SetElement{Key: []byte(e.key)}
-	if e.end != "" {
-		s.KeyEnd = []byte(e.end)
-	}
 	if e.value != "" {
 		s.Val = []byte(e.value)
 	}
@@ -141,12 +138,25 @@ func frontendKey(id serverID) string {
 	return addrKey(id.Addr()) + string([]byte{protocolNumbers[id.protocol], 0, 0, 0}) + portKey(id.Port())
 }
 
+// sourceElement returns the element of a source range.
+func sourceElement(r sourcelists.Range) element {
+	return element{set: setOf(sources, r.Prefix.Addr()), key: string(r.Key())}
+}
+
+// sourceElements returns the elements of source ranges.
+func sourceElements(ranges []sourcelists.Range) (list []element) {
+	for _, r := range ranges {
+		list = append(list, sourceElement(r))
+	}
+	return list
+}
+
 // group returns the frontend that e describes, as an element of the set frontends. If e
 // does not describe a frontend, group returns e without its value. A plan that needs an
 // element of a group replaces all other elements of the group.
 func (e element) group() element {
 	switch e.set.kind {
-	case addresses, clusterIPs, healthChecks, hairpins:
+	case addresses, clusterIPs, healthChecks, hairpins, sources:
 		return element{set: e.set, key: e.key}
 	default:
 		return element{set: setID{frontends, e.set.family}, key: e.key[:e.addr().BitLen()/8+8]}

@@ -14,7 +14,7 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/backends/internal/kernelnode"
+	"github.com/kpng-project/kpng/backends/internal/nftrule"
 	"github.com/kpng-project/kpng/nodeview"
 )
 
@@ -80,8 +80,8 @@ type frontendPlan struct {
 type wanted struct {
 	settings
 	// The field endpoints has the endpoints that get new connections, sorted. The field
-	// existing also has endpoints that only keep their connections. All addresses of a node
-	// port share both Go slices.
+	// existing also has endpoints that only keep their connections, sorted. Frontends with the
+	// same endpoints share both Go slices.
 	endpoints, existing []netip.AddrPort
 }
 
@@ -89,12 +89,17 @@ type wanted struct {
 // destination stops getting new connections. TCP and SCTP connections always continue.
 // UDP flows to a removed endpoint end.
 func (w *wanted) keeps(at netip.AddrPort, p api.Protocol) bool {
-	return p != api.UDP || slices.Contains(w.existing, at)
+	if p != api.UDP {
+		return true
+	}
+	_, exists := slices.BinarySearchFunc(w.existing, at, netip.AddrPort.Compare)
+	return exists
 }
 
-// plan returns what the view se needs. If se is nil, the plan is empty. The error names
-// an invalid scheduler; the plan then uses the default scheduler.
-func (p *planner) plan(se *api.ServiceEndpoints) (*plan, error) {
+// plan returns what the view se needs. If se is nil, the plan is empty. The function listOf
+// returns the number of the list with the source ranges of a frontend. The error names an
+// invalid scheduler; the plan then uses the default scheduler.
+func (p *planner) plan(se *api.ServiceEndpoints, listOf func(*nodeview.Frontend) uint32) (*plan, error) {
 	out := &plan{}
 	if se == nil {
 		return out, nil
@@ -106,6 +111,8 @@ func (p *planner) plan(se *api.ServiceEndpoints) (*plan, error) {
 		scheduler = p.scheduler
 	}
 	frontends := slices.Collect(nodeview.Frontends(se))
+	lists := endpointLists{se: se, sorted: map[nodeview.ListID][]netip.AddrPort{}, existing: map[portFamily][]netip.AddrPort{}}
+	targets := redirectTargets(frontends)
 	for i := range frontends {
 		f := &frontends[i]
 		if f.ServicePort == nil {
@@ -118,13 +125,24 @@ func (p *planner) plan(se *api.ServiceEndpoints) (*plan, error) {
 		}
 		w := wanted{
 			settings:  settings{scheduler: scheduler, persistence: uint32(f.Affinity / time.Second), flags: p.owner | fallbackFlag(scheduler)},
-			endpoints: endpointsOf(f), existing: existing(se, f),
+			endpoints: lists.of(f), existing: lists.existingFor(f),
+		}
+		to, redirected := redirect(f, targets)
+		var list uint32
+		if f.Sources.Restricted {
+			list = listOf(f)
 		}
 		external := f.Kind == nodeview.ExternalIP || f.Kind == nodeview.LoadBalancerIP
 		for _, a := range addrs {
 			if api.FamilyOf(a) == f.Family && !a.IsLoopback() && !(external && p.isOtherNode(a)) {
 				id := serverID{netip.AddrPortFrom(a, uint16(f.Port)), f.Protocol}
-				fp := frontendPlan{id: id, kind: f.Kind, wanted: w, elements: p.elements(id, f, frontends)}
+				fp := frontendPlan{id: id, kind: f.Kind, wanted: w, elements: elements(id, f)}
+				if redirected {
+					fp.elements = append(fp.elements, element{set: setOf(redirects, a), key: frontendKey(id), value: addrKey(to.Addr()) + portKey(to.Port())})
+				}
+				if f.Sources.Restricted {
+					fp.elements = append(fp.elements, element{set: setOf(restricted, a), key: frontendKey(id), value: string(nftrule.Native(list))})
+				}
 				fp.local = f.Kind == nodeview.ClusterIP || external && !p.hasMachine(a)
 				if f.Kind == nodeview.LoadBalancerIP && fp.local {
 					fp.elements = append(fp.elements, p.healthCheck(a, se.Service)...)
@@ -152,31 +170,55 @@ func (p *planner) plan(se *api.ServiceEndpoints) (*plan, error) {
 	return out, err
 }
 
-func endpointsOf(f *nodeview.Frontend) []netip.AddrPort {
+// endpointLists has the lists of endpoints of a view. Frontends share them.
+type endpointLists struct {
+	se       *api.ServiceEndpoints
+	sorted   map[nodeview.ListID][]netip.AddrPort
+	existing map[portFamily][]netip.AddrPort
+}
+
+type portFamily struct {
+	port   *api.PortMapping
+	family api.Family
+}
+
+// of returns the endpoints of a frontend that get new connections, sorted.
+func (l *endpointLists) of(f *nodeview.Frontend) []netip.AddrPort {
+	if all, ok := l.sorted[f.Elsewhere.List]; ok {
+		return all
+	}
 	all := make([]netip.AddrPort, len(f.Elsewhere.Endpoints))
 	for i, t := range f.Elsewhere.Endpoints {
 		all[i] = netip.AddrPortFrom(t.Addr, uint16(t.Port))
 	}
 	slices.SortFunc(all, netip.AddrPort.Compare)
+	l.sorted[f.Elsewhere.List] = all
 	return all
 }
 
-// existing returns all endpoints of the service for the frontend's port and family. They
-// include draining endpoints and endpoints that the frontend does not use.
-func existing(se *api.ServiceEndpoints, f *nodeview.Frontend) (all []netip.AddrPort) {
-	for _, list := range [...][]api.Endpoint{se.Endpoints, se.Draining} {
+// existingFor returns all endpoints of the service for the frontend's port and family,
+// sorted. They include draining endpoints and endpoints that the frontend does not use.
+func (l *endpointLists) existingFor(f *nodeview.Frontend) []netip.AddrPort {
+	of := portFamily{f.ServicePort, f.Family}
+	if all, ok := l.existing[of]; ok {
+		return all
+	}
+	var all []netip.AddrPort
+	for _, list := range [...][]api.Endpoint{l.se.Endpoints, l.se.Draining} {
 		for i := range list {
 			if port := list[i].TargetPort(f.ServicePort); port != 0 && api.FamilyOf(list[i].Addr) == f.Family {
 				all = append(all, netip.AddrPortFrom(list[i].Addr, uint16(port)))
 			}
 		}
 	}
+	slices.SortFunc(all, netip.AddrPort.Compare)
+	l.existing[of] = all
 	return all
 }
 
-// elements returns the elements of the table for the frontend f. The argument all has all
-// frontends of the service.
-func (p *planner) elements(id serverID, f *nodeview.Frontend, all []nodeview.Frontend) []element {
+// elements returns the elements of the table for the frontend f, except those that lead to
+// a cluster IP or a list of source ranges.
+func elements(id serverID, f *nodeview.Frontend) []element {
 	key := frontendKey(id)
 	elements := []element{{set: setOf(frontends, id.Addr()), key: key}}
 	add := func(kind setKind) { elements = append(elements, element{set: setOf(kind, id.Addr()), key: key}) }
@@ -194,18 +236,6 @@ func (p *planner) elements(id serverID, f *nodeview.Frontend, all []nodeview.Fro
 		add(masquerades)
 	case nodeview.MasqueradeNode:
 		add(nodeMasquerades)
-		if to, ok := redirect(f, all); ok {
-			elements = append(elements, element{set: setOf(redirects, id.Addr()), key: key, value: addrKey(to.Addr()) + portKey(to.Port())})
-		}
-	}
-	if f.Sources.Restricted {
-		add(restricted)
-		prefixes := f.Sources.Prefixes(p.nodeAddrs)
-		for i, prefix := range prefixes {
-			if !kernelnode.ContainedInOther(prefixes, i) {
-				elements = append(elements, element{set: setOf(sources, id.Addr()), key: key + addrKey(prefix.Masked().Addr()), end: key + addrKey(last(prefix))})
-			}
-		}
 	}
 	return elements
 }
@@ -222,30 +252,36 @@ func (p *planner) healthCheck(a netip.Addr, s *api.Service) []element {
 	return []element{{set: setOf(healthChecks, a), key: key, value: addrKey(to) + portKey(port)}}
 }
 
+// target identifies the frontends at cluster IPs of a service port that have a list.
+type target struct {
+	portFamily
+	list nodeview.ListID
+}
+
+// redirectTargets returns the first cluster IP and port of each target.
+func redirectTargets(all []nodeview.Frontend) map[target]netip.AddrPort {
+	targets := map[target]netip.AddrPort{}
+	for i := range all {
+		f := &all[i]
+		of := target{portFamily{f.ServicePort, f.Family}, f.Elsewhere.List}
+		if _, ok := targets[of]; !ok && f.Kind == nodeview.ClusterIP {
+			targets[of] = netip.AddrPortFrom(f.Addr, uint16(f.Port))
+		}
+	}
+	return targets
+}
+
 // redirect returns the cluster IP and port to which this node's own traffic to f goes. A
 // redirect is needed if this node's traffic to f uses another list of endpoints than
 // other traffic to f, because a virtual server has only one list. The cluster IP of the
 // same service port has the list for this node's traffic, unless internalTrafficPolicy is
 // Local too.
-func redirect(f *nodeview.Frontend, all []nodeview.Frontend) (to netip.AddrPort, ok bool) {
-	if f.Node.Verdict != nodeview.Forward || f.Node.List == f.Elsewhere.List {
+func redirect(f *nodeview.Frontend, targets map[target]netip.AddrPort) (to netip.AddrPort, ok bool) {
+	if f.Masquerade != nodeview.MasqueradeNode || f.Node.Verdict != nodeview.Forward || f.Node.List == f.Elsewhere.List {
 		return to, false
 	}
-	for i := range all {
-		o := &all[i]
-		if o.Kind == nodeview.ClusterIP && o.ServicePort == f.ServicePort && o.Family == f.Family && o.Elsewhere.List == f.Node.List {
-			return netip.AddrPortFrom(o.Addr, uint16(o.Port)), true
-		}
-	}
-	return to, false
-}
-
-// last returns the last address of a prefix.
-func last(prefix netip.Prefix) netip.Addr {
-	b := prefix.Masked().Addr().AsSlice()
-	kernelnode.SetBitsFrom(b, prefix.Bits())
-	a, _ := netip.AddrFromSlice(b)
-	return a
+	to, ok = targets[target{portFamily{f.ServicePort, f.Family}, f.Node.List}]
+	return to, ok
 }
 
 // all yields the elements of a plan. A nil plan has no elements.

@@ -6,6 +6,7 @@ package ipvs
 
 import (
 	"context"
+	"encoding/binary"
 	"fmt"
 	"net/netip"
 	"slices"
@@ -42,10 +43,8 @@ func describe(p *plan) (lines []string) {
 	for e := range p.all() {
 		line := e.set.name() + " " + e.addr().String()
 		rest := e.key[e.addr().BitLen()/8:]
-		if e.set.kind == sources {
-			a, _ := netip.AddrFromSlice([]byte(rest[8:]))
-			b, _ := netip.AddrFromSlice([]byte(e.end[12:]))
-			line += fmt.Sprintf(" from %s to %s", a, b)
+		if e.set.kind == restricted {
+			line += fmt.Sprintf(" to list %d", binary.NativeEndian.Uint32([]byte(e.value)))
 		}
 		if e.set.kind == redirects {
 			a, _ := netip.AddrFromSlice([]byte(e.value[:4]))
@@ -60,6 +59,9 @@ func describe(p *plan) (lines []string) {
 	slices.Sort(lines)
 	return slices.Compact(lines)
 }
+
+// testList returns the number of the list of source ranges of a frontend.
+func testList(*nodeview.Frontend) uint32 { return 5 }
 
 func TestPlan(t *testing.T) {
 	loadBalancer := func(s *api.Service) {
@@ -156,7 +158,7 @@ func TestPlan(t *testing.T) {
 				"addresses4 203.0.113.1", "frontends4 203.0.113.1", "masquerades4 203.0.113.1",
 				"health-checks4 203.0.113.1 port 10256 to 192.0.2.1 port 10256"),
 		},
-		"source ranges without those inside others": {
+		"source ranges": {
 			endpoints: []string{"10.1.0.1"},
 			edit: func(s *api.Service) {
 				loadBalancer(s)
@@ -165,8 +167,7 @@ func TestPlan(t *testing.T) {
 				}}}
 			},
 			want: append(clusterIP, "10.96.0.1:80/TCP rr [10.1.0.1:8080] local", "203.0.113.1:80/TCP rr [10.1.0.1:8080] local",
-				"addresses4 203.0.113.1", "frontends4 203.0.113.1", "masquerades4 203.0.113.1", "restricted4 203.0.113.1",
-				"sources4 203.0.113.1 from 198.51.100.0 to 198.51.100.255"),
+				"addresses4 203.0.113.1", "frontends4 203.0.113.1", "masquerades4 203.0.113.1", "restricted4 203.0.113.1 to list 5"),
 		},
 		"policy Local sends this node's traffic to the cluster IP": {
 			endpoints: []string{"!10.1.0.1", "10.1.0.2"},
@@ -194,7 +195,7 @@ func TestPlan(t *testing.T) {
 				netip.MustParseAddr("127.0.0.1"), netip.MustParseAddr("192.0.2.1"), netip.MustParseAddr("192.0.2.2"), netip.MustParseAddr("2001:db8::1"),
 			}}
 			p.machineAddrs = p.nodePortAddrs
-			got, err := p.plan(view(test.endpoints, test.edit))
+			got, err := p.plan(view(test.endpoints, test.edit), testList)
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -207,7 +208,7 @@ func TestPlan(t *testing.T) {
 
 func TestOnlyUDPFlowsToRemovedEndpointsEnd(t *testing.T) {
 	p := planner{scheduler: "rr"}
-	got, err := p.plan(view([]string{"10.1.0.1", "~10.1.0.2"}, nil))
+	got, err := p.plan(view([]string{"10.1.0.1", "~10.1.0.2"}, nil), testList)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -223,7 +224,7 @@ func TestOnlyUDPFlowsToRemovedEndpointsEnd(t *testing.T) {
 
 func TestInvalidSchedulerIsNamedAndServiceUsesDefault(t *testing.T) {
 	p := planner{scheduler: "rr", annotation: "scheduler"}
-	got, err := p.plan(view([]string{"10.1.0.1"}, func(s *api.Service) { s.Annotations = map[string]string{"scheduler": "no such one"} }))
+	got, err := p.plan(view([]string{"10.1.0.1"}, func(s *api.Service) { s.Annotations = map[string]string{"scheduler": "no such one"} }), testList)
 	if err == nil || !strings.Contains(err.Error(), `annotation scheduler: "no such one"`) {
 		t.Errorf("error %v does not name the annotation", err)
 	}
@@ -263,7 +264,7 @@ func TestNodePortWinsAgainstExternalIP(t *testing.T) {
 			failed = nil
 			plans := map[types.NamespacedName]*plan{}
 			for _, v := range views {
-				plans[v.Key()], _ = d.planner.plan(v)
+				plans[v.Key()], _ = d.planner.plan(v, testList)
 			}
 			d.resolveConflicts(plans, &failed)
 			d.record(plans)

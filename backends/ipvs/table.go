@@ -10,6 +10,8 @@ import (
 	"errors"
 	"fmt"
 	"hash/fnv"
+	"iter"
+	"maps"
 	"slices"
 	"time"
 
@@ -18,6 +20,7 @@ import (
 	"github.com/google/nftables/userdata"
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/backends/internal/nftrule"
+	"github.com/kpng-project/kpng/backends/internal/sourcelists"
 	"github.com/mdlayher/netlink"
 	"golang.org/x/sys/unix"
 )
@@ -25,9 +28,15 @@ import (
 // table is the nftables table of an instance. In the output of nft, its chains for IPv4
 // look like this:
 //
-//	chain sources {
-//		ip daddr . meta l4proto . th dport @restricted4 \
-//			ip daddr . meta l4proto . th dport . ip saddr != @sources4 drop
+//	chain restricted {
+//		meta priority set ip daddr . meta l4proto . th dport map @restricted4 goto only-sources4
+//	}
+//	chain only-sources4 {
+//		jump sources4
+//		drop
+//	}
+//	chain sources4 {
+//		meta priority & ffff:ff18 . ip saddr & 255.255.255.0 @sources4 meta priority set none accept
 //	}
 //	chain services {
 //		ip daddr . meta l4proto . th dport @frontends4 goto frontend4
@@ -51,8 +60,9 @@ import (
 //
 // The kernel evaluates these chains only for new connections, before routing and before
 // IPVS. Except for redirects and health checks, only IPVS translates addresses. The chain
-// sources comes before all translations, so that no other program can translate packets
-// that it drops. The chain untranslated comes after the chains of other programs. So it
+// restricted comes before all translations, so that no other program can translate packets
+// that it drops. The chain sources4 has a rule for each prefix length in the set sources4,
+// see package sourcelists. The chain untranslated comes after the chains of other programs. So it
 // does not refuse connections that another program translates.
 type table struct {
 	name string
@@ -60,14 +70,19 @@ type table struct {
 	nft  *nftables.Conn
 	// maxElements limits the elements of one transaction.
 	maxElements int
+	// ranges counts the source ranges in the table by their length. It has no zero counts.
+	ranges map[familyLength]int
 	// If draining is true, the table refuses all connections to frontends that no other
 	// backend translates, and ignores all others.
 	draining bool
 }
 
 const (
-	// socketBuffer is the maximum size of a transaction, about 200,000 elements.
+	// socketBuffer is the size of the buffer for a transaction.
 	socketBuffer = 32 << 20
+	// maxTransaction limits the elements of a transaction. Other programs cannot change tables
+	// meanwhile.
+	maxTransaction = 20_000
 	// elementSize is more than the size of any element in a transaction.
 	elementSize = 256
 	// maxChunk limits the elements of a netlink message, which must be below 64 KiB.
@@ -85,7 +100,42 @@ func newTable(opts *Options, socketBuffer int) (*table, error) {
 	if err != nil {
 		return nil, fmt.Errorf("open a netlink socket: %w", err)
 	}
-	return &table{name: opts.tableName(), opts: opts, nft: nft, maxElements: socketBuffer / elementSize}, nil
+	return &table{
+		name: opts.tableName(), opts: opts, nft: nft,
+		maxElements: min(socketBuffer/elementSize, maxTransaction), ranges: map[familyLength]int{},
+	}, nil
+}
+
+// familyLength is a prefix length of a family.
+type familyLength struct {
+	family api.Family
+	bits   int
+}
+
+// countRanges adds n to the count of each source range of elements.
+func countRanges(counts map[familyLength]int, elements iter.Seq[element], n int) {
+	for e := range elements {
+		if e.set.kind == sources {
+			r, _ := sourcelists.ParseKey([]byte(e.key))
+			of := familyLength{e.set.family, r.Prefix.Bits()}
+			if counts[of] += n; counts[of] == 0 {
+				delete(counts, of)
+			}
+		}
+	}
+}
+
+// lengthsOf returns the lengths of a family in counts.
+func lengthsOf(family api.Family, counts map[familyLength]int) (lengths sourcelists.Lengths) {
+	for of := range counts {
+		lengths[of.bits] = lengths[of.bits] || of.family == family
+	}
+	return lengths
+}
+
+// sourceChain returns the chain that looks up source ranges of these lengths.
+func (t *table) sourceChain(family api.Family, lengths sourcelists.Lengths) chain {
+	return chain{&nftables.Chain{Table: t.table(), Name: sourcelists.ChainName(family)}, lengths.Rules(family)}
 }
 
 func (t *table) table() *nftables.Table {
@@ -124,17 +174,21 @@ func (t *table) chains() []chain {
 		[]expr.Any{nftrule.LoadMeta(expr.MetaKeyL4PROTO), nftrule.Equal(unix.IPPROTO_TCP), &expr.Reject{Type: unix.NFT_REJECT_TCP_RST}},
 		[]expr.Any{&expr.Reject{Type: unix.NFT_REJECT_ICMPX_UNREACH, Code: unix.NFT_REJECT_ICMPX_PORT_UNREACH}})
 
-	var admitted, services, untranslated, output, postrouting [][]expr.Any
+	var restrictions, services, untranslated, output, postrouting [][]expr.Any
 	postrouting = append(postrouting, slices.Concat(
 		nftrule.Mark(bit, 0), []expr.Any{nftrule.Equal(nftrule.Native(bit)...)}, nftrule.Mark(^uint32(0), bit),
 		[]expr.Any{nftrule.SetMeta(expr.MetaKeyMARK), &expr.Masq{FullyRandom: true}}))
 	for _, family := range families {
 		add(fmt.Sprintf("frontend%d", family), t.frontendRules(family)...)
+		only := fmt.Sprintf("only-sources%d", family)
+		chains = append(chains, t.sourceChain(family, lengthsOf(family, t.ranges)))
+		add(only, nftrule.Jump(sourcelists.ChainName(family)), nftrule.Drop())
 		if t.draining {
 			untranslated = append(untranslated, frontend(family).FollowedBy(in(frontends, family), nftrule.GoTo("reject-chain")[0]))
 		} else {
 			services = append(services, frontend(family).FollowedBy(in(frontends, family), nftrule.GoTo(fmt.Sprintf("frontend%d", family))[0]))
-			admitted = append(admitted, t.notFromSources(family))
+			restrictions = append(restrictions, frontend(family).FollowedBy(
+				value(restricted, family), nftrule.SetMeta(expr.MetaKeyPRIORITY), nftrule.GoTo(only)[0]))
 			refusals := fmt.Sprintf("untranslated%d", family)
 			add(refusals,
 				frontend(family).FollowedBy(in(drops, family), nftrule.Drop()[0]),
@@ -156,8 +210,8 @@ func (t *table) chains() []chain {
 		postrouting = append(postrouting, nftrule.NewKey(family).Source().Destination().ProtocolAndPort().FollowedBy(
 			in(hairpins, family), &expr.Masq{FullyRandom: true}))
 	}
-	add("sources", admitted...)
-	isNew := append(nftrule.InState(nftrule.StateNew), nftrule.Jump("sources")...)
+	add("restricted", restrictions...)
+	isNew := append(nftrule.InState(nftrule.StateNew), nftrule.Jump("restricted")...)
 	base("sources-prerouting", nftables.ChainTypeFilter, nftables.ChainHookPrerouting, sourcesPriority, isNew)
 	base("sources-output", nftables.ChainTypeFilter, nftables.ChainHookOutput, sourcesPriority, isNew)
 	add("services", services...)
@@ -173,15 +227,6 @@ func (t *table) chains() []chain {
 
 // sourcesPriority is before the nat chains of all programs.
 var sourcesPriority = nftables.ChainPriorityRef(*nftables.ChainPriorityNATDest - 10)
-
-// notFromSources returns the rule that drops packets to a frontend with source ranges if
-// it does not admit their source.
-func (t *table) notFromSources(family api.Family) []expr.Any {
-	others := frontend(family).Source().FollowedBy(&expr.Lookup{
-		SourceRegister: nftrule.Reg(0), SetName: setID{sources, family}.name(), Invert: true,
-	}, nftrule.Drop()[0])
-	return frontend(family).FollowedBy(append([]expr.Any{in(restricted, family)}, others...)...)
-}
 
 // frontendRules returns the rules for packets to frontends.
 func (t *table) frontendRules(family api.Family) [][]expr.Any {
@@ -205,10 +250,12 @@ func translate(kind setKind, family api.Family) []expr.Any {
 	if family == api.IPv6 {
 		addrRegisters = 4
 	}
-	return []expr.Any{
-		&expr.Lookup{SourceRegister: nftrule.Reg(0), DestRegister: nftrule.Reg(0), IsDestRegSet: true, SetName: setID{kind, family}.name()},
-		nftrule.DNATTo(family, 0, addrRegisters),
-	}
+	return []expr.Any{value(kind, family), nftrule.DNATTo(family, 0, addrRegisters)}
+}
+
+// value returns an expression that replaces the key by its value in a map.
+func value(kind setKind, family api.Family) expr.Any {
+	return &expr.Lookup{SourceRegister: nftrule.Reg(0), DestRegister: nftrule.Reg(0), IsDestRegSet: true, SetName: setID{kind, family}.name()}
 }
 
 // frontend returns a key of destination address, protocol and destination port.
@@ -257,7 +304,7 @@ func (t *table) read(ctx context.Context) (map[element]bool, error) {
 		if err != nil && isErrno(err) && !errors.Is(err, unix.ENOENT) {
 			return nil, fmt.Errorf("read set %s of table inet %s: %w", want.Name, t.name, err)
 		}
-		if err != nil || set.KeyType.GetNFTMagic() != want.KeyType.GetNFTMagic() {
+		if err != nil || set.KeyType.GetNFTMagic() != want.KeyType.GetNFTMagic() || set.IsMap != want.IsMap {
 			changed = errChanged
 			continue
 		}
@@ -266,13 +313,26 @@ func (t *table) read(ctx context.Context) (map[element]bool, error) {
 			return nil, fmt.Errorf("read set %s of table inet %s: %w", want.Name, t.name, err)
 		}
 		for _, e := range list {
-			if len(e.Key) != int(want.KeyType.Bytes) || want.IsMap && len(e.Val) != int(want.DataType.Bytes) {
+			_, isRange := sourcelists.ParseKey(e.Key)
+			if len(e.Key) != int(want.KeyType.Bytes) || want.IsMap && len(e.Val) != int(want.DataType.Bytes) || id.kind == sources && !isRange {
 				changed = errChanged
 				continue
 			}
-			all[element{id, string(e.Key), string(e.KeyEnd), string(e.Val)}] = true
+			all[element{id, string(e.Key), string(e.Val)}] = true
 		}
 	}
+	for i, family := range families {
+		if changed == nil {
+			break
+		}
+		old, err := t.oldSources(family, 1+i<<20)
+		if err != nil {
+			return nil, fmt.Errorf("read the source ranges of table inet %s: %w", t.name, err)
+		}
+		maps.Copy(all, old)
+	}
+	t.ranges = map[familyLength]int{}
+	countRanges(t.ranges, maps.Keys(all), 1)
 	for _, c := range t.chains() {
 		rules, err := t.nft.GetRules(c.Table, c.Chain)
 		if err != nil {
@@ -316,9 +376,10 @@ func (t *table) hasRules() (bool, error) {
 
 // create replaces the table by a new table with these elements. If the elements need
 // several transactions, those of the set frontends are last. Between the transactions,
-// the table may refuse connections to addresses that the instance makes local, but does
-// not accept connections that it must refuse.
+// the table may refuse connections to addresses that the instance makes local, and to
+// frontends with source ranges, but does not accept connections that it must refuse.
 func (t *table) create(elements map[element]bool) error {
+	t.ranges = map[familyLength]int{}
 	t.nft.AddTable(t.table()) // because DelTable fails if the table is missing
 	t.nft.DelTable(t.table())
 	t.nft.AddTable(t.table())
@@ -329,9 +390,7 @@ func (t *table) create(elements map[element]bool) error {
 	}
 	for _, c := range t.chains() {
 		t.nft.AddChain(c.Chain)
-		for _, rule := range c.rules {
-			t.nft.AddRule(&nftables.Rule{Table: c.Table, Chain: c.Chain, Exprs: rule, UserData: comment(rule)})
-		}
+		t.addRules(c)
 	}
 	var first, last []element
 	for e := range elements {
@@ -356,6 +415,9 @@ func (t *table) create(elements map[element]bool) error {
 
 // change removes and adds elements in one transaction.
 func (t *table) change(remove, add []element) error {
+	ranges := maps.Clone(t.ranges)
+	countRanges(ranges, slices.Values(remove), -1)
+	countRanges(ranges, slices.Values(add), 1)
 	for i, list := range [][]element{remove, add} {
 		slices.SortFunc(list, element.compare)
 		for len(list) > 0 {
@@ -374,10 +436,25 @@ func (t *table) change(remove, add []element) error {
 			}
 		}
 	}
+	for _, family := range families {
+		if lengths := lengthsOf(family, ranges); lengths != lengthsOf(family, t.ranges) {
+			c := t.sourceChain(family, lengths)
+			t.nft.FlushChain(c.Chain)
+			t.addRules(c)
+		}
+	}
 	if err := t.nft.Flush(); err != nil {
 		return fmt.Errorf("change table inet %s: %w", t.name, explain(err))
 	}
+	t.ranges = ranges
 	return nil
+}
+
+// addRules adds the rules of a chain.
+func (t *table) addRules(c chain) {
+	for _, rule := range c.rules {
+		t.nft.AddRule(&nftables.Rule{Table: c.Table, Chain: c.Chain, Exprs: rule, UserData: comment(rule)})
+	}
 }
 
 // delete deletes the table if it exists.

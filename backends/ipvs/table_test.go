@@ -15,6 +15,8 @@ import (
 
 	"github.com/google/nftables"
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends/internal/nftrule"
+	"github.com/kpng-project/kpng/backends/internal/sourcelists"
 	"github.com/kpng-project/kpng/backends/nodeaddr"
 	"github.com/kpng-project/kpng/internal/netnstest"
 	"github.com/kpng-project/kpng/sink"
@@ -49,7 +51,9 @@ func someElements() map[element]bool {
 			case addresses, clusterIPs:
 				e.key = addrKey(addr)
 			case sources:
-				e.key, e.end = key+addrKey(client.Addr()), key+addrKey(last(client))
+				e = sourceElement(sourcelists.Range{List: 0x1ff, Prefix: client})
+			case restricted:
+				e.value = string(nftrule.Native(0x1ff))
 			case redirects, healthChecks:
 				e.value = addrKey(addr) + portKey(8080)
 			case hairpins:
@@ -382,16 +386,17 @@ func TestOrderOfElementsAndServers(t *testing.T) {
 		s.SourceRanges = []api.SourceRanges{{TargetIPs: s.IPs.LoadBalancerIPs, Prefixes: []netip.Prefix{netip.MustParsePrefix("198.51.100.0/24")}}}
 	})
 	at, atMachine := id("10.96.0.1:80", api.TCP), id("192.0.2.1:80", api.TCP)
-	p, err := d.planner.plan(web)
+	p, err := d.planner.plan(web, testList)
 	if err != nil {
 		t.Fatal(err)
 	}
 	plans := map[types.NamespacedName]*plan{web.Key(): p}
+	list := string(nftrule.Native(testList(nil)))
 	checkMachine := func(step string, elements map[element]bool) {
 		t.Helper()
 		key := atMachine.element().key
-		for _, kind := range []setKind{frontends, restricted, nodeMasquerades, drops} {
-			if !elements[element{set: setID{kind, api.IPv4}, key: key}] {
+		for kind, value := range map[setKind]string{frontends: "", restricted: list, nodeMasquerades: "", drops: ""} {
+			if !elements[element{set: setID{kind, api.IPv4}, key: key, value: value}] {
 				t.Errorf("%s: the set %s lacks the address of the machine", step, setNames[kind])
 			}
 		}
@@ -401,11 +406,11 @@ func TestOrderOfElementsAndServers(t *testing.T) {
 		change func() error
 		want   bool
 	}{
-		{"before the virtual server is created", func() error { return d.addElements(plans) }, false},
+		{"before the virtual server is created", func() error { return d.addElements(plans, nil) }, false},
 		{"after a failure to create it", func() error { return d.acceptPackets(plans) }, false},
 		{"after its creation", func() error { d.servers[at] = &server{}; return d.acceptPackets(plans) }, true},
-		{"when it exists already", func() error { return d.addElements(plans) }, true},
-		{"before it is created again", func() error { delete(d.servers, at); return d.addElements(plans) }, false},
+		{"when it exists already", func() error { return d.addElements(plans, nil) }, true},
+		{"before it is created again", func() error { delete(d.servers, at); return d.addElements(plans, nil) }, false},
 	} {
 		if err := step.change(); err != nil {
 			t.Fatal(err)
@@ -422,25 +427,25 @@ func TestOrderOfElementsAndServers(t *testing.T) {
 
 	// Without source ranges, the table admits all sources immediately.
 	d.servers[at], d.servers[atMachine] = &server{}, &server{}
-	restriction := element{set: setID{restricted, api.IPv4}, key: atMachine.element().key}
+	restriction := element{set: setID{restricted, api.IPv4}, key: atMachine.element().key, value: list}
 	web.Service.SourceRanges = nil
-	unrestricted, err := d.planner.plan(web)
+	unrestricted, err := d.planner.plan(web, testList)
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := d.addElements(map[types.NamespacedName]*plan{web.Key(): unrestricted}); err != nil {
+	if err := d.addElements(map[types.NamespacedName]*plan{web.Key(): unrestricted}, nil); err != nil {
 		t.Fatal(err)
 	}
 	if elements, err := d.table.read(t.Context()); err != nil || elements[restriction] {
 		t.Errorf("without source ranges, the table checks sources: %t (%v)", elements[restriction], err)
 	}
-	if err := d.addElements(plans); err != nil {
+	if err := d.addElements(plans, nil); err != nil {
 		t.Fatal(err)
 	}
 	if err := d.acceptPackets(plans); err != nil {
 		t.Fatal(err)
 	}
-	if err := d.addElements(map[types.NamespacedName]*plan{web.Key(): {}}); err != nil {
+	if err := d.addElements(map[types.NamespacedName]*plan{web.Key(): {}}, nil); err != nil {
 		t.Fatal(err)
 	}
 	for range 2 {

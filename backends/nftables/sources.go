@@ -22,7 +22,7 @@ import (
 // presentSources returns the number of the list with the source ranges of a frontend, as the
 // kernel has it.
 func (t *table) presentSources(key types.NamespacedName) func(f *nodeview.Frontend) uint32 {
-	return func(f *nodeview.Frontend) uint32 { return t.sources.Number(key, f.Addr) }
+	return func(f *nodeview.Frontend) uint32 { return t.sources.Of(key, f.Addr) }
 }
 
 // restrictedElement returns the element that leads from f to its list of source ranges.

@@ -55,23 +55,3 @@ func Addrs(n *api.Node) []netip.Addr {
 	}
 	return addrs
 }
-
-// SetBitsFrom sets the bits of addr to one, except the first n bits. If the first n bits
-// are those of a prefix, the result is the last address of the prefix.
-func SetBitsFrom(addr []byte, n int) {
-	for i := n; i < 8*len(addr); i++ {
-		addr[i/8] |= 0x80 >> (i % 8)
-	}
-}
-
-// ContainedInOther reports whether another prefix contains prefixes[i]. Of several equal
-// prefixes, the first one contains the others.
-func ContainedInOther(prefixes []netip.Prefix, i int) bool {
-	for j, other := range prefixes {
-		if j != i && other.Overlaps(prefixes[i]) &&
-			(other.Bits() < prefixes[i].Bits() || other.Bits() == prefixes[i].Bits() && j < i) {
-			return true
-		}
-	}
-	return false
-}

@@ -96,6 +96,9 @@ func (l *Lists) SetNodeAddrs(addrs []netip.Addr) bool {
 	return true
 }
 
+// Number returns the number of the i-th list, which counts from 1.
+func Number(i uint32) uint32 { return i<<8 | lengthMask }
+
 // Found records a list that the kernel has at the beginning of a pass. [Lists.EndPass]
 // releases it.
 func (l *Lists) Found(number uint32, family api.Family, prefixes []netip.Prefix) {
@@ -127,8 +130,8 @@ func (l *Lists) HasKept() bool {
 	return false
 }
 
-// Number returns the number of the list that the service uses at an address, or 0.
-func (l *Lists) Number(service types.NamespacedName, addr netip.Addr) uint32 {
+// Of returns the number of the list that the service uses at an address, or 0.
+func (l *Lists) Of(service types.NamespacedName, addr netip.Addr) uint32 {
 	if u := l.uses[service]; u != nil && u.byAddr[addr] != nil {
 		return u.byAddr[addr].number
 	}
@@ -272,7 +275,7 @@ func (l *Lists) add(ranges Ranges) *sharedList {
 	list := &sharedList{ranges: ranges}
 	for list.number == 0 {
 		l.last = l.last%maxList + 1
-		if number := l.last<<8 | lengthMask; l.byNumber[number] == nil {
+		if number := Number(l.last); l.byNumber[number] == nil {
 			list.number = number
 		}
 	}

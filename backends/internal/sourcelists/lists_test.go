@@ -166,7 +166,7 @@ func (w *world) check() {
 			if f == nil {
 				w.t.Fatalf("%s has no restricted frontend at %s", key.Name, addr)
 			}
-			if n := w.lists.Number(key, addr); n != w.numbers[key][addr] {
+			if n := w.lists.Of(key, addr); n != w.numbers[key][addr] {
 				w.t.Errorf("%s: the list at %s has the number %x, want %x", key.Name, addr, n, w.numbers[key][addr])
 			}
 			var want []netip.Prefix

@@ -128,6 +128,16 @@ func (a *Addresses) hasAddress(addr netip.Addr, since time.Time) (there bool, er
 	return a.has[addr], a.lookErr
 }
 
+// isOn reports whether an interface has an address now. Concurrent calls for the interface
+// of the options share one read of its addresses.
+func (a *Addresses) isOn(on string, addr netip.Addr) (there bool, err error) {
+	if on == a.opts.Interface {
+		return a.hasAddress(addr, time.Now())
+	}
+	has, err := a.system.addresses(on)
+	return has[addr], err
+}
+
 // Add implements userspace.Addresses.
 func (a *Addresses) Add(ctx context.Context, addr netip.Addr) error {
 	if a.system.usable(addr) {
@@ -189,8 +199,8 @@ func (a *Addresses) Remove(ctx context.Context, addr netip.Addr) error {
 		return err
 	}
 	if err := a.system.remove(ctx, on, addr); err != nil {
-		has, lookErr := a.system.addresses(on)
-		if lookErr == nil && has[addr] || lookErr != nil && !errors.Is(lookErr, errNoInterface) {
+		there, lookErr := a.isOn(on, addr)
+		if there || lookErr != nil && !errors.Is(lookErr, errNoInterface) {
 			return fmt.Errorf("delete %s from interface %q: %w", addr, on, err)
 		}
 	}

@@ -1,0 +1,120 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package ipvs
+
+import (
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"net/netip"
+
+	"github.com/google/nftables"
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends/internal/nftrule"
+	"github.com/kpng-project/kpng/backends/internal/sourcelists"
+	"github.com/kpng-project/kpng/sink"
+	"golang.org/x/sys/unix"
+)
+
+// findLists records the lists of source ranges that the table has.
+func (d *dataplane) findLists() {
+	type list struct {
+		number uint32
+		family api.Family
+	}
+	lists := map[list][]netip.Prefix{}
+	for e := range d.elements {
+		switch e.set.kind {
+		case restricted:
+			of := list{binary.NativeEndian.Uint32([]byte(e.value)), e.set.family}
+			lists[of] = append(lists[of], nil...) // the list may have no ranges
+		case sources:
+			r, _ := sourcelists.ParseKey([]byte(e.key))
+			of := list{r.List, e.set.family}
+			lists[of] = append(lists[of], r.Prefix)
+		}
+	}
+	for of, prefixes := range lists {
+		d.lists.Found(of.number, of.family, prefixes)
+	}
+}
+
+// writeLists adds the lists of source ranges that no frontend uses yet.
+func (d *dataplane) writeLists() error {
+	return d.lists.Fresh(d.table.maxElements, func(chunks []sourcelists.Chunk) (written []bool, err error) {
+		var add []element
+		for _, c := range chunks {
+			add, written = append(add, sourceElements(c.Ranges)...), append(written, true)
+		}
+		return written, d.changeTable(nil, add)
+	})
+}
+
+// maxUnused limits the source ranges of unused lists that Sync leaves to Verify.
+const maxUnused = 100_000
+
+// reapLists removes unused lists until at most limit ranges of such lists are left. It
+// stops when ctx ends, but not before the first transaction.
+func (d *dataplane) reapLists(ctx context.Context, limit int) error {
+	for {
+		ranges := d.lists.Reap(min(max(d.lists.Unused()-limit, 0), d.table.maxElements))
+		if len(ranges) == 0 {
+			return nil
+		}
+		if err := d.changeTable(sourceElements(ranges), nil); err != nil {
+			d.known = false // a pass finds these lists again
+			return fmt.Errorf("%w (%w)", err, sink.ErrStartOver)
+		}
+		if ctx.Err() != nil {
+			return nil // a later call continues
+		}
+	}
+}
+
+// oldSources returns the source ranges of a table that an earlier version of kpng has made,
+// as elements of this version. There, the set restricted4 had the frontends with source
+// ranges, and a key of the set sources4 was a frontend and a range. Without these elements,
+// an update would admit all sources until the services are delivered. The argument first
+// is the number of the first list.
+func (t *table) oldSources(family api.Family, first int) (map[element]bool, error) {
+	var frontends, ranges []nftables.SetElement
+	for kind, list := range map[setKind]*[]nftables.SetElement{restricted: &frontends, sources: &ranges} {
+		set, err := t.nft.GetSetByName(t.table(), setID{kind, family}.name())
+		if err == nil && (kind == restricted && set.IsMap || kind == sources && !set.Interval) {
+			return nil, nil // not of that version
+		}
+		if err == nil {
+			*list, err = t.nft.GetSetElements(set)
+		}
+		if err != nil && (!isErrno(err) || errors.Is(err, unix.ENOENT)) {
+			return nil, nil
+		} else if err != nil {
+			return nil, err
+		}
+	}
+	all := map[element]bool{}
+	numbers := map[string]uint32{} // by frontend
+	for i, e := range frontends {
+		number := sourcelists.Number(uint32(first + i))
+		numbers[string(e.Key)] = number
+		all[element{setID{restricted, family}, string(e.Key), string(nftrule.Native(number))}] = true
+	}
+	for _, e := range ranges {
+		n := len(e.Key) - map[api.Family]int{api.IPv4: 4, api.IPv6: 16}[family]
+		if n < 0 || len(e.KeyEnd) != len(e.Key) {
+			continue
+		}
+		addr, _ := netip.AddrFromSlice(e.Key[n:])
+		bits := 0 // the length of the common beginning of the first and the last address
+		for bits < addr.BitLen() && e.Key[n+bits/8]<<(bits%8)&0x80 == e.KeyEnd[n+bits/8]<<(bits%8)&0x80 {
+			bits++
+		}
+		if number := numbers[string(e.Key[:n])]; number != 0 && bits > 0 {
+			all[sourceElement(sourcelists.Range{List: number, Prefix: netip.PrefixFrom(addr, bits).Masked()})] = true
+		}
+	}
+	return all, nil
+}

@@ -39,17 +39,15 @@ func sourcesByAddress(svc *api.Service) map[netip.Addr]Sources {
 	for i := range svc.SourceRanges {
 		filter := &svc.SourceRanges[i]
 		for _, family := range [...]api.Family{api.IPv4, api.IPv6} {
-			one := Sources{Restricted: true, Own: svc.IPs.LoadBalancerIPs.Family(family)}
-			for _, r := range filter.Prefixes {
-				if api.FamilyOf(r.Addr()) == family {
-					one.Ranges = append(one.Ranges, r)
-				}
+			addrs := filter.TargetIPs.Family(family)
+			if len(addrs) == 0 {
+				continue
 			}
-			one.Ranges = slices.Clip(one.Ranges)
+			one := Sources{Restricted: true, Ranges: rangesOf(filter.Prefixes, family), Own: svc.IPs.LoadBalancerIPs.Family(family)}
 			if slices.ContainsFunc(one.Ranges, func(r netip.Prefix) bool { return r.Bits() == 0 }) {
 				one = Sources{}
 			}
-			for _, addr := range filter.TargetIPs.Family(family) {
+			for _, addr := range addrs {
 				s := one
 				switch other, ok := sources[addr]; {
 				case ok && !other.Restricted:
@@ -62,6 +60,27 @@ func sourcesByAddress(svc *api.Service) map[netip.Addr]Sources {
 		}
 	}
 	return sources
+}
+
+// rangesOf returns the prefixes of a family. It copies them only if prefixes of the other
+// family are between them.
+func rangesOf(prefixes []netip.Prefix, family api.Family) []netip.Prefix {
+	isOf := func(p netip.Prefix) bool { return p.Addr().Is4() == (family == api.IPv4) }
+	begin := slices.IndexFunc(prefixes, isOf)
+	if begin < 0 {
+		return nil
+	}
+	end := begin
+	for end < len(prefixes) && isOf(prefixes[end]) {
+		end++
+	}
+	ranges := prefixes[begin:end:end]
+	for _, p := range prefixes[end:] {
+		if isOf(p) {
+			ranges = append(ranges, p)
+		}
+	}
+	return ranges
 }
 
 // Prefixes returns the admitted sources on a node with the addresses nodeAddrs: Ranges,

@@ -125,3 +125,16 @@ func TestSources(t *testing.T) {
 		})
 	}
 }
+
+// TestFrontendsDoNotCopySourceRanges checks that a service may have many source ranges
+// without a cost for each computation of its frontends.
+func TestFrontendsDoNotCopySourceRanges(t *testing.T) {
+	svc := service(dualStack, loadBalancerIPs("203.0.113.1", "2001:db8::1"))
+	sourceRangesFor("10.0.0.0/8", "172.16.0.0/12", "fd00::/8")(svc)
+	ranges := svc.SourceRanges[0].Prefixes
+	for f := range Frontends(&api.ServiceEndpoints{Service: svc}) {
+		if want := map[api.Family]*netip.Prefix{api.IPv4: &ranges[0], api.IPv6: &ranges[2]}[f.Family]; f.Sources.Restricted && &f.Sources.Ranges[0] != want {
+			t.Errorf("%s has a copy of the source ranges", f.FrontendKey)
+		}
+	}
+}

@@ -251,7 +251,14 @@ func TestAddressWithManyPorts(t *testing.T) {
 		ns.Add(t, "lo", addr+"/24")
 		ns.Run(t, "ip", "route", "add", "10.96.0.0/16", "dev", "lo")
 		netnstest.Listen(t, ns.Do, addr+":8080", func(net.Conn) {})
+		netnstest.Listen(t, ns.Do, addr+":1005", func(net.Conn) {})
 		b := start(t, ns, v)
+		same := shape{ports: 20, endpoints: 1, target: samePort}
+		svc := same.service()
+		svc.Name, svc.IPs = "same", api.ServiceIPs{}
+		svc.IPs.ClusterIPs.Add(netip.MustParseAddr("10.96.2.7"))
+		kept := same.view(svc)
+		kept.Endpoints[0].Addr, kept.Endpoints[0].Local = netip.MustParseAddr(addr), true
 		s := shape{ports: 300, endpoints: 1}
 		large := s.view(s.service())
 		large.Endpoints[0].Addr = netip.MustParseAddr(addr)
@@ -264,16 +271,16 @@ func TestAddressWithManyPorts(t *testing.T) {
 		small, none := view("small", "10.96.1.7", addr), view("none", "10.97.0.7", "")
 		mustSync(t, b, pass(small))
 		before := saveAll(t, ns, v.flavour)
-		mustSync(t, b, batch(large, s.view(udp), none))
+		mustSync(t, b, batch(large, s.view(udp), none, kept))
 		for id, rules := range b.rulesets[0].chains {
 			if limit := 70; countRules(rules) > limit {
 				t.Errorf("chain %v has %d rules, more than %d", id, countRules(rules), limit)
 			}
 		}
-		if n := countRules(b.rulesets[0].chains[chainID{nat, "KPNG-D70"}]); n > 4 {
+		if n := countRules(b.rulesets[0].chains[chainID{nat, "KPNG-D70"}]); n > 5 {
 			t.Errorf("the dispatch chain has %d rules", n)
 		}
-		for _, dial := range []string{"10.96.0.7:1001", "10.96.0.7:1300", "10.96.1.7:80"} {
+		for _, dial := range []string{"10.96.0.7:1001", "10.96.0.7:1300", "10.96.1.7:80", "10.96.2.7:1005"} {
 			if err := ns.Do(func() error {
 				conn, err := net.DialTimeout("tcp", dial, 20*time.Second)
 				if err == nil {
@@ -290,11 +297,11 @@ func TestAddressWithManyPorts(t *testing.T) {
 		}
 		written := 0
 		again := start(t, ns, v, func(o *Options) { o.Observer.Restored = func(lines int, _ error) { written += lines } })
-		mustSync(t, again, pass(large, s.view(udp), none, small))
+		mustSync(t, again, pass(large, s.view(udp), none, small, kept))
 		if written != 0 {
 			t.Errorf("a restart wrote %d lines", written)
 		}
-		mustSync(t, again, deletion(large), deletion(s.view(udp)), deletion(none))
+		mustSync(t, again, deletion(large), deletion(s.view(udp)), deletion(none), deletion(kept))
 		if diff := cmp.Diff(before, saveAll(t, ns, v.flavour)); diff != "" {
 			t.Errorf("rules are left (-before +after):\n%s", diff)
 		}
@@ -383,6 +390,38 @@ func TestSourceRangesWithTheNameOfOthers(t *testing.T) {
 		}
 		if _, ok := r.records[view("web", "10.96.0.1", "").Key()]; !ok {
 			t.Error("the other service was not programmed")
+		}
+	}
+}
+
+// If the set of source ranges cannot be made, only the services that need it fail, and
+// their load-balancer addresses are not translated.
+func TestSetOfSourceRangesCannotBeMade(t *testing.T) {
+	for _, flavour := range []Flavour{NFT, Legacy} {
+		ns := netnstest.New(t)
+		b := start(t, ns, variant{flavour, false})
+		s := shape{ports: 1, endpoints: 1, ranges: 2}
+		mustSync(t, b, pass())
+		name := b.rulesets[0].sourceList(s.service().SourceRanges[0].Prefixes).name
+		// The kernel does not destroy a set that is in another set.
+		ns.RunWith(t, "create "+name+" hash:ip\ncreate others list:set\nadd others "+name+"\n", "ipset", "restore")
+		var failed *sink.Failed
+		large := s.view(s.service())
+		if err := b.Sync(t.Context(), batch(large, view("web", "10.96.0.1", "10.1.0.9"))); !errors.As(err, &failed) || len(*failed) != 1 || (*failed)[large.Key()] == nil {
+			t.Fatalf("%s: Sync returned %v", flavour, err)
+		}
+		text := saveAll(t, ns, flavour)
+		if strings.Contains(text, "203.0.113.1") || !strings.Contains(text, "10.1.0.9:8080") {
+			t.Errorf("%s: the rules are:\n%s", flavour, text)
+		}
+		ns.Run(t, "ipset", "destroy", "others")
+		if err := b.Sync(t.Context(), batch(large)); !errors.As(err, &failed) { // it destroys the other set
+			t.Errorf("%s: Sync returned %v", flavour, err)
+		}
+		mustSync(t, b, batch(large))
+		forget(b)
+		if err := verify(t, b); err != nil {
+			t.Errorf("%s: %v", flavour, err)
 		}
 	}
 }

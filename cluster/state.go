@@ -24,6 +24,9 @@ type State struct {
 	// service, its slices or its lost claims change.
 	states *diffstore.Store[types.NamespacedName, *api.ServiceState]
 	slices sliceIndex
+	// own has the services whose lists of slices no snapshot contains, so that a write may
+	// modify them. Otherwise listing many slices of one service would copy its list each time.
+	own    map[types.NamespacedName]struct{}
 	nodes  *diffstore.Store[string, *api.Node]
 	claims claims
 	// objectStores is nil until a program requests separate objects.
@@ -93,7 +96,7 @@ type Options struct {
 // New returns an empty State that is not synced.
 func New(opts Options) *State {
 	s := &State{
-		opts: opts, slices: newSliceIndex(), claims: newClaims(),
+		opts: opts, slices: newSliceIndex(), own: map[types.NamespacedName]struct{}{}, claims: newClaims(),
 		revisions: new(diffstore.Revisions), synced: make(chan struct{}),
 	}
 	s.states = newStore(s, api.CompareKeys, func(a, b *api.ServiceState) bool { return a == b })
@@ -251,6 +254,7 @@ func (s *State) latest() *Snapshot {
 func (s *State) publish() (*Snapshot, *Objects) {
 	snapshot, objects := s.published.get()
 	if snapshot == nil {
+		clear(s.own)
 		_, stale := s.staleStore.Get("")
 		snapshot = &Snapshot{
 			Revision: s.revisions.Last(),
@@ -372,12 +376,8 @@ func (s *State) setSlice(slice *api.EndpointSlice) {
 	key := slice.ServiceKey()
 	state := s.state(key)
 	i, found := state.FindSlice(slice.Name)
-	next := i
-	if found {
-		if state.Slices[i].Equal(slice) {
-			return
-		}
-		next++
+	if found && state.Slices[i].Equal(slice) {
+		return
 	}
 	if s.objectStores != nil {
 		s.objectStores.slices.Set(slice.Key(), slice)
@@ -385,8 +385,21 @@ func (s *State) setSlice(slice *api.EndpointSlice) {
 	if old := s.slices.set(slice); old != nil && !found {
 		s.unjoin(old)
 	}
-	state.Slices = slices.Concat(state.Slices[:i], []*api.EndpointSlice{slice}, state.Slices[next:])
+	s.ownSlices(key, &state)
+	if found {
+		state.Slices[i] = slice
+	} else {
+		state.Slices = slices.Insert(state.Slices, i, slice)
+	}
 	s.setState(key, state)
+}
+
+// ownSlices makes sure that no snapshot contains the list of slices of a service.
+func (s *State) ownSlices(key types.NamespacedName, state *api.ServiceState) {
+	if _, ok := s.own[key]; !ok {
+		s.own[key] = struct{}{}
+		state.Slices = slices.Clone(state.Slices)
+	}
 }
 
 func (s *State) deleteSlice(key types.NamespacedName) {
@@ -405,7 +418,8 @@ func (s *State) unjoin(slice *api.EndpointSlice) {
 	key := slice.ServiceKey()
 	state := s.state(key)
 	i, _ := state.FindSlice(slice.Name)
-	state.Slices = slices.Concat(state.Slices[:i], state.Slices[i+1:])
+	s.ownSlices(key, &state)
+	state.Slices = slices.Delete(state.Slices, i, i+1)
 	s.setState(key, state)
 }
 

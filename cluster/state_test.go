@@ -461,3 +461,57 @@ func TestReadersDoNotWaitForAnUpdate(t *testing.T) {
 		}
 	}
 }
+
+// Listings modify lists of slices in place, but not those of a snapshot.
+func TestSnapshotKeepsItsSlices(t *testing.T) {
+	state := cluster.New(cluster.Options{})
+	names := func(snapshot *cluster.Snapshot) (all []string) {
+		s, _ := snapshot.States.Get(key("a"))
+		for _, slice := range s.Slices {
+			all = append(all, slice.Name)
+		}
+		return all
+	}
+	state.Update(func(tx *cluster.Tx) {
+		tx.SetService(service("a", 1, "10.0.0.1", 80))
+		for _, name := range []string{"s2", "s4", "s1", "s3"} {
+			tx.SetSlice(slice(name, "a"))
+		}
+	})
+	before := state.Snapshot()
+	changed := slice("s2", "a")
+	changed.Ports = []api.EndpointPort{{Port: 81}}
+	state.Update(func(tx *cluster.Tx) {
+		tx.DeleteSlice(key("s1"))
+		tx.SetSlice(changed)
+		tx.SetSlice(slice("s0", "a"))
+		tx.DeleteSlice(key("s4"))
+	})
+	if got := names(before); !slices.Equal(got, []string{"s1", "s2", "s3", "s4"}) {
+		t.Errorf("the earlier snapshot has %v", got)
+	}
+	if s, _ := before.States.Get(key("a")); s.Slices[1] == changed {
+		t.Error("the earlier snapshot has the new version of a slice")
+	}
+	if got := names(state.Snapshot()); !slices.Equal(got, []string{"s0", "s2", "s3"}) {
+		t.Errorf("the state has %v", got)
+	}
+}
+
+// BenchmarkManySlicesOfOneService lists and deletes slices of one service.
+func BenchmarkManySlicesOfOneService(b *testing.B) {
+	for _, n := range []int{2500, 5000, 10_000} {
+		b.Run(fmt.Sprint(n, " slices"), func(b *testing.B) {
+			var list []*api.EndpointSlice
+			for i := range n {
+				list = append(list, slice(fmt.Sprintf("s%06d", i), "a"))
+			}
+			b.ReportAllocs()
+			for b.Loop() {
+				state := cluster.New(cluster.Options{})
+				state.Update(func(tx *cluster.Tx) { tx.ReplaceSlices(slices.Values(list)) })
+				state.Update(func(tx *cluster.Tx) { tx.ReplaceSlices(slices.Values(list[:0])) })
+			}
+		})
+	}
+}

@@ -162,7 +162,9 @@ func innocent(flip int) []object {
 
 const innocentIP, markerIP = "10.96.0.10", "10.96.0.11"
 
-func innocentPod(flip int) string { return offset("10.128.0.10", flip%2).String() }
+// innocentPod returns the endpoint of the innocent service after a number of changes. Few
+// changes have the same endpoint, so merged changes are a change, too.
+func innocentPod(flip int) string { return offset("10.128.0.10", flip%200).String() }
 
 // marker returns the port and the endpoint of the marker's version with a number.
 func marker(number int) (port int32, pod string) {

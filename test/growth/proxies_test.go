@@ -135,8 +135,9 @@ func runProxy(name, kubeconfig string, args []string) error {
 				continue
 			}
 			number, _ := strconv.Atoi(strings.TrimPrefix(lines.Text(), "wait "))
-			for !hasMarker(p, number) {
-				time.Sleep(time.Millisecond)
+			// Each snapshot costs CPU time, so wait longer the longer it takes.
+			for begin := time.Now(); !hasMarker(p, number); {
+				time.Sleep(max(time.Millisecond, time.Since(begin)/4))
 			}
 			if err := p.WaitApplied(ctx); err != nil {
 				fmt.Fprintln(os.Stderr, err)

@@ -66,7 +66,7 @@ func (w wait) longer(o wait) wait { return wait{max(w.time, o.time), max(w.cpu, 
 const (
 	load    = iota // all objects are written at once
 	changes        // the steps of the shape
-	restart        // the proxy is killed and started, without the time of a start without objects
+	restart        // the proxy is killed and started
 	remove         // all objects are deleted at once
 	phases
 )
@@ -76,6 +76,8 @@ var phaseNames = [phases]string{"load", "changes", "restart", "delete"}
 // figures are the results for one size.
 type figures struct {
 	phases [phases]phase
+	// start is what a start without objects uses.
+	start usage
 	// alone is the longest of several waits of innocent changes while nothing else happens.
 	alone wait
 	// memory is the peak of the resident memory, without that of a start without objects.
@@ -338,7 +340,7 @@ func (h *harness) measure(s *shape, n int) (f figures, ok bool) {
 		return f, false
 	}
 	used := h.usage()
-	f.phases[restart] = phase{usage: usage{used.all - h.start.all, used.kernel - h.start.kernel}, took: time.Since(begin)}
+	f.phases[restart], f.start = phase{usage: used, took: time.Since(begin)}, h.start
 	f.memory = max(f.memory, h.peakMemory()-h.memory.resident)
 	f.phases[remove], ok = h.phase(false, difference{gone: before})
 	return f, ok

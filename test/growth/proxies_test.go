@@ -70,7 +70,7 @@ var sinks = map[string]sink.Func{
 				continue
 			}
 			for range len(change.New.Endpoints) * len(change.New.Endpoints) {
-				for range 5000 {
+				for range 20_000 {
 					wasted = wasted*31 + 1
 				}
 			}

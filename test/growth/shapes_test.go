@@ -29,8 +29,6 @@ type shape struct {
 	burst bool
 	// kpngOnly marks what kube-proxy does not have.
 	kpngOnly bool
-	// except has the proxies that the test does not check, because they exceed its limits.
-	except []string
 }
 
 var shapes = []shape{
@@ -48,10 +46,10 @@ var shapes = []shape{
 			return one(1+i, 0, 1, func(s *corev1.Service) { s.Spec.ExternalIPs = []string{clusterIP(0)} })
 		})...)
 	}},
-	{name: "ports, with 20 endpoints", n: 50, except: []string{"nftables", "ebpf"}, objects: func(n, step int) []object {
+	{name: "ports, with 20 endpoints", n: 25, objects: func(n, step int) []object {
 		return one(0, step, 20, ports(n))
 	}},
-	{name: "endpoints, with 20 ports", n: 50, objects: func(n, step int) []object {
+	{name: "endpoints, with 20 ports", n: 25, objects: func(n, step int) []object {
 		return one(0, step, n, ports(20))
 	}},
 	{name: "ports, with 10 external IPs and 10 endpoints", n: 15, objects: func(n, step int) []object {
@@ -63,7 +61,7 @@ var shapes = []shape{
 	{name: "endpoints, with 10 ports and 10 external IPs", n: 15, objects: func(n, step int) []object {
 		return one(0, step, n, both(ports(10), externalIPs(10)))
 	}},
-	{name: "ports, external IPs and endpoints of equal number", n: 3, except: []string{"nftables", "ebpf"}, objects: func(n, step int) []object {
+	{name: "ports, external IPs and endpoints of equal number", n: 3, objects: func(n, step int) []object {
 		// n² frontends and n endpoints: the size of the largest part is n², so k grows by its
 		// square root.
 		k := root(n * 100)
@@ -209,7 +207,7 @@ var shapes = []shape{
 			})
 		})
 	}},
-	{name: "node ports of a service", n: 50, except: []string{"nftables", "ebpf"}, objects: func(n, step int) []object {
+	{name: "node ports of a service", n: 50, objects: func(n, step int) []object {
 		return one(0, step, 10, both(ports(n), func(s *corev1.Service) {
 			s.Spec.Type = corev1.ServiceTypeNodePort
 			for i := range s.Spec.Ports {

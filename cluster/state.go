@@ -25,10 +25,12 @@ type State struct {
 	states *diffstore.Store[types.NamespacedName, *api.ServiceState]
 	slices sliceIndex
 	// own has the services whose lists of slices no snapshot contains, so that a write may
-	// modify them. Otherwise listing many slices of one service would copy its list each time.
-	own    map[types.NamespacedName]struct{}
-	nodes  *diffstore.Store[string, *api.Node]
-	claims claims
+	// modify them, and their numbers of slices and endpoints. Otherwise listing many slices of
+	// one service would copy its list, and count its endpoints, each time.
+	own     map[types.NamespacedName]int
+	nodes   *diffstore.Store[string, *api.Node]
+	claims  claims
+	refused refused
 	// objectStores is nil until a program requests separate objects.
 	objectStores *objectStores
 	// staleStore has an entry while the state is stale. Changes of this store wake readers,
@@ -91,17 +93,29 @@ type Options struct {
 	// limits of package diffstore. Servers set it for remote readers that resume from a
 	// revision. Without Resumable, a remote reader has to start over after any deletion.
 	Resumable bool
+
+	// MaxElements limits the elements of a service (see [api.Elements]). A larger service is
+	// refused. If its last accepted Service object needs fewer elements, that object stays.
+	// The service has the first endpoints that fit, in the order of the EndpointSlices'
+	// names. If not even one endpoint fits, and no version of the Service object was accepted,
+	// the service is absent. As soon as the whole service fits, it is accepted.
+	// Default: [api.DefaultMaxElements].
+	MaxElements int
+	// OnRefused, if set, is called after an Update for each service that the Update made too
+	// large. It must not block. It may call the methods of the State.
+	OnRefused func(key types.NamespacedName, reason error)
 }
 
 // New returns an empty State that is not synced.
 func New(opts Options) *State {
 	s := &State{
-		opts: opts, slices: newSliceIndex(), own: map[types.NamespacedName]struct{}{}, claims: newClaims(),
+		opts: opts, slices: newSliceIndex(), own: map[types.NamespacedName]int{}, claims: newClaims(),
 		revisions: new(diffstore.Revisions), synced: make(chan struct{}),
 	}
 	s.states = newStore(s, api.CompareKeys, func(a, b *api.ServiceState) bool { return a == b })
 	s.nodes = newStore(s, strings.Compare, (*api.Node).Equal)
 	s.staleStore = newStore(s, strings.Compare, func(a, b bool) bool { return a == b })
+	s.refused = newRefused(s)
 	if opts.Resumable {
 		s.addObjectStores()
 	}
@@ -125,10 +139,10 @@ func (s *State) addObjectStores() {
 		slices:   newStore(s, api.CompareKeys, (*api.EndpointSlice).Equal),
 	}
 	s.objectStores.services.Replace(keyed(s.services(), (*api.Service).Key))
-	s.objectStores.slices.Replace(keyed(s.slices.all(), (*api.EndpointSlice).Key))
+	s.objectStores.slices.Replace(keyed(s.acceptedSlices(), (*api.EndpointSlice).Key))
 }
 
-// services yields all services in the order of their keys.
+// services yields all services, except refused versions, in the order of their keys.
 func (s *State) services() iter.Seq[*api.Service] {
 	return func(yield func(*api.Service) bool) {
 		for _, state := range s.states.Snapshot().All() {
@@ -139,19 +153,36 @@ func (s *State) services() iter.Seq[*api.Service] {
 	}
 }
 
+// acceptedSlices yields the slices of all joined states, sorted by service.
+func (s *State) acceptedSlices() iter.Seq[*api.EndpointSlice] {
+	return func(yield func(*api.EndpointSlice) bool) {
+		for _, state := range s.states.Snapshot().All() {
+			for _, slice := range state.Slices {
+				if !yield(slice) {
+					return
+				}
+			}
+		}
+	}
+}
+
 // Update calls f and commits the changes of f together: readers see all of them or none.
 // If f panics, readers see the changes that f made before the panic. f may call the
 // methods of tx, but no other method of the State.
 func (s *State) Update(f func(tx *Tx)) {
 	s.mu.Lock()
+	var verdicts []verdict
+	defer func() { s.report(verdicts) }()
 	defer s.mu.Unlock()
 	s.publish() // for readers that come while f runs
+	defer func() { verdicts = s.verdicts() }()
 	defer s.commit(s.revisions.Last())
 	f(&s.tx)
 }
 
 // commit ends an Update. It does nothing if the Update made no change.
 func (s *State) commit(before diffstore.Revision) {
+	clear(s.refused.had)
 	p, last := &s.published, s.revisions.Last()
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -260,6 +291,7 @@ func (s *State) publish() (*Snapshot, *Objects) {
 			Revision: s.revisions.Last(),
 			States:   s.states.Snapshot(),
 			Nodes:    s.nodes.Snapshot(),
+			Refused:  s.refused.reasons.Snapshot(),
 			Stale:    stale,
 		}
 	}
@@ -310,24 +342,14 @@ func (s *State) NewCursor() *diffstore.Cursor[types.NamespacedName, *api.Service
 	return s.states.NewCursor()
 }
 
-// setService sets or, if new is nil, deletes a service. It updates the service's joined
-// state and claims, and the joined states of services that won or lost claims.
+// setService sets or, if new is nil, deletes a service.
 func (s *State) setService(key types.NamespacedName, new *api.Service) {
-	state := s.state(key)
-	old := state.Service
-	if old.Equal(new) {
+	want := s.wanted(key)
+	if want.Service.Equal(new) {
 		return
 	}
-	if s.objectStores != nil {
-		setOrDelete(s.objectStores.services, key, new)
-	}
-	own, others, changed := s.claims.replace(old, new)
-	state.Service = new
-	if changed {
-		state.Lost = updateLost(nil, own)
-	}
-	s.setLost(others)
-	s.setState(key, state)
+	want.Service = new
+	s.settle(key, want)
 }
 
 // setLost updates the lost claims of the services that have these outcomes.
@@ -371,56 +393,126 @@ func updateLost(lost []api.LostClaim, outcomes []outcome) []api.LostClaim {
 }
 
 // setSlice sets a slice. If the slice belonged to another service, setSlice removes it
-// from the joined state of that service.
+// from that service.
 func (s *State) setSlice(slice *api.EndpointSlice) {
 	key := slice.ServiceKey()
-	state := s.state(key)
-	i, found := state.FindSlice(slice.Name)
-	if found && state.Slices[i].Equal(slice) {
+	want := s.wanted(key)
+	i, found := want.FindSlice(slice.Name)
+	if found && want.Slices[i].Equal(slice) {
 		return
-	}
-	if s.objectStores != nil {
-		s.objectStores.slices.Set(slice.Key(), slice)
 	}
 	if old := s.slices.set(slice); old != nil && !found {
 		s.unjoin(old)
 	}
-	s.ownSlices(key, &state)
+	next := i
 	if found {
-		state.Slices[i] = slice
-	} else {
-		state.Slices = slices.Insert(state.Slices, i, slice)
+		next++
 	}
-	s.setState(key, state)
-}
-
-// ownSlices makes sure that no snapshot contains the list of slices of a service.
-func (s *State) ownSlices(key types.NamespacedName, state *api.ServiceState) {
-	if _, ok := s.own[key]; !ok {
-		s.own[key] = struct{}{}
-		state.Slices = slices.Clone(state.Slices)
-	}
+	s.splice(key, want, i, next, slice)
 }
 
 func (s *State) deleteSlice(key types.NamespacedName) {
-	slice := s.slices.remove(key)
-	if slice == nil {
+	if slice := s.slices.remove(key); slice != nil {
+		s.unjoin(slice)
+	}
+}
+
+// unjoin removes a slice from its service.
+func (s *State) unjoin(slice *api.EndpointSlice) {
+	key := slice.ServiceKey()
+	want := s.wanted(key)
+	i, _ := want.FindSlice(slice.Name)
+	s.splice(key, want, i, i+1)
+}
+
+// splice replaces the slices i to next of a service by new ones. It modifies the list of
+// slices if no snapshot contains it and the service is small enough.
+func (s *State) splice(key types.NamespacedName, want api.ServiceState, i, next int, new ...*api.EndpointSlice) {
+	targets, owned := s.own[key]
+	if !owned {
+		targets = targetsOf(want.Slices)
+	}
+	targets += targetsOf(new) - targetsOf(want.Slices[i:next])
+	_, refused := s.refused.wanted[key]
+	if refused || want.Service.Elements(targets).Check(s.opts.MaxElements) != nil {
+		want.Slices = slices.Concat(want.Slices[:i], new, want.Slices[next:])
+		s.settle(key, want)
 		return
 	}
 	if s.objectStores != nil {
-		s.objectStores.slices.Delete(key)
+		for _, slice := range want.Slices[i:next] {
+			if len(new) == 0 {
+				s.objectStores.slices.Delete(slice.Key())
+			}
+		}
+		for _, slice := range new {
+			s.objectStores.slices.Set(slice.Key(), slice)
+		}
 	}
-	s.unjoin(slice)
+	if !owned {
+		want.Slices = slices.Clone(want.Slices)
+	}
+	want.Slices = slices.Replace(want.Slices, i, next, new...)
+	s.own[key] = targets
+	s.setState(key, want)
 }
 
-// unjoin removes a slice from the joined state of its service.
-func (s *State) unjoin(slice *api.EndpointSlice) {
-	key := slice.ServiceKey()
-	state := s.state(key)
-	i, _ := state.FindSlice(slice.Name)
-	s.ownSlices(key, &state)
-	state.Slices = slices.Delete(state.Slices, i, i+1)
-	s.setState(key, state)
+// targetsOf returns the number of slices and their endpoints.
+func targetsOf(list []*api.EndpointSlice) int {
+	n := len(list)
+	for _, slice := range list {
+		n += len(slice.Endpoints)
+	}
+	return n
+}
+
+// accept makes next the joined state of a service. It updates the service's claims, and
+// the joined states of services that won or lost claims.
+func (s *State) accept(key types.NamespacedName, next api.ServiceState) {
+	have := s.state(key)
+	if have.Service == next.Service && slices.Equal(have.Slices, next.Slices) {
+		return
+	}
+	if s.objectStores != nil {
+		s.objectStores.update(key, &have, &next)
+	}
+	next.Lost = have.Lost
+	if have.Service != next.Service {
+		if _, noted := s.refused.had[key]; !noted && s.IsSynced() {
+			s.refused.had[key] = have.Service
+		}
+		own, others, changed := s.claims.replace(have.Service, next.Service)
+		if changed {
+			next.Lost = updateLost(nil, own)
+		}
+		s.setLost(others)
+	}
+	s.setState(key, next)
+}
+
+// update writes the difference between two joined states of a service.
+func (o *objectStores) update(key types.NamespacedName, old, new *api.ServiceState) {
+	if old.Service != new.Service {
+		setOrDelete(o.services, key, new.Service)
+	}
+	// Usually only one slice has changed.
+	a, b := old.Slices, new.Slices
+	for len(a) > 0 && len(b) > 0 && a[0] == b[0] {
+		a, b = a[1:], b[1:]
+	}
+	for len(a) > 0 && len(b) > 0 && a[len(a)-1] == b[len(b)-1] {
+		a, b = a[:len(a)-1], b[:len(b)-1]
+	}
+	for _, slice := range a {
+		if _, found := new.FindSlice(slice.Name); !found {
+			o.slices.Delete(slice.Key())
+		}
+	}
+	for _, slice := range b {
+		if i, found := old.FindSlice(slice.Name); !found || old.Slices[i] != slice {
+			o.slices.Set(slice.Key(), slice)
+		}
+	}
 }
 
 // state returns a copy of a service's joined state. The caller may modify the copy.
@@ -445,6 +537,8 @@ type Snapshot struct {
 	// States has the joined state of each service, with the revision of its last change.
 	States *diffstore.Snapshot[types.NamespacedName, *api.ServiceState]
 	Nodes  *diffstore.Snapshot[string, *api.Node]
+	// Refused has the reasons why services are refused (see [Options.MaxElements]).
+	Refused *diffstore.Snapshot[types.NamespacedName, string]
 	// Stale is true if the source lost its connection long ago (see [Tx.SetStale]).
 	Stale bool
 }
@@ -472,7 +566,7 @@ func (tx *Tx) DeleteService(key types.NamespacedName) {
 
 // ReplaceServices sets the given services and deletes all other services.
 func (tx *Tx) ReplaceServices(all iter.Seq[*api.Service]) {
-	replace(tx.s.services(), all, (*api.Service).Key, tx.SetService, tx.DeleteService)
+	replace(tx.s.wantedServices(), all, (*api.Service).Key, tx.SetService, tx.DeleteService)
 }
 
 // SetSlice adds or changes a slice.

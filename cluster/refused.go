@@ -1,0 +1,189 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package cluster
+
+import (
+	"cmp"
+	"errors"
+	"iter"
+	"slices"
+
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/diffstore"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/klog/v2"
+)
+
+// refused has the services that exceed Options.MaxElements. State.mu guards the fields.
+type refused struct {
+	// wanted has the objects of the source for each refused service, which differ from the
+	// joined state.
+	wanted map[types.NamespacedName]api.ServiceState
+	// reasons has the same keys. Readers see it in snapshots.
+	reasons *diffstore.Store[types.NamespacedName, string]
+	// was has the services that the present Update has refused or accepted, and reports
+	// which of them were refused before.
+	was map[types.NamespacedName]bool
+	// had has the accepted versions of the Services that the present Update has changed, as
+	// they were before. It is empty until the state is synced.
+	had map[types.NamespacedName]*api.Service
+}
+
+// verdict is the result of an Update for a service. The reason is empty if the service is
+// accepted again.
+type verdict struct {
+	key    types.NamespacedName
+	reason string
+}
+
+func newRefused(s *State) refused {
+	return refused{
+		wanted:  map[types.NamespacedName]api.ServiceState{},
+		reasons: newStore(s, api.CompareKeys, func(a, b string) bool { return a == b }),
+		was:     map[types.NamespacedName]bool{},
+		had:     map[types.NamespacedName]*api.Service{},
+	}
+}
+
+// wanted returns the objects that the source has for a service. The caller may modify the
+// result.
+func (s *State) wanted(key types.NamespacedName) api.ServiceState {
+	if want, ok := s.refused.wanted[key]; ok {
+		return want
+	}
+	return s.state(key)
+}
+
+// wantedServices yields all services that the source has, in the order of their keys. For
+// a refused service, it yields any version.
+func (s *State) wantedServices() iter.Seq[*api.Service] {
+	if len(s.refused.wanted) == 0 {
+		return s.services()
+	}
+	list := slices.Collect(s.services())
+	for key, want := range s.refused.wanted {
+		if s.state(key).Service == nil {
+			list = append(list, want.Service)
+		}
+	}
+	slices.SortFunc(list, func(a, b *api.Service) int { return api.CompareKeys(a.Key(), b.Key()) })
+	return slices.Values(list)
+}
+
+// settle accepts or refuses the objects that the source has for a service, and updates the
+// joined state. Options.MaxElements describes the rules.
+func (s *State) settle(key types.NamespacedName, want api.ServiceState) {
+	delete(s.own, key) // s.refused may keep the list of slices, too
+	size := want.Elements()
+	err := size.Check(s.opts.MaxElements)
+	s.refused.set(key, want, err)
+	if err != nil {
+		last := api.ServiceState{Service: s.lastAccepted(key), Slices: want.Slices}
+		if last.Service != nil && last.Service.UID != want.Service.UID {
+			last.Service = nil // a deleted object of the same name
+		}
+		smallest := api.ServiceState{Service: want.Service, Slices: []*api.EndpointSlice{{Endpoints: make([]api.SliceEndpoint, 1)}}}
+		if smallest.Elements().Check(s.opts.MaxElements) != nil || last.Service != nil && size.Total() > last.Elements().Total() {
+			want.Service = last.Service
+		}
+		want.Slices = fitting(want.Service, want.Slices, s.opts.MaxElements)
+	}
+	s.accept(key, want)
+}
+
+// lastAccepted returns the accepted version of a Service before the present Update. Until
+// the state is synced, no reader has any service, so the result is nil. Otherwise it would
+// depend on the order of the objects in a listing.
+func (s *State) lastAccepted(key types.NamespacedName) *api.Service {
+	if had, changed := s.refused.had[key]; changed {
+		return had
+	}
+	if !s.IsSynced() {
+		return nil
+	}
+	return s.state(key).Service
+}
+
+// fitting returns the first slices with which the service has at most limit elements. The
+// last one may have only a part of its endpoints.
+func fitting(service *api.Service, list []*api.EndpointSlice, limit int) []*api.EndpointSlice {
+	without := api.ServiceState{Service: service}
+	with := api.ServiceState{Service: service, Slices: []*api.EndpointSlice{{}}}
+	each := with.Elements().Targets
+	if each == 0 {
+		return list
+	}
+	room := (int64(cmp.Or(limit, api.DefaultMaxElements)) - without.Elements().Total()) / each
+	for i, slice := range list {
+		n := int64(1 + len(slice.Endpoints))
+		if n <= room {
+			room -= n
+			continue
+		}
+		list = slices.Clone(list[:i])
+		if room > 1 {
+			part := *slice
+			part.Endpoints = part.Endpoints[:room-1]
+			list = append(list, &part)
+		}
+		return list
+	}
+	return list
+}
+
+// set records that the wanted objects of a service are refused because of err, or accepted
+// if err is nil.
+func (r *refused) set(key types.NamespacedName, want api.ServiceState, err error) {
+	_, was := r.wanted[key]
+	if !was && err == nil {
+		return
+	}
+	if _, noted := r.was[key]; !noted {
+		r.was[key] = was
+	}
+	if err == nil {
+		delete(r.wanted, key)
+		r.reasons.Delete(key)
+		return
+	}
+	r.wanted[key] = want
+	r.reasons.Set(key, err.Error())
+}
+
+// verdicts returns the services that are refused since the present Update, and those that
+// exist and are accepted again. It ends the Update.
+func (s *State) verdicts() []verdict {
+	var list []verdict
+	for key, was := range s.refused.was {
+		reason, is := s.refused.reasons.Get(key)
+		if is && !was || was && !is && s.state(key).Service != nil {
+			list = append(list, verdict{key, reason})
+		}
+	}
+	clear(s.refused.was)
+	slices.SortFunc(list, func(a, b verdict) int { return api.CompareKeys(a.key, b.key) })
+	return list
+}
+
+// maxLogged limits the services that one Update logs.
+const maxLogged = 10
+
+// report logs verdicts and calls Options.OnRefused. The caller does not hold s.mu.
+func (s *State) report(list []verdict) {
+	log := klog.Background()
+	for i, v := range list {
+		reason := errors.New(v.reason)
+		switch {
+		case i == maxLogged:
+			log.Info("More services too large or accepted again", "services", len(list)-maxLogged)
+		case i > maxLogged:
+		case v.reason == "":
+			log.Info("Service accepted again", "service", v.key)
+		default:
+			log.Error(reason, "Service too large; keeping its last accepted version or using a part of its endpoints", "service", v.key)
+		}
+		if v.reason != "" && s.opts.OnRefused != nil {
+			s.opts.OnRefused(v.key, reason)
+		}
+	}
+}

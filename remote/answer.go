@@ -3,6 +3,7 @@
 package remote
 
 import (
+	"errors"
 	"fmt"
 	"iter"
 	"maps"
@@ -96,8 +97,10 @@ func (a *answer) service(m *localv1.Service) (types.NamespacedName, *api.Service
 	service, err := m.ToView()
 	if err != nil {
 		a.leftOut(err)
-		e, _ := a.client.views.Get(key)
-		return key, e.viewOrNil()
+		if e, ok := a.client.views.Get(key); ok {
+			return key, e.view
+		}
+		return key, nil
 	}
 	return key, service
 }
@@ -189,13 +192,26 @@ func (a *answer) close(key types.NamespacedName, d *draft) *entry {
 	case d == nil:
 		return nil
 	case d.endpoints == nil:
-		return d.entry
+		return a.limited(key, d.entry)
 	case d.service != nil:
-		return newEntry(d.service, slices.Collect(maps.Values(d.endpoints)))
+		return a.limited(key, newEntry(d.service, slices.Collect(maps.Values(d.endpoints))))
 	case len(d.endpoints) > 0:
 		a.leftOut(fmt.Errorf("service %s: received endpoints without the service", key))
 	}
 	return nil
+}
+
+// limited returns e, and refuses its view if it is too large.
+func (a *answer) limited(key types.NamespacedName, e *entry) *entry {
+	before, _ := a.client.state.views.Get(key)
+	e.limit(a.client.opts.MaxElements, before)
+	switch was := before != nil && before.refused != ""; {
+	case e.refused != "" && !was:
+		a.log.Error(errors.New(e.refused), "View of service too large; keeping the last accepted view, if any", "service", key)
+	case e.refused == "" && was:
+		a.log.Info("View of service accepted again", "service", key)
+	}
+	return e
 }
 
 // entries yields all services. Call it only after a reset, when a.services is complete.

@@ -23,11 +23,15 @@ type ClientOptions struct {
 	transport.DialOptions
 	// NodeName is the name of the node whose view the client follows.
 	NodeName string
+	// MaxElements limits the elements of a service (see [api.Elements]). The client refuses a
+	// larger view, and keeps the last view of the service that was small enough, if any.
+	// Default: [api.DefaultMaxElements].
+	MaxElements int
 }
 
 // Client is a [sink.Source] that follows a server's view of one node. The program has to
-// call [Client.Run]. Run, Node, Stale and Views are safe for concurrent use. Only one goroutine
-// at a time may call the methods of Source.
+// call [Client.Run]. Only one goroutine at a time may call the methods of Source. All other
+// methods are safe for concurrent use.
 type Client struct {
 	opts   ClientOptions
 	dialer *transport.Dialer
@@ -237,6 +241,19 @@ func (c *Client) Views() *sink.Update {
 	return state.all()
 }
 
+// Refused returns the reasons why the client refuses services (see
+// ClientOptions.MaxElements). It is safe for concurrent use.
+func (c *Client) Refused() map[types.NamespacedName]string {
+	state, _ := c.get()
+	refused := map[types.NamespacedName]string{}
+	for key, e := range state.views.All() {
+		if e.refused != "" {
+			refused[key] = e.refused
+		}
+	}
+	return refused
+}
+
 // all returns an update for a reader without a position.
 func (s *clientState) all() *sink.Update {
 	return &sink.Update{
@@ -248,7 +265,7 @@ func (s *clientState) all() *sink.Update {
 		After: func(key types.NamespacedName) iter.Seq2[types.NamespacedName, sink.View] {
 			return func(yield func(types.NamespacedName, sink.View) bool) {
 				for key, e := range s.views.After(key) {
-					if !yield(key, sink.ViewOf(e.view)) {
+					if view := e.viewOrNil(); view != nil && !yield(key, sink.ViewOf(view)) {
 						return
 					}
 				}

@@ -12,9 +12,15 @@ import (
 
 // entry is the client's copy of one service. It is immutable.
 type entry struct {
+	// The server's view.
 	view *api.ServiceEndpoints
 	// The server's keys for view.Endpoints, followed by its keys for view.Draining.
 	keys []string
+	// The view that readers get: the server's view or, if refused is not empty, the last view
+	// that was not refused. It is nil if there is none.
+	shown *api.ServiceEndpoints
+	// Why the client refuses the server's view, or empty.
+	refused string
 }
 
 // keyedEndpoint is an endpoint with the server's key for it.
@@ -61,7 +67,20 @@ func newEntry(service *api.ServiceEndpoints, list []keyedEndpoint) *entry {
 	if serving < len(list) {
 		view.Draining = endpoints[serving:]
 	}
-	return &entry{&view, keys}
+	return &entry{view: &view, keys: keys, shown: &view}
+}
+
+// limit refuses the view of e if it has too many elements. The argument before is the
+// earlier entry of the service, or nil.
+func (e *entry) limit(maxElements int, before *entry) {
+	err := e.view.Elements().Check(maxElements)
+	if err == nil {
+		return
+	}
+	e.refused, e.shown = err.Error(), before.viewOrNil()
+	if e.shown != nil && e.shown.Service.UID != e.view.Service.UID {
+		e.shown = nil // a deleted service of the same name
+	}
 }
 
 func (e *entry) equal(o *entry) bool { return e.view.Equal(o.view) && slices.Equal(e.keys, o.keys) }
@@ -70,7 +89,7 @@ func (e *entry) viewOrNil() *api.ServiceEndpoints {
 	if e == nil {
 		return nil
 	}
-	return e.view
+	return e.shown
 }
 
 // draft is a service in an answer. It contains an entry at first. The method open

@@ -22,6 +22,7 @@ import (
 	"github.com/kpng-project/kpng/sink"
 	"github.com/kpng-project/kpng/watcher"
 	"github.com/kpng-project/kpng/watcher/kube"
+	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/rest"
 	"k8s.io/klog/v2"
 )
@@ -47,6 +48,14 @@ type Options struct {
 	// Services selects the services to proxy, and the labels and annotations to keep. The
 	// label service.kubernetes.io/service-proxy-name usually selects the services.
 	Services watcher.Options
+
+	// MaxElements limits the size of a service. A larger service is refused: the sinks keep
+	// the last version of the service that was small enough, if any (see
+	// [cluster.Options]). Default: [api.DefaultMaxElements].
+	MaxElements int
+	// OnRefused, if set, is called when a service becomes too large. It must not block.
+	// Refused services are also in the snapshots of [Proxy.State].
+	OnRefused func(key types.NamespacedName, reason error)
 
 	// NodeName is the name of the proxy's node. See the function [NodeName].
 	NodeName string
@@ -106,6 +115,9 @@ func New(opts Options) (*Proxy, error) {
 		return nil, err
 	}
 	opts.NodeName = name
+	if opts.MaxElements < 0 {
+		return nil, fmt.Errorf("MaxElements is negative: %d", opts.MaxElements)
+	}
 	sinks, err := named(opts.Sinks)
 	if err != nil {
 		return nil, err
@@ -116,8 +128,8 @@ func New(opts Options) (*Proxy, error) {
 		return nil, err
 	}
 	p := &Proxy{
-		nodeName: name, state: cluster.New(cluster.Options{}), watch: watch, once: once,
-		files: opts.Manifests != "",
+		nodeName: name, watch: watch, once: once, files: opts.Manifests != "",
+		state: cluster.New(cluster.Options{MaxElements: opts.MaxElements, OnRefused: opts.OnRefused}),
 	}
 	p.life, p.end = context.WithCancelCause(context.Background())
 	p.feeds = feed.NewAll(p.state, name, len(sinks))

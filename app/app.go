@@ -52,6 +52,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
+	"k8s.io/apimachinery/pkg/types"
 )
 
 // Main runs s as the whole program, with the program's arguments, and exits.
@@ -203,6 +204,9 @@ func (f *sinkFlags) run(ctx context.Context, name string, source *Source, servin
 		settings.Name, settings.Observer = name, collected.Sink(name)
 		opts.Sinks = append(opts.Sinks, kpng.Sink{Sink: s, Options: settings})
 	}
+	if r, ok := s.(RefusalRecorder); ok {
+		opts.OnRefused = r.ServiceRefused
+	}
 	first := s
 	if f.wait {
 		serving.wait = true
@@ -227,7 +231,7 @@ func (f *sinkFlags) run(ctx context.Context, name string, source *Source, servin
 	case *kpng.Proxy:
 		page.State = p.State()
 	case *remoteProxy:
-		page.Views, page.Stale = p.clients[0].Views, p.clients[0].Stale
+		page.Views, page.Stale, page.Refused = p.clients[0].Views, p.clients[0].Stale, p.clients[0].Refused
 	}
 	if err := registry.Register(metrics.Source(page.SourceState)); err != nil {
 		return err
@@ -258,6 +262,13 @@ type Companion interface {
 type Reporter interface {
 	// Problems returns a sentence for each present problem.
 	Problems() []string
+}
+
+// RefusalRecorder is implemented by a sink that records which services are too large, see
+// [kpng.Options]. If the source is a kpng server, it is not called.
+type RefusalRecorder interface {
+	// ServiceRefused records a service that became too large. It must not block.
+	ServiceRefused(key types.NamespacedName, reason error)
 }
 
 // A proxy delivers the services of a node to sinks.

@@ -26,7 +26,7 @@ func newRemoteProxy(dial transport.DialOptions, opts kpng.Options) (*remoteProxy
 	v := &remoteProxy{once: !slices.ContainsFunc(opts.Sinks, func(s kpng.Sink) bool { return !s.Options.Once })}
 	dial.FailFast = v.once
 	for _, s := range opts.Sinks {
-		client, err := remote.NewClient(remote.ClientOptions{DialOptions: dial, NodeName: opts.NodeName})
+		client, err := remote.NewClient(remote.ClientOptions{DialOptions: dial, NodeName: opts.NodeName, MaxElements: opts.MaxElements})
 		if err != nil {
 			return nil, err
 		}

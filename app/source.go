@@ -5,9 +5,11 @@ package app
 import (
 	"context"
 	"errors"
+	"strconv"
 	"strings"
 
 	"github.com/kpng-project/kpng"
+	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/cluster"
 	"github.com/kpng-project/kpng/internal/usage"
 	"github.com/kpng-project/kpng/remote/transport"
@@ -31,6 +33,7 @@ type Source struct {
 	services           watcher.Options
 	allPorts           bool
 	allPortsAnnotation string
+	maxElements        positive
 
 	api apiFlags
 	// forbidden are the flags that exclude --api; nil before Register.
@@ -47,12 +50,13 @@ func (s *Source) Register(cmd *cobra.Command, allPorts bool) {
 	own := pflag.NewFlagSet("", pflag.ContinueOnError)
 	own.SortFlags = false
 	own.Var(&s.kubeconfig, "kubeconfig", "watch the API server of this kubeconfig `file` (default without --manifests: "+defaultAPIServer+")")
-	s.RegisterManifests(own)
+	s.registerManifests(own)
 	if allPorts {
 		s.RegisterAllPorts(own)
 	}
 	cmd.Flags().AddFlagSet(own)
 	s.api.register(cmd.Flags())
+	s.registerLimit(cmd.Flags())
 	cmd.MarkFlagsMutuallyExclusive("kubeconfig", "manifests")
 	// --api excludes all flags of the flag set own, because a kpng server selects services.
 	own.VisitAll(func(f *pflag.Flag) { cmd.MarkFlagsMutuallyExclusive("api", f.Name) })
@@ -69,11 +73,17 @@ func (s *Source) selectsServices() (set bool) {
 func (s *Source) RegisterKube(fs *pflag.FlagSet) {
 	fs.Var(&s.kubeconfig, "kubeconfig", "watch the API server of this kubeconfig `file` (default: "+defaultAPIServer+")")
 	s.registerServices(fs)
+	s.registerLimit(fs)
 }
 
 // RegisterManifests adds the flags of a source that reads manifests. The command has to
 // make the flag --manifests required.
 func (s *Source) RegisterManifests(fs *pflag.FlagSet) {
+	s.registerManifests(fs)
+	s.registerLimit(fs)
+}
+
+func (s *Source) registerManifests(fs *pflag.FlagSet) {
 	fs.VarP(&s.manifests, "manifests", "i", "read services, endpoint slices and nodes from this `file or folder` of Kubernetes manifests, and follow its changes; - reads standard input once")
 	s.registerServices(fs)
 }
@@ -87,6 +97,11 @@ func (s *Source) registerServices(fs *pflag.FlagSet) {
 	fs.BoolVar(&s.services.KeepTargets, "keep-targets", false, "pass on the names of the pods behind endpoints")
 }
 
+func (s *Source) registerLimit(fs *pflag.FlagSet) {
+	s.maxElements = api.DefaultMaxElements
+	fs.Var(&s.maxElements, "max-service-elements", "refuse a service that needs more than this `number` of elements: its addresses × ports, endpoints × ports, and source ranges")
+}
+
 // RegisterAllPorts adds the flags for all-ports services. The command's sink must support
 // such services. With --api, the server selects such services and the flags do not apply.
 func (s *Source) RegisterAllPorts(fs *pflag.FlagSet) {
@@ -95,7 +110,10 @@ func (s *Source) RegisterAllPorts(fs *pflag.FlagSet) {
 }
 
 // RegisterAPI adds the flags of a source that is a kpng server.
-func (s *Source) RegisterAPI(fs *pflag.FlagSet) { s.api.register(fs, transport.DefaultAddress) }
+func (s *Source) RegisterAPI(fs *pflag.FlagSet) {
+	s.api.register(fs, transport.DefaultAddress)
+	s.registerLimit(fs)
+}
 
 // Services returns the options that say which services to select and which metadata to
 // keep. If the source is a kpng server, the result is empty, because the server does not
@@ -111,6 +129,10 @@ func (s *Source) Services() watcher.Options {
 	return o
 }
 
+// MaxElements returns the limit for the elements of a service, for [cluster.Options]. It
+// is 0, the default, before a Register method is called.
+func (s *Source) MaxElements() int { return int(s.maxElements) }
+
 // AllPortsAnnotation returns the name of the annotation for all-ports services, or "".
 func (s *Source) AllPortsAnnotation() string { return s.allPortsAnnotation }
 
@@ -125,7 +147,7 @@ func (s *Source) Watch(ctx context.Context, state *cluster.State) error {
 // it logs names the source.
 func (s *Source) Load(ctx context.Context) (*cluster.Objects, error) {
 	ctx = klog.NewContext(ctx, klog.FromContext(ctx).WithValues("source", s.String()))
-	state := cluster.New(cluster.Options{})
+	state := cluster.New(cluster.Options{MaxElements: s.MaxElements()})
 	watching, stop := context.WithCancel(ctx)
 	defer stop()
 	go func() {
@@ -207,6 +229,7 @@ func (s *Source) watch(ctx context.Context, state *cluster.State, once bool) err
 }
 
 func (s *Source) proxy(opts kpng.Options) (proxy, error) {
+	opts.MaxElements = s.MaxElements()
 	dial, err := s.api.get()
 	switch {
 	case err != nil:
@@ -264,3 +287,18 @@ func (g *nonEmpty) Set(s string) error {
 
 func (g *nonEmpty) String() string { return string(*g) }
 func (g *nonEmpty) Type() string   { return "string" }
+
+// positive is a pflag.Value for a number greater than zero.
+type positive int
+
+func (p *positive) Set(s string) error {
+	n, err := strconv.Atoi(s)
+	if err != nil || n <= 0 {
+		return errors.New("the value is not a number greater than zero")
+	}
+	*p = positive(n)
+	return nil
+}
+
+func (p *positive) String() string { return strconv.Itoa(int(*p)) }
+func (p *positive) Type() string   { return "int" }

@@ -297,6 +297,9 @@ func (p *page) services(r *Report, match string) {
 func (s *ServiceReport) html(node string, anyNode bool) []byte {
 	p := newPage(s.Service, time.Now())
 	p.add("<p>%s · %s\n<h1>%s</h1>\n", link("All services"), link("JSON", "service", s.Service, "node", node, "output", "json"), s.Service)
+	if s.Refused != "" {
+		p.add("<p id=\"refused\" class=\"bad\">This service is too large: %s\n", s.Refused)
+	}
 	if len(s.Failures) > 0 {
 		p.table("Failures", "failing", "sink", "error", "failures", "next retry")
 		for _, f := range s.Failures {
@@ -307,9 +310,10 @@ func (s *ServiceReport) html(node string, anyNode bool) []byte {
 	if anyNode {
 		p.add("<form><input type=\"hidden\" name=\"service\" value=\"%s\"><input name=\"node\" value=\"%s\" placeholder=\"node\" aria-label=\"node\"> <button>Explain for this node</button></form>\n", s.Service, node)
 	}
-	if s.Text != "" {
+	switch {
+	case s.Text != "":
 		p.add("<pre id=\"explanation\">%s</pre>\n", s.Text)
-	} else {
+	case s.Refused == "":
 		p.add("<p class=\"bad\">No such service is known. It may have been deleted, or the source does not select it.\n")
 	}
 	return p.end()

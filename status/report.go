@@ -6,6 +6,7 @@ import (
 	"cmp"
 	"fmt"
 	"iter"
+	"maps"
 	"slices"
 	"sort"
 	"strings"
@@ -56,6 +57,9 @@ type Source struct {
 	// views.
 	Slices int `json:"slices"`
 	Nodes  int `json:"nodes"`
+	// Refused is the number of services that need too many elements. Report.Problems names
+	// the first of them.
+	Refused int `json:"refused"`
 }
 
 // Sink is the state of a sink, as in [sink.Status].
@@ -143,6 +147,9 @@ type ServiceReport struct {
 	Explanation *nodeview.Explanation `json:"explanation"`
 	// Text is the explanation for people.
 	Text string `json:"text,omitempty"`
+	// If the present version of the service is refused, Refused is the reason. The fields
+	// above are about the last accepted version.
+	Refused string `json:"refused,omitempty"`
 	// Failures are the failures of the service in sinks.
 	Failures []Failure `json:"failures,omitempty"`
 }
@@ -151,6 +158,7 @@ type ServiceReport struct {
 const (
 	maxChanges = 50
 	maxClients = 50
+	maxRefused = 20
 )
 
 // present is the state of the cluster at the time of a request.
@@ -161,6 +169,7 @@ type present struct {
 	commits  commits
 	update   *sink.Update // nil if the program has a state, or no views yet
 	node     *api.Node
+	refused  map[types.NamespacedName]string // the reasons
 }
 
 func (h *Handler) present() present {
@@ -170,6 +179,7 @@ func (h *Handler) present() present {
 		p.synced = h.State.IsSynced()
 		p.snapshot, p.commits = h.State.Snapshot(), h.State.Commits()
 		p.stale = p.snapshot.Stale
+		p.refused = maps.Collect(p.snapshot.Refused.All())
 		if node, ok := p.snapshot.Nodes.Get(h.NodeName); ok {
 			p.node = node
 		}
@@ -177,6 +187,9 @@ func (h *Handler) present() present {
 		p.update = h.Views()
 		p.synced = p.update != nil
 		p.stale = h.Stale != nil && h.Stale()
+		if h.Refused != nil {
+			p.refused = h.Refused()
+		}
 	}
 	return p
 }
@@ -240,14 +253,14 @@ func (h *Handler) report(q query) *Report {
 			r.Services = append(r.Services, newService(name, view, failing[name]))
 		}
 	}
-	r.Problems = r.problems()
+	r.Problems = r.problems(p.refused)
 	if h.Problems != nil {
 		r.Problems = append(r.Problems, h.Problems()...)
 	}
 	return r
 }
 
-func (r *Report) problems() []string {
+func (r *Report) problems(refused map[types.NamespacedName]string) []string {
 	problems := []string{} // not nil, so that the JSON form is a list
 	add := func(format string, args ...any) { problems = append(problems, fmt.Sprintf(format, args...)) }
 	if !r.Source.Synced {
@@ -255,6 +268,13 @@ func (r *Report) problems() []string {
 	}
 	if r.Source.Stale {
 		add("the source lost its connection; the state may be old")
+	}
+	for i, key := range slices.SortedFunc(maps.Keys(refused), api.CompareKeys) {
+		if i == maxRefused {
+			add("%d more services are too large", len(refused)-maxRefused)
+			break
+		}
+		add("service %s is too large: %s", key, refused[key])
 	}
 	for i := range r.Sinks {
 		s := &r.Sinks[i]
@@ -280,7 +300,7 @@ func (r *Report) problems() []string {
 }
 
 func (h *Handler) source(p *present) Source {
-	s := Source{Name: h.Source, Synced: p.synced, Stale: p.stale}
+	s := Source{Name: h.Source, Synced: p.synced, Stale: p.stale, Refused: len(p.refused)}
 	switch {
 	case p.snapshot != nil:
 		s.Revision = uint64(p.snapshot.Revision)
@@ -390,6 +410,7 @@ func (c commits) timeOf(revision diffstore.Revision) (at time.Time, known bool) 
 func (h *Handler) service(q query) *ServiceReport {
 	s := &ServiceReport{Service: q.service.String()}
 	p := h.present()
+	s.Refused = p.refused[q.service]
 	switch {
 	case p.snapshot != nil:
 		node := p.node

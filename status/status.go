@@ -34,6 +34,7 @@ import (
 	"github.com/kpng-project/kpng/diffstore"
 	"github.com/kpng-project/kpng/health"
 	"github.com/kpng-project/kpng/sink"
+	"k8s.io/apimachinery/pkg/types"
 )
 
 // Handler serves the page. All fields are optional. A handler calls the functions in its
@@ -55,6 +56,8 @@ type Handler struct {
 	// If State is nil, Stale reports whether the source of the views lost its connection long
 	// ago.
 	Stale func() bool
+	// If State is nil, Refused returns the reasons why services are refused.
+	Refused func() map[types.NamespacedName]string
 	// Health returns the report for health checks.
 	Health func() health.Report
 	// Sinks returns the state of each sink.
@@ -100,17 +103,17 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, req *http.Request) {
 	}
 	s := h.service(q)
 	code := http.StatusOK
-	if s.Explanation == nil {
+	if s.Explanation == nil && s.Refused == "" {
 		code = http.StatusNotFound
 	}
 	write(w, q, code, s, func() []byte { return s.html(q.node, h.NodeName == "" && h.State != nil) })
 }
 
-// SourceState reports whether the source has delivered the whole state once, and whether
-// it lost its connection long ago.
-func (h *Handler) SourceState() (synced, stale bool) {
+// SourceState reports whether the source has delivered the whole state once, whether it
+// lost its connection long ago, and how many services are refused.
+func (h *Handler) SourceState() (synced, stale bool, refused int) {
 	p := h.present()
-	return p.synced, p.stale
+	return p.synced, p.stale, len(p.refused)
 }
 
 // write writes a report as JSON, or its page.

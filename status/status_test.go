@@ -6,6 +6,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"maps"
 	"net/http"
 	"net/http/httptest"
 	"net/netip"
@@ -89,9 +90,9 @@ func decode[T any](t *testing.T, w *httptest.ResponseRecorder) (value T) {
 
 // serviceReport has the fields of a status.ServiceReport that the tests read.
 type serviceReport struct {
-	Service, Text string
-	Failures      []status.Failure
-	Explanation   *struct {
+	Service, Text, Refused string
+	Failures               []status.Failure
+	Explanation            *struct {
 		Node, Zone       string
 		Lists, Frontends []any
 	}
@@ -197,6 +198,55 @@ func TestReportOfStaleSource(t *testing.T) {
 	r := decode[status.Report](t, get(&status.Handler{State: state}, "output", "json"))
 	if !r.Source.Stale || len(r.Problems) != 1 || !strings.Contains(r.Problems[0], "lost its connection") {
 		t.Errorf("report %+v", r)
+	}
+}
+
+func TestReportOfRefusedServices(t *testing.T) {
+	state := cluster.New(cluster.Options{MaxElements: 4})
+	key := func(i int) types.NamespacedName {
+		return types.NamespacedName{Namespace: "default", Name: fmt.Sprintf("web-%05d", i)}
+	}
+	state.Update(func(tx *cluster.Tx) { write(tx, "default", key(0).Name, 0, 2) })
+	state.Update(func(tx *cluster.Tx) {
+		for i := range 25 {
+			write(tx, "default", key(i).Name, i, 3)
+		}
+		large := &api.Service{Namespace: "default", Name: "large", Type: api.ClusterIP}
+		for i := range 5 {
+			large.IPs.ClusterIPs.Add(netip.AddrFrom4([4]byte{10, 1, 0, byte(i)}))
+		}
+		tx.SetService(large)
+	})
+	state.SetSynced()
+	for _, test := range []struct {
+		name    string
+		handler status.Handler
+	}{
+		{"a state", status.Handler{State: state}},
+		{"views", status.Handler{
+			Views:   func() *sink.Update { return updateOf(t, state) },
+			Refused: func() map[types.NamespacedName]string { return maps.Collect(state.Snapshot().Refused.All()) },
+		}},
+	} {
+		h := &test.handler
+		r := decode[status.Report](t, get(h, "output", "json"))
+		if n := len(r.Problems); r.Source.Refused != 26 || n != 21 || !strings.HasPrefix(r.Problems[0], "service default/large is too large: it needs 5 elements") || r.Problems[20] != "6 more services are too large" {
+			t.Errorf("%s: source %+v, problems %q", test.name, r.Source, r.Problems)
+		}
+		s := decode[serviceReport](t, get(h, "output", "json", "service", key(0).String()))
+		if !strings.HasPrefix(s.Refused, "it needs 5") || s.Explanation == nil || len(s.Explanation.Frontends) != 1 {
+			t.Errorf("%s: service %+v", test.name, s)
+		}
+		// This service has no accepted version.
+		if s := decode[serviceReport](t, get(h, "output", "json", "service", "default/large")); !strings.HasPrefix(s.Refused, "it needs 5") {
+			t.Errorf("%s: service %+v", test.name, s)
+		}
+		if page := get(h, "service", "default/large").Body.String(); !strings.Contains(page, "is too large: it needs 5") || strings.Contains(page, "No such service") {
+			t.Errorf("%s: page %s", test.name, page)
+		}
+		if synced, stale, refused := h.SourceState(); !synced || stale || refused != 26 {
+			t.Errorf("%s: SourceState %v %v %d", test.name, synced, stale, refused)
+		}
 	}
 }
 

@@ -31,7 +31,7 @@ import (
 )
 
 // eventsWriter writes Events of Kubernetes. It is a sink that runs beside the backend. It
-// writes an Event for each claim that a service loses. Other methods add Events of other
+// writes Events for the claims that services lose. Other methods add Events of other
 // kinds.
 //
 // The name of an Event depends on its content, so the API server refuses to create an
@@ -95,13 +95,45 @@ func (w *eventsWriter) Sync(_ context.Context, c *sink.Changes) error {
 		if s.New == nil {
 			continue
 		}
-		for _, lost := range s.New.Lost {
-			if s.Old == nil || !slices.Contains(s.Old.Lost, lost) {
-				w.add(serviceReference(s.Key), "ClaimLost", "Proxy", fmt.Sprintf("%s belongs to service %s, so this service does not get its traffic", claimText(lost.Claim), lost.Winner))
-			}
-		}
+		w.claimsLost(s.Key, newlyLost(s.Old, s.New))
 	}
 	return nil
+}
+
+// maxClaims limits the Events about lost claims of one service, so that one service does
+// not use up the queue.
+const maxClaims = 10
+
+// claimsLost adds Events for the lost claims of a service.
+func (w *eventsWriter) claimsLost(key types.NamespacedName, lost []api.LostClaim) {
+	for i, l := range lost {
+		if i == maxClaims {
+			w.add(serviceReference(key), "ClaimLost", "Proxy", fmt.Sprintf("%d more addresses and ports belong to other services", len(lost)-maxClaims))
+			return
+		}
+		w.add(serviceReference(key), "ClaimLost", "Proxy", fmt.Sprintf("%s belongs to service %s, so this service does not get its traffic", claimText(l.Claim), l.Winner))
+	}
+}
+
+// newlyLost returns the claims that are lost in the new view and not in the old one, which
+// may be nil.
+func newlyLost(old, new *api.ServiceEndpoints) []api.LostClaim {
+	if old == nil || len(new.Lost) == 0 {
+		return new.Lost
+	}
+	before := make(map[api.LostClaim]bool, len(old.Lost))
+	for _, l := range old.Lost {
+		before[l] = true
+	}
+	return slices.DeleteFunc(slices.Clone(new.Lost), func(l api.LostClaim) bool { return before[l] })
+}
+
+// serviceRefused adds an Event for a service that is too large. A nil eventsWriter omits
+// it.
+func (w *eventsWriter) serviceRefused(key types.NamespacedName, reason error) {
+	if w != nil {
+		w.add(serviceReference(key), "ServiceTooLarge", "Proxy", fmt.Sprintf("too large, so its last accepted version stays, or a part of its endpoints is used: %v", reason))
+	}
 }
 
 // healthCheckFailed adds an Event for a health-check node port that cannot be opened. Its

@@ -3,6 +3,7 @@
 package program
 
 import (
+	"errors"
 	"net/netip"
 	"slices"
 	"strings"
@@ -53,6 +54,39 @@ func TestOnlyNewlyLostClaimsBecomeEvents(t *testing.T) {
 	if names[0] != names[3] || len(slices.Compact(slices.Sorted(slices.Values(names)))) != 3 {
 		t.Errorf("names %q: want the same name for the same claim, and only then", names)
 	}
+}
+
+// A service that loses many claims leaves room for the Events of others.
+func TestEventsOfOneServiceAreLimited(t *testing.T) {
+	many := &api.ServiceEndpoints{}
+	for port := range int32(1000) {
+		many.Lost = append(many.Lost, api.LostClaim{Claim: api.Claim{IP: netip.MustParseAddr("192.0.2.1"), Protocol: api.TCP, Port: port + 1}})
+	}
+	w := &eventsWriter{queue: make(chan *eventsv1.Event, 100)}
+	if err := w.Sync(t.Context(), &sink.Changes{Services: slices.Values([]sink.Change{{New: many}, {Old: many, New: many}})}); err != nil {
+		t.Fatal(err)
+	}
+	close(w.queue)
+	last, n := "", 0
+	for e := range w.queue {
+		last = e.Note
+		n++
+	}
+	if n != 11 || last != "990 more addresses and ports belong to other services" {
+		t.Errorf("%d events, the last one: %s", n, last)
+	}
+}
+
+func TestTooLargeServicesBecomeEvents(t *testing.T) {
+	var none *eventsWriter
+	none.serviceRefused(types.NamespacedName{}, errors.New("unused"))
+	w := &eventsWriter{queue: make(chan *eventsv1.Event, 1)}
+	b := &Backend{parts: Parts{Refused: w.serviceRefused}}
+	b.ServiceRefused(types.NamespacedName{Namespace: "ns", Name: "web"}, errors.New("it needs 5 elements"))
+	if e := <-w.queue; e.Namespace != "ns" || e.Regarding.Kind != "Service" || e.Regarding.Name != "web" || e.Reason != "ServiceTooLarge" || !strings.Contains(e.Note, "it needs 5 elements") {
+		t.Errorf("event %v", e)
+	}
+	new(Backend).ServiceRefused(types.NamespacedName{}, nil)
 }
 
 func TestEventsDoNotBlock(t *testing.T) {

@@ -42,7 +42,7 @@ func (f *nodeFlags) register(fs *pflag.FlagSet) {
 	f.limits.register(fs)
 	fs.BoolVar(&f.keepConnections, "keep-udp-connections", false, "keep UDP connections to removed endpoints, and TCP connections that began before their service")
 	f.checks.register(fs)
-	fs.BoolVar(&f.withEvents, "events", false, "write Events of Kubernetes for lost claims, failed health-check node ports, and rules that another program changed; needs permission to create Events")
+	fs.BoolVar(&f.withEvents, "events", false, "write Events of Kubernetes for lost claims, services that are too large, failed health-check node ports, and rules that another program changed; needs permission to create Events")
 }
 
 // check validates the flags. Its errors contain the argument dataplane, which is the name
@@ -119,6 +119,7 @@ func (f *nodeFlags) nodeParts(create func(*nodeaddr.Watcher, sink.Sink) (sink.Si
 		Sink:       b,
 		Follow:     f.follow(addrs, more...),
 		Companions: f.companions(addrs),
+		Refused:    f.events.serviceRefused,
 		Collectors: slices.Concat(f.checks.collectors(), flows.collectors()),
 		KubeProxyNames: map[string]prometheus.Collector{
 			"conntrack_reconciler_sync_duration_seconds": flows.duration,

@@ -22,6 +22,7 @@ import (
 	"github.com/kpng-project/kpng/sink"
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/spf13/pflag"
+	"k8s.io/apimachinery/pkg/types"
 )
 
 // Backend is a backend for a program. It is a [sink.Sink] and has all optional methods
@@ -61,6 +62,8 @@ type Parts struct {
 	Follow func(context.Context) (stop func())
 	// Companions returns sinks that run beside Sink, see app.Companion. Default: none.
 	Companions func(healthy func() bool) map[string]sink.Sink
+	// Refused records a service that is too large, see app.RefusalRecorder. Default: none.
+	Refused func(key types.NamespacedName, reason error)
 	// Collectors have the metrics of all parts.
 	Collectors []prometheus.Collector
 	// KubeProxyNames has metrics that kube-proxy also has. A key is the name of a metric of
@@ -175,6 +178,13 @@ func (b *Backend) Companions(healthy func() bool) map[string]sink.Sink {
 		return nil
 	}
 	return b.parts.Companions(healthy)
+}
+
+// ServiceRefused implements app.RefusalRecorder.
+func (b *Backend) ServiceRefused(key types.NamespacedName, reason error) {
+	if b.parts.Refused != nil {
+		b.parts.Refused(key, reason)
+	}
 }
 
 // Problems implements app.Reporter.

@@ -136,9 +136,12 @@ func explain(cmd *cobra.Command, source *app.Source, nodeName string, about ques
 			return err
 		}
 	}
+	reason, refused := snapshot.Refused.Get(about.service)
 	switch {
 	case found || about == (question{}):
 		return nil
+	case refused:
+		return fmt.Errorf("service %s is too large: %s", about.service, reason)
 	case about.service.Name != "":
 		return about.notServed(cmd.Context(), source)
 	default:

@@ -125,6 +125,8 @@ func TestExplainErrors(t *testing.T) {
 		{"a service without the label", []string{"web", "--service-proxy-name=x"}, []string{"default/web exists", "no label service.kubernetes.io/service-proxy-name", "--service-proxy-name is x"}},
 		{"a service of a third proxy", []string{"elsewhere", "--service-proxy-name=x"}, []string{"is another"}},
 		{"a headless service", []string{"headless"}, []string{"default/headless exists", "headless"}},
+		{"a service that is too large", []string{"web", "--max-service-elements=3"}, []string{"default/web is too large", "10 elements", "limit of 3"}},
+		{"a limit of zero", []string{"web", "--max-service-elements=0"}, []string{"--max-service-elements", "greater than zero"}},
 		{"a missing service without namespace", []string{"missing"}, []string{"default/missing"}},
 		{"no name", []string{"default/"}, []string{`"default/"`, "[NAMESPACE/]NAME"}},
 		{"an invalid protocol", []string{"10.0.0.1:80/icmp"}, []string{"10.0.0.1:80/icmp", "tcp"}},

@@ -118,11 +118,14 @@ func printStatus(w io.Writer, body []byte, output string, isService bool) error 
 	case isService:
 		w := plain.Writer(w)
 		var s struct {
-			Text     string
-			Failures []status.Failure
+			Text, Refused string
+			Failures      []status.Failure
 		}
 		if err := json.Unmarshal(body, &s); err != nil {
 			return fmt.Errorf("decode the status: %w", err)
+		}
+		if s.Refused != "" {
+			fmt.Fprintf(w, "this service is too large: %s\n\n", s.Refused)
 		}
 		for _, f := range s.Failures {
 			fmt.Fprintf(w, "sink %s failed %d times: %s\n\n", f.Sink, f.Failures, f.Error)

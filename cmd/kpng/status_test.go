@@ -42,6 +42,25 @@ func TestStatusOfServer(t *testing.T) {
 	}
 }
 
+func TestStatusShowsRefusedServices(t *testing.T) {
+	address, server, client := newSocket(t), freeAddress(t), freeAddress(t)
+	start(t, "file", "to-api", "-i", explained, "--listen", address, "--healthz-bind-address", server, "--max-service-elements=9")
+	start(t, "api", "to-local", "json", "--api", address, "--node-name=here", "--healthz-bind-address", client, "--max-service-elements=6")
+	for _, test := range []struct{ name, address, problem string }{
+		{"server", server, "service default/web is too large: it needs 10 elements, more than the limit of 9: 4 of addresses × ports, 5 of endpoints × ports, 1 source ranges"},
+		// The server serves the service with fewer endpoints, one of which is not usable.
+		{"client", client, "service default/web is too large: it needs 8 elements, more than the limit of 6"},
+	} {
+		eventually(t, test.name+" reports the service", func() bool {
+			out, err := execute(t.Context(), "status", "--address", test.address)
+			return err == nil && strings.Contains(out, "problem   "+test.problem)
+		})
+		if out := mustExecute(t, "status", "--address", test.address, "web"); !strings.HasPrefix(out, "this service is too large: it needs ") {
+			t.Errorf("status of the service at the %s:\n%s", test.name, out)
+		}
+	}
+}
+
 func TestStatusShowsFailures(t *testing.T) {
 	failing := status.Failure{Service: "default/web", Error: "no\nspace", Failures: 3}
 	r := status.Report{Problems: []string{"sink nftables fails"}, Sinks: []status.Sink{{Name: "nftables"}, {Name: "health"}}}

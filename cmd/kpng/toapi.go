@@ -36,7 +36,7 @@ func toAPI(source *app.Source, hasSelection bool) *cobra.Command {
 		Short: "Serve each node's view and the state of the cluster over gRPC",
 		Args:  usage.None,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			server, err := f.get()
+			server, err := f.get(source.MaxElements())
 			if err != nil {
 				return err
 			}
@@ -87,7 +87,7 @@ type apiServer struct {
 	mode      fs.FileMode
 }
 
-func (f *serverFlags) get() (*apiServer, error) {
+func (f *serverFlags) get(maxElements int) (*apiServer, error) {
 	if err := f.check(); err != nil {
 		return nil, usage.Error(err)
 	}
@@ -95,7 +95,7 @@ func (f *serverFlags) get() (*apiServer, error) {
 	if err != nil {
 		return nil, usage.Errorf("--socket-mode %q is not a mode such as 0600", f.mode)
 	}
-	s := &apiServer{state: cluster.New(cluster.Options{Resumable: true}), mode: fs.FileMode(mode)}
+	s := &apiServer{state: cluster.New(cluster.Options{Resumable: true, MaxElements: maxElements}), mode: fs.FileMode(mode)}
 	for _, text := range f.listen {
 		a, err := transport.ParseAddress(text)
 		if err != nil {

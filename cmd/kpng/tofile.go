@@ -54,7 +54,7 @@ func toFile(source *app.Source, hasSelection bool) *cobra.Command {
 				return w.write(snapshot)
 			}
 			klog.FromContext(cmd.Context()).Info("Starting", "version", app.Version(), "source", source.String(), "file", w.path)
-			state := cluster.New(cluster.Options{})
+			state := cluster.New(cluster.Options{MaxElements: source.MaxElements()})
 			group, ctx := errgroup.WithContext(cmd.Context())
 			group.Go(func() error { return source.Watch(ctx, state) })
 			group.Go(func() error { return w.follow(ctx, state, interval) })

@@ -177,11 +177,7 @@ func size(state *api.ServiceState) int {
 	if !hasView(state) {
 		return 1
 	}
-	endpoints := 0
-	for _, slice := range state.Slices {
-		endpoints += len(slice.Endpoints)
-	}
-	return nodeview.Size(state.Service, endpoints)
+	return 1 + int(state.Elements().Total())
 }
 
 // addChanges adds the services whose views differ to u, in key order. If the zone of the

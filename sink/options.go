@@ -20,7 +20,7 @@ type Options struct {
 	MinInterval time.Duration
 
 	// BatchSize limits the size of a batch of a pass, and the total size of the retries in a
-	// Sync. The size is that of [nodeview.Size]: frontends, and endpoints of ports. The limit does
+	// Sync. The size is that of [View]: frontends, and endpoints of ports. The limit does
 	// not apply to new changes of the source. Default 10,000. Services that are large (see
 	// [LargeSize]) are delivered alone.
 	BatchSize int

@@ -7,7 +7,6 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/nodeview"
 	"k8s.io/apimachinery/pkg/types"
 )
 
@@ -64,7 +63,7 @@ type Update struct {
 	After func(key types.NamespacedName) iter.Seq2[types.NamespacedName, View]
 }
 
-// LargeSize is the size (see [nodeview.Size]) from which on a service is large. A driver
+// LargeSize is the size (see [View]) from which on a service is large. A driver
 // delivers a large service in a Sync of its own, after other changes.
 const LargeSize = 4096
 
@@ -79,8 +78,8 @@ type LargeChange struct {
 
 // View is a view that may not be computed yet.
 type View struct {
-	// Size is the size of the view (see [nodeview.Size]). It may be greater, because it can
-	// be an estimate.
+	// Size is the size of the view: one, and its elements (see [api.Elements]). It may be
+	// greater, because it can be an estimate.
 	Size int
 	// Get returns the view. It is nil if there is no view.
 	Get func() *api.ServiceEndpoints
@@ -107,5 +106,5 @@ func sizeOf(view *api.ServiceEndpoints) int {
 	if view == nil {
 		return 1
 	}
-	return nodeview.Size(view.Service, len(view.Endpoints)+len(view.Draining))
+	return 1 + int(view.Elements().Total())
 }

@@ -6,6 +6,7 @@ package nftables
 
 import (
 	"encoding/binary"
+	"maps"
 	"slices"
 
 	"github.com/kpng-project/kpng/backends/internal/netfilter"
@@ -186,18 +187,23 @@ func (w *wire) makeChain(name string, rules []string) {
 const maxElements = 60_000
 
 // The method elements adds messages of type NFT_MSG_NEWSETELEM or NFT_MSG_DELSETELEM
-// about elems. Before that, it sorts elems by map.
+// about elems, one map after the other.
 func (w *wire) elements(msg int, flags uint16, elems []element) {
-	slices.SortStableFunc(elems, func(a, b element) int { return a.m.compare(b.m) })
-	for len(elems) > 0 {
-		m := elems[0].m
-		at, list := w.beginElements(msg, flags, m.name())
-		for len(elems) > 0 && elems[0].m == m && w.Len()-list < maxElements {
-			w.addElement(&elems[0], msg == unix.NFT_MSG_NEWSETELEM)
-			elems = elems[1:]
+	byMap := map[mapID][]*element{}
+	for i := range elems {
+		m := elems[i].m
+		byMap[m] = append(byMap[m], &elems[i])
+	}
+	for _, m := range slices.SortedFunc(maps.Keys(byMap), mapID.compare) {
+		for rest := byMap[m]; len(rest) > 0; {
+			at, list := w.beginElements(msg, flags, m.name())
+			for len(rest) > 0 && w.Len()-list < maxElements {
+				w.addElement(rest[0], msg == unix.NFT_MSG_NEWSETELEM)
+				rest = rest[1:]
+			}
+			w.EndNest(list)
+			w.End(at)
 		}
-		w.EndNest(list)
-		w.End(at)
 	}
 }
 

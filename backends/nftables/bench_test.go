@@ -102,21 +102,50 @@ func BenchmarkChange(b *testing.B) {
 	}
 }
 
-// BenchmarkNewSharedChain changes the number of endpoints of one of n services. No
-// service had the new number before, so a new shared chain is needed. For a new chain,
+// BenchmarkNewClass changes the timeout of session affinity of one of n services. No
+// service had the new timeout before, so a class with a chain is needed. For a new chain,
 // the kernel validates all verdicts of the table.
-func BenchmarkNewSharedChain(b *testing.B) {
+func BenchmarkNewClass(b *testing.B) {
 	for _, n := range []int{1_000, 10_000, 100_000} {
 		b.Run(fmt.Sprintf("services=%d", n), func(b *testing.B) {
 			be, _ := start(b, Options{})
 			list := manyServices(n, 10)
 			mustSync(b, be, batchOf(true, list...))
 			old := list[n/2].New
-			for endpoints := 11; b.Loop(); endpoints++ {
-				next := numberedService(n/2, endpoints)
+			for i := int32(1); b.Loop(); i++ {
+				next := numberedService(n/2, 10)
+				next.Service.SessionAffinity.ClientIP = &api.ClientIPAffinity{TimeoutSeconds: i%120 + 1}
 				mustSync(b, be, batchOf(false, sink.Change{Old: old, New: next}))
 				old = next
 			}
+		})
+	}
+}
+
+// BenchmarkLargeService programs, changes and deletes a service with 50 ports, 1,000
+// external IPs and 100 endpoints. It measures only the backend, without connection tracking.
+func BenchmarkLargeService(b *testing.B) {
+	large, less := product(50, 1000, 100, nil), product(50, 1000, 99, nil)
+	for _, bench := range []struct {
+		name     string
+		from, to *api.ServiceEndpoints
+	}{{"service made and deleted", nil, large}, {"endpoint removed and added", large, less}} {
+		b.Run(bench.name, func(b *testing.B) {
+			be, _ := start(b, Options{})
+			mustSync(b, be, batchOf(true))
+			change := func(from, to *api.ServiceEndpoints) {
+				if err := be.program(b.Context(), batchOf(false, sink.Change{Key: large.Key(), Old: from, New: to})); err != nil {
+					b.Fatal(err)
+				}
+			}
+			if bench.from != nil {
+				change(nil, bench.from)
+			}
+			for b.Loop() {
+				change(bench.from, bench.to)
+				change(bench.to, bench.from)
+			}
+			b.ReportMetric(float64(be.table.state.elements()), "elements")
 		})
 	}
 }

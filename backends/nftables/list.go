@@ -129,6 +129,7 @@ func (l *list) arrange(before *list, targets []nodeview.Target) {
 		i, isKept := -1, false
 		if r != "" {
 			i, isKept = index[r.id()]
+			isKept = isKept && !kept[i] // another program may have repeated an endpoint
 		}
 		if slot < len(targets) {
 			free[slot] = !isKept

@@ -254,6 +254,30 @@ func TestArrangeMovesFewEndpoints(t *testing.T) {
 	}
 }
 
+// TestArrangeRepairsRepeatedEndpoints arranges a list in which another program has repeated an
+// endpoint.
+func TestArrangeRepairsRepeatedEndpoints(t *testing.T) {
+	target := func(i int) nodeview.Target {
+		return nodeview.Target{Endpoint: &api.Endpoint{Addr: netip.AddrFrom4([4]byte{10, 0, 0, byte(i)})}, Port: 8080}
+	}
+	for _, slots := range [][]int{{1, 1}, {1, 1, 1}, {3, 1, 1}, {2, 1, 1}} {
+		before, after := &list{}, &list{}
+		for _, l := range []*list{before, after} {
+			l.listKey, l.number = listKey{family: api.IPv4, protocol: api.TCP, port: 80}, plainLists.first
+		}
+		var records []byte
+		for _, i := range slots {
+			target := target(i)
+			records = appendRecord(records, &target)
+		}
+		before.slots = string(records)
+		after.arrange(before, []nodeview.Target{target(1), target(2)})
+		if after.len() != 2 || after.record(0).addr() == after.record(1).addr() {
+			t.Errorf("slots with the endpoints %v become %q, want the endpoints 1 and 2", slots, after.slots)
+		}
+	}
+}
+
 // TestAReturningEndpointGetsAnotherNumber removes an endpoint of a list with session affinity
 // and adds it again, in one process and in two.
 func TestAReturningEndpointGetsAnotherNumber(t *testing.T) {

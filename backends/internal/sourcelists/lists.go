@@ -165,21 +165,10 @@ type source struct {
 // Begin begins the change of a service from one view to another. Either view may be nil.
 func (l *Lists) Begin(service types.NamespacedName, from, to *api.ServiceEndpoints) *Change {
 	c := &Change{Service: service, lists: l, old: l.uses[service], new: &use{}}
-	if c.old != nil && from != nil && to != nil && sameSources(from.Service, to.Service) {
-		c.new = c.old
+	if c.old != nil && nodeview.SameFrontends(from, to) {
+		c.new = c.old // Number need not be called
 	}
 	return c
-}
-
-// sameSources reports whether two versions of a service admit the same sources at each
-// address.
-func sameSources(a, b *api.Service) bool {
-	return a == b || slices.Equal(a.IPs.LoadBalancerIPs.V4, b.IPs.LoadBalancerIPs.V4) &&
-		slices.Equal(a.IPs.LoadBalancerIPs.V6, b.IPs.LoadBalancerIPs.V6) &&
-		slices.EqualFunc(a.SourceRanges, b.SourceRanges, func(a, b api.SourceRanges) bool {
-			return slices.Equal(a.TargetIPs.V4, b.TargetIPs.V4) && slices.Equal(a.TargetIPs.V6, b.TargetIPs.V6) &&
-				slices.Equal(a.Prefixes, b.Prefixes)
-		})
 }
 
 // Number returns the number of the list for a frontend of the new view. The frontend must

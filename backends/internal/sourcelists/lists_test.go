@@ -267,6 +267,43 @@ func TestListsFollowServices(t *testing.T) {
 	}
 }
 
+// TestAListEndsWithItsFrontends lets a service lose its frontend at an address with source
+// ranges to another service, and get it back.
+func TestAListEndsWithItsFrontends(t *testing.T) {
+	l := New(nil)
+	view := viewOf("a", prefixes("192.0.2.0/24 2001:db8::/64"))
+	without := &api.ServiceEndpoints{Service: view.Service, Lost: []api.LostClaim{{Claim: frontend(view, v4).Claim()}}}
+	change := func(from, to *api.ServiceEndpoints, failed bool) {
+		t.Helper()
+		c := l.Begin(view.Key(), from, to)
+		for _, addr := range []netip.Addr{v4, v6} {
+			if f := frontend(to, addr); f != nil {
+				c.Number(f)
+			}
+		}
+		if err := l.Fresh(5, func(chunks []Chunk) ([]bool, error) { return []bool{true, true}[:len(chunks)], nil }); err != nil {
+			t.Fatal(err)
+		}
+		c.End(failed)
+	}
+	check := func(unused int, hasList bool) {
+		t.Helper()
+		if got := l.Unused(); got != unused {
+			t.Errorf("%d ranges are unused, want %d", got, unused)
+		}
+		if got := l.Of(view.Key(), v4) != 0; got != hasList {
+			t.Errorf("the address has a list: %t, want %t", got, hasList)
+		}
+	}
+	change(nil, view, false)
+	change(view, without, false)
+	check(1, false)
+	change(without, view, true)
+	check(1, false)
+	change(without, view, false)
+	check(0, true)
+}
+
 // TestAChangeOfARangeWritesOneElement checks the number of elements that changes write.
 func TestAChangeOfARangeWritesOneElement(t *testing.T) {
 	var many []netip.Prefix

@@ -1,0 +1,108 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package nftables
+
+import (
+	"context"
+	"flag"
+	"fmt"
+	"math/rand/v2"
+	"slices"
+	"testing"
+
+	"github.com/kpng-project/kpng/backends/internal/netfilter"
+	"github.com/kpng-project/kpng/internal/netnstest"
+	"github.com/kpng-project/kpng/sink"
+	"github.com/kpng-project/kpng/sink/sinktest"
+	"golang.org/x/sys/unix"
+)
+
+var histories = flag.Int("histories", 15, "how many random `histories` to test")
+
+func TestHistories(t *testing.T) {
+	sinktest.TestHistories(t, *histories, func(tb testing.TB) *sinktest.Subject {
+		ns := netnstest.New(tb)
+		var b *Backend
+		return &sinktest.Subject{
+			Open: func() sink.Sink {
+				var err error
+				if b, err = New(Options{NetNS: ns.FD, Sysctls: IgnoreSysctls}); err != nil {
+					tb.Fatal(err)
+				}
+				return b
+			},
+			Objects: func() []string {
+				all := tableContents(tb, b)
+				for _, family := range families {
+					s, err := readSnapshot(tb.Context(), b.table.conn, mapID{kind: kindNodePortAddresses, family: family})
+					if err != nil {
+						tb.Fatal(err)
+					}
+					for e := range s.all() {
+						all = append(all, e.String())
+					}
+				}
+				return all
+			},
+			Disturb: func(random *rand.Rand) (calm func()) {
+				return disturb(b, random)
+			},
+			Drift:  func(random *rand.Rand) { drifts(tb, newConn(ns.FD, b.table.conn.table), random) },
+			Verify: func(_ context.Context, s sink.Sink) error { return verifyAll(tb, s.(*Backend)) },
+		}
+	})
+}
+
+// disturb makes transactions of b fail at random, until the result is called. Some of them
+// take effect although they fail.
+func disturb(b *Backend, random *rand.Rand) (calm func()) {
+	exchange := b.table.conn.Exchange
+	refused := &netfilter.Failure{Errno: []unix.Errno{unix.EINVAL, unix.ENFILE, unix.ENOENT, unix.EEXIST}[random.IntN(4)]}
+	b.table.conn.Exchange = func(batch []byte) error {
+		switch random.IntN(12) {
+		case 0, 1, 2:
+			return refused
+		case 3:
+			return netfilter.ErrUnknownOutcome
+		case 4:
+			if err := exchange(batch); err != nil {
+				return err
+			}
+			return netfilter.ErrUnknownOutcome
+		default:
+			return exchange(batch)
+		}
+	}
+	return func() { b.table.conn.Exchange = exchange }
+}
+
+// drifts deletes or changes elements of the table, as another program does.
+func drifts(tb testing.TB, c *conn, random *rand.Rand) {
+	defer c.Close()
+	for range 1 + random.IntN(3) {
+		all := allMaps()
+		m := all[random.IntN(len(all))]
+		s, err := readSnapshot(tb.Context(), c, m)
+		if err != nil {
+			tb.Fatal(err)
+		}
+		elements := slices.Collect(s.all())
+		if len(elements) == 0 {
+			continue
+		}
+		e := elements[random.IntN(len(elements))]
+		changed := e
+		changed.value = elements[random.IntN(len(elements))].value
+		err = c.transact(tb.Context(), func(w *wire) {
+			w.elements(unix.NFT_MSG_DELSETELEM, 0, []element{e})
+			if random.IntN(2) == 0 {
+				w.elements(unix.NFT_MSG_NEWSETELEM, unix.NLM_F_CREATE, []element{changed})
+			}
+		})
+		if err != nil {
+			tb.Fatal(fmt.Errorf("change %s: %w", e, err))
+		}
+	}
+}

@@ -11,10 +11,13 @@ import (
 )
 
 // frontendsOf returns a view's frontends as a message, which contains each list of
-// endpoints only once.
-func frontendsOf(v *api.ServiceEndpoints) *localv1.ServiceFrontends {
+// endpoints and of sources only once. It returns errTooLarge before it uses much more memory
+// than maxObject.
+func frontendsOf(v *api.ServiceEndpoints) (*localv1.ServiceFrontends, error) {
 	w := &localv1.ServiceFrontends{Namespace: v.Service.Namespace, Name: v.Service.Name}
+	size := 0 // a lower limit, in bytes
 	lists := map[nodeview.ListID]int32{}
+	admitted := map[sourcesID]int32{}
 	traffic := func(t nodeview.Traffic) *localv1.Traffic {
 		if t.Verdict != nodeview.Forward {
 			return &localv1.Traffic{Verdict: localv1.Verdict(t.Verdict) + localv1.Verdict_Forward}
@@ -23,9 +26,25 @@ func frontendsOf(v *api.ServiceEndpoints) *localv1.ServiceFrontends {
 		if !ok {
 			list = int32(len(w.Lists))
 			lists[t.List] = list
-			w.Lists = append(w.Lists, targetList(t.Endpoints))
+			if size += minTarget * len(t.Endpoints); size <= maxObject {
+				w.Lists = append(w.Lists, targetList(t.Endpoints))
+			}
 		}
 		return &localv1.Traffic{Verdict: localv1.Verdict_Forward, List: list}
+	}
+	sources := func(f *nodeview.Frontend) int32 {
+		id := sourcesID{f.Family, len(f.Sources.Ranges), first(f.Sources.Ranges)}
+		i, ok := admitted[id]
+		if !ok {
+			i = int32(len(w.Sources))
+			admitted[id] = i
+			size += minSource * len(f.Sources.Ranges)
+			w.Sources = append(w.Sources, &localv1.Sources{
+				SourceRanges: texts(f.Sources.Ranges, netip.Prefix.String),
+				OwnSources:   texts(f.Sources.Own, netip.Addr.String),
+			})
+		}
+		return i
 	}
 	for f := range nodeview.Frontends(v) {
 		to := &localv1.Frontend{
@@ -33,10 +52,11 @@ func frontendsOf(v *api.ServiceEndpoints) *localv1.ServiceFrontends {
 			Family: localv1.Family(f.Family), Protocol: localv1.Protocol(f.Protocol), Port: f.Port,
 			Elsewhere: traffic(f.Elsewhere), Node: traffic(f.Node),
 			Restricted:      f.Sources.Restricted,
-			SourceRanges:    texts(f.Sources.Ranges, netip.Prefix.String),
-			OwnSources:      texts(f.Sources.Own, netip.Addr.String),
 			Masquerade:      localv1.Masquerade(f.Masquerade) + localv1.Masquerade_MasqueradeIfConfigured,
 			AffinitySeconds: int32(f.Affinity.Seconds()),
+		}
+		if f.Sources.Restricted {
+			to.Sources = sources(&f)
 		}
 		if f.Addr.IsValid() {
 			to.IP = f.Addr.String()
@@ -45,8 +65,33 @@ func frontendsOf(v *api.ServiceEndpoints) *localv1.ServiceFrontends {
 			to.PortName = f.ServicePort.Name
 		}
 		w.Frontends = append(w.Frontends, to)
+		if size += minFrontend; size > maxObject {
+			return nil, errTooLarge
+		}
 	}
-	return w
+	return w, nil
+}
+
+// The minimum sizes of marshalled messages, in bytes.
+const (
+	minFrontend = 16
+	minTarget   = 12
+	minSource   = 6
+)
+
+// sourcesID identifies the sources of frontends: of the frontends of a family, those with
+// the same list of ranges have the same sources.
+type sourcesID struct {
+	family api.Family
+	length int
+	first  *netip.Prefix
+}
+
+func first[T any](list []T) *T {
+	if len(list) == 0 {
+		return nil
+	}
+	return &list[0]
 }
 
 func targetList(list []nodeview.Target) *localv1.TargetList {

@@ -3,6 +3,7 @@
 package remote
 
 import (
+	"fmt"
 	"iter"
 	"slices"
 
@@ -15,6 +16,7 @@ import (
 	"google.golang.org/grpc/mem"
 	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/proto"
+	"k8s.io/klog/v2"
 )
 
 // clusterServer sends the state of the cluster to other servers.
@@ -95,16 +97,25 @@ func (r *relay) nodeName() string { return "" }
 const deletionSize = 64
 
 // add adds objects of one kind to r.part, and calls flush whenever r.part is large
-// enough. A nil object means that the object was deleted.
+// enough. A nil object means that the object was deleted. An object that is too large for a
+// message counts as deleted.
 func add[K, V any, M proto.Message, D any](r *relay, objects iter.Seq2[K, *V], set *[]M, message func(*V) M, deleted *[]D, name func(K) D) error {
 	for key, object := range objects {
-		if object == nil {
+		var m M
+		size := 0
+		if object != nil {
+			m = message(object)
+			size = proto.Size(m)
+		}
+		if size > maxObject {
+			klog.Background().Error(errTooLarge, "Object too large for a message; the client does not receive it", "kind", fmt.Sprintf("%T", object), "object", key)
+		}
+		if object == nil || size > maxObject {
 			*deleted = append(*deleted, name(key))
 			r.size += deletionSize
 		} else {
-			m := message(object)
 			*set = append(*set, m)
-			r.size += proto.Size(m)
+			r.size += size
 		}
 		if r.size < batchBytes {
 			continue

@@ -9,6 +9,7 @@ import (
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/nodeview"
+	"k8s.io/klog/v2"
 )
 
 // class represents all nodes to which a service looks the same. A node that has an
@@ -60,7 +61,8 @@ func (v *views) viewFor(state *api.ServiceState, node, zone string, frontends bo
 	return w
 }
 
-// compute computes the view of s for a class. The caller holds s.mu.
+// compute computes the view of s for a class. The result is nil if there is no view, or if
+// a message cannot contain it. The caller holds s.mu.
 func (v *views) compute(s *sharedState, c class) *wireView {
 	node := &api.Node{Name: c.node}
 	if c.zone != "" {
@@ -72,10 +74,18 @@ func (v *views) compute(s *sharedState, c class) *wireView {
 	}
 	v.computed.Add(1)
 	var w *wireView
+	var err error
 	if c.frontends {
-		w = newWireFrontends(v.ids.Add(1), se)
+		w, err = newWireFrontends(v.ids.Add(1), se)
 	} else {
-		w = newWireView(v.ids.Add(1), se, &s.endpoints)
+		w, err = newWireView(v.ids.Add(1), se, &s.endpoints)
+	}
+	if err != nil {
+		if !s.reported {
+			s.reported = true
+			klog.Background().Error(err, "Service too large for a message; clients do not receive it", "service", se.Key())
+		}
+		return nil
 	}
 	v.values.Add(uint64(w.values))
 	return w
@@ -126,6 +136,7 @@ type sharedState struct {
 	mu        sync.Mutex
 	views     map[class]*wireView
 	endpoints marshalled
+	reported  bool // logged that a view is too large
 }
 
 func newSharedState(state *api.ServiceState) *sharedState {

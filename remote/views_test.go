@@ -82,7 +82,10 @@ func TestClassesShareEndpoints(t *testing.T) {
 		for n := range nodes {
 			name := apitest.NodeName(n)
 			got := v.viewFor(state, name, "", false)
-			want := newWireView(got.id, nodeview.View(state, &api.Node{Name: name}), new(marshalled))
+			want, err := newWireView(got.id, nodeview.View(state, &api.Node{Name: name}), new(marshalled))
+			if err != nil {
+				t.Fatal(err)
+			}
 			if diff := cmp.Diff(want.endpoints, got.endpoints, cmp.AllowUnexported(wireEndpoint{})); diff != "" {
 				t.Fatalf("%s (- computed alone, + computed with others):\n%s", name, diff)
 			}
@@ -178,7 +181,11 @@ func randomView(r *rand.Rand, id uint64) *wireView {
 			v.Draining = append(v.Draining, e)
 		}
 	}
-	return newWireView(id, v, new(marshalled))
+	w, err := newWireView(id, v, new(marshalled))
+	if err != nil {
+		panic(err)
+	}
+	return w
 }
 
 // apply applies the operations of d to a client's values. The keys of the map are paths.

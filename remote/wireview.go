@@ -5,6 +5,8 @@ package remote
 import (
 	"bytes"
 	"cmp"
+	"fmt"
+	"net/netip"
 	"slices"
 	"sort"
 	"strings"
@@ -87,7 +89,10 @@ func (m *marshalled) wire(e *api.Endpoint, draining bool) (wireEndpoint, bool) {
 }
 
 // newWireView marshals v. Endpoints that are in m are not marshalled again.
-func newWireView(id uint64, v *api.ServiceEndpoints, m *marshalled) *wireView {
+func newWireView(id uint64, v *api.ServiceEndpoints, m *marshalled) (*wireView, error) {
+	if len(v.Lost) > maxLost {
+		v = withoutLost(v)
+	}
 	w := &wireView{
 		id:        id,
 		key:       v.Key(),
@@ -100,19 +105,33 @@ func newWireView(id uint64, v *api.ServiceEndpoints, m *marshalled) *wireView {
 	w.add(v.Endpoints, false, m)
 	w.add(v.Draining, true, m)
 	slices.SortFunc(w.endpoints, func(a, b wireEndpoint) int { return strings.Compare(a.key, b.key) })
-	return w
+	largest := len(w.service)
+	for i := range w.endpoints {
+		largest = max(largest, len(w.endpoints[i].key)+len(w.endpoints[i].value))
+	}
+	if largest > maxObject {
+		return nil, errTooLarge
+	}
+	return w, nil
 }
 
-func newWireFrontends(id uint64, v *api.ServiceEndpoints) *wireView {
+func newWireFrontends(id uint64, v *api.ServiceEndpoints) (*wireView, error) {
+	frontends, err := frontendsOf(v)
+	if err != nil {
+		return nil, err
+	}
 	w := &wireView{
 		id:      id,
 		key:     v.Key(),
 		set:     localv1.Set_FrontendsSet,
-		service: localv1.Marshal(frontendsOf(v)),
+		service: localv1.Marshal(frontends),
 		values:  1,
 	}
+	if len(w.service) > maxObject {
+		return nil, errTooLarge
+	}
 	w.size = 400 + 3*len(w.service)
-	return w
+	return w, nil
 }
 
 func (w *wireView) add(list []api.Endpoint, draining bool, m *marshalled) {
@@ -210,6 +229,49 @@ func pairs(before, after []wireEndpoint) func(yield func(old, new *wireEndpoint)
 			}
 		}
 	}
+}
+
+// maxObject is the maximum size of a marshalled object: a service, its frontends, an
+// endpoint, or an object for other servers. A message has one object of this size, and at
+// most batchBytes before it. So it is smaller than 4 MB, which gRPC clients accept by default.
+const maxObject = 3 << 20
+
+var errTooLarge = fmt.Errorf("a part of a message exceeds %d bytes", maxObject)
+
+// maxLost is the maximum number of lost claims in a message. They take less than 1 MB.
+const maxLost = 5000
+
+// withoutLost returns a view that has no lost claims, because it lacks all addresses and
+// node ports of lost claims.
+func withoutLost(v *api.ServiceEndpoints) *api.ServiceEndpoints {
+	type nodePort struct {
+		protocol api.Protocol
+		port     int32
+	}
+	addrs, nodePorts := map[netip.Addr]bool{}, map[nodePort]bool{}
+	for i := range v.Lost {
+		if l := &v.Lost[i]; l.IP.IsValid() {
+			addrs[l.IP] = true
+		} else {
+			nodePorts[nodePort{l.Protocol, l.Port}] = true
+		}
+	}
+	s := *v.Service
+	s.IPFamilies = s.Families() // without cluster IPs, it might return other families
+	for _, set := range [...]*api.IPSet{&s.IPs.ClusterIPs, &s.IPs.LoadBalancerIPs, &s.IPs.ExternalIPs} {
+		for _, list := range [...]*[]netip.Addr{&set.V4, &set.V6} {
+			*list = slices.DeleteFunc(slices.Clone(*list), func(a netip.Addr) bool { return addrs[a] })
+		}
+	}
+	s.Ports = slices.Clone(s.Ports)
+	for i := range s.Ports {
+		if p := &s.Ports[i]; nodePorts[nodePort{p.Protocol, p.NodePort}] {
+			p.NodePort = 0
+		}
+	}
+	out := *v
+	out.Service, out.Lost = &s, nil
+	return &out
 }
 
 // maxWhole is the approximate maximum size of a Replace. For a larger service, the

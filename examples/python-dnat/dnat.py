@@ -24,7 +24,8 @@ def rules(services):
             to = f"{ip} daddr {f.IP}" if f.IP else f"meta nfproto ipv{f.Family} fib daddr type local"
             match = f"{to} {proto} dport {f.Port}" if f.Port else to
             if f.Restricted:
-                but = f"{ip} saddr != {{ {', '.join(f.SourceRanges)} }} " if f.SourceRanges else ""
+                ranges = service.Sources[f.Sources].SourceRanges
+                but = f"{ip} saddr != {{ {', '.join(ranges)} }} " if ranges else ""
                 for chain in guard.values():
                     chain.append(f"{match} {but}drop")
             for origin, t in ("Elsewhere", f.Elsewhere), ("Node", f.Node):

@@ -10,6 +10,8 @@ import (
 	"net"
 	"net/netip"
 	"path/filepath"
+	"slices"
+	"strings"
 	"testing"
 	"time"
 
@@ -277,5 +279,34 @@ func TestRelistChangesOnlyDifferences(t *testing.T) {
 	}
 	if diff := cmp.Diff([]string{"s0", "s100"}, changed); diff != "" {
 		t.Error(diff)
+	}
+}
+
+// An object that no message can contain does not keep other objects from followers.
+func TestTooLargeObjectIsLeftOut(t *testing.T) {
+	state := cluster.New(cluster.Options{Resumable: true})
+	service := func(name, text string) *api.Service {
+		return &api.Service{Namespace: "ns", Name: name, Annotations: map[string]string{"text": text}}
+	}
+	state.Update(func(tx *cluster.Tx) {
+		tx.SetService(service("a", strings.Repeat("x", 20<<20)))
+		tx.SetService(service("b", ""))
+	})
+	state.SetSynced()
+	address := "unix://" + filepath.Join(t.TempDir(), "s")
+	serve(t, state, address)
+	copied := cluster.New(cluster.Options{})
+	follow(t, copied, address)
+	select {
+	case <-copied.Synced():
+	case <-time.After(time.Minute):
+		t.Fatal("no answer")
+	}
+	var names []string
+	for key := range copied.Snapshot().States.All() {
+		names = append(names, key.Name)
+	}
+	if !slices.Equal(names, []string{"b"}) {
+		t.Errorf("the copy has the services %q, want b", names)
 	}
 }

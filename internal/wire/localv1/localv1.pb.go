@@ -2323,7 +2323,9 @@ type ServiceFrontends struct {
 	Frontends []*Frontend `protobuf:"bytes,3,rep,name=Frontends,proto3" json:"Frontends,omitempty"`
 	// Lists are the lists of endpoints to which the frontends forward. Each list occurs
 	// once.
-	Lists         []*TargetList `protobuf:"bytes,4,rep,name=Lists,proto3" json:"Lists,omitempty"`
+	Lists []*TargetList `protobuf:"bytes,4,rep,name=Lists,proto3" json:"Lists,omitempty"`
+	// Sources are the admitted sources of restricted frontends. Each element occurs once.
+	Sources       []*Sources `protobuf:"bytes,5,rep,name=Sources,proto3" json:"Sources,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2386,6 +2388,69 @@ func (x *ServiceFrontends) GetLists() []*TargetList {
 	return nil
 }
 
+func (x *ServiceFrontends) GetSources() []*Sources {
+	if x != nil {
+		return x.Sources
+	}
+	return nil
+}
+
+// Sources are the sources that are admitted to frontends of one family. If a range of
+// SourceRanges contains an address of this node, the sources in OwnSources are admitted, too.
+type Sources struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// SourceRanges are CIDRs. If there are none, no source is admitted.
+	SourceRanges []string `protobuf:"bytes,1,rep,name=SourceRanges,proto3" json:"SourceRanges,omitempty"`
+	// OwnSources are the service's load-balancer IPs.
+	OwnSources    []string `protobuf:"bytes,2,rep,name=OwnSources,proto3" json:"OwnSources,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Sources) Reset() {
+	*x = Sources{}
+	mi := &file_api_localv1_localv1_proto_msgTypes[25]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Sources) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Sources) ProtoMessage() {}
+
+func (x *Sources) ProtoReflect() protoreflect.Message {
+	mi := &file_api_localv1_localv1_proto_msgTypes[25]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Sources.ProtoReflect.Descriptor instead.
+func (*Sources) Descriptor() ([]byte, []int) {
+	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{25}
+}
+
+func (x *Sources) GetSourceRanges() []string {
+	if x != nil {
+		return x.SourceRanges
+	}
+	return nil
+}
+
+func (x *Sources) GetOwnSources() []string {
+	if x != nil {
+		return x.OwnSources
+	}
+	return nil
+}
+
 // Frontend is an address, protocol and port, with all decisions about its traffic.
 type Frontend struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -2404,14 +2469,13 @@ type Frontend struct {
 	// Node applies to traffic that starts on this node: in the node itself and, as far as
 	// the client can detect it, in its pods.
 	Node *Traffic `protobuf:"bytes,8,opt,name=Node,proto3" json:"Node,omitempty"`
-	// Restricted means that only sources in SourceRanges are admitted. If a range contains
-	// an address of this node, the sources in OwnSources are also admitted. The client
-	// first drops traffic from all other sources, also if the traffic starts on this node.
+	// Restricted means that only the sources of an element of ServiceFrontends.Sources are
+	// admitted. The client first drops traffic from all other sources, also if the traffic
+	// starts on this node.
 	Restricted bool `protobuf:"varint,9,opt,name=Restricted,proto3" json:"Restricted,omitempty"`
-	// SourceRanges are the admitted sources, as CIDRs of Family. See Restricted.
-	SourceRanges []string `protobuf:"bytes,10,rep,name=SourceRanges,proto3" json:"SourceRanges,omitempty"`
-	// OwnSources are the service's load-balancer IPs of Family. See Restricted.
-	OwnSources []string   `protobuf:"bytes,11,rep,name=OwnSources,proto3" json:"OwnSources,omitempty"`
+	// Sources is an index into ServiceFrontends.Sources. It has a meaning only if Restricted
+	// is set.
+	Sources    int32      `protobuf:"varint,14,opt,name=Sources,proto3" json:"Sources,omitempty"`
 	Masquerade Masquerade `protobuf:"varint,12,opt,name=Masquerade,proto3,enum=localv1.Masquerade" json:"Masquerade,omitempty"`
 	// AffinitySeconds is how long a client address keeps its endpoint after the client's
 	// last new connection, in seconds. 0 means no affinity.
@@ -2422,7 +2486,7 @@ type Frontend struct {
 
 func (x *Frontend) Reset() {
 	*x = Frontend{}
-	mi := &file_api_localv1_localv1_proto_msgTypes[25]
+	mi := &file_api_localv1_localv1_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2434,7 +2498,7 @@ func (x *Frontend) String() string {
 func (*Frontend) ProtoMessage() {}
 
 func (x *Frontend) ProtoReflect() protoreflect.Message {
-	mi := &file_api_localv1_localv1_proto_msgTypes[25]
+	mi := &file_api_localv1_localv1_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2447,7 +2511,7 @@ func (x *Frontend) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Frontend.ProtoReflect.Descriptor instead.
 func (*Frontend) Descriptor() ([]byte, []int) {
-	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{25}
+	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *Frontend) GetKind() FrontendKind {
@@ -2513,18 +2577,11 @@ func (x *Frontend) GetRestricted() bool {
 	return false
 }
 
-func (x *Frontend) GetSourceRanges() []string {
+func (x *Frontend) GetSources() int32 {
 	if x != nil {
-		return x.SourceRanges
+		return x.Sources
 	}
-	return nil
-}
-
-func (x *Frontend) GetOwnSources() []string {
-	if x != nil {
-		return x.OwnSources
-	}
-	return nil
+	return 0
 }
 
 func (x *Frontend) GetMasquerade() Masquerade {
@@ -2554,7 +2611,7 @@ type Traffic struct {
 
 func (x *Traffic) Reset() {
 	*x = Traffic{}
-	mi := &file_api_localv1_localv1_proto_msgTypes[26]
+	mi := &file_api_localv1_localv1_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2566,7 +2623,7 @@ func (x *Traffic) String() string {
 func (*Traffic) ProtoMessage() {}
 
 func (x *Traffic) ProtoReflect() protoreflect.Message {
-	mi := &file_api_localv1_localv1_proto_msgTypes[26]
+	mi := &file_api_localv1_localv1_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2579,7 +2636,7 @@ func (x *Traffic) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Traffic.ProtoReflect.Descriptor instead.
 func (*Traffic) Descriptor() ([]byte, []int) {
-	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{26}
+	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *Traffic) GetVerdict() Verdict {
@@ -2606,7 +2663,7 @@ type TargetList struct {
 
 func (x *TargetList) Reset() {
 	*x = TargetList{}
-	mi := &file_api_localv1_localv1_proto_msgTypes[27]
+	mi := &file_api_localv1_localv1_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2618,7 +2675,7 @@ func (x *TargetList) String() string {
 func (*TargetList) ProtoMessage() {}
 
 func (x *TargetList) ProtoReflect() protoreflect.Message {
-	mi := &file_api_localv1_localv1_proto_msgTypes[27]
+	mi := &file_api_localv1_localv1_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2631,7 +2688,7 @@ func (x *TargetList) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TargetList.ProtoReflect.Descriptor instead.
 func (*TargetList) Descriptor() ([]byte, []int) {
-	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{27}
+	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *TargetList) GetTargets() []*Target {
@@ -2657,7 +2714,7 @@ type Target struct {
 
 func (x *Target) Reset() {
 	*x = Target{}
-	mi := &file_api_localv1_localv1_proto_msgTypes[28]
+	mi := &file_api_localv1_localv1_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2669,7 +2726,7 @@ func (x *Target) String() string {
 func (*Target) ProtoMessage() {}
 
 func (x *Target) ProtoReflect() protoreflect.Message {
-	mi := &file_api_localv1_localv1_proto_msgTypes[28]
+	mi := &file_api_localv1_localv1_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2682,7 +2739,7 @@ func (x *Target) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Target.ProtoReflect.Descriptor instead.
 func (*Target) Descriptor() ([]byte, []int) {
-	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{28}
+	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *Target) GetIP() string {
@@ -2875,12 +2932,18 @@ const file_api_localv1_localv1_proto_rawDesc = "" +
 	"\x05Taint\x12\x10\n" +
 	"\x03Key\x18\x01 \x01(\tR\x03Key\x12\x14\n" +
 	"\x05Value\x18\x02 \x01(\tR\x05Value\x12\x16\n" +
-	"\x06Effect\x18\x03 \x01(\tR\x06Effect\"\xa0\x01\n" +
+	"\x06Effect\x18\x03 \x01(\tR\x06Effect\"\xcc\x01\n" +
 	"\x10ServiceFrontends\x12\x1c\n" +
 	"\tNamespace\x18\x01 \x01(\tR\tNamespace\x12\x12\n" +
 	"\x04Name\x18\x02 \x01(\tR\x04Name\x12/\n" +
 	"\tFrontends\x18\x03 \x03(\v2\x11.localv1.FrontendR\tFrontends\x12)\n" +
-	"\x05Lists\x18\x04 \x03(\v2\x13.localv1.TargetListR\x05Lists\"\xe6\x03\n" +
+	"\x05Lists\x18\x04 \x03(\v2\x13.localv1.TargetListR\x05Lists\x12*\n" +
+	"\aSources\x18\x05 \x03(\v2\x10.localv1.SourcesR\aSources\"M\n" +
+	"\aSources\x12\"\n" +
+	"\fSourceRanges\x18\x01 \x03(\tR\fSourceRanges\x12\x1e\n" +
+	"\n" +
+	"OwnSources\x18\x02 \x03(\tR\n" +
+	"OwnSources\"\xc8\x03\n" +
 	"\bFrontend\x12)\n" +
 	"\x04Kind\x18\x01 \x01(\x0e2\x15.localv1.FrontendKindR\x04Kind\x12\x0e\n" +
 	"\x02IP\x18\x02 \x01(\tR\x02IP\x12'\n" +
@@ -2892,16 +2955,13 @@ const file_api_localv1_localv1_proto_rawDesc = "" +
 	"\x04Node\x18\b \x01(\v2\x10.localv1.TrafficR\x04Node\x12\x1e\n" +
 	"\n" +
 	"Restricted\x18\t \x01(\bR\n" +
-	"Restricted\x12\"\n" +
-	"\fSourceRanges\x18\n" +
-	" \x03(\tR\fSourceRanges\x12\x1e\n" +
-	"\n" +
-	"OwnSources\x18\v \x03(\tR\n" +
-	"OwnSources\x123\n" +
+	"Restricted\x12\x18\n" +
+	"\aSources\x18\x0e \x01(\x05R\aSources\x123\n" +
 	"\n" +
 	"Masquerade\x18\f \x01(\x0e2\x13.localv1.MasqueradeR\n" +
 	"Masquerade\x12(\n" +
-	"\x0fAffinitySeconds\x18\r \x01(\x05R\x0fAffinitySeconds\"I\n" +
+	"\x0fAffinitySeconds\x18\r \x01(\x05R\x0fAffinitySecondsJ\x04\b\n" +
+	"\x10\vJ\x04\b\v\x10\f\"I\n" +
 	"\aTraffic\x12*\n" +
 	"\aVerdict\x18\x01 \x01(\x0e2\x10.localv1.VerdictR\aVerdict\x12\x12\n" +
 	"\x04List\x18\x02 \x01(\x05R\x04List\"7\n" +
@@ -2968,7 +3028,7 @@ func file_api_localv1_localv1_proto_rawDescGZIP() []byte {
 }
 
 var file_api_localv1_localv1_proto_enumTypes = make([]protoimpl.EnumInfo, 6)
-var file_api_localv1_localv1_proto_msgTypes = make([]protoimpl.MessageInfo, 32)
+var file_api_localv1_localv1_proto_msgTypes = make([]protoimpl.MessageInfo, 33)
 var file_api_localv1_localv1_proto_goTypes = []any{
 	(Set)(0),                      // 0: localv1.Set
 	(Protocol)(0),                 // 1: localv1.Protocol
@@ -3001,14 +3061,15 @@ var file_api_localv1_localv1_proto_goTypes = []any{
 	(*NodeAddress)(nil),           // 28: localv1.NodeAddress
 	(*Taint)(nil),                 // 29: localv1.Taint
 	(*ServiceFrontends)(nil),      // 30: localv1.ServiceFrontends
-	(*Frontend)(nil),              // 31: localv1.Frontend
-	(*Traffic)(nil),               // 32: localv1.Traffic
-	(*TargetList)(nil),            // 33: localv1.TargetList
-	(*Target)(nil),                // 34: localv1.Target
-	nil,                           // 35: localv1.Service.LabelsEntry
-	nil,                           // 36: localv1.Service.AnnotationsEntry
-	nil,                           // 37: localv1.Node.LabelsEntry
-	(*timestamppb.Timestamp)(nil), // 38: google.protobuf.Timestamp
+	(*Sources)(nil),               // 31: localv1.Sources
+	(*Frontend)(nil),              // 32: localv1.Frontend
+	(*Traffic)(nil),               // 33: localv1.Traffic
+	(*TargetList)(nil),            // 34: localv1.TargetList
+	(*Target)(nil),                // 35: localv1.Target
+	nil,                           // 36: localv1.Service.LabelsEntry
+	nil,                           // 37: localv1.Service.AnnotationsEntry
+	nil,                           // 38: localv1.Node.LabelsEntry
+	(*timestamppb.Timestamp)(nil), // 39: google.protobuf.Timestamp
 }
 var file_api_localv1_localv1_proto_depIdxs = []int32{
 	8,  // 0: localv1.OpItem.Sync:type_name -> localv1.EmptyOp
@@ -3024,11 +3085,11 @@ var file_api_localv1_localv1_proto_depIdxs = []int32{
 	17, // 10: localv1.KeyedEndpoint.Endpoint:type_name -> localv1.Endpoint
 	15, // 11: localv1.Service.IPs:type_name -> localv1.ServiceIPs
 	23, // 12: localv1.Service.Ports:type_name -> localv1.PortMapping
-	35, // 13: localv1.Service.Labels:type_name -> localv1.Service.LabelsEntry
-	36, // 14: localv1.Service.Annotations:type_name -> localv1.Service.AnnotationsEntry
+	36, // 13: localv1.Service.Labels:type_name -> localv1.Service.LabelsEntry
+	37, // 14: localv1.Service.Annotations:type_name -> localv1.Service.AnnotationsEntry
 	14, // 15: localv1.Service.IPFilters:type_name -> localv1.IPFilter
 	24, // 16: localv1.Service.ClientIP:type_name -> localv1.ClientIPAffinity
-	38, // 17: localv1.Service.Created:type_name -> google.protobuf.Timestamp
+	39, // 17: localv1.Service.Created:type_name -> google.protobuf.Timestamp
 	2,  // 18: localv1.Service.IPFamilies:type_name -> localv1.Family
 	25, // 19: localv1.Service.Unusable:type_name -> localv1.PortFamily
 	26, // 20: localv1.Service.Lost:type_name -> localv1.LostClaim
@@ -3050,26 +3111,27 @@ var file_api_localv1_localv1_proto_depIdxs = []int32{
 	2,  // 36: localv1.PortFamily.Family:type_name -> localv1.Family
 	1,  // 37: localv1.LostClaim.Protocol:type_name -> localv1.Protocol
 	2,  // 38: localv1.LostClaim.Family:type_name -> localv1.Family
-	37, // 39: localv1.Node.Labels:type_name -> localv1.Node.LabelsEntry
+	38, // 39: localv1.Node.Labels:type_name -> localv1.Node.LabelsEntry
 	28, // 40: localv1.Node.Addresses:type_name -> localv1.NodeAddress
 	29, // 41: localv1.Node.Taints:type_name -> localv1.Taint
-	31, // 42: localv1.ServiceFrontends.Frontends:type_name -> localv1.Frontend
-	33, // 43: localv1.ServiceFrontends.Lists:type_name -> localv1.TargetList
-	3,  // 44: localv1.Frontend.Kind:type_name -> localv1.FrontendKind
-	2,  // 45: localv1.Frontend.Family:type_name -> localv1.Family
-	1,  // 46: localv1.Frontend.Protocol:type_name -> localv1.Protocol
-	32, // 47: localv1.Frontend.Elsewhere:type_name -> localv1.Traffic
-	32, // 48: localv1.Frontend.Node:type_name -> localv1.Traffic
-	5,  // 49: localv1.Frontend.Masquerade:type_name -> localv1.Masquerade
-	4,  // 50: localv1.Traffic.Verdict:type_name -> localv1.Verdict
-	34, // 51: localv1.TargetList.Targets:type_name -> localv1.Target
-	6,  // 52: localv1.Sets.Watch:input_type -> localv1.WatchReq
-	7,  // 53: localv1.Sets.Watch:output_type -> localv1.OpItem
-	53, // [53:54] is the sub-list for method output_type
-	52, // [52:53] is the sub-list for method input_type
-	52, // [52:52] is the sub-list for extension type_name
-	52, // [52:52] is the sub-list for extension extendee
-	0,  // [0:52] is the sub-list for field type_name
+	32, // 42: localv1.ServiceFrontends.Frontends:type_name -> localv1.Frontend
+	34, // 43: localv1.ServiceFrontends.Lists:type_name -> localv1.TargetList
+	31, // 44: localv1.ServiceFrontends.Sources:type_name -> localv1.Sources
+	3,  // 45: localv1.Frontend.Kind:type_name -> localv1.FrontendKind
+	2,  // 46: localv1.Frontend.Family:type_name -> localv1.Family
+	1,  // 47: localv1.Frontend.Protocol:type_name -> localv1.Protocol
+	33, // 48: localv1.Frontend.Elsewhere:type_name -> localv1.Traffic
+	33, // 49: localv1.Frontend.Node:type_name -> localv1.Traffic
+	5,  // 50: localv1.Frontend.Masquerade:type_name -> localv1.Masquerade
+	4,  // 51: localv1.Traffic.Verdict:type_name -> localv1.Verdict
+	35, // 52: localv1.TargetList.Targets:type_name -> localv1.Target
+	6,  // 53: localv1.Sets.Watch:input_type -> localv1.WatchReq
+	7,  // 54: localv1.Sets.Watch:output_type -> localv1.OpItem
+	54, // [54:55] is the sub-list for method output_type
+	53, // [53:54] is the sub-list for method input_type
+	53, // [53:53] is the sub-list for extension type_name
+	53, // [53:53] is the sub-list for extension extendee
+	0,  // [0:53] is the sub-list for field type_name
 }
 
 func init() { file_api_localv1_localv1_proto_init() }
@@ -3096,7 +3158,7 @@ func file_api_localv1_localv1_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_api_localv1_localv1_proto_rawDesc), len(file_api_localv1_localv1_proto_rawDesc)),
 			NumEnums:      6,
-			NumMessages:   32,
+			NumMessages:   33,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -35,6 +35,8 @@ func TestHistories(t *testing.T) {
 			},
 			Objects: func() []string {
 				all := tableContents(tb, b)
+				b.mu.Lock()
+				defer b.mu.Unlock()
 				for _, family := range families {
 					s, err := readSnapshot(tb.Context(), b.table.conn, mapID{kind: kindNodePortAddresses, family: family})
 					if err != nil {

@@ -64,7 +64,7 @@ func (t *table) beginPass(ctx context.Context, nodeAddrs []netip.Addr) error {
 	t.pass, t.state = p, p.state
 	t.drift.reset(p.foreignCommits)
 	t.leftovers.Exist = false
-	return t.repairSourceChains(ctx)
+	return t.repairChains(ctx)
 }
 
 // readAhead reads the table while the source still collects services, so that the first
@@ -365,8 +365,42 @@ func (ps *pass) keepOfFailed() (leaves bool) {
 	return leaves
 }
 
-// tidyChains repairs the chains of classes and creates missing ones. It deletes unused
-// chains, and the chains and sets of other programs.
+// repairChains writes the chains of source ranges and of classes that the table lacks, and
+// those that differ from the expected chains.
+func (t *table) repairChains(ctx context.Context) error {
+	l, err := t.conn.inspect(ctx, t.conn.table)
+	if err != nil {
+		return err
+	}
+	needed := map[class]bool{}
+	for c := range t.state.lists {
+		needed[c] = true
+	}
+	damaged := t.state.missing(needed)
+	for c := range t.state.made {
+		if !c.isSkeletonChain() && l.chains[c.name()] != t.state.rules[c.name()] {
+			damaged = append(damaged, c)
+		}
+	}
+	slices.SortFunc(damaged, func(a, b class) int { return cmp.Compare(b.name(), a.name()) }) // slot chains first
+	err = t.conn.transact(ctx, func(w *wire) {
+		for _, family := range families {
+			if name := sourcelists.ChainName(family); l.chains[name] != t.state.rules[name] {
+				w.makeChain(name, t.state.lengths.rules(family))
+			}
+		}
+		for _, c := range damaged {
+			w.makeClass(c, t.clientSeed)
+		}
+	})
+	if err != nil {
+		return fmt.Errorf("make the chains of table inet %s: %w", t.conn.table, err)
+	}
+	t.state.classesMade(damaged)
+	return nil
+}
+
+// tidyChains deletes unused chains, and the chains and sets of other programs.
 func (t *table) tidyChains(ctx context.Context) error {
 	maps.Copy(t.state.rules, t.skeleton)
 	l, err := t.conn.inspect(ctx, t.conn.table)
@@ -377,29 +411,14 @@ func (t *table) tidyChains(ctx context.Context) error {
 		_, ok := t.state.rules[name]
 		return ok
 	})
-	needed := map[class]bool{}
-	for c := range t.state.lists {
-		needed[c] = true
-	}
-	missing, unused := t.state.missing(needed), t.state.unusedClasses()
-	for c := range t.state.made {
-		isDamaged := !c.isSkeletonChain() && l.chains[c.name()] != t.state.rules[c.name()]
-		if isDamaged && !slices.Contains(unused, c) {
-			missing = append(missing, c)
-		}
-	}
-	slices.SortFunc(missing, func(a, b class) int { return cmp.Compare(b.name(), a.name()) }) // slot chains first
+	unused := t.state.unusedClasses()
 	err = t.conn.transact(ctx, func(w *wire) {
-		for _, c := range missing {
-			w.makeClass(c, t.clientSeed)
-		}
 		w.deleteClasses(unused)
 		w.deleteChainsAndSets(foreign, l.foreignSets())
 	})
 	if err != nil {
-		return fmt.Errorf("make the chains of table inet %s: %w", t.conn.table, err)
+		return fmt.Errorf("delete unused chains of table inet %s: %w", t.conn.table, err)
 	}
-	t.state.classesMade(missing)
 	t.state.classesDeleted(unused)
 	return nil
 }

@@ -185,21 +185,6 @@ func (s *state) sourceChainsMade(lengths sourceLengths) {
 	}
 }
 
-// repairSourceChains writes the chains if they differ from those that the state has.
-func (t *table) repairSourceChains(ctx context.Context) error {
-	l, err := t.conn.inspect(ctx, t.conn.table)
-	if err != nil {
-		return err
-	}
-	return t.conn.transact(ctx, func(w *wire) {
-		for _, family := range families {
-			if name := sourcelists.ChainName(family); l.chains[name] != t.state.rules[name] {
-				w.makeChain(name, t.state.lengths.rules(family))
-			}
-		}
-	})
-}
-
 // deleteUnusedSources removes the lists that no service uses, and then the rules for
 // lengths that no list has.
 func (t *table) deleteUnusedSources(ctx context.Context) error {

@@ -17,7 +17,8 @@ type ServiceState struct {
 	Service *Service `json:",omitempty"`
 	// Slices are the service's EndpointSlices, sorted by name.
 	Slices []*EndpointSlice `json:",omitempty"`
-	// Lost has the service's claims that another service owns, in sorted order.
+	// Lost has the service's claims that another service owns, in sorted order. The winners
+	// are empty in a cluster.State.
 	Lost []LostClaim `json:",omitempty"`
 }
 
@@ -43,8 +44,12 @@ type Claim struct {
 // service owns the claim.
 type LostClaim struct {
 	Claim
-	Winner types.NamespacedName
+	// Winner is the owner, if it is known. Later, another service may own the claim: a view
+	// does not change if only the winner changes.
+	Winner types.NamespacedName `json:",omitzero"`
 }
+
+func sameClaims(a, b LostClaim) bool { return a.Claim == b.Claim }
 
 // CompareKeys orders keys by namespace, then by name. Every list in this module that is
 // sorted by key has this order.

@@ -174,7 +174,8 @@ func (se *ServiceEndpoints) LocalEndpoints() int {
 	return n
 }
 
-// Equal reports whether both views have the same effect on a node.
+// Equal reports whether both views have the same effect on a node. It ignores the winners of
+// lost claims.
 func (se *ServiceEndpoints) Equal(o *ServiceEndpoints) bool {
 	if se == o {
 		return true
@@ -184,7 +185,7 @@ func (se *ServiceEndpoints) Equal(o *ServiceEndpoints) bool {
 		slices.EqualFunc(se.Endpoints, o.Endpoints, endpointsEqual) &&
 		slices.EqualFunc(se.Draining, o.Draining, endpointsEqual) &&
 		slices.Equal(se.Unusable, o.Unusable) &&
-		slices.Equal(se.Lost, o.Lost)
+		slices.EqualFunc(se.Lost, o.Lost, sameClaims)
 }
 
 // Key identifies the endpoint within its service by address and ports. It does not depend

@@ -19,13 +19,11 @@ type claims struct {
 	// tree is sorted by claim, then rank, then age. So the claims to one frontend are
 	// adjacent. The first of them owns the frontend, unless a service owns the whole address.
 	tree *btree.BTreeG[claim]
-	// byPrecedence has the claims at each address that at least one service claims as a
-	// whole, sorted by rank, then age. If the first of them is to the whole address, its
-	// service owns the address and all ports. Otherwise no service owns the whole address.
-	byPrecedence map[netip.Addr]*btree.BTreeG[claim]
-	// moved has the claims whose owner has changed. The joined states of services that have
-	// lost such a claim may still name the previous owner.
-	moved map[api.Claim]bool
+	// byPrecedence has the claims that have an address, sorted by address, rank and age. It
+	// matters only for an address that a service claims as a whole: if the first claim at this
+	// address is to the whole address, its service owns the address and all ports. Otherwise
+	// no service owns the whole address. It is nil until a service claims a whole address.
+	byPrecedence *btree.BTreeG[claim]
 }
 
 // The type ranked is a claim with its rank. If a service has an address as a
@@ -46,6 +44,7 @@ const (
 	loadBalancerIP      // the ranks of IPs have the order of the kinds in Service.FrontendIPs
 	externalIP
 	nodePort
+	afterAll // no claim has this rank
 )
 
 type claim struct {
@@ -54,11 +53,17 @@ type claim struct {
 }
 
 func newClaims() claims {
-	return claims{
-		tree:         btree.NewG(32, func(a, b claim) bool { return a.compare(b) < 0 }),
-		byPrecedence: map[netip.Addr]*btree.BTreeG[claim]{},
-		moved:        map[api.Claim]bool{},
+	return claims{tree: btree.NewG(32, func(a, b claim) bool { return a.compare(b) < 0 })}
+}
+
+// clone returns a copy for readers. It takes constant time, and later writes copy the nodes
+// that they change.
+func (c *claims) clone() *claims {
+	copied := claims{tree: c.tree.Clone()}
+	if c.byPrecedence != nil {
+		copied.byPrecedence = c.byPrecedence.Clone()
 	}
+	return &copied
 }
 
 func (c claim) compare(o claim) int {
@@ -141,19 +146,18 @@ func appendPort(list []ranked, rank rank, c api.Claim) []ranked {
 	return append(list, ranked{c, rank})
 }
 
-// outcome is a claim with its owner, which is the claimant or another service.
+// outcome is a claim that a service has won or lost.
 type outcome struct {
 	claim
-	owner *api.Service
+	lost bool
 }
+
+func (c *claims) outcome(cl claim) outcome { return outcome{cl, c.owner(cl.Claim) != cl.claimant} }
 
 // replace replaces the claims of a service's old version by the claims of its new
 // version. One version may be nil. If the versions have the same claims, changed is false.
 // Otherwise own has the outcomes of the new version's claims, and others has the outcomes
 // of all claims that other services have won or lost.
-//
-// A service that had lost a claim before may have lost it to another owner now. The claim
-// is in moved then. The method lost returns these outcomes, which can be many.
 func (c *claims) replace(old, new *api.Service) (own, others []outcome, changed bool) {
 	before, after := claimsOf(old), claimsOf(new)
 	sameAge := old != nil && new != nil && old.Created.Equal(new.Created)
@@ -174,12 +178,12 @@ func (c *claims) replace(old, new *api.Service) (own, others []outcome, changed 
 	for _, was := range touched {
 		for _, cl := range c.flipped(was) {
 			if cl.claimant != new {
-				others = append(others, outcome{cl, c.owner(cl.Claim)})
+				others = append(others, c.outcome(cl))
 			}
 		}
 	}
 	for _, cl := range after {
-		own = append(own, outcome{claim{cl, new}, c.owner(cl.Claim)})
+		own = append(own, c.outcome(claim{cl, new}))
 	}
 	return own, others, true
 }
@@ -200,57 +204,71 @@ func without(a, b []ranked) []ranked {
 
 func (c *claims) insert(cl claim) {
 	c.tree.ReplaceOrInsert(cl)
-	switch at := c.byPrecedence[cl.IP]; {
-	case at != nil:
-		at.ReplaceOrInsert(cl)
+	switch {
+	case !cl.IP.IsValid():
+	case c.byPrecedence != nil:
+		c.byPrecedence.ReplaceOrInsert(cl)
 	case claimsAddress(cl.Claim):
-		at = btree.NewG(32, func(a, b claim) bool {
-			return cmp.Or(a.precedence(b), compareClaims(a.Claim, b.Claim)) < 0
+		c.byPrecedence = btree.NewG(32, func(a, b claim) bool {
+			return cmp.Or(a.IP.Compare(b.IP), a.precedence(b), compareClaims(a.Claim, b.Claim)) < 0
 		})
-		for o := range c.at(cl.IP) {
-			at.ReplaceOrInsert(o)
-		}
-		c.byPrecedence[cl.IP] = at
+		c.tree.Ascend(func(o claim) bool {
+			if o.IP.IsValid() {
+				c.byPrecedence.ReplaceOrInsert(o)
+			}
+			return true
+		})
 	}
 }
 
 func (c *claims) delete(cl claim) {
 	c.tree.Delete(cl)
-	at := c.byPrecedence[cl.IP]
-	if at == nil {
-		return
-	}
-	at.Delete(cl)
-	if _, claimed := c.first(api.Claim{IP: cl.IP}); !claimed {
-		delete(c.byPrecedence, cl.IP)
+	if c.byPrecedence != nil && cl.IP.IsValid() {
+		c.byPrecedence.Delete(cl)
 	}
 }
 
-// at yields all claims at an address.
-func (c *claims) at(ip netip.Addr) iter.Seq[claim] {
-	return func(yield func(claim) bool) {
-		c.tree.AscendGreaterOrEqual(claim{ranked: ranked{Claim: api.Claim{IP: ip}}}, func(o claim) bool {
-			return o.IP == ip && yield(o)
-		})
-	}
-}
-
-// first returns the first of the claims that are equal to cl.
-func (c *claims) first(cl api.Claim) (found claim, ok bool) {
-	c.tree.AscendGreaterOrEqual(claim{ranked: ranked{Claim: cl}}, func(o claim) bool {
-		found, ok = o, o.Claim == cl
+// from returns the first claim in tree that does not precede cl.
+func from(tree *btree.BTreeG[claim], cl ranked) (found claim, ok bool) {
+	tree.AscendGreaterOrEqual(claim{ranked: cl}, func(o claim) bool {
+		found, ok = o, true
 		return false
 	})
 	return found, ok
 }
 
+// first returns the first of the claims that are equal to cl.
+func (c *claims) first(cl api.Claim) (claim, bool) {
+	if found, ok := from(c.tree, ranked{Claim: cl}); ok && found.Claim == cl {
+		return found, true
+	}
+	return claim{}, false
+}
+
+// firsts yields the first claim to an address, and to each of its ports.
+func (c *claims) firsts(ip netip.Addr) iter.Seq[claim] {
+	return func(yield func(claim) bool) {
+		next := ranked{Claim: api.Claim{IP: ip}}
+		for {
+			found, ok := from(c.tree, next)
+			if !ok || found.IP != ip || !yield(found) {
+				return
+			}
+			next = ranked{found.Claim, afterAll}
+		}
+	}
+}
+
 // firstAt returns the claim with the best precedence at an address, if a service claims
 // the whole address.
 func (c *claims) firstAt(ip netip.Addr) (claim, bool) {
-	if at := c.byPrecedence[ip]; at != nil {
-		return at.Min()
+	if c.byPrecedence == nil {
+		return claim{}, false
 	}
-	return claim{}, false
+	if _, claimed := c.first(api.Claim{IP: ip}); !claimed {
+		return claim{}, false
+	}
+	return from(c.byPrecedence, ranked{Claim: api.Claim{IP: ip}})
 }
 
 // owner returns the owner of a claim. For a claim to a whole address that no service owns,
@@ -295,7 +313,7 @@ func (c *claims) owners(lists ...[]ranked) []ownership {
 }
 
 // flipped compares an earlier ownership with the present one. It returns the claims that
-// services have won or lost since then, and marks claims with another owner as moved.
+// services have won or lost since then.
 func (c *claims) flipped(was ownership) (list []claim) {
 	now, _ := c.first(was.claim)
 	whole := claimsAddress(was.claim)
@@ -305,7 +323,6 @@ func (c *claims) flipped(was ownership) (list []claim) {
 	if sameService(was.by.claimant, now.claimant) && was.by.Claim == now.Claim {
 		return nil
 	}
-	c.moved[was.claim] = true
 	for _, cl := range [...]claim{was.by, now} {
 		if present, ok := c.tree.Get(cl); ok && cl.claimant != nil {
 			list = append(list, present)
@@ -313,15 +330,7 @@ func (c *claims) flipped(was ownership) (list []claim) {
 	}
 	if whole && owns(was.by) != owns(now) {
 		// The first claim to each port of the address is lost or won, too.
-		var last api.Claim
-		for cl := range c.at(was.claim.IP) {
-			if cl.Claim != last {
-				last = cl.Claim
-				list = append(list, cl)
-			}
-		}
-	} else if first, ok := c.first(was.claim); whole && ok {
-		list = append(list, first)
+		list = slices.AppendSeq(list, c.firsts(was.claim.IP))
 	}
 	return list
 }
@@ -331,23 +340,6 @@ func owns(cl claim) bool { return cl.claimant != nil && claimsAddress(cl.Claim) 
 
 func sameService(a, b *api.Service) bool {
 	return a == b || a != nil && b != nil && a.Key() == b.Key()
-}
-
-// lost returns the outcomes of all lost claims in moved, and clears moved.
-func (c *claims) lost() (list []outcome) {
-	for group := range c.moved {
-		c.tree.AscendGreaterOrEqual(claim{ranked: ranked{Claim: group}}, func(cl claim) bool {
-			if cl.Claim != group && !(claimsAddress(group) && cl.IP == group.IP) {
-				return false
-			}
-			if owner := c.owner(cl.Claim); owner != cl.claimant {
-				list = append(list, outcome{cl, owner})
-			}
-			return true
-		})
-	}
-	clear(c.moved)
-	return list
 }
 
 func claimsAddress(c api.Claim) bool { return c.Protocol == 0 && c.Port == 0 }

@@ -8,6 +8,7 @@ import (
 	"math/rand/v2"
 	"net/netip"
 	"slices"
+	"sync"
 	"testing"
 	"time"
 
@@ -54,8 +55,9 @@ func key(name string) types.NamespacedName { return types.NamespacedName{Namespa
 // The function lost returns the lost claims in the form "loser claim winner".
 func lost(state *cluster.State) []string {
 	list := []string{}
-	for k, s := range state.Snapshot().States.All() {
-		for _, l := range s.Lost {
+	snapshot := state.Snapshot()
+	for k, s := range snapshot.States.All() {
+		for _, l := range snapshot.WithWinners(s).Lost {
 			ip := "*"
 			if l.IP.IsValid() {
 				ip = l.IP.String()
@@ -264,6 +266,11 @@ func TestClaimsAgreeWithGrantingInOrder(t *testing.T) {
 	for seed := range uint64(200) {
 		random := rand.New(rand.NewPCG(seed, 0))
 		state := cluster.New(cluster.Options{Resumable: true})
+		var earlier struct {
+			snapshot *cluster.Snapshot
+			granted  map[string][]api.LostClaim
+		}
+		earlier.snapshot, earlier.granted = state.Snapshot(), map[string][]api.LostClaim{}
 		for range 40 {
 			name := fmt.Sprint("s", random.IntN(8))
 			s := service(name, random.IntN(4), fmt.Sprint("10.0.0.", random.IntN(2)+1))
@@ -285,18 +292,23 @@ func TestClaimsAgreeWithGrantingInOrder(t *testing.T) {
 					tx.SetService(s)
 				}
 			})
-			if diff := gocmp.Diff(grantInOrder(state), lostByService(state), equateAddrs); diff != "" {
+			snapshot, granted := state.Snapshot(), grantInOrder(state)
+			if diff := gocmp.Diff(granted, lostByService(snapshot), equateAddrs); diff != "" {
 				t.Fatalf("seed %d (-want +got):\n%s", seed, diff)
 			}
+			if diff := gocmp.Diff(earlier.granted, lostByService(earlier.snapshot), equateAddrs); diff != "" {
+				t.Fatalf("seed %d: an earlier snapshot has changed (-want +got):\n%s", seed, diff)
+			}
+			earlier.snapshot, earlier.granted = snapshot, granted
 		}
 	}
 }
 
-func lostByService(state *cluster.State) map[string][]api.LostClaim {
+func lostByService(snapshot *cluster.Snapshot) map[string][]api.LostClaim {
 	all := map[string][]api.LostClaim{}
-	for k, s := range state.Snapshot().States.All() {
+	for k, s := range snapshot.States.All() {
 		if len(s.Lost) > 0 {
-			all[k.Name] = s.Lost
+			all[k.Name] = snapshot.WithWinners(s).Lost
 		}
 	}
 	return all
@@ -378,19 +390,34 @@ func compareClaims(a, b api.Claim) int {
 func TestContestedClaimsCostTheSame(t *testing.T) {
 	for _, test := range []struct {
 		name   string
-		change func(tx *cluster.Tx, contender func(i int) *api.Service)
+		change func(update func(func(tx *cluster.Tx)), contender func(i int) *api.Service)
 	}{
-		{"the owner is deleted and comes back", func(tx *cluster.Tx, contender func(int) *api.Service) {
-			tx.DeleteService(contender(0).Key())
-			tx.SetService(contender(0))
+		{"the owner is deleted and comes back", func(update func(func(*cluster.Tx)), contender func(int) *api.Service) {
+			update(func(tx *cluster.Tx) { tx.DeleteService(contender(0).Key()) })
+			update(func(tx *cluster.Tx) { tx.SetService(contender(0)) })
 		}},
-		{"another service is deleted and comes back", func(tx *cluster.Tx, contender func(int) *api.Service) {
-			tx.DeleteService(contender(50).Key())
-			tx.SetService(contender(50))
+		{"another service is deleted and comes back", func(update func(func(*cluster.Tx)), contender func(int) *api.Service) {
+			update(func(tx *cluster.Tx) { tx.DeleteService(contender(50).Key()) })
+			update(func(tx *cluster.Tx) { tx.SetService(contender(50)) })
 		}},
-		{"a service whose cluster IP they name changes its port", func(tx *cluster.Tx, _ func(int) *api.Service) {
-			tx.SetService(service("victim", 0, "10.9.9.9", 81))
-			tx.SetService(service("victim", 0, "10.9.9.9", 80))
+		{"a service whose cluster IP they name changes its port", func(update func(func(*cluster.Tx)), _ func(int) *api.Service) {
+			update(func(tx *cluster.Tx) { tx.SetService(service("victim", 0, "10.9.9.9", 81)) })
+			update(func(tx *cluster.Tx) { tx.SetService(service("victim", 0, "10.9.9.9", 80)) })
+		}},
+		{"a younger all-ports service comes and goes", func(update func(func(*cluster.Tx)), _ func(int) *api.Service) {
+			update(func(tx *cluster.Tx) {
+				tx.SetService(with(wholeAddress(service("young", 0, "10.0.0.2")), external("10.9.9.9")))
+			})
+			update(func(tx *cluster.Tx) { tx.DeleteService(key("young")) })
+		}},
+		{"the oldest service changes its port beside an all-ports service", func(update func(func(*cluster.Tx)), contender func(int) *api.Service) {
+			update(func(tx *cluster.Tx) {
+				tx.SetService(with(wholeAddress(service("young", 0, "10.0.0.2")), external("10.9.9.9")))
+			})
+			for range 10 {
+				update(func(tx *cluster.Tx) { tx.DeleteService(contender(0).Key()) })
+				update(func(tx *cluster.Tx) { tx.SetService(contender(0)) })
+			}
 		}},
 	} {
 		for _, whole := range []bool{false, true} {
@@ -410,7 +437,10 @@ func TestContestedClaimsCostTheSame(t *testing.T) {
 					return func() time.Duration {
 						begin := time.Now()
 						for range 10 {
-							state.Update(func(tx *cluster.Tx) { test.change(tx, contender) })
+							test.change(func(change func(tx *cluster.Tx)) {
+								state.Update(change)
+								state.Snapshot()
+							}, contender)
 						}
 						return time.Since(begin)
 					}
@@ -431,8 +461,56 @@ func TestContestedClaimsCostTheSame(t *testing.T) {
 	}
 }
 
+// If the owner of a claim that many services have lost changes, only two services change.
+func TestAnOwnerChangeWritesOnlyItsServices(t *testing.T) {
+	const n = 100
+	state := cluster.New(cluster.Options{})
+	state.Update(func(tx *cluster.Tx) {
+		for i := range n {
+			tx.SetService(with(service(fmt.Sprint("s", i), n-i, fmt.Sprint("10.0.0.", i), 80), external("10.9.9.9")))
+		}
+	})
+	for i := range n - 1 {
+		before := state.Snapshot()
+		state.Update(func(tx *cluster.Tx) { tx.DeleteService(key(fmt.Sprint("s", i))) })
+		after := state.Snapshot()
+		if writes := after.Revision - before.Revision; writes != 2 {
+			t.Fatalf("deletion %d wrote %d services, want 2", i, writes)
+		}
+		last, _ := after.States.Get(key(fmt.Sprint("s", n-1)))
+		if lost := after.WithWinners(last).Lost; i < n-2 && (len(lost) != 1 || lost[0].Winner != key(fmt.Sprint("s", i+1))) {
+			t.Fatalf("after deletion %d the youngest service has lost %v", i, lost)
+		}
+	}
+}
+
+// Readers use snapshots while an Update changes the claims.
+func TestReadersFindWinnersDuringUpdates(t *testing.T) {
+	contender := func(i int) *api.Service {
+		return with(service(fmt.Sprint("s", i), 1000-i, fmt.Sprint("10.0.0.", i), 80), external("10.9.9.9"))
+	}
+	state := cluster.New(cluster.Options{})
+	state.Update(func(tx *cluster.Tx) {
+		for i := range 200 {
+			tx.SetService(contender(i))
+		}
+	})
+	var readers sync.WaitGroup
+	defer readers.Wait()
+	for i := range 100 {
+		snapshot := state.Snapshot()
+		readers.Go(func() {
+			last, _ := snapshot.States.Get(key("s199"))
+			if got := snapshot.WithWinners(last).Lost[0].Winner; got != key(fmt.Sprint("s", i)) {
+				t.Errorf("after %d deletions, the owner is %s", i, got)
+			}
+		})
+		state.Update(func(tx *cluster.Tx) { tx.DeleteService(key(fmt.Sprint("s", i))) })
+	}
+}
+
 // BenchmarkContestedClaims lists services that compete for one claim, and then deletes
-// them one by one, oldest first.
+// them one by one, oldest first. A reader requests a snapshot after each deletion.
 func BenchmarkContestedClaims(b *testing.B) {
 	for _, n := range []int{1000, 4000, 16000} {
 		b.Run(fmt.Sprint(n, " services"), func(b *testing.B) {
@@ -445,6 +523,7 @@ func BenchmarkContestedClaims(b *testing.B) {
 				state.Update(func(tx *cluster.Tx) { tx.ReplaceServices(slices.Values(list)) })
 				for _, s := range list {
 					state.Update(func(tx *cluster.Tx) { tx.DeleteService(s.Key()) })
+					state.Snapshot()
 				}
 			}
 			b.ReportMetric(float64(b.Elapsed().Nanoseconds())/float64(b.N*n), "ns/service")

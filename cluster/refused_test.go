@@ -281,7 +281,7 @@ func TestRefusedAndAcceptedServicesAgree(t *testing.T) {
 					t.Fatalf("seed %d, step %d: %s is %v, want %v", seed, step, name, got, want)
 				}
 			}
-			if diff := gocmp.Diff(grantInOrder(state), lostByService(state), equateAddrs); diff != "" {
+			if diff := gocmp.Diff(grantInOrder(state), lostByService(state.Snapshot()), equateAddrs); diff != "" {
 				t.Fatalf("seed %d, step %d: lost claims (-want +got):\n%s", seed, step, diff)
 			}
 			compareObjects(t, fmt.Sprintf("seed %d, step %d", seed, step), state)

@@ -31,6 +31,8 @@ type State struct {
 	nodes   *diffstore.Store[string, *api.Node]
 	claims  claims
 	refused refused
+	// sharedClaims is a copy of claims for snapshots. It is nil if claims has changed.
+	sharedClaims *claims
 	// objectStores is nil until a program requests separate objects.
 	objectStores *objectStores
 	// staleStore has an entry while the state is stale. Changes of this store wake readers,
@@ -186,12 +188,10 @@ func (s *State) commit(before diffstore.Revision) {
 	p, last := &s.published, s.revisions.Last()
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if last != before || len(s.claims.moved) > 0 {
-		p.snapshot, p.objects = nil, nil
-	}
 	if last == before {
 		return
 	}
+	p.snapshot, p.objects = nil, nil
 	p.revision = last
 	p.commits[p.nextCommit] = Commit{before + 1, last, time.Now()}
 	p.nextCommit = (p.nextCommit + 1) % len(p.commits)
@@ -249,15 +249,15 @@ func (s *State) Changed(since diffstore.Revision) <-chan struct{} {
 
 // Snapshot returns the state after the last Update that has ended. It does not wait for a
 // running Update. A call is cheap, and it is free if the state has not changed since the
-// last call. If a claim that many services have lost has another owner since the last call,
-// a call takes time in proportion to their number, and counts as a change.
+// last call.
 func (s *State) Snapshot() *Snapshot {
 	if snapshot, _ := s.published.get(); snapshot != nil {
 		return snapshot
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	return s.latest()
+	snapshot, _ := s.publish()
+	return snapshot
 }
 
 func (p *published) get() (*Snapshot, *Objects) {
@@ -266,33 +266,23 @@ func (p *published) get() (*Snapshot, *Objects) {
 	return p.snapshot, p.objects
 }
 
-// latest returns the snapshot of the last commit. Before, it writes the names of the
-// present owners of claims into the states of services that have lost these claims. The
+// publish makes the snapshots that readers get until the next commit, unless they exist. The
 // caller holds s.mu.
-func (s *State) latest() *Snapshot {
-	if len(s.claims.moved) > 0 {
-		before := s.revisions.Last()
-		s.setLost(s.claims.lost())
-		s.commit(before)
-	}
-	snapshot, _ := s.publish()
-	return snapshot
-}
-
-// publish makes the snapshots that readers get until the next commit, unless they exist. In
-// these snapshots, a lost claim may have the name of an earlier owner. The caller holds
-// s.mu.
 func (s *State) publish() (*Snapshot, *Objects) {
 	snapshot, objects := s.published.get()
 	if snapshot == nil {
 		clear(s.own)
 		_, stale := s.staleStore.Get("")
+		if s.sharedClaims == nil {
+			s.sharedClaims = s.claims.clone()
+		}
 		snapshot = &Snapshot{
 			Revision: s.revisions.Last(),
 			States:   s.states.Snapshot(),
 			Nodes:    s.nodes.Snapshot(),
 			Refused:  s.refused.reasons.Snapshot(),
 			Stale:    stale,
+			claims:   s.sharedClaims,
 		}
 	}
 	if objects == nil && s.objectStores != nil {
@@ -322,7 +312,6 @@ func (s *State) Objects() *Objects {
 		s.addObjectStores()
 		s.commit(before)
 	}
-	s.latest()
 	_, objects := s.publish()
 	return objects
 }
@@ -385,8 +374,8 @@ func updateLost(lost []api.LostClaim, outcomes []outcome) []api.LostClaim {
 		if len(lost) > 0 && lost[0].Claim == o.Claim {
 			lost = lost[1:]
 		}
-		if o.owner != o.claimant {
-			updated = append(updated, api.LostClaim{Claim: o.Claim, Winner: o.owner.Key()})
+		if o.lost {
+			updated = append(updated, api.LostClaim{Claim: o.Claim})
 		}
 	}
 	return append(updated, lost...)
@@ -481,6 +470,7 @@ func (s *State) accept(key types.NamespacedName, next api.ServiceState) {
 		if _, noted := s.refused.had[key]; !noted && s.IsSynced() {
 			s.refused.had[key] = have.Service
 		}
+		s.sharedClaims = nil
 		own, others, changed := s.claims.replace(have.Service, next.Service)
 		if changed {
 			next.Lost = updateLost(nil, own)
@@ -541,6 +531,25 @@ type Snapshot struct {
 	Refused *diffstore.Snapshot[types.NamespacedName, string]
 	// Stale is true if the source lost its connection long ago (see [Tx.SetStale]).
 	Stale bool
+
+	claims *claims
+}
+
+// WithWinners returns a joined state of this snapshot with the Winner of each lost claim. The
+// states in States do not have winners. So if a claim that many services have lost gets
+// another owner, their states remain unchanged.
+func (s *Snapshot) WithWinners(state *api.ServiceState) *api.ServiceState {
+	if state == nil || len(state.Lost) == 0 {
+		return state
+	}
+	named := *state
+	named.Lost = slices.Clone(state.Lost)
+	for i := range named.Lost {
+		if owner := s.claims.owner(named.Lost[i].Claim); owner != nil {
+			named.Lost[i].Winner = owner.Key()
+		}
+	}
+	return &named
 }
 
 // Objects is a snapshot for programs that copy the state. It also has the services and

@@ -36,10 +36,10 @@ type Feed struct {
 	views  *views
 	cursor *diffstore.Cursor[types.NamespacedName, *api.ServiceState]
 
-	// The fields revision, node and cursor describe the state that the reader last
-	// acknowledged. At first and after Reset, revision is 0 and node is nil.
-	revision diffstore.Revision
-	node     *api.Node
+	// The fields acked, node and cursor describe the state that the reader last acknowledged.
+	// At first and after Reset, acked is empty and node is nil.
+	acked *cluster.Snapshot
+	node  *api.Node
 
 	offered offer
 }
@@ -53,7 +53,7 @@ type offer struct {
 // New returns a feed that computes the views of the named node from state. If the name is
 // empty, no endpoint is local, and the feed has no Node object.
 func New(state cluster.Reader, nodeName string) *Feed {
-	return &Feed{state: state, stub: &api.Node{Name: nodeName}, cursor: state.NewCursor()}
+	return &Feed{state: state, stub: &api.Node{Name: nodeName}, cursor: state.NewCursor(), acked: new(cluster.Snapshot)}
 }
 
 // NewAll returns n feeds like [New], for n readers. The feeds share the views that they
@@ -73,7 +73,7 @@ func NewAll(state cluster.Reader, nodeName string, n int) []*Feed {
 }
 
 // Changed implements [sink.Source].
-func (f *Feed) Changed() <-chan struct{} { return f.state.Changed(f.revision) }
+func (f *Feed) Changed() <-chan struct{} { return f.state.Changed(f.acked.Revision) }
 
 // Next implements [sink.Source]. It never fails.
 func (f *Feed) Next() (*sink.Update, error) {
@@ -93,7 +93,7 @@ func (f *Feed) Advance(u *sink.Update) {
 		return
 	}
 	f.cursor.Advance(f.offered.snapshot.States)
-	f.revision = f.offered.snapshot.Revision
+	f.acked = f.offered.snapshot
 	f.node = u.Node
 	f.offered = offer{}
 }
@@ -102,7 +102,7 @@ func (f *Feed) Advance(u *sink.Update) {
 func (f *Feed) Reset() {
 	f.cursor.Close()
 	f.cursor = f.state.NewCursor()
-	f.revision, f.node, f.offered = 0, nil, offer{}
+	f.acked, f.node, f.offered = new(cluster.Snapshot), nil, offer{}
 }
 
 // Close implements [sink.Source].
@@ -112,17 +112,21 @@ func (f *Feed) Close() { f.cursor.Close() }
 func (f *Feed) update(snapshot *cluster.Snapshot) *sink.Update {
 	delta := f.cursor.Until(snapshot.States)
 	node, _ := snapshot.Nodes.Get(f.stub.Name)
-	after := view{delta.New, f.self(node)}
+	after := view{snapshot, f.self(node)}
 
 	u := &sink.Update{
 		Lost: delta.Full(), Revision: uint64(snapshot.Revision), Node: node, NodeChanged: true,
-		View: func(key types.NamespacedName) *api.ServiceEndpoints { return after.of(key, f.views) }, After: after.viewsAfter,
+		View: func(key types.NamespacedName) *api.ServiceEndpoints {
+			state, _ := snapshot.States.Get(key)
+			return f.views.of(state, after)
+		},
+		After: after.viewsAfter,
 	}
 	if u.Lost {
 		return u
 	}
 	u.NodeChanged = !node.Equal(f.node)
-	before := view{delta.Old, f.self(f.node)}
+	before := view{f.acked, f.self(f.node)}
 	f.addChanges(u, before, after, delta)
 	return u
 }
@@ -137,30 +141,25 @@ func (f *Feed) self(node *api.Node) *api.Node {
 
 // view computes a node's view of each service in a snapshot.
 type view struct {
-	states *diffstore.Snapshot[types.NamespacedName, *api.ServiceState]
-	node   *api.Node
+	snapshot *cluster.Snapshot
+	node     *api.Node
 }
 
-func (v view) of(key types.NamespacedName, shared *views) *api.ServiceEndpoints {
-	state, _ := v.states.Get(key)
-	return shared.of(state, v.node)
-}
-
-func see(state *api.ServiceState, node *api.Node) *api.ServiceEndpoints {
+func (v view) of(state *api.ServiceState) *api.ServiceEndpoints {
 	if state == nil {
 		return nil
 	}
-	return nodeview.View(state, node)
+	return nodeview.View(v.snapshot.WithWinners(state), v.node)
 }
 
 // viewsAfter yields all services whose key is greater than key, in order.
 func (v view) viewsAfter(key types.NamespacedName) iter.Seq2[types.NamespacedName, sink.View] {
 	return func(yield func(types.NamespacedName, sink.View) bool) {
-		for key, state := range v.states.After(key) {
+		for key, state := range v.snapshot.States.After(key) {
 			if !hasView(state) {
 				continue
 			}
-			if !yield(key, sink.View{Size: size(state), Get: func() *api.ServiceEndpoints { return see(state, v.node) }}) {
+			if !yield(key, sink.View{Size: size(state), Get: func() *api.ServiceEndpoints { return v.of(state) }}) {
 				return
 			}
 		}
@@ -192,12 +191,12 @@ func (f *Feed) addChanges(u *sink.Update, before, after view, delta diffstore.De
 		if was := size(c.Old); max(was, size(c.New)) >= sink.LargeSize {
 			old := sink.View{Size: was}
 			if hasView(c.Old) {
-				old.Get = func() *api.ServiceEndpoints { return shared.of(c.Old, before.node) }
+				old.Get = func() *api.ServiceEndpoints { return shared.of(c.Old, before) }
 			}
 			u.Large = append(u.Large, sink.LargeChange{Key: c.Key, Old: old, TriggerTime: triggerTime(c.Old, c.New)})
 			continue
 		}
-		old, new := shared.of(c.Old, before.node), shared.of(c.New, after.node)
+		old, new := shared.of(c.Old, before), shared.of(c.New, after)
 		if !old.Equal(new) {
 			u.Changes = append(u.Changes, sink.Change{Key: c.Key, Old: old, New: new, TriggerTime: triggerTime(c.Old, c.New)})
 		}

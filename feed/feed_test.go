@@ -465,6 +465,56 @@ func TestFeedsShareViews(t *testing.T) {
 	}
 }
 
+// A new view names the present owner of a lost claim. A change of the owner alone changes no
+// view.
+func TestViewsNameTheOwnersOfLostClaims(t *testing.T) {
+	state := cluster.New(cluster.Options{})
+	state.SetSynced()
+	state.Update(func(tx *cluster.Tx) {
+		for _, name := range []string{"a", "b", "c"} {
+			tx.SetService(service(name))
+		}
+	})
+	feeds := feed.NewAll(state, "n", 2)
+	for _, f := range feeds {
+		defer f.Close()
+		nextLines(t, f)
+	}
+	owner := func(view *api.ServiceEndpoints) string { return view.Lost[0].Winner.Name }
+	for _, f := range feeds {
+		u, _ := f.Next()
+		if got := owner(u.View(key("c"))); got != "a" {
+			t.Errorf("c has lost its claim to %q, want a", got)
+		}
+	}
+	state.Update(func(tx *cluster.Tx) { tx.DeleteService(key("a")) })
+	for _, f := range feeds {
+		u, _ := f.Next()
+		for _, c := range u.Changes {
+			if c.Key == key("c") {
+				t.Error("a change of the owner changes the view of c")
+			}
+		}
+		for k, view := range u.After(key("b")) {
+			if got := owner(view.Get()); got != "b" {
+				t.Errorf("%s has lost its claim to %q, want b", k, got)
+			}
+		}
+		f.Advance(u)
+	}
+	state.Update(func(tx *cluster.Tx) {
+		renamed := service("c")
+		renamed.Labels = map[string]string{"app": "c"}
+		tx.SetService(renamed)
+	})
+	for _, f := range feeds {
+		u, _ := f.Next()
+		if got := owner(u.Changes[0].New); got != "b" {
+			t.Errorf("the new view of c names the owner %q, want b", got)
+		}
+	}
+}
+
 // Feeds keep only a limited number of the views that they share.
 func TestSharedViewsAreDropped(t *testing.T) {
 	state := cluster.New(cluster.Options{})

@@ -26,19 +26,19 @@ type views struct {
 // large view delays no feed that does not need it.
 type lazyView func() *api.ServiceEndpoints
 
-// The method of returns the view of a service on a node. The name of the node must be the
-// same in all calls.
-func (v *views) of(state *api.ServiceState, node *api.Node) *api.ServiceEndpoints {
+// The method of returns a node's view of a service. The name of the node must be the same
+// in all calls.
+func (v *views) of(state *api.ServiceState, from view) *api.ServiceEndpoints {
 	if v == nil || state == nil {
-		return see(state, node)
+		return from.of(state)
 	}
-	return v.find(state, node)()
+	return v.find(state, from)()
 }
 
-func (v *views) find(state *api.ServiceState, node *api.Node) lazyView {
+func (v *views) find(state *api.ServiceState, from view) lazyView {
 	v.mu.Lock()
 	defer v.mu.Unlock()
-	if zone := node.Zone(); v.recent == nil || v.zone != zone {
+	if zone := from.node.Zone(); v.recent == nil || v.zone != zone {
 		v.zone, v.recent, v.earlier, v.size = zone, map[*api.ServiceState]lazyView{}, nil, 0
 	}
 	if shared := v.recent[state]; shared != nil {
@@ -46,7 +46,7 @@ func (v *views) find(state *api.ServiceState, node *api.Node) lazyView {
 	}
 	shared := v.earlier[state]
 	if shared == nil {
-		shared = sync.OnceValue(func() *api.ServiceEndpoints { return see(state, node) })
+		shared = sync.OnceValue(func() *api.ServiceEndpoints { return from.of(state) })
 	}
 	v.recent[state] = shared
 	if v.size += size(state); v.size > maxRecent {

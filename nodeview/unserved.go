@@ -49,13 +49,14 @@ type UnservedFrontend struct {
 	// ServicePort is the frontend's service port. It is nil if all ports are meant.
 	ServicePort *api.PortMapping `json:",omitempty"`
 	Fault       Fault
-	// If Fault is Lost, Winner is the service that owns the address, protocol and port.
+	// If Fault is Lost, Winner is the service that owns the address, protocol and port, if it
+	// is known.
 	Winner types.NamespacedName `json:",omitzero"`
 }
 
 // String describes the frontend and the reason.
 func (u UnservedFrontend) String() string {
-	if u.Fault == Lost {
+	if u.Winner.Name != "" {
 		return fmt.Sprintf("%s: service %s owns it", u.FrontendKey, u.Winner)
 	}
 	return fmt.Sprintf("%s: %s", u.FrontendKey, u.Fault)

@@ -122,7 +122,12 @@ func (s *screen) sink() sink.Sink {
 			line, ok := before[service]
 			if !ok {
 				var err error
-				if line, err = json.Marshal(service); err != nil {
+				printed := *service
+				printed.Lost = slices.Clone(service.Lost)
+				for i := range printed.Lost {
+					printed.Lost[i].Winner = types.NamespacedName{} // may be from an earlier state
+				}
+				if line, err = json.Marshal(printed); err != nil {
 					return err
 				}
 			}

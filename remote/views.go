@@ -8,6 +8,7 @@ import (
 	"sync/atomic"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/cluster"
 	"github.com/kpng-project/kpng/nodeview"
 	"k8s.io/klog/v2"
 )
@@ -39,9 +40,9 @@ func newViews(limit int) *views {
 	return &views{limit: limit, states: map[*api.ServiceState]*list.Element{}, lru: list.New()}
 }
 
-// viewFor returns the view of state for the given node in the given zone, or nil if there
-// is no view.
-func (v *views) viewFor(state *api.ServiceState, node, zone string, frontends bool) *wireView {
+// viewFor returns the view of a state in snapshot for the given node in the given zone, or
+// nil if there is no view.
+func (v *views) viewFor(snapshot *cluster.Snapshot, state *api.ServiceState, node, zone string, frontends bool) *wireView {
 	if state == nil {
 		return nil
 	}
@@ -51,7 +52,7 @@ func (v *views) viewFor(state *api.ServiceState, node, zone string, frontends bo
 	s.mu.Lock()
 	w, ok := s.views[c]
 	if !ok {
-		w = v.compute(s, c)
+		w = v.compute(snapshot, s, c)
 		s.views[c] = w
 	}
 	s.mu.Unlock()
@@ -63,12 +64,12 @@ func (v *views) viewFor(state *api.ServiceState, node, zone string, frontends bo
 
 // compute computes the view of s for a class. The result is nil if there is no view, or if
 // a message cannot contain it. The caller holds s.mu.
-func (v *views) compute(s *sharedState, c class) *wireView {
+func (v *views) compute(snapshot *cluster.Snapshot, s *sharedState, c class) *wireView {
 	node := &api.Node{Name: c.node}
 	if c.zone != "" {
 		node.Labels = map[string]string{api.ZoneLabel: c.zone}
 	}
-	se := nodeview.View(s.state, node)
+	se := nodeview.View(snapshot.WithWinners(s.state), node)
 	if se == nil {
 		return nil
 	}

@@ -11,6 +11,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/cluster"
 	"github.com/kpng-project/kpng/internal/apitest"
 	"github.com/kpng-project/kpng/internal/wire/localv1"
 	"github.com/kpng-project/kpng/nodeview"
@@ -25,10 +26,10 @@ func TestViewsAreEvicted(t *testing.T) {
 	const limit = 100_000
 	v := newViews(limit)
 	used := stateOf("used")
-	first := v.viewFor(used, "n", "z", false)
+	first := v.viewFor(new(cluster.Snapshot), used, "n", "z", false)
 	for i := range 1000 {
-		v.viewFor(stateOf(fmt.Sprint("s", i)), "n", "z", false)
-		if v.viewFor(used, "n", "z", false) != first {
+		v.viewFor(new(cluster.Snapshot), stateOf(fmt.Sprint("s", i)), "n", "z", false)
+		if v.viewFor(new(cluster.Snapshot), used, "n", "z", false) != first {
 			t.Fatal("a view in use was evicted")
 		}
 		if v.size > limit {
@@ -81,7 +82,7 @@ func TestClassesShareEndpoints(t *testing.T) {
 		v := newViews(1 << 20)
 		for n := range nodes {
 			name := apitest.NodeName(n)
-			got := v.viewFor(state, name, "", false)
+			got := v.viewFor(new(cluster.Snapshot), state, name, "", false)
 			want, err := newWireView(got.id, nodeview.View(state, &api.Node{Name: name}), new(marshalled))
 			if err != nil {
 				t.Fatal(err)
@@ -102,7 +103,7 @@ func TestConcurrentRequestsComputeViewOnce(t *testing.T) {
 	s := stateOf("s")
 	var wg sync.WaitGroup
 	for i := range 20 {
-		wg.Go(func() { v.viewFor(s, fmt.Sprint("node-", i), fmt.Sprint("zone-", i%2), false) })
+		wg.Go(func() { v.viewFor(new(cluster.Snapshot), s, fmt.Sprint("node-", i), fmt.Sprint("zone-", i%2), false) })
 	}
 	wg.Wait()
 	if n := v.computed.Load(); n != 1 {

@@ -282,5 +282,5 @@ func (w *watch) deltas(d statesDelta, to *target) []*wireDelta {
 
 // view returns the view of a service for the client's node before or after a change.
 func (w *watch) view(state *api.ServiceState, to *target) *wireView {
-	return w.server.views.viewFor(state, w.name, to.zone, w.frontends)
+	return w.server.views.viewFor(w.sender.snapshot.Snapshot, state, w.name, to.zone, w.frontends)
 }

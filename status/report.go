@@ -421,7 +421,7 @@ func (h *Handler) service(q query) *ServiceReport {
 			}
 		}
 		if state, ok := p.snapshot.States.Get(q.service); ok {
-			s.Explanation = nodeview.Explain(state, node)
+			s.Explanation = nodeview.Explain(p.snapshot.WithWinners(state), node)
 		}
 	case p.update != nil:
 		if view := p.update.View(q.service); view != nil {

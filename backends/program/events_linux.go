@@ -121,11 +121,11 @@ func newlyLost(old, new *api.ServiceEndpoints) []api.LostClaim {
 	if old == nil || len(new.Lost) == 0 {
 		return new.Lost
 	}
-	before := make(map[api.LostClaim]bool, len(old.Lost))
+	before := make(map[api.Claim]bool, len(old.Lost))
 	for _, l := range old.Lost {
-		before[l] = true
+		before[l.Claim] = true
 	}
-	return slices.DeleteFunc(slices.Clone(new.Lost), func(l api.LostClaim) bool { return before[l] })
+	return slices.DeleteFunc(slices.Clone(new.Lost), func(l api.LostClaim) bool { return before[l.Claim] })
 }
 
 // serviceRefused adds an Event for a service that is too large. A nil eventsWriter omits

@@ -165,12 +165,12 @@ func (q question) explanations(s *cluster.Snapshot, node *api.Node) iter.Seq[*no
 	return func(yield func(*nodeview.Explanation) bool) {
 		if q.service.Name != "" {
 			if state, ok := s.States.Get(q.service); ok && state.Service != nil {
-				yield(nodeview.Explain(state, node))
+				yield(nodeview.Explain(s.WithWinners(state), node))
 			}
 			return
 		}
 		for _, state := range s.States.All() {
-			e := nodeview.Explain(state, node)
+			e := nodeview.Explain(s.WithWinners(state), node)
 			if q != (question{}) && !q.narrow(e, node) {
 				continue
 			}

@@ -159,7 +159,7 @@ func viewsOf(s *cluster.Snapshot, node *api.Node, name string) (iter.Seq[*api.Se
 	}
 	return func(yield func(*api.ServiceEndpoints) bool) {
 		for _, state := range states {
-			if view := nodeview.View(state, node); view != nil && !yield(view) {
+			if view := nodeview.View(s.WithWinners(state), node); view != nil && !yield(view) {
 				return
 			}
 		}

@@ -2021,7 +2021,8 @@ type LostClaim struct {
 	// Protocol and Port are 0 for the whole address.
 	Protocol Protocol `protobuf:"varint,2,opt,name=Protocol,proto3,enum=localv1.Protocol" json:"Protocol,omitempty"`
 	Port     int32    `protobuf:"varint,3,opt,name=Port,proto3" json:"Port,omitempty"`
-	// WinnerNamespace and WinnerName identify the service that owns the claim.
+	// WinnerNamespace and WinnerName identify the service that owned the claim when the view
+	// was computed.
 	WinnerNamespace string `protobuf:"bytes,4,opt,name=WinnerNamespace,proto3" json:"WinnerNamespace,omitempty"`
 	WinnerName      string `protobuf:"bytes,5,opt,name=WinnerName,proto3" json:"WinnerName,omitempty"`
 	// Family is the family of a node port. It is 0 if there is an IP.

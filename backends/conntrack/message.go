@@ -166,11 +166,31 @@ func encodeDeletion(w *netfilter.Builder, family api.Family, identity []byte) {
 	w.End(at)
 }
 
-// encodeDump encodes the message that requests the entries of kind k with one of these
-// destinations. The kernel can filter by one port and by one IPv4 address. For TCP, it
-// also omits entries with a reply. Where the kernel cannot filter, the dump has more
-// entries. Kernels before 5.8 do not filter by address and port.
-func encodeDump(w *netfilter.Builder, k kind, destinations []destination) {
+// filter has the address and the port that all destinations of a dump have in common. A
+// zero field means that the destinations differ.
+type filter struct {
+	addr netip.Addr
+	port uint16
+}
+
+func filterOf(d destination) filter { return filter{d.addr, d.port} }
+
+// union returns the filter of all destinations of f and o.
+func (f filter) union(o filter) filter {
+	if f.addr != o.addr {
+		f.addr = netip.Addr{}
+	}
+	if f.port != o.port {
+		f.port = 0
+	}
+	return f
+}
+
+// encodeDump encodes the message that requests the entries of kind k that match a filter.
+// The kernel can filter by one port and by one IPv4 address. For TCP, it also omits
+// entries with a reply. Where the kernel cannot filter, the dump has more entries. Kernels
+// before 5.8 do not filter by address and port.
+func encodeDump(w *netfilter.Builder, k kind, f filter) {
 	flags := uint32(filterProtoNum)
 	at := w.Begin(ctGet, unix.NLM_F_DUMP, nfproto(k.family))
 	if k.protocol == unix.IPPROTO_TCP {
@@ -181,16 +201,16 @@ func encodeDump(w *netfilter.Builder, k kind, destinations []destination) {
 	ip := w.Nest(ctaTupleIP)
 	// Do not filter by an IPv6 address: the kernel would return all entries except those
 	// of that address.
-	if addr := destinations[0].addr; k.family == api.IPv4 && addr.IsValid() && all(destinations, func(d destination) bool { return d.addr == addr }) {
+	if k.family == api.IPv4 && f.addr.IsValid() {
 		flags |= filterIPDst
-		w.Bytes(ctaIPv4Dst, addr.AsSlice()...)
+		w.Bytes(ctaIPv4Dst, f.addr.AsSlice()...)
 	}
 	w.EndNest(ip)
 	proto := w.Nest(ctaTupleProto)
 	w.Bytes(ctaProtoNum, k.protocol)
-	if port := destinations[0].port; port != 0 && all(destinations, func(d destination) bool { return d.port == port }) {
+	if f.port != 0 {
 		flags |= filterDstPort
-		w.Bytes(ctaProtoDstPort, byte(port>>8), byte(port))
+		w.Bytes(ctaProtoDstPort, byte(f.port>>8), byte(f.port))
 	}
 	w.EndNest(proto)
 	w.EndNest(tuple)
@@ -199,13 +219,4 @@ func encodeDump(w *netfilter.Builder, k kind, destinations []destination) {
 	w.Bytes(ctaFilterReplyFlags, 0, 0, 0, 0)
 	w.EndNest(filter)
 	w.End(at)
-}
-
-func all(destinations []destination, matches func(destination) bool) bool {
-	for _, d := range destinations {
-		if !matches(d) {
-			return false
-		}
-	}
-	return true
 }

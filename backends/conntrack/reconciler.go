@@ -59,7 +59,7 @@ type Reconciler struct {
 	mu    sync.Mutex
 	ended chan struct{} // closed and replaced after each pass
 	last  error         // the error of the last pass
-	upTo  uint64        // passes have checked all destinations whose item.count is at most upTo
+	upTo  uint64        // passes have checked all destinations whose count in the queue is at most upTo
 }
 
 // New returns a Reconciler. It does nothing before Start.
@@ -184,21 +184,16 @@ func (r *Reconciler) run(ctx context.Context) {
 // pass reads the table once and deletes the stale flows to all queued destinations.
 func (r *Reconciler) pass(ctx context.Context) (p Pass) {
 	start := r.opts.Clock.Now()
-	destinations, count := r.queue.pending()
+	filters, count := r.queue.pending()
 	nodeAddrs := map[netip.Addr]bool{}
 	addrs, _ := r.opts.NodeAddrs.Addresses()
 	for _, a := range addrs {
 		nodeAddrs[a] = true
 	}
 	stale := func(f flow) bool { return r.queue.isStale(f, nodeAddrs) }
-	byKind := map[kind][]destination{}
-	for _, d := range destinations {
-		k := kind{d.family, d.protocol}
-		byKind[k] = append(byKind[k], d)
-	}
 	var errs []error
-	for k, destinations := range byKind {
-		seen, ended, late, err := deleteStale(ctx, r.opts.NetNS, k, destinations, stale)
+	for k, f := range filters {
+		seen, ended, late, err := deleteStale(ctx, r.opts.NetNS, k, f, stale)
 		p.Seen += seen
 		p.Ended += ended
 		if len(late) > 0 {

@@ -23,11 +23,10 @@ type kind struct {
 	protocol uint8
 }
 
-// deleteStale deletes the stale flows to any of the destinations. All destinations have
-// the kind k. It returns how many entries it has read and how many it has deleted. It
+// deleteStale deletes the stale flows of kind k that match a filter. It returns how many entries it has read and how many it has deleted. It
 // also returns the identities of the entries that the kernel would create for late
 // replies of the deleted flows.
-func deleteStale(ctx context.Context, netNS int, k kind, destinations []destination, stale func(flow) bool) (seen, ended int, late [][]byte, err error) {
+func deleteStale(ctx context.Context, netNS int, k kind, f filter, stale func(flow) bool) (seen, ended int, late [][]byte, err error) {
 	reader, writer := netfilter.NewConn(netNS), netfilter.NewConn(netNS)
 	defer reader.Close()
 	defer writer.Close()
@@ -40,7 +39,7 @@ func deleteStale(ctx context.Context, netNS int, k kind, destinations []destinat
 		batch = batch[:0]
 		failed = errors.Join(failed, err)
 	}
-	err = reader.Query(ctx, func(w *netfilter.Builder) { encodeDump(w, k, destinations) }, func(entry []byte) {
+	err = reader.Query(ctx, func(w *netfilter.Builder) { encodeDump(w, k, f) }, func(entry []byte) {
 		seen++
 		f, ok := parseFlow(entry)
 		if !ok || failed != nil || !stale(f) {

@@ -92,8 +92,75 @@ func (v verdict) allowedEndpoints(family api.Family) iter.Seq[netip.AddrPort] {
 	}
 }
 
-// comparison compares the verdicts of two views of a service. Many destinations of a
-// service have the same port and family. comparison looks at their endpoints only once.
+// class identifies the frontends of a service that share their verdict: those of one
+// kind, family and port. It is their key without the address.
+type class = nodeview.FrontendKey
+
+func classOf(f nodeview.FrontendKey) class {
+	f.Addr = netip.Addr{}
+	return f
+}
+
+// verdicts has the verdicts of the classes of a service, by protocol number.
+type verdicts map[uint8]map[class]verdict
+
+// verdictsOf returns the verdict of each class of a service. Its cost does not depend on
+// the number of addresses. If view is nil, it returns no verdicts.
+func verdictsOf(view *api.ServiceEndpoints) verdicts {
+	all := verdicts{}
+	for t := range nodeview.PortTraffics(view) {
+		addrs := view.Service.FrontendIPs(t.Family) // of the kinds from ClusterIP on
+		for kind := nodeview.ClusterIP; kind <= nodeview.NodePort; kind++ {
+			c := class{Kind: kind, Family: t.Family}
+			if t.ServicePort != nil {
+				c.Protocol, c.Port = t.ServicePort.Protocol, t.ServicePort.Port
+			}
+			v := verdict{view: view, port: t.ServicePort}
+			v.forwards = t.External.Verdict == nodeview.Forward || t.ShortCircuit.Verdict == nodeview.Forward
+			switch {
+			case kind == nodeview.NodePort:
+				if t.ServicePort == nil || t.ServicePort.NodePort == 0 {
+					continue
+				}
+				c.Port = t.ServicePort.NodePort
+			case len(addrs[kind-nodeview.ClusterIP]) == 0:
+				continue
+			case kind == nodeview.ClusterIP:
+				v.forwards = t.Internal.Verdict == nodeview.Forward
+			}
+			for _, number := range [...]uint8{unix.IPPROTO_UDP, unix.IPPROTO_TCP} {
+				if !tracks(number, c.Protocol) {
+					continue
+				}
+				if all[number] == nil {
+					all[number] = map[class]verdict{}
+				}
+				if _, taken := all[number][c]; !taken { // of two equal node ports, the first one counts
+					all[number][c] = v
+				}
+			}
+		}
+	}
+	return all
+}
+
+// tracks reports whether the frontends of a protocol have destinations of the protocol
+// with that number. The frontends of an all-ports service have the protocol 0.
+func tracks(number uint8, protocol api.Protocol) bool {
+	switch protocol {
+	case 0:
+		return true
+	case api.UDP:
+		return number == unix.IPPROTO_UDP
+	case api.TCP:
+		return number == unix.IPPROTO_TCP
+	default:
+		return false
+	}
+}
+
+// comparison compares the verdicts of two views of a service. The classes of one port and
+// family have the same endpoints. comparison looks at these endpoints only once.
 type comparison struct {
 	lost map[portPair]bool
 	// checks counts the comparisons of endpoints.
@@ -106,19 +173,35 @@ type portPair struct {
 	family      api.Family
 }
 
-// makesStale reports whether a flow to d may be stale according to the verdict now
-// although it was not stale according to the earlier verdict.
-func (c *comparison) makesStale(before, now verdict, d destination) bool {
-	if now.forwards && !before.forwards {
+// stale returns the classes with flows that may be stale according to the verdicts now
+// although they were not stale according to the earlier verdicts.
+func (c *comparison) stale(before, now map[class]verdict, protocol uint8) map[class]bool {
+	var all map[class]bool
+	for k, v := range now {
+		if c.makesStale(before[k], v, kind{k.Family, protocol}) {
+			if all == nil {
+				all = map[class]bool{}
+			}
+			all[k] = true
+		}
+	}
+	return all
+}
+
+// makesStale reports this for one class, which has the kind k.
+func (c *comparison) makesStale(before, now verdict, k kind) bool {
+	switch {
+	case now.forwards && !before.forwards:
+		return true
+	case k.protocol == unix.IPPROTO_TCP:
+		return false
+	case before.view == nil:
 		return true
 	}
-	if before.view == nil || d.protocol == unix.IPPROTO_TCP {
-		return false
-	}
-	pair := portPair{before.port, now.port, d.family}
+	pair := portPair{before.port, now.port, k.family}
 	lost, known := c.lost[pair]
 	if !known {
-		for e := range before.allowedEndpoints(d.family) {
+		for e := range before.allowedEndpoints(k.family) {
 			c.checks++
 			if lost = !now.allows(e); lost {
 				break
@@ -130,34 +213,4 @@ func (c *comparison) makesStale(before, now verdict, d destination) bool {
 		c.lost[pair] = lost
 	}
 	return lost
-}
-
-// maxDestinations limits the destinations of a service. Flows to further destinations are
-// kept until they expire. So a service with many ports and external IPs cannot use all
-// memory.
-const maxDestinations = 1 << 17
-
-// verdictsOf returns the verdict for each destination of a service. If view is nil, it
-// returns no verdicts.
-func verdictsOf(view *api.ServiceEndpoints) map[destination]verdict {
-	verdicts := map[destination]verdict{}
-	for f := range nodeview.Frontends(view) {
-		if len(verdicts) >= maxDestinations {
-			break
-		}
-		d := destination{family: f.Family, addr: f.Addr, port: uint16(f.Port)}
-		v := verdict{
-			view: view, port: f.ServicePort,
-			forwards: f.Elsewhere.Verdict == nodeview.Forward || f.Node.Verdict == nodeview.Forward,
-		}
-		if f.ServicePort == nil || f.Protocol == api.UDP {
-			d.protocol = unix.IPPROTO_UDP
-			verdicts[d] = v
-		}
-		if f.ServicePort == nil || f.Protocol == api.TCP {
-			d.protocol = unix.IPPROTO_TCP
-			verdicts[d] = v
-		}
-	}
-	return verdicts
 }

@@ -182,7 +182,7 @@ func (n *selection) beginRequest(queued []*wanted) (services []*wanted) {
 			ready = append(ready, s)
 		}
 	}
-	n.commit(false, func(tx *cluster.Tx) {
+	n.commit(func(tx *cluster.Tx) {
 		for _, s := range ready {
 			n.release(tx, s)
 		}
@@ -219,7 +219,7 @@ func (n *selection) endRequest(services []*wanted, found []*item[api.EndpointSli
 	if again {
 		found = nil
 	}
-	n.commit(false, func(tx *cluster.Tx) {
+	n.commit(func(tx *cluster.Tx) {
 		for _, i := range found {
 			switch {
 			case i.value == nil || i.unlabelled != nil && !n.selects(i.unlabelled):

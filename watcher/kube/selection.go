@@ -54,7 +54,9 @@ type selection struct {
 	selectorless int // number of services without a selector
 	// unlabelled contains the slices in the state that lack the proxy's label.
 	unlabelled map[types.NamespacedName]origin
-	lookUp     lookUp
+	// ofService contains the keys of unlabelled by service.
+	ofService map[types.NamespacedName]map[types.NamespacedName]struct{}
+	lookUp    lookUp
 
 	// watching is true if a watch of slices has begun. filtered is true if this watch omits
 	// slices without the proxy's label.
@@ -89,7 +91,8 @@ func newSelection(w *watch, s *stores, find finder, gather time.Duration) *selec
 		watch: w, serviceTable: s.services.to.(table[api.Service]), sliceTable: s.slices.to.(table[api.EndpointSlice]),
 		reduced:  func(o *discoveryv1.EndpointSlice) (*item[api.EndpointSlice], error) { return s.slices.item(o) },
 		services: map[types.NamespacedName]*wanted{}, unlabelled: map[types.NamespacedName]origin{}, ready: make(chan struct{}),
-		lookUp: lookUp{find: find, gather: gather, wake: make(chan struct{}, 1)},
+		ofService: map[types.NamespacedName]map[types.NamespacedName]struct{}{},
+		lookUp:    lookUp{find: find, gather: gather, wake: make(chan struct{}, 1)},
 	}
 	s.services.listed = sync.OnceFunc(func() {
 		w.listed(services)
@@ -123,9 +126,12 @@ func (n *selection) selects(o *origin) bool {
 
 func (n serviceSelection) write(i *item[api.Service]) {
 	now, excess := n.note(i)
-	n.commit(excess, func(tx *cluster.Tx) {
+	n.commit(func(tx *cluster.Tx) {
 		if now {
 			n.serviceTable.writeIn(tx, i)
+		}
+		if excess {
+			n.dropExcess(tx, i.key)
 		}
 	})
 }
@@ -144,7 +150,12 @@ func (n serviceSelection) replace(all []*item[api.Service]) {
 	for key := range gone {
 		n.note(&item[api.Service]{key: key})
 	}
-	n.commit(true, func(tx *cluster.Tx) { n.serviceTable.replaceAll(tx, values(services)) })
+	n.commit(func(tx *cluster.Tx) {
+		n.serviceTable.replaceAll(tx, values(services))
+		for service := range n.ofService {
+			n.dropExcess(tx, service)
+		}
+	})
 }
 
 // note records a new version of a service. It returns whether to write the service now. If
@@ -182,20 +193,19 @@ func (n *selection) note(i *item[api.Service]) (now, excess bool) {
 	return s.held == nil, was && !s.selectorless
 }
 
-// commit calls write in a commit. If excess is true, it also deletes slices that the proxy
-// no longer keeps.
-func (n *selection) commit(excess bool, write func(*cluster.Tx)) {
-	n.state.Update(func(tx *cluster.Tx) {
-		write(tx)
-		if excess {
-			for key, o := range n.unlabelled {
-				if !n.selects(&o) {
-					n.put(tx, &item[api.EndpointSlice]{key: key})
-				}
-			}
-		}
-	})
+// commit calls write in a commit.
+func (n *selection) commit(write func(*cluster.Tx)) {
+	n.state.Update(write)
 	n.adapt()
+}
+
+// dropExcess deletes slices of a service that the proxy no longer keeps.
+func (n *selection) dropExcess(tx *cluster.Tx, service types.NamespacedName) {
+	for key := range n.ofService[service] {
+		if o := n.unlabelled[key]; !n.selects(&o) {
+			n.put(tx, &item[api.EndpointSlice]{key: key})
+		}
+	}
 }
 
 func (n sliceSelection) write(i *item[api.EndpointSlice]) {
@@ -207,7 +217,7 @@ func (n sliceSelection) write(i *item[api.EndpointSlice]) {
 		}
 	}
 	n.lookUp.noteChange(i.key)
-	n.commit(false, func(tx *cluster.Tx) {
+	n.commit(func(tx *cluster.Tx) {
 		n.put(tx, i)
 		if i.value != nil && i.unlabelled == nil {
 			// The controller has begun to label the slices.
@@ -240,6 +250,7 @@ func (n sliceSelection) replace(all []*item[api.EndpointSlice]) {
 		}
 	}
 	clear(n.unlabelled)
+	clear(n.ofService)
 	n.state.Update(func(tx *cluster.Tx) {
 		n.sliceTable.replaceAll(tx, values(all))
 		for _, i := range all {
@@ -266,11 +277,21 @@ func (n *selection) put(tx *cluster.Tx, i *item[api.EndpointSlice]) {
 }
 
 func (n *selection) noteSlice(i *item[api.EndpointSlice]) {
-	if i.value != nil && i.unlabelled != nil {
-		n.unlabelled[i.key] = *i.unlabelled
-	} else {
+	if was, ok := n.unlabelled[i.key]; ok {
 		delete(n.unlabelled, i.key)
+		if delete(n.ofService[was.service], i.key); len(n.ofService[was.service]) == 0 {
+			delete(n.ofService, was.service)
+		}
 	}
+	if i.value == nil || i.unlabelled == nil {
+		return
+	}
+	service := i.unlabelled.service
+	n.unlabelled[i.key] = *i.unlabelled
+	if n.ofService[service] == nil {
+		n.ofService[service] = map[types.NamespacedName]struct{}{}
+	}
+	n.ofService[service][i.key] = struct{}{}
 }
 
 // filter reports whether a watch may omit slices without the proxy's label.

@@ -204,6 +204,43 @@ func TestLargeServicesAreSplit(t *testing.T) {
 	checkFresh(t, b, other)
 }
 
+// TestAFrontendChangesWithItsSourceRanges splits a part with frontends that get or lose
+// source ranges. Between two transactions, no packet may reach a frontend without its ranges.
+func TestAFrontendChangesWithItsSourceRanges(t *testing.T) {
+	frontendOf := func(kind mapKind, family api.Family, i int) *op {
+		o := &op{elementID: elementID{m: mapID{kind: kind, family: family}}, hasNew: i%2 == 0, hasOld: i%2 != 0}
+		o.key[0] = byte(i)
+		return o
+	}
+	for n := 2; n < 9; n++ {
+		p := part{}
+		for i := range 20 {
+			p.ops = append(p.ops, frontendOf(kindFrontends, families[i%2], i))
+		}
+		for i := range 20 {
+			p.ops = append(p.ops, frontendOf(kindRestricted, families[i%2], i), frontendOf(kindLists, api.IPv4, i))
+		}
+		at, count := map[elementID]int{}, 0
+		for i, some := range p.split(n) {
+			if count += len(some.ops); len(some.ops) > n {
+				t.Errorf("a part has %d ops, want at most %d", len(some.ops), n)
+			}
+			for _, o := range some.ops {
+				at[o.elementID] = i
+			}
+		}
+		if count != 60 {
+			t.Errorf("the parts have %d ops, want 60", count)
+		}
+		for i := range 20 {
+			frontend, restricted := frontendOf(kindFrontends, families[i%2], i), frontendOf(kindRestricted, families[i%2], i)
+			if at[frontend.elementID] != at[restricted.elementID] {
+				t.Errorf("with parts of %d ops, frontend %d changes without its source ranges", n, i)
+			}
+		}
+	}
+}
+
 // TestArrangeMovesFewEndpoints changes a list at random. Endpoints must keep their numbers,
 // and a slot may only change if its endpoint was removed or the slot is new.
 func TestArrangeMovesFewEndpoints(t *testing.T) {

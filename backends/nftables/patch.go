@@ -5,6 +5,7 @@
 package nftables
 
 import (
+	"bytes"
 	"cmp"
 	"slices"
 
@@ -160,11 +161,18 @@ func (o *op) mayChange() bool {
 
 // split divides a part into parts of at most n ops. If they are applied in order, packets
 // find endpoints at every time: lists are complete before frontends lead to them, and are
-// removed when no frontend leads to them.
+// removed when no frontend leads to them. A frontend and its source ranges change together.
 func (p *part) split(n int) (parts []part) {
-	slices.SortStableFunc(p.ops, func(a, b *op) int { return cmp.Compare(a.stage(), b.stage()) })
-	for ops := range slices.Chunk(p.ops, n) {
-		parts = append(parts, part{p.services, ops})
+	slices.SortStableFunc(p.ops, func(a, b *op) int {
+		return cmp.Or(cmp.Compare(a.stage(), b.stage()), a.compareFrontends(b))
+	})
+	for rest := p.ops; len(rest) > 0; {
+		end := min(n, len(rest))
+		if end > 1 && end < len(rest) && rest[end].m.kind == kindRestricted && rest[end].key == rest[end-1].key {
+			end--
+		}
+		parts = append(parts, part{p.services, rest[:end:end]})
+		rest = rest[end:]
 	}
 	return parts
 }
@@ -172,12 +180,33 @@ func (p *part) split(n int) (parts []part) {
 // stage returns the position of o in the order of the parts that split returns.
 func (o *op) stage() int {
 	switch {
+	case o.m.kind == kindHairpins && o.wanted > 0:
+		return 0
+	case o.m.kind == kindHairpins:
+		return 3
 	case !o.m.belongsToList():
 		return 2
 	case o.hasOld && !o.hasNew:
 		return 3
 	case o.hasOld:
 		return 1 // after the new endpoints of a list that grows, before the removed ones of a list that shrinks
+	default:
+		return 0
+	}
+}
+
+// compareFrontends orders the frontends of each map, so that each frontend precedes its
+// element of kindRestricted. It does not order other ops.
+func (o *op) compareFrontends(other *op) int {
+	isFrontend := func(o *op) bool { return o.m.kind <= kindRestricted }
+	switch a, b := isFrontend(o), isFrontend(other); {
+	case a && b:
+		return cmp.Or(cmp.Compare(o.m.match, other.m.match), cmp.Compare(o.m.family, other.m.family),
+			bytes.Compare(o.key[:], other.key[:]), cmp.Compare(o.m.kind, other.m.kind))
+	case a:
+		return -1
+	case b:
+		return 1
 	default:
 		return 0
 	}

@@ -310,7 +310,7 @@ func (d *Driver) verify(ctx context.Context, wake time.Time, changed <-chan stru
 			d.noteWork(time.Now())
 		}
 	}()
-	err := d.call(verifyCtx, "Verify", d.sink.(Verifier).Verify)
+	err := brief(d.call(verifyCtx, "Verify", d.sink.(Verifier).Verify))
 	cutShort := verifyCtx.Err() != nil
 	cancel()
 	<-watched

@@ -344,9 +344,10 @@ func (d *Driver) sync(ctx context.Context, b *batch) (result SyncResult, failed 
 		d.notBefore = end.Add(d.opts.MinInterval)
 	}
 	failed, acked = Acknowledged(err)
-	if acked && len(failed) == 0 {
-		err = nil
+	if failed = briefFailed(failed); acked {
+		err = failed.Err()
 	}
+	err = brief(err)
 	if acked || hopeful {
 		d.progressed()
 	}

@@ -326,6 +326,7 @@ func (d *dataplane) resolveConflicts(plans map[types.NamespacedName]*plan, faile
 		}
 	}
 	winners := map[serverID]claim{}
+	conflicts := map[types.NamespacedName][]error{}
 	for _, nodePorts := range []bool{true, false} {
 		for _, group := range []map[types.NamespacedName]*plan{plans, others} {
 			for key, p := range group {
@@ -338,12 +339,15 @@ func (d *dataplane) resolveConflicts(plans map[types.NamespacedName]*plan, faile
 						winners[f.id] = claim{key, &f}
 					} else if !nodePorts && winner.kind == nodeview.NodePort {
 						err := fmt.Errorf("%s %s: service %s has the same address and port as %s", f.kind, f.id, winner.service, winner.kind)
-						failed.Add(key, errors.Join((*failed)[key], err))
+						conflicts[key] = append(conflicts[key], err)
 					}
 					return taken
 				})
 			}
 		}
+	}
+	for key, errs := range conflicts {
+		failed.Add(key, errors.Join((*failed)[key], errors.Join(errs...)))
 	}
 	maps.Copy(plans, others)
 }

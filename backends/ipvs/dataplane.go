@@ -266,6 +266,9 @@ func (d *dataplane) sync(c *sink.Changes) error {
 		lists = append(lists, list)
 		failed.Do(ch.Key, func() error {
 			p, err := d.planner.plan(ch.New, list.Number)
+			if p == nil {
+				return err
+			}
 			err = errors.Join(err, d.omitForeign(p))
 			plans[ch.Key] = p
 			return err

@@ -96,9 +96,14 @@ func (w *wanted) keeps(at netip.AddrPort, p api.Protocol) bool {
 	return exists
 }
 
+// maxDestinations is the maximum number of destinations of a service. Each virtual server
+// has its own. Package cluster limits only addresses × ports and endpoints × ports.
+const maxDestinations = 1_000_000
+
 // plan returns what the view se needs. If se is nil, the plan is empty. The function listOf
-// returns the number of the list with the source ranges of a frontend. The error names an
-// invalid scheduler; the plan then uses the default scheduler.
+// returns the number of the list with the source ranges of a frontend. If the service needs
+// more than maxDestinations, the plan is nil. Otherwise the error names what the plan lacks,
+// or an invalid scheduler; the plan then uses the default scheduler.
 func (p *planner) plan(se *api.ServiceEndpoints, listOf func(*nodeview.Frontend) uint32) (*plan, error) {
 	out := &plan{}
 	if se == nil {
@@ -113,6 +118,7 @@ func (p *planner) plan(se *api.ServiceEndpoints, listOf func(*nodeview.Frontend)
 	frontends := slices.Collect(nodeview.Frontends(se))
 	lists := endpointLists{se: se, sorted: map[nodeview.ListID][]netip.AddrPort{}, existing: map[portFamily][]netip.AddrPort{}}
 	targets := redirectTargets(frontends)
+	destinations := 0
 	for i := range frontends {
 		f := &frontends[i]
 		if f.ServicePort == nil {
@@ -135,6 +141,9 @@ func (p *planner) plan(se *api.ServiceEndpoints, listOf func(*nodeview.Frontend)
 		external := f.Kind == nodeview.ExternalIP || f.Kind == nodeview.LoadBalancerIP
 		for _, a := range addrs {
 			if api.FamilyOf(a) == f.Family && !a.IsLoopback() && !(external && p.isOtherNode(a)) {
+				if destinations += len(w.endpoints); destinations > maxDestinations {
+					return nil, fmt.Errorf("IPVS would need more than %d destinations, the product of addresses, ports and endpoints", maxDestinations)
+				}
 				id := serverID{netip.AddrPortFrom(a, uint16(f.Port)), f.Protocol}
 				fp := frontendPlan{id: id, kind: f.Kind, wanted: w, elements: elements(id, f)}
 				if redirected {

@@ -349,3 +349,31 @@ func TestInvalidOptionsAreRefused(t *testing.T) {
 		}
 	}
 }
+
+// Each virtual server has its own destinations, so 50 ports, 1,001 addresses and 100
+// endpoints need 5 million.
+func TestTooManyDestinationsAreRefused(t *testing.T) {
+	var endpoints []string
+	for i := range 100 {
+		endpoints = append(endpoints, fmt.Sprint("10.1.0.", i+1))
+	}
+	v := view(endpoints, func(s *api.Service) {
+		for i := range 1000 {
+			s.IPs.ExternalIPs.Add(netip.AddrFrom4([4]byte{198, 51, byte(i >> 8), byte(i)}))
+		}
+		for i := range 49 {
+			port := s.Ports[0]
+			port.Name, port.Port = fmt.Sprint("port-", i), int32(1000+i)
+			s.Ports = append(s.Ports, port)
+		}
+	})
+	p := planner{scheduler: "rr"}
+	got, err := p.plan(v, testList)
+	if got != nil || err == nil || !strings.Contains(err.Error(), "more than 1000000 destinations") {
+		t.Errorf("the error is %v", err)
+	}
+	v.Service.Ports = v.Service.Ports[:9]
+	if got, err := p.plan(v, testList); err != nil || len(got.frontends) != 9*1001 {
+		t.Errorf("9 ports: %v", err)
+	}
+}

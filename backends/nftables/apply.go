@@ -76,27 +76,29 @@ func (t *table) applyTogether(ctx context.Context, parts []part, failed *sink.Fa
 		return nil
 	}
 	err := t.commit(ctx, parts)
+	if len(parts) == 1 && mayBeDrift(err) && !isOfTable(err) {
+		if err := t.checkPart(ctx, &parts[0]); err != nil {
+			return err
+		}
+		err = t.commit(ctx, parts)
+	}
 	switch {
-	case err == nil:
-		return nil
-	case errors.Is(err, netfilter.ErrUnknownOutcome), errors.Is(err, unix.EPERM), netfilter.IsTransient(err):
-		return err // no service caused this error
+	case err == nil || isOfTable(err):
+		return err
 	case len(parts) > 1:
 		half := len(parts) / 2
 		if err := t.applyTogether(ctx, parts[:half], failed); err != nil {
 			return err
 		}
 		return t.applyTogether(ctx, parts[half:], failed)
-	case mayBeDrift(err):
-		if err := t.checkPart(ctx, &parts[0]); err != nil {
-			return err
-		}
-		if err = t.commit(ctx, parts); err == nil {
-			return nil
-		}
 	}
 	fail(parts, err, failed)
 	return nil
+}
+
+// isOfTable reports whether no service caused err.
+func isOfTable(err error) bool {
+	return errors.Is(err, netfilter.ErrUnknownOutcome) || errors.Is(err, unix.EPERM) || netfilter.IsTransient(err)
 }
 
 // mayBeDrift reports whether err may come from elements that another program changed.

@@ -350,6 +350,7 @@ func TestKernelFaults(t *testing.T) {
 		"no permission":                                   {faults: []error{refused(unix.EPERM)}, want: unix.EPERM, says: "CAP_NET_ADMIN"},
 		"a lost answer to a transaction that took effect": {faults: []error{lost, nil}, done: true, want: sink.ErrStartOver, says: "no answer"},
 		"a lost answer to a transaction without effect":   {faults: []error{lost, nil}, want: sink.ErrStartOver, says: "no answer"},
+		"a lost answer after a repair of drift":           {faults: []error{refused(unix.ENOENT), refused(unix.ENOENT), lost, nil}, want: sink.ErrStartOver, says: "no answer"},
 		"a message that is too long":                      {faults: []error{unix.EMSGSIZE}, want: some, says: "message too long"},
 		"one refused service of two":                      {faults: []error{refused(unix.EINVAL), refused(unix.EINVAL), nil}, want: some, says: "invalid argument"},
 	} {

@@ -19,7 +19,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-var histories = flag.Int("histories", 15, "how many random `histories` to test")
+var histories = flag.Int("histories", 6, "how many random `histories` to test")
 
 func TestHistories(t *testing.T) {
 	sinktest.TestHistories(t, *histories, func(tb testing.TB) *sinktest.Subject {

@@ -155,7 +155,7 @@ func (t *trace) endpoint(slice *api.EndpointSlice, ep *api.SliceEndpoint, target
 // preferredTo returns the candidate that is used instead of the duplicate at index i, for
 // the port at index p.
 func (c *selection) preferredTo(p, i int) *candidate {
-	j := slices.IndexFunc(c.candidates, func(o candidate) bool { return o.addr == c.candidates[i].addr })
+	j, _ := slices.BinarySearchFunc(c.candidates, c.candidates[i].addr, func(o candidate, a netip.Addr) int { return o.addr.Compare(a) })
 	for !c.reasonsAt(p, j).eligible() || c.target(p, j) != c.target(p, i) {
 		j++
 	}

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"iter"
 	"maps"
+	"net/netip"
 	"slices"
 	"sort"
 	"strings"
@@ -125,7 +126,8 @@ type Change struct {
 type Service struct {
 	Service string          `json:"service"`
 	Type    api.ServiceType `json:"type"`
-	// Addresses are cluster IPs, load-balancer IPs and external IPs, in this order.
+	// Addresses are cluster IPs, load-balancer IPs and external IPs, in this order. Of many
+	// addresses or ports, the lists have the first 100, and an element such as "7 more".
 	Addresses []string `json:"addresses,omitempty"`
 	Ports     []string `json:"ports,omitempty"`
 	// Endpoints counts the endpoints that the node uses, Local those on the node itself,
@@ -449,18 +451,31 @@ func newService(name string, view *api.ServiceEndpoints, failing bool) Service {
 		Service: name, Type: view.Service.Type, Failing: failing,
 		Endpoints: len(view.Endpoints), Local: view.LocalEndpoints(), Draining: len(view.Draining), Lost: len(view.Lost),
 	}
+	var addrs []netip.Addr
 	for _, family := range [...]api.Family{api.IPv4, api.IPv6} {
 		for _, ips := range view.Service.FrontendIPs(family) {
-			for _, ip := range ips {
-				s.Addresses = append(s.Addresses, ip.String())
-			}
+			addrs = append(addrs, ips...)
 		}
 	}
+	s.Addresses = firstOf(addrs, netip.Addr.String)
 	if view.Service.AllPorts {
 		s.Ports = []string{"all"}
 	}
-	for _, port := range view.Service.Ports {
-		s.Ports = append(s.Ports, fmt.Sprintf("%d/%s", port.Port, port.Protocol))
-	}
+	s.Ports = append(s.Ports, firstOf(view.Service.Ports, func(p api.PortMapping) string { return fmt.Sprintf("%d/%s", p.Port, p.Protocol) })...)
 	return s
+}
+
+// maxListed is the maximum number of addresses, and of ports, that a report lists for a
+// service. A report has many services.
+const maxListed = 100
+
+// firstOf returns the texts of the first elements of list, and the number of the others.
+func firstOf[T any](list []T, text func(T) string) (texts []string) {
+	for _, v := range list[:min(len(list), maxListed)] {
+		texts = append(texts, text(v))
+	}
+	if more := len(list) - maxListed; more > 0 {
+		texts = append(texts, fmt.Sprintf("%d more", more))
+	}
+	return texts
 }

@@ -384,3 +384,23 @@ func TestPageEscapesText(t *testing.T) {
 		t.Errorf("content security policy %q", csp)
 	}
 }
+
+// A report has up to 1,000 services, so it does not list all addresses and ports of each.
+func TestReportListsFirstAddressesAndPorts(t *testing.T) {
+	state := cluster.New(cluster.Options{})
+	state.Update(func(tx *cluster.Tx) {
+		large := &api.Service{Namespace: "default", Name: "large", Type: api.ClusterIP}
+		for i := range 150 {
+			large.IPs.ClusterIPs.Add(netip.AddrFrom4([4]byte{10, 1, 0, byte(i)}))
+			large.Ports = append(large.Ports, api.PortMapping{Name: fmt.Sprint(i), Protocol: api.TCP, Port: int32(i + 1)})
+		}
+		tx.SetService(large)
+	})
+	state.SetSynced()
+	r := decode[status.Report](t, get(&status.Handler{State: state, NodeName: here}, "output", "json"))
+	for name, list := range map[string][]string{"addresses": r.Services[0].Addresses, "ports": r.Services[0].Ports} {
+		if len(list) != 101 || list[100] != "50 more" {
+			t.Errorf("%s: %d elements, %q", name, len(list), list)
+		}
+	}
+}

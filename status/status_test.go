@@ -178,6 +178,33 @@ func TestReportBeforeSync(t *testing.T) {
 	}
 }
 
+// A write of one large object may take long.
+func TestPageDoesNotWaitForAnUpdate(t *testing.T) {
+	state := newState(2, 1)
+	h := &status.Handler{NodeName: here, State: state}
+	begun, release, ended := make(chan struct{}), make(chan struct{}), make(chan struct{})
+	go func() {
+		defer close(ended)
+		state.Update(func(tx *cluster.Tx) {
+			write(tx, "default", "web-00002", 2, 1)
+			close(begun)
+			<-release
+		})
+	}()
+	<-begun
+	if r := decode[status.Report](t, get(h, "output", "json")); len(r.Services) != 2 {
+		t.Errorf("services %+v, want those before the update", r.Services)
+	}
+	if w := get(h, "service", "default/web-00001"); w.Code != 200 {
+		t.Errorf("status %d of a service", w.Code)
+	}
+	close(release)
+	<-ended
+	if r := decode[status.Report](t, get(h, "output", "json")); len(r.Services) != 3 {
+		t.Errorf("services %+v, want that of the update, too", r.Services)
+	}
+}
+
 func TestReportHasProblemsOfProgram(t *testing.T) {
 	h := &status.Handler{NodeName: here, State: newState(1, 1), Problems: func() []string { return []string{"rules of another proxy"} }}
 	if r := decode[status.Report](t, get(h, "output", "json")); len(r.Problems) != 1 || r.Problems[0] != "rules of another proxy" {

@@ -74,10 +74,8 @@ func (s *State) wantedServices() iter.Seq[*api.Service] {
 // joined state. Options.MaxElements describes the rules.
 func (s *State) settle(key types.NamespacedName, want api.ServiceState) {
 	delete(s.own, key) // s.refused may keep the list of slices, too
-	size := want.Elements()
-	err := size.Check(s.opts.MaxElements)
-	s.refused.set(key, want, err)
-	if err != nil {
+	size, wanted, reason := want.Elements(), want, ""
+	if err := size.Check(s.opts.MaxElements); err != nil {
 		last := api.ServiceState{Service: s.lastAccepted(key), Slices: want.Slices}
 		if last.Service != nil && last.Service.UID != want.Service.UID {
 			last.Service = nil // a deleted object of the same name
@@ -87,7 +85,16 @@ func (s *State) settle(key types.NamespacedName, want api.ServiceState) {
 			want.Service = last.Service
 		}
 		want.Slices = fitting(want.Service, want.Slices, s.opts.MaxElements)
+		switch {
+		case want.Service == nil:
+			reason = err.Error() + "; it is not served"
+		case want.Service != wanted.Service:
+			reason = err.Error() + "; its last accepted version is served"
+		default:
+			reason = err.Error() + "; it is served with a part of its endpoints"
+		}
 	}
+	s.refused.set(key, wanted, reason)
 	s.accept(key, want)
 }
 
@@ -131,23 +138,23 @@ func fitting(service *api.Service, list []*api.EndpointSlice, limit int) []*api.
 	return list
 }
 
-// set records that the wanted objects of a service are refused because of err, or accepted
-// if err is nil.
-func (r *refused) set(key types.NamespacedName, want api.ServiceState, err error) {
+// set records that the wanted objects of a service are refused for a reason, or accepted if
+// the reason is "".
+func (r *refused) set(key types.NamespacedName, want api.ServiceState, reason string) {
 	_, was := r.wanted[key]
-	if !was && err == nil {
+	if !was && reason == "" {
 		return
 	}
 	if _, noted := r.was[key]; !noted {
 		r.was[key] = was
 	}
-	if err == nil {
+	if reason == "" {
 		delete(r.wanted, key)
 		r.reasons.Delete(key)
 		return
 	}
 	r.wanted[key] = want
-	r.reasons.Set(key, err.Error())
+	r.reasons.Set(key, reason)
 }
 
 // verdicts returns the services that are refused since the present Update, and those that
@@ -180,7 +187,7 @@ func (s *State) report(list []verdict) {
 		case v.reason == "":
 			log.Info("Service accepted again", "service", v.key)
 		default:
-			log.Error(reason, "Service too large; keeping its last accepted version or using a part of its endpoints", "service", v.key)
+			log.Error(reason, "Service too large", "service", v.key)
 		}
 		if v.reason != "" && s.opts.OnRefused != nil {
 			s.opts.OnRefused(v.key, reason)

@@ -61,10 +61,13 @@ func TestPlansAreLinear(t *testing.T) {
 		}
 		return best
 	}
-	few, many := measure(20, 100), measure(20, 400)
-	if many > 8*few {
-		t.Errorf("a plan with 2,020 frontends takes %v, and one with 8,020 takes %v", few, many)
+	var few, many time.Duration
+	for range 10 { // other programs may disturb some of the measurements
+		if few, many = measure(20, 100), measure(20, 400); many <= 8*few {
+			return
+		}
 	}
+	t.Errorf("a plan with 2,020 frontends takes %v, and one with 8,020 takes %v", few, many)
 }
 
 // TestTableOfSourceRanges changes the source ranges of services. It reads the table after

@@ -39,7 +39,7 @@ var features = []feature{
 	{"expression numgen (module nft_numgen)", withRule([]expr.Any{&expr.Numgen{Register: nftrule.Reg(0), Modulus: 2, Type: unix.NFT_NG_RANDOM}})},
 	{"expression ct (module nft_ct)", withRule([]expr.Any{&expr.Ct{Register: nftrule.Reg(0), Key: expr.CtKeySTATUS}})},
 	{"expression hash (module nft_hash)", withRule(clientKey(api.IPv4, 1))},
-	{"expression nat (module nft_nat)", withRule(class{family: api.IPv4}.translate(1))},
+	{"expression nat (module nft_nat)", withRule(nftrule.NewKey(api.IPv4).Destination().FollowedBy(nftrule.DNATTo(api.IPv4, 0, 0)))},
 	{"expression masq (module nft_masq)", withRule([]expr.Any{&expr.Masq{FullyRandom: true}})},
 	{"expression reject (module nft_reject_inet)", withRule([]expr.Any{&expr.Reject{Type: unix.NFT_REJECT_ICMPX_UNREACH, Code: unix.NFT_REJECT_ICMPX_PORT_UNREACH}})},
 }

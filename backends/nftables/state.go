@@ -5,7 +5,9 @@
 package nftables
 
 import (
+	"cmp"
 	"hash/maphash"
+	"maps"
 	"slices"
 	"strings"
 )
@@ -134,10 +136,11 @@ func (s *state) slotChainsMade() {
 }
 
 // missing returns those of the needed classes, and of the classes that these need, that
-// the kernel does not have. A class comes after the class that it needs.
+// the kernel does not have, in a definite order. A class comes after the class that it needs.
 func (s *state) missing(needed map[class]bool) (missing []class) {
 	seen := map[class]bool{}
-	for c := range needed {
+	inOrder := slices.SortedFunc(maps.Keys(needed), func(a, b class) int { return cmp.Compare(a.name(), b.name()) })
+	for _, c := range inOrder {
 		slot, ok := c.needs()
 		for _, c := range []class{slot, c} {
 			if (ok || c != slot) && !s.made[c] && !seen[c] {

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"net"
 	"os"
+	"regexp"
 	"slices"
 	"strings"
 	"testing"
@@ -69,11 +70,14 @@ func TestConfigMapOfKubeProxyStartsKpng(t *testing.T) {
 	}
 }
 
-// rules returns the words of the nftables rules. The words are sorted, because the order
-// of the elements of a map is random.
+// seeds matches the random seed of a table.
+var seeds = regexp.MustCompile(` seed 0x[0-9a-f]+`)
+
+// rules returns the words of the nftables rules, without the seed. The words are sorted,
+// because the order of the elements of a map is random.
 func (w *world) rules() string {
 	w.t.Helper()
-	words := strings.FieldsFunc(sh(w.t, w.node.Command("nft", "list", "ruleset")...), func(r rune) bool { return r == ',' || r == ' ' || r == '\n' || r == '\t' })
+	words := strings.FieldsFunc(seeds.ReplaceAllString(sh(w.t, w.node.Command("nft", "list", "ruleset")...), ""), func(r rune) bool { return r == ',' || r == ' ' || r == '\n' || r == '\t' })
 	slices.Sort(words)
 	return strings.Join(words, " ")
 }

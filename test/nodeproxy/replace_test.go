@@ -252,7 +252,7 @@ func (w *network) configuration() string {
 		fmt.Fprintf(&all, "$ %s\n", command)
 		for line := range strings.Lines(sh(w.t, w.node.Command(strings.Fields(command)...)...)) {
 			if !strings.Contains(line, "fe80:") && !strings.Contains(line, "ff00::/8") && !strings.HasPrefix(line, "#") {
-				all.WriteString(line)
+				all.WriteString(seeds.ReplaceAllString(line, ""))
 			}
 		}
 	}

@@ -371,6 +371,26 @@ func TestEqualSourceRangesAreShared(t *testing.T) {
 	})
 }
 
+// Addresses with the same source ranges share one list, so neither its computation nor its
+// memory is proportional to the number of addresses.
+func TestAddressesShareTheirSourceRanges(t *testing.T) {
+	s := shape{ports: 1, endpoints: 1, ranges: 200}
+	svc := s.service()
+	for i := range 50 {
+		svc.IPs.LoadBalancerIPs.Add(netip.AddrFrom4([4]byte{203, 0, 113, byte(i + 2)}))
+	}
+	svc.SourceRanges[0].TargetIPs = svc.IPs.LoadBalancerIPs
+	r, _ := s.program(true)
+	out := r.service(s.view(svc), nil)
+	lists := map[*sourceList]bool{}
+	for _, list := range out.sources {
+		lists[list] = true
+	}
+	if len(out.sources) != 51 || len(lists) != 1 {
+		t.Errorf("%d addresses have %d lists, want 51 with one list", len(out.sources), len(lists))
+	}
+}
+
 // Two lists of source ranges may have the same name. Then the second service fails, and no
 // service gets the ranges of the other one.
 func TestSourceRangesWithTheNameOfOthers(t *testing.T) {

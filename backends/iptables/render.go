@@ -302,6 +302,7 @@ type serviceRenderer struct {
 	kept     map[uint64][]keptList
 	wrappers map[wrapper]string
 	targets  map[nodeview.ListID]map[netip.AddrPort]bool
+	ranges   map[source]*sourceList
 	comments map[*api.PortMapping]string
 }
 
@@ -312,7 +313,8 @@ func (r *renderer) service(se *api.ServiceEndpoints, last *record) *rendered {
 	s := serviceRenderer{
 		renderer: r, se: se, out: newRendered(), last: last,
 		lists: map[listID]string{}, kept: map[uint64][]keptList{}, wrappers: map[wrapper]string{},
-		targets: map[nodeview.ListID]map[netip.AddrPort]bool{}, comments: map[*api.PortMapping]string{},
+		targets: map[nodeview.ListID]map[netip.AddrPort]bool{}, ranges: map[source]*sourceList{},
+		comments: map[*api.PortMapping]string{},
 	}
 	if se == nil {
 		return s.out

@@ -61,9 +61,31 @@ func (s *serviceRenderer) sources(f *nodeview.Frontend) *sourceList {
 		list = s.last.sources[f.Addr]
 	}
 	if list == nil {
-		list = s.sourceList(f.Sources.Prefixes(s.env.node))
+		list = s.shared(f)
 	}
 	s.out.sources[f.Addr] = list
+	return list
+}
+
+// source identifies the source ranges of frontends of one service. Addresses with the same
+// source ranges share them in memory.
+type source struct {
+	first *netip.Prefix
+	n     int
+}
+
+// shared returns the list of the sources that f admits. It computes the list once for all
+// addresses that share their source ranges.
+func (s *serviceRenderer) shared(f *nodeview.Frontend) *sourceList {
+	id := source{n: len(f.Sources.Ranges)}
+	if id.n > 0 {
+		id.first = &f.Sources.Ranges[0]
+	}
+	list := s.ranges[id]
+	if list == nil {
+		list = s.sourceList(f.Sources.Prefixes(s.env.node))
+		s.ranges[id] = list
+	}
 	return list
 }
 

@@ -8,6 +8,7 @@ import (
 	"errors"
 	"fmt"
 	"net/netip"
+	"runtime"
 	"strings"
 	"sync/atomic"
 	"testing"
@@ -85,6 +86,23 @@ func TestPlansAreFrontendsPlusLists(t *testing.T) {
 		if got := test.planned(); got != test.want {
 			t.Errorf("%s: %+v, want %+v", name, got, test.want)
 		}
+	}
+}
+
+// TestAddressesShareTheirSourceRanges checks that a plan does not compute the source ranges
+// once for each address.
+func TestAddressesShareTheirSourceRanges(t *testing.T) {
+	allocated := func(s shape) uint64 {
+		se := s.view("web")
+		var before, after runtime.MemStats
+		runtime.ReadMemStats(&before)
+		planned(se)
+		runtime.ReadMemStats(&after)
+		return after.TotalAlloc - before.TotalAlloc
+	}
+	const limit = 1 << 23
+	if n := allocated(shape{ports: 1, addresses: 500, endpoints: 1, ranges: 1000}); n > limit {
+		t.Errorf("the plan of 500 addresses with 1,000 ranges allocates %d bytes, more than %d", n, limit)
 	}
 }
 

@@ -111,12 +111,20 @@ type servicePlan struct {
 	// lists has the numbers of lists of endpoints.
 	lists   map[nodeview.ListID]uint32
 	actions map[actionsKey]openflow.Actions
-	// ranges has the numbers of the lists of source ranges, by address of the frontend, and
-	// by content.
-	ranges        map[netip.Addr]uint32
+	// ranges has the numbers of the lists of source ranges, by place in memory, and by
+	// content.
+	ranges        map[source]uint32
 	rangesContent map[string]uint32
 	// sent has the endpoints of UDP frontends.
 	sent map[sentKey]*datagrams
+}
+
+// source identifies the source ranges of frontends of one service. Addresses with the same
+// source ranges share them in memory.
+type source struct {
+	family api.Family
+	first  *netip.Prefix
+	n      int
 }
 
 // actionsKey has what determines the actions of frontends for a part of the traffic.
@@ -180,13 +188,17 @@ func (p *servicePlan) addFrontend(f *nodeview.Frontend) {
 // frontend. If they have the source, the packet comes back to the flows of the frontend
 // with the bit admitted. Otherwise it is dropped.
 func (p *servicePlan) checkSource(f *nodeview.Frontend) openflow.Actions {
-	id, known := p.ranges[f.Addr]
+	s := source{family: f.Family, n: len(f.Sources.Ranges)}
+	if s.n > 0 {
+		s.first = &f.Sources.Ranges[0]
+	}
+	id, known := p.ranges[s]
 	if !known {
 		if p.ranges == nil {
-			p.ranges, p.rangesContent = map[netip.Addr]uint32{}, map[string]uint32{}
+			p.ranges, p.rangesContent = map[source]uint32{}, map[string]uint32{}
 		}
 		id = p.addRanges(f)
-		p.ranges[f.Addr] = id
+		p.ranges[s] = id
 	}
 	if id == 0 {
 		return "" // drops

@@ -836,13 +836,12 @@ func (t *ruleset) restoreInput(write []chainID) string {
 			if id.table != table {
 				continue
 			}
-			if n := 1 + countRules(t.chains[id]); lines > 0 && lines+n > maxLines && t.run.flavour == NFT {
+			n := 1 + countRules(t.chains[id])
+			if lines > 0 && lines+n > maxLines && t.run.flavour == NFT {
 				t.restorePart(&b, table, part, nil, nil)
 				part, lines = nil, 0
-			} else {
-				lines += n
 			}
-			part = append(part, id)
+			part, lines = append(part, id), lines+n
 			if _, needed := t.chains[id]; !needed {
 				remove = append(remove, id)
 			}

@@ -154,13 +154,13 @@ func (r *renderer) dispatch(id chainID, entries []string, children []string) str
 	return strings.Join(rules, "\n")
 }
 
-// manyEntries is the number of entries of an address in a dispatch chain from which the
-// address has subchains.
+// manyEntries limits the entries of an address in a dispatch chain. An address with more
+// entries has subchains.
 const manyEntries = 16
 
 // arrange returns the entries of a dispatch chain, and the rules of its subchains by name.
-// The key of the map rests is the match of an entry, and the value is its rest. An entry for
-// one port of an address precedes the entry for all its ports.
+// The key of the map rests is the match of an entry, and the value is its rest. An entry
+// for one port of an address precedes the entry for all its ports.
 func (r *renderer) arrange(rests map[string]string) (entries []string, subchains map[string][]string) {
 	matches := slices.Collect(maps.Keys(rests))
 	slices.SortFunc(matches, func(a, b string) int { return strings.Compare(b, a) })

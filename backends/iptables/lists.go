@@ -37,9 +37,9 @@ type keptList struct {
 	chain     string
 }
 
-// manyPorts is the number of ports of a service from which endpoint lists that keep the
-// port of packets share a chain. Below that number, a set can masquerade the connections
-// of endpoints to themselves, which needs fewer rules.
+// manyPorts limits the ports of a service without shared chains. If a service has more
+// ports, its endpoint lists that keep the port of packets share a chain. With fewer ports,
+// a set can masquerade the connections of endpoints to themselves, which needs fewer rules.
 const manyPorts = 16
 
 // list adds the chain that selects an endpoint of t, and returns its name. It returns ""

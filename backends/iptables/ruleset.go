@@ -43,7 +43,7 @@ type ruleset struct {
 	branches map[chainID]map[string]bool
 	// subchains has, for each dispatch chain, the chains of addresses with many ports.
 	subchains map[chainID][]chainID
-	// lingering has removed entries of table mangle. They stay until table nat was written.
+	// lingering has removed entries of table mangle. They stay until table nat is written.
 	// Otherwise table nat would still translate packets whose sources are not admitted.
 	lingering map[chainID]map[string]string
 	// users has a reference count for each element: the number of services that need it.
@@ -377,12 +377,14 @@ type service struct {
 	*record
 }
 
-// largeService is the number of rules from which a service is large.
+// largeService is the number of rules from which a service is large. The driver delivers
+// services with large objects alone, see [sink.LargeSize]. A service with small objects may
+// also have many rules, because each port may need its own list of all endpoints.
 const largeService = 2_000
 
-// bySize divides list into the services that are not large, and the large services by
-// their size. The rules that a service has in the kernel count, too. The order of the others
-// does not change.
+// bySize divides list into the services that are not large, in the same order, and the
+// large services in order of their size. The size of a service is the number of its new
+// rules or of its rules in the kernel, whichever is larger.
 func (t *ruleset) bySize(list []service) (others, large []service) {
 	size := func(s service) int {
 		if last := t.records[s.key]; last != nil {
@@ -810,9 +812,10 @@ func (t *ruleset) writeChains(ctx context.Context) error {
 	return nil
 }
 
-// maxLines limits the lines of a transaction in flavour nft, unless one chain has more. So
-// changes of other programs need not wait for all rules of a large service. In flavour
-// legacy, each transaction replaces the whole table, so one transaction per table is best.
+// maxLines limits the lines of a transaction in flavour nft, unless one chain has more.
+// Therefore changes of other programs need not wait for all rules of a large service. In
+// flavour legacy, each transaction replaces the whole table, so one transaction per table
+// is best.
 const maxLines = 10_000
 
 // restoreInput returns the input for iptables-restore that writes these chains. It is

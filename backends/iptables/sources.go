@@ -113,9 +113,9 @@ type sourceUsers struct {
 	users int
 }
 
-// checkSources returns an error if a list of r has the name of another list. So sources of
-// one service never admit clients to another service, even if somebody found two lists
-// whose names are equal.
+// checkSources returns an error if a list of r has the name of another list. The name has a
+// hash of the sources, and users may choose sources with equal hashes. The check keeps the
+// sources of one service from admitting clients to another service.
 func (t *ruleset) checkSources(r *record) error {
 	for addr, list := range r.sources {
 		if other, ok := t.sources[list.name]; ok && other.content != list.content {
@@ -156,9 +156,9 @@ func (t *ruleset) replaceSources(last, next map[netip.Addr]*sourceList) {
 	}
 }
 
-// fillSources creates and fills the sets that are needed and that the kernel lacks. No rule
-// uses a new set before it has all its elements. A set that another program has changed is
-// flushed first, so it never admits other sources.
+// fillSources creates and fills the needed sets that the kernel lacks. No rule uses a new
+// set before the set has all its elements. If another program has changed a set,
+// fillSources flushes it first, so the set never admits other sources.
 func (t *ruleset) fillSources(ctx context.Context) error {
 	var input strings.Builder
 	var names []string
@@ -193,8 +193,9 @@ func (t *ruleset) fillSources(ctx context.Context) error {
 }
 
 // destroySources destroys the sets of source lists that no service needs. The kernel
-// refuses that while a rule uses the set. In flavour nft, it releases the sets of deleted
-// rules some time later. The next commit or Verify tries to destroy the remaining sets.
+// refuses to destroy a set that a rule uses. In flavour nft, the kernel releases the sets
+// of deleted rules some time later. The next commit or Verify tries to destroy the
+// remaining sets.
 func (t *ruleset) destroySources(ctx context.Context) error {
 	if t.holding() {
 		return nil // rules of an earlier process may use them
@@ -235,8 +236,8 @@ var sourceSetName = regexp.MustCompile(`^S[A-Z2-7]{15}[46]$`)
 func (t *ruleset) sourceSets(ctx context.Context) (names []string, err error) {
 	counts, err := t.run.countElements(ctx)
 	for name := range counts {
-		suffix := strings.TrimPrefix(name, t.opts.prefix())
-		if len(suffix) < len(name) && sourceSetName.MatchString(suffix) && strings.HasSuffix(suffix, strconv.Itoa(int(t.family))) {
+		suffix, ok := strings.CutPrefix(name, t.opts.prefix())
+		if ok && sourceSetName.MatchString(suffix) && strings.HasSuffix(suffix, strconv.Itoa(int(t.family))) {
 			names = append(names, name)
 		}
 	}

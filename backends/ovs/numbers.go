@@ -29,8 +29,9 @@ const (
 	firstRanges  = -2
 )
 
-// seed returns the seed of the group with the number of the name. It is how a backend finds
-// the numbers of its predecessor.
+// seed returns the seed of the group with the number of the name. A backend finds the
+// numbers of its predecessor by their seeds. Earlier versions had a port where the text has
+// 0, so groups without session affinity keep their numbers after an update.
 func (n name) seed() uint64 {
 	sum := sha256.Sum256(fmt.Appendf(nil, "%s/%d/0/%d", n.service, n.list, n.part))
 	return binary.BigEndian.Uint64(sum[:])

@@ -145,7 +145,8 @@ func (d *dataplane) forget(ctx context.Context, stale staleConnections) error {
 // repeatAfter is a time after which the datapath follows all changes.
 const repeatAfter = time.Second
 
-// forgetAgain repeats forget if it is time. It also sends some of the messages that wait.
+// forgetAgain repeats forget if it is time. Otherwise it sends some of the messages that
+// wait.
 func (d *dataplane) forgetAgain(ctx context.Context, now time.Time) error {
 	if len(d.repeat) > 0 && !now.Before(d.repeatAt) {
 		stale := d.repeat

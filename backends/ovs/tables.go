@@ -31,7 +31,8 @@ const (
 	masqueradeTable
 	// clientTable has learned flows: the endpoints of clients with session affinity.
 	clientTable
-	// memberTable has the endpoints of lists with session affinity, and lists of source ranges.
+	// memberTable has the endpoints of lists with session affinity, and lists of source
+	// ranges.
 	memberTable
 	// sentTable masquerades connections whose destination was translated.
 	sentTable
@@ -60,9 +61,9 @@ const (
 	portShift = 16
 )
 
-// Other registers. They are for session affinity, and the first also for source ranges. The 64-bit register n consists of the
-// 32-bit registers 2n and 2n+1. The 128-bit register n consists of the 64-bit registers 2n
-// and 2n+1.
+// Other registers. They are for session affinity, and listRegister is also for source
+// ranges. The 64-bit register n consists of the 32-bit registers 2n and 2n+1. The 128-bit
+// register n consists of the 64-bit registers 2n and 2n+1.
 const (
 	flagsRegister   = 0
 	listRegister    = 1 // the number of a list of endpoints or source ranges

@@ -21,9 +21,10 @@ type Counts struct {
 	// programs left to the other sink, by reason. The reasons are: abandoned (the backend
 	// has not run for ten minutes, or an error paused the programs), no_endpoint (only
 	// existing UDP sockets may use the endpoints), list_changed (the list changed at this
-	// moment), no_memory (there is none for the record of the socket, or the service has too
-	// many clients with session affinity), bound_port (the caller has bound the TCP socket to a port), and
-	// ambiguous (the source of an answer to the UDP socket could be wrong).
+	// moment), no_memory (there is none for the record of the socket, or the cluster IP has
+	// too many clients with session affinity), bound_port (the caller has bound the TCP
+	// socket to a port), and ambiguous (the source of an answer to the UDP socket could be
+	// wrong).
 	Left map[string]uint64
 }
 

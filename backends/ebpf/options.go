@@ -40,22 +40,23 @@ type Options struct {
 	Annotation string
 
 	// MaxFrontends is the maximum number of pairs of a cluster IP and a port that the
-	// programs handle. A service may use at most an eighth of this number, of MaxEndpoints and
-	// of MaxMembers, and always 64. The other sink handles services that need more. Default:
-	// 262,144.
+	// programs handle. A service may use at most an eighth of this number, of MaxEndpoints
+	// and of MaxMembers, but 64 are always allowed. The other sink handles services that
+	// need more. Default: 262,144.
 	MaxFrontends int
-	// MaxEndpoints is the maximum number of endpoints of all services together. Frontends of a
-	// service with the same endpoints share them. While a list of endpoints changes, both the
-	// old list and the new list count. Default: 1,048,576.
+	// MaxEndpoints is the maximum number of endpoints of all services together. Frontends
+	// of a service with the same endpoints share them. While a list of endpoints changes,
+	// both the old list and the new list count. Default: 1,048,576.
 	MaxEndpoints int
 	// MaxMembers is the maximum number of endpoints of all UDP frontends and all frontends
 	// with session affinity together. Default: 262,144.
 	MaxMembers int
 	// MaxClients is the maximum number of clients whose endpoints the programs remember for
-	// session affinity. One cluster IP may have at most an eighth of them, and always 64. The
-	// other sink handles further clients of the cluster IP. The programs also remember the services of at most MaxClients TCP
-	// sockets, for getpeername. When a map is full, the kernel removes elements that were
-	// unused for the longest time. Default: 65,536.
+	// session affinity. One cluster IP may have at most an eighth of them, but 64 are always
+	// allowed. The other sink handles further clients of the cluster IP. The programs also
+	// remember the services of at most MaxClients TCP sockets, for getpeername. When a map
+	// is full, the kernel removes elements that were unused for the longest time. Default:
+	// 65,536.
 	MaxClients int
 
 	// Used is called when Sync or Verify may have changed the maps. Calls do not overlap, and
@@ -67,8 +68,8 @@ type Options struct {
 type Usage struct {
 	Frontends, Endpoints, Members int
 	// ServicesLeft is the number of services with a frontend that did not fit into the maps,
-	// or that need more than their share. The sink below, such as the backend nftables, handles
-	// these frontends.
+	// or that need more than their share. The sink below, such as the backend nftables,
+	// handles these frontends.
 	ServicesLeft int
 }
 

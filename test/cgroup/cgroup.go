@@ -128,20 +128,14 @@ func (g *Group) members() []string {
 // ended.
 func (g *Group) CPU() time.Duration {
 	g.Helper()
-	ticks := int64(0)
+	used := time.Duration(0)
 	for _, pid := range g.members() {
-		b, err := os.ReadFile("/proc/" + pid + "/stat")
-		if err != nil {
-			continue // the process has just ended
-		}
-		// The second field is the program's name in parentheses, which may contain spaces. So
-		// fields[0] is the third field.
-		fields := strings.Fields(string(b[strings.LastIndexByte(string(b), ')')+1:]))
-		for _, field := range fields[11:15] { // utime, stime, cutime, cstime
-			ticks += g.number(field)
+		times, _ := Times(g, int(g.number(pid))) // zero if the process has just ended
+		for _, d := range times {
+			used += d
 		}
 	}
-	return time.Duration(ticks) * (time.Second / 100)
+	return used
 }
 
 // Descriptors returns the number of open files of the group's processes.

@@ -19,6 +19,7 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/test/bare"
+	"github.com/kpng-project/kpng/test/cgroup"
 	"github.com/kpng-project/kpng/test/gotool"
 	"github.com/kpng-project/kpng/test/kubeproxy"
 	"k8s.io/apimachinery/pkg/runtime"
@@ -134,8 +135,8 @@ func (c *cluster) measure(b *testing.B, p proxy) {
 	r.rest()
 	r.latency(b, "default")
 	r.connections(b)
-	b.ReportMetric(float64(kilobytes(b, r.status(), "VmRSS"))/(1<<20), "MB-resident")
-	b.ReportMetric(float64(kilobytes(b, r.status(), "VmHWM"))/(1<<20), "MB-peak")
+	b.ReportMetric(float64(cgroup.Status(b, r.cmd.Process.Pid, "VmRSS"))/(1<<20), "MB-resident")
+	b.ReportMetric(float64(cgroup.Status(b, r.cmd.Process.Pid, "VmHWM"))/(1<<20), "MB-peak")
 	r.kill(b)
 
 	r = c.start(b, p, time.Millisecond)
@@ -215,8 +216,6 @@ func (r *running) kill(b testing.TB) {
 	r.cmd.Process.Kill()
 	r.cmd.Wait() // the error only says that the process was killed
 }
-
-func (r *running) status() string { return fmt.Sprintf("/proc/%d/status", r.cmd.Process.Pid) }
 
 // wait waits until a connection to every service succeeds. It returns the time at which
 // the last of the services began to work.

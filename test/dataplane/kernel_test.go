@@ -8,9 +8,6 @@ import (
 	"fmt"
 	"net"
 	"net/netip"
-	"os"
-	"strconv"
-	"strings"
 	"testing"
 	"time"
 
@@ -124,25 +121,4 @@ func answer(t testing.TB) {
 			c.Close()
 		}
 	}()
-}
-
-// kilobytes reads a value in kB from a line of a file in /proc, and returns the value in
-// bytes.
-func kilobytes(t testing.TB, file, line string) int {
-	t.Helper()
-	text, err := os.ReadFile(file)
-	if err != nil {
-		t.Fatal(err)
-	}
-	for l := range strings.Lines(string(text)) {
-		if value, ok := strings.CutPrefix(l, line+":"); ok {
-			n, err := strconv.Atoi(strings.TrimSpace(strings.TrimSuffix(strings.TrimSpace(value), "kB")))
-			if err != nil {
-				t.Fatal(err)
-			}
-			return n << 10
-		}
-	}
-	t.Fatalf("%s has no line %s", file, line)
-	return 0
 }

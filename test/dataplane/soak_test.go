@@ -23,6 +23,7 @@ import (
 	"time"
 
 	"github.com/google/go-cmp/cmp"
+	"github.com/kpng-project/kpng/test/cgroup"
 	"golang.org/x/sync/errgroup"
 	"golang.org/x/time/rate"
 	corev1 "k8s.io/api/core/v1"
@@ -88,11 +89,11 @@ func TestSoak(t *testing.T) {
 	for worker := range uint64(writers) {
 		group.Go(func() error { return churn.run(ctx, rand.New(rand.NewPCG(seed, worker))) })
 	}
-	var halfway int
+	var halfway int64
 	group.Go(func() error {
 		select {
 		case <-time.After(*soakFor / 2):
-			halfway = kilobytes(t, proxy.status(), "VmRSS")
+			halfway = cgroup.Status(t, proxy.cmd.Process.Pid, "VmRSS")
 		case <-ctx.Done():
 		}
 		return nil
@@ -118,7 +119,7 @@ func TestSoak(t *testing.T) {
 			t.Errorf("only %.0f of %.0f connections were translated", translated, made)
 		}
 	}
-	end := kilobytes(t, proxy.status(), "VmRSS")
+	end := cgroup.Status(t, proxy.cmd.Process.Pid, "VmRSS")
 	t.Logf("memory: %d KiB halfway, %d KiB at the end", halfway>>10, end>>10)
 	if end > halfway+memoryGrowth {
 		t.Errorf("resident memory grew from %d to %d KiB", halfway>>10, end>>10)

@@ -301,10 +301,14 @@ type usage struct {
 
 func (n *node) usage() usage {
 	pid := n.cmd.Process.Pid
-	stat, switched := n.stat(pid), n.switchUsage()-n.switched
+	times, ok := cgroup.Times(n, pid)
+	if !ok {
+		n.Fatalf("%s ended\n%s", n.proxy, n.logged())
+	}
+	switched := n.switchUsage() - n.switched
 	return usage{
-		all:    n.cpuTime(pid) + stat[2] + stat[3] + switched,
-		kernel: stat[1] + stat[3] + switched,
+		all:    n.cpuTime(pid) + times[2] + times[3] + switched,
+		kernel: times[1] + times[3] + switched,
 	}
 }
 
@@ -325,40 +329,9 @@ func (n *node) cpuTime(pid int) time.Duration {
 	return time.Duration(used.Nano())
 }
 
-// stat returns the fields utime, stime, cutime and cstime of a process.
-func (n *node) stat(pid int) (times [4]time.Duration) {
-	text, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
-	if err != nil {
-		n.Fatal(err)
-	}
-	// The second field is the program's name in parentheses, which may contain spaces.
-	fields := strings.Fields(string(text[strings.LastIndexByte(string(text), ')')+1:]))
-	for i := range times {
-		ticks, err := strconv.Atoi(fields[11+i])
-		if err != nil {
-			n.Fatal(err)
-		}
-		times[i] = time.Duration(ticks) * (time.Second / 100)
-	}
-	return times
-}
-
 // peakMemory returns the peak of the proxy's resident memory since the last call of
-// resetPeak.
-func (n *node) peakMemory() int64 {
-	status, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", n.cmd.Process.Pid))
-	if err != nil {
-		n.Fatal(err)
-	}
-	for line := range strings.Lines(string(status)) {
-		if value, ok := strings.CutPrefix(line, "VmHWM:"); ok {
-			kilobytes, _ := strconv.ParseInt(strings.Fields(value)[0], 10, 64)
-			return kilobytes << 10
-		}
-	}
-	n.Fatalf("no VmHWM in %s", status)
-	return 0
-}
+// collect or start.
+func (n *node) peakMemory() int64 { return cgroup.Status(n, n.cmd.Process.Pid, "VmHWM") }
 
 // collect makes kpng free unused memory, and resets the peak of the resident memory.
 func (n *node) collect() {

@@ -47,7 +47,6 @@ const (
 // phase has the figures of one phase.
 type phase struct {
 	usage
-	took time.Duration
 	wait wait // the longest of an innocent change
 	// single is true if the phase changes only one service.
 	single bool
@@ -272,7 +271,7 @@ func (h *harness) phase(burst bool, writes ...difference) (p phase, ok bool) {
 		}
 	}
 	p.single = len(services) == 1
-	used, begin := h.usage(), time.Now()
+	used := h.usage()
 	converged := make(chan bool, 1)
 	stop := make(chan struct{})
 	written := make(chan struct{})
@@ -301,7 +300,7 @@ func (h *harness) phase(burst bool, writes ...difference) (p phase, ok bool) {
 		select {
 		case <-stop:
 			now := h.usage()
-			p.usage, p.took = usage{now.all - used.all, now.kernel - used.kernel}, time.Since(begin)
+			p.usage = usage{now.all - used.all, now.kernel - used.kernel}
 			return p, <-converged
 		case <-time.After(max(pause, w.time)):
 		}
@@ -341,13 +340,11 @@ func (h *harness) measure(s *shape, n int) (f figures, ok bool) {
 		return f, false
 	}
 	f.memory = h.peakMemory() - h.memory.resident
-	begin := time.Now()
 	h.restart()
 	if !h.converge() {
 		return f, false
 	}
-	used := h.usage()
-	f.phases[restart], f.start = phase{usage: used, took: time.Since(begin)}, h.start
+	f.phases[restart].usage, f.start = h.usage(), h.start
 	f.memory = max(f.memory, h.peakMemory()-h.memory.resident)
 	f.phases[remove], ok = h.phase(false, difference{gone: before})
 	return f, ok

@@ -3,7 +3,9 @@
 package growth
 
 import (
+	"encoding/binary"
 	"fmt"
+	"math"
 	"net/netip"
 	"slices"
 	"strings"
@@ -62,9 +64,8 @@ var shapes = []shape{
 		return one(0, step, n, both(ports(10), externalIPs(10)))
 	}},
 	{name: "ports, external IPs and endpoints of equal number", n: 3, objects: func(n, step int) []object {
-		// n² frontends and n endpoints: the size of the largest part is n², so k grows by its
-		// square root.
-		k := root(n * 100)
+		// The service has k² frontends, so k grows with the square root of n.
+		k := int(math.Sqrt(float64(n * 100)))
 		return one(0, step, k, both(ports(k), externalIPs(k)))
 	}},
 	{name: "source ranges, with 10 ports", n: 50, objects: func(n, step int) []object {
@@ -303,14 +304,6 @@ func repeat[T any](n int, f func(i int) []T) (all []T) {
 	return all
 }
 
-func root(n int) int {
-	k := 0
-	for (k+1)*(k+1) <= n {
-		k++
-	}
-	return k
-}
-
 type edit = func(*corev1.Service)
 
 func both(edits ...edit) edit {
@@ -324,11 +317,7 @@ func both(edits ...edit) edit {
 // offset returns the n-th address after an address.
 func offset(a string, n int) netip.Addr {
 	b := netip.MustParseAddr(a).As4()
-	for i := 3; n > 0; i-- {
-		n += int(b[i])
-		b[i] = byte(n)
-		n >>= 8
-	}
+	binary.BigEndian.PutUint32(b[:], binary.BigEndian.Uint32(b[:])+uint32(n))
 	return netip.AddrFrom4(b)
 }
 

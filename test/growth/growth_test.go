@@ -27,8 +27,8 @@ const (
 	maxExponent = 1.25
 	// maxWaits is the largest wait of an innocent change relative to its wait alone.
 	maxWaits = 10
-	// rounds is how often the test measures a shape until the minima of all rounds keep the
-	// limits. Other programs and garbage collections only add costs.
+	// rounds limits how often the test measures a shape. It stops when the minima of all
+	// rounds keep the limits, because other programs and garbage collections only add costs.
 	rounds = 5
 )
 
@@ -36,7 +36,7 @@ const (
 // garbage collection, and others several.
 var withoutCollection = []string{"GOGC=off", "GOMEMLIMIT=1GiB"}
 
-// Lesser costs are not compared, because the noise is too large.
+// Costs below these minima are not compared, because they vary too much.
 const (
 	minCPU    = 100 * time.Millisecond
 	minWait   = 5 * time.Millisecond

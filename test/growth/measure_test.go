@@ -246,8 +246,8 @@ func (h *harness) flip() (w wait, ok bool) {
 	if h.isKubeProxy() {
 		ok = h.reaches(innocentIP+":80", innocentPod(h.flipped))
 	} else {
-		// A pass reports no changes. A pass begins when the proxy has missed many changes, for
-		// example because each deletion changes the owner of an address for many services.
+		// If the proxy misses more than 10,000 changes, a pass delivers the state. A pass does
+		// not report when a change is applied, so repeat the change.
 		for try := 0; !ok && try < 10; try++ {
 			if ok = h.receive(h.applied, 2*time.Second); !ok {
 				h.flipped++

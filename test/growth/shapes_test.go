@@ -26,10 +26,10 @@ type shape struct {
 	objects func(n, step int) []object
 	// steps returns the number of steps. Default: 4 steps.
 	steps func(n int) int
-	// With burst, the harness writes the steps without a pause. Otherwise it waits after each
-	// step until the proxy has applied it.
+	// With burst, the harness writes the steps without a pause. Otherwise it waits after
+	// each step until the proxy has applied it.
 	burst bool
-	// kpngOnly marks what kube-proxy does not have.
+	// kpngOnly marks a shape that needs a feature of kpng, which kube-proxy does not have.
 	kpngOnly bool
 }
 

@@ -6,7 +6,6 @@ import (
 	"context"
 	"fmt"
 	"net/netip"
-	"slices"
 	"time"
 )
 
@@ -79,31 +78,23 @@ func (b *Backend) makeChanges(ctx, changeCtx context.Context, changes []*change)
 	if len(changes) == 0 {
 		return
 	}
-	slices.SortStableFunc(changes, func(a, b *change) int { // the awaited changes first
-		switch {
-		case a.unawaited == b.unawaited:
-			return 0
-		case b.unawaited:
-			return -1
-		default:
-			return 1
+	var awaited, others []*change
+	for _, c := range changes {
+		if c.unawaited {
+			others = append(others, c)
+		} else {
+			awaited = append(awaited, c)
 		}
-	})
+	}
 	done, all := make(chan *change, len(changes)), make(chan struct{})
 	b.running.Go(func() {
-		inParallel(b.local.slots, changes, func(c *change) {
+		inParallel(b.local.slots, append(awaited, others...), func(c *change) {
 			c.make(changeCtx, b)
 			done <- c
 		})
 		close(all)
 	})
-	expected := 0
-	for _, c := range changes {
-		if !c.unawaited {
-			expected++
-		}
-	}
-	left := len(changes)
+	expected, left := len(awaited), len(changes)
 	pace := time.NewTicker(addressPace)
 	defer pace.Stop()
 	for last := time.Now(); expected > 0 && time.Since(last) < addressPatience && ctx.Err() == nil; {

@@ -4,6 +4,7 @@ package status
 
 import (
 	"bytes"
+	"cmp"
 	_ "embed"
 	"fmt"
 	"html"
@@ -117,14 +118,6 @@ func brief(n int, text string) string {
 // join returns the beginning of a list.
 func join(list []string) string { return brief(120, strings.Join(list, ", ")) }
 
-// orDash returns text, or a dash if text is "".
-func orDash(text string) string {
-	if text == "" {
-		return "–"
-	}
-	return text
-}
-
 // html returns the page of the report. The text match has selected the services.
 func (r *Report) html(match string) []byte {
 	heading := "kpng"
@@ -186,7 +179,7 @@ func (p *page) source(s *Source) {
 		synced = bad("stale")
 	}
 	p.table("Source", "source", "source", "synced", "revision", "last change", "services", "slices", "nodes")
-	p.add("<tr><td>%s<td>%s<td>%d<td>%s<td>%d<td>%d<td>%d\n", orDash(s.Name), synced, s.Revision, s.LastChange, s.Services, s.Slices, s.Nodes)
+	p.add("<tr><td>%s<td>%s<td>%d<td>%s<td>%d<td>%d<td>%d\n", cmp.Or(s.Name, "–"), synced, s.Revision, s.LastChange, s.Services, s.Slices, s.Nodes)
 	p.endTable()
 }
 
@@ -194,7 +187,7 @@ func (p *page) sinks(sinks []Sink) {
 	p.table("Sinks", "sinks", "sink", "revision", "all programmed", "last sync", "last progress", "syncs", "pending", "failing", "error")
 	for i := range sinks {
 		s := &sinks[i]
-		p.add("<tr><td>%s<td>%d<td>", orDash(s.Name), s.Revision)
+		p.add("<tr><td>%s<td>%d<td>", cmp.Or(s.Name, "–"), s.Revision)
 		if s.Passes > 0 {
 			p.add("%s", s.LastPass)
 		} else {
@@ -253,10 +246,7 @@ func (p *page) clients(c *Clients) {
 	}
 	p.table("", "clients", "node", "client", "connected", "revision", "behind")
 	for _, client := range c.Slowest {
-		node, behind := "whole cluster", "–"
-		if client.Node != "" {
-			node = client.Node
-		}
+		node, behind := cmp.Or(client.Node, "whole cluster"), "–"
 		if client.BehindSeconds > 0 {
 			behind = fmt.Sprintf("%.1f s", client.BehindSeconds)
 		}

@@ -11,8 +11,8 @@ import (
 )
 
 // frontendsOf returns a view's frontends as a message, which contains each list of
-// endpoints and of sources only once. It returns errTooLarge before it uses much more memory
-// than maxObject.
+// endpoints and of sources only once. It returns errTooLarge before it uses much more
+// memory than maxObject.
 func frontendsOf(v *api.ServiceEndpoints) (*localv1.ServiceFrontends, error) {
 	w := &localv1.ServiceFrontends{Namespace: v.Service.Namespace, Name: v.Service.Name}
 	size := 0 // a lower limit, in bytes
@@ -33,7 +33,10 @@ func frontendsOf(v *api.ServiceEndpoints) (*localv1.ServiceFrontends, error) {
 		return &localv1.Traffic{Verdict: localv1.Verdict_Forward, List: list}
 	}
 	sources := func(f *nodeview.Frontend) int32 {
-		id := sourcesID{f.Family, len(f.Sources.Ranges), first(f.Sources.Ranges)}
+		id := sourcesID{family: f.Family, length: len(f.Sources.Ranges)}
+		if id.length > 0 {
+			id.first = &f.Sources.Ranges[0]
+		}
 		i, ok := admitted[id]
 		if !ok {
 			i = int32(len(w.Sources))
@@ -85,13 +88,6 @@ type sourcesID struct {
 	family api.Family
 	length int
 	first  *netip.Prefix
-}
-
-func first[T any](list []T) *T {
-	if len(list) == 0 {
-		return nil
-	}
-	return &list[0]
 }
 
 func targetList(list []nodeview.Target) *localv1.TargetList {

@@ -19,6 +19,20 @@ import (
 	"google.golang.org/protobuf/proto"
 )
 
+// setsClient returns a client of a new server of the state. It is generated code with the
+// default options of gRPC.
+func setsClient(t *testing.T, state *cluster.State) localv1.SetsClient {
+	t.Helper()
+	l := listen(t, "127.0.0.1:0")
+	serveOn(t, state, l, quick)
+	conn, err := grpc.NewClient(l.Addr().String(), grpc.WithTransportCredentials(insecure.NewCredentials()))
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { conn.Close() })
+	return localv1.NewSetsClient(conn)
+}
+
 // A client that requests frontends receives them in place of services.
 func TestFrontendsReplaceServices(t *testing.T) {
 	state := cluster.New(cluster.Options{Resumable: true})
@@ -35,13 +49,7 @@ func TestFrontendsReplaceServices(t *testing.T) {
 		to.SetSlice(hintedSlice)
 	})
 	state.SetSynced()
-	l := listen(t, "127.0.0.1:0")
-	serveOn(t, state, l, quick)
-	conn, err := grpc.NewClient(l.Addr().String(), grpc.WithTransportCredentials(insecure.NewCredentials()))
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer conn.Close()
+	client := setsClient(t, state)
 
 	// The function answer sends a request and returns the answer's operations and token.
 	answer := func(stream grpc.BidiStreamingClient[localv1.WatchReq, localv1.OpItem], req *localv1.WatchReq) (ops []string, token []byte) {
@@ -74,7 +82,7 @@ func TestFrontendsReplaceServices(t *testing.T) {
 		}
 	}
 	watch := func() grpc.BidiStreamingClient[localv1.WatchReq, localv1.OpItem] {
-		stream, err := localv1.NewSetsClient(conn).Watch(within(t))
+		stream, err := client.Watch(within(t))
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -14,8 +14,6 @@ import (
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/cluster"
 	"github.com/kpng-project/kpng/internal/wire/localv1"
-	"google.golang.org/grpc"
-	"google.golang.org/grpc/credentials/insecure"
 	"google.golang.org/protobuf/proto"
 )
 
@@ -66,13 +64,7 @@ func TestNoObjectStopsAStream(t *testing.T) {
 		}
 	})
 	state.SetSynced()
-	l := listen(t, "127.0.0.1:0")
-	serveOn(t, state, l, quick)
-	conn, err := grpc.NewClient(l.Addr().String(), grpc.WithTransportCredentials(insecure.NewCredentials()))
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer conn.Close()
+	client := setsClient(t, state)
 	for _, test := range []struct {
 		name string
 		req  *localv1.WatchReq
@@ -83,7 +75,7 @@ func TestNoObjectStopsAStream(t *testing.T) {
 		{"frontends", &localv1.WatchReq{Frontends: true}, []string{"large: 1 frontends", "loser: 100 frontends", "ranges: 100 frontends", "small: 1 frontends", winner.Name + ": 30050 frontends"}},
 	} {
 		t.Run(test.name, func(t *testing.T) {
-			stream, err := localv1.NewSetsClient(conn).Watch(within(t))
+			stream, err := client.Watch(within(t))
 			if err != nil {
 				t.Fatal(err)
 			}

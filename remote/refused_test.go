@@ -22,12 +22,8 @@ import (
 func TestClientKeepsLastAcceptedView(t *testing.T) {
 	state := cluster.New(cluster.Options{Resumable: true})
 	web := func(uid string, ports int) *api.Service {
-		s := plain("web", 0)
-		s.UID, s.Ports = types.UID(uid), nil
-		s.IPs.ClusterIPs = api.NewIPSet(netip.MustParseAddr("10.0.0.1"))
-		for i := range ports {
-			s.Ports = append(s.Ports, api.PortMapping{Name: fmt.Sprint(i), Protocol: api.TCP, Port: int32(i + 1), TargetPort: 80})
-		}
+		s := external("web", 1, 0, ports)
+		s.UID = types.UID(uid)
 		return s
 	}
 	endpoints := func(n int) *api.EndpointSlice {

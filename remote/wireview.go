@@ -233,7 +233,8 @@ func pairs(before, after []wireEndpoint) func(yield func(old, new *wireEndpoint)
 
 // maxObject is the maximum size of a marshalled object: a service, its frontends, an
 // endpoint, or an object for other servers. A message has one object of this size, and at
-// most batchBytes before it. So it is smaller than 4 MB, which gRPC clients accept by default.
+// most batchBytes before it. So it is smaller than 4 MB, which gRPC clients accept by
+// default.
 const maxObject = 3 << 20
 
 var errTooLarge = fmt.Errorf("a part of a message exceeds %d bytes", maxObject)

@@ -23,9 +23,9 @@ type kind struct {
 	protocol uint8
 }
 
-// deleteStale deletes the stale flows of kind k that match a filter. It returns how many entries it has read and how many it has deleted. It
-// also returns the identities of the entries that the kernel would create for late
-// replies of the deleted flows.
+// deleteStale deletes the stale flows of kind k that match a filter. It returns how many
+// entries it has read and how many it has deleted. It also returns the identities of the
+// entries that the kernel would create for late replies of the deleted flows.
 func deleteStale(ctx context.Context, netNS int, k kind, f filter, stale func(flow) bool) (seen, ended int, late [][]byte, err error) {
 	reader, writer := netfilter.NewConn(netNS), netfilter.NewConn(netNS)
 	defer reader.Close()

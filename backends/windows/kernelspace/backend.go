@@ -171,10 +171,11 @@ func (b *Backend) checkFeatures(f Features) error {
 }
 
 // Sync implements [sink.Sink]. It lists the objects of HNS when a pass begins and when it
-// retries a service after a failure. It lists them once more if the last list lacks the endpoint of a pod on this
-// node. Sync reports the failed services in a [*sink.Failed]. Each error contains the
-// frontend and the error of HNS. If HNS does not run or the network does not exist, all
-// services fail, and Sync requests a new pass. The driver retries until HNS is back.
+// retries a service after a failure. It lists them once more if the last list lacks the
+// endpoint of a pod on this node. Sync reports the failed services in a [*sink.Failed].
+// Each error contains the frontend and the error of HNS. If HNS does not run or the network
+// does not exist, all services fail, and Sync requests a new pass. The driver retries until
+// HNS is back.
 func (b *Backend) Sync(ctx context.Context, c *sink.Changes) error {
 	if c.First {
 		clear(b.views)
@@ -213,8 +214,8 @@ func (b *Backend) Verify(ctx context.Context) error {
 	return fmt.Errorf("%w: %w", err, sink.ErrStartOver)
 }
 
-// VerifyInterval implements [sink.Poller]. HNS may delete load balancers that
-// no program asked it to delete (kubernetes/kubernetes#110849), without a notification. Verify lists all objects of
+// VerifyInterval implements [sink.Poller]. HNS may delete load balancers without a request
+// and without a notification (kubernetes/kubernetes#110849). Verify lists all objects of
 // HNS, so the interval is kube-proxy's default of syncPeriod.
 func (b *Backend) VerifyInterval() time.Duration { return 30 * time.Second }
 

@@ -19,9 +19,10 @@
 // calling HNS. Then it compares the planned load balancers by value with the state of
 // HNS. It lists endpoints and load balancers before the first changes, when it retries a
 // service after a failure, and twice a minute while idle (the driver's VerifyInterval). It
-// processes changes of other services without a listing. The network plug-in owns the endpoints of
-// this node's pods. For other addresses, the backend creates endpoints whose names begin
-// with the backend's name. It removes these endpoints when no load balancer uses them.
+// processes changes of other services without a listing. The network plug-in owns the
+// endpoints of this node's pods. For other addresses, the backend creates endpoints whose
+// names begin with the backend's name. It removes these endpoints when no load balancer
+// uses them.
 //
 // HNS stores neither a name nor an owner of a load balancer. So the backend records the
 // IDs of its own load balancers in Options.StateFile.

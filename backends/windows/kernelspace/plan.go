@@ -227,8 +227,8 @@ func (on *environment) refusal(f *nodeview.Frontend) string {
 // The method policy plans the load balancer of a frontend. The second result describes
 // the settings that HNS does not support. The policy has the endpoints for traffic from
 // outside this node. This node's own traffic goes to them too, because a load balancer of
-// HNS has only one list of endpoints.
-// Frontends with equal lists share the endpoints, which are in lists.
+// HNS has only one list of endpoints. Frontends with equal lists share the endpoints, which
+// are in lists.
 func (on *environment) policy(f *nodeview.Frontend, preserve bool, lists map[listKey]*destinations) (p policy, degraded []string) {
 	p = policy{Frontend: Frontend{VIP: f.Addr, Family: f.Family, Protocol: protocolOf(f.Protocol), Port: uint16(f.Port)}}
 	if f.Family == api.IPv6 {
@@ -320,9 +320,10 @@ func (on *environment) healthCheck(f *nodeview.Frontend, svc *api.Service) (p po
 	return p, true
 }
 
-// source returns the source address for a policy with these endpoints. This address is the configured source
-// VIP or, if there is none, the node's own address. On an overlay network, the node's own
-// address replaces the source VIP if an endpoint is outside the pod network.
+// source returns the source address for a policy with these endpoints. This address is the
+// configured source VIP or, if there is none, the node's own address. On an overlay
+// network, the node's own address replaces the source VIP if an endpoint is outside the pod
+// network.
 func (on *environment) source(family api.Family, endpoints []destination) netip.Addr {
 	vip := on.sourceVIP4
 	if family == api.IPv6 {

@@ -44,9 +44,10 @@ type Options struct {
 	HostMAC string
 
 	// MaxLoadBalancers limits the load balancers of one service: one for each of its
-	// frontends. Each takes HNS several milliseconds, and other services wait meanwhile. Sync
-	// refuses a service that needs more: it returns an error for this service, and the
-	// service keeps its last load balancers. Default: 1,024.
+	// frontends. Those for forwarded health checks do not count. Each takes HNS several
+	// milliseconds, and other services wait meanwhile. Sync refuses a service that needs
+	// more: it returns an error for this service, and the service keeps its last load
+	// balancers. Default: 1,024.
 	MaxLoadBalancers int
 
 	// ForwardHealthChecks makes this node receive health checks that are sent to a service's

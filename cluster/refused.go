@@ -21,12 +21,8 @@ type refused struct {
 	wanted map[types.NamespacedName]api.ServiceState
 	// reasons has the same keys. Readers see it in snapshots.
 	reasons *diffstore.Store[types.NamespacedName, string]
-	// was has the services that the present Update has refused or accepted, and reports
-	// which of them were refused before.
-	was map[types.NamespacedName]bool
-	// had has the accepted versions of the Services that the present Update has changed, as
-	// they were before. It is empty until the state is synced.
-	had map[types.NamespacedName]*api.Service
+	// touched has the services that the present Update has refused or accepted.
+	touched map[types.NamespacedName]struct{}
 }
 
 // verdict is the result of an Update for a service. The reason is empty if the service is
@@ -40,8 +36,7 @@ func newRefused(s *State) refused {
 	return refused{
 		wanted:  map[types.NamespacedName]api.ServiceState{},
 		reasons: newStore(s, api.CompareKeys, func(a, b string) bool { return a == b }),
-		was:     map[types.NamespacedName]bool{},
-		had:     map[types.NamespacedName]*api.Service{},
+		touched: map[types.NamespacedName]struct{}{},
 	}
 }
 
@@ -102,13 +97,14 @@ func (s *State) settle(key types.NamespacedName, want api.ServiceState) {
 // the state is synced, no reader has any service, so the result is nil. Otherwise it would
 // depend on the order of the objects in a listing.
 func (s *State) lastAccepted(key types.NamespacedName) *api.Service {
-	if had, changed := s.refused.had[key]; changed {
-		return had
-	}
 	if !s.IsSynced() {
 		return nil
 	}
-	return s.state(key).Service
+	before, _ := s.published.get()
+	if state, ok := before.States.Get(key); ok {
+		return state.Service
+	}
+	return nil
 }
 
 // fitting returns the first slices with which the service has at most limit elements. The
@@ -141,13 +137,10 @@ func fitting(service *api.Service, list []*api.EndpointSlice, limit int) []*api.
 // set records that the wanted objects of a service are refused for a reason, or accepted if
 // the reason is "".
 func (r *refused) set(key types.NamespacedName, want api.ServiceState, reason string) {
-	_, was := r.wanted[key]
-	if !was && reason == "" {
+	if _, was := r.wanted[key]; !was && reason == "" {
 		return
 	}
-	if _, noted := r.was[key]; !noted {
-		r.was[key] = was
-	}
+	r.touched[key] = struct{}{}
 	if reason == "" {
 		delete(r.wanted, key)
 		r.reasons.Delete(key)
@@ -157,17 +150,18 @@ func (r *refused) set(key types.NamespacedName, want api.ServiceState, reason st
 	r.reasons.Set(key, reason)
 }
 
-// verdicts returns the services that are refused since the present Update, and those that
-// exist and are accepted again. It ends the Update.
-func (s *State) verdicts() []verdict {
+// verdicts compares the services with a snapshot from before the present Update. It returns
+// those that are newly refused, and those that exist and are accepted again.
+func (s *State) verdicts(before *Snapshot) []verdict {
 	var list []verdict
-	for key, was := range s.refused.was {
+	for key := range s.refused.touched {
+		_, was := before.Refused.Get(key)
 		reason, is := s.refused.reasons.Get(key)
 		if is && !was || was && !is && s.state(key).Service != nil {
 			list = append(list, verdict{key, reason})
 		}
 	}
-	clear(s.refused.was)
+	clear(s.refused.touched)
 	slices.SortFunc(list, func(a, b verdict) int { return api.CompareKeys(a.key, b.key) })
 	return list
 }

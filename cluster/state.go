@@ -176,15 +176,14 @@ func (s *State) Update(f func(tx *Tx)) {
 	var verdicts []verdict
 	defer func() { s.report(verdicts) }()
 	defer s.mu.Unlock()
-	s.publish() // for readers that come while f runs
-	defer func() { verdicts = s.verdicts() }()
-	defer s.commit(s.revisions.Last())
+	before, _ := s.publish() // for readers that come while f runs, and for lastAccepted
+	defer func() { verdicts = s.verdicts(before) }()
+	defer s.commit(before.Revision)
 	f(&s.tx)
 }
 
 // commit ends an Update. It does nothing if the Update made no change.
 func (s *State) commit(before diffstore.Revision) {
-	clear(s.refused.had)
 	p, last := &s.published, s.revisions.Last()
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -467,9 +466,6 @@ func (s *State) accept(key types.NamespacedName, next api.ServiceState) {
 	}
 	next.Lost = have.Lost
 	if have.Service != next.Service {
-		if _, noted := s.refused.had[key]; !noted && s.IsSynced() {
-			s.refused.had[key] = have.Service
-		}
 		s.sharedClaims = nil
 		own, others, changed := s.claims.replace(have.Service, next.Service)
 		if changed {

@@ -344,7 +344,8 @@ func (d *Driver) sync(ctx context.Context, b *batch) (result SyncResult, failed 
 		d.notBefore = end.Add(d.opts.MinInterval)
 	}
 	failed, acked = Acknowledged(err)
-	if failed = briefFailed(failed); acked {
+	failed = briefFailed(failed)
+	if acked {
 		err = failed.Err()
 	}
 	err = brief(err)
@@ -526,11 +527,7 @@ func (d *Driver) hold(changes []Change) {
 	now := time.Now()
 	d.update(func() {
 		for _, c := range changes {
-			why := queued
-			if s := d.pending.byKey[c.Key]; s != nil {
-				why = s.reason
-			}
-			d.putQueued(d.unacked(c, why), now)
+			d.putQueued(d.unacked(c, queued), now)
 		}
 	})
 }
@@ -556,12 +553,8 @@ func (d *Driver) holdLarge(changes []LargeChange) {
 			if d.pass != nil && !d.pass.delivered(c.Key) {
 				continue
 			}
-			why := queued
-			if s := d.pending.byKey[c.Key]; s != nil {
-				why = s.reason
-			}
 			none := c.Old.Get == nil
-			s := d.unacked(Change{Key: c.Key, Unsure: none && d.pass != nil, TriggerTime: c.TriggerTime}, why)
+			s := d.unacked(Change{Key: c.Key, Unsure: none && d.pass != nil, TriggerTime: c.TriggerTime}, queued)
 			if d.pending.byKey[c.Key] == nil && !none {
 				s.old = View{c.Old.Size, sync.OnceValue(c.Old.Get)}
 			}
@@ -571,7 +564,8 @@ func (d *Driver) holdLarge(changes []LargeChange) {
 	})
 }
 
-// unacked returns a copy of the record of c's service in d.pending, or a new record.
+// unacked returns a copy of the record of c's service in d.pending, or a new record. A
+// record that is suspect or failing does not become queued.
 func (d *Driver) unacked(c Change, why reason) *unacked {
 	s := unacked{key: c.Key, old: ViewOf(c.Old), unsure: c.Unsure, since: d.position}
 	if before := d.pending.byKey[c.Key]; before != nil {
@@ -586,9 +580,10 @@ func (d *Driver) unacked(c Change, why reason) *unacked {
 			}
 		}
 	}
-	s.reason = why
+	if why != queued {
+		s.reason, s.unsure = why, true
+	}
 	s.large = s.large || isLarge(&c)
-	s.unsure = s.unsure || why != queued
 	s.trigger = earlier(s.trigger, c.TriggerTime)
 	return &s
 }

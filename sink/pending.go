@@ -142,25 +142,32 @@ func (p *pending) schedule(s *unacked) *btree.BTreeG[*unacked] {
 // nextRetry returns the time at which the first service is due. It returns false if no
 // service is pending.
 func (p *pending) nextRetry() (at time.Time, ok bool) {
-	if s, some := p.small.Min(); some {
-		at, ok = s.retryAt, true
-	}
-	if s, some := p.large.Min(); some && (!ok || s.retryAt.Before(at)) {
-		at, ok = s.retryAt, true
-	}
-	if s, some := p.alone.Min(); some {
-		if due := later(s.retryAt, p.aloneAt); !ok || due.Before(at) {
-			at, ok = due, true
+	for _, tree := range p.trees() {
+		if s, some := tree.Min(); some {
+			if due := p.dueAt(s); !ok || due.Before(at) {
+				at, ok = due, true
+			}
 		}
 	}
 	return at, ok
 }
 
+func (p *pending) trees() [3]*btree.BTreeG[*unacked] {
+	return [...]*btree.BTreeG[*unacked]{p.small, p.large, p.alone}
+}
+
+func (p *pending) dueAt(s *unacked) time.Time {
+	if s.alone {
+		return later(s.retryAt, p.aloneAt)
+	}
+	return s.retryAt
+}
+
 // first returns at most n services, in the order of their next delivery.
 func (p *pending) first(n int) []types.NamespacedName {
 	var keys []types.NamespacedName
-	for _, list := range [...]*btree.BTreeG[*unacked]{p.small, p.large, p.alone} {
-		list.Ascend(func(s *unacked) bool {
+	for _, tree := range p.trees() {
+		tree.Ascend(func(s *unacked) bool {
 			if len(keys) == n {
 				return false
 			}
@@ -172,10 +179,7 @@ func (p *pending) first(n int) []types.NamespacedName {
 }
 
 // hasDue reports whether a service that is neither large nor isolated is due.
-func (p *pending) hasDue(now time.Time) bool {
-	s, ok := p.small.Min()
-	return ok && !s.retryAt.After(now)
-}
+func (p *pending) hasDue(now time.Time) bool { return p.firstDue(p.small, now) != nil }
 
 // due calls yield with each service that is due, except large and isolated services, in
 // the order of retryAt. It stops if yield returns false.
@@ -184,16 +188,14 @@ func (p *pending) due(now time.Time, yield func(*unacked) bool) {
 }
 
 // dueLarge returns a large service that is due and not isolated, or nil if there is none.
-func (p *pending) dueLarge(now time.Time) *unacked {
-	if s, ok := p.large.Min(); ok && !s.retryAt.After(now) {
-		return s
-	}
-	return nil
-}
+func (p *pending) dueLarge(now time.Time) *unacked { return p.firstDue(p.large, now) }
 
 // dueAlone returns an isolated service that is due, or nil if there is none.
-func (p *pending) dueAlone(now time.Time) *unacked {
-	if s, ok := p.alone.Min(); ok && !later(s.retryAt, p.aloneAt).After(now) {
+func (p *pending) dueAlone(now time.Time) *unacked { return p.firstDue(p.alone, now) }
+
+// firstDue returns the first service of a tree if it is due, or nil.
+func (p *pending) firstDue(tree *btree.BTreeG[*unacked], now time.Time) *unacked {
+	if s, ok := tree.Min(); ok && !p.dueAt(s).After(now) {
 		return s
 	}
 	return nil

@@ -23,9 +23,8 @@ import (
 
 // Subject is a sink with a dataplane of its own, for [TestHistories].
 type Subject struct {
-	// Open returns a sink for the dataplane. TestHistories opens the sink again, as a program
-	// does that starts again. Before that, it calls Stop of the previous sink. The function
-	// that calls Open also calls Start.
+	// Open returns a sink for the dataplane. TestHistories calls Start of this sink. To
+	// imitate a restart of the program, it calls Stop of the sink and then Open again.
 	Open func() sink.Sink
 	// Objects returns what the sink has programmed in the dataplane, in any order. The result
 	// must depend only on the services, and not on earlier services. So it must not contain
@@ -34,8 +33,8 @@ type Subject struct {
 	// Disturb makes operations of the dataplane fail, and returns a function that ends
 	// that. If Disturb is nil, all operations succeed.
 	Disturb func(random *rand.Rand) (calm func())
-	// Drift changes or deletes objects of the sink, as another program does. If Drift is
-	// nil, no other program changes them.
+	// Drift changes or deletes objects of the sink, as another program might do. If Drift is
+	// nil, the objects do not drift.
 	Drift func(random *rand.Rand)
 	// Verify calls Verify of the sink, so that the sink compares the whole dataplane. If
 	// Verify is nil, TestHistories calls the sink's method Verify, if it has one.
@@ -45,12 +44,12 @@ type Subject struct {
 	Usable func(*api.Service) bool
 }
 
-// TestHistories plays a driver with n random histories, with the seeds 0 to n-1. A history changes
-// services that share and swap addresses, makes operations of the dataplane fail, restarts
-// the sink, and changes the dataplane behind its back. Whenever the sink has acknowledged
-// all services, it must have programmed the same objects as a sink that got these services
-// in one pass. The function newSubject returns a subject with an empty dataplane, whose
-// resources it releases when t ends.
+// TestHistories plays a driver with n random histories, with the seeds 0 to n-1. A history
+// changes services that share and swap addresses, makes operations of the dataplane fail,
+// restarts the sink, and changes the dataplane without the sink. Whenever the sink has
+// acknowledged all services, it must have programmed the same objects as a sink that got
+// these services in one pass. The function newSubject returns a subject with an empty
+// dataplane, and releases the resources of the subject when t ends.
 //
 // The test reports the seed and the steps of a history that fails. It ends at the first
 // one.
@@ -64,7 +63,7 @@ func TestHistories(t *testing.T, n int, newSubject func(testing.TB) *Subject) {
 	}
 }
 
-// history is a random history of a subject.
+// history is a random history of a subject. The ledger says what the driver may deliver.
 type history struct {
 	t          testing.TB
 	random     *rand.Rand
@@ -208,7 +207,7 @@ func (h *history) settle() {
 
 // waiting reports whether a service or the node is not acknowledged.
 func (h *history) waiting() bool {
-	return len(h.dirty) > 0 || h.ledger.nodeUnacked || !h.node.Equal(h.ledger.node)
+	return len(h.dirty) > 0 || h.ledger.nodeWaits(h.node)
 }
 
 // verify lets the sink compare its dataplane with its records.
@@ -242,7 +241,7 @@ func (h *history) pass() {
 		c := sink.Changes{First: first, Last: len(keys) == 0}
 		if !first { // changes of services that the pass has delivered go along
 			for key := range h.dirty {
-				if (h.ledger.acked[key] || h.ledger.unacked[key]) && !slices.Contains(keys, key) && !slices.Contains(batch, key) {
+				if h.ledger.delivered(key) && !slices.Contains(keys, key) && !slices.Contains(batch, key) {
 					if h.random.IntN(2) == 0 || !h.ledger.unacked[key] && c.Last {
 						batch = append(batch, key)
 					}
@@ -251,7 +250,7 @@ func (h *history) pass() {
 		}
 		if c.Last {
 			for key := range h.views {
-				if !h.ledger.acked[key] && !h.ledger.unacked[key] && !slices.Contains(batch, key) {
+				if !h.ledger.delivered(key) && !slices.Contains(batch, key) {
 					batch = append(batch, key)
 				}
 			}
@@ -285,10 +284,9 @@ func (h *history) pass() {
 func (h *history) sync(c sink.Changes, keys []types.NamespacedName) bool {
 	call := Sync{First: c.First, Last: c.Last, Failing: c.Failing, Node: h.node}
 	call.Revision = uint64(h.state.Snapshot().Revision)
-	call.NodeChanged = c.First || h.ledger.nodeUnacked || !h.node.Equal(h.ledger.node)
+	call.NodeChanged = c.First || h.ledger.nodeWaits(h.node)
 	for _, key := range keys {
-		ch := sink.Change{Key: key, Old: h.ledger.views[key], New: h.views[key]}
-		ch.Unsure = h.ledger.unacked[key] || (c.First || h.ledger.inPass) && !h.ledger.acked[key]
+		ch := sink.Change{Key: key, Old: h.ledger.views[key], New: h.views[key], Unsure: h.ledger.unsure(key, c.First)}
 		if ch.Old != nil && !h.ledger.owns(key, ch.Old) {
 			ch.Old, ch.Unsure = nil, true
 		}
@@ -313,7 +311,7 @@ func (h *history) sync(c sink.Changes, keys []types.NamespacedName) bool {
 	}
 	if c.Last { // the sink has pruned deleted services
 		for key := range h.dirty {
-			if h.views[key] == nil && !h.ledger.unacked[key] && !h.ledger.acked[key] {
+			if h.views[key] == nil && !h.ledger.delivered(key) {
 				delete(h.dirty, key)
 			}
 		}

@@ -62,7 +62,7 @@ func (l *ledger) check(c *Sync) []string {
 		report("ends a pass that was not begun")
 	case c.Revision < l.revision:
 		report("was at revision %d already", l.revision)
-	case c.NodeChanged && !l.nodeUnacked && c.Node.Equal(l.node):
+	case c.NodeChanged && !l.nodeWaits(c.Node):
 		report("says that the node changed, which was acknowledged as it is")
 	case !c.NodeChanged && !c.Node.Equal(l.node):
 		report("does not say that the node changed")
@@ -78,7 +78,7 @@ func (l *ledger) check(c *Sync) []string {
 		}
 		old := l.views[s.Key]
 		switch {
-		case !s.Unsure && (l.unacked[s.Key] || (c.First || l.inPass) && !l.acked[s.Key]):
+		case !s.Unsure && l.unsure(s.Key, c.First):
 			report("service %s is not marked as unsure", s.Key)
 		case s.Old != nil && !s.Old.Equal(old):
 			report("service %s: old is not the acknowledged view", s.Key)
@@ -94,6 +94,18 @@ func (l *ledger) check(c *Sync) []string {
 	}
 	return append(wrong, l.checkFailing(c)...)
 }
+
+// unsure reports whether a Change of a service must be marked as unsure. The argument first
+// is that of the Changes.
+func (l *ledger) unsure(key types.NamespacedName, first bool) bool {
+	return l.unacked[key] || (first || l.inPass) && !l.acked[key]
+}
+
+// delivered reports whether the service was delivered since the last Changes with First.
+func (l *ledger) delivered(key types.NamespacedName) bool { return l.acked[key] || l.unacked[key] }
+
+// nodeWaits reports whether the sink has yet to acknowledge this Node.
+func (l *ledger) nodeWaits(node *api.Node) bool { return l.nodeUnacked || !node.Equal(l.node) }
 
 // owns reports whether the service with this key still owns every claim of view. A
 // service loses a claim when another service is acknowledged with that claim.

@@ -240,7 +240,7 @@ func (h *history) pass() {
 		keys = keys[n:]
 		c := sink.Changes{First: first, Last: len(keys) == 0}
 		if !first { // changes of services that the pass has delivered go along
-			for key := range h.dirty {
+			for _, key := range h.dirtyKeys() {
 				if h.ledger.delivered(key) && !slices.Contains(keys, key) && !slices.Contains(batch, key) {
 					if h.random.IntN(2) == 0 || !h.ledger.unacked[key] && c.Last {
 						batch = append(batch, key)

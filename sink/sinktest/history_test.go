@@ -164,7 +164,7 @@ func TestHistoriesFindFaults(t *testing.T) {
 // trusting deletes the frontends of Change.Old only, also if Old is not all.
 type trusting struct{ m *memory }
 
-func (s *trusting) Sync(_ context.Context, c *sink.Changes) error {
+func (s *trusting) Sync(ctx context.Context, c *sink.Changes) error {
 	var failed sink.Failed
 	if c.First {
 		clear(s.m.objects)
@@ -180,7 +180,7 @@ func (s *trusting) Sync(_ context.Context, c *sink.Changes) error {
 			}
 			if ch.New != nil {
 				for f := range nodeview.Frontends(ch.New) {
-					if err := s.m.SetFrontend(nil, ch.New.Service, f); err != nil {
+					if err := s.m.SetFrontend(ctx, ch.New.Service, f); err != nil {
 						return err
 					}
 				}

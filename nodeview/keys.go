@@ -4,6 +4,7 @@ package nodeview
 
 import (
 	"iter"
+	"slices"
 
 	"github.com/kpng-project/kpng/api"
 )
@@ -24,13 +25,6 @@ func FrontendKeys(se *api.ServiceEndpoints) iter.Seq[FrontendKey] {
 // the endpoints. It may return false although they have. If one of the views is nil, it
 // returns false.
 func SameFrontends(a, b *api.ServiceEndpoints) bool {
-	if a == nil || b == nil || len(a.Lost) != len(b.Lost) || !a.Service.Equal(b.Service) {
-		return false
-	}
-	for i := range a.Lost {
-		if a.Lost[i].Claim != b.Lost[i].Claim {
-			return false
-		}
-	}
-	return true
+	return a != nil && b != nil && a.Service.Equal(b.Service) &&
+		slices.EqualFunc(a.Lost, b.Lost, func(a, b api.LostClaim) bool { return a.Claim == b.Claim })
 }

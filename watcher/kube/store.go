@@ -38,8 +38,8 @@ type item[T any] struct {
 	dropped    bool
 	// unreadable is true for an object that could not be decoded.
 	unreadable bool
-	// postponed is the object of an event that is reduced when the event is written, or the
-	// object in protobuf. Then the item has only a key and a resource version.
+	// postponed is the object of an event that is not reduced yet, as a Go value or in
+	// protobuf. Then the item has only a key and a resource version.
 	postponed any
 
 	resourceVersion string
@@ -123,8 +123,7 @@ func (s *store[O, T]) item(obj any) (*item[T], error) {
 	}
 	o, ok := obj.(O)
 	if !ok {
-		_, err := s.keyOf(obj)
-		return nil, err
+		return nil, s.unexpected(obj)
 	}
 	i := newItem[T](o)
 	if i.key.Name != "" { // the object of a bookmark has no name
@@ -188,7 +187,11 @@ func (s *store[O, T]) keyOf(obj any) (types.NamespacedName, error) {
 		key, err := cache.DeletionHandlingObjectToName(o)
 		return types.NamespacedName(key), err
 	}
-	return types.NamespacedName{}, fmt.Errorf("unexpected object of type %T among %s", obj, s.resource)
+	return types.NamespacedName{}, s.unexpected(obj)
+}
+
+func (s *store[O, T]) unexpected(obj any) error {
+	return fmt.Errorf("unexpected object of type %T among %s", obj, s.resource)
 }
 
 // Add writes an object.
@@ -209,13 +212,13 @@ func (s *store[O, T]) Update(obj any) error {
 
 // Delete deletes an object.
 func (s *store[O, T]) Delete(obj any) error {
-	key, err := cache.DeletionHandlingObjectToName(obj)
+	key, err := s.keyOf(obj)
 	if err != nil {
 		return err
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.to.write(&item[T]{key: types.NamespacedName(key)})
+	s.to.write(&item[T]{key: key})
 	return nil
 }
 
@@ -240,7 +243,7 @@ func (s *store[O, T]) Replace(list []any, _ string) error {
 	return nil
 }
 
-// Resync does nothing, because there is no queue that could lose objects.
+// Resync does nothing, because the state has all objects.
 func (s *store[O, T]) Resync() error { return nil }
 
 // table is a writer for objects of one kind. It writes every item that has a value.

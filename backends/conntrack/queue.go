@@ -129,10 +129,12 @@ func newDelivery(s sink.Change, count uint64) *delivery {
 
 // added reports whether old does not have the frontend f.
 func (c *delivery) added(f nodeview.FrontendKey) bool {
-	if c.same || c.old == nil {
-		return !c.same
-	}
-	if c.oldFrontends == nil {
+	switch {
+	case c.same:
+		return false
+	case c.old == nil:
+		return true
+	case c.oldFrontends == nil:
 		c.oldFrontends = map[nodeview.FrontendKey]struct{}{}
 		for f := range nodeview.FrontendKeys(c.old) {
 			c.oldFrontends[f] = struct{}{}

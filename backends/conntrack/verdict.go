@@ -188,7 +188,8 @@ func (c *comparison) stale(before, now map[class]verdict, protocol uint8) map[cl
 	return all
 }
 
-// makesStale reports this for one class, which has the kind k.
+// makesStale reports whether a class of kind k, whose verdict changed from before to now,
+// has such flows.
 func (c *comparison) makesStale(before, now verdict, k kind) bool {
 	switch {
 	case now.forwards && !before.forwards:

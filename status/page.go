@@ -29,7 +29,7 @@ type page struct {
 // markup is text that is HTML already.
 type markup string
 
-// add appends format. It escapes all arguments but numbers and markup.
+// add appends format. It escapes all arguments except numbers and markup.
 func (p *page) add(format string, args ...any) {
 	for i, arg := range args {
 		switch arg := arg.(type) {
@@ -76,8 +76,8 @@ func bad(text string) markup {
 	return markup(`<span class="bad">` + html.EscapeString(text) + "</span>")
 }
 
-// link returns a link to the page with the given query, which has keys and values in turn.
-// Values that are "" are omitted.
+// link returns a link to the page with the given query, a list of alternating keys and
+// values. It omits keys whose value is "".
 func link(text string, query ...string) markup {
 	values := url.Values{}
 	for i := 0; i < len(query); i += 2 {

@@ -23,7 +23,7 @@ type port struct {
 	counters counters
 	// common is what all ports of the service share.
 	*common
-	// present is the port of the last plan that was applied, and the endpoints of that plan.
+	// present is the port in the view of the last applied plan, or nil if there is none.
 	present atomic.Pointer[portView]
 }
 
@@ -39,7 +39,7 @@ type common struct {
 	filters int
 }
 
-// portView is a port in a view of its service. It is nil if no plan was applied.
+// portView is a port in a view of its service.
 type portView struct {
 	*api.PortMapping
 	view *api.ServiceEndpoints

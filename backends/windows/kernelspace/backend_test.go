@@ -870,8 +870,8 @@ func TestServiceWithTooManyLoadBalancersIsRefused(t *testing.T) {
 	w.must(w.set(view(service("web", withClusterIP(9)), at("10.1.2.9"))))
 }
 
-// TestOnlyRetriesOfAFailedServiceListHNS changes a service while HNS refuses a load balancer of
-// another one. Only retries of the refused service list the objects of HNS.
+// TestOnlyRetriesOfAFailedServiceListHNS changes a service while HNS refuses a load
+// balancer of another one. Only retries of the refused service list the objects of HNS.
 func TestOnlyRetriesOfAFailedServiceListHNS(t *testing.T) {
 	w := l2bridge(t)
 	w.must(w.full())

@@ -21,12 +21,10 @@ import (
 func (t *table) planService(p *patch, ch *sink.Change, sources *sourcelists.Change) ([]list, error) {
 	before := newListSet(t.services[ch.Key])
 	old, next := outlineOf(ch.Old), outlineOf(ch.New)
-	old.setNumbers(before)
 	if len(before.lists) > 0 && nodeview.SameFrontends(ch.Old, ch.New) && old.sameUse(next) {
-		for i := range next.lists {
-			next.lists[i].number = old.lists[i].number
-		}
+		next.setNumbers(before)
 	} else {
+		old.setNumbers(before)
 		ignore := func(int, *elementID) error { return nil }
 		if err := plan(ch.Old, old, ignore, t.presentSources(ch.Key), p.remove); err != nil {
 			return nil, err

@@ -135,12 +135,7 @@ func (ps *pass) lists() iter.Seq[listNumber] {
 // valueOf returns the number that an element of the table has as its value, or 0 if the
 // table has no such element.
 func (ps *pass) valueOf(id *elementID) uint32 {
-	s := ps.snapshots[id.m]
-	i, ok := s.lookup(id)
-	if !ok {
-		return 0
-	}
-	v := s.element(i).value
+	v, _ := ps.snapshots[id.m].get(id)
 	return v.number()
 }
 
@@ -151,29 +146,19 @@ func (ps *pass) formerList(l *list) list {
 	var slots []byte
 	for slot := 0; ; slot++ {
 		id := l.slotID(slot)
-		s := ps.snapshots[id.m]
-		i, ok := s.lookup(&id)
+		v, ok := ps.snapshots[id.m].get(&id)
 		if !ok {
 			break
 		}
-		v, number := s.element(i).value, uint32(0)
+		var number uint32
 		if isAffine(l.number) {
 			number = v.number() & endpointMask
 			id = l.numberID(number)
-			s = ps.snapshots[id.m]
-			if i, ok = s.lookup(&id); !ok {
-				v, number = value{}, 0
-			} else {
-				v = s.element(i).value
+			if v, ok = ps.snapshots[id.m].get(&id); !ok {
+				number = 0
 			}
 		}
-		n := addrLen(l.family)
-		slots = append(slots, v.data[:n]...)
-		if l.port != 0 {
-			slots = append(slots, v.data[n:n+2]...)
-		} else {
-			slots = append(slots, 0, 0)
-		}
+		slots = append(slots, v.data[:addrLen(l.family)+2]...) // for all-ports services, the port is 0
 		slots = binary.NativeEndian.AppendUint16(slots, uint16(number))
 		former.lastNumber = max(former.lastNumber, uint16(number))
 	}

@@ -124,6 +124,15 @@ func (s *snapshot) lookup(id *elementID) (i int, ok bool) {
 	return i, ok
 }
 
+// get returns the value of an element. If there is no such element, ok is false.
+func (s *snapshot) get(id *elementID) (v value, ok bool) {
+	i, ok := s.lookup(id)
+	if !ok {
+		return v, false
+	}
+	return s.element(i).value, true
+}
+
 // claim marks an element as claimed and returns its value. If the element does not exist
 // or was already claimed, ok is false.
 func (s *snapshot) claim(id *elementID) (v value, ok bool) {

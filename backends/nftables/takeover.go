@@ -118,11 +118,7 @@ func (t *table) newNumbersOf(ctx context.Context, old *conn, l *listing, family 
 				}
 				id := elementID{m: frontends.m}
 				copy(id.key[:], key[:keyLen])
-				i, ok := frontends.lookup(&id)
-				if !ok {
-					return
-				}
-				v := frontends.element(i).value
+				v, _ := frontends.get(&id)
 				list := lists[v.number()&^endpointMask]
 				if prefix != "" && list != nil {
 					list = lists[list.shortcut]

@@ -5,6 +5,7 @@
 package nftables
 
 import (
+	"cmp"
 	"fmt"
 	"math/bits"
 
@@ -128,6 +129,9 @@ func (c class) name() string {
 	}
 	return fmt.Sprintf("%s%s%d-%d%s", prefix, kind, c.family, 1<<c.size, suffix)
 }
+
+// compare orders classes by name.
+func (c class) compare(o class) int { return cmp.Compare(c.name(), o.name()) }
 
 // isSkeletonChain reports whether the chain is part of the skeleton.
 func (c class) isSkeletonChain() bool { return c.verdict != nodeview.Forward }

@@ -5,7 +5,6 @@
 package nftables
 
 import (
-	"cmp"
 	"context"
 	"encoding/binary"
 	"fmt"
@@ -367,7 +366,7 @@ func (t *table) repairChains(ctx context.Context) error {
 			damaged = append(damaged, c)
 		}
 	}
-	slices.SortFunc(damaged, func(a, b class) int { return cmp.Compare(b.name(), a.name()) }) // slot chains first
+	slices.SortFunc(damaged, func(a, b class) int { return b.compare(a) }) // slot chains first
 	err = t.conn.transact(ctx, func(w *wire) {
 		for _, family := range families {
 			if name := sourcelists.ChainName(family); l.chains[name] != t.state.rules[name] {

@@ -5,11 +5,9 @@
 package nftables
 
 import (
-	"cmp"
 	"hash/maphash"
 	"maps"
 	"slices"
-	"strings"
 )
 
 // state is the expected content of the table. It has digests instead of the elements,
@@ -135,19 +133,21 @@ func (s *state) slotChainsMade() {
 	}
 }
 
-// missing returns those of the needed classes, and of the classes that these need, that
-// the kernel does not have, in a definite order. A class comes after the class that it needs.
+// missing returns the classes that the kernel lacks, of the needed classes and the classes
+// that these need. The order is always the same. A class comes after the class that it needs.
 func (s *state) missing(needed map[class]bool) (missing []class) {
 	seen := map[class]bool{}
-	inOrder := slices.SortedFunc(maps.Keys(needed), func(a, b class) int { return cmp.Compare(a.name(), b.name()) })
-	for _, c := range inOrder {
-		slot, ok := c.needs()
-		for _, c := range []class{slot, c} {
-			if (ok || c != slot) && !s.made[c] && !seen[c] {
-				seen[c] = true
-				missing = append(missing, c)
-			}
+	add := func(c class) {
+		if !s.made[c] && !seen[c] {
+			seen[c] = true
+			missing = append(missing, c)
 		}
+	}
+	for _, c := range slices.SortedFunc(maps.Keys(needed), class.compare) {
+		if slot, ok := c.needs(); ok {
+			add(slot)
+		}
+		add(c)
 	}
 	return missing
 }
@@ -169,7 +169,7 @@ func (s *state) unusedClasses() (unused []class) {
 			unused = append(unused, c)
 		}
 	}
-	slices.SortFunc(unused, func(a, b class) int { return strings.Compare(a.name(), b.name()) })
+	slices.SortFunc(unused, class.compare)
 	return unused
 }
 

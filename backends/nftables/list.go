@@ -100,15 +100,16 @@ func (l *list) arrange(before *list, targets []nodeview.Target) {
 	for i := range targets {
 		out = appendRecord(out, &targets[i])
 	}
-	setNumber := func(r []byte, number uint32) {
-		flags := r[n-2:]
+	recordOf := func(target int) []byte { return out[target*n : (target+1)*n] }
+	setNumber := func(target int, number uint32) {
+		flags := recordOf(target)[n-2:]
 		binary.NativeEndian.PutUint16(flags, binary.NativeEndian.Uint16(flags)&localBit|uint16(number))
 	}
+	l.lastNumber = before.lastNumber
 	if before.len() == 0 {
-		l.lastNumber = before.lastNumber
 		for i := range targets {
 			if affine {
-				setNumber(out[i*n:(i+1)*n], l.nextNumber(nil))
+				setNumber(i, l.nextNumber(nil))
 			}
 		}
 		l.slots = string(out)
@@ -117,7 +118,7 @@ func (l *list) arrange(before *list, targets []nodeview.Target) {
 
 	index := make(map[record]int, len(targets))
 	for i := range targets {
-		index[record(out[i*n:(i+1)*n]).id()] = i
+		index[record(recordOf(i)).id()] = i
 	}
 	kept := make([]bool, len(targets))
 	slots := make([]byte, n*len(targets))
@@ -138,27 +139,26 @@ func (l *list) arrange(before *list, targets []nodeview.Target) {
 			continue
 		}
 		kept[i] = true
-		setNumber(out[i*n:(i+1)*n], r.number())
+		setNumber(i, r.number())
 		used[r.number()] = affine
 		if slot < len(targets) {
-			copy(slots[slot*n:], out[i*n:(i+1)*n])
+			copy(slots[slot*n:], recordOf(i))
 		} else {
 			moved = append(moved, i)
 		}
 	}
-	l.lastNumber = before.lastNumber
 	for i := range targets {
 		if kept[i] {
 			continue
 		}
 		if affine {
-			setNumber(out[i*n:(i+1)*n], l.nextNumber(used))
+			setNumber(i, l.nextNumber(used))
 		}
 		moved = append(moved, i)
 	}
 	for slot, isFree := range free {
 		if isFree {
-			copy(slots[slot*n:], out[moved[0]*n:(moved[0]+1)*n])
+			copy(slots[slot*n:], recordOf(moved[0]))
 			moved = moved[1:]
 		}
 	}

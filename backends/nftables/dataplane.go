@@ -104,22 +104,18 @@ func (d *dataplane) show(f, want *nodeview.Frontend, compare bool) {
 		}
 		l := list{listKey: key, number: got.value.number() &^ handlingMask}
 		shortcut := got.value.number()&handlingMask == uint32(handleLocal)
-		if want == nil {
-			d.list(&l, nil, compare)
-		} else {
-			d.list(&l, &want.Elsewhere, compare)
+		var elsewhere, node *nodeview.Traffic
+		if want != nil {
+			elsewhere, node = &want.Elsewhere, &want.Node
 		}
+		d.list(&l, elsewhere, compare)
 		if !shortcut {
 			return
 		}
 		if e, ok := d.get(l.shortcutID()); ok {
 			d.line(sign, "%s", e)
 			l.number = e.value.number()
-			if want == nil {
-				d.list(&l, nil, compare)
-			} else {
-				d.list(&l, &want.Node, compare)
-			}
+			d.list(&l, node, compare)
 		} else if want != nil {
 			d.line("-", "%s", l.shortcutID())
 		}
@@ -137,11 +133,7 @@ func (d *dataplane) show(f, want *nodeview.Frontend, compare bool) {
 func (d *dataplane) list(l *list, want *nodeview.Traffic, compare bool) {
 	missing := map[string]bool{}
 	if want != nil {
-		limit := maxEndpoints
-		if isAffine(l.number) {
-			limit = maxAffineEndpoints
-		}
-		for _, t := range want.Endpoints[:min(len(want.Endpoints), limit)] {
+		for _, t := range limited(want, isAffine(l.number)) {
 			missing[endpointText(l, endpointValue(t.Addr, t.Port))] = true
 		}
 	}

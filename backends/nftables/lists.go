@@ -173,12 +173,15 @@ func (t *table) adopt(number uint32, l *plannedList) uint32 {
 }
 
 // endpoints returns the endpoints of the list that get traffic.
-func (n *plannedList) endpoints() []nodeview.Target {
+func (n *plannedList) endpoints() []nodeview.Target { return limited(&n.traffic, n.affinity > 0) }
+
+// limited returns the endpoints in t that a list with or without session affinity can have.
+func limited(t *nodeview.Traffic, affine bool) []nodeview.Target {
 	limit := maxEndpoints
-	if n.affinity > 0 {
+	if affine {
 		limit = maxAffineEndpoints
 	}
-	return n.traffic.Endpoints[:min(len(n.traffic.Endpoints), limit)]
+	return t.Endpoints[:min(len(t.Endpoints), limit)]
 }
 
 // newList returns the list without its endpoints. The argument o is the outline with the

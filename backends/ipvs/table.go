@@ -70,8 +70,8 @@ type table struct {
 	nft  *nftables.Conn
 	// maxElements limits the elements of one transaction.
 	maxElements int
-	// ranges counts the source ranges in the table by their length. It has no zero counts.
-	ranges map[familyLength]int
+	// ranges counts the source ranges in the table.
+	ranges sourcelists.Counts
 	// If draining is true, the table refuses all connections to frontends that no other
 	// backend translates, and ignores all others.
 	draining bool
@@ -102,35 +102,17 @@ func newTable(opts *Options, socketBuffer int) (*table, error) {
 	}
 	return &table{
 		name: opts.tableName(), opts: opts, nft: nft,
-		maxElements: min(socketBuffer/elementSize, maxTransaction), ranges: map[familyLength]int{},
+		maxElements: min(socketBuffer/elementSize, maxTransaction), ranges: sourcelists.Counts{},
 	}, nil
 }
 
-// familyLength is a prefix length of a family.
-type familyLength struct {
-	family api.Family
-	bits   int
-}
-
 // countRanges adds n to the count of each source range of elements.
-func countRanges(counts map[familyLength]int, elements iter.Seq[element], n int) {
+func countRanges(counts sourcelists.Counts, elements iter.Seq[element], n int) {
 	for e := range elements {
 		if e.set.kind == sources {
-			r, _ := sourcelists.ParseKey([]byte(e.key))
-			of := familyLength{e.set.family, r.Prefix.Bits()}
-			if counts[of] += n; counts[of] == 0 {
-				delete(counts, of)
-			}
+			counts.Add(e.set.family, []byte(e.key), n)
 		}
 	}
-}
-
-// lengthsOf returns the lengths of a family in counts.
-func lengthsOf(family api.Family, counts map[familyLength]int) (lengths sourcelists.Lengths) {
-	for of := range counts {
-		lengths[of.bits] = lengths[of.bits] || of.family == family
-	}
-	return lengths
 }
 
 // sourceChain returns the chain that looks up source ranges of these lengths.
@@ -181,7 +163,7 @@ func (t *table) chains() []chain {
 	for _, family := range families {
 		add(fmt.Sprintf("frontend%d", family), t.frontendRules(family)...)
 		only := fmt.Sprintf("only-sources%d", family)
-		chains = append(chains, t.sourceChain(family, lengthsOf(family, t.ranges)))
+		chains = append(chains, t.sourceChain(family, t.ranges.Lengths(family)))
 		add(only, nftrule.Jump(sourcelists.ChainName(family)), nftrule.Drop())
 		if t.draining {
 			untranslated = append(untranslated, frontend(family).FollowedBy(in(frontends, family), nftrule.GoTo("reject-chain")[0]))
@@ -331,7 +313,7 @@ func (t *table) read(ctx context.Context) (map[element]bool, error) {
 		}
 		maps.Copy(all, old)
 	}
-	t.ranges = map[familyLength]int{}
+	t.ranges = sourcelists.Counts{}
 	countRanges(t.ranges, maps.Keys(all), 1)
 	for _, c := range t.chains() {
 		rules, err := t.nft.GetRules(c.Table, c.Chain)
@@ -379,7 +361,7 @@ func (t *table) hasRules() (bool, error) {
 // the table may refuse connections to addresses that the instance makes local, and to
 // frontends with source ranges, but does not accept connections that it must refuse.
 func (t *table) create(elements map[element]bool) error {
-	t.ranges = map[familyLength]int{}
+	t.ranges = sourcelists.Counts{}
 	t.nft.AddTable(t.table()) // because DelTable fails if the table is missing
 	t.nft.DelTable(t.table())
 	t.nft.AddTable(t.table())
@@ -437,7 +419,7 @@ func (t *table) change(remove, add []element) error {
 		}
 	}
 	for _, family := range families {
-		if lengths := lengthsOf(family, ranges); lengths != lengthsOf(family, t.ranges) {
+		if lengths := ranges.Lengths(family); lengths != t.ranges.Lengths(family) {
 			c := t.sourceChain(family, lengths)
 			t.nft.FlushChain(c.Chain)
 			t.addRules(c)

@@ -136,24 +136,13 @@ func (l *sourceLengths) rules(family api.Family) []string {
 	return encodeRules(l.of(family).Rules(family)...)
 }
 
-// familyLength is a prefix length of a family.
-type familyLength struct {
-	family api.Family
-	bits   int
-}
-
-// sourceLength returns the prefix length of an element of kindSources.
-func (id *elementID) sourceLength() int {
-	r, _ := sourcelists.ParseKey(id.key[:id.m.keyLen()])
-	return r.Prefix.Bits()
-}
-
 // lengthsWith returns the lengths for which the chains have rules, and those of elements.
 func (s *state) lengthsWith(elements []element) sourceLengths {
 	lengths := s.lengths
 	for i := range elements {
 		if e := &elements[i]; e.m.kind == kindSources {
-			lengths.of(e.m.family)[e.sourceLength()] = true
+			r, _ := sourcelists.ParseKey(e.key[:e.m.keyLen()])
+			lengths.of(e.m.family)[r.Prefix.Bits()] = true
 		}
 	}
 	return lengths
@@ -161,8 +150,8 @@ func (s *state) lengthsWith(elements []element) sourceLengths {
 
 // usedLengths returns the lengths of the ranges in the table.
 func (s *state) usedLengths() (lengths sourceLengths) {
-	for of := range s.ranges {
-		lengths.of(of.family)[of.bits] = true
+	for _, family := range families {
+		*lengths.of(family) = s.ranges.Lengths(family)
 	}
 	return lengths
 }

@@ -8,6 +8,8 @@ import (
 	"hash/maphash"
 	"maps"
 	"slices"
+
+	"github.com/kpng-project/kpng/backends/internal/sourcelists"
 )
 
 // state is the expected content of the table. It has digests instead of the elements,
@@ -23,9 +25,9 @@ type state struct {
 	// lists counts the lists of each class. It contains no zero counts.
 	lists map[class]int
 	// lengths are those for which the chains of source ranges have rules, and ranges counts
-	// the ranges of each length in the table. It contains no zero counts.
+	// the ranges of each length in the table.
 	lengths sourceLengths
-	ranges  map[familyLength]int
+	ranges  sourcelists.Counts
 	// rules has the expected digest of each chain, by the name of the chain.
 	rules map[string]digest
 	// wanted has the use count of each element of a shared map: the number of services that
@@ -45,7 +47,7 @@ func newState(seed maphash.Seed, clientSeed uint32) *state {
 		digests:    map[mapID]digest{},
 		made:       map[class]bool{},
 		lists:      map[class]int{},
-		ranges:     map[familyLength]int{},
+		ranges:     sourcelists.Counts{},
 		rules:      map[string]digest{},
 		wanted:     map[elementID]int{},
 	}
@@ -81,7 +83,7 @@ func (s *state) count(id *elementID, v *value, n int) {
 		}
 	}
 	if id.m.kind == kindSources {
-		increment(s.ranges, familyLength{id.m.family, id.sourceLength()}, n)
+		s.ranges.Add(id.m.family, id.key[:id.m.keyLen()], n)
 	}
 }
 

@@ -21,6 +21,33 @@ func ChainName(family api.Family) string { return SetName(family) }
 // Lengths are lengths of prefixes of one family. The zero value has none.
 type Lengths [129]bool
 
+// Counts counts ranges of the kernel by family and prefix length. It has no zero counts.
+type Counts map[familyLength]int
+
+type familyLength struct {
+	family api.Family
+	bits   int
+}
+
+// Add adds n to the count of the range with a key.
+func (c Counts) Add(family api.Family, key []byte, n int) {
+	r, _ := ParseKey(key)
+	of := familyLength{family, r.Prefix.Bits()}
+	if c[of] += n; c[of] == 0 {
+		delete(c, of)
+	}
+}
+
+// Lengths returns the prefix lengths of a family.
+func (c Counts) Lengths(family api.Family) (lengths Lengths) {
+	for of := range c {
+		if of.family == family {
+			lengths[of.bits] = true
+		}
+	}
+	return lengths
+}
+
 // Rules returns the rules of the chain ChainName. The chain admits a packet if its priority
 // is the number of a list that has the source of the packet. Each rule looks for ranges of
 // one length.

@@ -103,7 +103,7 @@ func (t *table) oldSources(family api.Family, first int) (map[element]bool, erro
 		all[element{setID{restricted, family}, string(e.Key), string(nftrule.Native(number))}] = true
 	}
 	for _, e := range ranges {
-		n := len(e.Key) - map[api.Family]int{api.IPv4: 4, api.IPv6: 16}[family]
+		n := len(e.Key) - nftrule.AddrLen(family)
 		if n < 0 || len(e.KeyEnd) != len(e.Key) {
 			continue
 		}

@@ -45,6 +45,14 @@ func MatchFamily(family api.Family) []expr.Any {
 	return []expr.Any{LoadMeta(expr.MetaKeyNFPROTO), Equal(netfilter.Family(family))}
 }
 
+// AddrLen returns the length of the addresses of a family in octets.
+func AddrLen(family api.Family) int {
+	if family == api.IPv6 {
+		return 16
+	}
+	return 4
+}
+
 // Key builds the beginning of a rule. This beginning matches packets of one family, and
 // loads the parts of a lookup key into consecutive registers.
 type Key struct {
@@ -76,7 +84,7 @@ func (r *Key) Destination() *Key {
 }
 
 func (r *Key) address(offset uint32) *Key {
-	n := uint32(map[api.Family]int{api.IPv4: 4, api.IPv6: 16}[r.family])
+	n := uint32(AddrLen(r.family))
 	r.expressions = append(r.expressions, &expr.Payload{DestRegister: Reg(r.register), Base: expr.PayloadBaseNetworkHeader, Offset: offset, Len: n})
 	r.register += int(n / 4)
 	return r
@@ -108,7 +116,7 @@ func (r *Key) Masked(mask []byte) *Key {
 
 // PrefixMask returns the mask of the prefixes of a family with a length.
 func PrefixMask(family api.Family, bits int) []byte {
-	mask := make([]byte, map[api.Family]int{api.IPv4: 4, api.IPv6: 16}[family])
+	mask := make([]byte, AddrLen(family))
 	for i := range bits {
 		mask[i/8] |= 0x80 >> (i % 8)
 	}

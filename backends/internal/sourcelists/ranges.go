@@ -11,6 +11,7 @@ import (
 	"slices"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends/internal/nftrule"
 )
 
 // Ranges are source ranges of one family. Two values with the same ranges are equal, in
@@ -41,14 +42,7 @@ func comparePrefixes(a, b netip.Prefix) int {
 	return cmp.Or(a.Addr().Compare(b.Addr()), cmp.Compare(a.Bits(), b.Bits()))
 }
 
-func addrLen(family api.Family) int {
-	if family == api.IPv6 {
-		return 16
-	}
-	return 4
-}
-
-func recordLen(family api.Family) int { return addrLen(family) + 1 }
+func recordLen(family api.Family) int { return nftrule.AddrLen(family) + 1 }
 
 // Len returns the number of ranges.
 func (r Ranges) Len() int { return len(r.records) / recordLen(r.family) }

@@ -56,12 +56,12 @@ func (c Counts) Lengths(family api.Family) (lengths Lengths) {
 // priority. A packet that the chain does not admit must be dropped. If the chain lacks the
 // rule of a length, it admits no packet by a range of this length.
 func (l *Lengths) Rules(family api.Family) (rules [][]expr.Any) {
-	for n := 8 * addrLen(family); n > 0; n-- {
+	for n := 8 * nftrule.AddrLen(family); n > 0; n-- {
 		if !l[n] {
 			continue
 		}
 		key := nftrule.NewKey(family).Meta(expr.MetaKeyPRIORITY).Masked(nftrule.Native(^uint32(lengthMask) | uint32(n))).Source()
-		if n < 8*addrLen(family) {
+		if n < 8*nftrule.AddrLen(family) {
 			key.Masked(nftrule.PrefixMask(family, n))
 		}
 		rules = append(rules, key.FollowedBy(

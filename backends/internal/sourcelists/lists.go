@@ -105,9 +105,7 @@ func (l *Lists) Found(number uint32, family api.Family, prefixes []netip.Prefix)
 	list := &sharedList{number: number | lengthMask, ranges: NewRanges(family, prefixes), kept: true}
 	list.written = list.ranges.Len()
 	l.byNumber[list.number] = list
-	if l.byRanges[list.ranges] == nil {
-		l.byRanges[list.ranges] = list
-	}
+	l.index(list)
 	l.last = max(l.last, number>>8)
 }
 
@@ -282,6 +280,7 @@ func (l *Lists) unindex(list *sharedList) {
 	}
 }
 
+// index makes sure that services find a list by these ranges.
 func (l *Lists) index(list *sharedList) {
 	if l.byRanges[list.ranges] == nil {
 		l.byRanges[list.ranges] = list

@@ -16,8 +16,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// class is a class of lists that share a chain. All lists with the same family, verdict,
-// timeout and size are in one class, so the number of chains does not grow with the number
+// class is a class of lists that share a chain. All lists that agree in these fields are in
+// one class, so the number of chains does not grow with the number
 // of services.
 //
 // When a transaction adds an element that jumps to a chain, the kernel validates all
@@ -25,7 +25,7 @@ import (
 // class. The map of classes is small and seldom changes.
 type class struct {
 	family api.Family
-	// isAddress means lists of all-ports services, which keep the port of packets.
+	// isAddress is true for lists of all-ports services, which keep the port of packets.
 	isAddress bool
 	verdict   nodeview.Verdict
 	// size is the binary logarithm of the maximum number of endpoints of a list. A list of
@@ -35,7 +35,7 @@ type class struct {
 	// timeout is how long the kernel remembers the endpoint of a client, see timeoutOf, or 0
 	// if the lists have no session affinity.
 	timeout uint16
-	// choosesSlot means the chain that chooses a slot for the classes with session affinity
+	// choosesSlot is true for the chain that chooses a slot for the classes with session affinity
 	// of this family and size. This chain has no number.
 	choosesSlot bool
 }

@@ -137,8 +137,9 @@ func releasable(o *outline) (lists []list) {
 	return lists
 }
 
-// number sets the number of the list i of o, which a frontend needs, unless it is set. A list
-// keeps its number. In a pass, it keeps the number that the frontend has in the table.
+// number sets the number of the list with the index i in o, unless it is set. The argument
+// frontend is the element that leads to the list. A list keeps its number. In a pass, it
+// keeps the number that this element has in the table.
 func (t *table) number(o *outline, i int, before *listSet, frontend *elementID) error {
 	l := &o.lists[i]
 	if l.number == 0 {

@@ -138,7 +138,7 @@ func (ps *pass) valueOf(id *elementID) uint32 {
 	return v.number()
 }
 
-// formerList returns the endpoints that the table has for a list when the pass began. The
+// formerList returns the list with the endpoints that the table had when the pass began. The
 // numbers of new endpoints follow the numbers of these endpoints.
 func (ps *pass) formerList(l *list) list {
 	former := list{listKey: l.listKey, number: l.number}

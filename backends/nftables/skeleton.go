@@ -64,9 +64,9 @@ func (o *Options) skeletonChains(seed uint32) []chain {
 
 	// Source ranges must not depend on the nat chains of other programs. If one of them
 	// translates a packet, the kernel skips the later ones. So chains of type filter apply
-	// source ranges, before any translation.
-	// They see each packet before the chains of type nat of all instances, so they also remove
-	// a priority that means a refusal. A program may have set it for its socket.
+	// source ranges, before any translation. A program may have set a priority that means a
+	// refusal for its socket. The same chains remove it, because they are before the chains of
+	// type nat of all instances.
 	restricted := [][]expr.Any{append(priorityFrom(dropLaterPriority, rejectLaterPriority), setPriority(0)...)}
 	for _, family := range families {
 		sources, rules := fromSources(family)
@@ -85,9 +85,9 @@ func (o *Options) skeletonChains(seed uint32) []chain {
 		[]expr.Any{nftrule.LoadMeta(expr.MetaKeyL4PROTO), nftrule.Equal(unix.IPPROTO_TCP), &expr.Reject{Type: unix.NFT_REJECT_TCP_RST}},
 		[]expr.Any{&expr.Reject{Type: unix.NFT_REJECT_ICMPX_UNREACH, Code: unix.NFT_REJECT_ICMPX_PORT_UNREACH}})
 
-	// A program with a later nat chain may translate packets that this table would refuse.
-	// So the classes without endpoints only record the refusal, and the chain refusals, which is last,
-	// carries it out. If there are several instances, one of them carries out all refusals.
+	// A program with a later nat chain may translate packets that this table would refuse. So
+	// these chains only record the refusal. The chain refusals, which is last, carries it out.
+	// If there are several instances, one of them carries out all refusals.
 	add(dropLater, regular, setPriority(dropLaterPriority))
 	add(rejectLater, regular, setPriority(rejectLaterPriority))
 	refusals := [][]expr.Any{

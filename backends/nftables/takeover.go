@@ -25,7 +25,7 @@ import (
 // prefix "node-", lead from a frontend and a number to the endpoint. If the old table has
 // other sets, the new table gets no clients.
 
-// takeover is the state of taking over clients of one family.
+// takeover is the state of the copy of one family's clients.
 type takeover struct {
 	family api.Family
 	// numbers has, for each number of the old table, the endpoint in each list of the new

@@ -207,8 +207,8 @@ func (w *wire) elements(msg int, flags uint16, elems []element) {
 	}
 }
 
-// beginElements starts a message about elements of a map or set. It returns the arguments for End
-// (message) and for EndNest (list).
+// beginElements starts a message about elements of a map or set. It returns the arguments
+// for End (message) and for EndNest (list).
 func (w *wire) beginElements(msg int, flags uint16, set string) (message, list int) {
 	message = w.begin(msg, flags)
 	w.String(unix.NFTA_SET_ELEM_LIST_SET, set)

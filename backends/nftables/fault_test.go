@@ -181,7 +181,7 @@ func startVaried(t *testing.T) *netnstest.Namespace {
 				s.ExternalTrafficToLocal = i%2 == 0
 				s.IPs.LoadBalancerIPs = api.NewIPSet(netip.AddrFrom4([4]byte{203, 0, 113, byte(i)}), netip.MustParseAddr(fmt.Sprintf("2001:db8::%x", i)))
 				if i%3 == 0 {
-					s.SessionAffinity.ClientIP = &api.ClientIPAffinity{TimeoutSeconds: 10800}
+					affine(s)
 				}
 				if i%4 == 0 {
 					s.SourceRanges = []api.SourceRanges{{TargetIPs: s.IPs.LoadBalancerIPs}}

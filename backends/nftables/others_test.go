@@ -58,7 +58,7 @@ func changeElsewhere(t testing.TB, ns *netnstest.Namespace) *atomic.Int64 {
 func affineServices(n, m int) []sink.Change {
 	list := manyServices(n, m)
 	for _, c := range list {
-		c.New.Service.SessionAffinity.ClientIP = &api.ClientIPAffinity{TimeoutSeconds: 10800}
+		affine(c.New.Service)
 	}
 	return list
 }

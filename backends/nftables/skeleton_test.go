@@ -193,14 +193,10 @@ func TestATableOfAnotherLayoutStaysActiveUntilTheNewOneIsFilled(t *testing.T) {
 // it from the beginning. If the service fails again, the second pass replaces the table
 // nevertheless, because the old table gets no changes.
 func TestATableOfAnotherLayoutStaysActiveWhileServicesFail(t *testing.T) {
-	text, err := os.ReadFile("testdata/layout-1.nft")
-	if err != nil {
-		t.Fatal(err)
-	}
 	for name, again := range map[string]bool{"in one pass": false, "in every pass": true} {
 		t.Run(name, func(t *testing.T) {
 			ns := netnstest.New(t)
-			nft(t, ns, string(text), "-f", "-")
+			nft(t, ns, "", "-f", "testdata/layout-1.nft")
 			b := startIn(t, ns, Options{NodeAddresses: nodeaddr.Of()})
 			exchange := b.table.conn.Exchange
 			b.table.conn.Exchange = func(batch []byte) error {

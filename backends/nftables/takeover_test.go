@@ -6,7 +6,6 @@ package nftables
 
 import (
 	"net/netip"
-	"os"
 	"strings"
 	"testing"
 
@@ -18,13 +17,8 @@ import (
 // clients of the node, of a pod and of an outside client. Each of them must stay at the
 // endpoint that the old table has for it.
 func TestAnUpdateKeepsClientsAtTheirEndpoints(t *testing.T) {
-	text, err := os.ReadFile("testdata/layout-2.nft")
-	if err != nil {
-		t.Fatal(err)
-	}
 	w := newPacketWorld(t)
-	nft(t, w.node, string(text), "-f", "-")
-	affine := func(s *api.Service) { s.SessionAffinity.ClientIP = &api.ClientIPAffinity{TimeoutSeconds: 10800} }
+	nft(t, w.node, "", "-f", "testdata/layout-2.nft")
 	all := batchOf(true,
 		set(view("sticky", []string{"10.96.0.1", "fd00::1"}, []string{"!10.0.1.2", "!10.0.2.2", "!fd01:1::2", "!fd01:2::2"}, func(s *api.Service) {
 			affine(s)

@@ -10,7 +10,6 @@ import (
 	"io"
 	"net"
 	"net/netip"
-	"os"
 	"strings"
 	"sync"
 	"testing"
@@ -44,12 +43,8 @@ func askFrom(ns *netnstest.Namespace, from, to string, timeout time.Duration) (p
 // No connection may fail, clients with session affinity stay at their endpoints, and a client
 // outside of the source ranges gets no answer.
 func TestAnUpdateUnderTraffic(t *testing.T) {
-	old, err := os.ReadFile("testdata/layout-2-update.nft")
-	if err != nil {
-		t.Fatal(err)
-	}
 	w := newPacketWorld(t)
-	nft(t, w.node, string(old), "-f", "-")
+	nft(t, w.node, "", "-f", "testdata/layout-2-update.nft")
 	var clients []string
 	for i := range 6 {
 		clients = append(clients, fmt.Sprint("192.0.2.", 10+i), fmt.Sprint("2001:db8::", 10+i))
@@ -151,8 +146,8 @@ func TestAnUpdateUnderTraffic(t *testing.T) {
 		}}}
 	})
 	sticky := view("sticky", []string{"10.96.0.3", "fd00::3"}, pods, func(s *api.Service) {
+		affine(s)
 		s.Type, s.Ports[0].NodePort = api.NodePort, 30003
-		s.SessionAffinity.ClientIP = &api.ClientIPAffinity{TimeoutSeconds: 10800}
 	})
 	b := startIn(t, w.node, Options{NodeAddresses: nodeaddr.Of(netip.MustParseAddr("192.0.2.1"))})
 	mustSync(t, b, batch(true, false, set(sticky)), batch(false, false, set(plain)), batch(false, false, set(restricted)), batch(false, true))

@@ -188,8 +188,8 @@ func (c *comparison) stale(before, now map[class]verdict, protocol uint8) map[cl
 	return all
 }
 
-// makesStale reports whether a class of kind k, whose verdict changed from before to now,
-// has such flows.
+// makesStale reports whether a class of kind k has flows that may be stale according to
+// the verdict now, although they were not stale according to the verdict before.
 func (c *comparison) makesStale(before, now verdict, k kind) bool {
 	switch {
 	case now.forwards && !before.forwards:

@@ -65,11 +65,10 @@ func TestLargeServicesComeAfterOthers(t *testing.T) {
 			slow(w)
 			for n := byte(2); n < 8; n++ {
 				w.src.Set(large(a, n), large(b, n), view(c, n))
-				synctest.Wait()
-				if n == 2 {
-					time.Sleep(time.Second / 2)
-				}
 				time.Sleep(time.Second)
+				if n == 2 {
+					time.Sleep(time.Second / 2) // the next changes come in the middle of a Sync
+				}
 			}
 		},
 		want: []string{

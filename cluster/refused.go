@@ -69,28 +69,29 @@ func (s *State) wantedServices() iter.Seq[*api.Service] {
 // joined state. Options.MaxElements describes the rules.
 func (s *State) settle(key types.NamespacedName, want api.ServiceState) {
 	delete(s.own, key) // s.refused may keep the list of slices, too
-	size, wanted, reason := want.Elements(), want, ""
+	targets, accepted, reason := targetsOf(want.Slices), want, ""
+	size := want.Service.Elements(targets)
 	if err := size.Check(s.opts.MaxElements); err != nil {
-		last := api.ServiceState{Service: s.lastAccepted(key), Slices: want.Slices}
-		if last.Service != nil && last.Service.UID != want.Service.UID {
-			last.Service = nil // a deleted object of the same name
+		last := s.lastAccepted(key)
+		if last != nil && last.UID != want.Service.UID {
+			last = nil // a deleted object of the same name
 		}
-		smallest := api.ServiceState{Service: want.Service, Slices: []*api.EndpointSlice{{Endpoints: make([]api.SliceEndpoint, 1)}}}
-		if smallest.Elements().Check(s.opts.MaxElements) != nil || last.Service != nil && size.Total() > last.Elements().Total() {
-			want.Service = last.Service
+		smallest := want.Service.Elements(2) // a slice with one endpoint
+		if smallest.Check(s.opts.MaxElements) != nil || last != nil && size.Total() > last.Elements(targets).Total() {
+			accepted.Service = last
 		}
-		want.Slices = fitting(want.Service, want.Slices, s.opts.MaxElements)
+		accepted.Slices = fitting(accepted.Service, want.Slices, s.opts.MaxElements)
 		switch {
-		case want.Service == nil:
+		case accepted.Service == nil:
 			reason = err.Error() + "; it is not served"
-		case want.Service != wanted.Service:
+		case accepted.Service != want.Service:
 			reason = err.Error() + "; its last accepted version is served"
 		default:
 			reason = err.Error() + "; it is served with a part of its endpoints"
 		}
 	}
-	s.refused.set(key, wanted, reason)
-	s.accept(key, want)
+	s.refused.set(key, want, reason)
+	s.accept(key, accepted)
 }
 
 // lastAccepted returns the accepted version of a Service before the present Update. Until
@@ -110,13 +111,11 @@ func (s *State) lastAccepted(key types.NamespacedName) *api.Service {
 // fitting returns the first slices with which the service has at most limit elements. The
 // last one may have only a part of its endpoints.
 func fitting(service *api.Service, list []*api.EndpointSlice, limit int) []*api.EndpointSlice {
-	without := api.ServiceState{Service: service}
-	with := api.ServiceState{Service: service, Slices: []*api.EndpointSlice{{}}}
-	each := with.Elements().Targets
+	each := service.Elements(1).Targets
 	if each == 0 {
 		return list
 	}
-	room := (int64(cmp.Or(limit, api.DefaultMaxElements)) - without.Elements().Total()) / each
+	room := (int64(cmp.Or(limit, api.DefaultMaxElements)) - service.Elements(0).Total()) / each
 	for i, slice := range list {
 		n := int64(1 + len(slice.Endpoints))
 		if n <= room {

@@ -49,8 +49,8 @@ type Options struct {
 	// label service.kubernetes.io/service-proxy-name usually selects the services.
 	Services watcher.Options
 
-	// MaxElements limits the size of a service. A larger service is refused: the sinks keep
-	// the last version of the service that was small enough, if any (see
+	// MaxElements limits the size of a service. A larger service is refused: the sinks get
+	// its last accepted version, a part of its endpoints, or nothing (see
 	// [cluster.Options]). Default: [api.DefaultMaxElements].
 	MaxElements int
 	// OnRefused, if set, is called when a service becomes too large. It must not block.

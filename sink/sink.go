@@ -118,7 +118,7 @@ type Changes struct {
 	// NodeChanged is true after a change of Node, until the sink acknowledges the change.
 	// With First, NodeChanged is always true.
 	NodeChanged bool
-	// partial: services that are not in this Changes are not acknowledged.
+	// partial: the sink has yet to acknowledge other services, too.
 	partial bool
 }
 

@@ -24,6 +24,27 @@ type Sources struct {
 	Own []netip.Addr `json:",omitempty"`
 }
 
+// SourcesID identifies the sources that frontends of one view admit. It is for programs that
+// compute or write the sources once for all frontends that share them. Frontends of a view
+// with the same SourcesID admit the same sources on each node. Frontends with different
+// SourcesIDs may admit the same sources, too. The zero value belongs to no frontend. A
+// SourcesID has no meaning for other views.
+type SourcesID struct {
+	family     api.Family
+	restricted bool
+	first      *netip.Prefix // the ranges of one list are shared in memory
+	n          int
+}
+
+// SourcesID returns the ID of the frontend's sources.
+func (f *Frontend) SourcesID() SourcesID {
+	id := SourcesID{family: f.Family, restricted: f.Sources.Restricted, n: len(f.Sources.Ranges)}
+	if id.n > 0 {
+		id.first = &f.Sources.Ranges[0]
+	}
+	return id
+}
+
 // sourcesByAddress returns the sources that the service admits to its frontends, at each
 // address for which svc.SourceRanges has ranges. Only sources in these ranges are admitted.
 // If all ranges for an address are of the other family, no source is admitted. The range

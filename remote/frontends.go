@@ -17,7 +17,7 @@ func frontendsOf(v *api.ServiceEndpoints) (*localv1.ServiceFrontends, error) {
 	w := &localv1.ServiceFrontends{Namespace: v.Service.Namespace, Name: v.Service.Name}
 	size := 0 // a lower limit, in bytes
 	lists := map[nodeview.ListID]int32{}
-	admitted := map[sourcesID]int32{}
+	admitted := map[nodeview.SourcesID]int32{}
 	traffic := func(t nodeview.Traffic) *localv1.Traffic {
 		if t.Verdict != nodeview.Forward {
 			return &localv1.Traffic{Verdict: localv1.Verdict(t.Verdict) + localv1.Verdict_Forward}
@@ -33,10 +33,7 @@ func frontendsOf(v *api.ServiceEndpoints) (*localv1.ServiceFrontends, error) {
 		return &localv1.Traffic{Verdict: localv1.Verdict_Forward, List: list}
 	}
 	sources := func(f *nodeview.Frontend) int32 {
-		id := sourcesID{family: f.Family, length: len(f.Sources.Ranges)}
-		if id.length > 0 {
-			id.first = &f.Sources.Ranges[0]
-		}
+		id := f.SourcesID()
 		i, ok := admitted[id]
 		if !ok {
 			i = int32(len(w.Sources))
@@ -81,14 +78,6 @@ const (
 	minTarget   = 12
 	minSource   = 6
 )
-
-// sourcesID identifies the sources of frontends: of the frontends of a family, those with
-// the same list of ranges have the same sources.
-type sourcesID struct {
-	family api.Family
-	length int
-	first  *netip.Prefix
-}
 
 func targetList(list []nodeview.Target) *localv1.TargetList {
 	w := &localv1.TargetList{Targets: make([]*localv1.Target, len(list))}

@@ -302,7 +302,7 @@ type serviceRenderer struct {
 	kept     map[uint64][]keptList
 	wrappers map[wrapper]string
 	targets  map[nodeview.ListID]map[netip.AddrPort]bool
-	ranges   map[source]*sourceList
+	ranges   map[nodeview.SourcesID]*sourceList
 	comments map[*api.PortMapping]string
 }
 
@@ -313,7 +313,7 @@ func (r *renderer) service(se *api.ServiceEndpoints, last *record) *rendered {
 	s := serviceRenderer{
 		renderer: r, se: se, out: newRendered(), last: last,
 		lists: map[listID]string{}, kept: map[uint64][]keptList{}, wrappers: map[wrapper]string{},
-		targets: map[nodeview.ListID]map[netip.AddrPort]bool{}, ranges: map[source]*sourceList{},
+		targets: map[nodeview.ListID]map[netip.AddrPort]bool{}, ranges: map[nodeview.SourcesID]*sourceList{},
 		comments: map[*api.PortMapping]string{},
 	}
 	if se == nil {

@@ -67,20 +67,10 @@ func (s *serviceRenderer) sources(f *nodeview.Frontend) *sourceList {
 	return list
 }
 
-// source identifies the source ranges of frontends of one service. Addresses with the same
-// source ranges share them in memory.
-type source struct {
-	first *netip.Prefix
-	n     int
-}
-
 // shared returns the list of the sources that f admits. It computes the list once for all
 // addresses that share their source ranges.
 func (s *serviceRenderer) shared(f *nodeview.Frontend) *sourceList {
-	id := source{n: len(f.Sources.Ranges)}
-	if id.n > 0 {
-		id.first = &f.Sources.Ranges[0]
-	}
+	id := f.SourcesID()
 	list := s.ranges[id]
 	if list == nil {
 		list = s.sourceList(f.Sources.Prefixes(s.env.node))

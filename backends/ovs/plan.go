@@ -113,18 +113,10 @@ type servicePlan struct {
 	actions map[actionsKey]openflow.Actions
 	// ranges has the numbers of the lists of source ranges, by place in memory, and by
 	// content.
-	ranges        map[source]uint32
+	ranges        map[nodeview.SourcesID]uint32
 	rangesContent map[string]uint32
 	// sent has the endpoints of UDP frontends.
 	sent map[sentKey]*datagrams
-}
-
-// source identifies the source ranges of frontends of one service. Addresses with the same
-// source ranges share them in memory.
-type source struct {
-	family api.Family
-	first  *netip.Prefix
-	n      int
 }
 
 // actionsKey has what determines the actions of frontends for a part of the traffic.
@@ -188,14 +180,11 @@ func (p *servicePlan) addFrontend(f *nodeview.Frontend) {
 // frontend. If they have the source, the packet comes back to the flows of the frontend
 // with the bit admitted. Otherwise it is dropped.
 func (p *servicePlan) checkSource(f *nodeview.Frontend) openflow.Actions {
-	s := source{family: f.Family, n: len(f.Sources.Ranges)}
-	if s.n > 0 {
-		s.first = &f.Sources.Ranges[0]
-	}
+	s := f.SourcesID()
 	id, known := p.ranges[s]
 	if !known {
 		if p.ranges == nil {
-			p.ranges, p.rangesContent = map[source]uint32{}, map[string]uint32{}
+			p.ranges, p.rangesContent = map[nodeview.SourcesID]uint32{}, map[string]uint32{}
 		}
 		id = p.addRanges(f)
 		p.ranges[s] = id

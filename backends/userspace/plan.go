@@ -67,7 +67,7 @@ func (s *service) planFor(view *api.ServiceEndpoints, node []netip.Addr) (*plan,
 	for _, a := range node {
 		byFamily[api.FamilyOf(a)] = append(byFamily[api.FamilyOf(a)], a)
 	}
-	admissionAt := map[netip.Addr]*admission{}
+	byID := map[nodeview.SourcesID]*admission{}
 	frontends := 0
 	for f := range nodeview.Frontends(view) {
 		// Frontends without a listener count, too. So this loop always ends soon.
@@ -78,10 +78,12 @@ func (s *service) planFor(view *api.ServiceEndpoints, node []netip.Addr) (*plan,
 			p.unsupported.add(err)
 			continue
 		}
-		if _, known := admissionAt[f.Addr]; !known {
-			admissionAt[f.Addr] = p.admissions.of(&f.Sources, node, s.admissions)
+		admission, known := byID[f.SourcesID()]
+		if !known {
+			admission = p.admissions.of(&f.Sources, node, s.admissions)
+			byID[f.SourcesID()] = admission
 		}
-		r := p.rulesOf(s, view, &f, admissionAt[f.Addr])
+		r := p.rulesOf(s, view, &f, admission)
 		addrs := []netip.Addr{f.Addr}
 		if f.Kind == nodeview.NodePort {
 			p.dependsOnNode = true

@@ -147,17 +147,9 @@ type Change struct {
 	lists    *Lists
 	old, new *use
 	// planned has the lists that the method Number has returned for source ranges.
-	planned map[source]*sharedList
+	planned map[nodeview.SourcesID]*sharedList
 	// edited has the list that gets other ranges in place, and its next ranges.
 	edited map[*sharedList]Ranges
-}
-
-// source identifies the source ranges of frontends of one service. Frontends with the same
-// source ranges share them in memory.
-type source struct {
-	family api.Family
-	first  *netip.Prefix
-	n      int
 }
 
 // Begin begins the change of a service from one view to another. Either view may be nil.
@@ -175,15 +167,12 @@ func (c *Change) Number(f *nodeview.Frontend) uint32 {
 	if list := c.new.byAddr[f.Addr]; list != nil {
 		return list.number
 	}
-	s := source{family: f.Family, n: len(f.Sources.Ranges)}
-	if s.n > 0 {
-		s.first = &f.Sources.Ranges[0]
-	}
+	s := f.SourcesID()
 	list := c.planned[s]
 	if list == nil {
 		list = c.assign(NewRanges(f.Family, f.Sources.Prefixes(c.lists.nodeAddrs)))
 		if c.planned == nil {
-			c.planned = map[source]*sharedList{}
+			c.planned = map[nodeview.SourcesID]*sharedList{}
 		}
 		c.planned[s] = list
 	}

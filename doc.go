@@ -13,7 +13,7 @@
 //
 //	err := kpng.Run(ctx, kpng.Options{
 //		Services: watcher.Options{ServiceProxyName: "my-proxy"},
-//	}, sink.FullState(func(ctx context.Context, services []*api.ServiceEndpoints) error {
+//	}, sink.FullState(func(ctx context.Context, services []*api.View) error {
 //		return program(services)
 //	}))
 //

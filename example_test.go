@@ -19,7 +19,7 @@ import (
 
 // show prints each frontend and the endpoints for clients outside the node. A proxy would
 // program the frontends here.
-func show(_ context.Context, services []*api.ServiceEndpoints) error {
+func show(_ context.Context, services []*api.View) error {
 	for _, service := range services {
 		for f := range nodeview.Frontends(service) {
 			fmt.Println(f.FrontendKey, f.Elsewhere)

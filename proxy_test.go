@@ -46,7 +46,7 @@ func demo() kpng.Options {
 // The function names returns a sink whose Sync sends the names of all services to the
 // channel.
 func names(to chan<- string) sink.Sink {
-	return sink.FullState(func(ctx context.Context, services []*api.ServiceEndpoints) error {
+	return sink.FullState(func(ctx context.Context, services []*api.View) error {
 		var list []string
 		for _, s := range services {
 			list = append(list, s.Service.Name)
@@ -527,7 +527,7 @@ func TestProxyIsSafeForConcurrentUse(t *testing.T) {
 	write(0)
 	calls := 0
 	p, err := kpng.New(kpng.Options{Manifests: dir, NodeName: "node-1", Sinks: []kpng.Sink{
-		{Sink: sink.FullState(func(context.Context, []*api.ServiceEndpoints) error { return nil })},
+		{Sink: sink.FullState(func(context.Context, []*api.View) error { return nil })},
 		{Sink: sink.Events(&noObjects{}), Options: sink.Options{VerifyInterval: time.Millisecond}},
 		{Sink: sink.Func(func(_ context.Context, c *sink.Changes) error {
 			var failed sink.Failed

@@ -5,7 +5,7 @@
 //
 // [Service], [EndpointSlice] and [Node] are objects of the Kubernetes API, reduced to the
 // needs of a service proxy. A [ServiceState] is the cluster's whole state of one service.
-// [ServiceEndpoints] is one node's view of a service. The view has the endpoints that the
+// [View] is one node's view of a service. The view has the endpoints that the
 // node uses, the kinds of traffic for each endpoint, and the ports that reject
 // connections. Package nodeview computes the view from a ServiceState.
 //

@@ -31,7 +31,7 @@ func (s *ServiceState) Elements() Elements {
 }
 
 // Elements returns the elements of the view.
-func (se *ServiceEndpoints) Elements() Elements {
+func (se *View) Elements() Elements {
 	return se.Service.Elements(len(se.Endpoints) + len(se.Draining))
 }
 

@@ -13,14 +13,14 @@ import (
 // detects it. If Equal ignored a field, clients would miss changes of the field.
 func TestEqualComparesEveryField(t *testing.T) {
 	ignored := map[string]bool{
-		"EndpointSlice.TriggerTime":                 true,
-		"ServiceEndpoints.Lost[0].Winner.Namespace": true,
-		"ServiceEndpoints.Lost[0].Winner.Name":      true,
+		"EndpointSlice.TriggerTime":     true,
+		"View.Lost[0].Winner.Namespace": true,
+		"View.Lost[0].Winner.Name":      true,
 	}
 	testEqual(t, ignored, (*Service).Equal)
 	testEqual(t, ignored, (*EndpointSlice).Equal)
 	testEqual(t, ignored, (*Node).Equal)
-	testEqual(t, ignored, (*ServiceEndpoints).Equal)
+	testEqual(t, ignored, (*View).Equal)
 	testEqual(t, ignored, (*Endpoint).Equal)
 }
 

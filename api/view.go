@@ -13,8 +13,8 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// ServiceEndpoints is one node's view of a service.
-type ServiceEndpoints struct {
+// View is one node's view of a service.
+type View struct {
 	Service *Service
 	// Endpoints are the endpoints on at least one of this node's lists (see [Scopes]). They
 	// are in the order of [Endpoint.Compare].
@@ -31,8 +31,8 @@ type ServiceEndpoints struct {
 
 // MarshalJSON returns the JSON form. It never omits Endpoints, so that a reader can
 // iterate over the list.
-func (se ServiceEndpoints) MarshalJSON() ([]byte, error) {
-	type fields ServiceEndpoints // without MarshalJSON, to prevent recursion
+func (se View) MarshalJSON() ([]byte, error) {
+	type fields View // without MarshalJSON, to prevent recursion
 	if se.Endpoints == nil {
 		se.Endpoints = []Endpoint{}
 	}
@@ -161,10 +161,10 @@ func (s PortScopes) compare(port int32, protocol Protocol) int {
 }
 
 // Key returns the namespace and name of the view's service.
-func (se *ServiceEndpoints) Key() types.NamespacedName { return se.Service.Key() }
+func (se *View) Key() types.NamespacedName { return se.Service.Key() }
 
 // LocalEndpoints returns the number of elements of Endpoints that are on this node.
-func (se *ServiceEndpoints) LocalEndpoints() int {
+func (se *View) LocalEndpoints() int {
 	n := 0
 	for i := range se.Endpoints {
 		if se.Endpoints[i].Local {
@@ -176,7 +176,7 @@ func (se *ServiceEndpoints) LocalEndpoints() int {
 
 // Equal reports whether both views have the same effect on a node. It ignores the winners of
 // lost claims.
-func (se *ServiceEndpoints) Equal(o *ServiceEndpoints) bool {
+func (se *View) Equal(o *View) bool {
 	if se == o {
 		return true
 	}

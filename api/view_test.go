@@ -24,10 +24,10 @@ func addrs(list ...string) IPSet {
 
 // example returns a view of a dual-stack headless service with external IPs. The service
 // has a pod on this node and a pod on another node.
-func example() *ServiceEndpoints {
+func example() *View {
 	both := Scopes{Internal: true, External: true}
 	ready := Conditions{Ready: true, Serving: true}
-	return &ServiceEndpoints{
+	return &View{
 		Service: &Service{
 			Namespace: "default", Name: "kpng-example", Type: ClusterIP,
 			IPs:        ServiceIPs{ExternalIPs: addrs("10.0.0.55", "1000::55"), Headless: true},
@@ -61,7 +61,7 @@ func TestJSON(t *testing.T) {
 	if diff := cmp.Diff(want, string(got)); diff != "" {
 		t.Errorf("JSON differs (-want +got):\n%s", diff)
 	}
-	var back ServiceEndpoints
+	var back View
 	if err := json.Unmarshal(got, &back); err != nil {
 		t.Fatal(err)
 	}

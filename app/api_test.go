@@ -62,7 +62,7 @@ func serveDemo(t *testing.T, proxyName string) (address string) {
 func printOnce(t *testing.T, args ...string) string {
 	t.Helper()
 	var out bytes.Buffer
-	s := sink.FullState(func(_ context.Context, services []*api.ServiceEndpoints) error {
+	s := sink.FullState(func(_ context.Context, services []*api.View) error {
 		for _, service := range services {
 			if err := json.NewEncoder(&out).Encode(service); err != nil {
 				return err

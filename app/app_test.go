@@ -32,7 +32,7 @@ func runCommand(ctx context.Context, s sink.Sink, args ...string) error {
 	return cmd.ExecuteContext(ctx)
 }
 
-func ignore(context.Context, []*api.ServiceEndpoints) error { return nil }
+func ignore(context.Context, []*api.View) error { return nil }
 
 const demo = "../examples/demo.yaml"
 
@@ -47,7 +47,7 @@ func TestOncePrintsAndEnds(t *testing.T) {
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			var names []string
-			s := sink.FullState(func(_ context.Context, services []*api.ServiceEndpoints) error {
+			s := sink.FullState(func(_ context.Context, services []*api.View) error {
 				for _, s := range services {
 					names = append(names, s.Service.Name)
 				}
@@ -76,7 +76,7 @@ func TestAllPortsFlags(t *testing.T) {
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			got := []bool{}
-			s := sink.FullState(func(_ context.Context, services []*api.ServiceEndpoints) error {
+			s := sink.FullState(func(_ context.Context, services []*api.View) error {
 				for _, s := range services {
 					got = append(got, s.Service.AllPorts)
 				}
@@ -186,7 +186,7 @@ func TestHealthAndMetricsBindAddresses(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	defer cancel()
 	entered, release := make(chan struct{}), make(chan struct{})
-	s := sink.FullState(func(context.Context, []*api.ServiceEndpoints) error {
+	s := sink.FullState(func(context.Context, []*api.View) error {
 		select {
 		case <-entered:
 		default:

@@ -17,7 +17,7 @@ import (
 // A real program calls app.Main with its sink, or app.Execute with its command. This
 // example sets the arguments itself and calls ExecuteContext.
 func Example() {
-	program := func(_ context.Context, services []*api.ServiceEndpoints) error {
+	program := func(_ context.Context, services []*api.View) error {
 		for _, s := range services {
 			fmt.Println("program", s.Key(), "with", len(s.Endpoints), "endpoints")
 		}

@@ -65,7 +65,7 @@ func TestHealthOfClient(t *testing.T) {
 			address, server := freeAddress(t), test.server(t)
 			ctx, cancel := context.WithCancel(context.Background())
 			ended, synced := make(chan error, 1), make(chan struct{}, 1)
-			s := sink.FullState(func(context.Context, []*api.ServiceEndpoints) error { synced <- struct{}{}; return nil })
+			s := sink.FullState(func(context.Context, []*api.View) error { synced <- struct{}{}; return nil })
 			go func() {
 				ended <- runCommand(ctx, s, "--api", server, "--node-name", test.node, "--healthz-bind-address", address)
 			}()

@@ -36,7 +36,7 @@ func (s *ownedSink) Start(context.Context) error {
 func (s *ownedSink) Sync(context.Context, *sink.Changes) error { return nil }
 
 func (s *ownedSink) Companions(func() bool) map[string]sink.Sink {
-	return map[string]sink.Sink{"companion": sink.FullState(func(context.Context, []*api.ServiceEndpoints) error {
+	return map[string]sink.Sink{"companion": sink.FullState(func(context.Context, []*api.View) error {
 		s.companions.Add(1)
 		if !s.started.Load() {
 			s.early.Store(true)
@@ -80,7 +80,7 @@ func TestWaitTakesOverAddresses(t *testing.T) {
 	}
 	ctx, cancel := context.WithCancel(t.Context())
 	ended, synced := make(chan error, 1), make(chan struct{}, 1)
-	s := sink.FullState(func(context.Context, []*api.ServiceEndpoints) error { synced <- struct{}{}; return nil })
+	s := sink.FullState(func(context.Context, []*api.View) error { synced <- struct{}{}; return nil })
 	go func() {
 		ended <- runCommand(ctx, s, "--manifests", demo, "--node-name=vm-002", "--wait", "--healthz-bind-address", taken.Addr().String())
 	}()

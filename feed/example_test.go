@@ -24,7 +24,7 @@ func Example() {
 
 	f := feed.New(state, "node-a")
 	defer f.Close()
-	show := sink.FullState(func(_ context.Context, services []*api.ServiceEndpoints) error {
+	show := sink.FullState(func(_ context.Context, services []*api.View) error {
 		for _, s := range services {
 			for _, e := range s.Endpoints {
 				fmt.Println(s.Key(), e.Addr, "local:", e.Local)

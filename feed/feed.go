@@ -116,7 +116,7 @@ func (f *Feed) update(snapshot *cluster.Snapshot) *sink.Update {
 
 	u := &sink.Update{
 		Lost: delta.Full(), Revision: uint64(snapshot.Revision), Node: node, NodeChanged: true,
-		View: func(key types.NamespacedName) *api.ServiceEndpoints {
+		View: func(key types.NamespacedName) *api.View {
 			state, _ := snapshot.States.Get(key)
 			return f.views.of(state, after)
 		},
@@ -145,7 +145,7 @@ type view struct {
 	node     *api.Node
 }
 
-func (v view) of(state *api.ServiceState) *api.ServiceEndpoints {
+func (v view) of(state *api.ServiceState) *api.View {
 	if state == nil {
 		return nil
 	}
@@ -159,7 +159,7 @@ func (v view) viewsAfter(key types.NamespacedName) iter.Seq2[types.NamespacedNam
 			if !hasView(state) {
 				continue
 			}
-			if !yield(key, sink.View{Size: size(state), Get: func() *api.ServiceEndpoints { return v.of(state) }}) {
+			if !yield(key, sink.View{Size: size(state), Get: func() *api.View { return v.of(state) }}) {
 				return
 			}
 		}
@@ -191,7 +191,7 @@ func (f *Feed) addChanges(u *sink.Update, before, after view, delta diffstore.De
 		if was := size(c.Old); max(was, size(c.New)) >= sink.LargeSize {
 			old := sink.View{Size: was}
 			if hasView(c.Old) {
-				old.Get = func() *api.ServiceEndpoints { return shared.of(c.Old, before) }
+				old.Get = func() *api.View { return shared.of(c.Old, before) }
 			}
 			u.Large = append(u.Large, sink.LargeChange{Key: c.Key, Old: old, TriggerTime: triggerTime(c.Old, c.New)})
 			continue

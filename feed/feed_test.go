@@ -314,7 +314,7 @@ func TestUpdatesLeadToCurrentView(t *testing.T) {
 		state := cluster.New(cluster.Options{})
 		state.SetSynced()
 		f := feed.New(state, "node-x")
-		received := map[types.NamespacedName]*api.ServiceEndpoints{}
+		received := map[types.NamespacedName]*api.View{}
 		for range 60 {
 			state.Update(func(tx *cluster.Tx) {
 				for range random.IntN(4) {
@@ -362,7 +362,7 @@ func TestUpdatesLeadToCurrentView(t *testing.T) {
 			}
 			f.Advance(u)
 
-			want := map[types.NamespacedName]*api.ServiceEndpoints{}
+			want := map[types.NamespacedName]*api.View{}
 			snapshot := state.Snapshot()
 			self, _ := snapshot.Nodes.Get("node-x")
 			if self == nil {
@@ -480,7 +480,7 @@ func TestViewsNameTheOwnersOfLostClaims(t *testing.T) {
 		defer f.Close()
 		nextLines(t, f)
 	}
-	owner := func(view *api.ServiceEndpoints) string { return view.Lost[0].Winner.Name }
+	owner := func(view *api.View) string { return view.Lost[0].Winner.Name }
 	for _, f := range feeds {
 		u, _ := f.Next()
 		if got := owner(u.View(key("c"))); got != "a" {

@@ -24,11 +24,11 @@ type views struct {
 
 // lazyView computes a view in the first call. No lock of views is held meanwhile, so that a
 // large view delays no feed that does not need it.
-type lazyView func() *api.ServiceEndpoints
+type lazyView func() *api.View
 
 // The method of returns a node's view of a service. The name of the node must be the same
 // in all calls.
-func (v *views) of(state *api.ServiceState, from view) *api.ServiceEndpoints {
+func (v *views) of(state *api.ServiceState, from view) *api.View {
 	if v == nil || state == nil {
 		return from.of(state)
 	}
@@ -46,7 +46,7 @@ func (v *views) find(state *api.ServiceState, from view) lazyView {
 	}
 	shared := v.earlier[state]
 	if shared == nil {
-		shared = sync.OnceValue(func() *api.ServiceEndpoints { return from.of(state) })
+		shared = sync.OnceValue(func() *api.View { return from.of(state) })
 	}
 	v.recent[state] = shared
 	if v.size += size(state); v.size > maxRecent {

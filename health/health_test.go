@@ -106,7 +106,7 @@ func TestStuckForIgnoresTheWallClock(t *testing.T) {
 		<-release
 		return nil
 	}), sink.Options{Once: true})
-	src.Set(&api.ServiceEndpoints{Service: &api.Service{Namespace: "ns", Name: "a"}})
+	src.Set(&api.View{Service: &api.Service{Namespace: "ns", Name: "a"}})
 	ended := make(chan error)
 	go func() { ended <- d.Run(t.Context()) }()
 	<-reading

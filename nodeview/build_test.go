@@ -173,7 +173,7 @@ func endpoint(words []string) api.SliceEndpoint {
 
 // describe returns a view's endpoints and unusable ports as lines. The line of an
 // endpoint has its key, "local" if it is local, its scopes, and its scopes by port.
-func describe(se *api.ServiceEndpoints) []string {
+func describe(se *api.View) []string {
 	var out []string
 	for i := range se.Endpoints {
 		e := &se.Endpoints[i]

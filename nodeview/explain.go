@@ -21,8 +21,8 @@ type Explanation struct {
 	Zone string `json:",omitempty"`
 	// View is the node's view of the service. If it is nil, Absent has the reason, and all
 	// fields after Absent are empty.
-	View   *api.ServiceEndpoints `json:",omitempty"`
-	Absent string                `json:",omitempty"`
+	View   *api.View `json:",omitempty"`
+	Absent string    `json:",omitempty"`
 	// InternalLocal and ExternalLocal report whether the effective policies are Local.
 	InternalLocal, ExternalLocal bool
 	// Lists explains the endpoint lists of each service port and family.
@@ -97,7 +97,7 @@ func Explain(s *api.ServiceState, node *api.Node) *Explanation {
 
 // ExplainView returns what is known from the view alone, without Lists and Skipped. It is
 // for a program that gets views from a server and does not have the EndpointSlices.
-func ExplainView(view *api.ServiceEndpoints, node *api.Node) *Explanation {
+func ExplainView(view *api.View, node *api.Node) *Explanation {
 	here, pol := locationOf(node), policiesOf(view.Service)
 	return &Explanation{
 		Service: view.Key(), Node: here.node, Zone: here.zone, View: view,

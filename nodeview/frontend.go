@@ -187,7 +187,7 @@ func (m Masquerade) String() string { return text(masqueradeNames[:], m) }
 // family, then kind. Ports, and the addresses of one kind, have the same order as in the
 // service. No two frontends have the same address, protocol and port. If se is nil,
 // because the service was deleted, Frontends yields nothing.
-func Frontends(se *api.ServiceEndpoints) iter.Seq[Frontend] {
+func Frontends(se *api.View) iter.Seq[Frontend] {
 	return func(yield func(Frontend) bool) {
 		lists := newPortLists(se)
 		if se != nil {
@@ -228,7 +228,7 @@ func frontend(s UnservedFrontend, lists *portLists) Frontend {
 
 // portLists has the lists that all frontends of one service port and family share.
 type portLists struct {
-	se                               *api.ServiceEndpoints
+	se                               *api.View
 	port                             *api.PortMapping
 	family                           api.Family
 	internal, external, shortCircuit list
@@ -243,7 +243,7 @@ type portLists struct {
 	sources map[netip.Addr]Sources
 }
 
-func newPortLists(se *api.ServiceEndpoints) *portLists {
+func newPortLists(se *api.View) *portLists {
 	l := &portLists{se: se}
 	if se != nil {
 		for _, u := range se.Unusable {
@@ -305,7 +305,7 @@ func (l *portLists) list(local bool, scope func(api.Scopes) bool) list {
 
 // targets returns the endpoints of one port and family whose scopes match, and a hash of
 // their positions and ports.
-func targets(se *api.ServiceEndpoints, port *api.PortMapping, family api.Family, match func(api.Scopes) bool) (out []Target, hash uint64) {
+func targets(se *api.View, port *api.PortMapping, family api.Family, match func(api.Scopes) bool) (out []Target, hash uint64) {
 	listed := func(e *api.Endpoint) bool {
 		return api.FamilyOf(e.Addr) == family && match(e.ScopesOf(port))
 	}
@@ -382,7 +382,7 @@ func HealthCheckPort(svc *api.Service) int32 {
 
 // ReadyLocal returns the number of distinct addresses of ready endpoints on this node.
 // The health-check node port reports this number for each family.
-func ReadyLocal(se *api.ServiceEndpoints, family api.Family) int {
+func ReadyLocal(se *api.View, family api.Family) int {
 	n := 0
 	var last netip.Addr
 	for i := range se.Endpoints {

@@ -16,7 +16,7 @@ import (
 
 // describeFrontends returns a line "KEY: ELSEWHERE; NODE" for each frontend of a view.
 // The line shows the decisions for traffic from elsewhere and for traffic from this node.
-func describeFrontends(se *api.ServiceEndpoints) []string {
+func describeFrontends(se *api.View) []string {
 	var out []string
 	for f := range Frontends(se) {
 		out = append(out, fmt.Sprintf("%s: %s; %s", f.FrontendKey, trafficText(f.Elsewhere), trafficText(f.Node)))
@@ -38,7 +38,7 @@ func trafficText(t Traffic) string {
 	return text
 }
 
-func describeUnserved(se *api.ServiceEndpoints) []string {
+func describeUnserved(se *api.View) []string {
 	var out []string
 	for u := range Unserved(se) {
 		out = append(out, u.String())

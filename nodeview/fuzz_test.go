@@ -202,7 +202,7 @@ func checkView(t *testing.T, state *api.ServiceState, node *api.Node) {
 
 // checkArrival checks that View does not depend on the order of EndpointSlices and
 // endpoints, and that View does not modify its input.
-func checkArrival(t *testing.T, state *api.ServiceState, node *api.Node, se *api.ServiceEndpoints) {
+func checkArrival(t *testing.T, state *api.ServiceState, node *api.Node, se *api.View) {
 	t.Helper()
 	shuffled := copyState(state)
 	if !View(state, node).Equal(se) {
@@ -226,7 +226,7 @@ func checkArrival(t *testing.T, state *api.ServiceState, node *api.Node, se *api
 // checkEndpoints checks that Endpoints and Draining are sorted and have no key in common.
 // The elements of Endpoints must have scopes, the elements of Draining must have none,
 // and keys must depend only on addresses and ports.
-func checkEndpoints(t *testing.T, state *api.ServiceState, se *api.ServiceEndpoints) {
+func checkEndpoints(t *testing.T, state *api.ServiceState, se *api.View) {
 	t.Helper()
 	possible := possibleKeys(state)
 	seen := map[string]bool{}
@@ -273,7 +273,7 @@ func possibleKeys(state *api.ServiceState) map[string]bool {
 // If EndpointSlices have several entries with the same address and port, checkCompetition
 // checks that the view has the preferred entry. It also checks that the draining
 // endpoints are exactly the serving or ready endpoints without scopes.
-func checkCompetition(t *testing.T, state *api.ServiceState, se *api.ServiceEndpoints) {
+func checkCompetition(t *testing.T, state *api.ServiceState, se *api.View) {
 	t.Helper()
 	listed, drains := map[string]bool{}, map[string]bool{}
 	for i := range se.Endpoints {
@@ -315,7 +315,7 @@ func checkCompetition(t *testing.T, state *api.ServiceState, se *api.ServiceEndp
 
 // checkAllPorts compares the view of an all-ports service with the view of a service with
 // one port. All EndpointSlices serve this port.
-func checkAllPorts(t *testing.T, state *api.ServiceState, node *api.Node, se *api.ServiceEndpoints) {
+func checkAllPorts(t *testing.T, state *api.ServiceState, node *api.Node, se *api.View) {
 	t.Helper()
 	if !state.Service.AllPorts {
 		return
@@ -340,7 +340,7 @@ func checkAllPorts(t *testing.T, state *api.ServiceState, node *api.Node, se *ap
 
 // checkOldClient checks that an old client finds the port of every endpoint. Such a
 // client knows only PortOverrides and the numeric targetPort.
-func checkOldClient(t *testing.T, se *api.ServiceEndpoints) {
+func checkOldClient(t *testing.T, se *api.View) {
 	t.Helper()
 	for f := range Frontends(se) {
 		for _, e := range slices.Concat(f.Elsewhere.Endpoints, f.Node.Endpoints) {
@@ -367,7 +367,7 @@ func checkOldClient(t *testing.T, se *api.ServiceEndpoints) {
 // checkFrontends checks that each frontend that a Service defines occurs exactly once in
 // the results of Frontends and Unserved. Each endpoint of a frontend must be in the view
 // and have the frontend's family.
-func checkFrontends(t *testing.T, state *api.ServiceState, se *api.ServiceEndpoints) {
+func checkFrontends(t *testing.T, state *api.ServiceState, se *api.View) {
 	t.Helper()
 	served := map[api.Claim]map[api.Family]bool{}
 	for f := range Frontends(se) {
@@ -410,7 +410,7 @@ func checkFrontends(t *testing.T, state *api.ServiceState, se *api.ServiceEndpoi
 // checkDiff compares two views. It applies the differences to a map that has the
 // endpoints of the first view by key. The map must then have the endpoints of the second
 // view.
-func checkDiff(t *testing.T, before, after *api.ServiceEndpoints) {
+func checkDiff(t *testing.T, before, after *api.View) {
 	t.Helper()
 	programmed := map[string]api.Endpoint{}
 	for _, e := range before.Endpoints {

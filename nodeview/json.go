@@ -12,7 +12,7 @@ import (
 )
 
 // WriteViews writes each view as a line of JSON. Scripts can read this form.
-func WriteViews(w io.Writer, views []*api.ServiceEndpoints) error {
+func WriteViews(w io.Writer, views []*api.View) error {
 	out := json.NewEncoder(w)
 	for _, view := range views {
 		if err := out.Encode(view); err != nil {
@@ -26,7 +26,7 @@ func WriteViews(w io.Writer, views []*api.ServiceEndpoints) error {
 // node is nil. Each other line is a frontend of a view (see [Frontends]), with the
 // Namespace and Name of its service. In the line of a frontend, Ranges are the result of
 // [Sources.Prefixes] for the addresses of node.
-func WriteFrontends(w io.Writer, node *api.Node, views []*api.ServiceEndpoints) error {
+func WriteFrontends(w io.Writer, node *api.Node, views []*api.View) error {
 	if node == nil {
 		node = &api.Node{}
 	}

@@ -18,7 +18,7 @@ func TestWriteFrontends(t *testing.T) {
 			s.Ports[0].Name, s.SessionAffinity.ClientIP = "http", &api.ClientIPAffinity{TimeoutSeconds: 60}
 		})
 	all := service(mapIP, headless, externalIPs("192.0.2.1"), func(s *api.Service) { s.Name = "whole" })
-	var views []*api.ServiceEndpoints
+	var views []*api.View
 	for _, state := range []*api.ServiceState{
 		{Service: web, Slices: endpointSlices("slice a http=8080\n10.0.0.1 ready @there")},
 		{Service: all, Slices: endpointSlices("slice a\n10.0.0.2 ready @here")},

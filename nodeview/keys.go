@@ -11,7 +11,7 @@ import (
 
 // FrontendKeys yields the keys of the frontends of se, in the order of [Frontends]. Unlike
 // Frontends, it takes no time for endpoints.
-func FrontendKeys(se *api.ServiceEndpoints) iter.Seq[FrontendKey] {
+func FrontendKeys(se *api.View) iter.Seq[FrontendKey] {
 	return func(yield func(FrontendKey) bool) {
 		for s := range namedFrontends(se) {
 			if s.Fault == 0 && !yield(s.FrontendKey) {
@@ -24,7 +24,7 @@ func FrontendKeys(se *api.ServiceEndpoints) iter.Seq[FrontendKey] {
 // SameFrontends reports whether two views of a service have the same frontends, apart from
 // the endpoints. It may return false although they have. If one of the views is nil, it
 // returns false.
-func SameFrontends(a, b *api.ServiceEndpoints) bool {
+func SameFrontends(a, b *api.View) bool {
 	return a != nil && b != nil && a.Service.Equal(b.Service) &&
 		slices.EqualFunc(a.Lost, b.Lost, func(a, b api.LostClaim) bool { return a.Claim == b.Claim })
 }

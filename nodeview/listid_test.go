@@ -18,7 +18,7 @@ type groups struct {
 	of      map[string]ListID
 }
 
-func groupsOf(se *api.ServiceEndpoints) groups {
+func groupsOf(se *api.View) groups {
 	g := groups{map[ListID]string{}, map[string]ListID{}}
 	for f := range Frontends(se) {
 		g.of[f.FrontendKey.String()] = f.Elsewhere.List

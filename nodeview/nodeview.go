@@ -30,12 +30,12 @@ import (
 //
 // View uses the name and the zone of node. If node is nil or has no name, no endpoint is
 // local. The result shares memory with s and is immutable.
-func View(s *api.ServiceState, node *api.Node) *api.ServiceEndpoints {
+func View(s *api.ServiceState, node *api.Node) *api.View {
 	return view(s, node, nil)
 }
 
 // view implements View. If tr is not nil, tr records every decision.
-func view(s *api.ServiceState, node *api.Node, tr *trace) *api.ServiceEndpoints {
+func view(s *api.ServiceState, node *api.Node, tr *trace) *api.View {
 	svc := s.Service
 	if svc == nil || svc.Type == api.ExternalName {
 		return nil
@@ -65,7 +65,7 @@ func view(s *api.ServiceState, node *api.Node, tr *trace) *api.ServiceEndpoints 
 	c.dropUnserved()
 	c.dropDuplicates()
 
-	se := &api.ServiceEndpoints{Service: svc, Lost: s.Lost}
+	se := &api.View{Service: svc, Lost: s.Lost}
 	here := locationOf(node)
 	v4 := c.countV4()
 	for p, port := range c.ports {
@@ -88,7 +88,7 @@ func view(s *api.ServiceState, node *api.Node, tr *trace) *api.ServiceEndpoints 
 	return se
 }
 
-func (c *selection) list(se *api.ServiceEndpoints, pol policies, here location) {
+func (c *selection) list(se *api.View, pol policies, here location) {
 	listed, draining := c.assignLists(pol)
 	if listed+draining == 0 {
 		return

@@ -28,7 +28,7 @@ type PortTraffic struct {
 // PortTraffics yields the decisions for each service port and family that can have
 // frontends, in the order of [Frontends]. Its cost does not depend on the number of
 // addresses. If se is nil, it yields nothing.
-func PortTraffics(se *api.ServiceEndpoints) iter.Seq[PortTraffic] {
+func PortTraffics(se *api.View) iter.Seq[PortTraffic] {
 	return func(yield func(PortTraffic) bool) {
 		if se == nil || wholeAddress(se.Service) && !se.Service.AllPorts {
 			return

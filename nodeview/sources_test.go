@@ -132,7 +132,7 @@ func TestFrontendsDoNotCopySourceRanges(t *testing.T) {
 	svc := service(dualStack, loadBalancerIPs("203.0.113.1", "2001:db8::1"))
 	sourceRangesFor("10.0.0.0/8", "172.16.0.0/12", "fd00::/8")(svc)
 	ranges := svc.SourceRanges[0].Prefixes
-	for f := range Frontends(&api.ServiceEndpoints{Service: svc}) {
+	for f := range Frontends(&api.View{Service: svc}) {
 		if want := map[api.Family]*netip.Prefix{api.IPv4: &ranges[0], api.IPv6: &ranges[2]}[f.Family]; f.Sources.Restricted && &f.Sources.Ranges[0] != want {
 			t.Errorf("%s has a copy of the source ranges", f.FrontendKey)
 		}
@@ -144,7 +144,7 @@ func TestSourcesID(t *testing.T) {
 	sourceRangesFor("10.0.0.0/8", "172.16.0.0/12")(svc)
 	contents := map[SourcesID]string{}
 	ids := map[string]SourcesID{}
-	for f := range Frontends(&api.ServiceEndpoints{Service: svc}) {
+	for f := range Frontends(&api.View{Service: svc}) {
 		id, content := f.SourcesID(), f.Family.String()+" "+f.Sources.String()
 		if other, ok := contents[id]; ok && other != content {
 			t.Errorf("one ID has the sources %q and %q", other, content)

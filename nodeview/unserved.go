@@ -65,7 +65,7 @@ func (u UnservedFrontend) String() string {
 // Unserved yields the frontends that the object of the service defines, but that
 // [Frontends] omits. Both functions use the same order. A program can log these
 // frontends. If se is nil, there are none.
-func Unserved(se *api.ServiceEndpoints) iter.Seq[UnservedFrontend] {
+func Unserved(se *api.View) iter.Seq[UnservedFrontend] {
 	return func(yield func(UnservedFrontend) bool) {
 		for s := range namedFrontends(se) {
 			if s.Fault != 0 && !yield(s) {
@@ -77,7 +77,7 @@ func Unserved(se *api.ServiceEndpoints) iter.Seq[UnservedFrontend] {
 
 // namedFrontends yields each frontend that the object of the service defines, once. A
 // frontend that is served has Fault 0. If se is nil, there are none.
-func namedFrontends(se *api.ServiceEndpoints) iter.Seq[UnservedFrontend] {
+func namedFrontends(se *api.View) iter.Seq[UnservedFrontend] {
 	return func(yield func(UnservedFrontend) bool) {
 		if se == nil {
 			return
@@ -113,7 +113,7 @@ type namer struct {
 	byClaim map[api.Claim]types.NamespacedName
 }
 
-func newNamer(se *api.ServiceEndpoints) namer {
+func newNamer(se *api.View) namer {
 	n := namer{served: se.Service.Families(), lost: se.Lost}
 	for f, family := range [...]api.Family{api.IPv4, api.IPv6} {
 		var seen distinct.Set[netip.Addr]

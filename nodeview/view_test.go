@@ -672,7 +672,7 @@ func TestViewCarriesWhatBackendsNeed(t *testing.T) {
 	}
 	s.Slices[0].Endpoints[0].Hostname = "web-0"
 	s.Slices[0].Endpoints[0].Zone = "zone-2"
-	want := &api.ServiceEndpoints{
+	want := &api.View{
 		Service: s.Service,
 		Endpoints: []api.Endpoint{{
 			Hostname: "web-0", Addr: ips("10.0.0.1").V4[0], Local: true, Scopes: api.Scopes{Internal: true, External: true},

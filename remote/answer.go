@@ -92,7 +92,7 @@ func (a *answer) replace(whole *localv1.WholeService) {
 
 // service decodes m. If m is unreadable, it returns the client's earlier version of the
 // service, or nil if there is none.
-func (a *answer) service(m *localv1.Service) (types.NamespacedName, *api.ServiceEndpoints) {
+func (a *answer) service(m *localv1.Service) (types.NamespacedName, *api.View) {
 	key := types.NamespacedName{Namespace: m.GetNamespace(), Name: m.GetName()}
 	service, err := m.ToView()
 	if err != nil {

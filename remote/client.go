@@ -258,7 +258,7 @@ func (c *Client) Refused() map[types.NamespacedName]string {
 func (s *clientState) all() *sink.Update {
 	return &sink.Update{
 		Lost: true, Revision: s.revision, Node: s.node, NodeChanged: true,
-		View: func(key types.NamespacedName) *api.ServiceEndpoints {
+		View: func(key types.NamespacedName) *api.View {
 			e, _ := s.views.Get(key)
 			return e.viewOrNil()
 		},

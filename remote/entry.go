@@ -13,12 +13,12 @@ import (
 // entry is the client's copy of one service. It is immutable.
 type entry struct {
 	// The server's view.
-	view *api.ServiceEndpoints
+	view *api.View
 	// The server's keys for view.Endpoints, followed by its keys for view.Draining.
 	keys []string
 	// The view that readers get: the server's view or, if refused is not empty, the last view
 	// that was not refused. It is nil if there is none.
-	shown *api.ServiceEndpoints
+	shown *api.View
 	// Why the client refuses the server's view, or empty.
 	refused string
 }
@@ -37,7 +37,7 @@ func newKeyedEndpoint(key string, m *localv1.Endpoint) (keyedEndpoint, error) {
 
 // newEntry returns the entry of a service. The entry has the endpoints in list, and no
 // endpoints of service. newEntry sorts list.
-func newEntry(service *api.ServiceEndpoints, list []keyedEndpoint) *entry {
+func newEntry(service *api.View, list []keyedEndpoint) *entry {
 	slices.SortFunc(list, func(a, b keyedEndpoint) int {
 		switch {
 		case a.draining != b.draining && b.draining:
@@ -85,7 +85,7 @@ func (e *entry) limit(maxElements int, before *entry) {
 
 func (e *entry) equal(o *entry) bool { return e.view.Equal(o.view) && slices.Equal(e.keys, o.keys) }
 
-func (e *entry) viewOrNil() *api.ServiceEndpoints {
+func (e *entry) viewOrNil() *api.View {
 	if e == nil {
 		return nil
 	}
@@ -97,7 +97,7 @@ func (e *entry) viewOrNil() *api.ServiceEndpoints {
 type draft struct {
 	entry *entry // nil if the draft is new or open
 
-	service   *api.ServiceEndpoints // nil if not received, or unreadable
+	service   *api.View // nil if not received, or unreadable
 	endpoints map[string]keyedEndpoint
 }
 

@@ -53,7 +53,7 @@ func Example() {
 	}
 	following := make(chan error)
 	go func() { following <- client.Run(ctx) }()
-	program := sink.FullState(func(_ context.Context, services []*api.ServiceEndpoints) error {
+	program := sink.FullState(func(_ context.Context, services []*api.View) error {
 		for _, s := range services {
 			fmt.Println("program", s.Key(), "at", s.Service.IPs.ClusterIPs.V4)
 		}

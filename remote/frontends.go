@@ -13,7 +13,7 @@ import (
 // frontendsOf returns a view's frontends as a message, which contains each list of
 // endpoints and of sources only once. It returns errTooLarge before it uses much more
 // memory than maxObject.
-func frontendsOf(v *api.ServiceEndpoints) (*localv1.ServiceFrontends, error) {
+func frontendsOf(v *api.View) (*localv1.ServiceFrontends, error) {
 	w := &localv1.ServiceFrontends{Namespace: v.Service.Namespace, Name: v.Service.Name}
 	size := 0 // a lower limit, in bytes
 	lists := map[nodeview.ListID]int32{}

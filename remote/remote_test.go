@@ -110,11 +110,11 @@ type screen struct {
 func newScreen() *screen { return &screen{moved: make(chan struct{})} }
 
 func (s *screen) sink() sink.Sink {
-	encoded := map[*api.ServiceEndpoints][]byte{} // maps each view to its line in the last output
-	return sink.FullState(func(_ context.Context, services []*api.ServiceEndpoints) error {
+	encoded := map[*api.View][]byte{} // maps each view to its line in the last output
+	return sink.FullState(func(_ context.Context, services []*api.View) error {
 		var print bytes.Buffer
 		before, step := encoded, 0
-		encoded = make(map[*api.ServiceEndpoints][]byte, len(services))
+		encoded = make(map[*api.View][]byte, len(services))
 		for _, service := range services {
 			if service.Service.Name == "marker" {
 				step, _ = strconv.Atoi(service.Service.Annotations[markerAnnotation])

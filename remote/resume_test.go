@@ -496,7 +496,7 @@ func TestPassesEndWhileServersAreReplaced(t *testing.T) {
 	client, _ := follow(t, "n", address)
 	defer client.Close()
 	replaced, begun := 0, 0
-	programmed := map[types.NamespacedName]*api.ServiceEndpoints{}
+	programmed := map[types.NamespacedName]*api.View{}
 	var pass sink.Pass
 	d := sink.NewDriver(client, sink.Func(func(ctx context.Context, c *sink.Changes) error {
 		pass.Begin(c)

@@ -167,7 +167,7 @@ func FuzzDelta(f *testing.F) {
 }
 
 func randomView(r *rand.Rand, id uint64) *wireView {
-	v := &api.ServiceEndpoints{Service: &api.Service{Namespace: "ns", Name: "s", AllPorts: r.IntN(2) > 0}}
+	v := &api.View{Service: &api.Service{Namespace: "ns", Name: "s", AllPorts: r.IntN(2) > 0}}
 	seen := map[string]bool{}
 	for range r.IntN(8) {
 		e := apitest.Random[api.Endpoint](r)

@@ -89,7 +89,7 @@ func (m *marshalled) wire(e *api.Endpoint, draining bool) (wireEndpoint, bool) {
 }
 
 // newWireView marshals v. Endpoints that are in m are not marshalled again.
-func newWireView(id uint64, v *api.ServiceEndpoints, m *marshalled) (*wireView, error) {
+func newWireView(id uint64, v *api.View, m *marshalled) (*wireView, error) {
 	if len(v.Lost) > maxLost {
 		v = withoutLost(v)
 	}
@@ -115,7 +115,7 @@ func newWireView(id uint64, v *api.ServiceEndpoints, m *marshalled) (*wireView, 
 	return w, nil
 }
 
-func newWireFrontends(id uint64, v *api.ServiceEndpoints) (*wireView, error) {
+func newWireFrontends(id uint64, v *api.View) (*wireView, error) {
 	frontends, err := frontendsOf(v)
 	if err != nil {
 		return nil, err
@@ -244,7 +244,7 @@ const maxLost = 5000
 
 // withoutLost returns a view that has no lost claims, because it lacks all addresses and
 // node ports of lost claims.
-func withoutLost(v *api.ServiceEndpoints) *api.ServiceEndpoints {
+func withoutLost(v *api.View) *api.View {
 	type nodePort struct {
 		protocol api.Protocol
 		port     int32

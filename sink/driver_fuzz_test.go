@@ -143,7 +143,7 @@ func (f *fuzzServices) moveAddresses() {
 		f.owners[i] = to
 	}
 	delete(changed, 0)
-	var set []*api.ServiceEndpoints
+	var set []*api.View
 	for n := 1; n <= 6; n++ {
 		if !changed[n] {
 			continue
@@ -189,7 +189,7 @@ type dataplane struct {
 	// the Sync fails as a whole. An atomic sink may rely on Old even for an unsure service.
 	atomic bool
 	// The last delivered view of each service. A Changes with First clears the map.
-	wanted map[types.NamespacedName]*api.ServiceEndpoints
+	wanted map[types.NamespacedName]*api.View
 	// mu protects the fields below. failing has the services that still have to fail.
 	mu      sync.Mutex
 	failing map[types.NamespacedName]*failure
@@ -211,7 +211,7 @@ var errPanic = errors.New("panic")
 func newDataplane(atomic bool) *dataplane {
 	p := &dataplane{
 		entries: map[api.Claim]fuzzEntry{}, atomic: atomic, failing: map[types.NamespacedName]*failure{},
-		wanted: map[types.NamespacedName]*api.ServiceEndpoints{},
+		wanted: map[types.NamespacedName]*api.View{},
 	}
 	for n := range byte(9) { // add entries of an earlier process
 		claim := api.Claim{IP: netip.AddrFrom4([4]byte{10, 96, 0, n}), Protocol: api.TCP, Port: 80}
@@ -351,7 +351,7 @@ func (p *dataplane) failHalfway(n int, err error) sinktest.Step {
 }
 
 // expect checks that p has exactly the frontends of views.
-func (p *dataplane) expect(t *testing.T, views []*api.ServiceEndpoints) {
+func (p *dataplane) expect(t *testing.T, views []*api.View) {
 	t.Helper()
 	want := map[api.Claim]fuzzEntry{}
 	for _, v := range views {

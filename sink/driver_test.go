@@ -36,8 +36,8 @@ func key(name string) types.NamespacedName {
 
 // view returns a view of the service with this key. Each number n in endpoints stands for
 // an endpoint 10.0.0.n.
-func view(key types.NamespacedName, endpoints ...byte) *api.ServiceEndpoints {
-	v := &api.ServiceEndpoints{Service: &api.Service{
+func view(key types.NamespacedName, endpoints ...byte) *api.View {
+	v := &api.View{Service: &api.Service{
 		Namespace: key.Namespace, Name: key.Name, Type: api.ClusterIP,
 		Ports: []api.PortMapping{{Protocol: api.TCP, Port: 80, TargetPort: 8080}},
 	}}
@@ -135,7 +135,7 @@ func (w *world) delivered(skip int) string {
 }
 
 // describe returns the last byte of the address of each endpoint.
-func describe(v *api.ServiceEndpoints) string {
+func describe(v *api.View) string {
 	if v == nil {
 		return "none"
 	}
@@ -154,7 +154,7 @@ func (w *world) expectDelivered(skip int, lines ...string) {
 	}
 }
 
-var compare = []cmp.Option{cmp.Comparer(func(a, b *api.ServiceEndpoints) bool { return a.Equal(b) })}
+var compare = []cmp.Option{cmp.Comparer(func(a, b *api.View) bool { return a.Equal(b) })}
 
 func TestDriver(t *testing.T) {
 	failing := func(keys ...types.NamespacedName) sinktest.Step { return sinktest.FailServices(errBusy, keys...) }

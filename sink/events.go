@@ -81,7 +81,7 @@ type events struct {
 // has every object of the view; otherwise it may have some of them. The handler has no
 // other objects of the service. The claims of the service's frontends are in owners.
 type sent struct {
-	view *api.ServiceEndpoints
+	view *api.View
 	sure bool
 }
 
@@ -90,7 +90,7 @@ type sent struct {
 type transition struct {
 	key types.NamespacedName
 	old sent
-	new *api.ServiceEndpoints
+	new *api.View
 	// The handler has all objects of the old view, and both views have the same frontends,
 	// apart from their endpoints.
 	sameFrontends bool
@@ -133,7 +133,7 @@ func runSteps(ctx context.Context, transitions []*transition, steps ...func(cont
 // transitions returns the transitions of c in order of keys.
 func (e *events) transitions(c *Changes) []*transition {
 	var transitions []*transition
-	add := func(key types.NamespacedName, new *api.ServiceEndpoints) {
+	add := func(key types.NamespacedName, new *api.View) {
 		t := &transition{key: key, old: e.sent[key], new: new}
 		t.sameFrontends = nodeview.SameFrontends(t.known(), new)
 		transitions = append(transitions, t)
@@ -364,7 +364,7 @@ func (l *lastCompared[T]) equal(a, b []T, equal func(a, b T) bool) bool {
 }
 
 // known returns the old view, or nil if the handler may lack objects of this view.
-func (t *transition) known() *api.ServiceEndpoints {
+func (t *transition) known() *api.View {
 	if t.old.sure {
 		return t.old.view
 	}

@@ -79,7 +79,7 @@ func targets(f nodeview.Frontend) string {
 }
 
 // withIP returns v with the cluster IP 10.96.0.n.
-func withIP(n byte, v *api.ServiceEndpoints) *api.ServiceEndpoints {
+func withIP(n byte, v *api.View) *api.View {
 	v.Service.IPs.ClusterIPs = api.NewIPSet(netip.AddrFrom4([4]byte{10, 96, 0, n}))
 	return v
 }
@@ -177,16 +177,16 @@ func TestEvents(t *testing.T) {
 func TestEventsHoldBackConflictingFrontends(t *testing.T) {
 	a, b, c := key("a"), key("b"), key("c")
 	gone := func(k types.NamespacedName) sink.Change { return sink.Change{Key: k} }
-	set := func(v *api.ServiceEndpoints) sink.Change { return sink.Change{Key: v.Key(), New: v} }
-	whole := func(v *api.ServiceEndpoints) *api.ServiceEndpoints {
+	set := func(v *api.View) sink.Change { return sink.Change{Key: v.Key(), New: v} }
+	whole := func(v *api.View) *api.View {
 		v.Service.AllPorts = true
 		return v
 	}
 	const heldBack = "service default/b: set frontend ClusterIP 10.96.0.1:80/TCP: service default/a may still have it"
 	cases := []struct {
 		name  string
-		first *api.ServiceEndpoints // the first owner of the address
-		fails string                // the call that fails once
+		first *api.View // the first owner of the address
+		fails string    // the call that fails once
 		syncs [][]sink.Change
 		want  [][]string // for each Sync: the calls, and the error at the end
 	}{{
@@ -413,7 +413,7 @@ func FuzzEvents(f *testing.F) {
 				// Give each address to at most one service.
 				free := []byte{1, 2, 3, 4, 5, 6}
 				r.Shuffle(len(free), func(i, j int) { free[i], free[j] = free[j], free[i] })
-				var set []*api.ServiceEndpoints
+				var set []*api.View
 				for i, name := range []string{"a", "b", "c", "d"} {
 					if r.IntN(3) == 0 {
 						w.src.Delete(key(name))

@@ -18,7 +18,7 @@ import (
 func source() *sinktest.Source {
 	src := sinktest.NewSource()
 	for i, name := range []string{"dns", "web"} {
-		src.Set(&api.ServiceEndpoints{
+		src.Set(&api.View{
 			Service: &api.Service{Namespace: "default", Name: name},
 			Endpoints: []api.Endpoint{{
 				Addr:       netip.AddrFrom4([4]byte{10, 0, 0, byte(i + 1)}),
@@ -95,7 +95,7 @@ func ExampleFailed() {
 }
 
 func ExampleFullState() {
-	writer := sink.FullState(func(_ context.Context, services []*api.ServiceEndpoints) error {
+	writer := sink.FullState(func(_ context.Context, services []*api.View) error {
 		for _, s := range services {
 			fmt.Println(s.Key(), len(s.Endpoints))
 		}

@@ -25,13 +25,13 @@ import (
 // service is delivered again, syncAll receives the last acknowledged view of this
 // service. So one bad service does not stop the others. If another service has got an
 // address of this view since, the view no longer has frontends at that address (see
-// ServiceEndpoints.Lost). So no two services have the same claim ([api.Claim]). In a pass,
+// View.Lost). So no two services have the same claim ([api.Claim]). In a pass,
 // one call of syncAll receives all services. So if the call fails as a whole, the driver
 // cannot find the service that is the cause. Therefore syncAll should return a [*Failed].
 //
 // syncAll may keep the Go slice services but must not change it. The sink holds the views
 // of all services. Each Sync copies one pointer per service.
-func FullState(syncAll func(ctx context.Context, services []*api.ServiceEndpoints) error) Sink {
+func FullState(syncAll func(ctx context.Context, services []*api.View) error) Sink {
 	if syncAll == nil {
 		return Func(nil)
 	}
@@ -42,7 +42,7 @@ func FullState(syncAll func(ctx context.Context, services []*api.ServiceEndpoint
 type StateSink interface {
 	// SyncState programs all services, which are in order of namespace and name. If the Node
 	// object of this node is not known, node is nil. For the error, see [FullState].
-	SyncState(ctx context.Context, node *api.Node, services []*api.ServiceEndpoints) error
+	SyncState(ctx context.Context, node *api.Node, services []*api.View) error
 }
 
 // FullStateOf is like [FullState], but calls s.SyncState. The sink forwards the optional
@@ -54,9 +54,9 @@ func FullStateOf(s StateSink) Sink {
 	return &fullState{Forwarder: Forwarder{s}, sink: s, inPass: true}
 }
 
-type stateFunc func(ctx context.Context, services []*api.ServiceEndpoints) error
+type stateFunc func(ctx context.Context, services []*api.View) error
 
-func (f stateFunc) SyncState(ctx context.Context, _ *api.Node, services []*api.ServiceEndpoints) error {
+func (f stateFunc) SyncState(ctx context.Context, _ *api.Node, services []*api.View) error {
 	return f(ctx, services)
 }
 
@@ -122,7 +122,7 @@ func (f *fullState) Sync(ctx context.Context, c *Changes) error {
 
 // state is a set of views.
 type state struct {
-	views []*api.ServiceEndpoints // sorted by key
+	views []*api.View // sorted by key
 	// The owners of all claims of the views. It is nil while each update of the source comes
 	// as a whole. Then no two views have the same claim, because that is so in the source.
 	owners claimOwners
@@ -139,7 +139,7 @@ func (s *state) track() {
 	}
 }
 
-func (s *state) own(view *api.ServiceEndpoints) {
+func (s *state) own(view *api.View) {
 	for f := range nodeview.FrontendKeys(view) {
 		s.owners.set(f.Claim(), view.Key())
 	}
@@ -148,7 +148,7 @@ func (s *state) own(view *api.ServiceEndpoints) {
 // with returns the views after the changes. If s has owners, the changed services take
 // their claims from other services, and replaced has the changes of all views. The state s
 // remains as it is.
-func (s *state) with(changes iter.Seq[Change]) (views []*api.ServiceEndpoints, replaced []Change) {
+func (s *state) with(changes iter.Seq[Change]) (views []*api.View, replaced []Change) {
 	if s.owners == nil {
 		return apply(s.views, changes), nil
 	}
@@ -175,7 +175,7 @@ func (s *state) with(changes iter.Seq[Change]) (views []*api.ServiceEndpoints, r
 }
 
 // commit makes the results of the method with the state.
-func (s *state) commit(views []*api.ServiceEndpoints, replaced []Change) {
+func (s *state) commit(views []*api.View, replaced []Change) {
 	if s.owners != nil {
 		for _, c := range replaced {
 			if i, ok := findView(s.views, c.Key); ok {
@@ -203,7 +203,7 @@ func (s *state) only(has func(types.NamespacedName) bool) state {
 }
 
 // without returns a copy of view that has lost each claim that excludes a claim in taken.
-func without(view *api.ServiceEndpoints, taken claimOwners) *api.ServiceEndpoints {
+func without(view *api.View, taken claimOwners) *api.View {
 	changed := *view
 	changed.Lost = slices.Clone(view.Lost)
 	for f := range nodeview.FrontendKeys(view) {
@@ -225,7 +225,7 @@ func isUnsure(changes iter.Seq[Change]) bool {
 }
 
 // changesTo yields a Change for each view.
-func changesTo(views []*api.ServiceEndpoints) iter.Seq[Change] {
+func changesTo(views []*api.View) iter.Seq[Change] {
 	return func(yield func(Change) bool) {
 		for _, v := range views {
 			if !yield(Change{Key: v.Key(), New: v}) {
@@ -248,16 +248,16 @@ func except(changes iter.Seq[Change], failed Failed) iter.Seq[Change] {
 
 // findView returns the index of a service's view in state. If there is no view, it
 // returns the index at which to insert the view.
-func findView(state []*api.ServiceEndpoints, key types.NamespacedName) (int, bool) {
-	return slices.BinarySearchFunc(state, key, func(v *api.ServiceEndpoints, key types.NamespacedName) int {
+func findView(state []*api.View, key types.NamespacedName) (int, bool) {
+	return slices.BinarySearchFunc(state, key, func(v *api.View, key types.NamespacedName) int {
 		return api.CompareKeys(v.Key(), key)
 	})
 }
 
 // apply returns a copy of state with the changes applied. Both state and changes are
 // sorted by key.
-func apply(state []*api.ServiceEndpoints, changes iter.Seq[Change]) []*api.ServiceEndpoints {
-	next := make([]*api.ServiceEndpoints, 0, len(state)+1)
+func apply(state []*api.View, changes iter.Seq[Change]) []*api.View {
+	next := make([]*api.View, 0, len(state)+1)
 	for s := range changes {
 		i, found := findView(state, s.Key)
 		next = append(next, state[:i]...)

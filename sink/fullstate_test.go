@@ -22,15 +22,15 @@ import (
 )
 
 func TestFullStateIsSorted(t *testing.T) {
-	type state = []*api.ServiceEndpoints
+	type state = []*api.View
 	var calls []state
-	s := sink.FullState(func(_ context.Context, services []*api.ServiceEndpoints) error {
+	s := sink.FullState(func(_ context.Context, services []*api.View) error {
 		calls = append(calls, services)
 		return nil
 	})
 	a, b, c := key("a"), key("b"), key("c")
 	run(t, sink.Options{}, s, func(w *world) {
-		step := func(what string, change func(), want ...*api.ServiceEndpoints) {
+		step := func(what string, change func(), want ...*api.View) {
 			w.Helper()
 			change()
 			w.waitApplied()
@@ -66,11 +66,11 @@ type rewriter struct {
 	*stages
 	node  *api.Node
 	names []string
-	fail  func(services []*api.ServiceEndpoints) error
+	fail  func(services []*api.View) error
 	calls int
 }
 
-func (r *rewriter) SyncState(_ context.Context, node *api.Node, services []*api.ServiceEndpoints) error {
+func (r *rewriter) SyncState(_ context.Context, node *api.Node, services []*api.View) error {
 	r.calls++
 	r.node, r.names = node, nil
 	for _, v := range services {
@@ -120,7 +120,7 @@ func TestFullStateIsCalledOncePerPass(t *testing.T) {
 func TestFullStateKeepsFailedService(t *testing.T) {
 	for _, whole := range []bool{false, true} {
 		r := &rewriter{stages: &stages{}}
-		r.fail = func(services []*api.ServiceEndpoints) error {
+		r.fail = func(services []*api.View) error {
 			for _, v := range services {
 				if v.Key() == web && len(v.Endpoints) == 2 {
 					if whole {
@@ -160,7 +160,7 @@ func TestFullStateKeepsFailedService(t *testing.T) {
 func TestFullStateKeepsIsolatedServiceInPass(t *testing.T) {
 	r := &rewriter{stages: &stages{}}
 	var served []string
-	r.fail = func(services []*api.ServiceEndpoints) error {
+	r.fail = func(services []*api.View) error {
 		served = nil
 		for _, v := range services {
 			if v.Key() == web && len(v.Endpoints) == 2 {
@@ -172,7 +172,7 @@ func TestFullStateKeepsIsolatedServiceInPass(t *testing.T) {
 		}
 		return nil
 	}
-	at := func(v *api.ServiceEndpoints, addrs ...string) *api.ServiceEndpoints {
+	at := func(v *api.View, addrs ...string) *api.View {
 		v.Service.IPFamilies = []api.Family{api.IPv4}
 		for _, a := range addrs {
 			v.Service.IPs.ExternalIPs.Add(netip.MustParseAddr(a))
@@ -210,7 +210,7 @@ func TestFullStateKeepsIsolatedServiceInPass(t *testing.T) {
 // its other addresses.
 func TestFullStateGivesAnAddressToOneService(t *testing.T) {
 	a, b := key("a"), key("b")
-	at := func(v *api.ServiceEndpoints, addrs ...string) *api.ServiceEndpoints {
+	at := func(v *api.View, addrs ...string) *api.View {
 		for _, addr := range addrs {
 			v.Service.IPFamilies = []api.Family{api.IPv4}
 			v.Service.IPs.ExternalIPs.Add(netip.MustParseAddr(addr))
@@ -221,7 +221,7 @@ func TestFullStateGivesAnAddressToOneService(t *testing.T) {
 		r := &rewriter{stages: &stages{}}
 		var fails bool
 		var served []string
-		r.fail = func(services []*api.ServiceEndpoints) error {
+		r.fail = func(services []*api.View) error {
 			served = nil
 			for _, v := range services {
 				for f := range nodeview.Frontends(v) {
@@ -274,7 +274,7 @@ func TestFullStateNeverHasTwoOwnersOfAClaim(t *testing.T) {
 		sinkRand := rand.New(rand.NewPCG(seed, 2))
 		rw := &rewriter{stages: &stages{}}
 		var works atomic.Bool
-		rw.fail = func(services []*api.ServiceEndpoints) error {
+		rw.fail = func(services []*api.View) error {
 			owners := map[api.Claim]types.NamespacedName{}
 			for _, v := range services {
 				for f := range nodeview.Frontends(v) {
@@ -337,7 +337,7 @@ func TestFullStateNeverHasTwoOwnersOfAClaim(t *testing.T) {
 
 // BenchmarkFullState measures the time of FullState for one change.
 func BenchmarkFullState(b *testing.B) {
-	s := sink.FullState(func(context.Context, []*api.ServiceEndpoints) error { return nil })
+	s := sink.FullState(func(context.Context, []*api.View) error { return nil })
 	views := manyViews(50_000)
 	full := func(yield func(sink.Change) bool) {
 		for _, v := range views {
@@ -359,8 +359,8 @@ func BenchmarkFullState(b *testing.B) {
 }
 
 // manyViews returns n views sorted by key.
-func manyViews(n int) []*api.ServiceEndpoints {
-	views := make([]*api.ServiceEndpoints, n)
+func manyViews(n int) []*api.View {
+	views := make([]*api.View, n)
 	for i := range views {
 		views[i] = view(types.NamespacedName{Namespace: "default", Name: string([]byte{
 			byte('a' + i/26/26/26%26), byte('a' + i/26/26%26), byte('a' + i/26%26), byte('a' + i%26)})}, 1)

@@ -18,9 +18,9 @@ func TestPassForgetsDeletedServices(t *testing.T) {
 		p.Begin(&c)
 	}
 	key := func(name string) types.NamespacedName { return types.NamespacedName{Name: name} }
-	begin(Changes{First: true}, Change{Key: key("kept"), New: &api.ServiceEndpoints{}})
+	begin(Changes{First: true}, Change{Key: key("kept"), New: &api.View{}})
 	for i := range 1000 {
-		begin(Changes{}, Change{Key: key(strconv.Itoa(i)), New: &api.ServiceEndpoints{}})
+		begin(Changes{}, Change{Key: key(strconv.Itoa(i)), New: &api.View{}})
 		begin(Changes{}, Change{Key: key(strconv.Itoa(i))})
 	}
 	if n := len(p.delivered); n != 1 {

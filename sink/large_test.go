@@ -20,7 +20,7 @@ import (
 var largeRanges = []api.SourceRanges{{Prefixes: make([]netip.Prefix, sink.LargeSize)}}
 
 // large returns a view of a large service.
-func large(key types.NamespacedName, endpoints ...byte) *api.ServiceEndpoints {
+func large(key types.NamespacedName, endpoints ...byte) *api.View {
 	v := view(key, endpoints...)
 	v.Service.SourceRanges = largeRanges
 	return v
@@ -92,7 +92,7 @@ func TestLargeServicesComeAfterOthers(t *testing.T) {
 	}, {
 		name: "a small service takes an address from a large one, so the large one has no old view",
 		test: func(w *world) {
-			addressed := func(v *api.ServiceEndpoints, ip string) *api.ServiceEndpoints {
+			addressed := func(v *api.View, ip string) *api.View {
 				v.Service.IPs.ClusterIPs = api.NewIPSet(netip.MustParseAddr(ip))
 				return v
 			}
@@ -142,7 +142,7 @@ func TestLargeServicesComeAfterOthers(t *testing.T) {
 // address before the large service that loses the address is delivered.
 func TestFullStateOfLargeServicesHasOneOwner(t *testing.T) {
 	var calls [][]types.NamespacedName
-	owners := sink.FullState(func(_ context.Context, services []*api.ServiceEndpoints) error {
+	owners := sink.FullState(func(_ context.Context, services []*api.View) error {
 		var at []types.NamespacedName
 		for _, v := range services {
 			if v.Service.IPs.ClusterIPs.Contains(netip.MustParseAddr("10.0.0.1")) && len(v.Lost) == 0 {

@@ -218,7 +218,7 @@ func TestPasses(t *testing.T) {
 type slowSink struct {
 	pass     sink.Pass
 	mu       sync.Mutex
-	services map[types.NamespacedName]*api.ServiceEndpoints
+	services map[types.NamespacedName]*api.View
 	perSync  func()
 }
 
@@ -252,7 +252,7 @@ func (s *slowSink) Sync(ctx context.Context, c *sink.Changes) error {
 }
 
 // get returns the view that the sink has programmed for a service.
-func (s *slowSink) get(key types.NamespacedName) *api.ServiceEndpoints {
+func (s *slowSink) get(key types.NamespacedName) *api.View {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.services[key]
@@ -265,7 +265,7 @@ func TestPassOfASlowSink(t *testing.T) {
 	for i, v := range views {
 		views[i] = view(v.Key(), 1, 2, 3, 4, 5, 6, 7, 8, 9)
 	}
-	s := &slowSink{services: map[types.NamespacedName]*api.ServiceEndpoints{}}
+	s := &slowSink{services: map[types.NamespacedName]*api.View{}}
 	for i := range stale { // add services of an earlier process
 		k := key(fmt.Sprint("stale-", i))
 		s.services[k] = view(k, 1)

@@ -52,7 +52,7 @@ const (
 )
 
 // changeTo returns the Change from the old view of s to a new view.
-func (s *unacked) changeTo(new *api.ServiceEndpoints) Change {
+func (s *unacked) changeTo(new *api.View) Change {
 	return Change{Key: s.key, Old: s.old.get(), New: new, Unsure: s.unsure, TriggerTime: s.trigger}
 }
 
@@ -230,22 +230,22 @@ func (p *pending) takenBy(c *Change) (records []*unacked) {
 // because the old views of large services have many claims.
 type oldClaims struct {
 	owners  claimOwners
-	indexed map[types.NamespacedName]*api.ServiceEndpoints // the old views in owners
-	changed map[types.NamespacedName]struct{}              // services whose records have changed since
+	indexed map[types.NamespacedName]*api.View // the old views in owners
+	changed map[types.NamespacedName]struct{}  // services whose records have changed since
 }
 
 func newOldClaims() oldClaims {
 	return oldClaims{
-		owners: claimOwners{}, indexed: map[types.NamespacedName]*api.ServiceEndpoints{},
+		owners: claimOwners{}, indexed: map[types.NamespacedName]*api.View{},
 		changed: map[types.NamespacedName]struct{}{},
 	}
 }
 
 // update updates the index to the given records.
 func (o *oldClaims) update(records map[types.NamespacedName]*unacked) {
-	added := map[types.NamespacedName]*api.ServiceEndpoints{}
+	added := map[types.NamespacedName]*api.View{}
 	for key := range o.changed {
-		var now *api.ServiceEndpoints
+		var now *api.View
 		if s := records[key]; s != nil {
 			now = s.old.get()
 		}

@@ -134,9 +134,9 @@ type Change struct {
 	// also nil, with Unsure set, if an earlier Sync gave one of its claims to another
 	// service, and until the end of a pass that has to be followed by another pass, because
 	// the source has lost changes or StartOver was called.
-	Old *api.ServiceEndpoints
+	Old *api.View
 	// New is the view to program. If it is nil, the service has to be deleted.
-	New *api.ServiceEndpoints
+	New *api.View
 	// If Unsure is true, any state of this service may be in the dataplane, because its last
 	// delivery failed or it was not acknowledged since the pass began. Then the difference
 	// between Old and New is not enough. The sink has to read the dataplane or program the

@@ -16,7 +16,7 @@ import (
 func TestEndpointsOfAChange(t *testing.T) {
 	notReady := view(web, 1, 2)
 	notReady.Endpoints[1].Ready = false
-	many, flipped := &api.ServiceEndpoints{Service: view(web).Service}, view(web)
+	many, flipped := &api.View{Service: view(web).Service}, view(web)
 	for n := range 1000 {
 		many.Endpoints = append(many.Endpoints, view(web, byte(n)).Endpoints...)
 		many.Endpoints[n].PortOverrides = []api.PortName{{Name: "http", Port: int32(n + 1)}}
@@ -27,7 +27,7 @@ func TestEndpointsOfAChange(t *testing.T) {
 
 	cases := []struct {
 		name     string
-		old, new *api.ServiceEndpoints
+		old, new *api.View
 		want     []string
 	}{
 		{"a new service adds all", nil, view(web, 1, 2), []string{"none→10.0.0.1", "none→10.0.0.2"}},

@@ -57,7 +57,7 @@ type Update struct {
 	Node        *api.Node
 	NodeChanged bool
 	// View returns the view of a service, or nil if there is none.
-	View func(types.NamespacedName) *api.ServiceEndpoints
+	View func(types.NamespacedName) *api.View
 	// After yields all services after key, in order of namespace and name. The zero key comes
 	// before all services.
 	After func(key types.NamespacedName) iter.Seq2[types.NamespacedName, View]
@@ -82,11 +82,11 @@ type View struct {
 	// greater, because it can be an estimate.
 	Size int
 	// Get returns the view. It is nil if there is no view.
-	Get func() *api.ServiceEndpoints
+	Get func() *api.View
 }
 
 // get returns the view, or nil if there is none.
-func (v View) get() *api.ServiceEndpoints {
+func (v View) get() *api.View {
 	if v.Get == nil {
 		return nil
 	}
@@ -94,15 +94,15 @@ func (v View) get() *api.ServiceEndpoints {
 }
 
 // ViewOf returns a View that is computed. The argument may be nil.
-func ViewOf(view *api.ServiceEndpoints) View {
+func ViewOf(view *api.View) View {
 	if view == nil {
 		return View{}
 	}
-	return View{sizeOf(view), func() *api.ServiceEndpoints { return view }}
+	return View{sizeOf(view), func() *api.View { return view }}
 }
 
 // sizeOf returns the size of a view, by the measure of [Options.BatchSize].
-func sizeOf(view *api.ServiceEndpoints) int {
+func sizeOf(view *api.View) int {
 	if view == nil {
 		return 1
 	}

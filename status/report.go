@@ -198,12 +198,12 @@ func (h *Handler) present() present {
 
 // viewsAfter yields the node's view of all services after key. A view is computed when
 // the caller calls the function of its service.
-func (p *present) viewsAfter(key types.NamespacedName) iter.Seq2[types.NamespacedName, func() *api.ServiceEndpoints] {
-	return func(yield func(types.NamespacedName, func() *api.ServiceEndpoints) bool) {
+func (p *present) viewsAfter(key types.NamespacedName) iter.Seq2[types.NamespacedName, func() *api.View] {
+	return func(yield func(types.NamespacedName, func() *api.View) bool) {
 		switch {
 		case p.snapshot != nil:
 			for key, state := range p.snapshot.States.After(key) {
-				if !yield(key, func() *api.ServiceEndpoints { return nodeview.View(state, p.node) }) {
+				if !yield(key, func() *api.View { return nodeview.View(state, p.node) }) {
 					return
 				}
 			}
@@ -446,7 +446,7 @@ func (h *Handler) service(q query) *ServiceReport {
 	return s
 }
 
-func newService(name string, view *api.ServiceEndpoints, failing bool) Service {
+func newService(name string, view *api.View, failing bool) Service {
 	s := Service{
 		Service: name, Type: view.Service.Type, Failing: failing,
 		Endpoints: len(view.Endpoints), Local: view.LocalEndpoints(), Draining: len(view.Draining), Lost: len(view.Lost),

@@ -61,7 +61,7 @@ func (n *node) bind(at string) (c *net.UDPConn) {
 
 // The function service returns the view of service number i, with address 10.96.0.<i> and
 // the endpoints 10.0.1.<number>.
-func service(i int, numbers ...int) *api.ServiceEndpoints {
+func service(i int, numbers ...int) *api.View {
 	var addrs []string
 	for _, number := range numbers {
 		addrs = append(addrs, fmt.Sprint("10.0.1.", number))
@@ -115,7 +115,7 @@ func testAnswersInFlight(t *testing.T) {
 	n := newNode(t, Options{})
 	n.useNFTables()
 	n.echo(12)
-	var views []*api.ServiceEndpoints
+	var views []*api.View
 	for i := range 12 {
 		views = append(views, service(i+1, i+1))
 	}
@@ -177,7 +177,7 @@ func mixDatagrams(n *node, random *rand.Rand) {
 func testManyServices(t *testing.T) {
 	n := newNode(t, Options{})
 	n.echo(9)
-	var views []*api.ServiceEndpoints
+	var views []*api.View
 	for i := range 9 {
 		views = append(views, service(i+1, i+1))
 	}

@@ -19,7 +19,7 @@ import (
 
 // The function numbered returns the view of a service that has a TCP port and the given
 // number of endpoints.
-func numbered(number, endpoints int) *api.ServiceEndpoints {
+func numbered(number, endpoints int) *api.View {
 	var addrs []string
 	for i := range endpoints {
 		addrs = append(addrs, fmt.Sprintf("10.0.0.%d", 1+i))
@@ -39,7 +39,7 @@ func BenchmarkConnect(b *testing.B) {
 			n := newNode(b, Options{})
 			n.ns.Add(b, "lo", "10.0.0.1")
 			netnstest.Listen(b, n.ns.Do, "10.0.0.1:8080", func(c net.Conn) {})
-			var views []*api.ServiceEndpoints
+			var views []*api.View
 			for i := range services {
 				views = append(views, numbered(i, 1))
 			}
@@ -104,7 +104,7 @@ func cpuTime(b *testing.B) time.Duration {
 func BenchmarkPass(b *testing.B) {
 	for _, services := range sizes {
 		b.Run(fmt.Sprint(services), func(b *testing.B) {
-			var views []*api.ServiceEndpoints
+			var views []*api.View
 			for i := range services {
 				views = append(views, numbered(i, 10))
 			}
@@ -138,7 +138,7 @@ func BenchmarkChange(b *testing.B) {
 	for _, services := range sizes {
 		b.Run(fmt.Sprint(services), func(b *testing.B) {
 			n := newNode(b, Options{})
-			var views []*api.ServiceEndpoints
+			var views []*api.View
 			for i := range services {
 				views = append(views, numbered(i, 10))
 			}
@@ -148,7 +148,7 @@ func BenchmarkChange(b *testing.B) {
 			replaced.Endpoints = slices.Delete(slices.Clone(replaced.Endpoints), 8, 9)
 			steps := []struct {
 				name string
-				view *api.ServiceEndpoints
+				view *api.View
 			}{{"remove", numbered(0, 9)}, {"replace", replaced}, {"add", views[0]}}
 			took := map[string][]time.Duration{}
 			for b.Loop() {

@@ -87,7 +87,7 @@ func (l *listRecord) equal(wanted *endpointList) bool {
 
 // leftover is a service with frontends that did not fit into the maps.
 type leftover struct {
-	view *api.ServiceEndpoints
+	view *api.View
 	// missing is the size of what did not fit.
 	missing size
 }
@@ -99,7 +99,7 @@ type changes map[frontendKey]*change
 type change struct {
 	wanted
 	owner types.NamespacedName
-	view  *api.ServiceEndpoints
+	view  *api.View
 	// err is the reason why the frontend does not fit into the map, or nil.
 	err error
 }
@@ -217,7 +217,7 @@ func (d *dataplane) usage() Usage {
 
 // plan adds the changes of one service to the map all. A list that a frontend of the
 // service already has stays, and other frontends may share it.
-func (d *dataplane) plan(all changes, key types.NamespacedName, view *api.ServiceEndpoints) {
+func (d *dataplane) plan(all changes, key types.NamespacedName, view *api.View) {
 	delete(d.left, key)
 	delete(d.tooLarge, key)
 	needed, tooLarge := d.planner.plan(view)

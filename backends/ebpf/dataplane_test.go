@@ -85,7 +85,7 @@ func (t *fakeTable[K, V]) reader(f func(K, V)) func() (bool, error) {
 var unlimited = size{math.MaxInt, math.MaxInt, math.MaxInt}
 
 // plan returns the frontends that the programs handle for a view.
-func plan(v *api.ServiceEndpoints, annotation string) []wanted {
+func plan(v *api.View, annotation string) []wanted {
 	p := planner{annotation: annotation, seed: maphash.MakeSeed(), share: unlimited}
 	all, _ := p.plan(v)
 	return all
@@ -151,7 +151,7 @@ func (k *fakeKernel) check() {
 }
 
 // changesOf returns a batch that delivers views. A nil view is a deletion.
-func changesOf(c sink.Changes, views map[string]*api.ServiceEndpoints) *sink.Changes {
+func changesOf(c sink.Changes, views map[string]*api.View) *sink.Changes {
 	c.Services = func(yield func(sink.Change) bool) {
 		for _, name := range slices.Sorted(maps.Keys(views)) {
 			if !yield(sink.Change{Key: types.NamespacedName{Namespace: "default", Name: name}, New: views[name], Unsure: true}) {
@@ -169,7 +169,7 @@ func TestRandomChanges(t *testing.T) {
 	for seed := range uint64(20) {
 		random := rand.New(rand.NewPCG(seed, 1))
 		k := newFakeKernel(t, 8, 24, 30)
-		services := map[string]*api.ServiceEndpoints{}
+		services := map[string]*api.View{}
 		pass := func() {
 			c := changesOf(sink.Changes{First: true, Last: true}, services)
 			if err := k.sync(context.Background(), c); err != nil {
@@ -180,7 +180,7 @@ func TestRandomChanges(t *testing.T) {
 		for range 200 {
 			// Each address belongs to at most one service.
 			owners := random.Perm(6)
-			changed := map[string]*api.ServiceEndpoints{}
+			changed := map[string]*api.View{}
 			for i := range 6 {
 				name := fmt.Sprint("s", i)
 				if random.IntN(3) > 0 {
@@ -216,7 +216,7 @@ func TestRandomChanges(t *testing.T) {
 	}
 }
 
-func randomView(random *rand.Rand, name string, ip int) *api.ServiceEndpoints {
+func randomView(random *rand.Rand, name string, ip int) *api.View {
 	var addrs []string
 	for i := range random.IntN(8) {
 		addrs = append(addrs, fmt.Sprintf("10.0.0.%d", i))
@@ -237,7 +237,7 @@ func randomView(random *rand.Rand, name string, ip int) *api.ServiceEndpoints {
 
 // mustHave checks that the maps have exactly the elements that these services need.
 // Frontends of services that do not fit may be missing.
-func (k *fakeKernel) mustHave(services map[string]*api.ServiceEndpoints) {
+func (k *fakeKernel) mustHave(services map[string]*api.View) {
 	k.t.Helper()
 	slots, members, wanted := 0, 0, 0
 	counted := map[*endpointList]bool{}
@@ -278,7 +278,7 @@ func (k *fakeKernel) mustHave(services map[string]*api.ServiceEndpoints) {
 // in the next pass.
 func TestFailedDeletionRequestsAPass(t *testing.T) {
 	k := newFakeKernel(t, 10, 10, 10)
-	services := map[string]*api.ServiceEndpoints{"web": view("web", []string{"10.96.0.1"}, []string{"10.0.0.1"}, nil)}
+	services := map[string]*api.View{"web": view("web", []string{"10.96.0.1"}, []string{"10.0.0.1"}, nil)}
 	ctx := t.Context()
 	if err := k.sync(ctx, changesOf(sink.Changes{First: true, Last: true}, services)); err != nil {
 		t.Fatal(err)
@@ -314,7 +314,7 @@ func TestChangesReachTheMapsIfTheOtherSinkFails(t *testing.T) {
 	}
 	b.dataplane = k.dataplane
 	b.opts.Used = func(u Usage) { used = append(used, u.Frontends) }
-	services := map[string]*api.ServiceEndpoints{}
+	services := map[string]*api.View{}
 	broken := errors.New("broken")
 	for i, step := range []error{broken, &sink.Failed{{Namespace: "default", Name: "other"}: broken}, nil} {
 		services["web"] = view("web", []string{"10.96.0.1"}, []string{fmt.Sprint("10.0.0.", i)}, nil)
@@ -342,7 +342,7 @@ func TestChangesReachTheMapsIfTheOtherSinkFails(t *testing.T) {
 func TestPruneKeepsFrontendsOfFailingServices(t *testing.T) {
 	k := newFakeKernel(t, 10, 10, 10)
 	ctx := t.Context()
-	services := map[string]*api.ServiceEndpoints{
+	services := map[string]*api.View{
 		"goes": view("goes", []string{"10.96.0.1"}, []string{"10.0.0.1"}, nil),
 		"web":  view("web", []string{"10.96.0.2"}, []string{"10.0.0.1"}, nil),
 	}
@@ -364,7 +364,7 @@ func TestPruneKeepsFrontendsOfFailingServices(t *testing.T) {
 	// A failing service that needs no frontend does not prevent pruning.
 	services["none"] = view("none", []string{"10.96.0.3"}, nil, nil)
 	failing[0].Name = "none"
-	if err := k.sync(ctx, changesOf(sink.Changes{First: true}, map[string]*api.ServiceEndpoints{"none": services["none"]})); err != nil {
+	if err := k.sync(ctx, changesOf(sink.Changes{First: true}, map[string]*api.View{"none": services["none"]})); err != nil {
 		t.Fatal(err)
 	}
 	if err := k.sync(ctx, changesOf(sink.Changes{Last: true, Failing: failing}, nil)); err != nil {
@@ -383,7 +383,7 @@ func TestChangesInterruptAComparison(t *testing.T) {
 	for seed := range uint64(300) {
 		random := rand.New(rand.NewPCG(seed, 1))
 		k := newFakeKernel(t, 100, 100, 100)
-		services := map[string]*api.ServiceEndpoints{}
+		services := map[string]*api.View{}
 		for i := range 6 {
 			services[fmt.Sprint("s", i)] = view(fmt.Sprint("s", i), []string{fmt.Sprint("10.96.0.", i)}, []string{"10.0.0.1", "10.0.0.2"}, nil)
 		}
@@ -412,7 +412,7 @@ func TestChangesInterruptAComparison(t *testing.T) {
 		for ; !done && err == nil; calls++ {
 			done, err = k.compare(interrupted)
 			name := fmt.Sprint("s", 1+random.IntN(5))
-			changed := map[string]*api.ServiceEndpoints{name: randomView(random, name, int(name[1]-'0'))}
+			changed := map[string]*api.View{name: randomView(random, name, int(name[1]-'0'))}
 			if err == nil {
 				if err := k.sync(t.Context(), changesOf(sink.Changes{}, changed)); err != nil {
 					t.Fatal(err)
@@ -432,14 +432,14 @@ func TestChangesInterruptAComparison(t *testing.T) {
 // there is space.
 func TestServicesLeftAreRetried(t *testing.T) {
 	tcp := func(s *api.Service) { s.Ports = s.Ports[:1] }
-	service := func(i, endpoints int) *api.ServiceEndpoints {
+	service := func(i, endpoints int) *api.View {
 		var addrs []string
 		for e := range endpoints {
 			addrs = append(addrs, fmt.Sprint("10.0.0.", e))
 		}
 		return view(fmt.Sprint("s", i), []string{fmt.Sprint("10.96.0.", i)}, addrs, tcp)
 	}
-	type services = map[string]*api.ServiceEndpoints
+	type services = map[string]*api.View
 	for name, steps := range map[string][]services{
 		"in the Sync that also changes the service left": {
 			{"s1": service(1, 3), "s2": service(2, 3), "s3": service(3, 3)},
@@ -467,7 +467,7 @@ func TestServicesLeftAreRetried(t *testing.T) {
 						continue
 					}
 					maps.Copy(all, step)
-					maps.DeleteFunc(all, func(_ string, v *api.ServiceEndpoints) bool { return v == nil })
+					maps.DeleteFunc(all, func(_ string, v *api.View) bool { return v == nil })
 					if err := k.sync(t.Context(), changesOf(sink.Changes{First: first, Last: first}, step)); err != nil {
 						t.Fatal(err)
 					}
@@ -488,7 +488,7 @@ func TestServicesLeftAreRetried(t *testing.T) {
 // memory. After a long lack, the other sink must handle the service.
 func TestLackOfMemoryIsTransient(t *testing.T) {
 	k := newFakeKernel(t, 10, 10, 10)
-	services := map[string]*api.ServiceEndpoints{"web": view("web", []string{"10.96.0.1"}, []string{"10.0.0.1", "10.0.0.2"}, nil)}
+	services := map[string]*api.View{"web": view("web", []string{"10.96.0.1"}, []string{"10.0.0.1", "10.0.0.2"}, nil)}
 	for _, test := range []struct{ failures, left int }{{3, 0}, {1000, 1}} {
 		k.slots.noMemory = test.failures
 		k.slots.elements, k.members.elements, k.frontends.elements = map[slotKey]address{}, map[memberKey]uint32{}, map[frontendKey]list{}
@@ -505,7 +505,7 @@ func TestLackOfMemoryIsTransient(t *testing.T) {
 // earlier process has deleted. A program may still read that list.
 func TestRestartUsesOtherIDs(t *testing.T) {
 	k := newFakeKernel(t, 10, 10, 10)
-	services := map[string]*api.ServiceEndpoints{"web": view("web", []string{"10.96.0.1"}, []string{"10.0.0.1"}, nil)}
+	services := map[string]*api.View{"web": view("web", []string{"10.96.0.1"}, []string{"10.0.0.1"}, nil)}
 	seen := map[uint64]bool{}
 	for range 3 {
 		if err := k.sync(t.Context(), changesOf(sink.Changes{First: true, Last: true}, services)); err != nil {
@@ -517,7 +517,7 @@ func TestRestartUsesOtherIDs(t *testing.T) {
 			}
 			seen[id] = true
 		}
-		if err := k.sync(t.Context(), changesOf(sink.Changes{}, map[string]*api.ServiceEndpoints{"web": nil})); err != nil {
+		if err := k.sync(t.Context(), changesOf(sink.Changes{}, map[string]*api.View{"web": nil})); err != nil {
 			t.Fatal(err)
 		}
 		k.restart()
@@ -528,7 +528,7 @@ func TestPlan(t *testing.T) {
 	ips := []string{"10.96.0.1", "fd00:96::1"}
 	all := []string{"10.0.0.2", "10.0.0.1", "~10.0.0.3", "fd00::1"}
 	for name, test := range map[string]struct {
-		view *api.ServiceEndpoints
+		view *api.View
 		want []string
 	}{
 		"no service": {nil, nil},

@@ -16,7 +16,7 @@ import (
 
 // large returns the view of a service with this number of ports, of addresses of each of
 // two kinds, and of endpoints. Every second port is a UDP port.
-func large(name string, ports, externalIPs, endpoints int, edits ...func(*api.Service)) *api.ServiceEndpoints {
+func large(name string, ports, externalIPs, endpoints int, edits ...func(*api.Service)) *api.View {
 	var addrs []string
 	for i := range endpoints {
 		addrs = append(addrs, netip.AddrFrom4([4]byte{10, 0, byte(i >> 8), byte(i)}).String())
@@ -49,9 +49,9 @@ func (k *fakeKernel) counts() counts {
 }
 
 // written returns what a Sync wrote.
-func (k *fakeKernel) written(c sink.Changes, views ...*api.ServiceEndpoints) counts {
+func (k *fakeKernel) written(c sink.Changes, views ...*api.View) counts {
 	k.t.Helper()
-	all := map[string]*api.ServiceEndpoints{}
+	all := map[string]*api.View{}
 	for _, v := range views {
 		all[v.Service.Name] = v
 	}
@@ -102,9 +102,9 @@ func TestElementsAreFrontendsPlusLists(t *testing.T) {
 	if done, err := k.compare(t.Context()); err != nil || !done {
 		t.Errorf("comparison: %t, %v", done, err)
 	}
-	k.mustHave(map[string]*api.ServiceEndpoints{"web": web})
+	k.mustHave(map[string]*api.View{"web": web})
 	k.mustWrite("delete", k.step(func() error {
-		return k.sync(t.Context(), changesOf(sink.Changes{}, map[string]*api.ServiceEndpoints{"web": nil}))
+		return k.sync(t.Context(), changesOf(sink.Changes{}, map[string]*api.View{"web": nil}))
 	}), counts{deleted: ports + 2*endpoints})
 }
 
@@ -131,7 +131,7 @@ func TestListsOfEarlierVersionsAreMerged(t *testing.T) {
 	}
 	k.restart()
 	k.written(sink.Changes{First: true, Last: true}, web)
-	k.mustHave(map[string]*api.ServiceEndpoints{"web": web})
+	k.mustHave(map[string]*api.View{"web": web})
 	k.mustWrite("another pass", k.written(sink.Changes{First: true, Last: true}, web), counts{})
 }
 
@@ -140,7 +140,7 @@ func TestListsOfEarlierVersionsAreMerged(t *testing.T) {
 func TestOneServiceCannotFillTheMaps(t *testing.T) {
 	other := view("other", []string{"10.96.0.2"}, []string{"10.0.0.1"}, nil)
 	for name, test := range map[string]struct {
-		fits, tooLarge *api.ServiceEndpoints
+		fits, tooLarge *api.View
 		reason         string
 	}{
 		"ports":     {large("web", 64, 0, 1), large("web", 65, 0, 1), "it needs more than 64 elements of map frontends, the share of a service"},
@@ -155,7 +155,7 @@ func TestOneServiceCannotFillTheMaps(t *testing.T) {
 		if name == "members" {
 			k.share.members = 32
 		}
-		all := map[string]*api.ServiceEndpoints{"other": other, "web": test.fits}
+		all := map[string]*api.View{"other": other, "web": test.fits}
 		k.written(sink.Changes{First: true, Last: true}, other, test.fits)
 		if k.usage().ServicesLeft != 0 {
 			t.Errorf("%s: a service of the largest size is left", name)
@@ -165,7 +165,7 @@ func TestOneServiceCannotFillTheMaps(t *testing.T) {
 		if got := k.tooLarge[test.tooLarge.Key()]; got != test.reason || k.usage().ServicesLeft != 1 {
 			t.Errorf("%s: reason %q, usage %+v", name, got, k.usage())
 		}
-		k.mustHave(map[string]*api.ServiceEndpoints{"other": other})
+		k.mustHave(map[string]*api.View{"other": other})
 		k.written(sink.Changes{}, test.fits)
 		k.mustHave(all)
 		if k.usage().ServicesLeft != 0 {
@@ -180,7 +180,7 @@ func TestLargeServicesLeftCostNothing(t *testing.T) {
 	k := newFakeKernel(t, 100, 100, 100)
 	tcp := func(s *api.Service) { s.Ports = s.Ports[:1] }
 	small := view("small", []string{"10.96.1.1"}, []string{"10.0.0.1", "10.0.0.2"}, tcp)
-	views := []*api.ServiceEndpoints{small}
+	views := []*api.View{small}
 	for i := range 4 {
 		v := large(fmt.Sprint("web", i), 1, 0, 60)
 		v.Service.IPs.ClusterIPs = view("", []string{fmt.Sprint("10.96.0.", i)}, nil, nil).Service.IPs.ClusterIPs
@@ -198,7 +198,7 @@ func TestLargeServicesLeftCostNothing(t *testing.T) {
 func TestClientsEndWithTheirService(t *testing.T) {
 	k := newFakeKernel(t, 100, 100, 100)
 	a, b := view("a", []string{"10.96.0.1"}, []string{"10.0.0.1"}, withAffinity(10)), view("b", []string{"10.96.0.2"}, []string{"10.0.0.1"}, withAffinity(10))
-	ipOf := func(v *api.ServiceEndpoints) clusterIP { return v.Service.IPs.ClusterIPs.V4[0].As16() }
+	ipOf := func(v *api.View) clusterIP { return v.Service.IPs.ClusterIPs.V4[0].As16() }
 	mustCount := func(step string, want map[clusterIP]uint64) {
 		t.Helper()
 		if done, err := k.compare(t.Context()); !done || err != nil {
@@ -210,7 +210,7 @@ func TestClientsEndWithTheirService(t *testing.T) {
 	}
 	k.written(sink.Changes{First: true, Last: true}, a, b)
 	mustCount("load", map[clusterIP]uint64{ipOf(a): 0, ipOf(b): 0})
-	for _, v := range []*api.ServiceEndpoints{a, b} {
+	for _, v := range []*api.View{a, b} {
 		for i := range uint64(3) {
 			f := toFrontend(v.Service.IPs.ClusterIPs.V4[0], api.TCP, 80)
 			k.clients.elements[clientKey{NetNS: i, Frontend: f}] = choice{Time: i * 4e9}

@@ -26,14 +26,14 @@ import (
 //
 // The arguments are those of nftables.Backend.Dataplane. Dataplane may be called at any
 // time. If the backend was not started, Dataplane shows the maps of another process.
-func (b *Backend) Dataplane(ctx context.Context, addr netip.Addr, protocol api.Protocol, port int32, se *api.ServiceEndpoints) (string, error) {
+func (b *Backend) Dataplane(ctx context.Context, addr netip.Addr, protocol api.Protocol, port int32, se *api.View) (string, error) {
 	var out strings.Builder
 	fmt.Fprintf(&out, "maps %s\n", b.opts.directory())
 	if err := b.inspect(&out, addr, protocol, port, se); err != nil {
 		return "", err
 	}
 	if proxy, ok := b.proxy.(interface {
-		Dataplane(context.Context, netip.Addr, api.Protocol, int32, *api.ServiceEndpoints) (string, error)
+		Dataplane(context.Context, netip.Addr, api.Protocol, int32, *api.View) (string, error)
 	}); ok {
 		text, err := proxy.Dataplane(ctx, addr, protocol, port, se)
 		if err != nil {
@@ -44,7 +44,7 @@ func (b *Backend) Dataplane(ctx context.Context, addr netip.Addr, protocol api.P
 	return out.String(), nil
 }
 
-func (b *Backend) inspect(out *strings.Builder, addr netip.Addr, protocol api.Protocol, port int32, se *api.ServiceEndpoints) error {
+func (b *Backend) inspect(out *strings.Builder, addr netip.Addr, protocol api.Protocol, port int32, se *api.View) error {
 	is, err := b.endpointsOf(toFrontend(addr, protocol, port))
 	if err != nil {
 		return err

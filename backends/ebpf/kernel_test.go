@@ -820,11 +820,11 @@ func testAnnotation(t *testing.T) {
 func testChurn(t *testing.T) {
 	n := newNode(t, Options{})
 	n.serve()
-	web := func(i int) *api.ServiceEndpoints {
+	web := func(i int) *api.View {
 		return view("web", []string{"10.96.0.1"}, endpoints[:1+i%2], nil)
 	}
 	// The affinity time-out of service dns changes, but its only endpoint stays.
-	dns := func(i int) *api.ServiceEndpoints {
+	dns := func(i int) *api.View {
 		return view("dns", []string{"10.96.0.2"}, endpoints[2:3], withAffinity(int32(1+i%2)))
 	}
 	n.pass(web(0), dns(0))
@@ -832,7 +832,7 @@ func testChurn(t *testing.T) {
 	ended := make(chan error, 1)
 	go func() {
 		for i := 0; ctx.Err() == nil; i++ {
-			if err := n.Sync(t.Context(), changesOf(sink.Changes{}, map[string]*api.ServiceEndpoints{"web": web(i), "dns": dns(i)})); err != nil {
+			if err := n.Sync(t.Context(), changesOf(sink.Changes{}, map[string]*api.View{"web": web(i), "dns": dns(i)})); err != nil {
 				ended <- err
 				return
 			}
@@ -1180,7 +1180,7 @@ func testFull(t *testing.T) {
 			}
 			n := newNode(t, opts)
 			n.serve()
-			var views []*api.ServiceEndpoints
+			var views []*api.View
 			for i := range 3 {
 				views = append(views, view(fmt.Sprint("web", i), []string{fmt.Sprintf("10.96.0.%d", i)}, endpoints[:3], edit))
 			}
@@ -1396,7 +1396,7 @@ func testDataplane(t *testing.T) {
 	for name, test := range map[string]struct {
 		addr     string
 		protocol api.Protocol
-		view     *api.ServiceEndpoints
+		view     *api.View
 		want     []string
 	}{
 		"equal":         {"10.96.0.1", api.UDP, web, []string{"  slot 0: 10.0.0.1:8080", "  slot 1: 10.0.0.2:8080"}},

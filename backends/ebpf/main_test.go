@@ -11,8 +11,8 @@ import (
 	"testing"
 
 	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/backends/internal/backendtest"
 	"github.com/kpng-project/kpng/backends/nftables"
+	"github.com/kpng-project/kpng/internal/backendtest"
 	"github.com/kpng-project/kpng/internal/netnstest"
 	"github.com/kpng-project/kpng/sink"
 	"golang.org/x/sys/unix"
@@ -114,13 +114,13 @@ func (n *node) useNFTables() {
 var noProxy = sink.Func(func(context.Context, *sink.Changes) error { return nil })
 
 // pass calls Sync with one batch, a complete pass that delivers views. Sync must succeed.
-func (n *node) pass(views ...*api.ServiceEndpoints) {
+func (n *node) pass(views ...*api.View) {
 	n.t.Helper()
 	n.deliver(&sink.Changes{First: true, Last: true, NodeChanged: true}, views...)
 }
 
 // set calls Sync with these views as changes. Sync must succeed.
-func (n *node) set(views ...*api.ServiceEndpoints) {
+func (n *node) set(views ...*api.View) {
 	n.t.Helper()
 	n.deliver(&sink.Changes{}, views...)
 }
@@ -132,7 +132,7 @@ func (n *node) delete(name string) {
 	n.sync(&sink.Changes{Services: slices.Values([]sink.Change{{Key: key}})})
 }
 
-func (n *node) deliver(c *sink.Changes, views ...*api.ServiceEndpoints) {
+func (n *node) deliver(c *sink.Changes, views ...*api.View) {
 	n.t.Helper()
 	c.Services = func(yield func(sink.Change) bool) {
 		for _, v := range views {
@@ -152,7 +152,7 @@ func (n *node) sync(c *sink.Changes) {
 }
 
 // view calls [backendtest.View] for a service with port 80 of TCP and UDP.
-func view(name string, ips, endpoints []string, edit func(*api.Service)) *api.ServiceEndpoints {
+func view(name string, ips, endpoints []string, edit func(*api.Service)) *api.View {
 	withUDP := func(s *api.Service) {
 		s.Ports = []api.PortMapping{
 			{Name: "tcp", Protocol: api.TCP, Port: 80, TargetPort: 8080},

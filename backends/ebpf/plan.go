@@ -152,7 +152,7 @@ type planner struct {
 // plan returns the frontends that the programs handle for a view. A nil view has none. If
 // the service needs more than its share of a map, there are none, and the result tooLarge
 // says why.
-func (p *planner) plan(se *api.ServiceEndpoints) (all []wanted, tooLarge string) {
+func (p *planner) plan(se *api.View) (all []wanted, tooLarge string) {
 	if se == nil {
 		return nil, ""
 	}
@@ -194,7 +194,7 @@ func (p *planner) excess(needed size) string {
 // servicePlan is the plan of a service while it is made.
 type servicePlan struct {
 	*planner
-	se     *api.ServiceEndpoints
+	se     *api.View
 	all    []wanted
 	needed size
 	// lists has the first list with each ID without members, too.
@@ -305,7 +305,7 @@ const noEndpoint = "it has no usable endpoint"
 // unsuitable returns the reason why the programs cannot handle a frontend, or the empty
 // string if they can. They handle only cluster IPs, because connections to a cluster IP
 // keep the source address of the client.
-func unsuitable(se *api.ServiceEndpoints, f *nodeview.Frontend, annotation string) string {
+func unsuitable(se *api.View, f *nodeview.Frontend, annotation string) string {
 	switch {
 	case f.Kind != nodeview.ClusterIP:
 		return "it is not a cluster IP"
@@ -325,7 +325,7 @@ func unsuitable(se *api.ServiceEndpoints, f *nodeview.Frontend, annotation strin
 }
 
 // The function existing returns the endpoints that UDP sockets may keep.
-func existing(se *api.ServiceEndpoints, f *nodeview.Frontend) (all []address) {
+func existing(se *api.View, f *nodeview.Frontend) (all []address) {
 	for _, endpoints := range [...][]api.Endpoint{se.Endpoints, se.Draining} {
 		for i := range endpoints {
 			if port := endpoints[i].TargetPort(f.ServicePort); port != 0 && api.FamilyOf(endpoints[i].Addr) == f.Family {

@@ -18,8 +18,8 @@ import (
 )
 
 // many returns views of n services with ten endpoints each, in key order.
-func many(n int) []*api.ServiceEndpoints {
-	list := make([]*api.ServiceEndpoints, n)
+func many(n int) []*api.View {
+	list := make([]*api.View, n)
 	for i := range list {
 		endpoints := ""
 		for j := range 10 {
@@ -31,7 +31,7 @@ func many(n int) []*api.ServiceEndpoints {
 }
 
 // passOf returns a pass that delivers views in batches of the size that a driver uses.
-func passOf(views []*api.ServiceEndpoints) (batches []*sink.Changes) {
+func passOf(views []*api.View) (batches []*sink.Changes) {
 	for some := range slices.Chunk(views, 10_000/11) {
 		c := batch(some...)
 		c.First, c.NodeChanged = len(batches) == 0, len(batches) == 0
@@ -179,7 +179,7 @@ func benchmarkLarge(b *testing.B, v variant, s shape) {
 		measure("endpoint", batch(s.view(svc)))
 		measure("other", batch(view("s00003", "10.96.0.3", "10.9.0.1")))
 		backend = start(b, ns, v, count)
-		measure("restart", passOf(append([]*api.ServiceEndpoints{s.view(svc)}, others...))...)
+		measure("restart", passOf(append([]*api.View{s.view(svc)}, others...))...)
 		measure("delete", deletion(s.view(svc)))
 	}
 }

@@ -20,9 +20,9 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/backends/internal/netfilter"
-	"github.com/kpng-project/kpng/backends/nodeaddr"
+	"github.com/kpng-project/kpng/internal/netfilter"
 	"github.com/kpng-project/kpng/internal/netnstest"
+	"github.com/kpng-project/kpng/node/nodeaddr"
 	"github.com/kpng-project/kpng/sink"
 	"github.com/kpng-project/kpng/sink/sinktest"
 	"go.uber.org/goleak"
@@ -295,7 +295,7 @@ func flush(t *testing.T, ns *netnstest.Namespace, flavour Flavour) {
 }
 
 func TestChainsDeletedDuringPass(t *testing.T) {
-	for name, last := range map[string][]*api.ServiceEndpoints{
+	for name, last := range map[string][]*api.View{
 		"before the next batch":      {view("b", "10.97.0.1", "10.1.0.2")},
 		"before the end of the pass": nil,
 	} {
@@ -553,19 +553,19 @@ func TestEndpointWithAddressOfFrontend(t *testing.T) {
 		s.SourceRanges = []api.SourceRanges{{TargetIPs: s.IPs.LoadBalancerIPs, Prefixes: []netip.Prefix{netip.MustParsePrefix("10.9.0.0/24")}}}
 	}
 	for name, c := range map[string]struct {
-		views []*api.ServiceEndpoints
+		views []*api.View
 		dial  string
 	}{
 		"frontend of a service without endpoints": {
-			[]*api.ServiceEndpoints{view("none", "10.96.0.2", "", external), view("web", "10.96.0.1", addr)}, "10.96.0.1:80",
+			[]*api.View{view("none", "10.96.0.2", "", external), view("web", "10.96.0.1", addr)}, "10.96.0.1:80",
 		},
 		"frontend of a service with endpoints on other nodes": {
-			[]*api.ServiceEndpoints{view("elsewhere", "10.96.0.2", "10.1.0.1", external, externalLocal), view("web", "10.96.0.1", addr)}, "10.96.0.1:80",
+			[]*api.View{view("elsewhere", "10.96.0.2", "10.1.0.1", external, externalLocal), view("web", "10.96.0.1", addr)}, "10.96.0.1:80",
 		},
-		"frontend with source ranges":           {[]*api.ServiceEndpoints{view("ranges", "10.96.0.2", addr, ranges)}, addr + ":8080"},
-		"own frontend, and the policy is Local": {[]*api.ServiceEndpoints{view("local", "10.96.0.2", addr, external, externalLocal)}, addr + ":8080"},
+		"frontend with source ranges":           {[]*api.View{view("ranges", "10.96.0.2", addr, ranges)}, addr + ":8080"},
+		"own frontend, and the policy is Local": {[]*api.View{view("local", "10.96.0.2", addr, external, externalLocal)}, addr + ":8080"},
 		"own frontend with source ranges, and the policy is Local": {
-			[]*api.ServiceEndpoints{view("local", "10.96.0.2", addr, loadBalancer, ranges, externalLocal)}, addr + ":8080",
+			[]*api.View{view("local", "10.96.0.2", addr, loadBalancer, ranges, externalLocal)}, addr + ":8080",
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -620,7 +620,7 @@ func TestMissingMatchOfSomeServices(t *testing.T) {
 				}
 			}
 		})
-		var views []*api.ServiceEndpoints
+		var views []*api.View
 		for i := range 60 {
 			edit := func(*api.Service) {}
 			if i%2 == 0 {
@@ -818,7 +818,7 @@ func TestVerifyAfterInterruptedSync(t *testing.T) {
 		mustSync(t, b, pass(everything()...))
 		ctx, cancel := context.WithCancel(t.Context())
 		cancel()
-		next := []*api.ServiceEndpoints{view("new", "10.96.0.77", "10.1.0.9"), view("none", "10.96.0.78", "")}
+		next := []*api.View{view("new", "10.96.0.77", "10.1.0.9"), view("none", "10.96.0.78", "")}
 		if err := b.Sync(ctx, batch(next...)); !errors.Is(err, context.Canceled) {
 			t.Errorf("Sync returned %v", err)
 		}
@@ -1031,7 +1031,7 @@ func TestEditRepeatedDuringPass(t *testing.T) {
 
 // startBesideOthers starts a backend that serves web, in a namespace with a chain OTHERS. It
 // also returns the rules then.
-func startBesideOthers(t *testing.T, ns *netnstest.Namespace, v variant) (b *Backend, web *api.ServiceEndpoints, rules string) {
+func startBesideOthers(t *testing.T, ns *netnstest.Namespace, v variant) (b *Backend, web *api.View, rules string) {
 	ns.RunWith(t, "*nat\n:OTHERS - [0:0]\nCOMMIT\n", programName(v.flavour, api.IPv4, "restore"))
 	b = start(t, ns, v)
 	web = view("web", "10.96.0.1", "10.1.0.1")

@@ -70,7 +70,7 @@ func (s shape) service() *api.Service {
 
 // view returns the node's view of a service with endpoints 10.1.0.1, 10.1.0.2 and so on,
 // without those of the numbers in absent.
-func (s shape) view(svc *api.Service, absent ...int) *api.ServiceEndpoints {
+func (s shape) view(svc *api.Service, absent ...int) *api.View {
 	slice := &api.EndpointSlice{Namespace: "default", Name: svc.Name, ServiceName: svc.Name, Family: api.IPv4}
 	for _, p := range svc.Ports {
 		slice.Ports = append(slice.Ports, api.EndpointPort{Name: p.Name, Protocol: p.Protocol, Port: p.TargetPort})
@@ -201,7 +201,7 @@ func recordInput(t *testing.T, r *ruleset) (input func() string) {
 	}
 }
 
-func deletion(se *api.ServiceEndpoints) *sink.Changes {
+func deletion(se *api.View) *sink.Changes {
 	c := batch()
 	c.Services = slices.Values([]sink.Change{{Key: se.Key(), Old: se}})
 	return c
@@ -514,7 +514,7 @@ func TestSourceRangesHoldDuringChanges(t *testing.T) {
 		moved.Name = "moved"
 		withoutPort := s.service()
 		withoutPort.Ports = withoutPort.Ports[:1]
-		var before *api.ServiceEndpoints
+		var before *api.View
 		for i, svc := range []*api.Service{open, closed, withoutPort, open, moved, nil, closed, nil} {
 			c := batch()
 			if svc != nil {
@@ -796,7 +796,7 @@ func TestUpdateFromEarlierRules(t *testing.T) {
 }
 
 // updated returns the services whose rules are in testdata/earlier.
-func updated() []*api.ServiceEndpoints {
+func updated() []*api.View {
 	local := view("local", "10.96.0.9 fd00:96::9", "10.9.0.1 fd09::1", loadBalancer, sourceRanges, noNodePort, func(s *api.Service) {
 		s.IPs.LoadBalancerIPs = api.IPSet{}
 		s.IPs.LoadBalancerIPs.Add(netip.MustParseAddr("203.0.113.9"))
@@ -806,7 +806,7 @@ func updated() []*api.ServiceEndpoints {
 			Prefixes:  []netip.Prefix{netip.MustParsePrefix("10.9.0.1/32"), netip.MustParsePrefix("fd09::1/128")},
 		}}
 	})
-	return []*api.ServiceEndpoints{
+	return []*api.View{
 		view("affinity", "10.96.0.3 fd00:96::3", "10.1.0.1 10.1.0.2 !10.2.0.1 fd00::1", affinity), local,
 		view("none", "10.96.0.2 fd00:96::2", ""), view("port", "10.96.0.4 fd00:96::4", "10.1.0.1 fd00::1", nodePort, externalLocal),
 	}

@@ -14,14 +14,14 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/backends/nodeaddr"
 	"github.com/kpng-project/kpng/internal/netnstest"
+	"github.com/kpng-project/kpng/node/nodeaddr"
 	"github.com/kpng-project/kpng/sink"
 )
 
 // The function everything returns services that together need every kind of rule.
-func everything() []*api.ServiceEndpoints {
-	return []*api.ServiceEndpoints{
+func everything() []*api.View {
+	return []*api.View{
 		view("affinity", "10.96.0.3 fd00:96::3", "10.1.0.1 10.1.0.2 !10.2.0.1 fd00::1 fd00::2", affinity),
 		view("allports", "10.96.0.6 fd00:96::6", "10.1.0.1 10.1.0.2 !10.2.0.1 fd00::1", allPorts),
 		view("none", "10.96.0.2 fd00:96::2", ""),
@@ -33,8 +33,8 @@ func everything() []*api.ServiceEndpoints {
 
 // The function wide returns services with many ports and endpoints. With those of
 // everything, they need every kind of rule of large services.
-func wide() []*api.ServiceEndpoints {
-	return []*api.ServiceEndpoints{
+func wide() []*api.View {
+	return []*api.View{
 		view("wide", "10.96.0.7 fd00:96::7", wideEndpoints(), affinity),
 		view("wide-ranges", "", wideEndpoints(), loadBalancer, sourceRanges, widePorts),
 	}

@@ -90,7 +90,7 @@ func TestOwnChangesAreNoLoss(t *testing.T) {
 func TestDeletionsByOthersAreNoLoss(t *testing.T) {
 	const others = 60
 	eachVariant(t, func(t *testing.T, ns *netnstest.Namespace, v variant) {
-		for _, services := range [][]*api.ServiceEndpoints{
+		for _, services := range [][]*api.View{
 			{view("web", "10.96.0.1", "10.1.0.1")},
 			{view("ranges", "10.96.0.5", "", loadBalancer, sourceRanges)},
 		} {

@@ -16,9 +16,9 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/backends/internal/backendtest"
-	"github.com/kpng-project/kpng/backends/nodeaddr"
+	"github.com/kpng-project/kpng/internal/backendtest"
 	"github.com/kpng-project/kpng/internal/netnstest"
+	"github.com/kpng-project/kpng/node/nodeaddr"
 	"github.com/kpng-project/kpng/sink"
 	"go.uber.org/goleak"
 )
@@ -38,7 +38,7 @@ var node = &api.Node{
 // view returns the result of [backendtest.View] for the node of the tests. The arguments
 // ips and endpoints are lists separated by spaces. The service's port has the name
 // "http".
-func view(name string, ips, endpoints string, edits ...func(*api.Service)) *api.ServiceEndpoints {
+func view(name string, ips, endpoints string, edits ...func(*api.Service)) *api.View {
 	named := func(s *api.Service) { s.Ports[0].Name = "http" }
 	return backendtest.View(node, name, strings.Fields(ips), strings.Fields(endpoints), append([]func(*api.Service){named}, edits...)...)
 }
@@ -72,14 +72,14 @@ func affinity(s *api.Service) {
 }
 
 // pass returns a batch that is an entire pass.
-func pass(views ...*api.ServiceEndpoints) *sink.Changes {
+func pass(views ...*api.View) *sink.Changes {
 	c := batch(views...)
 	c.First, c.Last, c.NodeChanged = true, true, true
 	return c
 }
 
 // batch returns a batch that sets services.
-func batch(views ...*api.ServiceEndpoints) *sink.Changes {
+func batch(views ...*api.View) *sink.Changes {
 	var list []sink.Change
 	for _, v := range views {
 		list = append(list, sink.Change{Key: v.Key(), New: v, Unsure: true})

@@ -12,8 +12,8 @@ import (
 	"regexp"
 	"time"
 
-	"github.com/kpng-project/kpng/backends/internal/kernelnode"
-	"github.com/kpng-project/kpng/backends/nodeaddr"
+	"github.com/kpng-project/kpng/internal/kernelnode"
+	"github.com/kpng-project/kpng/node/nodeaddr"
 	"github.com/kpng-project/kpng/sink"
 )
 

@@ -291,7 +291,7 @@ func (r *renderer) nodePortAddrs() (addrs []netip.Addr) {
 // serviceRenderer renders one service.
 type serviceRenderer struct {
 	*renderer
-	se  *api.ServiceEndpoints
+	se  *api.View
 	key string
 	out *rendered
 	// last is the previous record of the service, or nil.
@@ -309,7 +309,7 @@ type serviceRenderer struct {
 // The method service returns the rules and elements that the view se needs. If se is nil,
 // the result is empty. The argument last is the previous record of the service in the same
 // environment, or nil.
-func (r *renderer) service(se *api.ServiceEndpoints, last *record) *rendered {
+func (r *renderer) service(se *api.View, last *record) *rendered {
 	s := serviceRenderer{
 		renderer: r, se: se, out: newRendered(), last: last,
 		lists: map[listID]string{}, kept: map[uint64][]keptList{}, wrappers: map[wrapper]string{},

@@ -109,7 +109,7 @@ func TestServicesAreRendered(t *testing.T) {
 	}
 	for _, c := range []struct {
 		name     string
-		view     *api.ServiceEndpoints
+		view     *api.View
 		family   api.Family
 		withSets bool
 		opts     func(*Options)

@@ -18,7 +18,7 @@ import (
 	"strings"
 
 	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/backends/internal/kernelnode"
+	"github.com/kpng-project/kpng/internal/kernelnode"
 	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
 	"k8s.io/apimachinery/pkg/types"
@@ -112,7 +112,7 @@ type ruleset struct {
 // record is what a service needs.
 type record struct {
 	*rendered
-	view *api.ServiceEndpoints
+	view *api.View
 	// old is true if the record has no view. Then it has the entries and elements that the
 	// kernel had when the pass began.
 	old bool
@@ -343,7 +343,7 @@ func (t *ruleset) allSets() map[string]string {
 
 // record returns the record for a view. The argument last is the previous record of the
 // service in the same environment, or nil.
-func (t *ruleset) record(view *api.ServiceEndpoints, last *record) *record {
+func (t *ruleset) record(view *api.View, last *record) *record {
 	return &record{rendered: t.service(view, last), view: view}
 }
 
@@ -419,7 +419,7 @@ func (t *ruleset) render(changes iter.Seq[sink.Change], failed *sink.Failed) (li
 // record. Therefore prune keeps these elements if the service fails. Elements contain no
 // service name, only an address. If this pass has already programmed the service,
 // takeElements adds none.
-func (t *ruleset) takeElements(key types.NamespacedName, view *api.ServiceEndpoints) {
+func (t *ruleset) takeElements(key types.NamespacedName, view *api.View) {
 	if t.holding() {
 		t.delivered[key] = true
 	}

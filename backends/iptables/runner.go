@@ -17,8 +17,8 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/backends/internal/netfilter"
-	"github.com/kpng-project/kpng/backends/internal/netns"
+	"github.com/kpng-project/kpng/internal/netfilter"
+	"github.com/kpng-project/kpng/internal/netns"
 )
 
 // runner runs the programs of one family. Their input and arguments consist of rules of

@@ -17,8 +17,8 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/backends/internal/kernelnode"
-	"github.com/kpng-project/kpng/backends/internal/netfilter"
+	"github.com/kpng-project/kpng/internal/kernelnode"
+	"github.com/kpng-project/kpng/internal/netfilter"
 	"golang.org/x/sys/unix"
 )
 

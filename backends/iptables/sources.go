@@ -15,8 +15,8 @@ import (
 	"strconv"
 	"strings"
 
-	"github.com/kpng-project/kpng/backends/internal/kernelnode"
-	"github.com/kpng-project/kpng/backends/internal/netfilter"
+	"github.com/kpng-project/kpng/internal/kernelnode"
+	"github.com/kpng-project/kpng/internal/netfilter"
 	"github.com/kpng-project/kpng/nodeview"
 	"golang.org/x/sys/unix"
 )

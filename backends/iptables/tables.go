@@ -12,8 +12,8 @@ import (
 	"slices"
 
 	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/backends/internal/netfilter"
-	"github.com/kpng-project/kpng/backends/internal/netns"
+	"github.com/kpng-project/kpng/internal/netfilter"
+	"github.com/kpng-project/kpng/internal/netns"
 	"golang.org/x/sys/unix"
 )
 

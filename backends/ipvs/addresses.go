@@ -10,7 +10,7 @@ import (
 	"net"
 	"net/netip"
 
-	"github.com/kpng-project/kpng/backends/internal/rtnetlink"
+	"github.com/kpng-project/kpng/internal/rtnetlink"
 	"github.com/vishvananda/netlink"
 	"github.com/vishvananda/netns"
 	"golang.org/x/sys/unix"

@@ -12,11 +12,11 @@ import (
 	"sync"
 	"time"
 
-	"github.com/kpng-project/kpng/backends/internal/kernelnode"
-	"github.com/kpng-project/kpng/backends/internal/netns"
-	"github.com/kpng-project/kpng/backends/internal/ownership"
-	"github.com/kpng-project/kpng/backends/internal/sysctl"
-	"github.com/kpng-project/kpng/backends/nodeaddr"
+	"github.com/kpng-project/kpng/internal/kernelnode"
+	"github.com/kpng-project/kpng/internal/netns"
+	"github.com/kpng-project/kpng/internal/ownership"
+	"github.com/kpng-project/kpng/internal/sysctl"
+	"github.com/kpng-project/kpng/node/nodeaddr"
 	"github.com/kpng-project/kpng/sink"
 )
 

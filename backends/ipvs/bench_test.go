@@ -20,14 +20,14 @@ func BenchmarkEndpointChange(b *testing.B) {
 	for _, services := range []int{100, 1000} {
 		b.Run(fmt.Sprint(services), func(b *testing.B) {
 			n := newNode(b)
-			var views []*api.ServiceEndpoints
+			var views []*api.View
 			for i := range services {
 				views = append(views, numbered(i, 10))
 			}
 			n.mustPass(views...)
 			fewer, all := numbered(0, 9), views[0]
 			for b.Loop() {
-				for _, v := range []*api.ServiceEndpoints{fewer, all} {
+				for _, v := range []*api.View{fewer, all} {
 					if err := n.deliver(&sink.Changes{}, v); err != nil {
 						b.Fatal(err)
 					}
@@ -40,7 +40,7 @@ func BenchmarkEndpointChange(b *testing.B) {
 
 // numbered returns the view of the service web-<number>. The argument endpoints is the
 // number of its endpoints.
-func numbered(number, endpoints int) *api.ServiceEndpoints {
+func numbered(number, endpoints int) *api.View {
 	var addrs []string
 	for i := range endpoints {
 		addrs = append(addrs, netip.AddrFrom4([4]byte{10, 1 + byte(i), byte(number >> 8), byte(number)}).String())

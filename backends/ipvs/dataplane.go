@@ -13,9 +13,9 @@ import (
 	"slices"
 	"time"
 
-	"github.com/kpng-project/kpng/backends/internal/kernelnode"
-	"github.com/kpng-project/kpng/backends/internal/netfilter"
-	"github.com/kpng-project/kpng/backends/internal/sourcelists"
+	"github.com/kpng-project/kpng/internal/kernelnode"
+	"github.com/kpng-project/kpng/internal/netfilter"
+	"github.com/kpng-project/kpng/internal/sourcelists"
 	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
 	"golang.org/x/sys/unix"

@@ -11,7 +11,7 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/backends/internal/kernelnode"
+	"github.com/kpng-project/kpng/internal/kernelnode"
 	"k8s.io/klog/v2"
 )
 

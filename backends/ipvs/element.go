@@ -11,7 +11,7 @@ import (
 
 	"github.com/google/nftables"
 	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/backends/internal/sourcelists"
+	"github.com/kpng-project/kpng/internal/sourcelists"
 )
 
 // setKind is the purpose of a set in the nftables table of the instance. For each kind,

@@ -22,10 +22,10 @@ import (
 	"github.com/google/go-cmp/cmp"
 	"github.com/google/nftables"
 	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/backends/internal/backendtest"
-	"github.com/kpng-project/kpng/backends/internal/kernelnode"
-	"github.com/kpng-project/kpng/backends/nodeaddr"
+	"github.com/kpng-project/kpng/internal/backendtest"
+	"github.com/kpng-project/kpng/internal/kernelnode"
 	"github.com/kpng-project/kpng/internal/netnstest"
+	"github.com/kpng-project/kpng/node/nodeaddr"
 	"github.com/kpng-project/kpng/sink"
 	"github.com/kpng-project/kpng/sink/sinktest"
 	"github.com/mdlayher/netlink"
@@ -119,11 +119,11 @@ func (n *node) renew(edit ...func(*Options)) {
 }
 
 // pass delivers a pass with these views.
-func (n *node) pass(views ...*api.ServiceEndpoints) error {
+func (n *node) pass(views ...*api.View) error {
 	return n.deliver(&sink.Changes{First: true, Last: true, NodeChanged: true}, views...)
 }
 
-func (n *node) deliver(c *sink.Changes, views ...*api.ServiceEndpoints) error {
+func (n *node) deliver(c *sink.Changes, views ...*api.View) error {
 	n.t.Helper()
 	c.Services = func(yield func(sink.Change) bool) {
 		for _, v := range views {
@@ -135,7 +135,7 @@ func (n *node) deliver(c *sink.Changes, views ...*api.ServiceEndpoints) error {
 	return n.Sync(n.t.Context(), c)
 }
 
-func (n *node) mustPass(views ...*api.ServiceEndpoints) {
+func (n *node) mustPass(views ...*api.View) {
 	n.t.Helper()
 	if err := n.pass(views...); err != nil {
 		n.t.Fatal(err)
@@ -495,7 +495,7 @@ func testLoss(t *testing.T) {
 // testOwnClusterIPs checks cluster IPs that are also addresses of another interface.
 func testOwnClusterIPs(t *testing.T) {
 	n := newNode(t)
-	backendtest.RefusedAtOwnClusterIPs(t, n.ns, &api.Node{Name: "node"}, func(v *api.ServiceEndpoints) { n.mustPass(v) })
+	backendtest.RefusedAtOwnClusterIPs(t, n.ns, &api.Node{Name: "node"}, func(v *api.View) { n.mustPass(v) })
 }
 
 // testOtherNATChain adds the nat chains of another program before those of the backend.
@@ -604,7 +604,7 @@ func testAddressOfNodePort(t *testing.T) {
 		s.IPs.ClusterIPs = api.NewIPSet(netip.MustParseAddr("10.96.0.2"))
 		s.IPs.ExternalIPs = api.NewIPSet(netip.MustParseAddr("192.0.2.1"))
 	})
-	at := func(v *api.ServiceEndpoints) {
+	at := func(v *api.View) {
 		t.Helper()
 		if err := n.dataplane.removeIdle(t.Context()); err != nil { // deletes the endpoints of the service that lost the frontend
 			t.Fatal(err)
@@ -820,7 +820,7 @@ func testSourceOfIPv6(t *testing.T) {
 }
 
 // remove delivers the deletion of a service.
-func (n *node) remove(v *api.ServiceEndpoints) error {
+func (n *node) remove(v *api.View) error {
 	return n.Sync(n.t.Context(), &sink.Changes{Services: slices.Values([]sink.Change{{Key: v.Key(), Old: v}})})
 }
 
@@ -1233,7 +1233,7 @@ func testFailingServicesAreNotPruned(t *testing.T) {
 		t.Fatal(err)
 	}
 	n.mustHave("10.96.0.1:80/TCP rr 0 10.1.0.1:8080=1")
-	panics := sink.Change{Key: web.Key(), New: &api.ServiceEndpoints{}, Unsure: true}
+	panics := sink.Change{Key: web.Key(), New: &api.View{}, Unsure: true}
 	err := n.Sync(t.Context(), &sink.Changes{First: true, Last: true, NodeChanged: true, Services: slices.Values([]sink.Change{panics})})
 	if failed, ok := sink.Acknowledged(err); !ok || failed[web.Key()] == nil {
 		t.Errorf("error %v, want one of %s", err, web.Key())
@@ -1251,7 +1251,7 @@ func testFailingServicesAreNotPruned(t *testing.T) {
 // old ranges in the table must not conflict with the new ranges.
 func testLeftRanges(t *testing.T) {
 	n := newNode(t)
-	ranges := func(prefix string) *api.ServiceEndpoints {
+	ranges := func(prefix string) *api.View {
 		return view([]string{"10.1.0.1"}, func(s *api.Service) {
 			s.Type, s.IPs.LoadBalancerIPs = api.LoadBalancer, api.NewIPSet(netip.MustParseAddr("203.0.113.1"))
 			s.SourceRanges = []api.SourceRanges{{TargetIPs: s.IPs.LoadBalancerIPs, Prefixes: []netip.Prefix{netip.MustParsePrefix(prefix)}}}
@@ -1290,7 +1290,7 @@ func (c *limitedContext) Err() error {
 // after one virtual server.
 func testInterruptedComparison(t *testing.T) {
 	n := newNode(t)
-	var views []*api.ServiceEndpoints
+	var views []*api.View
 	var want []string
 	for i := range 3 {
 		views = append(views, numbered(i, 1))

@@ -13,9 +13,9 @@ import (
 	"slices"
 	"time"
 
-	"github.com/kpng-project/kpng/backends/internal/kernelnode"
-	"github.com/kpng-project/kpng/backends/internal/nftrule"
-	"github.com/kpng-project/kpng/backends/nodeaddr"
+	"github.com/kpng-project/kpng/internal/kernelnode"
+	"github.com/kpng-project/kpng/internal/nftrule"
+	"github.com/kpng-project/kpng/node/nodeaddr"
 	"github.com/kpng-project/kpng/sink"
 )
 

@@ -14,7 +14,7 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/backends/internal/nftrule"
+	"github.com/kpng-project/kpng/internal/nftrule"
 	"github.com/kpng-project/kpng/nodeview"
 )
 
@@ -104,7 +104,7 @@ const maxDestinations = 1_000_000
 // returns the number of the list with the source ranges of a frontend. If the service needs
 // more than maxDestinations, the plan is nil. Otherwise the error names what the plan lacks,
 // or an invalid scheduler; the plan then uses the default scheduler.
-func (p *planner) plan(se *api.ServiceEndpoints, listOf func(*nodeview.Frontend) uint32) (*plan, error) {
+func (p *planner) plan(se *api.View, listOf func(*nodeview.Frontend) uint32) (*plan, error) {
 	out := &plan{}
 	if se == nil {
 		return out, nil
@@ -181,7 +181,7 @@ func (p *planner) plan(se *api.ServiceEndpoints, listOf func(*nodeview.Frontend)
 
 // endpointLists has the lists of endpoints of a view. Frontends share them.
 type endpointLists struct {
-	se       *api.ServiceEndpoints
+	se       *api.View
 	sorted   map[nodeview.ListID][]netip.AddrPort
 	existing map[portFamily][]netip.AddrPort
 }

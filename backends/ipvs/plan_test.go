@@ -15,15 +15,15 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/backends/internal/backendtest"
-	"github.com/kpng-project/kpng/backends/nodeaddr"
+	"github.com/kpng-project/kpng/internal/backendtest"
+	"github.com/kpng-project/kpng/node/nodeaddr"
 	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
 	"k8s.io/apimachinery/pkg/types"
 )
 
 // view returns the result of [backendtest.View] for the cluster IP 10.96.0.1.
-func view(endpoints []string, edit func(*api.Service)) *api.ServiceEndpoints {
+func view(endpoints []string, edit func(*api.Service)) *api.View {
 	onlyIPv4 := func(s *api.Service) { s.IPFamilies = []api.Family{api.IPv4} }
 	return backendtest.View(&api.Node{Name: "node"}, "web", []string{"10.96.0.1"}, endpoints, onlyIPv4, edit)
 }
@@ -244,10 +244,10 @@ func TestNodePortWinsAgainstExternalIP(t *testing.T) {
 	both := view([]string{"10.1.0.2"}, func(s *api.Service) {
 		s.Name, s.Type, s.Ports[0].Port, s.Ports[0].NodePort, s.IPs.ExternalIPs = "both", api.NodePort, 30080, 30080, api.NewIPSet(address)
 	})
-	type batch []*api.ServiceEndpoints
+	type batch []*api.View
 	for name, test := range map[string]struct {
 		batches []batch
-		fails   *api.ServiceEndpoints
+		fails   *api.View
 	}{
 		"in one batch":         {[]batch{{external, nodePort}}, external},
 		"node port first":      {[]batch{{nodePort}, {external}}, external},

@@ -15,13 +15,13 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/backends/internal/sourcelists"
 	"github.com/kpng-project/kpng/internal/netnstest"
+	"github.com/kpng-project/kpng/internal/sourcelists"
 	"k8s.io/apimachinery/pkg/types"
 )
 
 // manyFrontends returns a view with policy Local that has ports × addrs external frontends.
-func manyFrontends(ports, addrs int, endpoints ...string) *api.ServiceEndpoints {
+func manyFrontends(ports, addrs int, endpoints ...string) *api.View {
 	return view(endpoints, func(s *api.Service) {
 		s.Type, s.ExternalTrafficToLocal = api.LoadBalancer, true
 		for i := range addrs {
@@ -94,7 +94,7 @@ func TestTableOfSourceRanges(t *testing.T) {
 		d.findLists()
 	}
 	begin()
-	from := func(name string, ip string, ranges ...netip.Prefix) *api.ServiceEndpoints {
+	from := func(name string, ip string, ranges ...netip.Prefix) *api.View {
 		return view([]string{"10.1.0.1"}, func(s *api.Service) {
 			s.Name, s.Type, s.IPs.ClusterIPs = name, api.LoadBalancer, api.IPSet{}
 			s.IPs.LoadBalancerIPs = api.NewIPSet(netip.MustParseAddr(ip))
@@ -107,8 +107,8 @@ func TestTableOfSourceRanges(t *testing.T) {
 			}
 		})
 	}
-	views := map[types.NamespacedName]*api.ServiceEndpoints{}
-	sync := func(about string, list ...*api.ServiceEndpoints) {
+	views := map[types.NamespacedName]*api.View{}
+	sync := func(about string, list ...*api.View) {
 		t.Helper()
 		plans := map[types.NamespacedName]*plan{}
 		var lists []*sourcelists.Change

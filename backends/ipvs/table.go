@@ -19,8 +19,8 @@ import (
 	"github.com/google/nftables/expr"
 	"github.com/google/nftables/userdata"
 	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/backends/internal/nftrule"
-	"github.com/kpng-project/kpng/backends/internal/sourcelists"
+	"github.com/kpng-project/kpng/internal/nftrule"
+	"github.com/kpng-project/kpng/internal/sourcelists"
 	"github.com/mdlayher/netlink"
 	"golang.org/x/sys/unix"
 )

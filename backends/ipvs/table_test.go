@@ -15,10 +15,10 @@ import (
 
 	"github.com/google/nftables"
 	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/backends/internal/nftrule"
-	"github.com/kpng-project/kpng/backends/internal/sourcelists"
-	"github.com/kpng-project/kpng/backends/nodeaddr"
 	"github.com/kpng-project/kpng/internal/netnstest"
+	"github.com/kpng-project/kpng/internal/nftrule"
+	"github.com/kpng-project/kpng/internal/sourcelists"
+	"github.com/kpng-project/kpng/node/nodeaddr"
 	"github.com/kpng-project/kpng/sink"
 	"k8s.io/apimachinery/pkg/types"
 )

@@ -13,7 +13,7 @@ import (
 
 	"github.com/google/nftables/expr"
 	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/backends/internal/nftrule"
+	"github.com/kpng-project/kpng/internal/nftrule"
 	"golang.org/x/sys/unix"
 )
 

@@ -29,7 +29,7 @@ func manyServices(n, m int) []sink.Change {
 }
 
 // numberedService returns service number i with m endpoints.
-func numberedService(i, m int) *api.ServiceEndpoints {
+func numberedService(i, m int) *api.View {
 	ip := netip.AddrFrom4([4]byte{10, 96 + byte(i>>16), byte(i >> 8), byte(i)})
 	eps := make([]string, m)
 	for e := range eps {
@@ -89,7 +89,7 @@ func BenchmarkChange(b *testing.B) {
 		more := numberedService(n/2, 11)
 		for _, kind := range []struct {
 			name   string
-			change *api.ServiceEndpoints
+			change *api.View
 		}{{"all endpoints replaced", replaced}, {"endpoint added and removed", more}, {"service deleted and made", nil}} {
 			b.Run(fmt.Sprintf("services=%d/%s", n, kind.name), func(b *testing.B) {
 				for b.Loop() {
@@ -128,12 +128,12 @@ func BenchmarkLargeService(b *testing.B) {
 	large, less := product(50, 1000, 100, nil), product(50, 1000, 99, nil)
 	for _, bench := range []struct {
 		name     string
-		from, to *api.ServiceEndpoints
+		from, to *api.View
 	}{{"service made and deleted", nil, large}, {"endpoint removed and added", large, less}} {
 		b.Run(bench.name, func(b *testing.B) {
 			be, _ := start(b, Options{})
 			mustSync(b, be, batchOf(true))
-			change := func(from, to *api.ServiceEndpoints) {
+			change := func(from, to *api.View) {
 				if err := be.program(b.Context(), batchOf(false, sink.Change{Key: large.Key(), Old: from, New: to})); err != nil {
 					b.Fatal(err)
 				}

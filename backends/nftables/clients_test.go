@@ -11,8 +11,8 @@ import (
 	"testing"
 
 	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/backends/nodeaddr"
 	"github.com/kpng-project/kpng/internal/netnstest"
+	"github.com/kpng-project/kpng/node/nodeaddr"
 	"github.com/kpng-project/kpng/sink"
 	"golang.org/x/sys/unix"
 )
@@ -87,7 +87,7 @@ func TestClientsEndWithTheirService(t *testing.T) {
 		t.Fatal(err)
 	}
 	sendSYNs(t, w.client, netip.MustParseAddr("10.96.0.1"), n)
-	numberOf := func(v *api.ServiceEndpoints) uint32 { return b.table.services[v.Key()][0].number }
+	numberOf := func(v *api.View) uint32 { return b.table.services[v.Key()][0].number }
 	before := clientsOf(t, b)
 	want := map[uint32]bool{}
 	for i := range n {

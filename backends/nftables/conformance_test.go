@@ -7,10 +7,10 @@ package nftables_test
 import (
 	"testing"
 
-	"github.com/kpng-project/kpng/backends/conformance"
-	"github.com/kpng-project/kpng/backends/internal/backendtest"
 	"github.com/kpng-project/kpng/backends/nftables"
-	"github.com/kpng-project/kpng/backends/nodeaddr"
+	"github.com/kpng-project/kpng/conformance"
+	"github.com/kpng-project/kpng/internal/backendtest"
+	"github.com/kpng-project/kpng/node/nodeaddr"
 	"github.com/kpng-project/kpng/sink"
 )
 

@@ -26,7 +26,7 @@ import (
 // frontend is a node port. For an all-ports service, protocol and port are 0. Dataplane
 // may be called at any time. If the backend was not started, Dataplane shows the table of
 // another process.
-func (b *Backend) Dataplane(ctx context.Context, addr netip.Addr, protocol api.Protocol, port int32, se *api.ServiceEndpoints) (string, error) {
+func (b *Backend) Dataplane(ctx context.Context, addr netip.Addr, protocol api.Protocol, port int32, se *api.View) (string, error) {
 	c := newConn(b.opts.NetNS, "")
 	defer c.Close()
 	var exists bool
@@ -177,7 +177,7 @@ func endpointText(l *list, v value) string {
 }
 
 // requiredFrontend returns the frontend of the view se that f identifies, or nil.
-func requiredFrontend(se *api.ServiceEndpoints, f *nodeview.Frontend) *nodeview.Frontend {
+func requiredFrontend(se *api.View, f *nodeview.Frontend) *nodeview.Frontend {
 	for want := range nodeview.Frontends(se) {
 		samePort := want.Port == f.Port && want.Protocol == f.Protocol
 		switch {

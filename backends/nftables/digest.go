@@ -10,7 +10,7 @@ import (
 	"hash/maphash"
 	"slices"
 
-	"github.com/kpng-project/kpng/backends/internal/netfilter"
+	"github.com/kpng-project/kpng/internal/netfilter"
 	"golang.org/x/sys/unix"
 )
 

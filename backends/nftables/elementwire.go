@@ -8,8 +8,8 @@ import (
 	"fmt"
 	"slices"
 
-	"github.com/kpng-project/kpng/backends/internal/netfilter"
-	"github.com/kpng-project/kpng/backends/internal/sourcelists"
+	"github.com/kpng-project/kpng/internal/netfilter"
+	"github.com/kpng-project/kpng/internal/sourcelists"
 	"golang.org/x/sys/unix"
 )
 

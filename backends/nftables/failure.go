@@ -7,7 +7,7 @@ package nftables
 import (
 	"fmt"
 
-	"github.com/kpng-project/kpng/backends/internal/netfilter"
+	"github.com/kpng-project/kpng/internal/netfilter"
 	"golang.org/x/sys/unix"
 )
 

@@ -21,12 +21,12 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/backends/internal/backendtest"
-	"github.com/kpng-project/kpng/backends/internal/kernelnode"
-	"github.com/kpng-project/kpng/backends/internal/netfilter"
-	"github.com/kpng-project/kpng/backends/internal/sysctl"
-	"github.com/kpng-project/kpng/backends/nodeaddr"
+	"github.com/kpng-project/kpng/internal/backendtest"
+	"github.com/kpng-project/kpng/internal/kernelnode"
+	"github.com/kpng-project/kpng/internal/netfilter"
 	"github.com/kpng-project/kpng/internal/netnstest"
+	"github.com/kpng-project/kpng/internal/sysctl"
+	"github.com/kpng-project/kpng/node/nodeaddr"
 	"github.com/kpng-project/kpng/sink"
 	"golang.org/x/sys/unix"
 	"k8s.io/apimachinery/pkg/types"
@@ -92,14 +92,14 @@ func TestAFullMapFailsTheServiceThatFillsIt(t *testing.T) {
 		}
 	}
 	// When the programmed service is deleted, there is room for the other service.
-	for _, v := range []*api.ServiceEndpoints{small, large} {
+	for _, v := range []*api.View{small, large} {
 		if _, ok := failed[v.Key()]; !ok {
 			mustSync(t, b, batchOf(false, sink.Change{Old: v, Key: v.Key()}))
 			delete(failed, v.Key())
 		}
 	}
 	for key := range failed {
-		v := map[string]*api.ServiceEndpoints{"small": small, "large": large}[key.Name]
+		v := map[string]*api.View{"small": small, "large": large}[key.Name]
 		mustSync(t, b, batchOf(false, sink.Change{New: v, Unsure: true}))
 	}
 	if err := verifyAll(t, b); err != nil {
@@ -223,7 +223,7 @@ func TestNftListsTheTable(t *testing.T) {
 // supports, and then with fewer.
 func TestAffinityWithManyEndpoints(t *testing.T) {
 	b, _ := start(t, Options{})
-	var old *api.ServiceEndpoints
+	var old *api.View
 	for _, n := range []int{maxAffineEndpoints + 2, maxAffineEndpoints - 1} {
 		now := numberedService(1, n)
 		now.Service.SessionAffinity.ClientIP = &api.ClientIPAffinity{TimeoutSeconds: 86_400}
@@ -362,8 +362,8 @@ func TestKernelFaults(t *testing.T) {
 					refusals++
 				}
 			}}})
-			old := []*api.ServiceEndpoints{view("a", []string{"10.96.0.1"}, []string{"10.0.0.1"}, nil), view("b", []string{"10.96.0.2"}, []string{"10.0.0.1"}, nil)}
-			changed := []*api.ServiceEndpoints{view("a", []string{"10.96.0.1"}, []string{"10.0.0.2"}, nil), view("b", []string{"10.96.0.2"}, []string{"10.0.0.3"}, nil)}
+			old := []*api.View{view("a", []string{"10.96.0.1"}, []string{"10.0.0.1"}, nil), view("b", []string{"10.96.0.2"}, []string{"10.0.0.1"}, nil)}
+			changed := []*api.View{view("a", []string{"10.96.0.1"}, []string{"10.0.0.2"}, nil), view("b", []string{"10.96.0.2"}, []string{"10.0.0.3"}, nil)}
 			mustSync(t, b, batchOf(true, set(old[0]), set(old[1])))
 			before := tableContents(t, b)
 			exchange, left := b.table.conn.Exchange, test.faults

@@ -15,9 +15,9 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/backends/internal/backendtest"
-	"github.com/kpng-project/kpng/backends/nodeaddr"
+	"github.com/kpng-project/kpng/internal/backendtest"
 	"github.com/kpng-project/kpng/internal/netnstest"
+	"github.com/kpng-project/kpng/node/nodeaddr"
 )
 
 // outcome makes a TCP connection and returns the answer, "refused", "lost" or an error. If
@@ -192,7 +192,7 @@ func TestRefusedPacketsThatOthersTranslateLoseThePriority(t *testing.T) {
 func TestTheNodeIsRefusedAtItsOwnClusterIPs(t *testing.T) {
 	w := newPacketWorld(t)
 	b := startIn(t, w.node, Options{NodeAddresses: nodeaddr.Of(netip.MustParseAddr("192.0.2.1"))})
-	backendtest.RefusedAtOwnClusterIPs(t, w.node, node, func(v *api.ServiceEndpoints) { mustSync(t, b, batchOf(true, set(v))) })
+	backendtest.RefusedAtOwnClusterIPs(t, w.node, node, func(v *api.View) { mustSync(t, b, batchOf(true, set(v))) })
 }
 
 // TestInvalidPacketsAreDropped checks that the option DropInvalid applies to forwarded

@@ -12,7 +12,7 @@ import (
 	"slices"
 	"testing"
 
-	"github.com/kpng-project/kpng/backends/internal/netfilter"
+	"github.com/kpng-project/kpng/internal/netfilter"
 	"github.com/kpng-project/kpng/internal/netnstest"
 	"github.com/kpng-project/kpng/sink"
 	"github.com/kpng-project/kpng/sink/sinktest"

@@ -17,7 +17,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/backends/internal/sourcelists"
+	"github.com/kpng-project/kpng/internal/sourcelists"
 	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
 	"k8s.io/apimachinery/pkg/types"
@@ -146,7 +146,7 @@ func (c *contents) list(l *list) string {
 
 // randomView returns a random view of a service. In one of six calls, it returns nil.
 // Services may share addresses, but at different ports.
-func randomView(rng *rand.Rand, name string, number int) *api.ServiceEndpoints {
+func randomView(rng *rand.Rand, name string, number int) *api.View {
 	if rng.IntN(6) == 0 {
 		return nil
 	}
@@ -191,7 +191,7 @@ func TestRandomSequenceOfChanges(t *testing.T) {
 		t.Run(fmt.Sprintf("seed %d", seed), func(t *testing.T) {
 			rng := rand.New(rand.NewPCG(seed, 1))
 			b, ns := start(t, Options{})
-			now := map[types.NamespacedName]*api.ServiceEndpoints{}
+			now := map[types.NamespacedName]*api.View{}
 			full := func() *sink.Changes {
 				var list []sink.Change
 				for _, v := range now {
@@ -375,7 +375,7 @@ func TestAChangeRepairsDriftOfItsService(t *testing.T) {
 // TestSourceRangesChange replaces source ranges by wider and narrower ones, in a Sync and
 // during a restart.
 func TestSourceRangesChange(t *testing.T) {
-	from := func(ranges ...string) *api.ServiceEndpoints {
+	from := func(ranges ...string) *api.View {
 		return view("web", []string{"10.96.0.1"}, []string{"10.0.0.1"}, func(s *api.Service) {
 			s.Type = api.LoadBalancer
 			s.IPs.LoadBalancerIPs = api.NewIPSet(netip.MustParseAddr("203.0.113.1"))

@@ -16,8 +16,8 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/backends/internal/netfilter"
-	"github.com/kpng-project/kpng/backends/nodeaddr"
+	"github.com/kpng-project/kpng/internal/netfilter"
+	"github.com/kpng-project/kpng/node/nodeaddr"
 	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
 	"golang.org/x/sys/unix"
@@ -25,7 +25,7 @@ import (
 
 // product returns a service with many ports, external IPs and endpoints. All ports have the
 // same target port.
-func product(ports, ips, endpoints int, edit func(*api.Service)) *api.ServiceEndpoints {
+func product(ports, ips, endpoints int, edit func(*api.Service)) *api.View {
 	list := make([]string, endpoints)
 	for i := range list {
 		list[i] = netip.AddrFrom4([4]byte{11, 0, byte(i >> 8), byte(i)}).String()
@@ -53,7 +53,7 @@ func affine(s *api.Service) {
 // TestElementsAreTheSumOfFrontendsAndLists counts the elements of services with many ports,
 // addresses and endpoints.
 func TestElementsAreTheSumOfFrontendsAndLists(t *testing.T) {
-	otherTargets := func(v *api.ServiceEndpoints) {
+	otherTargets := func(v *api.View) {
 		for i := range v.Endpoints {
 			e := &v.Endpoints[i]
 			e.PortOverrides = nil
@@ -72,7 +72,7 @@ func TestElementsAreTheSumOfFrontendsAndLists(t *testing.T) {
 	const frontends = 5 * (20 + 1)
 	for name, test := range map[string]struct {
 		edit  func(*api.Service)
-		adapt func(*api.ServiceEndpoints)
+		adapt func(*api.View)
 		want  map[mapKind]int
 	}{
 		"ports with the same target port": {want: map[mapKind]int{kindFrontends: frontends, kindLists: 1, kindEndpoints: 30}},
@@ -318,7 +318,7 @@ func TestArrangeRepairsRepeatedEndpoints(t *testing.T) {
 // TestAReturningEndpointGetsAnotherNumber removes an endpoint of a list with session affinity
 // and adds it again, in one process and in two.
 func TestAReturningEndpointGetsAnotherNumber(t *testing.T) {
-	sticky := func(endpoints ...string) *api.ServiceEndpoints {
+	sticky := func(endpoints ...string) *api.View {
 		return view("web", []string{"10.96.0.1"}, endpoints, affine)
 	}
 	numberOf := func(b *Backend, addr string) uint32 {
@@ -370,7 +370,7 @@ func TestWithoutNumbersOnlyNewListsFail(t *testing.T) {
 // Sync.
 func TestAddressesMoveInACycle(t *testing.T) {
 	const n = 50
-	at := func(i, address int) *api.ServiceEndpoints {
+	at := func(i, address int) *api.View {
 		return view(fmt.Sprint("svc-", i), []string{fmt.Sprintf("10.96.0.%d", address)}, []string{fmt.Sprintf("10.0.0.%d", i)}, nil)
 	}
 	b, _ := start(t, Options{})
@@ -390,7 +390,7 @@ func TestChangingListsLoseNoConnections(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			w := newPacketWorld(t)
 			b := startIn(t, w.node, Options{NodeAddresses: nodeaddr.Of()})
-			views := []*api.ServiceEndpoints{
+			views := []*api.View{
 				view("web", []string{"10.96.0.1"}, []string{"!10.0.1.2"}, edit),
 				view("web", []string{"10.96.0.1"}, webEndpoints, edit),
 				view("web", []string{"10.96.0.1"}, []string{"!10.0.2.2"}, edit),

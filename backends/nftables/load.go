@@ -10,7 +10,7 @@ import (
 	"math/rand/v2"
 	"slices"
 
-	"github.com/kpng-project/kpng/backends/internal/sourcelists"
+	"github.com/kpng-project/kpng/internal/sourcelists"
 	"golang.org/x/sys/unix"
 	"k8s.io/klog/v2"
 )

@@ -11,7 +11,7 @@ import (
 	"testing"
 
 	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/backends/internal/backendtest"
+	"github.com/kpng-project/kpng/internal/backendtest"
 	"github.com/kpng-project/kpng/internal/netnstest"
 	"github.com/kpng-project/kpng/sink"
 	"go.uber.org/goleak"
@@ -25,7 +25,7 @@ var node = &api.Node{
 }
 
 // view returns the result of [backendtest.View] for the node of these tests.
-func view(name string, ips, endpoints []string, edit func(*api.Service)) *api.ServiceEndpoints {
+func view(name string, ips, endpoints []string, edit func(*api.Service)) *api.View {
 	return backendtest.View(node, name, ips, endpoints, edit)
 }
 
@@ -59,7 +59,7 @@ func inPass(list ...sink.Change) *sink.Changes {
 }
 
 // set returns a change that adds or replaces a service.
-func set(v *api.ServiceEndpoints) sink.Change { return sink.Change{New: v} }
+func set(v *api.View) sink.Change { return sink.Change{New: v} }
 
 func start(t testing.TB, opts Options) (*Backend, *netnstest.Namespace) {
 	t.Helper()

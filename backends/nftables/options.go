@@ -13,8 +13,8 @@ import (
 	"slices"
 	"strings"
 
-	"github.com/kpng-project/kpng/backends/internal/kernelnode"
-	"github.com/kpng-project/kpng/backends/nodeaddr"
+	"github.com/kpng-project/kpng/internal/kernelnode"
+	"github.com/kpng-project/kpng/node/nodeaddr"
 	"github.com/kpng-project/kpng/sink"
 )
 

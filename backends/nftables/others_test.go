@@ -16,7 +16,7 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/backends/internal/netfilter"
+	"github.com/kpng-project/kpng/internal/netfilter"
 	"github.com/kpng-project/kpng/internal/netnstest"
 	"github.com/kpng-project/kpng/sink"
 	"github.com/kpng-project/kpng/sink/sinktest"

@@ -16,8 +16,8 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/backends/nodeaddr"
 	"github.com/kpng-project/kpng/internal/netnstest"
+	"github.com/kpng-project/kpng/node/nodeaddr"
 	"github.com/kpng-project/kpng/sink"
 	"golang.org/x/sys/unix"
 )
@@ -189,7 +189,7 @@ func TestPackets(t *testing.T) {
 func TestAffinity(t *testing.T) {
 	w := newPacketWorld(t)
 	b := startIn(t, w.node, Options{PodInterfaces: []string{"pod*"}, NodeAddresses: nodeaddr.Of(netip.MustParseAddr("192.0.2.1"))})
-	sticky := func(endpoints ...string) *api.ServiceEndpoints {
+	sticky := func(endpoints ...string) *api.View {
 		return view("web", []string{"10.96.0.1"}, endpoints, func(s *api.Service) {
 			s.Type = api.NodePort
 			s.Ports[0].NodePort = 30001
@@ -208,7 +208,7 @@ func TestAffinity(t *testing.T) {
 		name, _, _ := strings.Cut(answer, " ")
 		return name
 	}
-	change := func(to *api.ServiceEndpoints) {
+	change := func(to *api.View) {
 		t.Helper()
 		mustSync(t, b, batchOf(false, sink.Change{Old: now, New: to}))
 		now = to

@@ -13,7 +13,7 @@ import (
 	"net/netip"
 	"slices"
 
-	"github.com/kpng-project/kpng/backends/internal/sourcelists"
+	"github.com/kpng-project/kpng/internal/sourcelists"
 	"github.com/kpng-project/kpng/sink"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/klog/v2"

@@ -67,7 +67,7 @@ func contentOf(port *api.PortMapping, t *nodeview.Traffic) listContent {
 	return c
 }
 
-func outlineOf(se *api.ServiceEndpoints) *outline {
+func outlineOf(se *api.View) *outline {
 	o := &outline{}
 	if se == nil {
 		return o
@@ -155,7 +155,7 @@ func (o *outline) sameUse(other *outline) bool {
 // other elements only once. The argument lists is the outline of se. The function need is
 // called before the first element of a frontend, with the index of its list. The function
 // sources returns the number of a frontend's list of source ranges.
-func plan(se *api.ServiceEndpoints, lists *outline, need func(list int, frontend *elementID) error, sources func(*nodeview.Frontend) uint32, emit func(element)) error {
+func plan(se *api.View, lists *outline, need func(list int, frontend *elementID) error, sources func(*nodeview.Frontend) uint32, emit func(element)) error {
 	if se == nil {
 		return nil
 	}
@@ -179,7 +179,7 @@ func plan(se *api.ServiceEndpoints, lists *outline, need func(list int, frontend
 	return nil
 }
 
-func planFrontend(se *api.ServiceEndpoints, f *nodeview.Frontend, lists *outline, port *portLists, need func(int, *elementID) error, emit func(element)) error {
+func planFrontend(se *api.View, f *nodeview.Frontend, lists *outline, port *portLists, need func(int, *elementID) error, emit func(element)) error {
 	i, handling := port.external, handlingOf(f.Masquerade)
 	if f.Kind == nodeview.ClusterIP {
 		i = port.internal
@@ -209,7 +209,7 @@ func matchOf(f *nodeview.Frontend) match {
 const maxComment = 127
 
 // comment returns the name of the service port of f, cut off after maxComment octets.
-func comment(se *api.ServiceEndpoints, f *nodeview.Frontend) string {
+func comment(se *api.View, f *nodeview.Frontend) string {
 	s := se.Service.Namespace + "/" + se.Service.Name
 	if f.ServicePort != nil && f.ServicePort.Name != "" {
 		s += ":" + f.ServicePort.Name

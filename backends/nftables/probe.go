@@ -12,8 +12,8 @@ import (
 
 	"github.com/google/nftables/expr"
 	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/backends/internal/netfilter"
-	"github.com/kpng-project/kpng/backends/internal/nftrule"
+	"github.com/kpng-project/kpng/internal/netfilter"
+	"github.com/kpng-project/kpng/internal/nftrule"
 	"golang.org/x/sys/unix"
 )
 

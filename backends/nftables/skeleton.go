@@ -10,7 +10,7 @@ import (
 	"slices"
 
 	"github.com/google/nftables/expr"
-	"github.com/kpng-project/kpng/backends/internal/nftrule"
+	"github.com/kpng-project/kpng/internal/nftrule"
 	"golang.org/x/sys/unix"
 )
 

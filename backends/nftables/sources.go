@@ -12,8 +12,8 @@ import (
 
 	"github.com/google/nftables/expr"
 	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/backends/internal/nftrule"
-	"github.com/kpng-project/kpng/backends/internal/sourcelists"
+	"github.com/kpng-project/kpng/internal/nftrule"
+	"github.com/kpng-project/kpng/internal/sourcelists"
 	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
 	"k8s.io/apimachinery/pkg/types"

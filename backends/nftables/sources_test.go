@@ -14,14 +14,14 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/backends/internal/netfilter"
-	"github.com/kpng-project/kpng/backends/nodeaddr"
+	"github.com/kpng-project/kpng/internal/netfilter"
+	"github.com/kpng-project/kpng/node/nodeaddr"
 	"github.com/kpng-project/kpng/sink"
 	"golang.org/x/sys/unix"
 )
 
 // restrictedView returns the view of a service with one load-balancer IP and many ports.
-func restrictedView(name string, ip byte, ports int, ranges []netip.Prefix, endpoints ...string) *api.ServiceEndpoints {
+func restrictedView(name string, ip byte, ports int, ranges []netip.Prefix, endpoints ...string) *api.View {
 	return view(name, []string{fmt.Sprintf("10.96.0.%d", ip)}, endpoints, func(s *api.Service) {
 		s.Type = api.LoadBalancer
 		s.IPs.LoadBalancerIPs = api.NewIPSet(netip.AddrFrom4([4]byte{203, 0, 113, ip}))
@@ -69,7 +69,7 @@ func TestSourceRangesAreWrittenOnce(t *testing.T) {
 			t.Errorf("%s has %d elements, want %d", m.name(), got, want)
 		}
 	}
-	change := func(old, changed *api.ServiceEndpoints) int {
+	change := func(old, changed *api.View) int {
 		t.Helper()
 		before := *written
 		mustSync(t, b, batchOf(false, sink.Change{Old: old, New: changed}))
@@ -136,7 +136,7 @@ func TestSourceRangesChangeUnderTraffic(t *testing.T) {
 		}
 		return list
 	}
-	from := func(name string, ip byte, ranges []netip.Prefix) *api.ServiceEndpoints {
+	from := func(name string, ip byte, ranges []netip.Prefix) *api.View {
 		return restrictedView(name, ip, 1, ranges, "!10.0.1.2")
 	}
 	lists := [][]netip.Prefix{

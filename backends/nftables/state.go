@@ -9,7 +9,7 @@ import (
 	"maps"
 	"slices"
 
-	"github.com/kpng-project/kpng/backends/internal/sourcelists"
+	"github.com/kpng-project/kpng/internal/sourcelists"
 )
 
 // state is the expected content of the table. It has digests instead of the elements,

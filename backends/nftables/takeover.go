@@ -13,7 +13,7 @@ import (
 	"slices"
 
 	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/backends/internal/netfilter"
+	"github.com/kpng-project/kpng/internal/netfilter"
 	"golang.org/x/sys/unix"
 	"k8s.io/klog/v2"
 )

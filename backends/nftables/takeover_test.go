@@ -10,7 +10,7 @@ import (
 	"testing"
 
 	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/backends/nodeaddr"
+	"github.com/kpng-project/kpng/node/nodeaddr"
 )
 
 // TestAnUpdateKeepsClientsAtTheirEndpoints replaces a table of the previous layout, which has

@@ -11,7 +11,7 @@ import (
 	"slices"
 	"time"
 
-	"github.com/kpng-project/kpng/backends/internal/kernelnode"
+	"github.com/kpng-project/kpng/internal/kernelnode"
 	"github.com/kpng-project/kpng/sink"
 	"golang.org/x/sys/unix"
 )

@@ -9,7 +9,7 @@ import (
 	"maps"
 	"slices"
 
-	"github.com/kpng-project/kpng/backends/internal/netfilter"
+	"github.com/kpng-project/kpng/internal/netfilter"
 	"golang.org/x/sys/unix"
 )
 

@@ -21,7 +21,7 @@ import (
 
 // numbered returns the view of the service web-<number> with this number of endpoints, the
 // last of which has the given last octet.
-func numbered(number, endpoints int, last byte) *api.ServiceEndpoints {
+func numbered(number, endpoints int, last byte) *api.View {
 	var all []string
 	for i := range endpoints {
 		octet := byte(i + 1)
@@ -51,7 +51,7 @@ func benchmarkServices(b *testing.B, services int) {
 	const endpoints, changes = 10, 1000
 	n := newNode(b)
 	defer n.Kill()
-	var views []*api.ServiceEndpoints
+	var views []*api.View
 	for i := range services {
 		views = append(views, numbered(i, endpoints, endpoints))
 	}

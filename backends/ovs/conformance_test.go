@@ -13,10 +13,10 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/kpng-project/kpng/backends/conformance"
-	"github.com/kpng-project/kpng/backends/internal/backendtest"
-	"github.com/kpng-project/kpng/backends/nodeaddr"
+	"github.com/kpng-project/kpng/conformance"
+	"github.com/kpng-project/kpng/internal/backendtest"
 	"github.com/kpng-project/kpng/internal/ovstest"
+	"github.com/kpng-project/kpng/node/nodeaddr"
 	"github.com/kpng-project/kpng/sink"
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"

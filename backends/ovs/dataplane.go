@@ -15,8 +15,8 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/backends/internal/kernelnode"
 	"github.com/kpng-project/kpng/backends/ovs/internal/openflow"
+	"github.com/kpng-project/kpng/internal/kernelnode"
 	"github.com/kpng-project/kpng/sink"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/klog/v2"
@@ -270,7 +270,7 @@ func (d *dataplane) release(id uint32) {
 
 // makePlan makes the plan of a service. If it fails, the service keeps only the numbers of
 // the plan before.
-func (d *dataplane) makePlan(se *api.ServiceEndpoints, before *plan) (*plan, error) {
+func (d *dataplane) makePlan(se *api.View, before *plan) (*plan, error) {
 	d.numbers.exhausted = false
 	p, err := d.planner.plan(se)
 	if d.numbers.exhausted {

@@ -26,7 +26,7 @@ type shape struct {
 }
 
 // view returns a service of this size. Its first endpoint is on this node.
-func (s shape) view(name string) *api.ServiceEndpoints {
+func (s shape) view(name string) *api.View {
 	var endpoints []string
 	for i := range s.endpoints {
 		endpoints = append(endpoints, netip.AddrFrom4([4]byte{10, 244, byte(i >> 8), byte(i)}).String())
@@ -133,7 +133,7 @@ func TestAServiceHasAShareOfNumbers(t *testing.T) {
 	n.mustPass()
 	d := n.backend.dataplane
 	d.planner.maxGroups = 3
-	lists := func(ports int) *api.ServiceEndpoints {
+	lists := func(ports int) *api.View {
 		v := shape{ports: ports, endpoints: 1, affinity: true}.view("web")
 		v.Endpoints[0].PortOverrides = nil
 		for i := range v.Service.Ports { // a list for each port

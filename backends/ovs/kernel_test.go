@@ -27,11 +27,11 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/backends/internal/backendtest"
-	"github.com/kpng-project/kpng/backends/nodeaddr"
 	"github.com/kpng-project/kpng/backends/ovs/internal/openflow"
+	"github.com/kpng-project/kpng/internal/backendtest"
 	"github.com/kpng-project/kpng/internal/netnstest"
 	"github.com/kpng-project/kpng/internal/ovstest"
+	"github.com/kpng-project/kpng/node/nodeaddr"
 	"github.com/kpng-project/kpng/sink"
 	"k8s.io/apimachinery/pkg/types"
 )
@@ -93,7 +93,7 @@ var testNodeObject = &api.Node{Name: "here"}
 
 // view returns the view of a service with endpoints at this node ("!ADDRESS") and
 // elsewhere.
-func view(name, ip string, endpoints []string, edits ...func(*api.Service)) *api.ServiceEndpoints {
+func view(name, ip string, endpoints []string, edits ...func(*api.Service)) *api.View {
 	return backendtest.View(testNodeObject, name, []string{ip}, endpoints, edits...)
 }
 
@@ -106,7 +106,7 @@ func key(name string) types.NamespacedName {
 }
 
 // sync delivers views. A nil view deletes the service with the name in deleted.
-func (n *testNode) sync(c sink.Changes, deleted string, views ...*api.ServiceEndpoints) error {
+func (n *testNode) sync(c sink.Changes, deleted string, views ...*api.View) error {
 	c.Services = func(yield func(sink.Change) bool) {
 		for _, v := range views {
 			if !yield(sink.Change{Key: v.Key(), New: v}) {
@@ -120,14 +120,14 @@ func (n *testNode) sync(c sink.Changes, deleted string, views ...*api.ServiceEnd
 	return n.backend.Sync(n.Context(), &c)
 }
 
-func (n *testNode) mustPass(views ...*api.ServiceEndpoints) {
+func (n *testNode) mustPass(views ...*api.View) {
 	n.Helper()
 	if err := n.sync(sink.Changes{First: true, Last: true, NodeChanged: true}, "", views...); err != nil {
 		n.Fatal(err)
 	}
 }
 
-func (n *testNode) mustSync(views ...*api.ServiceEndpoints) {
+func (n *testNode) mustSync(views ...*api.View) {
 	n.Helper()
 	if err := n.sync(sink.Changes{}, "", views...); err != nil {
 		n.Fatal(err)
@@ -151,8 +151,8 @@ func (n *testNode) mustBe(want string) {
 }
 
 // examples are services with all kinds of flows.
-func examples() []*api.ServiceEndpoints {
-	return []*api.ServiceEndpoints{
+func examples() []*api.View {
+	return []*api.View{
 		view("affine", "10.96.0.1", []string{"!10.244.1.1", "10.244.2.1"}, withAffinity),
 		view("dual", "fd00:10:96::1", []string{"!fd00:244::1", "fd00:244::2"}, withAffinity, func(s *api.Service) {
 			s.IPs.ClusterIPs.Add(netip.MustParseAddr("10.96.0.2"))
@@ -328,7 +328,7 @@ func TestForeignGroupsOfAnySize(t *testing.T) {
 func TestCleanupFindsGroupsWithoutFlows(t *testing.T) {
 	n := newNode(t)
 	before := n.Listing(t)
-	var all []*api.ServiceEndpoints
+	var all []*api.View
 	for i := range 300 {
 		all = append(all, numbered(i, 1, 1))
 	}

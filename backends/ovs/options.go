@@ -14,7 +14,7 @@ import (
 	"slices"
 
 	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/backends/nodeaddr"
+	"github.com/kpng-project/kpng/node/nodeaddr"
 )
 
 // Options are a backend's settings. Bridge is required.

@@ -18,10 +18,10 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/backends/internal/backendtest"
-	"github.com/kpng-project/kpng/backends/nodeaddr"
+	"github.com/kpng-project/kpng/internal/backendtest"
 	"github.com/kpng-project/kpng/internal/netnstest"
 	"github.com/kpng-project/kpng/internal/ovstest"
+	"github.com/kpng-project/kpng/node/nodeaddr"
 	"github.com/kpng-project/kpng/sink"
 	"golang.org/x/sys/unix"
 )
@@ -210,7 +210,7 @@ func TestDirectAndServiceConnectionsFromOnePort(t *testing.T) {
 func TestUDPClientsMayBeginBeforeTheirService(t *testing.T) {
 	n := newNetwork(t)
 	n.mustPass()
-	for i, v := range []*api.ServiceEndpoints{
+	for i, v := range []*api.View{
 		view("web", clusterIP, []string{"!" + podB}, withPorts),
 		view("web", "10.96.0.2", []string{"!" + podB}, withPorts), // a changed service
 	} {
@@ -238,7 +238,7 @@ func TestManyStaleConnections(t *testing.T) {
 	n.mustPass()
 	n.backend.dataplane.maxListed = 0
 	s := shape{ports: 2 * maxSearches, endpoints: 1, protocol: api.UDP}
-	web := func(endpoints ...string) *api.ServiceEndpoints {
+	web := func(endpoints ...string) *api.View {
 		v := s.view("web")
 		other := view("web", clusterIP, endpoints)
 		v.Endpoints = other.Endpoints

@@ -84,7 +84,7 @@ type planner struct {
 
 // plan returns the plan of a service. If the service needs too many groups, the result is
 // incomplete, with an error.
-func (p *planner) plan(se *api.ServiceEndpoints) (*plan, error) {
+func (p *planner) plan(se *api.View) (*plan, error) {
 	s := servicePlan{
 		plan: &plan{
 			flows: flowSet{}, shared: flowSet{}, groups: map[uint32][]openflow.Actions{},
@@ -107,7 +107,7 @@ func (p *planner) plan(se *api.ServiceEndpoints) (*plan, error) {
 type servicePlan struct {
 	*plan
 	*planner
-	se *api.ServiceEndpoints
+	se *api.View
 	// lists has the numbers of lists of endpoints.
 	lists   map[nodeview.ListID]uint32
 	actions map[actionsKey]openflow.Actions

@@ -25,7 +25,7 @@ import (
 func hex(n uint64) string { return fmt.Sprintf("%#x", n) }
 
 // planned returns the plan of a view, and the names of its groups.
-func planned(v *api.ServiceEndpoints) (*plan, *dataplane) {
+func planned(v *api.View) (*plan, *dataplane) {
 	o := Options{Bridge: "b"}
 	if err := o.complete(); err != nil {
 		panic(err)
@@ -36,7 +36,7 @@ func planned(v *api.ServiceEndpoints) (*plan, *dataplane) {
 }
 
 // mustPlan returns the plan of a view, which must not need too many groups.
-func (p *planner) mustPlan(v *api.ServiceEndpoints) *plan {
+func (p *planner) mustPlan(v *api.View) *plan {
 	out, err := p.plan(v)
 	if err != nil {
 		panic(err)
@@ -184,7 +184,7 @@ func TestServicesNeverShareNumbers(t *testing.T) {
 // the new backend has not seen yet must keep its groups.
 func TestNumbersSurviveRestarts(t *testing.T) {
 	n := newNode(t)
-	service := func(name string, octet string) *api.ServiceEndpoints {
+	service := func(name string, octet string) *api.View {
 		return view(name, "10.96.0."+octet, []string{"10.244.2." + octet}, withAffinity)
 	}
 	a, b, c := service("a", "1"), service("b", "2"), service("c", "3")

@@ -13,7 +13,7 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/backends/nodeaddr"
+	"github.com/kpng-project/kpng/node/nodeaddr"
 )
 
 type fakeAddresses struct {
@@ -102,8 +102,8 @@ func TestUnneededAddressesOfEarlierProcessAreRemoved(t *testing.T) {
 
 // unusableServices returns one service per address. The first address is 192.0.2.0. The
 // ports of these services have no usable endpoints, so the backend opens no listeners.
-func unusableServices(addresses int) []*api.ServiceEndpoints {
-	var views []*api.ServiceEndpoints
+func unusableServices(addresses int) []*api.View {
+	var views []*api.View
 	for i := range addresses {
 		views = append(views, serviceAt(fmt.Sprint("web", i), fmt.Sprintf("192.0.2.%d", i), 80, api.TCP).markUnusable().view())
 	}

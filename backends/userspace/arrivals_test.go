@@ -12,7 +12,7 @@ import (
 	"testing"
 
 	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/backends/nodeaddr"
+	"github.com/kpng-project/kpng/node/nodeaddr"
 	"github.com/kpng-project/kpng/sink"
 )
 
@@ -95,7 +95,7 @@ func TestMissingAddressDelaysNoOtherChange(t *testing.T) {
 	bad := serviceAt("bad", "10.96.0.2", port, api.TCP).addEndpoints(namedServer(t, "bad")).modify(func(s *api.Service) {
 		s.IPs.ExternalIPs = api.NewIPSet(netip.MustParseAddr("10.96.0.3"))
 	}).view()
-	good := func(server string) *api.ServiceEndpoints {
+	good := func(server string) *api.View {
 		return serviceAt("good", "10.96.0.1", port, api.TCP).addEndpoints(namedServer(t, server)).modify(func(s *api.Service) {
 			s.Type = api.NodePort
 			s.Ports[0].NodePort = nodePort

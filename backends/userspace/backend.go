@@ -12,8 +12,8 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/backends/internal/ownership"
-	"github.com/kpng-project/kpng/backends/nodeaddr"
+	"github.com/kpng-project/kpng/internal/ownership"
+	"github.com/kpng-project/kpng/node/nodeaddr"
 	"github.com/kpng-project/kpng/sink"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/klog/v2"
@@ -139,7 +139,7 @@ func (b *Backend) Verify(ctx context.Context) error { return b.local.restore(ctx
 // update is a change of one service.
 type update struct {
 	*service
-	view *api.ServiceEndpoints // nil if the service is deleted
+	view *api.View // nil if the service is deleted
 	*plan
 	// refused is the reason why the service keeps its last state instead of the plan.
 	refused error
@@ -147,7 +147,7 @@ type update struct {
 
 // newUpdate returns an update to a view on a node with these addresses. It refuses the
 // view if the service would get too many listeners.
-func (b *Backend) newUpdate(s *service, view *api.ServiceEndpoints, node []netip.Addr) *update {
+func (b *Backend) newUpdate(s *service, view *api.View, node []netip.Addr) *update {
 	p, err := s.planFor(view, node)
 	if err == nil {
 		err = s.account.reserve(p.size())

@@ -8,10 +8,10 @@ import (
 	"hash/fnv"
 	"testing"
 
-	"github.com/kpng-project/kpng/backends/conformance"
-	"github.com/kpng-project/kpng/backends/internal/backendtest"
-	"github.com/kpng-project/kpng/backends/nodeaddr"
 	"github.com/kpng-project/kpng/backends/userspace"
+	"github.com/kpng-project/kpng/conformance"
+	"github.com/kpng-project/kpng/internal/backendtest"
+	"github.com/kpng-project/kpng/node/nodeaddr"
 	"github.com/kpng-project/kpng/sink"
 )
 

@@ -9,7 +9,7 @@
 //	…
 //	app.Main(b)
 //
-// Package backends/program adds flags, metrics and health checks to a backend.
+// Package app/program adds flags, metrics and health checks to a backend.
 //
 // # Addresses of services
 //

@@ -9,7 +9,7 @@ import (
 	"sync"
 	"time"
 
-	"github.com/kpng-project/kpng/backends/nodeaddr"
+	"github.com/kpng-project/kpng/node/nodeaddr"
 	"k8s.io/klog/v2"
 )
 

@@ -14,7 +14,7 @@ import (
 	"testing"
 
 	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/backends/nodeaddr"
+	"github.com/kpng-project/kpng/node/nodeaddr"
 	"github.com/kpng-project/kpng/sink"
 )
 
@@ -31,7 +31,7 @@ func (c countedSockets) ListenTCP(ctx context.Context, at netip.AddrPort) (*net.
 }
 
 // wideService returns a service with external IPs beginning with first, and with ports.
-func wideService(name string, first netip.Addr, addrs, ports int, endpoints ...netip.AddrPort) *api.ServiceEndpoints {
+func wideService(name string, first netip.Addr, addrs, ports int, endpoints ...netip.AddrPort) *api.View {
 	s := serviceAt(name, first.String(), 1, api.TCP).addEndpoints(endpoints...)
 	var ips []netip.Addr
 	for range addrs - 1 {
@@ -76,7 +76,7 @@ func startBackend(t *testing.T, opts Options) (b *Backend, a *fakeAddresses, ope
 }
 
 // syncChange delivers one changed service, and returns the error of that service.
-func syncChange(t *testing.T, b *Backend, next *api.ServiceEndpoints) error {
+func syncChange(t *testing.T, b *Backend, next *api.View) error {
 	t.Helper()
 	c := sink.Change{Key: next.Key(), New: next}
 	failed, ok := sink.Acknowledged(b.Sync(t.Context(), &sink.Changes{Services: func(yield func(sink.Change) bool) { yield(c) }}))
@@ -151,7 +151,7 @@ func TestManyServicesLeaveRoomForListeners(t *testing.T) {
 // frontends. All frontends share one list of endpoints, and only that list changes.
 func TestChangedEndpointTouchesNoListener(t *testing.T) {
 	b, _, opened := startBackend(t, Options{})
-	wide := func(last byte) *api.ServiceEndpoints {
+	wide := func(last byte) *api.View {
 		return wideService("wide", netip.MustParseAddr("10.97.0.1"), 20, 5, netip.AddrPortFrom(netip.AddrFrom4([4]byte{10, 244, 0, last}), 80))
 	}
 	if err := syncChange(t, b, wide(1)); err != nil {

@@ -8,7 +8,7 @@ import (
 	"slices"
 	"time"
 
-	"github.com/kpng-project/kpng/backends/nodeaddr"
+	"github.com/kpng-project/kpng/node/nodeaddr"
 	"k8s.io/utils/clock"
 )
 

@@ -55,7 +55,7 @@ type plannedPool struct {
 // ports, rules and pools with s, but planFor does not modify s. The plan for a nil view is
 // empty. If the plan would have more than Options.MaxListeners listeners, the error says
 // so.
-func (s *service) planFor(view *api.ServiceEndpoints, node []netip.Addr) (*plan, error) {
+func (s *service) planFor(view *api.View, node []netip.Addr) (*plan, error) {
 	p := &plan{
 		at: map[netip.Addr][]listenSpec{}, refused: map[socketAddr]struct{}{}, ports: map[portKey]planned{},
 		rules: map[rules]*rules{}, pools: map[nodeview.ListID]plannedPool{}, admissions: admissions{},
@@ -132,7 +132,7 @@ func unsupported(f *nodeview.Frontend) error {
 }
 
 // rulesOf returns the rules of a frontend.
-func (p *plan) rulesOf(s *service, view *api.ServiceEndpoints, f *nodeview.Frontend, admission *admission) *rules {
+func (p *plan) rulesOf(s *service, view *api.View, f *nodeview.Frontend, admission *admission) *rules {
 	p.affinity = max(p.affinity, f.Affinity)
 	r := rules{
 		port: p.portOf(s, view, f.ServicePort), elsewhere: p.routeOf(s, &f.Elsewhere), node: p.routeOf(s, &f.Node),
@@ -148,7 +148,7 @@ func (p *plan) rulesOf(s *service, view *api.ServiceEndpoints, f *nodeview.Front
 	return shared
 }
 
-func (p *plan) portOf(s *service, view *api.ServiceEndpoints, mapping *api.PortMapping) *port {
+func (p *plan) portOf(s *service, view *api.View, mapping *api.PortMapping) *port {
 	key := portKey{mapping.Protocol, mapping.Port}
 	of, ok := p.ports[key]
 	if !ok {

@@ -42,7 +42,7 @@ type common struct {
 // portView is a port in a view of its service.
 type portView struct {
 	*api.PortMapping
-	view *api.ServiceEndpoints
+	view *api.View
 }
 
 // ports is the set of the ports of all services. It is safe for concurrent use. Because

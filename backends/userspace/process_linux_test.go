@@ -18,8 +18,8 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/backends/nodeaddr"
 	"github.com/kpng-project/kpng/internal/netnstest"
+	"github.com/kpng-project/kpng/node/nodeaddr"
 	"golang.org/x/sys/unix"
 )
 
@@ -46,7 +46,7 @@ func TestBackendProcess(t *testing.T) {
 	if os.Getenv("KPNG_BACKEND_UDP") != "" {
 		protocol, server = api.UDP, udpServer(t, "a")
 	}
-	var views []*api.ServiceEndpoints
+	var views []*api.View
 	for _, addr := range strings.Fields(os.Getenv("KPNG_BACKEND_PROCESS")) {
 		s := serviceAt("web-"+addr, addr, 80, protocol)
 		if netip.MustParseAddr(addr).Is4() {

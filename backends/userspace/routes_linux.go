@@ -9,7 +9,7 @@ import (
 	"net"
 	"net/netip"
 
-	"github.com/kpng-project/kpng/backends/internal/ownership"
+	"github.com/kpng-project/kpng/internal/ownership"
 	"github.com/vishvananda/netlink"
 	"github.com/vishvananda/netns"
 	"golang.org/x/sys/unix"

@@ -17,8 +17,8 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/backends/nodeaddr"
 	"github.com/kpng-project/kpng/internal/netnstest"
+	"github.com/kpng-project/kpng/node/nodeaddr"
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 )
@@ -192,7 +192,7 @@ func TestVerifyRestoresRemovedAddress(t *testing.T) {
 func TestAddressIsRemovedWithItsLastUser(t *testing.T) {
 	n := netnstest.New(t)
 	runInside(t, n, func(b *Backend) {
-		sync := func(want []string, views ...*api.ServiceEndpoints) {
+		sync := func(want []string, views ...*api.View) {
 			t.Helper()
 			if err := b.Sync(t.Context(), fullOf(views...)); err != nil {
 				t.Error(err)

@@ -11,8 +11,8 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/backends/nodeaddr"
 	"github.com/kpng-project/kpng/internal/netnstest"
+	"github.com/kpng-project/kpng/node/nodeaddr"
 	"github.com/kpng-project/kpng/sink"
 	"golang.org/x/sys/unix"
 )
@@ -41,7 +41,7 @@ func benchmarkServices(b *testing.B, services int) {
 		if err != nil {
 			b.Fatal(err)
 		}
-		views := make([]*api.ServiceEndpoints, services)
+		views := make([]*api.View, services)
 		for i := range views {
 			views[i] = manyServices(i, 1)
 		}
@@ -87,7 +87,7 @@ func goMemory() uint64 {
 
 // manyServices returns service number i, which has a cluster IP, an external IP, a node
 // port, and endpoints.
-func manyServices(i, endpoints int) *api.ServiceEndpoints {
+func manyServices(i, endpoints int) *api.View {
 	s := serviceAt(fmt.Sprint("web-", i), fmt.Sprintf("10.96.%d.%d", i/250, i%250+1), 80, api.TCP)
 	s.Service.Type = api.NodePort
 	s.Service.IPs.ExternalIPs = api.NewIPSet(netip.AddrFrom4([4]byte{10, 97, byte(i / 250), byte(i%250 + 1)}))

@@ -20,7 +20,7 @@ type service struct {
 	*common
 	// view is the current view, or nil if the plan does not depend on the addresses of the
 	// node. When these addresses change, a new plan is computed from the view.
-	view *api.ServiceEndpoints
+	view *api.View
 	// failed reports that the last Sync failed for this service. In a pass, stale is true
 	// until the pass delivers the service.
 	failed, stale bool

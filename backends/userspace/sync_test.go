@@ -16,7 +16,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/backends/nodeaddr"
+	"github.com/kpng-project/kpng/node/nodeaddr"
 	clocktesting "k8s.io/utils/clock/testing"
 )
 
@@ -55,7 +55,7 @@ func TestEstablishedConnectionSurvivesChangesOfItsService(t *testing.T) {
 	c.ask()
 	for _, next := range []struct {
 		name string
-		view *api.ServiceEndpoints
+		view *api.View
 	}{
 		{"its endpoint is taken out of service", service().addEndpoints(second).addDraining(first).view()},
 		{"its endpoint is removed", service().addEndpoints(second).view()},
@@ -112,7 +112,7 @@ func TestPassInSeveralBatches(t *testing.T) {
 	w := newWorld(t, Options{})
 	port := freePort(t, "127.0.0.2")
 	a, b, gone := namedServer(t, "a"), namedServer(t, "b"), namedServer(t, "g")
-	at := func(name string, last int, to netip.AddrPort) *api.ServiceEndpoints {
+	at := func(name string, last int, to netip.AddrPort) *api.View {
 		return serviceAt(name, fmt.Sprintf("127.0.0.%d", last), port, api.TCP).addEndpoints(to).view()
 	}
 	w.set(at("a", 2, a), at("b", 3, b), at("gone", 4, gone))
@@ -122,7 +122,7 @@ func TestPassInSeveralBatches(t *testing.T) {
 			t.Errorf("connected to %s, want %s", got, want)
 		}
 	}
-	batch := func(first, last bool, views ...*api.ServiceEndpoints) {
+	batch := func(first, last bool, views ...*api.View) {
 		t.Helper()
 		c := fullOf(views...)
 		c.First, c.Last = first, last

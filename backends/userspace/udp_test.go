@@ -151,7 +151,7 @@ func TestUDPClientLeavesRemovedEndpoint(t *testing.T) {
 func TestUDPClientLeavesEndpointOfRemovedPort(t *testing.T) {
 	w := newWorld(t, Options{})
 	port := freePort(t, "127.0.0.2")
-	named := func(name string, server netip.AddrPort) *api.ServiceEndpoints {
+	named := func(name string, server netip.AddrPort) *api.View {
 		s := serviceAt("dns", "127.0.0.2", port, api.UDP).addEndpoints(server)
 		s.Service.Ports[0].Name, s.Endpoints[0].PortOverrides[0].Name = name, name
 		return s.view()

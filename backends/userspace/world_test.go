@@ -17,7 +17,7 @@ import (
 
 	"github.com/go-logr/logr/funcr"
 	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/backends/nodeaddr"
+	"github.com/kpng-project/kpng/node/nodeaddr"
 	"github.com/kpng-project/kpng/sink"
 	"github.com/kpng-project/kpng/sink/sinktest"
 	"go.uber.org/goleak"
@@ -117,7 +117,7 @@ func (w *world) end() {
 
 // The method set adds views to the source, or replaces the old views of the same
 // services. Then it waits until the Backend has applied them.
-func (w *world) set(views ...*api.ServiceEndpoints) {
+func (w *world) set(views ...*api.View) {
 	w.Helper()
 	w.source.Set(views...)
 	w.applied()
@@ -134,7 +134,7 @@ func (w *world) applied() {
 
 // setFailing adds views to the source and waits until a service fails. It returns the
 // error of that service.
-func (w *world) setFailing(views ...*api.ServiceEndpoints) error {
+func (w *world) setFailing(views ...*api.View) error {
 	w.Helper()
 	w.source.Set(views...)
 	var err error
@@ -150,7 +150,7 @@ func (w *world) setFailing(views ...*api.ServiceEndpoints) error {
 }
 
 // fullOf returns the Changes of a pass that delivers only these views, in one Sync.
-func fullOf(views ...*api.ServiceEndpoints) *sink.Changes {
+func fullOf(views ...*api.View) *sink.Changes {
 	return &sink.Changes{First: true, Last: true, Services: func(yield func(sink.Change) bool) {
 		for _, v := range views {
 			if !yield(sink.Change{Key: v.Key(), New: v, Unsure: true}) {
@@ -171,12 +171,12 @@ func eventually(t *testing.T, what string, done func() bool) {
 }
 
 // testService is a service that a test modifies.
-type testService struct{ api.ServiceEndpoints }
+type testService struct{ api.View }
 
 // serviceAt returns a service with the cluster IP addr and one port.
 func serviceAt(name, addr string, number int32, protocol api.Protocol) *testService {
 	ip := netip.MustParseAddr(addr)
-	return &testService{api.ServiceEndpoints{Service: &api.Service{
+	return &testService{api.View{Service: &api.Service{
 		Namespace: "default", Name: name, Type: api.ClusterIP,
 		IPs:        api.ServiceIPs{ClusterIPs: api.NewIPSet(ip)},
 		IPFamilies: []api.Family{api.FamilyOf(ip)},
@@ -218,7 +218,7 @@ func (s *testService) markUnusable() *testService {
 	return s
 }
 
-func (s *testService) view() *api.ServiceEndpoints { return &s.ServiceEndpoints }
+func (s *testService) view() *api.View { return &s.View }
 
 func endpoint(e netip.AddrPort, scopes api.Scopes) api.Endpoint {
 	return api.Endpoint{

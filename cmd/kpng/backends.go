@@ -12,11 +12,11 @@ import (
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/app"
-	"github.com/kpng-project/kpng/backends/nodeaddr"
-	"github.com/kpng-project/kpng/backends/program"
+	"github.com/kpng-project/kpng/app/program"
 	"github.com/kpng-project/kpng/internal/kubeproxy"
 	"github.com/kpng-project/kpng/internal/plain"
 	"github.com/kpng-project/kpng/internal/usage"
+	"github.com/kpng-project/kpng/node/nodeaddr"
 	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
 	"github.com/spf13/cobra"
@@ -29,7 +29,7 @@ func toLocal(source *app.Source, hasSelection bool) *cobra.Command {
 	cmd := group("to-local", "Run a backend for this node in this process")
 	json := &program.Backend{Name: "json", Short: "Print the node's view as one JSON object per service"}
 	json.Make = func() (program.Parts, error) {
-		return program.Parts{Sink: sink.FullState(func(_ context.Context, services []*api.ServiceEndpoints) error {
+		return program.Parts{Sink: sink.FullState(func(_ context.Context, services []*api.View) error {
 			return nodeview.WriteViews(plain.Writer(cmd.OutOrStdout()), services)
 		})}, nil
 	}

@@ -3,7 +3,7 @@
 package main
 
 import (
-	"github.com/kpng-project/kpng/backends/program"
+	"github.com/kpng-project/kpng/app/program"
 	"github.com/kpng-project/kpng/backends/userspace"
 )
 

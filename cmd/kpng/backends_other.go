@@ -4,7 +4,7 @@
 
 package main
 
-import "github.com/kpng-project/kpng/backends/program"
+import "github.com/kpng-project/kpng/app/program"
 
 func platformBackends() []*program.Backend {
 	return []*program.Backend{program.Userspace(nil)}

@@ -8,7 +8,7 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/kpng-project/kpng/backends/program"
+	"github.com/kpng-project/kpng/app/program"
 	"github.com/kpng-project/kpng/sink"
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"

@@ -11,7 +11,7 @@ import (
 	"testing"
 
 	"github.com/kpng-project/kpng/app"
-	"github.com/kpng-project/kpng/backends/program"
+	"github.com/kpng-project/kpng/app/program"
 	"github.com/kpng-project/kpng/sink"
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"

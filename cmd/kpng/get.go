@@ -144,7 +144,7 @@ func (l list) print(out io.Writer, objects iter.Seq[object], output string) (fou
 
 // viewsOf yields the node's views of the named service, or of all services if the name is
 // empty.
-func viewsOf(s *cluster.Snapshot, node *api.Node, name string) (iter.Seq[*api.ServiceEndpoints], error) {
+func viewsOf(s *cluster.Snapshot, node *api.Node, name string) (iter.Seq[*api.View], error) {
 	states := s.States.All()
 	if name != "" {
 		key, err := parseServiceName(name)
@@ -157,7 +157,7 @@ func viewsOf(s *cluster.Snapshot, node *api.Node, name string) (iter.Seq[*api.Se
 			}
 		}
 	}
-	return func(yield func(*api.ServiceEndpoints) bool) {
+	return func(yield func(*api.View) bool) {
 		for _, state := range states {
 			if view := nodeview.View(s.WithWinners(state), node); view != nil && !yield(view) {
 				return
@@ -183,7 +183,7 @@ var serviceList = list{
 	},
 }
 
-func serviceRow(view *api.ServiceEndpoints) []string {
+func serviceRow(view *api.View) []string {
 	s := view.Service
 	ports := []string{}
 	for _, p := range s.Ports {

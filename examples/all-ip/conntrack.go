@@ -26,7 +26,7 @@ type flows map[netip.Addr][]netip.Addr
 // The method add puts into f the external IPs that a service had before a change, and
 // those that it has after the change. A connection to a pod may continue if, after the
 // change, the pod is an endpoint on this node or a draining endpoint of the service.
-func (f flows) add(before, after *api.ServiceEndpoints) {
+func (f flows) add(before, after *api.View) {
 	for frontend := range frontends(before) {
 		if _, known := f[frontend.Addr]; !known {
 			f[frontend.Addr] = nil

@@ -52,7 +52,7 @@ type state map[element]string
 // element occurs once for each external IP of the service, and may also be an element of
 // other services. All other elements belong to one service, because each external IP
 // belongs to one service.
-func elements(v *api.ServiceEndpoints) iter.Seq2[element, string] {
+func elements(v *api.View) iter.Seq2[element, string] {
 	return func(yield func(element, string) bool) {
 		for f := range frontends(v) {
 			add := func(set string, value string, key ...[]byte) bool {
@@ -91,7 +91,7 @@ func elements(v *api.ServiceEndpoints) iter.Seq2[element, string] {
 
 // frontends yields the frontends that all-ip serves: the external IPs of an all-ports
 // service.
-func frontends(v *api.ServiceEndpoints) iter.Seq[nodeview.Frontend] {
+func frontends(v *api.View) iter.Seq[nodeview.Frontend] {
 	return func(yield func(nodeview.Frontend) bool) {
 		if v == nil || !v.Service.AllPorts {
 			return

@@ -17,8 +17,8 @@ import (
 )
 
 // view returns a view of a service with two external IPs and the given endpoints.
-func view(endpoints ...api.Endpoint) *api.ServiceEndpoints {
-	return &api.ServiceEndpoints{
+func view(endpoints ...api.Endpoint) *api.View {
+	return &api.View{
 		Service: &api.Service{
 			Name: "example", Type: api.ClusterIP, AllPorts: true,
 			IPs: api.ServiceIPs{Headless: true, ExternalIPs: api.NewIPSet(netip.MustParseAddr("10.0.0.55"), netip.MustParseAddr("1000::55"))},
@@ -32,7 +32,7 @@ func endpoint(ip string, local bool) api.Endpoint {
 }
 
 // describe returns the elements of a view as lines: the set, the IP, and the pod if any.
-func describe(v *api.ServiceEndpoints) []string {
+func describe(v *api.View) []string {
 	var lines []string
 	for e, value := range elements(v) {
 		size := map[api.Family]int{api.IPv4: 4, api.IPv6: 16}[e.family]
@@ -64,7 +64,7 @@ func TestElements(t *testing.T) {
 
 	for _, test := range []struct {
 		name string
-		view *api.ServiceEndpoints
+		view *api.View
 		want []string
 	}{
 		{"no service", nil, nil},

@@ -140,7 +140,7 @@ func (p *proxy) ready(*http.Request) error {
 	return nil
 }
 
-func printFrontends(_ context.Context, services []*api.ServiceEndpoints) error {
+func printFrontends(_ context.Context, services []*api.View) error {
 	for _, view := range services {
 		for f := range nodeview.Frontends(view) {
 			fmt.Println(view.Key(), f.FrontendKey, "→", f.Elsewhere)

@@ -49,7 +49,7 @@ func main() {
 }
 
 // SyncState implements sink.StateSink.
-func (c *callout) SyncState(ctx context.Context, node *api.Node, services []*api.ServiceEndpoints) error {
+func (c *callout) SyncState(ctx context.Context, node *api.Node, services []*api.View) error {
 	var stdin bytes.Buffer
 	var err error
 	if c.frontends {

@@ -27,7 +27,7 @@ func main() {
 type printer struct{ frontends bool }
 
 // SyncState implements sink.StateSink.
-func (p *printer) SyncState(_ context.Context, node *api.Node, services []*api.ServiceEndpoints) error {
+func (p *printer) SyncState(_ context.Context, node *api.Node, services []*api.View) error {
 	if p.frontends {
 		return nodeview.WriteFrontends(os.Stdout, node, services)
 	}

@@ -26,7 +26,7 @@ type backend struct {
 }
 
 // SyncState replaces all rules of the table by rules for services.
-func (b *backend) SyncState(ctx context.Context, node *api.Node, services []*api.ServiceEndpoints) error {
+func (b *backend) SyncState(ctx context.Context, node *api.Node, services []*api.View) error {
 	return load(ctx, b.rules(node, services))
 }
 

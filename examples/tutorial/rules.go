@@ -10,7 +10,7 @@ import (
 	"strings"
 
 	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/backends/nodeaddr"
+	"github.com/kpng-project/kpng/node/nodeaddr"
 	"github.com/kpng-project/kpng/nodeview"
 )
 
@@ -38,7 +38,7 @@ func (s *script) rule(chain string, words ...any) {
 // The method rules returns the script that writes the table for services. Chain
 // prerouting has the rules for traffic from other machines and from pods. Chain output
 // has the rules for traffic of the node itself.
-func (b *backend) rules(node *api.Node, services []*api.ServiceEndpoints) string {
+func (b *backend) rules(node *api.Node, services []*api.View) string {
 	s := &script{table: b.table}
 	fmt.Fprintf(s, skeleton, b.table)
 	nodeAddrs := nodeaddr.OfNode(node)

@@ -13,7 +13,7 @@ package main
 
 import (
 	"github.com/kpng-project/kpng/app"
-	"github.com/kpng-project/kpng/backends/program"
+	"github.com/kpng-project/kpng/app/program"
 	"github.com/kpng-project/kpng/backends/windows/kernelspace"
 	"github.com/kpng-project/kpng/backends/windows/kernelspace/winhns"
 )

@@ -15,12 +15,12 @@ import (
 // TestExample tests that a sink gets a service again after a failure. The source and the
 // recorder replace the cluster and the dataplane.
 func TestExample(t *testing.T) {
-	mine := sink.FullState(func(context.Context, []*api.ServiceEndpoints) error { return nil }) // the sink under test
+	mine := sink.FullState(func(context.Context, []*api.View) error { return nil }) // the sink under test
 	recorder := sinktest.NewRecorder(t, mine)
 	recorder.Script(sinktest.Fail(errors.New("dataplane is busy")))
 
 	source := sinktest.NewSource()
-	source.Set(&api.ServiceEndpoints{Service: &api.Service{Namespace: "default", Name: "web"}})
+	source.Set(&api.View{Service: &api.Service{Namespace: "default", Name: "web"}})
 	source.MarkSynced()
 	if err := sink.Run(t.Context(), source, recorder, sink.Options{Once: true}); err != nil {
 		t.Fatal(err)

@@ -74,7 +74,7 @@ type history struct {
 	node       *api.Node
 	ledger     ledger
 	// views are the present views. The services in dirty are not acknowledged with them.
-	views map[types.NamespacedName]*api.ServiceEndpoints
+	views map[types.NamespacedName]*api.View
 	dirty map[types.NamespacedName]bool
 	// again: the sink must get another pass before its dataplane is compared.
 	again bool
@@ -86,7 +86,7 @@ func newHistory(t testing.TB, seed uint64, newSubject func(testing.TB) *Subject)
 	h := &history{
 		t: t, random: rand.New(rand.NewPCG(seed, 35)), newSubject: newSubject, subject: newSubject(t),
 		state: cluster.New(cluster.Options{}), node: historyNode("192.0.2.1"), ledger: newLedger(),
-		views: map[types.NamespacedName]*api.ServiceEndpoints{}, dirty: map[types.NamespacedName]bool{}, calm: func() {},
+		views: map[types.NamespacedName]*api.View{}, dirty: map[types.NamespacedName]bool{}, calm: func() {},
 	}
 	t.Cleanup(func() {
 		if t.Failed() {

@@ -113,7 +113,7 @@ func TestHistoriesOfEvents(t *testing.T) {
 func TestHistoriesOfFullState(t *testing.T) {
 	sinktest.TestHistories(t, *histories, func(testing.TB) *sinktest.Subject {
 		return newSubject(func(m *memory) sink.Sink {
-			return sink.FullState(func(_ context.Context, views []*api.ServiceEndpoints) error {
+			return sink.FullState(func(_ context.Context, views []*api.View) error {
 				if m.fails() {
 					return errMemory
 				}

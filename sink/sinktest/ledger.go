@@ -20,7 +20,7 @@ type ledger struct {
 	// inPass is true between the first and the last acknowledged Changes of a pass.
 	begun, inPass bool
 	revision      uint64
-	views         map[types.NamespacedName]*api.ServiceEndpoints
+	views         map[types.NamespacedName]*api.View
 	// The services acknowledged since the last Changes with First.
 	acked map[types.NamespacedName]bool
 	// The services whose last delivery was not acknowledged.
@@ -35,7 +35,7 @@ type ledger struct {
 
 func newLedger() ledger {
 	return ledger{
-		views:   map[types.NamespacedName]*api.ServiceEndpoints{},
+		views:   map[types.NamespacedName]*api.View{},
 		acked:   map[types.NamespacedName]bool{},
 		unacked: map[types.NamespacedName]bool{},
 		owners:  map[api.Claim]types.NamespacedName{},
@@ -109,7 +109,7 @@ func (l *ledger) nodeWaits(node *api.Node) bool { return l.nodeUnacked || !node.
 
 // owns reports whether the service with this key still owns every claim of view. A
 // service loses a claim when another service is acknowledged with that claim.
-func (l *ledger) owns(key types.NamespacedName, view *api.ServiceEndpoints) bool {
+func (l *ledger) owns(key types.NamespacedName, view *api.View) bool {
 	for f := range nodeview.Frontends(view) {
 		if l.owners[f.Claim()] != key {
 			return false

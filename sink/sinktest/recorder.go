@@ -78,11 +78,11 @@ func (r *Recorder) Syncs() []Sync {
 }
 
 // Views returns the last acknowledged view of each service, in the order of the keys.
-func (r *Recorder) Views() []*api.ServiceEndpoints {
+func (r *Recorder) Views() []*api.View {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	keys := slices.SortedFunc(maps.Keys(r.acked.views), api.CompareKeys)
-	views := make([]*api.ServiceEndpoints, len(keys))
+	views := make([]*api.View, len(keys))
 	for i, key := range keys {
 		views[i] = r.acked.views[key]
 	}

@@ -31,8 +31,8 @@ func key(name string) types.NamespacedName {
 }
 
 // view returns a view of the service with this key. Views with different versions differ.
-func view(key types.NamespacedName, version string) *api.ServiceEndpoints {
-	return &api.ServiceEndpoints{Service: &api.Service{
+func view(key types.NamespacedName, version string) *api.View {
+	return &api.View{Service: &api.Service{
 		Namespace: key.Namespace, Name: key.Name, Labels: map[string]string{"version": version},
 	}}
 }
@@ -48,7 +48,7 @@ func partial(services ...sink.Change) *sink.Changes {
 	return &sink.Changes{Revision: 2, Services: slices.Values(services)}
 }
 
-func set(old, new *api.ServiceEndpoints) sink.Change {
+func set(old, new *api.View) sink.Change {
 	return sink.Change{Key: new.Key(), Old: old, New: new}
 }
 
@@ -73,11 +73,11 @@ func failing(c *sink.Changes, keys ...types.NamespacedName) *sink.Changes {
 }
 
 // at1 returns the view v with the cluster IP 10.96.0.1.
-func at1(v *api.ServiceEndpoints) *api.ServiceEndpoints {
+func at1(v *api.View) *api.View {
 	svc := *v.Service
 	svc.IPs.ClusterIPs = api.NewIPSet(netip.MustParseAddr("10.96.0.1"))
 	svc.Ports = []api.PortMapping{{Protocol: api.TCP, Port: 80}}
-	return &api.ServiceEndpoints{Service: &svc}
+	return &api.View{Service: &svc}
 }
 
 // complaints is a testing.TB that records errors.

@@ -36,7 +36,7 @@ type views = diffstore.Store[types.NamespacedName, triggered]
 
 // triggered holds a view and its trigger time. The time is zero if none was set.
 type triggered struct {
-	view *api.ServiceEndpoints
+	view *api.View
 	at   time.Time
 }
 
@@ -72,10 +72,10 @@ func (s *Source) MarkSynced() {
 
 // Set sets the views of one or more services. A view that is equal to the present one has
 // no effect.
-func (s *Source) Set(views ...*api.ServiceEndpoints) { s.SetTriggered(time.Time{}, views...) }
+func (s *Source) Set(views ...*api.View) { s.SetTriggered(time.Time{}, views...) }
 
 // SetTriggered is like Set, but also sets the trigger time of the views.
-func (s *Source) SetTriggered(at time.Time, views ...*api.ServiceEndpoints) {
+func (s *Source) SetTriggered(at time.Time, views ...*api.View) {
 	s.write(func() {
 		for _, v := range views {
 			first := at
@@ -151,8 +151,8 @@ func (s *Source) Node() *api.Node {
 }
 
 // Views returns all views in order of their keys.
-func (s *Source) Views() []*api.ServiceEndpoints {
-	all := []*api.ServiceEndpoints{}
+func (s *Source) Views() []*api.View {
+	all := []*api.View{}
 	for _, t := range s.views.Snapshot().All() {
 		all = append(all, t.view)
 	}
@@ -189,7 +189,7 @@ func (s *Source) Next() (*sink.Update, error) {
 func (s *Source) difference(now position) *sink.Update {
 	u := &sink.Update{
 		Revision: number(now.revision), Node: now.node,
-		View: func(key types.NamespacedName) *api.ServiceEndpoints {
+		View: func(key types.NamespacedName) *api.View {
 			t, _ := now.views.Get(key)
 			return t.view
 		},

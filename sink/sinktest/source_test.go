@@ -16,7 +16,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-func version(v *api.ServiceEndpoints) string {
+func version(v *api.View) string {
 	if v == nil {
 		return "none"
 	}

@@ -14,8 +14,8 @@ import (
 	"time"
 
 	"github.com/google/go-cmp/cmp"
-	"github.com/kpng-project/kpng/test/apiserver"
 	"github.com/kpng-project/kpng/test/deploy"
+	"github.com/kpng-project/kpng/test/internal/apiserver"
 	authenticationv1 "k8s.io/api/authentication/v1"
 	authorizationv1 "k8s.io/api/authorization/v1"
 	corev1 "k8s.io/api/core/v1"

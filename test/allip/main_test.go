@@ -14,7 +14,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kpng-project/kpng/test/apiserver"
+	"github.com/kpng-project/kpng/test/internal/apiserver"
 )
 
 var (

@@ -13,10 +13,10 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kpng-project/kpng/backends/conformance"
+	"github.com/kpng-project/kpng/conformance"
 	"github.com/kpng-project/kpng/internal/netnstest"
-	"github.com/kpng-project/kpng/test/apiserver"
-	"github.com/kpng-project/kpng/test/gotool"
+	"github.com/kpng-project/kpng/test/internal/apiserver"
+	"github.com/kpng-project/kpng/test/internal/gotool"
 	"github.com/kpng-project/kpng/test/kubeproxy"
 )
 

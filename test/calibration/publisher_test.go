@@ -6,7 +6,7 @@ import (
 	"context"
 	"fmt"
 
-	"github.com/kpng-project/kpng/backends/conformance"
+	"github.com/kpng-project/kpng/conformance"
 	corev1 "k8s.io/api/core/v1"
 	discoveryv1 "k8s.io/api/discovery/v1"
 	"k8s.io/apimachinery/pkg/api/equality"

@@ -17,7 +17,7 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/internal/netnstest"
-	"github.com/kpng-project/kpng/test/traffic"
+	"github.com/kpng-project/kpng/test/internal/traffic"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"

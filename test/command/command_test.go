@@ -15,8 +15,8 @@ import (
 	"time"
 
 	"github.com/google/go-cmp/cmp"
-	"github.com/kpng-project/kpng/test/apiserver"
-	"github.com/kpng-project/kpng/test/gotool"
+	"github.com/kpng-project/kpng/test/internal/apiserver"
+	"github.com/kpng-project/kpng/test/internal/gotool"
 	"github.com/kpng-project/kpng/watcher"
 	corev1 "k8s.io/api/core/v1"
 	discoveryv1 "k8s.io/api/discovery/v1"

@@ -18,9 +18,9 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kpng-project/kpng/test/bare"
-	"github.com/kpng-project/kpng/test/cgroup"
-	"github.com/kpng-project/kpng/test/gotool"
+	"github.com/kpng-project/kpng/test/internal/bare"
+	"github.com/kpng-project/kpng/test/internal/cgroup"
+	"github.com/kpng-project/kpng/test/internal/gotool"
 	"github.com/kpng-project/kpng/test/kubeproxy"
 	"k8s.io/apimachinery/pkg/runtime"
 )

@@ -18,7 +18,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kpng-project/kpng/test/gotool"
+	"github.com/kpng-project/kpng/test/internal/gotool"
 	corev1 "k8s.io/api/core/v1"
 )
 

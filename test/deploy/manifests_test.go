@@ -14,8 +14,8 @@ import (
 	"testing"
 
 	"github.com/google/go-cmp/cmp"
-	"github.com/kpng-project/kpng/test/apiserver"
-	"github.com/kpng-project/kpng/test/gotool"
+	"github.com/kpng-project/kpng/test/internal/apiserver"
+	"github.com/kpng-project/kpng/test/internal/gotool"
 	appsv1 "k8s.io/api/apps/v1"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"

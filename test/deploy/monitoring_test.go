@@ -15,7 +15,7 @@ import (
 	"testing"
 
 	"github.com/kpng-project/kpng/internal/netnstest"
-	"github.com/kpng-project/kpng/test/gotool"
+	"github.com/kpng-project/kpng/test/internal/gotool"
 	"sigs.k8s.io/yaml"
 )
 

@@ -15,7 +15,7 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/internal/netnstest"
-	"github.com/kpng-project/kpng/test/cgroup"
+	"github.com/kpng-project/kpng/test/internal/cgroup"
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 	corev1 "k8s.io/api/core/v1"

@@ -81,7 +81,7 @@ func TestImporterLinksNothingUnwanted(t *testing.T) {
 		{"metrics", []string{"metrics"}, "github.com/prometheus"},
 		{"backends", []string{
 			"backends/nftables", "backends/userspace", "backends/windows/userspace", "backends/windows/kernelspace",
-			"backends/conntrack", "backends/healthcheck", "backends/nodeaddr",
+			"node/conntrack", "node/healthcheck", "node/nodeaddr",
 		}, "github.com/google/nftables"},
 	} {
 		importer := newImporter(t, program(c.packages...))

@@ -22,8 +22,8 @@ import (
 
 	"github.com/kpng-project/kpng"
 	"github.com/kpng-project/kpng/sink"
-	"github.com/kpng-project/kpng/test/apiserver"
-	"github.com/kpng-project/kpng/test/bare"
+	"github.com/kpng-project/kpng/test/internal/apiserver"
+	"github.com/kpng-project/kpng/test/internal/bare"
 	"golang.org/x/sync/errgroup"
 	corev1 "k8s.io/api/core/v1"
 	discoveryv1 "k8s.io/api/discovery/v1"

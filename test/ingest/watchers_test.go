@@ -15,7 +15,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kpng-project/kpng/test/apiserver"
+	"github.com/kpng-project/kpng/test/internal/apiserver"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/rest"
 	"k8s.io/utils/ptr"

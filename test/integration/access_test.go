@@ -10,7 +10,7 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/kpng-project/kpng/test/apiserver"
+	"github.com/kpng-project/kpng/test/internal/apiserver"
 	"github.com/kpng-project/kpng/watcher"
 	rbacv1 "k8s.io/api/rbac/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"

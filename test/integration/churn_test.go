@@ -15,7 +15,7 @@ import (
 	"testing"
 
 	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/test/apiserver"
+	"github.com/kpng-project/kpng/test/internal/apiserver"
 	"golang.org/x/time/rate"
 	corev1 "k8s.io/api/core/v1"
 	discoveryv1 "k8s.io/api/discovery/v1"
@@ -286,7 +286,7 @@ func (v *viewer) start(t testing.TB) {
 func (v *viewer) check(t testing.TB, print []byte) {
 	shown, stamp := map[string]bool{}, int32(0)
 	for line := range bytes.Lines(print) {
-		var view api.ServiceEndpoints
+		var view api.View
 		if err := json.Unmarshal(line, &view); err != nil {
 			t.Errorf("printed invalid JSON: %v\n%s", err, line)
 			return

@@ -16,7 +16,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kpng-project/kpng/test/apiserver"
+	"github.com/kpng-project/kpng/test/internal/apiserver"
 	"k8s.io/klog/v2"
 )
 

@@ -20,7 +20,7 @@ import (
 	"github.com/kpng-project/kpng/cluster"
 	"github.com/kpng-project/kpng/feed"
 	"github.com/kpng-project/kpng/sink"
-	"github.com/kpng-project/kpng/test/apiserver"
+	"github.com/kpng-project/kpng/test/internal/apiserver"
 	"github.com/kpng-project/kpng/watcher"
 	"github.com/kpng-project/kpng/watcher/kube"
 	corev1 "k8s.io/api/core/v1"
@@ -92,7 +92,7 @@ func TestPrintsMatchAPIServer(t *testing.T) {
 
 // equate makes cmp compare views as JSON, which omits empty fields, without the winners of
 // lost claims.
-var equate = cmp.Transformer("JSON", func(views []*api.ServiceEndpoints) []any {
+var equate = cmp.Transformer("JSON", func(views []*api.View) []any {
 	var out []any
 	for _, v := range views {
 		text, err := json.Marshal(v)
@@ -238,10 +238,10 @@ func (n *tenant) print(node string, all objects) []byte {
 
 // viewOf returns the views that the proxy of the screen s should have. It reads the
 // objects of the cluster from the file at the path manifest.
-func viewOf(t testing.TB, manifest string, s *screen) []*api.ServiceEndpoints {
+func viewOf(t testing.TB, manifest string, s *screen) []*api.View {
 	t.Helper()
-	var views []*api.ServiceEndpoints
-	printer := sink.FullState(func(_ context.Context, services []*api.ServiceEndpoints) error {
+	var views []*api.View
+	printer := sink.FullState(func(_ context.Context, services []*api.View) error {
 		for _, v := range services {
 			if v.Service.Name != s.stamp.Name {
 				views = append(views, v)

@@ -36,9 +36,9 @@ type screen struct {
 	stampSlice *discoveryv1.EndpointSlice
 
 	read  int // number of processed lines of out
-	next  []*api.ServiceEndpoints
-	shown []*api.ServiceEndpoints // without the stamp
-	at    int32                   // the number in the printed stamp
+	next  []*api.View
+	shown []*api.View // without the stamp
+	at    int32       // the number in the printed stamp
 }
 
 // newScreen returns a screen and creates its stamp. Call newScreen before the process
@@ -69,14 +69,14 @@ func runScreen(n *tenant, opts kpng.Options) *screen {
 	s := newScreen(n, opts.Services.ServiceProxyName, newLines())
 	opts.NodeName = n.name
 	opts.Services.KeepLabels = []string{watcher.LabelServiceProxyName}
-	run(n.t, opts, sink.FullState(func(_ context.Context, services []*api.ServiceEndpoints) error {
+	run(n.t, opts, sink.FullState(func(_ context.Context, services []*api.View) error {
 		return printTo(s.out, services)
 	}))
 	n.t.Cleanup(s.checkAll)
 	return s
 }
 
-func printTo(out *lines, services []*api.ServiceEndpoints) error {
+func printTo(out *lines, services []*api.View) error {
 	encoder := json.NewEncoder(out)
 	for _, s := range services {
 		if err := encoder.Encode(s); err != nil {
@@ -154,7 +154,7 @@ func (s *screen) take(line string) {
 	t := s.tenant.t
 	t.Helper()
 	s.read++
-	view := new(api.ServiceEndpoints)
+	view := new(api.View)
 	decoder := json.NewDecoder(strings.NewReader(line))
 	decoder.DisallowUnknownFields()
 	if err := decoder.Decode(view); err != nil {
@@ -185,7 +185,7 @@ func (s *screen) checkAll() {
 }
 
 // The method belongs returns an error if view is not for the proxy of the screen.
-func (s *screen) belongs(view *api.ServiceEndpoints) error {
+func (s *screen) belongs(view *api.View) error {
 	label, labelled := view.Service.Labels[watcher.LabelServiceProxyName]
 	switch {
 	case labelled != (s.proxy != "") || label != s.proxy:
@@ -202,7 +202,7 @@ func (s *screen) belongs(view *api.ServiceEndpoints) error {
 //	web IPv4 http=80
 //	  10.1.0.1 http=8080 local
 //	  10.1.0.2 http=8081 draining
-func describe(views []*api.ServiceEndpoints) []string {
+func describe(views []*api.View) []string {
 	var out []string
 	for _, v := range views {
 		out = append(out, describeService(v))
@@ -216,7 +216,7 @@ func describe(views []*api.ServiceEndpoints) []string {
 	return out
 }
 
-func describeService(v *api.ServiceEndpoints) string {
+func describeService(v *api.View) string {
 	words := []string{v.Service.Name}
 	if v.Service.IPs.Headless {
 		words = append(words, "headless")
@@ -243,7 +243,7 @@ func describeService(v *api.ServiceEndpoints) string {
 	return strings.Join(words, " ")
 }
 
-func describeEndpoint(v *api.ServiceEndpoints, e *api.Endpoint) string {
+func describeEndpoint(v *api.View, e *api.Endpoint) string {
 	words := []string{" ", e.Addr.String()}
 	for i := range v.Service.Ports {
 		p := &v.Service.Ports[i]

@@ -139,7 +139,7 @@ func stepAfter(release <-chan struct{}, step sinktest.Step) sinktest.Step {
 	}
 }
 
-func portOf(v *api.ServiceEndpoints) int32 {
+func portOf(v *api.View) int32 {
 	if v == nil {
 		return 0
 	}

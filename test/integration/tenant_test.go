@@ -9,7 +9,7 @@ import (
 	"net/netip"
 	"testing"
 
-	"github.com/kpng-project/kpng/test/apiserver"
+	"github.com/kpng-project/kpng/test/internal/apiserver"
 	"github.com/kpng-project/kpng/watcher"
 	corev1 "k8s.io/api/core/v1"
 	discoveryv1 "k8s.io/api/discovery/v1"

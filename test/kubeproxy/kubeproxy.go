@@ -14,7 +14,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kpng-project/kpng/test/gotool"
+	"github.com/kpng-project/kpng/test/internal/gotool"
 )
 
 // Options configures a kube-proxy. All other settings have kube-proxy's defaults.

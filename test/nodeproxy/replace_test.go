@@ -16,7 +16,7 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/internal/netnstest"
-	"github.com/kpng-project/kpng/test/traffic"
+	"github.com/kpng-project/kpng/test/internal/traffic"
 )
 
 // manifests describe a service with two ports and two endpoints in both IP families.

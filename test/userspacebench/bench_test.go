@@ -12,7 +12,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kpng-project/kpng/test/cgroup"
+	"github.com/kpng-project/kpng/test/internal/cgroup"
 )
 
 func TestMain(m *testing.M) {

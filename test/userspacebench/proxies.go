@@ -12,7 +12,7 @@ import (
 	"strings"
 
 	"github.com/kpng-project/kpng/internal/netnstest"
-	"github.com/kpng-project/kpng/test/apiserver"
+	"github.com/kpng-project/kpng/test/internal/apiserver"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 )

@@ -16,7 +16,7 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/internal/netnstest"
-	"github.com/kpng-project/kpng/test/cgroup"
+	"github.com/kpng-project/kpng/test/internal/cgroup"
 )
 
 // The addresses of the server and of the frontend, which is a cluster IP.

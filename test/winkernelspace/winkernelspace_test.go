@@ -21,9 +21,9 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/backends/windows/kernelspace"
-	"github.com/kpng-project/kpng/test/apiserver"
-	"github.com/kpng-project/kpng/test/gotool"
-	"github.com/kpng-project/kpng/test/wine"
+	"github.com/kpng-project/kpng/test/internal/apiserver"
+	"github.com/kpng-project/kpng/test/internal/gotool"
+	"github.com/kpng-project/kpng/test/internal/wine"
 	corev1 "k8s.io/api/core/v1"
 	discoveryv1 "k8s.io/api/discovery/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"

@@ -21,7 +21,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/internal/netnstest"
-	"github.com/kpng-project/kpng/test/wine"
+	"github.com/kpng-project/kpng/test/internal/wine"
 	"golang.org/x/sync/errgroup"
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/util/sets"

@@ -14,8 +14,8 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/backends/internal/ownership"
 	"github.com/kpng-project/kpng/backends/windows/internal/journal"
+	"github.com/kpng-project/kpng/internal/ownership"
 	"github.com/kpng-project/kpng/sink"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/klog/v2"
@@ -29,7 +29,7 @@ type Backend struct {
 	hns    HNS
 	record *record
 
-	views   map[types.NamespacedName]*api.ServiceEndpoints
+	views   map[types.NamespacedName]*api.View
 	nodeIPs []netip.Addr
 	// The fields plans, unserved and wanted are computed from the fields views and
 	// environment. They are current if planned is true.
@@ -90,7 +90,7 @@ func New(opts Options) (*Backend, error) {
 		opts:      opts,
 		hns:       opts.HNS,
 		nodeIPs:   opts.NodeIPs,
-		views:     map[types.NamespacedName]*api.ServiceEndpoints{},
+		views:     map[types.NamespacedName]*api.View{},
 		plans:     map[types.NamespacedName][]policy{},
 		wanted:    map[Frontend]want{},
 		todo:      map[Frontend]bool{},

@@ -731,7 +731,7 @@ func TestFrontendIsTakenOverFromChangingService(t *testing.T) {
 }
 
 // syncBatch delivers one batch.
-func (w *world) syncBatch(first, last bool, views ...*api.ServiceEndpoints) error {
+func (w *world) syncBatch(first, last bool, views ...*api.View) error {
 	var changes []sink.Change
 	for _, v := range views {
 		changes = append(changes, sink.Change{Key: v.Key(), New: v, Unsure: true})
@@ -841,7 +841,7 @@ func TestHNSIsDownForHalfAMinute(t *testing.T) {
 // services change.
 func TestServiceWithTooManyLoadBalancersIsRefused(t *testing.T) {
 	w := newWorld(t, fakehns.AllFeatures(), kernelspace.Network{}, kernelspace.Options{MaxLoadBalancers: 3})
-	wide := func(ips int) *api.ServiceEndpoints {
+	wide := func(ips int) *api.View {
 		return view(service("wide", func(s *api.Service) {
 			for i := range ips {
 				s.IPs.ExternalIPs.Add(netip.AddrFrom4([4]byte{198, 51, 100, byte(i + 1)}))

@@ -17,7 +17,7 @@ import (
 // BenchmarkSync measures a sync with an in-memory HNS, and counts the calls to HNS.
 func BenchmarkSync(b *testing.B) {
 	const services, endpoints = 2000, 5
-	viewOf := func(i, last int) *api.ServiceEndpoints {
+	viewOf := func(i, last int) *api.View {
 		var all []api.SliceEndpoint
 		for e := range endpoints - 1 {
 			all = append(all, at(fmt.Sprintf("10.%d.%d.%d", 128+i>>8, i&255, e+1)))
@@ -93,7 +93,7 @@ func BenchmarkSync(b *testing.B) {
 		backend := newBackend(b, hns, b.TempDir()+"/kpng.json")
 		sync(b, backend, full)
 		hns.Calls()
-		views := []*api.ServiceEndpoints{viewOf(7, 200), viewOf(7, 201)}
+		views := []*api.View{viewOf(7, 200), viewOf(7, 201)}
 		b.ResetTimer()
 		for i := range b.N {
 			v := views[i%2]
@@ -117,7 +117,7 @@ func BenchmarkSync(b *testing.B) {
 		}
 		sync(b, backend, &sink.Changes{First: true, Last: true, Node: node(), NodeChanged: true, Services: slices.Values(changes)})
 		hns.Calls()
-		views := []*api.ServiceEndpoints{
+		views := []*api.View{
 			view(service("svc-7", withClusterIP(7)), at("10.1.2.2")), view(service("svc-7", withClusterIP(7)), at("10.1.2.3")),
 		}
 		b.ResetTimer()

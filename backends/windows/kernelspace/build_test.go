@@ -70,7 +70,7 @@ func at(s string, change ...func(*api.SliceEndpoint)) api.SliceEndpoint {
 }
 
 // view returns this node's view of a service with these endpoints.
-func view(s *api.Service, endpoints ...api.SliceEndpoint) *api.ServiceEndpoints {
+func view(s *api.Service, endpoints ...api.SliceEndpoint) *api.View {
 	state := &api.ServiceState{Service: s}
 	for _, family := range []api.Family{api.IPv4, api.IPv6} {
 		slice := &api.EndpointSlice{Namespace: s.Namespace, Name: family.String(), ServiceName: s.Name, Family: family}
@@ -94,14 +94,14 @@ type world struct {
 	network string
 	opts    kernelspace.Options
 	backend *kernelspace.Backend
-	views   map[types.NamespacedName]*api.ServiceEndpoints
+	views   map[types.NamespacedName]*api.View
 }
 
 // newWorld returns a started backend on a network where this node has pods at the given
 // addresses.
 func newWorld(t *testing.T, features kernelspace.Features, network kernelspace.Network, opts kernelspace.Options, pods ...string) *world {
 	t.Helper()
-	w := &world{T: t, hns: fakehns.New(features), views: map[types.NamespacedName]*api.ServiceEndpoints{}}
+	w := &world{T: t, hns: fakehns.New(features), views: map[types.NamespacedName]*api.View{}}
 	network.Name = "pods"
 	w.network = w.hns.AddNetwork(network)
 	w.hns.SetHost(addr("192.168.0.1"), addr("fd00:192::1"))
@@ -169,7 +169,7 @@ func (w *world) full() error {
 }
 
 // The method set delivers new or changed services to the backend.
-func (w *world) set(views ...*api.ServiceEndpoints) error {
+func (w *world) set(views ...*api.View) error {
 	var changes []sink.Change
 	for _, v := range views {
 		changes = append(changes, sink.Change{Key: v.Key(), Old: w.views[v.Key()], New: v})

@@ -12,7 +12,7 @@ import (
 )
 
 // wideView returns the view of a service with ports, external IPs and endpoints.
-func wideView(ports, externalIPs, endpoints int) *api.ServiceEndpoints {
+func wideView(ports, externalIPs, endpoints int) *api.View {
 	svc := &api.Service{Namespace: "default", Name: "wide", Type: api.ClusterIP, IPFamilies: []api.Family{api.IPv4}}
 	slice := &api.EndpointSlice{Namespace: "default", Name: "wide", ServiceName: "wide", Family: api.IPv4}
 	for i := range externalIPs {

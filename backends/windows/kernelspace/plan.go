@@ -121,7 +121,7 @@ const PreserveDestination = "preserve-destination"
 // has no side effects. A frontend without endpoints gets no load balancer, because HNS
 // can neither reject nor drop packets. If the service has too many frontends, plan returns
 // an error.
-func plan(se *api.ServiceEndpoints, on *environment) (policies []policy, lacking []unserved, err error) {
+func plan(se *api.View, on *environment) (policies []policy, lacking []unserved, err error) {
 	var checked []nodeview.Frontend
 	preserve := preservesDestination(se.Service)
 	lists := map[listKey]*destinations{}

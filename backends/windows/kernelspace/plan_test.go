@@ -61,7 +61,7 @@ func TestEachFrontendHasLoadBalancer(t *testing.T) {
 		opts     kernelspace.Options
 		named    []string // additional endpoints on this node, such as "cbr0=10.1.1.2": the name and address
 		pods     []string // addresses of the pods of this node
-		view     *api.ServiceEndpoints
+		view     *api.View
 		want     string
 		remotes  []string
 		fails    string
@@ -339,7 +339,7 @@ load balancer node port source 192.168.0.1 protocol 6 port 30080->8080 LocalRout
 func TestServicesShareHealthChecksOfLoadBalancerAddress(t *testing.T) {
 	w := newWorld(t, fakehns.AllFeatures(), kernelspace.Network{}, kernelspace.Options{ForwardHealthChecks: true, HealthzPort: 10256})
 	w.endpoint(kernelspace.Endpoint{Name: "cbr0", Addrs: []netip.Addr{addr("10.1.1.2")}})
-	at := func(port int32) *api.ServiceEndpoints {
+	at := func(port int32) *api.View {
 		return view(service(fmt.Sprint("web-", port), withClusterIP(int(port)), func(s *api.Service) {
 			s.Type, s.Ports[0].Port = api.LoadBalancer, port
 			s.IPs.LoadBalancerIPs = addrs("203.0.113.1")

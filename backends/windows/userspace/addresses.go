@@ -14,9 +14,9 @@ import (
 	"sync"
 	"time"
 
-	"github.com/kpng-project/kpng/backends/internal/ownership"
 	"github.com/kpng-project/kpng/backends/userspace"
 	"github.com/kpng-project/kpng/backends/windows/internal/journal"
+	"github.com/kpng-project/kpng/internal/ownership"
 	"k8s.io/klog/v2"
 )
 

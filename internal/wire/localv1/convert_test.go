@@ -44,7 +44,7 @@ func FuzzConversions(f *testing.F) {
 	}
 	f.Fuzz(func(t *testing.T, seed uint64) {
 		r := rand.New(rand.NewPCG(seed, 0))
-		view := apitest.Random[api.ServiceEndpoints](r)
+		view := apitest.Random[api.View](r)
 		if view.Service == nil {
 			view.Service = new(api.Service)
 		}
@@ -207,7 +207,7 @@ func TestInvalidUTF8IsRepaired(t *testing.T) {
 func TestRandomFillsEverything(t *testing.T) {
 	never := map[string]bool{}
 	for seed := range uint64(200) {
-		v := apitest.Random[api.ServiceEndpoints](rand.New(rand.NewPCG(seed, 0)))
+		v := apitest.Random[api.View](rand.New(rand.NewPCG(seed, 0)))
 		zeroFields(reflect.ValueOf(v), "", func(path string, zero bool) {
 			if before, seen := never[path]; !seen || before {
 				never[path] = zero

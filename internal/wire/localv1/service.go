@@ -48,7 +48,7 @@ func FromService(s *api.Service) *Service {
 }
 
 // FromView returns the wire form of v, but without endpoints.
-func FromView(v *api.ServiceEndpoints) *Service {
+func FromView(v *api.View) *Service {
 	w := FromService(v.Service)
 	w.Unusable = convert(v.Unusable, func(p *api.PortFamily) *PortFamily {
 		return &PortFamily{Protocol: Protocol(p.Protocol), Port: p.Port, Family: Family(p.Family)}
@@ -119,12 +119,12 @@ func (x *Service) ToService() (*api.Service, error) {
 
 // ToView converts x to a view without endpoints. An error names the field that cannot be
 // read.
-func (x *Service) ToView() (*api.ServiceEndpoints, error) {
+func (x *Service) ToView() (*api.View, error) {
 	s, err := x.ToService()
 	if err != nil {
 		return nil, err
 	}
-	v := &api.ServiceEndpoints{
+	v := &api.View{
 		Service: s,
 		Unusable: convertPointers(x.GetUnusable(), func(p *PortFamily) api.PortFamily {
 			return api.PortFamily{Protocol: api.Protocol(p.GetProtocol()), Port: p.GetPort(), Family: api.Family(p.GetFamily())}

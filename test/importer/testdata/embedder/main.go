@@ -19,7 +19,7 @@ import (
 func main() {
 	ctx, stop := context.WithCancel(context.Background())
 	err := kpng.Run(ctx, kpng.Options{Manifests: strings.Join(os.Args[1:], "")}, sink.FullState(
-		func(_ context.Context, services []*api.ServiceEndpoints) error {
+		func(_ context.Context, services []*api.View) error {
 			for _, s := range services {
 				fmt.Println(s.Key())
 			}

@@ -71,7 +71,7 @@ func newEBPF(opts ebpf.Options) (backend, error) {
 }
 
 // service returns the view of a service with session affinity.
-func service() *api.ServiceEndpoints {
+func service() *api.View {
 	svc := &api.Service{
 		Namespace: "default", Name: "web", Type: api.ClusterIP, IPFamilies: []api.Family{api.IPv4},
 		Ports: []api.PortMapping{{Protocol: api.TCP, Port: 80}},

@@ -1,0 +1,250 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package program
+
+import (
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strings"
+	"unsafe"
+
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/netfilter"
+	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
+)
+
+// kubeProxyChain is a chain of kube-proxy in its modes iptables and ipvs. Packets reach
+// kube-proxy's other chains for services only through this chain.
+const kubeProxyChain = "KUBE-SERVICES"
+
+// iptablesChain matches the chain of the backend iptables with the same role. The name of
+// the instance is a part of it.
+var iptablesChain = regexp.MustCompile(`^KPNG-(?:([A-Za-z0-9]{1,6})-)?SERVICES$`)
+
+// ofChain returns the leftover to which a chain of a table belongs. The argument flavour
+// is the variant of iptables.
+func ofChain(chain, flavour, table string) (l leftover, ok bool) {
+	if chain == kubeProxyChain {
+		return leftover{what: "chain " + chain + " of " + flavour + " in table " + table, remove: "kube-proxy --cleanup"}, true
+	}
+	if name := iptablesChain.FindStringSubmatch(chain); name != nil {
+		return ofKpng(instance{"iptables", name[1]}, "chain "+chain+" of "+flavour+" in table "+table), true
+	}
+	return leftover{}, false
+}
+
+func ofKpng(i instance, what string) leftover {
+	return leftover{what: what, remove: i.cleanupCommand(), by: i}
+}
+
+// kpngTable matches the tables of the backends nftables and ipvs.
+var kpngTable = regexp.MustCompile(`^(kpng-ipvs|kpng2?)(?:-(.+))?$`)
+
+// ofTable returns the leftover to which a table of nftables belongs.
+func ofTable(family, name string) (l leftover, ok bool) {
+	table := "nftables table " + family + " " + name
+	if family != "inet" {
+		return leftover{what: table, remove: "nft delete table " + family + " " + name}, name == "kube-proxy"
+	}
+	parts := kpngTable.FindStringSubmatch(name)
+	if parts == nil {
+		return leftover{}, false
+	}
+	backend := "nftables"
+	if parts[1] == "kpng-ipvs" {
+		backend = "ipvs"
+	}
+	return ofKpng(instance{backend, parts[2]}, table), true
+}
+
+// nftablesLeftovers finds tables of nftables, and chains that were made with iptables-nft.
+func nftablesLeftovers(ctx context.Context) ([]leftover, error) {
+	// from linux/netfilter/nf_tables.h
+	const chainTable, chainName = 1, 3
+	c := netfilter.NewConn(0)
+	defer c.Close()
+	var found []leftover
+	var errs []error
+	for _, family := range []struct {
+		name   string
+		number byte
+	}{{"ip", unix.NFPROTO_IPV4}, {"ip6", unix.NFPROTO_IPV6}, {"inet", unix.NFPROTO_INET}} {
+		errs = append(errs, c.ListChains(ctx, family.number, func(attributes []byte) (isNew bool) {
+			table, chain := "", ""
+			for attr, data := range netfilter.Attributes(attributes) {
+				switch attr {
+				case chainTable:
+					table = netfilter.String(data)
+				case chainName:
+					chain = netfilter.String(data)
+				}
+			}
+			l, ok := leftover{}, false
+			if family.name != "inet" {
+				l, ok = ofChain(chain, "iptables-nft", family.name+" "+table)
+			}
+			if !ok {
+				l, ok = ofTable(family.name, table)
+			}
+			if !ok || slices.Contains(found, l) {
+				return false
+			}
+			found = append(found, l)
+			return true
+		}))
+	}
+	return found, errors.Join(errs...)
+}
+
+// legacyLeftovers finds chains that were made with iptables-legacy.
+func legacyLeftovers(context.Context) ([]leftover, error) {
+	var found []leftover
+	var errs []error
+	for _, f := range []struct {
+		family        api.Family
+		name          string
+		socket, level int
+	}{
+		{api.IPv4, "ip", unix.AF_INET, unix.SOL_IP},
+		{api.IPv6, "ip6", unix.AF_INET6, unix.SOL_IPV6},
+	} {
+		tables, err := netfilter.LegacyTables(f.family)
+		errs = append(errs, err)
+		for _, table := range tables {
+			entries, err := legacyTable(f.socket, f.level, table)
+			if err != nil {
+				errs = append(errs, fmt.Errorf("read table %s %s of iptables-legacy: %w", f.name, table, err))
+			}
+			for _, name := range legacyName.FindAllSubmatch(entries, -1) {
+				if l, ok := ofChain(string(name[1]), "iptables-legacy", f.name+" "+table); ok && !slices.Contains(found, l) {
+					found = append(found, l)
+				}
+			}
+		}
+	}
+	return found, errors.Join(errs...)
+}
+
+// legacyName matches the names of chains that ofChain may know. The byte before a name is
+// the revision of a target, 0.
+var legacyName = regexp.MustCompile(`\x00((?:KUBE|KPNG)-(?:[A-Za-z0-9]{1,6}-)?SERVICES)\x00`)
+
+// legacyTable returns the rules of a table of iptables-legacy, which contain the names of
+// its chains.
+func legacyTable(family, level int, table string) ([]byte, error) {
+	// The numbers are from linux/netfilter_ipv4/ip_tables.h, and ip6_tables.h has the same
+	// numbers. In ipt_getinfo, the last field is the size of the rules. In ipt_get_entries,
+	// the second field is this size, and the rules come after that field. The rules of each
+	// chain begin with the name of the chain.
+	const (
+		getInfo, infoSize, infoSizeAt           = 64, 84, 80
+		getEntries, entriesSizeAt, entriesStart = 65, 32, 40
+	)
+	fd, err := unix.Socket(family, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		return nil, fmt.Errorf("open a socket: %w", err)
+	}
+	defer unix.Close(fd)
+	get := func(option int, buffer []byte) error {
+		copy(buffer, table)
+		n := uint32(len(buffer))
+		_, _, errno := unix.Syscall6(unix.SYS_GETSOCKOPT, uintptr(fd), uintptr(level), uintptr(option),
+			uintptr(unsafe.Pointer(&buffer[0])), uintptr(unsafe.Pointer(&n)), 0)
+		if errno != 0 {
+			return os.NewSyscallError("getsockopt", errno)
+		}
+		return nil
+	}
+	for attempt := 0; ; attempt++ {
+		info := make([]byte, infoSize)
+		if err := get(getInfo, info); err != nil {
+			return nil, err
+		}
+		size := binary.NativeEndian.Uint32(info[infoSizeAt:])
+		entries := make([]byte, entriesStart+int(size))
+		binary.NativeEndian.PutUint32(entries[entriesSizeAt:], size)
+		err := get(getEntries, entries)
+		if errors.Is(err, unix.EAGAIN) && attempt < 10 {
+			continue // after getInfo, another program changed the size of the table
+		}
+		return entries, err
+	}
+}
+
+// interfaceLeftovers finds the interface of kube-proxy's mode ipvs.
+func interfaceLeftovers(context.Context) ([]leftover, error) {
+	const device = "kube-ipvs0"
+	_, err := netlink.LinkByName(device)
+	switch {
+	case err == nil:
+		return []leftover{{what: "interface " + device, remove: "ip link delete " + device}}, nil
+	case errors.As(err, &netlink.LinkNotFoundError{}):
+		return nil, nil
+	default:
+		return nil, fmt.Errorf("look for interface %s: %w", device, err)
+	}
+}
+
+// serverLeftovers finds virtual servers of IPVS.
+func serverLeftovers(context.Context) ([]leftover, error) {
+	text, err := os.ReadFile("/proc/thread-self/net/ip_vs")
+	if errors.Is(err, os.ErrNotExist) {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, fmt.Errorf("list virtual servers of IPVS: %w", err)
+	}
+	// Each line that begins with a protocol describes a virtual server.
+	for line := range strings.Lines(string(text)) {
+		if slices.ContainsFunc([]string{"TCP ", "UDP ", "SCTP "}, func(p string) bool { return strings.HasPrefix(line, p) }) {
+			return []leftover{{what: ipvsServers, remove: "ipvsadm --clear"}}, nil
+		}
+	}
+	return nil, nil
+}
+
+const ipvsServers = "virtual servers of IPVS"
+
+// userspaceProtocol is the protocol number of routes that the backend userspace makes.
+const userspaceProtocol = 107
+
+// routeLeftovers finds routes of the backend userspace.
+func routeLeftovers(context.Context) ([]leftover, error) {
+	for _, family := range []int{netlink.FAMILY_V4, netlink.FAMILY_V6} {
+		routes, err := netlink.RouteListFiltered(family,
+			&netlink.Route{Table: unix.RT_TABLE_LOCAL, Type: unix.RTN_LOCAL, Protocol: userspaceProtocol},
+			netlink.RT_FILTER_TABLE|netlink.RT_FILTER_TYPE|netlink.RT_FILTER_PROTOCOL)
+		if err != nil {
+			return nil, fmt.Errorf("list local routes: %w", err)
+		}
+		if len(routes) > 0 {
+			return []leftover{ofKpng(instance{backend: "userspace"}, fmt.Sprintf("local routes of protocol %d", userspaceProtocol))}, nil
+		}
+	}
+	return nil, nil
+}
+
+// ebpfLeftovers finds the maps of the backend ebpf, if this process sees the BPF file
+// system.
+func ebpfLeftovers(bpffs string) (found []leftover, err error) {
+	entries, err := os.ReadDir(bpffs)
+	if errors.Is(err, fs.ErrNotExist) || errors.Is(err, fs.ErrPermission) {
+		return nil, nil
+	}
+	for _, e := range entries {
+		rest, ok := strings.CutPrefix(e.Name(), "kpng-ebpf")
+		name, named := strings.CutPrefix(rest, "-")
+		if ok && (named || rest == "") {
+			found = append(found, ofKpng(instance{"ebpf", name}, "eBPF maps in "+filepath.Join(bpffs, e.Name())))
+		}
+	}
+	return found, err
+}

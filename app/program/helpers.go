@@ -1,0 +1,123 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package program
+
+import (
+	"fmt"
+	"net/netip"
+	"strings"
+
+	"github.com/kpng-project/kpng/node/nodeaddr"
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/spf13/pflag"
+)
+
+func gauge(subsystem, name, help string) prometheus.Gauge {
+	return prometheus.NewGauge(prometheus.GaugeOpts{Namespace: "kpng", Subsystem: subsystem, Name: name, Help: help})
+}
+
+func counter(subsystem, name, help string) prometheus.Counter {
+	return prometheus.NewCounter(prometheus.CounterOpts{Namespace: "kpng", Subsystem: subsystem, Name: name, Help: help})
+}
+
+// durations has the limits of the buckets for histograms of durations, from 1 ms to 16 s.
+var durations = prometheus.ExponentialBuckets(0.001, 2, 15)
+
+// flagValue returns the value of a flag of the command, or "" if the command has no such
+// flag.
+func flagValue(fs *pflag.FlagSet, name string) string {
+	if f := fs.Lookup(name); f != nil {
+		return f.Value.String()
+	}
+	return ""
+}
+
+// kubeProxyNamed returns a collector with the metrics of c under the name that kube-proxy
+// uses. All metrics of c must have the same name and these labels.
+func kubeProxyNamed(name string, c prometheus.Collector, labels ...string) prometheus.Collector {
+	return &renamed{c, prometheus.NewDesc("kubeproxy_"+name, "As in kube-proxy.", labels, nil)}
+}
+
+// renamed is a collector. It returns the metrics of another collector, with the name and
+// the labels in desc.
+type renamed struct {
+	of   prometheus.Collector
+	desc *prometheus.Desc
+}
+
+func (r *renamed) Describe(to chan<- *prometheus.Desc) { to <- r.desc }
+
+func (r *renamed) Collect(to chan<- prometheus.Metric) {
+	metrics := make(chan prometheus.Metric)
+	go func() {
+		defer close(metrics)
+		r.of.Collect(metrics)
+	}()
+	for m := range metrics {
+		to <- renamedMetric{m, r.desc}
+	}
+}
+
+type renamedMetric struct {
+	prometheus.Metric
+	desc *prometheus.Desc
+}
+
+func (m renamedMetric) Desc() *prometheus.Desc { return m.desc }
+
+// nodePortsFlag adds the flag --node-port-addresses. The argument items lists the possible
+// items, for the help.
+func nodePortsFlag(fs *pflag.FlagSet, to *nodeaddr.Selection, items string) {
+	*to = nodeaddr.Selection{Primary: true}
+	var given []string
+	fs.Var(&value{
+		show: func() string { return to.String() },
+		set: func(text string) (err error) {
+			given = append(given, strings.Split(text, ",")...)
+			*to, err = nodeaddr.ParseSelection(given)
+			return err
+		},
+	}, "node-port-addresses", "serve node ports and health checks at these `addresses` of the node: primary (those of its Node object), "+items)
+}
+
+// listFlag adds a flag for a list. The flag may appear several times, and each value may
+// have several items, separated by commas.
+func listFlag[T fmt.Stringer](fs *pflag.FlagSet, to *[]T, parse func(string) (T, error), name, usage string) {
+	fs.Var(&value{
+		show: func() string { return strings.ReplaceAll(strings.Trim(fmt.Sprint(*to), "[]"), " ", ",") },
+		set: func(text string) error {
+			for item := range strings.SplitSeq(text, ",") {
+				v, err := parse(strings.TrimSpace(item))
+				if err != nil {
+					return err
+				}
+				*to = append(*to, v)
+			}
+			return nil
+		},
+	}, name, usage)
+}
+
+// parseCIDR parses a CIDR and sets the bits after its prefix to zero.
+func parseCIDR(text string) (netip.Prefix, error) {
+	cidr, err := netip.ParsePrefix(text)
+	return cidr.Masked(), err
+}
+
+// The struct value implements pflag.Value. Its methods call the functions in its fields.
+type value struct {
+	show func() string
+	set  func(string) error
+}
+
+func (v *value) Set(text string) error { return v.set(text) }
+func (*value) Type() string            { return "list" }
+
+// String also works for the zero value. The package pflag calls String on the zero value
+// to find out whether the default of a flag is the zero value.
+func (v *value) String() string {
+	if v.show == nil {
+		return ""
+	}
+	return v.show()
+}

@@ -1,0 +1,123 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package program
+
+import (
+	"github.com/kpng-project/kpng/backends/iptables"
+	"github.com/kpng-project/kpng/internal/sysctl"
+	"github.com/kpng-project/kpng/node/nodeaddr"
+	"github.com/kpng-project/kpng/sink"
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/spf13/pflag"
+)
+
+// IPTables returns the backend that programs services into the Linux kernel with
+// iptables.
+func IPTables() *Backend {
+	f := &iptablesFlags{nodeFlags: nodeFlags{checks: newHealthChecks()}}
+	return &Backend{
+		Name:  "iptables",
+		Short: "Program services into the kernel with iptables, in place of kube-proxy or beside it",
+		Long: "Programs services into the kernel with iptables, in place of kube-proxy or, for services of another proxy name, beside it. " +
+			"What is programmed stays when the program ends: see kpng cleanup iptables. It needs CAP_NET_ADMIN and CAP_NET_RAW, the programs of iptables, and preferably ipset.",
+		Flags: f.register,
+		Make:  f.parts,
+		Init:  f.init,
+
+		leftovers: newLeftovers("iptables"),
+	}
+}
+
+// iptablesFlags are the values of the backend's flags.
+type iptablesFlags struct {
+	nodeFlags
+	options iptables.Options
+	flavour string
+}
+
+func (f *iptablesFlags) register(fs *pflag.FlagSet) {
+	fs.StringVar(&f.options.Instance, "instance", "", "the `name` of this instance among several on a node, at most 6 letters and digits: its chains are KPNG-NAME-… instead of KPNG-…")
+	fs.StringVar(&f.flavour, "iptables-flavour", iptables.DetectFlavour.String(), "use the programs of iptables of this `flavour`: nft, legacy, or detect for that of other programs on the node")
+	fs.BoolVar(&f.options.WithoutIPSet, "without-ipset", false, "use rules in place of sets, even if the program ipset is installed")
+	fs.DurationVar(&f.options.LockWait, "iptables-lock-wait", f.options.LockWait, "wait this `time` for the lock of iptables before a change fails and is retried; 0 means 5s")
+	listFlag(fs, &f.options.ClusterCIDRs, parseCIDR, "cluster-cidr", "the `CIDRs` of pods")
+	fs.BoolVar(&f.options.NodePodCIDRs, "node-pod-cidrs", false, "take the pod CIDRs of the Node object for the addresses of this node's pods")
+	fs.StringSliceVar(&f.options.PodInterfaces, "pod-interfaces", nil, "take what comes in by these `interfaces`, such as cni0 or veth*, for pods of this node")
+	fs.BoolVar(&f.options.MasqueradeAll, "masquerade-all", false, "masquerade all connections to cluster IPs")
+	fs.BoolVar(&f.options.AcceptUnknownPorts, "accept-unknown-ports", false, "leave ports of a cluster IP that no service has to the routing table, instead of rejecting")
+	f.nodeFlags.register(fs)
+}
+
+// complete checks the values of the flags and returns the resulting options.
+func (f *iptablesFlags) complete() (opts iptables.Options, err error) {
+	opts = f.options
+	if opts.Flavour, err = iptables.ParseFlavour(f.flavour); err != nil {
+		return opts, err
+	}
+	opts.MasqueradeOutsiders = f.masqueradeOutside && (opts.NodePodCIDRs || len(opts.ClusterCIDRs)+len(opts.PodInterfaces) > 0)
+	if err := f.check("the backend iptables"); err != nil {
+		return opts, err
+	}
+	opts.MasqueradeMark = 1 << f.masqueradeBit
+	opts.AcceptInvalid = f.limits.liberal // as in kube-proxy
+	return opts, nil
+}
+
+func (f *iptablesFlags) parts() (Parts, error) {
+	opts, err := f.complete()
+	if err != nil {
+		return Parts{}, err
+	}
+	rules := newIPTablesMetrics()
+	opts.Observer = rules.observer()
+	counted := opts.Observer.Drifted
+	opts.Observer.Drifted = func() {
+		counted()
+		f.events.drifted("iptables")
+	}
+	parts, err := f.nodeParts(func(addrs *nodeaddr.Watcher, connections sink.Sink) (sink.Sink, error) {
+		opts.NodeAddresses, opts.Conntrack = addrs, connections
+		return iptables.New(opts)
+	}, sysctl.Forwarding...)
+	if err != nil {
+		return Parts{}, err
+	}
+	parts.Collectors = append(parts.Collectors, rules.collectors()...)
+	parts.KubeProxyNames["sync_proxy_rules_iptables_restore_failures_total"] = rules.failed
+	return parts, nil
+}
+
+// iptablesMetrics has the metrics of package iptables.
+type iptablesMetrics struct {
+	chains                           prometheus.Gauge
+	restores, failed, lines, drifted prometheus.Counter
+}
+
+func newIPTablesMetrics() *iptablesMetrics {
+	const subsystem = "iptables"
+	return &iptablesMetrics{
+		chains:   gauge(subsystem, "chains", "Chains of this instance."),
+		restores: counter(subsystem, "restores_total", "Runs of iptables-restore."),
+		failed:   counter(subsystem, "restore_errors_total", "Runs of iptables-restore that failed."),
+		lines:    counter(subsystem, "lines_written_total", "Lines of input for iptables-restore."),
+		drifted:  counter(subsystem, "drift_found_total", "Times that another program had changed the rules."),
+	}
+}
+
+func (m *iptablesMetrics) collectors() []prometheus.Collector {
+	return []prometheus.Collector{m.chains, m.restores, m.failed, m.lines, m.drifted}
+}
+
+func (m *iptablesMetrics) observer() iptables.Observer {
+	return iptables.Observer{
+		Restored: func(lines int, err error) {
+			m.restores.Inc()
+			m.lines.Add(float64(lines))
+			if err != nil {
+				m.failed.Inc()
+			}
+		},
+		Holds:   func(chains int) { m.chains.Set(float64(chains)) },
+		Drifted: m.drifted.Inc,
+	}
+}

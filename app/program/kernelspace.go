@@ -1,0 +1,110 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package program
+
+import (
+	"cmp"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"time"
+
+	"github.com/kpng-project/kpng/backends/windows/kernelspace"
+	"github.com/kpng-project/kpng/node/nodeaddr"
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/spf13/pflag"
+)
+
+// Kernelspace returns the backend that programs services as load balancers of the Host
+// Networking Service (HNS) of Windows.
+func Kernelspace(hns kernelspace.HNS) *Backend {
+	opts, checks, metrics := kernelspace.Options{HNS: hns}, newHealthChecks(), newHNSMetrics()
+	opts.Observer = metrics.observer()
+	return &Backend{
+		Name:  "kernelspace",
+		Short: "Program services into the kernel by the Host Networking Service (HNS), in place of kube-proxy or beside it",
+		Long: "Makes load balancers of the Host Networking Service (HNS) for services, in place of kube-proxy or, for services of another proxy name, beside it. " +
+			"What is programmed stays when the program ends, until it is started with --cleanup, or kpng cleanup kernelspace. It needs an administrator's rights.",
+		OnlyPorts: true,
+		Flags:     func(fs *pflag.FlagSet) { kernelspaceFlags(fs, &opts, checks) },
+		Make: func() (Parts, error) {
+			opts := opts
+			opts.StateFile = cmp.Or(opts.StateFile, kernelspaceStateFile(opts.Name))
+			b, err := kernelspace.New(opts)
+			if err != nil {
+				return Parts{}, err
+			}
+			addrs, err := nodeaddr.New(nodeaddr.Options{})
+			if err != nil {
+				return Parts{}, err
+			}
+			return Parts{
+				Sink:       b,
+				Follow:     addrs.Start,
+				Companions: checks.companions(addrs),
+				Collectors: append(checks.collectors(), metrics.endpoints, metrics.balancers, metrics.calls, metrics.failures),
+			}, nil
+		},
+	}
+}
+
+// kernelspaceStateFile returns the default state file of an instance.
+func kernelspaceStateFile(instance string) string {
+	name := "kernelspace.journal"
+	if instance != "kpng" {
+		name = "kernelspace-" + instance + ".journal"
+	}
+	return filepath.Join(os.Getenv("ProgramData"), "kpng", name)
+}
+
+func kernelspaceFlags(fs *pflag.FlagSet, opts *kernelspace.Options, checks *healthChecks) {
+	fs.StringVar(&opts.Network, "network", os.Getenv("KUBE_NETWORK"), "the `name` of the HNS network that pods are on; without it, $KUBE_NETWORK")
+	fs.StringVar(&opts.Name, "instance", "kpng", "the `name` that begins the names of this program's HNS endpoints and identifies them; each instance on a node needs its own")
+	fs.StringVar(&opts.StateFile, "state-file", "", "the `file` that remembers which load balancers are this program's; without it, kernelspace.journal, or kernelspace-INSTANCE.journal, in %ProgramData%\\kpng")
+	fs.BoolVar(&opts.EnableDSR, "enable-dsr", false, "use direct server return for cluster IPs; fails where Windows lacks it")
+	listFlag(fs, &opts.SourceVIPs, netip.ParseAddr, "source-vip", "the source `address` of what load balancers send on, at most one a family; an overlay network needs one")
+	listFlag(fs, &opts.NodeIPs, netip.ParseAddr, "node-ip", "an `address` of this node; without it, those of its Node object")
+	fs.StringVar(&opts.HostMAC, "host-mac", "", "the hardware `address`, as in 00-15-5d-01-02-03, for the source VIP and cluster IPs on an overlay network; without it, that of the interface that has the node's address")
+	fs.BoolVar(&opts.ForwardHealthChecks, "forward-healthcheck-vip", false, "forward health checks at load-balancer addresses to this node")
+	fs.Uint16Var(&opts.HealthzPort, "forward-healthcheck-port", 10256, "the `port` for forwarded health checks of services without a health-check node port: that of --healthz-bind-address; 0 forwards none of them")
+	fs.StringVar(&opts.RootEndpoint, "root-hnsendpoint-name", "cbr0", "the `name` of the HNS endpoint through which this node is reached, for forwarded health checks")
+	fs.IntVar(&opts.MaxLoadBalancers, "max-load-balancers", 0, "how many load balancers one service may have, one for each frontend; a service that needs more is refused; 0 means 1024")
+	checks.register(fs)
+}
+
+// hnsMetrics counts the calls to HNS. It also counts the endpoints and load balancers
+// that HNS has for this program.
+type hnsMetrics struct {
+	endpoints, balancers prometheus.Gauge
+	calls                *prometheus.HistogramVec
+	failures             *prometheus.CounterVec
+}
+
+func newHNSMetrics() *hnsMetrics {
+	return &hnsMetrics{
+		endpoints: gauge("hns", "endpoints", "Endpoints that HNS has for kpng."),
+		balancers: gauge("hns", "load_balancers", "Load balancers that HNS has for kpng."),
+		calls: prometheus.NewHistogramVec(prometheus.HistogramOpts{
+			Namespace: "kpng", Subsystem: "hns", Name: "call_duration_seconds", Buckets: durations,
+			Help: "How long a call of HNS took, by call (CreateLoadBalancer, …); a listing is one call.",
+		}, []string{"call"}),
+		failures: prometheus.NewCounterVec(prometheus.CounterOpts{
+			Namespace: "kpng", Subsystem: "hns", Name: "call_failures_total", Help: "Calls of HNS that failed, by call.",
+		}, []string{"call"}),
+	}
+}
+
+func (m *hnsMetrics) observer() kernelspace.Observer {
+	return kernelspace.Observer{
+		Called: func(call string, took time.Duration, err error) {
+			m.calls.WithLabelValues(call).Observe(took.Seconds())
+			if err != nil {
+				m.failures.WithLabelValues(call).Inc()
+			}
+		},
+		Holds: func(endpoints, loadBalancers int) {
+			m.endpoints.Set(float64(endpoints))
+			m.balancers.Set(float64(loadBalancers))
+		},
+	}
+}

@@ -1,0 +1,127 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package program
+
+import (
+	"errors"
+
+	"github.com/kpng-project/kpng/backends/nftables"
+	"github.com/kpng-project/kpng/node/nodeaddr"
+	"github.com/kpng-project/kpng/sink"
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/spf13/pflag"
+)
+
+var _ Inspector = (*nftables.Backend)(nil)
+
+// NFTables returns the backend that programs services into the Linux kernel with
+// nftables.
+func NFTables() *Backend {
+	f := &nftablesFlags{nodeFlags: nodeFlags{checks: newHealthChecks()}}
+	return &Backend{
+		Name:  "nftables",
+		Short: "Program services into the kernel with nftables, in place of kube-proxy or beside it",
+		Long: "Programs services into the kernel with nftables, in place of kube-proxy or, for services of another proxy name, beside it. " +
+			"What is programmed stays when the program ends: see kpng cleanup nftables. It needs CAP_NET_ADMIN.",
+		Flags: f.register,
+		Make:  f.parts,
+		Init:  f.init,
+
+		leftovers: newLeftovers("nftables"),
+	}
+}
+
+// nftablesFlags has the values of the backend's flags.
+type nftablesFlags struct {
+	nodeFlags
+	options nftables.Options
+}
+
+func (f *nftablesFlags) register(fs *pflag.FlagSet) {
+	fs.StringVar(&f.options.Instance, "instance", "", "the `name` of this instance among several on a node: its table is kpng-NAME instead of kpng, or kpng2-NAME instead of kpng2")
+	listFlag(fs, &f.options.ClusterCIDRs, parseCIDR, "cluster-cidr", "the `CIDRs` of pods")
+	fs.BoolVar(&f.options.NodePodCIDRs, "node-pod-cidrs", false, "take the pod CIDRs of the Node object for the addresses of this node's pods")
+	listFlag(fs, &f.options.ServiceCIDRs, parseCIDR, "service-cidr", "drop connections to addresses in these `CIDRs` of cluster IPs that no service has")
+	fs.StringSliceVar(&f.options.PodInterfaces, "pod-interfaces", nil, "take what comes in by these `interfaces`, such as cni0 or veth*, for pods of this node")
+	fs.BoolVar(&f.options.MasqueradeAll, "masquerade-all", false, "masquerade all connections to cluster IPs")
+	fs.Int32Var(&f.options.DNATPriority, "dnat-priority", -100, "choose endpoints at this `priority` of the hooks prerouting and output, not 0")
+	fs.Int32Var(&f.options.SNATPriority, "snat-priority", 100, "masquerade at this `priority` of the hook postrouting, not 0")
+	fs.BoolVar(&f.options.AcceptUnknownPorts, "accept-unknown-ports", false, "leave ports of a cluster IP that no service has to the routing table, instead of rejecting")
+	fs.BoolVar(&f.options.DropInvalid, "drop-invalid", false, "drop forwarded packets that connection tracking cannot assign to a connection")
+	f.nodeFlags.register(fs)
+}
+
+// complete checks the values of the flags and returns the resulting options.
+func (f *nftablesFlags) complete() (nftables.Options, error) {
+	opts := f.options
+	opts.MasqueradeOutsiders = f.masqueradeOutside && (opts.NodePodCIDRs || len(opts.ClusterCIDRs)+len(opts.PodInterfaces) > 0)
+	if err := f.check("nftables"); err != nil {
+		return opts, err
+	}
+	opts.MasqueradeMark = 1 << f.masqueradeBit
+	if opts.DNATPriority == 0 || opts.SNATPriority == 0 {
+		return opts, errors.New("--dnat-priority and --snat-priority may not be 0")
+	}
+	opts.Sysctls = map[string]nftables.SysctlMode{
+		"report": nftables.ReportSysctls, "set": nftables.SetSysctls, "ignore": nftables.IgnoreSysctls,
+	}[f.sysctlMode()]
+	return opts, nil
+}
+
+func (f *nftablesFlags) parts() (Parts, error) {
+	opts, err := f.complete()
+	if err != nil {
+		return Parts{}, err
+	}
+	table := newNFTablesMetrics()
+	opts.Observer = table.observer()
+	counted := opts.Observer.Drifted
+	opts.Observer.Drifted = func() {
+		counted()
+		f.events.drifted("nftables")
+	}
+	parts, err := f.nodeParts(func(addrs *nodeaddr.Watcher, connections sink.Sink) (sink.Sink, error) {
+		opts.NodeAddresses, opts.Conntrack = addrs, connections
+		return nftables.New(opts)
+	})
+	if err != nil {
+		return Parts{}, err
+	}
+	parts.Collectors = append(parts.Collectors, table.collectors()...)
+	parts.KubeProxyNames["sync_proxy_rules_nftables_sync_failures_total"] = table.refused
+	return parts, nil
+}
+
+type nftablesMetrics struct {
+	elements                                 prometheus.Gauge
+	transactions, refused, drifted, repaired prometheus.Counter
+}
+
+func newNFTablesMetrics() *nftablesMetrics {
+	const subsystem = "nftables"
+	return &nftablesMetrics{
+		elements:     gauge(subsystem, "elements", "Elements of the maps and sets of the table."),
+		transactions: counter(subsystem, "transactions_total", "Attempts to change the table in a transaction."),
+		refused:      counter(subsystem, "transaction_errors_total", "Attempts to change the table that failed, and so changed nothing, or had no answer."),
+		drifted:      counter(subsystem, "drift_found_total", "Times that another program had changed the table."),
+		repaired:     counter(subsystem, "drift_repaired_total", "Times that the table was repaired after another program had changed it."),
+	}
+}
+
+func (m *nftablesMetrics) collectors() []prometheus.Collector {
+	return []prometheus.Collector{m.elements, m.transactions, m.refused, m.drifted, m.repaired}
+}
+
+func (m *nftablesMetrics) observer() nftables.Observer {
+	return nftables.Observer{
+		Transacted: func(err error) {
+			m.transactions.Inc()
+			if err != nil {
+				m.refused.Inc()
+			}
+		},
+		Holds:    func(elements int) { m.elements.Set(float64(elements)) },
+		Drifted:  m.drifted.Inc,
+		Repaired: m.repaired.Inc,
+	}
+}

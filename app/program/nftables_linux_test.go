@@ -1,0 +1,113 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package program
+
+import (
+	"errors"
+	"net/netip"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+	"github.com/kpng-project/kpng/backends/nftables"
+	"github.com/kpng-project/kpng/backends/userspace"
+	"github.com/kpng-project/kpng/node/conntrack"
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/testutil"
+	"github.com/spf13/pflag"
+)
+
+func TestFlagsOfNFTables(t *testing.T) {
+	pods := []netip.Prefix{netip.MustParsePrefix("10.1.0.0/16"), netip.MustParsePrefix("fd01::/48")}
+	for name, test := range map[string]struct {
+		args []string
+		want nftables.Options
+	}{
+		"by default only necessary connections are masqueraded": {nil, nftables.Options{Sysctls: nftables.SetSysctls, MasqueradeMark: 1 << 13, DNATPriority: -100, SNATPriority: 100}},
+		"with a pod network, sources outside it are masqueraded, as by kube-proxy": {
+			[]string{"--cluster-cidr=10.1.2.3/16,fd01::/48"},
+			nftables.Options{Sysctls: nftables.SetSysctls, MasqueradeMark: 1 << 13, DNATPriority: -100, SNATPriority: 100, ClusterCIDRs: pods, MasqueradeOutsiders: true},
+		},
+		"masquerading of outside sources disabled": {
+			[]string{"--pod-interfaces=cni0,veth*", "--masquerade-outside=false"},
+			nftables.Options{Sysctls: nftables.SetSysctls, MasqueradeMark: 1 << 13, DNATPriority: -100, SNATPriority: 100, PodInterfaces: []string{"cni0", "veth*"}},
+		},
+		"the node's pod CIDRs as the pod network": {
+			[]string{"--node-pod-cidrs"},
+			nftables.Options{Sysctls: nftables.SetSysctls, MasqueradeMark: 1 << 13, DNATPriority: -100, SNATPriority: 100, NodePodCIDRs: true, MasqueradeOutsiders: true},
+		},
+		"all other flags": {
+			[]string{"--service-cidr=10.1.2.3/16,fd01::/48", "--instance=x", "--masquerade-all", "--masquerade-bit=15", "--dnat-priority=-110", "--snat-priority=90", "--accept-unknown-ports", "--drop-invalid", "--sysctls=ignore"},
+			nftables.Options{ServiceCIDRs: pods, Instance: "x", MasqueradeAll: true, MasqueradeMark: 1 << 15, DNATPriority: -110, SNATPriority: 90, AcceptUnknownPorts: true, DropInvalid: true, Sysctls: nftables.IgnoreSysctls},
+		},
+	} {
+		f := nftablesFlags{nodeFlags: nodeFlags{checks: newHealthChecks()}}
+		testFlags(t, name, test.args, NFTables(), f.register, f.complete, test.want)
+	}
+}
+
+// TestHelpOfNodePortAddresses checks that the help offers localhost only for backends that
+// serve node ports at loopback addresses.
+func TestHelpOfNodePortAddresses(t *testing.T) {
+	kernel, user := pflag.NewFlagSet("", 0), pflag.NewFlagSet("", 0)
+	(&nodeFlags{checks: newHealthChecks()}).register(kernel)
+	userspaceFlags(user, &userspace.Options{}, newHealthChecks())
+	for flags, want := range map[*pflag.FlagSet]bool{kernel: false, user: true} {
+		if usage := flags.Lookup("node-port-addresses").Usage; strings.Contains(usage, "localhost") != want {
+			t.Errorf("the help is %q, want localhost: %t", usage, want)
+		}
+	}
+}
+
+func TestInvalidFlagsOfNFTables(t *testing.T) {
+	testInvalidFlags(t, NFTables,
+		"--node-port-addresses=eth0", "--cluster-cidr=10.1.0.0", "--masquerade-bit=32", "--masquerade-bit=14", "--dnat-priority=0", "--snat-priority=-200", "--sysctls=maybe", "--instance=a b",
+		"--node-port-addresses=127.0.0.0/8", "--conntrack-min=-1",
+	)
+}
+
+func TestHealthChecksCanBeLeftOut(t *testing.T) {
+	if others := mustConfigure(t, NFTables(), "--no-health-checks").Companions(nil); len(others) > 0 {
+		t.Errorf("unexpected companions %v of the backend", others)
+	}
+}
+
+func TestNFTablesMetrics(t *testing.T) {
+	registry := prometheus.NewPedanticRegistry()
+	flows, table, checks := newFlowMetrics(), newNFTablesMetrics(), newHealthChecks()
+	registry.MustRegister(slices.Concat(checks.collectors(), flows.collectors(), table.collectors())...)
+	flows.observe(conntrack.Pass{Seen: 5, Ended: 3, Duration: time.Millisecond})
+	flows.observe(conntrack.Pass{Seen: 1, Duration: time.Millisecond, Err: errors.New("no permission")})
+	o := table.observer()
+	o.Holds(9)
+	o.Holds(7)
+	o.Transacted(nil)
+	o.Transacted(errors.New("the map is full"))
+	o.Transacted(nil)
+	o.Drifted()
+	o.Drifted()
+	o.Repaired()
+	got := map[string]float64{}
+	families, err := registry.Gather()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, f := range families {
+		m := f.GetMetric()[0]
+		got[f.GetName()] = m.GetGauge().GetValue() + m.GetCounter().GetValue() + float64(m.GetHistogram().GetSampleCount())
+	}
+	want := map[string]float64{
+		"kpng_conntrack_entries_deleted_total": 3, "kpng_conntrack_entries_seen_total": 6, "kpng_conntrack_errors_total": 1, "kpng_conntrack_duration_seconds": 2,
+		"kpng_healthcheck_faults_total": 0, "kpng_healthcheck_ports_failing": 0, "kpng_healthcheck_ports_open": 0,
+		"kpng_nftables_drift_found_total": 2, "kpng_nftables_drift_repaired_total": 1, "kpng_nftables_elements": 7,
+		"kpng_nftables_transaction_errors_total": 1, "kpng_nftables_transactions_total": 3,
+	}
+	if diff := cmp.Diff(want, got); diff != "" {
+		t.Errorf("metrics (-want +got):\n%s", diff)
+	}
+	if problems, err := testutil.GatherAndLint(registry); err != nil || len(problems) > 0 {
+		t.Errorf("problems %v, error %v", problems, err)
+	}
+}

@@ -1,0 +1,229 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package program
+
+import (
+	"context"
+	"fmt"
+	"slices"
+	"strings"
+
+	"github.com/kpng-project/kpng/internal/netfilter"
+	"github.com/kpng-project/kpng/internal/sysctl"
+	"github.com/kpng-project/kpng/node/conntrack"
+	"github.com/kpng-project/kpng/node/nodeaddr"
+	"github.com/kpng-project/kpng/sink"
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/spf13/pflag"
+	"golang.org/x/sys/unix"
+)
+
+// nodeFlags are the flags that backends for the Linux kernel have in common.
+type nodeFlags struct {
+	nodePorts         nodeaddr.Selection
+	masqueradeBit     int
+	masqueradeOutside bool
+	sysctls           string
+	limits            conntrackLimits
+	keepConnections   bool
+	checks            *healthChecks
+	withEvents        bool
+	events            *eventsWriter // nil without --events
+	// flagSet has all flags of the command. Some of them do not belong to the backend.
+	flagSet *pflag.FlagSet
+}
+
+func (f *nodeFlags) register(fs *pflag.FlagSet) {
+	f.flagSet = fs
+	nodePortsFlag(fs, &f.nodePorts, "all, CIDRs; no loopback addresses")
+	fs.BoolVar(&f.masqueradeOutside, "masquerade-outside", true, "masquerade connections to cluster IPs from outside the pod network, if --cluster-cidr, --node-pod-cidrs or --pod-interfaces define it")
+	fs.IntVar(&f.masqueradeBit, "masquerade-bit", 13, "mark connections to be masqueraded with this `bit` of the packet mark, 0 to 31; not 14, which is kube-proxy's")
+	fs.StringVar(&f.sysctls, "sysctls", "", "what to do about kernel settings with other values than services need: `set` (default in place of kube-proxy), report (default beside it) or ignore")
+	f.limits.register(fs)
+	fs.BoolVar(&f.keepConnections, "keep-udp-connections", false, "keep UDP connections to removed endpoints, and TCP connections that began before their service")
+	f.checks.register(fs)
+	fs.BoolVar(&f.withEvents, "events", false, "write Events of Kubernetes for lost claims, services that are too large, failed health-check node ports, and rules that another program changed; needs permission to create Events")
+}
+
+// check validates the flags. Its errors contain the argument dataplane, which is the name
+// of the backend.
+func (f *nodeFlags) check(dataplane string) error {
+	if f.masqueradeBit < 0 || f.masqueradeBit > 31 {
+		return fmt.Errorf("--masquerade-bit is %d, not 0 to 31", f.masqueradeBit)
+	}
+	switch f.sysctls {
+	case "", "report", "set", "ignore":
+	default:
+		return fmt.Errorf("--sysctls is %q, not report, set or ignore", f.sysctls)
+	}
+	for _, cidr := range f.nodePorts.CIDRs {
+		if cidr.Addr().IsLoopback() {
+			return fmt.Errorf("--node-port-addresses %s: %s cannot serve node ports at loopback addresses; kube-proxy does so in mode iptables, and in mode nftables with the feature gate KubeProxyNFTablesLocalhostNodePorts", cidr, dataplane)
+		}
+	}
+	return f.limits.check(f.flagSet)
+}
+
+// sysctlMode returns what to do with kernel settings: report, set or ignore.
+func (f *nodeFlags) sysctlMode() string {
+	switch {
+	case f.sysctls != "":
+		return f.sysctls
+	case f.replacesKubeProxy():
+		return "set"
+	default:
+		return "report"
+	}
+}
+
+// replacesKubeProxy reports whether this proxy runs in place of kube-proxy. With
+// --service-proxy-name, it runs beside kube-proxy.
+func (f *nodeFlags) replacesKubeProxy() bool {
+	return flagValue(f.flagSet, "service-proxy-name") == ""
+}
+
+// conntrackSettings returns the settings of connection tracking for a machine with this
+// number of CPU cores. If this proxy runs beside kube-proxy, the result has only settings
+// whose flags were given, because kube-proxy sets its own values.
+func (f *nodeFlags) conntrackSettings(cores int) []sysctl.Setting {
+	limits := f.limits
+	if !f.replacesKubeProxy() {
+		limits.onlyGiven(f.flagSet)
+	}
+	return limits.settings(cores)
+}
+
+// nodeParts calls create to make a backend, and returns the parts of that backend. The
+// arguments of create are the addresses of node ports and the sink that deletes stale
+// connections. The argument more has kernel settings that the backend needs, but does not
+// apply itself.
+func (f *nodeFlags) nodeParts(create func(*nodeaddr.Watcher, sink.Sink) (sink.Sink, error), more ...sysctl.Setting) (Parts, error) {
+	if f.withEvents {
+		events, err := newEventsWriter(f.flagSet)
+		if err != nil {
+			return Parts{}, err
+		}
+		f.events = events
+		f.checks.failed = events.healthCheckFailed
+	}
+	addrs, err := nodeaddr.New(nodeaddr.Options{Selection: f.nodePorts, ExcludeInterfaces: []string{"kube-ipvs0"}})
+	if err != nil {
+		return Parts{}, err
+	}
+	flows := newFlowMetrics()
+	b, err := create(addrs, f.connections(addrs, flows))
+	if err != nil {
+		return Parts{}, err
+	}
+	return Parts{
+		Sink:       b,
+		Follow:     f.follow(addrs, more...),
+		Companions: f.companions(addrs),
+		Refused:    f.events.serviceRefused,
+		Collectors: slices.Concat(f.checks.collectors(), flows.collectors()),
+		KubeProxyNames: map[string]prometheus.Collector{
+			"conntrack_reconciler_sync_duration_seconds": flows.duration,
+			"conntrack_reconciler_deleted_entries_total": flows.deleted,
+		},
+	}, nil
+}
+
+// init implements Backend.Init.
+func (f *nodeFlags) init(ctx context.Context) error { return f.applySysctls(ctx) }
+
+// applySysctls applies the kernel settings that all backends need, and more settings. It
+// returns an error if settings remain wrong. The kernel may have to load connection
+// tracking, because it has some of the settings only then.
+func (f *nodeFlags) applySysctls(ctx context.Context, more ...sysctl.Setting) error {
+	mode := f.sysctlMode()
+	if mode == "ignore" {
+		return nil
+	}
+	conn := netfilter.NewConn(0)
+	defer conn.Close()
+	const getStatistics = unix.NFNL_SUBSYS_CTNETLINK<<8 | 4
+	if err := conn.Query(ctx, func(w *netfilter.Builder) { w.End(w.Begin(getStatistics, unix.NLM_F_DUMP, unix.AF_UNSPEC)) }, func([]byte) {}); err != nil {
+		return fmt.Errorf("load connection tracking: %w", err)
+	}
+	if wrong := sysctl.Kernel.Apply(ctx, slices.Concat(sysctl.Forwarding, more, f.conntrackSettings(cores())), mode == "set"); len(wrong) > 0 {
+		return fmt.Errorf("kernel settings have wrong values: %s; see the log", strings.Join(wrong, ", "))
+	}
+	return nil
+}
+
+// companions returns a function for Parts.Companions.
+func (f *nodeFlags) companions(addrs nodeaddr.Source) func(healthy func() bool) map[string]sink.Sink {
+	checks := f.checks.companions(addrs)
+	return func(healthy func() bool) map[string]sink.Sink {
+		sinks := checks(healthy)
+		if f.events != nil {
+			if sinks == nil {
+				sinks = map[string]sink.Sink{}
+			}
+			sinks["events"] = f.events
+		}
+		return sinks
+	}
+}
+
+// keepAnnotation adds the name of a service annotation to the value of --keep-annotations
+// if the command has this flag.
+func (f *nodeFlags) keepAnnotation(name string) error {
+	if keep := f.flagSet.Lookup("keep-annotations"); keep != nil {
+		return keep.Value.Set(name)
+	}
+	return nil
+}
+
+// connections returns a sink that deletes stale connections if the flags allow that.
+func (f *nodeFlags) connections(addrs *nodeaddr.Watcher, flows *flowMetrics) sink.Sink {
+	if f.keepConnections {
+		return sink.Func(func(context.Context, *sink.Changes) error { return nil })
+	}
+	return conntrack.New(conntrack.Options{NodeAddrs: addrs, Observe: flows.observe})
+}
+
+// follow returns a function for Parts.Follow. That function applies kernel settings and
+// starts the tasks that run beside the backend.
+func (f *nodeFlags) follow(addrs *nodeaddr.Watcher, more ...sysctl.Setting) func(context.Context) (stop func()) {
+	return func(ctx context.Context) func() {
+		if mode := f.sysctlMode(); mode != "ignore" {
+			sysctl.Kernel.Apply(ctx, append(more, f.conntrackSettings(cores())...), mode == "set")
+		}
+		stopBridges, stopAddrs := followBridges(ctx), addrs.Start(ctx)
+		return func() {
+			stopBridges()
+			stopAddrs()
+		}
+	}
+}
+
+type flowMetrics struct {
+	seen, deleted, errors prometheus.Counter
+	duration              prometheus.Histogram
+}
+
+func newFlowMetrics() *flowMetrics {
+	const subsystem = "conntrack"
+	return &flowMetrics{
+		seen:    counter(subsystem, "entries_seen_total", "Connections that the kernel listed while stale connections were looked for."),
+		deleted: counter(subsystem, "entries_deleted_total", "Stale connections that were deleted."),
+		errors:  counter(subsystem, "errors_total", "Looks for stale connections that failed and are made again."),
+		duration: prometheus.NewHistogram(prometheus.HistogramOpts{
+			Namespace: "kpng", Subsystem: subsystem, Name: "duration_seconds", Help: "How long a look for stale connections took.", Buckets: durations,
+		}),
+	}
+}
+
+func (m *flowMetrics) collectors() []prometheus.Collector {
+	return []prometheus.Collector{m.seen, m.deleted, m.errors, m.duration}
+}
+
+func (m *flowMetrics) observe(pass conntrack.Pass) {
+	m.seen.Add(float64(pass.Seen))
+	m.deleted.Add(float64(pass.Ended))
+	m.duration.Observe(pass.Duration.Seconds())
+	if pass.Err != nil {
+		m.errors.Inc()
+	}
+}

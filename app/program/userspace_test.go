@@ -1,0 +1,189 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package program
+
+import (
+	"fmt"
+	"io"
+	"iter"
+	"net"
+	"net/netip"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+	"github.com/google/go-cmp/cmp/cmpopts"
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends/userspace"
+	"github.com/kpng-project/kpng/node/nodeaddr"
+	"github.com/kpng-project/kpng/nodeview"
+	"github.com/kpng-project/kpng/sink"
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/testutil"
+	"github.com/spf13/pflag"
+	"go.uber.org/goleak"
+	"k8s.io/apimachinery/pkg/types"
+)
+
+func TestFlagsOfUserspace(t *testing.T) {
+	for _, tc := range []struct {
+		name string
+		args []string
+		want userspace.Options
+	}{
+		{"none", nil, userspace.Options{NodePorts: nodeaddr.Selection{Primary: true}}},
+		{"everything", []string{
+			"--node-port-addresses=all,192.168.0.1/16", "--pod-cidr=10.1.2.3/16,fd01::/48", "--drain-timeout=1s", "--udp-timeout=2s", "--max-udp-clients=3",
+		}, userspace.Options{
+			NodePorts:    nodeaddr.Selection{All: true, CIDRs: []netip.Prefix{netip.MustParsePrefix("192.168.0.0/16")}},
+			PodCIDRs:     []netip.Prefix{netip.MustParsePrefix("10.1.0.0/16"), netip.MustParsePrefix("fd01::/48")},
+			DrainTimeout: time.Second, UDPTimeout: 2 * time.Second, MaxUDPClients: 3,
+		}},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			var got userspace.Options
+			fs := pflag.NewFlagSet("userspace", pflag.ContinueOnError)
+			userspaceFlags(fs, &got, newHealthChecks())
+			if err := fs.Parse(tc.args); err != nil {
+				t.Fatal(err)
+			}
+			if diff := cmp.Diff(tc.want, got, cmpopts.EquateComparable(netip.Prefix{})); diff != "" {
+				t.Errorf("options (-want +got):\n%s", diff)
+			}
+			if len(mustConfigure(t, Userspace(nil), tc.args...).Companions(nil)) != 1 {
+				t.Error("no health checks are served")
+			}
+		})
+	}
+	if others := mustConfigure(t, Userspace(nil), "--no-health-checks").Companions(nil); len(others) > 0 {
+		t.Errorf("unexpected companions %v of the backend", others)
+	}
+}
+
+func TestInvalidFlagsOfUserspace(t *testing.T) {
+	for _, arg := range []string{"--node-port-addresses=eth0", "--pod-cidr=10.1.0.0", "--drain-timeout=-1s", "--address-timeout=-2s"} {
+		b, err := configured(t, WindowsUserspace(), arg, "--state-file="+filepath.Join(t.TempDir(), "f"))
+		if value := arg[strings.Index(arg, "=")+1:]; err == nil || !strings.Contains(err.Error(), value) {
+			t.Errorf("%s: error %v does not name the problem", arg, err)
+		}
+		if n := testutil.CollectAndCount(b); n != 0 {
+			t.Errorf("%s: %d metrics", arg, n)
+		}
+	}
+}
+
+func TestWindowsBackendExcludesItsInterface(t *testing.T) {
+	folder := t.TempDir()
+	b := mustConfigure(t, WindowsUserspace(), "--interface=svc0", "--state-file="+folder)
+	if err := b.Cleanup(t.Context()); err == nil {
+		t.Error("Cleanup returned no error for a state file that is a folder")
+	}
+}
+
+func TestConnectionsAreProxiedAndCounted(t *testing.T) {
+	defer goleak.VerifyNone(t)
+	pod, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer pod.Close()
+	go func() {
+		for {
+			c, err := pod.Accept()
+			if err != nil {
+				return
+			}
+			fmt.Fprint(c, "hello")
+			c.Close()
+		}
+	}()
+	free, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	at := netip.MustParseAddrPort(free.Addr().String())
+	free.Close()
+
+	p := mustConfigure(t, Userspace(nil))
+	registry := prometheus.NewPedanticRegistry()
+	registry.MustRegister(p)
+	if err := p.Start(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	view := nodeview.View(&api.ServiceState{
+		Service: &api.Service{
+			Namespace: "default", Name: "web", Type: api.ClusterIP,
+			IPs:   api.ServiceIPs{ClusterIPs: api.NewIPSet(at.Addr())},
+			Ports: []api.PortMapping{{Protocol: api.TCP, Port: int32(at.Port()), TargetPort: 8080}},
+		},
+		Slices: []*api.EndpointSlice{{
+			Namespace: "default", Name: "web", ServiceName: "web", Family: api.IPv4,
+			Ports:     []api.EndpointPort{{Protocol: api.TCP, Port: int32(pod.Addr().(*net.TCPAddr).Port)}},
+			Endpoints: []api.SliceEndpoint{{Addr: at.Addr(), Conditions: api.Conditions{Ready: true, Serving: true}}},
+		}},
+	}, &api.Node{Name: "this-node"})
+	changes := slices.Values([]sink.Change{{Key: view.Key(), New: view}})
+	if err := p.Sync(t.Context(), &sink.Changes{First: true, Last: true, Services: changes}); err != nil {
+		t.Fatal(err)
+	}
+	c, err := net.Dial("tcp", at.String())
+	if err != nil {
+		t.Fatal(err)
+	}
+	if text, err := io.ReadAll(c); err != nil || string(text) != "hello" {
+		t.Errorf("the service answered %q, error %v", text, err)
+	}
+	c.Close()
+	if err := testutil.GatherAndCompare(registry, strings.NewReader(fmt.Sprintf(`
+# HELP kpng_userspace_connections_total TCP connections and UDP clients that came.
+# TYPE kpng_userspace_connections_total counter
+kpng_userspace_connections_total{namespace="default",port="%d",protocol="TCP",service="web"} 1
+# HELP kpng_healthcheck_ports_open Health-check node ports that are listened on, once for each node address.
+# TYPE kpng_healthcheck_ports_open gauge
+kpng_healthcheck_ports_open 0
+`, at.Port())), "kpng_userspace_connections_total", "kpng_healthcheck_ports_open"); err != nil {
+		t.Error(err)
+	}
+	if got := p.StopTimeout(); got <= 30*time.Second {
+		t.Errorf("the timeout of Stop is %v, but connections drain for 30 s", got)
+	}
+	if err := p.Stop(t.Context()); err != nil {
+		t.Error(err)
+	}
+	if c, err := net.Dial("tcp", at.String()); err == nil {
+		c.Close()
+		t.Error("the service is still served after the proxy stopped")
+	}
+}
+
+func TestEachPortHasMetrics(t *testing.T) {
+	stats := []userspace.PortStats{{
+		Service:  types.NamespacedName{Namespace: "default", Name: "web"},
+		Protocol: api.TCP, Port: 80,
+		Connections: 5, Active: 2, DialFailures: 1, BytesToEndpoints: 100, BytesFromEndpoints: 200,
+	}}
+	const want = `
+# HELP kpng_userspace_connections_active TCP connections and UDP clients that have not ended.
+# TYPE kpng_userspace_connections_active gauge
+kpng_userspace_connections_active{namespace="default",port="80",protocol="TCP",service="web"} 2
+# HELP kpng_userspace_connections_total TCP connections and UDP clients that came.
+# TYPE kpng_userspace_connections_total counter
+kpng_userspace_connections_total{namespace="default",port="80",protocol="TCP",service="web"} 5
+# HELP kpng_userspace_dial_failures_total Times that an endpoint did not take a connection or a datagram.
+# TYPE kpng_userspace_dial_failures_total counter
+kpng_userspace_dial_failures_total{namespace="default",port="80",protocol="TCP",service="web"} 1
+# HELP kpng_userspace_received_bytes_total Bytes received from endpoints.
+# TYPE kpng_userspace_received_bytes_total counter
+kpng_userspace_received_bytes_total{namespace="default",port="80",protocol="TCP",service="web"} 200
+# HELP kpng_userspace_sent_bytes_total Bytes sent to endpoints.
+# TYPE kpng_userspace_sent_bytes_total counter
+kpng_userspace_sent_bytes_total{namespace="default",port="80",protocol="TCP",service="web"} 100
+`
+	c := newPortMetrics(func() iter.Seq[userspace.PortStats] { return slices.Values(stats) })
+	if err := testutil.CollectAndCompare(c, strings.NewReader(want)); err != nil {
+		t.Error(err)
+	}
+}

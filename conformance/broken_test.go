@@ -1,0 +1,229 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package conformance
+
+import (
+	"context"
+	"regexp"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/kpng-project/kpng/conformance/internal/reference"
+	corev1 "k8s.io/api/core/v1"
+	discoveryv1 "k8s.io/api/discovery/v1"
+)
+
+// fault describes a faulty proxy and the cases that must fail with it.
+type fault struct {
+	name string
+	// Exactly one of the next two fields is set: a fault of the reference proxy, or a
+	// function that modifies the objects that the proxy reads.
+	sink reference.Fault
+	view func(*Objects)
+	// failingCases are substrings of the names of the cases that must fail.
+	failingCases []string
+}
+
+var faults = []fault{
+	{name: "all connections go to one endpoint", sink: reference.OneEndpoint, failingCases: []string{
+		"a cluster IP leads to every", "clients outside the cluster", "use the host network",
+		"each family from its own", "a node port is served at every", "an external IP is served", "a load-balancer IP is served"}},
+	{name: "connections are spread unevenly", sink: reference.Uneven, failingCases: []string{"distributed evenly", "an endpoint in two slices"}},
+	{name: "draining endpoints get connections", sink: reference.DrainingToo, failingCases: []string{
+		"terminating endpoints get no connections while", "policy Local prefers ready"}},
+	{name: "IPv6 is forgotten", sink: reference.OneFamily, failingCases: []string{"becomes dual-stack", "a family without endpoints"}},
+	{name: "the destination port is not translated", sink: reference.KeepPort, failingCases: []string{"a named target port", "changing only a target port"}},
+	{name: "a port's rules match any port", sink: reference.AnyPort, failingCases: []string{
+		"each port has its own endpoints", "a port without endpoints", "changing only a port's number", "share an address with different"}},
+	{name: "a port's rules match any protocol", sink: reference.AnyProtocol, failingCases: []string{"TCP and UDP ports with the same number"}},
+	{name: "a renamed port loses its service", sink: reference.LosesRenamed, failingCases: []string{"changing only a port's name"}},
+	{name: "an SCTP port blocks all programming", sink: reference.RefusesSCTP, failingCases: []string{"may not support", "an SCTP port leads"}},
+	{name: "all-ports services accept only TCP", sink: reference.NoAllPorts, failingCases: []string{
+		"all ports of all addresses", "echo requests", "an endpoint reaches itself through", "to any port are", "ports of the service and of its slices", "a younger service gets no port"}},
+	{name: "connections are dropped instead of refused", sink: reference.DropsAll, failingCases: []string{
+		"a service without endpoints refuses", "a node port of a service without", "external addresses of a service without",
+		"connections are refused if no endpoint", "refuses connections if there are no endpoints"}},
+	{name: "connections without endpoints are neither refused nor dropped", sink: reference.NoVerdicts, failingCases: []string{
+		"the first endpoint gets", "a family without endpoints refuses", "internal policy Local drops", "drops connections from outside"}},
+	{name: "unknown ports are not handled", sink: reference.UnknownPorts, failingCases: []string{"ports that its service does not have"}},
+	{name: "node ports are served at all addresses", sink: reference.AnyNodePort, failingCases: []string{"loopback addresses", "only at the configured node addresses"}},
+	{name: "node ports are served at one address", sink: reference.FirstNodePort, failingCases: []string{"a node port is served at every"}},
+	{name: "load-balancer IPs of mode Proxy are served", sink: reference.ServesProxied, failingCases: []string{"of mode Proxy"}},
+	{name: "claims are ignored", sink: reference.IgnoresClaims, failingCases: []string{"if two services claim"}},
+	{name: "source ranges are ignored", sink: reference.AnySource, failingCases: []string{
+		"cannot use the load-balancer IP", "apply to clients on this node", "that is also an external IP", "source ranges of only the other family"}},
+	{name: "all source ranges except the first are ignored", failingCases: []string{"cannot use the load-balancer IP", "a range of all addresses"},
+		view: eachService(func(s *corev1.Service) {
+			if ranges := s.Spec.LoadBalancerSourceRanges; len(ranges) > 1 {
+				s.Spec.LoadBalancerSourceRanges = ranges[:1]
+			}
+		})},
+	{name: "source ranges apply to all frontends", sink: reference.GuardsAll, failingCases: []string{"apply only to load-balancer IPs"}},
+	{name: "source ranges apply after verdicts", sink: reference.GuardsLate, failingCases: []string{"drops clients outside its source ranges"}},
+	{name: "source ranges do not admit the service's own addresses", sink: reference.NoOwnAddress, failingCases: []string{"from the service's own load-balancer IP"}},
+	{name: "there is no short circuit", sink: reference.NoShortCircuit, failingCases: []string{"ignore external policy Local", "ignore them only at external addresses"}},
+	{name: "hairpin is not masqueraded", sink: reference.NoHairpin, failingCases: []string{"an endpoint that connects to itself"}},
+	{name: "only hairpin is masqueraded", sink: reference.NoMasquerade, failingCases: []string{
+		"with policy Cluster, all connections get", "source address of the route", "if so configured"}},
+	{name: "everything is masqueraded", sink: reference.MasqueradesAll, failingCases: []string{"keep their source address"}},
+	{name: "there is no affinity", sink: reference.NoAffinity, failingCases: []string{
+		"a client keeps its endpoint", "the node and its pods", "at all addresses of a service", "ends only when a client", "when an endpoint is removed",
+		"is no longer ready", "while others are added", "disabling and enabling"}},
+	{name: "affinity never ends", sink: reference.EternalAffinity, failingCases: []string{"ends only when a client"}},
+	{name: "affinity depends on the position in the list of endpoints", sink: reference.FixedAffinity, failingCases: []string{"while others are added"}},
+	{name: "the ports of a service share affinity", sink: reference.SharedAffinity, failingCases: []string{"has its own affinity"}},
+	{name: "affinity may select any endpoint", sink: reference.LooseAffinity, failingCases: []string{"never selects"}},
+	{name: "connection tracking is not cleaned up", sink: reference.KeepsFlows, failingCases: []string{"a UDP flow"}},
+	{name: "each change deletes all flows", sink: reference.ForgetsFlows, failingCases: []string{"established TCP connections", "UDP flows keep", "survive a restart"}},
+	{name: "health checks always succeed", sink: reference.HealthLies, failingCases: []string{"reports the number"}},
+	{name: "health-check ports are not closed", sink: reference.HealthStays, failingCases: []string{"with its service"}},
+	{name: "a health-check port that is in use blocks all programming", sink: reference.HealthFirst, failingCases: []string{"that is in use affects"}},
+	{name: "stale rules are not deleted", sink: reference.KeepsRules, failingCases: []string{
+		"an added endpoint gets", "traffic to a deleted service", "of another proxy", "take over the cluster IP", "a node port is closed",
+		"an external IP that was removed", "swap their external IPs", "changes that it missed"}},
+	{name: "each change briefly deletes all rules", sink: reference.Flushes, failingCases: []string{"while many services", "killed while it programs"}},
+	{name: "rules of other owners are flushed", sink: reference.FlushesOthers, failingCases: []string{"two instances"}},
+	{name: "clean-up does nothing", sink: reference.LeavesTable, failingCases: []string{"clean-up removes"}},
+	{name: "all endpoints count as ready", failingCases: []string{"that are not ready get no", "connections are refused if no endpoint is ready"},
+		view: filterEndpoints(func(e *discoveryv1.Endpoint) bool { e.Conditions = discoveryv1.EndpointConditions{}; return true })},
+	{name: "missing conditions mean not ready", failingCases: []string{"missing conditions"},
+		view: filterEndpoints(func(e *discoveryv1.Endpoint) bool { return e.Conditions.Ready != nil })},
+	{name: "terminating endpoints are not ready", failingCases: []string{"both ready and terminating"},
+		view: filterEndpoints(func(e *discoveryv1.Endpoint) bool {
+			ready := *e.Conditions.Ready && !*e.Conditions.Terminating
+			e.Conditions.Ready = &ready
+			return true
+		})},
+	{name: "terminating endpoints are ignored", failingCases: []string{"those that are both serving and terminating", "policy Local falls back", "the fallback to terminating"},
+		view: filterEndpoints(func(e *discoveryv1.Endpoint) bool { return !*e.Conditions.Terminating })},
+	{name: "hints are ignored", failingCases: []string{
+		"all endpoints have zone hints", "all endpoints have node hints", "if a ready endpoint has none", "zone hints apply", "hints also apply at external", "loses its zone"},
+		view: filterEndpoints(func(e *discoveryv1.Endpoint) bool { e.Hints = nil; return true })},
+	{name: "hints apply without exception", failingCases: []string{"if all are for other zones", "the fallback to terminating", "policy Local ignores hints"},
+		view: filterEndpoints(func(e *discoveryv1.Endpoint) bool {
+			return e.Hints == nil || slices.Contains(e.Hints.ForZones, discoveryv1.ForZone{Name: zone})
+		})},
+	{name: "traffic policies are ignored", failingCases: []string{
+		"internal policy Local uses", "internal policy Local drops", "external policy Local uses", "external policy Local drops", "applies to external IPs",
+		"ignore them only at external addresses", "changes of the traffic policies"},
+		view: eachService(func(s *corev1.Service) {
+			cluster := corev1.ServiceInternalTrafficPolicyCluster
+			s.Spec.InternalTrafficPolicy = &cluster
+			if s.Spec.ExternalTrafficPolicy != "" {
+				s.Spec.ExternalTrafficPolicy = corev1.ServiceExternalTrafficPolicyCluster
+			}
+		})},
+	{name: "each traffic policy applies to all frontends", failingCases: []string{"does not apply at"},
+		view: eachService(func(s *corev1.Service) {
+			local := corev1.ServiceInternalTrafficPolicyLocal
+			if *s.Spec.InternalTrafficPolicy == local || s.Spec.ExternalTrafficPolicy == corev1.ServiceExternalTrafficPolicyLocal {
+				s.Spec.InternalTrafficPolicy, s.Spec.ExternalTrafficPolicy = &local, corev1.ServiceExternalTrafficPolicyLocal
+			}
+		})},
+}
+
+// filterEndpoints returns a function for fault.view that hides the endpoints for which f
+// returns false.
+func filterEndpoints(f func(*discoveryv1.Endpoint) bool) func(*Objects) {
+	return func(objects *Objects) {
+		for _, slice := range objects.Slices {
+			var kept []discoveryv1.Endpoint
+			for _, e := range slice.Endpoints {
+				if f(&e) {
+					kept = append(kept, e)
+				}
+			}
+			slice.Endpoints = kept
+		}
+	}
+}
+
+// eachService returns a function for fault.view that calls f for each service.
+func eachService(f func(*corev1.Service)) func(*Objects) {
+	return func(objects *Objects) {
+		for _, service := range objects.Services {
+			f(service)
+		}
+	}
+}
+
+// misreadingSubject is a Subject that modifies objects with view before the proxy reads
+// them.
+type misreadingSubject struct {
+	*sinkSubject
+	view func(*Objects)
+}
+
+func (m *misreadingSubject) Publish(ctx context.Context, objects *Objects) error {
+	m.view(objects) // may modify the objects: the kit created them for this call only
+	return m.sinkSubject.Publish(ctx, objects)
+}
+
+// TestEveryCaseCanFail tests the reference proxy with one fault after the other. Each
+// fault must make its listed cases fail, and each case must fail because of at least one
+// fault.
+func TestEveryCaseCanFail(t *testing.T) {
+	var mu sync.Mutex
+	failed := map[string]bool{}
+	t.Run("faults", func(t *testing.T) {
+		for _, f := range faults {
+			t.Run(f.name, func(t *testing.T) {
+				t.Parallel()
+				subject := newSinkSubject(t, withFault(f.sink), Options{})
+				for _, part := range f.failingCases {
+					if !slices.ContainsFunc(sections, func(s section) bool {
+						return slices.ContainsFunc(s.cases, func(c testCase) bool { return strings.Contains(c.name, part) })
+					}) {
+						t.Errorf("no case has %q in its name", part)
+					}
+				}
+				for _, r := range runFailingCases(t, subject, f) {
+					mu.Lock()
+					failed[r.Case] = failed[r.Case] || r.Outcome == Failed
+					mu.Unlock()
+					if r.Outcome != Failed {
+						t.Errorf("%s%s: %s, want %s", r.familyPrefix(), r.Case, r.Outcome, Failed)
+					}
+				}
+			})
+		}
+	})
+	for _, section := range sections {
+		for _, c := range section.cases {
+			if !failed[c.name] {
+				t.Errorf("case %q fails for no fault", c.name)
+			}
+		}
+	}
+}
+
+// runFailingCases runs the cases that must fail because of f.
+func runFailingCases(t *testing.T, subject *sinkSubject, f fault) Matrix {
+	t.Helper()
+	pattern := make([]string, len(f.failingCases))
+	for i, part := range f.failingCases {
+		pattern[i] = regexp.QuoteMeta(part)
+	}
+	opts := Options{Cases: regexp.MustCompile(strings.Join(pattern, "|"))}
+	var s Subject = subject
+	if f.view != nil {
+		s = &misreadingSubject{subject, f.view}
+	}
+	k := newKit(t, s, opts)
+	defer k.kill()                //nolint:errcheck // ignore the error: the proxy may have ended already
+	k.opts.Patience = time.Second // a case may wait for something that a faulty proxy never does
+	var matrix Matrix
+	for _, section := range sections {
+		for _, c := range section.cases {
+			if opts.Cases.MatchString(c.name) {
+				matrix = append(matrix, k.runFamilies(t.Context(), section.name, c)...)
+			}
+		}
+	}
+	return matrix
+}

@@ -1,0 +1,84 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package reference
+
+import (
+	"fmt"
+	"net/netip"
+
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/nodeview"
+	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
+)
+
+// flowCleaner deletes stale UDP flows from connection tracking.
+type flowCleaner struct {
+	// frontends maps each frontend of the last Sync to its serving endpoints.
+	frontends map[netip.AddrPort]map[netip.AddrPort]bool
+}
+
+func (f *flowCleaner) reconcile(opts *Options, services []*api.View) error {
+	nodes, err := nodePortAddrs(opts.NodePortCIDRs)
+	if err != nil {
+		return err
+	}
+	old := f.frontends
+	f.frontends = map[netip.AddrPort]map[netip.AddrPort]bool{}
+	for _, se := range services {
+		for fe := range nodeview.Frontends(se) {
+			if fe.Protocol != api.UDP && opts.Fault != ForgetsFlows {
+				continue
+			}
+			serving := map[netip.AddrPort]bool{}
+			for _, list := range [][]api.Endpoint{se.Endpoints, se.Draining} {
+				for i := range list {
+					serving[netip.AddrPortFrom(list[i].Addr, uint16(list[i].TargetPort(fe.ServicePort)))] = true
+				}
+			}
+			addrs := []netip.Addr{fe.Addr}
+			if fe.Kind == nodeview.NodePort {
+				addrs = nodes
+			}
+			for _, addr := range addrs {
+				if api.FamilyOf(addr) == fe.Family {
+					f.frontends[netip.AddrPortFrom(addr, uint16(fe.Port))] = serving
+				}
+			}
+		}
+	}
+	for at := range old {
+		if _, still := f.frontends[at]; !still {
+			f.frontends[at] = nil // nil stands for a removed frontend; all its flows are stale
+		}
+	}
+	for _, family := range []netlink.InetFamily{unix.AF_INET, unix.AF_INET6} {
+		if _, err := netlink.ConntrackDeleteFilters(netlink.ConntrackTable, family, staleFilter{f, opts.Fault == ForgetsFlows}); err != nil {
+			return fmt.Errorf("delete flows: %w", err)
+		}
+	}
+	for at, serving := range f.frontends {
+		if serving == nil {
+			delete(f.frontends, at)
+		}
+	}
+	return nil
+}
+
+// staleFilter selects the flows whose endpoint was removed.
+type staleFilter struct {
+	*flowCleaner
+	all bool
+}
+
+func (s staleFilter) MatchConntrackFlow(flow *netlink.ConntrackFlow) bool {
+	if flow.Forward.Protocol != unix.IPPROTO_UDP && !s.all {
+		return false
+	}
+	to, _ := netip.AddrFromSlice(flow.Forward.DstIP)
+	by, _ := netip.AddrFromSlice(flow.Reverse.SrcIP)
+	serving, ours := s.frontends[netip.AddrPortFrom(to.Unmap(), flow.Forward.DstPort)]
+	return ours && (s.all || !serving[netip.AddrPortFrom(by.Unmap(), flow.Reverse.SrcPort)])
+}

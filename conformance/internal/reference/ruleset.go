@@ -1,0 +1,383 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package reference
+
+import (
+	"fmt"
+	"net/netip"
+	"slices"
+	"strings"
+
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/nodeview"
+)
+
+// ruleset is the content of the proxy's nftables table.
+type ruleset struct {
+	opts *Options
+	// The keys of both maps are names, and the values are declarations. A change of the
+	// table keeps existing sets, because they store the affinity of clients.
+	sets, chains map[string]string
+	rules        strings.Builder
+	number       int
+}
+
+// mark is the packet mark for masquerading.
+const mark = "0x00100000"
+
+// origin says where traffic comes from.
+type origin string
+
+const (
+	own       origin = "own"  // from the node itself
+	pods      origin = "pods" // from the node's pods
+	elsewhere origin = "elsewhere"
+)
+
+func render(opts *Options, node *api.Node, services []*api.View) *ruleset {
+	r := &ruleset{opts: opts, sets: map[string]string{}, chains: map[string]string{}}
+	local := fmt.Sprintf("iifname \"%s*\"", opts.PodInterfaces)
+	for _, o := range []origin{own, pods, elsewhere} {
+		r.chain("dnat-"+string(o), "")
+		r.chain("verdict-"+string(o), "")
+	}
+	// First, drop packets whose source is not in the source ranges.
+	for _, hook := range []string{"prerouting", "output"} {
+		r.chain("guard-"+hook, "type filter hook "+hook+" priority -110;")
+		r.rule("guard-"+hook, "jump guard")
+	}
+	r.chain("guard", "")
+	r.chain("nat-prerouting", "type nat hook prerouting priority -100;")
+	r.rule("nat-prerouting", local, "goto dnat-pods")
+	r.rule("nat-prerouting", "goto dnat-elsewhere")
+	r.chain("nat-output", "type nat hook output priority -100;")
+	r.rule("nat-output", "goto dnat-own")
+	r.chain("nat-postrouting", "type nat hook postrouting priority 100;")
+	r.rule("nat-postrouting", "meta mark and", mark, "!= 0 meta mark set meta mark xor", mark, "masquerade")
+	for _, hook := range []string{"input", "forward"} {
+		r.chain("filter-"+hook, "type filter hook "+hook+" priority 0;")
+		r.rule("filter-"+hook, local, "goto verdict-pods")
+		r.rule("filter-"+hook, "goto verdict-elsewhere")
+	}
+	r.chain("filter-output", "type filter hook output priority 0;")
+	r.rule("filter-output", "goto verdict-own")
+
+	var nodeAddrs []netip.Addr
+	if node != nil {
+		for _, a := range node.Addresses {
+			nodeAddrs = append(nodeAddrs, a.IP)
+		}
+	}
+	clusterIPs := map[netip.Addr]bool{}
+	for _, se := range services {
+		for f := range nodeview.Frontends(se) {
+			r.frontend(se, &f, nodeAddrs)
+			if f.Kind == nodeview.ClusterIP {
+				clusterIPs[f.Addr] = true
+			}
+		}
+		if opts.Fault != NoHairpin {
+			for i := range se.Endpoints {
+				a := se.Endpoints[i].Addr
+				r.rule("nat-postrouting", "ct status dnat", ip(a), "saddr", a, ip(a), "daddr", a, "masquerade")
+			}
+		}
+	}
+	if opts.Fault != UnknownPorts && opts.Fault != NoVerdicts {
+		for _, o := range []origin{own, pods, elsewhere} {
+			for addr := range clusterIPs {
+				r.rule("verdict-"+string(o), ip(addr), "daddr", addr, "meta l4proto tcp reject with tcp reset")
+				r.rule("verdict-"+string(o), ip(addr), "daddr", addr, "meta l4proto { udp, sctp } reject")
+			}
+		}
+	}
+	return r
+}
+
+func (r *ruleset) frontend(se *api.View, f *nodeview.Frontend, nodeAddrs []netip.Addr) {
+	fault := r.opts.Fault
+	match := r.match(f)
+	if (f.Sources.Restricted || fault == GuardsAll && len(se.Service.SourceRanges) > 0) && fault != AnySource {
+		sources := f.Sources
+		if fault == GuardsAll {
+			sources.Ranges = se.Service.SourceRanges[0].Prefixes
+		}
+		if fault == NoOwnAddress {
+			sources.Own = nil
+		}
+		var ranges []string
+		for _, p := range sources.Prefixes(nodeAddrs) {
+			if api.FamilyOf(p.Addr()) == f.Family && p.Bits() > 0 {
+				ranges = append(ranges, p.String())
+			} else if api.FamilyOf(p.Addr()) == f.Family {
+				ranges = append(ranges, p.Addr().String()+"/1", upperHalf(p.Addr()))
+			}
+		}
+		if fault != GuardsLate || f.Elsewhere.Verdict == nodeview.Forward {
+			except := ""
+			if len(ranges) > 0 {
+				except = fmt.Sprintf("%s saddr != { %s }", family(f.Family), strings.Join(ranges, ", "))
+			}
+			r.rule("guard", match, except, "drop")
+		}
+	}
+	r.number++
+	for _, o := range []origin{own, pods, elsewhere} {
+		traffic := f.Node
+		if o == elsewhere || fault == NoShortCircuit {
+			traffic = f.Elsewhere
+		}
+		if fault == DrainingToo {
+			for i := range se.Draining {
+				e := &se.Draining[i]
+				if port := e.TargetPort(f.ServicePort); api.FamilyOf(e.Addr) == f.Family && port != 0 {
+					traffic.Verdict = nodeview.Forward
+					traffic.Endpoints = append(slices.Clone(traffic.Endpoints), nodeview.Target{Endpoint: e, Port: port})
+				}
+			}
+		}
+		if traffic.Verdict != nodeview.Forward {
+			r.verdict(o, match, traffic.Verdict)
+			continue
+		}
+		chain := fmt.Sprintf("f%d-%s", r.number, o)
+		r.chain(chain, "")
+		r.rule("dnat-"+string(o), match, "goto", chain)
+		r.masquerade(o, f, chain)
+		if f.Affinity > 0 && fault != NoAffinity {
+			r.balanceWithAffinity(chain, se, f, traffic.Endpoints)
+		} else {
+			r.balance(chain, f, traffic.Endpoints)
+		}
+	}
+}
+
+// match returns the nft expression that matches the packets to a frontend.
+func (r *ruleset) match(f *nodeview.Frontend) string {
+	where := fmt.Sprintf("%s daddr %s", family(f.Family), f.Addr)
+	if f.Kind == nodeview.NodePort {
+		var cidrs []string
+		for _, cidr := range r.opts.NodePortCIDRs {
+			if api.FamilyOf(cidr.Addr()) == f.Family {
+				cidrs = append(cidrs, cidr.String())
+			}
+		}
+		where = fmt.Sprintf("%s daddr { %s } fib daddr type local", family(f.Family), strings.Join(cidrs, ", "))
+		switch r.opts.Fault {
+		case AnyNodePort:
+			where = fmt.Sprintf("meta nfproto %s fib daddr type local", map[api.Family]string{api.IPv4: "ipv4", api.IPv6: "ipv6"}[f.Family])
+		case FirstNodePort:
+			where = map[api.Family]string{api.IPv4: "ip daddr 192.168.1.2", api.IPv6: "ip6 daddr fd00:192:168:1::2"}[f.Family]
+		}
+	}
+	if f.Port == 0 {
+		if r.opts.Fault == NoAllPorts {
+			return where + " meta l4proto tcp"
+		}
+		return where
+	}
+	switch protocol := strings.ToLower(f.Protocol.String()); r.opts.Fault {
+	case AnyPort:
+		return fmt.Sprintf("%s meta l4proto %s", where, protocol)
+	case AnyProtocol:
+		return fmt.Sprintf("%s meta l4proto { tcp, udp } th dport %d", where, f.Port)
+	default:
+		return fmt.Sprintf("%s meta l4proto %s th dport %d", where, protocol, f.Port)
+	}
+}
+
+func (r *ruleset) verdict(o origin, match string, v nodeview.Verdict) {
+	switch r.opts.Fault {
+	case DropsAll:
+		v = nodeview.Drop
+	case NoVerdicts:
+		return
+	}
+	if v == nodeview.Drop {
+		r.rule("verdict-"+string(o), match, "drop")
+		return
+	}
+	r.rule("verdict-"+string(o), match, "meta l4proto tcp reject with tcp reset")
+	r.rule("verdict-"+string(o), match, "reject")
+}
+
+func (r *ruleset) masquerade(o origin, f *nodeview.Frontend, chain string) {
+	set := "meta mark set meta mark or " + mark
+	switch {
+	case r.opts.Fault == NoMasquerade:
+	case r.opts.Fault == MasqueradesAll,
+		f.Masquerade == nodeview.MasqueradeAll,
+		f.Masquerade == nodeview.MasqueradeNode && o == own,
+		f.Masquerade == nodeview.MasqueradeIfConfigured && r.opts.MasqueradeAll:
+		r.rule(chain, set)
+	case f.Masquerade == nodeview.MasqueradeIfConfigured && r.opts.MasqueradeOutside:
+		for _, cidr := range r.opts.ClusterCIDRs {
+			if api.FamilyOf(cidr.Addr()) == f.Family {
+				r.rule(chain, family(f.Family), "saddr !=", cidr, set)
+			}
+		}
+	}
+}
+
+// balance adds the rules that choose an endpoint.
+func (r *ruleset) balance(chain string, f *nodeview.Frontend, endpoints []nodeview.Target) {
+	slots := r.slots(endpoints)
+	for i, e := range slots {
+		r.rule(chain, oneIn(len(slots)-i), r.dnat(f, e))
+	}
+}
+
+// oneIn returns an nft expression that matches one in n packets at random. The expression
+// must not have an anonymous set: when rules are replaced, the set of an old rule is
+// emptied, but a packet may still meet the old rule.
+func oneIn(n int) string {
+	if n == 1 {
+		return ""
+	}
+	return fmt.Sprintf("numgen random mod %d == 0", n)
+}
+
+// dnat returns the nft statement that translates the destination to an endpoint.
+func (r *ruleset) dnat(f *nodeview.Frontend, e nodeview.Target) string {
+	port := e.Port
+	if r.opts.Fault == KeepPort && f.Port != 0 {
+		port = f.ServicePort.Port
+	}
+	if port == 0 {
+		return fmt.Sprintf("dnat %s to %s", family(f.Family), e.Addr)
+	}
+	protocol := strings.ToLower(f.Protocol.String())
+	if r.opts.Fault == AnyProtocol {
+		protocol = "{ tcp, udp }"
+	}
+	return fmt.Sprintf("meta l4proto %s dnat %s to %s", protocol, family(f.Family), netip.AddrPortFrom(e.Addr, uint16(port)))
+}
+
+// slots returns the list from which rules choose an endpoint at random. With the fault
+// Uneven, the list contains the first endpoint three times.
+func (r *ruleset) slots(endpoints []nodeview.Target) []nodeview.Target {
+	switch r.opts.Fault {
+	case OneEndpoint:
+		return endpoints[:1]
+	case Uneven:
+		return append(slices.Clone(endpoints), endpoints[0], endpoints[0])
+	}
+	return endpoints
+}
+
+// balanceWithAffinity adds the rules that choose an endpoint with session affinity. Each
+// endpoint has a set of its clients. All frontends of a service port share these sets.
+func (r *ruleset) balanceWithAffinity(chain string, se *api.View, f *nodeview.Frontend, endpoints []nodeview.Target) {
+	choose := len(endpoints)
+	var chosen []string
+	if r.opts.Fault == LooseAffinity {
+		for i := range se.Endpoints {
+			e := &se.Endpoints[i]
+			endpoints = append(slices.Clone(endpoints), nodeview.Target{Endpoint: e, Port: e.TargetPort(f.ServicePort)})
+		}
+	}
+	for i, e := range endpoints {
+		who := fmt.Sprintf("%s-%d", e.Addr, e.Port)
+		if r.opts.Fault == FixedAffinity {
+			who = fmt.Sprint(i)
+		}
+		timeout := int(f.Affinity.Seconds())
+		if r.opts.Fault == EternalAffinity {
+			timeout = 10800
+		}
+		port := fmt.Sprint(f.ServicePort.Protocol, f.ServicePort.Port)
+		if r.opts.Fault == SharedAffinity {
+			port, who = "", e.Addr.String()
+		}
+		set := objectName("clients", se.Key(), port, f.Family, who, timeout)
+		r.sets[set] = fmt.Sprintf("type %s; size 65535; flags dynamic; timeout %ds;", map[api.Family]string{api.IPv4: "ipv4_addr", api.IPv6: "ipv6_addr"}[f.Family], timeout)
+		endpoint := fmt.Sprintf("%s-%d", chain, i)
+		r.chain(endpoint, "")
+		r.rule(endpoint, fmt.Sprintf("update @%s { %s saddr }", set, family(f.Family)))
+		r.rule(endpoint, r.dnat(f, e))
+		r.rule(chain, fmt.Sprintf("%s saddr @%s goto %s", family(f.Family), set, endpoint))
+		if i < choose {
+			chosen = append(chosen, endpoint)
+		}
+	}
+	for i, endpoint := range chosen {
+		r.rule(chain, oneIn(len(chosen)-i), "goto", endpoint)
+	}
+}
+
+// script returns the commands that change the table from the ruleset old to r in one
+// transaction. If the table does not exist, old is nil.
+func (r *ruleset) script(old *ruleset) string {
+	var text strings.Builder
+	table := "inet " + r.opts.Table
+	fault := r.opts.Fault
+	if old == nil {
+		if fault == FlushesOthers {
+			text.WriteString("flush ruleset\n")
+		}
+		fmt.Fprintf(&text, "add table %s\n", table)
+		old = &ruleset{}
+	} else if fault != KeepsRules {
+		fmt.Fprintf(&text, "flush table %s\n", table)
+	}
+	for _, chain := range sorted(r.chains) {
+		fmt.Fprintf(&text, "add chain %s %s { %s }\n", table, chain, r.chains[chain])
+	}
+	for _, set := range sorted(r.sets) {
+		fmt.Fprintf(&text, "add set %s %s { %s }\n", table, set, r.sets[set])
+	}
+	text.WriteString(r.rules.String())
+	if fault != KeepsRules {
+		for _, chain := range sorted(old.chains) {
+			if _, still := r.chains[chain]; !still {
+				fmt.Fprintf(&text, "delete chain %s %s\n", table, chain)
+			}
+		}
+		for _, set := range sorted(old.sets) {
+			if _, still := r.sets[set]; !still {
+				fmt.Fprintf(&text, "delete set %s %s\n", table, set)
+			}
+		}
+	}
+	return text.String()
+}
+
+func (r *ruleset) chain(name, hook string) { r.chains[name] = hook }
+
+func (r *ruleset) rule(chain string, words ...any) {
+	fmt.Fprintf(&r.rules, "add rule inet %s %s %s", r.opts.Table, chain, fmt.Sprintln(words...))
+}
+
+// objectName joins parts into a valid name of a chain or set.
+func objectName(parts ...any) string {
+	return strings.Map(func(c rune) rune {
+		if strings.ContainsRune("/:. ", c) {
+			return '_'
+		}
+		return c
+	}, fmt.Sprintln(parts...)[:len(fmt.Sprintln(parts...))-1])
+}
+
+func ip(a netip.Addr) string { return family(api.FamilyOf(a)) }
+
+func family(f api.Family) string { return map[api.Family]string{api.IPv4: "ip", api.IPv6: "ip6"}[f] }
+
+// upperHalf returns the upper half of all IPv4 addresses if addr is one, and else the
+// upper half of all IPv6 addresses.
+func upperHalf(addr netip.Addr) string {
+	if addr.Is4() {
+		return "128.0.0.0/1"
+	}
+	return "8000::/1"
+}
+
+func sorted(m map[string]string) []string {
+	var keys []string
+	for key := range m {
+		keys = append(keys, key)
+	}
+	slices.Sort(keys)
+	return keys
+}

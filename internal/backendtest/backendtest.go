@@ -1,0 +1,120 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+// Package backendtest has code that the tests of several backends share. Importing it
+// defines the flag -patience.
+package backendtest
+
+import (
+	"context"
+	"errors"
+	"flag"
+	"fmt"
+	"net/netip"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/conformance"
+	"github.com/kpng-project/kpng/internal/ownership"
+	"github.com/kpng-project/kpng/node/conntrack"
+	"github.com/kpng-project/kpng/node/healthcheck"
+	"github.com/kpng-project/kpng/node/nodeaddr"
+	"github.com/kpng-project/kpng/nodeview"
+	"github.com/kpng-project/kpng/sink"
+)
+
+// Patience is a value for conformance.Options.Patience.
+var Patience = flag.Duration("patience", 20*time.Second, "how long the conformance kit waits, longer on a slow machine")
+
+// NewSink returns a backend together with a health-check server, as on a node. The
+// function newBackend makes the backend from the source of node-port addresses and from a
+// conntrack.Reconciler.
+func NewSink(site conformance.Site, newBackend func(nodeaddr.Source, sink.Sink) (sink.Sink, error)) (sink.Sink, error) {
+	addrs, err := nodeaddr.New(nodeaddr.Options{Selection: nodeaddr.Selection{CIDRs: site.NodePortCIDRs}})
+	if err != nil {
+		return nil, err
+	}
+	backend, err := newBackend(addrs, conntrack.New(conntrack.Options{NodeAddrs: addrs}))
+	if err != nil {
+		return nil, err
+	}
+	return &nodeSink{sink.Forwarder{To: backend}, backend, healthcheck.New(healthcheck.Options{Addrs: addrs})}, nil
+}
+
+type nodeSink struct {
+	sink.Forwarder
+	backend sink.Sink
+	health  *healthcheck.Server
+}
+
+func (n *nodeSink) Start(ctx context.Context) error {
+	return errors.Join(n.Forwarder.Start(ctx), n.health.Start(ctx))
+}
+
+func (n *nodeSink) Sync(ctx context.Context, c *sink.Changes) error {
+	if err := n.health.Sync(ctx, c); err != nil {
+		return err
+	}
+	return n.backend.Sync(ctx, c)
+}
+
+func (n *nodeSink) Stop(ctx context.Context) error {
+	return errors.Join(n.health.Stop(ctx), n.Forwarder.Stop(ctx))
+}
+
+// View returns the view that a node has of a service with TCP port 80, these cluster IPs,
+// and endpoints at port 8080. The prefix "!" marks an endpoint on the node, and the
+// prefix "~" marks a draining endpoint. Each function in edits modifies the service. A
+// nil function does nothing.
+func View(node *api.Node, name string, ips, endpoints []string, edits ...func(*api.Service)) *api.View {
+	svc := &api.Service{
+		Namespace: "default", Name: name, Type: api.ClusterIP,
+		Ports:      []api.PortMapping{{Protocol: api.TCP, Port: 80, TargetPort: 8080}},
+		IPFamilies: []api.Family{api.IPv4, api.IPv6},
+	}
+	for _, ip := range ips {
+		svc.IPs.ClusterIPs.Add(netip.MustParseAddr(ip))
+	}
+	for _, edit := range edits {
+		if edit != nil {
+			edit(svc)
+		}
+	}
+	state := &api.ServiceState{Service: svc}
+	for _, family := range []api.Family{api.IPv4, api.IPv6} {
+		slice := &api.EndpointSlice{Namespace: "default", Name: fmt.Sprint(name, "-", family), ServiceName: name, Family: family}
+		for _, p := range svc.Ports {
+			slice.Ports = append(slice.Ports, api.EndpointPort{Name: p.Name, Protocol: p.Protocol, Port: 8080})
+		}
+		for _, text := range endpoints {
+			addr, here := strings.CutPrefix(text, "!")
+			addr, drains := strings.CutPrefix(addr, "~")
+			e := api.SliceEndpoint{
+				Addr: netip.MustParseAddr(addr), NodeName: "elsewhere",
+				Conditions: api.Conditions{Ready: !drains, Serving: true, Terminating: drains},
+			}
+			if here {
+				e.NodeName = node.Name
+			}
+			if api.FamilyOf(e.Addr) == family {
+				slice.Endpoints = append(slice.Endpoints, e)
+			}
+		}
+		state.Slices = append(state.Slices, slice)
+	}
+	return nodeview.View(state, node)
+}
+
+var owners sync.Map // the last argument owner of TakeOver for each key
+
+// TakeOver releases the ownership of objects that the owner of the last call with this key
+// has, as the kernel does when a process is killed. Call it before a backend starts in
+// place of another one that did not stop. The key identifies the objects.
+func TakeOver(owner *ownership.Owner, key ...any) {
+	if last, ok := owners.Swap(fmt.Sprint(key...), owner); ok {
+		last.(*ownership.Owner).Release()
+	}
+}

@@ -1,0 +1,119 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package kernelnode
+
+import (
+	"context"
+	"fmt"
+	"sync"
+	"time"
+
+	"github.com/kpng-project/kpng/node/conntrack"
+	"github.com/kpng-project/kpng/node/nodeaddr"
+	"github.com/kpng-project/kpng/sink"
+	"k8s.io/klog/v2"
+)
+
+// Tasks are the tasks of a backend beside its dataplane: connection tracking, a watcher
+// of the node's addresses, and the backend's own goroutines. The zero value has no tasks.
+type Tasks struct {
+	// Addresses are the addresses of node ports. Start sets the field.
+	Addresses nodeaddr.Source
+
+	connections sink.Sink
+	running     sync.WaitGroup
+	ctx         context.Context // Stop cancels it
+	stop        context.CancelFunc
+}
+
+// Start starts connection tracking and the watcher. If addresses or connections is nil,
+// Start creates a default for the network namespace netNS. If Start fails, no goroutine
+// is left.
+func (t *Tasks) Start(ctx context.Context, addresses nodeaddr.Source, connections sink.Sink, netNS int) error {
+	t.ctx, t.stop = context.WithCancel(context.WithoutCancel(ctx))
+	if t.Addresses = addresses; t.Addresses == nil {
+		watcher, err := t.Watch(nodeaddr.Options{NetNS: netNS})
+		if err != nil {
+			return err
+		}
+		t.Addresses = watcher
+	}
+	if t.connections = connections; t.connections == nil {
+		t.connections = conntrack.New(conntrack.Options{NodeAddrs: t.Addresses, NetNS: netNS})
+	}
+	if s, ok := t.connections.(sink.Starter); ok {
+		if err := s.Start(ctx); err != nil {
+			t.EndGoroutines()
+			return err
+		}
+	}
+	return nil
+}
+
+// Watch returns a watcher of addresses that runs until Stop.
+func (t *Tasks) Watch(opts nodeaddr.Options) (*nodeaddr.Watcher, error) {
+	watcher, err := nodeaddr.New(opts)
+	if err == nil {
+		t.Go(watcher.Run)
+	}
+	return watcher, err
+}
+
+// Go calls f on a new goroutine. Stop ends the context of f and waits for f.
+func (t *Tasks) Go(f func(context.Context)) { t.running.Go(func() { f(t.ctx) }) }
+
+// FollowAddresses calls update now and after each change of Addresses, until Stop. If
+// update fails, FollowAddresses logs the error with keysAndValues and calls update again
+// after a second.
+func (t *Tasks) FollowAddresses(update func(context.Context) error, keysAndValues ...any) {
+	t.Go(func(ctx context.Context) {
+		for {
+			_, changed := t.Addresses.Addresses()
+			var retry <-chan time.Time
+			if err := update(ctx); err != nil && ctx.Err() == nil {
+				klog.FromContext(ctx).Error(err, "Cannot update the addresses of node ports; retrying", keysAndValues...)
+				retry = time.After(time.Second)
+			}
+			select {
+			case <-ctx.Done():
+				return
+			case <-changed:
+			case <-retry:
+			}
+		}
+	})
+}
+
+// Sync passes changes on to connection tracking, and returns the error that the backend's
+// Sync has to return. The argument err is the result of programming the dataplane. If the
+// driver has to deliver the changes again because of err, Sync does not pass them on yet.
+func (t *Tasks) Sync(ctx context.Context, c *sink.Changes, err error) error {
+	if _, ok := sink.Acknowledged(err); !ok {
+		return err
+	}
+	if err := t.connections.Sync(ctx, c); err != nil {
+		// The dataplane has the changes, but connection tracking does not. A new pass delivers
+		// all services to both again.
+		return fmt.Errorf("connection tracking: %w (%w)", err, sink.ErrStartOver)
+	}
+	return err
+}
+
+// EndGoroutines ends the goroutines and waits for them.
+func (t *Tasks) EndGoroutines() {
+	if t.stop != nil {
+		t.stop()
+	}
+	t.running.Wait()
+}
+
+// Stop ends the goroutines and stops connection tracking. It may be called without Start.
+func (t *Tasks) Stop(ctx context.Context) error {
+	t.EndGoroutines()
+	if s, ok := t.connections.(sink.Stopper); ok {
+		return s.Stop(ctx)
+	}
+	return nil
+}

@@ -1,0 +1,398 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+// Package sourcelists numbers the lists of source ranges in the table of a backend, and
+// makes the rules that look up a source in a list.
+//
+// Frontends with equal source ranges share a list. A map of the table leads from a frontend
+// to the number of its list. One set has the ranges of all lists of a family: a key is the
+// number of a list and a range of it, see [Range.Key]. So the number of elements is the sum
+// of the lengths of the different lists, and a change of a list changes nothing in others.
+//
+// A change of a service takes these steps:
+//
+//  1. [Lists.Begin], and [Change.Number] for each frontend that has source ranges.
+//  2. Write the ranges in [Lists.Fresh] to the kernel. No frontend refers to these lists.
+//  3. Write the frontends with their numbers, together with the ranges in Change.Remove and
+//     Change.Add, in one transaction for each service.
+//  4. [Change.End].
+//  5. Delete the ranges that [Lists.Reap] returns. A packet may be on its way through the
+//     rules, with the number of its list. So do that in a later call, not immediately.
+//
+// Until step 3, and if it fails, packets find the old list. Afterwards they find the new
+// list. They never find a part of a list.
+package sourcelists
+
+import (
+	"net/netip"
+	"slices"
+
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/nodeview"
+	"k8s.io/apimachinery/pkg/types"
+)
+
+// Lists are the lists of an instance. Calls must not overlap.
+type Lists struct {
+	nodeAddrs []netip.Addr
+	byRanges  map[Ranges]*sharedList
+	byNumber  map[uint32]*sharedList
+	uses      map[types.NamespacedName]*use
+	fresh     []*sharedList
+	// unused has the lists that no service uses, and unusedRanges the number of their ranges.
+	unused       map[*sharedList]bool
+	unusedRanges int
+	// last is the number that was assigned last.
+	last uint32
+}
+
+// sharedList is a list of source ranges that services share.
+type sharedList struct {
+	number uint32
+	// ranges are the ranges that the list has or will have in the kernel.
+	ranges Ranges
+	// written is the number of ranges that the kernel has, from the first one on.
+	written int
+	// users counts the services that use the list. If kept is true, the kernel had the list
+	// when the pass began, and services that were not delivered yet may use it.
+	users int
+	kept  bool
+	// waiting are the services that cannot use the list before it is written.
+	waiting []types.NamespacedName
+}
+
+// use has the lists of a service.
+type use struct {
+	byAddr map[netip.Addr]*sharedList
+	lists  []*sharedList // without duplicates
+}
+
+// New returns lists without any list. The ranges of services may admit the addresses
+// nodeAddrs of the node, see [nodeview.Sources].
+func New(nodeAddrs []netip.Addr) *Lists {
+	return &Lists{
+		nodeAddrs: nodeAddrs,
+		byRanges:  map[Ranges]*sharedList{}, byNumber: map[uint32]*sharedList{},
+		uses: map[types.NamespacedName]*use{}, unused: map[*sharedList]bool{},
+	}
+}
+
+// A number of a list has 24 bits for the list. The low octet is free for a prefix length.
+// It is not zero in the number itself, because nft cannot load a number that it prints with
+// ":0" at the end.
+const (
+	lengthMask = 0xff
+	maxList    = 1<<24 - 2 // nft prints the highest number as a name
+)
+
+// SetNodeAddrs sets the addresses of the node. If services have source ranges, which may
+// admit other addresses then, it changes nothing and returns false.
+func (l *Lists) SetNodeAddrs(addrs []netip.Addr) bool {
+	if len(l.uses) > 0 && !slices.Equal(addrs, l.nodeAddrs) {
+		return false
+	}
+	l.nodeAddrs = addrs
+	return true
+}
+
+// Number returns the number of the i-th list, which counts from 1.
+func Number(i uint32) uint32 { return i<<8 | lengthMask }
+
+// Found records a list that the kernel has at the beginning of a pass. [Lists.EndPass]
+// releases it.
+func (l *Lists) Found(number uint32, family api.Family, prefixes []netip.Prefix) {
+	list := &sharedList{number: number | lengthMask, ranges: NewRanges(family, prefixes), kept: true}
+	list.written = list.ranges.Len()
+	l.byNumber[list.number] = list
+	l.index(list)
+	l.last = max(l.last, number>>8)
+}
+
+// EndPass releases the lists that no service needed during the pass.
+func (l *Lists) EndPass() {
+	for _, list := range l.byNumber {
+		if list.kept = false; list.users == 0 {
+			l.markUnused(list)
+		}
+	}
+}
+
+// HasKept reports whether there are lists that only EndPass would release.
+func (l *Lists) HasKept() bool {
+	for _, list := range l.byNumber {
+		if list.kept && list.users == 0 {
+			return true
+		}
+	}
+	return false
+}
+
+// Of returns the number of the list that the service uses at an address, or 0.
+func (l *Lists) Of(service types.NamespacedName, addr netip.Addr) uint32 {
+	if u := l.uses[service]; u != nil && u.byAddr[addr] != nil {
+		return u.byAddr[addr].number
+	}
+	return 0
+}
+
+// Change is the change of the lists of a service.
+type Change struct {
+	// Remove and Add are ranges to remove from the kernel and to add, in the same transaction
+	// as the frontends of the service.
+	Remove, Add []Range
+
+	Service types.NamespacedName
+
+	lists    *Lists
+	old, new *use
+	// planned has the lists that the method Number has returned for source ranges.
+	planned map[nodeview.SourcesID]*sharedList
+	// edited has the list that gets other ranges in place, and its next ranges.
+	edited map[*sharedList]Ranges
+}
+
+// Begin begins the change of a service from one view to another. Either view may be nil.
+func (l *Lists) Begin(service types.NamespacedName, from, to *api.View) *Change {
+	c := &Change{Service: service, lists: l, old: l.uses[service], new: &use{}}
+	if c.old != nil && nodeview.SameFrontends(from, to) {
+		c.new = c.old // Number need not be called
+	}
+	return c
+}
+
+// Number returns the number of the list for a frontend of the new view. The frontend must
+// have source ranges.
+func (c *Change) Number(f *nodeview.Frontend) uint32 {
+	if list := c.new.byAddr[f.Addr]; list != nil {
+		return list.number
+	}
+	s := f.SourcesID()
+	list := c.planned[s]
+	if list == nil {
+		list = c.assign(NewRanges(f.Family, f.Sources.Prefixes(c.lists.nodeAddrs)))
+		if c.planned == nil {
+			c.planned = map[nodeview.SourcesID]*sharedList{}
+		}
+		c.planned[s] = list
+	}
+	if c.new.byAddr == nil {
+		c.new.byAddr = map[netip.Addr]*sharedList{}
+	}
+	c.new.byAddr[f.Addr] = list
+	return list.number
+}
+
+// assign returns the list for ranges of the new view. It uses an existing list if
+// possible. Otherwise it changes a list of the service in place, or makes a new one.
+func (c *Change) assign(ranges Ranges) *sharedList {
+	l := c.lists
+	list := l.byRanges[ranges]
+	if list == nil {
+		list = c.edit(ranges)
+	}
+	if list == nil {
+		list = l.add(ranges)
+	}
+	if slices.Contains(c.new.lists, list) {
+		return list
+	}
+	c.new.lists = append(c.new.lists, list)
+	list.users++
+	if l.unused[list] {
+		delete(l.unused, list)
+		l.unusedRanges -= list.written
+	}
+	if list.written < list.ranges.Len() {
+		list.waiting = append(list.waiting, c.Service)
+	}
+	return list
+}
+
+// maxEdit limits the ranges that change in place.
+const maxEdit = 1000
+
+// edit changes a list of the old view in place and returns it. It returns nil if another
+// service uses the list or if too much would change. It also returns nil if a removed range
+// overlaps an added range: a packet whose source is in both might find neither, if the
+// transaction comes between two lookups.
+func (c *Change) edit(ranges Ranges) *sharedList {
+	if c.old == nil {
+		return nil
+	}
+	for _, list := range c.old.lists {
+		if list.users > 1 || list.kept || list.ranges.family != ranges.family || slices.Contains(c.new.lists, list) ||
+			max(list.ranges.Len()-ranges.Len(), ranges.Len()-list.ranges.Len()) > maxEdit {
+			continue
+		}
+		remove, add := difference(list.ranges, ranges)
+		if len(remove)+len(add) > min(maxEdit, ranges.Len()) || overlap(remove, add) {
+			continue
+		}
+		for _, p := range remove {
+			c.Remove = append(c.Remove, Range{list.number, p})
+		}
+		for _, p := range add {
+			c.Add = append(c.Add, Range{list.number, p})
+		}
+		// Until the end of the change, no other service may find the list by its ranges.
+		c.lists.unindex(list)
+		if c.edited == nil {
+			c.edited = map[*sharedList]Ranges{}
+		}
+		c.edited[list] = ranges
+		return list
+	}
+	return nil
+}
+
+// add makes a list with a new number.
+func (l *Lists) add(ranges Ranges) *sharedList {
+	list := &sharedList{ranges: ranges}
+	for list.number == 0 {
+		l.last = l.last%maxList + 1
+		if number := Number(l.last); l.byNumber[number] == nil {
+			list.number = number
+		}
+	}
+	l.byNumber[list.number], l.byRanges[ranges] = list, list
+	if ranges.Len() > 0 {
+		l.fresh = append(l.fresh, list)
+	}
+	return list
+}
+
+// unindex makes sure that no service finds the list by its ranges.
+func (l *Lists) unindex(list *sharedList) {
+	if l.byRanges[list.ranges] == list {
+		delete(l.byRanges, list.ranges)
+	}
+}
+
+// index makes sure that services find a list by these ranges.
+func (l *Lists) index(list *sharedList) {
+	if l.byRanges[list.ranges] == nil {
+		l.byRanges[list.ranges] = list
+	}
+}
+
+func (l *Lists) markUnused(list *sharedList) {
+	if !l.unused[list] {
+		l.unused[list] = true
+		l.unusedRanges += list.written
+	}
+}
+
+// End ends the change. If it failed, the kernel has the lists and frontends of the old
+// view.
+func (c *Change) End(failed bool) {
+	l := c.lists
+	for list, ranges := range c.edited {
+		if !failed {
+			list.ranges, list.written = ranges, ranges.Len()
+		}
+		l.index(list)
+	}
+	if c.new == c.old {
+		return
+	}
+	drop, keep := c.old, c.new
+	if failed {
+		drop, keep = keep, drop
+	}
+	if drop != nil {
+		for _, list := range drop.lists {
+			if list.users--; list.users == 0 && !list.kept {
+				l.markUnused(list)
+			}
+		}
+	}
+	if keep == nil || len(keep.lists) == 0 {
+		delete(l.uses, c.Service)
+	} else {
+		l.uses[c.Service] = keep
+	}
+}
+
+// Chunk is a part of a list that the caller has to write to the kernel.
+type Chunk struct {
+	Ranges []Range
+	// Services cannot be programmed before the chunk is written.
+	Services []types.NamespacedName
+	list     *sharedList
+}
+
+// Fresh passes the lists that the kernel lacks to the function write. Each call of write
+// gets one or more chunks, with up to n ranges together, and reports for each chunk
+// whether the kernel has it now. If not, the services of the chunk must fail: Fresh skips
+// the rest of this list, and no later change uses the list. An error of write ends Fresh.
+func (l *Lists) Fresh(n int, write func([]Chunk) (written []bool, err error)) error {
+	fresh := l.fresh
+	l.fresh = nil
+	var chunks []Chunk
+	size := 0
+	flush := func() error {
+		written, err := write(chunks)
+		if err != nil {
+			return err
+		}
+		for i, c := range chunks {
+			if written[i] {
+				c.list.written += len(c.Ranges)
+				continue
+			}
+			// No service can use this list. Later, what the kernel has of it is deleted.
+			l.unindex(c.list)
+			c.list.ranges = c.list.ranges.slice(0, c.list.written)
+		}
+		chunks, size = nil, 0
+		return nil
+	}
+	for _, list := range fresh {
+		for list.written < list.ranges.Len() {
+			end := min(list.written+n-size, list.ranges.Len())
+			chunk := Chunk{Ranges: list.slice(list.written, end), Services: list.waiting, list: list}
+			chunks, size = append(chunks, chunk), size+len(chunk.Ranges)
+			if size < n && end == list.ranges.Len() {
+				break // the next list may fit into the same call of write
+			}
+			if err := flush(); err != nil {
+				return err
+			}
+		}
+	}
+	if len(chunks) == 0 {
+		return nil
+	}
+	return flush()
+}
+
+// slice returns the ranges from the index i to the index j, without that at j.
+func (list *sharedList) slice(i, j int) []Range {
+	ranges := make([]Range, 0, j-i)
+	for ; i < j; i++ {
+		ranges = append(ranges, Range{list.number, list.ranges.at(i)})
+	}
+	return ranges
+}
+
+// Reap returns up to n ranges of lists that no service uses, and forgets them. The caller
+// has to delete them from the kernel.
+func (l *Lists) Reap(n int) (ranges []Range) {
+	for list := range l.unused {
+		l.unindex(list)
+		begin := max(0, list.written-(n-len(ranges)))
+		ranges = append(ranges, list.slice(begin, list.written)...)
+		l.unusedRanges -= list.written - begin
+		list.ranges, list.written = list.ranges.slice(0, begin), begin
+		if begin > 0 {
+			break
+		}
+		delete(l.unused, list)
+		delete(l.byNumber, list.number)
+	}
+	return ranges
+}
+
+// Unused returns the number of ranges that Reap would return.
+func (l *Lists) Unused() int { return l.unusedRanges }

@@ -31,8 +31,8 @@ func (s *ServiceState) Elements() Elements {
 }
 
 // Elements returns the elements of the view.
-func (se *View) Elements() Elements {
-	return se.Service.Elements(len(se.Endpoints) + len(se.Draining))
+func (view *View) Elements() Elements {
+	return view.Service.Elements(len(view.Endpoints) + len(view.Draining))
 }
 
 // Elements returns the elements of the service with this number of endpoints. A nil service

@@ -31,12 +31,12 @@ type View struct {
 
 // MarshalJSON returns the JSON form. It never omits Endpoints, so that a reader can
 // iterate over the list.
-func (se View) MarshalJSON() ([]byte, error) {
+func (view View) MarshalJSON() ([]byte, error) {
 	type fields View // without MarshalJSON, to prevent recursion
-	if se.Endpoints == nil {
-		se.Endpoints = []Endpoint{}
+	if view.Endpoints == nil {
+		view.Endpoints = []Endpoint{}
 	}
-	return json.Marshal(fields(se))
+	return json.Marshal(fields(view))
 }
 
 // PortFamily identifies a service port in one family. For the only "port" of an all-ports
@@ -161,13 +161,13 @@ func (s PortScopes) compare(port int32, protocol Protocol) int {
 }
 
 // Key returns the namespace and name of the view's service.
-func (se *View) Key() types.NamespacedName { return se.Service.Key() }
+func (view *View) Key() types.NamespacedName { return view.Service.Key() }
 
 // LocalEndpoints returns the number of elements of Endpoints that are on this node.
-func (se *View) LocalEndpoints() int {
+func (view *View) LocalEndpoints() int {
 	n := 0
-	for i := range se.Endpoints {
-		if se.Endpoints[i].Local {
+	for i := range view.Endpoints {
+		if view.Endpoints[i].Local {
 			n++
 		}
 	}
@@ -176,16 +176,16 @@ func (se *View) LocalEndpoints() int {
 
 // Equal reports whether both views have the same effect on a node. It ignores the winners of
 // lost claims.
-func (se *View) Equal(o *View) bool {
-	if se == o {
+func (view *View) Equal(o *View) bool {
+	if view == o {
 		return true
 	}
-	return se != nil && o != nil &&
-		se.Service.Equal(o.Service) &&
-		slices.EqualFunc(se.Endpoints, o.Endpoints, endpointsEqual) &&
-		slices.EqualFunc(se.Draining, o.Draining, endpointsEqual) &&
-		slices.Equal(se.Unusable, o.Unusable) &&
-		slices.EqualFunc(se.Lost, o.Lost, sameClaims)
+	return view != nil && o != nil &&
+		view.Service.Equal(o.Service) &&
+		slices.EqualFunc(view.Endpoints, o.Endpoints, endpointsEqual) &&
+		slices.EqualFunc(view.Draining, o.Draining, endpointsEqual) &&
+		slices.Equal(view.Unusable, o.Unusable) &&
+		slices.EqualFunc(view.Lost, o.Lost, sameClaims)
 }
 
 // Key identifies the endpoint within its service by address and ports. It does not depend

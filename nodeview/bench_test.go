@@ -55,10 +55,10 @@ func BenchmarkView(b *testing.B) {
 func BenchmarkFrontends(b *testing.B) {
 	for _, n := range []int{1, 10, 100, 1000} {
 		b.Run(fmt.Sprintf("endpoints=%d", n), func(b *testing.B) {
-			se := View(benchState(n), nil)
+			view := View(benchState(n), nil)
 			b.ReportAllocs()
 			for b.Loop() {
-				for f := range Frontends(se) {
+				for f := range Frontends(view) {
 					_ = f
 				}
 			}

@@ -173,10 +173,10 @@ func endpoint(words []string) api.SliceEndpoint {
 
 // describe returns a view's endpoints and unusable ports as lines. The line of an
 // endpoint has its key, "local" if it is local, its scopes, and its scopes by port.
-func describe(se *api.View) []string {
+func describe(view *api.View) []string {
 	var out []string
-	for i := range se.Endpoints {
-		e := &se.Endpoints[i]
+	for i := range view.Endpoints {
+		e := &view.Endpoints[i]
 		line := e.Key()
 		if e.Local {
 			line += " local"
@@ -187,10 +187,10 @@ func describe(se *api.View) []string {
 		}
 		out = append(out, line)
 	}
-	for i := range se.Draining {
-		out = append(out, "draining "+se.Draining[i].Key())
+	for i := range view.Draining {
+		out = append(out, "draining "+view.Draining[i].Key())
 	}
-	for _, u := range se.Unusable {
+	for _, u := range view.Unusable {
 		out = append(out, fmt.Sprintf("unusable %d/%s %s", u.Port, u.Protocol, u.Family))
 	}
 	return out

@@ -183,17 +183,17 @@ var masqueradeNames = [...]string{MasqueradeIfConfigured: "MasqueradeIfConfigure
 // String returns the name of the constant.
 func (m Masquerade) String() string { return text(masqueradeNames[:], m) }
 
-// Frontends yields the frontends to program for se. They are sorted by service port, then
+// Frontends yields the frontends to program for view. They are sorted by service port, then
 // family, then kind. Ports, and the addresses of one kind, have the same order as in the
-// service. No two frontends have the same address, protocol and port. If se is nil,
+// service. No two frontends have the same address, protocol and port. If view is nil,
 // because the service was deleted, Frontends yields nothing.
-func Frontends(se *api.View) iter.Seq[Frontend] {
+func Frontends(view *api.View) iter.Seq[Frontend] {
 	return func(yield func(Frontend) bool) {
-		lists := newPortLists(se)
-		if se != nil {
-			lists.sources = sourcesByAddress(se.Service)
+		lists := newPortLists(view)
+		if view != nil {
+			lists.sources = sourcesByAddress(view.Service)
 		}
-		for s := range namedFrontends(se) {
+		for s := range namedFrontends(view) {
 			if s.Fault != 0 {
 				continue
 			}
@@ -209,7 +209,7 @@ func Frontends(se *api.View) iter.Seq[Frontend] {
 
 // frontend returns a Frontend with the key and service port of s and with all decisions.
 func frontend(s UnservedFrontend, lists *portLists) Frontend {
-	svc := lists.se.Service
+	svc := lists.view.Service
 	f := Frontend{
 		FrontendKey: s.FrontendKey,
 		ServicePort: s.ServicePort,
@@ -228,14 +228,14 @@ func frontend(s UnservedFrontend, lists *portLists) Frontend {
 
 // portLists has the lists that all frontends of one service port and family share.
 type portLists struct {
-	se                               *api.View
+	view                             *api.View
 	port                             *api.PortMapping
 	family                           api.Family
 	internal, external, shortCircuit list
 	// distinct has the lists that the method prepare has made so far, without duplicates, by
 	// their hash.
 	distinct map[uint64][]list
-	// unusable has the elements of se.Unusable. noEndpoint is the verdict for a list of the
+	// unusable has the elements of view.Unusable. noEndpoint is the verdict for a list of the
 	// port and family that has no endpoint.
 	unusable   distinct.Set[api.PortFamily]
 	noEndpoint Verdict
@@ -243,10 +243,10 @@ type portLists struct {
 	sources map[netip.Addr]Sources
 }
 
-func newPortLists(se *api.View) *portLists {
-	l := &portLists{se: se}
-	if se != nil {
-		for _, u := range se.Unusable {
+func newPortLists(view *api.View) *portLists {
+	l := &portLists{view: view}
+	if view != nil {
+		for _, u := range view.Unusable {
 			l.unusable.Add(u)
 		}
 	}
@@ -266,7 +266,7 @@ func (l *portLists) prepare(port *api.PortMapping, family api.Family) {
 	}
 	// If both policies are equal, internal and external traffic use the same list. If either
 	// policy is Cluster, short-circuited traffic uses the same Cluster list.
-	pol := policiesOf(l.se.Service)
+	pol := policiesOf(l.view.Service)
 	l.internal = l.list(pol.internalLocal, func(s api.Scopes) bool { return s.Internal })
 	l.external = l.internal
 	if pol.internalLocal != pol.externalLocal {
@@ -286,7 +286,7 @@ func (l *portLists) prepare(port *api.PortMapping, family api.Family) {
 // says whether they are the Local list or the Cluster list. If an equal list already
 // exists, the method returns the existing list with its ID.
 func (l *portLists) list(local bool, scope func(api.Scopes) bool) list {
-	targets, hash := targets(l.se, l.port, l.family, scope)
+	targets, hash := targets(l.view, l.port, l.family, scope)
 	if len(targets) == 0 {
 		return list{}
 	}
@@ -305,13 +305,13 @@ func (l *portLists) list(local bool, scope func(api.Scopes) bool) list {
 
 // targets returns the endpoints of one port and family whose scopes match, and a hash of
 // their positions and ports.
-func targets(se *api.View, port *api.PortMapping, family api.Family, match func(api.Scopes) bool) (out []Target, hash uint64) {
+func targets(view *api.View, port *api.PortMapping, family api.Family, match func(api.Scopes) bool) (out []Target, hash uint64) {
 	listed := func(e *api.Endpoint) bool {
 		return api.FamilyOf(e.Addr) == family && match(e.ScopesOf(port))
 	}
 	n := 0
-	for i := range se.Endpoints {
-		if listed(&se.Endpoints[i]) {
+	for i := range view.Endpoints {
+		if listed(&view.Endpoints[i]) {
 			n++
 		}
 	}
@@ -320,8 +320,8 @@ func targets(se *api.View, port *api.PortMapping, family api.Family, match func(
 	}
 	out = make([]Target, 0, n)
 	var last *api.Endpoint // with the same list of ports as other endpoints of its EndpointSlice
-	for i := range se.Endpoints {
-		if e := &se.Endpoints[i]; listed(e) {
+	for i := range view.Endpoints {
+		if e := &view.Endpoints[i]; listed(e) {
 			t := Target{Endpoint: e}
 			switch {
 			case port == nil:
@@ -382,11 +382,11 @@ func HealthCheckPort(svc *api.Service) int32 {
 
 // ReadyLocal returns the number of distinct addresses of ready endpoints on this node.
 // The health-check node port reports this number for each family.
-func ReadyLocal(se *api.View, family api.Family) int {
+func ReadyLocal(view *api.View, family api.Family) int {
 	n := 0
 	var last netip.Addr
-	for i := range se.Endpoints {
-		e := &se.Endpoints[i]
+	for i := range view.Endpoints {
+		e := &view.Endpoints[i]
 		if e.Local && e.Ready && api.FamilyOf(e.Addr) == family && e.Addr != last {
 			n++
 			last = e.Addr

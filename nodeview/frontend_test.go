@@ -16,9 +16,9 @@ import (
 
 // describeFrontends returns a line "KEY: ELSEWHERE; NODE" for each frontend of a view.
 // The line shows the decisions for traffic from elsewhere and for traffic from this node.
-func describeFrontends(se *api.View) []string {
+func describeFrontends(view *api.View) []string {
 	var out []string
-	for f := range Frontends(se) {
+	for f := range Frontends(view) {
 		out = append(out, fmt.Sprintf("%s: %s; %s", f.FrontendKey, trafficText(f.Elsewhere), trafficText(f.Node)))
 	}
 	return out
@@ -38,9 +38,9 @@ func trafficText(t Traffic) string {
 	return text
 }
 
-func describeUnserved(se *api.View) []string {
+func describeUnserved(view *api.View) []string {
 	var out []string
-	for u := range Unserved(se) {
+	for u := range Unserved(view) {
 		out = append(out, u.String())
 	}
 	return out
@@ -59,11 +59,11 @@ func runFrontendCases(t *testing.T, cases []frontendCase) {
 	t.Helper()
 	for _, c := range cases {
 		t.Run(c.name, func(t *testing.T) {
-			se := View(&api.ServiceState{Service: c.service, Slices: endpointSlices(c.slices), Lost: c.lost}, thisNode)
-			if diff := cmp.Diff(lines(c.want), describeFrontends(se)); diff != "" {
+			view := View(&api.ServiceState{Service: c.service, Slices: endpointSlices(c.slices), Lost: c.lost}, thisNode)
+			if diff := cmp.Diff(lines(c.want), describeFrontends(view)); diff != "" {
 				t.Errorf("frontends differ (-want +got):\n%s", diff)
 			}
-			if diff := cmp.Diff(lines(c.unserved), describeUnserved(se)); diff != "" {
+			if diff := cmp.Diff(lines(c.unserved), describeUnserved(view)); diff != "" {
 				t.Errorf("unserved frontends differ (-want +got):\n%s", diff)
 			}
 		})
@@ -268,12 +268,12 @@ func TestTrafficAndVerdicts(t *testing.T) {
 }
 
 func TestFrontendsShareLists(t *testing.T) {
-	se := View(&api.ServiceState{
+	view := View(&api.ServiceState{
 		Service: service(loadBalancerIPs("203.0.113.1", "203.0.113.2"), nodePort(30080)),
 		Slices:  endpointSlices(oneReady),
 	}, thisNode)
 	var first *Target
-	for f := range Frontends(se) {
+	for f := range Frontends(view) {
 		for _, traffic := range []Traffic{f.Elsewhere, f.Node} {
 			if first == nil {
 				first = &traffic.Endpoints[0]
@@ -281,7 +281,7 @@ func TestFrontendsShareLists(t *testing.T) {
 			if &traffic.Endpoints[0] != first {
 				t.Errorf("%s has a list of its own", f.FrontendKey)
 			}
-			if traffic.Endpoints[0].Endpoint != &se.Endpoints[0] {
+			if traffic.Endpoints[0].Endpoint != &view.Endpoints[0] {
 				t.Errorf("%s has a copy of an endpoint", f.FrontendKey)
 			}
 		}
@@ -289,22 +289,22 @@ func TestFrontendsShareLists(t *testing.T) {
 }
 
 func TestShortCircuitSharesTheInternalList(t *testing.T) {
-	se := View(&api.ServiceState{
+	view := View(&api.ServiceState{
 		Service: service(externalLocal, externalIPs("192.0.2.1")),
 		Slices:  endpointSlices(oneReady),
 	}, thisNode)
-	all := slices.Collect(Frontends(se))
+	all := slices.Collect(Frontends(view))
 	if &all[0].Elsewhere.Endpoints[0] != &all[1].Node.Endpoints[0] {
 		t.Errorf("%s has a list of its own for this node's traffic", all[1].FrontendKey)
 	}
 }
 
 func TestFrontendsStop(t *testing.T) {
-	se := View(&api.ServiceState{Service: service(dualStack, nodePort(30080), externalIPs("192.0.2.1", "2001:db8::1"))}, thisNode)
-	all := slices.Collect(Frontends(se))
+	view := View(&api.ServiceState{Service: service(dualStack, nodePort(30080), externalIPs("192.0.2.1", "2001:db8::1"))}, thisNode)
+	all := slices.Collect(Frontends(view))
 	for n := range all {
 		var got []Frontend
-		for f := range Frontends(se) {
+		for f := range Frontends(view) {
 			if got = append(got, f); len(got) == n+1 {
 				break
 			}
@@ -417,8 +417,8 @@ func TestHealthCheck(t *testing.T) {
 		0, 0,
 	}} {
 		t.Run(c.name, func(t *testing.T) {
-			se := View(&api.ServiceState{Service: checked(), Slices: endpointSlices(c.slices)}, thisNode)
-			if v4, v6 := ReadyLocal(se, api.IPv4), ReadyLocal(se, api.IPv6); v4 != c.v4 || v6 != c.v6 {
+			view := View(&api.ServiceState{Service: checked(), Slices: endpointSlices(c.slices)}, thisNode)
+			if v4, v6 := ReadyLocal(view, api.IPv4), ReadyLocal(view, api.IPv6); v4 != c.v4 || v6 != c.v6 {
 				t.Errorf("ReadyLocal = %d IPv4, %d IPv6, want %d and %d", v4, v6, c.v4, c.v6)
 			}
 		})

@@ -183,14 +183,14 @@ func copyState(s *api.ServiceState) *api.ServiceState {
 
 func checkView(t *testing.T, state *api.ServiceState, node *api.Node) {
 	t.Helper()
-	se := View(state, node)
-	checkArrival(t, state, node, se)
-	checkEndpoints(t, state, se)
-	checkOldClient(t, se)
-	checkCompetition(t, state, se)
-	checkAllPorts(t, state, node, se)
-	checkFrontends(t, state, se)
-	if e := Explain(state, node); !e.View.Equal(se) || e.String() == "" {
+	view := View(state, node)
+	checkArrival(t, state, node, view)
+	checkEndpoints(t, state, view)
+	checkOldClient(t, view)
+	checkCompetition(t, state, view)
+	checkAllPorts(t, state, node, view)
+	checkFrontends(t, state, view)
+	if e := Explain(state, node); !e.View.Equal(view) || e.String() == "" {
 		t.Errorf("the view of Explain differs from View")
 	}
 	if t.Failed() {
@@ -202,10 +202,10 @@ func checkView(t *testing.T, state *api.ServiceState, node *api.Node) {
 
 // checkArrival checks that View does not depend on the order of EndpointSlices and
 // endpoints, and that View does not modify its input.
-func checkArrival(t *testing.T, state *api.ServiceState, node *api.Node, se *api.View) {
+func checkArrival(t *testing.T, state *api.ServiceState, node *api.Node, view *api.View) {
 	t.Helper()
 	shuffled := copyState(state)
-	if !View(state, node).Equal(se) {
+	if !View(state, node).Equal(view) {
 		t.Errorf("View differs when called again")
 	}
 	if !slices.EqualFunc(shuffled.Slices, state.Slices, (*api.EndpointSlice).Equal) {
@@ -218,19 +218,19 @@ func checkArrival(t *testing.T, state *api.ServiceState, node *api.Node, se *api
 	for _, s := range shuffled.Slices {
 		r.Shuffle(len(s.Endpoints), func(i, j int) { s.Endpoints[i], s.Endpoints[j] = s.Endpoints[j], s.Endpoints[i] })
 	}
-	if again := View(shuffled, node); !again.Equal(se) {
-		t.Errorf("the view depends on the order of arrival (-original +shuffled):\n%s", cmp.Diff(describe(se), describe(again)))
+	if again := View(shuffled, node); !again.Equal(view) {
+		t.Errorf("the view depends on the order of arrival (-original +shuffled):\n%s", cmp.Diff(describe(view), describe(again)))
 	}
 }
 
 // checkEndpoints checks that Endpoints and Draining are sorted and have no key in common.
 // The elements of Endpoints must have scopes, the elements of Draining must have none,
 // and keys must depend only on addresses and ports.
-func checkEndpoints(t *testing.T, state *api.ServiceState, se *api.View) {
+func checkEndpoints(t *testing.T, state *api.ServiceState, view *api.View) {
 	t.Helper()
 	possible := possibleKeys(state)
 	seen := map[string]bool{}
-	for _, list := range [][]api.Endpoint{se.Endpoints, se.Draining} {
+	for _, list := range [][]api.Endpoint{view.Endpoints, view.Draining} {
 		for i := range list {
 			e := &list[i]
 			if i > 0 && list[i-1].Compare(e) >= 0 {
@@ -248,13 +248,13 @@ func checkEndpoints(t *testing.T, state *api.ServiceState, se *api.View) {
 			}
 		}
 	}
-	for i := range se.Endpoints {
-		if se.Endpoints[i].Scopes == (api.Scopes{}) {
-			t.Errorf("%s is in the view, but on no list", se.Endpoints[i].Key())
+	for i := range view.Endpoints {
+		if view.Endpoints[i].Scopes == (api.Scopes{}) {
+			t.Errorf("%s is in the view, but on no list", view.Endpoints[i].Key())
 		}
 	}
-	for i := range se.Draining {
-		if e := &se.Draining[i]; e.Scopes != (api.Scopes{}) || e.PortScopes != nil {
+	for i := range view.Draining {
+		if e := &view.Draining[i]; e.Scopes != (api.Scopes{}) || e.PortScopes != nil {
 			t.Errorf("%s is draining, but on a list", e.Key())
 		}
 	}
@@ -273,17 +273,17 @@ func possibleKeys(state *api.ServiceState) map[string]bool {
 // If EndpointSlices have several entries with the same address and port, checkCompetition
 // checks that the view has the preferred entry. It also checks that the draining
 // endpoints are exactly the serving or ready endpoints without scopes.
-func checkCompetition(t *testing.T, state *api.ServiceState, se *api.View) {
+func checkCompetition(t *testing.T, state *api.ServiceState, view *api.View) {
 	t.Helper()
 	listed, drains := map[string]bool{}, map[string]bool{}
-	for i := range se.Endpoints {
-		listed[se.Endpoints[i].Key()] = true
+	for i := range view.Endpoints {
+		listed[view.Endpoints[i].Key()] = true
 	}
 	for _, p := range oraclePorts(state.Service) {
 		for _, family := range state.Service.Families() {
 			entries := oracleEntries(state, p, family)
-			for i := range se.Endpoints {
-				e := &se.Endpoints[i]
+			for i := range view.Endpoints {
+				e := &view.Endpoints[i]
 				if api.FamilyOf(e.Addr) != family || e.ScopesOf(p) == (api.Scopes{}) {
 					continue
 				}
@@ -304,8 +304,8 @@ func checkCompetition(t *testing.T, state *api.ServiceState, se *api.View) {
 		}
 	}
 	var got []string
-	for i := range se.Draining {
-		got = append(got, se.Draining[i].Key())
+	for i := range view.Draining {
+		got = append(got, view.Draining[i].Key())
 	}
 	slices.Sort(got)
 	if diff := cmp.Diff(slices.Sorted(maps.Keys(drains)), got); diff != "" {
@@ -315,7 +315,7 @@ func checkCompetition(t *testing.T, state *api.ServiceState, se *api.View) {
 
 // checkAllPorts compares the view of an all-ports service with the view of a service with
 // one port. All EndpointSlices serve this port.
-func checkAllPorts(t *testing.T, state *api.ServiceState, node *api.Node, se *api.View) {
+func checkAllPorts(t *testing.T, state *api.ServiceState, node *api.Node, view *api.View) {
 	t.Helper()
 	if !state.Service.AllPorts {
 		return
@@ -331,7 +331,7 @@ func checkAllPorts(t *testing.T, state *api.ServiceState, node *api.Node, se *ap
 	for i := range want.Unusable {
 		want.Unusable[i].Protocol, want.Unusable[i].Port = 0, 0
 	}
-	got := *se
+	got := *view
 	got.Service, got.Lost = want.Service, nil
 	if !got.Equal(want) {
 		t.Errorf("all ports differ from one port:\n%s", cmp.Diff(describe(want), describe(&got)))
@@ -340,9 +340,9 @@ func checkAllPorts(t *testing.T, state *api.ServiceState, node *api.Node, se *ap
 
 // checkOldClient checks that an old client finds the port of every endpoint. Such a
 // client knows only PortOverrides and the numeric targetPort.
-func checkOldClient(t *testing.T, se *api.View) {
+func checkOldClient(t *testing.T, view *api.View) {
 	t.Helper()
-	for f := range Frontends(se) {
+	for f := range Frontends(view) {
 		for _, e := range slices.Concat(f.Elsewhere.Endpoints, f.Node.Endpoints) {
 			if f.ServicePort == nil {
 				continue
@@ -367,10 +367,10 @@ func checkOldClient(t *testing.T, se *api.View) {
 // checkFrontends checks that each frontend that a Service defines occurs exactly once in
 // the results of Frontends and Unserved. Each endpoint of a frontend must be in the view
 // and have the frontend's family.
-func checkFrontends(t *testing.T, state *api.ServiceState, se *api.View) {
+func checkFrontends(t *testing.T, state *api.ServiceState, view *api.View) {
 	t.Helper()
 	served := map[api.Claim]map[api.Family]bool{}
-	for f := range Frontends(se) {
+	for f := range Frontends(view) {
 		if served[f.Claim()][f.Family] {
 			t.Errorf("%s comes twice", f.FrontendKey)
 		}
@@ -379,7 +379,7 @@ func checkFrontends(t *testing.T, state *api.ServiceState, se *api.View) {
 		}
 		served[f.Claim()][f.Family] = true
 		for _, e := range slices.Concat(f.Elsewhere.Endpoints, f.Node.Endpoints) {
-			if !slices.ContainsFunc(se.Endpoints, func(o api.Endpoint) bool { return o.Equal(e.Endpoint) }) {
+			if !slices.ContainsFunc(view.Endpoints, func(o api.Endpoint) bool { return o.Equal(e.Endpoint) }) {
 				t.Errorf("%s: %s is not in the view", f.FrontendKey, e.Key())
 			}
 			if api.FamilyOf(e.Addr) != f.Family {
@@ -387,7 +387,7 @@ func checkFrontends(t *testing.T, state *api.ServiceState, se *api.View) {
 			}
 		}
 	}
-	for u := range Unserved(se) {
+	for u := range Unserved(view) {
 		if served[u.Claim()][u.Family] && (u.Fault == Lost || u.Fault == OtherFamily) {
 			t.Errorf("%s is served and unserved", u.FrontendKey)
 		}

@@ -9,11 +9,11 @@ import (
 	"github.com/kpng-project/kpng/api"
 )
 
-// FrontendKeys yields the keys of the frontends of se, in the order of [Frontends]. Unlike
+// FrontendKeys yields the keys of the frontends of view, in the order of [Frontends]. Unlike
 // Frontends, it takes no time for endpoints.
-func FrontendKeys(se *api.View) iter.Seq[FrontendKey] {
+func FrontendKeys(view *api.View) iter.Seq[FrontendKey] {
 	return func(yield func(FrontendKey) bool) {
-		for s := range namedFrontends(se) {
+		for s := range namedFrontends(view) {
 			if s.Fault == 0 && !yield(s.FrontendKey) {
 				return
 			}

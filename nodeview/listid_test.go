@@ -18,9 +18,9 @@ type groups struct {
 	of      map[string]ListID
 }
 
-func groupsOf(se *api.View) groups {
+func groupsOf(view *api.View) groups {
 	g := groups{map[ListID]string{}, map[string]ListID{}}
-	for f := range Frontends(se) {
+	for f := range Frontends(view) {
 		g.of[f.FrontendKey.String()] = f.Elsewhere.List
 		for _, traffic := range []Traffic{f.Elsewhere, f.Node} {
 			if traffic.Verdict == Forward {

@@ -65,7 +65,7 @@ func view(s *api.ServiceState, node *api.Node, tr *trace) *api.View {
 	c.dropUnserved()
 	c.dropDuplicates()
 
-	se := &api.View{Service: svc, Lost: s.Lost}
+	view := &api.View{Service: svc, Lost: s.Lost}
 	here := locationOf(node)
 	v4 := c.countV4()
 	for p, port := range c.ports {
@@ -79,26 +79,26 @@ func view(s *api.ServiceState, node *api.Node, tr *trace) *api.View {
 			}
 			t := decide(c.row(p)[lo:hi], c.candidates[lo:hi], here)
 			if !t.usable {
-				se.Unusable = append(se.Unusable, portFamily(port, f))
+				view.Unusable = append(view.Unusable, portFamily(port, f))
 			}
 			tr.addList(&c, p, f, &t, lo, hi)
 		}
 	}
-	c.list(se, policiesOf(svc), here)
-	return se
+	c.list(view, policiesOf(svc), here)
+	return view
 }
 
-func (c *selection) list(se *api.View, pol policies, here location) {
+func (c *selection) list(view *api.View, pol policies, here location) {
 	listed, draining := c.assignLists(pol)
 	if listed+draining == 0 {
 		return
 	}
 	endpoints := make([]api.Endpoint, listed+draining)
 	if listed > 0 {
-		se.Endpoints = endpoints[:listed:listed]
+		view.Endpoints = endpoints[:listed:listed]
 	}
 	if draining > 0 {
-		se.Draining = endpoints[listed:]
+		view.Draining = endpoints[listed:]
 	}
 	nextListed, nextDraining := 0, listed
 	for i := range c.candidates {

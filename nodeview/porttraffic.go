@@ -27,14 +27,14 @@ type PortTraffic struct {
 
 // PortTraffics yields the decisions for each service port and family that can have
 // frontends, in the order of [Frontends]. Its cost does not depend on the number of
-// addresses. If se is nil, it yields nothing.
-func PortTraffics(se *api.View) iter.Seq[PortTraffic] {
+// addresses. If view is nil, it yields nothing.
+func PortTraffics(view *api.View) iter.Seq[PortTraffic] {
 	return func(yield func(PortTraffic) bool) {
-		if se == nil || wholeAddress(se.Service) && !se.Service.AllPorts {
+		if view == nil || wholeAddress(view.Service) && !view.Service.AllPorts {
 			return
 		}
-		lists, pol, served := newPortLists(se), policiesOf(se.Service), se.Service.Families()
-		for _, port := range servedPorts(nil, se.Service) {
+		lists, pol, served := newPortLists(view), policiesOf(view.Service), view.Service.Families()
+		for _, port := range servedPorts(nil, view.Service) {
 			for _, family := range [...]api.Family{api.IPv4, api.IPv6} {
 				if !slices.Contains(served, family) {
 					continue

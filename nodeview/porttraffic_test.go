@@ -23,15 +23,15 @@ func TestPortTrafficsAgreeWithFrontends(t *testing.T) {
 			s.Ports[0].Name = "http"
 			s.Ports = append(s.Ports, api.PortMapping{Name: "other", Protocol: api.TCP, Port: 81, TargetPort: 9090})
 		})
-		se := View(&api.ServiceState{Service: svc, Slices: endpointSlices("slice a http=8080 other=9090\n10.0.0.1 ready @here\n10.0.0.2 ready @there")}, thisNode)
+		view := View(&api.ServiceState{Service: svc, Slices: endpointSlices("slice a http=8080 other=9090\n10.0.0.1 ready @here\n10.0.0.2 ready @there")}, thisNode)
 		byPort := map[int32]PortTraffic{}
-		for p := range PortTraffics(se) {
+		for p := range PortTraffics(view) {
 			byPort[p.ServicePort.Port] = p
 		}
 		if len(byPort) != 2 {
 			t.Errorf("%d ports, want 2", len(byPort))
 		}
-		for f := range Frontends(se) {
+		for f := range Frontends(view) {
 			p := byPort[f.ServicePort.Port]
 			elsewhere, node := p.External, p.ShortCircuit
 			local := p.ExternalLocal

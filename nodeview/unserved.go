@@ -64,10 +64,10 @@ func (u UnservedFrontend) String() string {
 
 // Unserved yields the frontends that the object of the service defines, but that
 // [Frontends] omits. Both functions use the same order. A program can log these
-// frontends. If se is nil, there are none.
-func Unserved(se *api.View) iter.Seq[UnservedFrontend] {
+// frontends. If view is nil, there are none.
+func Unserved(view *api.View) iter.Seq[UnservedFrontend] {
 	return func(yield func(UnservedFrontend) bool) {
-		for s := range namedFrontends(se) {
+		for s := range namedFrontends(view) {
 			if s.Fault != 0 && !yield(s) {
 				return
 			}
@@ -76,14 +76,14 @@ func Unserved(se *api.View) iter.Seq[UnservedFrontend] {
 }
 
 // namedFrontends yields each frontend that the object of the service defines, once. A
-// frontend that is served has Fault 0. If se is nil, there are none.
-func namedFrontends(se *api.View) iter.Seq[UnservedFrontend] {
+// frontend that is served has Fault 0. If view is nil, there are none.
+func namedFrontends(view *api.View) iter.Seq[UnservedFrontend] {
 	return func(yield func(UnservedFrontend) bool) {
-		if se == nil {
+		if view == nil {
 			return
 		}
-		svc := se.Service
-		n := newNamer(se)
+		svc := view.Service
+		n := newNamer(view)
 		if wholeAddress(svc) {
 			var fault Fault
 			if !svc.AllPorts {
@@ -113,19 +113,19 @@ type namer struct {
 	byClaim map[api.Claim]types.NamespacedName
 }
 
-func newNamer(se *api.View) namer {
-	n := namer{served: se.Service.Families(), lost: se.Lost}
+func newNamer(view *api.View) namer {
+	n := namer{served: view.Service.Families(), lost: view.Lost}
 	for f, family := range [...]api.Family{api.IPv4, api.IPv6} {
 		var seen distinct.Set[netip.Addr]
-		n.addrs[f] = se.Service.FrontendIPs(family)
+		n.addrs[f] = view.Service.FrontendIPs(family)
 		for i, list := range n.addrs[f] {
 			n.addrs[f][i] = onlyNew(list, &seen)
 		}
 	}
 	const few = 8
-	if len(se.Lost) > few {
-		n.byClaim = make(map[api.Claim]types.NamespacedName, len(se.Lost))
-		for _, l := range se.Lost {
+	if len(view.Lost) > few {
+		n.byClaim = make(map[api.Claim]types.NamespacedName, len(view.Lost))
+		for _, l := range view.Lost {
 			n.byClaim[l.Claim] = l.Winner
 		}
 	}

@@ -69,22 +69,22 @@ func (v *views) compute(snapshot *cluster.Snapshot, s *sharedState, c class) *wi
 	if c.zone != "" {
 		node.Labels = map[string]string{api.ZoneLabel: c.zone}
 	}
-	se := nodeview.View(snapshot.WithWinners(s.state), node)
-	if se == nil {
+	view := nodeview.View(snapshot.WithWinners(s.state), node)
+	if view == nil {
 		return nil
 	}
 	v.computed.Add(1)
 	var w *wireView
 	var err error
 	if c.frontends {
-		w, err = newWireFrontends(v.ids.Add(1), se)
+		w, err = newWireFrontends(v.ids.Add(1), view)
 	} else {
-		w, err = newWireView(v.ids.Add(1), se, &s.endpoints)
+		w, err = newWireView(v.ids.Add(1), view, &s.endpoints)
 	}
 	if err != nil {
 		if !s.reported {
 			s.reported = true
-			klog.Background().Error(err, "Service too large for a message; clients do not receive it", "service", se.Key())
+			klog.Background().Error(err, "Service too large for a message; clients do not receive it", "service", view.Key())
 		}
 		return nil
 	}

@@ -19,23 +19,23 @@ import (
 )
 
 // Dataplane describes, in several lines, the endpoints that the maps have for one
-// frontend. If se is not nil, Dataplane compares these endpoints with those of the view
-// se: a line with a superfluous endpoint begins with "+", and a line with a missing
+// frontend. If view is not nil, Dataplane compares these endpoints with those of the view
+// view: a line with a superfluous endpoint begins with "+", and a line with a missing
 // endpoint begins with "-". If the programs cannot handle the frontend, a line says why.
 // If the other sink has a method Dataplane, the result of that method follows.
 //
 // The arguments are those of nftables.Backend.Dataplane. Dataplane may be called at any
 // time. If the backend was not started, Dataplane shows the maps of another process.
-func (b *Backend) Dataplane(ctx context.Context, addr netip.Addr, protocol api.Protocol, port int32, se *api.View) (string, error) {
+func (b *Backend) Dataplane(ctx context.Context, addr netip.Addr, protocol api.Protocol, port int32, view *api.View) (string, error) {
 	var out strings.Builder
 	fmt.Fprintf(&out, "maps %s\n", b.opts.directory())
-	if err := b.inspect(&out, addr, protocol, port, se); err != nil {
+	if err := b.inspect(&out, addr, protocol, port, view); err != nil {
 		return "", err
 	}
 	if proxy, ok := b.proxy.(interface {
 		Dataplane(context.Context, netip.Addr, api.Protocol, int32, *api.View) (string, error)
 	}); ok {
-		text, err := proxy.Dataplane(ctx, addr, protocol, port, se)
+		text, err := proxy.Dataplane(ctx, addr, protocol, port, view)
 		if err != nil {
 			return "", err
 		}
@@ -44,23 +44,23 @@ func (b *Backend) Dataplane(ctx context.Context, addr netip.Addr, protocol api.P
 	return out.String(), nil
 }
 
-func (b *Backend) inspect(out *strings.Builder, addr netip.Addr, protocol api.Protocol, port int32, se *api.View) error {
+func (b *Backend) inspect(out *strings.Builder, addr netip.Addr, protocol api.Protocol, port int32, view *api.View) error {
 	is, err := b.endpointsOf(toFrontend(addr, protocol, port))
 	if err != nil {
 		return err
 	}
 	var should []string
-	if se != nil {
-		for f := range nodeview.Frontends(se) {
+	if view != nil {
+		for f := range nodeview.Frontends(view) {
 			here := f.Addr == addr || f.Kind == nodeview.NodePort && f.Family == api.FamilyOf(addr)
 			if here && f.Protocol == protocol && f.Port == port {
-				if reason := unsuitable(se, &f, b.opts.Annotation); reason != "" {
+				if reason := unsuitable(view, &f, b.opts.Annotation); reason != "" {
 					fmt.Fprintf(out, "  not handled by eBPF: %s\n", reason)
 				}
 			}
 		}
 		p := b.opts.planner()
-		all, tooLarge := p.plan(se)
+		all, tooLarge := p.plan(view)
 		if tooLarge != "" {
 			fmt.Fprintf(out, "  not handled by eBPF: %s\n", tooLarge)
 		}
@@ -77,7 +77,7 @@ func (b *Backend) inspect(out *strings.Builder, addr netip.Addr, protocol api.Pr
 	}
 	for i := range max(len(is), len(should)) {
 		switch {
-		case i < len(is) && i < len(should) && is[i] == should[i] || se == nil:
+		case i < len(is) && i < len(should) && is[i] == should[i] || view == nil:
 			fmt.Fprintf(out, "  %s\n", is[i])
 		default:
 			if i < len(is) {

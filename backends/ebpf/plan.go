@@ -152,15 +152,15 @@ type planner struct {
 // plan returns the frontends that the programs handle for a view. A nil view has none. If
 // the service needs more than its share of a map, there are none, and the result tooLarge
 // says why.
-func (p *planner) plan(se *api.View) (all []wanted, tooLarge string) {
-	if se == nil {
+func (p *planner) plan(view *api.View) (all []wanted, tooLarge string) {
+	if view == nil {
 		return nil, ""
 	}
-	s := servicePlan{planner: p, se: se, lists: map[listKey]*endpointList{}}
+	s := servicePlan{planner: p, view: view, lists: map[listKey]*endpointList{}}
 	var rest []*nodeview.Frontend
-	for f := range nodeview.Frontends(se) {
+	for f := range nodeview.Frontends(view) {
 		// UDP sockets may keep a draining endpoint although new sockets have none to use.
-		if reason := unsuitable(se, &f, p.annotation); reason != "" && !(reason == noEndpoint && f.Protocol == api.UDP) {
+		if reason := unsuitable(view, &f, p.annotation); reason != "" && !(reason == noEndpoint && f.Protocol == api.UDP) {
 			continue
 		}
 		if f.Protocol != api.UDP && f.Affinity == 0 {
@@ -194,7 +194,7 @@ func (p *planner) excess(needed size) string {
 // servicePlan is the plan of a service while it is made.
 type servicePlan struct {
 	*planner
-	se     *api.View
+	view   *api.View
 	all    []wanted
 	needed size
 	// lists has the first list with each ID without members, too.
@@ -294,7 +294,7 @@ func (s *servicePlan) existingMembers(f *nodeview.Frontend) memberSet {
 		if s.existing == nil {
 			s.existing = map[portKey]memberSet{}
 		}
-		m = s.members(existing(s.se, f))
+		m = s.members(existing(s.view, f))
 		s.existing[key] = m
 	}
 	return m
@@ -305,7 +305,7 @@ const noEndpoint = "it has no usable endpoint"
 // unsuitable returns the reason why the programs cannot handle a frontend, or the empty
 // string if they can. They handle only cluster IPs, because connections to a cluster IP
 // keep the source address of the client.
-func unsuitable(se *api.View, f *nodeview.Frontend, annotation string) string {
+func unsuitable(view *api.View, f *nodeview.Frontend, annotation string) string {
 	switch {
 	case f.Kind != nodeview.ClusterIP:
 		return "it is not a cluster IP"
@@ -315,7 +315,7 @@ func unsuitable(se *api.View, f *nodeview.Frontend, annotation string) string {
 		return "it has source ranges"
 	case f.Protocol == api.UDP && f.Affinity != 0:
 		return "it is a UDP port with session affinity"
-	case se.Service.Annotations[annotation] == "false":
+	case view.Service.Annotations[annotation] == "false":
 		return "the annotation " + annotation + " of the service excludes it"
 	case f.Node.Verdict != nodeview.Forward:
 		return noEndpoint
@@ -325,8 +325,8 @@ func unsuitable(se *api.View, f *nodeview.Frontend, annotation string) string {
 }
 
 // The function existing returns the endpoints that UDP sockets may keep.
-func existing(se *api.View, f *nodeview.Frontend) (all []address) {
-	for _, endpoints := range [...][]api.Endpoint{se.Endpoints, se.Draining} {
+func existing(view *api.View, f *nodeview.Frontend) (all []address) {
+	for _, endpoints := range [...][]api.Endpoint{view.Endpoints, view.Draining} {
 		for i := range endpoints {
 			if port := endpoints[i].TargetPort(f.ServicePort); port != 0 && api.FamilyOf(endpoints[i].Addr) == f.Family {
 				all = append(all, toAddress(endpoints[i].Addr, port))

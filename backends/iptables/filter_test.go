@@ -67,6 +67,6 @@ func TestSourceRangesDoNotDependOnOtherNATRules(t *testing.T) {
 func TestTheNodeIsRefusedAtItsOwnClusterIPs(t *testing.T) {
 	eachVariant(t, func(t *testing.T, ns *netnstest.Namespace, v variant) {
 		b := start(t, ns, v)
-		backendtest.RefusedAtOwnClusterIPs(t, ns, node, func(se *api.View) { mustSync(t, b, pass(se)) })
+		backendtest.RefusedAtOwnClusterIPs(t, ns, node, func(view *api.View) { mustSync(t, b, pass(view)) })
 	})
 }

@@ -201,9 +201,9 @@ func recordInput(t *testing.T, r *ruleset) (input func() string) {
 	}
 }
 
-func deletion(se *api.View) *sink.Changes {
+func deletion(view *api.View) *sink.Changes {
 	c := batch()
-	c.Services = slices.Values([]sink.Change{{Key: se.Key(), Old: se}})
+	c.Services = slices.Values([]sink.Change{{Key: view.Key(), Old: view}})
 	return c
 }
 

@@ -53,7 +53,7 @@ func (s *serviceRenderer) list(f *nodeview.Frontend, t *nodeview.Traffic) string
 	case f.ServicePort == nil:
 	case f.Affinity > 0:
 		id.servicePort = f.ServicePort.Port
-	case len(s.se.Service.Ports) > manyPorts && t.Endpoints[0].Port == f.Port:
+	case len(s.view.Service.Ports) > manyPorts && t.Endpoints[0].Port == f.Port:
 		id.port = f.Port
 	}
 	if chain, ok := s.lists[id]; ok {

@@ -71,15 +71,15 @@ func TestOwnChangesAreNoLoss(t *testing.T) {
 		all := append(everything(), wide()...)
 		mustSync(t, b, pass(all...))
 		b.verifyAt = time.Now().Add(time.Hour)
-		for i, se := range all {
+		for i, view := range all {
 			if err := b.Verify(t.Context()); err != nil {
 				t.Fatalf("after %d changes: %v", i, err)
 			}
 			c := batch()
-			c.Services = func(yield func(sink.Change) bool) { yield(sink.Change{Key: se.Key(), Old: se}) }
+			c.Services = func(yield func(sink.Change) bool) { yield(sink.Change{Key: view.Key(), Old: view}) }
 			mustSync(t, b, c)
 			if err := b.Verify(t.Context()); err != nil {
-				t.Fatalf("after the deletion of %s: %v", se.Key(), err)
+				t.Fatalf("after the deletion of %s: %v", view.Key(), err)
 			}
 		}
 	})

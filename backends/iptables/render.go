@@ -291,9 +291,9 @@ func (r *renderer) nodePortAddrs() (addrs []netip.Addr) {
 // serviceRenderer renders one service.
 type serviceRenderer struct {
 	*renderer
-	se  *api.View
-	key string
-	out *rendered
+	view *api.View
+	key  string
+	out  *rendered
 	// last is the previous record of the service, or nil.
 	last *record
 
@@ -306,22 +306,22 @@ type serviceRenderer struct {
 	comments map[*api.PortMapping]string
 }
 
-// The method service returns the rules and elements that the view se needs. If se is nil,
+// The method service returns the rules and elements that view needs. If view is nil,
 // the result is empty. The argument last is the previous record of the service in the same
 // environment, or nil.
-func (r *renderer) service(se *api.View, last *record) *rendered {
+func (r *renderer) service(view *api.View, last *record) *rendered {
 	s := serviceRenderer{
-		renderer: r, se: se, out: newRendered(), last: last,
+		renderer: r, view: view, out: newRendered(), last: last,
 		lists: map[listID]string{}, kept: map[uint64][]keptList{}, wrappers: map[wrapper]string{},
 		targets: map[nodeview.ListID]map[netip.AddrPort]bool{}, ranges: map[nodeview.SourcesID]*sourceList{},
 		comments: map[*api.PortMapping]string{},
 	}
-	if se == nil {
+	if view == nil {
 		return s.out
 	}
-	s.key = se.Key().String()
+	s.key = view.Key().String()
 	if !r.opts.AcceptUnknownPorts {
-		for _, a := range se.Service.IPs.ClusterIPs.Family(r.family) {
+		for _, a := range view.Service.IPs.ClusterIPs.Family(r.family) {
 			if r.withSets {
 				s.out.elements[element{clusterIPSet, a.String()}] = true
 			} else {
@@ -330,7 +330,7 @@ func (r *renderer) service(se *api.View, last *record) *rendered {
 			}
 		}
 	}
-	for f := range nodeview.Frontends(se) {
+	for f := range nodeview.Frontends(view) {
 		if f.Family != r.family {
 			continue
 		}

@@ -57,7 +57,7 @@ func (s *serviceRenderer) restricted(f *nodeview.Frontend) string {
 // same Service object, it has the same list.
 func (s *serviceRenderer) sources(f *nodeview.Frontend) *sourceList {
 	list := s.out.sources[f.Addr]
-	if list == nil && s.last != nil && s.last.view != nil && s.last.view.Service == s.se.Service {
+	if list == nil && s.last != nil && s.last.view != nil && s.last.view.Service == s.view.Service {
 		list = s.last.sources[f.Addr]
 	}
 	if list == nil {

@@ -100,23 +100,23 @@ func (w *wanted) keeps(at netip.AddrPort, p api.Protocol) bool {
 // has its own. Package cluster limits only addresses × ports and endpoints × ports.
 const maxDestinations = 1_000_000
 
-// plan returns what the view se needs. If se is nil, the plan is empty. The function listOf
+// plan returns what view needs. If view is nil, the plan is empty. The function listOf
 // returns the number of the list with the source ranges of a frontend. If the service needs
 // more than maxDestinations, the plan is nil. Otherwise the error names what the plan lacks,
 // or an invalid scheduler; the plan then uses the default scheduler.
-func (p *planner) plan(se *api.View, listOf func(*nodeview.Frontend) uint32) (*plan, error) {
+func (p *planner) plan(view *api.View, listOf func(*nodeview.Frontend) uint32) (*plan, error) {
 	out := &plan{}
-	if se == nil {
+	if view == nil {
 		return out, nil
 	}
 	var err error
-	scheduler := cmp.Or(se.Service.Annotations[p.annotation], p.scheduler)
+	scheduler := cmp.Or(view.Service.Annotations[p.annotation], p.scheduler)
 	if !schedulerName.MatchString(scheduler) {
 		err = fmt.Errorf("annotation %s: %q is not the name of a scheduler", p.annotation, scheduler)
 		scheduler = p.scheduler
 	}
-	frontends := slices.Collect(nodeview.Frontends(se))
-	lists := endpointLists{se: se, sorted: map[nodeview.ListID][]netip.AddrPort{}, existing: map[portFamily][]netip.AddrPort{}}
+	frontends := slices.Collect(nodeview.Frontends(view))
+	lists := endpointLists{view: view, sorted: map[nodeview.ListID][]netip.AddrPort{}, existing: map[portFamily][]netip.AddrPort{}}
 	targets := redirectTargets(frontends)
 	destinations := 0
 	for i := range frontends {
@@ -154,7 +154,7 @@ func (p *planner) plan(se *api.View, listOf func(*nodeview.Frontend) uint32) (*p
 				}
 				fp.local = f.Kind == nodeview.ClusterIP || external && !p.hasMachine(a)
 				if f.Kind == nodeview.LoadBalancerIP && fp.local {
-					fp.elements = append(fp.elements, p.healthCheck(a, se.Service)...)
+					fp.elements = append(fp.elements, p.healthCheck(a, view.Service)...)
 				}
 				if fp.local {
 					fp.elements = append(fp.elements, addressElement(a))
@@ -163,10 +163,10 @@ func (p *planner) plan(se *api.View, listOf func(*nodeview.Frontend) uint32) (*p
 			}
 		}
 	}
-	for i := range se.Endpoints {
-		if e := &se.Endpoints[i]; e.Local {
-			for j := range se.Service.Ports {
-				sp := &se.Service.Ports[j]
+	for i := range view.Endpoints {
+		if e := &view.Endpoints[i]; e.Local {
+			for j := range view.Service.Ports {
+				sp := &view.Service.Ports[j]
 				if port := e.TargetPort(sp); port != 0 {
 					id := serverID{netip.AddrPortFrom(e.Addr, uint16(port)), sp.Protocol}
 					out.elements = append(out.elements, element{set: setOf(hairpins, e.Addr), key: addrKey(e.Addr) + frontendKey(id)})
@@ -181,7 +181,7 @@ func (p *planner) plan(se *api.View, listOf func(*nodeview.Frontend) uint32) (*p
 
 // endpointLists has the lists of endpoints of a view. Frontends share them.
 type endpointLists struct {
-	se       *api.View
+	view     *api.View
 	sorted   map[nodeview.ListID][]netip.AddrPort
 	existing map[portFamily][]netip.AddrPort
 }
@@ -213,7 +213,7 @@ func (l *endpointLists) existingFor(f *nodeview.Frontend) []netip.AddrPort {
 		return all
 	}
 	var all []netip.AddrPort
-	for _, list := range [...][]api.Endpoint{l.se.Endpoints, l.se.Draining} {
+	for _, list := range [...][]api.Endpoint{l.view.Endpoints, l.view.Draining} {
 		for i := range list {
 			if port := list[i].TargetPort(f.ServicePort); port != 0 && api.FamilyOf(list[i].Addr) == f.Family {
 				all = append(all, netip.AddrPortFrom(list[i].Addr, uint16(port)))

@@ -17,7 +17,7 @@ import (
 )
 
 // Dataplane describes, in several lines, the elements that the kernel has for one
-// frontend. If se is not nil, Dataplane compares them with the elements that se requires.
+// frontend. If view is not nil, Dataplane compares them with the elements that view requires.
 // A line with a superfluous element begins with "+", and a line with a missing element
 // begins with "-". The endpoints of a list may be in any slots, so a missing endpoint has
 // no slot.
@@ -26,7 +26,7 @@ import (
 // frontend is a node port. For an all-ports service, protocol and port are 0. Dataplane
 // may be called at any time. If the backend was not started, Dataplane shows the table of
 // another process.
-func (b *Backend) Dataplane(ctx context.Context, addr netip.Addr, protocol api.Protocol, port int32, se *api.View) (string, error) {
+func (b *Backend) Dataplane(ctx context.Context, addr netip.Addr, protocol api.Protocol, port int32, view *api.View) (string, error) {
 	c := newConn(b.opts.NetNS, "")
 	defer c.Close()
 	var exists bool
@@ -46,7 +46,7 @@ func (b *Backend) Dataplane(ctx context.Context, addr netip.Addr, protocol api.P
 	d := dataplane{ctx: ctx, conn: c}
 	fmt.Fprintf(&d.out, "table inet %s\n", c.table)
 	f := nodeview.Frontend{FrontendKey: nodeview.FrontendKey{Addr: addr, Family: api.FamilyOf(addr), Protocol: protocol, Port: port}}
-	d.show(&f, requiredFrontend(se, &f), se != nil)
+	d.show(&f, requiredFrontend(view, &f), view != nil)
 	return d.out.String(), d.err
 }
 
@@ -176,9 +176,9 @@ func endpointText(l *list, v value) string {
 	return format(mapID{kindEndpoints, l.match(), l.family}.description().data, v.data[:])
 }
 
-// requiredFrontend returns the frontend of the view se that f identifies, or nil.
-func requiredFrontend(se *api.View, f *nodeview.Frontend) *nodeview.Frontend {
-	for want := range nodeview.Frontends(se) {
+// requiredFrontend returns the frontend of view that f identifies, or nil.
+func requiredFrontend(view *api.View, f *nodeview.Frontend) *nodeview.Frontend {
+	for want := range nodeview.Frontends(view) {
 		samePort := want.Port == f.Port && want.Protocol == f.Protocol
 		switch {
 		case want.Kind == nodeview.NodePort && want.Family == f.Family && samePort:

@@ -67,16 +67,16 @@ func contentOf(port *api.PortMapping, t *nodeview.Traffic) listContent {
 	return c
 }
 
-func outlineOf(se *api.View) *outline {
+func outlineOf(view *api.View) *outline {
 	o := &outline{}
-	if se == nil {
+	if view == nil {
 		return o
 	}
 	var affinity uint16
-	if c := se.Service.SessionAffinity.ClientIP; c != nil {
+	if c := view.Service.SessionAffinity.ClientIP; c != nil {
 		affinity = uint16(timeoutBits(time.Duration(c.TimeoutSeconds) * time.Second))
 	}
-	for p := range nodeview.PortTraffics(se) {
+	for p := range nodeview.PortTraffics(view) {
 		key := listKey{family: p.Family}
 		if p.ServicePort != nil {
 			key.protocol, key.port = p.ServicePort.Protocol, p.ServicePort.Port
@@ -150,28 +150,28 @@ func (o *outline) sameUse(other *outline) bool {
 	})
 }
 
-// plan emits the elements that the view se needs, except those of its lists. If se is nil,
+// plan emits the elements that view needs, except those of its lists. If view is nil,
 // plan emits nothing. It may emit an element of a shared map more than once. It emits all
-// other elements only once. The argument lists is the outline of se. The function need is
+// other elements only once. The argument lists is the outline of view. The function need is
 // called before the first element of a frontend, with the index of its list. The function
 // sources returns the number of a frontend's list of source ranges.
-func plan(se *api.View, lists *outline, need func(list int, frontend *elementID) error, sources func(*nodeview.Frontend) uint32, emit func(element)) error {
-	if se == nil {
+func plan(view *api.View, lists *outline, need func(list int, frontend *elementID) error, sources func(*nodeview.Frontend) uint32, emit func(element)) error {
+	if view == nil {
 		return nil
 	}
 	ports := lists.ports
-	for f := range nodeview.Frontends(se) {
+	for f := range nodeview.Frontends(view) {
 		for ports[0].port != f.ServicePort || ports[0].family != f.Family {
 			ports = ports[1:]
 		}
-		if err := planFrontend(se, &f, lists, &ports[0], need, emit); err != nil {
+		if err := planFrontend(view, &f, lists, &ports[0], need, emit); err != nil {
 			return err
 		}
 		if f.Sources.Restricted {
 			emit(restrictedElement(matchOf(&f), &f, sources(&f)))
 		}
 	}
-	for _, ip := range [...][]netip.Addr{se.Service.IPs.ClusterIPs.V4, se.Service.IPs.ClusterIPs.V6} {
+	for _, ip := range [...][]netip.Addr{view.Service.IPs.ClusterIPs.V4, view.Service.IPs.ClusterIPs.V6} {
 		for _, a := range ip {
 			emit(addressElement(kindClusterIPs, a))
 		}
@@ -179,7 +179,7 @@ func plan(se *api.View, lists *outline, need func(list int, frontend *elementID)
 	return nil
 }
 
-func planFrontend(se *api.View, f *nodeview.Frontend, lists *outline, port *portLists, need func(int, *elementID) error, emit func(element)) error {
+func planFrontend(view *api.View, f *nodeview.Frontend, lists *outline, port *portLists, need func(int, *elementID) error, emit func(element)) error {
 	i, handling := port.external, handlingOf(f.Masquerade)
 	if f.Kind == nodeview.ClusterIP {
 		i = port.internal
@@ -189,7 +189,7 @@ func planFrontend(se *api.View, f *nodeview.Frontend, lists *outline, port *port
 		return err
 	}
 	e.value = numberValue(lists.lists[i].number | uint32(handling))
-	e.comment = comment(se, f)
+	e.comment = comment(view, f)
 	emit(e)
 	return nil
 }
@@ -209,8 +209,8 @@ func matchOf(f *nodeview.Frontend) match {
 const maxComment = 127
 
 // comment returns the name of the service port of f, cut off after maxComment octets.
-func comment(se *api.View, f *nodeview.Frontend) string {
-	s := se.Service.Namespace + "/" + se.Service.Name
+func comment(view *api.View, f *nodeview.Frontend) string {
+	s := view.Service.Namespace + "/" + view.Service.Name
 	if f.ServicePort != nil && f.ServicePort.Name != "" {
 		s += ":" + f.ServicePort.Name
 	}

@@ -270,9 +270,9 @@ func (d *dataplane) release(id uint32) {
 
 // makePlan makes the plan of a service. If it fails, the service keeps only the numbers of
 // the plan before.
-func (d *dataplane) makePlan(se *api.View, before *plan) (*plan, error) {
+func (d *dataplane) makePlan(view *api.View, before *plan) (*plan, error) {
 	d.numbers.exhausted = false
-	p, err := d.planner.plan(se)
+	p, err := d.planner.plan(view)
 	if d.numbers.exhausted {
 		err = errNumbers
 	}

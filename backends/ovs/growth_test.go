@@ -93,10 +93,10 @@ func TestPlansAreFrontendsPlusLists(t *testing.T) {
 // once for each address.
 func TestAddressesShareTheirSourceRanges(t *testing.T) {
 	allocated := func(s shape) uint64 {
-		se := s.view("web")
+		view := s.view("web")
 		var before, after runtime.MemStats
 		runtime.ReadMemStats(&before)
-		planned(se)
+		planned(view)
 		runtime.ReadMemStats(&after)
 		return after.TotalAlloc - before.TotalAlloc
 	}

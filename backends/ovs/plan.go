@@ -84,15 +84,15 @@ type planner struct {
 
 // plan returns the plan of a service. If the service needs too many groups, the result is
 // incomplete, with an error.
-func (p *planner) plan(se *api.View) (*plan, error) {
+func (p *planner) plan(view *api.View) (*plan, error) {
 	s := servicePlan{
 		plan: &plan{
 			flows: flowSet{}, shared: flowSet{}, groups: map[uint32][]openflow.Actions{},
 			affinities: map[affinity]bool{}, datagrams: map[netip.AddrPort]*datagrams{},
 		},
-		planner: p, se: se, lists: map[nodeview.ListID]uint32{}, actions: map[actionsKey]openflow.Actions{},
+		planner: p, view: view, lists: map[nodeview.ListID]uint32{}, actions: map[actionsKey]openflow.Actions{},
 	}
-	for f := range nodeview.Frontends(se) {
+	for f := range nodeview.Frontends(view) {
 		if f.Protocol == 0 || protocols[f.Protocol] != 0 {
 			s.addFrontend(&f)
 		}
@@ -107,7 +107,7 @@ func (p *planner) plan(se *api.View) (*plan, error) {
 type servicePlan struct {
 	*plan
 	*planner
-	se *api.View
+	view *api.View
 	// lists has the numbers of lists of endpoints.
 	lists   map[nodeview.ListID]uint32
 	actions map[actionsKey]openflow.Actions
@@ -210,7 +210,7 @@ func (p *servicePlan) addRanges(f *nodeview.Frontend) uint32 {
 	if exists {
 		return id
 	}
-	id = p.number(name{service: p.se.Key(), part: firstRanges - len(p.rangesContent)})
+	id = p.number(name{service: p.view.Key(), part: firstRanges - len(p.rangesContent)})
 	p.rangesContent[string(content)] = id
 	p.groups[id] = nil
 	m := openflow.Match{EtherType: etherType(f.Family)}
@@ -229,7 +229,7 @@ func (p *servicePlan) addDatagrams(f *nodeview.Frontend) {
 		elsewhere: f.Elsewhere.List, here: f.Node.List, family: f.Family,
 		rejects: f.Elsewhere.Verdict == nodeview.Reject || f.Node.Verdict == nodeview.Reject,
 	}
-	if len(p.se.Draining) > 0 {
+	if len(p.view.Draining) > 0 {
 		k.port = f.ServicePort
 	}
 	d := p.sent[k]
@@ -256,8 +256,8 @@ func (p *servicePlan) sentTo(f *nodeview.Frontend) (all []netip.AddrPort) {
 	for _, t := range slices.Concat(f.Elsewhere.Endpoints, f.Node.Endpoints) {
 		all = append(all, netip.AddrPortFrom(t.Addr, uint16(t.Port)))
 	}
-	for i := range p.se.Draining {
-		e := &p.se.Draining[i]
+	for i := range p.view.Draining {
+		e := &p.view.Draining[i]
 		if f.ServicePort != nil && api.FamilyOf(e.Addr) == f.Family {
 			all = append(all, netip.AddrPortFrom(e.Addr, uint16(e.TargetPort(f.ServicePort))))
 		}
@@ -290,7 +290,7 @@ func (p *servicePlan) makeActions(f *nodeview.Frontend, t nodeview.Traffic, a af
 	}
 	id, made := p.lists[t.List]
 	if !made {
-		id = p.number(name{service: p.se.Key(), list: t.List})
+		id = p.number(name{service: p.view.Key(), list: t.List})
 		p.lists[t.List] = id
 		p.addList(f, t, id, a)
 	}
@@ -359,7 +359,7 @@ func (p *servicePlan) addList(f *nodeview.Frontend, t nodeview.Traffic, id uint3
 	}
 	slices.SortFunc(endpoints, netip.AddrPort.Compare)
 	endpoints = slices.Compact(endpoints)
-	l := name{service: p.se.Key(), list: t.List}
+	l := name{service: p.view.Key(), list: t.List}
 	if f.Affinity == 0 {
 		p.addGroups(l, endpoints, p.forward)
 		return
@@ -440,7 +440,7 @@ func (p *planner) reject(f api.Family) openflow.Actions {
 
 // affinityOf returns the affinity of a frontend's service port, and adds it to the plan.
 func (p *servicePlan) affinityOf(f *nodeview.Frontend) affinity {
-	service := p.number(name{service: p.se.Key(), part: wholeService})
+	service := p.number(name{service: p.view.Key(), part: wholeService})
 	p.groups[service] = nil
 	a := affinity{f.Family, uint64(service) << 32}
 	if f.ServicePort != nil {

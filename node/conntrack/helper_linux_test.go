@@ -243,11 +243,11 @@ func changesBetween(before, now []*api.View) *sink.Changes {
 		}
 		return changes[key]
 	}
-	for _, se := range before {
-		at(se.Key()).Old = se
+	for _, view := range before {
+		at(view.Key()).Old = view
 	}
-	for _, se := range now {
-		at(se.Key()).New = se
+	for _, view := range now {
+		at(view.Key()).New = view
 	}
 	var list []sink.Change
 	for _, c := range changes {

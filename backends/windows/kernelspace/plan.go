@@ -121,13 +121,13 @@ const PreserveDestination = "preserve-destination"
 // has no side effects. A frontend without endpoints gets no load balancer, because HNS
 // can neither reject nor drop packets. If the service has too many frontends, plan returns
 // an error.
-func plan(se *api.View, on *environment) (policies []policy, lacking []unserved, err error) {
+func plan(view *api.View, on *environment) (policies []policy, lacking []unserved, err error) {
 	var checked []nodeview.Frontend
-	preserve := preservesDestination(se.Service)
+	preserve := preservesDestination(view.Service)
 	lists := map[listKey]*destinations{}
 	planned := map[Frontend]bool{}
 	frontends := 0
-	for f := range nodeview.Frontends(se) {
+	for f := range nodeview.Frontends(view) {
 		if frontends++; frontends > on.maxBalancers {
 			return nil, nil, fmt.Errorf("create more than %d load balancers for one service: raise Options.MaxLoadBalancers", on.maxBalancers)
 		}
@@ -149,7 +149,7 @@ func plan(se *api.View, on *environment) (policies []policy, lacking []unserved,
 		}
 	}
 	for i := range checked {
-		if p, ok := on.healthCheck(&checked[i], se.Service); ok && !planned[p.Frontend] {
+		if p, ok := on.healthCheck(&checked[i], view.Service); ok && !planned[p.Frontend] {
 			policies = append(policies, p)
 			planned[p.Frontend] = true
 		}

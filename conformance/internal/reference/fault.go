@@ -110,9 +110,9 @@ const (
 	LeavesTable Fault = "leaves table"
 )
 
-// apply returns the view that a proxy with the fault f uses instead of the view se.
-func (f Fault) apply(se *api.View) *api.View {
-	misread, service := *se, *se.Service
+// apply returns the view that a proxy with the fault f uses instead of view.
+func (f Fault) apply(view *api.View) *api.View {
+	misread, service := *view, *view.Service
 	misread.Service = &service
 	switch f {
 	case ServesProxied:
@@ -133,6 +133,6 @@ func portsRenamed(c sink.Change) bool {
 		func(a, b api.PortMapping) bool { return a.Name == b.Name })
 }
 
-func hasSCTP(se *api.View) bool {
-	return slices.ContainsFunc(se.Service.Ports, func(p api.PortMapping) bool { return p.Protocol == api.SCTP })
+func hasSCTP(view *api.View) bool {
+	return slices.ContainsFunc(view.Service.Ports, func(p api.PortMapping) bool { return p.Protocol == api.SCTP })
 }

@@ -27,13 +27,13 @@ func (f *flowCleaner) reconcile(opts *Options, services []*api.View) error {
 	}
 	old := f.frontends
 	f.frontends = map[netip.AddrPort]map[netip.AddrPort]bool{}
-	for _, se := range services {
-		for fe := range nodeview.Frontends(se) {
+	for _, view := range services {
+		for fe := range nodeview.Frontends(view) {
 			if fe.Protocol != api.UDP && opts.Fault != ForgetsFlows {
 				continue
 			}
 			serving := map[netip.AddrPort]bool{}
-			for _, list := range [][]api.Endpoint{se.Endpoints, se.Draining} {
+			for _, list := range [][]api.Endpoint{view.Endpoints, view.Draining} {
 				for i := range list {
 					serving[netip.AddrPortFrom(list[i].Addr, uint16(list[i].TargetPort(fe.ServicePort)))] = true
 				}

@@ -43,27 +43,27 @@ func (h *healthServer) serve(services []*api.View) error {
 	old := h.listeners
 	h.listeners = map[netip.AddrPort]*listener{}
 	var failed sink.Failed
-	for _, se := range services {
-		port := nodeview.HealthCheckPort(se.Service)
+	for _, view := range services {
+		port := nodeview.HealthCheckPort(view.Service)
 		if port == 0 {
 			continue
 		}
 		for _, addr := range addrs {
 			at := netip.AddrPortFrom(addr, uint16(port))
 			l := old[at]
-			if l == nil || l.service != se.Key() {
+			if l == nil || l.service != view.Key() {
 				if l != nil {
 					l.Close()
 				}
-				l = &listener{service: se.Key(), lies: h.fault == HealthLies}
+				l = &listener{service: view.Key(), lies: h.fault == HealthLies}
 				if l.Listener, err = net.Listen("tcp", at.String()); err != nil {
-					failed.Add(se.Key(), fmt.Errorf("open health-check port: %w", err))
+					failed.Add(view.Key(), fmt.Errorf("open health-check port: %w", err))
 					continue
 				}
 				go http.Serve(l, l) //nolint:errcheck // Serve returns when l is closed
 			}
 			delete(old, at)
-			l.local.Store(int64(nodeview.ReadyLocal(se, api.FamilyOf(addr))))
+			l.local.Store(int64(nodeview.ReadyLocal(view, api.FamilyOf(addr))))
 			h.listeners[at] = l
 		}
 	}

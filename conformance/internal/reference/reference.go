@@ -80,8 +80,8 @@ func (p *Proxy) Sync(ctx context.Context, c *sink.Changes) error {
 		return nil // the table changes only at the end of the pass
 	}
 	var services []*api.View
-	for _, se := range p.services {
-		services = append(services, se)
+	for _, view := range p.services {
+		services = append(services, view)
 	}
 	slices.SortFunc(services, func(a, b *api.View) int { return api.CompareKeys(a.Key(), b.Key()) })
 	if p.opts.Fault == IgnoresClaims {

@@ -71,16 +71,16 @@ func render(opts *Options, node *api.Node, services []*api.View) *ruleset {
 		}
 	}
 	clusterIPs := map[netip.Addr]bool{}
-	for _, se := range services {
-		for f := range nodeview.Frontends(se) {
-			r.frontend(se, &f, nodeAddrs)
+	for _, view := range services {
+		for f := range nodeview.Frontends(view) {
+			r.frontend(view, &f, nodeAddrs)
 			if f.Kind == nodeview.ClusterIP {
 				clusterIPs[f.Addr] = true
 			}
 		}
 		if opts.Fault != NoHairpin {
-			for i := range se.Endpoints {
-				a := se.Endpoints[i].Addr
+			for i := range view.Endpoints {
+				a := view.Endpoints[i].Addr
 				r.rule("nat-postrouting", "ct status dnat", ip(a), "saddr", a, ip(a), "daddr", a, "masquerade")
 			}
 		}
@@ -96,13 +96,13 @@ func render(opts *Options, node *api.Node, services []*api.View) *ruleset {
 	return r
 }
 
-func (r *ruleset) frontend(se *api.View, f *nodeview.Frontend, nodeAddrs []netip.Addr) {
+func (r *ruleset) frontend(view *api.View, f *nodeview.Frontend, nodeAddrs []netip.Addr) {
 	fault := r.opts.Fault
 	match := r.match(f)
-	if (f.Sources.Restricted || fault == GuardsAll && len(se.Service.SourceRanges) > 0) && fault != AnySource {
+	if (f.Sources.Restricted || fault == GuardsAll && len(view.Service.SourceRanges) > 0) && fault != AnySource {
 		sources := f.Sources
 		if fault == GuardsAll {
-			sources.Ranges = se.Service.SourceRanges[0].Prefixes
+			sources.Ranges = view.Service.SourceRanges[0].Prefixes
 		}
 		if fault == NoOwnAddress {
 			sources.Own = nil
@@ -130,8 +130,8 @@ func (r *ruleset) frontend(se *api.View, f *nodeview.Frontend, nodeAddrs []netip
 			traffic = f.Elsewhere
 		}
 		if fault == DrainingToo {
-			for i := range se.Draining {
-				e := &se.Draining[i]
+			for i := range view.Draining {
+				e := &view.Draining[i]
 				if port := e.TargetPort(f.ServicePort); api.FamilyOf(e.Addr) == f.Family && port != 0 {
 					traffic.Verdict = nodeview.Forward
 					traffic.Endpoints = append(slices.Clone(traffic.Endpoints), nodeview.Target{Endpoint: e, Port: port})
@@ -147,7 +147,7 @@ func (r *ruleset) frontend(se *api.View, f *nodeview.Frontend, nodeAddrs []netip
 		r.rule("dnat-"+string(o), match, "goto", chain)
 		r.masquerade(o, f, chain)
 		if f.Affinity > 0 && fault != NoAffinity {
-			r.balanceWithAffinity(chain, se, f, traffic.Endpoints)
+			r.balanceWithAffinity(chain, view, f, traffic.Endpoints)
 		} else {
 			r.balance(chain, f, traffic.Endpoints)
 		}
@@ -269,12 +269,12 @@ func (r *ruleset) slots(endpoints []nodeview.Target) []nodeview.Target {
 
 // balanceWithAffinity adds the rules that choose an endpoint with session affinity. Each
 // endpoint has a set of its clients. All frontends of a service port share these sets.
-func (r *ruleset) balanceWithAffinity(chain string, se *api.View, f *nodeview.Frontend, endpoints []nodeview.Target) {
+func (r *ruleset) balanceWithAffinity(chain string, view *api.View, f *nodeview.Frontend, endpoints []nodeview.Target) {
 	choose := len(endpoints)
 	var chosen []string
 	if r.opts.Fault == LooseAffinity {
-		for i := range se.Endpoints {
-			e := &se.Endpoints[i]
+		for i := range view.Endpoints {
+			e := &view.Endpoints[i]
 			endpoints = append(slices.Clone(endpoints), nodeview.Target{Endpoint: e, Port: e.TargetPort(f.ServicePort)})
 		}
 	}
@@ -291,7 +291,7 @@ func (r *ruleset) balanceWithAffinity(chain string, se *api.View, f *nodeview.Fr
 		if r.opts.Fault == SharedAffinity {
 			port, who = "", e.Addr.String()
 		}
-		set := objectName("clients", se.Key(), port, f.Family, who, timeout)
+		set := objectName("clients", view.Key(), port, f.Family, who, timeout)
 		r.sets[set] = fmt.Sprintf("type %s; size 65535; flags dynamic; timeout %ds;", map[api.Family]string{api.IPv4: "ipv4_addr", api.IPv6: "ipv6_addr"}[f.Family], timeout)
 		endpoint := fmt.Sprintf("%s-%d", chain, i)
 		r.chain(endpoint, "")

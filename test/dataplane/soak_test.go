@@ -10,6 +10,7 @@ import (
 	"errors"
 	"flag"
 	"fmt"
+	"iter"
 	"math/rand/v2"
 	"net/http"
 	"net/netip"
@@ -341,8 +342,10 @@ func waitVerified(t testing.TB) {
 	}
 }
 
-// ruleset returns the kernel's tables as sorted lines. It omits handles. It replaces
-// markerIP with a fixed text.
+// ruleset returns the kernel's tables as sorted lines. It replaces the numbers of lists with
+// the content of the lists, because a fresh start assigns other numbers. It replaces random
+// seeds and markerIP with fixed texts. It omits handles, and the unused chains that stay
+// until the next pass.
 func ruleset(t testing.TB, markerIP string) []string {
 	t.Helper()
 	out, err := exec.Command("nft", "-j", "list", "ruleset").Output()
@@ -355,35 +358,174 @@ func ruleset(t testing.TB, markerIP string) []string {
 	}
 	var list struct{ Nftables []map[string]map[string]any }
 	out = bytes.ReplaceAll(out, []byte(strconv.Quote(markerIP)), []byte(`"marked"`))
+	out = randomSeed.ReplaceAll(out, []byte("${1}0"))
 	if err := json.Unmarshal(out, &list); err != nil {
 		t.Fatalf("nft -j list ruleset: %v", err)
 	}
-	var lines []string
+	all := elements{}
+	for _, object := range list.Nftables {
+		for _, o := range object {
+			if of, ok := o["elem"].([]any); ok {
+				all[o["name"].(string)] = of
+				delete(o, "elem")
+			}
+		}
+	}
+	lines, used := all.lines(t)
 	for _, object := range list.Nftables {
 		for kind, o := range object {
-			if kind == "metainfo" {
+			chain, isRule := o["chain"].(string)
+			if !isRule {
+				chain, _ = o["name"].(string)
+			}
+			if kind == "metainfo" || staysUnused.MatchString(chain) && !used[chain] {
 				continue
 			}
 			delete(o, "handle")
-			elements, _ := o["elem"].([]any)
-			delete(o, "elem")
 			lines = append(lines, kind+" "+text(t, o))
-			for _, e := range elements {
-				line := fmt.Sprintf("element of %v: %s", o["name"], text(t, e))
-				if strings.Contains(line, "-slots") || strings.Contains(line, "-endpoints") && !strings.Contains(line, `"7f00:`) {
-					line = endpointNumber.ReplaceAllString(line, `"number"$1`)
-				}
-				lines = append(lines, line)
-			}
 		}
 	}
 	slices.Sort(lines)
 	return lines
 }
 
-// endpointNumber matches the number of an endpoint with session affinity. Such numbers begin
-// at random.
-var endpointNumber = regexp.MustCompile(`"7\w{3}:\w+"(\]$|\]\},\{)`)
+// randomSeed matches the seed of the hash of clients. nft prints some statements as text.
+var randomSeed = regexp.MustCompile(`("seed": *| seed 0x)[0-9a-f]+`)
+
+// staysUnused matches the chains that stay until the next pass if no list uses them.
+var staysUnused = regexp.MustCompile(`^(list|slot)[46]-\d+$`)
+
+// The type elements has the elements of maps and sets, by the name of the map or set.
+// docs/nftables.md describes them. There are no all-ports services.
+type elements map[string][]any
+
+// take yields the keys and values of a map, and removes the map from m. The elements of a
+// set have no value.
+func (m elements) take(name string) iter.Seq2[any, any] {
+	all := m[name]
+	delete(m, name)
+	return func(yield func(key, value any) bool) {
+		for _, e := range all {
+			pair, ok := e.([]any)
+			if !ok {
+				pair = []any{e, nil}
+			}
+			if !yield(pair[0], pair[1]) {
+				return
+			}
+		}
+	}
+}
+
+// parts returns the parts of a concatenation.
+func parts(v any) []any { return v.(map[string]any)["concat"].([]any) }
+
+// lines returns a line for each frontend with its list, and for each element of the other
+// maps. Each list has a line of its own too, so that a list without a frontend is visible.
+// The result used has the chains that lists use.
+func (m elements) lines(t testing.TB) (lines []string, used map[string]bool) {
+	t.Helper()
+	add := func(format string, args ...any) { lines = append(lines, fmt.Sprintf(format, args...)) }
+	used = map[string]bool{}
+	for _, family := range []string{"4", "6"} {
+		lists := contents{} // also the endpoints that have numbers
+		for key, endpoint := range m.take("numbers" + family) {
+			p := parts(key)
+			lists.add(p[0], "%v %s", p[1], text(t, endpoint))
+		}
+		// The endpoints of a list may be in any order, but there must be no gap between slots.
+		for key, number := range m.take("slots" + family) {
+			p := parts(key)
+			lists.add(p[0], "slot %v", p[1])
+			lists.add(p[0], "%s", lists.of(t, number))
+		}
+		for key, endpoint := range m.take("endpoints" + family) {
+			p := parts(key)
+			lists.add(p[0], "slot %v", p[2])
+			lists.add(p[0], "%v %s", p[1], text(t, endpoint))
+		}
+		chains := map[any]string{}
+		for class, verdict := range m.take("classes" + family) {
+			chains[class] = verdict.(map[string]any)["goto"].(map[string]any)["target"].(string)
+		}
+		for list, class := range m.take("lists" + family) {
+			chain := chains[class]
+			lists.add(list, "chain %s", chain)
+			used[chain] = true
+			if rest, affine := strings.CutPrefix(chain, "affinity"); affine {
+				used["slot"+rest[:strings.LastIndex(rest, "-")]] = true
+			}
+		}
+		for list, other := range m.take("shortcuts" + family) {
+			lists.add(list, "from this node %s", lists.of(t, other))
+		}
+		for number := range lists {
+			add("list of IPv%s: %s", family, lists.of(t, number))
+		}
+		for _, name := range []string{"services", "nodeports"} {
+			for key, value := range m.take(name + family) {
+				list, handling := splitHandling(value.(string))
+				add("element of %s%s: %s: handling %s, %s", name, family, text(t, key), handling, lists.of(t, list))
+			}
+		}
+
+		sources := contents{}
+		for key := range m.take("sources" + family) {
+			p := parts(key)
+			list, length := splitLength(p[0].(string))
+			sources.add(list, "%v/0x%s", p[1], length)
+		}
+		for number := range sources {
+			add("source ranges of IPv%s: %s", family, sources.of(t, number))
+		}
+		for key, value := range m.take("restricted-services" + family) {
+			list, _ := splitLength(value.(string))
+			add("element of restricted-services%s: %s: %s", family, text(t, key), sources.of(t, list))
+		}
+	}
+	for name, all := range m {
+		for _, e := range all {
+			add("element of %s: %s", name, text(t, e))
+		}
+	}
+	return lines, used
+}
+
+// The type contents has the content of lists, by the number of the list.
+type contents map[string][]string
+
+func (c contents) add(number any, format string, args ...any) {
+	c[number.(string)] = append(c[number.(string)], fmt.Sprintf(format, args...))
+}
+
+// of returns the content of a list. The list must exist.
+func (c contents) of(t testing.TB, number any) string {
+	t.Helper()
+	lines := c[number.(string)]
+	if lines == nil {
+		t.Errorf("number %s is in no map", number)
+	}
+	slices.Sort(lines)
+	return "[" + strings.Join(lines, ", ") + "]"
+}
+
+// splitHandling divides the value of a frontend into the number of its list and its
+// handling.
+func splitHandling(value string) (list, handling string) {
+	digits := 1
+	if value < "7" { // with session affinity
+		digits = 3
+	}
+	n := len(value) - digits
+	return value[:n] + strings.Repeat("0", digits), value[n:]
+}
+
+// splitLength divides the number of source ranges into the part that all ranges of the list
+// share and the length of one range.
+func splitLength(number string) (list, length string) {
+	n := len(number) - 2
+	return number[:n], number[n:]
+}
 
 func text(t testing.TB, v any) string {
 	t.Helper()

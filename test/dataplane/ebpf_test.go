@@ -40,35 +40,37 @@ func (c *cluster) lists(t testing.TB, markerIP string) (lines []string) {
 		ID              uint64
 		Count, Affinity uint32
 	}
-	used := uint32(0)
+	type slot struct {
+		List       uint64
+		Index, Pad uint32
+	}
+	counts := map[uint64]uint32{} // the number of slots of each list; frontends may share a list
+	var endpoint address
 	all := frontends.Iterate()
 	for all.Next(&frontend, &list) {
 		line := fmt.Sprintf("%s/%d affinity %d:", text(frontend), frontend.Pad[0], list.Affinity)
 		for i := range list.Count {
-			var endpoint address
-			slot := struct {
-				List       uint64
-				Index, Pad uint32
-			}{list.ID, i, 0}
-			if err := slots.Lookup(slot, &endpoint); err != nil {
+			if err := slots.Lookup(slot{List: list.ID, Index: i}, &endpoint); err != nil {
 				t.Fatalf("read slot %d of %s: %v", i, line, err)
 			}
 			line += " " + text(endpoint)
-			used++
 		}
+		counts[list.ID] = list.Count
 		lines = append(lines, line)
 	}
 	if err := all.Err(); err != nil {
 		t.Fatalf("read map frontends: %v", err)
 	}
 	// There must be no slots of deleted lists.
-	n, key, value := uint32(0), []byte(nil), []byte(nil)
+	var key slot
 	elements := slots.Iterate()
-	for elements.Next(&key, &value) {
-		n++
+	for elements.Next(&key, &endpoint) {
+		if key.Index >= counts[key.List] {
+			t.Errorf("no frontend uses slot %d of list %d", key.Index, key.List)
+		}
 	}
-	if err := elements.Err(); err != nil || n != used {
-		t.Errorf("the map has %d slots, and the frontends use %d (%v)", n, used, err)
+	if err := elements.Err(); err != nil {
+		t.Fatalf("read map slots: %v", err)
 	}
 	slices.Sort(lines)
 	return lines

@@ -237,6 +237,8 @@ func (c *churn) endpoints(ctx context.Context, random *rand.Rand, service int) e
 	slices := c.client.DiscoveryV1().EndpointSlices(namespace)
 	slice := c.slice(service)
 	slice.Endpoints = someOf(random, slice.Endpoints)
+	// With the same port number, both service ports may share a list.
+	slice.Ports = append(slice.Ports, discoveryv1.EndpointPort{Name: ptr.To("dns"), Port: ptr.To[int32](podPort), Protocol: ptr.To(corev1.ProtocolUDP)})
 	_, err := slices.Update(ctx, slice, metav1.UpdateOptions{})
 	if apierrors.IsNotFound(err) {
 		_, err = slices.Create(ctx, slice, metav1.CreateOptions{})

@@ -1,0 +1,137 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package backends has what the dataplanes below it have in common: their [Options], the
+// [Observer] of their work, and the interface [Dataplane], which their functions New
+// return.
+package backends
+
+import (
+	"context"
+	"net/netip"
+
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/node/nodeaddr"
+	"github.com/kpng-project/kpng/sink"
+)
+
+// Dataplane is a sink that programs the dataplane of a node.
+//
+// Start fails with an error that wraps [sink.ErrOwned] if another process programs the
+// objects of the same instance. Stop leaves them in place, so that traffic flows while the
+// program is replaced. Verify finds and repairs changes by other programs. Cleanup removes
+// all objects of the instance, and nothing else. The dataplane need not be started for it.
+type Dataplane interface {
+	sink.Sink
+	sink.Starter
+	sink.Stopper
+	sink.Poller
+	sink.Cleaner
+}
+
+// Inspector is a [Dataplane] that can describe what it has for one frontend. Find it with
+// a type assertion.
+type Inspector interface {
+	// Inspect describes, in several lines, what the dataplane has for one frontend. If view
+	// is not nil, Inspect compares this with what the view requires. Then a line with a
+	// superfluous part begins with "+", and a line with a missing part begins with "-".
+	//
+	// The arguments addr, protocol and port identify the frontend. For a node port, addr is
+	// an address of the node. For an all-ports service, protocol and port are 0. Inspect may
+	// be called at any time. If the dataplane was not started, Inspect describes what another
+	// process has programmed.
+	Inspect(ctx context.Context, addr netip.Addr, protocol api.Protocol, port int32, view *api.View) (string, error)
+}
+
+// Options are the settings that dataplanes share. The zero value has the defaults of
+// kube-proxy, and can run beside kube-proxy. If a backend does not support an option, its
+// function New refuses the option unless it has its zero value. The Options of a backend
+// say which options it does not support.
+type Options struct {
+	// Instance distinguishes the dataplanes of one kind on one node. It is a part of the
+	// names of all objects that the dataplane creates. The Options of a backend say how long
+	// it may be, and which characters it may contain. Default: empty.
+	Instance string
+
+	// MasqueradeMark is exactly one bit of the packet mark. The dataplane sets it in the
+	// first packet of a connection to be masqueraded, and clears it at hook postrouting. It
+	// must be neither 0x4000, which kube-proxy uses, nor a bit that affects routing. Several
+	// instances may use the same bit. Default: 0x2000.
+	MasqueradeMark uint32
+	// MasqueradeAll masquerades all connections to cluster IPs. Default: false.
+	MasqueradeAll bool
+	// MasqueradeOutsiders masquerades connections to cluster IPs from outside the pod
+	// network. ClusterCIDRs, NodePodCIDRs and PodInterfaces define the pod network, and at
+	// least one of them is required. If they define no pod network for an IP family, the
+	// dataplane masquerades nothing in that family. Default: false.
+	MasqueradeOutsiders bool
+
+	// ClusterCIDRs contain the addresses of all pods of the cluster. The dataplane treats
+	// these pods as pods of this node. So their traffic to external frontends of services
+	// with externalTrafficPolicy Local can reach endpoints on all nodes. Default: none.
+	ClusterCIDRs []netip.Prefix
+	// NodePodCIDRs adds the present pod CIDRs of the Node object to ClusterCIDRs. These pod
+	// CIDRs contain the addresses of this node's pods. Default: false.
+	NodePodCIDRs bool
+	// PodInterfaces are the interfaces of this node's pods, such as "cni0". A name that ends
+	// in "*" stands for all names with this prefix, such as "veth*". If the options define
+	// neither interfaces nor CIDRs of pods, the dataplane does not know which traffic comes
+	// from pods. In that case, at external frontends with policy Local, only the node's own
+	// traffic can reach endpoints on other nodes. Default: none.
+	PodInterfaces []string
+
+	// AcceptUnknownPorts makes the dataplane ignore packets to a cluster IP if its service
+	// does not have the destination port. These packets then follow the routing table.
+	// Default: false, which rejects them.
+	AcceptUnknownPorts bool
+
+	// NodeAddresses provides the addresses at which node ports are reachable. The dataplane
+	// ignores loopback addresses. Default: the primary addresses of the node, which the
+	// dataplane watches itself.
+	NodeAddresses nodeaddr.Source
+
+	// Conntrack is a sink that receives each change after the dataplane has applied it. Its
+	// task is to delete the connection-tracking entries of removed endpoints. The dataplane
+	// starts and stops this sink. If a Sync of Conntrack fails, a new pass delivers
+	// everything again. Default: a reconciler of package conntrack.
+	Conntrack sink.Sink
+
+	// Sysctls selects what Start does with kernel settings that have wrong values. All
+	// backends check net.ipv4.ip_forward and net.ipv6.conf.all.forwarding, which must be 1
+	// if the node forwards traffic of pods or other hosts. Default: ReportSysctls.
+	Sysctls SysctlMode
+
+	// Observer receives events, for metrics. Default: none.
+	Observer Observer
+
+	// NetNS is a file descriptor of the network namespace to program. It must stay open.
+	// Default: 0, for the network namespace in which the process started.
+	NetNS int
+}
+
+// SysctlMode selects what a dataplane does with kernel settings that have wrong values.
+type SysctlMode uint8
+
+// Modes for kernel settings.
+const (
+	// ReportSysctls logs settings with wrong values.
+	ReportSysctls SysctlMode = iota
+	// SetSysctls corrects wrong values, and logs settings that it cannot change.
+	SetSysctls
+	// IgnoreSysctls does not check the settings.
+	IgnoreSysctls
+)
+
+// Observer receives the events of a dataplane. Calls do not overlap. The methods must not
+// call the dataplane, and should return soon, because the dataplane waits for them.
+type Observer interface {
+	// Wrote is called after each attempt to write to the dataplane. The argument size counts
+	// what was written in the backend's own units, and err is the error of the attempt or nil.
+	Wrote(size int, err error)
+	// Holds is called after each Sync, with the number of objects of one kind that the
+	// dataplane has. The Options of a backend list its kinds.
+	Holds(kind string, n int)
+	// Drifted is called when the dataplane finds a change by another program.
+	Drifted()
+	// Repaired is called after Drifted, when the dataplane is correct again.
+	Repaired()
+}

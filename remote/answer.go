@@ -34,10 +34,16 @@ type answer struct {
 	// The drafts of the services that occurred in operations. The draft of a deleted service
 	// is nil. After a reset, the map contains all services.
 	services map[types.NamespacedName]*draft
+	// The reasons why the client refuses services of this answer.
+	refused map[types.NamespacedName]string
 	// nodeNamed is true if the node was set or deleted by an operation. After a deletion,
 	// node is nil.
 	node      *api.Node
 	nodeNamed bool
+}
+
+func newAnswer(c *Client, log klog.Logger) *answer {
+	return &answer{client: c, log: log, services: map[types.NamespacedName]*draft{}, refused: map[types.NamespacedName]string{}}
 }
 
 // take applies one message. It ignores operations after the Sync.
@@ -205,6 +211,9 @@ func (a *answer) close(key types.NamespacedName, d *draft) *entry {
 func (a *answer) limited(key types.NamespacedName, e *entry) *entry {
 	before, _ := a.client.state.views.Get(key)
 	e.limit(a.client.opts.MaxElements, before)
+	if e.refused != "" {
+		a.refused[key] = e.refused
+	}
 	switch was := before != nil && before.refused != ""; {
 	case e.refused != "" && !was:
 		a.log.Error(errors.New(e.refused), "View of service too large; keeping the last accepted view, if any", "service", key)

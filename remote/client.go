@@ -5,6 +5,7 @@ package remote
 import (
 	"context"
 	"iter"
+	"maps"
 	"sync"
 	"time"
 
@@ -39,10 +40,11 @@ type Client struct {
 	mu      sync.Mutex
 	views   *diffstore.Store[types.NamespacedName, *entry]
 	state   *clientState
-	changed chan struct{} // closed when state changes
-	token   []byte        // token of the last Sync; only Run uses it
-	stale   bool          // the server has lost its own source
-	lost    time.Time     // when the connection was lost; zero while there is one
+	refused map[types.NamespacedName]string // reasons, for the services that the client refuses
+	changed chan struct{}                   // closed when state changes
+	token   []byte                          // token of the last Sync; only Run uses it
+	stale   bool                            // the server has lost its own source
+	lost    time.Time                       // when the connection was lost; zero while there is one
 
 	reader reader
 }
@@ -70,7 +72,7 @@ func NewClient(opts ClientOptions) (*Client, error) {
 	if err != nil {
 		return nil, err
 	}
-	c := &Client{opts: opts, dialer: dialer, changed: make(chan struct{})}
+	c := &Client{opts: opts, dialer: dialer, refused: map[types.NamespacedName]string{}, changed: make(chan struct{})}
 	c.views = diffstore.New(diffstore.Options[types.NamespacedName, *entry]{Compare: api.CompareKeys, Equal: (*entry).equal})
 	c.state = &clientState{views: c.views.Snapshot()}
 	c.reader.cursor = c.views.NewCursor()
@@ -96,7 +98,7 @@ func (c *Client) follow(ctx context.Context, conn *grpc.ClientConn, heard func(c
 			_, err = stream.Recv() // the error of Send is only EOF; Recv returns the server's error
 			return err
 		}
-		a := &answer{client: c, log: klog.FromContext(ctx), services: map[types.NamespacedName]*draft{}}
+		a := newAnswer(c, klog.FromContext(ctx))
 		for !a.synced {
 			item, err := stream.Recv()
 			if err != nil {
@@ -143,6 +145,13 @@ func (c *Client) commit(a *answer) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.stale, c.lost = a.stale, time.Time{}
+	if a.reset {
+		clear(c.refused)
+	}
+	for key := range a.services {
+		delete(c.refused, key)
+	}
+	maps.Copy(c.refused, a.refused)
 	now := &clientState{c.state.revision + 1, c.views.Snapshot(), c.state.node}
 	if a.nodeNamed {
 		now.node = a.node
@@ -244,14 +253,9 @@ func (c *Client) Views() *sink.Update {
 // Refused returns the reasons why the client refuses services (see
 // ClientOptions.MaxElements). It is safe for concurrent use.
 func (c *Client) Refused() map[types.NamespacedName]string {
-	state, _ := c.get()
-	refused := map[types.NamespacedName]string{}
-	for key, e := range state.views.All() {
-		if e.refused != "" {
-			refused[key] = e.refused
-		}
-	}
-	return refused
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return maps.Clone(c.refused)
 }
 
 // all returns an update for a reader without a position.

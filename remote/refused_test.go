@@ -98,3 +98,49 @@ func TestClientKeepsLastAcceptedView(t *testing.T) {
 		}
 	}
 }
+
+// A scrape of the metrics calls Refused, so its cost must not depend on all services.
+func TestCostOfRefusedDependsOnRefusedServicesOnly(t *testing.T) {
+	measure := func(services int) func() time.Duration {
+		state := cluster.New(cluster.Options{Resumable: true})
+		state.Update(func(tx *cluster.Tx) {
+			for i := range services {
+				tx.SetService(external(fmt.Sprint("web-", i), 1, 0, 1))
+			}
+			tx.SetService(external("large", 1, 0, 11))
+		})
+		state.SetSynced()
+		address := socket(t)
+		serve(t, state, address, quick)
+		client, err := remote.NewClient(remote.ClientOptions{NodeName: "n", MaxElements: 10, DialOptions: transport.DialOptions{Addresses: []string{address}}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		start(t, client.Run)
+		select {
+		case <-client.Changed():
+		case <-within(t).Done():
+			t.Fatal("the client received nothing")
+		}
+		return func() time.Duration {
+			begin := time.Now()
+			for range 100 {
+				if n := len(client.Refused()); n != 1 {
+					t.Fatalf("%d services are refused", n)
+				}
+			}
+			return time.Since(begin)
+		}
+	}
+	few, many := measure(10), measure(2000)
+	a, b := time.Hour, time.Hour
+	for range 10 {
+		a = min(a, few())
+	}
+	for range 10 {
+		if b = min(b, many()); b < 20*a {
+			return
+		}
+	}
+	t.Errorf("with 10 services %v, with 2,000 services %v", a, b)
+}

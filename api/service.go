@@ -82,8 +82,8 @@ type ServiceIPs struct {
 	ProxiedIPs IPSet `json:",omitzero"`
 }
 
-// Protocol is a transport protocol. Its values are the numbers in kpng's messages, not
-// IANA protocol numbers.
+// Protocol is a transport protocol. Its values are the numbers in kpng's messages. The
+// method Number returns IANA's numbers.
 type Protocol int32
 
 // The protocols. UnknownProtocol stands for protocols that this version of kpng does not
@@ -107,6 +107,32 @@ func (p Protocol) String() string {
 	default:
 		return fmt.Sprintf("Protocol(%d)", int32(p))
 	}
+}
+
+// Number returns IANA's number of the protocol, as in IP headers. It returns 0 if p is not
+// TCP, UDP or SCTP.
+func (p Protocol) Number() uint8 {
+	switch p {
+	case TCP:
+		return 6
+	case UDP:
+		return 17
+	case SCTP:
+		return 132
+	default:
+		return 0
+	}
+}
+
+// ProtocolOf returns the protocol with IANA's number. It returns UnknownProtocol for
+// numbers of other protocols.
+func ProtocolOf(number uint8) Protocol {
+	for _, p := range [...]Protocol{TCP, UDP, SCTP} {
+		if p.Number() == number {
+			return p
+		}
+	}
+	return UnknownProtocol
 }
 
 // PortMapping is one port of a service.

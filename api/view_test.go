@@ -263,3 +263,14 @@ func TestIPSet(t *testing.T) {
 		t.Error("Contains returned a wrong result")
 	}
 }
+
+func TestProtocolNumbers(t *testing.T) {
+	for number, p := range map[uint8]Protocol{6: TCP, 17: UDP, 132: SCTP} {
+		if p.Number() != number || ProtocolOf(number) != p {
+			t.Errorf("%s has the number %d, and %d is %s", p, p.Number(), number, ProtocolOf(number))
+		}
+	}
+	if n, p := Protocol(9).Number(), ProtocolOf(1); n != 0 || p != UnknownProtocol {
+		t.Errorf("an unknown protocol has the number %d, and ICMP is %s", n, p)
+	}
+}

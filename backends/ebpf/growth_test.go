@@ -122,7 +122,7 @@ func TestListsOfEarlierVersionsAreMerged(t *testing.T) {
 			k.slots.elements[slotKey{List: next, Index: i}] = slots[slotKey{List: l.ID, Index: i}]
 		}
 		for m := range members {
-			if f.Protocol == protocols[api.UDP] {
+			if f.Protocol == api.UDP.Number() {
 				k.members.elements[memberKey{List: next, Endpoint: m.Endpoint}] = 0
 			}
 		}

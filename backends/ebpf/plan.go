@@ -16,7 +16,6 @@ import (
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/nodeview"
-	"golang.org/x/sys/unix"
 )
 
 // The following types are keys and values of maps. They have the same layout as in
@@ -48,14 +47,12 @@ type frontendKey struct {
 }
 
 func (k frontendKey) String() string {
-	return fmt.Sprintf("%s/%s", address{IP: k.IP, Port: k.Port}, map[uint8]string{unix.IPPROTO_TCP: "TCP", unix.IPPROTO_UDP: "UDP"}[k.Protocol])
+	return fmt.Sprintf("%s/%s", address{IP: k.IP, Port: k.Port}, api.ProtocolOf(k.Protocol))
 }
-
-var protocols = map[api.Protocol]uint8{api.TCP: unix.IPPROTO_TCP, api.UDP: unix.IPPROTO_UDP}
 
 func toFrontend(addr netip.Addr, protocol api.Protocol, port int32) frontendKey {
 	a := toAddress(addr, port)
-	return frontendKey{IP: a.IP, Port: a.Port, Protocol: protocols[protocol]}
+	return frontendKey{IP: a.IP, Port: a.Port, Protocol: protocol.Number()}
 }
 
 // list is a value in the map frontends: it describes the list of endpoints of a frontend.

@@ -105,8 +105,6 @@ const (
 	controlFamilyID, controlFamilyName       = 1, 2
 )
 
-var protocolNumbers = map[api.Protocol]uint8{api.TCP: unix.IPPROTO_TCP, api.UDP: unix.IPPROTO_UDP, api.SCTP: unix.IPPROTO_SCTP}
-
 // errNoIPVS is the error of requests if the kernel has no IPVS.
 var errNoIPVS = errors.New("the kernel lacks IPVS: load the module ip_vs")
 
@@ -187,7 +185,7 @@ func (c *conn) request(command uint8, flags netlink.HeaderFlags, id serverID, se
 	if id != (serverID{}) {
 		e.Nested(attrService, func(e *netlink.AttributeEncoder) error {
 			e.Uint16(svcFamily, afOf(id.Addr()))
-			e.Uint16(svcProtocol, uint16(protocolNumbers[id.protocol]))
+			e.Uint16(svcProtocol, uint16(id.protocol.Number()))
 			e.Bytes(svcAddr, id.Addr().AsSlice())
 			e.Bytes(svcPort, portBytes(id.Port()))
 			if service != nil {
@@ -403,11 +401,7 @@ func decodeServer(d *netlink.AttributeDecoder) (id serverID, s *server, ok bool)
 				case svcFamily:
 					family = d.Uint16()
 				case svcProtocol:
-					for p, number := range protocolNumbers {
-						if uint16(number) == d.Uint16() {
-							id.protocol = p
-						}
-					}
+					id.protocol = api.ProtocolOf(uint8(d.Uint16()))
 				case svcAddr:
 					addr = d.Bytes()
 				case svcPort:

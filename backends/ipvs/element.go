@@ -135,7 +135,7 @@ func addressElement(a netip.Addr) element {
 }
 
 func frontendKey(id serverID) string {
-	return addrKey(id.Addr()) + string([]byte{protocolNumbers[id.protocol], 0, 0, 0}) + portKey(id.Port())
+	return addrKey(id.Addr()) + string([]byte{id.protocol.Number(), 0, 0, 0}) + portKey(id.Port())
 }
 
 // sourceElement returns the element of a source range.
@@ -176,13 +176,7 @@ func (e element) addr() netip.Addr {
 // server returns the virtual server that e describes.
 func (e element) server() serverID {
 	rest := e.key[e.addr().BitLen()/8:]
-	id := serverID{AddrPort: netip.AddrPortFrom(e.addr(), uint16(rest[4])<<8|uint16(rest[5]))}
-	for p, number := range protocolNumbers {
-		if number == rest[0] {
-			id.protocol = p
-		}
-	}
-	return id
+	return serverID{netip.AddrPortFrom(e.addr(), uint16(rest[4])<<8|uint16(rest[5])), api.ProtocolOf(rest[0])}
 }
 
 // target returns the virtual server that an element of the map redirects leads to.

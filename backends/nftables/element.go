@@ -12,7 +12,6 @@ import (
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/nodeview"
-	"golang.org/x/sys/unix"
 )
 
 // maxKey is the maximum length of a key in octets. The keys of kindHairpins are the
@@ -55,7 +54,7 @@ type keyWriter struct {
 func (w *keyWriter) addr(a netip.Addr) { w.at += copy(w.id.key[w.at:], a.AsSlice()) }
 
 func (w *keyWriter) protocol(p api.Protocol) {
-	w.id.key[w.at] = protocolNumbers[p]
+	w.id.key[w.at] = p.Number()
 	w.at += 4
 }
 
@@ -158,13 +157,9 @@ func addrOf(b []byte) netip.Addr {
 	return a
 }
 
-var protocolNumbers = map[api.Protocol]byte{api.TCP: unix.IPPROTO_TCP, api.UDP: unix.IPPROTO_UDP, api.SCTP: unix.IPPROTO_SCTP}
-
 func protocolName(number byte) string {
-	for p, n := range protocolNumbers {
-		if n == number {
-			return strings.ToLower(p.String())
-		}
+	if p := api.ProtocolOf(number); p != api.UnknownProtocol {
+		return strings.ToLower(p.String())
 	}
 	return fmt.Sprint(number)
 }

@@ -60,9 +60,6 @@ func (d *datagrams) endpointsWithout(o *datagrams) (all []netip.AddrPort) {
 	return all
 }
 
-// protocols has the numbers of protocols.
-var protocols = map[api.Protocol]uint8{api.TCP: 6, api.UDP: 17, api.SCTP: 132}
-
 // The base of the priorities of a kind of frontend. A frontend may use it and the next two
 // priorities.
 const (
@@ -93,7 +90,7 @@ func (p *planner) plan(view *api.View) (*plan, error) {
 		planner: p, view: view, lists: map[nodeview.ListID]uint32{}, actions: map[actionsKey]openflow.Actions{},
 	}
 	for f := range nodeview.Frontends(view) {
-		if f.Protocol == 0 || protocols[f.Protocol] != 0 {
+		if f.Protocol == 0 || f.Protocol.Number() != 0 {
 			s.addFrontend(&f)
 		}
 		if len(s.groups) > p.maxGroups {
@@ -138,7 +135,7 @@ type sentKey struct {
 }
 
 func (p *servicePlan) addFrontend(f *nodeview.Frontend) {
-	m := openflow.Match{EtherType: etherType(f.Family), Protocol: protocols[f.Protocol], Port: uint16(f.Port)}
+	m := openflow.Match{EtherType: etherType(f.Family), Protocol: f.Protocol.Number(), Port: uint16(f.Port)}
 	base := uint16(addressAndPort)
 	required := uint32(0)
 	switch {
@@ -166,8 +163,8 @@ func (p *servicePlan) addFrontend(f *nodeview.Frontend) {
 		add(base+2, required|fromHere, here)
 	}
 	if f.Kind == nodeview.ClusterIP && f.Protocol != 0 {
-		for _, protocol := range protocols {
-			m := openflow.Match{EtherType: etherType(f.Family), Protocol: protocol, Destination: single(f.Addr)}
+		for _, protocol := range [...]api.Protocol{api.TCP, api.UDP, api.SCTP} {
+			m := openflow.Match{EtherType: etherType(f.Family), Protocol: protocol.Number(), Destination: single(f.Addr)}
 			p.opts.add(p.shared, frontendTable, unknownPorts, m, p.reject(f.Family))
 		}
 	}

@@ -393,14 +393,10 @@ func preservesDestination(svc *api.Service) bool {
 
 // protocolOf returns the IP protocol number of p, or 0 if HNS does not balance p.
 func protocolOf(p api.Protocol) uint32 {
-	switch p {
-	case api.TCP:
-		return ProtocolTCP
-	case api.UDP:
-		return ProtocolUDP
-	default:
+	if p != api.TCP && p != api.UDP {
 		return 0
 	}
+	return uint32(p.Number())
 }
 
 // toLoadBalancer returns the policy as a load balancer with these endpoint IDs.

@@ -68,12 +68,7 @@ func tableContents(t testing.TB, b *Backend) []string {
 			if id.m.match == matchAddress {
 				key.port = 0
 			} else {
-				protocol := id.key[id.m.keyLen()-8]
-				for p, n := range protocolNumbers {
-					if n == protocol {
-						key.protocol = p
-					}
-				}
+				key.protocol = api.ProtocolOf(id.key[id.m.keyLen()-8])
 			}
 			line := fmt.Sprintf("%s : %d %s", id, number&handlingMask, c.list(&list{listKey: key, number: number &^ handlingMask}))
 			if number&handlingMask == uint32(handleLocal) {

@@ -95,6 +95,21 @@ func AllPortsAnnotated(name string) func(*corev1.Service) bool {
 	}
 }
 
+// Unselected returns why ServiceProxyName does not select s, for people, or "" if it
+// selects s.
+func (o *Options) Unselected(s *corev1.Service) string {
+	name, labelled := s.Labels[LabelServiceProxyName]
+	switch {
+	case labelled && (name == "" || name != o.ServiceProxyName):
+		return "its label " + LabelServiceProxyName + " is " + cmp.Or(name, "empty")
+	case !labelled && o.ServiceProxyName != "":
+		return "it has no label " + LabelServiceProxyName
+	case !labelled && isHeadless(s):
+		return "it is headless (clusterIP: None), and the proxy has no name"
+	}
+	return ""
+}
+
 // Converter filters API objects and converts them to types of package api. It does not
 // modify or keep API objects, and its results do not refer to them. To save memory,
 // results share equal strings, such as names of nodes and zones. A Converter is safe for
@@ -134,11 +149,7 @@ func (c *Converter) WantsService(s *corev1.Service) bool {
 	if s == nil || new(report).call("Skip", c.options.Skip, s) {
 		return false
 	}
-	if name := c.options.ServiceProxyName; name != "" {
-		return s.Labels[LabelServiceProxyName] == name
-	}
-	_, elsewhere := s.Labels[LabelServiceProxyName]
-	return !elsewhere && !isHeadless(s)
+	return c.options.Unselected(s) == ""
 }
 
 // WantsSlice reports whether the labels of s select s for the proxy. If ServiceProxyName

@@ -106,6 +106,17 @@ func ExplainView(view *api.View, node *api.Node) *Explanation {
 	}
 }
 
+// Narrow removes the frontends for which keep returns false, and the lists that no other
+// frontend uses. It reports whether any frontend is left.
+func (e *Explanation) Narrow(keep func(FrontendKey) bool) bool {
+	e.Frontends = slices.DeleteFunc(e.Frontends, func(f Frontend) bool { return !keep(f.FrontendKey) })
+	e.Unserved = slices.DeleteFunc(e.Unserved, func(u UnservedFrontend) bool { return !keep(u.FrontendKey) })
+	e.Lists = slices.DeleteFunc(e.Lists, func(l ListExplanation) bool {
+		return !slices.ContainsFunc(e.Frontends, func(f Frontend) bool { return f.ServicePort == l.Port && f.Family == l.Family })
+	})
+	return len(e.Frontends)+len(e.Unserved) > 0
+}
+
 // trace records the decisions that lead to a view. A nil trace records nothing.
 type trace struct {
 	to  *Explanation

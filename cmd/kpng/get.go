@@ -4,6 +4,7 @@ package main
 
 import (
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"iter"
@@ -16,6 +17,7 @@ import (
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/app"
 	"github.com/kpng-project/kpng/cluster"
+	"github.com/kpng-project/kpng/explain"
 	"github.com/kpng-project/kpng/internal/plain"
 	"github.com/kpng-project/kpng/internal/usage"
 	"github.com/kpng-project/kpng/nodeview"
@@ -43,7 +45,7 @@ type list struct {
 	head, wide []string // names of the columns, and of those that only the wide table has
 	// objects returns the objects. With a name, it returns only the service or node with this
 	// name, or the frontends of this service.
-	objects func(s *cluster.Snapshot, node *api.Node, name string) (iter.Seq[object], error)
+	objects func(s *cluster.Snapshot, node *api.Node, name string) iter.Seq2[object, error]
 	// names returns the names that shells complete.
 	names func(*cluster.Snapshot) []string
 }
@@ -76,10 +78,7 @@ func getOf(use, short string, l list) *cobra.Command {
 			if hasView {
 				self = findNode(cmd, objects.Snapshot, nodeName)
 			}
-			selected, err := l.objects(objects.Snapshot, self, strings.Join(args, ""))
-			if err != nil {
-				return err
-			}
+			selected := l.objects(objects.Snapshot, self, strings.Join(args, ""))
 			found, err := l.print(cmd.OutOrStdout(), selected, output)
 			switch {
 			case err != nil || found:
@@ -107,12 +106,15 @@ func getOf(use, short string, l list) *cobra.Command {
 }
 
 // print prints the objects. It reports whether there are any.
-func (l list) print(out io.Writer, objects iter.Seq[object], output string) (found bool, err error) {
+func (l list) print(out io.Writer, objects iter.Seq2[object, error], output string) (found bool, err error) {
 	w, head := newTable(out), l.head
 	if output == "wide" {
 		head = slices.Concat(l.head, l.wide)
 	}
-	for o := range objects {
+	for o, err := range objects {
+		if err != nil {
+			return found, err
+		}
 		first := !found
 		found = true
 		switch output {
@@ -142,28 +144,37 @@ func (l list) print(out io.Writer, objects iter.Seq[object], output string) (fou
 	return found, w.Flush()
 }
 
-// viewsOf yields the node's views of the named service, or of all services if the name is
-// empty.
-func viewsOf(s *cluster.Snapshot, node *api.Node, name string) (iter.Seq[*api.View], error) {
-	states := s.States.All()
-	if name != "" {
-		key, err := parseServiceName(name)
-		if err != nil {
-			return nil, err
-		}
-		states = func(yield func(types.NamespacedName, *api.ServiceState) bool) {
-			if state, ok := s.States.Get(key); ok {
-				yield(key, state)
+// ofServices returns a function that lists objects of the named service, or of all services
+// if the name is empty. It skips services without a view.
+func ofServices(of func(*nodeview.Explanation) []object) func(*cluster.Snapshot, *api.Node, string) iter.Seq2[object, error] {
+	return func(s *cluster.Snapshot, node *api.Node, name string) iter.Seq2[object, error] {
+		return func(yield func(object, error) bool) {
+			var about explain.Question
+			if name != "" {
+				var err error
+				if about, err = parseServiceName(name); err != nil {
+					yield(object{}, err)
+					return
+				}
+			}
+			for e, err := range about.Explain(s, node) {
+				switch {
+				case errors.Is(err, explain.ErrNotFound):
+					return
+				case err != nil:
+					yield(object{}, err)
+					return
+				case e.View == nil:
+					continue
+				}
+				for _, o := range of(e) {
+					if !yield(o, nil) {
+						return
+					}
+				}
 			}
 		}
 	}
-	return func(yield func(*api.View) bool) {
-		for _, state := range states {
-			if view := nodeview.View(s.WithWinners(state), node); view != nil && !yield(view) {
-				return
-			}
-		}
-	}, nil
 }
 
 // serviceList lists the views of services.
@@ -171,16 +182,9 @@ var serviceList = list{
 	head:  []string{"NAMESPACE", "NAME", "TYPE", "CLUSTER-IP", "EXTERNAL-IP", "PORTS", "ENDPOINTS"},
 	wide:  []string{"LOCAL", "DRAINING", "INTERNAL-POLICY", "EXTERNAL-POLICY", "AFFINITY", "LOST-CLAIMS"},
 	names: serviceNames,
-	objects: func(s *cluster.Snapshot, node *api.Node, name string) (iter.Seq[object], error) {
-		views, err := viewsOf(s, node, name)
-		return func(yield func(object) bool) {
-			for view := range views {
-				if !yield(object{view, view.Key().String(), serviceRow(view)}) {
-					return
-				}
-			}
-		}, err
-	},
+	objects: ofServices(func(e *nodeview.Explanation) []object {
+		return []object{{e.View, e.Service.String(), serviceRow(e.View)}}
+	}),
 }
 
 func serviceRow(view *api.View) []string {
@@ -222,28 +226,13 @@ var frontendList = list{
 	head:  []string{"NAMESPACE", "SERVICE", "KIND", "ADDRESS", "PORT", "VERDICT", "ENDPOINTS"},
 	wide:  []string{"FROM-THIS-NODE", "SOURCES", "AFFINITY"},
 	names: serviceNames,
-	objects: func(s *cluster.Snapshot, node *api.Node, name string) (iter.Seq[object], error) {
-		views, err := viewsOf(s, node, name)
-		return func(yield func(object) bool) {
-			for view := range views {
-				for f := range nodeview.Frontends(view) {
-					if !yield(object{nodeview.NamedFrontend{Service: view.Key(), Frontend: f}, frontendName(f.FrontendKey), frontendRow(view.Key(), &f)}) {
-						return
-					}
-				}
-			}
-		}, err
-	},
-}
-
-// frontendName returns the address of a frontend in the form that kpng explain reads. The
-// name of a node port begins with its family, because it applies to all node addresses.
-func frontendName(k nodeview.FrontendKey) string {
-	q := question{addr: k.Addr, port: k.Port, protocol: k.Protocol}
-	if k.Kind == nodeview.NodePort {
-		q.nodePorts = k.Family
-	}
-	return q.text()
+	objects: ofServices(func(e *nodeview.Explanation) (all []object) {
+		for i := range e.Frontends {
+			f := &e.Frontends[i]
+			all = append(all, object{nodeview.NamedFrontend{Service: e.Service, Frontend: *f}, explain.Name(f.FrontendKey), frontendRow(e.Service, f)})
+		}
+		return all
+	}),
 }
 
 func frontendRow(key types.NamespacedName, f *nodeview.Frontend) []string {
@@ -293,14 +282,14 @@ var nodeList = list{
 	head:  []string{"NAME", "ZONE", "INTERNAL-IP", "EXTERNAL-IP"},
 	wide:  []string{"POD-CIDRS", "TAINTS", "DELETING"},
 	names: nodeNames,
-	objects: func(s *cluster.Snapshot, _ *api.Node, name string) (iter.Seq[object], error) {
-		return func(yield func(object) bool) {
+	objects: func(s *cluster.Snapshot, _ *api.Node, name string) iter.Seq2[object, error] {
+		return func(yield func(object, error) bool) {
 			for _, node := range s.Nodes.All() {
-				if (name == "" || name == node.Name) && !yield(object{node, node.Name, nodeRow(node)}) {
+				if (name == "" || name == node.Name) && !yield(object{node, node.Name, nodeRow(node)}, nil) {
 					return
 				}
 			}
-		}, nil
+		}
 	},
 }
 

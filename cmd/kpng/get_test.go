@@ -9,7 +9,6 @@ import (
 	"net/netip"
 	"os"
 	"path/filepath"
-	"slices"
 	"strings"
 	"testing"
 	"unicode"
@@ -108,6 +107,7 @@ func TestGetErrors(t *testing.T) {
 		{"services missing", "missing not found; kpng get services without a name lists all"},
 		{"frontends default/missing", "default/missing not found"},
 		{"nodes missing", "missing not found"},
+		{"services web --max-service-elements=3", "default/web is too large"},
 		{"services 10.0.0.1:80", "kpng explain"},
 		{"services -o xml", `--output "xml"`},
 		{"pods", "use one of frontends, nodes, services"},
@@ -129,7 +129,7 @@ func TestObjectsAreOneLineEach(t *testing.T) {
 	for _, output := range []string{"", "name"} {
 		var out strings.Builder
 		o := object{name: "a/b\nc/d", row: []string{"a", "b\nc\td\x1b"}}
-		if _, err := l.print(&out, slices.Values([]object{o}), output); err != nil {
+		if _, err := l.print(&out, func(yield func(object, error) bool) { yield(o, nil) }, output); err != nil {
 			t.Fatal(err)
 		}
 		lines := strings.Split(strings.TrimSuffix(out.String(), "\n"), "\n")

@@ -40,11 +40,11 @@ program answers only clients on the same machine, unless it has the flag --expos
 			}
 			query := url.Values{"output": {"json"}}
 			if len(args) > 0 {
-				key, err := parseServiceName(args[0])
+				about, err := parseServiceName(args[0])
 				if err != nil {
 					return err
 				}
-				query.Set("service", key.String())
+				query.Set("service", about.Service().String())
 			} else if output == "text" {
 				query.Set("limit", "0") // the text does not list services
 			}

@@ -89,18 +89,18 @@ func Client(name string, s sink.Sink) *cobra.Command {
 func command(name string, s sink.Sink, source *Source) *cobra.Command {
 	cmd := source.Command(name, s)
 	cmd.Version = Version()
-	p, ok := s.(PortsOnly)
+	p, ok := sink.As[PortsOnly](s)
 	source.Register(cmd, !ok || !p.PortsOnly())
-	if cleaner := sink.CleanerOf(s); cleaner != nil {
-		AddCleanup(cmd, cleaner)
+	if _, ok := sink.As[sink.Cleaner](s); ok {
+		AddCleanup(cmd, s)
 	}
 	RegisterLogging(cmd.Flags())
 	return cmd
 }
 
-// AddCleanup adds the flag --cleanup to the command that runs s. With this flag, the
-// command cleans up and exits.
-func AddCleanup(cmd *cobra.Command, s sink.Cleaner) {
+// AddCleanup adds the flag --cleanup to the command that runs s, a [sink.Cleaner]. With this
+// flag, the command cleans up and exits.
+func AddCleanup(cmd *cobra.Command, s sink.Sink) {
 	cleanup := cmd.Flags().Bool("cleanup", false, "remove everything that this program ever programmed, and exit")
 	run := cmd.RunE
 	cmd.RunE = func(cmd *cobra.Command, args []string) error {
@@ -110,7 +110,10 @@ func AddCleanup(cmd *cobra.Command, s sink.Cleaner) {
 		if err := configure(s); err != nil {
 			return usage.Error(err)
 		}
-		return s.Cleanup(cmd.Context())
+		if cleaner, ok := sink.As[sink.Cleaner](s); ok {
+			return cleaner.Cleanup(cmd.Context())
+		}
+		return nil
 	}
 }
 
@@ -137,7 +140,7 @@ func (s *Source) Command(name string, target sink.Sink) *cobra.Command {
 	}
 	fs := cmd.Flags()
 	fs.SortFlags = false
-	if c, ok := target.(Configurable); ok {
+	if c, ok := sink.As[Configurable](target); ok {
 		c.Register(fs)
 	}
 	flags.register(fs)
@@ -160,8 +163,8 @@ type PortsOnly interface {
 	PortsOnly() bool
 }
 
-func configure(s any) error {
-	if c, ok := s.(Configurable); ok {
+func configure(s sink.Sink) error {
+	if c, ok := sink.As[Configurable](s); ok {
 		return c.Configure()
 	}
 	return nil
@@ -177,7 +180,7 @@ func (f *sinkFlags) run(ctx context.Context, name string, source *Source, servin
 	if err != nil {
 		return err
 	}
-	if c, ok := s.(prometheus.Collector); ok {
+	if c, ok := sink.As[prometheus.Collector](s); ok {
 		if err := registry.Register(c); err != nil {
 			return fmt.Errorf("register metrics of sink %s: %w", name, err)
 		}
@@ -188,7 +191,7 @@ func (f *sinkFlags) run(ctx context.Context, name string, source *Source, servin
 	}
 	var p proxy // declared here, because the function passed to c.Companions refers to p
 	var companions map[string]sink.Sink
-	if c, ok := s.(Companion); ok {
+	if c, ok := sink.As[Companion](s); ok {
 		companions = c.Companions(func() bool {
 			r := p.Health()
 			return r.Synced && !r.Stuck
@@ -204,7 +207,7 @@ func (f *sinkFlags) run(ctx context.Context, name string, source *Source, servin
 		settings.Name, settings.Observer = name, collected.Sink(name)
 		opts.Sinks = append(opts.Sinks, kpng.Sink{Sink: s, Options: settings})
 	}
-	if r, ok := s.(RefusalRecorder); ok {
+	if r, ok := sink.As[RefusalRecorder](s); ok {
 		opts.OnRefused = r.ServiceRefused
 	}
 	first := s
@@ -236,7 +239,7 @@ func (f *sinkFlags) run(ctx context.Context, name string, source *Source, servin
 	if err := registry.Register(metrics.Source(page.SourceState)); err != nil {
 		return err
 	}
-	if r, ok := s.(Reporter); ok {
+	if r, ok := sink.As[Reporter](s); ok {
 		page.Problems = r.Problems
 	}
 	serving.Status, serving.Source = page, page.Source

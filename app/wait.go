@@ -19,21 +19,19 @@ const ownerInterval = 100 * time.Millisecond
 // because the other process has the same ports.
 func startWhenFree(main sink.Sink, companions map[string]sink.Sink) (sink.Sink, map[string]sink.Sink) {
 	free := make(chan struct{})
-	start := sink.Forwarder{To: main}.Start
 	later := map[string]sink.Sink{}
 	for name, s := range companions {
-		start := sink.Forwarder{To: s}.Start
-		later[name] = startingSink{sink.Forwarder{To: s}, s, func(ctx context.Context) error {
+		later[name] = &startingSink{s, func(ctx context.Context) error {
 			select {
 			case <-free:
-				return start(ctx)
+				return start(ctx, s)
 			case <-ctx.Done():
 				return context.Cause(ctx)
 			}
 		}}
 	}
-	return startingSink{sink.Forwarder{To: main}, main, func(ctx context.Context) error {
-		err := retryOwned(ctx, start)
+	return &startingSink{main, func(ctx context.Context) error {
+		err := retryOwned(ctx, main)
 		if err == nil {
 			close(free)
 		}
@@ -41,11 +39,19 @@ func startWhenFree(main sink.Sink, companions map[string]sink.Sink) (sink.Sink, 
 	}}, later
 }
 
-// retryOwned calls start until it returns no error that wraps sink.ErrOwned.
-func retryOwned(ctx context.Context, start func(context.Context) error) error {
+// start starts s if it is a sink.Starter.
+func start(ctx context.Context, s sink.Sink) error {
+	if s, ok := sink.As[sink.Starter](s); ok {
+		return s.Start(ctx)
+	}
+	return nil
+}
+
+// retryOwned starts s until no error wraps sink.ErrOwned.
+func retryOwned(ctx context.Context, s sink.Sink) error {
 	logged := ""
 	for {
-		err := start(ctx)
+		err := start(ctx, s)
 		if !errors.Is(err, sink.ErrOwned) {
 			return err
 		}
@@ -63,19 +69,12 @@ func retryOwned(ctx context.Context, start func(context.Context) error) error {
 
 // startingSink is a sink with another method Start.
 type startingSink struct {
-	sink.Forwarder
 	sink.Sink
 	start func(context.Context) error
 }
 
-// Start implements sink.Starter.
-func (s startingSink) Start(ctx context.Context) error { return s.start(ctx) }
+// Unwrap returns the sink without the other method Start, see sink.As.
+func (s *startingSink) Unwrap() sink.Sink { return s.Sink }
 
-// VerifyInterval implements sink.Poller. It returns -1 if the sink has no method Verify, so
-// that the driver does not call the method of the Forwarder.
-func (s startingSink) VerifyInterval() time.Duration {
-	if _, ok := s.To.(sink.Verifier); !ok {
-		return -1
-	}
-	return s.Forwarder.VerifyInterval()
-}
+// Start implements sink.Starter.
+func (s *startingSink) Start(ctx context.Context) error { return s.start(ctx) }

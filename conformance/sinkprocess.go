@@ -32,7 +32,7 @@ func (o order) carryOut(newSink NewSink, opts sink.Options) error {
 		return fmt.Errorf("create sink: %w", err)
 	}
 	if o.Cleanup {
-		cleaner, ok := s.(sink.Cleaner)
+		cleaner, ok := sink.As[sink.Cleaner](s)
 		if !ok {
 			return nil
 		}

@@ -71,13 +71,8 @@ func (d *Driver) use() (release func(), err error) {
 		}
 	}
 	values := []any{d.src}
-	for s := any(d.sink); s != nil; {
+	for s := any(d.sink); !isNil(s); s = unwrap(s) {
 		values = append(values, s)
-		f, ok := s.(interface{ forwardsTo() any })
-		if !ok {
-			break
-		}
-		s = f.forwardsTo()
 	}
 	for i, v := range values {
 		if !hasIdentity(v) {

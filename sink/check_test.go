@@ -27,7 +27,7 @@ func TestInvalidSettingsAreErrors(t *testing.T) {
 		{"a maximum below the default of the initial backoff", ok, sink.Options{Backoff: sink.Backoff{Max: time.Millisecond}}, ""},
 		{"no sink", nil, sink.Options{Name: "nft"}, "sink nft is nil"},
 		{"a nil pointer", (*hanging)(nil), sink.Options{}, "sink is a nil *sink_test.hanging"},
-		{"a nil Poller", (*pollingSink)(nil), sink.Options{}, "sink is a nil *sink_test.pollingSink"},
+		{"a nil wrapper", (*wrapper)(nil), sink.Options{}, "sink is a nil *sink_test.wrapper"},
 		{"a nil Func", sink.Func(nil), sink.Options{}, "sink is a nil sink.Func"},
 		{"FullState of nil", sink.FullState(nil), sink.Options{}, "sink is a nil sink.Func"},
 		{"FullStateOf nil", sink.FullStateOf(nil), sink.Options{}, "sink is a nil sink.Func"},
@@ -57,11 +57,6 @@ func TestInvalidSettingsAreErrors(t *testing.T) {
 	}
 }
 
-type pollingSink struct{ sink.Sink }
-
-func (s *pollingSink) Verify(context.Context) error  { return nil }
-func (s *pollingSink) VerifyInterval() time.Duration { return s.Sink.(sink.Poller).VerifyInterval() }
-
 func TestSourceAndSinkHaveOneDriver(t *testing.T) {
 	value := sink.Func(func(context.Context, *sink.Changes) error { return nil })
 	full := &rewriter{stages: &stages{}}
@@ -73,6 +68,7 @@ func TestSourceAndSinkHaveOneDriver(t *testing.T) {
 	}{
 		{"the same source", func() sink.Sink { return value }, true, "sink two: another driver (sink one) uses the same source *sinktest.Source"},
 		{"the same sink", func() sink.Sink { return full.stages }, false, "uses the same sink *sink_test.stages"},
+		{"the same sink in two wrappers", func() sink.Sink { return &wrapper{full.stages} }, false, "the same sink *sink_test.stages"},
 		{"the same sink behind FullStateOf", func() sink.Sink { return sink.FullStateOf(full) }, false, "the same sink *sink_test.rewriter"},
 		{"a function may be used twice", func() sink.Sink { return value }, false, ""},
 		{"an empty value may be used twice", func() sink.Sink { return &nothing{} }, false, ""},

@@ -77,10 +77,10 @@
 //
 // # More than Sync
 //
-// A sink may also implement [Starter], [Cleaner], one of [Stopper] and [Drainer], and one
-// of [Verifier] and [Poller]. [FullState] turns a function that receives the whole state
-// into a sink. [Events] turns a [Handler] of single objects into a sink. A sink that
-// wraps another sink embeds a [Forwarder]. Package sinktest helps to test sinks.
+// A sink may also implement [Starter], [Stopper], [Verifier] and [Cleaner]. [FullState]
+// turns a function that receives the whole state into a sink. [Events] turns a [Handler] of
+// single objects into a sink. A sink that wraps another sink has a method Unwrap, see
+// [As]. Package sinktest helps to test sinks.
 //
 // # Health
 //

@@ -66,7 +66,7 @@ type Driver struct {
 
 // NewDriver returns a driver that delivers the services of src to s.
 func NewDriver(src Source, s Sink, opts Options) *Driver {
-	if p, ok := s.(Poller); ok && opts.VerifyInterval == 0 && !isNil(s) {
+	if p, ok := As[interface{ VerifyInterval() time.Duration }](s); ok && opts.VerifyInterval == 0 {
 		opts.VerifyInterval = p.VerifyInterval()
 	}
 	return &Driver{
@@ -127,7 +127,7 @@ func (d *Driver) Run(ctx context.Context) (err error) {
 		log = log.WithValues("sink", d.opts.Name)
 		ctx = klog.NewContext(ctx, log)
 	}
-	if s, ok := d.sink.(Starter); ok {
+	if s, ok := As[Starter](d.sink); ok {
 		if err := d.call(ctx, "Start", s.Start); err != nil {
 			if ctx.Err() != nil {
 				log.V(2).Info("Context ended during Start", "result", err)
@@ -136,7 +136,7 @@ func (d *Driver) Run(ctx context.Context) (err error) {
 			return fmt.Errorf("start %s: %w", d.label(), err)
 		}
 	}
-	if s, ok := d.sink.(Stopper); ok {
+	if s, ok := As[Stopper](d.sink); ok {
 		defer func() {
 			stopCtx, cancel := context.WithTimeout(context.WithoutCancel(ctx), d.stopTimeout(ctx))
 			defer cancel()
@@ -163,7 +163,7 @@ func (d *Driver) Run(ctx context.Context) (err error) {
 // stopTimeout returns the time limit of the sink's Stop.
 func (d *Driver) stopTimeout(ctx context.Context) time.Duration {
 	timeout := d.opts.StopTimeout
-	if s, ok := d.sink.(Drainer); ok && timeout == 0 {
+	if s, ok := As[interface{ StopTimeout() time.Duration }](d.sink); ok && timeout == 0 {
 		_ = d.call(ctx, "StopTimeout", func(context.Context) error {
 			timeout = s.StopTimeout()
 			return nil
@@ -310,7 +310,8 @@ func (d *Driver) verify(ctx context.Context, wake time.Time, changed <-chan stru
 			d.noteWork(time.Now())
 		}
 	}()
-	err := brief(d.call(verifyCtx, "Verify", d.sink.(Verifier).Verify))
+	verifier, _ := As[Verifier](d.sink)
+	err := brief(d.call(verifyCtx, "Verify", verifier.Verify))
 	cutShort := verifyCtx.Err() != nil
 	cancel()
 	<-watched

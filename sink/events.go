@@ -55,21 +55,18 @@ type Handler interface {
 //
 // The error of Sync is a [*Failed] with the services for which a method of h failed.
 //
-// The sink forwards the optional methods of h: those of [Starter], [Stopper], [Drainer],
-// [Cleaner] and [Verifier].
+// The optional methods of h work, such as those of [Starter] and [Cleaner]: [As] finds them.
 func Events(h Handler) Sink {
 	if isNil(h) {
 		return Func(nil)
 	}
 	return &events{
-		Forwarder: Forwarder{h}, handler: h,
-		sent: map[types.NamespacedName]sent{}, owners: claimOwners{},
+		handler: h, sent: map[types.NamespacedName]sent{}, owners: claimOwners{},
 	}
 }
 
 // events is the sink of Events. Calls of its methods never overlap, so it needs no lock.
 type events struct {
-	Forwarder
 	handler Handler
 	sent    map[types.NamespacedName]sent
 	// The claims of all frontends that the handler may have, with their owners.
@@ -99,6 +96,8 @@ type transition struct {
 	// The first error. After an error, the handler receives no more objects of the service.
 	err error
 }
+
+func (e *events) wrapped() any { return e.handler }
 
 func (e *events) Sync(ctx context.Context, c *Changes) error {
 	transitions := e.transitions(c)

@@ -13,7 +13,6 @@ import (
 	"strings"
 	"testing"
 	"testing/synctest"
-	"time"
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/api"
@@ -291,34 +290,6 @@ func TestEventsErrorNamesObject(t *testing.T) {
 		if !errors.As(err, &failed) || err.Error() != cases[event] {
 			t.Errorf("%s fails: got %v, want %s", event, err, cases[event])
 		}
-	}
-}
-
-func TestEventsForwardsOptionalMethods(t *testing.T) {
-	handler := struct {
-		eventLog
-		*stages
-	}{stages: &stages{verify: func(context.Context) error { return errBusy }}}
-	s := sink.Events(&handler)
-	err := errors.Join(s.(sink.Starter).Start(t.Context()), s.(sink.Stopper).Stop(t.Context()))
-	if err != nil || !slices.Equal(handler.log, []string{"start", "stop"}) {
-		t.Errorf("start and stop: %v, %v", handler.log, err)
-	}
-	if err := s.(sink.Verifier).Verify(t.Context()); err != errBusy {
-		t.Errorf("verify: %v", err)
-	}
-	draining := struct {
-		eventLog
-		*drainer
-	}{drainer: &drainer{timeout: time.Minute}}
-	if timeout := sink.Events(&draining).(sink.Drainer).StopTimeout(); timeout != time.Minute {
-		t.Errorf("the handler drains for a minute, its sink for %v", timeout)
-	}
-	plain := sink.Events(&eventLog{})
-	err = errors.Join(plain.(sink.Starter).Start(t.Context()), plain.(sink.Stopper).Stop(t.Context()),
-		plain.(sink.Verifier).Verify(t.Context()), plain.(sink.Cleaner).Cleanup(t.Context()))
-	if err != nil {
-		t.Errorf("a handler without optional methods: %v", err)
 	}
 }
 

@@ -35,7 +35,7 @@ func FullState(syncAll func(ctx context.Context, services []*api.View) error) Si
 	if syncAll == nil {
 		return Func(nil)
 	}
-	return Func(FullStateOf(stateFunc(syncAll)).Sync) // Func hides the optional methods of Forwarder
+	return FullStateOf(stateFunc(syncAll))
 }
 
 // StateSink programs the whole state of one node in each call.
@@ -45,13 +45,13 @@ type StateSink interface {
 	SyncState(ctx context.Context, node *api.Node, services []*api.View) error
 }
 
-// FullStateOf is like [FullState], but calls s.SyncState. The sink forwards the optional
-// methods of s: those of [Starter], [Stopper], [Drainer], [Cleaner] and [Verifier].
+// FullStateOf is like [FullState], but calls s.SyncState. The optional methods of s work,
+// such as those of [Starter] and [Cleaner]: [As] finds them.
 func FullStateOf(s StateSink) Sink {
 	if isNil(s) {
 		return Func(nil)
 	}
-	return &fullState{Forwarder: Forwarder{s}, sink: s, inPass: true}
+	return &fullState{sink: s, inPass: true}
 }
 
 type stateFunc func(ctx context.Context, services []*api.View) error
@@ -62,13 +62,14 @@ func (f stateFunc) SyncState(ctx context.Context, _ *api.Node, services []*api.V
 
 // fullState is the sink of FullStateOf.
 type fullState struct {
-	Forwarder
 	sink  StateSink
 	acked state // the state that was last acknowledged
 	// inPass: a pass is in progress. gathered: the services delivered so far.
 	inPass   bool
 	gathered state
 }
+
+func (f *fullState) wrapped() any { return f.sink }
 
 func (f *fullState) Sync(ctx context.Context, c *Changes) error {
 	if c.First {

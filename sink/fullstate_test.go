@@ -82,17 +82,11 @@ func (r *rewriter) SyncState(_ context.Context, node *api.Node, services []*api.
 	return nil
 }
 
-func TestFullStateOfForwardsNodeAndOptionalMethods(t *testing.T) {
-	r := &rewriter{stages: &stages{verify: func(context.Context) error { return errBusy }}}
-	s := sink.FullStateOf(r)
-	if err := s.(sink.Starter).Start(t.Context()); err != nil || !slices.Equal(r.log, []string{"start"}) {
-		t.Errorf("start: %v, %v", err, r.log)
-	}
-	if err := s.(sink.Verifier).Verify(t.Context()); err != errBusy {
-		t.Errorf("verify: %v", err)
-	}
+func TestFullStateOfPassesNode(t *testing.T) {
+	r := &rewriter{}
 	node := &api.Node{Name: "n"}
-	if err := s.Sync(t.Context(), &sink.Changes{First: true, Last: true, Node: node, Services: func(func(sink.Change) bool) {}}); err != nil || r.node != node {
+	err := sink.FullStateOf(r).Sync(t.Context(), &sink.Changes{First: true, Last: true, Node: node, Services: func(func(sink.Change) bool) {}})
+	if err != nil || r.node != node {
 		t.Errorf("node %v, error %v", r.node, err)
 	}
 }

@@ -3,9 +3,6 @@
 package sink
 
 import (
-	"context"
-	"time"
-
 	"k8s.io/apimachinery/pkg/types"
 )
 
@@ -44,72 +41,4 @@ func (p *Pass) Begin(c *Changes) {
 func (p *Pass) Stale(key types.NamespacedName) bool {
 	_, delivered := p.delivered[key]
 	return p.last && !delivered
-}
-
-// Forwarder implements all optional methods of a sink, such as those of [Starter] and
-// [Verifier], and forwards them to the value To. A sink that wraps another sink embeds a
-// Forwarder and implements Sync.
-//
-// If To lacks a method, that method of the Forwarder does nothing and returns nil or 0.
-type Forwarder struct{ To any }
-
-// Start implements [Starter].
-func (f Forwarder) Start(ctx context.Context) error {
-	if s, ok := f.To.(Starter); ok {
-		return s.Start(ctx)
-	}
-	return nil
-}
-
-// Stop implements [Stopper].
-func (f Forwarder) Stop(ctx context.Context) error {
-	if s, ok := f.To.(Stopper); ok {
-		return s.Stop(ctx)
-	}
-	return nil
-}
-
-// StopTimeout implements [Drainer].
-func (f Forwarder) StopTimeout() time.Duration {
-	if s, ok := f.To.(Drainer); ok {
-		return s.StopTimeout()
-	}
-	return 0
-}
-
-// Cleanup implements [Cleaner].
-func (f Forwarder) Cleanup(ctx context.Context) error {
-	if s, ok := f.To.(Cleaner); ok {
-		return s.Cleanup(ctx)
-	}
-	return nil
-}
-
-// Verify implements [Verifier].
-func (f Forwarder) Verify(ctx context.Context) error {
-	if s, ok := f.To.(Verifier); ok {
-		return s.Verify(ctx)
-	}
-	return nil
-}
-
-// VerifyInterval implements [Poller].
-func (f Forwarder) VerifyInterval() time.Duration {
-	if s, ok := f.To.(Poller); ok {
-		return s.VerifyInterval()
-	}
-	return 0
-}
-
-func (f Forwarder) forwardsTo() any { return f.To }
-
-// CleanerOf returns s as a [Cleaner], or nil if s is no Cleaner. A sink that embeds a
-// [Forwarder] always has a method Cleanup, but counts as a Cleaner only if its value To
-// is a Cleaner.
-func CleanerOf(s any) Cleaner {
-	if f, ok := s.(interface{ forwardsTo() any }); ok && CleanerOf(f.forwardsTo()) == nil {
-		return nil
-	}
-	c, _ := s.(Cleaner)
-	return c
 }

@@ -31,12 +31,12 @@ type Options struct {
 
 	// For a [Verifier], VerifyInterval is the time from the end of one Verify to the start
 	// of the next. If changes interrupt a Verify, the driver waits only a quarter of this
-	// time. Default: the interval that a [Poller] returns, or one minute. If VerifyInterval
+	// time. Default: the interval of the sink, see [Verifier]. If VerifyInterval
 	// is negative, the driver never calls Verify.
 	VerifyInterval time.Duration
 
 	// For a [Stopper], StopTimeout is the time after which the context of Stop ends.
-	// Default: the time that a [Drainer] returns, or ten seconds.
+	// Default: the limit of the sink, see [Stopper].
 	StopTimeout time.Duration
 
 	// If Once is true, Run returns nil as soon as a pass is complete and all services are

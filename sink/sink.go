@@ -39,30 +39,26 @@ type Func func(ctx context.Context, c *Changes) error
 // Sync calls f.
 func (f Func) Sync(ctx context.Context, c *Changes) error { return f(ctx, c) }
 
-// Starter is for sinks that need setup. The driver calls Start once, before the first
-// Sync. If Start fails, the driver ends.
+// Starter is for sinks that need setup. Like the other optional interfaces, the driver
+// finds it in the sink or in a sink that it wraps (see [As]). The driver calls Start once,
+// before the first Sync. If Start fails, the driver ends.
 type Starter interface {
 	Start(ctx context.Context) error
 }
 
 // Stopper is for sinks that hold listeners, addresses, goroutines or other resources. The
 // driver calls Stop once, after the last Sync, but not if Start failed.
+//
+// The time limit of Stop is [Options.StopTimeout]. If that is 0 and the sink has the method
+// StopTimeout() time.Duration, for example because it drains connections, the result of
+// that method is the limit. Otherwise, and if the result is 0, the limit is ten seconds.
 type Stopper interface {
 	Stop(ctx context.Context) error
-}
-
-// Drainer is a [Stopper] that drains connections when it stops. If [Options.StopTimeout]
-// is 0, the result of the method StopTimeout is the time limit of Stop. If both are 0,
-// the limit is ten seconds.
-type Drainer interface {
-	Stopper
-	StopTimeout() time.Duration
 }
 
 // Cleaner is for sinks whose state stays in the dataplane after Stop, so that traffic
 // flows while the program is replaced. Cleanup removes everything that sinks of this kind
 // and name have created, and nothing else. Drivers never call Cleanup; commands do.
-// [CleanerOf] reports whether a sink is a Cleaner.
 type Cleaner interface {
 	Cleanup(ctx context.Context) error
 }
@@ -72,16 +68,12 @@ type Cleaner interface {
 // never during a Sync. When changes arrive, it cancels the context. The next Verify
 // should continue where the cancelled Verify stopped. An error that wraps [ErrStartOver]
 // requests a new pass. The driver reports any other error or panic, and continues.
+//
+// If Options.VerifyInterval is 0 and the sink has the method VerifyInterval()
+// time.Duration, for example because its Verify is cheap, the driver uses the result of that
+// method. Otherwise, and if the result is 0, the interval is one minute.
 type Verifier interface {
 	Verify(ctx context.Context) error
-}
-
-// Poller is a [Verifier] whose Verify is cheap as long as nothing has changed. If
-// [Options.VerifyInterval] is 0, the driver uses the result of the method VerifyInterval.
-// If both are 0, it uses one minute.
-type Poller interface {
-	Verifier
-	VerifyInterval() time.Duration
 }
 
 // Changes is the data that the driver passes to one call of Sync.

@@ -74,7 +74,7 @@ func (d *Driver) step(ctx context.Context) {
 		d.update(func() { d.acknowledged(u, &b, failed, notDelivered) })
 		d.dropTaken(b.services, failed)
 		d.observeLatency(b.services, failed)
-		if _, ok := d.sink.(Verifier); ok && b.Last && d.opts.VerifyInterval > 0 && d.verifyAt.IsZero() {
+		if _, ok := As[Verifier](d.sink); ok && b.Last && d.opts.VerifyInterval > 0 && d.verifyAt.IsZero() {
 			d.verifyAt = d.status.LastSync.Add(d.opts.VerifyInterval)
 		}
 	case errors.Is(result.Err, ErrStartOver):

@@ -112,7 +112,7 @@ kpng_hns_endpoints 1
 	if testutil.CollectAndCount(p, "kpng_hns_call_failures_total") != 0 {
 		t.Error("a failed HNS call is counted")
 	}
-	if err := p.Verify(t.Context()); err != nil {
+	if err := verify(t.Context(), p); err != nil {
 		t.Error(err)
 	}
 	if err := p.Stop(t.Context()); err != nil {

@@ -16,7 +16,6 @@ package program
 import (
 	"context"
 	"net/netip"
-	"time"
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/sink"
@@ -26,7 +25,7 @@ import (
 )
 
 // Backend is a backend for a program. It is a [sink.Sink] and has all optional methods
-// that package app knows. Call Configure before any of these methods.
+// that package app knows, see [sink.As]. Call Configure before any of these methods.
 //
 // The exported fields describe the backend. Do not change them.
 type Backend struct {
@@ -46,7 +45,6 @@ type Backend struct {
 
 	flags          *pflag.FlagSet // flags of the command, or nil
 	parts          Parts
-	forward        sink.Forwarder // forwards calls to parts.Sink
 	unfollow       func()
 	localEndpoints *localEndpoints
 	leftovers      *leftovers // nil if the backend does not search for them
@@ -54,8 +52,8 @@ type Backend struct {
 
 // Parts are the sink and the other running parts of a backend.
 type Parts struct {
-	// Sink programs the dataplane. It may also implement [sink.Starter], [sink.Stopper],
-	// [sink.Drainer], [sink.Verifier], [sink.Poller], [sink.Cleaner] and [Inspector].
+	// Sink programs the dataplane. It may also implement the optional interfaces of package
+	// sink, and [Inspector].
 	Sink sink.Sink
 	// Follow is called after Sink has started. The function that it returns is called before
 	// Sink stops. Default: none.
@@ -99,7 +97,6 @@ func (b *Backend) Configure() (err error) {
 	if b.parts, err = b.Make(); err != nil {
 		return err
 	}
-	b.forward.To = b.parts.Sink
 	b.localEndpoints = newLocalEndpoints()
 	b.parts.Collectors = append(b.parts.Collectors, b.localEndpoints.missing)
 	if b.leftovers != nil {
@@ -117,8 +114,8 @@ func (b *Backend) Configure() (err error) {
 // PortsOnly implements app.PortsOnly.
 func (b *Backend) PortsOnly() bool { return b.OnlyPorts }
 
-// Sink returns the sink that programs the dataplane, or nil before Configure.
-func (b *Backend) Sink() sink.Sink { return b.parts.Sink }
+// Unwrap returns the sink that programs the dataplane, or nil before Configure.
+func (b *Backend) Unwrap() sink.Sink { return b.parts.Sink }
 
 // Sync implements sink.Sink.
 func (b *Backend) Sync(ctx context.Context, c *sink.Changes) error {
@@ -135,8 +132,10 @@ func (b *Backend) Sync(ctx context.Context, c *sink.Changes) error {
 
 // Start implements sink.Starter.
 func (b *Backend) Start(ctx context.Context) error {
-	if err := b.forward.Start(ctx); err != nil {
-		return err
+	if s, ok := sink.As[sink.Starter](b.parts.Sink); ok {
+		if err := s.Start(ctx); err != nil {
+			return err
+		}
 	}
 	var stops []func()
 	if b.parts.Follow != nil {
@@ -156,21 +155,20 @@ func (b *Backend) Start(ctx context.Context) error {
 // Stop implements sink.Stopper.
 func (b *Backend) Stop(ctx context.Context) error {
 	b.unfollow()
-	return b.forward.Stop(ctx)
+	if s, ok := sink.As[sink.Stopper](b.parts.Sink); ok {
+		return s.Stop(ctx)
+	}
+	return nil
 }
-
-// StopTimeout implements sink.Drainer.
-func (b *Backend) StopTimeout() time.Duration { return b.forward.StopTimeout() }
-
-// Verify implements sink.Verifier.
-func (b *Backend) Verify(ctx context.Context) error { return b.forward.Verify(ctx) }
-
-// VerifyInterval implements sink.Poller.
-func (b *Backend) VerifyInterval() time.Duration { return b.forward.VerifyInterval() }
 
 // Cleanup implements sink.Cleaner. It does nothing if Parts.Sink does not implement
 // sink.Cleaner.
-func (b *Backend) Cleanup(ctx context.Context) error { return b.forward.Cleanup(ctx) }
+func (b *Backend) Cleanup(ctx context.Context) error {
+	if s, ok := sink.As[sink.Cleaner](b.parts.Sink); ok {
+		return s.Cleanup(ctx)
+	}
+	return nil
+}
 
 // Companions implements app.Companion.
 func (b *Backend) Companions(healthy func() bool) map[string]sink.Sink {

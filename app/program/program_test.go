@@ -16,9 +16,8 @@ import (
 )
 
 var (
-	_ sink.Drainer         = (*Backend)(nil)
+	_ sink.Stopper         = (*Backend)(nil)
 	_ sink.Starter         = (*Backend)(nil)
-	_ sink.Verifier        = (*Backend)(nil)
 	_ sink.Cleaner         = (*Backend)(nil)
 	_ prometheus.Collector = (*Backend)(nil)
 	_ app.Companion        = (*Backend)(nil)
@@ -63,6 +62,11 @@ func (s *fakeSink) Verify(context.Context) error              { return s.note("V
 func (s *fakeSink) Stop(context.Context) error                { return s.note("Stop") }
 func (s *fakeSink) Cleanup(context.Context) error             { return s.note("Cleanup") }
 
+func verify(ctx context.Context, b *Backend) error {
+	v, _ := sink.As[sink.Verifier](b)
+	return v.Verify(ctx)
+}
+
 func TestBackendRunsBetweenStartAndStop(t *testing.T) {
 	var s fakeSink
 	made := 0
@@ -74,7 +78,7 @@ func TestBackendRunsBetweenStartAndStop(t *testing.T) {
 		}}, nil
 	}})
 	ctx := t.Context()
-	err := errors.Join(b.Configure(), b.Start(ctx), b.Sync(ctx, &sink.Changes{Services: slices.Values([]sink.Change{})}), b.Verify(ctx), b.Stop(ctx), b.Cleanup(ctx))
+	err := errors.Join(b.Configure(), b.Start(ctx), b.Sync(ctx, &sink.Changes{Services: slices.Values([]sink.Change{})}), verify(ctx, b), b.Stop(ctx), b.Cleanup(ctx))
 	if err != nil || made != 1 {
 		t.Errorf("error %v, backend created %d times", err, made)
 	}

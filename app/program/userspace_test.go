@@ -147,8 +147,8 @@ kpng_healthcheck_ports_open 0
 `, at.Port())), "kpng_userspace_connections_total", "kpng_healthcheck_ports_open"); err != nil {
 		t.Error(err)
 	}
-	if got := p.StopTimeout(); got <= 30*time.Second {
-		t.Errorf("the timeout of Stop is %v, but connections drain for 30 s", got)
+	if s, ok := sink.As[interface{ StopTimeout() time.Duration }](p); !ok || s.StopTimeout() <= 30*time.Second {
+		t.Error("the time limit of Stop is at most 30 s, but connections drain for 30 s")
 	}
 	if err := p.Stop(t.Context()); err != nil {
 		t.Error(err)

@@ -5,6 +5,7 @@
 package ebpf
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -21,8 +22,6 @@ import (
 type Backend struct {
 	opts  Options
 	proxy sink.Sink
-	// forward calls the optional methods of the sink proxy.
-	forward sink.Forwarder
 
 	mu        sync.Mutex // guards the fields below
 	cgroup    string
@@ -40,11 +39,11 @@ type Backend struct {
 }
 
 var (
-	_ sink.Sink    = (*Backend)(nil)
-	_ sink.Starter = (*Backend)(nil)
-	_ sink.Drainer = (*Backend)(nil)
-	_ sink.Cleaner = (*Backend)(nil)
-	_ sink.Poller  = (*Backend)(nil)
+	_ sink.Sink     = (*Backend)(nil)
+	_ sink.Starter  = (*Backend)(nil)
+	_ sink.Stopper  = (*Backend)(nil)
+	_ sink.Cleaner  = (*Backend)(nil)
+	_ sink.Verifier = (*Backend)(nil)
 )
 
 // New returns a backend. The argument proxy is another sink, such as an nftables.Backend.
@@ -56,8 +55,11 @@ func New(proxy sink.Sink, opts Options) (*Backend, error) {
 	if err := opts.complete(); err != nil {
 		return nil, fmt.Errorf("ebpf options: %w", err)
 	}
-	return &Backend{opts: opts, proxy: proxy, forward: sink.Forwarder{To: proxy}}, nil
+	return &Backend{opts: opts, proxy: proxy}, nil
 }
+
+// Unwrap returns the other sink, see [sink.As].
+func (b *Backend) Unwrap() sink.Sink { return b.proxy }
 
 // Start implements [sink.Starter]. It starts the other sink, opens or makes the maps, and
 // attaches the programs. Programs of an earlier process are replaced without
@@ -67,11 +69,13 @@ func New(proxy sink.Sink, opts Options) (*Backend, error) {
 func (b *Backend) Start(ctx context.Context) error {
 	// The other sink comes first, because another process may own its objects. Then the
 	// programs of that process must stay.
-	if err := b.forward.Start(ctx); err != nil {
-		return err
+	if s, ok := sink.As[sink.Starter](b.proxy); ok {
+		if err := s.Start(ctx); err != nil {
+			return err
+		}
 	}
 	if err := b.start(ctx); err != nil {
-		return errors.Join(err, b.forward.Stop(ctx))
+		return errors.Join(err, b.stopProxy(ctx))
 	}
 	return nil
 }
@@ -113,7 +117,14 @@ func (b *Backend) start(ctx context.Context) (err error) {
 
 // Stop implements [sink.Stopper]. The programs continue to work; see Cleanup.
 func (b *Backend) Stop(ctx context.Context) error {
-	return errors.Join(b.forward.Stop(ctx), b.stop())
+	return errors.Join(b.stopProxy(ctx), b.stop())
+}
+
+func (b *Backend) stopProxy(ctx context.Context) error {
+	if s, ok := sink.As[sink.Stopper](b.proxy); ok {
+		return s.Stop(ctx)
+	}
+	return nil
 }
 
 func (b *Backend) stop() error {
@@ -127,16 +138,16 @@ func (b *Backend) stop() error {
 	return p.close()
 }
 
-// StopTimeout implements [sink.Drainer]. It returns the result of the other sink.
-func (b *Backend) StopTimeout() time.Duration { return b.forward.StopTimeout() }
-
 // Cleanup implements [sink.Cleaner]. It detaches the programs and deletes the maps of the
 // instance if they exist, and cleans up the other sink. The backend need not be started.
 // If another process uses the maps, they stay, and the error wraps [sink.ErrOwned]. If
 // another process programs only the objects of the other sink, such as the backend
 // nftables in place of this one, only those objects stay.
 func (b *Backend) Cleanup(ctx context.Context) error {
-	err := b.forward.Cleanup(ctx)
+	var err error
+	if s, ok := sink.As[sink.Cleaner](b.proxy); ok {
+		err = s.Cleanup(ctx)
+	}
 	removeErr := b.remove()
 	if errors.Is(err, sink.ErrOwned) && removeErr == nil {
 		klog.FromContext(ctx).Info("Removed only the eBPF programs and maps", "reason", err)
@@ -248,7 +259,11 @@ const (
 // not fit into the maps. If another program has detached the eBPF programs, it attaches
 // them again. After an error of eBPF, it requests a new pass.
 func (b *Backend) Verify(ctx context.Context) error {
-	return errors.Join(b.forward.Verify(ctx), b.verify(ctx))
+	var err error
+	if s, ok := sink.As[sink.Verifier](b.proxy); ok {
+		err = s.Verify(ctx)
+	}
+	return errors.Join(err, b.verify(ctx))
 }
 
 func (b *Backend) verify(ctx context.Context) error {
@@ -297,11 +312,11 @@ func (b *Backend) reattach(ctx context.Context) error {
 	return b.programs.attach(&b.opts, b.cgroup)
 }
 
-// VerifyInterval implements [sink.Poller]. It returns the interval of the other sink, or
-// ten seconds if that sink has none.
+// VerifyInterval returns the time between two calls of Verify. It is the interval of the
+// other sink, or ten seconds if that sink has none.
 func (b *Backend) VerifyInterval() time.Duration {
-	if d := b.forward.VerifyInterval(); d != 0 {
-		return d
+	if s, ok := sink.As[interface{ VerifyInterval() time.Duration }](b.proxy); ok {
+		return cmp.Or(s.VerifyInterval(), minPause)
 	}
 	return minPause
 }

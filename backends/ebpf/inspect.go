@@ -16,6 +16,7 @@ import (
 	"github.com/cilium/ebpf"
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/nodeview"
+	"github.com/kpng-project/kpng/sink"
 )
 
 // Dataplane describes, in several lines, the endpoints that the maps have for one
@@ -32,9 +33,9 @@ func (b *Backend) Dataplane(ctx context.Context, addr netip.Addr, protocol api.P
 	if err := b.inspect(&out, addr, protocol, port, view); err != nil {
 		return "", err
 	}
-	if proxy, ok := b.proxy.(interface {
+	if proxy, ok := sink.As[interface {
 		Dataplane(context.Context, netip.Addr, api.Protocol, int32, *api.View) (string, error)
-	}); ok {
+	}](b.proxy); ok {
 		text, err := proxy.Dataplane(ctx, addr, protocol, port, view)
 		if err != nil {
 			return "", err

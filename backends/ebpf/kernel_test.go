@@ -1247,7 +1247,7 @@ func testVerifyRetries(t *testing.T) {
 	n.mustNotReach("10.96.0.1:80")
 	slots.setErr = nil
 	// Verify must repair the maps although the other sink's Verify fails.
-	n.forward.To = failingVerifier{}
+	n.proxy = failingVerifier{n.proxy}
 	if err := n.verify(); !errors.Is(err, errBroken) {
 		t.Errorf("error %v, want %v", err, errBroken)
 	}
@@ -1256,7 +1256,7 @@ func testVerifyRetries(t *testing.T) {
 
 var errBroken = errors.New("broken")
 
-type failingVerifier struct{}
+type failingVerifier struct{ sink.Sink }
 
 func (failingVerifier) Verify(context.Context) error { return errBroken }
 

@@ -54,11 +54,11 @@ type Backend struct {
 }
 
 var (
-	_ sink.Sink    = (*Backend)(nil)
-	_ sink.Starter = (*Backend)(nil)
-	_ sink.Stopper = (*Backend)(nil)
-	_ sink.Cleaner = (*Backend)(nil)
-	_ sink.Poller  = (*Backend)(nil)
+	_ sink.Sink     = (*Backend)(nil)
+	_ sink.Starter  = (*Backend)(nil)
+	_ sink.Stopper  = (*Backend)(nil)
+	_ sink.Cleaner  = (*Backend)(nil)
+	_ sink.Verifier = (*Backend)(nil)
 )
 
 var families = [...]api.Family{api.IPv4, api.IPv6}
@@ -491,7 +491,7 @@ func (b *Backend) drifted(t *ruleset, begin time.Time, err error) error {
 // minPause is the shortest pause between two comparisons.
 const minPause = 5 * time.Second
 
-// VerifyInterval implements [sink.Poller]. It returns one second. Each Verify checks that
+// VerifyInterval returns one second, see [sink.Verifier]. Each Verify checks that
 // the rules still exist. A comparison of all rules follows only after a pause of five
 // seconds, or of 50 times the duration of the last comparison.
 func (b *Backend) VerifyInterval() time.Duration { return time.Second }

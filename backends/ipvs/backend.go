@@ -38,11 +38,11 @@ type Backend struct {
 }
 
 var (
-	_ sink.Sink    = (*Backend)(nil)
-	_ sink.Starter = (*Backend)(nil)
-	_ sink.Stopper = (*Backend)(nil)
-	_ sink.Cleaner = (*Backend)(nil)
-	_ sink.Poller  = (*Backend)(nil)
+	_ sink.Sink     = (*Backend)(nil)
+	_ sink.Starter  = (*Backend)(nil)
+	_ sink.Stopper  = (*Backend)(nil)
+	_ sink.Cleaner  = (*Backend)(nil)
+	_ sink.Verifier = (*Backend)(nil)
 )
 
 // New returns a backend. It does not access the kernel. It returns an error if opts are
@@ -228,7 +228,7 @@ func (b *Backend) findDrift(ctx context.Context) error {
 	return err
 }
 
-// VerifyInterval implements [sink.Poller]. It returns one second. Most calls of Verify
+// VerifyInterval returns one second, see [sink.Verifier]. Most calls of Verify
 // only count the connections of removed endpoints.
 func (b *Backend) VerifyInterval() time.Duration { return time.Second }
 

@@ -35,11 +35,11 @@ type Backend struct {
 }
 
 var (
-	_ sink.Sink    = (*Backend)(nil)
-	_ sink.Starter = (*Backend)(nil)
-	_ sink.Stopper = (*Backend)(nil)
-	_ sink.Cleaner = (*Backend)(nil)
-	_ sink.Poller  = (*Backend)(nil)
+	_ sink.Sink     = (*Backend)(nil)
+	_ sink.Starter  = (*Backend)(nil)
+	_ sink.Stopper  = (*Backend)(nil)
+	_ sink.Cleaner  = (*Backend)(nil)
+	_ sink.Verifier = (*Backend)(nil)
 )
 
 // New returns a backend. It does not access the kernel. It returns an error if opts are
@@ -208,7 +208,7 @@ func (b *Backend) Verify(ctx context.Context) error {
 	return b.table.verify(ctx)
 }
 
-// VerifyInterval implements [sink.Poller]. It returns one second. A Verify is cheap: it
+// VerifyInterval returns one second, see [sink.Verifier]. A Verify is cheap: it
 // sends one small request if no other program has changed tables in the network
 // namespace.
 func (b *Backend) VerifyInterval() time.Duration { return time.Second }

@@ -39,11 +39,11 @@ type Backend struct {
 }
 
 var (
-	_ sink.Sink    = (*Backend)(nil)
-	_ sink.Starter = (*Backend)(nil)
-	_ sink.Stopper = (*Backend)(nil)
-	_ sink.Cleaner = (*Backend)(nil)
-	_ sink.Poller  = (*Backend)(nil)
+	_ sink.Sink     = (*Backend)(nil)
+	_ sink.Starter  = (*Backend)(nil)
+	_ sink.Stopper  = (*Backend)(nil)
+	_ sink.Cleaner  = (*Backend)(nil)
+	_ sink.Verifier = (*Backend)(nil)
 )
 
 // New returns a backend. It does not connect to the switch. It returns an error if opts
@@ -224,6 +224,6 @@ func (b *Backend) Verify(ctx context.Context) error {
 // not reported changes.
 const minPause = 5 * time.Second
 
-// VerifyInterval implements [sink.Poller]. It returns 100 ms. Most calls of Verify only
+// VerifyInterval returns 100 ms, see [sink.Verifier]. Most calls of Verify only
 // check whether the connection to the switch is lost.
 func (b *Backend) VerifyInterval() time.Duration { return 100 * time.Millisecond }

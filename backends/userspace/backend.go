@@ -41,7 +41,7 @@ type Backend struct {
 var (
 	_ sink.Sink    = (*Backend)(nil)
 	_ sink.Starter = (*Backend)(nil)
-	_ sink.Drainer = (*Backend)(nil)
+	_ sink.Stopper = (*Backend)(nil)
 	_ sink.Cleaner = (*Backend)(nil)
 )
 
@@ -329,8 +329,8 @@ func (b *Backend) sweep(ctx context.Context) {
 	}
 }
 
-// StopTimeout implements [sink.Drainer]. It returns Options.DrainTimeout plus five
-// seconds for the removal of addresses.
+// StopTimeout returns the time limit for [sink.Stopper]. It is Options.DrainTimeout plus
+// five seconds for the removal of addresses.
 func (b *Backend) StopTimeout() time.Duration { return b.opts.DrainTimeout + 5*time.Second }
 
 // Stop implements [sink.Stopper]. It closes all listeners, and drains connections until

@@ -180,7 +180,7 @@ func inspectorOf(name, instance string) (program.Inspector, error) {
 		if err := b.Configure(); err != nil {
 			return nil, usage.Error(err)
 		}
-		if i, ok := b.Sink().(program.Inspector); ok {
+		if i, ok := sink.As[program.Inspector](b); ok {
 			return i, nil
 		}
 	}

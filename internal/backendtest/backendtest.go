@@ -41,17 +41,22 @@ func NewSink(site conformance.Site, newBackend func(nodeaddr.Source, sink.Sink) 
 	if err != nil {
 		return nil, err
 	}
-	return &nodeSink{sink.Forwarder{To: backend}, backend, healthcheck.New(healthcheck.Options{Addrs: addrs})}, nil
+	return &nodeSink{backend, healthcheck.New(healthcheck.Options{Addrs: addrs})}, nil
 }
 
 type nodeSink struct {
-	sink.Forwarder
 	backend sink.Sink
 	health  *healthcheck.Server
 }
 
+func (n *nodeSink) Unwrap() sink.Sink { return n.backend }
+
 func (n *nodeSink) Start(ctx context.Context) error {
-	return errors.Join(n.Forwarder.Start(ctx), n.health.Start(ctx))
+	var err error
+	if s, ok := sink.As[sink.Starter](n.backend); ok {
+		err = s.Start(ctx)
+	}
+	return errors.Join(err, n.health.Start(ctx))
 }
 
 func (n *nodeSink) Sync(ctx context.Context, c *sink.Changes) error {
@@ -62,7 +67,11 @@ func (n *nodeSink) Sync(ctx context.Context, c *sink.Changes) error {
 }
 
 func (n *nodeSink) Stop(ctx context.Context) error {
-	return errors.Join(n.health.Stop(ctx), n.Forwarder.Stop(ctx))
+	err := n.health.Stop(ctx)
+	if s, ok := sink.As[sink.Stopper](n.backend); ok {
+		err = errors.Join(err, s.Stop(ctx))
+	}
+	return err
 }
 
 // View returns the view that a node has of a service with TCP port 80, these cluster IPs,

@@ -43,7 +43,7 @@ func (t *Tasks) Start(ctx context.Context, addresses nodeaddr.Source, connection
 	if t.connections = connections; t.connections == nil {
 		t.connections = conntrack.New(conntrack.Options{NodeAddrs: t.Addresses, NetNS: netNS})
 	}
-	if s, ok := t.connections.(sink.Starter); ok {
+	if s, ok := sink.As[sink.Starter](t.connections); ok {
 		if err := s.Start(ctx); err != nil {
 			t.EndGoroutines()
 			return err
@@ -112,7 +112,7 @@ func (t *Tasks) EndGoroutines() {
 // Stop ends the goroutines and stops connection tracking. It may be called without Start.
 func (t *Tasks) Stop(ctx context.Context) error {
 	t.EndGoroutines()
-	if s, ok := t.connections.(sink.Stopper); ok {
+	if s, ok := sink.As[sink.Stopper](t.connections); ok {
 		return s.Stop(ctx)
 	}
 	return nil

@@ -119,7 +119,7 @@ func (h *history) open() { h.sink, h.ledger = start(h.t, h.subject), newLedger()
 func start(t testing.TB, s *Subject) sink.Sink {
 	t.Helper()
 	opened := s.Open()
-	if s, ok := opened.(sink.Starter); ok {
+	if s, ok := sink.As[sink.Starter](opened); ok {
 		if err := s.Start(t.Context()); err != nil {
 			t.Fatalf("start the sink: %v", err)
 		}
@@ -128,7 +128,7 @@ func start(t testing.TB, s *Subject) sink.Sink {
 }
 
 func stop(t testing.TB, s sink.Sink) {
-	if s, ok := s.(sink.Stopper); ok {
+	if s, ok := sink.As[sink.Stopper](s); ok {
 		if err := s.Stop(context.WithoutCancel(t.Context())); err != nil {
 			t.Errorf("stop the sink: %v", err)
 		}
@@ -215,7 +215,7 @@ func (h *history) verify() {
 	verify := h.subject.Verify
 	if verify == nil {
 		verify = func(ctx context.Context, s sink.Sink) error {
-			if v, ok := s.(sink.Verifier); ok {
+			if v, ok := sink.As[sink.Verifier](s); ok {
 				return v.Verify(ctx)
 			}
 			return nil

@@ -20,9 +20,8 @@ import (
 // the script has a step left, the Recorder executes the step. Otherwise it forwards the
 // Sync to the other sink. If the driver breaks the rules of [sink.Sink], the test fails.
 //
-// A Recorder also forwards the optional methods to the other sink.
+// The optional methods of the other sink work, see [sink.As].
 type Recorder struct {
-	sink.Forwarder
 	tb   testing.TB
 	sink sink.Sink
 
@@ -59,7 +58,7 @@ func NewRecorder(tb testing.TB, s sink.Sink) *Recorder {
 	if s == nil {
 		s = sink.Func(func(context.Context, *sink.Changes) error { return nil })
 	}
-	return &Recorder{Forwarder: sink.Forwarder{To: s}, tb: tb, sink: s, moved: make(chan struct{}), acked: newLedger()}
+	return &Recorder{tb: tb, sink: s, moved: make(chan struct{}), acked: newLedger()}
 }
 
 // Script appends steps to the script. Each Sync executes the next step. After the last
@@ -118,6 +117,9 @@ func (r *Recorder) Wait(ctx context.Context, isDone func([]Sync) bool) error {
 func (r *Recorder) WaitSyncs(ctx context.Context, n int) error {
 	return r.Wait(ctx, func(syncs []Sync) bool { return len(syncs) >= n })
 }
+
+// Unwrap returns the other sink.
+func (r *Recorder) Unwrap() sink.Sink { return r.sink }
 
 // Sync implements [sink.Sink].
 func (r *Recorder) Sync(ctx context.Context, c *sink.Changes) error {

@@ -76,7 +76,6 @@ var (
 	_ sink.Stopper  = &Backend{}
 	_ sink.Verifier = &Backend{}
 	_ sink.Cleaner  = &Backend{}
-	_ sink.Poller   = &Backend{}
 )
 
 // New returns a backend without calling HNS. It returns an error if the options are
@@ -214,7 +213,7 @@ func (b *Backend) Verify(ctx context.Context) error {
 	return fmt.Errorf("%w: %w", err, sink.ErrStartOver)
 }
 
-// VerifyInterval implements [sink.Poller]. HNS may delete load balancers without a request
+// VerifyInterval returns the interval for [sink.Verifier]. HNS may delete load balancers without a request
 // and without a notification (kubernetes/kubernetes#110849). Verify lists all objects of
 // HNS, so the interval is kube-proxy's default of syncPeriod.
 func (b *Backend) VerifyInterval() time.Duration { return 30 * time.Second }

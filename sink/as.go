@@ -1,0 +1,32 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package sink
+
+// As finds a T in s, which usually is an interface such as [Cleaner]. It returns s if s is a
+// T. Otherwise it continues with the sink that s wraps, and so on.
+//
+// A sink that wraps another sink has the method Unwrap() Sink, which returns the other sink
+// or nil. So all methods of the other sink work that the wrapper does not have: those of
+// the interfaces in this package, and also flags and metrics (see package app). A wrapper
+// that changes one of these methods implements it, and uses As to call the method of the
+// other sink. [FullStateOf] and [Events] wrap their arguments in the same way.
+func As[T any](s Sink) (T, bool) {
+	for v := any(s); !isNil(v); v = unwrap(v) {
+		if t, ok := v.(T); ok {
+			return t, true
+		}
+	}
+	var none T
+	return none, false
+}
+
+// unwrap returns the value that v wraps, or nil.
+func unwrap(v any) any {
+	switch v := v.(type) {
+	case interface{ Unwrap() Sink }:
+		return v.Unwrap()
+	case interface{ wrapped() any }:
+		return v.wrapped()
+	}
+	return nil
+}

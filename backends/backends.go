@@ -24,12 +24,12 @@ type Dataplane interface {
 	sink.Sink
 	sink.Starter
 	sink.Stopper
-	sink.Poller
+	sink.Verifier
 	sink.Cleaner
 }
 
 // Inspector is a [Dataplane] that can describe what it has for one frontend. Find it with
-// a type assertion.
+// [sink.As].
 type Inspector interface {
 	// Inspect describes, in several lines, what the dataplane has for one frontend. If view
 	// is not nil, Inspect compares this with what the view requires. Then a line with a

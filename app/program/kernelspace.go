@@ -17,8 +17,8 @@ import (
 
 // Kernelspace returns the backend that programs services as load balancers of the Host
 // Networking Service (HNS) of Windows.
-func Kernelspace(hns kernelspace.HNS) *Backend {
-	opts, checks, metrics := kernelspace.Options{HNS: hns}, newHealthChecks(), newHNSMetrics()
+func Kernelspace() *Backend {
+	opts, checks, metrics := kernelspace.Options{}, newHealthChecks(), newHNSMetrics()
 	opts.Observer = metrics.observer()
 	return &Backend{
 		Name:  "kernelspace",

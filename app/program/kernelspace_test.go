@@ -13,7 +13,8 @@ import (
 	"github.com/google/go-cmp/cmp/cmpopts"
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/backends/windows/kernelspace"
-	"github.com/kpng-project/kpng/backends/windows/kernelspace/fakehns"
+	"github.com/kpng-project/kpng/internal/hns"
+	"github.com/kpng-project/kpng/internal/hns/fakehns"
 	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
 	"github.com/prometheus/client_golang/prometheus"
@@ -23,6 +24,7 @@ import (
 )
 
 func TestFlagsOfKernelspace(t *testing.T) {
+	fakehns.Use(t, fakehns.New(fakehns.AllFeatures()))
 	t.Setenv("KUBE_NETWORK", "l2bridge")
 	t.Setenv("ProgramData", "/data")
 	addr := netip.MustParseAddr
@@ -55,25 +57,26 @@ func TestFlagsOfKernelspace(t *testing.T) {
 			if diff := cmp.Diff(tc.want, got, cmpopts.EquateComparable(netip.Addr{})); diff != "" {
 				t.Errorf("options (-want +got):\n%s", diff)
 			}
-			if len(mustConfigure(t, Kernelspace(fakehns.New(fakehns.AllFeatures())), tc.args...).Companions(nil)) != 1 {
+			if len(mustConfigure(t, Kernelspace(), tc.args...).Companions(nil)) != 1 {
 				t.Error("no health checks are served")
 			}
 		})
 	}
-	if others := mustConfigure(t, Kernelspace(fakehns.New(fakehns.AllFeatures())), "--no-health-checks").Companions(nil); len(others) > 0 {
+	if others := mustConfigure(t, Kernelspace(), "--no-health-checks").Companions(nil); len(others) > 0 {
 		t.Errorf("unexpected companions %v of the backend", others)
 	}
-	if _, err := configured(t, Kernelspace(nil), "--node-ip=10.0.0"); err == nil {
+	if _, err := configured(t, Kernelspace(), "--node-ip=10.0.0"); err == nil {
 		t.Error("an invalid address is accepted")
 	}
 }
 
 func TestLoadBalancersStayUntilCleanup(t *testing.T) {
 	defer goleak.VerifyNone(t)
-	hns := fakehns.New(fakehns.AllFeatures())
-	hns.AddNetwork(kernelspace.Network{Name: "pods"})
+	fake := fakehns.New(fakehns.AllFeatures())
+	fakehns.Use(t, fake)
+	fake.AddNetwork(hns.Network{Name: "pods"})
 	args := []string{"--network=pods", "--state-file=" + filepath.Join(t.TempDir(), "kpng.json")}
-	p := mustConfigure(t, Kernelspace(hns), args...)
+	p := mustConfigure(t, Kernelspace(), args...)
 	registry := prometheus.NewPedanticRegistry()
 	registry.MustRegister(p)
 
@@ -118,13 +121,13 @@ kpng_hns_endpoints 1
 	if err := p.Stop(t.Context()); err != nil {
 		t.Error(err)
 	}
-	if !strings.Contains(hns.Dump(), "load balancer 10.96.0.1") {
-		t.Errorf("HNS after the end of the program:\n%s", hns.Dump())
+	if !strings.Contains(fake.Dump(), "load balancer 10.96.0.1") {
+		t.Errorf("HNS after the end of the program:\n%s", fake.Dump())
 	}
-	if err := mustConfigure(t, Kernelspace(hns), args...).Cleanup(t.Context()); err != nil {
+	if err := mustConfigure(t, Kernelspace(), args...).Cleanup(t.Context()); err != nil {
 		t.Error(err)
 	}
-	if left := hns.Dump(); left != "" {
+	if left := fake.Dump(); left != "" {
 		t.Errorf("HNS after Cleanup:\n%s", left)
 	}
 }

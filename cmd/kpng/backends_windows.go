@@ -2,14 +2,11 @@
 
 package main
 
-import (
-	"github.com/kpng-project/kpng/app/program"
-	"github.com/kpng-project/kpng/backends/windows/kernelspace/winhns"
-)
+import "github.com/kpng-project/kpng/app/program"
 
 func platformBackends() []*program.Backend {
 	return []*program.Backend{
-		program.Kernelspace(winhns.HNS{}),
+		program.Kernelspace(),
 		program.WindowsUserspace(),
 	}
 }

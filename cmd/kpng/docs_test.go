@@ -66,7 +66,7 @@ func TestManualDescribesAllFlags(t *testing.T) {
 	walk(newRoot())
 	walk(app.Command("any", cleaner{}))
 	// The commands of newRoot include these two backends only on Windows.
-	for _, b := range []*program.Backend{program.Kernelspace(nil), program.WindowsUserspace()} {
+	for _, b := range []*program.Backend{program.Kernelspace(), program.WindowsUserspace()} {
 		cmd := &cobra.Command{Use: b.Name}
 		b.Register(cmd.Flags())
 		walk(cmd)

@@ -15,11 +15,10 @@ import (
 	"github.com/kpng-project/kpng/app"
 	"github.com/kpng-project/kpng/app/program"
 	"github.com/kpng-project/kpng/backends/windows/kernelspace"
-	"github.com/kpng-project/kpng/backends/windows/kernelspace/winhns"
 )
 
 func main() {
-	cmd := app.Command("winkernelspace", program.Kernelspace(winhns.HNS{}))
+	cmd := app.Command("winkernelspace", program.Kernelspace())
 	cmd.Long = "winkernelspace proxies services on a Windows node, by the load balancers of the Host Networking Service (HNS)."
 	// By default, kpng drops all annotations. Keep the annotation that the backend reads.
 	keep := cmd.Flags().Lookup("keep-annotations")

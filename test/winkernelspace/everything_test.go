@@ -12,7 +12,8 @@ import (
 	"strings"
 
 	"github.com/kpng-project/kpng/backends/windows/kernelspace"
-	"github.com/kpng-project/kpng/backends/windows/kernelspace/fakehns"
+	"github.com/kpng-project/kpng/internal/hns"
+	"github.com/kpng-project/kpng/internal/hns/fakehns"
 	corev1 "k8s.io/api/core/v1"
 	discoveryv1 "k8s.io/api/discovery/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -31,7 +32,7 @@ func (w *world) everything() {
 
 	w.process.Kill(w.T)
 	w.hns.resetTo(server2019)
-	w.network(kernelspace.Network{})
+	w.network(hns.Network{})
 	w.exe = w.wine.Build(w.T, "./cmd/kpng")
 	w.startProxy(append([]string{"kube", "to-local", "kernelspace", "--keep-annotations", kernelspace.PreserveDestination}, direct...)...)
 	w.await("an early Windows has all features that it supports", dump(
@@ -50,7 +51,7 @@ func (w *world) overlay(name string, quirks fakehns.Quirks, direct []string, clu
 	w.process.Kill(w.T)
 	w.hns.resetTo(latest)
 	w.hns.hns.SetQuirks(quirks)
-	w.network(kernelspace.Network{Overlay: true, RemoteSubnets: []kernelspace.RemoteSubnet{
+	w.network(hns.Network{Overlay: true, RemoteSubnets: []hns.RemoteSubnet{
 		{Prefix: netip.MustParsePrefix("10.2.0.0/16"), Provider: netip.MustParseAddr("192.168.0.2")},
 		{Prefix: netip.MustParsePrefix("fd00:2::/64"), Provider: netip.MustParseAddr("192.168.0.2")},
 	}})
@@ -92,11 +93,11 @@ func (w *world) overlay(name string, quirks fakehns.Quirks, direct []string, clu
 }
 
 // network creates a network in HNS, and a pod with an IPv4 and an IPv6 address.
-func (w *world) network(n kernelspace.Network) {
+func (w *world) network(n hns.Network) {
 	w.Helper()
 	n.Name = "pods"
 	id := w.hns.hns.AddNetwork(n)
-	if _, err := w.hns.hns.CreateEndpoint(kernelspace.Endpoint{
+	if _, err := w.hns.hns.CreateEndpoint(hns.Endpoint{
 		Network: id, Addrs: []netip.Addr{netip.MustParseAddr("10.1.1.1"), netip.MustParseAddr("fd00:1::1")}, MAC: "00-15-5D-00-00-01",
 	}); err != nil {
 		w.Fatal(err)

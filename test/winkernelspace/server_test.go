@@ -18,8 +18,8 @@ import (
 	"sync"
 	"testing"
 
-	"github.com/kpng-project/kpng/backends/windows/kernelspace"
-	"github.com/kpng-project/kpng/backends/windows/kernelspace/fakehns"
+	"github.com/kpng-project/kpng/internal/hns"
+	"github.com/kpng-project/kpng/internal/hns/fakehns"
 )
 
 // The results that calls of HNS return, as HRESULT values.
@@ -86,9 +86,9 @@ var (
 	latest     = version{15, 4}
 )
 
-func (v version) features() kernelspace.Features {
+func (v version) features() hns.Features {
 	since := func(major, minor int) bool { return v.Major > major || v.Major == major && v.Minor >= minor }
-	return kernelspace.Features{
+	return hns.Features{
 		DSR: since(9, 3), DualStack: since(11, 10), RemoteSubnet: since(9, 2), SessionAffinity: since(12, 0), ModifyLoadBalancer: since(15, 4),
 	}
 }
@@ -211,11 +211,11 @@ func answerOf(v any, err error) answer {
 	fault, _ := json.Marshal(map[string]any{"Success": false, "Error": err.Error()})
 	a := answer{result: invalid, fault: string(fault)}
 	switch {
-	case errors.Is(err, kernelspace.ErrNotFound):
+	case errors.Is(err, hns.ErrNotFound):
 		a.result = notFound
-	case errors.Is(err, kernelspace.ErrExists):
+	case errors.Is(err, hns.ErrExists):
 		a.result = exists
-	case errors.Is(err, kernelspace.ErrNotSupported):
+	case errors.Is(err, hns.ErrNotSupported):
 		a.result = notSupported
 	}
 	return a
@@ -240,7 +240,7 @@ func (s *server) answer(function, id, handle, document string) answer {
 
 	case "EnumerateNetwork":
 		n, err := s.hns.Network(filter(document)["Name"])
-		if errors.Is(err, kernelspace.ErrNotFound) {
+		if errors.Is(err, hns.ErrNotFound) {
 			return answerOf([]string{}, nil)
 		} else if err != nil {
 			return answerOf(nil, err)
@@ -260,7 +260,7 @@ func (s *server) answer(function, id, handle, document string) answer {
 			return answerOf([]string{}, nil)
 		}
 		list, err := s.hns.Endpoints(strings.ToLower(network))
-		return answerOf(mapStrings(list, func(e kernelspace.Endpoint) string { return e.ID }), err)
+		return answerOf(mapStrings(list, func(e hns.Endpoint) string { return e.ID }), err)
 	case "OpenEndpoint":
 		_, found := s.hns.Endpoint(id)
 		return s.open(id, found)
@@ -282,7 +282,7 @@ func (s *server) answer(function, id, handle, document string) answer {
 
 	case "EnumerateLoadBalancer":
 		list, err := s.hns.LoadBalancers()
-		return answerOf(mapStrings(list, func(lb kernelspace.LoadBalancer) string { return lb.ID }), err)
+		return answerOf(mapStrings(list, func(lb hns.LoadBalancer) string { return lb.ID }), err)
 	case "OpenLoadBalancer":
 		_, found := s.hns.LoadBalancer(id)
 		return s.open(id, found)
@@ -309,14 +309,14 @@ func (s *server) answer(function, id, handle, document string) answer {
 		delete(s.handles, handle)
 		return answerOf(nil, nil)
 	default:
-		return answerOf(nil, fmt.Errorf("function %s: %w", function, kernelspace.ErrNotSupported))
+		return answerOf(nil, fmt.Errorf("function %s: %w", function, hns.ErrNotSupported))
 	}
 }
 
 // open returns an answer with a new handle for an object.
 func (s *server) open(id string, found bool) answer {
 	if !found {
-		return answerOf(nil, kernelspace.ErrNotFound)
+		return answerOf(nil, hns.ErrNotFound)
 	}
 	s.next++
 	s.handles[strconv.Itoa(s.next)] = id
@@ -349,7 +349,7 @@ type hcnPolicy struct {
 	Settings map[string]string
 }
 
-func fromNetwork(n kernelspace.Network) any {
+func fromNetwork(n hns.Network) any {
 	to := struct {
 		ID, Name, Type string
 		Policies       []hcnPolicy
@@ -376,7 +376,7 @@ type hcnEndpoint struct {
 	Policies           []hcnPolicy
 }
 
-func fromEndpoint(e kernelspace.Endpoint) hcnEndpoint {
+func fromEndpoint(e hns.Endpoint) hcnEndpoint {
 	to := hcnEndpoint{ID: strings.ToUpper(e.ID), Name: e.Name, HostComputeNetwork: strings.ToUpper(e.Network), MacAddress: e.MAC}
 	for _, a := range e.Addrs {
 		to.IpConfigurations = append(to.IpConfigurations, struct{ IpAddress string }{a.String()})
@@ -390,8 +390,8 @@ func fromEndpoint(e kernelspace.Endpoint) hcnEndpoint {
 	return to
 }
 
-func (e *hcnEndpoint) endpoint(network string) kernelspace.Endpoint {
-	to := kernelspace.Endpoint{Name: e.Name, Network: network, MAC: e.MacAddress, Remote: e.Flags == 1}
+func (e *hcnEndpoint) endpoint(network string) hns.Endpoint {
+	to := hns.Endpoint{Name: e.Name, Network: network, MAC: e.MacAddress, Remote: e.Flags == 1}
 	for _, c := range e.IpConfigurations {
 		to.Addrs = append(to.Addrs, netip.MustParseAddr(c.IpAddress))
 	}
@@ -416,7 +416,7 @@ type hcnPort struct {
 	DistributionType, Flags    uint32
 }
 
-func fromBalancer(lb kernelspace.LoadBalancer) hcnBalancer {
+func fromBalancer(lb hns.LoadBalancer) hcnBalancer {
 	to := hcnBalancer{ID: strings.ToUpper(lb.ID), Flags: uint32(lb.Flags)}
 	if lb.SourceVIP.IsValid() {
 		to.SourceVIP = lb.SourceVIP.String()
@@ -433,8 +433,8 @@ func fromBalancer(lb kernelspace.LoadBalancer) hcnBalancer {
 	return to
 }
 
-func (lb *hcnBalancer) balancer(id string) kernelspace.LoadBalancer {
-	to := kernelspace.LoadBalancer{ID: id, Flags: kernelspace.LoadBalancerFlags(lb.Flags)}
+func (lb *hcnBalancer) balancer(id string) hns.LoadBalancer {
+	to := hns.LoadBalancer{ID: id, Flags: hns.LoadBalancerFlags(lb.Flags)}
 	if lb.SourceVIP != "" {
 		to.SourceVIP = netip.MustParseAddr(lb.SourceVIP)
 	}
@@ -445,9 +445,9 @@ func (lb *hcnBalancer) balancer(id string) kernelspace.LoadBalancer {
 		to.VIPs = append(to.VIPs, netip.MustParseAddr(vip))
 	}
 	for _, p := range lb.PortMappings {
-		to.Ports = append(to.Ports, kernelspace.PortMapping{
+		to.Ports = append(to.Ports, hns.PortMapping{
 			Protocol: p.Protocol, Internal: p.InternalPort, External: p.ExternalPort,
-			Distribution: kernelspace.Distribution(p.DistributionType), Flags: kernelspace.PortFlags(p.Flags),
+			Distribution: hns.Distribution(p.DistributionType), Flags: hns.PortFlags(p.Flags),
 		})
 	}
 	return to

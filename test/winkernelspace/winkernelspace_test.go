@@ -20,7 +20,7 @@ import (
 	"time"
 
 	"github.com/google/go-cmp/cmp"
-	"github.com/kpng-project/kpng/backends/windows/kernelspace"
+	"github.com/kpng-project/kpng/internal/hns"
 	"github.com/kpng-project/kpng/test/internal/apiserver"
 	"github.com/kpng-project/kpng/test/internal/gotool"
 	"github.com/kpng-project/kpng/test/internal/wine"
@@ -208,19 +208,19 @@ func newWorld(t *testing.T) *world {
 	t.Cleanup(func() { nodes.Delete(context.WithoutCancel(t.Context()), node.Name, metav1.DeleteOptions{}) })
 
 	// Create the network, its pods, and load balancers of other owners.
-	network := w.hns.hns.AddNetwork(kernelspace.Network{Name: "pods"})
+	network := w.hns.hns.AddNetwork(hns.Network{Name: "pods"})
 	var pod string
 	for i := range services + 2 {
-		id, err := w.hns.hns.CreateEndpoint(kernelspace.Endpoint{Network: network, Addrs: []netip.Addr{netip.MustParseAddr(w.pod(i))}, MAC: "00-15-5D-00-00-01"})
+		id, err := w.hns.hns.CreateEndpoint(hns.Endpoint{Network: network, Addrs: []netip.Addr{netip.MustParseAddr(w.pod(i))}, MAC: "00-15-5D-00-00-01"})
 		if err != nil {
 			t.Fatal(err)
 		}
 		pod = id
 	}
 	for _, vips := range [][]netip.Addr{nil, {netip.MustParseAddr("10.96.255.1")}} {
-		if _, err := w.hns.hns.CreateLoadBalancer(kernelspace.LoadBalancer{
+		if _, err := w.hns.hns.CreateLoadBalancer(hns.LoadBalancer{
 			Endpoints: []string{pod}, VIPs: vips,
-			Ports: []kernelspace.PortMapping{{Protocol: kernelspace.ProtocolTCP, External: 80, Internal: 80}},
+			Ports: []hns.PortMapping{{Protocol: hns.ProtocolTCP, External: 80, Internal: 80}},
 		}); err != nil {
 			t.Fatal(err)
 		}
@@ -229,7 +229,7 @@ func newWorld(t *testing.T) *world {
 
 	w.wine = wine.New(t, wine.Options{})
 	for _, dll := range []string{"computenetwork.dll", "vmcompute.dll"} {
-		w.wine.Install(t, wine.CompileDLL(t, dll, "../../backends/windows/kernelspace/testdata/hcn.c", "-lws2_32", "-lole32"))
+		w.wine.Install(t, wine.CompileDLL(t, dll, "testdata/hcn.c", "-lws2_32", "-lole32"))
 	}
 	w.exe = w.wine.Build(t, "./examples/winkernelspace")
 	w.kpng = gotool.BuildOwn(t, "./cmd/kpng")

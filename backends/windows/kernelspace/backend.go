@@ -15,6 +15,7 @@ import (
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/backends/windows/internal/journal"
+	"github.com/kpng-project/kpng/internal/hns"
 	"github.com/kpng-project/kpng/internal/ownership"
 	"github.com/kpng-project/kpng/sink"
 	"k8s.io/apimachinery/pkg/types"
@@ -26,7 +27,7 @@ import (
 type Backend struct {
 	opts   Options
 	owner  ownership.Owner
-	hns    HNS
+	hns    hns.HNS
 	record *record
 
 	views   map[types.NamespacedName]*api.View
@@ -35,11 +36,11 @@ type Backend struct {
 	// environment. They are current if planned is true.
 	plans    map[types.NamespacedName][]policy
 	unserved map[types.NamespacedName][]unserved
-	wanted   map[Frontend]want
+	wanted   map[frontend]want
 	planned  bool
 	// checks contains the policies for health checks by frontend, sorted by service. Several
 	// services may have the same frontend.
-	checks map[Frontend][]want
+	checks map[frontend][]want
 	// refused has the reasons why services keep their last load balancers.
 	refused map[types.NamespacedName]error
 
@@ -52,9 +53,9 @@ type Backend struct {
 	// of a failed service lists the objects of HNS, but a change of another service does not.
 	doubtful bool
 	// todo contains the frontends that the next Sync or Verify must check.
-	todo map[Frontend]bool
+	todo map[frontend]bool
 	// afterPass contains the frontends that must be checked when the pass has ended.
-	afterPass map[Frontend]bool
+	afterPass map[frontend]bool
 	// passing is true while a pass of the driver is in progress. Until the pass ends, the
 	// field views contains only the services delivered so far, so the backend prunes
 	// nothing.
@@ -79,28 +80,32 @@ var (
 )
 
 // New returns a backend without calling HNS. It returns an error if the options are
-// invalid.
+// invalid, or if the system is not Windows.
 func New(opts Options) (*Backend, error) {
 	if err := opts.check(); err != nil {
+		return nil, err
+	}
+	service, err := hns.Open()
+	if err != nil {
 		return nil, err
 	}
 	opts.Name, opts.RootEndpoint = cmp.Or(opts.Name, "kpng"), cmp.Or(opts.RootEndpoint, "cbr0")
 	b := &Backend{
 		opts:      opts,
-		hns:       opts.HNS,
+		hns:       service,
 		nodeIPs:   opts.NodeIPs,
 		views:     map[types.NamespacedName]*api.View{},
 		plans:     map[types.NamespacedName][]policy{},
-		wanted:    map[Frontend]want{},
-		todo:      map[Frontend]bool{},
-		afterPass: map[Frontend]bool{},
+		wanted:    map[frontend]want{},
+		todo:      map[frontend]bool{},
+		afterPass: map[frontend]bool{},
 		failing:   map[types.NamespacedName]bool{},
 		unserved:  map[types.NamespacedName][]unserved{},
-		checks:    map[Frontend][]want{},
+		checks:    map[frontend][]want{},
 		refused:   map[types.NamespacedName]error{},
 	}
 	if opts.Observer.Called != nil {
-		b.hns = &observed{opts.HNS, opts.Observer.Called, time.Now}
+		b.hns = &observed{service, opts.Observer.Called, time.Now}
 	}
 	b.environment.dsr, b.environment.maxBalancers = opts.EnableDSR, cmp.Or(opts.MaxLoadBalancers, 1024)
 	b.environment.forwardHealthChecks, b.environment.healthzPort = opts.ForwardHealthChecks, opts.HealthzPort
@@ -162,9 +167,9 @@ func (b *Backend) start(ctx context.Context) error {
 }
 
 // checkFeatures returns an error if HNS lacks a feature that the options require.
-func (b *Backend) checkFeatures(f Features) error {
+func (b *Backend) checkFeatures(f hns.Features) error {
 	if b.opts.EnableDSR && !f.DSR {
-		return fmt.Errorf("direct server return (Options.EnableDSR): %w", ErrNotSupported)
+		return fmt.Errorf("direct server return (Options.EnableDSR): %w", hns.ErrNotSupported)
 	}
 	return nil
 }
@@ -266,7 +271,7 @@ func (b *Backend) survey(ctx context.Context) error {
 	}
 	if network.Overlay {
 		if !b.environment.features.RemoteSubnet {
-			return fmt.Errorf("HNS network %q is an overlay network: remote subnets are %w", b.opts.Network, ErrNotSupported)
+			return fmt.Errorf("HNS network %q is an overlay network: remote subnets are %w", b.opts.Network, hns.ErrNotSupported)
 		}
 		if !b.environment.sourceVIP4.IsValid() {
 			return fmt.Errorf("HNS network %q is an overlay network, which needs a source VIP of IPv4", b.opts.Network)
@@ -305,7 +310,7 @@ func (b *Backend) replan(ctx context.Context, keys func(yield func(types.Namespa
 		policies []policy
 	}
 	var again []next
-	var shared []Frontend
+	var shared []frontend
 	for key := range keys {
 		n := next{key: key}
 		delete(b.refused, key)
@@ -322,13 +327,13 @@ func (b *Backend) replan(ctx context.Context, keys func(yield func(types.Namespa
 		}
 		for i := range b.plans[key] {
 			p := &b.plans[key][i]
-			b.todo[p.Frontend] = true
+			b.todo[p.frontend] = true
 			if p.toRoot {
-				b.dropCheck(key, p.Frontend)
-				shared = append(shared, p.Frontend)
+				b.dropCheck(key, p.frontend)
+				shared = append(shared, p.frontend)
 			}
-			if b.wanted[p.Frontend].service == key {
-				delete(b.wanted, p.Frontend)
+			if b.wanted[p.frontend].service == key {
+				delete(b.wanted, p.frontend)
 			}
 		}
 		delete(b.plans, key)
@@ -342,11 +347,11 @@ func (b *Backend) replan(ctx context.Context, keys func(yield func(types.Namespa
 		b.plans[n.key] = n.policies
 		for i := range n.policies {
 			w := want{n.key, &n.policies[i]}
-			b.todo[w.policy.Frontend] = true
-			b.wanted[w.policy.Frontend] = w // the old entry may belong to another service, which is about to lose the frontend
+			b.todo[w.policy.frontend] = true
+			b.wanted[w.policy.frontend] = w // the old entry may belong to another service, which is about to lose the frontend
 			if w.policy.toRoot {
-				list := b.checks[w.policy.Frontend]
-				b.checks[w.policy.Frontend] = slices.Insert(list, positionOf(list, n.key), w)
+				list := b.checks[w.policy.frontend]
+				b.checks[w.policy.frontend] = slices.Insert(list, positionOf(list, n.key), w)
 			}
 		}
 	}
@@ -362,7 +367,7 @@ func positionOf(list []want, service types.NamespacedName) int {
 }
 
 // dropCheck removes the policy of a service for a health-check frontend.
-func (b *Backend) dropCheck(service types.NamespacedName, f Frontend) {
+func (b *Backend) dropCheck(service types.NamespacedName, f frontend) {
 	list := b.checks[f]
 	at := positionOf(list, service)
 	if list = slices.Delete(list, at, at+1); len(list) == 0 {
@@ -375,7 +380,7 @@ func (b *Backend) dropCheck(service types.NamespacedName, f Frontend) {
 // inherit assigns the health-check frontend f to another service that has the same
 // frontend. Two services have the same health-check frontend if they share a
 // load-balancer address.
-func (b *Backend) inherit(f Frontend) {
+func (b *Backend) inherit(f frontend) {
 	if _, wanted := b.wanted[f]; !wanted && len(b.checks[f]) > 0 {
 		b.wanted[f] = b.checks[f][0]
 	}
@@ -428,19 +433,19 @@ func (b *Backend) cleanup() error {
 	if err != nil {
 		return fmt.Errorf("list load balancers of HNS: %w", err)
 	}
-	var endpoints []Endpoint
+	var endpoints []hns.Endpoint
 	network, err := b.hns.Network(b.opts.Network)
 	if err == nil {
 		endpoints, err = b.hns.Endpoints(network.ID)
 	}
-	if err != nil && !errors.Is(err, ErrNotFound) {
+	if err != nil && !errors.Is(err, hns.ErrNotFound) {
 		return fmt.Errorf("list endpoints of HNS network %q: %w", b.opts.Network, err)
 	}
 	h := newHoldings(b.opts.Name, endpoints, balancers)
 	r.confirm(h)
 	var errs []error
 	for _, id := range sortedKeys(r.made) {
-		if err := b.hns.DeleteLoadBalancer(id); err != nil && !errors.Is(err, ErrNotFound) {
+		if err := b.hns.DeleteLoadBalancer(id); err != nil && !errors.Is(err, hns.ErrNotFound) {
 			errs = append(errs, fmt.Errorf("delete load balancer %s, %s: %w", id, r.made[id].Frontend, err))
 			continue
 		}
@@ -450,7 +455,7 @@ func (b *Backend) cleanup() error {
 		if !h.idle[e.ID] && e.Name != sourceVIPName(b.opts.Name) {
 			continue
 		}
-		if err := b.hns.DeleteEndpoint(e.ID); err != nil && !errors.Is(err, ErrNotFound) {
+		if err := b.hns.DeleteEndpoint(e.ID); err != nil && !errors.Is(err, hns.ErrNotFound) {
 			errs = append(errs, fmt.Errorf("delete endpoint %s, %v: %w", e.ID, e.Addrs, err))
 		}
 	}

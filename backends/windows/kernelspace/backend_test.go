@@ -10,6 +10,7 @@ import (
 	"net/netip"
 	"os"
 	"path/filepath"
+	"runtime"
 	"slices"
 	"strings"
 	"testing"
@@ -20,7 +21,8 @@ import (
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/backends/windows/kernelspace"
-	"github.com/kpng-project/kpng/backends/windows/kernelspace/fakehns"
+	"github.com/kpng-project/kpng/internal/hns"
+	"github.com/kpng-project/kpng/internal/hns/fakehns"
 	"github.com/kpng-project/kpng/sink"
 	"github.com/kpng-project/kpng/sink/sinktest"
 	"k8s.io/klog/v2"
@@ -34,19 +36,19 @@ func withClusterIP(n int) func(*api.Service) {
 }
 
 // balancer returns a load balancer with one endpoint, as another owner would create it.
-func balancer(endpoint, vip string, ports ...uint16) kernelspace.LoadBalancer {
-	lb := kernelspace.LoadBalancer{Endpoints: []string{endpoint}}
+func balancer(endpoint, vip string, ports ...uint16) hns.LoadBalancer {
+	lb := hns.LoadBalancer{Endpoints: []string{endpoint}}
 	if vip != "" {
 		lb.VIPs = []netip.Addr{addr(vip)}
 	}
 	for _, p := range ports {
-		lb.Ports = append(lb.Ports, kernelspace.PortMapping{Protocol: kernelspace.ProtocolTCP, External: p, Internal: 8080})
+		lb.Ports = append(lb.Ports, hns.PortMapping{Protocol: hns.ProtocolTCP, External: p, Internal: 8080})
 	}
 	return lb
 }
 
 // addBalancer creates a load balancer of another owner.
-func (w *world) addBalancer(lb kernelspace.LoadBalancer) string {
+func (w *world) addBalancer(lb hns.LoadBalancer) string {
 	w.Helper()
 	made, err := w.hns.CreateLoadBalancer(lb)
 	if err != nil {
@@ -98,13 +100,13 @@ func TestHNSIsListedOnceForAnyNumberOfServices(t *testing.T) {
 }
 
 func TestLoadBalancerIsReplacedIfItCannotBeChanged(t *testing.T) {
-	for name, features := range map[string]kernelspace.Features{
-		"Windows reports the missing feature": without(func(f *kernelspace.Features) { f.ModifyLoadBalancer = false }),
+	for name, features := range map[string]hns.Features{
+		"Windows reports the missing feature": without(func(f *hns.Features) { f.ModifyLoadBalancer = false }),
 		"the call is refused":                 fakehns.AllFeatures(),
 	} {
 		t.Run(name, func(t *testing.T) {
-			w := newWorld(t, features, kernelspace.Network{}, kernelspace.Options{})
-			w.hns.SetHook(failCalls("UpdateLoadBalancer", kernelspace.ErrNotSupported))
+			w := newWorld(t, features, hns.Network{}, kernelspace.Options{})
+			w.hns.SetHook(failCalls("UpdateLoadBalancer", hns.ErrNotSupported))
 			w.must(w.set(view(service("web"), at("10.1.2.1"))))
 			w.must(w.set(view(service("web"), at("10.1.2.2"))))
 			w.mustHave("10.96.0.1 protocol 6 port 80->8080 to 10.1.2.2")
@@ -174,7 +176,7 @@ func TestLaterLocalPodIsFoundByOneListing(t *testing.T) {
 func TestForeignObjectsAreNotChanged(t *testing.T) {
 	w := l2bridge(t, "10.1.1.1")
 	pod := w.pod("10.1.1.9")
-	remote, err := w.hns.CreateEndpoint(kernelspace.Endpoint{Network: w.network, Addrs: []netip.Addr{addr("10.1.2.1")}, Remote: true})
+	remote, err := w.hns.CreateEndpoint(hns.Endpoint{Network: w.network, Addrs: []netip.Addr{addr("10.1.2.1")}, Remote: true})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -216,7 +218,7 @@ func TestForeignLoadBalancerIsNotTakenForOwn(t *testing.T) {
 		w.must(w.remove("other"))
 		w.mustHave(foreign)
 	})
-	for _, answer := range []error{errRefused, kernelspace.ErrNotRunning} {
+	for _, answer := range []error{errRefused, hns.ErrNotRunning} {
 		t.Run("created after a failed request: "+answer.Error(), func(t *testing.T) {
 			w := l2bridge(t)
 			pod := w.pod("10.1.1.1")
@@ -262,7 +264,7 @@ func TestLoadBalancerOfLostResponseIsOwned(t *testing.T) {
 }
 
 func TestDuplicateOwnLoadBalancersAreRemoved(t *testing.T) {
-	w := newWorld(t, without(func(f *kernelspace.Features) { f.ModifyLoadBalancer = false }), kernelspace.Network{}, kernelspace.Options{})
+	w := newWorld(t, without(func(f *hns.Features) { f.ModifyLoadBalancer = false }), hns.Network{}, kernelspace.Options{})
 	w.hns.SetQuirks(fakehns.Quirks{SharesFrontends: true})
 	w.must(w.set(view(service("web"), at("10.1.2.1"))))
 	w.hns.SetHook(failCalls("DeleteLoadBalancer", fakehns.ErrIgnored))
@@ -302,10 +304,11 @@ func TestPodWithAddressOfRemotePodIsServedImmediately(t *testing.T) {
 }
 
 func TestStartFailsWithoutRequiredDSR(t *testing.T) {
-	none := without(func(f *kernelspace.Features) { f.DSR = false })
-	hns := fakehns.New(none)
-	hns.AddNetwork(kernelspace.Network{Name: "pods"})
-	b, err := kernelspace.New(kernelspace.Options{HNS: hns, Network: "pods", EnableDSR: true})
+	none := without(func(f *hns.Features) { f.DSR = false })
+	fake := fakehns.New(none)
+	fake.AddNetwork(hns.Network{Name: "pods"})
+	fakehns.Use(t, fake)
+	b, err := kernelspace.New(kernelspace.Options{Network: "pods", EnableDSR: true})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -314,11 +317,11 @@ func TestStartFailsWithoutRequiredDSR(t *testing.T) {
 		t.Errorf("Start returned %v, want an error with %q", err, wanted)
 	}
 	// Start succeeds if HNS does not run yet.
-	hns.SetHook(func(string) error { return kernelspace.ErrNotRunning })
+	fake.SetHook(func(string) error { return hns.ErrNotRunning })
 	if err := b.Start(t.Context()); err != nil {
 		t.Errorf("Start without HNS returned %v", err)
 	}
-	hns.SetHook(nil)
+	fake.SetHook(nil)
 	if err := b.Sync(t.Context(), &sink.Changes{First: true, Last: true, Services: func(func(sink.Change) bool) {}}); err == nil || !strings.Contains(err.Error(), wanted) {
 		t.Errorf("Sync returned %v, want an error with %q", err, wanted)
 	}
@@ -511,15 +514,15 @@ func TestLoadBalancerWithoutEndpointsIsDeletedFirst(t *testing.T) {
 // withForeignBalancer is an HNS with a load balancer of another owner that has neither
 // endpoints nor ports.
 type withForeignBalancer struct {
-	kernelspace.HNS
+	hns.HNS
 	t *testing.T
 }
 
 const foreignBalancer = "foreign"
 
-func (h withForeignBalancer) LoadBalancers() ([]kernelspace.LoadBalancer, error) {
+func (h withForeignBalancer) LoadBalancers() ([]hns.LoadBalancer, error) {
 	all, err := h.HNS.LoadBalancers()
-	return append(all, kernelspace.LoadBalancer{ID: foreignBalancer}), err
+	return append(all, hns.LoadBalancer{ID: foreignBalancer}), err
 }
 
 func (h withForeignBalancer) DeleteLoadBalancer(id string) error {
@@ -533,7 +536,7 @@ func (h withForeignBalancer) DeleteLoadBalancer(id string) error {
 // A load balancer without ports has no frontend that this backend serves.
 func TestLoadBalancerOfAnotherOwnerWithoutPortsStays(t *testing.T) {
 	w := l2bridge(t)
-	w.opts.HNS = withForeignBalancer{w.hns, t}
+	fakehns.Use(t, withForeignBalancer{w.hns, t})
 	w.restart()
 	w.must(w.set(view(service("a", withClusterIP(1)), at("10.1.2.1"))))
 	w.must(w.full())
@@ -566,7 +569,7 @@ func TestStaleEndpointIsNotUsed(t *testing.T) {
 
 	// If HNS refuses a second endpoint with the address, the service fails with the reason.
 	w.must(w.remove("web"))
-	w.hns.SetHook(failCalls("CreateEndpoint", kernelspace.ErrExists))
+	w.hns.SetHook(failCalls("CreateEndpoint", hns.ErrExists))
 	message := failures(t, w.set(view(service("web"), at("10.1.1.1"))))["web"]
 	if want := "HNS still has endpoint " + pod + " of a deleted pod of this node; delete it"; !strings.Contains(message, want) {
 		t.Errorf("the service failed with %q, want %q", message, want)
@@ -584,7 +587,7 @@ func TestLossDuringFailedVerifyIsRepaired(t *testing.T) {
 			if err := w.hns.DeleteLoadBalancer(lbs[0].ID); err != nil {
 				t.Fatal(err)
 			}
-			w.hns.SetHook(failCalls(call, kernelspace.ErrNotRunning))
+			w.hns.SetHook(failCalls(call, hns.ErrNotRunning))
 			if err := w.backend.Verify(t.Context()); !errors.Is(err, sink.ErrStartOver) {
 				t.Errorf("Verify without HNS returned %v, which requests no retry", err)
 			}
@@ -623,7 +626,7 @@ func TestIgnoredCallsAreRepaired(t *testing.T) {
 
 func TestStoppedHNSFailsAllServicesAndIsRetried(t *testing.T) {
 	w := l2bridge(t)
-	w.hns.SetHook(func(string) error { return kernelspace.ErrNotRunning })
+	w.hns.SetHook(func(string) error { return hns.ErrNotRunning })
 	if err := w.set(view(service("web"), at("10.1.2.1"))); err == nil || !strings.Contains(err.Error(), "HNS does not run") {
 		t.Errorf("Sync without HNS returned %v", err)
 	}
@@ -631,7 +634,7 @@ func TestStoppedHNSFailsAllServicesAndIsRetried(t *testing.T) {
 	w.hns.SetHook(nil)
 	w.must(w.full())
 
-	w.hns.SetHook(failCalls("CreateEndpoint", kernelspace.ErrNotRunning))
+	w.hns.SetHook(failCalls("CreateEndpoint", hns.ErrNotRunning))
 	changed := view(service("web"), at("10.1.2.2"))
 	if err := w.set(changed); err == nil || !strings.Contains(err.Error(), "service default/web: frontend 10.96.0.1:80/TCP: ") {
 		t.Errorf("Sync returned %v while HNS stopped", err)
@@ -659,7 +662,7 @@ func TestRecreatedNetworkGetsEverythingAgain(t *testing.T) {
 	w.must(w.set(view(service("web"), at("10.1.1.1@here"), at("10.1.2.1"))))
 	want := w.hns.Dump()
 	w.hns.RemoveNetwork(w.network)
-	w.network = w.hns.AddNetwork(kernelspace.Network{Name: "pods"})
+	w.network = w.hns.AddNetwork(hns.Network{Name: "pods"})
 	w.pod("10.1.1.1")
 	if err := w.set(view(service("other", withClusterIP(2)), at("10.1.2.2"))); err == nil {
 		t.Error("an endpoint was created on a deleted network")
@@ -671,12 +674,12 @@ func TestRecreatedNetworkGetsEverythingAgain(t *testing.T) {
 }
 
 func TestOverlayNetworkNeedsSourceVIPAndRemoteSubnets(t *testing.T) {
-	overlay := kernelspace.Network{Overlay: true}
+	overlay := hns.Network{Overlay: true}
 	w := newWorld(t, fakehns.AllFeatures(), overlay, kernelspace.Options{})
 	if err := w.full(); err == nil || !strings.Contains(err.Error(), "needs a source VIP") {
 		t.Errorf("Sync without a source VIP returned %v", err)
 	}
-	w = newWorld(t, without(func(f *kernelspace.Features) { f.RemoteSubnet = false }), overlay, kernelspace.Options{})
+	w = newWorld(t, without(func(f *hns.Features) { f.RemoteSubnet = false }), overlay, kernelspace.Options{})
 	if err := w.full(); err == nil || !strings.Contains(err.Error(), "remote subnets are not supported") {
 		t.Errorf("Sync without support for remote subnets returned %v", err)
 	}
@@ -785,12 +788,19 @@ func TestPassInSeveralBatches(t *testing.T) {
 	}
 }
 
+func TestOtherSystemsHaveNoHNS(t *testing.T) {
+	if runtime.GOOS == "windows" {
+		t.Skip("this system has HNS")
+	}
+	if _, err := kernelspace.New(kernelspace.Options{Network: "pods"}); err == nil || !strings.Contains(err.Error(), "exists only on Windows") {
+		t.Errorf("New returned %v, want an error that names Windows", err)
+	}
+}
+
 func TestInvalidOptionsAreErrors(t *testing.T) {
-	hns := fakehns.New(fakehns.AllFeatures())
 	for name, opts := range map[string]kernelspace.Options{
-		"HNS is required":                {Network: "pods"},
-		"Network is required":            {HNS: hns},
-		"more than one address of a fam": {HNS: hns, Network: "pods", SourceVIPs: []netip.Addr{addr("10.0.0.1"), addr("10.0.0.2")}},
+		"Network is required":            {},
+		"more than one address of a fam": {Network: "pods", SourceVIPs: []netip.Addr{addr("10.0.0.1"), addr("10.0.0.2")}},
 	} {
 		if _, err := kernelspace.New(opts); err == nil || !strings.Contains(err.Error(), name) {
 			t.Errorf("New(%+v) returned %v, want an error with %q", opts, err, name)
@@ -813,7 +823,7 @@ func TestHNSIsDownForHalfAMinute(t *testing.T) {
 		synctest.Wait()
 
 		w.hns.Calls()
-		w.hns.SetHook(func(string) error { return kernelspace.ErrNotRunning })
+		w.hns.SetHook(func(string) error { return hns.ErrNotRunning })
 		src.Set(view(service("a", withClusterIP(1)), at("10.1.2.3")), view(service("c", withClusterIP(3)), at("10.1.2.4")))
 		src.Delete(view(service("b")).Key())
 		time.Sleep(30 * time.Second)
@@ -840,7 +850,7 @@ func TestHNSIsDownForHalfAMinute(t *testing.T) {
 // limit. It keeps its last load balancers, also in a pass and after a restart, and other
 // services change.
 func TestServiceWithTooManyLoadBalancersIsRefused(t *testing.T) {
-	w := newWorld(t, fakehns.AllFeatures(), kernelspace.Network{}, kernelspace.Options{MaxLoadBalancers: 3})
+	w := newWorld(t, fakehns.AllFeatures(), hns.Network{}, kernelspace.Options{MaxLoadBalancers: 3})
 	wide := func(ips int) *api.View {
 		return view(service("wide", func(s *api.Service) {
 			for i := range ips {

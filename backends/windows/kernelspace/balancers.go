@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"slices"
 
+	"github.com/kpng-project/kpng/internal/hns"
 	"k8s.io/apimachinery/pkg/types"
 )
 
@@ -19,7 +20,7 @@ func (p *pass) logJournalError(err error) {
 
 // The method own returns the IDs of this backend's load balancers at a frontend. Usually
 // there is only one ID.
-func (p *pass) own(f Frontend) []string {
+func (p *pass) own(f frontend) []string {
 	var ids []string
 	for _, id := range p.holdings.byFrontend[f] {
 		if p.record.owns(id) {
@@ -30,7 +31,7 @@ func (p *pass) own(f Frontend) []string {
 }
 
 // holder returns the service for which this backend has a load balancer at the frontend.
-func (p *pass) holder(f Frontend) types.NamespacedName {
+func (p *pass) holder(f frontend) types.NamespacedName {
 	for _, id := range p.own(f) {
 		return p.record.made[id].Service
 	}
@@ -38,7 +39,7 @@ func (p *pass) holder(f Frontend) types.NamespacedName {
 }
 
 // remove deletes this backend's load balancers at a frontend.
-func (p *pass) remove(f Frontend) error {
+func (p *pass) remove(f frontend) error {
 	for _, id := range p.own(f) {
 		if err := p.deleteBalancer(id); err != nil {
 			return err
@@ -49,7 +50,7 @@ func (p *pass) remove(f Frontend) error {
 
 // announce records the load balancers that are about to be created, so that their owner
 // is known even after a crash. It flushes the journal once for all of them.
-func (p *pass) announce(frontends []Frontend) {
+func (p *pass) announce(frontends []frontend) {
 	for _, f := range frontends {
 		if w := p.wanted[f]; p.isToBeCreated(f, w.policy) {
 			p.plan(f, w)
@@ -58,13 +59,13 @@ func (p *pass) announce(frontends []Frontend) {
 	p.logJournalError(p.record.journal.Sync())
 }
 
-func (p *pass) plan(f Frontend, w want) {
+func (p *pass) plan(f frontend, w want) {
 	p.record.plan(f, planned{Service: w.service, Target: w.policy.target, Asked: digestOf(w.policy.toLoadBalancer(nil))})
 }
 
 // isToBeCreated reports whether a policy needs a new load balancer. It needs one if its
 // frontend has no load balancer, or a load balancer that cannot be changed in place.
-func (p *pass) isToBeCreated(f Frontend, policy *policy) bool {
+func (p *pass) isToBeCreated(f frontend, policy *policy) bool {
 	own := p.own(f)
 	if len(own) == 0 {
 		return len(p.holdings.byFrontend[f]) == 0 // the method balance decides whether to replace a load balancer of another owner
@@ -83,7 +84,7 @@ func (p *pass) isToBeCreated(f Frontend, policy *policy) bool {
 
 // ensure creates or changes the wanted load balancer at a frontend. The load balancer
 // gets the endpoints that exist. If some endpoints are missing, ensure returns an error.
-func (p *pass) ensure(f Frontend) error {
+func (p *pass) ensure(f frontend) error {
 	w := p.wanted[f]
 	ids, lacking := p.endpoints(w.policy)
 	if isFatal(lacking) {
@@ -108,7 +109,7 @@ func (p *pass) ensure(f Frontend) error {
 
 // The method balance creates the wanted load balancer at a frontend, or changes the
 // existing load balancer so that it matches.
-func (p *pass) balance(f Frontend, w want, want LoadBalancer) error {
+func (p *pass) balance(f frontend, w want, want hns.LoadBalancer) error {
 	holders := p.holdings.byFrontend[f]
 	if len(holders) == 0 {
 		return p.create(f, w, want)
@@ -132,7 +133,7 @@ func (p *pass) balance(f Frontend, w want, want LoadBalancer) error {
 	}
 	if unchanged && p.environment.features.ModifyLoadBalancer {
 		err := p.update(f, w, have, want)
-		if !errors.Is(err, ErrNotSupported) {
+		if !errors.Is(err, hns.ErrNotSupported) {
 			return err
 		}
 		p.environment.features.ModifyLoadBalancer = false
@@ -170,18 +171,18 @@ func (p *pass) dropEmpty() error {
 }
 
 // unwanted returns a frontend of a load balancer that this backend does not serve.
-func (p *pass) unwanted(lb LoadBalancer) (f Frontend, ok bool) {
+func (p *pass) unwanted(lb hns.LoadBalancer) (f frontend, ok bool) {
 	for _, f := range frontendsOf(lb) {
 		if _, wanted := p.wanted[f]; !wanted {
 			return f, true
 		}
 	}
-	return Frontend{}, false
+	return frontend{}, false
 }
 
 // The method keep adds a correct load balancer to this backend's record. Another owner
 // may have created the load balancer.
-func (p *pass) keep(f Frontend, w want, have, want LoadBalancer) {
+func (p *pass) keep(f frontend, w want, have, want hns.LoadBalancer) {
 	if m := p.record.made[have.ID]; m == nil || m.Service != w.service {
 		p.record.add(have.ID, made{Frontend: f, Service: w.service, Asked: digestOf(want), Answered: digestOf(have)})
 	}
@@ -189,9 +190,9 @@ func (p *pass) keep(f Frontend, w want, have, want LoadBalancer) {
 
 // The method update changes the endpoints of a load balancer. It returns ErrNotSupported
 // if this version of Windows cannot change load balancers.
-func (p *pass) update(f Frontend, w want, have, want LoadBalancer) error {
+func (p *pass) update(f frontend, w want, have, want hns.LoadBalancer) error {
 	want.ID = have.ID
-	if err := p.hns.UpdateLoadBalancer(want); errors.Is(err, ErrNotSupported) {
+	if err := p.hns.UpdateLoadBalancer(want); errors.Is(err, hns.ErrNotSupported) {
 		return err
 	} else if err != nil {
 		p.wrong = true
@@ -208,7 +209,7 @@ func (p *pass) update(f Frontend, w want, have, want LoadBalancer) error {
 // mayReplace returns an error if a load balancer of another owner also has frontends that
 // this backend does not serve. Without such frontends, the load balancer is a leftover of
 // another proxy, and this backend may replace it.
-func (p *pass) mayReplace(f Frontend, lb LoadBalancer) error {
+func (p *pass) mayReplace(f frontend, lb hns.LoadBalancer) error {
 	if p.record.owns(lb.ID) {
 		return nil
 	}
@@ -221,14 +222,14 @@ func (p *pass) mayReplace(f Frontend, lb LoadBalancer) error {
 
 // create creates a load balancer. If HNS already has a load balancer with this frontend,
 // the method lists all load balancers and changes or replaces the existing load balancer.
-func (p *pass) create(f Frontend, w want, want LoadBalancer) error {
+func (p *pass) create(f frontend, w want, want hns.LoadBalancer) error {
 	if p.record.planned[f] == nil {
 		p.plan(f, w)
 		p.logJournalError(p.record.journal.Sync())
 	}
 	p.record.planned[f].requested = true
 	answer, err := p.hns.CreateLoadBalancer(want)
-	if errors.Is(err, ErrExists) {
+	if errors.Is(err, hns.ErrExists) {
 		p.record.planned[f].requested = false // the existing load balancer is not the result of this request
 		if !p.listed {
 			if err := p.relist(); err != nil {
@@ -251,11 +252,11 @@ func (p *pass) create(f Frontend, w want, want LoadBalancer) error {
 // deleteBalancer deletes a load balancer. If it does not exist, there is no error.
 func (p *pass) deleteBalancer(id string) error {
 	err := p.hns.DeleteLoadBalancer(id)
-	if err != nil && !isFatal(err) && !errors.Is(err, ErrNotFound) {
+	if err != nil && !isFatal(err) && !errors.Is(err, hns.ErrNotFound) {
 		// Retry: Windows Server 2019 may return an error although it deletes the load balancer.
 		err = p.hns.DeleteLoadBalancer(id)
 	}
-	if err != nil && !errors.Is(err, ErrNotFound) {
+	if err != nil && !errors.Is(err, hns.ErrNotFound) {
 		p.wrong = true
 		return fmt.Errorf("delete load balancer %s: %w", id, err)
 	}

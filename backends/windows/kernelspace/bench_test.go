@@ -10,7 +10,8 @@ import (
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/backends/windows/kernelspace"
-	"github.com/kpng-project/kpng/backends/windows/kernelspace/fakehns"
+	"github.com/kpng-project/kpng/internal/hns"
+	"github.com/kpng-project/kpng/internal/hns/fakehns"
 	"github.com/kpng-project/kpng/sink"
 )
 
@@ -33,8 +34,9 @@ func BenchmarkSync(b *testing.B) {
 	}
 	full.Services = slices.Values(changes)
 
-	newBackend := func(b *testing.B, hns *fakehns.HNS, state string) *kernelspace.Backend {
-		backend, err := kernelspace.New(kernelspace.Options{HNS: hns, Network: "pods", StateFile: state})
+	newBackend := func(b *testing.B, fake *fakehns.HNS, state string) *kernelspace.Backend {
+		fakehns.Use(b, fake)
+		backend, err := kernelspace.New(kernelspace.Options{Network: "pods", StateFile: state})
 		if err == nil {
 			err = backend.Start(b.Context())
 		}
@@ -58,41 +60,41 @@ func BenchmarkSync(b *testing.B) {
 		b.ReportMetric(float64(writes)/float64(b.N), "writes/op")
 	}
 	newHNS := func() *fakehns.HNS {
-		hns := fakehns.New(fakehns.AllFeatures())
-		hns.AddNetwork(kernelspace.Network{Name: "pods"})
-		return hns
+		fake := fakehns.New(fakehns.AllFeatures())
+		fake.AddNetwork(hns.Network{Name: "pods"})
+		return fake
 	}
 
 	b.Run("first", func(b *testing.B) {
 		calls := map[string]int{}
 		for range b.N {
 			b.StopTimer()
-			hns := newHNS()
-			backend := newBackend(b, hns, b.TempDir()+"/kpng.json")
+			fake := newHNS()
+			backend := newBackend(b, fake, b.TempDir()+"/kpng.json")
 			b.StartTimer()
 			sync(b, backend, full)
-			for call, n := range hns.Calls() {
+			for call, n := range fake.Calls() {
 				calls[call] += n
 			}
 		}
 		report(b, calls)
 	})
 	b.Run("restart", func(b *testing.B) {
-		hns, state := newHNS(), b.TempDir()+"/kpng.json"
-		sync(b, newBackend(b, hns, state), full)
-		hns.Calls()
+		fake, state := newHNS(), b.TempDir()+"/kpng.json"
+		sync(b, newBackend(b, fake, state), full)
+		fake.Calls()
 		b.ResetTimer()
 		for range b.N {
-			sync(b, newBackend(b, hns, state), full)
+			sync(b, newBackend(b, fake, state), full)
 		}
 		b.StopTimer()
-		report(b, hns.Calls())
+		report(b, fake.Calls())
 	})
 	b.Run("one endpoint", func(b *testing.B) {
-		hns := newHNS()
-		backend := newBackend(b, hns, b.TempDir()+"/kpng.json")
+		fake := newHNS()
+		backend := newBackend(b, fake, b.TempDir()+"/kpng.json")
 		sync(b, backend, full)
-		hns.Calls()
+		fake.Calls()
 		views := []*api.View{viewOf(7, 200), viewOf(7, 201)}
 		b.ResetTimer()
 		for i := range b.N {
@@ -100,23 +102,23 @@ func BenchmarkSync(b *testing.B) {
 			sync(b, backend, &sink.Changes{Services: slices.Values([]sink.Change{{Key: v.Key(), New: v}}), Node: node()})
 		}
 		b.StopTimer()
-		report(b, hns.Calls())
+		report(b, fake.Calls())
 	})
 	// Before Windows Server 2025, load balancers cannot be changed in place. So a change of
 	// one endpoint deletes a load balancer and creates another. The journal records both.
 	b.Run("one endpoint of 10,000 services, Windows Server 2022", func(b *testing.B) {
 		features := fakehns.AllFeatures()
 		features.ModifyLoadBalancer = false
-		hns := fakehns.New(features)
-		hns.AddNetwork(kernelspace.Network{Name: "pods"})
-		backend := newBackend(b, hns, b.TempDir()+"/kpng.journal")
+		fake := fakehns.New(features)
+		fake.AddNetwork(hns.Network{Name: "pods"})
+		backend := newBackend(b, fake, b.TempDir()+"/kpng.journal")
 		var changes []sink.Change
 		for i := range 10_000 {
 			v := view(service(fmt.Sprint("svc-", i), withClusterIP(i)), at("10.1.2.1"))
 			changes = append(changes, sink.Change{Key: v.Key(), New: v})
 		}
 		sync(b, backend, &sink.Changes{First: true, Last: true, Node: node(), NodeChanged: true, Services: slices.Values(changes)})
-		hns.Calls()
+		fake.Calls()
 		views := []*api.View{
 			view(service("svc-7", withClusterIP(7)), at("10.1.2.2")), view(service("svc-7", withClusterIP(7)), at("10.1.2.3")),
 		}
@@ -126,6 +128,6 @@ func BenchmarkSync(b *testing.B) {
 			sync(b, backend, &sink.Changes{Services: slices.Values([]sink.Change{{Key: v.Key(), New: v}}), Node: node()})
 		}
 		b.StopTimer()
-		report(b, hns.Calls())
+		report(b, fake.Calls())
 	})
 }

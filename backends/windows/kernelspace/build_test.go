@@ -14,7 +14,8 @@ import (
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/backends/windows/kernelspace"
-	"github.com/kpng-project/kpng/backends/windows/kernelspace/fakehns"
+	"github.com/kpng-project/kpng/internal/hns"
+	"github.com/kpng-project/kpng/internal/hns/fakehns"
 	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
 	"k8s.io/apimachinery/pkg/types"
@@ -99,7 +100,7 @@ type world struct {
 
 // newWorld returns a started backend on a network where this node has pods at the given
 // addresses.
-func newWorld(t *testing.T, features kernelspace.Features, network kernelspace.Network, opts kernelspace.Options, pods ...string) *world {
+func newWorld(t *testing.T, features hns.Features, network hns.Network, opts kernelspace.Options, pods ...string) *world {
 	t.Helper()
 	w := &world{T: t, hns: fakehns.New(features), views: map[types.NamespacedName]*api.View{}}
 	network.Name = "pods"
@@ -108,7 +109,8 @@ func newWorld(t *testing.T, features kernelspace.Features, network kernelspace.N
 	for _, pod := range pods {
 		w.pod(pod)
 	}
-	opts.HNS, opts.Network = w.hns, "pods"
+	fakehns.Use(t, w.hns)
+	opts.Network = "pods"
 	opts.StateFile = filepath.Join(t.TempDir(), "state", "kpng.json")
 	w.opts = opts
 	w.restart()
@@ -118,13 +120,13 @@ func newWorld(t *testing.T, features kernelspace.Features, network kernelspace.N
 // l2bridge returns a world with the latest Windows and a network without overlay.
 func l2bridge(t *testing.T, pods ...string) *world {
 	t.Helper()
-	return newWorld(t, fakehns.AllFeatures(), kernelspace.Network{}, kernelspace.Options{}, pods...)
+	return newWorld(t, fakehns.AllFeatures(), hns.Network{}, kernelspace.Options{}, pods...)
 }
 
 // The method pod creates the HNS endpoint for a pod of this node.
 func (w *world) pod(ips ...string) string {
 	w.Helper()
-	e := kernelspace.Endpoint{MAC: "00-15-5d-00-00-01"}
+	e := hns.Endpoint{MAC: "00-15-5d-00-00-01"}
 	for _, ip := range ips {
 		e.Addrs = append(e.Addrs, addr(ip))
 	}
@@ -132,7 +134,7 @@ func (w *world) pod(ips ...string) string {
 }
 
 // The method endpoint creates an HNS endpoint of another owner.
-func (w *world) endpoint(e kernelspace.Endpoint) string {
+func (w *world) endpoint(e hns.Endpoint) string {
 	w.Helper()
 	e.Network = w.network
 	id, err := w.hns.CreateEndpoint(e)

@@ -3,9 +3,7 @@
 // Package kernelspace is a sink for Windows nodes. It programs services as load balancers
 // of the Host Networking Service (HNS), which the kernel's virtual switch implements.
 //
-//	hns, err := winhns.New()
-//	…
-//	backend, err := kernelspace.New(kernelspace.Options{HNS: hns, Network: "l2bridge"})
+//	backend, err := kernelspace.New(kernelspace.Options{Network: "l2bridge"})
 //	…
 //	err = sink.Run(ctx, source, backend, sink.Options{})
 //

@@ -10,6 +10,7 @@ import (
 	"slices"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/hns"
 )
 
 // endpoints returns the IDs of a policy's HNS endpoints. It creates remote endpoints that
@@ -72,7 +73,7 @@ func (p *pass) endpoint(d destination) (string, error) {
 	}
 	e := p.environment.remote(endpointName(p.opts.Name, d.addr), d.addr)
 	id, err := p.createEndpoint(e)
-	if errors.Is(err, ErrExists) && !p.listed {
+	if errors.Is(err, hns.ErrExists) && !p.listed {
 		if err := p.relist(); err != nil {
 			return "", err
 		}
@@ -80,13 +81,13 @@ func (p *pass) endpoint(d destination) (string, error) {
 			return id, nil
 		}
 	}
-	if stale, ok := p.holdings.endpointAt(d.addr); ok && errors.Is(err, ErrExists) {
+	if stale, ok := p.holdings.endpointAt(d.addr); ok && errors.Is(err, hns.ErrExists) {
 		return "", fmt.Errorf("%w: HNS still has endpoint %s of a deleted pod of this node; delete it", err, stale.ID)
 	}
 	return id, err
 }
 
-func (p *pass) createEndpoint(e Endpoint) (id string, err error) {
+func (p *pass) createEndpoint(e hns.Endpoint) (id string, err error) {
 	id, err = p.hns.CreateEndpoint(e)
 	if err != nil {
 		p.wrong = true
@@ -110,7 +111,7 @@ func (p *pass) ensureVIPEndpoint(vip netip.Addr) error {
 	if err == nil {
 		_, err = p.createEndpoint(p.environment.vipEndpoint(endpointName(p.opts.Name, vip), vip, mac))
 	}
-	if err != nil && !errors.Is(err, ErrExists) {
+	if err != nil && !errors.Is(err, hns.ErrExists) {
 		return fmt.Errorf("create endpoint of cluster IP: %w", err)
 	}
 	return nil // ErrExists means that the endpoint was created after the last listing
@@ -145,7 +146,7 @@ func (p *pass) ensureSourceVIPs() error {
 		}
 		mac, err := p.hostMAC()
 		if err == nil {
-			_, err = p.createEndpoint(Endpoint{Name: sourceVIPName(p.opts.Name), Network: p.environment.network.ID, Addrs: []netip.Addr{vip}, MAC: mac})
+			_, err = p.createEndpoint(hns.Endpoint{Name: sourceVIPName(p.opts.Name), Network: p.environment.network.ID, Addrs: []netip.Addr{vip}, MAC: mac})
 		}
 		if err != nil {
 			return fmt.Errorf("create endpoint of source VIP %s: %w", vip, err)
@@ -163,7 +164,7 @@ func (p *pass) dropMoved() error {
 	if !network.Overlay {
 		return nil
 	}
-	var moved []Endpoint
+	var moved []hns.Endpoint
 	for _, id := range sortedKeys(p.holdings.endpoints) {
 		e := p.holdings.endpoints[id]
 		if !p.holdings.isOwn(e) || !e.Provider.IsValid() {
@@ -209,7 +210,7 @@ func (p *pass) dropIdle() error {
 func (p *pass) dropEndpoint(id string) error {
 	addr := p.holdings.endpoints[id].Addrs
 	err := p.hns.DeleteEndpoint(id)
-	if err != nil && !isFatal(err) && !errors.Is(err, ErrNotFound) {
+	if err != nil && !isFatal(err) && !errors.Is(err, hns.ErrNotFound) {
 		// Retry, because Windows Server 2019 may return an error although it deletes the
 		// endpoint. Then the second call returns ErrNotFound.
 		err = p.hns.DeleteEndpoint(id)
@@ -217,7 +218,7 @@ func (p *pass) dropEndpoint(id string) error {
 	switch {
 	case isFatal(err):
 		return fmt.Errorf("delete endpoint %s, %v: %w", id, addr, err)
-	case err != nil && !errors.Is(err, ErrNotFound):
+	case err != nil && !errors.Is(err, hns.ErrNotFound):
 		p.log.Error(err, "Cannot delete unused endpoint; retrying later", "endpoint", id, "addresses", addr)
 		delete(p.holdings.idle, id)
 	default:

@@ -20,10 +20,11 @@ import (
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/backends/windows/kernelspace"
-	"github.com/kpng-project/kpng/backends/windows/kernelspace/fakehns"
 	"github.com/kpng-project/kpng/cluster"
 	"github.com/kpng-project/kpng/feed"
 	"github.com/kpng-project/kpng/internal/apitest"
+	"github.com/kpng-project/kpng/internal/hns"
+	"github.com/kpng-project/kpng/internal/hns/fakehns"
 	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
 	"k8s.io/apimachinery/pkg/types"
@@ -79,8 +80,9 @@ func newFuzzer(t *testing.T, seed uint64) *fuzzer {
 		hns:   fakehns.New(features),
 	}
 	quirks := slices.Sorted(maps.Keys(fakehns.AllQuirks()))
+	fakehns.Use(t, f.hns)
 	f.hns.SetQuirks(fakehns.AllQuirks()[quirks[r.IntN(len(quirks))]])
-	f.opts = kernelspace.Options{HNS: f.hns, Network: "pods", StateFile: filepath.Join(t.TempDir(), "kpng.json"), EnableDSR: r.IntN(2) == 0}
+	f.opts = kernelspace.Options{Network: "pods", StateFile: filepath.Join(t.TempDir(), "kpng.json"), EnableDSR: r.IntN(2) == 0}
 	f.batchSize = 1 + r.IntN(10)
 	f.write(f.world.WriteAll)
 	f.state.SetSynced()
@@ -95,12 +97,12 @@ func (f *fuzzer) write(change func(apitest.Writer)) {
 
 // makeNetwork creates the network with objects of other owners.
 func (f *fuzzer) makeNetwork() {
-	f.network = f.hns.AddNetwork(kernelspace.Network{Name: "pods"})
-	foreign, err := f.hns.CreateEndpoint(kernelspace.Endpoint{Network: f.network, Addrs: []netip.Addr{addr("10.200.0.1")}, Name: "foreign"})
+	f.network = f.hns.AddNetwork(hns.Network{Name: "pods"})
+	foreign, err := f.hns.CreateEndpoint(hns.Endpoint{Network: f.network, Addrs: []netip.Addr{addr("10.200.0.1")}, Name: "foreign"})
 	if err != nil {
 		f.Fatal(err)
 	}
-	for _, lb := range []kernelspace.LoadBalancer{
+	for _, lb := range []hns.LoadBalancer{
 		balancer(foreign, "10.200.1.1", 80), balancer(foreign, "", 31999), balancer(foreign, "10.200.1.2", 80, 81),
 	} {
 		if _, err := f.hns.CreateLoadBalancer(lb); err != nil {
@@ -230,7 +232,7 @@ func (f *fuzzer) comparable(dump string) string {
 // The method fail sets a hook that makes some calls to HNS fail at random.
 func (f *fuzzer) fail() {
 	errs := []error{
-		errRefused, kernelspace.ErrNotRunning, kernelspace.ErrNotFound, kernelspace.ErrExists,
+		errRefused, hns.ErrNotRunning, hns.ErrNotFound, hns.ErrExists,
 		fakehns.ErrAnswerLost, fakehns.ErrIgnored,
 	}
 	r := rand.New(rand.NewPCG(f.r.Uint64(), 0))
@@ -288,7 +290,7 @@ func (f *fuzzer) pods(all bool) {
 
 // makePod creates the HNS endpoint for a pod of this node.
 func (f *fuzzer) makePod(a netip.Addr) {
-	if _, err := f.hns.CreateEndpoint(kernelspace.Endpoint{Network: f.network, Addrs: []netip.Addr{a}, MAC: "00-15-5d-00-00-01"}); err != nil {
+	if _, err := f.hns.CreateEndpoint(hns.Endpoint{Network: f.network, Addrs: []netip.Addr{a}, MAC: "00-15-5d-00-00-01"}); err != nil {
 		f.Fatal(err)
 	}
 }

@@ -8,6 +8,7 @@ import (
 	"testing"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/hns"
 	"github.com/kpng-project/kpng/nodeview"
 )
 
@@ -33,24 +34,24 @@ func wideView(ports, externalIPs, endpoints int) *api.View {
 
 // TestFrontendsShareEndpoints plans a service whose frontends all have the same endpoints.
 func TestFrontendsShareEndpoints(t *testing.T) {
-	policies, _, err := plan(wideView(10, 20, 30), &environment{network: &Network{}, maxBalancers: 200})
+	policies, _, err := plan(wideView(10, 20, 30), &environment{network: &hns.Network{}, maxBalancers: 200})
 	if err != nil || len(policies) != 200 {
 		t.Fatalf("%d load balancers, error %v, want 200", len(policies), err)
 	}
 	for i := range policies {
 		if len(policies[i].endpoints) != 30 || &policies[i].endpoints[0] != &policies[0].endpoints[0] {
-			t.Fatalf("%s has %d endpoints of its own, want the list of the first frontend", policies[i].Frontend, len(policies[i].endpoints))
+			t.Fatalf("%s has %d endpoints of its own, want the list of the first frontend", policies[i].frontend, len(policies[i].endpoints))
 		}
 	}
-	if _, _, err := plan(wideView(10, 21, 30), &environment{network: &Network{}, maxBalancers: 200}); err == nil {
+	if _, _, err := plan(wideView(10, 21, 30), &environment{network: &hns.Network{}, maxBalancers: 200}); err == nil {
 		t.Error("a service with more frontends is not refused")
 	}
 }
 
 func TestTunnels(t *testing.T) {
-	network := &Network{Overlay: true}
+	network := &hns.Network{Overlay: true}
 	for i := range 1000 {
-		network.RemoteSubnets = append(network.RemoteSubnets, RemoteSubnet{
+		network.RemoteSubnets = append(network.RemoteSubnets, hns.RemoteSubnet{
 			Prefix:   netip.PrefixFrom(netip.AddrFrom4([4]byte{10, byte(i >> 8), byte(i), 0}), 24),
 			Provider: netip.AddrFrom4([4]byte{192, 168, byte(i >> 8), byte(i)}),
 		})

@@ -14,7 +14,8 @@ import (
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/backends/windows/kernelspace"
-	"github.com/kpng-project/kpng/backends/windows/kernelspace/fakehns"
+	"github.com/kpng-project/kpng/internal/hns"
+	"github.com/kpng-project/kpng/internal/hns/fakehns"
 	"github.com/kpng-project/kpng/sink"
 	"github.com/kpng-project/kpng/sink/sinktest"
 )
@@ -23,31 +24,32 @@ var histories = flag.Int("histories", 20, "how many random `histories` to test")
 
 func TestHistories(t *testing.T) {
 	sinktest.TestHistories(t, *histories, func(tb testing.TB) *sinktest.Subject {
-		hns := fakehns.New(fakehns.AllFeatures())
-		network := hns.AddNetwork(kernelspace.Network{Name: "pods"})
-		hns.SetHost(addr("192.0.2.1"), addr("192.0.2.2"))
+		fake := fakehns.New(fakehns.AllFeatures())
+		network := fake.AddNetwork(hns.Network{Name: "pods"})
+		fake.SetHost(addr("192.0.2.1"), addr("192.0.2.2"))
 		for _, i := range []int{1, 3, 5} {
-			e := kernelspace.Endpoint{
+			e := hns.Endpoint{
 				MAC: "00-15-5d-00-00-01", Network: network,
 				Addrs: []netip.Addr{addr(fmt.Sprint("10.244.0.", i)), addr(fmt.Sprint("fd44::", i))},
 			}
-			if _, err := hns.CreateEndpoint(e); err != nil {
+			if _, err := fake.CreateEndpoint(e); err != nil {
 				tb.Fatalf("create endpoint: %v", err)
 			}
 		}
-		opts := kernelspace.Options{HNS: hns, Network: "pods", StateFile: filepath.Join(tb.TempDir(), "state.json")}
+		opts := kernelspace.Options{Network: "pods", StateFile: filepath.Join(tb.TempDir(), "state.json")}
 		return &sinktest.Subject{
 			Open: func() sink.Sink {
+				fakehns.Use(tb, fake)
 				b, err := kernelspace.New(opts)
 				if err != nil {
 					tb.Fatalf("make the backend: %v", err)
 				}
 				return b
 			},
-			Objects: func() []string { return strings.Split(hns.Dump(), "\n") },
+			Objects: func() []string { return strings.Split(fake.Dump(), "\n") },
 			Disturb: func(random *rand.Rand) func() {
 				refused := errors.New("HNS says no")
-				hns.SetHook(func(call string) error {
+				fake.SetHook(func(call string) error {
 					switch n := random.IntN(20); {
 					case n < 2:
 						return refused
@@ -57,12 +59,12 @@ func TestHistories(t *testing.T) {
 						return nil
 					}
 				})
-				return func() { hns.SetHook(nil) }
+				return func() { fake.SetHook(nil) }
 			},
 			Drift: func(random *rand.Rand) {
-				all, _ := hns.LoadBalancers()
+				all, _ := fake.LoadBalancers()
 				if len(all) > 0 {
-					hns.DeleteLoadBalancer(all[random.IntN(len(all))].ID)
+					fake.DeleteLoadBalancer(all[random.IntN(len(all))].ID)
 				}
 			},
 			Usable: func(s *api.Service) bool { return len(s.SourceRanges) == 0 },

@@ -8,6 +8,7 @@ import (
 	"slices"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/hns"
 )
 
 // holdings is the state of HNS as far as the backend knows it: the last listing, updated
@@ -16,10 +17,10 @@ type holdings struct {
 	// name is the name of this backend. The names of the backend's endpoints begin with this
 	// name.
 	name       string
-	endpoints  map[string]Endpoint
+	endpoints  map[string]hns.Endpoint
 	byAddr     map[netip.Addr][]string // endpoint IDs, the preferred ID first
-	balancers  map[string]LoadBalancer
-	byFrontend map[Frontend][]string // sorted IDs of load balancers, usually only one ID
+	balancers  map[string]hns.LoadBalancer
+	byFrontend map[frontend][]string // sorted IDs of load balancers, usually only one ID
 	// endpointUses counts the load balancers of each endpoint, by the endpoint's ID. vipUses
 	// counts the load balancers of each VIP. Both maps also count load balancers that this
 	// backend does not own.
@@ -31,13 +32,13 @@ type holdings struct {
 	own int
 }
 
-func newHoldings(name string, endpoints []Endpoint, balancers []LoadBalancer) *holdings {
+func newHoldings(name string, endpoints []hns.Endpoint, balancers []hns.LoadBalancer) *holdings {
 	h := &holdings{
 		name:         name,
-		endpoints:    make(map[string]Endpoint, len(endpoints)),
+		endpoints:    make(map[string]hns.Endpoint, len(endpoints)),
 		byAddr:       make(map[netip.Addr][]string, len(endpoints)),
-		balancers:    make(map[string]LoadBalancer, len(balancers)),
-		byFrontend:   make(map[Frontend][]string, len(balancers)),
+		balancers:    make(map[string]hns.LoadBalancer, len(balancers)),
+		byFrontend:   make(map[frontend][]string, len(balancers)),
 		endpointUses: make(map[string]int, len(endpoints)),
 		vipUses:      map[netip.Addr]int{},
 		idle:         map[string]bool{},
@@ -58,17 +59,17 @@ func newHoldings(name string, endpoints []Endpoint, balancers []LoadBalancer) *h
 
 // isOwn reports whether an endpoint has a name that this backend gives to endpoints. Such
 // an endpoint is not a local pod, even if HNS reports it without the flag Remote.
-func (h *holdings) isOwn(e Endpoint) bool {
+func (h *holdings) isOwn(e hns.Endpoint) bool {
 	return len(e.Addrs) == 1 && e.Name == endpointName(h.name, e.Addrs[0])
 }
 
 // isRemote reports whether an endpoint is not a network interface of this machine.
-func (h *holdings) isRemote(e Endpoint) bool { return e.Remote || h.isOwn(e) }
+func (h *holdings) isRemote(e hns.Endpoint) bool { return e.Remote || h.isOwn(e) }
 
 // endpointName returns the name of the endpoint that a backend creates for an address.
 func endpointName(backend string, addr netip.Addr) string { return backend + "-" + addr.String() }
 
-func (h *holdings) addEndpoint(e Endpoint) {
+func (h *holdings) addEndpoint(e hns.Endpoint) {
 	h.endpoints[e.ID] = e
 	for _, a := range e.Addrs {
 		ids := append(h.byAddr[a], e.ID)
@@ -92,7 +93,7 @@ func (h *holdings) rank(id string) int {
 	return 0
 }
 
-func (h *holdings) updateIdle(e Endpoint) {
+func (h *holdings) updateIdle(e hns.Endpoint) {
 	if h.isOwn(e) && h.endpointUses[e.ID] == 0 && h.vipUses[e.Addrs[0]] == 0 {
 		h.idle[e.ID] = true
 	} else {
@@ -118,11 +119,11 @@ func (h *holdings) removeEndpoint(id string) {
 }
 
 // endpointAt returns the preferred endpoint with this address.
-func (h *holdings) endpointAt(a netip.Addr) (e Endpoint, ok bool) {
+func (h *holdings) endpointAt(a netip.Addr) (e hns.Endpoint, ok bool) {
 	if ids := h.byAddr[a]; len(ids) > 0 {
 		return h.endpoints[ids[0]], true
 	}
-	return Endpoint{}, false
+	return hns.Endpoint{}, false
 }
 
 func (h *holdings) hasEndpoint(id string) bool {
@@ -156,7 +157,7 @@ func (h *holdings) endpointNamed(name string) (id string, ok bool) {
 	return id, ok
 }
 
-func (h *holdings) addBalancer(lb LoadBalancer) {
+func (h *holdings) addBalancer(lb hns.LoadBalancer) {
 	h.balancers[lb.ID] = lb
 	for _, f := range frontendsOf(lb) {
 		ids := append(h.byFrontend[f], lb.ID)
@@ -183,7 +184,7 @@ func (h *holdings) removeBalancer(id string) {
 // The method use adds n to the counts in endpointUses and vipUses for the endpoints and
 // VIPs of lb. It also updates the field idle for these endpoints and, on an overlay
 // network, for the endpoints of the VIPs.
-func (h *holdings) use(lb LoadBalancer, n int) {
+func (h *holdings) use(lb hns.LoadBalancer, n int) {
 	for _, id := range lb.Endpoints {
 		if h.endpointUses[id] += n; h.endpointUses[id] == 0 {
 			delete(h.endpointUses, id)
@@ -204,7 +205,7 @@ func (h *holdings) use(lb LoadBalancer, n int) {
 
 // users returns the sorted IDs of the load balancers that contain one of these endpoints
 // or that have an address of one as a VIP.
-func (h *holdings) users(endpoints []Endpoint) []string {
+func (h *holdings) users(endpoints []hns.Endpoint) []string {
 	if len(endpoints) == 0 {
 		return nil
 	}
@@ -226,19 +227,19 @@ func (h *holdings) users(endpoints []Endpoint) []string {
 }
 
 // frontendsOf returns the frontends of a load balancer, without duplicates.
-func frontendsOf(lb LoadBalancer) []Frontend {
+func frontendsOf(lb hns.LoadBalancer) []frontend {
 	vips := lb.VIPs
 	if len(vips) == 0 {
 		vips = []netip.Addr{{}}
 	}
-	frontends := make([]Frontend, 0, len(vips)*len(lb.Ports))
+	frontends := make([]frontend, 0, len(vips)*len(lb.Ports))
 	for _, vip := range vips {
 		family := api.IPv4
-		if vip.Is6() || lb.Flags&IPv6 != 0 {
+		if vip.Is6() || lb.Flags&hns.IPv6 != 0 {
 			family = api.IPv6
 		}
 		for _, p := range lb.Ports {
-			f := Frontend{VIP: vip, Family: family, Protocol: p.Protocol, Port: p.External}
+			f := frontend{VIP: vip, Family: family, Protocol: p.Protocol, Port: p.External}
 			if !slices.Contains(frontends, f) {
 				frontends = append(frontends, f)
 			}
@@ -248,10 +249,10 @@ func frontendsOf(lb LoadBalancer) []Frontend {
 }
 
 // sameEndpoints reports whether two load balancers have the same set of endpoints.
-func sameEndpoints(a, b LoadBalancer) bool {
+func sameEndpoints(a, b hns.LoadBalancer) bool {
 	return slices.Equal(endpointSet(a), endpointSet(b))
 }
 
-func endpointSet(lb LoadBalancer) []string {
+func endpointSet(lb hns.LoadBalancer) []string {
 	return slices.Compact(slices.Sorted(slices.Values(lb.Endpoints)))
 }

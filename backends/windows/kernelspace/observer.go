@@ -2,7 +2,11 @@
 
 package kernelspace
 
-import "time"
+import (
+	"time"
+
+	"github.com/kpng-project/kpng/internal/hns"
+)
 
 // Observer has functions to which Sync and Verify report their work. The functions must
 // not block. They may be nil.
@@ -17,7 +21,7 @@ type Observer struct {
 
 // The type observed is an HNS that reports each call to an observer.
 type observed struct {
-	hns    HNS
+	hns    hns.HNS
 	report func(call string, took time.Duration, err error)
 	now    func() time.Time
 }
@@ -29,23 +33,23 @@ func observe[T any](o *observed, call string, f func() (T, error)) (T, error) {
 	return v, err
 }
 
-func (o *observed) Features() (Features, error) {
+func (o *observed) Features() (hns.Features, error) {
 	return observe(o, "Features", o.hns.Features)
 }
 
-func (o *observed) Network(name string) (*Network, error) {
-	return observe(o, "Network", func() (*Network, error) { return o.hns.Network(name) })
+func (o *observed) Network(name string) (*hns.Network, error) {
+	return observe(o, "Network", func() (*hns.Network, error) { return o.hns.Network(name) })
 }
 
-func (o *observed) Endpoints(network string) ([]Endpoint, error) {
-	return observe(o, "Endpoints", func() ([]Endpoint, error) { return o.hns.Endpoints(network) })
+func (o *observed) Endpoints(network string) ([]hns.Endpoint, error) {
+	return observe(o, "Endpoints", func() ([]hns.Endpoint, error) { return o.hns.Endpoints(network) })
 }
 
-func (o *observed) LoadBalancers() ([]LoadBalancer, error) {
+func (o *observed) LoadBalancers() ([]hns.LoadBalancer, error) {
 	return observe(o, "LoadBalancers", o.hns.LoadBalancers)
 }
 
-func (o *observed) CreateEndpoint(e Endpoint) (string, error) {
+func (o *observed) CreateEndpoint(e hns.Endpoint) (string, error) {
 	return observe(o, "CreateEndpoint", func() (string, error) { return o.hns.CreateEndpoint(e) })
 }
 
@@ -54,11 +58,11 @@ func (o *observed) DeleteEndpoint(id string) error {
 	return err
 }
 
-func (o *observed) CreateLoadBalancer(lb LoadBalancer) (LoadBalancer, error) {
-	return observe(o, "CreateLoadBalancer", func() (LoadBalancer, error) { return o.hns.CreateLoadBalancer(lb) })
+func (o *observed) CreateLoadBalancer(lb hns.LoadBalancer) (hns.LoadBalancer, error) {
+	return observe(o, "CreateLoadBalancer", func() (hns.LoadBalancer, error) { return o.hns.CreateLoadBalancer(lb) })
 }
 
-func (o *observed) UpdateLoadBalancer(lb LoadBalancer) error {
+func (o *observed) UpdateLoadBalancer(lb hns.LoadBalancer) error {
 	_, err := observe(o, "UpdateLoadBalancer", func() (struct{}, error) { return struct{}{}, o.hns.UpdateLoadBalancer(lb) })
 	return err
 }

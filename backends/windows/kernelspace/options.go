@@ -13,8 +13,6 @@ import (
 
 // Options are a backend's settings.
 type Options struct {
-	// HNS is the Host Networking Service. Required.
-	HNS HNS
 	// Network is the name of the HNS network of the pods. Required. It need not exist when
 	// the backend starts: the network plug-in may create it later.
 	Network string
@@ -65,9 +63,6 @@ type Options struct {
 }
 
 func (o *Options) check() error {
-	if o.HNS == nil {
-		return errors.New("kernelspace: Options.HNS is required")
-	}
 	if o.Network == "" {
 		return errors.New("kernelspace: Options.Network is required: the name of the HNS network that pods are on")
 	}

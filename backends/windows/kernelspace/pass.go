@@ -10,6 +10,7 @@ import (
 	"reflect"
 	"slices"
 
+	"github.com/kpng-project/kpng/internal/hns"
 	"github.com/kpng-project/kpng/sink"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/klog/v2"
@@ -111,7 +112,7 @@ func (p *pass) steps() error {
 		maps.Copy(p.todo, p.afterPass)
 		clear(p.afterPass)
 	}
-	var remove, keep []Frontend
+	var remove, keep []frontend
 	for f := range p.todo {
 		w, wanted := p.wanted[f]
 		switch {
@@ -156,7 +157,7 @@ func (p *pass) keepsLast(service types.NamespacedName) bool {
 
 // The method do calls the function step for a frontend. If step fails, the method records
 // the error, or returns the error if the pass must end.
-func (p *pass) do(f Frontend, service types.NamespacedName, step func(Frontend) error) error {
+func (p *pass) do(f frontend, service types.NamespacedName, step func(frontend) error) error {
 	if err := p.ctx.Err(); err != nil {
 		return err
 	}
@@ -172,7 +173,7 @@ func (p *pass) do(f Frontend, service types.NamespacedName, step func(Frontend) 
 }
 
 // isFatal reports whether err ends the pass.
-func isFatal(err error) bool { return errors.Is(err, ErrNotRunning) || errors.Is(err, errAbort) }
+func isFatal(err error) bool { return errors.Is(err, hns.ErrNotRunning) || errors.Is(err, errAbort) }
 
 func (p *pass) fail(service types.NamespacedName, err error) {
 	if before := p.failed[service]; before != nil {

@@ -11,12 +11,13 @@ import (
 	"strconv"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/hns"
 	"github.com/kpng-project/kpng/nodeview"
 )
 
-// Frontend identifies a load balancer. No two load balancers of a machine have the same
+// frontend identifies a load balancer. No two load balancers of a machine have the same
 // frontend.
-type Frontend struct {
+type frontend struct {
 	// VIP is the zero Addr for a node port, which applies to all addresses of the node.
 	VIP      netip.Addr
 	Family   api.Family
@@ -26,12 +27,12 @@ type Frontend struct {
 
 // String returns the frontend in the form "10.96.0.10:53/UDP" or "IPv4 node port
 // 30053/UDP".
-func (f Frontend) String() string {
+func (f frontend) String() string {
 	protocol := strconv.Itoa(int(f.Protocol))
 	switch f.Protocol {
-	case ProtocolTCP:
+	case hns.ProtocolTCP:
 		protocol = "TCP"
-	case ProtocolUDP:
+	case hns.ProtocolUDP:
 		protocol = "UDP"
 	}
 	if !f.VIP.IsValid() {
@@ -43,12 +44,12 @@ func (f Frontend) String() string {
 // policy is a load balancer that the node must have. Unlike a [LoadBalancer], it
 // identifies endpoints by address, because their IDs are not known in advance.
 type policy struct {
-	Frontend
+	frontend
 	// target is the port at the endpoints.
 	target       uint16
-	flags        LoadBalancerFlags
-	portFlags    PortFlags
-	distribution Distribution
+	flags        hns.LoadBalancerFlags
+	portFlags    hns.PortFlags
+	distribution hns.Distribution
 	sourceVIP    netip.Addr
 	// needsVIPEndpoint is true if HNS also needs an endpoint for the VIP.
 	needsVIPEndpoint bool
@@ -92,7 +93,7 @@ type unserved struct {
 // environment contains the settings and the state of this node that affect its load
 // balancers.
 type environment struct {
-	features Features
+	features hns.Features
 	// dsr enables direct server return for cluster IPs.
 	dsr bool
 	// forwardHealthChecks makes this node receive health checks that are sent to a service's
@@ -105,7 +106,7 @@ type environment struct {
 	sourceVIP4, sourceVIP6 netip.Addr
 	// nodeIPs are this node's addresses. The addresses preferred for tunnels come first.
 	nodeIPs []netip.Addr
-	network *Network
+	network *hns.Network
 	tunnels tunnels // of the field network
 	// maxBalancers limits the load balancers of a service.
 	maxBalancers int
@@ -125,7 +126,7 @@ func plan(view *api.View, on *environment) (policies []policy, lacking []unserve
 	var checked []nodeview.Frontend
 	preserve := preservesDestination(view.Service)
 	lists := map[listKey]*destinations{}
-	planned := map[Frontend]bool{}
+	planned := map[frontend]bool{}
 	frontends := 0
 	for f := range nodeview.Frontends(view) {
 		if frontends++; frontends > on.maxBalancers {
@@ -143,15 +144,15 @@ func plan(view *api.View, on *environment) (policies []policy, lacking []unserve
 			continue
 		}
 		policies = append(policies, p)
-		planned[p.Frontend] = true
+		planned[p.frontend] = true
 		if f.Kind == nodeview.LoadBalancerIP && lists[listKeyOf(&f, preserve)].running {
 			checked = append(checked, f)
 		}
 	}
 	for i := range checked {
-		if p, ok := on.healthCheck(&checked[i], view.Service); ok && !planned[p.Frontend] {
+		if p, ok := on.healthCheck(&checked[i], view.Service); ok && !planned[p.frontend] {
 			policies = append(policies, p)
-			planned[p.Frontend] = true
+			planned[p.frontend] = true
 		}
 	}
 	return policies, lacking, nil
@@ -230,12 +231,12 @@ func (on *environment) refusal(f *nodeview.Frontend) string {
 // HNS has only one list of endpoints. Frontends with equal lists share the endpoints, which
 // are in lists.
 func (on *environment) policy(f *nodeview.Frontend, preserve bool, lists map[listKey]*destinations) (p policy, degraded []string) {
-	p = policy{Frontend: Frontend{VIP: f.Addr, Family: f.Family, Protocol: protocolOf(f.Protocol), Port: uint16(f.Port)}}
+	p = policy{frontend: frontend{VIP: f.Addr, Family: f.Family, Protocol: protocolOf(f.Protocol), Port: uint16(f.Port)}}
 	if f.Family == api.IPv6 {
-		p.flags |= IPv6
+		p.flags |= hns.IPv6
 	}
 	if f.Affinity > 0 && on.features.SessionAffinity {
-		p.distribution = PerClient
+		p.distribution = hns.PerClient
 	} else if f.Affinity > 0 {
 		degraded = append(degraded, "session affinity is not supported by this version of Windows")
 	}
@@ -247,18 +248,18 @@ func (on *environment) policy(f *nodeview.Frontend, preserve bool, lists map[lis
 		dsr = on.dsr
 		p.needsVIPEndpoint = on.network.Overlay
 	case nodeview.NodePort:
-		p.portFlags = LocalRoutedVIP | VIPExternalIP
+		p.portFlags = hns.LocalRoutedVIP | hns.VIPExternalIP
 	case nodeview.ExternalIP:
-		p.portFlags = VIPExternalIP
+		p.portFlags = hns.VIPExternalIP
 	case nodeview.LoadBalancerIP:
-		p.portFlags = VIPExternalIP
+		p.portFlags = hns.VIPExternalIP
 		if preserve && on.features.DSR {
-			p.portFlags |= UseMux | PreserveDIP
+			p.portFlags |= hns.UseMux | hns.PreserveDIP
 			dsr = true
 		}
 	}
 	if dsr && on.features.DSR {
-		p.flags |= DSR
+		p.flags |= hns.DSR
 	}
 	key := listKeyOf(f, preserve)
 	list := lists[key]
@@ -307,14 +308,14 @@ func (on *environment) healthCheck(f *nodeview.Frontend, svc *api.Service) (p po
 		return policy{}, false
 	}
 	p = policy{
-		Frontend: Frontend{VIP: f.Addr, Family: f.Family, Protocol: ProtocolTCP, Port: port},
+		frontend: frontend{VIP: f.Addr, Family: f.Family, Protocol: hns.ProtocolTCP, Port: port},
 		target:   port, toRoot: true,
 	}
 	if f.Family == api.IPv6 {
-		p.flags |= IPv6
+		p.flags |= hns.IPv6
 	}
 	if preservesDestination(svc) {
-		p.portFlags |= UseMux | PreserveDIP
+		p.portFlags |= hns.UseMux | hns.PreserveDIP
 	}
 	p.sourceVIP = on.source(p.Family, nil)
 	return p, true
@@ -355,8 +356,8 @@ func (on *environment) nodeIP(f api.Family) netip.Addr {
 
 // The method remote returns the HNS endpoint to create for the address of a pod on
 // another node.
-func (on *environment) remote(name string, addr netip.Addr) Endpoint {
-	e := Endpoint{Name: name, Network: on.network.ID, Addrs: []netip.Addr{addr}, MAC: macOf(addr), Remote: true}
+func (on *environment) remote(name string, addr netip.Addr) hns.Endpoint {
+	e := hns.Endpoint{Name: name, Network: on.network.ID, Addrs: []netip.Addr{addr}, MAC: macOf(addr), Remote: true}
 	if on.network.Overlay {
 		// If the address belongs to no other node, the provider is this node.
 		e.Provider = cmp.Or(on.tunnels.provider(addr), on.nodeIP(api.FamilyOf(addr)))
@@ -367,8 +368,8 @@ func (on *environment) remote(name string, addr netip.Addr) Endpoint {
 // vipEndpoint returns the HNS endpoint of a cluster IP on an overlay network. The
 // endpoint's provider is this node, so that packets from this node to the cluster IP
 // reach the load balancer.
-func (on *environment) vipEndpoint(name string, vip netip.Addr, mac string) Endpoint {
-	return Endpoint{
+func (on *environment) vipEndpoint(name string, vip netip.Addr, mac string) hns.Endpoint {
+	return hns.Endpoint{
 		Name: name, Network: on.network.ID, Addrs: []netip.Addr{vip}, MAC: mac,
 		Remote: true, Provider: on.nodeIP(api.FamilyOf(vip)),
 	}
@@ -400,10 +401,10 @@ func protocolOf(p api.Protocol) uint32 {
 }
 
 // toLoadBalancer returns the policy as a load balancer with these endpoint IDs.
-func (p *policy) toLoadBalancer(ids []string) LoadBalancer {
-	lb := LoadBalancer{
+func (p *policy) toLoadBalancer(ids []string) hns.LoadBalancer {
+	lb := hns.LoadBalancer{
 		Endpoints: ids, SourceVIP: p.sourceVIP, Flags: p.flags,
-		Ports: []PortMapping{{
+		Ports: []hns.PortMapping{{
 			Protocol: p.Protocol, External: p.Port, Internal: p.target,
 			Distribution: p.distribution, Flags: p.portFlags,
 		}},

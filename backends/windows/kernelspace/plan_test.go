@@ -10,7 +10,8 @@ import (
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/backends/windows/kernelspace"
-	"github.com/kpng-project/kpng/backends/windows/kernelspace/fakehns"
+	"github.com/kpng-project/kpng/internal/hns"
+	"github.com/kpng-project/kpng/internal/hns/fakehns"
 	"k8s.io/utils/ptr"
 )
 
@@ -42,7 +43,7 @@ func terminating(e *api.SliceEndpoint) {
 	e.Conditions = api.Conditions{Serving: true, Terminating: true}
 }
 
-func without(change func(*kernelspace.Features)) kernelspace.Features {
+func without(change func(*hns.Features)) hns.Features {
 	f := fakehns.AllFeatures()
 	change(&f)
 	return f
@@ -50,14 +51,14 @@ func without(change func(*kernelspace.Features)) kernelspace.Features {
 
 func TestEachFrontendHasLoadBalancer(t *testing.T) {
 	all := fakehns.AllFeatures()
-	overlay := kernelspace.Network{Overlay: true, RemoteSubnets: []kernelspace.RemoteSubnet{
+	overlay := hns.Network{Overlay: true, RemoteSubnets: []hns.RemoteSubnet{
 		{Prefix: netip.MustParsePrefix("10.1.2.0/24"), Provider: addr("192.168.0.2")},
 	}}
 	sourceVIP := kernelspace.Options{SourceVIPs: []netip.Addr{addr("10.1.1.250")}, HostMAC: "00-15-5d-00-00-99"}
 	for _, tc := range []struct {
 		name     string
-		features *kernelspace.Features
-		network  kernelspace.Network
+		features *hns.Features
+		network  hns.Network
 		opts     kernelspace.Options
 		named    []string // additional endpoints on this node, such as "cbr0=10.1.1.2": the name and address
 		pods     []string // addresses of the pods of this node
@@ -79,7 +80,7 @@ func TestEachFrontendHasLoadBalancer(t *testing.T) {
 		remotes: []string{"10.1.2.1"},
 	}, {
 		name:     "direct server return is omitted if Windows lacks it",
-		features: ptr.To(without(func(f *kernelspace.Features) { f.DSR = false })),
+		features: ptr.To(without(func(f *hns.Features) { f.DSR = false })),
 		pods:     []string{"10.1.1.1"}, view: view(service("web", externalLocal), at("10.1.1.1@here")),
 		want: `10.96.0.1 protocol 6 port 80->8080 to 10.1.1.1
 			198.51.100.1 protocol 6 port 80->8080 VIPExternalIP to 10.1.1.1
@@ -122,7 +123,7 @@ func TestEachFrontendHasLoadBalancer(t *testing.T) {
 		want: "10.96.0.1 protocol 6 port 80->8080 per client to 10.1.2.1", remotes: []string{"10.1.2.1"},
 	}, {
 		name:     "session affinity is omitted if Windows lacks it",
-		features: ptr.To(without(func(f *kernelspace.Features) { f.SessionAffinity = false })),
+		features: ptr.To(without(func(f *hns.Features) { f.SessionAffinity = false })),
 		view:     view(service("web", affine), at("10.1.2.1")),
 		want:     "10.96.0.1 protocol 6 port 80->8080 to 10.1.2.1", remotes: []string{"10.1.2.1"},
 	}, {
@@ -135,7 +136,7 @@ func TestEachFrontendHasLoadBalancer(t *testing.T) {
 		remotes: []string{"fd00:1::1"},
 	}, {
 		name:     "IPv6 is not served if Windows lacks it",
-		features: ptr.To(without(func(f *kernelspace.Features) { f.DualStack = false })),
+		features: ptr.To(without(func(f *hns.Features) { f.DualStack = false })),
 		pods:     []string{"10.1.1.1"}, view: view(service("web", dualStack), at("10.1.1.1@here"), at("fd00:1::1")),
 		want: `10.96.0.1 protocol 6 port 80->8080 to 10.1.1.1
 			node port protocol 6 port 30080->8080 LocalRoutedVIP VIPExternalIP to 10.1.1.1`,
@@ -267,7 +268,7 @@ func TestEachFrontendHasLoadBalancer(t *testing.T) {
 				w.hns.SetQuirks(quirks)
 				for _, n := range tc.named {
 					name, ip, _ := strings.Cut(n, "=")
-					w.endpoint(kernelspace.Endpoint{Name: name, Addrs: []netip.Addr{addr(ip)}})
+					w.endpoint(hns.Endpoint{Name: name, Addrs: []netip.Addr{addr(ip)}})
 				}
 				w.views[tc.view.Key()] = tc.view
 				for range 2 {
@@ -337,8 +338,8 @@ load balancer node port source 192.168.0.1 protocol 6 port 30080->8080 LocalRout
 }
 
 func TestServicesShareHealthChecksOfLoadBalancerAddress(t *testing.T) {
-	w := newWorld(t, fakehns.AllFeatures(), kernelspace.Network{}, kernelspace.Options{ForwardHealthChecks: true, HealthzPort: 10256})
-	w.endpoint(kernelspace.Endpoint{Name: "cbr0", Addrs: []netip.Addr{addr("10.1.1.2")}})
+	w := newWorld(t, fakehns.AllFeatures(), hns.Network{}, kernelspace.Options{ForwardHealthChecks: true, HealthzPort: 10256})
+	w.endpoint(hns.Endpoint{Name: "cbr0", Addrs: []netip.Addr{addr("10.1.1.2")}})
 	at := func(port int32) *api.View {
 		return view(service(fmt.Sprint("web-", port), withClusterIP(int(port)), func(s *api.Service) {
 			s.Type, s.Ports[0].Port = api.LoadBalancer, port
@@ -358,7 +359,7 @@ func TestServicesShareHealthChecksOfLoadBalancerAddress(t *testing.T) {
 
 func TestOverlayNetworkHasEndpointsForSourceVIPAndClusterIPs(t *testing.T) {
 	w := newWorld(t, fakehns.AllFeatures(),
-		kernelspace.Network{Overlay: true, RemoteSubnets: []kernelspace.RemoteSubnet{{Prefix: netip.MustParsePrefix("10.1.2.0/24"), Provider: addr("192.168.0.2")}}},
+		hns.Network{Overlay: true, RemoteSubnets: []hns.RemoteSubnet{{Prefix: netip.MustParsePrefix("10.1.2.0/24"), Provider: addr("192.168.0.2")}}},
 		kernelspace.Options{SourceVIPs: []netip.Addr{addr("10.1.1.250")}, HostMAC: "00-15-5d-00-00-99"})
 	w.must(w.set(view(service("web"), at("10.1.2.1"))))
 	const sourceVIP = "endpoint [10.1.1.250] named kpng-source-vip\n"
@@ -379,7 +380,7 @@ func TestOverlayNetworkHasEndpointsForSourceVIPAndClusterIPs(t *testing.T) {
 	}
 
 	// A node is added after the last listing.
-	network.RemoteSubnets = append(network.RemoteSubnets, kernelspace.RemoteSubnet{Prefix: netip.MustParsePrefix("10.1.3.0/24"), Provider: addr("192.168.0.4")})
+	network.RemoteSubnets = append(network.RemoteSubnets, hns.RemoteSubnet{Prefix: netip.MustParsePrefix("10.1.3.0/24"), Provider: addr("192.168.0.4")})
 	w.hns.AddNetwork(network)
 	if err := w.set(view(service("web"), at("10.1.3.1"))); err == nil {
 		t.Error("Sync requested no retry although the network changed")

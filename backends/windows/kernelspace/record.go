@@ -12,6 +12,7 @@ import (
 	"strings"
 
 	"github.com/kpng-project/kpng/backends/windows/internal/journal"
+	"github.com/kpng-project/kpng/internal/hns"
 	"k8s.io/apimachinery/pkg/types"
 )
 
@@ -30,7 +31,7 @@ import (
 // a listing.
 type record struct {
 	journal *journal.Journal
-	planned map[Frontend]*planned
+	planned map[frontend]*planned
 	made    map[string]*made // by ID
 	// deleted is the number of load balancers in made that are deleted.
 	deleted int
@@ -47,7 +48,7 @@ type planned struct {
 
 // The type made describes a load balancer that HNS created.
 type made struct {
-	Frontend Frontend
+	Frontend frontend
 	Service  types.NamespacedName
 	// Asked is the digest of the requested settings. Answered is the digest of the settings
 	// that HNS reported. The digests may differ, because HNS may omit settings.
@@ -78,7 +79,7 @@ func readRecord(path string) (*record, error) {
 }
 
 func newRecord(j *journal.Journal) *record {
-	return &record{journal: j, planned: map[Frontend]*planned{}, made: map[string]*made{}}
+	return &record{journal: j, planned: map[frontend]*planned{}, made: map[string]*made{}}
 }
 
 func (r *record) read(key, value string) error {
@@ -91,7 +92,7 @@ func (r *record) read(key, value string) error {
 	if !ok {
 		return fmt.Errorf("want prefix %q or %q", plannedPrefix, madePrefix)
 	}
-	var f Frontend
+	var f frontend
 	if err := json.Unmarshal([]byte(text), &f); err != nil {
 		return err
 	}
@@ -104,7 +105,7 @@ func (r *record) read(key, value string) error {
 func (r *record) owns(id string) bool { return r.made[id] != nil }
 
 // The method plan records a load balancer whose creation is about to be requested.
-func (r *record) plan(f Frontend, p planned) {
+func (r *record) plan(f frontend, p planned) {
 	r.planned[f] = &p
 	r.journal.Set(plannedPrefix+encode(f), encode(p))
 }
@@ -119,7 +120,7 @@ func (r *record) add(id string, m made) {
 }
 
 // dropPlan removes the plan for a frontend.
-func (r *record) dropPlan(f Frontend) {
+func (r *record) dropPlan(f frontend) {
 	if r.planned[f] != nil {
 		delete(r.planned, f)
 		r.journal.Delete(plannedPrefix + encode(f))
@@ -188,7 +189,7 @@ func (r *record) len() int { return len(r.made) - r.deleted }
 // endpoints. HNS does not report all settings. If HNS reports the same settings as
 // directly after the creation, the method unchanged assumes that the load balancer still
 // has all requested settings.
-func (r *record) unchanged(have, want LoadBalancer) bool {
+func (r *record) unchanged(have, want hns.LoadBalancer) bool {
 	got, asked := digestOf(have), digestOf(want)
 	if m := r.made[have.ID]; m != nil && got == m.Answered {
 		return asked == m.Asked
@@ -205,13 +206,13 @@ type digest uint64
 
 // The flags that the backend controls. HNS may add other flags.
 const (
-	knownFlags     = DSR | IPv6
-	knownPortFlags = LocalRoutedVIP | UseMux | PreserveDIP | VIPExternalIP
+	knownFlags     = hns.DSR | hns.IPv6
+	knownPortFlags = hns.LocalRoutedVIP | hns.UseMux | hns.PreserveDIP | hns.VIPExternalIP
 )
 
-func digestOf(lb LoadBalancer) digest {
+func digestOf(lb hns.LoadBalancer) digest {
 	ports := slices.Clone(lb.Ports)
-	slices.SortFunc(ports, func(a, b PortMapping) int {
+	slices.SortFunc(ports, func(a, b hns.PortMapping) int {
 		return cmp.Or(cmp.Compare(a.Protocol, b.Protocol), cmp.Compare(a.External, b.External), cmp.Compare(a.Internal, b.Internal))
 	})
 	h := fnv.New64a()
@@ -230,6 +231,6 @@ func encode(v any) string {
 	return string(data)
 }
 
-func compareFrontends(a, b Frontend) int {
+func compareFrontends(a, b frontend) int {
 	return cmp.Or(a.VIP.Compare(b.VIP), cmp.Compare(a.Family, b.Family), cmp.Compare(a.Protocol, b.Protocol), cmp.Compare(a.Port, b.Port))
 }

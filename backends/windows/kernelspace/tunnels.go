@@ -5,6 +5,8 @@ package kernelspace
 import (
 	"net/netip"
 	"slices"
+
+	"github.com/kpng-project/kpng/internal/hns"
 )
 
 // tunnels finds the tunnel to an address. An overlay network has a remote subnet for each
@@ -18,7 +20,7 @@ type tunnels struct {
 	nodes map[netip.Addr]bool
 }
 
-func newTunnels(n *Network) tunnels {
+func newTunnels(n *hns.Network) tunnels {
 	t := tunnels{subnets: map[netip.Prefix]netip.Addr{}, nodes: map[netip.Addr]bool{}}
 	for _, s := range n.RemoteSubnets {
 		t.nodes[s.Provider] = true

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package winhns
+package hns
 
 import (
 	"encoding/json"
@@ -10,23 +10,23 @@ import (
 	"strings"
 
 	"github.com/Microsoft/hcsshim/hcn"
-	"github.com/kpng-project/kpng/backends/windows/kernelspace"
 )
 
-// HNS implements [kernelspace.HNS]. Its zero value is ready to use, even before HNS runs.
-type HNS struct{}
+func open() (HNS, error) { return service{}, nil }
 
-var _ kernelspace.HNS = HNS{}
+// service implements [HNS] with the Host Compute Network API. It is usable even before HNS
+// runs.
+type service struct{}
 
-// wrap wraps an error of HNS together with the kernelspace error of the same meaning, if
-// any.
+// wrap wraps an error of HNS together with the error of this package that has the same
+// meaning, if any.
 func wrap(err error) error {
 	if err == nil {
 		return nil
 	}
 	meaning := error(nil)
 	if hcn.IsNotFoundError(err) { // hcsshim itself creates this error, without an HRESULT
-		meaning = kernelspace.ErrNotFound
+		meaning = ErrNotFound
 	}
 	for code, m := range results {
 		if hcn.CheckErrorWithCode(err, hcn.ErrorCode(code)) {
@@ -39,19 +39,19 @@ func wrap(err error) error {
 	return fmt.Errorf("%w: %w", meaning, err)
 }
 
-// Features implements [kernelspace.HNS]. It does not use hcn.GetSupportedFeatures, which
+// Features implements [HNS]. It does not use hcn.GetSupportedFeatures, which
 // caches the first result forever, even if HNS did not run at that time.
-func (HNS) Features() (kernelspace.Features, error) {
+func (service) Features() (Features, error) {
 	globals, err := hcn.GetGlobals()
 	if err != nil {
-		return kernelspace.Features{}, wrap(err)
+		return Features{}, wrap(err)
 	}
 	has := func(ranges hcn.VersionRanges) bool { return inRanges(globals.Version, ranges) }
 	if !has(hcn.V2ApiSupport) {
-		return kernelspace.Features{}, fmt.Errorf("HNS %d.%d is too old, need 9.2: %w",
-			globals.Version.Major, globals.Version.Minor, kernelspace.ErrNotSupported)
+		return Features{}, fmt.Errorf("HNS %d.%d is too old, need 9.2: %w",
+			globals.Version.Major, globals.Version.Minor, ErrNotSupported)
 	}
-	return kernelspace.Features{
+	return Features{
 		DSR:                has(hcn.DSRVersion),
 		DualStack:          has(hcn.IPv6DualStackVersion),
 		RemoteSubnet:       has(hcn.RemoteSubnetVersion),
@@ -70,13 +70,13 @@ func inRanges(v hcn.Version, ranges hcn.VersionRanges) bool {
 	return false
 }
 
-// Network implements [kernelspace.HNS].
-func (HNS) Network(name string) (*kernelspace.Network, error) {
+// Network implements [HNS].
+func (service) Network(name string) (*Network, error) {
 	found, err := hcn.GetNetworkByName(name)
 	if err != nil {
 		return nil, wrap(err)
 	}
-	n := &kernelspace.Network{ID: found.Id, Name: found.Name, Overlay: found.Type == hcn.Overlay}
+	n := &Network{ID: found.Id, Name: found.Name, Overlay: found.Type == hcn.Overlay}
 	for _, p := range found.Policies {
 		if p.Type != hcn.RemoteSubnetRoute {
 			continue
@@ -93,18 +93,18 @@ func (HNS) Network(name string) (*kernelspace.Network, error) {
 		if err != nil {
 			return nil, fmt.Errorf("read provider of remote subnet %s of network %s: %w", prefix, n.ID, err)
 		}
-		n.RemoteSubnets = append(n.RemoteSubnets, kernelspace.RemoteSubnet{Prefix: prefix, Provider: provider})
+		n.RemoteSubnets = append(n.RemoteSubnets, RemoteSubnet{Prefix: prefix, Provider: provider})
 	}
 	return n, nil
 }
 
-// Endpoints implements [kernelspace.HNS].
-func (HNS) Endpoints(network string) ([]kernelspace.Endpoint, error) {
+// Endpoints implements [HNS].
+func (service) Endpoints(network string) ([]Endpoint, error) {
 	listed, err := list(func() ([]hcn.HostComputeEndpoint, error) { return hcn.ListEndpointsOfNetwork(network) })
 	if err != nil {
 		return nil, err
 	}
-	all := make([]kernelspace.Endpoint, 0, len(listed))
+	all := make([]Endpoint, 0, len(listed))
 	for i := range listed {
 		// HNS may also list the endpoints of other networks.
 		if e := endpoint(&listed[i]); strings.EqualFold(e.Network, network) {
@@ -114,13 +114,13 @@ func (HNS) Endpoints(network string) ([]kernelspace.Endpoint, error) {
 	return all, nil
 }
 
-// LoadBalancers implements [kernelspace.HNS].
-func (HNS) LoadBalancers() ([]kernelspace.LoadBalancer, error) {
+// LoadBalancers implements [HNS].
+func (service) LoadBalancers() ([]LoadBalancer, error) {
 	listed, err := list(hcn.ListLoadBalancers)
 	if err != nil {
 		return nil, err
 	}
-	all := make([]kernelspace.LoadBalancer, 0, len(listed))
+	all := make([]LoadBalancer, 0, len(listed))
 	for i := range listed {
 		if lb, ok := balancer(&listed[i]); ok {
 			all = append(all, lb)
@@ -135,15 +135,15 @@ func (HNS) LoadBalancers() ([]kernelspace.LoadBalancer, error) {
 func list[T any](f func() ([]T, error)) (all []T, err error) {
 	for range 3 {
 		all, err = f()
-		if err = wrap(err); !errors.Is(err, kernelspace.ErrNotFound) {
+		if err = wrap(err); !errors.Is(err, ErrNotFound) {
 			break
 		}
 	}
 	return all, err
 }
 
-// CreateEndpoint implements [kernelspace.HNS].
-func (HNS) CreateEndpoint(e kernelspace.Endpoint) (string, error) {
+// CreateEndpoint implements [HNS].
+func (service) CreateEndpoint(e Endpoint) (string, error) {
 	create := &hcn.HostComputeEndpoint{
 		Name:               e.Name,
 		HostComputeNetwork: e.Network,
@@ -170,29 +170,29 @@ func (HNS) CreateEndpoint(e kernelspace.Endpoint) (string, error) {
 	return strings.ToLower(created.Id), nil
 }
 
-// DeleteEndpoint implements [kernelspace.HNS].
-func (HNS) DeleteEndpoint(id string) error {
+// DeleteEndpoint implements [HNS].
+func (service) DeleteEndpoint(id string) error {
 	return wrap((&hcn.HostComputeEndpoint{Id: id}).Delete())
 }
 
-// CreateLoadBalancer implements [kernelspace.HNS].
-func (HNS) CreateLoadBalancer(lb kernelspace.LoadBalancer) (kernelspace.LoadBalancer, error) {
+// CreateLoadBalancer implements [HNS].
+func (service) CreateLoadBalancer(lb LoadBalancer) (LoadBalancer, error) {
 	created, err := hcnBalancer(lb).Create()
 	if err != nil {
-		return kernelspace.LoadBalancer{}, wrap(err)
+		return LoadBalancer{}, wrap(err)
 	}
 	made, _ := balancer(created) // the addresses come from lb, so they are valid
 	made.ID = strings.ToLower(created.Id)
 	return made, nil
 }
 
-// UpdateLoadBalancer implements [kernelspace.HNS].
-func (HNS) UpdateLoadBalancer(lb kernelspace.LoadBalancer) error {
+// UpdateLoadBalancer implements [HNS].
+func (service) UpdateLoadBalancer(lb LoadBalancer) error {
 	_, err := hcnBalancer(lb).Update(lb.ID)
 	return wrap(err)
 }
 
-// DeleteLoadBalancer implements [kernelspace.HNS].
-func (HNS) DeleteLoadBalancer(id string) error {
+// DeleteLoadBalancer implements [HNS].
+func (service) DeleteLoadBalancer(id string) error {
 	return wrap((&hcn.HostComputeLoadBalancer{Id: id}).Delete())
 }

@@ -1,15 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package kernelspace
+// Package hns is the part of the Host Networking Service (HNS) of Windows that
+// backends/windows/kernelspace uses. On Windows, [Open] connects to the real service with
+// hcsshim. Package hns/fakehns implements a service in memory for tests.
+package hns
 
 import (
 	"errors"
 	"net/netip"
 )
 
-// HNS is the part of the Host Networking Service that the backend uses. Package winhns
-// implements it with the real service. Package fakehns implements it in memory for tests.
-// The backend makes one call at a time.
+// Open returns the service of this machine, whether or not it runs. On other systems than
+// Windows, it returns an error. Tests replace it with [fakehns.Use].
+var Open = open
+
+// HNS is the Host Networking Service. The backend makes one call at a time.
 //
 // All IDs are GUIDs. The IDs of endpoints and load balancers are in lower case. The
 // errors of all methods wrap ErrNotFound, ErrExists, ErrNotRunning or ErrNotSupported if

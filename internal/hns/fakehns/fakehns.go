@@ -12,9 +12,10 @@
 //
 // [HNS.SetQuirks] adds irregularities that callers of HNS must tolerate. Example:
 //
-//	hns := fakehns.New(fakehns.AllFeatures())
-//	hns.AddNetwork(kernelspace.Network{Name: "l2bridge"})
-//	backend, err := kernelspace.New(kernelspace.Options{HNS: hns, Network: "l2bridge"})
+//	fake := fakehns.New(fakehns.AllFeatures())
+//	fake.AddNetwork(hns.Network{Name: "l2bridge"})
+//	fakehns.Use(t, fake)
+//	backend, err := kernelspace.New(kernelspace.Options{Network: "l2bridge"})
 package fakehns
 
 import (
@@ -25,13 +26,14 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"testing"
 
-	"github.com/kpng-project/kpng/backends/windows/kernelspace"
+	"github.com/kpng-project/kpng/internal/hns"
 )
 
 // AllFeatures returns the features of the latest version of Windows.
-func AllFeatures() kernelspace.Features {
-	return kernelspace.Features{DSR: true, DualStack: true, RemoteSubnet: true, SessionAffinity: true, ModifyLoadBalancer: true}
+func AllFeatures() hns.Features {
+	return hns.Features{DSR: true, DualStack: true, RemoteSubnet: true, SessionAffinity: true, ModifyLoadBalancer: true}
 }
 
 var (
@@ -46,13 +48,13 @@ var (
 	ErrIgnored = errors.New("HNS did not do what it said it did")
 )
 
-// HNS implements [kernelspace.HNS]. It is safe for concurrent use.
+// HNS implements [hns.HNS]. It is safe for concurrent use.
 type HNS struct {
 	mu        sync.Mutex
-	features  kernelspace.Features
-	networks  map[string]kernelspace.Network
-	endpoints map[string]kernelspace.Endpoint
-	balancers map[string]kernelspace.LoadBalancer
+	features  hns.Features
+	networks  map[string]hns.Network
+	endpoints map[string]hns.Endpoint
+	balancers map[string]hns.LoadBalancer
 	frontends map[frontend]string
 	addrs     map[addrKey]string
 	uses      map[string]int
@@ -63,18 +65,25 @@ type HNS struct {
 	host      []netip.Addr
 }
 
+// Use makes h the HNS of this machine until the end of the test or benchmark.
+func Use(tb testing.TB, h hns.HNS) {
+	open := hns.Open
+	hns.Open = func() (hns.HNS, error) { return h, nil }
+	tb.Cleanup(func() { hns.Open = open })
+}
+
 // Quirks are irregularities of HNS that callers must tolerate, mainly in listings. With
 // the zero value, a listing is sorted by ID, contains each object once, and shows each
 // object as it was created.
 type Quirks struct {
 	// Descriptions of load balancers omit the flags in HiddenFlags and HiddenPortFlags.
-	HiddenFlags     kernelspace.LoadBalancerFlags
-	HiddenPortFlags kernelspace.PortFlags
+	HiddenFlags     hns.LoadBalancerFlags
+	HiddenPortFlags hns.PortFlags
 	// HidesSourceVIP, HidesDistribution, HidesRemote and HidesProvider each omit one setting
 	// from descriptions of load balancers or endpoints.
 	HidesSourceVIP, HidesDistribution, HidesRemote, HidesProvider bool
 	// Descriptions add the flags in AddsPortFlags to each port of a load balancer.
-	AddsPortFlags kernelspace.PortFlags
+	AddsPortFlags hns.PortFlags
 	// With ListsTwice, listings contain each object twice. ListsBackwards reverses the order
 	// of the objects in a listing, and of the endpoints in a load balancer.
 	ListsTwice, ListsBackwards bool
@@ -88,29 +97,29 @@ type Quirks struct {
 // AllQuirks returns sets of quirks by name. The set "none" is empty, "all" contains most
 // quirks, and each other set contains one quirk.
 func AllQuirks() map[string]Quirks {
-	const ports = kernelspace.LocalRoutedVIP | kernelspace.UseMux | kernelspace.PreserveDIP | kernelspace.VIPExternalIP
+	const ports = hns.LocalRoutedVIP | hns.UseMux | hns.PreserveDIP | hns.VIPExternalIP
 	return map[string]Quirks{
 		"none":                 {},
-		"hides flags":          {HiddenFlags: kernelspace.DSR},
-		"hides port flags":     {HiddenPortFlags: kernelspace.VIPExternalIP},
+		"hides flags":          {HiddenFlags: hns.DSR},
+		"hides port flags":     {HiddenPortFlags: hns.VIPExternalIP},
 		"hides all port flags": {HiddenPortFlags: ports},
 		"hides source VIPs":    {HidesSourceVIP: true},
 		"hides distribution":   {HidesDistribution: true},
 		"hides remote":         {HidesRemote: true},
 		"hides providers":      {HidesProvider: true},
-		"adds port flags":      {AddsPortFlags: 1 | kernelspace.LocalRoutedVIP},
+		"adds port flags":      {AddsPortFlags: 1 | hns.LocalRoutedVIP},
 		"lists twice":          {ListsTwice: true},
 		"lists backwards":      {ListsBackwards: true},
 		"empty ones block":     {EmptyBalancersBlock: true},
 		"all": {
-			HiddenFlags: kernelspace.DSR, HiddenPortFlags: ports, HidesSourceVIP: true, HidesDistribution: true,
+			HiddenFlags: hns.DSR, HiddenPortFlags: ports, HidesSourceVIP: true, HidesDistribution: true,
 			HidesRemote: true, HidesProvider: true, ListsTwice: true, ListsBackwards: true, SharesFrontends: true,
 			EmptyBalancersBlock: true,
 		},
 	}
 }
 
-var _ kernelspace.HNS = &HNS{}
+var _ hns.HNS = &HNS{}
 
 type frontend struct {
 	vip      netip.Addr
@@ -129,12 +138,12 @@ type addrKey struct {
 }
 
 // New returns an HNS without any objects.
-func New(features kernelspace.Features) *HNS {
+func New(features hns.Features) *HNS {
 	return &HNS{
 		features:  features,
-		networks:  map[string]kernelspace.Network{},
-		endpoints: map[string]kernelspace.Endpoint{},
-		balancers: map[string]kernelspace.LoadBalancer{},
+		networks:  map[string]hns.Network{},
+		endpoints: map[string]hns.Endpoint{},
+		balancers: map[string]hns.LoadBalancer{},
 		frontends: map[frontend]string{},
 		addrs:     map[addrKey]string{},
 		uses:      map[string]int{},
@@ -150,7 +159,7 @@ func (h *HNS) SetHost(addrs ...netip.Addr) {
 	h.host = addrs
 }
 
-// SetHook sets a hook. Each method of [kernelspace.HNS] first calls hook with the
+// SetHook sets a hook. Each method of [hns.HNS] first calls hook with the
 // method's name. If hook returns an error other than ErrIgnored, the method returns that
 // error. The hook must not call the HNS.
 func (h *HNS) SetHook(hook func(call string) error) {
@@ -167,7 +176,7 @@ func (h *HNS) SetQuirks(q Quirks) {
 }
 
 // describeEndpoint applies the quirks in q to the description of an endpoint.
-func (q *Quirks) describeEndpoint(e kernelspace.Endpoint) kernelspace.Endpoint {
+func (q *Quirks) describeEndpoint(e hns.Endpoint) hns.Endpoint {
 	e.Remote = e.Remote && !q.HidesRemote
 	if q.HidesProvider {
 		e.Provider = netip.Addr{}
@@ -175,7 +184,7 @@ func (q *Quirks) describeEndpoint(e kernelspace.Endpoint) kernelspace.Endpoint {
 	return e
 }
 
-func (q *Quirks) describeBalancer(lb kernelspace.LoadBalancer) kernelspace.LoadBalancer {
+func (q *Quirks) describeBalancer(lb hns.LoadBalancer) hns.LoadBalancer {
 	lb.Endpoints, lb.VIPs, lb.Ports = slices.Clone(lb.Endpoints), slices.Clone(lb.VIPs), slices.Clone(lb.Ports)
 	if q.ListsBackwards {
 		slices.Reverse(lb.Endpoints)
@@ -188,7 +197,7 @@ func (q *Quirks) describeBalancer(lb kernelspace.LoadBalancer) kernelspace.LoadB
 		p := &lb.Ports[i]
 		p.Flags = p.Flags&^q.HiddenPortFlags | q.AddsPortFlags
 		if q.HidesDistribution {
-			p.Distribution = kernelspace.PerConnection
+			p.Distribution = hns.PerConnection
 		}
 	}
 	return lb
@@ -215,7 +224,7 @@ func (h *HNS) Calls() map[string]int {
 }
 
 // AddNetwork adds n and returns its ID. It replaces a network with the same ID.
-func (h *HNS) AddNetwork(n kernelspace.Network) string {
+func (h *HNS) AddNetwork(n hns.Network) string {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	if n.ID == "" {
@@ -245,7 +254,7 @@ func (h *HNS) RemoveNetwork(id string) {
 }
 
 // Endpoint returns HNS' description of the endpoint with this ID.
-func (h *HNS) Endpoint(id string) (kernelspace.Endpoint, bool) {
+func (h *HNS) Endpoint(id string) (hns.Endpoint, bool) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	e, ok := h.endpoints[id]
@@ -253,7 +262,7 @@ func (h *HNS) Endpoint(id string) (kernelspace.Endpoint, bool) {
 }
 
 // LoadBalancer returns HNS' description of the load balancer with this ID.
-func (h *HNS) LoadBalancer(id string) (kernelspace.LoadBalancer, bool) {
+func (h *HNS) LoadBalancer(id string) (hns.LoadBalancer, bool) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	lb, ok := h.balancers[id]
@@ -261,7 +270,7 @@ func (h *HNS) LoadBalancer(id string) (kernelspace.LoadBalancer, bool) {
 }
 
 // NetworkByID returns the network with this ID.
-func (h *HNS) NetworkByID(id string) (kernelspace.Network, bool) {
+func (h *HNS) NetworkByID(id string) (hns.Network, bool) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	n, ok := h.networks[id]
@@ -301,15 +310,15 @@ func (h *HNS) write(name string, do func() (id string, err error)) (string, erro
 	return id, err
 }
 
-// Features implements kernelspace.HNS.
-func (h *HNS) Features() (kernelspace.Features, error) {
+// Features implements hns.HNS.
+func (h *HNS) Features() (hns.Features, error) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	return h.features, h.call("Features")
 }
 
-// Network implements kernelspace.HNS.
-func (h *HNS) Network(name string) (*kernelspace.Network, error) {
+// Network implements hns.HNS.
+func (h *HNS) Network(name string) (*hns.Network, error) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	if err := h.call("Network"); err != nil {
@@ -321,17 +330,17 @@ func (h *HNS) Network(name string) (*kernelspace.Network, error) {
 			return &n, nil
 		}
 	}
-	return nil, fmt.Errorf("network %q: %w", name, kernelspace.ErrNotFound)
+	return nil, fmt.Errorf("network %q: %w", name, hns.ErrNotFound)
 }
 
-// Endpoints implements kernelspace.HNS.
-func (h *HNS) Endpoints(network string) ([]kernelspace.Endpoint, error) {
+// Endpoints implements hns.HNS.
+func (h *HNS) Endpoints(network string) ([]hns.Endpoint, error) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	if err := h.call("Endpoints"); err != nil {
 		return nil, err
 	}
-	var list []kernelspace.Endpoint
+	var list []hns.Endpoint
 	for _, id := range h.quirks.list(slices.Sorted(maps.Keys(h.endpoints))) {
 		if e := h.endpoints[id]; e.Network == network {
 			list = append(list, h.quirks.describeEndpoint(e))
@@ -340,35 +349,35 @@ func (h *HNS) Endpoints(network string) ([]kernelspace.Endpoint, error) {
 	return list, nil
 }
 
-// LoadBalancers implements kernelspace.HNS.
-func (h *HNS) LoadBalancers() ([]kernelspace.LoadBalancer, error) {
+// LoadBalancers implements hns.HNS.
+func (h *HNS) LoadBalancers() ([]hns.LoadBalancer, error) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	if err := h.call("LoadBalancers"); err != nil {
 		return nil, err
 	}
-	var list []kernelspace.LoadBalancer
+	var list []hns.LoadBalancer
 	for _, id := range h.quirks.list(slices.Sorted(maps.Keys(h.balancers))) {
 		list = append(list, h.quirks.describeBalancer(h.balancers[id]))
 	}
 	return list, nil
 }
 
-// CreateEndpoint implements kernelspace.HNS.
-func (h *HNS) CreateEndpoint(e kernelspace.Endpoint) (string, error) {
+// CreateEndpoint implements hns.HNS.
+func (h *HNS) CreateEndpoint(e hns.Endpoint) (string, error) {
 	return h.write("CreateEndpoint", func() (string, error) { return h.createEndpoint(e) })
 }
 
-func (h *HNS) createEndpoint(e kernelspace.Endpoint) (string, error) {
+func (h *HNS) createEndpoint(e hns.Endpoint) (string, error) {
 	if _, ok := h.networks[e.Network]; !ok {
-		return "", fmt.Errorf("network %s: %w", e.Network, kernelspace.ErrNotFound)
+		return "", fmt.Errorf("network %s: %w", e.Network, hns.ErrNotFound)
 	}
 	if len(e.Addrs) == 0 {
 		return "", errors.New("an endpoint needs an address")
 	}
 	for _, a := range e.Addrs {
 		if id, ok := h.addrs[addrKey{e.Network, a, e.Remote}]; ok {
-			return "", fmt.Errorf("address %s is that of endpoint %s: %w", a, id, kernelspace.ErrExists)
+			return "", fmt.Errorf("address %s is that of endpoint %s: %w", a, id, hns.ErrExists)
 		}
 	}
 	e.ID = h.newID()
@@ -379,7 +388,7 @@ func (h *HNS) createEndpoint(e kernelspace.Endpoint) (string, error) {
 	return e.ID, nil
 }
 
-// DeleteEndpoint implements kernelspace.HNS.
+// DeleteEndpoint implements hns.HNS.
 func (h *HNS) DeleteEndpoint(id string) error {
 	_, err := h.write("DeleteEndpoint", func() (string, error) { return "", h.deleteEndpoint(id) })
 	return err
@@ -388,7 +397,7 @@ func (h *HNS) DeleteEndpoint(id string) error {
 func (h *HNS) deleteEndpoint(id string) error {
 	e, ok := h.endpoints[id]
 	if !ok {
-		return fmt.Errorf("endpoint %s: %w", id, kernelspace.ErrNotFound)
+		return fmt.Errorf("endpoint %s: %w", id, hns.ErrNotFound)
 	}
 	if h.uses[id] > 0 {
 		return fmt.Errorf("endpoint %s: %w", id, ErrInUse)
@@ -397,7 +406,7 @@ func (h *HNS) deleteEndpoint(id string) error {
 	return nil
 }
 
-func (h *HNS) forget(e kernelspace.Endpoint) {
+func (h *HNS) forget(e hns.Endpoint) {
 	delete(h.endpoints, e.ID)
 	for _, a := range e.Addrs {
 		delete(h.addrs, addrKey{e.Network, a, e.Remote})
@@ -419,11 +428,11 @@ func (h *HNS) LoseEndpoint(id string) {
 	}
 }
 
-// CreateLoadBalancer implements kernelspace.HNS.
-func (h *HNS) CreateLoadBalancer(lb kernelspace.LoadBalancer) (kernelspace.LoadBalancer, error) {
+// CreateLoadBalancer implements hns.HNS.
+func (h *HNS) CreateLoadBalancer(lb hns.LoadBalancer) (hns.LoadBalancer, error) {
 	id, err := h.write("CreateLoadBalancer", func() (string, error) { return h.createLoadBalancer(lb) })
 	if err != nil {
-		return kernelspace.LoadBalancer{}, err
+		return hns.LoadBalancer{}, err
 	}
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -431,7 +440,7 @@ func (h *HNS) CreateLoadBalancer(lb kernelspace.LoadBalancer) (kernelspace.LoadB
 	return h.quirks.describeBalancer(lb), nil
 }
 
-func (h *HNS) createLoadBalancer(lb kernelspace.LoadBalancer) (string, error) {
+func (h *HNS) createLoadBalancer(lb hns.LoadBalancer) (string, error) {
 	if err := h.check(lb); err != nil {
 		return "", err
 	}
@@ -440,19 +449,19 @@ func (h *HNS) createLoadBalancer(lb kernelspace.LoadBalancer) (string, error) {
 	return lb.ID, nil
 }
 
-// UpdateLoadBalancer implements kernelspace.HNS.
-func (h *HNS) UpdateLoadBalancer(lb kernelspace.LoadBalancer) error {
+// UpdateLoadBalancer implements hns.HNS.
+func (h *HNS) UpdateLoadBalancer(lb hns.LoadBalancer) error {
 	_, err := h.write("UpdateLoadBalancer", func() (string, error) { return "", h.updateLoadBalancer(lb) })
 	return err
 }
 
-func (h *HNS) updateLoadBalancer(lb kernelspace.LoadBalancer) error {
+func (h *HNS) updateLoadBalancer(lb hns.LoadBalancer) error {
 	if !h.features.ModifyLoadBalancer {
-		return kernelspace.ErrNotSupported
+		return hns.ErrNotSupported
 	}
 	old, ok := h.balancers[lb.ID]
 	if !ok {
-		return fmt.Errorf("load balancer %s: %w", lb.ID, kernelspace.ErrNotFound)
+		return fmt.Errorf("load balancer %s: %w", lb.ID, hns.ErrNotFound)
 	}
 	if err := h.check(lb); err != nil {
 		return err
@@ -462,7 +471,7 @@ func (h *HNS) updateLoadBalancer(lb kernelspace.LoadBalancer) error {
 	return nil
 }
 
-// DeleteLoadBalancer implements kernelspace.HNS.
+// DeleteLoadBalancer implements hns.HNS.
 func (h *HNS) DeleteLoadBalancer(id string) error {
 	_, err := h.write("DeleteLoadBalancer", func() (string, error) { return "", h.deleteLoadBalancer(id) })
 	return err
@@ -471,14 +480,14 @@ func (h *HNS) DeleteLoadBalancer(id string) error {
 func (h *HNS) deleteLoadBalancer(id string) error {
 	lb, ok := h.balancers[id]
 	if !ok {
-		return fmt.Errorf("load balancer %s: %w", id, kernelspace.ErrNotFound)
+		return fmt.Errorf("load balancer %s: %w", id, hns.ErrNotFound)
 	}
 	h.drop(lb)
 	return nil
 }
 
 // check returns an error if HNS would reject the load balancer.
-func (h *HNS) check(lb kernelspace.LoadBalancer) error {
+func (h *HNS) check(lb hns.LoadBalancer) error {
 	if len(lb.Endpoints) == 0 || len(lb.Ports) == 0 {
 		return errors.New("a load balancer needs endpoints and ports")
 	}
@@ -489,7 +498,7 @@ func (h *HNS) check(lb kernelspace.LoadBalancer) error {
 	}
 	for i, id := range lb.Endpoints {
 		if _, ok := h.endpoints[id]; !ok {
-			return fmt.Errorf("endpoint %s: %w", id, kernelspace.ErrNotFound)
+			return fmt.Errorf("endpoint %s: %w", id, hns.ErrNotFound)
 		}
 		if slices.Contains(lb.Endpoints[:i], id) {
 			return fmt.Errorf("endpoint %s twice", id)
@@ -499,48 +508,48 @@ func (h *HNS) check(lb kernelspace.LoadBalancer) error {
 		}
 	}
 	for i, p := range lb.Ports {
-		if slices.ContainsFunc(lb.Ports[:i], func(other kernelspace.PortMapping) bool {
+		if slices.ContainsFunc(lb.Ports[:i], func(other hns.PortMapping) bool {
 			return other.Protocol == p.Protocol && other.External == p.External
 		}) {
-			return fmt.Errorf("port %d twice: %w", p.External, kernelspace.ErrExists)
+			return fmt.Errorf("port %d twice: %w", p.External, hns.ErrExists)
 		}
 	}
-	if lb.Flags&kernelspace.DSR != 0 && !h.features.DSR || lb.Flags&kernelspace.IPv6 != 0 && !h.features.DualStack {
-		return fmt.Errorf("flags %d: %w", lb.Flags, kernelspace.ErrNotSupported)
+	if lb.Flags&hns.DSR != 0 && !h.features.DSR || lb.Flags&hns.IPv6 != 0 && !h.features.DualStack {
+		return fmt.Errorf("flags %d: %w", lb.Flags, hns.ErrNotSupported)
 	}
 	for _, p := range lb.Ports {
-		if p.Distribution != kernelspace.PerConnection && !h.features.SessionAffinity {
-			return fmt.Errorf("distribution %d: %w", p.Distribution, kernelspace.ErrNotSupported)
+		if p.Distribution != hns.PerConnection && !h.features.SessionAffinity {
+			return fmt.Errorf("distribution %d: %w", p.Distribution, hns.ErrNotSupported)
 		}
 	}
 	for _, f := range frontendsOf(lb) {
 		if id, ok := h.frontends[f]; ok && id != lb.ID && !h.quirks.SharesFrontends {
-			return fmt.Errorf("frontend %v is that of load balancer %s: %w", f, id, kernelspace.ErrExists)
+			return fmt.Errorf("frontend %v is that of load balancer %s: %w", f, id, hns.ErrExists)
 		}
 	}
 	return nil
 }
 
 // checkOverlay returns an error if an overlay network would reject the load balancer.
-func (h *HNS) checkOverlay(lb kernelspace.LoadBalancer, network string) error {
+func (h *HNS) checkOverlay(lb hns.LoadBalancer, network string) error {
 	if !h.networks[network].Overlay {
 		return nil
 	}
-	if lb.Flags&kernelspace.IPv6 != 0 {
+	if lb.Flags&hns.IPv6 != 0 {
 		return errors.New("IPv6 on an overlay network")
 	}
 	if _, ok := h.addrs[addrKey{network, lb.SourceVIP, false}]; !ok && !slices.Contains(h.host, lb.SourceVIP) {
 		return fmt.Errorf("source VIP %s has no endpoint", lb.SourceVIP)
 	}
 	for _, vip := range lb.VIPs {
-		if _, ok := h.addrs[addrKey{network, vip, true}]; !ok && lb.Ports[0].Flags&kernelspace.VIPExternalIP == 0 {
+		if _, ok := h.addrs[addrKey{network, vip, true}]; !ok && lb.Ports[0].Flags&hns.VIPExternalIP == 0 {
 			return fmt.Errorf("VIP %s has no endpoint", vip)
 		}
 	}
 	return nil
 }
 
-func (h *HNS) add(lb kernelspace.LoadBalancer) {
+func (h *HNS) add(lb hns.LoadBalancer) {
 	lb.Endpoints, lb.VIPs, lb.Ports = slices.Clone(lb.Endpoints), slices.Clone(lb.VIPs), slices.Clone(lb.Ports)
 	h.balancers[lb.ID] = lb
 	for _, f := range frontendsOf(lb) {
@@ -551,7 +560,7 @@ func (h *HNS) add(lb kernelspace.LoadBalancer) {
 	}
 }
 
-func (h *HNS) drop(lb kernelspace.LoadBalancer) {
+func (h *HNS) drop(lb hns.LoadBalancer) {
 	delete(h.balancers, lb.ID)
 	for _, f := range frontendsOf(lb) {
 		if h.frontends[f] == lb.ID {
@@ -563,7 +572,7 @@ func (h *HNS) drop(lb kernelspace.LoadBalancer) {
 	}
 }
 
-func frontendsOf(lb kernelspace.LoadBalancer) []frontend {
+func frontendsOf(lb hns.LoadBalancer) []frontend {
 	vips := lb.VIPs
 	if len(vips) == 0 {
 		vips = []netip.Addr{{}}
@@ -571,7 +580,7 @@ func frontendsOf(lb kernelspace.LoadBalancer) []frontend {
 	var all []frontend
 	for _, vip := range vips {
 		for _, p := range lb.Ports {
-			all = append(all, frontend{vip, lb.Flags&kernelspace.IPv6 != 0, p.Protocol, p.External})
+			all = append(all, frontend{vip, lb.Flags&hns.IPv6 != 0, p.Protocol, p.External})
 		}
 	}
 	return all
@@ -603,7 +612,7 @@ func (h *HNS) Dump() string {
 	return strings.Join(append(lines, ""), "\n")
 }
 
-func (h *HNS) dump(lb kernelspace.LoadBalancer) string {
+func (h *HNS) dump(lb hns.LoadBalancer) string {
 	var b strings.Builder
 	b.WriteString("load balancer")
 	for _, vip := range lb.VIPs {
@@ -613,9 +622,9 @@ func (h *HNS) dump(lb kernelspace.LoadBalancer) string {
 		b.WriteString(" node port")
 	}
 	for _, name := range []struct {
-		flag kernelspace.LoadBalancerFlags
+		flag hns.LoadBalancerFlags
 		name string
-	}{{kernelspace.DSR, " DSR"}, {kernelspace.IPv6, " IPv6"}} {
+	}{{hns.DSR, " DSR"}, {hns.IPv6, " IPv6"}} {
 		if lb.Flags&name.flag != 0 {
 			b.WriteString(name.name)
 		}
@@ -626,17 +635,17 @@ func (h *HNS) dump(lb kernelspace.LoadBalancer) string {
 	for _, p := range lb.Ports {
 		fmt.Fprintf(&b, " protocol %d port %d->%d", p.Protocol, p.External, p.Internal)
 		for _, name := range []struct {
-			flag kernelspace.PortFlags
+			flag hns.PortFlags
 			name string
 		}{
-			{kernelspace.LocalRoutedVIP, " LocalRoutedVIP"}, {kernelspace.UseMux, " UseMux"},
-			{kernelspace.PreserveDIP, " PreserveDIP"}, {kernelspace.VIPExternalIP, " VIPExternalIP"},
+			{hns.LocalRoutedVIP, " LocalRoutedVIP"}, {hns.UseMux, " UseMux"},
+			{hns.PreserveDIP, " PreserveDIP"}, {hns.VIPExternalIP, " VIPExternalIP"},
 		} {
 			if p.Flags&name.flag != 0 {
 				b.WriteString(name.name)
 			}
 		}
-		if p.Distribution == kernelspace.PerClient {
+		if p.Distribution == hns.PerClient {
 			b.WriteString(" per client")
 		}
 	}
@@ -644,7 +653,7 @@ func (h *HNS) dump(lb kernelspace.LoadBalancer) string {
 	for _, id := range lb.Endpoints {
 		addr := h.endpoints[id].Addrs[0]
 		for _, a := range h.endpoints[id].Addrs {
-			if a.Is6() == (lb.Flags&kernelspace.IPv6 != 0) {
+			if a.Is6() == (lb.Flags&hns.IPv6 != 0) {
 				addr = a
 			}
 		}

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package winhns
+package hns
 
 import (
 	"encoding/json"
@@ -8,12 +8,11 @@ import (
 	"strings"
 
 	"github.com/Microsoft/hcsshim/hcn"
-	"github.com/kpng-project/kpng/backends/windows/kernelspace"
 )
 
 // endpoint converts an endpoint from the type of package hcn, without invalid addresses.
-func endpoint(from *hcn.HostComputeEndpoint) kernelspace.Endpoint {
-	e := kernelspace.Endpoint{
+func endpoint(from *hcn.HostComputeEndpoint) Endpoint {
+	e := Endpoint{
 		ID:      strings.ToLower(from.Id),
 		Name:    from.Name,
 		Network: from.HostComputeNetwork,
@@ -37,10 +36,10 @@ func endpoint(from *hcn.HostComputeEndpoint) kernelspace.Endpoint {
 // balancer converts a load balancer from the type of package hcn. It returns false if the
 // address of a frontend is invalid, because the converted load balancer would lack that
 // frontend.
-func balancer(from *hcn.HostComputeLoadBalancer) (lb kernelspace.LoadBalancer, ok bool) {
-	lb = kernelspace.LoadBalancer{
+func balancer(from *hcn.HostComputeLoadBalancer) (lb LoadBalancer, ok bool) {
+	lb = LoadBalancer{
 		ID:    strings.ToLower(from.Id),
-		Flags: kernelspace.LoadBalancerFlags(from.Flags),
+		Flags: LoadBalancerFlags(from.Flags),
 	}
 	lb.SourceVIP, _ = netip.ParseAddr(from.SourceVIP)
 	for _, id := range from.HostComputeEndpoints {
@@ -49,21 +48,21 @@ func balancer(from *hcn.HostComputeLoadBalancer) (lb kernelspace.LoadBalancer, o
 	for _, s := range from.FrontendVIPs {
 		vip, err := netip.ParseAddr(s)
 		if err != nil {
-			return kernelspace.LoadBalancer{}, false
+			return LoadBalancer{}, false
 		}
 		lb.VIPs = append(lb.VIPs, vip.Unmap())
 	}
 	for _, p := range from.PortMappings {
-		lb.Ports = append(lb.Ports, kernelspace.PortMapping{
+		lb.Ports = append(lb.Ports, PortMapping{
 			Protocol: p.Protocol, External: p.ExternalPort, Internal: p.InternalPort,
-			Distribution: kernelspace.Distribution(p.DistributionType), Flags: kernelspace.PortFlags(p.Flags),
+			Distribution: Distribution(p.DistributionType), Flags: PortFlags(p.Flags),
 		})
 	}
 	return lb, true
 }
 
 // hcnBalancer converts a load balancer, except its ID, to the type of package hcn.
-func hcnBalancer(lb kernelspace.LoadBalancer) *hcn.HostComputeLoadBalancer {
+func hcnBalancer(lb LoadBalancer) *hcn.HostComputeLoadBalancer {
 	to := &hcn.HostComputeLoadBalancer{
 		HostComputeEndpoints: lb.Endpoints,
 		SchemaVersion:        hcn.V2SchemaVersion(),

@@ -298,9 +298,13 @@ func (p *Proxy) Status() []sink.Status {
 
 // Health returns the report for health checks. See package health.
 func (p *Proxy) Health() health.Report {
-	return health.Of(p.Status(), health.Source{
-		Synced: p.state.IsSynced(), Node: p.Node(), NodeOptional: p.files && !p.nodeKnown.Load(),
-	})
+	var node *api.Node
+	if p.state.IsSynced() {
+		if node = p.Node(); node == nil && p.files && !p.nodeKnown.Load() {
+			node = &api.Node{Name: p.nodeName} // manifests may contain no Nodes
+		}
+	}
+	return health.Of(p.Status(), node)
 }
 
 // StartOver makes every sink receive all services again, in a pass. Call it when the

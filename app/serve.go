@@ -65,7 +65,7 @@ func (s *Serving) Register(fs *pflag.FlagSet) {
 //
 // At the start, Run logs the version, the source and the values of all given flags, so
 // flags must not contain secrets.
-func (s *Serving) Run(ctx context.Context, h health.Handler, c prometheus.Collector, run func(context.Context) error) error {
+func (s *Serving) Run(ctx context.Context, h func() health.Report, c prometheus.Collector, run func(context.Context) error) error {
 	var set []string
 	if s.flags != nil {
 		s.flags.Visit(func(f *pflag.Flag) { set = append(set, "--"+f.Name+"="+f.Value.String()) })
@@ -94,7 +94,7 @@ func (s *Serving) Run(ctx context.Context, h health.Handler, c prometheus.Collec
 		handlers[address].Handle("GET "+path, h)
 	}
 	for _, path := range [...]string{"/livez", "/healthz", "/readyz"} {
-		handle(s.health, path, h)
+		handle(s.health, path, health.Handler(h))
 	}
 	handle(s.metrics, "/metrics", promhttp.HandlerFor(registry, promhttp.HandlerOpts{}))
 	if s.Status != nil {

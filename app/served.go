@@ -7,6 +7,7 @@ import (
 	"slices"
 
 	"github.com/kpng-project/kpng"
+	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/health"
 	"github.com/kpng-project/kpng/internal/together"
 	"github.com/kpng-project/kpng/remote"
@@ -63,9 +64,9 @@ func (v *remoteProxy) Status() []sink.Status {
 }
 
 func (v *remoteProxy) Health() health.Report {
-	update := v.clients[0].Views()
-	if update == nil {
-		return health.Of(v.Status(), health.Source{})
+	var node *api.Node
+	if update := v.clients[0].Views(); update != nil {
+		node = update.Node
 	}
-	return health.Of(v.Status(), health.Source{Synced: true, Node: update.Node})
+	return health.Of(v.Status(), node)
 }

@@ -8,6 +8,7 @@ import (
 	"net/http"
 	"net/http/httptest"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/google/go-cmp/cmp"
@@ -21,27 +22,24 @@ func TestHealthResponses(t *testing.T) {
 	now := time.Now()
 	done := sink.Status{Passes: 1, LastSync: now.Add(-time.Hour)}
 	tainted := func(key string) *api.Node { return &api.Node{Taints: []api.Taint{{Key: key, Effect: "NoSchedule"}}} }
-	of := func(node *api.Node) health.Source { return health.Source{Synced: true, Node: node} }
 	for _, test := range []struct {
 		name                   string
 		sinks                  []sink.Status
-		source                 health.Source
+		node                   *api.Node
 		livez, healthz, readyz int
 	}{
-		{"everything is programmed", []sink.Status{done}, of(&api.Node{}), 200, 200, 200},
-		{"other taints do not matter", []sink.Status{done}, of(tainted("other")), 200, 200, 200},
-		{"the node is not in the manifests", []sink.Status{done}, health.Source{Synced: true, NodeOptional: true}, 200, 200, 200},
-		{"the node does not exist", []sink.Status{done}, of(nil), 200, 503, 503},
-		{"the node is about to be deleted", []sink.Status{done}, of(tainted("ToBeDeletedByClusterAutoscaler")), 200, 503, 503},
-		{"the node is being deleted", []sink.Status{done}, of(&api.Node{Deleting: true}), 200, 503, 503},
-		{"the source has not synced", []sink.Status{{}}, health.Source{NodeOptional: true}, 200, 503, 503},
-		{"the source has sent only the node", []sink.Status{{}}, health.Source{Node: &api.Node{}}, 200, 503, 503},
-		{"one sink has not programmed everything", []sink.Status{done, {WaitingSince: now}}, of(&api.Node{}), 200, 200, 503},
-		{"one sink is stuck", []sink.Status{done, {Passes: 1, WaitingSince: now.Add(-3 * time.Minute)}}, of(&api.Node{}), 503, 503, 503},
-		{"the proxy has not been started", nil, health.Source{}, 200, 503, 503},
+		{"everything is programmed", []sink.Status{done}, &api.Node{}, 200, 200, 200},
+		{"other taints do not matter", []sink.Status{done}, tainted("other"), 200, 200, 200},
+		{"the node does not exist", []sink.Status{done}, nil, 200, 503, 503},
+		{"the node is about to be deleted", []sink.Status{done}, tainted("ToBeDeletedByClusterAutoscaler"), 200, 503, 503},
+		{"the node is being deleted", []sink.Status{done}, &api.Node{Deleting: true}, 200, 503, 503},
+		{"the source has not synced", []sink.Status{{}}, nil, 200, 503, 503},
+		{"one sink has not programmed everything", []sink.Status{done, {WaitingSince: now}}, &api.Node{}, 200, 200, 503},
+		{"one sink is stuck", []sink.Status{done, {Passes: 1, WaitingSince: now.Add(-3 * time.Minute)}}, &api.Node{}, 503, 503, 503},
+		{"the proxy has not been started", nil, nil, 200, 503, 503},
 	} {
 		t.Run(test.name, func(t *testing.T) {
-			h := health.Handler(func() health.Report { return health.Of(test.sinks, test.source) })
+			h := health.Handler(func() health.Report { return health.Of(test.sinks, test.node) })
 			want := map[string]int{"/livez": test.livez, "/healthz": test.healthz, "/readyz": test.readyz, "/proxy/livez": test.livez, "/else": 404}
 			got := map[string]int{}
 			for path := range want {
@@ -57,31 +55,41 @@ func TestHealthResponses(t *testing.T) {
 }
 
 func TestResponseContainsReport(t *testing.T) {
-	last := time.Date(2026, 1, 2, 3, 4, 5, 0, time.UTC)
-	report := health.Of([]sink.Status{{Passes: 1, LastSync: last.Add(time.Minute)}, {Passes: 1, LastSync: last}}, health.Source{Synced: true, NodeOptional: true})
-	report.CurrentTime = last.Add(time.Hour)
-	for _, test := range []struct {
-		stuck       bool
-		lastUpdated string
-	}{
-		{false, "2026-01-02T04:04:05Z"}, // the present time, as in kube-proxy
-		{true, "2026-01-02T03:04:05Z"},
-	} {
-		report.Stuck = test.stuck
-		w := httptest.NewRecorder()
-		health.Handler(func() health.Report { return report }).ServeHTTP(w, httptest.NewRequest(http.MethodGet, "/healthz", nil))
-		var got any
-		if err := json.Unmarshal(w.Body.Bytes(), &got); err != nil {
-			t.Fatal(err)
+	synctest.Test(t, func(t *testing.T) {
+		last := time.Now().UTC()
+		report := health.Of([]sink.Status{{Passes: 1, LastSync: last.Add(time.Minute)}, {Passes: 1, LastSync: last}}, &api.Node{})
+		time.Sleep(time.Hour)
+		now := last.Add(time.Hour).Format(time.RFC3339)
+		for _, test := range []struct {
+			stuck       bool
+			lastUpdated string
+		}{
+			{false, now}, // the present time, as in kube-proxy
+			{true, last.Format(time.RFC3339)},
+		} {
+			report.Stuck = test.stuck
+			w := httptest.NewRecorder()
+			health.Handler(func() health.Report { return report }).ServeHTTP(w, httptest.NewRequest(http.MethodGet, "/healthz", nil))
+			var got map[string]any
+			if err := json.Unmarshal(w.Body.Bytes(), &got); err != nil {
+				t.Fatal(err)
+			}
+			for _, key := range []string{"lastUpdated", "currentTime"} {
+				at, err := time.Parse(time.RFC3339, got[key].(string))
+				if err != nil {
+					t.Fatal(err)
+				}
+				got[key] = at.UTC().Format(time.RFC3339)
+			}
+			want := map[string]any{
+				"lastUpdated": test.lastUpdated, "currentTime": now,
+				"synced": true, "stuck": test.stuck, "nodeEligible": true,
+			}
+			if diff := cmp.Diff(want, got); diff != "" {
+				t.Errorf("response, stuck %t (-want +got):\n%s", test.stuck, diff)
+			}
 		}
-		want := map[string]any{
-			"lastUpdated": test.lastUpdated, "currentTime": "2026-01-02T04:04:05Z",
-			"synced": true, "stuck": test.stuck, "nodeEligible": true,
-		}
-		if diff := cmp.Diff(any(want), got); diff != "" {
-			t.Errorf("response, stuck %t (-want +got):\n%s", test.stuck, diff)
-		}
-	}
+	})
 }
 
 func TestNilHandlerIsAnError(t *testing.T) {

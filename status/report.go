@@ -16,7 +16,6 @@ import (
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/cluster"
 	"github.com/kpng-project/kpng/diffstore"
-	"github.com/kpng-project/kpng/health"
 	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
 	"k8s.io/apimachinery/pkg/types"
@@ -24,10 +23,10 @@ import (
 
 // Report is the JSON response about the whole program.
 type Report struct {
-	Program string         `json:"program,omitempty"`
-	Time    time.Time      `json:"time"`
-	Node    string         `json:"node,omitempty"`
-	Health  *health.Report `json:"health,omitempty"`
+	Program string    `json:"program,omitempty"`
+	Time    time.Time `json:"time"`
+	Node    string    `json:"node,omitempty"`
+	Health  *Health   `json:"health,omitempty"`
 	// Problems says what is wrong, in one sentence each. It is empty if all is well.
 	Problems []string `json:"problems"`
 	Source   Source   `json:"source"`
@@ -41,6 +40,13 @@ type Report struct {
 	// value of the parameter "after" that selects them.
 	Services []Service `json:"services,omitempty"`
 	Next     string    `json:"next,omitempty"`
+}
+
+// Health is the health of the program, see [health.Report].
+type Health struct {
+	Synced       bool `json:"synced"`
+	Stuck        bool `json:"stuck"`
+	NodeEligible bool `json:"nodeEligible"`
 }
 
 // Source is the state of the program's source.
@@ -222,7 +228,7 @@ func (h *Handler) report(q query) *Report {
 	r := &Report{Program: h.Program, Time: time.Now(), Node: h.NodeName}
 	if h.Health != nil {
 		report := h.Health()
-		r.Health = &report
+		r.Health = &Health{report.Synced, report.Stuck, report.NodeEligible}
 	}
 	r.Source = h.source(&p)
 	failing := map[string]bool{}

@@ -8,7 +8,6 @@ import (
 	"io/fs"
 	"net"
 	"strconv"
-	"time"
 
 	"github.com/kpng-project/kpng/app"
 	"github.com/kpng-project/kpng/cluster"
@@ -166,7 +165,7 @@ func (s *apiServer) listen() ([]net.Listener, error) {
 // synced.
 func (s *apiServer) health() health.Report {
 	synced := s.state.IsSynced()
-	return health.Report{CurrentTime: time.Now(), Synced: synced, NodeEligible: synced}
+	return health.Report{Synced: synced, NodeEligible: synced}
 }
 
 // clients returns the clients of the server for the status page.

@@ -22,12 +22,14 @@ type publisher struct {
 	nodes    map[string]*corev1.Node
 	services map[string]*corev1.Service
 	slices   map[string]*discoveryv1.EndpointSlice
+	// healthChecks is the number of services that got a health-check node port.
+	healthChecks int32
 }
 
 var _ conformance.Publisher = (*publisher)(nil)
 
 func newPublisher(client kubernetes.Interface) *publisher {
-	return &publisher{client, map[string]*corev1.Node{}, map[string]*corev1.Service{}, map[string]*discoveryv1.EndpointSlice{}}
+	return &publisher{client, map[string]*corev1.Node{}, map[string]*corev1.Service{}, map[string]*discoveryv1.EndpointSlice{}, 0}
 }
 
 func key(o metav1.Object) string { return o.GetNamespace() + "/" + o.GetName() }
@@ -106,6 +108,16 @@ func (p *publisher) node(ctx context.Context, want *corev1.Node) error {
 	return nil
 }
 
+// setHealthCheckNodePort sets the health-check node port of a service that needs one. The
+// API server would choose a random port, possibly a node port of a later service of the
+// kit. The kit's node ports are the lowest ones.
+func (p *publisher) setHealthCheckNodePort(s *corev1.Service) {
+	if s.Spec.Type == corev1.ServiceTypeLoadBalancer && s.Spec.ExternalTrafficPolicy == corev1.ServiceExternalTrafficPolicyLocal && s.Spec.HealthCheckNodePort == 0 {
+		s.Spec.HealthCheckNodePort = 32767 - p.healthChecks
+		p.healthChecks++
+	}
+}
+
 func (p *publisher) service(ctx context.Context, want *corev1.Service) error {
 	before, exists := p.services[key(want)]
 	if exists && equality.Semantic.DeepEqual(before, want) {
@@ -130,6 +142,9 @@ func (p *publisher) service(ctx context.Context, want *corev1.Service) error {
 			return err
 		}
 		s.ResourceVersion = now.ResourceVersion
+		if now.Spec.HealthCheckNodePort == 0 { // else the API server keeps it
+			p.setHealthCheckNodePort(s)
+		}
 		if s, err = services.Update(ctx, s, metav1.UpdateOptions{}); err != nil {
 			return err
 		}
@@ -137,6 +152,7 @@ func (p *publisher) service(ctx context.Context, want *corev1.Service) error {
 		if err := p.namespace(ctx, s.Namespace); err != nil {
 			return err
 		}
+		p.setHealthCheckNodePort(s)
 		if s, err = services.Create(ctx, s, metav1.CreateOptions{}); err != nil {
 			return err
 		}

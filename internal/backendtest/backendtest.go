@@ -11,7 +11,6 @@ import (
 	"errors"
 	"flag"
 	"fmt"
-	"net/netip"
 	"strings"
 	"sync"
 	"time"
@@ -24,6 +23,7 @@ import (
 	"github.com/kpng-project/kpng/node/nodeaddr"
 	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
+	"github.com/kpng-project/kpng/sink/sinktest"
 )
 
 // Patience is a value for conformance.Options.Patience.
@@ -79,42 +79,33 @@ func (n *nodeSink) Stop(ctx context.Context) error {
 // prefix "~" marks a draining endpoint. Each function in edits modifies the service. A
 // nil function does nothing.
 func View(node *api.Node, name string, ips, endpoints []string, edits ...func(*api.Service)) *api.View {
-	svc := &api.Service{
-		Namespace: "default", Name: name, Type: api.ClusterIP,
-		Ports:      []api.PortMapping{{Protocol: api.TCP, Port: 80, TargetPort: 8080}},
-		IPFamilies: []api.Family{api.IPv4, api.IPv6},
-	}
-	for _, ip := range ips {
-		svc.IPs.ClusterIPs.Add(netip.MustParseAddr(ip))
-	}
+	svc := sinktest.Service(name, strings.Join(ips, " ")+" 80>8080")
+	svc.IPFamilies = []api.Family{api.IPv4, api.IPv6}
 	for _, edit := range edits {
 		if edit != nil {
 			edit(svc)
 		}
 	}
-	state := &api.ServiceState{Service: svc}
-	for _, family := range []api.Family{api.IPv4, api.IPv6} {
-		slice := &api.EndpointSlice{Namespace: "default", Name: fmt.Sprint(name, "-", family), ServiceName: name, Family: family}
-		for _, p := range svc.Ports {
-			slice.Ports = append(slice.Ports, api.EndpointPort{Name: p.Name, Protocol: p.Protocol, Port: 8080})
+	var words []string
+	for _, text := range endpoints {
+		addr, here := strings.CutPrefix(text, "!")
+		addr, drains := strings.CutPrefix(addr, "~")
+		word := addr + "@elsewhere"
+		if here {
+			word = addr + "@" + node.Name
 		}
-		for _, text := range endpoints {
-			addr, here := strings.CutPrefix(text, "!")
-			addr, drains := strings.CutPrefix(addr, "~")
-			e := api.SliceEndpoint{
-				Addr: netip.MustParseAddr(addr), NodeName: "elsewhere",
-				Conditions: api.Conditions{Ready: !drains, Serving: true, Terminating: drains},
-			}
-			if here {
-				e.NodeName = node.Name
-			}
-			if api.FamilyOf(e.Addr) == family {
-				slice.Endpoints = append(slice.Endpoints, e)
-			}
+		if drains {
+			word += "~draining"
 		}
-		state.Slices = append(state.Slices, slice)
+		words = append(words, word)
 	}
-	return nodeview.View(state, node)
+	slices := sinktest.Slices(svc, strings.Join(words, " "))
+	for _, slice := range slices {
+		for i := range slice.Ports {
+			slice.Ports[i].Port = 8080 // also of ports that edits added
+		}
+	}
+	return nodeview.View(&api.ServiceState{Service: svc, Slices: slices}, node)
 }
 
 var owners sync.Map // the last argument owner of TakeOver for each key

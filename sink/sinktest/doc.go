@@ -8,8 +8,10 @@
 // sets views, waits until they are applied, and examines the dataplane. The recorder has
 // a script that can make a Sync fail, panic or block:
 //
+//	node := sinktest.Node("node-1", "192.168.0.1")
+//	web := sinktest.Service("web", "10.96.0.1 80>8080")
 //	src := sinktest.NewSource()
-//	src.Set(view)
+//	src.Set(sinktest.View(node, web, "10.1.0.1@node-1 10.1.0.2@node-2"))
 //	src.MarkSynced()
 //	rec := sinktest.NewRecorder(t, mySink)
 //	rec.Script(sinktest.Fail(errors.New("dataplane is locked")))

@@ -20,7 +20,7 @@ func TestExample(t *testing.T) {
 	recorder.Script(sinktest.Fail(errors.New("dataplane is busy")))
 
 	source := sinktest.NewSource()
-	source.Set(&api.View{Service: &api.Service{Namespace: "default", Name: "web"}})
+	source.Set(sinktest.View(nil, sinktest.Service("web", "10.96.0.1 80"), "10.1.0.1 10.1.0.2"))
 	source.MarkSynced()
 	if err := sink.Run(t.Context(), source, recorder, sink.Options{Once: true}); err != nil {
 		t.Fatal(err)

@@ -15,7 +15,6 @@ import (
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/cluster"
-	"github.com/kpng-project/kpng/diffstore"
 	"github.com/kpng-project/kpng/feed"
 	"github.com/kpng-project/kpng/health"
 	"github.com/kpng-project/kpng/internal/together"
@@ -246,7 +245,7 @@ func (p *Proxy) Run(ctx context.Context) (err error) {
 // followNode waits for the Node object. If it does not exist at first, followNode logs an
 // error. If the node name is misspelt, only that error shows why no endpoint is local.
 func (p *Proxy) followNode(ctx context.Context) error {
-	var revision diffstore.Revision
+	var revision uint64
 	for {
 		select {
 		case <-ctx.Done():
@@ -345,7 +344,7 @@ func (p *Proxy) WaitApplied(ctx context.Context) error {
 			return fmt.Errorf("wait for the state of the cluster: %w", context.Cause(ctx))
 		}
 	}
-	revision := uint64(p.state.Snapshot().Revision)
+	revision := p.state.Snapshot().Revision
 	var errs []error
 	for _, d := range p.drivers {
 		errs = append(errs, d.WaitApplied(ctx, revision))

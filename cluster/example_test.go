@@ -8,7 +8,6 @@ import (
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/cluster"
-	"github.com/kpng-project/kpng/diffstore"
 )
 
 // A reader follows a cluster that may be empty at first.
@@ -17,7 +16,7 @@ func Example() {
 	state.Update(func(tx *cluster.Tx) { tx.ReplaceServices(slices.Values([]*api.Service{})) })
 	state.SetSynced()
 
-	var revision diffstore.Revision // 0, because the reader has no state yet
+	var revision uint64 // 0, because the reader has no state yet
 	cursor := state.NewCursor()
 	defer cursor.Close()
 	for _, name := range []string{"db", "web"} {

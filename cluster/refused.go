@@ -9,7 +9,7 @@ import (
 	"slices"
 
 	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/diffstore"
+	"github.com/kpng-project/kpng/internal/revstore"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/klog/v2"
 )
@@ -20,7 +20,7 @@ type refused struct {
 	// joined state.
 	wanted map[types.NamespacedName]api.ServiceState
 	// reasons has the same keys. Readers see it in snapshots.
-	reasons *diffstore.Store[types.NamespacedName, string]
+	reasons *revstore.Store[types.NamespacedName, string]
 	// touched has the services that the present Update has refused or accepted.
 	touched map[types.NamespacedName]struct{}
 }

@@ -11,7 +11,7 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/diffstore"
+	"github.com/kpng-project/kpng/internal/revstore"
 	"k8s.io/apimachinery/pkg/types"
 )
 
@@ -22,13 +22,13 @@ type State struct {
 	mu sync.Mutex
 	// Readers follow this store of joined states. An entry gets a new revision if the
 	// service, its slices or its lost claims change.
-	states *diffstore.Store[types.NamespacedName, *api.ServiceState]
+	states *revstore.Store[types.NamespacedName, *api.ServiceState]
 	slices sliceIndex
 	// own has the services whose lists of slices no snapshot contains, so that a write may
 	// modify them, and their numbers of slices and endpoints. Otherwise listing many slices of
 	// one service would copy its list, and count its endpoints, each time.
 	own     map[types.NamespacedName]int
-	nodes   *diffstore.Store[string, *api.Node]
+	nodes   *revstore.Store[string, *api.Node]
 	claims  claims
 	refused refused
 	// sharedClaims is a copy of claims for snapshots. It is nil if claims has changed.
@@ -37,9 +37,9 @@ type State struct {
 	objectStores *objectStores
 	// staleStore has an entry while the state is stale. Changes of this store wake readers,
 	// too.
-	staleStore *diffstore.Store[string, bool]
+	staleStore *revstore.Store[string, bool]
 
-	revisions *diffstore.Revisions
+	revisions *revstore.Revisions
 	tx        Tx // the argument of Update's function
 
 	synced chan struct{} // closed by SetSynced
@@ -51,7 +51,7 @@ type State struct {
 // published is the state after the last commit.
 type published struct {
 	mu       sync.Mutex
-	revision diffstore.Revision
+	revision uint64
 	// commits is a ring buffer of the last commits.
 	commits    [256]Commit
 	nextCommit int
@@ -65,25 +65,25 @@ type published struct {
 // objectStores have the services and slices as separate objects, for programs that copy
 // the state.
 type objectStores struct {
-	services *diffstore.Store[types.NamespacedName, *api.Service]
-	slices   *diffstore.Store[types.NamespacedName, *api.EndpointSlice]
+	services *revstore.Store[types.NamespacedName, *api.Service]
+	slices   *revstore.Store[types.NamespacedName, *api.EndpointSlice]
 }
 
 // Reader contains the methods of [State] that only read.
 type Reader interface {
 	Snapshot() *Snapshot
 	Objects() *Objects
-	Changed(since diffstore.Revision) <-chan struct{}
+	Changed(since uint64) <-chan struct{}
 	Synced() <-chan struct{}
 	IsSynced() bool
-	NewCursor() *diffstore.Cursor[types.NamespacedName, *api.ServiceState]
+	NewCursor() *revstore.Cursor[types.NamespacedName, *api.ServiceState]
 	Commits() []Commit
 }
 
 // Commit is an Update that changed the state.
 type Commit struct {
 	// First and Last are the revisions of the first and the last change of the Update.
-	First, Last diffstore.Revision
+	First, Last uint64
 	Time        time.Time
 }
 
@@ -92,7 +92,7 @@ var _ Reader = (*State)(nil)
 // Options configure a State. The zero value is right if all readers are in this process.
 type Options struct {
 	// With Resumable, the state also remembers deletions that no cursor needs, within the
-	// limits of package diffstore. Servers set it for remote readers that resume from a
+	// limits of package revstore. Servers set it for remote readers that resume from a
 	// revision. Without Resumable, a remote reader has to start over after any deletion.
 	Resumable bool
 
@@ -112,7 +112,7 @@ type Options struct {
 func New(opts Options) *State {
 	s := &State{
 		opts: opts, slices: newSliceIndex(), own: map[types.NamespacedName]int{}, claims: newClaims(),
-		revisions: new(diffstore.Revisions), synced: make(chan struct{}),
+		revisions: new(revstore.Revisions), synced: make(chan struct{}),
 	}
 	s.states = newStore(s, api.CompareKeys, func(a, b *api.ServiceState) bool { return a == b })
 	s.nodes = newStore(s, strings.Compare, (*api.Node).Equal)
@@ -126,8 +126,8 @@ func New(opts Options) *State {
 	return s
 }
 
-func newStore[K, V any](s *State, compare func(a, b K) int, equal func(a, b V) bool) *diffstore.Store[K, V] {
-	return diffstore.New(diffstore.Options[K, V]{
+func newStore[K, V any](s *State, compare func(a, b K) int, equal func(a, b V) bool) *revstore.Store[K, V] {
+	return revstore.New(revstore.Options[K, V]{
 		Compare:   compare,
 		Equal:     equal,
 		Revisions: s.revisions,
@@ -183,7 +183,7 @@ func (s *State) Update(f func(tx *Tx)) {
 }
 
 // commit ends an Update. It does nothing if the Update made no change.
-func (s *State) commit(before diffstore.Revision) {
+func (s *State) commit(before uint64) {
 	p, last := &s.published, s.revisions.Last()
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -233,7 +233,7 @@ func (p *published) wake() {
 
 // Changed returns a channel that is closed when the state is synced and its revision
 // differs from the given revision. A reader without a state passes 0.
-func (s *State) Changed(since diffstore.Revision) <-chan struct{} {
+func (s *State) Changed(since uint64) <-chan struct{} {
 	p := &s.published
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -326,7 +326,7 @@ func (s *State) Commits() []Commit {
 
 // NewCursor returns a cursor on the joined states, for a reader that needs every changed
 // service. The caller closes it.
-func (s *State) NewCursor() *diffstore.Cursor[types.NamespacedName, *api.ServiceState] {
+func (s *State) NewCursor() *revstore.Cursor[types.NamespacedName, *api.ServiceState] {
 	return s.states.NewCursor()
 }
 
@@ -519,12 +519,12 @@ func (s *State) setState(key types.NamespacedName, state api.ServiceState) {
 
 // Snapshot is the state at one revision. It is immutable, and readers need no lock.
 type Snapshot struct {
-	Revision diffstore.Revision
+	Revision uint64
 	// States has the joined state of each service, with the revision of its last change.
-	States *diffstore.Snapshot[types.NamespacedName, *api.ServiceState]
-	Nodes  *diffstore.Snapshot[string, *api.Node]
+	States *revstore.Snapshot[types.NamespacedName, *api.ServiceState]
+	Nodes  *revstore.Snapshot[string, *api.Node]
 	// Refused has the reasons why services are refused (see [Options.MaxElements]).
-	Refused *diffstore.Snapshot[types.NamespacedName, string]
+	Refused *revstore.Snapshot[types.NamespacedName, string]
 	// Stale is true if the source lost its connection long ago (see [Tx.SetStale]).
 	Stale bool
 
@@ -552,8 +552,8 @@ func (s *Snapshot) WithWinners(state *api.ServiceState) *api.ServiceState {
 // slices as separate objects, each with the revision of its last change.
 type Objects struct {
 	*Snapshot
-	Services *diffstore.Snapshot[types.NamespacedName, *api.Service]
-	Slices   *diffstore.Snapshot[types.NamespacedName, *api.EndpointSlice]
+	Services *revstore.Snapshot[types.NamespacedName, *api.Service]
+	Slices   *revstore.Snapshot[types.NamespacedName, *api.EndpointSlice]
 }
 
 // Tx makes changes in a State. It is valid only during the Update that passes it.
@@ -642,7 +642,7 @@ func replace[V any](old, listing iter.Seq[V], key func(V) types.NamespacedName, 
 	}
 }
 
-func setOrDelete[K, V any](store *diffstore.Store[K, *V], key K, value *V) {
+func setOrDelete[K, V any](store *revstore.Store[K, *V], key K, value *V) {
 	if value == nil {
 		store.Delete(key)
 	} else {

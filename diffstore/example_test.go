@@ -4,6 +4,7 @@ package diffstore_test
 
 import (
 	"fmt"
+	"iter"
 	"maps"
 	"strings"
 
@@ -11,60 +12,37 @@ import (
 )
 
 func newStore() *diffstore.Store[string, string] {
-	return diffstore.New(diffstore.Options[string, string]{
-		Compare:   strings.Compare,
-		Equal:     func(a, b string) bool { return a == b },
-		Resumable: true,
-	})
+	return diffstore.New(strings.Compare, func(a, b string) bool { return a == b })
 }
 
-func printChanges(delta diffstore.Delta[string, string]) {
-	for change := range delta.Changes() {
+func printChanges(changes iter.Seq[diffstore.Change[string, string]]) {
+	for change := range changes {
 		fmt.Printf("  %s: %q -> %q\n", change.Key, change.Old, change.New)
 	}
-}
-
-// A reader resumes from a revision. Between reads it needs no snapshot and no cursor.
-func Example() {
-	store := newStore()
-	store.Set("default/web", "10.0.0.1")
-	store.Set("default/db", "10.0.0.2")
-
-	before := store.Snapshot()
-	store.Delete("default/db")
-	store.Set("default/web", "10.0.0.3")
-	store.Set("default/web", "10.0.0.4")
-
-	changes, _ := store.Snapshot().Since(before.Revision())
-	for key, value := range changes {
-		fmt.Printf("%s is %q\n", key, value)
-	}
-	was, _ := before.Get("default/web")
-	fmt.Println("a snapshot never changes:", was)
-
-	// Output:
-	// default/db is ""
-	// default/web is "10.0.0.4"
-	// a snapshot never changes: 10.0.0.1
 }
 
 // Replace changes only the entries that differ from the full listing.
 func ExampleStore_Replace() {
 	store := newStore()
 	store.Replace(maps.All(map[string]string{"a": "1", "b": "1", "c": "1"}))
+	before := store.Snapshot()
 
 	cursor := store.NewCursor()
 	defer cursor.Close()
-	cursor.Advance(store.Snapshot())
+	cursor.Advance(before)
 
 	recorded := store.Replace(maps.All(map[string]string{"a": "1", "b": "2"}))
 	fmt.Println(recorded, "changes")
-	printChanges(cursor.Until(store.Snapshot()))
+	changes, _ := cursor.Until(store.Snapshot())
+	printChanges(changes)
+	was, _ := before.Get("b")
+	fmt.Println("a snapshot never changes:", was)
 
 	// Output:
 	// 2 changes
 	//   b: "1" -> "2"
 	//   c: "1" -> ""
+	// a snapshot never changes: 1
 }
 
 // A mirror holds a copy of the store.
@@ -76,18 +54,19 @@ func ExampleCursor() {
 	cursor := store.NewCursor()
 	defer cursor.Close()
 	for range 2 { // a real reader waits for the writer's signal here
-		delta := cursor.Until(store.Snapshot())
-		if delta.Full() {
+		snapshot := store.Snapshot()
+		changes, all := cursor.Until(snapshot)
+		if all {
 			clear(mirror)
 		}
-		for change := range delta.Changes() {
+		for change := range changes {
 			if change.New == "" { // deleted, because no value in this store is empty
 				delete(mirror, change.Key)
 			} else {
 				mirror[change.Key] = change.New
 			}
 		}
-		cursor.Advance(delta.New)
+		cursor.Advance(snapshot)
 		fmt.Println(mirror)
 
 		store.Delete("a")
@@ -102,8 +81,8 @@ func ExampleCursor() {
 // kernel is a dataplane that is programmed entry by entry.
 type kernel map[string]string
 
-func (k kernel) apply(delta diffstore.Delta[string, string]) {
-	for change := range delta.Changes() {
+func (k kernel) apply(changes iter.Seq[diffstore.Change[string, string]]) {
+	for change := range changes {
 		if change.New == "" {
 			delete(k, change.Key)
 		} else {
@@ -126,11 +105,12 @@ func Example_desiredAgainstProgrammed() {
 
 	sync := func(frontends map[string]string) {
 		desired.Replace(maps.All(frontends))
-		delta := programmed.Until(desired.Snapshot())
+		snapshot := desired.Snapshot()
+		changes, _ := programmed.Until(snapshot)
 		fmt.Println("sync")
-		printChanges(delta)
-		kernel.apply(delta)
-		programmed.Advance(delta.New) // if the kernel fails, do not call Advance: then the next delta repeats the changes
+		printChanges(changes)
+		kernel.apply(changes)
+		programmed.Advance(snapshot) // if the kernel fails, do not call Advance: then the next call repeats the changes
 	}
 	sync(map[string]string{"10.0.0.1:80": "10.1.0.1", "10.0.0.2:80": "10.1.0.2"})
 	sync(map[string]string{"10.0.0.1:80": "10.1.0.3", "10.0.0.2:80": "10.1.0.2"})

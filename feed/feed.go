@@ -21,7 +21,7 @@ import (
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/cluster"
-	"github.com/kpng-project/kpng/diffstore"
+	"github.com/kpng-project/kpng/internal/revstore"
 	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
 	"k8s.io/apimachinery/pkg/types"
@@ -34,7 +34,7 @@ type Feed struct {
 	// stub, so only the name decides which endpoints are local.
 	stub   *api.Node
 	views  *views
-	cursor *diffstore.Cursor[types.NamespacedName, *api.ServiceState]
+	cursor *revstore.Cursor[types.NamespacedName, *api.ServiceState]
 
 	// The fields acked, node and cursor describe the state that the reader last acknowledged.
 	// At first and after Reset, acked is empty and node is nil.
@@ -115,7 +115,7 @@ func (f *Feed) update(snapshot *cluster.Snapshot) *sink.Update {
 	after := view{snapshot, f.self(node)}
 
 	u := &sink.Update{
-		Lost: delta.Full(), Revision: uint64(snapshot.Revision), Node: node, NodeChanged: true,
+		Lost: delta.Full(), Revision: snapshot.Revision, Node: node, NodeChanged: true,
 		View: func(key types.NamespacedName) *api.View {
 			state, _ := snapshot.States.Get(key)
 			return f.views.of(state, after)
@@ -182,7 +182,7 @@ func size(state *api.ServiceState) int {
 // addChanges adds the services whose views differ to u, in key order. If the zone of the
 // node changed, it compares all services. Otherwise it compares the changed services in
 // delta. It does not compare large services.
-func (f *Feed) addChanges(u *sink.Update, before, after view, delta diffstore.Delta[types.NamespacedName, *api.ServiceState]) {
+func (f *Feed) addChanges(u *sink.Update, before, after view, delta revstore.Delta[types.NamespacedName, *api.ServiceState]) {
 	candidates, shared := delta.Changes(), f.views
 	if before.node.Zone() != after.node.Zone() {
 		candidates, shared = delta.All(), nil // shared views are for one zone at a time

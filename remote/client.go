@@ -10,7 +10,7 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/diffstore"
+	"github.com/kpng-project/kpng/internal/revstore"
 	"github.com/kpng-project/kpng/internal/wire/localv1"
 	"github.com/kpng-project/kpng/remote/transport"
 	"github.com/kpng-project/kpng/sink"
@@ -38,7 +38,7 @@ type Client struct {
 	dialer *transport.Dialer
 
 	mu      sync.Mutex
-	views   *diffstore.Store[types.NamespacedName, *entry]
+	views   *revstore.Store[types.NamespacedName, *entry]
 	state   *clientState
 	refused map[types.NamespacedName]string // reasons, for the services that the client refuses
 	changed chan struct{}                   // closed when state changes
@@ -52,13 +52,13 @@ type Client struct {
 // clientState is the client's state after a Sync.
 type clientState struct {
 	revision uint64 // 1 after the first Sync; each later Sync with changes adds 1
-	views    *diffstore.Snapshot[types.NamespacedName, *entry]
+	views    *revstore.Snapshot[types.NamespacedName, *entry]
 	node     *api.Node // nil if not known
 }
 
 // reader records the state that the caller of Next and Advance has received.
 type reader struct {
-	cursor *diffstore.Cursor[types.NamespacedName, *entry]
+	cursor *revstore.Cursor[types.NamespacedName, *entry]
 	has    *clientState // last state that the caller received; nil if none
 
 	// The update that the last call of Next returned, and the state after this update.
@@ -73,7 +73,7 @@ func NewClient(opts ClientOptions) (*Client, error) {
 		return nil, err
 	}
 	c := &Client{opts: opts, dialer: dialer, refused: map[types.NamespacedName]string{}, changed: make(chan struct{})}
-	c.views = diffstore.New(diffstore.Options[types.NamespacedName, *entry]{Compare: api.CompareKeys, Equal: (*entry).equal})
+	c.views = revstore.New(revstore.Options[types.NamespacedName, *entry]{Compare: api.CompareKeys, Equal: (*entry).equal})
 	c.state = &clientState{views: c.views.Snapshot()}
 	c.reader.cursor = c.views.NewCursor()
 	return c, nil

@@ -11,15 +11,15 @@ import (
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/cluster"
-	"github.com/kpng-project/kpng/diffstore"
+	"github.com/kpng-project/kpng/internal/revstore"
 	"k8s.io/apimachinery/pkg/types"
 )
 
 type (
-	states       = diffstore.Snapshot[types.NamespacedName, *api.ServiceState]
-	statesDelta  = diffstore.Delta[types.NamespacedName, *api.ServiceState]
-	statesCursor = diffstore.Cursor[types.NamespacedName, *api.ServiceState]
-	stateChange  = diffstore.Change[types.NamespacedName, *api.ServiceState]
+	states       = revstore.Snapshot[types.NamespacedName, *api.ServiceState]
+	statesDelta  = revstore.Delta[types.NamespacedName, *api.ServiceState]
+	statesCursor = revstore.Cursor[types.NamespacedName, *api.ServiceState]
+	stateChange  = revstore.Change[types.NamespacedName, *api.ServiceState]
 )
 
 // publisher decides which snapshots the streams send. After a commit, it waits a short
@@ -37,7 +37,7 @@ type publisher struct {
 
 	// cacheMu guards the last result of stateChanges, which many streams need.
 	cacheMu  sync.Mutex
-	from, to diffstore.Revision
+	from, to uint64
 	changed  []stateChange
 }
 
@@ -90,7 +90,7 @@ func (p *publisher) wakeAll(change func()) {
 }
 
 // lags reports whether a snapshot is so old that its memory should be freed. The limit is
-// twice the limit for cursors in package diffstore, because most changes count twice: in
+// twice the limit for cursors in package revstore, because most changes count twice: in
 // the store of the changed object, and in the store of the joined states.
 func (p *publisher) lags(snapshot *cluster.Objects) bool {
 	present := p.get()
@@ -116,7 +116,7 @@ func (p *publisher) stateChanges(d statesDelta) []stateChange {
 func (p *publisher) run(ctx context.Context) error {
 	minute := time.NewTicker(time.Minute)
 	defer minute.Stop()
-	for revision := diffstore.Revision(0); ; {
+	for revision := uint64(0); ; {
 		select {
 		case <-p.state.Changed(revision):
 		case <-minute.C:

@@ -8,7 +8,6 @@ import (
 	"slices"
 
 	"github.com/kpng-project/kpng/cluster"
-	"github.com/kpng-project/kpng/diffstore"
 	"github.com/kpng-project/kpng/internal/wire/clusterv1"
 	"github.com/kpng-project/kpng/internal/wire/localv1"
 	"google.golang.org/grpc"
@@ -53,8 +52,8 @@ func (s *Server) mayReadCluster(c caller) error {
 type relay struct {
 	server   *Server
 	sender   sender
-	revision diffstore.Revision // the client's revision; 0 if unknown
-	synced   bool               // an answer was sent
+	revision uint64 // the client's revision; 0 if unknown
+	synced   bool   // an answer was sent
 
 	part clusterv1.WatchResponse
 	size int // approximate size of part, in bytes

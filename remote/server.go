@@ -13,7 +13,6 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/cluster"
-	"github.com/kpng-project/kpng/diffstore"
 	"github.com/kpng-project/kpng/internal/wire/clusterv1"
 	"github.com/kpng-project/kpng/internal/wire/localv1"
 	"github.com/kpng-project/kpng/remote/transport"
@@ -283,7 +282,7 @@ type StreamStatus struct {
 	// Revision is the last revision of the server's state that the client has. It is 0 until
 	// the client has received the first answer. All revisions that change nothing for the
 	// client count as received.
-	Revision diffstore.Revision
+	Revision uint64
 }
 
 // Streams returns the open streams, in no particular order. It is safe for concurrent use.
@@ -292,7 +291,7 @@ func (s *Server) Streams() []StreamStatus {
 	defer s.peers.mu.Unlock()
 	all := make([]StreamStatus, 0, len(s.peers.open))
 	for o := range s.peers.open {
-		all = append(all, StreamStatus{o.node, o.peer, o.since, diffstore.Revision(o.revision.Load())})
+		all = append(all, StreamStatus{o.node, o.peer, o.since, o.revision.Load()})
 	}
 	return all
 }

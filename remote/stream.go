@@ -9,7 +9,6 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/cluster"
-	"github.com/kpng-project/kpng/diffstore"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/mem"
@@ -72,7 +71,7 @@ func serveStream[Request, Response any](s *Server, stream grpc.BidiStreamingServ
 		if req, err = stream.Recv(); err != nil {
 			return endOf(err)
 		}
-		open.revision.Store(uint64(sent))
+		open.revision.Store(sent)
 		if err := l.request(req); err != nil {
 			return err
 		}
@@ -90,14 +89,14 @@ func endOf(err error) error {
 // answer calls send for each new snapshot, until send reports that it sent something. It
 // returns the revision of the sent snapshot. If there is nothing to send for a snapshot,
 // the client already has that revision.
-func (s *Server) answer(ctx context.Context, w waker, send func(*cluster.Objects) (bool, error), open *openStream) (diffstore.Revision, error) {
+func (s *Server) answer(ctx context.Context, w waker, send func(*cluster.Objects) (bool, error), open *openStream) (uint64, error) {
 	for {
 		snapshot := s.published.get()
 		if snapshot != nil {
 			if sent, err := send(snapshot); sent || err != nil {
 				return snapshot.Revision, err
 			}
-			open.revision.Store(uint64(snapshot.Revision))
+			open.revision.Store(snapshot.Revision)
 		}
 		s.published.wait(snapshot, w)
 		switch {

@@ -16,7 +16,6 @@ import (
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/cluster"
-	"github.com/kpng-project/kpng/diffstore"
 	"github.com/kpng-project/kpng/internal/apitest"
 	"github.com/kpng-project/kpng/internal/wire/localv1"
 	"github.com/kpng-project/kpng/remote"
@@ -158,7 +157,7 @@ func TestStreamsReportRevisionsOfClients(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		state := manyServices(1)
 		server, conn := inMemory(t, state, quick, insecure.NewCredentials())
-		check := func(when string, want diffstore.Revision) {
+		check := func(when string, want uint64) {
 			t.Helper()
 			synctest.Wait()
 			streams := server.Streams()

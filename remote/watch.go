@@ -13,7 +13,6 @@ import (
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/cluster"
-	"github.com/kpng-project/kpng/diffstore"
 	"github.com/kpng-project/kpng/internal/wire/localv1"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
@@ -38,11 +37,11 @@ type watch struct {
 	// The client's position. synced: the client has received an answer. token: the revision
 	// of the client's last token. renewed: when this token was sent.
 	synced, stale bool
-	token         diffstore.Revision
+	token         uint64
 	renewed       time.Time
 	cursor        *statesCursor
 	target        target
-	nodes         diffstore.Revision // the revision of all nodes in which target was read
+	nodes         uint64 // the revision of all nodes in which target was read
 }
 
 // target is a client's node, with the facts on which its views depend.
@@ -168,22 +167,22 @@ func tokenFacts(facts ...string) []byte {
 }
 
 // newToken returns the token for a revision and for the given facts.
-func (s *Server) newToken(revision diffstore.Revision, facts []byte) []byte {
+func (s *Server) newToken(revision uint64, facts []byte) []byte {
 	b := make([]byte, 0, len(s.instance)+binary.MaxVarintLen64+len(facts))
 	b = append(b, s.instance...)
-	b = binary.AppendUvarint(b, uint64(revision))
+	b = binary.AppendUvarint(b, revision)
 	return append(b, facts...)
 }
 
 // readToken returns the revision in a token. It returns 0 if another server made the
 // token, or if one of the facts that the token depends on has changed.
-func (s *Server) readToken(token, facts []byte) diffstore.Revision {
+func (s *Server) readToken(token, facts []byte) uint64 {
 	rest, _ := bytes.CutPrefix(token, s.instance)
 	revision, _ := binary.Uvarint(rest)
-	if !bytes.Equal(token, s.newToken(diffstore.Revision(revision), facts)) {
+	if !bytes.Equal(token, s.newToken(revision, facts)) {
 		return 0
 	}
-	return diffstore.Revision(revision)
+	return revision
 }
 
 // sendDifference sends the operations that turn the client's state into the snapshot. It

@@ -15,7 +15,6 @@ import (
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/cluster"
-	"github.com/kpng-project/kpng/diffstore"
 	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
 	"k8s.io/apimachinery/pkg/types"
@@ -311,7 +310,7 @@ func (h *Handler) source(p *present) Source {
 	s := Source{Name: h.Source, Synced: p.synced, Stale: p.stale, Refused: len(p.refused)}
 	switch {
 	case p.snapshot != nil:
-		s.Revision = uint64(p.snapshot.Revision)
+		s.Revision = p.snapshot.Revision
 		s.LastChange, _ = p.commits.timeOf(p.snapshot.Revision)
 		s.Nodes = p.snapshot.Nodes.Len()
 		for _, state := range p.snapshot.States.All() {
@@ -386,7 +385,7 @@ func (h *Handler) clients(p *present, now time.Time) *Clients {
 func (p *present) changes() []Change {
 	var changes []Change
 	for key, revision := range p.snapshot.States.Latest() {
-		c := Change{Service: key.String(), Revision: uint64(revision)}
+		c := Change{Service: key.String(), Revision: revision}
 		if at, known := p.commits.timeOf(revision); known {
 			c.Time = at
 		}
@@ -406,7 +405,7 @@ type commits []cluster.Commit
 // timeOf returns the time of the commit that made the change with this revision. If that
 // commit is older than all in the list, known is false and at is the time of the oldest
 // commit in the list.
-func (c commits) timeOf(revision diffstore.Revision) (at time.Time, known bool) {
+func (c commits) timeOf(revision uint64) (at time.Time, known bool) {
 	i := sort.Search(len(c), func(i int) bool { return c[i].Last >= revision })
 	if i == len(c) {
 		return at, false

@@ -31,7 +31,6 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/cluster"
-	"github.com/kpng-project/kpng/diffstore"
 	"github.com/kpng-project/kpng/health"
 	"github.com/kpng-project/kpng/sink"
 	"k8s.io/apimachinery/pkg/types"
@@ -78,7 +77,7 @@ type Client struct {
 	Peer  string    `json:"peer"`
 	Since time.Time `json:"since"`
 	// Revision is the revision of the state that the client has, 0 if it has none.
-	Revision diffstore.Revision `json:"revision"`
+	Revision uint64 `json:"revision"`
 	// BehindSeconds is the age of the oldest change that the client does not have. Handler
 	// computes it. It is 0 if the client has all changes.
 	BehindSeconds float64 `json:"behindSeconds"`

@@ -18,7 +18,6 @@ import (
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/cluster"
-	"github.com/kpng-project/kpng/diffstore"
 	"github.com/kpng-project/kpng/health"
 	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
@@ -117,7 +116,7 @@ func TestReportOfProxy(t *testing.T) {
 	if r.Program != "v1" || r.Node != here || r.Health == nil || !r.Health.Synced {
 		t.Errorf("report %+v", r)
 	}
-	if s := r.Source; s.Name != "manifests" || !s.Synced || s.Stale || s.Services != 2 || s.Slices != 3 || s.Nodes != 1 || s.Revision != uint64(state.Snapshot().Revision) || now.Sub(s.LastChange).Abs() > time.Minute {
+	if s := r.Source; s.Name != "manifests" || !s.Synced || s.Stale || s.Services != 2 || s.Slices != 3 || s.Nodes != 1 || s.Revision != state.Snapshot().Revision || now.Sub(s.LastChange).Abs() > time.Minute {
 		t.Errorf("source %+v", s)
 	}
 	if len(r.Sinks) != 1 || r.Sinks[0].Syncs != 7 || r.Sinks[0].Pending != 2 || !slices.Equal(r.Sinks[0].PendingServices, []string{"default/web-00002"}) || r.Sinks[0].Failing != 1 || r.Sinks[0].FailingServices[0].Error != "no space" {
@@ -333,7 +332,7 @@ func TestClientThatMissesManyChanges(t *testing.T) {
 	for i := range 600 { // more commits than the state remembers
 		state.Update(func(tx *cluster.Tx) { write(tx, "default", "web-00000", 0, 1+i%2) })
 	}
-	h := &status.Handler{State: state, Clients: func() []status.Client { return []status.Client{{Node: "n", Revision: diffstore.Revision(first)}} }}
+	h := &status.Handler{State: state, Clients: func() []status.Client { return []status.Client{{Node: "n", Revision: first}} }}
 	if c := decode[status.Report](t, get(h, "output", "json")).Clients; c.Behind != 1 || c.BehindSeconds <= 0 || c.BehindSeconds > 600 {
 		t.Errorf("clients %+v", c)
 	}

@@ -9,7 +9,7 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/diffstore"
+	"github.com/kpng-project/kpng/internal/revstore"
 	"github.com/kpng-project/kpng/sink"
 	"k8s.io/apimachinery/pkg/types"
 )
@@ -19,20 +19,20 @@ import (
 // driver's position is too old. The time to compute an update depends only on its size.
 type Source struct {
 	mu        sync.Mutex
-	revisions *diffstore.Revisions
+	revisions *revstore.Revisions
 	views     *views
-	nodes     *diffstore.Store[string, *api.Node] // empty if the node is not known
+	nodes     *revstore.Store[string, *api.Node] // empty if the node is not known
 	synced    bool
 	err       error
 	changed   chan struct{} // closed and replaced by each change
 
-	cursor  *diffstore.Cursor[types.NamespacedName, triggered]
+	cursor  *revstore.Cursor[types.NamespacedName, triggered]
 	acked   position
 	offered position
 	update  *sink.Update // last result of Next; nil if out of date
 }
 
-type views = diffstore.Store[types.NamespacedName, triggered]
+type views = revstore.Store[types.NamespacedName, triggered]
 
 // triggered holds a view and its trigger time. The time is zero if none was set.
 type triggered struct {
@@ -42,19 +42,19 @@ type triggered struct {
 
 // position is the state at one revision. The zero value means no position.
 type position struct {
-	revision diffstore.Revision
-	views    *diffstore.Snapshot[types.NamespacedName, triggered]
+	revision revstore.Revision
+	views    *revstore.Snapshot[types.NamespacedName, triggered]
 	node     *api.Node
 }
 
 // NewSource returns a source that has no services and no node, and is not synced.
 func NewSource() *Source {
-	s := &Source{revisions: new(diffstore.Revisions), changed: make(chan struct{})}
-	s.views = diffstore.New(diffstore.Options[types.NamespacedName, triggered]{
+	s := &Source{revisions: new(revstore.Revisions), changed: make(chan struct{})}
+	s.views = revstore.New(revstore.Options[types.NamespacedName, triggered]{
 		Compare: api.CompareKeys, Revisions: s.revisions,
 		Equal: func(a, b triggered) bool { return a.view.Equal(b.view) },
 	})
-	s.nodes = diffstore.New(diffstore.Options[string, *api.Node]{
+	s.nodes = revstore.New(revstore.Options[string, *api.Node]{
 		Compare: strings.Compare, Revisions: s.revisions, Equal: (*api.Node).Equal,
 	})
 	s.cursor = s.views.NewCursor()
@@ -142,7 +142,7 @@ func (s *Source) Revision() uint64 { return number(s.revisions.Last()) }
 
 // number returns the number of changes up to the revision r. Before the first change, the
 // revision of the stores is 1.
-func number(r diffstore.Revision) uint64 { return uint64(r) - 1 }
+func number(r revstore.Revision) uint64 { return uint64(r) - 1 }
 
 // Node returns the node.
 func (s *Source) Node() *api.Node {

@@ -18,8 +18,8 @@ import (
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/cluster"
-	"github.com/kpng-project/kpng/diffstore"
 	"github.com/kpng-project/kpng/internal/apitest"
+	"github.com/kpng-project/kpng/internal/revstore"
 	"github.com/kpng-project/kpng/internal/wire/clusterv1"
 	"github.com/kpng-project/kpng/internal/wire/localv1"
 	"github.com/kpng-project/kpng/remote"
@@ -189,7 +189,7 @@ func difference(original, copied *cluster.Objects) string {
 		compare(original.Nodes, copied.Nodes, (*api.Node).Equal)
 }
 
-func compare[K comparable, V any](want, got *diffstore.Snapshot[K, V], equal func(a, b V) bool) string {
+func compare[K comparable, V any](want, got *revstore.Snapshot[K, V], equal func(a, b V) bool) string {
 	text := ""
 	for key, w := range want.All() {
 		if g, ok := got.Get(key); !ok || !equal(w, g) {

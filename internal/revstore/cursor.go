@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package diffstore
+package revstore
 
 import "github.com/google/btree"
 
@@ -81,7 +81,7 @@ func (c *Cursor[K, V]) Close() {
 
 func (c *Cursor[K, V]) mustOwn(snapshot *Snapshot[K, V]) {
 	if snapshot.store != c.store {
-		panic("diffstore: cursor used with a snapshot of another store")
+		panic("revstore: cursor used with a snapshot of another store")
 	}
 }
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package diffstore
+package revstore
 
 import (
 	"cmp"
@@ -294,19 +294,4 @@ func TestNewPanicsWithoutRequiredOptions(t *testing.T) {
 		}
 	}()
 	New(Options[string, int]{Compare: strings.Compare})
-}
-
-func TestOnChangeGetsExactlyRecordedChanges(t *testing.T) {
-	var got []string
-	s := newStrings(func(s *Store[string, int]) {
-		s.options.OnChange = func(key string, old, new int) { got = append(got, fmt.Sprintf("%s %d>%d", key, old, new)) }
-	})
-	s.Set("a", 1)
-	s.Set("a", 1)
-	s.Set("a", 2)
-	s.Delete("b")
-	s.Replace(listing("b=3 c=4 b=5"))
-	s.Delete("c")
-	s.Set("c", 6)
-	mustEqual(t, "changes", got, []string{"a 0>1", "a 1>2", "a 2>0", "b 0>5", "c 0>4", "c 4>0", "c 0>6"})
 }

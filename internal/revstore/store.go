@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package diffstore
+package revstore
 
 import (
 	"iter"
@@ -13,7 +13,7 @@ import (
 // Revision is the number of a change. Later changes have higher revisions. A store
 // without changes has revision 1. Revision 0 is the position of a reader that has no
 // state.
-type Revision uint64
+type Revision = uint64
 
 // Revisions issues revisions in ascending order. The zero value is ready to use. Stores
 // that share one Revisions value never give two changes the same revision.
@@ -46,11 +46,6 @@ type Options[K, V any] struct {
 	// them. It enables [Snapshot.Since] for readers that have a revision and no cursor.
 	// Default: the store keeps tombstones for cursors only.
 	Resumable bool
-
-	// OnChange can maintain an index. The store calls it for each recorded change, under the
-	// store's lock, with the values before and after the change. A missing value is the zero
-	// value. OnChange must not use the store. Default: none.
-	OnChange func(key K, old, new V)
 }
 
 // The type limits bounds the memory that the store uses for readers.
@@ -92,7 +87,7 @@ type Store[K, V any] struct {
 // same Revisions. New panics if a required option is missing.
 func New[K, V any](options Options[K, V]) *Store[K, V] {
 	if options.Compare == nil || options.Equal == nil {
-		panic("diffstore: Options.Compare and Options.Equal are required")
+		panic("revstore: Options.Compare and Options.Equal are required")
 	}
 	if options.Revisions == nil {
 		options.Revisions = new(Revisions)
@@ -215,19 +210,14 @@ func (s *Store[K, V]) remove(e *entry[K, V]) {
 	s.tombstones.add(dead)
 }
 
-// The method record assigns the next revision to e, and calls OnChange. If there is an
-// old entry or tombstone, it becomes outdated.
+// The method record assigns the next revision to e. If there is an old entry or
+// tombstone, it becomes outdated.
 func (s *Store[K, V]) record(e, old *entry[K, V]) {
 	e.revision = s.options.Revisions.next()
 	s.revision = e.revision
 	s.recorded++
 	s.log.add(e)
-	var before V
 	if old != nil {
-		before = old.value
 		s.log.drop(old, e.revision)
-	}
-	if s.options.OnChange != nil {
-		s.options.OnChange(e.key, before, e.value)
 	}
 }

@@ -63,6 +63,22 @@ func (k FrontendKey) String() string {
 	return k.Kind.String() + " " + addr + ":" + strconv.Itoa(int(k.Port)) + "/" + k.Protocol.String()
 }
 
+// At yields the addresses and ports at which the frontend is served on a node that serves
+// node ports at the given addresses. The port is 0 if the frontend is for every port.
+func (k FrontendKey) At(nodePortAddrs []netip.Addr) iter.Seq[netip.AddrPort] {
+	return func(yield func(netip.AddrPort) bool) {
+		if k.Kind != NodePort {
+			yield(netip.AddrPortFrom(k.Addr, uint16(k.Port)))
+			return
+		}
+		for _, a := range nodePortAddrs {
+			if api.FamilyOf(a) == k.Family && !yield(netip.AddrPortFrom(a, uint16(k.Port))) {
+				return
+			}
+		}
+	}
+}
+
 // Claim returns the claim of the frontend. At most one service at a time has this claim.
 func (k FrontendKey) Claim() api.Claim {
 	c := api.Claim{IP: k.Addr, Protocol: k.Protocol, Port: k.Port}
@@ -86,6 +102,8 @@ type Frontend struct {
 	// external frontends with externalTrafficPolicy Local: traffic that starts on this node
 	// uses the Cluster list (short circuit).
 	Node Traffic
+	// Existing has the endpoints to which existing flows may continue.
+	Existing Existing
 
 	// Sources are the admitted sources. A backend first drops traffic from all other
 	// sources, also if the traffic starts on this node.
@@ -136,6 +154,9 @@ type Target struct {
 	// Port is the endpoint's port, or 0 to keep the destination port of packets.
 	Port int32 `json:",omitempty"`
 }
+
+// AddrPort returns the address and port of the endpoint.
+func (t Target) AddrPort() netip.AddrPort { return netip.AddrPortFrom(t.Addr, uint16(t.Port)) }
 
 // Verdict says what to do with a new connection.
 type Verdict uint8
@@ -188,12 +209,26 @@ func (m Masquerade) String() string { return text(masqueradeNames[:], m) }
 // service. No two frontends have the same address, protocol and port. If view is nil,
 // because the service was deleted, Frontends yields nothing.
 func Frontends(view *api.View) iter.Seq[Frontend] {
+	return decided(view, namedFrontends(view))
+}
+
+// Classes yields a frontend without an address for each kind, service port and family in
+// which the service has addresses. All frontends of view that differ from it only in their
+// addresses and Sources have its decisions. Classes yields in the order of [Frontends]. Its
+// cost does not depend on the number of addresses. There may be no frontend of a class,
+// because other services or frontends of another kind own the addresses.
+func Classes(view *api.View) iter.Seq[Frontend] {
+	return decided(view, namedClasses(view))
+}
+
+// decided yields the frontends in named that are served, with all decisions.
+func decided(view *api.View, named iter.Seq[UnservedFrontend]) iter.Seq[Frontend] {
 	return func(yield func(Frontend) bool) {
 		lists := newPortLists(view)
 		if view != nil {
 			lists.sources = sourcesByAddress(view.Service)
 		}
-		for s := range namedFrontends(view) {
+		for s := range named {
 			if s.Fault != 0 {
 				continue
 			}
@@ -215,6 +250,7 @@ func frontend(s UnservedFrontend, lists *portLists) Frontend {
 		ServicePort: s.ServicePort,
 		Elsewhere:   lists.traffic(lists.external),
 		Node:        lists.traffic(lists.shortCircuit),
+		Existing:    Existing{lists.view, s.ServicePort, s.Family},
 		Sources:     lists.sources[s.Addr],
 		Masquerade:  masquerade(svc, s.Kind),
 		Affinity:    affinity(svc),

@@ -190,6 +190,8 @@ func checkView(t *testing.T, state *api.ServiceState, node *api.Node) {
 	checkCompetition(t, state, view)
 	checkAllPorts(t, state, node, view)
 	checkFrontends(t, state, view)
+	checkClasses(t, view)
+	checkExisting(t, state, view, node)
 	if e := Explain(state, node); !e.View.Equal(view) || e.String() == "" {
 		t.Errorf("the view of Explain differs from View")
 	}

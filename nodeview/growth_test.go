@@ -41,9 +41,19 @@ func manyPorts(ports, endpoints int) *api.ServiceState {
 	return s
 }
 
-// frontendsOf computes the view and its frontends, and returns how many there are.
+// frontendsOf computes the view and all that nodeview decides about it. It returns the number
+// of the decisions.
 func frontendsOf(s *api.ServiceState) (n int) {
-	for range Frontends(View(s, nil)) {
+	view := View(s, nil)
+	for range Frontends(view) {
+		n++
+	}
+	for c := range Classes(view) {
+		for range c.Existing.All() {
+			n++
+		}
+	}
+	for range Hairpins(view) {
 		n++
 	}
 	return n

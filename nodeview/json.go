@@ -75,6 +75,10 @@ type frontendJSON struct {
 	PortName  string `json:",omitempty"` // name of the service port
 
 	Elsewhere, Node Traffic
+	// Keep has the endpoints to which existing flows may continue, besides those of Elsewhere
+	// and Node.
+	Keep []Target `json:",omitempty"`
+
 	Sources         Sources `json:",omitzero"`
 	Masquerade      Masquerade
 	AffinitySeconds int32 `json:",omitempty"`
@@ -83,7 +87,7 @@ type frontendJSON struct {
 func (f *Frontend) json() frontendJSON {
 	j := frontendJSON{
 		Kind: f.Kind, Addr: f.Addr, Family: f.Family, Port: f.Port,
-		Elsewhere: f.Elsewhere, Node: f.Node, Sources: f.Sources, Masquerade: f.Masquerade,
+		Elsewhere: f.Elsewhere, Node: f.Node, Keep: f.Existing.Without(f.Elsewhere.Endpoints, f.Node.Endpoints), Sources: f.Sources, Masquerade: f.Masquerade,
 		AffinitySeconds: int32(f.Affinity.Seconds()),
 	}
 	if f.ServicePort != nil {

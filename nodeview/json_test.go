@@ -20,7 +20,7 @@ func TestWriteFrontends(t *testing.T) {
 	all := service(mapIP, headless, externalIPs("192.0.2.1"), func(s *api.Service) { s.Name = "whole" })
 	var views []*api.View
 	for _, state := range []*api.ServiceState{
-		{Service: web, Slices: endpointSlices("slice a http=8080\n10.0.0.1 ready @there")},
+		{Service: web, Slices: endpointSlices("slice a http=8080\n10.0.0.1 ready @there\n10.0.0.3 serving terminating @there")},
 		{Service: all, Slices: endpointSlices("slice a\n10.0.0.2 ready @here")},
 	} {
 		views = append(views, View(state, node))
@@ -30,15 +30,16 @@ func TestWriteFrontends(t *testing.T) {
 		t.Fatal(err)
 	}
 	const there = `{"Verdict":"Forward","Endpoints":[{"Addr":"10.0.0.1","Port":8080,"NodeName":"there"}]}`
+	const keep = `,"Keep":[{"Addr":"10.0.0.3","Port":8080,"NodeName":"there"}]`
 	want := []string{
 		`{"Name":"here","Addresses":[{"Type":"InternalIP","IP":"10.9.0.1"}]}`,
 		`{"Namespace":"default","Name":"web","Kind":"ClusterIP","Addr":"10.96.0.1","Family":"IPv4","Protocol":"TCP","Port":80,` +
-			`"PortName":"http","Elsewhere":` + there + `,"Node":` + there + `,"Masquerade":"MasqueradeIfConfigured","AffinitySeconds":60}`,
+			`"PortName":"http","Elsewhere":` + there + `,"Node":` + there + keep + `,"Masquerade":"MasqueradeIfConfigured","AffinitySeconds":60}`,
 		`{"Namespace":"default","Name":"web","Kind":"LoadBalancerIP","Addr":"203.0.113.1","Family":"IPv4","Protocol":"TCP","Port":80,` +
-			`"PortName":"http","Elsewhere":{"Verdict":"Drop"},"Node":` + there + `,` +
+			`"PortName":"http","Elsewhere":{"Verdict":"Drop"},"Node":` + there + keep + `,` +
 			`"Sources":{"Restricted":true,"Ranges":["10.9.0.0/16","203.0.113.1/32"]},"Masquerade":"MasqueradeNode","AffinitySeconds":60}`,
 		`{"Namespace":"default","Name":"web","Kind":"NodePort","Family":"IPv4","Protocol":"TCP","Port":30080,` +
-			`"PortName":"http","Elsewhere":{"Verdict":"Drop"},"Node":` + there + `,"Masquerade":"MasqueradeNode","AffinitySeconds":60}`,
+			`"PortName":"http","Elsewhere":{"Verdict":"Drop"},"Node":` + there + keep + `,"Masquerade":"MasqueradeNode","AffinitySeconds":60}`,
 		`{"Namespace":"default","Name":"whole","Kind":"ExternalIP","Addr":"192.0.2.1","Family":"IPv4",` +
 			`"Elsewhere":{"Verdict":"Forward","Endpoints":[{"Addr":"10.0.0.2","Local":true,"NodeName":"here"}]},` +
 			`"Node":{"Verdict":"Forward","Endpoints":[{"Addr":"10.0.0.2","Local":true,"NodeName":"here"}]},"Masquerade":"MasqueradeAll"}`,

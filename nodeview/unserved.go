@@ -77,7 +77,13 @@ func Unserved(view *api.View) iter.Seq[UnservedFrontend] {
 
 // namedFrontends yields each frontend that the object of the service defines, once. A
 // frontend that is served has Fault 0. If view is nil, there are none.
-func namedFrontends(view *api.View) iter.Seq[UnservedFrontend] {
+func namedFrontends(view *api.View) iter.Seq[UnservedFrontend] { return named(view, newNamer) }
+
+// namedClasses yields a frontend without an address for each kind, port and family for which
+// namedFrontends yields a frontend. It has the fault that all these frontends have.
+func namedClasses(view *api.View) iter.Seq[UnservedFrontend] { return named(view, newClassNamer) }
+
+func named(view *api.View, newNamer func(*api.View) namer) iter.Seq[UnservedFrontend] {
 	return func(yield func(UnservedFrontend) bool) {
 		if view == nil {
 			return
@@ -131,6 +137,22 @@ func newNamer(view *api.View) namer {
 	}
 	return n
 }
+
+// newClassNamer returns a namer with the zero address in place of the addresses of each kind
+// and family.
+func newClassNamer(view *api.View) namer {
+	n := namer{served: view.Service.Families()}
+	for f, family := range [...]api.Family{api.IPv4, api.IPv6} {
+		for i, list := range view.Service.FrontendIPs(family) {
+			if len(list) > 0 {
+				n.addrs[f][i] = noAddr
+			}
+		}
+	}
+	return n
+}
+
+var noAddr = []netip.Addr{{}}
 
 // onlyNew returns list without the addresses in seen, and adds all addresses to seen. It
 // copies list only if it has to remove an address.

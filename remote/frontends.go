@@ -8,6 +8,7 @@ import (
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/internal/wire/localv1"
 	"github.com/kpng-project/kpng/nodeview"
+	"google.golang.org/protobuf/proto"
 )
 
 // frontendsOf returns a view's frontends as a message, which contains each list of
@@ -32,6 +33,25 @@ func frontendsOf(v *api.View) (*localv1.ServiceFrontends, error) {
 		}
 		return &localv1.Traffic{Verdict: localv1.Verdict_Forward, List: list}
 	}
+	type rest struct {
+		existing        nodeview.Existing
+		elsewhere, node nodeview.ListID
+	}
+	kept := map[rest]*int32{}
+	keep := func(f *nodeview.Frontend) *int32 {
+		k := rest{f.Existing, f.Elsewhere.List, f.Node.List}
+		list, ok := kept[k]
+		if !ok {
+			if all := f.Existing.Without(f.Elsewhere.Endpoints, f.Node.Endpoints); len(all) > 0 {
+				list = proto.Int32(int32(len(w.Lists)))
+				if size += minTarget * len(all); size <= maxObject {
+					w.Lists = append(w.Lists, targetList(all))
+				}
+			}
+			kept[k] = list
+		}
+		return list
+	}
 	sources := func(f *nodeview.Frontend) int32 {
 		id := f.SourcesID()
 		i, ok := admitted[id]
@@ -50,7 +70,7 @@ func frontendsOf(v *api.View) (*localv1.ServiceFrontends, error) {
 		to := &localv1.Frontend{
 			Kind:   localv1.FrontendKind(f.Kind),
 			Family: localv1.Family(f.Family), Protocol: localv1.Protocol(f.Protocol), Port: f.Port,
-			Elsewhere: traffic(f.Elsewhere), Node: traffic(f.Node),
+			Elsewhere: traffic(f.Elsewhere), Node: traffic(f.Node), Keep: keep(&f),
 			Restricted:      f.Sources.Restricted,
 			Masquerade:      localv1.Masquerade(f.Masquerade) + localv1.Masquerade_MasqueradeIfConfigured,
 			AffinitySeconds: int32(f.Affinity.Seconds()),

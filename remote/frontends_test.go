@@ -90,17 +90,18 @@ func TestFrontendsReplaceServices(t *testing.T) {
 	}
 
 	here, drop := `{"Verdict":"Forward"}`, `{"Verdict":"Drop"}`
-	text := func(external string) string {
+	text := func(external, keep string) string {
 		return `set FrontendsSet plain/hinted {"Frontends":[` +
-			`{"AffinitySeconds":60,"Elsewhere":` + here + `,"Family":"IPv4","IP":"10.0.0.1","Kind":"ClusterIP",` +
+			`{"AffinitySeconds":60,"Elsewhere":` + here + `,"Family":"IPv4","IP":"10.0.0.1",` + keep + `"Kind":"ClusterIP",` +
 			`"Masquerade":"MasqueradeIfConfigured","Node":` + here + `,"Port":80,"Protocol":"TCP"},` +
-			`{"AffinitySeconds":60,"Elsewhere":` + external + `,"Family":"IPv4","IP":"203.0.113.1","Kind":"LoadBalancerIP",` +
+			`{"AffinitySeconds":60,"Elsewhere":` + external + `,"Family":"IPv4","IP":"203.0.113.1",` + keep + `"Kind":"LoadBalancerIP",` +
 			`"Masquerade":"MasqueradeNode","Node":` + here + `,"Port":80,"Protocol":"TCP","Restricted":true}],`
 	}
 	const sources = `"Name":"hinted","Namespace":"plain","Sources":[{"OwnSources":["203.0.113.1"],"SourceRanges":["192.0.2.0/24"]}]}`
 	stream := watch()
 	got, _ := answer(stream, &localv1.WatchReq{Resumption: &localv1.WatchReq_Resume{}})
-	want := []string{"reset", text(here) + `"Lists":[{"Targets":[{"IP":"172.16.0.1","Local":true,"NodeName":"in-a","Port":80}]}],` + sources}
+	want := []string{"reset", text(here, `"Keep":1,`) + // flows to an endpoint with a hint for another zone
+		`"Lists":[{"Targets":[{"IP":"172.16.0.1","Local":true,"NodeName":"in-a","Port":80}]},{"Targets":[{"IP":"172.16.0.2","NodeName":"in-b","Port":80}]}],` + sources}
 	if diff := cmp.Diff(want, got); diff != "" {
 		t.Errorf("first answer (-want +got):\n%s", diff)
 	}
@@ -109,7 +110,7 @@ func TestFrontendsReplaceServices(t *testing.T) {
 	moved.Endpoints = hintedSlice.Endpoints[1:]
 	update(state, func(to apitest.Writer) { to.SetSlice(&moved) })
 	got, token := answer(stream, &localv1.WatchReq{})
-	want = []string{text(drop) + `"Lists":[{"Targets":[{"IP":"172.16.0.2","NodeName":"in-b","Port":80}]}],` + sources}
+	want = []string{text(drop, "") + `"Lists":[{"Targets":[{"IP":"172.16.0.2","NodeName":"in-b","Port":80}]}],` + sources}
 	if diff := cmp.Diff(want, got); diff != "" {
 		t.Errorf("after a change (-want +got):\n%s", diff)
 	}

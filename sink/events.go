@@ -20,8 +20,9 @@ import (
 //
 // A Set method receives a new or changed object. A service is identified by its key, an
 // endpoint by [api.Endpoint.Key], and a frontend by its FrontendKey. A frontend contains
-// its endpoints, so it also changes when an endpoint changes. If a handler does not need
-// a kind of object, its methods for that kind should return nil.
+// its endpoints, so it also changes when an endpoint changes, or when existing flows may no
+// longer continue to a draining endpoint. If a handler does not need a kind of object, its
+// methods for that kind should return nil.
 //
 // If a method fails or panics, the handler receives no more objects of the service in
 // this Sync. The next delivery of this service sets all its objects again, and so does
@@ -324,15 +325,30 @@ type comparison struct {
 	elsewhere, node lastCompared[nodeview.Target]
 	ranges          lastCompared[netip.Prefix]
 	own             lastCompared[netip.Addr]
+	existing        struct {
+		a, b nodeview.Existing
+		same bool
+	}
 }
 
 func (c *comparison) frontends(a, b *nodeview.Frontend) bool {
 	return a.FrontendKey == b.FrontendKey && a.Masquerade == b.Masquerade && a.Affinity == b.Affinity &&
 		(a.ServicePort == b.ServicePort || a.ServicePort != nil && b.ServicePort != nil && *a.ServicePort == *b.ServicePort) &&
 		sameTraffic(&a.Elsewhere, &b.Elsewhere, &c.elsewhere) && sameTraffic(&a.Node, &b.Node, &c.node) &&
-		a.Sources.Restricted == b.Sources.Restricted &&
+		c.sameExisting(a.Existing, b.Existing) && a.Sources.Restricted == b.Sources.Restricted &&
 		c.ranges.equal(a.Sources.Ranges, b.Sources.Ranges, func(a, b netip.Prefix) bool { return a == b }) &&
 		c.own.equal(a.Sources.Own, b.Sources.Own, func(a, b netip.Addr) bool { return a == b })
+}
+
+// sameExisting reports whether existing flows may continue to the same endpoints.
+func (c *comparison) sameExisting(a, b nodeview.Existing) bool {
+	if x := &c.existing; x.a != a || x.b != b {
+		before := slices.Collect(a.All())
+		now := slices.Collect(b.All())
+		x.a, x.b = a, b
+		x.same = slices.EqualFunc(before, now, func(a, b nodeview.Target) bool { return a.AddrPort() == b.AddrPort() })
+	}
+	return c.existing.same
 }
 
 func sameTraffic(a, b *nodeview.Traffic, lists *lastCompared[nodeview.Target]) bool {

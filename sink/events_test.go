@@ -129,6 +129,9 @@ func TestEvents(t *testing.T) {
 			w.src.Set(v)
 		}, "delete endpoint b 10.0.0.4", "set frontend b ClusterIP 10.96.0.1:80/TCP → [2]")
 
+		step("flows to the draining endpoint may not continue", func() { w.src.Set(withIP(1, view(b, 2))) },
+			"set frontend b ClusterIP 10.96.0.1:80/TCP → [2]")
+
 		log.fail = func(line string) error {
 			if strings.HasPrefix(line, "set endpoint a") {
 				log.fail = nil

@@ -5,13 +5,10 @@
 package ebpf
 
 import (
-	"bytes"
-	"cmp"
 	"encoding/binary"
 	"fmt"
 	"hash/maphash"
 	"net/netip"
-	"slices"
 	"time"
 
 	"github.com/kpng-project/kpng/api"
@@ -153,7 +150,7 @@ func (p *planner) plan(view *api.View) (all []wanted, tooLarge string) {
 	if view == nil {
 		return nil, ""
 	}
-	s := servicePlan{planner: p, view: view, lists: map[listKey]*endpointList{}}
+	s := servicePlan{planner: p, lists: map[listKey]*endpointList{}}
 	var rest []*nodeview.Frontend
 	for f := range nodeview.Frontends(view) {
 		// UDP sockets may keep a draining endpoint although new sockets have none to use.
@@ -191,14 +188,13 @@ func (p *planner) excess(needed size) string {
 // servicePlan is the plan of a service while it is made.
 type servicePlan struct {
 	*planner
-	view   *api.View
 	all    []wanted
 	needed size
 	// lists has the first list with each ID without members, too.
 	lists map[listKey]*endpointList
 	// own has the members of lists with session affinity, and existing those of UDP ports.
 	own      map[nodeview.ListID]memberSet
-	existing map[portKey]memberSet
+	existing map[nodeview.Existing]memberSet
 }
 
 // listKey identifies a list of a service by its endpoints and the digest of its members.
@@ -210,13 +206,6 @@ type listKey struct {
 type memberSet struct {
 	addresses []address
 	digest    uint64
-}
-
-// portKey has what determines the target port of an endpoint.
-type portKey struct {
-	family           api.Family
-	name, targetName string
-	target           int32
 }
 
 // add adds a frontend, unless no client may use or keep an endpoint.
@@ -285,14 +274,17 @@ func (s *servicePlan) ownMembers(f *nodeview.Frontend) memberSet {
 // existingMembers returns the endpoints that UDP sockets may keep: all endpoints of the
 // frontend's port and family, including draining endpoints.
 func (s *servicePlan) existingMembers(f *nodeview.Frontend) memberSet {
-	key := portKey{f.Family, f.ServicePort.Name, f.ServicePort.TargetPortName, f.ServicePort.TargetPort}
-	m, ok := s.existing[key]
+	m, ok := s.existing[f.Existing]
 	if !ok {
 		if s.existing == nil {
-			s.existing = map[portKey]memberSet{}
+			s.existing = map[nodeview.Existing]memberSet{}
 		}
-		m = s.members(existing(s.view, f))
-		s.existing[key] = m
+		var all []address
+		for t := range f.Existing.All() {
+			all = append(all, toAddress(t.Addr, t.Port))
+		}
+		m = s.members(all)
+		s.existing[f.Existing] = m
 	}
 	return m
 }
@@ -319,19 +311,4 @@ func unsuitable(view *api.View, f *nodeview.Frontend, annotation string) string 
 	default:
 		return ""
 	}
-}
-
-// The function existing returns the endpoints that UDP sockets may keep.
-func existing(view *api.View, f *nodeview.Frontend) (all []address) {
-	for _, endpoints := range [...][]api.Endpoint{view.Endpoints, view.Draining} {
-		for i := range endpoints {
-			if port := endpoints[i].TargetPort(f.ServicePort); port != 0 && api.FamilyOf(endpoints[i].Addr) == f.Family {
-				all = append(all, toAddress(endpoints[i].Addr, port))
-			}
-		}
-	}
-	slices.SortFunc(all, func(a, b address) int {
-		return cmp.Or(bytes.Compare(a.IP[:], b.IP[:]), bytes.Compare(a.Port[:], b.Port[:]))
-	})
-	return slices.Compact(all)
 }

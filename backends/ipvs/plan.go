@@ -116,7 +116,7 @@ func (p *planner) plan(view *api.View, listOf func(*nodeview.Frontend) uint32) (
 		scheduler = p.scheduler
 	}
 	frontends := slices.Collect(nodeview.Frontends(view))
-	lists := endpointLists{view: view, sorted: map[nodeview.ListID][]netip.AddrPort{}, existing: map[portFamily][]netip.AddrPort{}}
+	lists := endpointLists{sorted: map[nodeview.ListID][]netip.AddrPort{}, existing: map[nodeview.Existing][]netip.AddrPort{}}
 	targets := redirectTargets(frontends)
 	destinations := 0
 	for i := range frontends {
@@ -125,13 +125,9 @@ func (p *planner) plan(view *api.View, listOf func(*nodeview.Frontend) uint32) (
 			err = errors.New("IPVS cannot serve all ports of an address")
 			continue
 		}
-		addrs := []netip.Addr{f.Addr}
-		if f.Kind == nodeview.NodePort {
-			addrs = p.nodePortAddrs
-		}
 		w := wanted{
 			settings:  settings{scheduler: scheduler, persistence: uint32(f.Affinity / time.Second), flags: p.owner | fallbackFlag(scheduler)},
-			endpoints: lists.of(f), existing: lists.existingFor(f),
+			endpoints: lists.of(f), existing: lists.existingOf(f.Existing),
 		}
 		to, redirected := redirect(f, targets)
 		var list uint32
@@ -139,12 +135,12 @@ func (p *planner) plan(view *api.View, listOf func(*nodeview.Frontend) uint32) (
 			list = listOf(f)
 		}
 		external := f.Kind == nodeview.ExternalIP || f.Kind == nodeview.LoadBalancerIP
-		for _, a := range addrs {
-			if api.FamilyOf(a) == f.Family && !a.IsLoopback() && !(external && p.isOtherNode(a)) {
+		for at := range f.At(p.nodePortAddrs) {
+			if a := at.Addr(); !a.IsLoopback() && !(external && p.isOtherNode(a)) {
 				if destinations += len(w.endpoints); destinations > maxDestinations {
 					return nil, fmt.Errorf("IPVS would need more than %d destinations, the product of addresses, ports and endpoints", maxDestinations)
 				}
-				id := serverID{netip.AddrPortFrom(a, uint16(f.Port)), f.Protocol}
+				id := serverID{at, f.Protocol}
 				fp := frontendPlan{id: id, kind: f.Kind, wanted: w, elements: elements(id, f)}
 				if redirected {
 					fp.elements = append(fp.elements, element{set: setOf(redirects, a), key: frontendKey(id), value: addrKey(to.Addr()) + portKey(to.Port())})
@@ -163,32 +159,19 @@ func (p *planner) plan(view *api.View, listOf func(*nodeview.Frontend) uint32) (
 			}
 		}
 	}
-	for i := range view.Endpoints {
-		if e := &view.Endpoints[i]; e.Local {
-			for j := range view.Service.Ports {
-				sp := &view.Service.Ports[j]
-				if port := e.TargetPort(sp); port != 0 {
-					id := serverID{netip.AddrPortFrom(e.Addr, uint16(port)), sp.Protocol}
-					out.elements = append(out.elements, element{set: setOf(hairpins, e.Addr), key: addrKey(e.Addr) + frontendKey(id)})
-				}
-			}
+	for protocol, e := range nodeview.Hairpins(view) {
+		if e.Port != 0 {
+			out.elements = append(out.elements, element{set: setOf(hairpins, e.Addr), key: addrKey(e.Addr) + frontendKey(serverID{e.AddrPort(), protocol})})
 		}
 	}
 	slices.SortFunc(out.elements, element.compare)
-	out.elements = slices.Compact(out.elements)
 	return out, err
 }
 
 // endpointLists has the lists of endpoints of a view. Frontends share them.
 type endpointLists struct {
-	view     *api.View
 	sorted   map[nodeview.ListID][]netip.AddrPort
-	existing map[portFamily][]netip.AddrPort
-}
-
-type portFamily struct {
-	port   *api.PortMapping
-	family api.Family
+	existing map[nodeview.Existing][]netip.AddrPort
 }
 
 // of returns the endpoints of a frontend that get new connections, sorted.
@@ -198,30 +181,22 @@ func (l *endpointLists) of(f *nodeview.Frontend) []netip.AddrPort {
 	}
 	all := make([]netip.AddrPort, len(f.Elsewhere.Endpoints))
 	for i, t := range f.Elsewhere.Endpoints {
-		all[i] = netip.AddrPortFrom(t.Addr, uint16(t.Port))
+		all[i] = t.AddrPort()
 	}
 	slices.SortFunc(all, netip.AddrPort.Compare)
 	l.sorted[f.Elsewhere.List] = all
 	return all
 }
 
-// existingFor returns all endpoints of the service for the frontend's port and family,
-// sorted. They include draining endpoints and endpoints that the frontend does not use.
-func (l *endpointLists) existingFor(f *nodeview.Frontend) []netip.AddrPort {
-	of := portFamily{f.ServicePort, f.Family}
-	if all, ok := l.existing[of]; ok {
-		return all
-	}
-	var all []netip.AddrPort
-	for _, list := range [...][]api.Endpoint{l.view.Endpoints, l.view.Draining} {
-		for i := range list {
-			if port := list[i].TargetPort(f.ServicePort); port != 0 && api.FamilyOf(list[i].Addr) == f.Family {
-				all = append(all, netip.AddrPortFrom(list[i].Addr, uint16(port)))
-			}
+// existingOf returns the endpoints to which existing connections may continue, sorted.
+func (l *endpointLists) existingOf(x nodeview.Existing) []netip.AddrPort {
+	all, ok := l.existing[x]
+	if !ok {
+		for t := range x.All() {
+			all = append(all, t.AddrPort())
 		}
+		l.existing[x] = all
 	}
-	slices.SortFunc(all, netip.AddrPort.Compare)
-	l.existing[of] = all
 	return all
 }
 
@@ -263,8 +238,9 @@ func (p *planner) healthCheck(a netip.Addr, s *api.Service) []element {
 
 // target identifies the frontends at cluster IPs of a service port that have a list.
 type target struct {
-	portFamily
-	list nodeview.ListID
+	port   *api.PortMapping
+	family api.Family
+	list   nodeview.ListID
 }
 
 // redirectTargets returns the first cluster IP and port of each target.
@@ -272,7 +248,7 @@ func redirectTargets(all []nodeview.Frontend) map[target]netip.AddrPort {
 	targets := map[target]netip.AddrPort{}
 	for i := range all {
 		f := &all[i]
-		of := target{portFamily{f.ServicePort, f.Family}, f.Elsewhere.List}
+		of := target{f.ServicePort, f.Family, f.Elsewhere.List}
 		if _, ok := targets[of]; !ok && f.Kind == nodeview.ClusterIP {
 			targets[of] = netip.AddrPortFrom(f.Addr, uint16(f.Port))
 		}
@@ -289,7 +265,7 @@ func redirect(f *nodeview.Frontend, targets map[target]netip.AddrPort) (to netip
 	if f.Masquerade != nodeview.MasqueradeNode || f.Node.Verdict != nodeview.Forward || f.Node.List == f.Elsewhere.List {
 		return to, false
 	}
-	to, ok = targets[target{portFamily{f.ServicePort, f.Family}, f.Node.List}]
+	to, ok = targets[target{f.ServicePort, f.Family, f.Node.List}]
 	return to, ok
 }
 

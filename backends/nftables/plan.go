@@ -76,30 +76,51 @@ func outlineOf(view *api.View) *outline {
 	if c := view.Service.SessionAffinity.ClientIP; c != nil {
 		affinity = uint16(timeoutBits(time.Duration(c.TimeoutSeconds) * time.Second))
 	}
-	for p := range nodeview.PortTraffics(view) {
-		key := listKey{family: p.Family}
-		if p.ServicePort != nil {
-			key.protocol, key.port = p.ServicePort.Protocol, p.ServicePort.Port
+	classes := slices.Collect(nodeview.Classes(view))
+	for len(classes) > 0 {
+		n := slices.IndexFunc(classes, func(c nodeview.Frontend) bool {
+			return c.ServicePort != classes[0].ServicePort || c.Family != classes[0].Family
+		})
+		if n < 0 {
+			n = len(classes)
 		}
-		cluster := o.add(plannedList{listKey: key, traffic: p.ShortCircuit, affinity: affinity, shortcut: -1}, p.ServicePort)
-		ports := portLists{p.ServicePort, p.Family, cluster, cluster}
-		if p.InternalLocal || p.ExternalLocal {
-			local := plannedList{listKey: key, traffic: p.Internal, affinity: affinity, shortcut: -1}
-			local.local = true
-			if p.ExternalLocal {
-				local.traffic, local.shortcut = p.External, cluster
-			}
-			i := o.add(local, p.ServicePort)
-			if p.InternalLocal {
-				ports.internal = i
-			}
-			if p.ExternalLocal {
-				ports.external = i
-			}
-		}
-		o.ports = append(o.ports, ports)
+		o.addPort(view.Service, classes[:n], affinity)
+		classes = classes[n:]
 	}
 	return o
+}
+
+// addPort adds the lists of a port and family, which has these classes of frontends.
+func (o *outline) addPort(svc *api.Service, classes []nodeview.Frontend, affinity uint16) {
+	first, last := &classes[0], &classes[len(classes)-1]
+	hasExternal := last.Kind != nodeview.ClusterIP
+	internalLocal := first.Kind == nodeview.ClusterIP && svc.InternalTrafficToLocal
+	externalLocal := hasExternal && last.Masquerade == nodeview.MasqueradeNode
+
+	l := plannedList{listKey: listKey{family: first.Family}, affinity: affinity, shortcut: -1}
+	if first.ServicePort != nil {
+		l.protocol, l.port = first.ServicePort.Protocol, first.ServicePort.Port
+	}
+	cluster := -1
+	if hasExternal || !internalLocal {
+		l.traffic = last.Node // all frontends with policy Cluster have the list for this node's traffic
+		cluster = o.add(l, first.ServicePort)
+	}
+	ports := portLists{first.ServicePort, first.Family, cluster, cluster}
+	if internalLocal || externalLocal {
+		l.local, l.traffic = true, first.Elsewhere
+		if externalLocal {
+			l.traffic, l.shortcut = last.Elsewhere, cluster
+		}
+		local := o.add(l, first.ServicePort)
+		if internalLocal {
+			ports.internal = local
+		}
+		if externalLocal {
+			ports.external = local
+		}
+	}
+	o.ports = append(o.ports, ports)
 }
 
 // add adds a list of a service port, unless an earlier port has the same list. It returns

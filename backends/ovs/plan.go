@@ -97,6 +97,13 @@ func (p *planner) plan(view *api.View) (*plan, error) {
 			return s.plan, fmt.Errorf("it needs more than %d groups, the share of a service", p.maxGroups)
 		}
 	}
+	for _, e := range nodeview.Hairpins(view) {
+		family := api.FamilyOf(e.Addr)
+		if from := addressOf(p.opts.MasqueradeAddresses, family); from.IsValid() {
+			m := openflow.Match{EtherType: etherType(family), Source: single(e.Addr), Destination: single(e.Addr)}
+			p.opts.add(s.shared, sentTable, high, m, p.opts.translateSource(single(from)))
+		}
+	}
 	return s.plan, nil
 }
 
@@ -127,11 +134,8 @@ type actionsKey struct {
 
 // sentKey has what determines the endpoints of UDP frontends.
 type sentKey struct {
-	elsewhere, here nodeview.ListID
-	family          api.Family
-	rejects         bool
-	// port is nil if the service has no draining endpoints.
-	port *api.PortMapping
+	existing nodeview.Existing
+	rejects  bool
 }
 
 func (p *servicePlan) addFrontend(f *nodeview.Frontend) {
@@ -222,45 +226,21 @@ func (p *servicePlan) addRanges(f *nodeview.Frontend) uint32 {
 
 // addDatagrams records a frontend of protocol UDP.
 func (p *servicePlan) addDatagrams(f *nodeview.Frontend) {
-	k := sentKey{
-		elsewhere: f.Elsewhere.List, here: f.Node.List, family: f.Family,
-		rejects: f.Elsewhere.Verdict == nodeview.Reject || f.Node.Verdict == nodeview.Reject,
-	}
-	if len(p.view.Draining) > 0 {
-		k.port = f.ServicePort
-	}
+	k := sentKey{f.Existing, f.Elsewhere.Verdict == nodeview.Reject || f.Node.Verdict == nodeview.Reject}
 	d := p.sent[k]
 	if d == nil {
 		if p.sent == nil {
 			p.sent = map[sentKey]*datagrams{}
 		}
-		d = &datagrams{endpoints: p.sentTo(f), rejects: k.rejects}
+		d = &datagrams{rejects: k.rejects}
+		for t := range f.Existing.All() {
+			d.endpoints = append(d.endpoints, t.AddrPort())
+		}
 		p.sent[k] = d
 	}
-	if f.Kind != nodeview.NodePort {
-		p.datagrams[netip.AddrPortFrom(f.Addr, uint16(f.Port))] = d
-		return
+	for at := range f.At(p.nodePortAddrs) {
+		p.datagrams[at] = d
 	}
-	for _, a := range p.nodePortAddrs {
-		if api.FamilyOf(a) == f.Family {
-			p.datagrams[netip.AddrPortFrom(a, uint16(f.Port))] = d
-		}
-	}
-}
-
-// sentTo returns the endpoints that get packets of a frontend of protocol UDP.
-func (p *servicePlan) sentTo(f *nodeview.Frontend) (all []netip.AddrPort) {
-	for _, t := range slices.Concat(f.Elsewhere.Endpoints, f.Node.Endpoints) {
-		all = append(all, netip.AddrPortFrom(t.Addr, uint16(t.Port)))
-	}
-	for i := range p.view.Draining {
-		e := &p.view.Draining[i]
-		if f.ServicePort != nil && api.FamilyOf(e.Addr) == f.Family {
-			all = append(all, netip.AddrPortFrom(e.Addr, uint16(e.TargetPort(f.ServicePort))))
-		}
-	}
-	slices.SortFunc(all, netip.AddrPort.Compare)
-	return slices.Compact(all)
 }
 
 // actionsFor returns the actions for a part of the traffic to a frontend. It adds the
@@ -342,17 +322,12 @@ func (p *planner) masqueraded(m nodeview.Masquerade) uint32 {
 	}
 }
 
-// addList adds the groups of a list, and the flows that its endpoints need. With session
-// affinity, a belongs to any of the ports with this list.
+// addList adds the groups of a list and, with session affinity, the flows that its endpoints
+// need. Then a belongs to any of the ports with this list.
 func (p *servicePlan) addList(f *nodeview.Frontend, t nodeview.Traffic, id uint32, a affinity) {
 	endpoints := make([]netip.AddrPort, 0, len(t.Endpoints))
-	from := addressOf(p.opts.MasqueradeAddresses, f.Family)
 	for _, e := range t.Endpoints {
-		endpoints = append(endpoints, netip.AddrPortFrom(e.Addr, uint16(e.Port)))
-		if e.Local && from.IsValid() {
-			m := openflow.Match{EtherType: etherType(f.Family), Source: single(e.Addr), Destination: single(e.Addr)}
-			p.opts.add(p.shared, sentTable, high, m, p.opts.translateSource(single(from)))
-		}
+		endpoints = append(endpoints, e.AddrPort())
 	}
 	slices.SortFunc(endpoints, netip.AddrPort.Compare)
 	endpoints = slices.Compact(endpoints)

@@ -43,7 +43,7 @@ type listenSpec struct {
 
 type planned struct {
 	*port
-	present *portView
+	existing existing
 }
 
 type plannedPool struct {
@@ -63,10 +63,6 @@ func (s *service) planFor(view *api.View, node []netip.Addr) (*plan, error) {
 	if view == nil {
 		return p, nil
 	}
-	byFamily := map[api.Family][]netip.Addr{}
-	for _, a := range node {
-		byFamily[api.FamilyOf(a)] = append(byFamily[api.FamilyOf(a)], a)
-	}
 	byID := map[nodeview.SourcesID]*admission{}
 	frontends := 0
 	for f := range nodeview.Frontends(view) {
@@ -83,18 +79,16 @@ func (s *service) planFor(view *api.View, node []netip.Addr) (*plan, error) {
 			admission = p.admissions.of(&f.Sources, node, s.admissions)
 			byID[f.SourcesID()] = admission
 		}
-		r := p.rulesOf(s, view, &f, admission)
-		addrs := []netip.Addr{f.Addr}
+		r := p.rulesOf(s, &f, admission)
 		if f.Kind == nodeview.NodePort {
 			p.dependsOnNode = true
-			addrs = byFamily[f.Family]
 		} else if _, known := p.at[f.Addr]; !known {
 			p.addresses = append(p.addresses, f.Addr)
 			p.at[f.Addr] = nil
 		}
 		p.dependsOnNode = p.dependsOnNode || f.Sources.Restricted
-		for _, a := range addrs {
-			at := socketAddr{f.Protocol, netip.AddrPortFrom(a, uint16(f.Port))}
+		for addr := range f.At(node) {
+			at := socketAddr{f.Protocol, addr}
 			if r.refused() {
 				p.refused[at] = struct{}{} // the host refuses clients where nothing listens
 				continue
@@ -102,7 +96,7 @@ func (s *service) planFor(view *api.View, node []netip.Addr) (*plan, error) {
 			want := listenSpec{at, r}
 			p.sockets = append(p.sockets, want)
 			if f.Kind != nodeview.NodePort {
-				p.at[a] = append(p.at[a], want)
+				p.at[f.Addr] = append(p.at[f.Addr], want)
 			}
 		}
 	}
@@ -132,10 +126,10 @@ func unsupported(f *nodeview.Frontend) error {
 }
 
 // rulesOf returns the rules of a frontend.
-func (p *plan) rulesOf(s *service, view *api.View, f *nodeview.Frontend, admission *admission) *rules {
+func (p *plan) rulesOf(s *service, f *nodeview.Frontend, admission *admission) *rules {
 	p.affinity = max(p.affinity, f.Affinity)
 	r := rules{
-		port: p.portOf(s, view, f.ServicePort), elsewhere: p.routeOf(s, &f.Elsewhere), node: p.routeOf(s, &f.Node),
+		port: p.portOf(s, f), elsewhere: p.routeOf(s, &f.Elsewhere), node: p.routeOf(s, &f.Node),
 		admission: admission, affinity: f.Affinity,
 	}
 	shared := p.rules[r]
@@ -148,16 +142,18 @@ func (p *plan) rulesOf(s *service, view *api.View, f *nodeview.Frontend, admissi
 	return shared
 }
 
-func (p *plan) portOf(s *service, view *api.View, mapping *api.PortMapping) *port {
+func (p *plan) portOf(s *service, f *nodeview.Frontend) *port {
+	mapping := f.ServicePort
 	key := portKey{mapping.Protocol, mapping.Port}
 	of, ok := p.ports[key]
 	if !ok {
-		of = planned{s.ports[key], &portView{mapping, view}}
+		of = planned{s.ports[key], existing{}}
 		if of.port == nil || of.port.name != portName(s.service, mapping) {
 			of.port = newPort(s.common, mapping)
 		}
 		p.ports[key] = of
 	}
+	of.existing[f.Family] = f.Existing
 	return of.port
 }
 

@@ -74,7 +74,7 @@ func (p *pool) contains(e netip.AddrPort) bool {
 func addrPorts(targets []nodeview.Target) []netip.AddrPort {
 	out := make([]netip.AddrPort, len(targets))
 	for i, t := range targets {
-		out[i] = netip.AddrPortFrom(t.Addr, uint16(t.Port))
+		out[i] = t.AddrPort()
 	}
 	slices.SortFunc(out, netip.AddrPort.Compare)
 	return slices.Compact(out)

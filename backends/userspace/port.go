@@ -6,11 +6,11 @@ import (
 	"maps"
 	"net/netip"
 	"slices"
-	"sort"
 	"sync"
 	"sync/atomic"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/nodeview"
 	"k8s.io/apimachinery/pkg/types"
 )
 
@@ -23,8 +23,9 @@ type port struct {
 	counters counters
 	// common is what all ports of the service share.
 	*common
-	// present is the port in the view of the last applied plan, or nil if there is none.
-	present atomic.Pointer[portView]
+	// existing has the endpoints whose clients stay, by family, according to the last applied
+	// plan. It is nil if there is none.
+	existing atomic.Pointer[existing]
 }
 
 // common is the state that all ports of a service share.
@@ -37,12 +38,6 @@ type common struct {
 	// filters is the number of instructions of the socket filters of the service's listeners.
 	// Backend.mu guards it.
 	filters int
-}
-
-// portView is a port in a view of its service.
-type portView struct {
-	*api.PortMapping
-	view *api.View
 }
 
 // ports is the set of the ports of all services. It is safe for concurrent use. Because
@@ -96,20 +91,12 @@ type counters struct {
 	bytesToEndpoints, bytesFromEndpoints atomic.Int64
 }
 
+// existing has the endpoints to which existing connections and flows may continue.
+type existing map[api.Family]nodeview.Existing
+
 // The method serves reports whether e is an endpoint of the port, including endpoints
 // that get no new connections.
 func (p *port) serves(e netip.AddrPort) bool {
-	now := p.present.Load()
-	return now != nil && (now.in(now.view.Endpoints, e) || now.in(now.view.Draining, e))
-}
-
-// The method in reports whether the sorted list has an endpoint with this address and port.
-func (p *portView) in(list []api.Endpoint, e netip.AddrPort) bool {
-	i := sort.Search(len(list), func(i int) bool { return list[i].Addr.Compare(e.Addr()) >= 0 })
-	for ; i < len(list) && list[i].Addr == e.Addr(); i++ {
-		if list[i].TargetPort(p.PortMapping) == int32(e.Port()) {
-			return true
-		}
-	}
-	return false
+	now := p.existing.Load()
+	return now != nil && (*now)[api.FamilyOf(e.Addr())].Has(e)
 }

@@ -198,7 +198,7 @@ func (s *service) setPorts(p *plan) {
 			lost = lost || before != nil
 			s.log.V(3).Info("Adding new service", "servicePortName", of.name, "protocol", of.protocol, "portNum", of.number)
 		}
-		of.port.present.Store(of.present)
+		of.port.existing.Store(&of.existing)
 	}
 	if lost {
 		s.affinity.detachIf(func(c portClient, _ attachment) bool { return s.ports[c.portKey] != c.port })

@@ -33,19 +33,11 @@ func (f *flowCleaner) reconcile(opts *Options, services []*api.View) error {
 				continue
 			}
 			serving := map[netip.AddrPort]bool{}
-			for _, list := range [][]api.Endpoint{view.Endpoints, view.Draining} {
-				for i := range list {
-					serving[netip.AddrPortFrom(list[i].Addr, uint16(list[i].TargetPort(fe.ServicePort)))] = true
-				}
+			for e := range fe.Existing.All() {
+				serving[e.AddrPort()] = true
 			}
-			addrs := []netip.Addr{fe.Addr}
-			if fe.Kind == nodeview.NodePort {
-				addrs = nodes
-			}
-			for _, addr := range addrs {
-				if api.FamilyOf(addr) == fe.Family {
-					f.frontends[netip.AddrPortFrom(addr, uint16(fe.Port))] = serving
-				}
+			for at := range fe.At(nodes) {
+				f.frontends[at] = serving
 			}
 		}
 	}

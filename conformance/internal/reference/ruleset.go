@@ -79,8 +79,8 @@ func render(opts *Options, node *api.Node, services []*api.View) *ruleset {
 			}
 		}
 		if opts.Fault != NoHairpin {
-			for i := range view.Endpoints {
-				a := view.Endpoints[i].Addr
+			for _, e := range nodeview.Hairpins(view) {
+				a := e.Addr
 				r.rule("nat-postrouting", "ct status dnat", ip(a), "saddr", a, ip(a), "daddr", a, "masquerade")
 			}
 		}
@@ -130,11 +130,10 @@ func (r *ruleset) frontend(view *api.View, f *nodeview.Frontend, nodeAddrs []net
 			traffic = f.Elsewhere
 		}
 		if fault == DrainingToo {
-			for i := range view.Draining {
-				e := &view.Draining[i]
-				if port := e.TargetPort(f.ServicePort); api.FamilyOf(e.Addr) == f.Family && port != 0 {
+			for e := range f.Existing.All() {
+				if e.Scopes == (api.Scopes{}) { // it is draining
 					traffic.Verdict = nodeview.Forward
-					traffic.Endpoints = append(slices.Clone(traffic.Endpoints), nodeview.Target{Endpoint: e, Port: port})
+					traffic.Endpoints = append(slices.Clone(traffic.Endpoints), e)
 				}
 			}
 		}

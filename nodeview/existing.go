@@ -1,0 +1,146 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package nodeview
+
+import (
+	"cmp"
+	"iter"
+	"net/netip"
+	"slices"
+
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/distinct"
+)
+
+// Existing has the endpoints to which existing flows through a frontend may continue: the
+// endpoints of the frontend's port and family in the view, including draining endpoints and
+// endpoints that new flows through the frontend do not use. A backend ends UDP flows
+// through the frontend to other endpoints.
+//
+// All frontends of a service port and family in one view have equal values, so Existing can
+// be a map key. The zero value has no endpoints.
+type Existing struct {
+	view   *api.View
+	port   *api.PortMapping
+	family api.Family
+}
+
+// All yields the endpoints, sorted by address and port. Each address and port occurs once.
+func (x Existing) All() iter.Seq[Target] {
+	return func(yield func(Target) bool) {
+		if x.view == nil {
+			return
+		}
+		listed, draining := x.view.Endpoints, x.view.Draining
+		var same []Target // of the next address
+		for len(listed) > 0 || len(draining) > 0 {
+			next := &listed
+			if len(listed) == 0 || len(draining) > 0 && draining[0].Addr.Less(listed[0].Addr) {
+				next = &draining
+			}
+			addr := (*next)[0].Addr
+			same = x.take(x.take(same[:0], addr, &listed), addr, &draining)
+			if len(same) > 1 {
+				slices.SortStableFunc(same, func(a, b Target) int { return cmp.Compare(a.Port, b.Port) })
+				same = slices.CompactFunc(same, func(a, b Target) bool { return a.Port == b.Port })
+			}
+			for _, t := range same {
+				if !yield(t) {
+					return
+				}
+			}
+		}
+	}
+}
+
+// Without returns the endpoints that are in none of the lists.
+func (x Existing) Without(lists ...[]Target) (rest []Target) {
+	listed := map[netip.AddrPort]struct{}{}
+	for _, list := range lists {
+		for _, t := range list {
+			listed[t.AddrPort()] = struct{}{}
+		}
+	}
+	for t := range x.All() {
+		if _, ok := listed[t.AddrPort()]; !ok {
+			rest = append(rest, t)
+		}
+	}
+	return rest
+}
+
+// take removes the endpoints with an address from the start of list. It appends to buf those
+// that have the port and the family.
+func (x Existing) take(buf []Target, addr netip.Addr, list *[]api.Endpoint) []Target {
+	for len(*list) > 0 && (*list)[0].Addr == addr {
+		e := &(*list)[0]
+		*list = (*list)[1:]
+		if port, ok := x.portOf(e); ok {
+			buf = append(buf, Target{Endpoint: e, Port: port})
+		}
+	}
+	return buf
+}
+
+// portOf returns the port at which e serves the frontend, or 0 for all ports. It reports
+// whether e serves the frontend.
+func (x Existing) portOf(e *api.Endpoint) (int32, bool) {
+	switch {
+	case api.FamilyOf(e.Addr) != x.family:
+		return 0, false
+	case x.port == nil:
+		return 0, true
+	default:
+		port := e.TargetPort(x.port)
+		return port, port != 0
+	}
+}
+
+// Has reports whether existing flows to an endpoint may continue. It takes logarithmic time.
+// For an all-ports service, the port of the endpoint does not matter.
+func (x Existing) Has(endpoint netip.AddrPort) bool {
+	if x.view == nil {
+		return false
+	}
+	for _, list := range [...][]api.Endpoint{x.view.Endpoints, x.view.Draining} {
+		i, _ := slices.BinarySearchFunc(list, endpoint.Addr(), func(e api.Endpoint, a netip.Addr) int { return e.Addr.Compare(a) })
+		for ; i < len(list) && list[i].Addr == endpoint.Addr(); i++ {
+			if port, ok := x.portOf(&list[i]); ok && (x.port == nil || port == int32(endpoint.Port())) {
+				return true
+			}
+		}
+	}
+	return false
+}
+
+// Hairpins yields the endpoints on this node that new connections through the frontends of
+// view reach, with the protocol. Such an endpoint may connect to itself through the service.
+// A backend then replaces the source, also if nothing else selects the connection (see
+// [Masquerade]). Each protocol, address and port occurs once. For an all-ports service, the
+// protocol and the port are 0. If view is nil, Hairpins yields nothing.
+func Hairpins(view *api.View) iter.Seq2[api.Protocol, Target] {
+	type list struct {
+		protocol api.Protocol
+		id       ListID
+	}
+	type hairpin struct {
+		protocol api.Protocol
+		at       netip.AddrPort
+	}
+	return func(yield func(api.Protocol, Target) bool) {
+		var lists distinct.Set[list] // frontends share them
+		var hairpins distinct.Set[hairpin]
+		for f := range Classes(view) {
+			for _, traffic := range [...]*Traffic{&f.Elsewhere, &f.Node} {
+				if !lists.Add(list{f.Protocol, traffic.List}) {
+					continue
+				}
+				for _, t := range traffic.Endpoints {
+					if t.Local && hairpins.Add(hairpin{f.Protocol, t.AddrPort()}) && !yield(f.Protocol, t) {
+						return
+					}
+				}
+			}
+		}
+	}
+}

@@ -12,6 +12,7 @@ import (
 
 	"github.com/go-logr/logr"
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/backends/nftables"
 	"github.com/kpng-project/kpng/cluster"
 	"github.com/kpng-project/kpng/feed"
@@ -43,7 +44,7 @@ func BenchmarkCompanions(b *testing.B) {
 		b.Run(test.name, func(b *testing.B) {
 			const services = 10_000
 			namespace := netnstest.New(b)
-			backend, err := nftables.New(nftables.Options{NetNS: namespace.FD, Sysctls: nftables.IgnoreSysctls})
+			backend, err := nftables.New(nftables.Options{Options: backends.Options{NetNS: namespace.FD, Sysctls: backends.IgnoreSysctls}})
 			if err != nil {
 				b.Fatal(err)
 			}

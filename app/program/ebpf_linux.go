@@ -10,8 +10,6 @@ import (
 	"github.com/spf13/pflag"
 )
 
-var _ Inspector = (*ebpf.Backend)(nil)
-
 // EBPF returns the backend that balances connections inside the cluster with eBPF, and
 // all other connections with nftables.
 func EBPF() *Backend {

@@ -68,9 +68,7 @@ func (f *ipvsFlags) complete() (ipvs.Options, error) {
 		return opts, err
 	}
 	opts.MasqueradeMark = 1 << f.masqueradeBit
-	opts.Sysctls = map[string]ipvs.SysctlMode{
-		"report": ipvs.ReportSysctls, "set": ipvs.SetSysctls, "ignore": ipvs.IgnoreSysctls,
-	}[f.sysctlMode()]
+	opts.Sysctls = ipvs.SysctlMode(f.sysctlMode())
 	return opts, nil
 }
 

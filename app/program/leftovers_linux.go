@@ -11,6 +11,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/backends/ebpf"
 	"github.com/kpng-project/kpng/backends/iptables"
 	"github.com/kpng-project/kpng/backends/ipvs"
@@ -217,7 +218,7 @@ func cleanUp(ctx context.Context, i instance, bpffs string) error {
 	}
 	switch i.backend {
 	case "nftables":
-		return clean(nftables.New(nftables.Options{Instance: i.name}))
+		return clean(nftables.New(nftables.Options{Options: backends.Options{Instance: i.name}}))
 	case "iptables":
 		return clean(iptables.New(iptables.Options{Instance: i.name}))
 	case "ipvs":

@@ -14,6 +14,7 @@ import (
 
 	"github.com/go-logr/logr/funcr"
 	"github.com/google/go-cmp/cmp"
+	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/backends/nftables"
 	"github.com/kpng-project/kpng/internal/netnstest"
 	"github.com/kpng-project/kpng/sink"
@@ -157,7 +158,7 @@ func TestMapsOfEBPFAreFound(t *testing.T) {
 // A running process of another instance is a neighbour. What it programs is no leftover.
 func TestRulesOfRunningNeighbourAreNoLeftovers(t *testing.T) {
 	n := netnstest.New(t)
-	b, err := nftables.New(nftables.Options{Instance: "blue", NetNS: n.FD, Sysctls: nftables.IgnoreSysctls})
+	b, err := nftables.New(nftables.Options{Options: backends.Options{Instance: "blue", NetNS: n.FD, Sysctls: backends.IgnoreSysctls}})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -12,8 +12,6 @@ import (
 	"github.com/spf13/pflag"
 )
 
-var _ Inspector = (*nftables.Backend)(nil)
-
 // NFTables returns the backend that programs services into the Linux kernel with
 // nftables.
 func NFTables() *Backend {
@@ -62,9 +60,7 @@ func (f *nftablesFlags) complete() (nftables.Options, error) {
 	if opts.DNATPriority == 0 || opts.SNATPriority == 0 {
 		return opts, errors.New("--dnat-priority and --snat-priority may not be 0")
 	}
-	opts.Sysctls = map[string]nftables.SysctlMode{
-		"report": nftables.ReportSysctls, "set": nftables.SetSysctls, "ignore": nftables.IgnoreSysctls,
-	}[f.sysctlMode()]
+	opts.Sysctls = f.sysctlMode()
 	return opts, nil
 }
 
@@ -73,13 +69,8 @@ func (f *nftablesFlags) parts() (Parts, error) {
 	if err != nil {
 		return Parts{}, err
 	}
-	table := newNFTablesMetrics()
-	opts.Observer = table.observer()
-	counted := opts.Observer.Drifted
-	opts.Observer.Drifted = func() {
-		counted()
-		f.events.drifted("nftables")
-	}
+	table := newNFTablesMetrics(func() { f.events.drifted("nftables") })
+	opts.Observer = table
 	parts, err := f.nodeParts(func(addrs *nodeaddr.Watcher, connections sink.Sink) (sink.Sink, error) {
 		opts.NodeAddresses, opts.Conntrack = addrs, connections
 		return nftables.New(opts)
@@ -88,40 +79,18 @@ func (f *nftablesFlags) parts() (Parts, error) {
 		return Parts{}, err
 	}
 	parts.Collectors = append(parts.Collectors, table.collectors()...)
-	parts.KubeProxyNames["sync_proxy_rules_nftables_sync_failures_total"] = table.refused
+	parts.KubeProxyNames["sync_proxy_rules_nftables_sync_failures_total"] = table.failed
 	return parts, nil
 }
 
-type nftablesMetrics struct {
-	elements                                 prometheus.Gauge
-	transactions, refused, drifted, repaired prometheus.Counter
-}
-
-func newNFTablesMetrics() *nftablesMetrics {
+func newNFTablesMetrics(onDrift func()) *observer {
 	const subsystem = "nftables"
-	return &nftablesMetrics{
-		elements:     gauge(subsystem, "elements", "Elements of the maps and sets of the table."),
-		transactions: counter(subsystem, "transactions_total", "Attempts to change the table in a transaction."),
-		refused:      counter(subsystem, "transaction_errors_total", "Attempts to change the table that failed, and so changed nothing, or had no answer."),
-		drifted:      counter(subsystem, "drift_found_total", "Times that another program had changed the table."),
-		repaired:     counter(subsystem, "drift_repaired_total", "Times that the table was repaired after another program had changed it."),
-	}
-}
-
-func (m *nftablesMetrics) collectors() []prometheus.Collector {
-	return []prometheus.Collector{m.elements, m.transactions, m.refused, m.drifted, m.repaired}
-}
-
-func (m *nftablesMetrics) observer() nftables.Observer {
-	return nftables.Observer{
-		Transacted: func(err error) {
-			m.transactions.Inc()
-			if err != nil {
-				m.refused.Inc()
-			}
-		},
-		Holds:    func(elements int) { m.elements.Set(float64(elements)) },
-		Drifted:  m.drifted.Inc,
-		Repaired: m.repaired.Inc,
+	return &observer{
+		holds:    map[string]prometheus.Gauge{"elements": gauge(subsystem, "elements", "Elements of the maps and sets of the table.")},
+		writes:   counter(subsystem, "transactions_total", "Attempts to change the table in a transaction."),
+		failed:   counter(subsystem, "transaction_errors_total", "Attempts to change the table that failed, and so changed nothing, or had no answer."),
+		drifted:  counter(subsystem, "drift_found_total", "Times that another program had changed the table."),
+		repaired: counter(subsystem, "drift_repaired_total", "Times that the table was repaired after another program had changed it."),
+		onDrift:  onDrift,
 	}
 }

@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/google/go-cmp/cmp"
+	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/backends/nftables"
 	"github.com/kpng-project/kpng/backends/userspace"
 	"github.com/kpng-project/kpng/node/conntrack"
@@ -25,22 +26,22 @@ func TestFlagsOfNFTables(t *testing.T) {
 		args []string
 		want nftables.Options
 	}{
-		"by default only necessary connections are masqueraded": {nil, nftables.Options{Sysctls: nftables.SetSysctls, MasqueradeMark: 1 << 13, DNATPriority: -100, SNATPriority: 100}},
+		"by default only necessary connections are masqueraded": {nil, nftables.Options{Options: backends.Options{Sysctls: backends.SetSysctls, MasqueradeMark: 1 << 13}, DNATPriority: -100, SNATPriority: 100}},
 		"with a pod network, sources outside it are masqueraded, as by kube-proxy": {
 			[]string{"--cluster-cidr=10.1.2.3/16,fd01::/48"},
-			nftables.Options{Sysctls: nftables.SetSysctls, MasqueradeMark: 1 << 13, DNATPriority: -100, SNATPriority: 100, ClusterCIDRs: pods, MasqueradeOutsiders: true},
+			nftables.Options{Options: backends.Options{Sysctls: backends.SetSysctls, MasqueradeMark: 1 << 13, ClusterCIDRs: pods, MasqueradeOutsiders: true}, DNATPriority: -100, SNATPriority: 100},
 		},
 		"masquerading of outside sources disabled": {
 			[]string{"--pod-interfaces=cni0,veth*", "--masquerade-outside=false"},
-			nftables.Options{Sysctls: nftables.SetSysctls, MasqueradeMark: 1 << 13, DNATPriority: -100, SNATPriority: 100, PodInterfaces: []string{"cni0", "veth*"}},
+			nftables.Options{Options: backends.Options{Sysctls: backends.SetSysctls, MasqueradeMark: 1 << 13, PodInterfaces: []string{"cni0", "veth*"}}, DNATPriority: -100, SNATPriority: 100},
 		},
 		"the node's pod CIDRs as the pod network": {
 			[]string{"--node-pod-cidrs"},
-			nftables.Options{Sysctls: nftables.SetSysctls, MasqueradeMark: 1 << 13, DNATPriority: -100, SNATPriority: 100, NodePodCIDRs: true, MasqueradeOutsiders: true},
+			nftables.Options{Options: backends.Options{Sysctls: backends.SetSysctls, MasqueradeMark: 1 << 13, NodePodCIDRs: true, MasqueradeOutsiders: true}, DNATPriority: -100, SNATPriority: 100},
 		},
 		"all other flags": {
 			[]string{"--service-cidr=10.1.2.3/16,fd01::/48", "--instance=x", "--masquerade-all", "--masquerade-bit=15", "--dnat-priority=-110", "--snat-priority=90", "--accept-unknown-ports", "--drop-invalid", "--sysctls=ignore"},
-			nftables.Options{ServiceCIDRs: pods, Instance: "x", MasqueradeAll: true, MasqueradeMark: 1 << 15, DNATPriority: -110, SNATPriority: 90, AcceptUnknownPorts: true, DropInvalid: true, Sysctls: nftables.IgnoreSysctls},
+			nftables.Options{Options: backends.Options{Instance: "x", MasqueradeAll: true, MasqueradeMark: 1 << 15, AcceptUnknownPorts: true, Sysctls: backends.IgnoreSysctls}, ServiceCIDRs: pods, DNATPriority: -110, SNATPriority: 90, DropInvalid: true},
 		},
 	} {
 		f := nftablesFlags{nodeFlags: nodeFlags{checks: newHealthChecks()}}
@@ -76,16 +77,16 @@ func TestHealthChecksCanBeLeftOut(t *testing.T) {
 
 func TestNFTablesMetrics(t *testing.T) {
 	registry := prometheus.NewPedanticRegistry()
-	flows, table, checks := newFlowMetrics(), newNFTablesMetrics(), newHealthChecks()
+	flows, table, checks := newFlowMetrics(), newNFTablesMetrics(nil), newHealthChecks()
 	registry.MustRegister(slices.Concat(checks.collectors(), flows.collectors(), table.collectors())...)
 	flows.observe(conntrack.Pass{Seen: 5, Ended: 3, Duration: time.Millisecond})
 	flows.observe(conntrack.Pass{Seen: 1, Duration: time.Millisecond, Err: errors.New("no permission")})
-	o := table.observer()
-	o.Holds(9)
-	o.Holds(7)
-	o.Transacted(nil)
-	o.Transacted(errors.New("the map is full"))
-	o.Transacted(nil)
+	o := backends.Observer(table)
+	o.Holds("elements", 9)
+	o.Holds("elements", 7)
+	o.Wrote(100, nil)
+	o.Wrote(100, errors.New("the map is full"))
+	o.Wrote(100, nil)
 	o.Drifted()
 	o.Drifted()
 	o.Repaired()

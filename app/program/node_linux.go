@@ -8,6 +8,7 @@ import (
 	"slices"
 	"strings"
 
+	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/internal/netfilter"
 	"github.com/kpng-project/kpng/internal/sysctl"
 	"github.com/kpng-project/kpng/node/conntrack"
@@ -51,9 +52,7 @@ func (f *nodeFlags) check(dataplane string) error {
 	if f.masqueradeBit < 0 || f.masqueradeBit > 31 {
 		return fmt.Errorf("--masquerade-bit is %d, not 0 to 31", f.masqueradeBit)
 	}
-	switch f.sysctls {
-	case "", "report", "set", "ignore":
-	default:
+	if _, ok := sysctlModes[f.sysctls]; !ok && f.sysctls != "" {
 		return fmt.Errorf("--sysctls is %q, not report, set or ignore", f.sysctls)
 	}
 	for _, cidr := range f.nodePorts.CIDRs {
@@ -64,15 +63,20 @@ func (f *nodeFlags) check(dataplane string) error {
 	return f.limits.check(f.flagSet)
 }
 
-// sysctlMode returns what to do with kernel settings: report, set or ignore.
-func (f *nodeFlags) sysctlMode() string {
+// sysctlModes has the values of the flag --sysctls.
+var sysctlModes = map[string]backends.SysctlMode{
+	"report": backends.ReportSysctls, "set": backends.SetSysctls, "ignore": backends.IgnoreSysctls,
+}
+
+// sysctlMode returns what to do with kernel settings.
+func (f *nodeFlags) sysctlMode() backends.SysctlMode {
 	switch {
 	case f.sysctls != "":
-		return f.sysctls
+		return sysctlModes[f.sysctls]
 	case f.replacesKubeProxy():
-		return "set"
+		return backends.SetSysctls
 	default:
-		return "report"
+		return backends.ReportSysctls
 	}
 }
 
@@ -136,7 +140,7 @@ func (f *nodeFlags) init(ctx context.Context) error { return f.applySysctls(ctx)
 // tracking, because it has some of the settings only then.
 func (f *nodeFlags) applySysctls(ctx context.Context, more ...sysctl.Setting) error {
 	mode := f.sysctlMode()
-	if mode == "ignore" {
+	if mode == backends.IgnoreSysctls {
 		return nil
 	}
 	conn := netfilter.NewConn(0)
@@ -145,7 +149,7 @@ func (f *nodeFlags) applySysctls(ctx context.Context, more ...sysctl.Setting) er
 	if err := conn.Query(ctx, func(w *netfilter.Builder) { w.End(w.Begin(getStatistics, unix.NLM_F_DUMP, unix.AF_UNSPEC)) }, func([]byte) {}); err != nil {
 		return fmt.Errorf("load connection tracking: %w", err)
 	}
-	if wrong := sysctl.Kernel.Apply(ctx, slices.Concat(sysctl.Forwarding, more, f.conntrackSettings(cores())), mode == "set"); len(wrong) > 0 {
+	if wrong := sysctl.Kernel.Apply(ctx, slices.Concat(sysctl.Forwarding, more, f.conntrackSettings(cores())), mode == backends.SetSysctls); len(wrong) > 0 {
 		return fmt.Errorf("kernel settings have wrong values: %s; see the log", strings.Join(wrong, ", "))
 	}
 	return nil
@@ -187,8 +191,8 @@ func (f *nodeFlags) connections(addrs *nodeaddr.Watcher, flows *flowMetrics) sin
 // starts the tasks that run beside the backend.
 func (f *nodeFlags) follow(addrs *nodeaddr.Watcher, more ...sysctl.Setting) func(context.Context) (stop func()) {
 	return func(ctx context.Context) func() {
-		if mode := f.sysctlMode(); mode != "ignore" {
-			sysctl.Kernel.Apply(ctx, append(more, f.conntrackSettings(cores())...), mode == "set")
+		if mode := f.sysctlMode(); mode != backends.IgnoreSysctls {
+			sysctl.Kernel.Apply(ctx, append(more, f.conntrackSettings(cores())...), mode == backends.SetSysctls)
 		}
 		stopBridges, stopAddrs := followBridges(ctx), addrs.Start(ctx)
 		return func() {

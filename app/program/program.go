@@ -15,9 +15,7 @@ package program
 
 import (
 	"context"
-	"net/netip"
 
-	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/sink"
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/spf13/pflag"
@@ -53,7 +51,7 @@ type Backend struct {
 // Parts are the sink and the other running parts of a backend.
 type Parts struct {
 	// Sink programs the dataplane. It may also implement the optional interfaces of package
-	// sink, and [Inspector].
+	// sink, and [backends.Inspector].
 	Sink sink.Sink
 	// Follow is called after Sink has started. The function that it returns is called before
 	// Sink stops. Default: none.
@@ -68,13 +66,6 @@ type Parts struct {
 	// kube-proxy, without the prefix "kubeproxy_". With the flag --kubeproxy-metrics of
 	// package app, Backend also collects the metrics under the names of kube-proxy.
 	KubeProxyNames map[string]prometheus.Collector
-}
-
-// Inspector is a sink that can describe the state of a frontend in its dataplane, and
-// compare that state with the view of the service. For a node port, addr is an address of
-// the node. For an all-ports service, protocol and port are 0.
-type Inspector interface {
-	Dataplane(ctx context.Context, addr netip.Addr, protocol api.Protocol, port int32, view *api.View) (string, error)
 }
 
 // Register adds the flags of the backend to fs.

@@ -7,7 +7,7 @@ import (
 	"testing"
 
 	"github.com/google/go-cmp/cmp"
-	"github.com/kpng-project/kpng/backends/nftables"
+	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/internal/netnstest"
 	"github.com/kpng-project/kpng/internal/sysctl"
 	"github.com/spf13/pflag"
@@ -73,12 +73,12 @@ func TestSysctlsAreSetInPlaceOfKubeProxyAndReportedBesideIt(t *testing.T) {
 	for name, test := range map[string]struct {
 		proxyName string
 		args      []string
-		want      nftables.SysctlMode
+		want      backends.SysctlMode
 	}{
-		"in place of kube-proxy":              {"", nil, nftables.SetSysctls},
-		"beside kube-proxy":                   {"other", nil, nftables.ReportSysctls},
-		"in place of kube-proxy, report only": {"", []string{"--sysctls=report"}, nftables.ReportSysctls},
-		"beside kube-proxy, set on request":   {"other", []string{"--sysctls=set"}, nftables.SetSysctls},
+		"in place of kube-proxy":              {"", nil, backends.SetSysctls},
+		"beside kube-proxy":                   {"other", nil, backends.ReportSysctls},
+		"in place of kube-proxy, report only": {"", []string{"--sysctls=report"}, backends.ReportSysctls},
+		"beside kube-proxy, set on request":   {"other", []string{"--sysctls=set"}, backends.SetSysctls},
 	} {
 		opts, err := parsedFlags(t, test.proxyName, test.args...).complete()
 		if err != nil || opts.Sysctls != test.want {

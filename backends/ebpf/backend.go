@@ -46,7 +46,8 @@ var (
 	_ sink.Verifier = (*Backend)(nil)
 )
 
-// New returns a backend. The argument proxy is another sink, such as an nftables.Backend.
+// New returns a backend. The argument proxy is another sink, such as that of package
+// nftables.
 // This sink must program all services for all traffic. It must not masquerade all
 // connections, because connections through eBPF keep the address of the client. The
 // backend starts, stops and cleans up the other sink. New does not access the kernel. It

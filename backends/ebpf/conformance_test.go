@@ -8,6 +8,7 @@ import (
 	"errors"
 	"testing"
 
+	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/backends/nftables"
 	"github.com/kpng-project/kpng/conformance"
 	"github.com/kpng-project/kpng/internal/backendtest"
@@ -24,13 +25,13 @@ func TestConformance(t *testing.T) {
 			return nil, errors.New("the kit has made no cgroup, and the default is the root of this machine")
 		}
 		return backendtest.NewSink(site, func(addrs nodeaddr.Source, connections sink.Sink) (sink.Sink, error) {
-			proxy, err := nftables.New(nftables.Options{
+			proxy, err := nftables.New(nftables.Options{Options: backends.Options{
 				Instance:            site.Instance,
 				NodeAddresses:       addrs,
 				Conntrack:           connections,
 				PodInterfaces:       []string{site.PodInterfaces + "*"},
 				MasqueradeOutsiders: site.Masquerade == conformance.MasqueradeOutside,
-			})
+			}})
 			if err != nil {
 				return nil, err
 			}

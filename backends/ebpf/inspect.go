@@ -15,28 +15,22 @@ import (
 
 	"github.com/cilium/ebpf"
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
 )
 
-// Dataplane describes, in several lines, the endpoints that the maps have for one
-// frontend. If view is not nil, Dataplane compares these endpoints with those of the view
-// view: a line with a superfluous endpoint begins with "+", and a line with a missing
-// endpoint begins with "-". If the programs cannot handle the frontend, a line says why.
-// If the other sink has a method Dataplane, the result of that method follows.
-//
-// The arguments are those of nftables.Backend.Dataplane. Dataplane may be called at any
-// time. If the backend was not started, Dataplane shows the maps of another process.
-func (b *Backend) Dataplane(ctx context.Context, addr netip.Addr, protocol api.Protocol, port int32, view *api.View) (string, error) {
+// Inspect implements [backends.Inspector]. Its lines are the endpoints that the maps have for
+// the frontend. If the programs cannot handle the frontend, a line says why. If the other
+// sink is an Inspector, its description follows.
+func (b *Backend) Inspect(ctx context.Context, addr netip.Addr, protocol api.Protocol, port int32, view *api.View) (string, error) {
 	var out strings.Builder
 	fmt.Fprintf(&out, "maps %s\n", b.opts.directory())
 	if err := b.inspect(&out, addr, protocol, port, view); err != nil {
 		return "", err
 	}
-	if proxy, ok := sink.As[interface {
-		Dataplane(context.Context, netip.Addr, api.Protocol, int32, *api.View) (string, error)
-	}](b.proxy); ok {
-		text, err := proxy.Dataplane(ctx, addr, protocol, port, view)
+	if proxy, ok := sink.As[backends.Inspector](b.proxy); ok {
+		text, err := proxy.Inspect(ctx, addr, protocol, port, view)
 		if err != nil {
 			return "", err
 		}

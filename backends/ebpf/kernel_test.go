@@ -1406,7 +1406,7 @@ func testDataplane(t *testing.T) {
 		"external IP":   {"192.0.2.1", api.TCP, web, []string{"  not handled by eBPF: it is not a cluster IP", "  nothing leads to it"}},
 		"other address": {"192.0.2.2", api.TCP, nil, []string{"  nothing leads to it"}},
 	} {
-		got, err := n.Dataplane(t.Context(), netip.MustParseAddr(test.addr), test.protocol, 80, test.view)
+		got, err := n.Inspect(t.Context(), netip.MustParseAddr(test.addr), test.protocol, 80, test.view)
 		want := "maps " + n.opts.directory() + "\n" + strings.Join(test.want, "\n") + "\n"
 		if err != nil || got != want {
 			t.Errorf("%s: %v\n%s\nwant\n%s", name, err, got, want)

@@ -11,6 +11,7 @@ import (
 	"testing"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/backends/nftables"
 	"github.com/kpng-project/kpng/internal/backendtest"
 	"github.com/kpng-project/kpng/internal/netnstest"
@@ -102,7 +103,7 @@ func (n *node) tryStart() error {
 func (n *node) useNFTables() {
 	n.t.Helper()
 	n.ns.Route(n.t, "10.96.0.0/16", "", "lo")
-	b, err := nftables.New(nftables.Options{NetNS: n.ns.FD, Sysctls: nftables.IgnoreSysctls, Conntrack: noProxy})
+	b, err := nftables.New(nftables.Options{Options: backends.Options{NetNS: n.ns.FD, Sysctls: backends.IgnoreSysctls, Conntrack: noProxy}})
 	if err != nil {
 		n.t.Fatal(err)
 	}

@@ -16,6 +16,7 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/internal/kernelnode"
 	"github.com/kpng-project/kpng/internal/netfilter"
 	"github.com/kpng-project/kpng/internal/netns"
@@ -114,7 +115,7 @@ func (b *Backend) start(ctx context.Context) error {
 	}
 	log.Info("Programs of iptables found", "flavour", flavour, "ipset", ipset)
 	b.stale = b.inOtherFlavour(ctx, flavour)
-	if err := b.tasks.Start(ctx, b.opts.NodeAddresses, b.opts.Conntrack, b.opts.NetNS); err != nil {
+	if err := b.tasks.Start(ctx, &backends.Options{NodeAddresses: b.opts.NodeAddresses, Conntrack: b.opts.Conntrack, NetNS: b.opts.NetNS}); err != nil {
 		return err
 	}
 	b.tasks.FollowAddresses(b.updateAddresses)

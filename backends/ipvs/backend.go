@@ -12,6 +12,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/internal/kernelnode"
 	"github.com/kpng-project/kpng/internal/netns"
 	"github.com/kpng-project/kpng/internal/ownership"
@@ -80,7 +81,7 @@ func (b *Backend) start(ctx context.Context) error {
 	if err := b.checkSysctls(ctx, settings, SetSysctls); err != nil {
 		return err
 	}
-	if err := b.tasks.Start(ctx, b.opts.NodeAddresses, b.opts.Conntrack, b.opts.NetNS); err != nil {
+	if err := b.tasks.Start(ctx, &backends.Options{NodeAddresses: b.opts.NodeAddresses, Conntrack: b.opts.Conntrack, NetNS: b.opts.NetNS}); err != nil {
 		return err
 	}
 	addrs, err := b.tasks.Watch(nodeaddr.Options{

@@ -11,21 +11,20 @@ import (
 	"sync"
 	"time"
 
+	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/internal/kernelnode"
 	"github.com/kpng-project/kpng/internal/netfilter"
-	"github.com/kpng-project/kpng/internal/netns"
 	"github.com/kpng-project/kpng/internal/ownership"
-	"github.com/kpng-project/kpng/internal/sysctl"
 	"github.com/kpng-project/kpng/node/nodeaddr"
 	"github.com/kpng-project/kpng/sink"
 	"k8s.io/klog/v2"
 )
 
-// Backend is a sink that programs nftables. See the package comment.
+// The type backend is the dataplane of this package.
 //
-// Backend passes changes to package conntrack. It ensures that calls of a driver and
-// updates of the node's addresses do not overlap. The field table does all other work.
-type Backend struct {
+// It passes changes to package conntrack. It ensures that calls of a driver and updates of
+// the node's addresses do not overlap. The field table does all other work.
+type backend struct {
 	opts  Options
 	owner ownership.Owner
 	tasks kernelnode.Tasks
@@ -35,43 +34,46 @@ type Backend struct {
 }
 
 var (
-	_ sink.Sink     = (*Backend)(nil)
-	_ sink.Starter  = (*Backend)(nil)
-	_ sink.Stopper  = (*Backend)(nil)
-	_ sink.Cleaner  = (*Backend)(nil)
-	_ sink.Verifier = (*Backend)(nil)
+	_ backends.Dataplane = (*backend)(nil)
+	_ backends.Inspector = (*backend)(nil)
 )
 
-// New returns a backend. It does not access the kernel. It returns an error if opts are
-// invalid.
-func New(opts Options) (*Backend, error) {
+// New returns a dataplane, which is also a [backends.Inspector]. New does not access the
+// kernel. It returns an error if opts are invalid.
+//
+// Start needs CAP_NET_ADMIN. While the kernel is short of memory or busy, Start retries,
+// until its context ends.
+func New(opts Options) (backends.Dataplane, error) {
+	b, err := newBackend(opts)
+	if err != nil {
+		return nil, err
+	}
+	return b, nil
+}
+
+func newBackend(opts Options) (*backend, error) {
 	if err := opts.complete(); err != nil {
 		return nil, fmt.Errorf("nftables options: %w", err)
 	}
-	b := &Backend{opts: opts}
+	b := &backend{opts: opts}
 	b.table = newTable(&b.opts)
 	return b, nil
 }
 
 // Start implements [sink.Starter]. It checks sysctls and creates the missing parts of the
 // table. It does not change the services in the table. Then it reads the table and
-// watches the node's addresses, in the background. Start needs CAP_NET_ADMIN. While the
-// kernel is short of memory or busy, Start retries, until ctx ends. If another process
-// programs the table, the error wraps [sink.ErrOwned].
-//
-// The sysctls are net.ipv4.ip_forward and net.ipv6.conf.all.forwarding, which must be 1
-// if the node forwards traffic of pods or other hosts.
-func (b *Backend) Start(ctx context.Context) error {
+// watches the node's addresses, in the background.
+func (b *backend) Start(ctx context.Context) error {
 	return b.owner.Start(b.own(ctx), func() error { return b.start(ctx) })
 }
 
 // own returns a function that takes the ownership of the table.
-func (b *Backend) own(ctx context.Context) func() (release func(), err error) {
+func (b *backend) own(ctx context.Context) func() (release func(), err error) {
 	return func() (func(), error) { return ownership.Objects(ctx, b.opts.NetNS, b.opts.object()) }
 }
 
-func (b *Backend) start(ctx context.Context) error {
-	if err := b.checkSysctls(ctx); err != nil {
+func (b *backend) start(ctx context.Context) error {
+	if err := kernelnode.ApplySysctls(ctx, &b.opts.Options); err != nil {
 		return err
 	}
 	b.mu.Lock()
@@ -95,16 +97,6 @@ func (b *Backend) start(ctx context.Context) error {
 		return err
 	}
 	return b.startTasks(ctx, foreignCommits)
-}
-
-// checkSysctls checks or sets kernel settings, depending on Options.Sysctls.
-func (b *Backend) checkSysctls(ctx context.Context) error {
-	if b.opts.Sysctls == IgnoreSysctls {
-		return nil
-	}
-	return netns.Do(b.opts.NetNS, func() {
-		sysctl.Kernel.Apply(ctx, sysctl.Forwarding, b.opts.Sysctls == SetSysctls)
-	})
 }
 
 const (
@@ -132,8 +124,8 @@ func retryTransient(ctx context.Context, message string, f func() error) error {
 // startTasks starts connection tracking and the backend's goroutines. The argument
 // foreignCommits is the number that conn.foreignCommits returned before Start loaded the
 // skeleton. A negative argument means that Start did not load the skeleton.
-func (b *Backend) startTasks(ctx context.Context, foreignCommits int64) error {
-	if err := b.tasks.Start(ctx, b.opts.NodeAddresses, b.opts.Conntrack, b.opts.NetNS); err != nil {
+func (b *backend) startTasks(ctx context.Context, foreignCommits int64) error {
+	if err := b.tasks.Start(ctx, &b.opts.Options); err != nil {
 		return err
 	}
 	if foreignCommits >= 0 {
@@ -147,7 +139,7 @@ func (b *Backend) startTasks(ctx context.Context, foreignCommits int64) error {
 	return nil
 }
 
-func (b *Backend) updateNodePortAddresses(ctx context.Context) error {
+func (b *backend) updateNodePortAddresses(ctx context.Context) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	if b.table.state == nil {
@@ -158,7 +150,7 @@ func (b *Backend) updateNodePortAddresses(ctx context.Context) error {
 }
 
 // Stop implements [sink.Stopper]. The table stays and forwards traffic; see Cleanup.
-func (b *Backend) Stop(ctx context.Context) error {
+func (b *backend) Stop(ctx context.Context) error {
 	defer b.owner.Release()
 	err := b.tasks.Stop(ctx)
 	b.mu.Lock()
@@ -169,11 +161,11 @@ func (b *Backend) Stop(ctx context.Context) error {
 // Cleanup implements [sink.Cleaner]. It deletes the table if there is one. The backend
 // need not be started. If another process programs the table, Cleanup changes nothing, and
 // its error wraps [sink.ErrOwned].
-func (b *Backend) Cleanup(ctx context.Context) error {
+func (b *backend) Cleanup(ctx context.Context) error {
 	return b.owner.During(b.own(ctx), func() error { return b.cleanup(ctx) })
 }
 
-func (b *Backend) cleanup(ctx context.Context) error {
+func (b *backend) cleanup(ctx context.Context) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	var errs []error
@@ -185,11 +177,11 @@ func (b *Backend) cleanup(ctx context.Context) error {
 
 // Sync implements [sink.Sink]. It does not change a service that it reports as failed.
 // The first Sync of a pass reads the table.
-func (b *Backend) Sync(ctx context.Context, c *sink.Changes) error {
+func (b *backend) Sync(ctx context.Context, c *sink.Changes) error {
 	return b.tasks.Sync(ctx, c, b.program(ctx, c))
 }
 
-func (b *Backend) program(ctx context.Context, c *sink.Changes) error {
+func (b *backend) program(ctx context.Context, c *sink.Changes) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	if c.NodeChanged {
@@ -202,7 +194,7 @@ func (b *Backend) program(ctx context.Context, c *sink.Changes) error {
 // Verify implements [sink.Verifier]. It looks for changes that other programs made to the
 // table. If it finds any, its error wraps [sink.ErrStartOver], so that a new pass repairs
 // the table. If ctx ends during a Verify, the next Verify continues the search.
-func (b *Backend) Verify(ctx context.Context) error {
+func (b *backend) Verify(ctx context.Context) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	return b.table.verify(ctx)
@@ -211,4 +203,4 @@ func (b *Backend) Verify(ctx context.Context) error {
 // VerifyInterval returns one second, see [sink.Verifier]. A Verify is cheap: it
 // sends one small request if no other program has changed tables in the network
 // namespace.
-func (b *Backend) VerifyInterval() time.Duration { return time.Second }
+func (b *backend) VerifyInterval() time.Duration { return time.Second }

@@ -11,6 +11,7 @@ import (
 	"testing"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/internal/netnstest"
 	"github.com/kpng-project/kpng/node/nodeaddr"
 	"github.com/kpng-project/kpng/sink"
@@ -18,7 +19,7 @@ import (
 )
 
 // clientsOf returns the groups of clients in the table, by list.
-func clientsOf(t testing.TB, b *Backend) map[uint32]map[uint32]bool {
+func clientsOf(t testing.TB, b *backend) map[uint32]map[uint32]bool {
 	t.Helper()
 	clients := map[uint32]map[uint32]bool{}
 	b.mu.Lock()
@@ -79,7 +80,7 @@ func spoofed(i int) netip.Addr { return netip.AddrFrom4([4]byte{198, 18, byte(i 
 func TestClientsEndWithTheirService(t *testing.T) {
 	const n = 3_000
 	w := newPacketWorld(t)
-	b := startIn(t, w.node, Options{NodeAddresses: nodeaddr.Of()})
+	b := startIn(t, w.node, Options{Options: backends.Options{NodeAddresses: nodeaddr.Of()}})
 	flooded := view("flooded", []string{"10.96.0.1"}, webEndpoints, affine)
 	other := view("other", []string{"10.96.0.2"}, webEndpoints, affine)
 	mustSync(t, b, batchOf(true, set(flooded), set(other)))

@@ -7,6 +7,7 @@ package nftables_test
 import (
 	"testing"
 
+	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/backends/nftables"
 	"github.com/kpng-project/kpng/conformance"
 	"github.com/kpng-project/kpng/internal/backendtest"
@@ -21,13 +22,13 @@ func TestConformance(t *testing.T) {
 
 func newSink(site conformance.Site) (sink.Sink, error) {
 	return backendtest.NewSink(site, func(addrs nodeaddr.Source, connections sink.Sink) (sink.Sink, error) {
-		return nftables.New(nftables.Options{
+		return nftables.New(nftables.Options{Options: backends.Options{
 			Instance:            site.Instance,
 			NodeAddresses:       addrs,
 			Conntrack:           connections,
 			PodInterfaces:       []string{site.PodInterfaces + "*"},
 			MasqueradeAll:       site.Masquerade == conformance.MasqueradeAll,
 			MasqueradeOutsiders: site.Masquerade == conformance.MasqueradeOutside,
-		})
+		}})
 	})
 }

@@ -21,6 +21,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/internal/backendtest"
 	"github.com/kpng-project/kpng/internal/kernelnode"
 	"github.com/kpng-project/kpng/internal/netfilter"
@@ -34,17 +35,17 @@ import (
 
 func TestInvalidOptionsAreRefused(t *testing.T) {
 	for name, opts := range map[string]Options{
-		"an instance with a space":                         {Instance: "a b"},
-		"an instance with the table of the backend ipvs":   {Instance: "ipvs"},
-		"an instance with a table of an ipvs instance":     {Instance: "ipvs-a"},
-		"a mark with two bits":                             {MasqueradeMark: 0x3},
-		"kube-proxy's mark":                                {MasqueradeMark: 0x4000},
-		"an interface name with a quote":                   {PodInterfaces: []string{`x" accept`}},
-		"MasqueradeOutsiders without a definition of pods": {MasqueradeOutsiders: true},
+		"an instance with a space":                         {Options: backends.Options{Instance: "a b"}},
+		"an instance with the table of the backend ipvs":   {Options: backends.Options{Instance: "ipvs"}},
+		"an instance with a table of an ipvs instance":     {Options: backends.Options{Instance: "ipvs-a"}},
+		"a mark with two bits":                             {Options: backends.Options{MasqueradeMark: 0x3}},
+		"kube-proxy's mark":                                {Options: backends.Options{MasqueradeMark: 0x4000}},
+		"an interface name with a quote":                   {Options: backends.Options{PodInterfaces: []string{`x" accept`}}},
+		"MasqueradeOutsiders without a definition of pods": {Options: backends.Options{MasqueradeOutsiders: true}},
 		"a priority before connection tracking":            {DNATPriority: -300},
 		"the priority of the last chains":                  {DNATPriority: math.MaxInt32},
 	} {
-		if _, err := New(opts); err == nil {
+		if _, err := newBackend(opts); err == nil {
 			t.Errorf("New accepts %s", name)
 		}
 	}
@@ -52,7 +53,7 @@ func TestInvalidOptionsAreRefused(t *testing.T) {
 
 func TestSetSysctlsEnablesForwarding(t *testing.T) {
 	ns := netnstest.New(t)
-	b, err := New(Options{NetNS: ns.FD, Sysctls: SetSysctls})
+	b, err := newBackend(Options{Options: backends.Options{NetNS: ns.FD, Sysctls: backends.SetSysctls}})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -148,7 +149,7 @@ func TestServiceWithManyEndpoints(t *testing.T) {
 
 func TestCleanupDeletesOnlyItsTable(t *testing.T) {
 	ns := netnstest.New(t)
-	one, two := startIn(t, ns, Options{Instance: "one"}), startIn(t, ns, Options{Instance: "two"})
+	one, two := startIn(t, ns, Options{Options: backends.Options{Instance: "one"}}), startIn(t, ns, Options{Options: backends.Options{Instance: "two"}})
 	nft(t, ns, "table inet other { chain c { counter packets 0 bytes 0; }; }\n", "-f", "-")
 	web := view("web", []string{"10.96.0.1"}, []string{"10.0.0.1"}, nil)
 	mustSync(t, one, batchOf(true, set(web)))
@@ -168,10 +169,7 @@ func TestCleanupDeletesOnlyItsTable(t *testing.T) {
 
 // startVaried starts a backend and programs services of many kinds.
 func startVaried(t *testing.T) *netnstest.Namespace {
-	b, ns := start(t, Options{
-		PodInterfaces: []string{"cni0", "veth*"}, ClusterCIDRs: []netip.Prefix{netip.MustParsePrefix("10.0.0.0/8")}, MasqueradeOutsiders: true,
-		ServiceCIDRs: []netip.Prefix{netip.MustParsePrefix("10.96.0.0/16"), netip.MustParsePrefix("fd00::/64")}, DropInvalid: true,
-	})
+	b, ns := start(t, Options{Options: backends.Options{PodInterfaces: []string{"cni0", "veth*"}, ClusterCIDRs: []netip.Prefix{netip.MustParsePrefix("10.0.0.0/8")}, MasqueradeOutsiders: true}, ServiceCIDRs: []netip.Prefix{netip.MustParsePrefix("10.96.0.0/16"), netip.MustParsePrefix("fd00::/64")}, DropInvalid: true})
 	var list []sink.Change
 	for i := range 9 {
 		list = append(list, set(view(fmt.Sprint("svc-", i), []string{fmt.Sprintf("10.96.0.%d", i), fmt.Sprintf("fd00::%x", i)},
@@ -256,7 +254,7 @@ func TestDataplane(t *testing.T) {
 	web := view("web", []string{"10.96.0.1"}, []string{"10.0.0.1", "10.0.0.2"}, nil)
 	mustSync(t, b, batchOf(true, set(web)))
 	nft(t, ns, "delete element inet kpng endpoints4 { 7000:10 . tcp . 2 }\n", "-f", "-")
-	got, err := b.Dataplane(t.Context(), netip.MustParseAddr("10.96.0.1"), api.TCP, 80, web)
+	got, err := b.Inspect(t.Context(), netip.MustParseAddr("10.96.0.1"), api.TCP, 80, web)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -275,7 +273,7 @@ func TestDataplane(t *testing.T) {
 delete element inet kpng endpoints4 { 7000:10 . tcp . 1 }
 delete element inet kpng lists4 { 7000:10 }
 `, "-f", "-")
-	if got, err = b.Dataplane(t.Context(), netip.MustParseAddr("10.96.0.1"), api.TCP, 80, web); err != nil {
+	if got, err = b.Inspect(t.Context(), netip.MustParseAddr("10.96.0.1"), api.TCP, 80, web); err != nil {
 		t.Fatal(err)
 	}
 	want = `table inet kpng
@@ -289,7 +287,7 @@ delete element inet kpng lists4 { 7000:10 }
 	}
 
 	nft(t, ns, "delete element inet kpng services4 { 10.96.0.1 . tcp . 80 }\n", "-f", "-")
-	if got, err = b.Dataplane(t.Context(), netip.MustParseAddr("10.96.0.1"), api.TCP, 80, web); err != nil {
+	if got, err = b.Inspect(t.Context(), netip.MustParseAddr("10.96.0.1"), api.TCP, 80, web); err != nil {
 		t.Fatal(err)
 	}
 	want = `table inet kpng
@@ -304,7 +302,7 @@ delete element inet kpng lists4 { 7000:10 }
 // TestDataplaneOfANodePort checks that Dataplane reports no difference for an address
 // without node ports.
 func TestDataplaneOfANodePort(t *testing.T) {
-	b, _ := start(t, Options{NodeAddresses: nodeaddr.Of(netip.MustParseAddr("192.0.2.1"))})
+	b, _ := start(t, Options{Options: backends.Options{NodeAddresses: nodeaddr.Of(netip.MustParseAddr("192.0.2.1"))}})
 	web := view("web", []string{"10.96.0.1"}, []string{"10.0.0.1"}, func(s *api.Service) {
 		s.Type = api.NodePort
 		s.Ports[0].NodePort = 30001
@@ -314,7 +312,7 @@ func TestDataplaneOfANodePort(t *testing.T) {
 		"192.0.2.1": "  nodeport-addresses4 192.0.2.1\n",
 		"192.0.2.9": "  nodeport-addresses4 192.0.2.9 is missing: this address has no node ports\n",
 	} {
-		got, err := b.Dataplane(t.Context(), netip.MustParseAddr(addr), api.TCP, 30001, web)
+		got, err := b.Inspect(t.Context(), netip.MustParseAddr(addr), api.TCP, 30001, web)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -356,12 +354,12 @@ func TestKernelFaults(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			var transacted, refusals int
-			b, _ := start(t, Options{Observer: Observer{Transacted: func(err error) {
+			b, _ := start(t, Options{Options: backends.Options{Observer: &backendtest.Observer{OnWrote: func(_ int, err error) {
 				transacted++
 				if err != nil {
 					refusals++
 				}
-			}}})
+			}}}})
 			old := []*api.View{view("a", []string{"10.96.0.1"}, []string{"10.0.0.1"}, nil), view("b", []string{"10.96.0.2"}, []string{"10.0.0.1"}, nil)}
 			changed := []*api.View{view("a", []string{"10.96.0.1"}, []string{"10.0.0.2"}, nil), view("b", []string{"10.96.0.2"}, []string{"10.0.0.3"}, nil)}
 			mustSync(t, b, batchOf(true, set(old[0]), set(old[1])))
@@ -438,9 +436,9 @@ func TestKernelFaults(t *testing.T) {
 // TestDriftIsReported checks when the backend calls the functions of its Observer.
 func TestDriftIsReported(t *testing.T) {
 	var holds, drifted, repaired int
-	b, ns := start(t, Options{NodeAddresses: nodeaddr.Of(), Observer: Observer{
-		Holds: func(n int) { holds = n }, Drifted: func() { drifted++ }, Repaired: func() { repaired++ },
-	}})
+	b, ns := start(t, Options{Options: backends.Options{NodeAddresses: nodeaddr.Of(), Observer: &backendtest.Observer{
+		OnHolds: func(_ string, n int) { holds = n }, OnDrifted: func() { drifted++ }, OnRepaired: func() { repaired++ },
+	}}})
 	old, changed := view("web", []string{"10.96.0.1"}, []string{"10.0.0.1"}, nil), view("web", []string{"10.96.0.1"}, []string{"10.0.0.2"}, nil)
 	mustSync(t, b, batchOf(true, set(old)))
 	check := func(when string, want ...int) {
@@ -476,7 +474,7 @@ func TestDriftIsReported(t *testing.T) {
 // the kernel refuses. The pass keeps the elements and chains of these services, but
 // removes a deleted service.
 func TestAPassDoesNotChangeFailedServices(t *testing.T) {
-	opts := Options{NodeAddresses: nodeaddr.Of()}
+	opts := Options{Options: backends.Options{NodeAddresses: nodeaddr.Of()}}
 	b, ns := start(t, opts)
 	local := func(s *api.Service) {
 		s.IPs.LoadBalancerIPs = api.NewIPSet(netip.MustParseAddr("203.0.113.1"))
@@ -545,7 +543,7 @@ func TestPassesBecauseOfLeftovers(t *testing.T) {
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
-			opts := Options{NodeAddresses: nodeaddr.Of()}
+			opts := Options{Options: backends.Options{NodeAddresses: nodeaddr.Of()}}
 			b, ns := start(t, opts)
 			ok := set(view("ok", []string{"10.96.0.2"}, []string{"10.0.0.1"}, nil))
 			mustSync(t, b, batchOf(true, append(test.old, ok)...))
@@ -634,7 +632,7 @@ func testDriftAmongConstantChanges(t *testing.T, busyNeighbors bool) {
 func TestStartRepeatsALoadThatWasDisturbed(t *testing.T) {
 	first, ns := start(t, Options{})
 	mustSync(t, first, batchOf(true))
-	b, err := New(Options{NetNS: ns.FD, Sysctls: IgnoreSysctls, DNATPriority: -90})
+	b, err := newBackend(Options{Options: backends.Options{NetNS: ns.FD, Sysctls: backends.IgnoreSysctls}, DNATPriority: -90})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -681,7 +679,7 @@ func TestDamageAroundTheFirstPassIsFound(t *testing.T) {
 // addresses of node ports before the Sync returns.
 func TestNodePortsFollowTheNode(t *testing.T) {
 	source := &nodeSource{Source: nodeaddr.Of()}
-	b, ns := start(t, Options{NodeAddresses: source})
+	b, ns := start(t, Options{Options: backends.Options{NodeAddresses: source}})
 	mustSync(t, b, batchOf(true))
 	b.tasks.EndGoroutines() // so that only Sync can update the addresses
 	c := batchOf(false)

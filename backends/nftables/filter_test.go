@@ -15,6 +15,7 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/internal/backendtest"
 	"github.com/kpng-project/kpng/internal/netnstest"
 	"github.com/kpng-project/kpng/node/nodeaddr"
@@ -83,10 +84,7 @@ func TestFilteringDoesNotDependOnOtherNATChains(t *testing.T) {
 			if test.older {
 				nft(t, w.node, other(test.priority), "-f", "-")
 			}
-			b := startIn(t, w.node, Options{
-				NodeAddresses: nodeaddr.Of(netip.MustParseAddr("192.0.2.1")),
-				ServiceCIDRs:  []netip.Prefix{netip.MustParsePrefix("10.96.0.0/16"), netip.MustParsePrefix("fd00::/64")},
-			})
+			b := startIn(t, w.node, Options{Options: backends.Options{NodeAddresses: nodeaddr.Of(netip.MustParseAddr("192.0.2.1"))}, ServiceCIDRs: []netip.Prefix{netip.MustParsePrefix("10.96.0.0/16"), netip.MustParsePrefix("fd00::/64")}})
 			mustSync(t, b, batchOf(true,
 				set(view("none", []string{"10.96.0.3", "fd00::3"}, nil, nil)),
 				set(view("away", []string{"10.96.0.4"}, []string{"198.51.100.1", "2001:db8:2::1"}, func(s *api.Service) {
@@ -146,7 +144,7 @@ func TestInstancesKeepTheRefusalsOfOtherInstances(t *testing.T) {
 	} {
 		w.node.Add(t, "lo", test.none+"/32") // without rules, the node answers
 		w.node.Add(t, "lo", test.away+"/32")
-		mustSync(t, startIn(t, w.node, Options{Instance: test.instance, NodeAddresses: addresses}), batchOf(true,
+		mustSync(t, startIn(t, w.node, Options{Options: backends.Options{Instance: test.instance, NodeAddresses: addresses}}), batchOf(true,
 			set(view("none", []string{"10.96.0.3"}, nil, func(s *api.Service) {
 				s.IPs.ExternalIPs = api.NewIPSet(netip.MustParseAddr(test.none))
 				s.Ports[0].Port = 8080
@@ -191,7 +189,7 @@ func TestRefusedPacketsThatOthersTranslateLoseThePriority(t *testing.T) {
 // then the cluster IP, too.
 func TestTheNodeIsRefusedAtItsOwnClusterIPs(t *testing.T) {
 	w := newPacketWorld(t)
-	b := startIn(t, w.node, Options{NodeAddresses: nodeaddr.Of(netip.MustParseAddr("192.0.2.1"))})
+	b := startIn(t, w.node, Options{Options: backends.Options{NodeAddresses: nodeaddr.Of(netip.MustParseAddr("192.0.2.1"))}})
 	backendtest.RefusedAtOwnClusterIPs(t, w.node, node, func(v *api.View) { mustSync(t, b, batchOf(true, set(v))) })
 }
 

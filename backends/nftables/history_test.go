@@ -12,6 +12,7 @@ import (
 	"slices"
 	"testing"
 
+	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/internal/netfilter"
 	"github.com/kpng-project/kpng/internal/netnstest"
 	"github.com/kpng-project/kpng/sink"
@@ -24,11 +25,11 @@ var histories = flag.Int("histories", 6, "how many random `histories` to test")
 func TestHistories(t *testing.T) {
 	sinktest.TestHistories(t, *histories, func(tb testing.TB) *sinktest.Subject {
 		ns := netnstest.New(tb)
-		var b *Backend
+		var b *backend
 		return &sinktest.Subject{
 			Open: func() sink.Sink {
 				var err error
-				if b, err = New(Options{NetNS: ns.FD, Sysctls: IgnoreSysctls}); err != nil {
+				if b, err = newBackend(Options{Options: backends.Options{NetNS: ns.FD, Sysctls: backends.IgnoreSysctls}}); err != nil {
 					tb.Fatal(err)
 				}
 				return b
@@ -52,14 +53,14 @@ func TestHistories(t *testing.T) {
 				return disturb(b, random)
 			},
 			Drift:  func(random *rand.Rand) { drifts(tb, newConn(ns.FD, b.table.conn.table), random) },
-			Verify: func(_ context.Context, s sink.Sink) error { return verifyAll(tb, s.(*Backend)) },
+			Verify: func(_ context.Context, s sink.Sink) error { return verifyAll(tb, s.(*backend)) },
 		}
 	})
 }
 
 // disturb makes transactions of b fail at random, until the result is called. Some of them
 // take effect although they fail.
-func disturb(b *Backend, random *rand.Rand) (calm func()) {
+func disturb(b *backend, random *rand.Rand) (calm func()) {
 	exchange := b.table.conn.Exchange
 	refused := &netfilter.Failure{Errno: []unix.Errno{unix.EINVAL, unix.ENFILE, unix.ENOENT, unix.EEXIST}[random.IntN(4)]}
 	b.table.conn.Exchange = func(batch []byte) error {

@@ -27,7 +27,7 @@ import (
 // frontend has its list with sorted endpoints, because numbers and slots depend on earlier
 // changes. Source ranges replace the numbers of their lists. tableContents reports elements
 // that belong to no frontend, and lists whose elements do not agree with each other.
-func tableContents(t testing.TB, b *Backend) []string {
+func tableContents(t testing.TB, b *backend) []string {
 	t.Helper()
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -241,7 +241,7 @@ func TestRandomSequenceOfChanges(t *testing.T) {
 
 // chainNames returns the names of the chains in the table, except those of classes that no
 // list uses. Verify keeps some of these chains.
-func chainNames(t testing.TB, b *Backend) []string {
+func chainNames(t testing.TB, b *backend) []string {
 	t.Helper()
 	b.mu.Lock()
 	defer b.mu.Unlock()

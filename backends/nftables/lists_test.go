@@ -16,6 +16,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/internal/netfilter"
 	"github.com/kpng-project/kpng/node/nodeaddr"
 	"github.com/kpng-project/kpng/nodeview"
@@ -82,7 +83,7 @@ func TestElementsAreTheSumOfFrontendsAndLists(t *testing.T) {
 		"session affinity":                {edit: affine, want: map[mapKind]int{kindFrontends: frontends, kindLists: 5, kindSlots: 5 * 30, kindNumbers: 5 * 30}},
 	} {
 		t.Run(name, func(t *testing.T) {
-			b, _ := start(t, Options{NodeAddresses: nodeaddr.Of()})
+			b, _ := start(t, Options{Options: backends.Options{NodeAddresses: nodeaddr.Of()}})
 			v := product(5, 20, 30, test.edit)
 			if test.adapt != nil {
 				test.adapt(v)
@@ -142,7 +143,7 @@ func TestAnEndpointChangesFewElements(t *testing.T) {
 		"an endpoint with session affinity is added": {edit: affine, from: 5, to: 6, want: [2]int{3 * 2, 0}},
 	} {
 		t.Run(name, func(t *testing.T) {
-			b, _ := start(t, Options{NodeAddresses: nodeaddr.Of()})
+			b, _ := start(t, Options{Options: backends.Options{NodeAddresses: nodeaddr.Of()}})
 			from, to := product(3, 10, test.from, test.edit), product(3, 10, test.to, test.edit)
 			mustSync(t, b, batchOf(true, set(from)))
 			exchange := b.table.conn.Exchange
@@ -167,7 +168,7 @@ func TestAnEndpointChangesFewElements(t *testing.T) {
 // the kernel refuses one of the transactions, the others are undone.
 func TestLargeServicesAreSplit(t *testing.T) {
 	large, other := product(51, 400, 3, nil), set(view("other", []string{"10.97.0.1"}, []string{"10.0.0.1"}, nil))
-	b, _ := start(t, Options{NodeAddresses: nodeaddr.Of()})
+	b, _ := start(t, Options{Options: backends.Options{NodeAddresses: nodeaddr.Of()}})
 	mustSync(t, b, batchOf(true, other))
 	before := tableContents(t, b)
 	exchange := b.table.conn.Exchange
@@ -321,7 +322,7 @@ func TestAReturningEndpointGetsAnotherNumber(t *testing.T) {
 	sticky := func(endpoints ...string) *api.View {
 		return view("web", []string{"10.96.0.1"}, endpoints, affine)
 	}
-	numberOf := func(b *Backend, addr string) uint32 {
+	numberOf := func(b *backend, addr string) uint32 {
 		t.Helper()
 		for _, l := range b.table.services[sticky().Key()] {
 			for slot := range l.len() {
@@ -389,7 +390,7 @@ func TestChangingListsLoseNoConnections(t *testing.T) {
 	for name, edit := range map[string]func(*api.Service){"without session affinity": nil, "with session affinity": affine} {
 		t.Run(name, func(t *testing.T) {
 			w := newPacketWorld(t)
-			b := startIn(t, w.node, Options{NodeAddresses: nodeaddr.Of()})
+			b := startIn(t, w.node, Options{Options: backends.Options{NodeAddresses: nodeaddr.Of()}})
 			views := []*api.View{
 				view("web", []string{"10.96.0.1"}, []string{"!10.0.1.2"}, edit),
 				view("web", []string{"10.96.0.1"}, webEndpoints, edit),
@@ -415,7 +416,7 @@ func TestChangingListsLoseNoConnections(t *testing.T) {
 // TestEmptyListsKeepTheirFrontends checks that a service that loses all endpoints, and gets
 // them again, changes no frontend.
 func TestEmptyListsKeepTheirFrontends(t *testing.T) {
-	b, _ := start(t, Options{NodeAddresses: nodeaddr.Of()})
+	b, _ := start(t, Options{Options: backends.Options{NodeAddresses: nodeaddr.Of()}})
 	full, empty := product(20, 10, 2, local), product(20, 10, 0, local)
 	mustSync(t, b, batchOf(true, set(full)))
 	exchange := b.table.conn.Exchange

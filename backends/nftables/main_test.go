@@ -11,6 +11,7 @@ import (
 	"testing"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/internal/backendtest"
 	"github.com/kpng-project/kpng/internal/netnstest"
 	"github.com/kpng-project/kpng/sink"
@@ -61,17 +62,17 @@ func inPass(list ...sink.Change) *sink.Changes {
 // set returns a change that adds or replaces a service.
 func set(v *api.View) sink.Change { return sink.Change{New: v} }
 
-func start(t testing.TB, opts Options) (*Backend, *netnstest.Namespace) {
+func start(t testing.TB, opts Options) (*backend, *netnstest.Namespace) {
 	t.Helper()
 	ns := netnstest.New(t)
 	return startIn(t, ns, opts), ns
 }
 
-func startIn(t testing.TB, ns *netnstest.Namespace, opts Options) *Backend {
+func startIn(t testing.TB, ns *netnstest.Namespace, opts Options) *backend {
 	t.Helper()
 	opts.NetNS = ns.FD
-	opts.Sysctls = IgnoreSysctls
-	b, err := New(opts)
+	opts.Sysctls = backends.IgnoreSysctls
+	b, err := newBackend(opts)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -83,7 +84,7 @@ func startIn(t testing.TB, ns *netnstest.Namespace, opts Options) *Backend {
 	return b
 }
 
-func mustSync(t testing.TB, b *Backend, all ...*sink.Changes) {
+func mustSync(t testing.TB, b *backend, all ...*sink.Changes) {
 	t.Helper()
 	for _, c := range all {
 		if err := b.Sync(t.Context(), c); err != nil {
@@ -94,8 +95,8 @@ func mustSync(t testing.TB, b *Backend, all ...*sink.Changes) {
 
 // verifyAll calls b.Verify and makes it compare the whole table, even if no other program
 // has changed a table.
-func verifyAll(t testing.TB, b *Backend) error {
-	b.table.drift = drift{checkedCommits: -1, comparedCommits: -1, reported: b.table.drift.reported}
+func verifyAll(t testing.TB, b *backend) error {
+	b.table.drift = drift{checkedCommits: -1, comparedCommits: -1}
 	return b.Verify(t.Context())
 }
 

@@ -16,6 +16,8 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends"
+	"github.com/kpng-project/kpng/internal/backendtest"
 	"github.com/kpng-project/kpng/internal/netfilter"
 	"github.com/kpng-project/kpng/internal/netnstest"
 	"github.com/kpng-project/kpng/sink"
@@ -68,7 +70,7 @@ func affineServices(n, m int) []sink.Change {
 func TestBusyNeighbors(t *testing.T) {
 	ns := netnstest.New(t)
 	n := changeElsewhere(t, ns)
-	opts := Options{Observer: Observer{Drifted: func() { t.Error("drift is reported") }}}
+	opts := Options{Options: backends.Options{Observer: &backendtest.Observer{OnDrifted: func() { t.Error("drift is reported") }}}}
 	list := append(affineServices(600, 6), manyServices(6_000, 6)[600:]...)
 	all := splitPass(list)
 	for _, when := range []string{"at the start", "after a restart"} {
@@ -96,7 +98,7 @@ func TestBusyNeighbors(t *testing.T) {
 // TestVerifyReadsOnlyAfterChangesByOthers checks that Verify reads the table only after
 // another program has changed a table. A Sync must not make Verify read the table.
 func TestVerifyReadsOnlyAfterChangesByOthers(t *testing.T) {
-	b, ns := start(t, Options{NodeAddresses: nil})
+	b, ns := start(t, Options{Options: backends.Options{NodeAddresses: nil}})
 	old, changed := view("web", []string{"10.96.0.1"}, []string{"10.0.0.1"}, nil), view("web", []string{"10.96.0.1"}, []string{"10.0.0.2", "10.0.0.3"}, nil)
 	mustSync(t, b, batchOf(true, set(old)))
 	m := mapID{kind: kindClusterIPs, family: api.IPv4}
@@ -228,7 +230,7 @@ func TestStartRetriesTransientFailures(t *testing.T) {
 		"a missing feature":          {&netfilter.Failure{Errno: unix.EOPNOTSUPP}, 1},
 	} {
 		t.Run(name, func(t *testing.T) {
-			b, err := New(Options{NetNS: netnstest.New(t).FD, Sysctls: IgnoreSysctls})
+			b, err := newBackend(Options{Options: backends.Options{NetNS: netnstest.New(t).FD, Sysctls: backends.IgnoreSysctls}})
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -250,7 +252,7 @@ func TestStartRetriesTransientFailures(t *testing.T) {
 
 // TestStartEndsWithItsContext checks that Start returns when its context ends.
 func TestStartEndsWithItsContext(t *testing.T) {
-	b, err := New(Options{NetNS: netnstest.New(t).FD, Sysctls: IgnoreSysctls})
+	b, err := newBackend(Options{Options: backends.Options{NetNS: netnstest.New(t).FD, Sysctls: backends.IgnoreSysctls}})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -317,7 +319,7 @@ func BenchmarkFlush(b *testing.B) {
 func repairFlush(t testing.TB, n int) (took time.Duration, verifies int64) {
 	t.Helper()
 	ns := netnstest.New(t)
-	b, err := New(Options{NetNS: ns.FD, Sysctls: IgnoreSysctls})
+	b, err := newBackend(Options{Options: backends.Options{NetNS: ns.FD, Sysctls: backends.IgnoreSysctls}})
 	if err != nil {
 		t.Fatal(err)
 	}

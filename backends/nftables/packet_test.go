@@ -16,6 +16,7 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/internal/netnstest"
 	"github.com/kpng-project/kpng/node/nodeaddr"
 	"github.com/kpng-project/kpng/sink"
@@ -99,10 +100,10 @@ func ask(ns *netnstest.Namespace, addr string, timeout time.Duration) (answer st
 
 func TestPackets(t *testing.T) {
 	w := newPacketWorld(t)
-	b := startIn(t, w.node, Options{
+	b := startIn(t, w.node, Options{Options: backends.Options{
 		PodInterfaces: []string{"pod*"},
 		NodeAddresses: nodeaddr.Of(netip.MustParseAddr("192.0.2.1"), netip.MustParseAddr("2001:db8::1")),
-	})
+	}})
 	external := func(policyLocal bool, v4, v6 string, nodePort int32) func(*api.Service) {
 		return func(s *api.Service) {
 			s.Type = api.NodePort
@@ -188,7 +189,7 @@ func TestPackets(t *testing.T) {
 // client gets another endpoint.
 func TestAffinity(t *testing.T) {
 	w := newPacketWorld(t)
-	b := startIn(t, w.node, Options{PodInterfaces: []string{"pod*"}, NodeAddresses: nodeaddr.Of(netip.MustParseAddr("192.0.2.1"))})
+	b := startIn(t, w.node, Options{Options: backends.Options{PodInterfaces: []string{"pod*"}, NodeAddresses: nodeaddr.Of(netip.MustParseAddr("192.0.2.1"))}})
 	sticky := func(endpoints ...string) *api.View {
 		return view("web", []string{"10.96.0.1"}, endpoints, func(s *api.Service) {
 			s.Type = api.NodePort
@@ -224,7 +225,7 @@ func TestAffinity(t *testing.T) {
 	}
 	change(sticky(pods["pod1"], pods["pod2"], "!10.0.1.77"))
 	mustSync(t, b, batchOf(true, set(now)))
-	b = startIn(t, w.node, Options{NodeAddresses: nodeaddr.Of(netip.MustParseAddr("192.0.2.1"))})
+	b = startIn(t, w.node, Options{Options: backends.Options{NodeAddresses: nodeaddr.Of(netip.MustParseAddr("192.0.2.1"))}})
 	mustSync(t, b, batchOf(true, set(now)))
 	for range 10 {
 		if got := pod("10.96.0.1:80"); got != kept {
@@ -265,7 +266,7 @@ func TestAffinity(t *testing.T) {
 // make the backend masquerade traffic of the other family.
 func TestOutsidersNeedACIDROfTheirFamily(t *testing.T) {
 	w := newPacketWorld(t)
-	b := startIn(t, w.node, Options{ClusterCIDRs: []netip.Prefix{netip.MustParsePrefix("10.0.2.0/24")}, MasqueradeOutsiders: true, NodeAddresses: nodeaddr.Of()})
+	b := startIn(t, w.node, Options{Options: backends.Options{ClusterCIDRs: []netip.Prefix{netip.MustParsePrefix("10.0.2.0/24")}, MasqueradeOutsiders: true, NodeAddresses: nodeaddr.Of()}})
 	mustSync(t, b, batchOf(true, set(view("web", []string{"10.96.0.1", "fd00::1"}, []string{"!10.0.1.2", "!fd01:1::2"}, nil))))
 	for _, test := range []struct {
 		from     *netnstest.Namespace
@@ -330,7 +331,7 @@ func TestAddressesOfTheNodeMayBeInAServiceCIDR(t *testing.T) {
 // selected.
 func TestAMissingSlotDropsPackets(t *testing.T) {
 	w := newPacketWorld(t)
-	b := startIn(t, w.node, Options{NodeAddresses: nodeaddr.Of()})
+	b := startIn(t, w.node, Options{Options: backends.Options{NodeAddresses: nodeaddr.Of()}})
 	w.client.Add(t, "eth0", "10.96.0.1/32")
 	serve(t, w.client, "outside")
 	mustSync(t, b, batchOf(true, set(view("web", []string{"10.96.0.1"}, []string{"!10.0.1.2"}, func(s *api.Service) { s.Ports[0].Port = 8080 }))))

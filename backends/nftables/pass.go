@@ -244,7 +244,7 @@ func (t *table) endPass(ctx context.Context, failed bool) error {
 	}
 	t.leftovers.RecordPass(t.now(), failed)
 	if !failed {
-		t.drift.recordRepair(t)
+		t.opts.Observer.Repaired()
 	}
 	return nil
 }

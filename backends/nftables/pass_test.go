@@ -16,6 +16,8 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends"
+	"github.com/kpng-project/kpng/internal/backendtest"
 	"github.com/kpng-project/kpng/internal/netfilter"
 	"github.com/kpng-project/kpng/sink"
 	"github.com/kpng-project/kpng/sink/sinktest"
@@ -26,7 +28,7 @@ import (
 
 // checkFresh checks that b's table equals a new table with only these services. It also
 // checks that b's state describes its table.
-func checkFresh(t *testing.T, b *Backend, services ...sink.Change) {
+func checkFresh(t *testing.T, b *backend, services ...sink.Change) {
 	t.Helper()
 	if err := verifyAll(t, b); err != nil {
 		t.Error(err)
@@ -48,12 +50,12 @@ func batch(first, last bool, list ...sink.Change) *sink.Changes {
 }
 
 // skipHour sets the clock of b an hour ahead.
-func skipHour(b *Backend) {
+func skipHour(b *backend) {
 	b.table.now = func() time.Time { return time.Now().Add(time.Hour) }
 }
 
 // firstEndpoint returns the first endpoint of a cluster IP in b's table, in sorted order.
-func firstEndpoint(t *testing.T, b *Backend, ip string) string {
+func firstEndpoint(t *testing.T, b *backend, ip string) string {
 	t.Helper()
 	for _, line := range tableContents(t, b) {
 		if rest, ok := strings.CutPrefix(line, "services4 "+ip+" . tcp . 80 : "); ok {
@@ -74,7 +76,7 @@ func TestAPassInSeveralBatches(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			b, ns := start(t, Options{})
 			mustSync(t, b, batchOf(true, at("a", "10.96.0.1", "!10.0.0.1"), at("b", "10.96.0.2", "!10.0.0.1"), at("gone", "10.96.0.3", "10.0.0.3")))
-			undrifted := Options{Observer: Observer{Drifted: func() { t.Error("drift is reported, but no other program changed the table") }}}
+			undrifted := Options{Options: backends.Options{Observer: &backendtest.Observer{OnDrifted: func() { t.Error("drift is reported, but no other program changed the table") }}}}
 			if restart {
 				b = startIn(t, ns, undrifted)
 			}
@@ -118,7 +120,7 @@ func TestAPassKeepsElementsOfFailedServices(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			b, ns := start(t, Options{})
 			mustSync(t, b, batchOf(true, set(view("web", []string{"10.96.0.1"}, old, nil)), set(view("gone", []string{"10.96.0.3"}, old, nil))))
-			b = startIn(t, ns, Options{Observer: Observer{Drifted: func() { t.Error("drift is reported, but no other program changed the table") }}})
+			b = startIn(t, ns, Options{Options: backends.Options{Observer: &backendtest.Observer{OnDrifted: func() { t.Error("drift is reported, but no other program changed the table") }}}})
 			exchange := b.table.conn.Exchange
 			b.table.conn.Exchange = func(batch []byte) error {
 				if strings.Contains(string(batch), "\x0a\x63\x62\x61") { // the encoding of 10.99.98.97
@@ -215,11 +217,11 @@ func TestRandomChangesDuringPasses(t *testing.T) {
 			}
 			src.MarkSynced()
 
-			b, _ := start(t, Options{Observer: Observer{Drifted: func() {
+			b, _ := start(t, Options{Options: backends.Options{Observer: &backendtest.Observer{OnDrifted: func() {
 				if !failures {
 					t.Error("drift is reported, but no other program changed the table")
 				}
-			}}})
+			}}}})
 			unfailing := b.table.conn.Exchange
 			fail := false // only the driver's goroutine uses this variable
 			b.table.conn.Exchange = func(batch []byte) error {
@@ -290,7 +292,7 @@ func TestTableIsReadAhead(t *testing.T) {
 }
 
 // waitReadAhead waits until b has read its table after Start.
-func waitReadAhead(b *Backend) {
+func waitReadAhead(b *backend) {
 	for read := false; !read; time.Sleep(time.Millisecond) {
 		b.mu.Lock()
 		read = b.table.ahead != nil

@@ -12,12 +12,13 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/internal/netnstest"
 	"github.com/kpng-project/kpng/sink"
 )
 
 func TestPodCIDRsFollowTheNode(t *testing.T) {
-	opts := Options{NodePodCIDRs: true, MasqueradeOutsiders: true}
+	opts := Options{Options: backends.Options{NodePodCIDRs: true, MasqueradeOutsiders: true}}
 	b, ns := start(t, opts)
 	check := func(after string, want ...string) {
 		t.Helper()
@@ -69,7 +70,7 @@ func TestUnallocatedClusterIPsAreDropped(t *testing.T) {
 	nft(t, w.node, `table ip another {
 		chain prerouting { type nat hook prerouting priority dstnat + 10; ip daddr 10.96.0.3 tcp dport 8080 dnat to 10.0.2.2:8080; }
 	}`, "-f", "-")
-	services := func(b *Backend) {
+	services := func(b *backend) {
 		mustSync(t, b, batchOf(true, set(view("one", []string{"10.96.0.1", "fd96::1"}, []string{"10.0.2.2", "fd01:2::2"}, func(s *api.Service) { s.Ports[0].Port = 8080 }))))
 	}
 	check := func(want map[string]string) {

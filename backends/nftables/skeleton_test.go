@@ -19,6 +19,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/internal/backendtest"
 	"github.com/kpng-project/kpng/internal/netfilter"
 	"github.com/kpng-project/kpng/internal/netnstest"
@@ -66,9 +67,9 @@ func TestThePackageImportsNoExec(t *testing.T) {
 // TestARestartWithoutChangesMakesNoTransaction checks that a restart does not rewrite
 // rules that are already correct.
 func TestARestartWithoutChangesMakesNoTransaction(t *testing.T) {
-	opts := Options{PodInterfaces: []string{"cni0", "veth*"}, ClusterCIDRs: []netip.Prefix{
+	opts := Options{Options: backends.Options{PodInterfaces: []string{"cni0", "veth*"}, ClusterCIDRs: []netip.Prefix{
 		netip.MustParsePrefix("10.0.0.0/13"), netip.MustParsePrefix("10.9.9.9/32"), netip.MustParsePrefix("fd00::/61"), netip.MustParsePrefix("::/0"),
-	}, MasqueradeOutsiders: true, NodeAddresses: nodeaddr.Of()}
+	}, MasqueradeOutsiders: true, NodeAddresses: nodeaddr.Of()}}
 	b, ns := start(t, opts)
 	local := func(s *api.Service) {
 		s.Type, s.ExternalTrafficToLocal, s.Ports[0].NodePort = api.LoadBalancer, true, 30001
@@ -83,7 +84,7 @@ func TestARestartWithoutChangesMakesNoTransaction(t *testing.T) {
 		})),
 		set(view("none", []string{"10.96.0.3"}, nil, nil)))
 	mustSync(t, b, all)
-	opts.Observer.Transacted = func(error) { t.Error("a restart without changes makes a transaction") }
+	opts.Observer = &backendtest.Observer{OnWrote: func(int, error) { t.Error("a restart without changes makes a transaction") }}
 	again := startIn(t, ns, opts)
 	mustSync(t, again, all)
 	if err := verifyAll(t, again); err != nil {
@@ -96,9 +97,9 @@ func TestARestartWithoutChangesMakesNoTransaction(t *testing.T) {
 func TestAChangeBetweenLoadAndReadIsRepaired(t *testing.T) {
 	ns := netnstest.New(t)
 	var once sync.Once
-	b := startIn(t, ns, Options{Observer: Observer{Transacted: func(error) {
+	b := startIn(t, ns, Options{Options: backends.Options{Observer: &backendtest.Observer{OnWrote: func(int, error) {
 		once.Do(func() { nft(t, ns, "flush chain inet kpng services\n", "-f", "-") })
-	}}})
+	}}}})
 	mustSync(t, b, batchOf(true, set(view("web", []string{"10.96.0.1"}, []string{"10.0.0.1"}, nil))))
 	if err := verifyAll(t, b); err != nil {
 		t.Error(err)
@@ -147,7 +148,7 @@ func TestATableOfAnotherLayoutStaysActiveUntilTheNewOneIsFilled(t *testing.T) {
 			}
 			names := [2]string{test.old, test.new}
 			w := newPacketWorld(t)
-			opts := Options{NodeAddresses: nodeaddr.Of(netip.MustParseAddr("192.0.2.1"))}
+			opts := Options{Options: backends.Options{NodeAddresses: nodeaddr.Of(netip.MustParseAddr("192.0.2.1"))}}
 			nft(t, w.node, strings.Replace(string(text), "table inet kpng {", "table inet "+names[0]+" {", 1), "-f", "-")
 			stops := []func() (int, error){
 				keepAsking(w.pod2, "10.96.0.1:80"), keepAsking(w.node, "10.96.0.1:80"), keepAsking(w.client, "192.0.2.1:30001"),
@@ -173,7 +174,7 @@ func TestATableOfAnotherLayoutStaysActiveUntilTheNewOneIsFilled(t *testing.T) {
 			if err := verifyAll(t, b); err != nil {
 				t.Error(err)
 			}
-			if got, err := b.Dataplane(t.Context(), netip.MustParseAddr("10.96.0.1"), api.TCP, 80, nil); err != nil || !strings.Contains(got, "table inet "+names[1]) {
+			if got, err := b.Inspect(t.Context(), netip.MustParseAddr("10.96.0.1"), api.TCP, 80, nil); err != nil || !strings.Contains(got, "table inet "+names[1]) {
 				t.Errorf("the dataplane is %s, %v", got, err)
 			}
 			nft(t, w.node, "add table inet "+names[0]+"\n", "-f", "-")
@@ -197,7 +198,7 @@ func TestATableOfAnotherLayoutStaysActiveWhileServicesFail(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			ns := netnstest.New(t)
 			nft(t, ns, "", "-f", "testdata/layout-1.nft")
-			b := startIn(t, ns, Options{NodeAddresses: nodeaddr.Of()})
+			b := startIn(t, ns, Options{Options: backends.Options{NodeAddresses: nodeaddr.Of()}})
 			exchange := b.table.conn.Exchange
 			b.table.conn.Exchange = func(batch []byte) error {
 				if strings.Contains(string(batch), "\x0a\x63\x62\x61") { // the encoding of 10.99.98.97
@@ -251,7 +252,7 @@ func TestHooksChangeInPlace(t *testing.T) {
 			w := newPacketWorld(t)
 			addresses := nodeaddr.Of(netip.MustParseAddr("192.0.2.1"))
 			all := batchOf(true, set(view("web", []string{"10.96.0.1"}, webEndpoints, web)))
-			before := startIn(t, w.node, Options{NodeAddresses: addresses})
+			before := startIn(t, w.node, Options{Options: backends.Options{NodeAddresses: addresses}})
 			mustSync(t, before, all)
 			elements := tableContents(t, before)
 			stop := keepAsking(w.pod2, "10.96.0.1:80")
@@ -283,7 +284,7 @@ func TestHooksChangeInPlace(t *testing.T) {
 
 // TestCommentsNameTheService checks that a listing of nft has the name of a service port.
 func TestCommentsNameTheService(t *testing.T) {
-	b, ns := start(t, Options{NodeAddresses: nodeaddr.Of()})
+	b, ns := start(t, Options{Options: backends.Options{NodeAddresses: nodeaddr.Of()}})
 	named := func(name string) sink.Change {
 		return set(view(name, []string{"10.96.0.1"}, []string{"10.0.0.1"}, func(s *api.Service) { s.Ports[0].Name = "http" }))
 	}

@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/internal/netfilter"
 	"github.com/kpng-project/kpng/node/nodeaddr"
 	"github.com/kpng-project/kpng/sink"
@@ -44,7 +45,7 @@ func manyRanges(n int) (list []netip.Prefix) {
 }
 
 // countWritten counts the octets of the backend's transactions.
-func countWritten(b *Backend) (written, largest *int) {
+func countWritten(b *backend) (written, largest *int) {
 	written, largest = new(int), new(int)
 	exchange := b.table.conn.Exchange
 	b.table.conn.Exchange = func(batch []byte) error {
@@ -129,7 +130,7 @@ func TestAListOfManyRangesIsWrittenInParts(t *testing.T) {
 // whose address never is gets none.
 func TestSourceRangesChangeUnderTraffic(t *testing.T) {
 	w := newPacketWorld(t)
-	b := startIn(t, w.node, Options{NodeAddresses: nodeaddr.Of(netip.MustParseAddr("192.0.2.1"))})
+	b := startIn(t, w.node, Options{Options: backends.Options{NodeAddresses: nodeaddr.Of(netip.MustParseAddr("192.0.2.1"))}})
 	parse := func(text string) (list []netip.Prefix) {
 		for _, s := range strings.Fields(text) {
 			list = append(list, netip.MustParsePrefix(s))

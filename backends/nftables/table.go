@@ -64,7 +64,7 @@ type table struct {
 
 func newTable(opts *Options) *table {
 	c := newConn(opts.NetNS, opts.tables()[0])
-	c.Transacted = opts.Observer.Transacted
+	c.Transacted = opts.Observer.Wrote
 	return &table{
 		opts: opts, conn: c, numbers: newNumbers(), now: time.Now,
 		sources: sourcelists.New(nil), services: map[types.NamespacedName][]list{},
@@ -85,7 +85,7 @@ func (t *table) sync(ctx context.Context, c *sink.Changes, nodePortAddrs []netip
 		t.state = nil // unknown, because the kernel may have applied a part of c
 		return fmt.Errorf("%w (%w)", err, sink.ErrStartOver)
 	}
-	t.opts.Observer.Holds(t.state.elements())
+	t.opts.Observer.Holds("elements", t.state.elements())
 	return failed.Err()
 }
 

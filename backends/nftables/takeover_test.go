@@ -10,6 +10,7 @@ import (
 	"testing"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/node/nodeaddr"
 )
 
@@ -29,7 +30,7 @@ func TestAnUpdateKeepsClientsAtTheirEndpoints(t *testing.T) {
 			affine(s)
 			s.IPs.Headless, s.AllPorts, s.IPs.ExternalIPs = true, true, api.NewIPSet(netip.MustParseAddr("203.0.113.6"))
 		})))
-	b := startIn(t, w.node, Options{NodeAddresses: nodeaddr.Of(netip.MustParseAddr("192.0.2.1"))})
+	b := startIn(t, w.node, Options{Options: backends.Options{NodeAddresses: nodeaddr.Of(netip.MustParseAddr("192.0.2.1"))}})
 	mustSync(t, b, all)
 	if tables := nft(t, w.node, "", "list", "tables"); tables != "table inet kpng2\n" {
 		t.Fatalf("the tables are\n%s", tables)

@@ -16,6 +16,7 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/internal/netnstest"
 	"github.com/kpng-project/kpng/node/nodeaddr"
 )
@@ -149,7 +150,7 @@ func TestAnUpdateUnderTraffic(t *testing.T) {
 		affine(s)
 		s.Type, s.Ports[0].NodePort = api.NodePort, 30003
 	})
-	b := startIn(t, w.node, Options{NodeAddresses: nodeaddr.Of(netip.MustParseAddr("192.0.2.1"))})
+	b := startIn(t, w.node, Options{Options: backends.Options{NodeAddresses: nodeaddr.Of(netip.MustParseAddr("192.0.2.1"))}})
 	mustSync(t, b, batch(true, false, set(sticky)), batch(false, false, set(plain)), batch(false, false, set(restricted)), batch(false, true))
 	if tables := nft(t, w.node, "", "list", "tables"); tables != "table inet kpng2\n" {
 		t.Errorf("after the pass, the tables are\n%s", tables)

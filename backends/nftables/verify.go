@@ -42,8 +42,6 @@ type drift struct {
 	// only checks that the table has rules until verifyAt.
 	compareAt, verifyAt time.Time
 	pause               kernelnode.DriftPause
-	// reported is true after a call of Observer.Drifted until the call of Observer.Repaired.
-	reported bool
 }
 
 const (
@@ -66,18 +64,7 @@ func (d *drift) reset(foreignCommits int64) {
 // recordDrift records that another program has changed the table.
 func (d *drift) recordDrift(t *table) {
 	d.reset(-1)
-	if !d.reported {
-		d.reported = true
-		t.opts.Observer.Drifted()
-	}
-}
-
-// recordRepair records that the table is correct again.
-func (d *drift) recordRepair(t *table) {
-	if d.reported {
-		d.reported = false
-		t.opts.Observer.Repaired()
-	}
+	t.opts.Observer.Drifted()
 }
 
 // verify implements the method Verify of [sink.Verifier].
@@ -224,7 +211,7 @@ func (t *table) compare(ctx context.Context) error {
 	}
 	d.nextMap, d.comparedCommits = 0, d.startCommits
 	d.compareAt = t.now().Add(kernelnode.PauseFactor * (d.elapsed + t.now().Sub(begin)))
-	d.recordRepair(t)
+	t.opts.Observer.Repaired()
 	return nil
 }
 

@@ -14,6 +14,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/internal/kernelnode"
 	"github.com/kpng-project/kpng/internal/ownership"
 	"github.com/kpng-project/kpng/node/nodeaddr"
@@ -77,7 +78,7 @@ func (b *Backend) own(ctx context.Context) func() (release func(), err error) {
 func (b *Backend) start(ctx context.Context) error {
 	// The tracked connections are in the switch, so package conntrack has nothing to do.
 	nothing := sink.Func(func(context.Context, *sink.Changes) error { return nil })
-	if err := b.tasks.Start(ctx, b.opts.NodeAddresses, nothing, 0); err != nil {
+	if err := b.tasks.Start(ctx, &backends.Options{NodeAddresses: b.opts.NodeAddresses, Conntrack: nothing}); err != nil {
 		return err
 	}
 	addrs, err := b.tasks.Watch(nodeaddr.Options{Selection: nodeaddr.Selection{All: true}})

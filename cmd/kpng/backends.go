@@ -13,6 +13,7 @@ import (
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/app"
 	"github.com/kpng-project/kpng/app/program"
+	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/internal/kubeproxy"
 	"github.com/kpng-project/kpng/internal/plain"
 	"github.com/kpng-project/kpng/internal/usage"
@@ -165,7 +166,7 @@ func cleanup(b *program.Backend) *cobra.Command {
 	return cmd
 }
 
-func inspectorOf(name, instance string) (program.Inspector, error) {
+func inspectorOf(name, instance string) (backends.Inspector, error) {
 	for _, b := range platformBackends() {
 		if b.Name != name {
 			continue
@@ -180,7 +181,7 @@ func inspectorOf(name, instance string) (program.Inspector, error) {
 		if err := b.Configure(); err != nil {
 			return nil, usage.Error(err)
 		}
-		if i, ok := sink.As[program.Inspector](b); ok {
+		if i, ok := sink.As[backends.Inspector](b); ok {
 			return i, nil
 		}
 	}
@@ -189,10 +190,10 @@ func inspectorOf(name, instance string) (program.Inspector, error) {
 
 // inspect prints what the dataplane has for each explained frontend. The argument asked
 // is the address in the user's question, if any.
-func inspect(ctx context.Context, w io.Writer, i program.Inspector, e *nodeview.Explanation, node *api.Node, asked netip.Addr) error {
+func inspect(ctx context.Context, w io.Writer, i backends.Inspector, e *nodeview.Explanation, node *api.Node, asked netip.Addr) error {
 	for _, f := range e.Frontends {
 		for _, addr := range addressesOf(f.FrontendKey, node, asked) {
-			text, err := i.Dataplane(ctx, addr, f.Protocol, f.Port, e.View)
+			text, err := i.Inspect(ctx, addr, f.Protocol, f.Port, e.View)
 			if err != nil {
 				return fmt.Errorf("inspect the dataplane for %s of %s: %w", f.FrontendKey, e.Service, err)
 			}

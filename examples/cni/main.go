@@ -20,6 +20,7 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng"
+	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/backends/nftables"
 	"github.com/kpng-project/kpng/health"
 	"github.com/kpng-project/kpng/metrics"
@@ -111,13 +112,13 @@ func newProxy(node string, factory informers.SharedInformerFactory, addrs *nodea
 	if err != nil {
 		return nil, fmt.Errorf("register metrics: %w", err)
 	}
-	tables, err := nftables.New(nftables.Options{
+	tables, err := nftables.New(nftables.Options{Options: backends.Options{
 		NodePodCIDRs:        true, // detect traffic from pods of this node
 		MasqueradeOutsiders: true,
 		NodeAddresses:       addrs,
 		Conntrack:           conntrack.New(conntrack.Options{NodeAddrs: addrs}),
-		Sysctls:             nftables.SetSysctls,
-	})
+		Sysctls:             backends.SetSysctls,
+	}})
 	if err != nil {
 		return nil, fmt.Errorf("set up nftables: %w", err)
 	}

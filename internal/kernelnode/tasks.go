@@ -10,6 +10,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/node/conntrack"
 	"github.com/kpng-project/kpng/node/nodeaddr"
 	"github.com/kpng-project/kpng/sink"
@@ -28,20 +29,19 @@ type Tasks struct {
 	stop        context.CancelFunc
 }
 
-// Start starts connection tracking and the watcher. If addresses or connections is nil,
-// Start creates a default for the network namespace netNS. If Start fails, no goroutine
-// is left.
-func (t *Tasks) Start(ctx context.Context, addresses nodeaddr.Source, connections sink.Sink, netNS int) error {
+// Start starts connection tracking and the watcher, or those that the options have in
+// their place. If Start fails, no goroutine is left.
+func (t *Tasks) Start(ctx context.Context, o *backends.Options) error {
 	t.ctx, t.stop = context.WithCancel(context.WithoutCancel(ctx))
-	if t.Addresses = addresses; t.Addresses == nil {
-		watcher, err := t.Watch(nodeaddr.Options{NetNS: netNS})
+	if t.Addresses = o.NodeAddresses; t.Addresses == nil {
+		watcher, err := t.Watch(nodeaddr.Options{NetNS: o.NetNS})
 		if err != nil {
 			return err
 		}
 		t.Addresses = watcher
 	}
-	if t.connections = connections; t.connections == nil {
-		t.connections = conntrack.New(conntrack.Options{NodeAddrs: t.Addresses, NetNS: netNS})
+	if t.connections = o.Conntrack; t.connections == nil {
+		t.connections = conntrack.New(conntrack.Options{NodeAddrs: t.Addresses, NetNS: o.NetNS})
 	}
 	if s, ok := sink.As[sink.Starter](t.connections); ok {
 		if err := s.Start(ctx); err != nil {

@@ -25,9 +25,9 @@ type Conn struct {
 	// the attribute at offset. If offset is negative, the kernel named no attribute.
 	// Default: empty descriptions.
 	Describe func(msgType uint16, attributes []byte, offset int) string
-	// Transacted is called after each attempt at a transaction. Its argument is the error,
-	// or nil. Default: none.
-	Transacted func(error)
+	// Transacted is called after each attempt at a transaction, with its size in bytes and
+	// its error or nil. Default: none.
+	Transacted func(size int, err error)
 	// Exchange sends a batch and receives the answer. Tests replace this function.
 	Exchange func(batch []byte) error
 	// Commits is the number of transactions that took effect.
@@ -53,7 +53,7 @@ const (
 func NewConn(netNS int) *Conn {
 	c := &Conn{
 		Describe:   func(uint16, []byte, int) string { return "" },
-		Transacted: func(error) {},
+		Transacted: func(int, error) {},
 		netNS:      netNS,
 		buf:        make([]byte, 256<<10),
 	}
@@ -123,7 +123,7 @@ func (c *Conn) TransactAt(ctx context.Context, generation uint32, fill func(*Bui
 	w.endBatch()
 	for attempt := 0; ; attempt++ {
 		err := c.Exchange(w.b)
-		c.Transacted(err)
+		c.Transacted(w.Len(), err)
 		if err == nil {
 			c.Commits++
 		}

@@ -12,6 +12,7 @@ import (
 	"os"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/backends/ebpf"
 	"github.com/kpng-project/kpng/backends/iptables"
 	"github.com/kpng-project/kpng/backends/ipvs"
@@ -44,7 +45,7 @@ func main() {
 			}
 			return newEBPF(ebpf.Options{HostNetworkOnly: true})
 		default:
-			return nftables.New(nftables.Options{Sysctls: nftables.IgnoreSysctls})
+			return nftables.New(nftables.Options{Options: backends.Options{Sysctls: backends.IgnoreSysctls}})
 		}
 	}()
 	if err != nil {

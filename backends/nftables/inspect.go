@@ -16,17 +16,9 @@ import (
 	"github.com/kpng-project/kpng/nodeview"
 )
 
-// Dataplane describes, in several lines, the elements that the kernel has for one
-// frontend. If view is not nil, Dataplane compares them with the elements that view requires.
-// A line with a superfluous element begins with "+", and a line with a missing element
-// begins with "-". The endpoints of a list may be in any slots, so a missing endpoint has
-// no slot.
-//
-// addr, protocol and port identify the frontend. If addr is an address of the node, the
-// frontend is a node port. For an all-ports service, protocol and port are 0. Dataplane
-// may be called at any time. If the backend was not started, Dataplane shows the table of
-// another process.
-func (b *Backend) Dataplane(ctx context.Context, addr netip.Addr, protocol api.Protocol, port int32, view *api.View) (string, error) {
+// Inspect implements [backends.Inspector]. Its lines are elements. The endpoints of a list
+// may be in any slots, so a missing endpoint has no slot.
+func (b *backend) Inspect(ctx context.Context, addr netip.Addr, protocol api.Protocol, port int32, view *api.View) (string, error) {
 	c := newConn(b.opts.NetNS, "")
 	defer c.Close()
 	var exists bool
@@ -43,15 +35,15 @@ func (b *Backend) Dataplane(ctx context.Context, addr netip.Addr, protocol api.P
 		return fmt.Sprintf("there is no table inet %s\n", c.table), nil
 	}
 
-	d := dataplane{ctx: ctx, conn: c}
+	d := inspection{ctx: ctx, conn: c}
 	fmt.Fprintf(&d.out, "table inet %s\n", c.table)
 	f := nodeview.Frontend{FrontendKey: nodeview.FrontendKey{Addr: addr, Family: api.FamilyOf(addr), Protocol: protocol, Port: port}}
 	d.show(&f, requiredFrontend(view, &f), view != nil)
 	return d.out.String(), d.err
 }
 
-// dataplane collects the lines of Dataplane. After an error, its methods do nothing.
-type dataplane struct {
+// inspection collects the lines of Inspect. After an error, its methods do nothing.
+type inspection struct {
 	ctx  context.Context
 	conn *conn
 	out  strings.Builder
@@ -59,21 +51,21 @@ type dataplane struct {
 }
 
 // get returns an element of the kernel.
-func (d *dataplane) get(id elementID) (e element, ok bool) {
+func (d *inspection) get(id elementID) (e element, ok bool) {
 	if d.err == nil {
 		e, ok, d.err = d.conn.getElement(d.ctx, id)
 	}
 	return e, ok
 }
 
-func (d *dataplane) line(sign, format string, args ...any) {
+func (d *inspection) line(sign, format string, args ...any) {
 	fmt.Fprintf(&d.out, sign+" "+format+"\n", args...)
 }
 
 // show adds the lines for f, in the order in which the rules look up the elements. The
 // argument want is the frontend that the view requires, or nil. If compare is false, show
 // only shows what the kernel has.
-func (d *dataplane) show(f, want *nodeview.Frontend, compare bool) {
+func (d *inspection) show(f, want *nodeview.Frontend, compare bool) {
 	sign := map[bool]string{true: "+", false: " "}[compare && want == nil]
 	for _, s := range allMatches {
 		if s == matchService && f.Port == 0 {
@@ -130,7 +122,7 @@ func (d *dataplane) show(f, want *nodeview.Frontend, compare bool) {
 
 // list adds the lines for a list. The argument want has the endpoints that the list should
 // have. If it is nil, there should be none.
-func (d *dataplane) list(l *list, want *nodeview.Traffic, compare bool) {
+func (d *inspection) list(l *list, want *nodeview.Traffic, compare bool) {
 	missing := map[string]bool{}
 	if want != nil {
 		for _, t := range limited(want, isAffine(l.number)) {

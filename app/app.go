@@ -234,7 +234,7 @@ func (f *sinkFlags) run(ctx context.Context, name string, source *Source, servin
 	case *kpng.Proxy:
 		page.State = p.State()
 	case *remoteProxy:
-		page.Views, page.Stale, page.Refused = p.clients[0].Views, p.clients[0].Stale, p.clients[0].Refused
+		page.Client = p.clients[0]
 	}
 	if err := registry.Register(metrics.Source(page.SourceState)); err != nil {
 		return err

@@ -13,8 +13,8 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/report"
 	"github.com/kpng-project/kpng/sink"
-	"github.com/kpng-project/kpng/status"
 )
 
 // runForPage runs a command with a health address until the test ends. It returns the URL
@@ -93,7 +93,7 @@ func TestHealthOfClient(t *testing.T) {
 
 func TestStatusPageOfProxy(t *testing.T) {
 	url := runForPage(t, "--manifests", demo)
-	var r status.Report
+	var r report.Report
 	_, body := get(t, url+"?output=json")
 	if err := json.Unmarshal(body, &r); err != nil {
 		t.Fatalf("%v in %s", err, body)
@@ -109,7 +109,7 @@ func TestStatusPageOfProxy(t *testing.T) {
 func TestStatusPageOfClient(t *testing.T) {
 	server := serveDemo(t, "")
 	url := runForPage(t, "--api", server)
-	var r status.Report
+	var r report.Report
 	_, body := get(t, url+"?output=json")
 	if err := json.Unmarshal(body, &r); err != nil {
 		t.Fatalf("%v in %s", err, body)

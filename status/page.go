@@ -12,6 +12,8 @@ import (
 	"slices"
 	"strings"
 	"time"
+
+	"github.com/kpng-project/kpng/internal/report"
 )
 
 // head is the beginning of each page, up to the title.
@@ -36,7 +38,7 @@ func (p *page) add(format string, args ...any) {
 		case string:
 			args[i] = html.EscapeString(arg)
 		case time.Time:
-			args[i] = html.EscapeString(Age(p.now, arg))
+			args[i] = html.EscapeString(report.Age(p.now, arg))
 		case markup, int, uint64, float64:
 		default:
 			args[i] = html.EscapeString(fmt.Sprint(arg))
@@ -76,6 +78,14 @@ func bad(text string) markup {
 	return markup(`<span class="bad">` + html.EscapeString(text) + "</span>")
 }
 
+// count returns a number, in the colour of errors unless it is 0.
+func count(n int) markup {
+	if n > 0 {
+		return bad(fmt.Sprint(n))
+	}
+	return "0"
+}
+
 // link returns a link to the page with the given query, a list of alternating keys and
 // values. It omits keys whose value is "".
 func link(text string, query ...string) markup {
@@ -90,23 +100,6 @@ func link(text string, query ...string) markup {
 
 func serviceLink(name string) markup { return link(name, "service", name) }
 
-// Age describes the time t relative to now in a few words.
-func Age(now, t time.Time) string {
-	d := now.Sub(t)
-	switch {
-	case t.IsZero():
-		return "–"
-	case d <= -time.Second:
-		return "in " + (-d).Round(time.Second).String()
-	case d < time.Second:
-		return "now"
-	case d < time.Hour:
-		return d.Truncate(time.Second).String() + " ago"
-	default:
-		return t.UTC().Format(time.DateTime) + " UTC"
-	}
-}
-
 // brief returns text, cut to at most n characters.
 func brief(n int, text string) string {
 	if runes := []rune(text); len(runes) > n {
@@ -118,8 +111,8 @@ func brief(n int, text string) string {
 // join returns the beginning of a list.
 func join(list []string) string { return brief(120, strings.Join(list, ", ")) }
 
-// html returns the page of the report. The text match has selected the services.
-func (r *Report) html(match string) []byte {
+// pageOf returns the page of a report. The text match has selected the services.
+func pageOf(r *report.Report, match string) []byte {
 	heading := "kpng"
 	if r.Node != "" {
 		heading = "kpng on node " + r.Node
@@ -170,7 +163,7 @@ func (p *page) problems(problems []string) {
 	p.add("</ul>\n")
 }
 
-func (p *page) source(s *Source) {
+func (p *page) source(s *report.Source) {
 	synced := markup(`<span class="ok">yes</span>`)
 	switch {
 	case !s.Synced:
@@ -178,12 +171,12 @@ func (p *page) source(s *Source) {
 	case s.Stale:
 		synced = bad("stale")
 	}
-	p.table("Source", "source", "source", "synced", "revision", "last change", "services", "slices", "nodes")
-	p.add("<tr><td>%s<td>%s<td>%d<td>%s<td>%d<td>%d<td>%d\n", cmp.Or(s.Name, "–"), synced, s.Revision, s.LastChange, s.Services, s.Slices, s.Nodes)
+	p.table("Source", "source", "source", "synced", "revision", "last change", "services", "slices", "nodes", "refused services")
+	p.add("<tr><td>%s<td>%s<td>%d<td>%s<td>%d<td>%d<td>%d<td>%s\n", cmp.Or(s.Name, "–"), synced, s.Revision, s.LastChange, s.Services, s.Slices, s.Nodes, count(s.Refused))
 	p.endTable()
 }
 
-func (p *page) sinks(sinks []Sink) {
+func (p *page) sinks(sinks []report.Sink) {
 	p.table("Sinks", "sinks", "sink", "revision", "all programmed", "last sync", "last progress", "syncs", "pending", "failing", "error")
 	for i := range sinks {
 		s := &sinks[i]
@@ -203,11 +196,7 @@ func (p *page) sinks(sinks []Sink) {
 		if len(s.PendingServices) > 0 {
 			p.add(": %s", join(s.PendingServices))
 		}
-		if s.Failing > 0 {
-			p.add("<td>%s<td>", bad(fmt.Sprint(s.Failing)))
-		} else {
-			p.add("<td>0<td>")
-		}
+		p.add("<td>%s<td>", count(s.Failing))
 		if s.Error != "" {
 			p.add("%s, %d times, next attempt %s", bad(brief(500, s.Error)), s.Failures, s.NextAttempt)
 		}
@@ -217,8 +206,8 @@ func (p *page) sinks(sinks []Sink) {
 }
 
 // failing shows at most 100 failing services of each sink.
-func (p *page) failing(sinks []Sink) {
-	if !slices.ContainsFunc(sinks, func(s Sink) bool { return s.Failing > 0 }) {
+func (p *page) failing(sinks []report.Sink) {
+	if !slices.ContainsFunc(sinks, func(s report.Sink) bool { return s.Failing > 0 }) {
 		return
 	}
 	p.table("Failing services", "failing", "sink", "service", "error", "failures", "next retry")
@@ -234,7 +223,7 @@ func (p *page) failing(sinks []Sink) {
 	p.endTable()
 }
 
-func (p *page) clients(c *Clients) {
+func (p *page) clients(c *report.Clients) {
 	p.add("<h2>Clients</h2>\n<p>%d nodes are served on %d streams. ", c.Nodes, c.Streams)
 	if c.Behind > 0 {
 		p.add("%d streams do not have all changes; the oldest missing change was %.1f s ago.\n", c.Behind, c.BehindSeconds)
@@ -250,12 +239,12 @@ func (p *page) clients(c *Clients) {
 		if client.BehindSeconds > 0 {
 			behind = fmt.Sprintf("%.1f s", client.BehindSeconds)
 		}
-		p.add("<tr><td>%s<td>%s<td>%s<td>%d<td>%s\n", brief(253, node), brief(253, client.Peer), client.Since, uint64(client.Revision), behind)
+		p.add("<tr><td>%s<td>%s<td>%s<td>%d<td>%s\n", brief(253, node), brief(253, client.Peer), client.Since, client.Revision, behind)
 	}
 	p.endTable()
 }
 
-func (p *page) services(r *Report, match string) {
+func (p *page) services(r *report.Report, match string) {
 	p.add("<h2>Services</h2>\n<form><input name=\"match\" value=\"%s\" placeholder=\"namespace or name\" aria-label=\"namespace or name\"> <button>Find</button></form>\n", match)
 	p.table("", "services", "service", "type", "addresses", "ports", "endpoints", "remarks")
 	for i := range r.Services {
@@ -267,6 +256,9 @@ func (p *page) services(r *Report, match string) {
 		p.add("<td>")
 		if s.Failing {
 			p.add("%s ", bad("failing"))
+		}
+		if s.Refused {
+			p.add("%s ", bad("too large"))
 		}
 		if s.Lost > 0 {
 			p.add("lost %d claims ", s.Lost)
@@ -282,9 +274,9 @@ func (p *page) services(r *Report, match string) {
 	}
 }
 
-// html returns the page of the service. The node is that of the query. If anyNode, the
+// servicePage returns the page of a service. The node is that of the query. If anyNode, the
 // reader may select another node.
-func (s *ServiceReport) html(node string, anyNode bool) []byte {
+func servicePage(s *report.ServiceReport, node string, anyNode bool) []byte {
 	p := newPage(s.Service, time.Now())
 	p.add("<p>%s · %s\n<h1>%s</h1>\n", link("All services"), link("JSON", "service", s.Service, "node", node, "output", "json"), s.Service)
 	if s.Refused != "" {

@@ -8,6 +8,7 @@ import (
 	"strconv"
 	"strings"
 
+	"github.com/kpng-project/kpng/explain"
 	"k8s.io/apimachinery/pkg/types"
 )
 
@@ -17,10 +18,11 @@ const maxServices = 1000
 
 // query has the parameters of a request.
 type query struct {
-	json           bool
-	service, after types.NamespacedName
-	node, match    string
-	limit          int
+	json        bool
+	about       explain.Question // about one service, or about all
+	after       types.NamespacedName
+	node, match string
+	limit       int
 }
 
 func parseQuery(values url.Values) (query, error) {
@@ -39,16 +41,17 @@ func parseQuery(values url.Values) (query, error) {
 		}
 		q.limit = min(n, maxServices)
 	}
-	for name, to := range map[string]*types.NamespacedName{"service": &q.service, "after": &q.after} {
-		text := values.Get(name)
-		if text == "" {
-			continue
+	if after := values.Get("after"); after != "" { // a value of Next, and so the name of any service
+		var ok bool
+		if q.after.Namespace, q.after.Name, ok = strings.Cut(after, "/"); !ok {
+			return q, fmt.Errorf("after %q is not NAMESPACE/NAME", after)
 		}
-		namespace, rest, ok := strings.Cut(text, "/")
-		if !ok || namespace == "" || rest == "" {
-			return q, fmt.Errorf("%s %q is not NAMESPACE/NAME", name, text)
+	}
+	if service := values.Get("service"); service != "" {
+		var err error
+		if q.about, err = explain.Parse(service); err != nil || q.about.Service().Name == "" {
+			return q, fmt.Errorf("service %q is not [NAMESPACE/]NAME", service)
 		}
-		*to = types.NamespacedName{Namespace: namespace, Name: rest}
 	}
 	return q, nil
 }

@@ -15,151 +15,11 @@ import (
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/cluster"
+	"github.com/kpng-project/kpng/internal/report"
 	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
 	"k8s.io/apimachinery/pkg/types"
 )
-
-// Report is the JSON response about the whole program.
-type Report struct {
-	Program string    `json:"program,omitempty"`
-	Time    time.Time `json:"time"`
-	Node    string    `json:"node,omitempty"`
-	Health  *Health   `json:"health,omitempty"`
-	// Problems says what is wrong, in one sentence each. It is empty if all is well.
-	Problems []string `json:"problems"`
-	Source   Source   `json:"source"`
-	Sinks    []Sink   `json:"sinks,omitempty"`
-	// Clients is nil if the program is not a server.
-	Clients *Clients `json:"clients,omitempty"`
-	// Changes are the latest changes of services, at most 50, latest first. They are missing
-	// if the program has only views. So are deletions that no sink or client needs any more.
-	Changes []Change `json:"changes,omitempty"`
-	// Services are the services that the query selects. If more services follow, Next is the
-	// value of the parameter "after" that selects them.
-	Services []Service `json:"services,omitempty"`
-	Next     string    `json:"next,omitempty"`
-}
-
-// Health is the health of the program, see [health.Report].
-type Health struct {
-	Synced       bool `json:"synced"`
-	Stuck        bool `json:"stuck"`
-	NodeEligible bool `json:"nodeEligible"`
-}
-
-// Source is the state of the program's source.
-type Source struct {
-	Name string `json:"name,omitempty"`
-	// Synced reports whether the source has delivered the whole state once.
-	Synced bool `json:"synced"`
-	// Stale reports whether the source has lost its connection long ago.
-	Stale    bool   `json:"stale"`
-	Revision uint64 `json:"revision"`
-	// LastChange is the time of the last change. It is zero if it is not known.
-	LastChange time.Time `json:"lastChange,omitzero"`
-	Services   int       `json:"services"`
-	// Slices and Nodes count EndpointSlices and Nodes. They are 0 if the program has only
-	// views.
-	Slices int `json:"slices"`
-	Nodes  int `json:"nodes"`
-	// Refused is the number of services that need too many elements. Report.Problems names
-	// the first of them.
-	Refused int `json:"refused"`
-}
-
-// Sink is the state of a sink, as in [sink.Status].
-type Sink struct {
-	Name         string    `json:"name,omitempty"`
-	Revision     uint64    `json:"revision"`
-	Passes       uint64    `json:"passes"`
-	Syncs        uint64    `json:"syncs"`
-	LastPass     time.Time `json:"lastPass,omitzero"`
-	LastSync     time.Time `json:"lastSync,omitzero"`
-	LastProgress time.Time `json:"lastProgress,omitzero"`
-	WaitingSince time.Time `json:"waitingSince,omitzero"`
-	SyncingSince time.Time `json:"syncingSince,omitzero"`
-	// Error is the error of the last Sync if it failed as a whole. Failures counts such
-	// failures in a row.
-	Error       string    `json:"error,omitempty"`
-	Failures    int       `json:"failures,omitempty"`
-	NextAttempt time.Time `json:"nextAttempt,omitzero"`
-	// NodeError is the error of the sink if it refuses the present Node object.
-	NodeError string `json:"nodeError,omitempty"`
-	// Pending is the number of services that the sink has not acknowledged. PendingServices
-	// are the first of them, see [sink.Status].
-	Pending         int      `json:"pending"`
-	PendingServices []string `json:"pendingServices,omitempty"`
-	// Failing is the number of services that the sink fails to program. FailingServices are
-	// the first 1,000 of them.
-	Failing         int       `json:"failing"`
-	FailingServices []Failure `json:"failingServices,omitempty"`
-}
-
-// Failure is the failure of a service in a sink.
-type Failure struct {
-	Sink      string    `json:"sink,omitempty"`
-	Service   string    `json:"service"`
-	Error     string    `json:"error"`
-	Failures  int       `json:"failures"`
-	NextRetry time.Time `json:"nextRetry"`
-}
-
-// Clients summarizes the clients of a server.
-type Clients struct {
-	Streams int `json:"streams"`
-	// Nodes is the number of different nodes of the clients.
-	Nodes int `json:"nodes"`
-	// Behind is the number of streams that do not have all changes. BehindSeconds is the
-	// maximum of these streams.
-	Behind        int     `json:"behind"`
-	BehindSeconds float64 `json:"behindSeconds"`
-	// Slowest are at most 50 clients, those with the lowest revision first.
-	Slowest []Client `json:"slowest,omitempty"`
-}
-
-// Change is the last change of a service.
-type Change struct {
-	Service  string `json:"service"`
-	Revision uint64 `json:"revision"`
-	// Time is the time of the change. It is zero if the program no longer knows it.
-	Time    time.Time `json:"time,omitzero"`
-	Deleted bool      `json:"deleted,omitempty"`
-}
-
-// Service is a service in the node's view.
-type Service struct {
-	Service string          `json:"service"`
-	Type    api.ServiceType `json:"type"`
-	// Addresses are cluster IPs, load-balancer IPs and external IPs, in this order. Of many
-	// addresses or ports, the lists have the first 100, and an element such as "7 more".
-	Addresses []string `json:"addresses,omitempty"`
-	Ports     []string `json:"ports,omitempty"`
-	// Endpoints counts the endpoints that the node uses, Local those on the node itself,
-	// and Draining those with existing connections only.
-	Endpoints int `json:"endpoints"`
-	Local     int `json:"local"`
-	Draining  int `json:"draining,omitempty"`
-	// Lost counts addresses and ports that another service has.
-	Lost int `json:"lost,omitempty"`
-	// Failing reports whether a sink fails to program the service.
-	Failing bool `json:"failing,omitempty"`
-}
-
-// ServiceReport is the JSON response for one service.
-type ServiceReport struct {
-	Service string `json:"service"`
-	// Explanation is what the node does with the service. It has no reasons if the program
-	// has only views. It is nil if the service is not known.
-	Explanation *nodeview.Explanation `json:"explanation"`
-	// Text is the explanation for people.
-	Text string `json:"text,omitempty"`
-	// If the present version of the service is refused, Refused is the reason. The fields
-	// above are about the last accepted version.
-	Refused string `json:"refused,omitempty"`
-	// Failures are the failures of the service in sinks.
-	Failures []Failure `json:"failures,omitempty"`
-}
 
 // Limits of lists in a report.
 const (
@@ -179,24 +39,21 @@ type present struct {
 	refused  map[types.NamespacedName]string // the reasons
 }
 
-func (h *Handler) present() present {
-	p := present{node: &api.Node{Name: h.NodeName}}
+// present reads the state for the node with this name.
+func (h *Handler) present(nodeName string) present {
+	p := present{node: &api.Node{Name: nodeName}}
 	switch {
 	case h.State != nil:
 		p.synced = h.State.IsSynced()
 		p.snapshot, p.commits = h.State.Snapshot(), h.State.Commits()
 		p.stale = p.snapshot.Stale
 		p.refused = maps.Collect(p.snapshot.Refused.All())
-		if node, ok := p.snapshot.Nodes.Get(h.NodeName); ok {
+		if node, ok := p.snapshot.Nodes.Get(nodeName); ok {
 			p.node = node
 		}
-	case h.Views != nil:
-		p.update = h.Views()
+	case h.Client != nil:
+		p.update, p.stale, p.refused = h.Client.Views(), h.Client.Stale(), h.Client.Refused()
 		p.synced = p.update != nil
-		p.stale = h.Stale != nil && h.Stale()
-		if h.Refused != nil {
-			p.refused = h.Refused()
-		}
 	}
 	return p
 }
@@ -222,12 +79,12 @@ func (p *present) viewsAfter(key types.NamespacedName) iter.Seq2[types.Namespace
 	}
 }
 
-func (h *Handler) report(q query) *Report {
-	p := h.present()
-	r := &Report{Program: h.Program, Time: time.Now(), Node: h.NodeName}
+func (h *Handler) report(q query) *report.Report {
+	p := h.present(h.NodeName)
+	r := &report.Report{Program: h.Program, Time: time.Now(), Node: h.NodeName}
 	if h.Health != nil {
-		report := h.Health()
-		r.Health = &Health{report.Synced, report.Stuck, report.NodeEligible}
+		health := h.Health()
+		r.Health = &report.Health{Synced: health.Synced, Stuck: health.Stuck, NodeEligible: health.NodeEligible}
 	}
 	r.Source = h.source(&p)
 	failing := map[string]bool{}
@@ -257,17 +114,18 @@ func (h *Handler) report(q query) *Report {
 			break
 		}
 		if view := view(); view != nil {
-			r.Services = append(r.Services, newService(name, view, failing[name]))
+			_, refused := p.refused[key]
+			r.Services = append(r.Services, newService(name, view, failing[name], refused))
 		}
 	}
-	r.Problems = r.problems(p.refused)
+	r.Problems = problems(r, p.refused)
 	if h.Problems != nil {
 		r.Problems = append(r.Problems, h.Problems()...)
 	}
 	return r
 }
 
-func (r *Report) problems(refused map[types.NamespacedName]string) []string {
+func problems(r *report.Report, refused map[types.NamespacedName]string) []string {
 	problems := []string{} // not nil, so that the JSON form is a list
 	add := func(format string, args ...any) { problems = append(problems, fmt.Sprintf(format, args...)) }
 	if !r.Source.Synced {
@@ -306,8 +164,8 @@ func (r *Report) problems(refused map[types.NamespacedName]string) []string {
 	return problems
 }
 
-func (h *Handler) source(p *present) Source {
-	s := Source{Name: h.Source, Synced: p.synced, Stale: p.stale, Refused: len(p.refused)}
+func (h *Handler) source(p *present) report.Source {
+	s := report.Source{Name: h.Source, Synced: p.synced, Stale: p.stale, Refused: len(p.refused)}
 	switch {
 	case p.snapshot != nil:
 		s.Revision = p.snapshot.Revision
@@ -328,8 +186,8 @@ func (h *Handler) source(p *present) Source {
 	return s
 }
 
-func newSink(s sink.Status) Sink {
-	r := Sink{
+func newSink(s sink.Status) report.Sink {
+	r := report.Sink{
 		Name: s.Name, Revision: s.Revision, Passes: s.Passes, Syncs: s.Syncs,
 		LastPass: s.LastPass, LastSync: s.LastSync, LastProgress: s.LastProgress,
 		WaitingSince: s.WaitingSince, SyncingSince: s.SyncingSince,
@@ -350,13 +208,16 @@ func newSink(s sink.Status) Sink {
 	return r
 }
 
-func newFailure(sink string, f sink.FailingService) Failure {
-	return Failure{sink, f.Key.String(), f.Err.Error(), f.Failures, f.NextRetry}
+func newFailure(sink string, f sink.FailingService) report.Failure {
+	return report.Failure{Sink: sink, Service: f.Key.String(), Error: f.Err.Error(), Failures: f.Failures, NextRetry: f.NextRetry}
 }
 
-func (h *Handler) clients(p *present, now time.Time) *Clients {
-	all := h.Clients()
-	c := &Clients{Streams: len(all)}
+func (h *Handler) clients(p *present, now time.Time) *report.Clients {
+	var all []report.Client
+	h.Clients(func(node, peer string, since time.Time, revision uint64) {
+		all = append(all, report.Client{Node: node, Peer: peer, Since: since, Revision: revision})
+	})
+	c := &report.Clients{Streams: len(all)}
 	nodes := map[string]struct{}{}
 	for i := range all {
 		client := &all[i]
@@ -375,17 +236,17 @@ func (h *Handler) clients(p *present, now time.Time) *Clients {
 		c.BehindSeconds = max(c.BehindSeconds, client.BehindSeconds)
 	}
 	c.Nodes = len(nodes)
-	slices.SortFunc(all, func(a, b Client) int {
+	slices.SortFunc(all, func(a, b report.Client) int {
 		return cmp.Or(cmp.Compare(a.Revision, b.Revision), cmp.Compare(a.Node, b.Node), cmp.Compare(a.Peer, b.Peer))
 	})
 	c.Slowest = all[:min(len(all), maxClients)]
 	return c
 }
 
-func (p *present) changes() []Change {
-	var changes []Change
+func (p *present) changes() []report.Change {
+	var changes []report.Change
 	for key, revision := range p.snapshot.States.Latest() {
-		c := Change{Service: key.String(), Revision: revision}
+		c := report.Change{Service: key.String(), Revision: revision}
 		if at, known := p.commits.timeOf(revision); known {
 			c.Time = at
 		}
@@ -414,36 +275,30 @@ func (c commits) timeOf(revision uint64) (at time.Time, known bool) {
 }
 
 // service returns the report about one service.
-func (h *Handler) service(q query) *ServiceReport {
-	s := &ServiceReport{Service: q.service.String()}
-	p := h.present()
-	s.Refused = p.refused[q.service]
+func (h *Handler) service(q query) *report.ServiceReport {
+	p := h.present(cmp.Or(h.NodeName, q.node))
+	key := q.about.Service()
+	s := &report.ServiceReport{Service: key.String(), Refused: p.refused[key]}
+	var answers iter.Seq2[*nodeview.Explanation, error]
 	switch {
 	case p.snapshot != nil:
-		node := p.node
-		if h.NodeName == "" {
-			node = &api.Node{Name: q.node}
-			if known, ok := p.snapshot.Nodes.Get(q.node); ok {
-				node = known
-			}
-		}
-		if state, ok := p.snapshot.States.Get(q.service); ok {
-			s.Explanation = nodeview.Explain(p.snapshot.WithWinners(state), node)
-		}
+		answers = q.about.Explain(p.snapshot, p.node)
 	case p.update != nil:
-		if view := p.update.View(q.service); view != nil {
-			s.Explanation = nodeview.ExplainView(view, cmp.Or(p.update.Node, p.node))
-		}
+		answers = q.about.ExplainViews(p.update, cmp.Or(p.update.Node, p.node))
+	default:
+		return s
 	}
-	if s.Explanation != nil {
-		s.Text = s.Explanation.String()
+	for e, err := range answers {
+		if err == nil {
+			s.Explanation, s.Text = e, e.String()
+		}
 	}
 	if h.Sinks == nil {
 		return s
 	}
 	for _, status := range h.Sinks() {
 		for _, f := range status.Failing {
-			if f.Key == q.service {
+			if f.Key == key {
 				s.Failures = append(s.Failures, newFailure(status.Name, f))
 			}
 		}
@@ -451,9 +306,9 @@ func (h *Handler) service(q query) *ServiceReport {
 	return s
 }
 
-func newService(name string, view *api.View, failing bool) Service {
-	s := Service{
-		Service: name, Type: view.Service.Type, Failing: failing,
+func newService(name string, view *api.View, failing, refused bool) report.Service {
+	s := report.Service{
+		Service: name, Type: view.Service.Type, Failing: failing, Refused: refused,
 		Endpoints: len(view.Endpoints), Local: view.LocalEndpoints(), Draining: len(view.Draining), Lost: len(view.Lost),
 	}
 	var addrs []netip.Addr

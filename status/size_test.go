@@ -10,6 +10,7 @@ import (
 
 	"github.com/kpng-project/kpng/cluster"
 	"github.com/kpng-project/kpng/feed"
+	"github.com/kpng-project/kpng/internal/report"
 	"github.com/kpng-project/kpng/sink"
 	"github.com/kpng-project/kpng/status"
 	"k8s.io/apimachinery/pkg/types"
@@ -55,7 +56,7 @@ func TestPageIsBelowOneMegabyte(t *testing.T) {
 		if size := get(h).Body.Len(); size > maxPage {
 			t.Errorf("with %d failing services, the page has %d bytes", failing, size)
 		}
-		if r := decode[status.Report](t, get(h, "output", "json")); r.Sinks[0].Failing != failing || len(r.Sinks[0].FailingServices) != min(failing, 1000) {
+		if r := decode[report.Report](t, get(h, "output", "json")); r.Sinks[0].Failing != failing || len(r.Sinks[0].FailingServices) != min(failing, 1000) {
 			t.Errorf("%d services fail, and %d are listed; want %d", r.Sinks[0].Failing, len(r.Sinks[0].FailingServices), failing)
 		}
 	}

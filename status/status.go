@@ -17,7 +17,7 @@
 //
 // These parameters of the query select what the response contains:
 //
-//   - output=json: JSON instead of HTML
+//   - output=json: JSON instead of HTML; docs/wire.md describes it
 //   - service=NAMESPACE/NAME: an explanation of this service, see [nodeview.Explain]
 //   - node=NAME: explain the view of this node, if the handler has no node of its own
 //   - match=TEXT: only services whose namespace and name contain the text
@@ -49,14 +49,13 @@ type Handler struct {
 	NodeName string
 	// State is the state of the cluster.
 	State cluster.Reader
-	// If State is nil, Views returns the present views of all services, or nil if the source
-	// has not synced. A client of a kpng server has only views, and no reasons for them.
-	Views func() *sink.Update
-	// If State is nil, Stale reports whether the source of the views lost its connection long
-	// ago.
-	Stale func() bool
-	// If State is nil, Refused returns the reasons why services are refused.
-	Refused func() map[types.NamespacedName]string
+	// Client is a *remote.Client, if State is nil. It has only views, and no reasons for
+	// them.
+	Client interface {
+		Views() *sink.Update
+		Stale() bool
+		Refused() map[types.NamespacedName]string
+	}
 	// Health returns the report for health checks.
 	Health func() health.Report
 	// Sinks returns the state of each sink.
@@ -65,22 +64,8 @@ type Handler struct {
 	// Default: none.
 	Problems func() []string
 
-	// Clients returns the open streams of a server.
-	Clients func() []Client
-}
-
-// Client is a client of a server.
-type Client struct {
-	// Node is the client's node, or "" if the client reads the whole cluster.
-	Node string `json:"node,omitempty"`
-	// Peer is the address or certificate of the client.
-	Peer  string    `json:"peer"`
-	Since time.Time `json:"since"`
-	// Revision is the revision of the state that the client has, 0 if it has none.
-	Revision uint64 `json:"revision"`
-	// BehindSeconds is the age of the oldest change that the client does not have. Handler
-	// computes it. It is 0 if the client has all changes.
-	BehindSeconds float64 `json:"behindSeconds"`
+	// Clients calls add for each open stream of a server. See remote.StreamStatus.
+	Clients func(add func(node, peer string, since time.Time, revision uint64))
 }
 
 // ServeHTTP implements [http.Handler].
@@ -95,9 +80,9 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, req *http.Request) {
 	header.Set("Content-Security-Policy", "default-src 'none'; style-src 'unsafe-inline'; form-action 'self'; frame-ancestors 'none'; base-uri 'none'")
 	header.Set("Referrer-Policy", "no-referrer")
 	header.Set("X-Content-Type-Options", "nosniff")
-	if q.service.Name == "" {
+	if q.about.Service().Name == "" {
 		r := h.report(q)
-		write(w, q, http.StatusOK, r, func() []byte { return r.html(q.match) })
+		write(w, q, http.StatusOK, r, func() []byte { return pageOf(r, q.match) })
 		return
 	}
 	s := h.service(q)
@@ -105,13 +90,13 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, req *http.Request) {
 	if s.Explanation == nil && s.Refused == "" {
 		code = http.StatusNotFound
 	}
-	write(w, q, code, s, func() []byte { return s.html(q.node, h.NodeName == "" && h.State != nil) })
+	write(w, q, code, s, func() []byte { return servicePage(s, q.node, h.NodeName == "" && h.State != nil) })
 }
 
 // SourceState reports whether the source has delivered the whole state once, whether it
 // lost its connection long ago, and how many services are refused.
 func (h *Handler) SourceState() (synced, stale bool, refused int) {
-	p := h.present()
+	p := h.present(h.NodeName)
 	return p.synced, p.stale, len(p.refused)
 }
 

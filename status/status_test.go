@@ -19,6 +19,7 @@ import (
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/cluster"
 	"github.com/kpng-project/kpng/health"
+	"github.com/kpng-project/kpng/internal/report"
 	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
 	"github.com/kpng-project/kpng/status"
@@ -87,10 +88,20 @@ func decode[T any](t *testing.T, w *httptest.ResponseRecorder) (value T) {
 	return value
 }
 
-// serviceReport has the fields of a status.ServiceReport that the tests read.
+// client has the methods of a client of a kpng server.
+type client struct {
+	update  *sink.Update
+	refused map[types.NamespacedName]string
+}
+
+func (c *client) Views() *sink.Update                      { return c.update }
+func (c *client) Stale() bool                              { return false }
+func (c *client) Refused() map[types.NamespacedName]string { return c.refused }
+
+// serviceReport has the fields of a report.ServiceReport that the tests read.
 type serviceReport struct {
 	Service, Text, Refused string
-	Failures               []status.Failure
+	Failures               []report.Failure
 	Explanation            *struct {
 		Node, Zone       string
 		Lists, Frontends []any
@@ -112,7 +123,7 @@ func TestReportOfProxy(t *testing.T) {
 			return []sink.Status{{Name: "nftables", Passes: 1, Syncs: 7, Pending: 2, PendingServices: []types.NamespacedName{failing.Key}, Failing: []sink.FailingService{failing}}}
 		},
 	}
-	r := decode[status.Report](t, get(h, "output", "json"))
+	r := decode[report.Report](t, get(h, "output", "json"))
 	if r.Program != "v1" || r.Node != here || r.Health == nil || !r.Health.Synced {
 		t.Errorf("report %+v", r)
 	}
@@ -166,7 +177,7 @@ func TestReportBeforeSync(t *testing.T) {
 		},
 		Health: func() health.Report { return health.Report{Stuck: true} },
 	}
-	r := decode[status.Report](t, get(h, "output", "json"))
+	r := decode[report.Report](t, get(h, "output", "json"))
 	for i, want := range []string{"has not delivered", "sink a has not programmed", "sink b fails: no permission", "no progress"} {
 		if i >= len(r.Problems) || !strings.Contains(r.Problems[i], want) {
 			t.Errorf("problems %q, want %q at %d", r.Problems, want, i)
@@ -191,7 +202,7 @@ func TestPageDoesNotWaitForAnUpdate(t *testing.T) {
 		})
 	}()
 	<-begun
-	if r := decode[status.Report](t, get(h, "output", "json")); len(r.Services) != 2 {
+	if r := decode[report.Report](t, get(h, "output", "json")); len(r.Services) != 2 {
 		t.Errorf("services %+v, want those before the update", r.Services)
 	}
 	if w := get(h, "service", "default/web-00001"); w.Code != 200 {
@@ -199,21 +210,21 @@ func TestPageDoesNotWaitForAnUpdate(t *testing.T) {
 	}
 	close(release)
 	<-ended
-	if r := decode[status.Report](t, get(h, "output", "json")); len(r.Services) != 3 {
+	if r := decode[report.Report](t, get(h, "output", "json")); len(r.Services) != 3 {
 		t.Errorf("services %+v, want that of the update, too", r.Services)
 	}
 }
 
 func TestReportHasProblemsOfProgram(t *testing.T) {
 	h := &status.Handler{NodeName: here, State: newState(1, 1), Problems: func() []string { return []string{"rules of another proxy"} }}
-	if r := decode[status.Report](t, get(h, "output", "json")); len(r.Problems) != 1 || r.Problems[0] != "rules of another proxy" {
+	if r := decode[report.Report](t, get(h, "output", "json")); len(r.Problems) != 1 || r.Problems[0] != "rules of another proxy" {
 		t.Errorf("problems %q", r.Problems)
 	}
 }
 
 func TestReportOfIneligibleNode(t *testing.T) {
 	h := &status.Handler{NodeName: here, State: newState(1, 1), Health: func() health.Report { return health.Report{Synced: true} }}
-	if r := decode[status.Report](t, get(h, "output", "json")); len(r.Problems) != 1 || !strings.Contains(r.Problems[0], here+" does not exist or is about to be deleted") {
+	if r := decode[report.Report](t, get(h, "output", "json")); len(r.Problems) != 1 || !strings.Contains(r.Problems[0], here+" does not exist or is about to be deleted") {
 		t.Errorf("problems %q", r.Problems)
 	}
 }
@@ -221,7 +232,7 @@ func TestReportOfIneligibleNode(t *testing.T) {
 func TestReportOfStaleSource(t *testing.T) {
 	state := newState(1, 1)
 	state.Update(func(tx *cluster.Tx) { tx.SetStale(true) })
-	r := decode[status.Report](t, get(&status.Handler{State: state}, "output", "json"))
+	r := decode[report.Report](t, get(&status.Handler{State: state}, "output", "json"))
 	if !r.Source.Stale || len(r.Problems) != 1 || !strings.Contains(r.Problems[0], "lost its connection") {
 		t.Errorf("report %+v", r)
 	}
@@ -250,12 +261,11 @@ func TestReportOfRefusedServices(t *testing.T) {
 	}{
 		{"a state", status.Handler{State: state}},
 		{"views", status.Handler{
-			Views:   func() *sink.Update { return updateOf(t, state) },
-			Refused: func() map[types.NamespacedName]string { return maps.Collect(state.Snapshot().Refused.All()) },
+			Client: &client{update: updateOf(t, state), refused: maps.Collect(state.Snapshot().Refused.All())},
 		}},
 	} {
 		h := &test.handler
-		r := decode[status.Report](t, get(h, "output", "json"))
+		r := decode[report.Report](t, get(h, "output", "json"))
 		if n := len(r.Problems); r.Source.Refused != 26 || n != 21 || !strings.HasPrefix(r.Problems[0], "service default/large is too large: it needs 5 elements") || r.Problems[20] != "6 more services are too large" {
 			t.Errorf("%s: source %+v, problems %q", test.name, r.Source, r.Problems)
 		}
@@ -277,14 +287,14 @@ func TestReportOfRefusedServices(t *testing.T) {
 }
 
 func TestReportOfViewsOnly(t *testing.T) {
-	var update *sink.Update
-	h := &status.Handler{NodeName: here, Views: func() *sink.Update { return update }}
-	if r := decode[status.Report](t, get(h, "output", "json")); r.Source.Synced || len(r.Services) > 0 {
+	var c client
+	h := &status.Handler{NodeName: here, Client: &c}
+	if r := decode[report.Report](t, get(h, "output", "json")); r.Source.Synced || len(r.Services) > 0 {
 		t.Errorf("before sync: %+v", r)
 	}
 	state := newState(2, 2)
-	update = updateOf(t, state)
-	r := decode[status.Report](t, get(h, "output", "json"))
+	c.update = updateOf(t, state)
+	r := decode[report.Report](t, get(h, "output", "json"))
 	if !r.Source.Synced || r.Source.Services != 2 || len(r.Services) != 2 || r.Services[1].Service != "default/web-00001" || r.Services[1].Endpoints != 2 || len(r.Problems) > 0 {
 		t.Errorf("report %+v", r)
 	}
@@ -300,13 +310,13 @@ func TestReportOfServer(t *testing.T) {
 	state.Update(func(tx *cluster.Tx) { write(tx, "default", "web-00000", 0, 3) })
 	last := state.Snapshot().Revision
 	since := time.Now().Add(-time.Hour)
-	h := &status.Handler{State: state, Clients: func() []status.Client {
-		return []status.Client{
-			{Node: "worker-1", Peer: "a", Since: since, Revision: last}, {Node: "worker-1", Peer: "b", Since: since, Revision: last},
-			{Node: "worker-2", Peer: "c", Since: since, Revision: first}, {Peer: "relay", Since: since},
-		}
+	h := &status.Handler{State: state, Clients: func(add func(string, string, time.Time, uint64)) {
+		add("worker-1", "a", since, last)
+		add("worker-1", "b", since, last)
+		add("worker-2", "c", since, first)
+		add("", "relay", since, 0)
 	}}
-	r := decode[status.Report](t, get(h, "output", "json"))
+	r := decode[report.Report](t, get(h, "output", "json"))
 	c := r.Clients
 	if c == nil || c.Streams != 4 || c.Nodes != 2 || c.Behind != 2 {
 		t.Fatalf("clients %+v", c)
@@ -332,8 +342,10 @@ func TestClientThatMissesManyChanges(t *testing.T) {
 	for i := range 600 { // more commits than the state remembers
 		state.Update(func(tx *cluster.Tx) { write(tx, "default", "web-00000", 0, 1+i%2) })
 	}
-	h := &status.Handler{State: state, Clients: func() []status.Client { return []status.Client{{Node: "n", Revision: first}} }}
-	if c := decode[status.Report](t, get(h, "output", "json")).Clients; c.Behind != 1 || c.BehindSeconds <= 0 || c.BehindSeconds > 600 {
+	h := &status.Handler{State: state, Clients: func(add func(string, string, time.Time, uint64)) {
+		add("n", "", time.Time{}, first)
+	}}
+	if c := decode[report.Report](t, get(h, "output", "json")).Clients; c.Behind != 1 || c.BehindSeconds <= 0 || c.BehindSeconds > 600 {
 		t.Errorf("clients %+v", c)
 	}
 }
@@ -344,7 +356,7 @@ func TestServicesArePaged(t *testing.T) {
 	var sizes []int
 	seen := map[string]bool{}
 	for page := true; page; page = after != "" {
-		r := decode[status.Report](t, get(h, "output", "json", "after", after))
+		r := decode[report.Report](t, get(h, "output", "json", "after", after))
 		sizes = append(sizes, len(r.Services))
 		for _, s := range r.Services {
 			seen[s.Service] = true
@@ -354,10 +366,10 @@ func TestServicesArePaged(t *testing.T) {
 	if fmt.Sprint(sizes) != "[1000 1000 500]" || len(seen) != 2500 {
 		t.Errorf("pages of %d services with %d different services", sizes, len(seen))
 	}
-	if r := decode[status.Report](t, get(h, "output", "json", "limit", "0")); len(r.Services) > 0 || r.Source.Services != 2500 {
+	if r := decode[report.Report](t, get(h, "output", "json", "limit", "0")); len(r.Services) > 0 || r.Source.Services != 2500 {
 		t.Errorf("with limit 0: %d services of %d", len(r.Services), r.Source.Services)
 	}
-	if r := decode[status.Report](t, get(h, "output", "json", "match", "0249")); len(r.Services) != 11 || r.Next != "" {
+	if r := decode[report.Report](t, get(h, "output", "json", "match", "0249")); len(r.Services) != 11 || r.Next != "" {
 		t.Errorf("with match: %d services", len(r.Services))
 	}
 	if page := get(h, "match", "web-0").Body.String(); !strings.Contains(page, `href="?after=default%2Fweb-00999&amp;match=web-0"`) {
@@ -372,7 +384,7 @@ func TestInvalidQueries(t *testing.T) {
 		code       int
 	}{
 		{"output", "xml", 400}, {"limit", "-1", 400}, {"limit", "x", 400}, {"after", "x", 400},
-		{"service", "web", 400}, {"service", "/web", 400}, {"service", "default/none", 404},
+		{"service", "10.0.0.1:80", 400}, {"service", "/web", 400}, {"service", "default/none", 404}, {"service", "none", 404},
 	} {
 		if w := get(h, test.key, test.value); w.Code != test.code || w.Body.Len() == 0 {
 			t.Errorf("%s=%s: status %d, want %d: %s", test.key, test.value, w.Code, test.code, w.Body)
@@ -392,7 +404,7 @@ func TestPageEscapesText(t *testing.T) {
 		Sinks: func() []sink.Status {
 			return []sink.Status{{Name: evil, Passes: 1, Err: errors.New(evil), Failing: []sink.FailingService{{Key: key, Err: errors.New(evil)}}}}
 		},
-		Clients: func() []status.Client { return []status.Client{{Node: evil, Peer: evil}} },
+		Clients: func(add func(string, string, time.Time, uint64)) { add(evil, evil, time.Time{}, 0) },
 	}
 	for _, query := range [][]string{
 		{"match", evil}, {"service", key.String(), "node", evil}, {"service", "a/" + evil}, {"output", evil},
@@ -423,7 +435,7 @@ func TestReportListsFirstAddressesAndPorts(t *testing.T) {
 		tx.SetService(large)
 	})
 	state.SetSynced()
-	r := decode[status.Report](t, get(&status.Handler{State: state, NodeName: here}, "output", "json"))
+	r := decode[report.Report](t, get(&status.Handler{State: state, NodeName: here}, "output", "json"))
 	for name, list := range map[string][]string{"addresses": r.Services[0].Addresses, "ports": r.Services[0].Ports} {
 		if len(list) != 101 || list[100] != "50 more" {
 			t.Errorf("%s: %d elements, %q", name, len(list), list)

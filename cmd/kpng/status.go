@@ -16,8 +16,8 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/internal/plain"
+	"github.com/kpng-project/kpng/internal/report"
 	"github.com/kpng-project/kpng/internal/usage"
-	"github.com/kpng-project/kpng/status"
 	"github.com/spf13/cobra"
 	"sigs.k8s.io/yaml"
 )
@@ -119,7 +119,7 @@ func printStatus(w io.Writer, body []byte, output string, isService bool) error 
 		w := plain.Writer(w)
 		var s struct {
 			Text, Refused string
-			Failures      []status.Failure
+			Failures      []report.Failure
 		}
 		if err := json.Unmarshal(body, &s); err != nil {
 			return fmt.Errorf("decode the status: %w", err)
@@ -133,7 +133,7 @@ func printStatus(w io.Writer, body []byte, output string, isService bool) error 
 		_, err := io.WriteString(w, s.Text)
 		return err
 	}
-	var r status.Report
+	var r report.Report
 	if err := json.Unmarshal(body, &r); err != nil {
 		return fmt.Errorf("decode the status: %w", err)
 	}
@@ -147,9 +147,9 @@ const (
 	maxChangesShown = 10
 )
 
-func printReport(to io.Writer, r *status.Report) error {
+func printReport(to io.Writer, r *report.Report) error {
 	w := newTable(to)
-	ago := func(t time.Time) string { return status.Age(r.Time, t) }
+	ago := func(t time.Time) string { return report.Age(r.Time, t) }
 	if r.Node != "" {
 		fmt.Fprintf(w, "node\t%s\n", r.Node)
 	}
@@ -176,9 +176,9 @@ func printReport(to io.Writer, r *status.Report) error {
 		return err
 	}
 	if len(r.Sinks) > 0 {
-		fmt.Fprintln(w, "\nSINK\tREVISION\tALL PROGRAMMED\tLAST SYNC\tPENDING\tFAILING")
+		fmt.Fprintln(w, "\nSINK\tREVISION\tALL PROGRAMMED\tLAST SYNC\tPENDING\tFAILING\tREFUSED")
 		for _, s := range r.Sinks {
-			fmt.Fprintf(w, "%s\t%d\t%s\t%s\t%d\t%d\n", orDash(s.Name), s.Revision, ago(s.LastPass), ago(s.LastSync), s.Pending, s.Failing)
+			fmt.Fprintf(w, "%s\t%d\t%s\t%s\t%d\t%d\t%d\n", orDash(s.Name), s.Revision, ago(s.LastPass), ago(s.LastSync), s.Pending, s.Failing, r.Source.Refused)
 		}
 	}
 	for _, s := range r.Sinks {
@@ -202,7 +202,7 @@ func printReport(to io.Writer, r *status.Report) error {
 }
 
 // printFailures prints the failing services. It prints a note if there are too many.
-func printFailures(w *tabwriter.Writer, r *status.Report) {
+func printFailures(w *tabwriter.Writer, r *report.Report) {
 	shown, all := 0, 0
 	for _, s := range r.Sinks {
 		all += s.Failing
@@ -210,7 +210,7 @@ func printFailures(w *tabwriter.Writer, r *status.Report) {
 			if shown++; shown == 1 {
 				fmt.Fprintln(w, "\nFAILING SERVICE\tSINK\tFAILURES\tNEXT RETRY\tERROR")
 			}
-			fmt.Fprintf(w, "%s\t%s\t%d\t%s\t%s\n", f.Service, orDash(s.Name), f.Failures, status.Age(r.Time, f.NextRetry), strings.ReplaceAll(f.Error, "\n", " "))
+			fmt.Fprintf(w, "%s\t%s\t%d\t%s\t%s\n", f.Service, orDash(s.Name), f.Failures, report.Age(r.Time, f.NextRetry), strings.ReplaceAll(f.Error, "\n", " "))
 		}
 	}
 	if all > shown {

@@ -6,10 +6,11 @@ import (
 	"encoding/json"
 	"net/http"
 	"net/http/httptest"
+	"regexp"
 	"strings"
 	"testing"
 
-	"github.com/kpng-project/kpng/status"
+	"github.com/kpng-project/kpng/internal/report"
 )
 
 func TestStatusOfServer(t *testing.T) {
@@ -33,7 +34,7 @@ func TestStatusOfServer(t *testing.T) {
 	if out := mustExecute(t, "status", "--address", health, "web"); !strings.HasPrefix(out, "service default/web on a node without a name") || !strings.Contains(out, "frontends") {
 		t.Errorf("status of a service:\n%s", out)
 	}
-	var r status.Report
+	var r report.Report
 	if out := mustExecute(t, "status", "--address", health, "-o", "json"); json.Unmarshal([]byte(out), &r) != nil || len(r.Services) == 0 || r.Clients == nil || r.Clients.Slowest[0].Node != "here" {
 		t.Errorf("status as JSON: %s", out)
 	}
@@ -55,6 +56,10 @@ func TestStatusShowsRefusedServices(t *testing.T) {
 			out, err := execute(t.Context(), "status", "--address", test.address)
 			return err == nil && strings.Contains(out, "problem   "+test.problem)
 		})
+		out := mustExecute(t, "status", "--address", test.address)
+		if sinks := strings.Contains(out, "REFUSED"); sinks != (test.name == "client") || sinks && !regexp.MustCompile(`(?m)^json .* 1$`).MatchString(out) {
+			t.Errorf("sinks of the %s:\n%s", test.name, out)
+		}
 		if out := mustExecute(t, "status", "--address", test.address, "web"); !strings.HasPrefix(out, "this service is too large: it needs ") {
 			t.Errorf("status of the service at the %s:\n%s", test.name, out)
 		}
@@ -62,8 +67,8 @@ func TestStatusShowsRefusedServices(t *testing.T) {
 }
 
 func TestStatusShowsFailures(t *testing.T) {
-	failing := status.Failure{Service: "default/web", Error: "no\nspace", Failures: 3}
-	r := status.Report{Problems: []string{"sink nftables fails"}, Sinks: []status.Sink{{Name: "nftables"}, {Name: "health"}}}
+	failing := report.Failure{Service: "default/web", Error: "no\nspace", Failures: 3}
+	r := report.Report{Problems: []string{"sink nftables fails"}, Sinks: []report.Sink{{Name: "nftables"}, {Name: "health"}}}
 	for range 25 {
 		r.Sinks[0].Failing++
 		r.Sinks[0].FailingServices = append(r.Sinks[0].FailingServices, failing)
@@ -76,7 +81,7 @@ func TestStatusShowsFailures(t *testing.T) {
 		t.Errorf("%d failures in\n%s", n, out.String())
 	}
 	out.Reset()
-	body, err := json.Marshal(status.ServiceReport{Text: "explanation", Failures: []status.Failure{failing}})
+	body, err := json.Marshal(report.ServiceReport{Text: "explanation", Failures: []report.Failure{failing}})
 	if err != nil {
 		t.Fatal(err)
 	}

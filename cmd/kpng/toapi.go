@@ -8,6 +8,7 @@ import (
 	"io/fs"
 	"net"
 	"strconv"
+	"time"
 
 	"github.com/kpng-project/kpng/app"
 	"github.com/kpng-project/kpng/cluster"
@@ -168,11 +169,9 @@ func (s *apiServer) health() health.Report {
 	return health.Report{Synced: synced, NodeEligible: synced}
 }
 
-// clients returns the clients of the server for the status page.
-func (s *apiServer) clients() []status.Client {
-	var all []status.Client
+// clients adds the streams of the server to the status page.
+func (s *apiServer) clients(add func(node, peer string, since time.Time, revision uint64)) {
 	for _, o := range s.server.Streams() {
-		all = append(all, status.Client{Node: o.Node, Peer: o.Peer, Since: o.Since, Revision: o.Revision})
+		add(o.Node, o.Peer, o.Since, o.Revision)
 	}
-	return all
 }

@@ -6,6 +6,7 @@ import (
 	"errors"
 
 	"github.com/kpng-project/kpng/backends/ebpf"
+	"github.com/kpng-project/kpng/sink"
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/spf13/pflag"
 )
@@ -64,56 +65,64 @@ func (f *ebpfFlags) parts() (Parts, error) {
 		return Parts{}, err
 	}
 	opts, used := f.options(), newEBPFMetrics(f.options())
-	opts.Used = used.observe
+	opts.Observer = used
 	b, err := ebpf.New(parts.Sink, opts)
 	if err != nil {
 		return Parts{}, err
 	}
 	parts.Sink = b
 	parts.Collectors = append(parts.Collectors, used.collectors()...)
-	parts.Collectors = append(parts.Collectors, ebpfCounts{b.Counts})
+	if c, ok := sink.As[ebpfCounter](b); ok {
+		parts.Collectors = append(parts.Collectors, ebpfCounts{c})
+	}
 	return parts, nil
 }
 
+// ebpfMetrics also has the used part of each map.
 type ebpfMetrics struct {
-	sizes                               ebpf.Options
-	frontends, endpoints, members, left prometheus.Gauge
-	fill                                *prometheus.GaugeVec
+	observer
+	sizes map[string]int
+	fill  *prometheus.GaugeVec
 }
 
 // newEBPFMetrics returns the metrics of maps whose sizes opts contains.
 func newEBPFMetrics(opts ebpf.Options) *ebpfMetrics {
 	const subsystem = "ebpf"
 	return &ebpfMetrics{
-		sizes: opts,
+		sizes: map[string]int{"frontends": opts.MaxFrontends, "endpoints": opts.MaxEndpoints, "members": opts.MaxMembers},
 		fill: prometheus.NewGaugeVec(prometheus.GaugeOpts{
 			Namespace: "kpng", Subsystem: subsystem, Name: "map_fill_ratio", Help: "Used part of each eBPF map.",
 		}, []string{"map"}),
-		frontends: gauge(subsystem, "frontends", "Cluster IPs and ports in the eBPF maps."),
-		endpoints: gauge(subsystem, "endpoints", "Endpoints of all frontends in the eBPF maps together."),
-		members:   gauge(subsystem, "members", "Endpoints of UDP ports and of services with session affinity in the eBPF maps."),
-		left:      gauge(subsystem, "services_left", "Services that do not fit into the eBPF maps and are handled without eBPF."),
+		observer: observer{holds: map[string]prometheus.Gauge{
+			"frontends":     gauge(subsystem, "frontends", "Cluster IPs and ports in the eBPF maps."),
+			"endpoints":     gauge(subsystem, "endpoints", "Endpoints of all frontends in the eBPF maps together."),
+			"members":       gauge(subsystem, "members", "Endpoints of UDP ports and of services with session affinity in the eBPF maps."),
+			"services_left": gauge(subsystem, "services_left", "Services that do not fit into the eBPF maps and are handled without eBPF."),
+		}},
+	}
+}
+
+// Holds implements backends.Observer.
+func (m *ebpfMetrics) Holds(kind string, n int) {
+	m.observer.Holds(kind, n)
+	if size := m.sizes[kind]; size > 0 {
+		m.fill.WithLabelValues(kind).Set(float64(n) / float64(size))
 	}
 }
 
 func (m *ebpfMetrics) collectors() []prometheus.Collector {
-	return []prometheus.Collector{m.frontends, m.endpoints, m.members, m.left, m.fill}
+	return append(m.observer.collectors(), m.fill)
 }
 
-func (m *ebpfMetrics) observe(u ebpf.Usage) {
-	m.frontends.Set(float64(u.Frontends))
-	m.endpoints.Set(float64(u.Endpoints))
-	m.members.Set(float64(u.Members))
-	m.left.Set(float64(u.ServicesLeft))
-	m.fill.WithLabelValues("frontends").Set(float64(u.Frontends) / float64(m.sizes.MaxFrontends))
-	m.fill.WithLabelValues("endpoints").Set(float64(u.Endpoints) / float64(m.sizes.MaxEndpoints))
-	m.fill.WithLabelValues("members").Set(float64(u.Members) / float64(m.sizes.MaxMembers))
+// ebpfCounter is a part of the dataplane of package ebpf, see ebpf.New.
+type ebpfCounter interface {
+	Counts() (translated, left map[string]uint64, err error)
 }
 
 // ebpfCounts collects what the programs count. While the backend is not started, it
 // collects nothing.
 type ebpfCounts struct {
-	read func() (ebpf.Counts, error)
+	ebpfCounter
 }
 
 var (
@@ -129,14 +138,14 @@ func (c ebpfCounts) Describe(to chan<- *prometheus.Desc) {
 
 // Collect implements prometheus.Collector.
 func (c ebpfCounts) Collect(to chan<- prometheus.Metric) {
-	counts, err := c.read()
+	translated, left, err := c.Counts()
 	if err != nil {
 		return
 	}
-	for hook, n := range counts.Translated {
+	for hook, n := range translated {
 		to <- prometheus.MustNewConstMetric(ebpfTranslated, prometheus.CounterValue, float64(n), hook)
 	}
-	for reason, n := range counts.Left {
+	for reason, n := range left {
 		to <- prometheus.MustNewConstMetric(ebpfLeft, prometheus.CounterValue, float64(n), reason)
 	}
 }

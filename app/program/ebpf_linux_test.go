@@ -7,6 +7,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/backends/ebpf"
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/testutil"
@@ -24,10 +25,7 @@ func TestFlagsOfEBPF(t *testing.T) {
 				"--instance=x", "--cgroup=/c", "--bpffs=/b", "--host-network-only", "--ebpf-annotation=example.com/a",
 				"--max-frontends=1", "--max-endpoints=2", "--max-members=3", "--max-clients=4",
 			},
-			ebpf.Options{
-				Instance: "x", Cgroup: "/c", BPFFS: "/b", HostNetworkOnly: true, Annotation: "example.com/a",
-				MaxFrontends: 1, MaxEndpoints: 2, MaxMembers: 3, MaxClients: 4,
-			},
+			ebpf.Options{Options: backends.Options{Instance: "x"}, Cgroup: "/c", BPFFS: "/b", HostNetworkOnly: true, Annotation: "example.com/a", MaxFrontends: 1, MaxEndpoints: 2, MaxMembers: 3, MaxClients: 4},
 		},
 	} {
 		f := ebpfFlags{nftablesFlags: nftablesFlags{nodeFlags: nodeFlags{checks: newHealthChecks()}}}
@@ -40,14 +38,26 @@ func TestInvalidFlagsOfEBPF(t *testing.T) {
 	testInvalidFlags(t, EBPF, "--masquerade-all", "--instance=a.b", "--max-clients=-1", "--masquerade-bit=32")
 }
 
+type fakeCounts struct {
+	translated, left map[string]uint64
+	err              error
+}
+
+func (c *fakeCounts) Counts() (translated, left map[string]uint64, err error) {
+	return c.translated, c.left, c.err
+}
+
 func TestMetricsOfEBPF(t *testing.T) {
 	m := newEBPFMetrics(ebpf.Options{MaxFrontends: 10, MaxEndpoints: 20, MaxMembers: 4})
-	counts, err := ebpf.Counts{}, errors.New("not started")
+	counts := &fakeCounts{err: errors.New("not started")}
 	registry := prometheus.NewRegistry()
 	registry.MustRegister(m.collectors()...)
-	registry.MustRegister(ebpfCounts{func() (ebpf.Counts, error) { return counts, err }})
-	m.observe(ebpf.Usage{Frontends: 9})
-	m.observe(ebpf.Usage{Frontends: 1, Endpoints: 2, Members: 3, ServicesLeft: 4})
+	registry.MustRegister(ebpfCounts{counts})
+	m.Holds("frontends", 9)
+	m.Holds("frontends", 1)
+	m.Holds("endpoints", 2)
+	m.Holds("members", 3)
+	m.Holds("services_left", 4)
 	const gauges = `
 # HELP kpng_ebpf_endpoints Endpoints of all frontends in the eBPF maps together.
 # TYPE kpng_ebpf_endpoints gauge
@@ -70,7 +80,7 @@ kpng_ebpf_services_left 4
 	if err := testutil.GatherAndCompare(registry, strings.NewReader(gauges)); err != nil {
 		t.Error("before the start:", err)
 	}
-	counts, err = ebpf.Counts{Translated: map[string]uint64{"connect4": 5}, Left: map[string]uint64{"no_memory": 6}}, nil
+	*counts = fakeCounts{translated: map[string]uint64{"connect4": 5}, left: map[string]uint64{"no_memory": 6}}
 	const counters = `
 # HELP kpng_ebpf_left_total Connections and datagrams to frontends in the eBPF maps that the programs left to nftables, by reason.
 # TYPE kpng_ebpf_left_total counter

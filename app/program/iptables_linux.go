@@ -4,7 +4,6 @@ package program
 
 import (
 	"github.com/kpng-project/kpng/backends/iptables"
-	"github.com/kpng-project/kpng/internal/sysctl"
 	"github.com/kpng-project/kpng/node/nodeaddr"
 	"github.com/kpng-project/kpng/sink"
 	"github.com/prometheus/client_golang/prometheus"
@@ -32,12 +31,11 @@ func IPTables() *Backend {
 type iptablesFlags struct {
 	nodeFlags
 	options iptables.Options
-	flavour string
 }
 
 func (f *iptablesFlags) register(fs *pflag.FlagSet) {
 	fs.StringVar(&f.options.Instance, "instance", "", "the `name` of this instance among several on a node, at most 6 letters and digits: its chains are KPNG-NAME-… instead of KPNG-…")
-	fs.StringVar(&f.flavour, "iptables-flavour", iptables.DetectFlavour.String(), "use the programs of iptables of this `flavour`: nft, legacy, or detect for that of other programs on the node")
+	fs.StringVar(&f.options.Flavour, "iptables-flavour", "detect", "use the programs of iptables of this `flavour`: nft, legacy, or detect for that of other programs on the node")
 	fs.BoolVar(&f.options.WithoutIPSet, "without-ipset", false, "use rules in place of sets, even if the program ipset is installed")
 	fs.DurationVar(&f.options.LockWait, "iptables-lock-wait", f.options.LockWait, "wait this `time` for the lock of iptables before a change fails and is retried; 0 means 5s")
 	listFlag(fs, &f.options.ClusterCIDRs, parseCIDR, "cluster-cidr", "the `CIDRs` of pods")
@@ -51,14 +49,12 @@ func (f *iptablesFlags) register(fs *pflag.FlagSet) {
 // complete checks the values of the flags and returns the resulting options.
 func (f *iptablesFlags) complete() (opts iptables.Options, err error) {
 	opts = f.options
-	if opts.Flavour, err = iptables.ParseFlavour(f.flavour); err != nil {
-		return opts, err
-	}
 	opts.MasqueradeOutsiders = f.masqueradeOutside && (opts.NodePodCIDRs || len(opts.ClusterCIDRs)+len(opts.PodInterfaces) > 0)
 	if err := f.check("the backend iptables"); err != nil {
 		return opts, err
 	}
 	opts.MasqueradeMark = 1 << f.masqueradeBit
+	opts.Sysctls = f.sysctlMode()
 	opts.AcceptInvalid = f.limits.liberal // as in kube-proxy
 	return opts, nil
 }
@@ -68,17 +64,12 @@ func (f *iptablesFlags) parts() (Parts, error) {
 	if err != nil {
 		return Parts{}, err
 	}
-	rules := newIPTablesMetrics()
-	opts.Observer = rules.observer()
-	counted := opts.Observer.Drifted
-	opts.Observer.Drifted = func() {
-		counted()
-		f.events.drifted("iptables")
-	}
+	rules := newIPTablesMetrics(func() { f.events.drifted("iptables") })
+	opts.Observer = rules
 	parts, err := f.nodeParts(func(addrs *nodeaddr.Watcher, connections sink.Sink) (sink.Sink, error) {
 		opts.NodeAddresses, opts.Conntrack = addrs, connections
 		return iptables.New(opts)
-	}, sysctl.Forwarding...)
+	})
 	if err != nil {
 		return Parts{}, err
 	}
@@ -87,37 +78,14 @@ func (f *iptablesFlags) parts() (Parts, error) {
 	return parts, nil
 }
 
-// iptablesMetrics has the metrics of package iptables.
-type iptablesMetrics struct {
-	chains                           prometheus.Gauge
-	restores, failed, lines, drifted prometheus.Counter
-}
-
-func newIPTablesMetrics() *iptablesMetrics {
+func newIPTablesMetrics(onDrift func()) *observer {
 	const subsystem = "iptables"
-	return &iptablesMetrics{
-		chains:   gauge(subsystem, "chains", "Chains of this instance."),
-		restores: counter(subsystem, "restores_total", "Runs of iptables-restore."),
-		failed:   counter(subsystem, "restore_errors_total", "Runs of iptables-restore that failed."),
-		lines:    counter(subsystem, "lines_written_total", "Lines of input for iptables-restore."),
-		drifted:  counter(subsystem, "drift_found_total", "Times that another program had changed the rules."),
-	}
-}
-
-func (m *iptablesMetrics) collectors() []prometheus.Collector {
-	return []prometheus.Collector{m.chains, m.restores, m.failed, m.lines, m.drifted}
-}
-
-func (m *iptablesMetrics) observer() iptables.Observer {
-	return iptables.Observer{
-		Restored: func(lines int, err error) {
-			m.restores.Inc()
-			m.lines.Add(float64(lines))
-			if err != nil {
-				m.failed.Inc()
-			}
-		},
-		Holds:   func(chains int) { m.chains.Set(float64(chains)) },
-		Drifted: m.drifted.Inc,
+	return &observer{
+		holds:   map[string]prometheus.Gauge{"chains": gauge(subsystem, "chains", "Chains of this instance.")},
+		writes:  counter(subsystem, "restores_total", "Runs of iptables-restore."),
+		failed:  counter(subsystem, "restore_errors_total", "Runs of iptables-restore that failed."),
+		size:    counter(subsystem, "lines_written_total", "Lines of input for iptables-restore."),
+		drifted: counter(subsystem, "drift_found_total", "Times that another program had changed the rules."),
+		onDrift: onDrift,
 	}
 }

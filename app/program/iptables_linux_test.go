@@ -8,6 +8,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/backends/iptables"
 	"github.com/prometheus/client_golang/prometheus/testutil"
 )
@@ -17,17 +18,14 @@ func TestFlagsOfIPTables(t *testing.T) {
 		args []string
 		want iptables.Options
 	}{
-		"by default only necessary connections are masqueraded": {nil, iptables.Options{MasqueradeMark: 1 << 13}},
+		"by default only necessary connections are masqueraded": {nil, iptables.Options{Options: backends.Options{MasqueradeMark: 1 << 13, Sysctls: backends.SetSysctls}, Flavour: "detect"}},
 		"with a pod network, sources outside it are masqueraded, as by kube-proxy": {
 			[]string{"--cluster-cidr=10.1.2.3/16"},
-			iptables.Options{MasqueradeMark: 1 << 13, ClusterCIDRs: []netip.Prefix{netip.MustParsePrefix("10.1.0.0/16")}, MasqueradeOutsiders: true},
+			iptables.Options{Options: backends.Options{MasqueradeMark: 1 << 13, Sysctls: backends.SetSysctls, ClusterCIDRs: []netip.Prefix{netip.MustParsePrefix("10.1.0.0/16")}, MasqueradeOutsiders: true}, Flavour: "detect"},
 		},
 		"all other flags": {
 			[]string{"--instance=x", "--iptables-flavour=legacy", "--without-ipset", "--iptables-lock-wait=9s", "--node-pod-cidrs", "--pod-interfaces=cni0,veth*", "--masquerade-outside=false", "--masquerade-all", "--masquerade-bit=15", "--accept-unknown-ports", "--conntrack-tcp-be-liberal"},
-			iptables.Options{
-				Instance: "x", Flavour: iptables.Legacy, WithoutIPSet: true, LockWait: 9 * time.Second, NodePodCIDRs: true,
-				PodInterfaces: []string{"cni0", "veth*"}, MasqueradeAll: true, MasqueradeMark: 1 << 15, AcceptUnknownPorts: true, AcceptInvalid: true,
-			},
+			iptables.Options{Options: backends.Options{Instance: "x", Sysctls: backends.SetSysctls, NodePodCIDRs: true, PodInterfaces: []string{"cni0", "veth*"}, MasqueradeAll: true, MasqueradeMark: 1 << 15, AcceptUnknownPorts: true}, Flavour: "legacy", WithoutIPSet: true, LockWait: 9 * time.Second, AcceptInvalid: true},
 		},
 	} {
 		f := iptablesFlags{nodeFlags: nodeFlags{checks: newHealthChecks()}}
@@ -43,13 +41,13 @@ func TestInvalidFlagsOfIPTables(t *testing.T) {
 }
 
 func TestMetricsOfIPTables(t *testing.T) {
-	m := newIPTablesMetrics()
-	o := m.observer()
-	o.Restored(10, nil)
-	o.Restored(5, errors.New("refused"))
-	o.Holds(7)
+	m := newIPTablesMetrics(nil)
+	o := backends.Observer(m)
+	o.Wrote(10, nil)
+	o.Wrote(5, errors.New("refused"))
+	o.Holds("chains", 7)
 	o.Drifted()
-	for i, want := range []float64{7, 2, 1, 15, 1} {
+	for i, want := range []float64{2, 1, 15, 1, 7} {
 		if got := testutil.ToFloat64(m.collectors()[i]); got != want {
 			t.Errorf("metric %d is %v, want %v", i, got, want)
 		}

@@ -7,6 +7,7 @@ import (
 	"net"
 	"slices"
 
+	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/backends/ipvs"
 	"github.com/kpng-project/kpng/internal/sysctl"
 	"github.com/kpng-project/kpng/node/nodeaddr"
@@ -68,7 +69,7 @@ func (f *ipvsFlags) complete() (ipvs.Options, error) {
 		return opts, err
 	}
 	opts.MasqueradeMark = 1 << f.masqueradeBit
-	opts.Sysctls = ipvs.SysctlMode(f.sysctlMode())
+	opts.Sysctls = backends.SysctlMode(f.sysctlMode())
 	return opts, nil
 }
 

@@ -6,16 +6,14 @@ import (
 	"net/netip"
 	"testing"
 
+	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/backends/ipvs"
 	"github.com/spf13/pflag"
 )
 
 func TestFlagsOfIPVS(t *testing.T) {
 	defaults := func(edit func(*ipvs.Options)) ipvs.Options {
-		o := ipvs.Options{
-			Scheduler: "rr", SchedulerAnnotation: "kpng.io/ipvs-scheduler",
-			MasqueradeMark: 1 << 13, Sysctls: ipvs.SetSysctls,
-		}
+		o := ipvs.Options{Options: backends.Options{MasqueradeMark: 1 << 13, Sysctls: backends.SetSysctls}, Scheduler: "rr", SchedulerAnnotation: "kpng.io/ipvs-scheduler"}
 		edit(&o)
 		return o
 	}
@@ -32,13 +30,9 @@ func TestFlagsOfIPVS(t *testing.T) {
 		},
 		"all other flags": {
 			[]string{"--instance=x", "--interface=svc0", "--scheduler=sh", "--scheduler-annotation=example.com/a", "--pod-interfaces=cni0,veth*", "--masquerade-outside=false", "--masquerade-all", "--masquerade-bit=15", "--strict-arp", "--node-networks=192.0.2.0/24", "--forward-healthcheck-port=0", "--sysctls=ignore"},
-			ipvs.Options{
-				Instance: "x", Interface: "svc0", Scheduler: "sh", SchedulerAnnotation: "example.com/a",
-				PodInterfaces: []string{"cni0", "veth*"}, MasqueradeAll: true, MasqueradeMark: 1 << 15,
-				StrictARP: true, Sysctls: ipvs.IgnoreSysctls, NodeNetworks: []netip.Prefix{netip.MustParsePrefix("192.0.2.0/24")},
-			},
+			ipvs.Options{Options: backends.Options{Instance: "x", PodInterfaces: []string{"cni0", "veth*"}, MasqueradeAll: true, MasqueradeMark: 1 << 15, Sysctls: backends.IgnoreSysctls}, Interface: "svc0", Scheduler: "sh", SchedulerAnnotation: "example.com/a", StrictARP: true, NodeNetworks: []netip.Prefix{netip.MustParsePrefix("192.0.2.0/24")}},
 		},
-		"report kernel settings": {[]string{"--sysctls=report"}, defaults(func(o *ipvs.Options) { o.Sysctls = ipvs.ReportSysctls })},
+		"report kernel settings": {[]string{"--sysctls=report"}, defaults(func(o *ipvs.Options) { o.Sysctls = backends.ReportSysctls })},
 	} {
 		f := ipvsFlags{nodeFlags: nodeFlags{checks: newHealthChecks()}}
 		testFlags(t, name, test.args, IPVS(), f.register, f.complete, test.want)

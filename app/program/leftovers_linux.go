@@ -220,13 +220,13 @@ func cleanUp(ctx context.Context, i instance, bpffs string) error {
 	case "nftables":
 		return clean(nftables.New(nftables.Options{Options: backends.Options{Instance: i.name}}))
 	case "iptables":
-		return clean(iptables.New(iptables.Options{Instance: i.name}))
+		return clean(iptables.New(iptables.Options{Options: backends.Options{Instance: i.name}}))
 	case "ipvs":
-		return clean(ipvs.New(ipvs.Options{Instance: i.name, Drain: drainTime}))
+		return clean(ipvs.New(ipvs.Options{Options: backends.Options{Instance: i.name}, Drain: drainTime}))
 	case "ebpf":
 		// Its table belongs to the backend nftables.
 		nothing := sink.Func(func(context.Context, *sink.Changes) error { return nil })
-		return clean(ebpf.New(nothing, ebpf.Options{Instance: i.name, BPFFS: bpffs}))
+		return clean(ebpf.New(nothing, ebpf.Options{Options: backends.Options{Instance: i.name}, BPFFS: bpffs}))
 	case "userspace":
 		return clean(userspace.New(userspace.Options{Addresses: userspace.LocalRoutes(userspace.RouteOptions{})}))
 	}

@@ -179,10 +179,13 @@ func (f *nodeFlags) keepAnnotation(name string) error {
 	return nil
 }
 
+// noConntrack keeps all tracked connections.
+var noConntrack = sink.Func(func(context.Context, *sink.Changes) error { return nil })
+
 // connections returns a sink that deletes stale connections if the flags allow that.
 func (f *nodeFlags) connections(addrs *nodeaddr.Watcher, flows *flowMetrics) sink.Sink {
 	if f.keepConnections {
-		return sink.Func(func(context.Context, *sink.Changes) error { return nil })
+		return noConntrack
 	}
 	return conntrack.New(conntrack.Options{NodeAddrs: addrs, Observe: flows.observe})
 }

@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"net/netip"
+	"strconv"
 
 	"github.com/kpng-project/kpng/backends/ovs"
 	"github.com/kpng-project/kpng/node/nodeaddr"
@@ -28,6 +29,8 @@ func OVS() *Backend {
 // ovsFlags has the values of the backend's flags.
 type ovsFlags struct {
 	options           ovs.Options
+	number            uint8
+	keepConnections   bool
 	nodePorts         nodeaddr.Selection
 	masqueradeOutside bool
 	checks            *healthChecks
@@ -37,7 +40,7 @@ func (f *ovsFlags) register(fs *pflag.FlagSet) {
 	o := &f.options
 	fs.StringVar(&o.Bridge, "bridge", "", "the `name` of the bridge (required)")
 	fs.StringVar(&o.RunDir, "ovs-rundir", "/var/run/openvswitch", "the `directory` of the sockets of Open vSwitch")
-	fs.Uint8Var(&o.Instance, "instance-number", 0, "the `number` of this instance among several on a bridge, 0 to 15: it is part of the cookies and group IDs")
+	fs.Uint8Var(&f.number, "instance-number", 0, "the `number` of this instance among several on a bridge, 0 to 15: it is part of the cookies and group IDs")
 	fs.Uint8Var(&o.FirstTable, "first-table", 100, "the first of ten `tables` for this instance, to which the bridge must send IP packets")
 	fs.Uint8Var(&o.OutTable, "out-table", 0, "the `table` that gets the packets afterwards (default: the table after the ten tables)")
 	fs.BoolVar(&o.Chained, "chained", false, "the table after the ten tables is the first table of another instance")
@@ -53,7 +56,7 @@ func (f *ovsFlags) register(fs *pflag.FlagSet) {
 	fs.BoolVar(&o.MasqueradeAll, "masquerade-all", false, "masquerade all connections to cluster IPs")
 	fs.BoolVar(&f.masqueradeOutside, "masquerade-outside", true, "masquerade connections to cluster IPs from outside the pod network, if --cluster-cidr or --pod-cidr defines it")
 	fs.Uint32Var(&o.MaxClients, "max-clients", 10_000, "remember the endpoints of at most this `number` of clients of each service with session affinity")
-	fs.BoolVar(&o.KeepConnections, "keep-udp-connections", false, "keep UDP connections to removed endpoints")
+	fs.BoolVar(&f.keepConnections, "keep-udp-connections", false, "keep UDP connections to removed endpoints")
 	nodePortsFlag(fs, &f.nodePorts, "all, CIDRs; no loopback addresses")
 	f.checks.register(fs)
 }
@@ -68,7 +71,10 @@ func (f *ovsFlags) parts() (Parts, error) {
 	if err != nil {
 		return Parts{}, err
 	}
-	opts.NodeAddresses = addrs
+	opts.Instance, opts.NodeAddresses = strconv.Itoa(int(f.number)), addrs
+	if f.keepConnections {
+		opts.Conntrack = noConntrack
+	}
 	b, err := ovs.New(opts)
 	if err != nil {
 		return Parts{}, err

@@ -13,13 +13,15 @@ import (
 	"sync"
 	"time"
 
+	"github.com/kpng-project/kpng/backends"
+	"github.com/kpng-project/kpng/internal/kernelnode"
 	"github.com/kpng-project/kpng/sink"
 	"k8s.io/klog/v2"
 )
 
-// Backend is a sink that programs services into another sink and into eBPF maps. See the
-// package comment.
-type Backend struct {
+// The type backend is the dataplane of this package. It programs services into another sink
+// and into eBPF maps.
+type backend struct {
 	opts  Options
 	proxy sink.Sink
 
@@ -39,35 +41,59 @@ type Backend struct {
 }
 
 var (
-	_ sink.Sink     = (*Backend)(nil)
-	_ sink.Starter  = (*Backend)(nil)
-	_ sink.Stopper  = (*Backend)(nil)
-	_ sink.Cleaner  = (*Backend)(nil)
-	_ sink.Verifier = (*Backend)(nil)
+	_ backends.Dataplane = (*backend)(nil)
+	_ backends.Inspector = (*backend)(nil)
 )
 
-// New returns a backend. The argument proxy is another sink, such as that of package
-// nftables.
-// This sink must program all services for all traffic. It must not masquerade all
-// connections, because connections through eBPF keep the address of the client. The
-// backend starts, stops and cleans up the other sink. New does not access the kernel. It
-// returns an error if opts are invalid.
-func New(proxy sink.Sink, opts Options) (*Backend, error) {
+// New returns a dataplane, which is also a [backends.Inspector]. The argument proxy is
+// another sink, such as that of package nftables. This sink must program all services for all
+// traffic. It must not masquerade all connections, because connections through eBPF keep the
+// address of the client. The dataplane starts, stops and cleans up the other sink. New does
+// not access the kernel. It returns an error if opts are invalid.
+//
+// Start needs CAP_BPF, CAP_NET_ADMIN and CAP_PERFMON. An error of eBPF does not fail Sync: the
+// other sink then handles all connections until a later pass has ended.
+//
+// The dataplane also has this method, which [sink.As] finds:
+//
+//	Counts() (translated, left map[string]uint64, err error)
+//
+// It reads what the programs count, while the dataplane is started. A process continues with
+// the numbers of the process before it. The map translated has the numbers of addresses that
+// the programs replaced, by hook: connect4, sendmsg4, recvmsg4, getpeername4, and the same
+// names with 6. At connect and sendmsg, an endpoint replaces a service. At recvmsg and
+// getpeername, a service replaces an endpoint. The map left has the numbers of connections
+// and datagrams to frontends in the maps that the programs left to the other sink, by reason:
+// abandoned (the process has not run for ten minutes, or an error paused the programs),
+// no_endpoint (only existing UDP sockets may use the endpoints), list_changed (the list
+// changed at this moment), no_memory (there is none for the record of the socket, or the
+// cluster IP has too many clients with session affinity), bound_port (the caller has bound the
+// TCP socket to a port), and ambiguous (the source of an answer to the UDP socket could be
+// wrong).
+func New(proxy sink.Sink, opts Options) (backends.Dataplane, error) {
+	b, err := newBackend(proxy, opts)
+	if err != nil {
+		return nil, err
+	}
+	return b, nil
+}
+
+func newBackend(proxy sink.Sink, opts Options) (*backend, error) {
 	if err := opts.complete(); err != nil {
 		return nil, fmt.Errorf("ebpf options: %w", err)
 	}
-	return &Backend{opts: opts, proxy: proxy}, nil
+	opts.Observer = kernelnode.Observe(opts.Observer)
+	return &backend{opts: opts, proxy: proxy}, nil
 }
 
 // Unwrap returns the other sink, see [sink.As].
-func (b *Backend) Unwrap() sink.Sink { return b.proxy }
+func (b *backend) Unwrap() sink.Sink { return b.proxy }
 
 // Start implements [sink.Starter]. It starts the other sink, opens or makes the maps, and
 // attaches the programs. Programs of an earlier process are replaced without
 // interruption. If no process has run for ten minutes, the programs translate connections
-// after the first pass has ended. Start needs CAP_BPF, CAP_NET_ADMIN and CAP_PERFMON. If
-// another process programs the instance, the error wraps [sink.ErrOwned].
-func (b *Backend) Start(ctx context.Context) error {
+// after the first pass has ended.
+func (b *backend) Start(ctx context.Context) error {
 	// The other sink comes first, because another process may own its objects. Then the
 	// programs of that process must stay.
 	if s, ok := sink.As[sink.Starter](b.proxy); ok {
@@ -81,7 +107,7 @@ func (b *Backend) Start(ctx context.Context) error {
 	return nil
 }
 
-func (b *Backend) start(ctx context.Context) (err error) {
+func (b *backend) start(ctx context.Context) (err error) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	if b.cgroup = b.opts.Cgroup; b.cgroup == "" {
@@ -117,18 +143,18 @@ func (b *Backend) start(ctx context.Context) (err error) {
 }
 
 // Stop implements [sink.Stopper]. The programs continue to work; see Cleanup.
-func (b *Backend) Stop(ctx context.Context) error {
+func (b *backend) Stop(ctx context.Context) error {
 	return errors.Join(b.stopProxy(ctx), b.stop())
 }
 
-func (b *Backend) stopProxy(ctx context.Context) error {
+func (b *backend) stopProxy(ctx context.Context) error {
 	if s, ok := sink.As[sink.Stopper](b.proxy); ok {
 		return s.Stop(ctx)
 	}
 	return nil
 }
 
-func (b *Backend) stop() error {
+func (b *backend) stop() error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	if b.programs == nil {
@@ -144,7 +170,7 @@ func (b *Backend) stop() error {
 // If another process uses the maps, they stay, and the error wraps [sink.ErrOwned]. If
 // another process programs only the objects of the other sink, such as the backend
 // nftables in place of this one, only those objects stay.
-func (b *Backend) Cleanup(ctx context.Context) error {
+func (b *backend) Cleanup(ctx context.Context) error {
 	var err error
 	if s, ok := sink.As[sink.Cleaner](b.proxy); ok {
 		err = s.Cleanup(ctx)
@@ -158,7 +184,7 @@ func (b *Backend) Cleanup(ctx context.Context) error {
 }
 
 // remove detaches the programs and deletes the maps, unless another process uses them.
-func (b *Backend) remove() error {
+func (b *backend) remove() error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	dir := b.opts.directory()
@@ -180,7 +206,7 @@ func (b *Backend) remove() error {
 //
 // An error of eBPF does not fail Sync. The backend logs it and pauses the programs, so that
 // the other sink handles all connections. Verify later requests a new pass.
-func (b *Backend) Sync(ctx context.Context, c *sink.Changes) (err error) {
+func (b *backend) Sync(ctx context.Context, c *sink.Changes) (err error) {
 	defer func() { err = b.proxy.Sync(ctx, c) }() // runs even if the method program panics
 	b.program(ctx, c)
 	return nil
@@ -191,7 +217,7 @@ const repairPause = time.Minute
 
 // program writes the changes to the maps. From the end of a pass on, it lets the programs
 // translate connections.
-func (b *Backend) program(ctx context.Context, c *sink.Changes) {
+func (b *backend) program(ctx context.Context, c *sink.Changes) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	if !b.complete && b.dataplane.records == nil && !c.First {
@@ -211,7 +237,16 @@ func (b *Backend) program(ctx context.Context, c *sink.Changes) {
 		klog.FromContext(ctx).Info("The eBPF programs translate connections")
 	}
 	b.complete = complete
-	b.opts.Used(b.dataplane.usage())
+	b.reportUsage()
+}
+
+// reportUsage reports the numbers of elements in the maps.
+func (b *backend) reportUsage() {
+	u := b.dataplane.usage()
+	b.opts.Observer.Holds("frontends", u.frontends)
+	b.opts.Observer.Holds("endpoints", u.endpoints)
+	b.opts.Observer.Holds("members", u.members)
+	b.opts.Observer.Holds("services_left", u.servicesLeft)
 }
 
 // patience is the time without a heartbeat after which the programs leave all connections to
@@ -221,14 +256,14 @@ const patience = 10 * time.Minute
 // checkAge stops the use of the maps until the next pass has ended if the programs have
 // already stopped to use them. This happens after the process was frozen, or after the other
 // sink blocked.
-func (b *Backend) checkAge() {
+func (b *backend) checkAge() {
 	if b.complete && time.Since(b.beatAt) >= patience {
 		b.complete, b.compareAt = false, time.Time{}
 	}
 }
 
 // beat lets the programs translate connections for the time patience.
-func (b *Backend) beat() error {
+func (b *backend) beat() error {
 	if b.programs == nil {
 		return nil
 	}
@@ -238,7 +273,7 @@ func (b *Backend) beat() error {
 
 // fail pauses the programs until a later pass has ended. The maps may miss changes, so the
 // pause also applies to the next process.
-func (b *Backend) fail(ctx context.Context, err error) {
+func (b *backend) fail(ctx context.Context, err error) {
 	b.complete, b.dataplane.records = false, nil
 	b.compareAt = time.Now().Add(repairPause)
 	if b.programs != nil {
@@ -247,19 +282,14 @@ func (b *Backend) fail(ctx context.Context, err error) {
 	klog.FromContext(ctx).Error(err, "Paused the eBPF programs; all services are handled without eBPF", "retryAfter", repairPause)
 }
 
-// minPause is the shortest time between two comparisons with the kernel. The pause after
-// a comparison is at least pauseFactor times as long as the comparison, so that
-// comparisons use at most 2 % of a CPU.
-const (
-	minPause    = 10 * time.Second
-	pauseFactor = 50
-)
+// minPause is the shortest time between two comparisons with the kernel.
+const minPause = 10 * time.Second
 
 // Verify implements [sink.Verifier]. It verifies the other sink. From time to time, it
 // compares the maps with the records of the backend, and tries to add services that did
 // not fit into the maps. If another program has detached the eBPF programs, it attaches
 // them again. After an error of eBPF, it requests a new pass.
-func (b *Backend) Verify(ctx context.Context) error {
+func (b *backend) Verify(ctx context.Context) error {
 	var err error
 	if s, ok := sink.As[sink.Verifier](b.proxy); ok {
 		err = s.Verify(ctx)
@@ -267,7 +297,7 @@ func (b *Backend) Verify(ctx context.Context) error {
 	return errors.Join(err, b.verify(ctx))
 }
 
-func (b *Backend) verify(ctx context.Context) error {
+func (b *backend) verify(ctx context.Context) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	if b.programs == nil {
@@ -292,30 +322,35 @@ func (b *Backend) verify(ctx context.Context) error {
 	}
 	err := b.reattach(ctx)
 	done, compareErr := b.dataplane.compare(ctx)
+	if errors.Is(compareErr, errChanged) {
+		b.opts.Observer.Drifted()
+	}
 	b.compared += time.Since(now)
 	if err = errors.Join(err, compareErr); err == nil && !done {
 		return nil // ctx ended; the next call continues
 	}
 	if err == nil {
+		b.opts.Observer.Repaired()
 		err = b.dataplane.retry()
-		b.opts.Used(b.dataplane.usage())
+		b.reportUsage()
 	}
-	b.compareAt = time.Now().Add(max(minPause, pauseFactor*b.compared))
+	b.compareAt = time.Now().Add(max(minPause, kernelnode.PauseFactor*b.compared))
 	b.compared = 0
 	return err
 }
 
-func (b *Backend) reattach(ctx context.Context) error {
+func (b *backend) reattach(ctx context.Context) error {
 	if b.programs.attached(&b.opts, b.cgroup) {
 		return nil
 	}
 	klog.FromContext(ctx).Info("Another program detached eBPF programs; attaching them again", "cgroup", b.cgroup)
+	b.opts.Observer.Drifted()
 	return b.programs.attach(&b.opts, b.cgroup)
 }
 
 // VerifyInterval returns the time between two calls of Verify. It is the interval of the
 // other sink, or ten seconds if that sink has none.
-func (b *Backend) VerifyInterval() time.Duration {
+func (b *backend) VerifyInterval() time.Duration {
 	if s, ok := sink.As[interface{ VerifyInterval() time.Duration }](b.proxy); ok {
 		return cmp.Or(s.VerifyInterval(), minPause)
 	}

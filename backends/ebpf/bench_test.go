@@ -250,7 +250,7 @@ func BenchmarkLargeService(b *testing.B) {
 					used[step.name] += cpuTime(b) - before
 					if step.name == "load" {
 						usage := n.dataplane.usage()
-						elements = usage.Frontends + usage.Endpoints + usage.Members
+						elements = usage.frontends + usage.endpoints + usage.members
 					}
 				}
 			}

@@ -40,6 +40,8 @@ func (c *comparison) skip(id uint64) {
 	}
 }
 
+var errChanged = fmt.Errorf("another program changed the eBPF maps (%w)", sink.ErrStartOver)
+
 // compare compares the maps with the records until ctx ends, and at least one part of a
 // map. The result done is false if another call must continue the comparison. If there is
 // a difference, compare returns an error.
@@ -64,7 +66,7 @@ func (d *dataplane) compare(ctx context.Context) (done bool, err error) {
 	d.comparison = nil
 	if c.wrong || c.differs(d.lists) {
 		d.records = nil
-		return false, fmt.Errorf("another program changed the eBPF maps (%w)", sink.ErrStartOver)
+		return false, errChanged
 	}
 	return true, d.recount(&c.clients)
 }

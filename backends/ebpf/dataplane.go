@@ -211,8 +211,12 @@ func (d *dataplane) begin() error {
 	return nil
 }
 
-func (d *dataplane) usage() Usage {
-	return Usage{Frontends: len(d.records), Endpoints: d.used.endpoints, Members: d.used.members, ServicesLeft: len(d.left) + len(d.tooLarge)}
+// usage has the numbers of elements in the maps, and of services that have frontends without
+// elements.
+type usage struct{ frontends, endpoints, members, servicesLeft int }
+
+func (d *dataplane) usage() usage {
+	return usage{frontends: len(d.records), endpoints: d.used.endpoints, members: d.used.members, servicesLeft: len(d.left) + len(d.tooLarge)}
 }
 
 // plan adds the changes of one service to the map all. A list that a frontend of the

@@ -17,6 +17,7 @@ import (
 	"testing"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/backendtest"
 	"github.com/kpng-project/kpng/sink"
 	"golang.org/x/sys/unix"
 	"k8s.io/apimachinery/pkg/types"
@@ -266,7 +267,7 @@ func (k *fakeKernel) mustHave(services map[string]*api.View) {
 		k.t.Fatalf("%d frontends, %d slots, %d members, want %d, %d, %d",
 			len(k.frontends.elements), len(k.slots.elements), len(k.members.elements), wanted, slots, members)
 	}
-	if got, want := k.usage(), (Usage{wanted, slots, members, len(k.left) + len(k.tooLarge)}); got != want {
+	if got, want := k.usage(), (usage{wanted, slots, members, len(k.left) + len(k.tooLarge)}); got != want {
 		k.t.Fatalf("usage %+v, want %+v", got, want)
 	}
 	if _, err := k.compare(context.Background()); err != nil {
@@ -303,7 +304,7 @@ func TestChangesReachTheMapsIfTheOtherSinkFails(t *testing.T) {
 	k := newFakeKernel(t, 10, 10, 10)
 	var result error
 	var used []int
-	b, err := New(sink.Func(func(context.Context, *sink.Changes) error {
+	b, err := newBackend(sink.Func(func(context.Context, *sink.Changes) error {
 		if result == nil {
 			panic("broken")
 		}
@@ -313,7 +314,11 @@ func TestChangesReachTheMapsIfTheOtherSinkFails(t *testing.T) {
 		t.Fatal(err)
 	}
 	b.dataplane = k.dataplane
-	b.opts.Used = func(u Usage) { used = append(used, u.Frontends) }
+	b.opts.Observer = &backendtest.Observer{OnHolds: func(kind string, n int) {
+		if kind == "frontends" {
+			used = append(used, n)
+		}
+	}}
 	services := map[string]*api.View{}
 	broken := errors.New("broken")
 	for i, step := range []error{broken, &sink.Failed{{Namespace: "default", Name: "other"}: broken}, nil} {
@@ -332,7 +337,7 @@ func TestChangesReachTheMapsIfTheOtherSinkFails(t *testing.T) {
 		k.mustHave(services)
 	}
 	if !slices.Equal(used, []int{2, 2, 2}) {
-		t.Errorf("the function Used got %v frontends", used)
+		t.Errorf("Holds got %v frontends", used)
 	}
 }
 

@@ -157,18 +157,18 @@ func TestOneServiceCannotFillTheMaps(t *testing.T) {
 		}
 		all := map[string]*api.View{"other": other, "web": test.fits}
 		k.written(sink.Changes{First: true, Last: true}, other, test.fits)
-		if k.usage().ServicesLeft != 0 {
+		if k.usage().servicesLeft != 0 {
 			t.Errorf("%s: a service of the largest size is left", name)
 		}
 		k.mustHave(all)
 		k.written(sink.Changes{}, test.tooLarge)
-		if got := k.tooLarge[test.tooLarge.Key()]; got != test.reason || k.usage().ServicesLeft != 1 {
+		if got := k.tooLarge[test.tooLarge.Key()]; got != test.reason || k.usage().servicesLeft != 1 {
 			t.Errorf("%s: reason %q, usage %+v", name, got, k.usage())
 		}
 		k.mustHave(map[string]*api.View{"other": other})
 		k.written(sink.Changes{}, test.fits)
 		k.mustHave(all)
-		if k.usage().ServicesLeft != 0 {
+		if k.usage().servicesLeft != 0 {
 			t.Errorf("%s: the service is left although it became smaller", name)
 		}
 	}

@@ -23,7 +23,7 @@ import (
 // Inspect implements [backends.Inspector]. Its lines are the endpoints that the maps have for
 // the frontend. If the programs cannot handle the frontend, a line says why. If the other
 // sink is an Inspector, its description follows.
-func (b *Backend) Inspect(ctx context.Context, addr netip.Addr, protocol api.Protocol, port int32, view *api.View) (string, error) {
+func (b *backend) Inspect(ctx context.Context, addr netip.Addr, protocol api.Protocol, port int32, view *api.View) (string, error) {
 	var out strings.Builder
 	fmt.Fprintf(&out, "maps %s\n", b.opts.directory())
 	if err := b.inspect(&out, addr, protocol, port, view); err != nil {
@@ -39,7 +39,7 @@ func (b *Backend) Inspect(ctx context.Context, addr netip.Addr, protocol api.Pro
 	return out.String(), nil
 }
 
-func (b *Backend) inspect(out *strings.Builder, addr netip.Addr, protocol api.Protocol, port int32, view *api.View) error {
+func (b *backend) inspect(out *strings.Builder, addr netip.Addr, protocol api.Protocol, port int32, view *api.View) error {
 	is, err := b.endpointsOf(toFrontend(addr, protocol, port))
 	if err != nil {
 		return err
@@ -87,7 +87,7 @@ func (b *Backend) inspect(out *strings.Builder, addr netip.Addr, protocol api.Pr
 }
 
 // endpointsOf returns a line for each slot of a frontend.
-func (b *Backend) endpointsOf(f frontendKey) (lines []string, err error) {
+func (b *backend) endpointsOf(f frontendKey) (lines []string, err error) {
 	frontends, err := b.openMap("frontends")
 	if errors.Is(err, fs.ErrNotExist) {
 		return nil, nil // without the map, no frontend has a slot
@@ -117,7 +117,7 @@ func (b *Backend) endpointsOf(f frontendKey) (lines []string, err error) {
 	return lines, nil
 }
 
-func (b *Backend) openMap(name string) (*ebpf.Map, error) {
+func (b *backend) openMap(name string) (*ebpf.Map, error) {
 	m, err := ebpf.LoadPinnedMap(filepath.Join(b.opts.directory(), name), &ebpf.LoadPinOptions{ReadOnly: true})
 	if err != nil {
 		return nil, fmt.Errorf("open map %s: %w", name, err)

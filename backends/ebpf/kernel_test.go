@@ -23,6 +23,7 @@ import (
 	"github.com/cilium/ebpf/link"
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/internal/netnstest"
 	"github.com/kpng-project/kpng/sink"
 	"golang.org/x/sys/unix"
@@ -450,26 +451,26 @@ func testCounts(t *testing.T) {
 	n.socket().ask("10.96.0.1:80")
 	n.set(view("web", []string{"10.96.0.1"}, []string{"~10.0.0.1"}, local))
 	n.socket().WriteTo([]byte("?"), &net.UDPAddr{IP: net.IPv4(10, 96, 0, 1), Port: 80})
-	counts, err := n.Counts()
+	translated, left, err := n.Counts()
 	if err != nil {
 		t.Fatal(err)
 	}
 	// Go calls getpeername for each connection. Its UDP socket is for both families: it sends
 	// an IPv4 datagram with an IPv4 address, and receives an IPv4-mapped one.
-	want := Counts{
-		Translated: map[string]uint64{
+	want := []map[string]uint64{
+		{
 			"connect4": 5, "connect6": 3, "getpeername4": 5, "getpeername6": 3,
 			"sendmsg4": 1, "sendmsg6": 0, "recvmsg4": 0, "recvmsg6": 1,
 		},
-		Left: map[string]uint64{"abandoned": 0, "no_endpoint": 1, "list_changed": 0, "no_memory": 0, "bound_port": 0, "ambiguous": 0},
+		{"abandoned": 0, "no_endpoint": 1, "list_changed": 0, "no_memory": 0, "bound_port": 0, "ambiguous": 0},
 	}
-	if diff := cmp.Diff(want, counts); diff != "" {
+	if diff := cmp.Diff(want, []map[string]uint64{translated, left}); diff != "" {
 		t.Errorf("counts (-want +got):\n%s", diff)
 	}
 	if err := n.Stop(t.Context()); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := n.Counts(); !errors.Is(err, errNotStarted) {
+	if _, _, err := n.Counts(); !errors.Is(err, errNotStarted) {
 		t.Errorf("after Stop: error %v, want %v", err, errNotStarted)
 	}
 }
@@ -625,11 +626,11 @@ func TestInTimeNamespace(t *testing.T) {
 	if cgroup == "" {
 		return
 	}
-	b, err := New(noProxy, Options{Cgroup: cgroup, BPFFS: mountBPFFS(t)})
+	b, err := newBackend(noProxy, Options{Cgroup: cgroup, BPFFS: mountBPFFS(t)})
 	if err != nil {
 		t.Fatal(err)
 	}
-	n := &node{Backend: b, t: t}
+	n := &node{backend: b, t: t}
 	if err := n.Start(t.Context()); err != nil {
 		t.Fatal(err)
 	}
@@ -783,7 +784,7 @@ func testOtherCgroup(t *testing.T) {
 func testHostNetworkOnly(t *testing.T) {
 	if _, err := netNSCookie(); err != nil {
 		// The start must fail with this error on Linux before 5.14.
-		b, newErr := New(noProxy, Options{HostNetworkOnly: true, BPFFS: mountBPFFS(t), Cgroup: netnstest.NewCgroup(t).Dir})
+		b, newErr := newBackend(noProxy, Options{HostNetworkOnly: true, BPFFS: mountBPFFS(t), Cgroup: netnstest.NewCgroup(t).Dir})
 		if newErr != nil {
 			t.Fatal(newErr)
 		}
@@ -1067,7 +1068,7 @@ func testNewLayout(t *testing.T) {
 		t.Fatal(err)
 	}
 	spec.Maps["slots"].Name = "slots_v0"
-	spec.Maps["slots"].MaxEntries = uint32(n.Backend.opts.MaxEndpoints)
+	spec.Maps["slots"].MaxEntries = uint32(n.backend.opts.MaxEndpoints)
 	other, err := ebpf.NewMap(spec.Maps["slots"])
 	if err != nil {
 		t.Fatal(err)
@@ -1122,7 +1123,7 @@ func testFailedStart(t *testing.T) {
 	}
 	opts := n.opts
 	opts.MaxFrontends = 100
-	b, err := New(noProxy, opts)
+	b, err := newBackend(noProxy, opts)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -1153,7 +1154,7 @@ func testDeletedDirectory(t *testing.T) {
 			t.Fatal(err)
 		}
 		n.mustReach("10.96.0.1:80", endpoints[0])
-		b, err := New(noProxy, n.opts)
+		b, err := newBackend(noProxy, n.opts)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -1304,7 +1305,7 @@ func testMapError(t *testing.T) {
 
 func testLock(t *testing.T) {
 	n := newNode(t, Options{})
-	b, err := New(noProxy, n.opts)
+	b, err := newBackend(noProxy, n.opts)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -1415,7 +1416,7 @@ func testDataplane(t *testing.T) {
 }
 
 func testCleanup(t *testing.T) {
-	n := newNode(t, Options{Instance: "one"})
+	n := newNode(t, Options{Options: backends.Options{Instance: "one"}})
 	n.serve()
 	n.pass(view("web", []string{"10.96.0.1"}, endpoints, nil))
 	n.mustReach("10.96.0.1:80", endpoints[:3]...)
@@ -1441,7 +1442,7 @@ func testStartErrors(t *testing.T) {
 		"is not in a file system of type cgroup2": {BPFFS: bpffs, Cgroup: t.TempDir()},
 		"no such file or directory":               {BPFFS: bpffs, Cgroup: "/nowhere"},
 	} {
-		b, err := New(noProxy, opts)
+		b, err := newBackend(noProxy, opts)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -1452,7 +1453,7 @@ func testStartErrors(t *testing.T) {
 }
 
 func testForeignDirectory(t *testing.T) {
-	opts := Options{Instance: "foreign", BPFFS: mountBPFFS(t), Cgroup: netnstest.NewCgroup(t).Dir}
+	opts := Options{Options: backends.Options{Instance: "foreign"}, BPFFS: mountBPFFS(t), Cgroup: netnstest.NewCgroup(t).Dir}
 	dir := opts.directory()
 	for want, change := range map[string]func() error{
 		"belongs to user 65534": func() error { return os.Chown(dir, 65534, 65534) },
@@ -1461,7 +1462,7 @@ func testForeignDirectory(t *testing.T) {
 			return errors.Join(os.Remove(dir), os.Symlink(opts.BPFFS, dir))
 		},
 	} {
-		b, err := New(noProxy, opts)
+		b, err := newBackend(noProxy, opts)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -1489,7 +1490,7 @@ func testCapabilities(t *testing.T) {
 		out, err := cmd.CombinedOutput()
 		return string(out), err
 	}
-	n := newNode(t, Options{Instance: "other"})
+	n := newNode(t, Options{Options: backends.Options{Instance: "other"}})
 	needed := "-all,+bpf,+net_admin,+perfmon"
 	var kernel unix.Utsname
 	if err := unix.Uname(&kernel); err != nil {
@@ -1515,11 +1516,11 @@ func TestWithFewCapabilities(t *testing.T) {
 	if cgroup == "" {
 		return
 	}
-	b, err := New(noProxy, Options{Cgroup: cgroup, BPFFS: mountBPFFS(t)})
+	b, err := newBackend(noProxy, Options{Cgroup: cgroup, BPFFS: mountBPFFS(t)})
 	if err != nil {
 		t.Fatal(err)
 	}
-	n := &node{Backend: b, t: t}
+	n := &node{backend: b, t: t}
 	for range 2 {
 		if err := n.Start(t.Context()); err != nil {
 			t.Fatal(err)

@@ -49,7 +49,7 @@ func mountBPFFS(t testing.TB) string {
 // node is a backend with a network namespace and a cgroup of its own. Unless below is set,
 // the backend has no other sink, so only the programs translate connections.
 type node struct {
-	*Backend
+	*backend
 	t     testing.TB
 	ns    *netnstest.Namespace
 	opts  Options
@@ -77,7 +77,7 @@ func (n *node) remove() {
 // restart makes a new backend, as a new process does.
 func (n *node) restart() {
 	n.t.Helper()
-	if n.Backend != nil {
+	if n.backend != nil {
 		if err := n.Stop(n.t.Context()); err != nil {
 			n.t.Error(err)
 		}
@@ -90,11 +90,11 @@ func (n *node) restart() {
 // tryStart starts a new backend, and returns the error of Start.
 func (n *node) tryStart() error {
 	n.t.Helper()
-	b, err := New(n.below, n.opts)
+	b, err := newBackend(n.below, n.opts)
 	if err != nil {
 		n.t.Fatal(err)
 	}
-	n.Backend = b
+	n.backend = b
 	return n.ns.Do(func() error { return b.Start(n.t.Context()) })
 }
 

@@ -11,14 +11,24 @@ import (
 	"hash/maphash"
 	"path/filepath"
 	"regexp"
+
+	"github.com/kpng-project/kpng/backends"
+	"github.com/kpng-project/kpng/internal/kernelnode"
 )
 
-// Options are the settings of a backend. The zero value is useful.
+// Options are the settings of the dataplane. Of [backends.Options], it supports only Instance
+// and Observer; give the others to the sink below.
+//
+// The maps and links are in the directory "kpng-ebpf", or for an instance
+// "kpng-ebpf-<Instance>", below BPFFS. Instance has at most 64 letters, digits, "-" and "_".
+//
+// The Observer's method Holds is called when Sync or Verify may have changed the maps, with
+// the numbers of "frontends", "endpoints" and "members" in them (see MaxFrontends,
+// MaxEndpoints and MaxMembers). The kind "services_left" is the number of services with a
+// frontend that did not fit into the maps, or that need more than their share. The sink
+// below handles these frontends. The method Wrote is not called.
 type Options struct {
-	// Instance distinguishes the backends of one node. The maps and links of an instance are
-	// in the directory "kpng-ebpf" or "kpng-ebpf-<Instance>" below BPFFS. The name of an
-	// instance has at most 64 letters, digits, "-" and "_". Default: empty.
-	Instance string
+	backends.Options
 
 	// Cgroup is a directory of the cgroup file system, version 2. The programs handle
 	// sockets that processes in this cgroup and in cgroups below it have opened. Default:
@@ -58,19 +68,6 @@ type Options struct {
 	// is full, the kernel removes elements that were unused for the longest time. Default:
 	// 65,536.
 	MaxClients int
-
-	// Used is called when Sync or Verify may have changed the maps. Calls do not overlap, and
-	// the function must not call the Backend. Default: none.
-	Used func(Usage)
-}
-
-// Usage has the numbers of elements in the maps, see [Options].
-type Usage struct {
-	Frontends, Endpoints, Members int
-	// ServicesLeft is the number of services with a frontend that did not fit into the maps,
-	// or that need more than their share. The sink below, such as the backend nftables,
-	// handles these frontends.
-	ServicesLeft int
 }
 
 var instanceName = regexp.MustCompile(`^[A-Za-z0-9_-]{0,64}$`)
@@ -83,11 +80,8 @@ func (o *Options) complete() error {
 	o.MaxEndpoints = cmp.Or(o.MaxEndpoints, 1<<20)
 	o.MaxMembers = cmp.Or(o.MaxMembers, 1<<18)
 	o.MaxClients = cmp.Or(o.MaxClients, 1<<16)
-	if o.Used == nil {
-		o.Used = func(Usage) {}
-	}
 
-	var errs []error
+	errs := []error{kernelnode.Complete(&o.Options, false, "Instance", "Observer")}
 	if !instanceName.MatchString(o.Instance) {
 		errs = append(errs, fmt.Errorf("instance %q must have at most 64 letters, digits, \"_\" and \"-\"", o.Instance))
 	}

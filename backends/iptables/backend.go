@@ -27,11 +27,10 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// Backend is a sink that programs iptables. See the package comment.
-//
-// Backend serializes the calls of a driver and the updates of the node's addresses. It
-// forwards changes to connection tracking. Its rulesets read and write the rules.
-type Backend struct {
+// The type backend is the dataplane of this package. It serializes the calls of a driver and
+// the updates of the node's addresses. It forwards changes to connection tracking. Its
+// rulesets read and write the rules.
+type backend struct {
 	opts  Options
 	owner ownership.Owner
 	tasks kernelnode.Tasks
@@ -54,54 +53,61 @@ type Backend struct {
 	pause       kernelnode.DriftPause
 }
 
-var (
-	_ sink.Sink     = (*Backend)(nil)
-	_ sink.Starter  = (*Backend)(nil)
-	_ sink.Stopper  = (*Backend)(nil)
-	_ sink.Cleaner  = (*Backend)(nil)
-	_ sink.Verifier = (*Backend)(nil)
-)
+var _ backends.Dataplane = (*backend)(nil)
 
 var families = [...]api.Family{api.IPv4, api.IPv6}
 
-// New returns a backend. It does not access the kernel. It returns an error if opts are
+// New returns a dataplane. It does not access the kernel. It returns an error if opts are
 // invalid.
-func New(opts Options) (*Backend, error) {
+//
+// Start finds the programs of iptables and, if installed, the program ipset. It changes no
+// rules. It needs CAP_NET_ADMIN, and for flavour legacy also CAP_NET_RAW.
+func New(opts Options) (backends.Dataplane, error) {
+	b, err := newBackend(opts)
+	if err != nil {
+		return nil, err
+	}
+	return b, nil
+}
+
+func newBackend(opts Options) (*backend, error) {
 	if err := opts.complete(); err != nil {
 		return nil, fmt.Errorf("iptables options: %w", err)
 	}
-	return &Backend{opts: opts}, nil
+	opts.Observer = kernelnode.Observe(opts.Observer)
+	return &backend{opts: opts}, nil
 }
 
-// Start implements [sink.Starter]. It finds the programs of iptables and, if installed,
-// the program ipset. It watches the node's addresses in the background. It changes no
-// rules. It needs CAP_NET_ADMIN, and for flavour legacy also CAP_NET_RAW. If another
-// process programs the instance, the error wraps [sink.ErrOwned].
-func (b *Backend) Start(ctx context.Context) error {
+// Start implements [sink.Starter]. It watches the node's addresses in the background.
+func (b *backend) Start(ctx context.Context) error {
 	return b.owner.Start(b.own(ctx), func() error { return b.start(ctx) })
 }
 
 // own returns a function that takes the ownership of the chains and sets.
-func (b *Backend) own(ctx context.Context) func() (release func(), err error) {
+func (b *backend) own(ctx context.Context) func() (release func(), err error) {
 	return func() (func(), error) {
 		return ownership.Objects(ctx, b.opts.NetNS, "iptables chains "+b.opts.prefix())
 	}
 }
 
-func (b *Backend) start(ctx context.Context) error {
+func (b *backend) start(ctx context.Context) error {
+	if err := kernelnode.ApplySysctls(ctx, &b.opts.Options); err != nil {
+		return err
+	}
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	log := klog.FromContext(ctx)
-	flavour := b.opts.Flavour
-	if flavour == DetectFlavour {
-		var err error
+	flavour, err := parseFlavour(b.opts.Flavour)
+	if err != nil {
+		return err
+	}
+	if flavour == flavourDetected {
 		if flavour, err = detectFlavour(ctx, &b.opts); err != nil {
 			return err
 		}
 	}
 	ipset := ""
 	if !b.opts.WithoutIPSet {
-		var err error
 		switch ipset, err = findIPSet(ctx, b.opts.NetNS); {
 		case errors.Is(err, errNoSets):
 			log.Info("Using rules in place of sets", "reason", err.Error())
@@ -109,13 +115,12 @@ func (b *Backend) start(ctx context.Context) error {
 			return err
 		}
 	}
-	var err error
 	if b.rulesets, err = b.newRulesets(flavour, ipset); err != nil {
 		return err
 	}
 	log.Info("Programs of iptables found", "flavour", flavour, "ipset", ipset)
 	b.stale = b.inOtherFlavour(ctx, flavour)
-	if err := b.tasks.Start(ctx, &backends.Options{NodeAddresses: b.opts.NodeAddresses, Conntrack: b.opts.Conntrack, NetNS: b.opts.NetNS}); err != nil {
+	if err := b.tasks.Start(ctx, &b.opts.Options); err != nil {
 		return err
 	}
 	b.tasks.FollowAddresses(b.updateAddresses)
@@ -125,8 +130,8 @@ func (b *Backend) start(ctx context.Context) error {
 // inOtherFlavour returns the rulesets that this instance may have made in the other
 // flavour of iptables. If the rules of a family cannot be read, the result contains the
 // ruleset of that family.
-func (b *Backend) inOtherFlavour(ctx context.Context, flavour Flavour) (list []*ruleset) {
-	other := NFT + Legacy - flavour
+func (b *backend) inOtherFlavour(ctx context.Context, flavour flavour) (list []*ruleset) {
+	other := flavourNFT + flavourLegacy - flavour
 	for _, family := range families {
 		r, err := newRunner(&b.opts, other, family, "")
 		if err != nil {
@@ -155,10 +160,10 @@ func (b *Backend) inOtherFlavour(ctx context.Context, flavour Flavour) (list []*
 // missing is the error. If the kernel has chains of the instance in flavour nft, it returns
 // the error. In flavour legacy, the names of chains cannot be read without the programs.
 // So if the kernel has tables, it only logs the error.
-func (b *Backend) checkWithoutPrograms(ctx context.Context, flavour Flavour, missing error) error {
+func (b *backend) checkWithoutPrograms(ctx context.Context, flavour flavour, missing error) error {
 	for _, family := range families {
 		has, err := hasTables(ctx, b.opts.NetNS, flavour, family)
-		if has && flavour == Legacy {
+		if has && flavour == flavourLegacy {
 			klog.FromContext(ctx).Info("Cannot look for rules of this instance", "family", family, "flavour", flavour, "reason", missing.Error())
 			continue
 		}
@@ -178,7 +183,7 @@ func (b *Backend) checkWithoutPrograms(ctx context.Context, flavour Flavour, mis
 
 // removeStale removes the rules in the other flavour. These rules still handle
 // connections to services, but nothing updates them.
-func (b *Backend) removeStale(ctx context.Context) {
+func (b *backend) removeStale(ctx context.Context) {
 	b.stale = slices.DeleteFunc(b.stale, func(t *ruleset) bool {
 		log := klog.FromContext(ctx).WithValues("family", t.family, "flavour", t.run.flavour)
 		if err := t.remove(ctx); err != nil {
@@ -191,7 +196,7 @@ func (b *Backend) removeStale(ctx context.Context) {
 }
 
 // newRulesets returns a ruleset for each family that the kernel has.
-func (b *Backend) newRulesets(flavour Flavour, ipset string) (list []*ruleset, err error) {
+func (b *backend) newRulesets(flavour flavour, ipset string) (list []*ruleset, err error) {
 	conn, transactions := netfilter.NewConn(b.opts.NetNS), new(uint32)
 	for _, family := range families {
 		if family == api.IPv6 {
@@ -213,7 +218,7 @@ func (b *Backend) newRulesets(flavour Flavour, ipset string) (list []*ruleset, e
 	return list, nil
 }
 
-func (b *Backend) updateAddresses(ctx context.Context) error {
+func (b *backend) updateAddresses(ctx context.Context) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	if !b.known {
@@ -223,7 +228,7 @@ func (b *Backend) updateAddresses(ctx context.Context) error {
 }
 
 // Stop implements [sink.Stopper]. The rules stay and forward traffic; see Cleanup.
-func (b *Backend) Stop(ctx context.Context) error {
+func (b *backend) Stop(ctx context.Context) error {
 	defer b.owner.Release()
 	err := b.tasks.Stop(ctx)
 	b.mu.Lock()
@@ -232,7 +237,7 @@ func (b *Backend) Stop(ctx context.Context) error {
 }
 
 // closeConns closes the connections of the runners. The next request opens them again.
-func (b *Backend) closeConns() error {
+func (b *backend) closeConns() error {
 	var errs []error
 	for _, t := range b.rulesets {
 		errs = append(errs, t.run.conn.Close())
@@ -244,15 +249,15 @@ func (b *Backend) closeConns() error {
 // both flavours, and the rules that jump to these chains. The backend need not be
 // started. If another process programs the instance, Cleanup changes nothing, and its error
 // wraps [sink.ErrOwned].
-func (b *Backend) Cleanup(ctx context.Context) error {
+func (b *backend) Cleanup(ctx context.Context) error {
 	return b.owner.During(b.own(ctx), func() error { return b.cleanup(ctx) })
 }
 
-func (b *Backend) cleanup(ctx context.Context) error {
+func (b *backend) cleanup(ctx context.Context) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	errs := []error{b.closeConns()}
-	for _, flavour := range []Flavour{NFT, Legacy} {
+	for _, flavour := range []flavour{flavourNFT, flavourLegacy} {
 		if _, err := findProgram(programName(flavour, api.IPv4, "save"), "iptables"); err != nil {
 			errs = append(errs, b.checkWithoutPrograms(ctx, flavour, err))
 			continue
@@ -286,11 +291,11 @@ func (b *Backend) cleanup(ctx context.Context) error {
 
 // Sync implements [sink.Sink]. A service that fails keeps its old rules. The first Sync
 // of a pass reads the rules in the kernel.
-func (b *Backend) Sync(ctx context.Context, c *sink.Changes) error {
+func (b *backend) Sync(ctx context.Context, c *sink.Changes) error {
 	return b.tasks.Sync(ctx, c, b.program(ctx, c))
 }
 
-func (b *Backend) program(ctx context.Context, c *sink.Changes) error {
+func (b *backend) program(ctx context.Context, c *sink.Changes) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	defer b.recordTransactions(ctx)
@@ -343,14 +348,14 @@ func (b *Backend) program(ctx context.Context, c *sink.Changes) error {
 	for _, t := range b.rulesets {
 		chains += len(t.chains)
 	}
-	b.opts.Observer.Holds(chains)
+	b.opts.Observer.Holds("chains", chains)
 	return failed.Err()
 }
 
 // recordTransactions is called after the backend has changed rules. If no other program
 // has changed nf_tables since a ruleset was verified, the ruleset still counts as
 // verified.
-func (b *Backend) recordTransactions(ctx context.Context) {
+func (b *backend) recordTransactions(ctx context.Context) {
 	generation, err := b.rulesets[0].run.generation(ctx)
 	if err != nil {
 		return // the next Verify reports the error
@@ -362,7 +367,7 @@ func (b *Backend) recordTransactions(ctx context.Context) {
 	}
 }
 
-func (b *Backend) beginPass(ctx context.Context) error {
+func (b *backend) beginPass(ctx context.Context) error {
 	b.known = false
 	env := b.environment()
 	var broken []error
@@ -385,7 +390,7 @@ func (b *Backend) beginPass(ctx context.Context) error {
 // endPass removes the rules that no service needs. Services that fail keep their rules in
 // both flavours until a later pass. Verify requests a later pass if services or families
 // fail, if rules in the other flavour are left, or if a ruleset could not use sets.
-func (b *Backend) endPass(ctx context.Context, failing map[types.NamespacedName]bool) error {
+func (b *backend) endPass(ctx context.Context, failing map[types.NamespacedName]bool) error {
 	for _, t := range b.rulesets {
 		if err := t.prune(ctx, failing); err != nil {
 			return err
@@ -394,6 +399,7 @@ func (b *Backend) endPass(ctx context.Context, failing map[types.NamespacedName]
 	failed := len(failing) > 0 || slices.ContainsFunc(b.rulesets, func(t *ruleset) bool { return t.broken != nil })
 	if !failed {
 		b.removeStale(ctx)
+		b.opts.Observer.Repaired()
 	}
 	lacksSets := slices.ContainsFunc(b.rulesets, func(t *ruleset) bool { return t.run.ipset != "" && !t.withSets })
 	b.leftovers.Exist = failed || len(b.stale) > 0 || lacksSets
@@ -402,7 +408,7 @@ func (b *Backend) endPass(ctx context.Context, failing map[types.NamespacedName]
 }
 
 // environment returns the present properties of the node.
-func (b *Backend) environment() environment {
+func (b *backend) environment() environment {
 	addrs, _ := b.tasks.Addresses.Addresses()
 	env := environment{nodePorts: addrs, node: kernelnode.Addrs(b.node), pods: b.opts.ClusterCIDRs}
 	if b.node != nil && b.opts.NodePodCIDRs {
@@ -412,7 +418,7 @@ func (b *Backend) environment() environment {
 }
 
 // updateEnvironment renders everything again if the properties of the node have changed.
-func (b *Backend) updateEnvironment(ctx context.Context) error {
+func (b *backend) updateEnvironment(ctx context.Context) error {
 	env := b.environment()
 	for _, t := range b.rulesets {
 		if err := t.setEnvironment(ctx, env); err != nil {
@@ -433,7 +439,7 @@ const maxInterrupted = 2
 // [sink.ErrStartOver], and a new pass repairs the rules. If ctx ends while Verify
 // compares the rules of a family, the next Verify continues with that family. If the
 // rules of one family cannot be read, Verify compares the other family anyway.
-func (b *Backend) Verify(ctx context.Context) error {
+func (b *backend) Verify(ctx context.Context) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	begin := time.Now()
@@ -482,7 +488,7 @@ func (b *Backend) Verify(ctx context.Context) error {
 
 // drifted returns the error of Verify after it has found the [kernelnode.Difference] err in
 // the rules of t. It requests a new pass.
-func (b *Backend) drifted(t *ruleset, begin time.Time, err error) error {
+func (b *backend) drifted(t *ruleset, begin time.Time, err error) error {
 	b.known = false
 	b.opts.Observer.Drifted()
 	b.verifyAt = b.pause.Found(begin)
@@ -495,4 +501,4 @@ const minPause = 5 * time.Second
 // VerifyInterval returns one second, see [sink.Verifier]. Each Verify checks that
 // the rules still exist. A comparison of all rules follows only after a pause of five
 // seconds, or of 50 times the duration of the last comparison.
-func (b *Backend) VerifyInterval() time.Duration { return time.Second }
+func (b *backend) VerifyInterval() time.Duration { return time.Second }

@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/backendtest"
 	"github.com/kpng-project/kpng/internal/netnstest"
 	"github.com/kpng-project/kpng/sink"
 	"golang.org/x/sys/unix"
@@ -69,7 +70,7 @@ func heapInUse() float64 {
 }
 
 func benchmark(b *testing.B, run func(b *testing.B, v variant, n int)) {
-	for _, v := range []variant{{NFT, false}, {Legacy, false}} {
+	for _, v := range []variant{{flavourNFT, false}, {flavourLegacy, false}} {
 		for _, n := range []int{1000, 5000} {
 			b.Run(fmt.Sprintf("%s/%d", v, n), func(b *testing.B) { run(b, v, n) })
 		}
@@ -82,7 +83,7 @@ func BenchmarkStart(b *testing.B) {
 	benchmark(b, func(b *testing.B, v variant, n int) {
 		views := many(n)
 		heap, report := heapInUse(), measureCPU(b)
-		var backends []*Backend
+		var backends []*backend
 		for b.Loop() {
 			backend := start(b, netnstest.New(b), v)
 			mustSync(b, backend, passOf(views)...)
@@ -155,7 +156,7 @@ func BenchmarkLargeServices(b *testing.B) {
 		{"30 ports, 1000 ranges", shape{ports: 30, endpoints: 3, ranges: 1000}},
 		{"1000 endpoints with affinity", shape{ports: 1, endpoints: 1000, affinity: true}},
 	} {
-		for _, v := range []variant{{NFT, false}, {Legacy, false}} {
+		for _, v := range []variant{{flavourNFT, false}, {flavourLegacy, false}} {
 			b.Run(fmt.Sprintf("%s/%s", c.name, v), func(b *testing.B) { benchmarkLarge(b, v, c.shape) })
 		}
 	}
@@ -164,7 +165,7 @@ func BenchmarkLargeServices(b *testing.B) {
 func benchmarkLarge(b *testing.B, v variant, s shape) {
 	lines := 0
 	ns := netnstest.New(b)
-	count := func(o *Options) { o.Observer.Restored = func(n int, _ error) { lines += n } }
+	count := func(o *Options) { o.Observer = &backendtest.Observer{OnWrote: func(n int, _ error) { lines += n }} }
 	svc, others := s.service(), many(50)
 	for n := 0; b.Loop(); n++ {
 		backend := start(b, ns, v, count)

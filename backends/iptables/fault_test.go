@@ -20,6 +20,8 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends"
+	"github.com/kpng-project/kpng/internal/backendtest"
 	"github.com/kpng-project/kpng/internal/netfilter"
 	"github.com/kpng-project/kpng/internal/netnstest"
 	"github.com/kpng-project/kpng/node/nodeaddr"
@@ -96,9 +98,9 @@ func TestLockHeldByAnotherProgram(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "xtables.lock")
 	t.Setenv("XTABLES_LOCKFILE", file)
 	ns := netnstest.New(t)
-	b := start(t, ns, variant{Legacy, true}, func(o *Options) { o.LockWait = time.Second })
+	b := start(t, ns, variant{flavourLegacy, true}, func(o *Options) { o.LockWait = time.Second })
 	mustSync(t, b, pass(everything()...))
-	before := saveAll(t, ns, Legacy)
+	before := saveAll(t, ns, flavourLegacy)
 
 	release := holdLock(t, file)
 	web := view("web", "10.96.0.1", "10.1.0.9")
@@ -106,7 +108,7 @@ func TestLockHeldByAnotherProgram(t *testing.T) {
 	if _, ok := sink.Acknowledged(err); ok || !strings.Contains(fmt.Sprint(err), "held the lock of iptables") {
 		t.Errorf("Sync returned %v", err)
 	}
-	if diff := cmp.Diff(before, saveAll(t, ns, Legacy)); diff != "" {
+	if diff := cmp.Diff(before, saveAll(t, ns, flavourLegacy)); diff != "" {
 		t.Errorf("the rules changed (-before +after):\n%s", diff)
 	}
 	if err := b.Sync(t.Context(), batch(view("new", "10.96.0.77", "10.1.0.9"))); err == nil {
@@ -117,19 +119,19 @@ func TestLockHeldByAnotherProgram(t *testing.T) {
 	}
 	release()
 	mustSync(t, b, batch(web))
-	if !strings.Contains(saveAll(t, ns, Legacy), "10.1.0.9:8080") {
+	if !strings.Contains(saveAll(t, ns, flavourLegacy), "10.1.0.9:8080") {
 		t.Error("the change was not written when the lock was free")
 	}
 }
 
 // backendWithPrograms replaces iptables-restore at the start of a backend.
 type backendWithPrograms struct {
-	*Backend
+	*backend
 	restore map[api.Family]string
 }
 
 func (b backendWithPrograms) Start(ctx context.Context) error {
-	err := b.Backend.Start(ctx)
+	err := b.backend.Start(ctx)
 	for _, r := range b.rulesets {
 		r.run.restoreProgram = b.restore[r.family]
 	}
@@ -144,7 +146,7 @@ func TestLockHeldForHalfAMinute(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "xtables.lock")
 	b := backendWithPrograms{nil, map[api.Family]string{}}
 	for _, family := range families {
-		program, err := findProgram(programName(Legacy, family, "restore"), "iptables")
+		program, err := findProgram(programName(flavourLegacy, family, "restore"), "iptables")
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -155,7 +157,7 @@ func TestLockHeldForHalfAMinute(t *testing.T) {
 	}
 	t.Parallel()
 	ns := netnstest.New(t)
-	b.Backend = newBackend(t, ns, variant{Legacy, false})
+	b.backend = makeBackend(t, ns, variant{flavourLegacy, false})
 	src := sinktest.NewSource()
 	src.SetNode(node)
 	src.Set(everything()...)
@@ -185,7 +187,7 @@ func TestLockHeldForHalfAMinute(t *testing.T) {
 		}
 	}
 	succeed("before the lock is held")
-	before := saveAll(t, ns, Legacy)
+	before := saveAll(t, ns, flavourLegacy)
 
 	release := holdLock(t, file)
 	src.Set(view("web", "10.96.0.1 fd00:96::1", "10.1.0.9"))
@@ -203,12 +205,12 @@ func TestLockHeldForHalfAMinute(t *testing.T) {
 	if failures < 2 {
 		t.Errorf("%d changes failed in %v, want more", failures, held)
 	}
-	if diff := cmp.Diff(before, saveAll(t, ns, Legacy)); diff != "" {
+	if diff := cmp.Diff(before, saveAll(t, ns, flavourLegacy)); diff != "" {
 		t.Errorf("the rules changed (-before +after):\n%s", diff)
 	}
 	release()
 	succeed("after the lock is free")
-	if text := saveAll(t, ns, Legacy); !strings.Contains(text, "10.1.0.9:8080") {
+	if text := saveAll(t, ns, flavourLegacy); !strings.Contains(text, "10.1.0.9:8080") {
 		t.Errorf("the change was not written:\n%s", text)
 	}
 }
@@ -217,7 +219,7 @@ func TestLockHeldForHalfAMinute(t *testing.T) {
 // set by a smaller set.
 func TestFullSet(t *testing.T) {
 	ns := netnstest.New(t)
-	b := start(t, ns, variant{NFT, false})
+	b := start(t, ns, variant{flavourNFT, false})
 	mustSync(t, b, pass(view("a", "", "", loadBalancer)))
 	// The smaller set has room for two elements, and has one element already.
 	ns.RunWith(t, "create SMALL hash:ip,port maxelem 2\nadd SMALL 203.0.113.1,tcp:80\nswap SMALL KPNG-REJECT4\ndestroy SMALL\n", "ipset", "restore")
@@ -230,7 +232,7 @@ func TestFullSet(t *testing.T) {
 	if err := (*failed)[none.Key()]; err == nil || !strings.Contains(err.Error(), "full") || !strings.Contains(err.Error(), "KPNG-REJECT4") {
 		t.Errorf("the error is %v", err)
 	}
-	if !strings.Contains(saveAll(t, ns, NFT), "10.1.0.1:8080") {
+	if !strings.Contains(saveAll(t, ns, flavourNFT), "10.1.0.1:8080") {
 		t.Error("the other service was not programmed")
 	}
 	if diff := cmp.Diff(before, ns.Run(t, "ipset", "save", "KPNG-REJECT4")); diff != "" {
@@ -240,7 +242,7 @@ func TestFullSet(t *testing.T) {
 		t.Errorf("Verify returned %v", err)
 	}
 	mustSync(t, b, pass(none, web))
-	if text := saveAll(t, ns, NFT); !strings.Contains(text, "add KPNG-REJECT4 10.96.0.2,tcp:80") || strings.Contains(text, "KPNG-REJECT4NEW") {
+	if text := saveAll(t, ns, flavourNFT); !strings.Contains(text, "add KPNG-REJECT4 10.96.0.2,tcp:80") || strings.Contains(text, "KPNG-REJECT4NEW") {
 		t.Errorf("a pass did not mend the set:\n%s", text)
 	}
 	if err := verify(t, b); err != nil {
@@ -250,8 +252,8 @@ func TestFullSet(t *testing.T) {
 
 func TestMissingPrograms(t *testing.T) {
 	t.Setenv("PATH", t.TempDir())
-	for _, flavour := range []Flavour{DetectFlavour, NFT, Legacy} {
-		b, err := New(Options{Flavour: flavour})
+	for _, flavour := range []flavour{flavourDetected, flavourNFT, flavourLegacy} {
+		b, err := newBackend(Options{Flavour: flavour.String()})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -264,7 +266,7 @@ func TestMissingPrograms(t *testing.T) {
 // Without the programs of iptables, Cleanup fails if the kernel has chains of the instance.
 func TestCleanupWithoutPrograms(t *testing.T) {
 	ns := netnstest.New(t)
-	b := start(t, ns, variant{NFT, true})
+	b := start(t, ns, variant{flavourNFT, true})
 	cleanup := func() error {
 		path := os.Getenv("PATH")
 		defer os.Setenv("PATH", path)
@@ -275,18 +277,18 @@ func TestCleanupWithoutPrograms(t *testing.T) {
 		t.Errorf("without rules: %v", err)
 	}
 	mustSync(t, b, pass(everything()...))
-	before := saveAll(t, ns, NFT)
+	before := saveAll(t, ns, flavourNFT)
 	if err := cleanup(); err == nil || !strings.Contains(err.Error(), "IPv4 rules of this instance in flavour nft: find program iptables-nft-save (Debian: apt-get install iptables)") {
 		t.Errorf("with rules: %v", err)
 	}
-	if diff := cmp.Diff(before, saveAll(t, ns, NFT)); diff != "" {
+	if diff := cmp.Diff(before, saveAll(t, ns, flavourNFT)); diff != "" {
 		t.Errorf("the rules changed (-before +after):\n%s", diff)
 	}
 }
 
 // flush deletes all rules and chains of all programs in a flavour. Each table is one
 // transaction, because a driver may repair its rules at the same time.
-func flush(t *testing.T, ns *netnstest.Namespace, flavour Flavour) {
+func flush(t *testing.T, ns *netnstest.Namespace, flavour flavour) {
 	for _, family := range families {
 		for _, table := range tables {
 			ns.RunWith(t, "*"+table+"\nCOMMIT\n", programName(flavour, family, "restore"))
@@ -333,9 +335,9 @@ func TestChainsDeletedDuringPass(t *testing.T) {
 // That does not mean that the table is empty.
 func TestTableThatIPTablesCannotRead(t *testing.T) {
 	ns := netnstest.New(t)
-	b := start(t, ns, variant{NFT, false})
+	b := start(t, ns, variant{flavourNFT, false})
 	mustSync(t, b, pass(everything()...))
-	want := saveAll(t, ns, NFT)
+	want := saveAll(t, ns, flavourNFT)
 	ns.Run(t, "nft", "add", "chain", "ip", "filter", "OTHER")
 	ns.Run(t, "nft", "add", "rule", "ip", "filter", "OTHER", "ct", "mark", "set", "3")
 	before := ns.Run(t, "nft", "--stateless", "list", "ruleset")
@@ -352,7 +354,7 @@ func TestTableThatIPTablesCannotRead(t *testing.T) {
 	}
 	ns.Run(t, "nft", "delete", "chain", "ip", "filter", "OTHER")
 	mustSync(t, b, pass(everything()...))
-	if diff := cmp.Diff(want, saveAll(t, ns, NFT)); diff != "" {
+	if diff := cmp.Diff(want, saveAll(t, ns, flavourNFT)); diff != "" {
 		t.Errorf("not repaired (-want +got):\n%s", diff)
 	}
 	ns.Run(t, "nft", "add", "chain", "ip", "filter", "OTHER")
@@ -365,7 +367,7 @@ func TestTableThatIPTablesCannotRead(t *testing.T) {
 func TestLegacyIgnoresTablesOfOthers(t *testing.T) {
 	ns := netnstest.New(t)
 	ns.RunWith(t, "table ip nat { chain OTHER { ct mark set 3; }; }\n", "nft", "-f", "-")
-	b := start(t, ns, variant{Legacy, false})
+	b := start(t, ns, variant{flavourLegacy, false})
 	mustSync(t, b, pass(everything()...))
 	if len(b.stale) > 0 || b.leftovers.Exist {
 		t.Errorf("%d families have old rules in flavour nft, leftovers exist: %t", len(b.stale), b.leftovers.Exist)
@@ -458,26 +460,26 @@ func invalidAddress(s *api.Service) {
 // If a service fails in a pass, the elements of this service stay in the sets.
 func TestFailingServiceKeepsItsElements(t *testing.T) {
 	const undelivered = "the pass does not deliver it"
-	for _, flavour := range []Flavour{NFT, Legacy} {
+	for _, flavour := range []flavour{flavourNFT, flavourLegacy} {
 		for name, c := range map[string]struct {
 			edit func(*api.Service)
-			sync func(t *testing.T, b *Backend, c *sink.Changes) error
+			sync func(t *testing.T, b *backend, c *sink.Changes) error
 		}{
-			"the kernel refuses its rules": {affinity, func(t *testing.T, b *Backend, c *sink.Changes) error {
+			"the kernel refuses its rules": {affinity, func(t *testing.T, b *backend, c *sink.Changes) error {
 				for _, r := range b.rulesets {
 					wrap(t, r)
 				}
 				return b.Sync(t.Context(), c)
 			}},
-			"Sync is interrupted": {nil, func(t *testing.T, b *Backend, c *sink.Changes) error {
+			"Sync is interrupted": {nil, func(t *testing.T, b *backend, c *sink.Changes) error {
 				ctx, cancel := context.WithCancel(t.Context())
 				cancel()
 				return b.Sync(ctx, c)
 			}},
-			"rendering panics": {invalidAddress, func(t *testing.T, b *Backend, c *sink.Changes) error {
+			"rendering panics": {invalidAddress, func(t *testing.T, b *backend, c *sink.Changes) error {
 				return b.Sync(t.Context(), c)
 			}},
-			undelivered: {nil, func(*testing.T, *Backend, *sink.Changes) error {
+			undelivered: {nil, func(*testing.T, *backend, *sink.Changes) error {
 				return errors.New("not delivered")
 			}},
 		} {
@@ -614,11 +616,11 @@ func TestMissingMatchOfSomeServices(t *testing.T) {
 	eachVariant(t, func(t *testing.T, ns *netnstest.Namespace, v variant) {
 		failures := 0
 		b := start(t, ns, v, func(o *Options) {
-			o.Observer.Restored = func(_ int, err error) {
+			o.Observer = &backendtest.Observer{OnWrote: func(_ int, err error) {
 				if err != nil {
 					failures++
 				}
-			}
+			}}
 		})
 		var views []*api.View
 		for i := range 60 {
@@ -704,7 +706,7 @@ func TestMissingTargetOfOneFamily(t *testing.T) {
 }
 
 // checkOldFlavour checks whether the instance has rules in a flavour.
-func checkOldFlavour(t *testing.T, ns *netnstest.Namespace, flavour Flavour, want bool) {
+func checkOldFlavour(t *testing.T, ns *netnstest.Namespace, flavour flavour, want bool) {
 	t.Helper()
 	for _, family := range families {
 		if has := strings.Contains(ns.Run(t, programName(flavour, family, "save")), "KPNG-"); has != want {
@@ -716,12 +718,12 @@ func checkOldFlavour(t *testing.T, ns *netnstest.Namespace, flavour Flavour, wan
 // If rules fail in the new flavour, the rules in the other flavour may be the only rules
 // that work.
 func TestOldFlavourStaysWhileRulesFail(t *testing.T) {
-	for _, flavours := range [][2]Flavour{{NFT, Legacy}, {Legacy, NFT}} {
-		for what, refuse := range map[string]func(*testing.T, *Backend){
-			"a family fails": func(t *testing.T, b *Backend) {
+	for _, flavours := range [][2]flavour{{flavourNFT, flavourLegacy}, {flavourLegacy, flavourNFT}} {
+		for what, refuse := range map[string]func(*testing.T, *backend){
+			"a family fails": func(t *testing.T, b *backend) {
 				replaceText(t, &b.rulesets[1].run.restoreProgram, "s/-j MASQUERADE --random-fully/-j MISSING/")
 			},
-			"a service fails": func(t *testing.T, b *Backend) { wrap(t, b.rulesets[0]) },
+			"a service fails": func(t *testing.T, b *backend) { wrap(t, b.rulesets[0]) },
 		} {
 			t.Run(fmt.Sprintf("from %s, %s", flavours[0], what), func(t *testing.T) {
 				ns := netnstest.New(t)
@@ -751,25 +753,25 @@ func TestOldFlavourIsRemovedLater(t *testing.T) {
 		file := filepath.Join(t.TempDir(), "xtables.lock")
 		t.Setenv("XTABLES_LOCKFILE", file)
 		ns := netnstest.New(t)
-		mustSync(t, start(t, ns, variant{Legacy, false}), pass(everything()...))
-		b := start(t, ns, variant{NFT, false}, func(o *Options) { o.LockWait = time.Second })
+		mustSync(t, start(t, ns, variant{flavourLegacy, false}), pass(everything()...))
+		b := start(t, ns, variant{flavourNFT, false}, func(o *Options) { o.LockWait = time.Second })
 		release := holdLock(t, file)
 		mustSync(t, b, pass(everything()...))
 		release()
-		checkOldFlavour(t, ns, Legacy, true)
+		checkOldFlavour(t, ns, flavourLegacy, true)
 		b.leftovers.PassAt = time.Time{}
 		if err := verify(t, b); !errors.Is(err, sink.ErrStartOver) {
 			t.Errorf("Verify returned %v", err)
 		}
 		mustSync(t, b, pass(everything()...))
-		checkOldFlavour(t, ns, Legacy, false)
+		checkOldFlavour(t, ns, flavourLegacy, false)
 		if err := verify(t, b); err != nil {
 			t.Error(err)
 		}
 	})
 	t.Run("Start cannot read the rules", func(t *testing.T) {
 		ns := netnstest.New(t)
-		mustSync(t, start(t, ns, variant{Legacy, false}), pass(everything()...))
+		mustSync(t, start(t, ns, variant{flavourLegacy, false}), pass(everything()...))
 		program, err := findProgram("iptables-legacy-save", "iptables")
 		if err != nil {
 			t.Fatal(err)
@@ -777,9 +779,9 @@ func TestOldFlavourIsRemovedLater(t *testing.T) {
 		failed := filepath.Join(t.TempDir(), "failed")
 		replaceProgram(t, &program, `[ -e `+failed+` ] && exec %s "$@"; touch `+failed+`; exit 1`)
 		t.Setenv("PATH", filepath.Dir(program)+":"+os.Getenv("PATH"))
-		b := start(t, ns, variant{NFT, false})
+		b := start(t, ns, variant{flavourNFT, false})
 		mustSync(t, b, pass(everything()...))
-		checkOldFlavour(t, ns, Legacy, false)
+		checkOldFlavour(t, ns, flavourLegacy, false)
 	})
 }
 
@@ -797,7 +799,7 @@ func withoutCounters(text string) string {
 // A cancelled Verify has used the CPU too, so a pause follows it.
 func TestCancelledVerifyPauses(t *testing.T) {
 	ns := netnstest.New(t)
-	b := start(t, ns, variant{Legacy, true})
+	b := start(t, ns, variant{flavourLegacy, true})
 	mustSync(t, b, pass(everything()...))
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
@@ -837,9 +839,9 @@ func TestVerifyContinuesAfterCancellation(t *testing.T) {
 	for _, family := range families {
 		t.Run(family.String(), func(t *testing.T) {
 			ns := netnstest.New(t)
-			b := start(t, ns, variant{Legacy, true})
+			b := start(t, ns, variant{flavourLegacy, true})
 			mustSync(t, b, pass(everything()...))
-			ns.Run(t, programName(Legacy, family, ""), "-t", "nat", "-A", "KPNG-MARK", "-j", "RETURN")
+			ns.Run(t, programName(flavourLegacy, family, ""), "-t", "nat", "-A", "KPNG-MARK", "-j", "RETURN")
 			ctx, cancel := context.WithCancel(t.Context())
 			cancel()
 			var err error
@@ -861,7 +863,7 @@ func TestVerifyWhileOneFamilyFails(t *testing.T) {
 	for name, end := range map[string]bool{"contexts do not end": false, "each context ends": true} {
 		t.Run(name, func(t *testing.T) {
 			ns := netnstest.New(t)
-			b := start(t, ns, variant{Legacy, true})
+			b := start(t, ns, variant{flavourLegacy, true})
 			mustSync(t, b, pass(everything()...))
 			b.rulesets[1].run.saveProgram = "false"
 			ctx, cancel := context.WithCancel(t.Context())
@@ -893,7 +895,7 @@ func TestVerifyWhileOneFamilyFails(t *testing.T) {
 // The same applies if the kernel does not even report the number of rules of one family.
 func TestVerifyWhileTheCountsOfOneFamilyFail(t *testing.T) {
 	ns := netnstest.New(t)
-	b := start(t, ns, variant{Legacy, true})
+	b := start(t, ns, variant{flavourLegacy, true})
 	mustSync(t, b, pass(everything()...))
 	b.rulesets[0].run.netNS = 1 << 20 // no file has this descriptor
 	if err := b.Verify(t.Context()); err == nil || errors.Is(err, sink.ErrStartOver) {
@@ -910,7 +912,7 @@ func TestVerifyWhileTheCountsOfOneFamilyFail(t *testing.T) {
 // succeed while services change all the time.
 func TestOwnChangesStayVerified(t *testing.T) {
 	ns := netnstest.New(t)
-	b := start(t, ns, variant{NFT, false})
+	b := start(t, ns, variant{flavourNFT, false})
 	mustSync(t, b, pass(everything()...))
 	var real []string
 	for _, r := range b.rulesets {
@@ -1031,7 +1033,7 @@ func TestEditRepeatedDuringPass(t *testing.T) {
 
 // startBesideOthers starts a backend that serves web, in a namespace with a chain OTHERS. It
 // also returns the rules then.
-func startBesideOthers(t *testing.T, ns *netnstest.Namespace, v variant) (b *Backend, web *api.View, rules string) {
+func startBesideOthers(t *testing.T, ns *netnstest.Namespace, v variant) (b *backend, web *api.View, rules string) {
 	ns.RunWith(t, "*nat\n:OTHERS - [0:0]\nCOMMIT\n", programName(v.flavour, api.IPv4, "restore"))
 	b = start(t, ns, v)
 	web = view("web", "10.96.0.1", "10.1.0.1")
@@ -1145,11 +1147,11 @@ func TestJumpsPrintedInAnotherForm(t *testing.T) {
 // elements.
 func TestReplacedSetKeepsElements(t *testing.T) {
 	ns := netnstest.New(t)
-	mustSync(t, start(t, ns, variant{NFT, false}), pass(view("none", "10.96.0.1", "")))
+	mustSync(t, start(t, ns, variant{flavourNFT, false}), pass(view("none", "10.96.0.1", "")))
 	ns.RunWith(t, "create SMALL hash:ip,port maxelem 1\nadd SMALL 10.96.0.1,tcp:80\nswap SMALL KPNG-REJECT4\ndestroy SMALL\n", "ipset", "restore")
 	first := batch(view("web", "10.96.0.2", "10.1.0.1"))
 	first.First = true
-	mustSync(t, start(t, ns, variant{NFT, false}), first)
+	mustSync(t, start(t, ns, variant{flavourNFT, false}), first)
 	if text := ns.Run(t, "ipset", "save", "KPNG-REJECT4"); !strings.Contains(text, fmt.Sprint("maxelem ", maxElements)) || !strings.Contains(text, "add KPNG-REJECT4 10.96.0.1,tcp:80") {
 		t.Errorf("the set was not replaced, or lost its element:\n%s", text)
 	}
@@ -1158,25 +1160,25 @@ func TestReplacedSetKeepsElements(t *testing.T) {
 // A process that ends while it replaces a set leaves a temporary set behind.
 func TestSetLeftByAnUnfinishedReplacement(t *testing.T) {
 	ns := netnstest.New(t)
-	b := start(t, ns, variant{NFT, false})
+	b := start(t, ns, variant{flavourNFT, false})
 	mustSync(t, b, pass(everything()...))
-	want := saveAll(t, ns, NFT)
+	want := saveAll(t, ns, flavourNFT)
 	ns.RunWith(t, "create SMALL hash:ip,port maxelem 2\nswap SMALL KPNG-REJECT4\ndestroy SMALL\ncreate KPNG-REJECT4NEW hash:net\n", "ipset", "restore")
 	mustSync(t, b, pass(everything()...))
-	if diff := cmp.Diff(want, saveAll(t, ns, NFT)); diff != "" {
+	if diff := cmp.Diff(want, saveAll(t, ns, flavourNFT)); diff != "" {
 		t.Errorf("not repaired (-want +got):\n%s", diff)
 	}
 }
 
 // If the backend cannot use sets, it uses rules.
 func TestSetsThatCannotBeUsed(t *testing.T) {
-	for _, flavour := range []Flavour{NFT, Legacy} {
-		for name, prepare := range map[string]func(t *testing.T, ns *netnstest.Namespace, b *Backend) (mend func()){
-			"a set has another type": func(t *testing.T, ns *netnstest.Namespace, b *Backend) func() {
+	for _, flavour := range []flavour{flavourNFT, flavourLegacy} {
+		for name, prepare := range map[string]func(t *testing.T, ns *netnstest.Namespace, b *backend) (mend func()){
+			"a set has another type": func(t *testing.T, ns *netnstest.Namespace, b *backend) func() {
 				ns.Run(t, "ipset", "create", "KPNG-REJECT4", "hash:net")
 				return func() { ns.Run(t, "ipset", "destroy", "KPNG-REJECT4") }
 			},
-			"the match is missing": func(t *testing.T, ns *netnstest.Namespace, b *Backend) func() {
+			"the match is missing": func(t *testing.T, ns *netnstest.Namespace, b *backend) func() {
 				program := &b.rulesets[0].run.restoreProgram
 				real := *program
 				replaceText(t, program, "s/-m set /-m missing /")
@@ -1184,7 +1186,7 @@ func TestSetsThatCannotBeUsed(t *testing.T) {
 			},
 			// If the kernel lacks a match, some versions of iptables-restore name only the line
 			// COMMIT in the error.
-			"the match is missing in the kernel": func(t *testing.T, ns *netnstest.Namespace, b *Backend) func() {
+			"the match is missing in the kernel": func(t *testing.T, ns *netnstest.Namespace, b *backend) func() {
 				program := &b.rulesets[0].run.restoreProgram
 				real := *program
 				replaceProgram(t, program, `input=$(cat)
@@ -1230,7 +1232,7 @@ echo "$input" | %s "$@"`)
 // If ipset fails once, a pass still uses sets.
 func TestIPSetFailsOnce(t *testing.T) {
 	ns := netnstest.New(t)
-	b := start(t, ns, variant{NFT, false})
+	b := start(t, ns, variant{flavourNFT, false})
 	run := b.rulesets[0].run
 	failed := filepath.Join(t.TempDir(), "failed")
 	replaceProgram(t, &run.ipset, `[ "$1" != restore ] || [ -e `+failed+` ] && exec %s "$@"; touch `+failed+`; exit 1`)
@@ -1274,7 +1276,7 @@ exec %[2]s "$@"
 
 func TestCleanupNamesSetInUse(t *testing.T) {
 	ns := netnstest.New(t)
-	b := start(t, ns, variant{NFT, false})
+	b := start(t, ns, variant{flavourNFT, false})
 	mustSync(t, b, pass(everything()...))
 	ns.RunWith(t, "create others list:set\nadd others KPNG-CLUSTERIPS4\n", "ipset", "restore")
 	if err := b.Cleanup(t.Context()); err == nil || !strings.Contains(err.Error(), "destroy set KPNG-CLUSTERIPS4 (rules and sets of other programs may use it)") {
@@ -1288,7 +1290,7 @@ func TestCleanupNamesSetInUse(t *testing.T) {
 
 func TestMissingCapabilityIsNamed(t *testing.T) {
 	ns := netnstest.New(t)
-	b := start(t, ns, variant{Legacy, true})
+	b := start(t, ns, variant{flavourLegacy, true})
 	replaceProgram(t, &b.rulesets[0].run.saveProgram, `exec setpriv --bounding-set=-net_raw --inh-caps=-net_raw %s "$@"`)
 	if err := b.Sync(t.Context(), pass(everything()...)); err == nil || !strings.Contains(err.Error(), "CAP_NET_RAW") {
 		t.Errorf("error %v", err)
@@ -1350,10 +1352,10 @@ func TestServiceThatFailsInOneFamily(t *testing.T) {
 func TestLastClaimWins(t *testing.T) {
 	ns := netnstest.New(t)
 	addrs := nodeaddr.Of(netip.MustParseAddr("192.0.2.1"))
-	b := start(t, ns, variant{NFT, true}, func(o *Options) { o.NodeAddresses = addrs })
+	b := start(t, ns, variant{flavourNFT, true}, func(o *Options) { o.NodeAddresses = addrs })
 	check := func(name string) {
 		t.Helper()
-		text := saveAll(t, ns, NFT)
+		text := saveAll(t, ns, flavourNFT)
 		if !strings.Contains(text, `-d 10.96.0.1/32 -p tcp -m tcp --dport 80 -m comment --comment "default/`+name+`:http"`) {
 			t.Fatalf("service %s does not have its frontend:\n%s", name, text)
 		}
@@ -1411,19 +1413,19 @@ func TestCleanupWithoutSetsInKernel(t *testing.T) {
 		t.Fatal(err)
 	}
 	t.Setenv("PATH", dir+":"+os.Getenv("PATH"))
-	b := start(t, ns, variant{NFT, false})
+	b := start(t, ns, variant{flavourNFT, false})
 	mustSync(t, b, pass(everything()...))
 	if err := b.Cleanup(t.Context()); err != nil {
 		t.Error(err)
 	}
-	checkOldFlavour(t, ns, NFT, false)
+	checkOldFlavour(t, ns, flavourNFT, false)
 }
 
 // A look for old rules in flavour legacy does not make the kernel load a table.
 func TestLegacyTablesAreNotLoaded(t *testing.T) {
 	ns := netnstest.New(t)
 	ns.Run(t, "iptables-legacy", "-t", "nat", "-A", "OUTPUT", "-p", "tcp", "--dport", "1", "-j", "RETURN")
-	b := start(t, ns, variant{NFT, true})
+	b := start(t, ns, variant{flavourNFT, true})
 	mustSync(t, b, pass(everything()...))
 	if err := b.Cleanup(t.Context()); err != nil {
 		t.Fatal(err)
@@ -1437,7 +1439,7 @@ func TestLegacyTablesAreNotLoaded(t *testing.T) {
 // constantly changes tables of nf_tables.
 func TestCleanupDuringChangesOfOtherTables(t *testing.T) {
 	ns := netnstest.New(t)
-	b := start(t, ns, variant{NFT, true})
+	b := start(t, ns, variant{flavourNFT, true})
 	mustSync(t, b, passOf(many(300))...)
 	ctx, cancel := context.WithCancel(t.Context())
 	var running sync.WaitGroup
@@ -1485,7 +1487,7 @@ func TestStopClosesSockets(t *testing.T) {
 		return n
 	}
 	before := sockets()
-	b := start(t, ns, variant{NFT, true})
+	b := start(t, ns, variant{flavourNFT, true})
 	mustSync(t, b, pass(everything()...), batch(view("web", "10.96.0.1", "10.1.0.9")))
 	if got := sockets(); got != before+2 {
 		t.Errorf("%d sockets after Sync, want %d: netlink, and the ownership", got, before+2)
@@ -1503,7 +1505,7 @@ func TestCleanupKeepsTablesOfOthers(t *testing.T) {
 	ns := netnstest.New(t)
 	ns.RunWith(t, "table ip nat {}\ntable ip6 filter { chain input { type filter hook input priority 0; policy accept; }; }\n", "nft", "-f", "-")
 	before := ns.Run(t, "nft", "list", "ruleset")
-	b, err := New(Options{NetNS: ns.FD})
+	b, err := newBackend(Options{Options: backends.Options{NetNS: ns.FD}})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -1522,7 +1524,7 @@ func (badConntrack) Start(context.Context) error { return errors.New("no connect
 // A driver does not stop a backend that did not start.
 func TestFailedStartLeavesNoGoroutine(t *testing.T) {
 	ns := netnstest.New(t)
-	b, err := New(Options{NetNS: ns.FD, Conntrack: badConntrack{}})
+	b, err := newBackend(Options{Options: backends.Options{NetNS: ns.FD, Conntrack: badConntrack{}}})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -1542,7 +1544,7 @@ func TestDriverRecoversFromFaults(t *testing.T) {
 		src.SetNode(node)
 		src.Set(everything()...)
 		src.MarkSynced()
-		b := newBackend(t, ns, v, func(o *Options) { o.LockWait = time.Second })
+		b := makeBackend(t, ns, v, func(o *Options) { o.LockWait = time.Second })
 		results := make(chan sink.SyncResult, 10_000)
 		d := sink.NewDriver(src, b, sink.Options{
 			VerifyInterval: 10 * time.Millisecond,
@@ -1583,7 +1585,7 @@ func TestDriverRecoversFromFaults(t *testing.T) {
 		flush(t, ns, v.flavour)
 		until("a flush is repaired", repaired)
 
-		if v.flavour == Legacy {
+		if v.flavour == flavourLegacy {
 			release := holdLock(t, lockFile)
 			src.Set(view("web", "10.96.0.1 fd00:96::1", "10.1.0.9"))
 			failures := 0

@@ -23,6 +23,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/backendtest"
 	"github.com/kpng-project/kpng/internal/netnstest"
 	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
@@ -296,7 +297,9 @@ func TestAddressWithManyPorts(t *testing.T) {
 			t.Error(err)
 		}
 		written := 0
-		again := start(t, ns, v, func(o *Options) { o.Observer.Restored = func(lines int, _ error) { written += lines } })
+		again := start(t, ns, v, func(o *Options) {
+			o.Observer = &backendtest.Observer{OnWrote: func(lines int, _ error) { written += lines }}
+		})
 		mustSync(t, again, pass(large, s.view(udp), none, small, kept))
 		if written != 0 {
 			t.Errorf("a restart wrote %d lines", written)
@@ -417,7 +420,7 @@ func TestSourceRangesWithTheNameOfOthers(t *testing.T) {
 // If the set of source ranges cannot be made, only the services that need it fail, and
 // their load-balancer addresses are not translated.
 func TestSetOfSourceRangesCannotBeMade(t *testing.T) {
-	for _, flavour := range []Flavour{NFT, Legacy} {
+	for _, flavour := range []flavour{flavourNFT, flavourLegacy} {
 		ns := netnstest.New(t)
 		b := start(t, ns, variant{flavour, false})
 		s := shape{ports: 1, endpoints: 1, ranges: 2}
@@ -450,10 +453,10 @@ func TestSetOfSourceRangesCannotBeMade(t *testing.T) {
 // admitted.
 func TestDriftOfSourceRanges(t *testing.T) {
 	ns := netnstest.New(t)
-	b := start(t, ns, variant{NFT, false})
+	b := start(t, ns, variant{flavourNFT, false})
 	s := shape{ports: 2, endpoints: 1, ranges: 3}
 	mustSync(t, b, pass(s.view(s.service())))
-	want := saveAll(t, ns, NFT)
+	want := saveAll(t, ns, flavourNFT)
 	name := b.rulesets[0].sourceList(s.service().SourceRanges[0].Prefixes).name
 	for _, command := range []string{"flush " + name, "add " + name + " 192.0.2.0/24", "del " + name + " 20.0.1.0/24", "add " + name + " 20.0.1.0/25"} {
 		ns.Run(t, append([]string{"ipset"}, strings.Fields(command)...)...)
@@ -461,7 +464,7 @@ func TestDriftOfSourceRanges(t *testing.T) {
 			t.Errorf("after %q, Verify returned %v", command, err)
 		}
 		mustSync(t, b, pass(s.view(s.service())))
-		if diff := cmp.Diff(want, saveAll(t, ns, NFT)); diff != "" {
+		if diff := cmp.Diff(want, saveAll(t, ns, flavourNFT)); diff != "" {
 			t.Errorf("after %q, not repaired (-want +got):\n%s", command, diff)
 		}
 	}
@@ -565,7 +568,7 @@ func TestSourceRangesHoldDuringChanges(t *testing.T) {
 // A large service is written after the others of a batch. In flavour nft, its transactions
 // are bounded.
 func TestLargeServiceIsWrittenLast(t *testing.T) {
-	for _, flavour := range []Flavour{NFT, Legacy} {
+	for _, flavour := range []flavour{flavourNFT, flavourLegacy} {
 		b := start(t, netnstest.New(t), variant{flavour, false})
 		mustSync(t, b, pass())
 		input := recordInput(t, b.rulesets[0])
@@ -580,7 +583,7 @@ func TestLargeServiceIsWrittenLast(t *testing.T) {
 		for part := range strings.SplitSeq(text, "COMMIT\n") {
 			most = max(most, strings.Count(part, "\n-A "))
 		}
-		if limit := maxLines; flavour == NFT && most > limit || flavour == Legacy && most < limit {
+		if limit := maxLines; flavour == flavourNFT && most > limit || flavour == flavourLegacy && most < limit {
 			t.Errorf("%s: the largest transaction has %d rules", flavour, most)
 		}
 		forget(b)
@@ -601,7 +604,7 @@ func TestLargeServiceIsWrittenLast(t *testing.T) {
 // In flavour nft, a large service is written in several transactions. After each of them,
 // no chain leads to a chain that has no rules yet or no rules any more.
 func TestTransactionsOfLargeServicesAreConsistent(t *testing.T) {
-	b := start(t, netnstest.New(t), variant{NFT, false})
+	b := start(t, netnstest.New(t), variant{flavourNFT, false})
 	mustSync(t, b, pass())
 	input := recordInput(t, b.rulesets[0])
 	k := kernelState{map[chainID][]string{}, map[string][]string{}}
@@ -636,7 +639,7 @@ func TestTransactionsOfLargeServicesAreConsistent(t *testing.T) {
 // The kernel remembers 100 clients for each endpoint of a service port. So the clients of
 // one service do not displace those of another, and end with the service.
 func TestClientsOfServiceAreLimited(t *testing.T) {
-	for _, flavour := range []Flavour{NFT, Legacy} {
+	for _, flavour := range []flavour{flavourNFT, flavourLegacy} {
 		ns := netnstest.New(t)
 		b := start(t, ns, variant{flavour, false})
 		list := func(key string) string { // the file of the clients of an endpoint

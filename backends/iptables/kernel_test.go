@@ -14,6 +14,8 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends"
+	"github.com/kpng-project/kpng/internal/backendtest"
 	"github.com/kpng-project/kpng/internal/netnstest"
 	"github.com/kpng-project/kpng/node/nodeaddr"
 	"github.com/kpng-project/kpng/sink"
@@ -67,7 +69,7 @@ func insideAndOut(o *Options) {
 }
 
 // The function foreign adds rules, chains and sets of another program.
-func foreign(t *testing.T, ns *netnstest.Namespace, flavour Flavour) {
+func foreign(t *testing.T, ns *netnstest.Namespace, flavour flavour) {
 	for _, family := range families {
 		ns.RunWith(t, `*nat
 :KUBE-SERVICES - [0:0]
@@ -158,7 +160,9 @@ func TestRestartWritesNothing(t *testing.T) {
 	eachVariant(t, func(t *testing.T, ns *netnstest.Namespace, v variant) {
 		mustSync(t, start(t, ns, v, insideAndOut), pass(append(everything(), wide()...)...))
 		var written int
-		b := start(t, ns, v, insideAndOut, func(o *Options) { o.Observer.Restored = func(lines int, _ error) { written += lines } })
+		b := start(t, ns, v, insideAndOut, func(o *Options) {
+			o.Observer = &backendtest.Observer{OnWrote: func(lines int, _ error) { written += lines }}
+		})
 		mustSync(t, b, pass(append(everything(), wide()...)...))
 		if written != 0 {
 			t.Errorf("a restart wrote %d lines, want 0", written)
@@ -223,7 +227,7 @@ func (t *ruleset) entry(tb testing.TB, text string) string {
 // In flavour nft, Verify does not read the rules while no program changes rules.
 func TestVerifyReadsRulesOnlyAfterChanges(t *testing.T) {
 	ns := netnstest.New(t)
-	b := start(t, ns, variant{NFT, false})
+	b := start(t, ns, variant{flavourNFT, false})
 	mustSync(t, b, pass(everything()...))
 	for _, r := range b.rulesets {
 		r.run.saveProgram = "/nonexistent"
@@ -239,16 +243,16 @@ func TestVerifyReadsRulesOnlyAfterChanges(t *testing.T) {
 
 func TestDeletedSetIsRepaired(t *testing.T) {
 	ns := netnstest.New(t)
-	b := start(t, ns, variant{Legacy, false})
+	b := start(t, ns, variant{flavourLegacy, false})
 	mustSync(t, b, pass(everything()...))
-	want := saveAll(t, ns, Legacy)
+	want := saveAll(t, ns, flavourLegacy)
 	ns.Run(t, "iptables-legacy", "-F")
 	ns.Run(t, "ipset", "destroy", "KPNG-DROP4")
 	if err := verify(t, b); !errors.Is(err, sink.ErrStartOver) {
 		t.Errorf("Verify returned %v", err)
 	}
 	mustSync(t, b, pass(everything()...))
-	if diff := cmp.Diff(want, saveAll(t, ns, Legacy)); diff != "" {
+	if diff := cmp.Diff(want, saveAll(t, ns, flavourLegacy)); diff != "" {
 		t.Errorf("not repaired (-before +after):\n%s", diff)
 	}
 }
@@ -256,9 +260,9 @@ func TestDeletedSetIsRepaired(t *testing.T) {
 // Elements that other programs have added may have any protocol.
 func TestForeignElementsAreRemoved(t *testing.T) {
 	ns := netnstest.New(t)
-	b := start(t, ns, variant{NFT, false})
+	b := start(t, ns, variant{flavourNFT, false})
 	mustSync(t, b, pass(everything()...))
-	want := saveAll(t, ns, NFT)
+	want := saveAll(t, ns, flavourNFT)
 	ns.RunWith(t, `add KPNG-DROP4 10.0.0.1,tcp:80
 add KPNG-DROP4 10.0.0.1,udp:53
 add KPNG-DROP4 10.0.0.1,sctp:65535
@@ -273,7 +277,7 @@ add KPNG-CLUSTERIPS4 255.255.255.255
 		t.Errorf("Verify returned %v", err)
 	}
 	mustSync(t, b, pass(everything()...))
-	if diff := cmp.Diff(want, saveAll(t, ns, NFT)); diff != "" {
+	if diff := cmp.Diff(want, saveAll(t, ns, flavourNFT)); diff != "" {
 		t.Errorf("not repaired (-before +after):\n%s", diff)
 	}
 }
@@ -381,7 +385,7 @@ func TestNodeAddressesAreFollowed(t *testing.T) {
 
 // After a pass, the rules in the other flavour are removed, because nothing updates them.
 func TestChangeOfFlavour(t *testing.T) {
-	for _, flavours := range [][2]Flavour{{NFT, Legacy}, {Legacy, NFT}} {
+	for _, flavours := range [][2]flavour{{flavourNFT, flavourLegacy}, {flavourLegacy, flavourNFT}} {
 		t.Run("from "+flavours[0].String(), func(t *testing.T) {
 			ns := netnstest.New(t)
 			foreign(t, ns, flavours[0])
@@ -418,15 +422,15 @@ func TestFlavourIsDetected(t *testing.T) {
 	)
 	for name, c := range map[string]struct {
 		nft, legacy string
-		want        Flavour
+		want        flavour
 	}{
-		"hint of kubelet in legacy":            {rule, hint, Legacy},
-		"hint of kubelet in nft":               {hint, rule, NFT},
-		"hint of an old kubelet in legacy":     {rule, oldHint, Legacy},
-		"hint of an old kubelet in nft":        {oldHint, rule, NFT},
-		"more rules in legacy":                 {"", rule, Legacy},
-		"more rules in nft":                    {rule, "", NFT},
-		"none, and the default program is nft": {"", "", NFT},
+		"hint of kubelet in legacy":            {rule, hint, flavourLegacy},
+		"hint of kubelet in nft":               {hint, rule, flavourNFT},
+		"hint of an old kubelet in legacy":     {rule, oldHint, flavourLegacy},
+		"hint of an old kubelet in nft":        {oldHint, rule, flavourNFT},
+		"more rules in legacy":                 {"", rule, flavourLegacy},
+		"more rules in nft":                    {rule, "", flavourNFT},
+		"none, and the default program is nft": {"", "", flavourNFT},
 	} {
 		t.Run(name, func(t *testing.T) {
 			ns := netnstest.New(t)
@@ -435,7 +439,7 @@ func TestFlavourIsDetected(t *testing.T) {
 					ns.RunWith(t, input, program)
 				}
 			}
-			got, err := detectFlavour(t.Context(), &Options{NetNS: ns.FD})
+			got, err := detectFlavour(t.Context(), &Options{Options: backends.Options{NetNS: ns.FD}})
 			if err != nil || got != c.want {
 				t.Errorf("detected %s, %v; want %s", got, err, c.want)
 			}

@@ -26,7 +26,7 @@ func (t *ruleset) checkLoss(ctx context.Context) error {
 		return nil
 	}
 	check := t.checkChains
-	if t.run.flavour == Legacy {
+	if t.run.flavour == flavourLegacy {
 		check = t.checkEntries
 	}
 	err := check(ctx)

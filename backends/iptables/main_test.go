@@ -16,6 +16,7 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/internal/backendtest"
 	"github.com/kpng-project/kpng/internal/netnstest"
 	"github.com/kpng-project/kpng/node/nodeaddr"
@@ -89,7 +90,7 @@ func batch(views ...*api.View) *sink.Changes {
 
 // variant is a combination of options that the tests use.
 type variant struct {
-	flavour      Flavour
+	flavour      flavour
 	withoutIPSet bool
 }
 
@@ -100,7 +101,7 @@ func (v variant) String() string {
 	return v.flavour.String()
 }
 
-var variants = []variant{{NFT, false}, {NFT, true}, {Legacy, false}, {Legacy, true}}
+var variants = []variant{{flavourNFT, false}, {flavourNFT, true}, {flavourLegacy, false}, {flavourLegacy, true}}
 
 // eachVariant runs a subtest for each variant, in a network namespace of its own.
 func eachVariant(t *testing.T, f func(t *testing.T, ns *netnstest.Namespace, v variant)) {
@@ -109,18 +110,18 @@ func eachVariant(t *testing.T, f func(t *testing.T, ns *netnstest.Namespace, v v
 	}
 }
 
-// newBackend makes a backend for a network namespace.
-func newBackend(t testing.TB, ns *netnstest.Namespace, v variant, edit ...func(*Options)) *Backend {
+// makeBackend makes a backend for a network namespace.
+func makeBackend(t testing.TB, ns *netnstest.Namespace, v variant, edit ...func(*Options)) *backend {
 	t.Helper()
 	opts := Options{
-		Flavour: v.flavour, WithoutIPSet: v.withoutIPSet, NetNS: ns.FD,
-		NodeAddresses: nodeaddr.Of(netip.MustParseAddr("192.0.2.1"), netip.MustParseAddr("2001:db8::1")),
-		Conntrack:     sink.Func(func(context.Context, *sink.Changes) error { return nil }),
+		Flavour: v.flavour.String(), WithoutIPSet: v.withoutIPSet,
+		Options: backends.Options{NetNS: ns.FD, NodeAddresses: nodeaddr.Of(netip.MustParseAddr("192.0.2.1"), netip.MustParseAddr("2001:db8::1")),
+			Conntrack: sink.Func(func(context.Context, *sink.Changes) error { return nil }), Sysctls: backends.IgnoreSysctls},
 	}
 	for _, f := range edit {
 		f(&opts)
 	}
-	b, err := New(opts)
+	b, err := newBackend(opts)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -128,9 +129,9 @@ func newBackend(t testing.TB, ns *netnstest.Namespace, v variant, edit ...func(*
 }
 
 // start starts a backend in a network namespace.
-func start(t testing.TB, ns *netnstest.Namespace, v variant, edit ...func(*Options)) *Backend {
+func start(t testing.TB, ns *netnstest.Namespace, v variant, edit ...func(*Options)) *backend {
 	t.Helper()
-	b := newBackend(t, ns, v, edit...)
+	b := makeBackend(t, ns, v, edit...)
 	backendtest.TakeOver(&b.owner, ns.FD, " ", b.opts.Instance)
 	if err := b.Start(t.Context()); err != nil {
 		t.Fatal(err)
@@ -139,7 +140,7 @@ func start(t testing.TB, ns *netnstest.Namespace, v variant, edit ...func(*Optio
 	return b
 }
 
-func mustSync(t testing.TB, b *Backend, all ...*sink.Changes) {
+func mustSync(t testing.TB, b *backend, all ...*sink.Changes) {
 	t.Helper()
 	for _, c := range all {
 		if err := b.Sync(t.Context(), c); err != nil {
@@ -149,13 +150,13 @@ func mustSync(t testing.TB, b *Backend, all ...*sink.Changes) {
 }
 
 // verify ends the pause after the last comparison, and calls Verify.
-func verify(t testing.TB, b *Backend) error {
+func verify(t testing.TB, b *backend) error {
 	b.verifyAt = time.Time{}
 	return b.Verify(t.Context())
 }
 
 // forget makes the next Verify read the rules, even if no other program has changed any.
-func forget(b *Backend) {
+func forget(b *backend) {
 	for _, t := range b.rulesets {
 		t.verified = 0
 	}
@@ -163,7 +164,7 @@ func forget(b *Backend) {
 
 // saveAll returns the rules of a flavour in both families and all sets, without counters
 // and comments.
-func saveAll(t testing.TB, ns *netnstest.Namespace, flavour Flavour) string {
+func saveAll(t testing.TB, ns *netnstest.Namespace, flavour flavour) string {
 	t.Helper()
 	var b strings.Builder
 	for _, family := range families {

@@ -14,6 +14,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends"
 )
 
 // listPattern matches the name of a list of clients of session affinity.
@@ -78,7 +79,7 @@ func (r *rendered) lines(opts *Options) []string {
 
 // The mark of the option MasqueradeMark, and no other mark, is in the rules.
 func TestMasqueradeMarkIsRendered(t *testing.T) {
-	opts := &Options{MasqueradeMark: 0x40000, MasqueradeAll: true}
+	opts := &Options{Options: backends.Options{MasqueradeMark: 0x40000, MasqueradeAll: true}}
 	if err := opts.complete(); err != nil {
 		t.Fatal(err)
 	}
@@ -252,7 +253,7 @@ func TestServicesAreRendered(t *testing.T) {
 			nat L1 1: -p tcp -j DNAT --to-destination 10.1.0.1:8080`,
 	}} {
 		t.Run(c.name, func(t *testing.T) {
-			opts := Options{Instance: "test"}
+			opts := Options{Options: backends.Options{Instance: "test"}}
 			if c.opts != nil {
 				c.opts(&opts)
 			}
@@ -274,7 +275,7 @@ func TestOwnNames(t *testing.T) {
 		"blue": {"KPNG-SERVICES": false, "KPNG-blue-SERVICES": true, "KPNG-blue2-SERVICES": false},
 	} {
 		for chain, want := range want {
-			if got := (&Options{Instance: name}).isOwn(chain); got != want {
+			if got := (&Options{Options: backends.Options{Instance: name}}).isOwn(chain); got != want {
 				t.Errorf("instance %q owns chain %s: %t, want %t", name, chain, got, want)
 			}
 		}
@@ -283,7 +284,7 @@ func TestOwnNames(t *testing.T) {
 
 // The kernel limits names of chains to 28 characters, and names of sets to 31.
 func TestNamesAreShortEnough(t *testing.T) {
-	r := renderer{opts: &Options{Instance: "sixsix"}, family: api.IPv6}
+	r := renderer{opts: &Options{Options: backends.Options{Instance: "sixsix"}}, family: api.IPv6}
 	for _, name := range []string{r.hashed("L", "default/a"), r.name(postrouting), r.setName(clusterIPSet) + "NEW"} {
 		if limit := 28; len(name) > limit {
 			t.Errorf("%s has %d characters, more than %d", name, len(name), limit)
@@ -294,14 +295,14 @@ func TestNamesAreShortEnough(t *testing.T) {
 func TestOptionsAreChecked(t *testing.T) {
 	for want, opts := range map[string]Options{
 		"":                      {},
-		"instance":              {Instance: "a-b"},
-		"not a single bit":      {MasqueradeMark: 3},
-		"kube-proxy's":          {MasqueradeMark: 0x4000},
-		"not an interface name": {PodInterfaces: []string{"a b"}},
+		"instance":              {Options: backends.Options{Instance: "a-b"}},
+		"not a single bit":      {Options: backends.Options{MasqueradeMark: 3}},
+		"kube-proxy's":          {Options: backends.Options{MasqueradeMark: 0x4000}},
+		"not an interface name": {Options: backends.Options{PodInterfaces: []string{"a b"}}},
 		"less than a second":    {LockWait: 1},
-		"masquerading outsiders needs cluster CIDRs or pod interfaces": {MasqueradeOutsiders: true},
+		"masquerading outsiders needs CIDRs or interfaces of pods": {Options: backends.Options{MasqueradeOutsiders: true}},
 	} {
-		_, err := New(opts)
+		_, err := newBackend(opts)
 		if (err == nil) != (want == "") || err != nil && !strings.Contains(err.Error(), want) {
 			t.Errorf("options %+v: error %v, want %q", opts, err, want)
 		}

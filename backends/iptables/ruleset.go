@@ -840,7 +840,7 @@ func (t *ruleset) restoreInput(write []chainID) string {
 				continue
 			}
 			n := 1 + countRules(t.chains[id])
-			if lines > 0 && lines+n > maxLines && t.run.flavour == NFT {
+			if lines > 0 && lines+n > maxLines && t.run.flavour == flavourNFT {
 				t.restorePart(&b, table, part, nil, nil)
 				part, lines = nil, 0
 			}
@@ -1197,7 +1197,7 @@ func (s *saved) foreign(jumps map[chainID]string, inexact map[chainID]uint64) (l
 // remove removes the instance's chains and the rules that lead to them. In flavour nft,
 // it also deletes the tables that are empty after that.
 func (t *ruleset) remove(ctx context.Context) error {
-	if t.run.flavour == Legacy {
+	if t.run.flavour == flavourLegacy {
 		s, err := t.readLoadedRules(ctx)
 		if err != nil {
 			return err

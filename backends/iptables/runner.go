@@ -24,7 +24,7 @@ import (
 // runner runs the programs of one family. Their input and arguments consist of rules of
 // this package, and never pass through a shell.
 type runner struct {
-	flavour                     Flavour
+	flavour                     flavour
 	restoreProgram, saveProgram string
 	ipset                       string // empty if sets are not used
 	family                      api.Family
@@ -38,12 +38,12 @@ type runner struct {
 }
 
 // programName returns the name of a program of iptables, such as ip6tables-nft-save.
-func programName(flavour Flavour, family api.Family, action string) string {
+func programName(flavour flavour, family api.Family, action string) string {
 	name := "iptables"
 	if family == api.IPv6 {
 		name = "ip6tables"
 	}
-	if flavour != DetectFlavour {
+	if flavour != flavourDetected {
 		name += "-" + flavour.String()
 	}
 	if action != "" {
@@ -63,7 +63,7 @@ func findProgram(name, debianPackage string) (string, error) {
 }
 
 // newRunner finds the programs of a flavour for a family.
-func newRunner(opts *Options, flavour Flavour, family api.Family, ipset string) (*runner, error) {
+func newRunner(opts *Options, flavour flavour, family api.Family, ipset string) (*runner, error) {
 	restore, err := findProgram(programName(flavour, family, "restore"), "iptables")
 	if err != nil {
 		return nil, err
@@ -74,7 +74,7 @@ func newRunner(opts *Options, flavour Flavour, family api.Family, ipset string) 
 	}
 	return &runner{
 		flavour: flavour, restoreProgram: restore, saveProgram: save, ipset: ipset, family: family,
-		lockWait: opts.LockWait, netNS: opts.NetNS, restored: opts.Observer.Restored, transactions: new(uint32),
+		lockWait: opts.LockWait, netNS: opts.NetNS, restored: func(lines int, err error) { opts.Observer.Wrote(lines, err) }, transactions: new(uint32),
 	}, nil
 }
 
@@ -197,12 +197,12 @@ func (r *runner) command(ctx context.Context, input, program string, args ...str
 	return "", failed
 }
 
-// detectFlavour returns the flavour that [DetectFlavour] selects.
-func detectFlavour(ctx context.Context, opts *Options) (Flavour, error) {
+// detectFlavour returns the flavour that [flavourDetected] selects.
+func detectFlavour(ctx context.Context, opts *Options) (flavour, error) {
 	hints := regexp.MustCompile(`(?m)^:(KUBE-IPTABLES-HINT|KUBE-KUBELET-CANARY) `)
-	rules := map[Flavour]int{}
-	var found []Flavour
-	for _, flavour := range []Flavour{NFT, Legacy} {
+	rules := map[flavour]int{}
+	var found []flavour
+	for _, flavour := range []flavour{flavourNFT, flavourLegacy} {
 		if _, err := findProgram(programName(flavour, api.IPv4, "save"), "iptables"); err != nil {
 			continue
 		}
@@ -231,18 +231,18 @@ func detectFlavour(ctx context.Context, opts *Options) (Flavour, error) {
 		return 0, errors.New("find programs iptables-nft-save and iptables-legacy-save: neither is installed (Debian: apt-get install iptables)")
 	case len(found) == 1:
 		return found[0], nil
-	case rules[NFT] > rules[Legacy]:
-		return NFT, nil
-	case rules[Legacy] > rules[NFT]:
-		return Legacy, nil
+	case rules[flavourNFT] > rules[flavourLegacy]:
+		return flavourNFT, nil
+	case rules[flavourLegacy] > rules[flavourNFT]:
+		return flavourLegacy, nil
 	}
-	iptables, err := findProgram(programName(DetectFlavour, api.IPv4, ""), "iptables")
+	iptables, err := findProgram(programName(flavourDetected, api.IPv4, ""), "iptables")
 	if err != nil {
-		return NFT, nil
+		return flavourNFT, nil
 	}
 	version, err := (&runner{netNS: opts.NetNS}).command(ctx, "", iptables, "-V")
 	if err == nil && strings.Contains(version, "legacy") {
-		return Legacy, nil
+		return flavourLegacy, nil
 	}
-	return NFT, nil
+	return flavourNFT, nil
 }

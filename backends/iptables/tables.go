@@ -26,8 +26,8 @@ const (
 
 // hasTables returns false if the kernel certainly has no rules of a flavour in table nat.
 // Start and Cleanup call it to skip a flavour that the node does not use.
-func hasTables(ctx context.Context, netNS int, flavour Flavour, family api.Family) (bool, error) {
-	if flavour == Legacy {
+func hasTables(ctx context.Context, netNS int, flavour flavour, family api.Family) (bool, error) {
+	if flavour == flavourLegacy {
 		loaded, err := legacyTables(netNS, family)
 		return slices.Contains(loaded, nat), err
 	}
@@ -62,7 +62,7 @@ func (t *ruleset) readLoadedRules(ctx context.Context) (*saved, error) {
 // hasChains reports whether the kernel has chains of the instance. In flavour nft, this also
 // works if iptables-save cannot read the tables.
 func (t *ruleset) hasChains(ctx context.Context) (has bool, err error) {
-	if t.run.flavour == Legacy {
+	if t.run.flavour == flavourLegacy {
 		saved, err := t.readLoadedRules(ctx)
 		return err == nil && len(saved.chains) > 0, err
 	}
@@ -129,7 +129,7 @@ func deleteIfEmpty(ctx context.Context, c *netfilter.Conn, nfproto byte, table s
 // generation returns a number that changes with each change of rules in flavour nft. It
 // returns 0 in flavour legacy, which has no such number.
 func (r *runner) generation(ctx context.Context) (uint32, error) {
-	if r.flavour == Legacy {
+	if r.flavour == flavourLegacy {
 		return 0, nil
 	}
 	return r.conn.Generation(ctx)

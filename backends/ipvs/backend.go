@@ -8,7 +8,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"slices"
 	"sync"
 	"time"
 
@@ -21,8 +20,8 @@ import (
 	"github.com/kpng-project/kpng/sink"
 )
 
-// Backend is a sink that programs IPVS. See the package comment.
-type Backend struct {
+// The type backend is the dataplane of this package.
+type backend struct {
 	opts  Options
 	owner ownership.Owner
 	tasks kernelnode.Tasks
@@ -38,50 +37,53 @@ type Backend struct {
 	pause                       kernelnode.DriftPause
 }
 
-var (
-	_ sink.Sink     = (*Backend)(nil)
-	_ sink.Starter  = (*Backend)(nil)
-	_ sink.Stopper  = (*Backend)(nil)
-	_ sink.Cleaner  = (*Backend)(nil)
-	_ sink.Verifier = (*Backend)(nil)
-)
+var _ backends.Dataplane = (*backend)(nil)
 
-// New returns a backend. It does not access the kernel. It returns an error if opts are
+// New returns a dataplane. It does not access the kernel. It returns an error if opts are
 // invalid.
-func New(opts Options) (*Backend, error) {
+//
+// The first Sync needs CAP_NET_ADMIN and the kernel module ip_vs. The kernel loads the
+// modules dummy and ip_vs_* itself if it can.
+func New(opts Options) (backends.Dataplane, error) {
+	b, err := newBackend(opts)
+	if err != nil {
+		return nil, err
+	}
+	return b, nil
+}
+
+func newBackend(opts Options) (*backend, error) {
 	if err := opts.complete(); err != nil {
 		return nil, fmt.Errorf("ipvs options: %w", err)
 	}
-	b := &Backend{opts: opts}
+	b := &backend{opts: opts}
 	b.dataplane = newDataplane(&b.opts)
 	return b, nil
 }
 
 // Start implements [sink.Starter]. It checks kernel settings and watches the node's
-// addresses. The first Sync needs CAP_NET_ADMIN and the kernel module ip_vs. The kernel
-// loads the modules dummy and ip_vs_* itself if it can. If another process programs the
-// instance, the error wraps [sink.ErrOwned].
-func (b *Backend) Start(ctx context.Context) error {
+// addresses.
+func (b *backend) Start(ctx context.Context) error {
 	return b.owner.Start(b.own(ctx), func() error { return b.start(ctx) })
 }
 
 // own returns a function that takes the ownership of the instance. A table of the backend
 // nftables may have the same name.
-func (b *Backend) own(ctx context.Context) func() (release func(), err error) {
+func (b *backend) own(ctx context.Context) func() (release func(), err error) {
 	return func() (func(), error) {
 		return ownership.Objects(ctx, b.opts.NetNS, "nftables table "+b.opts.tableName())
 	}
 }
 
-func (b *Backend) start(ctx context.Context) error {
-	settings := sysctl.Forwarding
+func (b *backend) start(ctx context.Context) error {
+	var more []sysctl.Setting
 	if b.opts.StrictARP {
-		settings = slices.Concat(settings, sysctl.StrictARP)
+		more = sysctl.StrictARP
 	}
-	if err := b.checkSysctls(ctx, settings, SetSysctls); err != nil {
+	if err := kernelnode.ApplySysctls(ctx, &b.opts.Options, more...); err != nil {
 		return err
 	}
-	if err := b.tasks.Start(ctx, &backends.Options{NodeAddresses: b.opts.NodeAddresses, Conntrack: b.opts.Conntrack, NetNS: b.opts.NetNS}); err != nil {
+	if err := b.tasks.Start(ctx, &b.opts.Options); err != nil {
 		return err
 	}
 	addrs, err := b.tasks.Watch(nodeaddr.Options{
@@ -98,7 +100,7 @@ func (b *Backend) start(ctx context.Context) error {
 }
 
 // Stop implements [sink.Stopper]. The kernel continues to forward traffic; see Cleanup.
-func (b *Backend) Stop(ctx context.Context) error {
+func (b *backend) Stop(ctx context.Context) error {
 	defer b.owner.Release()
 	err := b.tasks.Stop(ctx)
 	b.mu.Lock()
@@ -112,25 +114,25 @@ func (b *Backend) Stop(ctx context.Context) error {
 //
 // If another process programs the instance, Cleanup changes nothing, and its error wraps
 // [sink.ErrOwned].
-func (b *Backend) Cleanup(ctx context.Context) error {
+func (b *backend) Cleanup(ctx context.Context) error {
 	return b.owner.During(b.own(ctx), func() error { return b.cleanup(ctx) })
 }
 
-func (b *Backend) cleanup(ctx context.Context) error {
+func (b *backend) cleanup(ctx context.Context) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	return errors.Join(b.dataplane.cleanup(ctx), b.dataplane.close())
 }
 
 // Sync implements [sink.Sink].
-func (b *Backend) Sync(ctx context.Context, c *sink.Changes) error {
+func (b *backend) Sync(ctx context.Context, c *sink.Changes) error {
 	return b.tasks.Sync(ctx, c, b.program(ctx, c))
 }
 
 // errNodeChanged causes a new pass, which plans all services again.
 var errNodeChanged = fmt.Errorf("the addresses of the node changed (%w)", sink.ErrStartOver)
 
-func (b *Backend) program(ctx context.Context, c *sink.Changes) error {
+func (b *backend) program(ctx context.Context, c *sink.Changes) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	if c.NodeChanged {
@@ -148,7 +150,7 @@ func (b *Backend) program(ctx context.Context, c *sink.Changes) error {
 		if err := d.conn.open(); err != nil {
 			return err
 		}
-		if err := b.checkSysctls(ctx, sysctl.IPVS, ReportSysctls, SetSysctls); err != nil {
+		if err := b.applyIPVSSysctls(ctx); err != nil {
 			return err
 		}
 		if err := b.checkConntrack(); err != nil {
@@ -167,7 +169,7 @@ func (b *Backend) program(ctx context.Context, c *sink.Changes) error {
 }
 
 // addresses returns a copy of the planner, with the present addresses of the machine.
-func (b *Backend) addresses() planner {
+func (b *backend) addresses() planner {
 	p := b.dataplane.planner
 	p.nodePortAddrs, _ = b.tasks.Addresses.Addresses()
 	p.machineAddrs, _ = b.machineAddresses.Addresses()
@@ -177,7 +179,7 @@ func (b *Backend) addresses() planner {
 // Verify implements [sink.Verifier]. It deletes removed endpoints whose connections have
 // ended. From time to time, it compares the kernel with the backend's records, and
 // repairs changes by other programs.
-func (b *Backend) Verify(ctx context.Context) error {
+func (b *backend) Verify(ctx context.Context) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	d, now, next := b.dataplane, time.Now(), b.addresses()
@@ -213,7 +215,7 @@ func (b *Backend) Verify(ctx context.Context) error {
 
 // findDrift searches for changes by other programs and repairs them. If only a new pass
 // can repair them, it sets known to false and returns [sink.ErrStartOver].
-func (b *Backend) findDrift(ctx context.Context) error {
+func (b *backend) findDrift(ctx context.Context) error {
 	d := b.dataplane
 	if err := b.checkConntrack(); err != nil {
 		d.known = false // a pass corrects the setting
@@ -231,11 +233,11 @@ func (b *Backend) findDrift(ctx context.Context) error {
 
 // VerifyInterval returns one second, see [sink.Verifier]. Most calls of Verify
 // only count the connections of removed endpoints.
-func (b *Backend) VerifyInterval() time.Duration { return time.Second }
+func (b *backend) VerifyInterval() time.Duration { return time.Second }
 
 // checkConntrack returns an error if IPVS does not use connection tracking. Without
 // connection tracking, nothing can be masqueraded.
-func (b *Backend) checkConntrack() error {
+func (b *backend) checkConntrack() error {
 	const name = "net.ipv4.vs.conntrack"
 	var value int
 	var err error
@@ -248,13 +250,10 @@ func (b *Backend) checkConntrack() error {
 	return err
 }
 
-// checkSysctls checks kernel settings. It also corrects them if Options.Sysctls is one of
-// the modes in the argument set.
-func (b *Backend) checkSysctls(ctx context.Context, settings []sysctl.Setting, set ...SysctlMode) error {
-	if b.opts.Sysctls == IgnoreSysctls {
+// applyIPVSSysctls corrects the settings of IPVS, except in the mode IgnoreSysctls.
+func (b *backend) applyIPVSSysctls(ctx context.Context) error {
+	if b.opts.Sysctls == backends.IgnoreSysctls {
 		return nil
 	}
-	return netns.Do(b.opts.NetNS, func() {
-		sysctl.Kernel.Apply(ctx, settings, slices.Contains(set, b.opts.Sysctls))
-	})
+	return netns.Do(b.opts.NetNS, func() { sysctl.Kernel.Apply(ctx, sysctl.IPVS, true) })
 }

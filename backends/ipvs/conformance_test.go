@@ -8,6 +8,7 @@ import (
 	"os/exec"
 	"testing"
 
+	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/backends/ipvs"
 	"github.com/kpng-project/kpng/conformance"
 	"github.com/kpng-project/kpng/internal/backendtest"
@@ -54,14 +55,11 @@ func modprobe(t *testing.T, name string) {
 
 func newSink(site conformance.Site) (sink.Sink, error) {
 	return backendtest.NewSink(site, func(addrs nodeaddr.Source, connections sink.Sink) (sink.Sink, error) {
-		return ipvs.New(ipvs.Options{
-			Instance:            site.Instance,
-			Interface:           site.Instance,
-			NodeAddresses:       addrs,
-			Conntrack:           connections,
+		return ipvs.New(ipvs.Options{Options: backends.Options{
+			Instance: site.Instance, NodeAddresses: addrs, Conntrack: connections,
 			PodInterfaces:       []string{site.PodInterfaces + "*"},
 			MasqueradeAll:       site.Masquerade == conformance.MasqueradeAll,
 			MasqueradeOutsiders: site.Masquerade == conformance.MasqueradeOutside,
-		})
+		}, Interface: site.Instance})
 	})
 }

@@ -13,6 +13,7 @@ import (
 	"slices"
 	"time"
 
+	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/internal/kernelnode"
 	"github.com/kpng-project/kpng/internal/netfilter"
 	"github.com/kpng-project/kpng/internal/sourcelists"
@@ -28,12 +29,13 @@ import (
 // since then. dataplane compares the plan of a changed service with these records. It
 // reads a virtual server from the kernel only after an error, or if the records lack it.
 type dataplane struct {
-	opts    *Options
-	planner planner
-	conn    conn
-	nft     *netfilter.Conn
-	table   *table // nil until the first pass
-	local   localAddresses
+	opts     *Options
+	observer backends.Observer
+	planner  planner
+	conn     conn
+	nft      *netfilter.Conn
+	table    *table // nil until the first pass
+	local    localAddresses
 
 	// known is true if the fields servers, elements and routes describe the kernel.
 	known bool
@@ -87,10 +89,11 @@ func newDataplane(opts *Options) *dataplane {
 			scheduler: opts.Scheduler, annotation: opts.SchedulerAnnotation,
 			owner: owner(opts.tableName()), healthzPort: opts.HealthzPort, nodeNetworks: opts.NodeNetworks,
 		},
-		conn:  conn{netNS: opts.NetNS},
-		nft:   netfilter.NewConn(opts.NetNS),
-		lists: sourcelists.New(nil),
-		local: localAddresses{name: opts.Interface, owner: opts.tableName(), netNS: opts.NetNS},
+		observer: kernelnode.Observe(opts.Observer),
+		conn:     conn{netNS: opts.NetNS},
+		nft:      netfilter.NewConn(opts.NetNS),
+		lists:    sourcelists.New(nil),
+		local:    localAddresses{name: opts.Interface, owner: opts.tableName(), netNS: opts.NetNS},
 	}
 }
 
@@ -307,7 +310,12 @@ func (d *dataplane) sync(c *sink.Changes) error {
 	}
 	if c.Last {
 		d.leftovers.RecordPass(time.Now(), d.leftovers.Exist)
+		if len(failed)+len(c.Failing) == 0 {
+			d.observer.Repaired()
+		}
 	}
+	d.observer.Holds("servers", len(d.servers))
+	d.observer.Holds("elements", len(d.elements))
 	return failed.Err()
 }
 
@@ -482,7 +490,9 @@ func (d *dataplane) changeTable(remove, add []element) error {
 	if len(remove)+len(add) == 0 {
 		return nil
 	}
-	if err := d.table.change(remove, add); err != nil {
+	err := d.table.change(remove, add)
+	d.observer.Wrote(len(remove)+len(add), err)
+	if err != nil {
 		return errors.Join(err, d.compareTable(context.Background()))
 	}
 	for _, e := range remove {

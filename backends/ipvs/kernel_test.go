@@ -22,6 +22,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 	"github.com/google/nftables"
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/internal/backendtest"
 	"github.com/kpng-project/kpng/internal/kernelnode"
 	"github.com/kpng-project/kpng/internal/netnstest"
@@ -76,7 +77,7 @@ func TestKernel(t *testing.T) {
 
 // node is a backend in a network namespace of its own.
 type node struct {
-	*Backend
+	*backend
 	t  testing.TB
 	ns *netnstest.Namespace
 }
@@ -92,7 +93,7 @@ func newNode(t testing.TB) *node {
 func (n *node) restart(edit ...func(*Options)) {
 	n.t.Helper()
 	n.renew(edit...)
-	b := n.Backend
+	b := n.backend
 	backendtest.TakeOver(&b.owner, n.ns.FD, " ", b.opts.Instance)
 	if err := b.Start(n.t.Context()); err != nil {
 		n.t.Fatal(err)
@@ -103,19 +104,19 @@ func (n *node) restart(edit ...func(*Options)) {
 // renew makes a new backend and does not start it.
 func (n *node) renew(edit ...func(*Options)) {
 	n.t.Helper()
-	opts := Options{
+	opts := Options{Options: backends.Options{
 		NetNS:         n.ns.FD,
 		NodeAddresses: nodeaddr.Of(netip.MustParseAddr("192.0.2.1")),
 		Conntrack:     sink.Func(func(context.Context, *sink.Changes) error { return nil }),
-	}
+	}}
 	for _, f := range edit {
 		f(&opts)
 	}
-	b, err := New(opts)
+	b, err := newBackend(opts)
 	if err != nil {
 		n.t.Fatal(err)
 	}
-	n.Backend = b
+	n.backend = b
 }
 
 // pass delivers a pass with these views.
@@ -313,7 +314,7 @@ func testRepairByDriver(t *testing.T) {
 	src.Set(view([]string{"10.1.0.1", "10.1.0.2"}, nil))
 	src.MarkSynced()
 	progress := make(chan error, 10_000)
-	d := sink.NewDriver(src, n.Backend, sink.Options{
+	d := sink.NewDriver(src, n.backend, sink.Options{
 		VerifyInterval: 10 * time.Millisecond,
 		Observer: sink.Observer{
 			Synced: func(r sink.SyncResult) { progress <- r.Err },
@@ -664,7 +665,7 @@ func testOwnAddressAndNodePort(t *testing.T) {
 // is 0, because nothing can be masqueraded then.
 func testConntrackSetting(t *testing.T) {
 	n := newNode(t)
-	n.restart(func(o *Options) { o.Sysctls = IgnoreSysctls })
+	n.restart(func(o *Options) { o.Sysctls = backends.IgnoreSysctls })
 	if err := n.pass(view(nil, nil)); err == nil || !strings.Contains(err.Error(), "net.ipv4.vs.conntrack is 0") {
 		t.Errorf("error %v does not name the setting", err)
 	}
@@ -689,9 +690,9 @@ func TestStrictARP(t *testing.T) {
 		edit func(*Options)
 		want string
 	}{
-		{"without strict ARP", func(o *Options) { o.Sysctls = SetSysctls }, "0 0"},
+		{"without strict ARP", func(o *Options) { o.Sysctls = backends.SetSysctls }, "0 0"},
 		{"strict ARP is only checked", func(o *Options) { o.StrictARP = true }, "0 0"},
-		{"strict ARP", func(o *Options) { o.StrictARP, o.Sysctls = true, SetSysctls }, "1 2"},
+		{"strict ARP", func(o *Options) { o.StrictARP, o.Sysctls = true, backends.SetSysctls }, "1 2"},
 	} {
 		n.restart(step.edit)
 		if got := values(); got != step.want {

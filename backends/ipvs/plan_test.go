@@ -15,6 +15,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/internal/backendtest"
 	"github.com/kpng-project/kpng/node/nodeaddr"
 	"github.com/kpng-project/kpng/nodeview"
@@ -317,7 +318,7 @@ func (s *stopSink) Stop(context.Context) error {
 func TestFailedStartStopsWhatItStarted(t *testing.T) {
 	connections := &stopSink{}
 	const notOpen = 1 << 20
-	b, err := New(Options{NetNS: notOpen, Sysctls: IgnoreSysctls, NodeAddresses: nodeaddr.Of(), Conntrack: connections})
+	b, err := newBackend(Options{Options: backends.Options{NetNS: notOpen, Sysctls: backends.IgnoreSysctls, NodeAddresses: nodeaddr.Of(), Conntrack: connections}})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -334,17 +335,17 @@ func TestOwnersOfInstancesDiffer(t *testing.T) {
 
 func TestInvalidOptionsAreRefused(t *testing.T) {
 	for name, opts := range map[string]Options{
-		"instance":   {Instance: "a b"},
+		"instance":   {Options: backends.Options{Instance: "a b"}},
 		"interface":  {Interface: "much-too-long-name"},
 		"scheduler":  {Scheduler: "r r"},
-		"bit":        {MasqueradeMark: 3},
-		"kube-proxy": {MasqueradeMark: 0x4000},
-		"CIDR":       {ClusterCIDRs: []netip.Prefix{{}}},
+		"bit":        {Options: backends.Options{MasqueradeMark: 3}},
+		"kube-proxy": {Options: backends.Options{MasqueradeMark: 0x4000}},
+		"CIDR":       {Options: backends.Options{ClusterCIDRs: []netip.Prefix{{}}}},
 		"nodes":      {NodeNetworks: []netip.Prefix{{}}},
-		"needs":      {MasqueradeOutsiders: true},
-		"without a":  {Instance: "ipvs"},
+		"needs":      {Options: backends.Options{MasqueradeOutsiders: true}},
+		"without a":  {Options: backends.Options{Instance: "ipvs"}},
 	} {
-		if _, err := New(opts); err == nil || !strings.Contains(err.Error(), name) {
+		if _, err := newBackend(opts); err == nil || !strings.Contains(err.Error(), name) {
 			t.Errorf("%s: error %v", name, err)
 		}
 	}

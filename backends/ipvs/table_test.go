@@ -15,6 +15,7 @@ import (
 
 	"github.com/google/nftables"
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/internal/netnstest"
 	"github.com/kpng-project/kpng/internal/nftrule"
 	"github.com/kpng-project/kpng/internal/sourcelists"
@@ -66,7 +67,7 @@ func someElements() map[element]bool {
 }
 
 func TestTableKeepsElements(t *testing.T) {
-	table := testTable(t, netnstest.New(t), Options{MasqueradeOutsiders: true, PodInterfaces: []string{"veth*"}, ClusterCIDRs: []netip.Prefix{netip.MustParsePrefix("10.1.0.0/16")}})
+	table := testTable(t, netnstest.New(t), Options{Options: backends.Options{MasqueradeOutsiders: true, PodInterfaces: []string{"veth*"}, ClusterCIDRs: []netip.Prefix{netip.MustParsePrefix("10.1.0.0/16")}}})
 	if got, err := table.read(t.Context()); !errors.Is(err, errChanged) || len(got) > 0 {
 		t.Fatalf("without a table, read returns %v, %v", got, err)
 	}
@@ -177,7 +178,7 @@ func TestForeignElementsAndSets(t *testing.T) {
 func TestTableOfAnySize(t *testing.T) {
 	ns := netnstest.New(t)
 	const buffer = 256 << 10
-	d := newDataplane(&Options{NetNS: ns.FD, MasqueradeMark: 1})
+	d := newDataplane(&Options{Options: backends.Options{NetNS: ns.FD, MasqueradeMark: 1}})
 	var err error
 	if d.table, err = newTable(d.opts, buffer); err != nil {
 		t.Fatal(err)
@@ -207,7 +208,7 @@ func TestTableOfAnySize(t *testing.T) {
 // TestCleanupKeepsTableOfLocalAddresses checks that the table still refuses packets if the
 // interface cannot be deleted.
 func TestCleanupKeepsTableOfLocalAddresses(t *testing.T) {
-	d := newDataplane(&Options{NetNS: netnstest.New(t).FD, MasqueradeMark: 1})
+	d := newDataplane(&Options{Options: backends.Options{NetNS: netnstest.New(t).FD, MasqueradeMark: 1}})
 	table := testTable(t, &netnstest.Namespace{FD: d.opts.NetNS}, Options{})
 	if err := table.create(nil); err != nil {
 		t.Fatal(err)
@@ -225,7 +226,7 @@ func TestCleanupKeepsTableOfLocalAddresses(t *testing.T) {
 // TestCleanupKeepsTableOfVirtualServers checks that the table still checks source ranges
 // and masquerades if virtual servers cannot be deleted.
 func TestCleanupKeepsTableOfVirtualServers(t *testing.T) {
-	d := newDataplane(&Options{NetNS: netnstest.New(t).FD, MasqueradeMark: 1})
+	d := newDataplane(&Options{Options: backends.Options{NetNS: netnstest.New(t).FD, MasqueradeMark: 1}})
 	table := testTable(t, &netnstest.Namespace{FD: d.opts.NetNS}, Options{})
 	if err := table.create(nil); err != nil {
 		t.Fatal(err)
@@ -276,7 +277,7 @@ func TestChangedTableGetsRecordedElements(t *testing.T) {
 // TestFailedEndOfPassKeepsBackoff checks that a pass which does not end does not delay
 // the next pass.
 func TestFailedEndOfPassKeepsBackoff(t *testing.T) {
-	b := &Backend{machineAddresses: nodeaddr.Of()}
+	b := &backend{machineAddresses: nodeaddr.Of()}
 	b.tasks.Addresses = nodeaddr.Of()
 	d := newDataplane(&b.opts)
 	b.dataplane = d
@@ -299,7 +300,7 @@ func TestFailedEndOfPassKeepsBackoff(t *testing.T) {
 // dataplaneWithTable returns a dataplane whose table has the elements of someElements.
 func dataplaneWithTable(t *testing.T) (*dataplane, *netnstest.Namespace) {
 	ns := netnstest.New(t)
-	d := newDataplane(&Options{NetNS: ns.FD})
+	d := newDataplane(&Options{Options: backends.Options{NetNS: ns.FD}})
 	d.table = testTable(t, ns, Options{})
 	d.elements, d.known = someElements(), true
 	if err := d.table.create(d.elements); err != nil {
@@ -372,7 +373,7 @@ func TestComparisonReadsTableOnlyAfterChanges(t *testing.T) {
 // and until the virtual server is deleted.
 func TestOrderOfElementsAndServers(t *testing.T) {
 	const notOpen = 1 << 20
-	d := newDataplane(&Options{Scheduler: "rr", NetNS: notOpen}) // deletions of virtual servers fail
+	d := newDataplane(&Options{Options: backends.Options{NetNS: notOpen}, Scheduler: "rr"}) // deletions of virtual servers fail
 	d.table = testTable(t, netnstest.New(t), Options{})
 	if err := d.table.create(nil); err != nil {
 		t.Fatal(err)
@@ -464,7 +465,7 @@ func TestOrderOfElementsAndServers(t *testing.T) {
 // some Linux distributions do at shutdown and boot.
 func TestProgramNFTLoadsTable(t *testing.T) {
 	ns := netnstest.New(t)
-	table := testTable(t, ns, Options{MasqueradeOutsiders: true, PodInterfaces: []string{"cni0"}})
+	table := testTable(t, ns, Options{Options: backends.Options{MasqueradeOutsiders: true, PodInterfaces: []string{"cni0"}}})
 	if err := table.create(someElements()); err != nil {
 		t.Fatal(err)
 	}

@@ -55,6 +55,7 @@ func newBackend(opts Options) (*backend, error) {
 	if err := opts.complete(); err != nil {
 		return nil, fmt.Errorf("nftables options: %w", err)
 	}
+	opts.Observer = kernelnode.Observe(opts.Observer)
 	b := &backend{opts: opts}
 	b.table = newTable(&b.opts)
 	return b, nil

@@ -22,8 +22,8 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// Backend is a sink that programs a bridge. See the package comment.
-type Backend struct {
+// The type backend is the dataplane of this package.
+type backend struct {
 	opts  Options
 	owner ownership.Owner
 	tasks kernelnode.Tasks
@@ -39,46 +39,54 @@ type Backend struct {
 	pause                 kernelnode.DriftPause
 }
 
-var (
-	_ sink.Sink     = (*Backend)(nil)
-	_ sink.Starter  = (*Backend)(nil)
-	_ sink.Stopper  = (*Backend)(nil)
-	_ sink.Cleaner  = (*Backend)(nil)
-	_ sink.Verifier = (*Backend)(nil)
-)
+var _ backends.Dataplane = (*backend)(nil)
 
-// New returns a backend. It does not connect to the switch. It returns an error if opts
-// are invalid.
-func New(opts Options) (*Backend, error) {
+// New returns a dataplane. It does not connect to the switch. It returns an error if opts
+// are invalid. Start fails with [sink.ErrOwned] only if the other process is in the same
+// network namespace.
+func New(opts Options) (backends.Dataplane, error) {
+	b, err := newBackend(opts)
+	if err != nil {
+		return nil, err
+	}
+	return b, nil
+}
+
+func newBackend(opts Options) (*backend, error) {
 	if err := opts.complete(); err != nil {
 		return nil, fmt.Errorf("ovs options: %w", err)
 	}
-	b := &Backend{opts: opts}
+	b := &backend{opts: opts}
 	b.dataplane = newDataplane(&b.opts)
 	return b, nil
 }
 
-// Start implements [sink.Starter]. It watches the node's addresses. If another process in
-// this network namespace programs the instance, the error wraps [sink.ErrOwned].
-func (b *Backend) Start(ctx context.Context) error {
+// Start implements [sink.Starter]. It watches the node's addresses.
+func (b *backend) Start(ctx context.Context) error {
 	return b.owner.Start(b.own(ctx), func() error { return b.start(ctx) })
 }
 
 // own returns a function that takes the ownership of the instance's flows and groups.
-func (b *Backend) own(ctx context.Context) func() (release func(), err error) {
+func (b *backend) own(ctx context.Context) func() (release func(), err error) {
 	return func() (func(), error) {
 		socket := b.opts.socket()
 		if dir, err := filepath.EvalSymlinks(b.opts.RunDir); err == nil { // /var/run usually is a link to /run
 			socket = filepath.Join(dir, filepath.Base(socket))
 		}
-		return ownership.Objects(ctx, 0, fmt.Sprintf("flows of instance %d in the bridge %s", b.opts.Instance, socket))
+		return ownership.Objects(ctx, 0, fmt.Sprintf("flows of instance %d in the bridge %s", b.opts.number, socket))
 	}
 }
 
-func (b *Backend) start(ctx context.Context) error {
-	// The tracked connections are in the switch, so package conntrack has nothing to do.
-	nothing := sink.Func(func(context.Context, *sink.Changes) error { return nil })
-	if err := b.tasks.Start(ctx, &backends.Options{NodeAddresses: b.opts.NodeAddresses, Conntrack: nothing}); err != nil {
+func (b *backend) start(ctx context.Context) error {
+	if err := kernelnode.ApplySysctls(ctx, &b.opts.Options); err != nil {
+		return err
+	}
+	opts := b.opts.Options
+	if opts.Conntrack == nil {
+		// The tracked connections are in the switch, so package conntrack has nothing to do.
+		opts.Conntrack = sink.Func(func(context.Context, *sink.Changes) error { return nil })
+	}
+	if err := b.tasks.Start(ctx, &opts); err != nil {
 		return err
 	}
 	addrs, err := b.tasks.Watch(nodeaddr.Options{Selection: nodeaddr.Selection{All: true}})
@@ -90,7 +98,7 @@ func (b *Backend) start(ctx context.Context) error {
 }
 
 // Stop implements [sink.Stopper]. The switch continues to forward traffic; see Cleanup.
-func (b *Backend) Stop(ctx context.Context) error {
+func (b *backend) Stop(ctx context.Context) error {
 	defer b.owner.Release()
 	err := b.tasks.Stop(ctx)
 	b.mu.Lock()
@@ -103,18 +111,22 @@ func (b *Backend) Stop(ctx context.Context) error {
 //
 // If another process programs the instance, Cleanup changes nothing, and its error wraps
 // [sink.ErrOwned].
-func (b *Backend) Cleanup(ctx context.Context) error {
+func (b *backend) Cleanup(ctx context.Context) error {
 	return b.owner.During(b.own(ctx), func() error { return b.cleanup(ctx) })
 }
 
-func (b *Backend) cleanup(ctx context.Context) error {
+func (b *backend) cleanup(ctx context.Context) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	return errors.Join(b.dataplane.cleanup(ctx), b.dataplane.close())
 }
 
 // Sync implements [sink.Sink].
-func (b *Backend) Sync(ctx context.Context, c *sink.Changes) error {
+func (b *backend) Sync(ctx context.Context, c *sink.Changes) error {
+	return b.tasks.Sync(ctx, c, b.program(ctx, c))
+}
+
+func (b *backend) program(ctx context.Context, c *sink.Changes) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	if c.NodeChanged {
@@ -155,7 +167,7 @@ const (
 )
 
 // connect connects to the switch if there is no connection.
-func (b *Backend) connect(ctx context.Context) error {
+func (b *backend) connect(ctx context.Context) error {
 	deadline := time.Now().Add(maxDialTime)
 	for logged := false; ; logged = true {
 		err := b.dataplane.open(ctx)
@@ -174,7 +186,7 @@ func (b *Backend) connect(ctx context.Context) error {
 }
 
 // node returns the present addresses of the node.
-func (b *Backend) node() (n node) {
+func (b *backend) node() (n node) {
 	all, _ := b.tasks.Addresses.Addresses()
 	n.nodePortAddrs = slices.DeleteFunc(slices.Clone(all), netip.Addr.IsLoopback)
 	n.machineAddrs, _ = b.machineAddresses.Addresses()
@@ -184,7 +196,7 @@ func (b *Backend) node() (n node) {
 // Verify implements [sink.Verifier]. It notices a lost connection to the switch. From time
 // to time, and after the switch has reported changes by other programs, it compares the
 // switch with the backend's records.
-func (b *Backend) Verify(ctx context.Context) error {
+func (b *backend) Verify(ctx context.Context) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	d, now, next := b.dataplane, time.Now(), b.node()
@@ -227,4 +239,4 @@ const minPause = 5 * time.Second
 
 // VerifyInterval returns 100 ms, see [sink.Verifier]. Most calls of Verify only
 // check whether the connection to the switch is lost.
-func (b *Backend) VerifyInterval() time.Duration { return 100 * time.Millisecond }
+func (b *backend) VerifyInterval() time.Duration { return 100 * time.Millisecond }

@@ -13,6 +13,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/conformance"
 	"github.com/kpng-project/kpng/internal/backendtest"
 	"github.com/kpng-project/kpng/internal/ovstest"
@@ -42,20 +43,13 @@ var (
 // between these ports, as the agent of a pod network does.
 func TestConformance(t *testing.T) {
 	conformance.Run(t, func(site conformance.Site) (sink.Sink, error) {
-		opts := Options{
-			Bridge: ovstest.Bridge, RunDir: os.Getenv(dirVariable),
-			FirstTable: firstTable, OutTable: secondTable, Chained: true,
-			MasqueradeAddresses: nodeAddrs, HairpinAddresses: hairpinAddrs,
-			MasqueradeAll:       site.Masquerade == conformance.MasqueradeAll,
-			MasqueradeOutsiders: site.Masquerade == conformance.MasqueradeOutside,
-			ClusterCIDRs:        site.ClusterCIDRs, PodCIDRs: site.PodCIDRs,
-		}
+		opts := Options{Options: backends.Options{MasqueradeAll: site.Masquerade == conformance.MasqueradeAll, MasqueradeOutsiders: site.Masquerade == conformance.MasqueradeOutside, ClusterCIDRs: site.ClusterCIDRs}, Bridge: ovstest.Bridge, RunDir: os.Getenv(dirVariable), FirstTable: firstTable, OutTable: secondTable, Chained: true, MasqueradeAddresses: nodeAddrs, HairpinAddresses: hairpinAddrs, PodCIDRs: site.PodCIDRs}
 		if site.Instance == "kpng-second" {
-			opts.Instance, opts.FirstTable, opts.OutTable, opts.Chained = 1, secondTable, forwardTable, false
+			opts.Instance, opts.FirstTable, opts.OutTable, opts.Chained = "1", secondTable, forwardTable, false
 		}
 		return backendtest.NewSink(site, func(addrs nodeaddr.Source, _ sink.Sink) (sink.Sink, error) {
 			opts.NodeAddresses = addrs
-			return New(opts)
+			return newBackend(opts)
 		})
 	}, conformance.Options{
 		Patience:          *backendtest.Patience,

@@ -15,6 +15,7 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/backends/ovs/internal/openflow"
 	"github.com/kpng-project/kpng/internal/kernelnode"
 	"github.com/kpng-project/kpng/sink"
@@ -25,9 +26,10 @@ import (
 // dataplane programs the bridge. It compares the flows and groups that plans want with
 // those that it has written, and writes the differences. Calls must not overlap.
 type dataplane struct {
-	opts    *Options
-	planner planner
-	conn    *openflow.Conn // nil if there is no connection
+	opts     *Options
+	observer backends.Observer
+	planner  planner
+	conn     *openflow.Conn // nil if there is no connection
 
 	// known is true if the fields flows and groups describe the switch.
 	known bool
@@ -92,7 +94,7 @@ type wantedGroup struct {
 }
 
 func newDataplane(opts *Options) *dataplane {
-	d := &dataplane{opts: opts, maxListed: maxListed}
+	d := &dataplane{opts: opts, observer: kernelnode.Observe(opts.Observer), maxListed: maxListed}
 	d.planner = planner{opts: opts, number: d.numberOf, maxGroups: maxGroups}
 	return d
 }
@@ -504,7 +506,9 @@ func (d *dataplane) send(ctx context.Context, parts []*part) (executed bool, err
 		if n == len(parts) {
 			commit = d.commitAndWait
 		}
-		if err := commit(ctx, messages); err != nil {
+		err := commit(ctx, messages)
+		d.observer.Wrote(len(messages), err)
+		if err != nil {
 			return executed, err
 		}
 		for _, p := range parts[:n] {
@@ -581,9 +585,14 @@ func (d *dataplane) sync(ctx context.Context, c *sink.Changes) error {
 	if c.Last {
 		d.leftovers.Exist = failing
 		d.leftovers.RecordPass(time.Now(), failing)
+		if !failing {
+			d.observer.Repaired()
+		}
 	} else if len(failed) > 0 {
 		d.leftovers.Exist = true
 	}
+	d.observer.Holds("flows", len(d.flows))
+	d.observer.Holds("groups", len(d.groups))
 	return failed.Err()
 }
 
@@ -638,6 +647,7 @@ func (d *dataplane) compare(ctx context.Context) error {
 	}
 	d.known = true
 	if n := len(u.touched.flows) + len(u.touched.groups); n > 0 {
+		d.observer.Drifted()
 		return d.lost(fmt.Errorf("another program changed %d flows and groups of bridge %s", n, d.opts.Bridge))
 	}
 	return nil

@@ -27,6 +27,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/backends/ovs/internal/openflow"
 	"github.com/kpng-project/kpng/internal/backendtest"
 	"github.com/kpng-project/kpng/internal/netnstest"
@@ -40,7 +41,7 @@ import (
 type testNode struct {
 	testing.TB
 	*ovstest.Switch
-	backend *Backend
+	backend *backend
 }
 
 func newNode(t testing.TB) *testNode {
@@ -53,7 +54,7 @@ func newNode(t testing.TB) *testNode {
 // start starts a backend, which ends with the test.
 func (n *testNode) start(t testing.TB, opts Options) {
 	t.Helper()
-	b, err := New(opts)
+	b, err := newBackend(opts)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -83,10 +84,7 @@ func (n *testNode) restart(t testing.TB) {
 }
 
 func (n *testNode) options() Options {
-	return Options{
-		Bridge: ovstest.Bridge, RunDir: n.Dir, MasqueradeAddresses: nodeAddrs, HairpinAddresses: hairpinAddrs,
-		NodeAddresses: nodeaddr.Of(nodeAddrs...), PodCIDRs: []netip.Prefix{netip.MustParsePrefix("10.244.1.0/24")},
-	}
+	return Options{Options: backends.Options{NodeAddresses: nodeaddr.Of(nodeAddrs...)}, Bridge: ovstest.Bridge, RunDir: n.Dir, MasqueradeAddresses: nodeAddrs, HairpinAddresses: hairpinAddrs, PodCIDRs: []netip.Prefix{netip.MustParsePrefix("10.244.1.0/24")}}
 }
 
 var testNodeObject = &api.Node{Name: "here"}

@@ -12,24 +12,37 @@ import (
 	"net/netip"
 	"path/filepath"
 	"slices"
+	"strconv"
 
 	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/node/nodeaddr"
+	"github.com/kpng-project/kpng/backends"
+	"github.com/kpng-project/kpng/internal/kernelnode"
 )
 
-// Options are a backend's settings. Bridge is required.
+// Options are the settings of the dataplane. Bridge is required. It does not support
+// MasqueradeMark, NodePodCIDRs, PodInterfaces, AcceptUnknownPorts and NetNS of
+// [backends.Options].
+//
+// Instance distinguishes the dataplanes of one bridge. It is a decimal number from "0" to
+// "15"; empty means "0". The cookies of the instance's flows are 0x6b706e00 plus this number
+// in the upper 32 bits. The IDs of its groups are 0x60000000 plus Instance<<24 to 0x60ffffff
+// plus Instance<<24. No other program may use these cookies and IDs.
+//
+// ClusterCIDRs define the pod network only for MasqueradeOutsiders: only the pods in PodCIDRs
+// count as pods of this node. By default, the dataplane itself deletes the UDP connections to
+// removed endpoints from the switch, and there is no sink Conntrack.
+//
+// The Observer's method Wrote is called after each bundle, with the number of its messages.
+// Its method Holds gets the numbers of "flows" and "groups".
 type Options struct {
+	backends.Options
+
 	// Bridge is the name of the bridge.
 	Bridge string
 	// RunDir is the directory of the bridge's management socket. Default:
 	// /var/run/openvswitch.
 	RunDir string
 
-	// Instance distinguishes the backends of one bridge, 0 to 15. The cookies of its flows
-	// are 0x6b706e00 plus Instance in the upper 32 bits. The IDs of its groups are
-	// 0x60000000 plus Instance<<24 to 0x60ffffff plus Instance<<24. No other program may use
-	// these cookies and IDs.
-	Instance uint8
 	// Chained declares that OutTable is the FirstTable of another instance. Only the last
 	// instance commits the connections that no instance translates.
 	Chained bool
@@ -70,26 +83,16 @@ type Options struct {
 	// ports. If a family has no network, they get the address in MasqueradeAddresses.
 	PodMasqueradeNetworks []netip.Prefix
 
-	// MasqueradeAll masquerades all connections to cluster IPs.
-	MasqueradeAll bool
-	// MasqueradeOutsiders masquerades connections to cluster IPs from addresses that are
-	// neither in ClusterCIDRs and PodCIDRs nor of the node. If these options have no CIDR of
-	// a family, nothing is masqueraded in that family.
-	MasqueradeOutsiders bool
-	// ClusterCIDRs contain the addresses of all pods, and PodCIDRs those of this node's
-	// pods.
-	ClusterCIDRs, PodCIDRs []netip.Prefix
+	// PodCIDRs contain the addresses of this node's pods. They belong to the pod network, too.
+	// Default: none.
+	PodCIDRs []netip.Prefix
 
-	// NodeAddresses is the source of the addresses on which node ports are open. The backend
-	// ignores loopback addresses. Default: the primary addresses of the node, see package
-	// nodeaddr.
-	NodeAddresses nodeaddr.Source
 	// MaxClients is the largest number of clients of a service with session affinity whose
 	// endpoints the switch remembers. Connections of further clients are balanced without
 	// affinity. A client takes about 3 KB of the switch's memory. Default: 10,000.
 	MaxClients uint32
-	// KeepConnections disables the deletion of tracked UDP connections to removed endpoints.
-	KeepConnections bool
+
+	number uint8 // the number of the instance
 }
 
 const (
@@ -104,12 +107,15 @@ const (
 func (o *Options) complete() error {
 	o.RunDir = cmp.Or(o.RunDir, "/var/run/openvswitch")
 	o.FirstTable = cmp.Or(o.FirstTable, 100)
-	var errs []error
+	errs := []error{kernelnode.Complete(&o.Options, len(o.PodCIDRs) > 0,
+		"Instance", "MasqueradeAll", "MasqueradeOutsiders", "ClusterCIDRs", "NodeAddresses", "Conntrack", "Sysctls", "Observer")}
 	if o.Bridge == "" || o.Bridge != filepath.Base(o.Bridge) {
 		errs = append(errs, fmt.Errorf("%q is not the name of a bridge", o.Bridge))
 	}
-	if o.Instance > 15 {
-		errs = append(errs, fmt.Errorf("instance %d is not 0 to 15", o.Instance))
+	if number, err := strconv.ParseUint(cmp.Or(o.Instance, "0"), 10, 8); err != nil || number > 15 {
+		errs = append(errs, fmt.Errorf("instance %q is not a number from 0 to 15", o.Instance))
+	} else {
+		o.number = uint8(number)
 	}
 	const lastTable = 253 // the highest table that controllers may use
 	if o.FirstTable > lastTable-tables+1 {
@@ -149,13 +155,10 @@ func (o *Options) complete() error {
 			errs = append(errs, fmt.Errorf("there are two networks of %s for masqueraded connections to pods", api.FamilyOf(network.Addr())))
 		}
 	}
-	for _, cidr := range slices.Concat(o.ClusterCIDRs, o.PodCIDRs) {
+	for _, cidr := range o.PodCIDRs {
 		if !cidr.IsValid() {
 			errs = append(errs, errors.New("a CIDR of pods is not valid"))
 		}
-	}
-	if o.MasqueradeOutsiders && len(o.ClusterCIDRs)+len(o.PodCIDRs) == 0 {
-		errs = append(errs, errors.New("masquerading outsiders needs CIDRs of pods"))
 	}
 	return errors.Join(errs...)
 }

@@ -270,7 +270,7 @@ func TestABridgeHasOneOwner(t *testing.T) {
 		t.Fatal(err)
 	}
 	own := func(runDir string) (release func(), err error) {
-		b, err := New(Options{Bridge: "br0", RunDir: runDir})
+		b, err := newBackend(Options{Bridge: "br0", RunDir: runDir})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -302,7 +302,7 @@ func TestOptions(t *testing.T) {
 		"one address twice":     {Options{Bridge: "b", MasqueradeAddresses: nodeAddrs, HairpinAddresses: nodeAddrs}, "192.168.1.2"},
 	} {
 		t.Run(name, func(t *testing.T) {
-			_, err := New(test.options)
+			_, err := newBackend(test.options)
 			if (err == nil) != (test.want == "") || err != nil && !strings.Contains(err.Error(), test.want) {
 				t.Errorf("error %v, want %q", err, test.want)
 			}

@@ -31,7 +31,7 @@ type staleConnections map[openflow.Connections]bool
 const udp = 17
 
 func (d *dataplane) collectStale(u *unit, stale *staleConnections) {
-	if d.opts.KeepConnections || d.cannotForget {
+	if d.opts.Conntrack != nil || d.cannotForget {
 		return
 	}
 	add := func(frontend, endpoint netip.AddrPort) {

@@ -109,7 +109,7 @@ func single(a netip.Addr) netip.Prefix { return netip.PrefixFrom(a, a.BitLen()) 
 
 // cookie returns the cookie of the flows that the backend writes. Learned flows also have
 // the number of the service in the lower 32 bits, so that the switch counts them by service.
-func (o *Options) cookie() uint64 { return (0x6b706e00 + uint64(o.Instance)) << 32 }
+func (o *Options) cookie() uint64 { return (0x6b706e00 + uint64(o.number)) << 32 }
 
 // learnedCookies are the cookies of the learned flows of a service.
 func (o *Options) learnedCookies(service uint32) openflow.Cookies {
@@ -127,7 +127,7 @@ func (o *Options) allCookies() openflow.Cookies {
 }
 
 // firstGroup returns the lowest ID of the instance's groups.
-func (o *Options) firstGroup() uint32 { return 0x60000000 + uint32(o.Instance)<<24 }
+func (o *Options) firstGroup() uint32 { return 0x60000000 + uint32(o.number)<<24 }
 
 // groupCount limits the groups that an instance has.
 const groupCount = 1 << 20

@@ -18,6 +18,7 @@ import (
 	"strings"
 
 	"github.com/kpng-project/kpng/app"
+	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/backends/ovs"
 	"github.com/kpng-project/kpng/sink"
 	"github.com/spf13/pflag"
@@ -29,7 +30,7 @@ func main() { app.Main(&agent{}) }
 // agent is a sink: package app calls its methods. The methods that it does not have are
 // those of the backend.
 type agent struct {
-	*ovs.Backend
+	backends.Dataplane
 	bridge, runDir string
 	pods           podCIDR
 }
@@ -58,7 +59,7 @@ func (a *agent) Register(fs *pflag.FlagSet) {
 
 // Configure implements [app.Configurable].
 func (a *agent) Configure() (err error) {
-	a.Backend, err = ovs.New(ovs.Options{
+	a.Dataplane, err = ovs.New(ovs.Options{
 		Bridge: a.bridge, RunDir: a.runDir,
 		MasqueradeAddresses: []netip.Addr{a.gateway()},
 		PodCIDRs:            []netip.Prefix{a.pods.Prefix},
@@ -76,7 +77,7 @@ func (a *agent) Sync(ctx context.Context, c *sink.Changes) error {
 			return fmt.Errorf("make bridge %s: %w", a.bridge, err)
 		}
 	}
-	return a.Backend.Sync(ctx, c)
+	return a.Dataplane.Sync(ctx, c)
 }
 
 // makeBridge makes the bridge, if it does not exist, and writes the agent's own flows. The

@@ -26,18 +26,20 @@ const (
 
 var podInterface = regexp.MustCompile(`^[A-Za-z0-9_.@:-]{1,15}$|^[A-Za-z0-9_.@:-]{1,14}\*$`)
 
-// Complete checks the options that backends share, and sets the defaults of MasqueradeMark
-// and Observer. The argument supported has the names of the fields that the backend
-// supports. Complete refuses other fields that have a value. The argument podsKnown reports
-// that options of the backend itself define the pod network.
+// Complete checks the options that backends share, and sets the default of MasqueradeMark.
+// The argument supported has the names of the fields that the backend supports. Complete
+// refuses other fields that have a value. The argument podsKnown reports whether options of
+// the backend itself define the pod network.
 func Complete(o *backends.Options, podsKnown bool, supported ...string) error {
 	errs := []error{checkSupported(o, supported)}
-	o.MasqueradeMark = cmp.Or(o.MasqueradeMark, defaultMark)
-	if bits.OnesCount32(o.MasqueradeMark) != 1 {
-		errs = append(errs, fmt.Errorf("masquerade mark %#x is not a single bit", o.MasqueradeMark))
-	}
-	if o.MasqueradeMark == kubeProxyMark {
-		errs = append(errs, fmt.Errorf("masquerade mark %#x is kube-proxy's", o.MasqueradeMark))
+	if slices.Contains(supported, "MasqueradeMark") {
+		o.MasqueradeMark = cmp.Or(o.MasqueradeMark, defaultMark)
+		if bits.OnesCount32(o.MasqueradeMark) != 1 {
+			errs = append(errs, fmt.Errorf("masquerade mark %#x is not a single bit", o.MasqueradeMark))
+		}
+		if o.MasqueradeMark == kubeProxyMark {
+			errs = append(errs, fmt.Errorf("masquerade mark %#x is kube-proxy's", o.MasqueradeMark))
+		}
 	}
 	for _, name := range o.PodInterfaces {
 		if !podInterface.MatchString(name) {
@@ -55,7 +57,6 @@ func Complete(o *backends.Options, podsKnown bool, supported ...string) error {
 	if o.Sysctls > backends.IgnoreSysctls {
 		errs = append(errs, fmt.Errorf("mode %d for kernel settings is unknown", o.Sysctls))
 	}
-	o.Observer = &observer{to: o.Observer}
 	return errors.Join(errs...)
 }
 
@@ -77,9 +78,11 @@ func checkSupported(o *backends.Options, supported []string) error {
 	return errors.Join(errs...)
 }
 
-// observer forwards events to another observer, or to none. Between two calls of Drifted
-// that it forwards, it forwards a call of Repaired. So a backend calls Repaired whenever it
-// finds that its dataplane is correct.
+// Observe returns an observer that forwards events to another one, or to none if it is nil.
+// Between two calls of Drifted that it forwards, it forwards a call of Repaired. So a backend
+// calls Repaired whenever it finds that its dataplane is correct.
+func Observe(to backends.Observer) backends.Observer { return &observer{to: to} }
+
 type observer struct {
 	to      backends.Observer // or nil
 	drifted bool

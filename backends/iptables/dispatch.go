@@ -200,3 +200,66 @@ func (r *renderer) divide(address string, matches []string, rests map[string]str
 	}
 	return first
 }
+
+// growOrPrune adds a dispatch chain to its parent, or removes it from there.
+func (t *ruleset) growOrPrune(id chainID, exists bool) {
+	t.changedChains[id] = true
+	up := parent(t.suffix(id))
+	if up == "" {
+		return
+	}
+	suffix := t.suffix(id)
+	upID := chainID{id.table, t.name(up)}
+	if t.branches[upID] == nil {
+		t.branches[upID] = map[string]bool{}
+	}
+	if t.branches[upID][suffix] != exists {
+		put(t.branches[upID], suffix, true, exists)
+		t.growOrPrune(upID, len(t.branches[upID]) > 0)
+	}
+}
+
+func (t *ruleset) suffix(id chainID) string { return strings.TrimPrefix(id.name, t.opts.prefix()) }
+
+func (t *ruleset) isDispatch(id chainID) bool {
+	s := t.suffix(id)
+	return s == services || s == nodePorts || len(s) == 2 && s[0] == 'D' || dispatchName.MatchString(s) || subchain.MatchString(s)
+}
+
+// home returns the dispatch chain of an entry that the kernel has in the chain id.
+func (t *ruleset) home(id chainID, match string) chainID {
+	if !subchain.MatchString(t.suffix(id)) {
+		return id
+	}
+	address, _, _ := strings.Cut(strings.TrimPrefix(match, "-d "), " ")
+	prefix, err := netip.ParsePrefix(address)
+	if err != nil {
+		return id // another program has added the rule; no service has this entry
+	}
+	return chainID{id.table, t.name(dispatchChain(&nodeview.FrontendKey{Addr: prefix.Addr()}))}
+}
+
+// renderDispatch updates the rules of a dispatch chain and of its subchains.
+func (t *ruleset) renderDispatch(id chainID) {
+	rests := make(map[string]string, len(t.claims[id]))
+	maps.Copy(rests, t.lingering[id])
+	for match, c := range t.claims[id] {
+		rests[match] = c.rest
+	}
+	entries, subchains := t.arrange(rests)
+	children := slices.Sorted(maps.Keys(t.branches[id]))
+	exists := len(entries)+len(children) > 0 || t.suffix(id) == services || t.hasForeign(id)
+	put(t.chains, id, t.dispatch(id, entries, children), exists)
+	for _, sub := range t.subchains[id] {
+		put(t.chains, sub, "", t.hasForeign(sub))
+		t.changedChains[sub] = true
+	}
+	var list []chainID
+	for name, rules := range subchains {
+		sub := chainID{id.table, name}
+		list = append(list, sub)
+		t.chains[sub] = strings.Join(rules, "\n")
+		t.changedChains[sub] = true
+	}
+	put(t.subchains, id, list, len(list) > 0)
+}

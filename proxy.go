@@ -227,7 +227,7 @@ func (p *Proxy) Run(ctx context.Context) (err error) {
 		func(ctx context.Context) error {
 			if p.files { // no sink may run until the manifests were read
 				select {
-				case <-p.state.Synced():
+				case <-p.state.Changed(0):
 				case <-ctx.Done():
 					return nil
 				}
@@ -275,7 +275,7 @@ func (p *Proxy) followNode(ctx context.Context) error {
 }
 
 // State returns read access to the state of the cluster.
-func (p *Proxy) State() cluster.Reader { return p.state }
+func (p *Proxy) State() *cluster.State { return p.state }
 
 // NodeName returns the name of the proxy's node.
 func (p *Proxy) NodeName() string { return p.nodeName }
@@ -339,7 +339,7 @@ func (p *Proxy) WaitApplied(ctx context.Context) error {
 	defer cancel()
 	if !p.state.IsSynced() {
 		select {
-		case <-p.state.Synced():
+		case <-p.state.Changed(0):
 		case <-ctx.Done():
 			return fmt.Errorf("wait for the state of the cluster: %w", context.Cause(ctx))
 		}

@@ -569,7 +569,7 @@ func TestProxyIsSafeForConcurrentUse(t *testing.T) {
 			}
 		})
 	}
-	<-p.State().Synced()
+	<-p.State().Changed(0)
 	for i := range 20 {
 		before := p.State().Snapshot().Revision
 		write(i + 1)

@@ -152,7 +152,7 @@ func (s *Source) Load(ctx context.Context) (*cluster.Objects, error) {
 	defer stop()
 	go func() {
 		select {
-		case <-state.Synced():
+		case <-state.Changed(0):
 			stop()
 		case <-watching.Done():
 		}

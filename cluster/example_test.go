@@ -17,17 +17,13 @@ func Example() {
 	state.SetSynced()
 
 	var revision uint64 // 0, because the reader has no state yet
-	cursor := state.NewCursor()
-	defer cursor.Close()
 	for _, name := range []string{"db", "web"} {
 		<-state.Changed(revision)
 		snapshot := state.Snapshot()
-		delta := cursor.Until(snapshot.States)
-		fmt.Println("everything:", delta.Full())
-		for change := range delta.Changes() {
-			fmt.Println(" ", change.Key, change.Old == nil, change.New == nil)
+		fmt.Println("services:", snapshot.States.Len())
+		for key := range snapshot.States.All() {
+			fmt.Println(" ", key)
 		}
-		cursor.Advance(snapshot.States)
 		revision = snapshot.Revision
 
 		// Before the next read, a watcher adds a service.
@@ -35,7 +31,7 @@ func Example() {
 	}
 
 	// Output:
-	// everything: true
-	// everything: false
-	//   default/db true false
+	// services: 0
+	// services: 1
+	//   default/db
 }

@@ -8,9 +8,9 @@ import (
 	"slices"
 	"strings"
 	"sync"
-	"time"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/diffstore"
 	"github.com/kpng-project/kpng/internal/revstore"
 	"k8s.io/apimachinery/pkg/types"
 )
@@ -52,10 +52,7 @@ type State struct {
 type published struct {
 	mu       sync.Mutex
 	revision uint64
-	// commits is a ring buffer of the last commits.
-	commits    [256]Commit
-	nextCommit int
-	changed    chan struct{} // closed by the next commit; nil if no reader waits
+	changed  chan struct{} // closed by the next commit; nil if no reader waits
 	// The snapshot and the objects of the revision. They are nil until they are requested or
 	// the next Update begins. Only goroutines that hold State.mu replace them.
 	snapshot *Snapshot
@@ -68,26 +65,6 @@ type objectStores struct {
 	services *revstore.Store[types.NamespacedName, *api.Service]
 	slices   *revstore.Store[types.NamespacedName, *api.EndpointSlice]
 }
-
-// Reader contains the methods of [State] that only read.
-type Reader interface {
-	Snapshot() *Snapshot
-	Objects() *Objects
-	Changed(since uint64) <-chan struct{}
-	Synced() <-chan struct{}
-	IsSynced() bool
-	NewCursor() *revstore.Cursor[types.NamespacedName, *api.ServiceState]
-	Commits() []Commit
-}
-
-// Commit is an Update that changed the state.
-type Commit struct {
-	// First and Last are the revisions of the first and the last change of the Update.
-	First, Last uint64
-	Time        time.Time
-}
-
-var _ Reader = (*State)(nil)
 
 // Options configure a State. The zero value is right if all readers are in this process.
 type Options struct {
@@ -192,8 +169,7 @@ func (s *State) commit(before uint64) {
 	}
 	p.snapshot, p.objects = nil, nil
 	p.revision = last
-	p.commits[p.nextCommit] = Commit{before + 1, last, time.Now()}
-	p.nextCommit = (p.nextCommit + 1) % len(p.commits)
+	s.revisions.Commit(before + 1)
 	if s.IsSynced() {
 		p.wake()
 	}
@@ -210,9 +186,6 @@ func (s *State) SetSynced() {
 		s.published.wake()
 	}
 }
-
-// Synced returns a channel that SetSynced closes.
-func (s *State) Synced() <-chan struct{} { return s.synced }
 
 // IsSynced reports whether SetSynced was called.
 func (s *State) IsSynced() bool {
@@ -232,7 +205,8 @@ func (p *published) wake() {
 }
 
 // Changed returns a channel that is closed when the state is synced and its revision
-// differs from the given revision. A reader without a state passes 0.
+// differs from the given revision. A reader without a state passes 0: that channel is
+// closed as soon as the state is synced.
 func (s *State) Changed(since uint64) <-chan struct{} {
 	p := &s.published
 	p.mu.Lock()
@@ -277,20 +251,25 @@ func (s *State) publish() (*Snapshot, *Objects) {
 		}
 		snapshot = &Snapshot{
 			Revision: s.revisions.Last(),
-			States:   s.states.Snapshot(),
-			Nodes:    s.nodes.Snapshot(),
-			Refused:  s.refused.reasons.Snapshot(),
+			States:   public(s.states.Snapshot()),
+			Nodes:    public(s.nodes.Snapshot()),
+			Refused:  public(s.refused.reasons.Snapshot()),
 			Stale:    stale,
 			claims:   s.sharedClaims,
 		}
 	}
 	if objects == nil && s.objectStores != nil {
-		objects = &Objects{snapshot, s.objectStores.services.Snapshot(), s.objectStores.slices.Snapshot()}
+		objects = &Objects{snapshot, public(s.objectStores.services.Snapshot()), public(s.objectStores.slices.Snapshot())}
 	}
 	s.published.mu.Lock()
 	defer s.published.mu.Unlock()
 	s.published.snapshot, s.published.objects = snapshot, objects
 	return snapshot, objects
+}
+
+// public returns a snapshot as other modules see it.
+func public[K, V any](s *revstore.Snapshot[K, V]) *diffstore.Snapshot[K, V] {
+	return (*diffstore.Snapshot[K, V])(s)
 }
 
 // Node returns the node with this name. Unlike Snapshot, it may return a node that a
@@ -313,21 +292,6 @@ func (s *State) Objects() *Objects {
 	}
 	_, objects := s.publish()
 	return objects
-}
-
-// Commits returns the last commits, oldest first. Their number is at most 256.
-func (s *State) Commits() []Commit {
-	p := &s.published
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	all := slices.Concat(p.commits[p.nextCommit:], p.commits[:p.nextCommit])
-	return slices.DeleteFunc(all, func(c Commit) bool { return c.Last == 0 })
-}
-
-// NewCursor returns a cursor on the joined states, for a reader that needs every changed
-// service. The caller closes it.
-func (s *State) NewCursor() *revstore.Cursor[types.NamespacedName, *api.ServiceState] {
-	return s.states.NewCursor()
 }
 
 // setService sets or, if new is nil, deletes a service.
@@ -521,10 +485,10 @@ func (s *State) setState(key types.NamespacedName, state api.ServiceState) {
 type Snapshot struct {
 	Revision uint64
 	// States has the joined state of each service, with the revision of its last change.
-	States *revstore.Snapshot[types.NamespacedName, *api.ServiceState]
-	Nodes  *revstore.Snapshot[string, *api.Node]
+	States *diffstore.Snapshot[types.NamespacedName, *api.ServiceState]
+	Nodes  *diffstore.Snapshot[string, *api.Node]
 	// Refused has the reasons why services are refused (see [Options.MaxElements]).
-	Refused *revstore.Snapshot[types.NamespacedName, string]
+	Refused *diffstore.Snapshot[types.NamespacedName, string]
 	// Stale is true if the source lost its connection long ago (see [Tx.SetStale]).
 	Stale bool
 
@@ -552,8 +516,8 @@ func (s *Snapshot) WithWinners(state *api.ServiceState) *api.ServiceState {
 // slices as separate objects, each with the revision of its last change.
 type Objects struct {
 	*Snapshot
-	Services *revstore.Snapshot[types.NamespacedName, *api.Service]
-	Slices   *revstore.Snapshot[types.NamespacedName, *api.EndpointSlice]
+	Services *diffstore.Snapshot[types.NamespacedName, *api.Service]
+	Slices   *diffstore.Snapshot[types.NamespacedName, *api.EndpointSlice]
 }
 
 // Tx makes changes in a State. It is valid only during the Update that passes it.

@@ -16,16 +16,23 @@ import (
 	"github.com/google/go-cmp/cmp/cmpopts"
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/cluster"
+	"github.com/kpng-project/kpng/diffstore"
+	"github.com/kpng-project/kpng/internal/revstore"
 )
 
 func slice(name, service string) *api.EndpointSlice {
 	return &api.EndpointSlice{Namespace: "ns", Name: name, ServiceName: service, Family: api.IPv4}
 }
 
+// revisions returns a snapshot of a store with the methods for revisions.
+func revisions[K, V any](s *diffstore.Snapshot[K, V]) *revstore.Snapshot[K, V] {
+	return (*revstore.Snapshot[K, V])(s)
+}
+
 // changedSince returns the names of the services that changed after a snapshot.
 func changedSince(t *testing.T, state *cluster.State, before *cluster.Snapshot) []string {
 	t.Helper()
-	changes, ok := state.Snapshot().States.Since(before.States.Revision())
+	changes, ok := revisions(state.Snapshot().States).Since(revisions(before.States).Revision())
 	if !ok {
 		t.Fatal("the changes are no longer known")
 	}
@@ -202,12 +209,12 @@ func TestReadersSeeNothingUntilSynced(t *testing.T) {
 	state := cluster.New(cluster.Options{})
 	changed := state.Changed(0)
 	state.Update(func(tx *cluster.Tx) { tx.SetService(service("a", 1, "10.0.0.1", 80)) })
-	if isClosed(changed) || isClosed(state.Changed(0)) || isClosed(state.Synced()) || state.IsSynced() {
+	if isClosed(changed) || isClosed(state.Changed(0)) || state.IsSynced() {
 		t.Fatal("woken before all kinds have synced")
 	}
 	state.SetSynced()
 	state.SetSynced()
-	if !isClosed(changed) || !isClosed(state.Changed(0)) || !isClosed(state.Synced()) || !state.IsSynced() {
+	if !isClosed(changed) || !isClosed(state.Changed(0)) || !state.IsSynced() {
 		t.Fatal("not woken although all kinds have synced")
 	}
 }
@@ -293,26 +300,26 @@ func TestDeletionsAreRememberedForServersOnly(t *testing.T) {
 				tx.SetService(service("a", 1, "10.0.0.1", 80))
 				tx.SetSlice(slice("a-1", "a"))
 			})
-			cursor := state.NewCursor()
+			cursor := revisions(state.Snapshot().States).NewCursor()
 			defer cursor.Close()
 			before := state.Snapshot()
-			cursor.Advance(before.States)
+			cursor.Advance(revisions(before.States))
 			state.Update(func(tx *cluster.Tx) {
 				tx.DeleteService(key("a"))
 				tx.DeleteSlice(key("a-1"))
 			})
-			if _, ok := state.Snapshot().States.Since(before.Revision); !ok {
+			if _, ok := revisions(state.Snapshot().States).Since(before.Revision); !ok {
 				t.Error("deletions are no longer known before the cursor has passed")
 			}
-			cursor.Advance(state.Snapshot().States)
+			cursor.Advance(revisions(state.Snapshot().States))
 			state.Update(func(tx *cluster.Tx) { // drops tombstones, unless the state is resumable
 				tx.SetService(service("b", 1, "10.0.0.1", 80))
 				tx.SetSlice(slice("b-1", "b"))
 			})
 			after := state.Objects()
-			_, services := after.Services.Since(before.Revision)
-			_, slices := after.Slices.Since(before.Revision)
-			_, states := after.States.Since(before.Revision)
+			_, services := revisions(after.Services).Since(before.Revision)
+			_, slices := revisions(after.Slices).Since(before.Revision)
+			_, states := revisions(after.States).Since(before.Revision)
 			if services != resumable || slices != resumable || states != resumable {
 				t.Errorf("remembered: services %v, slices %v, states %v; want %v", services, slices, states, resumable)
 			}
@@ -354,20 +361,21 @@ func TestCommitIsAtomic(t *testing.T) {
 func TestLastCommitsAreKnown(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		state := cluster.New(cluster.Options{})
-		if got := state.Commits(); len(got) > 0 {
+		commits := func() []revstore.Commit { return revisions(state.Snapshot().States).Revisions().Commits() }
+		if got := commits(); len(got) > 0 {
 			t.Errorf("a new state has the commits %v", got)
 		}
-		var want []cluster.Commit
+		var want []revstore.Commit
 		for i := range 600 {
 			first := state.Snapshot().Revision + 1
 			state.Update(func(tx *cluster.Tx) {
 				tx.SetService(service("a", i, "10.0.0.1", 80))
 				tx.SetService(service("b", i, "10.0.0.2", 80))
 			})
-			want = append(want, cluster.Commit{First: first, Last: state.Snapshot().Revision, Time: time.Now()})
+			want = append(want, revstore.Commit{First: first, Last: state.Snapshot().Revision, Time: time.Now()})
 			state.Update(func(*cluster.Tx) {}) // no change, so no commit
 			want = want[max(0, len(want)-256):]
-			if diff := gocmp.Diff(want, state.Commits()); diff != "" {
+			if diff := gocmp.Diff(want, commits()); diff != "" {
 				t.Fatalf("after %d commits (-want +got):\n%s", i+1, diff)
 			}
 			time.Sleep(time.Second)
@@ -436,7 +444,7 @@ func TestReadersDoNotWaitForAnUpdate(t *testing.T) {
 			go func() {
 				snapshot := state.Snapshot()
 				state.Changed(snapshot.Revision)
-				state.Commits()
+				revisions(snapshot.States).Revisions().Commits()
 				if resumable {
 					state.Objects()
 				}

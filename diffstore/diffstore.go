@@ -93,6 +93,9 @@ type Snapshot[K, V any] revstore.Snapshot[K, V]
 
 func (s *Snapshot[K, V]) inner() *revstore.Snapshot[K, V] { return (*revstore.Snapshot[K, V])(s) }
 
+// Len returns the number of entries.
+func (s *Snapshot[K, V]) Len() int { return s.inner().Len() }
+
 // Get returns the value of key.
 func (s *Snapshot[K, V]) Get(key K) (value V, ok bool) { return s.inner().Get(key) }
 

@@ -29,7 +29,7 @@ import (
 
 // Feed is a [sink.Source] for one node and one reader.
 type Feed struct {
-	state cluster.Reader
+	state *cluster.State
 	// stub is a Node that has only a name. While the Node object is not known, the feed uses
 	// stub, so only the name decides which endpoints are local.
 	stub   *api.Node
@@ -52,14 +52,14 @@ type offer struct {
 
 // New returns a feed that computes the views of the named node from state. If the name is
 // empty, no endpoint is local, and the feed has no Node object.
-func New(state cluster.Reader, nodeName string) *Feed {
-	return &Feed{state: state, stub: &api.Node{Name: nodeName}, cursor: state.NewCursor(), acked: new(cluster.Snapshot)}
+func New(state *cluster.State, nodeName string) *Feed {
+	return &Feed{state: state, stub: &api.Node{Name: nodeName}, cursor: newCursor(state), acked: new(cluster.Snapshot)}
 }
 
 // NewAll returns n feeds like [New], for n readers. The feeds share the views that they
 // compute for changes, and keep recent views. Each feed has its own position, so no reader
 // delays another.
-func NewAll(state cluster.Reader, nodeName string, n int) []*Feed {
+func NewAll(state *cluster.State, nodeName string, n int) []*Feed {
 	var shared *views
 	if n > 1 {
 		shared = &views{}
@@ -70,6 +70,15 @@ func NewAll(state cluster.Reader, nodeName string, n int) []*Feed {
 		feeds[i].views = shared
 	}
 	return feeds
+}
+
+// states are the joined states of all services in a snapshot.
+type states = revstore.Snapshot[types.NamespacedName, *api.ServiceState]
+
+func statesOf(s *cluster.Snapshot) *states { return (*states)(s.States) }
+
+func newCursor(state *cluster.State) *revstore.Cursor[types.NamespacedName, *api.ServiceState] {
+	return statesOf(state.Snapshot()).NewCursor()
 }
 
 // Changed implements [sink.Source].
@@ -92,7 +101,7 @@ func (f *Feed) Advance(u *sink.Update) {
 	if u != f.offered.update {
 		return
 	}
-	f.cursor.Advance(f.offered.snapshot.States)
+	f.cursor.Advance(statesOf(f.offered.snapshot))
 	f.acked = f.offered.snapshot
 	f.node = u.Node
 	f.offered = offer{}
@@ -101,7 +110,7 @@ func (f *Feed) Advance(u *sink.Update) {
 // Reset implements [sink.Source].
 func (f *Feed) Reset() {
 	f.cursor.Close()
-	f.cursor = f.state.NewCursor()
+	f.cursor = newCursor(f.state)
 	f.acked, f.node, f.offered = new(cluster.Snapshot), nil, offer{}
 }
 
@@ -110,7 +119,7 @@ func (f *Feed) Close() { f.cursor.Close() }
 
 // update returns the difference between the acknowledged state and snapshot.
 func (f *Feed) update(snapshot *cluster.Snapshot) *sink.Update {
-	delta := f.cursor.Until(snapshot.States)
+	delta := f.cursor.Until(statesOf(snapshot))
 	node, _ := snapshot.Nodes.Get(f.stub.Name)
 	after := view{snapshot, f.self(node)}
 
@@ -155,7 +164,7 @@ func (v view) of(state *api.ServiceState) *api.View {
 // viewsAfter yields all services whose key is greater than key, in order.
 func (v view) viewsAfter(key types.NamespacedName) iter.Seq2[types.NamespacedName, sink.View] {
 	return func(yield func(types.NamespacedName, sink.View) bool) {
-		for key, state := range v.snapshot.States.After(key) {
+		for key, state := range statesOf(v.snapshot).After(key) {
 			if !hasView(state) {
 				continue
 			}

@@ -552,13 +552,13 @@ func BenchmarkReaders(b *testing.B) {
 	for _, endpoints := range []int{10, 100} {
 		for _, test := range []struct {
 			name  string
-			feeds func(cluster.Reader) []*feed.Feed
+			feeds func(*cluster.State) []*feed.Feed
 		}{
-			{"one", func(s cluster.Reader) []*feed.Feed { return feed.NewAll(s, "n", 1) }},
-			{"three", func(s cluster.Reader) []*feed.Feed {
+			{"one", func(s *cluster.State) []*feed.Feed { return feed.NewAll(s, "n", 1) }},
+			{"three", func(s *cluster.State) []*feed.Feed {
 				return slices.Concat(feed.NewAll(s, "n", 1), feed.NewAll(s, "n", 1), feed.NewAll(s, "n", 1))
 			}},
-			{"three-sharing", func(s cluster.Reader) []*feed.Feed { return feed.NewAll(s, "n", 3) }},
+			{"three-sharing", func(s *cluster.State) []*feed.Feed { return feed.NewAll(s, "n", 3) }},
 		} {
 			b.Run(fmt.Sprintf("endpoints=%d/readers=%s", endpoints, test.name), func(b *testing.B) {
 				const services = 10_000

@@ -147,7 +147,7 @@ func BenchmarkRelayedFanout(b *testing.B) {
 			for r := range relays {
 				copied := cluster.New(cluster.Options{Resumable: true})
 				go watcher.Watch(ctx, copied, watcher.Options{DialOptions: transport.DialOptions{Addresses: []string{"unix://" + top.Addr().String()}}})
-				<-copied.Synced()
+				<-copied.Changed(0)
 				l := &benchListener{Listener: listen(b, socket(b))}
 				c := newCrowd(serveBench(b, copied, l), state, l, 1)
 				slices.SortFunc(c.Nodes, func(a, b crowdNode) int { return strings.Compare(a.Name, b.Name) })

@@ -22,11 +22,17 @@ type (
 	stateChange  = revstore.Change[types.NamespacedName, *api.ServiceState]
 )
 
+func statesOf(s *cluster.Snapshot) *states { return (*states)(s.States) }
+
+func nodesOf(s *cluster.Objects) *revstore.Snapshot[string, *api.Node] {
+	return (*revstore.Snapshot[string, *api.Node])(s.Nodes)
+}
+
 // publisher decides which snapshots the streams send. After a commit, it waits a short
 // time for further commits. So a burst of commits wakes the streams only once, and all
 // streams send the same snapshots.
 type publisher struct {
-	state    cluster.Reader
+	state    *cluster.State
 	interval time.Duration
 
 	snapshot atomic.Pointer[cluster.Objects] // nil until the state is synced

@@ -7,7 +7,9 @@ import (
 	"iter"
 	"slices"
 
+	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/cluster"
+	"github.com/kpng-project/kpng/internal/revstore"
 	"github.com/kpng-project/kpng/internal/wire/clusterv1"
 	"github.com/kpng-project/kpng/internal/wire/localv1"
 	"google.golang.org/grpc"
@@ -15,6 +17,7 @@ import (
 	"google.golang.org/grpc/mem"
 	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/proto"
+	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/klog/v2"
 )
 
@@ -65,9 +68,9 @@ func (r *relay) send(snapshot *cluster.Objects) (bool, error) {
 		return false, nil
 	}
 	r.sender.begin(snapshot)
-	services, a := snapshot.Services.Since(r.revision)
-	slices, b := snapshot.Slices.Since(r.revision)
-	nodes, c := snapshot.Nodes.Since(r.revision)
+	services, a := (*revstore.Snapshot[types.NamespacedName, *api.Service])(snapshot.Services).Since(r.revision)
+	slices, b := (*revstore.Snapshot[types.NamespacedName, *api.EndpointSlice])(snapshot.Slices).Since(r.revision)
+	nodes, c := nodesOf(snapshot).Since(r.revision)
 	if r.part.Reset_ = !a || !b || !c; r.part.Reset_ {
 		services, slices, nodes = snapshot.Services.All(), snapshot.Slices.All(), snapshot.Nodes.All()
 	}

@@ -103,7 +103,7 @@ func DefaultLimits() Limits {
 // the state itself.
 type Server struct {
 	opts     ServerOptions
-	state    cluster.Reader
+	state    *cluster.State
 	instance []byte // random; tokens of this server begin with it
 
 	served    atomic.Bool
@@ -115,7 +115,7 @@ type Server struct {
 // NewServer returns a server of the given state. It answers clients when the state is
 // synced. The state should have the option Resumable of [cluster.Options]. Otherwise a
 // client that reconnects has to start over if objects were deleted meanwhile.
-func NewServer(state cluster.Reader, opts ServerOptions) (*Server, error) {
+func NewServer(state *cluster.State, opts ServerOptions) (*Server, error) {
 	switch {
 	case opts.TLS == nil && opts.NodeCertificates:
 		return nil, errors.New("NodeCertificates needs TLS")

@@ -154,7 +154,7 @@ func tryCluster(t *testing.T, address string, files *transport.TLS) error {
 		}})
 	}()
 	select {
-	case <-state.Synced():
+	case <-state.Changed(0):
 		cancel()
 		<-ended
 		return nil

@@ -93,7 +93,7 @@ func (s *Server) newWatch(stream grpc.ServerStream, c caller, req *localv1.Watch
 		frontends: req.GetFrontends(),
 		tokens:    req.GetResumption() != nil,
 		resume:    req.GetResume(),
-		cursor:    s.state.NewCursor(),
+		cursor:    statesOf(s.state.Snapshot()).NewCursor(),
 	}
 	if req.GetAllEndpoints() {
 		w.who = complete
@@ -120,7 +120,7 @@ func (w *watch) nodeName() string { return w.name }
 // send implements subscriber.
 func (w *watch) send(snapshot *cluster.Objects) (bool, error) {
 	target := w.target
-	if r := snapshot.Nodes.Revision(); r != w.nodes || !w.synced {
+	if r := nodesOf(snapshot).Revision(); r != w.nodes || !w.synced {
 		node, _ := snapshot.Nodes.Get(w.name)
 		target, w.nodes = w.newTarget(node), r
 	}
@@ -130,7 +130,7 @@ func (w *watch) send(snapshot *cluster.Objects) (bool, error) {
 	if sent {
 		w.sync(snapshot, &target)
 	}
-	w.cursor.Advance(snapshot.States)
+	w.cursor.Advance(statesOf(snapshot.Snapshot))
 	w.target = target
 	return sent, w.sender.err
 }
@@ -188,7 +188,7 @@ func (s *Server) readToken(token, facts []byte) uint64 {
 // sendDifference sends the operations that turn the client's state into the snapshot. It
 // does not send the Sync.
 func (w *watch) sendDifference(snapshot *cluster.Objects, to *target) {
-	d := w.cursor.Until(snapshot.States)
+	d := w.cursor.Until(statesOf(snapshot.Snapshot))
 	if !d.Full() {
 		if !to.node.Equal(w.target.node) {
 			w.sendNode(to.node)
@@ -196,7 +196,7 @@ func (w *watch) sendDifference(snapshot *cluster.Objects, to *target) {
 		w.sendPhases(slices.Values(w.deltas(d, to)))
 		return
 	}
-	if changes, ok := snapshot.States.Since(w.server.readToken(w.resume, to.facts)); ok {
+	if changes, ok := statesOf(snapshot.Snapshot).Since(w.server.readToken(w.resume, to.facts)); ok {
 		w.sendNode(to.node)
 		w.sendWholes(changes, to, true)
 		return

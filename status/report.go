@@ -16,6 +16,7 @@ import (
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/cluster"
 	"github.com/kpng-project/kpng/internal/report"
+	"github.com/kpng-project/kpng/internal/revstore"
 	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
 	"k8s.io/apimachinery/pkg/types"
@@ -45,7 +46,8 @@ func (h *Handler) present(nodeName string) present {
 	switch {
 	case h.State != nil:
 		p.synced = h.State.IsSynced()
-		p.snapshot, p.commits = h.State.Snapshot(), h.State.Commits()
+		p.snapshot = h.State.Snapshot()
+		p.commits = statesOf(p.snapshot).Revisions().Commits()
 		p.stale = p.snapshot.Stale
 		p.refused = maps.Collect(p.snapshot.Refused.All())
 		if node, ok := p.snapshot.Nodes.Get(nodeName); ok {
@@ -64,7 +66,7 @@ func (p *present) viewsAfter(key types.NamespacedName) iter.Seq2[types.Namespace
 	return func(yield func(types.NamespacedName, func() *api.View) bool) {
 		switch {
 		case p.snapshot != nil:
-			for key, state := range p.snapshot.States.After(key) {
+			for key, state := range statesOf(p.snapshot).After(key) {
 				if !yield(key, func() *api.View { return nodeview.View(state, p.node) }) {
 					return
 				}
@@ -245,7 +247,7 @@ func (h *Handler) clients(p *present, now time.Time) *report.Clients {
 
 func (p *present) changes() []report.Change {
 	var changes []report.Change
-	for key, revision := range p.snapshot.States.Latest() {
+	for key, revision := range statesOf(p.snapshot).Latest() {
 		c := report.Change{Service: key.String(), Revision: revision}
 		if at, known := p.commits.timeOf(revision); known {
 			c.Time = at
@@ -260,8 +262,12 @@ func (p *present) changes() []report.Change {
 	return changes
 }
 
+func statesOf(s *cluster.Snapshot) *revstore.Snapshot[types.NamespacedName, *api.ServiceState] {
+	return (*revstore.Snapshot[types.NamespacedName, *api.ServiceState])(s.States)
+}
+
 // commits are the last commits of a state, oldest first.
-type commits []cluster.Commit
+type commits []revstore.Commit
 
 // timeOf returns the time of the commit that made the change with this revision. If that
 // commit is older than all in the list, known is false and at is the time of the oldest

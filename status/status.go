@@ -48,7 +48,7 @@ type Handler struct {
 	// select a node for explanations.
 	NodeName string
 	// State is the state of the cluster.
-	State cluster.Reader
+	State *cluster.State
 	// Client is a *remote.Client, if State is nil. It has only views, and no reasons for
 	// them.
 	Client interface {

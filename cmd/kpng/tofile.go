@@ -96,7 +96,7 @@ func newFileWriter(path string, opts file.WriteOptions) (*fileWriter, error) {
 // returns nil. If the first write fails, follow returns an error. If a later write fails,
 // follow retries. It logs only the first of several failures in a row.
 func (w *fileWriter) follow(ctx context.Context, state *cluster.State, interval time.Duration) error {
-	changed := state.Synced()
+	changed := state.Changed(0)
 	for first, failed := true, false; ; first = false {
 		select {
 		case <-changed:

@@ -21,6 +21,12 @@ type Snapshot[K, V any] struct {
 // Revision returns the revision of the last change in the snapshot, 1 if there is none.
 func (s *Snapshot[K, V]) Revision() Revision { return s.revision }
 
+// Revisions returns the counter of the store.
+func (s *Snapshot[K, V]) Revisions() *Revisions { return s.store.options.Revisions }
+
+// NewCursor returns a cursor of the snapshot's store, without a position.
+func (s *Snapshot[K, V]) NewCursor() *Cursor[K, V] { return s.store.NewCursor() }
+
 // Len returns the number of entries.
 func (s *Snapshot[K, V]) Len() int { return s.byKey.Len() }
 

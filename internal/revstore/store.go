@@ -5,6 +5,7 @@ package revstore
 import (
 	"iter"
 	"math"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -19,6 +20,34 @@ type Revision = uint64
 // that share one Revisions value never give two changes the same revision.
 type Revisions struct {
 	changes atomic.Uint64
+
+	mu sync.Mutex
+	// commits is a ring buffer of the last commits.
+	commits    [256]Commit
+	nextCommit int
+}
+
+// Commit is a number of changes that became visible together.
+type Commit struct {
+	// First and Last are the revisions of the first and the last change.
+	First, Last Revision
+	Time        time.Time
+}
+
+// Commit records that the changes from a revision to the present one became visible now.
+func (r *Revisions) Commit(first Revision) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.commits[r.nextCommit] = Commit{first, r.Last(), time.Now()}
+	r.nextCommit = (r.nextCommit + 1) % len(r.commits)
+}
+
+// Commits returns the last commits, oldest first. Their number is at most 256.
+func (r *Revisions) Commits() []Commit {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	all := slices.Concat(r.commits[r.nextCommit:], r.commits[:r.nextCommit])
+	return slices.DeleteFunc(all, func(c Commit) bool { return c.Last == 0 })
 }
 
 // Last returns the last issued revision, or 1 if there is none.

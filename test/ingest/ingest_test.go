@@ -180,7 +180,7 @@ func runProxy(ctx context.Context, config *rest.Config) (any, error) {
 	select {
 	case err := <-ended:
 		return nil, err
-	case <-p.State().Synced():
+	case <-p.State().Changed(0):
 		return p, nil
 	}
 }

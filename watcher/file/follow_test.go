@@ -68,7 +68,7 @@ func follow(t *testing.T, path string, notify bool) *following {
 	}
 	t.Cleanup(x.stop)
 	select {
-	case <-x.state.Synced():
+	case <-x.state.Changed(0):
 	case <-ctx.Done():
 		t.Fatal("never synced")
 	}

@@ -57,7 +57,7 @@ func TestConnectionsAreClosedAfterWatches(t *testing.T) {
 		state := cluster.New(cluster.Options{})
 		ended := make(chan error)
 		go func() { ended <- Watch(ctx, state, Options{Config: config}) }()
-		<-state.Synced()
+		<-state.Changed(0)
 		cancel()
 		if err := <-ended; err != nil {
 			t.Fatal(err)

@@ -84,7 +84,7 @@ func ExampleWatch() {
 	go func() {
 		ended <- kube.Watch(ctx, state, kube.Options{Config: &rest.Config{Host: server.URL}, NodeName: "node-1"})
 	}()
-	<-state.Synced()
+	<-state.Changed(0)
 	show(state)
 	stop()
 	fmt.Println(<-ended)
@@ -116,7 +116,7 @@ func ExampleInformers() {
 	state := cluster.New(cluster.Options{})
 	ended := make(chan error)
 	go func() { ended <- kube.Watch(ctx, state, kube.Options{Informers: shared}) }()
-	<-state.Synced()
+	<-state.Changed(0)
 	show(state)
 	stop()
 	fmt.Println(<-ended)

@@ -190,7 +190,7 @@ func (w *watch) warnOfName() {
 // reportDelay logs the resources that are not listed within the given time, if any.
 func (w *watch) reportDelay(ctx context.Context, after time.Duration, message string) {
 	select {
-	case <-w.state.Synced():
+	case <-w.state.Changed(0):
 	case <-ctx.Done():
 	case <-time.After(after):
 		w.mu.Lock()

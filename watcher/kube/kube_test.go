@@ -15,7 +15,9 @@ import (
 	"time"
 
 	"github.com/google/go-cmp/cmp"
+	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/cluster"
+	"github.com/kpng-project/kpng/internal/revstore"
 	"github.com/kpng-project/kpng/watcher"
 	corev1 "k8s.io/api/core/v1"
 	discoveryv1 "k8s.io/api/discovery/v1"
@@ -370,8 +372,8 @@ func TestOutageEndsWithOnlyDifferences(t *testing.T) {
 				w.listener.unplug(true)
 				w.advance(10 * time.Minute)
 				away := w.state.Objects()
-				if got := away.Services.Revision(); got != before.Services.Revision() || !away.Stale {
-					t.Errorf("revision of services went from %d to %d while the server was away; stale %t", before.Services.Revision(), got, away.Stale)
+				if got := (*revstore.Snapshot[types.NamespacedName, *api.Service])(away.Services).Revision(); got != (*revstore.Snapshot[types.NamespacedName, *api.Service])(before.Services).Revision() || !away.Stale {
+					t.Errorf("revision of services went from %d to %d while the server was away; stale %t", (*revstore.Snapshot[types.NamespacedName, *api.Service])(before.Services).Revision(), got, away.Stale)
 				}
 				w.delete(service("goes"))
 				w.set(service("comes"))
@@ -381,7 +383,7 @@ func TestOutageEndsWithOnlyDifferences(t *testing.T) {
 				w.listener.unplug(false)
 				w.advance(2 * time.Minute)
 				w.expect("service default/stays", "service default/comes", "slice default/stays-1 10.0.0.1")
-				changes, _ := w.state.Snapshot().States.Since(before.Revision)
+				changes, _ := (*revstore.Snapshot[types.NamespacedName, *api.ServiceState])(w.state.Snapshot().States).Since(before.Revision)
 				got := map[string]bool{}
 				for key, state := range changes {
 					got[key.Name] = state == nil

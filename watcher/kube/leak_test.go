@@ -84,7 +84,7 @@ func watchUntilSynced(t *testing.T, state *cluster.State, opts Options) (end fun
 	ctx, cancel := context.WithCancel(t.Context())
 	ended := make(chan error, 1)
 	go func() { ended <- Watch(ctx, state, opts) }()
-	<-state.Synced()
+	<-state.Changed(0)
 	return func() {
 		cancel()
 		if err := <-ended; err != nil {

@@ -18,6 +18,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/cluster"
+	"github.com/kpng-project/kpng/diffstore"
 	"github.com/kpng-project/kpng/internal/apitest"
 	"github.com/kpng-project/kpng/internal/revstore"
 	"github.com/kpng-project/kpng/internal/wire/clusterv1"
@@ -189,7 +190,7 @@ func difference(original, copied *cluster.Objects) string {
 		compare(original.Nodes, copied.Nodes, (*api.Node).Equal)
 }
 
-func compare[K comparable, V any](want, got *revstore.Snapshot[K, V], equal func(a, b V) bool) string {
+func compare[K comparable, V any](want, got *diffstore.Snapshot[K, V], equal func(a, b V) bool) string {
 	text := ""
 	for key, w := range want.All() {
 		if g, ok := got.Get(key); !ok || !equal(w, g) {
@@ -273,7 +274,7 @@ func TestRelistChangesOnlyDifferences(t *testing.T) {
 	serve(t, states[1], address)
 	wait(t, states[1], copied)
 	var changed []string
-	changes, _ := copied.Snapshot().States.Since(before.Revision)
+	changes, _ := (*revstore.Snapshot[types.NamespacedName, *api.ServiceState])(copied.Snapshot().States).Since(before.Revision)
 	for key := range changes {
 		changed = append(changed, key.Name)
 	}
@@ -298,7 +299,7 @@ func TestTooLargeObjectIsLeftOut(t *testing.T) {
 	copied := cluster.New(cluster.Options{})
 	follow(t, copied, address)
 	select {
-	case <-copied.Synced():
+	case <-copied.Changed(0):
 	case <-time.After(time.Minute):
 		t.Fatal("no answer")
 	}

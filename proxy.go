@@ -274,7 +274,7 @@ func (p *Proxy) followNode(ctx context.Context) error {
 	}
 }
 
-// State returns read access to the state of the cluster.
+// State returns the state of the cluster. Only the proxy may write to it.
 func (p *Proxy) State() *cluster.State { return p.state }
 
 // NodeName returns the name of the proxy's node.

@@ -89,6 +89,7 @@ func (f *ipvsFlags) parts() (Parts, error) {
 	if err := f.keepAnnotation(opts.SchedulerAnnotation); err != nil {
 		return Parts{}, err
 	}
+	opts.Observer = &observer{onDrift: func() { f.events.drifted("ipvs") }}
 	return f.nodeParts(func(addrs *nodeaddr.Watcher, connections sink.Sink) (sink.Sink, error) {
 		opts.NodeAddresses, opts.Conntrack = addrs, connections
 		return ipvs.New(opts)

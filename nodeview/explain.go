@@ -16,41 +16,36 @@ type Explanation struct {
 	// Service is the name of the explained service. Its fields are empty if neither the
 	// service nor any of its EndpointSlices is known.
 	Service types.NamespacedName
-	// Node and Zone are the node and zone of the view, or empty if unknown.
-	Node string `json:",omitempty"`
-	Zone string `json:",omitempty"`
-	// View is the node's view of the service. If it is nil, Absent has the reason, and all
-	// fields after Absent are empty.
-	View   *api.View `json:",omitempty"`
-	Absent string    `json:",omitempty"`
-	// InternalLocal and ExternalLocal report whether the effective policies are Local.
-	InternalLocal, ExternalLocal bool
-	// Lists explains the endpoint lists of each service port and family.
-	Lists []ListExplanation `json:",omitempty"`
-	// Skipped are endpoints that no list can contain.
-	Skipped []EndpointExplanation `json:",omitempty"`
-	// Frontends and Unserved contain the results of [Frontends] and [Unserved] for View.
-	Frontends []Frontend         `json:",omitempty"`
-	Unserved  []UnservedFrontend `json:",omitempty"`
+	// View is the node's view of the service. It is nil if there is none.
+	View *api.View
+	// Frontends are the frontends of the view, except those that Narrow removed.
+	Frontends []Frontend
+
+	node, zone                   string
+	absent                       string // why View is nil
+	internalLocal, externalLocal bool   // the effective policies
+	lists                        []listReport
+	skipped                      []endpointReport // endpoints that no list can contain
+	unserved                     []namedFrontend
 }
 
-// ListExplanation explains the endpoint lists of one service port and family.
-type ListExplanation struct {
+// listReport explains the endpoint lists of one service port and family.
+type listReport struct {
 	// Port is the service port, or nil for an all-ports service.
 	Port   *api.PortMapping `json:",omitempty"`
 	Family api.Family
 	// Usable reports whether any endpoint in the cluster is usable. If none is usable,
 	// the frontends of the port and family reject connections.
 	Usable   bool
-	Topology Topology
+	Topology topologyResult
 	// Endpoints are sorted by address.
-	Endpoints []EndpointExplanation `json:",omitempty"`
+	Endpoints []endpointReport `json:",omitempty"`
 }
 
-// EndpointExplanation has the reasons why an endpoint is or is not on the lists. In
-// ListExplanation, the reasons apply to one service port. In Skipped, they apply to all
+// endpointReport has the reasons why an endpoint is or is not on the lists. In
+// listReport, the reasons apply to one service port. In skipped endpoints, they apply to all
 // ports.
-type EndpointExplanation struct {
+type endpointReport struct {
 	// Slice is the name of the EndpointSlice that contains the endpoint.
 	Slice    string
 	Endpoint *api.SliceEndpoint
@@ -61,9 +56,9 @@ type EndpointExplanation struct {
 	// internal, external or short-circuited traffic. In api.Scopes, the corresponding fields
 	// are Internal, External and Cluster. ShortCircuit is 0 unless the external policy is
 	// Local.
-	Internal     Reason `json:",omitzero"`
-	External     Reason `json:",omitzero"`
-	ShortCircuit Reason `json:",omitzero"`
+	Internal     reason `json:",omitzero"`
+	External     reason `json:",omitzero"`
+	ShortCircuit reason `json:",omitzero"`
 	// If this endpoint is a duplicate, Preferred names the EndpointSlice of the endpoint
 	// that is used instead.
 	Preferred string `json:",omitempty"`
@@ -72,37 +67,37 @@ type EndpointExplanation struct {
 // Explain returns the same view as [View], with the reasons for all decisions.
 func Explain(s *api.ServiceState, node *api.Node) *Explanation {
 	here := locationOf(node)
-	e := &Explanation{Node: here.node, Zone: here.zone}
+	e := &Explanation{node: here.node, zone: here.zone}
 	switch {
 	case s.Service == nil:
-		e.Absent = "service not found or not selected"
+		e.absent = "service not found or not selected"
 		if len(s.Slices) > 0 {
 			e.Service = s.Slices[0].ServiceKey()
-			e.Absent += ", but slices refer to it"
+			e.absent += ", but slices refer to it"
 		}
 		return e
 	case s.Service.Type == api.ExternalName:
 		e.Service = s.Service.Key()
-		e.Absent = "a service of type ExternalName has no frontends"
+		e.absent = "a service of type ExternalName has no frontends"
 		return e
 	}
 	pol := policiesOf(s.Service)
 	e.Service = s.Service.Key()
-	e.InternalLocal, e.ExternalLocal = pol.internalLocal, pol.externalLocal
+	e.internalLocal, e.externalLocal = pol.internalLocal, pol.externalLocal
 	e.View = view(s, node, &trace{e, pol})
 	e.Frontends = slices.Collect(Frontends(e.View))
-	e.Unserved = slices.Collect(Unserved(e.View))
+	e.unserved = unserved(e.View)
 	return e
 }
 
-// ExplainView returns what is known from the view alone, without Lists and Skipped. It is
+// ExplainView returns what is known from the view alone, without reasons for endpoints. It is
 // for a program that gets views from a server and does not have the EndpointSlices.
 func ExplainView(view *api.View, node *api.Node) *Explanation {
 	here, pol := locationOf(node), policiesOf(view.Service)
 	return &Explanation{
-		Service: view.Key(), Node: here.node, Zone: here.zone, View: view,
-		InternalLocal: pol.internalLocal, ExternalLocal: pol.externalLocal,
-		Frontends: slices.Collect(Frontends(view)), Unserved: slices.Collect(Unserved(view)),
+		Service: view.Key(), node: here.node, zone: here.zone, View: view,
+		internalLocal: pol.internalLocal, externalLocal: pol.externalLocal,
+		Frontends: slices.Collect(Frontends(view)), unserved: unserved(view),
 	}
 }
 
@@ -110,11 +105,11 @@ func ExplainView(view *api.View, node *api.Node) *Explanation {
 // frontend uses. It reports whether any frontend is left.
 func (e *Explanation) Narrow(keep func(FrontendKey) bool) bool {
 	e.Frontends = slices.DeleteFunc(e.Frontends, func(f Frontend) bool { return !keep(f.FrontendKey) })
-	e.Unserved = slices.DeleteFunc(e.Unserved, func(u UnservedFrontend) bool { return !keep(u.FrontendKey) })
-	e.Lists = slices.DeleteFunc(e.Lists, func(l ListExplanation) bool {
+	e.unserved = slices.DeleteFunc(e.unserved, func(u namedFrontend) bool { return !keep(u.FrontendKey) })
+	e.lists = slices.DeleteFunc(e.lists, func(l listReport) bool {
 		return !slices.ContainsFunc(e.Frontends, func(f Frontend) bool { return f.ServicePort == l.Port && f.Family == l.Family })
 	})
-	return len(e.Frontends)+len(e.Unserved) > 0
+	return len(e.Frontends)+len(e.unserved) > 0
 }
 
 // trace records the decisions that lead to a view. A nil trace records nothing.
@@ -123,11 +118,11 @@ type trace struct {
 	pol policies
 }
 
-func (t *trace) addSkipped(slice *api.EndpointSlice, ep *api.SliceEndpoint, why Reason) {
+func (t *trace) addSkipped(slice *api.EndpointSlice, ep *api.SliceEndpoint, why reason) {
 	if t == nil {
 		return
 	}
-	t.to.Skipped = append(t.to.Skipped, t.endpoint(slice, ep, 0, listReasons{why, why}))
+	t.to.skipped = append(t.to.skipped, t.endpoint(slice, ep, 0, listReasons{why, why}))
 }
 
 // addList records the list of family f for the port at index p. The candidates of this
@@ -136,7 +131,7 @@ func (t *trace) addList(c *selection, p int, f api.Family, found *endpointCounts
 	if t == nil {
 		return
 	}
-	list := ListExplanation{Port: c.ports[p], Family: f, Usable: found.usable, Topology: found.topology}
+	list := listReport{Port: c.ports[p], Family: f, Usable: found.usable, Topology: found.topology}
 	for i := lo; i < hi; i++ {
 		cand := &c.candidates[i]
 		target := max(0, c.target(p, i))
@@ -146,11 +141,11 @@ func (t *trace) addList(c *selection, p int, f api.Family, found *endpointCounts
 		}
 		list.Endpoints = append(list.Endpoints, ep)
 	}
-	t.to.Lists = append(t.to.Lists, list)
+	t.to.lists = append(t.to.lists, list)
 }
 
-func (t *trace) endpoint(slice *api.EndpointSlice, ep *api.SliceEndpoint, target int32, m listReasons) EndpointExplanation {
-	e := EndpointExplanation{
+func (t *trace) endpoint(slice *api.EndpointSlice, ep *api.SliceEndpoint, target int32, m listReasons) endpointReport {
+	e := endpointReport{
 		Slice:      slice.Name,
 		Endpoint:   ep,
 		TargetPort: target,

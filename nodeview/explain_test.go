@@ -83,7 +83,7 @@ func TestExplain(t *testing.T) {
 			}
 			if e.View != nil {
 				want := *e
-				want.Lists, want.Skipped = nil, nil
+				want.lists, want.skipped = nil, nil
 				if diff := cmp.Diff(want.String(), ExplainView(e.View, c.node).String()); diff != "" {
 					t.Errorf("ExplainView differs from Explain without lists (-Explain +ExplainView):\n%s", diff)
 				}

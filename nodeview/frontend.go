@@ -222,7 +222,7 @@ func Classes(view *api.View) iter.Seq[Frontend] {
 }
 
 // decided yields the frontends in named that are served, with all decisions.
-func decided(view *api.View, named iter.Seq[UnservedFrontend]) iter.Seq[Frontend] {
+func decided(view *api.View, named iter.Seq[namedFrontend]) iter.Seq[Frontend] {
 	return func(yield func(Frontend) bool) {
 		lists := newPortLists(view)
 		if view != nil {
@@ -243,7 +243,7 @@ func decided(view *api.View, named iter.Seq[UnservedFrontend]) iter.Seq[Frontend
 }
 
 // frontend returns a Frontend with the key and service port of s and with all decisions.
-func frontend(s UnservedFrontend, lists *portLists) Frontend {
+func frontend(s namedFrontend, lists *portLists) Frontend {
 	svc := lists.view.Service
 	f := Frontend{
 		FrontendKey: s.FrontendKey,

@@ -40,8 +40,8 @@ func trafficText(t Traffic) string {
 
 func describeUnserved(view *api.View) []string {
 	var out []string
-	for u := range Unserved(view) {
-		out = append(out, u.String())
+	for frontend, why := range Unserved(view) {
+		out = append(out, frontend.String()+": "+why)
 	}
 	return out
 }

@@ -389,8 +389,8 @@ func checkFrontends(t *testing.T, state *api.ServiceState, view *api.View) {
 			}
 		}
 	}
-	for u := range Unserved(view) {
-		if served[u.Claim()][u.Family] && (u.Fault == Lost || u.Fault == OtherFamily) {
+	for _, u := range unserved(view) {
+		if served[u.Claim()][u.Family] && (u.Fault == lostClaim || u.Fault == otherFamily) {
 			t.Errorf("%s is served and unserved", u.FrontendKey)
 		}
 	}

@@ -41,26 +41,12 @@ func WriteFrontends(w io.Writer, node *api.Node, views []*api.View) error {
 	for _, view := range views {
 		for f := range Frontends(view) {
 			f.Sources = Sources{Restricted: f.Sources.Restricted, Ranges: f.Sources.Prefixes(addrs)}
-			if err := out.Encode(NamedFrontend{view.Key(), f}); err != nil {
+			if err := out.Encode(f); err != nil {
 				return err
 			}
 		}
 	}
 	return nil
-}
-
-// NamedFrontend is a frontend with the name of its service.
-type NamedFrontend struct {
-	Service types.NamespacedName
-	Frontend
-}
-
-// MarshalJSON returns the JSON form of the frontend, with the Namespace and Name of its
-// service.
-func (f NamedFrontend) MarshalJSON() ([]byte, error) {
-	j := f.json()
-	j.Namespace, j.Name = f.Service.Namespace, f.Service.Name
-	return json.Marshal(j)
 }
 
 // frontendJSON is the JSON form of a Frontend.
@@ -93,11 +79,30 @@ func (f *Frontend) json() frontendJSON {
 	if f.ServicePort != nil {
 		j.Protocol, j.PortName = f.Protocol.String(), f.ServicePort.Name
 	}
+	if view := f.Existing.view; view != nil {
+		j.Namespace, j.Name = view.Service.Namespace, view.Service.Name
+	}
 	return j
 }
 
-// MarshalJSON returns the JSON form of f, without the Namespace and Name of its service.
+// MarshalJSON returns the JSON form of f, with the Namespace and Name of its service.
 func (f Frontend) MarshalJSON() ([]byte, error) { return json.Marshal(f.json()) }
+
+// MarshalJSON returns the JSON form of e.
+func (e *Explanation) MarshalJSON() ([]byte, error) {
+	return json.Marshal(struct {
+		Service                      types.NamespacedName
+		Node                         string    `json:",omitempty"`
+		Zone                         string    `json:",omitempty"`
+		View                         *api.View `json:",omitempty"`
+		Absent                       string    `json:",omitempty"`
+		InternalLocal, ExternalLocal bool
+		Lists                        []listReport     `json:",omitempty"`
+		Skipped                      []endpointReport `json:",omitempty"`
+		Frontends                    []Frontend       `json:",omitempty"`
+		Unserved                     []namedFrontend  `json:",omitempty"`
+	}{e.Service, e.node, e.zone, e.View, e.absent, e.internalLocal, e.externalLocal, e.lists, e.skipped, e.Frontends, e.unserved})
+}
 
 // MarshalJSON returns the address, port and node of the endpoint.
 func (t Target) MarshalJSON() ([]byte, error) {
@@ -111,7 +116,7 @@ func (t Target) MarshalJSON() ([]byte, error) {
 
 // MarshalJSON returns whether the endpoint is on the list, and the reason: {"In": true,
 // "Why": "ready and on this node"}.
-func (r Reason) MarshalJSON() ([]byte, error) {
+func (r reason) MarshalJSON() ([]byte, error) {
 	return json.Marshal(struct {
 		In  bool
 		Why string
@@ -119,8 +124,8 @@ func (r Reason) MarshalJSON() ([]byte, error) {
 }
 
 // MarshalText returns the result of String.
-func (t Topology) MarshalText() ([]byte, error)   { return []byte(t.String()), nil }
-func (k Kind) MarshalText() ([]byte, error)       { return []byte(k.String()), nil }
-func (v Verdict) MarshalText() ([]byte, error)    { return []byte(v.String()), nil }
-func (m Masquerade) MarshalText() ([]byte, error) { return []byte(m.String()), nil }
-func (f Fault) MarshalText() ([]byte, error)      { return []byte(f.String()), nil }
+func (t topologyResult) MarshalText() ([]byte, error) { return []byte(t.String()), nil }
+func (k Kind) MarshalText() ([]byte, error)           { return []byte(k.String()), nil }
+func (v Verdict) MarshalText() ([]byte, error)        { return []byte(v.String()), nil }
+func (m Masquerade) MarshalText() ([]byte, error)     { return []byte(m.String()), nil }
+func (f fault) MarshalText() ([]byte, error)          { return []byte(f.String()), nil }

@@ -40,7 +40,7 @@ func hints(ep *api.SliceEndpoint) api.Hints {
 
 // listReasons has the reasons why an endpoint is or is not on the Cluster list and the
 // Local list of a port and family. The zero value means that no list is decided yet.
-type listReasons struct{ cluster, local Reason }
+type listReasons struct{ cluster, local reason }
 
 // eligible reports whether the endpoint serves the port and is not a duplicate.
 func (m listReasons) eligible() bool { return m.cluster != outNoPort && m.cluster != outDuplicate }
@@ -52,7 +52,7 @@ type endpointCounts struct {
 	usable    bool // at least one endpoint is usable
 	nodeHints hintCounts
 	zoneHints hintCounts
-	topology  Topology
+	topology  topologyResult
 }
 
 // hintCounts counts the ready endpoints that have hints of one kind, and the ready
@@ -110,7 +110,7 @@ func usable(c api.Conditions) bool { return c.Ready || c.Serving && c.Terminatin
 // clusterList decides whether ep is on the Cluster list, which contains the ready
 // endpoints that the topology rule admits. If none is ready, the list contains the
 // endpoints that are both serving and terminating, whatever their hints (KEP 1669).
-func clusterList(ep *api.SliceEndpoint, t *endpointCounts, here location) Reason {
+func clusterList(ep *api.SliceEndpoint, t *endpointCounts, here location) reason {
 	if !ep.Ready {
 		return terminatingFallback(ep.Conditions, t.ready)
 	}
@@ -133,7 +133,7 @@ func clusterList(ep *api.SliceEndpoint, t *endpointCounts, here location) Reason
 // localList decides whether ep is on the Local list, which contains the ready endpoints
 // on this node. If none is ready, the list contains the endpoints on this node that are
 // both serving and terminating. Hints do not affect the Local list.
-func localList(ep *api.SliceEndpoint, t *endpointCounts, here location) Reason {
+func localList(ep *api.SliceEndpoint, t *endpointCounts, here location) reason {
 	switch {
 	case !here.runs(ep):
 		return outNotHere
@@ -146,7 +146,7 @@ func localList(ep *api.SliceEndpoint, t *endpointCounts, here location) Reason {
 
 // terminatingFallback decides whether an endpoint that is not ready is on a list. It is
 // on the list if it is serving and terminating and no endpoint is ready.
-func terminatingFallback(c api.Conditions, ready int) Reason {
+func terminatingFallback(c api.Conditions, ready int) reason {
 	switch {
 	case !usable(c):
 		return outNotReady
@@ -159,7 +159,7 @@ func terminatingFallback(c api.Conditions, ready int) Reason {
 
 // topology decides which hints apply to the Cluster list. This depends on the hints of
 // all ready endpoints of the port and family (KEP 2433, KEP 3015).
-func topology(t *endpointCounts) Topology {
+func topology(t *endpointCounts) topologyResult {
 	switch {
 	case t.ready == 0:
 		return noneReady
@@ -210,7 +210,7 @@ func (p policies) scopes(m listReasons) api.Scopes {
 }
 
 // list returns the reason for the Local list or, if local is false, for the Cluster list.
-func (m listReasons) list(local bool) Reason {
+func (m listReasons) list(local bool) reason {
 	if local {
 		return m.local
 	}
@@ -220,7 +220,7 @@ func (m listReasons) list(local bool) Reason {
 // shortCircuit returns the reason for short-circuited traffic, which goes from this node
 // to an external frontend with policy Local. This traffic uses the Cluster list, because
 // a load balancer would send it to a node with endpoints.
-func (m listReasons) shortCircuit() Reason { return m.cluster }
+func (m listReasons) shortCircuit() reason { return m.cluster }
 
 // The function answers reports whether an endpoint may still have connections. If such an
 // endpoint is on no list, it is draining. A ready endpoint may have connections even if

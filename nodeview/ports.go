@@ -45,9 +45,9 @@ type portNumber struct {
 // next returns the reason why a port can have no frontends, and the reason why it can have
 // no frontend at its node port. A reason is 0 if the port can have them. Call next with
 // each port of the service, in their order.
-func (c *portCheck) next(p *api.PortMapping) (fault, nodePort Fault) {
-	if fault = c.portFault(p); fault != 0 {
-		return fault, fault
+func (c *portCheck) next(p *api.PortMapping) (all, nodePort fault) {
+	if all = c.portFault(p); all != 0 {
+		return all, all
 	}
 	return 0, c.nodePortFault(p)
 }
@@ -56,25 +56,25 @@ func (c *portCheck) next(p *api.PortMapping) (fault, nodePort Fault) {
 // is identified by number and protocol: TCP 53 and UDP 53 are two ports. The API server
 // rejects services in which two ports have the same identity or name. Other sources may
 // have such services; only the first of the two ports counts.
-func (c *portCheck) portFault(p *api.PortMapping) Fault {
+func (c *portCheck) portFault(p *api.PortMapping) fault {
 	newPort := c.ports.Add(portNumber{p.Protocol, p.Port})
 	newName := c.names.Add(overrideName(p))
 	switch {
 	case p.Protocol != api.TCP && p.Protocol != api.UDP && p.Protocol != api.SCTP:
-		return UnknownProtocol
+		return unknownProtocol
 	case p.Port == 0:
-		return NoPortNumber
+		return noPortNumber
 	case !newPort || !newName:
-		return DuplicatePort
+		return duplicatePort
 	}
 	return 0
 }
 
 // nodePortFault returns why p can have no frontend at its node port, or 0 if it can have
 // one. Call it only if portFault returned 0 for p.
-func (c *portCheck) nodePortFault(p *api.PortMapping) Fault {
+func (c *portCheck) nodePortFault(p *api.PortMapping) fault {
 	if p.NodePort != 0 && !c.nodePorts.Add(portNumber{p.Protocol, p.NodePort}) {
-		return DuplicatePort
+		return duplicatePort
 	}
 	return 0
 }

@@ -4,12 +4,12 @@ package nodeview
 
 import "fmt"
 
-// Reason says why an endpoint is on a list, or why it is not.
-type Reason uint8
+// reason says why an endpoint is on a list, or why it is not.
+type reason uint8
 
 // The reasons; see reasonTexts for their meaning.
 const (
-	inReady Reason = iota + 1
+	inReady reason = iota + 1
 	inForNode
 	inForZone
 	inHere
@@ -41,17 +41,17 @@ var reasonTexts = [...]string{
 }
 
 // In reports whether r is a reason to be on the list.
-func (r Reason) In() bool { return r != 0 && r < outNotReady }
+func (r reason) In() bool { return r != 0 && r < outNotReady }
 
 // String describes the reason.
-func (r Reason) String() string { return text(reasonTexts[:], r) }
+func (r reason) String() string { return text(reasonTexts[:], r) }
 
-// Topology says whether and how hints restrict the ready endpoints of a port and family.
-type Topology uint8
+// topologyResult says whether and how hints restrict the ready endpoints of a port and family.
+type topologyResult uint8
 
 // The results of the topology rule; see topologyTexts for their meaning.
 const (
-	noneReady Topology = iota
+	noneReady topologyResult = iota
 	noHints
 	hintsIncomplete
 	hintsElsewhere
@@ -69,7 +69,7 @@ var topologyTexts = [...]string{
 }
 
 // String describes the result.
-func (t Topology) String() string { return text(topologyTexts[:], t) }
+func (t topologyResult) String() string { return text(topologyTexts[:], t) }
 
 func text[T ~uint8](texts []string, v T) string {
 	if int(v) < len(texts) && texts[v] != "" {

@@ -18,17 +18,17 @@ func (e *Explanation) String() string {
 	if e.View == nil {
 		return b.String()
 	}
-	for i := range e.Lists {
-		e.Lists[i].text(&b)
+	for i := range e.lists {
+		e.lists[i].text(&b)
 	}
-	section(&b, "endpoints on no list", e.Skipped, func(ep *EndpointExplanation) {
+	section(&b, "endpoints on no list", e.skipped, func(ep *endpointReport) {
 		fmt.Fprintf(&b, "  %s: %s\n", ep.name(), ep.Internal)
 	})
 	section(&b, "draining: no new connections, existing ones are left alone", e.View.Draining, func(ep *api.Endpoint) {
 		fmt.Fprintf(&b, "  %s\n", ep.Key())
 	})
 	section(&b, "frontends", e.Frontends, func(f *Frontend) { f.text(&b) })
-	section(&b, "not served", e.Unserved, func(u *UnservedFrontend) { fmt.Fprintf(&b, "  %s\n", u) })
+	section(&b, "not served", e.unserved, func(u *namedFrontend) { fmt.Fprintf(&b, "  %s: %s\n", u.FrontendKey, u.why()) })
 	if port := HealthCheckPort(e.View.Service); port != 0 {
 		fmt.Fprintf(&b, "\nhealth check node port %d: ready on this node are %d IPv4 and %d IPv6 addresses\n",
 			port, ReadyLocal(e.View, api.IPv4), ReadyLocal(e.View, api.IPv6))
@@ -48,27 +48,27 @@ func section[T any](b *strings.Builder, heading string, items []T, write func(*T
 
 func (e *Explanation) head(b *strings.Builder) {
 	node := "a node without a name"
-	if e.Node != "" {
-		node = "node " + e.Node
+	if e.node != "" {
+		node = "node " + e.node
 	}
 	fmt.Fprintf(b, "service %s on %s", e.Service, node)
-	if e.Zone != "" {
-		fmt.Fprintf(b, " in zone %s", e.Zone)
+	if e.zone != "" {
+		fmt.Fprintf(b, " in zone %s", e.zone)
 	}
 	if e.View == nil {
-		fmt.Fprintf(b, ": %s\n", e.Absent)
+		fmt.Fprintf(b, ": %s\n", e.absent)
 		return
 	}
 	fmt.Fprintf(b, "\ninternal traffic policy %s, external traffic policy %s\n",
-		policyNames[e.InternalLocal], policyNames[e.ExternalLocal])
-	if e.View.Service.ExternalTrafficToLocal && !e.ExternalLocal {
+		policyNames[e.internalLocal], policyNames[e.externalLocal])
+	if e.View.Service.ExternalTrafficToLocal && !e.externalLocal {
 		b.WriteString("(externalTrafficPolicy Local has no effect: the service has no external frontend)\n")
 	}
 }
 
 var policyNames = map[bool]string{false: "Cluster", true: "Local"} // the key is true if the policy is Local
 
-func (l *ListExplanation) text(b *strings.Builder) {
+func (l *listReport) text(b *strings.Builder) {
 	fmt.Fprintf(b, "\n%s, %s: ", portText(l.Port), l.Family)
 	if !l.Usable {
 		b.WriteString("no endpoint is usable anywhere\n")
@@ -91,14 +91,14 @@ func portText(p *api.PortMapping) string {
 	return text
 }
 
-func (e *EndpointExplanation) name() string {
+func (e *endpointReport) name() string {
 	return fmt.Sprintf("%s of slice %s on %s", addrPort(e.Endpoint.Addr, e.TargetPort), e.Slice,
 		cmp.Or(e.Endpoint.NodeName, "no known node"))
 }
 
-func (e *EndpointExplanation) text(b *strings.Builder) {
+func (e *endpointReport) text(b *strings.Builder) {
 	fmt.Fprintf(b, "  %s\n", e.name())
-	why := func(list string, r Reason) {
+	why := func(list string, r reason) {
 		in := "out"
 		if r.In() {
 			in = "in"

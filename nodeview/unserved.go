@@ -13,95 +13,104 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// Fault is the reason why a service does not get a frontend that its object defines.
-type Fault uint8
+// fault is the reason why a service does not get a frontend that its object defines.
+type fault uint8
 
 // The reasons why a service does not get a frontend.
 const (
-	// OtherFamily: the service is not served in the family of the address.
-	OtherFamily Fault = iota + 1
-	// UnknownProtocol: the port's protocol is not TCP, UDP or SCTP.
-	UnknownProtocol
-	// NoPortNumber: the port has no number, or the service has no ports.
-	NoPortNumber
-	// DuplicatePort: an earlier port of the service has the same name, the same protocol and
+	// otherFamily: the service is not served in the family of the address.
+	otherFamily fault = iota + 1
+	// unknownProtocol: the port's protocol is not TCP, UDP or SCTP.
+	unknownProtocol
+	// noPortNumber: the port has no number, or the service has no ports.
+	noPortNumber
+	// duplicatePort: an earlier port of the service has the same name, the same protocol and
 	// number, or the same protocol and node port.
-	DuplicatePort
-	// Lost: another service owns the address, protocol and port.
-	Lost
+	duplicatePort
+	// lostClaim: another service owns the address, protocol and port.
+	lostClaim
 )
 
 var faultTexts = [...]string{
-	OtherFamily:     "the service is not served in this family",
-	UnknownProtocol: "the protocol is unknown",
-	NoPortNumber:    "it has no port number",
-	DuplicatePort:   "an earlier port of the service has the same number and protocol, or name",
-	Lost:            "another service owns it",
+	otherFamily:     "the service is not served in this family",
+	unknownProtocol: "the protocol is unknown",
+	noPortNumber:    "it has no port number",
+	duplicatePort:   "an earlier port of the service has the same number and protocol, or name",
+	lostClaim:       "another service owns it",
 }
 
 // String describes the fault.
-func (f Fault) String() string { return text(faultTexts[:], f) }
+func (f fault) String() string { return text(faultTexts[:], f) }
 
-// UnservedFrontend is a frontend that the object of a service defines, but that the
-// service does not get.
-type UnservedFrontend struct {
+// namedFrontend is a frontend that the object of a service defines. If Fault is not 0, the
+// service does not get it.
+type namedFrontend struct {
 	FrontendKey
 	// ServicePort is the frontend's service port. It is nil if all ports are meant.
 	ServicePort *api.PortMapping `json:",omitempty"`
-	Fault       Fault
-	// If Fault is Lost, Winner is the service that owns the address, protocol and port, if it
-	// is known.
+	Fault       fault
+	// If Fault is lostClaim, Winner is the service that owns the address, protocol and port,
+	// if it is known.
 	Winner types.NamespacedName `json:",omitzero"`
 }
 
-// String describes the frontend and the reason.
-func (u UnservedFrontend) String() string {
+// why returns the reason why the service does not get the frontend.
+func (u *namedFrontend) why() string {
 	if u.Winner.Name != "" {
-		return fmt.Sprintf("%s: service %s owns it", u.FrontendKey, u.Winner)
+		return fmt.Sprintf("service %s owns it", u.Winner)
 	}
-	return fmt.Sprintf("%s: %s", u.FrontendKey, u.Fault)
+	return u.Fault.String()
 }
 
 // Unserved yields the frontends that the object of the service defines, but that
-// [Frontends] omits. Both functions use the same order. A program can log these
-// frontends. If view is nil, there are none.
-func Unserved(view *api.View) iter.Seq[UnservedFrontend] {
-	return func(yield func(UnservedFrontend) bool) {
-		for s := range namedFrontends(view) {
-			if s.Fault != 0 && !yield(s) {
+// [Frontends] omits, each with the reason. Both functions use the same order. A program can
+// log these frontends. If view is nil, there are none.
+func Unserved(view *api.View) iter.Seq2[FrontendKey, string] {
+	return func(yield func(FrontendKey, string) bool) {
+		for _, u := range unserved(view) {
+			if !yield(u.FrontendKey, u.why()) {
 				return
 			}
 		}
 	}
 }
 
+func unserved(view *api.View) (all []namedFrontend) {
+	for u := range namedFrontends(view) {
+		if u.Fault != 0 {
+			all = append(all, u)
+		}
+	}
+	return all
+}
+
 // namedFrontends yields each frontend that the object of the service defines, once. A
 // frontend that is served has Fault 0. If view is nil, there are none.
-func namedFrontends(view *api.View) iter.Seq[UnservedFrontend] { return named(view, newNamer) }
+func namedFrontends(view *api.View) iter.Seq[namedFrontend] { return allNamed(view, newNamer) }
 
 // namedClasses yields a frontend without an address for each kind, port and family for which
 // namedFrontends yields a frontend. It has the fault that all these frontends have.
-func namedClasses(view *api.View) iter.Seq[UnservedFrontend] { return named(view, newClassNamer) }
+func namedClasses(view *api.View) iter.Seq[namedFrontend] { return allNamed(view, newClassNamer) }
 
-func named(view *api.View, newNamer func(*api.View) namer) iter.Seq[UnservedFrontend] {
-	return func(yield func(UnservedFrontend) bool) {
+func allNamed(view *api.View, newNamer func(*api.View) namer) iter.Seq[namedFrontend] {
+	return func(yield func(namedFrontend) bool) {
 		if view == nil {
 			return
 		}
 		svc := view.Service
 		n := newNamer(view)
 		if wholeAddress(svc) {
-			var fault Fault
+			var all fault
 			if !svc.AllPorts {
-				fault = NoPortNumber
+				all = noPortNumber
 			}
-			n.portFrontends(nil, fault, 0, yield)
+			n.portFrontends(nil, all, 0, yield)
 			return
 		}
 		var check portCheck
 		for i := range svc.Ports {
-			fault, nodePort := check.next(&svc.Ports[i])
-			if !n.portFrontends(&svc.Ports[i], fault, nodePort, yield) {
+			all, nodePort := check.next(&svc.Ports[i])
+			if !n.portFrontends(&svc.Ports[i], all, nodePort, yield) {
 				return
 			}
 		}
@@ -173,17 +182,17 @@ func onlyNew(list []netip.Addr, seen *distinct.Set[netip.Addr]) []netip.Addr {
 }
 
 // portFrontends yields the frontends of one port. If the port cannot have frontends,
-// fault says why. If the node port cannot have a frontend, nodePortFault says why.
-func (n *namer) portFrontends(port *api.PortMapping, fault, nodePortFault Fault, yield func(UnservedFrontend) bool) bool {
+// all says why. If the node port cannot have a frontend, nodePort says why.
+func (n *namer) portFrontends(port *api.PortMapping, all, nodePort fault, yield func(namedFrontend) bool) bool {
 	for f, family := range [...]api.Family{api.IPv4, api.IPv6} {
-		s := UnservedFrontend{FrontendKey: FrontendKey{Family: family}, ServicePort: port}
+		s := namedFrontend{FrontendKey: FrontendKey{Family: family}, ServicePort: port}
 		if port != nil {
 			s.Protocol, s.Port = port.Protocol, port.Port
 		}
 		for i, list := range n.addrs[f] {
 			for _, addr := range list {
 				s.Kind, s.Addr = ClusterIP+Kind(i), addr
-				s.Fault, s.Winner = n.frontendFault(s.FrontendKey, fault)
+				s.Fault, s.Winner = n.frontendFault(s.FrontendKey, all)
 				if !yield(s) {
 					return false
 				}
@@ -191,7 +200,7 @@ func (n *namer) portFrontends(port *api.PortMapping, fault, nodePortFault Fault,
 		}
 		if port != nil && port.NodePort != 0 && slices.Contains(n.served, family) {
 			s.Kind, s.Addr, s.Port = NodePort, netip.Addr{}, port.NodePort
-			s.Fault, s.Winner = n.frontendFault(s.FrontendKey, nodePortFault)
+			s.Fault, s.Winner = n.frontendFault(s.FrontendKey, nodePort)
 			if !yield(s) {
 				return false
 			}
@@ -200,23 +209,23 @@ func (n *namer) portFrontends(port *api.PortMapping, fault, nodePortFault Fault,
 	return true
 }
 
-func (n *namer) frontendFault(k FrontendKey, port Fault) (Fault, types.NamespacedName) {
+func (n *namer) frontendFault(k FrontendKey, port fault) (fault, types.NamespacedName) {
 	switch {
 	case !slices.Contains(n.served, k.Family):
-		return OtherFamily, types.NamespacedName{}
+		return otherFamily, types.NamespacedName{}
 	case port != 0:
 		return port, types.NamespacedName{}
 	}
 	claim := k.Claim()
 	if n.byClaim != nil {
 		if winner, ok := n.byClaim[claim]; ok {
-			return Lost, winner
+			return lostClaim, winner
 		}
 		return 0, types.NamespacedName{}
 	}
 	for i := range n.lost {
 		if n.lost[i].Claim == claim {
-			return Lost, n.lost[i].Winner
+			return lostClaim, n.lost[i].Winner
 		}
 	}
 	return 0, types.NamespacedName{}

@@ -229,7 +229,7 @@ var frontendList = list{
 	objects: ofServices(func(e *nodeview.Explanation) (all []object) {
 		for i := range e.Frontends {
 			f := &e.Frontends[i]
-			all = append(all, object{nodeview.NamedFrontend{Service: e.Service, Frontend: *f}, explain.Name(f.FrontendKey), frontendRow(e.Service, f)})
+			all = append(all, object{f, explain.Name(f.FrontendKey), frontendRow(e.Service, f)})
 		}
 		return all
 	}),

@@ -135,7 +135,7 @@ func logUnserved(ctx context.Context, c *sink.Change) {
 	if !c.New.Service.AllPorts {
 		log.Error(nil, "Service not served: it is not an all-ports service; start the kpng server with --all-ports")
 	}
-	for u := range nodeview.Unserved(c.New) {
-		log.Info("Frontend not supported", "frontend", u.String())
+	for frontend, why := range nodeview.Unserved(c.New) {
+		log.Info("Frontend not supported", "frontend", frontend.String(), "reason", why)
 	}
 }

@@ -50,7 +50,7 @@ func BenchmarkCompanions(b *testing.B) {
 			}
 			sinks := []sink.Sink{
 				backend,
-				healthcheck.New(healthcheck.Options{Addrs: &nodeaddr.List{}}),
+				healthcheck.New(healthcheck.Options{NodeAddresses: nodeaddr.Of()}),
 				conntrack.New(conntrack.Options{NetNS: namespace.FD}),
 			}[:test.sinks]
 

@@ -14,7 +14,6 @@ import (
 
 	"github.com/kpng-project/kpng"
 	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/node/healthcheck"
 	"github.com/kpng-project/kpng/sink"
 	"github.com/kpng-project/kpng/watcher/kube"
 	"github.com/spf13/pflag"
@@ -138,8 +137,8 @@ func (w *eventsWriter) serviceRefused(key types.NamespacedName, reason error) {
 
 // healthCheckFailed adds an Event for a health-check node port that cannot be opened. Its
 // reason is the same as in kube-proxy.
-func (w *eventsWriter) healthCheckFailed(f healthcheck.Fault) {
-	w.add(serviceReference(f.Service), "FailedToStartServiceHealthcheck", "Listen", fmt.Sprintf("node %s cannot serve health checks at %s: %v", w.node, f.Addr, f.Err))
+func (w *eventsWriter) healthCheckFailed(service types.NamespacedName, at netip.AddrPort, err error) {
+	w.add(serviceReference(service), "FailedToStartServiceHealthcheck", "Listen", fmt.Sprintf("node %s cannot serve health checks at %s: %v", w.node, at, err))
 }
 
 // drifted adds an Event for a change of the dataplane by another program. A nil

@@ -3,11 +3,14 @@
 package program
 
 import (
+	"net/netip"
+
 	"github.com/kpng-project/kpng/node/healthcheck"
 	"github.com/kpng-project/kpng/node/nodeaddr"
 	"github.com/kpng-project/kpng/sink"
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/spf13/pflag"
+	"k8s.io/apimachinery/pkg/types"
 )
 
 type healthChecks struct {
@@ -15,7 +18,7 @@ type healthChecks struct {
 	open, failing prometheus.Gauge
 	faults        prometheus.Counter
 	// failed is called for each port that cannot be opened.
-	failed func(healthcheck.Fault)
+	failed func(service types.NamespacedName, at netip.AddrPort, err error)
 }
 
 func newHealthChecks() *healthChecks {
@@ -24,7 +27,7 @@ func newHealthChecks() *healthChecks {
 		open:    gauge(subsystem, "ports_open", "Health-check node ports that are listened on, once for each node address."),
 		failing: gauge(subsystem, "ports_failing", "Health-check node ports that cannot be listened on, once for each node address."),
 		faults:  counter(subsystem, "faults_total", "Times that a health-check node port could not be listened on, for a new reason."),
-		failed:  func(healthcheck.Fault) {},
+		failed:  func(types.NamespacedName, netip.AddrPort, error) {},
 	}
 }
 
@@ -44,11 +47,11 @@ func (h *healthChecks) companions(addrs nodeaddr.Source) func(healthy func() boo
 			return nil
 		}
 		return map[string]sink.Sink{"healthchecks": healthcheck.New(healthcheck.Options{
-			Addrs:   addrs,
-			Healthy: healthy,
-			Fault: func(f healthcheck.Fault) {
+			NodeAddresses: addrs,
+			Healthy:       healthy,
+			Failed: func(service types.NamespacedName, at netip.AddrPort, err error) {
 				h.faults.Inc()
-				h.failed(f)
+				h.failed(service, at, err)
 			},
 			Observe: func(open, failing int) {
 				h.open.Set(float64(open))

@@ -68,14 +68,16 @@ func (m renamedMetric) Desc() *prometheus.Desc { return m.desc }
 // nodePortsFlag adds the flag --node-port-addresses. The argument items lists the possible
 // items, for the help.
 func nodePortsFlag(fs *pflag.FlagSet, to *nodeaddr.Selection, items string) {
-	*to = nodeaddr.Selection{Primary: true}
-	var given []string
+	*to = nodeaddr.Selection{"primary"}
+	given := false
 	fs.Var(&value{
-		show: func() string { return to.String() },
-		set: func(text string) (err error) {
-			given = append(given, strings.Split(text, ",")...)
-			*to, err = nodeaddr.ParseSelection(given)
-			return err
+		show: func() string { return strings.Join(*to, ",") },
+		set: func(text string) error {
+			if !given {
+				*to, given = nil, true
+			}
+			*to = append(*to, strings.Split(text, ",")...)
+			return nil
 		},
 	}, "node-port-addresses", "serve node ports and health checks at these `addresses` of the node: primary (those of its Node object), "+items)
 }

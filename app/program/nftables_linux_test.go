@@ -14,7 +14,6 @@ import (
 	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/backends/nftables"
 	"github.com/kpng-project/kpng/backends/userspace"
-	"github.com/kpng-project/kpng/node/conntrack"
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/testutil"
 	"github.com/spf13/pflag"
@@ -79,8 +78,8 @@ func TestNFTablesMetrics(t *testing.T) {
 	registry := prometheus.NewPedanticRegistry()
 	flows, table, checks := newFlowMetrics(), newNFTablesMetrics(nil), newHealthChecks()
 	registry.MustRegister(slices.Concat(checks.collectors(), flows.collectors(), table.collectors())...)
-	flows.observe(conntrack.Pass{Seen: 5, Ended: 3, Duration: time.Millisecond})
-	flows.observe(conntrack.Pass{Seen: 1, Duration: time.Millisecond, Err: errors.New("no permission")})
+	flows.observe(5, 3, time.Millisecond, nil)
+	flows.observe(1, 0, time.Millisecond, errors.New("no permission"))
 	o := backends.Observer(table)
 	o.Holds("elements", 9)
 	o.Holds("elements", 7)

@@ -5,8 +5,10 @@ package program
 import (
 	"context"
 	"fmt"
+	"net/netip"
 	"slices"
 	"strings"
+	"time"
 
 	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/internal/netfilter"
@@ -55,9 +57,9 @@ func (f *nodeFlags) check(dataplane string) error {
 	if _, ok := sysctlModes[f.sysctls]; !ok && f.sysctls != "" {
 		return fmt.Errorf("--sysctls is %q, not report, set or ignore", f.sysctls)
 	}
-	for _, cidr := range f.nodePorts.CIDRs {
-		if cidr.Addr().IsLoopback() {
-			return fmt.Errorf("--node-port-addresses %s: %s cannot serve node ports at loopback addresses; kube-proxy does so in mode iptables, and in mode nftables with the feature gate KubeProxyNFTablesLocalhostNodePorts", cidr, dataplane)
+	for _, item := range f.nodePorts {
+		if cidr, err := netip.ParsePrefix(item); item == "localhost" || err == nil && cidr.Addr().IsLoopback() {
+			return fmt.Errorf("--node-port-addresses %s: %s cannot serve node ports at loopback addresses; kube-proxy does so in mode iptables, and in mode nftables with the feature gate KubeProxyNFTablesLocalhostNodePorts", item, dataplane)
 		}
 	}
 	return f.limits.check(f.flagSet)
@@ -187,7 +189,7 @@ func (f *nodeFlags) connections(addrs *nodeaddr.Watcher, flows *flowMetrics) sin
 	if f.keepConnections {
 		return noConntrack
 	}
-	return conntrack.New(conntrack.Options{NodeAddrs: addrs, Observe: flows.observe})
+	return conntrack.New(conntrack.Options{NodeAddresses: addrs, Observe: flows.observe})
 }
 
 // follow returns a function for Parts.Follow. That function applies kernel settings and
@@ -226,11 +228,11 @@ func (m *flowMetrics) collectors() []prometheus.Collector {
 	return []prometheus.Collector{m.seen, m.deleted, m.errors, m.duration}
 }
 
-func (m *flowMetrics) observe(pass conntrack.Pass) {
-	m.seen.Add(float64(pass.Seen))
-	m.deleted.Add(float64(pass.Ended))
-	m.duration.Observe(pass.Duration.Seconds())
-	if pass.Err != nil {
+func (m *flowMetrics) observe(seen, deleted int, took time.Duration, err error) {
+	m.seen.Add(float64(seen))
+	m.deleted.Add(float64(deleted))
+	m.duration.Observe(took.Seconds())
+	if err != nil {
 		m.errors.Inc()
 	}
 }

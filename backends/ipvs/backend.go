@@ -87,7 +87,7 @@ func (b *backend) start(ctx context.Context) error {
 		return err
 	}
 	addrs, err := b.tasks.Watch(nodeaddr.Options{
-		Selection: nodeaddr.Selection{All: true},
+		Selection: nodeaddr.Selection{"all"},
 		// kube-proxy's mode ipvs adds the addresses of services to this interface.
 		ExcludeInterfaces: []string{"kube-ipvs0"},
 		NetNS:             b.opts.NetNS,

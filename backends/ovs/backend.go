@@ -89,7 +89,7 @@ func (b *backend) start(ctx context.Context) error {
 	if err := b.tasks.Start(ctx, &opts); err != nil {
 		return err
 	}
-	addrs, err := b.tasks.Watch(nodeaddr.Options{Selection: nodeaddr.Selection{All: true}})
+	addrs, err := b.tasks.Watch(nodeaddr.Options{Selection: nodeaddr.Selection{"all"}})
 	if err != nil {
 		return errors.Join(err, b.tasks.Stop(ctx))
 	}

@@ -68,11 +68,11 @@ func New(opts Options) (*Backend, error) {
 	b.descriptors = newDescriptors(limit - limit/10) // one tenth of the limit is for other purposes
 	b.udp = newUDPClients(min(opts.MaxUDPClients, limit/2))
 	var err error
-	if b.machine, err = nodeaddr.New(nodeaddr.Options{Selection: everyAddress, Clock: opts.Clock}); err != nil {
+	if b.machine, err = nodeaddr.New(nodeaddr.Options{Selection: everyAddress}); err != nil {
 		return nil, err
 	}
 	if b.node = opts.NodeAddresses; b.node == nil {
-		if b.watcher, err = nodeaddr.New(nodeaddr.Options{Selection: opts.NodePorts, ExcludeInterfaces: opts.ExcludeInterfaces, Clock: opts.Clock}); err != nil {
+		if b.watcher, err = nodeaddr.New(nodeaddr.Options{Selection: opts.NodePorts, ExcludeInterfaces: opts.ExcludeInterfaces}); err != nil {
 			return nil, err
 		}
 		b.node = b.watcher
@@ -81,7 +81,7 @@ func New(opts Options) (*Backend, error) {
 }
 
 // everyAddress selects all addresses, including link-local addresses.
-var everyAddress = nodeaddr.Selection{All: true, CIDRs: []netip.Prefix{netip.MustParsePrefix("169.254.0.0/16"), netip.MustParsePrefix("fe80::/10")}}
+var everyAddress = nodeaddr.Selection{"all", "169.254.0.0/16", "fe80::/10"}
 
 // NodeAddresses returns the source of node addresses for node ports. Other servers can
 // use that source to listen at the same addresses.
@@ -108,9 +108,14 @@ func (b *Backend) start(ctx context.Context) error {
 		return err
 	}
 	b.life, b.stopTasks = context.WithCancel(context.WithoutCancel(ctx))
-	b.tasks.Go(func() { b.machine.Run(b.life) })
-	if b.watcher != nil {
-		b.tasks.Go(func() { b.watcher.Run(b.life) })
+	for _, w := range []*nodeaddr.Watcher{b.machine, b.watcher} {
+		if w != nil {
+			b.tasks.Go(func() {
+				stop := w.Start(b.life)
+				<-b.life.Done()
+				stop()
+			})
+		}
 	}
 	b.tasks.Go(func() { b.followNode(b.life) })
 	b.tasks.Go(func() { b.sweep(b.life) })

@@ -11,7 +11,6 @@ import (
 	"github.com/kpng-project/kpng/backends/userspace"
 	"github.com/kpng-project/kpng/conformance"
 	"github.com/kpng-project/kpng/internal/backendtest"
-	"github.com/kpng-project/kpng/node/nodeaddr"
 	"github.com/kpng-project/kpng/sink"
 )
 
@@ -21,7 +20,7 @@ func TestConformance(t *testing.T) {
 		instance.Write([]byte(site.Instance))
 		return userspace.New(userspace.Options{
 			Addresses: userspace.LocalRoutes(userspace.RouteOptions{Protocol: 100 + int(instance.Sum32()%80)}),
-			NodePorts: nodeaddr.Selection{CIDRs: site.NodePortCIDRs},
+			NodePorts: backendtest.Selection(site),
 			PodCIDRs:  site.PodCIDRs,
 		})
 	}, conformance.Options{Patience: *backendtest.Patience, Unsupported: map[conformance.Feature]string{

@@ -16,6 +16,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/addrlist"
 	"github.com/kpng-project/kpng/node/nodeaddr"
 	clocktesting "k8s.io/utils/clock/testing"
 )
@@ -350,7 +351,7 @@ func TestTrafficFromInterfaceAddressesIsLocal(t *testing.T) {
 }
 
 func TestNodePortsFollowNodeAddresses(t *testing.T) {
-	addrs := nodeaddr.Of(netip.MustParseAddr("127.0.0.5"))
+	addrs := addrlist.Of(netip.MustParseAddr("127.0.0.5"))
 	w := newWorld(t, Options{NodeAddresses: addrs})
 	port, nodePort := freePort(t, "127.0.0.2"), freePort(t, "127.0.0.5")
 	w.set(serviceAt("web", "127.0.0.2", port, api.TCP).addEndpoints(namedServer(t, "a")).modify(func(s *api.Service) {
@@ -462,7 +463,7 @@ func TestStatsCount(t *testing.T) {
 }
 
 func TestNodePortsAreNotServedAtServiceAddresses(t *testing.T) {
-	loopback := nodeaddr.Selection{CIDRs: []netip.Prefix{netip.MustParsePrefix("127.0.0.0/8")}}
+	loopback := nodeaddr.Selection{"127.0.0.0/8"}
 	interfaces, err := net.Interfaces()
 	if err != nil {
 		t.Fatal(err)

@@ -116,7 +116,7 @@ func newProxy(node string, factory informers.SharedInformerFactory, addrs *nodea
 		NodePodCIDRs:        true, // detect traffic from pods of this node
 		MasqueradeOutsiders: true,
 		NodeAddresses:       addrs,
-		Conntrack:           conntrack.New(conntrack.Options{NodeAddrs: addrs}),
+		Conntrack:           conntrack.New(conntrack.Options{NodeAddresses: addrs}),
 		Sysctls:             backends.SetSysctls,
 	}})
 	if err != nil {
@@ -124,8 +124,8 @@ func newProxy(node string, factory informers.SharedInformerFactory, addrs *nodea
 	}
 	var proxy *kpng.Proxy
 	checks := healthcheck.New(healthcheck.Options{
-		Addrs:   addrs,
-		Healthy: func() bool { r := proxy.Health(); return r.Synced && !r.Stuck },
+		NodeAddresses: addrs,
+		Healthy:       func() bool { r := proxy.Health(); return r.Synced && !r.Stuck },
 	})
 	proxy, err = kpng.New(kpng.Options{
 		NodeName: node,

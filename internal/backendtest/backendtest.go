@@ -33,20 +33,28 @@ var Patience = flag.Duration("patience", 20*time.Second, "how long the conforman
 // function newBackend makes the backend from the source of node-port addresses and from a
 // conntrack.Reconciler.
 func NewSink(site conformance.Site, newBackend func(nodeaddr.Source, sink.Sink) (sink.Sink, error)) (sink.Sink, error) {
-	addrs, err := nodeaddr.New(nodeaddr.Options{Selection: nodeaddr.Selection{CIDRs: site.NodePortCIDRs}})
+	addrs, err := nodeaddr.New(nodeaddr.Options{Selection: Selection(site)})
 	if err != nil {
 		return nil, err
 	}
-	backend, err := newBackend(addrs, conntrack.New(conntrack.Options{NodeAddrs: addrs}))
+	backend, err := newBackend(addrs, conntrack.New(conntrack.Options{NodeAddresses: addrs}))
 	if err != nil {
 		return nil, err
 	}
-	return &nodeSink{backend, healthcheck.New(healthcheck.Options{Addrs: addrs})}, nil
+	return &nodeSink{backend, healthcheck.New(healthcheck.Options{NodeAddresses: addrs})}, nil
+}
+
+// Selection returns the addresses of a site at which node ports are served.
+func Selection(site conformance.Site) (s nodeaddr.Selection) {
+	for _, cidr := range site.NodePortCIDRs {
+		s = append(s, cidr.String())
+	}
+	return s
 }
 
 type nodeSink struct {
 	backend sink.Sink
-	health  *healthcheck.Server
+	health  healthcheck.Server
 }
 
 func (n *nodeSink) Unwrap() sink.Sink { return n.backend }

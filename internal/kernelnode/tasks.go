@@ -41,7 +41,7 @@ func (t *Tasks) Start(ctx context.Context, o *backends.Options) error {
 		t.Addresses = watcher
 	}
 	if t.connections = o.Conntrack; t.connections == nil {
-		t.connections = conntrack.New(conntrack.Options{NodeAddrs: t.Addresses, NetNS: o.NetNS})
+		t.connections = conntrack.New(conntrack.Options{NodeAddresses: t.Addresses, NetNS: o.NetNS})
 	}
 	if s, ok := sink.As[sink.Starter](t.connections); ok {
 		if err := s.Start(ctx); err != nil {
@@ -56,7 +56,11 @@ func (t *Tasks) Start(ctx context.Context, o *backends.Options) error {
 func (t *Tasks) Watch(opts nodeaddr.Options) (*nodeaddr.Watcher, error) {
 	watcher, err := nodeaddr.New(opts)
 	if err == nil {
-		t.Go(watcher.Run)
+		t.Go(func(ctx context.Context) {
+			stop := watcher.Start(ctx)
+			<-ctx.Done()
+			stop()
+		})
 	}
 	return watcher, err
 }

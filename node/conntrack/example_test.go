@@ -15,7 +15,7 @@ import (
 // mySink programs services. It embeds a Reconciler, so a driver also starts and stops the
 // Reconciler.
 type mySink struct {
-	*conntrack.Reconciler
+	conntrack.Reconciler
 }
 
 // Sync programs the changes, and then passes them to the Reconciler, which deletes the
@@ -27,6 +27,6 @@ func (s *mySink) Sync(ctx context.Context, c *sink.Changes) error {
 
 func Example() {
 	addrs := nodeaddr.Of() // addresses of node ports; usually a nodeaddr.Watcher
-	var s sink.Sink = &mySink{conntrack.New(conntrack.Options{NodeAddrs: addrs})}
+	var s sink.Sink = &mySink{conntrack.New(conntrack.Options{NodeAddresses: addrs})}
 	_ = s // pass s to kpng.Run, or to sink.Run
 }

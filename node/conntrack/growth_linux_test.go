@@ -106,7 +106,7 @@ func BenchmarkChangedEndpoint(b *testing.B) {
 	for _, protocol := range []string{"udp", "tcp"} {
 		b.Run(protocol, func(b *testing.B) {
 			b.ReportAllocs()
-			r := New(Options{})
+			r := newReconciler(Options{})
 			more, less := flips(b, protocol, 50, 1000, 100)
 			r.Sync(b.Context(), wholePass(more))
 			for b.Loop() {
@@ -130,7 +130,7 @@ func TestServiceWithManyFrontendsTakesOnePass(t *testing.T) {
 		sport := uint16(2000 + 10*i)
 		createEntries(t, n.FD, udp(sport, "10.97.0.7:1007", "10.1.0.3:6007"), udp(sport+1, "10.97.0.99:1049", "10.1.0.4:6049"), udp(sport+2, "192.0.2.1:53", "192.0.2.1:53"))
 		syncAndFlush(t, r, change)
-		if len(*passes) != i+1 || (*passes)[i].Ended != 2 {
+		if len(*passes) != i+1 || (*passes)[i].deleted != 2 {
 			t.Fatalf("passes %+v, want one that deletes two entries", *passes)
 		}
 	}

@@ -89,22 +89,22 @@ func BenchmarkLargeTable(b *testing.B) {
 	n := netnstest.New(b)
 	fillTable(b, n, large)
 	everything := thousandServices(b, 0)
-	pass := func(b *testing.B, r *Reconciler) Pass {
-		p := r.pass(b.Context())
-		if p.Err != nil {
-			b.Fatal(p.Err)
+	pass := func(b *testing.B, r *reconciler) outcome {
+		p := r.read(b.Context())
+		if p.err != nil {
+			b.Fatal(p.err)
 		}
 		return p
 	}
 	// The service "idle" has no connections. It loses its only endpoint.
 	b.Run("change", func(b *testing.B) {
 		b.ReportAllocs()
-		r := New(Options{NetNS: n.FD})
+		r := newReconciler(Options{NetNS: n.FD})
 		before := services(b, map[string]string{"idle": "ip 10.97.0.1\nport 53\nready 10.1.0.1"})
 		after := services(b, map[string]string{"idle": "ip 10.97.0.1\nport 53"})
 		for b.Loop() {
 			r.Sync(b.Context(), changesBetween(before, after))
-			if p := pass(b, r); p.Seen != 0 {
+			if p := pass(b, r); p.seen != 0 {
 				b.Fatalf("%+v", p)
 			}
 		}
@@ -112,9 +112,9 @@ func BenchmarkLargeTable(b *testing.B) {
 	b.Run("restart", func(b *testing.B) {
 		b.ReportAllocs()
 		for b.Loop() {
-			r := New(Options{NetNS: n.FD})
+			r := newReconciler(Options{NetNS: n.FD})
 			r.Sync(b.Context(), wholePass(everything))
-			if p := pass(b, r); p.Seen != large || p.Ended != 0 {
+			if p := pass(b, r); p.seen != large || p.deleted != 0 {
 				b.Fatalf("%+v", p)
 			}
 		}
@@ -127,9 +127,9 @@ func BenchmarkLargeTable(b *testing.B) {
 			n := netnstest.New(b)
 			fillTable(b, n, large)
 			b.StartTimer()
-			r := New(Options{NetNS: n.FD})
+			r := newReconciler(Options{NetNS: n.FD})
 			r.Sync(b.Context(), wholePass(half))
-			if p := pass(b, r); p.Ended != large/2 {
+			if p := pass(b, r); p.deleted != large/2 {
 				b.Fatalf("%+v", p)
 			}
 		}

@@ -37,7 +37,7 @@ const (
 
 // lateDue returns a channel that delivers a value when deleteLate has work. If r.late is
 // empty, it returns nil.
-func (r *Reconciler) lateDue() <-chan time.Time {
+func (r *reconciler) lateDue() <-chan time.Time {
 	if len(r.late) == 0 {
 		return nil
 	}
@@ -46,7 +46,7 @@ func (r *Reconciler) lateDue() <-chan time.Time {
 }
 
 // deleteLate deletes the entries of late replies.
-func (r *Reconciler) deleteLate(ctx context.Context) {
+func (r *reconciler) deleteLate(ctx context.Context) {
 	c := netfilter.NewConn(r.opts.NetNS)
 	defer c.Close()
 	now := time.Now()

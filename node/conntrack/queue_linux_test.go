@@ -104,7 +104,7 @@ func TestQueuedGroupsFollowTheirService(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			n, opts := newNamespace(t)
-			r := New(opts)
+			r := newReconciler(opts)
 			var before []*api.View
 			for i, text := range test.steps {
 				var now []*api.View
@@ -114,14 +114,14 @@ func TestQueuedGroupsFollowTheirService(t *testing.T) {
 				r.Sync(t.Context(), changesBetween(before, now))
 				before = now
 				if i == 0 {
-					if p := r.pass(t.Context()); p.Err != nil {
-						t.Fatal(p.Err)
+					if p := r.read(t.Context()); p.err != nil {
+						t.Fatal(p.err)
 					}
 					createEntries(t, n.FD, append(slices.Clone(test.kept), test.deleted...)...)
 				}
 			}
-			p := r.pass(t.Context())
-			if diff := gocmp.Diff(texts(test.kept), tableEntries(t, n.FD)); diff != "" || p.Err != nil {
+			p := r.read(t.Context())
+			if diff := gocmp.Diff(texts(test.kept), tableEntries(t, n.FD)); diff != "" || p.err != nil {
 				t.Errorf("connections after pass %+v (-want +got):\n%s", p, diff)
 			}
 			if len(r.queue.due) > 0 || len(r.queue.removed) > 0 || len(r.queue.tcp.groups) > 0 || len(r.queue.tcp.records) > 0 {
@@ -136,7 +136,7 @@ func TestQueuedGroupsFollowTheirService(t *testing.T) {
 func TestAddressReturnsToItsService(t *testing.T) {
 	const both = "ip 10.96.0.10\nport 53\nready 10.1.0.1 10.1.0.2"
 	n, opts := newNamespace(t)
-	r := New(opts)
+	r := newReconciler(opts)
 	first := services(t, map[string]string{"first": both})
 	second := services(t, map[string]string{"second": "ip 10.96.0.10\nport 53\nready 10.1.0.3"})
 	r.Sync(t.Context(), wholePass(first))
@@ -144,10 +144,10 @@ func TestAddressReturnsToItsService(t *testing.T) {
 	r.Sync(t.Context(), &sink.Changes{Services: slices.Values([]sink.Change{
 		{Key: first[0].Key(), New: first[0], Unsure: true}, {Key: second[0].Key(), Old: second[0]},
 	})})
-	r.pass(t.Context())
+	r.read(t.Context())
 	createEntries(t, n.FD, udp(1, dns, pod1), udp(2, dns, pod2))
 	r.Sync(t.Context(), changesBetween(first, services(t, map[string]string{"first": "ip 10.96.0.10\nport 53\nready 10.1.0.2"})))
-	r.pass(t.Context())
+	r.read(t.Context())
 	if diff := gocmp.Diff(texts([]connection{udp(2, dns, pod2)}), tableEntries(t, n.FD)); diff != "" {
 		t.Errorf("connections (-want +got):\n%s", diff)
 	}

@@ -20,34 +20,37 @@ import (
 
 // Options are a Reconciler's settings. The zero value selects the defaults.
 type Options struct {
-	// NodeAddrs provides the addresses of node ports. Default: none, so connections to node
+	// NodeAddresses provides the addresses of node ports. Default: none, so connections to node
 	// ports are kept.
-	NodeAddrs nodeaddr.Source
+	NodeAddresses nodeaddr.Source
 	// NetNS is the file descriptor of the network namespace whose table is read.
 	// Default 0: the namespace of the process.
 	NetNS int
-	// Observe is called after each pass, for metrics. Default: none.
-	Observe func(Pass)
-	// Clock measures the duration of passes and the pauses between them. Default: the real
-	// clock.
-	Clock clock.Clock
-}
+	// Observe is called after each read of the table, for metrics. The argument seen is the
+	// number of entries that the kernel returned, deleted the number of entries that were
+	// deleted, and took the duration. A read that fails with err is repeated. Default: none.
+	Observe func(seen, deleted int, took time.Duration, err error)
 
-// Pass is the result of one read of the connection-tracking table.
-type Pass struct {
-	// Seen is the number of entries that the kernel returned. Ended is the number of
-	// entries that were deleted.
-	Seen, Ended int
-	// Duration is how long the pass took.
-	Duration time.Duration
-	// Err is the error of a failed pass, or nil. A failed pass is repeated.
-	Err error
+	clock clock.Clock // replaced by tests
 }
 
 // Reconciler deletes the entries of stale connections. It has the methods of a sink, so
-// that another sink can embed it. Sync does not return the failure of a pass. The
-// Reconciler logs the failure, passes it to Options.Observe and retries.
-type Reconciler struct {
+// that another sink can embed it.
+//
+// Call Sync after the changes have been programmed, even if single services failed. Sync
+// always returns nil. If a read of the table fails, the Reconciler logs the failure, passes
+// it to Options.Observe and retries. Start starts the goroutine that reads the table, and
+// does not wait for it. The goroutine runs until Stop, even after the context of Start
+// ends. Stop first waits until the stale connections of earlier Syncs are deleted, their
+// deletion fails, or its context ends.
+type Reconciler interface {
+	sink.Sink
+	sink.Starter
+	sink.Stopper
+}
+
+// reconciler implements [Reconciler].
+type reconciler struct {
 	opts  Options
 	queue *queue
 	wake  chan struct{} // has a value while destinations may be queued
@@ -63,22 +66,23 @@ type Reconciler struct {
 }
 
 // New returns a Reconciler. It does nothing before Start.
-func New(opts Options) *Reconciler {
-	if opts.NodeAddrs == nil {
-		opts.NodeAddrs = &nodeaddr.List{}
+func New(opts Options) Reconciler { return newReconciler(opts) }
+
+func newReconciler(opts Options) *reconciler {
+	if opts.NodeAddresses == nil {
+		opts.NodeAddresses = nodeaddr.Of()
 	}
 	if opts.Observe == nil {
-		opts.Observe = func(Pass) {}
+		opts.Observe = func(int, int, time.Duration, error) {}
 	}
-	if opts.Clock == nil {
-		opts.Clock = clock.RealClock{}
+	if opts.clock == nil {
+		opts.clock = clock.RealClock{}
 	}
-	return &Reconciler{opts: opts, queue: newQueue(), wake: make(chan struct{}, 1), ended: make(chan struct{})}
+	return &reconciler{opts: opts, queue: newQueue(), wake: make(chan struct{}, 1), ended: make(chan struct{})}
 }
 
-// Start implements sink.Starter. It starts the goroutine that reads the table, and does
-// not wait for it. The goroutine runs until Stop, even after ctx ends.
-func (r *Reconciler) Start(ctx context.Context) error {
+// Start implements [Reconciler].
+func (r *reconciler) Start(ctx context.Context) error {
 	ctx, r.stop = context.WithCancel(context.WithoutCancel(ctx))
 	r.running = make(chan struct{})
 	go func() {
@@ -88,20 +92,18 @@ func (r *Reconciler) Start(ctx context.Context) error {
 	return nil
 }
 
-// Stop implements sink.Stopper. It first waits until the stale connections of earlier
-// Syncs are deleted, their deletion fails, or ctx ends.
-func (r *Reconciler) Stop(ctx context.Context) error {
-	err := r.Flush(ctx)
+// Stop implements [Reconciler].
+func (r *reconciler) Stop(ctx context.Context) error {
+	err := r.flush(ctx)
 	r.stop()
 	<-r.running
 	return err
 }
 
-// Sync implements sink.Sink. Call it after c has been programmed, even if single services
-// failed. It always returns nil.
-func (r *Reconciler) Sync(_ context.Context, c *sink.Changes) error {
+// Sync implements [Reconciler].
+func (r *reconciler) Sync(_ context.Context, c *sink.Changes) error {
 	if c.NodeChanged {
-		nodeaddr.SetNode(r.opts.NodeAddrs, c.Node)
+		nodeaddr.SetNode(r.opts.NodeAddresses, c.Node)
 	}
 	if r.queue.add(c) {
 		r.signal()
@@ -109,9 +111,9 @@ func (r *Reconciler) Sync(_ context.Context, c *sink.Changes) error {
 	return nil
 }
 
-// Flush waits until the stale connections of all earlier Syncs are deleted. It returns an
+// flush waits until the stale connections of all earlier Syncs are deleted. It returns an
 // error if ctx ends first or if the last pass failed.
-func (r *Reconciler) Flush(ctx context.Context) error {
+func (r *reconciler) flush(ctx context.Context) error {
 	_, count := r.queue.pending()
 	for {
 		r.mu.Lock()
@@ -131,7 +133,7 @@ func (r *Reconciler) Flush(ctx context.Context) error {
 	}
 }
 
-func (r *Reconciler) signal() {
+func (r *reconciler) signal() {
 	select {
 	case r.wake <- struct{}{}:
 	default:
@@ -147,7 +149,7 @@ const (
 	maxBackoff = time.Minute
 )
 
-func (r *Reconciler) run(ctx context.Context) {
+func (r *reconciler) run(ctx context.Context) {
 	log := klog.FromContext(ctx)
 	backoff := minBackoff
 	for {
@@ -159,43 +161,50 @@ func (r *Reconciler) run(ctx context.Context) {
 			continue
 		case <-r.wake:
 		}
-		p := r.pass(ctx)
-		pause := pauseFactor * p.Duration
+		p := r.read(ctx)
+		pause := pauseFactor * p.took
 		switch {
 		case ctx.Err() != nil:
 			return
-		case p.Err != nil:
-			log.Error(p.Err, "Cannot delete stale connections", "retryIn", backoff)
+		case p.err != nil:
+			log.Error(p.err, "Cannot delete stale connections", "retryIn", backoff)
 			pause = backoff
 			backoff = min(2*backoff, maxBackoff)
 			r.signal()
 		default:
 			backoff = minBackoff
-			log.V(4).Info("Deleted stale connections", "seen", p.Seen, "deleted", p.Ended, "duration", p.Duration)
+			log.V(4).Info("Deleted stale connections", "seen", p.seen, "deleted", p.deleted, "duration", p.took)
 		}
 		select {
 		case <-ctx.Done():
 			return
-		case <-r.opts.Clock.After(pause):
+		case <-r.opts.clock.After(pause):
 		}
 	}
 }
 
-// pass reads the table once and deletes the stale flows to all queued destinations.
-func (r *Reconciler) pass(ctx context.Context) (p Pass) {
-	start := r.opts.Clock.Now()
+// outcome has the arguments of Options.Observe.
+type outcome struct {
+	seen, deleted int
+	took          time.Duration
+	err           error
+}
+
+// read reads the table once and deletes the stale flows to all queued destinations.
+func (r *reconciler) read(ctx context.Context) (p outcome) {
+	start := r.opts.clock.Now()
 	filters, count := r.queue.pending()
 	nodeAddrs := map[netip.Addr]bool{}
-	addrs, _ := r.opts.NodeAddrs.Addresses()
+	addrs, _ := r.opts.NodeAddresses.Addresses()
 	for _, a := range addrs {
 		nodeAddrs[a] = true
 	}
 	stale := func(f flow) bool { return r.queue.isStale(f, nodeAddrs) }
 	var errs []error
 	for k, f := range filters {
-		seen, ended, late, err := deleteStale(ctx, r.opts.NetNS, k, f, stale)
-		p.Seen += seen
-		p.Ended += ended
+		seen, deleted, late, err := deleteStale(ctx, r.opts.NetNS, k, f, stale)
+		p.seen += seen
+		p.deleted += deleted
 		if len(late) > 0 {
 			r.late = append(r.late, lateReplies{k.family, late, time.Now().Add(minLateWait), minLateWait})
 		}
@@ -203,13 +212,13 @@ func (r *Reconciler) pass(ctx context.Context) (p Pass) {
 			errs = append(errs, fmt.Errorf("%s: %w", k.family, err))
 		}
 	}
-	p.Err = errors.Join(errs...)
-	p.Duration = r.opts.Clock.Since(start)
-	r.opts.Observe(p)
+	p.err = errors.Join(errs...)
+	p.took = r.opts.clock.Since(start)
+	r.opts.Observe(p.seen, p.deleted, p.took, p.err)
 
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	if r.last = p.Err; p.Err == nil {
+	if r.last = p.err; p.err == nil {
 		r.queue.removeUpTo(count)
 		r.upTo = count
 	}

@@ -20,11 +20,13 @@ import (
 
 // startReconciler starts a reconciler that runs until the test ends. It returns the
 // reconciler and the results of its passes.
-func startReconciler(t testing.TB, opts Options) (*Reconciler, *[]Pass) {
+func startReconciler(t testing.TB, opts Options) (*reconciler, *[]outcome) {
 	t.Helper()
-	var passes []Pass
-	opts.Observe = func(p Pass) { passes = append(passes, p) }
-	r := New(opts)
+	var reads []outcome
+	opts.Observe = func(seen, deleted int, took time.Duration, err error) {
+		reads = append(reads, outcome{seen, deleted, took, err})
+	}
+	r := newReconciler(opts)
 	if err := r.Start(t.Context()); err != nil {
 		t.Fatal(err)
 	}
@@ -35,18 +37,18 @@ func startReconciler(t testing.TB, opts Options) (*Reconciler, *[]Pass) {
 			t.Error(err)
 		}
 	})
-	return r, &passes
+	return r, &reads
 }
 
 // syncAndFlush passes c to r and waits until r has deleted the stale connections.
-func syncAndFlush(t testing.TB, r *Reconciler, c *sink.Changes) {
+func syncAndFlush(t testing.TB, r *reconciler, c *sink.Changes) {
 	t.Helper()
 	if err := r.Sync(t.Context(), c); err != nil {
 		t.Fatal(err)
 	}
 	ctx, stop := context.WithTimeout(t.Context(), time.Minute)
 	defer stop()
-	if err := r.Flush(ctx); err != nil {
+	if err := r.flush(ctx); err != nil {
 		t.Fatal(err)
 	}
 }
@@ -218,20 +220,20 @@ func TestStaleConnectionsAreDeleted(t *testing.T) {
 			all := append(append([]connection{}, test.kept...), test.deleted...)
 			// checkPass calls r.Sync with c, runs one pass of r and compares the remaining
 			// entries.
-			checkPass := func(t *testing.T, r *Reconciler, c *sink.Changes, want []connection) {
+			checkPass := func(t *testing.T, r *reconciler, c *sink.Changes, want []connection) {
 				t.Helper()
 				clearTable(t, n.FD)
 				createEntries(t, n.FD, all...)
 				if err := r.Sync(t.Context(), c); err != nil {
 					t.Error(err)
 				}
-				p := r.pass(t.Context())
-				if diff := gocmp.Diff(texts(want), tableEntries(t, n.FD)); diff != "" || p.Err != nil || p.Ended != len(all)-len(want) {
+				p := r.read(t.Context())
+				if diff := gocmp.Diff(texts(want), tableEntries(t, n.FD)); diff != "" || p.err != nil || p.deleted != len(all)-len(want) {
 					t.Errorf("connections after pass %+v (-want +got):\n%s", p, diff)
 				}
 			}
-			synced := func() *Reconciler {
-				r := New(opts)
+			synced := func() *reconciler {
+				r := newReconciler(opts)
 				r.Sync(t.Context(), wholePass(before))
 				_, count := r.queue.pending()
 				r.queue.removeUpTo(count)
@@ -244,7 +246,7 @@ func TestStaleConnectionsAreDeleted(t *testing.T) {
 				if test.onRestart {
 					want = test.kept
 				}
-				checkPass(t, New(opts), wholePass(now), want)
+				checkPass(t, newReconciler(opts), wholePass(now), want)
 			})
 		})
 	}
@@ -312,7 +314,7 @@ func services(t testing.TB, texts map[string]string) []*api.View {
 // options have one node address.
 func newNamespace(t testing.TB) (*netnstest.Namespace, Options) {
 	n := netnstest.New(t)
-	return n, Options{NetNS: n.FD, NodeAddrs: nodeaddr.Of(netip.MustParseAddr("10.2.0.1")), Clock: noPauses{}}
+	return n, Options{NetNS: n.FD, NodeAddresses: nodeaddr.Of(netip.MustParseAddr("10.2.0.1")), clock: noPauses{}}
 }
 
 // noPauses is a clock whose timers fire immediately.
@@ -353,14 +355,14 @@ func TestChangesUpdateQueuedVerdicts(t *testing.T) {
 	third := services(t, map[string]string{"dns": "ip 10.96.0.10\nport 53\nready 10.1.0.2"})
 	fourth := services(t, map[string]string{"dns": "ip 10.96.0.10\nport 53\nready 10.1.0.2 10.1.0.1"})
 	n, opts := newNamespace(t)
-	r := New(opts)
+	r := newReconciler(opts)
 	createEntries(t, n.FD, udp(1, dns, pod1), udp(2, dns, pod2), udp(3, dns, "10.1.0.3:5053"))
 	for _, c := range []*sink.Changes{wholePass(first), changesBetween(first, second), changesBetween(second, third), changesBetween(third, fourth)} {
 		if err := r.Sync(t.Context(), c); err != nil {
 			t.Fatal(err)
 		}
 	}
-	if p := r.pass(t.Context()); p.Err != nil || p.Ended != 1 {
+	if p := r.read(t.Context()); p.err != nil || p.deleted != 1 {
 		t.Errorf("the pass was %+v", p)
 	}
 	if diff := gocmp.Diff(texts([]connection{udp(1, dns, pod1), udp(2, dns, pod2)}), tableEntries(t, n.FD)); diff != "" {
@@ -373,15 +375,15 @@ func TestFailedPassIsRetried(t *testing.T) {
 	const later = 900 // the test opens this file descriptor later, so the first passes fail
 	opts.NetNS = later
 	failed := make(chan struct{}, 1)
-	opts.Observe = func(p Pass) {
-		if p.Err != nil {
+	opts.Observe = func(_, _ int, _ time.Duration, err error) {
+		if err != nil {
 			select {
 			case failed <- struct{}{}:
 			default:
 			}
 		}
 	}
-	r := New(opts)
+	r := newReconciler(opts)
 	if err := r.Start(t.Context()); err != nil {
 		t.Fatal(err)
 	}
@@ -390,8 +392,8 @@ func TestFailedPassIsRetried(t *testing.T) {
 		t.Errorf("Sync returns an error because the table cannot be read: %v", err)
 	}
 	<-failed
-	if err := r.Flush(t.Context()); err == nil {
-		t.Error("Flush succeeds although the table was not read")
+	if err := r.flush(t.Context()); err == nil {
+		t.Error("flush succeeds although the table was not read")
 	}
 	if err := unix.Dup3(n.FD, later, unix.O_CLOEXEC); err != nil {
 		t.Fatal(err)
@@ -402,7 +404,7 @@ func TestFailedPassIsRetried(t *testing.T) {
 			t.Fatalf("remaining entries: %q", tableEntries(t, n.FD))
 		}
 	}
-	for r.Flush(t.Context()) != nil { // Flush fails if the last pass failed, so retry
+	for r.flush(t.Context()) != nil { // flush fails if the last pass failed, so retry
 		time.Sleep(time.Millisecond)
 	}
 	if err := r.Stop(t.Context()); err != nil {

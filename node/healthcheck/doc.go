@@ -12,5 +12,5 @@
 //
 //	addrs, err := nodeaddr.New(nodeaddr.Options{})
 //	…
-//	proxy.Run(ctx, backend, healthcheck.New(healthcheck.Options{Addrs: addrs}))
+//	proxy.Run(ctx, backend, healthcheck.New(healthcheck.Options{NodeAddresses: addrs}))
 package healthcheck

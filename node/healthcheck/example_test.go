@@ -13,14 +13,17 @@ import (
 	"github.com/kpng-project/kpng/node/nodeaddr"
 	"github.com/kpng-project/kpng/sink"
 	"github.com/kpng-project/kpng/sink/sinktest"
+	"k8s.io/apimachinery/pkg/types"
 )
 
-// The Server is a sink of its own, beside the sink that programs services. Without local
+// The server is a sink of its own, beside the sink that programs services. Without local
 // endpoints of a service, load balancers get the status 503.
 func Example() {
 	server := healthcheck.New(healthcheck.Options{
-		Addrs: nodeaddr.Of(netip.MustParseAddr("127.0.0.1")), // usually a nodeaddr.Watcher
-		Fault: func(f healthcheck.Fault) { fmt.Println(f.Service, f.Addr, f.Err) },
+		NodeAddresses: nodeaddr.Of(netip.MustParseAddr("127.0.0.1")), // usually a nodeaddr.Watcher
+		Failed: func(service types.NamespacedName, at netip.AddrPort, err error) {
+			fmt.Println(service, at, err)
+		},
 	})
 	source := sinktest.NewSource() // a real program has a feed
 	source.Set(&api.View{Service: &api.Service{

@@ -23,36 +23,39 @@ import (
 
 // Options are a Server's settings.
 type Options struct {
-	// Addrs provides the addresses to listen on. It is required. The Server ignores IPv6
-	// link-local addresses, because it does not know their interfaces.
-	Addrs nodeaddr.Source
+	// NodeAddresses provides the addresses to listen on. It is required. The Server ignores
+	// IPv6 link-local addresses, because it does not know their interfaces.
+	NodeAddresses nodeaddr.Source
 	// Healthy reports whether the proxy has programmed all services at least once and is not
 	// stuck. Default: always healthy.
 	Healthy func() bool
-	// Fault is called when a port cannot be opened. It may create an event, for example. It
-	// is not called again while attempts fail for the same reason. Its calls never overlap.
-	// It must not call the Server. Default: the error is only logged.
-	Fault func(Fault)
-	// Observe is called with the numbers of open and failed ports whenever they change. Its
+	// Failed is called when the port of a service cannot be opened at an address. It may
+	// create an event, for example. It is not called again while attempts fail for the same
+	// reason. Its calls never overlap. It must not call the Server. Default: the error is
+	// only logged.
+	Failed func(service types.NamespacedName, at netip.AddrPort, err error)
+	// Observe is called with the numbers of open and failing ports whenever they change. Its
 	// calls never overlap. It must not call the Server. Default: none.
 	Observe func(open, failing int)
-	// Listen opens a listener at an address. Default: a TCP listener of this machine.
-	Listen func(context.Context, netip.AddrPort) (net.Listener, error)
-	// Clock measures the backoff of failed attempts. Default: the real clock.
-	Clock clock.Clock
-}
 
-// Fault is a port that cannot be opened.
-type Fault struct {
-	Service types.NamespacedName
-	Addr    netip.AddrPort
-	Err     error
+	// Tests replace these fields: listen opens a listener at an address, and clock measures
+	// the backoff of failed attempts.
+	listen func(context.Context, netip.AddrPort) (net.Listener, error)
+	clock  clock.Clock
 }
 
 // Server is a sink that serves the health-check node ports of services. If it cannot
 // listen on a port, Sync returns no error and other services are not affected. The Server
-// reports the failure and retries.
-type Server struct {
+// reports the failure and retries. Start returns immediately. The goroutines of the Server
+// run until Stop, even after the context of Start ends.
+type Server interface {
+	sink.Sink
+	sink.Starter
+	sink.Stopper
+}
+
+// server implements [Server].
+type server struct {
 	opts Options
 
 	stop    context.CancelFunc
@@ -118,39 +121,38 @@ func positionOf(claimants []*service, of *service) int {
 }
 
 // New returns a Server.
-func New(opts Options) *Server {
+func New(opts Options) Server {
 	if opts.Healthy == nil {
 		opts.Healthy = func() bool { return true }
 	}
-	if opts.Fault == nil {
-		opts.Fault = func(Fault) {}
+	if opts.Failed == nil {
+		opts.Failed = func(types.NamespacedName, netip.AddrPort, error) {}
 	}
 	if opts.Observe == nil {
 		opts.Observe = func(int, int) {}
 	}
-	if opts.Listen == nil {
-		opts.Listen = func(ctx context.Context, addr netip.AddrPort) (net.Listener, error) {
+	if opts.listen == nil {
+		opts.listen = func(ctx context.Context, addr netip.AddrPort) (net.Listener, error) {
 			return new(net.ListenConfig).Listen(ctx, "tcp", addr.String())
 		}
 	}
-	if opts.Clock == nil {
-		opts.Clock = clock.RealClock{}
+	if opts.clock == nil {
+		opts.clock = clock.RealClock{}
 	}
-	return &Server{
+	return &server{
 		opts: opts, retry: make(chan struct{}, 1),
 		services: map[types.NamespacedName]*service{}, ports: map[int32]*port{}, failing: map[*socket]*port{},
 		connections: connlimit.NewQueue(maxConnections),
 	}
 }
 
-// Start implements sink.Starter. It returns immediately. The goroutines of the Server run
-// until Stop, even after ctx ends.
-func (s *Server) Start(ctx context.Context) error {
+// Start implements [Server].
+func (s *server) Start(ctx context.Context) error {
 	ctx, s.stop = context.WithCancel(context.WithoutCancel(ctx))
 	s.running = make(chan struct{})
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	addrs, changed := s.opts.Addrs.Addresses()
+	addrs, changed := s.opts.NodeAddresses.Addresses()
 	s.addrs = addrs
 	go func() {
 		defer close(s.running)
@@ -160,7 +162,7 @@ func (s *Server) Start(ctx context.Context) error {
 }
 
 // Stop implements sink.Stopper. It closes all ports.
-func (s *Server) Stop(context.Context) error {
+func (s *server) Stop(context.Context) error {
 	s.stop()
 	<-s.running
 	s.mu.Lock()
@@ -175,9 +177,9 @@ func (s *Server) Stop(context.Context) error {
 }
 
 // Sync implements sink.Sink. It always returns nil.
-func (s *Server) Sync(ctx context.Context, c *sink.Changes) error {
+func (s *server) Sync(ctx context.Context, c *sink.Changes) error {
 	if c.NodeChanged {
-		nodeaddr.SetNode(s.opts.Addrs, c.Node)
+		nodeaddr.SetNode(s.opts.NodeAddresses, c.Node)
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -202,7 +204,7 @@ func (s *Server) Sync(ctx context.Context, c *sink.Changes) error {
 
 // setService updates the view of a service, or deletes the service if view is nil. It
 // adds to touched the ports that get or lose a claimant. The caller holds the lock.
-func (s *Server) setService(key types.NamespacedName, view *api.View, touched map[int32]bool) {
+func (s *server) setService(key types.NamespacedName, view *api.View, touched map[int32]bool) {
 	old, next := s.services[key], newService(key, view)
 	if old != nil && next != nil && old.port == next.port && old.created.Equal(next.created) {
 		claimants := s.ports[old.port].claimants
@@ -231,7 +233,7 @@ func (s *Server) setService(key types.NamespacedName, view *api.View, touched ma
 
 // arrange opens the missing sockets of one port and closes those that are no longer
 // needed. The caller holds the lock.
-func (s *Server) arrange(ctx context.Context, number int32) {
+func (s *server) arrange(ctx context.Context, number int32) {
 	p := s.ports[number]
 	wanted := len(p.claimants) > 0
 	for addr := range p.sockets {
@@ -257,7 +259,7 @@ func (s *Server) arrange(ctx context.Context, number int32) {
 }
 
 // closeSocket closes the socket of a port at an address. The caller holds the lock.
-func (s *Server) closeSocket(p *port, addr netip.Addr) {
+func (s *server) closeSocket(p *port, addr netip.Addr) {
 	d := p.sockets[addr]
 	if _, failing := s.failing[d]; failing {
 		delete(s.failing, d)
@@ -269,8 +271,8 @@ func (s *Server) closeSocket(p *port, addr netip.Addr) {
 }
 
 // openSocket tries to listen on the address and port of d. The caller holds the lock.
-func (s *Server) openSocket(ctx context.Context, p *port, d *socket) {
-	listener, err := s.opts.Listen(ctx, d.at)
+func (s *server) openSocket(ctx context.Context, p *port, d *socket) {
+	listener, err := s.opts.listen(ctx, d.at)
 	if err == nil {
 		delete(s.failing, d)
 		s.open++
@@ -280,9 +282,9 @@ func (s *Server) openSocket(ctx context.Context, p *port, d *socket) {
 	s.failing[d] = p
 	if d.err == nil || d.err.Error() != err.Error() {
 		klog.FromContext(ctx).Error(err, "Cannot serve health checks of a service", "service", p.claimants[0].key, "address", d.at)
-		s.opts.Fault(Fault{p.claimants[0].key, d.at, err})
+		s.opts.Failed(p.claimants[0].key, d.at, err)
 	}
-	d.recordFailure(s.opts.Clock.Now(), err)
+	d.recordFailure(s.opts.clock.Now(), err)
 	select {
 	case s.retry <- struct{}{}:
 	default:
@@ -291,7 +293,7 @@ func (s *Server) openSocket(ctx context.Context, p *port, d *socket) {
 
 // answerAt returns the response to requests at an address and port. It returns false if
 // no service has the port.
-func (s *Server) answerAt(at netip.AddrPort) (answer, bool) {
+func (s *server) answerAt(at netip.AddrPort) (answer, bool) {
 	s.mu.Lock()
 	p := s.ports[int32(at.Port())]
 	if p == nil || len(p.claimants) == 0 {
@@ -309,7 +311,7 @@ func (s *Server) answerAt(at netip.AddrPort) (answer, bool) {
 
 // observe calls Options.Observe if the number of open or failed ports has changed. The
 // caller holds the lock.
-func (s *Server) observe() {
+func (s *server) observe() {
 	counts := [2]int{s.open, len(s.failing)}
 	if counts != s.counts {
 		s.counts = counts
@@ -318,11 +320,11 @@ func (s *Server) observe() {
 }
 
 // run follows changes of the addresses and retries failed ports, until ctx ends.
-func (s *Server) run(ctx context.Context, changed <-chan struct{}) {
+func (s *server) run(ctx context.Context, changed <-chan struct{}) {
 	for {
 		var due <-chan time.Time
 		if at := s.nextAttempt(); !at.IsZero() {
-			due = s.opts.Clock.After(at.Sub(s.opts.Clock.Now()))
+			due = s.opts.clock.After(at.Sub(s.opts.clock.Now()))
 		}
 		select {
 		case <-ctx.Done():
@@ -337,7 +339,7 @@ func (s *Server) run(ctx context.Context, changed <-chan struct{}) {
 }
 
 // nextAttempt returns the time of the next retry, or zero if no port has failed.
-func (s *Server) nextAttempt() (first time.Time) {
+func (s *server) nextAttempt() (first time.Time) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	for d := range s.failing {
@@ -348,10 +350,10 @@ func (s *Server) nextAttempt() (first time.Time) {
 	return first
 }
 
-func (s *Server) tryAgain(ctx context.Context) {
+func (s *server) tryAgain(ctx context.Context) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	now := s.opts.Clock.Now()
+	now := s.opts.clock.Now()
 	for d, p := range s.failing {
 		if !d.next.After(now) {
 			s.openSocket(ctx, p, d)
@@ -362,10 +364,10 @@ func (s *Server) tryAgain(ctx context.Context) {
 
 // readdress reads the addresses, and opens and closes the sockets of all ports
 // accordingly.
-func (s *Server) readdress(ctx context.Context) (changed <-chan struct{}) {
+func (s *server) readdress(ctx context.Context) (changed <-chan struct{}) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.addrs, changed = s.opts.Addrs.Addresses()
+	s.addrs, changed = s.opts.NodeAddresses.Addresses()
 	for number := range s.ports {
 		s.arrange(ctx, number)
 	}

@@ -19,6 +19,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/addrlist"
 	"github.com/kpng-project/kpng/node/healthcheck"
 	"github.com/kpng-project/kpng/node/nodeaddr"
 	"github.com/kpng-project/kpng/nodeview"
@@ -26,6 +27,7 @@ import (
 	"github.com/kpng-project/kpng/sink/sinktest"
 	"go.uber.org/goleak"
 	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/utils/clock"
 	clocktesting "k8s.io/utils/clock/testing"
 )
 
@@ -114,7 +116,7 @@ func (n *network) get(t testing.TB, addr, path string) (int, http.Header, string
 	return response.StatusCode, response.Header, string(body)
 }
 
-// world is a Server under test, with a source whose content the test sets.
+// world is a server under test, with a source whose content the test sets.
 type world struct {
 	*network
 	source *sinktest.Source
@@ -122,16 +124,15 @@ type world struct {
 }
 
 func newWorld(t *testing.T, opts healthcheck.Options) *world {
-	return newWorldIn(t, newNetwork(), opts)
+	return newWorldIn(t, newNetwork(), nil, opts)
 }
 
-func newWorldIn(t *testing.T, n *network, opts healthcheck.Options) *world {
+func newWorldIn(t *testing.T, n *network, clock clock.Clock, opts healthcheck.Options) *world {
 	w := &world{network: n, source: sinktest.NewSource()}
-	opts.Listen = w.listen
-	if opts.Addrs == nil {
-		opts.Addrs = nodeaddr.Of(netip.MustParseAddr("10.0.0.1"))
+	if opts.NodeAddresses == nil {
+		opts.NodeAddresses = nodeaddr.Of(netip.MustParseAddr("10.0.0.1"))
 	}
-	w.driver = sink.NewDriver(w.source, sinktest.NewRecorder(t, healthcheck.New(opts)), sink.Options{})
+	w.driver = sink.NewDriver(w.source, sinktest.NewRecorder(t, healthcheck.NewServer(opts, w.listen, clock)), sink.Options{})
 	w.source.MarkSynced()
 	ctx, stop := context.WithCancel(t.Context())
 	ended := make(chan error)
@@ -186,8 +187,8 @@ func one(v *api.View) []*api.View { return []*api.View{v} }
 func TestResponses(t *testing.T) {
 	var healthy atomic.Bool
 	w := newWorld(t, healthcheck.Options{
-		Addrs:   nodeaddr.Of(netip.MustParseAddr("10.0.0.1"), netip.MustParseAddr("fd00::1")),
-		Healthy: healthy.Load,
+		NodeAddresses: nodeaddr.Of(netip.MustParseAddr("10.0.0.1"), netip.MustParseAddr("fd00::1")),
+		Healthy:       healthy.Load,
 	})
 	for _, test := range []struct {
 		name      string
@@ -315,7 +316,7 @@ func TestOlderServiceKeepsHealthCheckPort(t *testing.T) {
 
 func TestPassInSeveralBatches(t *testing.T) {
 	n := newNetwork()
-	server := healthcheck.New(healthcheck.Options{Addrs: nodeaddr.Of(netip.MustParseAddr("10.0.0.1")), Listen: n.listen})
+	server := healthcheck.NewServer(healthcheck.Options{NodeAddresses: nodeaddr.Of(netip.MustParseAddr("10.0.0.1"))}, n.listen, nil)
 	if err := server.Start(t.Context()); err != nil {
 		t.Fatal(err)
 	}
@@ -348,9 +349,9 @@ func TestPassInSeveralBatches(t *testing.T) {
 }
 
 func TestAddressesAreFollowed(t *testing.T) {
-	addrs := nodeaddr.Of(netip.MustParseAddr("10.0.0.1"))
+	addrs := addrlist.Of(netip.MustParseAddr("10.0.0.1"))
 	observed := make(chan [2]int, 10)
-	w := newWorld(t, healthcheck.Options{Addrs: addrs, Observe: func(open, failing int) { observed <- [2]int{open, failing} }})
+	w := newWorld(t, healthcheck.Options{NodeAddresses: addrs, Observe: func(open, failing int) { observed <- [2]int{open, failing} }})
 	w.deliver(t, one(localView("a", 30001)))
 	<-observed
 	// The server skips fe80::1, because it does not know the address's interface.
@@ -365,17 +366,25 @@ func TestAddressesAreFollowed(t *testing.T) {
 
 func TestFailedPortIsReportedAndRetried(t *testing.T) {
 	clock := clocktesting.NewFakeClock(time.Now())
-	faults := make(chan healthcheck.Fault, 10)
+	type failure struct {
+		service types.NamespacedName
+		at      netip.AddrPort
+		err     error
+	}
+	failures := make(chan failure, 10)
 	observed := make(chan [2]int, 10)
 	n := newNetwork()
 	inUse := errors.New("address already in use")
 	n.take("10.0.0.1:30001", inUse)
-	w := newWorldIn(t, n, healthcheck.Options{
-		Clock: clock, Fault: func(f healthcheck.Fault) { faults <- f }, Observe: func(open, failing int) { observed <- [2]int{open, failing} },
+	w := newWorldIn(t, n, clock, healthcheck.Options{
+		Failed: func(service types.NamespacedName, at netip.AddrPort, err error) {
+			failures <- failure{service, at, err}
+		},
+		Observe: func(open, failing int) { observed <- [2]int{open, failing} },
 	})
 	w.deliver(t, []*api.View{localView("a", 30001), localView("b", 30002, "10.1.0.1")})
-	want := healthcheck.Fault{Service: types.NamespacedName{Namespace: "test", Name: "a"}, Addr: netip.MustParseAddrPort("10.0.0.1:30001"), Err: inUse}
-	if got := <-faults; got != want {
+	want := failure{types.NamespacedName{Namespace: "test", Name: "a"}, netip.MustParseAddrPort("10.0.0.1:30001"), inUse}
+	if got := <-failures; got != want {
 		t.Errorf("reported %+v, want %+v", got, want)
 	}
 	if got := <-observed; got != [2]int{1, 1} {
@@ -403,8 +412,8 @@ func TestFailedPortIsReportedAndRetried(t *testing.T) {
 	if got := <-observed; got != [2]int{2, 0} {
 		t.Errorf("observed %v open and failing ports", got)
 	}
-	if len(faults) > 0 {
-		t.Errorf("reported again: %+v", <-faults)
+	if len(failures) > 0 {
+		t.Errorf("reported again: %+v", <-failures)
 	}
 }
 
@@ -416,15 +425,13 @@ func TestManyPortsBesideARefusedOne(t *testing.T) {
 	var counts [2]int
 	var attempts atomic.Int64
 	w := &world{network: n}
-	server := healthcheck.New(healthcheck.Options{
-		Addrs:   nodeaddr.Of(netip.MustParseAddr("10.0.0.1")),
-		Observe: func(open, failing int) { counts = [2]int{open, failing} },
-		Listen: func(ctx context.Context, at netip.AddrPort) (net.Listener, error) {
-			attempts.Add(1)
-			return w.listen(ctx, at)
-		},
-		Clock: clocktesting.NewFakeClock(time.Now()),
-	})
+	server := healthcheck.NewServer(healthcheck.Options{
+		NodeAddresses: nodeaddr.Of(netip.MustParseAddr("10.0.0.1")),
+		Observe:       func(open, failing int) { counts = [2]int{open, failing} },
+	}, func(ctx context.Context, at netip.AddrPort) (net.Listener, error) {
+		attempts.Add(1)
+		return w.listen(ctx, at)
+	}, clocktesting.NewFakeClock(time.Now()))
 	if err := server.Start(t.Context()); err != nil {
 		t.Fatal(err)
 	}

@@ -3,10 +3,10 @@
 // Package nodeaddr provides the addresses at which the node ports of a node are
 // reachable.
 //
-// Backends read a [Source]. There are two kinds of sources. A [Watcher] follows the
-// addresses of the machine. A [List] has addresses that the program sets.
+// Backends read a [Source]. A [Watcher] is a Source that follows the addresses of the
+// machine. [Of] returns a Source of fixed addresses.
 //
-//	watcher, err := nodeaddr.New(nodeaddr.Options{Selection: nodeaddr.Selection{All: true}})
+//	watcher, err := nodeaddr.New(nodeaddr.Options{Selection: nodeaddr.Selection{"all"}})
 //	…
 //	defer watcher.Start(ctx)()
 //	for {
@@ -22,6 +22,7 @@ import (
 	"net/netip"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/addrlist"
 )
 
 // Source provides the addresses of a node for node ports and health checks.
@@ -32,11 +33,15 @@ type Source interface {
 	Addresses() (addrs []netip.Addr, changed <-chan struct{})
 }
 
-// SetNode passes the Node object to src if src has a method SetNode. A Watcher has this
-// method. A sink that has a Source calls SetNode with each Changes.Node. Several sinks
-// may call SetNode for the same Source.
+// Of returns a Source with the given addresses.
+func Of(addrs ...netip.Addr) Source { return addrlist.Of(addrs...) }
+
+// SetNode passes the Node object to src if src is a [Watcher], which takes the primary
+// addresses from it. A nil node means that the Node object is unknown. When SetNode
+// returns, src already has the new addresses. A sink that has a Source calls SetNode with
+// each Changes.Node. Several sinks may call SetNode for the same Source.
 func SetNode(src Source, node *api.Node) {
-	if s, ok := src.(interface{ SetNode(*api.Node) }); ok {
-		s.SetNode(node)
+	if w, ok := src.(*Watcher); ok {
+		w.setNode(node)
 	}
 }

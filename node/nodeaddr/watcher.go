@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/addrlist"
 	"k8s.io/klog/v2"
 	"k8s.io/utils/clock"
 )
@@ -25,23 +26,24 @@ type Options struct {
 	// Watcher is used. NetNS works only on Linux. Default 0: the network namespace of the
 	// process.
 	NetNS int
-	// Interval is the time after which the Watcher reads the addresses even without a
-	// notification. Linux sends no notification when only a default route changes. On other
-	// systems, there are no notifications. Default: ten seconds.
-	Interval time.Duration
-	// Clock measures the interval. Default: the real clock.
-	Clock clock.WithTicker
 }
+
+// interval is the time after which the Watcher reads the addresses even without a
+// notification. Linux sends no notification when only a default route changes. On other
+// systems, there are no notifications.
+const interval = 10 * time.Second
 
 // burstDelay is how long the Watcher waits after a notification before it reads the
 // addresses. It waits because addresses often change in bursts.
 const burstDelay = 50 * time.Millisecond
 
-// Watcher is a Source that follows the addresses of the machine. SetNode sets the Node
-// object, which has the primary addresses.
+// Watcher is a Source that follows the addresses of the machine. It is safe for concurrent
+// use. Pass the Node object to [SetNode], because it has the primary addresses.
 type Watcher struct {
-	opts Options
-	list List
+	opts     Options
+	selected selection
+	clock    clock.WithTicker
+	list     addrlist.List
 
 	mu       sync.Mutex
 	seen     machineAddresses
@@ -54,16 +56,17 @@ type machineAddresses struct {
 	outgoing []netip.Addr
 }
 
-// New reads the addresses and returns a Watcher. It returns an error if it cannot read
-// them. Until Run or Start is called, the Watcher does not read the addresses again.
-func New(opts Options) (*Watcher, error) {
-	if opts.Interval == 0 {
-		opts.Interval = 10 * time.Second
+// New reads the addresses and returns a Watcher. It returns an error if the selection is
+// invalid, or if it cannot read the addresses. Until Start is called, the Watcher does not
+// read the addresses again.
+func New(opts Options) (*Watcher, error) { return newWatcher(opts, clock.RealClock{}) }
+
+func newWatcher(opts Options, clock clock.WithTicker) (*Watcher, error) {
+	selected, err := opts.Selection.parse()
+	if err != nil {
+		return nil, err
 	}
-	if opts.Clock == nil {
-		opts.Clock = clock.RealClock{}
-	}
-	w := &Watcher{opts: opts}
+	w := &Watcher{opts: opts, selected: selected, clock: clock}
 	if err := w.read(); err != nil {
 		return nil, err
 	}
@@ -73,9 +76,7 @@ func New(opts Options) (*Watcher, error) {
 // Addresses implements [Source].
 func (w *Watcher) Addresses() ([]netip.Addr, <-chan struct{}) { return w.list.Addresses() }
 
-// SetNode sets the Node object. A nil node means that the Node object is unknown. When
-// SetNode returns, Addresses already returns the new addresses.
-func (w *Watcher) SetNode(node *api.Node) {
+func (w *Watcher) setNode(node *api.Node) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	w.internal = OfNode(node)
@@ -102,14 +103,16 @@ func OfNode(node *api.Node) []netip.Addr {
 	return nil
 }
 
-// Start runs Run in the background until stop is called, even if ctx ends earlier. A call
-// of stop returns when all goroutines have ended.
+// Start follows the addresses of the machine until stop is called, even if ctx ends
+// earlier. If it cannot read the addresses, it logs an error and tries again later.
+// Meanwhile Addresses returns the last known addresses. A call of stop returns when all
+// goroutines have ended.
 func (w *Watcher) Start(ctx context.Context) (stop func()) {
 	ctx, cancel := context.WithCancel(context.WithoutCancel(ctx))
 	ended := make(chan struct{})
 	go func() {
 		defer close(ended)
-		w.Run(ctx)
+		w.run(ctx)
 	}()
 	return func() {
 		cancel()
@@ -117,11 +120,8 @@ func (w *Watcher) Start(ctx context.Context) (stop func()) {
 	}
 }
 
-// Run follows the addresses of the machine until ctx ends. If it cannot read the
-// addresses, it logs an error and tries again later. Meanwhile Addresses returns the last
-// known addresses.
-func (w *Watcher) Run(ctx context.Context) {
-	ticker := w.opts.Clock.NewTicker(w.opts.Interval)
+func (w *Watcher) run(ctx context.Context) {
+	ticker := w.clock.NewTicker(interval)
 	defer ticker.Stop()
 	log := klog.FromContext(ctx)
 	var notified <-chan struct{}
@@ -129,7 +129,7 @@ func (w *Watcher) Run(ctx context.Context) {
 		if notified == nil {
 			var err error
 			if notified, err = subscribe(ctx, w.opts.NetNS); err != nil {
-				log.Error(err, "No notifications of node addresses; polling", "interval", w.opts.Interval)
+				log.Error(err, "No notifications of node addresses; polling", "interval", interval)
 			}
 		}
 		if err := w.read(); err != nil {
@@ -144,7 +144,7 @@ func (w *Watcher) Run(ctx context.Context) {
 			}
 			select {
 			case <-ctx.Done():
-			case <-w.opts.Clock.After(burstDelay):
+			case <-w.clock.After(burstDelay):
 			}
 		}
 	}
@@ -177,7 +177,7 @@ func (w *Watcher) publish() {
 	if primary == nil {
 		primary = w.seen.outgoing
 	}
-	w.list.Set(w.opts.Selection.of(w.seen.all, primary)...)
+	w.list.Set(w.selected.of(w.seen.all, primary)...)
 }
 
 // unrouted has addresses to which only default routes lead. These addresses are reserved

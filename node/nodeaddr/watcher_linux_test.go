@@ -8,10 +8,13 @@ import (
 	"testing"
 	"time"
 
+	"github.com/google/go-cmp/cmp"
+	"github.com/google/go-cmp/cmp/cmpopts"
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/internal/netnstest"
 	"github.com/kpng-project/kpng/node/nodeaddr"
 	"go.uber.org/goleak"
+	"k8s.io/utils/clock"
 	clocktesting "k8s.io/utils/clock/testing"
 )
 
@@ -37,9 +40,9 @@ func machine(t *testing.T) *netnstest.Namespace {
 }
 
 // run starts a new watcher, which runs until the test ends.
-func run(t *testing.T, opts nodeaddr.Options) *nodeaddr.Watcher {
+func run(t *testing.T, clock clock.WithTicker, opts nodeaddr.Options) *nodeaddr.Watcher {
 	t.Helper()
-	w, err := nodeaddr.New(opts)
+	w, err := nodeaddr.NewWatcher(opts, clock)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -48,6 +51,21 @@ func run(t *testing.T, opts nodeaddr.Options) *nodeaddr.Watcher {
 	cancel() // the end of ctx must not stop the watcher
 	t.Cleanup(stop)
 	return w
+}
+
+func addrs(list ...string) []netip.Addr {
+	var out []netip.Addr
+	for _, s := range list {
+		out = append(out, netip.MustParseAddr(s))
+	}
+	return out
+}
+
+func compare(t testing.TB, want, got []netip.Addr) {
+	t.Helper()
+	if diff := cmp.Diff(want, got, cmp.Comparer(func(a, b netip.Addr) bool { return a == b }), cmpopts.EquateEmpty()); diff != "" {
+		t.Errorf("addresses (-want +got):\n%s", diff)
+	}
 }
 
 // await waits until the method Addresses of the watcher returns the addresses want.
@@ -82,9 +100,8 @@ func equal(a, b []netip.Addr) bool {
 
 func TestAddressesAreFollowed(t *testing.T) {
 	n := machine(t)
-	w := run(t, nodeaddr.Options{
-		NetNS: n.FD, Selection: nodeaddr.Selection{All: true}, ExcludeInterfaces: []string{"kube-ipvs0", "not-there"},
-		Clock: settling{clocktesting.NewFakeClock(time.Now())},
+	w := run(t, settling{clocktesting.NewFakeClock(time.Now())}, nodeaddr.Options{
+		NetNS: n.FD, Selection: nodeaddr.Selection{"all"}, ExcludeInterfaces: []string{"kube-ipvs0", "not-there"},
 	})
 	await(t, w, "10.0.0.1", "10.1.0.1", "fd00::1", "fd01::1")
 	n.Add(t, "other", "10.1.0.2/24")
@@ -99,20 +116,18 @@ func TestTentativeAddressIsNotServed(t *testing.T) {
 	n.Set(t, "ipv6/conf/new/accept_dad=1", "ipv6/conf/new/dad_transmits=60") // duplicate address detection takes 60 seconds
 	n.Run(t, "ip", "addr", "add", "fd02::1/64", "dev", "new")
 	n.Add(t, "new", "10.2.0.1/24")
-	w := run(t, nodeaddr.Options{NetNS: n.FD, Selection: nodeaddr.Selection{CIDRs: []netip.Prefix{
-		netip.MustParsePrefix("10.2.0.0/24"), netip.MustParsePrefix("fd02::/64"),
-	}}})
+	w := run(t, clock.RealClock{}, nodeaddr.Options{NetNS: n.FD, Selection: nodeaddr.Selection{"10.2.0.0/24", "fd02::/64"}})
 	await(t, w, "10.2.0.1")
 }
 
 func TestPrimaryAddressesComeFromNodeOrDefaultRoutes(t *testing.T) {
 	n := machine(t)
 	clock := settling{clocktesting.NewFakeClock(time.Now())}
-	w := run(t, nodeaddr.Options{NetNS: n.FD, Clock: clock})
+	w := run(t, clock, nodeaddr.Options{NetNS: n.FD})
 	await(t, w, "10.0.0.1", "fd00::1")
 
 	// If only a route changes, Linux sends no notification. So the watcher detects the
-	// change only after Options.Interval.
+	// change only after the interval.
 	n.Route(t, "default", "10.1.0.254", "other")
 	clock.tick(t)
 	await(t, w, "10.1.0.1", "fd00::1")
@@ -133,14 +148,14 @@ func TestPrimaryAddressesComeFromNodeOrDefaultRoutes(t *testing.T) {
 	got, _ = w.Addresses()
 	compare(t, addrs("10.1.0.1", "fd00::1"), got)
 
-	nodeaddr.SetNode(nodeaddr.Of(), node) // a List ignores the Node object
+	nodeaddr.SetNode(nodeaddr.Of(), node) // fixed addresses ignore the Node object
 }
 
 func TestNoPrimaryAddressWithoutDefaultRouteAndNode(t *testing.T) {
 	n := netnstest.New(t)
 	n.Stub(t, "world")
 	n.Add(t, "world", "10.0.0.1/24")
-	await(t, run(t, nodeaddr.Options{NetNS: n.FD}))
+	await(t, run(t, clock.RealClock{}, nodeaddr.Options{NetNS: n.FD}))
 }
 
 func TestInvalidNamespaceIsAnError(t *testing.T) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package nodeaddr_test
+package addrlist_test
 
 import (
 	"net/netip"
@@ -8,7 +8,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/google/go-cmp/cmp/cmpopts"
-	"github.com/kpng-project/kpng/node/nodeaddr"
+	"github.com/kpng-project/kpng/internal/addrlist"
 )
 
 func addrs(list ...string) []netip.Addr {
@@ -27,14 +27,14 @@ func compare(t testing.TB, want, got []netip.Addr) {
 }
 
 func TestListIsSortedWithoutDuplicates(t *testing.T) {
-	l := nodeaddr.Of(addrs("fe80::1%eth0", "10.0.0.2", "::ffff:10.0.0.1", "10.0.0.2")...)
+	l := addrlist.Of(addrs("fe80::1%eth0", "10.0.0.2", "::ffff:10.0.0.1", "10.0.0.2")...)
 	l.Set(append(addrs("fe80::1%eth0", "10.0.0.2", "::ffff:10.0.0.1", "10.0.0.2"), netip.Addr{})...)
 	got, _ := l.Addresses()
 	compare(t, addrs("10.0.0.1", "10.0.0.2", "fe80::1"), got)
 }
 
 func TestListSignalsOnlyChanges(t *testing.T) {
-	var l nodeaddr.List
+	var l addrlist.List
 	none, changed := l.Addresses()
 	compare(t, nil, none)
 

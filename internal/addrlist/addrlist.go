@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package nodeaddr
+// Package addrlist has a list of addresses that notifies its readers of changes. A [List]
+// is a nodeaddr.Source.
+package addrlist
 
 import (
 	"net/netip"
@@ -8,7 +10,7 @@ import (
 	"sync"
 )
 
-// List is a Source whose addresses are set by Set. The zero value has no addresses.
+// List is a list of addresses. It is safe for concurrent use. The zero value is empty.
 type List struct {
 	mu      sync.Mutex
 	addrs   []netip.Addr
@@ -22,7 +24,7 @@ func Of(addrs ...netip.Addr) *List {
 	return l
 }
 
-// Addresses implements [Source].
+// Addresses implements nodeaddr.Source.
 func (l *List) Addresses() ([]netip.Addr, <-chan struct{}) {
 	l.mu.Lock()
 	defer l.mu.Unlock()

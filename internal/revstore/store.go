@@ -22,10 +22,13 @@ type Revisions struct {
 	changes atomic.Uint64
 
 	mu sync.Mutex
-	// commits is a ring buffer of the last commits.
-	commits    [256]Commit
-	nextCommit int
+	// commits has the last commits. When it has maxCommits, it is a ring buffer, and oldest is
+	// the index of the oldest one.
+	commits []Commit
+	oldest  int
 }
+
+const maxCommits = 256
 
 // Commit is a number of changes that became visible together.
 type Commit struct {
@@ -38,16 +41,20 @@ type Commit struct {
 func (r *Revisions) Commit(first Revision) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	r.commits[r.nextCommit] = Commit{first, r.Last(), time.Now()}
-	r.nextCommit = (r.nextCommit + 1) % len(r.commits)
+	c := Commit{first, r.Last(), time.Now()}
+	if len(r.commits) < maxCommits {
+		r.commits = append(r.commits, c)
+		return
+	}
+	r.commits[r.oldest] = c
+	r.oldest = (r.oldest + 1) % maxCommits
 }
 
-// Commits returns the last commits, oldest first. Their number is at most 256.
+// Commits returns the last commits, oldest first. Their number is at most maxCommits.
 func (r *Revisions) Commits() []Commit {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	all := slices.Concat(r.commits[r.nextCommit:], r.commits[:r.nextCommit])
-	return slices.DeleteFunc(all, func(c Commit) bool { return c.Last == 0 })
+	return slices.Concat(r.commits[r.oldest:], r.commits[:r.oldest])
 }
 
 // Last returns the last issued revision, or 1 if there is none.

@@ -94,7 +94,7 @@ type Proxy struct {
 	nodeName string
 	state    *cluster.State
 	watch    func(context.Context, *cluster.State) error
-	feeds    []*feed.Feed
+	feeds    []sink.Source
 	drivers  []*sink.Driver
 	once     bool // every sink has Options.Once
 	files    bool // Options.Manifests is set

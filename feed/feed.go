@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package feed computes one node's view from the cluster's state. A [Feed] is the
+// Package feed computes one node's view from the cluster's state. A feed is the
 // [sink.Source] of a proxy that reads the Kubernetes API itself.
 //
 //	state := cluster.New(cluster.Options{})
@@ -22,13 +22,14 @@ import (
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/cluster"
 	"github.com/kpng-project/kpng/internal/revstore"
+	"github.com/kpng-project/kpng/internal/updates"
 	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// Feed is a [sink.Source] for one node and one reader.
-type Feed struct {
+// feed is a [sink.Source] for one node and one reader.
+type feed struct {
 	state *cluster.State
 	// stub is a Node that has only a name. While the Node object is not known, the feed uses
 	// stub, so only the name decides which endpoints are local.
@@ -52,22 +53,23 @@ type offer struct {
 
 // New returns a feed that computes the views of the named node from state. If the name is
 // empty, no endpoint is local, and the feed has no Node object.
-func New(state *cluster.State, nodeName string) *Feed {
-	return &Feed{state: state, stub: &api.Node{Name: nodeName}, cursor: newCursor(state), acked: new(cluster.Snapshot)}
+func New(state *cluster.State, nodeName string) sink.Source { return newFeed(state, nodeName, nil) }
+
+func newFeed(state *cluster.State, nodeName string, shared *views) *feed {
+	return &feed{state: state, stub: &api.Node{Name: nodeName}, views: shared, cursor: newCursor(state), acked: new(cluster.Snapshot)}
 }
 
 // NewAll returns n feeds like [New], for n readers. The feeds share the views that they
 // compute for changes, and keep recent views. Each feed has its own position, so no reader
 // delays another.
-func NewAll(state *cluster.State, nodeName string, n int) []*Feed {
+func NewAll(state *cluster.State, nodeName string, n int) []sink.Source {
 	var shared *views
 	if n > 1 {
 		shared = &views{}
 	}
-	feeds := make([]*Feed, n)
+	feeds := make([]sink.Source, n)
 	for i := range feeds {
-		feeds[i] = New(state, nodeName)
-		feeds[i].views = shared
+		feeds[i] = newFeed(state, nodeName, shared)
 	}
 	return feeds
 }
@@ -82,10 +84,10 @@ func newCursor(state *cluster.State) *revstore.Cursor[types.NamespacedName, *api
 }
 
 // Changed implements [sink.Source].
-func (f *Feed) Changed() <-chan struct{} { return f.state.Changed(f.acked.Revision) }
+func (f *feed) Changed() <-chan struct{} { return f.state.Changed(f.acked.Revision) }
 
 // Next implements [sink.Source]. It never fails.
-func (f *Feed) Next() (*sink.Update, error) {
+func (f *feed) Next() (*sink.Update, error) {
 	if !f.state.IsSynced() {
 		return nil, nil
 	}
@@ -97,7 +99,7 @@ func (f *Feed) Next() (*sink.Update, error) {
 }
 
 // Advance implements [sink.Source].
-func (f *Feed) Advance(u *sink.Update) {
+func (f *feed) Advance(u *sink.Update) {
 	if u != f.offered.update {
 		return
 	}
@@ -108,17 +110,17 @@ func (f *Feed) Advance(u *sink.Update) {
 }
 
 // Reset implements [sink.Source].
-func (f *Feed) Reset() {
+func (f *feed) Reset() {
 	f.cursor.Close()
 	f.cursor = newCursor(f.state)
 	f.acked, f.node, f.offered = new(cluster.Snapshot), nil, offer{}
 }
 
 // Close implements [sink.Source].
-func (f *Feed) Close() { f.cursor.Close() }
+func (f *feed) Close() { f.cursor.Close() }
 
 // update returns the difference between the acknowledged state and snapshot.
-func (f *Feed) update(snapshot *cluster.Snapshot) *sink.Update {
+func (f *feed) update(snapshot *cluster.Snapshot) *sink.Update {
 	delta := f.cursor.Until(statesOf(snapshot))
 	node, _ := snapshot.Nodes.Get(f.stub.Name)
 	after := view{snapshot, f.self(node)}
@@ -141,7 +143,7 @@ func (f *Feed) update(snapshot *cluster.Snapshot) *sink.Update {
 }
 
 // self returns the node whose views the feed computes.
-func (f *Feed) self(node *api.Node) *api.Node {
+func (f *feed) self(node *api.Node) *api.Node {
 	if node == nil {
 		return f.stub
 	}
@@ -162,13 +164,13 @@ func (v view) of(state *api.ServiceState) *api.View {
 }
 
 // viewsAfter yields all services whose key is greater than key, in order.
-func (v view) viewsAfter(key types.NamespacedName) iter.Seq2[types.NamespacedName, sink.View] {
-	return func(yield func(types.NamespacedName, sink.View) bool) {
+func (v view) viewsAfter(key types.NamespacedName) iter.Seq2[types.NamespacedName, updates.View] {
+	return func(yield func(types.NamespacedName, updates.View) bool) {
 		for key, state := range statesOf(v.snapshot).After(key) {
 			if !hasView(state) {
 				continue
 			}
-			if !yield(key, sink.View{Size: size(state), Get: func() *api.View { return v.of(state) }}) {
+			if !yield(key, updates.View{Size: size(state), Compute: func() *api.View { return v.of(state) }}) {
 				return
 			}
 		}
@@ -191,23 +193,23 @@ func size(state *api.ServiceState) int {
 // addChanges adds the services whose views differ to u, in key order. If the zone of the
 // node changed, it compares all services. Otherwise it compares the changed services in
 // delta. It does not compare large services.
-func (f *Feed) addChanges(u *sink.Update, before, after view, delta revstore.Delta[types.NamespacedName, *api.ServiceState]) {
+func (f *feed) addChanges(u *sink.Update, before, after view, delta revstore.Delta[types.NamespacedName, *api.ServiceState]) {
 	candidates, shared := delta.Changes(), f.views
 	if before.node.Zone() != after.node.Zone() {
 		candidates, shared = delta.All(), nil // shared views are for one zone at a time
 	}
 	for c := range candidates {
-		if was := size(c.Old); max(was, size(c.New)) >= sink.LargeSize {
-			old := sink.View{Size: was}
+		if was := size(c.Old); max(was, size(c.New)) >= updates.LargeSize {
+			old := updates.View{Size: was}
 			if hasView(c.Old) {
-				old.Get = func() *api.View { return shared.of(c.Old, before) }
+				old.Compute = func() *api.View { return shared.of(c.Old, before) }
 			}
-			u.Large = append(u.Large, sink.LargeChange{Key: c.Key, Old: old, TriggerTime: triggerTime(c.Old, c.New)})
+			u.Large = append(u.Large, updates.LargeChange{Key: c.Key, Old: old, TriggerTime: triggerTime(c.Old, c.New)})
 			continue
 		}
 		old, new := shared.of(c.Old, before), shared.of(c.New, after)
 		if !old.Equal(new) {
-			u.Changes = append(u.Changes, sink.Change{Key: c.Key, Old: old, New: new, TriggerTime: triggerTime(c.Old, c.New)})
+			u.Changes = append(u.Changes, updates.Change{Key: c.Key, Old: old, New: new, TriggerTime: triggerTime(c.Old, c.New)})
 		}
 	}
 }
@@ -228,5 +230,3 @@ func triggerTime(was, is *api.ServiceState) time.Time {
 	}
 	return oldest
 }
-
-var _ sink.Source = (*Feed)(nil)

@@ -16,6 +16,7 @@ import (
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/cluster"
 	"github.com/kpng-project/kpng/feed"
+	"github.com/kpng-project/kpng/internal/updates"
 	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
 	"k8s.io/apimachinery/pkg/types"
@@ -58,7 +59,7 @@ func node(name, zone string) *api.Node {
 func key(name string) types.NamespacedName { return types.NamespacedName{Namespace: "ns", Name: name} }
 
 // nextLines returns the feed's next update as lines and acknowledges the update.
-func nextLines(t *testing.T, f *feed.Feed) []string {
+func nextLines(t *testing.T, f sink.Source) []string {
 	t.Helper()
 	u, err := f.Next()
 	if err != nil {
@@ -73,7 +74,10 @@ func nextLines(t *testing.T, f *feed.Feed) []string {
 
 // allChanges returns the changes in u. It returns each service of a full update as new.
 func allChanges(u *sink.Update) []sink.Change {
-	changes := u.Changes
+	var changes []sink.Change
+	for _, c := range u.Changes {
+		changes = append(changes, sink.Change{Key: c.Key, Old: c.Old, New: c.New, TriggerTime: c.TriggerTime})
+	}
 	if u.Lost {
 		for key, v := range u.After(types.NamespacedName{}) {
 			changes = append(changes, sink.Change{Key: key, New: v.Get()})
@@ -211,10 +215,10 @@ func TestUnacknowledgedChangesAreRepeated(t *testing.T) {
 func TestFeedStartsOver(t *testing.T) {
 	for _, test := range []struct {
 		name string
-		do   func(*cluster.State, *feed.Feed)
+		do   func(*cluster.State, sink.Source)
 	}{
-		{"after a reset", func(_ *cluster.State, f *feed.Feed) { f.Reset() }},
-		{"when its reader lags too far behind", func(state *cluster.State, f *feed.Feed) {
+		{"after a reset", func(_ *cluster.State, f sink.Source) { f.Reset() }},
+		{"when its reader lags too far behind", func(state *cluster.State, f sink.Source) {
 			for i := range 10_100 {
 				s := service("a")
 				s.HealthCheckNodePort = int32(i + 1)
@@ -432,7 +436,7 @@ func TestFeedsShareViews(t *testing.T) {
 	defer slow.Close()
 	nextLines(t, fast)
 	nextLines(t, slow)
-	change := func(f *feed.Feed) sink.Change {
+	change := func(f sink.Source) updates.Change {
 		t.Helper()
 		u, _ := f.Next()
 		f.Advance(u)
@@ -552,13 +556,13 @@ func BenchmarkReaders(b *testing.B) {
 	for _, endpoints := range []int{10, 100} {
 		for _, test := range []struct {
 			name  string
-			feeds func(*cluster.State) []*feed.Feed
+			feeds func(*cluster.State) []sink.Source
 		}{
-			{"one", func(s *cluster.State) []*feed.Feed { return feed.NewAll(s, "n", 1) }},
-			{"three", func(s *cluster.State) []*feed.Feed {
+			{"one", func(s *cluster.State) []sink.Source { return feed.NewAll(s, "n", 1) }},
+			{"three", func(s *cluster.State) []sink.Source {
 				return slices.Concat(feed.NewAll(s, "n", 1), feed.NewAll(s, "n", 1), feed.NewAll(s, "n", 1))
 			}},
-			{"three-sharing", func(s *cluster.State) []*feed.Feed { return feed.NewAll(s, "n", 3) }},
+			{"three-sharing", func(s *cluster.State) []sink.Source { return feed.NewAll(s, "n", 3) }},
 		} {
 			b.Run(fmt.Sprintf("endpoints=%d/readers=%s", endpoints, test.name), func(b *testing.B) {
 				const services = 10_000

@@ -12,6 +12,7 @@ import (
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/cluster"
 	"github.com/kpng-project/kpng/feed"
+	"github.com/kpng-project/kpng/internal/updates"
 	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
 	"k8s.io/apimachinery/pkg/types"
@@ -48,7 +49,7 @@ func flipped(s *api.EndpointSlice, ready bool) *api.EndpointSlice {
 }
 
 func TestViewsOfLargeServicesAreNotComputedAhead(t *testing.T) {
-	svc, s := largeService(sink.LargeSize/10, 1, 10)
+	svc, s := largeService(updates.LargeSize/10, 1, 10)
 	state := cluster.New(cluster.Options{})
 	state.Update(func(tx *cluster.Tx) {
 		tx.SetService(svc)
@@ -64,9 +65,9 @@ func TestViewsOfLargeServicesAreNotComputedAhead(t *testing.T) {
 	f.Advance(u)
 	sizes := map[string]bool{}
 	for key, view := range u.After(types.NamespacedName{}) {
-		sizes[key.Name] = view.Size >= sink.LargeSize
-		if got := view.Get(); got.Key() != key || sink.ViewOf(got).Size > view.Size {
-			t.Errorf("the view of %s is of %s, with size %d, which is more than %d", key, got.Key(), sink.ViewOf(got).Size, view.Size)
+		sizes[key.Name] = view.Size >= updates.LargeSize
+		if got := view.Get(); got.Key() != key || updates.Size(got) > view.Size {
+			t.Errorf("the view of %s is of %s, with size %d, which is more than %d", key, got.Key(), updates.Size(got), view.Size)
 		}
 	}
 	if len(sizes) != 2 || !sizes["large"] || sizes["small"] {

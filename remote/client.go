@@ -11,6 +11,7 @@ import (
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/internal/revstore"
+	"github.com/kpng-project/kpng/internal/updates"
 	"github.com/kpng-project/kpng/internal/wire/localv1"
 	"github.com/kpng-project/kpng/remote/transport"
 	"github.com/kpng-project/kpng/sink"
@@ -266,10 +267,10 @@ func (s *clientState) all() *sink.Update {
 			e, _ := s.views.Get(key)
 			return e.viewOrNil()
 		},
-		After: func(key types.NamespacedName) iter.Seq2[types.NamespacedName, sink.View] {
-			return func(yield func(types.NamespacedName, sink.View) bool) {
+		After: func(key types.NamespacedName) iter.Seq2[types.NamespacedName, updates.View] {
+			return func(yield func(types.NamespacedName, updates.View) bool) {
 				for key, e := range s.views.After(key) {
-					if view := e.viewOrNil(); view != nil && !yield(key, sink.ViewOf(view)) {
+					if view := e.viewOrNil(); view != nil && !yield(key, updates.ViewOf(view)) {
 						return
 					}
 				}
@@ -287,10 +288,10 @@ func (r *reader) update(state *clientState) *sink.Update {
 		return u
 	}
 	u.NodeChanged = !state.node.Equal(r.has.node)
-	var list []sink.Change
+	var list []updates.Change
 	for change := range delta.Changes() {
 		if before, after := change.Old.viewOrNil(), change.New.viewOrNil(); !before.Equal(after) {
-			list = append(list, sink.Change{Key: change.Key, Old: before, New: after})
+			list = append(list, updates.Change{Key: change.Key, Old: before, New: after})
 		}
 	}
 	u.Changes = list

@@ -11,13 +11,14 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/updates"
 	"github.com/kpng-project/kpng/sink"
 	"github.com/kpng-project/kpng/sink/sinktest"
 	"k8s.io/apimachinery/pkg/types"
 )
 
 // largeRanges makes a service large.
-var largeRanges = []api.SourceRanges{{Prefixes: make([]netip.Prefix, sink.LargeSize)}}
+var largeRanges = []api.SourceRanges{{Prefixes: make([]netip.Prefix, updates.LargeSize)}}
 
 // large returns a view of a large service.
 func large(key types.NamespacedName, endpoints ...byte) *api.View {

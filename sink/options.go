@@ -20,9 +20,9 @@ type Options struct {
 	MinInterval time.Duration
 
 	// BatchSize limits the size of a batch of a pass, and the total size of the retries in a
-	// Sync. The size is that of [View]: frontends, endpoints of ports, and source ranges. The
-	// limit does not apply to new changes of the source. Default 10,000. Services that are
-	// large (see [LargeSize]) are delivered alone.
+	// Sync. The size of a service is one, and its frontends, endpoints of ports, and source
+	// ranges (see [api.Elements]). The limit does not apply to new changes of the source.
+	// Default 10,000. Services of size 4096 or more are large, and are delivered alone.
 	BatchSize int
 
 	// Backoff defines how long the driver waits after a Sync that failed as a whole, and

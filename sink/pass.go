@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/updates"
 	"k8s.io/apimachinery/pkg/types"
 )
 
@@ -85,7 +86,7 @@ func (p *delivery) appendNext(u *Update, maxCount, limit int, changes []Change) 
 		if _, ahead := p.ahead[key]; ahead {
 			continue
 		}
-		if view.Size >= LargeSize {
+		if view.Size >= updates.LargeSize {
 			p.large[key] = struct{}{}
 			continue
 		}
@@ -96,7 +97,7 @@ func (p *delivery) appendNext(u *Update, maxCount, limit int, changes []Change) 
 		}
 		delete(p.large, key) // it was large before
 		size += view.Size
-		changes = append(changes, Change{Key: key, New: view.get(), Unsure: true})
+		changes = append(changes, Change{Key: key, New: view.Get(), Unsure: true})
 	}
 	if n := len(changes); n > before {
 		p.reached = changes[n-1].Key
@@ -112,9 +113,9 @@ func (p *delivery) appendNext(u *Update, maxCount, limit int, changes []Change) 
 
 // takeLarge returns a change without an old view for each service in p.large. The services
 // count as delivered then.
-func (p *delivery) takeLarge() (changes []LargeChange) {
+func (p *delivery) takeLarge() (changes []updates.LargeChange) {
 	for key := range p.large {
-		changes = append(changes, LargeChange{Key: key})
+		changes = append(changes, updates.LargeChange{Key: key})
 		p.takeAhead(key)
 	}
 	return changes
@@ -127,7 +128,7 @@ func (p *delivery) hasNext(u *Update, large bool) bool {
 		return true
 	}
 	for key, view := range u.After(p.reached) {
-		if _, ahead := p.ahead[key]; !ahead && (large || view.Size < LargeSize) {
+		if _, ahead := p.ahead[key]; !ahead && (large || view.Size < updates.LargeSize) {
 			return true
 		}
 	}
@@ -137,10 +138,12 @@ func (p *delivery) hasNext(u *Update, large bool) bool {
 // size returns the size of the change, by the measure of [Options.BatchSize].
 func (c *Change) size() int {
 	if c.New != nil {
-		return sizeOf(c.New)
+		return updates.Size(c.New)
 	}
-	return sizeOf(c.Old)
+	return updates.Size(c.Old)
 }
 
 // isLarge reports whether the old or the new view of a change is large.
-func isLarge(c *Change) bool { return max(sizeOf(c.Old), sizeOf(c.New)) >= LargeSize }
+func isLarge(c *Change) bool {
+	return max(updates.Size(c.Old), updates.Size(c.New)) >= updates.LargeSize
+}

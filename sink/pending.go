@@ -12,6 +12,7 @@ import (
 
 	"github.com/google/btree"
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/updates"
 	"github.com/kpng-project/kpng/nodeview"
 	"k8s.io/apimachinery/pkg/types"
 )
@@ -21,7 +22,7 @@ import (
 type unacked struct {
 	key types.NamespacedName
 	// The view last acknowledged since the pass began, if any.
-	old View
+	old updates.View
 	// The old or the new view is large, so the service gets a Sync of its own.
 	large  bool
 	reason reason
@@ -53,7 +54,7 @@ const (
 
 // changeTo returns the Change from the old view of s to a new view.
 func (s *unacked) changeTo(new *api.View) Change {
-	return Change{Key: s.key, Old: s.old.get(), New: new, Unsure: s.unsure, TriggerTime: s.trigger}
+	return Change{Key: s.key, Old: s.old.Get(), New: new, Unsure: s.unsure, TriggerTime: s.trigger}
 }
 
 // computed returns the Change from the old view of s to the present view. It returns an
@@ -220,7 +221,7 @@ func (p *pending) takenBy(c *Change) (records []*unacked) {
 	}
 	for other := range taken {
 		record := *p.byKey[other]
-		record.old, record.unsure = View{}, true
+		record.old, record.unsure = updates.View{}, true
 		records = append(records, &record)
 	}
 	return records
@@ -247,7 +248,7 @@ func (o *oldClaims) update(records map[types.NamespacedName]*unacked) {
 	for key := range o.changed {
 		var now *api.View
 		if s := records[key]; s != nil {
-			now = s.old.get()
+			now = s.old.Get()
 		}
 		before := o.indexed[key]
 		if now == before {

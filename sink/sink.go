@@ -100,7 +100,7 @@ type Changes struct {
 	// Services yields the services to program, in order of namespace and name, each once.
 	// The sink may iterate over it several times. Outside of a pass, services that change in
 	// one update of the source are in one Changes, so that they can swap addresses. Large
-	// services (see [LargeSize]) follow one by one. During a pass and after failures, the
+	// services (see [Options].BatchSize) follow one by one. During a pass and after failures, the
 	// other services may be in several Changes, too. See [Change].
 	Services iter.Seq[Change]
 	// Node is the Node object of this node, or nil if it is not known. If a Sync that

@@ -13,6 +13,7 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/updates"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/klog/v2"
 )
@@ -166,7 +167,10 @@ func (d *Driver) isVoided(u *Update) (voided bool) {
 
 // addChanges adds u's changes to b. Changes that have to wait become pending.
 func (d *Driver) addChanges(u *Update, b *batch) {
-	changes := u.Changes
+	changes := make([]Change, len(u.Changes))
+	for i, c := range u.Changes {
+		changes[i] = Change{Key: c.Key, Old: c.Old, New: c.New, TriggerTime: c.TriggerTime}
+	}
 	if d.pass != nil {
 		changes = d.pass.admit(changes, d.opts.BatchSize)
 	}
@@ -543,7 +547,7 @@ func (d *Driver) putQueued(s *unacked, now time.Time) {
 
 // holdLarge adds large services to d.pending, except those that the pass has yet to
 // deliver. If Old is missing during a pass, the sink may have any view.
-func (d *Driver) holdLarge(changes []LargeChange) {
+func (d *Driver) holdLarge(changes []updates.LargeChange) {
 	if len(changes) == 0 {
 		return
 	}
@@ -553,10 +557,10 @@ func (d *Driver) holdLarge(changes []LargeChange) {
 			if d.pass != nil && !d.pass.delivered(c.Key) {
 				continue
 			}
-			none := c.Old.Get == nil
+			none := c.Old.Compute == nil
 			s := d.unacked(Change{Key: c.Key, Unsure: none && d.pass != nil, TriggerTime: c.TriggerTime}, queued)
 			if d.pending.byKey[c.Key] == nil && !none {
-				s.old = View{c.Old.Size, sync.OnceValue(c.Old.Get)}
+				s.old = updates.View{Size: c.Old.Size, Compute: sync.OnceValue(c.Old.Compute)}
 			}
 			s.large = true
 			d.putQueued(s, now)
@@ -567,7 +571,7 @@ func (d *Driver) holdLarge(changes []LargeChange) {
 // unacked returns a copy of the record of c's service in d.pending, or a new record. A
 // record that is suspect or failing does not become queued.
 func (d *Driver) unacked(c Change, why reason) *unacked {
-	s := unacked{key: c.Key, old: ViewOf(c.Old), unsure: c.Unsure, since: d.position}
+	s := unacked{key: c.Key, old: updates.ViewOf(c.Old), unsure: c.Unsure, since: d.position}
 	if before := d.pending.byKey[c.Key]; before != nil {
 		s = *before
 	} else {
@@ -636,7 +640,7 @@ func (d *Driver) begin() {
 		switch {
 		case s.alone:
 			kept := *s
-			kept.old, kept.unsure, kept.since = View{}, true, 0
+			kept.old, kept.unsure, kept.since = updates.View{}, true, 0
 			d.pending.put(&kept)
 			d.pass.ahead[key] = struct{}{}
 		case s.failures > 0:

@@ -29,17 +29,17 @@ import (
 // proxy with only the backend nftables, and a proxy that also has health checks and
 // connection tracking, with separate feeds and with feeds that share views.
 func BenchmarkCompanions(b *testing.B) {
-	separate := func(state *cluster.State, n int) (all []*feed.Feed) {
+	separate := func(state *cluster.State, n int) (all []sink.Source) {
 		for range n {
 			all = append(all, feed.New(state, "node-1"))
 		}
 		return all
 	}
-	shared := func(state *cluster.State, n int) []*feed.Feed { return feed.NewAll(state, "node-1", n) }
+	shared := func(state *cluster.State, n int) []sink.Source { return feed.NewAll(state, "node-1", n) }
 	for _, test := range []struct {
 		name  string
 		sinks int
-		feeds func(*cluster.State, int) []*feed.Feed
+		feeds func(*cluster.State, int) []sink.Source
 	}{{"backend", 1, separate}, {"three-separate", 3, separate}, {"three-shared", 3, shared}} {
 		b.Run(test.name, func(b *testing.B) {
 			const services = 10_000

@@ -24,7 +24,7 @@ type service struct {
 }
 
 // largeService is the number of rules from which a service is large. The driver delivers
-// services with large objects alone, see [sink.LargeSize]. A service with small objects may
+// services with large objects alone, see [sink.Options]. A service with small objects may
 // also have many rules, because each port may need its own list of all endpoints.
 const largeService = 2_000
 

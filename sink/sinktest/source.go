@@ -10,6 +10,7 @@ import (
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/internal/revstore"
+	"github.com/kpng-project/kpng/internal/updates"
 	"github.com/kpng-project/kpng/sink"
 	"k8s.io/apimachinery/pkg/types"
 )
@@ -193,10 +194,10 @@ func (s *Source) difference(now position) *sink.Update {
 			t, _ := now.views.Get(key)
 			return t.view
 		},
-		After: func(key types.NamespacedName) iter.Seq2[types.NamespacedName, sink.View] {
-			return func(yield func(types.NamespacedName, sink.View) bool) {
+		After: func(key types.NamespacedName) iter.Seq2[types.NamespacedName, updates.View] {
+			return func(yield func(types.NamespacedName, updates.View) bool) {
 				for key, t := range now.views.After(key) {
-					if !yield(key, sink.ViewOf(t.view)) {
+					if !yield(key, updates.ViewOf(t.view)) {
 						return
 					}
 				}
@@ -210,12 +211,12 @@ func (s *Source) difference(now position) *sink.Update {
 	}
 	u.NodeChanged = !now.node.Equal(s.acked.node)
 	for c := range delta.Changes() {
-		old, new := sink.ViewOf(c.Old.view), sink.ViewOf(c.New.view)
-		if max(old.Size, new.Size) >= sink.LargeSize {
-			u.Large = append(u.Large, sink.LargeChange{Key: c.Key, Old: old, TriggerTime: c.New.at})
+		old, new := updates.ViewOf(c.Old.view), updates.ViewOf(c.New.view)
+		if max(old.Size, new.Size) >= updates.LargeSize {
+			u.Large = append(u.Large, updates.LargeChange{Key: c.Key, Old: old, TriggerTime: c.New.at})
 			continue
 		}
-		u.Changes = append(u.Changes, sink.Change{Key: c.Key, Old: c.Old.view, New: c.New.view, TriggerTime: c.New.at})
+		u.Changes = append(u.Changes, updates.Change{Key: c.Key, Old: c.Old.view, New: c.New.view, TriggerTime: c.New.at})
 	}
 	return u
 }

@@ -11,6 +11,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/updates"
 	"github.com/kpng-project/kpng/sink"
 	"github.com/kpng-project/kpng/sink/sinktest"
 	"k8s.io/apimachinery/pkg/types"
@@ -36,7 +37,7 @@ func describe(u *sink.Update) string {
 	changes := u.Changes
 	if u.Lost {
 		for key, v := range u.After(types.NamespacedName{}) {
-			changes = append(changes, sink.Change{Key: key, New: v.Get()})
+			changes = append(changes, updates.Change{Key: key, New: v.Get()})
 		}
 	}
 	for _, c := range changes {

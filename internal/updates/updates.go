@@ -1,0 +1,90 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package updates has the values that a sink.Source passes to a sink.Driver.
+package updates
+
+import (
+	"iter"
+	"time"
+
+	"github.com/kpng-project/kpng/api"
+	"k8s.io/apimachinery/pkg/types"
+)
+
+// Update is the difference between a reader's position and the present state. It is
+// immutable.
+type Update struct {
+	// Lost reports that the source had no position. Then Changes is empty, and the reader
+	// has to read all services with After.
+	Lost bool
+	// Revision is the revision of the views in the update.
+	Revision uint64
+	// Changes contains each service whose view differs from the view at the position, in
+	// order of namespace and name, except those in Large.
+	Changes []Change
+	// Large contains services that may have changed, in order of namespace and name. Their
+	// views are not computed yet, because the size of one of them is LargeSize or more.
+	Large []LargeChange
+	// Node is the Node object of this node, or nil if it is not known. NodeChanged reports
+	// that Node differs from the node at the position or that Lost is true.
+	Node        *api.Node
+	NodeChanged bool
+	// View returns the view of a service, or nil if there is none.
+	View func(types.NamespacedName) *api.View
+	// After yields all services after key, in order of namespace and name. The zero key comes
+	// before all services.
+	After func(key types.NamespacedName) iter.Seq2[types.NamespacedName, View]
+}
+
+// Change is a change of a service. Old is the view at the position, and New the present
+// view. TriggerTime is the field of this name in sink.Change.
+type Change struct {
+	Key         types.NamespacedName
+	Old, New    *api.View
+	TriggerTime time.Time
+}
+
+// LargeSize is the size (see [View]) from which on a service is large. A driver delivers a
+// large service in a Sync of its own, after other changes.
+const LargeSize = 4096
+
+// LargeChange is a change of a service whose views are not computed yet. Old is the view
+// at the position. TriggerTime is the field of this name in sink.Change.
+type LargeChange struct {
+	Key         types.NamespacedName
+	Old         View
+	TriggerTime time.Time
+}
+
+// View is a view that may not be computed yet. The zero value is no view.
+type View struct {
+	// Size is the size of the view: one, and its elements (see [api.Elements]). It may be
+	// greater, because it can be an estimate.
+	Size int
+	// Compute returns the view. It is nil if there is no view.
+	Compute func() *api.View
+}
+
+// Get returns the view, or nil if there is none.
+func (v View) Get() *api.View {
+	if v.Compute == nil {
+		return nil
+	}
+	return v.Compute()
+}
+
+// ViewOf returns a View that is computed. The argument may be nil.
+func ViewOf(view *api.View) View {
+	if view == nil {
+		return View{}
+	}
+	return View{Size(view), func() *api.View { return view }}
+}
+
+// Size returns the size of a view. The size of a nil view is one.
+func Size(view *api.View) int {
+	if view == nil {
+		return 1
+	}
+	return 1 + int(view.Elements().Total())
+}

@@ -146,7 +146,7 @@ func TestClientReadsFromServerOfThisMachineByDefault(t *testing.T) {
 		}, funcr.Options{})
 		ctx, cancel := context.WithCancel(klog.NewContext(t.Context(), log))
 		cancel() // the command logs its source and ends
-		cmd := app.Client("test", sink.FullState(ignore))
+		cmd := app.Command(app.Options{Name: "test", Sink: sink.FullState(ignore), Server: transport.DefaultAddress})
 		cmd.SetArgs([]string{args})
 		if err := cmd.ExecuteContext(ctx); err != nil && want != "" && args != "--once" {
 			t.Errorf("%s: %v", args, err)

@@ -7,6 +7,7 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
+	"fmt"
 	"io"
 	"net"
 	"net/http"
@@ -19,14 +20,16 @@ import (
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/app"
 	"github.com/kpng-project/kpng/sink"
+	"github.com/kpng-project/kpng/watcher"
 	"go.uber.org/goleak"
+	corev1 "k8s.io/api/core/v1"
 )
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
 // runCommand runs a command for s and returns the command's error.
 func runCommand(ctx context.Context, s sink.Sink, args ...string) error {
-	cmd := app.Command("test", s)
+	cmd := app.Command(app.Options{Name: "test", Sink: s})
 	cmd.SetArgs(args)
 	cmd.SetOut(io.Discard)
 	return cmd.ExecuteContext(ctx)
@@ -93,6 +96,45 @@ func TestAllPortsFlags(t *testing.T) {
 }
 
 // cleaner is a sink that counts the calls of its methods.
+// TestOwnPredicates checks that a program for one class of load balancers serves only
+// their services, and treats them as all-ports services.
+func TestOwnPredicates(t *testing.T) {
+	var served []string
+	s := sink.FullState(func(_ context.Context, services []*api.View) error {
+		for _, v := range services {
+			served = append(served, fmt.Sprint(v.Service.Name, " ", v.Service.AllPorts))
+		}
+		return nil
+	})
+	opts := app.Options{Name: "test", Sink: s, Services: watcher.Options{
+		Skip:            func(s *corev1.Service) bool { return s.Name != "kpng-example" },
+		AllPorts:        func(s *corev1.Service) bool { return s.Name == "kpng-example" },
+		KeepAnnotations: []string{"example.com/*"},
+	}}
+	for flags, want := range map[string]string{
+		"--service-proxy-name=kpng-example":                              "kpng-example true",
+		"--service-proxy-name=kpng-example --all-ports-annotation=other": "kpng-example true",
+		"": "", // the flags select the other service, which Skip omits
+	} {
+		served = nil
+		cmd := app.Command(opts)
+		cmd.SetArgs(append(strings.Fields(flags), "--manifests", demo, "--node-name=vm-002", "--once"))
+		if err := cmd.ExecuteContext(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		if got := strings.Join(served, ", "); got != want {
+			t.Errorf("flags %q: served %q, want %q", flags, got, want)
+		}
+	}
+	fs := app.Command(opts).Flags()
+	if fs.Lookup("api") != nil {
+		t.Error("the command can read from a kpng server, which knows nothing of Skip")
+	}
+	if got := fs.Lookup("keep-annotations").DefValue; got != "[example.com/*]" {
+		t.Errorf("the default of --keep-annotations is %s", got)
+	}
+}
+
 type cleaner struct{ syncs, cleanups int }
 
 func (c *cleaner) Sync(context.Context, *sink.Changes) error { c.syncs++; return nil }

@@ -7,11 +7,11 @@ import (
 	"sync/atomic"
 	"testing"
 
-	"github.com/kpng-project/kpng/app"
+	"github.com/kpng-project/kpng/internal/command"
 	"github.com/kpng-project/kpng/sink"
 )
 
-// pair is a sink with a companion.
+// pair is a sink with a companion, a sink that runs beside it.
 type pair struct {
 	services, companions atomic.Int32
 	healthy              func() bool
@@ -32,21 +32,21 @@ func (p *pair) Sync(ctx context.Context, c *sink.Changes) error {
 	return count(&p.services)(ctx, c)
 }
 
-func (p *pair) Companions(healthy func() bool) map[string]sink.Sink {
-	p.healthy = healthy
-	return map[string]sink.Sink{"companion": count(&p.companions)}
+func (p *pair) backend() *command.Backend {
+	return &command.Backend{Make: func(healthy func() bool) (command.Parts, error) {
+		p.healthy = healthy
+		return command.Parts{Sink: p, Beside: map[string]sink.Sink{"companion": count(&p.companions)}}, nil
+	}}
 }
 
-var _ app.Companion = (*pair)(nil)
-
-func TestCompanionSinks(t *testing.T) {
+func TestSinksBesideASink(t *testing.T) {
 	for name, source := range map[string][]string{
 		"from manifests":    {"--manifests", demo, "--service-proxy-name=kpng-example"},
 		"from another kpng": {"--api", serveDemo(t, "kpng-example")},
 	} {
 		t.Run(name, func(t *testing.T) {
 			var p pair
-			if err := runCommand(t.Context(), &p, append(source, "--node-name=vm-002", "--once")...); err != nil {
+			if err := runCommand(t.Context(), p.backend(), append(source, "--node-name=vm-002", "--once")...); err != nil {
 				t.Fatal(err)
 			}
 			if a, b := p.services.Load(), p.companions.Load(); a == 0 || a != b {

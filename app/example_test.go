@@ -23,7 +23,7 @@ func Example() {
 		}
 		return nil
 	}
-	cmd := app.Command("my-proxy", sink.FullState(program))
+	cmd := app.Command(app.Options{Name: "my-proxy", Sink: sink.FullState(program)})
 	cmd.SetArgs([]string{"--manifests", "../examples/demo.yaml", "--node-name", "vm-002", "--once"})
 	if err := cmd.ExecuteContext(context.Background()); err != nil {
 		log.Fatal(err)
@@ -59,7 +59,7 @@ func (t *tableSink) Sync(_ context.Context, c *sink.Changes) error {
 // The example runs a sink with flags of its own.
 func ExampleConfigurable() {
 	for _, table := range []string{"nodes", ""} {
-		cmd := app.Command("my-proxy", &tableSink{})
+		cmd := app.Command(app.Options{Name: "my-proxy", Sink: &tableSink{}})
 		cmd.SetArgs([]string{"--manifests=../examples/demo.yaml", "--node-name=vm-002", "--once", "--table=" + table})
 		fmt.Println(cmd.ExecuteContext(context.Background()))
 	}

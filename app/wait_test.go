@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/command"
 	"github.com/kpng-project/kpng/sink"
 )
 
@@ -35,27 +36,30 @@ func (s *ownedSink) Start(context.Context) error {
 
 func (s *ownedSink) Sync(context.Context, *sink.Changes) error { return nil }
 
-func (s *ownedSink) Companions(func() bool) map[string]sink.Sink {
-	return map[string]sink.Sink{"companion": sink.FullState(func(context.Context, []*api.View) error {
+func (s *ownedSink) backend() *command.Backend {
+	companion := sink.FullState(func(context.Context, []*api.View) error {
 		s.companions.Add(1)
 		if !s.started.Load() {
 			s.early.Store(true)
 		}
 		return nil
-	})}
+	})
+	return &command.Backend{Make: func(func() bool) (command.Parts, error) {
+		return command.Parts{Sink: s, Beside: map[string]sink.Sink{"companion": companion}}, nil
+	}}
 }
 
 func TestSecondProcessFailsOrWaits(t *testing.T) {
 	args := []string{"--manifests", demo, "--node-name=vm-002", "--once"}
 	var s ownedSink
 	s.owned.Store(1)
-	err := runCommand(t.Context(), &s, args...)
+	err := runCommand(t.Context(), s.backend(), args...)
 	if !errors.Is(err, sink.ErrOwned) || !strings.Contains(err.Error(), "process 7") || !strings.Contains(err.Error(), "--wait") {
 		t.Errorf("without --wait: %v, want the owner and the flag", err)
 	}
 	var later ownedSink
 	later.owned.Store(3)
-	if err := runCommand(t.Context(), &later, append(args, "--wait")...); err != nil {
+	if err := runCommand(t.Context(), later.backend(), append(args, "--wait")...); err != nil {
 		t.Errorf("with --wait: %v", err)
 	}
 	if !later.started.Load() || later.companions.Load() == 0 || later.early.Load() {
@@ -68,7 +72,7 @@ func TestWaitEndsWithContext(t *testing.T) {
 	defer cancel()
 	var s ownedSink
 	s.owned.Store(1 << 30)
-	if err := runCommand(ctx, &s, "--manifests", demo, "--node-name=vm-002", "--wait"); err != nil {
+	if err := runCommand(ctx, s.backend(), "--manifests", demo, "--node-name=vm-002", "--wait"); err != nil {
 		t.Error(err)
 	}
 }

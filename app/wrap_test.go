@@ -33,12 +33,6 @@ func (f *feature) Configure() error                 { f.note("Configure"); retur
 func (f *feature) Describe(chan<- *prometheus.Desc) { f.note("Describe") }
 func (f *feature) Collect(chan<- prometheus.Metric) {}
 func (f *feature) Cleanup(context.Context) error    { f.note("Cleanup"); return errCleaned }
-func (f *feature) PortsOnly() bool                  { return true }
-
-func (f *feature) Companions(func() bool) map[string]sink.Sink {
-	f.note("Companions")
-	return nil
-}
 
 func (f *feature) SyncState(context.Context, *api.Node, []*api.View) error { return nil }
 
@@ -61,8 +55,8 @@ func TestFeaturesSurviveWrapping(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			f := &feature{}
-			fs := app.Command("test", wrap(f)).Flags()
-			if fs.Lookup("table") == nil || fs.Lookup("cleanup") == nil || fs.Lookup("all-ports") != nil {
+			fs := app.Command(app.Options{Name: "test", Sink: wrap(f)}).Flags()
+			if fs.Lookup("table") == nil || fs.Lookup("cleanup") == nil {
 				t.Errorf("the command has the flags\n%s", fs.FlagUsages())
 			}
 			if err := runCommand(t.Context(), wrap(f), "--cleanup"); err != errCleaned || !slices.Equal(f.calls, []string{"Configure", "Cleanup"}) {
@@ -71,7 +65,7 @@ func TestFeaturesSurviveWrapping(t *testing.T) {
 			f.calls = nil
 			// The directory has no services, so no method of the handler is called.
 			err := runCommand(t.Context(), wrap(f), "--manifests", t.TempDir(), "--node-name=vm-002", "--once", "--wait")
-			if want := "Configure Describe Companions"; err != nil || strings.Join(f.calls, " ") != want {
+			if want := "Configure Describe"; err != nil || strings.Join(f.calls, " ") != want {
 				t.Errorf("run: error %v, calls %q, want %q", err, f.calls, want)
 			}
 		})

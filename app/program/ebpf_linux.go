@@ -6,6 +6,7 @@ import (
 	"errors"
 
 	"github.com/kpng-project/kpng/backends/ebpf"
+	"github.com/kpng-project/kpng/internal/command"
 	"github.com/kpng-project/kpng/sink"
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/spf13/pflag"
@@ -13,9 +14,9 @@ import (
 
 // EBPF returns the backend that balances connections inside the cluster with eBPF, and
 // all other connections with nftables.
-func EBPF() *Backend {
+func EBPF() sink.Sink {
 	f := &ebpfFlags{nftablesFlags: nftablesFlags{nodeFlags: nodeFlags{checks: newHealthChecks()}}}
-	return &Backend{
+	return withReports(&command.Backend{
 		Name:  "ebpf",
 		Short: "Balance connections inside the cluster with eBPF, and all others with nftables",
 		Long: "Balances connections of this node and its pods to cluster IPs with eBPF when sockets connect, and all other connections with nftables, like to-local nftables. " +
@@ -23,9 +24,7 @@ func EBPF() *Backend {
 		Flags: f.register,
 		Make:  f.parts,
 		Init:  f.init,
-
-		leftovers: newLeftovers("ebpf"),
-	}
+	}, newLeftovers("ebpf"))
 }
 
 // ebpfFlags has the values of the backend's flags.
@@ -53,22 +52,22 @@ func (f *ebpfFlags) options() ebpf.Options {
 	return opts
 }
 
-func (f *ebpfFlags) parts() (Parts, error) {
+func (f *ebpfFlags) parts(healthy func() bool) (command.Parts, error) {
 	if f.nftablesFlags.options.MasqueradeAll {
-		return Parts{}, errors.New("--masquerade-all excludes the backend ebpf, which keeps the addresses of clients; use to-local nftables")
+		return command.Parts{}, errors.New("--masquerade-all excludes the backend ebpf, which keeps the addresses of clients; use to-local nftables")
 	}
 	if err := f.keepAnnotation(f.ebpf.Annotation); err != nil {
-		return Parts{}, err
+		return command.Parts{}, err
 	}
-	parts, err := f.nftablesFlags.parts()
+	parts, err := f.nftablesFlags.parts(healthy)
 	if err != nil {
-		return Parts{}, err
+		return command.Parts{}, err
 	}
 	opts, used := f.options(), newEBPFMetrics(f.options())
 	opts.Observer = used
 	b, err := ebpf.New(parts.Sink, opts)
 	if err != nil {
-		return Parts{}, err
+		return command.Parts{}, err
 	}
 	parts.Sink = b
 	parts.Collectors = append(parts.Collectors, used.collectors()...)

@@ -17,7 +17,7 @@ import (
 )
 
 func TestEventsNeedAnAPIServer(t *testing.T) {
-	if _, err := parsedFlags(t, "", "--events").parts(); err == nil || !strings.Contains(err.Error(), "--events") {
+	if _, err := parsedFlags(t, "", "--events").parts(nil); err == nil || !strings.Contains(err.Error(), "--events") {
 		t.Errorf("error %v, want one with --events", err)
 	}
 }
@@ -81,12 +81,10 @@ func TestTooLargeServicesBecomeEvents(t *testing.T) {
 	var none *eventsWriter
 	none.serviceRefused(types.NamespacedName{}, errors.New("unused"))
 	w := &eventsWriter{queue: make(chan *eventsv1.Event, 1)}
-	b := &Backend{parts: Parts{Refused: w.serviceRefused}}
-	b.ServiceRefused(types.NamespacedName{Namespace: "ns", Name: "web"}, errors.New("it needs 5 elements"))
+	w.serviceRefused(types.NamespacedName{Namespace: "ns", Name: "web"}, errors.New("it needs 5 elements"))
 	if e := <-w.queue; e.Namespace != "ns" || e.Regarding.Kind != "Service" || e.Regarding.Name != "web" || e.Reason != "ServiceTooLarge" || !strings.Contains(e.Note, "it needs 5 elements") {
 		t.Errorf("event %v", e)
 	}
-	new(Backend).ServiceRefused(types.NamespacedName{}, nil)
 }
 
 func TestEventsDoNotBlock(t *testing.T) {

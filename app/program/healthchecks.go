@@ -5,8 +5,9 @@ package program
 import (
 	"net/netip"
 
-	"github.com/kpng-project/kpng/node/healthcheck"
-	"github.com/kpng-project/kpng/node/nodeaddr"
+	"github.com/kpng-project/kpng/backends"
+	"github.com/kpng-project/kpng/internal/command"
+	"github.com/kpng-project/kpng/internal/nodesinks"
 	"github.com/kpng-project/kpng/sink"
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/spf13/pflag"
@@ -39,24 +40,29 @@ func (h *healthChecks) collectors() []prometheus.Collector {
 	return []prometheus.Collector{h.open, h.failing, h.faults}
 }
 
-// companions returns a function for Parts.Companions. That function creates a
-// health-check server at addrs.
-func (h *healthChecks) companions(addrs nodeaddr.Source) func(healthy func() bool) map[string]sink.Sink {
-	return func(healthy func() bool) map[string]sink.Sink {
-		if h.off {
-			return nil
-		}
-		return map[string]sink.Sink{"healthchecks": healthcheck.New(healthcheck.Options{
-			NodeAddresses: addrs,
-			Healthy:       healthy,
-			Failed: func(service types.NamespacedName, at netip.AddrPort, err error) {
-				h.faults.Inc()
-				h.failed(service, at, err)
-			},
-			Observe: func(open, failing int) {
-				h.open.Set(float64(open))
-				h.failing.Set(float64(failing))
-			},
-		})}
+// parts returns the parts of a backend on a node: the dataplane that create makes, and
+// beside it the server of health-check node ports.
+func (h *healthChecks) parts(opts nodesinks.Options, create func(backends.Options) (sink.Sink, error)) (command.Parts, error) {
+	opts.Dataplanes = []func(backends.Options) (sink.Sink, error){create}
+	opts.NoHealthChecks = h.off
+	opts.PortFailed = func(service types.NamespacedName, at netip.AddrPort, err error) {
+		h.faults.Inc()
+		h.failed(service, at, err)
 	}
+	opts.Ports = func(open, failing int) {
+		h.open.Set(float64(open))
+		h.failing.Set(float64(failing))
+	}
+	sinks, err := nodesinks.New(opts)
+	if err != nil {
+		return command.Parts{}, err
+	}
+	parts := command.Parts{
+		Sink: sinks.Dataplanes[0], Beside: map[string]sink.Sink{},
+		Collectors: h.collectors(),
+	}
+	if sinks.HealthChecks != nil {
+		parts.Beside["healthchecks"] = sinks.HealthChecks
+	}
+	return parts, nil
 }

@@ -3,8 +3,9 @@
 package program
 
 import (
+	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/backends/iptables"
-	"github.com/kpng-project/kpng/node/nodeaddr"
+	"github.com/kpng-project/kpng/internal/command"
 	"github.com/kpng-project/kpng/sink"
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/spf13/pflag"
@@ -12,9 +13,9 @@ import (
 
 // IPTables returns the backend that programs services into the Linux kernel with
 // iptables.
-func IPTables() *Backend {
+func IPTables() sink.Sink {
 	f := &iptablesFlags{nodeFlags: nodeFlags{checks: newHealthChecks()}}
-	return &Backend{
+	return withReports(&command.Backend{
 		Name:  "iptables",
 		Short: "Program services into the kernel with iptables, in place of kube-proxy or beside it",
 		Long: "Programs services into the kernel with iptables, in place of kube-proxy or, for services of another proxy name, beside it. " +
@@ -22,9 +23,7 @@ func IPTables() *Backend {
 		Flags: f.register,
 		Make:  f.parts,
 		Init:  f.init,
-
-		leftovers: newLeftovers("iptables"),
-	}
+	}, newLeftovers("iptables"))
 }
 
 // iptablesFlags are the values of the backend's flags.
@@ -55,26 +54,26 @@ func (f *iptablesFlags) complete() (opts iptables.Options, err error) {
 	}
 	opts.MasqueradeMark = 1 << f.masqueradeBit
 	opts.Sysctls = f.sysctlMode()
-	opts.AcceptInvalid = f.limits.liberal // as in kube-proxy
+	opts.AcceptInvalid = f.limits.Liberal // as in kube-proxy
 	return opts, nil
 }
 
-func (f *iptablesFlags) parts() (Parts, error) {
+func (f *iptablesFlags) parts(healthy func() bool) (command.Parts, error) {
 	opts, err := f.complete()
 	if err != nil {
-		return Parts{}, err
+		return command.Parts{}, err
 	}
 	rules := newIPTablesMetrics(func() { f.events.drifted("iptables") })
 	opts.Observer = rules
-	parts, err := f.nodeParts(func(addrs *nodeaddr.Watcher, connections sink.Sink) (sink.Sink, error) {
-		opts.NodeAddresses, opts.Conntrack = addrs, connections
+	parts, err := f.nodeParts(healthy, func(shared backends.Options) (sink.Sink, error) {
+		opts.NodeAddresses, opts.Conntrack = shared.NodeAddresses, shared.Conntrack
 		return iptables.New(opts)
 	})
 	if err != nil {
-		return Parts{}, err
+		return command.Parts{}, err
 	}
 	parts.Collectors = append(parts.Collectors, rules.collectors()...)
-	parts.KubeProxyNames["sync_proxy_rules_iptables_restore_failures_total"] = rules.failed
+	parts.KubeProxy = append(parts.KubeProxy, kubeProxyNamed("sync_proxy_rules_iptables_restore_failures_total", rules.failed))
 	return parts, nil
 }
 

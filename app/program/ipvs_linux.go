@@ -9,16 +9,16 @@ import (
 
 	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/backends/ipvs"
+	"github.com/kpng-project/kpng/internal/command"
 	"github.com/kpng-project/kpng/internal/sysctl"
-	"github.com/kpng-project/kpng/node/nodeaddr"
 	"github.com/kpng-project/kpng/sink"
 	"github.com/spf13/pflag"
 )
 
 // IPVS returns the backend that programs services into the Linux kernel with IPVS.
-func IPVS() *Backend {
+func IPVS() sink.Sink {
 	f := &ipvsFlags{nodeFlags: nodeFlags{checks: newHealthChecks()}}
-	return &Backend{
+	return withReports(&command.Backend{
 		Name:  "ipvs",
 		Short: "Program services into the kernel with IPVS, in place of kube-proxy or beside it",
 		Long: "Programs services into the kernel with IPVS, in place of kube-proxy or, for services of another proxy name, beside it. " +
@@ -27,9 +27,7 @@ func IPVS() *Backend {
 		Flags:     f.register,
 		Make:      f.parts,
 		Init:      f.init,
-
-		leftovers: newLeftovers("ipvs"),
-	}
+	}, newLeftovers("ipvs"))
 }
 
 const healthzPortFlag = "forward-healthcheck-port"
@@ -81,17 +79,17 @@ func (f *ipvsFlags) init(ctx context.Context) error {
 	return f.applySysctls(ctx, settings...)
 }
 
-func (f *ipvsFlags) parts() (Parts, error) {
+func (f *ipvsFlags) parts(healthy func() bool) (command.Parts, error) {
 	opts, err := f.complete()
 	if err != nil {
-		return Parts{}, err
+		return command.Parts{}, err
 	}
 	if err := f.keepAnnotation(opts.SchedulerAnnotation); err != nil {
-		return Parts{}, err
+		return command.Parts{}, err
 	}
 	opts.Observer = &observer{onDrift: func() { f.events.drifted("ipvs") }}
-	return f.nodeParts(func(addrs *nodeaddr.Watcher, connections sink.Sink) (sink.Sink, error) {
-		opts.NodeAddresses, opts.Conntrack = addrs, connections
+	return f.nodeParts(healthy, func(shared backends.Options) (sink.Sink, error) {
+		opts.NodeAddresses, opts.Conntrack = shared.NodeAddresses, shared.Conntrack
 		return ipvs.New(opts)
 	})
 }

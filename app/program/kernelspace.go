@@ -9,43 +9,38 @@ import (
 	"path/filepath"
 	"time"
 
+	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/backends/windows/kernelspace"
-	"github.com/kpng-project/kpng/node/nodeaddr"
+	"github.com/kpng-project/kpng/internal/command"
+	"github.com/kpng-project/kpng/internal/nodesinks"
+	"github.com/kpng-project/kpng/sink"
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/spf13/pflag"
 )
 
 // Kernelspace returns the backend that programs services as load balancers of the Host
 // Networking Service (HNS) of Windows.
-func Kernelspace() *Backend {
+func Kernelspace() sink.Sink {
 	opts, checks, metrics := kernelspace.Options{}, newHealthChecks(), newHNSMetrics()
 	opts.Observer = metrics.observer()
-	return &Backend{
+	return withReports(&command.Backend{
 		Name:  "kernelspace",
 		Short: "Program services into the kernel by the Host Networking Service (HNS), in place of kube-proxy or beside it",
 		Long: "Makes load balancers of the Host Networking Service (HNS) for services, in place of kube-proxy or, for services of another proxy name, beside it. " +
 			"What is programmed stays when the program ends, until it is started with --cleanup, or kpng cleanup kernelspace. It needs an administrator's rights.",
 		OnlyPorts: true,
 		Flags:     func(fs *pflag.FlagSet) { kernelspaceFlags(fs, &opts, checks) },
-		Make: func() (Parts, error) {
+		Make: func(healthy func() bool) (command.Parts, error) {
 			opts := opts
 			opts.StateFile = cmp.Or(opts.StateFile, kernelspaceStateFile(opts.Name))
-			b, err := kernelspace.New(opts)
+			parts, err := checks.parts(nodesinks.Options{Healthy: healthy}, func(backends.Options) (sink.Sink, error) { return kernelspace.New(opts) })
 			if err != nil {
-				return Parts{}, err
+				return parts, err
 			}
-			addrs, err := nodeaddr.New(nodeaddr.Options{})
-			if err != nil {
-				return Parts{}, err
-			}
-			return Parts{
-				Sink:       b,
-				Follow:     addrs.Start,
-				Companions: checks.companions(addrs),
-				Collectors: append(checks.collectors(), metrics.endpoints, metrics.balancers, metrics.calls, metrics.failures),
-			}, nil
+			parts.Collectors = append(parts.Collectors, metrics.endpoints, metrics.balancers, metrics.calls, metrics.failures)
+			return parts, nil
 		},
-	}
+	}, nil)
 }
 
 // kernelspaceStateFile returns the default state file of an instance.

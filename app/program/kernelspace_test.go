@@ -57,12 +57,12 @@ func TestFlagsOfKernelspace(t *testing.T) {
 			if diff := cmp.Diff(tc.want, got, cmpopts.EquateComparable(netip.Addr{})); diff != "" {
 				t.Errorf("options (-want +got):\n%s", diff)
 			}
-			if len(mustConfigure(t, Kernelspace(), tc.args...).Companions(nil)) != 1 {
+			if len(mustConfigure(t, Kernelspace(), tc.args...).Parts().Beside) != 1 {
 				t.Error("no health checks are served")
 			}
 		})
 	}
-	if others := mustConfigure(t, Kernelspace(), "--no-health-checks").Companions(nil); len(others) > 0 {
+	if others := mustConfigure(t, Kernelspace(), "--no-health-checks").Parts().Beside; len(others) > 0 {
 		t.Errorf("unexpected companions %v of the backend", others)
 	}
 	if _, err := configured(t, Kernelspace(), "--node-ip=10.0.0"); err == nil {
@@ -78,9 +78,11 @@ func TestLoadBalancersStayUntilCleanup(t *testing.T) {
 	args := []string{"--network=pods", "--state-file=" + filepath.Join(t.TempDir(), "kpng.json")}
 	p := mustConfigure(t, Kernelspace(), args...)
 	registry := prometheus.NewPedanticRegistry()
-	registry.MustRegister(p)
+	registry.MustRegister(p.Parts().Collectors...)
 
-	if err := p.Start(t.Context()); err != nil {
+	stopper, _ := sink.As[sink.Stopper](p)
+	starter, _ := sink.As[sink.Starter](p)
+	if err := starter.Start(t.Context()); err != nil {
 		t.Fatal(err)
 	}
 	view := nodeview.View(&api.ServiceState{
@@ -109,16 +111,16 @@ kpng_hns_endpoints 1
 `), "kpng_hns_load_balancers", "kpng_hns_endpoints"); err != nil {
 		t.Error(err)
 	}
-	if testutil.CollectAndCount(p, "kpng_hns_call_duration_seconds") == 0 {
+	if n, _ := testutil.GatherAndCount(registry, "kpng_hns_call_duration_seconds"); n == 0 {
 		t.Error("no HNS call is counted")
 	}
-	if testutil.CollectAndCount(p, "kpng_hns_call_failures_total") != 0 {
+	if n, _ := testutil.GatherAndCount(registry, "kpng_hns_call_failures_total"); n != 0 {
 		t.Error("a failed HNS call is counted")
 	}
 	if err := verify(t.Context(), p); err != nil {
 		t.Error(err)
 	}
-	if err := p.Stop(t.Context()); err != nil {
+	if err := stopper.Stop(t.Context()); err != nil {
 		t.Error(err)
 	}
 	if !strings.Contains(fake.Dump(), "load balancer 10.96.0.1") {

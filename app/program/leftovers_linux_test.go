@@ -278,15 +278,7 @@ func TestRemovalsDoNotDelaySearchesAndAreNotRetriedImmediately(t *testing.T) {
 // Only a pass that programmed all services allows the removal of the old rules.
 func TestOldRulesStayUntilAllServicesAreProgrammed(t *testing.T) {
 	var result error
-	b := &Backend{
-		Name: "test", leftovers: newLeftovers("test"),
-		Make: func() (Parts, error) {
-			return Parts{Sink: sink.Func(func(context.Context, *sink.Changes) error { return result })}, nil
-		},
-	}
-	if err := b.Configure(); err != nil {
-		t.Fatal(err)
-	}
+	r := &reporter{Sink: sink.Func(func(context.Context, *sink.Changes) error { return result }), local: newLocalEndpoints(), leftovers: newLeftovers("test")}
 	web := types.NamespacedName{Namespace: "default", Name: "web"}
 	nothing := slices.Values([]sink.Change{})
 	var failed sink.Failed
@@ -303,8 +295,8 @@ func TestOldRulesStayUntilAllServicesAreProgrammed(t *testing.T) {
 		{sink.Changes{Last: true, Services: nothing}, nil, true},
 	} {
 		result = step.result
-		b.Sync(t.Context(), &step.changes)
-		if got := b.leftovers.programmed.Load(); got != step.want {
+		r.Sync(t.Context(), &step.changes)
+		if got := r.leftovers.programmed.Load(); got != step.want {
 			t.Errorf("after %+v with result %v: %t", step.changes, step.result, got)
 		}
 	}

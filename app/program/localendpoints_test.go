@@ -12,10 +12,10 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/command"
 	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
 	"github.com/prometheus/client_golang/prometheus"
-	"github.com/spf13/pflag"
 	"k8s.io/apimachinery/pkg/types"
 )
 
@@ -46,17 +46,14 @@ func localView(name string, nodes ...string) *api.View {
 
 func TestServicePortsWithoutLocalEndpointsAreCounted(t *testing.T) {
 	var result error
-	b := &Backend{Make: func() (Parts, error) {
-		return Parts{Sink: sink.Func(func(context.Context, *sink.Changes) error { return result })}, nil
-	}}
-	fs := pflag.NewFlagSet("test", pflag.ContinueOnError)
-	fs.Bool("kubeproxy-metrics", true, "")
-	b.Register(fs)
+	b := withReports(&command.Backend{Make: func(func() bool) (command.Parts, error) {
+		return command.Parts{Sink: sink.Func(func(context.Context, *sink.Changes) error { return result })}, nil
+	}}, nil)
 	if err := b.Configure(); err != nil {
 		t.Fatal(err)
 	}
 	registry := prometheus.NewPedanticRegistry()
-	registry.MustRegister(b)
+	registry.MustRegister(slices.Concat(b.Parts().Collectors, b.Parts().KubeProxy)...)
 	check := func(after string, want float64) {
 		t.Helper()
 		values := map[string]float64{}

@@ -5,8 +5,9 @@ package program
 import (
 	"errors"
 
+	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/backends/nftables"
-	"github.com/kpng-project/kpng/node/nodeaddr"
+	"github.com/kpng-project/kpng/internal/command"
 	"github.com/kpng-project/kpng/sink"
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/spf13/pflag"
@@ -14,9 +15,9 @@ import (
 
 // NFTables returns the backend that programs services into the Linux kernel with
 // nftables.
-func NFTables() *Backend {
+func NFTables() sink.Sink {
 	f := &nftablesFlags{nodeFlags: nodeFlags{checks: newHealthChecks()}}
-	return &Backend{
+	return withReports(&command.Backend{
 		Name:  "nftables",
 		Short: "Program services into the kernel with nftables, in place of kube-proxy or beside it",
 		Long: "Programs services into the kernel with nftables, in place of kube-proxy or, for services of another proxy name, beside it. " +
@@ -24,9 +25,7 @@ func NFTables() *Backend {
 		Flags: f.register,
 		Make:  f.parts,
 		Init:  f.init,
-
-		leftovers: newLeftovers("nftables"),
-	}
+	}, newLeftovers("nftables"))
 }
 
 // nftablesFlags has the values of the backend's flags.
@@ -64,22 +63,22 @@ func (f *nftablesFlags) complete() (nftables.Options, error) {
 	return opts, nil
 }
 
-func (f *nftablesFlags) parts() (Parts, error) {
+func (f *nftablesFlags) parts(healthy func() bool) (command.Parts, error) {
 	opts, err := f.complete()
 	if err != nil {
-		return Parts{}, err
+		return command.Parts{}, err
 	}
 	table := newNFTablesMetrics(func() { f.events.drifted("nftables") })
 	opts.Observer = table
-	parts, err := f.nodeParts(func(addrs *nodeaddr.Watcher, connections sink.Sink) (sink.Sink, error) {
-		opts.NodeAddresses, opts.Conntrack = addrs, connections
+	parts, err := f.nodeParts(healthy, func(shared backends.Options) (sink.Sink, error) {
+		opts.NodeAddresses, opts.Conntrack = shared.NodeAddresses, shared.Conntrack
 		return nftables.New(opts)
 	})
 	if err != nil {
-		return Parts{}, err
+		return command.Parts{}, err
 	}
 	parts.Collectors = append(parts.Collectors, table.collectors()...)
-	parts.KubeProxyNames["sync_proxy_rules_nftables_sync_failures_total"] = table.failed
+	parts.KubeProxy = append(parts.KubeProxy, kubeProxyNamed("sync_proxy_rules_nftables_sync_failures_total", table.failed))
 	return parts, nil
 }
 

@@ -69,7 +69,7 @@ func TestInvalidFlagsOfNFTables(t *testing.T) {
 }
 
 func TestHealthChecksCanBeLeftOut(t *testing.T) {
-	if others := mustConfigure(t, NFTables(), "--no-health-checks").Companions(nil); len(others) > 0 {
+	if others := mustConfigure(t, NFTables(), "--no-health-checks").Parts().Beside; len(others) > 0 {
 		t.Errorf("unexpected companions %v of the backend", others)
 	}
 }

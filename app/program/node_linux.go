@@ -11,9 +11,10 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/backends"
+	"github.com/kpng-project/kpng/internal/command"
 	"github.com/kpng-project/kpng/internal/netfilter"
+	"github.com/kpng-project/kpng/internal/nodesinks"
 	"github.com/kpng-project/kpng/internal/sysctl"
-	"github.com/kpng-project/kpng/node/conntrack"
 	"github.com/kpng-project/kpng/node/nodeaddr"
 	"github.com/kpng-project/kpng/sink"
 	"github.com/prometheus/client_golang/prometheus"
@@ -96,45 +97,42 @@ func (f *nodeFlags) conntrackSettings(cores int) []sysctl.Setting {
 	if !f.replacesKubeProxy() {
 		limits.onlyGiven(f.flagSet)
 	}
-	return limits.settings(cores)
+	return limits.Settings(cores)
 }
 
-// nodeParts calls create to make a backend, and returns the parts of that backend. The
-// arguments of create are the addresses of node ports and the sink that deletes stale
-// connections. The argument more has kernel settings that the backend needs, but does not
-// apply itself.
-func (f *nodeFlags) nodeParts(create func(*nodeaddr.Watcher, sink.Sink) (sink.Sink, error), more ...sysctl.Setting) (Parts, error) {
+// nodeParts returns the parts of the backend that create makes. The argument of create has
+// the options that the node sets. The argument more has kernel settings that the backend
+// needs, but does not apply itself.
+func (f *nodeFlags) nodeParts(healthy func() bool, create func(backends.Options) (sink.Sink, error), more ...sysctl.Setting) (command.Parts, error) {
 	if f.withEvents {
 		events, err := newEventsWriter(f.flagSet)
 		if err != nil {
-			return Parts{}, err
+			return command.Parts{}, err
 		}
 		f.events = events
 		f.checks.failed = events.healthCheckFailed
 	}
-	addrs, err := nodeaddr.New(nodeaddr.Options{Selection: f.nodePorts, ExcludeInterfaces: []string{"kube-ipvs0"}})
-	if err != nil {
-		return Parts{}, err
-	}
 	flows := newFlowMetrics()
-	b, err := create(addrs, f.connections(addrs, flows))
+	parts, err := f.checks.parts(nodesinks.Options{
+		NodePorts: f.nodePorts, KeepConnections: f.keepConnections, Healthy: healthy, Flows: flows.observe,
+		Settings: append(more, f.conntrackSettings(sysctl.Cores())...), Sysctls: f.sysctlMode(), Follow: followBridges,
+	}, create)
 	if err != nil {
-		return Parts{}, err
+		return parts, err
 	}
-	return Parts{
-		Sink:       b,
-		Follow:     f.follow(addrs, more...),
-		Companions: f.companions(addrs),
-		Refused:    f.events.serviceRefused,
-		Collectors: slices.Concat(f.checks.collectors(), flows.collectors()),
-		KubeProxyNames: map[string]prometheus.Collector{
-			"conntrack_reconciler_sync_duration_seconds": flows.duration,
-			"conntrack_reconciler_deleted_entries_total": flows.deleted,
-		},
-	}, nil
+	if f.events != nil {
+		parts.Beside["events"] = f.events
+	}
+	parts.Refused = f.events.serviceRefused
+	parts.Collectors = append(parts.Collectors, flows.collectors()...)
+	parts.KubeProxy = []prometheus.Collector{
+		kubeProxyNamed("conntrack_reconciler_sync_duration_seconds", flows.duration),
+		kubeProxyNamed("conntrack_reconciler_deleted_entries_total", flows.deleted),
+	}
+	return parts, nil
 }
 
-// init implements Backend.Init.
+// init implements command.Backend.Init.
 func (f *nodeFlags) init(ctx context.Context) error { return f.applySysctls(ctx) }
 
 // applySysctls applies the kernel settings that all backends need, and more settings. It
@@ -151,25 +149,10 @@ func (f *nodeFlags) applySysctls(ctx context.Context, more ...sysctl.Setting) er
 	if err := conn.Query(ctx, func(w *netfilter.Builder) { w.End(w.Begin(getStatistics, unix.NLM_F_DUMP, unix.AF_UNSPEC)) }, func([]byte) {}); err != nil {
 		return fmt.Errorf("load connection tracking: %w", err)
 	}
-	if wrong := sysctl.Kernel.Apply(ctx, slices.Concat(sysctl.Forwarding, more, f.conntrackSettings(cores())), mode == backends.SetSysctls); len(wrong) > 0 {
+	if wrong := sysctl.Kernel.Apply(ctx, slices.Concat(sysctl.Forwarding, more, f.conntrackSettings(sysctl.Cores())), mode == backends.SetSysctls); len(wrong) > 0 {
 		return fmt.Errorf("kernel settings have wrong values: %s; see the log", strings.Join(wrong, ", "))
 	}
 	return nil
-}
-
-// companions returns a function for Parts.Companions.
-func (f *nodeFlags) companions(addrs nodeaddr.Source) func(healthy func() bool) map[string]sink.Sink {
-	checks := f.checks.companions(addrs)
-	return func(healthy func() bool) map[string]sink.Sink {
-		sinks := checks(healthy)
-		if f.events != nil {
-			if sinks == nil {
-				sinks = map[string]sink.Sink{}
-			}
-			sinks["events"] = f.events
-		}
-		return sinks
-	}
 }
 
 // keepAnnotation adds the name of a service annotation to the value of --keep-annotations
@@ -179,32 +162,6 @@ func (f *nodeFlags) keepAnnotation(name string) error {
 		return keep.Value.Set(name)
 	}
 	return nil
-}
-
-// noConntrack keeps all tracked connections.
-var noConntrack = sink.Func(func(context.Context, *sink.Changes) error { return nil })
-
-// connections returns a sink that deletes stale connections if the flags allow that.
-func (f *nodeFlags) connections(addrs *nodeaddr.Watcher, flows *flowMetrics) sink.Sink {
-	if f.keepConnections {
-		return noConntrack
-	}
-	return conntrack.New(conntrack.Options{NodeAddresses: addrs, Observe: flows.observe})
-}
-
-// follow returns a function for Parts.Follow. That function applies kernel settings and
-// starts the tasks that run beside the backend.
-func (f *nodeFlags) follow(addrs *nodeaddr.Watcher, more ...sysctl.Setting) func(context.Context) (stop func()) {
-	return func(ctx context.Context) func() {
-		if mode := f.sysctlMode(); mode != backends.IgnoreSysctls {
-			sysctl.Kernel.Apply(ctx, append(more, f.conntrackSettings(cores())...), mode == backends.SetSysctls)
-		}
-		stopBridges, stopAddrs := followBridges(ctx), addrs.Start(ctx)
-		return func() {
-			stopBridges()
-			stopAddrs()
-		}
-	}
 }
 
 type flowMetrics struct {

@@ -9,14 +9,16 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/google/go-cmp/cmp/cmpopts"
+	"github.com/kpng-project/kpng/internal/command"
+	"github.com/kpng-project/kpng/sink"
 	"github.com/spf13/pflag"
 )
 
 // testFlags checks that the command-line arguments args result in the options want. The
 // function register adds the flags, and the function complete returns the options.
-func testFlags[Options any](t *testing.T, name string, args []string, b *Backend, register func(*pflag.FlagSet), complete func() (Options, error), want Options) {
+func testFlags[Options any](t *testing.T, name string, args []string, b sink.Sink, register func(*pflag.FlagSet), complete func() (Options, error), want Options) {
 	t.Run(name, func(t *testing.T) {
-		fs := pflag.NewFlagSet(b.Name, pflag.ContinueOnError)
+		fs := pflag.NewFlagSet(name, pflag.ContinueOnError)
 		register(fs)
 		if err := fs.Parse(args); err != nil {
 			t.Fatal(err)
@@ -28,7 +30,7 @@ func testFlags[Options any](t *testing.T, name string, args []string, b *Backend
 		if diff := cmp.Diff(want, got, cmpopts.EquateComparable(netip.Prefix{})); diff != "" {
 			t.Errorf("options (-want +got):\n%s", diff)
 		}
-		if len(mustConfigure(t, b, args...).Companions(nil)) != 1 {
+		if len(mustConfigure(t, b, args...).Parts().Beside) != 1 {
 			t.Error("no health checks are served")
 		}
 	})
@@ -36,7 +38,7 @@ func testFlags[Options any](t *testing.T, name string, args []string, b *Backend
 
 // testInvalidFlags checks that a backend refuses each argument of the command line in
 // args, with an error that contains the argument's value.
-func testInvalidFlags(t *testing.T, create func() *Backend, args ...string) {
+func testInvalidFlags(t *testing.T, create func() sink.Sink, args ...string) {
 	t.Helper()
 	for _, arg := range args {
 		_, err := configured(t, create(), arg)
@@ -49,7 +51,8 @@ func testInvalidFlags(t *testing.T, create func() *Backend, args ...string) {
 }
 
 func TestSourceKeepsAnnotationsOfBackends(t *testing.T) {
-	for flag, b := range map[string]*Backend{"scheduler-annotation": IPVS(), "ebpf-annotation": EBPF()} {
+	for flag, s := range map[string]sink.Sink{"scheduler-annotation": IPVS(), "ebpf-annotation": EBPF()} {
+		b, _ := sink.As[*command.Backend](s)
 		fs := pflag.NewFlagSet(b.Name, pflag.ContinueOnError)
 		keep := fs.StringSlice("keep-annotations", nil, "")
 		b.Register(fs)

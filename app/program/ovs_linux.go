@@ -3,27 +3,30 @@
 package program
 
 import (
-	"context"
 	"errors"
 	"net/netip"
 	"strconv"
 
+	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/backends/ovs"
+	"github.com/kpng-project/kpng/internal/command"
+	"github.com/kpng-project/kpng/internal/nodesinks"
 	"github.com/kpng-project/kpng/node/nodeaddr"
+	"github.com/kpng-project/kpng/sink"
 	"github.com/spf13/pflag"
 )
 
 // OVS returns the backend that programs services into a bridge of Open vSwitch.
-func OVS() *Backend {
+func OVS() sink.Sink {
 	f := &ovsFlags{checks: newHealthChecks()}
-	return &Backend{
+	return withReports(&command.Backend{
 		Name:  "ovs",
 		Short: "Program services into a bridge of Open vSwitch whose program sends packets there",
 		Long: "Programs services as flows and groups into tables of a bridge of Open vSwitch. The program that owns the bridge must send IP packets through these tables. " +
 			"What is programmed stays when kpng ends: see kpng cleanup ovs. It needs access to the bridge's management socket, and OpenFlow 1.5.",
 		Flags: f.register,
 		Make:  f.parts,
-	}
+	}, nil)
 }
 
 // ovsFlags has the values of the backend's flags.
@@ -61,28 +64,18 @@ func (f *ovsFlags) register(fs *pflag.FlagSet) {
 	f.checks.register(fs)
 }
 
-func (f *ovsFlags) parts() (Parts, error) {
+func (f *ovsFlags) parts(healthy func() bool) (command.Parts, error) {
 	opts := f.options
 	if opts.Bridge == "" {
-		return Parts{}, errors.New("name the bridge with --bridge")
+		return command.Parts{}, errors.New("name the bridge with --bridge")
 	}
 	opts.MasqueradeOutsiders = f.masqueradeOutside && len(opts.ClusterCIDRs)+len(opts.PodCIDRs) > 0
-	addrs, err := nodeaddr.New(nodeaddr.Options{Selection: f.nodePorts})
-	if err != nil {
-		return Parts{}, err
-	}
-	opts.Instance, opts.NodeAddresses = strconv.Itoa(int(f.number)), addrs
-	if f.keepConnections {
-		opts.Conntrack = noConntrack
-	}
-	b, err := ovs.New(opts)
-	if err != nil {
-		return Parts{}, err
-	}
-	return Parts{
-		Sink:       b,
-		Follow:     func(ctx context.Context) func() { return addrs.Start(ctx) },
-		Companions: f.checks.companions(addrs),
-		Collectors: f.checks.collectors(),
-	}, nil
+	opts.Instance = strconv.Itoa(int(f.number))
+	return f.checks.parts(nodesinks.Options{NodePorts: f.nodePorts, KeepConnections: f.keepConnections, Healthy: healthy}, func(shared backends.Options) (sink.Sink, error) {
+		opts.NodeAddresses = shared.NodeAddresses
+		if f.keepConnections { // by default, the backend deletes connections in its own zones
+			opts.Conntrack = shared.Conntrack
+		}
+		return ovs.New(opts)
+	})
 }

@@ -9,25 +9,15 @@ import (
 	"testing"
 
 	"github.com/google/go-cmp/cmp"
-	"github.com/kpng-project/kpng/app"
+	"github.com/kpng-project/kpng/internal/command"
 	"github.com/kpng-project/kpng/sink"
-	"github.com/prometheus/client_golang/prometheus"
 	"github.com/spf13/pflag"
 )
 
-var (
-	_ sink.Stopper         = (*Backend)(nil)
-	_ sink.Starter         = (*Backend)(nil)
-	_ sink.Cleaner         = (*Backend)(nil)
-	_ prometheus.Collector = (*Backend)(nil)
-	_ app.Companion        = (*Backend)(nil)
-	_ app.Configurable     = (*Backend)(nil)
-	_ app.PortsOnly        = (*Backend)(nil)
-)
-
 // configured parses a command line for b and then calls b.Configure.
-func configured(t *testing.T, b *Backend, args ...string) (*Backend, error) {
+func configured(t *testing.T, s sink.Sink, args ...string) (*command.Backend, error) {
 	t.Helper()
+	b, _ := sink.As[*command.Backend](s)
 	fs := pflag.NewFlagSet(b.Name, pflag.ContinueOnError)
 	b.Register(fs)
 	if err := fs.Parse(args); err != nil {
@@ -36,9 +26,9 @@ func configured(t *testing.T, b *Backend, args ...string) (*Backend, error) {
 	return b, b.Configure()
 }
 
-func mustConfigure(t *testing.T, b *Backend, args ...string) *Backend {
+func mustConfigure(t *testing.T, s sink.Sink, args ...string) *command.Backend {
 	t.Helper()
-	b, err := configured(t, b, args...)
+	b, err := configured(t, s, args...)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -62,38 +52,27 @@ func (s *fakeSink) Verify(context.Context) error              { return s.note("V
 func (s *fakeSink) Stop(context.Context) error                { return s.note("Stop") }
 func (s *fakeSink) Cleanup(context.Context) error             { return s.note("Cleanup") }
 
-func verify(ctx context.Context, b *Backend) error {
+func verify(ctx context.Context, b *command.Backend) error {
 	v, _ := sink.As[sink.Verifier](b)
 	return v.Verify(ctx)
 }
 
-func TestBackendRunsBetweenStartAndStop(t *testing.T) {
+func TestReporterStartsAndStopsItsSink(t *testing.T) {
 	var s fakeSink
 	made := 0
-	b := mustConfigure(t, &Backend{Make: func() (Parts, error) {
+	b := mustConfigure(t, withReports(&command.Backend{Make: func(func() bool) (command.Parts, error) {
 		made++
-		return Parts{Sink: &s, Follow: func(context.Context) func() {
-			s.note("follow")
-			return func() { s.note("unfollow") }
-		}}, nil
-	}})
+		return command.Parts{Sink: &s}, nil
+	}}, nil))
 	ctx := t.Context()
-	err := errors.Join(b.Configure(), b.Start(ctx), b.Sync(ctx, &sink.Changes{Services: slices.Values([]sink.Change{})}), verify(ctx, b), b.Stop(ctx), b.Cleanup(ctx))
+	start, _ := sink.As[sink.Starter](b)
+	stop, _ := sink.As[sink.Stopper](b)
+	err := errors.Join(b.Configure(), start.Start(ctx), b.Sync(ctx, &sink.Changes{Services: slices.Values([]sink.Change{})}), verify(ctx, b), stop.Stop(ctx), b.Cleanup(ctx))
 	if err != nil || made != 1 {
 		t.Errorf("error %v, backend created %d times", err, made)
 	}
-	want := []string{"Start", "follow", "Sync", "Verify", "unfollow", "Stop", "Cleanup"}
+	want := []string{"Start", "Sync", "Verify", "Stop", "Cleanup"}
 	if diff := cmp.Diff(want, s.calls); diff != "" {
 		t.Errorf("calls (-want +got):\n%s", diff)
-	}
-}
-
-func TestBackendThatFailsToStartDoesNotRun(t *testing.T) {
-	s := fakeSink{err: errors.New("no")}
-	b := mustConfigure(t, &Backend{Make: func() (Parts, error) {
-		return Parts{Sink: &s, Follow: func(context.Context) func() { return func() { s.note("follow") } }}, nil
-	}})
-	if err := b.Start(t.Context()); err == nil || !slices.Equal(s.calls, []string{"Start"}) {
-		t.Errorf("error %v, calls %q", err, s.calls)
 	}
 }

@@ -6,8 +6,12 @@ import (
 	"iter"
 	"strconv"
 
+	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/backends/userspace"
 	windows "github.com/kpng-project/kpng/backends/windows/userspace"
+	"github.com/kpng-project/kpng/internal/command"
+	"github.com/kpng-project/kpng/internal/nodesinks"
+	"github.com/kpng-project/kpng/sink"
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/spf13/pflag"
 )
@@ -17,26 +21,25 @@ const userspaceLong = "Listens at the addresses of services, and copies traffic 
 // Userspace returns the backend that proxies with sockets. If addrs is not nil, the
 // backend uses it to make the addresses of services local to this host. If addrs is nil,
 // the backend uses only addresses that this host already has.
-func Userspace(addrs userspace.Addresses) *Backend {
+func Userspace(addrs userspace.Addresses) sink.Sink {
 	opts, checks := userspace.Options{Addresses: addrs}, newHealthChecks()
-	return &Backend{
+	return withReports(&command.Backend{
 		Name: "userspace", Short: "Proxy by sockets of this process", Long: userspaceLong,
 		OnlyPorts: true,
 		Flags:     func(fs *pflag.FlagSet) { userspaceFlags(fs, &opts, checks) },
-		Make:      func() (Parts, error) { return userspaceParts(opts, checks) },
-		leftovers: newLeftovers("userspace"),
-	}
+		Make:      func(healthy func() bool) (command.Parts, error) { return userspaceParts(opts, checks, healthy) },
+	}, newLeftovers("userspace"))
 }
 
 // WindowsUserspace is [Userspace] for Windows. It adds the addresses of services to a
 // network interface.
-func WindowsUserspace() *Backend {
+func WindowsUserspace() sink.Sink {
 	var (
 		opts   userspace.Options
 		netsh  windows.Options
 		checks = newHealthChecks()
 	)
-	return &Backend{
+	return withReports(&command.Backend{
 		Name: "userspace", Short: "Proxy by sockets of this process, at addresses that are put on a network interface", Long: userspaceLong,
 		OnlyPorts: true,
 		Flags: func(fs *pflag.FlagSet) {
@@ -45,15 +48,15 @@ func WindowsUserspace() *Backend {
 			fs.DurationVar(&netsh.Timeout, "address-timeout", 0, "how long an address that was added may take until it can be used; 0 means 10 s")
 			userspaceFlags(fs, &opts, checks)
 		},
-		Make: func() (Parts, error) {
+		Make: func(healthy func() bool) (command.Parts, error) {
 			addresses, err := windows.New(netsh)
 			if err != nil {
-				return Parts{}, err
+				return command.Parts{}, err
 			}
 			opts.Addresses, opts.ExcludeInterfaces = addresses, []string{addresses.Interface()}
-			return userspaceParts(opts, checks)
+			return userspaceParts(opts, checks, healthy)
 		},
-	}
+	}, nil)
 }
 
 func userspaceFlags(fs *pflag.FlagSet, opts *userspace.Options, checks *healthChecks) {
@@ -66,16 +69,23 @@ func userspaceFlags(fs *pflag.FlagSet, opts *userspace.Options, checks *healthCh
 	checks.register(fs)
 }
 
-func userspaceParts(opts userspace.Options, checks *healthChecks) (Parts, error) {
-	b, err := userspace.New(opts)
+func userspaceParts(opts userspace.Options, checks *healthChecks, healthy func() bool) (command.Parts, error) {
+	var ports *portMetrics
+	parts, err := checks.parts(nodesinks.Options{
+		NodePorts: opts.NodePorts, ExcludeInterfaces: opts.ExcludeInterfaces, Healthy: healthy,
+	}, func(shared backends.Options) (sink.Sink, error) {
+		opts.NodeAddresses = shared.NodeAddresses
+		b, err := userspace.New(opts)
+		if err == nil {
+			ports = newPortMetrics(b.Stats)
+		}
+		return b, err
+	})
 	if err != nil {
-		return Parts{}, err
+		return parts, err
 	}
-	return Parts{
-		Sink:       b,
-		Companions: checks.companions(b.NodeAddresses()),
-		Collectors: append(checks.collectors(), newPortMetrics(b.Stats)),
-	}, nil
+	parts.Collectors = append(parts.Collectors, ports)
+	return parts, nil
 }
 
 type portMetrics struct {

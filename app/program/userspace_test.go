@@ -53,12 +53,12 @@ func TestFlagsOfUserspace(t *testing.T) {
 			if diff := cmp.Diff(tc.want, got, cmpopts.EquateComparable(netip.Prefix{})); diff != "" {
 				t.Errorf("options (-want +got):\n%s", diff)
 			}
-			if len(mustConfigure(t, Userspace(nil), tc.args...).Companions(nil)) != 1 {
+			if len(mustConfigure(t, Userspace(nil), tc.args...).Parts().Beside) != 1 {
 				t.Error("no health checks are served")
 			}
 		})
 	}
-	if others := mustConfigure(t, Userspace(nil), "--no-health-checks").Companions(nil); len(others) > 0 {
+	if others := mustConfigure(t, Userspace(nil), "--no-health-checks").Parts().Beside; len(others) > 0 {
 		t.Errorf("unexpected companions %v of the backend", others)
 	}
 }
@@ -69,7 +69,7 @@ func TestInvalidFlagsOfUserspace(t *testing.T) {
 		if value := arg[strings.Index(arg, "=")+1:]; err == nil || !strings.Contains(err.Error(), value) {
 			t.Errorf("%s: error %v does not name the problem", arg, err)
 		}
-		if n := testutil.CollectAndCount(b); n != 0 {
+		if n := len(b.Parts().Collectors); n != 0 {
 			t.Errorf("%s: %d metrics", arg, n)
 		}
 	}
@@ -109,8 +109,10 @@ func TestConnectionsAreProxiedAndCounted(t *testing.T) {
 
 	p := mustConfigure(t, Userspace(nil))
 	registry := prometheus.NewPedanticRegistry()
-	registry.MustRegister(p)
-	if err := p.Start(t.Context()); err != nil {
+	registry.MustRegister(p.Parts().Collectors...)
+	stopper, _ := sink.As[sink.Stopper](p)
+	starter, _ := sink.As[sink.Starter](p)
+	if err := starter.Start(t.Context()); err != nil {
 		t.Fatal(err)
 	}
 	view := nodeview.View(&api.ServiceState{
@@ -150,7 +152,7 @@ kpng_healthcheck_ports_open 0
 	if s, ok := sink.As[interface{ StopTimeout() time.Duration }](p); !ok || s.StopTimeout() <= 30*time.Second {
 		t.Error("the time limit of Stop is at most 30 s, but connections drain for 30 s")
 	}
-	if err := p.Stop(t.Context()); err != nil {
+	if err := stopper.Stop(t.Context()); err != nil {
 		t.Error(err)
 	}
 	if c, err := net.Dial("tcp", at.String()); err == nil {

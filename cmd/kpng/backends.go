@@ -11,9 +11,8 @@ import (
 	"strings"
 
 	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/app"
-	"github.com/kpng-project/kpng/app/program"
 	"github.com/kpng-project/kpng/backends"
+	"github.com/kpng-project/kpng/internal/command"
 	"github.com/kpng-project/kpng/internal/kubeproxy"
 	"github.com/kpng-project/kpng/internal/plain"
 	"github.com/kpng-project/kpng/internal/usage"
@@ -26,15 +25,15 @@ import (
 )
 
 // toLocal returns the command that runs a backend in this process for this node.
-func toLocal(source *app.Source, hasSelection bool) *cobra.Command {
+func toLocal(source *command.Source, hasSelection bool) *cobra.Command {
 	cmd := group("to-local", "Run a backend for this node in this process")
-	json := &program.Backend{Name: "json", Short: "Print the node's view as one JSON object per service"}
-	json.Make = func() (program.Parts, error) {
-		return program.Parts{Sink: sink.FullState(func(_ context.Context, services []*api.View) error {
+	json := &command.Backend{Name: "json", Short: "Print the node's view as one JSON object per service"}
+	json.Make = func(func() bool) (command.Parts, error) {
+		return command.Parts{Sink: sink.FullState(func(_ context.Context, services []*api.View) error {
 			return nodeview.WriteViews(plain.Writer(cmd.OutOrStdout()), services)
 		})}, nil
 	}
-	for _, b := range append([]*program.Backend{json}, platformBackends()...) {
+	for _, b := range append([]*command.Backend{json}, platformBackends()...) {
 		run := source.Command(b.Name, b)
 		run.Short, run.Long = b.Short, b.Long
 		if hasSelection && !b.OnlyPorts {
@@ -51,9 +50,18 @@ func toLocal(source *app.Source, hasSelection bool) *cobra.Command {
 	return cmd
 }
 
+// descriptions returns the backends in sinks of package program.
+func descriptions(sinks ...sink.Sink) (all []*command.Backend) {
+	for _, s := range sinks {
+		b, _ := sink.As[*command.Backend](s)
+		all = append(all, b)
+	}
+	return all
+}
+
 // addConfig adds the flag --config to the command that runs a backend and reads from
 // source. The name of the command is that of the backend.
-func addConfig(cmd *cobra.Command, source *app.Source) {
+func addConfig(cmd *cobra.Command, source *command.Source) {
 	file := cmd.Flags().String("config", "", "behave like kube-proxy with this configuration `file`, a KubeProxyConfiguration; other flags on the command line override it")
 	cmd.PreRunE = func(cmd *cobra.Command, _ []string) error {
 		if !cmd.Flags().Changed("config") {
@@ -129,7 +137,7 @@ func copyFlags(to, from *pflag.FlagSet) {
 }
 
 // addInit adds the flag --init-only to the command that runs a backend.
-func addInit(cmd *cobra.Command, b *program.Backend) {
+func addInit(cmd *cobra.Command, b *command.Backend) {
 	only := cmd.Flags().Bool("init-only", false, "set the kernel settings that services need, and exit; without it, kpng sets them at the start if it may")
 	run := cmd.RunE
 	cmd.RunE = func(cmd *cobra.Command, args []string) error {
@@ -153,7 +161,7 @@ func cleanupCommand() *cobra.Command {
 	return cmd
 }
 
-func cleanup(b *program.Backend) *cobra.Command {
+func cleanup(b *command.Backend) *cobra.Command {
 	cmd := &cobra.Command{Use: b.Name, Short: "Remove everything that the backend " + b.Name + " ever programmed", Args: usage.None}
 	cmd.Flags().SortFlags = false
 	b.Register(cmd.Flags())

@@ -5,15 +5,16 @@ package main
 import (
 	"github.com/kpng-project/kpng/app/program"
 	"github.com/kpng-project/kpng/backends/userspace"
+	"github.com/kpng-project/kpng/internal/command"
 )
 
-func platformBackends() []*program.Backend {
-	return []*program.Backend{
+func platformBackends() []*command.Backend {
+	return descriptions(
 		program.NFTables(),
 		program.IPTables(),
 		program.IPVS(),
 		program.EBPF(),
 		program.OVS(),
 		program.Userspace(userspace.LocalRoutes(userspace.RouteOptions{})),
-	}
+	)
 }

@@ -4,8 +4,9 @@
 
 package main
 
-import "github.com/kpng-project/kpng/app/program"
+import (
+	"github.com/kpng-project/kpng/app/program"
+	"github.com/kpng-project/kpng/internal/command"
+)
 
-func platformBackends() []*program.Backend {
-	return []*program.Backend{program.Userspace(nil)}
-}
+func platformBackends() []*command.Backend { return descriptions(program.Userspace(nil)) }

@@ -8,7 +8,7 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/kpng-project/kpng/app/program"
+	"github.com/kpng-project/kpng/internal/command"
 	"github.com/kpng-project/kpng/sink"
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
@@ -29,14 +29,14 @@ func (s *traces) Cleanup(context.Context) error {
 func TestCleanupUsesFlagsOfBackend(t *testing.T) {
 	var s traces
 	traces := func() *cobra.Command {
-		return cleanup(&program.Backend{
+		return cleanup(&command.Backend{
 			Name:  "traces",
 			Flags: func(fs *pflag.FlagSet) { fs.StringVar(&s.table, "table", "kpng", "the `name` of the table") },
-			Make: func() (program.Parts, error) {
+			Make: func(func() bool) (command.Parts, error) {
 				if s.table == "" {
-					return program.Parts{}, errors.New("--table is empty")
+					return command.Parts{}, errors.New("--table is empty")
 				}
-				return program.Parts{Sink: &s}, nil
+				return command.Parts{Sink: &s}, nil
 			},
 		})
 	}
@@ -60,9 +60,9 @@ func TestInitOnlyDoesNotRunTheBackend(t *testing.T) {
 	for args, want := range map[string]string{"": "configured, run", "--init-only": "configured, initialised", "--init-only --wrong": "configured"} {
 		var done []string
 		wrong := false
-		b := &program.Backend{
+		b := &command.Backend{
 			Flags: func(fs *pflag.FlagSet) { fs.BoolVar(&wrong, "wrong", false, "") },
-			Make: func() (parts program.Parts, err error) {
+			Make: func(func() bool) (parts command.Parts, err error) {
 				done = append(done, "configured")
 				if wrong {
 					err = errors.New("--wrong is set")

@@ -2,11 +2,14 @@
 
 package main
 
-import "github.com/kpng-project/kpng/app/program"
+import (
+	"github.com/kpng-project/kpng/app/program"
+	"github.com/kpng-project/kpng/internal/command"
+)
 
-func platformBackends() []*program.Backend {
-	return []*program.Backend{
+func platformBackends() []*command.Backend {
+	return descriptions(
 		program.Kernelspace(),
 		program.WindowsUserspace(),
-	}
+	)
 }

@@ -8,8 +8,8 @@ import (
 	"strings"
 	"time"
 
-	"github.com/kpng-project/kpng/app"
 	"github.com/kpng-project/kpng/cluster"
+	"github.com/kpng-project/kpng/internal/command"
 	"github.com/spf13/cobra"
 )
 
@@ -21,7 +21,7 @@ type completion = func(cmd *cobra.Command, args []string, toComplete string) ([]
 // completeFrom returns a function that completes the first argument, or a flag, with
 // names from the source. Without a source, or if it does not answer in time, there are no
 // completions.
-func completeFrom(source *app.Source, names func(*cluster.Snapshot) []string) completion {
+func completeFrom(source *command.Source, names func(*cluster.Snapshot) []string) completion {
 	return func(cmd *cobra.Command, args []string, toComplete string) ([]cobra.Completion, cobra.ShellCompDirective) {
 		if len(args) > 0 {
 			return nil, cobra.ShellCompDirectiveNoFileComp
@@ -67,7 +67,7 @@ func nodeNames(s *cluster.Snapshot) []string {
 }
 
 // completeNode makes shells complete the value of --node-name with names from the source.
-func completeNode(cmd *cobra.Command, source *app.Source) {
+func completeNode(cmd *cobra.Command, source *command.Source) {
 	complete := completeFrom(source, nodeNames)
 	err := cmd.RegisterFlagCompletionFunc("node-name", func(cmd *cobra.Command, _ []string, toComplete string) ([]cobra.Completion, cobra.ShellCompDirective) {
 		return complete(cmd, nil, toComplete)

@@ -64,9 +64,9 @@ func TestManualDescribesAllFlags(t *testing.T) {
 		}
 	}
 	walk(newRoot())
-	walk(app.Command("any", cleaner{}))
+	walk(app.Command(app.Options{Name: "any", Sink: cleaner{}}))
 	// The commands of newRoot include these two backends only on Windows.
-	for _, b := range []*program.Backend{program.Kernelspace(), program.WindowsUserspace()} {
+	for _, b := range descriptions(program.Kernelspace(), program.WindowsUserspace()) {
 		cmd := &cobra.Command{Use: b.Name}
 		b.Register(cmd.Flags())
 		walk(cmd)

@@ -13,9 +13,9 @@ import (
 
 	"github.com/kpng-project/kpng"
 	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/app"
 	"github.com/kpng-project/kpng/cluster"
 	"github.com/kpng-project/kpng/explain"
+	"github.com/kpng-project/kpng/internal/command"
 	"github.com/kpng-project/kpng/internal/plain"
 	"github.com/kpng-project/kpng/internal/usage"
 	"github.com/kpng-project/kpng/nodeview"
@@ -26,7 +26,7 @@ import (
 // explainCommand returns the command that explains what a node does with services.
 func explainCommand() *cobra.Command {
 	var (
-		source              app.Source
+		source              command.Source
 		node, output        string
 		dataplane, instance string
 	)
@@ -144,7 +144,7 @@ func findNode(cmd *cobra.Command, s *cluster.Snapshot, name string) *api.Node {
 
 // notServed returns an error that says why a service is not served, if the source knows
 // the reason.
-func notServed(ctx context.Context, source *app.Source, key types.NamespacedName) error {
+func notServed(ctx context.Context, source *command.Source, key types.NamespacedName) error {
 	service, err := source.Find(ctx, key)
 	switch {
 	case errors.Is(err, errors.ErrUnsupported):

@@ -15,9 +15,9 @@ import (
 
 	"github.com/kpng-project/kpng"
 	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/app"
 	"github.com/kpng-project/kpng/cluster"
 	"github.com/kpng-project/kpng/explain"
+	"github.com/kpng-project/kpng/internal/command"
 	"github.com/kpng-project/kpng/internal/plain"
 	"github.com/kpng-project/kpng/internal/usage"
 	"github.com/kpng-project/kpng/nodeview"
@@ -52,7 +52,7 @@ type list struct {
 
 func getOf(use, short string, l list) *cobra.Command {
 	var (
-		source       app.Source
+		source       command.Source
 		node, output string
 	)
 	hasView := !strings.HasPrefix(use, "nodes") // Node objects are the same for all nodes

@@ -12,14 +12,14 @@
 package main
 
 import (
-	"github.com/kpng-project/kpng/app"
+	"github.com/kpng-project/kpng/internal/command"
 	"github.com/spf13/cobra"
 )
 
-func main() { app.Execute(newRoot()) }
+func main() { command.Execute(newRoot()) }
 
 func newRoot() *cobra.Command {
-	var server, manifests, other app.Source
+	var server, manifests, other command.Source
 	kube := group("kube", "Watch a Kubernetes API server", targets(&server, true)...)
 	server.RegisterKube(kube.PersistentFlags())
 	file := group("file", "Read Kubernetes manifests and follow their changes", targets(&manifests, true)...)
@@ -31,10 +31,10 @@ func newRoot() *cobra.Command {
 	other.RegisterAPI(api.PersistentFlags())
 
 	root := group("kpng", "Deliver the services of a cluster to nodes: serve, program or write them", kube, file, api, statusCommand(), getCommand(), explainCommand(), cleanupCommand(), manCommand())
-	root.Version = app.Version()
+	root.Version = command.Version()
 	root.SilenceErrors = true
 	root.SilenceUsage = true
-	app.RegisterLogging(root.PersistentFlags())
+	command.RegisterLogging(root.PersistentFlags())
 	return root
 }
 
@@ -52,6 +52,6 @@ func group(name, short string, commands ...*cobra.Command) *cobra.Command {
 // targets returns the commands for a source, one per target. hasSelection is true if
 // flags select the services. If the source is a kpng server, hasSelection is false,
 // because that server has already selected the services.
-func targets(s *app.Source, hasSelection bool) []*cobra.Command {
+func targets(s *command.Source, hasSelection bool) []*cobra.Command {
 	return []*cobra.Command{toAPI(s, hasSelection), toLocal(s, hasSelection), toFile(s, hasSelection)}
 }

@@ -6,7 +6,7 @@ import (
 	"fmt"
 	"os"
 
-	"github.com/kpng-project/kpng/app"
+	"github.com/kpng-project/kpng/internal/command"
 	"github.com/kpng-project/kpng/internal/usage"
 	"github.com/spf13/cobra"
 	"github.com/spf13/cobra/doc"
@@ -27,7 +27,7 @@ The date of the pages is now, or that of the environment variable SOURCE_DATE_EP
 			}
 			root := cmd.Root()
 			root.DisableAutoGenTag = true
-			header := &doc.GenManHeader{Section: "1", Source: "kpng " + app.Version(), Manual: "kpng"}
+			header := &doc.GenManHeader{Section: "1", Source: "kpng " + command.Version(), Manual: "kpng"}
 			if err := doc.GenManTree(root, header, args[0]); err != nil {
 				return fmt.Errorf("write man pages: %w", err)
 			}

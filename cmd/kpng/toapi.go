@@ -10,9 +10,9 @@ import (
 	"strconv"
 	"time"
 
-	"github.com/kpng-project/kpng/app"
 	"github.com/kpng-project/kpng/cluster"
 	"github.com/kpng-project/kpng/health"
+	"github.com/kpng-project/kpng/internal/command"
 	"github.com/kpng-project/kpng/internal/usage"
 	"github.com/kpng-project/kpng/metrics"
 	"github.com/kpng-project/kpng/remote"
@@ -26,10 +26,10 @@ import (
 )
 
 // toAPI returns the command that serves the state of the source over gRPC.
-func toAPI(source *app.Source, hasSelection bool) *cobra.Command {
+func toAPI(source *command.Source, hasSelection bool) *cobra.Command {
 	var (
 		f       serverFlags
-		serving app.Serving
+		serving command.Serving
 	)
 	cmd := &cobra.Command{
 		Use:   "to-api",
@@ -130,8 +130,8 @@ func (f *serverFlags) check() error {
 }
 
 // run serves the source's state until ctx ends.
-func (s *apiServer) run(ctx context.Context, source *app.Source, serving *app.Serving) error {
-	page := &status.Handler{Program: app.Version(), Source: source.String(), State: s.state, Health: s.health, Clients: s.clients}
+func (s *apiServer) run(ctx context.Context, source *command.Source, serving *command.Serving) error {
+	page := &status.Handler{Program: command.Version(), Source: source.String(), State: s.state, Health: s.health, Clients: s.clients}
 	serving.Status, serving.Source = page, page.Source
 	registry := prometheus.NewRegistry()
 	registry.MustRegister(collector.New(s.server), metrics.Source(page.SourceState))

@@ -10,8 +10,8 @@ import (
 	"path/filepath"
 	"time"
 
-	"github.com/kpng-project/kpng/app"
 	"github.com/kpng-project/kpng/cluster"
+	"github.com/kpng-project/kpng/internal/command"
 	"github.com/kpng-project/kpng/internal/usage"
 	"github.com/kpng-project/kpng/watcher/file"
 	"github.com/spf13/cobra"
@@ -23,7 +23,7 @@ import (
 // services get a label and an annotation, so that "kpng file" with the same flags selects
 // them. If hasSelection is false, the source has no flags for the label and the
 // annotation, so the command adds these flags.
-func toFile(source *app.Source, hasSelection bool) *cobra.Command {
+func toFile(source *command.Source, hasSelection bool) *cobra.Command {
 	var (
 		once     bool
 		interval time.Duration
@@ -53,7 +53,7 @@ func toFile(source *app.Source, hasSelection bool) *cobra.Command {
 				}
 				return w.write(snapshot)
 			}
-			klog.FromContext(cmd.Context()).Info("Starting", "version", app.Version(), "source", source.String(), "file", w.path)
+			klog.FromContext(cmd.Context()).Info("Starting", "version", command.Version(), "source", source.String(), "file", w.path)
 			state := cluster.New(cluster.Options{MaxElements: source.MaxElements()})
 			group, ctx := errgroup.WithContext(cmd.Context())
 			group.Go(func() error { return source.Watch(ctx, state) })

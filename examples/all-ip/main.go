@@ -16,7 +16,7 @@ import "github.com/kpng-project/kpng/app"
 
 func main() {
 	b := &backend{}
-	cmd := app.Command("all-ip", b)
+	cmd := app.Command(app.Options{Name: "all-ip", Sink: b})
 	cmd.Long = "all-ip sends all traffic to the external IPs of a service, of any protocol and port, to a pod on this node."
 	cmd.Flags().StringVar(&b.name, "table", "kpng-all-ip", "the `name` of the nftables tables, ip and ip6; each all-ip on a node needs its own")
 	cmd.MarkFlagsOneRequired("service-proxy-name", "api", "cleanup")

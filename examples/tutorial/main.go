@@ -16,7 +16,7 @@ import (
 
 func main() {
 	b := &backend{}
-	cmd := app.Command("tutorial", sink.FullStateOf(b))
+	cmd := app.Command(app.Options{Name: "tutorial", Sink: sink.FullStateOf(b)})
 	cmd.Flags().StringVar(&b.table, "table", "tutorial", "the `name` of the nftables table")
 	cmd.Flags().Func("node-ports", "serve node ports at the node's addresses in this `network`; may be repeated", func(text string) error {
 		network, err := netip.ParsePrefix(text)

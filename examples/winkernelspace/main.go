@@ -15,14 +15,15 @@ import (
 	"github.com/kpng-project/kpng/app"
 	"github.com/kpng-project/kpng/app/program"
 	"github.com/kpng-project/kpng/backends/windows/kernelspace"
+	"github.com/kpng-project/kpng/watcher"
 )
 
 func main() {
-	cmd := app.Command("winkernelspace", program.Kernelspace())
+	cmd := app.Command(app.Options{
+		Name: "winkernelspace", Sink: program.Kernelspace(),
+		// By default, kpng drops all annotations. Keep the annotation that the backend reads.
+		Services: watcher.Options{KeepAnnotations: []string{kernelspace.PreserveDestination}},
+	})
 	cmd.Long = "winkernelspace proxies services on a Windows node, by the load balancers of the Host Networking Service (HNS)."
-	// By default, kpng drops all annotations. Keep the annotation that the backend reads.
-	keep := cmd.Flags().Lookup("keep-annotations")
-	keep.Value.Set(kernelspace.PreserveDestination)
-	keep.DefValue = "[" + kernelspace.PreserveDestination + "]"
 	app.Execute(cmd)
 }

@@ -16,19 +16,11 @@ package main
 import (
 	"github.com/kpng-project/kpng/app"
 	"github.com/kpng-project/kpng/app/program"
-	"github.com/spf13/cobra"
+	"github.com/kpng-project/kpng/remote/transport"
 )
 
-func main() { app.Execute(command()) }
-
-func command() *cobra.Command {
-	var source app.Source
-	proxy := program.WindowsUserspace()
-	cmd := source.Command("winuserspace", proxy)
-	cmd.Version = app.Version()
+func main() {
+	cmd := app.Command(app.Options{Name: "winuserspace", Sink: program.WindowsUserspace(), Server: transport.DefaultAddress})
 	cmd.Long = "winuserspace proxies services on a Windows node by sockets, at addresses that it puts on a network interface."
-	source.RegisterAPI(cmd.Flags())
-	app.AddCleanup(cmd, proxy)
-	app.RegisterLogging(cmd.Flags())
-	return cmd
+	app.Execute(cmd)
 }

@@ -21,6 +21,7 @@ import (
 	"github.com/kpng-project/kpng"
 	"github.com/kpng-project/kpng/app/program"
 	"github.com/kpng-project/kpng/backends/userspace"
+	"github.com/kpng-project/kpng/internal/command"
 	"github.com/kpng-project/kpng/internal/netnstest"
 	"github.com/kpng-project/kpng/internal/ovstest"
 	"github.com/kpng-project/kpng/sink"
@@ -47,12 +48,12 @@ const (
 var proxyNames = []string{"core", "nftables", "iptables", "ebpf", "ovs", "userspace", "ipvs", "kube-proxy", "kube-proxy-iptables", "kube-proxy-ipvs"}
 
 // backends has the backends of kpng. Each process uses one of them once.
-var backends = map[string]func() *program.Backend{
+var backends = map[string]func() sink.Sink{
 	"nftables":  program.NFTables,
 	"iptables":  program.IPTables,
 	"ebpf":      program.EBPF,
 	"ovs":       program.OVS,
-	"userspace": func() *program.Backend { return program.Userspace(userspace.LocalRoutes(userspace.RouteOptions{})) },
+	"userspace": func() sink.Sink { return program.Userspace(userspace.LocalRoutes(userspace.RouteOptions{})) },
 	"ipvs":      program.IPVS,
 }
 
@@ -107,7 +108,8 @@ func runProxy(name, kubeconfig string, args []string) error {
 	add := func(s sink.Sink, o sink.Options) { opts.Sinks = append(opts.Sinks, kpng.Sink{Sink: s, Options: o}) }
 	observed := sink.Options{Name: name, Observer: sink.Observer{Applied: func(time.Duration) { fmt.Println("applied") }}}
 	if make := backends[name]; make != nil {
-		b, fs := make(), pflag.NewFlagSet(name, pflag.ContinueOnError)
+		b, _ := sink.As[*command.Backend](make())
+		fs := pflag.NewFlagSet(name, pflag.ContinueOnError)
 		b.Register(fs)
 		if err := fs.Parse(args); err != nil {
 			return err
@@ -116,7 +118,7 @@ func runProxy(name, kubeconfig string, args []string) error {
 			return err
 		}
 		add(b, observed)
-		for suffix, companion := range b.Companions(func() bool { return true }) {
+		for suffix, companion := range b.Parts().Beside {
 			add(companion, sink.Options{Name: name + "-" + suffix})
 		}
 	} else {

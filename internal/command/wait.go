@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package app
+package command
 
 import (
 	"context"
@@ -14,13 +14,13 @@ import (
 // ownerInterval is the time between two attempts to take over from another process.
 const ownerInterval = 100 * time.Millisecond
 
-// startWhenFree returns sinks in place of main and its companions. The first one starts
-// when no other process owns its dataplane any more. The companions start afterwards,
+// startWhenFree returns sinks in place of main and the sinks beside it. The first one starts
+// when no other process owns its dataplane any more. The others start afterwards,
 // because the other process has the same ports.
-func startWhenFree(main sink.Sink, companions map[string]sink.Sink) (sink.Sink, map[string]sink.Sink) {
+func startWhenFree(main sink.Sink, beside map[string]sink.Sink) (sink.Sink, map[string]sink.Sink) {
 	free := make(chan struct{})
 	later := map[string]sink.Sink{}
-	for name, s := range companions {
+	for name, s := range beside {
 		later[name] = &startingSink{s, func(ctx context.Context) error {
 			select {
 			case <-free:

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package app
+package command
 
 import (
 	"context"
@@ -28,6 +28,13 @@ import (
 // Call one of the Register methods first. The method Register adds the flags of all kinds
 // of sources. RegisterKube, RegisterManifests and RegisterAPI add the flags of one kind.
 type Source struct {
+	// Defaults are the defaults of the flags that select services. The functions Skip and
+	// AllPorts apply in addition to the flags.
+	Defaults watcher.Options
+	// Server is the address of a kpng server. The command reads from it if no flag selects
+	// a source or services. Default: none, so that it reads from the API server.
+	Server string
+
 	kubeconfig, manifests nonEmpty
 
 	services           watcher.Options
@@ -45,7 +52,9 @@ const defaultAPIServer = "the pod's service account, else $KUBECONFIG, else ~/.k
 
 // Register adds the flags of all kinds of sources to cmd. The user may set flags of one
 // kind only. By default, the source is the API server, with the pod's service account or
-// kubectl's configuration. If allPorts is true, Register also calls RegisterAllPorts.
+// kubectl's configuration. If allPorts is true, Register also calls RegisterAllPorts. If
+// Defaults.Skip is set, there are no flags for a kpng server, which sends no objects that
+// Skip could select.
 func (s *Source) Register(cmd *cobra.Command, allPorts bool) {
 	own := pflag.NewFlagSet("", pflag.ContinueOnError)
 	own.SortFlags = false
@@ -55,12 +64,35 @@ func (s *Source) Register(cmd *cobra.Command, allPorts bool) {
 		s.RegisterAllPorts(own)
 	}
 	cmd.Flags().AddFlagSet(own)
+	cmd.MarkFlagsMutuallyExclusive("kubeconfig", "manifests")
+	if s.Defaults.Skip != nil {
+		s.registerLimit(cmd.Flags())
+		return
+	}
 	s.api.register(cmd.Flags())
 	s.registerLimit(cmd.Flags())
-	cmd.MarkFlagsMutuallyExclusive("kubeconfig", "manifests")
 	// --api excludes all flags of the flag set own, because a kpng server selects services.
 	own.VisitAll(func(f *pflag.Flag) { cmd.MarkFlagsMutuallyExclusive("api", f.Name) })
 	s.forbidden = own
+	if s.Server != "" {
+		s.defaultToServer(cmd)
+	}
+}
+
+// defaultToServer makes the command read from the kpng server at the address s.Server, if
+// no flag selects a source or services.
+func (s *Source) defaultToServer(cmd *cobra.Command) {
+	api, kubeconfig := cmd.Flags().Lookup("api"), cmd.Flags().Lookup("kubeconfig")
+	api.DefValue = s.Server
+	kubeconfig.Usage, _, _ = strings.Cut(kubeconfig.Usage, " (")
+	kubeconfig.Usage += " (default with flags that select services: " + defaultAPIServer + ")"
+	run := cmd.RunE
+	cmd.RunE = func(cmd *cobra.Command, args []string) error {
+		if !api.Changed && !s.selectsServices() {
+			s.api.dial.Addresses = []string{s.Server}
+		}
+		return run(cmd, args)
+	}
 }
 
 // selectsServices reports whether a flag is set that excludes --api.
@@ -89,12 +121,13 @@ func (s *Source) registerManifests(fs *pflag.FlagSet) {
 }
 
 func (s *Source) registerServices(fs *pflag.FlagSet) {
-	fs.StringVar(&s.services.ServiceProxyName, "service-proxy-name", "", "serve the services whose label service.kubernetes.io/service-proxy-name is this `name`, including headless ones (default: services without this label)")
-	fs.BoolVar(&s.services.IgnoreExternalIPs, "ignore-external-ips", false, "ignore external IPs (spec.externalIPs); any user who may create a service can choose them freely")
-	fs.StringSliceVar(&s.services.KeepLabels, "keep-labels", nil, "pass on the service labels that match these `patterns`, such as app or example.com/*")
-	fs.StringSliceVar(&s.services.KeepAnnotations, "keep-annotations", nil, "pass on the service annotations that match these `patterns`, such as example.com/*")
-	fs.StringSliceVar(&s.services.KeepSliceLabels, "keep-slice-labels", nil, "pass on the endpoint-slice labels that match these `patterns` to files and to kpngs that read the cluster state")
-	fs.BoolVar(&s.services.KeepTargets, "keep-targets", false, "pass on the names of the pods behind endpoints")
+	d := &s.Defaults
+	fs.StringVar(&s.services.ServiceProxyName, "service-proxy-name", d.ServiceProxyName, "serve the services whose label service.kubernetes.io/service-proxy-name is this `name`, including headless ones (default: services without this label)")
+	fs.BoolVar(&s.services.IgnoreExternalIPs, "ignore-external-ips", d.IgnoreExternalIPs, "ignore external IPs (spec.externalIPs); any user who may create a service can choose them freely")
+	fs.StringSliceVar(&s.services.KeepLabels, "keep-labels", d.KeepLabels, "pass on the service labels that match these `patterns`, such as app or example.com/*")
+	fs.StringSliceVar(&s.services.KeepAnnotations, "keep-annotations", d.KeepAnnotations, "pass on the service annotations that match these `patterns`, such as example.com/*")
+	fs.StringSliceVar(&s.services.KeepSliceLabels, "keep-slice-labels", d.KeepSliceLabels, "pass on the endpoint-slice labels that match these `patterns` to files and to kpngs that read the cluster state")
+	fs.BoolVar(&s.services.KeepTargets, "keep-targets", d.KeepTargets, "pass on the names of the pods behind endpoints")
 }
 
 func (s *Source) registerLimit(fs *pflag.FlagSet) {
@@ -120,11 +153,13 @@ func (s *Source) RegisterAPI(fs *pflag.FlagSet) {
 // report its options.
 func (s *Source) Services() watcher.Options {
 	o := s.services
+	o.Skip, o.AllPorts = s.Defaults.Skip, s.Defaults.AllPorts
 	switch {
 	case s.allPorts:
 		o.AllPorts = func(*corev1.Service) bool { return true }
 	case s.allPortsAnnotation != "":
-		o.AllPorts = watcher.AllPortsAnnotated(s.allPortsAnnotation)
+		annotated, own := watcher.AllPortsAnnotated(s.allPortsAnnotation), o.AllPorts
+		o.AllPorts = func(service *corev1.Service) bool { return annotated(service) || own != nil && own(service) }
 	}
 	return o
 }

@@ -2,7 +2,7 @@
 
 //go:build !windows
 
-package app
+package command
 
 import (
 	"syscall"

@@ -1,0 +1,94 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package command
+
+import (
+	"context"
+
+	"github.com/kpng-project/kpng/sink"
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/spf13/pflag"
+	"k8s.io/apimachinery/pkg/types"
+)
+
+// Backend describes a backend: its texts and flags, and how to make its sinks. It is a
+// [sink.Sink], so that a program can have it in place of a sink. Its flags are registered
+// and its sinks are made once.
+type Backend struct {
+	// Name is the name of the backend in commands, logs and metrics.
+	Name string
+	// Short describes the backend in one line, and Long in a few sentences.
+	Short, Long string
+	// OnlyPorts reports that the backend does not support all-ports services.
+	OnlyPorts bool
+	// Flags adds the flags of the backend to a command. Default: no flags.
+	Flags func(*pflag.FlagSet)
+	// Make makes the sinks from the values of the flags. It does not change the machine. The
+	// function healthy reports whether every service has been programmed once and the program
+	// is not stuck (see /livez). The sinks must not call healthy before they run.
+	Make func(healthy func() bool) (Parts, error)
+	// Init makes the settings of the machine that need more privileges than the backend
+	// itself. Call Configure first. The backend need not be started. Default: no settings.
+	Init func(context.Context) error
+
+	parts   Parts
+	healthy func() bool // nil means always healthy
+}
+
+// Parts are the sinks of a backend, and what the program reports about them.
+type Parts struct {
+	// Sink programs the dataplane.
+	Sink sink.Sink
+	// Beside are sinks that run beside Sink. Each has a driver of its own, so if one fails,
+	// the others continue. In logs and metrics, the name of such a sink is the name of the
+	// backend, a hyphen, and its key. Default: none.
+	Beside map[string]sink.Sink
+	// Refused records a service that is too large, see kpng.Options. Default: none.
+	Refused func(key types.NamespacedName, reason error)
+	// Problems returns a sentence for each present problem of the node, for the status page.
+	// Default: none.
+	Problems func() []string
+	// Collectors have the metrics of all parts.
+	Collectors []prometheus.Collector
+	// KubeProxy has metrics with kube-proxy's names, which the program serves with the flag
+	// --kubeproxy-metrics.
+	KubeProxy []prometheus.Collector
+}
+
+// Register implements app.Configurable. It adds the flags of the backend.
+func (b *Backend) Register(fs *pflag.FlagSet) {
+	if b.Flags != nil {
+		b.Flags(fs)
+	}
+}
+
+// Configure implements app.Configurable. It makes the sinks from the values of the flags.
+// If Configure has already succeeded, it does nothing.
+func (b *Backend) Configure() error {
+	if b.parts.Sink != nil {
+		return nil
+	}
+	parts, err := b.Make(func() bool { return b.healthy == nil || b.healthy() })
+	if err == nil {
+		b.parts = parts
+	}
+	return err
+}
+
+// Unwrap returns the sink that programs the dataplane, or nil before Configure.
+func (b *Backend) Unwrap() sink.Sink { return b.parts.Sink }
+
+// Parts returns the parts that Configure has made.
+func (b *Backend) Parts() Parts { return b.parts }
+
+// Sync implements sink.Sink.
+func (b *Backend) Sync(ctx context.Context, c *sink.Changes) error { return b.parts.Sink.Sync(ctx, c) }
+
+// Cleanup implements sink.Cleaner. Call Configure first. It does nothing if the sink that
+// programs the dataplane has nothing to clean up.
+func (b *Backend) Cleanup(ctx context.Context) error {
+	if c, ok := sink.As[sink.Cleaner](b.parts.Sink); ok {
+		return c.Cleanup(ctx)
+	}
+	return nil
+}

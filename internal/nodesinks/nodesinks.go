@@ -1,0 +1,124 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package nodesinks makes the sinks of a node's service proxy: its dataplanes, with what
+// they share, and the server of health-check node ports. Package node uses it in programs
+// of others, and package app/program uses it in those of kpng.
+package nodesinks
+
+import (
+	"context"
+	"fmt"
+	"net/netip"
+	"time"
+
+	"github.com/kpng-project/kpng/backends"
+	"github.com/kpng-project/kpng/internal/sysctl"
+	"github.com/kpng-project/kpng/node/healthcheck"
+	"github.com/kpng-project/kpng/node/nodeaddr"
+	"github.com/kpng-project/kpng/sink"
+	"k8s.io/apimachinery/pkg/types"
+)
+
+// Options say which sinks a node has.
+type Options struct {
+	// Dataplanes make the sinks that program services. The argument of such a function has
+	// the options that the node sets: NodeAddresses, Conntrack and Sysctls.
+	Dataplanes []func(backends.Options) (sink.Sink, error)
+	// NodePorts selects the addresses of node ports and health checks. ExcludeInterfaces
+	// have addresses that do not belong to the node, such as those of services.
+	NodePorts         nodeaddr.Selection
+	ExcludeInterfaces []string
+	// KeepConnections keeps connections to removed endpoints.
+	KeepConnections bool
+	// Settings are kernel settings that are checked when a dataplane has started, and
+	// Sysctls selects what happens to wrong ones.
+	Settings []sysctl.Setting
+	Sysctls  backends.SysctlMode
+	// NoHealthChecks disables health-check node ports.
+	NoHealthChecks bool
+	// Healthy reports whether the proxy has programmed all services and is not stuck.
+	Healthy func() bool
+	// Flows, Ports and PortFailed receive events for metrics. See packages conntrack and
+	// healthcheck.
+	Flows      func(seen, ended int, took time.Duration, err error)
+	Ports      func(open, failing int)
+	PortFailed func(types.NamespacedName, netip.AddrPort, error)
+	// Follow starts a further task when a dataplane has started. Default: none.
+	Follow func(context.Context) (stop func())
+}
+
+// Sinks are the sinks of a node. Each needs a driver of its own.
+type Sinks struct {
+	Dataplanes []sink.Sink // one for each of Options.Dataplanes
+	// HealthChecks serves health-check node ports, or is nil.
+	HealthChecks sink.Sink
+}
+
+// New returns the sinks. It does not change the machine.
+func New(opts Options) (*Sinks, error) {
+	addrs, err := nodeaddr.New(nodeaddr.Options{Selection: opts.NodePorts, ExcludeInterfaces: append(opts.ExcludeInterfaces, "kube-ipvs0")})
+	if err != nil {
+		return nil, fmt.Errorf("find the addresses of the node: %w", err)
+	}
+	var sinks Sinks
+	for i, create := range opts.Dataplanes {
+		shared := backends.Options{
+			NodeAddresses: addrs,
+			Conntrack:     connections(&opts, addrs),
+			Sysctls:       opts.Sysctls,
+		}
+		s, err := create(shared)
+		if err != nil {
+			return nil, err
+		}
+		if i == 0 {
+			s = &first{Sink: s, opts: &opts, addrs: addrs}
+		}
+		sinks.Dataplanes = append(sinks.Dataplanes, s)
+	}
+	if !opts.NoHealthChecks {
+		sinks.HealthChecks = healthcheck.New(healthcheck.Options{NodeAddresses: addrs, Healthy: opts.Healthy, Failed: opts.PortFailed, Observe: opts.Ports})
+	}
+	return &sinks, nil
+}
+
+// first is the first dataplane of a node. Its Start also starts the tasks of the node.
+type first struct {
+	sink.Sink
+	opts  *Options
+	addrs *nodeaddr.Watcher
+	stop  func()
+}
+
+// Unwrap returns the dataplane, see sink.As.
+func (f *first) Unwrap() sink.Sink { return f.Sink }
+
+// Start implements sink.Starter.
+func (f *first) Start(ctx context.Context) error {
+	if s, ok := sink.As[sink.Starter](f.Sink); ok {
+		if err := s.Start(ctx); err != nil {
+			return err
+		}
+	}
+	if f.opts.Sysctls != backends.IgnoreSysctls {
+		sysctl.Kernel.Apply(ctx, f.opts.Settings, f.opts.Sysctls == backends.SetSysctls)
+	}
+	f.stop = f.addrs.Start(ctx)
+	if f.opts.Follow != nil {
+		stop, stopAddrs := f.opts.Follow(ctx), f.stop
+		f.stop = func() {
+			stop()
+			stopAddrs()
+		}
+	}
+	return nil
+}
+
+// Stop implements sink.Stopper.
+func (f *first) Stop(ctx context.Context) error {
+	f.stop()
+	if s, ok := sink.As[sink.Stopper](f.Sink); ok {
+		return s.Stop(ctx)
+	}
+	return nil
+}

@@ -38,7 +38,7 @@ func TestFlagsOfUserspace(t *testing.T) {
 		{"everything", []string{
 			"--node-port-addresses=all,192.168.0.1/16", "--pod-cidr=10.1.2.3/16,fd01::/48", "--drain-timeout=1s", "--udp-timeout=2s", "--max-udp-clients=3",
 		}, userspace.Options{
-			NodePorts:    nodeaddr.Selection{"all", "192.168.0.0/16"},
+			NodePorts:    nodeaddr.Selection{"all", "192.168.0.1/16"},
 			PodCIDRs:     []netip.Prefix{netip.MustParsePrefix("10.1.0.0/16"), netip.MustParsePrefix("fd01::/48")},
 			DrainTimeout: time.Second, UDPTimeout: 2 * time.Second, MaxUDPClients: 3,
 		}},

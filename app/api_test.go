@@ -16,7 +16,6 @@ import (
 	"github.com/kpng-project/kpng/app"
 	"github.com/kpng-project/kpng/cluster"
 	"github.com/kpng-project/kpng/remote"
-	"github.com/kpng-project/kpng/remote/transport"
 	"github.com/kpng-project/kpng/sink"
 	"github.com/kpng-project/kpng/watcher"
 	"github.com/kpng-project/kpng/watcher/file"
@@ -33,11 +32,7 @@ func serveDemo(t *testing.T, proxyName string) (address string) {
 		t.Fatal(err)
 	}
 	address = "unix://" + filepath.Join(t.TempDir(), "s")
-	a, err := transport.ParseAddress(address)
-	if err != nil {
-		t.Fatal(err)
-	}
-	l, err := a.Listen(0)
+	l, err := remote.Listen(address, 0)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -146,7 +141,7 @@ func TestClientReadsFromServerOfThisMachineByDefault(t *testing.T) {
 		}, funcr.Options{})
 		ctx, cancel := context.WithCancel(klog.NewContext(t.Context(), log))
 		cancel() // the command logs its source and ends
-		cmd := app.Command(app.Options{Name: "test", Sink: sink.FullState(ignore), Server: transport.DefaultAddress})
+		cmd := app.Command(app.Options{Name: "test", Sink: sink.FullState(ignore), Server: remote.DefaultAddress})
 		cmd.SetArgs([]string{args})
 		if err := cmd.ExecuteContext(ctx); err != nil && want != "" && args != "--once" {
 			t.Errorf("%s: %v", args, err)

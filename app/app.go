@@ -55,7 +55,7 @@ type Options struct {
 	Services watcher.Options
 	// PortsOnly omits the flags for all-ports services, which the sink does not support.
 	PortsOnly bool
-	// Server is the address of a kpng server, such as transport.DefaultAddress. Without flags
+	// Server is the address of a kpng server, such as remote.DefaultAddress. Without flags
 	// that select a source or services, the command reads from this server. It is for
 	// programs that run beside a kpng server on the same machine, as those of the original
 	// kpng do. It excludes Services.Skip. Default: none.

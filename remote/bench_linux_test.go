@@ -25,7 +25,6 @@ import (
 	"github.com/kpng-project/kpng/internal/apitest"
 	"github.com/kpng-project/kpng/internal/wire/localv1"
 	"github.com/kpng-project/kpng/remote"
-	"github.com/kpng-project/kpng/remote/transport"
 	watcher "github.com/kpng-project/kpng/watcher/remote"
 	"google.golang.org/grpc"
 	"k8s.io/klog/v2"
@@ -146,7 +145,7 @@ func BenchmarkRelayedFanout(b *testing.B) {
 			var rounds []func() *crowdRound
 			for r := range relays {
 				copied := cluster.New(cluster.Options{Resumable: true})
-				go watcher.Watch(ctx, copied, watcher.Options{DialOptions: transport.DialOptions{Addresses: []string{"unix://" + top.Addr().String()}}})
+				go watcher.Watch(ctx, copied, remote.DialOptions{Addresses: []string{"unix://" + top.Addr().String()}})
 				<-copied.Changed(0)
 				l := &benchListener{Listener: listen(b, socket(b))}
 				c := newCrowd(serveBench(b, copied, l), state, l, 1)

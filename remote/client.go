@@ -11,9 +11,9 @@ import (
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/internal/revstore"
+	"github.com/kpng-project/kpng/internal/transport"
 	"github.com/kpng-project/kpng/internal/updates"
 	"github.com/kpng-project/kpng/internal/wire/localv1"
-	"github.com/kpng-project/kpng/remote/transport"
 	"github.com/kpng-project/kpng/sink"
 	"google.golang.org/grpc"
 	"k8s.io/apimachinery/pkg/types"
@@ -22,7 +22,7 @@ import (
 
 // ClientOptions configure a Client.
 type ClientOptions struct {
-	transport.DialOptions
+	DialOptions
 	// NodeName is the name of the node whose view the client follows.
 	NodeName string
 	// MaxElements limits the elements of a service (see [api.Elements]). The client refuses a
@@ -69,7 +69,10 @@ type reader struct {
 
 // NewClient returns a client. The client connects when Run is called.
 func NewClient(opts ClientOptions) (*Client, error) {
-	dialer, err := transport.NewDialer(opts.DialOptions)
+	dialer, err := transport.NewDialer(transport.DialOptions{
+		Addresses: opts.Addresses, TLS: (*transport.TLS)(opts.TLS), Insecure: opts.Insecure,
+		MinBackoff: opts.MinBackoff, MaxBackoff: opts.MaxBackoff, FailFast: opts.FailFast,
+	})
 	if err != nil {
 		return nil, err
 	}

@@ -16,8 +16,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/kpng-project/kpng/internal/transport"
 	"github.com/kpng-project/kpng/internal/wire/localv1"
-	"github.com/kpng-project/kpng/remote/transport"
 	"google.golang.org/grpc"
 	"google.golang.org/protobuf/encoding/protowire"
 	"google.golang.org/protobuf/proto"

@@ -6,9 +6,7 @@
 //
 //	server, err := remote.NewServer(state, remote.ServerOptions{})
 //	…
-//	address, err := transport.ParseAddress(transport.DefaultAddress)
-//	…
-//	listener, err := address.Listen(0)
+//	listener, err := remote.Listen(remote.DefaultAddress, 0)
 //	…
 //	err = server.Serve(ctx, listener)
 //

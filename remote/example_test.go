@@ -12,7 +12,6 @@ import (
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/cluster"
 	"github.com/kpng-project/kpng/remote"
-	"github.com/kpng-project/kpng/remote/transport"
 	"github.com/kpng-project/kpng/sink"
 )
 
@@ -37,7 +36,7 @@ func Example() {
 	if err != nil {
 		log.Fatal(err)
 	}
-	listener, err := net.Listen("tcp", "127.0.0.1:0") // transport.Address.Listen also works
+	listener, err := net.Listen("tcp", "127.0.0.1:0") // remote.Listen also works
 	if err != nil {
 		log.Fatal(err)
 	}
@@ -46,7 +45,7 @@ func Example() {
 
 	client, err := remote.NewClient(remote.ClientOptions{
 		NodeName:    "node-1",
-		DialOptions: transport.DialOptions{Addresses: []string{listener.Addr().String()}},
+		DialOptions: remote.DialOptions{Addresses: []string{listener.Addr().String()}},
 	})
 	if err != nil {
 		log.Fatal(err)

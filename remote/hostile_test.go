@@ -23,7 +23,6 @@ import (
 	"github.com/kpng-project/kpng/internal/apitest"
 	"github.com/kpng-project/kpng/internal/wire/localv1"
 	"github.com/kpng-project/kpng/remote"
-	"github.com/kpng-project/kpng/remote/transport"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/connectivity"
@@ -52,7 +51,7 @@ func besiege(t *testing.T, opts remote.ServerOptions) *besieged {
 	}
 	start(t, func(ctx context.Context) error { return server.Serve(ctx, l, good) })
 	b.server, b.address = server, l.Addr().String()
-	client, err := remote.NewClient(remote.ClientOptions{NodeName: "node-1", DialOptions: transport.DialOptions{
+	client, err := remote.NewClient(remote.ClientOptions{NodeName: "node-1", DialOptions: remote.DialOptions{
 		Addresses: []string{"unix://" + good.Addr().String()}, TLS: opts.TLS,
 	}})
 	if err != nil {
@@ -309,7 +308,7 @@ func TestFailedHandshakes(t *testing.T) {
 	opts := quick
 	opts.TLS = ca.newFiles(t, "server")
 	b := besiege(t, opts)
-	config := func(files *transport.TLS) *tls.Config {
+	config := func(files *remote.TLS) *tls.Config {
 		c := &tls.Config{RootCAs: ca.pool(), ServerName: "kpng.test", NextProtos: []string{"h2"}}
 		if files != nil {
 			cert, err := tls.LoadX509KeyPair(files.CertFile, files.KeyFile)

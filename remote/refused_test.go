@@ -13,7 +13,6 @@ import (
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/cluster"
 	"github.com/kpng-project/kpng/remote"
-	"github.com/kpng-project/kpng/remote/transport"
 	"github.com/kpng-project/kpng/sink/sinktest"
 	"k8s.io/apimachinery/pkg/types"
 )
@@ -42,7 +41,7 @@ func TestClientKeepsLastAcceptedView(t *testing.T) {
 	_, stop := serve(t, state, address, quick)
 	client, err := remote.NewClient(remote.ClientOptions{
 		NodeName: "n", MaxElements: 10,
-		DialOptions: transport.DialOptions{Addresses: []string{address}, MinBackoff: time.Millisecond, MaxBackoff: 20 * time.Millisecond},
+		DialOptions: remote.DialOptions{Addresses: []string{address}, MinBackoff: time.Millisecond, MaxBackoff: 20 * time.Millisecond},
 	})
 	if err != nil {
 		t.Fatal(err)
@@ -112,7 +111,7 @@ func TestCostOfRefusedDependsOnRefusedServicesOnly(t *testing.T) {
 		state.SetSynced()
 		address := socket(t)
 		serve(t, state, address, quick)
-		client, err := remote.NewClient(remote.ClientOptions{NodeName: "n", MaxElements: 10, DialOptions: transport.DialOptions{Addresses: []string{address}}})
+		client, err := remote.NewClient(remote.ClientOptions{NodeName: "n", MaxElements: 10, DialOptions: remote.DialOptions{Addresses: []string{address}}})
 		if err != nil {
 			t.Fatal(err)
 		}

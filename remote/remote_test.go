@@ -23,7 +23,6 @@ import (
 	"github.com/kpng-project/kpng/feed"
 	"github.com/kpng-project/kpng/internal/apitest"
 	"github.com/kpng-project/kpng/remote"
-	"github.com/kpng-project/kpng/remote/transport"
 	"github.com/kpng-project/kpng/sink"
 	"github.com/kpng-project/kpng/sink/sinktest"
 	"github.com/kpng-project/kpng/watcher"
@@ -203,11 +202,7 @@ func socket(t testing.TB) string { return "unix://" + filepath.Join(t.TempDir(),
 
 func listen(t testing.TB, address string) net.Listener {
 	t.Helper()
-	a, err := transport.ParseAddress(address)
-	if err != nil {
-		t.Fatal(err)
-	}
-	l, err := a.Listen(0)
+	l, err := remote.Listen(address, 0)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -234,7 +229,7 @@ func follow(t testing.TB, node string, addresses ...string) (client *remote.Clie
 	t.Helper()
 	client, err := remote.NewClient(remote.ClientOptions{
 		NodeName:    node,
-		DialOptions: transport.DialOptions{Addresses: addresses, MinBackoff: time.Millisecond, MaxBackoff: 20 * time.Millisecond},
+		DialOptions: remote.DialOptions{Addresses: addresses, MinBackoff: time.Millisecond, MaxBackoff: 20 * time.Millisecond},
 	})
 	if err != nil {
 		t.Fatal(err)

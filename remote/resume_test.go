@@ -20,7 +20,6 @@ import (
 	"github.com/kpng-project/kpng/feed"
 	"github.com/kpng-project/kpng/internal/apitest"
 	"github.com/kpng-project/kpng/remote"
-	"github.com/kpng-project/kpng/remote/transport"
 	"github.com/kpng-project/kpng/sink"
 	"github.com/kpng-project/kpng/sink/sinktest"
 	watcher "github.com/kpng-project/kpng/watcher/remote"
@@ -278,9 +277,9 @@ func TestNothingIsLostUnderChurn(t *testing.T) {
 	copied := cluster.New(cluster.Options{Resumable: true})
 	startRelay := func() {
 		stopRelay = start(t, func(ctx context.Context) error {
-			return watcher.Watch(ctx, copied, watcher.Options{DialOptions: transport.DialOptions{
+			return watcher.Watch(ctx, copied, remote.DialOptions{
 				Addresses: []string{origin}, MinBackoff: time.Millisecond, MaxBackoff: 10 * time.Millisecond,
-			}})
+			})
 		})
 	}
 	startRelayed := func() { _, stopRelayed = serve(t, copied, relayed, opts) }
@@ -388,7 +387,7 @@ func TestPartialAnswerIsInvisible(t *testing.T) {
 			io.Copy(in, io.LimitReader(out, limit))
 			out.Close()
 		}()
-		client, err := remote.NewClient(remote.ClientOptions{NodeName: "node-1", DialOptions: transport.DialOptions{
+		client, err := remote.NewClient(remote.ClientOptions{NodeName: "node-1", DialOptions: remote.DialOptions{
 			Addresses: []string{l.Addr().String()}, FailFast: true,
 		}})
 		if err != nil {

@@ -13,9 +13,9 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/cluster"
+	"github.com/kpng-project/kpng/internal/transport"
 	"github.com/kpng-project/kpng/internal/wire/clusterv1"
 	"github.com/kpng-project/kpng/internal/wire/localv1"
-	"github.com/kpng-project/kpng/remote/transport"
 	"golang.org/x/sync/errgroup"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/credentials"
@@ -30,7 +30,7 @@ import (
 // plaintext and accepts only loopback addresses and unix sockets.
 type ServerOptions struct {
 	// If TLS is not nil, every client must use TLS.
-	TLS *transport.TLS
+	TLS *TLS
 	// Insecure allows plaintext also on addresses that other machines can reach.
 	Insecure bool
 
@@ -229,7 +229,7 @@ func (s *Server) grpcOptions(creds credentials.TransportCredentials) []grpc.Serv
 // listener needs TLS and TLS is not configured.
 func (s *Server) credentials(ctx context.Context, listeners []net.Listener) (credentials.TransportCredentials, error) {
 	if s.opts.TLS != nil {
-		config, err := s.opts.TLS.Server(klog.FromContext(ctx))
+		config, err := transport.TLS(*s.opts.TLS).Server(klog.FromContext(ctx))
 		if err != nil {
 			return nil, err
 		}

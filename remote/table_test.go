@@ -17,7 +17,7 @@ import (
 	"github.com/kpng-project/kpng/cluster"
 	"github.com/kpng-project/kpng/feed"
 	"github.com/kpng-project/kpng/internal/apitest"
-	"github.com/kpng-project/kpng/remote/transport"
+	"github.com/kpng-project/kpng/internal/transport"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/credentials/insecure"
 	"google.golang.org/grpc/mem"

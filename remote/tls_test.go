@@ -23,7 +23,6 @@ import (
 	"github.com/kpng-project/kpng/cluster"
 	"github.com/kpng-project/kpng/internal/wire/clusterv1"
 	"github.com/kpng-project/kpng/remote"
-	"github.com/kpng-project/kpng/remote/transport"
 	watcher "github.com/kpng-project/kpng/watcher/remote"
 	"google.golang.org/grpc"
 )
@@ -68,8 +67,8 @@ func newKey(t testing.TB) *ecdsa.PrivateKey {
 	return key
 }
 
-func tlsFiles(dir string) *transport.TLS {
-	return &transport.TLS{
+func tlsFiles(dir string) *remote.TLS {
+	return &remote.TLS{
 		CAFile: filepath.Join(dir, "ca"), CertFile: filepath.Join(dir, "cert"), KeyFile: filepath.Join(dir, "key"),
 		ServerName: "kpng.test",
 	}
@@ -77,13 +76,13 @@ func tlsFiles(dir string) *transport.TLS {
 
 // issue creates a certificate for name. It writes the certificate, the key and the
 // authority's certificate to the paths in files.
-func (a *authority) issue(t testing.TB, files *transport.TLS, name string, organizations ...string) {
+func (a *authority) issue(t testing.TB, files *remote.TLS, name string, organizations ...string) {
 	t.Helper()
 	a.issueUntil(t, files, time.Now().Add(time.Hour), name, organizations...)
 }
 
 // issueUntil is like issue, but the certificate expires at the time end.
-func (a *authority) issueUntil(t testing.TB, files *transport.TLS, end time.Time, name string, organizations ...string) {
+func (a *authority) issueUntil(t testing.TB, files *remote.TLS, end time.Time, name string, organizations ...string) {
 	t.Helper()
 	key := newKey(t)
 	template := &x509.Certificate{
@@ -111,7 +110,7 @@ func (a *authority) issueUntil(t testing.TB, files *transport.TLS, end time.Time
 	}
 }
 
-func (a *authority) newFiles(t testing.TB, name string, organizations ...string) *transport.TLS {
+func (a *authority) newFiles(t testing.TB, name string, organizations ...string) *remote.TLS {
 	files := tlsFiles(t.TempDir())
 	a.issue(t, files, name, organizations...)
 	return files
@@ -119,9 +118,9 @@ func (a *authority) newFiles(t testing.TB, name string, organizations ...string)
 
 // try connects once and requests the view of the given node. It returns nil if the client
 // receives an answer.
-func try(t *testing.T, address, node string, files *transport.TLS) error {
+func try(t *testing.T, address, node string, files *remote.TLS) error {
 	t.Helper()
-	client, err := remote.NewClient(remote.ClientOptions{NodeName: node, DialOptions: transport.DialOptions{
+	client, err := remote.NewClient(remote.ClientOptions{NodeName: node, DialOptions: remote.DialOptions{
 		Addresses: []string{address}, TLS: files, FailFast: true,
 	}})
 	if err != nil {
@@ -142,16 +141,16 @@ func try(t *testing.T, address, node string, files *transport.TLS) error {
 	}
 }
 
-func tryCluster(t *testing.T, address string, files *transport.TLS) error {
+func tryCluster(t *testing.T, address string, files *remote.TLS) error {
 	t.Helper()
 	state := cluster.New(cluster.Options{})
 	ctx, cancel := context.WithCancel(within(t))
 	defer cancel()
 	ended := make(chan error, 1)
 	go func() {
-		ended <- watcher.Watch(ctx, state, watcher.Options{DialOptions: transport.DialOptions{
+		ended <- watcher.Watch(ctx, state, remote.DialOptions{
 			Addresses: []string{address}, TLS: files, FailFast: true,
-		}})
+		})
 	}()
 	select {
 	case <-state.Changed(0):
@@ -196,7 +195,7 @@ func TestCertificates(t *testing.T) {
 
 	for _, test := range []struct {
 		name, node string
-		files      *transport.TLS
+		files      *remote.TLS
 		want       string
 	}{
 		{"a node may read its own view", "n", node, ""},
@@ -212,7 +211,7 @@ func TestCertificates(t *testing.T) {
 	}
 	for _, test := range []struct {
 		name  string
-		files *transport.TLS
+		files *remote.TLS
 		want  string
 	}{
 		{"a cluster reader is accepted by name", ca.newFiles(t, "relay-1"), ""},
@@ -284,7 +283,7 @@ func TestLinkToCertificateAndKeyIsFollowed(t *testing.T) {
 	rotate("1.pem", old)
 	l := listen(t, "127.0.0.1:0")
 	opts := quick
-	opts.TLS = &transport.TLS{CAFile: old.newFiles(t, "x").CAFile, CertFile: link, KeyFile: link}
+	opts.TLS = &remote.TLS{CAFile: old.newFiles(t, "x").CAFile, CertFile: link, KeyFile: link}
 	serveOn(t, state, l, opts)
 	client := old.newFiles(t, "n")
 	expect(t, try(t, l.Addr().String(), "n", client), "")
@@ -304,10 +303,10 @@ func TestPlaintextIsForThisMachine(t *testing.T) {
 		t.Fatal(err)
 	}
 	expect(t, server.Serve(t.Context(), l), "TLS")
-	if _, err := remote.NewClient(remote.ClientOptions{DialOptions: transport.DialOptions{Addresses: []string{"192.0.2.1:1"}}}); err == nil {
+	if _, err := remote.NewClient(remote.ClientOptions{DialOptions: remote.DialOptions{Addresses: []string{"192.0.2.1:1"}}}); err == nil {
 		t.Error("a client may use plaintext to another machine")
 	}
-	if _, err := remote.NewClient(remote.ClientOptions{DialOptions: transport.DialOptions{Addresses: []string{"192.0.2.1:1"}, Insecure: true}}); err != nil {
+	if _, err := remote.NewClient(remote.ClientOptions{DialOptions: remote.DialOptions{Addresses: []string{"192.0.2.1:1"}, Insecure: true}}); err != nil {
 		t.Error(err)
 	}
 }

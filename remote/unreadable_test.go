@@ -16,7 +16,6 @@ import (
 	"github.com/kpng-project/kpng/cluster"
 	"github.com/kpng-project/kpng/internal/wire/localv1"
 	"github.com/kpng-project/kpng/remote"
-	"github.com/kpng-project/kpng/remote/transport"
 	"github.com/kpng-project/kpng/sink/sinktest"
 	"google.golang.org/grpc"
 	"k8s.io/klog/v2"
@@ -158,7 +157,7 @@ func TestUnreadableObjectIsIgnored(t *testing.T) {
 func followLogging(t *testing.T, node, address string, reports chan<- string) (client *remote.Client, stop func()) {
 	t.Helper()
 	client, err := remote.NewClient(remote.ClientOptions{
-		NodeName: node, DialOptions: transport.DialOptions{Addresses: []string{address}, MinBackoff: time.Millisecond},
+		NodeName: node, DialOptions: remote.DialOptions{Addresses: []string{address}, MinBackoff: time.Millisecond},
 	})
 	if err != nil {
 		t.Fatal(err)

@@ -16,7 +16,6 @@ import (
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/cluster"
 	"github.com/kpng-project/kpng/remote"
-	"github.com/kpng-project/kpng/remote/transport"
 	"sigs.k8s.io/yaml"
 )
 
@@ -163,11 +162,7 @@ func TestNamesFromAServerArePrintable(t *testing.T) {
 		t.Fatal(err)
 	}
 	address := newSocket(t)
-	a, err := transport.ParseAddress(address)
-	if err != nil {
-		t.Fatal(err)
-	}
-	l, err := a.Listen(0)
+	l, err := remote.Listen(address, 0)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -13,11 +13,11 @@ import (
 	"github.com/kpng-project/kpng/cluster"
 	"github.com/kpng-project/kpng/health"
 	"github.com/kpng-project/kpng/internal/command"
+	"github.com/kpng-project/kpng/internal/transport"
 	"github.com/kpng-project/kpng/internal/usage"
 	"github.com/kpng-project/kpng/metrics"
 	"github.com/kpng-project/kpng/remote"
 	"github.com/kpng-project/kpng/remote/collector"
-	"github.com/kpng-project/kpng/remote/transport"
 	"github.com/kpng-project/kpng/status"
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/spf13/cobra"
@@ -56,14 +56,14 @@ func toAPI(source *command.Source, hasSelection bool) *cobra.Command {
 type serverFlags struct {
 	listen       []string
 	mode         string
-	tls          transport.TLS
+	tls          remote.TLS
 	serveCluster bool
 	options      remote.ServerOptions
 }
 
 func (f *serverFlags) register(fs *pflag.FlagSet) {
 	limits := remote.DefaultLimits()
-	fs.StringSliceVar(&f.listen, "listen", []string{transport.DefaultAddress}, "serve on this `address`, tcp://host:port or unix:///path; may be repeated")
+	fs.StringSliceVar(&f.listen, "listen", []string{remote.DefaultAddress}, "serve on this `address`, tcp://host:port or unix:///path; may be repeated")
 	fs.StringVar(&f.mode, "socket-mode", "0600", "`permissions` of the unix sockets in --listen")
 	fs.StringVar(&f.tls.CAFile, "tls-ca-file", "", "`file` with the authorities that sign the clients' certificates; TLS needs this and the next two")
 	fs.StringVar(&f.tls.CertFile, "tls-cert-file", "", "`file` with this server's certificate")
@@ -104,7 +104,7 @@ func (f *serverFlags) get(maxElements int) (*apiServer, error) {
 		s.addresses = append(s.addresses, a)
 	}
 	opts := f.options
-	if f.tls != (transport.TLS{}) {
+	if f.tls != (remote.TLS{}) {
 		opts.TLS = &f.tls
 	}
 	opts.ServeCluster = f.serveCluster && (opts.TLS == nil || len(opts.ClusterReaders) > 0)
@@ -113,7 +113,7 @@ func (f *serverFlags) get(maxElements int) (*apiServer, error) {
 }
 
 func (f *serverFlags) check() error {
-	o, l, tls := &f.options, &f.options.Limits, f.tls != (transport.TLS{})
+	o, l, tls := &f.options, &f.options.Limits, f.tls != (remote.TLS{})
 	switch {
 	case len(f.listen) == 0:
 		return errors.New("--listen is empty")

@@ -23,14 +23,14 @@ import (
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/app"
 	"github.com/kpng-project/kpng/nodeview"
-	"github.com/kpng-project/kpng/remote/transport"
+	"github.com/kpng-project/kpng/remote"
 	"github.com/kpng-project/kpng/sink"
 	"github.com/spf13/cobra"
 )
 
 func main() {
 	callout := callout{stdout: os.Stdout}
-	cmd := app.Command(app.Options{Name: "kpng-callout", Sink: sink.FullStateOf(&callout), Server: transport.DefaultAddress})
+	cmd := app.Command(app.Options{Name: "kpng-callout", Sink: sink.FullStateOf(&callout), Server: remote.DefaultAddress})
 	cmd.Long = "kpng-callout runs the program $CALLOUT with the node's whole state on standard input, one JSON object per service. The first run follows when all services are known."
 	cmd.Flags().DurationVar(&callout.timeout, "callout-timeout", time.Minute, "kill $CALLOUT and its children after this time, and count it as failed")
 	cmd.Flags().BoolVar(&callout.frontends, "frontends", false, "pass the node and each frontend, with every decision made, instead of services")

@@ -14,13 +14,13 @@ import (
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/app"
 	"github.com/kpng-project/kpng/nodeview"
-	"github.com/kpng-project/kpng/remote/transport"
+	"github.com/kpng-project/kpng/remote"
 	"github.com/kpng-project/kpng/sink"
 )
 
 func main() {
 	var p printer
-	cmd := app.Command(app.Options{Name: "kpng-json", Sink: sink.FullStateOf(&p), Server: transport.DefaultAddress})
+	cmd := app.Command(app.Options{Name: "kpng-json", Sink: sink.FullStateOf(&p), Server: remote.DefaultAddress})
 	cmd.Flags().BoolVar(&p.frontends, "frontends", false, "print the node and each frontend, with every decision made, instead of services")
 	app.Execute(cmd)
 }

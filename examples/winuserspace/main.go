@@ -16,11 +16,11 @@ package main
 import (
 	"github.com/kpng-project/kpng/app"
 	"github.com/kpng-project/kpng/app/program"
-	"github.com/kpng-project/kpng/remote/transport"
+	"github.com/kpng-project/kpng/remote"
 )
 
 func main() {
-	cmd := app.Command(app.Options{Name: "winuserspace", Sink: program.WindowsUserspace(), Server: transport.DefaultAddress})
+	cmd := app.Command(app.Options{Name: "winuserspace", Sink: program.WindowsUserspace(), Server: remote.DefaultAddress})
 	cmd.Long = "winuserspace proxies services on a Windows node by sockets, at addresses that it puts on a network interface."
 	app.Execute(cmd)
 }

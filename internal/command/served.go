@@ -11,7 +11,6 @@ import (
 	"github.com/kpng-project/kpng/health"
 	"github.com/kpng-project/kpng/internal/together"
 	"github.com/kpng-project/kpng/remote"
-	"github.com/kpng-project/kpng/remote/transport"
 	"github.com/kpng-project/kpng/sink"
 )
 
@@ -23,7 +22,7 @@ type remoteProxy struct {
 	once    bool
 }
 
-func newRemoteProxy(dial transport.DialOptions, opts kpng.Options) (*remoteProxy, error) {
+func newRemoteProxy(dial remote.DialOptions, opts kpng.Options) (*remoteProxy, error) {
 	v := &remoteProxy{once: !slices.ContainsFunc(opts.Sinks, func(s kpng.Sink) bool { return !s.Options.Once })}
 	dial.FailFast = v.once
 	for _, s := range opts.Sinks {

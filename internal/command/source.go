@@ -12,11 +12,11 @@ import (
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/cluster"
 	"github.com/kpng-project/kpng/internal/usage"
-	"github.com/kpng-project/kpng/remote/transport"
+	"github.com/kpng-project/kpng/remote"
 	"github.com/kpng-project/kpng/watcher"
 	"github.com/kpng-project/kpng/watcher/file"
 	"github.com/kpng-project/kpng/watcher/kube"
-	"github.com/kpng-project/kpng/watcher/remote"
+	upstream "github.com/kpng-project/kpng/watcher/remote"
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
 	corev1 "k8s.io/api/core/v1"
@@ -144,7 +144,7 @@ func (s *Source) RegisterAllPorts(fs *pflag.FlagSet) {
 
 // RegisterAPI adds the flags of a source that is a kpng server.
 func (s *Source) RegisterAPI(fs *pflag.FlagSet) {
-	s.api.register(fs, transport.DefaultAddress)
+	s.api.register(fs, remote.DefaultAddress)
 	s.registerLimit(fs)
 }
 
@@ -247,7 +247,7 @@ func (s *Source) watch(ctx context.Context, state *cluster.State, once bool) err
 	switch {
 	case len(dial.Addresses) > 0:
 		dial.FailFast = once
-		err = remote.Watch(ctx, state, remote.Options{DialOptions: dial})
+		err = upstream.Watch(ctx, state, dial)
 	case s.manifests != "":
 		err = file.Watch(ctx, state, file.Options{Path: string(s.manifests), Once: once, Options: s.Services()})
 	default:
@@ -277,8 +277,8 @@ func (s *Source) proxy(opts kpng.Options) (proxy, error) {
 }
 
 type apiFlags struct {
-	dial transport.DialOptions
-	tls  transport.TLS
+	dial remote.DialOptions
+	tls  remote.TLS
 }
 
 func (f *apiFlags) register(fs *pflag.FlagSet, addresses ...string) {
@@ -292,9 +292,9 @@ func (f *apiFlags) register(fs *pflag.FlagSet, addresses ...string) {
 
 // get returns the options of the connection. It returns an error if --api is missing and
 // a flag is set that needs --api.
-func (f *apiFlags) get() (transport.DialOptions, error) {
+func (f *apiFlags) get() (remote.DialOptions, error) {
 	opts := f.dial
-	if f.tls != (transport.TLS{}) {
+	if f.tls != (remote.TLS{}) {
 		opts.TLS = &f.tls
 	}
 	switch {

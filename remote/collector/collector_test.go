@@ -11,7 +11,6 @@ import (
 	"github.com/kpng-project/kpng/cluster"
 	"github.com/kpng-project/kpng/remote"
 	"github.com/kpng-project/kpng/remote/collector"
-	"github.com/kpng-project/kpng/remote/transport"
 	"github.com/kpng-project/kpng/sink"
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/testutil"
@@ -34,18 +33,14 @@ func TestServerMetrics(t *testing.T) {
 	}
 
 	address := "unix://" + filepath.Join(t.TempDir(), "s")
-	a, err := transport.ParseAddress(address)
-	if err != nil {
-		t.Fatal(err)
-	}
-	l, err := a.Listen(0)
+	l, err := remote.Listen(address, 0)
 	if err != nil {
 		t.Fatal(err)
 	}
 	ctx, cancel := context.WithCancel(t.Context())
 	ended := make(chan error, 2)
 	go func() { ended <- server.Serve(ctx, l) }()
-	client, err := remote.NewClient(remote.ClientOptions{DialOptions: transport.DialOptions{Addresses: []string{address}}, NodeName: "n"})
+	client, err := remote.NewClient(remote.ClientOptions{DialOptions: remote.DialOptions{Addresses: []string{address}}, NodeName: "n"})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -15,18 +15,14 @@ import (
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/cluster"
+	"github.com/kpng-project/kpng/internal/transport"
 	"github.com/kpng-project/kpng/internal/wire/clusterv1"
 	"github.com/kpng-project/kpng/internal/wire/localv1"
-	"github.com/kpng-project/kpng/remote/transport"
+	"github.com/kpng-project/kpng/remote"
 	"google.golang.org/grpc"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/klog/v2"
 )
-
-// Options configures the connection to the other server.
-type Options struct {
-	transport.DialOptions
-}
 
 // Watch keeps state equal to the other server's state until ctx ends. Then it returns
 // context.Cause(ctx). The state is synced when the first answer is complete. Each answer
@@ -36,8 +32,11 @@ type Options struct {
 // receives only changes. If a different server answers, or the outage was long, Watch
 // receives the whole state and commits the differences. With FailFast, Watch returns an
 // error if it cannot connect to any address.
-func Watch(ctx context.Context, state *cluster.State, opts Options) error {
-	dialer, err := transport.NewDialer(opts.DialOptions)
+func Watch(ctx context.Context, state *cluster.State, opts remote.DialOptions) error {
+	dialer, err := transport.NewDialer(transport.DialOptions{
+		Addresses: opts.Addresses, TLS: (*transport.TLS)(opts.TLS), Insecure: opts.Insecure,
+		MinBackoff: opts.MinBackoff, MaxBackoff: opts.MaxBackoff, FailFast: opts.FailFast,
+	})
 	if err != nil {
 		return err
 	}

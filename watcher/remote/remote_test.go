@@ -24,7 +24,6 @@ import (
 	"github.com/kpng-project/kpng/internal/wire/clusterv1"
 	"github.com/kpng-project/kpng/internal/wire/localv1"
 	"github.com/kpng-project/kpng/remote"
-	"github.com/kpng-project/kpng/remote/transport"
 	watcher "github.com/kpng-project/kpng/watcher/remote"
 	"go.uber.org/goleak"
 	"google.golang.org/grpc"
@@ -78,11 +77,7 @@ func serve(t *testing.T, state *cluster.State, address string) (stop func()) {
 
 func listen(t *testing.T, address string) net.Listener {
 	t.Helper()
-	a, err := transport.ParseAddress(address)
-	if err != nil {
-		t.Fatal(err)
-	}
-	l, err := a.Listen(0)
+	l, err := remote.Listen(address, 0)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -91,9 +86,9 @@ func listen(t *testing.T, address string) net.Listener {
 
 func follow(t *testing.T, state *cluster.State, address string) (stop func()) {
 	return start(t, func(ctx context.Context) error {
-		return watcher.Watch(ctx, state, watcher.Options{DialOptions: transport.DialOptions{
+		return watcher.Watch(ctx, state, remote.DialOptions{
 			Addresses: []string{address}, MinBackoff: time.Millisecond, MaxBackoff: 10 * time.Millisecond,
-		}})
+		})
 	})
 }
 

@@ -17,7 +17,6 @@ import (
 	"github.com/kpng-project/kpng/cluster"
 	"github.com/kpng-project/kpng/internal/netnstest"
 	"github.com/kpng-project/kpng/remote"
-	"github.com/kpng-project/kpng/remote/transport"
 	"github.com/kpng-project/kpng/watcher"
 	"github.com/kpng-project/kpng/watcher/file"
 	"golang.org/x/sync/errgroup"
@@ -70,11 +69,7 @@ func serve(t *testing.T, manifests, proxyName string) string {
 	if err != nil {
 		t.Fatal(err)
 	}
-	address, err := transport.ParseAddress("tcp://127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	listener, err := address.Listen(0)
+	listener, err := remote.Listen("tcp://127.0.0.1:0", 0)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -16,7 +16,7 @@ import (
 	"testing/synctest"
 	"time"
 
-	"github.com/kpng-project/kpng/remote/transport"
+	"github.com/kpng-project/kpng/internal/transport"
 	"go.uber.org/goleak"
 	"google.golang.org/grpc"
 )

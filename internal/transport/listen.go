@@ -15,13 +15,7 @@ import (
 	"time"
 )
 
-// Listen listens on the address a. For a unix socket, mode is the file mode of the
-// socket. 0 means 0600, with which only the server's user can connect.
-//
-// Listen creates the directory of a unix socket, but not the parent of that directory. It
-// replaces a socket without a listening process. For any other existing file, it returns
-// an error. The new socket has the given mode before a client can connect. Closing the
-// listener removes the socket, unless another socket replaced it.
+// Listen listens on the address a. Function Listen of package remote describes it.
 func (a Address) Listen(mode fs.FileMode) (net.Listener, error) {
 	if a.network == "unix" {
 		if mode == 0 {

@@ -14,19 +14,10 @@ import (
 	"github.com/go-logr/logr"
 )
 
-// TLS names the PEM files for mutual TLS, in which both ends present certificates.
-// Changed files are read before the next connection, so certificates can be renewed at
-// any time. If changed files are invalid, the old certificates stay in use.
+// TLS names the PEM files for mutual TLS. Package remote has the same type and describes
+// its fields.
 type TLS struct {
-	// CAFile contains the authorities that may sign the certificate of the other end.
-	CAFile string
-	// CertFile contains the certificate of this end, with its chain if needed.
-	CertFile string
-	// KeyFile contains the key of the certificate in CertFile.
-	KeyFile string
-	// For a client, ServerName is the name that the server's certificate must contain.
-	// Default: the host of the server's address.
-	ServerName string
+	CAFile, CertFile, KeyFile, ServerName string
 }
 
 // Server returns the TLS settings for a server, or an error if the files are unusable.

@@ -11,7 +11,7 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/kpng-project/kpng/remote/transport"
+	"github.com/kpng-project/kpng/internal/transport"
 	"golang.org/x/sys/unix"
 	"google.golang.org/grpc"
 )

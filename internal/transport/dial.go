@@ -19,26 +19,14 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// DialOptions configure the connection to a server.
+// DialOptions configure the connection to a server. Package remote has the same options and
+// describes them.
 type DialOptions struct {
-	// Addresses are the addresses of one or more servers, in the form of [ParseAddress]. A
-	// dialer begins with a random address, so that clients spread over servers. It tries the
-	// next address when the connection fails, when the server does not answer, or when the
-	// server is stale and another server may have newer state. Default: DefaultAddress.
-	Addresses []string
-	// If TLS is not nil, all connections use it.
-	TLS *TLS
-	// Insecure allows plaintext connections to other machines, and to unix sockets of other
-	// users. Without it and without TLS, the process that listens on a unix socket must run
-	// as root or as the user of this process. Only Linux reports that user.
-	Insecure bool
-	// MinBackoff and MaxBackoff limit the wait before the dialer tries all addresses again.
-	// The wait is random. Its maximum is MinBackoff at first, and doubles each time all
-	// addresses have failed again, up to MaxBackoff. Defaults: 500 ms and 15 s.
+	Addresses              []string
+	TLS                    *TLS
+	Insecure               bool
 	MinBackoff, MaxBackoff time.Duration
-	// With FailFast, Stay returns an error when each address has failed once, or when a
-	// connection fails after a good answer. FailFast is for programs that run once.
-	FailFast bool
+	FailFast               bool
 }
 
 // Dialer connects to a server, and connects again when the connection fails.

@@ -17,7 +17,6 @@ import (
 	"github.com/kpng-project/kpng/internal/usage"
 	"github.com/kpng-project/kpng/metrics"
 	"github.com/kpng-project/kpng/remote"
-	"github.com/kpng-project/kpng/remote/collector"
 	"github.com/kpng-project/kpng/status"
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/spf13/cobra"
@@ -134,7 +133,7 @@ func (s *apiServer) run(ctx context.Context, source *command.Source, serving *co
 	page := &status.Handler{Program: command.Version(), Source: source.String(), State: s.state, Health: s.health, Clients: s.clients}
 	serving.Status, serving.Source = page, page.Source
 	registry := prometheus.NewRegistry()
-	registry.MustRegister(collector.New(s.server), metrics.Source(page.SourceState))
+	registry.MustRegister(newServerCollector(s.server), metrics.Source(page.SourceState))
 	return serving.Run(ctx, s.health, registry, func(ctx context.Context) error {
 		listeners, err := s.listen()
 		if err != nil {

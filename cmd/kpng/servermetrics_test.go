@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package collector_test
+package main
 
 import (
 	"context"
@@ -10,7 +10,6 @@ import (
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/cluster"
 	"github.com/kpng-project/kpng/remote"
-	"github.com/kpng-project/kpng/remote/collector"
 	"github.com/kpng-project/kpng/sink"
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/testutil"
@@ -27,7 +26,7 @@ func TestServerMetrics(t *testing.T) {
 		t.Fatal(err)
 	}
 	registry := prometheus.NewPedanticRegistry()
-	registry.MustRegister(collector.New(server))
+	registry.MustRegister(newServerCollector(server))
 	if problems, err := testutil.GatherAndLint(registry); err != nil || len(problems) > 0 {
 		t.Errorf("problems %v, error %v", problems, err)
 	}

@@ -1,15 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package collector exports the statistics of a [remote.Server] as Prometheus metrics.
-package collector
+package main
 
 import (
 	"github.com/kpng-project/kpng/remote"
 	"github.com/prometheus/client_golang/prometheus"
 )
 
-// New returns a collector of the server's statistics. The caller registers it.
-func New(s *remote.Server) prometheus.Collector {
+// newServerCollector returns a collector of the server's statistics.
+func newServerCollector(s *remote.Server) prometheus.Collector {
 	metric := func(kind prometheus.ValueType, name, help string, of func(remote.Stats) float64) serverMetric {
 		return serverMetric{prometheus.NewDesc(prometheus.BuildFQName("kpng", "server", name), help, nil, nil), kind, of}
 	}

@@ -189,12 +189,6 @@ func (c *Client) Stale() bool {
 	return c.state.revision > 0 && (c.stale || !c.lost.IsZero() && time.Since(c.lost) >= staleAfter)
 }
 
-// Node returns the latest Node from the server, or nil if none is known.
-func (c *Client) Node() *api.Node {
-	state, _ := c.get()
-	return state.node
-}
-
 // get returns the client's state and a channel that closes when the state changes.
 func (c *Client) get() (*clientState, <-chan struct{}) {
 	c.mu.Lock()

@@ -260,8 +260,8 @@ func TestRemoteSinkReceivesSameAsInProcess(t *testing.T) {
 				t.Fatalf("step %d, node %s: over the wire\n%s\nin process\n%s", w.step, node, got, want)
 			}
 		}
-		if want, _ := w.state.Snapshot().Nodes.Get(node); !client.Node().Equal(want) {
-			t.Errorf("the node is %+v, want %+v", client.Node(), want)
+		if want, _ := w.state.Snapshot().Nodes.Get(node); !client.Views().Node.Equal(want) {
+			t.Errorf("the node is %+v, want %+v", client.Views().Node, want)
 		}
 	}
 }

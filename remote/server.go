@@ -8,7 +8,9 @@ import (
 	"crypto/rand"
 	"errors"
 	"fmt"
+	"maps"
 	"net"
+	"slices"
 	"sync/atomic"
 	"time"
 
@@ -50,9 +52,6 @@ type ServerOptions struct {
 	BatchInterval time.Duration
 	// Limits are the limits for clients.
 	Limits Limits
-	// When the context of Serve ends, Serve waits at most StopTimeout for answers in
-	// progress. Default 5 s.
-	StopTimeout time.Duration
 }
 
 // Limits limit the resources that clients use. Clients at the same IP address are one
@@ -125,7 +124,6 @@ func NewServer(state *cluster.State, opts ServerOptions) (*Server, error) {
 		return nil, errors.New("ServeCluster with TLS needs ClusterReaders")
 	}
 	opts.BatchInterval = cmp.Or(opts.BatchInterval, 10*time.Millisecond)
-	opts.StopTimeout = cmp.Or(opts.StopTimeout, 5*time.Second)
 	limits := DefaultLimits()
 	opts.Limits.Connections = cmp.Or(opts.Limits.Connections, limits.Connections)
 	opts.Limits.ConnectionsPerPeer = cmp.Or(opts.Limits.ConnectionsPerPeer, limits.ConnectionsPerPeer)
@@ -146,8 +144,8 @@ func NewServer(state *cluster.State, opts ServerOptions) (*Server, error) {
 }
 
 // Serve accepts clients on the listeners until ctx ends. Then it closes the listeners,
-// waits for answers in progress, up to StopTimeout, and returns nil. It returns an error
-// if a listener would be insecure, if a listener fails, or if Serve was called before.
+// waits up to 5 s for answers in progress, and returns nil. It returns an error if a
+// listener would be insecure, if a listener fails, or if Serve was called before.
 func (s *Server) Serve(ctx context.Context, listeners ...net.Listener) error {
 	defer func() {
 		for _, l := range listeners {
@@ -181,7 +179,7 @@ func (s *Server) Serve(ctx context.Context, listeners ...net.Listener) error {
 	group.Go(func() error {
 		<-serving.Done()
 		s.published.wakeAll(func() { s.published.stopped.Store(true) })
-		timer := time.AfterFunc(s.opts.StopTimeout, server.Stop)
+		timer := time.AfterFunc(stopTimeout, server.Stop)
 		defer timer.Stop()
 		server.GracefulStop()
 		return nil
@@ -190,6 +188,9 @@ func (s *Server) Serve(ctx context.Context, listeners ...net.Listener) error {
 	server.Stop()
 	return err
 }
+
+// stopTimeout limits the time for answers in progress when the server stops.
+const stopTimeout = 5 * time.Second
 
 // maxRequest is the maximum size of a message from a client. A WatchReq is smaller: it
 // has little more than a name and a token.
@@ -270,28 +271,20 @@ func (s *Server) Stats() Stats {
 	}
 }
 
-// StreamStatus describes an open stream.
-type StreamStatus struct {
-	// Node is the node whose view the client receives. It is empty if the client reads the
-	// state of the whole cluster.
-	Node string
-	// Peer is the client's certificate or IP address, as for [Limits].
-	Peer string
-	// Since is the time of the client's first request.
-	Since time.Time
-	// Revision is the last revision of the server's state that the client has. It is 0 until
-	// the client has received the first answer. All revisions that change nothing for the
-	// client count as received.
-	Revision uint64
-}
-
-// Streams returns the open streams, in no particular order. It is safe for concurrent use.
-func (s *Server) Streams() []StreamStatus {
+// Streams calls add for each open stream, in no particular order. It is safe for
+// concurrent use.
+//
+// The argument node is the node whose view the client receives. It is empty if the client
+// reads the state of the whole cluster. The argument peer is the client's certificate or
+// IP address, as for [Limits]. The argument since is the time of the client's first
+// request. The argument revision is the last revision of the server's state that the
+// client has. It is 0 until the client has received the first answer. All revisions that
+// change nothing for the client count as received.
+func (s *Server) Streams(add func(node, peer string, since time.Time, revision uint64)) {
 	s.peers.mu.Lock()
-	defer s.peers.mu.Unlock()
-	all := make([]StreamStatus, 0, len(s.peers.open))
-	for o := range s.peers.open {
-		all = append(all, StreamStatus{o.node, o.peer, o.since, o.revision.Load()})
+	open := slices.Collect(maps.Keys(s.peers.open))
+	s.peers.mu.Unlock()
+	for _, o := range open {
+		add(o.node, o.peer, o.since, o.revision.Load())
 	}
-	return all
 }

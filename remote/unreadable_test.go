@@ -127,7 +127,7 @@ func TestUnreadableObjectIsIgnored(t *testing.T) {
 			}
 			stop()
 			got := "node"
-			for _, a := range client.Node().Addresses {
+			for _, a := range client.Views().Node.Addresses {
 				got += " [" + a.IP.String() + "]"
 			}
 			for _, v := range rec.Views()[:len(rec.Views())-1] {
@@ -214,7 +214,7 @@ func TestInvalidObjectDoesNotStopOthers(t *testing.T) {
 	if want := "good ;named \uFFFD 172.16.0.1;"; got != want {
 		t.Errorf("client has %q, want %q", got, want)
 	}
-	if node := client.Node(); node == nil || len(node.Addresses) != 1 {
+	if node := client.Views().Node; node == nil || len(node.Addresses) != 1 {
 		t.Errorf("node %+v", node)
 	}
 	stop()

@@ -64,7 +64,7 @@ type Handler struct {
 	// Default: none.
 	Problems func() []string
 
-	// Clients calls add for each open stream of a server. See remote.StreamStatus.
+	// Clients calls add for each open stream of a server. See remote.Server.Streams.
 	Clients func(add func(node, peer string, since time.Time, revision uint64))
 }
 

@@ -8,7 +8,6 @@ import (
 	"io/fs"
 	"net"
 	"strconv"
-	"time"
 
 	"github.com/kpng-project/kpng/cluster"
 	"github.com/kpng-project/kpng/health"
@@ -130,7 +129,7 @@ func (f *serverFlags) check() error {
 
 // run serves the source's state until ctx ends.
 func (s *apiServer) run(ctx context.Context, source *command.Source, serving *command.Serving) error {
-	page := &status.Handler{Program: command.Version(), Source: source.String(), State: s.state, Health: s.health, Clients: s.clients}
+	page := &status.Handler{Program: command.Version(), Source: source.String(), State: s.state, Health: s.health, Clients: s.server.Streams}
 	serving.Status, serving.Source = page, page.Source
 	registry := prometheus.NewRegistry()
 	registry.MustRegister(newServerCollector(s.server), metrics.Source(page.SourceState))
@@ -166,11 +165,4 @@ func (s *apiServer) listen() ([]net.Listener, error) {
 func (s *apiServer) health() health.Report {
 	synced := s.state.IsSynced()
 	return health.Report{Synced: synced, NodeEligible: synced}
-}
-
-// clients adds the streams of the server to the status page.
-func (s *apiServer) clients(add func(node, peer string, since time.Time, revision uint64)) {
-	for _, o := range s.server.Streams() {
-		add(o.Node, o.Peer, o.Since, o.Revision)
-	}
 }

@@ -4,6 +4,7 @@ package nodeview
 
 import (
 	"cmp"
+	"encoding/binary"
 	"iter"
 	"net/netip"
 	"slices"
@@ -17,12 +18,60 @@ import (
 // endpoints that new flows through the frontend do not use. A backend ends UDP flows
 // through the frontend to other endpoints.
 //
-// All frontends of a service port and family in one view have equal values, so Existing can
-// be a map key. The zero value has no endpoints.
+// Frontends of one family in one view have equal values if their service ports lead to the
+// same ports of all endpoints. So Existing can be a map key. The zero value has no
+// endpoints.
 type Existing struct {
 	view   *api.View
-	port   *api.PortMapping
+	port   *api.PortMapping // of several with this value, the first one
 	family api.Family
+}
+
+// existingOf returns the Existing of a port and family. If an earlier port leads to the same
+// ports of all endpoints, it is the value of the earlier port.
+func (l *portLists) existingOf(port *api.PortMapping, family api.Family) Existing {
+	x := Existing{l.view, port, family}
+	if port == nil || len(l.view.Service.Ports) == 1 {
+		return x
+	}
+	if l.samples == nil {
+		l.samples, l.existings = samplesOf(l.view), map[string]Existing{}
+	}
+	var buf [64]byte // on the stack
+	key := append(buf[:0], byte(family))
+	for _, e := range l.samples[family] {
+		key = binary.BigEndian.AppendUint32(key, uint32(e.TargetPort(port)))
+	}
+	if first, ok := l.existings[string(key)]; ok {
+		return first
+	}
+	l.existings[string(key)] = x
+	return x
+}
+
+// samplesOf returns an endpoint for each list of PortOverrides in memory, by family. Endpoints
+// of an EndpointSlice share the list, so these are few.
+func samplesOf(view *api.View) map[api.Family][]*api.Endpoint {
+	type list struct {
+		family api.Family
+		ports  *api.PortName
+		count  int
+	}
+	all := map[api.Family][]*api.Endpoint{}
+	var seen distinct.Set[list]
+	for _, endpoints := range [...][]api.Endpoint{view.Endpoints, view.Draining} {
+		for i := range endpoints {
+			e := &endpoints[i]
+			l := list{family: api.FamilyOf(e.Addr), count: len(e.PortOverrides)}
+			if l.count > 0 {
+				l.ports = &e.PortOverrides[0]
+			}
+			if seen.Add(l) {
+				all[l.family] = append(all[l.family], e)
+			}
+		}
+	}
+	return all
 }
 
 // All yields the endpoints, sorted by address and port. Each address and port occurs once.

@@ -3,6 +3,7 @@
 package nodeview
 
 import (
+	"maps"
 	"net/netip"
 	"slices"
 	"testing"
@@ -31,6 +32,15 @@ func TestClassesAgreeWithFrontends(t *testing.T) {
 			t.Errorf("%d classes, want 3 of port http and 2 of the other", n)
 		}
 	}
+	// Another service owns the frontends of the first port with a list.
+	svc := service(func(s *api.Service) {
+		s.Ports[0].Name = "http"
+		s.Ports = append(s.Ports, api.PortMapping{Name: "also", Protocol: api.TCP, Port: 81, TargetPort: 8080})
+	})
+	checkClasses(t, View(&api.ServiceState{
+		Service: svc, Slices: endpointSlices("slice a http=8080 also=8080\n10.0.0.1 ready @here"),
+		Lost: []api.LostClaim{{Claim: api.Claim{IP: netip.MustParseAddr("10.96.0.1"), Protocol: api.TCP, Port: 80}}},
+	}, thisNode))
 	for range Classes(nil) {
 		t.Error("a deleted service has classes")
 	}
@@ -131,6 +141,30 @@ func checkExisting(t *testing.T, state *api.ServiceState, view *api.View, node *
 	}
 	if len(hairpins) > 0 {
 		t.Errorf("no hairpins: %v", hairpins)
+	}
+}
+
+// TestPortsShareExisting checks that ports that lead to the same endpoints and target ports
+// have equal values of Existing, so that a backend can use Existing as a map key.
+func TestPortsShareExisting(t *testing.T) {
+	svc := service(func(s *api.Service) {
+		s.Ports = nil
+		for i, name := range []string{"http", "same", "partly", "other"} {
+			s.Ports = append(s.Ports, api.PortMapping{Name: name, Protocol: api.UDP, Port: int32(80 + i), TargetPortName: name})
+		}
+	})
+	view := View(&api.ServiceState{Service: svc, Slices: endpointSlices(
+		"slice a http=8080/UDP same=8080/UDP partly=8080/UDP other=9090/UDP\n10.0.0.1 ready @here\n" +
+			"slice b http=8081/UDP same=8081/UDP partly=8082/UDP other=9090/UDP\n10.0.0.2 serving terminating @there")}, thisNode)
+	if len(view.Draining) != 1 {
+		t.Fatalf("draining endpoints %v", view.Draining)
+	}
+	values := map[Existing]string{}
+	for f := range Frontends(view) {
+		values[f.Existing] += " " + f.ServicePort.Name
+	}
+	if diff := cmp.Diff([]string{" http same", " other", " partly"}, slices.Sorted(maps.Values(values))); diff != "" {
+		t.Errorf("ports with equal values (-want +got):\n%s", diff)
 	}
 }
 

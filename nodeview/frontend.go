@@ -229,13 +229,14 @@ func decided(view *api.View, named iter.Seq[namedFrontend]) iter.Seq[Frontend] {
 			lists.sources = sourcesByAddress(view.Service)
 		}
 		for s := range named {
-			if s.Fault != 0 {
+			if s.Fault != 0 && s.Fault != lostClaim {
 				continue
 			}
+			// The shared lists do not depend on other services, so also prepare for lost claims.
 			if lists.family == 0 || lists.port != s.ServicePort || lists.family != s.Family {
 				lists.prepare(s.ServicePort, s.Family)
 			}
-			if !yield(frontend(s, lists)) {
+			if s.Fault == 0 && !yield(frontend(s, lists)) {
 				return
 			}
 		}
@@ -250,7 +251,7 @@ func frontend(s namedFrontend, lists *portLists) Frontend {
 		ServicePort: s.ServicePort,
 		Elsewhere:   lists.traffic(lists.external),
 		Node:        lists.traffic(lists.shortCircuit),
-		Existing:    Existing{lists.view, s.ServicePort, s.Family},
+		Existing:    lists.existing,
 		Sources:     lists.sources[s.Addr],
 		Masquerade:  masquerade(svc, s.Kind),
 		Affinity:    affinity(svc),
@@ -268,9 +269,14 @@ type portLists struct {
 	port                             *api.PortMapping
 	family                           api.Family
 	internal, external, shortCircuit list
+	existing                         Existing
 	// distinct has the lists that the method prepare has made so far, without duplicates, by
 	// their hash.
 	distinct map[uint64][]list
+	// existings has the values of existing that the method prepare has made so far, by the
+	// ports of samples, which are the result of samplesOf.
+	existings map[string]Existing
+	samples   map[api.Family][]*api.Endpoint
 	// unusable has the elements of view.Unusable. noEndpoint is the verdict for a list of the
 	// port and family that has no endpoint.
 	unusable   distinct.Set[api.PortFamily]
@@ -296,6 +302,7 @@ type list struct {
 
 func (l *portLists) prepare(port *api.PortMapping, family api.Family) {
 	l.port, l.family = port, family
+	l.existing = l.existingOf(port, family)
 	l.noEndpoint = Drop
 	if l.unusable.Has(portFamily(port, family)) {
 		l.noEndpoint = Reject

@@ -38,12 +38,16 @@ func frontendsOf(v *api.View) (*localv1.ServiceFrontends, error) {
 		elsewhere, node nodeview.ListID
 	}
 	kept := map[rest]*int32{}
+	keptContent := map[string]*int32{"": nil}
 	keep := func(f *nodeview.Frontend) *int32 {
 		k := rest{f.Existing, f.Elsewhere.List, f.Node.List}
 		list, ok := kept[k]
 		if !ok {
-			if all := f.Existing.Without(f.Elsewhere.Endpoints, f.Node.Endpoints); len(all) > 0 {
+			all := f.Existing.Without(f.Elsewhere.Endpoints, f.Node.Endpoints)
+			content := contentOf(all)
+			if list, ok = keptContent[content]; !ok {
 				list = proto.Int32(int32(len(w.Lists)))
+				keptContent[content] = list
 				if size += minTarget * len(all); size <= maxObject {
 					w.Lists = append(w.Lists, targetList(all))
 				}
@@ -98,6 +102,15 @@ const (
 	minTarget   = 12
 	minSource   = 6
 )
+
+// contentOf returns the addresses and ports of a list as a map key.
+func contentOf(list []nodeview.Target) string {
+	var content []byte
+	for _, t := range list {
+		content, _ = t.AddrPort().AppendBinary(content)
+	}
+	return string(content)
+}
 
 func targetList(list []nodeview.Target) *localv1.TargetList {
 	w := &localv1.TargetList{Targets: make([]*localv1.Target, len(list))}

@@ -16,8 +16,8 @@ import (
 
 // flowCleaner deletes stale UDP flows from connection tracking.
 type flowCleaner struct {
-	// frontends maps each frontend of the last Sync to its serving endpoints.
-	frontends map[netip.AddrPort]map[netip.AddrPort]bool
+	// frontends has each frontend of the last Sync.
+	frontends map[netip.AddrPort]nodeview.Existing
 }
 
 func (f *flowCleaner) reconcile(opts *Options, services []*api.View) error {
@@ -26,24 +26,22 @@ func (f *flowCleaner) reconcile(opts *Options, services []*api.View) error {
 		return err
 	}
 	old := f.frontends
-	f.frontends = map[netip.AddrPort]map[netip.AddrPort]bool{}
+	f.frontends = map[netip.AddrPort]nodeview.Existing{}
 	for _, view := range services {
 		for fe := range nodeview.Frontends(view) {
 			if fe.Protocol != api.UDP && opts.Fault != ForgetsFlows {
 				continue
 			}
-			serving := map[netip.AddrPort]bool{}
-			for e := range fe.Existing.All() {
-				serving[e.AddrPort()] = true
-			}
 			for at := range fe.At(nodes) {
-				f.frontends[at] = serving
+				f.frontends[at] = fe.Existing
 			}
 		}
 	}
+	var removed []netip.AddrPort // all their flows are stale
 	for at := range old {
 		if _, still := f.frontends[at]; !still {
-			f.frontends[at] = nil // nil stands for a removed frontend; all its flows are stale
+			f.frontends[at] = nodeview.Existing{}
+			removed = append(removed, at)
 		}
 	}
 	for _, family := range []netlink.InetFamily{unix.AF_INET, unix.AF_INET6} {
@@ -51,10 +49,8 @@ func (f *flowCleaner) reconcile(opts *Options, services []*api.View) error {
 			return fmt.Errorf("delete flows: %w", err)
 		}
 	}
-	for at, serving := range f.frontends {
-		if serving == nil {
-			delete(f.frontends, at)
-		}
+	for _, at := range removed {
+		delete(f.frontends, at)
 	}
 	return nil
 }
@@ -71,6 +67,6 @@ func (s staleFilter) MatchConntrackFlow(flow *netlink.ConntrackFlow) bool {
 	}
 	to, _ := netip.AddrFromSlice(flow.Forward.DstIP)
 	by, _ := netip.AddrFromSlice(flow.Reverse.SrcIP)
-	serving, ours := s.frontends[netip.AddrPortFrom(to.Unmap(), flow.Forward.DstPort)]
-	return ours && (s.all || !serving[netip.AddrPortFrom(by.Unmap(), flow.Reverse.SrcPort)])
+	existing, ours := s.frontends[netip.AddrPortFrom(to.Unmap(), flow.Forward.DstPort)]
+	return ours && (s.all || !existing.Has(netip.AddrPortFrom(by.Unmap(), flow.Reverse.SrcPort)))
 }

@@ -11,6 +11,7 @@ import (
 	"fmt"
 	"maps"
 	"net"
+	"net/netip"
 	"slices"
 	"time"
 
@@ -39,11 +40,12 @@ type dataplane struct {
 	groups map[uint32]group
 
 	// plans are the plans of the services that were delivered since the pass began. The plan
-	// of nodeKey has the flows that do not depend on services. The fields wantedFlows and
-	// wantedGroups are computed from the plans.
+	// of nodeKey has the flows that do not depend on services. The fields wantedFlows,
+	// wantedGroups and datagrams are computed from the plans.
 	plans        map[types.NamespacedName]*plan
 	wantedFlows  map[openflow.FlowKey]*wantedFlow
 	wantedGroups map[uint32]wantedGroup
+	datagrams    map[netip.AddrPort]*datagrams
 	numbers      numbers
 	// leftovers records whether the last pass kept unwanted flows because services failed.
 	leftovers kernelnode.Leftovers
@@ -53,10 +55,8 @@ type dataplane struct {
 	cannotForget bool
 	// cannotWait is true if send could not wait for the datapath.
 	cannotWait bool
-	// repeat are connections that Verify makes the switch forget again at repeatAt. A packet
-	// may have restored them, because the datapath did not follow the flows yet.
-	repeat   staleConnections
-	repeatAt time.Time
+	// repeat has what Verify repeats, in the order of time.
+	repeat []repetition
 	// waiting are connections that the switch has to forget later.
 	waiting staleConnections
 	// maxListed is the largest number of connections of a listing.
@@ -158,6 +158,7 @@ func (d *dataplane) begin(ctx context.Context) error {
 	}
 	d.plans = map[types.NamespacedName]*plan{}
 	d.wantedFlows, d.wantedGroups = map[openflow.FlowKey]*wantedFlow{}, map[uint32]wantedGroup{}
+	d.datagrams = map[netip.AddrPort]*datagrams{}
 	d.numbers = d.newNumbers()
 	d.known = true
 	return nil
@@ -243,9 +244,15 @@ func (d *dataplane) setPlan(key types.NamespacedName, p *plan, t *touched) {
 			d.wantedGroups[id] = wantedGroup{key, d.numbers.seed(id), buckets}
 			t.groups[id] = true
 		}
+		maps.Copy(d.datagrams, p.datagrams)
 	}
 	if old == nil {
 		return
+	}
+	for frontend, before := range old.datagrams {
+		if d.datagrams[frontend] == before {
+			delete(d.datagrams, frontend)
+		}
 	}
 	if p == nil {
 		delete(d.plans, key)

@@ -627,7 +627,7 @@ udp,orig=(src=fd00::1,dst=fd00:10::4,sport=4,dport=53),reply=(src=fd00::2,dst=fd
 		of("", "198.18.1.4:80", "10.244.2.13:8080"): true, // one endpoint
 		of("", "198.18.1.4:81", "10.244.2.14:8080"): true, // another port
 		of("", "[fd00:10::4]:53", ""):               true, // all endpoints
-	})
+	}, nil)
 	want := staleConnections{of("203.0.113.10:2", "198.18.1.4:80", ""): true, of("[fd00::1]:4", "[fd00:10::4]:53", ""): true}
 	if !maps.Equal(got, want) {
 		t.Errorf("got %v, want %v", got, want)

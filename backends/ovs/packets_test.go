@@ -231,8 +231,64 @@ func TestUDPClientsMayBeginBeforeTheirService(t *testing.T) {
 	}
 }
 
-// TestManyStaleConnections removes an endpoint, and then a service, with many UDP frontends
-// while the switch has too many connections for a listing.
+// TestRepetitionKeepsNewConnections opens UDP connections after a change, before the backend
+// makes the switch forget stale connections once more. They stay.
+func TestRepetitionKeepsNewConnections(t *testing.T) {
+	n := newNetwork(t)
+	n.mustPass()
+	web := func(endpoints ...string) *api.View { return view("web", clusterIP, endpoints, withPorts) }
+	remove := func() {
+		if err := n.sync(sink.Changes{}, "web"); err != nil {
+			t.Fatal(err)
+		}
+	}
+	port := 5400
+	for _, test := range []struct {
+		name   string
+		change func()
+	}{
+		{"a new service", func() { n.mustSync(web("!" + podB)) }},
+		{"a changed address", func() {
+			n.mustSync(view("web", "10.96.0.2", []string{"!" + podB}, withPorts))
+			n.mustSync(web("!" + podB))
+		}},
+		{"an endpoint comes back", func() { n.mustSync(web(podA)); n.mustSync(web("!" + podB)) }},
+		{"a service comes back", func() { remove(); n.mustSync(web("!" + podB)) }},
+		{"another service gets the address", func() { remove(); n.mustSync(view("other", clusterIP, []string{"!" + podB}, withPorts)) }},
+	} {
+		port++
+		test.change()
+		c, err := n.dial(podA, port, "udp4", clusterIP+":80")
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer c.Close()
+		c.SetDeadline(time.Now().Add(30 * time.Second))
+		c.Write([]byte("x"))
+		if _, err := c.Read(make([]byte, 100)); err != nil {
+			t.Fatal(err)
+		}
+		d := n.backend.dataplane
+		if len(d.repeat) == 0 {
+			t.Errorf("%s: nothing to repeat", test.name)
+		}
+		if err := d.forgetAgain(t.Context(), time.Now().Add(repeatAfter)); err != nil {
+			t.Fatal(err)
+		}
+		if len(d.repeat) > 0 || !strings.Contains(n.connections(t), fmt.Sprintf("sport=%d,", port)) {
+			t.Errorf("%s: a new connection has ended, or %d repetitions stay", test.name, len(d.repeat))
+		}
+	}
+	n.mustSync(web("!" + podB))
+	due := n.backend.dataplane.repeat[0].at
+	n.mustSync(web(podA))
+	if now := n.backend.dataplane.repeat[0].at; now != due {
+		t.Errorf("a further change delays the repetition from %v to %v", due, now)
+	}
+}
+
+// TestManyStaleConnections adds a service with many UDP frontends, removes an endpoint, and
+// then the service, while the switch has too many connections for a listing.
 func TestManyStaleConnections(t *testing.T) {
 	n := newNetwork(t)
 	n.mustPass()
@@ -273,7 +329,15 @@ func TestManyStaleConnections(t *testing.T) {
 			return !strings.Contains(n.connections(t), gone)
 		})
 	}
+	early, err := n.dial(podA, 5299, "udp4", fmt.Sprintf("%s:%d", clusterIP, s.ports))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer early.Close()
+	early.Write([]byte("x"))
+	ovstest.Await(t, "a connection before the service is tracked", func() bool { return strings.Contains(n.connections(t), "sport=5299") })
 	n.mustSync(web("!" + podB))
+	await("the connection before the service ends", "sport=5299")
 	dial(5300)
 	direct, err := n.dial(podA, 5301, "udp4", fmt.Sprintf("%s:%d", podB, endpointPort+1))
 	if err != nil {

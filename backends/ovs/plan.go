@@ -44,8 +44,11 @@ type datagrams struct {
 	rejects   bool
 }
 
-// sends reports whether packets reach an endpoint.
+// sends reports whether packets reach an endpoint. If d is nil, they reach none.
 func (d *datagrams) sends(to netip.AddrPort) bool {
+	if d == nil {
+		return false
+	}
 	_, ok := slices.BinarySearchFunc(d.endpoints, to, netip.AddrPort.Compare)
 	return ok
 }

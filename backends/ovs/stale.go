@@ -24,8 +24,9 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// staleConnections are tracked UDP connections that keep clients away from the present
-// endpoints of services.
+// staleConnections select tracked UDP connections that keep clients away from the present
+// endpoints of services. Without Endpoint, an element selects the connections to a frontend
+// whose endpoint is not one of the frontend's.
 type staleConnections map[openflow.Connections]bool
 
 const udp = 17
@@ -44,7 +45,7 @@ func (d *dataplane) collectStale(u *unit, stale *staleConnections) {
 		if u.plan != nil {
 			for frontend := range u.plan.datagrams {
 				if _, exists := u.old.datagrams[frontend]; !exists {
-					add(frontend, netip.AddrPort{}) // connections from before, which are not translated
+					add(frontend, frontend) // connections from before, which are not translated
 				}
 			}
 		}
@@ -96,7 +97,11 @@ func (d *dataplane) collectStale(u *unit, stale *staleConnections) {
 	}
 	for _, p := range slices.Concat(u.additions, u.deletions) {
 		for key := range p.set {
-			d.addFrontends(key, add)
+			if _, exists := d.flows[key]; exists {
+				d.addFrontends(key, add)
+			} else {
+				d.addFrontends(key, func(frontend, _ netip.AddrPort) { add(frontend, frontend) })
+			}
 		}
 		for key := range p.deleted {
 			d.addFrontends(key, add)
@@ -129,16 +134,19 @@ func (d *dataplane) addFrontends(key openflow.FlowKey, add func(frontend, endpoi
 	}
 }
 
+// repetition are connections that the switch has to forget again. A packet may have restored
+// them, because the datapath did not follow the flows yet.
+type repetition struct {
+	at    time.Time
+	stale staleConnections
+}
+
 // forget makes the switch forget connections now, and once more later.
 func (d *dataplane) forget(ctx context.Context, stale staleConnections) error {
 	if len(stale) == 0 {
 		return nil
 	}
-	if d.repeat == nil {
-		d.repeat = staleConnections{}
-	}
-	maps.Copy(d.repeat, stale)
-	d.repeatAt = time.Now().Add(repeatAfter)
+	d.repeat = append(d.repeat, repetition{time.Now().Add(repeatAfter), maps.Clone(stale)})
 	return d.deleteConnections(ctx, stale)
 }
 
@@ -148,10 +156,13 @@ const repeatAfter = time.Second
 // forgetAgain repeats forget if it is time. Otherwise it sends some of the messages that
 // wait.
 func (d *dataplane) forgetAgain(ctx context.Context, now time.Time) error {
-	if len(d.repeat) > 0 && !now.Before(d.repeatAt) {
-		stale := d.repeat
-		d.repeat = nil
-		return d.deleteConnections(ctx, stale)
+	due := staleConnections{}
+	for len(d.repeat) > 0 && !now.Before(d.repeat[0].at) {
+		maps.Copy(due, d.repeat[0].stale)
+		d.repeat = d.repeat[1:]
+	}
+	if len(due) > 0 {
+		return d.deleteConnections(ctx, due)
 	}
 	return d.deleteNext(ctx)
 }
@@ -160,14 +171,25 @@ func (d *dataplane) forgetAgain(ctx context.Context, now time.Time) error {
 // connections.
 const maxSearches = 16
 
-// deleteConnections makes the switch forget connections. For each message that does not name
-// a client, the switch searches its table of connections. So if there are several messages,
-// deleteConnections lists the connections, if they are not too many, and names the clients.
-// Otherwise it sends maxSearches messages, and lets the others wait for Verify.
+// deleteConnections makes the switch forget connections, except those to endpoints that have
+// come back. For each message that does not name a client, the switch searches its table of
+// connections. So if there are several messages, deleteConnections lists the connections, if
+// they are not too many, and names the clients. It also does so if only some connections to
+// a frontend are stale. Otherwise it sends maxSearches messages, and lets the others wait
+// for Verify.
 func (d *dataplane) deleteConnections(ctx context.Context, stale staleConnections) error {
-	if len(stale) > 1 && countConnections(ctx, d.opts) <= d.maxListed {
+	some := false
+	for c := range stale {
+		switch now := d.datagrams[c.Destination]; {
+		case now.sends(c.Endpoint):
+			delete(stale, c)
+		case !c.Endpoint.IsValid() && now != nil:
+			some = true
+		}
+	}
+	if (len(stale) > 1 || some) && countConnections(ctx, d.opts) <= d.maxListed {
 		if existing, err := listConnections(ctx, d.opts); err == nil {
-			return d.sendDeletions(ctx, slices.Collect(maps.Keys(existing.matching(stale))))
+			return d.sendDeletions(ctx, slices.Collect(maps.Keys(existing.matching(stale, d.datagrams))))
 		}
 	}
 	if len(stale) > maxSearches {
@@ -215,14 +237,18 @@ func (d *dataplane) sendDeletions(ctx context.Context, all []openflow.Connection
 }
 
 // wider returns fewer selections that include those in c: all connections to each endpoint,
-// and to each address of frontends. So their number is not the product of both.
+// and all or all untranslated ones to each address of frontends. So their number is not the
+// product of both.
 func (c staleConnections) wider() staleConnections {
 	out := staleConnections{}
 	for one := range c {
-		if one.Endpoint.IsValid() {
+		switch addr := netip.AddrPortFrom(one.Destination.Addr(), 0); one.Endpoint {
+		case netip.AddrPort{}:
+			one.Destination = addr
+		case one.Destination:
+			one.Destination, one.Endpoint = addr, addr
+		default:
 			one.Destination = netip.AddrPort{}
-		} else {
-			one.Destination = netip.AddrPortFrom(one.Destination.Addr(), 0)
 		}
 		out[one] = true
 	}
@@ -275,15 +301,15 @@ func (o *Options) parseConnections(text string) (all staleConnections, err error
 }
 
 // matching returns the connections in c, with Source but without Endpoint, that the set
-// wanted selects.
-func (c staleConnections) matching(wanted staleConnections) staleConnections {
+// wanted selects. The argument now has what the frontends do with packets.
+func (c staleConnections) matching(wanted staleConnections, now map[netip.AddrPort]*datagrams) staleConnections {
 	out := staleConnections{}
 	for one := range c {
 		key := one
 		key.Source = netip.AddrPort{}
 		anyEndpoint := key
 		anyEndpoint.Endpoint = netip.AddrPort{}
-		if wanted[key] || wanted[anyEndpoint] {
+		if wanted[key] || wanted[anyEndpoint] && !now[one.Destination].sends(one.Endpoint) {
 			one.Endpoint = netip.AddrPort{}
 			out[one] = true
 		}

@@ -13,6 +13,7 @@ import (
 	"github.com/kpng-project/kpng/backends/windows/kernelspace"
 	"github.com/kpng-project/kpng/internal/command"
 	"github.com/kpng-project/kpng/internal/nodesinks"
+	"github.com/kpng-project/kpng/node/nodeaddr"
 	"github.com/kpng-project/kpng/sink"
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/spf13/pflag"
@@ -21,23 +22,22 @@ import (
 // Kernelspace returns the backend that programs services as load balancers of the Host
 // Networking Service (HNS) of Windows.
 func Kernelspace() sink.Sink {
-	opts, checks, metrics := kernelspace.Options{}, newHealthChecks(), newHNSMetrics()
-	opts.Observer = metrics.observer()
+	f, metrics := &kernelspaceFlags{checks: newHealthChecks()}, newHNSMetrics()
 	return withReports(&command.Backend{
 		Name:  "kernelspace",
 		Short: "Program services into the kernel by the Host Networking Service (HNS), in place of kube-proxy or beside it",
 		Long: "Makes load balancers of the Host Networking Service (HNS) for services, in place of kube-proxy or, for services of another proxy name, beside it. " +
 			"What is programmed stays when the program ends, until it is started with --cleanup, or kpng cleanup kernelspace. It needs an administrator's rights.",
 		OnlyPorts: true,
-		Flags:     func(fs *pflag.FlagSet) { kernelspaceFlags(fs, &opts, checks) },
+		Flags:     f.register,
 		Make: func(healthy func() bool) (command.Parts, error) {
-			opts := opts
-			opts.StateFile = cmp.Or(opts.StateFile, kernelspaceStateFile(opts.Name))
-			parts, err := checks.parts(nodesinks.Options{Healthy: healthy}, func(backends.Options) (sink.Sink, error) { return kernelspace.New(opts) })
+			opts := f.complete()
+			opts.Observer, opts.Called = &observer{holds: metrics.holds}, metrics.called
+			parts, err := f.checks.parts(nodesinks.Options{Healthy: healthy}, func(backends.Options) (sink.Sink, error) { return kernelspace.New(opts) })
 			if err != nil {
 				return parts, err
 			}
-			parts.Collectors = append(parts.Collectors, metrics.endpoints, metrics.balancers, metrics.calls, metrics.failures)
+			parts.Collectors = append(parts.Collectors, metrics.holds["endpoints"], metrics.holds["load_balancers"], metrics.calls, metrics.failures)
 			return parts, nil
 		},
 	}, nil)
@@ -52,33 +52,56 @@ func kernelspaceStateFile(instance string) string {
 	return filepath.Join(os.Getenv("ProgramData"), "kpng", name)
 }
 
-func kernelspaceFlags(fs *pflag.FlagSet, opts *kernelspace.Options, checks *healthChecks) {
-	fs.StringVar(&opts.Network, "network", os.Getenv("KUBE_NETWORK"), "the `name` of the HNS network that pods are on; without it, $KUBE_NETWORK")
-	fs.StringVar(&opts.Name, "instance", "kpng", "the `name` that begins the names of this program's HNS endpoints and identifies them; each instance on a node needs its own")
-	fs.StringVar(&opts.StateFile, "state-file", "", "the `file` that remembers which load balancers are this program's; without it, kernelspace.journal, or kernelspace-INSTANCE.journal, in %ProgramData%\\kpng")
-	fs.BoolVar(&opts.EnableDSR, "enable-dsr", false, "use direct server return for cluster IPs; fails where Windows lacks it")
-	listFlag(fs, &opts.SourceVIPs, netip.ParseAddr, "source-vip", "the source `address` of what load balancers send on, at most one a family; an overlay network needs one")
-	listFlag(fs, &opts.NodeIPs, netip.ParseAddr, "node-ip", "an `address` of this node; without it, those of its Node object")
-	fs.StringVar(&opts.HostMAC, "host-mac", "", "the hardware `address`, as in 00-15-5d-01-02-03, for the source VIP and cluster IPs on an overlay network; without it, that of the interface that has the node's address")
-	fs.BoolVar(&opts.ForwardHealthChecks, "forward-healthcheck-vip", false, "forward health checks at load-balancer addresses to this node")
-	fs.Uint16Var(&opts.HealthzPort, "forward-healthcheck-port", 10256, "the `port` for forwarded health checks of services without a health-check node port: that of --healthz-bind-address; 0 forwards none of them")
-	fs.StringVar(&opts.RootEndpoint, "root-hnsendpoint-name", "cbr0", "the `name` of the HNS endpoint through which this node is reached, for forwarded health checks")
-	fs.IntVar(&opts.MaxLoadBalancers, "max-load-balancers", 0, "how many load balancers one service may have, one for each frontend; a service that needs more is refused; 0 means 1024")
-	checks.register(fs)
+// kernelspaceFlags has the values of the backend's flags.
+type kernelspaceFlags struct {
+	checks        *healthChecks
+	options       kernelspace.Options
+	nodeIPs       []netip.Addr
+	forwardChecks bool
+}
+
+func (f *kernelspaceFlags) register(fs *pflag.FlagSet) {
+	fs.StringVar(&f.options.Network, "network", os.Getenv("KUBE_NETWORK"), "the `name` of the HNS network that pods are on; without it, $KUBE_NETWORK")
+	fs.StringVar(&f.options.Instance, "instance", "kpng", "the `name` that begins the names of this program's HNS endpoints and identifies them; each instance on a node needs its own")
+	fs.StringVar(&f.options.StateFile, "state-file", "", "the `file` that remembers which load balancers are this program's; without it, kernelspace.journal, or kernelspace-INSTANCE.journal, in %ProgramData%\\kpng")
+	fs.BoolVar(&f.options.EnableDSR, "enable-dsr", false, "use direct server return for cluster IPs; fails where Windows lacks it")
+	listFlag(fs, &f.options.SourceVIPs, netip.ParseAddr, "source-vip", "the source `address` of what load balancers send on, at most one a family; an overlay network needs one")
+	listFlag(fs, &f.nodeIPs, netip.ParseAddr, "node-ip", "an `address` of this node; without it, those of its Node object")
+	fs.StringVar(&f.options.HostMAC, "host-mac", "", "the hardware `address`, as in 00-15-5d-01-02-03, for the source VIP and cluster IPs on an overlay network; without it, that of the interface that has the node's address")
+	fs.BoolVar(&f.forwardChecks, "forward-healthcheck-vip", false, "forward health checks at load-balancer addresses to this node")
+	fs.Uint16Var(&f.options.HealthzPort, "forward-healthcheck-port", 10256, "the `port` for forwarded health checks of services without a health-check node port: that of --healthz-bind-address; 0 forwards none of them")
+	fs.StringVar(&f.options.RootEndpoint, "root-hnsendpoint-name", "cbr0", "the `name` of the HNS endpoint through which this node is reached, for forwarded health checks")
+	fs.IntVar(&f.options.MaxLoadBalancers, "max-load-balancers", 0, "how many load balancers one service may have, one for each frontend; a service that needs more is refused; 0 means 1024")
+	f.checks.register(fs)
+}
+
+// complete returns the options that the flags select.
+func (f *kernelspaceFlags) complete() kernelspace.Options {
+	opts := f.options
+	opts.StateFile = cmp.Or(opts.StateFile, kernelspaceStateFile(opts.Instance))
+	if len(f.nodeIPs) > 0 {
+		opts.NodeAddresses = nodeaddr.Of(f.nodeIPs...)
+	}
+	if !f.forwardChecks {
+		opts.RootEndpoint = ""
+	}
+	return opts
 }
 
 // hnsMetrics counts the calls to HNS. It also counts the endpoints and load balancers
 // that HNS has for this program.
 type hnsMetrics struct {
-	endpoints, balancers prometheus.Gauge
-	calls                *prometheus.HistogramVec
-	failures             *prometheus.CounterVec
+	holds    map[string]prometheus.Gauge
+	calls    *prometheus.HistogramVec
+	failures *prometheus.CounterVec
 }
 
 func newHNSMetrics() *hnsMetrics {
 	return &hnsMetrics{
-		endpoints: gauge("hns", "endpoints", "Endpoints that HNS has for kpng."),
-		balancers: gauge("hns", "load_balancers", "Load balancers that HNS has for kpng."),
+		holds: map[string]prometheus.Gauge{
+			"endpoints":      gauge("hns", "endpoints", "Endpoints that HNS has for kpng."),
+			"load_balancers": gauge("hns", "load_balancers", "Load balancers that HNS has for kpng."),
+		},
 		calls: prometheus.NewHistogramVec(prometheus.HistogramOpts{
 			Namespace: "kpng", Subsystem: "hns", Name: "call_duration_seconds", Buckets: durations,
 			Help: "How long a call of HNS took, by call (CreateLoadBalancer, …); a listing is one call.",
@@ -89,17 +112,10 @@ func newHNSMetrics() *hnsMetrics {
 	}
 }
 
-func (m *hnsMetrics) observer() kernelspace.Observer {
-	return kernelspace.Observer{
-		Called: func(call string, took time.Duration, err error) {
-			m.calls.WithLabelValues(call).Observe(took.Seconds())
-			if err != nil {
-				m.failures.WithLabelValues(call).Inc()
-			}
-		},
-		Holds: func(endpoints, loadBalancers int) {
-			m.endpoints.Set(float64(endpoints))
-			m.balancers.Set(float64(loadBalancers))
-		},
+// called counts a call to HNS.
+func (m *hnsMetrics) called(call string, took time.Duration, err error) {
+	m.calls.WithLabelValues(call).Observe(took.Seconds())
+	if err != nil {
+		m.failures.WithLabelValues(call).Inc()
 	}
 }

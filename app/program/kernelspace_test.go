@@ -12,9 +12,11 @@ import (
 	"github.com/google/go-cmp/cmp"
 	"github.com/google/go-cmp/cmp/cmpopts"
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/backends/windows/kernelspace"
 	"github.com/kpng-project/kpng/internal/hns"
 	"github.com/kpng-project/kpng/internal/hns/fakehns"
+	"github.com/kpng-project/kpng/node/nodeaddr"
 	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
 	"github.com/prometheus/client_golang/prometheus"
@@ -28,33 +30,39 @@ func TestFlagsOfKernelspace(t *testing.T) {
 	t.Setenv("KUBE_NETWORK", "l2bridge")
 	t.Setenv("ProgramData", "/data")
 	addr := netip.MustParseAddr
+	addresses := cmp.Transformer("Addresses", func(s nodeaddr.Source) []netip.Addr {
+		if s == nil {
+			return nil
+		}
+		list, _ := s.Addresses()
+		return list
+	})
 	for _, tc := range []struct {
 		name string
 		args []string
 		want kernelspace.Options
 	}{
 		{"the environment names the network and the folder", nil, kernelspace.Options{
-			Network: "l2bridge", Name: "kpng",
-			HealthzPort: 10256, RootEndpoint: "cbr0",
+			Options: backends.Options{Instance: "kpng"}, Network: "l2bridge", StateFile: filepath.FromSlash("/data/kpng/kernelspace.journal"), HealthzPort: 10256,
 		}},
 		{"everything", []string{
 			"--network=vxlan", "--instance=mine", "--state-file=mine.json", "--enable-dsr", "--source-vip=10.1.1.250,fd00::250",
 			"--node-ip=192.168.0.1", "--node-ip=fd00:192::1", "--host-mac=00-15-5d-01-02-03",
 			"--forward-healthcheck-vip", "--forward-healthcheck-port=10257", "--root-hnsendpoint-name=root",
 		}, kernelspace.Options{
-			Network: "vxlan", Name: "mine", StateFile: "mine.json", EnableDSR: true, HostMAC: "00-15-5d-01-02-03",
-			ForwardHealthChecks: true, HealthzPort: 10257, RootEndpoint: "root",
-			SourceVIPs: []netip.Addr{addr("10.1.1.250"), addr("fd00::250")}, NodeIPs: []netip.Addr{addr("192.168.0.1"), addr("fd00:192::1")},
+			Options: backends.Options{Instance: "mine", NodeAddresses: nodeaddr.Of(addr("192.168.0.1"), addr("fd00:192::1"))},
+			Network: "vxlan", StateFile: "mine.json", EnableDSR: true, HostMAC: "00-15-5d-01-02-03",
+			HealthzPort: 10257, RootEndpoint: "root", SourceVIPs: []netip.Addr{addr("10.1.1.250"), addr("fd00::250")},
 		}},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
-			var got kernelspace.Options
+			f := kernelspaceFlags{checks: newHealthChecks()}
 			fs := pflag.NewFlagSet("kernelspace", pflag.ContinueOnError)
-			kernelspaceFlags(fs, &got, newHealthChecks())
+			f.register(fs)
 			if err := fs.Parse(tc.args); err != nil {
 				t.Fatal(err)
 			}
-			if diff := cmp.Diff(tc.want, got, cmpopts.EquateComparable(netip.Addr{})); diff != "" {
+			if diff := cmp.Diff(tc.want, f.complete(), cmpopts.EquateComparable(netip.Addr{}), addresses); diff != "" {
 				t.Errorf("options (-want +got):\n%s", diff)
 			}
 			if len(mustConfigure(t, Kernelspace(), tc.args...).Parts().Beside) != 1 {

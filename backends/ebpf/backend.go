@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/backends"
+	"github.com/kpng-project/kpng/internal/backendoptions"
 	"github.com/kpng-project/kpng/internal/kernelnode"
 	"github.com/kpng-project/kpng/sink"
 	"k8s.io/klog/v2"
@@ -82,7 +83,7 @@ func newBackend(proxy sink.Sink, opts Options) (*backend, error) {
 	if err := opts.complete(); err != nil {
 		return nil, fmt.Errorf("ebpf options: %w", err)
 	}
-	opts.Observer = kernelnode.Observe(opts.Observer)
+	opts.Observer = backendoptions.Observe(opts.Observer)
 	return &backend{opts: opts, proxy: proxy}, nil
 }
 

@@ -13,7 +13,7 @@ import (
 	"regexp"
 
 	"github.com/kpng-project/kpng/backends"
-	"github.com/kpng-project/kpng/internal/kernelnode"
+	"github.com/kpng-project/kpng/internal/backendoptions"
 )
 
 // Options are the settings of the dataplane. Of [backends.Options], it supports only Instance
@@ -81,7 +81,7 @@ func (o *Options) complete() error {
 	o.MaxMembers = cmp.Or(o.MaxMembers, 1<<18)
 	o.MaxClients = cmp.Or(o.MaxClients, 1<<16)
 
-	errs := []error{kernelnode.Complete(&o.Options, false, "Instance", "Observer")}
+	errs := []error{backendoptions.Complete(&o.Options, false, "Instance", "Observer")}
 	if !instanceName.MatchString(o.Instance) {
 		errs = append(errs, fmt.Errorf("instance %q must have at most 64 letters, digits, \"_\" and \"-\"", o.Instance))
 	}

@@ -17,6 +17,7 @@ import (
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/backends"
+	"github.com/kpng-project/kpng/internal/backendoptions"
 	"github.com/kpng-project/kpng/internal/kernelnode"
 	"github.com/kpng-project/kpng/internal/netfilter"
 	"github.com/kpng-project/kpng/internal/netns"
@@ -74,7 +75,7 @@ func newBackend(opts Options) (*backend, error) {
 	if err := opts.complete(); err != nil {
 		return nil, fmt.Errorf("iptables options: %w", err)
 	}
-	opts.Observer = kernelnode.Observe(opts.Observer)
+	opts.Observer = backendoptions.Observe(opts.Observer)
 	return &backend{opts: opts}, nil
 }
 

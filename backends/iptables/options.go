@@ -12,7 +12,7 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/backends"
-	"github.com/kpng-project/kpng/internal/kernelnode"
+	"github.com/kpng-project/kpng/internal/backendoptions"
 )
 
 // Options are the settings of the dataplane. It supports all options of
@@ -90,7 +90,7 @@ var instanceName = regexp.MustCompile(`^[A-Za-z0-9]{0,6}$`)
 func (o *Options) complete() error {
 	o.LockWait = cmp.Or(o.LockWait, 5*time.Second)
 
-	errs := []error{kernelnode.Complete(&o.Options, false, "Instance", "MasqueradeMark", "MasqueradeAll", "MasqueradeOutsiders", "ClusterCIDRs", "NodePodCIDRs", "PodInterfaces",
+	errs := []error{backendoptions.Complete(&o.Options, false, "Instance", "MasqueradeMark", "MasqueradeAll", "MasqueradeOutsiders", "ClusterCIDRs", "NodePodCIDRs", "PodInterfaces",
 		"AcceptUnknownPorts", "NodeAddresses", "Conntrack", "Sysctls", "Observer", "NetNS")}
 	if !instanceName.MatchString(o.Instance) {
 		errs = append(errs, fmt.Errorf("instance %q must have at most 6 letters and digits", o.Instance))

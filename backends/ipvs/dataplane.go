@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/backends"
+	"github.com/kpng-project/kpng/internal/backendoptions"
 	"github.com/kpng-project/kpng/internal/kernelnode"
 	"github.com/kpng-project/kpng/internal/netfilter"
 	"github.com/kpng-project/kpng/internal/sourcelists"
@@ -89,7 +90,7 @@ func newDataplane(opts *Options) *dataplane {
 			scheduler: opts.Scheduler, annotation: opts.SchedulerAnnotation,
 			owner: owner(opts.tableName()), healthzPort: opts.HealthzPort, nodeNetworks: opts.NodeNetworks,
 		},
-		observer: kernelnode.Observe(opts.Observer),
+		observer: backendoptions.Observe(opts.Observer),
 		conn:     conn{netNS: opts.NetNS},
 		nft:      netfilter.NewConn(opts.NetNS),
 		lists:    sourcelists.New(nil),

@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/backends"
+	"github.com/kpng-project/kpng/internal/backendoptions"
 	"github.com/kpng-project/kpng/internal/kernelnode"
 	"github.com/kpng-project/kpng/internal/netfilter"
 	"github.com/kpng-project/kpng/internal/ownership"
@@ -55,7 +56,7 @@ func newBackend(opts Options) (*backend, error) {
 	if err := opts.complete(); err != nil {
 		return nil, fmt.Errorf("nftables options: %w", err)
 	}
-	opts.Observer = kernelnode.Observe(opts.Observer)
+	opts.Observer = backendoptions.Observe(opts.Observer)
 	b := &backend{opts: opts}
 	b.table = newTable(&b.opts)
 	return b, nil

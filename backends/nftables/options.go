@@ -13,7 +13,7 @@ import (
 	"strings"
 
 	"github.com/kpng-project/kpng/backends"
-	"github.com/kpng-project/kpng/internal/kernelnode"
+	"github.com/kpng-project/kpng/internal/backendoptions"
 )
 
 // Options are the settings of the dataplane. It supports all options of
@@ -57,7 +57,7 @@ var instanceName = regexp.MustCompile(`^[A-Za-z0-9_.-]{0,64}$`)
 func (o *Options) complete() error {
 	o.DNATPriority = cmp.Or(o.DNATPriority, -100)
 	o.SNATPriority = cmp.Or(o.SNATPriority, 100)
-	errs := []error{kernelnode.Complete(&o.Options, false, "Instance", "MasqueradeMark", "MasqueradeAll", "MasqueradeOutsiders",
+	errs := []error{backendoptions.Complete(&o.Options, false, "Instance", "MasqueradeMark", "MasqueradeAll", "MasqueradeOutsiders",
 		"ClusterCIDRs", "NodePodCIDRs", "PodInterfaces", "AcceptUnknownPorts", "NodeAddresses", "Conntrack", "Sysctls", "Observer", "NetNS")}
 	if !instanceName.MatchString(o.Instance) {
 		errs = append(errs, fmt.Errorf("instance %q must have at most 64 letters, digits, \"_\", \".\" and \"-\"", o.Instance))

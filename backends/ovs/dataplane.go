@@ -18,6 +18,7 @@ import (
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/backends/ovs/internal/openflow"
+	"github.com/kpng-project/kpng/internal/backendoptions"
 	"github.com/kpng-project/kpng/internal/kernelnode"
 	"github.com/kpng-project/kpng/sink"
 	"k8s.io/apimachinery/pkg/types"
@@ -94,7 +95,7 @@ type wantedGroup struct {
 }
 
 func newDataplane(opts *Options) *dataplane {
-	d := &dataplane{opts: opts, observer: kernelnode.Observe(opts.Observer), maxListed: maxListed}
+	d := &dataplane{opts: opts, observer: backendoptions.Observe(opts.Observer), maxListed: maxListed}
 	d.planner = planner{opts: opts, number: d.numberOf, maxGroups: maxGroups}
 	return d
 }

@@ -16,7 +16,7 @@ import (
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/backends"
-	"github.com/kpng-project/kpng/internal/kernelnode"
+	"github.com/kpng-project/kpng/internal/backendoptions"
 )
 
 // Options are the settings of the dataplane. Bridge is required. It does not support
@@ -107,7 +107,7 @@ const (
 func (o *Options) complete() error {
 	o.RunDir = cmp.Or(o.RunDir, "/var/run/openvswitch")
 	o.FirstTable = cmp.Or(o.FirstTable, 100)
-	errs := []error{kernelnode.Complete(&o.Options, len(o.PodCIDRs) > 0,
+	errs := []error{backendoptions.Complete(&o.Options, len(o.PodCIDRs) > 0,
 		"Instance", "MasqueradeAll", "MasqueradeOutsiders", "ClusterCIDRs", "NodeAddresses", "Conntrack", "Sysctls", "Observer")}
 	if o.Bridge == "" || o.Bridge != filepath.Base(o.Bridge) {
 		errs = append(errs, fmt.Errorf("%q is not the name of a bridge", o.Bridge))

@@ -2,8 +2,8 @@
 
 //go:build linux
 
-// Package kernelnode has code that the backends for the Linux kernel share: checks of
-// options, the tasks beside the dataplane, and the pauses between repairs.
+// Package kernelnode has code that the backends for the Linux kernel share: the
+// kernel settings, the tasks beside the dataplane, and the pauses between repairs.
 package kernelnode
 
 import (

@@ -3,7 +3,6 @@
 package kernelspace
 
 import (
-	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -14,20 +13,22 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/backends/windows/internal/journal"
 	"github.com/kpng-project/kpng/internal/hns"
 	"github.com/kpng-project/kpng/internal/ownership"
+	"github.com/kpng-project/kpng/node/nodeaddr"
 	"github.com/kpng-project/kpng/sink"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/klog/v2"
 )
 
-// Backend is a [sink.Sink] that programs services as HNS load balancers with their
-// endpoints. Only one driver may use it.
-type Backend struct {
+// The type backend is the dataplane of this package. It programs services as HNS load
+// balancers with their endpoints. Only one driver may use it.
+type backend struct {
 	opts   Options
 	owner  ownership.Owner
-	hns    hns.HNS
+	hns    *observed
 	record *record
 
 	views   map[types.NamespacedName]*api.View
@@ -71,29 +72,20 @@ type want struct {
 	policy  *policy
 }
 
-var (
-	_ sink.Sink     = &Backend{}
-	_ sink.Starter  = &Backend{}
-	_ sink.Stopper  = &Backend{}
-	_ sink.Verifier = &Backend{}
-	_ sink.Cleaner  = &Backend{}
-)
+var _ backends.Dataplane = (*backend)(nil)
 
-// New returns a backend without calling HNS. It returns an error if the options are
+// New returns a dataplane without calling HNS. It returns an error if the options are
 // invalid, or if the system is not Windows.
-func New(opts Options) (*Backend, error) {
-	if err := opts.check(); err != nil {
+func New(opts Options) (backends.Dataplane, error) {
+	if err := opts.complete(); err != nil {
 		return nil, err
 	}
 	service, err := hns.Open()
 	if err != nil {
 		return nil, err
 	}
-	opts.Name, opts.RootEndpoint = cmp.Or(opts.Name, "kpng"), cmp.Or(opts.RootEndpoint, "cbr0")
-	b := &Backend{
+	b := &backend{
 		opts:      opts,
-		hns:       service,
-		nodeIPs:   opts.NodeIPs,
 		views:     map[types.NamespacedName]*api.View{},
 		plans:     map[types.NamespacedName][]policy{},
 		wanted:    map[frontend]want{},
@@ -104,11 +96,9 @@ func New(opts Options) (*Backend, error) {
 		checks:    map[frontend][]want{},
 		refused:   map[types.NamespacedName]error{},
 	}
-	if opts.Observer.Called != nil {
-		b.hns = &observed{service, opts.Observer.Called, time.Now}
-	}
-	b.environment.dsr, b.environment.maxBalancers = opts.EnableDSR, cmp.Or(opts.MaxLoadBalancers, 1024)
-	b.environment.forwardHealthChecks, b.environment.healthzPort = opts.ForwardHealthChecks, opts.HealthzPort
+	b.hns = &observed{hns: service, opts: &b.opts, now: time.Now}
+	b.environment.dsr, b.environment.maxBalancers = opts.EnableDSR, opts.MaxLoadBalancers
+	b.environment.forwardChecks, b.environment.healthzPort = opts.RootEndpoint != "", opts.HealthzPort
 	for _, a := range opts.SourceVIPs {
 		if a.Is4() {
 			b.environment.sourceVIP4 = a
@@ -123,13 +113,13 @@ func New(opts Options) (*Backend, error) {
 // fails if the file is of another kind, or if HNS lacks a required feature. It does not
 // fail if HNS does not run yet. If another process uses the state file, the error wraps
 // [sink.ErrOwned].
-func (b *Backend) Start(ctx context.Context) error {
+func (b *backend) Start(ctx context.Context) error {
 	return b.owner.Start(b.own(ctx), func() error { return b.start(ctx) })
 }
 
 // own returns a function that takes the ownership of the state file. If the file cannot be
 // locked for another reason than another owner, the function logs that and succeeds.
-func (b *Backend) own(ctx context.Context) func() (release func(), err error) {
+func (b *backend) own(ctx context.Context) func() (release func(), err error) {
 	return func() (func(), error) {
 		release, err := ownership.File(b.opts.StateFile)
 		if err != nil && !errors.Is(err, sink.ErrOwned) {
@@ -141,12 +131,12 @@ func (b *Backend) own(ctx context.Context) func() (release func(), err error) {
 }
 
 // Stop implements [sink.Stopper]. HNS continues to forward traffic; see Cleanup.
-func (b *Backend) Stop(context.Context) error {
+func (b *backend) Stop(context.Context) error {
 	b.owner.Release()
 	return nil
 }
 
-func (b *Backend) start(ctx context.Context) error {
+func (b *backend) start(ctx context.Context) error {
 	r, err := readRecord(b.opts.StateFile)
 	switch {
 	case errors.Is(err, journal.ErrForeign):
@@ -167,7 +157,7 @@ func (b *Backend) start(ctx context.Context) error {
 }
 
 // checkFeatures returns an error if HNS lacks a feature that the options require.
-func (b *Backend) checkFeatures(f hns.Features) error {
+func (b *backend) checkFeatures(f hns.Features) error {
 	if b.opts.EnableDSR && !f.DSR {
 		return fmt.Errorf("direct server return (Options.EnableDSR): %w", hns.ErrNotSupported)
 	}
@@ -180,7 +170,7 @@ func (b *Backend) checkFeatures(f hns.Features) error {
 // Each error contains the frontend and the error of HNS. If HNS does not run or the network
 // does not exist, all services fail, and Sync requests a new pass. The driver retries until
 // HNS is back.
-func (b *Backend) Sync(ctx context.Context, c *sink.Changes) error {
+func (b *backend) Sync(ctx context.Context, c *sink.Changes) error {
 	if c.First {
 		clear(b.views)
 		clear(b.failing)
@@ -194,7 +184,7 @@ func (b *Backend) Sync(ctx context.Context, c *sink.Changes) error {
 			b.holdings = nil
 		}
 	}
-	p := &pass{Backend: b, ctx: ctx, log: klog.FromContext(ctx), delivered: delivered}
+	p := &pass{backend: b, ctx: ctx, log: klog.FromContext(ctx), delivered: delivered}
 	err := p.run()
 	if _, ok := sink.Acknowledged(err); !ok {
 		return fmt.Errorf("%w: %w", err, sink.ErrStartOver)
@@ -205,12 +195,15 @@ func (b *Backend) Sync(ctx context.Context, c *sink.Changes) error {
 // Verify implements [sink.Verifier]. It lists the objects of HNS and repairs drift. It
 // ignores failed services, because the driver delivers them again. If Verify fails, the
 // state of HNS is unknown, and Verify requests a new pass.
-func (b *Backend) Verify(ctx context.Context) error {
+func (b *backend) Verify(ctx context.Context) error {
 	if b.holdings == nil {
 		return nil // nothing is programmed yet, or the next Sync lists the objects anyway
 	}
 	b.holdings = nil
-	p := &pass{Backend: b, ctx: ctx, log: klog.FromContext(ctx), delivered: map[types.NamespacedName]bool{}}
+	b.readAddresses()
+	b.hns.repairing = b.planned && !b.doubtful && !b.passing
+	defer func() { b.hns.repairing = false }()
+	p := &pass{backend: b, ctx: ctx, log: klog.FromContext(ctx), delivered: map[types.NamespacedName]bool{}}
 	err := p.run()
 	if err == nil || errors.Is(err, context.Canceled) {
 		return err
@@ -221,10 +214,10 @@ func (b *Backend) Verify(ctx context.Context) error {
 // VerifyInterval returns the interval for [sink.Verifier]. HNS may delete load balancers without a request
 // and without a notification (kubernetes/kubernetes#110849). Verify lists all objects of
 // HNS, so the interval is kube-proxy's default of syncPeriod.
-func (b *Backend) VerifyInterval() time.Duration { return 30 * time.Second }
+func (b *backend) VerifyInterval() time.Duration { return 30 * time.Second }
 
 // learn updates b.views and b.plans from c, and returns the keys of the services in c.
-func (b *Backend) learn(ctx context.Context, c *sink.Changes) map[types.NamespacedName]bool {
+func (b *backend) learn(ctx context.Context, c *sink.Changes) map[types.NamespacedName]bool {
 	delivered := map[types.NamespacedName]bool{}
 	for change := range c.Services {
 		delivered[change.Key] = true
@@ -234,14 +227,15 @@ func (b *Backend) learn(ctx context.Context, c *sink.Changes) map[types.Namespac
 			b.views[change.Key] = change.New
 		}
 	}
-	if c.NodeChanged && len(b.opts.NodeIPs) == 0 && c.Node != nil {
+	if source := b.opts.NodeAddresses; source != nil {
+		nodeaddr.SetNode(source, c.Node)
+		b.readAddresses()
+	} else if c.NodeChanged && c.Node != nil {
 		var ips []netip.Addr
 		for _, a := range c.Node.Addresses {
 			ips = append(ips, a.IP)
 		}
-		if !slices.Equal(ips, b.nodeIPs) {
-			b.nodeIPs, b.planned = ips, false
-		}
+		b.setAddresses(ips)
 	}
 	if b.planned {
 		b.replan(ctx, maps.Keys(delivered))
@@ -249,10 +243,25 @@ func (b *Backend) learn(ctx context.Context, c *sink.Changes) map[types.Namespac
 	return delivered
 }
 
+// readAddresses sets the node's addresses to those of Options.NodeAddresses, if it is set.
+func (b *backend) readAddresses() {
+	if source := b.opts.NodeAddresses; source != nil {
+		ips, _ := source.Addresses()
+		b.setAddresses(ips)
+	}
+}
+
+// setAddresses sets the node's addresses. If they change, all services are planned again.
+func (b *backend) setAddresses(ips []netip.Addr) {
+	if !slices.Equal(ips, b.nodeIPs) {
+		b.nodeIPs, b.planned = ips, false
+	}
+}
+
 // survey reads the state of HNS, and adds all wanted or recorded frontends to todo. If
 // the network has changed, survey clears b.planned, so that all services are planned
 // again.
-func (b *Backend) survey(ctx context.Context) error {
+func (b *backend) survey(ctx context.Context) error {
 	b.holdings = nil
 	if !b.surveyed {
 		features, err := b.hns.Features()
@@ -291,7 +300,7 @@ func (b *Backend) survey(ctx context.Context) error {
 	if !reflect.DeepEqual(b.environment.network, network) {
 		b.environment.network, b.environment.tunnels, b.planned = network, newTunnels(network), false
 	}
-	b.holdings, b.doubtful = newHoldings(b.opts.Name, endpoints, balancers), false
+	b.holdings, b.doubtful = newHoldings(b.opts.Instance, endpoints, balancers), false
 	b.record.confirm(b.holdings)
 	for f := range b.wanted {
 		b.todo[f] = true
@@ -304,7 +313,7 @@ func (b *Backend) survey(ctx context.Context) error {
 
 // replan plans services again and adds the affected frontends to todo. A service with too
 // many frontends keeps its plan.
-func (b *Backend) replan(ctx context.Context, keys func(yield func(types.NamespacedName) bool)) {
+func (b *backend) replan(ctx context.Context, keys func(yield func(types.NamespacedName) bool)) {
 	type next struct {
 		key      types.NamespacedName
 		policies []policy
@@ -367,7 +376,7 @@ func positionOf(list []want, service types.NamespacedName) int {
 }
 
 // dropCheck removes the policy of a service for a health-check frontend.
-func (b *Backend) dropCheck(service types.NamespacedName, f frontend) {
+func (b *backend) dropCheck(service types.NamespacedName, f frontend) {
 	list := b.checks[f]
 	at := positionOf(list, service)
 	if list = slices.Delete(list, at, at+1); len(list) == 0 {
@@ -380,13 +389,13 @@ func (b *Backend) dropCheck(service types.NamespacedName, f frontend) {
 // inherit assigns the health-check frontend f to another service that has the same
 // frontend. Two services have the same health-check frontend if they share a
 // load-balancer address.
-func (b *Backend) inherit(f frontend) {
+func (b *backend) inherit(f frontend) {
 	if _, wanted := b.wanted[f]; !wanted && len(b.checks[f]) > 0 {
 		b.wanted[f] = b.checks[f][0]
 	}
 }
 
-func (b *Backend) replanAll(ctx context.Context) {
+func (b *backend) replanAll(ctx context.Context) {
 	b.environment.nodeIPs = b.nodeIPs
 	keys := maps.Clone(b.views)
 	for key := range b.plans {
@@ -397,7 +406,7 @@ func (b *Backend) replanAll(ctx context.Context) {
 }
 
 // logLacking logs once which frontends of a service are not served or only partly served.
-func (b *Backend) logLacking(ctx context.Context, service types.NamespacedName, lacking []unserved) {
+func (b *backend) logLacking(ctx context.Context, service types.NamespacedName, lacking []unserved) {
 	if slices.Equal(lacking, b.unserved[service]) {
 		return
 	}
@@ -416,15 +425,15 @@ func (b *Backend) logLacking(ctx context.Context, service types.NamespacedName, 
 	}
 }
 
-// Cleanup implements [sink.Cleaner]. It removes all objects that backends with this name
+// Cleanup implements [sink.Cleaner]. It removes all objects that backends with this instance
 // and state file created. If the file cannot be read, Cleanup removes nothing, because it
 // cannot identify the load balancers of these backends. If another process uses the state
 // file, Cleanup changes nothing, and its error wraps [sink.ErrOwned].
-func (b *Backend) Cleanup(ctx context.Context) error {
+func (b *backend) Cleanup(ctx context.Context) error {
 	return b.owner.During(b.own(ctx), b.cleanup)
 }
 
-func (b *Backend) cleanup() error {
+func (b *backend) cleanup() error {
 	r, err := readRecord(b.opts.StateFile)
 	if err != nil {
 		return err
@@ -441,7 +450,7 @@ func (b *Backend) cleanup() error {
 	if err != nil && !errors.Is(err, hns.ErrNotFound) {
 		return fmt.Errorf("list endpoints of HNS network %q: %w", b.opts.Network, err)
 	}
-	h := newHoldings(b.opts.Name, endpoints, balancers)
+	h := newHoldings(b.opts.Instance, endpoints, balancers)
 	r.confirm(h)
 	var errs []error
 	for _, id := range sortedKeys(r.made) {
@@ -452,7 +461,7 @@ func (b *Backend) cleanup() error {
 		h.removeBalancer(id)
 	}
 	for _, e := range endpoints {
-		if !h.idle[e.ID] && e.Name != sourceVIPName(b.opts.Name) {
+		if !h.idle[e.ID] && e.Name != sourceVIPName(b.opts.Instance) {
 			continue
 		}
 		if err := b.hns.DeleteEndpoint(e.ID); err != nil && !errors.Is(err, hns.ErrNotFound) {

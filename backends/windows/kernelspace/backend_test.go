@@ -20,6 +20,7 @@ import (
 	"github.com/go-logr/logr"
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/backends/windows/kernelspace"
 	"github.com/kpng-project/kpng/internal/hns"
 	"github.com/kpng-project/kpng/internal/hns/fakehns"
@@ -799,8 +800,9 @@ func TestOtherSystemsHaveNoHNS(t *testing.T) {
 
 func TestInvalidOptionsAreErrors(t *testing.T) {
 	for name, opts := range map[string]kernelspace.Options{
-		"Network is required":            {},
-		"more than one address of a fam": {Network: "pods", SourceVIPs: []netip.Addr{addr("10.0.0.1"), addr("10.0.0.2")}},
+		"Network is required":                       {},
+		"does not support the option MasqueradeAll": {Network: "pods", Options: backends.Options{MasqueradeAll: true}},
+		"more than one address of a fam":            {Network: "pods", SourceVIPs: []netip.Addr{addr("10.0.0.1"), addr("10.0.0.2")}},
 	} {
 		if _, err := kernelspace.New(opts); err == nil || !strings.Contains(err.Error(), name) {
 			t.Errorf("New(%+v) returned %v, want an error with %q", opts, err, name)

@@ -9,6 +9,7 @@ import (
 	"testing"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/backends/windows/kernelspace"
 	"github.com/kpng-project/kpng/internal/hns"
 	"github.com/kpng-project/kpng/internal/hns/fakehns"
@@ -34,7 +35,7 @@ func BenchmarkSync(b *testing.B) {
 	}
 	full.Services = slices.Values(changes)
 
-	newBackend := func(b *testing.B, fake *fakehns.HNS, state string) *kernelspace.Backend {
+	newBackend := func(b *testing.B, fake *fakehns.HNS, state string) backends.Dataplane {
 		fakehns.Use(b, fake)
 		backend, err := kernelspace.New(kernelspace.Options{Network: "pods", StateFile: state})
 		if err == nil {
@@ -45,7 +46,7 @@ func BenchmarkSync(b *testing.B) {
 		}
 		return backend
 	}
-	sync := func(b *testing.B, backend *kernelspace.Backend, c *sink.Changes) {
+	sync := func(b *testing.B, backend backends.Dataplane, c *sink.Changes) {
 		if err := backend.Sync(b.Context(), c); err != nil {
 			b.Fatal(err)
 		}

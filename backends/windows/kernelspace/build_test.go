@@ -13,6 +13,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/backends/windows/kernelspace"
 	"github.com/kpng-project/kpng/internal/hns"
 	"github.com/kpng-project/kpng/internal/hns/fakehns"
@@ -94,7 +95,7 @@ type world struct {
 	hns     *fakehns.HNS
 	network string
 	opts    kernelspace.Options
-	backend *kernelspace.Backend
+	backend backends.Dataplane
 	views   map[types.NamespacedName]*api.View
 }
 

@@ -19,7 +19,7 @@
 // service after a failure, and twice a minute while idle (the driver's VerifyInterval). It
 // processes changes of other services without a listing. The network plug-in owns the
 // endpoints of this node's pods. For other addresses, the backend creates endpoints whose
-// names begin with the backend's name. It removes these endpoints when no load balancer
+// names begin with Options.Instance. It removes these endpoints when no load balancer
 // uses them.
 //
 // HNS stores neither a name nor an owner of a load balancer. So the backend records the

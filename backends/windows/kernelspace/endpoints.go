@@ -71,7 +71,7 @@ func (p *pass) endpoint(d destination) (string, error) {
 	if d.at == podHere {
 		return "", errors.New("pod of this node has no HNS endpoint; the network plug-in has to create it")
 	}
-	e := p.environment.remote(endpointName(p.opts.Name, d.addr), d.addr)
+	e := p.environment.remote(endpointName(p.opts.Instance, d.addr), d.addr)
 	id, err := p.createEndpoint(e)
 	if errors.Is(err, hns.ErrExists) && !p.listed {
 		if err := p.relist(); err != nil {
@@ -109,7 +109,7 @@ func (p *pass) ensureVIPEndpoint(vip netip.Addr) error {
 		err = errors.New("node address unknown")
 	}
 	if err == nil {
-		_, err = p.createEndpoint(p.environment.vipEndpoint(endpointName(p.opts.Name, vip), vip, mac))
+		_, err = p.createEndpoint(p.environment.vipEndpoint(endpointName(p.opts.Instance, vip), vip, mac))
 	}
 	if err != nil && !errors.Is(err, hns.ErrExists) {
 		return fmt.Errorf("create endpoint of cluster IP: %w", err)
@@ -146,7 +146,7 @@ func (p *pass) ensureSourceVIPs() error {
 		}
 		mac, err := p.hostMAC()
 		if err == nil {
-			_, err = p.createEndpoint(hns.Endpoint{Name: sourceVIPName(p.opts.Name), Network: p.environment.network.ID, Addrs: []netip.Addr{vip}, MAC: mac})
+			_, err = p.createEndpoint(hns.Endpoint{Name: sourceVIPName(p.opts.Instance), Network: p.environment.network.ID, Addrs: []netip.Addr{vip}, MAC: mac})
 		}
 		if err != nil {
 			return fmt.Errorf("create endpoint of source VIP %s: %w", vip, err)

@@ -8,28 +8,31 @@ import (
 	"github.com/kpng-project/kpng/internal/hns"
 )
 
-// Observer has functions to which Sync and Verify report their work. The functions must
-// not block. They may be nil.
-type Observer struct {
-	// Called reports the name, duration and error of a call to HNS. A name is, for example,
-	// "CreateLoadBalancer".
-	Called func(call string, took time.Duration, err error)
-	// Holds reports the numbers of endpoints and load balancers that the backend has in HNS.
-	// Sync and Verify call Holds at their end, unless these numbers are unknown.
-	Holds func(endpoints, loadBalancers int)
-}
-
-// The type observed is an HNS that reports each call to an observer.
+// The type observed is an HNS that reports its calls as the options say.
 type observed struct {
-	hns    hns.HNS
-	report func(call string, took time.Duration, err error)
-	now    func() time.Time
+	hns  hns.HNS
+	opts *Options
+	now  func() time.Time
+	// repairing is true while each change repairs what another program has changed.
+	repairing bool
 }
 
 func observe[T any](o *observed, call string, f func() (T, error)) (T, error) {
 	begin := o.now()
 	v, err := f()
-	o.report(call, o.now().Sub(begin), err)
+	if o.opts.Called != nil {
+		o.opts.Called(call, o.now().Sub(begin), err)
+	}
+	return v, err
+}
+
+// change is observe for calls that change an object of HNS.
+func change[T any](o *observed, call string, f func() (T, error)) (T, error) {
+	if o.repairing {
+		o.opts.Observer.Drifted()
+	}
+	v, err := observe(o, call, f)
+	o.opts.Observer.Wrote(1, err)
 	return v, err
 }
 
@@ -50,24 +53,24 @@ func (o *observed) LoadBalancers() ([]hns.LoadBalancer, error) {
 }
 
 func (o *observed) CreateEndpoint(e hns.Endpoint) (string, error) {
-	return observe(o, "CreateEndpoint", func() (string, error) { return o.hns.CreateEndpoint(e) })
+	return change(o, "CreateEndpoint", func() (string, error) { return o.hns.CreateEndpoint(e) })
 }
 
 func (o *observed) DeleteEndpoint(id string) error {
-	_, err := observe(o, "DeleteEndpoint", func() (struct{}, error) { return struct{}{}, o.hns.DeleteEndpoint(id) })
+	_, err := change(o, "DeleteEndpoint", func() (struct{}, error) { return struct{}{}, o.hns.DeleteEndpoint(id) })
 	return err
 }
 
 func (o *observed) CreateLoadBalancer(lb hns.LoadBalancer) (hns.LoadBalancer, error) {
-	return observe(o, "CreateLoadBalancer", func() (hns.LoadBalancer, error) { return o.hns.CreateLoadBalancer(lb) })
+	return change(o, "CreateLoadBalancer", func() (hns.LoadBalancer, error) { return o.hns.CreateLoadBalancer(lb) })
 }
 
 func (o *observed) UpdateLoadBalancer(lb hns.LoadBalancer) error {
-	_, err := observe(o, "UpdateLoadBalancer", func() (struct{}, error) { return struct{}{}, o.hns.UpdateLoadBalancer(lb) })
+	_, err := change(o, "UpdateLoadBalancer", func() (struct{}, error) { return struct{}{}, o.hns.UpdateLoadBalancer(lb) })
 	return err
 }
 
 func (o *observed) DeleteLoadBalancer(id string) error {
-	_, err := observe(o, "DeleteLoadBalancer", func() (struct{}, error) { return struct{}{}, o.hns.DeleteLoadBalancer(id) })
+	_, err := change(o, "DeleteLoadBalancer", func() (struct{}, error) { return struct{}{}, o.hns.DeleteLoadBalancer(id) })
 	return err
 }

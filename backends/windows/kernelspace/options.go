@@ -3,29 +3,44 @@
 package kernelspace
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"net"
 	"net/netip"
 	"slices"
 	"strings"
+	"time"
+
+	"github.com/kpng-project/kpng/backends"
+	"github.com/kpng-project/kpng/internal/backendoptions"
 )
 
-// Options are a backend's settings.
+// Options are the settings of the dataplane. Of [backends.Options], it supports Instance,
+// NodeAddresses and Observer.
+//
+// Instance begins the names of its HNS endpoints. If Instance is empty, "kpng" does. Two
+// instances on one machine need different names.
+//
+// NodeAddresses are this node's addresses, which Sync and Verify read. Default: the
+// addresses in its Node object.
+//
+// The Observer's method Wrote is called after each call that changes an object of HNS, with
+// the size 1. Its method Holds gets the numbers of the "endpoints" and "load_balancers" that
+// the instance has in HNS, unless they are unknown.
 type Options struct {
+	backends.Options
+
 	// Network is the name of the HNS network of the pods. Required. It need not exist when
-	// the backend starts: the network plug-in may create it later.
+	// the dataplane starts: the network plug-in may create it later.
 	Network string
-	// Name identifies this backend: the names of its endpoints begin with it. Two backends
-	// on one machine need different names. Default: "kpng".
-	Name string
-	// StateFile is a file that records which load balancers the backend created, because HNS
-	// stores no owner. Without a file, Cleanup removes no load balancers, and a restarted
-	// backend does not remove load balancers of services that were deleted while it did not
-	// run. Backends with different names need different files. Default: none.
+	// StateFile is a file that records which load balancers the dataplane created, because
+	// HNS stores no owner. Without a file, Cleanup removes no load balancers, and after a
+	// restart the dataplane does not remove load balancers of services that were deleted
+	// while it did not run. Each instance needs another file. Default: none.
 	StateFile string
 
-	// EnableDSR enables direct server return for cluster IPs. The backend does not start if
+	// EnableDSR enables direct server return for cluster IPs. The dataplane does not start if
 	// this version of Windows lacks the feature. If Windows has the feature, frontends with
 	// externalTrafficPolicy Local use it even without EnableDSR. Default: false.
 	EnableDSR bool
@@ -33,8 +48,6 @@ type Options struct {
 	// overlay network requires an IPv4 address, which must be an unused address of the pod
 	// network. Default on other networks: the node's addresses.
 	SourceVIPs []netip.Addr
-	// NodeIPs are this node's addresses. Default: the addresses in its Node object.
-	NodeIPs []netip.Addr
 	// HostMAC is this node's hardware address, in the form "00-15-5d-01-02-03". On an
 	// overlay network, the endpoints for source VIPs and cluster IPs get this hardware
 	// address. Default: the hardware address of the interface that has the node's IP
@@ -48,21 +61,23 @@ type Options struct {
 	// balancers. Default: 1,024.
 	MaxLoadBalancers int
 
-	// ForwardHealthChecks makes this node receive health checks that are sent to a service's
-	// load-balancer addresses. It applies to the port HealthCheckNodePort of the service or,
-	// if that is 0, to HealthzPort. If both are 0, this node receives no such health checks.
-	// Default: false.
-	ForwardHealthChecks bool
-	HealthzPort         uint16
-	// RootEndpoint is the name of this node's HNS endpoint, which ForwardHealthChecks uses.
-	// Default: "cbr0".
+	// RootEndpoint is the name of this node's own HNS endpoint, such as "cbr0". It receives
+	// health checks that are sent to a service's load-balancer addresses, at the port
+	// HealthCheckNodePort of the service or, if that is 0, at HealthzPort. If both are 0, it
+	// receives no such health checks. Default: none, which forwards no health checks.
 	RootEndpoint string
+	HealthzPort  uint16
 
-	// Observer receives reports of the backend's work.
-	Observer Observer
+	// Called is called after each call to HNS, with its name, such as "CreateLoadBalancer",
+	// its duration and its error. It should return soon. Default: none.
+	Called func(call string, took time.Duration, err error)
 }
 
-func (o *Options) check() error {
+// complete checks o and sets the defaults.
+func (o *Options) complete() error {
+	if err := backendoptions.Complete(&o.Options, false, "Instance", "NodeAddresses", "Observer"); err != nil {
+		return fmt.Errorf("kernelspace: %w", err)
+	}
 	if o.Network == "" {
 		return errors.New("kernelspace: Options.Network is required: the name of the HNS network that pods are on")
 	}
@@ -72,6 +87,9 @@ func (o *Options) check() error {
 	if len(o.SourceVIPs) > 2 || len(o.SourceVIPs) == 2 && o.SourceVIPs[0].Is4() == o.SourceVIPs[1].Is4() {
 		return errors.New("kernelspace: Options.SourceVIPs has more than one address of a family")
 	}
+	o.Instance = cmp.Or(o.Instance, "kpng")
+	o.MaxLoadBalancers = cmp.Or(o.MaxLoadBalancers, 1024)
+	o.Observer = backendoptions.Observe(o.Observer)
 	return nil
 }
 

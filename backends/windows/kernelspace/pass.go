@@ -18,7 +18,7 @@ import (
 
 // A pass compares the plans with the state of HNS and makes the necessary changes.
 type pass struct {
-	*Backend
+	*backend
 	ctx context.Context
 	log klog.Logger
 	// delivered contains services that this pass retries even if they failed before.
@@ -50,8 +50,9 @@ func (p *pass) run() error {
 	err := p.steps()
 	p.record.dropUnrequested()
 	p.logJournalError(p.record.journal.Write())
-	if p.holdings != nil && p.opts.Observer.Holds != nil {
-		p.opts.Observer.Holds(p.holdings.own, p.record.len())
+	if p.holdings != nil {
+		p.opts.Observer.Holds("endpoints", p.holdings.own)
+		p.opts.Observer.Holds("load_balancers", p.record.len())
 	}
 	p.doubtful = p.doubtful || p.wrong
 	if err != nil && p.ctx.Err() == nil {
@@ -71,7 +72,11 @@ func (p *pass) run() error {
 			p.fail(key, err)
 		}
 	}
-	return p.failed.Err()
+	err = p.failed.Err()
+	if err == nil && !p.passing {
+		p.opts.Observer.Repaired()
+	}
+	return err
 }
 
 // The method list reads the state of HNS.

@@ -96,11 +96,11 @@ type environment struct {
 	features hns.Features
 	// dsr enables direct server return for cluster IPs.
 	dsr bool
-	// forwardHealthChecks makes this node receive health checks that are sent to a service's
+	// forwardChecks makes this node receive health checks that are sent to a service's
 	// load-balancer addresses. It applies to the port HealthCheckNodePort of the service or,
-	// if that is 0, to healthzPort. If both are 0, forwardHealthChecks has no effect.
-	forwardHealthChecks bool
-	healthzPort         uint16
+	// if that is 0, to healthzPort. If both are 0, forwardChecks has no effect.
+	forwardChecks bool
+	healthzPort   uint16
 	// sourceVIP4 and sourceVIP6 are the source VIPs. For a family without a source VIP, the
 	// value is the zero Addr.
 	sourceVIP4, sourceVIP6 netip.Addr
@@ -304,7 +304,7 @@ func (on *environment) destination(e *api.Endpoint) destination {
 // --forward-healthcheck-vip. If no such load balancer is needed, ok is false.
 func (on *environment) healthCheck(f *nodeview.Frontend, svc *api.Service) (p policy, ok bool) {
 	port := cmp.Or(uint16(svc.HealthCheckNodePort), on.healthzPort)
-	if !on.forwardHealthChecks || port == 0 {
+	if !on.forwardChecks || port == 0 {
 		return policy{}, false
 	}
 	p = policy{

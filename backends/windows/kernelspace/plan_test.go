@@ -187,7 +187,7 @@ func TestEachFrontendHasLoadBalancer(t *testing.T) {
 		want: "10.96.0.1 protocol 6 port 80->8080 to 192.168.0.1",
 	}, {
 		name: "health checks at a load-balancer address are forwarded on request",
-		opts: kernelspace.Options{ForwardHealthChecks: true, HealthzPort: 10256}, named: []string{"cbr0=10.1.1.2"},
+		opts: kernelspace.Options{RootEndpoint: "cbr0", HealthzPort: 10256}, named: []string{"cbr0=10.1.1.2"},
 		view: view(service("web", external), at("10.1.2.1")),
 		want: `10.96.0.1 protocol 6 port 80->8080 to 10.1.2.1
 			198.51.100.1 protocol 6 port 80->8080 VIPExternalIP to 10.1.2.1
@@ -197,7 +197,7 @@ func TestEachFrontendHasLoadBalancer(t *testing.T) {
 		remotes: []string{"10.1.2.1"},
 	}, {
 		name: "health checks go to the health-check node port of a service that has one",
-		opts: kernelspace.Options{ForwardHealthChecks: true, RootEndpoint: "root"}, named: []string{"root=10.1.1.2"},
+		opts: kernelspace.Options{RootEndpoint: "root"}, named: []string{"root=10.1.1.2"},
 		view: view(service("web", preserving, func(s *api.Service) { s.ExternalTrafficToLocal, s.HealthCheckNodePort = true, 31999 }), at("10.1.1.1@here")),
 		pods: []string{"10.1.1.1"},
 		want: `10.96.0.1 protocol 6 port 80->8080 to 10.1.1.1
@@ -207,7 +207,7 @@ func TestEachFrontendHasLoadBalancer(t *testing.T) {
 			node port DSR protocol 6 port 30080->8080 LocalRoutedVIP VIPExternalIP to 10.1.1.1`,
 	}, {
 		name: "health checks are not forwarded while all endpoints terminate",
-		opts: kernelspace.Options{ForwardHealthChecks: true, HealthzPort: 10256}, named: []string{"cbr0=10.1.1.2"},
+		opts: kernelspace.Options{RootEndpoint: "cbr0", HealthzPort: 10256}, named: []string{"cbr0=10.1.1.2"},
 		view: view(service("web", func(s *api.Service) {
 			s.Type = api.LoadBalancer
 			s.IPs.LoadBalancerIPs = addrs("203.0.113.1")
@@ -217,7 +217,7 @@ func TestEachFrontendHasLoadBalancer(t *testing.T) {
 		remotes: []string{"10.1.2.1"},
 	}, {
 		name: "without the root endpoint health checks fail their service, which is served",
-		opts: kernelspace.Options{ForwardHealthChecks: true, HealthzPort: 10256},
+		opts: kernelspace.Options{RootEndpoint: "cbr0", HealthzPort: 10256},
 		view: view(service("web", func(s *api.Service) {
 			s.Type = api.LoadBalancer
 			s.IPs.LoadBalancerIPs = addrs("203.0.113.1")
@@ -338,7 +338,7 @@ load balancer node port source 192.168.0.1 protocol 6 port 30080->8080 LocalRout
 }
 
 func TestServicesShareHealthChecksOfLoadBalancerAddress(t *testing.T) {
-	w := newWorld(t, fakehns.AllFeatures(), hns.Network{}, kernelspace.Options{ForwardHealthChecks: true, HealthzPort: 10256})
+	w := newWorld(t, fakehns.AllFeatures(), hns.Network{}, kernelspace.Options{RootEndpoint: "cbr0", HealthzPort: 10256})
 	w.endpoint(hns.Endpoint{Name: "cbr0", Addrs: []netip.Addr{addr("10.1.1.2")}})
 	at := func(port int32) *api.View {
 		return view(service(fmt.Sprint("web-", port), withClusterIP(int(port)), func(s *api.Service) {

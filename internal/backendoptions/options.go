@@ -1,12 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//go:build linux
-
-package kernelnode
+// Package backendoptions has what all backends do with the options that they share: it
+// checks them, sets their defaults, and passes events to their observer.
+package backendoptions
 
 import (
 	"cmp"
-	"context"
 	"errors"
 	"fmt"
 	"math/bits"
@@ -15,8 +14,6 @@ import (
 	"slices"
 
 	"github.com/kpng-project/kpng/backends"
-	"github.com/kpng-project/kpng/internal/netns"
-	"github.com/kpng-project/kpng/internal/sysctl"
 )
 
 const (
@@ -112,15 +109,4 @@ func (o *observer) Repaired() {
 		o.to.Repaired()
 	}
 	o.drifted = false
-}
-
-// ApplySysctls checks or sets the kernel settings that make this node forward packets, and
-// more settings, as o.Sysctls says.
-func ApplySysctls(ctx context.Context, o *backends.Options, more ...sysctl.Setting) error {
-	if o.Sysctls == backends.IgnoreSysctls {
-		return nil
-	}
-	return netns.Do(o.NetNS, func() {
-		sysctl.Kernel.Apply(ctx, slices.Concat(sysctl.Forwarding, more), o.Sysctls == backends.SetSysctls)
-	})
 }

@@ -1,0 +1,61 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package kernelspace_test
+
+import (
+	"fmt"
+	"slices"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+	"github.com/kpng-project/kpng/backends"
+	"github.com/kpng-project/kpng/backends/windows/kernelspace"
+	"github.com/kpng-project/kpng/internal/addrlist"
+	"github.com/kpng-project/kpng/internal/hns"
+	"github.com/kpng-project/kpng/internal/hns/fakehns"
+)
+
+// eventLog is an observer that records its events.
+type eventLog struct{ events []string }
+
+func (l *eventLog) Wrote(size int, err error) {
+	l.events = append(l.events, fmt.Sprintf("wrote %d %v", size, err))
+}
+func (l *eventLog) Holds(kind string, n int) {
+	l.events = append(l.events, fmt.Sprintf("holds %d %s", n, kind))
+}
+func (l *eventLog) Drifted()  { l.events = append(l.events, "drifted") }
+func (l *eventLog) Repaired() { l.events = append(l.events, "repaired") }
+
+// The method expect compares the events since the last call.
+func (l *eventLog) expect(t *testing.T, want ...string) {
+	t.Helper()
+	if diff := cmp.Diff(want, l.events); diff != "" {
+		t.Errorf("events (-want +got):\n%s", diff)
+	}
+	l.events = nil
+}
+
+func TestOnlyChangesByOthersAreDrift(t *testing.T) {
+	var log eventLog
+	addresses := addrlist.Of(addr("192.168.0.1"))
+	w := newWorld(t, fakehns.AllFeatures(), hns.Network{}, kernelspace.Options{Options: backends.Options{Observer: &log, NodeAddresses: addresses}})
+	w.must(w.full())
+	w.must(w.set(view(service("web"), at("10.1.2.1"))))
+	holds := []string{"holds 1 endpoints", "holds 1 load_balancers"}
+	log.events = slices.DeleteFunc(log.events, func(e string) bool { return e == "holds 0 endpoints" || e == "holds 0 load_balancers" })
+	log.expect(t, append([]string{"wrote 1 <nil>", "wrote 1 <nil>"}, holds...)...)
+
+	w.must(w.backend.Verify(t.Context()))
+	log.expect(t, holds...)
+
+	addresses.Set(addr("192.168.0.2"))
+	w.must(w.backend.Verify(t.Context()))
+	log.expect(t, append([]string{"wrote 1 <nil>", "wrote 1 <nil>"}, holds...)...) // the load balancer is replaced
+	w.mustHave("10.96.0.1 source 192.168.0.2 protocol 6 port 80->8080 to 10.1.2.1")
+
+	lbs, _ := w.hns.LoadBalancers()
+	w.must(w.hns.DeleteLoadBalancer(lbs[0].ID))
+	w.must(w.backend.Verify(t.Context()))
+	log.expect(t, append([]string{"drifted", "wrote 1 <nil>"}, append(holds, "repaired")...)...)
+}

@@ -36,12 +36,12 @@ type Source interface {
 // Of returns a Source with the given addresses.
 func Of(addrs ...netip.Addr) Source { return addrlist.Of(addrs...) }
 
-// SetNode passes the Node object to src if src is a [Watcher], which takes the primary
-// addresses from it. A nil node means that the Node object is unknown. When SetNode
-// returns, src already has the new addresses. A sink that has a Source calls SetNode with
-// each Changes.Node. Several sinks may call SetNode for the same Source.
+// SetNode passes the Node object to src if src has a method SetNode, as a [Watcher] has. A
+// nil node means that the Node object is unknown. When SetNode of a Watcher returns, its
+// Addresses are already the new ones. A sink that has a Source calls SetNode with each
+// Changes.Node. Several sinks may call SetNode for the same Source.
 func SetNode(src Source, node *api.Node) {
-	if w, ok := src.(*Watcher); ok {
-		w.setNode(node)
+	if s, ok := src.(interface{ SetNode(*api.Node) }); ok {
+		s.SetNode(node)
 	}
 }

@@ -76,7 +76,8 @@ func newWatcher(opts Options, clock clock.WithTicker) (*Watcher, error) {
 // Addresses implements [Source].
 func (w *Watcher) Addresses() ([]netip.Addr, <-chan struct{}) { return w.list.Addresses() }
 
-func (w *Watcher) setNode(node *api.Node) {
+// SetNode sets the Node object that has the primary addresses, see the function [SetNode].
+func (w *Watcher) SetNode(node *api.Node) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	w.internal = OfNode(node)

@@ -6,6 +6,7 @@ package ovstest
 import (
 	"flag"
 	"fmt"
+	"net"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -59,7 +60,13 @@ func New(t testing.TB, start func(*exec.Cmd) (<-chan error, error)) *Switch {
 			t.Error(err)
 		}
 	})
-	Await(t, "the database server", func() bool { _, err := os.Stat(s.Database()); return err == nil })
+	Await(t, "the database server", func() bool {
+		c, err := net.Dial("unix", s.Database()) // it may not listen yet although the socket exists
+		if err != nil {
+			return false
+		}
+		return c.Close() == nil
+	})
 	s.Vsctl(t, "--no-wait", "init")
 	s.Vsctl(t, "--no-wait", "add-br", Bridge, "--", "set", "bridge", Bridge, "datapath_type="+*datapath, "fail_mode=secure")
 	s.StartDaemon(t)

@@ -4,7 +4,7 @@ package nodeview
 
 import (
 	"cmp"
-	"encoding/binary"
+	"hash/maphash"
 	"iter"
 	"net/netip"
 	"slices"
@@ -35,18 +35,32 @@ func (l *portLists) existingOf(port *api.PortMapping, family api.Family) Existin
 		return x
 	}
 	if l.samples == nil {
-		l.samples, l.existings = samplesOf(l.view), map[string]Existing{}
+		l.samples, l.firstPorts = samplesOf(l.view), make(map[uint64]*api.PortMapping, len(l.view.Service.Ports))
 	}
-	var buf [64]byte // on the stack
-	key := append(buf[:0], byte(family))
-	for _, e := range l.samples[family] {
-		key = binary.BigEndian.AppendUint32(key, uint32(e.TargetPort(port)))
+	samples := l.samples[family]
+	hash := maphash.Comparable(hashSeed, family)
+	for _, e := range samples {
+		hash = maphash.Comparable(hashSeed, targetHash{hash, e.TargetPort(port)})
 	}
-	if first, ok := l.existings[string(key)]; ok {
-		return first
+	for {
+		switch first := l.firstPorts[hash]; {
+		case first == nil:
+			l.firstPorts[hash] = port
+			return x
+		case !slices.ContainsFunc(samples, func(e *api.Endpoint) bool { return e.TargetPort(first) != e.TargetPort(port) }):
+			x.port = first
+			return x
+		}
+		hash++ // of other ports; this does not happen in practice
 	}
-	l.existings[string(key)] = x
-	return x
+}
+
+// hashSeed is random, so that no choice of ports makes hashes equal.
+var hashSeed = maphash.MakeSeed()
+
+type targetHash struct {
+	before uint64
+	port   int32
 }
 
 // samplesOf returns an endpoint for each list of PortOverrides in memory, by family. Endpoints
@@ -83,11 +97,19 @@ func (x Existing) All() iter.Seq[Target] {
 		listed, draining := x.view.Endpoints, x.view.Draining
 		var same []Target // of the next address
 		for len(listed) > 0 || len(draining) > 0 {
-			next := &listed
+			next, other := &listed, &draining
 			if len(listed) == 0 || len(draining) > 0 && draining[0].Addr.Less(listed[0].Addr) {
-				next = &draining
+				next, other = other, next
 			}
 			addr := (*next)[0].Addr
+			if !(len(*next) > 1 && (*next)[1].Addr == addr || len(*other) > 0 && (*other)[0].Addr == addr) {
+				e := &(*next)[0] // the only one, which is usual
+				*next = (*next)[1:]
+				if port, ok := x.portOf(e); ok && !yield(Target{e, port}) {
+					return
+				}
+				continue
+			}
 			same = x.take(x.take(same[:0], addr, &listed), addr, &draining)
 			if len(same) > 1 {
 				slices.SortStableFunc(same, func(a, b Target) int { return cmp.Compare(a.Port, b.Port) })

@@ -273,10 +273,10 @@ type portLists struct {
 	// distinct has the lists that the method prepare has made so far, without duplicates, by
 	// their hash.
 	distinct map[uint64][]list
-	// existings has the values of existing that the method prepare has made so far, by the
-	// ports of samples, which are the result of samplesOf.
-	existings map[string]Existing
-	samples   map[api.Family][]*api.Endpoint
+	// firstPorts has the first port for each value of existing that the method prepare has
+	// made so far, by a hash of its ports of samples, which are the result of samplesOf.
+	firstPorts map[uint64]*api.PortMapping
+	samples    map[api.Family][]*api.Endpoint
 	// unusable has the elements of view.Unusable. noEndpoint is the verdict for a list of the
 	// port and family that has no endpoint.
 	unusable   distinct.Set[api.PortFamily]

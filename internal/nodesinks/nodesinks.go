@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package nodesinks makes the sinks of a node's service proxy: its dataplanes, with what
-// they share, and the server of health-check node ports. Package node uses it in programs
-// of others, and package app/program uses it in those of kpng.
+// they share, and the server of health-check node ports.
 package nodesinks
 
 import (

@@ -8,7 +8,6 @@ import (
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/internal/wire/localv1"
 	"github.com/kpng-project/kpng/nodeview"
-	"google.golang.org/protobuf/proto"
 )
 
 // frontendsOf returns a view's frontends as a message, which contains each list of
@@ -37,16 +36,16 @@ func frontendsOf(v *api.View) (*localv1.ServiceFrontends, error) {
 		existing        nodeview.Existing
 		elsewhere, node nodeview.ListID
 	}
-	kept := map[rest]*int32{}
-	keptContent := map[string]*int32{"": nil}
-	keep := func(f *nodeview.Frontend) *int32 {
+	kept := map[rest]int32{}
+	keptContent := map[string]int32{"": 0}
+	keep := func(f *nodeview.Frontend) int32 {
 		k := rest{f.Existing, f.Elsewhere.List, f.Node.List}
 		list, ok := kept[k]
 		if !ok {
 			all := f.Existing.Without(f.Elsewhere.Endpoints, f.Node.Endpoints)
 			content := contentOf(all)
 			if list, ok = keptContent[content]; !ok {
-				list = proto.Int32(int32(len(w.Lists)))
+				list = int32(len(w.Lists)) + 1
 				keptContent[content] = list
 				if size += minTarget * len(all); size <= maxObject {
 					w.Lists = append(w.Lists, targetList(all))

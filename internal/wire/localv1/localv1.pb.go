@@ -2481,10 +2481,10 @@ type Frontend struct {
 	// AffinitySeconds is how long a client address keeps its endpoint after the client's
 	// last new connection, in seconds. 0 means no affinity.
 	AffinitySeconds int32 `protobuf:"varint,13,opt,name=AffinitySeconds,proto3" json:"AffinitySeconds,omitempty"`
-	// Keep is an index into ServiceFrontends.Lists: the endpoints to which existing flows
-	// through the frontend may continue, besides those of Elsewhere and Node. They get no new
-	// connections. The field is missing if there are none.
-	Keep          *int32 `protobuf:"varint,15,opt,name=Keep,proto3,oneof" json:"Keep,omitempty"`
+	// Keep is one more than an index into ServiceFrontends.Lists: the endpoints to which
+	// existing flows through the frontend may continue, besides those of Elsewhere and Node.
+	// They get no new connections. 0 means that there are none.
+	Keep          int32 `protobuf:"varint,15,opt,name=Keep,proto3" json:"Keep,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2604,8 +2604,8 @@ func (x *Frontend) GetAffinitySeconds() int32 {
 }
 
 func (x *Frontend) GetKeep() int32 {
-	if x != nil && x.Keep != nil {
-		return *x.Keep
+	if x != nil {
+		return x.Keep
 	}
 	return 0
 }
@@ -2957,7 +2957,7 @@ const file_api_localv1_localv1_proto_rawDesc = "" +
 	"\fSourceRanges\x18\x01 \x03(\tR\fSourceRanges\x12\x1e\n" +
 	"\n" +
 	"OwnSources\x18\x02 \x03(\tR\n" +
-	"OwnSources\"\xea\x03\n" +
+	"OwnSources\"\xdc\x03\n" +
 	"\bFrontend\x12)\n" +
 	"\x04Kind\x18\x01 \x01(\x0e2\x15.localv1.FrontendKindR\x04Kind\x12\x0e\n" +
 	"\x02IP\x18\x02 \x01(\tR\x02IP\x12'\n" +
@@ -2974,9 +2974,8 @@ const file_api_localv1_localv1_proto_rawDesc = "" +
 	"\n" +
 	"Masquerade\x18\f \x01(\x0e2\x13.localv1.MasqueradeR\n" +
 	"Masquerade\x12(\n" +
-	"\x0fAffinitySeconds\x18\r \x01(\x05R\x0fAffinitySeconds\x12\x17\n" +
-	"\x04Keep\x18\x0f \x01(\x05H\x00R\x04Keep\x88\x01\x01B\a\n" +
-	"\x05_KeepJ\x04\b\n" +
+	"\x0fAffinitySeconds\x18\r \x01(\x05R\x0fAffinitySeconds\x12\x12\n" +
+	"\x04Keep\x18\x0f \x01(\x05R\x04KeepJ\x04\b\n" +
 	"\x10\vJ\x04\b\v\x10\f\"I\n" +
 	"\aTraffic\x12*\n" +
 	"\aVerdict\x18\x01 \x01(\x0e2\x10.localv1.VerdictR\aVerdict\x12\x12\n" +
@@ -3168,7 +3167,6 @@ func file_api_localv1_localv1_proto_init() {
 	file_api_localv1_localv1_proto_msgTypes[7].OneofWrappers = []any{
 		(*Service_ClientIP)(nil),
 	}
-	file_api_localv1_localv1_proto_msgTypes[26].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{

@@ -76,7 +76,9 @@ func nodePortsFlag(fs *pflag.FlagSet, to *nodeaddr.Selection, items string) {
 			if !given {
 				*to, given = nil, true
 			}
-			*to = append(*to, strings.Split(text, ",")...)
+			for item := range strings.SplitSeq(text, ",") {
+				*to = append(*to, strings.TrimSpace(item))
+			}
 			return nil
 		},
 	}, "node-port-addresses", "serve node ports and health checks at these `addresses` of the node: primary (those of its Node object), "+items)

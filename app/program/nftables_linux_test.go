@@ -68,6 +68,13 @@ func TestInvalidFlagsOfNFTables(t *testing.T) {
 	)
 }
 
+func TestLoopbackAddressesAfterASpaceAreRefused(t *testing.T) {
+	const item = "127.0.0.0/8"
+	if _, err := configured(t, NFTables(), "--node-port-addresses=10.0.0.0/8, "+item); err == nil || !strings.Contains(err.Error(), item) {
+		t.Errorf("error %v, want one that names %s", err, item)
+	}
+}
+
 func TestHealthChecksCanBeLeftOut(t *testing.T) {
 	if others := mustConfigure(t, NFTables(), "--no-health-checks").Parts().Beside; len(others) > 0 {
 		t.Errorf("unexpected companions %v of the backend", others)

@@ -28,8 +28,8 @@ type Dataplane interface {
 	sink.Cleaner
 }
 
-// Inspector is a [Dataplane] that can describe what it has for one frontend. Find it with
-// [sink.As].
+// Inspector is a [Dataplane] that can describe its entries for one frontend. [sink.As] finds
+// an Inspector in a wrapped sink, too.
 type Inspector interface {
 	// Inspect describes, in several lines, what the dataplane has for one frontend. If view
 	// is not nil, Inspect compares this with what the view requires. Then a line with a

@@ -30,9 +30,10 @@ import (
 // may exist without being selected for the proxy; see [watcher.Options.Unselected].
 var ErrNotFound = errors.New("not found")
 
-// Explain yields the explanations that answer q, sorted by service. If there are none, it
-// yields an error that names what was not found, and what is there instead. The node must
-// not be nil. If it has no addresses, no address of the node has a node port.
+// Explain yields the explanations that answer q, sorted by service. Without an answer, it
+// yields one error, which names the service or address and lists frontends at the same
+// address. The node must not be nil. If the node has no addresses, no question about an
+// address of the node finds a node port.
 func (q Question) Explain(s *cluster.Snapshot, node *api.Node) iter.Seq2[*nodeview.Explanation, error] {
 	return q.answers(&services{
 		node: node,

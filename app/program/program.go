@@ -7,8 +7,7 @@
 //	app.Main(program.Userspace(userspace.LocalRoutes(userspace.RouteOptions{})))
 //
 // The packages of the backends do not import this package. So a program that imports only
-// a backend links neither Prometheus nor a flag parser. Package node combines a backend
-// with what a node needs, also without both.
+// a backend links neither Prometheus nor a flag parser.
 //
 // For each backend, this package has a file with a function that describes it. To add a
 // backend, write such a file, and add a line to the list of backends of a command.
@@ -18,6 +17,7 @@ import (
 	"context"
 
 	"github.com/kpng-project/kpng/internal/command"
+	"github.com/kpng-project/kpng/internal/nodesinks"
 	"github.com/kpng-project/kpng/sink"
 	"github.com/spf13/pflag"
 )
@@ -42,14 +42,13 @@ func withReports(b *command.Backend, l *leftovers) *command.Backend {
 			return parts, err
 		}
 		local := newLocalEndpoints()
-		r := &reporter{Sink: parts.Sink, local: local, unfollow: func() {}}
-		if search {
-			r.leftovers = l
-		}
+		r := &reporter{Sink: parts.Sink, local: local}
 		parts.Sink = r
 		parts.Collectors = append(parts.Collectors, local.missing)
 		parts.KubeProxy = append(parts.KubeProxy, kubeProxyNamed("sync_proxy_rules_no_local_endpoints_total", local.missing, localEndpointsLabels...))
 		if search {
+			r.leftovers = l
+			parts.Sink = nodesinks.WithTask(r, l.follow)
 			parts.Collectors = append(parts.Collectors, l.count)
 			parts.Problems = l.problems
 		}
@@ -64,7 +63,6 @@ type reporter struct {
 	sink.Sink
 	local     *localEndpoints
 	leftovers *leftovers // nil if the backend does not search for them
-	unfollow  func()
 }
 
 // Unwrap returns the other sink, see sink.As.
@@ -81,26 +79,4 @@ func (r *reporter) Sync(ctx context.Context, c *sink.Changes) error {
 		r.leftovers.setProgrammed()
 	}
 	return err
-}
-
-// Start implements sink.Starter.
-func (r *reporter) Start(ctx context.Context) error {
-	if s, ok := sink.As[sink.Starter](r.Sink); ok {
-		if err := s.Start(ctx); err != nil {
-			return err
-		}
-	}
-	if r.leftovers != nil {
-		r.unfollow = r.leftovers.follow(ctx)
-	}
-	return nil
-}
-
-// Stop implements sink.Stopper.
-func (r *reporter) Stop(ctx context.Context) error {
-	r.unfollow()
-	if s, ok := sink.As[sink.Stopper](r.Sink); ok {
-		return s.Stop(ctx)
-	}
-	return nil
 }

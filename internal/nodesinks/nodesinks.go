@@ -71,7 +71,7 @@ func New(opts Options) (*Sinks, error) {
 			return nil, err
 		}
 		if i == 0 {
-			s = &first{Sink: s, opts: &opts, addrs: addrs}
+			s = WithTask(s, func(ctx context.Context) func() { return begin(ctx, &opts, addrs) })
 		}
 		sinks.Dataplanes = append(sinks.Dataplanes, s)
 	}
@@ -81,42 +81,53 @@ func New(opts Options) (*Sinks, error) {
 	return &sinks, nil
 }
 
-// first is the first dataplane of a node. Its Start also starts the tasks of the node.
-type first struct {
-	sink.Sink
-	opts  *Options
-	addrs *nodeaddr.Watcher
-	stop  func()
+// begin applies kernel settings and starts the tasks of a node. The result ends the tasks.
+func begin(ctx context.Context, opts *Options, addrs *nodeaddr.Watcher) (end func()) {
+	if opts.Sysctls != backends.IgnoreSysctls {
+		sysctl.Kernel.Apply(ctx, opts.Settings, opts.Sysctls == backends.SetSysctls)
+	}
+	stopAddrs := addrs.Start(ctx)
+	if opts.Follow == nil {
+		return stopAddrs
+	}
+	stop := opts.Follow(ctx)
+	return func() {
+		stop()
+		stopAddrs()
+	}
 }
 
-// Unwrap returns the dataplane, see sink.As.
-func (f *first) Unwrap() sink.Sink { return f.Sink }
+// WithTask returns a sink like s with a task beside it. Start of the sink calls begin after
+// it has started s. The function that begin returns ends the task. Stop calls this function
+// before it stops s.
+func WithTask(s sink.Sink, begin func(context.Context) (end func())) sink.Sink {
+	return &withTask{Sink: s, begin: begin, end: func() {}}
+}
+
+type withTask struct {
+	sink.Sink
+	begin func(context.Context) (end func())
+	end   func()
+}
+
+// Unwrap returns the sink without the task, see sink.As.
+func (w *withTask) Unwrap() sink.Sink { return w.Sink }
 
 // Start implements sink.Starter.
-func (f *first) Start(ctx context.Context) error {
-	if s, ok := sink.As[sink.Starter](f.Sink); ok {
+func (w *withTask) Start(ctx context.Context) error {
+	if s, ok := sink.As[sink.Starter](w.Sink); ok {
 		if err := s.Start(ctx); err != nil {
 			return err
 		}
 	}
-	if f.opts.Sysctls != backends.IgnoreSysctls {
-		sysctl.Kernel.Apply(ctx, f.opts.Settings, f.opts.Sysctls == backends.SetSysctls)
-	}
-	f.stop = f.addrs.Start(ctx)
-	if f.opts.Follow != nil {
-		stop, stopAddrs := f.opts.Follow(ctx), f.stop
-		f.stop = func() {
-			stop()
-			stopAddrs()
-		}
-	}
+	w.end = w.begin(ctx)
 	return nil
 }
 
 // Stop implements sink.Stopper.
-func (f *first) Stop(ctx context.Context) error {
-	f.stop()
-	if s, ok := sink.As[sink.Stopper](f.Sink); ok {
+func (w *withTask) Stop(ctx context.Context) error {
+	w.end()
+	if s, ok := sink.As[sink.Stopper](w.Sink); ok {
 		return s.Stop(ctx)
 	}
 	return nil

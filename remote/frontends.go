@@ -18,17 +18,22 @@ func frontendsOf(v *api.View) (*localv1.ServiceFrontends, error) {
 	size := 0 // a lower limit, in bytes
 	lists := map[nodeview.ListID]int32{}
 	admitted := map[nodeview.SourcesID]int32{}
+	// addList returns the index of a new list in w.Lists.
+	addList := func(endpoints []nodeview.Target) int32 {
+		i := int32(len(w.Lists))
+		if size += minTarget * len(endpoints); size <= maxObject {
+			w.Lists = append(w.Lists, targetList(endpoints))
+		}
+		return i
+	}
 	traffic := func(t nodeview.Traffic) *localv1.Traffic {
 		if t.Verdict != nodeview.Forward {
 			return &localv1.Traffic{Verdict: localv1.Verdict(t.Verdict) + localv1.Verdict_Forward}
 		}
 		list, ok := lists[t.List]
 		if !ok {
-			list = int32(len(w.Lists))
+			list = addList(t.Endpoints)
 			lists[t.List] = list
-			if size += minTarget * len(t.Endpoints); size <= maxObject {
-				w.Lists = append(w.Lists, targetList(t.Endpoints))
-			}
 		}
 		return &localv1.Traffic{Verdict: localv1.Verdict_Forward, List: list}
 	}
@@ -45,11 +50,8 @@ func frontendsOf(v *api.View) (*localv1.ServiceFrontends, error) {
 			all := f.Existing.Without(f.Elsewhere.Endpoints, f.Node.Endpoints)
 			content := contentOf(all)
 			if list, ok = keptContent[content]; !ok {
-				list = int32(len(w.Lists)) + 1
+				list = addList(all) + 1
 				keptContent[content] = list
-				if size += minTarget * len(all); size <= maxObject {
-					w.Lists = append(w.Lists, targetList(all))
-				}
 			}
 			kept[k] = list
 		}

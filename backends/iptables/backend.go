@@ -98,10 +98,8 @@ func (b *backend) start(ctx context.Context) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	log := klog.FromContext(ctx)
-	flavour, err := parseFlavour(b.opts.Flavour)
-	if err != nil {
-		return err
-	}
+	var err error
+	flavour := b.opts.flavour
 	if flavour == flavourDetected {
 		if flavour, err = detectFlavour(ctx, &b.opts); err != nil {
 			return err

@@ -74,7 +74,7 @@ func newRunner(opts *Options, flavour flavour, family api.Family, ipset string) 
 	}
 	return &runner{
 		flavour: flavour, restoreProgram: restore, saveProgram: save, ipset: ipset, family: family,
-		lockWait: opts.LockWait, netNS: opts.NetNS, restored: func(lines int, err error) { opts.Observer.Wrote(lines, err) }, transactions: new(uint32),
+		lockWait: opts.LockWait, netNS: opts.NetNS, restored: opts.Observer.Wrote, transactions: new(uint32),
 	}, nil
 }
 

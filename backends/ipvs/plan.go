@@ -79,8 +79,8 @@ type frontendPlan struct {
 // wanted is the wanted state of a virtual server.
 type wanted struct {
 	settings
-	// The field endpoints has the endpoints that get new connections, sorted. The field
-	// existing also has endpoints that only keep their connections, sorted. Frontends with the
+	// The field endpoints has the endpoints that get new connections, sorted. For UDP, the
+	// field existing has all endpoints to which flows may continue, sorted. Frontends with the
 	// same endpoints share both Go slices.
 	endpoints, existing []netip.AddrPort
 }
@@ -127,7 +127,10 @@ func (p *planner) plan(view *api.View, listOf func(*nodeview.Frontend) uint32) (
 		}
 		w := wanted{
 			settings:  settings{scheduler: scheduler, persistence: uint32(f.Affinity / time.Second), flags: p.owner | fallbackFlag(scheduler)},
-			endpoints: lists.of(f), existing: lists.existingOf(f.Existing),
+			endpoints: lists.of(f),
+		}
+		if f.Protocol == api.UDP {
+			w.existing = lists.existingOf(f.Existing)
 		}
 		to, redirected := redirect(f, targets)
 		var list uint32
@@ -188,7 +191,7 @@ func (l *endpointLists) of(f *nodeview.Frontend) []netip.AddrPort {
 	return all
 }
 
-// existingOf returns the endpoints to which existing connections may continue, sorted.
+// existingOf returns the endpoints to which existing flows may continue, sorted.
 func (l *endpointLists) existingOf(x nodeview.Existing) []netip.AddrPort {
 	all, ok := l.existing[x]
 	if !ok {

@@ -209,17 +209,23 @@ func TestPlan(t *testing.T) {
 
 func TestOnlyUDPFlowsToRemovedEndpointsEnd(t *testing.T) {
 	p := planner{scheduler: "rr"}
-	got, err := p.plan(view([]string{"10.1.0.1", "~10.1.0.2"}, nil), testList)
-	if err != nil {
-		t.Fatal(err)
+	wantedBy := func(protocol api.Protocol) *wanted {
+		got, err := p.plan(view([]string{"10.1.0.1", "~10.1.0.2"}, func(s *api.Service) { s.Ports[0].Protocol = protocol }), testList)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return &got.frontends[0].wanted
 	}
-	w := &got.frontends[0].wanted
+	w, tcp := wantedBy(api.UDP), wantedBy(api.TCP)
 	draining, removed := netip.MustParseAddrPort("10.1.0.2:8080"), netip.MustParseAddrPort("10.1.0.3:8080")
 	if w.has(draining) || !w.keeps(draining, api.UDP) {
 		t.Error("a draining endpoint must keep its flows and get no new ones")
 	}
-	if w.keeps(removed, api.UDP) || !w.keeps(removed, api.TCP) {
+	if w.keeps(removed, api.UDP) || !tcp.keeps(removed, api.TCP) {
 		t.Error("a removed endpoint must keep its TCP connections only")
+	}
+	if tcp.has(draining) || !tcp.keeps(draining, api.TCP) {
+		t.Error("a draining endpoint must keep its TCP connections and get no new ones")
 	}
 }
 

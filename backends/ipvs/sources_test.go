@@ -29,7 +29,7 @@ func manyFrontends(ports, addrs int, endpoints ...string) *api.View {
 		}
 		s.Ports = nil
 		for i := range ports {
-			s.Ports = append(s.Ports, api.PortMapping{Name: fmt.Sprint(i), Protocol: api.TCP, Port: int32(80 + i), TargetPort: 8080})
+			s.Ports = append(s.Ports, api.PortMapping{Name: fmt.Sprint(i), Protocol: api.UDP, Port: int32(80 + i), TargetPort: 8080})
 		}
 	})
 }

@@ -228,7 +228,9 @@ func (b *backend) learn(ctx context.Context, c *sink.Changes) map[types.Namespac
 		}
 	}
 	if source := b.opts.NodeAddresses; source != nil {
-		nodeaddr.SetNode(source, c.Node)
+		if c.NodeChanged {
+			nodeaddr.SetNode(source, c.Node)
+		}
 		b.readAddresses()
 	} else if c.NodeChanged && c.Node != nil {
 		var ips []netip.Addr

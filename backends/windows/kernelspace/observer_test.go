@@ -8,11 +8,13 @@ import (
 	"testing"
 
 	"github.com/google/go-cmp/cmp"
+	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/backends/windows/kernelspace"
 	"github.com/kpng-project/kpng/internal/addrlist"
 	"github.com/kpng-project/kpng/internal/hns"
 	"github.com/kpng-project/kpng/internal/hns/fakehns"
+	"github.com/kpng-project/kpng/node/nodeaddr"
 )
 
 // eventLog is an observer that records its events.
@@ -58,4 +60,24 @@ func TestOnlyChangesByOthersAreDrift(t *testing.T) {
 	w.must(w.hns.DeleteLoadBalancer(lbs[0].ID))
 	w.must(w.backend.Verify(t.Context()))
 	log.expect(t, append([]string{"drifted", "wrote 1 <nil>"}, append(holds, "repaired")...)...)
+}
+
+// nodeSource is a source of addresses that records the Node objects that it gets.
+type nodeSource struct {
+	nodeaddr.Source
+	nodes []*api.Node
+}
+
+func (s *nodeSource) SetNode(node *api.Node) { s.nodes = append(s.nodes, node) }
+
+// TestSourceGetsOnlyChangedNodes checks that NodeAddresses do not get a Node again that has
+// not changed. After a failed Sync, this would be the Node before the change.
+func TestSourceGetsOnlyChangedNodes(t *testing.T) {
+	source := &nodeSource{Source: nodeaddr.Of(addr("192.168.0.1"))}
+	w := newWorld(t, fakehns.AllFeatures(), hns.Network{}, kernelspace.Options{Options: backends.Options{NodeAddresses: source}})
+	w.must(w.full())
+	w.must(w.syncBatch(false, false, view(service("web"), at("10.1.2.1"))))
+	if len(source.nodes) != 1 {
+		t.Errorf("the source got %d Node objects, want 1", len(source.nodes))
+	}
 }

@@ -69,7 +69,7 @@ type objectStores struct {
 // Options configure a State. The zero value is right if all readers are in this process.
 type Options struct {
 	// With Resumable, the state also remembers deletions that no cursor needs, within the
-	// limits of package revstore. Servers set it for remote readers that resume from a
+	// limits of package diffstore. Servers set it for remote readers that resume from a
 	// revision. Without Resumable, a remote reader has to start over after any deletion.
 	Resumable bool
 

@@ -55,7 +55,7 @@ func (c *Cursor[K, V]) Until(to *Snapshot[K, V]) Delta[K, V] {
 
 // Advance moves the position to a snapshot that the reader has read. The snapshot need
 // not come from [Cursor.Until]. Advance ignores a snapshot older than the position. If
-// the snapshot is too old (see Memory in the package comment), the reader starts over.
+// the snapshot is too old (see Memory in package diffstore), the reader starts over.
 //
 // Advance panics if the snapshot belongs to another store.
 func (c *Cursor[K, V]) Advance(to *Snapshot[K, V]) {

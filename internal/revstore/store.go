@@ -96,7 +96,7 @@ type limits struct {
 	lag int
 }
 
-// Store is an ordered map. Readers can follow its changes. See the package comment.
+// Store is an ordered map. Readers can follow its changes. See package diffstore.
 type Store[K, V any] struct {
 	options Options[K, V]
 	limits  limits

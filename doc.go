@@ -42,7 +42,7 @@
 //	}
 //
 // The example "Frontends" of package sink is a complete sink. It programs the frontends
-// that [nodeview.Frontends] computes from each view. If Sync fails, no change is lost.
+// that nodeview.Frontends computes from each view. If Sync fails, no change is lost.
 // The driver delivers unacknowledged services again, merged with later changes and marked
 // as Unsure. [sink.Events] calls typed methods that set and delete services, frontends
 // and endpoints. The order of its calls ensures that no two services claim an address at

@@ -27,7 +27,7 @@ import (
 )
 
 // ErrNotFound is in the error of a question that names an unknown service. The service
-// may exist without being selected for the proxy; see [watcher.Options.Unselected].
+// may exist without being selected for the proxy; see watcher.Options.Unselected.
 var ErrNotFound = errors.New("not found")
 
 // Explain yields the explanations that answer q, sorted by service. Without an answer, it

@@ -26,7 +26,7 @@ type Report struct {
 	Next     string    `json:"next,omitempty"`
 }
 
-// Health is the health of the program, see [health.Report].
+// Health is the health of the program, see health.Report.
 type Health struct {
 	Synced       bool `json:"synced"`
 	Stuck        bool `json:"stuck"`
@@ -46,7 +46,7 @@ type Source struct {
 	Refused    int       `json:"refused"`
 }
 
-// Sink is the state of a sink, as in [sink.Status].
+// Sink is the state of a sink, as in sink.Status.
 type Sink struct {
 	Name            string    `json:"name,omitempty"`
 	Revision        uint64    `json:"revision"`

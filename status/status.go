@@ -18,7 +18,7 @@
 // These parameters of the query select what the response contains:
 //
 //   - output=json: JSON instead of HTML; docs/wire.md describes it
-//   - service=NAMESPACE/NAME: an explanation of this service, see [nodeview.Explain]
+//   - service=[NAMESPACE/]NAME: an explanation of this service, see [nodeview.Explain]
 //   - node=NAME: explain the view of this node, if the handler has no node of its own
 //   - match=TEXT: only services whose namespace and name contain the text
 //   - after=NAMESPACE/NAME: only services after this one

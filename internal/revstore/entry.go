@@ -34,7 +34,7 @@ type entry[K, V any] struct {
 
 // The method in reports whether a snapshot at a revision contains the entry.
 func (e *entry[K, V]) in(revision Revision) bool {
-	outdated := Revision(e.outdated.Load())
+	outdated := e.outdated.Load()
 	return outdated == 0 || revision < outdated
 }
 

@@ -20,7 +20,7 @@ func (l *changeLog[K, V]) add(e *entry[K, V]) { l.entries = append(l.entries, e)
 
 // drop marks an entry as outdated in snapshots of the revision from or later.
 func (l *changeLog[K, V]) drop(e *entry[K, V], from Revision) {
-	e.outdated.Store(uint64(from))
+	e.outdated.Store(from)
 	l.outdated++
 }
 

@@ -58,9 +58,9 @@ func (r *Revisions) Commits() []Commit {
 }
 
 // Last returns the last issued revision, or 1 if there is none.
-func (r *Revisions) Last() Revision { return firstRevision + Revision(r.changes.Load()) }
+func (r *Revisions) Last() Revision { return firstRevision + r.changes.Load() }
 
-func (r *Revisions) next() Revision { return firstRevision + Revision(r.changes.Add(1)) }
+func (r *Revisions) next() Revision { return firstRevision + r.changes.Add(1) }
 
 // firstRevision is the revision of a store without changes.
 const firstRevision Revision = 1

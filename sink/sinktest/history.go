@@ -283,7 +283,7 @@ func (h *history) pass() {
 // the Changes.
 func (h *history) sync(c sink.Changes, keys []types.NamespacedName) bool {
 	call := Sync{First: c.First, Last: c.Last, Failing: c.Failing, Node: h.node}
-	call.Revision = uint64(h.state.Snapshot().Revision)
+	call.Revision = h.state.Snapshot().Revision
 	call.NodeChanged = c.First || h.ledger.nodeWaits(h.node)
 	for _, key := range keys {
 		ch := sink.Change{Key: key, Old: h.ledger.views[key], New: h.views[key], Unsure: h.ledger.unsure(key, c.First)}

@@ -143,7 +143,7 @@ func (s *Source) Revision() uint64 { return number(s.revisions.Last()) }
 
 // number returns the number of changes up to the revision r. Before the first change, the
 // revision of the stores is 1.
-func number(r revstore.Revision) uint64 { return uint64(r) - 1 }
+func number(r revstore.Revision) uint64 { return r - 1 }
 
 // Node returns the node.
 func (s *Source) Node() *api.Node {

@@ -6,10 +6,10 @@ package sink
 // T. Otherwise it continues with the sink that s wraps, and so on.
 //
 // A sink that wraps another sink has the method Unwrap() Sink, which returns the other sink
-// or nil. So all methods of the other sink work that the wrapper does not have: those of
-// the interfaces in this package, and also flags and metrics (see package app). A wrapper
-// that changes one of these methods implements it, and uses As to call the method of the
-// other sink. [FullStateOf] and [Events] wrap their arguments in the same way.
+// or nil. So the wrapper need not forward the optional methods of the other sink: As finds
+// those of the interfaces in this package, and those for flags and metrics (see package
+// app). A wrapper that changes one of these methods implements it, and uses As to call the
+// method of the other sink. [FullStateOf] and [Events] wrap their arguments in the same way.
 func As[T any](s Sink) (T, bool) {
 	for v := any(s); !isNil(v); v = unwrap(v) {
 		if t, ok := v.(T); ok {

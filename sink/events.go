@@ -56,7 +56,8 @@ type Handler interface {
 //
 // The error of Sync is a [*Failed] with the services for which a method of h failed.
 //
-// The optional methods of h work, such as those of [Starter] and [Cleaner]: [As] finds them.
+// The driver finds the optional methods of h, such as those of [Starter] and [Cleaner], with
+// [As].
 func Events(h Handler) Sink {
 	if isNil(h) {
 		return Func(nil)

@@ -45,8 +45,8 @@ type StateSink interface {
 	SyncState(ctx context.Context, node *api.Node, services []*api.View) error
 }
 
-// FullStateOf is like [FullState], but calls s.SyncState. The optional methods of s work,
-// such as those of [Starter] and [Cleaner]: [As] finds them.
+// FullStateOf is like [FullState], but calls s.SyncState. The driver finds the optional
+// methods of s, such as those of [Starter] and [Cleaner], with [As].
 func FullStateOf(s StateSink) Sink {
 	if isNil(s) {
 		return Func(nil)

@@ -20,7 +20,7 @@ import (
 // the script has a step left, the Recorder executes the step. Otherwise it forwards the
 // Sync to the other sink. If the driver breaks the rules of [sink.Sink], the test fails.
 //
-// The optional methods of the other sink work, see [sink.As].
+// The driver finds the optional methods of the other sink with [sink.As].
 type Recorder struct {
 	tb   testing.TB
 	sink sink.Sink

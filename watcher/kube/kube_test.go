@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"hash/fnv"
+	"iter"
 	"net/netip"
 	"slices"
 	"strings"
@@ -90,6 +91,15 @@ func (w *world) bufferLog() func() string {
 func (w *world) advance(d time.Duration) {
 	time.Sleep(d)
 	synctest.Wait()
+}
+
+// changedSince yields the services that changed after a revision of the state.
+func (w *world) changedSince(revision uint64) iter.Seq2[types.NamespacedName, *api.ServiceState] {
+	changes, ok := (*revstore.Snapshot[types.NamespacedName, *api.ServiceState])(w.state.Snapshot().States).Since(revision)
+	if !ok {
+		w.t.Fatal("the changes are no longer known")
+	}
+	return changes
 }
 
 // expect checks the objects in the state. Each line is an object, such as "service
@@ -372,8 +382,11 @@ func TestOutageEndsWithOnlyDifferences(t *testing.T) {
 				w.listener.unplug(true)
 				w.advance(10 * time.Minute)
 				away := w.state.Objects()
-				if got := (*revstore.Snapshot[types.NamespacedName, *api.Service])(away.Services).Revision(); got != (*revstore.Snapshot[types.NamespacedName, *api.Service])(before.Services).Revision() || !away.Stale {
-					t.Errorf("revision of services went from %d to %d while the server was away; stale %t", (*revstore.Snapshot[types.NamespacedName, *api.Service])(before.Services).Revision(), got, away.Stale)
+				revision := func(o *cluster.Objects) uint64 {
+					return (*revstore.Snapshot[types.NamespacedName, *api.Service])(o.Services).Revision()
+				}
+				if revision(away) != revision(before) || !away.Stale {
+					t.Errorf("revision of services went from %d to %d while the server was away; stale %t", revision(before), revision(away), away.Stale)
 				}
 				w.delete(service("goes"))
 				w.set(service("comes"))
@@ -383,9 +396,8 @@ func TestOutageEndsWithOnlyDifferences(t *testing.T) {
 				w.listener.unplug(false)
 				w.advance(2 * time.Minute)
 				w.expect("service default/stays", "service default/comes", "slice default/stays-1 10.0.0.1")
-				changes, _ := (*revstore.Snapshot[types.NamespacedName, *api.ServiceState])(w.state.Snapshot().States).Since(before.Revision)
 				got := map[string]bool{}
-				for key, state := range changes {
+				for key, state := range w.changedSince(before.Revision) {
 					got[key.Name] = state == nil
 				}
 				if diff := cmp.Diff(map[string]bool{"goes": true, "comes": false}, got); diff != "" {

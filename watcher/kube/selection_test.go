@@ -17,7 +17,6 @@ import (
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/cluster"
-	"github.com/kpng-project/kpng/internal/revstore"
 	"github.com/kpng-project/kpng/watcher"
 	corev1 "k8s.io/api/core/v1"
 	discoveryv1 "k8s.io/api/discovery/v1"
@@ -134,8 +133,7 @@ func TestWatchIsFilteredWhileAllServicesHaveASelector(t *testing.T) {
 		w.advance(2 * time.Second)
 		w.expectWatch(false)
 		w.expect(want...)
-		changes, _ := (*revstore.Snapshot[types.NamespacedName, *api.ServiceState])(w.state.Snapshot().States).Since(before)
-		for key := range changes {
+		for key := range w.changedSince(before) {
 			if key.Name != "byhand" {
 				t.Errorf("the new watch changed %s", key)
 			}
@@ -211,8 +209,7 @@ func TestServiceIsPublishedTogetherWithItsSlices(t *testing.T) {
 					w.set(later.service)
 					w.waitForLookUp()
 					w.expect(append(want, "service default/new", "slice default/new-1 10.0.0.1")...)
-					changes, _ := (*revstore.Snapshot[types.NamespacedName, *api.ServiceState])(w.state.Snapshot().States).Since(before)
-					for key, s := range changes {
+					for key, s := range w.changedSince(before) {
 						if key.Name == "new" && (s.Service == nil || len(s.Slices) != 1) {
 							t.Errorf("published %+v", s)
 						}

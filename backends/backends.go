@@ -2,7 +2,7 @@
 
 // Package backends has what the dataplanes below it have in common: their [Options], the
 // [Observer] of their work, and the interface [Dataplane], which their functions New
-// return.
+// return. Only package userspace has Options of its own.
 package backends
 
 import (

@@ -12,5 +12,6 @@
 //
 //	addrs, err := nodeaddr.New(nodeaddr.Options{})
 //	…
-//	proxy.Run(ctx, backend, healthcheck.New(healthcheck.Options{NodeAddresses: addrs}))
+//	defer addrs.Start(ctx)()
+//	err = kpng.Run(ctx, opts, backend, healthcheck.New(healthcheck.Options{NodeAddresses: addrs}))
 package healthcheck

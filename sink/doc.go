@@ -66,11 +66,11 @@
 // again. For such a service, the difference between Old and New is not enough: the sink
 // has to read its dataplane or program the whole service.
 //
-// In the source, two services never have the same claim ([api.Claim]) at the same time. If
-// one update moves a claim between services, the driver delivers both services in one
-// Sync. During a pass and after failures, they may be in two Syncs, in either order. After
-// the sink has acknowledged the new owner, the driver delivers the previous owner with a
-// nil Old. Otherwise the sink could use Old to remove the claim of the new owner.
+// In the source, two services never have the same claim ([api.Claim]) at the same time.
+// If one update moves a claim between services, the driver delivers both services in one
+// Sync. During a pass and after failures, they may be in two Syncs, in either order.
+// After the sink has acknowledged the new owner, the driver delivers the previous owner
+// with a nil Old. Otherwise the sink could use Old to remove the claim of the new owner.
 //
 // If the sink refuses the Node object, it receives the services with the Node that it
 // acknowledged last. So a Node does not delay services.
@@ -78,8 +78,8 @@
 // # More than Sync
 //
 // A sink may also implement [Starter], [Stopper], [Verifier] and [Cleaner]. [FullState]
-// turns a function that receives the whole state into a sink. [Events] turns a [Handler] of
-// single objects into a sink. A sink that wraps another sink has a method Unwrap, see
+// turns a function that receives the whole state into a sink. [Events] turns a [Handler]
+// of single objects into a sink. A sink that wraps another sink has a method Unwrap, see
 // [As]. Package sinktest helps to test sinks.
 //
 // # Health

@@ -15,17 +15,17 @@
 // For each changed service, the file render.go computes the rules of the service's own
 // chains, and its entries in the dispatch chains. The files lists.go, sources.go and
 // dispatch.go have the chains of endpoints, the sets of source ranges, and the dispatch
-// chains. The type ruleset (ruleset.go) has the needed rules and those in the kernel: record.go
-// changes the needed ones, and commit.go writes one input for iptables-restore, with only the
-// changed chains. The file runner.go runs the programs.
+// chains. The type ruleset (ruleset.go) has the needed rules and those in the kernel:
+// record.go changes the needed ones, and commit.go writes one input for iptables-restore,
+// with only the changed chains. The file runner.go runs the programs.
 //
 // # Chains
 //
 // The names of all chains begin with "KPNG-" and the instance. The chains PREROUTING and
 // OUTPUT of tables mangle and nat, and INPUT, FORWARD and OUTPUT of table filter, jump to
-// the chain SERVICES of their table. This chain selects a dispatch chain by the low bits of
-// the destination address. Therefore a packet passes about 50 rules in a cluster of 5,000
-// services.
+// the chain SERVICES of their table. This chain selects a dispatch chain by the low bits
+// of the destination address. Therefore a packet passes about 50 rules in a cluster of
+// 5,000 services.
 //
 // In table mangle, the entry of a frontend with source ranges drops packets from other
 // sources. In table nat, an entry of a dispatch chain jumps to a chain that selects an

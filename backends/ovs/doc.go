@@ -8,7 +8,7 @@
 //	…
 //	return kpng.Run(ctx, options, backend)
 //
-// Each list of endpoints is a select group, which the frontends of a service share. Changes
-// are bundles, which the switch executes atomically. Cleanup deletes the flows and groups;
-// Stop leaves them, so that traffic continues.
+// Each list of endpoints is a select group, which the frontends of a service share.
+// Changes are bundles, which the switch executes atomically. Cleanup deletes the flows
+// and groups; Stop leaves them, so that traffic continues.
 package ovs

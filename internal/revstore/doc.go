@@ -4,10 +4,10 @@
 // underlying types, so packages of this module can convert their values. This package has
 // more features, which package cluster and its readers need:
 //
-// Every change has a [Revision]. [Snapshot.Since] returns the changes after a revision, and
-// [Snapshot.Latest] the latest changes. With [Options.Resumable], a store keeps tombstones
-// of deletions for readers that have a revision and no cursor. A [Delta] has the old and
-// the new snapshot.
+// Every change has a [Revision]. [Snapshot.Since] returns the changes after a revision,
+// and [Snapshot.Latest] the latest changes. With [Options.Resumable], a store keeps
+// tombstones of deletions for readers that have a revision and no cursor. A [Delta] has
+// the old and the new snapshot.
 //
 // # Several stores
 //

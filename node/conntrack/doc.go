@@ -27,7 +27,7 @@
 //	}
 //
 // Sync only records which flows may be stale. For a service whose endpoints changed, its
-// cost grows with ports × endpoints, but not with the number of addresses. If any flow may
-// be stale, a goroutine reads the connection-tracking table once for all such flows. It
-// processes the table as a stream. The kernel filters the entries as far as it can.
+// cost grows with ports × endpoints, but not with the number of addresses. If any flow
+// may be stale, a goroutine reads the connection-tracking table once for all such flows.
+// It processes the table as a stream. The kernel filters the entries as far as it can.
 package conntrack

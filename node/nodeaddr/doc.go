@@ -36,11 +36,11 @@ type Source interface {
 // Of returns a Source with the given addresses.
 func Of(addrs ...netip.Addr) Source { return addrlist.Of(addrs...) }
 
-// SetNode passes the Node object to src if src has a method SetNode, as a [Watcher] has. A
-// nil node means that the Node object is unknown. When SetNode of a Watcher returns, its
-// Addresses are already the new ones. A sink that has a Source calls SetNode with
-// Changes.Node if Changes.NodeChanged is true. Several sinks may call SetNode for the same
-// Source.
+// SetNode passes the Node object to src if src has a method SetNode, as a [Watcher] has.
+// A nil node means that the Node object is unknown. When SetNode of a Watcher returns,
+// its Addresses are already the new ones. A sink that has a Source calls SetNode with
+// Changes.Node if Changes.NodeChanged is true. Several sinks may call SetNode for the
+// same Source.
 func SetNode(src Source, node *api.Node) {
 	if s, ok := src.(interface{ SetNode(*api.Node) }); ok {
 		s.SetNode(node)

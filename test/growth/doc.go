@@ -1,21 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package growth measures how the costs of proxies grow with the size of objects. A shape
-// is a kind of cluster that grows in one dimension, for example the ports of a service. The
-// harness measures each shape with n, 2n and 4n objects, in these phases: all objects are
-// written, some of them change, the proxy is killed and started again, and all objects are
-// deleted. Meanwhile an innocent service changes again and again.
+// is a kind of cluster that grows in one dimension, for example the ports of a service.
+// The harness measures each shape with n, 2n and 4n objects, in these phases: all objects
+// are written, some of them change, the proxy is killed and started again, and all
+// objects are deleted. Meanwhile an innocent service changes again and again.
 //
-// Each proxy runs in a process, a network namespace and a cgroup of its own. It reads from
-// an API server of the harness, which only stores what the harness writes. kpng runs as a
-// library in a copy of the test process, with the flags that its commands have. The proxy
-// "core" is kpng with a sink that does nothing. kube-proxy is the real program.
+// Each proxy runs in a process, a network namespace and a cgroup of its own. It reads
+// from an API server of the harness, which only stores what the harness writes. kpng runs
+// as a library in a copy of the test process, with the flags that its commands have. The
+// proxy "core" is kpng with a sink that does nothing. kube-proxy is the real program.
 //
 // A change of the innocent service ends when kpng's backend acknowledges it. For
 // kube-proxy, it ends when a connection reaches the new endpoint.
 //
-// The test measures small sizes. It fails if a cost grows with an exponent above 1.25, if a
-// restart or a deletion costs three times as much as the load, or if a change of the
+// The test measures small sizes. It fails if a cost grows with an exponent above 1.25, if
+// a restart or a deletion costs three times as much as the load, or if a change of the
 // innocent service waits ten times as long as alone. A larger scale takes longer:
 //
 //	go test ./growth

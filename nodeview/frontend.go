@@ -232,7 +232,7 @@ func decided(view *api.View, named iter.Seq[namedFrontend]) iter.Seq[Frontend] {
 			if s.Fault != 0 && s.Fault != lostClaim {
 				continue
 			}
-			// The shared lists do not depend on other services, so also prepare for lost claims.
+			// Lists of lost claims are prepared, too, so that no ListID depends on other services.
 			if lists.family == 0 || lists.port != s.ServicePort || lists.family != s.Family {
 				lists.prepare(s.ServicePort, s.Family)
 			}
@@ -273,10 +273,11 @@ type portLists struct {
 	// distinct has the lists that the method prepare has made so far, without duplicates, by
 	// their hash.
 	distinct map[uint64][]list
-	// firstPorts has the first port for each value of existing that the method prepare has
-	// made so far, by a hash of its ports of samples, which are the result of samplesOf.
-	firstPorts map[uint64]*api.PortMapping
+	// samples is the result of samplesOf. firstPorts has the first service port for each value
+	// of existing that the method prepare has made so far. Its keys are hashes of the target
+	// ports that this service port has at the samples.
 	samples    map[api.Family][]*api.Endpoint
+	firstPorts map[uint64]*api.PortMapping
 	// unusable has the elements of view.Unusable. noEndpoint is the verdict for a list of the
 	// port and family that has no endpoint.
 	unusable   distinct.Set[api.PortFamily]

@@ -17,7 +17,7 @@ import (
 )
 
 // Options are the settings of the dataplane. Of [backends.Options], it supports only Instance
-// and Observer; give the others to the sink below.
+// and Observer; give the others to the other sink (see [New]).
 //
 // The maps and links are in the directory "kpng-ebpf", or for an instance
 // "kpng-ebpf-<Instance>", below BPFFS. Instance has at most 64 letters, digits, "-" and "_".
@@ -25,8 +25,8 @@ import (
 // The Observer's method Holds is called when Sync or Verify may have changed the maps, with
 // the numbers of "frontends", "endpoints" and "members" in them (see MaxFrontends,
 // MaxEndpoints and MaxMembers). The kind "services_left" is the number of services with a
-// frontend that did not fit into the maps, or that need more than their share. The sink
-// below handles these frontends. The method Wrote is not called.
+// frontend that did not fit into the maps, or that need more than their share. The other
+// sink handles these frontends. The method Wrote is not called.
 type Options struct {
 	backends.Options
 

@@ -231,8 +231,8 @@ func (b *backend) findDrift(ctx context.Context) error {
 	return err
 }
 
-// VerifyInterval returns one second, see [sink.Verifier]. Most calls of Verify
-// only count the connections of removed endpoints.
+// VerifyInterval returns one second, see [sink.Verifier]. Most calls of Verify only count
+// the connections of removed endpoints.
 func (b *backend) VerifyInterval() time.Duration { return time.Second }
 
 // checkConntrack returns an error if IPVS does not use connection tracking. Without

@@ -202,7 +202,6 @@ func (b *backend) Verify(ctx context.Context) error {
 	return b.table.verify(ctx)
 }
 
-// VerifyInterval returns one second, see [sink.Verifier]. A Verify is cheap: it
-// sends one small request if no other program has changed tables in the network
-// namespace.
+// VerifyInterval returns one second, see [sink.Verifier]. A Verify is cheap: it sends one
+// small request if no other program has changed tables in the network namespace.
 func (b *backend) VerifyInterval() time.Duration { return time.Second }

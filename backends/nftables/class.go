@@ -17,8 +17,7 @@ import (
 )
 
 // class is a class of lists that share a chain. All lists that agree in these fields are in
-// one class, so the number of chains does not grow with the number
-// of services.
+// one class, so the number of chains does not grow with the number of services.
 //
 // When a transaction adds an element that jumps to a chain, the kernel validates all
 // elements that jump to chains. So the element of a list contains only the number of its
@@ -35,8 +34,8 @@ type class struct {
 	// timeout is how long the kernel remembers the endpoint of a client, see timeoutOf, or 0
 	// if the lists have no session affinity.
 	timeout uint16
-	// choosesSlot is true for the chain that chooses a slot for the classes with session affinity
-	// of this family and size. This chain has no number.
+	// choosesSlot is true for the chain that chooses a slot for the classes with session
+	// affinity of this family and size. This chain has no number.
 	choosesSlot bool
 }
 

@@ -237,6 +237,6 @@ func (b *backend) Verify(ctx context.Context) error {
 // not reported changes.
 const minPause = 5 * time.Second
 
-// VerifyInterval returns 100 ms, see [sink.Verifier]. Most calls of Verify only
-// check whether the connection to the switch is lost.
+// VerifyInterval returns 100 ms, see [sink.Verifier]. Most calls of Verify only check
+// whether the connection to the switch is lost.
 func (b *backend) VerifyInterval() time.Duration { return 100 * time.Millisecond }

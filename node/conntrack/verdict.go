@@ -96,7 +96,7 @@ type comparison struct {
 	checks int
 }
 
-// change is what two verdicts allow.
+// change has the endpoints of two verdicts of a class.
 type change struct{ before, now nodeview.Existing }
 
 // stale returns the classes with flows that may be stale according to the verdicts now

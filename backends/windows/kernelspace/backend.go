@@ -211,9 +211,9 @@ func (b *backend) Verify(ctx context.Context) error {
 	return fmt.Errorf("%w: %w", err, sink.ErrStartOver)
 }
 
-// VerifyInterval returns the interval for [sink.Verifier]. HNS may delete load balancers without a request
-// and without a notification (kubernetes/kubernetes#110849). Verify lists all objects of
-// HNS, so the interval is kube-proxy's default of syncPeriod.
+// VerifyInterval returns the interval for [sink.Verifier]. HNS may delete load balancers
+// without a request and without a notification (kubernetes/kubernetes#110849). Verify lists
+// all objects of HNS, so the interval is kube-proxy's default of syncPeriod.
 func (b *backend) VerifyInterval() time.Duration { return 30 * time.Second }
 
 // learn updates b.views and b.plans from c, and returns the keys of the services in c.

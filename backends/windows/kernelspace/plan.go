@@ -41,7 +41,7 @@ func (f frontend) String() string {
 	return netip.AddrPortFrom(f.VIP, f.Port).String() + "/" + protocol
 }
 
-// policy is a load balancer that the node must have. Unlike a [LoadBalancer], it
+// policy is a load balancer that the node must have. Unlike an [hns.LoadBalancer], it
 // identifies endpoints by address, because their IDs are not known in advance.
 type policy struct {
 	frontend

@@ -225,9 +225,6 @@ func Classes(view *api.View) iter.Seq[Frontend] {
 func decided(view *api.View, named iter.Seq[namedFrontend]) iter.Seq[Frontend] {
 	return func(yield func(Frontend) bool) {
 		lists := newPortLists(view)
-		if view != nil {
-			lists.sources = sourcesByAddress(view.Service)
-		}
 		for s := range named {
 			if s.Fault != 0 && s.Fault != lostClaim {
 				continue
@@ -252,7 +249,7 @@ func frontend(s namedFrontend, lists *portLists) Frontend {
 		Elsewhere:   lists.traffic(lists.external),
 		Node:        lists.traffic(lists.shortCircuit),
 		Existing:    lists.existing,
-		Sources:     lists.sources[s.Addr],
+		Sources:     lists.sourcesAt(s.Addr),
 		Masquerade:  masquerade(svc, s.Kind),
 		Affinity:    affinity(svc),
 	}
@@ -282,7 +279,8 @@ type portLists struct {
 	// port and family that has no endpoint.
 	unusable   distinct.Set[api.PortFamily]
 	noEndpoint Verdict
-	// sources has the sources that the service admits at addresses with source ranges.
+	// sources has the sources that the service admits at addresses with source ranges. It is
+	// nil before the first call of sourcesAt with an address.
 	sources map[netip.Addr]Sources
 }
 
@@ -385,6 +383,18 @@ func targets(view *api.View, port *api.PortMapping, family api.Family, match fun
 // sharePorts reports whether the PortOverrides of both endpoints are in the same memory.
 func sharePorts(a, b *api.Endpoint) bool {
 	return len(a.PortOverrides) > 0 && len(a.PortOverrides) == len(b.PortOverrides) && &a.PortOverrides[0] == &b.PortOverrides[0]
+}
+
+// sourcesAt returns the sources that the service admits at an address. A node port and a
+// class have no address and no source ranges.
+func (l *portLists) sourcesAt(addr netip.Addr) Sources {
+	if !addr.IsValid() {
+		return Sources{}
+	}
+	if l.sources == nil {
+		l.sources = sourcesByAddress(l.view.Service)
+	}
+	return l.sources[addr]
 }
 
 func (l *portLists) traffic(list list) Traffic {

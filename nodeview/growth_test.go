@@ -107,6 +107,21 @@ func TestCostGrowsWithSize(t *testing.T) {
 	}
 }
 
+// TestClassesDoNotReadAddresses checks that Classes takes no memory for addresses with source
+// ranges.
+func TestClassesDoNotReadAddresses(t *testing.T) {
+	allocs := func(addrs int) float64 {
+		view := View(manyAddresses(addrs, 1), nil)
+		return testing.AllocsPerRun(10, func() {
+			for range Classes(view) {
+			}
+		})
+	}
+	if few, many := allocs(1), allocs(1000); many != few {
+		t.Errorf("%v allocations for one address, %v for 1,000", few, many)
+	}
+}
+
 func BenchmarkManyPorts(b *testing.B) {
 	for _, ports := range []int{250, 500, 1000, 2000, 4000} {
 		b.Run(fmt.Sprint(ports, " ports, 50 endpoints"), func(b *testing.B) {

@@ -98,8 +98,10 @@ func (b *backend) start(ctx context.Context) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	log := klog.FromContext(ctx)
-	var err error
-	flavour := b.opts.flavour
+	flavour, err := parseFlavour(b.opts.Flavour)
+	if err != nil {
+		return err
+	}
 	if flavour == flavourDetected {
 		if flavour, err = detectFlavour(ctx, &b.opts); err != nil {
 			return err

@@ -54,8 +54,6 @@ type Options struct {
 	// connection. Default: false, which drops these packets, as kube-proxy does in mode
 	// iptables.
 	AcceptInvalid bool
-
-	flavour flavour // the value of Flavour
 }
 
 // flavour is a variant of the iptables programs. Both variants have the same syntax, but
@@ -97,8 +95,7 @@ func (o *Options) complete() error {
 	if !instanceName.MatchString(o.Instance) {
 		errs = append(errs, fmt.Errorf("instance %q must have at most 6 letters and digits", o.Instance))
 	}
-	var err error
-	o.flavour, err = parseFlavour(o.Flavour)
+	_, err := parseFlavour(o.Flavour)
 	errs = append(errs, err)
 	if o.LockWait < time.Second {
 		errs = append(errs, fmt.Errorf("lock wait %s is less than a second", o.LockWait))

@@ -11,7 +11,7 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/backends"
-	"github.com/kpng-project/kpng/node/conntrack"
+	"github.com/kpng-project/kpng/internal/conntrack"
 	"github.com/kpng-project/kpng/node/nodeaddr"
 	"github.com/kpng-project/kpng/sink"
 	"k8s.io/klog/v2"

@@ -5,7 +5,7 @@ package nodesinks
 import (
 	"context"
 
-	"github.com/kpng-project/kpng/node/conntrack"
+	"github.com/kpng-project/kpng/internal/conntrack"
 	"github.com/kpng-project/kpng/node/nodeaddr"
 	"github.com/kpng-project/kpng/sink"
 )

@@ -12,7 +12,7 @@ import (
 
 	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/internal/sysctl"
-	"github.com/kpng-project/kpng/node/healthcheck"
+	"github.com/kpng-project/kpng/internal/healthcheck"
 	"github.com/kpng-project/kpng/node/nodeaddr"
 	"github.com/kpng-project/kpng/sink"
 	"k8s.io/apimachinery/pkg/types"

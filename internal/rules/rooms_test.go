@@ -122,7 +122,7 @@ func readRooms(t *testing.T) map[string][]string {
 // need it.
 func TestAgentsNeedNoTemplates(t *testing.T) {
 	t.Chdir(root)
-	list := exec.Command("go", "list", "-deps", ".", "./status", "./health", "./metrics", "./backends/nftables", "./node/conntrack", "./node/healthcheck")
+	list := exec.Command("go", "list", "-deps", ".", "./status", "./health", "./metrics", "./backends/nftables")
 	list.Stderr = os.Stderr
 	out, err := list.Output()
 	if err != nil {

@@ -81,7 +81,7 @@ func TestImporterLinksNothingUnwanted(t *testing.T) {
 		{"metrics", []string{"metrics"}, []string{"github.com/prometheus"}},
 		{"backends", []string{
 			"backends/nftables", "backends/userspace", "backends/windows/userspace",
-			"node/conntrack", "node/healthcheck", "node/nodeaddr",
+			"node/nodeaddr",
 		}, []string{"github.com/google/nftables"}},
 		{"kernelspace", []string{"backends/windows/kernelspace"}, []string{"github.com/Microsoft/hcsshim", "google.golang.org/grpc"}},
 	} {

@@ -17,9 +17,9 @@ import (
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/conformance"
-	"github.com/kpng-project/kpng/internal/ownership"
 	"github.com/kpng-project/kpng/internal/conntrack"
 	"github.com/kpng-project/kpng/internal/healthcheck"
+	"github.com/kpng-project/kpng/internal/ownership"
 	"github.com/kpng-project/kpng/node/nodeaddr"
 	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"

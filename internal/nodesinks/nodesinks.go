@@ -11,8 +11,8 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/backends"
-	"github.com/kpng-project/kpng/internal/sysctl"
 	"github.com/kpng-project/kpng/internal/healthcheck"
+	"github.com/kpng-project/kpng/internal/sysctl"
 	"github.com/kpng-project/kpng/node/nodeaddr"
 	"github.com/kpng-project/kpng/sink"
 	"k8s.io/apimachinery/pkg/types"

@@ -21,7 +21,6 @@ import (
 	"github.com/kpng-project/kpng/sink"
 	"github.com/kpng-project/kpng/watcher"
 	"github.com/kpng-project/kpng/watcher/kube"
-	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/rest"
 	"k8s.io/klog/v2"
 )
@@ -48,13 +47,10 @@ type Options struct {
 	// label service.kubernetes.io/service-proxy-name usually selects the services.
 	Services watcher.Options
 
-	// MaxElements limits the size of a service. A larger service is refused: the sinks get
-	// its last accepted version, a part of its endpoints, or nothing (see
-	// [cluster.Options]). Default: [api.DefaultMaxElements].
-	MaxElements int
-	// OnRefused, if set, is called when a service becomes too large. It must not block.
-	// Refused services are also in the snapshots of [Proxy.State].
-	OnRefused func(key types.NamespacedName, reason error)
+	// State limits the size of services. The snapshots of [Proxy.State] name the services
+	// that exceed the limit. Set Resumable if a server of package remote sends the state to
+	// other processes.
+	State cluster.Options
 
 	// NodeName is the name of the proxy's node. See the function [NodeName].
 	NodeName string
@@ -114,8 +110,8 @@ func New(opts Options) (*Proxy, error) {
 		return nil, err
 	}
 	opts.NodeName = name
-	if opts.MaxElements < 0 {
-		return nil, fmt.Errorf("MaxElements is negative: %d", opts.MaxElements)
+	if opts.State.MaxElements < 0 {
+		return nil, fmt.Errorf("option State.MaxElements is negative: %d", opts.State.MaxElements)
 	}
 	sinks, err := named(opts.Sinks)
 	if err != nil {
@@ -128,7 +124,7 @@ func New(opts Options) (*Proxy, error) {
 	}
 	p := &Proxy{
 		nodeName: name, watch: watch, once: once, files: opts.Manifests != "",
-		state: cluster.New(cluster.Options{MaxElements: opts.MaxElements, OnRefused: opts.OnRefused}),
+		state: cluster.New(opts.State),
 	}
 	p.life, p.end = context.WithCancelCause(context.Background())
 	p.feeds = feed.NewAll(p.state, name, len(sinks))

@@ -14,7 +14,6 @@ import (
 	"github.com/kpng-project/kpng/internal/command"
 	"github.com/kpng-project/kpng/internal/transport"
 	"github.com/kpng-project/kpng/internal/usage"
-	"github.com/kpng-project/kpng/metrics"
 	"github.com/kpng-project/kpng/remote"
 	"github.com/kpng-project/kpng/status"
 	"github.com/prometheus/client_golang/prometheus"
@@ -132,7 +131,7 @@ func (s *apiServer) run(ctx context.Context, source *command.Source, serving *co
 	page := &status.Handler{Program: command.Version(), Source: source.String(), State: s.state, Health: s.health, Clients: s.server.Streams}
 	serving.Status, serving.Source = page, page.Source
 	registry := prometheus.NewRegistry()
-	registry.MustRegister(newServerCollector(s.server), metrics.Source(page.SourceState))
+	registry.MustRegister(newServerCollector(s.server), command.SourceMetrics(page.SourceState))
 	return serving.Run(ctx, s.health, registry, func(ctx context.Context) error {
 		listeners, err := s.listen()
 		if err != nil {

@@ -13,6 +13,7 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng"
+	"github.com/kpng-project/kpng/cluster"
 	"github.com/kpng-project/kpng/health"
 	"github.com/kpng-project/kpng/internal/usage"
 	"github.com/kpng-project/kpng/metrics"
@@ -129,7 +130,7 @@ func (f *sinkFlags) run(ctx context.Context, name string, source *Source, servin
 	if err != nil {
 		return err
 	}
-	opts := kpng.Options{NodeName: node, OnRefused: parts.Refused}
+	opts := kpng.Options{NodeName: node, State: cluster.Options{OnRefused: parts.Refused}}
 	add := func(name string, s sink.Sink) {
 		settings := settings
 		settings.Name, settings.Observer = name, collected.Sink(name)
@@ -161,7 +162,7 @@ func (f *sinkFlags) run(ctx context.Context, name string, source *Source, servin
 	case *remoteProxy:
 		page.Client = p.clients[0]
 	}
-	if err := registry.Register(metrics.Source(page.SourceState)); err != nil {
+	if err := registry.Register(SourceMetrics(page.SourceState)); err != nil {
 		return err
 	}
 	page.Problems = parts.Problems

@@ -26,7 +26,7 @@ func newRemoteProxy(dial remote.DialOptions, opts kpng.Options) (*remoteProxy, e
 	v := &remoteProxy{once: !slices.ContainsFunc(opts.Sinks, func(s kpng.Sink) bool { return !s.Options.Once })}
 	dial.FailFast = v.once
 	for _, s := range opts.Sinks {
-		client, err := remote.NewClient(remote.ClientOptions{DialOptions: dial, NodeName: opts.NodeName, MaxElements: opts.MaxElements})
+		client, err := remote.NewClient(remote.ClientOptions{DialOptions: dial, NodeName: opts.NodeName, MaxElements: opts.State.MaxElements})
 		if err != nil {
 			return nil, err
 		}

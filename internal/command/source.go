@@ -264,7 +264,7 @@ func (s *Source) watch(ctx context.Context, state *cluster.State, once bool) err
 }
 
 func (s *Source) proxy(opts kpng.Options) (proxy, error) {
-	opts.MaxElements = s.MaxElements()
+	opts.State.MaxElements = s.MaxElements()
 	dial, err := s.api.get()
 	switch {
 	case err != nil:

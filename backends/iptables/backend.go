@@ -21,8 +21,8 @@ import (
 	"github.com/kpng-project/kpng/internal/kernelnode"
 	"github.com/kpng-project/kpng/internal/netfilter"
 	"github.com/kpng-project/kpng/internal/netns"
+	"github.com/kpng-project/kpng/internal/nodeaddrs"
 	"github.com/kpng-project/kpng/internal/ownership"
-	"github.com/kpng-project/kpng/node/nodeaddr"
 	"github.com/kpng-project/kpng/sink"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/klog/v2"
@@ -301,7 +301,7 @@ func (b *backend) program(ctx context.Context, c *sink.Changes) error {
 	defer b.mu.Unlock()
 	defer b.recordTransactions(ctx)
 	if c.NodeChanged {
-		nodeaddr.SetNode(b.tasks.Addresses, c.Node)
+		nodeaddrs.SetNode(b.tasks.Addresses, c.Node)
 		b.node = c.Node
 	}
 	if c.First {

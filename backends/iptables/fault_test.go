@@ -21,10 +21,10 @@ import (
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/backends"
-	"github.com/kpng-project/kpng/internal/addrlist"
 	"github.com/kpng-project/kpng/internal/backendtest"
 	"github.com/kpng-project/kpng/internal/netfilter"
 	"github.com/kpng-project/kpng/internal/netnstest"
+	"github.com/kpng-project/kpng/internal/nodeaddrs"
 	"github.com/kpng-project/kpng/node/nodeaddr"
 	"github.com/kpng-project/kpng/sink"
 	"github.com/kpng-project/kpng/sink/sinktest"
@@ -1330,7 +1330,7 @@ func TestRefusedSourceIsNotTranslatedByOthers(t *testing.T) {
 // addresses must not bring back the service's old endpoints in IPv4.
 func TestServiceThatFailsInOneFamily(t *testing.T) {
 	eachVariant(t, func(t *testing.T, ns *netnstest.Namespace, v variant) {
-		addrs := addrlist.Of(netip.MustParseAddr("192.0.2.1"))
+		addrs := nodeaddrs.Of(netip.MustParseAddr("192.0.2.1"))
 		b := start(t, ns, v, func(o *Options) { o.NodeAddresses = addrs })
 		mustSync(t, b, pass(view("web", "10.96.0.1 fd00:96::1", "10.1.0.1 fd00::1")))
 		replaceText(t, &b.rulesets[1].run.restoreProgram, "s/fd00::2/nonsense/")
@@ -1352,7 +1352,7 @@ func TestServiceThatFailsInOneFamily(t *testing.T) {
 // even after changes of the node's addresses.
 func TestLastClaimWins(t *testing.T) {
 	ns := netnstest.New(t)
-	addrs := addrlist.Of(netip.MustParseAddr("192.0.2.1"))
+	addrs := nodeaddrs.Of(netip.MustParseAddr("192.0.2.1"))
 	b := start(t, ns, variant{flavourNFT, true}, func(o *Options) { o.NodeAddresses = addrs })
 	check := func(name string) {
 		t.Helper()
@@ -1379,7 +1379,7 @@ func TestLastClaimWins(t *testing.T) {
 // are rejected.
 func TestFailingServiceLosesItsAddress(t *testing.T) {
 	eachVariant(t, func(t *testing.T, ns *netnstest.Namespace, v variant) {
-		addrs := addrlist.Of(netip.MustParseAddr("192.0.2.1"))
+		addrs := nodeaddrs.Of(netip.MustParseAddr("192.0.2.1"))
 		b := start(t, ns, v, func(o *Options) { o.NodeAddresses = addrs })
 		mustSync(t, b, pass(view("a", "10.96.0.1 10.97.0.1", "10.1.0.1")))
 		wrap(t, b.rulesets[0])

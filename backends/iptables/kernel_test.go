@@ -15,9 +15,9 @@ import (
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/backends"
-	"github.com/kpng-project/kpng/internal/addrlist"
 	"github.com/kpng-project/kpng/internal/backendtest"
 	"github.com/kpng-project/kpng/internal/netnstest"
+	"github.com/kpng-project/kpng/internal/nodeaddrs"
 	"github.com/kpng-project/kpng/sink"
 )
 
@@ -369,7 +369,7 @@ func TestServiceDeletedDuringPass(t *testing.T) {
 
 func TestNodeAddressesAreFollowed(t *testing.T) {
 	eachVariant(t, func(t *testing.T, ns *netnstest.Namespace, v variant) {
-		addrs := addrlist.Of(netip.MustParseAddr("192.0.2.1"))
+		addrs := nodeaddrs.Of(netip.MustParseAddr("192.0.2.1"))
 		b := start(t, ns, v, func(o *Options) { o.NodeAddresses = addrs })
 		mustSync(t, b, pass(everything()...))
 		addrs.Set(netip.MustParseAddr("192.0.2.77"), netip.MustParseAddr("127.0.0.1"))

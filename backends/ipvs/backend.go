@@ -14,6 +14,7 @@ import (
 	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/internal/kernelnode"
 	"github.com/kpng-project/kpng/internal/netns"
+	"github.com/kpng-project/kpng/internal/nodeaddrs"
 	"github.com/kpng-project/kpng/internal/ownership"
 	"github.com/kpng-project/kpng/internal/sysctl"
 	"github.com/kpng-project/kpng/node/nodeaddr"
@@ -86,8 +87,8 @@ func (b *backend) start(ctx context.Context) error {
 	if err := b.tasks.Start(ctx, &b.opts.Options); err != nil {
 		return err
 	}
-	addrs, err := b.tasks.Watch(nodeaddr.Options{
-		Selection: nodeaddr.Selection{"all"},
+	addrs, err := b.tasks.Watch(nodeaddrs.Options{
+		Selection: []string{"all"},
 		// kube-proxy's mode ipvs adds the addresses of services to this interface.
 		ExcludeInterfaces: []string{"kube-ipvs0"},
 		NetNS:             b.opts.NetNS,
@@ -136,7 +137,7 @@ func (b *backend) program(ctx context.Context, c *sink.Changes) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	if c.NodeChanged {
-		nodeaddr.SetNode(b.tasks.Addresses, c.Node)
+		nodeaddrs.SetNode(b.tasks.Addresses, c.Node)
 	}
 	d := b.dataplane
 	next := b.addresses()

@@ -15,8 +15,8 @@ import (
 	"github.com/kpng-project/kpng/internal/backendoptions"
 	"github.com/kpng-project/kpng/internal/kernelnode"
 	"github.com/kpng-project/kpng/internal/netfilter"
+	"github.com/kpng-project/kpng/internal/nodeaddrs"
 	"github.com/kpng-project/kpng/internal/ownership"
-	"github.com/kpng-project/kpng/node/nodeaddr"
 	"github.com/kpng-project/kpng/sink"
 	"k8s.io/klog/v2"
 )
@@ -187,7 +187,7 @@ func (b *backend) program(ctx context.Context, c *sink.Changes) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	if c.NodeChanged {
-		nodeaddr.SetNode(b.tasks.Addresses, c.Node)
+		nodeaddrs.SetNode(b.tasks.Addresses, c.Node)
 	}
 	nodePortAddrs, _ := b.tasks.Addresses.Addresses()
 	return b.table.sync(ctx, c, nodePortAddrs)

@@ -16,6 +16,7 @@ import (
 
 	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/internal/kernelnode"
+	"github.com/kpng-project/kpng/internal/nodeaddrs"
 	"github.com/kpng-project/kpng/internal/ownership"
 	"github.com/kpng-project/kpng/node/nodeaddr"
 	"github.com/kpng-project/kpng/sink"
@@ -89,7 +90,7 @@ func (b *backend) start(ctx context.Context) error {
 	if err := b.tasks.Start(ctx, &opts); err != nil {
 		return err
 	}
-	addrs, err := b.tasks.Watch(nodeaddr.Options{Selection: nodeaddr.Selection{"all"}})
+	addrs, err := b.tasks.Watch(nodeaddrs.Options{Selection: []string{"all"}})
 	if err != nil {
 		return errors.Join(err, b.tasks.Stop(ctx))
 	}
@@ -130,7 +131,7 @@ func (b *backend) program(ctx context.Context, c *sink.Changes) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	if c.NodeChanged {
-		nodeaddr.SetNode(b.tasks.Addresses, c.Node)
+		nodeaddrs.SetNode(b.tasks.Addresses, c.Node)
 	}
 	d := b.dataplane
 	next := b.node()

@@ -12,7 +12,7 @@ import (
 	"testing"
 
 	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/internal/addrlist"
+	"github.com/kpng-project/kpng/internal/nodeaddrs"
 	"github.com/kpng-project/kpng/node/nodeaddr"
 	"github.com/kpng-project/kpng/sink"
 )
@@ -90,7 +90,7 @@ func TestServiceIsServedWhenItsAddressIsLocal(t *testing.T) {
 
 func TestMissingAddressDelaysNoOtherChange(t *testing.T) {
 	a := newSlowAddresses("10.96.0.2")
-	node := addrlist.Of(netip.MustParseAddr("127.0.0.5"))
+	node := nodeaddrs.Of(netip.MustParseAddr("127.0.0.5"))
 	w := newWorld(t, Options{Addresses: a, Sockets: loopbackSockets{}, NodeAddresses: node})
 	port, nodePort := freePort(t, "127.96.0.1"), freePort(t, "127.0.0.5")
 	bad := serviceAt("bad", "10.96.0.2", port, api.TCP).addEndpoints(namedServer(t, "bad")).modify(func(s *api.Service) {

@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/nodeaddrs"
 	"github.com/kpng-project/kpng/internal/ownership"
 	"github.com/kpng-project/kpng/node/nodeaddr"
 	"github.com/kpng-project/kpng/sink"
@@ -27,7 +28,7 @@ type Backend struct {
 	node  nodeaddr.Source
 	// watcher is nil if Options.NodeAddresses is set. Otherwise the field node is this
 	// watcher, and Start runs it.
-	watcher *nodeaddr.Watcher
+	watcher *nodeaddrs.Watcher
 
 	// mu guards the services and their listeners.
 	mu       sync.Mutex
@@ -68,11 +69,11 @@ func New(opts Options) (*Backend, error) {
 	b.descriptors = newDescriptors(limit - limit/10) // one tenth of the limit is for other purposes
 	b.udp = newUDPClients(min(opts.MaxUDPClients, limit/2))
 	var err error
-	if b.machine, err = nodeaddr.New(nodeaddr.Options{Selection: everyAddress}); err != nil {
+	if b.machine, err = nodeaddrs.New(nodeaddrs.Options{Selection: everyAddress}); err != nil {
 		return nil, err
 	}
 	if b.node = opts.NodeAddresses; b.node == nil {
-		if b.watcher, err = nodeaddr.New(nodeaddr.Options{Selection: opts.NodePorts, ExcludeInterfaces: opts.ExcludeInterfaces}); err != nil {
+		if b.watcher, err = nodeaddrs.New(nodeaddrs.Options{Selection: opts.NodePorts, ExcludeInterfaces: opts.ExcludeInterfaces}); err != nil {
 			return nil, err
 		}
 		b.node = b.watcher
@@ -108,7 +109,7 @@ func (b *Backend) start(ctx context.Context) error {
 		return err
 	}
 	b.life, b.stopTasks = context.WithCancel(context.WithoutCancel(ctx))
-	for _, w := range []*nodeaddr.Watcher{b.machine, b.watcher} {
+	for _, w := range []*nodeaddrs.Watcher{b.machine, b.watcher} {
 		if w != nil {
 			b.tasks.Go(func() {
 				stop := w.Start(b.life)
@@ -173,7 +174,7 @@ func (u *update) err() error {
 // listeners open as soon as the addresses are local, and the driver delivers these
 // services again.
 func (b *Backend) Sync(ctx context.Context, c *sink.Changes) error {
-	nodeaddr.SetNode(b.node, c.Node)
+	nodeaddrs.SetNode(b.node, c.Node)
 	b.mu.Lock()
 	updates := b.updates(c)
 	changes := b.applyAll(ctx, updates)

@@ -9,7 +9,7 @@ import (
 	"sync"
 	"time"
 
-	"github.com/kpng-project/kpng/node/nodeaddr"
+	"github.com/kpng-project/kpng/internal/nodeaddrs"
 	"k8s.io/klog/v2"
 )
 
@@ -21,7 +21,7 @@ type engine struct {
 	local  *references
 	served ports
 	// machine has the addresses of all interfaces of this machine.
-	machine    *nodeaddr.Watcher
+	machine    *nodeaddrs.Watcher
 	buffers    *buffers
 	pipes      *pipes
 	batches    *batches

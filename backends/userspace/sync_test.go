@@ -16,7 +16,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/internal/addrlist"
+	"github.com/kpng-project/kpng/internal/nodeaddrs"
 	"github.com/kpng-project/kpng/node/nodeaddr"
 	clocktesting "k8s.io/utils/clock/testing"
 )
@@ -351,7 +351,7 @@ func TestTrafficFromInterfaceAddressesIsLocal(t *testing.T) {
 }
 
 func TestNodePortsFollowNodeAddresses(t *testing.T) {
-	addrs := addrlist.Of(netip.MustParseAddr("127.0.0.5"))
+	addrs := nodeaddrs.Of(netip.MustParseAddr("127.0.0.5"))
 	w := newWorld(t, Options{NodeAddresses: addrs})
 	port, nodePort := freePort(t, "127.0.0.2"), freePort(t, "127.0.0.5")
 	w.set(serviceAt("web", "127.0.0.2", port, api.TCP).addEndpoints(namedServer(t, "a")).modify(func(s *api.Service) {

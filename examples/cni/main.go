@@ -86,7 +86,7 @@ func (a *agent) run(ctx context.Context) error {
 		return err
 	}
 	registry := prometheus.NewRegistry()
-	addrs, err := nodeaddr.New(nodeaddr.Options{})
+	addrs, err := nodeaddr.Watch(ctx, nodeaddr.Options{})
 	if err != nil {
 		return fmt.Errorf("find the node's addresses: %w", err)
 	}
@@ -95,7 +95,6 @@ func (a *agent) run(ctx context.Context) error {
 		return err
 	}
 
-	defer addrs.Start(ctx)()
 	factory.Start(ctx.Done())
 	group, ctx := errgroup.WithContext(ctx)
 	group.Go(func() error { return serve(ctx, a.health, healthChecks(proxy)) })
@@ -107,7 +106,7 @@ func (a *agent) run(ctx context.Context) error {
 
 // newProxy returns the service proxy. One sink programs services with nftables, and
 // another sink serves the health-check node ports of load balancers.
-func newProxy(node string, factory informers.SharedInformerFactory, addrs *nodeaddr.Watcher, registry prometheus.Registerer) (*kpng.Proxy, error) {
+func newProxy(node string, factory informers.SharedInformerFactory, addrs nodeaddr.Source, registry prometheus.Registerer) (*kpng.Proxy, error) {
 	m, err := metrics.New(registry, metrics.Options{KubeProxy: true})
 	if err != nil {
 		return nil, fmt.Errorf("register metrics: %w", err)

@@ -19,6 +19,7 @@ import (
 	"github.com/kpng-project/kpng/conformance"
 	"github.com/kpng-project/kpng/internal/conntrack"
 	"github.com/kpng-project/kpng/internal/healthcheck"
+	"github.com/kpng-project/kpng/internal/nodeaddrs"
 	"github.com/kpng-project/kpng/internal/ownership"
 	"github.com/kpng-project/kpng/node/nodeaddr"
 	"github.com/kpng-project/kpng/nodeview"
@@ -33,7 +34,7 @@ var Patience = flag.Duration("patience", 20*time.Second, "how long the conforman
 // function newBackend makes the backend from the source of node-port addresses and from a
 // conntrack.Reconciler.
 func NewSink(site conformance.Site, newBackend func(nodeaddr.Source, sink.Sink) (sink.Sink, error)) (sink.Sink, error) {
-	addrs, err := nodeaddr.New(nodeaddr.Options{Selection: Selection(site)})
+	addrs, err := nodeaddrs.New(nodeaddrs.Options{Selection: Selection(site)})
 	if err != nil {
 		return nil, err
 	}

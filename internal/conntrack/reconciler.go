@@ -12,6 +12,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/kpng-project/kpng/internal/nodeaddrs"
 	"github.com/kpng-project/kpng/node/nodeaddr"
 	"github.com/kpng-project/kpng/sink"
 	"k8s.io/klog/v2"
@@ -103,7 +104,7 @@ func (r *reconciler) Stop(ctx context.Context) error {
 // Sync implements [Reconciler].
 func (r *reconciler) Sync(_ context.Context, c *sink.Changes) error {
 	if c.NodeChanged {
-		nodeaddr.SetNode(r.opts.NodeAddresses, c.Node)
+		nodeaddrs.SetNode(r.opts.NodeAddresses, c.Node)
 	}
 	if r.queue.add(c) {
 		r.signal()

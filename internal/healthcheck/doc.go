@@ -10,7 +10,7 @@
 //
 // A [Server] is a separate sink. It runs beside the sink that programs the dataplane:
 //
-//	addrs, err := nodeaddr.New(nodeaddr.Options{})
+//	addrs, err := nodeaddrs.New(nodeaddrs.Options{})
 //	…
 //	defer addrs.Start(ctx)()
 //	err = kpng.Run(ctx, opts, backend, healthcheck.New(healthcheck.Options{NodeAddresses: addrs}))

@@ -13,6 +13,7 @@ import (
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/internal/connlimit"
+	"github.com/kpng-project/kpng/internal/nodeaddrs"
 	"github.com/kpng-project/kpng/node/nodeaddr"
 	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
@@ -179,7 +180,7 @@ func (s *server) Stop(context.Context) error {
 // Sync implements sink.Sink. It always returns nil.
 func (s *server) Sync(ctx context.Context, c *sink.Changes) error {
 	if c.NodeChanged {
-		nodeaddr.SetNode(s.opts.NodeAddresses, c.Node)
+		nodeaddrs.SetNode(s.opts.NodeAddresses, c.Node)
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()

@@ -19,8 +19,8 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/internal/addrlist"
 	"github.com/kpng-project/kpng/internal/healthcheck"
+	"github.com/kpng-project/kpng/internal/nodeaddrs"
 	"github.com/kpng-project/kpng/node/nodeaddr"
 	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
@@ -349,7 +349,7 @@ func TestPassInSeveralBatches(t *testing.T) {
 }
 
 func TestAddressesAreFollowed(t *testing.T) {
-	addrs := addrlist.Of(netip.MustParseAddr("10.0.0.1"))
+	addrs := nodeaddrs.Of(netip.MustParseAddr("10.0.0.1"))
 	observed := make(chan [2]int, 10)
 	w := newWorld(t, healthcheck.Options{NodeAddresses: addrs, Observe: func(open, failing int) { observed <- [2]int{open, failing} }})
 	w.deliver(t, one(localView("a", 30001)))

@@ -12,6 +12,7 @@ import (
 
 	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/internal/conntrack"
+	"github.com/kpng-project/kpng/internal/nodeaddrs"
 	"github.com/kpng-project/kpng/node/nodeaddr"
 	"github.com/kpng-project/kpng/sink"
 	"k8s.io/klog/v2"
@@ -34,7 +35,7 @@ type Tasks struct {
 func (t *Tasks) Start(ctx context.Context, o *backends.Options) error {
 	t.ctx, t.stop = context.WithCancel(context.WithoutCancel(ctx))
 	if t.Addresses = o.NodeAddresses; t.Addresses == nil {
-		watcher, err := t.Watch(nodeaddr.Options{NetNS: o.NetNS})
+		watcher, err := t.Watch(nodeaddrs.Options{NetNS: o.NetNS})
 		if err != nil {
 			return err
 		}
@@ -53,8 +54,8 @@ func (t *Tasks) Start(ctx context.Context, o *backends.Options) error {
 }
 
 // Watch returns a watcher of addresses that runs until Stop.
-func (t *Tasks) Watch(opts nodeaddr.Options) (*nodeaddr.Watcher, error) {
-	watcher, err := nodeaddr.New(opts)
+func (t *Tasks) Watch(opts nodeaddrs.Options) (*nodeaddrs.Watcher, error) {
+	watcher, err := nodeaddrs.New(opts)
 	if err == nil {
 		t.Go(func(ctx context.Context) {
 			stop := watcher.Start(ctx)

@@ -12,6 +12,7 @@ import (
 
 	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/internal/healthcheck"
+	"github.com/kpng-project/kpng/internal/nodeaddrs"
 	"github.com/kpng-project/kpng/internal/sysctl"
 	"github.com/kpng-project/kpng/node/nodeaddr"
 	"github.com/kpng-project/kpng/sink"
@@ -55,7 +56,7 @@ type Sinks struct {
 
 // New returns the sinks. It does not change the machine.
 func New(opts Options) (*Sinks, error) {
-	addrs, err := nodeaddr.New(nodeaddr.Options{Selection: opts.NodePorts, ExcludeInterfaces: append(opts.ExcludeInterfaces, "kube-ipvs0")})
+	addrs, err := nodeaddrs.New(nodeaddrs.Options{Selection: opts.NodePorts, ExcludeInterfaces: append(opts.ExcludeInterfaces, "kube-ipvs0")})
 	if err != nil {
 		return nil, fmt.Errorf("find the addresses of the node: %w", err)
 	}
@@ -82,7 +83,7 @@ func New(opts Options) (*Sinks, error) {
 }
 
 // begin applies kernel settings and starts the tasks of a node. The result ends the tasks.
-func begin(ctx context.Context, opts *Options, addrs *nodeaddr.Watcher) (end func()) {
+func begin(ctx context.Context, opts *Options, addrs *nodeaddrs.Watcher) (end func()) {
 	if opts.Sysctls != backends.IgnoreSysctls {
 		sysctl.Kernel.Apply(ctx, opts.Settings, opts.Sysctls == backends.SetSysctls)
 	}

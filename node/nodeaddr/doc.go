@@ -3,29 +3,28 @@
 // Package nodeaddr provides the addresses at which the node ports of a node are
 // reachable.
 //
-// Backends read a [Source]. A [Watcher] is a Source that follows the addresses of the
+// Dataplanes read a [Source]. [Watch] returns a Source that follows the addresses of the
 // machine. [Of] returns a Source of fixed addresses.
 //
-//	watcher, err := nodeaddr.New(nodeaddr.Options{Selection: nodeaddr.Selection{"all"}})
+//	addresses, err := nodeaddr.Watch(ctx, nodeaddr.Options{Selection: nodeaddr.Selection{"all"}})
 //	…
-//	defer watcher.Start(ctx)()
 //	for {
-//		addrs, changed := watcher.Addresses()
+//		addrs, changed := addresses.Addresses()
 //		program(addrs)
 //		<-changed
 //	}
-//
-// All types are safe for concurrent use.
 package nodeaddr
 
 import (
+	"context"
 	"net/netip"
 
 	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/internal/addrlist"
+	"github.com/kpng-project/kpng/internal/nodeaddrs"
 )
 
-// Source provides the addresses of a node for node ports and health checks.
+// Source provides the addresses of a node for node ports and health checks. It is safe for
+// concurrent use.
 type Source interface {
 	// Addresses returns the addresses, sorted and without duplicates, and a channel that is
 	// closed when the addresses may have changed. The addresses have no zones, and IPv4
@@ -33,16 +32,51 @@ type Source interface {
 	Addresses() (addrs []netip.Addr, changed <-chan struct{})
 }
 
-// Of returns a Source with the given addresses.
-func Of(addrs ...netip.Addr) Source { return addrlist.Of(addrs...) }
+// Of returns a Source with the given addresses. It sorts them, and removes duplicates.
+func Of(addrs ...netip.Addr) Source { return nodeaddrs.Of(addrs...) }
 
-// SetNode passes the Node object to src if src has a method SetNode, as a [Watcher] has.
-// A nil node means that the Node object is unknown. When SetNode of a Watcher returns,
-// its Addresses are already the new ones. A sink that has a Source calls SetNode with
-// Changes.Node if Changes.NodeChanged is true. Several sinks may call SetNode for the
-// same Source.
-func SetNode(src Source, node *api.Node) {
-	if s, ok := src.(interface{ SetNode(*api.Node) }); ok {
-		s.SetNode(node)
+// OfNode returns the addresses of a Node object: its InternalIPs or, if it has none, its
+// ExternalIPs. If node is nil or has neither, the result is nil.
+func OfNode(node *api.Node) []netip.Addr { return nodeaddrs.OfNode(node) }
+
+// Options select addresses of the machine. The zero value selects the primary addresses.
+type Options struct {
+	// Selection selects addresses of the machine. Default: the primary addresses.
+	Selection Selection
+	// ExcludeInterfaces are the names of interfaces whose addresses are ignored. An example
+	// is kube-ipvs0, to which kube-proxy adds service addresses. Default: none.
+	ExcludeInterfaces []string
+}
+
+// Selection is a list of items, of which each selects addresses of a node. An empty list
+// means primary. The items are:
+//
+//   - primary: the InternalIPs of the Node object or, if it has none, its ExternalIPs.
+//     While the Node object is unknown, the source addresses of the machine's default
+//     routes, at most one per family
+//   - all: every address of the machine, except loopback and link-local addresses
+//   - a CIDR: the addresses of the machine in this range
+//   - localhost: the same as the CIDRs 127.0.0.0/8 and ::1/128
+//
+// Loopback and link-local addresses are selected only by a CIDR within their own ranges,
+// such as 127.0.0.0/8 or fe80::/10. A wider CIDR does not select them.
+type Selection []string
+
+// Watch reads the selected addresses of the machine, and returns a Source that follows them
+// until ctx ends. It returns an error if an item of the selection is invalid, or if it cannot
+// read the addresses. If it cannot read them again later, it logs an error, and the Source
+// keeps the last known addresses.
+//
+// On Linux, the Source notices a changed address immediately. It notices a changed default
+// route, and changes on other systems, within 10 seconds. The Source has a method
+// SetNode(*api.Node), through which the dataplanes of this module pass it the Node object
+// that has the primary addresses.
+func Watch(ctx context.Context, opts Options) (Source, error) {
+	w, err := nodeaddrs.New(nodeaddrs.Options{Selection: opts.Selection, ExcludeInterfaces: opts.ExcludeInterfaces})
+	if err != nil {
+		return nil, err
 	}
+	stop := w.Start(ctx)
+	context.AfterFunc(ctx, stop)
+	return w, nil
 }

@@ -3,6 +3,7 @@
 package nodeaddr_test
 
 import (
+	"context"
 	"fmt"
 	"net/netip"
 
@@ -17,7 +18,7 @@ func ExampleOf() {
 }
 
 func ExampleSelection() {
-	_, err := nodeaddr.New(nodeaddr.Options{Selection: nodeaddr.Selection{"primary", "eth0"}})
+	_, err := nodeaddr.Watch(context.Background(), nodeaddr.Options{Selection: nodeaddr.Selection{"primary", "eth0"}})
 	fmt.Println(err)
 	// Output:
 	// node-port addresses "eth0": not primary, all, localhost or a CIDR

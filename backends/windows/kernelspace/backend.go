@@ -16,8 +16,8 @@ import (
 	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/backends/windows/internal/journal"
 	"github.com/kpng-project/kpng/internal/hns"
+	"github.com/kpng-project/kpng/internal/nodeaddrs"
 	"github.com/kpng-project/kpng/internal/ownership"
-	"github.com/kpng-project/kpng/node/nodeaddr"
 	"github.com/kpng-project/kpng/sink"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/klog/v2"
@@ -229,7 +229,7 @@ func (b *backend) learn(ctx context.Context, c *sink.Changes) map[types.Namespac
 	}
 	if source := b.opts.NodeAddresses; source != nil {
 		if c.NodeChanged {
-			nodeaddr.SetNode(source, c.Node)
+			nodeaddrs.SetNode(source, c.Node)
 		}
 		b.readAddresses()
 	} else if c.NodeChanged && c.Node != nil {

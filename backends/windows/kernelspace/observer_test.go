@@ -11,9 +11,9 @@ import (
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/backends/windows/kernelspace"
-	"github.com/kpng-project/kpng/internal/addrlist"
 	"github.com/kpng-project/kpng/internal/hns"
 	"github.com/kpng-project/kpng/internal/hns/fakehns"
+	"github.com/kpng-project/kpng/internal/nodeaddrs"
 	"github.com/kpng-project/kpng/node/nodeaddr"
 )
 
@@ -40,7 +40,7 @@ func (l *eventLog) expect(t *testing.T, want ...string) {
 
 func TestOnlyChangesByOthersAreDrift(t *testing.T) {
 	var log eventLog
-	addresses := addrlist.Of(addr("192.168.0.1"))
+	addresses := nodeaddrs.Of(addr("192.168.0.1"))
 	w := newWorld(t, fakehns.AllFeatures(), hns.Network{}, kernelspace.Options{Options: backends.Options{Observer: &log, NodeAddresses: addresses}})
 	w.must(w.full())
 	w.must(w.set(view(service("web"), at("10.1.2.1"))))

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package addrlist_test
+package nodeaddrs_test
 
 import (
 	"net/netip"
@@ -8,7 +8,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/google/go-cmp/cmp/cmpopts"
-	"github.com/kpng-project/kpng/internal/addrlist"
+	"github.com/kpng-project/kpng/internal/nodeaddrs"
 )
 
 func addrs(list ...string) []netip.Addr {
@@ -27,14 +27,14 @@ func compare(t testing.TB, want, got []netip.Addr) {
 }
 
 func TestListIsSortedWithoutDuplicates(t *testing.T) {
-	l := addrlist.Of(addrs("fe80::1%eth0", "10.0.0.2", "::ffff:10.0.0.1", "10.0.0.2")...)
+	l := nodeaddrs.Of(addrs("fe80::1%eth0", "10.0.0.2", "::ffff:10.0.0.1", "10.0.0.2")...)
 	l.Set(append(addrs("fe80::1%eth0", "10.0.0.2", "::ffff:10.0.0.1", "10.0.0.2"), netip.Addr{})...)
 	got, _ := l.Addresses()
 	compare(t, addrs("10.0.0.1", "10.0.0.2", "fe80::1"), got)
 }
 
 func TestListSignalsOnlyChanges(t *testing.T) {
-	var l addrlist.List
+	var l nodeaddrs.List
 	none, changed := l.Addresses()
 	compare(t, nil, none)
 

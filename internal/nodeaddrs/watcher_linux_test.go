@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package nodeaddr_test
+package nodeaddrs_test
 
 import (
 	"context"
@@ -8,11 +8,9 @@ import (
 	"testing"
 	"time"
 
-	"github.com/google/go-cmp/cmp"
-	"github.com/google/go-cmp/cmp/cmpopts"
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/internal/netnstest"
-	"github.com/kpng-project/kpng/node/nodeaddr"
+	"github.com/kpng-project/kpng/internal/nodeaddrs"
 	"go.uber.org/goleak"
 	"k8s.io/utils/clock"
 	clocktesting "k8s.io/utils/clock/testing"
@@ -40,9 +38,9 @@ func machine(t *testing.T) *netnstest.Namespace {
 }
 
 // run starts a new watcher, which runs until the test ends.
-func run(t *testing.T, clock clock.WithTicker, opts nodeaddr.Options) *nodeaddr.Watcher {
+func run(t *testing.T, clock clock.WithTicker, opts nodeaddrs.Options) *nodeaddrs.Watcher {
 	t.Helper()
-	w, err := nodeaddr.NewWatcher(opts, clock)
+	w, err := nodeaddrs.NewWatcher(opts, clock)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -53,23 +51,8 @@ func run(t *testing.T, clock clock.WithTicker, opts nodeaddr.Options) *nodeaddr.
 	return w
 }
 
-func addrs(list ...string) []netip.Addr {
-	var out []netip.Addr
-	for _, s := range list {
-		out = append(out, netip.MustParseAddr(s))
-	}
-	return out
-}
-
-func compare(t testing.TB, want, got []netip.Addr) {
-	t.Helper()
-	if diff := cmp.Diff(want, got, cmp.Comparer(func(a, b netip.Addr) bool { return a == b }), cmpopts.EquateEmpty()); diff != "" {
-		t.Errorf("addresses (-want +got):\n%s", diff)
-	}
-}
-
 // await waits until the method Addresses of the watcher returns the addresses want.
-func await(t *testing.T, w *nodeaddr.Watcher, want ...string) {
+func await(t *testing.T, w *nodeaddrs.Watcher, want ...string) {
 	t.Helper()
 	deadline := time.After(time.Minute)
 	for {
@@ -100,8 +83,8 @@ func equal(a, b []netip.Addr) bool {
 
 func TestAddressesAreFollowed(t *testing.T) {
 	n := machine(t)
-	w := run(t, settling{clocktesting.NewFakeClock(time.Now())}, nodeaddr.Options{
-		NetNS: n.FD, Selection: nodeaddr.Selection{"all"}, ExcludeInterfaces: []string{"kube-ipvs0", "not-there"},
+	w := run(t, settling{clocktesting.NewFakeClock(time.Now())}, nodeaddrs.Options{
+		NetNS: n.FD, Selection: []string{"all"}, ExcludeInterfaces: []string{"kube-ipvs0", "not-there"},
 	})
 	await(t, w, "10.0.0.1", "10.1.0.1", "fd00::1", "fd01::1")
 	n.Add(t, "other", "10.1.0.2/24")
@@ -116,14 +99,14 @@ func TestTentativeAddressIsNotServed(t *testing.T) {
 	n.Set(t, "ipv6/conf/new/accept_dad=1", "ipv6/conf/new/dad_transmits=60") // duplicate address detection takes 60 seconds
 	n.Run(t, "ip", "addr", "add", "fd02::1/64", "dev", "new")
 	n.Add(t, "new", "10.2.0.1/24")
-	w := run(t, clock.RealClock{}, nodeaddr.Options{NetNS: n.FD, Selection: nodeaddr.Selection{"10.2.0.0/24", "fd02::/64"}})
+	w := run(t, clock.RealClock{}, nodeaddrs.Options{NetNS: n.FD, Selection: []string{"10.2.0.0/24", "fd02::/64"}})
 	await(t, w, "10.2.0.1")
 }
 
 func TestPrimaryAddressesComeFromNodeOrDefaultRoutes(t *testing.T) {
 	n := machine(t)
 	clock := settling{clocktesting.NewFakeClock(time.Now())}
-	w := run(t, clock, nodeaddr.Options{NetNS: n.FD})
+	w := run(t, clock, nodeaddrs.Options{NetNS: n.FD})
 	await(t, w, "10.0.0.1", "fd00::1")
 
 	// If only a route changes, Linux sends no notification. So the watcher detects the
@@ -136,30 +119,30 @@ func TestPrimaryAddressesComeFromNodeOrDefaultRoutes(t *testing.T) {
 		{Type: "ExternalIP", IP: netip.MustParseAddr("192.0.2.7")},
 		{Type: "InternalIP", IP: netip.MustParseAddr("10.9.0.1")},
 	}}
-	nodeaddr.SetNode(w, node)
+	nodeaddrs.SetNode(w, node)
 	got, _ := w.Addresses()
 	compare(t, addrs("10.9.0.1"), got)
 
-	nodeaddr.SetNode(w, &api.Node{Addresses: node.Addresses[:1]})
+	nodeaddrs.SetNode(w, &api.Node{Addresses: node.Addresses[:1]})
 	got, _ = w.Addresses()
 	compare(t, addrs("192.0.2.7"), got)
 
-	nodeaddr.SetNode(w, nil)
+	nodeaddrs.SetNode(w, nil)
 	got, _ = w.Addresses()
 	compare(t, addrs("10.1.0.1", "fd00::1"), got)
 
-	nodeaddr.SetNode(nodeaddr.Of(), node) // fixed addresses ignore the Node object
+	nodeaddrs.SetNode(nodeaddrs.Of(), node) // fixed addresses ignore the Node object
 }
 
 func TestNoPrimaryAddressWithoutDefaultRouteAndNode(t *testing.T) {
 	n := netnstest.New(t)
 	n.Stub(t, "world")
 	n.Add(t, "world", "10.0.0.1/24")
-	await(t, run(t, clock.RealClock{}, nodeaddr.Options{NetNS: n.FD}))
+	await(t, run(t, clock.RealClock{}, nodeaddrs.Options{NetNS: n.FD}))
 }
 
 func TestInvalidNamespaceIsAnError(t *testing.T) {
-	if _, err := nodeaddr.New(nodeaddr.Options{NetNS: 1 << 20}); err == nil {
+	if _, err := nodeaddrs.New(nodeaddrs.Options{NetNS: 1 << 20}); err == nil {
 		t.Error("there is a watcher for a namespace that does not exist")
 	}
 }

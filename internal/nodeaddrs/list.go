@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package addrlist has a list of addresses that notifies its readers of changes. A [List]
-// is a nodeaddr.Source.
-package addrlist
+// Package nodeaddrs implements package nodeaddr. A [List] is a list of addresses that
+// notifies its readers of changes. A [Watcher] follows the addresses of the machine. Both
+// implement nodeaddr.Source, and are safe for concurrent use.
+package nodeaddrs
 
 import (
 	"net/netip"
@@ -10,7 +11,7 @@ import (
 	"sync"
 )
 
-// List is a list of addresses. It is safe for concurrent use. The zero value is empty.
+// List is a list of addresses. The zero value is empty.
 type List struct {
 	mu      sync.Mutex
 	addrs   []netip.Addr
@@ -24,7 +25,7 @@ func Of(addrs ...netip.Addr) *List {
 	return l
 }
 
-// Addresses implements nodeaddr.Source.
+// Addresses implements nodeaddrs.Source.
 func (l *List) Addresses() ([]netip.Addr, <-chan struct{}) {
 	l.mu.Lock()
 	defer l.mu.Unlock()

@@ -2,7 +2,7 @@
 
 //go:build !linux
 
-package nodeaddr
+package nodeaddrs
 
 import (
 	"context"

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package nodeaddr
+package nodeaddrs
 
 import (
 	"net/netip"
@@ -33,7 +33,7 @@ func TestSelection(t *testing.T) {
 		"a CIDR without addresses selects nothing, also not primary":                {[]string{"192.168.0.0/16"}, nil},
 	} {
 		t.Run(name, func(t *testing.T) {
-			s, err := Selection(test.list).parse()
+			s, err := parseSelection(test.list)
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -47,7 +47,7 @@ func TestSelection(t *testing.T) {
 
 func TestInvalidSelectionsAreErrors(t *testing.T) {
 	for _, item := range []string{"", "10.0.0.1", "eth0", "10.0.0.0/33", "Primary"} {
-		if s, err := (Selection{item}).parse(); err == nil {
+		if s, err := parseSelection([]string{item}); err == nil {
 			t.Errorf("%q is parsed as %+v", item, s)
 		} else if !strings.Contains(err.Error(), `"`+item+`"`) {
 			t.Errorf("the error does not name %q: %v", item, err)

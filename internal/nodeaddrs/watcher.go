@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package nodeaddr
+package nodeaddrs
 
 import (
 	"context"
@@ -10,17 +10,14 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/internal/addrlist"
 	"k8s.io/klog/v2"
 	"k8s.io/utils/clock"
 )
 
 // Options are the settings of a Watcher. The zero value selects the defaults.
 type Options struct {
-	// Selection selects addresses of the machine. Default: the primary addresses.
-	Selection Selection
-	// ExcludeInterfaces are the names of interfaces whose addresses are ignored. An example
-	// is kube-ipvs0, to which kube-proxy adds service addresses. Default: none.
+	// Selection and ExcludeInterfaces are those of nodeaddr.Options.
+	Selection         []string
 	ExcludeInterfaces []string
 	// NetNS is a file descriptor of the network namespace. It must stay open while the
 	// Watcher is used. NetNS works only on Linux. Default 0: the network namespace of the
@@ -37,13 +34,13 @@ const interval = 10 * time.Second
 // addresses. It waits because addresses often change in bursts.
 const burstDelay = 50 * time.Millisecond
 
-// Watcher is a Source that follows the addresses of the machine. It is safe for concurrent
-// use. Pass the Node object to [SetNode], because it has the primary addresses.
+// Watcher follows the addresses of the machine. Pass the Node object to [SetNode], because
+// it has the primary addresses.
 type Watcher struct {
 	opts     Options
 	selected selection
 	clock    clock.WithTicker
-	list     addrlist.List
+	list     List
 
 	mu       sync.Mutex
 	seen     machineAddresses
@@ -62,7 +59,7 @@ type machineAddresses struct {
 func New(opts Options) (*Watcher, error) { return newWatcher(opts, clock.RealClock{}) }
 
 func newWatcher(opts Options, clock clock.WithTicker) (*Watcher, error) {
-	selected, err := opts.Selection.parse()
+	selected, err := parseSelection(opts.Selection)
 	if err != nil {
 		return nil, err
 	}
@@ -73,8 +70,19 @@ func newWatcher(opts Options, clock clock.WithTicker) (*Watcher, error) {
 	return w, nil
 }
 
-// Addresses implements [Source].
+// Addresses implements nodeaddr.Source.
 func (w *Watcher) Addresses() ([]netip.Addr, <-chan struct{}) { return w.list.Addresses() }
+
+// SetNode passes the Node object to src if src has a method SetNode, as a [Watcher] has.
+// A nil node means that the Node object is unknown. When SetNode of a Watcher returns,
+// its Addresses are already the new ones. A sink that has a nodeaddr.Source calls SetNode
+// with Changes.Node if Changes.NodeChanged is true. Several sinks may call SetNode for the
+// same source.
+func SetNode(src any, node *api.Node) {
+	if s, ok := src.(interface{ SetNode(*api.Node) }); ok {
+		s.SetNode(node)
+	}
+}
 
 // SetNode sets the Node object that has the primary addresses, see the function [SetNode].
 func (w *Watcher) SetNode(node *api.Node) {
@@ -84,8 +92,7 @@ func (w *Watcher) SetNode(node *api.Node) {
 	w.publish()
 }
 
-// OfNode returns the addresses of a Node object: its InternalIPs or, if it has none, its
-// ExternalIPs.
+// OfNode implements nodeaddr.OfNode.
 func OfNode(node *api.Node) []netip.Addr {
 	if node == nil {
 		return nil

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package nodeaddr
+package nodeaddrs
 
 import (
 	"fmt"
@@ -9,27 +9,13 @@ import (
 	"strings"
 )
 
-// Selection is a list of items, of which each selects addresses of a node. An empty list
-// means primary. The items are:
-//
-//   - primary: the InternalIPs of the Node object or, if it has none, its ExternalIPs.
-//     While the Node object is unknown, the source addresses of the machine's default
-//     routes, at most one per family
-//   - all: every address of the machine, except loopback and link-local addresses
-//   - a CIDR: the addresses of the machine in this range
-//   - localhost: the same as the CIDRs 127.0.0.0/8 and ::1/128
-//
-// Loopback and link-local addresses are selected only by a CIDR within their own ranges,
-// such as 127.0.0.0/8 or fe80::/10. A wider CIDR does not select them.
-type Selection []string
-
-// selection is a parsed Selection.
+// selection is a parsed nodeaddr.Selection.
 type selection struct {
 	primary, all bool
 	cidrs        []netip.Prefix
 }
 
-func (list Selection) parse() (selection, error) {
+func parseSelection(list []string) (selection, error) {
 	s := selection{primary: len(list) == 0}
 	for _, item := range list {
 		switch item = strings.TrimSpace(item); item {

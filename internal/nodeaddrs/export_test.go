@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package nodeaddr
+package nodeaddrs
 
 // NewWatcher is New with a clock.
 var NewWatcher = newWatcher

@@ -84,7 +84,7 @@ func NewIPSet(addrs ...netip.Addr) IPSet {
 // Add appends an address to the list of its family. It ignores invalid addresses and
 // duplicates. It searches the list, so NewIPSet is faster for many addresses.
 func (s *IPSet) Add(a netip.Addr) {
-	if a = a.Unmap(); a.IsValid() && !s.Contains(a) {
+	if a = a.Unmap(); a.IsValid() && !slices.Contains(s.Family(FamilyOf(a)), a) {
 		s.append(a)
 	}
 }
@@ -109,16 +109,8 @@ func (s *IPSet) Family(f Family) []netip.Addr {
 	}
 }
 
-// Contains reports whether the address is in the set.
-func (s *IPSet) Contains(a netip.Addr) bool {
-	return slices.Contains(s.Family(FamilyOf(a)), a.Unmap())
-}
-
-// Len returns the number of addresses.
-func (s *IPSet) Len() int { return len(s.V4) + len(s.V6) }
-
 // IsZero reports whether the set is empty.
-func (s IPSet) IsZero() bool { return s.Len() == 0 }
+func (s IPSet) IsZero() bool { return len(s.V4)+len(s.V6) == 0 }
 
 // All yields every address, IPv4 first.
 func (s *IPSet) All() iter.Seq[netip.Addr] {
@@ -133,7 +125,7 @@ func (s *IPSet) All() iter.Seq[netip.Addr] {
 	}
 }
 
-// Equal reports whether both sets have the same addresses in the same order.
-func (s *IPSet) Equal(o *IPSet) bool {
+// The method equal reports whether both sets have the same addresses in the same order.
+func (s *IPSet) equal(o *IPSet) bool {
 	return slices.Equal(s.V4, o.V4) && slices.Equal(s.V6, o.V6)
 }

@@ -40,8 +40,10 @@ type Service struct {
 
 	// SourceRanges limit which clients may use an address of the service. All clients may
 	// use an address that no entry lists. JSON and the wire call the field IPFilters.
-	SourceRanges    []SourceRanges  `json:"IPFilters,omitempty"`
-	SessionAffinity SessionAffinity `json:",omitzero"`
+	SourceRanges []SourceRanges `json:"IPFilters,omitempty"`
+	// AffinitySeconds, 1 to 86400, is how long a client address keeps its endpoint after the
+	// client's last new connection. 0 means no session affinity.
+	AffinitySeconds int32 `json:",omitempty"`
 
 	// LoadBalancerClass is spec.loadBalancerClass. It names the implementation of the load
 	// balancer for a service of type LoadBalancer. Empty means the cluster's default.
@@ -162,19 +164,6 @@ type SourceRanges struct {
 	Prefixes []netip.Prefix `json:"SourceRanges,omitempty"`
 }
 
-// SessionAffinity is the session affinity of a service. If no field is set, the service
-// has no affinity.
-type SessionAffinity struct {
-	ClientIP *ClientIPAffinity `json:",omitempty"`
-}
-
-// ClientIPAffinity keeps the connections of a client address on one endpoint.
-type ClientIPAffinity struct {
-	// TimeoutSeconds, from 1 to 86400, is how long affinity lasts after the client's last
-	// new connection.
-	TimeoutSeconds int32 `json:",omitempty"`
-}
-
 // Key returns the service's namespace and name.
 func (s *Service) Key() types.NamespacedName {
 	return types.NamespacedName{Namespace: s.Namespace, Name: s.Name}
@@ -196,16 +185,6 @@ func (s *Service) Families() []Family {
 	}
 }
 
-// FrontendIPs returns the addresses that have frontends in family f, in three lists:
-// cluster IPs (none for a headless service), load-balancer IPs, and external IPs.
-func (s *Service) FrontendIPs(f Family) (ips [3][]netip.Addr) {
-	if !s.IPs.Headless {
-		ips[0] = s.IPs.ClusterIPs.Family(f)
-	}
-	ips[1], ips[2] = s.IPs.LoadBalancerIPs.Family(f), s.IPs.ExternalIPs.Family(f)
-	return ips
-}
-
 func (s *IPSet) families() []Family {
 	var f []Family
 	if len(s.V4) > 0 {
@@ -224,33 +203,25 @@ func (s *Service) Equal(o *Service) bool {
 	}
 	return s != nil && o != nil &&
 		s.Namespace == o.Namespace && s.Name == o.Name && s.Type == o.Type &&
-		s.IPs.Equal(&o.IPs) &&
+		s.IPs.equal(&o.IPs) &&
 		s.AllPorts == o.AllPorts &&
 		slices.Equal(s.Ports, o.Ports) &&
 		s.ExternalTrafficToLocal == o.ExternalTrafficToLocal &&
 		s.InternalTrafficToLocal == o.InternalTrafficToLocal &&
 		maps.Equal(s.Labels, o.Labels) && maps.Equal(s.Annotations, o.Annotations) &&
 		slices.EqualFunc(s.SourceRanges, o.SourceRanges, SourceRanges.equal) &&
-		s.SessionAffinity.equal(o.SessionAffinity) &&
+		s.AffinitySeconds == o.AffinitySeconds &&
 		s.LoadBalancerClass == o.LoadBalancerClass &&
 		s.HealthCheckNodePort == o.HealthCheckNodePort &&
 		s.UID == o.UID && s.Created.Equal(o.Created) &&
 		slices.Equal(s.IPFamilies, o.IPFamilies)
 }
 
-// Equal reports whether s and o have the same addresses in the same order.
-func (s *ServiceIPs) Equal(o *ServiceIPs) bool {
-	return s.Headless == o.Headless && s.ClusterIPs.Equal(&o.ClusterIPs) && s.ExternalIPs.Equal(&o.ExternalIPs) &&
-		s.LoadBalancerIPs.Equal(&o.LoadBalancerIPs) && s.ProxiedIPs.Equal(&o.ProxiedIPs)
+func (s *ServiceIPs) equal(o *ServiceIPs) bool {
+	return s.Headless == o.Headless && s.ClusterIPs.equal(&o.ClusterIPs) && s.ExternalIPs.equal(&o.ExternalIPs) &&
+		s.LoadBalancerIPs.equal(&o.LoadBalancerIPs) && s.ProxiedIPs.equal(&o.ProxiedIPs)
 }
 
 func (r SourceRanges) equal(o SourceRanges) bool {
-	return r.TargetIPs.Equal(&o.TargetIPs) && slices.Equal(r.Prefixes, o.Prefixes)
-}
-
-func (a SessionAffinity) equal(o SessionAffinity) bool {
-	if a.ClientIP == nil || o.ClientIP == nil {
-		return a.ClientIP == o.ClientIP
-	}
-	return *a.ClientIP == *o.ClientIP
+	return r.TargetIPs.equal(&o.TargetIPs) && slices.Equal(r.Prefixes, o.Prefixes)
 }

@@ -4,7 +4,6 @@ package api
 
 import (
 	"net/netip"
-	"slices"
 	"strings"
 
 	"k8s.io/apimachinery/pkg/types"
@@ -20,12 +19,6 @@ type ServiceState struct {
 	// Lost has the service's claims that another service owns, in sorted order. The winners
 	// are empty in a cluster.State.
 	Lost []LostClaim `json:",omitempty"`
-}
-
-// FindSlice returns the index in Slices of the slice with this name, and true. If there
-// is no such slice, it returns the index at which to insert the slice, and false.
-func (s *ServiceState) FindSlice(name string) (int, bool) {
-	return slices.BinarySearchFunc(s.Slices, name, func(s *EndpointSlice, name string) int { return strings.Compare(s.Name, name) })
 }
 
 // Claim is an address, protocol and port that only one service can have. Protocol and

@@ -10,6 +10,7 @@ import (
 	"slices"
 	"strconv"
 
+	"github.com/kpng-project/kpng/internal/lookup"
 	"k8s.io/apimachinery/pkg/types"
 )
 
@@ -57,8 +58,8 @@ type Endpoint struct {
 	// has an entry with its own name. An unnamed service port with a named target port has
 	// an entry with the target port's name. An unnamed service port with a target port
 	// number has an entry only if the endpoint's port number is different. The name in this
-	// entry is empty. More than 32 PortOverrides are sorted by name (see [SortPortOverrides]).
-	// The method TargetPort reads PortOverrides.
+	// entry is empty. More than 32 PortOverrides are sorted by name. The method TargetPort
+	// reads PortOverrides.
 	PortOverrides []PortName `json:",omitempty"`
 	// Local reports whether the endpoint runs on this node.
 	Local bool `json:",omitempty"`
@@ -66,7 +67,7 @@ type Endpoint struct {
 	Scopes Scopes `json:",omitzero"`
 	// PortScopes is set if the endpoint's lists differ between service ports. It has an
 	// entry for each port for which the endpoint is on a list. More than 32 PortScopes are
-	// sorted by number and protocol (see [SortPortScopes]). ScopesOf reads PortScopes.
+	// sorted by number, then protocol.
 	PortScopes []PortScopes `json:",omitempty"`
 
 	NodeName string `json:",omitempty"`
@@ -99,16 +100,17 @@ func (e *Endpoint) UnmarshalJSON(text []byte) error {
 	if err := json.Unmarshal(text, &j); err != nil {
 		return err
 	}
-	if n := j.IPs.Len(); n != 1 {
-		return fmt.Errorf("endpoint has %d addresses, want 1", n)
+	addrs := slices.Collect(j.IPs.All())
+	if len(addrs) != 1 {
+		return fmt.Errorf("endpoint has %d addresses, want 1", len(addrs))
 	}
 	*e = Endpoint(j.endpointFields)
 	e.Hostname = j.Hostname
-	for a := range j.IPs.All() {
-		e.Addr = a.Unmap()
-	}
-	SortPortOverrides(e.PortOverrides)
-	SortPortScopes(e.PortScopes)
+	e.Addr = addrs[0].Unmap()
+	lookup.Sort(e.PortOverrides, func(a, b PortName) int { return cmp.Compare(a.Name, b.Name) })
+	lookup.Sort(e.PortScopes, func(a, b PortScopes) int {
+		return cmp.Or(cmp.Compare(a.Port, b.Port), cmp.Compare(a.Protocol, b.Protocol))
+	})
 	return nil
 }
 
@@ -138,41 +140,8 @@ type PortName struct {
 	Port int32  `json:",omitempty"`
 }
 
-// maxUnsorted is the maximum length of PortOverrides and PortScopes that are not sorted.
-// Longer lists are sorted, because a linear search for each of many ports takes too long.
-const maxUnsorted = 32
-
-// SortPortOverrides sorts list as [Endpoint] requires.
-func SortPortOverrides(list []PortName) {
-	if len(list) > maxUnsorted {
-		slices.SortStableFunc(list, func(a, b PortName) int { return cmp.Compare(a.Name, b.Name) })
-	}
-}
-
-// SortPortScopes sorts list as [Endpoint] requires.
-func SortPortScopes(list []PortScopes) {
-	if len(list) > maxUnsorted {
-		slices.SortStableFunc(list, func(a, b PortScopes) int { return a.compare(b.Port, b.Protocol) })
-	}
-}
-
-func (s PortScopes) compare(port int32, protocol Protocol) int {
-	return cmp.Or(cmp.Compare(s.Port, port), cmp.Compare(s.Protocol, protocol))
-}
-
 // Key returns the namespace and name of the view's service.
 func (view *View) Key() types.NamespacedName { return view.Service.Key() }
-
-// LocalEndpoints returns the number of elements of Endpoints that are on this node.
-func (view *View) LocalEndpoints() int {
-	n := 0
-	for i := range view.Endpoints {
-		if view.Endpoints[i].Local {
-			n++
-		}
-	}
-	return n
-}
 
 // Equal reports whether both views have the same effect on a node. It ignores the winners of
 // lost claims.
@@ -224,43 +193,13 @@ func (e *Endpoint) TargetPort(p *PortMapping) int32 {
 	if name == "" {
 		name = p.TargetPortName
 	}
-	if len(e.PortOverrides) > maxUnsorted {
-		i, found := slices.BinarySearchFunc(e.PortOverrides, name, func(o PortName, name string) int { return cmp.Compare(o.Name, name) })
-		if found {
-			return e.PortOverrides[i].Port
-		}
-	} else {
-		for _, o := range e.PortOverrides {
-			if o.Name == name {
-				return o.Port
-			}
-		}
+	if o := lookup.Find(e.PortOverrides, name, func(o PortName, name string) int { return cmp.Compare(o.Name, name) }); o != nil {
+		return o.Port
 	}
 	if name == "" {
 		return p.TargetPort
 	}
 	return 0
-}
-
-// ScopesOf returns the endpoint lists of the service port p that contain the endpoint. A
-// nil p stands for the only "port" of an all-ports service.
-func (e *Endpoint) ScopesOf(p *PortMapping) Scopes {
-	if len(e.PortScopes) == 0 || p == nil {
-		return e.Scopes
-	}
-	if len(e.PortScopes) > maxUnsorted {
-		i, found := slices.BinarySearchFunc(e.PortScopes, p, func(s PortScopes, p *PortMapping) int { return s.compare(p.Port, p.Protocol) })
-		if found {
-			return e.PortScopes[i].Scopes
-		}
-		return Scopes{}
-	}
-	for _, s := range e.PortScopes {
-		if s.Port == p.Port && s.Protocol == p.Protocol {
-			return s.Scopes
-		}
-	}
-	return Scopes{}
 }
 
 // Equal reports whether all fields of e and o are equal.
@@ -272,8 +211,3 @@ func (e *Endpoint) Equal(o *Endpoint) bool {
 }
 
 func endpointsEqual(a, b Endpoint) bool { return a.Equal(&b) }
-
-// The method Or returns a Scopes with the lists that are set in s, in o or in both.
-func (s Scopes) Or(o Scopes) Scopes {
-	return Scopes{s.Internal || o.Internal, s.External || o.External, s.Cluster || o.Cluster}
-}

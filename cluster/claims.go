@@ -10,6 +10,7 @@ import (
 
 	"github.com/google/btree"
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/elements"
 )
 
 // claims holds the claims of all services and determines the owner of each claim. A
@@ -41,7 +42,7 @@ type rank uint8
 
 const (
 	clusterIP      rank = iota
-	loadBalancerIP      // the ranks of IPs have the order of the kinds in Service.FrontendIPs
+	loadBalancerIP      // the ranks of IPs have the order of the kinds in elements.Addresses
 	externalIP
 	nodePort
 	afterAll // no claim has this rank
@@ -116,7 +117,7 @@ func claimsOf(s *api.Service) []ranked {
 	}
 	var list []ranked
 	for _, family := range s.Families() {
-		for kind, ips := range s.FrontendIPs(family) {
+		for kind, ips := range elements.Addresses(s, family) {
 			for _, ip := range ips {
 				if s.AllPorts {
 					list = append(list, ranked{api.Claim{IP: ip}, rank(kind)})

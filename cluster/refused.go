@@ -9,6 +9,7 @@ import (
 	"slices"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/elements"
 	"github.com/kpng-project/kpng/internal/revstore"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/klog/v2"
@@ -70,14 +71,14 @@ func (s *State) wantedServices() iter.Seq[*api.Service] {
 func (s *State) settle(key types.NamespacedName, want api.ServiceState) {
 	delete(s.own, key) // s.refused may keep the list of slices, too
 	targets, accepted, reason := targetsOf(want.Slices), want, ""
-	size := want.Service.Elements(targets)
+	size := elements.Of(want.Service, targets)
 	if err := size.Check(s.opts.MaxElements); err != nil {
 		last := s.lastAccepted(key)
 		if last != nil && last.UID != want.Service.UID {
 			last = nil // a deleted object of the same name
 		}
-		smallest := want.Service.Elements(2) // a slice with one endpoint
-		if smallest.Check(s.opts.MaxElements) != nil || last != nil && size.Total() > last.Elements(targets).Total() {
+		smallest := elements.Of(want.Service, 2) // a slice with one endpoint
+		if smallest.Check(s.opts.MaxElements) != nil || last != nil && size.Total() > elements.Of(last, targets).Total() {
 			accepted.Service = last
 		}
 		accepted.Slices = fitting(accepted.Service, want.Slices, s.opts.MaxElements)
@@ -111,11 +112,11 @@ func (s *State) lastAccepted(key types.NamespacedName) *api.Service {
 // fitting returns the first slices with which the service has at most limit elements. The
 // last one may have only a part of its endpoints.
 func fitting(service *api.Service, list []*api.EndpointSlice, limit int) []*api.EndpointSlice {
-	each := service.Elements(1).Targets
+	each := elements.Of(service, 1).Targets
 	if each == 0 {
 		return list
 	}
-	room := (int64(cmp.Or(limit, api.DefaultMaxElements)) - service.Elements(0).Total()) / each
+	room := (int64(cmp.Or(limit, elements.DefaultMax)) - elements.Of(service, 0).Total()) / each
 	for i, slice := range list {
 		n := int64(1 + len(slice.Endpoints))
 		if n <= room {

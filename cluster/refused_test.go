@@ -14,6 +14,7 @@ import (
 	"github.com/google/go-cmp/cmp/cmpopts"
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/cluster"
+	"github.com/kpng-project/kpng/internal/elements"
 	"k8s.io/apimachinery/pkg/types"
 )
 
@@ -271,11 +272,11 @@ func TestRefusedAndAcceptedServicesAgree(t *testing.T) {
 					got = &api.ServiceState{}
 				}
 				_, refused := snapshot.Refused.Get(key(name))
-				if large := want.Elements().Total() > limit; large != refused {
-					t.Fatalf("seed %d, step %d: %s with %v is refused: %v", seed, step, name, want.Elements(), refused)
+				if large := elements.OfState(want).Total() > limit; large != refused {
+					t.Fatalf("seed %d, step %d: %s with %v is refused: %v", seed, step, name, elements.OfState(want), refused)
 				}
-				if got.Elements().Total() > limit {
-					t.Fatalf("seed %d, step %d: %s has %v", seed, step, name, got.Elements())
+				if elements.OfState(got).Total() > limit {
+					t.Fatalf("seed %d, step %d: %s has %v", seed, step, name, elements.OfState(got))
 				}
 				if !refused && (!got.Service.Equal(want.Service) || !slices.EqualFunc(got.Slices, want.Slices, (*api.EndpointSlice).Equal)) {
 					t.Fatalf("seed %d, step %d: %s is %v, want %v", seed, step, name, got, want)

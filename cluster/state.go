@@ -11,6 +11,7 @@ import (
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/diffstore"
+	"github.com/kpng-project/kpng/internal/elements"
 	"github.com/kpng-project/kpng/internal/revstore"
 	"k8s.io/apimachinery/pkg/types"
 )
@@ -73,12 +74,14 @@ type Options struct {
 	// revision. Without Resumable, a remote reader has to start over after any deletion.
 	Resumable bool
 
-	// MaxElements limits the elements of a service (see [api.Elements]). A larger service is
+	// MaxElements limits the elements of a service: its addresses × ports, its endpoints ×
+	// ports, and its source ranges. A node port counts once for each family, and an
+	// EndpointSlice as one more endpoint. A larger service is
 	// refused. If its last accepted Service object needs fewer elements, that object stays.
 	// The service has the first endpoints that fit, in the order of the EndpointSlices'
 	// names. If not even one endpoint fits, and no version of the Service object was accepted,
 	// the service is absent. As soon as the whole service fits, it is accepted.
-	// Default: [api.DefaultMaxElements].
+	// Default: 1,000,000.
 	MaxElements int
 	// OnRefused, if set, is called after an Update for each service that the Update made too
 	// large. It must not block. It may call the methods of the State.
@@ -349,7 +352,7 @@ func updateLost(lost []api.LostClaim, outcomes []outcome) []api.LostClaim {
 func (s *State) setSlice(slice *api.EndpointSlice) {
 	key := slice.ServiceKey()
 	want := s.wanted(key)
-	i, found := want.FindSlice(slice.Name)
+	i, found := findSlice(want.Slices, slice.Name)
 	if found && want.Slices[i].Equal(slice) {
 		return
 	}
@@ -363,6 +366,12 @@ func (s *State) setSlice(slice *api.EndpointSlice) {
 	s.splice(key, want, i, next, slice)
 }
 
+// findSlice returns the index of the slice with this name, and true. If there is no such
+// slice, it returns the index at which to insert the slice, and false.
+func findSlice(list []*api.EndpointSlice, name string) (int, bool) {
+	return slices.BinarySearchFunc(list, name, func(s *api.EndpointSlice, name string) int { return strings.Compare(s.Name, name) })
+}
+
 func (s *State) deleteSlice(key types.NamespacedName) {
 	if slice := s.slices.remove(key); slice != nil {
 		s.unjoin(slice)
@@ -373,7 +382,7 @@ func (s *State) deleteSlice(key types.NamespacedName) {
 func (s *State) unjoin(slice *api.EndpointSlice) {
 	key := slice.ServiceKey()
 	want := s.wanted(key)
-	i, _ := want.FindSlice(slice.Name)
+	i, _ := findSlice(want.Slices, slice.Name)
 	s.splice(key, want, i, i+1)
 }
 
@@ -386,7 +395,7 @@ func (s *State) splice(key types.NamespacedName, want api.ServiceState, i, next 
 	}
 	targets += targetsOf(new) - targetsOf(want.Slices[i:next])
 	_, refused := s.refused.wanted[key]
-	if refused || want.Service.Elements(targets).Check(s.opts.MaxElements) != nil {
+	if refused || elements.Of(want.Service, targets).Check(s.opts.MaxElements) != nil {
 		want.Slices = slices.Concat(want.Slices[:i], new, want.Slices[next:])
 		s.settle(key, want)
 		return
@@ -454,12 +463,12 @@ func (o *objectStores) update(key types.NamespacedName, old, new *api.ServiceSta
 		a, b = a[:len(a)-1], b[:len(b)-1]
 	}
 	for _, slice := range a {
-		if _, found := new.FindSlice(slice.Name); !found {
+		if _, found := findSlice(new.Slices, slice.Name); !found {
 			o.slices.Delete(slice.Key())
 		}
 	}
 	for _, slice := range b {
-		if i, found := old.FindSlice(slice.Name); !found || old.Slices[i] != slice {
+		if i, found := findSlice(old.Slices, slice.Name); !found || old.Slices[i] != slice {
 			o.slices.Set(slice.Key(), slice)
 		}
 	}

@@ -139,7 +139,7 @@ func (s *scene) mustIgnore(from person, to netip.AddrPort) {
 // connections.
 func (s *scene) mustKeepSource(from person, to netip.AddrPort, persons ...person) {
 	for _, peer := range s.mustReach(from, to, persons...) {
-		if !from.Addrs.Contains(peer) {
+		if !slices.Contains(slices.Collect(from.Addrs.All()), peer.Unmap()) {
 			s.failf("from %s to %s: %s sees %s, want the client's address", from, to, names(persons), peer)
 		}
 	}
@@ -148,7 +148,7 @@ func (s *scene) mustKeepSource(from person, to netip.AddrPort, persons ...person
 // mustMasquerade asserts that persons see a node address as the source of connections.
 func (s *scene) mustMasquerade(from person, to netip.AddrPort, persons ...person) {
 	for _, peer := range s.mustReach(from, to, persons...) {
-		if !s.node.Addrs.Contains(peer) {
+		if !slices.Contains(slices.Collect(s.node.Addrs.All()), peer.Unmap()) {
 			s.failf("from %s to %s: %s sees %s, want an address of the node", from, to, names(persons), peer)
 		}
 	}

@@ -17,10 +17,13 @@ package feed
 
 import (
 	"iter"
+	"slices"
+	"strings"
 	"time"
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/cluster"
+	"github.com/kpng-project/kpng/internal/elements"
 	"github.com/kpng-project/kpng/internal/revstore"
 	"github.com/kpng-project/kpng/internal/updates"
 	"github.com/kpng-project/kpng/nodeview"
@@ -187,7 +190,7 @@ func size(state *api.ServiceState) int {
 	if !hasView(state) {
 		return 1
 	}
-	return 1 + int(state.Elements().Total())
+	return 1 + int(elements.OfState(state).Total())
 }
 
 // addChanges adds the services whose views differ to u, in key order. If the zone of the
@@ -223,7 +226,7 @@ func triggerTime(was, is *api.ServiceState) time.Time {
 		return oldest
 	}
 	for _, slice := range is.Slices {
-		i, found := was.FindSlice(slice.Name)
+		i, found := slices.BinarySearchFunc(was.Slices, slice.Name, func(s *api.EndpointSlice, name string) int { return strings.Compare(s.Name, name) })
 		if t := slice.TriggerTime; found && was.Slices[i] != slice && !t.IsZero() && (oldest.IsZero() || t.Before(oldest)) {
 			oldest = t
 		}

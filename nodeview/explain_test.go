@@ -30,7 +30,7 @@ func TestExplain(t *testing.T) {
 				loadBalancerIPs("203.0.113.1"), externalIPs("192.0.2.1"), nodePort(30080), sourceRangesFor("10.0.0.0/8"),
 				func(s *api.Service) {
 					s.HealthCheckNodePort = 32000
-					s.SessionAffinity.ClientIP = &api.ClientIPAffinity{TimeoutSeconds: 10800}
+					s.AffinitySeconds = 10800
 				}),
 			Slices: endpointSlices(`slice web-a http=8080 https=8443
 				10.0.0.1 ready @here zones=zone-2

@@ -349,7 +349,7 @@ func (l *portLists) list(local bool, scope func(api.Scopes) bool) list {
 // their positions and ports.
 func targets(view *api.View, port *api.PortMapping, family api.Family, match func(api.Scopes) bool) (out []Target, hash uint64) {
 	listed := func(e *api.Endpoint) bool {
-		return api.FamilyOf(e.Addr) == family && match(e.ScopesOf(port))
+		return api.FamilyOf(e.Addr) == family && match(scopesOf(e, port))
 	}
 	n := 0
 	for i := range view.Endpoints {
@@ -418,10 +418,7 @@ func masquerade(svc *api.Service, k Kind) Masquerade {
 
 // affinity returns the session affinity timeout of the service, or 0 if it has none.
 func affinity(svc *api.Service) time.Duration {
-	if svc.SessionAffinity.ClientIP == nil {
-		return 0
-	}
-	return time.Duration(svc.SessionAffinity.ClientIP.TimeoutSeconds) * time.Second
+	return time.Duration(svc.AffinitySeconds) * time.Second
 }
 
 // HealthCheckPort returns the node port on which load balancers check whether this node

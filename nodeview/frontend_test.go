@@ -355,14 +355,14 @@ func TestMasquerade(t *testing.T) {
 func TestAffinity(t *testing.T) {
 	for _, c := range []struct {
 		name     string
-		affinity api.SessionAffinity
+		affinity int32
 		want     time.Duration
 	}{
-		{"none", api.SessionAffinity{}, 0},
-		{"ClientIP keeps its timeout", api.SessionAffinity{ClientIP: &api.ClientIPAffinity{TimeoutSeconds: 10800}}, 3 * time.Hour},
+		{"none", 0, 0},
+		{"ClientIP keeps its timeout", 10800, 3 * time.Hour},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			svc := service(nodePort(30080), func(s *api.Service) { s.SessionAffinity = c.affinity })
+			svc := service(nodePort(30080), func(s *api.Service) { s.AffinitySeconds = c.affinity })
 			for f := range Frontends(View(&api.ServiceState{Service: svc}, thisNode)) {
 				if f.Affinity != c.want {
 					t.Errorf("%s has affinity %v, want %v", f.FrontendKey, f.Affinity, c.want)

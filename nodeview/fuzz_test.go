@@ -286,7 +286,7 @@ func checkCompetition(t *testing.T, state *api.ServiceState, view *api.View) {
 			entries := oracleEntries(state, p, family)
 			for i := range view.Endpoints {
 				e := &view.Endpoints[i]
-				if api.FamilyOf(e.Addr) != family || e.ScopesOf(p) == (api.Scopes{}) {
+				if api.FamilyOf(e.Addr) != family || scopesOf(e, p) == (api.Scopes{}) {
 					continue
 				}
 				var port int32

@@ -15,7 +15,7 @@ func TestWriteFrontends(t *testing.T) {
 	node := &api.Node{Name: thisNode.Name, Addresses: []api.NodeAddress{{Type: "InternalIP", IP: netip.MustParseAddr("10.9.0.1")}}}
 	web := service(ofType(api.LoadBalancer), externalLocal, loadBalancerIPs("203.0.113.1"), sourceRangesFor("10.9.0.0/16"), nodePort(30080),
 		func(s *api.Service) {
-			s.Ports[0].Name, s.SessionAffinity.ClientIP = "http", &api.ClientIPAffinity{TimeoutSeconds: 60}
+			s.Ports[0].Name, s.AffinitySeconds = "http", 60
 		})
 	all := service(mapIP, headless, externalIPs("192.0.2.1"), func(s *api.Service) { s.Name = "whole" })
 	var views []*api.View

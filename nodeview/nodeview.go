@@ -20,9 +20,11 @@
 package nodeview
 
 import (
+	"cmp"
 	"slices"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/lookup"
 )
 
 // View returns the node's view of the service in s. It returns nil if s has
@@ -136,7 +138,7 @@ func (c *selection) assignLists(pol policies) (listed, draining int) {
 			m := c.reasonsAt(p, i)
 			scopes := pol.scopes(m)
 			cand.uneven = cand.uneven || p > 0 && scopes != pol.scopes(c.reasonsAt(0, i))
-			cand.scopes = cand.scopes.Or(scopes)
+			cand.scopes = eitherOf(cand.scopes, scopes)
 			eligible = eligible || m.eligible()
 		}
 		switch {
@@ -157,8 +159,30 @@ func (c *selection) portScopes(candidate int, pol policies) []api.PortScopes {
 			out = append(out, api.PortScopes{Protocol: port.Protocol, Port: port.Port, Scopes: s})
 		}
 	}
-	api.SortPortScopes(out)
+	lookup.Sort(out, func(a, b api.PortScopes) int { return comparePorts(a, b.Port, b.Protocol) })
 	return out
+}
+
+// scopesOf returns the lists of the service port p that contain the endpoint. A nil p stands
+// for the only "port" of an all-ports service.
+func scopesOf(e *api.Endpoint, p *api.PortMapping) api.Scopes {
+	if len(e.PortScopes) == 0 || p == nil {
+		return e.Scopes
+	}
+	s := lookup.Find(e.PortScopes, p, func(s api.PortScopes, p *api.PortMapping) int { return comparePorts(s, p.Port, p.Protocol) })
+	if s == nil {
+		return api.Scopes{}
+	}
+	return s.Scopes
+}
+
+func comparePorts(s api.PortScopes, port int32, protocol api.Protocol) int {
+	return cmp.Or(cmp.Compare(s.Port, port), cmp.Compare(s.Protocol, protocol))
+}
+
+// eitherOf returns the lists that are set in a, in b or in both.
+func eitherOf(a, b api.Scopes) api.Scopes {
+	return api.Scopes{Internal: a.Internal || b.Internal, External: a.External || b.External, Cluster: a.Cluster || b.Cluster}
 }
 
 // grow returns an empty slice with room for n elements. If buf is large enough, the slice

@@ -3,10 +3,12 @@
 package nodeview
 
 import (
+	"cmp"
 	"slices"
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/internal/distinct"
+	"github.com/kpng-project/kpng/internal/lookup"
 )
 
 // anyPort stands for the target port of an endpoint that serves every port.
@@ -155,7 +157,7 @@ func portOverrides(ports []*api.PortMapping, targets []int32) []api.PortName {
 			out = append(out, api.PortName{Name: name, Port: targets[i]})
 		}
 	}
-	api.SortPortOverrides(out)
+	lookup.Sort(out, func(a, b api.PortName) int { return cmp.Compare(a.Name, b.Name) })
 	return out
 }
 

@@ -10,6 +10,7 @@ import (
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/internal/distinct"
+	"github.com/kpng-project/kpng/internal/elements"
 	"k8s.io/apimachinery/pkg/types"
 )
 
@@ -132,7 +133,7 @@ func newNamer(view *api.View) namer {
 	n := namer{served: view.Service.Families(), lost: view.Lost}
 	for f, family := range [...]api.Family{api.IPv4, api.IPv6} {
 		var seen distinct.Set[netip.Addr]
-		n.addrs[f] = view.Service.FrontendIPs(family)
+		n.addrs[f] = elements.Addresses(view.Service, family)
 		for i, list := range n.addrs[f] {
 			n.addrs[f][i] = onlyNew(list, &seen)
 		}
@@ -152,7 +153,7 @@ func newNamer(view *api.View) namer {
 func newClassNamer(view *api.View) namer {
 	n := namer{served: view.Service.Families()}
 	for f, family := range [...]api.Family{api.IPv4, api.IPv6} {
-		for i, list := range view.Service.FrontendIPs(family) {
+		for i, list := range elements.Addresses(view.Service, family) {
 			if len(list) > 0 {
 				n.addrs[f][i] = noAddr
 			}

@@ -687,3 +687,29 @@ func TestViewCarriesWhatBackendsNeed(t *testing.T) {
 }
 
 func sameEndpoint(a, b api.Endpoint) bool { return a.Equal(&b) }
+
+func TestScopesOf(t *testing.T) {
+	tcp, udp := &api.PortMapping{Protocol: api.TCP, Port: 53}, &api.PortMapping{Protocol: api.UDP, Port: 53}
+	flat := api.Endpoint{Scopes: api.Scopes{Internal: true}}
+	uneven := api.Endpoint{
+		Scopes:     api.Scopes{Internal: true, External: true},
+		PortScopes: []api.PortScopes{{Protocol: api.TCP, Port: 53, Scopes: api.Scopes{Internal: true}}},
+	}
+	for _, c := range []struct {
+		name     string
+		endpoint api.Endpoint
+		port     *api.PortMapping
+		want     api.Scopes
+	}{
+		{"the same for all ports", flat, udp, api.Scopes{Internal: true}},
+		{"by port", uneven, tcp, api.Scopes{Internal: true}},
+		{"on no list for this port", uneven, udp, api.Scopes{}},
+		{"all ports", flat, nil, api.Scopes{Internal: true}},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			if got := scopesOf(&c.endpoint, c.port); got != c.want {
+				t.Errorf("scopesOf = %+v, want %+v", got, c.want)
+			}
+		})
+	}
+}

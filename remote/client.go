@@ -25,9 +25,9 @@ type ClientOptions struct {
 	DialOptions
 	// NodeName is the name of the node whose view the client follows.
 	NodeName string
-	// MaxElements limits the elements of a service (see [api.Elements]). The client refuses a
+	// MaxElements limits the elements of a service (see [cluster.Options]). The client refuses a
 	// larger view, and keeps the last view of the service that was small enough, if any.
-	// Default: [api.DefaultMaxElements].
+	// Default: 1,000,000.
 	MaxElements int
 }
 

@@ -7,6 +7,7 @@ import (
 	"strings"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/elements"
 	"github.com/kpng-project/kpng/internal/wire/localv1"
 )
 
@@ -73,7 +74,7 @@ func newEntry(service *api.View, list []keyedEndpoint) *entry {
 // limit refuses the view of e if it has too many elements. The argument before is the
 // earlier entry of the service, or nil.
 func (e *entry) limit(maxElements int, before *entry) {
-	err := e.view.Elements().Check(maxElements)
+	err := elements.OfView(e.view).Check(maxElements)
 	if err == nil {
 		return
 	}

@@ -38,7 +38,7 @@ func TestFrontendsReplaceServices(t *testing.T) {
 	state := cluster.New(cluster.Options{Resumable: true})
 	service := *hinted
 	service.Type, service.ExternalTrafficToLocal = api.LoadBalancer, true
-	service.SessionAffinity.ClientIP = &api.ClientIPAffinity{TimeoutSeconds: 60}
+	service.AffinitySeconds = 60
 	service.IPs.LoadBalancerIPs = api.NewIPSet(netip.MustParseAddr("203.0.113.1"))
 	service.SourceRanges = []api.SourceRanges{{
 		TargetIPs: service.IPs.LoadBalancerIPs, Prefixes: []netip.Prefix{netip.MustParsePrefix("192.0.2.0/24")},

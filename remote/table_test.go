@@ -332,8 +332,8 @@ func wantService(s *api.Service) string {
 	for _, f := range s.SourceRanges {
 		text += fmt.Sprintf(" filter %s %s", wantIPs(f.TargetIPs), f.Prefixes)
 	}
-	if s.SessionAffinity.ClientIP != nil {
-		text += fmt.Sprintf(" affinity %d", s.SessionAffinity.ClientIP.TimeoutSeconds)
+	if s.AffinitySeconds != 0 {
+		text += fmt.Sprintf(" affinity %d", s.AffinitySeconds)
 	}
 	return text
 }

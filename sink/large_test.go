@@ -146,7 +146,7 @@ func TestFullStateOfLargeServicesHasOneOwner(t *testing.T) {
 	owners := sink.FullState(func(_ context.Context, services []*api.View) error {
 		var at []types.NamespacedName
 		for _, v := range services {
-			if v.Service.IPs.ClusterIPs.Contains(netip.MustParseAddr("10.0.0.1")) && len(v.Lost) == 0 {
+			if slices.Contains(v.Service.IPs.ClusterIPs.V4, netip.MustParseAddr("10.0.0.1")) && len(v.Lost) == 0 {
 				at = append(at, v.Key())
 			}
 		}

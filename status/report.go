@@ -15,6 +15,7 @@ import (
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/cluster"
+	"github.com/kpng-project/kpng/internal/elements"
 	"github.com/kpng-project/kpng/internal/report"
 	"github.com/kpng-project/kpng/internal/revstore"
 	"github.com/kpng-project/kpng/nodeview"
@@ -315,11 +316,11 @@ func (h *Handler) service(q query) *report.ServiceReport {
 func newService(name string, view *api.View, failing, refused bool) report.Service {
 	s := report.Service{
 		Service: name, Type: view.Service.Type, Failing: failing, Refused: refused,
-		Endpoints: len(view.Endpoints), Local: view.LocalEndpoints(), Draining: len(view.Draining), Lost: len(view.Lost),
+		Endpoints: len(view.Endpoints), Local: report.LocalEndpoints(view), Draining: len(view.Draining), Lost: len(view.Lost),
 	}
 	var addrs []netip.Addr
 	for _, family := range [...]api.Family{api.IPv4, api.IPv6} {
-		for _, ips := range view.Service.FrontendIPs(family) {
+		for _, ips := range elements.Addresses(view.Service, family) {
 			addrs = append(addrs, ips...)
 		}
 	}

@@ -93,8 +93,8 @@ func checkService(t *testing.T, s *api.Service) {
 			}
 		}
 	}
-	if a := s.SessionAffinity.ClientIP; a != nil && (a.TimeoutSeconds < 1 || a.TimeoutSeconds > maxAffinitySeconds) {
-		t.Errorf("affinity timeout %d", a.TimeoutSeconds)
+	if s.AffinitySeconds < 0 || s.AffinitySeconds > maxAffinitySeconds {
+		t.Errorf("affinity timeout %d", s.AffinitySeconds)
 	}
 }
 

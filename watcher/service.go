@@ -31,7 +31,7 @@ func (c *Converter) Service(s *corev1.Service) (*api.Service, []Problem) {
 		InternalTrafficToLocal: s.Spec.InternalTrafficPolicy != nil && *s.Spec.InternalTrafficPolicy == corev1.ServiceInternalTrafficPolicyLocal,
 		Labels:                 keep(s.Labels, c.options.KeepLabels),
 		Annotations:            keep(s.Annotations, c.options.KeepAnnotations),
-		SessionAffinity:        sessionAffinity(s, &r),
+		AffinitySeconds:        affinitySeconds(s, &r),
 		UID:                    s.UID,
 		Created:                s.CreationTimestamp.UTC(), // the output must not depend on this machine's time zone
 		IPFamilies:             families(s.Spec.IPFamilies, &r),
@@ -199,14 +199,15 @@ func healthCheckNodePort(s *corev1.Service, r *report) int32 {
 // maxAffinitySeconds is the API's maximum timeout of session affinity.
 const maxAffinitySeconds = 86400
 
-func sessionAffinity(s *corev1.Service, r *report) api.SessionAffinity {
+// affinitySeconds returns the timeout of session affinity, or 0 if the service has none.
+func affinitySeconds(s *corev1.Service, r *report) int32 {
 	switch s.Spec.SessionAffinity {
 	case corev1.ServiceAffinityNone, "":
-		return api.SessionAffinity{}
+		return 0
 	case corev1.ServiceAffinityClientIP:
 	default:
 		r.add("spec.sessionAffinity", "unknown affinity %q", s.Spec.SessionAffinity)
-		return api.SessionAffinity{}
+		return 0
 	}
 	timeout := corev1.DefaultClientIPServiceAffinitySeconds
 	if cfg := s.Spec.SessionAffinityConfig; cfg != nil && cfg.ClientIP != nil && cfg.ClientIP.TimeoutSeconds != nil {
@@ -217,7 +218,7 @@ func sessionAffinity(s *corev1.Service, r *report) api.SessionAffinity {
 				t, maxAffinitySeconds, timeout)
 		}
 	}
-	return api.SessionAffinity{ClientIP: &api.ClientIPAffinity{TimeoutSeconds: timeout}}
+	return timeout
 }
 
 // servicePorts converts the ports of a service. It omits a port if its number is invalid,

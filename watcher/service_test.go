@@ -334,7 +334,7 @@ func TestServiceConversion(t *testing.T) {
 			name:   "session affinity has a default timeout",
 			change: func(s *service) { s.Spec.SessionAffinity = corev1.ServiceAffinityClientIP },
 			want: func(s *api.Service) {
-				s.SessionAffinity.ClientIP = &api.ClientIPAffinity{TimeoutSeconds: 10800}
+				s.AffinitySeconds = 10800
 			},
 		},
 		{
@@ -344,7 +344,7 @@ func TestServiceConversion(t *testing.T) {
 				s.Spec.SessionAffinityConfig = &corev1.SessionAffinityConfig{ClientIP: &corev1.ClientIPConfig{TimeoutSeconds: ptr(int32(86400))}}
 			},
 			want: func(s *api.Service) {
-				s.SessionAffinity.ClientIP = &api.ClientIPAffinity{TimeoutSeconds: 86400}
+				s.AffinitySeconds = 86400
 			},
 		},
 		{
@@ -354,7 +354,7 @@ func TestServiceConversion(t *testing.T) {
 				s.Spec.SessionAffinityConfig = &corev1.SessionAffinityConfig{ClientIP: &corev1.ClientIPConfig{TimeoutSeconds: ptr(int32(0))}}
 			},
 			want: func(s *api.Service) {
-				s.SessionAffinity.ClientIP = &api.ClientIPAffinity{TimeoutSeconds: 10800}
+				s.AffinitySeconds = 10800
 			},
 			problems: []string{"Service default/web: spec.sessionAffinityConfig.clientIP.timeoutSeconds: 0 is not between 1 and 86400; using 10800"},
 		},

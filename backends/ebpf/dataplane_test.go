@@ -194,7 +194,7 @@ func TestRandomChanges(t *testing.T) {
 					continue
 				}
 				for _, other := range changed {
-					if other != nil && other.Service.IPs.ClusterIPs.Equal(&v.Service.IPs.ClusterIPs) {
+					if other != nil && slices.Equal(other.Service.IPs.ClusterIPs.V4, v.Service.IPs.ClusterIPs.V4) {
 						changed[name] = nil
 					}
 				}

@@ -165,6 +165,6 @@ func view(name string, ips, endpoints []string, edit func(*api.Service)) *api.Vi
 
 func withAffinity(seconds int32) func(*api.Service) {
 	return func(s *api.Service) {
-		s.SessionAffinity.ClientIP = &api.ClientIPAffinity{TimeoutSeconds: seconds}
+		s.AffinitySeconds = seconds
 	}
 }

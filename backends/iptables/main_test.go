@@ -69,7 +69,7 @@ func externalLocal(s *api.Service) { s.ExternalTrafficToLocal = true }
 func allPorts(s *api.Service)      { s.AllPorts, s.Ports = true, nil }
 
 func affinity(s *api.Service) {
-	s.SessionAffinity.ClientIP = &api.ClientIPAffinity{TimeoutSeconds: 100}
+	s.AffinitySeconds = 100
 }
 
 // pass returns a batch that is an entire pass.

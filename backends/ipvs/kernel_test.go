@@ -226,7 +226,7 @@ func testModuleLoadedLater(t *testing.T) {
 
 func testRepair(t *testing.T) {
 	n := newNode(t)
-	affine := func(s *api.Service) { s.SessionAffinity.ClientIP = &api.ClientIPAffinity{TimeoutSeconds: 90} }
+	affine := func(s *api.Service) { s.AffinitySeconds = 90 }
 	n.mustPass(view([]string{"10.1.0.1", "10.1.0.2"}, affine))
 	const want = "10.96.0.1:80/TCP rr 90 10.1.0.1:8080=1 10.1.0.2:8080=1"
 	n.mustHave(want)

@@ -94,7 +94,7 @@ func TestPlan(t *testing.T) {
 		"affinity and a scheduler by annotation": {
 			endpoints: []string{"10.1.0.1"},
 			edit: func(s *api.Service) {
-				s.SessionAffinity.ClientIP = &api.ClientIPAffinity{TimeoutSeconds: 90}
+				s.AffinitySeconds = 90
 				s.Annotations = map[string]string{"scheduler": "mh"}
 			},
 			want: append(clusterIP, "10.96.0.1:80/TCP mh [10.1.0.1:8080] persistent 90 local"),

@@ -114,7 +114,7 @@ func BenchmarkNewClass(b *testing.B) {
 			old := list[n/2].New
 			for i := int32(1); b.Loop(); i++ {
 				next := numberedService(n/2, 10)
-				next.Service.SessionAffinity.ClientIP = &api.ClientIPAffinity{TimeoutSeconds: i%120 + 1}
+				next.Service.AffinitySeconds = i%120 + 1
 				mustSync(b, be, batchOf(false, sink.Change{Old: old, New: next}))
 				old = next
 			}
@@ -161,7 +161,7 @@ func BenchmarkAffinity(b *testing.B) {
 			mustSync(b, be, splitPass(list)...)
 			b.ReportMetric(time.Since(began).Seconds(), "s-to-load")
 			old, next := list[n/2].New, numberedService(n/2, 4)
-			next.Service.SessionAffinity = old.Service.SessionAffinity
+			next.Service.AffinitySeconds = old.Service.AffinitySeconds
 			for b.Loop() {
 				mustSync(b, be, batchOf(false, sink.Change{Old: old, New: next}))
 				mustSync(b, be, batchOf(false, sink.Change{Old: next, New: old}))

@@ -224,7 +224,7 @@ func TestAffinityWithManyEndpoints(t *testing.T) {
 	var old *api.View
 	for _, n := range []int{maxAffineEndpoints + 2, maxAffineEndpoints - 1} {
 		now := numberedService(1, n)
-		now.Service.SessionAffinity.ClientIP = &api.ClientIPAffinity{TimeoutSeconds: 86_400}
+		now.Service.AffinitySeconds = 86_400
 		mustSync(t, b, batchOf(old == nil, sink.Change{Old: old, New: now}))
 		old = now
 		if err := verifyAll(t, b); err != nil {
@@ -482,7 +482,7 @@ func TestAPassDoesNotChangeFailedServices(t *testing.T) {
 		s.SourceRanges = []api.SourceRanges{{TargetIPs: s.IPs.LoadBalancerIPs, Prefixes: []netip.Prefix{netip.MustParsePrefix("192.0.2.0/24")}}}
 	}
 	cluster := func(s *api.Service) { local(s); s.ExternalTrafficToLocal, s.SourceRanges = false, nil }
-	sticky := func(s *api.Service) { s.SessionAffinity.ClientIP = &api.ClientIPAffinity{TimeoutSeconds: 100} }
+	sticky := func(s *api.Service) { s.AffinitySeconds = 100 }
 	three, two := []string{"!10.0.0.1", "10.0.0.2", "10.0.0.3"}, []string{"!10.0.0.1", "10.0.0.2"}
 	mustSync(t, b, batchOf(true,
 		set(view("plain", []string{"10.96.0.1"}, three, local)),

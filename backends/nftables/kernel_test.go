@@ -174,7 +174,7 @@ func randomView(rng *rand.Rand, name string, number int) *api.View {
 			s.IPs.LoadBalancerIPs, s.SourceRanges = api.IPSet{}, nil
 		}
 		if rng.IntN(4) == 0 {
-			s.SessionAffinity.ClientIP = &api.ClientIPAffinity{TimeoutSeconds: int32(10 + rng.IntN(3))}
+			s.AffinitySeconds = int32(10 + rng.IntN(3))
 		}
 	})
 }
@@ -290,7 +290,7 @@ func TestDriftIsFoundAndRepaired(t *testing.T) {
 			all := batchOf(true,
 				set(view("web", []string{"10.96.0.1", "fd00::1"}, []string{"10.0.0.1", "10.0.0.2", "fd01::1"}, nil)),
 				set(view("sticky", []string{"10.96.0.2"}, []string{"10.0.0.1"}, func(s *api.Service) {
-					s.SessionAffinity.ClientIP = &api.ClientIPAffinity{TimeoutSeconds: 100}
+					s.AffinitySeconds = 100
 				})),
 				set(view("from", []string{"10.96.0.3"}, []string{"10.0.0.1"}, func(s *api.Service) {
 					s.Type = api.LoadBalancer

@@ -48,7 +48,7 @@ func product(ports, ips, endpoints int, edit func(*api.Service)) *api.View {
 func local(s *api.Service) { s.Type, s.ExternalTrafficToLocal = api.NodePort, true }
 
 func affine(s *api.Service) {
-	s.SessionAffinity.ClientIP = &api.ClientIPAffinity{TimeoutSeconds: 10800}
+	s.AffinitySeconds = 10800
 }
 
 // TestElementsAreTheSumOfFrontendsAndLists counts the elements of services with many ports,
@@ -61,7 +61,7 @@ func TestElementsAreTheSumOfFrontendsAndLists(t *testing.T) {
 			for p := range v.Service.Ports {
 				e.PortOverrides = append(e.PortOverrides, api.PortName{Name: fmt.Sprint("p", p), Port: int32(9000 + p)})
 			}
-			api.SortPortOverrides(e.PortOverrides)
+			slices.SortStableFunc(e.PortOverrides, func(a, b api.PortName) int { return strings.Compare(a.Name, b.Name) })
 		}
 	}
 	nodePorts := func(s *api.Service) {

@@ -194,7 +194,7 @@ func TestAffinity(t *testing.T) {
 		return view("web", []string{"10.96.0.1"}, endpoints, func(s *api.Service) {
 			s.Type = api.NodePort
 			s.Ports[0].NodePort = 30001
-			s.SessionAffinity.ClientIP = &api.ClientIPAffinity{TimeoutSeconds: 100}
+			s.AffinitySeconds = 100
 		})
 	}
 	pods := map[string]string{"pod1": "!10.0.1.2", "pod2": "!10.0.2.2"}

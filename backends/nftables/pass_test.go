@@ -167,7 +167,7 @@ func TestOldElementsOfAFailedServiceAreRemoved(t *testing.T) {
 	web := func(ip, endpoint string, affinity bool) sink.Change {
 		v := view("web", []string{ip}, []string{endpoint}, nil)
 		if affinity {
-			v.Service.SessionAffinity.ClientIP = &api.ClientIPAffinity{TimeoutSeconds: 10}
+			v.Service.AffinitySeconds = 10
 		}
 		return set(v)
 	}

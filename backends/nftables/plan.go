@@ -73,8 +73,8 @@ func outlineOf(view *api.View) *outline {
 		return o
 	}
 	var affinity uint16
-	if c := view.Service.SessionAffinity.ClientIP; c != nil {
-		affinity = uint16(timeoutBits(time.Duration(c.TimeoutSeconds) * time.Second))
+	if seconds := view.Service.AffinitySeconds; seconds != 0 {
+		affinity = uint16(timeoutBits(time.Duration(seconds) * time.Second))
 	}
 	classes := slices.Collect(nodeview.Classes(view))
 	for len(classes) > 0 {

@@ -80,7 +80,7 @@ func TestARestartWithoutChangesMakesNoTransaction(t *testing.T) {
 		set(view("plain", []string{"10.96.0.1", "fd00::1"}, []string{"10.0.0.1", "fd01::1"}, nil)),
 		set(view("local", []string{"10.96.0.2"}, []string{"!10.0.0.1", "10.0.0.2"}, local)),
 		set(view("affinity", []string{"10.96.0.4", "fd00::4"}, []string{"10.0.0.1", "10.0.0.2", "fd01::1"}, func(s *api.Service) {
-			s.SessionAffinity.ClientIP = &api.ClientIPAffinity{TimeoutSeconds: 100}
+			s.AffinitySeconds = 100
 		})),
 		set(view("none", []string{"10.96.0.3"}, nil, nil)))
 	mustSync(t, b, all)

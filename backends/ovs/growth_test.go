@@ -5,10 +5,12 @@
 package ovs
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"net/netip"
 	"runtime"
+	"slices"
 	"strings"
 	"sync/atomic"
 	"testing"
@@ -139,7 +141,7 @@ func TestAServiceHasAShareOfNumbers(t *testing.T) {
 		for i := range v.Service.Ports { // a list for each port
 			v.Endpoints[0].PortOverrides = append(v.Endpoints[0].PortOverrides, api.PortName{Name: v.Service.Ports[i].Name, Port: int32(8000 + i)})
 		}
-		api.SortPortOverrides(v.Endpoints[0].PortOverrides)
+		slices.SortStableFunc(v.Endpoints[0].PortOverrides, func(a, b api.PortName) int { return cmp.Compare(a.Name, b.Name) })
 		return v
 	}
 	var failed *sink.Failed

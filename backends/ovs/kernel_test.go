@@ -96,7 +96,7 @@ func view(name, ip string, endpoints []string, edits ...func(*api.Service)) *api
 }
 
 func withAffinity(s *api.Service) {
-	s.SessionAffinity.ClientIP = &api.ClientIPAffinity{TimeoutSeconds: 100}
+	s.AffinitySeconds = 100
 }
 
 func key(name string) types.NamespacedName {

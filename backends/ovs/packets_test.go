@@ -6,12 +6,14 @@ package ovs
 
 import (
 	"bufio"
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
 	"io"
 	"net"
 	"net/netip"
+	"slices"
 	"strings"
 	"syscall"
 	"testing"
@@ -303,7 +305,7 @@ func TestManyStaleConnections(t *testing.T) {
 			for _, p := range v.Service.Ports {
 				v.Endpoints[i].PortOverrides = append(v.Endpoints[i].PortOverrides, api.PortName{Name: p.Name, Port: endpointPort})
 			}
-			api.SortPortOverrides(v.Endpoints[i].PortOverrides)
+			slices.SortStableFunc(v.Endpoints[i].PortOverrides, func(a, b api.PortName) int { return cmp.Compare(a.Name, b.Name) })
 		}
 		return v
 	}

@@ -85,7 +85,7 @@ func TestOtherEndpointsOfALoopAreUsed(t *testing.T) {
 	port := freePort(t, "127.0.0.2")
 	self := netip.AddrPortFrom(netip.MustParseAddr("127.0.0.2"), uint16(port))
 	w.set(serviceAt("web", "127.0.0.2", port, api.TCP).addEndpoints(self, namedServer(t, "a")).modify(func(s *api.Service) {
-		s.SessionAffinity.ClientIP = &api.ClientIPAffinity{TimeoutSeconds: 100}
+		s.AffinitySeconds = 100
 	}).view())
 	for range 4 {
 		if got := askOnce(t, "127.0.0.2", port); got != "a" {

@@ -270,7 +270,7 @@ func TestClientKeepsItsEndpoint(t *testing.T) {
 	port := freePort(t, "127.0.0.2")
 	servers := []netip.AddrPort{namedServer(t, "a"), namedServer(t, "b"), namedServer(t, "c")}
 	affine := func(s *api.Service) {
-		s.SessionAffinity.ClientIP = &api.ClientIPAffinity{TimeoutSeconds: 100}
+		s.AffinitySeconds = 100
 	}
 	service := func() *testService { return serviceAt("web", "127.0.0.2", port, api.TCP) }
 	from := func(addr string) string {

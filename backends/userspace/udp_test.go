@@ -202,7 +202,7 @@ func TestAffinityDoesNotKeepRefusingUDPEndpoint(t *testing.T) {
 	port := freePort(t, "127.0.0.2")
 	dead := netip.AddrPortFrom(netip.MustParseAddr("127.0.0.1"), uint16(freePort(t, "127.0.0.1")))
 	w.set(serviceAt("dns", "127.0.0.2", port, api.UDP).addEndpoints(dead, udpServer(t, "alive")).modify(func(s *api.Service) {
-		s.SessionAffinity.ClientIP = &api.ClientIPAffinity{TimeoutSeconds: 100}
+		s.AffinitySeconds = 100
 	}).view())
 	for range 4 {
 		if got := udpAsk(t, udpDial(t, "127.0.0.2", port)); got != "alive" {

@@ -19,6 +19,7 @@ import (
 	"github.com/kpng-project/kpng/explain"
 	"github.com/kpng-project/kpng/internal/command"
 	"github.com/kpng-project/kpng/internal/plain"
+	"github.com/kpng-project/kpng/internal/report"
 	"github.com/kpng-project/kpng/internal/usage"
 	"github.com/kpng-project/kpng/nodeview"
 	"github.com/spf13/cobra"
@@ -201,13 +202,13 @@ func serviceRow(view *api.View) []string {
 		ports = []string{"all"}
 	}
 	affinity := "-"
-	if c := s.SessionAffinity.ClientIP; c != nil {
-		affinity = fmt.Sprintf("ClientIP %ds", c.TimeoutSeconds)
+	if s.AffinitySeconds != 0 {
+		affinity = fmt.Sprintf("ClientIP %ds", s.AffinitySeconds)
 	}
 	policy := map[bool]string{false: "Cluster", true: "Local"}
 	return []string{
 		s.Namespace, s.Name, string(s.Type), addresses(s.IPs.ClusterIPs), addresses(s.IPs.LoadBalancerIPs, s.IPs.ExternalIPs), orDash(strings.Join(ports, ",")), strconv.Itoa(len(view.Endpoints)),
-		strconv.Itoa(view.LocalEndpoints()), strconv.Itoa(len(view.Draining)), policy[s.InternalTrafficToLocal], policy[s.ExternalTrafficToLocal], affinity, strconv.Itoa(len(view.Lost)),
+		strconv.Itoa(report.LocalEndpoints(view)), strconv.Itoa(len(view.Draining)), policy[s.InternalTrafficToLocal], policy[s.ExternalTrafficToLocal], affinity, strconv.Itoa(len(view.Lost)),
 	}
 }
 

@@ -134,7 +134,7 @@ func (w *World) service(i int) *api.Service {
 		s.LoadBalancerClass = [...]string{"", "example.com/lb"}[w.r.IntN(2)]
 	}
 	if w.r.IntN(4) == 0 {
-		s.SessionAffinity.ClientIP = &api.ClientIPAffinity{TimeoutSeconds: 10800}
+		s.AffinitySeconds = 10800
 	}
 	return s
 }

@@ -9,8 +9,8 @@ import (
 	"strings"
 
 	"github.com/kpng-project/kpng"
-	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/cluster"
+	"github.com/kpng-project/kpng/internal/elements"
 	"github.com/kpng-project/kpng/internal/usage"
 	"github.com/kpng-project/kpng/remote"
 	"github.com/kpng-project/kpng/watcher"
@@ -131,7 +131,7 @@ func (s *Source) registerServices(fs *pflag.FlagSet) {
 }
 
 func (s *Source) registerLimit(fs *pflag.FlagSet) {
-	s.maxElements = api.DefaultMaxElements
+	s.maxElements = elements.DefaultMax
 	fs.Var(&s.maxElements, "max-service-elements", "refuse a service that needs more than this `number` of elements: its addresses × ports, endpoints × ports, and source ranges")
 }
 

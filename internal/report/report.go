@@ -116,6 +116,17 @@ type Service struct {
 	Failing   bool            `json:"failing,omitempty"`
 }
 
+// LocalEndpoints returns the number of endpoints of a view that are on its node.
+func LocalEndpoints(view *api.View) int {
+	n := 0
+	for i := range view.Endpoints {
+		if view.Endpoints[i].Local {
+			n++
+		}
+	}
+	return n
+}
+
 // ServiceReport is the JSON response for one service.
 type ServiceReport struct {
 	Service     string                `json:"service"`

@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/elements"
 	"k8s.io/apimachinery/pkg/types"
 )
 
@@ -86,5 +87,5 @@ func Size(view *api.View) int {
 	if view == nil {
 		return 1
 	}
-	return 1 + int(view.Elements().Total())
+	return 1 + int(elements.OfView(view).Total())
 }

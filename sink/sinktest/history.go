@@ -367,7 +367,7 @@ func (h *history) change() {
 				return
 			}
 			tx.SetService(svc)
-			h.logf("change: %s %v ports %v local %t affinity %v ranges %v", name, svc.IPs, svc.Ports, svc.ExternalTrafficToLocal, svc.SessionAffinity.ClientIP != nil, svc.SourceRanges)
+			h.logf("change: %s %v ports %v local %t affinity %v ranges %v", name, svc.IPs, svc.Ports, svc.ExternalTrafficToLocal, svc.AffinitySeconds > 0, svc.SourceRanges)
 			if h.random.IntN(2) == 0 {
 				h.slice(tx, name)
 			}
@@ -429,7 +429,7 @@ func (h *history) service(name string) *api.Service {
 		svc.SourceRanges = []api.SourceRanges{{TargetIPs: svc.IPs.LoadBalancerIPs, Prefixes: []netip.Prefix{netip.MustParsePrefix([]string{"192.0.2.0/24", "192.0.2.128/25"}[h.random.IntN(2)])}}}
 	}
 	if one(4) {
-		svc.SessionAffinity.ClientIP = &api.ClientIPAffinity{TimeoutSeconds: int32(60 * (1 + h.random.IntN(2)))}
+		svc.AffinitySeconds = int32(60 * (1 + h.random.IntN(2)))
 	}
 	return svc
 }

@@ -48,7 +48,7 @@ func TestKubectlOutputIsRead(t *testing.T) {
 				TargetIPs: api.NewIPSet(addr("198.51.100.7")),
 				Prefixes:  []netip.Prefix{netip.MustParsePrefix("203.0.113.0/24")},
 			}},
-			SessionAffinity: api.SessionAffinity{ClientIP: &api.ClientIPAffinity{TimeoutSeconds: 10800}},
+			AffinitySeconds: 10800,
 		}},
 		slices: []*api.EndpointSlice{{
 			Namespace: "prod", Name: "shop-x4k01", ServiceName: "shop", Family: api.IPv4, Ports: ports, TriggerTime: trigger,

@@ -158,9 +158,9 @@ func (o *objects) service(s *api.Service) {
 	if s.InternalTrafficToLocal {
 		spec.InternalTrafficPolicy = ptr.To(corev1.ServiceInternalTrafficPolicyLocal)
 	}
-	if affinity := s.SessionAffinity.ClientIP; affinity != nil {
+	if s.AffinitySeconds != 0 {
 		spec.SessionAffinity = corev1.ServiceAffinityClientIP
-		spec.SessionAffinityConfig = &corev1.SessionAffinityConfig{ClientIP: &corev1.ClientIPConfig{TimeoutSeconds: &affinity.TimeoutSeconds}}
+		spec.SessionAffinityConfig = &corev1.SessionAffinityConfig{ClientIP: &corev1.ClientIPConfig{TimeoutSeconds: &s.AffinitySeconds}}
 	}
 	for _, filter := range s.SourceRanges {
 		spec.LoadBalancerSourceRanges = append(spec.LoadBalancerSourceRanges, texts(filter.Prefixes)...)

@@ -139,7 +139,7 @@ func everything() (services []*api.Service, slices []*api.EndpointSlice, nodes [
 			Labels:            map[string]string{"app": "", "example.com/x": "1"},
 			Annotations:       map[string]string{"example.com/y": "ünïcode: \"{[\n"},
 			SourceRanges:      []api.SourceRanges{{TargetIPs: lb, Prefixes: []netip.Prefix{prefix("10.0.0.0/8"), prefix("::/0")}}},
-			SessionAffinity:   api.SessionAffinity{ClientIP: &api.ClientIPAffinity{TimeoutSeconds: 1}},
+			AffinitySeconds:   1,
 			IPFamilies:        []api.Family{api.IPv6, api.IPv4},
 		}, {
 			Namespace: "a", Name: "headless", Type: api.ClusterIP,

@@ -5,6 +5,7 @@ package kube
 import (
 	"context"
 	"maps"
+	"slices"
 	"sync"
 	"time"
 
@@ -263,7 +264,7 @@ func (n sliceSelection) replace(all []*item[api.EndpointSlice]) {
 // sliceInState returns a slice of a service from the state.
 func (n *selection) sliceInState(key, service types.NamespacedName) *api.EndpointSlice {
 	if state, _ := n.state.Snapshot().States.Get(service); state != nil {
-		if i, ok := state.FindSlice(key.Name); ok {
+		if i := slices.IndexFunc(state.Slices, func(s *api.EndpointSlice) bool { return s.Name == key.Name }); i >= 0 {
 			return state.Slices[i]
 		}
 	}

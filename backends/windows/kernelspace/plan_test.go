@@ -25,7 +25,7 @@ func external(s *api.Service) {
 func externalLocal(s *api.Service) { external(s); s.ExternalTrafficToLocal = true }
 func internalLocal(s *api.Service) { s.InternalTrafficToLocal = true }
 func affine(s *api.Service) {
-	s.SessionAffinity.ClientIP = &api.ClientIPAffinity{TimeoutSeconds: 10800}
+	s.AffinitySeconds = 10800
 }
 func preserving(s *api.Service) {
 	external(s)

@@ -3,9 +3,12 @@
 package localv1
 
 import (
+	"cmp"
 	"fmt"
+	"slices"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/lookup"
 	"github.com/kpng-project/kpng/internal/plain"
 	"k8s.io/apimachinery/pkg/types"
 )
@@ -67,14 +70,15 @@ func (x *Endpoint) ToEndpoint() (e api.Endpoint, draining bool, err error) {
 	if err := x.GetIPs().copyTo(&ips); err != nil {
 		return e, false, fmt.Errorf("endpoint: %w", err)
 	}
-	if n := ips.Len(); n != 1 {
-		return e, false, fmt.Errorf("endpoint has %d addresses", n)
+	addrs := slices.Collect(ips.All())
+	if len(addrs) != 1 {
+		return e, false, fmt.Errorf("endpoint has %d addresses", len(addrs))
 	}
-	for a := range ips.All() {
-		e.Addr = a
-	}
-	api.SortPortOverrides(e.PortOverrides)
-	api.SortPortScopes(e.PortScopes)
+	e.Addr = addrs[0]
+	lookup.Sort(e.PortOverrides, func(a, b api.PortName) int { return cmp.Compare(a.Name, b.Name) })
+	lookup.Sort(e.PortScopes, func(a, b api.PortScopes) int {
+		return cmp.Or(cmp.Compare(a.Port, b.Port), cmp.Compare(a.Protocol, b.Protocol))
+	})
 	return e, x.GetDraining(), nil
 }
 

@@ -38,8 +38,8 @@ func FromService(s *api.Service) *Service {
 		UID:                    string(s.UID),
 		IPFamilies:             convert(s.IPFamilies, fromFamily),
 	}
-	if a := s.SessionAffinity.ClientIP; a != nil {
-		w.SessionAffinity = &Service_ClientIP{ClientIP: &ClientIPAffinity{TimeoutSeconds: a.TimeoutSeconds}}
+	if s.AffinitySeconds != 0 {
+		w.SessionAffinity = &Service_ClientIP{ClientIP: &ClientIPAffinity{TimeoutSeconds: s.AffinitySeconds}}
 	}
 	if !s.Created.IsZero() {
 		w.Created = timestamppb.New(s.Created)
@@ -89,9 +89,7 @@ func (x *Service) ToService() (*api.Service, error) {
 	if t := x.GetCreated(); t != nil {
 		s.Created = t.AsTime()
 	}
-	if a, ok := x.GetSessionAffinity().(*Service_ClientIP); ok {
-		s.SessionAffinity.ClientIP = &api.ClientIPAffinity{TimeoutSeconds: a.ClientIP.GetTimeoutSeconds()}
-	}
+	s.AffinitySeconds = x.GetClientIP().GetTimeoutSeconds()
 	ips := x.GetIPs()
 	s.IPs.Headless = ips.GetHeadless()
 	for _, set := range [...]struct {

@@ -78,7 +78,7 @@ func service() *api.View {
 		Ports: []api.PortMapping{{Protocol: api.TCP, Port: 80}},
 	}
 	svc.IPs.ClusterIPs.Add(netip.MustParseAddr("10.96.0.1"))
-	svc.SessionAffinity.ClientIP = &api.ClientIPAffinity{TimeoutSeconds: 60}
+	svc.AffinitySeconds = 60
 	slice := &api.EndpointSlice{
 		Namespace: "default", Name: "web", ServiceName: "web", Family: api.IPv4,
 		Ports: []api.EndpointPort{{Protocol: api.TCP, Port: 8080}},

@@ -1,44 +1,51 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package api
+// Package elements counts what a proxy builds for a service. The packages that limit or
+// batch services use these numbers as the size of a service.
+package elements
 
-import "fmt"
+import (
+	"fmt"
+	"net/netip"
+
+	"github.com/kpng-project/kpng/api"
+)
 
 // Elements counts what a proxy builds for a service. The memory and the time that a
 // service costs are roughly proportional to Total.
 type Elements struct {
 	// Frontends is the number of addresses × ports. A node port counts once for each family.
 	Frontends int64
-	// Targets is the number of endpoints × ports. In a [ServiceState], an EndpointSlice
-	// counts as one more endpoint.
+	// Targets is the number of endpoints × ports. For [OfState], an EndpointSlice counts as one
+	// more endpoint.
 	Targets int64
 	// SourceRanges is the number of source ranges.
 	SourceRanges int64
 }
 
-// DefaultMaxElements is the default limit for the elements of a service.
-const DefaultMaxElements = 1_000_000
+// DefaultMax is the default limit for the elements of a service.
+const DefaultMax = 1_000_000
 
-// Elements returns the elements of the service, without computing a view. A service that
+// OfState returns the elements of the service in s, without computing a view. A service that
 // has no view, because the Service object is missing or has the type ExternalName, has no
 // elements.
-func (s *ServiceState) Elements() Elements {
+func OfState(s *api.ServiceState) Elements {
 	endpoints := len(s.Slices)
 	for _, slice := range s.Slices {
 		endpoints += len(slice.Endpoints)
 	}
-	return s.Service.Elements(endpoints)
+	return Of(s.Service, endpoints)
 }
 
-// Elements returns the elements of the view.
-func (view *View) Elements() Elements {
-	return view.Service.Elements(len(view.Endpoints) + len(view.Draining))
+// OfView returns the elements of the view.
+func OfView(view *api.View) Elements {
+	return Of(view.Service, len(view.Endpoints)+len(view.Draining))
 }
 
-// Elements returns the elements of the service with this number of endpoints. A nil service
-// has none.
-func (s *Service) Elements(endpoints int) Elements {
-	if s == nil || s.Type == ExternalName {
+// Of returns the elements of a service with this number of endpoints. If s is nil, it has
+// none.
+func Of(s *api.Service, endpoints int) Elements {
+	if s == nil || s.Type == api.ExternalName {
 		return Elements{}
 	}
 	ports := int64(len(s.Ports))
@@ -46,8 +53,8 @@ func (s *Service) Elements(endpoints int) Elements {
 		ports = 1
 	}
 	addresses := 0
-	for _, family := range [...]Family{IPv4, IPv6} {
-		for _, ips := range s.FrontendIPs(family) {
+	for _, family := range [...]api.Family{api.IPv4, api.IPv6} {
+		for _, ips := range Addresses(s, family) {
 			addresses += len(ips)
 		}
 	}
@@ -64,14 +71,24 @@ func (s *Service) Elements(endpoints int) Elements {
 	return e
 }
 
+// Addresses returns the addresses of s that have frontends in family f, in three lists:
+// cluster IPs (none for a headless service), load-balancer IPs, and external IPs.
+func Addresses(s *api.Service, f api.Family) (ips [3][]netip.Addr) {
+	if !s.IPs.Headless {
+		ips[0] = s.IPs.ClusterIPs.Family(f)
+	}
+	ips[1], ips[2] = s.IPs.LoadBalancerIPs.Family(f), s.IPs.ExternalIPs.Family(f)
+	return ips
+}
+
 // Total returns the sum of all elements.
 func (e Elements) Total() int64 { return e.Frontends + e.Targets + e.SourceRanges }
 
 // Check returns an error that contains the numbers if Total is greater than limit. A limit
-// of 0 means DefaultMaxElements.
+// of 0 means DefaultMax.
 func (e Elements) Check(limit int) error {
 	if limit == 0 {
-		limit = DefaultMaxElements
+		limit = DefaultMax
 	}
 	if e.Total() <= int64(limit) {
 		return nil

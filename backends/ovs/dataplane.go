@@ -48,6 +48,9 @@ type dataplane struct {
 	wantedGroups map[uint32]wantedGroup
 	datagrams    map[netip.AddrPort]*datagrams
 	numbers      numbers
+	// unwritten has the changes of the services that failed. The next change of such a service
+	// includes them, so it also deletes what only the last written plan needs.
+	unwritten map[types.NamespacedName]*unit
 	// leftovers records whether the last pass kept unwanted flows because services failed.
 	leftovers kernelnode.Leftovers
 	// cannotWatch is true if the switch does not report changes of flows.
@@ -160,6 +163,7 @@ func (d *dataplane) begin(ctx context.Context) error {
 	d.plans = map[types.NamespacedName]*plan{}
 	d.wantedFlows, d.wantedGroups = map[openflow.FlowKey]*wantedFlow{}, map[uint32]wantedGroup{}
 	d.datagrams = map[netip.AddrPort]*datagrams{}
+	d.unwritten = map[types.NamespacedName]*unit{}
 	d.numbers = d.newNumbers()
 	d.known = true
 	return nil
@@ -328,9 +332,9 @@ func (d *dataplane) unwant(flows flowSet, t *touched) {
 
 // unit is what a service, or the node, changes in the switch.
 type unit struct {
-	key  types.NamespacedName
-	old  *plan
-	plan *plan
+	key types.NamespacedName
+	// old is the last plan that was written, and plan is the plan to write.
+	old, plan *plan
 	touched
 	// The switch executes the additions of all units before the deletions. So it never
 	// deletes a group that a flow needs.
@@ -551,14 +555,21 @@ func (d *dataplane) sync(ctx context.Context, c *sink.Changes) error {
 	units := []*unit{common}
 	for ch := range c.Services {
 		failed.Do(ch.Key, func() error {
-			u := newUnit(ch.Key)
-			u.old = d.plans[ch.Key]
+			before := d.plans[ch.Key]
+			var next *plan
 			if ch.New != nil {
 				var err error
-				if u.plan, err = d.makePlan(ch.New, u.old); err != nil {
+				if next, err = d.makePlan(ch.New, before); err != nil {
 					return err
 				}
 			}
+			u := d.unwritten[ch.Key]
+			if u == nil {
+				u = newUnit(ch.Key)
+				u.old = before
+				d.unwritten[ch.Key] = u
+			}
+			u.plan = next
 			d.setPlan(ch.Key, u.plan, &u.touched)
 			units = append(units, u)
 			return nil
@@ -589,6 +600,11 @@ func (d *dataplane) sync(ctx context.Context, c *sink.Changes) error {
 	if err != nil {
 		return d.lost(err)
 	}
+	for _, u := range units {
+		if failed[u.key] == nil {
+			delete(d.unwritten, u.key)
+		}
+	}
 	failing := len(c.Failing)+len(failed) > 0
 	if c.Last {
 		d.leftovers.Exist = failing
@@ -596,8 +612,6 @@ func (d *dataplane) sync(ctx context.Context, c *sink.Changes) error {
 		if !failing {
 			d.observer.Repaired()
 		}
-	} else if len(failed) > 0 {
-		d.leftovers.Exist = true
 	}
 	d.observer.Holds("flows", len(d.flows))
 	d.observer.Holds("groups", len(d.groups))

@@ -467,6 +467,19 @@ func TestServiceWithoutRoomForGroupsFailsAlone(t *testing.T) {
 	if flows := n.Flows(t); strings.Contains(flows, "nw_dst=10.96.0.2,") || !strings.Contains(flows, "nw_dst=10.96.0.9,") {
 		t.Errorf("service b has not moved:\n%s", flows)
 	}
+
+	// Outside of a pass, the flows from before the failure go when the service succeeds.
+	n.mustSync(view("b", "10.96.0.9", []string{"10.244.2.3"}))
+	full.Store(true)
+	back := view("b", "10.96.0.2", []string{"10.244.2.2", "10.244.2.4"})
+	if failed, ok := sink.Acknowledged(n.sync(sink.Changes{}, "", back)); !ok || len(failed) != 1 {
+		t.Fatalf("failed services %v, want service b", failed)
+	}
+	full.Store(false)
+	n.mustSync(back)
+	if flows := n.Flows(t); strings.Contains(flows, "nw_dst=10.96.0.9,") || !strings.Contains(flows, "nw_dst=10.96.0.2,") {
+		t.Errorf("service b has not moved back:\n%s", flows)
+	}
 }
 
 // refuseGroups makes the backend connect to a proxy in front of the switch. While the
@@ -491,10 +504,17 @@ func (n *testNode) refuseGroups(t *testing.T, endpoint string) *atomic.Bool {
 // instead of the switch.
 func (n *testNode) refuse(t *testing.T, errorFor func(message []byte) []byte) {
 	t.Helper()
+	n.backend.opts.RunDir = t.TempDir()
+	proxy(t, n.backend.opts.socket(), n.Dir, func(message []byte) ([]byte, bool) { return errorFor(message), false })
+}
+
+// proxy listens at a socket in place of the switch whose directory is dir. For each message,
+// it calls handle. If the result code is not nil, the proxy answers with this error instead
+// of the switch. If the result lost is true, the proxy closes the connection afterwards.
+func proxy(t testing.TB, socket, dir string, handle func(message []byte) (code []byte, lost bool)) {
+	t.Helper()
 	const typeError = 1
-	dir := t.TempDir()
-	n.backend.opts.RunDir = dir
-	l, err := net.Listen("unix", n.backend.opts.socket())
+	l, err := net.Listen("unix", socket)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -502,7 +522,7 @@ func (n *testNode) refuse(t *testing.T, errorFor func(message []byte) []byte) {
 	t.Cleanup(func() { l.Close(); connections.Wait() })
 	serve := func(c net.Conn) {
 		defer c.Close()
-		s, err := net.Dial("unix", filepath.Join(n.Dir, ovstest.Bridge+".mgmt"))
+		s, err := net.Dial("unix", filepath.Join(dir, filepath.Base(socket)))
 		if err != nil {
 			t.Error(err)
 			return
@@ -519,9 +539,13 @@ func (n *testNode) refuse(t *testing.T, errorFor func(message []byte) []byte) {
 			if _, err := io.ReadFull(c, message[8:]); err != nil {
 				return
 			}
-			if code := errorFor(message); code != nil {
+			code, lost := handle(message)
+			if code != nil {
 				c.Write(append([]byte{message[0], typeError, 0, byte(8 + len(code)), message[4], message[5], message[6], message[7]}, code...))
 			} else if _, err := s.Write(message); err != nil {
+				return
+			}
+			if lost {
 				return
 			}
 		}

@@ -170,7 +170,7 @@ func (h *history) step() {
 // settle lets the sink succeed with everything, and compares its dataplane with that of a
 // sink that got the present services in one pass.
 func (h *history) settle() {
-	const most = 4
+	const most = 10 // passes, of which some end early because the node changes
 	for verified := false; !verified; verified = h.ledger.begun {
 		for i := 0; h.waiting() || !h.ledger.begun || h.again; i++ {
 			if i == most {

@@ -130,8 +130,7 @@ type Observer interface {
 	// Holds is called after each Sync, with the number of objects of one kind that the
 	// dataplane has. The Options of a backend list its kinds.
 	Holds(kind string, n int)
-	// Drifted is called when the dataplane finds a change by another program.
-	Drifted()
-	// Repaired is called after Drifted, when the dataplane is correct again.
-	Repaired()
+	// Drifted is called with true when the dataplane finds a change by another program, and
+	// then with false when the dataplane is correct again.
+	Drifted(now bool)
 }

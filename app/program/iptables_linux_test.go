@@ -46,7 +46,7 @@ func TestMetricsOfIPTables(t *testing.T) {
 	o.Wrote(10, nil)
 	o.Wrote(5, errors.New("refused"))
 	o.Holds("chains", 7)
-	o.Drifted()
+	o.Drifted(true)
 	for i, want := range []float64{2, 1, 15, 1, 7} {
 		if got := testutil.ToFloat64(m.collectors()[i]); got != want {
 			t.Errorf("metric %d is %v, want %v", i, got, want)

@@ -32,10 +32,15 @@ func Kernelspace() sink.Sink {
 		Flags:     f.register,
 		Make: func(healthy func() bool) (command.Parts, error) {
 			opts := f.complete()
-			opts.Observer, opts.Called = &observer{holds: metrics.holds}, metrics.called
+			opts.Observer = &observer{holds: metrics.holds}
 			parts, err := f.checks.parts(nodesinks.Options{Healthy: healthy}, func(backends.Options) (sink.Sink, error) { return kernelspace.New(opts) })
 			if err != nil {
 				return parts, err
+			}
+			if d, ok := sink.As[interface {
+				OnCall(func(call string, took time.Duration, err error))
+			}](parts.Sink); ok {
+				d.OnCall(metrics.called)
 			}
 			parts.Collectors = append(parts.Collectors, metrics.holds["endpoints"], metrics.holds["load_balancers"], metrics.calls, metrics.failures)
 			return parts, nil

@@ -93,9 +93,9 @@ func TestNFTablesMetrics(t *testing.T) {
 	o.Wrote(100, nil)
 	o.Wrote(100, errors.New("the map is full"))
 	o.Wrote(100, nil)
-	o.Drifted()
-	o.Drifted()
-	o.Repaired()
+	o.Drifted(true)
+	o.Drifted(true)
+	o.Drifted(false)
 	got := map[string]float64{}
 	families, err := registry.Gather()
 	if err != nil {

@@ -35,19 +35,16 @@ func (o *observer) Holds(kind string, n int) {
 }
 
 // Drifted implements backends.Observer.
-func (o *observer) Drifted() {
-	if o.drifted != nil {
-		o.drifted.Inc()
+func (o *observer) Drifted(now bool) {
+	count := o.repaired
+	if now {
+		count = o.drifted
 	}
-	if o.onDrift != nil {
+	if count != nil {
+		count.Inc()
+	}
+	if now && o.onDrift != nil {
 		o.onDrift()
-	}
-}
-
-// Repaired implements backends.Observer.
-func (o *observer) Repaired() {
-	if o.repaired != nil {
-		o.repaired.Inc()
 	}
 }
 

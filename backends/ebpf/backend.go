@@ -324,14 +324,14 @@ func (b *backend) verify(ctx context.Context) error {
 	err := b.reattach(ctx)
 	done, compareErr := b.dataplane.compare(ctx)
 	if errors.Is(compareErr, errChanged) {
-		b.opts.Observer.Drifted()
+		b.opts.Observer.Drifted(true)
 	}
 	b.compared += time.Since(now)
 	if err = errors.Join(err, compareErr); err == nil && !done {
 		return nil // ctx ended; the next call continues
 	}
 	if err == nil {
-		b.opts.Observer.Repaired()
+		b.opts.Observer.Drifted(false)
 		err = b.dataplane.retry()
 		b.reportUsage()
 	}
@@ -345,7 +345,7 @@ func (b *backend) reattach(ctx context.Context) error {
 		return nil
 	}
 	klog.FromContext(ctx).Info("Another program detached eBPF programs; attaching them again", "cgroup", b.cgroup)
-	b.opts.Observer.Drifted()
+	b.opts.Observer.Drifted(true)
 	return b.programs.attach(&b.opts, b.cgroup)
 }
 

@@ -400,7 +400,7 @@ func (b *backend) endPass(ctx context.Context, failing map[types.NamespacedName]
 	failed := len(failing) > 0 || slices.ContainsFunc(b.rulesets, func(t *ruleset) bool { return t.broken != nil })
 	if !failed {
 		b.removeStale(ctx)
-		b.opts.Observer.Repaired()
+		b.opts.Observer.Drifted(false)
 	}
 	lacksSets := slices.ContainsFunc(b.rulesets, func(t *ruleset) bool { return t.run.ipset != "" && !t.withSets })
 	b.leftovers.Exist = failed || len(b.stale) > 0 || lacksSets
@@ -491,7 +491,7 @@ func (b *backend) Verify(ctx context.Context) error {
 // the rules of t. It requests a new pass.
 func (b *backend) drifted(t *ruleset, begin time.Time, err error) error {
 	b.known = false
-	b.opts.Observer.Drifted()
+	b.opts.Observer.Drifted(true)
 	b.verifyAt = b.pause.Found(begin)
 	return fmt.Errorf("another program changed %s rules: %w (%w)", t.family, err, sink.ErrStartOver)
 }

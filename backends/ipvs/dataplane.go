@@ -312,7 +312,7 @@ func (d *dataplane) sync(c *sink.Changes) error {
 	if c.Last {
 		d.leftovers.RecordPass(time.Now(), d.leftovers.Exist)
 		if len(failed)+len(c.Failing) == 0 {
-			d.observer.Repaired()
+			d.observer.Drifted(false)
 		}
 	}
 	d.observer.Holds("servers", len(d.servers))

@@ -148,14 +148,14 @@ func (d *dataplane) compare(ctx context.Context) error {
 			continue
 		}
 		klog.FromContext(ctx).Info("Virtual server was changed by another program; repairing it", "server", id.String())
-		d.observer.Drifted()
+		d.observer.Drifted(true)
 		d.setServer(id, s)
 		if err := d.programServer(id); err != nil {
 			d.known = false
 			return fmt.Errorf("%w (%w)", err, sink.ErrStartOver)
 		}
 	}
-	d.observer.Repaired()
+	d.observer.Drifted(false)
 	return nil
 }
 
@@ -208,7 +208,7 @@ func (d *dataplane) compareRoutes() error {
 // changed returns an error that requests a new pass, because another program has changed
 // an object.
 func (d *dataplane) changed(object string) error {
-	d.observer.Drifted()
+	d.observer.Drifted(true)
 	d.known = false
 	return fmt.Errorf("another program changed %s (%w)", object, sink.ErrStartOver)
 }

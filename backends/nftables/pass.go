@@ -244,7 +244,7 @@ func (t *table) endPass(ctx context.Context, failed bool) error {
 	}
 	t.leftovers.RecordPass(t.now(), failed)
 	if !failed {
-		t.opts.Observer.Repaired()
+		t.opts.Observer.Drifted(false)
 	}
 	return nil
 }

@@ -64,7 +64,7 @@ func (d *drift) reset(foreignCommits int64) {
 // recordDrift records that another program has changed the table.
 func (d *drift) recordDrift(t *table) {
 	d.reset(-1)
-	t.opts.Observer.Drifted()
+	t.opts.Observer.Drifted(true)
 }
 
 // verify implements the method Verify of [sink.Verifier].
@@ -211,7 +211,7 @@ func (t *table) compare(ctx context.Context) error {
 	}
 	d.nextMap, d.comparedCommits = 0, d.startCommits
 	d.compareAt = t.now().Add(kernelnode.PauseFactor * (d.elapsed + t.now().Sub(begin)))
-	t.opts.Observer.Repaired()
+	t.opts.Observer.Drifted(false)
 	return nil
 }
 

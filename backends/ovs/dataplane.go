@@ -610,7 +610,7 @@ func (d *dataplane) sync(ctx context.Context, c *sink.Changes) error {
 		d.leftovers.Exist = failing
 		d.leftovers.RecordPass(time.Now(), failing)
 		if !failing {
-			d.observer.Repaired()
+			d.observer.Drifted(false)
 		}
 	}
 	d.observer.Holds("flows", len(d.flows))
@@ -669,7 +669,7 @@ func (d *dataplane) compare(ctx context.Context) error {
 	}
 	d.known = true
 	if n := len(u.touched.flows) + len(u.touched.groups); n > 0 {
-		d.observer.Drifted()
+		d.observer.Drifted(true)
 		return d.lost(fmt.Errorf("another program changed %d flows and groups of bridge %s", n, d.opts.Bridge))
 	}
 	return nil

@@ -14,7 +14,6 @@ package main
 import (
 	"github.com/kpng-project/kpng/app"
 	"github.com/kpng-project/kpng/app/program"
-	"github.com/kpng-project/kpng/backends/windows/kernelspace"
 	"github.com/kpng-project/kpng/watcher"
 )
 
@@ -22,7 +21,7 @@ func main() {
 	cmd := app.Command(app.Options{
 		Name: "winkernelspace", Sink: program.Kernelspace(),
 		// By default, kpng drops all annotations. Keep the annotation that the backend reads.
-		Services: watcher.Options{KeepAnnotations: []string{kernelspace.PreserveDestination}},
+		Services: watcher.Options{KeepAnnotations: []string{"preserve-destination"}},
 	})
 	cmd.Long = "winkernelspace proxies services on a Windows node, by the load balancers of the Host Networking Service (HNS)."
 	app.Execute(cmd)

@@ -76,8 +76,8 @@ func checkSupported(o *backends.Options, supported []string) error {
 }
 
 // Observe returns an observer that forwards events to another one, or to none if it is nil.
-// Between two calls of Drifted that it forwards, it forwards a call of Repaired. So a backend
-// calls Repaired whenever it finds that its dataplane is correct.
+// It forwards a call of Drifted only if its argument has changed. So a backend calls
+// Drifted(false) whenever it finds that its dataplane is correct.
 func Observe(to backends.Observer) backends.Observer { return &observer{to: to} }
 
 type observer struct {
@@ -97,16 +97,9 @@ func (o *observer) Holds(kind string, n int) {
 	}
 }
 
-func (o *observer) Drifted() {
-	if o.to != nil && !o.drifted {
-		o.to.Drifted()
+func (o *observer) Drifted(now bool) {
+	if o.to != nil && now != o.drifted {
+		o.to.Drifted(now)
 	}
-	o.drifted = true
-}
-
-func (o *observer) Repaired() {
-	if o.to != nil && o.drifted {
-		o.to.Repaired()
-	}
-	o.drifted = false
+	o.drifted = now
 }

@@ -25,16 +25,13 @@ func (o *Observer) Holds(kind string, n int) {
 	}
 }
 
-// Drifted calls OnDrifted.
-func (o *Observer) Drifted() {
-	if o.OnDrifted != nil {
-		o.OnDrifted()
+// Drifted calls OnDrifted or, if now is false, OnRepaired.
+func (o *Observer) Drifted(now bool) {
+	f := o.OnRepaired
+	if now {
+		f = o.OnDrifted
 	}
-}
-
-// Repaired calls OnRepaired.
-func (o *Observer) Repaired() {
-	if o.OnRepaired != nil {
-		o.OnRepaired()
+	if f != nil {
+		f()
 	}
 }

@@ -11,7 +11,6 @@ import (
 	"slices"
 	"strings"
 
-	"github.com/kpng-project/kpng/backends/windows/kernelspace"
 	"github.com/kpng-project/kpng/internal/hns"
 	"github.com/kpng-project/kpng/internal/hns/fakehns"
 	corev1 "k8s.io/api/core/v1"
@@ -34,7 +33,7 @@ func (w *world) everything() {
 	w.hns.resetTo(server2019)
 	w.network(hns.Network{})
 	w.exe = w.wine.Build(w.T, "./cmd/kpng")
-	w.startProxy(append([]string{"kube", "to-local", "kernelspace", "--keep-annotations", kernelspace.PreserveDestination}, direct...)...)
+	w.startProxy(append([]string{"kube", "to-local", "kernelspace", "--keep-annotations", "preserve-destination"}, direct...)...)
 	w.await("an early Windows has all features that it supports", dump(
 		"endpoint [10.1.1.1 fd00:1::1]",
 		"endpoint [10.2.0.1] remote mac 02-11-0a-02-00-01 named kpng-10.2.0.1",
@@ -120,7 +119,7 @@ func (w *world) createEverything() (clusterIPs []string, nodePort int32) {
 	made, err := services.Create(w.Context(), &corev1.Service{
 		ObjectMeta: metav1.ObjectMeta{
 			Name: "everything", Labels: map[string]string{"service.kubernetes.io/service-proxy-name": w.namespace},
-			Annotations: map[string]string{kernelspace.PreserveDestination: "true"},
+			Annotations: map[string]string{"preserve-destination": "true"},
 		},
 		Spec: corev1.ServiceSpec{
 			Type: corev1.ServiceTypeLoadBalancer, IPFamilyPolicy: &dualStack,

@@ -25,6 +25,10 @@
 // HNS stores neither a name nor an owner of a load balancer. So the backend records the
 // IDs of its own load balancers in Options.StateFile.
 //
+// If a service has the annotation "preserve-destination" with the value "true", packets to
+// a load-balancer address keep this destination on the way to local pods. Sources of
+// services drop annotations by default: see KeepAnnotations in package watcher.
+//
 // # Limits of HNS
 //
 //   - Traffic is neither rejected nor dropped: a frontend without endpoints has no load

@@ -8,20 +8,27 @@ import (
 	"github.com/kpng-project/kpng/internal/hns"
 )
 
-// The type observed is an HNS that reports its calls as the options say.
+// The type observed is an HNS that reports its calls.
 type observed struct {
 	hns  hns.HNS
 	opts *Options
 	now  func() time.Time
+	// called is called after each call. See backend.OnCall.
+	called func(call string, took time.Duration, err error)
 	// repairing is true while each change repairs what another program has changed.
 	repairing bool
 }
 
+// OnCall makes the backend call f after each call to HNS, with its name, such as
+// "CreateLoadBalancer", its duration and its error. Use OnCall before Start. Package
+// app/program finds this method with sink.As, for metrics.
+func (b *backend) OnCall(f func(call string, took time.Duration, err error)) { b.hns.called = f }
+
 func observe[T any](o *observed, call string, f func() (T, error)) (T, error) {
 	begin := o.now()
 	v, err := f()
-	if o.opts.Called != nil {
-		o.opts.Called(call, o.now().Sub(begin), err)
+	if o.called != nil {
+		o.called(call, o.now().Sub(begin), err)
 	}
 	return v, err
 }
@@ -29,7 +36,7 @@ func observe[T any](o *observed, call string, f func() (T, error)) (T, error) {
 // change is observe for calls that change an object of HNS.
 func change[T any](o *observed, call string, f func() (T, error)) (T, error) {
 	if o.repairing {
-		o.opts.Observer.Drifted()
+		o.opts.Observer.Drifted(true)
 	}
 	v, err := observe(o, call, f)
 	o.opts.Observer.Wrote(1, err)

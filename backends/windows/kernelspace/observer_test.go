@@ -26,8 +26,9 @@ func (l *eventLog) Wrote(size int, err error) {
 func (l *eventLog) Holds(kind string, n int) {
 	l.events = append(l.events, fmt.Sprintf("holds %d %s", n, kind))
 }
-func (l *eventLog) Drifted()  { l.events = append(l.events, "drifted") }
-func (l *eventLog) Repaired() { l.events = append(l.events, "repaired") }
+func (l *eventLog) Drifted(now bool) {
+	l.events = append(l.events, map[bool]string{true: "drifted", false: "repaired"}[now])
+}
 
 // The method expect compares the events since the last call.
 func (l *eventLog) expect(t *testing.T, want ...string) {

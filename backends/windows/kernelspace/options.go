@@ -10,7 +10,6 @@ import (
 	"net/netip"
 	"slices"
 	"strings"
-	"time"
 
 	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/internal/backendoptions"
@@ -67,10 +66,6 @@ type Options struct {
 	// receives no such health checks. Default: none, which forwards no health checks.
 	RootEndpoint string
 	HealthzPort  uint16
-
-	// Called is called after each call to HNS, with its name, such as "CreateLoadBalancer",
-	// its duration and its error. It should return soon. Default: none.
-	Called func(call string, took time.Duration, err error)
 }
 
 // complete checks o and sets the defaults.

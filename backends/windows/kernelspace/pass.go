@@ -74,7 +74,7 @@ func (p *pass) run() error {
 	}
 	err = p.failed.Err()
 	if err == nil && !p.passing {
-		p.opts.Observer.Repaired()
+		p.opts.Observer.Drifted(false)
 	}
 	return err
 }

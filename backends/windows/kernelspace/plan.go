@@ -112,11 +112,6 @@ type environment struct {
 	maxBalancers int
 }
 
-// PreserveDestination is an annotation of services. If its value is "true", packets to a
-// load-balancer address keep this destination on the way to local pods. The source of the
-// cluster's state must be configured to include this annotation.
-const PreserveDestination = "preserve-destination"
-
 // plan returns the load balancers of a service on this node, in the order of its
 // frontends. It also returns the frontends that HNS cannot provide fully. The function
 // has no side effects. A frontend without endpoints gets no load balancer, because HNS
@@ -389,7 +384,7 @@ func macOf(a netip.Addr) string {
 }
 
 func preservesDestination(svc *api.Service) bool {
-	return svc.Annotations[PreserveDestination] == "true"
+	return svc.Annotations["preserve-destination"] == "true"
 }
 
 // protocolOf returns the IP protocol number of p, or 0 if HNS does not balance p.

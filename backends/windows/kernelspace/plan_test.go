@@ -29,7 +29,7 @@ func affine(s *api.Service) {
 }
 func preserving(s *api.Service) {
 	external(s)
-	s.Annotations = map[string]string{kernelspace.PreserveDestination: "true"}
+	s.Annotations = map[string]string{"preserve-destination": "true"}
 }
 
 func dualStack(s *api.Service) {

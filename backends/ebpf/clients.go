@@ -95,7 +95,8 @@ func (d *dataplane) affinityOf(k clientKey) uint32 {
 }
 
 // recount deletes the clients of services without session affinity, and corrects the counts.
-// The kernel may have removed clients from its map, which the programs do not count.
+// The kernel may have removed clients from its map, which the programs do not count, or have
+// refused a cluster IP.
 func (d *dataplane) recount(s *clientScan) error {
 	var freed []clientKey
 	for _, k := range s.freed {
@@ -107,9 +108,12 @@ func (d *dataplane) recount(s *clientScan) error {
 		return err
 	}
 	wrong := map[clusterIP]uint64{}
+	for ip := range d.affine {
+		wrong[ip] = s.counts[ip]
+	}
 	err := each(d.counts, func(ip clusterIP, n uint64) {
-		if s.counts[ip] != n && d.affine[ip] > 0 {
-			wrong[ip] = s.counts[ip]
+		if s.counts[ip] == n {
+			delete(wrong, ip)
 		}
 	})
 	d.countClients(wrong)

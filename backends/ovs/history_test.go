@@ -15,9 +15,9 @@ import (
 	"sync"
 	"testing"
 
-	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/backends/ovs/internal/openflow"
+	"github.com/kpng-project/kpng/internal/backendtest"
 	"github.com/kpng-project/kpng/internal/netnstest"
 	"github.com/kpng-project/kpng/internal/ovstest"
 	"github.com/kpng-project/kpng/node/nodeaddr"
@@ -40,7 +40,7 @@ func TestHistories(t *testing.T) {
 		bridge := unused[len(unused)-1]
 		unused = unused[:len(unused)-1]
 		p := newFaults(tb, s.Dir, bridge)
-		opts := p.options(&nodeAddresses{})
+		opts := p.options(&backendtest.NodeAddresses{})
 		var b *backend
 		tb.Cleanup(func() {
 			b, err := newBackend(opts)
@@ -76,24 +76,6 @@ func TestHistories(t *testing.T) {
 			},
 		}
 	})
-}
-
-// nodeAddresses are the addresses of the Node object.
-type nodeAddresses struct {
-	mu    sync.Mutex
-	addrs []netip.Addr
-}
-
-func (a *nodeAddresses) Addresses() ([]netip.Addr, <-chan struct{}) {
-	a.mu.Lock()
-	defer a.mu.Unlock()
-	return a.addrs, nil
-}
-
-func (a *nodeAddresses) SetNode(node *api.Node) {
-	a.mu.Lock()
-	defer a.mu.Unlock()
-	a.addrs = nodeaddr.OfNode(node)
 }
 
 // faults is a proxy in front of a bridge that makes some bundles fail.

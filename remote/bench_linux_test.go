@@ -25,7 +25,6 @@ import (
 	"github.com/kpng-project/kpng/internal/apitest"
 	"github.com/kpng-project/kpng/internal/wire/localv1"
 	"github.com/kpng-project/kpng/remote"
-	watcher "github.com/kpng-project/kpng/watcher/remote"
 	"google.golang.org/grpc"
 	"k8s.io/klog/v2"
 )
@@ -145,7 +144,7 @@ func BenchmarkRelayedFanout(b *testing.B) {
 			var rounds []func() *crowdRound
 			for r := range relays {
 				copied := cluster.New(cluster.Options{Resumable: true})
-				go watcher.Watch(ctx, copied, remote.DialOptions{Addresses: []string{"unix://" + top.Addr().String()}})
+				go remote.Watch(ctx, copied, remote.DialOptions{Addresses: []string{"unix://" + top.Addr().String()}})
 				<-copied.Changed(0)
 				l := &benchListener{Listener: listen(b, socket(b))}
 				c := newCrowd(serveBench(b, copied, l), state, l, 1)
@@ -319,7 +318,7 @@ func (s *bareServer) Watch(stream grpc.BidiStreamingServer[localv1.WatchReq, loc
 // are raised, because all clients count as one peer.
 func newBenchServer(b *testing.B, state *cluster.State) *remote.Server {
 	server, err := remote.NewServer(state, remote.ServerOptions{
-		Limits: remote.Limits{StreamsPerPeer: 100_000, ConnectionsPerPeer: 100_000, StreamRate: 1e6},
+		MaxStreamsPerPeer: 100_000, MaxConnectionsPerPeer: 100_000, StreamRate: 1e6,
 	})
 	if err != nil {
 		b.Fatal(err)

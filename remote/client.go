@@ -4,7 +4,6 @@ package remote
 
 import (
 	"context"
-	"iter"
 	"maps"
 	"sync"
 	"time"
@@ -12,7 +11,6 @@ import (
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/internal/revstore"
 	"github.com/kpng-project/kpng/internal/transport"
-	"github.com/kpng-project/kpng/internal/updates"
 	"github.com/kpng-project/kpng/internal/wire/localv1"
 	"github.com/kpng-project/kpng/sink"
 	"google.golang.org/grpc"
@@ -31,8 +29,7 @@ type ClientOptions struct {
 	MaxElements int
 }
 
-// Client is a [sink.Source] that follows a server's view of one node. The program has to
-// call [Client.Run]. Only one goroutine at a time may call the methods of Source. All other
+// Client follows a server's view of one node. The program has to call [Client.Run]. All
 // methods are safe for concurrent use.
 type Client struct {
 	opts   ClientOptions
@@ -46,8 +43,6 @@ type Client struct {
 	token   []byte                          // token of the last Sync; only Run uses it
 	stale   bool                            // the server has lost its own source
 	lost    time.Time                       // when the connection was lost; zero while there is one
-
-	reader reader
 }
 
 // clientState is the client's state after a Sync.
@@ -57,31 +52,21 @@ type clientState struct {
 	node     *api.Node // nil if not known
 }
 
-// reader records the state that the caller of Next and Advance has received.
-type reader struct {
-	cursor *revstore.Cursor[types.NamespacedName, *entry]
-	has    *clientState // last state that the caller received; nil if none
-
-	// The update that the last call of Next returned, and the state after this update.
-	offered *sink.Update
-	state   *clientState
-}
-
 // NewClient returns a client. The client connects when Run is called.
 func NewClient(opts ClientOptions) (*Client, error) {
-	dialer, err := transport.NewDialer(transport.DialOptions{
-		Addresses: opts.Addresses, TLS: (*transport.TLS)(opts.TLS), Insecure: opts.Insecure,
-		MinBackoff: opts.MinBackoff, MaxBackoff: opts.MaxBackoff, FailFast: opts.FailFast,
-	})
+	dialer, err := opts.dialer()
 	if err != nil {
 		return nil, err
 	}
 	c := &Client{opts: opts, dialer: dialer, refused: map[types.NamespacedName]string{}, changed: make(chan struct{})}
 	c.views = revstore.New(revstore.Options[types.NamespacedName, *entry]{Compare: api.CompareKeys, Equal: (*entry).equal})
 	c.state = &clientState{views: c.views.Snapshot()}
-	c.reader.cursor = c.views.NewCursor()
 	return c, nil
 }
+
+// Source returns a new source of the client's views, for one driver. Several sources of a
+// client share its connection. A source may be created and closed at any time.
+func (c *Client) Source() sink.Source { return &source{client: c, cursor: c.views.NewCursor()} }
 
 // Run follows the server until ctx ends, and then returns ctx's cause. With FailFast, it
 // returns an error if no address works.
@@ -177,12 +162,13 @@ func (c *Client) disconnected() {
 	}
 }
 
-// staleAfter is how long the server may be unreachable before the client's state is stale.
+// staleAfter is how long the server may be unreachable before the client's state, or the
+// state that Watch fills, is stale.
 const staleAfter = 3 * time.Minute
 
 // Stale reports whether the client's state may be old: there has been no connection to a
 // server for more than three minutes, or the server has lost its own source. It is false
-// until the first answer. It is safe for concurrent use.
+// until the first answer.
 func (c *Client) Stale() bool {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -196,50 +182,8 @@ func (c *Client) get() (*clientState, <-chan struct{}) {
 	return c.state, c.changed
 }
 
-// Changed implements [sink.Source].
-func (c *Client) Changed() <-chan struct{} {
-	state, changed := c.get()
-	if state.revision > 0 && state != c.reader.has {
-		closed := make(chan struct{})
-		close(closed)
-		return closed
-	}
-	return changed
-}
-
-// Next implements [sink.Source]. It never fails.
-func (c *Client) Next() (*sink.Update, error) {
-	state, _ := c.get()
-	if state.revision == 0 {
-		return nil, nil
-	}
-	if c.reader.state != state {
-		c.reader.offered, c.reader.state = c.reader.update(state), state
-	}
-	return c.reader.offered, nil
-}
-
-// Advance implements [sink.Source].
-func (c *Client) Advance(u *sink.Update) {
-	if r := &c.reader; u == r.offered {
-		r.cursor.Advance(r.state.views)
-		r.has = r.state
-		r.offered, r.state = nil, nil
-	}
-}
-
-// Reset implements [sink.Source].
-func (c *Client) Reset() {
-	c.reader.cursor.Close()
-	c.reader = reader{cursor: c.views.NewCursor()}
-}
-
-// Close implements [sink.Source].
-func (c *Client) Close() { c.reader.cursor.Close() }
-
 // Views returns the present views of all services, as an update with Lost set, or nil if
-// the client has not received them yet. It is independent of the client's position and
-// safe for concurrent use.
+// the client has not received them yet.
 func (c *Client) Views() *sink.Update {
 	state, _ := c.get()
 	if state.revision == 0 {
@@ -249,50 +193,9 @@ func (c *Client) Views() *sink.Update {
 }
 
 // Refused returns the reasons why the client refuses services (see
-// ClientOptions.MaxElements). It is safe for concurrent use.
+// ClientOptions.MaxElements).
 func (c *Client) Refused() map[types.NamespacedName]string {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	return maps.Clone(c.refused)
 }
-
-// all returns an update for a reader without a position.
-func (s *clientState) all() *sink.Update {
-	return &sink.Update{
-		Lost: true, Revision: s.revision, Node: s.node, NodeChanged: true,
-		View: func(key types.NamespacedName) *api.View {
-			e, _ := s.views.Get(key)
-			return e.viewOrNil()
-		},
-		After: func(key types.NamespacedName) iter.Seq2[types.NamespacedName, updates.View] {
-			return func(yield func(types.NamespacedName, updates.View) bool) {
-				for key, e := range s.views.After(key) {
-					if view := e.viewOrNil(); view != nil && !yield(key, updates.ViewOf(view)) {
-						return
-					}
-				}
-			}
-		},
-	}
-}
-
-// update returns the changes between the reader's state and the given state.
-func (r *reader) update(state *clientState) *sink.Update {
-	delta := r.cursor.Until(state.views)
-	u := state.all()
-	u.Lost = delta.Full()
-	if u.Lost {
-		return u
-	}
-	u.NodeChanged = !state.node.Equal(r.has.node)
-	var list []updates.Change
-	for change := range delta.Changes() {
-		if before, after := change.Old.viewOrNil(), change.New.viewOrNil(); !before.Equal(after) {
-			list = append(list, updates.Change{Key: change.Key, Old: before, New: after})
-		}
-	}
-	u.Changes = list
-	return u
-}
-
-var _ sink.Source = (*Client)(nil)

@@ -13,7 +13,9 @@ import (
 // DefaultAddress is the default address of servers and clients: tcp://127.0.0.1:12090.
 const DefaultAddress = transport.DefaultAddress
 
-// DialOptions configure the connection to a server.
+// DialOptions configure the connection to a server. When all addresses have failed, the
+// client waits for a random time of up to 500 ms before it tries them again. The limit
+// doubles each time all addresses have failed again, up to 15 s.
 //
 // Plaintext is allowed on loopback addresses and unix sockets. On other addresses,
 // plaintext is an error unless Insecure allows it.
@@ -30,13 +32,18 @@ type DialOptions struct {
 	// users. Without it and without TLS, the process that listens on a unix socket must run
 	// as root or as the user of this process. Only Linux reports that user.
 	Insecure bool
-	// MinBackoff and MaxBackoff limit the wait before the client tries all addresses again.
-	// The wait is random. Its maximum is MinBackoff at first, and doubles each time all
-	// addresses have failed again, up to MaxBackoff. Defaults: 500 ms and 15 s.
-	MinBackoff, MaxBackoff time.Duration
 	// With FailFast, the client ends with an error when each address has failed once, or
 	// when a connection fails after a good answer. FailFast is for programs that run once.
 	FailFast bool
+
+	minBackoff, maxBackoff time.Duration // defaults: those of package transport; for tests
+}
+
+func (o *DialOptions) dialer() (*transport.Dialer, error) {
+	return transport.NewDialer(transport.DialOptions{
+		Addresses: o.Addresses, TLS: (*transport.TLS)(o.TLS), Insecure: o.Insecure,
+		MinBackoff: o.minBackoff, MaxBackoff: o.maxBackoff, FailFast: o.FailFast,
+	})
 }
 
 // TLS names the PEM files for mutual TLS, in which both ends present certificates.

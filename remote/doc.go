@@ -10,17 +10,20 @@
 //	…
 //	err = server.Serve(ctx, listener)
 //
-// A [Client] is a [sink.Source] for any sink:
+// A [Client] has sources for any number of sinks:
 //
 //	client, err := remote.NewClient(remote.ClientOptions{NodeName: node})
 //	…
 //	go client.Run(ctx)
-//	err = sink.Run(ctx, client, mySink, sink.Options{})
+//	err = sink.Run(ctx, client.Source(), mySink, sink.Options{})
 //
 // A client's sink receives the same changes as a sink in the server's process, but
 // without trigger times. If the connection fails, the client and the dataplane keep their
 // state. When the client reconnects, it resumes from its position. A restarted server
 // sends everything again, but the client delivers only the differences to the sink.
+//
+// The function [Watch] fills a state with the whole cluster from another server, like the
+// sources in the packages below watcher.
 //
 // docs/wire.md describes the protocol. A Server also serves clients of the original kpng,
 // and a Client can follow a server of the original kpng.

@@ -58,7 +58,9 @@ func Example() {
 		}
 		return nil
 	})
-	if err := sink.Run(ctx, client, program, sink.Options{Once: true}); err != nil {
+	source := client.Source()
+	defer source.Close()
+	if err := sink.Run(ctx, source, program, sink.Options{Once: true}); err != nil {
 		log.Fatal(err)
 	}
 

@@ -56,7 +56,7 @@ func TestConnectionsWithoutHandshakeDoNotLockOutNodes(t *testing.T) {
 	ca := newAuthority(t)
 	l := listen(t, "127.0.0.1:0")
 	opts := quick
-	opts.TLS, opts.NodeCertificates, opts.Limits.Connections = ca.newFiles(t, "kpng.test"), true, limit
+	opts.TLS, opts.NodeCertificates, opts.MaxConnections = ca.newFiles(t, "kpng.test"), true, limit
 	server, _ := serveOn(t, w.state, ipv6Listener{l}, opts)
 	address := l.Addr().String()
 	node := apitest.NodeName(1)
@@ -87,7 +87,7 @@ func TestPlaintextConnectionsOfANetworkAreLimited(t *testing.T) {
 	w := newWorld(6, 5, 40)
 	l := listen(t, "127.0.0.1:0")
 	opts := quick
-	opts.Insecure, opts.Limits.Connections = true, limit
+	opts.Insecure, opts.MaxConnections = true, limit
 	server, _ := serveOn(t, w.state, ipv6Listener{l}, opts)
 	address := l.Addr().String()
 	for i := range 2 * limit {

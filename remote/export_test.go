@@ -33,3 +33,15 @@ func (c *Client) AgeLoss(by time.Duration) bool {
 	c.lost = c.lost.Add(-by)
 	return true
 }
+
+// Quick returns options whose backoff is short.
+func Quick(o DialOptions) DialOptions {
+	o.minBackoff, o.maxBackoff = time.Millisecond, 20*time.Millisecond
+	return o
+}
+
+// Batching returns options of a server that waits for changes for the given time.
+func Batching(interval time.Duration, o ServerOptions) ServerOptions {
+	o.batchInterval = interval
+	return o
+}

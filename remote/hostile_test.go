@@ -21,6 +21,7 @@ import (
 
 	"github.com/kpng-project/kpng/cluster"
 	"github.com/kpng-project/kpng/internal/apitest"
+	"github.com/kpng-project/kpng/internal/transport"
 	"github.com/kpng-project/kpng/internal/wire/localv1"
 	"github.com/kpng-project/kpng/remote"
 	"google.golang.org/grpc"
@@ -58,7 +59,7 @@ func besiege(t *testing.T, opts remote.ServerOptions) *besieged {
 		t.Fatal(err)
 	}
 	start(t, client.Run)
-	drive(t, client, b.screen.sink())
+	drive(t, client.Source(), b.screen.sink())
 	b.checkGoodClient(t)
 	b.heap = heap()
 	return b
@@ -281,7 +282,7 @@ func TestAMillionRequests(t *testing.T) {
 
 func TestClientThatNeverReads(t *testing.T) {
 	opts := quick
-	opts.Limits.SendTimeout = 50 * time.Millisecond
+	opts.SendTimeout = 50 * time.Millisecond
 	b := besiege(t, opts)
 	ctx := within(t)
 	c := newTableClient(t, ctx, "tcp://"+b.address, "node-1")
@@ -363,7 +364,7 @@ func handshake(t *testing.T, address string, config *tls.Config) error {
 }
 
 func TestStreamsAreLimited(t *testing.T) {
-	opts := remote.ServerOptions{BatchInterval: -1, Limits: remote.Limits{StreamsPerPeer: 3, StreamRate: 1e-9}}
+	opts := remote.Batching(-1, remote.ServerOptions{MaxStreamsPerPeer: 3, StreamRate: 1e-9})
 	state := cluster.New(cluster.Options{Resumable: true})
 	state.SetSynced()
 	l := listen(t, "127.0.0.1:0")
@@ -397,7 +398,7 @@ func TestStreamsAreLimited(t *testing.T) {
 
 func TestConnectionsAreLimited(t *testing.T) {
 	opts := quick
-	opts.Limits.ConnectionsPerPeer = 2
+	opts.MaxConnectionsPerPeer = 2
 	b := besiege(t, opts)
 	for range 2 {
 		newTableClient(t, t.Context(), "tcp://"+b.address, "node-1").next()
@@ -476,7 +477,7 @@ func TestUnreadDataIsBounded(t *testing.T) {
 	if taken < streams<<20 {
 		t.Errorf("%d KB for %d streams: too little for a valid test", taken>>10, streams)
 	}
-	if all := taken / streams * uint64(remote.DefaultLimits().StreamsPerPeer); all > most {
+	if all := taken / streams * uint64(transport.DefaultMaxStreamsPerPeer); all > most {
 		t.Errorf("the streams of a peer can use %d MB, want at most %d MB", all>>20, most>>20)
 	}
 	b.checkGoodClient(t)

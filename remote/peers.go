@@ -22,7 +22,7 @@ import (
 
 // peers counts the clients' connections and streams, and enforces the limits.
 type peers struct {
-	limits Limits
+	limits ServerOptions
 
 	refused, stalled atomic.Uint64
 	sent             atomic.Uint64 // bytes
@@ -39,9 +39,9 @@ type peers struct {
 	open        map[*openStream]struct{}
 }
 
-func newPeers(limits Limits) *peers {
+func newPeers(limits ServerOptions) *peers {
 	return &peers{
-		limits: limits, waiting: connlimit.NewQueue(limits.Connections / 4),
+		limits: limits, waiting: connlimit.NewQueue(limits.MaxConnections / 4),
 		byHost: map[string]int{}, byNetwork: map[string]int{}, byName: map[string]*account{}, open: map[*openStream]struct{}{},
 	}
 }
@@ -117,8 +117,8 @@ func (p *peers) connect(c *countedConn, anonymous bool) bool {
 	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if p.connections >= p.limits.Connections || p.byHost[c.host] >= p.limits.ConnectionsPerPeer ||
-		anonymous && c.network != c.host && p.byNetwork[c.network] >= max(p.limits.Connections/2, 1) {
+	if p.connections >= p.limits.MaxConnections || p.byHost[c.host] >= p.limits.MaxConnectionsPerPeer ||
+		anonymous && c.network != c.host && p.byNetwork[c.network] >= max(p.limits.MaxConnections/2, 1) {
 		p.refused.Add(1)
 		return false
 	}
@@ -193,7 +193,7 @@ func (c connCredentials) Clone() credentials.TransportCredentials {
 
 // caller is the client of a stream.
 type caller struct {
-	name string            // the peer's name; see Limits
+	name string            // the peer's name; see ServerOptions
 	cert *x509.Certificate // nil without TLS
 	conn net.Conn
 }
@@ -226,10 +226,10 @@ func (p *peers) admit(c caller) (done func(), err error) {
 	a := p.byName[c.name]
 	if a == nil {
 		p.sweep()
-		a = &account{opening: rate.NewLimiter(rate.Limit(p.limits.StreamRate), p.limits.StreamsPerPeer)}
+		a = &account{opening: rate.NewLimiter(rate.Limit(p.limits.StreamRate), p.limits.MaxStreamsPerPeer)}
 		p.byName[c.name] = a
 	}
-	if a.streams >= p.limits.StreamsPerPeer {
+	if a.streams >= p.limits.MaxStreamsPerPeer {
 		p.refused.Add(1)
 		return nil, status.Errorf(codes.ResourceExhausted, "%s has %d streams, the maximum", c.name, a.streams)
 	}
@@ -249,7 +249,7 @@ func (p *peers) admit(c caller) (done func(), err error) {
 
 // sweep drops accounts without streams if there are many accounts.
 func (p *peers) sweep() {
-	if len(p.byName) < 2*p.limits.Connections {
+	if len(p.byName) < 2*p.limits.MaxConnections {
 		return
 	}
 	for name, a := range p.byName {

@@ -41,14 +41,14 @@ func TestClientKeepsLastAcceptedView(t *testing.T) {
 	_, stop := serve(t, state, address, quick)
 	client, err := remote.NewClient(remote.ClientOptions{
 		NodeName: "n", MaxElements: 10,
-		DialOptions: remote.DialOptions{Addresses: []string{address}, MinBackoff: time.Millisecond, MaxBackoff: 20 * time.Millisecond},
+		DialOptions: remote.Quick(remote.DialOptions{Addresses: []string{address}}),
 	})
 	if err != nil {
 		t.Fatal(err)
 	}
 	start(t, client.Run)
 	rec := sinktest.NewRecorder(t, nil)
-	drive(t, client, rec)
+	drive(t, client.Source(), rec)
 
 	for i, step := range []struct {
 		name  string
@@ -117,7 +117,7 @@ func TestCostOfRefusedDependsOnRefusedServicesOnly(t *testing.T) {
 		}
 		start(t, client.Run)
 		select {
-		case <-client.Changed():
+		case <-client.Source().Changed():
 		case <-within(t).Done():
 			t.Fatal("the client received nothing")
 		}

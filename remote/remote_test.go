@@ -229,7 +229,7 @@ func follow(t testing.TB, node string, addresses ...string) (client *remote.Clie
 	t.Helper()
 	client, err := remote.NewClient(remote.ClientOptions{
 		NodeName:    node,
-		DialOptions: remote.DialOptions{Addresses: addresses, MinBackoff: time.Millisecond, MaxBackoff: 20 * time.Millisecond},
+		DialOptions: remote.Quick(remote.DialOptions{Addresses: addresses}),
 	})
 	if err != nil {
 		t.Fatal(err)
@@ -239,7 +239,7 @@ func follow(t testing.TB, node string, addresses ...string) (client *remote.Clie
 
 // The variable quick has the options of most servers in tests. These servers send each
 // change immediately, and do not limit the rate of new streams.
-var quick = remote.ServerOptions{BatchInterval: -1, Limits: remote.Limits{StreamRate: 1e6}}
+var quick = remote.Batching(-1, remote.ServerOptions{StreamRate: 1e6})
 
 // TestRemoteSinkReceivesSameAsInProcess compares the output of kpng-json for a remote
 // client and for a sink in the server's process, after each of 500 changes to 200
@@ -252,7 +252,7 @@ func TestRemoteSinkReceivesSameAsInProcess(t *testing.T) {
 		here, there := newScreen(), newScreen()
 		drive(t, feed.New(w.state, node), here.sink())
 		client, _ := follow(t, node, address)
-		drive(t, client, sinktest.NewRecorder(t, there.sink()))
+		drive(t, client.Source(), sinktest.NewRecorder(t, there.sink()))
 		for range steps {
 			w.change(1)
 			want, got := here.waitOutput(t, w.step), there.waitOutput(t, w.step)
@@ -263,6 +263,23 @@ func TestRemoteSinkReceivesSameAsInProcess(t *testing.T) {
 		if want, _ := w.state.Snapshot().Nodes.Get(node); !client.Views().Node.Equal(want) {
 			t.Errorf("the node is %+v, want %+v", client.Views().Node, want)
 		}
+	}
+}
+
+// A sink that begins late receives the same views over the same stream.
+func TestSourcesOfClientShareStream(t *testing.T) {
+	state, address := manyServices(3), socket(t)
+	server, _ := serve(t, state, address, quick)
+	client, _ := follow(t, "n", address)
+	for range 2 {
+		rec := sinktest.NewRecorder(t, nil)
+		drive(t, client.Source(), rec)
+		if err := rec.Wait(within(t), func([]sinktest.Sync) bool { return len(rec.Views()) == 3 }); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if n := server.Stats().Streams; n != 1 {
+		t.Errorf("%d streams, want 1", n)
 	}
 }
 
@@ -278,12 +295,13 @@ func TestTargetsAndLoadBalancerClassReachClients(t *testing.T) {
 	address := socket(t)
 	serve(t, state, address, quick)
 	client, _ := follow(t, "worker-1", address)
+	source := client.Source()
 	select {
-	case <-client.Changed():
+	case <-source.Changed():
 	case <-within(t).Done():
 		t.Fatal("no answer")
 	}
-	u, err := client.Next()
+	u, err := source.Next()
 	if err != nil {
 		t.Fatal(err)
 	}

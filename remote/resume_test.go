@@ -22,7 +22,6 @@ import (
 	"github.com/kpng-project/kpng/remote"
 	"github.com/kpng-project/kpng/sink"
 	"github.com/kpng-project/kpng/sink/sinktest"
-	watcher "github.com/kpng-project/kpng/watcher/remote"
 	"k8s.io/apimachinery/pkg/types"
 )
 
@@ -141,7 +140,7 @@ func TestReconnectSendsOnlyChanges(t *testing.T) {
 	g.openTo(address)
 	client, _ := follow(t, "node-1", g.address)
 	rec := sinktest.NewRecorder(t, nil)
-	drive(t, client, rec)
+	drive(t, client.Source(), rec)
 	if err := rec.WaitSyncs(within(t), 1); err != nil {
 		t.Fatal(err)
 	}
@@ -187,7 +186,7 @@ func TestChangeOfZoneInvalidatesToken(t *testing.T) {
 	g.openTo(address)
 	client, _ := follow(t, "n", g.address)
 	rec := sinktest.NewRecorder(t, nil)
-	drive(t, client, rec)
+	drive(t, client.Source(), rec)
 	if err := rec.WaitSyncs(within(t), 1); err != nil {
 		t.Fatal(err)
 	}
@@ -218,7 +217,7 @@ func TestClientLeavesStaleServer(t *testing.T) {
 	serve(t, two, addresses[1], quick)
 	client, _ := follow(t, "n", addresses...)
 	rec := sinktest.NewRecorder(t, nil)
-	drive(t, client, rec)
+	drive(t, client.Source(), rec)
 	if err := rec.WaitSyncs(within(t), 1); err != nil {
 		t.Fatal(err)
 	}
@@ -247,7 +246,7 @@ func TestNewServerSendsOnlyDifferences(t *testing.T) {
 	_, stop := serve(t, state("a", "b", "c"), one, quick)
 	client, _ := follow(t, "n", one, two)
 	rec := sinktest.NewRecorder(t, nil)
-	drive(t, client, rec)
+	drive(t, client.Source(), rec)
 	if err := rec.WaitSyncs(within(t), 1); err != nil {
 		t.Fatal(err)
 	}
@@ -277,9 +276,7 @@ func TestNothingIsLostUnderChurn(t *testing.T) {
 	copied := cluster.New(cluster.Options{Resumable: true})
 	startRelay := func() {
 		stopRelay = start(t, func(ctx context.Context) error {
-			return watcher.Watch(ctx, copied, remote.DialOptions{
-				Addresses: []string{origin}, MinBackoff: time.Millisecond, MaxBackoff: 10 * time.Millisecond,
-			})
+			return remote.Watch(ctx, copied, remote.Quick(remote.DialOptions{Addresses: []string{origin}}))
 		})
 	}
 	startRelayed := func() { _, stopRelayed = serve(t, copied, relayed, opts) }
@@ -298,7 +295,7 @@ func TestNothingIsLostUnderChurn(t *testing.T) {
 		client, stopClient = follow(t, "node-2", g.address)
 		s := newScreen()
 		rec := sinktest.NewRecorder(t, s.sink())
-		drive(t, client, rec)
+		drive(t, client.Source(), rec)
 		screens, recs = append(screens, s), append(recs, rec)
 	}
 	for round := range 50 {
@@ -397,8 +394,9 @@ func TestPartialAnswerIsInvisible(t *testing.T) {
 		ended := make(chan error, 1)
 		go func() { ended <- client.Run(ctx) }()
 		var complete bool
+		source := client.Source()
 		select {
-		case <-client.Changed():
+		case <-source.Changed():
 			complete = true
 		case <-ended:
 			ended <- nil
@@ -406,11 +404,11 @@ func TestPartialAnswerIsInvisible(t *testing.T) {
 		cancel()
 		<-ended
 		<-done
-		update, err := client.Next()
+		update, err := source.Next()
 		if err != nil {
 			t.Fatal(err)
 		}
-		client.Close()
+		source.Close()
 		switch {
 		case !complete && update != nil:
 			t.Fatalf("after %d bytes the client shows something and says nothing", limit)
@@ -443,7 +441,7 @@ func TestStaleClient(t *testing.T) {
 		t.Error("stale before the first answer")
 	}
 	rec := sinktest.NewRecorder(t, nil)
-	drive(t, client, rec)
+	drive(t, client.Source(), rec)
 	wait := func(syncs int) {
 		t.Helper()
 		if err := rec.WaitSyncs(within(t), syncs); err != nil {
@@ -493,11 +491,12 @@ func TestPassesEndWhileServersAreReplaced(t *testing.T) {
 	address := socket(t)
 	_, stop := serve(t, states[0], address, quick)
 	client, _ := follow(t, "n", address)
-	defer client.Close()
+	source := client.Source()
+	defer source.Close()
 	replaced, begun := 0, 0
 	programmed := map[types.NamespacedName]*api.View{}
 	var pass sink.Pass
-	d := sink.NewDriver(client, sink.Func(func(ctx context.Context, c *sink.Changes) error {
+	d := sink.NewDriver(source, sink.Func(func(ctx context.Context, c *sink.Changes) error {
 		pass.Begin(c)
 		for s := range c.Services {
 			programmed[s.Key] = s.New

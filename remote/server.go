@@ -47,35 +47,27 @@ type ServerOptions struct {
 	// common name or an organization in client certificates.
 	ClusterReaders []string
 
-	// BatchInterval is the time that the server waits for further changes before it sends a
-	// change. Default 10 ms; a negative value means no wait.
-	BatchInterval time.Duration
-	// Limits are the limits for clients.
-	Limits Limits
-}
+	// The following fields limit the resources that clients use. Clients at the same IP
+	// address are one peer. All clients at unix sockets are one peer, too. With TLS, clients
+	// with different common names are different peers. With NodeCertificates, clients with
+	// the same common name system:node:N are one peer, even at different addresses.
 
-// Limits limit the resources that clients use. Clients at the same IP address are one
-// peer. All clients at unix sockets are one peer, too. With TLS, clients with different
-// common names are different peers. With NodeCertificates, clients with the same common
-// name system:node:N are one peer, even at different addresses. A zero field means the
-// default value.
-type Limits struct {
-	// Connections limits the connections of all peers together. Default 20,000.
+	// MaxConnections limits the connections of all peers together. Default 20,000.
 	//
 	// Connections count after their TLS handshake. A quarter of this number may be in the
 	// handshake at the same time; above that, the server closes the oldest one of the IPv4
 	// address or IPv6 /64 that has the most. Without certificates, an IPv6 /64 can use half
 	// of the connections.
-	Connections int
-	// ConnectionsPerPeer limits the connections of one IP address, or of all unix sockets.
+	MaxConnections int
+	// MaxConnectionsPerPeer limits the connections of one IP address, or of all unix sockets.
 	// Default 256.
-	ConnectionsPerPeer int
-	// StreamsPerPeer limits the open streams of a peer. A client needs one stream. A
+	MaxConnectionsPerPeer int
+	// MaxStreamsPerPeer limits the open streams of a peer. A client needs one stream. A
 	// malicious client can use about 4 MB of the server's memory per stream. Default 32.
-	StreamsPerPeer int
+	MaxStreamsPerPeer int
 	// StreamRate limits the average number of new streams of a peer per second. It limits
 	// the work for first answers, which may contain the whole state. A burst of
-	// StreamsPerPeer new streams is allowed. Default 20.
+	// MaxStreamsPerPeer new streams is allowed. Default 20.
 	StreamRate float64
 	// SendTimeout limits the time in which a client reads a message, and the average time in
 	// which it reads 64 KB of an answer. The server disconnects a slower client. If the
@@ -84,18 +76,10 @@ type Limits struct {
 	SendTimeout time.Duration
 	// CacheBytes limits the cache of marshalled views, approximately. Default 64 MiB.
 	CacheBytes int
-}
 
-// DefaultLimits returns the default values of all limits.
-func DefaultLimits() Limits {
-	return Limits{
-		Connections:        20_000,
-		ConnectionsPerPeer: 256,
-		StreamsPerPeer:     32,
-		StreamRate:         20,
-		SendTimeout:        30 * time.Second,
-		CacheBytes:         64 << 20,
-	}
+	// batchInterval is the time that the server waits for further changes before it sends a
+	// change. Default 10 ms; a negative value means no wait. Only tests set it.
+	batchInterval time.Duration
 }
 
 // Server sends views of a cluster's state to clients. With ServeCluster, it also sends
@@ -123,23 +107,22 @@ func NewServer(state *cluster.State, opts ServerOptions) (*Server, error) {
 	case opts.TLS != nil && opts.ServeCluster && len(opts.ClusterReaders) == 0:
 		return nil, errors.New("ServeCluster with TLS needs ClusterReaders")
 	}
-	opts.BatchInterval = cmp.Or(opts.BatchInterval, 10*time.Millisecond)
-	limits := DefaultLimits()
-	opts.Limits.Connections = cmp.Or(opts.Limits.Connections, limits.Connections)
-	opts.Limits.ConnectionsPerPeer = cmp.Or(opts.Limits.ConnectionsPerPeer, limits.ConnectionsPerPeer)
-	opts.Limits.StreamsPerPeer = cmp.Or(opts.Limits.StreamsPerPeer, limits.StreamsPerPeer)
-	opts.Limits.StreamRate = cmp.Or(opts.Limits.StreamRate, limits.StreamRate)
-	opts.Limits.SendTimeout = cmp.Or(opts.Limits.SendTimeout, limits.SendTimeout)
-	opts.Limits.CacheBytes = cmp.Or(opts.Limits.CacheBytes, limits.CacheBytes)
+	opts.batchInterval = cmp.Or(opts.batchInterval, 10*time.Millisecond)
+	opts.MaxConnections = cmp.Or(opts.MaxConnections, transport.DefaultMaxConnections)
+	opts.MaxConnectionsPerPeer = cmp.Or(opts.MaxConnectionsPerPeer, transport.DefaultMaxConnectionsPerPeer)
+	opts.MaxStreamsPerPeer = cmp.Or(opts.MaxStreamsPerPeer, transport.DefaultMaxStreamsPerPeer)
+	opts.StreamRate = cmp.Or(opts.StreamRate, transport.DefaultStreamRate)
+	opts.SendTimeout = cmp.Or(opts.SendTimeout, transport.DefaultSendTimeout)
+	opts.CacheBytes = cmp.Or(opts.CacheBytes, transport.DefaultCacheBytes)
 	instance := make([]byte, 16)
 	rand.Read(instance) // cannot fail
 	return &Server{
 		opts:      opts,
 		state:     state,
 		instance:  instance,
-		published: &publisher{state: state, interval: opts.BatchInterval, waiting: map[waker]struct{}{}},
-		views:     newViews(opts.Limits.CacheBytes),
-		peers:     newPeers(opts.Limits),
+		published: &publisher{state: state, interval: opts.batchInterval, waiting: map[waker]struct{}{}},
+		views:     newViews(opts.CacheBytes),
+		peers:     newPeers(opts),
 	}, nil
 }
 
@@ -211,7 +194,7 @@ func (s *Server) grpcOptions(creds credentials.TransportCredentials) []grpc.Serv
 		grpc.Creds(connCredentials{creds}),
 		grpc.ForceServerCodecV2(rawCodec{encoding.GetCodecV2("proto")}),
 		grpc.ConnectionTimeout(5 * time.Second),
-		grpc.MaxConcurrentStreams(uint32(s.opts.Limits.StreamsPerPeer)),
+		grpc.MaxConcurrentStreams(uint32(s.opts.MaxStreamsPerPeer)),
 		grpc.MaxRecvMsgSize(maxRequest),
 		grpc.MaxHeaderListSize(16 << 10),
 		grpc.ReadBufferSize(4 << 10),
@@ -244,24 +227,10 @@ func (s *Server) credentials(ctx context.Context, listeners []net.Listener) (cre
 	return insecure.NewCredentials(), nil
 }
 
-// Stats are statistics of a server.
-type Stats struct {
-	// Streams is the number of open streams.
-	Streams int
-	// Views counts the computed views. Values counts the services and endpoints that were
-	// marshalled for views.
-	Views, Values uint64
-	// Bytes counts the bytes of sent messages, without framing and TLS.
-	Bytes uint64
-	// Refused counts the connections and streams that were refused because of a limit.
-	Refused uint64
-	// Stalled counts connections and streams that ended because the client read too slowly.
-	Stalled uint64
-}
-
-// Stats returns the current statistics. It is safe for concurrent use.
-func (s *Server) Stats() Stats {
-	return Stats{
+// Stats returns statistics, which kpng to-api exports as metrics. It is safe for
+// concurrent use.
+func (s *Server) Stats() transport.Stats {
+	return transport.Stats{
 		Streams: int(s.peers.streams.Load()),
 		Views:   s.views.computed.Load(),
 		Values:  s.views.values.Load(),
@@ -276,7 +245,7 @@ func (s *Server) Stats() Stats {
 //
 // The argument node is the node whose view the client receives. It is empty if the client
 // reads the state of the whole cluster. The argument peer is the client's certificate or
-// IP address, as for [Limits]. The argument since is the time of the client's first
+// IP address, as in [ServerOptions]. The argument since is the time of the client's first
 // request. The argument revision is the last revision of the server's state that the
 // client has. It is 0 until the client has received the first answer. All revisions that
 // change nothing for the client count as received.

@@ -54,7 +54,7 @@ func TestViewsAreComputedOncePerClass(t *testing.T) {
 	for _, node := range nodes {
 		client, _ := follow(t, node, address)
 		rec := sinktest.NewRecorder(t, nil)
-		drive(t, client, rec)
+		drive(t, client.Source(), rec)
 		recs = append(recs, rec)
 	}
 	wait := func(syncs int) {
@@ -96,7 +96,7 @@ func TestInvisibleChangesAreNotSent(t *testing.T) {
 	serve(t, state, address, quick)
 	client, _ := follow(t, "n", address)
 	rec := sinktest.NewRecorder(t, nil)
-	drive(t, client, rec)
+	drive(t, client.Source(), rec)
 	if err := rec.WaitSyncs(within(t), 1); err != nil {
 		t.Fatal(err)
 	}
@@ -136,7 +136,7 @@ func TestLargeServiceIsSentInParts(t *testing.T) {
 	serve(t, state, address, quick)
 	client, _ := follow(t, "n", address)
 	rec := sinktest.NewRecorder(t, nil)
-	drive(t, client, rec)
+	drive(t, client.Source(), rec)
 	if err := rec.WaitSyncs(within(t), 1); err != nil {
 		t.Fatal(err)
 	}

@@ -132,7 +132,7 @@ func (s *sender) begin(snapshot *cluster.Objects) {
 // answer, within SendTimeout. If an answer takes longer than SendTimeout, the stream ends
 // when publisher.lags reports that the snapshot is too old.
 func (s *sender) send(m *raw) error {
-	size, timeout, elapsed := m.bytes.Len(), s.server.opts.Limits.SendTimeout, time.Since(s.started)
+	size, timeout, elapsed := m.bytes.Len(), s.server.opts.SendTimeout, time.Since(s.started)
 	peers := s.server.peers
 	if elapsed > timeout && s.server.published.lags(s.snapshot) {
 		peers.stalled.Add(1)

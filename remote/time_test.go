@@ -241,7 +241,7 @@ func TestSlowClientIsDisconnected(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				state := manyServices(services)
 				opts := quick
-				opts.Limits.CacheBytes = 1 << 16
+				opts.CacheBytes = 1 << 16
 				server, conn := inMemory(t, state, opts, insecure.NewCredentials())
 				stream := open(t, conn)
 				request(t, stream, nil)
@@ -281,7 +281,7 @@ func TestEndedAnswerReleasesItsSnapshot(t *testing.T) {
 		})
 		state.SetSynced()
 		opts := quick
-		opts.Limits.CacheBytes = 1 << 16
+		opts.CacheBytes = 1 << 16
 		_, conn := inMemory(t, state, opts, insecure.NewCredentials())
 		stream := open(t, conn)
 		request(t, stream, nil)
@@ -372,8 +372,8 @@ func clientCredentials(t *testing.T, ca *authority, certFile, keyFile string) cr
 func TestChangesAreBatched(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		state := manyServices(0)
-		opts := quick
-		opts.BatchInterval = 10 * time.Millisecond
+		const interval = 10 * time.Millisecond
+		opts := remote.Batching(interval, quick)
 		_, conn := inMemory(t, state, opts, insecure.NewCredentials())
 		stream := open(t, conn)
 		request(t, stream, nil)
@@ -390,7 +390,7 @@ func TestChangesAreBatched(t *testing.T) {
 		}
 		var service localv1.Service
 		unmarshal(t, item.GetSet().GetBytes(), &service)
-		if waited := time.Since(began); waited != opts.BatchInterval || service.Ports[0].Port != 100 {
+		if waited := time.Since(began); waited != interval || service.Ports[0].Port != 100 {
 			t.Errorf("received port %[2]d after %[1]v", waited, service.Ports[0].Port)
 		}
 	})

@@ -23,7 +23,6 @@ import (
 	"github.com/kpng-project/kpng/cluster"
 	"github.com/kpng-project/kpng/internal/wire/clusterv1"
 	"github.com/kpng-project/kpng/remote"
-	watcher "github.com/kpng-project/kpng/watcher/remote"
 	"google.golang.org/grpc"
 )
 
@@ -126,13 +125,12 @@ func try(t *testing.T, address, node string, files *remote.TLS) error {
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer client.Close()
 	ctx, cancel := context.WithCancel(within(t))
 	defer cancel()
 	ended := make(chan error, 1)
 	go func() { ended <- client.Run(ctx) }()
 	select {
-	case <-client.Changed():
+	case <-client.Source().Changed():
 		cancel()
 		<-ended
 		return nil
@@ -148,7 +146,7 @@ func tryCluster(t *testing.T, address string, files *remote.TLS) error {
 	defer cancel()
 	ended := make(chan error, 1)
 	go func() {
-		ended <- watcher.Watch(ctx, state, remote.DialOptions{
+		ended <- remote.Watch(ctx, state, remote.DialOptions{
 			Addresses: []string{address}, TLS: files, FailFast: true,
 		})
 	}()
@@ -330,7 +328,7 @@ func TestNodesMayShareACertificate(t *testing.T) {
 			ca := newAuthority(t)
 			opts := quick
 			opts.TLS, opts.NodeCertificates = ca.newFiles(t, "server"), test.nodeCertificates
-			opts.Limits.StreamsPerPeer = 2
+			opts.MaxStreamsPerPeer = 2
 			opts.ServeCluster, opts.ClusterReaders = true, []string{"relays"}
 			l := listen(t, "0.0.0.0:0")
 			serveOn(t, manyServices(1), l, opts)

@@ -8,7 +8,6 @@ import (
 	"slices"
 	"strings"
 	"testing"
-	"time"
 
 	"github.com/go-logr/logr/funcr"
 	"github.com/google/go-cmp/cmp"
@@ -118,7 +117,7 @@ func TestUnreadableObjectIsIgnored(t *testing.T) {
 			reports := make(chan string, 100)
 			client, stop := followLogging(t, "n", address, reports)
 			rec := sinktest.NewRecorder(t, nil)
-			drive(t, client, rec)
+			drive(t, client.Source(), rec)
 			if err := rec.Wait(within(t), func([]sinktest.Sync) bool {
 				views := rec.Views()
 				return len(views) > 0 && views[len(views)-1].Service.Name == "zzz"
@@ -157,7 +156,7 @@ func TestUnreadableObjectIsIgnored(t *testing.T) {
 func followLogging(t *testing.T, node, address string, reports chan<- string) (client *remote.Client, stop func()) {
 	t.Helper()
 	client, err := remote.NewClient(remote.ClientOptions{
-		NodeName: node, DialOptions: remote.DialOptions{Addresses: []string{address}, MinBackoff: time.Millisecond},
+		NodeName: node, DialOptions: remote.Quick(remote.DialOptions{Addresses: []string{address}}),
 	})
 	if err != nil {
 		t.Fatal(err)
@@ -199,7 +198,7 @@ func TestInvalidObjectDoesNotStopOthers(t *testing.T) {
 	reports := make(chan string, 100)
 	client, stop := followLogging(t, "n", address, reports)
 	rec := sinktest.NewRecorder(t, nil)
-	drive(t, client, rec)
+	drive(t, client.Source(), rec)
 	if err := rec.WaitSyncs(within(t), 1); err != nil {
 		t.Fatal(err)
 	}

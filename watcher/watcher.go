@@ -3,7 +3,8 @@
 // Package watcher contains code for all sources of cluster state. It selects the Services
 // and EndpointSlices for a proxy, and converts objects of the Kubernetes API to types of
 // package api. Each subpackage fills a cluster.State from another source: kube from an
-// API server, file from manifests, and remote from another kpng server.
+// API server, and file from manifests. The function remote.Watch fills a state from
+// another kpng server.
 //
 // A [Converter] does the selection and the conversion. It also accepts invalid objects:
 // it omits invalid parts from the result, and returns a [Problem] for each, which the

@@ -44,9 +44,10 @@ func TestServerMetrics(t *testing.T) {
 		t.Fatal(err)
 	}
 	go func() { ended <- ignoreEnd(ctx, client.Run(ctx)) }()
-	defer client.Close()
+	source := client.Source()
+	defer source.Close()
 	synced := make(chan struct{})
-	err = sink.Run(ctx, client, sink.Func(func(context.Context, *sink.Changes) error { close(synced); return nil }), sink.Options{Once: true})
+	err = sink.Run(ctx, source, sink.Func(func(context.Context, *sink.Changes) error { close(synced); return nil }), sink.Options{Once: true})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -59,7 +59,6 @@ type serverFlags struct {
 }
 
 func (f *serverFlags) register(fs *pflag.FlagSet) {
-	limits := remote.DefaultLimits()
 	fs.StringSliceVar(&f.listen, "listen", []string{remote.DefaultAddress}, "serve on this `address`, tcp://host:port or unix:///path; may be repeated")
 	fs.StringVar(&f.mode, "socket-mode", "0600", "`permissions` of the unix sockets in --listen")
 	fs.StringVar(&f.tls.CAFile, "tls-ca-file", "", "`file` with the authorities that sign the clients' certificates; TLS needs this and the next two")
@@ -69,12 +68,12 @@ func (f *serverFlags) register(fs *pflag.FlagSet) {
 	fs.BoolVar(&f.options.NodeCertificates, "node-certificates", false, "with TLS: a client may watch node NAME only if the common name of its certificate is system:node:NAME")
 	fs.BoolVar(&f.serveCluster, "serve-cluster", true, "also serve the state of the whole cluster, for another kpng to relay, write or explain; with TLS, to --cluster-readers only")
 	fs.StringSliceVar(&f.options.ClusterReaders, "cluster-readers", nil, "with TLS: common `names` or organizations of the certificates that may read the state of the whole cluster")
-	fs.IntVar(&f.options.Limits.Connections, "max-connections", limits.Connections, "maximum `number` of connections of all clients together")
-	fs.IntVar(&f.options.Limits.ConnectionsPerPeer, "max-connections-per-peer", limits.ConnectionsPerPeer, "maximum `number` of connections of one IP address, or of all unix sockets")
-	fs.IntVar(&f.options.Limits.StreamsPerPeer, "max-streams-per-peer", limits.StreamsPerPeer, "maximum `number` of streams of one certificate or IP address, or of all unix sockets")
-	fs.Float64Var(&f.options.Limits.StreamRate, "stream-rate", limits.StreamRate, "average `number` of streams per second that each of these may open")
-	fs.DurationVar(&f.options.Limits.SendTimeout, "send-timeout", limits.SendTimeout, "time limit for a client to receive one message; then the server closes its connection")
-	fs.IntVar(&f.options.Limits.CacheBytes, "cache-bytes", limits.CacheBytes, "approximate memory in `bytes` for cached marshalled views")
+	fs.IntVar(&f.options.MaxConnections, "max-connections", transport.DefaultMaxConnections, "maximum `number` of connections of all clients together")
+	fs.IntVar(&f.options.MaxConnectionsPerPeer, "max-connections-per-peer", transport.DefaultMaxConnectionsPerPeer, "maximum `number` of connections of one IP address, or of all unix sockets")
+	fs.IntVar(&f.options.MaxStreamsPerPeer, "max-streams-per-peer", transport.DefaultMaxStreamsPerPeer, "maximum `number` of streams of one certificate or IP address, or of all unix sockets")
+	fs.Float64Var(&f.options.StreamRate, "stream-rate", transport.DefaultStreamRate, "average `number` of streams per second that each of these may open")
+	fs.DurationVar(&f.options.SendTimeout, "send-timeout", transport.DefaultSendTimeout, "time limit for a client to receive one message; then the server closes its connection")
+	fs.IntVar(&f.options.CacheBytes, "cache-bytes", transport.DefaultCacheBytes, "approximate memory in `bytes` for cached marshalled views")
 }
 
 type apiServer struct {
@@ -110,7 +109,7 @@ func (f *serverFlags) get(maxElements int) (*apiServer, error) {
 }
 
 func (f *serverFlags) check() error {
-	o, l, tls := &f.options, &f.options.Limits, f.tls != (remote.TLS{})
+	o, tls := &f.options, f.tls != (remote.TLS{})
 	switch {
 	case len(f.listen) == 0:
 		return errors.New("--listen is empty")
@@ -120,7 +119,7 @@ func (f *serverFlags) check() error {
 		return errors.New("--node-certificates and --cluster-readers need TLS: --tls-ca-file, --tls-cert-file and --tls-key-file")
 	case !f.serveCluster && len(o.ClusterReaders) > 0:
 		return errors.New("--cluster-readers needs --serve-cluster")
-	case l.Connections <= 0 || l.ConnectionsPerPeer <= 0 || l.StreamsPerPeer <= 0 || l.StreamRate <= 0 || l.SendTimeout <= 0 || l.CacheBytes <= 0:
+	case o.MaxConnections <= 0 || o.MaxConnectionsPerPeer <= 0 || o.MaxStreamsPerPeer <= 0 || o.StreamRate <= 0 || o.SendTimeout <= 0 || o.CacheBytes <= 0:
 		return errors.New("--max-connections, --max-connections-per-peer, --max-streams-per-peer, --stream-rate, --send-timeout and --cache-bytes must be greater than zero")
 	}
 	return nil

@@ -160,7 +160,7 @@ func (f *sinkFlags) run(ctx context.Context, name string, source *Source, servin
 	case *kpng.Proxy:
 		page.State = p.State()
 	case *remoteProxy:
-		page.Client = p.clients[0]
+		page.Client = p.client
 	}
 	if err := registry.Register(SourceMetrics(page.SourceState)); err != nil {
 		return err

@@ -14,10 +14,11 @@ import (
 	"github.com/kpng-project/kpng/sink"
 )
 
-// remoteProxy is a proxy that gets its services from a kpng server. Each sink has its own
+// remoteProxy is a proxy that gets its services from a kpng server. All sinks share one
 // connection.
 type remoteProxy struct {
-	clients []*remote.Client
+	client  *remote.Client
+	sources []sink.Source
 	drivers []*sink.Driver
 	once    bool
 }
@@ -25,13 +26,15 @@ type remoteProxy struct {
 func newRemoteProxy(dial remote.DialOptions, opts kpng.Options) (*remoteProxy, error) {
 	v := &remoteProxy{once: !slices.ContainsFunc(opts.Sinks, func(s kpng.Sink) bool { return !s.Options.Once })}
 	dial.FailFast = v.once
+	var err error
+	v.client, err = remote.NewClient(remote.ClientOptions{DialOptions: dial, NodeName: opts.NodeName, MaxElements: opts.State.MaxElements})
+	if err != nil {
+		return nil, err
+	}
 	for _, s := range opts.Sinks {
-		client, err := remote.NewClient(remote.ClientOptions{DialOptions: dial, NodeName: opts.NodeName, MaxElements: opts.State.MaxElements})
-		if err != nil {
-			return nil, err
-		}
-		v.clients = append(v.clients, client)
-		v.drivers = append(v.drivers, sink.NewDriver(client, s.Sink, s.Options))
+		source := v.client.Source()
+		v.sources = append(v.sources, source)
+		v.drivers = append(v.drivers, sink.NewDriver(source, s.Sink, s.Options))
 	}
 	return v, nil
 }
@@ -39,15 +42,15 @@ func newRemoteProxy(dial remote.DialOptions, opts kpng.Options) (*remoteProxy, e
 func (v *remoteProxy) Run(ctx context.Context) error {
 	running, stop := context.WithCancel(ctx)
 	defer stop()
-	var clients, drivers []func(context.Context) error
+	var drivers []func(context.Context) error
 	for i := range v.drivers {
-		defer v.clients[i].Close()
-		clients, drivers = append(clients, v.clients[i].Run), append(drivers, v.drivers[i].Run)
+		defer v.sources[i].Close()
+		drivers = append(drivers, v.drivers[i].Run)
 	}
-	err := together.Run(running, append(clients, func(ctx context.Context) error {
+	err := together.Run(running, v.client.Run, func(ctx context.Context) error {
 		defer stop()
 		return together.Run(ctx, drivers...)
-	})...)
+	})
 	if err != nil && err == context.Cause(running) && (ctx.Err() == nil || !v.once) {
 		return nil
 	}
@@ -64,7 +67,7 @@ func (v *remoteProxy) Status() []sink.Status {
 
 func (v *remoteProxy) Health() health.Report {
 	var node *api.Node
-	if update := v.clients[0].Views(); update != nil {
+	if update := v.client.Views(); update != nil {
 		node = update.Node
 	}
 	return health.Of(v.Status(), node)

@@ -16,7 +16,6 @@ import (
 	"github.com/kpng-project/kpng/watcher"
 	"github.com/kpng-project/kpng/watcher/file"
 	"github.com/kpng-project/kpng/watcher/kube"
-	upstream "github.com/kpng-project/kpng/watcher/remote"
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
 	corev1 "k8s.io/api/core/v1"
@@ -247,7 +246,7 @@ func (s *Source) watch(ctx context.Context, state *cluster.State, once bool) err
 	switch {
 	case len(dial.Addresses) > 0:
 		dial.FailFast = once
-		err = upstream.Watch(ctx, state, dial)
+		err = remote.Watch(ctx, state, dial)
 	case s.manifests != "":
 		err = file.Watch(ctx, state, file.Options{Path: string(s.manifests), Once: once, Options: s.Services()})
 	default:

@@ -1,10 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package remote fills a cluster.State from another kpng server, which must serve its
-// cluster state (remote.ServerOptions.ServeCluster). In a chain of servers, only the
-// first connects to the API server.
-//
-// The state contains the services that the other server's own options select.
 package remote
 
 import (
@@ -15,40 +10,36 @@ import (
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/cluster"
-	"github.com/kpng-project/kpng/internal/transport"
 	"github.com/kpng-project/kpng/internal/wire/clusterv1"
 	"github.com/kpng-project/kpng/internal/wire/localv1"
-	"github.com/kpng-project/kpng/remote"
 	"google.golang.org/grpc"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/klog/v2"
 )
 
-// Watch keeps state equal to the other server's state until ctx ends. Then it returns
-// context.Cause(ctx). The state is synced when the first answer is complete. Each answer
-// is one commit. The state must have no other writer.
+// Watch keeps state equal to the state of another kpng server until ctx ends. Then it
+// returns context.Cause(ctx). The server needs the option ServeCluster. The state contains
+// the services that the server's own source selects. In a chain of servers, only the first
+// one connects to the API server.
+//
+// The state is synced when the first answer is complete. Each answer is one commit. The
+// state must have no other writer.
 //
 // While the other server is down, state keeps its content. When the server is back, Watch
 // receives only changes. If a different server answers, or the outage was long, Watch
 // receives the whole state and commits the differences. With FailFast, Watch returns an
 // error if it cannot connect to any address.
-func Watch(ctx context.Context, state *cluster.State, opts remote.DialOptions) error {
-	dialer, err := transport.NewDialer(transport.DialOptions{
-		Addresses: opts.Addresses, TLS: (*transport.TLS)(opts.TLS), Insecure: opts.Insecure,
-		MinBackoff: opts.MinBackoff, MaxBackoff: opts.MaxBackoff, FailFast: opts.FailFast,
-	})
+func Watch(ctx context.Context, state *cluster.State, opts DialOptions) error {
+	dialer, err := opts.dialer()
 	if err != nil {
 		return err
 	}
-	f := &follower{state: state}
-	return dialer.Stay(ctx, f.follow)
+	m := &mirror{state: state}
+	return dialer.Stay(ctx, m.follow)
 }
 
-// staleAfter is how long the other server may be down before the state is stale.
-const staleAfter = 3 * time.Minute
-
-// follower copies the state of servers, one server at a time.
-type follower struct {
+// mirror copies the state of servers, one server at a time.
+type mirror struct {
 	state *cluster.State
 	token []byte    // token of the last complete answer
 	lost  time.Time // when the last connection that delivered an answer was lost
@@ -56,15 +47,15 @@ type follower struct {
 
 // follow copies the state of the server at the other end of conn until the connection
 // fails.
-func (f *follower) follow(ctx context.Context, conn *grpc.ClientConn, heard func(complete, stale bool) error) error {
+func (m *mirror) follow(ctx context.Context, conn *grpc.ClientConn, heard func(complete, stale bool) error) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	answered := false
 	defer func() {
 		if answered {
-			f.lost = time.Now()
-		} else if f.token != nil && time.Since(f.lost) >= staleAfter {
-			f.state.Update(func(tx *cluster.Tx) { tx.SetStale(true) })
+			m.lost = time.Now()
+		} else if m.token != nil && time.Since(m.lost) >= staleAfter {
+			m.state.Update(func(tx *cluster.Tx) { tx.SetStale(true) })
 		}
 	}()
 	stream, err := clusterv1.NewClusterClient(conn).Watch(ctx)
@@ -72,13 +63,13 @@ func (f *follower) follow(ctx context.Context, conn *grpc.ClientConn, heard func
 		return err
 	}
 	log := klog.FromContext(ctx)
-	req := &clusterv1.WatchRequest{Resume: f.token}
+	req := &clusterv1.WatchRequest{Resume: m.token}
 	for {
 		if err := stream.Send(req); err != nil {
 			_, err = stream.Recv() // the error of Send has no details; Recv returns the server's error
 			return err
 		}
-		a := answer{had: f.state.Objects(), log: log}
+		a := clusterAnswer{had: m.state.Objects(), log: log}
 		for a.token == nil {
 			part, err := stream.Recv()
 			if err != nil {
@@ -89,9 +80,9 @@ func (f *follower) follow(ctx context.Context, conn *grpc.ClientConn, heard func
 				return err
 			}
 		}
-		f.state.Update(a.write)
-		f.state.SetSynced()
-		f.token, answered = a.token, true
+		m.state.Update(a.write)
+		m.state.SetSynced()
+		m.token, answered = a.token, true
 		req = &clusterv1.WatchRequest{}
 		if a.reset {
 			log.Info("Received full state from server", "services", len(a.services.set), "slices", len(a.slices.set), "nodes", len(a.nodes.set))
@@ -99,33 +90,34 @@ func (f *follower) follow(ctx context.Context, conn *grpc.ClientConn, heard func
 	}
 }
 
-// answer collects the parts of an answer. If an object is unreadable, answer logs an
-// error and uses the object's previous version, which is in the field had.
-type answer struct {
+// clusterAnswer collects the parts of an answer with the state of the cluster. If an
+// object is unreadable, it logs an error and uses the object's previous version, which is
+// in the field had.
+type clusterAnswer struct {
 	had      *cluster.Objects
 	log      klog.Logger
 	reset    bool
-	services objects[types.NamespacedName, api.Service]
-	slices   objects[types.NamespacedName, api.EndpointSlice]
-	nodes    objects[string, api.Node]
+	services objectsOf[types.NamespacedName, api.Service]
+	slices   objectsOf[types.NamespacedName, api.EndpointSlice]
+	nodes    objectsOf[string, api.Node]
 	token    []byte // nil until the answer is complete
 	stale    bool
 }
 
-// objects contains the objects of one kind in an answer.
-type objects[K, V any] struct {
+// objectsOf contains the objects of one kind in an answer.
+type objectsOf[K, V any] struct {
 	set     []*V
 	deleted []K
 }
 
-func (a *answer) take(part *clusterv1.WatchResponse) {
+func (a *clusterAnswer) take(part *clusterv1.WatchResponse) {
 	if part.GetReset_() {
-		*a = answer{had: a.had, log: a.log, reset: true}
+		*a = clusterAnswer{had: a.had, log: a.log, reset: true}
 	}
 	name := func(name string) string { return name }
-	add(a, &a.services, part.GetServices(), keyOf, (*localv1.Service).ToService, a.had.Services.Get, part.GetDeletedServices(), (*clusterv1.Key).ToKey)
-	add(a, &a.slices, part.GetSlices(), keyOf, (*clusterv1.EndpointSlice).ToSlice, a.had.Slices.Get, part.GetDeletedSlices(), (*clusterv1.Key).ToKey)
-	add(a, &a.nodes, part.GetNodes(), (*localv1.Node).GetName, (*localv1.Node).ToNode, a.had.Nodes.Get, part.GetDeletedNodes(), name)
+	addObjects(a, &a.services, part.GetServices(), keyOf, (*localv1.Service).ToService, a.had.Services.Get, part.GetDeletedServices(), (*clusterv1.Key).ToKey)
+	addObjects(a, &a.slices, part.GetSlices(), keyOf, (*clusterv1.EndpointSlice).ToSlice, a.had.Slices.Get, part.GetDeletedSlices(), (*clusterv1.Key).ToKey)
+	addObjects(a, &a.nodes, part.GetNodes(), (*localv1.Node).GetName, (*localv1.Node).ToNode, a.had.Nodes.Get, part.GetDeletedNodes(), name)
 	if len(part.GetToken()) > 0 {
 		a.token, a.stale = part.GetToken(), part.GetStale()
 	}
@@ -138,8 +130,8 @@ func keyOf[M interface {
 	return types.NamespacedName{Namespace: m.GetNamespace(), Name: m.GetName()}
 }
 
-// add adds the objects of one kind from a part of the answer.
-func add[K, V, M, D any](a *answer, o *objects[K, V], set []M, key func(M) K, object func(M) (*V, error), had func(K) (*V, bool), deleted []D, deletedKey func(D) K) {
+// addObjects adds the objects of one kind from a part of the answer.
+func addObjects[K, V, M, D any](a *clusterAnswer, o *objectsOf[K, V], set []M, key func(M) K, object func(M) (*V, error), had func(K) (*V, bool), deleted []D, deletedKey func(D) K) {
 	for _, m := range set {
 		v, err := object(m)
 		if err != nil {
@@ -156,7 +148,7 @@ func add[K, V, M, D any](a *answer, o *objects[K, V], set []M, key func(M) K, ob
 }
 
 // write applies the answer to the state.
-func (a *answer) write(tx *cluster.Tx) {
+func (a *clusterAnswer) write(tx *cluster.Tx) {
 	a.services.write(a.reset, tx.ReplaceServices, tx.SetService, tx.DeleteService)
 	a.slices.write(a.reset, tx.ReplaceSlices, tx.SetSlice, tx.DeleteSlice)
 	a.nodes.write(a.reset, tx.ReplaceNodes, tx.SetNode, tx.DeleteNode)
@@ -164,7 +156,7 @@ func (a *answer) write(tx *cluster.Tx) {
 }
 
 // write applies objects of one kind. If all is true, they replace all existing objects.
-func (o *objects[K, V]) write(all bool, replace func(iter.Seq[*V]), set func(*V), remove func(K)) {
+func (o *objectsOf[K, V]) write(all bool, replace func(iter.Seq[*V]), set func(*V), remove func(K)) {
 	if all {
 		replace(slices.Values(o.set))
 		return

@@ -4,10 +4,8 @@ package remote_test
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"math/rand/v2"
-	"net"
 	"net/netip"
 	"path/filepath"
 	"slices"
@@ -24,81 +22,32 @@ import (
 	"github.com/kpng-project/kpng/internal/wire/clusterv1"
 	"github.com/kpng-project/kpng/internal/wire/localv1"
 	"github.com/kpng-project/kpng/remote"
-	watcher "github.com/kpng-project/kpng/watcher/remote"
-	"go.uber.org/goleak"
 	"google.golang.org/grpc"
 	"k8s.io/apimachinery/pkg/types"
 )
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
-
-type writer struct{ tx *cluster.Tx }
-
-func (w writer) SetService(s *api.Service)            { w.tx.SetService(s) }
-func (w writer) DeleteService(k types.NamespacedName) { w.tx.DeleteService(k) }
-func (w writer) SetSlice(s *api.EndpointSlice)        { w.tx.SetSlice(s) }
-func (w writer) DeleteSlice(k types.NamespacedName)   { w.tx.DeleteSlice(k) }
-func (w writer) SetNode(n *api.Node)                  { w.tx.SetNode(n) }
-func (w writer) DeleteNode(name string)               { w.tx.DeleteNode(name) }
-
-func update(s *cluster.State, write func(apitest.Writer)) {
-	s.Update(func(tx *cluster.Tx) { write(writer{tx}) })
+// mirror keeps state equal to that of the server at the address.
+func mirror(t testing.TB, state *cluster.State, address string) (stop func()) {
+	return start(t, func(ctx context.Context) error {
+		return remote.Watch(ctx, state, remote.Quick(remote.DialOptions{Addresses: []string{address}}))
+	})
 }
 
-// start runs f until the caller calls stop.
-func start(t *testing.T, f func(context.Context) error) (stop func()) {
-	ctx, cancel := context.WithCancel(context.Background())
-	ended := make(chan struct{})
-	go func() {
-		defer close(ended)
-		if err := f(ctx); err != nil && !errors.Is(err, context.Canceled) {
-			t.Errorf("ended with %v", err)
-		}
-	}()
-	stop = func() {
-		cancel()
-		<-ended
-	}
-	t.Cleanup(stop)
+// serveCluster runs a server of the given state, for mirror.
+func serveCluster(t testing.TB, state *cluster.State, address string) (stop func()) {
+	opts := quick
+	opts.ServeCluster = true
+	_, stop = serve(t, state, address, opts)
 	return stop
 }
 
-func serve(t *testing.T, state *cluster.State, address string) (stop func()) {
-	t.Helper()
-	server, err := remote.NewServer(state, remote.ServerOptions{
-		ServeCluster: true, BatchInterval: -1, Limits: remote.Limits{StreamRate: 1e6},
-	})
-	if err != nil {
-		t.Fatal(err)
-	}
-	l := listen(t, address)
-	return start(t, func(ctx context.Context) error { return server.Serve(ctx, l) })
-}
-
-func listen(t *testing.T, address string) net.Listener {
-	t.Helper()
-	l, err := remote.Listen(address, 0)
-	if err != nil {
-		t.Fatal(err)
-	}
-	return l
-}
-
-func follow(t *testing.T, state *cluster.State, address string) (stop func()) {
-	return start(t, func(ctx context.Context) error {
-		return watcher.Watch(ctx, state, remote.DialOptions{
-			Addresses: []string{address}, MinBackoff: time.Millisecond, MaxBackoff: 10 * time.Millisecond,
-		})
-	})
-}
-
-// scripted is a server that answers the n-th request with the n-th of its answers.
-type scripted struct {
+// scriptedCluster is a server that answers the n-th request with the n-th of its answers.
+type scriptedCluster struct {
 	clusterv1.UnimplementedClusterServer
 	answers []*clusterv1.WatchResponse
 }
 
-func (s scripted) Watch(stream grpc.BidiStreamingServer[clusterv1.WatchRequest, clusterv1.WatchResponse]) error {
+func (s scriptedCluster) Watch(stream grpc.BidiStreamingServer[clusterv1.WatchRequest, clusterv1.WatchResponse]) error {
 	for _, answer := range s.answers {
 		if _, err := stream.Recv(); err != nil {
 			return err
@@ -111,9 +60,9 @@ func (s scripted) Watch(stream grpc.BidiStreamingServer[clusterv1.WatchRequest, 
 	return nil
 }
 
-// TestUnreadableObjectIsIgnored sends some unreadable objects. The client must keep
+// TestUnreadableObjectOfClusterIsIgnored sends some unreadable objects. The client must keep
 // earlier versions of these objects.
-func TestUnreadableObjectIsIgnored(t *testing.T) {
+func TestUnreadableObjectOfClusterIsIgnored(t *testing.T) {
 	service := func(name, ip string) *localv1.Service {
 		return &localv1.Service{Namespace: "ns", Name: name, IPs: &localv1.ServiceIPs{ClusterIPs: &localv1.IPSet{V4: []string{ip}}}}
 	}
@@ -135,7 +84,7 @@ func TestUnreadableObjectIsIgnored(t *testing.T) {
 		address := "unix://" + filepath.Join(t.TempDir(), "s")
 		l := listen(t, address)
 		server := grpc.NewServer()
-		clusterv1.RegisterClusterServer(server, scripted{answers: []*clusterv1.WatchResponse{answer(true, "10.0.0.1", "one"), answer(reset, "x", "two")}})
+		clusterv1.RegisterClusterServer(server, scriptedCluster{answers: []*clusterv1.WatchResponse{answer(true, "10.0.0.1", "one"), answer(reset, "x", "two")}})
 		go server.Serve(l)
 		t.Cleanup(server.Stop)
 		want, copied := cluster.New(cluster.Options{}), cluster.New(cluster.Options{})
@@ -154,7 +103,7 @@ func TestUnreadableObjectIsIgnored(t *testing.T) {
 				}
 			}
 		})
-		follow(t, copied, address)
+		mirror(t, copied, address)
 		wait(t, want, copied)
 	}
 }
@@ -164,8 +113,8 @@ func TestRelayOfStaleStateIsStale(t *testing.T) {
 	original, copied := cluster.New(cluster.Options{Resumable: true}), cluster.New(cluster.Options{Resumable: true})
 	original.SetSynced()
 	address := "unix://" + filepath.Join(t.TempDir(), "s")
-	serve(t, original, address)
-	follow(t, copied, address)
+	serveCluster(t, original, address)
+	mirror(t, copied, address)
 	for i, stale := range []bool{true, false, true} {
 		original.Update(func(tx *cluster.Tx) {
 			tx.SetStale(stale)
@@ -224,8 +173,8 @@ func TestStateIsCopied(t *testing.T) {
 	original, copied := cluster.New(cluster.Options{Resumable: true}), cluster.New(cluster.Options{Resumable: true})
 	update(original, world.WriteAll)
 	address := "unix://" + filepath.Join(t.TempDir(), "s")
-	stop := serve(t, original, address)
-	unfollow := follow(t, copied, address)
+	stop := serveCluster(t, original, address)
+	unmirror := mirror(t, copied, address)
 	if copied.IsSynced() {
 		t.Error("the copy synced before the original")
 	}
@@ -238,11 +187,11 @@ func TestStateIsCopied(t *testing.T) {
 		case 2:
 			stop()
 			update(original, world.Change)
-			stop = serve(t, original, address)
+			stop = serveCluster(t, original, address)
 		case 4:
-			unfollow()
+			unmirror()
 			update(original, world.Change)
-			unfollow = follow(t, copied, address)
+			unmirror = mirror(t, copied, address)
 		}
 		wait(t, original, copied)
 	}
@@ -261,12 +210,12 @@ func TestRelistChangesOnlyDifferences(t *testing.T) {
 	}
 	address := "unix://" + filepath.Join(t.TempDir(), "s")
 	copied := cluster.New(cluster.Options{Resumable: true})
-	stop := serve(t, states[0], address)
-	follow(t, copied, address)
+	stop := serveCluster(t, states[0], address)
+	mirror(t, copied, address)
 	wait(t, states[0], copied)
 	before := copied.Snapshot()
 	stop()
-	serve(t, states[1], address)
+	serveCluster(t, states[1], address)
 	wait(t, states[1], copied)
 	var changed []string
 	changes, _ := (*revstore.Snapshot[types.NamespacedName, *api.ServiceState])(copied.Snapshot().States).Since(before.Revision)
@@ -290,9 +239,9 @@ func TestTooLargeObjectIsLeftOut(t *testing.T) {
 	})
 	state.SetSynced()
 	address := "unix://" + filepath.Join(t.TempDir(), "s")
-	serve(t, state, address)
+	serveCluster(t, state, address)
 	copied := cluster.New(cluster.Options{})
-	follow(t, copied, address)
+	mirror(t, copied, address)
 	select {
 	case <-copied.Changed(0):
 	case <-time.After(time.Minute):

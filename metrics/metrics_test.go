@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/sinkscript"
 	"github.com/kpng-project/kpng/metrics"
 	"github.com/kpng-project/kpng/sink"
 	"github.com/kpng-project/kpng/sink/sinktest"
@@ -188,7 +189,7 @@ func TestChangesInvisibleToThisNodeAreNotQueued(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		src := sinktest.NewSource()
+		src := sinkscript.NewSource()
 		src.MarkSynced()
 		ctx, cancel := context.WithCancel(t.Context())
 		d := sink.NewDriver(src, sinktest.NewRecorder(t, nil), sink.Options{Observer: m.Sink("s")})

@@ -112,10 +112,15 @@ func (g *gate) close() {
 	clear(g.conns)
 }
 
+// atLeast returns a function for Wait that waits for n Syncs.
+func atLeast(n int) func([]sinktest.Sync) bool {
+	return func(syncs []sinktest.Sync) bool { return len(syncs) >= n }
+}
+
 // keys returns the names of the services in a Sync.
 func keys(s sinktest.Sync) []string {
 	var names []string
-	for _, c := range s.Services {
+	for c := range s.Services {
 		names = append(names, c.Key.Name)
 	}
 	return names
@@ -141,7 +146,7 @@ func TestReconnectSendsOnlyChanges(t *testing.T) {
 	client, _ := follow(t, "node-1", g.address)
 	rec := sinktest.NewRecorder(t, nil)
 	drive(t, client.Source(), rec)
-	if err := rec.WaitSyncs(within(t), 1); err != nil {
+	if err := rec.Wait(within(t), atLeast(1)); err != nil {
 		t.Fatal(err)
 	}
 	first := g.received.Swap(0)
@@ -154,7 +159,7 @@ func TestReconnectSendsOnlyChanges(t *testing.T) {
 	})
 	views := server.Stats().Views
 	g.openTo(address)
-	if err := rec.WaitSyncs(within(t), 2); err != nil {
+	if err := rec.Wait(within(t), atLeast(2)); err != nil {
 		t.Fatal(err)
 	}
 	got := rec.Syncs()[1]
@@ -187,13 +192,13 @@ func TestChangeOfZoneInvalidatesToken(t *testing.T) {
 	client, _ := follow(t, "n", g.address)
 	rec := sinktest.NewRecorder(t, nil)
 	drive(t, client.Source(), rec)
-	if err := rec.WaitSyncs(within(t), 1); err != nil {
+	if err := rec.Wait(within(t), atLeast(1)); err != nil {
 		t.Fatal(err)
 	}
 	g.close()
 	update(state, func(to apitest.Writer) { to.SetNode(at("b")) })
 	g.openTo(address)
-	if err := rec.WaitSyncs(within(t), 2); err != nil {
+	if err := rec.Wait(within(t), atLeast(2)); err != nil {
 		t.Fatal(err)
 	}
 	if got := rec.Views()[0].Endpoints; len(got) != 1 || got[0].Zone != "b" {
@@ -218,12 +223,12 @@ func TestClientLeavesStaleServer(t *testing.T) {
 	client, _ := follow(t, "n", addresses...)
 	rec := sinktest.NewRecorder(t, nil)
 	drive(t, client.Source(), rec)
-	if err := rec.WaitSyncs(within(t), 1); err != nil {
+	if err := rec.Wait(within(t), atLeast(1)); err != nil {
 		t.Fatal(err)
 	}
 	set(two, "unseen", true)
 	set(one, "newer", false)
-	if err := rec.WaitSyncs(within(t), 2); err != nil {
+	if err := rec.Wait(within(t), atLeast(2)); err != nil {
 		t.Fatal(err)
 	}
 	if got, want := fmt.Sprint(keys(rec.Syncs()[0]), keys(rec.Syncs()[1])), "[new] [new newer old]"; got != want {
@@ -247,12 +252,12 @@ func TestNewServerSendsOnlyDifferences(t *testing.T) {
 	client, _ := follow(t, "n", one, two)
 	rec := sinktest.NewRecorder(t, nil)
 	drive(t, client.Source(), rec)
-	if err := rec.WaitSyncs(within(t), 1); err != nil {
+	if err := rec.Wait(within(t), atLeast(1)); err != nil {
 		t.Fatal(err)
 	}
 	stop()
 	serve(t, state("b", "c", "d"), two, quick)
-	if err := rec.WaitSyncs(within(t), 2); err != nil {
+	if err := rec.Wait(within(t), atLeast(2)); err != nil {
 		t.Fatal(err)
 	}
 	got := rec.Syncs()[1]
@@ -444,7 +449,7 @@ func TestStaleClient(t *testing.T) {
 	drive(t, client.Source(), rec)
 	wait := func(syncs int) {
 		t.Helper()
-		if err := rec.WaitSyncs(within(t), syncs); err != nil {
+		if err := rec.Wait(within(t), atLeast(syncs)); err != nil {
 			t.Fatal(err)
 		}
 	}

@@ -17,9 +17,9 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/sinkscript"
 	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
-	"github.com/kpng-project/kpng/sink/sinktest"
 	"k8s.io/apimachinery/pkg/types"
 )
 
@@ -119,10 +119,10 @@ func (f *fuzzServices) mutate(plane *dataplane) []chan struct{} {
 	case 14:
 		plane.fail(fuzzKey(r.IntN(6)), 1+r.IntN(8), errPanic)
 	case 15:
-		w.rec.Script(plane.failHalfway(r.IntN(4), []error{errBusy, sink.ErrStartOver, nil}[r.IntN(3)]))
+		w.script.Add(plane.failHalfway(r.IntN(4), []error{errBusy, sink.ErrStartOver, nil}[r.IntN(3)]))
 	case 16:
 		release := make(chan struct{})
-		w.rec.Script(sinktest.Block(release))
+		w.script.Add(sinkscript.Block(release))
 		if r.IntN(2) == 0 {
 			return []chan struct{}{release}
 		}
@@ -329,7 +329,7 @@ func (p *dataplane) set(entries map[api.Claim]fuzzEntry, s *sink.Change) {
 
 // failHalfway returns a step that programs n services and then fails with err. If err is
 // nil, the step panics.
-func (p *dataplane) failHalfway(n int, err error) sinktest.Step {
+func (p *dataplane) failHalfway(n int, err error) sinkscript.Step {
 	return func(_ context.Context, c *sink.Changes, _ sink.Sink) (result error) {
 		before := p.entries
 		defer func() {

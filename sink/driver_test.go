@@ -17,6 +17,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/sinkscript"
 	"github.com/kpng-project/kpng/sink"
 	"github.com/kpng-project/kpng/sink/sinktest"
 	"k8s.io/apimachinery/pkg/types"
@@ -54,7 +55,8 @@ func view(key types.NamespacedName, endpoints ...byte) *api.View {
 // world is a running driver with its source and a recorder.
 type world struct {
 	*testing.T
-	src    *sinktest.Source
+	src    *sinkscript.Source
+	script *sinkscript.Sink // between rec and the sink
 	rec    *sinktest.Recorder
 	driver *sink.Driver
 	start  time.Time
@@ -75,8 +77,9 @@ func run(t *testing.T, opts sink.Options, s sink.Sink, test func(w *world)) {
 			opts.VerifyInterval = -1
 		}
 		ctx, cancel := context.WithCancel(klog.NewContext(t.Context(), klog.Logger{}))
+		script := sinkscript.New(s)
 		w := &world{
-			T: t, src: sinktest.NewSource(), rec: sinktest.NewRecorder(t, s),
+			T: t, src: sinkscript.NewSource(), script: script, rec: sinktest.NewRecorder(t, script),
 			start: time.Now(), cancel: cancel, ended: make(chan error, 1),
 		}
 		w.src.Set(view(web, 1))
@@ -114,7 +117,7 @@ func (w *world) delivered(skip int) string {
 		case s.Last:
 			b.WriteString(" last")
 		}
-		for _, c := range s.Services {
+		for c := range s.Services {
 			fmt.Fprintf(&b, " %s %s→%s", c.Key.Name, describe(c.Old), describe(c.New))
 			if c.Unsure && !s.First {
 				b.WriteString(" unsure")
@@ -157,7 +160,7 @@ func (w *world) expectDelivered(skip int, lines ...string) {
 var compare = []cmp.Option{cmp.Comparer(func(a, b *api.View) bool { return a.Equal(b) })}
 
 func TestDriver(t *testing.T) {
-	failing := func(keys ...types.NamespacedName) sinktest.Step { return sinktest.FailServices(errBusy, keys...) }
+	failing := func(keys ...types.NamespacedName) sinkscript.Step { return sinkscript.FailServices(errBusy, keys...) }
 	cases := []struct {
 		name string
 		opts sink.Options
@@ -187,7 +190,7 @@ func TestDriver(t *testing.T) {
 		opts: sink.Options{MinInterval: time.Second},
 		test: func(w *world) {
 			release := make(chan struct{})
-			w.rec.Script(sinktest.Block(release))
+			w.script.Add(sinkscript.Block(release))
 			w.src.MarkSynced()
 			time.Sleep(10 * time.Second)
 			w.src.Set(view(web, 2))
@@ -202,7 +205,7 @@ func TestDriver(t *testing.T) {
 			release := make(chan struct{})
 			w.src.MarkSynced()
 			w.waitApplied()
-			w.rec.Script(sinktest.Block(release))
+			w.script.Add(sinkscript.Block(release))
 			for n := byte(2); n <= 11; n++ {
 				w.src.Set(view(web, n), view(dns, n))
 				time.Sleep(time.Second)
@@ -216,7 +219,7 @@ func TestDriver(t *testing.T) {
 	}, {
 		name: "a failed pass is retried with backoff",
 		test: func(w *world) {
-			w.rec.Script(sinktest.Repeat(3, sinktest.Fail(errBusy))...)
+			w.script.Add(sinkscript.Repeat(3, sinkscript.Fail(errBusy))...)
 			w.src.MarkSynced()
 		},
 		want: []string{
@@ -228,7 +231,7 @@ func TestDriver(t *testing.T) {
 		test: func(w *world) {
 			w.src.MarkSynced()
 			w.waitApplied()
-			w.rec.Script(sinktest.Repeat(2, sinktest.Fail(errBusy))...)
+			w.script.Add(sinkscript.Repeat(2, sinkscript.Fail(errBusy))...)
 			w.src.Set(view(web, 2), view(key("x")))
 			synctest.Wait()
 			w.src.Set(view(web, 3), view(dns))
@@ -244,7 +247,7 @@ func TestDriver(t *testing.T) {
 		test: func(w *world) {
 			w.src.MarkSynced()
 			w.waitApplied()
-			w.rec.Script(sinktest.Panic("oops"))
+			w.script.Add(sinkscript.Panic("oops"))
 			w.src.Set(view(web, 2))
 		},
 		want: []string{"0s: full web none→[1]", "0s: web [1]→[2]: sink panicked", "100ms: web [1]→[2] unsure"},
@@ -253,7 +256,7 @@ func TestDriver(t *testing.T) {
 		test: func(w *world) {
 			w.src.MarkSynced()
 			w.waitApplied()
-			w.rec.Script(failing(dns), failing(dns, web))
+			w.script.Add(failing(dns), failing(dns, web))
 			w.src.Set(view(dns))
 			synctest.Wait()
 			time.Sleep(50 * time.Millisecond)
@@ -269,7 +272,7 @@ func TestDriver(t *testing.T) {
 		test: func(w *world) {
 			w.src.MarkSynced()
 			w.waitApplied()
-			w.rec.Script(failing(web), failing(web), failing(web), sinktest.Fail(errBusy))
+			w.script.Add(failing(web), failing(web), failing(web), sinkscript.Fail(errBusy))
 			for n := byte(2); n < 6; n++ {
 				w.src.Set(view(web, n))
 				synctest.Wait()
@@ -286,7 +289,7 @@ func TestDriver(t *testing.T) {
 		test: func(w *world) {
 			w.src.MarkSynced()
 			w.waitApplied()
-			w.rec.Script(failing(dns, web))
+			w.script.Add(failing(dns, web))
 			w.src.Set(view(dns), view(web, 2))
 			synctest.Wait()
 			w.src.Delete(dns, web)
@@ -301,7 +304,7 @@ func TestDriver(t *testing.T) {
 		test: func(w *world) {
 			w.src.MarkSynced()
 			w.waitApplied()
-			w.rec.Script(failing(web))
+			w.script.Add(failing(web))
 			w.src.Set(view(web, 2))
 			synctest.Wait()
 			w.src.Set(view(web, 1))
@@ -312,7 +315,7 @@ func TestDriver(t *testing.T) {
 	}, {
 		name: "services that fail in a pass are pending without an old view",
 		test: func(w *world) {
-			w.rec.Script(failing(web))
+			w.script.Add(failing(web))
 			w.src.Set(view(dns))
 			w.src.MarkSynced()
 		},
@@ -322,7 +325,7 @@ func TestDriver(t *testing.T) {
 	}, {
 		name: "a service that a pass failed to prune is deleted",
 		test: func(w *world) {
-			w.rec.Script(failing(key("stale")))
+			w.script.Add(failing(key("stale")))
 			w.src.MarkSynced()
 		},
 		want: []string{
@@ -333,7 +336,7 @@ func TestDriver(t *testing.T) {
 		test: func(w *world) {
 			w.src.MarkSynced()
 			w.waitApplied()
-			w.rec.Script(failing(web))
+			w.script.Add(failing(web))
 			w.src.Set(view(dns))
 		},
 		want: []string{
@@ -344,7 +347,7 @@ func TestDriver(t *testing.T) {
 		test: func(w *world) {
 			w.src.MarkSynced()
 			w.waitApplied()
-			w.rec.Script(failing(web))
+			w.script.Add(failing(web))
 			w.src.Set(view(web, 2))
 			synctest.Wait()
 			w.src.Reset()
@@ -360,7 +363,7 @@ func TestDriver(t *testing.T) {
 		test: func(w *world) {
 			w.src.MarkSynced()
 			w.waitApplied()
-			w.rec.Script(failing(dns), sinktest.Fail(fmt.Errorf("lost track: %w", sink.ErrStartOver)))
+			w.script.Add(failing(dns), sinkscript.Fail(fmt.Errorf("lost track: %w", sink.ErrStartOver)))
 			w.src.Set(view(dns))
 			synctest.Wait()
 			w.src.Set(view(web, 2))
@@ -374,7 +377,7 @@ func TestDriver(t *testing.T) {
 		test: func(w *world) {
 			w.src.MarkSynced()
 			w.waitApplied()
-			w.rec.Script(sinktest.FailServices(sink.ErrStartOver, web))
+			w.script.Add(sinkscript.FailServices(sink.ErrStartOver, web))
 			w.src.Set(view(web, 2))
 		},
 		want: []string{
@@ -397,7 +400,7 @@ func TestDriver(t *testing.T) {
 		test: func(w *world) {
 			w.src.MarkSynced()
 			w.waitApplied()
-			w.rec.Script(sinktest.Fail(errBusy))
+			w.script.Add(sinkscript.Fail(errBusy))
 			w.src.SetNode(&api.Node{Name: "n1"})
 		},
 		want: []string{"0s: full web none→[1]", "0s: node: dataplane is busy", "100ms: node"},
@@ -406,7 +409,7 @@ func TestDriver(t *testing.T) {
 		test: func(w *world) {
 			w.src.MarkSynced()
 			w.waitApplied()
-			w.rec.Script(failing(web))
+			w.script.Add(failing(web))
 			w.src.SetNode(&api.Node{Name: "n1"})
 			w.src.Set(view(web, 2))
 		},
@@ -427,7 +430,7 @@ func TestDriver(t *testing.T) {
 	}, {
 		name: "an empty Failed acknowledges everything",
 		test: func(w *world) {
-			w.rec.Script(sinktest.Fail(&sink.Failed{}))
+			w.script.Add(sinkscript.Fail(&sink.Failed{}))
 			w.src.MarkSynced()
 		},
 		want: []string{"0s: full web none→[1]: "},
@@ -483,7 +486,7 @@ func TestBackoffOfServiceGrowsThroughChanges(t *testing.T) {
 // Failures of a service in a pass also count for its backoff.
 func TestBackoffOfServiceGrowsThroughFullSyncs(t *testing.T) {
 	run(t, sink.Options{Backoff: sink.Backoff{Initial: time.Minute, Max: time.Hour}}, nil, func(w *world) {
-		w.rec.Script(sinktest.Repeat(3, sinktest.FailServices(errBusy, web))...)
+		w.script.Add(sinkscript.Repeat(3, sinkscript.FailServices(errBusy, web))...)
 		w.src.MarkSynced()
 		for range 2 {
 			synctest.Wait()
@@ -501,7 +504,7 @@ func TestLatencyCountsFromOldestChangeNotAcknowledged(t *testing.T) {
 	run(t, opts, nil, func(w *world) {
 		w.src.MarkSynced()
 		w.waitApplied()
-		w.rec.Script(sinktest.Repeat(3, sinktest.FailServices(errBusy, web))...)
+		w.script.Add(sinkscript.Repeat(3, sinkscript.FailServices(errBusy, web))...)
 		w.src.Set(view(web, 2))
 		synctest.Wait()
 		for n := byte(3); n < 5; n++ {
@@ -522,12 +525,12 @@ func TestLatencyCountsFromOldestChangeNotAcknowledged(t *testing.T) {
 // Services that fail together have the same jitter, so they are retried together.
 func TestRetriesOfOneSyncStayTogether(t *testing.T) {
 	run(t, sink.Options{Backoff: sink.Backoff{Jitter: 1}}, nil, func(w *world) {
-		w.rec.Script(sinktest.FailServices(errBusy, web, dns))
+		w.script.Add(sinkscript.FailServices(errBusy, web, dns))
 		w.src.Set(view(dns))
 		w.src.MarkSynced()
 		w.waitApplied()
 		syncs := w.rec.Syncs()
-		if len(syncs) != 2 || len(syncs[1].Services) != 2 {
+		if len(syncs) != 2 || len(slices.Collect(syncs[1].Services)) != 2 {
 			w.Errorf("deliveries:\n%s", w.delivered(0))
 		}
 		if wait := syncs[1].Began.Sub(syncs[0].Ended); wait < 100*time.Millisecond || wait > 200*time.Millisecond {
@@ -538,7 +541,7 @@ func TestRetriesOfOneSyncStayTogether(t *testing.T) {
 
 func TestOnceEndsWhenEverythingIsApplied(t *testing.T) {
 	run(t, sink.Options{Once: true}, nil, func(w *world) {
-		w.rec.Script(sinktest.Fail(errBusy), sinktest.FailServices(errBusy, web))
+		w.script.Add(sinkscript.Fail(errBusy), sinkscript.FailServices(errBusy, web))
 		w.src.MarkSynced()
 		if err := <-w.ended; err != nil {
 			w.Errorf("Run: %v", err)
@@ -570,7 +573,7 @@ func TestWaitApplied(t *testing.T) {
 		w.waitApplied()
 
 		before := w.src.Revision()
-		w.rec.Script(sinktest.FailServices(errBusy, web))
+		w.script.Add(sinkscript.FailServices(errBusy, web))
 		w.src.Set(view(web, 2), view(dns))
 		synctest.Wait()
 		if !applied(before) || applied(before+1) || applied(w.src.Revision()) {
@@ -583,7 +586,7 @@ func TestWaitApplied(t *testing.T) {
 		}
 		w.waitApplied()
 
-		w.rec.Script(sinktest.Fail(sink.ErrStartOver))
+		w.script.Add(sinkscript.Fail(sink.ErrStartOver))
 		w.src.Set(view(dns, 3))
 		synctest.Wait()
 		if applied(before) || w.driver.Status().Revision != 0 {
@@ -622,15 +625,15 @@ func TestWaitErrorsNameTheSinkAndTheServices(t *testing.T) {
 		}
 		expect(wait(w.driver.WaitSynced), "sink nft: wait for a pass: context deadline exceeded (the source has provided no services yet)")
 		release := make(chan struct{})
-		w.rec.Script(sinktest.Block(release))
+		w.script.Add(sinkscript.Block(release))
 		w.src.MarkSynced()
 		expect(wait(applied), "sink nft: wait for revision 1: context deadline exceeded (Sync has not returned for 1s; a pass has delivered 0 services)")
 		close(release)
 		w.waitApplied()
-		w.rec.Script(sinktest.FailServices(errBusy, web))
+		w.script.Add(sinkscript.FailServices(errBusy, web))
 		w.src.Set(view(web, 2))
 		expect(wait(applied), "sink nft: wait for revision 2: context deadline exceeded (service default/web: dataplane is busy)")
-		w.rec.Script(sinktest.Fail(errBusy))
+		w.script.Add(sinkscript.Fail(errBusy))
 		w.src.Set(view(dns))
 		expect(wait(applied), "sink nft: wait for revision 3: context deadline exceeded "+
 			"(1 failures in a row, the last: dataplane is busy; service default/web: dataplane is busy; service default/dns is not acknowledged)")
@@ -793,7 +796,7 @@ func TestNodeIsDeliveredWhenTheDataplaneWorksAgain(t *testing.T) {
 		w.src.MarkSynced()
 		w.waitApplied()
 		for i, s := range w.rec.Syncs() {
-			if s.Err == nil && s.Node == nil && (len(s.Services) > 0 || !w.rec.Syncs()[i+1].NodeChanged) {
+			if s.Err == nil && s.Node == nil && (len(slices.Collect(s.Services)) > 0 || !w.rec.Syncs()[i+1].NodeChanged) {
 				t.Errorf("Sync %d of %d has no Node", i, len(w.rec.Syncs()))
 			}
 		}
@@ -814,7 +817,7 @@ func TestStatus(t *testing.T) {
 		expect("before the source has synced", sink.Status{})
 
 		release := make(chan struct{})
-		w.rec.Script(sinktest.Block(release))
+		w.script.Add(sinkscript.Block(release))
 		w.src.MarkSynced()
 		time.Sleep(10 * time.Second)
 		expect("in a sync", sink.Status{LastQueued: at(0), WaitingSince: at(0), SyncingSince: at(0), LastProgress: at(0)})
@@ -822,7 +825,7 @@ func TestStatus(t *testing.T) {
 		close(release)
 		expect("after a full sync", sink.Status{Revision: 1, Passes: 1, Syncs: 1, LastQueued: at(0), LastPass: at(10 * time.Second), LastSync: at(10 * time.Second), LastProgress: at(10 * time.Second)})
 
-		w.rec.Script(sinktest.Fail(errBusy))
+		w.script.Add(sinkscript.Fail(errBusy))
 		w.src.Set(view(dns))
 		expect("in the minimum interval", sink.Status{
 			Revision: 1, Passes: 1, Syncs: 1, LastQueued: at(10 * time.Second),
@@ -840,7 +843,7 @@ func TestStatus(t *testing.T) {
 			LastPass: at(10 * time.Second), LastSync: at(10 * time.Second), LastProgress: at(11 * time.Second),
 			Err: errBusy, Failures: 1, NextAttempt: at(12 * time.Second), Pending: 1, PendingServices: []types.NamespacedName{dns},
 		})
-		w.rec.Script(sinktest.FailServices(errBusy, dns))
+		w.script.Add(sinkscript.FailServices(errBusy, dns))
 		time.Sleep(time.Nanosecond)
 		expect("while a service fails", sink.Status{
 			Revision: 1, Passes: 1, Syncs: 2, LastQueued: at(10 * time.Second),
@@ -873,7 +876,7 @@ func TestObserver(t *testing.T) {
 		w.src.Delete(key("x"))
 		w.src.MarkSynced()
 		w.waitApplied()
-		w.rec.Script(sinktest.FailServices(errBusy, dns))
+		w.script.Add(sinkscript.FailServices(errBusy, dns))
 		w.src.SetTriggered(time.Now().Add(-time.Second), view(dns), view(web, 3))
 		synctest.Wait()
 		w.waitApplied()
@@ -904,8 +907,9 @@ func TestRunEndsWithCauseOfContext(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		src := sinktest.NewSource()
 		src.MarkSynced()
-		rec := sinktest.NewRecorder(t, nil)
-		rec.Script(sinktest.Block(nil))
+		script := sinkscript.New(nil)
+		rec := sinktest.NewRecorder(t, script)
+		script.Add(sinkscript.Block(nil))
 		cause := errors.New("node is drained")
 		ctx, cancel := context.WithCancelCause(t.Context())
 		d := sink.NewDriver(src, rec, sink.Options{})
@@ -1152,7 +1156,7 @@ func TestVerify(t *testing.T) {
 				run(t, opts, s, func(w *world) {
 					release = make(chan struct{})
 					if opts.Backoff.Initial > 0 {
-						w.rec.Script(sinktest.FailServices(errBusy, web))
+						w.script.Add(sinkscript.FailServices(errBusy, web))
 					}
 					w.src.MarkSynced()
 					time.Sleep(90 * time.Second)
@@ -1179,7 +1183,7 @@ func TestVerify(t *testing.T) {
 	t.Run("ends when a service is due", func(t *testing.T) {
 		s := &stages{verify: func(ctx context.Context) error { <-ctx.Done(); return ctx.Err() }}
 		run(t, sink.Options{VerifyInterval: time.Minute, Backoff: sink.Backoff{Initial: time.Hour, Max: time.Hour}}, s, func(w *world) {
-			w.rec.Script(sinktest.FailServices(errBusy, web))
+			w.script.Add(sinkscript.FailServices(errBusy, web))
 			w.src.MarkSynced()
 			w.waitApplied()
 			w.expectDelivered(1, "1h0m0s: web none→[1] unsure")
@@ -1336,7 +1340,7 @@ func TestStatusListsPendingServices(t *testing.T) {
 		for i := range 200 {
 			w.src.Set(view(key(fmt.Sprintf("s%03d", i)), 1))
 		}
-		w.rec.Script(sinktest.Fail(errBusy))
+		w.script.Add(sinkscript.Fail(errBusy))
 		w.src.MarkSynced()
 		synctest.Wait()
 		s := w.driver.Status()

@@ -14,6 +14,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/sinkscript"
 	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
 	"github.com/kpng-project/kpng/sink/sinktest"
@@ -199,16 +200,16 @@ func TestAddressMovesInFailingSync(t *testing.T) {
 	failures := []struct {
 		name   string
 		writes int // number of writes before the failing write; -1: no write fails
-		script []sinktest.Step
+		script []sinkscript.Step
 	}{
 		{"the first write fails", 0, nil},
 		{"the second write fails", 1, nil},
 		{"the third write fails", 2, nil},
-		{"the service that gives the address fails", -1, []sinktest.Step{sinktest.FailServices(errBusy, a)}},
-		{"the service that gets the address fails", -1, []sinktest.Step{sinktest.FailServices(errBusy, b)}},
-		{"both fail, twice", -1, sinktest.Repeat(2, sinktest.FailServices(errBusy, a, b))},
-		{"everything fails", -1, []sinktest.Step{sinktest.Fail(errBusy)}},
-		{"the sink starts over", -1, []sinktest.Step{sinktest.FailServices(sink.ErrStartOver, a)}},
+		{"the service that gives the address fails", -1, []sinkscript.Step{sinkscript.FailServices(errBusy, a)}},
+		{"the service that gets the address fails", -1, []sinkscript.Step{sinkscript.FailServices(errBusy, b)}},
+		{"both fail, twice", -1, sinkscript.Repeat(2, sinkscript.FailServices(errBusy, a, b))},
+		{"everything fails", -1, []sinkscript.Step{sinkscript.Fail(errBusy)}},
+		{"the sink starts over", -1, []sinkscript.Step{sinkscript.FailServices(sink.ErrStartOver, a)}},
 	}
 	for _, s := range sinks {
 		for _, f := range failures {
@@ -227,7 +228,7 @@ func TestAddressMovesInFailingSync(t *testing.T) {
 					w.src.MarkSynced()
 					w.waitApplied()
 					left = f.writes
-					w.rec.Script(f.script...)
+					w.script.Add(f.script...)
 					w.src.Set(withIP(2, view(a, 1)), withIP(1, view(b, 2)))
 					w.waitApplied()
 					want := []string{"10.96.0.1:80 b → [2]", "10.96.0.2:80 a → [1]"}

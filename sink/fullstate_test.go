@@ -15,9 +15,9 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/sinkscript"
 	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
-	"github.com/kpng-project/kpng/sink/sinktest"
 	"k8s.io/apimachinery/pkg/types"
 )
 
@@ -44,7 +44,7 @@ func TestFullStateIsSorted(t *testing.T) {
 			view(a), view(b, 2), view(c), view(web, 1), view(key("zoo")))
 		step("some deleted", func() { w.src.Delete(a, c, key("zoo")) }, view(b, 2), view(web, 1))
 		step("failed and deleted", func() {
-			w.rec.Script(sinktest.FailServices(errBusy, a))
+			w.script.Add(sinkscript.FailServices(errBusy, a))
 			w.src.Set(view(a))
 			synctest.Wait()
 			w.src.Delete(a)
@@ -308,7 +308,7 @@ func TestFullStateNeverHasTwoOwnersOfAClaim(t *testing.T) {
 				case 4:
 					synctest.Wait()
 				case 5:
-					w.rec.Script(func(ctx context.Context, c *sink.Changes, s sink.Sink) error {
+					w.script.Add(func(ctx context.Context, c *sink.Changes, s sink.Sink) error {
 						time.Sleep(50 * time.Millisecond)
 						return s.Sync(ctx, c)
 					})

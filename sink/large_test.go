@@ -11,9 +11,9 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/sinkscript"
 	"github.com/kpng-project/kpng/internal/updates"
 	"github.com/kpng-project/kpng/sink"
-	"github.com/kpng-project/kpng/sink/sinktest"
 	"k8s.io/apimachinery/pkg/types"
 )
 
@@ -29,7 +29,7 @@ func large(key types.NamespacedName, endpoints ...byte) *api.View {
 
 func TestLargeServicesComeAfterOthers(t *testing.T) {
 	slow := func(w *world) {
-		w.rec.Script(sinktest.Repeat(20, func(ctx context.Context, c *sink.Changes, s sink.Sink) error {
+		w.script.Add(sinkscript.Repeat(20, func(ctx context.Context, c *sink.Changes, s sink.Sink) error {
 			time.Sleep(time.Second)
 			return s.Sync(ctx, c)
 		})...)
@@ -111,10 +111,10 @@ func TestLargeServicesComeAfterOthers(t *testing.T) {
 		test: func(w *world) {
 			w.src.MarkSynced()
 			w.waitApplied()
-			w.rec.Script(sinktest.FailServices(errBusy, a))
+			w.script.Add(sinkscript.FailServices(errBusy, a))
 			w.src.Set(large(a, 2))
 			time.Sleep(50 * time.Millisecond)
-			w.rec.Script(sinktest.FailServices(errBusy, c))
+			w.script.Add(sinkscript.FailServices(errBusy, c))
 			w.src.Set(view(c, 2))
 			time.Sleep(30 * time.Millisecond)
 			w.src.Set(view(c, 3))

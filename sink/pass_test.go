@@ -13,6 +13,7 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/sinkscript"
 	"github.com/kpng-project/kpng/sink"
 	"github.com/kpng-project/kpng/sink/sinktest"
 	"k8s.io/apimachinery/pkg/types"
@@ -42,7 +43,7 @@ func panicking(bad ...types.NamespacedName) sink.Sink {
 
 func TestPasses(t *testing.T) {
 	slow := func(w *world) {
-		w.rec.Script(sinktest.Repeat(20, func(ctx context.Context, c *sink.Changes, s sink.Sink) error {
+		w.script.Add(sinkscript.Repeat(20, func(ctx context.Context, c *sink.Changes, s sink.Sink) error {
 			time.Sleep(time.Second)
 			return s.Sync(ctx, c)
 		})...)
@@ -140,7 +141,7 @@ func TestPasses(t *testing.T) {
 		name: "StartOver before the first Sync of a pass requests no further pass",
 		opts: sink.Options{Backoff: sink.Backoff{Initial: time.Second}},
 		test: func(w *world) {
-			w.rec.Script(sinktest.Fail(sink.ErrStartOver))
+			w.script.Add(sinkscript.Fail(sink.ErrStartOver))
 			w.src.MarkSynced()
 			time.Sleep(time.Second / 2)
 			w.driver.StartOver()
@@ -161,7 +162,7 @@ func TestPasses(t *testing.T) {
 	}, {
 		name: "the end of a pass names failed services",
 		test: func(w *world) {
-			w.rec.Script(sinktest.FailServices(errBusy, key("a")), sinktest.FailServices(errBusy, key("d")))
+			w.script.Add(sinkscript.FailServices(errBusy, key("a")), sinkscript.FailServices(errBusy, key("d")))
 			w.src.MarkSynced()
 		},
 		want: []string{
@@ -427,7 +428,8 @@ func TestOneServiceOfManyMakesSyncPanic(t *testing.T) {
 		}
 		w.src.Set(view(views[0].Key(), 9))
 		synctest.Wait()
-		if last := w.rec.Syncs()[len(w.rec.Syncs())-1]; len(last.Services) != 1 || last.Services[0].Key != views[0].Key() || last.Err != nil {
+		last := w.rec.Syncs()[len(w.rec.Syncs())-1]
+		if services := slices.Collect(last.Services); len(services) != 1 || services[0].Key != views[0].Key() || last.Err != nil {
 			t.Errorf("a change of another service: %+v", last)
 		}
 	})
@@ -501,7 +503,7 @@ func TestFailuresOfUnknownServicesEnd(t *testing.T) {
 func TestWaitAppliedWaitsForPrune(t *testing.T) {
 	run(t, sink.Options{BatchSize: 2}, nil, func(w *world) {
 		w.src.Set(view(dns, 1))
-		w.rec.Script(sinktest.FailServices(nil), sinktest.FailServices(errBusy, key("stale")))
+		w.script.Add(sinkscript.FailServices(nil), sinkscript.FailServices(errBusy, key("stale")))
 		w.src.MarkSynced()
 		w.waitApplied()
 		w.expectDelivered(0, "0s: first dns none→[1]", "0s: last web none→[1] unsure: service default/stale: dataplane is busy",
@@ -517,7 +519,7 @@ func TestStartOver(t *testing.T) {
 			time.Sleep(time.Minute)
 			w.driver.StartOver() // during the minimum interval
 			w.waitApplied()
-			w.rec.Script(sinktest.Fail(errBusy))
+			w.script.Add(sinkscript.Fail(errBusy))
 			time.Sleep(time.Hour)
 			w.src.Set(view(web, 2))
 			time.Sleep(time.Minute)
@@ -530,7 +532,7 @@ func TestStartOver(t *testing.T) {
 	t.Run("during a Sync begins a pass after it", func(t *testing.T) {
 		run(t, sink.Options{}, nil, func(w *world) {
 			release := make(chan struct{})
-			w.rec.Script(sinktest.Block(release))
+			w.script.Add(sinkscript.Block(release))
 			w.src.MarkSynced()
 			time.Sleep(time.Second)
 			w.driver.StartOver()
@@ -631,7 +633,7 @@ func TestWaitSyncedWaitsForTheRequestedPass(t *testing.T) {
 		w.src.MarkSynced()
 		w.waitApplied()
 		release := make(chan struct{})
-		w.rec.Script(sinktest.Block(release), sinktest.FailServices(errBusy, web))
+		w.script.Add(sinkscript.Block(release), sinkscript.FailServices(errBusy, web))
 		w.src.Set(view(dns))
 		synctest.Wait()
 		w.driver.StartOver()
@@ -656,7 +658,7 @@ func TestWaitSyncedDoesNotWaitForServicesThatFail(t *testing.T) {
 		if err := w.driver.WaitSynced(ctx); !errors.Is(err, context.DeadlineExceeded) {
 			t.Errorf("before the first pass: %v", err)
 		}
-		w.rec.Script(sinktest.FailServices(errBusy, web))
+		w.script.Add(sinkscript.FailServices(errBusy, web))
 		w.src.MarkSynced()
 		if err := w.driver.WaitSynced(w.Context()); err != nil {
 			t.Error(err)
@@ -721,7 +723,7 @@ func TestOldNamesNoClaimOfAnotherService(t *testing.T) {
 		w.src.Set(withIP(1, view(a, 1)))
 		w.src.MarkSynced()
 		w.waitApplied()
-		w.rec.Script(sinktest.FailServices(errBusy, a))
+		w.script.Add(sinkscript.FailServices(errBusy, a))
 		w.src.Set(withIP(2, view(a, 2)))
 		synctest.Wait()
 		w.src.Set(withIP(1, view(b, 3)))

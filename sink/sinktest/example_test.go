@@ -16,8 +16,14 @@ import (
 // recorder replace the cluster and the dataplane.
 func TestExample(t *testing.T) {
 	mine := sink.FullState(func(context.Context, []*api.View) error { return nil }) // the sink under test
-	recorder := sinktest.NewRecorder(t, mine)
-	recorder.Script(sinktest.Fail(errors.New("dataplane is busy")))
+	busy := true
+	recorder := sinktest.NewRecorder(t, sink.Func(func(ctx context.Context, c *sink.Changes) error {
+		if busy {
+			busy = false
+			return errors.New("dataplane is busy")
+		}
+		return mine.Sync(ctx, c)
+	}))
 
 	source := sinktest.NewSource()
 	source.Set(sinktest.View(nil, sinktest.Service("web", "10.96.0.1 80"), "10.1.0.1 10.1.0.2"))

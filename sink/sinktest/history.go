@@ -282,22 +282,21 @@ func (h *history) pass() {
 // sync delivers the services with these keys. It reports whether the sink acknowledged
 // the Changes.
 func (h *history) sync(c sink.Changes, keys []types.NamespacedName) bool {
-	call := Sync{First: c.First, Last: c.Last, Failing: c.Failing, Node: h.node}
-	call.Revision = h.state.Snapshot().Revision
-	call.NodeChanged = c.First || h.ledger.nodeWaits(h.node)
+	c.Revision, c.Node = h.state.Snapshot().Revision, h.node
+	c.NodeChanged = c.First || h.ledger.nodeWaits(h.node)
+	var services []sink.Change
 	for _, key := range keys {
 		ch := sink.Change{Key: key, Old: h.ledger.views[key], New: h.views[key], Unsure: h.ledger.unsure(key, c.First)}
 		if ch.Old != nil && !h.ledger.owns(key, ch.Old) {
 			ch.Old, ch.Unsure = nil, true
 		}
-		call.Services = append(call.Services, ch)
+		services = append(services, ch)
 	}
-	c.Revision, c.Node, c.NodeChanged = call.Revision, call.Node, call.NodeChanged
-	c.Services = slices.Values(call.Services)
-	call.Err = h.sink.Sync(h.t.Context(), &c)
-	h.logf("sync first=%t last=%t failing=%v services=%v: %v", c.First, c.Last, c.Failing, describe(call.Services), call.Err)
-	h.ledger.record(&call)
-	failed, ok := sink.Acknowledged(call.Err)
+	c.Services = slices.Values(services)
+	err := h.sink.Sync(h.t.Context(), &c)
+	h.logf("sync first=%t last=%t failing=%v services=%v: %v", c.First, c.Last, c.Failing, describe(services), err)
+	h.ledger.record(&c, err)
+	failed, ok := sink.Acknowledged(err)
 	if !ok {
 		return false
 	}

@@ -42,8 +42,10 @@ func newLedger() ledger {
 	}
 }
 
-// check returns a message for each rule of [sink.Sink] that the recorded call c breaks.
-func (l *ledger) check(c *Sync) []string {
+// check returns a message for each rule of [sink.Sink] that a call with the argument c
+// breaks.
+func (l *ledger) check(c *sink.Changes) []string {
+	services := slices.Collect(c.Services)
 	var wrong []string
 	report := func(format string, args ...any) { wrong = append(wrong, fmt.Sprintf(format, args...)) }
 
@@ -66,12 +68,12 @@ func (l *ledger) check(c *Sync) []string {
 		report("says that the node changed, which was acknowledged as it is")
 	case !c.NodeChanged && !c.Node.Equal(l.node):
 		report("does not say that the node changed")
-	case !c.NodeChanged && !c.Last && len(c.Services) == 0:
+	case !c.NodeChanged && !c.Last && len(services) == 0:
 		report("has nothing to deliver")
 	}
-	for i, s := range c.Services {
-		if i > 0 && api.CompareKeys(c.Services[i-1].Key, s.Key) >= 0 {
-			report("service %s comes after %s", s.Key, c.Services[i-1].Key)
+	for i, s := range services {
+		if i > 0 && api.CompareKeys(services[i-1].Key, s.Key) >= 0 {
+			report("service %s comes after %s", s.Key, services[i-1].Key)
 		}
 		if s.New != nil && s.New.Key() != s.Key {
 			report("service %s has the view of %s", s.Key, s.New.Key())
@@ -118,10 +120,10 @@ func (l *ledger) owns(key types.NamespacedName, view *api.View) bool {
 	return true
 }
 
-func (l *ledger) checkFailing(c *Sync) []string {
+func (l *ledger) checkFailing(c *sink.Changes) []string {
 	var wrong []string
 	in := map[types.NamespacedName]bool{}
-	for _, s := range c.Services {
+	for s := range c.Services {
 		in[s.Key] = true
 	}
 	if !c.Last && len(c.Failing) > 0 {
@@ -145,14 +147,15 @@ func (l *ledger) checkFailing(c *Sync) []string {
 	return wrong
 }
 
-func (l *ledger) record(c *Sync) {
-	failed, ok := sink.Acknowledged(c.Err)
+// record adds a call with the argument c that returned err.
+func (l *ledger) record(c *sink.Changes, err error) {
+	failed, ok := sink.Acknowledged(err)
 	switch {
-	case errors.Is(c.Err, sink.ErrStartOver):
+	case errors.Is(err, sink.ErrStartOver):
 		l.begun = false
 		return
 	case !ok:
-		for _, s := range c.Services {
+		for s := range c.Services {
 			l.unacked[s.Key] = true
 		}
 		l.nodeUnacked = l.nodeUnacked || c.NodeChanged
@@ -171,7 +174,7 @@ func (l *ledger) record(c *Sync) {
 	for key := range failed {
 		l.unacked[key] = true
 	}
-	for _, s := range c.Services {
+	for s := range c.Services {
 		if _, ok := failed[s.Key]; !ok {
 			l.acknowledge(&s)
 		}

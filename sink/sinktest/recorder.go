@@ -13,12 +13,11 @@ import (
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/sink"
-	"k8s.io/apimachinery/pkg/types"
 )
 
-// Recorder is a [sink.Sink] between the driver and another sink. It records each Sync. If
-// the script has a step left, the Recorder executes the step. Otherwise it forwards the
-// Sync to the other sink. If the driver breaks the rules of [sink.Sink], the test fails.
+// Recorder is a [sink.Sink] between the driver and another sink. It records each Sync, and
+// forwards it to the other sink. If the driver breaks the rules of [sink.Sink], the test
+// fails.
 //
 // The driver finds the optional methods of the other sink with [sink.As].
 type Recorder struct {
@@ -27,7 +26,6 @@ type Recorder struct {
 
 	mu      sync.Mutex
 	running bool
-	script  []Step
 	syncs   []Sync
 	moved   chan struct{} // closed and replaced after each Sync
 	acked   ledger
@@ -35,38 +33,23 @@ type Recorder struct {
 
 // Sync is one recorded call of the method Sync.
 type Sync struct {
-	// These fields are copies of the fields of the Changes that Sync received. Services
-	// contains the changes that the iterator Changes.Services yielded.
-	First, Last bool
-	Failing     []types.NamespacedName
-	Revision    uint64
-	Services    []sink.Change
-	Node        *api.Node
-	NodeChanged bool
-	// Err is the error that Sync returned, or [ErrPanicked] if Sync panicked.
+	// Changes is a copy of the Changes that Sync received.
+	sink.Changes
+	// Err is the error that Sync returned. If Sync panicked, Err is not nil.
 	Err error
 	// Began is the time at which Sync was called, and Ended the time at which it returned.
 	Began, Ended time.Time
 }
 
-// ErrPanicked is the Err of a recorded Sync that panicked.
-var ErrPanicked = errors.New("sink panicked")
+var errPanicked = errors.New("sink panicked")
 
 // NewRecorder returns a recorder that forwards to s. If s is nil, the recorder
-// acknowledges every Sync for which the script has no step.
+// acknowledges every Sync.
 func NewRecorder(tb testing.TB, s sink.Sink) *Recorder {
 	if s == nil {
 		s = sink.Func(func(context.Context, *sink.Changes) error { return nil })
 	}
 	return &Recorder{tb: tb, sink: s, moved: make(chan struct{}), acked: newLedger()}
-}
-
-// Script appends steps to the script. Each Sync executes the next step. After the last
-// step, Syncs are forwarded to the sink.
-func (r *Recorder) Script(steps ...Step) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	r.script = append(r.script, steps...)
 }
 
 // Syncs returns all calls of Sync that have returned, oldest first.
@@ -113,38 +96,20 @@ func (r *Recorder) Wait(ctx context.Context, isDone func([]Sync) bool) error {
 	}
 }
 
-// WaitSyncs is like Wait, but waits until n calls of Sync have returned.
-func (r *Recorder) WaitSyncs(ctx context.Context, n int) error {
-	return r.Wait(ctx, func(syncs []Sync) bool { return len(syncs) >= n })
-}
-
 // Unwrap returns the other sink.
 func (r *Recorder) Unwrap() sink.Sink { return r.sink }
 
 // Sync implements [sink.Sink].
 func (r *Recorder) Sync(ctx context.Context, c *sink.Changes) error {
-	call := Sync{
-		First:       c.First,
-		Last:        c.Last,
-		Failing:     c.Failing,
-		Revision:    c.Revision,
-		Services:    slices.Collect(c.Services),
-		Node:        c.Node,
-		NodeChanged: c.NodeChanged,
-		Err:         ErrPanicked,
-		Began:       time.Now(),
-	}
+	call := Sync{Changes: *c, Err: errPanicked, Began: time.Now()}
+	call.Services = slices.Values(slices.Collect(c.Services))
 	r.mu.Lock()
 	if r.running {
 		r.tb.Errorf("Sync at revision %d overlaps another call", c.Revision)
 	}
 	r.running = true
-	for _, violation := range r.acked.check(&call) {
+	for _, violation := range r.acked.check(&call.Changes) {
 		r.tb.Errorf("Sync %d (first: %t, last: %t, revision %d): %s", len(r.syncs), call.First, call.Last, call.Revision, violation)
-	}
-	var step Step = func(ctx context.Context, c *sink.Changes, s sink.Sink) error { return s.Sync(ctx, c) }
-	if len(r.script) > 0 {
-		step, r.script = r.script[0], r.script[1:]
 	}
 	r.mu.Unlock()
 
@@ -153,11 +118,11 @@ func (r *Recorder) Sync(ctx context.Context, c *sink.Changes) error {
 		defer r.mu.Unlock()
 		r.running = false
 		call.Ended = time.Now()
-		r.acked.record(&call)
+		r.acked.record(&call.Changes, call.Err)
 		r.syncs = append(r.syncs, call)
 		close(r.moved)
 		r.moved = make(chan struct{})
 	}()
-	call.Err = step(ctx, c, r.sink)
+	call.Err = r.sink.Sync(ctx, c)
 	return call.Err
 }

@@ -13,6 +13,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/sinkscript"
 	"github.com/kpng-project/kpng/sink"
 	"github.com/kpng-project/kpng/sink/sinktest"
 	"go.uber.org/goleak"
@@ -92,10 +93,10 @@ func (c *complaints) Errorf(format string, args ...any) {
 
 func TestRecorderChecksTheDriver(t *testing.T) {
 	a1, a2, b1 := view(a, "1"), view(a, "2"), view(b, "1")
-	fail := sinktest.Fail(errBusy)
+	fail := sinkscript.Fail(errBusy)
 	cases := []struct {
 		name  string
-		steps []sinktest.Step
+		steps []sinkscript.Step
 		calls []*sink.Changes
 		want  []string // errors that the recorder reports for the last call
 	}{{
@@ -107,12 +108,12 @@ func TestRecorderChecksTheDriver(t *testing.T) {
 		want:  []string{"Sync 0 (first: false, last: false, revision 2): should begin a pass"},
 	}, {
 		name:  "a pass that failed at its start begins again",
-		steps: []sinktest.Step{fail},
+		steps: []sinkscript.Step{fail},
 		calls: []*sink.Changes{full(set(nil, a1)), partial(again(set(nil, a1)))},
 		want:  []string{"Sync 1 (first: false, last: false, revision 2): should begin a pass"},
 	}, {
 		name:  "a pass follows ErrStartOver",
-		steps: []sinktest.Step{sinktest.Fail(nil), sinktest.Fail(sink.ErrStartOver)},
+		steps: []sinkscript.Step{sinkscript.Fail(nil), sinkscript.Fail(sink.ErrStartOver)},
 		calls: []*sink.Changes{full(), partial(set(nil, a1)), partial(set(nil, a1))},
 		want:  []string{"Sync 2 (first: false, last: false, revision 2): should begin a pass"},
 	}, {
@@ -143,15 +144,15 @@ func TestRecorderChecksTheDriver(t *testing.T) {
 		want:  []string{"Sync 1 (first: false, last: false, revision 2): service default/a was acknowledged as it is"},
 	}, {
 		name:  "failed services are delivered again with the acknowledged view",
-		steps: []sinktest.Step{sinktest.Fail(nil), sinktest.FailServices(errBusy, a)},
+		steps: []sinkscript.Step{sinkscript.Fail(nil), sinkscript.FailServices(errBusy, a)},
 		calls: []*sink.Changes{full(set(nil, a1)), partial(set(a1, a2)), partial(again(set(a1, a1)))},
 	}, {
 		name:  "services of a failed Sync are delivered again",
-		steps: []sinktest.Step{sinktest.Fail(nil), fail},
+		steps: []sinkscript.Step{sinkscript.Fail(nil), fail},
 		calls: []*sink.Changes{full(), partial(set(nil, a1)), partial(again(sink.Change{Key: a}))},
 	}, {
 		name:  "a retry is marked as unsure",
-		steps: []sinktest.Step{sinktest.FailServices(errBusy, a)},
+		steps: []sinkscript.Step{sinkscript.FailServices(errBusy, a)},
 		calls: []*sink.Changes{full(set(nil, a1)), partial(set(nil, a1))},
 		want:  []string{"Sync 1 (first: false, last: false, revision 2): service default/a is not marked as unsure"},
 	}, {
@@ -178,11 +179,11 @@ func TestRecorderChecksTheDriver(t *testing.T) {
 		want:  []string{"Sync 1 (first: false, last: false, revision 2): service default/a is not marked as unsure"},
 	}, {
 		name:  "failing services are named at the end of a pass",
-		steps: []sinktest.Step{sinktest.FailServices(errBusy, a)},
+		steps: []sinkscript.Step{sinkscript.FailServices(errBusy, a)},
 		calls: []*sink.Changes{pass(first, again(set(nil, a1))), failing(pass(last), a)},
 	}, {
 		name:  "the end of a pass names all failing services",
-		steps: []sinktest.Step{sinktest.FailServices(errBusy, a)},
+		steps: []sinkscript.Step{sinkscript.FailServices(errBusy, a)},
 		calls: []*sink.Changes{pass(first, again(set(nil, a1))), pass(last)},
 		want:  []string{"Sync 1 (first: false, last: true, revision 2): does not name service default/a as failing"},
 	}, {
@@ -195,14 +196,14 @@ func TestRecorderChecksTheDriver(t *testing.T) {
 		want:  []string{"Sync 1 (first: false, last: false, revision 2): names failing services and does not end a pass"},
 	}, {
 		name:  "old has no claim that another service was acknowledged with",
-		steps: []sinktest.Step{sinktest.Fail(nil), sinktest.FailServices(errBusy, a)},
+		steps: []sinkscript.Step{sinkscript.Fail(nil), sinkscript.FailServices(errBusy, a)},
 		calls: []*sink.Changes{
 			full(set(nil, at1(a1))), partial(set(at1(a1), a2)), partial(set(nil, at1(b1))), partial(again(set(at1(a1), a2))),
 		},
 		want: []string{"Sync 3 (first: false, last: false, revision 2): service default/a: old has a claim that another service has now"},
 	}, {
 		name:  "an old view with such a claim is omitted",
-		steps: []sinktest.Step{sinktest.Fail(nil), sinktest.FailServices(errBusy, a)},
+		steps: []sinkscript.Step{sinkscript.Fail(nil), sinkscript.FailServices(errBusy, a)},
 		calls: []*sink.Changes{
 			full(set(nil, at1(a1))), partial(set(at1(a1), a2)), partial(set(nil, at1(b1))), partial(again(set(nil, a2))),
 		},
@@ -226,8 +227,9 @@ func TestRecorderChecksTheDriver(t *testing.T) {
 	for _, tc := range cases {
 		t.Run(tc.name, func(t *testing.T) {
 			got := &complaints{TB: t}
-			rec := sinktest.NewRecorder(got, nil)
-			rec.Script(tc.steps...)
+			script := sinkscript.New(nil)
+			rec := sinktest.NewRecorder(got, script)
+			script.Add(tc.steps...)
 			for i, c := range tc.calls {
 				if len(got.lines) > 0 {
 					t.Errorf("call %d: %v", i-1, got.lines)
@@ -244,9 +246,10 @@ func TestRecorderChecksTheDriver(t *testing.T) {
 func TestRecorderReportsOverlappingSyncs(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		got := &complaints{TB: t}
-		rec := sinktest.NewRecorder(got, nil)
+		script := sinkscript.New(nil)
+		rec := sinktest.NewRecorder(got, script)
 		release := make(chan struct{})
-		rec.Script(sinktest.Block(release), sinktest.Fail(nil))
+		script.Add(sinkscript.Block(release), sinkscript.Fail(nil))
 		go func() { _ = rec.Sync(t.Context(), full()) }()
 		synctest.Wait()
 		_ = rec.Sync(t.Context(), full())
@@ -259,12 +262,13 @@ func TestRecorderReportsOverlappingSyncs(t *testing.T) {
 
 func TestRecorderPassesOnToItsSink(t *testing.T) {
 	calls := 0
-	rec := sinktest.NewRecorder(t, sink.Func(func(context.Context, *sink.Changes) error {
+	script := sinkscript.New(sink.Func(func(context.Context, *sink.Changes) error {
 		calls++
 		return (&sink.Failed{b: errBusy}).Err()
 	}))
+	rec := sinktest.NewRecorder(t, script)
 	errOther := errors.New("other")
-	rec.Script(sinktest.Fail(errOther), sinktest.FailServices(errOther, a))
+	script.Add(sinkscript.Fail(errOther), sinkscript.FailServices(errOther, a))
 
 	if err := rec.Sync(t.Context(), full(set(nil, view(a, "1")))); err != errOther || calls != 0 {
 		t.Errorf("a failing step: %v after %d calls of the sink", err, calls)
@@ -288,11 +292,12 @@ func TestWaitEndsWithItsContext(t *testing.T) {
 	rec := sinktest.NewRecorder(t, nil)
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
-	if err := rec.WaitSyncs(ctx, 1); err != context.Canceled {
+	done := func(syncs []sinktest.Sync) bool { return len(syncs) > 0 }
+	if err := rec.Wait(ctx, done); err != context.Canceled {
 		t.Errorf("got %v", err)
 	}
 	_ = rec.Sync(t.Context(), full())
-	if err := rec.WaitSyncs(ctx, 1); err != nil {
+	if err := rec.Wait(ctx, done); err != nil {
 		t.Errorf("got %v", err)
 	}
 }

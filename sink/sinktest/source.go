@@ -24,7 +24,6 @@ type Source struct {
 	views     *views
 	nodes     *revstore.Store[string, *api.Node] // empty if the node is not known
 	synced    bool
-	err       error
 	changed   chan struct{} // closed and replaced by each change
 
 	cursor  *revstore.Cursor[types.NamespacedName, triggered]
@@ -131,25 +130,12 @@ func (s *Source) wake() {
 	s.changed = make(chan struct{})
 }
 
-// Fail makes Next return err, until Fail(nil) is called.
-func (s *Source) Fail(err error) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	s.err = err
-}
-
 // Revision returns the revision of the last change, or 0 if nothing has changed.
 func (s *Source) Revision() uint64 { return number(s.revisions.Last()) }
 
 // number returns the number of changes up to the revision r. Before the first change, the
 // revision of the stores is 1.
 func number(r revstore.Revision) uint64 { return r - 1 }
-
-// Node returns the node.
-func (s *Source) Node() *api.Node {
-	node, _ := s.nodes.Get("")
-	return node
-}
 
 // Views returns all views in order of their keys.
 func (s *Source) Views() []*api.View {
@@ -176,11 +162,12 @@ func (s *Source) Changed() <-chan struct{} {
 func (s *Source) Next() (*sink.Update, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if !s.synced || s.err != nil {
-		return nil, s.err
+	if !s.synced {
+		return nil, nil
 	}
 	if now := s.revisions.Last(); s.update == nil || now != s.offered.revision {
-		s.offered = position{now, s.views.Snapshot(), s.Node()}
+		node, _ := s.nodes.Get("")
+		s.offered = position{now, s.views.Snapshot(), node}
 		s.update = s.difference(s.offered)
 	}
 	return s.update, nil

@@ -3,7 +3,6 @@
 package sinktest_test
 
 import (
-	"errors"
 	"fmt"
 	"strings"
 	"testing"
@@ -106,10 +105,4 @@ func TestSource(t *testing.T) {
 	})
 	step("lagging", true, "revision 14 lost b none→4", src.Reset)
 	step("acknowledged once more", false, "revision 14", advance)
-
-	errStream := errors.New("bad stream")
-	src.Fail(errStream)
-	if u, err := src.Next(); u != nil || err != errStream {
-		t.Errorf("a source that fails returned %v, %v", u, err)
-	}
 }

@@ -190,7 +190,7 @@ func deliveries(t *testing.T, syncs []sinktest.Sync) map[string]int {
 		if s.First {
 			t.Errorf("a pass began at revision %d", s.Revision)
 		}
-		for _, c := range s.Services {
+		for c := range s.Services {
 			count[c.Key.Name]++
 		}
 		if s.NodeChanged {
@@ -249,7 +249,7 @@ func TestServerOutageChangesNothing(t *testing.T) {
 				t.Errorf("deliveries after the server restarted (-want +got):\n%s", diff)
 			}
 			for _, s := range missed {
-				for _, c := range s.Services {
+				for c := range s.Services {
 					if c.Key.Name == "again" && (c.Old.Service.UID != uid || c.New.Service.UID != l.service("again").UID) {
 						t.Errorf("service again was delivered with UIDs %s and %s", c.Old.Service.UID, c.New.Service.UID)
 					}

@@ -12,6 +12,7 @@ import (
 	"github.com/kpng-project/kpng"
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/cluster"
+	"github.com/kpng-project/kpng/internal/sinkscript"
 	"github.com/kpng-project/kpng/sink"
 	"github.com/kpng-project/kpng/sink/sinktest"
 	"github.com/kpng-project/kpng/watcher"
@@ -27,21 +28,21 @@ func TestFailingSinkReceivesEachChangeOnce(t *testing.T) {
 		name string
 		// failures returns one step for each Sync call that delivers the first change. The step
 		// is the sink's reaction to the call. The last step waits until release is closed.
-		failures func(release <-chan struct{}) []sinktest.Step
+		failures func(release <-chan struct{}) []sinkscript.Step
 		// acked is true if the last step returns no error.
 		acked bool
 		// alone is true if the driver delivers the failing service in a separate Sync after the
 		// steps.
 		alone bool
 	}{
-		{"the sink fails three times", func(release <-chan struct{}) []sinktest.Step {
-			return append(sinktest.Repeat(2, sinktest.Fail(errors.New("no"))), stepAfter(release, sinktest.Fail(errors.New("no"))))
+		{"the sink fails three times", func(release <-chan struct{}) []sinkscript.Step {
+			return append(sinkscript.Repeat(2, sinkscript.Fail(errors.New("no"))), stepAfter(release, sinkscript.Fail(errors.New("no"))))
 		}, false, true},
-		{"the sink panics", func(release <-chan struct{}) []sinktest.Step {
-			return []sinktest.Step{stepAfter(release, sinktest.Panic("no"))}
+		{"the sink panics", func(release <-chan struct{}) []sinkscript.Step {
+			return []sinkscript.Step{stepAfter(release, sinkscript.Panic("no"))}
 		}, false, false},
-		{"the sink blocks", func(release <-chan struct{}) []sinktest.Step {
-			return []sinktest.Step{sinktest.Block(release)}
+		{"the sink blocks", func(release <-chan struct{}) []sinkscript.Step {
+			return []sinkscript.Step{sinkscript.Block(release)}
 		}, true, false},
 	} {
 		t.Run(test.name, func(t *testing.T) {
@@ -53,7 +54,8 @@ func TestFailingSinkReceivesEachChangeOnce(t *testing.T) {
 				services[name] = newService(name, n.name, servicePort("", 80, 80))
 			}
 			n.put(services["a"], services["b"], services["c"])
-			rec := sinktest.NewRecorder(t, nil)
+			script := sinkscript.New(nil)
+			rec := sinktest.NewRecorder(t, script)
 			p, _ := run(t, kpng.Options{
 				Config:   server.Config(),
 				NodeName: n.name,
@@ -66,14 +68,14 @@ func TestFailingSinkReceivesEachChangeOnce(t *testing.T) {
 
 			release := make(chan struct{})
 			failures := test.failures(release)
-			rec.Script(failures...)
+			script.Add(failures...)
 			syncs := len(rec.Syncs())
 			port := func(name string, number int32) {
 				services[name].Spec.Ports[0].Port = number
 				n.put(services[name])
 			}
 			port("a", 81)
-			if err := rec.WaitSyncs(within(t), syncs+len(failures)-1); err != nil {
+			if err := rec.Wait(within(t), func(all []sinktest.Sync) bool { return len(all) >= syncs+len(failures)-1 }); err != nil {
 				t.Fatal(err)
 			}
 			// The driver collects the changes that arrive during the last step. Then it delivers
@@ -107,7 +109,7 @@ func TestFailingSinkReceivesEachChangeOnce(t *testing.T) {
 			}
 			got := map[string]change{}
 			for _, s := range all {
-				for _, c := range s.Services {
+				for c := range s.Services {
 					if _, twice := got[c.Key.Name]; twice {
 						t.Errorf("service %s was delivered twice", c.Key)
 					}
@@ -132,7 +134,7 @@ func TestFailingSinkReceivesEachChangeOnce(t *testing.T) {
 }
 
 // stepAfter returns a step that waits until release is closed, and then calls step.
-func stepAfter(release <-chan struct{}, step sinktest.Step) sinktest.Step {
+func stepAfter(release <-chan struct{}, step sinkscript.Step) sinkscript.Step {
 	return func(ctx context.Context, c *sink.Changes, s sink.Sink) error {
 		<-release
 		return step(ctx, c, s)
@@ -189,12 +191,12 @@ func TestRunLeaksNoGoroutines(t *testing.T) {
 	for _, test := range []struct {
 		name string
 		opts kpng.Options
-		step sinktest.Step
+		step sinkscript.Step
 		// wait returns when it is time to stop the proxy.
 		wait func(*testing.T, *kpng.Proxy, *wire)
 	}{
 		{"after everything is applied", kpng.Options{Config: somebody}, nil, applied},
-		{"while a sync runs", kpng.Options{Config: somebody}, sinktest.Block(never), func(t *testing.T, p *kpng.Proxy, _ *wire) {
+		{"while a sync runs", kpng.Options{Config: somebody}, sinkscript.Block(never), func(t *testing.T, p *kpng.Proxy, _ *wire) {
 			waitState(t, p, func(*cluster.Objects) bool { return p.State().IsSynced() })
 		}},
 		{"immediately", kpng.Options{Config: somebody}, nil, func(*testing.T, *kpng.Proxy, *wire) {}},
@@ -207,11 +209,11 @@ func TestRunLeaksNoGoroutines(t *testing.T) {
 			test.opts.Config = w.tap(rest.CopyConfig(test.opts.Config))
 			test.opts.NodeName = n.name
 			test.opts.Services.ServiceProxyName = n.name
-			rec := sinktest.NewRecorder(t, nil)
+			script := sinkscript.New(nil)
 			if test.step != nil {
-				rec.Script(test.step)
+				script.Add(test.step)
 			}
-			p, stop := run(t, test.opts, rec)
+			p, stop := run(t, test.opts, sinktest.NewRecorder(t, script))
 			test.wait(t, p, w)
 			stop()
 			goleak.VerifyNone(t, before)

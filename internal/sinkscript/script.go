@@ -1,16 +1,59 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package sinktest
+// Package sinkscript makes sinks and sources fail, for the tests of drivers and of wrappers.
+package sinkscript
 
 import (
 	"context"
 	"slices"
+	"sync"
 
 	"github.com/kpng-project/kpng/sink"
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// Step is a function that the recorder calls instead of the method Sync of its sink s.
+// Sink is a sink that executes the steps of a script, and then forwards each Sync to
+// another sink.
+type Sink struct {
+	sink sink.Sink
+
+	mu    sync.Mutex
+	steps []Step
+}
+
+// New returns a sink that forwards to s. If s is nil, it acknowledges every Sync for which
+// the script has no step.
+func New(s sink.Sink) *Sink {
+	if s == nil {
+		s = sink.Func(func(context.Context, *sink.Changes) error { return nil })
+	}
+	return &Sink{sink: s}
+}
+
+// Add appends steps to the script. Each Sync executes the next step.
+func (s *Sink) Add(steps ...Step) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.steps = append(s.steps, steps...)
+}
+
+// Sync implements [sink.Sink].
+func (s *Sink) Sync(ctx context.Context, c *sink.Changes) error {
+	s.mu.Lock()
+	if len(s.steps) == 0 {
+		s.mu.Unlock()
+		return s.sink.Sync(ctx, c)
+	}
+	step := s.steps[0]
+	s.steps = s.steps[1:]
+	s.mu.Unlock()
+	return step(ctx, c, s.sink)
+}
+
+// Unwrap returns the other sink.
+func (s *Sink) Unwrap() sink.Sink { return s.sink }
+
+// Step is a function that a Sink calls instead of the method Sync of its sink s.
 type Step func(ctx context.Context, c *sink.Changes, s sink.Sink) error
 
 // Fail returns a step that returns err and does not call the sink.

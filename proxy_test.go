@@ -510,6 +510,7 @@ func (n *noObjects) DeleteFrontend(context.Context, *api.Service, nodeview.Front
 	return nil
 }
 func (n *noObjects) Verify(ctx context.Context) error { n.calls++; return nil }
+func (n *noObjects) VerifyInterval() time.Duration    { return time.Millisecond }
 
 // Several goroutines use a proxy with three sinks while manifests change and sinks fail.
 // The race detector checks this test.
@@ -528,7 +529,7 @@ func TestProxyIsSafeForConcurrentUse(t *testing.T) {
 	calls := 0
 	p, err := kpng.New(kpng.Options{Manifests: dir, NodeName: "node-1", Sinks: []kpng.Sink{
 		{Sink: sink.FullState(func(context.Context, []*api.View) error { return nil })},
-		{Sink: sink.Events(&noObjects{}), Options: sink.Options{VerifyInterval: time.Millisecond}},
+		{Sink: sink.Events(&noObjects{})},
 		{Sink: sink.Func(func(_ context.Context, c *sink.Changes) error {
 			var failed sink.Failed
 			for s := range c.Services {
@@ -541,7 +542,7 @@ func TestProxyIsSafeForConcurrentUse(t *testing.T) {
 				}
 			}
 			return failed.Err()
-		}), Options: sink.Options{BatchSize: 7, Backoff: sink.Backoff{Initial: time.Millisecond, Max: 5 * time.Millisecond}}},
+		}), Options: sink.Options{BatchSize: 7}},
 	}})
 	if err != nil {
 		t.Fatal(err)

@@ -85,7 +85,7 @@ func (m *Metrics) Sink(name string) sink.Observer {
 				s.programming.Observe(latency.Seconds())
 			}
 		},
-		Verified: func(_ time.Duration, err error) {
+		Verified: func(err error) {
 			if err != nil {
 				own.verifiedBad.Inc()
 			} else {
@@ -110,8 +110,8 @@ func (s *series) synced(r sink.SyncResult) {
 	}
 	switch {
 	case r.Passed:
-		s.full.Observe(r.PassDuration.Seconds())
-	case !r.InPass:
+		s.full.Observe(time.Since(r.PassStart).Seconds())
+	case r.PassStart.IsZero():
 		s.partial.Observe(r.Duration.Seconds())
 	}
 	s.changes.Add(float64(r.Services))

@@ -23,13 +23,13 @@ import (
 func observe(o sink.Observer) {
 	o.Queued(time.Unix(1000, 500_000_000))
 	o.Pending(3)
-	o.Synced(sink.SyncResult{InPass: true, Passed: true, PassDuration: 50 * time.Millisecond, Services: 7, Duration: 30 * time.Millisecond})
+	o.Synced(sink.SyncResult{PassStart: time.Now().Add(-50 * time.Millisecond), Passed: true, Services: 7, Duration: 30 * time.Millisecond})
 	o.Synced(sink.SyncResult{Services: 2, Duration: 2 * time.Millisecond, Err: errors.New("all of it")})
 	o.Synced(sink.SyncResult{Services: 2, Duration: 2 * time.Millisecond, Failing: 1,
 		Err: &sink.Failed{types.NamespacedName{Namespace: "ns", Name: "a"}: errors.New("one of them")}})
 	o.Applied(400 * time.Millisecond)
-	o.Verified(time.Millisecond, nil)
-	o.Verified(time.Millisecond, errors.New("differs"))
+	o.Verified(nil)
+	o.Verified(errors.New("differs"))
 }
 
 func TestSinkMetrics(t *testing.T) {

@@ -93,7 +93,7 @@ func TestCapabilitiesSurviveWrapping(t *testing.T) {
 func TestDriverUsesMethodsOfWrappedSink(t *testing.T) {
 	inner := &capable{}
 	outer := &wrapper{&startWrapper{wrapper{sink.FullStateOf(inner)}, &inner.stages.log}}
-	run(t, sink.Options{VerifyInterval: 0}, outer, func(w *world) {
+	run(t, sink.Options{}, outer, func(w *world) {
 		w.src.MarkSynced()
 		w.waitApplied()
 		w.cancel()

@@ -61,7 +61,9 @@ func TestHangIsLoggedWithItsMethod(t *testing.T) {
 				src.MarkSynced()
 				s := &hanging{method: method, release: make(chan struct{})}
 				ended := make(chan error, 1)
-				go func() { ended <- sink.Run(ctx, src, s, sink.Options{Name: "nft", VerifyInterval: time.Second}) }()
+				d := sink.NewDriver(src, s, sink.Options{Name: "nft"})
+				d.SetVerifyInterval(time.Second)
+				go func() { ended <- d.Run(ctx) }()
 				time.Sleep(time.Second)
 				if strings.HasPrefix(method, "Stop") {
 					cancel()

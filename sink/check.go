@@ -7,7 +7,6 @@ import (
 	"fmt"
 	"reflect"
 	"sync"
-	"time"
 )
 
 // Validate returns an error if the source or the sink is nil, or an option is invalid.
@@ -29,24 +28,11 @@ func (d *Driver) Validate() error {
 
 func (o Options) validate() error {
 	var errs []error
-	for _, d := range []struct {
-		name  string
-		value time.Duration
-	}{
-		{"MinInterval", o.MinInterval},
-		{"StopTimeout", o.StopTimeout},
-		{"Backoff.Initial", o.Backoff.Initial},
-		{"Backoff.Max", o.Backoff.Max},
-	} {
-		if d.value < 0 {
-			errs = append(errs, fmt.Errorf("option %s is negative: %v", d.name, d.value))
-		}
+	if o.MinInterval < 0 {
+		errs = append(errs, fmt.Errorf("option MinInterval is negative: %v", o.MinInterval))
 	}
 	if o.BatchSize < 0 {
 		errs = append(errs, fmt.Errorf("option BatchSize is negative: %d", o.BatchSize))
-	}
-	if o.Backoff.Initial > o.Backoff.Max {
-		errs = append(errs, fmt.Errorf("option Backoff.Initial (%v) is greater than Backoff.Max (%v)", o.Backoff.Initial, o.Backoff.Max))
 	}
 	return errors.Join(errs...)
 }

@@ -19,6 +19,10 @@ type Driver struct {
 	src  Source
 	sink Sink
 	opts Options
+	// backoff applies after a Sync that failed as a whole, and to each failed service.
+	backoff backoff
+	// verifyInterval is negative if the driver never calls Verify.
+	verifyInterval time.Duration
 
 	kick chan struct{} // wakes Run after StartOver
 	// progress is the time from created to the last progress of the sink. It is 0 if there
@@ -66,18 +70,21 @@ type Driver struct {
 
 // NewDriver returns a driver that delivers the services of src to s.
 func NewDriver(src Source, s Sink, opts Options) *Driver {
-	if p, ok := As[interface{ VerifyInterval() time.Duration }](s); ok && opts.VerifyInterval == 0 {
-		opts.VerifyInterval = p.VerifyInterval()
+	d := &Driver{
+		src:            src,
+		sink:           s,
+		opts:           opts.withDefaults(),
+		backoff:        defaultBackoff,
+		verifyInterval: time.Minute,
+		kick:           make(chan struct{}, 1),
+		created:        time.Now().Add(-1), // progress is never 0
+		pending:        newPending(),
+		passes:         1,
 	}
-	return &Driver{
-		src:     src,
-		sink:    s,
-		opts:    opts.withDefaults(),
-		kick:    make(chan struct{}, 1),
-		created: time.Now().Add(-1), // progress is never 0
-		pending: newPending(),
-		passes:  1,
+	if p, ok := As[interface{ VerifyInterval() time.Duration }](s); ok {
+		d.verifyInterval = cmp.Or(p.VerifyInterval(), d.verifyInterval)
 	}
+	return d
 }
 
 // Run delivers the services of src to s until ctx ends. It combines [NewDriver] and
@@ -162,8 +169,8 @@ func (d *Driver) Run(ctx context.Context) (err error) {
 
 // stopTimeout returns the time limit of the sink's Stop.
 func (d *Driver) stopTimeout(ctx context.Context) time.Duration {
-	timeout := d.opts.StopTimeout
-	if s, ok := As[interface{ StopTimeout() time.Duration }](d.sink); ok && timeout == 0 {
+	var timeout time.Duration
+	if s, ok := As[interface{ StopTimeout() time.Duration }](d.sink); ok {
 		_ = d.call(ctx, "StopTimeout", func(context.Context) error {
 			timeout = s.StopTimeout()
 			return nil
@@ -295,7 +302,6 @@ func (d *Driver) sleep(ctx context.Context, wake time.Time, changed <-chan struc
 // cancellation, verify sets Status.WaitingSince, because Verify may take long to return.
 func (d *Driver) verify(ctx context.Context, wake time.Time, changed <-chan struct{}) {
 	log := klog.FromContext(ctx)
-	begin := time.Now()
 	verifyCtx, cancel := context.WithCancel(ctx)
 	watched := make(chan struct{})
 	go func() {
@@ -317,14 +323,14 @@ func (d *Driver) verify(ctx context.Context, wake time.Time, changed <-chan stru
 	<-watched
 
 	end := time.Now()
-	d.verifyAt = end.Add(d.opts.VerifyInterval)
+	d.verifyAt = end.Add(d.verifyInterval)
 	failure := ""
 	switch {
 	case errors.Is(err, ErrStartOver):
 		log.Info("Verify requested a new pass", "reason", err)
 		d.update(d.begin)
 	case cutShort:
-		d.verifyAt = end.Add(d.opts.VerifyInterval / 4)
+		d.verifyAt = end.Add(d.verifyInterval / 4)
 		return
 	case err != nil:
 		if failure = err.Error(); failure != d.verifyFailure {
@@ -334,7 +340,7 @@ func (d *Driver) verify(ctx context.Context, wake time.Time, changed <-chan stru
 		log.Info("Verify works again")
 	}
 	d.verifyFailure = failure
-	d.opts.Observer.Verified(end.Sub(begin), err)
+	d.opts.Observer.Verified(err)
 }
 
 // noteChanges records that changes of the source wait, unless that is already recorded.

@@ -32,12 +32,13 @@ func BenchmarkDriverOneChange(b *testing.B) {
 			})
 			synced := make(chan sink.SyncResult, 1)
 			opts := sink.Options{
-				Backoff:  sink.Backoff{Initial: 1 << 60, Max: 1 << 60},
 				Observer: sink.Observer{Synced: func(r sink.SyncResult) { synced <- r }},
 			}
 			ctx, cancel := context.WithCancel(b.Context())
 			ended := make(chan error)
-			go func() { ended <- sink.Run(ctx, src, s, opts) }()
+			d := sink.NewDriver(src, s, opts)
+			d.SetBackoff(sink.Backoff{Initial: 1 << 60, Max: 1 << 60})
+			go func() { ended <- d.Run(ctx) }()
 			for r := range synced {
 				if r.Passed {
 					break

@@ -37,9 +37,12 @@ func FuzzDriver(f *testing.F) {
 		opts := sink.Options{
 			BatchSize:   1 + r.IntN(4),
 			MinInterval: time.Duration(r.IntN(3)) * 50 * time.Millisecond,
-			Backoff:     sink.Backoff{Jitter: float64(r.IntN(2)) / 2},
 		}
-		run(t, opts, plane, func(w *world) {
+		jitter := float64(r.IntN(2)) / 2
+		configure := func(d *sink.Driver) {
+			d.SetBackoff(sink.Backoff{Initial: 100 * time.Millisecond, Max: 30 * time.Second, Jitter: jitter})
+		}
+		runWith(t, opts, configure, plane, func(w *world) {
 			w.src.Delete(web)
 			services := fuzzServices{w: w, r: r, large: r.IntN(2) == 0}
 			var blocks []chan struct{}

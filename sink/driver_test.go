@@ -66,16 +66,16 @@ type world struct {
 
 // run starts a driver in a synctest bubble, with the options opts and the sink s, and
 // then calls test. The sink may be nil. The source has the service web with endpoint 1,
-// and is not synced. By default there is no jitter and no Verify.
+// and is not synced. There is no jitter and no Verify.
 func run(t *testing.T, opts sink.Options, s sink.Sink, test func(w *world)) {
 	t.Helper()
+	runWith(t, opts, func(*sink.Driver) {}, s, test)
+}
+
+// runWith is like run, but first calls configure, which may change the driver.
+func runWith(t *testing.T, opts sink.Options, configure func(*sink.Driver), s sink.Sink, test func(w *world)) {
+	t.Helper()
 	synctest.Test(t, func(t *testing.T) {
-		if opts.Backoff.Jitter == 0 {
-			opts.Backoff.Jitter = -1
-		}
-		if opts.VerifyInterval == 0 {
-			opts.VerifyInterval = -1
-		}
 		ctx, cancel := context.WithCancel(klog.NewContext(t.Context(), klog.Logger{}))
 		script := sinkscript.New(s)
 		w := &world{
@@ -84,6 +84,9 @@ func run(t *testing.T, opts sink.Options, s sink.Sink, test func(w *world)) {
 		}
 		w.src.Set(view(web, 1))
 		w.driver = sink.NewDriver(w.src, w.rec, opts)
+		w.driver.SetVerifyInterval(-1)
+		backoff(100*time.Millisecond, 30*time.Second)(w.driver)
+		configure(w.driver)
 		go func() { w.ended <- w.driver.Run(ctx) }()
 		synctest.Wait()
 		test(w)
@@ -91,6 +94,14 @@ func run(t *testing.T, opts sink.Options, s sink.Sink, test func(w *world)) {
 		synctest.Wait()
 	})
 }
+
+// backoff returns a function that sets the backoff of a driver, without jitter.
+func backoff(initial, max time.Duration) func(*sink.Driver) {
+	return func(d *sink.Driver) { d.SetBackoff(sink.Backoff{Initial: initial, Max: max}) }
+}
+
+// everyMinute makes a driver call Verify each minute.
+func everyMinute(d *sink.Driver) { d.SetVerifyInterval(time.Minute) }
 
 // waitApplied waits until the sink has acknowledged the source's state.
 func (w *world) waitApplied() {
@@ -468,7 +479,7 @@ func TestBackoffOfServiceGrowsThroughChanges(t *testing.T) {
 		}
 		return failed.Err()
 	})
-	run(t, sink.Options{Backoff: sink.Backoff{Initial: time.Second, Max: 5 * time.Second}}, broken, func(w *world) {
+	runWith(t, sink.Options{}, backoff(time.Second, 5*time.Second), broken, func(w *world) {
 		w.src.MarkSynced()
 		for n := byte(2); n < 5; n++ {
 			synctest.Wait()
@@ -485,7 +496,7 @@ func TestBackoffOfServiceGrowsThroughChanges(t *testing.T) {
 
 // Failures of a service in a pass also count for its backoff.
 func TestBackoffOfServiceGrowsThroughFullSyncs(t *testing.T) {
-	run(t, sink.Options{Backoff: sink.Backoff{Initial: time.Minute, Max: time.Hour}}, nil, func(w *world) {
+	runWith(t, sink.Options{}, backoff(time.Minute, time.Hour), nil, func(w *world) {
 		w.script.Add(sinkscript.Repeat(3, sinkscript.FailServices(errBusy, web))...)
 		w.src.MarkSynced()
 		for range 2 {
@@ -524,7 +535,10 @@ func TestLatencyCountsFromOldestChangeNotAcknowledged(t *testing.T) {
 
 // Services that fail together have the same jitter, so they are retried together.
 func TestRetriesOfOneSyncStayTogether(t *testing.T) {
-	run(t, sink.Options{Backoff: sink.Backoff{Jitter: 1}}, nil, func(w *world) {
+	jitter := func(d *sink.Driver) {
+		d.SetBackoff(sink.Backoff{Initial: 100 * time.Millisecond, Max: 30 * time.Second, Jitter: 1})
+	}
+	runWith(t, sink.Options{}, jitter, nil, func(w *world) {
 		w.script.Add(sinkscript.FailServices(errBusy, web, dns))
 		w.src.Set(view(dns))
 		w.src.MarkSynced()
@@ -605,8 +619,7 @@ func TestWaitApplied(t *testing.T) {
 }
 
 func TestWaitErrorsNameTheSinkAndTheServices(t *testing.T) {
-	opts := sink.Options{Name: "nft", Backoff: sink.Backoff{Initial: time.Hour}}
-	run(t, opts, nil, func(w *world) {
+	runWith(t, sink.Options{Name: "nft"}, backoff(time.Hour, time.Hour), nil, func(w *world) {
 		wait := func(wait func(context.Context) error) string {
 			ctx, cancel := context.WithTimeout(w.Context(), time.Second)
 			defer cancel()
@@ -1023,7 +1036,6 @@ func TestOptionalMethodsOfSink(t *testing.T) {
 	}}
 	for _, tc := range cases {
 		t.Run(tc.name, func(t *testing.T) {
-			tc.opts.StopTimeout = time.Minute
 			run(t, tc.opts, tc.sink, func(w *world) {
 				w.src.MarkSynced()
 				synctest.Wait()
@@ -1040,8 +1052,8 @@ func TestOptionalMethodsOfSink(t *testing.T) {
 				if diff := cmp.Diff(tc.wantLog, tc.sink.log); diff != "" {
 					w.Errorf("calls (-want +got):\n%s", diff)
 				}
-				if slices.Contains(tc.wantLog, "stop") && tc.sink.deadlineOfStop != time.Minute {
-					w.Errorf("Stop had %v, want a live context with the minute of StopTimeout", tc.sink.deadlineOfStop)
+				if slices.Contains(tc.wantLog, "stop") && tc.sink.deadlineOfStop != 10*time.Second {
+					w.Errorf("Stop had %v, want a live context that ends in ten seconds", tc.sink.deadlineOfStop)
 				}
 			})
 		})
@@ -1057,16 +1069,15 @@ func (d *drainer) StopTimeout() time.Duration { return d.timeout }
 
 func TestStopTimeout(t *testing.T) {
 	for _, tc := range []struct {
-		name                string
-		option, sinks, want time.Duration
+		name        string
+		sinks, want time.Duration
 	}{
-		{"neither sets a timeout", 0, 0, 10 * time.Second},
-		{"the sink sets a timeout", 0, time.Hour, time.Hour},
-		{"the option takes precedence", time.Minute, time.Hour, time.Minute},
+		{"the sink sets no timeout", 0, 10 * time.Second},
+		{"the sink sets a timeout", time.Hour, time.Hour},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			s := &drainer{timeout: tc.sinks}
-			run(t, sink.Options{StopTimeout: tc.option}, s, func(w *world) {
+			run(t, sink.Options{}, s, func(w *world) {
 				w.src.MarkSynced()
 				synctest.Wait()
 				w.cancel()
@@ -1087,7 +1098,7 @@ func TestVerify(t *testing.T) {
 			time.Sleep(time.Second)
 			return nil
 		}}
-		run(t, sink.Options{VerifyInterval: time.Minute}, s, func(w *world) {
+		runWith(t, sink.Options{}, everyMinute, s, func(w *world) {
 			time.Sleep(time.Hour)
 			w.src.MarkSynced()
 			time.Sleep(2*time.Minute + time.Second)
@@ -1101,7 +1112,7 @@ func TestVerify(t *testing.T) {
 	})
 	t.Run("ends when a change arrives", func(t *testing.T) {
 		s := &stages{verify: func(ctx context.Context) error { <-ctx.Done(); return ctx.Err() }}
-		run(t, sink.Options{VerifyInterval: time.Minute}, s, func(w *world) {
+		runWith(t, sink.Options{}, everyMinute, s, func(w *world) {
 			w.src.MarkSynced()
 			time.Sleep(61 * time.Second)
 			w.src.Set(view(web, 2))
@@ -1119,7 +1130,7 @@ func TestVerify(t *testing.T) {
 			}
 			return ctx.Err()
 		}}
-		run(t, sink.Options{VerifyInterval: time.Minute}, s, func(w *world) {
+		runWith(t, sink.Options{}, everyMinute, s, func(w *world) {
 			begin = w.start
 			w.src.MarkSynced()
 			time.Sleep(62 * time.Second)
@@ -1137,25 +1148,29 @@ func TestVerify(t *testing.T) {
 			name     string
 			what     func(w *world)
 			opts     sink.Options
+			retry    time.Duration // backoff of a service; 0 if none fails
 			waiting  time.Duration
 			queued   time.Duration
 			observed int
 		}{
-			{"a change", func(w *world) { w.src.Set(view(web, 2)) }, sink.Options{}, 90 * time.Second, 90 * time.Second, 2},
+			{"a change", func(w *world) { w.src.Set(view(web, 2)) }, sink.Options{}, 0, 90 * time.Second, 90 * time.Second, 2},
 			{"a change in the minimum interval", func(w *world) { w.src.Set(view(web, 2)) },
-				sink.Options{MinInterval: 2 * time.Minute}, 2 * time.Minute, 90 * time.Second, 2},
-			{"a service that is due", func(*world) {}, sink.Options{Backoff: sink.Backoff{Initial: 95 * time.Second, Max: time.Hour}}, 95 * time.Second, 0, 1},
+				sink.Options{MinInterval: 2 * time.Minute}, 0, 2 * time.Minute, 90 * time.Second, 2},
+			{"a service that is due", func(*world) {}, sink.Options{}, 95 * time.Second, 95 * time.Second, 0, 1},
 		} {
 			t.Run(tc.name, func(t *testing.T) {
 				var release chan struct{}
 				observed := 0
 				s := &stages{verify: func(context.Context) error { <-release; return nil }}
 				opts := tc.opts
-				opts.VerifyInterval = time.Minute
 				opts.Observer.Queued = func(time.Time) { observed++ }
-				run(t, opts, s, func(w *world) {
+				configure := func(d *sink.Driver) {
+					everyMinute(d)
+					backoff(tc.retry, time.Hour)(d)
+				}
+				runWith(t, opts, configure, s, func(w *world) {
 					release = make(chan struct{})
-					if opts.Backoff.Initial > 0 {
+					if tc.retry > 0 {
 						w.script.Add(sinkscript.FailServices(errBusy, web))
 					}
 					w.src.MarkSynced()
@@ -1182,7 +1197,11 @@ func TestVerify(t *testing.T) {
 	})
 	t.Run("ends when a service is due", func(t *testing.T) {
 		s := &stages{verify: func(ctx context.Context) error { <-ctx.Done(); return ctx.Err() }}
-		run(t, sink.Options{VerifyInterval: time.Minute, Backoff: sink.Backoff{Initial: time.Hour, Max: time.Hour}}, s, func(w *world) {
+		configure := func(d *sink.Driver) {
+			everyMinute(d)
+			backoff(time.Hour, time.Hour)(d)
+		}
+		runWith(t, sink.Options{}, configure, s, func(w *world) {
 			w.script.Add(sinkscript.FailServices(errBusy, web))
 			w.src.MarkSynced()
 			w.waitApplied()
@@ -1191,7 +1210,7 @@ func TestVerify(t *testing.T) {
 	})
 	t.Run("may start over", func(t *testing.T) {
 		s := &stages{verify: func(context.Context) error { return fmt.Errorf("table is gone: %w", sink.ErrStartOver) }}
-		run(t, sink.Options{VerifyInterval: time.Minute}, s, func(w *world) {
+		runWith(t, sink.Options{}, everyMinute, s, func(w *world) {
 			w.src.MarkSynced()
 			time.Sleep(time.Minute)
 			synctest.Wait()
@@ -1208,10 +1227,8 @@ func TestVerify(t *testing.T) {
 			return errBusy
 		}}
 		var errs []error
-		opts := sink.Options{VerifyInterval: time.Minute, Observer: sink.Observer{
-			Verified: func(_ time.Duration, err error) { errs = append(errs, err) },
-		}}
-		run(t, opts, s, func(w *world) {
+		opts := sink.Options{Observer: sink.Observer{Verified: func(err error) { errs = append(errs, err) }}}
+		runWith(t, opts, everyMinute, s, func(w *world) {
 			w.src.MarkSynced()
 			time.Sleep(2*time.Minute + time.Second)
 			w.src.Set(view(web, 2))
@@ -1240,7 +1257,9 @@ func TestAFailingVerifyIsLoggedOnce(t *testing.T) {
 			return fmt.Errorf("cause %d", calls/10)
 		}}
 		ended := make(chan error)
-		go func() { ended <- sink.Run(ctx, src, s, sink.Options{VerifyInterval: time.Second}) }()
+		d := sink.NewDriver(src, s, sink.Options{})
+		d.SetVerifyInterval(time.Second)
+		go func() { ended <- d.Run(ctx) }()
 		time.Sleep(time.Minute)
 		synctest.Wait()
 		log := logger.GetSink().(ktesting.Underlier).GetBuffer().String()
@@ -1316,7 +1335,7 @@ func TestLongPassIsLogged(t *testing.T) {
 			}
 			return nil
 		})
-		d := sink.NewDriver(src, slow, sink.Options{BatchSize: 1, VerifyInterval: -1})
+		d := sink.NewDriver(src, slow, sink.Options{BatchSize: 1})
 		go d.Run(ctx)
 		if err := d.WaitSynced(ctx); err != nil {
 			t.Fatal(err)

@@ -7,7 +7,6 @@ import (
 	"errors"
 	"fmt"
 	"net/netip"
-	"time"
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/sink"
@@ -83,10 +82,7 @@ func ExampleFailed() {
 		}
 		return failed.Err()
 	})
-	err := sink.Run(context.Background(), source(), backend, sink.Options{
-		Once:    true,
-		Backoff: sink.Backoff{Initial: time.Millisecond},
-	})
+	err := sink.Run(context.Background(), source(), backend, sink.Options{Once: true})
 	fmt.Println(err)
 	// Output:
 	// programmed default/web

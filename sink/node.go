@@ -47,5 +47,5 @@ func (d *Driver) ackedNode(node, present *api.Node) {
 func (d *Driver) refusedNode(err error) {
 	d.node.failures++
 	d.node.err = err
-	d.node.retryAt = time.Now().Add(d.opts.Backoff.wait(d.node.failures, draw()))
+	d.node.retryAt = time.Now().Add(d.backoff.wait(d.node.failures, draw()))
 }

@@ -4,12 +4,10 @@ package sink
 
 import (
 	"cmp"
-	"math/rand/v2"
 	"time"
 )
 
-// Options are a driver's settings. The zero value means the defaults. See also
-// [Driver.Validate].
+// Options are a driver's settings. The zero value means the defaults.
 type Options struct {
 	// Name is the name of the sink in logs and in Status. Default: no name.
 	Name string
@@ -25,40 +23,12 @@ type Options struct {
 	// Default 10,000. Services of size 4096 or more are large, and are delivered alone.
 	BatchSize int
 
-	// Backoff defines how long the driver waits after a Sync that failed as a whole, and
-	// before it delivers a failed service again.
-	Backoff Backoff
-
-	// For a [Verifier], VerifyInterval is the time from the end of one Verify to the start
-	// of the next. If changes interrupt a Verify, the driver waits only a quarter of this
-	// time. Default: the interval of the sink, see [Verifier]. If VerifyInterval
-	// is negative, the driver never calls Verify.
-	VerifyInterval time.Duration
-
-	// For a [Stopper], StopTimeout is the time after which the context of Stop ends.
-	// Default: the limit of the sink, see [Stopper].
-	StopTimeout time.Duration
-
 	// If Once is true, Run returns nil as soon as a pass is complete and all services are
 	// acknowledged. Run waits for services that failed at first.
 	Once bool
 
 	// Observer receives reports of the driver's work.
 	Observer Observer
-}
-
-// Backoff defines how long to wait after failures in a row. The wait is Initial after the
-// first failure, and doubles with each further failure, up to Max.
-type Backoff struct {
-	// Initial is the first wait. Default 100 ms, or Max if that is shorter.
-	Initial time.Duration
-	// Max is the longest wait, before Jitter is added. Default 30 s, or Initial if that is
-	// longer.
-	Max time.Duration
-	// Jitter limits the random time that is added to a wait, as a fraction of the wait. It
-	// keeps nodes from retrying at the same time. Default 0.1; negative means none. Services
-	// that fail in one Sync get the same random time, so that they are retried in one Sync.
-	Jitter float64
 }
 
 // Observer receives reports of a driver's work, for metrics. Each function may be nil.
@@ -78,17 +48,15 @@ type Observer struct {
 	// changed, like most services in a pass.
 	Applied func(latency time.Duration)
 	// Verified is called after each Verify, unless changes interrupted the Verify.
-	Verified func(took time.Duration, err error)
+	Verified func(err error)
 }
 
 // SyncResult is the result of one Sync.
 type SyncResult struct {
-	// InPass reports whether the Sync was part of a pass.
-	InPass bool
-	// Passed reports whether the Sync was the last Sync of a pass. PassDuration is then the
-	// duration of the pass, from the start of its first Sync.
-	Passed       bool
-	PassDuration time.Duration
+	// PassStart is the start of the pass that the Sync belongs to. It is zero if the Sync
+	// was not part of a pass. Passed reports whether the Sync completed the pass.
+	PassStart time.Time
+	Passed    bool
 	// Services is the number of delivered services.
 	Services int
 	// Duration is the duration of the Sync.
@@ -102,10 +70,6 @@ type SyncResult struct {
 
 func (o Options) withDefaults() Options {
 	o.BatchSize = cmp.Or(o.BatchSize, 10_000)
-	o.Backoff.Initial = cmp.Or(o.Backoff.Initial, min(100*time.Millisecond, cmp.Or(o.Backoff.Max, time.Hour)))
-	o.Backoff.Max = cmp.Or(o.Backoff.Max, max(30*time.Second, o.Backoff.Initial))
-	o.Backoff.Jitter = cmp.Or(o.Backoff.Jitter, 0.1)
-	o.VerifyInterval = cmp.Or(o.VerifyInterval, time.Minute)
 	o.Observer = o.Observer.withDefaults()
 	return o
 }
@@ -125,20 +89,7 @@ func (o Observer) withDefaults() Observer {
 		o.Applied = func(time.Duration) {}
 	}
 	if o.Verified == nil {
-		o.Verified = func(time.Duration, error) {}
+		o.Verified = func(error) {}
 	}
 	return o
 }
-
-// wait returns the time to wait after a number of failures in a row. It consists of the
-// backoff and the jitter. The jitter grows with random, a number from 0 to 1.
-func (b Backoff) wait(failures int, random float64) time.Duration {
-	d := b.Initial
-	for i := 1; i < failures && d < b.Max; i++ {
-		d += min(d, b.Max-d)
-	}
-	return d + time.Duration(max(b.Jitter, 0)*random*float64(d))
-}
-
-// draw returns a random number for Backoff.wait.
-func draw() float64 { return rand.Float64() }

@@ -3,6 +3,7 @@
 package sink_test
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -56,6 +57,8 @@ func TestPasses(t *testing.T) {
 		opts sink.Options
 		test func(w *world)
 		want []string
+		// retry is the first wait of the backoff. Default: 100 ms.
+		retry time.Duration
 	}{{
 		name: "BatchSize limits services and endpoints of a batch",
 		test: func(w *world) { w.src.MarkSynced() },
@@ -138,8 +141,8 @@ func TestPasses(t *testing.T) {
 			"6s: last e none→[1] unsure",
 		},
 	}, {
-		name: "StartOver before the first Sync of a pass requests no further pass",
-		opts: sink.Options{Backoff: sink.Backoff{Initial: time.Second}},
+		name:  "StartOver before the first Sync of a pass requests no further pass",
+		retry: time.Second,
 		test: func(w *world) {
 			w.script.Add(sinkscript.Fail(sink.ErrStartOver))
 			w.src.MarkSynced()
@@ -199,7 +202,7 @@ func TestPasses(t *testing.T) {
 	for _, tc := range cases {
 		t.Run(tc.name, func(t *testing.T) {
 			tc.opts.BatchSize = 4
-			run(t, tc.opts, tc.sink, func(w *world) {
+			runWith(t, tc.opts, backoff(cmp.Or(tc.retry, 100*time.Millisecond), 30*time.Second), tc.sink, func(w *world) {
 				w.src.Delete(web)
 				for _, k := range names(5) {
 					w.src.Set(view(k, 1))
@@ -513,7 +516,7 @@ func TestWaitAppliedWaitsForPrune(t *testing.T) {
 
 func TestStartOver(t *testing.T) {
 	t.Run("begins a pass during any wait of the driver", func(t *testing.T) {
-		run(t, sink.Options{MinInterval: time.Hour, Backoff: sink.Backoff{Initial: time.Hour, Max: time.Hour}}, nil, func(w *world) {
+		runWith(t, sink.Options{MinInterval: time.Hour}, backoff(time.Hour, time.Hour), nil, func(w *world) {
 			w.src.MarkSynced()
 			w.waitApplied()
 			time.Sleep(time.Minute)
@@ -543,7 +546,7 @@ func TestStartOver(t *testing.T) {
 	})
 	t.Run("interrupts Verify", func(t *testing.T) {
 		s := &stages{verify: func(ctx context.Context) error { <-ctx.Done(); return ctx.Err() }}
-		run(t, sink.Options{VerifyInterval: time.Minute}, s, func(w *world) {
+		runWith(t, sink.Options{}, everyMinute, s, func(w *world) {
 			w.src.MarkSynced()
 			time.Sleep(90 * time.Second)
 			w.driver.StartOver()
@@ -652,7 +655,7 @@ func TestWaitSyncedWaitsForTheRequestedPass(t *testing.T) {
 }
 
 func TestWaitSyncedDoesNotWaitForServicesThatFail(t *testing.T) {
-	run(t, sink.Options{Backoff: sink.Backoff{Initial: time.Hour, Max: time.Hour}}, nil, func(w *world) {
+	runWith(t, sink.Options{}, backoff(time.Hour, time.Hour), nil, func(w *world) {
 		ctx, cancel := context.WithTimeout(w.Context(), time.Second)
 		defer cancel()
 		if err := w.driver.WaitSynced(ctx); !errors.Is(err, context.DeadlineExceeded) {

@@ -49,9 +49,9 @@ type Starter interface {
 // Stopper is for sinks that hold listeners, addresses, goroutines or other resources. The
 // driver calls Stop once, after the last Sync, but not if Start failed.
 //
-// The time limit of Stop is [Options.StopTimeout]. If that is 0 and the sink has the method
-// StopTimeout() time.Duration, for example because it drains connections, the result of
-// that method is the limit. Otherwise, and if the result is 0, the limit is ten seconds.
+// The context of Stop ends after ten seconds. A sink that needs another limit, for example
+// because it drains connections, has the method StopTimeout() time.Duration. The driver calls
+// it before Stop. The result 0 means ten seconds.
 type Stopper interface {
 	Stop(ctx context.Context) error
 }
@@ -64,14 +64,16 @@ type Cleaner interface {
 }
 
 // Verifier is for sinks that can compare the dataplane with their records and repair
-// drift. The driver calls Verify at Options.VerifyInterval, while no changes wait, and
-// never during a Sync. When changes arrive, it cancels the context. The next Verify
-// should continue where the cancelled Verify stopped. An error that wraps [ErrStartOver]
+// drift. The driver calls Verify one minute after the end of the last Verify, while no
+// changes wait, and never during a Sync. When changes arrive, it cancels the context, and
+// waits only a quarter of the interval. The next Verify should continue where the cancelled
+// Verify stopped. An error that wraps [ErrStartOver]
 // requests a new pass. The driver reports any other error or panic, and continues.
 //
-// If Options.VerifyInterval is 0 and the sink has the method VerifyInterval()
-// time.Duration, for example because its Verify is cheap, the driver uses the result of that
-// method. Otherwise, and if the result is 0, the interval is one minute.
+// A sink that needs another interval, for example because its Verify is cheap, has the
+// method VerifyInterval() time.Duration. NewDriver calls it. The result 0 means one minute.
+// With a negative result, the driver never calls Verify. A wrapper of a sink (see [As]) may
+// have this method as well.
 type Verifier interface {
 	Verify(ctx context.Context) error
 }

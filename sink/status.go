@@ -131,10 +131,10 @@ func (d *Driver) report(ctx context.Context, result SyncResult, failed Failed) {
 		logFailed(log, failed)
 	case result.Err != nil:
 		d.failedSyncs++
-		log.Error(result.Err, "Sync failed; retrying", "pass", result.InPass, "services", result.Services, "failures", d.status.Failures)
+		log.Error(result.Err, "Sync failed; retrying", "pass", !result.PassStart.IsZero(), "services", result.Services, "failures", d.status.Failures)
 	default:
 		if log := log.V(4); log.Enabled() {
-			log.Info("Synced", "pass", result.InPass, "services", result.Services, "revision", d.position, "took", result.Duration)
+			log.Info("Synced", "pass", !result.PassStart.IsZero(), "services", result.Services, "revision", d.position, "took", result.Duration)
 		}
 	}
 	if (result.Err == nil || len(failed) > 0) && d.failedSyncs > 0 && (d.pass == nil || result.Passed) && d.search.limit == 0 {
@@ -149,7 +149,7 @@ func (d *Driver) report(ctx context.Context, result SyncResult, failed Failed) {
 		log.Info("Delivering all services", "delivered", d.pass.count, "pending", len(d.pending.byKey), "after", d.pass.logged.Sub(d.pass.start).Round(time.Millisecond))
 	}
 	if result.Passed {
-		log.Info("Delivered all services", "failing", result.Failing, "duration", result.PassDuration)
+		log.Info("Delivered all services", "failing", result.Failing, "duration", time.Since(result.PassStart))
 	}
 }
 

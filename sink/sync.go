@@ -69,14 +69,12 @@ func (d *Driver) step(ctx context.Context) {
 	case acked:
 		d.logRecovery(ctx, b.services, failed)
 		notDelivered := d.notDelivered(ctx, u, &b, failed)
-		if b.Last {
-			result.PassDuration, result.Passed = time.Since(d.pass.start), true
-		}
+		result.Passed = b.Last
 		d.update(func() { d.acknowledged(u, &b, failed, notDelivered) })
 		d.dropTaken(b.services, failed)
 		d.observeLatency(b.services, failed)
-		if _, ok := As[Verifier](d.sink); ok && b.Last && d.opts.VerifyInterval > 0 && d.verifyAt.IsZero() {
-			d.verifyAt = d.status.LastSync.Add(d.opts.VerifyInterval)
+		if _, ok := As[Verifier](d.sink); ok && b.Last && d.verifyInterval > 0 && d.verifyAt.IsZero() {
+			d.verifyAt = d.status.LastSync.Add(d.verifyInterval)
 		}
 	case errors.Is(result.Err, ErrStartOver):
 		d.search.restarts++
@@ -356,7 +354,11 @@ func (d *Driver) sync(ctx context.Context, b *batch) (result SyncResult, failed 
 	if acked || hopeful {
 		d.progressed()
 	}
-	return SyncResult{InPass: d.pass != nil, Services: len(b.services), Duration: end.Sub(begin), Err: err}, failed, acked
+	result = SyncResult{Services: len(b.services), Duration: end.Sub(begin), Err: err}
+	if d.pass != nil {
+		result.PassStart = d.pass.start
+	}
+	return result, failed, acked
 }
 
 // hopeful reports whether a service that the sink reads counts as progress. After many
@@ -487,7 +489,7 @@ func (d *Driver) refused(u *Update, b *batch, err error) {
 		// While no Sync succeeds, each failure of an isolated service makes all isolated
 		// services wait longer, because the dataplane itself may be the cause.
 		d.search.aloneFailures++
-		d.pending.aloneAt = time.Now().Add(d.opts.Backoff.wait(d.search.aloneFailures, draw()))
+		d.pending.aloneAt = time.Now().Add(d.backoff.wait(d.search.aloneFailures, draw()))
 		d.position = u.Revision
 		if d.status.Failures == 0 {
 			d.recovered()
@@ -596,7 +598,7 @@ func (d *Driver) unacked(c Change, why reason) *unacked {
 func (d *Driver) fail(s *unacked, err error, drawn float64) {
 	s.failures++
 	s.err = err
-	s.retryAt = time.Now().Add(d.opts.Backoff.wait(s.failures, drawn))
+	s.retryAt = time.Now().Add(d.backoff.wait(s.failures, drawn))
 	d.pending.put(s)
 }
 
@@ -614,7 +616,7 @@ func (d *Driver) backOff(err error, patience int) {
 		d.search.patience = patience
 	}
 	d.status.Failures++
-	wait := d.opts.Backoff.wait(max(d.status.Failures-d.search.patience, d.search.restarts), draw())
+	wait := d.backoff.wait(max(d.status.Failures-d.search.patience, d.search.restarts), draw())
 	d.notBefore = later(d.notBefore, time.Now().Add(wait))
 	d.status.Err, d.status.NextAttempt = err, d.notBefore
 }

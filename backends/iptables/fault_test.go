@@ -165,7 +165,6 @@ func TestLockHeldForHalfAMinute(t *testing.T) {
 	src.MarkSynced()
 	results := make(chan sink.SyncResult, 10_000)
 	d := sink.NewDriver(src, b, sink.Options{
-		Backoff:  sink.Backoff{Initial: 10 * time.Millisecond, Max: 100 * time.Millisecond},
 		Observer: sink.Observer{Synced: func(r sink.SyncResult) { results <- r }},
 	})
 	ctx, cancel := context.WithCancel(t.Context())
@@ -1536,6 +1535,12 @@ func TestFailedStartLeavesNoGoroutine(t *testing.T) {
 	goleak.VerifyNone(t, others)
 }
 
+// impatient is a sink whose Verify is called every 10 ms.
+type impatient struct{ sink.Sink }
+
+func (i *impatient) Unwrap() sink.Sink           { return i.Sink }
+func (*impatient) VerifyInterval() time.Duration { return 10 * time.Millisecond }
+
 // With a driver, the backend recovers from faults without help.
 func TestDriverRecoversFromFaults(t *testing.T) {
 	lockFile := filepath.Join(t.TempDir(), "xtables.lock")
@@ -1547,12 +1552,10 @@ func TestDriverRecoversFromFaults(t *testing.T) {
 		src.MarkSynced()
 		b := makeBackend(t, ns, v, func(o *Options) { o.LockWait = time.Second })
 		results := make(chan sink.SyncResult, 10_000)
-		d := sink.NewDriver(src, b, sink.Options{
-			VerifyInterval: 10 * time.Millisecond,
-			Backoff:        sink.Backoff{Initial: 10 * time.Millisecond, Max: 100 * time.Millisecond},
+		d := sink.NewDriver(src, &impatient{b}, sink.Options{
 			Observer: sink.Observer{
 				Synced: func(r sink.SyncResult) { results <- r },
-				Verified: func(time.Duration, error) { // ends the pause, so that the next Verify compares rules
+				Verified: func(error) { // ends the pause, so that the next Verify compares rules
 					b.mu.Lock()
 					defer b.mu.Unlock()
 					b.verifyAt = time.Time{}

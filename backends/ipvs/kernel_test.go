@@ -307,6 +307,12 @@ func testRepair(t *testing.T) {
 	}
 }
 
+// impatient is a sink whose Verify is called every 10 ms.
+type impatient struct{ sink.Sink }
+
+func (i *impatient) Unwrap() sink.Sink           { return i.Sink }
+func (*impatient) VerifyInterval() time.Duration { return 10 * time.Millisecond }
+
 func testRepairByDriver(t *testing.T) {
 	n := &node{t: t, ns: netnstest.New(t)}
 	n.renew()
@@ -314,11 +320,10 @@ func testRepairByDriver(t *testing.T) {
 	src.Set(view([]string{"10.1.0.1", "10.1.0.2"}, nil))
 	src.MarkSynced()
 	progress := make(chan error, 10_000)
-	d := sink.NewDriver(src, n.backend, sink.Options{
-		VerifyInterval: 10 * time.Millisecond,
+	d := sink.NewDriver(src, &impatient{n.backend}, sink.Options{
 		Observer: sink.Observer{
 			Synced: func(r sink.SyncResult) { progress <- r.Err },
-			Verified: func(_ time.Duration, err error) { // ends the pauses, so that the next Verify compares
+			Verified: func(err error) { // ends the pauses, so that the next Verify compares
 				n.mu.Lock()
 				defer n.mu.Unlock()
 				n.compareAt, n.searchAt = time.Time{}, time.Time{}

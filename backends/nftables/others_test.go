@@ -330,7 +330,7 @@ func repairFlush(t testing.TB, n int) (took time.Duration, verifies int64) {
 	src.SetNode(node)
 	src.MarkSynced()
 	var verified atomic.Int64
-	d := sink.NewDriver(src, b, sink.Options{Observer: sink.Observer{Verified: func(time.Duration, error) { verified.Add(1) }}})
+	d := sink.NewDriver(src, b, sink.Options{Observer: sink.Observer{Verified: func(error) { verified.Add(1) }}})
 	ctx, cancel := context.WithCancel(klog.NewContext(t.Context(), klog.Logger{}))
 	ended := make(chan struct{})
 	go func() { defer close(ended); d.Run(ctx) }()

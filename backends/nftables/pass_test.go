@@ -326,13 +326,16 @@ func endpointsOf(t testing.TB, c *conn, i int) (endpoints []element) {
 	return endpoints
 }
 
+// unverified is a sink whose Verify is never called.
+type unverified struct{ sink.Sink }
+
+func (u *unverified) Unwrap() sink.Sink           { return u.Sink }
+func (*unverified) VerifyInterval() time.Duration { return -1 }
+
 // drive runs a driver that delivers src to s, until stop is called or the test ends.
 func drive(t testing.TB, src sink.Source, s sink.Sink, batchSize int) (d *sink.Driver, stop func()) {
 	t.Helper()
-	d = sink.NewDriver(src, s, sink.Options{
-		BatchSize: batchSize, VerifyInterval: -1,
-		Backoff: sink.Backoff{Initial: time.Millisecond, Max: 10 * time.Millisecond},
-	})
+	d = sink.NewDriver(src, &unverified{s}, sink.Options{BatchSize: batchSize})
 	ctx, cancel := context.WithCancel(klog.NewContext(t.Context(), klog.Logger{}))
 	ended := make(chan struct{})
 	go func() {

@@ -47,8 +47,7 @@ type Options struct {
 	// ms, 1 s, 2 s.
 	DialTimeouts []time.Duration
 	// DrainTimeout is how long TCP connections may continue after their frontend was deleted
-	// or the backend began to stop. Then the backend resets these connections. When the
-	// backend stops, sink.Options.StopTimeout is another limit. Default: 30 s.
+	// or the backend began to stop. Then the backend resets these connections. Default: 30 s.
 	DrainTimeout time.Duration
 	// HalfClosedTimeout is how long a TCP connection may be idle after one side has closed
 	// its direction. Then it is reset. Default: 1 h, as for kube-proxy's flag

@@ -93,9 +93,7 @@ func newWorld(t *testing.T, opts Options) *world {
 	}
 	w := &world{T: t, Backend: b, source: sinktest.NewSource(), ended: make(chan error, 1), log: &logBuffer{}, limit: b.descriptors.free}
 	w.ctx, w.stop = context.WithCancel(klog.NewContext(t.Context(), funcr.New(w.log.write, funcr.Options{Verbosity: 4})))
-	w.driver = sink.NewDriver(w.source, sinktest.NewRecorder(t, b), sink.Options{
-		Backoff: sink.Backoff{Initial: 20 * time.Millisecond, Max: 100 * time.Millisecond},
-	})
+	w.driver = sink.NewDriver(w.source, sinktest.NewRecorder(t, b), sink.Options{})
 	w.source.MarkSynced()
 	go func() { w.ended <- w.driver.Run(w.ctx) }()
 	t.Cleanup(w.end)

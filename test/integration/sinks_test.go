@@ -6,7 +6,6 @@ import (
 	"context"
 	"errors"
 	"testing"
-	"time"
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng"
@@ -60,7 +59,7 @@ func TestFailingSinkReceivesEachChangeOnce(t *testing.T) {
 				Config:   server.Config(),
 				NodeName: n.name,
 				Services: watcher.Options{ServiceProxyName: n.name},
-				Sinks:    []kpng.Sink{{Sink: rec, Options: sink.Options{Backoff: sink.Backoff{Initial: time.Millisecond}}}},
+				Sinks:    []kpng.Sink{{Sink: rec}},
 			})
 			if err := p.WaitApplied(within(t)); err != nil {
 				t.Fatal(err)

@@ -1,0 +1,14 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package sink
+
+import "time"
+
+type Backoff = backoff
+
+// SetBackoff replaces the backoff of a driver that does not run.
+func (d *Driver) SetBackoff(b Backoff) { d.backoff = b }
+
+// SetVerifyInterval replaces the interval between calls of Verify of a driver that does not
+// run.
+func (d *Driver) SetVerifyInterval(interval time.Duration) { d.verifyInterval = interval }

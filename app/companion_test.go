@@ -33,8 +33,8 @@ func (p *pair) Sync(ctx context.Context, c *sink.Changes) error {
 }
 
 func (p *pair) backend() *command.Backend {
-	return &command.Backend{Make: func(healthy func() bool) (command.Parts, error) {
-		p.healthy = healthy
+	return &command.Backend{Make: func(run command.Run) (command.Parts, error) {
+		p.healthy = run.Healthy
 		return command.Parts{Sink: p, Beside: map[string]sink.Sink{"companion": count(&p.companions)}}, nil
 	}}
 }

@@ -44,7 +44,7 @@ func (s *ownedSink) backend() *command.Backend {
 		}
 		return nil
 	})
-	return &command.Backend{Make: func(func() bool) (command.Parts, error) {
+	return &command.Backend{Make: func(command.Run) (command.Parts, error) {
 		return command.Parts{Sink: s, Beside: map[string]sink.Sink{"companion": companion}}, nil
 	}}
 }

@@ -37,6 +37,7 @@ type Options struct {
 type Metrics struct {
 	sinks     *sinkMetrics
 	kubeProxy atomic.Pointer[series] // the first call of Sink takes the series and leaves nil
+	node      *nodeMetrics
 }
 
 // New registers the collectors with r. If r is nil or already has metrics with the same
@@ -46,7 +47,8 @@ func New(r prometheus.Registerer, opts Options) (*Metrics, error) {
 		return nil, errors.New("register kpng's metrics: the registry is nil")
 	}
 	all := prometheus.NewRegistry() // a single collector, so that r accepts or rejects all metrics together
-	m := &Metrics{sinks: newSinkMetrics(promauto.With(all))}
+	m := &Metrics{sinks: newSinkMetrics(promauto.With(all)), node: newNodeMetrics(opts.KubeProxy)}
+	m.node.register(all)
 	if opts.KubeProxy {
 		m.kubeProxy.Store(newKubeProxySeries(promauto.With(all)))
 	}

@@ -15,7 +15,7 @@ import (
 // EBPF returns the backend that balances connections inside the cluster with eBPF, and
 // all other connections with nftables.
 func EBPF() sink.Sink {
-	f := &ebpfFlags{nftablesFlags: nftablesFlags{nodeFlags: nodeFlags{checks: newHealthChecks()}}}
+	f := &ebpfFlags{}
 	return withReports(&command.Backend{
 		Name:  "ebpf",
 		Short: "Balance connections inside the cluster with eBPF, and all others with nftables",
@@ -52,65 +52,26 @@ func (f *ebpfFlags) options() ebpf.Options {
 	return opts
 }
 
-func (f *ebpfFlags) parts(healthy func() bool) (command.Parts, error) {
+func (f *ebpfFlags) parts(run command.Run) (command.Parts, error) {
 	if f.nftablesFlags.options.MasqueradeAll {
 		return command.Parts{}, errors.New("--masquerade-all excludes the backend ebpf, which keeps the addresses of clients; use to-local nftables")
 	}
 	if err := f.keepAnnotation(f.ebpf.Annotation); err != nil {
 		return command.Parts{}, err
 	}
-	parts, err := f.nftablesFlags.parts(healthy)
+	below, err := f.dataplane()
 	if err != nil {
 		return command.Parts{}, err
 	}
-	opts, used := f.options(), newEBPFMetrics(f.options())
-	opts.Observer = used
-	b, err := ebpf.New(parts.Sink, opts)
+	above, err := ebpf.New(below, f.options())
 	if err != nil {
 		return command.Parts{}, err
 	}
-	parts.Sink = b
-	parts.Collectors = append(parts.Collectors, used.collectors()...)
-	if c, ok := sink.As[ebpfCounter](b); ok {
+	parts, err := f.nodeParts(run, above)
+	if c, ok := sink.As[ebpfCounter](above); ok {
 		parts.Collectors = append(parts.Collectors, ebpfCounts{c})
 	}
-	return parts, nil
-}
-
-// ebpfMetrics also has the used part of each map.
-type ebpfMetrics struct {
-	observer
-	sizes map[string]int
-	fill  *prometheus.GaugeVec
-}
-
-// newEBPFMetrics returns the metrics of maps whose sizes opts contains.
-func newEBPFMetrics(opts ebpf.Options) *ebpfMetrics {
-	const subsystem = "ebpf"
-	return &ebpfMetrics{
-		sizes: map[string]int{"frontends": opts.MaxFrontends, "endpoints": opts.MaxEndpoints, "members": opts.MaxMembers},
-		fill: prometheus.NewGaugeVec(prometheus.GaugeOpts{
-			Namespace: "kpng", Subsystem: subsystem, Name: "map_fill_ratio", Help: "Used part of each eBPF map.",
-		}, []string{"map"}),
-		observer: observer{holds: map[string]prometheus.Gauge{
-			"frontends":     gauge(subsystem, "frontends", "Cluster IPs and ports in the eBPF maps."),
-			"endpoints":     gauge(subsystem, "endpoints", "Endpoints of all frontends in the eBPF maps together."),
-			"members":       gauge(subsystem, "members", "Endpoints of UDP ports and of services with session affinity in the eBPF maps."),
-			"services_left": gauge(subsystem, "services_left", "Services that do not fit into the eBPF maps and are handled without eBPF."),
-		}},
-	}
-}
-
-// Holds implements backends.Observer.
-func (m *ebpfMetrics) Holds(kind string, n int) {
-	m.observer.Holds(kind, n)
-	if size := m.sizes[kind]; size > 0 {
-		m.fill.WithLabelValues(kind).Set(float64(n) / float64(size))
-	}
-}
-
-func (m *ebpfMetrics) collectors() []prometheus.Collector {
-	return append(m.observer.collectors(), m.fill)
+	return parts, err
 }
 
 // ebpfCounter is a part of the dataplane of package ebpf, see ebpf.New.

@@ -14,6 +14,8 @@ import (
 
 	"github.com/kpng-project/kpng"
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends"
+	"github.com/kpng-project/kpng/metrics"
 	"github.com/kpng-project/kpng/sink"
 	"github.com/kpng-project/kpng/watcher/kube"
 	"github.com/spf13/pflag"
@@ -127,12 +129,9 @@ func newlyLost(old, new *api.View) []api.LostClaim {
 	return slices.DeleteFunc(slices.Clone(new.Lost), func(l api.LostClaim) bool { return before[l.Claim] })
 }
 
-// serviceRefused adds an Event for a service that is too large. A nil eventsWriter omits
-// it.
+// serviceRefused adds an Event for a service that is too large.
 func (w *eventsWriter) serviceRefused(key types.NamespacedName, reason error) {
-	if w != nil {
-		w.add(serviceReference(key), "ServiceTooLarge", "Proxy", fmt.Sprintf("too large, so its last accepted version stays, or a part of its endpoints is used: %v", reason))
-	}
+	w.add(serviceReference(key), "ServiceTooLarge", "Proxy", fmt.Sprintf("too large, so its last accepted version stays, or a part of its endpoints is used: %v", reason))
 }
 
 // healthCheckFailed adds an Event for a health-check node port that cannot be opened. Its
@@ -141,13 +140,10 @@ func (w *eventsWriter) healthCheckFailed(service types.NamespacedName, at netip.
 	w.add(serviceReference(service), "FailedToStartServiceHealthcheck", "Listen", fmt.Sprintf("node %s cannot serve health checks at %s: %v", w.node, at, err))
 }
 
-// drifted adds an Event for a change of the dataplane by another program. A nil
-// eventsWriter omits it.
+// drifted adds an Event for a change of the dataplane by another program.
 func (w *eventsWriter) drifted(dataplane string) {
-	if w != nil {
-		w.add(corev1.ObjectReference{APIVersion: "v1", Kind: "Node", Name: w.node}, "ServiceRulesChanged", "Repair",
-			fmt.Sprintf("another program changed the %s rules for services on node %s; they are repaired", dataplane, w.node))
-	}
+	w.add(corev1.ObjectReference{APIVersion: "v1", Kind: "Node", Name: w.node}, "ServiceRulesChanged", "Repair",
+		fmt.Sprintf("another program changed the %s rules for services on node %s; they are repaired", dataplane, w.node))
 }
 
 func serviceReference(key types.NamespacedName) corev1.ObjectReference {
@@ -215,4 +211,39 @@ func (w *eventsWriter) write(ctx context.Context, event *eventsv1.Event) error {
 		return nil
 	}
 	return err
+}
+
+// metricsWithEvents is metrics that also become Events of Kubernetes.
+type metricsWithEvents struct {
+	*metrics.Metrics
+	events *eventsWriter
+}
+
+// Backend implements [nodesinks.Metrics].
+func (m metricsWithEvents) Backend(name string) backends.Observer {
+	return driftEvents{m.Metrics.Backend(name), name, m.events}
+}
+
+// HealthChecks implements [nodesinks.Metrics].
+func (m metricsWithEvents) HealthChecks() (func(open, failing int), func(types.NamespacedName, netip.AddrPort, error)) {
+	ports, failed := m.Metrics.HealthChecks()
+	return ports, func(service types.NamespacedName, at netip.AddrPort, err error) {
+		failed(service, at, err)
+		m.events.healthCheckFailed(service, at, err)
+	}
+}
+
+// driftEvents is the observer of a backend that also writes an Event for each drift.
+type driftEvents struct {
+	backends.Observer
+	backend string
+	events  *eventsWriter
+}
+
+// Drifted implements [backends.Observer].
+func (d driftEvents) Drifted(now bool) {
+	d.Observer.Drifted(now)
+	if now {
+		d.events.drifted(d.backend)
+	}
 }

@@ -11,13 +11,16 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/command"
+	"github.com/kpng-project/kpng/metrics"
 	"github.com/kpng-project/kpng/sink"
+	"github.com/prometheus/client_golang/prometheus"
 	eventsv1 "k8s.io/api/events/v1"
 	"k8s.io/apimachinery/pkg/types"
 )
 
 func TestEventsNeedAnAPIServer(t *testing.T) {
-	if _, err := parsedFlags(t, "", "--events").parts(nil); err == nil || !strings.Contains(err.Error(), "--events") {
+	if _, err := parsedFlags(t, "", "--events").parts(command.Run{}); err == nil || !strings.Contains(err.Error(), "--events") {
 		t.Errorf("error %v, want one with --events", err)
 	}
 }
@@ -78,12 +81,30 @@ func TestEventsOfOneServiceAreLimited(t *testing.T) {
 }
 
 func TestTooLargeServicesBecomeEvents(t *testing.T) {
-	var none *eventsWriter
-	none.serviceRefused(types.NamespacedName{}, errors.New("unused"))
 	w := &eventsWriter{queue: make(chan *eventsv1.Event, 1)}
 	w.serviceRefused(types.NamespacedName{Namespace: "ns", Name: "web"}, errors.New("it needs 5 elements"))
 	if e := <-w.queue; e.Namespace != "ns" || e.Regarding.Kind != "Service" || e.Regarding.Name != "web" || e.Reason != "ServiceTooLarge" || !strings.Contains(e.Note, "it needs 5 elements") {
 		t.Errorf("event %v", e)
+	}
+}
+
+// TestEventsOfObservers checks that observers of metrics also write Events.
+func TestEventsOfObservers(t *testing.T) {
+	counted, err := metrics.New(prometheus.NewRegistry(), metrics.Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	m := metricsWithEvents{counted, &eventsWriter{node: "node", queue: make(chan *eventsv1.Event, 2)}}
+	o := m.Backend("nftables")
+	o.Wrote(1, nil)
+	o.Drifted(true)
+	o.Drifted(false)
+	_, failed := m.HealthChecks()
+	failed(types.NamespacedName{Namespace: "ns", Name: "web"}, netip.MustParseAddrPort("192.0.2.1:30100"), errors.New("in use"))
+	for _, want := range []string{"ServiceRulesChanged", "FailedToStartServiceHealthcheck"} {
+		if e := <-m.events.queue; e.Reason != want {
+			t.Errorf("event %v, want %s", e, want)
+		}
 	}
 }
 
@@ -94,5 +115,4 @@ func TestEventsDoNotBlock(t *testing.T) {
 	if e := <-w.queue; e.Namespace != "default" || e.Regarding.Kind != "Node" || e.Regarding.Name != "node" {
 		t.Errorf("event %v", e)
 	}
-	(*eventsWriter)(nil).drifted("nftables")
 }

@@ -12,17 +12,6 @@ import (
 	"github.com/spf13/pflag"
 )
 
-func gauge(subsystem, name, help string) prometheus.Gauge {
-	return prometheus.NewGauge(prometheus.GaugeOpts{Namespace: "kpng", Subsystem: subsystem, Name: name, Help: help})
-}
-
-func counter(subsystem, name, help string) prometheus.Counter {
-	return prometheus.NewCounter(prometheus.CounterOpts{Namespace: "kpng", Subsystem: subsystem, Name: name, Help: help})
-}
-
-// durations has the limits of the buckets for histograms of durations, from 1 ms to 16 s.
-var durations = prometheus.ExponentialBuckets(0.001, 2, 15)
-
 // flagValue returns the value of a flag of the command, or "" if the command has no such
 // flag.
 func flagValue(fs *pflag.FlagSet, name string) string {

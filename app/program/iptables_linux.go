@@ -3,18 +3,16 @@
 package program
 
 import (
-	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/backends/iptables"
 	"github.com/kpng-project/kpng/internal/command"
 	"github.com/kpng-project/kpng/sink"
-	"github.com/prometheus/client_golang/prometheus"
 	"github.com/spf13/pflag"
 )
 
 // IPTables returns the backend that programs services into the Linux kernel with
 // iptables.
 func IPTables() sink.Sink {
-	f := &iptablesFlags{nodeFlags: nodeFlags{checks: newHealthChecks()}}
+	f := &iptablesFlags{}
 	return withReports(&command.Backend{
 		Name:  "iptables",
 		Short: "Program services into the kernel with iptables, in place of kube-proxy or beside it",
@@ -58,33 +56,14 @@ func (f *iptablesFlags) complete() (opts iptables.Options, err error) {
 	return opts, nil
 }
 
-func (f *iptablesFlags) parts(healthy func() bool) (command.Parts, error) {
+func (f *iptablesFlags) parts(run command.Run) (command.Parts, error) {
 	opts, err := f.complete()
 	if err != nil {
 		return command.Parts{}, err
 	}
-	rules := newIPTablesMetrics(func() { f.events.drifted("iptables") })
-	opts.Observer = rules
-	parts, err := f.nodeParts(healthy, func(shared backends.Options) (sink.Sink, error) {
-		opts.NodeAddresses, opts.Conntrack = shared.NodeAddresses, shared.Conntrack
-		return iptables.New(opts)
-	})
+	dataplane, err := iptables.New(opts)
 	if err != nil {
 		return command.Parts{}, err
 	}
-	parts.Collectors = append(parts.Collectors, rules.collectors()...)
-	parts.KubeProxy = append(parts.KubeProxy, kubeProxyNamed("sync_proxy_rules_iptables_restore_failures_total", rules.failed))
-	return parts, nil
-}
-
-func newIPTablesMetrics(onDrift func()) *observer {
-	const subsystem = "iptables"
-	return &observer{
-		holds:   map[string]prometheus.Gauge{"chains": gauge(subsystem, "chains", "Chains of this instance.")},
-		writes:  counter(subsystem, "restores_total", "Runs of iptables-restore."),
-		failed:  counter(subsystem, "restore_errors_total", "Runs of iptables-restore that failed."),
-		size:    counter(subsystem, "lines_written_total", "Lines of input for iptables-restore."),
-		drifted: counter(subsystem, "drift_found_total", "Times that another program had changed the rules."),
-		onDrift: onDrift,
-	}
+	return f.nodeParts(run, dataplane)
 }

@@ -3,14 +3,12 @@
 package program
 
 import (
-	"errors"
 	"net/netip"
 	"testing"
 	"time"
 
 	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/backends/iptables"
-	"github.com/prometheus/client_golang/prometheus/testutil"
 )
 
 func TestFlagsOfIPTables(t *testing.T) {
@@ -28,7 +26,7 @@ func TestFlagsOfIPTables(t *testing.T) {
 			iptables.Options{Options: backends.Options{Instance: "x", Sysctls: backends.SetSysctls, NodePodCIDRs: true, PodInterfaces: []string{"cni0", "veth*"}, MasqueradeAll: true, MasqueradeMark: 1 << 15, AcceptUnknownPorts: true}, Flavour: "legacy", WithoutIPSet: true, LockWait: 9 * time.Second, AcceptInvalid: true},
 		},
 	} {
-		f := iptablesFlags{nodeFlags: nodeFlags{checks: newHealthChecks()}}
+		f := iptablesFlags{}
 		testFlags(t, name, test.args, IPTables(), f.register, f.complete, test.want)
 	}
 }
@@ -38,18 +36,4 @@ func TestInvalidFlagsOfIPTables(t *testing.T) {
 		"--node-port-addresses=eth0", "--cluster-cidr=10.1.0.0", "--masquerade-bit=32", "--masquerade-bit=14", "--iptables-flavour=xtables", "--sysctls=maybe", "--instance=toolong",
 		"--node-port-addresses=127.0.0.0/8", "--conntrack-min=-1", "--iptables-lock-wait=1ms",
 	)
-}
-
-func TestMetricsOfIPTables(t *testing.T) {
-	m := newIPTablesMetrics(nil)
-	o := backends.Observer(m)
-	o.Wrote(10, nil)
-	o.Wrote(5, errors.New("refused"))
-	o.Holds("chains", 7)
-	o.Drifted(true)
-	for i, want := range []float64{2, 1, 15, 1, 7} {
-		if got := testutil.ToFloat64(m.collectors()[i]); got != want {
-			t.Errorf("metric %d is %v, want %v", i, got, want)
-		}
-	}
 }

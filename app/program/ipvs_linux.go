@@ -17,7 +17,7 @@ import (
 
 // IPVS returns the backend that programs services into the Linux kernel with IPVS.
 func IPVS() sink.Sink {
-	f := &ipvsFlags{nodeFlags: nodeFlags{checks: newHealthChecks()}}
+	f := &ipvsFlags{}
 	return withReports(&command.Backend{
 		Name:  "ipvs",
 		Short: "Program services into the kernel with IPVS, in place of kube-proxy or beside it",
@@ -79,7 +79,7 @@ func (f *ipvsFlags) init(ctx context.Context) error {
 	return f.applySysctls(ctx, settings...)
 }
 
-func (f *ipvsFlags) parts(healthy func() bool) (command.Parts, error) {
+func (f *ipvsFlags) parts(run command.Run) (command.Parts, error) {
 	opts, err := f.complete()
 	if err != nil {
 		return command.Parts{}, err
@@ -87,9 +87,9 @@ func (f *ipvsFlags) parts(healthy func() bool) (command.Parts, error) {
 	if err := f.keepAnnotation(opts.SchedulerAnnotation); err != nil {
 		return command.Parts{}, err
 	}
-	opts.Observer = &observer{onDrift: func() { f.events.drifted("ipvs") }}
-	return f.nodeParts(healthy, func(shared backends.Options) (sink.Sink, error) {
-		opts.NodeAddresses, opts.Conntrack = shared.NodeAddresses, shared.Conntrack
-		return ipvs.New(opts)
-	})
+	dataplane, err := ipvs.New(opts)
+	if err != nil {
+		return command.Parts{}, err
+	}
+	return f.nodeParts(run, dataplane)
 }

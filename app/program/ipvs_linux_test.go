@@ -34,7 +34,7 @@ func TestFlagsOfIPVS(t *testing.T) {
 		},
 		"report kernel settings": {[]string{"--sysctls=report"}, defaults(func(o *ipvs.Options) { o.Sysctls = backends.ReportSysctls })},
 	} {
-		f := ipvsFlags{nodeFlags: nodeFlags{checks: newHealthChecks()}}
+		f := ipvsFlags{}
 		testFlags(t, name, test.args, IPVS(), f.register, f.complete, test.want)
 	}
 }
@@ -50,7 +50,7 @@ func TestHealthChecksAreForwardedToOwnPort(t *testing.T) {
 		{[]string{"--healthz-bind-address=0.0.0.0:10300", "--forward-healthcheck-port=80"}, 80},
 		{[]string{"--healthz-bind-address=0.0.0.0:10300", "--forward-healthcheck-port=0"}, 0},
 	} {
-		f := ipvsFlags{nodeFlags: nodeFlags{checks: newHealthChecks()}}
+		f := ipvsFlags{}
 		fs := pflag.NewFlagSet("ipvs", pflag.ContinueOnError)
 		f.register(fs)
 		fs.String("healthz-bind-address", "", "")

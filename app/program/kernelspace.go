@@ -9,7 +9,6 @@ import (
 	"path/filepath"
 	"time"
 
-	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/backends/windows/kernelspace"
 	"github.com/kpng-project/kpng/internal/command"
 	"github.com/kpng-project/kpng/internal/nodesinks"
@@ -22,7 +21,7 @@ import (
 // Kernelspace returns the backend that programs services as load balancers of the Host
 // Networking Service (HNS) of Windows.
 func Kernelspace() sink.Sink {
-	f, metrics := &kernelspaceFlags{checks: newHealthChecks()}, newHNSMetrics()
+	f, metrics := &kernelspaceFlags{}, newHNSMetrics()
 	return withReports(&command.Backend{
 		Name:  "kernelspace",
 		Short: "Program services into the kernel by the Host Networking Service (HNS), in place of kube-proxy or beside it",
@@ -30,19 +29,24 @@ func Kernelspace() sink.Sink {
 			"What is programmed stays when the program ends, until it is started with --cleanup, or kpng cleanup kernelspace. It needs an administrator's rights.",
 		OnlyPorts: true,
 		Flags:     f.register,
-		Make: func(healthy func() bool) (command.Parts, error) {
+		Make: func(run command.Run) (command.Parts, error) {
 			opts := f.complete()
-			opts.Observer = &observer{holds: metrics.holds}
-			parts, err := f.checks.parts(nodesinks.Options{Healthy: healthy}, func(backends.Options) (sink.Sink, error) { return kernelspace.New(opts) })
+			opts.Observer = run.Metrics.Backend("hns")
+			dataplane, err := kernelspace.New(opts)
 			if err != nil {
-				return parts, err
+				return command.Parts{}, err
 			}
-			if d, ok := sink.As[interface {
+			node, err := nodesinks.New(nodesinks.Options{Healthy: run.Healthy, Metrics: run.Metrics})
+			if err != nil {
+				return command.Parts{}, err
+			}
+			if d, ok := dataplane.(interface {
 				OnCall(func(call string, took time.Duration, err error))
-			}](parts.Sink); ok {
+			}); ok {
 				d.OnCall(metrics.called)
 			}
-			parts.Collectors = append(parts.Collectors, metrics.holds["endpoints"], metrics.holds["load_balancers"], metrics.calls, metrics.failures)
+			parts := f.checks.parts(node, dataplane)
+			parts.Collectors = append(parts.Collectors, metrics.calls, metrics.failures)
 			return parts, nil
 		},
 	}, nil)
@@ -59,7 +63,7 @@ func kernelspaceStateFile(instance string) string {
 
 // kernelspaceFlags has the values of the backend's flags.
 type kernelspaceFlags struct {
-	checks        *healthChecks
+	checks        healthChecks
 	options       kernelspace.Options
 	nodeIPs       []netip.Addr
 	forwardChecks bool
@@ -93,22 +97,16 @@ func (f *kernelspaceFlags) complete() kernelspace.Options {
 	return opts
 }
 
-// hnsMetrics counts the calls to HNS. It also counts the endpoints and load balancers
-// that HNS has for this program.
+// hnsMetrics counts the calls to HNS.
 type hnsMetrics struct {
-	holds    map[string]prometheus.Gauge
 	calls    *prometheus.HistogramVec
 	failures *prometheus.CounterVec
 }
 
 func newHNSMetrics() *hnsMetrics {
 	return &hnsMetrics{
-		holds: map[string]prometheus.Gauge{
-			"endpoints":      gauge("hns", "endpoints", "Endpoints that HNS has for kpng."),
-			"load_balancers": gauge("hns", "load_balancers", "Load balancers that HNS has for kpng."),
-		},
 		calls: prometheus.NewHistogramVec(prometheus.HistogramOpts{
-			Namespace: "kpng", Subsystem: "hns", Name: "call_duration_seconds", Buckets: durations,
+			Namespace: "kpng", Subsystem: "hns", Name: "call_duration_seconds", Buckets: prometheus.ExponentialBuckets(0.001, 2, 15), // 1 ms to 16 s
 			Help: "How long a call of HNS took, by call (CreateLoadBalancer, …); a listing is one call.",
 		}, []string{"call"}),
 		failures: prometheus.NewCounterVec(prometheus.CounterOpts{

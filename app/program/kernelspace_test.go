@@ -14,8 +14,10 @@ import (
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/backends/windows/kernelspace"
+	"github.com/kpng-project/kpng/internal/command"
 	"github.com/kpng-project/kpng/internal/hns"
 	"github.com/kpng-project/kpng/internal/hns/fakehns"
+	"github.com/kpng-project/kpng/metrics"
 	"github.com/kpng-project/kpng/node/nodeaddr"
 	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
@@ -56,7 +58,7 @@ func TestFlagsOfKernelspace(t *testing.T) {
 		}},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
-			f := kernelspaceFlags{checks: newHealthChecks()}
+			f := kernelspaceFlags{}
 			fs := pflag.NewFlagSet("kernelspace", pflag.ContinueOnError)
 			f.register(fs)
 			if err := fs.Parse(tc.args); err != nil {
@@ -84,8 +86,13 @@ func TestLoadBalancersStayUntilCleanup(t *testing.T) {
 	fakehns.Use(t, fake)
 	fake.AddNetwork(hns.Network{Name: "pods"})
 	args := []string{"--network=pods", "--state-file=" + filepath.Join(t.TempDir(), "kpng.json")}
-	p := mustConfigure(t, Kernelspace(), args...)
+	backend, _ := sink.As[*command.Backend](Kernelspace())
 	registry := prometheus.NewPedanticRegistry()
+	var err error
+	if backend.Metrics, err = metrics.New(registry, metrics.Options{}); err != nil {
+		t.Fatal(err)
+	}
+	p := mustConfigure(t, backend, args...)
 	registry.MustRegister(p.Parts().Collectors...)
 
 	stopper, _ := sink.As[sink.Stopper](p)

@@ -46,7 +46,7 @@ func localView(name string, nodes ...string) *api.View {
 
 func TestServicePortsWithoutLocalEndpointsAreCounted(t *testing.T) {
 	var result error
-	b := withReports(&command.Backend{Make: func(func() bool) (command.Parts, error) {
+	b := withReports(&command.Backend{Make: func(command.Run) (command.Parts, error) {
 		return command.Parts{Sink: sink.Func(func(context.Context, *sink.Changes) error { return result })}, nil
 	}}, nil)
 	if err := b.Configure(); err != nil {

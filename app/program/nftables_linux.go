@@ -5,18 +5,16 @@ package program
 import (
 	"errors"
 
-	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/backends/nftables"
 	"github.com/kpng-project/kpng/internal/command"
 	"github.com/kpng-project/kpng/sink"
-	"github.com/prometheus/client_golang/prometheus"
 	"github.com/spf13/pflag"
 )
 
 // NFTables returns the backend that programs services into the Linux kernel with
 // nftables.
 func NFTables() sink.Sink {
-	f := &nftablesFlags{nodeFlags: nodeFlags{checks: newHealthChecks()}}
+	f := &nftablesFlags{}
 	return withReports(&command.Backend{
 		Name:  "nftables",
 		Short: "Program services into the kernel with nftables, in place of kube-proxy or beside it",
@@ -63,33 +61,18 @@ func (f *nftablesFlags) complete() (nftables.Options, error) {
 	return opts, nil
 }
 
-func (f *nftablesFlags) parts(healthy func() bool) (command.Parts, error) {
-	opts, err := f.complete()
+func (f *nftablesFlags) parts(run command.Run) (command.Parts, error) {
+	dataplane, err := f.dataplane()
 	if err != nil {
 		return command.Parts{}, err
 	}
-	table := newNFTablesMetrics(func() { f.events.drifted("nftables") })
-	opts.Observer = table
-	parts, err := f.nodeParts(healthy, func(shared backends.Options) (sink.Sink, error) {
-		opts.NodeAddresses, opts.Conntrack = shared.NodeAddresses, shared.Conntrack
-		return nftables.New(opts)
-	})
-	if err != nil {
-		return command.Parts{}, err
-	}
-	parts.Collectors = append(parts.Collectors, table.collectors()...)
-	parts.KubeProxy = append(parts.KubeProxy, kubeProxyNamed("sync_proxy_rules_nftables_sync_failures_total", table.failed))
-	return parts, nil
+	return f.nodeParts(run, dataplane)
 }
 
-func newNFTablesMetrics(onDrift func()) *observer {
-	const subsystem = "nftables"
-	return &observer{
-		holds:    map[string]prometheus.Gauge{"elements": gauge(subsystem, "elements", "Elements of the maps and sets of the table.")},
-		writes:   counter(subsystem, "transactions_total", "Attempts to change the table in a transaction."),
-		failed:   counter(subsystem, "transaction_errors_total", "Attempts to change the table that failed, and so changed nothing, or had no answer."),
-		drifted:  counter(subsystem, "drift_found_total", "Times that another program had changed the table."),
-		repaired: counter(subsystem, "drift_repaired_total", "Times that the table was repaired after another program had changed it."),
-		onDrift:  onDrift,
+func (f *nftablesFlags) dataplane() (sink.Sink, error) {
+	opts, err := f.complete()
+	if err != nil {
+		return nil, err
 	}
+	return nftables.New(opts)
 }

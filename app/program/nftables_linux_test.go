@@ -3,19 +3,13 @@
 package program
 
 import (
-	"errors"
 	"net/netip"
-	"slices"
 	"strings"
 	"testing"
-	"time"
 
-	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/backends/nftables"
 	"github.com/kpng-project/kpng/backends/userspace"
-	"github.com/prometheus/client_golang/prometheus"
-	"github.com/prometheus/client_golang/prometheus/testutil"
 	"github.com/spf13/pflag"
 )
 
@@ -43,7 +37,7 @@ func TestFlagsOfNFTables(t *testing.T) {
 			nftables.Options{Options: backends.Options{Instance: "x", MasqueradeAll: true, MasqueradeMark: 1 << 15, AcceptUnknownPorts: true, Sysctls: backends.IgnoreSysctls}, ServiceCIDRs: pods, DNATPriority: -110, SNATPriority: 90, DropInvalid: true},
 		},
 	} {
-		f := nftablesFlags{nodeFlags: nodeFlags{checks: newHealthChecks()}}
+		f := nftablesFlags{}
 		testFlags(t, name, test.args, NFTables(), f.register, f.complete, test.want)
 	}
 }
@@ -52,8 +46,8 @@ func TestFlagsOfNFTables(t *testing.T) {
 // serve node ports at loopback addresses.
 func TestHelpOfNodePortAddresses(t *testing.T) {
 	kernel, user := pflag.NewFlagSet("", 0), pflag.NewFlagSet("", 0)
-	(&nodeFlags{checks: newHealthChecks()}).register(kernel)
-	userspaceFlags(user, &userspace.Options{}, newHealthChecks())
+	(&nodeFlags{}).register(kernel)
+	userspaceFlags(user, &userspace.Options{}, &healthChecks{})
 	for flags, want := range map[*pflag.FlagSet]bool{kernel: false, user: true} {
 		if usage := flags.Lookup("node-port-addresses").Usage; strings.Contains(usage, "localhost") != want {
 			t.Errorf("the help is %q, want localhost: %t", usage, want)
@@ -78,43 +72,5 @@ func TestLoopbackAddressesAfterASpaceAreRefused(t *testing.T) {
 func TestHealthChecksCanBeLeftOut(t *testing.T) {
 	if others := mustConfigure(t, NFTables(), "--no-health-checks").Parts().Beside; len(others) > 0 {
 		t.Errorf("unexpected companions %v of the backend", others)
-	}
-}
-
-func TestNFTablesMetrics(t *testing.T) {
-	registry := prometheus.NewPedanticRegistry()
-	flows, table, checks := newFlowMetrics(), newNFTablesMetrics(nil), newHealthChecks()
-	registry.MustRegister(slices.Concat(checks.collectors(), flows.collectors(), table.collectors())...)
-	flows.observe(5, 3, time.Millisecond, nil)
-	flows.observe(1, 0, time.Millisecond, errors.New("no permission"))
-	o := backends.Observer(table)
-	o.Holds("elements", 9)
-	o.Holds("elements", 7)
-	o.Wrote(100, nil)
-	o.Wrote(100, errors.New("the map is full"))
-	o.Wrote(100, nil)
-	o.Drifted(true)
-	o.Drifted(true)
-	o.Drifted(false)
-	got := map[string]float64{}
-	families, err := registry.Gather()
-	if err != nil {
-		t.Fatal(err)
-	}
-	for _, f := range families {
-		m := f.GetMetric()[0]
-		got[f.GetName()] = m.GetGauge().GetValue() + m.GetCounter().GetValue() + float64(m.GetHistogram().GetSampleCount())
-	}
-	want := map[string]float64{
-		"kpng_conntrack_entries_deleted_total": 3, "kpng_conntrack_entries_seen_total": 6, "kpng_conntrack_errors_total": 1, "kpng_conntrack_duration_seconds": 2,
-		"kpng_healthcheck_faults_total": 0, "kpng_healthcheck_ports_failing": 0, "kpng_healthcheck_ports_open": 0,
-		"kpng_nftables_drift_found_total": 2, "kpng_nftables_drift_repaired_total": 1, "kpng_nftables_elements": 7,
-		"kpng_nftables_transaction_errors_total": 1, "kpng_nftables_transactions_total": 3,
-	}
-	if diff := cmp.Diff(want, got); diff != "" {
-		t.Errorf("metrics (-want +got):\n%s", diff)
-	}
-	if problems, err := testutil.GatherAndLint(registry); err != nil || len(problems) > 0 {
-		t.Errorf("problems %v, error %v", problems, err)
 	}
 }

@@ -8,7 +8,6 @@ import (
 	"net/netip"
 	"slices"
 	"strings"
-	"time"
 
 	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/internal/command"
@@ -17,7 +16,6 @@ import (
 	"github.com/kpng-project/kpng/internal/sysctl"
 	"github.com/kpng-project/kpng/node/nodeaddr"
 	"github.com/kpng-project/kpng/sink"
-	"github.com/prometheus/client_golang/prometheus"
 	"github.com/spf13/pflag"
 	"golang.org/x/sys/unix"
 )
@@ -30,9 +28,8 @@ type nodeFlags struct {
 	sysctls           string
 	limits            conntrackLimits
 	keepConnections   bool
-	checks            *healthChecks
+	checks            healthChecks
 	withEvents        bool
-	events            *eventsWriter // nil without --events
 	// flagSet has all flags of the command. Some of them do not belong to the backend.
 	flagSet *pflag.FlagSet
 }
@@ -100,34 +97,28 @@ func (f *nodeFlags) conntrackSettings(cores int) []sysctl.Setting {
 	return limits.Settings(cores)
 }
 
-// nodeParts returns the parts of the backend that create makes. The argument of create has
-// the options that the node sets. The argument more has kernel settings that the backend
-// needs, but does not apply itself.
-func (f *nodeFlags) nodeParts(healthy func() bool, create func(backends.Options) (sink.Sink, error), more ...sysctl.Setting) (command.Parts, error) {
+// nodeParts returns the parts of a backend with a dataplane.
+func (f *nodeFlags) nodeParts(run command.Run, dataplane sink.Sink) (command.Parts, error) {
+	opts := nodesinks.Options{
+		NodePorts: f.nodePorts, KeepConnections: f.keepConnections, Healthy: run.Healthy, Metrics: run.Metrics,
+		Settings: f.conntrackSettings(sysctl.Cores()), Sysctls: f.sysctlMode(), Follow: followBridges,
+	}
+	var events *eventsWriter // nil without --events
 	if f.withEvents {
-		events, err := newEventsWriter(f.flagSet)
-		if err != nil {
+		var err error
+		if events, err = newEventsWriter(f.flagSet); err != nil {
 			return command.Parts{}, err
 		}
-		f.events = events
-		f.checks.failed = events.healthCheckFailed
+		opts.Metrics = metricsWithEvents{run.Metrics, events}
 	}
-	flows := newFlowMetrics()
-	parts, err := f.checks.parts(nodesinks.Options{
-		NodePorts: f.nodePorts, KeepConnections: f.keepConnections, Healthy: healthy, Flows: flows.observe,
-		Settings: append(more, f.conntrackSettings(sysctl.Cores())...), Sysctls: f.sysctlMode(), Follow: followBridges,
-	}, create)
+	node, err := nodesinks.New(opts)
 	if err != nil {
-		return parts, err
+		return command.Parts{}, err
 	}
-	if f.events != nil {
-		parts.Beside["events"] = f.events
-	}
-	parts.Refused = f.events.serviceRefused
-	parts.Collectors = append(parts.Collectors, flows.collectors()...)
-	parts.KubeProxy = []prometheus.Collector{
-		kubeProxyNamed("conntrack_reconciler_sync_duration_seconds", flows.duration),
-		kubeProxyNamed("conntrack_reconciler_deleted_entries_total", flows.deleted),
+	dataplane, _ = node.Dataplane(dataplane)
+	parts := f.checks.parts(node, dataplane)
+	if events != nil {
+		parts.Beside["events"], parts.Refused = events, events.serviceRefused
 	}
 	return parts, nil
 }
@@ -162,34 +153,4 @@ func (f *nodeFlags) keepAnnotation(name string) error {
 		return keep.Value.Set(name)
 	}
 	return nil
-}
-
-type flowMetrics struct {
-	seen, deleted, errors prometheus.Counter
-	duration              prometheus.Histogram
-}
-
-func newFlowMetrics() *flowMetrics {
-	const subsystem = "conntrack"
-	return &flowMetrics{
-		seen:    counter(subsystem, "entries_seen_total", "Connections that the kernel listed while stale connections were looked for."),
-		deleted: counter(subsystem, "entries_deleted_total", "Stale connections that were deleted."),
-		errors:  counter(subsystem, "errors_total", "Looks for stale connections that failed and are made again."),
-		duration: prometheus.NewHistogram(prometheus.HistogramOpts{
-			Namespace: "kpng", Subsystem: subsystem, Name: "duration_seconds", Help: "How long a look for stale connections took.", Buckets: durations,
-		}),
-	}
-}
-
-func (m *flowMetrics) collectors() []prometheus.Collector {
-	return []prometheus.Collector{m.seen, m.deleted, m.errors, m.duration}
-}
-
-func (m *flowMetrics) observe(seen, deleted int, took time.Duration, err error) {
-	m.seen.Add(float64(seen))
-	m.deleted.Add(float64(deleted))
-	m.duration.Observe(took.Seconds())
-	if err != nil {
-		m.errors.Inc()
-	}
 }

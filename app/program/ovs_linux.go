@@ -7,7 +7,6 @@ import (
 	"net/netip"
 	"strconv"
 
-	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/backends/ovs"
 	"github.com/kpng-project/kpng/internal/command"
 	"github.com/kpng-project/kpng/internal/nodesinks"
@@ -18,7 +17,7 @@ import (
 
 // OVS returns the backend that programs services into a bridge of Open vSwitch.
 func OVS() sink.Sink {
-	f := &ovsFlags{checks: newHealthChecks()}
+	f := &ovsFlags{}
 	return withReports(&command.Backend{
 		Name:  "ovs",
 		Short: "Program services into a bridge of Open vSwitch whose program sends packets there",
@@ -36,7 +35,7 @@ type ovsFlags struct {
 	keepConnections   bool
 	nodePorts         nodeaddr.Selection
 	masqueradeOutside bool
-	checks            *healthChecks
+	checks            healthChecks
 }
 
 func (f *ovsFlags) register(fs *pflag.FlagSet) {
@@ -64,18 +63,24 @@ func (f *ovsFlags) register(fs *pflag.FlagSet) {
 	f.checks.register(fs)
 }
 
-func (f *ovsFlags) parts(healthy func() bool) (command.Parts, error) {
+func (f *ovsFlags) parts(run command.Run) (command.Parts, error) {
 	opts := f.options
 	if opts.Bridge == "" {
 		return command.Parts{}, errors.New("name the bridge with --bridge")
 	}
 	opts.MasqueradeOutsiders = f.masqueradeOutside && len(opts.ClusterCIDRs)+len(opts.PodCIDRs) > 0
 	opts.Instance = strconv.Itoa(int(f.number))
-	return f.checks.parts(nodesinks.Options{NodePorts: f.nodePorts, KeepConnections: f.keepConnections, Healthy: healthy}, func(shared backends.Options) (sink.Sink, error) {
-		opts.NodeAddresses = shared.NodeAddresses
-		if f.keepConnections { // by default, the backend deletes connections in its own zones
-			opts.Conntrack = shared.Conntrack
-		}
-		return ovs.New(opts)
-	})
+	if f.keepConnections { // by default, the backend deletes connections in its own zones
+		opts.Conntrack = nodesinks.KeepConnections
+	}
+	dataplane, err := ovs.New(opts)
+	if err != nil {
+		return command.Parts{}, err
+	}
+	node, err := nodesinks.New(nodesinks.Options{NodePorts: f.nodePorts, Healthy: run.Healthy, Metrics: run.Metrics})
+	if err != nil {
+		return command.Parts{}, err
+	}
+	completed, _ := node.Dataplane(dataplane)
+	return f.checks.parts(node, completed), nil
 }

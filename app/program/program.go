@@ -36,8 +36,8 @@ func withReports(b *command.Backend, l *leftovers) *command.Backend {
 			search = true
 		}
 	}
-	b.Make = func(healthy func() bool) (command.Parts, error) {
-		parts, err := create(healthy)
+	b.Make = func(run command.Run) (command.Parts, error) {
+		parts, err := create(run)
 		if err != nil {
 			return parts, err
 		}

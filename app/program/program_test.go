@@ -60,7 +60,7 @@ func verify(ctx context.Context, b *command.Backend) error {
 func TestReporterStartsAndStopsItsSink(t *testing.T) {
 	var s fakeSink
 	made := 0
-	b := mustConfigure(t, withReports(&command.Backend{Make: func(func() bool) (command.Parts, error) {
+	b := mustConfigure(t, withReports(&command.Backend{Make: func(command.Run) (command.Parts, error) {
 		made++
 		return command.Parts{Sink: &s}, nil
 	}}, nil))

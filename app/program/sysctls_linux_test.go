@@ -16,7 +16,7 @@ import (
 // parsedFlags parses args. The default of the flag --service-proxy-name is proxyName.
 func parsedFlags(t *testing.T, proxyName string, args ...string) *nftablesFlags {
 	t.Helper()
-	f := &nftablesFlags{nodeFlags: nodeFlags{checks: newHealthChecks()}}
+	f := &nftablesFlags{}
 	fs := pflag.NewFlagSet("nftables", pflag.ContinueOnError)
 	f.register(fs)
 	fs.String("service-proxy-name", proxyName, "")

@@ -6,7 +6,6 @@ import (
 	"iter"
 	"strconv"
 
-	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/backends/userspace"
 	windows "github.com/kpng-project/kpng/backends/windows/userspace"
 	"github.com/kpng-project/kpng/internal/command"
@@ -22,12 +21,12 @@ const userspaceLong = "Listens at the addresses of services, and copies traffic 
 // backend uses it to make the addresses of services local to this host. If addrs is nil,
 // the backend uses only addresses that this host already has.
 func Userspace(addrs userspace.Addresses) sink.Sink {
-	opts, checks := userspace.Options{Addresses: addrs}, newHealthChecks()
+	opts, checks := userspace.Options{Addresses: addrs}, &healthChecks{}
 	return withReports(&command.Backend{
 		Name: "userspace", Short: "Proxy by sockets of this process", Long: userspaceLong,
 		OnlyPorts: true,
 		Flags:     func(fs *pflag.FlagSet) { userspaceFlags(fs, &opts, checks) },
-		Make:      func(healthy func() bool) (command.Parts, error) { return userspaceParts(opts, checks, healthy) },
+		Make:      func(run command.Run) (command.Parts, error) { return userspaceParts(opts, checks, run) },
 	}, newLeftovers("userspace"))
 }
 
@@ -37,7 +36,7 @@ func WindowsUserspace() sink.Sink {
 	var (
 		opts   userspace.Options
 		netsh  windows.Options
-		checks = newHealthChecks()
+		checks = &healthChecks{}
 	)
 	return withReports(&command.Backend{
 		Name: "userspace", Short: "Proxy by sockets of this process, at addresses that are put on a network interface", Long: userspaceLong,
@@ -48,13 +47,13 @@ func WindowsUserspace() sink.Sink {
 			fs.DurationVar(&netsh.Timeout, "address-timeout", 0, "how long an address that was added may take until it can be used; 0 means 10 s")
 			userspaceFlags(fs, &opts, checks)
 		},
-		Make: func(healthy func() bool) (command.Parts, error) {
+		Make: func(run command.Run) (command.Parts, error) {
 			addresses, err := windows.New(netsh)
 			if err != nil {
 				return command.Parts{}, err
 			}
 			opts.Addresses, opts.ExcludeInterfaces = addresses, []string{addresses.Interface()}
-			return userspaceParts(opts, checks, healthy)
+			return userspaceParts(opts, checks, run)
 		},
 	}, nil)
 }
@@ -69,22 +68,20 @@ func userspaceFlags(fs *pflag.FlagSet, opts *userspace.Options, checks *healthCh
 	checks.register(fs)
 }
 
-func userspaceParts(opts userspace.Options, checks *healthChecks, healthy func() bool) (command.Parts, error) {
-	var ports *portMetrics
-	parts, err := checks.parts(nodesinks.Options{
-		NodePorts: opts.NodePorts, ExcludeInterfaces: opts.ExcludeInterfaces, Healthy: healthy,
-	}, func(shared backends.Options) (sink.Sink, error) {
-		opts.NodeAddresses = shared.NodeAddresses
-		b, err := userspace.New(opts)
-		if err == nil {
-			ports = newPortMetrics(b.Stats)
-		}
-		return b, err
+func userspaceParts(opts userspace.Options, checks *healthChecks, run command.Run) (command.Parts, error) {
+	node, err := nodesinks.New(nodesinks.Options{
+		NodePorts: opts.NodePorts, ExcludeInterfaces: opts.ExcludeInterfaces, Healthy: run.Healthy, Metrics: run.Metrics,
 	})
 	if err != nil {
-		return parts, err
+		return command.Parts{}, err
 	}
-	parts.Collectors = append(parts.Collectors, ports)
+	opts.NodeAddresses = node.Addresses()
+	b, err := userspace.New(opts)
+	if err != nil {
+		return command.Parts{}, err
+	}
+	parts := checks.parts(node, b)
+	parts.Collectors = append(parts.Collectors, newPortMetrics(b.Stats))
 	return parts, nil
 }
 

@@ -46,7 +46,7 @@ func TestFlagsOfUserspace(t *testing.T) {
 		t.Run(tc.name, func(t *testing.T) {
 			var got userspace.Options
 			fs := pflag.NewFlagSet("userspace", pflag.ContinueOnError)
-			userspaceFlags(fs, &got, newHealthChecks())
+			userspaceFlags(fs, &got, &healthChecks{})
 			if err := fs.Parse(tc.args); err != nil {
 				t.Fatal(err)
 			}
@@ -143,10 +143,7 @@ func TestConnectionsAreProxiedAndCounted(t *testing.T) {
 # HELP kpng_userspace_connections_total TCP connections and UDP clients that came.
 # TYPE kpng_userspace_connections_total counter
 kpng_userspace_connections_total{namespace="default",port="%d",protocol="TCP",service="web"} 1
-# HELP kpng_healthcheck_ports_open Health-check node ports that are listened on, once for each node address.
-# TYPE kpng_healthcheck_ports_open gauge
-kpng_healthcheck_ports_open 0
-`, at.Port())), "kpng_userspace_connections_total", "kpng_healthcheck_ports_open"); err != nil {
+`, at.Port())), "kpng_userspace_connections_total"); err != nil {
 		t.Error(err)
 	}
 	if s, ok := sink.As[interface{ StopTimeout() time.Duration }](p); !ok || s.StopTimeout() <= 30*time.Second {

@@ -90,6 +90,9 @@ func newBackend(proxy sink.Sink, opts Options) (*backend, error) {
 // Unwrap returns the other sink, see [sink.As].
 func (b *backend) Unwrap() sink.Sink { return b.proxy }
 
+// SharedOptions implements [backendoptions.Sharer].
+func (b *backend) SharedOptions() (string, *backends.Options) { return "ebpf", &b.opts.Options }
+
 // Start implements [sink.Starter]. It starts the other sink, opens or makes the maps, and
 // attaches the programs. Programs of an earlier process are replaced without
 // interruption. If no process has run for ten minutes, the programs translate connections
@@ -244,6 +247,9 @@ func (b *backend) program(ctx context.Context, c *sink.Changes) {
 // reportUsage reports the numbers of elements in the maps.
 func (b *backend) reportUsage() {
 	u := b.dataplane.usage()
+	b.opts.Observer.Holds("max_frontends", b.opts.MaxFrontends)
+	b.opts.Observer.Holds("max_endpoints", b.opts.MaxEndpoints)
+	b.opts.Observer.Holds("max_members", b.opts.MaxMembers)
 	b.opts.Observer.Holds("frontends", u.frontends)
 	b.opts.Observer.Holds("endpoints", u.endpoints)
 	b.opts.Observer.Holds("members", u.members)

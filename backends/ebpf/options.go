@@ -23,8 +23,9 @@ import (
 // "kpng-ebpf-<Instance>", below BPFFS. Instance has at most 64 letters, digits, "-" and "_".
 //
 // The Observer's method Holds is called when Sync or Verify may have changed the maps, with
-// the numbers of "frontends", "endpoints" and "members" in them (see MaxFrontends,
-// MaxEndpoints and MaxMembers). The kind "services_left" is the number of services with a
+// the numbers of "frontends", "endpoints" and "members" in them. The kinds "max_frontends",
+// "max_endpoints" and "max_members" are the options MaxFrontends, MaxEndpoints and
+// MaxMembers. The kind "services_left" is the number of services with a
 // frontend that did not fit into the maps, or that need more than their share. The other
 // sink handles these frontends. The method Wrote is not called.
 type Options struct {

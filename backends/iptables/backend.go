@@ -79,6 +79,9 @@ func newBackend(opts Options) (*backend, error) {
 	return &backend{opts: opts}, nil
 }
 
+// SharedOptions implements [backendoptions.Sharer].
+func (b *backend) SharedOptions() (string, *backends.Options) { return "iptables", &b.opts.Options }
+
 // Start implements [sink.Starter]. It watches the node's addresses in the background.
 func (b *backend) Start(ctx context.Context) error {
 	return b.owner.Start(b.own(ctx), func() error { return b.start(ctx) })

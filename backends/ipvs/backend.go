@@ -62,6 +62,9 @@ func newBackend(opts Options) (*backend, error) {
 	return b, nil
 }
 
+// SharedOptions implements [backendoptions.Sharer].
+func (b *backend) SharedOptions() (string, *backends.Options) { return "ipvs", &b.opts.Options }
+
 // Start implements [sink.Starter]. It checks kernel settings and watches the node's
 // addresses.
 func (b *backend) Start(ctx context.Context) error {

@@ -84,13 +84,14 @@ type claim struct {
 }
 
 func newDataplane(opts *Options) *dataplane {
+	opts.Observer = backendoptions.Observe(opts.Observer)
 	return &dataplane{
 		opts: opts,
 		planner: planner{
 			scheduler: opts.Scheduler, annotation: opts.SchedulerAnnotation,
 			owner: owner(opts.tableName()), healthzPort: opts.HealthzPort, nodeNetworks: opts.NodeNetworks,
 		},
-		observer: backendoptions.Observe(opts.Observer),
+		observer: opts.Observer,
 		conn:     conn{netNS: opts.NetNS},
 		nft:      netfilter.NewConn(opts.NetNS),
 		lists:    sourcelists.New(nil),

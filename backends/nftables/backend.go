@@ -62,6 +62,9 @@ func newBackend(opts Options) (*backend, error) {
 	return b, nil
 }
 
+// SharedOptions implements [backendoptions.Sharer].
+func (b *backend) SharedOptions() (string, *backends.Options) { return "nftables", &b.opts.Options }
+
 // Start implements [sink.Starter]. It checks sysctls and creates the missing parts of the
 // table. It does not change the services in the table. Then it reads the table and
 // watches the node's addresses, in the background.

@@ -62,6 +62,9 @@ func newBackend(opts Options) (*backend, error) {
 	return b, nil
 }
 
+// SharedOptions implements [backendoptions.Sharer].
+func (b *backend) SharedOptions() (string, *backends.Options) { return "ovs", &b.opts.Options }
+
 // Start implements [sink.Starter]. It watches the node's addresses.
 func (b *backend) Start(ctx context.Context) error {
 	return b.owner.Start(b.own(ctx), func() error { return b.start(ctx) })
@@ -82,12 +85,7 @@ func (b *backend) start(ctx context.Context) error {
 	if err := kernelnode.ApplySysctls(ctx, &b.opts.Options); err != nil {
 		return err
 	}
-	opts := b.opts.Options
-	if opts.Conntrack == nil {
-		// The tracked connections are in the switch, so package conntrack has nothing to do.
-		opts.Conntrack = sink.Func(func(context.Context, *sink.Changes) error { return nil })
-	}
-	if err := b.tasks.Start(ctx, &opts); err != nil {
+	if err := b.tasks.Start(ctx, &b.opts.Options); err != nil {
 		return err
 	}
 	addrs, err := b.tasks.Watch(nodeaddrs.Options{Selection: []string{"all"}})

@@ -98,7 +98,8 @@ type wantedGroup struct {
 }
 
 func newDataplane(opts *Options) *dataplane {
-	d := &dataplane{opts: opts, observer: backendoptions.Observe(opts.Observer), maxListed: maxListed}
+	opts.Observer = backendoptions.Observe(opts.Observer)
+	d := &dataplane{opts: opts, observer: opts.Observer, maxListed: maxListed}
 	d.planner = planner{opts: opts, number: d.numberOf, maxGroups: maxGroups}
 	return d
 }

@@ -6,6 +6,7 @@ package ovs
 
 import (
 	"cmp"
+	"context"
 	"errors"
 	"fmt"
 	"math"
@@ -17,6 +18,7 @@ import (
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/internal/backendoptions"
+	"github.com/kpng-project/kpng/sink"
 )
 
 // Options are the settings of the dataplane. Bridge is required. It does not support
@@ -93,6 +95,9 @@ type Options struct {
 	MaxClients uint32
 
 	number uint8 // the number of the instance
+	// forgets reports that the dataplane deletes stale connections from the switch. Then the
+	// sink Conntrack does nothing.
+	forgets bool
 }
 
 const (
@@ -128,6 +133,9 @@ func (o *Options) complete() error {
 		errs = append(errs, fmt.Errorf("priority %d is not 1 to %d", o.Priority, maxPriority))
 	}
 	o.MaxClients = cmp.Or(o.MaxClients, 10_000)
+	if o.forgets = o.Conntrack == nil; o.forgets {
+		o.Conntrack = sink.Func(func(context.Context, *sink.Changes) error { return nil })
+	}
 	o.Zone = cmp.Or(o.Zone, 0x6b00)
 	o.MasqueradeZone = cmp.Or(o.MasqueradeZone, 0x6c00)
 	if o.Zone == o.MasqueradeZone {

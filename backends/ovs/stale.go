@@ -32,7 +32,7 @@ type staleConnections map[openflow.Connections]bool
 const udp = 17
 
 func (d *dataplane) collectStale(u *unit, stale *staleConnections) {
-	if d.opts.Conntrack != nil || d.cannotForget {
+	if !d.opts.forgets || d.cannotForget {
 		return
 	}
 	add := func(frontend, endpoint netip.AddrPort) {

@@ -28,7 +28,7 @@ import (
 func toLocal(source *command.Source, hasSelection bool) *cobra.Command {
 	cmd := group("to-local", "Run a backend for this node in this process")
 	json := &command.Backend{Name: "json", Short: "Print the node's view as one JSON object per service"}
-	json.Make = func(func() bool) (command.Parts, error) {
+	json.Make = func(command.Run) (command.Parts, error) {
 		return command.Parts{Sink: sink.FullState(func(_ context.Context, services []*api.View) error {
 			return nodeview.WriteViews(plain.Writer(cmd.OutOrStdout()), services)
 		})}, nil

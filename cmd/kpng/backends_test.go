@@ -32,7 +32,7 @@ func TestCleanupUsesFlagsOfBackend(t *testing.T) {
 		return cleanup(&command.Backend{
 			Name:  "traces",
 			Flags: func(fs *pflag.FlagSet) { fs.StringVar(&s.table, "table", "kpng", "the `name` of the table") },
-			Make: func(func() bool) (command.Parts, error) {
+			Make: func(command.Run) (command.Parts, error) {
 				if s.table == "" {
 					return command.Parts{}, errors.New("--table is empty")
 				}
@@ -62,7 +62,7 @@ func TestInitOnlyDoesNotRunTheBackend(t *testing.T) {
 		wrong := false
 		b := &command.Backend{
 			Flags: func(fs *pflag.FlagSet) { fs.BoolVar(&wrong, "wrong", false, "") },
-			Make: func(func() bool) (parts command.Parts, err error) {
+			Make: func(command.Run) (parts command.Parts, err error) {
 				done = append(done, "configured")
 				if wrong {
 					err = errors.New("--wrong is set")

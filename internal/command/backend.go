@@ -5,6 +5,7 @@ package command
 import (
 	"context"
 
+	"github.com/kpng-project/kpng/metrics"
 	"github.com/kpng-project/kpng/sink"
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/spf13/pflag"
@@ -23,16 +24,25 @@ type Backend struct {
 	OnlyPorts bool
 	// Flags adds the flags of the backend to a command. Default: no flags.
 	Flags func(*pflag.FlagSet)
-	// Make makes the sinks from the values of the flags. It does not change the machine. The
-	// function healthy reports whether every service has been programmed once and the program
-	// is not stuck (see /livez). The sinks must not call healthy before they run.
-	Make func(healthy func() bool) (Parts, error)
+	// Make makes the sinks from the values of the flags. It does not change the machine.
+	Make func(Run) (Parts, error)
 	// Init makes the settings of the machine that need more privileges than the backend
 	// itself. Call Configure first. The backend need not be started. Default: no settings.
 	Init func(context.Context) error
 
+	// Metrics provides observers to Make. Default: those of a registry of its own.
+	Metrics *metrics.Metrics
+
 	parts   Parts
 	healthy func() bool // nil means always healthy
+}
+
+// Run is what the program provides for the sinks of a backend.
+type Run struct {
+	// Healthy reports whether every service has been programmed once and the program is not
+	// stuck (see /livez). The sinks must not call it before they run.
+	Healthy func() bool
+	Metrics *metrics.Metrics
 }
 
 // Parts are the sinks of a backend, and what the program reports about them.
@@ -48,10 +58,10 @@ type Parts struct {
 	// Problems returns a sentence for each present problem of the node, for the status page.
 	// Default: none.
 	Problems func() []string
-	// Collectors have the metrics of all parts.
+	// Collectors have further metrics.
 	Collectors []prometheus.Collector
-	// KubeProxy has metrics with kube-proxy's names, which the program serves with the flag
-	// --kubeproxy-metrics.
+	// KubeProxy has further metrics with kube-proxy's names, which the program serves with the
+	// flag --kubeproxy-metrics.
 	KubeProxy []prometheus.Collector
 }
 
@@ -68,7 +78,13 @@ func (b *Backend) Configure() error {
 	if b.parts.Sink != nil {
 		return nil
 	}
-	parts, err := b.Make(func() bool { return b.healthy == nil || b.healthy() })
+	if b.Metrics == nil {
+		var err error
+		if b.Metrics, err = metrics.New(prometheus.NewRegistry(), metrics.Options{}); err != nil {
+			return err
+		}
+	}
+	parts, err := b.Make(Run{func() bool { return b.healthy == nil || b.healthy() }, b.Metrics})
 	if err == nil {
 		b.parts = parts
 	}

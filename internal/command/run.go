@@ -59,10 +59,18 @@ func (s *Source) Command(name string, target sink.Sink) *cobra.Command {
 		SilenceUsage:  true,
 		SilenceErrors: true,
 		RunE: func(cmd *cobra.Command, _ []string) error {
+			registry := prometheus.NewRegistry()
+			collected, err := metrics.New(registry, metrics.Options{KubeProxy: flags.kubeProxyMetrics})
+			if err != nil {
+				return err
+			}
+			if b, ok := sink.As[*Backend](target); ok {
+				b.Metrics = collected
+			}
 			if err := configure(target); err != nil {
 				return usage.Error(err)
 			}
-			return flags.run(cmd.Context(), name, s, &serving, target)
+			return flags.run(cmd.Context(), name, s, &serving, target, registry, collected)
 		},
 	}
 	fs := cmd.Flags()
@@ -91,13 +99,9 @@ func configure(s sink.Sink) error {
 // run gets services from source and delivers this node's view of them to s. It returns
 // nil when ctx ends. With --once, it returns when everything has been programmed once.
 // Logs and metrics identify the sink by name. If s is a [prometheus.Collector], its
-// metrics are exported too. If s is a [Backend], so are those of its parts.
-func (f *sinkFlags) run(ctx context.Context, name string, source *Source, serving *Serving, s sink.Sink) error {
-	registry := prometheus.NewRegistry()
-	collected, err := metrics.New(registry, metrics.Options{KubeProxy: f.kubeProxyMetrics})
-	if err != nil {
-		return err
-	}
+// metrics are exported too. If s is a [Backend], so are those of its parts. The registry has
+// the metrics in collected.
+func (f *sinkFlags) run(ctx context.Context, name string, source *Source, serving *Serving, s sink.Sink, registry *prometheus.Registry, collected *metrics.Metrics) error {
 	var parts Parts
 	backend, isBackend := sink.As[*Backend](s)
 	if isBackend {

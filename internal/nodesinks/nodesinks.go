@@ -8,9 +8,11 @@ import (
 	"context"
 	"fmt"
 	"net/netip"
+	"slices"
 	"time"
 
 	"github.com/kpng-project/kpng/backends"
+	"github.com/kpng-project/kpng/internal/backendoptions"
 	"github.com/kpng-project/kpng/internal/healthcheck"
 	"github.com/kpng-project/kpng/internal/nodeaddrs"
 	"github.com/kpng-project/kpng/internal/sysctl"
@@ -19,82 +21,122 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// Options say which sinks a node has.
+// Options are the settings of a node.
 type Options struct {
-	// Dataplanes make the sinks that program services. The argument of such a function has
-	// the options that the node sets: NodeAddresses, Conntrack and Sysctls.
-	Dataplanes []func(backends.Options) (sink.Sink, error)
-	// NodePorts selects the addresses of node ports and health checks. ExcludeInterfaces
-	// have addresses that do not belong to the node, such as those of services.
+	// Addresses are the addresses of node ports and health checks. Default: those that
+	// NodePorts selects. ExcludeInterfaces have addresses that do not belong to the node,
+	// such as those of services.
+	Addresses         nodeaddr.Source
 	NodePorts         nodeaddr.Selection
 	ExcludeInterfaces []string
 	// KeepConnections keeps connections to removed endpoints.
 	KeepConnections bool
-	// Settings are kernel settings that are checked when a dataplane has started, and
-	// Sysctls selects what happens to wrong ones.
+	// Settings are kernel settings that are checked when the tasks begin, and Sysctls selects
+	// what happens to wrong ones.
 	Settings []sysctl.Setting
 	Sysctls  backends.SysctlMode
-	// NoHealthChecks disables health-check node ports.
-	NoHealthChecks bool
 	// Healthy reports whether the proxy has programmed all services and is not stuck.
 	Healthy func() bool
-	// Flows, Ports and PortFailed receive events for metrics. See packages conntrack and
-	// healthcheck.
-	Flows      func(seen, ended int, took time.Duration, err error)
-	Ports      func(open, failing int)
-	PortFailed func(types.NamespacedName, netip.AddrPort, error)
-	// Follow starts a further task when a dataplane has started. Default: none.
+	// Metrics provides observers. Default: none.
+	Metrics Metrics
+	// Follow starts a further task. Default: none.
 	Follow func(context.Context) (stop func())
 }
 
-// Sinks are the sinks of a node. Each needs a driver of its own.
-type Sinks struct {
-	Dataplanes []sink.Sink // one for each of Options.Dataplanes
-	// HealthChecks serves health-check node ports, or is nil.
-	HealthChecks sink.Sink
+// Metrics provides observers of the parts of a node, see package node.
+type Metrics interface {
+	Backend(name string) backends.Observer
+	Conntrack() func(seen, deleted int, took time.Duration, err error)
+	HealthChecks() (ports func(open, failing int), failed func(types.NamespacedName, netip.AddrPort, error))
 }
 
-// New returns the sinks. It does not change the machine.
-func New(opts Options) (*Sinks, error) {
-	addrs, err := nodeaddrs.New(nodeaddrs.Options{Selection: opts.NodePorts, ExcludeInterfaces: append(opts.ExcludeInterfaces, "kube-ipvs0")})
-	if err != nil {
-		return nil, fmt.Errorf("find the addresses of the node: %w", err)
-	}
-	var sinks Sinks
-	for i, create := range opts.Dataplanes {
-		shared := backends.Options{
-			NodeAddresses: addrs,
-			Conntrack:     connections(&opts, addrs),
-			Sysctls:       opts.Sysctls,
-		}
-		s, err := create(shared)
-		if err != nil {
-			return nil, err
-		}
-		if i == 0 {
-			s = WithTask(s, func(ctx context.Context) func() { return begin(ctx, &opts, addrs) })
-		}
-		sinks.Dataplanes = append(sinks.Dataplanes, s)
-	}
-	if !opts.NoHealthChecks {
-		sinks.HealthChecks = healthcheck.New(healthcheck.Options{NodeAddresses: addrs, Healthy: opts.Healthy, Failed: opts.PortFailed, Observe: opts.Ports})
-	}
-	return &sinks, nil
+// none is a Metrics without observers.
+type none struct{}
+
+func (none) Backend(string) backends.Observer                { return nil }
+func (none) Conntrack() func(int, int, time.Duration, error) { return nil }
+func (none) HealthChecks() (func(int, int), func(types.NamespacedName, netip.AddrPort, error)) {
+	return nil, nil
 }
+
+// Node makes the sinks of a node. Each needs a driver of its own.
+type Node struct {
+	opts    Options
+	watcher *nodeaddrs.Watcher // nil if Options.Addresses is set
+}
+
+// New returns a Node. It reads the addresses of the machine, but does not change the machine.
+func New(opts Options) (*Node, error) {
+	if opts.Metrics == nil {
+		opts.Metrics = none{}
+	}
+	n := &Node{opts: opts}
+	if n.opts.Addresses == nil {
+		var err error
+		exclude := append(slices.Clone(opts.ExcludeInterfaces), "kube-ipvs0")
+		if n.watcher, err = nodeaddrs.New(nodeaddrs.Options{Selection: opts.NodePorts, ExcludeInterfaces: exclude}); err != nil {
+			return nil, fmt.Errorf("find the addresses of the node: %w", err)
+		}
+		n.opts.Addresses = n.watcher
+	}
+	return n, nil
+}
+
+// Addresses returns the addresses of the node.
+func (n *Node) Addresses() nodeaddr.Source { return n.opts.Addresses }
+
+// Dataplane returns a sink like s, with what it needs of the node. If s contains backends of
+// kpng, it completes their options, except those that have values, and the result name is
+// that of the outermost backend. Otherwise, the name is empty, and the result also deletes
+// stale connections after each Sync.
+func (n *Node) Dataplane(s sink.Sink) (dataplane sink.Sink, name string) {
+	for backend, o := range backendoptions.Backends(s) {
+		if name == "" {
+			name = backend
+		}
+		if o.NodeAddresses == nil {
+			o.NodeAddresses = n.opts.Addresses
+		}
+		if o.Conntrack == nil {
+			o.Conntrack = n.connections()
+		}
+		if o.Sysctls == backends.ReportSysctls {
+			o.Sysctls = n.opts.Sysctls
+		}
+		backendoptions.SetObserver(o, n.opts.Metrics.Backend(backend))
+	}
+	if name == "" {
+		n.opts.Settings = slices.Concat(sysctl.Forwarding, n.opts.Settings) // a backend has them itself
+		return n.tracked(s), ""
+	}
+	return s, name
+}
+
+// HealthChecks returns a sink that serves health-check node ports.
+func (n *Node) HealthChecks() sink.Sink {
+	ports, failed := n.opts.Metrics.HealthChecks()
+	return healthcheck.New(healthcheck.Options{NodeAddresses: n.opts.Addresses, Healthy: n.opts.Healthy, Failed: failed, Observe: ports})
+}
+
+// WithTasks returns a sink like s with the tasks of the node. One dataplane needs them.
+func (n *Node) WithTasks(s sink.Sink) sink.Sink { return WithTask(s, n.begin) }
 
 // begin applies kernel settings and starts the tasks of a node. The result ends the tasks.
-func begin(ctx context.Context, opts *Options, addrs *nodeaddrs.Watcher) (end func()) {
-	if opts.Sysctls != backends.IgnoreSysctls {
-		sysctl.Kernel.Apply(ctx, opts.Settings, opts.Sysctls == backends.SetSysctls)
+func (n *Node) begin(ctx context.Context) (end func()) {
+	if n.opts.Sysctls != backends.IgnoreSysctls {
+		sysctl.Kernel.Apply(ctx, n.opts.Settings, n.opts.Sysctls == backends.SetSysctls)
 	}
-	stopAddrs := addrs.Start(ctx)
-	if opts.Follow == nil {
-		return stopAddrs
+	var ends []func()
+	if n.watcher != nil {
+		ends = append(ends, n.watcher.Start(ctx))
 	}
-	stop := opts.Follow(ctx)
+	if n.opts.Follow != nil {
+		ends = append(ends, n.opts.Follow(ctx))
+	}
 	return func() {
-		stop()
-		stopAddrs()
+		for _, end := range ends {
+			end()
+		}
 	}
 }
 

@@ -138,3 +138,25 @@ func TestAgentsNeedNoTemplates(t *testing.T) {
 		}
 	}
 }
+
+// Programs with the proxy of a node, but without package metrics, link none of these modules.
+func TestNodesNeedNoPrometheus(t *testing.T) {
+	t.Chdir(root)
+	list := exec.Command("go", "list", "-deps", "./node", "./backends/nftables")
+	list.Stderr = os.Stderr
+	out, err := list.Output()
+	if err != nil {
+		t.Fatal(err)
+	}
+	packages := strings.Fields(string(out))
+	if !slices.Contains(packages, module+"/node") {
+		t.Errorf("the list of packages has no package node: %s", out)
+	}
+	for _, p := range packages {
+		for _, unwanted := range []string{"github.com/prometheus", "github.com/spf13/cobra", "google.golang.org/grpc", "text/template", module + "/internal/wire"} {
+			if p == unwanted || strings.HasPrefix(p, unwanted+"/") {
+				t.Errorf("package node needs package %s", p)
+			}
+		}
+	}
+}

@@ -1,0 +1,148 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package node makes the whole service proxy of a node, for programs such as CNI agents.
+// The program makes one or more dataplanes, and this package adds what they need there:
+//
+//	dataplane, err := nftables.New(nftables.Options{})
+//	…
+//	proxy, err := node.New(node.Options{}, dataplane)
+//	…
+//	mux.Handle("/", proxy.HealthHandler())
+//	err = proxy.Run(ctx)
+//
+// The proxy follows the addresses of the node, deletes the connection-tracking entries that
+// keep clients away from the present endpoints, and serves health-check node ports. In place
+// of kube-proxy, it sets the kernel settings that kube-proxy sets. Beside kube-proxy, which
+// means with a service-proxy name, it only logs wrong settings.
+//
+// A dataplane is a backend of kpng, a sink that contains backends (see [sink.As]), or any
+// other sink. The proxy completes the options of backends: it sets NodeAddresses, Conntrack,
+// Sysctls and Observer of [backends.Options], unless they have values or the backend does
+// not support them. After each Sync of any other dataplane, the proxy itself deletes the
+// stale connections. All parts of the proxy work in the network namespace of the process.
+//
+// Sinks that need nothing of the node run with package kpng alone.
+package node
+
+import (
+	"errors"
+	"fmt"
+	"net/http"
+	"net/netip"
+	"reflect"
+	"slices"
+	"strconv"
+	"time"
+
+	"github.com/kpng-project/kpng"
+	"github.com/kpng-project/kpng/backends"
+	"github.com/kpng-project/kpng/health"
+	"github.com/kpng-project/kpng/internal/nodesinks"
+	"github.com/kpng-project/kpng/internal/sysctl"
+	"github.com/kpng-project/kpng/node/nodeaddr"
+	"github.com/kpng-project/kpng/sink"
+	"k8s.io/apimachinery/pkg/types"
+)
+
+// Options are the settings of a node's proxy. The zero value has the defaults.
+type Options struct {
+	// Options select the source of services, the services and the node. Their Sinks run
+	// beside the dataplanes, and get nothing of the node.
+	kpng.Options
+	// Dataplanes program services. Their default names are the names of their backends, such
+	// as "nftables", and numbers for other sinks. The function [New] appends its dataplane
+	// arguments to Dataplanes.
+	Dataplanes []kpng.Sink
+	// NodeAddresses provides the addresses at which node ports and health-check node ports
+	// are open, see [nodeaddr.Watch]. Default: the primary addresses of the node, which the
+	// proxy follows itself.
+	NodeAddresses nodeaddr.Source
+	// Metrics provides the observers that dataplanes, backends and Sinks do not have already.
+	// Default: none.
+	Metrics Metrics
+}
+
+// Metrics provides observers of the parts of a proxy. A *metrics.Metrics is a Metrics; this
+// package does not import it, so that programs without Prometheus do not link Prometheus.
+// Its methods are called by [New].
+type Metrics interface {
+	// Sink returns the observer of the driver of the named sink.
+	Sink(name string) sink.Observer
+	// Backend returns the observer of a backend, or nil. The name is that of its package, such
+	// as "nftables".
+	Backend(name string) backends.Observer
+	// Conntrack returns a function that is called after each search for stale connections. The
+	// argument seen is the number of connections that the kernel returned, deleted the number
+	// of those that were deleted, and took the duration. A search that fails with err is
+	// repeated. The function may be nil.
+	Conntrack() func(seen, deleted int, took time.Duration, err error)
+	// HealthChecks returns two functions, which may be nil. The function ports is called when
+	// the number of open or failing health-check node ports changes. These ports are counted
+	// for each address of the node. The function failed is called when a port of a service
+	// cannot be opened at an address, for a new reason. The calls of a function do not overlap.
+	HealthChecks() (ports func(open, failing int), failed func(service types.NamespacedName, at netip.AddrPort, err error))
+}
+
+// Proxy is the service proxy of a node. Its methods are safe for concurrent use.
+type Proxy struct{ *kpng.Proxy }
+
+// HealthHandler returns a handler of health checks, see [health.Handler].
+func (p *Proxy) HealthHandler() http.Handler { return health.Handler(p.Health) }
+
+// New returns a Proxy. It checks the options and reads the addresses of the node. It does
+// not change the machine, and does not connect to the API server. At least one dataplane is
+// required. The Proxy owns the dataplanes: it starts and stops them.
+func New(opts Options, dataplanes ...sink.Sink) (*Proxy, error) {
+	planes := slices.Clone(opts.Dataplanes)
+	for _, d := range dataplanes {
+		planes = append(planes, kpng.Sink{Sink: d})
+	}
+	if len(planes) == 0 {
+		return nil, errors.New("no dataplane given")
+	}
+	p := &Proxy{}
+	settings := nodesinks.Options{Addresses: opts.NodeAddresses, Healthy: func() bool {
+		r := p.Health()
+		return r.Synced && !r.Stuck
+	}}
+	if opts.Services.ServiceProxyName == "" {
+		settings.Sysctls, settings.Settings = backends.SetSysctls, sysctl.KubeProxyConntrack.Settings(sysctl.Cores())
+	}
+	if opts.Metrics != nil {
+		settings.Metrics = opts.Metrics
+	}
+	node, err := nodesinks.New(settings)
+	if err != nil {
+		return nil, err
+	}
+	checks := kpng.Sink{Options: sink.Options{Name: "healthchecks", Once: true}}
+	for i := range planes {
+		d := &planes[i]
+		if d.Sink == nil {
+			return nil, fmt.Errorf("dataplane %d %s is nil", i, d.Options.Name)
+		}
+		var backend string
+		if d.Sink, backend = node.Dataplane(d.Sink); d.Options.Name == "" {
+			d.Options.Name = backend
+		}
+		checks.Options.Once = checks.Options.Once && d.Options.Once
+	}
+	planes[0].Sink = node.WithTasks(planes[0].Sink)
+	checks.Sink = node.HealthChecks()
+	all := opts.Options
+	all.Sinks = slices.Concat(planes, []kpng.Sink{checks}, opts.Sinks)
+	for i := range all.Sinks {
+		o := &all.Sinks[i].Options
+		if o.Name == "" {
+			o.Name = strconv.Itoa(i)
+		}
+		if opts.Metrics != nil && reflect.ValueOf(o.Observer).IsZero() {
+			o.Observer = opts.Metrics.Sink(o.Name)
+		}
+	}
+	p.Proxy, err = kpng.New(all)
+	if err != nil {
+		return nil, err
+	}
+	return p, nil
+}

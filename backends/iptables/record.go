@@ -6,6 +6,7 @@ package iptables
 
 import (
 	"slices"
+	"strings"
 
 	"github.com/kpng-project/kpng/api"
 	"k8s.io/apimachinery/pkg/types"
@@ -134,11 +135,28 @@ func (t *ruleset) claim(id entryID, c claim, take bool) {
 	}
 }
 
-// unclaim removes the entry of a service from a dispatch chain.
+// unclaim removes the entry of a service from a dispatch chain. Another service that needs
+// the same entry becomes its owner.
 func (t *ruleset) unclaim(id entryID, owner types.NamespacedName) {
-	if is, had := t.claims[id.chain][id.match]; had && is.owner == owner {
-		t.setClaim(id, claim{}, false)
+	is, had := t.claims[id.chain][id.match]
+	if !had || is.owner != owner {
+		return
 	}
+	if isShared(id) {
+		for other, r := range t.records {
+			if rest := r.entries[id]; rest != "" && other != owner {
+				t.setClaim(id, claim{other, rest}, true)
+				return
+			}
+		}
+	}
+	t.setClaim(id, claim{}, false)
+}
+
+// isShared reports whether several services may need an entry: the one that rejects packets
+// to other ports of a cluster IP, if the backend does not use sets.
+func isShared(id entryID) bool {
+	return id.chain.table == filter && !strings.Contains(id.match, "--dport")
 }
 
 func (t *ruleset) setClaim(id entryID, c claim, keep bool) {

@@ -21,12 +21,7 @@ func Example() {
 		})
 	})
 	for _, text := range []string{"10.96.0.80:80/tcp", "10.96.0.80:443"} {
-		q, err := explain.Parse(text)
-		if err != nil {
-			fmt.Println(err)
-			continue
-		}
-		for e, err := range q.Explain(state.Snapshot(), &api.Node{Name: "node-1"}) {
+		for e, err := range explain.Answers(state.Snapshot(), "node-1", text) {
 			if err != nil {
 				fmt.Println(err)
 				continue

@@ -3,23 +3,33 @@
 package status_test
 
 import (
+	"context"
 	"encoding/json"
 	"fmt"
 	"net/http/httptest"
 
+	"github.com/kpng-project/kpng"
 	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/cluster"
+	"github.com/kpng-project/kpng/sink"
 	"github.com/kpng-project/kpng/status"
 )
 
 func ExampleHandler() {
-	state := cluster.New(cluster.Options{}) // a real program passes the State of its *kpng.Proxy
-	state.Update(func(tx *cluster.Tx) { tx.SetService(&api.Service{Namespace: "default", Name: "web"}) })
-	state.SetSynced()
-
+	write := sink.FullState(func(context.Context, []*api.View) error { return nil })
+	proxy, err := kpng.New(kpng.Options{
+		Manifests: "../examples/demo.yaml", NodeName: "vm-002",
+		Sinks: []kpng.Sink{{Sink: write, Options: sink.Options{Once: true}}},
+	})
+	if err != nil {
+		fmt.Println(err)
+		return
+	}
+	if err := proxy.Run(context.Background()); err != nil {
+		fmt.Println(err)
+		return
+	}
 	answer := httptest.NewRecorder()
-	handler := &status.Handler{NodeName: "node-1", State: state}
-	handler.ServeHTTP(answer, httptest.NewRequest("GET", "/status?output=json&match=we", nil))
+	status.Handler(proxy).ServeHTTP(answer, httptest.NewRequest("GET", "/status?output=json&match=we", nil))
 	var page struct{ Services []struct{ Service string } }
 	if err := json.Unmarshal(answer.Body.Bytes(), &page); err != nil {
 		fmt.Println(err)

@@ -1,15 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package status serves a page about a running program over HTTP, for people as HTML
-// without JavaScript and for programs as JSON. A program adds the handler to its own
-// server:
+// Package status serves a page about a running proxy over HTTP, for people as HTML without
+// JavaScript and for programs as JSON. A program adds the handler to its own server:
 //
-//	mux.Handle("GET /status", &status.Handler{
-//		NodeName: proxy.NodeName(), // of a *kpng.Proxy
-//		State:    proxy.State(),
-//		Sinks:    proxy.Status,
-//		Health:   proxy.Health,
-//	})
+//	mux.Handle("GET /status", status.Handler(proxy)) // a *kpng.Proxy
 //
 // The handler computes each response from the present state. It keeps nothing itself, so
 // a page that is not requested costs nothing. The page has no authentication. It contains
@@ -19,101 +13,30 @@
 //
 //   - output=json: JSON instead of HTML; docs/wire.md describes it
 //   - service=[NAMESPACE/]NAME: an explanation of this service, see [nodeview.Explain]
-//   - node=NAME: explain the view of this node, if the handler has no node of its own
 //   - match=TEXT: only services whose namespace and name contain the text
 //   - after=NAMESPACE/NAME: only services after this one
 //   - limit=NUMBER: at most this number of services; default and maximum are 1,000
 package status
 
 import (
-	"encoding/json"
 	"net/http"
-	"time"
 
 	"github.com/kpng-project/kpng/cluster"
 	"github.com/kpng-project/kpng/health"
+	"github.com/kpng-project/kpng/internal/statuspage"
 	"github.com/kpng-project/kpng/sink"
-	"k8s.io/apimachinery/pkg/types"
 )
 
-// Handler serves the page. All fields are optional. A handler calls the functions in its
-// fields for each request, possibly concurrently.
-type Handler struct {
-	// Program is the name and version of the program.
-	Program string
-	// Source describes where the program gets the state of the cluster.
-	Source string
-	// NodeName is the node whose view of services the page shows. A server for many nodes
-	// has none. Then the page shows what any node without endpoints has, and its reader may
-	// select a node for explanations.
-	NodeName string
-	// State is the state of the cluster.
-	State *cluster.State
-	// Client is a *remote.Client, if State is nil. It has only views, and no reasons for
-	// them.
-	Client interface {
-		Views() *sink.Update
-		Stale() bool
-		Refused() map[types.NamespacedName]string
+// Handler returns a handler that serves the page about a proxy, usually a *kpng.Proxy. It
+// calls the methods of proxy for each request, possibly concurrently. For the methods, see
+// those of kpng.Proxy.
+func Handler(proxy interface {
+	NodeName() string
+	State() *cluster.State
+	Status() []sink.Status
+	Health() health.Report
+}) http.Handler {
+	return &statuspage.Handler{
+		NodeName: proxy.NodeName(), State: proxy.State(), Sinks: proxy.Status, Health: proxy.Health,
 	}
-	// Health returns the report for health checks.
-	Health func() health.Report
-	// Sinks returns the state of each sink.
-	Sinks func() []sink.Status
-	// Problems returns problems that the fields above do not contain, in one sentence each.
-	// Default: none.
-	Problems func() []string
-
-	// Clients calls add for each open stream of a server. See remote.Server.Streams.
-	Clients func(add func(node, peer string, since time.Time, revision uint64))
-}
-
-// ServeHTTP implements [http.Handler].
-func (h *Handler) ServeHTTP(w http.ResponseWriter, req *http.Request) {
-	q, err := parseQuery(req.URL.Query())
-	if err != nil {
-		http.Error(w, err.Error(), http.StatusBadRequest)
-		return
-	}
-	header := w.Header()
-	header.Set("Cache-Control", "no-store")
-	header.Set("Content-Security-Policy", "default-src 'none'; style-src 'unsafe-inline'; form-action 'self'; frame-ancestors 'none'; base-uri 'none'")
-	header.Set("Referrer-Policy", "no-referrer")
-	header.Set("X-Content-Type-Options", "nosniff")
-	if q.about.Service().Name == "" {
-		r := h.report(q)
-		write(w, q, http.StatusOK, r, func() []byte { return pageOf(r, q.match) })
-		return
-	}
-	s := h.service(q)
-	code := http.StatusOK
-	if s.Explanation == nil && s.Refused == "" {
-		code = http.StatusNotFound
-	}
-	write(w, q, code, s, func() []byte { return servicePage(s, q.node, h.NodeName == "" && h.State != nil) })
-}
-
-// SourceState reports whether the source has delivered the whole state once, whether it
-// lost its connection long ago, and how many services are refused.
-func (h *Handler) SourceState() (synced, stale bool, refused int) {
-	p := h.present(h.NodeName)
-	return p.synced, p.stale, len(p.refused)
-}
-
-// write writes a report as JSON, or its page.
-func write(w http.ResponseWriter, q query, code int, report any, page func() []byte) {
-	contentType, body := "text/html; charset=utf-8", []byte(nil)
-	if q.json {
-		var err error
-		if body, err = json.Marshal(report); err != nil {
-			http.Error(w, err.Error(), http.StatusInternalServerError)
-			return
-		}
-		contentType, body = "application/json", append(body, '\n')
-	} else {
-		body = page()
-	}
-	w.Header().Set("Content-Type", contentType)
-	w.WriteHeader(code)
-	w.Write(body)
 }

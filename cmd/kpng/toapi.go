@@ -12,10 +12,10 @@ import (
 	"github.com/kpng-project/kpng/cluster"
 	"github.com/kpng-project/kpng/health"
 	"github.com/kpng-project/kpng/internal/command"
+	"github.com/kpng-project/kpng/internal/statuspage"
 	"github.com/kpng-project/kpng/internal/transport"
 	"github.com/kpng-project/kpng/internal/usage"
 	"github.com/kpng-project/kpng/remote"
-	"github.com/kpng-project/kpng/status"
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
@@ -127,7 +127,7 @@ func (f *serverFlags) check() error {
 
 // run serves the source's state until ctx ends.
 func (s *apiServer) run(ctx context.Context, source *command.Source, serving *command.Serving) error {
-	page := &status.Handler{Program: command.Version(), Source: source.String(), State: s.state, Health: s.health, Clients: s.server.Streams}
+	page := &statuspage.Handler{Program: command.Version(), Source: source.String(), State: s.state, Health: s.health, Clients: s.server.Streams}
 	serving.Status, serving.Source = page, page.Source
 	registry := prometheus.NewRegistry()
 	registry.MustRegister(newServerCollector(s.server), command.SourceMetrics(page.SourceState))

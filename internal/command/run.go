@@ -15,10 +15,10 @@ import (
 	"github.com/kpng-project/kpng"
 	"github.com/kpng-project/kpng/cluster"
 	"github.com/kpng-project/kpng/health"
+	"github.com/kpng-project/kpng/internal/statuspage"
 	"github.com/kpng-project/kpng/internal/usage"
 	"github.com/kpng-project/kpng/metrics"
 	"github.com/kpng-project/kpng/sink"
-	"github.com/kpng-project/kpng/status"
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
@@ -159,7 +159,7 @@ func (f *sinkFlags) run(ctx context.Context, name string, source *Source, servin
 	if f.kubeProxyMetrics {
 		serving.proxyMode = name
 	}
-	page := &status.Handler{Program: Version(), Source: source.String(), NodeName: node, Health: p.Health, Sinks: p.Status}
+	page := &statuspage.Handler{Program: Version(), Source: source.String(), NodeName: node, Health: p.Health, Sinks: p.Status}
 	switch p := p.(type) {
 	case *kpng.Proxy:
 		page.State = p.State()

@@ -21,8 +21,8 @@ import (
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/cluster"
 	"github.com/kpng-project/kpng/health"
+	"github.com/kpng-project/kpng/internal/statuspage"
 	"github.com/kpng-project/kpng/sink"
-	"github.com/kpng-project/kpng/status"
 	"k8s.io/apimachinery/pkg/types"
 )
 
@@ -87,7 +87,7 @@ func page(t *testing.T) (url string) {
 		{Key: name(42), Err: errors.New(second), Failures: 12, NextRetry: now.Add(9 * time.Minute)},
 	}
 	revision := uint64(state.Snapshot().Revision)
-	server := httptest.NewServer(&status.Handler{
+	server := httptest.NewServer(&statuspage.Handler{
 		Program: "v0.1.0 go1.26 linux/amd64", Source: "API server", NodeName: "worker-1", State: state,
 		Health: func() health.Report { return health.Report{Synced: true, NodeEligible: true} },
 		Sinks: func() []sink.Status {

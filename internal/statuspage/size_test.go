@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package status_test
+package statuspage_test
 
 import (
 	"errors"
@@ -11,8 +11,8 @@ import (
 	"github.com/kpng-project/kpng/cluster"
 	"github.com/kpng-project/kpng/feed"
 	"github.com/kpng-project/kpng/internal/report"
+	"github.com/kpng-project/kpng/internal/statuspage"
 	"github.com/kpng-project/kpng/sink"
-	"github.com/kpng-project/kpng/status"
 	"k8s.io/apimachinery/pkg/types"
 )
 
@@ -29,7 +29,7 @@ func updateOf(t *testing.T, state *cluster.State) *sink.Update {
 }
 
 // crowded returns a handler with many services, of which some fail in two sinks.
-func crowded(services, failing int, name func(i int) string) *status.Handler {
+func crowded(services, failing int, name func(i int) string) *statuspage.Handler {
 	state := cluster.New(cluster.Options{})
 	var list []sink.FailingService
 	state.Update(func(tx *cluster.Tx) {
@@ -42,7 +42,7 @@ func crowded(services, failing int, name func(i int) string) *status.Handler {
 		}
 	})
 	state.SetSynced()
-	return &status.Handler{NodeName: here, State: state, Sinks: func() []sink.Status {
+	return &statuspage.Handler{NodeName: here, State: state, Sinks: func() []sink.Status {
 		return []sink.Status{{Name: "nftables", Passes: 1, Failing: list}, {Name: "health", Passes: 1, Failing: list}}
 	}}
 }

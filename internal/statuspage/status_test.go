@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package status_test
+package statuspage_test
 
 import (
 	"encoding/json"
@@ -20,9 +20,9 @@ import (
 	"github.com/kpng-project/kpng/cluster"
 	"github.com/kpng-project/kpng/health"
 	"github.com/kpng-project/kpng/internal/report"
+	"github.com/kpng-project/kpng/internal/statuspage"
 	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
-	"github.com/kpng-project/kpng/status"
 	"k8s.io/apimachinery/pkg/types"
 )
 
@@ -116,7 +116,7 @@ func TestReportOfProxy(t *testing.T) {
 	failing := sink.FailingService{
 		Key: types.NamespacedName{Namespace: "default", Name: "web-00002"}, Err: errors.New("no space"), Failures: 3, NextRetry: now,
 	}
-	h := &status.Handler{
+	h := &statuspage.Handler{
 		Program: "v1", Source: "manifests", NodeName: here, State: state,
 		Health: func() health.Report { return health.Report{Synced: true, NodeEligible: true} },
 		Sinks: func() []sink.Status {
@@ -170,7 +170,7 @@ func TestReportOfProxy(t *testing.T) {
 }
 
 func TestReportBeforeSync(t *testing.T) {
-	h := &status.Handler{
+	h := &statuspage.Handler{
 		NodeName: here, State: cluster.New(cluster.Options{}),
 		Sinks: func() []sink.Status {
 			return []sink.Status{{Name: "a"}, {Name: "b", Passes: 1, Err: errors.New("no permission")}}
@@ -191,7 +191,7 @@ func TestReportBeforeSync(t *testing.T) {
 // A write of one large object may take long.
 func TestPageDoesNotWaitForAnUpdate(t *testing.T) {
 	state := newState(2, 1)
-	h := &status.Handler{NodeName: here, State: state}
+	h := &statuspage.Handler{NodeName: here, State: state}
 	begun, release, ended := make(chan struct{}), make(chan struct{}), make(chan struct{})
 	go func() {
 		defer close(ended)
@@ -216,14 +216,14 @@ func TestPageDoesNotWaitForAnUpdate(t *testing.T) {
 }
 
 func TestReportHasProblemsOfProgram(t *testing.T) {
-	h := &status.Handler{NodeName: here, State: newState(1, 1), Problems: func() []string { return []string{"rules of another proxy"} }}
+	h := &statuspage.Handler{NodeName: here, State: newState(1, 1), Problems: func() []string { return []string{"rules of another proxy"} }}
 	if r := decode[report.Report](t, get(h, "output", "json")); len(r.Problems) != 1 || r.Problems[0] != "rules of another proxy" {
 		t.Errorf("problems %q", r.Problems)
 	}
 }
 
 func TestReportOfIneligibleNode(t *testing.T) {
-	h := &status.Handler{NodeName: here, State: newState(1, 1), Health: func() health.Report { return health.Report{Synced: true} }}
+	h := &statuspage.Handler{NodeName: here, State: newState(1, 1), Health: func() health.Report { return health.Report{Synced: true} }}
 	if r := decode[report.Report](t, get(h, "output", "json")); len(r.Problems) != 1 || !strings.Contains(r.Problems[0], here+" does not exist or is about to be deleted") {
 		t.Errorf("problems %q", r.Problems)
 	}
@@ -232,7 +232,7 @@ func TestReportOfIneligibleNode(t *testing.T) {
 func TestReportOfStaleSource(t *testing.T) {
 	state := newState(1, 1)
 	state.Update(func(tx *cluster.Tx) { tx.SetStale(true) })
-	r := decode[report.Report](t, get(&status.Handler{State: state}, "output", "json"))
+	r := decode[report.Report](t, get(&statuspage.Handler{State: state}, "output", "json"))
 	if !r.Source.Stale || len(r.Problems) != 1 || !strings.Contains(r.Problems[0], "lost its connection") {
 		t.Errorf("report %+v", r)
 	}
@@ -257,10 +257,10 @@ func TestReportOfRefusedServices(t *testing.T) {
 	state.SetSynced()
 	for _, test := range []struct {
 		name    string
-		handler status.Handler
+		handler statuspage.Handler
 	}{
-		{"a state", status.Handler{State: state}},
-		{"views", status.Handler{
+		{"a state", statuspage.Handler{State: state}},
+		{"views", statuspage.Handler{
 			Client: &client{update: updateOf(t, state), refused: maps.Collect(state.Snapshot().Refused.All())},
 		}},
 	} {
@@ -288,7 +288,7 @@ func TestReportOfRefusedServices(t *testing.T) {
 
 func TestReportOfViewsOnly(t *testing.T) {
 	var c client
-	h := &status.Handler{NodeName: here, Client: &c}
+	h := &statuspage.Handler{NodeName: here, Client: &c}
 	if r := decode[report.Report](t, get(h, "output", "json")); r.Source.Synced || len(r.Services) > 0 {
 		t.Errorf("before sync: %+v", r)
 	}
@@ -310,7 +310,7 @@ func TestReportOfServer(t *testing.T) {
 	state.Update(func(tx *cluster.Tx) { write(tx, "default", "web-00000", 0, 3) })
 	last := state.Snapshot().Revision
 	since := time.Now().Add(-time.Hour)
-	h := &status.Handler{State: state, Clients: func(add func(string, string, time.Time, uint64)) {
+	h := &statuspage.Handler{State: state, Clients: func(add func(string, string, time.Time, uint64)) {
 		add("worker-1", "a", since, last)
 		add("worker-1", "b", since, last)
 		add("worker-2", "c", since, first)
@@ -342,7 +342,7 @@ func TestClientThatMissesManyChanges(t *testing.T) {
 	for i := range 600 { // more commits than the state remembers
 		state.Update(func(tx *cluster.Tx) { write(tx, "default", "web-00000", 0, 1+i%2) })
 	}
-	h := &status.Handler{State: state, Clients: func(add func(string, string, time.Time, uint64)) {
+	h := &statuspage.Handler{State: state, Clients: func(add func(string, string, time.Time, uint64)) {
 		add("n", "", time.Time{}, first)
 	}}
 	if c := decode[report.Report](t, get(h, "output", "json")).Clients; c.Behind != 1 || c.BehindSeconds <= 0 || c.BehindSeconds > 600 {
@@ -351,7 +351,7 @@ func TestClientThatMissesManyChanges(t *testing.T) {
 }
 
 func TestServicesArePaged(t *testing.T) {
-	h := &status.Handler{NodeName: here, State: newState(2500, 1)}
+	h := &statuspage.Handler{NodeName: here, State: newState(2500, 1)}
 	var after string
 	var sizes []int
 	seen := map[string]bool{}
@@ -378,7 +378,7 @@ func TestServicesArePaged(t *testing.T) {
 }
 
 func TestInvalidQueries(t *testing.T) {
-	h := &status.Handler{State: newState(1, 1)}
+	h := &statuspage.Handler{State: newState(1, 1)}
 	for _, test := range []struct {
 		key, value string
 		code       int
@@ -399,7 +399,7 @@ func TestPageEscapesText(t *testing.T) {
 	key := types.NamespacedName{Namespace: "default", Name: evil}
 	state := newState(1, 1)
 	state.Update(func(tx *cluster.Tx) { write(tx, "default", evil, 77, 1) })
-	h := &status.Handler{
+	h := &statuspage.Handler{
 		Program: evil, Source: evil, State: state,
 		Sinks: func() []sink.Status {
 			return []sink.Status{{Name: evil, Passes: 1, Err: errors.New(evil), Failing: []sink.FailingService{{Key: key, Err: errors.New(evil)}}}}
@@ -435,7 +435,7 @@ func TestReportListsFirstAddressesAndPorts(t *testing.T) {
 		tx.SetService(large)
 	})
 	state.SetSynced()
-	r := decode[report.Report](t, get(&status.Handler{State: state, NodeName: here}, "output", "json"))
+	r := decode[report.Report](t, get(&statuspage.Handler{State: state, NodeName: here}, "output", "json"))
 	for name, list := range map[string][]string{"addresses": r.Services[0].Addresses, "ports": r.Services[0].Ports} {
 		if len(list) != 101 || list[100] != "50 more" {
 			t.Errorf("%s: %d elements, %q", name, len(list), list)

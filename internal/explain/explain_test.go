@@ -12,8 +12,8 @@ import (
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/cluster"
-	"github.com/kpng-project/kpng/explain"
 	"github.com/kpng-project/kpng/feed"
+	"github.com/kpng-project/kpng/internal/explain"
 	"github.com/kpng-project/kpng/nodeview"
 	"k8s.io/apimachinery/pkg/types"
 )

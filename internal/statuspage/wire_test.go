@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package status_test
+package statuspage_test
 
 import (
 	"encoding/json"
@@ -18,13 +18,13 @@ import (
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/cluster"
 	"github.com/kpng-project/kpng/health"
+	"github.com/kpng-project/kpng/internal/statuspage"
 	"github.com/kpng-project/kpng/sink"
-	"github.com/kpng-project/kpng/status"
 	"k8s.io/apimachinery/pkg/types"
 )
 
 // complete returns a handler whose reports have all fields.
-func complete() *status.Handler {
+func complete() *statuspage.Handler {
 	state := cluster.New(cluster.Options{Resumable: true, MaxElements: 10})
 	first := uint64(1)
 	for i, name := range []string{"deleted", "older", "web", "web-2"} {
@@ -46,7 +46,7 @@ func complete() *status.Handler {
 	})
 	state.SetSynced()
 	now, key := time.Now(), types.NamespacedName{Namespace: "default", Name: "web"}
-	return &status.Handler{
+	return &statuspage.Handler{
 		Program: "v1", Source: "manifests", NodeName: here, State: state,
 		Health: func() health.Report { return health.Report{} },
 		Sinks: func() []sink.Status {
@@ -85,7 +85,7 @@ func paths(to map[string]bool, path string, v any) {
 // given.
 func documented(t *testing.T, heading string) []string {
 	t.Helper()
-	text, err := os.ReadFile("../docs/wire.md")
+	text, err := os.ReadFile("../../docs/wire.md")
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package status
+package statuspage
 
 import (
 	"fmt"
@@ -8,7 +8,7 @@ import (
 	"strconv"
 	"strings"
 
-	"github.com/kpng-project/kpng/explain"
+	"github.com/kpng-project/kpng/internal/explain"
 	"k8s.io/apimachinery/pkg/types"
 )
 

@@ -36,15 +36,13 @@ type Taint struct {
 	Effect string `json:",omitempty"`
 }
 
-// ZoneLabel is the well-known label with the node's zone.
-const ZoneLabel = "topology.kubernetes.io/zone"
-
-// Zone returns the node's zone. It returns "" if n is nil or has no zone.
+// Zone returns the node's zone, which is the value of the label
+// topology.kubernetes.io/zone. It returns "" if n is nil or has no zone.
 func (n *Node) Zone() string {
 	if n == nil {
 		return ""
 	}
-	return n.Labels[ZoneLabel]
+	return n.Labels["topology.kubernetes.io/zone"]
 }
 
 // Equal reports whether both nodes are equal.

@@ -126,17 +126,6 @@ func (p Protocol) Number() uint8 {
 	}
 }
 
-// ProtocolOf returns the protocol with IANA's number. It returns UnknownProtocol for
-// numbers of other protocols.
-func ProtocolOf(number uint8) Protocol {
-	for _, p := range [...]Protocol{TCP, UDP, SCTP} {
-		if p.Number() == number {
-			return p
-		}
-	}
-	return UnknownProtocol
-}
-
 // PortMapping is one port of a service.
 type PortMapping struct {
 	// Name is unique within the service. It is empty only if the service has a single port.

@@ -80,11 +80,6 @@ func (s *EndpointSlice) Key() types.NamespacedName {
 	return types.NamespacedName{Namespace: s.Namespace, Name: s.Name}
 }
 
-// ServiceKey returns the namespace and name of the slice's service.
-func (s *EndpointSlice) ServiceKey() types.NamespacedName {
-	return types.NamespacedName{Namespace: s.Namespace, Name: s.ServiceName}
-}
-
 // Equal reports whether both slices are equal. It ignores TriggerTime.
 func (s *EndpointSlice) Equal(o *EndpointSlice) bool {
 	if s == o {

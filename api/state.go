@@ -4,7 +4,6 @@ package api
 
 import (
 	"net/netip"
-	"strings"
 
 	"k8s.io/apimachinery/pkg/types"
 )
@@ -43,12 +42,3 @@ type LostClaim struct {
 }
 
 func sameClaims(a, b LostClaim) bool { return a.Claim == b.Claim }
-
-// CompareKeys orders keys by namespace, then by name. Every list in this module that is
-// sorted by key has this order.
-func CompareKeys(a, b types.NamespacedName) int {
-	if c := strings.Compare(a.Namespace, b.Namespace); c != 0 {
-		return c
-	}
-	return strings.Compare(a.Name, b.Name)
-}

@@ -18,7 +18,7 @@ import (
 type View struct {
 	Service *Service
 	// Endpoints are the endpoints on at least one of this node's lists (see [Scopes]). They
-	// are in the order of [Endpoint.Compare].
+	// are sorted by address, then by the names and numbers of their PortOverrides.
 	Endpoints []Endpoint
 	// Draining has the endpoints that still answer but are on none of the lists. They
 	// receive no new connections and keep existing ones. They are sorted like Endpoints.
@@ -174,16 +174,6 @@ func (e *Endpoint) Key() string {
 		b = strconv.AppendInt(b, int64(p.Port), 10)
 	}
 	return string(b)
-}
-
-// Compare orders endpoints by address, then by ports. It returns 0 only for equal keys.
-func (e *Endpoint) Compare(o *Endpoint) int {
-	if c := e.Addr.Compare(o.Addr); c != 0 {
-		return c
-	}
-	return slices.CompareFunc(e.PortOverrides, o.PortOverrides, func(a, b PortName) int {
-		return cmp.Or(cmp.Compare(a.Name, b.Name), cmp.Compare(a.Port, b.Port))
-	})
 }
 
 // TargetPort returns the endpoint's port number for the service port p, or 0 if the

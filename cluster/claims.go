@@ -11,6 +11,7 @@ import (
 	"github.com/google/btree"
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/internal/elements"
+	"github.com/kpng-project/kpng/internal/ordering"
 )
 
 // claims holds the claims of all services and determines the owner of each claim. A
@@ -100,7 +101,7 @@ func byAge(a, b *api.Service) int {
 	if c := a.Created.Compare(b.Created); c != 0 {
 		return c
 	}
-	return api.CompareKeys(a.Key(), b.Key())
+	return ordering.Keys(a.Key(), b.Key())
 }
 
 func btoi(b bool) int {

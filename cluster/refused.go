@@ -10,6 +10,7 @@ import (
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/internal/elements"
+	"github.com/kpng-project/kpng/internal/ordering"
 	"github.com/kpng-project/kpng/internal/revstore"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/klog/v2"
@@ -36,7 +37,7 @@ type verdict struct {
 func newRefused(s *State) refused {
 	return refused{
 		wanted:  map[types.NamespacedName]api.ServiceState{},
-		reasons: newStore(s, api.CompareKeys, func(a, b string) bool { return a == b }),
+		reasons: newStore(s, ordering.Keys, func(a, b string) bool { return a == b }),
 		touched: map[types.NamespacedName]struct{}{},
 	}
 }
@@ -62,7 +63,7 @@ func (s *State) wantedServices() iter.Seq[*api.Service] {
 			list = append(list, want.Service)
 		}
 	}
-	slices.SortFunc(list, func(a, b *api.Service) int { return api.CompareKeys(a.Key(), b.Key()) })
+	slices.SortFunc(list, func(a, b *api.Service) int { return ordering.Keys(a.Key(), b.Key()) })
 	return slices.Values(list)
 }
 
@@ -162,7 +163,7 @@ func (s *State) verdicts(before *Snapshot) []verdict {
 		}
 	}
 	clear(s.refused.touched)
-	slices.SortFunc(list, func(a, b verdict) int { return api.CompareKeys(a.key, b.key) })
+	slices.SortFunc(list, func(a, b verdict) int { return ordering.Keys(a.key, b.key) })
 	return list
 }
 

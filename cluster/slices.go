@@ -7,6 +7,7 @@ import (
 
 	"github.com/google/btree"
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/ordering"
 	"k8s.io/apimachinery/pkg/types"
 )
 
@@ -17,7 +18,7 @@ type sliceIndex struct {
 }
 
 func newSliceIndex() sliceIndex {
-	return sliceIndex{btree.NewG(32, func(a, b *api.EndpointSlice) bool { return api.CompareKeys(a.Key(), b.Key()) < 0 })}
+	return sliceIndex{btree.NewG(32, func(a, b *api.EndpointSlice) bool { return ordering.Keys(a.Key(), b.Key()) < 0 })}
 }
 
 // set sets a slice and returns the old slice of the same name, or nil if there was none.

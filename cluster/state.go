@@ -12,6 +12,7 @@ import (
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/diffstore"
 	"github.com/kpng-project/kpng/internal/elements"
+	"github.com/kpng-project/kpng/internal/ordering"
 	"github.com/kpng-project/kpng/internal/revstore"
 	"k8s.io/apimachinery/pkg/types"
 )
@@ -94,7 +95,7 @@ func New(opts Options) *State {
 		opts: opts, slices: newSliceIndex(), own: map[types.NamespacedName]int{}, claims: newClaims(),
 		revisions: new(revstore.Revisions), synced: make(chan struct{}),
 	}
-	s.states = newStore(s, api.CompareKeys, func(a, b *api.ServiceState) bool { return a == b })
+	s.states = newStore(s, ordering.Keys, func(a, b *api.ServiceState) bool { return a == b })
 	s.nodes = newStore(s, strings.Compare, (*api.Node).Equal)
 	s.staleStore = newStore(s, strings.Compare, func(a, b bool) bool { return a == b })
 	s.refused = newRefused(s)
@@ -117,8 +118,8 @@ func newStore[K, V any](s *State, compare func(a, b K) int, equal func(a, b V) b
 
 func (s *State) addObjectStores() {
 	s.objectStores = &objectStores{
-		services: newStore(s, api.CompareKeys, (*api.Service).Equal),
-		slices:   newStore(s, api.CompareKeys, (*api.EndpointSlice).Equal),
+		services: newStore(s, ordering.Keys, (*api.Service).Equal),
+		slices:   newStore(s, ordering.Keys, (*api.EndpointSlice).Equal),
 	}
 	s.objectStores.services.Replace(keyed(s.services(), (*api.Service).Key))
 	s.objectStores.slices.Replace(keyed(s.acceptedSlices(), (*api.EndpointSlice).Key))
@@ -350,7 +351,7 @@ func updateLost(lost []api.LostClaim, outcomes []outcome) []api.LostClaim {
 // setSlice sets a slice. If the slice belonged to another service, setSlice removes it
 // from that service.
 func (s *State) setSlice(slice *api.EndpointSlice) {
-	key := slice.ServiceKey()
+	key := serviceOf(slice)
 	want := s.wanted(key)
 	i, found := findSlice(want.Slices, slice.Name)
 	if found && want.Slices[i].Equal(slice) {
@@ -364,6 +365,11 @@ func (s *State) setSlice(slice *api.EndpointSlice) {
 		next++
 	}
 	s.splice(key, want, i, next, slice)
+}
+
+// serviceOf returns the key of the slice's service.
+func serviceOf(slice *api.EndpointSlice) types.NamespacedName {
+	return types.NamespacedName{Namespace: slice.Namespace, Name: slice.ServiceName}
 }
 
 // findSlice returns the index of the slice with this name, and true. If there is no such
@@ -380,7 +386,7 @@ func (s *State) deleteSlice(key types.NamespacedName) {
 
 // unjoin removes a slice from its service.
 func (s *State) unjoin(slice *api.EndpointSlice) {
-	key := slice.ServiceKey()
+	key := serviceOf(slice)
 	want := s.wanted(key)
 	i, _ := findSlice(want.Slices, slice.Name)
 	s.splice(key, want, i, i+1)
@@ -593,12 +599,12 @@ func (tx *Tx) SetStale(stale bool) {
 // listing repeats a key, the last object counts.
 func replace[V any](old, listing iter.Seq[V], key func(V) types.NamespacedName, set func(V), remove func(types.NamespacedName)) {
 	list := slices.Collect(listing)
-	slices.SortStableFunc(list, func(a, b V) int { return api.CompareKeys(key(a), key(b)) })
+	slices.SortStableFunc(list, func(a, b V) int { return ordering.Keys(key(a), key(b)) })
 	var gone []types.NamespacedName
 	rest := list
 	for o := range old {
 		k := key(o)
-		for len(rest) > 0 && api.CompareKeys(key(rest[0]), k) < 0 {
+		for len(rest) > 0 && ordering.Keys(key(rest[0]), k) < 0 {
 			rest = rest[1:]
 		}
 		if len(rest) == 0 || key(rest[0]) != k {

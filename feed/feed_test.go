@@ -16,6 +16,7 @@ import (
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/cluster"
 	"github.com/kpng-project/kpng/feed"
+	"github.com/kpng-project/kpng/internal/ordering"
 	"github.com/kpng-project/kpng/internal/updates"
 	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
@@ -53,7 +54,7 @@ func slice(name, service string, zones ...string) *api.EndpointSlice {
 }
 
 func node(name, zone string) *api.Node {
-	return &api.Node{Name: name, Labels: map[string]string{api.ZoneLabel: zone}}
+	return &api.Node{Name: name, Labels: map[string]string{"topology.kubernetes.io/zone": zone}}
 }
 
 func key(name string) types.NamespacedName { return types.NamespacedName{Namespace: "ns", Name: name} }
@@ -349,7 +350,7 @@ func TestUpdatesLeadToCurrentView(t *testing.T) {
 			}
 			last := types.NamespacedName{}
 			for _, c := range allChanges(u) {
-				if api.CompareKeys(last, c.Key) >= 0 {
+				if ordering.Keys(last, c.Key) >= 0 {
 					t.Fatalf("seed %d: %v after %v", seed, c.Key, last)
 				}
 				last = c.Key

@@ -40,7 +40,7 @@ func benchState(n int) *api.ServiceState {
 }
 
 func BenchmarkView(b *testing.B) {
-	node := &api.Node{Name: "node-7", Labels: map[string]string{api.ZoneLabel: "z1"}}
+	node := &api.Node{Name: "node-7", Labels: map[string]string{"topology.kubernetes.io/zone": "z1"}}
 	for _, n := range []int{1, 10, 100, 1000, 10000} {
 		b.Run(fmt.Sprintf("endpoints=%d", n), func(b *testing.B) {
 			s := benchState(n)

@@ -15,7 +15,7 @@ import (
 )
 
 // thisNode is the node whose views most tests compute.
-var thisNode = &api.Node{Name: "here", Labels: map[string]string{api.ZoneLabel: "zone-1"}}
+var thisNode = &api.Node{Name: "here", Labels: map[string]string{"topology.kubernetes.io/zone": "zone-1"}}
 
 // service returns the service default/web and applies edits to it. Without edits, the
 // service has a cluster IP and one unnamed port, 80 with target port 8080.

@@ -72,7 +72,7 @@ func Explain(s *api.ServiceState, node *api.Node) *Explanation {
 	case s.Service == nil:
 		e.absent = "service not found or not selected"
 		if len(s.Slices) > 0 {
-			e.Service = s.Slices[0].ServiceKey()
+			e.Service = types.NamespacedName{Namespace: s.Slices[0].Namespace, Name: s.Slices[0].ServiceName}
 			e.absent += ", but slices refer to it"
 		}
 		return e

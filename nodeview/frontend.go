@@ -14,25 +14,20 @@ import (
 )
 
 // Kind is the kind of a frontend.
-type Kind uint8
+type Kind string
 
 // The kinds of frontends.
 const (
 	// ClusterIP is one of Service.spec.clusterIPs.
-	ClusterIP Kind = iota + 1
+	ClusterIP Kind = "ClusterIP"
 	// LoadBalancerIP is an ingress address of Service.status.loadBalancer.
-	LoadBalancerIP
+	LoadBalancerIP Kind = "LoadBalancerIP"
 	// ExternalIP is one of Service.spec.externalIPs.
-	ExternalIP
+	ExternalIP Kind = "ExternalIP"
 	// NodePort is one port at several addresses: all node addresses at which the backend
 	// serves node ports.
-	NodePort
+	NodePort Kind = "NodePort"
 )
-
-var kindNames = [...]string{ClusterIP: "ClusterIP", LoadBalancerIP: "LoadBalancerIP", ExternalIP: "ExternalIP", NodePort: "NodePort"}
-
-// String returns the name of the constant.
-func (k Kind) String() string { return text(kindNames[:], k) }
 
 // FrontendKey identifies a frontend within its service. It can be a map key.
 type FrontendKey struct {
@@ -55,12 +50,12 @@ func (k FrontendKey) String() string {
 		addr = k.Family.String()
 	}
 	if k.Port == 0 && k.Protocol == 0 {
-		return k.Kind.String() + " " + addr
+		return string(k.Kind) + " " + addr
 	}
 	if k.Addr.Is6() {
 		addr = "[" + addr + "]"
 	}
-	return k.Kind.String() + " " + addr + ":" + strconv.Itoa(int(k.Port)) + "/" + k.Protocol.String()
+	return string(k.Kind) + " " + addr + ":" + strconv.Itoa(int(k.Port)) + "/" + k.Protocol.String()
 }
 
 // At yields the addresses and ports at which the frontend is served on a node that serves
@@ -182,27 +177,22 @@ func (v Verdict) String() string { return text(verdictNames[:], v) }
 // Masquerade selects connections through a frontend. The backend replaces their source by
 // an address of this node. The backend always replaces the source of hairpin connections,
 // which go from an endpoint of this node to itself.
-type Masquerade uint8
+type Masquerade string
 
 // The masquerade rules.
 const (
 	// MasqueradeIfConfigured selects the connections that an option of the backend defines: none,
 	// all (masquerade all), or those from outside the pod network (cluster CIDR). It applies
 	// to cluster IPs.
-	MasqueradeIfConfigured Masquerade = iota
+	MasqueradeIfConfigured Masquerade = "MasqueradeIfConfigured"
 	// MasqueradeAll selects all connections. It applies to external frontends with policy
 	// Cluster.
-	MasqueradeAll
+	MasqueradeAll Masquerade = "MasqueradeAll"
 	// MasqueradeNode selects short-circuited connections of the node itself, but no
 	// connections of its pods or from elsewhere. It applies to external frontends with
 	// policy Local.
-	MasqueradeNode
+	MasqueradeNode Masquerade = "MasqueradeNode"
 )
-
-var masqueradeNames = [...]string{MasqueradeIfConfigured: "MasqueradeIfConfigured", MasqueradeAll: "MasqueradeAll", MasqueradeNode: "MasqueradeNode"}
-
-// String returns the name of the constant.
-func (m Masquerade) String() string { return text(masqueradeNames[:], m) }
 
 // Frontends yields the frontends to program for view. They are sorted by service port, then
 // family, then kind. Ports, and the addresses of one kind, have the same order as in the
@@ -419,29 +409,4 @@ func masquerade(svc *api.Service, k Kind) Masquerade {
 // affinity returns the session affinity timeout of the service, or 0 if it has none.
 func affinity(svc *api.Service) time.Duration {
 	return time.Duration(svc.AffinitySeconds) * time.Second
-}
-
-// HealthCheckPort returns the node port on which load balancers check whether this node
-// has endpoints of svc. It returns 0 if svc has no such port. Only services of type
-// LoadBalancer with externalTrafficPolicy Local have such a port.
-func HealthCheckPort(svc *api.Service) int32 {
-	if svc.Type != api.LoadBalancer || !externalPolicyLocal(svc) {
-		return 0
-	}
-	return svc.HealthCheckNodePort
-}
-
-// ReadyLocal returns the number of distinct addresses of ready endpoints on this node.
-// The health-check node port reports this number for each family.
-func ReadyLocal(view *api.View, family api.Family) int {
-	n := 0
-	var last netip.Addr
-	for i := range view.Endpoints {
-		e := &view.Endpoints[i]
-		if e.Local && e.Ready && api.FamilyOf(e.Addr) == family && e.Addr != last {
-			n++
-			last = e.Addr
-		}
-	}
-	return n
 }

@@ -11,6 +11,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/healthport"
 	"k8s.io/apimachinery/pkg/types"
 )
 
@@ -388,8 +389,8 @@ func TestHealthCheck(t *testing.T) {
 		{"services of other types have none", checked(ofType(api.NodePort)), 0},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			if got := HealthCheckPort(c.service); got != c.want {
-				t.Errorf("HealthCheckPort = %d, want %d", got, c.want)
+			if got := healthport.Of(c.service); got != c.want {
+				t.Errorf("the port is %d, want %d", got, c.want)
 			}
 		})
 	}
@@ -418,8 +419,8 @@ func TestHealthCheck(t *testing.T) {
 	}} {
 		t.Run(c.name, func(t *testing.T) {
 			view := View(&api.ServiceState{Service: checked(), Slices: endpointSlices(c.slices)}, thisNode)
-			if v4, v6 := ReadyLocal(view, api.IPv4), ReadyLocal(view, api.IPv6); v4 != c.v4 || v6 != c.v6 {
-				t.Errorf("ReadyLocal = %d IPv4, %d IPv6, want %d and %d", v4, v6, c.v4, c.v6)
+			if v4, v6 := healthport.Ready(view, api.IPv4), healthport.Ready(view, api.IPv6); v4 != c.v4 || v6 != c.v6 {
+				t.Errorf("ready are %d IPv4, %d IPv6, want %d and %d", v4, v6, c.v4, c.v6)
 			}
 		})
 	}

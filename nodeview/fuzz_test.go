@@ -13,6 +13,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/ordering"
 	"k8s.io/apimachinery/pkg/types"
 )
 
@@ -151,8 +152,8 @@ func (d *dice) conditions() api.Conditions {
 }
 
 func (d *dice) node() *api.Node {
-	return pick(d, thisNode, &api.Node{Name: "there", Labels: map[string]string{api.ZoneLabel: "zone-2"}},
-		&api.Node{Name: "here"}, &api.Node{Labels: map[string]string{api.ZoneLabel: "zone-1"}}, nil)
+	return pick(d, thisNode, &api.Node{Name: "there", Labels: map[string]string{"topology.kubernetes.io/zone": "zone-2"}},
+		&api.Node{Name: "here"}, &api.Node{Labels: map[string]string{"topology.kubernetes.io/zone": "zone-1"}}, nil)
 }
 
 // change returns a copy of s with other endpoint conditions. The copy may lack the first
@@ -235,7 +236,7 @@ func checkEndpoints(t *testing.T, state *api.ServiceState, view *api.View) {
 	for _, list := range [][]api.Endpoint{view.Endpoints, view.Draining} {
 		for i := range list {
 			e := &list[i]
-			if i > 0 && list[i-1].Compare(e) >= 0 {
+			if i > 0 && ordering.Endpoints(&list[i-1], e) >= 0 {
 				t.Errorf("%s is listed after %s", e.Key(), list[i-1].Key())
 			}
 			if seen[e.Key()] {
@@ -422,10 +423,10 @@ func checkDiff(t *testing.T, before, after *api.View) {
 	old, new := before.Endpoints, after.Endpoints
 	for len(old) > 0 || len(new) > 0 {
 		switch {
-		case len(new) == 0 || len(old) > 0 && old[0].Compare(&new[0]) < 0:
+		case len(new) == 0 || len(old) > 0 && ordering.Endpoints(&old[0], &new[0]) < 0:
 			delete(programmed, old[0].Key())
 			old = old[1:]
-		case len(old) == 0 || old[0].Compare(&new[0]) > 0:
+		case len(old) == 0 || ordering.Endpoints(&old[0], &new[0]) > 0:
 			if _, ok := programmed[new[0].Key()]; ok {
 				t.Fatalf("%s is added, but exists already", new[0].Key())
 			}

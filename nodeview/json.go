@@ -125,7 +125,5 @@ func (r reason) MarshalJSON() ([]byte, error) {
 
 // MarshalText returns the result of String.
 func (t topologyResult) MarshalText() ([]byte, error) { return []byte(t.String()), nil }
-func (k Kind) MarshalText() ([]byte, error)           { return []byte(k.String()), nil }
 func (v Verdict) MarshalText() ([]byte, error)        { return []byte(v.String()), nil }
-func (m Masquerade) MarshalText() ([]byte, error)     { return []byte(m.String()), nil }
 func (f fault) MarshalText() ([]byte, error)          { return []byte(f.String()), nil }

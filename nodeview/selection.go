@@ -8,6 +8,7 @@ import (
 	"slices"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/ordering"
 	"k8s.io/apimachinery/pkg/types"
 )
 
@@ -20,7 +21,7 @@ type selection struct {
 	// slices[s] does not serve the port. overrides[s] are the PortOverrides of slices[s].
 	targets   []int32
 	overrides [][]api.PortName
-	// sorted by api.Endpoint.Compare
+	// in the order of ordering.Endpoints
 	candidates []candidate
 	// one row for each port, with one entry for each candidate
 	reasons []listReasons
@@ -72,7 +73,7 @@ func (c *selection) gather(buf []candidate, served []api.Family, tr *trace) []ca
 	return buf
 }
 
-// sort sorts the candidates in the order of api.Endpoint.Compare.
+// sort sorts the candidates in the order of ordering.Endpoints.
 func (c *selection) sort() {
 	overrides := c.overrides
 	slices.SortFunc(c.candidates, func(a, b candidate) int {
@@ -80,7 +81,7 @@ func (c *selection) sort() {
 			return d
 		}
 		x := api.Endpoint{PortOverrides: overrides[a.slice]}
-		return x.Compare(&api.Endpoint{PortOverrides: overrides[b.slice]})
+		return ordering.Endpoints(&x, &api.Endpoint{PortOverrides: overrides[b.slice]})
 	})
 }
 
@@ -158,7 +159,7 @@ func (c *selection) preference(i, j int) int {
 		cmp.Compare(x.Zone, y.Zone),
 		slices.Compare(hints(x).ForNodes, hints(y).ForNodes),
 		slices.Compare(hints(x).ForZones, hints(y).ForZones),
-		api.CompareKeys(target(x), target(y)),
+		ordering.Keys(target(x), target(y)),
 	)
 }
 

@@ -15,34 +15,14 @@ type Sources struct {
 	// Restricted means that only sources in Ranges and, on some nodes, in Own are admitted.
 	// If Ranges is empty, no source is admitted.
 	Restricted bool
-	// Ranges are the source ranges of the frontend's family.
+	// Ranges are the source ranges of the frontend's family. Frontends of a view share lists
+	// of ranges in memory.
 	Ranges []netip.Prefix `json:",omitempty"`
 	// Own are the service's load-balancer addresses of the frontend's family. If a range
 	// contains an address of this node, the addresses in Own are also admitted as sources.
 	// If an interface of the node has an address in Own, the node's packets to this address
 	// have the same address as their source.
 	Own []netip.Addr `json:",omitempty"`
-}
-
-// SourcesID identifies the sources that frontends of one view admit. It is for programs that
-// compute or write the sources once for all frontends that share them. Frontends of a view
-// with the same SourcesID admit the same sources on each node. Frontends with different
-// SourcesIDs may admit the same sources, too. The zero value belongs to no frontend. A
-// SourcesID has no meaning for other views.
-type SourcesID struct {
-	family     api.Family
-	restricted bool
-	first      *netip.Prefix // the ranges of one list are shared in memory
-	n          int
-}
-
-// SourcesID returns the ID of the frontend's sources.
-func (f *Frontend) SourcesID() SourcesID {
-	id := SourcesID{family: f.Family, restricted: f.Sources.Restricted, n: len(f.Sources.Ranges)}
-	if id.n > 0 {
-		id.first = &f.Sources.Ranges[0]
-	}
-	return id
 }
 
 // sourcesByAddress returns the sources that the service admits to its frontends, at each

@@ -138,24 +138,3 @@ func TestFrontendsDoNotCopySourceRanges(t *testing.T) {
 		}
 	}
 }
-
-func TestSourcesID(t *testing.T) {
-	svc := service(dualStack, externalIPs("192.0.2.1"), loadBalancerIPs("203.0.113.1", "203.0.113.2", "2001:db8::1", "2001:db8::2"))
-	sourceRangesFor("10.0.0.0/8", "172.16.0.0/12")(svc)
-	contents := map[SourcesID]string{}
-	ids := map[string]SourcesID{}
-	for f := range Frontends(&api.View{Service: svc}) {
-		id, content := f.SourcesID(), f.Family.String()+" "+f.Sources.String()
-		if other, ok := contents[id]; ok && other != content {
-			t.Errorf("one ID has the sources %q and %q", other, content)
-		}
-		if other, ok := ids[content]; ok && other != id {
-			t.Errorf("the sources %q of one list have two IDs", content)
-		}
-		contents[id], ids[content] = content, id
-	}
-	// IPv4 and IPv6, each without restriction, and each restricted.
-	if len(contents) != 4 {
-		t.Errorf("got %d IDs, want 4: %v", len(contents), contents)
-	}
-}

@@ -9,6 +9,7 @@ import (
 	"strings"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/healthport"
 )
 
 // String describes the explanation in several lines of text.
@@ -29,9 +30,9 @@ func (e *Explanation) String() string {
 	})
 	section(&b, "frontends", e.Frontends, func(f *Frontend) { f.text(&b) })
 	section(&b, "not served", e.unserved, func(u *namedFrontend) { fmt.Fprintf(&b, "  %s: %s\n", u.FrontendKey, u.why()) })
-	if port := HealthCheckPort(e.View.Service); port != 0 {
+	if port := healthport.Of(e.View.Service); port != 0 {
 		fmt.Fprintf(&b, "\nhealth check node port %d: ready on this node are %d IPv4 and %d IPv6 addresses\n",
-			port, ReadyLocal(e.View, api.IPv4), ReadyLocal(e.View, api.IPv6))
+			port, healthport.Ready(e.View, api.IPv4), healthport.Ready(e.View, api.IPv6))
 	}
 	return b.String()
 }
@@ -130,7 +131,7 @@ func (f *Frontend) text(b *strings.Builder) {
 	if f.Sources.Restricted {
 		fmt.Fprintf(b, "    sources         %s\n", f.Sources)
 	}
-	fmt.Fprintf(b, "    masquerade      %s\n", text(masqueradeTexts[:], f.Masquerade))
+	fmt.Fprintf(b, "    masquerade      %s\n", masqueradeTexts[f.Masquerade])
 	if f.Affinity > 0 {
 		fmt.Fprintf(b, "    affinity        a client keeps its endpoint for %s\n", f.Affinity)
 	}
@@ -168,7 +169,7 @@ func (s Sources) String() string {
 	return "only " + strings.Join(text, ", ")
 }
 
-var masqueradeTexts = [...]string{
+var masqueradeTexts = map[Masquerade]string{
 	MasqueradeIfConfigured: "from outside the pod network, if the backend enables it",
 	MasqueradeAll:          "all",
 	MasqueradeNode:         "only the node's own traffic",

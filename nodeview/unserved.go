@@ -121,7 +121,7 @@ func allNamed(view *api.View, newNamer func(*api.View) namer) iter.Seq[namedFron
 // namer has what all ports of a service have in common.
 type namer struct {
 	served []api.Family
-	// addrs[f][i] has the IPv4 (f = 0) or IPv6 (f = 1) addresses of Kind ClusterIP+i. If the
+	// addrs[f][i] has the IPv4 (f = 0) or IPv6 (f = 1) addresses of addressKinds[i]. If the
 	// service has an address twice, only the first occurrence gets a frontend.
 	addrs [2][3][]netip.Addr
 	lost  []api.LostClaim
@@ -164,6 +164,9 @@ func newClassNamer(view *api.View) namer {
 
 var noAddr = []netip.Addr{{}}
 
+// addressKinds are the kinds of the lists of [elements.Addresses].
+var addressKinds = [...]Kind{ClusterIP, LoadBalancerIP, ExternalIP}
+
 // onlyNew returns list without the addresses in seen, and adds all addresses to seen. It
 // copies list only if it has to remove an address.
 func onlyNew(list []netip.Addr, seen *distinct.Set[netip.Addr]) []netip.Addr {
@@ -192,7 +195,7 @@ func (n *namer) portFrontends(port *api.PortMapping, all, nodePort fault, yield 
 		}
 		for i, list := range n.addrs[f] {
 			for _, addr := range list {
-				s.Kind, s.Addr = ClusterIP+Kind(i), addr
+				s.Kind, s.Addr = addressKinds[i], addr
 				s.Fault, s.Winner = n.frontendFault(s.FrontendKey, all)
 				if !yield(s) {
 					return false

@@ -35,7 +35,7 @@ func largeState(services, nodes int) *cluster.State {
 	state := cluster.New(cluster.Options{Resumable: true})
 	update(state, func(to apitest.Writer) {
 		for n := range nodes {
-			to.SetNode(&api.Node{Name: apitest.NodeName(n), Labels: map[string]string{api.ZoneLabel: fmt.Sprint("zone-", n%3)}})
+			to.SetNode(&api.Node{Name: apitest.NodeName(n), Labels: map[string]string{"topology.kubernetes.io/zone": fmt.Sprint("zone-", n%3)}})
 		}
 		for i := range services {
 			to.SetService(benchService(i))

@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/ordering"
 	"github.com/kpng-project/kpng/internal/revstore"
 	"github.com/kpng-project/kpng/internal/transport"
 	"github.com/kpng-project/kpng/internal/wire/localv1"
@@ -59,7 +60,7 @@ func NewClient(opts ClientOptions) (*Client, error) {
 		return nil, err
 	}
 	c := &Client{opts: opts, dialer: dialer, refused: map[types.NamespacedName]string{}, changed: make(chan struct{})}
-	c.views = revstore.New(revstore.Options[types.NamespacedName, *entry]{Compare: api.CompareKeys, Equal: (*entry).equal})
+	c.views = revstore.New(revstore.Options[types.NamespacedName, *entry]{Compare: ordering.Keys, Equal: (*entry).equal})
 	c.state = &clientState{views: c.views.Snapshot()}
 	return c, nil
 }

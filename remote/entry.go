@@ -8,6 +8,7 @@ import (
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/internal/elements"
+	"github.com/kpng-project/kpng/internal/ordering"
 	"github.com/kpng-project/kpng/internal/wire/localv1"
 )
 
@@ -46,7 +47,7 @@ func newEntry(service *api.View, list []keyedEndpoint) *entry {
 		case a.draining != b.draining:
 			return 1
 		}
-		if c := a.Compare(&b.Endpoint); c != 0 {
+		if c := ordering.Endpoints(&a.Endpoint, &b.Endpoint); c != 0 {
 			return c
 		}
 		return strings.Compare(a.key, b.key)

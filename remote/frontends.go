@@ -6,6 +6,7 @@ import (
 	"net/netip"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/frontends"
 	"github.com/kpng-project/kpng/internal/wire/localv1"
 	"github.com/kpng-project/kpng/nodeview"
 )
@@ -17,7 +18,7 @@ func frontendsOf(v *api.View) (*localv1.ServiceFrontends, error) {
 	w := &localv1.ServiceFrontends{Namespace: v.Service.Namespace, Name: v.Service.Name}
 	size := 0 // a lower limit, in bytes
 	lists := map[nodeview.ListID]int32{}
-	admitted := map[nodeview.SourcesID]int32{}
+	admitted := map[frontends.SourcesID]int32{}
 	// addList returns the index of a new list in w.Lists.
 	addList := func(endpoints []nodeview.Target) int32 {
 		i := int32(len(w.Lists))
@@ -58,7 +59,7 @@ func frontendsOf(v *api.View) (*localv1.ServiceFrontends, error) {
 		return list
 	}
 	sources := func(f *nodeview.Frontend) int32 {
-		id := f.SourcesID()
+		id := frontends.SourcesOf(f)
 		i, ok := admitted[id]
 		if !ok {
 			i = int32(len(w.Sources))
@@ -73,11 +74,11 @@ func frontendsOf(v *api.View) (*localv1.ServiceFrontends, error) {
 	}
 	for f := range nodeview.Frontends(v) {
 		to := &localv1.Frontend{
-			Kind:   localv1.FrontendKind(f.Kind),
+			Kind:   localv1.FrontendKind(localv1.FrontendKind_value[string(f.Kind)]),
 			Family: localv1.Family(f.Family), Protocol: localv1.Protocol(f.Protocol), Port: f.Port,
 			Elsewhere: traffic(f.Elsewhere), Node: traffic(f.Node), Keep: keep(&f),
 			Restricted:      f.Sources.Restricted,
-			Masquerade:      localv1.Masquerade(f.Masquerade) + localv1.Masquerade_MasqueradeIfConfigured,
+			Masquerade:      localv1.Masquerade(localv1.Masquerade_value[string(f.Masquerade)]),
 			AffinitySeconds: int32(f.Affinity.Seconds()),
 		}
 		if f.Sources.Restricted {

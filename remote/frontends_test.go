@@ -44,7 +44,7 @@ func TestFrontendsReplaceServices(t *testing.T) {
 		TargetIPs: service.IPs.LoadBalancerIPs, Prefixes: []netip.Prefix{netip.MustParsePrefix("192.0.2.0/24")},
 	}}
 	update(state, func(to apitest.Writer) {
-		to.SetNode(&api.Node{Name: "in-a", Labels: map[string]string{api.ZoneLabel: "a"}})
+		to.SetNode(&api.Node{Name: "in-a", Labels: map[string]string{"topology.kubernetes.io/zone": "a"}})
 		to.SetService(&service)
 		to.SetSlice(hintedSlice)
 	})

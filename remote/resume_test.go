@@ -177,7 +177,7 @@ func TestReconnectSendsOnlyChanges(t *testing.T) {
 func TestChangeOfZoneInvalidatesToken(t *testing.T) {
 	state := cluster.New(cluster.Options{Resumable: true})
 	at := func(zone string) *api.Node {
-		return &api.Node{Name: "n", Labels: map[string]string{api.ZoneLabel: zone}}
+		return &api.Node{Name: "n", Labels: map[string]string{"topology.kubernetes.io/zone": zone}}
 	}
 	update(state, func(to apitest.Writer) {
 		to.SetNode(at("a"))

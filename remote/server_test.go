@@ -41,7 +41,7 @@ func TestViewsAreComputedOncePerClass(t *testing.T) {
 		for _, zone := range []string{"a", "b"} {
 			for _, name := range []string{"in-", "1-", "2-", "3-", "4-", "5-", "6-", "7-", "8-", "9-"} {
 				nodes = append(nodes, name+zone)
-				to.SetNode(&api.Node{Name: name + zone, Labels: map[string]string{api.ZoneLabel: zone}})
+				to.SetNode(&api.Node{Name: name + zone, Labels: map[string]string{"topology.kubernetes.io/zone": zone}})
 			}
 		}
 		to.SetService(hinted)
@@ -87,7 +87,7 @@ func TestViewsAreComputedOncePerClass(t *testing.T) {
 func TestInvisibleChangesAreNotSent(t *testing.T) {
 	state := cluster.New(cluster.Options{Resumable: true})
 	update(state, func(to apitest.Writer) {
-		to.SetNode(&api.Node{Name: "n", Labels: map[string]string{api.ZoneLabel: "a"}})
+		to.SetNode(&api.Node{Name: "n", Labels: map[string]string{"topology.kubernetes.io/zone": "a"}})
 		to.SetService(hinted)
 		to.SetSlice(hintedSlice)
 	})

@@ -67,7 +67,7 @@ func (v *views) viewFor(snapshot *cluster.Snapshot, state *api.ServiceState, nod
 func (v *views) compute(snapshot *cluster.Snapshot, s *sharedState, c class) *wireView {
 	node := &api.Node{Name: c.node}
 	if c.zone != "" {
-		node.Labels = map[string]string{api.ZoneLabel: c.zone}
+		node.Labels = map[string]string{"topology.kubernetes.io/zone": c.zone}
 	}
 	view := nodeview.View(snapshot.WithWinners(s.state), node)
 	if view == nil {

@@ -13,6 +13,7 @@ import (
 	"sync"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/ordering"
 	"github.com/kpng-project/kpng/internal/wire/localv1"
 	"k8s.io/apimachinery/pkg/types"
 )
@@ -73,8 +74,8 @@ type marshalledEndpoint struct {
 // wire returns e in marshalled form. The bool is false if e was already marshalled.
 func (m *marshalled) wire(e *api.Endpoint, draining bool) (wireEndpoint, bool) {
 	list := *m
-	i := sort.Search(len(list), func(i int) bool { return list[i].endpoint.Compare(e) >= 0 })
-	for ; i < len(list) && list[i].endpoint.Compare(e) == 0; i++ {
+	i := sort.Search(len(list), func(i int) bool { return ordering.Endpoints(&list[i].endpoint, e) >= 0 })
+	for ; i < len(list) && ordering.Endpoints(&list[i].endpoint, e) == 0; i++ {
 		if list[i].draining == draining && list[i].endpoint.Equal(e) {
 			return list[i].wireEndpoint, false
 		}

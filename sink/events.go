@@ -11,6 +11,8 @@ import (
 	"slices"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/frontends"
+	"github.com/kpng-project/kpng/internal/ordering"
 	"github.com/kpng-project/kpng/nodeview"
 	"k8s.io/apimachinery/pkg/types"
 )
@@ -136,7 +138,7 @@ func (e *events) transitions(c *Changes) []*transition {
 	var transitions []*transition
 	add := func(key types.NamespacedName, new *api.View) {
 		t := &transition{key: key, old: e.sent[key], new: new}
-		t.sameFrontends = nodeview.SameFrontends(t.known(), new)
+		t.sameFrontends = frontends.Same(t.known(), new)
 		transitions = append(transitions, t)
 	}
 	e.pass.Begin(c)
@@ -155,7 +157,7 @@ func (e *events) transitions(c *Changes) []*transition {
 				add(key, nil)
 			}
 		}
-		slices.SortFunc(transitions, func(a, b *transition) int { return api.CompareKeys(a.key, b.key) })
+		slices.SortFunc(transitions, func(a, b *transition) int { return ordering.Keys(a.key, b.key) })
 	}
 	return transitions
 }
@@ -168,10 +170,10 @@ func (e *events) makeRoom(ctx context.Context, transitions []*transition) {
 		if t.sameFrontends {
 			continue
 		}
-		for f := range nodeview.FrontendKeys(t.new) {
+		for f := range frontends.Keys(t.new) {
 			for _, other := range e.owners.conflicting(f.Claim(), t.key) {
 				_, found := slices.BinarySearchFunc(transitions, other, func(t *transition, key types.NamespacedName) int {
-					return api.CompareKeys(t.key, key)
+					return ordering.Keys(t.key, key)
 				})
 				if found {
 					continue
@@ -183,7 +185,7 @@ func (e *events) makeRoom(ctx context.Context, transitions []*transition) {
 			}
 		}
 	}
-	for _, other := range slices.SortedFunc(maps.Keys(taken), api.CompareKeys) {
+	for _, other := range slices.SortedFunc(maps.Keys(taken), ordering.Keys) {
 		e.evict(ctx, other, taken[other])
 	}
 }
@@ -217,7 +219,7 @@ func (e *events) deleteFrontends(ctx context.Context, t *transition) error {
 		return nil
 	}
 	kept := map[nodeview.FrontendKey]struct{}{}
-	for k := range nodeview.FrontendKeys(t.new) {
+	for k := range frontends.Keys(t.new) {
 		kept[k] = struct{}{}
 	}
 	for f := range nodeview.Frontends(t.old.view) {

@@ -8,7 +8,8 @@ import (
 	"slices"
 
 	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/nodeview"
+	"github.com/kpng-project/kpng/internal/frontends"
+	"github.com/kpng-project/kpng/internal/ordering"
 	"k8s.io/apimachinery/pkg/types"
 )
 
@@ -93,7 +94,7 @@ func (f *fullState) Sync(ctx context.Context, c *Changes) error {
 	var kept state // of services that the pass has not delivered, because they failed before
 	if f.inPass {
 		kept = f.acked.only(func(key types.NamespacedName) bool {
-			_, failing := slices.BinarySearchFunc(c.Failing, key, api.CompareKeys)
+			_, failing := slices.BinarySearchFunc(c.Failing, key, ordering.Keys)
 			return failing
 		})
 	}
@@ -141,7 +142,7 @@ func (s *state) track() {
 }
 
 func (s *state) own(view *api.View) {
-	for f := range nodeview.FrontendKeys(view) {
+	for f := range frontends.Keys(view) {
 		s.owners.set(f.Claim(), view.Key())
 	}
 }
@@ -156,7 +157,7 @@ func (s *state) with(changes iter.Seq[Change]) (views []*api.View, replaced []Ch
 	replaced = slices.Collect(changes)
 	taken, losers := claimOwners{}, map[types.NamespacedName]struct{}{}
 	for _, c := range replaced {
-		for f := range nodeview.FrontendKeys(c.New) {
+		for f := range frontends.Keys(c.New) {
 			for _, loser := range s.owners.conflicting(f.Claim(), c.Key) {
 				taken.set(f.Claim(), c.Key)
 				losers[loser] = struct{}{}
@@ -171,7 +172,7 @@ func (s *state) with(changes iter.Seq[Change]) (views []*api.View, replaced []Ch
 			replaced = append(replaced, Change{Key: key, New: without(s.views[i], taken)})
 		}
 	}
-	slices.SortFunc(replaced, func(a, b Change) int { return api.CompareKeys(a.Key, b.Key) })
+	slices.SortFunc(replaced, func(a, b Change) int { return ordering.Keys(a.Key, b.Key) })
 	return apply(s.views, slices.Values(replaced)), replaced
 }
 
@@ -180,7 +181,7 @@ func (s *state) commit(views []*api.View, replaced []Change) {
 	if s.owners != nil {
 		for _, c := range replaced {
 			if i, ok := findView(s.views, c.Key); ok {
-				for f := range nodeview.FrontendKeys(s.views[i]) {
+				for f := range frontends.Keys(s.views[i]) {
 					s.owners.unset(f.Claim(), c.Key)
 				}
 			}
@@ -207,7 +208,7 @@ func (s *state) only(has func(types.NamespacedName) bool) state {
 func without(view *api.View, taken claimOwners) *api.View {
 	changed := *view
 	changed.Lost = slices.Clone(view.Lost)
-	for f := range nodeview.FrontendKeys(view) {
+	for f := range frontends.Keys(view) {
 		if winners := taken.conflicting(f.Claim(), view.Key()); len(winners) > 0 {
 			changed.Lost = append(changed.Lost, api.LostClaim{Claim: f.Claim(), Winner: winners[0]})
 		}
@@ -251,7 +252,7 @@ func except(changes iter.Seq[Change], failed Failed) iter.Seq[Change] {
 // returns the index at which to insert the view.
 func findView(state []*api.View, key types.NamespacedName) (int, bool) {
 	return slices.BinarySearchFunc(state, key, func(v *api.View, key types.NamespacedName) int {
-		return api.CompareKeys(v.Key(), key)
+		return ordering.Keys(v.Key(), key)
 	})
 }
 

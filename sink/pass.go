@@ -5,7 +5,7 @@ package sink
 import (
 	"time"
 
-	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/ordering"
 	"github.com/kpng-project/kpng/internal/updates"
 	"k8s.io/apimachinery/pkg/types"
 )
@@ -41,7 +41,7 @@ func (p *delivery) delivered(key types.NamespacedName) bool {
 		return false
 	}
 	_, ahead := p.ahead[key]
-	return ahead || api.CompareKeys(key, p.reached) <= 0
+	return ahead || ordering.Keys(key, p.reached) <= 0
 }
 
 // admit returns the changes to deliver now: all changes of services that the pass has
@@ -103,7 +103,7 @@ func (p *delivery) appendNext(u *Update, maxCount, limit int, changes []Change) 
 		p.reached = changes[n-1].Key
 		p.buffer = changes
 		for key := range p.ahead {
-			if api.CompareKeys(key, p.reached) <= 0 {
+			if ordering.Keys(key, p.reached) <= 0 {
 				delete(p.ahead, key)
 			}
 		}

@@ -12,8 +12,9 @@ import (
 
 	"github.com/google/btree"
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/frontends"
+	"github.com/kpng-project/kpng/internal/ordering"
 	"github.com/kpng-project/kpng/internal/updates"
-	"github.com/kpng-project/kpng/nodeview"
 	"k8s.io/apimachinery/pkg/types"
 )
 
@@ -94,7 +95,7 @@ func newPending() pending {
 	newTree := func() *btree.BTreeG[*unacked] {
 		const degree = 16
 		return btree.NewG(degree, func(a, b *unacked) bool {
-			return cmp.Or(a.retryAt.Compare(b.retryAt), api.CompareKeys(a.key, b.key)) < 0
+			return cmp.Or(a.retryAt.Compare(b.retryAt), ordering.Keys(a.key, b.key)) < 0
 		})
 	}
 	return pending{
@@ -206,7 +207,7 @@ func (p *pending) firstDue(tree *btree.BTreeG[*unacked], now time.Time) *unacked
 // acknowledged change. They have no old view. Otherwise the sink would use it to remove the
 // claim from its new owner.
 func (p *pending) takenBy(c *Change) (records []*unacked) {
-	if nodeview.SameFrontends(c.Old, c.New) {
+	if frontends.Same(c.Old, c.New) {
 		return nil // the sink has acknowledged the claims before
 	}
 	p.claims.update(p.byKey)
@@ -214,7 +215,7 @@ func (p *pending) takenBy(c *Change) (records []*unacked) {
 		return nil
 	}
 	taken := map[types.NamespacedName]struct{}{}
-	for f := range nodeview.FrontendKeys(c.New) {
+	for f := range frontends.Keys(c.New) {
 		for _, other := range p.claims.owners.conflicting(f.Claim(), c.Key) {
 			taken[other] = struct{}{}
 		}
@@ -254,7 +255,7 @@ func (o *oldClaims) update(records map[types.NamespacedName]*unacked) {
 		if now == before {
 			continue
 		}
-		for f := range nodeview.FrontendKeys(before) {
+		for f := range frontends.Keys(before) {
 			o.owners.unset(f.Claim(), key)
 		}
 		delete(o.indexed, key)
@@ -264,7 +265,7 @@ func (o *oldClaims) update(records map[types.NamespacedName]*unacked) {
 	}
 	clear(o.changed)
 	for key, view := range added {
-		for f := range nodeview.FrontendKeys(view) {
+		for f := range frontends.Keys(view) {
 			o.owners.set(f.Claim(), key)
 		}
 	}
@@ -278,7 +279,7 @@ func (p *pending) keys(delivered []Change) []types.NamespacedName {
 			keys = append(keys, key)
 		}
 	}
-	slices.SortFunc(keys, api.CompareKeys)
+	slices.SortFunc(keys, ordering.Keys)
 	return keys
 }
 
@@ -333,7 +334,7 @@ func (c claimOwners) conflicting(claim api.Claim, key types.NamespacedName) []ty
 				services[other] = struct{}{}
 			}
 		}
-		return slices.SortedFunc(maps.Keys(services), api.CompareKeys)
+		return slices.SortedFunc(maps.Keys(services), ordering.Keys)
 	}
 	var services []types.NamespacedName
 	for _, met := range [...]api.Claim{claim, whole} {

@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/ordering"
 	"k8s.io/apimachinery/pkg/types"
 )
 
@@ -162,7 +163,7 @@ func (c *Change) Endpoints() iter.Seq2[*api.Endpoint, *api.Endpoint] {
 			case len(before) == 0:
 				order = 1
 			default:
-				order = before[0].Compare(&after[0])
+				order = ordering.Endpoints(&before[0], &after[0])
 			}
 			if order <= 0 {
 				old, before = &before[0], before[1:]
@@ -190,7 +191,7 @@ type Failed map[types.NamespacedName]error
 // Error returns the errors of all services as one line.
 func (f *Failed) Error() string {
 	services := f.services()
-	keys := slices.SortedFunc(maps.Keys(services), api.CompareKeys)
+	keys := slices.SortedFunc(maps.Keys(services), ordering.Keys)
 	msgs := make([]string, len(keys))
 	for i, k := range keys {
 		msgs[i] = fmt.Sprintf("service %s: %v", k, services[k])

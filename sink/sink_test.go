@@ -10,6 +10,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/ordering"
 	"github.com/kpng-project/kpng/sink"
 )
 
@@ -21,7 +22,7 @@ func TestEndpointsOfAChange(t *testing.T) {
 		many.Endpoints = append(many.Endpoints, view(web, byte(n)).Endpoints...)
 		many.Endpoints[n].PortOverrides = []api.PortName{{Name: "http", Port: int32(n + 1)}}
 	}
-	slices.SortFunc(many.Endpoints, func(a, b api.Endpoint) int { return a.Compare(&b) })
+	slices.SortFunc(many.Endpoints, func(a, b api.Endpoint) int { return ordering.Endpoints(&a, &b) })
 	flipped.Endpoints = slices.Clone(many.Endpoints)
 	flipped.Endpoints[500].Ready = false
 

@@ -9,7 +9,7 @@ import (
 	"slices"
 	"time"
 
-	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/ordering"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/klog/v2"
 )
@@ -107,7 +107,7 @@ func (d *Driver) Status() Status {
 			s.Failing = append(s.Failing, FailingService{p.key, p.err, p.failures, p.retryAt})
 		}
 	}
-	slices.SortFunc(s.Failing, func(a, b FailingService) int { return api.CompareKeys(a.Key, b.Key) })
+	slices.SortFunc(s.Failing, func(a, b FailingService) int { return ordering.Keys(a.Key, b.Key) })
 	return s
 }
 
@@ -183,7 +183,7 @@ func (d *Driver) logRecovery(ctx context.Context, changes []Change, failed Faile
 
 // logFailed logs the first failed services, and the number of the others.
 func logFailed(log klog.Logger, failed Failed) {
-	keys := slices.SortedFunc(maps.Keys(failed), api.CompareKeys)
+	keys := slices.SortedFunc(maps.Keys(failed), ordering.Keys)
 	for i, key := range keys {
 		if i == maxLogged {
 			log.Info("More services failed", "services", len(keys)-maxLogged)

@@ -12,7 +12,7 @@ import (
 	"sync"
 	"time"
 
-	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/ordering"
 	"github.com/kpng-project/kpng/internal/updates"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/klog/v2"
@@ -304,7 +304,7 @@ func (d *Driver) addDue(u *Update, b *batch) {
 		}
 		b.Last = !more && waiting == 0 && (most != 1 || len(b.services) == 0)
 	}
-	slices.SortFunc(b.services, func(a, b Change) int { return api.CompareKeys(a.Key, b.Key) })
+	slices.SortFunc(b.services, func(a, b Change) int { return ordering.Keys(a.Key, b.Key) })
 	if b.Last {
 		b.Failing = d.pending.keys(b.services)
 	}
@@ -667,7 +667,7 @@ func (d *Driver) unacknowledged(changes []Change) int {
 // hasService reports whether a service is in changes, which must be sorted by key.
 func hasService(changes []Change, key types.NamespacedName) bool {
 	_, ok := slices.BinarySearchFunc(changes, key, func(c Change, key types.NamespacedName) int {
-		return api.CompareKeys(c.Key, key)
+		return ordering.Keys(c.Key, key)
 	})
 	return ok
 }

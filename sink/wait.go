@@ -12,7 +12,7 @@ import (
 	"strings"
 	"time"
 
-	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/ordering"
 )
 
 // WaitSynced returns nil when a pass is complete in which the sink has acknowledged every
@@ -103,7 +103,7 @@ func (d *Driver) obstacles() string {
 		add("the sink refuses the Node: %v", d.node.err)
 	}
 	services := slices.SortedFunc(maps.Values(d.pending.byKey), func(a, b *unacked) int {
-		return cmp.Or(cmp.Compare(b.failures, a.failures), api.CompareKeys(a.key, b.key))
+		return cmp.Or(cmp.Compare(b.failures, a.failures), ordering.Keys(a.key, b.key))
 	})
 	for i, s := range services {
 		switch {

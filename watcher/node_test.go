@@ -14,7 +14,7 @@ import (
 func TestNodeConversion(t *testing.T) {
 	in := &corev1.Node{
 		ObjectMeta: metav1.ObjectMeta{
-			Name: "a", UID: "1", Labels: map[string]string{api.ZoneLabel: "z"},
+			Name: "a", UID: "1", Labels: map[string]string{"topology.kubernetes.io/zone": "z"},
 			DeletionTimestamp: &metav1.Time{},
 		},
 		Spec: corev1.NodeSpec{
@@ -30,7 +30,7 @@ func TestNodeConversion(t *testing.T) {
 		}},
 	}
 	want := &api.Node{
-		Name: "a", UID: "1", Labels: map[string]string{api.ZoneLabel: "z"}, Deleting: true,
+		Name: "a", UID: "1", Labels: map[string]string{"topology.kubernetes.io/zone": "z"}, Deleting: true,
 		PodCIDRs:  prefixes("10.1.0.0/24", "fd00::/64"),
 		Taints:    []api.Taint{{Key: "k", Value: "v", Effect: "NoSchedule"}},
 		Addresses: []api.NodeAddress{{Type: "InternalIP", IP: addrs("192.0.2.1")[0]}, {Type: "ExternalIP", IP: addrs("2001:db8::1")[0]}},

@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/kernelnode"
 	"github.com/kpng-project/kpng/nodeview"
 )
 
@@ -44,7 +45,7 @@ type frontendKey struct {
 }
 
 func (k frontendKey) String() string {
-	return fmt.Sprintf("%s/%s", address{IP: k.IP, Port: k.Port}, api.ProtocolOf(k.Protocol))
+	return fmt.Sprintf("%s/%s", address{IP: k.IP, Port: k.Port}, kernelnode.ProtocolOf(k.Protocol))
 }
 
 func toFrontend(addr netip.Addr, protocol api.Protocol, port int32) frontendKey {

@@ -16,6 +16,7 @@ import (
 	"strings"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/frontends"
 	"github.com/kpng-project/kpng/nodeview"
 )
 
@@ -302,7 +303,7 @@ type serviceRenderer struct {
 	kept     map[uint64][]keptList
 	wrappers map[wrapper]string
 	targets  map[nodeview.ListID]map[netip.AddrPort]bool
-	ranges   map[nodeview.SourcesID]*sourceList
+	ranges   map[frontends.SourcesID]*sourceList
 	comments map[*api.PortMapping]string
 }
 
@@ -313,7 +314,7 @@ func (r *renderer) service(view *api.View, last *record) *rendered {
 	s := serviceRenderer{
 		renderer: r, view: view, out: newRendered(), last: last,
 		lists: map[listID]string{}, kept: map[uint64][]keptList{}, wrappers: map[wrapper]string{},
-		targets: map[nodeview.ListID]map[netip.AddrPort]bool{}, ranges: map[nodeview.SourcesID]*sourceList{},
+		targets: map[nodeview.ListID]map[netip.AddrPort]bool{}, ranges: map[frontends.SourcesID]*sourceList{},
 		comments: map[*api.PortMapping]string{},
 	}
 	if view == nil {

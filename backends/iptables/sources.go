@@ -15,6 +15,7 @@ import (
 	"strconv"
 	"strings"
 
+	"github.com/kpng-project/kpng/internal/frontends"
 	"github.com/kpng-project/kpng/internal/kernelnode"
 	"github.com/kpng-project/kpng/internal/netfilter"
 	"github.com/kpng-project/kpng/nodeview"
@@ -70,7 +71,7 @@ func (s *serviceRenderer) sources(f *nodeview.Frontend) *sourceList {
 // shared returns the list of the sources that f admits. It computes the list once for all
 // addresses that share their source ranges.
 func (s *serviceRenderer) shared(f *nodeview.Frontend) *sourceList {
-	id := f.SourcesID()
+	id := frontends.SourcesOf(f)
 	list := s.ranges[id]
 	if list == nil {
 		list = s.sourceList(f.Sources.Prefixes(s.env.node))

@@ -12,6 +12,7 @@ import (
 	"net/netip"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/kernelnode"
 	"github.com/mdlayher/netlink"
 	"golang.org/x/sys/unix"
 )
@@ -401,7 +402,7 @@ func decodeServer(d *netlink.AttributeDecoder) (id serverID, s *server, ok bool)
 				case svcFamily:
 					family = d.Uint16()
 				case svcProtocol:
-					id.protocol = api.ProtocolOf(uint8(d.Uint16()))
+					id.protocol = kernelnode.ProtocolOf(uint8(d.Uint16()))
 				case svcAddr:
 					addr = d.Bytes()
 				case svcPort:

@@ -11,6 +11,7 @@ import (
 
 	"github.com/google/nftables"
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/kernelnode"
 	"github.com/kpng-project/kpng/internal/sourcelists"
 )
 
@@ -176,7 +177,7 @@ func (e element) addr() netip.Addr {
 // server returns the virtual server that e describes.
 func (e element) server() serverID {
 	rest := e.key[e.addr().BitLen()/8:]
-	return serverID{netip.AddrPortFrom(e.addr(), uint16(rest[4])<<8|uint16(rest[5])), api.ProtocolOf(rest[0])}
+	return serverID{netip.AddrPortFrom(e.addr(), uint16(rest[4])<<8|uint16(rest[5])), kernelnode.ProtocolOf(rest[0])}
 }
 
 // target returns the virtual server that an element of the map redirects leads to.

@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/healthport"
 	"github.com/kpng-project/kpng/internal/nftrule"
 	"github.com/kpng-project/kpng/nodeview"
 )
@@ -230,7 +231,7 @@ func elements(id serverID, f *nodeview.Frontend) []element {
 // healthCheck returns the element for the health checks that a load balancer sends to
 // the address a. The element changes the destination to an address of node ports.
 func (p *planner) healthCheck(a netip.Addr, s *api.Service) []element {
-	port := cmp.Or(uint16(nodeview.HealthCheckPort(s)), p.healthzPort)
+	port := cmp.Or(uint16(healthport.Of(s)), p.healthzPort)
 	to, ok := p.firstNodePortAddr(api.FamilyOf(a))
 	if port == 0 || !ok {
 		return nil

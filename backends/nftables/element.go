@@ -12,6 +12,7 @@ import (
 	"strings"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/kernelnode"
 	"github.com/kpng-project/kpng/internal/netfilter"
 	"github.com/kpng-project/kpng/internal/sourcelists"
 	"github.com/kpng-project/kpng/nodeview"
@@ -162,7 +163,7 @@ func addrOf(b []byte) netip.Addr {
 }
 
 func protocolName(number byte) string {
-	if p := api.ProtocolOf(number); p != api.UnknownProtocol {
+	if p := kernelnode.ProtocolOf(number); p != api.UnknownProtocol {
 		return strings.ToLower(p.String())
 	}
 	return fmt.Sprint(number)

@@ -17,6 +17,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/kernelnode"
 	"github.com/kpng-project/kpng/internal/sourcelists"
 	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
@@ -68,7 +69,7 @@ func tableContents(t testing.TB, b *backend) []string {
 			if id.m.match == matchAddress {
 				key.port = 0
 			} else {
-				key.protocol = api.ProtocolOf(id.key[id.m.keyLen()-8])
+				key.protocol = kernelnode.ProtocolOf(id.key[id.m.keyLen()-8])
 			}
 			line := fmt.Sprintf("%s : %d %s", id, number&handlingMask, c.list(&list{listKey: key, number: number &^ handlingMask}))
 			if number&handlingMask == uint32(handleLocal) {

@@ -11,6 +11,7 @@ import (
 	"slices"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/frontends"
 	"github.com/kpng-project/kpng/internal/sourcelists"
 	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
@@ -266,7 +267,7 @@ func (l *list) hairpin(r record) element {
 func (t *table) planService(p *patch, ch *sink.Change, sources *sourcelists.Change) ([]list, error) {
 	before := newListSet(t.services[ch.Key])
 	old, next := outlineOf(ch.Old), outlineOf(ch.New)
-	if len(before.lists) > 0 && nodeview.SameFrontends(ch.Old, ch.New) && old.sameUse(next) {
+	if len(before.lists) > 0 && frontends.Same(ch.Old, ch.New) && old.sameUse(next) {
 		next.setNumbers(before)
 	} else {
 		old.setNumbers(before)

@@ -13,6 +13,7 @@ import (
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/backends/ovs/internal/openflow"
+	"github.com/kpng-project/kpng/internal/frontends"
 	"github.com/kpng-project/kpng/nodeview"
 )
 
@@ -120,7 +121,7 @@ type servicePlan struct {
 	actions map[actionsKey]openflow.Actions
 	// ranges has the numbers of the lists of source ranges, by place in memory, and by
 	// content.
-	ranges        map[nodeview.SourcesID]uint32
+	ranges        map[frontends.SourcesID]uint32
 	rangesContent map[string]uint32
 	// sent has the endpoints of UDP frontends.
 	sent map[sentKey]*datagrams
@@ -184,11 +185,11 @@ func (p *servicePlan) addFrontend(f *nodeview.Frontend) {
 // frontend. If they have the source, the packet comes back to the flows of the frontend
 // with the bit admitted. Otherwise it is dropped.
 func (p *servicePlan) checkSource(f *nodeview.Frontend) openflow.Actions {
-	s := f.SourcesID()
+	s := frontends.SourcesOf(f)
 	id, known := p.ranges[s]
 	if !known {
 		if p.ranges == nil {
-			p.ranges, p.rangesContent = map[nodeview.SourcesID]uint32{}, map[string]uint32{}
+			p.ranges, p.rangesContent = map[frontends.SourcesID]uint32{}, map[string]uint32{}
 		}
 		id = p.addRanges(f)
 		p.ranges[s] = id

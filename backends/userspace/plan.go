@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/frontends"
 	"github.com/kpng-project/kpng/nodeview"
 )
 
@@ -63,21 +64,22 @@ func (s *service) planFor(view *api.View, node []netip.Addr) (*plan, error) {
 	if view == nil {
 		return p, nil
 	}
-	byID := map[nodeview.SourcesID]*admission{}
-	frontends := 0
+	byID := map[frontends.SourcesID]*admission{}
+	count := 0
 	for f := range nodeview.Frontends(view) {
 		// Frontends without a listener count, too. So this loop always ends soon.
-		if frontends++; max(frontends, p.size()) > s.opts.MaxListeners {
+		if count++; max(count, p.size()) > s.opts.MaxListeners {
 			return nil, s.tooMany()
 		}
 		if err := unsupported(&f); err != nil {
 			p.unsupported.add(err)
 			continue
 		}
-		admission, known := byID[f.SourcesID()]
+		id := frontends.SourcesOf(&f)
+		admission, known := byID[id]
 		if !known {
 			admission = p.admissions.of(&f.Sources, node, s.admissions)
-			byID[f.SourcesID()] = admission
+			byID[id] = admission
 		}
 		r := p.rulesOf(s, &f, admission)
 		if f.Kind == nodeview.NodePort {

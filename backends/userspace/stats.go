@@ -8,6 +8,7 @@ import (
 	"slices"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/ordering"
 	"k8s.io/apimachinery/pkg/types"
 )
 
@@ -41,7 +42,7 @@ func (b *Backend) Stats() iter.Seq[PortStats] {
 		})
 	}
 	slices.SortFunc(all, func(a, b PortStats) int {
-		return cmp.Or(api.CompareKeys(a.Service, b.Service), cmp.Compare(a.Protocol, b.Protocol), cmp.Compare(a.Port, b.Port))
+		return cmp.Or(ordering.Keys(a.Service, b.Service), cmp.Compare(a.Protocol, b.Protocol), cmp.Compare(a.Port, b.Port))
 	})
 	return slices.Values(all)
 }

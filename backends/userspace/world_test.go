@@ -17,6 +17,7 @@ import (
 
 	"github.com/go-logr/logr/funcr"
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/ordering"
 	"github.com/kpng-project/kpng/node/nodeaddr"
 	"github.com/kpng-project/kpng/sink"
 	"github.com/kpng-project/kpng/sink/sinktest"
@@ -192,7 +193,7 @@ func (s *testService) addScoped(scopes api.Scopes, endpoints ...netip.AddrPort) 
 	for _, e := range endpoints {
 		s.Endpoints = append(s.Endpoints, endpoint(e, scopes))
 	}
-	slices.SortFunc(s.Endpoints, func(a, b api.Endpoint) int { return a.Compare(&b) })
+	slices.SortFunc(s.Endpoints, func(a, b api.Endpoint) int { return ordering.Endpoints(&a, &b) })
 	return s
 }
 

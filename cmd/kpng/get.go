@@ -253,7 +253,7 @@ func frontendRow(key types.NamespacedName, f *nodeview.Frontend) []string {
 		here = verdict(&f.Node) + " " + endpointsText(&f.Node)
 	}
 	return []string{
-		key.Namespace, key.Name, f.Kind.String(), addr, port, verdict(&f.Elsewhere), endpointsText(&f.Elsewhere),
+		key.Namespace, key.Name, string(f.Kind), addr, port, verdict(&f.Elsewhere), endpointsText(&f.Elsewhere),
 		here, f.Sources.String(), affinity,
 	}
 }

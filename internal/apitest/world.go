@@ -95,7 +95,7 @@ func (w *World) node(n int) *api.Node {
 		PodCIDRs:  []netip.Prefix{netip.PrefixFrom(netip.AddrFrom4([4]byte{172, 16, byte(n), 0}), 24)},
 	}
 	if zone := w.r.IntN(4); zone > 0 {
-		node.Labels[api.ZoneLabel] = zoneName(zone)
+		node.Labels["topology.kubernetes.io/zone"] = zoneName(zone)
 	}
 	if w.r.IntN(8) == 0 {
 		node.Taints = []api.Taint{{Key: "ToBeDeletedByClusterAutoscaler", Effect: "NoSchedule"}}

@@ -14,6 +14,7 @@ import (
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/internal/netfilter"
+	"github.com/kpng-project/kpng/internal/ordering"
 	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
 	"go.uber.org/goleak"
@@ -255,7 +256,7 @@ func changesBetween(before, now []*api.View) *sink.Changes {
 			list = append(list, *c)
 		}
 	}
-	slices.SortFunc(list, func(a, b sink.Change) int { return api.CompareKeys(a.Key, b.Key) })
+	slices.SortFunc(list, func(a, b sink.Change) int { return ordering.Keys(a.Key, b.Key) })
 	return &sink.Changes{Services: slices.Values(list)}
 }
 

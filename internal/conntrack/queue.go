@@ -12,6 +12,7 @@ import (
 	"sync"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/frontends"
 	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
 	"golang.org/x/sys/unix"
@@ -122,7 +123,7 @@ func newDelivery(s sink.Change, count uint64) *delivery {
 	if s.Unsure {
 		c.old = nil
 	}
-	c.same = nodeview.SameFrontends(c.old, c.new)
+	c.same = frontends.Same(c.old, c.new)
 	c.before, c.now = verdictsOf(c.old), verdictsOf(c.new)
 	return c
 }
@@ -136,7 +137,7 @@ func (c *delivery) added(f nodeview.FrontendKey) bool {
 		return true
 	case c.oldFrontends == nil:
 		c.oldFrontends = map[nodeview.FrontendKey]struct{}{}
-		for f := range nodeview.FrontendKeys(c.old) {
+		for f := range frontends.Keys(c.old) {
 			c.oldFrontends[f] = struct{}{}
 		}
 	}
@@ -161,7 +162,7 @@ func (q *queue) changeIndex(x *index, c *delivery) (removed []destination) {
 	switch {
 	case complete && was == nil && c.same:
 		return nil
-	case complete && was != nil && !was.displaced && (c.same || c.old == nil) && nodeview.SameFrontends(was.view, c.new):
+	case complete && was != nil && !was.displaced && (c.same || c.old == nil) && frontends.Same(was.view, c.new):
 		was.view = c.new
 		for _, g := range was.groups {
 			g.verdict = c.now[x.protocol][g.class]
@@ -338,7 +339,7 @@ func (x *index) removeChecked() {
 // destinations yields the frontends of a view with their destinations in x.
 func (x *index) destinations(view *api.View) iter.Seq2[nodeview.FrontendKey, destination] {
 	return func(yield func(nodeview.FrontendKey, destination) bool) {
-		for f := range nodeview.FrontendKeys(view) {
+		for f := range frontends.Keys(view) {
 			if tracks(x.protocol, f.Protocol) && !yield(f, destination{f.Family, f.Addr, uint16(f.Port), x.protocol}) {
 				return
 			}

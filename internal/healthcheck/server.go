@@ -13,9 +13,10 @@ import (
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/internal/connlimit"
+	"github.com/kpng-project/kpng/internal/healthport"
 	"github.com/kpng-project/kpng/internal/nodeaddrs"
+	"github.com/kpng-project/kpng/internal/ordering"
 	"github.com/kpng-project/kpng/node/nodeaddr"
-	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/klog/v2"
@@ -101,18 +102,18 @@ type service struct {
 // newService returns the state of a service with this view, or nil if the service has no
 // health-check node port. The view is nil if the service was deleted.
 func newService(key types.NamespacedName, view *api.View) *service {
-	if view == nil || nodeview.HealthCheckPort(view.Service) == 0 {
+	if view == nil || healthport.Of(view.Service) == 0 {
 		return nil
 	}
 	return &service{
-		key: key, created: view.Service.Created, port: nodeview.HealthCheckPort(view.Service),
-		v4: nodeview.ReadyLocal(view, api.IPv4), v6: nodeview.ReadyLocal(view, api.IPv6),
+		key: key, created: view.Service.Created, port: healthport.Of(view.Service),
+		v4: healthport.Ready(view, api.IPv4), v6: healthport.Ready(view, api.IPv6),
 	}
 }
 
 // byAge orders services by age, then by namespace and name.
 func byAge(a, b *service) int {
-	return cmp.Or(a.created.Compare(b.created), api.CompareKeys(a.key, b.key))
+	return cmp.Or(a.created.Compare(b.created), ordering.Keys(a.key, b.key))
 }
 
 // positionOf returns the position of a service in a sorted list of claimants.

@@ -29,6 +29,7 @@ import (
 	"slices"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/frontends"
 	"github.com/kpng-project/kpng/nodeview"
 	"k8s.io/apimachinery/pkg/types"
 )
@@ -147,7 +148,7 @@ type Change struct {
 	lists    *Lists
 	old, new *use
 	// planned has the lists that the method Number has returned for source ranges.
-	planned map[nodeview.SourcesID]*sharedList
+	planned map[frontends.SourcesID]*sharedList
 	// edited has the list that gets other ranges in place, and its next ranges.
 	edited map[*sharedList]Ranges
 }
@@ -155,7 +156,7 @@ type Change struct {
 // Begin begins the change of a service from one view to another. Either view may be nil.
 func (l *Lists) Begin(service types.NamespacedName, from, to *api.View) *Change {
 	c := &Change{Service: service, lists: l, old: l.uses[service], new: &use{}}
-	if c.old != nil && nodeview.SameFrontends(from, to) {
+	if c.old != nil && frontends.Same(from, to) {
 		c.new = c.old // Number need not be called
 	}
 	return c
@@ -167,12 +168,12 @@ func (c *Change) Number(f *nodeview.Frontend) uint32 {
 	if list := c.new.byAddr[f.Addr]; list != nil {
 		return list.number
 	}
-	s := f.SourcesID()
+	s := frontends.SourcesOf(f)
 	list := c.planned[s]
 	if list == nil {
 		list = c.assign(NewRanges(f.Family, f.Sources.Prefixes(c.lists.nodeAddrs)))
 		if c.planned == nil {
-			c.planned = map[nodeview.SourcesID]*sharedList{}
+			c.planned = map[frontends.SourcesID]*sharedList{}
 		}
 		c.planned[s] = list
 	}

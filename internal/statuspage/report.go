@@ -16,6 +16,7 @@ import (
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/cluster"
 	"github.com/kpng-project/kpng/internal/elements"
+	"github.com/kpng-project/kpng/internal/ordering"
 	"github.com/kpng-project/kpng/internal/report"
 	"github.com/kpng-project/kpng/internal/revstore"
 	"github.com/kpng-project/kpng/nodeview"
@@ -137,7 +138,7 @@ func problems(r *report.Report, refused map[types.NamespacedName]string) []strin
 	if r.Source.Stale {
 		add("the source lost its connection; the state may be old")
 	}
-	for i, key := range slices.SortedFunc(maps.Keys(refused), api.CompareKeys) {
+	for i, key := range slices.SortedFunc(maps.Keys(refused), ordering.Keys) {
 		if i == maxRefused {
 			add("%d more services are too large", len(refused)-maxRefused)
 			break

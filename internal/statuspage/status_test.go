@@ -61,7 +61,7 @@ func newState(services, endpoints int) *cluster.State {
 		for i := range services {
 			write(tx, "default", fmt.Sprintf("web-%05d", i), i, endpoints)
 		}
-		tx.SetNode(&api.Node{Name: here, Labels: map[string]string{api.ZoneLabel: "zone-a"}})
+		tx.SetNode(&api.Node{Name: here, Labels: map[string]string{"topology.kubernetes.io/zone": "zone-a"}})
 	})
 	state.SetSynced()
 	return state

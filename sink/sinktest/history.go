@@ -16,6 +16,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/cluster"
+	"github.com/kpng-project/kpng/internal/ordering"
 	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
 	"k8s.io/apimachinery/pkg/types"
@@ -259,9 +260,9 @@ func (h *history) pass() {
 					c.Failing = append(c.Failing, key)
 				}
 			}
-			slices.SortFunc(c.Failing, api.CompareKeys)
+			slices.SortFunc(c.Failing, ordering.Keys)
 		}
-		slices.SortFunc(batch, api.CompareKeys)
+		slices.SortFunc(batch, ordering.Keys)
 		if !h.sync(c, batch) && (first || c.Last) {
 			h.ledger.begun = false // the driver would begin the pass again
 			return
@@ -340,7 +341,7 @@ func sortedKeys[V any](m map[types.NamespacedName]V) []types.NamespacedName {
 	for key := range m {
 		keys = append(keys, key)
 	}
-	slices.SortFunc(keys, api.CompareKeys)
+	slices.SortFunc(keys, ordering.Keys)
 	return keys
 }
 

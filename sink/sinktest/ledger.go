@@ -8,6 +8,7 @@ import (
 	"slices"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/ordering"
 	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
 	"k8s.io/apimachinery/pkg/types"
@@ -72,7 +73,7 @@ func (l *ledger) check(c *sink.Changes) []string {
 		report("has nothing to deliver")
 	}
 	for i, s := range services {
-		if i > 0 && api.CompareKeys(services[i-1].Key, s.Key) >= 0 {
+		if i > 0 && ordering.Keys(services[i-1].Key, s.Key) >= 0 {
 			report("service %s comes after %s", s.Key, services[i-1].Key)
 		}
 		if s.New != nil && s.New.Key() != s.Key {
@@ -129,7 +130,7 @@ func (l *ledger) checkFailing(c *sink.Changes) []string {
 	if !c.Last && len(c.Failing) > 0 {
 		wrong = append(wrong, "names failing services and does not end a pass")
 	}
-	if !slices.IsSortedFunc(c.Failing, api.CompareKeys) {
+	if !slices.IsSortedFunc(c.Failing, ordering.Keys) {
 		wrong = append(wrong, "names failing services out of order")
 	}
 	for _, key := range c.Failing {

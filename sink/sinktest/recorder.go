@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/ordering"
 	"github.com/kpng-project/kpng/sink"
 )
 
@@ -63,7 +64,7 @@ func (r *Recorder) Syncs() []Sync {
 func (r *Recorder) Views() []*api.View {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	keys := slices.SortedFunc(maps.Keys(r.acked.views), api.CompareKeys)
+	keys := slices.SortedFunc(maps.Keys(r.acked.views), ordering.Keys)
 	views := make([]*api.View, len(keys))
 	for i, key := range keys {
 		views[i] = r.acked.views[key]

@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/ordering"
 	"github.com/kpng-project/kpng/internal/revstore"
 	"github.com/kpng-project/kpng/internal/updates"
 	"github.com/kpng-project/kpng/sink"
@@ -51,7 +52,7 @@ type position struct {
 func NewSource() *Source {
 	s := &Source{revisions: new(revstore.Revisions), changed: make(chan struct{})}
 	s.views = revstore.New(revstore.Options[types.NamespacedName, triggered]{
-		Compare: api.CompareKeys, Revisions: s.revisions,
+		Compare: ordering.Keys, Revisions: s.revisions,
 		Equal: func(a, b triggered) bool { return a.view.Equal(b.view) },
 	})
 	s.nodes = revstore.New(revstore.Options[string, *api.Node]{

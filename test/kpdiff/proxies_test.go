@@ -7,6 +7,7 @@ import (
 	"testing"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/healthport"
 	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/watcher"
 	corev1 "k8s.io/api/core/v1"
@@ -110,15 +111,15 @@ func kpng(t *testing.T, c *cluster) decided {
 	}
 	node := &api.Node{Name: thisNode}
 	if c.zone != "" {
-		node.Labels = map[string]string{api.ZoneLabel: c.zone}
+		node.Labels = map[string]string{"topology.kubernetes.io/zone": c.zone}
 	}
 	view := nodeview.View(state, node)
 	if view == nil {
 		return d
 	}
-	if nodeview.HealthCheckPort(view.Service) != 0 {
+	if healthport.Of(view.Service) != 0 {
 		for _, family := range view.Service.Families() {
-			d.health[family.String()] = nodeview.ReadyLocal(view, family)
+			d.health[family.String()] = healthport.Ready(view, family)
 		}
 	}
 	for f := range nodeview.Frontends(view) {

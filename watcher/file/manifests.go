@@ -69,7 +69,7 @@ func newParser(options watcher.Options) (*parser, error) {
 // files.
 func (p *parser) finish() error {
 	for _, s := range p.undecided {
-		if p.named && p.selectorless[s.ServiceKey()] {
+		if p.named && p.selectorless[types.NamespacedName{Namespace: s.Namespace, Name: s.ServiceName}] {
 			p.manifests.slices = append(p.manifests.slices, s)
 		}
 	}

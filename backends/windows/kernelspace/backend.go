@@ -17,6 +17,7 @@ import (
 	"github.com/kpng-project/kpng/backends/windows/internal/journal"
 	"github.com/kpng-project/kpng/internal/hns"
 	"github.com/kpng-project/kpng/internal/nodeaddrs"
+	"github.com/kpng-project/kpng/internal/ordering"
 	"github.com/kpng-project/kpng/internal/ownership"
 	"github.com/kpng-project/kpng/sink"
 	"k8s.io/apimachinery/pkg/types"
@@ -350,7 +351,7 @@ func (b *backend) replan(ctx context.Context, keys func(yield func(types.Namespa
 		delete(b.plans, key)
 		again = append(again, n)
 	}
-	slices.SortFunc(again, func(a, b next) int { return api.CompareKeys(a.key, b.key) })
+	slices.SortFunc(again, func(a, b next) int { return ordering.Keys(a.key, b.key) })
 	for _, n := range again {
 		if n.policies == nil {
 			continue
@@ -373,7 +374,7 @@ func (b *backend) replan(ctx context.Context, keys func(yield func(types.Namespa
 
 // positionOf returns the position of a service in a sorted list.
 func positionOf(list []want, service types.NamespacedName) int {
-	at, _ := slices.BinarySearchFunc(list, service, func(w want, key types.NamespacedName) int { return api.CompareKeys(w.service, key) })
+	at, _ := slices.BinarySearchFunc(list, service, func(w want, key types.NamespacedName) int { return ordering.Keys(w.service, key) })
 	return at
 }
 

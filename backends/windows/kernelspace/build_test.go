@@ -17,6 +17,7 @@ import (
 	"github.com/kpng-project/kpng/backends/windows/kernelspace"
 	"github.com/kpng-project/kpng/internal/hns"
 	"github.com/kpng-project/kpng/internal/hns/fakehns"
+	"github.com/kpng-project/kpng/internal/ordering"
 	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
 	"k8s.io/apimachinery/pkg/types"
@@ -28,7 +29,7 @@ const here = "this-node"
 func node() *api.Node {
 	return &api.Node{
 		Name:      here,
-		Labels:    map[string]string{api.ZoneLabel: "zone-a"},
+		Labels:    map[string]string{"topology.kubernetes.io/zone": "zone-a"},
 		Addresses: []api.NodeAddress{{Type: "InternalIP", IP: addr("192.168.0.1")}, {Type: "InternalIP", IP: addr("fd00:192::1")}},
 	}
 }
@@ -165,7 +166,7 @@ func (w *world) restart() {
 // The method full delivers all services to the backend in one pass.
 func (w *world) full() error {
 	var changes []sink.Change
-	for _, key := range slices.SortedFunc(maps.Keys(w.views), api.CompareKeys) {
+	for _, key := range slices.SortedFunc(maps.Keys(w.views), ordering.Keys) {
 		changes = append(changes, sink.Change{Key: key, New: w.views[key], Unsure: true})
 	}
 	return w.backend.Sync(w.Context(), &sink.Changes{First: true, Last: true, Services: slices.Values(changes), Node: node(), NodeChanged: true})

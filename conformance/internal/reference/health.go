@@ -15,7 +15,7 @@ import (
 	"sync/atomic"
 
 	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/nodeview"
+	"github.com/kpng-project/kpng/internal/healthport"
 	"github.com/kpng-project/kpng/sink"
 	"k8s.io/apimachinery/pkg/types"
 )
@@ -44,7 +44,7 @@ func (h *healthServer) serve(services []*api.View) error {
 	h.listeners = map[netip.AddrPort]*listener{}
 	var failed sink.Failed
 	for _, view := range services {
-		port := nodeview.HealthCheckPort(view.Service)
+		port := healthport.Of(view.Service)
 		if port == 0 {
 			continue
 		}
@@ -63,7 +63,7 @@ func (h *healthServer) serve(services []*api.View) error {
 				go http.Serve(l, l) //nolint:errcheck // Serve returns when l is closed
 			}
 			delete(old, at)
-			l.local.Store(int64(nodeview.ReadyLocal(view, api.FamilyOf(addr))))
+			l.local.Store(int64(healthport.Ready(view, api.FamilyOf(addr))))
 			h.listeners[at] = l
 		}
 	}

@@ -21,6 +21,7 @@ import (
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/internal/netnstest"
+	"github.com/kpng-project/kpng/internal/ordering"
 	"github.com/kpng-project/kpng/sink"
 	"k8s.io/apimachinery/pkg/types"
 )
@@ -83,7 +84,7 @@ func (p *Proxy) Sync(ctx context.Context, c *sink.Changes) error {
 	for _, view := range p.services {
 		services = append(services, view)
 	}
-	slices.SortFunc(services, func(a, b *api.View) int { return api.CompareKeys(a.Key(), b.Key()) })
+	slices.SortFunc(services, func(a, b *api.View) int { return ordering.Keys(a.Key(), b.Key()) })
 	if p.opts.Fault == IgnoresClaims {
 		slices.Reverse(services)
 	}

@@ -11,11 +11,11 @@ import (
 )
 
 // Node converts n. It returns nil if n is nil.
-func (c *Converter) Node(n *corev1.Node) (*api.Node, []Problem) {
+func (c *Converter) Node(n *corev1.Node) (*api.Node, []error) {
 	if n == nil {
 		return nil, nil
 	}
-	r := report{kind: "Node", name: n.Name}
+	var r report
 	out := &api.Node{
 		Name:     n.Name,
 		UID:      n.UID,

@@ -40,8 +40,8 @@ func TestNodeConversion(t *testing.T) {
 		t.Errorf("node (-want +got):\n%s", diff)
 	}
 	if diff := cmp.Diff([]string{
-		`Node a: status.addresses[3].address: "y" is not an IP address`,
-		`Node a: spec.podCIDRs[2]: "x" is not a CIDR`,
+		`status.addresses[3].address: "y" is not an IP address`,
+		`spec.podCIDRs[2]: "x" is not a CIDR`,
 	}, messages(problems)); diff != "" {
 		t.Errorf("problems (-want +got):\n%s", diff)
 	}

@@ -17,11 +17,11 @@ import (
 
 // Service converts s and applies the API's defaults. It does so even if WantsService
 // returns false for s. It returns nil if s is nil.
-func (c *Converter) Service(s *corev1.Service) (*api.Service, []Problem) {
+func (c *Converter) Service(s *corev1.Service) (*api.Service, []error) {
 	if s == nil {
 		return nil, nil
 	}
-	r := report{kind: "Service", namespace: s.Namespace, name: s.Name}
+	var r report
 	r.call("Skip", c.options.Skip, s) // WantsService cannot report a panic
 	out := &api.Service{
 		Name:                   s.Name,

@@ -30,7 +30,7 @@ func prefixes(texts ...string) []netip.Prefix {
 	return out
 }
 
-func messages(problems []Problem) []string {
+func messages(problems []error) []string {
 	var out []string
 	for _, p := range problems {
 		out = append(out, p.Error())
@@ -74,7 +74,7 @@ func TestServiceConversion(t *testing.T) {
 			name:     "an unknown IP family is omitted",
 			change:   func(s *service) { s.Spec.IPFamilies = []corev1.IPFamily{"IPv5", "IPv4"} },
 			want:     func(s *api.Service) { s.IPFamilies = []api.Family{api.IPv4} },
-			problems: []string{`Service default/web: spec.ipFamilies[0]: unknown IP family "IPv5"`},
+			problems: []string{`spec.ipFamilies[0]: unknown IP family "IPv5"`},
 		},
 		{
 			name: "cluster IPs are sorted by family",
@@ -127,8 +127,8 @@ func TestServiceConversion(t *testing.T) {
 			change: func(s *service) { s.Spec.ExternalIPs = []string{"", "10.0.0.300", " ", "fe80::1%eth0", "10.0.0.1"} },
 			want:   func(s *api.Service) { s.IPs.ExternalIPs.V4 = addrs("10.0.0.1") },
 			problems: []string{
-				`Service default/web: spec.externalIPs[1]: "10.0.0.300" is not an IP address`,
-				`Service default/web: spec.externalIPs[3]: "fe80::1%eth0" is not an IP address`,
+				`spec.externalIPs[1]: "10.0.0.300" is not an IP address`,
+				`spec.externalIPs[3]: "fe80::1%eth0" is not an IP address`,
 			},
 		},
 		{
@@ -141,18 +141,18 @@ func TestServiceConversion(t *testing.T) {
 				s.IPs.ExternalIPs.V4, s.IPs.LoadBalancerIPs.V6 = addrs("10.0.0.1"), addrs("fe80::1")
 			},
 			problems: []string{
-				`Service default/web: spec.externalIPs[0]: 127.0.0.1 means the host itself; it gets no frontend`,
-				`Service default/web: spec.externalIPs[1]: :: means the host itself; it gets no frontend`,
-				`Service default/web: status.loadBalancer.ingress[0]: 0.0.0.0 means the host itself; it gets no frontend`,
-				`Service default/web: status.loadBalancer.ingress[1]: ::1 means the host itself; it gets no frontend`,
-				`Service default/web: status.loadBalancer.ingress[2]: 0.0.0.0 means the host itself; it gets no frontend`,
+				`spec.externalIPs[0]: 127.0.0.1 means the host itself; it gets no frontend`,
+				`spec.externalIPs[1]: :: means the host itself; it gets no frontend`,
+				`status.loadBalancer.ingress[0]: 0.0.0.0 means the host itself; it gets no frontend`,
+				`status.loadBalancer.ingress[1]: ::1 means the host itself; it gets no frontend`,
+				`status.loadBalancer.ingress[2]: 0.0.0.0 means the host itself; it gets no frontend`,
 			},
 		},
 		{
 			name:     "an invalid cluster IP is reported",
 			change:   func(s *service) { s.Spec.ClusterIP = "ten" },
 			want:     func(*api.Service) {},
-			problems: []string{`Service default/web: spec.clusterIP: "ten" is not an IP address`},
+			problems: []string{`spec.clusterIP: "ten" is not an IP address`},
 		},
 		{
 			name: "ingress addresses are classified by ipMode, and hostnames are ignored",
@@ -199,8 +199,8 @@ func TestServiceConversion(t *testing.T) {
 				s.SourceRanges = []api.SourceRanges{{TargetIPs: api.IPSet{V4: addrs("192.0.2.1")}}}
 			},
 			problems: []string{
-				`Service default/web: spec.loadBalancerSourceRanges[0]: "10.0.0.0" is not a CIDR; it admits no source`,
-				`Service default/web: spec.loadBalancerSourceRanges[1]: "::ffff:10.0.0.0/104" is not a CIDR; it admits no source`,
+				`spec.loadBalancerSourceRanges[0]: "10.0.0.0" is not a CIDR; it admits no source`,
+				`spec.loadBalancerSourceRanges[1]: "::ffff:10.0.0.0/104" is not a CIDR; it admits no source`,
 			},
 		},
 		{
@@ -236,7 +236,7 @@ func TestServiceConversion(t *testing.T) {
 			name:     "an unknown type is kept and reported",
 			change:   func(s *service) { s.Spec.Type = "Teleport" },
 			want:     func(s *api.Service) { s.Type = "Teleport" },
-			problems: []string{`Service default/web: spec.type: unknown type "Teleport"`},
+			problems: []string{`spec.type: unknown type "Teleport"`},
 		},
 		{
 			name: "traffic policies are kept",
@@ -298,10 +298,10 @@ func TestServiceConversion(t *testing.T) {
 				s.Ports = []api.PortMapping{{Name: "ok", Protocol: api.TCP, Port: 80, TargetPort: 80}}
 			},
 			problems: []string{
-				"Service default/web: spec.ports[0].port: 0 is not a port number",
-				"Service default/web: spec.ports[1].port: 65536 is not a port number",
-				"Service default/web: spec.ports[2].nodePort: -1 is not a port number",
-				"Service default/web: spec.ports[2].targetPort: 99999 is not a port number; using 80",
+				"spec.ports[0].port: 0 is not a port number",
+				"spec.ports[1].port: 65536 is not a port number",
+				"spec.ports[2].nodePort: -1 is not a port number",
+				"spec.ports[2].targetPort: 99999 is not a port number; using 80",
 			},
 		},
 		{
@@ -313,8 +313,8 @@ func TestServiceConversion(t *testing.T) {
 				s.Ports = []api.PortMapping{{Name: "a", Port: 80, TargetPort: 80}, {Name: "b", Port: 80, TargetPort: 80}}
 			},
 			problems: []string{
-				`Service default/web: spec.ports[0].protocol: unknown protocol "QUIC"`,
-				`Service default/web: spec.ports[1].protocol: unknown protocol "DCCP"`,
+				`spec.ports[0].protocol: unknown protocol "QUIC"`,
+				`spec.ports[1].protocol: unknown protocol "DCCP"`,
 			},
 		},
 		{
@@ -326,8 +326,8 @@ func TestServiceConversion(t *testing.T) {
 				s.Ports = []api.PortMapping{{Name: "a", Protocol: api.TCP, Port: 80, TargetPort: 80}}
 			},
 			problems: []string{
-				`Service default/web: spec.ports[1].name: the name "a" is taken by an earlier port`,
-				"Service default/web: spec.ports[2].port: 80/TCP is taken by an earlier port",
+				`spec.ports[1].name: the name "a" is taken by an earlier port`,
+				"spec.ports[2].port: 80/TCP is taken by an earlier port",
 			},
 		},
 		{
@@ -356,13 +356,13 @@ func TestServiceConversion(t *testing.T) {
 			want: func(s *api.Service) {
 				s.AffinitySeconds = 10800
 			},
-			problems: []string{"Service default/web: spec.sessionAffinityConfig.clientIP.timeoutSeconds: 0 is not between 1 and 86400; using 10800"},
+			problems: []string{"spec.sessionAffinityConfig.clientIP.timeoutSeconds: 0 is not between 1 and 86400; using 10800"},
 		},
 		{
 			name:     "an unknown affinity means no affinity",
 			change:   func(s *service) { s.Spec.SessionAffinity = "Cookie" },
 			want:     func(*api.Service) {},
-			problems: []string{`Service default/web: spec.sessionAffinity: unknown affinity "Cookie"`},
+			problems: []string{`spec.sessionAffinity: unknown affinity "Cookie"`},
 		},
 		{
 			name:   "the class of the load balancer",

@@ -17,11 +17,11 @@ import (
 
 // EndpointSlice converts s, even if WantsSlice returns false for s. It returns nil if s
 // is nil, if s names no service, or if its address type is not IPv4 or IPv6.
-func (c *Converter) EndpointSlice(s *discoveryv1.EndpointSlice) (*api.EndpointSlice, []Problem) {
+func (c *Converter) EndpointSlice(s *discoveryv1.EndpointSlice) (*api.EndpointSlice, []error) {
 	if s == nil {
 		return nil, nil
 	}
-	r := report{kind: "EndpointSlice", namespace: s.Namespace, name: s.Name}
+	var r report
 	service := s.Labels[cmp.Or(c.options.ServiceNameLabel, discoveryv1.LabelServiceName)]
 	if service == "" {
 		// If ServiceNameLabel is set, a slice without the label is just for other proxies.

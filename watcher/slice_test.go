@@ -36,7 +36,7 @@ func TestEndpointSliceConversion(t *testing.T) {
 			name:     "a slice without the service label belongs to no service",
 			change:   func(s *slice) { s.Labels = nil },
 			none:     true,
-			problems: []string{"EndpointSlice default/web: metadata.labels[kubernetes.io/service-name]: missing, so the slice belongs to no service"},
+			problems: []string{"metadata.labels[kubernetes.io/service-name]: missing, so the slice belongs to no service"},
 		},
 		{
 			name:   "an FQDN slice is ignored",
@@ -47,7 +47,7 @@ func TestEndpointSliceConversion(t *testing.T) {
 			name:     "a slice of an unknown address type is omitted",
 			change:   func(s *slice) { s.AddressType = "IPv5" },
 			none:     true,
-			problems: []string{`EndpointSlice default/web: addressType: unknown address type "IPv5"`},
+			problems: []string{`addressType: unknown address type "IPv5"`},
 		},
 		{
 			name: "absent conditions mean ready, serving and not terminating",
@@ -134,9 +134,9 @@ func TestEndpointSliceConversion(t *testing.T) {
 				s.Endpoints = []api.SliceEndpoint{{Addr: addrs("10.0.0.1")[0], Conditions: ready}}
 			},
 			problems: []string{
-				"EndpointSlice default/web: endpoints[0].addresses: empty",
-				`EndpointSlice default/web: endpoints[1].addresses[0]: "pod" is not an IP address`,
-				`EndpointSlice default/web: endpoints[2].addresses[0]: "fd00::1" is not an IPv4 address, as the slice's addressType says`,
+				"endpoints[0].addresses: empty",
+				`endpoints[1].addresses[0]: "pod" is not an IP address`,
+				`endpoints[2].addresses[0]: "fd00::1" is not an IPv4 address, as the slice's addressType says`,
 			},
 		},
 		{
@@ -149,7 +149,7 @@ func TestEndpointSliceConversion(t *testing.T) {
 				s.Family = api.IPv6
 				s.Endpoints = []api.SliceEndpoint{{Addr: addrs("fd00::1")[0], Conditions: ready}}
 			},
-			problems: []string{`EndpointSlice default/web: endpoints[0].addresses[0]: "::ffff:10.0.0.2" is not an IPv6 address, as the slice's addressType says`},
+			problems: []string{`endpoints[0].addresses[0]: "::ffff:10.0.0.2" is not an IPv6 address, as the slice's addressType says`},
 		},
 		{
 			name: "host name, node, zone and hints are kept",
@@ -197,7 +197,7 @@ func TestEndpointSliceConversion(t *testing.T) {
 			want: func(s *api.EndpointSlice) {
 				s.Ports = []api.EndpointPort{{Name: "dns", Protocol: api.TCP, Port: 53}, {Name: "dns", Protocol: api.UDP, Port: 53}}
 			},
-			problems: []string{`EndpointSlice default/web: ports[2].name: "dns" with protocol UDP is taken by an earlier port`},
+			problems: []string{`ports[2].name: "dns" with protocol UDP is taken by an earlier port`},
 		},
 		{
 			name: "a port number out of range is omitted, an unknown protocol is marked as unknown",
@@ -208,8 +208,8 @@ func TestEndpointSliceConversion(t *testing.T) {
 				s.Ports = []api.EndpointPort{{Name: "a", Protocol: api.TCP}, {Name: "b"}}
 			},
 			problems: []string{
-				"EndpointSlice default/web: ports[0].port: -5 is not a port number",
-				`EndpointSlice default/web: ports[1].protocol: unknown protocol "QUIC"`,
+				"ports[0].port: -5 is not a port number",
+				`ports[1].protocol: unknown protocol "QUIC"`,
 			},
 		},
 		{

@@ -7,8 +7,10 @@
 // another kpng server.
 //
 // A [Converter] does the selection and the conversion. It also accepts invalid objects:
-// it omits invalid parts from the result, and returns a [Problem] for each, which the
-// caller should log. The valid parts of an object remain usable.
+// it omits invalid parts from the result, and returns an error for each, which the caller
+// should log. The error names the field, such as spec.ports[1].protocol, and not the
+// object. It returns at most ten errors for an object; the last one states how many it
+// omits. The valid parts of an object remain usable.
 //
 //	c, err := watcher.New(watcher.Options{ServiceProxyName: "example"})
 //	…
@@ -27,17 +29,12 @@ import (
 
 	corev1 "k8s.io/api/core/v1"
 	discoveryv1 "k8s.io/api/discovery/v1"
-	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apimachinery/pkg/util/validation"
 )
 
-// The labels by which Kubernetes assigns objects to service proxies. The EndpointSlice
-// controller copies LabelServiceProxyName from a Service to its EndpointSlices. It sets
-// LabelHeadless on the EndpointSlices of a headless service.
-const (
-	LabelServiceProxyName = "service.kubernetes.io/service-proxy-name"
-	LabelHeadless         = corev1.IsHeadlessService
-)
+// LabelServiceProxyName is the label by which Kubernetes assigns objects to service
+// proxies. The EndpointSlice controller copies it from a Service to its EndpointSlices.
+const LabelServiceProxyName = "service.kubernetes.io/service-proxy-name"
 
 // Options selects the services for a proxy, and the metadata to keep. The zero value is
 // for a proxy without a name, such as kube-proxy.
@@ -52,7 +49,7 @@ type Options struct {
 	// annotations or spec.loadBalancerClass, except metadata.managedFields, which may be
 	// missing. The result must depend on the object alone. Skip must not modify or keep the
 	// object. Skip must be safe for concurrent use. If Skip panics, the service is not
-	// ignored, and the panic is reported as a Problem of the service.
+	// ignored, and the converter reports the panic as an error of the service.
 	Skip func(*corev1.Service) bool
 
 	// ServiceNameLabel is the label that contains the name of an EndpointSlice's service.
@@ -169,7 +166,7 @@ func (c *Converter) WantsSlice(s *discoveryv1.EndpointSlice) bool {
 	if name := c.options.ServiceProxyName; name != "" {
 		return s.Labels[LabelServiceProxyName] == name
 	}
-	_, headless := s.Labels[LabelHeadless]
+	_, headless := s.Labels[corev1.IsHeadlessService]
 	return !headless
 }
 
@@ -179,26 +176,10 @@ func Selectorless(s *corev1.Service) bool {
 	return len(s.Spec.Selector) == 0 && s.Spec.Type != corev1.ServiceTypeExternalName
 }
 
-// Problem is an invalid part of an object, which the converter omitted.
-type Problem struct {
-	// Kind is Service, EndpointSlice or Node.
-	Kind string
-	// Object is the namespace and name of the object. The namespace of a node is empty.
-	Object types.NamespacedName
-	// Field is the path of the field, such as spec.ports[1].protocol.
-	Field string
-	// Message describes the problem.
-	Message string
-}
+// problem is the error for an invalid part of an object, which the converter omitted.
+type problem string
 
-// Error returns the problem in one line, which names the object and the field.
-func (p Problem) Error() string {
-	object := p.Object.Name
-	if p.Object.Namespace != "" {
-		object = p.Object.String()
-	}
-	return fmt.Sprintf("%s %s: %s: %s", p.Kind, object, p.Field, p.Message)
-}
+func (p problem) Error() string { return string(p) }
 
 // maxProblems limits the reported problems of one object. A slice with a thousand bad
 // endpoints should not cause a thousand log lines.
@@ -206,10 +187,8 @@ const maxProblems = 10
 
 // report collects the problems of one object.
 type report struct {
-	kind            string
-	namespace, name string
-	problems        []Problem
-	omitted         int
+	problems []error
+	omitted  int
 }
 
 func (r *report) add(field, format string, args ...any) {
@@ -217,12 +196,7 @@ func (r *report) add(field, format string, args ...any) {
 		r.omitted++
 		return
 	}
-	r.problems = append(r.problems, Problem{
-		Kind:    r.kind,
-		Object:  types.NamespacedName{Namespace: r.namespace, Name: r.name},
-		Field:   field,
-		Message: fmt.Sprintf(format, args...),
-	})
+	r.problems = append(r.problems, problem(field+": "+fmt.Sprintf(format, args...)))
 }
 
 // call returns the result of f(s), where f is the option with this name. It returns false
@@ -241,10 +215,10 @@ func (r *report) call(option string, f func(*corev1.Service) bool, s *corev1.Ser
 }
 
 // done returns the collected problems. The last problem states how many were omitted.
-func (r *report) done() []Problem {
+func (r *report) done() []error {
 	if r.omitted > 0 {
 		last := &r.problems[len(r.problems)-1]
-		last.Message += fmt.Sprintf(" (and %d more problems)", r.omitted)
+		*last = problem(fmt.Sprintf("%v (and %d more problems)", *last, r.omitted))
 	}
 	return r.problems
 }

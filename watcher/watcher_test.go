@@ -68,9 +68,9 @@ func TestWantsSlice(t *testing.T) {
 	}{
 		{"without a name, a slice without the labels is served", "", labels(), true},
 		{"without a name, a slice with a proxy's label is served, because its service may have lost the label", "", labels(LabelServiceProxyName, "x"), true},
-		{"without a name, a slice of a headless service is not served", "", labels(LabelHeadless, ""), false},
+		{"without a name, a slice of a headless service is not served", "", labels(corev1.IsHeadlessService, ""), false},
 		{"with a name, an equal label is served", "x", labels(LabelServiceProxyName, "x"), true},
-		{"with a name, a slice of a headless service is served", "x", labels(LabelServiceProxyName, "x", LabelHeadless, ""), true},
+		{"with a name, a slice of a headless service is served", "x", labels(LabelServiceProxyName, "x", corev1.IsHeadlessService, ""), true},
 		{"with a name, a slice with another label is not served", "x", labels(LabelServiceProxyName, "y"), false},
 		{"with a name, an unlabelled slice is not served", "x", labels(), false},
 	} {
@@ -110,8 +110,8 @@ func TestPanicOfAnOptionIsAProblemOfTheService(t *testing.T) {
 		t.Error("a panic of AllPorts makes an all-ports service")
 	}
 	want := []string{
-		"Service default/web: Options.Skip: panic: runtime error: invalid memory address or nil pointer dereference; using the result false",
-		"Service default/web: Options.AllPorts: panic: no reason; using the result false",
+		"Options.Skip: panic: runtime error: invalid memory address or nil pointer dereference; using the result false",
+		"Options.AllPorts: panic: no reason; using the result false",
 	}
 	if diff := cmp.Diff(want, messages(problems)); diff != "" {
 		t.Errorf("problems (-want +got):\n%s", diff)

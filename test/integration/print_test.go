@@ -175,7 +175,7 @@ func TestServicesArePrintedByProxyInTheirLabel(t *testing.T) {
 	other, otherSlice := add("other", "somebody-else", "10.1.0.3")
 	headless, headlessSlice := add("headless", "", "10.1.0.4")
 	headless.Spec.ClusterIP = corev1.ClusterIPNone
-	headlessSlice.Labels[watcher.LabelHeadless] = ""
+	headlessSlice.Labels[corev1.IsHeadlessService] = ""
 	empty, emptySlice := add("empty", "", "10.1.0.5")
 	empty.Labels = map[string]string{watcher.LabelServiceProxyName: ""}
 	emptySlice.Labels[watcher.LabelServiceProxyName] = ""

@@ -404,7 +404,7 @@ func (r *randomizer) slice() *discoveryv1.EndpointSlice {
 		s.Endpoints = append(s.Endpoints, e)
 	}
 	if of.Spec.ClusterIP == corev1.ClusterIPNone {
-		s.Labels[watcher.LabelHeadless] = ""
+		s.Labels[corev1.IsHeadlessService] = ""
 	}
 	if r.IntN(5) == 0 {
 		delete(s.Labels, watcher.LabelServiceProxyName)

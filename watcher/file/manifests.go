@@ -254,8 +254,8 @@ func (p *parser) refuse(at string, meta *metav1.ObjectMeta, errs field.ErrorList
 
 // report reports the parts of an object that the converter omitted. They are only
 // warnings: if an API server would refuse them, the method refuse reports them, too.
-func (p *parser) report(at string, problems []watcher.Problem) {
+func (p *parser) report(at string, problems []error) {
 	for _, problem := range problems {
-		p.warn(at, "%s: %s", problem.Field, problem.Message)
+		p.warn(at, "%v", problem)
 	}
 }

@@ -103,10 +103,10 @@ type objects struct {
 }
 
 // write writes an object, and records an error if a reader would get a different object.
-func (o *objects) write(name string, object metav1.Object, form any, same bool, problems []watcher.Problem, refused field.ErrorList) {
+func (o *objects) write(name string, object metav1.Object, form any, same bool, problems []error, refused field.ErrorList) {
 	text, err := o.marshal(form)
 	if len(problems) > 0 {
-		err = fmt.Errorf("%s: %s", problems[0].Field, problems[0].Message)
+		err = problems[0]
 	} else if !same {
 		err = errors.New("a reader would get a different object")
 	} else if len(refused) > 0 && object.GetUID() == "" { // a reader warns about objects with a UID

@@ -49,7 +49,7 @@ func newDecoders(o watcher.Options) decoders {
 		1: {fields: fieldSet{
 			1: all, 3: all, 6: all, // name, namespace, resourceVersion
 			11: entries(o.KeepSliceLabels, cmp.Or(o.ServiceNameLabel, discoveryv1.LabelServiceName),
-				discoveryv1.LabelManagedBy, watcher.LabelServiceProxyName, watcher.LabelHeadless),
+				discoveryv1.LabelManagedBy, watcher.LabelServiceProxyName, corev1.IsHeadlessService),
 			12: entries(nil, corev1.EndpointsLastChangeTriggerTime),
 		}},
 		3: all, 4: all, // ports, addressType

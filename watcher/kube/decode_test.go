@@ -69,7 +69,7 @@ func FuzzDecoders(f *testing.F) {
 		filler := randfill.NewFromGoFuzz(data).NilChance(0.3).NumElements(0, 4).Funcs(
 			func(s *string, c randfill.Continue) {
 				typical := []string{
-					"", "a", "x", "y", "a/b", "10.0.0.1", "::1", "10.0.0.0/8", watcher.LabelServiceProxyName, watcher.LabelHeadless,
+					"", "a", "x", "y", "a/b", "10.0.0.1", "::1", "10.0.0.0/8", watcher.LabelServiceProxyName, corev1.IsHeadlessService,
 					discoveryv1.LabelServiceName, discoveryv1.LabelManagedBy, corev1.EndpointsLastChangeTriggerTime,
 				}
 				if *s = c.String(8); c.Intn(3) > 0 {

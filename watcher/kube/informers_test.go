@@ -10,7 +10,7 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/cluster"
-	"github.com/kpng-project/kpng/watcher"
+	corev1 "k8s.io/api/core/v1"
 	"k8s.io/client-go/informers"
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/rest"
@@ -44,7 +44,7 @@ func withInformers(t *testing.T, opts Options, test func(*world)) {
 func TestObjectsOfInformersAreFiltered(t *testing.T) {
 	everything := []object{
 		service("web"), slice("web", "web-1", "10.0.0.1"),
-		headless(service("db")), slice("db", "db-1", "10.0.0.2", watcher.LabelHeadless, ""),
+		headless(service("db")), slice("db", "db-1", "10.0.0.2", corev1.IsHeadlessService, ""),
 		service("special", proxyName, "x"), slice("special", "special-1", "10.0.0.3", proxyName, "x"),
 		headless(service("special-db", proxyName, "x")),
 		selectorless("byhand", proxyName, "x"), slice("byhand", "plain", "10.0.0.4"),

@@ -184,7 +184,7 @@ func TestGeneralProxySeesUnlabelledServices(t *testing.T) {
 		w.set(
 			service("web"), slice("web", "web-1", "10.0.0.1"),
 			service("special", proxyName, "x"), slice("special", "special-1", "10.0.0.2", proxyName, "x"),
-			headless(service("db")), slice("db", "db-1", "10.0.0.3", watcher.LabelHeadless, ""),
+			headless(service("db")), slice("db", "db-1", "10.0.0.3", corev1.IsHeadlessService, ""),
 			node("a"), node("b"),
 		)
 		w.start()
@@ -209,7 +209,7 @@ func TestNamedProxySeesItsLabelAndHeadlessServices(t *testing.T) {
 			service("web"), slice("web", "web-1", "10.0.0.1"),
 			service("other", proxyName, "y"), slice("other", "other-1", "10.0.0.4", proxyName, "y"),
 			service("special", proxyName, "x"), slice("special", "special-1", "10.0.0.2", proxyName, "x"),
-			headless(service("db", proxyName, "x")), slice("db", "db-1", "10.0.0.3", proxyName, "x", watcher.LabelHeadless, ""),
+			headless(service("db", proxyName, "x")), slice("db", "db-1", "10.0.0.3", proxyName, "x", corev1.IsHeadlessService, ""),
 		)
 		w.start()
 		w.expect("service default/special", "slice default/special-1 10.0.0.2", "service default/db", "slice default/db-1 10.0.0.3")

@@ -202,7 +202,7 @@ func (n *selection) request(ctx context.Context, services []*wanted) ([]*item[ap
 	found := make([]*item[api.EndpointSlice], len(objects))
 	for i, o := range objects {
 		found[i], _ = n.reduced(o)
-		n.log(found[i].problems)
+		n.logProblems("EndpointSlice", found[i].key, found[i].problems)
 	}
 	return found, err
 }

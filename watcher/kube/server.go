@@ -89,7 +89,7 @@ func (w *watch) sliceSource(filtered bool) *source {
 	var labels []string
 	switch {
 	case w.opts.ServiceProxyName == "":
-		labels = append(labels, "!"+watcher.LabelHeadless)
+		labels = append(labels, "!"+corev1.IsHeadlessService)
 	case filtered:
 		labels = append(labels, watcher.LabelServiceProxyName+"="+w.opts.ServiceProxyName)
 	}

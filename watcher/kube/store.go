@@ -31,7 +31,7 @@ type item[T any] struct {
 	// selectorless is true for a service without a selector.
 	selectorless bool
 	// problems are the invalid parts of the object.
-	problems []watcher.Problem
+	problems []error
 	// unlabelled is set for a slice without the proxy's label. dropped is true if such a
 	// slice was not needed when it was decoded.
 	unlabelled *origin
@@ -203,7 +203,7 @@ func (s *store[O, T]) Update(obj any) error {
 	if err != nil || i.unreadable {
 		return err
 	}
-	s.log(i.problems)
+	s.logProblems(s.kind, i.key, i.problems)
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.to.write(i)
@@ -232,7 +232,7 @@ func (s *store[O, T]) Replace(list []any, _ string) error {
 		}
 		list[n] = nil // let the garbage collector free the original object
 		if !i.unreadable {
-			s.log(i.problems)
+			s.logProblems(s.kind, i.key, i.problems)
 			items = append(items, i)
 		}
 	}
@@ -350,9 +350,9 @@ func objectName(namespace, name string) string {
 	return plain.Line(klog.KRef(namespace, name).String())
 }
 
-func (w *watch) log(problems []watcher.Problem) {
+// logProblems logs the invalid parts of an object.
+func (w *watch) logProblems(kind string, object types.NamespacedName, problems []error) {
 	for _, p := range problems {
-		w.logger.Info("Ignored an invalid field", "kind", p.Kind, "object", objectName(p.Object.Namespace, p.Object.Name),
-			"field", p.Field, "problem", p.Message)
+		w.logger.Info("Ignored an invalid field", "kind", kind, "object", objectName(object.Namespace, object.Name), "problem", p.Error())
 	}
 }

@@ -12,8 +12,8 @@ import (
 
 	"github.com/kpng-project/kpng/cluster"
 	"github.com/kpng-project/kpng/internal/command"
+	"github.com/kpng-project/kpng/internal/manifest"
 	"github.com/kpng-project/kpng/internal/usage"
-	"github.com/kpng-project/kpng/watcher/file"
 	"github.com/spf13/cobra"
 	"golang.org/x/sync/errgroup"
 	"k8s.io/klog/v2"
@@ -27,7 +27,7 @@ func toFile(source *command.Source, hasSelection bool) *cobra.Command {
 	var (
 		once     bool
 		interval time.Duration
-		marks    file.WriteOptions
+		marks    manifest.WriteOptions
 	)
 	cmd := &cobra.Command{
 		Use:   "to-file FILE",
@@ -35,7 +35,7 @@ func toFile(source *command.Source, hasSelection bool) *cobra.Command {
 		Args:  usage.One,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if hasSelection {
-				marks = file.WriteOptions{ServiceProxyName: source.Services().ServiceProxyName, AllPortsAnnotation: source.AllPortsAnnotation()}
+				marks = manifest.WriteOptions{ServiceProxyName: source.Services().ServiceProxyName, AllPortsAnnotation: source.AllPortsAnnotation()}
 			}
 			w, err := newFileWriter(args[0], marks)
 			switch {
@@ -43,13 +43,13 @@ func toFile(source *command.Source, hasSelection bool) *cobra.Command {
 				return err
 			case interval < 0:
 				return usage.Errorf("--min-write-interval is negative: %v", interval)
-			case once || w.path == file.Stdin:
+			case once || w.path == manifest.Stdin:
 				snapshot, err := source.Load(cmd.Context())
 				if err != nil {
 					return err
 				}
-				if w.path == file.Stdin {
-					return file.Write(cmd.OutOrStdout(), snapshot, w.options)
+				if w.path == manifest.Stdin {
+					return manifest.Write(cmd.OutOrStdout(), snapshot, w.options)
 				}
 				return w.write(snapshot)
 			}
@@ -69,7 +69,7 @@ func toFile(source *command.Source, hasSelection bool) *cobra.Command {
 		source.RegisterAllPorts(fs)
 	} else {
 		fs.StringVar(&marks.ServiceProxyName, "service-proxy-name", "", "label services and slices as those of the proxy of this `name`, so that kpng file with the same flag reads them")
-		fs.StringVar(&marks.AllPortsAnnotation, "all-ports-annotation", file.DefaultAllPortsAnnotation, "mark all-ports services with this `annotation`, so that kpng file with the same flag reads them")
+		fs.StringVar(&marks.AllPortsAnnotation, "all-ports-annotation", manifest.DefaultAllPortsAnnotation, "mark all-ports services with this `annotation`, so that kpng file with the same flag reads them")
 	}
 	return cmd
 }
@@ -77,16 +77,16 @@ func toFile(source *command.Source, hasSelection bool) *cobra.Command {
 // fileWriter writes the state to a file of manifests.
 type fileWriter struct {
 	path    string
-	options file.WriteOptions
+	options manifest.WriteOptions
 }
 
 // newFileWriter returns a writer for the file, or for standard output. The file name's
 // suffix selects JSON or YAML.
-func newFileWriter(path string, opts file.WriteOptions) (*fileWriter, error) {
+func newFileWriter(path string, opts manifest.WriteOptions) (*fileWriter, error) {
 	switch ext := filepath.Ext(path); {
 	case ext == ".json":
 		opts.JSON = true
-	case ext != ".yaml" && ext != ".yml" && path != file.Stdin:
+	case ext != ".yaml" && ext != ".yml" && path != manifest.Stdin:
 		return nil, usage.Errorf("file name %q must end in .yaml, .yml or .json", path)
 	}
 	return &fileWriter{path, opts}, nil
@@ -139,7 +139,7 @@ func (w *fileWriter) replace(s *cluster.Objects) error {
 		return err
 	}
 	// Make the file readable for all users and complete even after a crash of the machine.
-	err = errors.Join(file.Write(next, s, w.options), next.Chmod(0o644), next.Sync(), next.Close())
+	err = errors.Join(manifest.Write(next, s, w.options), next.Chmod(0o644), next.Sync(), next.Close())
 	if err == nil {
 		err = os.Rename(next.Name(), w.path)
 	}

@@ -14,7 +14,7 @@ import (
 	"github.com/go-logr/logr/funcr"
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/cluster"
-	"github.com/kpng-project/kpng/watcher/file"
+	"github.com/kpng-project/kpng/internal/manifest"
 	"k8s.io/klog/v2"
 )
 
@@ -25,7 +25,7 @@ func TestWrittenFileIsReadBack(t *testing.T) {
 	}{
 		{"without a proxy name", nil, nil},
 		{"the services of a proxy name", []string{"--service-proxy-name=kpng-example"}, []string{"--service-proxy-name=kpng-example"}},
-		{"all-ports services", []string{"--all-ports"}, []string{"--all-ports-annotation=" + file.DefaultAllPortsAnnotation}},
+		{"all-ports services", []string{"--all-ports"}, []string{"--all-ports-annotation=" + manifest.DefaultAllPortsAnnotation}},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			fromFile := append([]string{"file", "-i", demo}, test.write...)
@@ -78,7 +78,7 @@ func TestFileFollowsStateAtAnInterval(t *testing.T) {
 		set := func(name string) {
 			state.Update(func(tx *cluster.Tx) { tx.SetNode(&api.Node{Name: name}) })
 		}
-		w, err := newFileWriter(path, file.WriteOptions{})
+		w, err := newFileWriter(path, manifest.WriteOptions{})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -137,7 +137,7 @@ func TestWriteFailureIsLoggedOnce(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		state := cluster.New(cluster.Options{})
 		state.SetSynced()
-		w, err := newFileWriter(filepath.Join(folder, "state.yaml"), file.WriteOptions{})
+		w, err := newFileWriter(filepath.Join(folder, "state.yaml"), manifest.WriteOptions{})
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -11,6 +11,7 @@ import (
 	"github.com/kpng-project/kpng"
 	"github.com/kpng-project/kpng/cluster"
 	"github.com/kpng-project/kpng/internal/elements"
+	"github.com/kpng-project/kpng/internal/manifest"
 	"github.com/kpng-project/kpng/internal/usage"
 	"github.com/kpng-project/kpng/remote"
 	"github.com/kpng-project/kpng/watcher"
@@ -19,7 +20,11 @@ import (
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
 	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/fields"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/runtime/serializer"
 	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/client-go/rest"
 	"k8s.io/klog/v2"
 )
 
@@ -205,7 +210,7 @@ func (s *Source) Load(ctx context.Context) (*cluster.Objects, error) {
 // kpng server or standard input.
 func (s *Source) Find(ctx context.Context, key types.NamespacedName) (found *corev1.Service, err error) {
 	switch {
-	case len(s.api.dial.Addresses) > 0 || s.manifests == file.Stdin:
+	case len(s.api.dial.Addresses) > 0 || s.manifests == manifest.Stdin:
 		return nil, errors.ErrUnsupported
 	case s.manifests != "":
 		look := watcher.Options{Skip: func(service *corev1.Service) bool {
@@ -221,7 +226,29 @@ func (s *Source) Find(ctx context.Context, key types.NamespacedName) (found *cor
 	if err != nil {
 		return nil, err
 	}
-	return kube.GetService(ctx, config, key)
+	return getService(ctx, config, key)
+}
+
+// getService returns a Service from the API server, or nil if it does not exist. It needs
+// only the permission to list services.
+func getService(ctx context.Context, config *rest.Config, key types.NamespacedName) (*corev1.Service, error) {
+	scheme := runtime.NewScheme()
+	if err := corev1.AddToScheme(scheme); err != nil {
+		return nil, err
+	}
+	config.APIPath, config.GroupVersion = "/api", &corev1.SchemeGroupVersion
+	config.NegotiatedSerializer = serializer.NewCodecFactory(scheme).WithoutConversion()
+	client, err := rest.RESTClientFor(config)
+	if err != nil {
+		return nil, err
+	}
+	var list corev1.ServiceList
+	byName := fields.OneTermEqualSelector("metadata.name", key.Name).String()
+	err = client.Get().Namespace(key.Namespace).Resource("services").Param("fieldSelector", byName).Do(ctx).Into(&list)
+	if err != nil || len(list.Items) == 0 {
+		return nil, err
+	}
+	return &list.Items[0], nil
 }
 
 // String describes the source in a few words, for people.

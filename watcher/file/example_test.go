@@ -5,14 +5,13 @@ package file_test
 import (
 	"context"
 	"fmt"
-	"os"
 
 	"github.com/kpng-project/kpng/cluster"
 	"github.com/kpng-project/kpng/watcher"
 	"github.com/kpng-project/kpng/watcher/file"
 )
 
-// This program reads manifests and writes the objects that kpng keeps of them.
+// This program reads manifests and prints the names of their services.
 func Example() {
 	state := cluster.New(cluster.Options{})
 	err := file.Watch(context.Background(), state, file.Options{
@@ -23,8 +22,8 @@ func Example() {
 		fmt.Println(err)
 		return
 	}
-	objects := state.Objects()
-	if err := file.Write(os.Stdout, objects, file.WriteOptions{ServiceProxyName: "kpng-example"}); err != nil {
-		fmt.Println(err)
+	for key := range state.Objects().Services.All() {
+		fmt.Println(key)
 	}
+	// Output: default/kpng-example
 }

@@ -2,8 +2,8 @@
 
 // Package file fills a cluster.State from manifests. A manifest contains Kubernetes
 // objects in YAML or JSON, written by hand or by the command kubectl get
-// services,endpointslices,nodes -A -o yaml. [Watch] reads manifests and follows their
-// changes. [Write] writes a state as manifests, from which Watch gets an equal state.
+// services,endpointslices,nodes -A -o yaml, or by the command kpng … to-file. [Watch]
+// reads manifests and follows their changes.
 //
 // A path is a file or a folder. In a folder, the package reads files whose names end in
 // .yaml, .yml or .json and do not begin with a dot. It reads Services and Nodes (v1) and
@@ -35,12 +35,10 @@ import (
 	"syscall"
 	"time"
 
+	"github.com/kpng-project/kpng/internal/manifest"
 	"github.com/kpng-project/kpng/watcher"
 	"k8s.io/klog/v2"
 )
-
-// Stdin is the path that means standard input.
-const Stdin = "-"
 
 // maxSize is the maximum size of a file, so that a wrong path cannot exhaust the memory.
 const maxSize = 512 << 20
@@ -74,13 +72,13 @@ func load(ctx context.Context, path string, options watcher.Options) (*manifests
 
 func (p *parser) load(ctx context.Context, path string, stdin io.Reader) error {
 	files, err := []string{"stdin"}, error(nil)
-	if path != Stdin {
+	if path != manifest.Stdin {
 		files, err = list(path)
 	}
 	for i := 0; i < len(files) && err == nil && ctx.Err() == nil; i++ {
 		p.reading.Store(&files[i])
 		var data []byte
-		if path == Stdin {
+		if path == manifest.Stdin {
 			data, err = readAll(files[i], stdin)
 		} else {
 			data, err = readFile(files[i])
@@ -130,7 +128,7 @@ func readFile(name string) ([]byte, error) {
 		return nil, err
 	}
 	if !info.Mode().IsRegular() {
-		return nil, fmt.Errorf("%s: not a regular file (%s); use %q to read standard input", name, info.Mode(), Stdin)
+		return nil, fmt.Errorf("%s: not a regular file (%s); use %q to read standard input", name, info.Mode(), manifest.Stdin)
 	}
 	// With O_NONBLOCK, OpenFile returns even if a named pipe has replaced the file
 	// meanwhile.

@@ -16,6 +16,7 @@ import (
 
 	"github.com/fsnotify/fsnotify"
 	"github.com/kpng-project/kpng/cluster"
+	"github.com/kpng-project/kpng/internal/manifest"
 	"github.com/kpng-project/kpng/watcher"
 	"k8s.io/klog/v2"
 )
@@ -28,7 +29,7 @@ const (
 
 // Options configures Watch.
 type Options struct {
-	// Path is a file, a folder, or Stdin. Watch reads Stdin only once.
+	// Path is a file, a folder, or "-", standard input. Watch reads standard input only once.
 	Path string
 	// Once makes Watch return after the first reading.
 	Once bool
@@ -50,7 +51,7 @@ type Options struct {
 func Watch(ctx context.Context, state *cluster.State, opts Options) error {
 	log := klog.FromContext(ctx).WithValues("path", opts.Path)
 	f := &follower{opts: opts, log: log, state: state, notify: &fsnotify.Watcher{}, loaded: func(error) {}}
-	if !opts.Once && opts.Path != Stdin {
+	if !opts.Once && opts.Path != manifest.Stdin {
 		if notify, err := fsnotify.NewWatcher(); err != nil {
 			f.noNotification(err)
 		} else {
@@ -85,7 +86,7 @@ func (f *follower) run(ctx context.Context) error {
 		return err
 	}
 	f.state.SetSynced()
-	if f.opts.Path == Stdin && !f.opts.Once {
+	if f.opts.Path == manifest.Stdin && !f.opts.Once {
 		<-ctx.Done()
 	}
 	poll := time.NewTicker(pollInterval)

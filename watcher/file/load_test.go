@@ -10,6 +10,7 @@ import (
 	"testing"
 
 	"github.com/google/go-cmp/cmp"
+	"github.com/kpng-project/kpng/internal/manifest"
 	"github.com/kpng-project/kpng/watcher"
 )
 
@@ -540,7 +541,7 @@ func TestStandardInputIsRead(t *testing.T) {
 	stdin := os.Stdin
 	defer func() { os.Stdin = stdin }()
 	os.Stdin = input
-	_, err = load(t.Context(), Stdin, watcher.Options{})
+	_, err = load(t.Context(), manifest.Stdin, watcher.Options{})
 	if want := "stdin: document 1 (line 1): yaml: line 10: could not find expected ':'"; err == nil || err.Error() != want {
 		t.Errorf("error %v, want %s", err, want)
 	}

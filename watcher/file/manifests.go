@@ -17,6 +17,7 @@ import (
 	"unicode/utf8"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/manifest"
 	"github.com/kpng-project/kpng/watcher"
 	corev1 "k8s.io/api/core/v1"
 	discoveryv1 "k8s.io/api/discovery/v1"
@@ -184,7 +185,7 @@ func (p *parser) service(at string, data []byte) {
 		return
 	}
 	in.Namespace = cmp.Or(in.Namespace, metav1.NamespaceDefault)
-	p.refuse(at, &in.ObjectMeta, validateService(&in))
+	p.refuse(at, &in.ObjectMeta, manifest.ValidateService(&in))
 	service, problems := p.converter.Service(&in)
 	p.report(at, problems)
 	if p.converter.WantsService(&in) {
@@ -199,10 +200,10 @@ func (p *parser) slice(at string, data []byte) {
 		return
 	}
 	in.Namespace = cmp.Or(in.Namespace, metav1.NamespaceDefault)
-	if count := len(in.Endpoints); count > maxSliceEndpoints {
-		p.warn(at, "endpoints: the slice has %d; an API server admits %d", count, maxSliceEndpoints)
+	if count := len(in.Endpoints); count > manifest.MaxSliceEndpoints {
+		p.warn(at, "endpoints: the slice has %d; an API server admits %d", count, manifest.MaxSliceEndpoints)
 	}
-	p.refuse(at, &in.ObjectMeta, validateSlice(&in))
+	p.refuse(at, &in.ObjectMeta, manifest.ValidateSlice(&in))
 	slice, problems := p.converter.EndpointSlice(&in)
 	p.report(at, problems)
 	if p.converter.WantsSlice(&in) && slice != nil {
@@ -218,7 +219,7 @@ func (p *parser) node(at string, data []byte) {
 		return
 	}
 	in.Namespace = ""
-	p.refuse(at, &in.ObjectMeta, validateNode(&in))
+	p.refuse(at, &in.ObjectMeta, manifest.ValidateNode(&in))
 	node, problems := p.converter.Node(&in)
 	p.report(at, problems)
 	p.manifests.nodes = append(p.manifests.nodes, node)

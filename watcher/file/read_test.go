@@ -11,6 +11,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/kpng-project/kpng/internal/manifest"
 	"github.com/kpng-project/kpng/watcher"
 )
 
@@ -57,7 +58,7 @@ func TestReadingStandardInputEndsWithItsContext(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	done := make(chan error, 1)
 	go func() {
-		_, err := load(ctx, Stdin, watcher.Options{})
+		_, err := load(ctx, manifest.Stdin, watcher.Options{})
 		done <- err
 	}()
 	cancel()

@@ -16,11 +16,9 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	discoveryv1 "k8s.io/api/discovery/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	"k8s.io/apimachinery/pkg/fields"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apimachinery/pkg/runtime/serializer"
-	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/transport"
 	"k8s.io/client-go/util/connrotation"
@@ -194,22 +192,4 @@ func (r *certificateReloader) RoundTrip(request *http.Request) (*http.Response, 
 func (c *client) server() string {
 	u := c.core.Get().URL()
 	return u.Scheme + "://" + u.Host
-}
-
-// GetService returns a Service from the API server, or nil if the Service does not exist.
-// The result can be a Service for another proxy. It needs only the permission to list
-// services.
-func GetService(ctx context.Context, config *rest.Config, key types.NamespacedName) (*corev1.Service, error) {
-	c, err := newClient(ctx, config, nil)
-	if err != nil {
-		return nil, err
-	}
-	defer c.connections.CloseAll()
-	var list corev1.ServiceList
-	byName := fields.OneTermEqualSelector("metadata.name", key.Name).String()
-	err = c.core.Get().Namespace(key.Namespace).Resource(services).Param("fieldSelector", byName).Do(ctx).Into(&list)
-	if err != nil || len(list.Items) == 0 {
-		return nil, err
-	}
-	return &list.Items[0], nil
 }

@@ -11,7 +11,6 @@ import (
 	"maps"
 	"net"
 	"net/http"
-	"net/http/httptest"
 	"net/url"
 	"os"
 	"strconv"
@@ -546,28 +545,4 @@ func meta(namespace, name string, keyValues ...string) metav1.ObjectMeta {
 		metav1.SetMetaDataLabel(&m, keyValues[i], keyValues[i+1])
 	}
 	return m
-}
-
-// The shipped ClusterRole allows to list services, but not to get one.
-func TestGetServiceOnlyLists(t *testing.T) {
-	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		w.Header().Set("Content-Type", "application/json")
-		items := ""
-		switch {
-		case r.URL.Path != "/api/v1/namespaces/ns/services":
-			w.WriteHeader(http.StatusForbidden)
-			fmt.Fprint(w, `{"kind":"Status","apiVersion":"v1","status":"Failure","reason":"Forbidden","code":403}`)
-			return
-		case r.URL.Query().Get("fieldSelector") == "metadata.name=web":
-			items = `{"metadata":{"namespace":"ns","name":"web","labels":{"a":"b"}}}`
-		}
-		fmt.Fprintf(w, `{"kind":"ServiceList","apiVersion":"v1","items":[%s]}`, items)
-	}))
-	defer server.Close()
-	for name, want := range map[string]bool{"web": true, "missing": false} {
-		got, err := GetService(t.Context(), &rest.Config{Host: server.URL}, types.NamespacedName{Namespace: "ns", Name: name})
-		if err != nil || (got != nil) != want || want && got.Labels["a"] != "b" {
-			t.Errorf("service %s: %v, error %v", name, got, err)
-		}
-	}
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package file
+package manifest_test
 
 import (
 	"bytes"
@@ -18,7 +18,9 @@ import (
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/cluster"
 	"github.com/kpng-project/kpng/internal/apitest"
+	"github.com/kpng-project/kpng/internal/manifest"
 	"github.com/kpng-project/kpng/watcher"
+	"github.com/kpng-project/kpng/watcher/file"
 	"k8s.io/apimachinery/pkg/types"
 )
 
@@ -42,10 +44,10 @@ func (w scoped) SetNode(n *api.Node)                    { w.Tx.SetNode(n) }
 func (w scoped) DeleteNode(name string)                 { w.Tx.DeleteNode(name) }
 
 // readBack writes s to a file, and returns the state that results from reading the file.
-func readBack(t *testing.T, s *cluster.Objects, opts WriteOptions) *cluster.Objects {
+func readBack(t *testing.T, s *cluster.Objects, opts manifest.WriteOptions) *cluster.Objects {
 	t.Helper()
 	var text bytes.Buffer
-	if err := Write(&text, s, opts); err != nil {
+	if err := manifest.Write(&text, s, opts); err != nil {
 		t.Fatal(err)
 	}
 	name := "state.yaml"
@@ -58,10 +60,10 @@ func readBack(t *testing.T, s *cluster.Objects, opts WriteOptions) *cluster.Obje
 	}
 	annotation := opts.AllPortsAnnotation
 	if annotation == "" {
-		annotation = DefaultAllPortsAnnotation
+		annotation = manifest.DefaultAllPortsAnnotation
 	}
 	state := cluster.New(cluster.Options{})
-	err := Watch(t.Context(), state, Options{Path: path, Once: true, Options: watcher.Options{
+	err := file.Watch(t.Context(), state, file.Options{Path: path, Once: true, Options: watcher.Options{
 		ServiceProxyName: opts.ServiceProxyName,
 		KeepLabels:       []string{"app", "tier", "example.com/*"},
 		KeepAnnotations:  []string{"example.com/*"},
@@ -103,7 +105,7 @@ func TestWrittenStateIsReadBack(t *testing.T) {
 				world.Change(scoped{tx})
 			}
 		})
-		opts := WriteOptions{
+		opts := manifest.WriteOptions{
 			JSON:               seed%2 > 0,
 			ServiceProxyName:   []string{"", "example"}[seed/2%2],
 			AllPortsAnnotation: []string{"", "example.org/all"}[seed/4%2],
@@ -184,7 +186,7 @@ func TestEveryFieldIsWritten(t *testing.T) {
 		}
 	})
 	for _, json := range []bool{false, true} {
-		opts := WriteOptions{JSON: json, ServiceProxyName: "example"}
+		opts := manifest.WriteOptions{JSON: json, ServiceProxyName: "example"}
 		if diff := cmp.Diff(contents(state.Objects()), contents(readBack(t, state.Objects(), opts))); diff != "" {
 			t.Errorf("%+v (-written +read):\n%s", opts, diff)
 		}
@@ -228,7 +230,7 @@ func TestControlCharactersAreReadBack(t *testing.T) {
 		})
 		want := state.Objects()
 		for _, json := range []bool{false, true} {
-			if diff := cmp.Diff(contents(want), contents(readBack(t, want, WriteOptions{JSON: json}))); diff != "" {
+			if diff := cmp.Diff(contents(want), contents(readBack(t, want, manifest.WriteOptions{JSON: json}))); diff != "" {
 				t.Errorf("state with %q, JSON %t (-written +read):\n%s", text, json, diff)
 			}
 		}
@@ -237,7 +239,7 @@ func TestControlCharactersAreReadBack(t *testing.T) {
 
 func TestEmptyStateIsReadBack(t *testing.T) {
 	for _, json := range []bool{false, true} {
-		if got := contents(readBack(t, cluster.New(cluster.Options{}).Objects(), WriteOptions{JSON: json})); len(got) > 0 {
+		if got := contents(readBack(t, cluster.New(cluster.Options{}).Objects(), manifest.WriteOptions{JSON: json})); len(got) > 0 {
 			t.Errorf("read %v", got)
 		}
 	}
@@ -252,13 +254,13 @@ func TestInexpressibleObjectIsAnError(t *testing.T) {
 		{"an unknown protocol", api.Service{Type: api.ClusterIP, Ports: []api.PortMapping{{Port: 1, TargetPort: 1}}}, "protocol"},
 		{"a filter of other addresses", api.Service{Type: api.ClusterIP, SourceRanges: []api.SourceRanges{{}}}, "different object"},
 		{"a service with the annotation that is not an all-ports service",
-			api.Service{Type: api.ClusterIP, Annotations: map[string]string{DefaultAllPortsAnnotation: "true"}}, "different object"},
+			api.Service{Type: api.ClusterIP, Annotations: map[string]string{manifest.DefaultAllPortsAnnotation: "true"}}, "different object"},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			test.service.Namespace, test.service.Name = "ns", "svc"
 			state := cluster.New(cluster.Options{})
 			state.Update(func(tx *cluster.Tx) { tx.SetService(&test.service) })
-			err := Write(&bytes.Buffer{}, state.Objects(), WriteOptions{})
+			err := manifest.Write(&bytes.Buffer{}, state.Objects(), manifest.WriteOptions{})
 			if err == nil || !strings.Contains(err.Error(), "Service ns/svc") || !strings.Contains(err.Error(), test.want) {
 				t.Errorf("error %v does not contain the service and %q", err, test.want)
 			}

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package file
+package manifest
 
 import (
 	"fmt"
@@ -102,7 +102,7 @@ func (v *validator) destination(path *field.Path, text string) {
 	}
 }
 
-func validateService(s *corev1.Service) field.ErrorList {
+func ValidateService(s *corev1.Service) field.ErrorList {
 	defaultService(s)
 	var v validator
 	v.objectMeta(&s.ObjectMeta, true, apivalidation.NameIsDNSLabel)
@@ -371,12 +371,12 @@ func (v *validator) trafficPolicies(spec *corev1.ServiceSpec, path *field.Path) 
 // The limits of an EndpointSlice.
 const (
 	maxSlicePorts     = 20000
-	maxSliceEndpoints = 1000
+	MaxSliceEndpoints = 1000
 	maxAddresses      = 100
 	maxHints          = 8
 )
 
-func validateSlice(s *discoveryv1.EndpointSlice) field.ErrorList {
+func ValidateSlice(s *discoveryv1.EndpointSlice) field.ErrorList {
 	var v validator
 	v.objectMeta(&s.ObjectMeta, true, apivalidation.NameIsDNSSubdomain)
 	oneOf(&v, field.NewPath("addressType"), s.AddressType, discoveryv1.AddressTypeIPv4, discoveryv1.AddressTypeIPv6, discoveryv1.AddressTypeFQDN)
@@ -468,7 +468,7 @@ func (v *validator) endpoint(e *discoveryv1.Endpoint, addressType discoveryv1.Ad
 	}
 }
 
-func validateNode(n *corev1.Node) field.ErrorList {
+func ValidateNode(n *corev1.Node) field.ErrorList {
 	spec, path := &n.Spec, field.NewPath("spec")
 	if spec.PodCIDR != "" && (len(spec.PodCIDRs) == 0 || spec.PodCIDRs[0] != spec.PodCIDR) {
 		spec.PodCIDRs = []string{spec.PodCIDR} // like the API server

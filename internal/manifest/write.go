@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package file
+package manifest
 
 import (
 	"bufio"
@@ -187,7 +187,7 @@ func (o *objects) service(s *api.Service) {
 	o.mark(&out.ObjectMeta)
 	back, problems := o.converter.Service(out)
 	back.Labels, back.Annotations = withKnownKeys(back.Labels, s.Labels), withKnownKeys(back.Annotations, s.Annotations)
-	o.write("Service "+s.Key().String(), out, out, back.Equal(s), problems, validateService(out.DeepCopy()))
+	o.write("Service "+s.Key().String(), out, out, back.Equal(s), problems, ValidateService(out.DeepCopy()))
 }
 
 // mark adds the proxy label to an object's metadata.
@@ -244,7 +244,7 @@ func (o *objects) slice(s *api.EndpointSlice) {
 	}
 	back, problems := o.converter.EndpointSlice(out)
 	back.Labels = withKnownKeys(back.Labels, s.Labels)
-	o.write("EndpointSlice "+s.Key().String(), out, out, back.Equal(s), problems, validateSlice(out))
+	o.write("EndpointSlice "+s.Key().String(), out, out, back.Equal(s), problems, ValidateSlice(out))
 }
 
 func (o *objects) node(n *api.Node) {
@@ -268,7 +268,7 @@ func (o *objects) node(n *api.Node) {
 		"apiVersion": out.APIVersion, "kind": out.Kind, "metadata": out.ObjectMeta, "spec": out.Spec,
 		"status": map[string]any{"addresses": out.Status.Addresses},
 	}
-	o.write("Node "+n.Name, out, object, back.Equal(n), problems, validateNode(out))
+	o.write("Node "+n.Name, out, object, back.Equal(n), problems, ValidateNode(out))
 }
 
 func unlessEmpty(s string) *string {

@@ -152,7 +152,6 @@ func (n *network) run(ctx context.Context) error {
 	if !cache.WaitForCacheSync(ctx.Done(), n.synced) {
 		return nil
 	}
-	applySettings(ctx, kernelSettings)
 	if n.cni.plugin == "bridge" {
 		applySettings(ctx, bridgeSettings) // these settings exist only if the module br_netfilter is loaded
 	}
@@ -254,14 +253,6 @@ func syncRoutes(wanted map[netip.Prefix]netip.Addr) error {
 		}
 	}
 	return errors.Join(errs...)
-}
-
-// kernelSettings are sysctls that services need and that the nftables backend does not
-// set.
-var kernelSettings = map[string]string{
-	// kube-proxy sets the same values.
-	"net/netfilter/nf_conntrack_tcp_timeout_established": "86400",
-	"net/netfilter/nf_conntrack_tcp_timeout_close_wait":  "3600",
 }
 
 // bridgeSettings make the kernel pass bridged packets to nftables. Without these

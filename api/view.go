@@ -131,7 +131,7 @@ type Scopes struct {
 type PortScopes struct {
 	Protocol Protocol
 	Port     int32
-	Scopes   Scopes
+	Scopes   `json:"Scopes"`
 }
 
 // PortName is a named port number, 1 to 65535.

@@ -72,7 +72,7 @@ func FuzzDriver(f *testing.F) {
 			if s.Pending != 0 || len(s.Failing) != 0 || s.Err != nil || !s.WaitingSince.IsZero() || s.Revision != w.src.Revision() {
 				w.Errorf("everything is applied up to revision %d, but the status is %+v", w.src.Revision(), s)
 			}
-			if last := w.rec.Syncs()[len(w.rec.Syncs())-1]; time.Since(last.Ended) < 30*time.Minute {
+			if last := w.script.Times()[len(w.rec.Syncs())-1]; time.Since(last.Ended) < 30*time.Minute {
 				w.Errorf("a Sync without a change, %v ago", time.Since(last.Ended))
 			}
 			if len(w.rec.Syncs()) > 100*(int(ops)+1) {

@@ -118,8 +118,9 @@ func (w *world) waitApplied() {
 // argument skip is the number of these Syncs.
 func (w *world) delivered(skip int) string {
 	var b strings.Builder
-	for _, s := range w.rec.Syncs()[skip:] {
-		fmt.Fprintf(&b, "%v:", s.Began.Sub(w.start))
+	times := w.script.Times()[skip:]
+	for i, s := range w.rec.Syncs()[skip:] {
+		fmt.Fprintf(&b, "%v:", times[i].Began.Sub(w.start))
 		switch {
 		case s.First && s.Last:
 			b.WriteString(" full")
@@ -547,7 +548,8 @@ func TestRetriesOfOneSyncStayTogether(t *testing.T) {
 		if len(syncs) != 2 || len(slices.Collect(syncs[1].Services)) != 2 {
 			w.Errorf("deliveries:\n%s", w.delivered(0))
 		}
-		if wait := syncs[1].Began.Sub(syncs[0].Ended); wait < 100*time.Millisecond || wait > 200*time.Millisecond {
+		times := w.script.Times()
+		if wait := times[1].Began.Sub(times[0].Ended); wait < 100*time.Millisecond || wait > 200*time.Millisecond {
 			w.Errorf("retry after %v, want 100 to 200 ms", wait)
 		}
 	})

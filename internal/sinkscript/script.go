@@ -7,6 +7,7 @@ import (
 	"context"
 	"slices"
 	"sync"
+	"time"
 
 	"github.com/kpng-project/kpng/sink"
 	"k8s.io/apimachinery/pkg/types"
@@ -19,7 +20,11 @@ type Sink struct {
 
 	mu    sync.Mutex
 	steps []Step
+	times []Times
 }
+
+// Times are the times at which a call of Sync began and ended.
+type Times struct{ Began, Ended time.Time }
 
 // New returns a sink that forwards to s. If s is nil, it acknowledges every Sync for which
 // the script has no step.
@@ -37,8 +42,21 @@ func (s *Sink) Add(steps ...Step) {
 	s.steps = append(s.steps, steps...)
 }
 
+// Times returns the times of all calls of Sync that have returned, oldest first.
+func (s *Sink) Times() []Times {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return slices.Clone(s.times)
+}
+
 // Sync implements [sink.Sink].
 func (s *Sink) Sync(ctx context.Context, c *sink.Changes) error {
+	began := time.Now()
+	defer func() {
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		s.times = append(s.times, Times{began, time.Now()})
+	}()
 	s.mu.Lock()
 	if len(s.steps) == 0 {
 		s.mu.Unlock()

@@ -9,7 +9,6 @@ import (
 	"slices"
 	"sync"
 	"testing"
-	"time"
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/internal/ordering"
@@ -38,8 +37,6 @@ type Sync struct {
 	sink.Changes
 	// Err is the error that Sync returned. If Sync panicked, Err is not nil.
 	Err error
-	// Began is the time at which Sync was called, and Ended the time at which it returned.
-	Began, Ended time.Time
 }
 
 var errPanicked = errors.New("sink panicked")
@@ -102,7 +99,7 @@ func (r *Recorder) Unwrap() sink.Sink { return r.sink }
 
 // Sync implements [sink.Sink].
 func (r *Recorder) Sync(ctx context.Context, c *sink.Changes) error {
-	call := Sync{Changes: *c, Err: errPanicked, Began: time.Now()}
+	call := Sync{Changes: *c, Err: errPanicked}
 	call.Services = slices.Values(slices.Collect(c.Services))
 	r.mu.Lock()
 	if r.running {
@@ -118,7 +115,6 @@ func (r *Recorder) Sync(ctx context.Context, c *sink.Changes) error {
 		r.mu.Lock()
 		defer r.mu.Unlock()
 		r.running = false
-		call.Ended = time.Now()
 		r.acked.record(&call.Changes, call.Err)
 		r.syncs = append(r.syncs, call)
 		close(r.moved)

@@ -9,11 +9,13 @@ package main
 
 import (
 	"context"
+	"errors"
 	"flag"
 	"fmt"
 	"log/slog"
 	"net/http"
 	"os"
+	"sync/atomic"
 
 	"github.com/go-logr/logr"
 	"github.com/kpng-project/kpng"
@@ -35,7 +37,8 @@ import (
 
 func main() {
 	node := flag.String("node-name", "", "the `name` of the node (default: $NODE_NAME, else the host name)")
-	leader := flag.String("leader-election", "", "run the proxy only while this program holds the Lease of this `name`, in the namespace default")
+	leader := flag.String("leader-election", "", "elect a leader with the Lease of this `name`, in the namespace default")
+	leaderOnly := flag.Bool("leader-only", false, "run the proxy only while this program is the leader")
 	namespaces := flag.Bool("two-namespaces", false, "cache only the namespaces default and kube-system, which is an error")
 	probes := flag.String("health-probe-bind-address", "0", "`address` of the health checks")
 	flag.Parse() // controller-runtime adds -kubeconfig
@@ -50,13 +53,13 @@ func main() {
 	if *namespaces {
 		opts.Cache.DefaultNamespaces = map[string]ctrlcache.Config{"default": {}, "kube-system": {}}
 	}
-	if err := run(ctrl.SetupSignalHandler(), opts, *node); err != nil {
+	if err := run(ctrl.SetupSignalHandler(), opts, *node, *leaderOnly); err != nil {
 		log.Error(err, "The program ended")
 		os.Exit(1)
 	}
 }
 
-func run(ctx context.Context, opts ctrl.Options, node string) error {
+func run(ctx context.Context, opts ctrl.Options, node string, leaderOnly bool) error {
 	config, err := ctrl.GetConfig()
 	if err != nil {
 		return err
@@ -69,10 +72,7 @@ func run(ctx context.Context, opts ctrl.Options, node string) error {
 	if err != nil {
 		return err
 	}
-	p, err := newProxy(node, informers, opts.LeaderElection)
-	if err != nil {
-		return err
-	}
+	p := newProxy(node, informers, leaderOnly)
 	if err := manager.Add(p); err != nil {
 		return err
 	}
@@ -106,35 +106,44 @@ func informersOf(ctx context.Context, c ctrlcache.Cache) (*kube.Informers, error
 	return &informers, nil
 }
 
-// proxy is a Runnable of a manager. A manager runs it only once, as a kpng.Proxy runs only
-// once. If the program loses the leadership, the manager ends, and so does the program.
+// proxy is a Runnable of a manager. A kpng.Proxy runs only once, so each Start makes a new
+// one, for example for each term of a leader.
 type proxy struct {
-	*kpng.Proxy
-	leader bool
+	options    kpng.Options
+	leaderOnly bool
+	running    atomic.Pointer[kpng.Proxy] // the last one
 }
 
-func newProxy(node string, informers *kube.Informers, leader bool) (*proxy, error) {
-	p, err := kpng.New(kpng.Options{
+func newProxy(node string, informers *kube.Informers, leaderOnly bool) *proxy {
+	return &proxy{leaderOnly: leaderOnly, options: kpng.Options{
 		NodeName:  node,
 		Informers: informers,
 		Services:  watcher.Options{ServiceProxyName: "example"},
 		Sinks:     []kpng.Sink{{Sink: sink.FullState(printFrontends), Options: sink.Options{Name: "printer"}}},
-	})
-	return &proxy{p, leader}, err
+	}}
 }
 
 // Start implements manager.Runnable. It returns after the sink has stopped.
 func (p *proxy) Start(ctx context.Context) error {
-	return p.Run(klog.NewContext(ctx, klog.Background().WithName("kpng")))
+	running, err := kpng.New(p.options)
+	if err != nil {
+		return err
+	}
+	p.running.Store(running)
+	return running.Run(klog.NewContext(ctx, klog.Background().WithName("kpng")))
 }
 
 // NeedLeaderElection implements manager.LeaderElectionRunnable. A service proxy runs on
 // each node, so it usually does not wait for a leadership. Without this method, a manager
 // with leader election would start the proxy only on one node.
-func (p *proxy) NeedLeaderElection() bool { return p.leader }
+func (p *proxy) NeedLeaderElection() bool { return p.leaderOnly }
 
 func (p *proxy) ready(*http.Request) error {
-	if h := p.Health(); !h.Synced || h.Stuck {
+	running := p.running.Load()
+	if running == nil {
+		return errors.New("the proxy is not running")
+	}
+	if h := running.Health(); !h.Synced || h.Stuck {
 		return fmt.Errorf("the proxy is not ready: %+v", h)
 	}
 	return nil

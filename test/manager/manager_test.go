@@ -85,6 +85,9 @@ func TestProxyInManager(t *testing.T) {
 	for _, version := range strings.Split(*versions, ",") {
 		t.Run(version, func(t *testing.T) {
 			program := build(t, version)
+			leader := start(t, program, "--leader-election=kpng-example", "--leader-only", "--node-name=there", "--kubeconfig="+kubeconfig)
+			leader.expect(ns+"/web ClusterIP", "10.1.0.1:8080")
+			// The second manager is never the leader, but its proxy serves.
 			for _, args := range [][]string{nil, {"--leader-election=kpng-example"}} {
 				p := start(t, program, append(args, "--node-name=here", "--kubeconfig="+kubeconfig)...)
 				p.expect(ns+"/web ClusterIP", "10.1.0.1:8080")
@@ -94,11 +97,15 @@ func TestProxyInManager(t *testing.T) {
 				}
 				p.expect(ns+"/web ClusterIP", "10.1.0.2:8080")
 				p.stop()
+				if log := p.stderr.String(); !strings.Contains(log, "level=INFO") || !strings.Contains(log, "logger=kpng") {
+					t.Errorf("stderr has no line of kpng in the form of slog:\n%s", log)
+				}
 				slice.Endpoints[0].Addresses[0] = "10.1.0.1"
 				if slice, err = client.DiscoveryV1().EndpointSlices(ns).Update(t.Context(), slice, metav1.UpdateOptions{}); err != nil {
 					t.Fatal(err)
 				}
 			}
+			leader.stop()
 			out, err := exec.CommandContext(t.Context(), program, "--two-namespaces", "--node-name=here", "--kubeconfig="+kubeconfig).CombinedOutput()
 			if err == nil || !strings.Contains(string(out), "a service proxy needs a cache of all namespaces") {
 				t.Errorf("with a cache of two namespaces: %v\n%s", err, out)

@@ -157,7 +157,7 @@ func (b *backend) program(ctx context.Context, c *sink.Changes) error {
 		if err := b.applyIPVSSysctls(ctx); err != nil {
 			return err
 		}
-		if err := b.checkConntrack(); err != nil {
+		if err := d.conn.checkConntrack(); err != nil {
 			return err
 		}
 		d.planner = next
@@ -221,7 +221,7 @@ func (b *backend) Verify(ctx context.Context) error {
 // can repair them, it sets known to false and returns [sink.ErrStartOver].
 func (b *backend) findDrift(ctx context.Context) error {
 	d := b.dataplane
-	if err := b.checkConntrack(); err != nil {
+	if err := d.conn.checkConntrack(); err != nil {
 		d.known = false // a pass corrects the setting
 		return fmt.Errorf("%w (%w)", err, sink.ErrStartOver)
 	}
@@ -238,21 +238,6 @@ func (b *backend) findDrift(ctx context.Context) error {
 // VerifyInterval returns one second, see [sink.Verifier]. Most calls of Verify only count
 // the connections of removed endpoints.
 func (b *backend) VerifyInterval() time.Duration { return time.Second }
-
-// checkConntrack returns an error if IPVS does not use connection tracking. Without
-// connection tracking, nothing can be masqueraded.
-func (b *backend) checkConntrack() error {
-	const name = "net.ipv4.vs.conntrack"
-	var value int
-	var err error
-	if nsErr := netns.Do(b.opts.NetNS, func() { value, err = sysctl.Kernel.Read(name) }); nsErr != nil {
-		return nsErr
-	}
-	if err == nil && value != 1 {
-		err = fmt.Errorf("sysctl %s is %d and must be 1: set it on the node", name, value)
-	}
-	return err
-}
 
 // applyIPVSSysctls corrects the settings of IPVS, except in the mode IgnoreSysctls.
 func (b *backend) applyIPVSSysctls(ctx context.Context) error {

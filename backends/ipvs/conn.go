@@ -13,6 +13,8 @@ import (
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/internal/kernelnode"
+	"github.com/kpng-project/kpng/internal/netns"
+	"github.com/kpng-project/kpng/internal/sysctl"
 	"github.com/mdlayher/netlink"
 	"golang.org/x/sys/unix"
 )
@@ -145,6 +147,21 @@ func (c *conn) close() error {
 	nl := c.nl
 	c.nl = nil
 	return nl.Close()
+}
+
+// checkConntrack returns an error if IPVS does not use connection tracking. Without
+// connection tracking, nothing can be masqueraded.
+func (c *conn) checkConntrack() error {
+	const name = "net.ipv4.vs.conntrack"
+	var value int
+	var err error
+	if nsErr := netns.Do(c.netNS, func() { value, err = sysctl.Kernel.Read(name) }); nsErr != nil {
+		return nsErr
+	}
+	if err == nil && value != 1 {
+		err = fmt.Errorf("sysctl %s is %d and must be 1: set it on the node", name, value)
+	}
+	return err
 }
 
 // execute sends a request and returns the attributes of each answer. If the kernel

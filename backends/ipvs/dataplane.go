@@ -33,10 +33,10 @@ type dataplane struct {
 	opts     *Options
 	observer backends.Observer
 	planner  planner
-	conn     conn
+	conn     virtualServers
 	nft      *netfilter.Conn
 	table    *table // nil until the first pass
-	local    localAddresses
+	local    localRoutes
 
 	// known is true if the fields servers, elements and routes describe the kernel.
 	known bool
@@ -77,6 +77,35 @@ type dataplane struct {
 	leftovers kernelnode.Leftovers
 }
 
+// virtualServers are the virtual servers in the kernel, and localRoutes are the local
+// addresses. They are interfaces only for tests.
+type (
+	virtualServers interface {
+		open() error
+		close() error
+		checkConntrack() error
+		list() (map[serverID]*server, error)
+		read(serverID) (*server, error)
+		readDestinations(serverID, *server) error
+		set(id serverID, create bool, s settings) error
+		setDestination(id serverID, at netip.AddrPort, create bool, weight uint32) error
+		deleteDestination(serverID, netip.AddrPort) error
+		delete(serverID) error
+	}
+	localRoutes interface {
+		open() error
+		close()
+		list() (map[netip.Addr]bool, error)
+		add(netip.Addr) error
+		remove(netip.Addr) error
+		lost() bool
+		lostRoute(netip.Addr) (bool, error)
+		delete() error
+		useNodeSource() error
+		connectedSockets() (int, error)
+	}
+)
+
 // claim is a frontend of a service.
 type claim struct {
 	service types.NamespacedName
@@ -92,10 +121,10 @@ func newDataplane(opts *Options) *dataplane {
 			owner: owner(opts.tableName()), healthzPort: opts.HealthzPort, nodeNetworks: opts.NodeNetworks,
 		},
 		observer: opts.Observer,
-		conn:     conn{netNS: opts.NetNS},
+		conn:     &conn{netNS: opts.NetNS},
 		nft:      netfilter.NewConn(opts.NetNS),
 		lists:    sourcelists.New(nil),
-		local:    localAddresses{name: opts.Interface, owner: opts.tableName(), netNS: opts.NetNS},
+		local:    &localAddresses{name: opts.Interface, owner: opts.tableName(), netNS: opts.NetNS},
 	}
 }
 
@@ -579,7 +608,7 @@ func (d *dataplane) addAddresses(p *plan) error {
 			case err == nil:
 				d.routes[addr] = true
 			case d.local.lost():
-				err = errors.Join(err, d.changed("interface "+d.local.name)) // a pass repairs the interface
+				err = errors.Join(err, d.changed("interface "+d.opts.Interface)) // a pass repairs the interface
 			}
 			errs = append(errs, err)
 		}

@@ -73,6 +73,7 @@ func TestKernel(t *testing.T) {
 	t.Run("elements of failing services are not pruned", testFailingServicesAreNotPruned)
 	t.Run("remaining source ranges do not conflict with new ones", testLeftRanges)
 	t.Run("the work of a Verify is limited", testManyLeaving)
+	t.Run("random histories", testHistories)
 }
 
 // node is a backend in a network namespace of its own.
@@ -146,7 +147,7 @@ func (n *node) mustPass(views ...*api.View) {
 // servers returns the virtual servers in the kernel as lines.
 func (n *node) servers() (lines []string) {
 	n.t.Helper()
-	c := &n.dataplane.conn
+	c := n.dataplane.conn
 	all, err := c.list()
 	if err != nil {
 		n.t.Fatal(err)
@@ -240,7 +241,7 @@ func testRepair(t *testing.T) {
 		"weight changed":         func() error { return d.conn.setDestination(web, first, false, 0) },
 		"endpoint added":         func() error { return d.conn.setDestination(web, other, true, 1) },
 		"method changed": func() error {
-			_, err := d.conn.request(setDest, netlink.Acknowledge, web, nil, func(e *netlink.AttributeEncoder) {
+			_, err := d.conn.(*conn).request(setDest, netlink.Acknowledge, web, nil, func(e *netlink.AttributeEncoder) {
 				encodeDestination(e, first)
 				e.Uint32(destMethod, 3) // direct routing
 				e.Uint32(destWeight, 1)
@@ -250,7 +251,7 @@ func testRepair(t *testing.T) {
 			return err
 		},
 		"threshold changed": func() error {
-			_, err := d.conn.request(setDest, netlink.Acknowledge, web, nil, func(e *netlink.AttributeEncoder) {
+			_, err := d.conn.(*conn).request(setDest, netlink.Acknowledge, web, nil, func(e *netlink.AttributeEncoder) {
 				encodeDestination(e, first)
 				e.Uint32(destMethod, methodMasquerade)
 				e.Uint32(destWeight, 1)
@@ -260,7 +261,7 @@ func testRepair(t *testing.T) {
 			return err
 		},
 		"mask of clients changed": func() error {
-			_, err := d.conn.request(setService, netlink.Acknowledge, web, func(e *netlink.AttributeEncoder) {
+			_, err := d.conn.(*conn).request(setService, netlink.Acknowledge, web, func(e *netlink.AttributeEncoder) {
 				e.String(svcScheduler, "rr")
 				flags := d.planner.owner | flagPersistent
 				e.Bytes(svcFlags, binary.NativeEndian.AppendUint32(binary.NativeEndian.AppendUint32(nil, flags), ^uint32(0)))
@@ -354,7 +355,7 @@ func testRepairByDriver(t *testing.T) {
 		}
 	}
 	until("first pass")
-	web, c := id("10.96.0.1:80", api.TCP), &other.dataplane.conn
+	web, c := id("10.96.0.1:80", api.TCP), other.dataplane.conn
 	for what, change := range map[string]func() error{
 		"weight changed":         func() error { return c.setDestination(web, netip.MustParseAddrPort("10.1.0.1:8080"), false, 0) },
 		"endpoint deleted":       func() error { return c.deleteDestination(web, netip.MustParseAddrPort("10.1.0.1:8080")) },
@@ -1337,14 +1338,17 @@ func testInterruptedComparison(t *testing.T) {
 
 	// After a failed comparison and a pause, a new comparison begins.
 	n.compareAt, n.searchAt = time.Time{}, time.Time{}
-	n.dataplane.conn.close()
-	const notOpen = 1 << 20
-	n.dataplane.conn.netNS = notOpen
+	readable := n.dataplane.conn
+	n.dataplane.conn = unreadableServers{readable}
 	if err := n.Verify(t.Context()); err == nil || len(n.dataplane.unchecked) > 0 || time.Until(n.compareAt) < minPause/2 {
 		t.Errorf("Verify returns %v, %d virtual servers are left, the next comparison follows after %v", err, len(n.dataplane.unchecked), time.Until(n.compareAt))
 	}
-	n.dataplane.conn.netNS = n.ns.FD
+	n.dataplane.conn = readable
 }
+
+type unreadableServers struct{ virtualServers }
+
+func (unreadableServers) read(serverID) (*server, error) { return nil, errors.New("unreadable") }
 
 // testManyLeaving checks that one call of removeIdle reads a limited number of virtual
 // servers, and that Verify calls removeIdle again only after a pause.

@@ -68,6 +68,8 @@ type table struct {
 	name string
 	opts *Options
 	nft  *nftables.Conn
+	// flush sends the transaction of nft that changes elements.
+	flush func() error
 	// maxElements limits the elements of one transaction.
 	maxElements int
 	// ranges counts the source ranges in the table.
@@ -101,7 +103,7 @@ func newTable(opts *Options, socketBuffer int) (*table, error) {
 		return nil, fmt.Errorf("open a netlink socket: %w", err)
 	}
 	return &table{
-		name: opts.tableName(), opts: opts, nft: nft,
+		name: opts.tableName(), opts: opts, nft: nft, flush: nft.Flush,
 		maxElements: min(socketBuffer/elementSize, maxTransaction), ranges: sourcelists.Counts{},
 	}, nil
 }
@@ -425,7 +427,7 @@ func (t *table) change(remove, add []element) error {
 			t.addRules(c)
 		}
 	}
-	if err := t.nft.Flush(); err != nil {
+	if err := t.flush(); err != nil {
 		return fmt.Errorf("change table inet %s: %w", t.name, explain(err))
 	}
 	t.ranges = ranges

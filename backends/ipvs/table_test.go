@@ -214,7 +214,7 @@ func TestCleanupKeepsTableOfLocalAddresses(t *testing.T) {
 		t.Fatal(err)
 	}
 	const notOpen = 1 << 20
-	d.local.netNS = notOpen
+	d.local.(*localAddresses).netNS = notOpen
 	if err := d.cleanup(t.Context()); err == nil {
 		t.Error("the interface was deleted")
 	}
@@ -334,7 +334,7 @@ func TestRefusedElementsDoNotStopOtherServices(t *testing.T) {
 // but not always.
 func TestComparisonReadsTableOnlyAfterChanges(t *testing.T) {
 	d, ns := dataplaneWithTable(t)
-	if err := d.local.connect(); err != nil {
+	if err := d.local.(*localAddresses).connect(); err != nil {
 		t.Fatal(err)
 	}
 	defer d.close()

@@ -92,7 +92,7 @@ func (d *dataplane) checkLoss(ctx context.Context) (lostServers bool, err error)
 		if lost, err := d.local.lostRoute(addr); err != nil {
 			return false, err
 		} else if lost || d.local.lost() {
-			return false, d.changed("routes of interface " + d.local.name)
+			return false, d.changed("routes of interface " + d.opts.Interface)
 		}
 		break
 	}
@@ -200,7 +200,7 @@ func (d *dataplane) compareRoutes() error {
 		return err
 	}
 	if !maps.Equal(routes, d.routes) {
-		return d.changed("routes of interface " + d.local.name)
+		return d.changed("routes of interface " + d.opts.Interface)
 	}
 	return nil
 }

@@ -327,9 +327,17 @@ type Chunk struct {
 // gets one or more chunks, with up to n ranges together, and reports for each chunk
 // whether the kernel has it now. If not, the services of the chunk must fail: Fresh skips
 // the rest of this list, and no later change uses the list. An error of write ends Fresh.
+// Then no later change uses the lists that are not written.
 func (l *Lists) Fresh(n int, write func([]Chunk) (written []bool, err error)) error {
 	fresh := l.fresh
 	l.fresh = nil
+	defer func() {
+		for _, list := range fresh {
+			if list.written < list.ranges.Len() {
+				l.cut(list)
+			}
+		}
+	}()
 	var chunks []Chunk
 	size := 0
 	flush := func() error {
@@ -342,9 +350,7 @@ func (l *Lists) Fresh(n int, write func([]Chunk) (written []bool, err error)) er
 				c.list.written += len(c.Ranges)
 				continue
 			}
-			// No service can use this list. Later, what the kernel has of it is deleted.
-			l.unindex(c.list)
-			c.list.ranges = c.list.ranges.slice(0, c.list.written)
+			l.cut(c.list)
 		}
 		chunks, size = nil, 0
 		return nil
@@ -366,6 +372,13 @@ func (l *Lists) Fresh(n int, write func([]Chunk) (written []bool, err error)) er
 		return nil
 	}
 	return flush()
+}
+
+// cut makes sure that no later change uses a list that the kernel has only in part. Later,
+// what the kernel has of it is deleted.
+func (l *Lists) cut(list *sharedList) {
+	l.unindex(list)
+	list.ranges = list.ranges.slice(0, list.written)
 }
 
 // slice returns the ranges from the index i to the index j, without that at j.

@@ -5,6 +5,7 @@
 package sourcelists
 
 import (
+	"errors"
 	"fmt"
 	"maps"
 	"math/rand/v2"
@@ -302,6 +303,28 @@ func TestAListEndsWithItsFrontends(t *testing.T) {
 	check(1, false)
 	change(without, view, false)
 	check(0, true)
+}
+
+// TestAListIsWrittenAfterAnError checks that a list that the kernel lacks because of an error
+// is written when the service is delivered again.
+func TestAListIsWrittenAfterAnError(t *testing.T) {
+	l := New(nil)
+	view := viewOf("web", prefixes("192.0.2.0/24"))
+	for _, refused := range []error{errors.New("refused"), nil} {
+		c := l.Begin(view.Key(), nil, view)
+		c.Number(frontend(view, v4))
+		var written []Range
+		err := l.Fresh(5, func(chunks []Chunk) ([]bool, error) {
+			for _, c := range chunks {
+				written = append(written, c.Ranges...)
+			}
+			return make([]bool, len(chunks)), refused
+		})
+		c.End(err != nil)
+		if !errors.Is(err, refused) || len(written) != 1 {
+			t.Errorf("error %v, %d ranges are written, want one", err, len(written))
+		}
+	}
 }
 
 // TestAChangeOfARangeWritesOneElement checks the number of elements that changes write.

@@ -276,12 +276,6 @@ func (p *Proxy) State() *cluster.State { return p.state }
 // NodeName returns the name of the proxy's node.
 func (p *Proxy) NodeName() string { return p.nodeName }
 
-// Node returns the Node object of the proxy's node, or nil if no such object is known.
-func (p *Proxy) Node() *api.Node {
-	node, _ := p.state.Node(p.nodeName)
-	return node
-}
-
 // Status returns the status of each sink.
 func (p *Proxy) Status() []sink.Status {
 	var all []sink.Status
@@ -295,7 +289,7 @@ func (p *Proxy) Status() []sink.Status {
 func (p *Proxy) Health() health.Report {
 	var node *api.Node
 	if p.state.IsSynced() {
-		if node = p.Node(); node == nil && p.files && !p.nodeKnown.Load() {
+		if node, _ = p.state.Snapshot().Nodes.Get(p.nodeName); node == nil && p.files && !p.nodeKnown.Load() {
 			node = &api.Node{Name: p.nodeName} // manifests may contain no Nodes
 		}
 	}

@@ -555,7 +555,7 @@ func TestProxyIsSafeForConcurrentUse(t *testing.T) {
 		}
 	})
 	for _, use := range []func(){
-		func() { p.Status(); p.Health(); p.Node() },
+		func() { p.Status(); p.Health(); p.State().Snapshot() },
 		func() { p.StartOver(); p.State().Objects(); time.Sleep(20 * time.Millisecond) },
 		func() {
 			ctx, cancel := context.WithTimeout(ctx, 20*time.Millisecond)

@@ -276,10 +276,6 @@ func public[K, V any](s *revstore.Snapshot[K, V]) *diffstore.Snapshot[K, V] {
 	return (*diffstore.Snapshot[K, V])(s)
 }
 
-// Node returns the node with this name. Unlike Snapshot, it may return a node that a
-// running Update has changed, and it never takes time.
-func (s *State) Node(name string) (*api.Node, bool) { return s.nodes.Get(name) }
-
 // Objects returns the same state as Snapshot with its objects. Unless the state is
 // resumable, the first call counts as a change, and takes time in proportion to the number
 // of objects.

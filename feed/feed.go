@@ -50,7 +50,7 @@ type feed struct {
 
 // offer is the last result of Next, until Advance acknowledges it.
 type offer struct {
-	update   *sink.Update
+	update   *updates.Update
 	snapshot *cluster.Snapshot
 }
 
@@ -90,7 +90,7 @@ func newCursor(state *cluster.State) *revstore.Cursor[types.NamespacedName, *api
 func (f *feed) Changed() <-chan struct{} { return f.state.Changed(f.acked.Revision) }
 
 // Next implements [sink.Source]. It never fails.
-func (f *feed) Next() (*sink.Update, error) {
+func (f *feed) Next() (*updates.Update, error) {
 	if !f.state.IsSynced() {
 		return nil, nil
 	}
@@ -102,7 +102,7 @@ func (f *feed) Next() (*sink.Update, error) {
 }
 
 // Advance implements [sink.Source].
-func (f *feed) Advance(u *sink.Update) {
+func (f *feed) Advance(u *updates.Update) {
 	if u != f.offered.update {
 		return
 	}
@@ -123,12 +123,12 @@ func (f *feed) Reset() {
 func (f *feed) Close() { f.cursor.Close() }
 
 // update returns the difference between the acknowledged state and snapshot.
-func (f *feed) update(snapshot *cluster.Snapshot) *sink.Update {
+func (f *feed) update(snapshot *cluster.Snapshot) *updates.Update {
 	delta := f.cursor.Until(statesOf(snapshot))
 	node, _ := snapshot.Nodes.Get(f.stub.Name)
 	after := view{snapshot, f.self(node)}
 
-	u := &sink.Update{
+	u := &updates.Update{
 		Lost: delta.Full(), Revision: snapshot.Revision, Node: node, NodeChanged: true,
 		View: func(key types.NamespacedName) *api.View {
 			state, _ := snapshot.States.Get(key)
@@ -196,7 +196,7 @@ func size(state *api.ServiceState) int {
 // addChanges adds the services whose views differ to u, in key order. If the zone of the
 // node changed, it compares all services. Otherwise it compares the changed services in
 // delta. It does not compare large services.
-func (f *feed) addChanges(u *sink.Update, before, after view, delta revstore.Delta[types.NamespacedName, *api.ServiceState]) {
+func (f *feed) addChanges(u *updates.Update, before, after view, delta revstore.Delta[types.NamespacedName, *api.ServiceState]) {
 	candidates, shared := delta.Changes(), f.views
 	if before.node.Zone() != after.node.Zone() {
 		candidates, shared = delta.All(), nil // shared views are for one zone at a time

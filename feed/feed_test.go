@@ -74,7 +74,7 @@ func nextLines(t *testing.T, f sink.Source) []string {
 }
 
 // allChanges returns the changes in u. It returns each service of a full update as new.
-func allChanges(u *sink.Update) []sink.Change {
+func allChanges(u *updates.Update) []sink.Change {
 	var changes []sink.Change
 	for _, c := range u.Changes {
 		changes = append(changes, sink.Change{Key: c.Key, Old: c.Old, New: c.New, TriggerTime: c.TriggerTime})
@@ -87,7 +87,7 @@ func allChanges(u *sink.Update) []sink.Change {
 	return changes
 }
 
-func describe(u *sink.Update) []string {
+func describe(u *updates.Update) []string {
 	lines := []string{}
 	if u.Lost {
 		lines = append(lines, "lost")

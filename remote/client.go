@@ -12,6 +12,7 @@ import (
 	"github.com/kpng-project/kpng/internal/ordering"
 	"github.com/kpng-project/kpng/internal/revstore"
 	"github.com/kpng-project/kpng/internal/transport"
+	"github.com/kpng-project/kpng/internal/updates"
 	"github.com/kpng-project/kpng/internal/wire/localv1"
 	"github.com/kpng-project/kpng/sink"
 	"google.golang.org/grpc"
@@ -185,7 +186,7 @@ func (c *Client) get() (*clientState, <-chan struct{}) {
 
 // Views returns the present views of all services, as an update with Lost set, or nil if
 // the client has not received them yet.
-func (c *Client) Views() *sink.Update {
+func (c *Client) Views() *updates.Update {
 	state, _ := c.get()
 	if state.revision == 0 {
 		return nil

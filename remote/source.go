@@ -8,7 +8,6 @@ import (
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/internal/revstore"
 	"github.com/kpng-project/kpng/internal/updates"
-	"github.com/kpng-project/kpng/sink"
 	"k8s.io/apimachinery/pkg/types"
 )
 
@@ -19,7 +18,7 @@ type source struct {
 	has    *clientState // the position; nil if there is none
 
 	// The update that the last call of Next returned, and the state after this update.
-	offered *sink.Update
+	offered *updates.Update
 	state   *clientState
 }
 
@@ -35,7 +34,7 @@ func (s *source) Changed() <-chan struct{} {
 }
 
 // Next implements [sink.Source]. It never fails.
-func (s *source) Next() (*sink.Update, error) {
+func (s *source) Next() (*updates.Update, error) {
 	state, _ := s.client.get()
 	if state.revision == 0 {
 		return nil, nil
@@ -47,7 +46,7 @@ func (s *source) Next() (*sink.Update, error) {
 }
 
 // Advance implements [sink.Source].
-func (s *source) Advance(u *sink.Update) {
+func (s *source) Advance(u *updates.Update) {
 	if u == s.offered {
 		s.cursor.Advance(s.state.views)
 		s.has = s.state
@@ -65,8 +64,8 @@ func (s *source) Reset() {
 func (s *source) Close() { s.cursor.Close() }
 
 // all returns an update for a source without a position.
-func (s *clientState) all() *sink.Update {
-	return &sink.Update{
+func (s *clientState) all() *updates.Update {
+	return &updates.Update{
 		Lost: true, Revision: s.revision, Node: s.node, NodeChanged: true,
 		View: func(key types.NamespacedName) *api.View {
 			e, _ := s.views.Get(key)
@@ -85,7 +84,7 @@ func (s *clientState) all() *sink.Update {
 }
 
 // update returns the changes between the position and the given state.
-func (s *source) update(state *clientState) *sink.Update {
+func (s *source) update(state *clientState) *updates.Update {
 	delta := s.cursor.Until(state.views)
 	u := state.all()
 	u.Lost = delta.Full()

@@ -35,6 +35,7 @@ type Driver struct {
 	passAt    time.Time // when the next pass may begin
 	verifyAt  time.Time // when the next Verify may begin; zero means never
 	noted     bool      // whether noteChanges was called since the method wait began
+	queuedAt  time.Time // when noteChanges was last called
 	search    search
 	// failedSyncs is the number of logged failures of whole Syncs after which no recovery was
 	// logged. During a pass or a search for faulty services, a success is no recovery.
@@ -349,7 +350,7 @@ func (d *Driver) noteChanges(now time.Time) {
 		return
 	}
 	d.noted = true
-	d.update(func() { d.status.LastQueued = now })
+	d.queuedAt = now
 	d.noteWork(now)
 }
 

@@ -835,39 +835,39 @@ func TestStatus(t *testing.T) {
 		w.script.Add(sinkscript.Block(release))
 		w.src.MarkSynced()
 		time.Sleep(10 * time.Second)
-		expect("in a sync", sink.Status{LastQueued: at(0), WaitingSince: at(0), SyncingSince: at(0), LastProgress: at(0)})
+		expect("in a sync", sink.Status{WaitingSince: at(0), SyncingSince: at(0), LastProgress: at(0)})
 
 		close(release)
-		expect("after a full sync", sink.Status{Revision: 1, Passes: 1, Syncs: 1, LastQueued: at(0), LastPass: at(10 * time.Second), LastSync: at(10 * time.Second), LastProgress: at(10 * time.Second)})
+		expect("after a full sync", sink.Status{Revision: 1, Passes: 1, Syncs: 1, LastPass: at(10 * time.Second), LastSync: at(10 * time.Second), LastProgress: at(10 * time.Second)})
 
 		w.script.Add(sinkscript.Fail(errBusy))
 		w.src.Set(view(dns))
 		expect("in the minimum interval", sink.Status{
-			Revision: 1, Passes: 1, Syncs: 1, LastQueued: at(10 * time.Second),
+			Revision: 1, Passes: 1, Syncs: 1,
 			LastPass: at(10 * time.Second), LastSync: at(10 * time.Second), LastProgress: at(10 * time.Second),
 		})
 		time.Sleep(time.Second)
 		expect("after a failed sync", sink.Status{
-			Revision: 1, Passes: 1, Syncs: 1, LastQueued: at(10 * time.Second), WaitingSince: at(11 * time.Second),
+			Revision: 1, Passes: 1, Syncs: 1, WaitingSince: at(11 * time.Second),
 			LastPass: at(10 * time.Second), LastSync: at(10 * time.Second), LastProgress: at(11 * time.Second),
 			Err: errBusy, Failures: 1, NextAttempt: at(12 * time.Second), Pending: 1, PendingServices: []types.NamespacedName{dns},
 		})
 		time.Sleep(time.Second - 1)
 		expect("in the backoff", sink.Status{
-			Revision: 1, Passes: 1, Syncs: 1, LastQueued: at(10 * time.Second), WaitingSince: at(11 * time.Second),
+			Revision: 1, Passes: 1, Syncs: 1, WaitingSince: at(11 * time.Second),
 			LastPass: at(10 * time.Second), LastSync: at(10 * time.Second), LastProgress: at(11 * time.Second),
 			Err: errBusy, Failures: 1, NextAttempt: at(12 * time.Second), Pending: 1, PendingServices: []types.NamespacedName{dns},
 		})
 		w.script.Add(sinkscript.FailServices(errBusy, dns))
 		time.Sleep(time.Nanosecond)
 		expect("while a service fails", sink.Status{
-			Revision: 1, Passes: 1, Syncs: 2, LastQueued: at(10 * time.Second),
+			Revision: 1, Passes: 1, Syncs: 2,
 			LastPass: at(10 * time.Second), LastSync: at(12 * time.Second), LastProgress: at(12 * time.Second), Pending: 1, PendingServices: []types.NamespacedName{dns},
 			Failing: []sink.FailingService{{Key: dns, Err: errBusy, Failures: 1, NextRetry: at(12*time.Second + 100*time.Millisecond)}},
 		})
 		w.waitApplied()
 		expect("after recovery", sink.Status{
-			Revision: 2, Passes: 1, Syncs: 3, LastQueued: at(10 * time.Second),
+			Revision: 2, Passes: 1, Syncs: 3,
 			LastPass: at(10 * time.Second), LastSync: at(13 * time.Second), LastProgress: at(13 * time.Second),
 		})
 	})
@@ -1162,10 +1162,10 @@ func TestVerify(t *testing.T) {
 		} {
 			t.Run(tc.name, func(t *testing.T) {
 				var release chan struct{}
-				observed := 0
+				observed, queued := 0, time.Time{}
 				s := &stages{verify: func(context.Context) error { <-release; return nil }}
 				opts := tc.opts
-				opts.Observer.Queued = func(time.Time) { observed++ }
+				opts.Observer.Queued = func(at time.Time) { observed, queued = observed+1, at }
 				configure := func(d *sink.Driver) {
 					everyMinute(d)
 					backoff(tc.retry, time.Hour)(d)
@@ -1184,14 +1184,14 @@ func TestVerify(t *testing.T) {
 					if want := w.start.Add(tc.waiting); !got.WaitingSince.Equal(want) {
 						w.Errorf("waiting since %v, want %v", got.WaitingSince, want)
 					}
-					if want := w.start.Add(tc.queued); !got.LastQueued.Equal(want) {
-						w.Errorf("last queued %v, want %v", got.LastQueued, want)
-					}
 					close(release)
 					w.waitApplied()
 					synctest.Wait()
 					if got := w.driver.Status().WaitingSince; !got.IsZero() || observed != tc.observed {
 						w.Errorf("afterwards: waiting since %v, queued %d times, want zero and %d", got, observed, tc.observed)
+					}
+					if want := w.start.Add(tc.queued); !queued.Equal(want) {
+						w.Errorf("last queued %v, want %v", queued, want)
 					}
 				})
 			})

@@ -77,7 +77,7 @@ func (p *delivery) takeAhead(key types.NamespacedName) {
 // whose total size is at most limit. It appends at least one service if any is left. It
 // adds large services to p.large instead. The second result reports whether further
 // services are left.
-func (p *delivery) appendNext(u *Update, maxCount, limit int, changes []Change) (_ []Change, more bool) {
+func (p *delivery) appendNext(u *updates.Update, maxCount, limit int, changes []Change) (_ []Change, more bool) {
 	if changes == nil {
 		changes = p.buffer[:0]
 	}
@@ -123,7 +123,7 @@ func (p *delivery) takeLarge() (changes []updates.LargeChange) {
 
 // hasNext reports whether the pass has a service left. Large services count only if the
 // argument large is true.
-func (p *delivery) hasNext(u *Update, large bool) bool {
+func (p *delivery) hasNext(u *updates.Update, large bool) bool {
 	if large && len(p.large) > 0 {
 		return true
 	}

@@ -15,6 +15,7 @@ import (
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/internal/sinkscript"
+	"github.com/kpng-project/kpng/internal/updates"
 	"github.com/kpng-project/kpng/sink"
 	"github.com/kpng-project/kpng/sink/sinktest"
 	"k8s.io/apimachinery/pkg/types"
@@ -687,7 +688,7 @@ func (s *brokenSource) Changed() <-chan struct{} {
 	return changed
 }
 
-func (s *brokenSource) Next() (*sink.Update, error) {
+func (s *brokenSource) Next() (*updates.Update, error) {
 	s.calls++
 	if s.panics && s.calls > 1 {
 		panic("oops")

@@ -60,7 +60,7 @@ func (s *unacked) changeTo(new *api.View) Change {
 
 // computed returns the Change from the old view of s to the present view. It returns an
 // error if the source panics.
-func (s *unacked) computed(u *Update) (c Change, err error) {
+func (s *unacked) computed(u *updates.Update) (c Change, err error) {
 	defer func() {
 		if r := recover(); r != nil {
 			c, err = Change{Key: s.key}, fmt.Errorf("compute view: panic in source: %v", r)

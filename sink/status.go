@@ -30,8 +30,6 @@ type Status struct {
 	// LastProgress is the last time at which the sink read a service from its Changes or
 	// returned from Sync. While Sync keeps failing as a whole, neither event counts.
 	LastProgress time.Time
-	// LastQueued is the last time at which the driver noticed new changes.
-	LastQueued time.Time
 
 	// WaitingSince is the time since which work has been waiting: changes, the rest of a
 	// pass, or failed services that are due again. It is zero if no work waits. Work also

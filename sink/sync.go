@@ -61,7 +61,7 @@ func (d *Driver) step(ctx context.Context) {
 		return
 	}
 	if d.noted {
-		d.opts.Observer.Queued(d.status.LastQueued)
+		d.opts.Observer.Queued(d.queuedAt)
 	}
 	d.opts.Observer.Pending(d.unacknowledged(b.services))
 	result, failed, acked := d.sync(ctx, &b)
@@ -90,7 +90,7 @@ func (d *Driver) step(ctx context.Context) {
 
 // nextUpdate returns the next update of the source. If the source panics, nextUpdate
 // returns the panic as an error.
-func (d *Driver) nextUpdate() (u *Update, err error) {
+func (d *Driver) nextUpdate() (u *updates.Update, err error) {
 	defer func() {
 		if r := recover(); r != nil {
 			err = fmt.Errorf("panic in source: %v", r)
@@ -111,7 +111,7 @@ func (d *Driver) sourceFailed(ctx context.Context, err error) {
 
 // compose returns the next batch. If a change in the update u is not in the batch, it
 // becomes pending, or the pass delivers it later.
-func (d *Driver) compose(u *Update) batch {
+func (d *Driver) compose(u *updates.Update) batch {
 	voided := d.isVoided(u)
 	if u.NodeChanged {
 		d.update(func() { d.noteNode(u.Node) })
@@ -149,7 +149,7 @@ func (d *Driver) compose(u *Update) batch {
 // it: the source has lost changes of delivered services, or StartOver was called.
 //
 // The pass in progress continues, so that it ends, however often that happens.
-func (d *Driver) isVoided(u *Update) (voided bool) {
+func (d *Driver) isVoided(u *updates.Update) (voided bool) {
 	d.update(func() {
 		switch {
 		case !u.Lost:
@@ -164,7 +164,7 @@ func (d *Driver) isVoided(u *Update) (voided bool) {
 }
 
 // addChanges adds u's changes to b. Changes that have to wait become pending.
-func (d *Driver) addChanges(u *Update, b *batch) {
+func (d *Driver) addChanges(u *updates.Update, b *batch) {
 	changes := make([]Change, len(u.Changes))
 	for i, c := range u.Changes {
 		changes[i] = Change{Key: c.Key, Old: c.Old, New: c.New, TriggerTime: c.TriggerTime}
@@ -191,7 +191,7 @@ func (d *Driver) addChanges(u *Update, b *batch) {
 // addAlone makes b a batch of the refused Node or of one isolated service, if one of them
 // is due. After such a Sync, or one that failed as a whole, other waiting services come
 // first.
-func (d *Driver) addAlone(u *Update, b *batch) bool {
+func (d *Driver) addAlone(u *updates.Update, b *batch) bool {
 	now := time.Now()
 	node, s := d.node.failures > 0 && !d.node.retryAt.After(now), d.pending.dueAlone(now)
 	others := len(b.services) > 0 || d.pass != nil || d.pending.hasDue(now) || d.pending.dueLarge(now) != nil
@@ -212,7 +212,7 @@ func (d *Driver) addAlone(u *Update, b *batch) bool {
 // addLarge makes b a batch of one large service, if one is due. Other services and the next
 // batch of a pass come first, but only once: so they wait for at most one large service,
 // and each large service gets its turn.
-func (d *Driver) addLarge(u *Update, b *batch) bool {
+func (d *Driver) addLarge(u *updates.Update, b *batch) bool {
 	now := time.Now()
 	s := d.pending.dueLarge(now)
 	if s == nil || b.First {
@@ -239,7 +239,7 @@ func (d *Driver) addLarge(u *Update, b *batch) bool {
 }
 
 // addDue adds the due pending services and the next services of the pass to b.
-func (d *Driver) addDue(u *Update, b *batch) {
+func (d *Driver) addDue(u *updates.Update, b *batch) {
 	changes := b.services
 	size, most := 0, d.search.limit
 	for i := range changes {
@@ -370,7 +370,7 @@ func (d *Driver) hopeful() bool {
 func (d *Driver) progressed() { d.progress.Store(int64(time.Since(d.created))) }
 
 // The method acknowledged records that the sink acknowledged b, except failed services.
-func (d *Driver) acknowledged(u *Update, b *batch, failed Failed, notDelivered []Change) {
+func (d *Driver) acknowledged(u *updates.Update, b *batch, failed Failed, notDelivered []Change) {
 	drawn := draw()
 	for _, changes := range [...][]Change{b.services, notDelivered} {
 		for _, c := range changes {
@@ -456,7 +456,7 @@ func (d *Driver) endPass() {
 }
 
 // notDelivered returns a change for each service that is in failed but not in b.
-func (d *Driver) notDelivered(ctx context.Context, u *Update, b *batch, failed Failed) []Change {
+func (d *Driver) notDelivered(ctx context.Context, u *updates.Update, b *batch, failed Failed) []Change {
 	var changes []Change
 	for key, err := range failed {
 		if hasService(b.services, key) {
@@ -477,7 +477,7 @@ func (d *Driver) notDelivered(ctx context.Context, u *Update, b *batch, failed F
 // The method refused records that the sink acknowledged nothing of b because of err. The
 // driver delivers the same batch once more, and then halves of it, until one service is
 // left. If a Sync of this service fails too, the service is the cause.
-func (d *Driver) refused(u *Update, b *batch, err error) {
+func (d *Driver) refused(u *updates.Update, b *batch, err error) {
 	n := len(b.services)
 	d.node.unsure = d.node.unsure || b.NodeChanged && d.node.pending
 	if b.alone {

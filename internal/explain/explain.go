@@ -12,8 +12,8 @@ import (
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/cluster"
+	"github.com/kpng-project/kpng/internal/updates"
 	"github.com/kpng-project/kpng/nodeview"
-	"github.com/kpng-project/kpng/sink"
 	"k8s.io/apimachinery/pkg/types"
 )
 
@@ -42,7 +42,7 @@ func (q Question) Explain(s *cluster.Snapshot, node *api.Node) iter.Seq2[*nodevi
 
 // ExplainViews is like Explain for a client of a kpng server, which has only views. The
 // explanations have no reasons why endpoints are used or not.
-func (q Question) ExplainViews(u *sink.Update, node *api.Node) iter.Seq2[*nodeview.Explanation, error] {
+func (q Question) ExplainViews(u *updates.Update, node *api.Node) iter.Seq2[*nodeview.Explanation, error] {
 	return q.answers(&services{
 		node: node,
 		keys: keysOf(u.After(types.NamespacedName{})),

@@ -6,7 +6,7 @@ import (
 	"sync"
 
 	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/sink"
+	"github.com/kpng-project/kpng/internal/updates"
 	"github.com/kpng-project/kpng/sink/sinktest"
 )
 
@@ -45,7 +45,7 @@ func (s *Source) Node() *api.Node {
 }
 
 // Next implements [sink.Source].
-func (s *Source) Next() (*sink.Update, error) {
+func (s *Source) Next() (*updates.Update, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.err != nil {

@@ -19,6 +19,7 @@ import (
 	"github.com/kpng-project/kpng/internal/ordering"
 	"github.com/kpng-project/kpng/internal/report"
 	"github.com/kpng-project/kpng/internal/revstore"
+	"github.com/kpng-project/kpng/internal/updates"
 	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
 	"k8s.io/apimachinery/pkg/types"
@@ -37,7 +38,7 @@ type present struct {
 	stale    bool
 	snapshot *cluster.Snapshot // nil if the program has only views
 	commits  commits
-	update   *sink.Update // nil if the program has a state, or no views yet
+	update   *updates.Update // nil if the program has a state, or no views yet
 	node     *api.Node
 	refused  map[types.NamespacedName]string // the reasons
 }

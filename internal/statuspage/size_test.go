@@ -12,12 +12,13 @@ import (
 	"github.com/kpng-project/kpng/feed"
 	"github.com/kpng-project/kpng/internal/report"
 	"github.com/kpng-project/kpng/internal/statuspage"
+	"github.com/kpng-project/kpng/internal/updates"
 	"github.com/kpng-project/kpng/sink"
 	"k8s.io/apimachinery/pkg/types"
 )
 
 // updateOf returns the views of a node.
-func updateOf(t *testing.T, state *cluster.State) *sink.Update {
+func updateOf(t *testing.T, state *cluster.State) *updates.Update {
 	t.Helper()
 	f := feed.New(state, here)
 	defer f.Close()

@@ -12,6 +12,7 @@ import (
 
 	"github.com/kpng-project/kpng/cluster"
 	"github.com/kpng-project/kpng/health"
+	"github.com/kpng-project/kpng/internal/updates"
 	"github.com/kpng-project/kpng/sink"
 	"k8s.io/apimachinery/pkg/types"
 )
@@ -32,7 +33,7 @@ type Handler struct {
 	// Client is a *remote.Client, if State is nil. It has only views, and no reasons for
 	// them.
 	Client interface {
-		Views() *sink.Update
+		Views() *updates.Update
 		Stale() bool
 		Refused() map[types.NamespacedName]string
 	}

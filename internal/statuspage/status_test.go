@@ -21,6 +21,7 @@ import (
 	"github.com/kpng-project/kpng/health"
 	"github.com/kpng-project/kpng/internal/report"
 	"github.com/kpng-project/kpng/internal/statuspage"
+	"github.com/kpng-project/kpng/internal/updates"
 	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
 	"k8s.io/apimachinery/pkg/types"
@@ -90,11 +91,11 @@ func decode[T any](t *testing.T, w *httptest.ResponseRecorder) (value T) {
 
 // client has the methods of a client of a kpng server.
 type client struct {
-	update  *sink.Update
+	update  *updates.Update
 	refused map[types.NamespacedName]string
 }
 
-func (c *client) Views() *sink.Update                      { return c.update }
+func (c *client) Views() *updates.Update                   { return c.update }
 func (c *client) Stale() bool                              { return false }
 func (c *client) Refused() map[types.NamespacedName]string { return c.refused }
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package updates has the values that a sink.Source passes to a sink.Driver.
+// Package updates has the methods of a sink.Source, and the values that a source passes to a
+// sink.Driver.
 package updates
 
 import (
@@ -11,6 +12,29 @@ import (
 	"github.com/kpng-project/kpng/internal/elements"
 	"k8s.io/apimachinery/pkg/types"
 )
+
+// Source has the methods with which a reader reads a sink.Source. Calls of the methods never
+// overlap.
+//
+// A source holds the reader's position: the state up to which the reader has called
+// Advance. It has no position at the start, after Reset, and when the position is too
+// old. Then the next update has the field Lost set.
+type Source interface {
+	// Changed returns a channel that is closed when the state may differ from the position.
+	// Until the source has synced for the first time, the channel stays open. If the source
+	// loses its server, it keeps its last state.
+	Changed() <-chan struct{}
+	// Next returns the difference between the position and the present state, or nil if the
+	// source has not synced yet. It does not block and does not move the position. An update
+	// may be empty. If Next returns an error, the driver calls Next again after a backoff,
+	// and the sink keeps its state.
+	Next() (*Update, error)
+	// Advance moves the position to the state of u, the last update that Next returned.
+	Advance(u *Update)
+	// Reset clears the position. A driver calls it once, when it begins to read. No method
+	// may be called after Close.
+	Reset()
+}
 
 // Update is the difference between a reader's position and the present state. It is
 // immutable.

@@ -12,7 +12,6 @@ import (
 	"github.com/kpng-project/kpng/internal/ordering"
 	"github.com/kpng-project/kpng/internal/revstore"
 	"github.com/kpng-project/kpng/internal/updates"
-	"github.com/kpng-project/kpng/sink"
 	"k8s.io/apimachinery/pkg/types"
 )
 
@@ -30,7 +29,7 @@ type Source struct {
 	cursor  *revstore.Cursor[types.NamespacedName, triggered]
 	acked   position
 	offered position
-	update  *sink.Update // last result of Next; nil if out of date
+	update  *updates.Update // last result of Next; nil if out of date
 }
 
 type views = revstore.Store[types.NamespacedName, triggered]
@@ -160,7 +159,7 @@ func (s *Source) Changed() <-chan struct{} {
 }
 
 // Next implements [sink.Source].
-func (s *Source) Next() (*sink.Update, error) {
+func (s *Source) Next() (*updates.Update, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if !s.synced {
@@ -175,8 +174,8 @@ func (s *Source) Next() (*sink.Update, error) {
 }
 
 // difference returns the changes between the driver's position and the present position.
-func (s *Source) difference(now position) *sink.Update {
-	u := &sink.Update{
+func (s *Source) difference(now position) *updates.Update {
+	u := &updates.Update{
 		Revision: number(now.revision), Node: now.node,
 		View: func(key types.NamespacedName) *api.View {
 			t, _ := now.views.Get(key)
@@ -210,7 +209,7 @@ func (s *Source) difference(now position) *sink.Update {
 }
 
 // Advance implements [sink.Source].
-func (s *Source) Advance(u *sink.Update) {
+func (s *Source) Advance(u *updates.Update) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if u == s.update {

@@ -11,7 +11,6 @@ import (
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/internal/updates"
-	"github.com/kpng-project/kpng/sink"
 	"github.com/kpng-project/kpng/sink/sinktest"
 	"k8s.io/apimachinery/pkg/types"
 )
@@ -24,7 +23,7 @@ func version(v *api.View) string {
 }
 
 // describe returns an update as one line.
-func describe(u *sink.Update) string {
+func describe(u *updates.Update) string {
 	if u == nil {
 		return "nil"
 	}
@@ -62,7 +61,7 @@ func isChanged(s *sinktest.Source) bool {
 
 func TestSource(t *testing.T) {
 	src := sinktest.NewSource()
-	var u *sink.Update
+	var u *updates.Update
 	step := func(what string, changed bool, want string, do func()) {
 		t.Helper()
 		do()

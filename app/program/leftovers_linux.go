@@ -228,7 +228,7 @@ func cleanUp(ctx context.Context, i instance, bpffs string) error {
 		nothing := sink.Func(func(context.Context, *sink.Changes) error { return nil })
 		return clean(ebpf.New(nothing, ebpf.Options{Options: backends.Options{Instance: i.name}, BPFFS: bpffs}))
 	case "userspace":
-		return clean(userspace.New(userspace.Options{Addresses: userspace.LocalRoutes(userspace.RouteOptions{})}))
+		return clean(userspace.New(userspace.Options{AddAddresses: true}))
 	}
 	return fmt.Errorf("no clean-up of backend %s", i.backend)
 }

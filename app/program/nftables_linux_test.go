@@ -10,6 +10,7 @@ import (
 	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/backends/nftables"
 	"github.com/kpng-project/kpng/backends/userspace"
+	"github.com/kpng-project/kpng/node/nodeaddr"
 	"github.com/spf13/pflag"
 )
 
@@ -47,7 +48,7 @@ func TestFlagsOfNFTables(t *testing.T) {
 func TestHelpOfNodePortAddresses(t *testing.T) {
 	kernel, user := pflag.NewFlagSet("", 0), pflag.NewFlagSet("", 0)
 	(&nodeFlags{}).register(kernel)
-	userspaceFlags(user, &userspace.Options{}, &healthChecks{})
+	userspaceFlags(user, &userspace.Options{}, &nodeaddr.Selection{}, &healthChecks{})
 	for flags, want := range map[*pflag.FlagSet]bool{kernel: false, user: true} {
 		if usage := flags.Lookup("node-port-addresses").Usage; strings.Contains(usage, "localhost") != want {
 			t.Errorf("the help is %q, want localhost: %t", usage, want)

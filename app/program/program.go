@@ -4,7 +4,7 @@
 // health-check node ports and other things that operators of kube-proxy expect. Package
 // app runs the programs:
 //
-//	app.Main(program.Userspace(userspace.LocalRoutes(userspace.RouteOptions{})))
+//	app.Main(program.Userspace())
 //
 // The packages of the backends do not import this package. So a program that imports only
 // a backend links neither Prometheus nor a flag parser.

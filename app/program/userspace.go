@@ -3,64 +3,54 @@
 package program
 
 import (
-	"iter"
+	"cmp"
+	"os"
+	"runtime"
 	"strconv"
 
+	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/backends/userspace"
-	windows "github.com/kpng-project/kpng/backends/windows/userspace"
 	"github.com/kpng-project/kpng/internal/command"
 	"github.com/kpng-project/kpng/internal/nodesinks"
+	"github.com/kpng-project/kpng/node/nodeaddr"
 	"github.com/kpng-project/kpng/sink"
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/spf13/pflag"
+	"k8s.io/apimachinery/pkg/types"
 )
 
-const userspaceLong = "Listens at the addresses of services, and copies traffic to endpoints and back. Making the addresses local takes CAP_NET_ADMIN on Linux, and an administrator on Windows."
+const (
+	// interfaceVariable is the environment variable that has the default of --interface.
+	interfaceVariable = "INTERFACE_TO_ADD_SERVICE_IP"
+	hostInterface     = "vEthernet (HNS Internal NIC)"
+)
 
-// Userspace returns the backend that proxies with sockets. If addrs is not nil, the
-// backend uses it to make the addresses of services local to this host. If addrs is nil,
-// the backend uses only addresses that this host already has.
-func Userspace(addrs userspace.Addresses) sink.Sink {
-	opts, checks := userspace.Options{Addresses: addrs}, &healthChecks{}
+// Userspace returns the backend that proxies with sockets. On Linux and Windows, it makes
+// the addresses of services local to this host. On other systems, or with the flag
+// --add-addresses=false, it uses only addresses that this host already has.
+func Userspace() sink.Sink {
+	opts, nodePorts, checks := userspace.Options{}, nodeaddr.Selection{}, &healthChecks{}
 	return withReports(&command.Backend{
-		Name: "userspace", Short: "Proxy by sockets of this process", Long: userspaceLong,
+		Name: "userspace", Short: "Proxy by sockets of this process",
+		Long:      "Listens at the addresses of services, and copies traffic to endpoints and back. Making the addresses local takes CAP_NET_ADMIN on Linux, and an administrator on Windows.",
 		OnlyPorts: true,
-		Flags:     func(fs *pflag.FlagSet) { userspaceFlags(fs, &opts, checks) },
-		Make:      func(run command.Run) (command.Parts, error) { return userspaceParts(opts, checks, run) },
+		Flags:     func(fs *pflag.FlagSet) { userspaceFlags(fs, &opts, &nodePorts, checks) },
+		Make: func(run command.Run) (command.Parts, error) {
+			return userspaceParts(opts, nodePorts, checks, run)
+		},
 	}, newLeftovers("userspace"))
 }
 
-// WindowsUserspace is [Userspace] for Windows. It adds the addresses of services to a
-// network interface.
-func WindowsUserspace() sink.Sink {
-	var (
-		opts   userspace.Options
-		netsh  windows.Options
-		checks = &healthChecks{}
-	)
-	return withReports(&command.Backend{
-		Name: "userspace", Short: "Proxy by sockets of this process, at addresses that are put on a network interface", Long: userspaceLong,
-		OnlyPorts: true,
-		Flags: func(fs *pflag.FlagSet) {
-			fs.StringVar(&netsh.Interface, "interface", "", "put the addresses of services on the network interface of this `name`; without it, $"+windows.InterfaceVariable+" or "+windows.DefaultInterface)
-			fs.StringVar(&netsh.StateFile, "state-file", "", "note the addresses that were added in this `file`; without it, in %ProgramData%\\kpng\\userspace.journal")
-			fs.DurationVar(&netsh.Timeout, "address-timeout", 0, "how long an address that was added may take until it can be used; 0 means 10 s")
-			userspaceFlags(fs, &opts, checks)
-		},
-		Make: func(run command.Run) (command.Parts, error) {
-			addresses, err := windows.New(netsh)
-			if err != nil {
-				return command.Parts{}, err
-			}
-			opts.Addresses, opts.ExcludeInterfaces = addresses, []string{addresses.Interface()}
-			return userspaceParts(opts, checks, run)
-		},
-	}, nil)
-}
-
-func userspaceFlags(fs *pflag.FlagSet, opts *userspace.Options, checks *healthChecks) {
-	nodePortsFlag(fs, &opts.NodePorts, "all, localhost, CIDRs")
-	listFlag(fs, &opts.PodCIDRs, parseCIDR, "pod-cidr", "the `CIDRs` of this node's pods, whose traffic counts as starting on this node")
+func userspaceFlags(fs *pflag.FlagSet, opts *userspace.Options, nodePorts *nodeaddr.Selection, checks *healthChecks) {
+	fs.BoolVar(&opts.AddAddresses, "add-addresses", runtime.GOOS == "linux" || runtime.GOOS == "windows", "make the addresses of services local to this host; without it, only addresses that the host already has are served")
+	on := ""
+	if runtime.GOOS == "windows" {
+		on = cmp.Or(os.Getenv(interfaceVariable), hostInterface)
+	}
+	fs.StringVar(&opts.Interface, "interface", on, "on Windows: put the addresses of services on the network interface of this `name`; without it, $"+interfaceVariable+" or "+hostInterface)
+	fs.StringVar(&opts.StateFile, "state-file", "", "on Windows: note the addresses that were added in this `file`; without it, in %ProgramData%\\kpng\\userspace.journal")
+	nodePortsFlag(fs, nodePorts, "all, localhost, CIDRs")
+	listFlag(fs, &opts.ClusterCIDRs, parseCIDR, "pod-cidr", "the `CIDRs` of this node's pods, whose traffic counts as starting on this node")
 	fs.DurationVar(&opts.DrainTimeout, "drain-timeout", 0, "how long TCP connections last after their service is removed or the program stops; 0 means 30 s")
 	fs.DurationVar(&opts.UDPTimeout, "udp-timeout", 0, "how long a silent UDP client keeps its endpoint; 0 means 1 min")
 	fs.IntVar(&opts.MaxListeners, "max-listeners", 0, "how many listeners one service may have, one for each address and port; a service that needs more is refused; 0 means 4096")
@@ -68,9 +58,9 @@ func userspaceFlags(fs *pflag.FlagSet, opts *userspace.Options, checks *healthCh
 	checks.register(fs)
 }
 
-func userspaceParts(opts userspace.Options, checks *healthChecks, run command.Run) (command.Parts, error) {
+func userspaceParts(opts userspace.Options, nodePorts nodeaddr.Selection, checks *healthChecks, run command.Run) (command.Parts, error) {
 	node, err := nodesinks.New(nodesinks.Options{
-		NodePorts: opts.NodePorts, ExcludeInterfaces: opts.ExcludeInterfaces, Healthy: run.Healthy, Metrics: run.Metrics,
+		NodePorts: nodePorts, ExcludeInterfaces: []string{opts.Interface}, Healthy: run.Healthy, Metrics: run.Metrics,
 	})
 	if err != nil {
 		return command.Parts{}, err
@@ -81,36 +71,35 @@ func userspaceParts(opts userspace.Options, checks *healthChecks, run command.Ru
 		return command.Parts{}, err
 	}
 	parts := checks.parts(node, b)
-	parts.Collectors = append(parts.Collectors, newPortMetrics(b.Stats))
+	parts.Collectors = append(parts.Collectors, newPortMetrics(b.(portStats)))
 	return parts, nil
 }
 
+// portStats is implemented by the dataplane.
+type portStats interface {
+	Stats(func(service types.NamespacedName, protocol api.Protocol, port int32, connections, active, dialFailures, sent, received int64))
+}
+
 type portMetrics struct {
-	stats   func() iter.Seq[userspace.PortStats]
-	metrics []portMetric
+	portStats
+	metrics []portMetric // in the order of the numbers of portStats
 }
 
 type portMetric struct {
 	desc *prometheus.Desc
 	kind prometheus.ValueType
-	of   func(*userspace.PortStats) int64
 }
 
-func newPortMetrics(stats func() iter.Seq[userspace.PortStats]) *portMetrics {
-	describe := func(kind prometheus.ValueType, name, help string, of func(*userspace.PortStats) int64) portMetric {
-		return portMetric{prometheus.NewDesc(prometheus.BuildFQName("kpng", "userspace", name), help, []string{"namespace", "service", "protocol", "port"}, nil), kind, of}
+func newPortMetrics(stats portStats) *portMetrics {
+	describe := func(kind prometheus.ValueType, name, help string) portMetric {
+		return portMetric{prometheus.NewDesc(prometheus.BuildFQName("kpng", "userspace", name), help, []string{"namespace", "service", "protocol", "port"}, nil), kind}
 	}
 	return &portMetrics{stats, []portMetric{
-		describe(prometheus.CounterValue, "connections_total", "TCP connections and UDP clients that came.",
-			func(s *userspace.PortStats) int64 { return s.Connections }),
-		describe(prometheus.GaugeValue, "connections_active", "TCP connections and UDP clients that have not ended.",
-			func(s *userspace.PortStats) int64 { return s.Active }),
-		describe(prometheus.CounterValue, "dial_failures_total", "Times that an endpoint did not take a connection or a datagram.",
-			func(s *userspace.PortStats) int64 { return s.DialFailures }),
-		describe(prometheus.CounterValue, "sent_bytes_total", "Bytes sent to endpoints.",
-			func(s *userspace.PortStats) int64 { return s.BytesToEndpoints }),
-		describe(prometheus.CounterValue, "received_bytes_total", "Bytes received from endpoints.",
-			func(s *userspace.PortStats) int64 { return s.BytesFromEndpoints }),
+		describe(prometheus.CounterValue, "connections_total", "TCP connections and UDP clients that came."),
+		describe(prometheus.GaugeValue, "connections_active", "TCP connections and UDP clients that have not ended."),
+		describe(prometheus.CounterValue, "dial_failures_total", "Times that an endpoint did not take a connection or a datagram."),
+		describe(prometheus.CounterValue, "sent_bytes_total", "Bytes sent to endpoints."),
+		describe(prometheus.CounterValue, "received_bytes_total", "Bytes received from endpoints."),
 	}}
 }
 
@@ -121,10 +110,10 @@ func (c *portMetrics) Describe(to chan<- *prometheus.Desc) {
 }
 
 func (c *portMetrics) Collect(to chan<- prometheus.Metric) {
-	for s := range c.stats() {
-		for _, m := range c.metrics {
-			to <- prometheus.MustNewConstMetric(m.desc, m.kind, float64(m.of(&s)),
-				s.Service.Namespace, s.Service.Name, s.Protocol.String(), strconv.Itoa(int(s.Port)))
+	c.Stats(func(service types.NamespacedName, protocol api.Protocol, port int32, connections, active, dialFailures, sent, received int64) {
+		for i, n := range [...]int64{connections, active, dialFailures, sent, received} {
+			m := c.metrics[i]
+			to <- prometheus.MustNewConstMetric(m.desc, m.kind, float64(n), service.Namespace, service.Name, protocol.String(), strconv.Itoa(int(port)))
 		}
-	}
+	})
 }

@@ -5,10 +5,8 @@ package program
 import (
 	"fmt"
 	"io"
-	"iter"
 	"net"
 	"net/netip"
-	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
@@ -17,6 +15,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 	"github.com/google/go-cmp/cmp/cmpopts"
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/backends/userspace"
 	"github.com/kpng-project/kpng/node/nodeaddr"
 	"github.com/kpng-project/kpng/nodeview"
@@ -30,56 +29,54 @@ import (
 
 func TestFlagsOfUserspace(t *testing.T) {
 	for _, tc := range []struct {
-		name string
-		args []string
-		want userspace.Options
+		name      string
+		args      []string
+		want      userspace.Options
+		nodePorts nodeaddr.Selection
 	}{
-		{"none", nil, userspace.Options{NodePorts: nodeaddr.Selection{"primary"}}},
+		{"none", nil, userspace.Options{AddAddresses: true}, nodeaddr.Selection{"primary"}},
 		{"everything", []string{
-			"--node-port-addresses=all,192.168.0.1/16", "--pod-cidr=10.1.2.3/16,fd01::/48", "--drain-timeout=1s", "--udp-timeout=2s", "--max-udp-clients=3",
+			"--add-addresses=false", "--interface=svc0", "--state-file=f", "--node-port-addresses=all,192.168.0.1/16", "--pod-cidr=10.1.2.3/16,fd01::/48",
+			"--drain-timeout=1s", "--udp-timeout=2s", "--max-udp-clients=3", "--max-listeners=4",
 		}, userspace.Options{
-			NodePorts:    nodeaddr.Selection{"all", "192.168.0.1/16"},
-			PodCIDRs:     []netip.Prefix{netip.MustParsePrefix("10.1.0.0/16"), netip.MustParsePrefix("fd01::/48")},
-			DrainTimeout: time.Second, UDPTimeout: 2 * time.Second, MaxUDPClients: 3,
-		}},
+			Options:   backends.Options{ClusterCIDRs: []netip.Prefix{netip.MustParsePrefix("10.1.0.0/16"), netip.MustParsePrefix("fd01::/48")}},
+			Interface: "svc0", StateFile: "f",
+			DrainTimeout: time.Second, UDPTimeout: 2 * time.Second, MaxUDPClients: 3, MaxListeners: 4,
+		}, nodeaddr.Selection{"all", "192.168.0.1/16"}},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			var got userspace.Options
+			var nodePorts nodeaddr.Selection
 			fs := pflag.NewFlagSet("userspace", pflag.ContinueOnError)
-			userspaceFlags(fs, &got, &healthChecks{})
+			userspaceFlags(fs, &got, &nodePorts, &healthChecks{})
 			if err := fs.Parse(tc.args); err != nil {
 				t.Fatal(err)
 			}
 			if diff := cmp.Diff(tc.want, got, cmpopts.EquateComparable(netip.Prefix{})); diff != "" {
 				t.Errorf("options (-want +got):\n%s", diff)
 			}
-			if len(mustConfigure(t, Userspace(nil), tc.args...).Parts().Beside) != 1 {
-				t.Error("no health checks are served")
+			if diff := cmp.Diff(tc.nodePorts, nodePorts); diff != "" {
+				t.Errorf("addresses of node ports (-want +got):\n%s", diff)
 			}
 		})
 	}
-	if others := mustConfigure(t, Userspace(nil), "--no-health-checks").Parts().Beside; len(others) > 0 {
+	if len(mustConfigure(t, Userspace()).Parts().Beside) != 1 {
+		t.Error("no health checks are served")
+	}
+	if others := mustConfigure(t, Userspace(), "--no-health-checks").Parts().Beside; len(others) > 0 {
 		t.Errorf("unexpected companions %v of the backend", others)
 	}
 }
 
 func TestInvalidFlagsOfUserspace(t *testing.T) {
-	for _, arg := range []string{"--node-port-addresses=eth0", "--pod-cidr=10.1.0.0", "--drain-timeout=-1s", "--address-timeout=-2s"} {
-		b, err := configured(t, WindowsUserspace(), arg, "--state-file="+filepath.Join(t.TempDir(), "f"))
+	for _, arg := range []string{"--node-port-addresses=eth0", "--pod-cidr=10.1.0.0", "--drain-timeout=-1s"} {
+		b, err := configured(t, Userspace(), arg)
 		if value := arg[strings.Index(arg, "=")+1:]; err == nil || !strings.Contains(err.Error(), value) {
 			t.Errorf("%s: error %v does not name the problem", arg, err)
 		}
 		if n := len(b.Parts().Collectors); n != 0 {
 			t.Errorf("%s: %d metrics", arg, n)
 		}
-	}
-}
-
-func TestWindowsBackendExcludesItsInterface(t *testing.T) {
-	folder := t.TempDir()
-	b := mustConfigure(t, WindowsUserspace(), "--interface=svc0", "--state-file="+folder)
-	if err := b.Cleanup(t.Context()); err == nil {
-		t.Error("Cleanup returned no error for a state file that is a folder")
 	}
 }
 
@@ -107,7 +104,7 @@ func TestConnectionsAreProxiedAndCounted(t *testing.T) {
 	at := netip.MustParseAddrPort(free.Addr().String())
 	free.Close()
 
-	p := mustConfigure(t, Userspace(nil))
+	p := mustConfigure(t, Userspace(), "--add-addresses=false")
 	registry := prometheus.NewPedanticRegistry()
 	registry.MustRegister(p.Parts().Collectors...)
 	stopper, _ := sink.As[sink.Stopper](p)
@@ -158,12 +155,14 @@ kpng_userspace_connections_total{namespace="default",port="%d",protocol="TCP",se
 	}
 }
 
+// onePort has the statistics of one port.
+type onePort struct{}
+
+func (onePort) Stats(f func(service types.NamespacedName, protocol api.Protocol, port int32, connections, active, dialFailures, sent, received int64)) {
+	f(types.NamespacedName{Namespace: "default", Name: "web"}, api.TCP, 80, 5, 2, 1, 100, 200)
+}
+
 func TestEachPortHasMetrics(t *testing.T) {
-	stats := []userspace.PortStats{{
-		Service:  types.NamespacedName{Namespace: "default", Name: "web"},
-		Protocol: api.TCP, Port: 80,
-		Connections: 5, Active: 2, DialFailures: 1, BytesToEndpoints: 100, BytesFromEndpoints: 200,
-	}}
 	const want = `
 # HELP kpng_userspace_connections_active TCP connections and UDP clients that have not ended.
 # TYPE kpng_userspace_connections_active gauge
@@ -181,8 +180,7 @@ kpng_userspace_received_bytes_total{namespace="default",port="80",protocol="TCP"
 # TYPE kpng_userspace_sent_bytes_total counter
 kpng_userspace_sent_bytes_total{namespace="default",port="80",protocol="TCP",service="web"} 100
 `
-	c := newPortMetrics(func() iter.Seq[userspace.PortStats] { return slices.Values(stats) })
-	if err := testutil.CollectAndCompare(c, strings.NewReader(want)); err != nil {
+	if err := testutil.CollectAndCompare(newPortMetrics(onePort{}), strings.NewReader(want)); err != nil {
 		t.Error(err)
 	}
 }

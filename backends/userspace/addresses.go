@@ -16,7 +16,7 @@ import (
 // address are services, draining listeners, and leftovers of an earlier process.
 // Concurrent calls can add or remove different addresses at the same time.
 type references struct {
-	addresses Addresses // nil if only addresses that are already local can be used
+	addresses addresses // nil if only addresses that are already local can be used
 
 	// mu is not held while an address is added or removed, because that may take seconds.
 	mu    sync.Mutex
@@ -26,7 +26,7 @@ type references struct {
 	// leftovers has the addresses that an earlier process made local. After the first pass,
 	// it is empty.
 	leftovers []netip.Addr
-	// slots limits the number of concurrent calls of Addresses.Add and Addresses.Remove.
+	// slots limits the number of concurrent calls of addresses.Add and addresses.Remove.
 	slots chan struct{}
 	// changing has the addresses that are being added or removed. changeCond is signaled
 	// when an addition or removal ends.
@@ -34,7 +34,7 @@ type references struct {
 	changeCond sync.Cond
 }
 
-func newReferences(a Addresses) *references {
+func newReferences(a addresses) *references {
 	r := &references{
 		addresses: a, count: map[netip.Addr]int{}, stuck: map[netip.Addr]struct{}{},
 		changing: map[netip.Addr]struct{}{}, slots: make(chan struct{}, 64),
@@ -95,7 +95,7 @@ func (r *references) abandon() []netip.Addr {
 }
 
 // The method counts returns true if users of addr are counted. Users of loopback
-// addresses are not counted. Without Options.Addresses, no users are counted.
+// addresses are not counted. Without Options.AddAddresses, no users are counted.
 func (r *references) counts(addr netip.Addr) bool {
 	return r.addresses != nil && !addr.IsLoopback()
 }
@@ -164,7 +164,7 @@ func (r *references) sweep(ctx context.Context) error {
 	})
 }
 
-// restore calls Addresses.Add again for all addresses with users, in case another process
+// restore calls addresses.Add again for all addresses with users, in case another process
 // removed some of them. It stops when ctx ends.
 func (r *references) restore(ctx context.Context) error {
 	r.mu.Lock()

@@ -13,6 +13,7 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/node/nodeaddr"
 )
 
@@ -79,7 +80,7 @@ func TestUnneededAddressesOfEarlierProcessAreRemoved(t *testing.T) {
 	needed, needless := netip.MustParseAddr("192.0.2.0"), netip.MustParseAddr("198.51.100.1")
 	f.leftovers, f.there = []netip.Addr{needed, needless}, []netip.Addr{needed, needless}
 	f.onAdd = func() error { return errors.New("added again") }
-	b, err := New(Options{Addresses: f, NodeAddresses: nodeaddr.Of()})
+	b, err := newBackend(settings{Options: Options{Options: backends.Options{NodeAddresses: nodeaddr.Of()}}, addresses: f})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -114,7 +115,7 @@ func TestAddressesChangeConcurrently(t *testing.T) {
 	const addresses = 40
 	f := newFakeAddresses()
 	f.onAdd, f.onRemove = barrier(addresses), barrier(addresses)
-	b, err := New(Options{Addresses: f, NodeAddresses: nodeaddr.Of()})
+	b, err := newBackend(settings{Options: Options{Options: backends.Options{NodeAddresses: nodeaddr.Of()}}, addresses: f})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -140,13 +141,13 @@ func TestSlowAddressDelaysOnlyItsListeners(t *testing.T) {
 		<-end
 		return nil
 	}
-	w := newWorld(t, Options{Addresses: f})
+	w := newWorld(t, settings{addresses: f})
 	w.source.Set(unusableServices(1)...)
 	<-begun
 	done := make(chan struct{})
 	go func() {
 		defer close(done)
-		w.Stats()
+		w.allStats()
 		w.startsHere(netip.MustParseAddr("198.51.100.1"))
 	}()
 	select {

@@ -74,7 +74,7 @@ const (
 // address has become local, makeChanges opens the listeners at that address. It returns
 // when all awaited changes are completed. If no change is completed for a while, or if ctx
 // ends, it returns earlier. The remaining changes continue in the background.
-func (b *Backend) makeChanges(ctx, changeCtx context.Context, changes []*change) {
+func (b *backend) makeChanges(ctx, changeCtx context.Context, changes []*change) {
 	if len(changes) == 0 {
 		return
 	}
@@ -122,7 +122,7 @@ func (b *Backend) makeChanges(ctx, changeCtx context.Context, changes []*change)
 	}
 }
 
-func (c *change) make(ctx context.Context, b *Backend) {
+func (c *change) make(ctx context.Context, b *backend) {
 	if c.service == nil {
 		b.releaseAddress(ctx, c.addr)
 	} else {
@@ -131,7 +131,7 @@ func (c *change) make(ctx context.Context, b *Backend) {
 }
 
 // finishChange records the result of a change, and opens the listeners at the address.
-func (b *Backend) finishChange(ctx context.Context, c *change) {
+func (b *backend) finishChange(ctx context.Context, c *change) {
 	if c.service == nil {
 		return
 	}

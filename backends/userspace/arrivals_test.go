@@ -12,6 +12,7 @@ import (
 	"testing"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/internal/nodeaddrs"
 	"github.com/kpng-project/kpng/node/nodeaddr"
 	"github.com/kpng-project/kpng/sink"
@@ -67,7 +68,7 @@ func (e loopbackSockets) ListenTCP(ctx context.Context, at netip.AddrPort) (*net
 
 func TestServiceIsServedWhenItsAddressIsLocal(t *testing.T) {
 	a := newSlowAddresses("10.96.0.2", "10.96.0.3")
-	w := newWorld(t, Options{Addresses: a, Sockets: loopbackSockets{}})
+	w := newWorld(t, settings{addresses: a, sockets: loopbackSockets{}})
 	port := freePort(t, "127.96.0.1")
 	server := namedServer(t, "a")
 	w.source.Set(serviceAt("first", "10.96.0.1", port, api.TCP).addEndpoints(server).view(),
@@ -91,7 +92,7 @@ func TestServiceIsServedWhenItsAddressIsLocal(t *testing.T) {
 func TestMissingAddressDelaysNoOtherChange(t *testing.T) {
 	a := newSlowAddresses("10.96.0.2")
 	node := nodeaddrs.Of(netip.MustParseAddr("127.0.0.5"))
-	w := newWorld(t, Options{Addresses: a, Sockets: loopbackSockets{}, NodeAddresses: node})
+	w := newWorld(t, settings{Options: Options{Options: backends.Options{NodeAddresses: node}}, addresses: a, sockets: loopbackSockets{}})
 	port, nodePort := freePort(t, "127.96.0.1"), freePort(t, "127.0.0.5")
 	bad := serviceAt("bad", "10.96.0.2", port, api.TCP).addEndpoints(namedServer(t, "bad")).modify(func(s *api.Service) {
 		s.IPs.ExternalIPs = api.NewIPSet(netip.MustParseAddr("10.96.0.3"))
@@ -134,7 +135,7 @@ func TestAddressAddedAfterSyncReturned(t *testing.T) {
 	for name, gone := range map[string]bool{"is used": false, "is removed if its service was deleted": true} {
 		t.Run(name, func(t *testing.T) {
 			a := newSlowAddresses(addr.String())
-			b, err := New(Options{Addresses: a, Sockets: loopbackSockets{}, NodeAddresses: nodeaddr.Of()})
+			b, err := newBackend(settings{Options: Options{Options: backends.Options{NodeAddresses: nodeaddr.Of()}}, addresses: a, sockets: loopbackSockets{}})
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -178,7 +179,7 @@ func (r *references) idle() bool {
 func TestStartFailsIfLeftAddressesCannotBeRead(t *testing.T) {
 	a := newSlowAddresses()
 	a.leftErr = errors.New("no permission")
-	b, err := New(Options{Addresses: a, NodeAddresses: nodeaddr.Of()})
+	b, err := newBackend(settings{Options: Options{Options: backends.Options{NodeAddresses: nodeaddr.Of()}}, addresses: a})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/internal/nodeaddrs"
 	"github.com/kpng-project/kpng/internal/ownership"
 	"github.com/kpng-project/kpng/node/nodeaddr"
@@ -20,9 +21,9 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// Backend is a sink that proxies in this process. A driver has to start and stop it.
-// After a stop, it cannot start again.
-type Backend struct {
+// The type backend is the dataplane of this package. It proxies in this process. After a
+// stop, it cannot start again.
+type backend struct {
 	engine
 	owner ownership.Owner
 	node  nodeaddr.Source
@@ -39,24 +40,33 @@ type Backend struct {
 	tasks     sync.WaitGroup
 }
 
-var (
-	_ sink.Sink    = (*Backend)(nil)
-	_ sink.Starter = (*Backend)(nil)
-	_ sink.Stopper = (*Backend)(nil)
-	_ sink.Cleaner = (*Backend)(nil)
-)
+var _ backends.Dataplane = (*backend)(nil)
 
-// New returns a Backend. It returns an error if an option is invalid, or if it cannot
-// read the addresses of the machine.
-func New(opts Options) (*Backend, error) {
+// New returns a dataplane that proxies with sockets of this process. It returns an error if
+// an option is invalid, or if it cannot read the addresses of the machine. It does not
+// change the host.
+//
+// When the dataplane starts, it keeps the addresses that a killed process added, because
+// services may need them. Stop drains connections and then removes all addresses, so
+// traffic does not flow while the program is replaced. Cleanup removes the addresses that
+// this process or an earlier one added.
+func New(opts Options) (backends.Dataplane, error) {
+	b, err := newBackend(settings{Options: opts})
+	if err != nil {
+		return nil, err
+	}
+	return b, nil
+}
+
+func newBackend(opts settings) (*backend, error) {
 	if err := opts.complete(); err != nil {
 		return nil, err
 	}
-	b := &Backend{
+	b := &backend{
 		engine: engine{
 			opts:       &opts,
 			log:        klog.Background(),
-			local:      newReferences(opts.Addresses),
+			local:      newReferences(opts.addresses),
 			buffers:    newBuffers(),
 			pipes:      newPipes(),
 			batches:    newBatches(),
@@ -73,7 +83,7 @@ func New(opts Options) (*Backend, error) {
 		return nil, err
 	}
 	if b.node = opts.NodeAddresses; b.node == nil {
-		if b.watcher, err = nodeaddrs.New(nodeaddrs.Options{Selection: opts.NodePorts, ExcludeInterfaces: opts.ExcludeInterfaces}); err != nil {
+		if b.watcher, err = nodeaddrs.New(nodeaddrs.Options{ExcludeInterfaces: []string{opts.Interface}}); err != nil {
 			return nil, err
 		}
 		b.node = b.watcher
@@ -82,28 +92,24 @@ func New(opts Options) (*Backend, error) {
 }
 
 // everyAddress selects all addresses, including link-local addresses.
-var everyAddress = nodeaddr.Selection{"all", "169.254.0.0/16", "fe80::/10"}
-
-// NodeAddresses returns the source of node addresses for node ports. Other servers can
-// use that source to listen at the same addresses.
-func (b *Backend) NodeAddresses() nodeaddr.Source { return b.node }
+var everyAddress = []string{"all", "169.254.0.0/16", "fe80::/10"}
 
 // Start implements [sink.Starter]. Start keeps the addresses that a killed process made
 // local, because services may need them. The backend logs to the logger of ctx. If another
-// process uses the same Options.Addresses, the error wraps [sink.ErrOwned].
-func (b *Backend) Start(ctx context.Context) error {
+// process owns the addresses of the same instance, the error wraps [sink.ErrOwned].
+func (b *backend) Start(ctx context.Context) error {
 	return b.owner.Start(b.own(ctx), func() error { return b.start(ctx) })
 }
 
 // own returns a function that takes the ownership of the local addresses.
-func (b *Backend) own(ctx context.Context) func() (release func(), err error) {
-	if a, ok := b.opts.Addresses.(exclusive); ok {
+func (b *backend) own(ctx context.Context) func() (release func(), err error) {
+	if a, ok := b.opts.addresses.(exclusive); ok {
 		return func() (func(), error) { return a.Own(ctx) }
 	}
 	return func() (func(), error) { return func() {}, nil }
 }
 
-func (b *Backend) start(ctx context.Context) error {
+func (b *backend) start(ctx context.Context) error {
 	b.log = klog.FromContext(ctx)
 	if err := b.local.adopt(ctx); err != nil {
 		return err
@@ -124,14 +130,14 @@ func (b *Backend) start(ctx context.Context) error {
 }
 
 // Cleanup implements [sink.Cleaner]. It removes the addresses that this process or an
-// earlier one made local with Options.Addresses. If another process uses the same
-// Options.Addresses, Cleanup changes nothing, and its error wraps [sink.ErrOwned].
-func (b *Backend) Cleanup(ctx context.Context) error {
-	if b.opts.Addresses == nil {
+// earlier one made local. If another process owns them, Cleanup changes nothing, and its
+// error wraps [sink.ErrOwned].
+func (b *backend) Cleanup(ctx context.Context) error {
+	if b.opts.addresses == nil {
 		return nil
 	}
 	return b.owner.During(b.own(ctx), func() error {
-		if err := b.opts.Addresses.Cleanup(ctx); err != nil {
+		if err := b.opts.addresses.Cleanup(ctx); err != nil {
 			return fmt.Errorf("remove addresses left on this host: %w", err)
 		}
 		return nil
@@ -140,7 +146,7 @@ func (b *Backend) Cleanup(ctx context.Context) error {
 
 // Verify implements [sink.Verifier]. If another process removed addresses, Verify makes
 // them local again.
-func (b *Backend) Verify(ctx context.Context) error { return b.local.restore(ctx) }
+func (b *backend) Verify(ctx context.Context) error { return b.local.restore(ctx) }
 
 // update is a change of one service.
 type update struct {
@@ -153,7 +159,7 @@ type update struct {
 
 // newUpdate returns an update to a view on a node with these addresses. It refuses the
 // view if the service would get too many listeners.
-func (b *Backend) newUpdate(s *service, view *api.View, node []netip.Addr) *update {
+func (b *backend) newUpdate(s *service, view *api.View, node []netip.Addr) *update {
 	p, err := s.planFor(view, node)
 	if err == nil {
 		err = s.account.reserve(p.size())
@@ -173,7 +179,7 @@ func (u *update) err() error {
 // takes too long, it returns errors for the services that need these addresses. Their
 // listeners open as soon as the addresses are local, and the driver delivers these
 // services again.
-func (b *Backend) Sync(ctx context.Context, c *sink.Changes) error {
+func (b *backend) Sync(ctx context.Context, c *sink.Changes) error {
 	nodeaddrs.SetNode(b.node, c.Node)
 	b.mu.Lock()
 	updates := b.updates(c)
@@ -200,7 +206,7 @@ func (b *Backend) Sync(ctx context.Context, c *sink.Changes) error {
 
 // updates returns an update for each service in c. If c.Last is true, it also returns
 // updates that delete the services that the pass did not deliver.
-func (b *Backend) updates(c *sink.Changes) (updates []*update) {
+func (b *backend) updates(c *sink.Changes) (updates []*update) {
 	node, _ := b.node.Addresses()
 	if c.First {
 		for _, s := range b.services {
@@ -231,7 +237,7 @@ func (b *Backend) updates(c *sink.Changes) (updates []*update) {
 // applyAll applies updates. It first closes the unneeded listeners of all services and
 // then opens new ones, so that services can swap addresses. It returns changes of
 // addresses, which the caller must pass to makeChanges.
-func (b *Backend) applyAll(ctx context.Context, updates []*update) (changes []*change) {
+func (b *backend) applyAll(ctx context.Context, updates []*update) (changes []*change) {
 	updates = slices.DeleteFunc(slices.Clone(updates), func(u *update) bool { return u.refused != nil })
 	for _, u := range updates {
 		u.withdraw(u.plan)
@@ -258,7 +264,7 @@ func (b *Backend) applyAll(ctx context.Context, updates []*update) (changes []*c
 
 // For each address that adopt has read, abandon returns a change that removes one user.
 // If an address has other users, it stays local.
-func (b *Backend) abandon() (changes []*change) {
+func (b *backend) abandon() (changes []*change) {
 	for _, addr := range b.local.abandon() {
 		changes = append(changes, &change{addr: addr})
 	}
@@ -266,14 +272,14 @@ func (b *Backend) abandon() (changes []*change) {
 }
 
 // followNode updates services when the addresses of the node change, until ctx ends.
-func (b *Backend) followNode(ctx context.Context) {
+func (b *backend) followNode(ctx context.Context) {
 	const patience = 5 * time.Second
 	for {
 		node, changed := b.node.Addresses()
 		var again <-chan time.Time
 		if err := b.replan(ctx, node); err != nil && ctx.Err() == nil {
 			b.log.Error(err, "Cannot update services to new node addresses; retrying")
-			again = b.opts.Clock.After(patience)
+			again = b.opts.clock.After(patience)
 		}
 		select {
 		case <-ctx.Done():
@@ -286,7 +292,7 @@ func (b *Backend) followNode(ctx context.Context) {
 
 // replan updates the services that depend on the addresses of the node. It skips failed
 // services, because the driver delivers them again.
-func (b *Backend) replan(ctx context.Context, node []netip.Addr) error {
+func (b *backend) replan(ctx context.Context, node []netip.Addr) error {
 	b.mu.Lock()
 	var updates []*update
 	for _, s := range b.services {
@@ -312,8 +318,8 @@ func (b *Backend) replan(ctx context.Context, node []netip.Addr) error {
 // sweep does three things regularly until ctx ends. It closes the sockets of idle UDP
 // clients, forgets expired affinity, and tries again to remove addresses whose removal
 // failed.
-func (b *Backend) sweep(ctx context.Context) {
-	ticker := b.opts.Clock.NewTicker(max(b.opts.UDPTimeout/8, 10*time.Millisecond))
+func (b *backend) sweep(ctx context.Context) {
+	ticker := b.opts.clock.NewTicker(max(b.opts.UDPTimeout/8, 10*time.Millisecond))
 	defer ticker.Stop()
 	for {
 		select {
@@ -321,7 +327,7 @@ func (b *Backend) sweep(ctx context.Context) {
 			return
 		case <-ticker.C():
 		}
-		now := b.opts.Clock.Now()
+		now := b.opts.clock.Now()
 		b.udp.expire(now.Add(-b.opts.UDPTimeout))
 		b.mu.Lock()
 		services := slices.Collect(maps.Values(b.services))
@@ -337,11 +343,11 @@ func (b *Backend) sweep(ctx context.Context) {
 
 // StopTimeout returns the time limit for [sink.Stopper]. It is Options.DrainTimeout plus
 // five seconds for the removal of addresses.
-func (b *Backend) StopTimeout() time.Duration { return b.opts.DrainTimeout + 5*time.Second }
+func (b *backend) StopTimeout() time.Duration { return b.opts.DrainTimeout + 5*time.Second }
 
 // Stop implements [sink.Stopper]. It closes all listeners, and drains connections until
 // Options.DrainTimeout has passed or ctx ends. Then it removes the local addresses.
-func (b *Backend) Stop(ctx context.Context) error {
+func (b *backend) Stop(ctx context.Context) error {
 	defer b.owner.Release()
 	b.stopTasks()
 	b.tasks.Wait()
@@ -360,4 +366,15 @@ func (b *Backend) Stop(ctx context.Context) error {
 	stop()
 	b.pipes.close()
 	return b.local.sweep(last)
+}
+
+// Stats calls f for each port of a service, with its numbers of TCP connections and UDP
+// clients so far and now, of failed attempts to reach an endpoint, and of bytes sent to
+// endpoints and received from them. Counting begins when the port is added. Stats is safe
+// for concurrent use. Package app/program uses it for metrics.
+func (b *backend) Stats(f func(service types.NamespacedName, protocol api.Protocol, port int32, connections, active, dialFailures, sent, received int64)) {
+	for _, p := range b.served.list() {
+		c := &p.counters
+		f(p.service, p.protocol, p.number, c.connections.Load(), c.active.Load(), c.dialFailures.Load(), c.bytesToEndpoints.Load(), c.bytesFromEndpoints.Load())
+	}
 }

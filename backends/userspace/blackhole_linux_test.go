@@ -15,7 +15,7 @@ import (
 // TestSilentEndpointIsSkipped connects to a service with two endpoints. One of them never
 // answers, because its backlog is full.
 func TestSilentEndpointIsSkipped(t *testing.T) {
-	w := newWorld(t, Options{})
+	w := newWorld(t, settings{})
 	port := freePort(t, "127.0.0.2")
 	hole := blackHole(t)
 	w.set(serviceAt("web", "127.0.0.2", port, api.TCP).addEndpoints(hole, namedServer(t, "alive")).view())

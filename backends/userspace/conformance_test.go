@@ -6,11 +6,14 @@ package userspace_test
 
 import (
 	"hash/fnv"
+	"strconv"
 	"testing"
 
+	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/backends/userspace"
 	"github.com/kpng-project/kpng/conformance"
 	"github.com/kpng-project/kpng/internal/backendtest"
+	"github.com/kpng-project/kpng/node/nodeaddr"
 	"github.com/kpng-project/kpng/sink"
 )
 
@@ -18,10 +21,15 @@ func TestConformance(t *testing.T) {
 	conformance.Run(t, func(site conformance.Site) (sink.Sink, error) {
 		instance := fnv.New32a()
 		instance.Write([]byte(site.Instance))
-		return userspace.New(userspace.Options{
-			Addresses: userspace.LocalRoutes(userspace.RouteOptions{Protocol: 100 + int(instance.Sum32()%80)}),
-			NodePorts: backendtest.Selection(site),
-			PodCIDRs:  site.PodCIDRs,
+		return backendtest.NewSink(site, func(addrs nodeaddr.Source, _ sink.Sink) (sink.Sink, error) {
+			return userspace.New(userspace.Options{
+				Options: backends.Options{
+					Instance:      strconv.Itoa(100 + int(instance.Sum32()%80)),
+					ClusterCIDRs:  site.PodCIDRs,
+					NodeAddresses: addrs,
+				},
+				AddAddresses: true,
+			})
 		})
 	}, conformance.Options{Patience: *backendtest.Patience, Unsupported: map[conformance.Feature]string{
 		conformance.SCTP:               "Go has no SCTP sockets",
@@ -29,7 +37,6 @@ func TestConformance(t *testing.T) {
 		conformance.SourceAddress:      "an endpoint sees the proxy as its client",
 		conformance.Masquerade:         "an endpoint sees the proxy as its client, with any option",
 		conformance.Restart:            "connections go through the process",
-		conformance.HealthChecks:       "another sink serves them: healthcheck.Server",
 		conformance.RangesBeforeReject: "the host rejects all clients where the backend does not listen",
 		conformance.EndpointRefusals:   "the client is connected before an endpoint refuses; UDP refusals are not forwarded",
 	}})

@@ -1,25 +1,26 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package userspace is a backend that needs only sockets from the kernel. It listens at
+// Package userspace is a dataplane that needs only sockets from the kernel. It listens at
 // the addresses and ports of services, and copies bytes between clients and endpoints. It
-// runs on every platform of Go. It is meant for hosts without nftables and without HNS.
-// Without [Options.Addresses], it needs no privileges.
+// is meant for hosts without nftables and without HNS.
 //
-//	b, err := userspace.New(userspace.Options{Addresses: userspace.LocalRoutes(userspace.RouteOptions{})})
+//	b, err := userspace.New(userspace.Options{AddAddresses: true})
 //	…
 //	app.Main(b)
 //
-// Package app/program adds flags, metrics and health checks to a backend.
+// Package app/program adds flags, metrics and health checks to a dataplane.
 //
 // # Addresses of services
 //
 // Usually a host does not have the cluster, external and load-balancer IPs of services.
-// An implementation of [Addresses] makes them local to the host. Each platform needs its
-// own implementation: LocalRoutes is for Linux. Without [Options.Addresses], the backend
-// listens only at addresses that the host already has. If the host lacks an address of a
-// service, Sync reports an error for that service, but the service works at its other
-// addresses. Node ports are at the addresses of [Options.NodeAddresses]. To use other
-// sockets, for example in another network namespace, set [Options.Sockets].
+// [Options.AddAddresses] makes them local to the host, on Linux and Windows. Without it,
+// the backend needs no privileges, and listens only at addresses that the host already has.
+// If the host lacks an address of a service, Sync reports an error for that service, but
+// the service works at its other addresses.
+//
+// On Windows, the backend adds each address with the prefix length 32 or 128 to a network
+// interface. It records the address in a file before, so that the next process can use or
+// remove it after a crash.
 //
 // # Connections
 //

@@ -13,10 +13,10 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// engine is the state that all listeners of a Backend share. It is safe for concurrent
+// engine is the state that all listeners of a backend share. It is safe for concurrent
 // use.
 type engine struct {
-	opts   *Options
+	opts   *settings
 	log    klog.Logger
 	local  *references
 	served ports
@@ -41,7 +41,7 @@ type engine struct {
 // startsHere reports whether traffic with the source address client starts on this node.
 func (e *engine) startsHere(client netip.Addr) bool {
 	return client.IsLoopback() ||
-		slices.ContainsFunc(e.opts.PodCIDRs, func(p netip.Prefix) bool { return p.Contains(client) }) ||
+		slices.ContainsFunc(e.opts.ClusterCIDRs, func(p netip.Prefix) bool { return p.Contains(client) }) ||
 		e.local.hasUsers(client) || e.isMachines(client)
 }
 

@@ -40,9 +40,9 @@ func expectReset(t *testing.T, side string, ended <-chan error) {
 	}
 }
 
-// halfClosed connects a client to an endpoint through a Backend. It returns both sockets
+// halfClosed connects a client to an endpoint through a backend. It returns both sockets
 // after the client has closed its direction.
-func halfClosed(t *testing.T, opts Options) (w *world, c *client, endpoint *net.TCPConn) {
+func halfClosed(t *testing.T, opts settings) (w *world, c *client, endpoint *net.TCPConn) {
 	t.Helper()
 	w = newWorld(t, opts)
 	port := freePort(t, "127.0.0.2")
@@ -61,14 +61,14 @@ func halfClosed(t *testing.T, opts Options) (w *world, c *client, endpoint *net.
 
 func TestResetAfterHalfCloseIsForwarded(t *testing.T) {
 	t.Run("from the client", func(t *testing.T) {
-		w, c, endpoint := halfClosed(t, Options{})
+		w, c, endpoint := halfClosed(t, settings{})
 		ended := watch(t, endpoint)
 		resetConn(c.TCPConn)
 		expectReset(t, "endpoint", ended)
-		eventually(t, "the connection ends", func() bool { return w.stats("web").Active == 0 })
+		eventually(t, "the connection ends", func() bool { return w.stats("web").active == 0 })
 	})
 	t.Run("from the endpoint", func(t *testing.T) {
-		w := newWorld(t, Options{})
+		w := newWorld(t, settings{})
 		port := freePort(t, "127.0.0.2")
 		reset := make(chan struct{})
 		w.set(serviceAt("web", "127.0.0.2", port, api.TCP).addEndpoints(listenAt(t, "127.0.0.1:0", func(c *net.TCPConn) {
@@ -89,7 +89,7 @@ func TestResetAfterHalfCloseIsForwarded(t *testing.T) {
 // TestVanishedHalfClosedClientIsDetected removes the client's socket without sending a
 // packet. With keep-alive probes, the kernel detects that the socket is missing.
 func TestVanishedHalfClosedClientIsDetected(t *testing.T) {
-	w, c, endpoint := halfClosed(t, Options{})
+	w, c, endpoint := halfClosed(t, settings{})
 	l := w.listenerAt(socketAddrOf(t, api.TCP, c.RemoteAddr().String())).(*tcpListener)
 	set := func(c *net.TCPConn, options map[int]int) {
 		t.Helper()
@@ -115,7 +115,7 @@ func TestVanishedHalfClosedClientIsDetected(t *testing.T) {
 }
 
 func TestIdleHalfClosedConnectionIsReset(t *testing.T) {
-	_, c, endpoint := halfClosed(t, Options{HalfClosedTimeout: 100 * time.Millisecond})
+	_, c, endpoint := halfClosed(t, settings{Options: Options{HalfClosedTimeout: 100 * time.Millisecond}})
 	atEndpoint, atClient := watch(t, endpoint), watch(t, c.TCPConn)
 	expectReset(t, "endpoint", atEndpoint)
 	expectReset(t, "client", atClient)
@@ -123,7 +123,7 @@ func TestIdleHalfClosedConnectionIsReset(t *testing.T) {
 
 func TestActiveHalfClosedConnectionContinues(t *testing.T) {
 	const timeout = 300 * time.Millisecond
-	_, c, endpoint := halfClosed(t, Options{HalfClosedTimeout: timeout})
+	_, c, endpoint := halfClosed(t, settings{Options: Options{HalfClosedTimeout: timeout}})
 	go io.Copy(endpoint, zeros{})
 	for begin := time.Now(); time.Since(begin) < 3*timeout; {
 		if _, err := io.CopyN(io.Discard, c, 1<<20); err != nil {

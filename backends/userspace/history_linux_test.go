@@ -19,6 +19,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/internal/backendtest"
 	"github.com/kpng-project/kpng/internal/netnstest"
 	"github.com/kpng-project/kpng/nodeview"
@@ -32,11 +33,11 @@ func TestHistories(t *testing.T) {
 	sinktest.TestHistories(t, *histories, func(tb testing.TB) *sinktest.Subject {
 		h := &historyHost{ns: netnstest.New(tb), local: map[netip.Addr]bool{}}
 		node := &backendtest.NodeAddresses{}
-		var b *Backend
+		var b *backend
 		return &sinktest.Subject{
 			Open: func() sink.Sink {
 				var err error
-				if b, err = New(Options{Addresses: h, Sockets: h, NodeAddresses: node}); err != nil {
+				if b, err = newBackend(settings{Options: Options{Options: backends.Options{NodeAddresses: node}}, addresses: h, sockets: h}); err != nil {
 					tb.Fatal(err)
 				}
 				return &historySink{b}
@@ -53,11 +54,11 @@ func TestHistories(t *testing.T) {
 	})
 }
 
-// historySink is a Backend. After its Sync, no address changes in the background.
-type historySink struct{ *Backend }
+// historySink is a backend. After its Sync, no address changes in the background.
+type historySink struct{ *backend }
 
 func (s *historySink) Sync(ctx context.Context, c *sink.Changes) error {
-	err := s.Backend.Sync(ctx, c)
+	err := s.backend.Sync(ctx, c)
 	for s.isPending() && ctx.Err() == nil {
 		time.Sleep(100 * time.Microsecond)
 	}
@@ -169,7 +170,7 @@ func (h *historyHost) ListenUDP(ctx context.Context, at netip.AddrPort) (c *net.
 }
 
 // objects describes the listening sockets and the local addresses.
-func (h *historyHost) objects(tb testing.TB, b *Backend) (lines []string) {
+func (h *historyHost) objects(tb testing.TB, b *backend) (lines []string) {
 	for line := range strings.Lines(h.ns.Run(tb, "ss", "-Hlntu")) {
 		if fields := strings.Fields(line); len(fields) > 4 {
 			lines = append(lines, fmt.Sprintf("socket %s %s", fields[0], fields[4]))

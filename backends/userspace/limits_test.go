@@ -52,15 +52,15 @@ func wideService(name string, first netip.Addr, addrs, ports int, endpoints ...n
 	return s.view()
 }
 
-// startBackend starts a Backend whose addresses are not real and whose sockets are counted.
-func startBackend(t *testing.T, opts Options) (b *Backend, a *fakeAddresses, opened *atomic.Int64) {
+// startBackend starts a backend whose addresses are not real and whose sockets are counted.
+func startBackend(t *testing.T, opts settings) (b *backend, a *fakeAddresses, opened *atomic.Int64) {
 	t.Helper()
 	a, opened = newFakeAddresses(), &atomic.Int64{}
-	if opts.Addresses == nil {
-		opts.Addresses = a
+	if opts.addresses == nil {
+		opts.addresses = a
 	}
-	opts.NodeAddresses, opts.Sockets = nodeaddr.Of(), countedSockets{opened: opened}
-	b, err := New(opts)
+	opts.NodeAddresses, opts.sockets = nodeaddr.Of(), countedSockets{opened: opened}
+	b, err := newBackend(opts)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -76,7 +76,7 @@ func startBackend(t *testing.T, opts Options) (b *Backend, a *fakeAddresses, ope
 }
 
 // syncChange delivers one changed service, and returns the error of that service.
-func syncChange(t *testing.T, b *Backend, next *api.View) error {
+func syncChange(t *testing.T, b *backend, next *api.View) error {
 	t.Helper()
 	c := sink.Change{Key: next.Key(), New: next}
 	failed, ok := sink.Acknowledged(b.Sync(t.Context(), &sink.Changes{Services: func(yield func(sink.Change) bool) { yield(c) }}))
@@ -92,11 +92,11 @@ func TestServiceWithTooManyListenersIsRefused(t *testing.T) {
 	first := netip.MustParseAddr("10.97.0.1")
 	to := netip.MustParseAddrPort("127.0.0.1:80")
 	for name, opts := range map[string]struct {
-		options     Options
+		options     settings
 		descriptors int // for listeners, or 0
 	}{
-		"above Options.MaxListeners":              {Options{MaxListeners: 40}, 0},
-		"above a quarter of the file descriptors": {Options{}, 160},
+		"above Options.MaxListeners":              {settings{Options: Options{MaxListeners: 40}}, 0},
+		"above a quarter of the file descriptors": {settings{}, 160},
 	} {
 		t.Run(name, func(t *testing.T) {
 			b, a, opened := startBackend(t, opts.options)
@@ -150,7 +150,7 @@ func TestManyServicesLeaveRoomForListeners(t *testing.T) {
 // TestChangedEndpointTouchesNoListener replaces an endpoint of a service with many
 // frontends. All frontends share one list of endpoints, and only that list changes.
 func TestChangedEndpointTouchesNoListener(t *testing.T) {
-	b, _, opened := startBackend(t, Options{})
+	b, _, opened := startBackend(t, settings{})
 	wide := func(last byte) *api.View {
 		return wideService("wide", netip.MustParseAddr("10.97.0.1"), 20, 5, netip.AddrPortFrom(netip.AddrFrom4([4]byte{10, 244, 0, last}), 80))
 	}
@@ -201,7 +201,7 @@ func (h *heldAddresses) Add(ctx context.Context, addr netip.Addr) error {
 func TestManyAddressesOfAServiceDelayNoSync(t *testing.T) {
 	const addrs = 2 * maxAwaited
 	a := &heldAddresses{newFakeAddresses(), netip.MustParsePrefix("10.97.1.128/25"), make(chan struct{})}
-	b, _, opened := startBackend(t, Options{Addresses: a})
+	b, _, opened := startBackend(t, settings{addresses: a})
 	first := netip.MustParseAddr("10.97.0.1")
 	wide := wideService("wide", first, addrs, 2, netip.MustParseAddrPort("127.0.0.1:80"))
 	err := syncChange(t, b, wide)
@@ -302,7 +302,7 @@ func TestAdmissionEqualsLinearSearch(t *testing.T) {
 // TestSourceRangesAreStoredOnce delivers a service with many frontends and source ranges.
 // They share one list of ranges, and their socket filters are bounded.
 func TestSourceRangesAreStoredOnce(t *testing.T) {
-	b, _, _ := startBackend(t, Options{})
+	b, _, _ := startBackend(t, settings{})
 	wide := wideService("wide", netip.MustParseAddr("10.97.0.1"), 51, 2, netip.MustParseAddrPort("10.244.0.1:80"))
 	var ranges []netip.Prefix
 	for i := range 1000 {

@@ -69,7 +69,7 @@ type frontend struct {
 	raw     syscall.RawConn
 	current atomic.Pointer[rules]
 	// screened is the attached socket filter, and filter its number of instructions.
-	// Backend.mu guards these fields.
+	// backend.mu guards these fields.
 	screened screen
 	filter   int
 }
@@ -86,7 +86,7 @@ func (f *frontend) setRules(r *rules) error {
 	}
 	if s := r.screen(); s != f.screened {
 		room := maxFilters - r.port.filters + f.filter
-		n, err := s.attach(f.raw, f.at.Addr().Is4(), f.opts.PodCIDRs, room)
+		n, err := s.attach(f.raw, f.at.Addr().Is4(), f.opts.ClusterCIDRs, room)
 		if err != nil {
 			return fmt.Errorf("filter clients of %s: %w", f.socketAddr, err)
 		}

@@ -25,7 +25,7 @@ func TestOwnAddressesAreNotUsedAsEndpoints(t *testing.T) {
 	} {
 		for _, protocol := range []api.Protocol{api.TCP, api.UDP} {
 			t.Run(fmt.Sprint(name, " ", protocol), func(t *testing.T) {
-				w := newWorld(t, Options{})
+				w := newWorld(t, settings{})
 				port := freePort(t, "127.0.0.2")
 				node := freePort(t, "127.0.0.1")
 				to := port
@@ -48,10 +48,10 @@ func TestOwnAddressesAreNotUsedAsEndpoints(t *testing.T) {
 				const warning = "Ignoring endpoints that this proxy serves itself"
 				eventually(t, "the log reports it", func() bool { return strings.Contains(w.log.String(), warning) })
 				if protocol == api.TCP {
-					eventually(t, "both connections arrived", func() bool { return w.stats("loop").Connections == 2 })
+					eventually(t, "both connections arrived", func() bool { return w.stats("loop").connections == 2 })
 				}
 				loops, others := w.stats("loop"), w.stats("back")
-				if loops.Connections > 2 || others.Connections > 0 || loops.DialFailures+others.DialFailures > 0 {
+				if loops.connections > 2 || others.connections > 0 || loops.dialFailures+others.dialFailures > 0 {
 					t.Errorf("traffic returned to the proxy: %+v, %+v", loops, others)
 				}
 				if got := strings.Count(w.log.String(), warning); got != 1 {
@@ -81,7 +81,7 @@ func sendOnce(t *testing.T, protocol api.Protocol, addr string, port int32) {
 }
 
 func TestOtherEndpointsOfALoopAreUsed(t *testing.T) {
-	w := newWorld(t, Options{})
+	w := newWorld(t, settings{})
 	port := freePort(t, "127.0.0.2")
 	self := netip.AddrPortFrom(netip.MustParseAddr("127.0.0.2"), uint16(port))
 	w.set(serviceAt("web", "127.0.0.2", port, api.TCP).addEndpoints(self, namedServer(t, "a")).modify(func(s *api.Service) {
@@ -104,8 +104,8 @@ func (w *world) limitDescriptors(n int) {
 
 // listening returns the number of descriptors that listeners use.
 func (w *world) listening() (n int) {
-	w.Backend.mu.Lock()
-	defer w.Backend.mu.Unlock()
+	w.backend.mu.Lock()
+	defer w.backend.mu.Unlock()
 	for _, s := range w.services {
 		n += len(s.listeners)
 	}
@@ -115,7 +115,7 @@ func (w *world) listening() (n int) {
 // TestServiceCannotUseAllDescriptors connects more clients to a service than its share of
 // descriptors allows.
 func TestServiceCannotUseAllDescriptors(t *testing.T) {
-	w := newWorld(t, Options{})
+	w := newWorld(t, settings{})
 	port := freePort(t, "127.0.0.2")
 	server := namedServer(t, "a")
 	w.set(serviceAt("hog", "127.0.0.2", port, api.TCP).addEndpoints(server).view(), serviceAt("web", "127.0.0.3", port, api.TCP).addEndpoints(server).view())
@@ -154,7 +154,7 @@ func TestServiceCannotUseAllDescriptors(t *testing.T) {
 // TestFullShareDoesNotAffectOtherServices makes a client of one service wait, because
 // that service has used its share of descriptors.
 func TestFullShareDoesNotAffectOtherServices(t *testing.T) {
-	w := newWorld(t, Options{})
+	w := newWorld(t, settings{})
 	port := freePort(t, "127.0.0.2")
 	server := namedServer(t, "a")
 	w.set(serviceAt("hog", "127.0.0.2", port, api.TCP).addEndpoints(server).view(), serviceAt("web", "127.0.0.3", port, api.TCP).addEndpoints(server).view())
@@ -180,7 +180,7 @@ func TestFullShareDoesNotAffectOtherServices(t *testing.T) {
 }
 
 func TestUDPClientsDoNotEvictOtherServices(t *testing.T) {
-	w := newWorld(t, Options{MaxUDPClients: 32})
+	w := newWorld(t, settings{Options: Options{MaxUDPClients: 32}})
 	port := freePort(t, "127.0.0.2")
 	server := udpServer(t, "a")
 	w.set(serviceAt("dns", "127.0.0.2", port, api.UDP).addEndpoints(server).view(), serviceAt("hog", "127.0.0.3", port, api.UDP).addEndpoints(server).view())
@@ -190,7 +190,7 @@ func TestUDPClientsDoNotEvictOtherServices(t *testing.T) {
 	for range 100 {
 		udpAsk(t, udpDial(t, "127.0.0.3", port))
 	}
-	if s := w.stats("dns"); s.Active != 8 {
-		t.Errorf("%d of 8 clients remain because another service has many", s.Active)
+	if s := w.stats("dns"); s.active != 8 {
+		t.Errorf("%d of 8 clients remain because another service has many", s.active)
 	}
 }

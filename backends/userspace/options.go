@@ -3,37 +3,45 @@
 package userspace
 
 import (
+	"cmp"
+	"errors"
 	"fmt"
-	"net/netip"
 	"slices"
 	"time"
 
-	"github.com/kpng-project/kpng/node/nodeaddr"
+	"github.com/kpng-project/kpng/backends"
+	"github.com/kpng-project/kpng/internal/backendoptions"
 	"k8s.io/utils/clock"
 )
 
-// Options are the settings of a Backend. The zero value needs no privileges.
+// Options are the settings of the dataplane. The zero value needs no privileges. Of
+// [backends.Options], it supports ClusterCIDRs and NodeAddresses, and on Linux Instance.
+//
+// ClusterCIDRs contain the addresses of pods, if possible only those of this node's pods.
+// Traffic from them counts as starting on this node, like traffic from the node's own
+// addresses.
+//
+// NodeAddresses may change. Then the dataplane listens at the new addresses. The default
+// does not include the addresses that AddAddresses adds.
+//
+// Instance is the routing protocol number of the routes that AddAddresses adds, from "5" to
+// "255". The dataplane treats all local routes with this number as its own. Default: "107".
 type Options struct {
-	// Addresses makes the addresses of services local to this host. Default: none, so that
-	// only addresses that are already local work.
-	Addresses Addresses
-	// Sockets opens the listening sockets. Default: sockets of the host.
-	Sockets Sockets
-	// NodeAddresses provides the addresses at which node ports are reachable. If these
-	// addresses change, the backend listens at the new ones. Default: those addresses of the
-	// machine that NodePorts selects.
-	NodeAddresses nodeaddr.Source
-	// NodePorts selects addresses of the machine if NodeAddresses is nil.
-	// Default: the primary addresses.
-	NodePorts nodeaddr.Selection
-	// ExcludeInterfaces are names of interfaces whose addresses NodePorts does not select.
-	// Include each interface to which the option Addresses adds addresses. Default: none.
-	ExcludeInterfaces []string
-	// PodCIDRs contain the addresses of pods, if possible only those of this node's pods.
-	// Traffic from them counts as starting on this node, like traffic from the node's own
-	// addresses. At external frontends with externalTrafficPolicy Local, such traffic may
-	// use endpoints on any node. Default: none.
-	PodCIDRs []netip.Prefix
+	backends.Options
+
+	// AddAddresses makes the addresses of services local to this host, while services use
+	// them. Each address gets a local route on Linux, which requires CAP_NET_ADMIN. On
+	// Windows, the dataplane adds the address to a network interface, which requires an
+	// administrator. New refuses the option on other systems. Default: false, so the
+	// dataplane listens only at addresses that are already local.
+	AddAddresses bool
+	// Interface is the name of the network interface to which AddAddresses adds addresses.
+	// It is only for Windows. Default: "vEthernet (HNS Internal NIC)".
+	Interface string
+	// StateFile is the path of a file that records the addresses on the interface. Missing
+	// folders in the path are created. Two dataplanes on one host need different files. It
+	// is only for Windows. Default: kpng\userspace.journal in the folder %ProgramData%.
+	StateFile string
 
 	// MaxListeners limits the listeners of one service, one for each address and port. Sync
 	// refuses a service that would need more: it returns an error for this service, and the
@@ -41,13 +49,15 @@ type Options struct {
 	// listeners that other services leave. All listeners together use at most three quarters
 	// of the file descriptors. A listener takes about 10 KB of memory. Default: 4,096.
 	MaxListeners int
+	// MaxUDPClients limits the number of UDP clients. Half the number of file descriptors is
+	// also a limit. When a limit is reached, the dataplane removes the longest idle clients
+	// of the service that has the most clients. Each client needs an ephemeral port. A host
+	// has 28,232 ephemeral ports on Linux and 16,384 on Windows. Default: 8,192.
+	MaxUDPClients int
 
-	// DialTimeouts are the time limits of the first and later attempts to connect to an
-	// endpoint. Each attempt uses another endpoint, if there is one. Default: 250 ms, 500
-	// ms, 1 s, 2 s.
-	DialTimeouts []time.Duration
 	// DrainTimeout is how long TCP connections may continue after their frontend was deleted
-	// or the backend began to stop. Then the backend resets these connections. Default: 30 s.
+	// or the dataplane began to stop. Then the dataplane resets these connections. Default:
+	// 30 s.
 	DrainTimeout time.Duration
 	// HalfClosedTimeout is how long a TCP connection may be idle after one side has closed
 	// its direction. Then it is reset. Default: 1 h, as for kube-proxy's flag
@@ -55,52 +65,54 @@ type Options struct {
 	HalfClosedTimeout time.Duration
 	// UDPTimeout is how long an idle UDP client keeps its endpoint. Default: 60 s.
 	UDPTimeout time.Duration
-	// MaxUDPClients limits the number of UDP clients. Half the number of file descriptors is
-	// also a limit. When a limit is reached, the backend removes the longest idle clients of
-	// the service that has the most clients. Each client needs an ephemeral port. A host has
-	// 28,232 ephemeral ports on Linux and 16,384 on Windows. Default: 8,192.
-	MaxUDPClients int
-
-	// Clock measures the timeouts of UDP clients and affinity. Default: the real clock.
-	Clock clock.WithTicker
 }
 
-func (o *Options) complete() error {
-	if len(o.DialTimeouts) == 0 {
-		o.DialTimeouts = []time.Duration{250 * time.Millisecond, 500 * time.Millisecond, time.Second, 2 * time.Second}
-	}
-	if slices.ContainsFunc(o.DialTimeouts, func(d time.Duration) bool { return d <= 0 }) {
-		return fmt.Errorf("dial timeouts %v: all must be positive", o.DialTimeouts)
-	}
-	for _, d := range []struct {
-		name  string
-		value *time.Duration
-		def   time.Duration
-	}{{"drain timeout", &o.DrainTimeout, 30 * time.Second}, {"timeout of half-closed connections", &o.HalfClosedTimeout, time.Hour}, {"UDP timeout", &o.UDPTimeout, time.Minute}} {
-		if *d.value < 0 {
-			return fmt.Errorf("%s %v: negative", d.name, *d.value)
+// settings are complete options, and what tests replace.
+type settings struct {
+	Options
+	// addresses makes addresses of services local. Default: none, unless AddAddresses is set.
+	addresses addresses
+	// sockets opens the listening sockets. Default: sockets of the host.
+	sockets sockets
+	// clock measures the timeouts of UDP clients and affinity. Default: the real clock.
+	clock clock.WithTicker
+}
+
+// dialTimeouts are the time limits of the first and later attempts to connect to an
+// endpoint. Each attempt uses another endpoint, if there is one.
+var dialTimeouts = [...]time.Duration{250 * time.Millisecond, 500 * time.Millisecond, time.Second, 2 * time.Second}
+
+// complete checks s and sets the defaults.
+func (s *settings) complete() error {
+	errs := []error{backendoptions.Complete(&s.Options.Options, false, append(slices.Clone(platformOptions), "ClusterCIDRs", "NodeAddresses")...)}
+	for name, d := range map[string]*time.Duration{
+		"drain timeout": &s.DrainTimeout, "timeout of half-closed connections": &s.HalfClosedTimeout, "UDP timeout": &s.UDPTimeout,
+	} {
+		if *d < 0 {
+			errs = append(errs, fmt.Errorf("%s %v: negative", name, *d))
 		}
-		if *d.value == 0 {
-			*d.value = d.def
+	}
+	for name, n := range map[string]int{"listeners": s.MaxListeners, "UDP clients": s.MaxUDPClients} {
+		if n < 0 {
+			errs = append(errs, fmt.Errorf("maximum of %d %s: negative", n, name))
 		}
 	}
-	if o.MaxListeners < 0 {
-		return fmt.Errorf("maximum of %d listeners: negative", o.MaxListeners)
+	s.DrainTimeout = cmp.Or(s.DrainTimeout, 30*time.Second)
+	s.HalfClosedTimeout = cmp.Or(s.HalfClosedTimeout, time.Hour)
+	s.UDPTimeout = cmp.Or(s.UDPTimeout, time.Minute)
+	s.MaxListeners = cmp.Or(s.MaxListeners, 4096)
+	s.MaxUDPClients = cmp.Or(s.MaxUDPClients, 8192)
+	if s.addresses == nil {
+		var err error
+		if s.addresses, err = hostAddresses(&s.Options); err != nil {
+			errs = append(errs, fmt.Errorf("make addresses of services local: %w", err))
+		}
 	}
-	if o.MaxListeners == 0 {
-		o.MaxListeners = 4096
+	if s.clock == nil {
+		s.clock = clock.RealClock{}
 	}
-	if o.MaxUDPClients < 0 {
-		return fmt.Errorf("maximum of %d UDP clients: negative", o.MaxUDPClients)
+	if s.sockets == nil {
+		s.sockets = hostSockets{anyAddress: s.addresses != nil}
 	}
-	if o.MaxUDPClients == 0 {
-		o.MaxUDPClients = 8192
-	}
-	if o.Clock == nil {
-		o.Clock = clock.RealClock{}
-	}
-	if o.Sockets == nil {
-		o.Sockets = hostSockets{anyAddress: o.Addresses != nil}
-	}
-	return nil
+	return errors.Join(errs...)
 }

@@ -36,7 +36,7 @@ type common struct {
 	udpClients udpAccount
 	warnOfLoop sync.Once
 	// filters is the number of instructions of the socket filters of the service's listeners.
-	// Backend.mu guards it.
+	// backend.mu guards it.
 	filters int
 }
 

@@ -18,18 +18,19 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/internal/netnstest"
 	"github.com/kpng-project/kpng/node/nodeaddr"
 	"golang.org/x/sys/unix"
 )
 
-// TestBackendProcess is not a test. It is the main function of a process with a Backend.
+// TestBackendProcess is not a test. It is the main function of a process with a backend.
 // Tests run this process in a network namespace, and then stop or kill it.
 func TestBackendProcess(t *testing.T) {
 	if os.Getenv("KPNG_BACKEND_PROCESS") == "" {
 		return
 	}
-	b, err := New(Options{Addresses: LocalRoutes(RouteOptions{}), NodeAddresses: nodeaddr.Of()})
+	b, err := newBackend(settings{Options: Options{Options: backends.Options{NodeAddresses: nodeaddr.Of()}}, addresses: localRoutes{protocol: 107}})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -181,7 +182,7 @@ func TestUDPClientsMakeRoomWhenPortsRunOut(t *testing.T) {
 }
 
 func TestVanishedClientsAreDetected(t *testing.T) {
-	w := newWorld(t, Options{})
+	w := newWorld(t, settings{})
 	port := freePort(t, "127.0.0.2")
 	w.set(serviceAt("web", "127.0.0.2", port, api.TCP).addEndpoints(namedServer(t, "a")).view())
 	dial(t, "127.0.0.2", port).ask()

@@ -17,6 +17,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/internal/netnstest"
 	"github.com/kpng-project/kpng/node/nodeaddr"
 	"github.com/vishvananda/netlink"
@@ -102,7 +103,7 @@ func TestRestartAfterKillLeavesNoAddressBehind(t *testing.T) {
 
 func TestBackendsShareAnAddress(t *testing.T) {
 	n := netnstest.New(t)
-	a, b := LocalRoutes(RouteOptions{NetNS: n.FD}), LocalRoutes(RouteOptions{NetNS: n.FD, Protocol: 108})
+	a, b := localRoutes{protocol: 107, netNS: n.FD}, localRoutes{protocol: 108, netNS: n.FD}
 	for _, addr := range []netip.Addr{netip.MustParseAddr("10.96.0.1"), netip.MustParseAddr("fd00::1")} {
 		if err := errors.Join(a.Add(t.Context(), addr), b.Add(t.Context(), addr), a.Remove(t.Context(), addr)); err != nil {
 			t.Error(err)
@@ -122,7 +123,7 @@ func TestBackendsShareAnAddress(t *testing.T) {
 func TestStartFailsWithoutPrivilegeForRoutes(t *testing.T) {
 	n := netnstest.New(t)
 	for _, privileged := range []bool{true, false} {
-		b, err := New(Options{Addresses: LocalRoutes(RouteOptions{}), NodeAddresses: nodeaddr.Of()})
+		b, err := newBackend(settings{Options: Options{Options: backends.Options{NodeAddresses: nodeaddr.Of()}}, addresses: localRoutes{protocol: 107}})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -148,11 +149,11 @@ func TestStartFailsWithoutPrivilegeForRoutes(t *testing.T) {
 	}
 }
 
-// runInside starts a Backend and calls f on a thread in the network namespace n. The
+// runInside starts a backend and calls f on a thread in the network namespace n. The
 // Backend opens its sockets and adds its routes there.
-func runInside(t *testing.T, n *netnstest.Namespace, f func(b *Backend)) {
+func runInside(t *testing.T, n *netnstest.Namespace, f func(b *backend)) {
 	t.Helper()
-	b, err := New(Options{Addresses: LocalRoutes(RouteOptions{NetNS: n.FD}), NodeAddresses: nodeaddr.Of(), DrainTimeout: patience})
+	b, err := newBackend(settings{Options: Options{Options: backends.Options{NodeAddresses: nodeaddr.Of()}, DrainTimeout: patience}, addresses: localRoutes{protocol: 107, netNS: n.FD}})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -169,12 +170,12 @@ func runInside(t *testing.T, n *netnstest.Namespace, f func(b *Backend)) {
 
 func TestVerifyRestoresRemovedAddress(t *testing.T) {
 	n := netnstest.New(t)
-	runInside(t, n, func(b *Backend) {
+	runInside(t, n, func(b *backend) {
 		if err := b.Sync(t.Context(), fullOf(serviceAt("a", "10.96.0.1", 80, api.TCP).markUnusable().view(), serviceAt("b", "fd00::1", 80, api.TCP).markUnusable().view())); err != nil {
 			t.Error(err)
 		}
 		want := localRoutesIn(t, n)
-		if err := b.opts.Addresses.Cleanup(t.Context()); err != nil {
+		if err := b.opts.addresses.Cleanup(t.Context()); err != nil {
 			t.Error(err)
 		}
 		if got := localRoutesIn(t, n); len(got) != 0 || len(want) != 2 {
@@ -191,7 +192,7 @@ func TestVerifyRestoresRemovedAddress(t *testing.T) {
 
 func TestAddressIsRemovedWithItsLastUser(t *testing.T) {
 	n := netnstest.New(t)
-	runInside(t, n, func(b *Backend) {
+	runInside(t, n, func(b *backend) {
 		sync := func(want []string, views ...*api.View) {
 			t.Helper()
 			if err := b.Sync(t.Context(), fullOf(views...)); err != nil {
@@ -212,7 +213,7 @@ func TestAddressIsRemovedWithItsLastUser(t *testing.T) {
 
 func TestAddressStaysForConnectionsThatDrain(t *testing.T) {
 	n := netnstest.New(t)
-	runInside(t, n, func(b *Backend) {
+	runInside(t, n, func(b *backend) {
 		view := serviceAt("a", "10.96.0.1", 80, api.TCP).addEndpoints(netip.MustParseAddrPort("127.0.0.1:9")).view()
 		if err := b.Sync(t.Context(), fullOf(view)); err != nil {
 			t.Fatal(err)

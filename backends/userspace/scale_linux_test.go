@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/internal/netnstest"
 	"github.com/kpng-project/kpng/node/nodeaddr"
 	"github.com/kpng-project/kpng/sink"
@@ -37,7 +38,7 @@ func benchmarkServices(b *testing.B, services int) {
 	var memory uint64
 	for range b.N {
 		n := netnstest.New(b)
-		backend, err := New(Options{Addresses: LocalRoutes(RouteOptions{}), NodeAddresses: nodeaddr.Of(netip.MustParseAddr("127.0.0.1"))})
+		backend, err := newBackend(settings{Options: Options{Options: backends.Options{NodeAddresses: nodeaddr.Of(netip.MustParseAddr("127.0.0.1"))}}, addresses: localRoutes{protocol: 107}})
 		if err != nil {
 			b.Fatal(err)
 		}

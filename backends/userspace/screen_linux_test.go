@@ -28,7 +28,7 @@ func TestSourceRangesApplyWithoutKernelFilter(t *testing.T) {
 		t.Skip("before Linux 6.8 the limit is global to the machine:", err)
 	}
 	server := namedServer(t, "a") // outside of the namespace n; the backend's goroutines that connect to the server are outside, too
-	runInside(t, n, func(b *Backend) {
+	runInside(t, n, func(b *backend) {
 		admit := func(ranges ...netip.Prefix) {
 			t.Helper()
 			view := serviceAt("web", "10.96.0.1", 80, api.TCP).addEndpoints(server).modify(func(s *api.Service) {
@@ -71,7 +71,7 @@ func TestSourceRangesApplyToLinkLocalClients(t *testing.T) {
 	n := netnstest.New(t)
 	n.Add(t, "lo", "fe80::1/64")
 	server := namedServerAt(t, "a", "[::1]:0")
-	runInside(t, n, func(b *Backend) {
+	runInside(t, n, func(b *backend) {
 		eventually(t, "sockets can use the address", func() bool {
 			l, err := net.Listen("tcp", "[fe80::1%lo]:0")
 			if err == nil {

@@ -14,7 +14,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// service is the state of one service. Backend.mu guards it.
+// service is the state of one service. backend.mu guards it.
 type service struct {
 	*engine
 	*common
@@ -282,7 +282,7 @@ func (s *service) forget(p *plan) (changes []*change) {
 }
 
 // releaseAddress removes one user of an address. If the address cannot be removed,
-// releaseAddress logs the error, and Backend.sweep tries again.
+// releaseAddress logs the error, and backend.sweep tries again.
 func (e *engine) releaseAddress(ctx context.Context, addr netip.Addr) {
 	if err := e.local.release(ctx, addr); err != nil {
 		e.log.Error(err, addressesStay)

@@ -24,7 +24,7 @@ type hostSockets struct {
 	anyAddress bool
 }
 
-// ListenTCP implements [Sockets].
+// ListenTCP implements sockets.
 func (h hostSockets) ListenTCP(ctx context.Context, at netip.AddrPort) (*net.TCPListener, error) {
 	config := h.config(listenerControl)
 	// By default, package net uses Multipath TCP for listening sockets. Such a socket takes
@@ -42,7 +42,7 @@ func (h hostSockets) ListenTCP(ctx context.Context, at netip.AddrPort) (*net.TCP
 	return l.(*net.TCPListener), nil
 }
 
-// ListenUDP implements [Sockets].
+// ListenUDP implements sockets.
 func (h hostSockets) ListenUDP(ctx context.Context, at netip.AddrPort) (*net.UDPConn, error) {
 	config := h.config(func(syscall.RawConn) error { return nil })
 	c, err := config.ListenPacket(ctx, network("udp", at.Addr()), at.String())

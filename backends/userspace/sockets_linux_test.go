@@ -43,7 +43,7 @@ func TestLocalPortsAreShared(t *testing.T) {
 // client. The kernel's delay of 0.2 s for the last packet of the handshake must not
 // affect such a connection.
 func TestEndpointMaySendFirst(t *testing.T) {
-	w := newWorld(t, Options{})
+	w := newWorld(t, settings{})
 	port := freePort(t, "127.0.0.2")
 	w.set(serviceAt("smtp", "127.0.0.2", port, api.TCP).addEndpoints(listenAt(t, "127.0.0.1:0", func(c *net.TCPConn) {
 		fmt.Fprintln(c, "220 ready")
@@ -65,7 +65,7 @@ func TestEndpointMaySendFirst(t *testing.T) {
 }
 
 func TestManyBytesAreMovedWithoutPipes(t *testing.T) {
-	w := newWorld(t, Options{})
+	w := newWorld(t, settings{})
 	w.pipes.open = func() (*pipe, error) { return nil, errors.New("too many open files") }
 	port := freePort(t, "127.0.0.2")
 	w.set(serviceAt("echo", "127.0.0.2", port, api.TCP).addEndpoints(listenAt(t, "127.0.0.1:0", func(c *net.TCPConn) { io.Copy(c, c) })).view())
@@ -83,7 +83,7 @@ func TestManyBytesAreMovedWithoutPipes(t *testing.T) {
 // TestServiceAtItsShareOfDescriptorsGetsNoPipes runs a backend with descriptors for only
 // one connection, so that none is left for a pipe.
 func TestServiceAtItsShareOfDescriptorsGetsNoPipes(t *testing.T) {
-	w := newWorld(t, Options{})
+	w := newWorld(t, settings{})
 	w.pipes.open = func() (*pipe, error) {
 		t.Error("a pipe is opened")
 		return newPipe()
@@ -101,7 +101,7 @@ func TestServiceAtItsShareOfDescriptorsGetsNoPipes(t *testing.T) {
 // TestEndFollowsLastBytesToSlowReader fills the buffers between endpoint and client. So
 // the last bytes and the end of the stream must wait in the backend.
 func TestEndFollowsLastBytesToSlowReader(t *testing.T) {
-	w := newWorld(t, Options{})
+	w := newWorld(t, settings{})
 	port := freePort(t, "127.0.0.2")
 	answer := bytes.Repeat([]byte("kpng"), 1<<20)
 	w.set(serviceAt("web", "127.0.0.2", port, api.TCP).addEndpoints(listenAt(t, "127.0.0.1:0", func(c *net.TCPConn) {

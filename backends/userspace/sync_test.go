@@ -14,10 +14,9 @@ import (
 	"testing"
 	"time"
 
-	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/internal/nodeaddrs"
-	"github.com/kpng-project/kpng/node/nodeaddr"
 	clocktesting "k8s.io/utils/clock/testing"
 )
 
@@ -47,7 +46,7 @@ func dropped(t *testing.T, addr string, port int32) bool {
 }
 
 func TestEstablishedConnectionSurvivesChangesOfItsService(t *testing.T) {
-	w := newWorld(t, Options{})
+	w := newWorld(t, settings{})
 	port := freePort(t, "127.0.0.2")
 	first, second := namedServer(t, "first"), namedServer(t, "second")
 	service := func() *testService { return serviceAt("web", "127.0.0.2", port, api.TCP) }
@@ -79,7 +78,7 @@ func TestEstablishedConnectionSurvivesChangesOfItsService(t *testing.T) {
 }
 
 func TestUnchangedListenerStaysOpen(t *testing.T) {
-	w := newWorld(t, Options{})
+	w := newWorld(t, settings{})
 	port := freePort(t, "127.0.0.2")
 	service := serviceAt("web", "127.0.0.2", port, api.TCP).addEndpoints(namedServer(t, "a"))
 	w.set(service.view())
@@ -99,7 +98,7 @@ func (w *world) listenerAt(at socketAddr) listener {
 }
 
 func TestServicesSwapAddresses(t *testing.T) {
-	w := newWorld(t, Options{})
+	w := newWorld(t, settings{})
 	port := freePort(t, "127.0.0.2")
 	a, b := namedServer(t, "a"), namedServer(t, "b")
 	w.set(serviceAt("a", "127.0.0.2", port, api.TCP).addEndpoints(a).view(), serviceAt("b", "127.0.0.3", port, api.TCP).addEndpoints(b).view())
@@ -110,7 +109,7 @@ func TestServicesSwapAddresses(t *testing.T) {
 }
 
 func TestPassInSeveralBatches(t *testing.T) {
-	w := newWorld(t, Options{})
+	w := newWorld(t, settings{})
 	port := freePort(t, "127.0.0.2")
 	a, b, gone := namedServer(t, "a"), namedServer(t, "b"), namedServer(t, "g")
 	at := func(name string, last int, to netip.AddrPort) *api.View {
@@ -154,7 +153,7 @@ func TestPassInSeveralBatches(t *testing.T) {
 }
 
 func TestPortInUseFailsOnlyItsService(t *testing.T) {
-	w := newWorld(t, Options{})
+	w := newWorld(t, settings{})
 	port := freePort(t, "127.0.0.2")
 	taken, err := net.Listen("tcp", fmt.Sprintf("127.0.0.2:%d", port))
 	if err != nil {
@@ -189,7 +188,7 @@ func TestUnsupportedFrontendsAreLoggedAndOthersServed(t *testing.T) {
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
-			w := newWorld(t, Options{})
+			w := newWorld(t, settings{})
 			port := freePort(t, "127.0.0.2")
 			for range 2 { // in the second pass, nothing has changed
 				w.source.Reset()
@@ -206,7 +205,7 @@ func TestUnsupportedFrontendsAreLoggedAndOthersServed(t *testing.T) {
 }
 
 func TestVerdictsWithoutEndpoints(t *testing.T) {
-	w := newWorld(t, Options{})
+	w := newWorld(t, settings{})
 	port := freePort(t, "127.0.0.2")
 	w.set(serviceAt("none", "127.0.0.2", port, api.TCP).markUnusable().view(), serviceAt("elsewhere", "127.0.0.3", port, api.TCP).view())
 	if !refused(t, "127.0.0.2", port) {
@@ -225,7 +224,7 @@ func TestVerdictsWithoutEndpoints(t *testing.T) {
 // TestSourceRangesDropOthers connects to a load-balancer IP that admits only some
 // loopback addresses.
 func TestSourceRangesDropOthers(t *testing.T) {
-	w := newWorld(t, Options{})
+	w := newWorld(t, settings{})
 	port := freePort(t, "127.0.0.2")
 	w.set(serviceAt("web", "127.0.0.2", port, api.TCP).addEndpoints(namedServer(t, "a")).modify(func(s *api.Service) {
 		s.Type = api.LoadBalancer
@@ -252,7 +251,7 @@ func TestSourceRangesDropOthers(t *testing.T) {
 // TestLocalPolicyIsShortCircuitedForThisNode connects from this node to a service whose
 // endpoints are all on other nodes.
 func TestLocalPolicyIsShortCircuitedForThisNode(t *testing.T) {
-	w := newWorld(t, Options{})
+	w := newWorld(t, settings{})
 	port := freePort(t, "127.0.0.2")
 	w.set(serviceAt("web", "127.0.0.2", port, api.TCP).addScoped(api.Scopes{Internal: true, Cluster: true}, namedServer(t, "far")).
 		modify(func(s *api.Service) {
@@ -266,7 +265,7 @@ func TestLocalPolicyIsShortCircuitedForThisNode(t *testing.T) {
 
 func TestClientKeepsItsEndpoint(t *testing.T) {
 	clock := clocktesting.NewFakeClock(time.Now())
-	w := newWorld(t, Options{Clock: clock})
+	w := newWorld(t, settings{clock: clock})
 	port := freePort(t, "127.0.0.2")
 	servers := []netip.AddrPort{namedServer(t, "a"), namedServer(t, "b"), namedServer(t, "c")}
 	affine := func(s *api.Service) {
@@ -334,7 +333,7 @@ func TestClientKeepsItsEndpoint(t *testing.T) {
 }
 
 func TestTrafficFromInterfaceAddressesIsLocal(t *testing.T) {
-	w := newWorld(t, Options{})
+	w := newWorld(t, settings{})
 	addrs, err := net.InterfaceAddrs()
 	if err != nil {
 		t.Fatal(err)
@@ -352,7 +351,7 @@ func TestTrafficFromInterfaceAddressesIsLocal(t *testing.T) {
 
 func TestNodePortsFollowNodeAddresses(t *testing.T) {
 	addrs := nodeaddrs.Of(netip.MustParseAddr("127.0.0.5"))
-	w := newWorld(t, Options{NodeAddresses: addrs})
+	w := newWorld(t, settings{Options: Options{Options: backends.Options{NodeAddresses: addrs}}})
 	port, nodePort := freePort(t, "127.0.0.2"), freePort(t, "127.0.0.5")
 	w.set(serviceAt("web", "127.0.0.2", port, api.TCP).addEndpoints(namedServer(t, "a")).modify(func(s *api.Service) {
 		s.Type = api.NodePort
@@ -376,7 +375,7 @@ func TestNodePortsFollowNodeAddresses(t *testing.T) {
 }
 
 func TestBothFamiliesAreServed(t *testing.T) {
-	w := newWorld(t, Options{})
+	w := newWorld(t, settings{})
 	server := namedServerAt(t, "six", "[::1]:0")
 	port := freePort(t, "::1")
 	w.set(serviceAt("web", "::1", port, api.TCP).addEndpoints(server).view())
@@ -389,7 +388,7 @@ func TestBothFamiliesAreServed(t *testing.T) {
 }
 
 func TestConnectionsOfDeletedServiceDrain(t *testing.T) {
-	w := newWorld(t, Options{DrainTimeout: 300 * time.Millisecond})
+	w := newWorld(t, settings{Options: Options{DrainTimeout: 300 * time.Millisecond}})
 	port := freePort(t, "127.0.0.2")
 	w.set(serviceAt("web", "127.0.0.2", port, api.TCP).addEndpoints(namedServer(t, "a")).view())
 	c := dial(t, "127.0.0.2", port)
@@ -412,7 +411,7 @@ func TestConnectionsOfDeletedServiceDrain(t *testing.T) {
 }
 
 func TestConnectionsOfAServiceWithoutEndpointsAreNotLimited(t *testing.T) {
-	w := newWorld(t, Options{DrainTimeout: 100 * time.Millisecond})
+	w := newWorld(t, settings{Options: Options{DrainTimeout: 100 * time.Millisecond}})
 	port := freePort(t, "127.0.0.2")
 	server := namedServer(t, "a")
 	w.set(serviceAt("web", "127.0.0.2", port, api.TCP).addEndpoints(server).view())
@@ -433,7 +432,7 @@ func TestConnectionsOfAServiceWithoutEndpointsAreNotLimited(t *testing.T) {
 }
 
 func TestStopWaitsForConnectionsToEnd(t *testing.T) {
-	w := newWorld(t, Options{})
+	w := newWorld(t, settings{})
 	port := freePort(t, "127.0.0.2")
 	w.set(serviceAt("web", "127.0.0.2", port, api.TCP).addEndpoints(namedServer(t, "a")).view())
 	c := dial(t, "127.0.0.2", port)
@@ -448,40 +447,16 @@ func TestStopWaitsForConnectionsToEnd(t *testing.T) {
 }
 
 func TestStatsCount(t *testing.T) {
-	w := newWorld(t, Options{})
+	w := newWorld(t, settings{})
 	port := freePort(t, "127.0.0.2")
 	w.set(serviceAt("web", "127.0.0.2", port, api.TCP).addEndpoints(namedServer(t, "a")).view())
 	c := dial(t, "127.0.0.2", port)
 	c.ask()
 	askOnce(t, "127.0.0.2", port)
-	want := PortStats{Service: key("web"), Protocol: api.TCP, Port: port, Connections: 2, Active: 1, BytesToEndpoints: 12, BytesFromEndpoints: 16}
-	var got PortStats
-	eventually(t, "one connection remains", func() bool { got = w.stats("web"); return got.Active == 1 })
-	if diff := cmp.Diff(want, got); diff != "" {
-		t.Errorf("stats (-want +got):\n%s", diff)
-	}
-}
-
-func TestNodePortsAreNotServedAtServiceAddresses(t *testing.T) {
-	loopback := nodeaddr.Selection{"127.0.0.0/8"}
-	interfaces, err := net.Interfaces()
-	if err != nil {
-		t.Fatal(err)
-	}
-	var names []string
-	for _, i := range interfaces {
-		names = append(names, i.Name)
-	}
-	for _, test := range []struct {
-		exclude []string
-		want    bool
-	}{{nil, true}, {names, false}} {
-		b, err := New(Options{NodePorts: loopback, ExcludeInterfaces: test.exclude})
-		if err != nil {
-			t.Fatal(err)
-		}
-		if addrs, _ := b.NodeAddresses().Addresses(); len(addrs) > 0 != test.want {
-			t.Errorf("without the interfaces %q, node ports are served at %v", test.exclude, addrs)
-		}
+	want := stats{connections: 2, active: 1, sent: 12, received: 16}
+	var got stats
+	eventually(t, "one connection remains", func() bool { got = w.stats("web"); return got.active == 1 })
+	if got != want {
+		t.Errorf("statistics %+v, want %+v", got, want)
 	}
 }

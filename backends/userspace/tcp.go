@@ -37,7 +37,7 @@ type tcpListener struct {
 }
 
 func (e *engine) listenTCP(ctx context.Context, p socketAddr, r *rules) (*tcpListener, error) {
-	socket, err := e.opts.Sockets.ListenTCP(ctx, p.at)
+	socket, err := e.opts.sockets.ListenTCP(ctx, p.at)
 	if err != nil {
 		return nil, fmt.Errorf("listen on %s: %w", p, err)
 	}
@@ -187,26 +187,26 @@ func (l *tcpListener) connect(client *net.TCPConn) (*net.TCPConn, error) {
 	from := client.RemoteAddr().(*net.TCPAddr).AddrPort().Addr().Unmap()
 	var tried, refused []netip.AddrPort
 	var failures []error
-	for attempt := range l.opts.DialTimeouts {
+	for attempt := range dialTimeouts {
 		r := l.current.Load() // the rules may change between attempts
 		unfit := func(e netip.AddrPort) bool { return slices.Contains(tried, e) || l.serves(r.port, e) }
 		rt := r.routeOf(from, l.startsHere)
 		if rt.verdict != nodeview.Forward {
 			return nil, errNotAdmitted
 		}
-		endpoint, ok := r.endpoint(rt, from, unfit, l.opts.Clock.Now())
+		endpoint, ok := r.endpoint(rt, from, unfit, l.opts.clock.Now())
 		if !ok && len(tried) > len(refused) {
 			// From now on, tried has only the endpoints that refused. The others did not answer in
 			// time. Retry them with a longer timeout.
 			tried = slices.Clone(refused)
-			endpoint, ok = r.endpoint(rt, from, unfit, l.opts.Clock.Now())
+			endpoint, ok = r.endpoint(rt, from, unfit, l.opts.clock.Now())
 		}
 		if !ok {
 			break
 		}
 		l.logEndpoint(r.port, client.RemoteAddr(), rt.pool, endpoint)
 
-		conn, err := l.dialTCP(endpoint, l.opts.DialTimeouts[attempt])
+		conn, err := l.dialTCP(endpoint, dialTimeouts[attempt])
 		switch {
 		case err == nil:
 			return conn, nil

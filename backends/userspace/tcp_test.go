@@ -21,7 +21,7 @@ import (
 )
 
 func TestEndpointsTakeTurns(t *testing.T) {
-	w := newWorld(t, Options{})
+	w := newWorld(t, settings{})
 	port := freePort(t, "127.0.0.2")
 	w.set(serviceAt("web", "127.0.0.2", port, api.TCP).addEndpoints(namedServer(t, "a"), namedServer(t, "b"), namedServer(t, "c")).view())
 	got := map[string]int{}
@@ -36,7 +36,7 @@ func TestEndpointsTakeTurns(t *testing.T) {
 // TestManyBytesArriveUnchanged sends many bytes in both directions, so that they are
 // spliced.
 func TestManyBytesArriveUnchanged(t *testing.T) {
-	w := newWorld(t, Options{})
+	w := newWorld(t, settings{})
 	port := freePort(t, "127.0.0.2")
 	echo := listenAt(t, "127.0.0.1:0", func(c *net.TCPConn) { io.Copy(c, c) })
 	w.set(serviceAt("echo", "127.0.0.2", port, api.TCP).addEndpoints(echo).view())
@@ -57,7 +57,7 @@ func TestManyBytesArriveUnchanged(t *testing.T) {
 }
 
 func TestHalfClosedConnectionContinues(t *testing.T) {
-	w := newWorld(t, Options{})
+	w := newWorld(t, settings{})
 	port := freePort(t, "127.0.0.2")
 	// The server first reads to the end, and then answers.
 	count := listenAt(t, "127.0.0.1:0", func(c *net.TCPConn) {
@@ -75,7 +75,7 @@ func TestHalfClosedConnectionContinues(t *testing.T) {
 }
 
 func TestResetIsForwardedAsReset(t *testing.T) {
-	w := newWorld(t, Options{})
+	w := newWorld(t, settings{})
 	port := freePort(t, "127.0.0.2")
 	ended := make(chan error, 1)
 	server := listenAt(t, "127.0.0.1:0", func(c *net.TCPConn) {
@@ -114,7 +114,7 @@ func TestResetIsForwardedAsReset(t *testing.T) {
 
 // TestResetIsForwardedWhileBytesMove resets a connection while its bytes are spliced.
 func TestResetIsForwardedWhileBytesMove(t *testing.T) {
-	w := newWorld(t, Options{})
+	w := newWorld(t, settings{})
 	port := freePort(t, "127.0.0.2")
 	const before = 4 << 20 // number of bytes before the reset
 	ended := make(chan error, 1)
@@ -163,7 +163,7 @@ func (zeros) Read(b []byte) (int, error) {
 // TestListenerClosesDuringConnections repeatedly opens and closes a listener while
 // clients connect. After each close, the number of counted connections must be 0.
 func TestListenerClosesDuringConnections(t *testing.T) {
-	w := newWorld(t, Options{})
+	w := newWorld(t, settings{})
 	w.set() // without views, w.set only waits until the backend has started
 	at := socketAddr{api.TCP, netip.AddrPortFrom(netip.MustParseAddr("127.0.0.2"), uint16(freePort(t, "127.0.0.2")))}
 	dead := netip.AddrPortFrom(netip.MustParseAddr("127.0.0.1"), uint16(freePort(t, "127.0.0.1")))
@@ -209,7 +209,7 @@ func TestListenerClosesDuringConnections(t *testing.T) {
 }
 
 func TestRefusingEndpointIsSkipped(t *testing.T) {
-	w := newWorld(t, Options{})
+	w := newWorld(t, settings{})
 	port := freePort(t, "127.0.0.2")
 	dead := netip.AddrPortFrom(netip.MustParseAddr("127.0.0.1"), uint16(freePort(t, "127.0.0.1")))
 	w.set(serviceAt("web", "127.0.0.2", port, api.TCP).addEndpoints(dead, namedServer(t, "alive")).view())
@@ -218,13 +218,13 @@ func TestRefusingEndpointIsSkipped(t *testing.T) {
 			t.Fatalf("connected to %s", got)
 		}
 	}
-	if got := w.stats("web").DialFailures; got < 1 || got > 10 {
+	if got := w.stats("web").dialFailures; got < 1 || got > 10 {
 		t.Errorf("%d dial failures, want at most one for each of 10 connections", got)
 	}
 }
 
 func TestConnectionIsResetWhenEveryEndpointRefuses(t *testing.T) {
-	w := newWorld(t, Options{})
+	w := newWorld(t, settings{})
 	port := freePort(t, "127.0.0.2")
 	dead := netip.AddrPortFrom(netip.MustParseAddr("127.0.0.1"), uint16(freePort(t, "127.0.0.1")))
 	w.set(serviceAt("web", "127.0.0.2", port, api.TCP).addEndpoints(dead).view())
@@ -237,7 +237,7 @@ func TestConnectionIsResetWhenEveryEndpointRefuses(t *testing.T) {
 	if !errors.Is(err, syscall.ECONNRESET) {
 		t.Errorf("the connection ended with %v, want a reset", err)
 	}
-	if got := w.stats("web").DialFailures; got != 1 {
+	if got := w.stats("web").dialFailures; got != 1 {
 		t.Errorf("%d dial failures, want 1: an endpoint that refuses is not tried again", got)
 	}
 }

@@ -30,7 +30,7 @@ type udpListener struct {
 }
 
 func (e *engine) listenUDP(ctx context.Context, p socketAddr, r *rules) (*udpListener, error) {
-	socket, err := e.opts.Sockets.ListenUDP(ctx, p.at)
+	socket, err := e.opts.sockets.ListenUDP(ctx, p.at)
 	if err != nil {
 		return nil, fmt.Errorf("listen on %s: %w", p, err)
 	}
@@ -74,7 +74,7 @@ func (l *udpListener) receive() {
 // forward sends each datagram to the endpoint of its client. It appends the clients to
 // the slice in the second argument and returns the extended slice.
 func (l *udpListener) forward(messages []ipv4.Message, reached []*udpClient) []*udpClient {
-	now := l.opts.Clock.Now()
+	now := l.opts.clock.Now()
 	var c *udpClient
 	for i := range messages {
 		m := &messages[i]

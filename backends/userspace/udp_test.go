@@ -74,7 +74,7 @@ func udpAsk(t *testing.T, c *net.UDPConn) string {
 }
 
 func TestUDPClientKeepsItsEndpoint(t *testing.T) {
-	w := newWorld(t, Options{})
+	w := newWorld(t, settings{})
 	port := freePort(t, "127.0.0.2")
 	w.set(serviceAt("dns", "127.0.0.2", port, api.UDP).addEndpoints(udpServer(t, "a"), udpServer(t, "b")).view())
 	got := map[string]int{}
@@ -94,7 +94,7 @@ func TestUDPClientKeepsItsEndpoint(t *testing.T) {
 }
 
 func TestLargestDatagramIsMoved(t *testing.T) {
-	w := newWorld(t, Options{})
+	w := newWorld(t, settings{})
 	port := freePort(t, "127.0.0.2")
 	w.set(serviceAt("dns", "127.0.0.2", port, api.UDP).addEndpoints(udpServer(t, "a")).view())
 	c := udpDial(t, "127.0.0.2", port)
@@ -110,7 +110,7 @@ func TestLargestDatagramIsMoved(t *testing.T) {
 
 func TestIdleUDPClientIsDropped(t *testing.T) {
 	clock := clocktesting.NewFakeClock(time.Now())
-	w := newWorld(t, Options{Clock: clock, UDPTimeout: time.Minute})
+	w := newWorld(t, settings{Options: Options{UDPTimeout: time.Minute}, clock: clock})
 	port := freePort(t, "127.0.0.2")
 	w.set(serviceAt("dns", "127.0.0.2", port, api.UDP).addEndpoints(udpServer(t, "a")).view())
 	silent, talking := udpDial(t, "127.0.0.2", port), udpDial(t, "127.0.0.2", port)
@@ -119,15 +119,15 @@ func TestIdleUDPClientIsDropped(t *testing.T) {
 	clock.Step(50 * time.Second)
 	udpAsk(t, talking)
 	clock.Step(20 * time.Second)
-	eventually(t, "one client remains", func() bool { return w.stats("dns").Active == 1 })
+	eventually(t, "one client remains", func() bool { return w.stats("dns").active == 1 })
 	udpAsk(t, talking)
-	if got := w.stats("dns").Connections; got != 2 {
+	if got := w.stats("dns").connections; got != 2 {
 		t.Errorf("%d clients were counted, want 2: an active client is kept", got)
 	}
 }
 
 func TestUDPClientLeavesRemovedEndpoint(t *testing.T) {
-	w := newWorld(t, Options{})
+	w := newWorld(t, settings{})
 	port := freePort(t, "127.0.0.2")
 	first, second := udpServer(t, "first"), udpServer(t, "second")
 	w.set(serviceAt("dns", "127.0.0.2", port, api.UDP).addEndpoints(first).view())
@@ -149,7 +149,7 @@ func TestUDPClientLeavesRemovedEndpoint(t *testing.T) {
 }
 
 func TestUDPClientLeavesEndpointOfRemovedPort(t *testing.T) {
-	w := newWorld(t, Options{})
+	w := newWorld(t, settings{})
 	port := freePort(t, "127.0.0.2")
 	named := func(name string, server netip.AddrPort) *api.View {
 		s := serviceAt("dns", "127.0.0.2", port, api.UDP).addEndpoints(server)
@@ -168,7 +168,7 @@ func TestUDPClientLeavesEndpointOfRemovedPort(t *testing.T) {
 // TestNewUDPClientDuringRemovalOfItsEndpoint removes an endpoint that was just chosen for
 // a new client.
 func TestNewUDPClientDuringRemovalOfItsEndpoint(t *testing.T) {
-	w := newWorld(t, Options{})
+	w := newWorld(t, settings{})
 	port := freePort(t, "127.0.0.2")
 	first, second := udpServer(t, "first"), udpServer(t, "second")
 	changed := make(chan struct{})
@@ -186,7 +186,7 @@ func TestNewUDPClientDuringRemovalOfItsEndpoint(t *testing.T) {
 }
 
 func TestUDPClientLeavesRefusingEndpoint(t *testing.T) {
-	w := newWorld(t, Options{})
+	w := newWorld(t, settings{})
 	port := freePort(t, "127.0.0.2")
 	dead := netip.AddrPortFrom(netip.MustParseAddr("127.0.0.1"), uint16(freePort(t, "127.0.0.1")))
 	w.set(serviceAt("dns", "127.0.0.2", port, api.UDP).addEndpoints(dead, udpServer(t, "alive")).view())
@@ -198,7 +198,7 @@ func TestUDPClientLeavesRefusingEndpoint(t *testing.T) {
 }
 
 func TestAffinityDoesNotKeepRefusingUDPEndpoint(t *testing.T) {
-	w := newWorld(t, Options{})
+	w := newWorld(t, settings{})
 	port := freePort(t, "127.0.0.2")
 	dead := netip.AddrPortFrom(netip.MustParseAddr("127.0.0.1"), uint16(freePort(t, "127.0.0.1")))
 	w.set(serviceAt("dns", "127.0.0.2", port, api.UDP).addEndpoints(dead, udpServer(t, "alive")).modify(func(s *api.Service) {
@@ -212,7 +212,7 @@ func TestAffinityDoesNotKeepRefusingUDPEndpoint(t *testing.T) {
 }
 
 func TestUDPIsRefusedAfterServiceIsDeleted(t *testing.T) {
-	w := newWorld(t, Options{})
+	w := newWorld(t, settings{})
 	port := freePort(t, "127.0.0.2")
 	w.set(serviceAt("dns", "127.0.0.2", port, api.UDP).addEndpoints(udpServer(t, "a")).view())
 	c := udpDial(t, "127.0.0.2", port)
@@ -228,16 +228,16 @@ func TestUDPIsRefusedAfterServiceIsDeleted(t *testing.T) {
 }
 
 func TestTableOfUDPClientsIsBounded(t *testing.T) {
-	w := newWorld(t, Options{MaxUDPClients: 32})
+	w := newWorld(t, settings{Options: Options{MaxUDPClients: 32}})
 	port := freePort(t, "127.0.0.2")
 	w.set(serviceAt("dns", "127.0.0.2", port, api.UDP).addEndpoints(udpServer(t, "a")).view())
 	for range 100 {
 		udpAsk(t, udpDial(t, "127.0.0.2", port))
-		if got := w.stats("dns").Active; got > 32 {
+		if got := w.stats("dns").active; got > 32 {
 			t.Fatalf("%d concurrent clients", got)
 		}
 	}
-	if got := w.stats("dns").Connections; got != 100 {
+	if got := w.stats("dns").connections; got != 100 {
 		t.Errorf("%d clients were counted, want 100", got)
 	}
 }
@@ -245,7 +245,7 @@ func TestTableOfUDPClientsIsBounded(t *testing.T) {
 // TestBurstOfUDPClientsUsesFewBatches lets 1,000 clients receive answers at the same
 // time.
 func TestBurstOfUDPClientsUsesFewBatches(t *testing.T) {
-	w := newWorld(t, Options{})
+	w := newWorld(t, settings{})
 	port := freePort(t, "127.0.0.2")
 	w.set(serviceAt("dns", "127.0.0.2", port, api.UDP).addEndpoints(udpServer(t, "a")).view())
 	var clients []*net.UDPConn
@@ -292,7 +292,7 @@ func TestGetWaitsForFreeBatch(t *testing.T) {
 // must remove the clients that have been idle longest.
 func TestTwentyThousandUDPClients(t *testing.T) {
 	const clients, room = 20_000, 10_000
-	w := newWorld(t, Options{MaxUDPClients: room})
+	w := newWorld(t, settings{Options: Options{MaxUDPClients: room}})
 	port := freePort(t, "127.0.0.2")
 	w.set(serviceAt("dns", "127.0.0.2", port, api.UDP).addEndpoints(udpServer(t, "a")).view())
 	for first := 0; first < clients; first += 100 {
@@ -315,7 +315,7 @@ func TestTwentyThousandUDPClients(t *testing.T) {
 		}
 	}
 	s := w.stats("dns")
-	if s.Connections != clients || s.Active > room || s.Active < room/2 {
-		t.Errorf("%d clients were counted and %d remain, want %d and at most %d", s.Connections, s.Active, clients, room)
+	if s.connections != clients || s.active > room || s.active < room/2 {
+		t.Errorf("%d clients were counted and %d remain, want %d and at most %d", s.connections, s.active, clients, room)
 	}
 }

@@ -78,7 +78,7 @@ func (c *udpClient) receive() {
 				if c.listener.write(b.messages[:n]) == nil {
 					c.port.counters.bytesFromEndpoints.Add(int64(bytes))
 				}
-				c.lastDatagram.Store(monotonic(c.listener.opts.Clock.Now()))
+				c.lastDatagram.Store(monotonic(c.listener.opts.clock.Now()))
 			}
 			c.listener.batches.put(b)
 		}

@@ -31,10 +31,10 @@ func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 // patience limits the wait for events that should come immediately.
 const patience = 10 * time.Second
 
-// world is a Backend together with its driver.
+// world is a backend together with its driver.
 type world struct {
 	*testing.T
-	*Backend
+	*backend
 	source *sinktest.Source
 	driver *sink.Driver
 	ctx    context.Context
@@ -81,18 +81,18 @@ func (b *logBuffer) write(prefix, line string) {
 	}
 }
 
-// newWorld starts a Backend without services. By default, node ports are at 127.0.0.1 and
+// newWorld starts a backend without services. By default, node ports are at 127.0.0.1 and
 // ::1.
-func newWorld(t *testing.T, opts Options) *world {
+func newWorld(t *testing.T, opts settings) *world {
 	t.Helper()
 	if opts.NodeAddresses == nil {
 		opts.NodeAddresses = nodeaddr.Of(netip.MustParseAddr("127.0.0.1"), netip.IPv6Loopback())
 	}
-	b, err := New(opts)
+	b, err := newBackend(opts)
 	if err != nil {
 		t.Fatal(err)
 	}
-	w := &world{T: t, Backend: b, source: sinktest.NewSource(), ended: make(chan error, 1), log: &logBuffer{}, limit: b.descriptors.free}
+	w := &world{T: t, backend: b, source: sinktest.NewSource(), ended: make(chan error, 1), log: &logBuffer{}, limit: b.descriptors.free}
 	w.ctx, w.stop = context.WithCancel(klog.NewContext(t.Context(), funcr.New(w.log.write, funcr.Options{Verbosity: 4})))
 	w.driver = sink.NewDriver(w.source, sinktest.NewRecorder(t, b), sink.Options{})
 	w.source.MarkSynced()
@@ -351,14 +351,23 @@ func socketAddrOf(t *testing.T, protocol api.Protocol, at string) socketAddr {
 	return socketAddr{protocol, addr}
 }
 
-// stats returns the statistics of the first port of a service.
-func (w *world) stats(name string) PortStats {
+// stats are the statistics of a port.
+type stats struct{ connections, active, dialFailures, sent, received int64 }
+
+// allStats returns the statistics of the services, which have one port each.
+func (w *world) allStats() map[types.NamespacedName]stats {
+	all := map[types.NamespacedName]stats{}
+	w.Stats(func(service types.NamespacedName, _ api.Protocol, _ int32, connections, active, dialFailures, sent, received int64) {
+		all[service] = stats{connections, active, dialFailures, sent, received}
+	})
+	return all
+}
+
+func (w *world) stats(name string) stats {
 	w.Helper()
-	for s := range w.Stats() {
-		if s.Service == key(name) {
-			return s
-		}
+	of, found := w.allStats()[key(name)]
+	if !found {
+		w.Fatalf("no statistics of %s", name)
 	}
-	w.Fatalf("no statistics of %s", name)
-	return PortStats{}
+	return of
 }

@@ -4,7 +4,6 @@ package main
 
 import (
 	"github.com/kpng-project/kpng/app/program"
-	"github.com/kpng-project/kpng/backends/userspace"
 	"github.com/kpng-project/kpng/internal/command"
 )
 
@@ -15,6 +14,6 @@ func platformBackends() []*command.Backend {
 		program.IPVS(),
 		program.EBPF(),
 		program.OVS(),
-		program.Userspace(userspace.LocalRoutes(userspace.RouteOptions{})),
+		program.Userspace(),
 	)
 }

@@ -9,4 +9,4 @@ import (
 	"github.com/kpng-project/kpng/internal/command"
 )
 
-func platformBackends() []*command.Backend { return descriptions(program.Userspace(nil)) }
+func platformBackends() []*command.Backend { return descriptions(program.Userspace()) }

@@ -10,6 +10,6 @@ import (
 func platformBackends() []*command.Backend {
 	return descriptions(
 		program.Kernelspace(),
-		program.WindowsUserspace(),
+		program.Userspace(),
 	)
 }

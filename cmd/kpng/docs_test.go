@@ -65,8 +65,8 @@ func TestManualDescribesAllFlags(t *testing.T) {
 	}
 	walk(newRoot())
 	walk(app.Command(app.Options{Name: "any", Sink: cleaner{}}))
-	// The commands of newRoot include these two backends only on Windows.
-	for _, b := range descriptions(program.Kernelspace(), program.WindowsUserspace()) {
+	// The commands of newRoot include this backend only on Windows.
+	for _, b := range descriptions(program.Kernelspace()) {
 		cmd := &cobra.Command{Use: b.Name}
 		b.Register(cmd.Flags())
 		walk(cmd)

@@ -10,9 +10,8 @@ package main
 import (
 	"github.com/kpng-project/kpng/app"
 	"github.com/kpng-project/kpng/app/program"
-	"github.com/kpng-project/kpng/backends/userspace"
 )
 
 func main() {
-	app.Main(program.Userspace(userspace.LocalRoutes(userspace.RouteOptions{})))
+	app.Main(program.Userspace())
 }

@@ -20,7 +20,7 @@ import (
 )
 
 func main() {
-	cmd := app.Command(app.Options{Name: "winuserspace", Sink: program.WindowsUserspace(), Server: remote.DefaultAddress})
+	cmd := app.Command(app.Options{Name: "winuserspace", Sink: program.Userspace(), Server: remote.DefaultAddress})
 	cmd.Long = "winuserspace proxies services on a Windows node by sockets, at addresses that it puts on a network interface."
 	app.Execute(cmd)
 }

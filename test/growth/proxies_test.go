@@ -20,7 +20,6 @@ import (
 
 	"github.com/kpng-project/kpng"
 	"github.com/kpng-project/kpng/app/program"
-	"github.com/kpng-project/kpng/backends/userspace"
 	"github.com/kpng-project/kpng/internal/command"
 	"github.com/kpng-project/kpng/internal/netnstest"
 	"github.com/kpng-project/kpng/internal/ovstest"
@@ -53,7 +52,7 @@ var backends = map[string]func() sink.Sink{
 	"iptables":  program.IPTables,
 	"ebpf":      program.EBPF,
 	"ovs":       program.OVS,
-	"userspace": func() sink.Sink { return program.Userspace(userspace.LocalRoutes(userspace.RouteOptions{})) },
+	"userspace": func() sink.Sink { return program.Userspace() },
 	"ipvs":      program.IPVS,
 }
 

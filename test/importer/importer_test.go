@@ -80,7 +80,7 @@ func TestImporterLinksNothingUnwanted(t *testing.T) {
 		{"facade", []string{".", "sink", "watcher/kube"}, nil},
 		{"metrics", []string{"metrics"}, []string{"github.com/prometheus"}},
 		{"backends", []string{
-			"backends/nftables", "backends/userspace", "backends/windows/userspace",
+			"backends/nftables", "backends/userspace",
 			"node/nodeaddr",
 		}, []string{"github.com/google/nftables"}},
 		{"kernelspace", []string{"backends/windows/kernelspace"}, []string{"github.com/Microsoft/hcsshim", "google.golang.org/grpc"}},

@@ -14,8 +14,8 @@ import (
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/backends"
-	"github.com/kpng-project/kpng/backends/windows/internal/journal"
 	"github.com/kpng-project/kpng/internal/hns"
+	"github.com/kpng-project/kpng/internal/journal"
 	"github.com/kpng-project/kpng/internal/nodeaddrs"
 	"github.com/kpng-project/kpng/internal/ordering"
 	"github.com/kpng-project/kpng/internal/ownership"

@@ -11,8 +11,8 @@ import (
 	"slices"
 	"strings"
 
-	"github.com/kpng-project/kpng/backends/windows/internal/journal"
 	"github.com/kpng-project/kpng/internal/hns"
+	"github.com/kpng-project/kpng/internal/journal"
 	"k8s.io/apimachinery/pkg/types"
 )
 

@@ -19,8 +19,9 @@ import (
 	"os/signal"
 	"syscall"
 
-	"github.com/kpng-project/kpng/backends/userspace"
+	"github.com/vishvananda/netlink"
 	"golang.org/x/sync/errgroup"
+	"golang.org/x/sys/unix"
 )
 
 func main() {
@@ -33,29 +34,39 @@ func main() {
 }
 
 func play(ctx context.Context, pods []string) error {
-	// The proxy removes all routes with the protocol number 107, so use another number.
-	addresses := userspace.LocalRoutes(userspace.RouteOptions{Protocol: 108})
-	defer addresses.Cleanup(context.Background())
 	servers, ctx := errgroup.WithContext(ctx)
 	for _, pod := range pods {
 		at, err := netip.ParseAddrPort(pod)
 		if err != nil {
 			return err
 		}
-		if err := addresses.Add(ctx, at.Addr()); err != nil {
+		route := localRoute(at.Addr())
+		if err := netlink.RouteReplace(route); err != nil {
 			return fmt.Errorf("make %s local: %w", at.Addr(), err)
 		}
+		defer netlink.RouteDel(route)
 		servers.Go(func() error { return serveHTTP(ctx, at) })
 		servers.Go(func() error { return serveUDP(ctx, at) })
 	}
 	return servers.Wait()
 }
 
+// localRoute returns a route that makes addr local. The proxy removes all such routes with
+// the protocol number 107, so the number differs.
+func localRoute(addr netip.Addr) *netlink.Route {
+	return &netlink.Route{
+		Dst:       &net.IPNet{IP: addr.AsSlice(), Mask: net.CIDRMask(addr.BitLen(), addr.BitLen())},
+		LinkIndex: 1, // the loopback interface
+		Type:      unix.RTN_LOCAL, Table: unix.RT_TABLE_LOCAL, Scope: netlink.SCOPE_HOST,
+		Protocol: 108, Priority: 2048,
+	}
+}
+
 // config can listen at an address that no interface has. Only a route makes such an
 // address local.
 var config = net.ListenConfig{Control: func(_, _ string, c syscall.RawConn) error {
 	var err error
-	return errors.Join(c.Control(func(fd uintptr) { err = syscall.SetsockoptInt(int(fd), syscall.IPPROTO_IP, syscall.IP_FREEBIND, 1) }), err)
+	return errors.Join(c.Control(func(fd uintptr) { err = unix.SetsockoptInt(int(fd), unix.IPPROTO_IP, unix.IP_FREEBIND, 1) }), err)
 }}
 
 func serveHTTP(ctx context.Context, at netip.AddrPort) error {

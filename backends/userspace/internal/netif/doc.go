@@ -1,11 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package userspace adapts the userspace proxy (backends/userspace) to Windows. It adds
-// the addresses of services to a network interface.
-//
-//	addresses, err := windows.New(windows.Options{})
-//	…
-//	b, err := userspace.New(userspace.Options{Addresses: addresses})
+// Package netif makes the addresses of services local to a Windows host. It adds them to a
+// network interface.
 //
 // The package adds each address with the prefix length 32 or 128. Windows does not use an
 // added address as the source of connections, and removes it at a restart. The package
@@ -18,4 +14,4 @@
 // checks the exit status of netsh and whether the address exists.
 //
 // The package compiles on every platform but works only on Windows.
-package userspace
+package netif

@@ -2,7 +2,7 @@
 
 //go:build !windows
 
-package userspace
+package netif
 
 import (
 	"errors"

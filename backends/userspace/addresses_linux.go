@@ -3,11 +3,13 @@
 package userspace
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
 	"net"
 	"net/netip"
+	"strconv"
 
 	"github.com/kpng-project/kpng/internal/ownership"
 	"github.com/vishvananda/netlink"
@@ -15,39 +17,42 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// RouteOptions are the settings of LocalRoutes. The zero value selects the defaults.
-type RouteOptions struct {
-	// Protocol is the routing protocol number of the routes, 5 to 255. LocalRoutes treats
-	// all local routes with this number as its own. So two proxies on one host need
-	// different numbers. Default: 107.
-	Protocol int
-	// NetNS is a file descriptor of the network namespace for the routes. It must stay open
-	// while the result of LocalRoutes is used. Default 0: the namespace of the process.
-	NetNS int
+// platformOptions are the names of the shared options that the dataplane supports only on
+// this platform.
+var platformOptions = []string{"Instance"}
+
+// hostAddresses returns what makes addresses local as the options say, or nil if they do
+// not enable that.
+func hostAddresses(o *Options) (addresses, error) {
+	if o.Interface != "" || o.StateFile != "" {
+		return nil, errors.New("the options Interface and StateFile are for Windows")
+	}
+	protocol, err := strconv.ParseUint(cmp.Or(o.Instance, "107"), 10, 8)
+	if err != nil || protocol < 5 {
+		return nil, fmt.Errorf("instance %q is not a routing protocol number from 5 to 255", o.Instance)
+	}
+	if !o.AddAddresses {
+		return nil, nil
+	}
+	return localRoutes{protocol: int(protocol)}, nil
 }
 
-// metric returns the metric of the routes. It differs from the metric of the kernel's own
-// routes, which is 0, and from the metric of routes with another value of Protocol.
-// Routes to the same address are independent if their metrics differ.
-func (r localRoutes) metric() int { return 1024 + r.Protocol }
-
-// LocalRoutes returns an implementation of [Addresses]. It makes each address local with
-// a route of type local. The routes use the loopback interface and are in the kernel's
-// table of local addresses. A process needs the capability CAP_NET_ADMIN to change these
-// routes. Without it, Start of a Backend returns an error.
+// localRoutes makes each address local with a route of type local. The routes use the
+// loopback interface and are in the kernel's table of local addresses.
 //
 // Such routes have advantages over addresses on an interface. They need no additional
 // interface. Many routes are no problem: the kernel keeps routes in a tree, but the
 // addresses of an interface in a list. The protocol number identifies the owner of a
 // route. Another program can still add the same address to an interface.
-func LocalRoutes(opts RouteOptions) Addresses {
-	if opts.Protocol == 0 {
-		opts.Protocol = 107
-	}
-	return localRoutes(opts)
+type localRoutes struct {
+	protocol int
+	netNS    int // the network namespace of the routes, for tests; 0 for that of the process
 }
 
-type localRoutes RouteOptions
+// metric returns the metric of the routes. It differs from the metric of the kernel's own
+// routes, which is 0, and from the metric of routes with another protocol. Routes to the
+// same address are independent if their metrics differ.
+func (r localRoutes) metric() int { return 1024 + r.protocol }
 
 func (r localRoutes) route(addr netip.Addr) *netlink.Route {
 	return &netlink.Route{
@@ -56,7 +61,7 @@ func (r localRoutes) route(addr netip.Addr) *netlink.Route {
 		Type:      unix.RTN_LOCAL,
 		Table:     unix.RT_TABLE_LOCAL,
 		Scope:     netlink.SCOPE_HOST,
-		Protocol:  netlink.RouteProtocol(r.Protocol),
+		Protocol:  netlink.RouteProtocol(r.protocol),
 		Priority:  r.metric(),
 	}
 }
@@ -68,9 +73,9 @@ const loopbackIndex = 1
 // withHandle calls f with a netlink handle for the network namespace.
 func (r localRoutes) withHandle(f func(*netlink.Handle) error) error {
 	open := func() (*netlink.Handle, error) { return netlink.NewHandle(unix.NETLINK_ROUTE) }
-	if r.NetNS != 0 {
+	if r.netNS != 0 {
 		open = func() (*netlink.Handle, error) {
-			return netlink.NewHandleAt(netns.NsHandle(r.NetNS), unix.NETLINK_ROUTE)
+			return netlink.NewHandleAt(netns.NsHandle(r.netNS), unix.NETLINK_ROUTE)
 		}
 	}
 	h, err := open()
@@ -83,10 +88,10 @@ func (r localRoutes) withHandle(f func(*netlink.Handle) error) error {
 
 // Own takes the ownership of the routes, see exclusive.
 func (r localRoutes) Own(ctx context.Context) (release func(), err error) {
-	return ownership.Objects(ctx, r.NetNS, fmt.Sprintf("local routes of protocol %d", r.Protocol))
+	return ownership.Objects(ctx, r.netNS, fmt.Sprintf("local routes of protocol %d", r.protocol))
 }
 
-// Add implements [Addresses].
+// Add implements addresses.
 func (r localRoutes) Add(_ context.Context, addr netip.Addr) error {
 	return r.withHandle(func(h *netlink.Handle) error {
 		if err := h.RouteAdd(r.route(addr)); err != nil && !errors.Is(err, unix.EEXIST) {
@@ -96,7 +101,7 @@ func (r localRoutes) Add(_ context.Context, addr netip.Addr) error {
 	})
 }
 
-// Remove implements [Addresses].
+// Remove implements addresses.
 func (r localRoutes) Remove(_ context.Context, addr netip.Addr) error {
 	return r.withHandle(func(h *netlink.Handle) error {
 		if err := h.RouteDel(r.route(addr)); err != nil && !errors.Is(err, unix.ESRCH) {
@@ -106,7 +111,7 @@ func (r localRoutes) Remove(_ context.Context, addr netip.Addr) error {
 	})
 }
 
-// Left implements [Addresses]. It returns an error if the process may not change routes.
+// Left implements addresses. It returns an error if the process may not change routes.
 func (r localRoutes) Left(ctx context.Context) (left []netip.Addr, err error) {
 	// Check the privilege: try to remove a route that cannot exist, because no service has
 	// the address 0.0.0.0.
@@ -119,7 +124,7 @@ func (r localRoutes) Left(ctx context.Context) (left []netip.Addr, err error) {
 	err = r.withHandle(func(h *netlink.Handle) error {
 		for _, family := range []int{netlink.FAMILY_V4, netlink.FAMILY_V6} {
 			routes, err := h.RouteListFiltered(family,
-				&netlink.Route{Table: unix.RT_TABLE_LOCAL, Type: unix.RTN_LOCAL, Protocol: netlink.RouteProtocol(r.Protocol)},
+				&netlink.Route{Table: unix.RT_TABLE_LOCAL, Type: unix.RTN_LOCAL, Protocol: netlink.RouteProtocol(r.protocol)},
 				netlink.RT_FILTER_TABLE|netlink.RT_FILTER_TYPE|netlink.RT_FILTER_PROTOCOL)
 			if err != nil {
 				return fmt.Errorf("list local routes: %w", err)
@@ -135,7 +140,7 @@ func (r localRoutes) Left(ctx context.Context) (left []netip.Addr, err error) {
 	return left, err
 }
 
-// Cleanup implements [Addresses].
+// Cleanup implements addresses.
 func (r localRoutes) Cleanup(ctx context.Context) error {
 	left, err := r.Left(ctx)
 	for _, addr := range left {

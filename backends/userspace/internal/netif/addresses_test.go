@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package userspace
+package netif
 
 import (
 	"context"
@@ -111,11 +111,7 @@ func (f *fakeSystem) expect(t *testing.T, want ...netip.Addr) {
 // newProcess returns a new Addresses value, as after a restart of the process.
 func newProcess(t *testing.T, f *fakeSystem, path string) *Addresses {
 	t.Helper()
-	a, err := newAddresses(Options{StateFile: path, Interface: nic}, f)
-	if err != nil {
-		t.Fatal(err)
-	}
-	return a
+	return &Addresses{on: nic, stateFile: path, system: f}
 }
 
 func check(t *testing.T, what string, err error) {
@@ -397,40 +393,18 @@ func TestForeignStateFileIsNotOverwritten(t *testing.T) {
 	f.expect(t)
 }
 
-func TestInterfaceComesFromOptionsOrEnvironment(t *testing.T) {
-	for _, test := range []struct{ name, option, variable, want string }{
-		{"no setting", "", "", DefaultInterface},
-		{"the environment variable", "", "Ethernet 2", "Ethernet 2"},
-		{"the option takes precedence", "Ethernet 3", "Ethernet 2", "Ethernet 3"},
-	} {
-		t.Run(test.name, func(t *testing.T) {
-			t.Setenv(InterfaceVariable, test.variable)
-			a, err := New(Options{Interface: test.option, StateFile: "state"})
-			if err != nil {
-				t.Fatal(err)
-			}
-			if a.opts.Interface != test.want {
-				t.Errorf("interface %q, want %q", a.opts.Interface, test.want)
-			}
-		})
-	}
-}
-
 func TestStateFileIsInDataFolder(t *testing.T) {
 	data := t.TempDir()
 	t.Setenv("ProgramData", data)
-	a, err := New(Options{})
+	a, err := New(nic, "")
 	if err != nil {
 		t.Fatal(err)
 	}
-	if want := filepath.Join(data, "kpng", "userspace.journal"); a.opts.StateFile != want {
-		t.Errorf("state file %s, want %s", a.opts.StateFile, want)
+	if want := filepath.Join(data, "kpng", "userspace.journal"); a.stateFile != want {
+		t.Errorf("state file %s, want %s", a.stateFile, want)
 	}
 	t.Setenv("ProgramData", "")
-	if _, err := New(Options{}); err == nil {
+	if _, err := New(nic, ""); err == nil {
 		t.Error("no error without that folder")
-	}
-	if _, err := New(Options{StateFile: "state", Timeout: -1}); err == nil {
-		t.Error("no error for a negative timeout")
 	}
 }

@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package userspace
+package netif
 
 import (
-	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -14,43 +13,23 @@ import (
 	"sync"
 	"time"
 
-	"github.com/kpng-project/kpng/backends/userspace"
-	"github.com/kpng-project/kpng/backends/windows/internal/journal"
+	"github.com/kpng-project/kpng/internal/journal"
 	"github.com/kpng-project/kpng/internal/ownership"
 	"k8s.io/klog/v2"
 )
 
-const (
-	// InterfaceVariable is the environment variable that contains the default of
-	// Options.Interface.
-	InterfaceVariable = "INTERFACE_TO_ADD_SERVICE_IP"
-	// DefaultInterface is the network interface to use if neither Options nor the
-	// environment variable names an interface.
-	DefaultInterface = "vEthernet (HNS Internal NIC)"
-)
-
-// Options are the settings of Addresses. The zero value selects the defaults, which work
-// on Windows.
-type Options struct {
-	// Interface is the name of the network interface for addresses. Default: the environment
-	// variable InterfaceVariable, else DefaultInterface.
-	Interface string
-	// StateFile is the path of a file that records the added addresses. Missing folders in
-	// the path are created. Two proxies on one host need different files. Default:
-	// kpng\userspace.journal in the folder %ProgramData%.
-	StateFile string
-	// Timeout limits how long Add waits until sockets can bind to an address. Windows first
-	// checks for about three seconds whether another host has the address, unless
-	// dadtransmits is 0 on the interface. Default: 10 seconds.
-	Timeout time.Duration
-}
+// timeout limits how long Add waits until sockets can bind to an address. Windows first
+// checks for about three seconds whether another host has the address, unless dadtransmits
+// is 0 on the interface.
+const timeout = 10 * time.Second
 
 // An Addresses value adds addresses to a network interface. Concurrent calls of Add and
 // Remove are safe if their addresses are different. No other call may overlap a call of
 // Left or Cleanup.
 type Addresses struct {
-	opts   Options
-	system system
+	on        string // the name of the interface
+	stateFile string
+	system    system
 
 	// recordMu guards the field record, which is nil before its first use. The record
 	// contains the interface of each address that was added or is about to be added. The
@@ -66,35 +45,24 @@ type Addresses struct {
 	lookErr error
 }
 
-var _ userspace.Addresses = (*Addresses)(nil)
-
-// New returns an Addresses value, or an error if the options are invalid. It does not
-// change the host.
-func New(opts Options) (*Addresses, error) { return newAddresses(opts, newHost()) }
-
-func newAddresses(opts Options, s system) (*Addresses, error) {
-	opts.Interface = cmp.Or(opts.Interface, os.Getenv(InterfaceVariable), DefaultInterface)
-	if opts.StateFile == "" {
+// New returns an Addresses value for the interface with the given name, which records the
+// added addresses in a state file. By default, the file is kpng\userspace.journal in the
+// folder %ProgramData%. New does not change the host.
+func New(on, stateFile string) (*Addresses, error) {
+	if stateFile == "" {
 		data := os.Getenv("ProgramData")
 		if data == "" {
 			return nil, errors.New("no state file given, and %ProgramData% is not set")
 		}
-		opts.StateFile = filepath.Join(data, "kpng", "userspace.journal")
+		stateFile = filepath.Join(data, "kpng", "userspace.journal")
 	}
-	if opts.Timeout < 0 {
-		return nil, fmt.Errorf("timeout %v: negative", opts.Timeout)
-	}
-	opts.Timeout = cmp.Or(opts.Timeout, 10*time.Second)
-	return &Addresses{opts: opts, system: s}, nil
+	return &Addresses{on: on, stateFile: stateFile, system: newHost()}, nil
 }
-
-// Interface returns the name of the network interface for addresses.
-func (a *Addresses) Interface() string { return a.opts.Interface }
 
 // Own takes the ownership of the addresses in the state file. If another process has it,
 // the error wraps sink.ErrOwned.
 func (a *Addresses) Own(context.Context) (release func(), err error) {
-	return ownership.File(a.opts.StateFile)
+	return ownership.File(a.stateFile)
 }
 
 // updateRecord calls f with the record and writes the changes that f made.
@@ -102,7 +70,7 @@ func (a *Addresses) updateRecord(f func(*journal.Journal)) error {
 	a.recordMu.Lock()
 	defer a.recordMu.Unlock()
 	if a.record == nil {
-		j, err := journal.Open(a.opts.StateFile, "addresses")
+		j, err := journal.Open(a.stateFile, "addresses")
 		if err != nil {
 			return err
 		}
@@ -123,22 +91,22 @@ func (a *Addresses) hasAddress(addr netip.Addr, since time.Time) (there bool, er
 	defer a.lookMu.Unlock()
 	if !a.looked.After(since) {
 		a.looked = time.Now()
-		a.has, a.lookErr = a.system.addresses(a.opts.Interface)
+		a.has, a.lookErr = a.system.addresses(a.on)
 	}
 	return a.has[addr], a.lookErr
 }
 
-// isOn reports whether an interface has an address now. Concurrent calls for the interface
-// of the options share one read of its addresses.
+// isOn reports whether an interface has an address now. Concurrent calls for the
+// interface of a share one read of its addresses.
 func (a *Addresses) isOn(on string, addr netip.Addr) (there bool, err error) {
-	if on == a.opts.Interface {
+	if on == a.on {
 		return a.hasAddress(addr, time.Now())
 	}
 	has, err := a.system.addresses(on)
 	return has[addr], err
 }
 
-// Add implements userspace.Addresses.
+// Add implements the interface addresses of package userspace.
 func (a *Addresses) Add(ctx context.Context, addr netip.Addr) error {
 	if a.system.usable(addr) {
 		return nil
@@ -156,20 +124,20 @@ func (a *Addresses) Add(ctx context.Context, addr netip.Addr) error {
 		// Remove the address here, because the caller does not remove it after an error of Add.
 		return errors.Join(err, a.Remove(context.WithoutCancel(ctx), addr))
 	}
-	klog.FromContext(ctx).V(4).Info("Added address", "address", addr, "interface", a.opts.Interface, "existed", there)
+	klog.FromContext(ctx).V(4).Info("Added address", "address", addr, "interface", a.on, "existed", there)
 	return nil
 }
 
 // addMissing adds an address that the interface does not have, and records it.
 func (a *Addresses) addMissing(ctx context.Context, addr netip.Addr) error {
-	if err := a.updateRecord(func(j *journal.Journal) { j.Set(addr.String(), a.opts.Interface) }); err != nil {
+	if err := a.updateRecord(func(j *journal.Journal) { j.Set(addr.String(), a.on) }); err != nil {
 		return err
 	}
-	err := a.system.add(ctx, a.opts.Interface, addr)
+	err := a.system.add(ctx, a.on, addr)
 	if err == nil {
 		return nil
 	}
-	err = fmt.Errorf("add %s to interface %q: %w", addr, a.opts.Interface, err)
+	err = fmt.Errorf("add %s to interface %q: %w", addr, a.on, err)
 	if there, lookErr := a.hasAddress(addr, time.Now()); lookErr == nil && !there {
 		return errors.Join(err, a.forget(addr))
 	}
@@ -178,21 +146,21 @@ func (a *Addresses) addMissing(ctx context.Context, addr netip.Addr) error {
 
 // wait waits until sockets can bind to addr.
 func (a *Addresses) wait(ctx context.Context, addr netip.Addr) error {
-	late := time.NewTimer(a.opts.Timeout)
+	late := time.NewTimer(timeout)
 	defer late.Stop()
 	for pause := 5 * time.Millisecond; !a.system.usable(addr); pause = min(2*pause, 200*time.Millisecond) {
 		select {
 		case <-ctx.Done():
 			return context.Cause(ctx)
 		case <-late.C:
-			return fmt.Errorf("%s is on interface %q but cannot be used after %v", addr, a.opts.Interface, a.opts.Timeout)
+			return fmt.Errorf("%s is on interface %q but cannot be used after %v", addr, a.on, timeout)
 		case <-time.After(pause):
 		}
 	}
 	return nil
 }
 
-// Remove implements userspace.Addresses.
+// Remove implements the interface addresses of package userspace.
 func (a *Addresses) Remove(ctx context.Context, addr netip.Addr) error {
 	on, ours := "", false
 	if err := a.updateRecord(func(j *journal.Journal) { on, ours = j.Get(addr.String()) }); err != nil || !ours {
@@ -215,7 +183,7 @@ func (a *Addresses) forget(addr netip.Addr) error {
 	return a.updateRecord(func(j *journal.Journal) { j.Delete(addr.String()) })
 }
 
-// Left implements userspace.Addresses.
+// Left implements the interface addresses of package userspace.
 func (a *Addresses) Left(context.Context) ([]netip.Addr, error) {
 	recorded := map[string]string{}
 	if err := a.updateRecord(func(j *journal.Journal) { recorded = maps.Collect(j.All()) }); err != nil {
@@ -226,7 +194,7 @@ func (a *Addresses) Left(context.Context) ([]netip.Addr, error) {
 	for text, on := range recorded {
 		addr, err := netip.ParseAddr(text)
 		if err != nil {
-			return nil, fmt.Errorf("%s: %w", a.opts.StateFile, err)
+			return nil, fmt.Errorf("%s: %w", a.stateFile, err)
 		}
 		has, listed := interfaces[on]
 		if !listed {
@@ -244,13 +212,13 @@ func (a *Addresses) Left(context.Context) ([]netip.Addr, error) {
 	return left, nil
 }
 
-// Cleanup implements userspace.Addresses.
+// Cleanup implements the interface addresses of package userspace.
 func (a *Addresses) Cleanup(ctx context.Context) error {
 	left, err := a.Left(ctx)
 	if err != nil {
 		return err
 	}
-	klog.FromContext(ctx).V(2).Info("Removing addresses of an earlier process", "addresses", len(left), "stateFile", a.opts.StateFile)
+	klog.FromContext(ctx).V(2).Info("Removing addresses of an earlier process", "addresses", len(left), "stateFile", a.stateFile)
 	errs := make([]error, len(left))
 	var all sync.WaitGroup
 	for i, addr := range left {

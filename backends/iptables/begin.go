@@ -91,6 +91,7 @@ func (t *ruleset) begin(ctx context.Context) error {
 		renderer: t.renderer, run: t.run, failures: t.failures, edited: t.edited,
 		inexact: t.inexact, rewords: t.rewords, written: map[chainID]bool{},
 		records:         map[types.NamespacedName]*record{},
+		sharers:         map[entryID]map[types.NamespacedName]bool{},
 		chains:          map[chainID]string{},
 		claims:          map[chainID]map[string]claim{},
 		branches:        map[chainID]map[string]bool{},
@@ -142,6 +143,7 @@ func (t *ruleset) begin(ctx context.Context) error {
 			owner := ownerOf(rest)
 			t.claim(entry, claim{owner, rest}, true)
 			t.oldRecord(owner).entries[entry] = rest
+			t.addSharer(entry, owner)
 		}
 	}
 	for _, table := range tables {

@@ -80,8 +80,36 @@ func (t *ruleset) replace(key types.NamespacedName, next *record, take bool) {
 
 func (t *ruleset) setRecord(key types.NamespacedName, next *record) {
 	last, had := t.records[key]
-	t.undo = append(t.undo, func() { put(t.records, key, last, had) })
-	put(t.records, key, next, !next.isEmpty())
+	t.undo = append(t.undo, func() { t.putRecord(key, last, had) })
+	t.putRecord(key, next, !next.isEmpty())
+}
+
+func (t *ruleset) putRecord(key types.NamespacedName, r *record, keep bool) {
+	if last := t.records[key]; last != nil {
+		for id := range last.entries {
+			if isShared(id) {
+				delete(t.sharers[id], key)
+				put(t.sharers, id, t.sharers[id], len(t.sharers[id]) > 0)
+			}
+		}
+	}
+	put(t.records, key, r, keep)
+	if keep {
+		for id := range r.entries {
+			t.addSharer(id, key)
+		}
+	}
+}
+
+// addSharer records that a service needs an entry, if the entry is shared.
+func (t *ruleset) addSharer(id entryID, key types.NamespacedName) {
+	if !isShared(id) {
+		return
+	}
+	if t.sharers[id] == nil {
+		t.sharers[id] = map[types.NamespacedName]bool{}
+	}
+	t.sharers[id][key] = true
 }
 
 // put sets the value of a key, or deletes the key if keep is false.
@@ -142,12 +170,10 @@ func (t *ruleset) unclaim(id entryID, owner types.NamespacedName) {
 	if !had || is.owner != owner {
 		return
 	}
-	if isShared(id) {
-		for other, r := range t.records {
-			if rest := r.entries[id]; rest != "" && other != owner {
-				t.setClaim(id, claim{other, rest}, true)
-				return
-			}
+	for other := range t.sharers[id] {
+		if rest := t.records[other].entries[id]; rest != "" && other != owner {
+			t.setClaim(id, claim{other, rest}, true)
+			return
 		}
 	}
 	t.setClaim(id, claim{}, false)

@@ -32,6 +32,8 @@ type ruleset struct {
 	// lingering has removed entries of table mangle. They stay until table nat is written.
 	// Otherwise table nat would still translate packets whose sources are not admitted.
 	lingering map[chainID]map[string]string
+	// sharers has the services whose records have a shared entry, see isShared.
+	sharers map[entryID]map[types.NamespacedName]bool
 	// users has a reference count for each element: the number of services that need it.
 	users map[element]int
 	// sources has the needed source lists by their names.

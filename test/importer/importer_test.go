@@ -6,9 +6,13 @@ import (
 	_ "embed"
 	"fmt"
 	"maps"
+	"math"
 	"os"
 	"path"
+	"path/filepath"
+	"regexp"
 	"slices"
+	"strconv"
 	"strings"
 	"testing"
 
@@ -47,6 +51,11 @@ func unwantedIn(paths []string) []string {
 //go:embed testdata/embedder/main.go
 var embedder string
 
+// nodeProxy is a program that runs the proxy of a node with nftables.
+//
+//go:embed testdata/node/main.go
+var nodeProxy string
+
 // program returns the source of a program that imports packages of kpng.
 func program(packages ...string) map[string]string {
 	var b strings.Builder
@@ -79,6 +88,7 @@ func TestImporterLinksNothingUnwanted(t *testing.T) {
 	}{
 		{"facade", []string{".", "sink", "watcher/kube"}, nil},
 		{"metrics", []string{"metrics"}, []string{"github.com/prometheus"}},
+		{"node", []string{"node"}, nil},
 		{"backends", []string{
 			"backends/nftables", "backends/userspace",
 			"node/nodeaddr",
@@ -132,6 +142,36 @@ func TestImporterBinaryHasNoUnwantedModules(t *testing.T) {
 	}
 	if found := unwantedIn(modules); len(found) > 0 {
 		t.Errorf("the binary has unwanted modules:\n%s", strings.Join(found, "\n"))
+	}
+}
+
+// TestSizeOfNodeProxy compares the size and the number of modules of a program with the
+// figures in docs/embedding.md. The size may differ by a tenth.
+func TestSizeOfNodeProxy(t *testing.T) {
+	text, err := os.ReadFile(filepath.Join(checkout(t), "docs/embedding.md"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	figures := regexp.MustCompile(`with the proxy of a node and nftables\s+has\s+(\d+)\s+MB\s+and\s+(\d+)\s+modules`).FindSubmatch(text)
+	if figures == nil {
+		t.Fatal("docs/embedding.md has no figures")
+	}
+	wantMB, _ := strconv.Atoi(string(figures[1]))
+	wantModules, _ := strconv.Atoi(string(figures[2]))
+	importer := newImporter(t, map[string]string{"main.go": nodeProxy})
+	program := importer.build(t)
+	modules := 0
+	for _, line := range importer.goCommand(t, "version", "-m", program) {
+		if f := strings.Fields(line); len(f) > 2 && f[0] == "dep" {
+			modules++
+		}
+	}
+	info, err := os.Stat(program)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if size := float64(info.Size()) / 1e6; math.Abs(size-float64(wantMB)) > float64(wantMB)/10 || modules != wantModules {
+		t.Errorf("the program has %.1f MB and %d modules, docs/embedding.md says %d MB and %d modules", size, modules, wantMB, wantModules)
 	}
 }
 

@@ -52,9 +52,11 @@ type State struct {
 
 // published is the state after the last commit.
 type published struct {
-	mu       sync.Mutex
-	revision uint64
-	changed  chan struct{} // closed by the next commit; nil if no reader waits
+	mu sync.Mutex
+	// available wakes readers that wait for a snapshot, or for the end of an Update.
+	available *sync.Cond
+	revision  uint64
+	changed   chan struct{} // closed by the next commit; nil if no reader waits
 	// The snapshot and the objects of the revision. They are nil until they are requested or
 	// the next Update begins. Only goroutines that hold State.mu replace them.
 	snapshot *Snapshot
@@ -104,6 +106,7 @@ func New(opts Options) *State {
 	}
 	s.tx = Tx{s}
 	s.published.revision = s.revisions.Last()
+	s.published.available = sync.NewCond(&s.published.mu)
 	return s
 }
 
@@ -156,7 +159,7 @@ func (s *State) Update(f func(tx *Tx)) {
 	s.mu.Lock()
 	var verdicts []verdict
 	defer func() { s.report(verdicts) }()
-	defer s.mu.Unlock()
+	defer s.unlock()
 	before, _ := s.publish() // for readers that come while f runs, and for lastAccepted
 	defer func() { verdicts = s.verdicts(before) }()
 	defer s.commit(before.Revision)
@@ -228,13 +231,27 @@ func (s *State) Changed(since uint64) <-chan struct{} {
 // running Update. A call is cheap, and it is free if the state has not changed since the
 // last call.
 func (s *State) Snapshot() *Snapshot {
-	if snapshot, _ := s.published.get(); snapshot != nil {
+	p := &s.published
+	p.mu.Lock()
+	for p.snapshot == nil && !s.mu.TryLock() {
+		p.available.Wait() // an Update begins and is about to publish, or it ends
+	}
+	snapshot := p.snapshot
+	p.mu.Unlock()
+	if snapshot != nil {
 		return snapshot
 	}
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	snapshot, _ := s.publish()
+	defer s.unlock()
+	snapshot, _ = s.publish()
 	return snapshot
+}
+
+// unlock unlocks s.mu, and wakes readers that wait for that.
+func (s *State) unlock() {
+	s.mu.Unlock()
+	s.published.mu.Lock()
+	defer s.published.mu.Unlock()
+	s.published.available.Broadcast()
 }
 
 func (p *published) get() (*Snapshot, *Objects) {
@@ -268,6 +285,7 @@ func (s *State) publish() (*Snapshot, *Objects) {
 	s.published.mu.Lock()
 	defer s.published.mu.Unlock()
 	s.published.snapshot, s.published.objects = snapshot, objects
+	s.published.available.Broadcast()
 	return snapshot, objects
 }
 
@@ -284,7 +302,7 @@ func (s *State) Objects() *Objects {
 		return objects
 	}
 	s.mu.Lock()
-	defer s.mu.Unlock()
+	defer s.unlock()
 	if s.objectStores == nil {
 		before := s.revisions.Last()
 		s.addObjectStores()

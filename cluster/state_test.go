@@ -268,14 +268,16 @@ func TestChangesBeforePanicAreVisible(t *testing.T) {
 
 func TestSnapshotDoesNotWaitForUpdates(t *testing.T) {
 	state := cluster.New(cluster.Options{})
-	state.Update(func(tx *cluster.Tx) {
-		tx.SetNode(&api.Node{Name: "n"})
+	for i := range 1000 {
 		read := make(chan int)
-		go func() { read <- state.Snapshot().Nodes.Len() }()
-		if n := <-read; n != 0 {
-			t.Errorf("a reader sees %d nodes of an Update that has not ended", n)
-		}
-	})
+		go func() { read <- state.Snapshot().Nodes.Len() }() // before or after Update begins
+		state.Update(func(tx *cluster.Tx) {
+			tx.SetNode(&api.Node{Name: fmt.Sprint(i)})
+			if n := <-read; n != i {
+				t.Errorf("a reader sees %d nodes during Update %d, want those before it", n, i)
+			}
+		})
+	}
 }
 
 func TestEmptyClusterWakesReaderWithoutState(t *testing.T) {

@@ -3,7 +3,11 @@
 package userspace
 
 import (
+	"cmp"
+	"math/rand/v2"
 	"net/netip"
+	"slices"
+	"sync"
 	"time"
 
 	"github.com/kpng-project/kpng/nodeview"
@@ -72,4 +76,238 @@ func (r *rules) screen() screen {
 		return screen{dropAll: true}
 	}
 	return screen{hereOnly: dropElsewhere && !dropNode, admission: r.admission}
+}
+
+// maxAttached limits how many clients a service remembers, so that forged addresses
+// cannot use all memory. A client counts once for each port.
+const maxAttached = 65_535
+
+// affinity maps the clients of one service to endpoints. It is safe for concurrent use.
+type affinity struct {
+	mu      sync.Mutex
+	clients map[portClient]attachment // nil if there are no clients
+	timeout time.Duration
+}
+
+// portClient is a client of a port. Each port has its own affinity.
+type portClient struct {
+	*port
+	addr netip.Addr
+}
+
+type attachment struct {
+	endpoint netip.AddrPort
+	used     time.Time
+}
+
+// pickEndpoint returns an endpoint for client. If client used an endpoint less than
+// timeout ago, and pool still has that endpoint, the result is that endpoint. Otherwise
+// the result is the next endpoint of pool, and affinity remembers it for client.
+// pickEndpoint skips endpoints for which unfit returns true. If no endpoint is left, the
+// second result is false.
+func (a *affinity) pickEndpoint(client portClient, timeout time.Duration, pool *pool, unfit func(netip.AddrPort) bool, now time.Time) (netip.AddrPort, bool) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	c, ok := a.clients[client]
+	if !ok || now.Sub(c.used) >= timeout || !pool.contains(c.endpoint) || unfit(c.endpoint) {
+		if c.endpoint, ok = pool.pick(unfit); !ok {
+			return c.endpoint, false
+		}
+	}
+	if a.clients == nil {
+		a.clients = map[portClient]attachment{}
+	}
+	if _, known := a.clients[client]; !known && len(a.clients) >= maxAttached {
+		a.evictOne()
+	}
+	a.clients[client] = attachment{c.endpoint, now}
+	return c.endpoint, true
+}
+
+// evictOne looks at a few clients and forgets the least recently used one.
+func (a *affinity) evictOne() {
+	var oldest portClient
+	var used time.Time
+	few := 0
+	for client, c := range a.clients { // iteration over a map begins at a random client
+		if few == 0 || c.used.Before(used) {
+			oldest, used = client, c.used
+		}
+		if few++; few == 8 {
+			break
+		}
+	}
+	delete(a.clients, oldest)
+}
+
+// setTimeout sets the time after which idle clients are forgotten.
+func (a *affinity) setTimeout(timeout time.Duration) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if a.timeout = timeout; timeout == 0 {
+		a.clients = nil
+	}
+}
+
+// expire forgets clients that have been idle for too long.
+func (a *affinity) expire(now time.Time) {
+	a.detachIf(func(_ portClient, c attachment) bool { return now.Sub(c.used) >= a.timeout })
+}
+
+// detachClient forgets client if it still uses endpoint.
+func (a *affinity) detachClient(client portClient, endpoint netip.AddrPort) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if a.clients[client].endpoint == endpoint {
+		delete(a.clients, client)
+	}
+}
+
+// detachIf forgets the clients for which gone returns true.
+func (a *affinity) detachIf(gone func(portClient, attachment) bool) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	for client, c := range a.clients {
+		if gone(client, c) {
+			delete(a.clients, client)
+		}
+	}
+	if len(a.clients) == 0 {
+		a.clients = nil // frees memory, because a map never shrinks
+	}
+}
+
+// pool is a list of endpoints that are used in turn. All frontends of a service with the
+// same list share a pool. It is safe for concurrent use.
+type pool struct {
+	mu     sync.Mutex
+	sorted []netip.AddrPort
+	// turns has the endpoints in the order of the current round. A round uses each endpoint
+	// at most once, in random order. So different proxies start with different endpoints,
+	// and a client that connects regularly does not always get the same endpoint.
+	turns []netip.AddrPort
+	next  int
+}
+
+func newPool(sorted []netip.AddrPort) *pool {
+	p := &pool{}
+	p.set(sorted)
+	return p
+}
+
+// The method set replaces the endpoints. If they are the same as before, the present
+// round continues.
+func (p *pool) set(sorted []netip.AddrPort) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if !slices.Equal(p.sorted, sorted) {
+		p.sorted, p.turns, p.next = sorted, slices.Clone(sorted), len(sorted)
+	}
+}
+
+// endpoints returns the endpoints, sorted. The caller must not modify them.
+func (p *pool) endpoints() []netip.AddrPort {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.sorted
+}
+
+// pick returns the next endpoint for which unfit returns false. If there is no such
+// endpoint, the second result is false.
+func (p *pool) pick(unfit func(netip.AddrPort) bool) (netip.AddrPort, bool) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for range 2 * len(p.turns) { // the rest of the current round may lack endpoints, but the next round has all of them
+		if p.next == len(p.turns) {
+			rand.Shuffle(len(p.turns), func(i, j int) { p.turns[i], p.turns[j] = p.turns[j], p.turns[i] })
+			p.next = 0
+		}
+		e := p.turns[p.next]
+		p.next++
+		if !unfit(e) {
+			return e, true
+		}
+	}
+	return netip.AddrPort{}, false
+}
+
+func (p *pool) contains(e netip.AddrPort) bool {
+	_, found := slices.BinarySearchFunc(p.endpoints(), e, netip.AddrPort.Compare)
+	return found
+}
+
+// addrPorts returns the addresses of targets, sorted and without duplicates.
+func addrPorts(targets []nodeview.Target) []netip.AddrPort {
+	out := make([]netip.AddrPort, len(targets))
+	for i, t := range targets {
+		out[i] = t.AddrPort()
+	}
+	slices.SortFunc(out, netip.AddrPort.Compare)
+	return slices.Compact(out)
+}
+
+// admission is a list of source addresses that are admitted. It is never modified. The
+// frontends of a service share one value for equal lists. The nil *admission admits all
+// addresses.
+type admission struct {
+	// prefixes is sorted by address, and no prefix contains another one.
+	prefixes []netip.Prefix
+}
+
+func newAdmission(prefixes []netip.Prefix) *admission {
+	sorted := make([]netip.Prefix, len(prefixes))
+	for i, p := range prefixes {
+		sorted[i] = p.Masked()
+	}
+	slices.SortFunc(sorted, func(a, b netip.Prefix) int { // a prefix comes before those that it contains
+		return cmp.Or(a.Addr().Compare(b.Addr()), cmp.Compare(a.Bits(), b.Bits()))
+	})
+	a := &admission{}
+	for _, p := range sorted {
+		if n := len(a.prefixes); n == 0 || !a.prefixes[n-1].Contains(p.Addr()) {
+			a.prefixes = append(a.prefixes, p)
+		}
+	}
+	return a
+}
+
+func (a *admission) admits(client netip.Addr) bool {
+	if a == nil {
+		return true
+	}
+	after, _ := slices.BinarySearchFunc(a.prefixes, client, func(p netip.Prefix, client netip.Addr) int {
+		if p.Addr().Compare(client) <= 0 {
+			return -1
+		}
+		return 1
+	})
+	return after > 0 && a.prefixes[after-1].Contains(client)
+}
+
+// admissions has the admissions of one service by their prefixes, so that frontends with
+// equal source ranges share one admission.
+type admissions map[string]*admission
+
+// of returns the admission of the sources at a node with these addresses. It takes the
+// admission from earlier ones if they have one with the same prefixes.
+func (a admissions) of(sources *nodeview.Sources, node []netip.Addr, earlier admissions) *admission {
+	if !sources.Restricted {
+		return nil
+	}
+	prefixes := sources.Prefixes(node)
+	var key []byte
+	if len(prefixes) > 0 {
+		key = append(key, byte(prefixes[0].Addr().BitLen()))
+	}
+	for _, p := range prefixes {
+		key, _ = p.AppendBinary(key)
+	}
+	found := a[string(key)]
+	if found == nil {
+		if found = earlier[string(key)]; found == nil {
+			found = newAdmission(prefixes)
+		}
+		a[string(key)] = found
+	}
+	return found
 }

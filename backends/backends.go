@@ -92,7 +92,7 @@ type Options struct {
 	// Conntrack is a sink that receives each change after the dataplane has applied it. Its
 	// task is to delete the connection-tracking entries of removed endpoints. The dataplane
 	// starts and stops this sink. If a Sync of Conntrack fails, a new pass delivers
-	// everything again. Default: a reconciler of package conntrack.
+	// everything again. Default: a sink that deletes these entries.
 	Conntrack sink.Sink
 
 	// Sysctls selects what Start does with kernel settings that have wrong values. All

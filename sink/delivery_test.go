@@ -1,0 +1,738 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package sink_test
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"sync"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/sinkscript"
+	"github.com/kpng-project/kpng/internal/updates"
+	"github.com/kpng-project/kpng/sink"
+	"github.com/kpng-project/kpng/sink/sinktest"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/klog/v2"
+)
+
+// names returns the keys of n services named a, b, c and so on.
+func names(n int) []types.NamespacedName {
+	keys := make([]types.NamespacedName, n)
+	for i := range keys {
+		keys[i] = key(string(rune('a' + i)))
+	}
+	return keys
+}
+
+// panicking returns a sink that panics when it reads one of the given services.
+func panicking(bad ...types.NamespacedName) sink.Sink {
+	return sink.Func(func(_ context.Context, c *sink.Changes) error {
+		for s := range c.Services {
+			if slices.Contains(bad, s.Key) {
+				panic("index out of range")
+			}
+		}
+		return nil
+	})
+}
+
+func TestPasses(t *testing.T) {
+	slow := func(w *world) {
+		w.script.Add(sinkscript.Repeat(20, func(ctx context.Context, c *sink.Changes, s sink.Sink) error {
+			time.Sleep(time.Second)
+			return s.Sync(ctx, c)
+		})...)
+		w.src.MarkSynced()
+		synctest.Wait()
+	}
+	cases := []struct {
+		name string
+		sink sink.Sink
+		opts sink.Options
+		test func(w *world)
+		want []string
+		// retry is the first wait of the backoff. Default: 100 ms.
+		retry time.Duration
+	}{{
+		name: "BatchSize limits services and endpoints of a batch",
+		test: func(w *world) { w.src.MarkSynced() },
+		want: []string{"0s: first a none→[1] b none→[1]", "0s: c none→[1] unsure d none→[1] unsure", "0s: last e none→[1] unsure"},
+	}, {
+		name: "a larger service has its own batch",
+		test: func(w *world) { w.src.Set(view(key("b"), 1, 2, 3, 4, 5)); w.src.MarkSynced() },
+		want: []string{
+			"0s: first a none→[1]", "0s: b none→[1 2 3 4 5] unsure",
+			"0s: c none→[1] unsure d none→[1] unsure", "0s: last e none→[1] unsure",
+		},
+	}, {
+		name: "the minimum interval does not delay a pass",
+		opts: sink.Options{MinInterval: time.Minute},
+		test: func(w *world) { w.src.MarkSynced(); w.waitApplied(); w.src.Set(view(key("a"), 2)) },
+		want: []string{
+			"0s: first a none→[1] b none→[1]", "0s: c none→[1] unsure d none→[1] unsure", "0s: last e none→[1] unsure",
+			"1m0s: a [1]→[2]",
+		},
+	}, {
+		name: "changes are delivered before the next batch, and the pass does not repeat them",
+		test: func(w *world) {
+			slow(w)
+			w.src.Set(view(key("a"), 2), view(key("e"), 2))
+			w.src.Delete(key("b"), key("d"))
+			time.Sleep(1500 * time.Millisecond)
+			w.src.Set(view(key("b"), 3), view(key("e"), 3))
+		},
+		want: []string{
+			"0s: first a none→[1] b none→[1]",
+			"1s: a [1]→[2] b [1]→none d none→none unsure e none→[2] unsure",
+			"2s: last b none→[3] unsure c none→[1] unsure e [2]→[3]",
+		},
+	}, {
+		name: "endless changes do not delay the pass",
+		test: func(w *world) {
+			slow(w)
+			time.Sleep(time.Second / 2)
+			for n := byte(2); n < 8; n++ {
+				w.src.Set(view(key("a"), n))
+				time.Sleep(time.Second)
+			}
+		},
+		want: []string{
+			"0s: first a none→[1] b none→[1]", "1s: a [1]→[2]", "2s: a [2]→[3] c none→[1] unsure",
+			"3s: a [3]→[4]", "4s: a [4]→[5] d none→[1] unsure", "5s: a [5]→[6]", "6s: last a [6]→[7] e none→[1] unsure",
+		},
+	}, {
+		name: "changes that exceed a batch are left to the pass",
+		test: func(w *world) {
+			slow(w)
+			w.src.Set(view(key("c"), 2), view(key("d"), 2), view(key("e"), 2))
+		},
+		want: []string{
+			"0s: first a none→[1] b none→[1]", "1s: c none→[2] unsure d none→[2] unsure", "2s: last e none→[2] unsure",
+		},
+	}, {
+		name: "a pass continues when the source has lost the position, and another one follows",
+		test: func(w *world) {
+			slow(w)
+			time.Sleep(1500 * time.Millisecond)
+			w.src.Delete(key("a"))
+			w.src.Reset()
+		},
+		want: []string{
+			"0s: first a none→[1] b none→[1]", "1s: c none→[1] unsure d none→[1] unsure", "2s: last e none→[1] unsure",
+			"3s: first b none→[1] c none→[1]", "4s: last d none→[1] unsure e none→[1] unsure",
+		},
+	}, {
+		name: "a pass continues after StartOver without old views, and another one follows",
+		test: func(w *world) {
+			slow(w)
+			time.Sleep(1500 * time.Millisecond)
+			w.driver.StartOver()
+			w.src.Set(view(key("a"), 2))
+		},
+		want: []string{
+			"0s: first a none→[1] b none→[1]", "1s: c none→[1] unsure d none→[1] unsure", "2s: a none→[2] unsure",
+			"3s: last e none→[1] unsure", "4s: first a none→[2] b none→[1]", "5s: c none→[1] unsure d none→[1] unsure",
+			"6s: last e none→[1] unsure",
+		},
+	}, {
+		name:  "StartOver before the first Sync of a pass requests no further pass",
+		retry: time.Second,
+		test: func(w *world) {
+			w.script.Add(sinkscript.Fail(sink.ErrStartOver))
+			w.src.MarkSynced()
+			time.Sleep(time.Second / 2)
+			w.driver.StartOver()
+		},
+		want: []string{
+			"0s: first a none→[1] b none→[1]: sink starts over", "500ms: first a none→[1] b none→[1]",
+			"500ms: c none→[1] unsure d none→[1] unsure", "500ms: last e none→[1] unsure",
+		},
+	}, {
+		name: "the node changes during a pass",
+		test: func(w *world) {
+			slow(w)
+			w.src.SetNode(&api.Node{Name: "n1"})
+		},
+		want: []string{
+			"0s: first a none→[1] b none→[1]", "1s: c none→[1] unsure d none→[1] unsure node", "2s: last e none→[1] unsure",
+		},
+	}, {
+		name: "the end of a pass names failed services",
+		test: func(w *world) {
+			w.script.Add(sinkscript.FailServices(errBusy, key("a")), sinkscript.FailServices(errBusy, key("d")))
+			w.src.MarkSynced()
+		},
+		want: []string{
+			"0s: first a none→[1] b none→[1]: service default/a: dataplane is busy",
+			"0s: c none→[1] unsure d none→[1] unsure: service default/d: dataplane is busy",
+			"0s: last e none→[1] unsure failing [default/a default/d]",
+			"100ms: a none→[1] unsure d none→[1] unsure",
+		},
+	}, {
+		name: "a service that makes Sync panic is found and isolated",
+		sink: panicking(key("c")),
+		test: func(w *world) {
+			w.src.MarkSynced()
+			time.Sleep(time.Second)
+			w.src.Set(view(key("a"), 2), view(key("c"), 2))
+			time.Sleep(100 * time.Millisecond)
+			w.src.Set(view(key("a"), 3))
+		},
+		want: []string{
+			"0s: first a none→[1] b none→[1]",
+			"0s: c none→[1] unsure d none→[1] unsure: sink panicked",
+			"100ms: c none→[1] unsure d none→[1] unsure: sink panicked",
+			"200ms: c none→[1] unsure: sink panicked",
+			"300ms: d none→[1] unsure",
+			"300ms: c none→[1] unsure: sink panicked",
+			"300ms: last e none→[1] unsure failing [default/c]",
+			"500ms: c none→[1] unsure: sink panicked",
+			"900ms: c none→[1] unsure: sink panicked",
+			"1s: a [1]→[2]",
+			"1s: c none→[2] unsure: sink panicked",
+			"1.1s: a [2]→[3]",
+		},
+	}}
+	for _, tc := range cases {
+		t.Run(tc.name, func(t *testing.T) {
+			tc.opts.BatchSize = 4
+			runWith(t, tc.opts, backoff(cmp.Or(tc.retry, 100*time.Millisecond), 30*time.Second), tc.sink, func(w *world) {
+				w.src.Delete(web)
+				for _, k := range names(5) {
+					w.src.Set(view(k, 1))
+				}
+				tc.test(w)
+				synctest.Wait()
+				if tc.sink == nil {
+					w.waitApplied()
+				}
+				w.expectDelivered(0, tc.want...)
+			})
+		})
+	}
+}
+
+// slowSink programs a dataplane that needs time for each service.
+type slowSink struct {
+	pass     sink.Pass
+	mu       sync.Mutex
+	services map[types.NamespacedName]*api.View
+	perSync  func()
+}
+
+func (s *slowSink) Sync(ctx context.Context, c *sink.Changes) error {
+	s.pass.Begin(c)
+	for ch := range c.Services {
+		select {
+		case <-time.After(50 * time.Millisecond):
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+		s.mu.Lock()
+		if ch.New == nil {
+			delete(s.services, ch.Key)
+		} else {
+			s.services[ch.Key] = ch.New
+		}
+		s.mu.Unlock()
+	}
+	if s.perSync != nil {
+		s.perSync()
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for key := range s.services {
+		if s.pass.Stale(key) {
+			delete(s.services, key)
+		}
+	}
+	return nil
+}
+
+// get returns the view that the sink has programmed for a service.
+func (s *slowSink) get(key types.NamespacedName) *api.View {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.services[key]
+}
+
+// A pass takes more than four minutes: 50 ms for each of 5,000 services.
+func TestPassOfASlowSink(t *testing.T) {
+	const stale = 100
+	views := manyViews(5000)
+	for i, v := range views {
+		views[i] = view(v.Key(), 1, 2, 3, 4, 5, 6, 7, 8, 9)
+	}
+	s := &slowSink{services: map[types.NamespacedName]*api.View{}}
+	for i := range stale { // add services of an earlier process
+		k := key(fmt.Sprint("stale-", i))
+		s.services[k] = view(k, 1)
+	}
+	staleLeft := func() (n int) {
+		for k := range s.services {
+			if k.Name[0] == 's' && len(k.Name) > 4 {
+				n++
+			}
+		}
+		return n
+	}
+
+	t.Run("it is killed in the middle", func(t *testing.T) {
+		run(t, sink.Options{}, s, func(w *world) {
+			w.src.Delete(web)
+			w.src.Set(views...)
+			w.src.MarkSynced()
+			time.Sleep(2 * time.Minute)
+		})
+		if n := len(s.services); n < 2000 || n > 3000 {
+			t.Errorf("%d services in the middle of the pass", n)
+		}
+	})
+	t.Run("it starts again", func(t *testing.T) {
+		run(t, sink.Options{}, s, func(w *world) {
+			s.perSync = func() {
+				if n := staleLeft(); w.driver.Status().Passes == 0 && n != stale {
+					t.Errorf("%d stale services remain before the pass is complete", n)
+				}
+			}
+			w.src.Delete(web)
+			w.src.Set(views[50:]...)
+			w.src.MarkSynced()
+			const batch = 1000 * 50 * time.Millisecond
+			first := views[50].Key()
+			var changed time.Time
+			for w.driver.Status().Passes == 0 {
+				time.Sleep(time.Second)
+				if stuck := w.driver.Status().StuckFor(time.Now()); stuck > time.Second {
+					t.Fatalf("the sink looks stuck for %v", stuck)
+				}
+				if changed.IsZero() && time.Since(w.start) > 70*time.Second { // the sink is programming the second batch
+					changed = time.Now()
+					w.src.Set(view(first, 7))
+				}
+				if !changed.IsZero() && len(s.get(first).Endpoints) != 1 && time.Since(changed) > batch+time.Second {
+					t.Fatalf("the change of a delivered service is not programmed after %v", time.Since(changed))
+				}
+			}
+			w.waitApplied()
+			if n := staleLeft(); n != 0 || len(s.services) != len(views)-50 {
+				t.Errorf("%d services after the pass, %d of them stale", len(s.services), n)
+			}
+		})
+	})
+}
+
+// The sink hangs while it programs the service web.
+func TestSinkHangingInOneServiceIsStuck(t *testing.T) {
+	var hang chan struct{}
+	s := sink.Func(func(_ context.Context, c *sink.Changes) error {
+		for s := range c.Services {
+			if s.Key == web {
+				<-hang
+			}
+			time.Sleep(time.Minute)
+		}
+		return nil
+	})
+	run(t, sink.Options{}, s, func(w *world) {
+		hang = make(chan struct{})
+		w.src.Set(view(key("a")), view(key("b")), view(key("c")))
+		w.src.MarkSynced()
+		time.Sleep(170 * time.Second)
+		if stuck := w.driver.Status().StuckFor(time.Now()); stuck > time.Minute {
+			t.Errorf("a sink that makes progress looks stuck for %v", stuck)
+		}
+		time.Sleep(10 * time.Minute)
+		if stuck := w.driver.Status().StuckFor(time.Now()); stuck < 9*time.Minute {
+			t.Errorf("a sink that hangs looks stuck for %v", stuck)
+		}
+		close(hang)
+		w.waitApplied()
+		if stuck := w.driver.Status().StuckFor(time.Now()); stuck != 0 {
+			t.Errorf("afterwards the sink looks stuck for %v", stuck)
+		}
+	})
+}
+
+// Every Sync fails. The driver soon stops its search for a service that is the cause, and
+// the sink counts as stuck.
+func TestFailingDataplaneIsRetriedWithBackoff(t *testing.T) {
+	calls := 0
+	s := sink.Func(func(_ context.Context, c *sink.Changes) error {
+		calls++
+		for range c.Services {
+		}
+		return errBusy
+	})
+	run(t, sink.Options{}, s, func(w *world) {
+		w.src.Set(manyViews(10_000)...)
+		w.src.MarkSynced()
+		time.Sleep(10 * time.Minute)
+		synctest.Wait()
+		if calls > 60 {
+			t.Errorf("%d calls in ten minutes", calls)
+		}
+		if stuck := w.driver.Status().StuckFor(time.Now()); stuck < 9*time.Minute {
+			t.Errorf("the sink looks stuck only for %v", stuck)
+		}
+	})
+}
+
+// Only one service of ten thousand makes Sync panic.
+func TestOneServiceOfManyMakesSyncPanic(t *testing.T) {
+	views := manyViews(10_000)
+	bad := views[7_777].Key()
+	programmed := map[types.NamespacedName]bool{}
+	s := sink.Func(func(_ context.Context, c *sink.Changes) error {
+		for s := range c.Services {
+			if s.Key == bad {
+				panic("index out of range")
+			}
+			programmed[s.Key] = true
+		}
+		return nil
+	})
+	run(t, sink.Options{}, s, func(w *world) {
+		w.src.Delete(web)
+		w.src.Set(views...)
+		w.src.MarkSynced()
+		if err := w.driver.WaitSynced(w.Context()); err != nil {
+			t.Fatal(err)
+		}
+		t.Logf("the pass took %v and %d syncs", time.Since(w.start), len(w.rec.Syncs()))
+		if took := time.Since(w.start); took > 10*time.Second {
+			t.Errorf("the pass took %v", took)
+		}
+		if len(programmed) != len(views)-1 {
+			t.Errorf("%d services of %d are programmed", len(programmed), len(views))
+		}
+		failures := 0
+		for range 5 {
+			status := w.driver.Status()
+			if len(status.Failing) != 1 || status.Failing[0].Key != bad || status.Failing[0].Failures <= failures || status.Pending != 1 {
+				t.Fatalf("after %d failures the status is %+v", failures, status)
+			}
+			failing := status.Failing[0]
+			failures = failing.Failures
+			time.Sleep(time.Until(failing.NextRetry))
+			synctest.Wait()
+		}
+		before := len(w.rec.Syncs())
+		time.Sleep(10 * time.Minute)
+		synctest.Wait()
+		if n := len(w.rec.Syncs()) - before; n > 30 {
+			t.Errorf("the service was delivered %d times in ten minutes", n)
+		}
+		w.src.Set(view(views[0].Key(), 9))
+		synctest.Wait()
+		last := w.rec.Syncs()[len(w.rec.Syncs())-1]
+		if services := slices.Collect(last.Services); len(services) != 1 || services[0].Key != views[0].Key() || last.Err != nil {
+			t.Errorf("a change of another service: %+v", last)
+		}
+	})
+}
+
+// Many services make Sync panic. All other services must be programmed.
+func TestManyServicesMakeSyncPanic(t *testing.T) {
+	views := manyViews(2_000)
+	var bad []types.NamespacedName
+	for i, v := range views {
+		if i%100 == 3 {
+			bad = append(bad, v.Key())
+		}
+	}
+	run(t, sink.Options{}, panicking(bad...), func(w *world) {
+		w.src.Delete(web)
+		w.src.Set(views...)
+		w.src.MarkSynced()
+		if err := w.driver.WaitSynced(w.Context()); err != nil {
+			t.Fatal(err)
+		}
+		t.Logf("the pass took %v and %d syncs", time.Since(w.start), len(w.rec.Syncs()))
+		if n := len(w.driver.Status().Failing); n != len(bad) || len(w.rec.Views()) != len(views)-len(bad) {
+			t.Errorf("%d services fail and %d are programmed, of %d", n, len(w.rec.Views()), len(views))
+		}
+	})
+}
+
+// One service makes Sync panic. Services that change later must not be delayed.
+func TestOnePanicDoesNotHoldUpLaterChanges(t *testing.T) {
+	run(t, sink.Options{}, panicking(key("poison")), func(w *world) {
+		w.src.MarkSynced()
+		w.waitApplied()
+		w.src.Set(view(key("poison")))
+		time.Sleep(time.Minute)
+		w.src.Set(view(key("z")))
+		synctest.Wait()
+		if views := w.rec.Views(); len(views) != 2 || views[1].Key() != key("z") {
+			t.Errorf("the sink has %v", views)
+		}
+	})
+}
+
+// The sink reports that p, q and r failed. But q and r never exist, and p exists only at
+// times.
+func TestFailuresOfUnknownServicesEnd(t *testing.T) {
+	s := sink.Func(func(context.Context, *sink.Changes) error {
+		if time.Now().Second()%3 == 0 {
+			return nil
+		}
+		return (&sink.Failed{key("p"): errBusy, key("q"): errBusy, key("r"): errBusy}).Err()
+	})
+	run(t, sink.Options{}, s, func(w *world) {
+		w.src.MarkSynced()
+		for i := range 50 {
+			time.Sleep(time.Second)
+			if i%2 == 0 {
+				w.src.Set(view(key("p")))
+			} else {
+				w.src.Delete(key("p"))
+			}
+		}
+		time.Sleep(5 * time.Minute)
+		if s := w.driver.Status(); s.Pending != 0 {
+			t.Errorf("%+v", s)
+		}
+	})
+}
+
+// If the sink fails to prune a service at the end of a pass, WaitApplied has to wait.
+func TestWaitAppliedWaitsForPrune(t *testing.T) {
+	run(t, sink.Options{BatchSize: 2}, nil, func(w *world) {
+		w.src.Set(view(dns, 1))
+		w.script.Add(sinkscript.FailServices(nil), sinkscript.FailServices(errBusy, key("stale")))
+		w.src.MarkSynced()
+		w.waitApplied()
+		w.expectDelivered(0, "0s: first dns none→[1]", "0s: last web none→[1] unsure: service default/stale: dataplane is busy",
+			"100ms: stale none→none unsure")
+	})
+}
+
+func TestStartOver(t *testing.T) {
+	t.Run("begins a pass during any wait of the driver", func(t *testing.T) {
+		runWith(t, sink.Options{MinInterval: time.Hour}, backoff(time.Hour, time.Hour), nil, func(w *world) {
+			w.src.MarkSynced()
+			w.waitApplied()
+			time.Sleep(time.Minute)
+			w.driver.StartOver() // during the minimum interval
+			w.waitApplied()
+			w.script.Add(sinkscript.Fail(errBusy))
+			time.Sleep(time.Hour)
+			w.src.Set(view(web, 2))
+			time.Sleep(time.Minute)
+			w.driver.StartOver() // during the backoff
+			w.waitApplied()
+			w.expectDelivered(0, "0s: full web none→[1]", "1m0s: full web none→[1]",
+				"1h1m0s: web [1]→[2]: dataplane is busy", "1h2m0s: full web none→[2]")
+		})
+	})
+	t.Run("during a Sync begins a pass after it", func(t *testing.T) {
+		run(t, sink.Options{}, nil, func(w *world) {
+			release := make(chan struct{})
+			w.script.Add(sinkscript.Block(release))
+			w.src.MarkSynced()
+			time.Sleep(time.Second)
+			w.driver.StartOver()
+			close(release)
+			w.waitApplied()
+			w.expectDelivered(0, "0s: full web none→[1]", "1s: full web none→[1]")
+		})
+	})
+	t.Run("interrupts Verify", func(t *testing.T) {
+		s := &stages{verify: func(ctx context.Context) error { <-ctx.Done(); return ctx.Err() }}
+		runWith(t, sink.Options{}, everyMinute, s, func(w *world) {
+			w.src.MarkSynced()
+			time.Sleep(90 * time.Second)
+			w.driver.StartOver()
+			w.waitApplied()
+			w.expectDelivered(0, "0s: full web none→[1]", "1m30s: full web none→[1]")
+		})
+	})
+	t.Run("has no effect before Run and before the source has synced", func(t *testing.T) {
+		run(t, sink.Options{}, nil, func(w *world) {
+			w.driver.StartOver()
+			synctest.Wait()
+			w.src.MarkSynced()
+			w.waitApplied()
+			w.expectDelivered(0, "0s: full web none→[1]")
+		})
+	})
+}
+
+// A pass takes 10 s, and StartOver is called each second.
+func TestPassesEndUnderAnyRateOfStartOver(t *testing.T) {
+	delivered := map[types.NamespacedName]int{}
+	slow := sink.Func(func(ctx context.Context, c *sink.Changes) error {
+		for s := range c.Services {
+			delivered[s.Key]++
+		}
+		select {
+		case <-time.After(time.Second):
+		case <-ctx.Done():
+		}
+		return nil
+	})
+	run(t, sink.Options{BatchSize: 20}, slow, func(w *world) {
+		w.src.Delete(web)
+		w.src.Set(manyViews(100)...)
+		w.src.MarkSynced()
+		synctest.Wait()
+		w.driver.StartOver()
+		waits := make(chan error)
+		before := w.src.Revision()
+		go func() { waits <- w.driver.WaitSynced(w.Context()) }()
+		go func() { waits <- w.driver.WaitApplied(w.Context(), before) }()
+		for range 600 {
+			time.Sleep(time.Second)
+			w.driver.StartOver()
+			if n := w.driver.Status().Passes; n == 2 && waits != nil {
+				for range 2 {
+					if err := <-waits; err != nil {
+						t.Error(err)
+					}
+				}
+				waits = nil
+			}
+		}
+		synctest.Wait()
+		if s := w.driver.Status(); s.Passes < 55 || waits != nil || len(delivered) != 100 {
+			t.Errorf("%d passes in ten minutes, %d services, waits ended: %t", s.Passes, len(delivered), waits == nil)
+		}
+	})
+}
+
+// A sink that calls StartOver in each Sync gets about ten passes in a second.
+func TestStartOverInEachSyncIsLimited(t *testing.T) {
+	for _, err := range []error{nil, errBusy} {
+		t.Run(fmt.Sprint(err), func(t *testing.T) {
+			var w *world
+			calls := 0
+			s := sink.Func(func(context.Context, *sink.Changes) error {
+				calls++
+				w.driver.StartOver()
+				return err
+			})
+			run(t, sink.Options{}, s, func(started *world) {
+				w = started
+				w.src.MarkSynced()
+				time.Sleep(10 * time.Second)
+				synctest.Wait()
+				if calls < 5 || calls > 110 {
+					t.Errorf("%d calls in ten seconds", calls)
+				}
+			})
+		})
+	}
+}
+
+func TestWaitSyncedWaitsForTheRequestedPass(t *testing.T) {
+	run(t, sink.Options{}, nil, func(w *world) {
+		w.src.MarkSynced()
+		w.waitApplied()
+		release := make(chan struct{})
+		w.script.Add(sinkscript.Block(release), sinkscript.FailServices(errBusy, web))
+		w.src.Set(view(dns))
+		synctest.Wait()
+		w.driver.StartOver()
+		waited := make(chan error, 1)
+		go func() { waited <- w.driver.WaitSynced(w.Context()) }()
+		time.Sleep(time.Minute)
+		if len(waited) > 0 {
+			t.Error("WaitSynced returned before the requested pass")
+		}
+		close(release)
+		if err := <-waited; err != nil {
+			t.Error(err)
+		}
+		w.expectDelivered(1, "0s: dns none→[]", "1m0s: full dns none→[] web none→[1]: service default/web: dataplane is busy")
+	})
+}
+
+func TestWaitSyncedDoesNotWaitForServicesThatFail(t *testing.T) {
+	runWith(t, sink.Options{}, backoff(time.Hour, time.Hour), nil, func(w *world) {
+		ctx, cancel := context.WithTimeout(w.Context(), time.Second)
+		defer cancel()
+		if err := w.driver.WaitSynced(ctx); !errors.Is(err, context.DeadlineExceeded) {
+			t.Errorf("before the first pass: %v", err)
+		}
+		w.script.Add(sinkscript.FailServices(errBusy, web))
+		w.src.MarkSynced()
+		if err := w.driver.WaitSynced(w.Context()); err != nil {
+			t.Error(err)
+		}
+		ctx, cancel = context.WithTimeout(w.Context(), time.Minute)
+		defer cancel()
+		if err := w.driver.WaitApplied(ctx, w.src.Revision()); err == nil {
+			t.Error("a service that fails does not hold up WaitApplied")
+		}
+	})
+}
+
+// brokenSource signals changes although nothing changes. If panics is true, Next panics.
+type brokenSource struct {
+	sink.Source
+	calls  int
+	panics bool
+}
+
+func (s *brokenSource) Changed() <-chan struct{} {
+	changed := make(chan struct{})
+	close(changed)
+	return changed
+}
+
+func (s *brokenSource) Next() (*updates.Update, error) {
+	s.calls++
+	if s.panics && s.calls > 1 {
+		panic("oops")
+	}
+	return s.Source.Next()
+}
+
+func TestFailedSourceIsRetriedWithBackoff(t *testing.T) {
+	for _, panics := range []bool{false, true} {
+		t.Run(fmt.Sprint("panics=", panics), func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				src := &brokenSource{Source: sinktest.NewSource(), panics: panics}
+				src.Source.(*sinktest.Source).MarkSynced()
+				ctx, cancel := context.WithCancel(klog.NewContext(t.Context(), klog.Logger{}))
+				d := sink.NewDriver(src, sinktest.NewRecorder(t, nil), sink.Options{})
+				ended := make(chan error)
+				go func() { ended <- d.Run(ctx) }()
+				time.Sleep(10 * time.Minute)
+				synctest.Wait()
+				if src.calls > 50 {
+					t.Errorf("the source was read %d times in ten minutes", src.calls)
+				}
+				cancel()
+				<-ended
+			})
+		})
+	}
+}
+
+// A claim moves from a failing service to another service. After that, the old view of
+// the failing service must not be delivered, because this view still has the claim.
+func TestOldNamesNoClaimOfAnotherService(t *testing.T) {
+	a, b := key("a"), key("b")
+	run(t, sink.Options{}, nil, func(w *world) {
+		w.src.Delete(web)
+		w.src.Set(withIP(1, view(a, 1)))
+		w.src.MarkSynced()
+		w.waitApplied()
+		w.script.Add(sinkscript.FailServices(errBusy, a))
+		w.src.Set(withIP(2, view(a, 2)))
+		synctest.Wait()
+		w.src.Set(withIP(1, view(b, 3)))
+		w.waitApplied()
+		w.expectDelivered(0, "0s: full a none→[1]", "0s: a [1]→[2]: service default/a: dataplane is busy",
+			"0s: b none→[3]", "100ms: a none→[2] unsure")
+	})
+}

@@ -60,7 +60,7 @@ func flips(t testing.TB, protocol string, ports, externalIPs, endpoints int) (mo
 		text := strings.Split(wideService(ports, externalIPs, endpoints), "\n")
 		for i, line := range text {
 			if protocol == "tcp" && strings.HasPrefix(line, "port") {
-				text[i] += "/tcp"
+				text[i] += "/TCP"
 			}
 		}
 		return []*api.View{service(t, "wide", strings.Join(text, "\n"))}

@@ -6,7 +6,6 @@ import (
 	"cmp"
 	"encoding/binary"
 	"fmt"
-	"maps"
 	"net/netip"
 	"slices"
 	"strings"
@@ -15,8 +14,8 @@ import (
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/internal/netfilter"
 	"github.com/kpng-project/kpng/internal/ordering"
-	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
+	"github.com/kpng-project/kpng/sink/sinktest"
 	"go.uber.org/goleak"
 	"golang.org/x/sys/unix"
 	"k8s.io/apimachinery/pkg/types"
@@ -169,70 +168,51 @@ func texts(list []connection) []string {
 
 // service returns the view that the string text describes with these lines:
 //
-//	ip ADDR…                cluster IPs
-//	external ADDR…          external IPs
-//	port NUMBER[/tcp] [NODEPORT]   target port is NUMBER + 5000
-//	ready ADDR…             endpoints, on another node
-//	draining ADDR…          endpoints that terminate and still serve
-//	dying ADDR…             endpoints that terminate and no longer serve
-//	local                   both traffic policies are Local
+//	ip ADDR…                  cluster IPs
+//	external ADDR…            external IPs
+//	port N[:NODEPORT][/TCP]   a UDP or TCP port; the target port is N + 5000
+//	ready ADDR…               endpoints, on another node
+//	draining ADDR…            endpoints that terminate and still serve
+//	dying ADDR…               endpoints that terminate and no longer serve
+//	local                     both traffic policies are Local
 //	all-ports
 func service(t testing.TB, name, text string) *api.View {
 	t.Helper()
-	svc := &api.Service{Namespace: "test", Name: name, Type: api.ClusterIP}
-	slicesOf := map[api.Family]*api.EndpointSlice{}
-	var ports []api.EndpointPort
-	for line := range strings.Lines(text) {
-		fields := strings.Fields(line)
-		if len(fields) == 0 {
-			continue
-		}
-		for _, value := range fields[1:] {
-			switch fields[0] {
+	lines := strings.Split(text, "\n")
+	var words, endpoints []string
+	var external api.IPSet
+	for _, line := range lines {
+		kind, values, _ := strings.Cut(line, " ")
+		for _, value := range strings.Fields(values) {
+			switch kind {
 			case "ip":
-				svc.IPs.ClusterIPs.Add(netip.MustParseAddr(value))
-				svc.IPFamilies = []api.Family{api.IPv4, api.IPv6}
+				words = append(words, value)
 			case "external":
-				svc.IPs.ExternalIPs.Add(netip.MustParseAddr(value))
-				svc.IPFamilies = []api.Family{api.IPv4, api.IPv6}
-			case "ready", "draining", "dying":
-				addr := netip.MustParseAddr(value)
-				f := api.FamilyOf(addr)
-				if slicesOf[f] == nil {
-					slicesOf[f] = &api.EndpointSlice{Namespace: "test", Name: f.String(), ServiceName: name, Family: f}
+				external.Add(netip.MustParseAddr(value))
+			case "port":
+				if !strings.HasSuffix(value, "/TCP") {
+					value += "/UDP"
 				}
-				slicesOf[f].Endpoints = append(slicesOf[f].Endpoints, api.SliceEndpoint{Addr: addr, NodeName: "elsewhere", Conditions: api.Conditions{
-					Ready: fields[0] == "ready", Serving: fields[0] != "dying", Terminating: fields[0] != "ready",
-				}})
+				words = append(words, value)
+			case "ready":
+				endpoints = append(endpoints, value)
+			case "draining":
+				endpoints = append(endpoints, value+"~draining")
+			case "dying":
+				endpoints = append(endpoints, value+"~ended")
 			}
 		}
-		switch fields[0] {
-		case "port":
-			var port, nodePort int32
-			protocol, number := api.UDP, fields[1]
-			if n, ok := strings.CutSuffix(number, "/tcp"); ok {
-				number, protocol = n, api.TCP
-			}
-			fmt.Sscan(number, &port)
-			if len(fields) > 2 {
-				fmt.Sscan(fields[2], &nodePort)
-				svc.Type = api.NodePort
-			}
-			portName := strings.ToLower(fmt.Sprintf("%s-%d", protocol, port))
-			svc.Ports = append(svc.Ports, api.PortMapping{Name: portName, Protocol: protocol, Port: port, NodePort: nodePort})
-			ports = append(ports, api.EndpointPort{Name: portName, Protocol: protocol, Port: port + 5000})
-		case "local":
-			svc.InternalTrafficToLocal, svc.ExternalTrafficToLocal = true, true
-		case "all-ports":
-			svc.AllPorts = true
-		}
 	}
-	state := &api.ServiceState{Service: svc}
-	for _, f := range slices.Sorted(maps.Keys(slicesOf)) {
-		slicesOf[f].Ports = ports
-		state.Slices = append(state.Slices, slicesOf[f])
+	svc := sinktest.Service("test/"+name, strings.Join(words, " "))
+	svc.IPs.ExternalIPs, svc.IPFamilies = external, []api.Family{api.IPv4, api.IPv6}
+	svc.AllPorts = slices.Contains(lines, "all-ports")
+	svc.InternalTrafficToLocal = slices.Contains(lines, "local")
+	svc.ExternalTrafficToLocal = svc.InternalTrafficToLocal
+	for i := range svc.Ports {
+		p := &svc.Ports[i]
+		p.Name, p.TargetPort = strings.ToLower(fmt.Sprintf("%s-%d", p.Protocol, p.Port)), p.Port+5000
 	}
-	return nodeview.View(state, &api.Node{Name: "here"})
+	return sinktest.View(sinktest.Node("here"), svc, strings.Join(endpoints, " "))
 }
 
 // changesBetween returns the incremental changes between two states.

@@ -16,8 +16,8 @@ import (
 
 // TestClassesAgreeWithFrontends checks that each frontend has the verdict of its class.
 func TestClassesAgreeWithFrontends(t *testing.T) {
-	const dual = "ip 10.96.0.10 fd96::10\nexternal 192.0.2.1 2001:db8::1\nport 53 30053\nport 53/tcp 30053\n"
-	sameNodePort := service(t, "dns", dual+"port 54 30053\nready 10.1.0.1")
+	const dual = "ip 10.96.0.10 fd96::10\nexternal 192.0.2.1 2001:db8::1\nport 53:30053\nport 53:30053/TCP\n"
+	sameNodePort := service(t, "dns", dual+"port 54:30053\nready 10.1.0.1")
 	headless := service(t, "dns", "external 192.0.2.1 2001:db8::1\nport 53\nready 10.1.0.1")
 	headless.Service.IPs.Headless, headless.Service.IPFamilies = true, nil
 	oneFamily := service(t, "dns", dual+"ready 10.1.0.1 fd01::1")
@@ -67,7 +67,7 @@ func TestClassesAgreeWithFrontends(t *testing.T) {
 // changes need.
 func TestQueuedGroupsFollowTheirService(t *testing.T) {
 	const both, one = "ip 10.96.0.10\nport 53\nready 10.1.0.1 10.1.0.2", "ip 10.96.0.10\nport 53\nready 10.1.0.2"
-	const web = "ip 10.96.0.10\nport 80/tcp"
+	const web = "ip 10.96.0.10\nport 80/TCP"
 	toWeb := unanswered(9, "10.96.0.10:80")
 	for name, test := range map[string]struct {
 		steps         []string

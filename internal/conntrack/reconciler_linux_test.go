@@ -160,20 +160,20 @@ func TestStaleConnectionsAreDeleted(t *testing.T) {
 			deleted: []connection{udp(1, dns, pod1), udp(2, dns6, pod61)}, onRestart: true,
 		},
 		"TCP connections are kept": {
-			before: map[string]string{"dns": "ip 10.96.0.10\nport 53\nport 53/tcp\nready 10.1.0.1"}, now: map[string]string{"dns": "ip 10.96.0.10\nport 53\nport 53/tcp"},
+			before: map[string]string{"dns": "ip 10.96.0.10\nport 53\nport 53/TCP\nready 10.1.0.1"}, now: map[string]string{"dns": "ip 10.96.0.10\nport 53\nport 53/TCP"},
 			kept: []connection{tcp(udp(1, dns, pod1))}, deleted: []connection{udp(2, dns, pod1)}, onRestart: true,
 		},
 		"a TCP connection started before its service existed": {
-			before: map[string]string{}, now: map[string]string{"web": "ip 10.96.0.10 fd96::10\nport 80/tcp 30080\nready 10.1.0.1 fd01::1"},
+			before: map[string]string{}, now: map[string]string{"web": "ip 10.96.0.10 fd96::10\nport 80:30080/TCP\nready 10.1.0.1 fd01::1"},
 			kept:    []connection{tcp(udp(1, "10.96.0.10:80", "10.96.0.10:80")), synSent(udp(2, "10.96.0.10:80", "10.1.0.1:5080")), unanswered(3, "10.96.0.10:81"), unanswered(4, "10.2.0.9:30080")},
 			deleted: []connection{unanswered(5, "10.96.0.10:80"), unanswered(6, "[fd96::10]:80"), unanswered(7, "10.2.0.1:30080")}, onRestart: true,
 		},
 		"a TCP connection started before its service had an endpoint": {
-			before: map[string]string{"web": "ip 10.96.0.10\nport 80/tcp"}, now: map[string]string{"web": "ip 10.96.0.10\nport 80/tcp\nready 10.1.0.1"},
+			before: map[string]string{"web": "ip 10.96.0.10\nport 80/TCP"}, now: map[string]string{"web": "ip 10.96.0.10\nport 80/TCP\nready 10.1.0.1"},
 			deleted: []connection{unanswered(1, "10.96.0.10:80")}, onRestart: true,
 		},
 		"a TCP connection to a service that still has no endpoint": {
-			before: map[string]string{}, now: map[string]string{"web": "ip 10.96.0.10\nport 80/tcp"},
+			before: map[string]string{}, now: map[string]string{"web": "ip 10.96.0.10\nport 80/TCP"},
 			kept: []connection{unanswered(1, "10.96.0.10:80")}, onRestart: true,
 		},
 		"a TCP connection started before an all-ports service existed": {
@@ -197,7 +197,7 @@ func TestStaleConnectionsAreDeleted(t *testing.T) {
 			kept: []connection{inZone(7, udp(1, dns, pod1))}, deleted: []connection{udp(1, dns, pod1)}, onRestart: true,
 		},
 		"node ports are matched by node address and port": {
-			before: map[string]string{"dns": "ip 10.96.0.10\nport 53 30053\nready 10.1.0.1"}, now: map[string]string{"dns": "ip 10.96.0.10\nport 53 30053"},
+			before: map[string]string{"dns": "ip 10.96.0.10\nport 53:30053\nready 10.1.0.1"}, now: map[string]string{"dns": "ip 10.96.0.10\nport 53:30053"},
 			kept: []connection{udp(1, foreign, pod1), udp(2, "10.2.0.1:30054", pod1)}, deleted: []connection{udp(3, node, pod1), udp(4, dns, pod1)}, onRestart: true,
 		},
 		"two services swap addresses": {
@@ -210,7 +210,7 @@ func TestStaleConnectionsAreDeleted(t *testing.T) {
 			kept: []connection{udp(1, "192.0.2.53:77", "10.1.0.2:77")}, deleted: []connection{udp(2, "192.0.2.53:77", "10.1.0.1:77")}, onRestart: true,
 		},
 		"an endpoint on the node itself has the port number of its node port": {
-			before: map[string]string{}, now: map[string]string{"dns": "port 25053 30053\nip 10.96.0.10\nready 10.2.0.1"},
+			before: map[string]string{}, now: map[string]string{"dns": "port 25053:30053\nip 10.96.0.10\nready 10.2.0.1"},
 			kept: []connection{udp(1, node, node)}, onRestart: true,
 		},
 	} {
@@ -329,10 +329,10 @@ func TestTableIsNotReadWithoutRemovals(t *testing.T) {
 		"an endpoint is added":                     {map[string]string{"dns": both}, map[string]string{"dns": both + " 10.1.0.3"}},
 		"an endpoint starts draining":              {map[string]string{"dns": both}, map[string]string{"dns": "ip 10.96.0.10\nport 53\nready 10.1.0.1\ndraining 10.1.0.2"}},
 		"a policy changes":                         {map[string]string{"dns": both}, map[string]string{"dns": both + "\nlocal"}},
-		"a TCP endpoint is added":                  {map[string]string{"web": "ip 10.96.0.11\nport 80/tcp\nready 10.1.0.1"}, map[string]string{"web": "ip 10.96.0.11\nport 80/tcp\nready 10.1.0.1 10.1.0.2"}},
-		"a TCP service without endpoints is added": {map[string]string{}, map[string]string{"web": "ip 10.96.0.11\nport 80/tcp"}},
-		"TCP endpoints are removed":                {map[string]string{"web": "ip 10.96.0.11\nport 80/tcp\nready 10.1.0.1"}, map[string]string{"web": "ip 10.96.0.11\nport 80/tcp"}},
-		"a service without UDP ports is deleted":   {map[string]string{"web": "ip 10.96.0.11\nport 80/tcp\nready 10.1.0.1"}, map[string]string{}},
+		"a TCP endpoint is added":                  {map[string]string{"web": "ip 10.96.0.11\nport 80/TCP\nready 10.1.0.1"}, map[string]string{"web": "ip 10.96.0.11\nport 80/TCP\nready 10.1.0.1 10.1.0.2"}},
+		"a TCP service without endpoints is added": {map[string]string{}, map[string]string{"web": "ip 10.96.0.11\nport 80/TCP"}},
+		"TCP endpoints are removed":                {map[string]string{"web": "ip 10.96.0.11\nport 80/TCP\nready 10.1.0.1"}, map[string]string{"web": "ip 10.96.0.11\nport 80/TCP"}},
+		"a service without UDP ports is deleted":   {map[string]string{"web": "ip 10.96.0.11\nport 80/TCP\nready 10.1.0.1"}, map[string]string{}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			before, now := services(t, test.before), services(t, test.now)

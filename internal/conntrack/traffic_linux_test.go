@@ -64,7 +64,7 @@ func TestClientsFollowTheirService(t *testing.T) {
 		}
 		setNATRule(t, n, dnat)
 	}
-	const frontends = "ip 10.96.0.10\nport 53 30053\n"
+	const frontends = "ip 10.96.0.10\nport 53:30053\n"
 	states := []struct{ answers, endpoint, service string }{
 		{"pod1", pod1, frontends + "ready 10.1.0.1"},
 		{"pod2", pod2, frontends + "ready 10.1.0.2"},
@@ -137,7 +137,7 @@ func TestTCPConnectionStartedBeforeItsServiceIsEstablished(t *testing.T) {
 	defer server.Close()
 	r, _ := startReconciler(t, opts)
 	setNATRule(t, n, "")
-	before := services(t, map[string]string{"web": "ip 10.96.0.10\nport 80/tcp"})
+	before := services(t, map[string]string{"web": "ip 10.96.0.10\nport 80/TCP"})
 	syncAndFlush(t, r, wholePass(before))
 
 	connected := make(chan error, 1)
@@ -156,7 +156,7 @@ func TestTCPConnectionStartedBeforeItsServiceIsEstablished(t *testing.T) {
 		}
 	}
 	setNATRule(t, n, "ip daddr 10.96.0.10 tcp dport 80 dnat to 10.1.0.1:5053")
-	syncAndFlush(t, r, changesBetween(before, services(t, map[string]string{"web": "ip 10.96.0.10\nport 80/tcp\nready 10.1.0.1"})))
+	syncAndFlush(t, r, changesBetween(before, services(t, map[string]string{"web": "ip 10.96.0.10\nport 80/TCP\nready 10.1.0.1"})))
 	if err := <-connected; err != nil {
 		t.Error(err)
 	}

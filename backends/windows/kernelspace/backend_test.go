@@ -78,9 +78,9 @@ func TestHNSIsListedOnceForAnyNumberOfServices(t *testing.T) {
 	const services, endpoints = 200, 5
 	w := l2bridge(t)
 	for i := range services {
-		var all []api.SliceEndpoint
+		var all []string
 		for e := range endpoints {
-			all = append(all, at(fmt.Sprintf("10.1.%d.%d", i, e+1)))
+			all = append(all, fmt.Sprintf("10.1.%d.%d", i, e+1))
 		}
 		v := view(service(fmt.Sprint("svc-", i), withClusterIP(i)), all...)
 		w.views[v.Key()] = v
@@ -93,7 +93,7 @@ func TestHNSIsListedOnceForAnyNumberOfServices(t *testing.T) {
 	w.must(w.full())
 	w.mustHaveCalled(and(listing, map[string]int{"Features": 1}))
 
-	w.must(w.set(view(service("svc-7", withClusterIP(7)), at("10.1.7.1"), at("10.1.7.2"), at("10.1.7.3"), at("10.1.7.4"), at("10.1.7.9"))))
+	w.must(w.set(view(service("svc-7", withClusterIP(7)), "10.1.7.1", "10.1.7.2", "10.1.7.3", "10.1.7.4", "10.1.7.9")))
 	w.mustHaveCalled(map[string]int{"CreateEndpoint": 1, "UpdateLoadBalancer": 1, "DeleteEndpoint": 1})
 
 	w.must(w.backend.Verify(t.Context()))
@@ -108,8 +108,8 @@ func TestLoadBalancerIsReplacedIfItCannotBeChanged(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			w := newWorld(t, features, hns.Network{}, kernelspace.Options{})
 			w.hns.SetHook(failCalls("UpdateLoadBalancer", hns.ErrNotSupported))
-			w.must(w.set(view(service("web"), at("10.1.2.1"))))
-			w.must(w.set(view(service("web"), at("10.1.2.2"))))
+			w.must(w.set(view(service("web"), "10.1.2.1")))
+			w.must(w.set(view(service("web"), "10.1.2.2")))
 			w.mustHave("10.96.0.1 protocol 6 port 80->8080 to 10.1.2.2")
 			w.mustHaveRemotes("10.1.2.2")
 			w.must(w.remove("web"))
@@ -120,7 +120,7 @@ func TestLoadBalancerIsReplacedIfItCannotBeChanged(t *testing.T) {
 
 func TestChangedPolicyReplacesLoadBalancer(t *testing.T) {
 	w := l2bridge(t, "10.1.1.1")
-	endpoints := []api.SliceEndpoint{at("10.1.1.1@here"), at("10.1.2.1")}
+	endpoints := []string{"10.1.1.1@here", "10.1.2.1"}
 	w.must(w.set(view(service("web"), endpoints...)))
 	w.must(w.set(view(service("web", affine), endpoints...)))
 	w.mustHave("10.96.0.1 protocol 6 port 80->8080 per client to 10.1.1.1 10.1.2.1")
@@ -132,15 +132,15 @@ func TestChangedPolicyReplacesLoadBalancer(t *testing.T) {
 
 func TestTwoServicesSwapAddresses(t *testing.T) {
 	w := l2bridge(t)
-	w.must(w.set(view(service("a", withClusterIP(1)), at("10.1.2.1")), view(service("b", withClusterIP(2)), at("10.1.2.2"))))
-	w.must(w.set(view(service("a", withClusterIP(2)), at("10.1.2.1")), view(service("b", withClusterIP(1)), at("10.1.2.2"))))
+	w.must(w.set(view(service("a", withClusterIP(1)), "10.1.2.1"), view(service("b", withClusterIP(2)), "10.1.2.2")))
+	w.must(w.set(view(service("a", withClusterIP(2)), "10.1.2.1"), view(service("b", withClusterIP(1)), "10.1.2.2")))
 	w.mustHave(`10.96.0.1 protocol 6 port 80->8080 to 10.1.2.2
 		10.96.0.2 protocol 6 port 80->8080 to 10.1.2.1`)
 }
 
 func TestSharedEndpointIsRemovedWithItsLastUser(t *testing.T) {
 	w := l2bridge(t)
-	w.must(w.set(view(service("a", withClusterIP(1)), at("10.1.2.1")), view(service("b", withClusterIP(2)), at("10.1.2.1"))))
+	w.must(w.set(view(service("a", withClusterIP(1)), "10.1.2.1"), view(service("b", withClusterIP(2)), "10.1.2.1")))
 	w.mustHaveRemotes("10.1.2.1")
 	w.must(w.remove("a"))
 	w.mustHaveRemotes("10.1.2.1")
@@ -150,8 +150,7 @@ func TestSharedEndpointIsRemovedWithItsLastUser(t *testing.T) {
 
 func TestNewLocalPodReplacesItsRemoteEndpoint(t *testing.T) {
 	w := l2bridge(t)
-	withoutNode := func(e *api.SliceEndpoint) { e.NodeName = "" }
-	w.must(w.set(view(service("web"), at("10.1.1.1", withoutNode))))
+	w.must(w.set(view(service("web"), "10.1.1.1@")))
 	w.mustHaveRemotes("10.1.1.1")
 	w.pod("10.1.1.1", "fd00:1::1")
 	w.must(w.backend.Verify(t.Context()))
@@ -165,11 +164,11 @@ func TestNewLocalPodReplacesItsRemoteEndpoint(t *testing.T) {
 
 func TestLaterLocalPodIsFoundByOneListing(t *testing.T) {
 	w := l2bridge(t)
-	w.must(w.set(view(service("web"), at("10.1.2.1"))))
+	w.must(w.set(view(service("web"), "10.1.2.1")))
 	w.pod("10.1.1.1")
 	w.pod("10.1.1.2")
 	w.hns.Calls()
-	w.must(w.set(view(service("web"), at("10.1.1.1@here"), at("10.1.1.2@here"), at("10.1.2.1"))))
+	w.must(w.set(view(service("web"), "10.1.1.1@here", "10.1.1.2@here", "10.1.2.1")))
 	w.mustHaveCalled(and(listing, map[string]int{"UpdateLoadBalancer": 1}))
 	w.mustHave("10.96.0.1 protocol 6 port 80->8080 to 10.1.1.1 10.1.1.2 10.1.2.1")
 }
@@ -186,7 +185,7 @@ func TestForeignObjectsAreNotChanged(t *testing.T) {
 	w.addBalancer(balancer(remote, "10.96.9.8", 80))
 	before := w.hns.Dump()
 
-	w.must(w.set(view(service("web"), at("10.1.1.1@here"), at("10.1.2.1")), view(service("dns", withClusterIP(2)), at("10.1.2.1"))))
+	w.must(w.set(view(service("web"), "10.1.1.1@here", "10.1.2.1"), view(service("dns", withClusterIP(2)), "10.1.2.1")))
 	w.must(w.remove("dns"))
 	w.restart()
 	w.must(w.full())
@@ -195,7 +194,7 @@ func TestForeignObjectsAreNotChanged(t *testing.T) {
 		t.Errorf("HNS after services were added and deleted (-before +after):\n%s", diff)
 	}
 
-	w.must(w.set(view(service("web"), at("10.1.1.1@here"), at("10.1.2.1"))))
+	w.must(w.set(view(service("web"), "10.1.1.1@here", "10.1.2.1")))
 	w.must(w.backend.Cleanup(t.Context()))
 	if diff := cmp.Diff(before, w.hns.Dump()); diff != "" {
 		t.Errorf("HNS after Cleanup (-before +after):\n%s", diff)
@@ -210,9 +209,9 @@ func TestForeignLoadBalancerIsNotTakenForOwn(t *testing.T) {
 	t.Run("created after the last listing", func(t *testing.T) {
 		w := l2bridge(t)
 		pod := w.pod("10.1.1.1")
-		w.must(w.set(view(service("other", withClusterIP(9)), at("10.1.1.1@here"))))
+		w.must(w.set(view(service("other", withClusterIP(9)), "10.1.1.1@here")))
 		w.addBalancer(balancer(pod, "10.96.0.1", 80, 443))
-		got := failures(t, w.set(view(service("web"), at("10.1.1.1@here"))))
+		got := failures(t, w.set(view(service("web"), "10.1.1.1@here")))
 		if !strings.Contains(got["web"], "and also 10.96.0.1:443/TCP") {
 			t.Errorf("failed: %q, want an error for the frontend of another owner", got)
 		}
@@ -224,7 +223,7 @@ func TestForeignLoadBalancerIsNotTakenForOwn(t *testing.T) {
 			w := l2bridge(t)
 			pod := w.pod("10.1.1.1")
 			w.hns.SetHook(failCalls("CreateLoadBalancer", answer))
-			if err := w.set(view(service("web"), at("10.1.1.1@here"))); err == nil {
+			if err := w.set(view(service("web"), "10.1.1.1@here")); err == nil {
 				t.Error("the sync succeeds although the creation failed")
 			}
 			w.hns.SetHook(nil)
@@ -247,7 +246,7 @@ func TestLoadBalancerOfLostResponseIsOwned(t *testing.T) {
 				w := l2bridge(t)
 				w.hns.SetQuirks(fakehns.AllQuirks()[quirk])
 				w.hns.SetHook(failCalls("CreateLoadBalancer", fakehns.ErrAnswerLost))
-				failures(t, w.set(view(service("web"), at("10.1.2.1"))))
+				failures(t, w.set(view(service("web"), "10.1.2.1")))
 				w.hns.SetHook(nil)
 				w.hns.Calls()
 				if restarts {
@@ -267,9 +266,9 @@ func TestLoadBalancerOfLostResponseIsOwned(t *testing.T) {
 func TestDuplicateOwnLoadBalancersAreRemoved(t *testing.T) {
 	w := newWorld(t, without(func(f *hns.Features) { f.ModifyLoadBalancer = false }), hns.Network{}, kernelspace.Options{})
 	w.hns.SetQuirks(fakehns.Quirks{SharesFrontends: true})
-	w.must(w.set(view(service("web"), at("10.1.2.1"))))
+	w.must(w.set(view(service("web"), "10.1.2.1")))
 	w.hns.SetHook(failCalls("DeleteLoadBalancer", fakehns.ErrIgnored))
-	failures(t, w.set(view(service("web"), at("10.1.2.2"))))
+	failures(t, w.set(view(service("web"), "10.1.2.2")))
 	w.hns.SetHook(nil)
 	w.must(w.full())
 	w.mustHave("10.96.0.1 protocol 6 port 80->8080 to 10.1.2.2")
@@ -278,7 +277,7 @@ func TestDuplicateOwnLoadBalancersAreRemoved(t *testing.T) {
 
 func TestDeletionIsRetriedOnce(t *testing.T) {
 	w := l2bridge(t)
-	w.must(w.set(view(service("web"), at("10.1.2.1"))))
+	w.must(w.set(view(service("web"), "10.1.2.1")))
 	refused := false
 	w.hns.SetHook(func(call string) error {
 		if call == "DeleteLoadBalancer" && !refused {
@@ -294,9 +293,9 @@ func TestDeletionIsRetriedOnce(t *testing.T) {
 
 func TestPodWithAddressOfRemotePodIsServedImmediately(t *testing.T) {
 	w := l2bridge(t)
-	w.must(w.set(view(service("web"), at("10.1.2.1"))))
+	w.must(w.set(view(service("web"), "10.1.2.1")))
 	pod := w.pod("10.1.2.1")
-	w.must(w.set(view(service("web"), at("10.1.2.1@here"))))
+	w.must(w.set(view(service("web"), "10.1.2.1@here")))
 	lbs, _ := w.hns.LoadBalancers()
 	if len(lbs) != 1 || lbs[0].Endpoints[0] != pod {
 		t.Errorf("load balancers %v, want one to the pod's own endpoint %s", lbs, pod)
@@ -333,7 +332,7 @@ func TestForeignLoadBalancerWithOnlyOurFrontendIsReplaced(t *testing.T) {
 	pod := w.pod("10.1.1.9")
 	w.addBalancer(balancer(pod, "10.96.0.1", 80))
 	w.addBalancer(balancer(pod, "10.96.0.2", 80, 81))
-	got := failures(t, w.set(view(service("a", withClusterIP(1)), at("10.1.2.1")), view(service("b", withClusterIP(2)), at("10.1.2.1"))))
+	got := failures(t, w.set(view(service("a", withClusterIP(1)), "10.1.2.1"), view(service("b", withClusterIP(2)), "10.1.2.1")))
 	if !strings.Contains(got["b"], "frontend 10.96.0.2:80/TCP: load balancer") || !strings.Contains(got["b"], "and also 10.96.0.2:81/TCP") || len(got) != 1 {
 		t.Errorf("failed: %q, want an error for b, whose frontend belongs to another owner", got)
 	}
@@ -343,10 +342,10 @@ func TestForeignLoadBalancerWithOnlyOurFrontendIsReplaced(t *testing.T) {
 
 func TestLoadBalancerCreatedAfterListingIsReplaced(t *testing.T) {
 	w := l2bridge(t)
-	w.must(w.set(view(service("other", withClusterIP(2)), at("10.1.2.1"))))
+	w.must(w.set(view(service("other", withClusterIP(2)), "10.1.2.1")))
 	w.addBalancer(balancer(w.pod("10.1.1.9"), "10.96.0.1", 80))
 	w.hns.Calls()
-	w.must(w.set(view(service("web"), at("10.1.2.1"))))
+	w.must(w.set(view(service("web"), "10.1.2.1")))
 	w.mustHaveCalled(and(listing, map[string]int{"CreateLoadBalancer": 2, "DeleteLoadBalancer": 1}))
 	w.mustHave(`10.96.0.1 protocol 6 port 80->8080 to 10.1.2.1
 		10.96.0.2 protocol 6 port 80->8080 to 10.1.2.1`)
@@ -354,7 +353,7 @@ func TestLoadBalancerCreatedAfterListingIsReplaced(t *testing.T) {
 
 func TestFailureNamesServiceFrontendAndError(t *testing.T) {
 	w := l2bridge(t)
-	w.must(w.set(view(service("a", withClusterIP(1)), at("10.1.2.1")), view(service("b", withClusterIP(2)), at("10.1.2.2"))))
+	w.must(w.set(view(service("a", withClusterIP(1)), "10.1.2.1"), view(service("b", withClusterIP(2)), "10.1.2.2")))
 
 	refused := 0
 	w.hns.SetHook(func(call string) error {
@@ -366,7 +365,7 @@ func TestFailureNamesServiceFrontendAndError(t *testing.T) {
 		}
 		return nil
 	})
-	got := failures(t, w.set(view(service("a", withClusterIP(1)), at("10.1.2.3")), view(service("b", withClusterIP(2)), at("10.1.2.4"))))
+	got := failures(t, w.set(view(service("a", withClusterIP(1)), "10.1.2.3"), view(service("b", withClusterIP(2)), "10.1.2.4")))
 	if len(got) != 1 || !strings.HasPrefix(got["a"], "frontend 10.96.0.1:80/TCP: update load balancer ") || !strings.HasSuffix(got["a"], ": HNS says no") {
 		t.Errorf("failed: %q", got)
 	}
@@ -376,7 +375,7 @@ func TestFailureNamesServiceFrontendAndError(t *testing.T) {
 	// A change of another service causes no retry for service a, no listing and no deletion of
 	// endpoints. The driver decides when to retry.
 	w.hns.Calls()
-	w.must(w.set(view(service("b", withClusterIP(2)), at("10.1.2.5"))))
+	w.must(w.set(view(service("b", withClusterIP(2)), "10.1.2.5")))
 	w.mustHaveCalled(map[string]int{"CreateEndpoint": 1, "UpdateLoadBalancer": 1})
 	w.must(w.set(w.views[view(service("a")).Key()]))
 	w.mustHaveCalled(and(listing, map[string]int{"UpdateLoadBalancer": 1, "DeleteEndpoint": 3}))
@@ -387,7 +386,7 @@ func TestFailureNamesServiceFrontendAndError(t *testing.T) {
 
 func TestFailedDeletionIsRetried(t *testing.T) {
 	w := l2bridge(t)
-	w.must(w.set(view(service("web"), at("10.1.2.1"))))
+	w.must(w.set(view(service("web"), "10.1.2.1")))
 	w.hns.SetHook(failCalls("DeleteLoadBalancer", errRefused))
 	if got := failures(t, w.remove("web")); !strings.Contains(got["web"], "frontend 10.96.0.1:80/TCP: delete load balancer") {
 		t.Errorf("failed: %q", got)
@@ -407,7 +406,7 @@ func TestFailedDeletionIsRetried(t *testing.T) {
 
 func TestMissingLoadBalancerIsNotAnError(t *testing.T) {
 	w := l2bridge(t)
-	w.must(w.set(view(service("web"), at("10.1.2.1"))))
+	w.must(w.set(view(service("web"), "10.1.2.1")))
 	lbs, _ := w.hns.LoadBalancers()
 	if err := w.hns.DeleteLoadBalancer(lbs[0].ID); err != nil {
 		t.Fatal(err)
@@ -418,7 +417,7 @@ func TestMissingLoadBalancerIsNotAnError(t *testing.T) {
 
 func TestVerifyRepairsForeignChanges(t *testing.T) {
 	w := l2bridge(t)
-	w.must(w.set(view(service("a", withClusterIP(1)), at("10.1.2.1")), view(service("b", withClusterIP(2)), at("10.1.2.2"))))
+	w.must(w.set(view(service("a", withClusterIP(1)), "10.1.2.1"), view(service("b", withClusterIP(2)), "10.1.2.2")))
 	want := w.hns.Dump()
 	lbs, _ := w.hns.LoadBalancers()
 	if err := w.hns.DeleteLoadBalancer(lbs[0].ID); err != nil {
@@ -439,7 +438,7 @@ func TestVanishedLoadBalancersAreRestored(t *testing.T) {
 	const services = 577
 	w := l2bridge(t)
 	for i := range services {
-		v := view(service(fmt.Sprint("svc-", i), withClusterIP(i)), at(fmt.Sprintf("10.1.%d.%d", i>>8, i&255)))
+		v := view(service(fmt.Sprint("svc-", i), withClusterIP(i)), fmt.Sprintf("10.1.%d.%d", i>>8, i&255))
 		w.views[v.Key()] = v
 	}
 	w.must(w.full())
@@ -466,11 +465,11 @@ func TestVanishedLoadBalancersAreRestored(t *testing.T) {
 
 	// A change of one of the services notices the loss before the next Verify.
 	vanish()
-	changed := view(service("svc-9", withClusterIP(9)), at("10.1.0.9"), at("10.1.9.9"))
+	changed := view(service("svc-9", withClusterIP(9)), "10.1.0.9", "10.1.9.9")
 	if message := failures(t, w.set(changed))["svc-9"]; !strings.Contains(message, "update load balancer") {
 		t.Errorf("svc-9 failed with %q", message)
 	}
-	w.must(w.set(view(service("svc-9", withClusterIP(9)), at("10.1.0.9"))))
+	w.must(w.set(view(service("svc-9", withClusterIP(9)), "10.1.0.9")))
 	mustBeRestored()
 }
 
@@ -479,24 +478,24 @@ func TestVanishedLoadBalancersAreRestored(t *testing.T) {
 func TestLoadBalancerWithoutEndpointsIsDeletedFirst(t *testing.T) {
 	for name, lose := range map[string]func(w *world, pod string){
 		"own": func(w *world, pod string) {
-			w.must(w.set(view(service("z", withClusterIP(9)), at("10.1.1.1@here"))))
+			w.must(w.set(view(service("z", withClusterIP(9)), "10.1.1.1@here")))
 			w.hns.LoseEndpoint(pod)
 		},
 		"of another proxy": func(w *world, pod string) {
 			w.addBalancer(balancer(pod, "10.96.0.9", 80))
 			w.hns.LoseEndpoint(pod)
-			if message := failures(w.T, w.set(view(service("z", withClusterIP(9)), at("10.1.1.1@here"))))["z"]; message == "" {
+			if message := failures(w.T, w.set(view(service("z", withClusterIP(9)), "10.1.1.1@here")))["z"]; message == "" {
 				w.Error("the service without an HNS endpoint does not fail")
 			}
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
 			w := l2bridge(t)
-			w.must(w.set(view(service("a", withClusterIP(1)), at("10.1.2.1"))))
+			w.must(w.set(view(service("a", withClusterIP(1)), "10.1.2.1")))
 			w.hns.SetQuirks(fakehns.Quirks{EmptyBalancersBlock: true})
 			lose(w, w.pod("10.1.1.1"))
 
-			b := view(service("b", withClusterIP(2)), at("10.1.2.2"))
+			b := view(service("b", withClusterIP(2)), "10.1.2.2")
 			failures(t, w.set(b)) // may fail, because the backend does not know of the loss yet
 			if failed := failures(t, w.set(b)); failed["b"] != "" {
 				t.Errorf("b failed: %s", failed["b"])
@@ -539,7 +538,7 @@ func TestLoadBalancerOfAnotherOwnerWithoutPortsStays(t *testing.T) {
 	w := l2bridge(t)
 	fakehns.Use(t, withForeignBalancer{w.hns, t})
 	w.restart()
-	w.must(w.set(view(service("a", withClusterIP(1)), at("10.1.2.1"))))
+	w.must(w.set(view(service("a", withClusterIP(1)), "10.1.2.1")))
 	w.must(w.full())
 }
 
@@ -548,12 +547,12 @@ func TestLoadBalancerOfAnotherOwnerWithoutPortsStays(t *testing.T) {
 // another node.
 func TestStaleEndpointIsNotUsed(t *testing.T) {
 	w := l2bridge(t)
-	w.must(w.set(view(service("web"), at("10.1.1.1"))))
+	w.must(w.set(view(service("web"), "10.1.1.1")))
 	w.hns.SetHook(failCalls("DeleteEndpoint", fakehns.ErrIgnored))
-	w.must(w.set(view(service("web"), at("10.1.2.1"))))
+	w.must(w.set(view(service("web"), "10.1.2.1")))
 	w.mustHaveRemotes("10.1.1.1", "10.1.2.1")
 	pod := w.pod("10.1.1.1")
-	w.must(w.set(view(service("web"), at("10.1.1.1@here"))))
+	w.must(w.set(view(service("web"), "10.1.1.1@here")))
 	if lbs, _ := w.hns.LoadBalancers(); len(lbs) != 1 || !slices.Equal(lbs[0].Endpoints, []string{pod}) {
 		t.Errorf("the load balancers are %+v, want one with the endpoint %s of the pod", lbs, pod)
 	}
@@ -562,7 +561,7 @@ func TestStaleEndpointIsNotUsed(t *testing.T) {
 	w.mustHaveRemotes()
 
 	// The pod ends, its endpoint stays, and a pod of another node gets its address.
-	w.must(w.set(view(service("web"), at("10.1.1.1"))))
+	w.must(w.set(view(service("web"), "10.1.1.1")))
 	w.mustHaveRemotes("10.1.1.1")
 	if lbs, _ := w.hns.LoadBalancers(); len(lbs) != 1 || slices.Contains(lbs[0].Endpoints, pod) {
 		t.Errorf("the load balancers are %+v, want one without the stale endpoint %s", lbs, pod)
@@ -571,7 +570,7 @@ func TestStaleEndpointIsNotUsed(t *testing.T) {
 	// If HNS refuses a second endpoint with the address, the service fails with the reason.
 	w.must(w.remove("web"))
 	w.hns.SetHook(failCalls("CreateEndpoint", hns.ErrExists))
-	message := failures(t, w.set(view(service("web"), at("10.1.1.1"))))["web"]
+	message := failures(t, w.set(view(service("web"), "10.1.1.1")))["web"]
 	if want := "HNS still has endpoint " + pod + " of a deleted pod of this node; delete it"; !strings.Contains(message, want) {
 		t.Errorf("the service failed with %q, want %q", message, want)
 	}
@@ -582,7 +581,7 @@ func TestLossDuringFailedVerifyIsRepaired(t *testing.T) {
 	for _, call := range []string{"Network", "Endpoints", "LoadBalancers", "CreateLoadBalancer"} {
 		t.Run(call, func(t *testing.T) {
 			w := l2bridge(t)
-			w.must(w.set(view(service("web"), at("10.1.2.1"))))
+			w.must(w.set(view(service("web"), "10.1.2.1")))
 			want := w.hns.Dump()
 			lbs, _ := w.hns.LoadBalancers()
 			if err := w.hns.DeleteLoadBalancer(lbs[0].ID); err != nil {
@@ -606,9 +605,9 @@ func TestIgnoredCallsAreRepaired(t *testing.T) {
 		t.Run(call, func(t *testing.T) {
 			w := l2bridge(t)
 			steps := func() {
-				failures(t, w.set(view(service("web"), at("10.1.2.1"))))
-				failures(t, w.set(view(service("web"), at("10.1.2.2"))))
-				failures(t, w.set(view(service("web", affine), at("10.1.2.2"))))
+				failures(t, w.set(view(service("web"), "10.1.2.1")))
+				failures(t, w.set(view(service("web"), "10.1.2.2")))
+				failures(t, w.set(view(service("web", affine), "10.1.2.2")))
 			}
 			steps()
 			want := w.hns.Dump()
@@ -628,7 +627,7 @@ func TestIgnoredCallsAreRepaired(t *testing.T) {
 func TestStoppedHNSFailsAllServicesAndIsRetried(t *testing.T) {
 	w := l2bridge(t)
 	w.hns.SetHook(func(string) error { return hns.ErrNotRunning })
-	if err := w.set(view(service("web"), at("10.1.2.1"))); err == nil || !strings.Contains(err.Error(), "HNS does not run") {
+	if err := w.set(view(service("web"), "10.1.2.1")); err == nil || !strings.Contains(err.Error(), "HNS does not run") {
 		t.Errorf("Sync without HNS returned %v", err)
 	}
 	w.mustHaveCalled(map[string]int{"Features": 1})
@@ -636,7 +635,7 @@ func TestStoppedHNSFailsAllServicesAndIsRetried(t *testing.T) {
 	w.must(w.full())
 
 	w.hns.SetHook(failCalls("CreateEndpoint", hns.ErrNotRunning))
-	changed := view(service("web"), at("10.1.2.2"))
+	changed := view(service("web"), "10.1.2.2")
 	if err := w.set(changed); err == nil || !strings.Contains(err.Error(), "service default/web: frontend 10.96.0.1:80/TCP: ") {
 		t.Errorf("Sync returned %v while HNS stopped", err)
 	}
@@ -650,7 +649,7 @@ func TestBackendWaitsForNetwork(t *testing.T) {
 	w := l2bridge(t)
 	network, _ := w.hns.NetworkByID(w.network)
 	w.hns.RemoveNetwork(w.network)
-	if err := w.set(view(service("web"), at("10.1.2.1"))); err == nil || !strings.Contains(err.Error(), `HNS network "pods": `) {
+	if err := w.set(view(service("web"), "10.1.2.1")); err == nil || !strings.Contains(err.Error(), `HNS network "pods": `) {
 		t.Errorf("Sync without the network returned %v", err)
 	}
 	w.hns.AddNetwork(network)
@@ -660,12 +659,12 @@ func TestBackendWaitsForNetwork(t *testing.T) {
 
 func TestRecreatedNetworkGetsEverythingAgain(t *testing.T) {
 	w := l2bridge(t, "10.1.1.1")
-	w.must(w.set(view(service("web"), at("10.1.1.1@here"), at("10.1.2.1"))))
+	w.must(w.set(view(service("web"), "10.1.1.1@here", "10.1.2.1")))
 	want := w.hns.Dump()
 	w.hns.RemoveNetwork(w.network)
 	w.network = w.hns.AddNetwork(hns.Network{Name: "pods"})
 	w.pod("10.1.1.1")
-	if err := w.set(view(service("other", withClusterIP(2)), at("10.1.2.2"))); err == nil {
+	if err := w.set(view(service("other", withClusterIP(2)), "10.1.2.2")); err == nil {
 		t.Error("an endpoint was created on a deleted network")
 	}
 	w.must(w.remove("other"))
@@ -688,7 +687,7 @@ func TestOverlayNetworkNeedsSourceVIPAndRemoteSubnets(t *testing.T) {
 
 func TestDamagedStateFileDoesNotStopBackend(t *testing.T) {
 	w := l2bridge(t)
-	w.must(w.set(view(service("web"), at("10.1.2.1"))))
+	w.must(w.set(view(service("web"), "10.1.2.1")))
 	data, err := os.ReadFile(w.opts.StateFile)
 	if err != nil {
 		t.Fatal(err)
@@ -728,8 +727,8 @@ func TestForeignStateFileIsNotOverwritten(t *testing.T) {
 
 func TestFrontendIsTakenOverFromChangingService(t *testing.T) {
 	w := l2bridge(t)
-	w.must(w.set(view(service("a"), at("10.1.2.1"))))
-	w.must(w.set(view(service("b"), at("10.1.2.2"))))
+	w.must(w.set(view(service("a"), "10.1.2.1")))
+	w.must(w.set(view(service("b"), "10.1.2.2")))
 	w.must(w.remove("a"))
 	w.mustHave("10.96.0.1 protocol 6 port 80->8080 to 10.1.2.2")
 }
@@ -744,22 +743,22 @@ func (w *world) syncBatch(first, last bool, views ...*api.View) error {
 }
 
 func TestPassInSeveralBatches(t *testing.T) {
-	a, b := view(service("a", withClusterIP(1)), at("10.1.2.1")), view(service("b", withClusterIP(2)), at("10.1.2.2"))
+	a, b := view(service("a", withClusterIP(1)), "10.1.2.1"), view(service("b", withClusterIP(2)), "10.1.2.2")
 	for _, restart := range []bool{false, true} {
 		t.Run(fmt.Sprintf("restart %t", restart), func(t *testing.T) {
 			w := l2bridge(t)
-			w.must(w.set(a, b, view(service("gone", withClusterIP(3)), at("10.1.2.3"))))
+			w.must(w.set(a, b, view(service("gone", withClusterIP(3)), "10.1.2.3")))
 			if restart {
 				w.restart()
 			}
 			w.hns.Calls()
 
 			// Services a and b have swapped their addresses.
-			w.must(w.syncBatch(true, false, view(service("a", withClusterIP(2)), at("10.1.2.1"))))
+			w.must(w.syncBatch(true, false, view(service("a", withClusterIP(2)), "10.1.2.1")))
 			w.mustHave(`10.96.0.1 protocol 6 port 80->8080 to 10.1.2.1
 				10.96.0.2 protocol 6 port 80->8080 to 10.1.2.1
 				10.96.0.3 protocol 6 port 80->8080 to 10.1.2.3`)
-			w.must(w.syncBatch(false, false, view(service("b", withClusterIP(1)), at("10.1.2.2"))))
+			w.must(w.syncBatch(false, false, view(service("b", withClusterIP(1)), "10.1.2.2")))
 			w.mustHave(`10.96.0.1 protocol 6 port 80->8080 to 10.1.2.2
 				10.96.0.2 protocol 6 port 80->8080 to 10.1.2.1
 				10.96.0.3 protocol 6 port 80->8080 to 10.1.2.3`)
@@ -815,7 +814,7 @@ func TestHNSIsDownForHalfAMinute(t *testing.T) {
 		w := l2bridge(t)
 		src := sinktest.NewSource()
 		src.SetNode(node())
-		src.Set(view(service("a", withClusterIP(1)), at("10.1.2.1")), view(service("b", withClusterIP(2)), at("10.1.2.2")))
+		src.Set(view(service("a", withClusterIP(1)), "10.1.2.1"), view(service("b", withClusterIP(2)), "10.1.2.2"))
 		src.MarkSynced()
 		ctx, cancel := context.WithCancel(klog.NewContext(t.Context(), logr.Discard()))
 		w.must(w.backend.Stop(ctx)) // the driver starts it again
@@ -826,7 +825,7 @@ func TestHNSIsDownForHalfAMinute(t *testing.T) {
 
 		w.hns.Calls()
 		w.hns.SetHook(func(string) error { return hns.ErrNotRunning })
-		src.Set(view(service("a", withClusterIP(1)), at("10.1.2.3")), view(service("c", withClusterIP(3)), at("10.1.2.4")))
+		src.Set(view(service("a", withClusterIP(1)), "10.1.2.3"), view(service("c", withClusterIP(3)), "10.1.2.4"))
 		src.Delete(view(service("b")).Key())
 		time.Sleep(30 * time.Second)
 		asked := 0
@@ -858,7 +857,7 @@ func TestServiceWithTooManyLoadBalancersIsRefused(t *testing.T) {
 			for i := range ips {
 				s.IPs.ExternalIPs.Add(netip.AddrFrom4([4]byte{198, 51, 100, byte(i + 1)}))
 			}
-		}), at("10.1.2.1"))
+		}), "10.1.2.1")
 	}
 	w.must(w.set(wide(2)))
 	before := w.hns.Dump()
@@ -879,7 +878,7 @@ func TestServiceWithTooManyLoadBalancersIsRefused(t *testing.T) {
 	refuse(w.full())
 	w.must(w.backend.Verify(t.Context()))
 	w.must(w.set(wide(1)))
-	w.must(w.set(view(service("web", withClusterIP(9)), at("10.1.2.9"))))
+	w.must(w.set(view(service("web", withClusterIP(9)), "10.1.2.9")))
 }
 
 // TestOnlyRetriesOfAFailedServiceListHNS changes a service while HNS refuses a load
@@ -889,13 +888,13 @@ func TestOnlyRetriesOfAFailedServiceListHNS(t *testing.T) {
 	w.must(w.full())
 	w.hns.Calls()
 	w.hns.SetHook(failCalls("CreateLoadBalancer", errors.New("refused")))
-	bad := view(service("bad", withClusterIP(8)), at("10.1.2.8"))
+	bad := view(service("bad", withClusterIP(8)), "10.1.2.8")
 	if err := w.set(bad); err == nil {
 		t.Fatal("HNS created the load balancer")
 	}
 	w.hns.SetHook(nil)
 	w.hns.Calls()
-	w.must(w.set(view(service("web", withClusterIP(9)), at("10.1.2.9"))))
+	w.must(w.set(view(service("web", withClusterIP(9)), "10.1.2.9")))
 	w.mustHaveCalled(map[string]int{"CreateEndpoint": 1, "CreateLoadBalancer": 1})
 	w.must(w.set(bad))
 	w.mustHaveCalled(and(listing, map[string]int{"CreateLoadBalancer": 1}))

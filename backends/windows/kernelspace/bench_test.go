@@ -20,11 +20,11 @@ import (
 func BenchmarkSync(b *testing.B) {
 	const services, endpoints = 2000, 5
 	viewOf := func(i, last int) *api.View {
-		var all []api.SliceEndpoint
+		var all []string
 		for e := range endpoints - 1 {
-			all = append(all, at(fmt.Sprintf("10.%d.%d.%d", 128+i>>8, i&255, e+1)))
+			all = append(all, fmt.Sprintf("10.%d.%d.%d", 128+i>>8, i&255, e+1))
 		}
-		all = append(all, at(fmt.Sprintf("10.%d.%d.%d", 128+i>>8, i&255, last)))
+		all = append(all, fmt.Sprintf("10.%d.%d.%d", 128+i>>8, i&255, last))
 		return view(service(fmt.Sprint("svc-", i), withClusterIP(i)), all...)
 	}
 	full := &sink.Changes{First: true, Last: true, Node: node(), NodeChanged: true}
@@ -115,13 +115,13 @@ func BenchmarkSync(b *testing.B) {
 		backend := newBackend(b, fake, b.TempDir()+"/kpng.journal")
 		var changes []sink.Change
 		for i := range 10_000 {
-			v := view(service(fmt.Sprint("svc-", i), withClusterIP(i)), at("10.1.2.1"))
+			v := view(service(fmt.Sprint("svc-", i), withClusterIP(i)), "10.1.2.1")
 			changes = append(changes, sink.Change{Key: v.Key(), New: v})
 		}
 		sync(b, backend, &sink.Changes{First: true, Last: true, Node: node(), NodeChanged: true, Services: slices.Values(changes)})
 		fake.Calls()
 		views := []*api.View{
-			view(service("svc-7", withClusterIP(7)), at("10.1.2.2")), view(service("svc-7", withClusterIP(7)), at("10.1.2.3")),
+			view(service("svc-7", withClusterIP(7)), "10.1.2.2"), view(service("svc-7", withClusterIP(7)), "10.1.2.3"),
 		}
 		b.ResetTimer()
 		for i := range b.N {

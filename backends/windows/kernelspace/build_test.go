@@ -18,20 +18,16 @@ import (
 	"github.com/kpng-project/kpng/internal/hns"
 	"github.com/kpng-project/kpng/internal/hns/fakehns"
 	"github.com/kpng-project/kpng/internal/ordering"
-	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
+	"github.com/kpng-project/kpng/sink/sinktest"
 	"k8s.io/apimachinery/pkg/types"
 )
 
-const here = "this-node"
-
-// node returns this node with its zone.
+// node returns this node, which is named "here", with its zone.
 func node() *api.Node {
-	return &api.Node{
-		Name:      here,
-		Labels:    map[string]string{"topology.kubernetes.io/zone": "zone-a"},
-		Addresses: []api.NodeAddress{{Type: "InternalIP", IP: addr("192.168.0.1")}, {Type: "InternalIP", IP: addr("fd00:192::1")}},
-	}
+	n := sinktest.Node("here", "192.168.0.1", "fd00:192::1")
+	n.Labels = map[string]string{"topology.kubernetes.io/zone": "zone-a"}
+	return n
 }
 
 func addr(s string) netip.Addr { return netip.MustParseAddr(s) }
@@ -45,49 +41,22 @@ func addrs(s ...string) api.IPSet {
 }
 
 // service returns a service with a cluster IP and the port 80/TCP, whose target port is
-// 8080. Each function in the argument change modifies the service.
-func service(name string, change ...func(*api.Service)) *api.Service {
-	s := &api.Service{
-		Namespace: "default", Name: name, Type: api.ClusterIP,
-		IPs:   api.ServiceIPs{ClusterIPs: addrs("10.96.0.1")},
-		Ports: []api.PortMapping{{Protocol: api.TCP, Port: 80, TargetPort: 8080}},
-	}
-	for _, c := range change {
-		c(s)
-	}
-	return s
+// 8080. Each function in edits modifies the service.
+func service(name string, edits ...func(*api.Service)) *api.Service {
+	return sinktest.Service(name, "10.96.0.1 80>8080", edits...)
 }
 
-// The function at returns an endpoint: at("10.1.0.2") is on another node, and
-// at("10.1.0.1@here") is on this node.
-func at(s string, change ...func(*api.SliceEndpoint)) api.SliceEndpoint {
-	ip, local := strings.CutSuffix(s, "@here")
-	e := api.SliceEndpoint{Addr: addr(ip), NodeName: "other-node", Conditions: api.Conditions{Ready: true, Serving: true}}
-	if local {
-		e.NodeName = here
-	}
-	for _, c := range change {
-		c(&e)
-	}
-	return e
-}
-
-// view returns this node's view of a service with these endpoints.
-func view(s *api.Service, endpoints ...api.SliceEndpoint) *api.View {
-	state := &api.ServiceState{Service: s}
-	for _, family := range []api.Family{api.IPv4, api.IPv6} {
-		slice := &api.EndpointSlice{Namespace: s.Namespace, Name: family.String(), ServiceName: s.Name, Family: family}
-		for _, p := range s.Ports {
-			slice.Ports = append(slice.Ports, api.EndpointPort{Name: p.Name, Protocol: p.Protocol, Port: p.TargetPort})
+// view returns this node's view of a service with these endpoints, as in
+// [sinktest.Slices]. An endpoint without "@" is on another node.
+func view(s *api.Service, endpoints ...string) *api.View {
+	var words []string
+	for _, e := range endpoints {
+		if !strings.Contains(e, "@") {
+			e += "@other-node"
 		}
-		for _, e := range endpoints {
-			if api.FamilyOf(e.Addr) == family {
-				slice.Endpoints = append(slice.Endpoints, e)
-			}
-		}
-		state.Slices = append(state.Slices, slice)
+		words = append(words, e)
 	}
-	return nodeview.View(state, node())
+	return sinktest.View(node(), s, strings.Join(words, " "))
 }
 
 // world is a backend and its HNS. The test calls the backend without a driver.

@@ -5,31 +5,29 @@ package kernelspace
 import (
 	"fmt"
 	"net/netip"
+	"strings"
 	"testing"
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/internal/hns"
-	"github.com/kpng-project/kpng/nodeview"
+	"github.com/kpng-project/kpng/sink/sinktest"
 )
 
 // wideView returns the view of a service with ports, external IPs and endpoints.
 func wideView(ports, externalIPs, endpoints int) *api.View {
-	svc := &api.Service{Namespace: "default", Name: "wide", Type: api.ClusterIP, IPFamilies: []api.Family{api.IPv4}}
-	slice := &api.EndpointSlice{Namespace: "default", Name: "wide", ServiceName: "wide", Family: api.IPv4}
+	var portWords, endpointWords []string
+	for i := range ports {
+		portWords = append(portWords, fmt.Sprintf("p%d=%d>8080", i, 1000+i))
+	}
+	for i := range endpoints {
+		endpointWords = append(endpointWords, fmt.Sprintf("10.1.%d.%d@elsewhere", i>>8, i&255))
+	}
+	svc := sinktest.Service("wide", strings.Join(portWords, " "))
+	svc.IPFamilies = []api.Family{api.IPv4}
 	for i := range externalIPs {
 		svc.IPs.ExternalIPs.Add(netip.AddrFrom4([4]byte{198, 18, byte(i >> 8), byte(i)}))
 	}
-	for i := range ports {
-		name := fmt.Sprint("p", i)
-		svc.Ports = append(svc.Ports, api.PortMapping{Name: name, Protocol: api.TCP, Port: int32(1000 + i)})
-		slice.Ports = append(slice.Ports, api.EndpointPort{Name: name, Protocol: api.TCP, Port: 8080})
-	}
-	for i := range endpoints {
-		slice.Endpoints = append(slice.Endpoints, api.SliceEndpoint{
-			Addr: netip.AddrFrom4([4]byte{10, 1, byte(i >> 8), byte(i)}), NodeName: "elsewhere", Conditions: api.Conditions{Ready: true, Serving: true},
-		})
-	}
-	return nodeview.View(&api.ServiceState{Service: svc, Slices: []*api.EndpointSlice{slice}}, &api.Node{Name: "here"})
+	return sinktest.View(sinktest.Node("here"), svc, strings.Join(endpointWords, " "))
 }
 
 // TestFrontendsShareEndpoints plans a service whose frontends all have the same endpoints.

@@ -20,18 +20,16 @@ import (
 	"github.com/kpng-project/kpng/internal/updates"
 	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
+	"github.com/kpng-project/kpng/sink/sinktest"
 	"k8s.io/apimachinery/pkg/types"
 )
 
 var equateAddrs = cmp.Comparer(func(a, b netip.Addr) bool { return a == b })
 
+// service returns a service in the namespace ns. All services have the same address and
+// the same age, so their names decide conflicts over the address.
 func service(name string) *api.Service {
-	return &api.Service{
-		Namespace: "ns", Name: name, Type: api.ClusterIP,
-		IPs:   api.ServiceIPs{ClusterIPs: api.NewIPSet(netip.MustParseAddr("10.0.0.1"))},
-		Ports: []api.PortMapping{{Protocol: api.TCP, Port: 80, TargetPort: 8080}},
-		// All services have the same age, so their names decide conflicts over an address.
-	}
+	return sinktest.Service("ns/"+name, "10.0.0.1 80>8080")
 }
 
 // slice returns an EndpointSlice with one ready endpoint in each given zone. Each

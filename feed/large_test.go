@@ -6,6 +6,7 @@ import (
 	"context"
 	"fmt"
 	"net/netip"
+	"strings"
 	"testing"
 	"time"
 
@@ -15,29 +16,25 @@ import (
 	"github.com/kpng-project/kpng/internal/updates"
 	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
+	"github.com/kpng-project/kpng/sink/sinktest"
 	"k8s.io/apimachinery/pkg/types"
 )
 
 // largeService returns a service and its EndpointSlice with these numbers of ports,
 // external IPs and endpoints.
 func largeService(ports, addrs, endpoints int) (*api.Service, *api.EndpointSlice) {
-	svc, s := service("large"), slice("large-1", "large")
-	svc.Ports, s.Ports = nil, nil
+	words, endpointWords := []string{"10.0.0.9"}, []string{}
 	for i := range ports {
-		name, port := fmt.Sprint("port-", i), int32(1000+i)
-		svc.Ports = append(svc.Ports, api.PortMapping{Name: name, Protocol: api.TCP, Port: port, TargetPort: port})
-		s.Ports = append(s.Ports, api.EndpointPort{Name: name, Protocol: api.TCP, Port: port})
+		words = append(words, fmt.Sprintf("port-%d=%d", i, 1000+i))
 	}
-	svc.IPs.ClusterIPs = api.NewIPSet(netip.MustParseAddr("10.0.0.9"))
+	for i := range endpoints {
+		endpointWords = append(endpointWords, fmt.Sprintf("172.16.%d.%d", i>>8, i&255))
+	}
+	svc := sinktest.Service("ns/large", strings.Join(words, " "))
 	for i := range addrs {
 		svc.IPs.ExternalIPs.V4 = append(svc.IPs.ExternalIPs.V4, netip.AddrFrom4([4]byte{203, 0, byte(i >> 8), byte(i)}))
 	}
-	for i := range endpoints {
-		s.Endpoints = append(s.Endpoints, api.SliceEndpoint{
-			Addr: netip.AddrFrom4([4]byte{172, 16, byte(i >> 8), byte(i)}), Conditions: api.Conditions{Ready: true, Serving: true},
-		})
-	}
-	return svc, s
+	return svc, sinktest.Slices(svc, strings.Join(endpointWords, " "))[0]
 }
 
 // flipped returns a copy of a slice in which one endpoint is ready or not.

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"testing"
 
+	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/sink"
 	"github.com/kpng-project/kpng/sink/sinktest"
 )
@@ -45,9 +46,10 @@ func BenchmarkDriverOneChange(b *testing.B) {
 				}
 			}
 			last := views[len(views)-1].Key()
+			versions := []*api.View{view(last, 2), view(last, 3)}
 			b.ReportAllocs()
-			for n := byte(0); b.Loop(); n++ {
-				src.Set(view(last, n))
+			for n := 0; b.Loop(); n++ {
+				src.Set(versions[n%2])
 				<-synced
 			}
 			cancel()

@@ -6,7 +6,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"net/netip"
 	"regexp"
 	"slices"
 	"strings"
@@ -38,18 +37,13 @@ func key(name string) types.NamespacedName {
 // view returns a view of the service with this key. Each number n in endpoints stands for
 // an endpoint 10.0.0.n.
 func view(key types.NamespacedName, endpoints ...byte) *api.View {
-	v := &api.View{Service: &api.Service{
-		Namespace: key.Namespace, Name: key.Name, Type: api.ClusterIP,
-		Ports: []api.PortMapping{{Protocol: api.TCP, Port: 80, TargetPort: 8080}},
-	}}
+	words := ""
 	for _, n := range endpoints {
-		v.Endpoints = append(v.Endpoints, api.Endpoint{
-			Addr:       netip.AddrFrom4([4]byte{10, 0, 0, n}),
-			Scopes:     api.Scopes{Internal: true, External: true},
-			Conditions: api.Conditions{Ready: true, Serving: true},
-		})
+		words += fmt.Sprint(" 10.0.0.", n)
 	}
-	return v
+	svc := sinktest.Service(key.String(), "80>8080")
+	svc.IPFamilies = []api.Family{api.IPv4}
+	return sinktest.View(nil, svc, words)
 }
 
 // world is a running driver with its source and a recorder.

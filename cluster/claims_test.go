@@ -15,6 +15,7 @@ import (
 	gocmp "github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/cluster"
+	"github.com/kpng-project/kpng/sink/sinktest"
 	"k8s.io/apimachinery/pkg/types"
 )
 
@@ -22,14 +23,12 @@ var equateAddrs = gocmp.Comparer(func(a, b netip.Addr) bool { return a == b })
 
 // service returns a service with an age in seconds and one cluster IP.
 func service(name string, age int, ip string, ports ...int32) *api.Service {
-	s := &api.Service{
-		Namespace: "ns", Name: name, Type: api.ClusterIP,
-		Created: time.Unix(1_000_000-int64(age), 0),
-		IPs:     api.ServiceIPs{ClusterIPs: api.NewIPSet(netip.MustParseAddr(ip))},
-	}
+	words := ip
 	for _, p := range ports {
-		s.Ports = append(s.Ports, api.PortMapping{Name: fmt.Sprint("p", p), Protocol: api.TCP, Port: p, TargetPort: p})
+		words += fmt.Sprintf(" p%d=%d", p, p)
 	}
+	s := sinktest.Service("ns/"+name, words)
+	s.Created = time.Unix(1_000_000-int64(age), 0)
 	return s
 }
 
@@ -193,7 +192,7 @@ func TestClaims(t *testing.T) {
 				with(service("a", 1, "10.0.0.1", 80), func(s *api.Service) { s.Ports[0].NodePort = 30000 }),
 				with(service("b", 2, "10.0.0.2", 81), func(s *api.Service) {
 					s.Ports[0].NodePort = 30000
-					s.IPs.ClusterIPs = api.IPSet{}
+					s.IPs.ClusterIPs, s.IPFamilies = api.IPSet{}, nil
 				}),
 			},
 			nil,
@@ -550,10 +549,9 @@ func BenchmarkContestedAddress(b *testing.B) {
 			for i := range 500 {
 				state.Update(func(tx *cluster.Tx) { tx.SetService(service(fmt.Sprint("s", i), i, "10.0.0.1", test.port(i))) })
 			}
-			i := 0
-			for b.Loop() {
-				i++
-				state.Update(func(tx *cluster.Tx) { tx.SetService(service("s7", 7, "10.0.0.1", int32(1000+i%2))) })
+			versions := []*api.Service{service("s7", 7, "10.0.0.1", 1000), service("s7", 7, "10.0.0.1", 1001)}
+			for i := 0; b.Loop(); i++ {
+				state.Update(func(tx *cluster.Tx) { tx.SetService(versions[i%2]) })
 			}
 		})
 	}

@@ -440,11 +440,11 @@ func TestStaleClient(t *testing.T) {
 	}
 	state, address := manyServices(0), socket(t)
 	set(state, "a", true)
-	_, stop := serve(t, state, address, quick)
 	client, _ := follow(t, "n", address)
 	if client.Stale() {
 		t.Error("stale before the first answer")
 	}
+	_, stop := serve(t, state, address, quick)
 	rec := sinktest.NewRecorder(t, nil)
 	drive(t, client.Source(), rec)
 	wait := func(syncs int) {

@@ -22,7 +22,6 @@ import (
 	"github.com/kpng-project/kpng/internal/healthcheck"
 	"github.com/kpng-project/kpng/internal/nodeaddrs"
 	"github.com/kpng-project/kpng/node/nodeaddr"
-	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
 	"github.com/kpng-project/kpng/sink/sinktest"
 	"go.uber.org/goleak"
@@ -167,19 +166,15 @@ func (w *world) deliver(t *testing.T, views []*api.View, deleted ...string) {
 // localView returns the view of a service with a health-check node port and with ready
 // endpoints on this node.
 func localView(name string, port int32, endpoints ...string) *api.View {
-	svc := &api.Service{
-		Namespace: "test", Name: name, Type: api.LoadBalancer, ExternalTrafficToLocal: true, HealthCheckNodePort: port,
-		IPFamilies: []api.Family{api.IPv4, api.IPv6}, Ports: []api.PortMapping{{Protocol: api.TCP, Port: 80, TargetPort: 80}},
-	}
-	state := &api.ServiceState{Service: svc}
+	svc := sinktest.Service("test/"+name, "80", func(s *api.Service) {
+		s.Type, s.IPFamilies = api.LoadBalancer, []api.Family{api.IPv4, api.IPv6}
+		s.ExternalTrafficToLocal, s.HealthCheckNodePort = true, port
+	})
+	words := ""
 	for _, e := range endpoints {
-		addr := netip.MustParseAddr(e)
-		state.Slices = append(state.Slices, &api.EndpointSlice{
-			Namespace: "test", Name: e, ServiceName: name, Family: api.FamilyOf(addr), Ports: []api.EndpointPort{{Protocol: api.TCP, Port: 80}},
-			Endpoints: []api.SliceEndpoint{{Addr: addr, NodeName: "here", Conditions: api.Conditions{Ready: true, Serving: true}}},
-		})
+		words += " " + e + "@here"
 	}
-	return nodeview.View(state, &api.Node{Name: "here"})
+	return sinktest.View(sinktest.Node("here"), svc, words)
 }
 
 func one(v *api.View) []*api.View { return []*api.View{v} }

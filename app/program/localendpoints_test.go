@@ -13,8 +13,8 @@ import (
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/internal/command"
-	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
+	"github.com/kpng-project/kpng/sink/sinktest"
 	"github.com/prometheus/client_golang/prometheus"
 	"k8s.io/apimachinery/pkg/types"
 )
@@ -22,26 +22,15 @@ import (
 // localView returns the view of a dual-stack service of type NodePort. Both traffic
 // policies are Local, and each of the given nodes has an endpoint.
 func localView(name string, nodes ...string) *api.View {
-	svc := &api.Service{
-		Namespace: "test", Name: name, Type: api.NodePort, IPFamilies: []api.Family{api.IPv4, api.IPv6},
-		InternalTrafficToLocal: true, ExternalTrafficToLocal: true,
-		Ports: []api.PortMapping{{Protocol: api.TCP, Port: 80, NodePort: 30080}},
-	}
-	svc.IPs.ClusterIPs.Add(netip.MustParseAddr("10.96.0.1"))
-	svc.IPs.ClusterIPs.Add(netip.MustParseAddr("fd96::1"))
-	svc.IPs.ExternalIPs.Add(netip.MustParseAddr("192.0.2.1")) // one external IP, which is IPv4
-	state := &api.ServiceState{Service: svc}
+	svc := sinktest.Service("test/"+name, "10.96.0.1 fd96::1 80:30080>8080", func(s *api.Service) {
+		s.InternalTrafficToLocal, s.ExternalTrafficToLocal = true, true
+		s.IPs.ExternalIPs.Add(netip.MustParseAddr("192.0.2.1")) // one external IP, which is IPv4
+	})
+	endpoints := ""
 	for i, node := range nodes {
-		for _, addr := range []string{fmt.Sprintf("10.1.0.%d", i+1), fmt.Sprintf("fd01::%d", i+1)} {
-			a := netip.MustParseAddr(addr)
-			state.Slices = append(state.Slices, &api.EndpointSlice{
-				Namespace: "test", Name: addr, ServiceName: name, Family: api.FamilyOf(a),
-				Ports:     []api.EndpointPort{{Protocol: api.TCP, Port: 8080}},
-				Endpoints: []api.SliceEndpoint{{Addr: a, NodeName: node, Conditions: api.Conditions{Ready: true, Serving: true}}},
-			})
-		}
+		endpoints += fmt.Sprintf(" 10.1.0.%[1]d@%[2]s fd01::%[1]d@%[2]s", i+1, node)
 	}
-	return nodeview.View(state, &api.Node{Name: "here"})
+	return sinktest.View(sinktest.Node("here"), svc, endpoints)
 }
 
 func TestServicePortsWithoutLocalEndpointsAreCounted(t *testing.T) {

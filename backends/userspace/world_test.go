@@ -174,13 +174,7 @@ type testService struct{ api.View }
 
 // serviceAt returns a service with the cluster IP addr and one port.
 func serviceAt(name, addr string, number int32, protocol api.Protocol) *testService {
-	ip := netip.MustParseAddr(addr)
-	return &testService{api.View{Service: &api.Service{
-		Namespace: "default", Name: name, Type: api.ClusterIP,
-		IPs:        api.ServiceIPs{ClusterIPs: api.NewIPSet(ip)},
-		IPFamilies: []api.Family{api.FamilyOf(ip)},
-		Ports:      []api.PortMapping{{Protocol: protocol, Port: number, TargetPort: number}},
-	}}}
+	return &testService{api.View{Service: sinktest.Service(name, fmt.Sprintf("%s %d/%s", addr, number, protocol))}}
 }
 
 // addEndpoints adds endpoints that all traffic may use.

@@ -15,10 +15,11 @@ import (
 	"github.com/kpng-project/kpng/feed"
 	"github.com/kpng-project/kpng/internal/explain"
 	"github.com/kpng-project/kpng/nodeview"
+	"github.com/kpng-project/kpng/sink/sinktest"
 	"k8s.io/apimachinery/pkg/types"
 )
 
-var node = &api.Node{Name: "here", Addresses: []api.NodeAddress{{Type: "InternalIP", IP: netip.MustParseAddr("192.0.2.1")}}}
+var node = sinktest.Node("here", "192.0.2.1")
 
 // newState returns the services default/dns, default/web and kube-system/dns, and an
 // EndpointSlice of an unknown service.
@@ -27,15 +28,7 @@ func newState() *cluster.State {
 	state.Update(func(tx *cluster.Tx) {
 		tx.SetNode(node)
 		for i, name := range []string{"default/dns", "default/web", "kube-system/dns"} {
-			namespace, name, _ := strings.Cut(name, "/")
-			tx.SetService(&api.Service{
-				Namespace: namespace, Name: name, Type: api.NodePort,
-				IPs: api.ServiceIPs{ClusterIPs: api.NewIPSet(netip.AddrFrom4([4]byte{10, 0, 0, byte(i + 1)}))},
-				Ports: []api.PortMapping{
-					{Name: "a", Protocol: api.TCP, Port: 53, TargetPort: 53, NodePort: int32(30000 + i)},
-					{Name: "b", Protocol: api.UDP, Port: 53, TargetPort: 53},
-				},
-			})
+			tx.SetService(sinktest.Service(name, fmt.Sprintf("10.0.0.%d a=53:%d b=53/UDP", i+1, 30000+i)))
 		}
 		tx.SetSlice(&api.EndpointSlice{Namespace: "default", Name: "lone-1", ServiceName: "lone", Family: api.IPv4})
 		large := &api.Service{Namespace: "default", Name: "large", Type: api.ClusterIP}

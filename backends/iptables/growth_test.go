@@ -25,8 +25,8 @@ import (
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/internal/backendtest"
 	"github.com/kpng-project/kpng/internal/netnstest"
-	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
+	"github.com/kpng-project/kpng/sink/sinktest"
 )
 
 // shape is the size of a service in one family.
@@ -72,17 +72,13 @@ func (s shape) service() *api.Service {
 // view returns the node's view of a service with endpoints 10.1.0.1, 10.1.0.2 and so on,
 // without those of the numbers in absent.
 func (s shape) view(svc *api.Service, absent ...int) *api.View {
-	slice := &api.EndpointSlice{Namespace: "default", Name: svc.Name, ServiceName: svc.Name, Family: api.IPv4}
-	for _, p := range svc.Ports {
-		slice.Ports = append(slice.Ports, api.EndpointPort{Name: p.Name, Protocol: p.Protocol, Port: p.TargetPort})
-	}
+	var words []string
 	for i := range s.endpoints {
 		if !slices.Contains(absent, i) {
-			addr := netip.AddrFrom4([4]byte{10, 1, byte((i + 1) >> 8), byte(i + 1)})
-			slice.Endpoints = append(slice.Endpoints, api.SliceEndpoint{Addr: addr, NodeName: "elsewhere", Conditions: api.Conditions{Ready: true, Serving: true}})
+			words = append(words, fmt.Sprintf("10.1.%d.%d@elsewhere", (i+1)>>8, (i+1)&255))
 		}
 	}
-	return nodeview.View(&api.ServiceState{Service: svc, Slices: []*api.EndpointSlice{slice}}, node)
+	return sinktest.View(node, svc, strings.Join(words, " "))
 }
 
 // program returns a renderer for IPv4, and what it renders for a service of this shape.

@@ -24,6 +24,7 @@ import (
 	"github.com/kpng-project/kpng/internal/updates"
 	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
+	"github.com/kpng-project/kpng/sink/sinktest"
 	"k8s.io/apimachinery/pkg/types"
 )
 
@@ -31,28 +32,19 @@ const here = "worker-1"
 
 // write writes a service with endpoints, of which the first is on the node here.
 func write(tx *cluster.Tx, namespace, name string, i, endpoints int) {
-	port := api.PortMapping{Name: "http", Protocol: api.TCP, Port: 80, TargetPort: 8080}
-	addr := func(a, i int) netip.Addr {
-		return netip.AddrFrom4([4]byte{byte(a), byte(i >> 16), byte(i >> 8), byte(i)})
-	}
-	tx.SetService(&api.Service{
-		Namespace: namespace, Name: name, Type: api.ClusterIP,
-		IPs: api.ServiceIPs{ClusterIPs: api.NewIPSet(addr(10, i))}, Ports: []api.PortMapping{port},
-	})
-	slice := &api.EndpointSlice{
-		Namespace: namespace, Name: name + "-1", ServiceName: name, Family: api.IPv4,
-		Ports: []api.EndpointPort{{Name: "http", Protocol: api.TCP, Port: 8080}},
-	}
+	svc := sinktest.Service(namespace+"/"+name, fmt.Sprintf("10.%d.%d.%d http=80>8080", i>>16, i>>8&255, i&255))
+	words := ""
 	for e := range endpoints {
-		node := here
-		if e > 0 {
-			node = "worker-2"
+		node, n := "worker-2", i*16+e
+		if e == 0 {
+			node = here
 		}
-		slice.Endpoints = append(slice.Endpoints, api.SliceEndpoint{
-			Addr: addr(11, i*16+e), NodeName: node, Conditions: api.Conditions{Ready: true, Serving: true},
-		})
+		words += fmt.Sprintf(" 11.%d.%d.%d@%s", n>>16, n>>8&255, n&255, node)
 	}
-	tx.SetSlice(slice)
+	tx.SetService(svc)
+	for _, slice := range sinktest.Slices(svc, words) {
+		tx.SetSlice(slice)
+	}
 }
 
 // newState returns a synced state with services default/web-00000 and so on.

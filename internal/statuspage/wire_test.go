@@ -34,7 +34,7 @@ func complete() *statuspage.Handler {
 	state.Update(func(tx *cluster.Tx) {
 		key := types.NamespacedName{Namespace: "default", Name: "deleted"}
 		tx.DeleteService(key)
-		tx.DeleteSlice(types.NamespacedName{Namespace: "default", Name: "deleted-1"})
+		tx.DeleteSlice(types.NamespacedName{Namespace: "default", Name: "deleted-ipv4"})
 		slice := &api.EndpointSlice{
 			Namespace: "default", Name: "older-2", ServiceName: "older", Family: api.IPv4,
 			Ports: []api.EndpointPort{{Name: "http", Protocol: api.TCP, Port: 8080}},

@@ -11,7 +11,6 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/google/go-cmp/cmp/cmpopts"
-	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/backends/windows/kernelspace"
 	"github.com/kpng-project/kpng/internal/command"
@@ -19,8 +18,8 @@ import (
 	"github.com/kpng-project/kpng/internal/hns/fakehns"
 	"github.com/kpng-project/kpng/metrics"
 	"github.com/kpng-project/kpng/node/nodeaddr"
-	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
+	"github.com/kpng-project/kpng/sink/sinktest"
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/testutil"
 	"github.com/spf13/pflag"
@@ -100,18 +99,7 @@ func TestLoadBalancersStayUntilCleanup(t *testing.T) {
 	if err := starter.Start(t.Context()); err != nil {
 		t.Fatal(err)
 	}
-	view := nodeview.View(&api.ServiceState{
-		Service: &api.Service{
-			Namespace: "default", Name: "web", Type: api.ClusterIP,
-			IPs:   api.ServiceIPs{ClusterIPs: api.NewIPSet(netip.MustParseAddr("10.96.0.1"))},
-			Ports: []api.PortMapping{{Protocol: api.TCP, Port: 80, TargetPort: 8080}},
-		},
-		Slices: []*api.EndpointSlice{{
-			Namespace: "default", Name: "web", ServiceName: "web", Family: api.IPv4,
-			Ports:     []api.EndpointPort{{Protocol: api.TCP, Port: 8080}},
-			Endpoints: []api.SliceEndpoint{{Addr: netip.MustParseAddr("10.1.2.1"), Conditions: api.Conditions{Ready: true, Serving: true}}},
-		}},
-	}, &api.Node{Name: "this-node"})
+	view := sinktest.View(sinktest.Node("this-node"), sinktest.Service("web", "10.96.0.1 80>8080"), "10.1.2.1")
 	changes := slices.Values([]sink.Change{{Key: view.Key(), New: view}})
 	if err := p.Sync(t.Context(), &sink.Changes{First: true, Last: true, Services: changes}); err != nil {
 		t.Fatal(err)

@@ -18,8 +18,8 @@ import (
 	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/backends/userspace"
 	"github.com/kpng-project/kpng/node/nodeaddr"
-	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
+	"github.com/kpng-project/kpng/sink/sinktest"
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/testutil"
 	"github.com/spf13/pflag"
@@ -112,18 +112,8 @@ func TestConnectionsAreProxiedAndCounted(t *testing.T) {
 	if err := starter.Start(t.Context()); err != nil {
 		t.Fatal(err)
 	}
-	view := nodeview.View(&api.ServiceState{
-		Service: &api.Service{
-			Namespace: "default", Name: "web", Type: api.ClusterIP,
-			IPs:   api.ServiceIPs{ClusterIPs: api.NewIPSet(at.Addr())},
-			Ports: []api.PortMapping{{Protocol: api.TCP, Port: int32(at.Port()), TargetPort: 8080}},
-		},
-		Slices: []*api.EndpointSlice{{
-			Namespace: "default", Name: "web", ServiceName: "web", Family: api.IPv4,
-			Ports:     []api.EndpointPort{{Protocol: api.TCP, Port: int32(pod.Addr().(*net.TCPAddr).Port)}},
-			Endpoints: []api.SliceEndpoint{{Addr: at.Addr(), Conditions: api.Conditions{Ready: true, Serving: true}}},
-		}},
-	}, &api.Node{Name: "this-node"})
+	svc := sinktest.Service("web", fmt.Sprintf("%s %d>%d", at.Addr(), at.Port(), pod.Addr().(*net.TCPAddr).Port))
+	view := sinktest.View(sinktest.Node("this-node"), svc, at.Addr().String())
 	changes := slices.Values([]sink.Change{{Key: view.Key(), New: view}})
 	if err := p.Sync(t.Context(), &sink.Changes{First: true, Last: true, Services: changes}); err != nil {
 		t.Fatal(err)

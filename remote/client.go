@@ -12,7 +12,6 @@ import (
 	"github.com/kpng-project/kpng/internal/ordering"
 	"github.com/kpng-project/kpng/internal/revstore"
 	"github.com/kpng-project/kpng/internal/transport"
-	"github.com/kpng-project/kpng/internal/updates"
 	"github.com/kpng-project/kpng/internal/wire/localv1"
 	"github.com/kpng-project/kpng/sink"
 	"google.golang.org/grpc"
@@ -184,14 +183,11 @@ func (c *Client) get() (*clientState, <-chan struct{}) {
 	return c.state, c.changed
 }
 
-// Views returns the present views of all services, as an update with Lost set, or nil if
-// the client has not received them yet.
-func (c *Client) Views() *updates.Update {
+// Node returns the Node object of the client's node. It is nil if the server does not know
+// the node, and before the first answer.
+func (c *Client) Node() *api.Node {
 	state, _ := c.get()
-	if state.revision == 0 {
-		return nil
-	}
-	return state.all()
+	return state.node
 }
 
 // Refused returns the reasons why the client refuses services (see

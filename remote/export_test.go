@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/updates"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/credentials/insecure"
 )
@@ -33,6 +34,9 @@ func (c *Client) AgeLoss(by time.Duration) bool {
 	c.lost = c.lost.Add(-by)
 	return true
 }
+
+// Views returns all views, or nil before the first answer.
+func (c *Client) Views() *updates.Update { return updates.Read(c.Source()) }
 
 // Quick returns options whose backoff is short.
 func Quick(o DialOptions) DialOptions {

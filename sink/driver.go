@@ -177,7 +177,10 @@ func (d *Driver) stopTimeout(ctx context.Context) time.Duration {
 			return nil
 		})
 	}
-	return cmp.Or(timeout, 10*time.Second)
+	if timeout <= 0 {
+		return 10 * time.Second
+	}
+	return timeout
 }
 
 // StartOver requests a new pass. Call it when the dataplane has lost its state. It

@@ -19,8 +19,9 @@ type Options struct {
 
 	// BatchSize limits the size of a batch of a pass, and the total size of the retries in a
 	// Sync. The size of a service is one, and its frontends, endpoints of ports, and source
-	// ranges (see [api.Elements]). The limit does not apply to new changes of the source.
-	// Default 10,000. Services of size 4096 or more are large, and are delivered alone.
+	// ranges (see cluster.Options.MaxElements). The limit does not apply to new changes of
+	// the source. Default 10,000. Services of size 4096 or more are large, and are delivered
+	// alone.
 	BatchSize int
 
 	// If Once is true, Run returns nil as soon as a pass is complete and all services are

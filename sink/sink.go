@@ -52,7 +52,7 @@ type Starter interface {
 //
 // The context of Stop ends after ten seconds. A sink that needs another limit, for example
 // because it drains connections, has the method StopTimeout() time.Duration. The driver calls
-// it before Stop. The result 0 means ten seconds.
+// it before Stop. A result that is not positive means ten seconds.
 type Stopper interface {
 	Stop(ctx context.Context) error
 }

@@ -7,7 +7,6 @@ import (
 	"slices"
 
 	"github.com/kpng-project/kpng"
-	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/health"
 	"github.com/kpng-project/kpng/internal/together"
 	"github.com/kpng-project/kpng/remote"
@@ -66,9 +65,5 @@ func (v *remoteProxy) Status() []sink.Status {
 }
 
 func (v *remoteProxy) Health() health.Report {
-	var node *api.Node
-	if update := v.client.Views(); update != nil {
-		node = update.Node
-	}
-	return health.Of(v.Status(), node)
+	return health.Of(v.Status(), v.client.Node())
 }

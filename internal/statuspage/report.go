@@ -57,7 +57,7 @@ func (h *Handler) present(nodeName string) present {
 			p.node = node
 		}
 	case h.Client != nil:
-		p.update, p.stale, p.refused = h.Client.Views(), h.Client.Stale(), h.Client.Refused()
+		p.update, p.stale, p.refused = updates.Read(h.Client.Source()), h.Client.Stale(), h.Client.Refused()
 		p.synced = p.update != nil
 	}
 	return p

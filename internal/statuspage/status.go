@@ -12,7 +12,6 @@ import (
 
 	"github.com/kpng-project/kpng/cluster"
 	"github.com/kpng-project/kpng/health"
-	"github.com/kpng-project/kpng/internal/updates"
 	"github.com/kpng-project/kpng/sink"
 	"k8s.io/apimachinery/pkg/types"
 )
@@ -33,7 +32,7 @@ type Handler struct {
 	// Client is a *remote.Client, if State is nil. It has only views, and no reasons for
 	// them.
 	Client interface {
-		Views() *updates.Update
+		Source() sink.Source
 		Stale() bool
 		Refused() map[types.NamespacedName]string
 	}

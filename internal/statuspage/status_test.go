@@ -87,7 +87,12 @@ type client struct {
 	refused map[types.NamespacedName]string
 }
 
-func (c *client) Views() *updates.Update                   { return c.update }
+func (c *client) Source() sink.Source                      { return c }
+func (c *client) Changed() <-chan struct{}                 { return nil }
+func (c *client) Next() (*updates.Update, error)           { return c.update, nil }
+func (c *client) Advance(*updates.Update)                  {}
+func (c *client) Reset()                                   {}
+func (c *client) Close()                                   {}
 func (c *client) Stale() bool                              { return false }
 func (c *client) Refused() map[types.NamespacedName]string { return c.refused }
 

@@ -36,6 +36,17 @@ type Source interface {
 	Reset()
 }
 
+// Read returns all views of a new source, or nil if the source has not synced yet. It closes
+// the source.
+func Read(s interface {
+	Source
+	Close()
+}) *Update {
+	defer s.Close()
+	u, _ := s.Next()
+	return u
+}
+
 // Update is the difference between a reader's position and the present state. It is
 // immutable.
 type Update struct {
@@ -83,7 +94,7 @@ type LargeChange struct {
 
 // View is a view that may not be computed yet. The zero value is no view.
 type View struct {
-	// Size is the size of the view: one, and its elements (see [api.Elements]). It may be
+	// Size is the size of the view: one, and its elements (see package elements). It may be
 	// greater, because it can be an estimate.
 	Size int
 	// Compute returns the view. It is nil if there is no view.

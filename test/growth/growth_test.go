@@ -29,7 +29,7 @@ const (
 	maxWaits = 10
 	// rounds limits how often the test measures a shape. It stops when the minima of all
 	// rounds keep the limits, because other programs and garbage collections only add costs.
-	rounds = 5
+	rounds = 10
 )
 
 // withoutCollection makes costs of small sizes comparable. Otherwise some sizes need no
@@ -41,7 +41,7 @@ const (
 	minCPU    = 100 * time.Millisecond
 	minWait   = 5 * time.Millisecond
 	minMemory = 32 << 20
-	minKernel = 2 << 20
+	minKernel = 4 << 20
 )
 
 // minCPUOf returns the least CPU time that the test compares. The programs of iptables read

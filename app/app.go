@@ -46,6 +46,10 @@ import (
 type Options struct {
 	// Sink gets the services of the node. It is required.
 	Sink sink.Sink
+	// Beside are further sinks, which get the same services. Each has a driver of its own, so
+	// if one fails, the others continue. The name of such a sink in logs and metrics is the
+	// name of the command, a hyphen, and its key. Default: none.
+	Beside map[string]sink.Sink
 	// Name is the name of the command, and of the sink in logs and metrics. Default: the
 	// name of the program's file.
 	Name string
@@ -79,7 +83,7 @@ func Main(s sink.Sink) { Execute(Command(Options{Sink: s})) }
 func Command(opts Options) *cobra.Command {
 	source := &command.Source{Defaults: opts.Services, Server: opts.Server}
 	name := cmp.Or(opts.Name, strings.TrimSuffix(filepath.Base(os.Args[0]), ".exe"))
-	cmd := source.Command(name, opts.Sink)
+	cmd := source.Command(name, opts.Sink, opts.Beside)
 	cmd.Version = command.Version()
 	backend, ok := sink.As[*command.Backend](opts.Sink)
 	source.Register(cmd, !opts.PortsOnly && !(ok && backend.OnlyPorts))

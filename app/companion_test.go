@@ -7,6 +7,7 @@ import (
 	"sync/atomic"
 	"testing"
 
+	"github.com/kpng-project/kpng/app"
 	"github.com/kpng-project/kpng/internal/command"
 	"github.com/kpng-project/kpng/sink"
 )
@@ -37,6 +38,18 @@ func (p *pair) backend() *command.Backend {
 		p.healthy = run.Healthy
 		return command.Parts{Sink: p, Beside: map[string]sink.Sink{"companion": count(&p.companions)}}, nil
 	}}
+}
+
+func TestSinksBesideTheSinkOfOptions(t *testing.T) {
+	var services, others atomic.Int32
+	cmd := app.Command(app.Options{Sink: count(&services), Beside: map[string]sink.Sink{"other": count(&others)}})
+	cmd.SetArgs([]string{"--manifests", demo, "--node-name=vm-002", "--once"})
+	if err := cmd.ExecuteContext(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if a, b := services.Load(), others.Load(); a == 0 || a != b {
+		t.Errorf("the sinks received %d and %d services, want the same number", a, b)
+	}
 }
 
 func TestSinksBesideASink(t *testing.T) {

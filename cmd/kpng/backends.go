@@ -34,7 +34,7 @@ func toLocal(source *command.Source, hasSelection bool) *cobra.Command {
 		})}, nil
 	}
 	for _, b := range append([]*command.Backend{json}, platformBackends()...) {
-		run := source.Command(b.Name, b)
+		run := source.Command(b.Name, b, nil)
 		run.Short, run.Long = b.Short, b.Long
 		if hasSelection && !b.OnlyPorts {
 			source.RegisterAllPorts(run.Flags())

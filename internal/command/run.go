@@ -47,12 +47,10 @@ func AddCleanup(cmd *cobra.Command, s sink.Sink) {
 // Command returns a command that gets services from s and delivers this node's view of
 // them to target. The command succeeds when its context ends or, with --once, when
 // everything has been programmed once. The name is used for the command, and for the sink
-// in logs and metrics. The caller adds the source's flags with a Register method of s.
-func (s *Source) Command(name string, target sink.Sink) *cobra.Command {
-	var (
-		flags   sinkFlags
-		serving Serving
-	)
+// in logs and metrics. The sinks in beside run as well, see app.Options. The caller adds the
+// source's flags with a Register method of s.
+func (s *Source) Command(name string, target sink.Sink, beside map[string]sink.Sink) *cobra.Command {
+	flags, serving := sinkFlags{beside: beside}, Serving{}
 	cmd := &cobra.Command{
 		Use:           name,
 		Args:          usage.None,
@@ -140,7 +138,9 @@ func (f *sinkFlags) run(ctx context.Context, name string, source *Source, servin
 		settings.Name, settings.Observer = name, collected.Sink(name)
 		opts.Sinks = append(opts.Sinks, kpng.Sink{Sink: s, Options: settings})
 	}
-	first, beside := s, parts.Beside
+	first, beside := s, map[string]sink.Sink{}
+	maps.Copy(beside, parts.Beside)
+	maps.Copy(beside, f.beside)
 	if f.wait {
 		serving.wait = true
 		first, beside = startWhenFree(s, beside)
@@ -188,6 +188,7 @@ type proxy interface {
 
 // sinkFlags holds the node's name and the settings of a sink's driver.
 type sinkFlags struct {
+	beside                map[string]sink.Sink // see app.Options
 	node                  nonEmpty
 	once, wait            bool
 	interval, onceTimeout time.Duration

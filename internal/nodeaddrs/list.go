@@ -25,7 +25,7 @@ func Of(addrs ...netip.Addr) *List {
 	return l
 }
 
-// Addresses implements nodeaddrs.Source.
+// Addresses implements nodeaddr.Source.
 func (l *List) Addresses() ([]netip.Addr, <-chan struct{}) {
 	l.mu.Lock()
 	defer l.mu.Unlock()

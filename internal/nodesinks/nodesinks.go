@@ -63,6 +63,8 @@ func (none) HealthChecks() (func(int, int), func(types.NamespacedName, netip.Add
 type Node struct {
 	opts    Options
 	watcher *nodeaddrs.Watcher // nil if Options.Addresses is set
+	// forwards is true if a dataplane does not check the settings for forwarding itself.
+	forwards bool
 }
 
 // New returns a Node. It reads the addresses of the machine, but does not change the machine.
@@ -106,7 +108,7 @@ func (n *Node) Dataplane(s sink.Sink) (dataplane sink.Sink, name string) {
 		backendoptions.SetObserver(o, n.opts.Metrics.Backend(backend))
 	}
 	if name == "" {
-		n.opts.Settings = slices.Concat(sysctl.Forwarding, n.opts.Settings) // a backend has them itself
+		n.forwards = true
 		return n.tracked(s), ""
 	}
 	return s, name
@@ -123,8 +125,12 @@ func (n *Node) WithTasks(s sink.Sink) sink.Sink { return WithTask(s, n.begin) }
 
 // begin applies kernel settings and starts the tasks of a node. The result ends the tasks.
 func (n *Node) begin(ctx context.Context) (end func()) {
+	settings := n.opts.Settings
+	if n.forwards {
+		settings = slices.Concat(sysctl.Forwarding, settings)
+	}
 	if n.opts.Sysctls != backends.IgnoreSysctls {
-		sysctl.Kernel.Apply(ctx, n.opts.Settings, n.opts.Sysctls == backends.SetSysctls)
+		sysctl.Kernel.Apply(ctx, settings, n.opts.Sysctls == backends.SetSysctls)
 	}
 	var ends []func()
 	if n.watcher != nil {

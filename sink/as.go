@@ -10,6 +10,7 @@ package sink
 // those of the interfaces in this package, and those for flags and metrics (see package
 // app). A wrapper that changes one of these methods implements it, and uses As to call the
 // method of the other sink. [FullStateOf] and [Events] wrap their arguments in the same way.
+// Unwrap may also have the result type any, if the other value is not a sink.
 func As[T any](s Sink) (T, bool) {
 	for v := any(s); !isNil(v); v = unwrap(v) {
 		if t, ok := v.(T); ok {
@@ -25,8 +26,8 @@ func unwrap(v any) any {
 	switch v := v.(type) {
 	case interface{ Unwrap() Sink }:
 		return v.Unwrap()
-	case interface{ wrapped() any }:
-		return v.wrapped()
+	case interface{ Unwrap() any }:
+		return v.Unwrap()
 	}
 	return nil
 }

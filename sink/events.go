@@ -101,7 +101,7 @@ type transition struct {
 	err error
 }
 
-func (e *events) wrapped() any { return e.handler }
+func (e *events) Unwrap() any { return e.handler }
 
 func (e *events) Sync(ctx context.Context, c *Changes) error {
 	transitions := e.transitions(c)

@@ -70,7 +70,7 @@ type fullState struct {
 	gathered state
 }
 
-func (f *fullState) wrapped() any { return f.sink }
+func (f *fullState) Unwrap() any { return f.sink }
 
 func (f *fullState) Sync(ctx context.Context, c *Changes) error {
 	if c.First {

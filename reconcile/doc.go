@@ -1,0 +1,74 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package reconcile keeps the objects of a dataplane equal to what services need.
+//
+// An object is anything that a dataplane has by key: a flow, a chain, a map element, a load
+// balancer. You write a [Dataplane]: it plans the objects of a service, and it lists and
+// changes objects. The sink that [New] returns does everything else:
+//
+//	func (d *dataplane) Plan(view *api.View, emit func(Key, Value)) error {
+//		for f := range nodeview.Frontends(view) {
+//			emit(keyOf(&f), valueOf(&f))
+//		}
+//		return nil
+//	}
+//
+//	func (d *dataplane) List(ctx context.Context, emit func(Key, Value)) error { … }
+//
+//	func (d *dataplane) Apply(ctx context.Context, ops []reconcile.Op[Key, Value]) error { … }
+//
+//	app.Execute(app.Command(app.Options{
+//		Name: "my-proxy", Sink: reconcile.New(&dataplane{}, reconcile.Options[Key, Value]{}),
+//	}))
+//
+// The sink lists the dataplane when it starts, and applies only differences. So a restart
+// that finds everything in place writes nothing. When services change, the sink compares
+// their plans with its record of the dataplane. From time to time, it lists the dataplane
+// again, and repairs what another program has changed. If the dataplane refuses an object,
+// only the service of this object fails. A [Reconciler] can also delete all objects.
+//
+// The rest of this comment is for dataplanes whose objects refer to each other or are
+// shared, and for those that are not transactional.
+//
+// # Shared objects
+//
+// An object is deleted when no service needs it. If services need an object with different
+// values, the service that was delivered last is its owner, and has the value that it
+// needs. When the owner no longer needs the object, another service inherits it, with its
+// own value. So an address may move between services in any order of deliveries.
+//
+// If an object refers to another object, Options.Depth returns a higher number for the
+// other one. Then the Reconciler sets the other object first and deletes it last. Services
+// that share an object at a depth above 0 must need it with the same value.
+//
+// # Failing services
+//
+// The services of a Sync that change the same objects are one part. Apply gets whole parts.
+// If it refuses them, the Reconciler tries each half, until it has found the parts that
+// fail. All services that change an object that fails fail with it. They keep the objects
+// that they had, until they succeed. If Apply returns a [*Failed], it has executed the other
+// operations, so these services are half programmed meanwhile.
+//
+// At the end of a pass, the Reconciler deletes the objects that no service needs. After a
+// restart, it does not know which of them belong to services that fail. So it waits until
+// these services have succeeded. After ten minutes, it deletes the objects at depth 0,
+// except those that the plans of these services have. A failing service may lose an object
+// earlier if it shares the object with a service that no longer needs it.
+//
+// # Memory
+//
+// A Reconciler keeps no plans. It keeps the record, and for each service its view and
+// pointers to its objects. If it needs a value again, it calls Plan again. The record has
+// the values that Apply has left in the operations. So Apply may replace a large value by a
+// digest, or add an ID that the system has assigned. Then Options.Equal has to compare both
+// forms.
+//
+// # What it does not do
+//
+// A Reconciler does not watch node addresses, track connections or serve health checks. If
+// something else changes on which plans depend, the sink around it returns an error that
+// wraps [sink.ErrStartOver]. It delays no changes: if an object has to stay for some time,
+// such as an endpoint with connections, Apply records a value that says so.
+//
+// Like any sink, a Reconciler is not safe for concurrent use, except the method Suspect.
+package reconcile

@@ -1,0 +1,478 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package reconcile
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/kpng-project/kpng/sink"
+	"k8s.io/apimachinery/pkg/types"
+)
+
+func TestPassWritesDifferencesInOrder(t *testing.T) {
+	w := newWorld(t)
+	w.fake.objects = map[string]string{"g1": "x", "f1": "g1", "gOld": "y", "fOld": "gOld"}
+	w.must(w.sync(sink.Changes{First: true}, w.view("a", "f1=g1", "g1=x", "f2=g2", "g2=y")))
+	w.mustCall("g2=y f2=g2")
+	w.must(w.sync(sink.Changes{Last: true}))
+	w.mustCall("-fOld", "-gOld")
+	w.must(w.sync(sink.Changes{}, w.view("a", "g2=z", "f2=g2")))
+	w.mustCall("g2=z -f1 -g1")
+	w.restart()
+	w.must(w.sync(pass, w.view("a", "g2=z", "f2=g2")))
+	w.mustCall()
+	w.must(w.sync(sink.Changes{}, "a"))
+	w.mustHave()
+}
+
+func TestServicesSwapObjectsInOnePart(t *testing.T) {
+	for _, atomic := range []bool{true, false} {
+		w := newWorld(t)
+		w.atomic = atomic
+		w.must(w.sync(pass, w.view("a", "k1=a"), w.view("b", "k2=b"), w.view("c", "k3=c")))
+		w.bad["k1"] = true
+		err := w.sync(sink.Changes{}, w.view("a", "k2=a"), w.view("b", "k1=b"), w.view("c", "k3=c2"))
+		w.mustFail(err, "a", "b")
+		if atomic {
+			w.mustHave("k1=a", "k2=b", "k3=c2")
+		} else {
+			w.mustHave("k1=a", "k2=a", "k3=c2")
+		}
+		w.bad["k1"] = false
+		w.must(w.sync(sink.Changes{}, w.view("a", "k2=a"), w.view("b", "k1=b")))
+		w.mustHave("k1=b", "k2=a", "k3=c2")
+	}
+}
+
+func TestAddressMovesInAnyOrder(t *testing.T) {
+	w := newWorld(t)
+	w.must(w.sync(pass, w.view("a", "k=a")))
+	w.must(w.sync(sink.Changes{}, w.view("b", "k=b")))
+	w.must(w.sync(sink.Changes{}, "a"))
+	w.mustHave("k=b")
+}
+
+func TestFormerOwnerLeavesAfterAFailedTakeover(t *testing.T) {
+	for _, atomic := range []bool{true, false} {
+		w := newWorld(t)
+		w.atomic = atomic
+		w.must(w.sync(pass, w.view("a", "gA=x", "f1=gA")))
+		w.bad["gB"] = true
+		b := w.view("b", "gB=y", "f1=gB")
+		w.mustFail(w.sync(sink.Changes{}, b), "b")
+		w.mustHave("f1=gA", "gA=x")
+		w.must(w.sync(sink.Changes{}, w.view("a", "k=a")))
+		w.mustHave("k=a")
+		w.bad["gB"] = false
+		w.must(w.sync(sink.Changes{}, b))
+		w.mustHave("f1=gB", "gB=y", "k=a")
+	}
+}
+
+func TestOnlyRefusedServicesFail(t *testing.T) {
+	w := newWorld(t)
+	w.atomic = true
+	w.bad["k3"] = true
+	var views []any
+	for i := range 8 {
+		views = append(views, w.view(fmt.Sprint("s", i), fmt.Sprintf("k%d=x", i)))
+	}
+	w.mustFail(w.sync(pass, views...), "s3")
+	w.mustHave("k0=x", "k1=x", "k2=x", "k4=x", "k5=x", "k6=x", "k7=x")
+	if len(w.calls) != 7 { // 8, 4 (refused), 2, 2 (refused), 1, 1 (refused), 4
+		t.Errorf("calls of Apply: %q", w.calls)
+	}
+}
+
+func TestFailingServiceKeepsItsObjects(t *testing.T) {
+	for _, atomic := range []bool{true, false} {
+		w := newWorld(t)
+		w.atomic = atomic
+		w.must(w.sync(pass, w.view("a", "g1=x", "f1=g1")))
+		w.bad["g2"] = true
+		moved := w.view("a", "g2=y", "f1=g2")
+		w.mustFail(w.sync(sink.Changes{}, moved), "a")
+		w.mustHave("f1=g1", "g1=x")
+		// A restart does not prune them either.
+		w.fake.objects["gStale"] = "z"
+		w.restart()
+		w.mustFail(w.sync(pass, moved, w.view("b", "k=b")), "a")
+		w.mustHave("f1=g1", "g1=x", "gStale=z", "k=b")
+		w.must(w.Verify(t.Context()))
+		w.bad["g2"] = false
+		w.must(w.sync(sink.Changes{}, moved))
+		w.mustHave("f1=g2", "g2=y", "k=b")
+	}
+}
+
+func TestDeletionOfAFailingServiceLeavesNothing(t *testing.T) {
+	w := newWorld(t)
+	w.must(w.sync(pass, w.view("a", "k1=x", "k2=x")))
+	w.bad["k3"] = true
+	w.mustFail(w.sync(sink.Changes{}, w.view("a", "k3=x", "k4=x")), "a")
+	w.must(w.sync(sink.Changes{}, "a"))
+	w.mustHave()
+}
+
+func TestConflictingValues(t *testing.T) {
+	w := newWorld(t)
+	w.must(w.sync(pass, w.view("a", "k=a"), w.view("b", "k=b")))
+	w.mustHave("k=b")
+	w.must(w.sync(sink.Changes{}, w.view("b")))
+	w.mustHave("k=a")
+}
+
+func TestUnknownOutcomeStartsOver(t *testing.T) {
+	w := newWorld(t)
+	w.broken = 1
+	a := w.view("a", "k1=a", "k2=a")
+	if err := w.sync(pass, a); !errors.Is(err, errBroken) || !errors.Is(err, sink.ErrStartOver) {
+		t.Errorf("error %v", err)
+	}
+	if err := w.sync(sink.Changes{}, a); !errors.Is(err, sink.ErrStartOver) {
+		t.Errorf("error %v", err)
+	}
+	if err := w.Verify(t.Context()); !errors.Is(err, sink.ErrStartOver) {
+		t.Errorf("error %v", err)
+	}
+	w.broken = -1
+	w.must(w.sync(pass, a))
+	w.mustCall("k2=a")
+}
+
+func TestPlanErrorFailsOneService(t *testing.T) {
+	w := newWorld(t)
+	w.must(w.sync(pass, w.view("a", "k1=a"), w.view("b", "k2=b")))
+	w.mustFail(w.sync(sink.Changes{}, w.view("a", "unknown protocol"), w.view("b", "k2=b2")), "a")
+	w.mustHave("k1=a", "k2=b2")
+}
+
+func TestLargeSyncIsDivided(t *testing.T) {
+	w := newWorld(t)
+	w.opts.MaxOps = 2
+	w.restart()
+	w.must(w.sync(pass, w.view("a", "k1=a"), w.view("b", "k2=b", "k3=b"), w.view("c", "k4=c", "k5=c", "k6=c"), w.view("d", "k7=d")))
+	w.mustCall("k1=a", "k2=b k3=b", "k4=c k5=c k6=c", "k7=d")
+}
+
+func TestVerifyRepairsOnlyDifferences(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := newWorld(t)
+		var drifted []bool
+		w.opts.Drifted = func(now bool) { drifted = append(drifted, now) }
+		w.opts.Base = func(emit func(k, v string)) { emit("base", "1") }
+		w.restart()
+		w.must(w.sync(pass, w.view("a", "g1=x", "f1=g1"), w.view("b", "g2=x", "f2=g2"), w.view("c", "k=c")))
+		w.calls = nil
+		w.must(w.Verify(t.Context()))
+		w.mustCall()
+		delete(w.fake.objects, "f1")
+		delete(w.fake.objects, "base")
+		w.fake.objects["g2"] = "y"
+		w.fake.objects["extra"] = "z"
+		w.must(w.Verify(t.Context())) // during the pause
+		w.mustCall()
+		time.Sleep(5 * time.Second)
+		w.must(w.Verify(t.Context()))
+		w.mustHave("base=1", "f1=g1", "f2=g2", "g1=x", "g2=x", "k=c")
+		if !slices.Equal(drifted, []bool{false, false, true, false}) || len(w.calls) != 2 {
+			t.Errorf("drift %v, calls %q", drifted, w.calls)
+		}
+	})
+}
+
+func TestPauseGrowsWithTheCostAndWithRepairs(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := newWorld(t)
+		w.must(w.sync(pass, w.view("a", "k=a")))
+		pause := func() time.Duration {
+			begin, lists := time.Now(), 0
+			w.listed = func() { lists++ }
+			for lists == 0 {
+				time.Sleep(100 * time.Millisecond)
+				w.must(w.Verify(t.Context()))
+			}
+			return time.Since(begin).Round(time.Second)
+		}
+		pause()
+		if d := pause(); d != 5*time.Second {
+			t.Errorf("pause %v", d)
+		}
+		for _, want := range []int{5, 5, 10, 20, 40, 60, 60} {
+			w.fake.objects["k"] = "other"
+			if d := pause(); d != time.Duration(want)*time.Second {
+				t.Errorf("pause %v, want %d s", d, want)
+			}
+		}
+		w.listed = func() { time.Sleep(time.Second) }
+		time.Sleep(time.Minute)
+		w.must(w.Verify(t.Context()))
+		if d := pause(); d != 51*time.Second && d != 50*time.Second {
+			t.Errorf("pause %v after a comparison of one second", d)
+		}
+	})
+}
+
+func TestComparisonIgnoresTheThirdInterruption(t *testing.T) {
+	w := newWorld(t)
+	w.must(w.sync(pass, w.view("a", "k=a")))
+	delete(w.fake.objects, "k")
+	w.fake.objects["x"] = ""
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	for range 2 {
+		if err := w.Verify(ctx); !errors.Is(err, context.Canceled) {
+			t.Fatalf("error %v", err)
+		}
+	}
+	w.must(w.Verify(ctx))
+	w.mustHave("k=a")
+}
+
+func TestCleanup(t *testing.T) {
+	w := newWorld(t)
+	w.fake.objects = map[string]string{"g1": "x", "f1": "g1"}
+	w.must(w.reconciler.Cleanup(t.Context()))
+	w.mustHave()
+}
+
+// capable is a dataplane with optional methods.
+type capable struct{ *fake }
+
+func (capable) Start(context.Context) error     { return errBad }
+func (capable) StopTimeout() time.Duration      { return time.Hour }
+func (capable) VerifyInterval() time.Duration   { return time.Hour }
+func (c capable) Cleanup(context.Context) error { c.objects["cleaned"] = "up"; return nil }
+
+func TestOptionalMethodsOfTheDataplaneWork(t *testing.T) {
+	w := newWorld(t)
+	r := New(capable{w.fake}, Options[string, string]{})
+	if s, ok := sink.As[sink.Starter](r); !ok || s.Start(t.Context()) != errBad {
+		t.Error("Start is not that of the dataplane")
+	}
+	if s, ok := sink.As[interface{ StopTimeout() time.Duration }](r); !ok || s.StopTimeout() != time.Hour {
+		t.Error("StopTimeout is not that of the dataplane")
+	}
+	if s, ok := sink.As[interface{ VerifyInterval() time.Duration }](r); !ok || s.VerifyInterval() != 5*time.Second {
+		t.Error("VerifyInterval is not that of the Reconciler")
+	}
+	w.must(r.Cleanup(t.Context()))
+	w.mustHave("cleaned=up")
+}
+
+func TestApplyMayChangeValues(t *testing.T) {
+	w := newWorld(t)
+	d := &digests{fake: w.fake}
+	w.opts.Equal = func(is, want string) bool { return digest(is) == digest(want) }
+	w.reconciler = New[string, string](d, w.opts).(*reconciler[string, string])
+	w.must(w.sync(pass, w.view("a", "k1=x", "k2=xx")))
+	w.must(w.sync(sink.Changes{}, w.view("a", "k1=x", "k2=xxx")))
+	w.fake.objects["k1"] = "#7"
+	w.must(w.Verify(t.Context()))
+	w.mustHave("k1=#1", "k2=#3")
+	w.must(w.sync(pass, w.view("a", "k1=x", "k2=xxx")))
+	w.mustCall()
+}
+
+// digests is a dataplane that stores the length of a value instead of the value.
+type digests struct{ *fake }
+
+func (d *digests) Apply(ctx context.Context, ops []Op[string, string]) error {
+	for i := range ops {
+		if ops[i].New != nil {
+			v := digest(*ops[i].New)
+			ops[i].New = &v
+		}
+	}
+	return d.fake.Apply(ctx, ops)
+}
+
+func digest(v string) string {
+	if v[0] == '#' {
+		return v
+	}
+	return fmt.Sprint("#", len(v))
+}
+
+func TestNewNeedsEqual(t *testing.T) {
+	defer func() {
+		if recover() == nil {
+			t.Error("New accepts values that are not comparable")
+		}
+	}()
+	New(Dataplane[string, []int](nil), Options[string, []int]{})
+}
+
+// TestServicesThatFailForLong pins that the stale objects of other services do not wait
+// longer than ten minutes for a service that fails.
+func TestServicesThatFailForLong(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := newWorld(t)
+		w.fake.objects = map[string]string{"g1": "x", "f1": "g1", "gStale": "y", "fStale": "gStale"}
+		w.bad["g2"] = true
+		w.mustFail(w.sync(pass, w.view("a", "g2=x", "f1=g2")), "a")
+		time.Sleep(9 * time.Minute)
+		w.must(w.Verify(t.Context()))
+		w.mustHave("f1=g1", "fStale=gStale", "g1=x", "gStale=y")
+		time.Sleep(2 * time.Minute)
+		w.must(w.Verify(t.Context()))
+		w.mustHave("f1=g1", "g1=x", "gStale=y")
+		w.bad["g2"] = false
+		w.must(w.sync(sink.Changes{}, w.view("a", "g2=x", "f1=g2")))
+		w.mustHave("f1=g2", "g2=x")
+	})
+}
+
+// TestFailingServiceThatWasProgrammedDelaysNothing pins that a pass prunes stale objects
+// although a service fails, if the Reconciler knows what this service has.
+func TestFailingServiceThatWasProgrammedDelaysNothing(t *testing.T) {
+	w := newWorld(t)
+	w.must(w.sync(pass, w.view("a", "f1=g1", "g1=x"), w.view("gone", "k=x")))
+	w.fake.objects["extra"] = "y"
+	w.bad["g2"] = true
+	w.mustFail(w.sync(pass, w.view("a", "f1=g2", "g2=x")), "a")
+	w.mustHave("f1=g1", "g1=x")
+}
+
+func TestSuspectShortensThePause(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := newWorld(t)
+		w.must(w.sync(pass, w.view("a", "k=a")))
+		w.must(w.Verify(t.Context()))
+		delete(w.fake.objects, "k")
+		w.must(w.Verify(t.Context()))
+		w.mustHave()
+		w.Suspect()
+		w.must(w.Verify(t.Context()))
+		w.mustHave("k=a")
+		delete(w.fake.objects, "k")
+		w.Suspect()
+		time.Sleep(time.Second)
+		w.must(w.Verify(t.Context())) // the pause after drift
+		w.mustHave()
+		time.Sleep(4 * time.Second)
+		w.must(w.Verify(t.Context()))
+		w.mustHave("k=a")
+	})
+}
+
+// panics is a dataplane whose Apply panics.
+type panics struct{ *fake }
+
+func (panics) Apply(context.Context, []Op[string, string]) error { panic("no more memory") }
+
+func TestPanicsMakeTheStateUnknown(t *testing.T) {
+	w := newWorld(t)
+	w.reconciler = New[string, string](panics{w.fake}, w.opts).(*reconciler[string, string])
+	func() {
+		defer func() { _ = recover() }()
+		_ = w.sync(pass, w.view("a", "k=a"))
+	}()
+	if err := w.sync(sink.Changes{}, "a"); !errors.Is(err, sink.ErrStartOver) {
+		t.Errorf("error %v", err)
+	}
+}
+
+func TestUnknownOutcomeOfARepairStartsOver(t *testing.T) {
+	w := newWorld(t)
+	w.must(w.sync(pass, w.view("a", "k=a")))
+	delete(w.fake.objects, "k")
+	w.broken = 0
+	if err := w.Verify(t.Context()); !errors.Is(err, sink.ErrStartOver) {
+		t.Errorf("error %v", err)
+	}
+	if err := w.sync(sink.Changes{}, "a"); !errors.Is(err, sink.ErrStartOver) {
+		t.Errorf("error %v", err)
+	}
+}
+
+// TestRepairedObjectBelongsToItsValue has a failing owner, b, so that the repair uses the
+// value of another user.
+func TestRepairedObjectBelongsToItsValue(t *testing.T) {
+	w := newWorld(t)
+	w.must(w.sync(pass, w.view("a", "k=a")))
+	w.mustFail(w.sync(sink.Changes{}, w.view("b", "k=b", "error")), "b")
+	w.mustHave("k=b")
+	delete(w.fake.objects, "k")
+	w.must(w.Verify(t.Context()))
+	w.mustHave("k=a")
+	w.must(w.sync(sink.Changes{}, "a"))
+	w.mustHave()
+}
+
+// TestInheritedObjectBelongsToItsValue is similar: an object is inherited by a, because b
+// fails.
+func TestInheritedObjectBelongsToItsValue(t *testing.T) {
+	w := newWorld(t)
+	w.must(w.sync(pass, w.view("a", "k=a")))
+	w.mustFail(w.sync(sink.Changes{}, w.view("b", "k=b", "error")), "b")
+	w.must(w.sync(sink.Changes{}, w.view("c", "k=c")))
+	w.must(w.sync(sink.Changes{}, "c"))
+	w.mustHave("k=a")
+	w.must(w.sync(sink.Changes{}, "a"))
+	w.mustHave()
+}
+
+// TestHalfProgrammedServiceKeepsDeepObjects has a flow that refers to an old group, because
+// the group could not be changed.
+func TestHalfProgrammedServiceKeepsDeepObjects(t *testing.T) {
+	w := newWorld(t)
+	w.fake.objects = map[string]string{"g1": "x"}
+	w.bad["g1"], w.bad["g2"] = true, true
+	w.mustFail(w.sync(pass, w.view("a", "g2=a"), w.view("b", "k=b")), "a")
+	w.mustFail(w.sync(sink.Changes{}, w.view("b", "g1=y", "f1=g1")), "b")
+	w.mustHave("f1=g1", "g1=x")
+	w.bad["g2"] = false
+	w.must(w.sync(sink.Changes{}, w.view("a", "g2=a")))
+	w.mustHave("f1=g1", "g1=x", "g2=a")
+}
+
+// TestEmptyValues has values that equal the value of an object that does not exist.
+func TestEmptyValues(t *testing.T) {
+	w := newWorld(t)
+	w.must(w.sync(pass, w.view("a", "k=")))
+	delete(w.fake.objects, "k")
+	w.must(w.sync(pass, w.view("a", "k=")))
+	w.mustHave("k=")
+	w.bad["g"] = true
+	w.mustFail(w.sync(sink.Changes{}, w.view("b", "g=")), "b")
+	w.fake.objects["g"] = ""
+	w.Suspect()
+	w.must(w.Verify(t.Context()))
+	w.must(w.sync(sink.Changes{}, w.view("b", "g=")))
+	w.mustHave("g=", "k=")
+}
+
+// TestFailingServicesAreNotStale has a failing service that the driver does not deliver in
+// a pass, because it delivers the service alone.
+func TestFailingServicesAreNotStale(t *testing.T) {
+	w := newWorld(t)
+	w.must(w.sync(pass, w.view("a", "k=a")))
+	last := sink.Changes{First: true, Last: true, Failing: []types.NamespacedName{key("a")}}
+	w.must(w.sync(last, w.view("b", "k2=b")))
+	w.mustHave("k2=b", "k=a")
+	w.restart()
+	w.must(w.sync(last, w.view("b", "k2=b")))
+	w.mustHave("k2=b", "k=a")
+	w.must(w.sync(sink.Changes{}, "a"))
+	w.mustHave("k2=b")
+}
+
+// TestFailingServiceDoesNotOwnWhatAnotherServiceHasTaken deletes a service that has taken an
+// object of a failing service.
+func TestFailingServiceDoesNotOwnWhatAnotherServiceHasTaken(t *testing.T) {
+	w := newWorld(t)
+	w.must(w.sync(pass, w.view("a", "k=a")))
+	w.must(w.sync(sink.Changes{}, w.view("b", "k=b")))
+	w.bad["k2"] = true
+	w.mustFail(w.sync(sink.Changes{}, w.view("a", "k2=a")), "a")
+	w.mustHave("k=b")
+	w.must(w.sync(sink.Changes{}, "b"))
+	w.mustHave()
+}

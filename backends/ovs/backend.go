@@ -33,11 +33,6 @@ type backend struct {
 
 	mu        sync.Mutex // guards the fields below
 	dataplane *dataplane
-	// The next comparison with the switch is at compareAt. If changed is true, because the
-	// switch has reported changes by other programs, it is at pauseUntil.
-	changed               bool
-	pauseUntil, compareAt time.Time
-	pause                 kernelnode.DriftPause
 }
 
 var _ backends.Dataplane = (*backend)(nil)
@@ -58,7 +53,7 @@ func newBackend(opts Options) (*backend, error) {
 		return nil, fmt.Errorf("ovs options: %w", err)
 	}
 	b := &backend{opts: opts}
-	b.dataplane = newDataplane(&b.opts)
+	b.dataplane = newDataplane(&b.opts, minPause)
 	return b, nil
 }
 
@@ -133,25 +128,21 @@ func (b *backend) program(ctx context.Context, c *sink.Changes) error {
 	}
 	d := b.dataplane
 	next := b.node()
-	switch {
-	case c.First:
+	if c.First {
 		if err := b.connect(ctx); err != nil {
 			return err
 		}
-		d.planner.node = next
-		if err := d.begin(ctx); err != nil {
-			return err
-		}
-	case !d.known:
-		return errUnknown
-	case !d.planner.equal(&next):
+		d.planner.node, d.passing = next, true
+	} else if !d.planner.equal(&next) {
 		return errNodeChanged
 	}
-	return d.sync(ctx, c)
+	err := d.reconciler.Sync(ctx, c)
+	d.observer.Holds("flows", d.flows)
+	d.observer.Holds("groups", len(d.groups))
+	return err
 }
 
 var (
-	errUnknown = fmt.Errorf("the state of the switch is unknown (%w)", sink.ErrStartOver)
 	// errNodeChanged causes a new pass, which plans all services again.
 	errNodeChanged = fmt.Errorf("the addresses of the node changed (%w)", sink.ErrStartOver)
 	errLost        = fmt.Errorf("the connection to the switch is lost (%w)", sink.ErrStartOver)
@@ -198,38 +189,24 @@ func (b *backend) node() (n node) {
 func (b *backend) Verify(ctx context.Context) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	d, now, next := b.dataplane, time.Now(), b.node()
+	d, next := b.dataplane, b.node()
 	switch {
-	case !d.known:
-		return errUnknown
+	case d.conn == nil:
+		return errLost
 	case !d.planner.equal(&next):
 		return errNodeChanged
-	case d.leftovers.Due(now):
-		return fmt.Errorf("the switch may have flows of services that failed (%w)", sink.ErrStartOver)
 	}
 	select {
 	case <-d.conn.Lost():
-		d.known = false
 		return errLost
 	case <-d.conn.Changed():
-		b.changed = true
+		d.reconciler.Suspect()
 	default:
 	}
-	if err := d.forgetAgain(ctx, now); err != nil {
-		return d.lost(err)
+	if err := d.forgetAgain(ctx, time.Now()); err != nil {
+		return fmt.Errorf("%w (%w)", err, sink.ErrStartOver)
 	}
-	if now.Before(b.pauseUntil) || !b.changed && now.Before(b.compareAt) {
-		return nil
-	}
-	b.changed = false
-	err := d.compare(context.WithoutCancel(ctx))
-	b.pauseUntil = time.Now().Add(kernelnode.PauseFactor * time.Since(now))
-	b.compareAt = time.Now().Add(minPause)
-	if !d.known {
-		b.pauseUntil = b.pause.Found(now)
-		b.compareAt = b.pauseUntil.Add(minPause)
-	}
-	return err
+	return d.reconciler.Verify(context.WithoutCancel(ctx))
 }
 
 // minPause is the shortest time between two comparisons with the switch if the switch has

@@ -19,40 +19,34 @@ import (
 	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/backends/ovs/internal/openflow"
 	"github.com/kpng-project/kpng/internal/backendoptions"
-	"github.com/kpng-project/kpng/internal/kernelnode"
-	"github.com/kpng-project/kpng/sink"
-	"k8s.io/apimachinery/pkg/types"
+	"github.com/kpng-project/kpng/reconcile"
 	"k8s.io/klog/v2"
 )
 
-// dataplane programs the bridge. It compares the flows and groups that plans want with
-// those that it has written, and writes the differences. Calls must not overlap.
+// dataplane plans, lists and changes the objects of the bridge, for package reconcile. Calls
+// must not overlap. The types of keys and values are:
+//
+//	openflow.FlowKey	openflow.Actions	a flow
+//	groupID			*group			a group
+//	affinity		struct{}		the learned flows of a service port
+//	netip.AddrPort		*datagrams		a frontend of protocol UDP
+//
+// The switch cannot list the last two kinds.
 type dataplane struct {
-	opts     *Options
-	observer backends.Observer
-	planner  planner
-	conn     *openflow.Conn // nil if there is no connection
+	opts       *Options
+	observer   backends.Observer
+	planner    planner
+	reconciler reconcile.Reconciler
+	conn       *openflow.Conn // nil if there is no connection
+	// passing is true if the next listing begins a pass.
+	passing bool
 
-	// known is true if the fields flows and groups describe the switch.
-	known bool
-	// flows are the flows of the instance in the switch, except learned flows, and groups are
-	// its groups.
-	flows  flowSet
-	groups map[uint32]group
-
-	// plans are the plans of the services that were delivered since the pass began. The plan
-	// of nodeKey has the flows that do not depend on services. The fields wantedFlows,
-	// wantedGroups and datagrams are computed from the plans.
-	plans        map[types.NamespacedName]*plan
-	wantedFlows  map[openflow.FlowKey]*wantedFlow
-	wantedGroups map[uint32]wantedGroup
-	datagrams    map[netip.AddrPort]*datagrams
-	numbers      numbers
-	// unwritten has the changes of the services that failed. The next change of such a service
-	// includes them, so it also deletes what only the last written plan needs.
-	unwritten map[types.NamespacedName]*unit
-	// leftovers records whether the last pass kept unwanted flows because services failed.
-	leftovers kernelnode.Leftovers
+	// flows is the number of the instance's flows in the switch, except learned flows, and
+	// groups are its groups. datagrams are the frontends programmed since the pass began.
+	flows     int
+	groups    map[uint32]*group
+	datagrams map[netip.AddrPort]*datagrams
+	numbers   numbers
 	// cannotWatch is true if the switch does not report changes of flows.
 	cannotWatch bool
 	// cannotForget is true if the switch does not support the deletion of connections.
@@ -67,45 +61,67 @@ type dataplane struct {
 	maxListed int
 }
 
-// group is a group in the switch.
+type (
+	groupID uint32
+	op      = reconcile.Op[any, any]
+)
+
+// group is a group in the switch, or a wanted group.
 type group struct {
 	seed uint64
-	// buckets has the IDs of the buckets.
+	// wanted are the buckets of a wanted group. buckets has the IDs of the buckets of a group in
+	// the switch.
+	wanted  []openflow.Actions
 	buckets map[openflow.Actions]uint32
 	// foreign is true if another program has changed the group so that it must be replaced.
 	foreign bool
 }
 
-func (g group) equal(o group) bool {
-	return g.seed == o.seed && g.foreign == o.foreign && maps.Equal(g.buckets, o.buckets)
+// equal reports whether a group in the switch equals another one, or a wanted group.
+func (g *group) equal(o *group) bool {
+	if o.buckets != nil {
+		return g.seed == o.seed && g.foreign == o.foreign && maps.Equal(g.buckets, o.buckets)
+	}
+	return g.seed == o.seed && !g.foreign && len(g.buckets) == len(o.wanted) &&
+		!slices.ContainsFunc(o.wanted, func(a openflow.Actions) bool { _, ok := g.buckets[a]; return !ok })
 }
 
-// nodeKey is the key of the plan that does not belong to a service.
-var nodeKey types.NamespacedName
-
-// wantedFlow is a flow of one or more plans. If the plans have different actions, those of
-// the plan that was made last apply. This plan is the owner. Shared flows belong to nodeKey.
-type wantedFlow struct {
-	actions openflow.Actions
-	owner   types.NamespacedName
-	plans   int
-}
-
-type wantedGroup struct {
-	owner   types.NamespacedName
-	seed    uint64
-	buckets []openflow.Actions
-}
-
-func newDataplane(opts *Options) *dataplane {
+func newDataplane(opts *Options, verifyInterval time.Duration) *dataplane {
 	opts.Observer = backendoptions.Observe(opts.Observer)
-	d := &dataplane{opts: opts, observer: opts.Observer, maxListed: maxListed}
+	d := &dataplane{opts: opts, observer: opts.Observer, maxListed: maxListed, passing: true}
 	d.planner = planner{opts: opts, number: d.numberOf, maxGroups: maxGroups}
+	d.reconciler = reconcile.New(d, reconcile.Options[any, any]{
+		Base: func(emit func(any, any)) { opts.flows(&d.planner.node).emit(emit) },
+		Equal: func(is, want any) bool {
+			switch want := want.(type) {
+			case *group:
+				return is.(*group).equal(want)
+			case *datagrams:
+				return is == want || is.(*datagrams).rejects == want.rejects && slices.Equal(is.(*datagrams).endpoints, want.endpoints)
+			default:
+				return is == want
+			}
+		},
+		Depth: func(k any) int {
+			if _, ok := k.(groupID); ok {
+				return 1
+			}
+			return 0
+		},
+		Virtual: func(k any) bool {
+			switch k.(type) {
+			case affinity, netip.AddrPort:
+				return true
+			}
+			return false
+		},
+		MaxOps: maxBundle, VerifyInterval: verifyInterval,
+		Drifted: d.observer.Drifted,
+	})
 	return d
 }
 
 func (d *dataplane) close() error {
-	d.known = false
 	if d.conn == nil {
 		return nil
 	}
@@ -156,30 +172,72 @@ func (d *dataplane) watch(ctx context.Context) error {
 	return err
 }
 
-// begin begins a pass: it reads the switch and forgets all plans.
-func (d *dataplane) begin(ctx context.Context) error {
-	if err := d.read(ctx); err != nil {
+// Plan implements [reconcile.Dataplane]. If it fails, it emits nothing, and the service gets
+// no new numbers.
+func (d *dataplane) Plan(view *api.View, emit func(any, any)) error {
+	n := &d.numbers
+	n.allocated, n.exhausted = n.allocated[:0], false
+	p, err := d.planner.plan(view)
+	if n.exhausted {
+		err = errNumbers
+	}
+	if err != nil {
+		for _, id := range n.allocated {
+			n.release(id, d.groups[id] != nil)
+		}
 		return err
 	}
-	d.plans = map[types.NamespacedName]*plan{}
-	d.wantedFlows, d.wantedGroups = map[openflow.FlowKey]*wantedFlow{}, map[uint32]wantedGroup{}
-	d.datagrams = map[netip.AddrPort]*datagrams{}
-	d.unwritten = map[types.NamespacedName]*unit{}
-	d.numbers = d.newNumbers()
-	d.known = true
+	// A group whose buckets are other groups comes after them.
+	part := func(id uint32) int { return n.names[id].part }
+	for _, id := range slices.SortedFunc(maps.Keys(p.groups), func(a, b uint32) int {
+		return cmp.Or(cmp.Compare(part(b), part(a)), cmp.Compare(a, b))
+	}) {
+		emit(groupID(id), &group{seed: n.seed(id), wanted: p.groups[id]})
+	}
+	p.flows.emit(emit)
+	p.shared.emit(emit)
+	for a := range p.affinities {
+		emit(a, struct{}{})
+	}
+	for frontend, d := range p.datagrams {
+		emit(frontend, d)
+	}
 	return nil
 }
 
-// read reads the flows and groups of the instance from the switch. It finds the IDs of the
-// groups in flows, in other groups, and in the last known state. Without such a state, it
-// also tries the lowest IDs.
-func (d *dataplane) read(ctx context.Context) error {
-	d.known = false
+func (s flowSet) emit(emit func(any, any)) {
+	for key, actions := range s {
+		emit(key, actions)
+	}
+}
+
+// List implements [reconcile.Dataplane]. It finds the IDs of the groups in flows, in other
+// groups, and in the last known state. Without such a state, it also tries the lowest IDs.
+func (d *dataplane) List(ctx context.Context, emit func(any, any)) error {
 	flows, err := d.conn.Flows(ctx)
 	if err != nil {
 		return err
 	}
-	d.flows = make(flowSet, len(flows))
+	groups, err := d.listGroups(ctx, flows)
+	if err != nil {
+		return err
+	}
+	d.flows, d.groups = len(flows), groups
+	if d.passing {
+		d.passing = false
+		d.datagrams = map[netip.AddrPort]*datagrams{}
+		d.numbers = d.newNumbers()
+	}
+	for _, f := range flows {
+		emit(f.FlowKey, f.Actions)
+	}
+	for id, g := range groups {
+		emit(groupID(id), g)
+	}
+	return nil
+}
+
+func (d *dataplane) listGroups(ctx context.Context, flows []openflow.Flow) (map[uint32]*group, error) {
 	seen := map[uint32]bool{}
 	var ids []uint32
 	add := func(id uint32) {
@@ -189,32 +247,29 @@ func (d *dataplane) read(ctx context.Context) error {
 		}
 	}
 	for _, f := range flows {
-		d.flows[f.FlowKey] = f.Actions
 		for id := range openflow.Numbers(f.Actions) {
 			add(id)
 		}
 	}
-	before := d.groups
-	for id := range before {
+	for id := range d.groups {
 		add(id)
 	}
-	d.groups = make(map[uint32]group, len(ids))
+	groups := make(map[uint32]*group, len(ids))
 	const firstTries, maxTries = 256, 1 << 16
 	for tries := uint32(firstTries); ; tries *= 2 {
-		if before == nil {
+		if d.groups == nil {
 			for i := range tries {
 				add(d.opts.firstGroup() + i)
 			}
 		}
 		used := false // the upper half of the tried IDs
 		for len(ids) > 0 {
-			groups, err := d.conn.Groups(ctx, ids)
+			some, err := d.conn.Groups(ctx, ids)
 			if err != nil {
-				d.groups = before
-				return err
+				return nil, err
 			}
 			ids = nil
-			for _, g := range groups {
+			for _, g := range some {
 				buckets := make(map[openflow.Actions]uint32, len(g.Buckets))
 				for _, b := range g.Buckets {
 					buckets[b.Actions] = b.ID
@@ -222,210 +277,136 @@ func (d *dataplane) read(ctx context.Context) error {
 						add(id)
 					}
 				}
-				d.groups[g.ID] = group{g.Seed, buckets, g.Foreign || len(buckets) < len(g.Buckets)}
+				groups[g.ID] = &group{seed: g.Seed, buckets: buckets, foreign: g.Foreign || len(buckets) < len(g.Buckets)}
 				used = used || g.ID-d.opts.firstGroup() >= tries/2
 			}
 		}
-		if before != nil || !used || tries == maxTries {
-			return nil
+		if d.groups != nil || !used || tries == maxTries {
+			return groups, nil
 		}
 	}
-}
-
-// touched are flows and groups whose wanted state may differ from the switch.
-type touched struct {
-	flows  map[openflow.FlowKey]bool
-	groups map[uint32]bool
-}
-
-// setPlan replaces the plan of a service, and records in t what it touches. A nil plan
-// deletes the service.
-func (d *dataplane) setPlan(key types.NamespacedName, p *plan, t *touched) {
-	old := d.plans[key]
-	if p != nil {
-		d.plans[key] = p
-		d.want(p.flows, key, t)
-		d.want(p.shared, nodeKey, t)
-		for id, buckets := range p.groups {
-			d.wantedGroups[id] = wantedGroup{key, d.numbers.seed(id), buckets}
-			t.groups[id] = true
-		}
-		maps.Copy(d.datagrams, p.datagrams)
-	}
-	if old == nil {
-		return
-	}
-	for frontend, before := range old.datagrams {
-		if d.datagrams[frontend] == before {
-			delete(d.datagrams, frontend)
-		}
-	}
-	if p == nil {
-		delete(d.plans, key)
-	}
-	d.unwant(old.flows, t)
-	d.unwant(old.shared, t)
-	for id := range old.groups {
-		if p != nil {
-			if _, ok := p.groups[id]; ok {
-				continue
-			}
-		}
-		t.groups[id] = true
-		delete(d.wantedGroups, id)
-		d.release(id)
-	}
-}
-
-// release takes a number away from its name.
-func (d *dataplane) release(id uint32) {
-	_, exists := d.groups[id]
-	d.numbers.release(id, exists)
-}
-
-// makePlan makes the plan of a service. If it fails, the service keeps only the numbers of
-// the plan before.
-func (d *dataplane) makePlan(view *api.View, before *plan) (*plan, error) {
-	d.numbers.exhausted = false
-	p, err := d.planner.plan(view)
-	if d.numbers.exhausted {
-		err = errNumbers
-	}
-	if err == nil {
-		return p, nil
-	}
-	for id := range p.groups {
-		if before != nil {
-			if _, ok := before.groups[id]; ok {
-				continue
-			}
-		}
-		if id != 0 { // a name that got no number
-			d.release(id)
-		}
-	}
-	return nil, err
-}
-
-func (d *dataplane) want(flows flowSet, owner types.NamespacedName, t *touched) {
-	for key, actions := range flows {
-		w := d.wantedFlows[key]
-		if w == nil {
-			w = &wantedFlow{}
-			d.wantedFlows[key] = w
-		}
-		w.actions, w.owner = actions, owner
-		w.plans++
-		t.flows[key] = true
-	}
-}
-
-func (d *dataplane) unwant(flows flowSet, t *touched) {
-	for key := range flows {
-		t.flows[key] = true
-		if w := d.wantedFlows[key]; w != nil {
-			if w.plans--; w.plans == 0 {
-				delete(d.wantedFlows, key)
-			}
-		}
-	}
-}
-
-// unit is what a service, or the node, changes in the switch.
-type unit struct {
-	key types.NamespacedName
-	// old is the last plan that was written, and plan is the plan to write.
-	old, plan *plan
-	touched
-	// The switch executes the additions of all units before the deletions. So it never
-	// deletes a group that a flow needs.
-	additions, deletions []*part
-}
-
-// part is a part of the changes of a unit.
-type part struct {
-	messages []openflow.Message
-	// If the switch has executed the messages, the following fields are the new records. A
-	// flow that was deleted has no actions and is in the set deleted.
-	set      flowSet
-	deleted  map[openflow.FlowKey]bool
-	groupsTo map[uint32]*group // nil: the group was deleted
-}
-
-func newUnit(key types.NamespacedName) *unit {
-	return &unit{key: key, touched: touched{map[openflow.FlowKey]bool{}, map[uint32]bool{}}}
 }
 
 // maxBundle limits the messages of a bundle, because the switch handles no other requests
 // while it executes one.
 const maxBundle = 4096
 
-// add adds messages to the last part, or to a new one if the last part is full.
-func add(parts *[]*part, messages ...openflow.Message) *part {
-	if n := len(*parts); n == 0 || len((*parts)[n-1].messages)+len(messages) > maxBundle {
-		*parts = append(*parts, &part{set: flowSet{}, deleted: map[openflow.FlowKey]bool{}, groupsTo: map[uint32]*group{}})
+// Apply implements [reconcile.Dataplane]. It needs several bundles only for more than
+// maxBundle messages. It waits until the datapath follows the last one.
+func (d *dataplane) Apply(ctx context.Context, ops []op) error {
+	stale := d.collectStale(ops)
+	// The switch deletes the flows of a group with the group, which costs much less than a
+	// message for each flow.
+	deleted := map[uint32]bool{}
+	for _, o := range ops {
+		if id, ok := o.Key.(groupID); ok && o.New == nil {
+			deleted[uint32(id)] = true
+		}
 	}
-	last := (*parts)[len(*parts)-1]
-	last.messages = append(last.messages, messages...)
-	return last
+	var bundle []openflow.Message
+	sent := 0 // operations
+	send := func(end int, commit func(context.Context, []openflow.Message) error) error {
+		if len(bundle) > 0 {
+			err := commit(ctx, bundle)
+			d.observer.Wrote(len(bundle), err)
+			if err != nil {
+				return err
+			}
+		}
+		for i := range ops[sent:end] {
+			d.record(&ops[sent+i])
+		}
+		bundle, sent = nil, end
+		return nil
+	}
+	var err error
+	for i := range ops {
+		messages := d.change(&ops[i], deleted)
+		if len(bundle)+len(messages) > maxBundle {
+			if err = send(i, d.conn.Commit); err != nil {
+				break
+			}
+		}
+		bundle = append(bundle, messages...)
+	}
+	if err == nil {
+		err = send(len(ops), d.commitAndWait)
+	}
+	var refused *openflow.Refused
+	switch isRefused := errors.As(err, &refused); {
+	case isRefused && sent == 0:
+		return reconcile.Refused(err)
+	case isRefused:
+		failed := reconcile.Failed[any]{}
+		for _, o := range ops[sent:] {
+			failed[o.Key] = err
+		}
+		err = &failed
+	case err != nil:
+		return err
+	}
+	if forgetErr := d.forget(ctx, stale); forgetErr != nil {
+		return forgetErr
+	}
+	return err
 }
 
-// prepare computes the parts of a unit.
-func (d *dataplane) prepare(u *unit) {
-	u.additions, u.deletions = nil, nil
-	// unneeded are groups to delete. The switch deletes their flows with them, which costs much
-	// less than a message for each flow.
-	var unneeded []uint32
-	flowsOf := map[uint32][]openflow.FlowKey{}
-	// A group whose buckets are other groups comes after them.
-	depth := func(id uint32) int { return d.numbers.names[id].part }
-	for _, id := range slices.SortedFunc(maps.Keys(u.touched.groups), func(a, b uint32) int {
-		return cmp.Or(cmp.Compare(depth(b), depth(a)), cmp.Compare(a, b))
-	}) {
-		wanted, ok := d.wantedGroups[id]
-		present, exists := d.groups[id]
-		switch {
-		case ok:
-			if messages, buckets := changeGroup(id, present, exists, wanted); len(messages) > 0 {
-				add(&u.additions, messages...).groupsTo[id] = &group{seed: wanted.seed, buckets: buckets}
-			}
-		case exists:
-			unneeded = append(unneeded, id)
-			flowsOf[id] = nil
+// change returns the messages for an operation. deleted are groups that are deleted as well.
+func (d *dataplane) change(o *op, deleted map[uint32]bool) []openflow.Message {
+	switch k := o.Key.(type) {
+	case openflow.FlowKey:
+		if o.New != nil {
+			return []openflow.Message{openflow.AddFlow(openflow.Flow{FlowKey: k, Cookie: d.opts.cookie(), Actions: (*o.New).(openflow.Actions)})}
 		}
-	}
-	for key := range u.touched.flows {
-		w := d.wantedFlows[key]
-		actions, exists := d.flows[key]
-		switch {
-		case w == nil && exists:
-			group := openflow.GroupOf(actions)
-			if _, ok := flowsOf[group]; ok {
-				flowsOf[group] = append(flowsOf[group], key)
-				continue
-			}
-			add(&u.deletions, openflow.DeleteFlow(key, d.opts.allCookies())).deleted[key] = true
-		case w != nil && (w.owner == u.key || w.owner == nodeKey) && (!exists || actions != w.actions):
-			flow := openflow.Flow{FlowKey: key, Cookie: d.opts.cookie(), Actions: w.actions}
-			add(&u.additions, openflow.AddFlow(flow)).set[key] = w.actions
+		if !deleted[openflow.GroupOf((*o.Old).(openflow.Actions))] {
+			return []openflow.Message{openflow.DeleteFlow(k, d.opts.allCookies())}
 		}
-	}
-	if u.old != nil {
-		for a := range u.old.affinities {
-			if u.plan == nil || !u.plan.affinities[a] {
-				add(&u.deletions, d.forgetClients(a))
-			}
+	case groupID:
+		id, present := uint32(k), &group{}
+		if o.Old != nil {
+			present = (*o.Old).(*group)
 		}
-	}
-	for _, id := range unneeded {
+		if o.New != nil {
+			messages, written := changeGroup(id, present, o.Old != nil, (*o.New).(*group))
+			var now any = written
+			o.New = &now
+			return messages
+		}
 		messages := []openflow.Message{openflow.DeleteGroup(id)}
-		if len(d.groups[id].buckets) == 0 { // it records a number, perhaps that of a service
+		if len(present.buckets) == 0 { // it records a number, perhaps that of a service
 			messages = append(messages, openflow.DeleteFlows(d.opts.FirstTable+clientTable, "", d.opts.learnedCookies(id)))
 		}
-		p := add(&u.deletions, messages...)
-		p.groupsTo[id] = nil
-		for _, key := range flowsOf[id] {
-			p.deleted[key] = true
+		return messages
+	case affinity:
+		if o.New == nil {
+			return []openflow.Message{d.forgetClients(k)}
+		}
+	}
+	return nil
+}
+
+// record records that the switch has executed an operation.
+func (d *dataplane) record(o *op) {
+	switch k := o.Key.(type) {
+	case openflow.FlowKey:
+		if o.Old == nil {
+			d.flows++
+		}
+		if o.New == nil {
+			d.flows--
+		}
+	case groupID:
+		if o.New != nil {
+			d.groups[uint32(k)] = (*o.New).(*group)
+		} else {
+			delete(d.groups, uint32(k))
+			d.numbers.deleted(uint32(k), (*o.Old).(*group).seed)
+		}
+	case netip.AddrPort:
+		if o.New != nil {
+			d.datagrams[k] = (*o.New).(*datagrams)
+		} else {
+			delete(d.datagrams, k)
 		}
 	}
 }
@@ -437,27 +418,26 @@ func (d *dataplane) forgetClients(a affinity) openflow.Message {
 	return openflow.DeleteFlows(d.opts.FirstTable+clientTable, m.Encode(), d.opts.learnedCookies(uint32(a.client>>32)))
 }
 
-// changeGroup returns messages that change a group into the wanted one, and the IDs of the
-// buckets afterwards.
-func changeGroup(id uint32, present group, exists bool, wanted wantedGroup) (messages []openflow.Message, ids map[openflow.Actions]uint32) {
-	ids = make(map[openflow.Actions]uint32, len(wanted.buckets))
+// changeGroup returns messages that change a group into the wanted one, and the group
+// afterwards.
+func changeGroup(id uint32, present *group, exists bool, wanted *group) (messages []openflow.Message, written *group) {
+	ids := make(map[openflow.Actions]uint32, len(wanted.wanted))
+	written = &group{seed: wanted.seed, buckets: ids}
 	replace := !exists || present.foreign || present.seed != wanted.seed
+	before := present.buckets
 	if replace {
-		present.buckets = nil
+		before = nil
 	}
-	used := make(map[uint32]bool, len(wanted.buckets))
+	used := make(map[uint32]bool, len(wanted.wanted))
 	var missing []openflow.Actions
-	for _, actions := range wanted.buckets {
-		if bucket, ok := present.buckets[actions]; ok {
+	for _, actions := range wanted.wanted {
+		if bucket, ok := before[actions]; ok {
 			ids[actions], used[bucket] = bucket, true
 		} else {
 			missing = append(missing, actions)
 		}
 	}
-	unwanted := len(present.buckets) - len(ids)
-	if !replace && len(missing)+unwanted == 0 {
-		return nil, ids
-	}
+	unwanted := len(before) - len(ids)
 	replace = replace || unwanted > len(ids)
 	next := uint32(0)
 	var added []openflow.Bucket
@@ -469,211 +449,19 @@ func changeGroup(id uint32, present group, exists bool, wanted wantedGroup) (mes
 	}
 	if !replace {
 		// The IDs of removed buckets must be unused before buckets with these IDs are added.
-		for actions, bucket := range present.buckets {
+		for actions, bucket := range before {
 			if _, ok := ids[actions]; !ok {
 				messages = append(messages, openflow.RemoveBucket(id, bucket))
 			}
 		}
-		return append(messages, openflow.InsertBuckets(id, added)...), ids
+		return append(messages, openflow.InsertBuckets(id, added)...), written
 	}
 	all := make([]openflow.Bucket, 0, len(ids))
 	for actions, bucket := range ids {
 		all = append(all, openflow.Bucket{ID: bucket, Actions: actions})
 	}
 	slices.SortFunc(all, func(a, b openflow.Bucket) int { return int(a.ID) - int(b.ID) })
-	return openflow.SetGroup(openflow.Group{ID: id, Seed: wanted.seed, Buckets: all}), ids
-}
-
-// commit sends the changes of units, and records what the switch has executed. It needs
-// several bundles only for more than maxBundle messages.
-func (d *dataplane) commit(ctx context.Context, units ...*unit) error {
-	var parts []*part
-	for _, u := range units {
-		d.prepare(u)
-		parts = append(parts, u.additions...)
-	}
-	var stale staleConnections
-	for _, u := range units {
-		parts = append(parts, u.deletions...)
-		d.collectStale(u, &stale)
-	}
-	executed, err := d.send(ctx, parts)
-	var refused *openflow.Refused
-	if err != nil && !(executed && errors.As(err, &refused)) {
-		return err
-	}
-	return errors.Join(err, d.forget(ctx, stale))
-}
-
-// send sends parts as bundles. It waits until the datapath follows the last one. If an error
-// occurs, the result executed reports whether the switch has executed any bundle.
-func (d *dataplane) send(ctx context.Context, parts []*part) (executed bool, err error) {
-	for ; len(parts) > 0; executed = true {
-		var messages []openflow.Message
-		n := 0
-		for n < len(parts) && (n == 0 || len(messages)+len(parts[n].messages) <= maxBundle) {
-			messages = append(messages, parts[n].messages...)
-			n++
-		}
-		commit := d.conn.Commit
-		if n == len(parts) {
-			commit = d.commitAndWait
-		}
-		err := commit(ctx, messages)
-		d.observer.Wrote(len(messages), err)
-		if err != nil {
-			return executed, err
-		}
-		for _, p := range parts[:n] {
-			d.record(p)
-		}
-		parts = parts[n:]
-	}
-	return executed, nil
-}
-
-// record records that the switch has executed a part.
-func (d *dataplane) record(p *part) {
-	for key := range p.deleted {
-		delete(d.flows, key)
-	}
-	maps.Copy(d.flows, p.set)
-	for id, to := range p.groupsTo {
-		if to != nil {
-			d.groups[id] = *to
-		} else if g, exists := d.groups[id]; exists { // otherwise another unit has deleted it, too
-			d.numbers.deleted(id, g.seed)
-			delete(d.groups, id)
-		}
-	}
-}
-
-// sync programs the changes c. Its errors are those of Sync in [sink.Sink].
-func (d *dataplane) sync(ctx context.Context, c *sink.Changes) error {
-	var failed sink.Failed
-	common := newUnit(nodeKey)
-	d.setPlan(nodeKey, &plan{flows: d.opts.flows(&d.planner.node)}, &common.touched)
-	units := []*unit{common}
-	for ch := range c.Services {
-		failed.Do(ch.Key, func() error {
-			before := d.plans[ch.Key]
-			var next *plan
-			if ch.New != nil {
-				var err error
-				if next, err = d.makePlan(ch.New, before); err != nil {
-					return err
-				}
-			}
-			u := d.unwritten[ch.Key]
-			if u == nil {
-				u = newUnit(ch.Key)
-				u.old = before
-				d.unwritten[ch.Key] = u
-			}
-			u.plan = next
-			d.setPlan(ch.Key, u.plan, &u.touched)
-			units = append(units, u)
-			return nil
-		})
-	}
-	if c.Last && len(c.Failing)+len(failed) == 0 {
-		units = append(units, d.unwanted())
-	}
-	err := d.commit(ctx, units...)
-	var refused *openflow.Refused
-	if errors.As(err, &refused) {
-		// Find the services that cause the error. The last unit deletes flows and groups that no
-		// plan wants. Failed services may still use them.
-		err = nil
-		for _, u := range units {
-			if u != common && u.key == nodeKey && len(failed) > 0 {
-				break
-			}
-			switch unitErr := d.commit(ctx, u); {
-			case unitErr == nil:
-			case !errors.As(unitErr, &refused), u.key == nodeKey:
-				return d.lost(unitErr)
-			default:
-				failed.Add(u.key, unitErr)
-			}
-		}
-	}
-	if err != nil {
-		return d.lost(err)
-	}
-	for _, u := range units {
-		if failed[u.key] == nil {
-			delete(d.unwritten, u.key)
-		}
-	}
-	failing := len(c.Failing)+len(failed) > 0
-	if c.Last {
-		d.leftovers.Exist = failing
-		d.leftovers.RecordPass(time.Now(), failing)
-		if !failing {
-			d.observer.Drifted(false)
-		}
-	}
-	d.observer.Holds("flows", len(d.flows))
-	d.observer.Holds("groups", len(d.groups))
-	return failed.Err()
-}
-
-// lost handles an error after which the state of the switch is unknown.
-func (d *dataplane) lost(err error) error {
-	d.known = false
-	return fmt.Errorf("%w (%w)", err, sink.ErrStartOver)
-}
-
-// unwanted returns a unit that deletes all flows and groups that no plan wants.
-func (d *dataplane) unwanted() *unit {
-	u := newUnit(nodeKey)
-	for key := range d.flows {
-		if d.wantedFlows[key] == nil {
-			u.touched.flows[key] = true
-		}
-	}
-	for id := range d.groups {
-		if _, ok := d.wantedGroups[id]; !ok {
-			u.touched.groups[id] = true
-		}
-	}
-	return u
-}
-
-// compare compares the switch with the plans and repairs differences.
-func (d *dataplane) compare(ctx context.Context) error {
-	flows, groups := d.flows, d.groups
-	if err := d.read(ctx); err != nil {
-		return d.lost(err)
-	}
-	u := newUnit(nodeKey)
-	for key, actions := range flows {
-		if now, ok := d.flows[key]; !ok || now != actions {
-			u.touched.flows[key] = true
-		}
-	}
-	for key := range d.flows {
-		if _, ok := flows[key]; !ok {
-			u.touched.flows[key] = true
-		}
-	}
-	for id, before := range groups {
-		if now, ok := d.groups[id]; !ok || !now.equal(before) {
-			u.touched.groups[id] = true
-		}
-	}
-	for id := range d.groups {
-		if _, ok := groups[id]; !ok {
-			u.touched.groups[id] = true
-		}
-	}
-	d.known = true
-	if n := len(u.touched.flows) + len(u.touched.groups); n > 0 {
-		d.observer.Drifted(true)
-		return d.lost(fmt.Errorf("another program changed %d flows and groups of bridge %s", n, d.opts.Bridge))
-	}
-	return nil
+	return openflow.SetGroup(openflow.Group{ID: id, Seed: wanted.seed, Buckets: all}), written
 }
 
 // cleanup deletes all flows and groups of the instance.
@@ -682,11 +470,16 @@ func (d *dataplane) cleanup(ctx context.Context) error {
 		return err
 	}
 	d.groups = nil
-	if err := d.read(ctx); err != nil {
+	flows, err := d.conn.Flows(ctx)
+	if err != nil {
+		return err
+	}
+	groups, err := d.listGroups(ctx, flows)
+	if err != nil {
 		return err
 	}
 	messages := []openflow.Message{openflow.DeleteFlows(openflow.AllTables, "", d.opts.allCookies())}
-	for id := range d.groups {
+	for id := range groups {
 		messages = append(messages, openflow.DeleteGroup(id))
 	}
 	return d.conn.Commit(ctx, messages)

@@ -231,9 +231,12 @@ func TestStaleConnectionsOfManyFrontends(t *testing.T) {
 	s := shape{ports: 20, addresses: 20, endpoints: 50, protocol: api.UDP}
 	old, d := planned(s.view("web"))
 	s.endpoints--
-	now := d.planner.mustPlan(s.view("web"))
-	var stale staleConnections
-	d.collectStale(&unit{key: key("web"), old: old, plan: now}, &stale)
+	var ops []op
+	for frontend, now := range d.planner.mustPlan(s.view("web")).datagrams {
+		var before, now any = old.datagrams[frontend], now
+		ops = append(ops, op{Key: frontend, Old: &before, New: &now})
+	}
+	stale := d.collectStale(ops)
 	if len(stale) != 20*21 {
 		t.Errorf("%d stale connections, want one for each frontend", len(stale))
 	}

@@ -42,11 +42,14 @@ type testNode struct {
 	testing.TB
 	*ovstest.Switch
 	backend *backend
+	// verifyInterval is the option of package reconcile.
+	verifyInterval time.Duration
+	events         struct{ drifted, repaired int }
 }
 
 func newNode(t testing.TB) *testNode {
 	t.Helper()
-	n := &testNode{TB: t, Switch: ovstest.New(t, netnstest.New(t).Start)}
+	n := &testNode{TB: t, Switch: ovstest.New(t, netnstest.New(t).Start), verifyInterval: -1}
 	n.start(t, n.options())
 	return n
 }
@@ -54,10 +57,12 @@ func newNode(t testing.TB) *testNode {
 // start starts a backend, which ends with the test.
 func (n *testNode) start(t testing.TB, opts Options) {
 	t.Helper()
+	opts.Observer = &backendtest.Observer{OnDrifted: func() { n.events.drifted++ }, OnRepaired: func() { n.events.repaired++ }}
 	b, err := newBackend(opts)
 	if err != nil {
 		t.Fatal(err)
 	}
+	b.dataplane = newDataplane(&b.opts, n.verifyInterval)
 	if err := b.Start(t.Context()); err != nil {
 		t.Fatal(err)
 	}
@@ -135,8 +140,9 @@ func (n *testNode) mustSync(views ...*api.View) {
 // mustMatch checks that the switch has exactly what the backend has written.
 func (n *testNode) mustMatch() {
 	n.Helper()
-	if err := n.backend.dataplane.compare(n.Context()); err != nil {
-		n.Fatal(err)
+	before := n.events.drifted
+	if err := n.backend.dataplane.reconciler.Verify(n.Context()); err != nil || n.events.drifted != before {
+		n.Fatalf("the switch has changed: %t, error %v", n.events.drifted != before, err)
 	}
 }
 
@@ -172,8 +178,8 @@ func examples() []*api.View {
 func TestListingEqualsWhatWasWritten(t *testing.T) {
 	n := newNode(t)
 	n.mustPass(examples()...)
-	if len(n.backend.dataplane.flows) < 60 || len(n.backend.dataplane.groups) < 4 {
-		t.Errorf("%d flows and %d groups were written", len(n.backend.dataplane.flows), len(n.backend.dataplane.groups))
+	if d := n.backend.dataplane; d.flows < 60 || len(d.groups) < 4 {
+		t.Errorf("%d flows and %d groups were written", d.flows, len(d.groups))
 	}
 	n.mustMatch()
 }
@@ -269,10 +275,9 @@ func TestChangesByOthersAreRepairedAndForeignFlowsStay(t *testing.T) {
 		if n.Listing(t) == want {
 			t.Errorf("%s: the switch has not changed", name)
 		}
-		if err := n.backend.dataplane.compare(t.Context()); !errors.Is(err, sink.ErrStartOver) {
-			t.Errorf("%s: error %v, want a new pass", name, err)
+		if err := n.backend.Verify(t.Context()); err != nil {
+			t.Errorf("%s: %v", name, err)
 		}
-		n.mustPass(examples()...)
 	}
 	for name, damage := range map[string]func(){
 		"all flows deleted":        func() { n.Ofctl(t, "del-flows", "cookie=0x6b706e0000000000/0xffffffff00000000") },
@@ -345,31 +350,41 @@ func TestCleanupFindsGroupsWithoutFlows(t *testing.T) {
 func TestSwitchReportsDeletedFlows(t *testing.T) {
 	n := newNode(t)
 	n.mustPass(examples()...)
-	verify := func() error {
-		n.backend.compareAt = time.Now().Add(time.Hour)
-		n.backend.pauseUntil = time.Time{}
-		return n.backend.Verify(t.Context())
+	n.verifyInterval = time.Hour
+	verify := func() {
+		t.Helper()
+		if err := n.backend.Verify(t.Context()); err != nil {
+			t.Fatal(err)
+		}
 	}
 	n.mustSync(view("none", "10.96.0.4", []string{"10.244.2.1"}))
 	n.Ofctl(t, "add-flow", "cookie=0x5,table=100,priority=1,ip actions=drop")
-	for range 3 {
-		if err := verify(); err != nil || n.backend.changed {
-			t.Fatalf("changes %v, error %v after changes by the backend and of foreign flows", n.backend.changed, err)
-		}
-	}
-	for name, flows := range map[string]string{
-		"a flow of a service":       "table=105,ip,nw_dst=10.96.0.1",
-		"all flows":                 "cookie=0x6b706e0000000000/-1",
-		"a flow of the first table": "table=100,ip,nw_dst=192.168.1.2",
-	} {
-		n.mustPass(examples()...)
-		n.Ofctl(t, "del-flows", flows)
-		ovstest.Await(t, name, func() bool { return errors.Is(verify(), sink.ErrStartOver) })
+	n.mustMatch()
+	select {
+	case <-n.backend.dataplane.conn.Changed():
+		t.Fatal("changes by the backend and of foreign flows are reported")
+	default:
 	}
 	n.mustPass(examples()...)
-	// A deleted group takes flows with it.
-	n.Ofctl(t, "del-groups", fmt.Sprintf("group_id=%d", n.someGroup()))
-	ovstest.Await(t, "a deleted group", func() bool { return errors.Is(verify(), sink.ErrStartOver) })
+	want := n.Listing(t)
+	for _, damage := range []struct {
+		name string
+		do   func()
+	}{
+		{"a flow of a service", func() { n.Ofctl(t, "del-flows", "table=105,ip,nw_dst=10.96.0.1") }},
+		{"all flows", func() { n.Ofctl(t, "del-flows", "cookie=0x6b706e0000000000/-1") }},
+		{"a flow of the first table", func() { n.Ofctl(t, "del-flows", "table=100,ip,nw_dst=192.168.1.2") }},
+		// A deleted group takes flows with it.
+		{"a deleted group", func() { n.Ofctl(t, "del-groups", fmt.Sprintf("group_id=%d", n.someGroup())) }},
+	} {
+		n.restart(t)
+		n.mustPass(examples()...)
+		verify() // the next comparison is after an hour
+		before := n.events.repaired
+		damage.do()
+		ovstest.Await(t, damage.name, func() bool { verify(); return n.events.repaired > before })
+		n.mustBe(want)
+	}
 }
 
 // TestSwitchThatDoesNotReportChanges runs the backend with a switch that does not know the

@@ -48,7 +48,9 @@ type numbers struct {
 	// free are unused numbers below next, and end is the first number of others.
 	free      []uint32
 	next, end uint32
-	// exhausted is true if a name got no number.
+	// allocated are the numbers that the last plan has allocated. exhausted is true if a name
+	// got no number.
+	allocated []uint32
 	exhausted bool
 }
 
@@ -106,6 +108,7 @@ func (d *dataplane) numberOf(of name) uint32 {
 		}
 	}
 	n.of[of], n.names[id] = id, named{of, seed}
+	n.allocated = append(n.allocated, id)
 	return id
 }
 
@@ -126,7 +129,5 @@ func (n *numbers) deleted(id uint32, seed uint64) {
 	if n.recorded[seed] == id {
 		delete(n.recorded, seed)
 	}
-	if _, taken := n.names[id]; !taken && id < n.end {
-		n.free = append(n.free, id)
-	}
+	n.release(id, id >= n.end) // earlier versions hashed their IDs
 }

@@ -48,7 +48,7 @@ type testNetwork struct {
 func newNetwork(t *testing.T, edits ...func(*Options)) *testNetwork {
 	t.Helper()
 	node := netnstest.New(t)
-	n := &testNetwork{testNode: &testNode{TB: t, Switch: ovstest.New(t, node.Start)}, pods: map[string]*netnstest.Namespace{}}
+	n := &testNetwork{testNode: &testNode{TB: t, Switch: ovstest.New(t, node.Start), verifyInterval: -1}, pods: map[string]*netnstest.Namespace{}}
 	opts := n.options()
 	opts.MasqueradeAddresses, opts.HairpinAddresses = []netip.Addr{netip.MustParseAddr(gateway)}, nil
 	opts.NodeAddresses = nodeaddr.Of(opts.MasqueradeAddresses...)
@@ -281,9 +281,9 @@ func TestRepetitionKeepsNewConnections(t *testing.T) {
 			t.Errorf("%s: a new connection has ended, or %d repetitions stay", test.name, len(d.repeat))
 		}
 	}
-	n.mustSync(web("!" + podB))
-	due := n.backend.dataplane.repeat[0].at
 	n.mustSync(web(podA))
+	due := n.backend.dataplane.repeat[0].at
+	n.mustSync(web("!" + podB))
 	if now := n.backend.dataplane.repeat[0].at; now != due {
 		t.Errorf("a further change delays the repetition from %v to %v", due, now)
 	}

@@ -30,7 +30,7 @@ func planned(v *api.View) (*plan, *dataplane) {
 	if err := o.complete(); err != nil {
 		panic(err)
 	}
-	d := newDataplane(&o)
+	d := newDataplane(&o, minPause)
 	d.numbers = d.newNumbers()
 	return d.planner.mustPlan(v), d
 }
@@ -216,7 +216,7 @@ func TestNumbersSurviveRestarts(t *testing.T) {
 func TestLowNumbersAreUsedFirst(t *testing.T) {
 	_, d := planned(view("web", "10.96.0.1", []string{"10.244.2.1"}))
 	first := d.opts.firstGroup()
-	d.groups = map[uint32]group{first + 1: {seed: 1}, first + groupCount/2: {seed: 2}, first + groupCount: {seed: 3}}
+	d.groups = map[uint32]*group{first + 1: {seed: 1}, first + groupCount/2: {seed: 2}, first + groupCount: {seed: 3}}
 	d.numbers = d.newNumbers()
 	for i, want := range []uint32{first, first + 2, first + 3} {
 		if got := d.numberOf(name{part: i}); got != want {
@@ -230,7 +230,7 @@ func TestNumbersAreNotReusedWhileTheSwitchHasThem(t *testing.T) {
 	_, d := planned(view("web", "10.96.0.1", []string{"10.244.2.1"}))
 	names := func(service string) name { return name{service: key(service)} }
 	a := d.numberOf(names("a"))
-	d.groups = map[uint32]group{a: {seed: names("a").seed()}}
+	d.groups = map[uint32]*group{a: {seed: names("a").seed()}}
 	d.numbers.release(a, true)
 	if b := d.numberOf(names("b")); b == a {
 		t.Error("a number is used again although the switch has its group")

@@ -8,6 +8,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"iter"
 	"maps"
 	"math"
 	"net"
@@ -21,6 +22,7 @@ import (
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/backends/ovs/internal/openflow"
+	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/klog/v2"
 )
 
@@ -31,105 +33,94 @@ type staleConnections map[openflow.Connections]bool
 
 const udp = 17
 
-func (d *dataplane) collectStale(u *unit, stale *staleConnections) {
+// collectStale returns the connections that are stale after ops.
+func (d *dataplane) collectStale(ops []op) staleConnections {
 	if !d.opts.forgets || d.cannotForget {
-		return
+		return nil
 	}
+	stale := staleConnections{}
 	add := func(frontend, endpoint netip.AddrPort) {
-		if *stale == nil {
-			*stale = staleConnections{}
-		}
-		(*stale)[openflow.Connections{Zone: d.opts.Zone, Protocol: udp, Destination: frontend, Endpoint: endpoint}] = true
+		stale[openflow.Connections{Zone: d.opts.Zone, Protocol: udp, Destination: frontend, Endpoint: endpoint}] = true
 	}
-	if u.old != nil {
-		if u.plan != nil {
-			for frontend := range u.plan.datagrams {
-				if _, exists := u.old.datagrams[frontend]; !exists {
+	removed := map[[2]*datagrams][]netip.AddrPort{}
+	addRemoved := func(frontend netip.AddrPort, before, now *datagrams) {
+		endpoints, known := removed[[2]*datagrams{before, now}]
+		if !known {
+			endpoints = before.endpointsWithout(now)
+			removed[[2]*datagrams{before, now}] = endpoints
+		}
+		for _, e := range endpoints {
+			add(frontend, e)
+		}
+	}
+	// If a frontend was not programmed since the pass began, its endpoints before are those of
+	// the changed groups of its service.
+	type part struct {
+		service types.NamespacedName
+		family  api.Family
+	}
+	groups := map[part]*datagrams{}
+	for _, o := range ops {
+		if _, ok := o.Key.(groupID); !ok || o.Old == nil || o.New == nil {
+			continue
+		}
+		for actions := range (*o.Old).(*group).buckets {
+			if e := openflow.TranslatedTo(actions); e.IsValid() {
+				p := part{o.Service, familyOf(e)}
+				if groups[p] == nil {
+					groups[p] = &datagrams{}
+				}
+				groups[p].endpoints = append(groups[p].endpoints, e)
+			}
+		}
+	}
+	for _, o := range ops {
+		switch k := o.Key.(type) {
+		case netip.AddrPort:
+			switch {
+			case o.New == nil:
+				add(k, netip.AddrPort{})
+			case o.Old != nil:
+				before, now := (*o.Old).(*datagrams), (*o.New).(*datagrams)
+				addRemoved(k, before, now)
+				if before.rejects && !now.rejects {
+					add(k, netip.AddrPortFrom(addressOf(d.opts.MasqueradeAddresses, familyOf(k)), refusingPort))
+				}
+			case groups[part{o.Service, familyOf(k)}] != nil:
+				addRemoved(k, groups[part{o.Service, familyOf(k)}], (*o.New).(*datagrams))
+			}
+		case openflow.FlowKey:
+			for frontend := range d.frontends(k) {
+				if d.datagrams[frontend] != nil {
+					continue
+				}
+				if o.Old == nil {
 					add(frontend, frontend) // connections from before, which are not translated
-				}
-			}
-		}
-		removed := map[[2]*datagrams][]netip.AddrPort{}
-		for frontend, before := range u.old.datagrams {
-			now := u.plan.datagramsOf(frontend)
-			if now == nil {
-				add(frontend, netip.AddrPort{})
-				continue
-			}
-			change := [2]*datagrams{before, now}
-			endpoints, known := removed[change]
-			if !known {
-				endpoints = before.endpointsWithout(now)
-				removed[change] = endpoints
-			}
-			for _, e := range endpoints {
-				add(frontend, e)
-			}
-			if before.rejects && !now.rejects {
-				add(frontend, netip.AddrPortFrom(addressOf(d.opts.MasqueradeAddresses, familyOf(frontend)), refusingPort))
-			}
-		}
-		return
-	}
-	// The plan from before the pass is unknown, but its flows and groups are not.
-	before := map[api.Family]*datagrams{api.IPv4: {}, api.IPv6: {}}
-	for _, p := range u.additions {
-		for id := range p.groupsTo {
-			for actions := range d.groups[id].buckets {
-				if e := openflow.TranslatedTo(actions); e.IsValid() {
-					before[familyOf(e)].endpoints = append(before[familyOf(e)].endpoints, e)
+				} else {
+					add(frontend, netip.AddrPort{})
 				}
 			}
 		}
 	}
-	if u.plan != nil {
-		removed := map[*datagrams][]netip.AddrPort{}
-		for frontend, now := range u.plan.datagrams {
-			endpoints, known := removed[now]
-			if !known {
-				endpoints = before[familyOf(frontend)].endpointsWithout(now)
-				removed[now] = endpoints
-			}
-			for _, e := range endpoints {
-				add(frontend, e)
-			}
-		}
-	}
-	for _, p := range slices.Concat(u.additions, u.deletions) {
-		for key := range p.set {
-			if _, exists := d.flows[key]; exists {
-				d.addFrontends(key, add)
-			} else {
-				d.addFrontends(key, func(frontend, _ netip.AddrPort) { add(frontend, frontend) })
-			}
-		}
-		for key := range p.deleted {
-			d.addFrontends(key, add)
-		}
-	}
+	return stale
 }
 
 func familyOf(a netip.AddrPort) api.Family { return api.FamilyOf(a.Addr()) }
 
-// datagramsOf returns what a plan does with packets to a frontend of protocol UDP, or nil if
-// it has no such frontend. A nil plan has none.
-func (p *plan) datagramsOf(frontend netip.AddrPort) *datagrams {
-	if p == nil {
-		return nil
-	}
-	return p.datagrams[frontend]
-}
-
-// addFrontends calls add for each frontend of protocol UDP that a flow matches.
-func (d *dataplane) addFrontends(key openflow.FlowKey, add func(frontend, endpoint netip.AddrPort)) {
-	addr, protocol, port := openflow.Destination(key.Match)
-	switch {
-	case key.Table != d.opts.FirstTable+frontendTable, protocol != udp, port == 0:
-	case addr.IsValid():
-		add(netip.AddrPortFrom(addr, port), netip.AddrPort{})
-	default: // a node port
-		for _, a := range d.planner.nodePortAddrs {
-			add(netip.AddrPortFrom(a, port), netip.AddrPort{})
+// frontends yields each frontend of protocol UDP that a flow matches.
+func (d *dataplane) frontends(key openflow.FlowKey) iter.Seq[netip.AddrPort] {
+	return func(yield func(netip.AddrPort) bool) {
+		addr, protocol, port := openflow.Destination(key.Match)
+		switch {
+		case key.Table != d.opts.FirstTable+frontendTable, protocol != udp, port == 0:
+		case addr.IsValid():
+			yield(netip.AddrPortFrom(addr, port))
+		default: // a node port
+			for _, a := range d.planner.nodePortAddrs {
+				if !yield(netip.AddrPortFrom(a, port)) {
+					return
+				}
+			}
 		}
 	}
 }

@@ -15,7 +15,6 @@ import (
 
 	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/internal/backendoptions"
-	"github.com/kpng-project/kpng/internal/kernelnode"
 	"github.com/kpng-project/kpng/sink"
 	"k8s.io/klog/v2"
 )
@@ -35,10 +34,10 @@ type backend struct {
 	complete bool
 	// beatAt is the time of the last heartbeat.
 	beatAt time.Time
-	// compareAt is the time of the next comparison with the kernel.
-	compareAt time.Time
-	// compared is the time spent on the comparison that has begun.
-	compared time.Duration
+	// repairAt is the time of the next repair by Verify.
+	repairAt time.Time
+	// verifyInterval is the shortest time between two comparisons with the kernel.
+	verifyInterval time.Duration
 }
 
 var (
@@ -84,7 +83,7 @@ func newBackend(proxy sink.Sink, opts Options) (*backend, error) {
 		return nil, fmt.Errorf("ebpf options: %w", err)
 	}
 	opts.Observer = backendoptions.Observe(opts.Observer)
-	return &backend{opts: opts, proxy: proxy}, nil
+	return &backend{opts: opts, proxy: proxy, verifyInterval: minPause}, nil
 }
 
 // Unwrap returns the other sink, see [sink.As].
@@ -130,8 +129,8 @@ func (b *backend) start(ctx context.Context) (err error) {
 		return errors.Join(err, p.close())
 	}
 	b.programs, b.complete = p, false
-	b.compareAt = time.Now().Add(repairPause)
-	b.dataplane = &dataplane{
+	b.repairAt = time.Now().Add(repairPause)
+	d := &dataplane{
 		planner:   b.opts.planner(),
 		frontends: kernelTable[frontendKey, list]{"frontends", p.Frontends},
 		slots:     kernelTable[slotKey, address]{"slots", p.Slots},
@@ -143,6 +142,7 @@ func (b *backend) start(ctx context.Context) (err error) {
 		},
 		capacity: size{b.opts.MaxFrontends, b.opts.MaxEndpoints, b.opts.MaxMembers},
 	}
+	b.dataplane = d.open(b.verifyInterval, b.opts.Observer.Drifted)
 	return nil
 }
 
@@ -209,10 +209,16 @@ func (b *backend) remove() error {
 // while the other sink takes long or fails.
 //
 // An error of eBPF does not fail Sync. The backend logs it and pauses the programs, so that
-// the other sink handles all connections. Verify later requests a new pass.
+// the other sink handles all connections. Verify later requests a new pass. Only a service
+// whose plan panics fails.
 func (b *backend) Sync(ctx context.Context, c *sink.Changes) (err error) {
-	defer func() { err = b.proxy.Sync(ctx, c) }() // runs even if the method program panics
-	b.program(ctx, c)
+	var failed error
+	defer func() { // runs even if the method program panics
+		if err = b.proxy.Sync(ctx, c); failed != nil {
+			err = errors.Join(err, failed)
+		}
+	}()
+	failed = b.program(ctx, c)
 	return nil
 }
 
@@ -220,28 +226,32 @@ func (b *backend) Sync(ctx context.Context, c *sink.Changes) (err error) {
 const repairPause = time.Minute
 
 // program writes the changes to the maps. From the end of a pass on, it lets the programs
-// translate connections.
-func (b *backend) program(ctx context.Context, c *sink.Changes) {
+// translate connections. The result is nil or a [*sink.Failed].
+func (b *backend) program(ctx context.Context, c *sink.Changes) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	if !b.complete && b.dataplane.records == nil && !c.First {
-		return // after an error, the maps are not written until the next pass begins
+	if !b.complete && b.dataplane.lists == nil && !c.First {
+		return nil // after an error, the maps are not written until the next pass begins
 	}
 	b.checkAge()
-	err := b.dataplane.sync(ctx, c)
-	complete := b.complete || c.Last
-	if err == nil && complete {
-		err = b.beat()
+	failed := b.dataplane.sync(ctx, c)
+	if _, ok := sink.Acknowledged(failed); !ok {
+		b.fail(ctx, failed)
+		return nil
 	}
-	if err != nil {
-		b.fail(ctx, err)
-		return
+	complete := b.complete || c.Last
+	if complete {
+		if err := b.beat(); err != nil {
+			b.fail(ctx, err)
+			return failed
+		}
 	}
 	if complete && !b.complete {
 		klog.FromContext(ctx).Info("The eBPF programs translate connections")
 	}
 	b.complete = complete
 	b.reportUsage()
+	return failed
 }
 
 // reportUsage reports the numbers of elements in the maps.
@@ -265,7 +275,7 @@ const patience = 10 * time.Minute
 // sink blocked.
 func (b *backend) checkAge() {
 	if b.complete && time.Since(b.beatAt) >= patience {
-		b.complete, b.compareAt = false, time.Time{}
+		b.complete, b.repairAt = false, time.Time{}
 	}
 }
 
@@ -281,8 +291,8 @@ func (b *backend) beat() error {
 // fail pauses the programs until a later pass has ended. The maps may miss changes, so the
 // pause also applies to the next process.
 func (b *backend) fail(ctx context.Context, err error) {
-	b.complete, b.dataplane.records = false, nil
-	b.compareAt = time.Now().Add(repairPause)
+	b.complete, b.dataplane.lists = false, nil
+	b.repairAt = time.Now().Add(repairPause)
 	if b.programs != nil {
 		err = errors.Join(err, b.programs.pause())
 	}
@@ -293,9 +303,9 @@ func (b *backend) fail(ctx context.Context, err error) {
 const minPause = 10 * time.Second
 
 // Verify implements [sink.Verifier]. It verifies the other sink. From time to time, it
-// compares the maps with the records of the backend, and tries to add services that did
-// not fit into the maps. If another program has detached the eBPF programs, it attaches
-// them again. After an error of eBPF, it requests a new pass.
+// compares the maps with the records of the backend, repairs what differs, and tries to add
+// services that did not fit into the maps. If another program has detached the eBPF
+// programs, it attaches them again. After an error of eBPF, it requests a new pass.
 func (b *backend) Verify(ctx context.Context) error {
 	var err error
 	if s, ok := sink.As[sink.Verifier](b.proxy); ok {
@@ -317,32 +327,22 @@ func (b *backend) verify(ctx context.Context) error {
 		}
 	}
 	now := time.Now()
-	if now.Before(b.compareAt) {
+	if now.Before(b.repairAt) {
 		return nil
 	}
 	if !b.complete {
-		b.compareAt = now.Add(repairPause)
+		b.repairAt = now.Add(repairPause)
 		return fmt.Errorf("fill the eBPF maps (%w)", sink.ErrStartOver)
 	}
-	if b.dataplane.records == nil {
-		return nil
-	}
-	err := b.reattach(ctx)
-	done, compareErr := b.dataplane.compare(ctx)
-	if errors.Is(compareErr, errChanged) {
-		b.opts.Observer.Drifted(true)
-	}
-	b.compared += time.Since(now)
-	if err = errors.Join(err, compareErr); err == nil && !done {
-		return nil // ctx ended; the next call continues
+	err := errors.Join(b.reattach(ctx), b.dataplane.reconciler.Verify(ctx))
+	if ctx.Err() != nil {
+		return err // the next call continues
 	}
 	if err == nil {
-		b.opts.Observer.Drifted(false)
-		err = b.dataplane.retry()
+		err = b.dataplane.retry(ctx)
 		b.reportUsage()
 	}
-	b.compareAt = time.Now().Add(max(minPause, kernelnode.PauseFactor*b.compared))
-	b.compared = 0
+	b.repairAt = time.Now().Add(minPause)
 	return err
 }
 

@@ -4,6 +4,8 @@
 
 package ebpf
 
+import "context"
+
 // clusterIP is the key of the map client_counts.
 type clusterIP [16]byte
 
@@ -18,22 +20,15 @@ type clientTables struct {
 	now func() uint64
 }
 
-// addAffine counts a frontend with session affinity, or subtracts it if n is -1.
-func (d *dataplane) addAffine(f frontendKey, affinity uint32, n int) {
-	if affinity != 0 {
-		d.affine[f.IP] += n
-	}
-}
-
-// countClients adds cluster IPs to the map client_counts. If the map is full, the programs do
+// countClients sets elements of the map client_counts. If the map is full, the programs do
 // not count the clients of some cluster IPs.
-func (d *dataplane) countClients(ips map[clusterIP]uint64) {
+func (t *clientTables) countClients(ips map[clusterIP]uint64) {
 	var b batch[clusterIP, uint64]
 	for ip, n := range ips {
 		b.add(ip, n)
 	}
 	errs := map[clusterIP]*error{}
-	setAll(d.counts, b, func(ip clusterIP) *error {
+	setAll(t.counts, b, func(ip clusterIP) *error {
 		if errs[ip] == nil {
 			errs[ip] = new(error)
 		}
@@ -41,81 +36,40 @@ func (d *dataplane) countClients(ips map[clusterIP]uint64) {
 	})
 }
 
-// beginClients makes the map client_counts have the cluster IPs of the records.
-func (d *dataplane) beginClients() error {
-	d.affine = map[clusterIP]int{}
-	missing := map[clusterIP]uint64{}
-	for f, r := range d.records {
-		if d.addAffine(f, r.affinity, 1); r.affinity != 0 {
-			missing[f.IP] = 0
-		}
-	}
-	var unneeded []clusterIP
-	err := each(d.counts, func(ip clusterIP, _ uint64) {
-		delete(missing, ip)
-		if d.affine[ip] == 0 {
-			unneeded = append(unneeded, ip)
-		}
-	})
-	if err != nil {
-		return err
-	}
-	d.countClients(missing)
-	return d.counts.delete(unneeded)
-}
-
-// clientScan is the content of the map clients.
-type clientScan struct {
-	counts map[clusterIP]uint64
-	// freed are clients of frontends that do not exist or have no session affinity.
-	freed []clientKey
-}
-
-// read returns a function that adds a client to the scan. It does not count clients whose
-// timeout has passed.
-func (s *clientScan) read(d *dataplane) func(clientKey, choice) {
-	now := int64(d.now())
-	s.counts = map[clusterIP]uint64{}
-	return func(k clientKey, c choice) {
-		switch affinity := d.affinityOf(k); {
-		case affinity == 0:
-			s.freed = append(s.freed, k)
-		case now-int64(c.Time) < int64(affinity)*1e9:
-			s.counts[k.Frontend.IP]++
-		}
-	}
-}
-
-// affinityOf returns the session affinity of a client in seconds, or 0 if it has none.
-func (d *dataplane) affinityOf(k clientKey) uint32 {
-	if r := d.records[k.Frontend]; r != nil {
-		return r.affinity
-	}
-	return 0
-}
-
-// recount deletes the clients of services without session affinity, and corrects the counts.
-// The kernel may have removed clients from its map, which the programs do not count, or have
-// refused a cluster IP.
-func (d *dataplane) recount(s *clientScan) error {
-	var freed []clientKey
-	for _, k := range s.freed {
-		if d.affinityOf(k) == 0 {
-			freed = append(freed, k)
-		}
-	}
-	if err := d.clients.delete(freed); err != nil {
-		return err
-	}
+// recount corrects the counts of clients, and returns the cluster IPs in the map. The kernel
+// may have removed clients from its map, which the programs do not count. recount deletes the
+// clients of frontends that do not exist or have no session affinity. The argument affinity
+// has the others, in seconds.
+func (t *clientTables) recount(ctx context.Context, affinity map[frontendKey]uint32) (ips []clusterIP, err error) {
+	now := int64(t.now())
 	wrong := map[clusterIP]uint64{}
-	for ip := range d.affine {
-		wrong[ip] = s.counts[ip]
+	for f := range affinity {
+		wrong[f.IP] = 0
 	}
-	err := each(d.counts, func(ip clusterIP, n uint64) {
-		if s.counts[ip] == n {
+	var freed []clientKey
+	if err := t.clients.each(ctx, func(k clientKey, c choice) {
+		switch seconds := int64(affinity[k.Frontend]); {
+		case seconds == 0:
+			freed = append(freed, k)
+		case now-int64(c.Time) < seconds*1e9:
+			wrong[k.Frontend.IP]++
+		}
+	}); err != nil {
+		return nil, err
+	}
+	for ip := range wrong {
+		ips = append(ips, ip)
+	}
+	if err := t.counts.each(ctx, func(ip clusterIP, n uint64) {
+		switch count, needed := wrong[ip]; {
+		case !needed:
+			ips = append(ips, ip)
+		case count == n:
 			delete(wrong, ip)
 		}
-	})
-	d.countClients(wrong)
-	return err
+	}); err != nil {
+		return nil, err
+	}
+	t.countClients(wrong)
+	return ips, t.clients.delete(freed)
 }

@@ -5,85 +5,72 @@
 package ebpf
 
 import (
-	"cmp"
 	"context"
 	"errors"
 	"fmt"
+	"hash/maphash"
 	"math/rand/v2"
 	"slices"
+	"time"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/reconcile"
 	"github.com/kpng-project/kpng/sink"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/klog/v2"
 )
 
-// dataplane writes the maps that the programs read. It is not safe for concurrent use.
+// dataplane plans, lists and changes the elements of the maps that the programs read, for
+// package reconcile. Its objects are the elements of the maps frontends and client_counts.
+// The elements of slots and members come and go with the frontends that need them. It is not
+// safe for concurrent use.
 type dataplane struct {
 	planner
 	frontends table[frontendKey, list]
 	slots     table[slotKey, address]
 	members   table[memberKey, uint32]
 	clientTables
-	// capacity is the size of the maps.
-	capacity size
+	// capacity is the size of the maps, and used has the numbers of their elements.
+	capacity, used size
+	reconciler     reconcile.Reconciler
+	// drifted is called with true if another program has added elements.
+	drifted func(bool)
 
-	// records has the frontends in the kernel. It is nil while the frontends are unknown.
-	records map[frontendKey]*record
-	// lists has the lists of the records, by ID.
+	// lists has the lists in the kernel by their digests. It is nil if they are unknown.
 	lists map[uint64]*listRecord
-	// affine has the number of records with session affinity for each cluster IP.
-	affine map[clusterIP]int
-	// The map services has the services that were delivered since the latest pass began,
-	// each with the list of frontends that it needs. A list may be empty.
-	services map[types.NamespacedName][]frontendKey
-	// The field prune is true from the end of a pass until the frontends without an owner
-	// are deleted. The map awaited has the failing services that were not delivered since
-	// the pass began. Until awaited is empty, sync keeps the frontends without an owner,
-	// because they may belong to these services.
-	awaited map[types.NamespacedName]struct{}
-	prune   bool
+	// lastID is the ID of the last new list. The first ID is random, so that a process does
+	// not use the IDs of an earlier process.
+	lastID uint64
 	// The map left has the services with a frontend that did not fit into the maps. The map
 	// tooLarge has the services that need more than their share of a map, with the reason.
 	left     map[types.NamespacedName]*leftover
 	tooLarge map[types.NamespacedName]string
 	// The error full is the last reason why a frontend did not fit.
 	full error
-	// lastID is the ID of the last new list. The first ID is random, so that a process does
-	// not use the IDs of an earlier process.
-	lastID uint64
-	// comparison is the comparison that has begun, or nil.
-	comparison *comparison
-	// used counts the elements of the maps slots and members. Its number of frontends is 0.
-	used size
+	// freed is true if elements were deleted since sync has begun.
+	freed bool
 }
 
-// record is a frontend in the kernel.
-type record struct {
-	list     *listRecord
-	affinity uint32
-	// owner is the service that needs the frontend. It is empty if no such service was
-	// delivered since the latest pass began.
-	owner types.NamespacedName
+// frontend is the value of an object: the digest of the list of a frontend. It is 0 for a
+// cluster IP. A planned frontend also has the list.
+type frontend struct {
+	digest uint64
+	wanted *endpointList
 }
+
+type op = reconcile.Op[frontendKey, frontend]
 
 // listRecord is a list in the kernel.
 type listRecord struct {
-	id     uint64
-	count  uint32
-	digest uint64
+	id              uint64
+	count, affinity uint32
+	// frontends is the number of frontends with this list.
+	frontends uint32
 	// members are in no order.
 	members []address
-	// frontends is the number of records with this list.
-	frontends int
 }
 
 func (l *listRecord) size() size { return size{endpoints: int(l.count), members: len(l.members)} }
-
-// equal reports whether the list in the kernel is the wanted one.
-func (l *listRecord) equal(wanted *endpointList) bool {
-	return int(l.count) == len(wanted.endpoints) && len(l.members) == len(wanted.members) && l.digest == wanted.digest
-}
 
 // leftover is a service with frontends that did not fit into the maps.
 type leftover struct {
@@ -92,60 +79,46 @@ type leftover struct {
 	missing size
 }
 
-// The type changes is a map from frontends to their changes. A nil change deletes the
-// frontend.
-type changes map[frontendKey]*change
-
-type change struct {
-	wanted
-	owner types.NamespacedName
-	view  *api.View
-	// err is the reason why the frontend does not fit into the map, or nil.
-	err error
+// open completes d. The arguments are options of package reconcile.
+func (d *dataplane) open(verifyInterval time.Duration, drifted func(bool)) *dataplane {
+	d.drifted, d.lastID = drifted, rand.Uint64()
+	d.reconciler = reconcile.New(d, reconcile.Options[frontendKey, frontend]{
+		Equal: func(is, want frontend) bool { return is.digest == want.digest },
+		Depth: func(k frontendKey) int {
+			if k.isClusterIP() {
+				return 1
+			}
+			return 0
+		},
+		VerifyInterval: verifyInterval, Drifted: drifted,
+	})
+	return d
 }
 
-// failed returns the reason why the frontend or its list does not fit, or nil.
-func (c *change) failed() error { return cmp.Or(c.endpointList.err, c.err) }
-
+// sync ignores the end of ctx, because half of the changes would be an error.
 func (d *dataplane) sync(ctx context.Context, c *sink.Changes) error {
+	ctx = context.WithoutCancel(ctx)
 	if c.First {
-		if err := d.begin(); err != nil {
-			return err
-		}
-	}
-	if d.records == nil {
-		return fmt.Errorf("the content of the maps is unknown (%w)", sink.ErrStartOver)
+		d.left, d.tooLarge = map[types.NamespacedName]*leftover{}, map[types.NamespacedName]string{}
 	}
 	hadSpace := len(d.left) == 0
-	all := changes{}
+	before := map[types.NamespacedName]string{}
 	for s := range c.Services {
-		before := d.tooLarge[s.Key]
-		d.plan(all, s.Key, s.New)
-		if reason := d.tooLarge[s.Key]; reason != "" && reason != before {
+		delete(d.left, s.Key)
+		if reason, ok := d.tooLarge[s.Key]; ok {
+			before[s.Key] = reason
+			delete(d.tooLarge, s.Key)
+		}
+	}
+	d.freed = false
+	err := d.reconciler.Sync(ctx, c)
+	if err == nil && d.freed {
+		err = d.retry(ctx)
+	}
+	for s := range c.Services {
+		if reason := d.tooLarge[s.Key]; reason != before[s.Key] && reason != "" {
 			klog.FromContext(ctx).Info("The service is too large for the eBPF maps and is handled without eBPF", "service", s.Key, "reason", reason)
 		}
-		delete(d.awaited, s.Key)
-	}
-	if c.Last {
-		d.prune = true
-		d.awaited = map[types.NamespacedName]struct{}{}
-		for _, key := range c.Failing {
-			if _, planned := d.services[key]; !planned {
-				d.awaited[key] = struct{}{}
-			}
-		}
-	}
-	if d.prune && len(d.awaited) == 0 {
-		d.prune = false
-		for f, r := range d.records {
-			if _, changes := all[f]; r.owner == (types.NamespacedName{}) && !changes {
-				all[f] = nil
-			}
-		}
-	}
-	freed, err := d.apply(all)
-	if err == nil && freed {
-		err = d.retry()
 	}
 	if hadSpace && len(d.left) > 0 {
 		klog.FromContext(ctx).Info("Some services do not fit into the eBPF maps and are handled without eBPF", "services", len(d.left), "reason", d.full)
@@ -158,13 +131,13 @@ func (d *dataplane) sync(ctx context.Context, c *sink.Changes) error {
 const maxMisfits = 16
 
 // retry adds frontends of services that did not fit, in random order.
-func (d *dataplane) retry() error {
+func (d *dataplane) retry(ctx context.Context) error {
 	misfits := 0
 	for key, l := range d.left {
 		if l.missing.fits(d.room()) {
-			all := changes{}
-			d.plan(all, key, l.view)
-			if _, err := d.apply(all); err != nil {
+			delete(d.left, key)
+			again := &sink.Changes{Services: slices.Values([]sink.Change{{Key: key, New: l.view, Unsure: true}})}
+			if err := d.reconciler.Sync(context.WithoutCancel(ctx), again); err != nil {
 				return err
 			}
 			if _, still := d.left[key]; !still {
@@ -180,35 +153,9 @@ func (d *dataplane) retry() error {
 
 // room returns the number of elements that still fit into each map.
 func (d *dataplane) room() size {
-	return size{d.capacity.frontends - len(d.records), d.capacity.endpoints - d.used.endpoints, d.capacity.members - d.used.members}
-}
-
-// begin reads the maps, and deletes lists that no frontend uses.
-func (d *dataplane) begin() error {
-	d.records, d.comparison = nil, nil
-	s, err := d.scan()
-	if err == nil {
-		err = errors.Join(d.slots.delete(s.orphanSlots), d.members.delete(s.orphanMembers))
-	}
-	if err != nil {
-		return fmt.Errorf("%w (%w)", err, sink.ErrStartOver)
-	}
-	d.records, d.lists = s.records, s.lists
-	if err := d.beginClients(); err != nil {
-		d.records = nil
-		return fmt.Errorf("%w (%w)", err, sink.ErrStartOver)
-	}
-	if d.lastID == 0 {
-		d.lastID = rand.Uint64()
-	}
-	d.used = size{}
-	for _, l := range d.lists {
-		d.used.add(l.size())
-	}
-	d.services = map[types.NamespacedName][]frontendKey{}
-	d.left, d.tooLarge = map[types.NamespacedName]*leftover{}, map[types.NamespacedName]string{}
-	d.awaited, d.prune = nil, false
-	return nil
+	room := d.capacity
+	room.subtract(d.used)
+	return room
 }
 
 // usage has the numbers of elements in the maps, and of services that have frontends without
@@ -216,102 +163,94 @@ func (d *dataplane) begin() error {
 type usage struct{ frontends, endpoints, members, servicesLeft int }
 
 func (d *dataplane) usage() usage {
-	return usage{frontends: len(d.records), endpoints: d.used.endpoints, members: d.used.members, servicesLeft: len(d.left) + len(d.tooLarge)}
+	return usage{frontends: d.used.frontends, endpoints: d.used.endpoints, members: d.used.members, servicesLeft: len(d.left) + len(d.tooLarge)}
 }
 
-// plan adds the changes of one service to the map all. A list that a frontend of the
-// service already has stays, and other frontends may share it.
-func (d *dataplane) plan(all changes, key types.NamespacedName, view *api.View) {
-	delete(d.left, key)
-	delete(d.tooLarge, key)
-	needed, tooLarge := d.planner.plan(view)
+// Plan implements [reconcile.Dataplane].
+func (d *dataplane) Plan(view *api.View, emit func(frontendKey, frontend)) error {
+	all, tooLarge := d.planner.plan(view)
 	if tooLarge != "" {
-		d.tooLarge[key] = tooLarge
+		d.tooLarge[view.Key()] = tooLarge
 	}
-	for _, w := range needed {
-		if r := d.records[w.frontend]; r != nil && w.record == nil && r.list.equal(w.endpointList) {
-			w.record = r.list
+	var counted []clusterIP
+	for _, w := range all {
+		if ip := w.frontend.IP; w.affinity != 0 && !slices.Contains(counted, ip) {
+			counted = append(counted, ip)
+			emit(frontendKey{IP: ip}, frontend{})
 		}
+		emit(w.frontend, frontend{w.digest, w.endpointList})
 	}
-	old, keys := d.services[key], make([]frontendKey, len(needed))
-	for i, w := range needed {
-		keys[i] = w.frontend
-		if r := d.records[w.frontend]; r != nil && r.list == w.record && r.affinity == w.affinity {
-			r.owner = key
-			delete(all, w.frontend)
-		} else {
-			all[w.frontend] = &change{wanted: w, owner: key, view: view}
-		}
-	}
-	if view == nil {
-		delete(d.services, key)
-	} else {
-		d.services[key] = keys
-	}
-	if slices.Equal(old, keys) {
-		return
-	}
-	kept := make(map[frontendKey]struct{}, len(keys))
-	for _, f := range keys {
-		kept[f] = struct{}{}
-	}
-	for _, f := range old {
-		// Delete a frontend that the service no longer needs, unless another service has taken
-		// it over.
-		if _, ok := kept[f]; ok || all[f] != nil {
-			continue
-		}
-		if r := d.records[f]; r != nil && r.owner == key {
-			all[f] = nil
-		}
-	}
+	return nil
 }
 
-// apply writes changes to the kernel. It first adds new lists, then switches frontends to
+// newList is a list that Apply adds. The error err is the reason why it does not fit, or nil.
+type newList struct {
+	*listRecord
+	err error
+}
+
+// Apply implements [reconcile.Dataplane]. It first adds new lists, then switches frontends to
 // them, and then deletes lists that no frontend has. So a program always sees a whole list.
-// Frontends that do not fit are deleted, so that the other sink handles them. The result
-// freed reports whether elements were deleted.
-func (d *dataplane) apply(all changes) (freed bool, err error) {
-	if len(all) == 0 {
-		return false, nil
-	}
-	made := map[uint64]*endpointList{}
-	var slots batch[slotKey, address]
-	var members batch[memberKey, uint32]
-	for _, c := range all {
-		if c == nil || c.record != nil || c.endpointList.err != nil {
-			continue
-		}
-		l := c.endpointList
-		if c.endpointList.err = d.checkRoom(l); l.err != nil {
-			continue
-		}
-		d.lastID++
-		l.record = &listRecord{id: d.lastID, count: uint32(len(l.endpoints)), digest: l.digest, members: l.members}
-		made[d.lastID], d.lists[d.lastID] = l, l.record
-		d.used.add(l.record.size())
-		for i, a := range l.endpoints {
-			slots.add(slotKey{List: d.lastID, Index: uint32(i)}, a)
-		}
-		for _, a := range l.members {
-			members.add(memberKey{List: d.lastID, Endpoint: a}, 0)
-		}
-	}
-	setAll(d.slots, slots, func(k slotKey) *error { return &made[k.List].err })
-	setAll(d.members, members, func(k memberKey) *error { return &made[k.List].err })
+// Frontends that do not fit are deleted, so that the other sink handles them.
+func (d *dataplane) Apply(_ context.Context, ops []op) error {
+	made := d.addLists(ops)
 	var frontends batch[frontendKey, list]
+	errs := map[frontendKey]*error{}
 	affine := map[clusterIP]uint64{}
-	for f, c := range all {
-		if c != nil && c.failed() == nil {
-			if c.affinity != 0 && d.affine[f.IP] == 0 {
-				affine[f.IP] = 0
+	for _, o := range ops {
+		switch {
+		case o.New == nil:
+		case o.Key.isClusterIP():
+			affine[o.Key.IP] = 0
+		default:
+			if l := d.lists[o.New.digest]; l != nil {
+				errs[o.Key] = new(error)
+				frontends.add(o.Key, list{ID: l.id, Count: l.count, Affinity: l.affinity})
+			} else {
+				errs[o.Key] = &made[o.New.digest].err
 			}
-			frontends.add(f, list{ID: c.record.id, Count: c.record.count, Affinity: c.affinity})
 		}
 	}
 	d.countClients(affine)
-	setAll(d.frontends, frontends, func(k frontendKey) *error { return &all[k].err })
-	return d.finish(all, made)
+	setAll(d.frontends, frontends, func(k frontendKey) *error { return errs[k] })
+	return d.finish(ops, made, errs)
+}
+
+// addLists adds the missing lists of planned frontends, and returns them by digest.
+func (d *dataplane) addLists(ops []op) map[uint64]*newList {
+	made, byID := map[uint64]*newList{}, map[uint64]*newList{}
+	var slots batch[slotKey, address]
+	var members batch[memberKey, uint32]
+	for _, o := range ops {
+		if o.New == nil || o.Key.isClusterIP() || d.lists[o.New.digest] != nil || made[o.New.digest] != nil {
+			continue
+		}
+		wanted := o.New.wanted
+		l := &newList{err: d.checkRoom(wanted)}
+		if made[wanted.digest] = l; l.err != nil {
+			continue
+		}
+		d.lastID++
+		l.listRecord = &listRecord{
+			id: d.lastID, count: uint32(len(wanted.endpoints)), affinity: wanted.affinity, members: wanted.members,
+		}
+		byID[l.id] = l
+		d.used.add(l.size())
+		for i, a := range wanted.endpoints {
+			slots.add(slotKey{List: l.id, Index: uint32(i)}, a)
+		}
+		for _, a := range wanted.members {
+			members.add(memberKey{List: l.id, Endpoint: a}, 0)
+		}
+	}
+	setAll(d.slots, slots, func(k slotKey) *error { return &byID[k.List].err })
+	setAll(d.members, members, func(k memberKey) *error { return &byID[k.List].err })
+	for digest, l := range made {
+		if l.err == nil {
+			d.lists[digest] = l.listRecord
+		}
+	}
+	return made
 }
 
 // checkRoom returns an error if a new list does not fit. So a list that is too large for
@@ -327,47 +266,55 @@ func (d *dataplane) checkRoom(l *endpointList) error {
 	return nil
 }
 
-// finish deletes frontends and lists that are no longer needed, and updates the records.
-func (d *dataplane) finish(all changes, made map[uint64]*endpointList) (freed bool, err error) {
+// finish deletes frontends and lists that are no longer needed, and completes ops. The
+// argument errs has the errors of frontends.
+func (d *dataplane) finish(ops []op, made map[uint64]*newList, errs map[frontendKey]*error) error {
 	var frontends []frontendKey
-	var unused []*listRecord
+	var ips []clusterIP
+	unused := map[uint64]*listRecord{} // by digest
 	missing := map[*endpointList]struct{}{}
-	for f, c := range all {
-		r := d.records[f]
-		if r != nil {
-			d.comparison.skip(r.list.id)
-			if r.list.frontends--; r.list.frontends == 0 {
-				unused = append(unused, r.list)
+	for i := range ops {
+		o := &ops[i]
+		if o.Key.isClusterIP() {
+			if o.New == nil {
+				ips = append(ips, o.Key.IP)
 			}
-			d.addAffine(f, r.affinity, -1)
-		}
-		if c != nil && c.failed() == nil {
-			d.comparison.skip(c.record.id)
-			c.record.frontends++
-			d.addAffine(f, c.affinity, 1)
-			d.records[f] = &record{list: c.record, affinity: c.affinity, owner: c.owner}
 			continue
 		}
-		if r != nil {
-			frontends = append(frontends, f)
+		if o.Old != nil {
+			d.used.frontends--
+			if l := d.lists[o.Old.digest]; l != nil {
+				if l.frontends--; l.frontends == 0 {
+					unused[o.Old.digest] = l
+				}
+			}
 		}
-		delete(d.records, f)
-		if c != nil {
-			d.leave(c, missing)
+		if o.New != nil && *errs[o.Key] == nil {
+			d.used.frontends++
+			d.lists[o.New.digest].frontends++
+			o.New = &frontend{digest: o.New.digest}
+			continue
+		}
+		if o.Old != nil {
+			frontends = append(frontends, o.Key)
+		}
+		if o.New != nil {
+			d.leave(o, *errs[o.Key], missing)
+			o.New = nil
 		}
 	}
-	for id, l := range made {
-		if d.comparison.skip(id); l.record.frontends == 0 {
-			unused = append(unused, l.record)
+	for digest, l := range made {
+		if l.listRecord != nil {
+			unused[digest] = l.listRecord
 		}
 	}
 	var slots []slotKey
 	var members []memberKey
-	for _, l := range unused {
-		if l.frontends > 0 || d.lists[l.id] != l { // used again, or deleted already
+	for digest, l := range unused {
+		if l.frontends > 0 { // used
 			continue
 		}
-		delete(d.lists, l.id)
+		delete(d.lists, digest)
 		d.used.subtract(l.size())
 		for i := range l.count {
 			slots = append(slots, slotKey{List: l.id, Index: i})
@@ -376,63 +323,111 @@ func (d *dataplane) finish(all changes, made map[uint64]*endpointList) (freed bo
 			members = append(members, memberKey{List: l.id, Endpoint: a})
 		}
 	}
-	var ips []clusterIP // without session affinity
-	for f, c := range all {
-		if n, counted := d.affine[f.IP]; n == 0 && (counted || c != nil && c.affinity != 0) {
-			ips = append(ips, f.IP)
-			delete(d.affine, f.IP)
-		}
-	}
-	if err := errors.Join(d.frontends.delete(frontends), d.slots.delete(slots), d.members.delete(members), d.counts.delete(ips)); err != nil {
-		d.records = nil
-		return false, fmt.Errorf("%w (%w)", err, sink.ErrStartOver)
-	}
-	return len(frontends)+len(slots)+len(members) > 0, nil
+	d.freed = d.freed || len(frontends)+len(slots)+len(members) > 0
+	return errors.Join(d.frontends.delete(frontends), d.slots.delete(slots), d.members.delete(members), d.counts.delete(ips))
 }
 
-// leave records that a frontend does not fit. The set missing has the lists whose size is
-// recorded.
-func (d *dataplane) leave(c *change, missing map[*endpointList]struct{}) {
-	l := d.left[c.owner]
+// leave records that a planned frontend does not fit. The set missing has the lists whose
+// size is recorded.
+func (d *dataplane) leave(o *op, err error, missing map[*endpointList]struct{}) {
+	l := d.left[o.Service]
 	if l == nil {
-		l = &leftover{view: c.view}
-		d.left[c.owner] = l
+		l = &leftover{view: o.New.wanted.view}
+		d.left[o.Service] = l
 	}
-	d.full = c.failed()
+	d.full = err
 	l.missing.frontends++
-	if _, ok := missing[c.endpointList]; !ok && c.endpointList.err != nil {
-		missing[c.endpointList] = struct{}{}
-		l.missing.add(size{endpoints: len(c.endpoints), members: len(c.members)})
+	wanted := o.New.wanted
+	if _, ok := missing[wanted]; !ok && d.lists[wanted.digest] == nil {
+		missing[wanted] = struct{}{}
+		l.missing.add(wanted.size())
 	}
 }
 
 // scan is the content of the maps.
 type scan struct {
-	records map[frontendKey]*record
-	lists   map[uint64]*listRecord
+	frontends []found
+	// affinity has the frontends with session affinity, in seconds.
+	affinity map[frontendKey]uint32
+	lists    map[uint64]*foundList // by ID
 	// orphanSlots and orphanMembers belong to no frontend.
 	orphanSlots   []slotKey
 	orphanMembers []memberKey
 }
 
-func (d *dataplane) scan() (*scan, error) {
-	s := &scan{records: map[frontendKey]*record{}, lists: map[uint64]*listRecord{}}
-	err := each(d.frontends, func(f frontendKey, value list) {
+// found is a frontend in the map. Its list is nil if it contradicts another frontend.
+type found struct {
+	frontendKey
+	list *foundList
+}
+
+type foundList struct {
+	listRecord
+	digest uint64
+}
+
+// List implements [reconcile.Dataplane]. It deletes slots and members that no frontend uses,
+// and corrects the counts of clients.
+func (d *dataplane) List(ctx context.Context, emit func(frontendKey, frontend)) error {
+	s, err := d.scan(ctx)
+	if err != nil {
+		return err
+	}
+	ips, err := d.recount(ctx, s.affinity)
+	if err != nil {
+		return err
+	}
+	if err := errors.Join(d.slots.delete(s.orphanSlots), d.members.delete(s.orphanMembers)); err != nil {
+		return err
+	}
+	if d.lists != nil && len(s.orphanSlots)+len(s.orphanMembers) > 0 {
+		d.drifted(true)
+	}
+	d.lists = make(map[uint64]*listRecord, len(s.lists))
+	d.used = size{frontends: len(s.frontends)}
+	for _, l := range s.lists {
+		d.used.add(l.size())
+		if d.lists[l.digest] != nil { // frontends of an earlier version do not share lists
+			l.digest = maphash.Comparable(d.seed, l.id)
+		}
+		record := l.listRecord
+		d.lists[l.digest] = &record
+	}
+	for _, f := range s.frontends {
+		if f.list == nil {
+			emit(f.frontendKey, frontend{})
+		} else {
+			emit(f.frontendKey, frontend{digest: f.list.digest})
+		}
+	}
+	for _, ip := range ips {
+		emit(frontendKey{IP: ip}, frontend{})
+	}
+	return nil
+}
+
+func (d *dataplane) scan(ctx context.Context) (*scan, error) {
+	s := &scan{affinity: map[frontendKey]uint32{}, lists: make(map[uint64]*foundList, len(d.lists))}
+	err := d.frontends.each(ctx, func(f frontendKey, value list) {
 		l := s.lists[value.ID]
 		if l == nil {
-			l = &listRecord{id: value.ID, count: value.Count}
+			l = &foundList{listRecord{id: value.ID, count: value.Count, affinity: value.Affinity}, affinityDigest(d.seed, value.Affinity)}
 			s.lists[value.ID] = l
 		}
-		if l.count != value.Count { // kpng never writes such a frontend; replace its list
-			l = &listRecord{}
+		if value.Affinity != 0 {
+			s.affinity[f] = value.Affinity
+		}
+		if value != (list{l.id, l.count, l.affinity}) { // kpng never writes such a frontend
+			s.frontends = append(s.frontends, found{f, nil})
+			return
 		}
 		l.frontends++
-		s.records[f] = &record{list: l, affinity: value.Affinity}
+		s.frontends = append(s.frontends, found{f, l})
 	})
 	if err != nil {
 		return nil, err
 	}
-	err = each(d.slots, func(k slotKey, a address) {
+	err = d.slots.each(ctx, func(k slotKey, a address) {
 		if l := s.lists[k.List]; l != nil && k.Index < l.count {
 			l.digest += slotDigest(d.seed, k.Index, a)
 		} else {
@@ -442,7 +437,7 @@ func (d *dataplane) scan() (*scan, error) {
 	if err != nil {
 		return nil, err
 	}
-	err = each(d.members, func(k memberKey, _ uint32) {
+	err = d.members.each(ctx, func(k memberKey, _ uint32) {
 		if l := s.lists[k.List]; l != nil {
 			l.digest += memberDigest(d.seed, k.Endpoint)
 			l.members = append(l.members, k.Endpoint)
@@ -450,8 +445,5 @@ func (d *dataplane) scan() (*scan, error) {
 			s.orphanMembers = append(s.orphanMembers, k)
 		}
 	})
-	if err != nil {
-		return nil, err
-	}
-	return s, nil
+	return s, err
 }

@@ -56,6 +56,7 @@ func TestHistories(t *testing.T) {
 				if b, err = newBackend(sink.Func(f.sync), opts); err != nil {
 					tb.Fatal(err)
 				}
+				b.verifyInterval = -1
 				return &historySink{backend: b, faults: &f}
 			},
 			Objects: func() []string { return objects(tb, b) },
@@ -65,7 +66,7 @@ func TestHistories(t *testing.T) {
 			},
 			Drift: func(random *rand.Rand) { drift(tb, b, random) },
 			Verify: func(ctx context.Context, s sink.Sink) error {
-				b.compareAt = time.Time{}
+				b.repairAt = time.Time{}
 				return b.Verify(ctx)
 			},
 		}
@@ -136,17 +137,17 @@ func (t faultyTable[K, V]) delete(keys []K) error {
 	return t.table.delete(keys)
 }
 
-func (t faultyTable[K, V]) reader(f func(K, V)) func() (bool, error) {
+func (t faultyTable[K, V]) each(ctx context.Context, f func(K, V)) error {
 	if t.faults.fails(20) {
-		return func() (bool, error) { return false, unix.EINTR }
+		return unix.EINTR
 	}
-	return t.table.reader(f)
+	return t.table.each(ctx, f)
 }
 
 // read returns the elements of a table.
 func read[K comparable, V any](tb testing.TB, t table[K, V]) map[K]V {
 	all := map[K]V{}
-	if err := each(t, func(k K, v V) { all[k] = v }); err != nil {
+	if err := t.each(context.Background(), func(k K, v V) { all[k] = v }); err != nil {
 		tb.Fatal(err)
 	}
 	return all

@@ -95,6 +95,7 @@ func (n *node) tryStart() error {
 		n.t.Fatal(err)
 	}
 	n.backend = b
+	b.verifyInterval = -1
 	return n.ns.Do(func() error { return b.Start(n.t.Context()) })
 }
 

@@ -56,7 +56,7 @@ type Options struct {
 	// need more. Default: 262,144.
 	MaxFrontends int
 	// MaxEndpoints is the maximum number of endpoints of all services together. Frontends
-	// of a service with the same endpoints share them. While a list of endpoints changes,
+	// with the same endpoints share them, also those of different services. While a list of endpoints changes,
 	// both the old list and the new list count. Default: 1,048,576.
 	MaxEndpoints int
 	// MaxMembers is the maximum number of endpoints of all UDP frontends and all frontends

@@ -44,6 +44,10 @@ type frontendKey struct {
 	Pad      uint8
 }
 
+// isClusterIP reports whether k has only an address. It is then a key of the map
+// client_counts.
+func (k frontendKey) isClusterIP() bool { return k.Protocol == 0 }
+
 func (k frontendKey) String() string {
 	return fmt.Sprintf("%s/%s", address{IP: k.IP, Port: k.Port}, kernelnode.ProtocolOf(k.Protocol))
 }
@@ -107,7 +111,6 @@ func (s *size) subtract(o size) { s.add(size{-o.frontends, -o.endpoints, -o.memb
 // wanted is a frontend that a service needs. Frontends of a service share lists.
 type wanted struct {
 	frontend frontendKey
-	affinity uint32
 	*endpointList
 }
 
@@ -116,20 +119,31 @@ type endpointList struct {
 	// The field endpoints has the endpoints for new clients. The field members has the
 	// endpoints that existing clients may keep. One of both may be empty.
 	endpoints, members []address
+	affinity           uint32 // in seconds
 	digest             uint64
-	// record is the list in the kernel, or nil if there is none yet.
-	record *listRecord
-	// err is the reason why the list does not fit into the maps, or nil.
-	err error
+	view               *api.View
 }
 
-// slotDigest returns the digest of a slot. The digest of a list is the sum of the digests
-// of its slots and members, so the order in which a map is read does not matter.
+func (l *endpointList) size() size {
+	return size{endpoints: len(l.endpoints), members: len(l.members)}
+}
+
+// slotDigest returns the digest of a slot. The digest of a list is the sum of the digests of
+// its slots, members and session affinity, so the order in which a map is read does not
+// matter.
 func slotDigest(seed maphash.Seed, index uint32, a address) uint64 {
 	return maphash.Comparable(seed, slotKeyDigest{index, a})
 }
 
 func memberDigest(seed maphash.Seed, a address) uint64 { return maphash.Comparable(seed, a) }
+
+// affinityDigest returns the digest of the session affinity of a list, in seconds.
+func affinityDigest(seed maphash.Seed, affinity uint32) uint64 {
+	if affinity == 0 {
+		return 0
+	}
+	return maphash.Comparable(seed, affinity)
+}
 
 type slotKeyDigest struct {
 	index uint32
@@ -144,14 +158,10 @@ type planner struct {
 	share size
 }
 
-// plan returns the frontends that the programs handle for a view. A nil view has none. If
-// the service needs more than its share of a map, there are none, and the result tooLarge
-// says why.
+// plan returns the frontends that the programs handle for a view. If the service needs more
+// than its share of a map, there are none, and the result tooLarge says why.
 func (p *planner) plan(view *api.View) (all []wanted, tooLarge string) {
-	if view == nil {
-		return nil, ""
-	}
-	s := servicePlan{planner: p, lists: map[listKey]*endpointList{}}
+	s := servicePlan{planner: p, view: view, lists: map[listKey]*endpointList{}}
 	var rest []*nodeview.Frontend
 	for f := range nodeview.Frontends(view) {
 		// UDP sockets may keep a draining endpoint although new sockets have none to use.
@@ -189,6 +199,7 @@ func (p *planner) excess(needed size) string {
 // servicePlan is the plan of a service while it is made.
 type servicePlan struct {
 	*planner
+	view   *api.View
 	all    []wanted
 	needed size
 	// lists has the first list with each ID without members, too.
@@ -226,11 +237,13 @@ func (s *servicePlan) add(f *nodeview.Frontend) {
 	if l == nil {
 		l = s.addList(f, members)
 	}
-	s.all = append(s.all, wanted{toFrontend(f.Addr, f.Protocol, f.Port), uint32(f.Affinity / time.Second), l})
+	s.all = append(s.all, wanted{toFrontend(f.Addr, f.Protocol, f.Port), l})
 }
 
 func (s *servicePlan) addList(f *nodeview.Frontend, members memberSet) *endpointList {
-	l := &endpointList{endpoints: toAddresses(f.Node.Endpoints), members: members.addresses, digest: members.digest}
+	affinity := uint32(f.Affinity / time.Second)
+	l := &endpointList{endpoints: toAddresses(f.Node.Endpoints), members: members.addresses, affinity: affinity, view: s.view}
+	l.digest = members.digest + affinityDigest(s.seed, affinity)
 	for i, a := range l.endpoints {
 		l.digest += slotDigest(s.seed, uint32(i), a)
 	}
@@ -238,8 +251,7 @@ func (s *servicePlan) addList(f *nodeview.Frontend, members memberSet) *endpoint
 	if without := (listKey{id: f.Node.List}); s.lists[without] == nil {
 		s.lists[without] = l
 	}
-	s.needed.endpoints += len(l.endpoints)
-	s.needed.members += len(l.members)
+	s.needed.add(l.size())
 	return l
 }
 

@@ -217,7 +217,7 @@ var copyMap = map[string]func(from, to *ebpf.Map) (int, error){
 
 func copyElements[K comparable, V any](from, to *ebpf.Map) (int, error) {
 	var all batch[K, V]
-	readErr := each(kernelTable[K, V]{"of the process before", from}, all.add)
+	readErr := kernelTable[K, V]{"of the process before", from}.each(context.Background(), all.add)
 	n, err := kernelTable[K, V]{"of this process", to}.set(all.keys, all.values)
 	return n, errors.Join(readErr, err)
 }

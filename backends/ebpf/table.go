@@ -5,6 +5,7 @@
 package ebpf
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"time"
@@ -20,10 +21,9 @@ type table[K comparable, V any] interface {
 	set(keys []K, values []V) (int, error)
 	// delete deletes the elements with these keys. A missing element is no error.
 	delete(keys []K) error
-	// reader returns a function that reads some elements and calls f for each of them. The
-	// function returns false at the end of the table. If an element does not change between
-	// the first and the last call, then it is read once.
-	reader(f func(K, V)) func() (more bool, err error)
+	// each calls f for each element that does not change meanwhile, and perhaps for others. It
+	// ends early if ctx ends.
+	each(ctx context.Context, f func(K, V)) error
 }
 
 // batch has elements to write.
@@ -102,26 +102,19 @@ func (t kernelTable[K, V]) delete(keys []K) error {
 	return nil
 }
 
-func (t kernelTable[K, V]) reader(f func(K, V)) func() (more bool, err error) {
+func (t kernelTable[K, V]) each(ctx context.Context, f func(K, V)) error {
 	keys, values := make([]K, maxBatch), make([]V, maxBatch)
 	var cursor ebpf.MapBatchCursor
-	return func() (bool, error) {
+	for {
 		n, err := t.m.BatchLookup(&cursor, keys, values, nil)
 		if err != nil && !errors.Is(err, ebpf.ErrKeyNotExist) {
-			return false, fmt.Errorf("read map %s: %w", t.name, err)
+			return fmt.Errorf("read map %s: %w", t.name, err)
 		}
 		for i := range n {
 			f(keys[i], values[i])
 		}
-		return err == nil, nil
-	}
-}
-
-// each calls f for all elements.
-func each[K comparable, V any](t table[K, V], f func(K, V)) error {
-	for read := t.reader(f); ; {
-		if more, err := read(); !more || err != nil {
-			return err
+		if err != nil || ctx.Err() != nil { // the end of the map, or of ctx
+			return context.Cause(ctx)
 		}
 	}
 }

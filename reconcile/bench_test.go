@@ -105,3 +105,50 @@ func BenchmarkObjects(b *testing.B) {
 		})
 	}
 }
+
+// sharing plans an object for each service, and one that all services share.
+type sharing struct{}
+
+func (sharing) Plan(view *api.View, emit func(string, int)) error {
+	emit(view.Service.Name, 0)
+	emit("shared", 0)
+	return nil
+}
+
+func (sharing) List(context.Context, func(string, int)) error { return nil }
+
+func (sharing) Apply(context.Context, []Op[string, int]) error { return nil }
+
+// BenchmarkSharedObject delivers services that share an object, and then deletes them. The
+// cost of a service must not grow with their number.
+func BenchmarkSharedObject(b *testing.B) {
+	for _, services := range []int{1_000, 30_000} {
+		b.Run(fmt.Sprint(services), func(b *testing.B) {
+			changes := make([]sink.Change, services)
+			for i := range changes {
+				v := &api.View{Service: &api.Service{Namespace: "default", Name: fmt.Sprint("s", i)}}
+				changes[i] = sink.Change{Key: v.Key(), New: v}
+			}
+			r := New(sharing{}, Options[string, int]{})
+			deliver := func(c sink.Changes) {
+				if err := r.Sync(b.Context(), &c); err != nil {
+					b.Fatal(err)
+				}
+			}
+			for b.Loop() {
+				deliver(sink.Changes{First: true, Last: true, Services: slices.Values(changes[:0])})
+				for batch := range slices.Chunk(changes, 100) {
+					deliver(sink.Changes{Services: slices.Values(batch)})
+				}
+				for batch := range slices.Chunk(changes, 100) {
+					deliver(sink.Changes{Services: func(yield func(sink.Change) bool) {
+						for _, ch := range batch {
+							yield(sink.Change{Key: ch.Key, Old: ch.New})
+						}
+					}})
+				}
+			}
+			b.ReportMetric(float64(b.Elapsed().Nanoseconds())/float64(b.N*services), "ns/service")
+		})
+	}
+}

@@ -52,7 +52,7 @@ func (t *changes[K, V]) deliver(key types.NamespacedName, view *api.View) {
 	t.failed.Do(key, func() error {
 		return t.plan(view, func(k K, v V) {
 			var o *object[K, V]
-			if i := len(now); i < len(before) && before[i].key == k && len(before[i].users) > 0 {
+			if i := len(now); i < len(before) && before[i].key == k && before[i].users.owner != nil {
 				o = before[i] // a service usually emits the same keys in the same order
 			} else {
 				o = t.object(k)
@@ -62,10 +62,10 @@ func (t *changes[K, V]) deliver(key types.NamespacedName, view *api.View) {
 				o.marked = true
 				now = append(now, o)
 			}
-			if again || !o.exists || o.users.owner() != s || !t.opts.Equal(o.value, v) {
+			if again || !o.exists || o.users.owner != s || !t.opts.Equal(o.value, v) {
 				c := t.touch(o, n)
 				c.want, c.from = v, s
-				o.users = o.users.withOwner(s)
+				o.users.own(s)
 			}
 		})
 	})
@@ -73,11 +73,11 @@ func (t *changes[K, V]) deliver(key types.NamespacedName, view *api.View) {
 	emitted := len(now)
 	for _, o := range before {
 		switch {
-		case o.marked, !slices.Contains(o.users, s):
+		case o.marked, !o.users.has(s):
 		case s.failed:
 			now = append(now, o)
 		default:
-			t.touch(o, n).users = o.users.without(s)
+			t.touch(o, n).users.remove(s)
 		}
 	}
 	for _, o := range now[:emitted] {
@@ -100,7 +100,7 @@ func (r *reconciler[K, V]) object(k K) *object[K, V] {
 func (t *changes[K, V]) touch(o *object[K, V], by int) *touch[K, V] {
 	c := t.index[o]
 	if c == nil {
-		c = &touch[K, V]{object: o, before: o.users}
+		c = &touch[K, V]{object: o, before: o.users.clone()}
 		t.index[o] = c
 		t.touched = append(t.touched, c)
 	}
@@ -112,7 +112,7 @@ func (t *changes[K, V]) touch(o *object[K, V], by int) *touch[K, V] {
 
 // op returns the operation that an object needs. If it needs none, ok is false.
 func (t *changes[K, V]) op(c *touch[K, V]) (op Op[K, V], ok bool) {
-	owner := c.users.owner()
+	owner := c.users.owner
 	switch {
 	case owner == nil:
 		op = t.deletion(c.object)
@@ -121,25 +121,34 @@ func (t *changes[K, V]) op(c *touch[K, V]) (op Op[K, V], ok bool) {
 		return op, c.exists && !(c.old && t.opts.Depth(c.key) > 0)
 	case owner == c.from:
 		return t.setting(c.object, c.want)
-	case owner == c.before.owner():
+	case owner == c.before.owner:
 		return op, false
 	}
 	// Another user inherits the object.
-	for _, u := range slices.Backward(c.users) {
-		for _, view := range []*api.View{u.next, u.view} {
-			want, ok := t.plans.of(t.reconciler, view)[c.key]
-			// A failing user sets the value that it needs when it succeeds.
-			if ok && (!u.failed || c.exists && t.opts.Equal(c.value, want)) {
-				c.users = c.users.withOwner(u)
-				return t.setting(c.object, want)
-			}
-		}
+	if heir, want := t.heir(c); heir != nil {
+		c.users.own(heir)
+		return t.setting(c.object, want)
 	}
 	// Only failing services need the object. If it is deep, their objects may refer to it. If
 	// it is at depth 0, its value may refer to a missing object.
 	op = t.deletion(c.object)
 	op.Service = owner.key
 	return op, c.exists && t.opts.Depth(c.key) == 0
+}
+
+// heir returns a user that can inherit an object, and the value that it needs.
+func (t *changes[K, V]) heir(c *touch[K, V]) (heir *service[K, V], want V) {
+	heir = c.users.find(func(u *service[K, V]) (ok bool) {
+		for _, view := range []*api.View{u.next, u.view} {
+			want, ok = t.plans.of(t.reconciler, view)[c.key]
+			// A failing user sets the value that it needs when it succeeds.
+			if ok = ok && (!u.failed || c.exists && t.opts.Equal(c.value, want)); ok {
+				break
+			}
+		}
+		return ok
+	})
+	return heir, want
 }
 
 func (r *reconciler[K, V]) deletion(o *object[K, V]) Op[K, V] {
@@ -149,7 +158,7 @@ func (r *reconciler[K, V]) deletion(o *object[K, V]) Op[K, V] {
 // setting returns the operation that sets an object to the value that its owner needs. If
 // it has this value, ok is false.
 func (r *reconciler[K, V]) setting(o *object[K, V], want V) (op Op[K, V], ok bool) {
-	op = Op[K, V]{Key: o.key, New: &want, Service: o.users.owner().key, object: o}
+	op = Op[K, V]{Key: o.key, New: &want, Service: o.users.owner.key, object: o}
 	if o.exists {
 		op.Old = &o.value
 	}
@@ -234,45 +243,43 @@ func (t *changes[K, V]) apply(ctx context.Context) error {
 		}
 	}
 	for _, c := range t.touched {
-		for _, s := range c.before { // failing services keep the objects that they have released
-			if s.failed && c.exists && !slices.Contains(c.users, s) {
-				c.users = slices.Concat(s.alone, c.users)
+		for _, i := range c.by { // failing services keep the objects that they have released
+			if s := t.delivered[i]; s.failed && c.exists && c.before.has(s) && !c.users.has(s) {
+				c.users.add(s)
 				s.objects = append(s.objects, c.object)
 			}
 		}
 		t.tidy(c.object)
 	}
 	for _, s := range t.delivered {
-		switch {
-		case s.failed:
-		case s.next == nil:
+		if s.failed {
+			continue
+		}
+		s.view = s.next
+		delete(t.unprogrammed, s)
+		if s.view == nil {
 			delete(t.services, s.key)
-		default:
-			s.view = s.next
 		}
 	}
 	return t.failed[baseKey]
 }
 
 // fail makes the services fail that change an object. The object gets back its former
-// users and owner.
+// users, and at depth 0 its former owner.
 func (t *changes[K, V]) fail(c *touch[K, V], err error) {
 	for _, i := range c.by {
 		s := t.delivered[i]
 		if s.failed = true; t.failed[s.key] == nil {
 			t.failed.Add(s.key, err)
 		}
-	}
-	for _, s := range c.before {
-		if !slices.Contains(c.users, s) {
+		if c.before.has(s) && !c.users.has(s) {
+			c.users.add(s)
 			s.objects = append(s.objects, c.object)
 		}
-		c.users = c.users.without(s)
 	}
 	if t.opts.Depth(c.key) == 0 {
-		c.users = nil // the value may refer to an object that these services do not need
+		c.users = c.before.clone() // the value may refer to an object that other services do not need
 	}
-	c.users = slices.Concat(c.users, c.before)
 }
 
 // applyParts applies parts, several together. It returns the operations that have failed.

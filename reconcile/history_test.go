@@ -426,6 +426,15 @@ func (p *player) check() error {
 	if !p.begun {
 		return nil
 	}
+	for name, s := range p.services {
+		seen := map[*object[string, string]]bool{}
+		for _, o := range s.objects {
+			if seen[o] {
+				return fmt.Errorf("service %v has recorded the object %s twice", name, o.key)
+			}
+			seen[o] = true
+		}
+	}
 	for name, v := range p.acked {
 		for _, o := range p.plans[v] {
 			k, want, _ := strings.Cut(o, "=")

@@ -8,10 +8,10 @@ import (
 	"errors"
 	"fmt"
 	"reflect"
-	"slices"
 	"sync/atomic"
 	"time"
 
+	"github.com/google/btree"
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/sink"
 	"k8s.io/apimachinery/pkg/types"
@@ -132,6 +132,9 @@ type reconciler[K comparable, V any] struct {
 	known    bool
 	objects  map[K]*object[K, V]
 	services map[types.NamespacedName]*service[K, V]
+	// unprogrammed has the services that fail and were never programmed. Objects without users
+	// may belong to them.
+	unprogrammed map[*service[K, V]]bool
 	// passing is true during a pass, which has ended at passedAt otherwise.
 	passing  bool
 	passedAt time.Time
@@ -147,8 +150,8 @@ type reconciler[K comparable, V any] struct {
 type object[K comparable, V any] struct {
 	key   K
 	value V // if exists
-	// users are the services that need the object. Those that were delivered later come later.
-	// The last one is the owner: the value is the value that it needs.
+	// The value is the value that the owner needs, which is the service that was delivered
+	// last, or a service that has inherited the object.
 	users  users[K, V]
 	exists bool
 	// old is true if the object had no users when it was listed, and nothing was pruned since.
@@ -157,29 +160,78 @@ type object[K comparable, V any] struct {
 	marked bool
 }
 
-// users is an immutable list without duplicates.
-type users[K comparable, V any] []*service[K, V]
-
-func (u users[K, V]) owner() *service[K, V] {
-	if n := len(u); n > 0 {
-		return u[n-1]
-	}
-	return nil
+// users are the services that need an object. The owner is the one whose value counts. If
+// there is no owner, there are no other users. A copy of users needs the method clone.
+type users[K comparable, V any] struct {
+	owner  *service[K, V]
+	others *btree.BTreeG[*service[K, V]] // by key, or nil
 }
 
-func (u users[K, V]) without(s *service[K, V]) users[K, V] {
-	if i := slices.Index(u, s); i >= 0 {
-		return slices.Concat(u[:i], u[i+1:])
+func (u users[K, V]) clone() users[K, V] {
+	if u.others != nil {
+		u.others = u.others.Clone()
 	}
 	return u
 }
 
-// withOwner makes a service the last one.
-func (u users[K, V]) withOwner(s *service[K, V]) users[K, V] {
-	if u = u.without(s); len(u) == 0 {
-		return s.alone
+func (u users[K, V]) has(s *service[K, V]) bool {
+	return u.owner == s || u.others != nil && u.others.Has(s)
+}
+
+// find returns the first user that matches, or nil. The owner is the first one.
+func (u users[K, V]) find(matches func(*service[K, V]) bool) (found *service[K, V]) {
+	if u.owner != nil && matches(u.owner) {
+		return u.owner
 	}
-	return slices.Concat(u, s.alone)
+	if u.others != nil {
+		u.others.Ascend(func(s *service[K, V]) bool {
+			if matches(s) {
+				found = s
+			}
+			return found == nil
+		})
+	}
+	return found
+}
+
+// add adds a service. It becomes the owner only if there is none.
+func (u *users[K, V]) add(s *service[K, V]) {
+	switch {
+	case u.owner == nil:
+		u.owner = s
+	case u.owner != s:
+		if u.others == nil {
+			u.others = btree.NewWithFreeListG(16, func(a, b *service[K, V]) bool {
+				return cmp.Or(cmp.Compare(a.key.Namespace, b.key.Namespace), cmp.Compare(a.key.Name, b.key.Name)) < 0
+			}, btree.NewFreeListG[*service[K, V]](0))
+		}
+		u.others.ReplaceOrInsert(s)
+	}
+}
+
+// own makes a service the owner.
+func (u *users[K, V]) own(s *service[K, V]) {
+	last := u.owner
+	u.owner = s
+	if last != nil && last != s {
+		u.add(last)
+		u.others.Delete(s)
+	}
+}
+
+// remove removes a service. If it was the owner, another one becomes the owner.
+func (u *users[K, V]) remove(s *service[K, V]) {
+	switch {
+	case u.owner != s && u.others != nil:
+		u.others.Delete(s)
+	case u.owner == s && u.others != nil:
+		u.owner, _ = u.others.DeleteMin()
+	case u.owner == s:
+		u.owner = nil
+	}
+	if u.others != nil && u.others.Len() == 0 {
+		u.others = nil
+	}
 }
 
 // service is a service that was delivered or is failing.
@@ -194,8 +246,6 @@ type service[K comparable, V any] struct {
 	// delivered is true if the service was delivered in the present or last pass, or was
 	// failing at its end.
 	delivered bool
-	// alone has only this service. Most objects share it with other objects of the service.
-	alone users[K, V]
 }
 
 // The base objects are the objects of a service with an empty key and a view of its own.
@@ -261,7 +311,7 @@ func (r *reconciler[K, V]) Sync(ctx context.Context, c *sink.Changes) error {
 	if c.Last {
 		r.passing, r.prune, r.passedAt = false, true, time.Now()
 	}
-	if err == nil && (c.Last || r.waits && len(r.unprogrammed()) == 0) {
+	if err == nil && (c.Last || r.waits && len(r.unprogrammed) == 0) {
 		err = r.pruneStale(ctx)
 	}
 	if err != nil {
@@ -279,8 +329,7 @@ func (r *reconciler[K, V]) service(key types.NamespacedName) *service[K, V] {
 	s := r.services[key]
 	if s == nil {
 		s = &service[K, V]{key: key}
-		s.alone = users[K, V]{s}
-		r.services[key] = s
+		r.services[key], r.unprogrammed[s] = s, true
 	}
 	return s
 }
@@ -295,6 +344,7 @@ func startOver(err error) error { return fmt.Errorf("%w (%w)", err, sink.ErrStar
 func (r *reconciler[K, V]) begin(ctx context.Context) error {
 	if !r.known {
 		r.objects, r.services = map[K]*object[K, V]{}, map[types.NamespacedName]*service[K, V]{}
+		r.unprogrammed = map[*service[K, V]]bool{}
 	}
 	r.known = false
 	if _, err := r.list(ctx, nil); err != nil {
@@ -316,7 +366,7 @@ func (r *reconciler[K, V]) remove(o *object[K, V]) {
 
 // tidy forgets an object that does not exist and has no users.
 func (r *reconciler[K, V]) tidy(o *object[K, V]) {
-	if !o.exists && len(o.users) == 0 {
+	if !o.exists && o.users.owner == nil {
 		delete(r.objects, o.key)
 	}
 }
@@ -324,34 +374,22 @@ func (r *reconciler[K, V]) tidy(o *object[K, V]) {
 // waitLimit limits the time for which stale objects at depth 0 wait for failing services.
 const waitLimit = 10 * time.Minute
 
-// unprogrammed returns the services that fail and were never programmed. Objects without
-// users may belong to them.
-func (r *reconciler[K, V]) unprogrammed() (list []*service[K, V]) {
-	for _, s := range r.services {
-		if s.view == nil {
-			list = append(list, s)
-		}
-	}
-	return list
-}
-
 // pruneStale deletes the objects without users, if a pass has ended. It waits for the
 // services that were never programmed.
 func (r *reconciler[K, V]) pruneStale(ctx context.Context) error {
-	unprogrammed := r.unprogrammed()
-	r.waits = len(unprogrammed) > 0
+	r.waits = len(r.unprogrammed) > 0
 	if !r.prune || r.waits && time.Since(r.passedAt) < waitLimit {
 		return nil
 	}
 	needed := map[K]bool{}
-	for _, s := range unprogrammed {
+	for s := range r.unprogrammed {
 		for _, o := range s.objects {
 			needed[o.key] = true
 		}
 	}
 	var ops []Op[K, V]
 	for k, o := range r.objects {
-		if len(o.users) == 0 && !(r.waits && (needed[k] || r.opts.Depth(k) > 0)) {
+		if o.users.owner == nil && !(r.waits && (needed[k] || r.opts.Depth(k) > 0)) {
 			ops = append(ops, r.deletion(o))
 		}
 	}

@@ -100,7 +100,7 @@ func (r *reconciler[K, V]) list(ctx context.Context, ignored func(K) bool) (drif
 				drift = append(drift, o)
 			}
 			o.value, o.exists, o.marked = l.value, true, true
-			o.old = o.old || len(o.users) == 0
+			o.old = o.old || o.users.owner == nil
 		}
 	}
 	for k, o := range r.objects {
@@ -121,18 +121,15 @@ func (r *reconciler[K, V]) repair(ctx context.Context, drift []*object[K, V]) er
 	plans := plans[K, V]{}
 	var ops []Op[K, V]
 	for _, o := range drift {
-		if len(o.users) == 0 {
+		if o.users.owner == nil {
 			r.prune = r.prune || !r.passing
 		}
-		for _, u := range slices.Backward(o.users) {
-			if u.failed {
-				continue // it sets the object when it succeeds
-			}
-			o.users = o.users.withOwner(u)
+		// A failing user sets the object when it succeeds.
+		if u := o.users.find(func(u *service[K, V]) bool { return !u.failed }); u != nil {
+			o.users.own(u)
 			if op, ok := r.setting(o, plans.of(r, u.view)[o.key]); ok {
 				ops = append(ops, op)
 			}
-			break
 		}
 	}
 	r.sort(ops)

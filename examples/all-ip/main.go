@@ -12,17 +12,26 @@
 // README.md describes its features and limits.
 package main
 
-import "github.com/kpng-project/kpng/app"
+import (
+	"net/netip"
+
+	"github.com/kpng-project/kpng/app"
+	"github.com/kpng-project/kpng/reconcile"
+)
 
 func main() {
-	b := &backend{}
-	cmd := app.Command(app.Options{Name: "all-ip", Sink: b})
+	d := newDataplane()
+	cmd := app.Command(app.Options{Name: "all-ip", Sink: reconcile.New(d, reconcile.Options[object, string]{})})
 	cmd.Long = "all-ip sends all traffic to the external IPs of a service, of any protocol and port, to a pod on this node."
-	cmd.Flags().StringVar(&b.name, "table", "kpng-all-ip", "the `name` of the nftables tables, ip and ip6; each all-ip on a node needs its own")
+	cmd.Flags().StringVar(&d.name, "table", "kpng-all-ip", "the `name` of the nftables tables, ip and ip6; each all-ip on a node needs its own")
 	cmd.MarkFlagsOneRequired("service-proxy-name", "api", "cleanup")
 
 	allPorts := cmd.Flags().Lookup("all-ports")
 	allPorts.Value.Set("true")
 	allPorts.DefValue = "true"
 	app.Execute(cmd)
+}
+
+func newDataplane() *dataplane {
+	return &dataplane{pods: map[netip.Addr]string{}, stale: map[netip.Addr]bool{}}
 }

@@ -10,6 +10,7 @@ import (
 	"net/netip"
 	"os"
 	"os/exec"
+	"path/filepath"
 	"runtime"
 	"strings"
 	"testing"
@@ -289,4 +290,27 @@ func parseAddr(t testing.TB, s string) *netlink.Addr {
 		t.Fatal(err)
 	}
 	return addr
+}
+
+// Shadow makes the test, and the processes that it starts, run a program in the namespace, whose
+// calls it records. The returned function returns the arguments of the calls since its last
+// call. While the file fail exists, the program fails and does nothing.
+func (n *Namespace) Shadow(t testing.TB, program string) (calls func() []string, fail string) {
+	t.Helper()
+	dir := t.TempDir()
+	log, fail := filepath.Join(dir, "log"), filepath.Join(dir, "fail")
+	script := fmt.Sprintf("#!/bin/sh\nprintf '%%s\\0' \"$*\" >>%s\n[ ! -e %s ] || exit 1\nexec %s \"$@\"\n",
+		log, fail, strings.Join(n.Command(Program(program)), " "))
+	if err := os.WriteFile(filepath.Join(dir, program), []byte(script), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	t.Setenv("PATH", dir+":"+os.Getenv("PATH"))
+	return func() []string {
+		text, err := os.ReadFile(log)
+		if err != nil && !os.IsNotExist(err) {
+			t.Fatal(err)
+		}
+		os.Remove(log)
+		return strings.FieldsFunc(string(text), func(r rune) bool { return r == 0 })
+	}, fail
 }

@@ -21,7 +21,7 @@ import (
 // proxy must not change its rules when a service for all-ip exists.
 func TestAllIP(t *testing.T) {
 	c := connect(t)
-	c.addImage(t, "all-ip:latest", filepath.Join(*state, "../bin/all-ip"))
+	c.addImage(t, "all-ip:latest", filepath.Join(*state, "../bin/all-ip"), "nft")
 	manifest, err := os.ReadFile("../../examples/all-ip/deploy/all-ip.yaml")
 	if err != nil {
 		t.Fatal(err)

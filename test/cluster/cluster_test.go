@@ -230,15 +230,37 @@ func atoi(t *testing.T, s string) int {
 	return n
 }
 
-// addImage adds an image to all nodes. The image has one file, the given program, which
-// is the image's entry point.
-func (c *cluster) addImage(t *testing.T, name, program string) {
+// addImage adds an image to all nodes. The image has the given program, which is the image's
+// entry point, and the tools of this machine that the program runs, with their libraries.
+func (c *cluster) addImage(t *testing.T, name, program string, tools ...string) {
 	t.Helper()
-	content, err := os.ReadFile(program)
-	if err != nil {
-		t.Fatal(err)
+	read := func(path string) []byte {
+		content, err := os.ReadFile(path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return content
 	}
-	layer := tarOf(t, "program", content)
+	files := []any{"program", read(program)}
+	added := map[string]bool{}
+	for _, tool := range tools {
+		path, err := exec.LookPath(tool)
+		if err != nil {
+			t.Fatal(err)
+		}
+		files = append(files, "bin/"+tool, read(path))
+		libraries, err := exec.Command("ldd", path).Output()
+		if err != nil {
+			t.Fatalf("list the libraries of %s: %v", path, err)
+		}
+		for word := range strings.FieldsSeq(string(libraries)) {
+			if strings.HasPrefix(word, "/") && !added[word] {
+				added[word] = true
+				files = append(files, word[1:], read(word))
+			}
+		}
+	}
+	layer := tarOf(t, files...)
 	encode := func(v any) []byte {
 		out, err := json.Marshal(v)
 		if err != nil {
@@ -248,7 +270,7 @@ func (c *cluster) addImage(t *testing.T, name, program string) {
 	}
 	config := encode(map[string]any{
 		"architecture": "amd64", "os": "linux",
-		"config": map[string]any{"Entrypoint": []string{"/program"}, "Labels": map[string]string{"name": name}},
+		"config": map[string]any{"Entrypoint": []string{"/program"}, "Env": []string{"PATH=/bin"}, "Labels": map[string]string{"name": name}},
 		"rootfs": map[string]any{"type": "layers", "diff_ids": []string{fmt.Sprintf("sha256:%x", sha256.Sum256(layer))}},
 	})
 	manifest := encode([]map[string]any{{

@@ -5,7 +5,6 @@
 package main
 
 import (
-	"fmt"
 	"net/netip"
 	"slices"
 	"strings"
@@ -13,7 +12,6 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/api"
-	"golang.org/x/sys/unix"
 )
 
 // view returns a view of a service with two external IPs and the given endpoints.
@@ -31,18 +29,15 @@ func endpoint(ip string, local bool) api.Endpoint {
 	return api.Endpoint{Addr: netip.MustParseAddr(ip), Local: local, Scopes: api.Scopes{Internal: true, External: true}}
 }
 
-// describe returns the elements of a view as lines: the set, the IP, and the pod if any.
+// describe returns the elements of a view as lines, without slots and flows.
 func describe(v *api.View) []string {
 	var lines []string
-	for e, value := range elements(v) {
-		size := map[api.Family]int{api.IPv4: 4, api.IPv6: 16}[e.family]
-		ip, _ := netip.AddrFromSlice([]byte(e.key[:size]))
-		line := fmt.Sprintf("%s %s", e.set, ip)
-		if to, ok := netip.AddrFromSlice([]byte(value)); ok {
-			line += " " + to.String()
+	(&dataplane{}).Plan(v, func(o object, value string) {
+		key, _, _ := strings.Cut(o.key, " ")
+		if o.set != flowSet {
+			lines = append(lines, strings.TrimSpace(o.set+" "+key+" "+value))
 		}
-		lines = append(lines, line)
-	}
+	})
 	slices.Sort(lines)
 	return slices.Compact(lines)
 }
@@ -67,7 +62,6 @@ func TestElements(t *testing.T) {
 		view *api.View
 		want []string
 	}{
-		{"no service", nil, nil},
 		{"a local pod of one family", view(endpoint("11.0.2.2", true)),
 			[]string{"dropped 1000::55", "hairpin 11.0.2.2", "pod 10.0.0.55 11.0.2.2"}},
 		{"local pods of both families, and others", view(endpoint("11.0.2.2", true), endpoint("11.0.3.2", false), endpoint("1100::202", true)),
@@ -110,29 +104,5 @@ func TestSlotsMoveOnlyForChangedPods(t *testing.T) {
 		if len(shares) != n+1 || moved == 0 {
 			t.Errorf("%[2]d of %[1]d pods have slots, %[3]d moved", n+1, len(shares), moved)
 		}
-	}
-}
-
-func TestErrorsNameMissingFeature(t *testing.T) {
-	for _, test := range []struct {
-		name string
-		err  error
-		want string
-	}{
-		{"no table yet", unix.ENOENT, ""},
-		{"missing privileges", unix.EPERM, "NET_ADMIN"},
-		{"a kernel without netfilter", unix.EPROTONOSUPPORT, "CONFIG_NF_TABLES"},
-		{"a kernel without nftables", unix.EINVAL, "CONFIG_NF_TABLES"},
-		{"anything else", unix.EIO, "check the kernel"},
-	} {
-		t.Run(test.name, func(t *testing.T) {
-			got := ""
-			if err := explain(fmt.Errorf("netlink: %w", test.err)); err != nil {
-				got = err.Error()
-			}
-			if !strings.Contains(got, test.want) || (got == "") != (test.want == "") {
-				t.Errorf("error %q, want one with %q", got, test.want)
-			}
-		})
 	}
 }

@@ -39,7 +39,7 @@ func (b *backend) Cleanup(ctx context.Context) error {
 // nothing. nft reads the script from a file. If nft read from a pipe and this process was
 // killed while writing, nft would run an incomplete script.
 func load(ctx context.Context, script string) error {
-	file, err := os.CreateTemp("", "tutorial-*.nft")
+	file, err := os.CreateTemp("", "fullstate-*.nft")
 	if err != nil {
 		return fmt.Errorf("write nft script: %w", err)
 	}

@@ -2,8 +2,8 @@
 
 //go:build linux
 
-// Command tutorial is the backend of docs/writing-a-backend.md. It is a small service
-// proxy that writes its whole nftables table for each change.
+// Command fullstate is a small service proxy that uses sink.FullState. For each change, it
+// writes its whole nftables table.
 package main
 
 import (
@@ -16,8 +16,8 @@ import (
 
 func main() {
 	b := &backend{}
-	cmd := app.Command(app.Options{Name: "tutorial", Sink: sink.FullStateOf(b)})
-	cmd.Flags().StringVar(&b.table, "table", "tutorial", "the `name` of the nftables table")
+	cmd := app.Command(app.Options{Name: "fullstate", Sink: sink.FullStateOf(b)})
+	cmd.Flags().StringVar(&b.table, "table", "fullstate", "the `name` of the nftables table")
 	cmd.Flags().Func("node-ports", "serve node ports at the node's addresses in this `network`; may be repeated", func(text string) error {
 		network, err := netip.ParsePrefix(text)
 		if err != nil {

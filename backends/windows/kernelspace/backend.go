@@ -3,22 +3,21 @@
 package kernelspace
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
 	"maps"
 	"net/netip"
-	"reflect"
 	"slices"
 	"time"
 
-	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/internal/hns"
 	"github.com/kpng-project/kpng/internal/journal"
 	"github.com/kpng-project/kpng/internal/nodeaddrs"
-	"github.com/kpng-project/kpng/internal/ordering"
 	"github.com/kpng-project/kpng/internal/ownership"
+	"github.com/kpng-project/kpng/reconcile"
 	"github.com/kpng-project/kpng/sink"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/klog/v2"
@@ -26,51 +25,50 @@ import (
 
 // The type backend is the dataplane of this package. It programs services as HNS load
 // balancers with their endpoints. Only one driver may use it.
+//
+// The load balancers are the objects of a Reconciler, by their frontends. Their values are
+// policies. The value nil is a load balancer as HNS has listed it. So the state of HNS is
+// only in the field holdings, and equal compares a policy with it.
 type backend struct {
-	opts   Options
-	owner  ownership.Owner
-	hns    *observed
-	record *record
-
-	views   map[types.NamespacedName]*api.View
-	nodeIPs []netip.Addr
-	// The fields plans, unserved and wanted are computed from the fields views and
-	// environment. They are current if planned is true.
-	plans    map[types.NamespacedName][]policy
-	unserved map[types.NamespacedName][]unserved
-	wanted   map[frontend]want
-	planned  bool
-	// checks contains the policies for health checks by frontend, sorted by service. Several
-	// services may have the same frontend.
-	checks map[frontend][]want
-	// refused has the reasons why services keep their last load balancers.
-	refused map[types.NamespacedName]error
+	opts       Options
+	owner      ownership.Owner
+	hns        *observed
+	record     *record
+	reconciler reconcile.Reconciler
+	log        klog.Logger // of the present call
 
 	environment environment
 	// surveyed is true if the features in environment are known.
 	surveyed bool
-	// holdings is the state of HNS, or nil while this state is unknown.
-	holdings *holdings
-	// doubtful is true if holdings may differ from HNS because a call failed. Then the retry
-	// of a failed service lists the objects of HNS, but a change of another service does not.
-	doubtful bool
-	// todo contains the frontends that the next Sync or Verify must check.
-	todo map[frontend]bool
-	// afterPass contains the frontends that must be checked when the pass has ended.
-	afterPass map[frontend]bool
-	// passing is true while a pass of the driver is in progress. Until the pass ends, the
-	// field views contains only the services delivered so far, so the backend prunes
-	// nothing.
-	passing bool
-	// failing contains the services whose last sync failed. The driver decides when to retry
-	// them.
-	failing map[types.NamespacedName]bool
-}
+	// unserved and unservedBefore are the frontends that were logged in this pass and in the
+	// pass before.
+	unserved, unservedBefore map[types.NamespacedName][]unserved
 
-// The type want describes a load balancer that must exist.
-type want struct {
-	service types.NamespacedName
-	policy  *policy
+	// holdings is the state of HNS, or nil before the first listing.
+	holdings *holdings
+	// mac is this node's hardware address, and root the ID of its endpoint, if known.
+	mac, root string
+	// listed is true if the present call has listed the objects of HNS. A call lists them at
+	// most once.
+	listed bool
+	// doubtful is true if a call of HNS failed since the Reconciler has listed the objects, so
+	// that its records may differ from HNS. Then the retry of a failed service lists the
+	// objects, but a change of another service does not. distrusted is the value of doubtful
+	// before the last listing.
+	doubtful, distrusted bool
+	// beginning is true if the next listing begins a pass. passing is true until the pass ends.
+	beginning, passing bool
+
+	// wanted has the frontends of the present operations, and troubled those whose last
+	// operation failed, with their services.
+	wanted   map[frontend]bool
+	troubled map[frontend]types.NamespacedName
+	// void has the frontends whose load balancers do not exist because HNS has none of their
+	// endpoints.
+	void map[frontend]bool
+	// lacking has the services whose load balancers the present call has programmed without
+	// some of their endpoints.
+	lacking sink.Failed
 }
 
 var _ backends.Dataplane = (*backend)(nil)
@@ -86,16 +84,10 @@ func New(opts Options) (backends.Dataplane, error) {
 		return nil, err
 	}
 	b := &backend{
-		opts:      opts,
-		views:     map[types.NamespacedName]*api.View{},
-		plans:     map[types.NamespacedName][]policy{},
-		wanted:    map[frontend]want{},
-		todo:      map[frontend]bool{},
-		afterPass: map[frontend]bool{},
-		failing:   map[types.NamespacedName]bool{},
-		unserved:  map[types.NamespacedName][]unserved{},
-		checks:    map[frontend][]want{},
-		refused:   map[types.NamespacedName]error{},
+		opts:     opts,
+		unserved: map[types.NamespacedName][]unserved{},
+		troubled: map[frontend]types.NamespacedName{},
+		void:     map[frontend]bool{},
 	}
 	b.hns = &observed{hns: service, opts: &b.opts, now: time.Now}
 	b.environment.dsr, b.environment.maxBalancers = opts.EnableDSR, opts.MaxLoadBalancers
@@ -107,6 +99,8 @@ func New(opts Options) (backends.Dataplane, error) {
 			b.environment.sourceVIP6 = a
 		}
 	}
+	// The driver calls Verify rarely enough, see VerifyInterval.
+	b.reconciler = reconcile.New(b, reconcile.Options[frontend, *policy]{Equal: b.equal, Drifted: b.drifted, VerifyInterval: -1})
 	return b, nil
 }
 
@@ -172,44 +166,72 @@ func (b *backend) checkFeatures(f hns.Features) error {
 // does not exist, all services fail, and Sync requests a new pass. The driver retries until
 // HNS is back.
 func (b *backend) Sync(ctx context.Context, c *sink.Changes) error {
+	b.begin(ctx)
+	b.passing = b.passing || c.First
+	ips := b.addresses(c)
 	if c.First {
-		clear(b.views)
-		clear(b.failing)
-		clear(b.refused)
-		b.holdings, b.planned = nil, false
+		b.beginning, b.environment.nodeIPs = true, ips
+		b.unservedBefore, b.unserved = b.unserved, map[types.NamespacedName][]unserved{}
+		clear(b.troubled)
+	} else if !slices.Equal(ips, b.environment.nodeIPs) {
+		return errNodeChanged
 	}
-	b.passing = (b.passing || c.First) && !c.Last
-	delivered := b.learn(ctx, c)
-	for key := range delivered {
-		if b.doubtful && b.failing[key] {
-			b.holdings = nil
+	delivered := map[types.NamespacedName]bool{}
+	for change := range c.Services {
+		delivered[change.Key] = true
+		if change.New == nil {
+			delete(b.unserved, change.Key)
 		}
 	}
-	p := &pass{backend: b, ctx: ctx, log: klog.FromContext(ctx), delivered: delivered}
-	err := p.run()
-	if _, ok := sink.Acknowledged(err); !ok {
-		return fmt.Errorf("%w: %w", err, sink.ErrStartOver)
+	failing := len(b.troubled)
+	maps.DeleteFunc(b.troubled, func(_ frontend, service types.NamespacedName) bool { return delivered[service] })
+	var err error
+	if b.doubtful && len(b.troubled) < failing {
+		err = b.reconciler.Verify(ctx)
 	}
-	return err
+	if err == nil {
+		err = b.reconciler.Sync(ctx, c)
+	}
+	if c.Last {
+		b.passing = false
+	}
+	failed, ok := sink.Acknowledged(err)
+	if !ok {
+		b.doubtful = true
+		b.finish(ctx)
+		return startOver(err)
+	}
+	for key, err := range b.lacking {
+		failed.Add(key, err)
+	}
+	if err := b.finish(ctx); err != nil {
+		return startOver(err)
+	}
+	return failed.Err()
 }
 
+// errNodeChanged causes a new pass, which plans all services again.
+var errNodeChanged = startOver(errors.New("the addresses of the node changed"))
+
+func startOver(err error) error { return fmt.Errorf("%w (%w)", err, sink.ErrStartOver) }
+
 // Verify implements [sink.Verifier]. It lists the objects of HNS and repairs drift. It
-// ignores failed services, because the driver delivers them again. If Verify fails, the
-// state of HNS is unknown, and Verify requests a new pass.
+// ignores failed services, because the driver delivers them again. If Verify fails, it
+// requests a new pass.
 func (b *backend) Verify(ctx context.Context) error {
+	b.begin(ctx)
 	if b.holdings == nil {
-		return nil // nothing is programmed yet, or the next Sync lists the objects anyway
+		return nil // nothing is programmed yet
 	}
-	b.holdings = nil
-	b.readAddresses()
-	b.hns.repairing = b.planned && !b.doubtful && !b.passing
-	defer func() { b.hns.repairing = false }()
-	p := &pass{backend: b, ctx: ctx, log: klog.FromContext(ctx), delivered: map[types.NamespacedName]bool{}}
-	err := p.run()
+	if !slices.Equal(b.addresses(&sink.Changes{}), b.environment.nodeIPs) {
+		return errNodeChanged
+	}
+	err := b.reconciler.Verify(ctx)
+	err = cmp.Or(err, b.lacking.Err(), b.finish(ctx))
 	if err == nil || errors.Is(err, context.Canceled) {
 		return err
 	}
-	return fmt.Errorf("%w: %w", err, sink.ErrStartOver)
+	return startOver(err)
 }
 
 // VerifyInterval returns the interval for [sink.Verifier]. HNS may delete load balancers
@@ -217,214 +239,50 @@ func (b *backend) Verify(ctx context.Context) error {
 // all objects of HNS, so the interval is kube-proxy's default of syncPeriod.
 func (b *backend) VerifyInterval() time.Duration { return 30 * time.Second }
 
-// learn updates b.views and b.plans from c, and returns the keys of the services in c.
-func (b *backend) learn(ctx context.Context, c *sink.Changes) map[types.NamespacedName]bool {
-	delivered := map[types.NamespacedName]bool{}
-	for change := range c.Services {
-		delivered[change.Key] = true
-		if change.New == nil {
-			delete(b.views, change.Key)
-		} else {
-			b.views[change.Key] = change.New
-		}
+// The method begin prepares the backend for a call of the driver.
+func (b *backend) begin(ctx context.Context) {
+	b.log, b.listed, b.lacking = klog.FromContext(ctx), false, nil
+}
+
+// The method finish ends a call of the driver. It deletes idle endpoints, unless it is
+// unknown which endpoints are idle.
+func (b *backend) finish(ctx context.Context) (err error) {
+	b.record.dropUnrequested()
+	b.logJournalError(b.record.journal.Write())
+	if b.holdings == nil {
+		return nil
 	}
+	if !b.doubtful && !b.passing {
+		err = b.dropIdle(ctx)
+	}
+	b.opts.Observer.Holds("endpoints", b.holdings.own)
+	b.opts.Observer.Holds("load_balancers", b.record.len())
+	return err
+}
+
+// addresses returns the present addresses of this node.
+func (b *backend) addresses(c *sink.Changes) []netip.Addr {
 	if source := b.opts.NodeAddresses; source != nil {
 		if c.NodeChanged {
 			nodeaddrs.SetNode(source, c.Node)
 		}
-		b.readAddresses()
-	} else if c.NodeChanged && c.Node != nil {
-		var ips []netip.Addr
-		for _, a := range c.Node.Addresses {
-			ips = append(ips, a.IP)
-		}
-		b.setAddresses(ips)
-	}
-	if b.planned {
-		b.replan(ctx, maps.Keys(delivered))
-	}
-	return delivered
-}
-
-// readAddresses sets the node's addresses to those of Options.NodeAddresses, if it is set.
-func (b *backend) readAddresses() {
-	if source := b.opts.NodeAddresses; source != nil {
 		ips, _ := source.Addresses()
-		b.setAddresses(ips)
+		return ips
 	}
+	if !c.NodeChanged || c.Node == nil {
+		return b.environment.nodeIPs
+	}
+	var ips []netip.Addr
+	for _, a := range c.Node.Addresses {
+		ips = append(ips, a.IP)
+	}
+	return ips
 }
 
-// setAddresses sets the node's addresses. If they change, all services are planned again.
-func (b *backend) setAddresses(ips []netip.Addr) {
-	if !slices.Equal(ips, b.nodeIPs) {
-		b.nodeIPs, b.planned = ips, false
-	}
-}
-
-// survey reads the state of HNS, and adds all wanted or recorded frontends to todo. If
-// the network has changed, survey clears b.planned, so that all services are planned
-// again.
-func (b *backend) survey(ctx context.Context) error {
-	b.holdings = nil
-	if !b.surveyed {
-		features, err := b.hns.Features()
-		if err != nil {
-			return fmt.Errorf("read features of HNS: %w", err)
-		}
-		if err := b.checkFeatures(features); err != nil {
-			return err
-		}
-		b.environment.features, b.surveyed = features, true
-		klog.FromContext(ctx).V(1).Info("HNS runs", "features", features)
-	}
-	network, err := b.hns.Network(b.opts.Network)
-	if err != nil {
-		return fmt.Errorf("find HNS network %q: %w", b.opts.Network, err)
-	}
-	if network.Overlay {
-		if !b.environment.features.RemoteSubnet {
-			return fmt.Errorf("HNS network %q is an overlay network: remote subnets are %w", b.opts.Network, hns.ErrNotSupported)
-		}
-		if !b.environment.sourceVIP4.IsValid() {
-			return fmt.Errorf("HNS network %q is an overlay network, which needs a source VIP of IPv4", b.opts.Network)
-		}
-	}
-	endpoints, err := b.hns.Endpoints(network.ID)
-	if err != nil {
-		return fmt.Errorf("list endpoints of HNS network %q: %w", b.opts.Network, err)
-	}
-	balancers, err := b.hns.LoadBalancers()
-	if err != nil {
-		return fmt.Errorf("list load balancers of HNS: %w", err)
-	}
-	if old := b.environment.network; old != nil && old.ID != network.ID {
-		klog.FromContext(ctx).Info("HNS network was recreated", "network", b.opts.Network, "id", network.ID)
-	}
-	if !reflect.DeepEqual(b.environment.network, network) {
-		b.environment.network, b.environment.tunnels, b.planned = network, newTunnels(network), false
-	}
-	b.holdings, b.doubtful = newHoldings(b.opts.Instance, endpoints, balancers), false
-	b.record.confirm(b.holdings)
-	for f := range b.wanted {
-		b.todo[f] = true
-	}
-	for _, m := range b.record.made {
-		b.todo[m.Frontend] = true
-	}
-	return nil
-}
-
-// replan plans services again and adds the affected frontends to todo. A service with too
-// many frontends keeps its plan.
-func (b *backend) replan(ctx context.Context, keys func(yield func(types.NamespacedName) bool)) {
-	type next struct {
-		key      types.NamespacedName
-		policies []policy
-	}
-	var again []next
-	var shared []frontend
-	for key := range keys {
-		n := next{key: key}
-		delete(b.refused, key)
-		if view := b.views[key]; view == nil {
-			delete(b.unserved, key)
-		} else {
-			policies, lacking, err := plan(view, &b.environment)
-			if err != nil {
-				b.refused[key] = err
-				continue
-			}
-			b.logLacking(ctx, key, lacking)
-			n.policies = policies
-		}
-		for i := range b.plans[key] {
-			p := &b.plans[key][i]
-			b.todo[p.frontend] = true
-			if p.toRoot {
-				b.dropCheck(key, p.frontend)
-				shared = append(shared, p.frontend)
-			}
-			if b.wanted[p.frontend].service == key {
-				delete(b.wanted, p.frontend)
-			}
-		}
-		delete(b.plans, key)
-		again = append(again, n)
-	}
-	slices.SortFunc(again, func(a, b next) int { return ordering.Keys(a.key, b.key) })
-	for _, n := range again {
-		if n.policies == nil {
-			continue
-		}
-		b.plans[n.key] = n.policies
-		for i := range n.policies {
-			w := want{n.key, &n.policies[i]}
-			b.todo[w.policy.frontend] = true
-			b.wanted[w.policy.frontend] = w // the old entry may belong to another service, which is about to lose the frontend
-			if w.policy.toRoot {
-				list := b.checks[w.policy.frontend]
-				b.checks[w.policy.frontend] = slices.Insert(list, positionOf(list, n.key), w)
-			}
-		}
-	}
-	for _, f := range shared {
-		b.inherit(f)
-	}
-}
-
-// positionOf returns the position of a service in a sorted list.
-func positionOf(list []want, service types.NamespacedName) int {
-	at, _ := slices.BinarySearchFunc(list, service, func(w want, key types.NamespacedName) int { return ordering.Keys(w.service, key) })
-	return at
-}
-
-// dropCheck removes the policy of a service for a health-check frontend.
-func (b *backend) dropCheck(service types.NamespacedName, f frontend) {
-	list := b.checks[f]
-	at := positionOf(list, service)
-	if list = slices.Delete(list, at, at+1); len(list) == 0 {
-		delete(b.checks, f)
-	} else {
-		b.checks[f] = list
-	}
-}
-
-// inherit assigns the health-check frontend f to another service that has the same
-// frontend. Two services have the same health-check frontend if they share a
-// load-balancer address.
-func (b *backend) inherit(f frontend) {
-	if _, wanted := b.wanted[f]; !wanted && len(b.checks[f]) > 0 {
-		b.wanted[f] = b.checks[f][0]
-	}
-}
-
-func (b *backend) replanAll(ctx context.Context) {
-	b.environment.nodeIPs = b.nodeIPs
-	keys := maps.Clone(b.views)
-	for key := range b.plans {
-		keys[key] = b.views[key]
-	}
-	b.replan(ctx, maps.Keys(keys))
-	b.planned = true
-}
-
-// logLacking logs once which frontends of a service are not served or only partly served.
-func (b *backend) logLacking(ctx context.Context, service types.NamespacedName, lacking []unserved) {
-	if slices.Equal(lacking, b.unserved[service]) {
-		return
-	}
-	log := klog.FromContext(ctx).WithValues("service", service)
-	for _, u := range lacking {
-		if u.degraded {
-			log.Info("Frontend not fully supported", "frontend", u.key.String(), "reason", u.reason)
-		} else {
-			log.Info("Frontend not supported", "frontend", u.key.String(), "reason", u.reason)
-		}
-	}
-	if len(lacking) == 0 {
-		delete(b.unserved, service)
-	} else {
-		b.unserved[service] = lacking
+// drifted reports drift, except the differences after a failed call.
+func (b *backend) drifted(now bool) {
+	if !now || !b.distrusted {
+		b.opts.Observer.Drifted(now)
 	}
 }
 
@@ -479,3 +337,6 @@ func (b *backend) cleanup() error {
 
 // sourceVIPName returns the name of the HNS endpoint for the source VIP.
 func sourceVIPName(backend string) string { return backend + "-source-vip" }
+
+// sortedKeys returns the sorted keys of a map.
+func sortedKeys[V any](m map[string]V) []string { return slices.Sorted(maps.Keys(m)) }

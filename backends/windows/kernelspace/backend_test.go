@@ -393,15 +393,33 @@ func TestFailedDeletionIsRetried(t *testing.T) {
 	}
 
 	// The restarted backend knows only from the record that it owns the load balancer. The
-	// deletion fails again.
+	// deletion fails again, and Verify repeats it.
 	w.restart()
-	if got := failures(t, w.full()); !strings.Contains(got["web"], "frontend 10.96.0.1:80/TCP: delete load balancer") {
-		t.Errorf("after a restart, failed: %q", got)
-	}
+	w.must(w.full())
+	w.mustHave("10.96.0.1 protocol 6 port 80->8080 to 10.1.2.1")
 	w.hns.SetHook(nil)
-	w.must(w.remove("web"))
+	w.must(w.backend.Verify(t.Context()))
 	w.mustHave("")
 	w.mustHaveRemotes()
+}
+
+func TestStaleLoadBalancersWaitForFailingServices(t *testing.T) {
+	w := l2bridge(t)
+	w.must(w.set(view(service("gone", withClusterIP(3)), "10.1.2.3")))
+	w.must(w.full())
+	w.restart()
+	clear(w.views)
+	web := view(service("web"), "10.1.2.1")
+	w.views[web.Key()] = web
+	w.hns.SetHook(failCalls("CreateLoadBalancer", errRefused))
+	if got := failures(t, w.full()); got["web"] == "" || len(got) != 1 {
+		t.Errorf("failed: %q, want web", got)
+	}
+	w.mustHave("10.96.0.3 protocol 6 port 80->8080 to 10.1.2.3")
+	w.hns.SetHook(nil)
+	w.must(w.set(web))
+	w.mustHave("10.96.0.1 protocol 6 port 80->8080 to 10.1.2.1")
+	w.mustHaveRemotes("10.1.2.1")
 }
 
 func TestMissingLoadBalancerIsNotAnError(t *testing.T) {
@@ -667,7 +685,10 @@ func TestRecreatedNetworkGetsEverythingAgain(t *testing.T) {
 	if err := w.set(view(service("other", withClusterIP(2)), "10.1.2.2")); err == nil {
 		t.Error("an endpoint was created on a deleted network")
 	}
-	w.must(w.remove("other"))
+	if err := w.remove("other"); !errors.Is(err, sink.ErrStartOver) {
+		t.Errorf("the retry returned %v, want an error that requests a pass", err)
+	}
+	w.must(w.full())
 	if diff := cmp.Diff(want, w.hns.Dump()); diff != "" {
 		t.Errorf("HNS after the network was created again (-want +got):\n%s", diff)
 	}
@@ -739,7 +760,7 @@ func (w *world) syncBatch(first, last bool, views ...*api.View) error {
 	for _, v := range views {
 		changes = append(changes, sink.Change{Key: v.Key(), New: v, Unsure: true})
 	}
-	return w.backend.Sync(w.Context(), &sink.Changes{First: first, Last: last, Services: slices.Values(changes), Node: node(), NodeChanged: first})
+	return w.sync(&sink.Changes{First: first, Last: last, Services: slices.Values(changes), NodeChanged: first})
 }
 
 func TestPassInSeveralBatches(t *testing.T) {
@@ -753,34 +774,32 @@ func TestPassInSeveralBatches(t *testing.T) {
 			}
 			w.hns.Calls()
 
-			// Services a and b have swapped their addresses.
+			// Services a and b have swapped their addresses. Only a new process keeps the former
+			// address of a, because it might belong to a service that follows.
 			w.must(w.syncBatch(true, false, view(service("a", withClusterIP(2)), "10.1.2.1")))
-			w.mustHave(`10.96.0.1 protocol 6 port 80->8080 to 10.1.2.1
-				10.96.0.2 protocol 6 port 80->8080 to 10.1.2.1
+			former, calls := "", map[string]int{"CreateLoadBalancer": 1, "UpdateLoadBalancer": 1, "DeleteLoadBalancer": 1}
+			if restart {
+				former, calls = "10.96.0.1 protocol 6 port 80->8080 to 10.1.2.1\n", map[string]int{"Features": 1, "UpdateLoadBalancer": 2}
+			}
+			w.mustHave(former + `10.96.0.2 protocol 6 port 80->8080 to 10.1.2.1
 				10.96.0.3 protocol 6 port 80->8080 to 10.1.2.3`)
 			w.must(w.syncBatch(false, false, view(service("b", withClusterIP(1)), "10.1.2.2")))
 			w.mustHave(`10.96.0.1 protocol 6 port 80->8080 to 10.1.2.2
 				10.96.0.2 protocol 6 port 80->8080 to 10.1.2.1
 				10.96.0.3 protocol 6 port 80->8080 to 10.1.2.3`)
-			if restart {
-				w.mustHaveCalled(and(listing, map[string]int{"Features": 1, "UpdateLoadBalancer": 2}))
-			} else {
-				w.mustHaveCalled(and(listing, map[string]int{"UpdateLoadBalancer": 2}))
-			}
+			w.mustHaveCalled(and(listing, calls))
 
 			// A new pass begins and does not deliver the service "gone".
 			w.must(w.syncBatch(true, false, a))
 			w.mustHave(`10.96.0.1 protocol 6 port 80->8080 to 10.1.2.1
-				10.96.0.2 protocol 6 port 80->8080 to 10.1.2.1
 				10.96.0.3 protocol 6 port 80->8080 to 10.1.2.3`)
-			w.hns.SetHook(failCalls("UpdateLoadBalancer", errRefused))
+			w.hns.SetHook(failCalls("CreateLoadBalancer", errRefused))
 			if got := failures(t, w.syncBatch(false, false, b)); len(got) != 1 || got["b"] == "" {
 				t.Errorf("failed: %q, want b", got)
 			}
 			w.hns.SetHook(nil)
 			w.must(w.syncBatch(false, true))
-			w.mustHave(`10.96.0.1 protocol 6 port 80->8080 to 10.1.2.1
-				10.96.0.2 protocol 6 port 80->8080 to 10.1.2.1`)
+			w.mustHave("10.96.0.1 protocol 6 port 80->8080 to 10.1.2.1")
 			w.must(w.set(b))
 			w.mustHave(`10.96.0.1 protocol 6 port 80->8080 to 10.1.2.1
 				10.96.0.2 protocol 6 port 80->8080 to 10.1.2.2`)
@@ -844,6 +863,28 @@ func TestHNSIsDownForHalfAMinute(t *testing.T) {
 		if err := <-ended; err != nil && !errors.Is(err, context.Canceled) {
 			t.Errorf("the driver returned %v", err)
 		}
+	})
+}
+
+func TestChangedNodeAddressCausesOnePass(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := l2bridge(t)
+		src := sinktest.NewSource()
+		src.SetNode(node())
+		src.Set(view(service("web"), "10.1.2.1"))
+		src.MarkSynced()
+		ctx, cancel := context.WithCancel(klog.NewContext(t.Context(), logr.Discard()))
+		w.must(w.backend.Stop(ctx)) // the driver starts it again
+		ended := make(chan error, 1)
+		go func() { ended <- sink.Run(ctx, src, w.backend, sink.Options{}) }()
+		synctest.Wait()
+		w.hns.Calls()
+		src.SetNode(sinktest.Node("here", "192.168.0.7"))
+		time.Sleep(20 * time.Second) // less than the interval of Verify
+		w.mustHaveCalled(and(listing, map[string]int{"CreateLoadBalancer": 1, "DeleteLoadBalancer": 1}))
+		w.mustHave("10.96.0.1 source 192.168.0.7 protocol 6 port 80->8080 to 10.1.2.1")
+		cancel()
+		<-ended
 	})
 }
 

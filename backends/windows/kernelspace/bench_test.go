@@ -5,6 +5,7 @@ package kernelspace_test
 import (
 	"fmt"
 	"maps"
+	"runtime"
 	"slices"
 	"testing"
 
@@ -82,14 +83,44 @@ func BenchmarkSync(b *testing.B) {
 	})
 	b.Run("restart", func(b *testing.B) {
 		fake, state := newHNS(), b.TempDir()+"/kpng.json"
-		sync(b, newBackend(b, fake, state), full)
+		restart := func() {
+			backend := newBackend(b, fake, state)
+			sync(b, backend, full)
+			if err := backend.Stop(b.Context()); err != nil {
+				b.Fatal(err)
+			}
+		}
+		restart()
 		fake.Calls()
 		b.ResetTimer()
 		for range b.N {
-			sync(b, newBackend(b, fake, state), full)
+			restart()
 		}
 		b.StopTimer()
 		report(b, fake.Calls())
+	})
+	b.Run("unchanged", func(b *testing.B) {
+		fake := newHNS()
+		backend := newBackend(b, fake, b.TempDir()+"/kpng.json")
+		sync(b, backend, full)
+		fake.Calls()
+		var before, after runtime.MemStats
+		b.ResetTimer()
+		for range b.N {
+			sync(b, backend, full)
+		}
+		b.StopTimer()
+		report(b, fake.Calls())
+		runtime.GC()
+		runtime.GC()
+		runtime.ReadMemStats(&before)
+		runtime.KeepAlive(backend)
+		backend = nil
+		runtime.GC()
+		runtime.GC()
+		runtime.ReadMemStats(&after)
+		b.ReportMetric(float64(before.HeapAlloc-after.HeapAlloc), "heap-B")
+		runtime.KeepAlive(fake)
 	})
 	b.Run("one endpoint", func(b *testing.B) {
 		fake := newHNS()

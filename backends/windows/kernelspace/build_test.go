@@ -67,6 +67,8 @@ type world struct {
 	opts    kernelspace.Options
 	backend backends.Dataplane
 	views   map[types.NamespacedName]*api.View
+	// needsPass is true if the next Sync has to begin a pass.
+	needsPass bool
 }
 
 // newWorld returns a started backend on a network where this node has pods at the given
@@ -128,7 +130,7 @@ func (w *world) restart() {
 	if err := b.Start(w.Context()); err != nil {
 		w.Fatal(err)
 	}
-	w.backend = b
+	w.backend, w.needsPass = b, true
 	w.hns.Calls()
 }
 
@@ -138,7 +140,7 @@ func (w *world) full() error {
 	for _, key := range slices.SortedFunc(maps.Keys(w.views), ordering.Keys) {
 		changes = append(changes, sink.Change{Key: key, New: w.views[key], Unsure: true})
 	}
-	return w.backend.Sync(w.Context(), &sink.Changes{First: true, Last: true, Services: slices.Values(changes), Node: node(), NodeChanged: true})
+	return w.sync(&sink.Changes{First: true, Last: true, Services: slices.Values(changes), NodeChanged: true})
 }
 
 // The method set delivers new or changed services to the backend.
@@ -148,7 +150,7 @@ func (w *world) set(views ...*api.View) error {
 		changes = append(changes, sink.Change{Key: v.Key(), Old: w.views[v.Key()], New: v})
 		w.views[v.Key()] = v
 	}
-	return w.backend.Sync(w.Context(), &sink.Changes{Services: slices.Values(changes), Node: node(), NodeChanged: true})
+	return w.change(changes...)
 }
 
 // The method remove delivers the deletion of a service to the backend.
@@ -156,7 +158,32 @@ func (w *world) remove(name string) error {
 	key := types.NamespacedName{Namespace: "default", Name: name}
 	change := sink.Change{Key: key, Old: w.views[key]}
 	delete(w.views, key)
-	return w.backend.Sync(w.Context(), &sink.Changes{Services: slices.Values([]sink.Change{change}), Node: node(), NodeChanged: true})
+	return w.change(change)
+}
+
+// The method change delivers changes or, if the backend needs a pass, all services.
+func (w *world) change(changes ...sink.Change) error {
+	if w.needsPass {
+		return w.full()
+	}
+	return w.sync(&sink.Changes{Services: slices.Values(changes), NodeChanged: true})
+}
+
+// The method verify calls Verify and, if it requests a pass, delivers all services.
+func (w *world) verify() {
+	w.Helper()
+	err := w.backend.Verify(w.Context())
+	if errors.Is(err, sink.ErrStartOver) {
+		err = w.full()
+	}
+	w.must(err)
+}
+
+func (w *world) sync(c *sink.Changes) error {
+	c.Node = node()
+	err := w.backend.Sync(w.Context(), c)
+	w.needsPass = errors.Is(err, sink.ErrStartOver)
+	return err
 }
 
 func (w *world) must(err error) {

@@ -15,8 +15,6 @@ type observed struct {
 	now  func() time.Time
 	// called is called after each call. See backend.OnCall.
 	called func(call string, took time.Duration, err error)
-	// repairing is true while each change repairs what another program has changed.
-	repairing bool
 }
 
 // OnCall makes the backend call f after each call to HNS, with its name, such as
@@ -35,9 +33,6 @@ func observe[T any](o *observed, call string, f func() (T, error)) (T, error) {
 
 // change is observe for calls that change an object of HNS.
 func change[T any](o *observed, call string, f func() (T, error)) (T, error) {
-	if o.repairing {
-		o.opts.Observer.Drifted(true)
-	}
 	v, err := observe(o, call, f)
 	o.opts.Observer.Wrote(1, err)
 	return v, err

@@ -53,14 +53,14 @@ func TestOnlyChangesByOthersAreDrift(t *testing.T) {
 	log.expect(t, holds...)
 
 	addresses.Set(addr("192.168.0.2"))
-	w.must(w.backend.Verify(t.Context()))
+	w.verify()
 	log.expect(t, append([]string{"wrote 1 <nil>", "wrote 1 <nil>"}, holds...)...) // the load balancer is replaced
 	w.mustHave("10.96.0.1 source 192.168.0.2 protocol 6 port 80->8080 to 10.1.2.1")
 
 	lbs, _ := w.hns.LoadBalancers()
 	w.must(w.hns.DeleteLoadBalancer(lbs[0].ID))
 	w.must(w.backend.Verify(t.Context()))
-	log.expect(t, append([]string{"drifted", "wrote 1 <nil>"}, append(holds, "repaired")...)...)
+	log.expect(t, append([]string{"drifted", "wrote 1 <nil>", "repaired"}, holds...)...)
 }
 
 // nodeSource is a source of addresses that records the Node objects that it gets.

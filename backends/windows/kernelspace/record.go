@@ -230,7 +230,3 @@ func encode(v any) string {
 	}
 	return string(data)
 }
-
-func compareFrontends(a, b frontend) int {
-	return cmp.Or(a.VIP.Compare(b.VIP), cmp.Compare(a.Family, b.Family), cmp.Compare(a.Protocol, b.Protocol), cmp.Compare(a.Port, b.Port))
-}

@@ -31,11 +31,10 @@ type backend struct {
 
 	mu        sync.Mutex // guards the fields below
 	dataplane *dataplane
-	// idleAt is the time of the next call of removeIdle. compareAt is the time of the next
-	// comparison with the kernel. Before searchAt, the backend does not search for changes
-	// by other programs.
-	idleAt, compareAt, searchAt time.Time
-	pause                       kernelnode.DriftPause
+	// idleAt is the time of the next call of removeIdle. Before searchAt, the backend does not
+	// search for changes by other programs that need a pass.
+	idleAt, searchAt time.Time
+	pause            kernelnode.DriftPause
 }
 
 var _ backends.Dataplane = (*backend)(nil)
@@ -58,7 +57,7 @@ func newBackend(opts Options) (*backend, error) {
 		return nil, fmt.Errorf("ipvs options: %w", err)
 	}
 	b := &backend{opts: opts}
-	b.dataplane = newDataplane(&b.opts)
+	b.dataplane = newDataplane(&b.opts, verifyInterval)
 	return b, nil
 }
 
@@ -133,8 +132,11 @@ func (b *backend) Sync(ctx context.Context, c *sink.Changes) error {
 	return b.tasks.Sync(ctx, c, b.program(ctx, c))
 }
 
-// errNodeChanged causes a new pass, which plans all services again.
-var errNodeChanged = fmt.Errorf("the addresses of the node changed (%w)", sink.ErrStartOver)
+var (
+	// errNodeChanged causes a new pass, which plans all services again.
+	errNodeChanged = fmt.Errorf("the addresses of the node changed (%w)", sink.ErrStartOver)
+	errUnknown     = fmt.Errorf("the state of the kernel is unknown (%w)", sink.ErrStartOver)
+)
 
 func (b *backend) program(ctx context.Context, c *sink.Changes) error {
 	b.mu.Lock()
@@ -149,7 +151,6 @@ func (b *backend) program(ctx context.Context, c *sink.Changes) error {
 	}
 	switch {
 	case c.First:
-		d.known = false
 		d.conn.close() // so that open reads the family's number again, which a reload of ip_vs changes
 		if err := d.conn.open(); err != nil {
 			return err
@@ -161,15 +162,12 @@ func (b *backend) program(ctx context.Context, c *sink.Changes) error {
 			return err
 		}
 		d.planner = next
-		if err := d.begin(ctx); err != nil {
-			return err
-		}
 	case !d.known:
-		return fmt.Errorf("the state of the kernel is unknown (%w)", sink.ErrStartOver)
+		return errUnknown
 	case !d.follow(next):
 		return errNodeChanged
 	}
-	return d.sync(c)
+	return d.sync(ctx, c)
 }
 
 // addresses returns a copy of the planner, with the present addresses of the machine.
@@ -180,6 +178,9 @@ func (b *backend) addresses() planner {
 	return p
 }
 
+// verifyInterval is the shortest time between two comparisons with the kernel.
+const verifyInterval = 10 * time.Second
+
 // Verify implements [sink.Verifier]. It deletes removed endpoints whose connections have
 // ended. From time to time, it compares the kernel with the backend's records, and
 // repairs changes by other programs.
@@ -189,49 +190,27 @@ func (b *backend) Verify(ctx context.Context) error {
 	d, now, next := b.dataplane, time.Now(), b.addresses()
 	switch {
 	case !d.known:
-		return fmt.Errorf("the state of the kernel is unknown (%w)", sink.ErrStartOver)
+		return errUnknown
 	case !d.follow(next):
 		return errNodeChanged
-	case d.leftovers.Due(now):
-		return fmt.Errorf("the kernel may have objects of services that failed (%w)", sink.ErrStartOver)
 	}
-	err := errors.Join(d.deleteUnused(), d.reapLists(ctx, 0))
+	err := d.reapLists(ctx, 0)
 	if d.known && !now.Before(b.idleAt) {
 		err = errors.Join(err, d.removeIdle(ctx))
 		b.idleAt = time.Now().Add(kernelnode.PauseFactor * time.Since(now))
 	}
 	if d.known {
 		// Without these objects, no service works. So their loss is found even during a pause.
-		lostServers, lossErr := d.checkLoss(ctx)
-		err = errors.Join(err, lossErr)
-		if lostServers {
-			d.unchecked, b.compareAt, b.searchAt = nil, time.Time{}, time.Time{}
-		}
+		err = errors.Join(err, d.checkLoss(ctx))
 	}
-	if d.known && !now.Before(b.searchAt) && !now.Before(b.compareAt) {
-		err = errors.Join(err, b.findDrift(ctx))
+	if d.known && !now.Before(b.searchAt) {
+		compareErr := d.reconciler.Verify(ctx)
+		d.known = d.known && !errors.Is(compareErr, sink.ErrStartOver)
+		err = errors.Join(err, compareErr)
 	}
 	if !d.known {
 		b.searchAt = b.pause.Found(now)
 	}
-	return err
-}
-
-// findDrift searches for changes by other programs and repairs them. If only a new pass
-// can repair them, it sets known to false and returns [sink.ErrStartOver].
-func (b *backend) findDrift(ctx context.Context) error {
-	d := b.dataplane
-	if err := d.conn.checkConntrack(); err != nil {
-		d.known = false // a pass corrects the setting
-		return fmt.Errorf("%w (%w)", err, sink.ErrStartOver)
-	}
-	begin := time.Now()
-	err := d.compare(ctx)
-	pause := kernelnode.PauseFactor * time.Since(begin)
-	if len(d.unchecked) == 0 {
-		pause = max(pause, minPause)
-	}
-	b.compareAt = time.Now().Add(pause)
 	return err
 }
 

@@ -13,68 +13,60 @@ import (
 	"slices"
 	"time"
 
+	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/internal/backendoptions"
-	"github.com/kpng-project/kpng/internal/kernelnode"
 	"github.com/kpng-project/kpng/internal/netfilter"
 	"github.com/kpng-project/kpng/internal/sourcelists"
 	"github.com/kpng-project/kpng/nodeview"
+	"github.com/kpng-project/kpng/reconcile"
 	"github.com/kpng-project/kpng/sink"
-	"golang.org/x/sys/unix"
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// dataplane programs the kernel and records what it has programmed. Calls must not overlap.
+// dataplane plans, lists and changes the objects of the instance, for package reconcile.
+// Calls must not overlap.
 //
-// Its records have what the kernel listed at the beginning of a pass, and the changes
-// since then. dataplane compares the plan of a changed service with these records. It
-// reads a virtual server from the kernel only after an error, or if the records lack it.
+// If a part of an object cannot be programmed, Apply records what the kernel has, and the
+// service fails. So the next delivery of the service tries the rest again.
 type dataplane struct {
-	opts     *Options
-	observer backends.Observer
-	planner  planner
-	conn     virtualServers
-	nft      *netfilter.Conn
-	table    *table // nil until the first pass
-	local    localRoutes
+	opts       *Options
+	observer   backends.Observer
+	planner    planner
+	reconciler reconcile.Reconciler
+	conn       virtualServers
+	nft        *netfilter.Conn
+	table      *table // nil until the first pass
+	local      localRoutes
 
-	// known is true if the fields servers, elements and routes describe the kernel.
-	known bool
-	// servers are the virtual servers of this instance. Their flags identify the instance.
-	servers map[serverID]*server
-	// The field elements has the elements of the table, and routes has the local addresses as
-	// localAddresses.list returns them.
+	// known is true if the fields servers, elements and routes describe the kernel. If passing
+	// is true, the next listing begins a pass.
+	known, passing bool
+	// servers are the recorded frontends, elements are those of the table, and routes are the
+	// local addresses as localAddresses.list returns them.
+	servers  map[serverID]*frontendState
 	elements map[element]bool
 	routes   map[netip.Addr]bool
-
-	// lists are the lists of source ranges.
-	lists *sourcelists.Lists
-	// plans are the plans of the services that were delivered since the pass began. The
-	// fields refs and claims are computed from the plans: refs counts the uses of each
-	// element, and claims has the service of each frontend. No frontend is in two plans.
-	plans  map[types.NamespacedName]*plan
-	refs   map[element]int
-	claims map[serverID]claim
-	// unused are elements that no plan needs. They wait for deletion, together with their
-	// virtual servers and local addresses.
-	unused map[element]bool
-	// earlier are elements that the table had when the pass began, by group. When a service
-	// is delivered, the elements in the groups of its plan become unused, except those that
-	// the plan needs.
-	earlier map[element][]element
 	// leaving are virtual servers with destinations that get no new connections.
 	leaving map[serverID]bool
-	// unchecked are the virtual servers that the current comparison has yet to check.
-	unchecked []serverID
-	// compared is the generation of nf_tables in which compareTable found the table equal to
-	// the records, or 0. The field interrupted counts the consecutive comparisons of the
-	// table that were interrupted.
-	compared    uint32
-	interrupted int
-	// checked is the generation of nf_tables in which checkLoss found the table.
-	checked uint32
-	// leftovers records whether the last pass kept unused elements because services failed.
-	leftovers kernelnode.Leftovers
+	// compared is the generation of nf_tables in which the table was equal to the records, or
+	// 0. checked is the generation in which checkLoss found the table.
+	compared, checked uint32
+	// serverLost is true if checkLoss has found that a virtual server does not exist.
+	serverLost bool
+
+	// lists are the lists of source ranges. Until awaited is empty, they include lists from
+	// before the pass. It has the services that have failed, and endOfPass during the pass.
+	lists   *sourcelists.Lists
+	awaited map[types.NamespacedName]bool
+	claims  claims
+
+	// The fields below belong to one Sync. plans are the plans of the delivered views, failed
+	// are the services that could be programmed only in part, and edits are the changes of
+	// lists of source ranges that are not written yet.
+	plans  map[*api.View]*plan
+	failed sink.Failed
+	edits  map[types.NamespacedName]*sourcelists.Change
 }
 
 // virtualServers are the virtual servers in the kernel, and localRoutes are the local
@@ -106,15 +98,24 @@ type (
 	}
 )
 
-// claim is a frontend of a service.
-type claim struct {
-	service types.NamespacedName
-	*frontendPlan
+// routes is the kind of the routes that make addresses local. They are not in the table.
+const routes = setKinds
+
+// objectValue is the value of an object. Its key is an element without its value: that of
+// the set frontends for a frontend, and one of the kind routes for a local route.
+type objectValue struct {
+	// data is the data of an element of a map. For a route, it is empty if the route is right.
+	data     string
+	frontend *frontendState
 }
 
-func newDataplane(opts *Options) *dataplane {
+func equalValues(is, want objectValue) bool {
+	return is.data == want.data && (is.frontend == want.frontend || is.frontend != nil && want.frontend != nil && is.frontend.equal(want.frontend))
+}
+
+func newDataplane(opts *Options, verifyInterval time.Duration) *dataplane {
 	opts.Observer = backendoptions.Observe(opts.Observer)
-	return &dataplane{
+	d := &dataplane{
 		opts: opts,
 		planner: planner{
 			scheduler: opts.Scheduler, annotation: opts.SchedulerAnnotation,
@@ -126,6 +127,17 @@ func newDataplane(opts *Options) *dataplane {
 		lists:    sourcelists.New(nil),
 		local:    &localAddresses{name: opts.Interface, owner: opts.tableName(), netNS: opts.NetNS},
 	}
+	d.reconciler = reconcile.New(d, reconcile.Options[element, objectValue]{
+		Equal: equalValues,
+		Depth: func(e element) int {
+			if e.set.kind == frontends || e.set.kind == routes {
+				return 0
+			}
+			return 1
+		},
+		VerifyInterval: verifyInterval, Drifted: d.observer.Drifted,
+	})
+	return d
 }
 
 func (d *dataplane) close() error {
@@ -134,9 +146,9 @@ func (d *dataplane) close() error {
 	return errors.Join(d.nft.Close(), d.conn.close())
 }
 
-// begin begins a pass. It creates the table and the interface and reads the kernel.
+// begin begins a pass: it creates the table and the interface, and reads the kernel.
 func (d *dataplane) begin(ctx context.Context) (err error) {
-	d.known = false
+	d.known, d.passing = false, true
 	if err := d.local.open(); err != nil {
 		return err
 	}
@@ -145,66 +157,45 @@ func (d *dataplane) begin(ctx context.Context) (err error) {
 			return err
 		}
 	}
-	elements, err := d.readTable(ctx)
+	d.leaving, d.awaited = map[serverID]bool{}, map[types.NamespacedName]bool{endOfPass: true}
+	d.claims = newClaims()
+	d.compared, d.checked, d.serverLost = 0, 0, false
+	d.lists = sourcelists.New(d.planner.nodeAddrs)
+	all, err := d.read(ctx, d.readTable)
 	if err != nil {
 		return err
 	}
-	if d.routes, err = d.local.list(); err != nil {
-		return err
-	}
-	if d.servers, err = d.readServers(ctx); err != nil {
-		return err
-	}
-	d.elements = elements
-	d.plans, d.refs, d.claims = map[types.NamespacedName]*plan{}, map[element]int{}, map[serverID]claim{}
-	d.unused, d.earlier, d.leaving = map[element]bool{}, map[element][]element{}, map[serverID]bool{}
-	d.unchecked, d.compared, d.checked, d.interrupted = nil, 0, 0, 0
-	d.lists = sourcelists.New(d.planner.nodeAddrs)
-	for e := range elements {
-		if group := e.group(); group != e {
-			d.earlier[group] = append(d.earlier[group], e)
-		}
-	}
 	d.findLists()
-	if err := d.refuseWithoutServers(ctx); err != nil {
+	if err := d.refuseWithoutServers(ctx, all); err != nil {
 		return err
 	}
-	d.known = true
+	d.record(all, nil)
 	return nil
 }
 
-// refuseWithoutServers removes the elements of the table that let packets pass to virtual
-// servers that do not exist. These packets would reach programs of the node. Another
-// program may have deleted the virtual servers while kpng did not run.
-func (d *dataplane) refuseWithoutServers(ctx context.Context) error {
-	var remove []element
-	for e := range d.elements {
-		if !d.awaitsServer(e, nil) {
-			continue
-		}
-		if ctx.Err() != nil {
-			return context.Cause(ctx)
-		}
-		id := e.server()
-		if e.set.kind == redirects {
-			id = e.target()
-		}
-		s, err := d.conn.read(id) // the listing may have omitted it
-		if err != nil {
-			return err
-		}
-		if d.owns(id, s) {
-			d.servers[id] = s
-		} else {
-			remove = append(remove, e)
-		}
+// read reads the kernel. It returns the virtual servers, without their elements, and records
+// everything else.
+func (d *dataplane) read(ctx context.Context, readElements func(context.Context) (map[element]bool, error)) (map[serverID]*frontendState, error) {
+	elements, err := readElements(ctx)
+	if err != nil {
+		return nil, err
 	}
-	for chunk := range slices.Chunk(remove, d.table.maxElements) {
-		if err := d.changeTable(chunk, nil); err != nil {
-			return err
-		}
+	routes, err := d.local.list()
+	if err != nil {
+		return nil, err
 	}
-	return nil
+	all := map[serverID]*frontendState{}
+	err = d.readServers(ctx, func(id serverID, s *server) {
+		f := newFrontend(id, s)
+		if old := d.servers[id]; old != nil && slices.Equal(f.endpoints, old.endpoints) {
+			f.endpoints = old.endpoints // frontends share it
+		}
+		all[id] = f
+	})
+	if err == nil {
+		d.elements, d.routes = elements, routes
+	}
+	return all, err
 }
 
 // readTable returns the elements of the table. If another program or another version of
@@ -222,6 +213,154 @@ func (d *dataplane) readTable(ctx context.Context) (map[element]bool, error) {
 	return elements, err
 }
 
+// startOver returns an error that requests a new pass.
+func startOver(err error) error { return fmt.Errorf("%w (%w)", err, sink.ErrStartOver) }
+
+// readServers calls found for the virtual servers of this instance. The kernel's listing may
+// be incomplete. The function omitForeign finds a missing virtual server that a service
+// needs. The function deleteServer finds one whose element is in the table.
+func (d *dataplane) readServers(ctx context.Context, found func(serverID, *server)) error {
+	servers, err := d.conn.list()
+	if err != nil {
+		return err
+	}
+	for id, s := range servers {
+		if !d.owns(id, s) {
+			continue
+		}
+		if ctx.Err() != nil {
+			return context.Cause(ctx)
+		}
+		if err := d.conn.readDestinations(id, s); err != nil {
+			return err
+		}
+		found(id, s)
+		delete(servers, id) // so that the memory of its destinations is free
+	}
+	return nil
+}
+
+// owns reports whether a virtual server in the kernel belongs to this instance. A virtual
+// server in the records belongs to the instance even if another program has changed its
+// flags.
+func (d *dataplane) owns(id serverID, s *server) bool {
+	return s != nil && (s.flags&ownerMask == d.planner.owner || d.exists(id))
+}
+
+// exists reports whether a virtual server is in the records.
+func (d *dataplane) exists(id serverID) bool { return d.servers[id] != nil && d.servers[id].exists }
+
+// refuseWithoutServers removes the elements of the table that let packets pass to virtual
+// servers that do not exist. These packets would reach programs of the node. Another
+// program may have deleted the virtual servers while kpng did not run.
+func (d *dataplane) refuseWithoutServers(ctx context.Context, all map[serverID]*frontendState) error {
+	var remove []element
+	for e := range d.elements {
+		id, ok := d.awaits(e)
+		if !ok || all[id] != nil {
+			continue
+		}
+		if ctx.Err() != nil {
+			return context.Cause(ctx)
+		}
+		s, err := d.conn.read(id) // the listing may have omitted it
+		if err != nil {
+			return err
+		}
+		if d.owns(id, s) {
+			all[id] = newFrontend(id, s)
+		} else {
+			remove = append(remove, e)
+		}
+	}
+	for chunk := range slices.Chunk(remove, d.table.maxElements) {
+		if err := d.changeTable(chunk, nil); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// awaits returns the virtual server without which the table must not have e, if there is
+// one.
+func (d *dataplane) awaits(e element) (serverID, bool) {
+	switch e.set.kind {
+	case frontends:
+		return e.server(), d.elements[addressElement(e.addr())] // whether the address was made local
+	case redirects:
+		return e.target(), true // the table would not refuse the redirected packets
+	default:
+		return serverID{}, false
+	}
+}
+
+// record adds the recorded elements to frontends and records these. It keeps the frontends
+// of which the kernel has nothing if they are in kept.
+func (d *dataplane) record(all, kept map[serverID]*frontendState) {
+	for e := range d.elements {
+		if e.set.kind.describesFrontend() {
+			id := e.server()
+			if all[id] == nil {
+				all[id] = newFrontend(id, nil)
+			}
+			all[id].elements = append(all[id].elements, e)
+		}
+	}
+	for id, f := range kept {
+		if all[id] == nil && !f.exists && len(f.elements) == 0 {
+			all[id] = f
+		}
+	}
+	for id, f := range all {
+		slices.SortFunc(f.elements, element.compare)
+		// The Reconciler keeps equal records, so that all records must stay the same pointers.
+		if old := d.servers[id]; old != nil && old.equal(f) {
+			all[id] = old
+		}
+		if len(f.others) > 0 {
+			d.leaving[id] = true
+		}
+	}
+	d.servers = all
+}
+
+// List implements [reconcile.Dataplane].
+func (d *dataplane) List(ctx context.Context, emit func(element, objectValue)) error {
+	if !d.passing {
+		d.failed = nil
+		if err := d.conn.checkConntrack(); err != nil {
+			return startOver(err) // a pass corrects the setting
+		}
+		all, err := d.read(ctx, d.readElements)
+		if err != nil {
+			return err
+		}
+		d.record(all, d.servers)
+	}
+	d.passing = false
+	for id, f := range d.servers {
+		emit(id.element(), objectValue{frontend: f})
+	}
+	for e := range d.elements {
+		if e.set.kind != sources && !e.set.kind.describesFrontend() {
+			emit(e.group(), objectValue{data: e.value})
+		}
+	}
+	for addr, ok := range d.routes {
+		v := objectValue{}
+		if !ok {
+			v.data = "another source"
+		}
+		emit(routeObject(addr), v)
+	}
+	return nil
+}
+
+// routeObject returns the key of the route that makes an address local.
+func routeObject(addr netip.Addr) element {
+	return element{set: setOf(routes, addr), key: addrKey(addr)}
+}
+
 // follow copies the addresses of the machine from the argument next. It returns false if
 // plans depend on addresses that have changed, so that a new pass is needed.
 func (d *dataplane) follow(next planner) bool {
@@ -232,9 +371,8 @@ func (d *dataplane) follow(next planner) bool {
 	if slices.Equal(p.machineAddrs, next.machineAddrs) {
 		return true
 	}
-	for id, c := range d.claims {
-		external := c.kind == nodeview.ExternalIP || c.kind == nodeview.LoadBalancerIP
-		if external && p.hasMachine(id.Addr()) != next.hasMachine(id.Addr()) {
+	for id := range d.servers {
+		if p.hasMachine(id.Addr()) != next.hasMachine(id.Addr()) {
 			return false
 		}
 	}
@@ -245,273 +383,169 @@ func (d *dataplane) follow(next planner) bool {
 	return true
 }
 
-// readServers returns the virtual servers of this instance. The kernel's listing may be
-// incomplete. The function omitForeign finds a missing virtual server that a service
-// needs. The function deleteServer finds one whose element is in the table.
-func (d *dataplane) readServers(ctx context.Context) (map[serverID]*server, error) {
-	servers, err := d.conn.list()
-	if err != nil {
-		return nil, err
-	}
-	for id, s := range servers {
-		if !d.owns(id, s) {
-			delete(servers, id)
-			continue
-		}
-		if ctx.Err() != nil {
-			return nil, context.Cause(ctx)
-		}
-		if err := d.conn.readDestinations(id, s); err != nil {
-			return nil, err
-		}
-	}
-	return servers, nil
-}
-
-// owns reports whether a virtual server in the kernel belongs to this instance. A virtual
-// server in the records belongs to the instance even if another program has changed its
-// flags.
-func (d *dataplane) owns(id serverID, s *server) bool {
-	return s != nil && (s.flags&ownerMask == d.planner.owner || d.servers[id] != nil)
-}
-
-// element returns the element of a virtual server in the set frontends.
-func (id serverID) element() element {
-	return element{set: setOf(frontends, id.Addr()), key: frontendKey(id)}
-}
+// endOfPass stands for the end of a pass in dataplane.awaited.
+var endOfPass types.NamespacedName
 
 // sync programs the changes c. Its errors are those of Sync in [sink.Sink].
-//
-// Its steps interrupt no traffic. The instance makes an address local after the virtual
-// servers and the table's elements of this address exist. At such an address, the table
-// accepts packets to a frontend only while the frontend's virtual server exists.
-// Otherwise the table refuses these packets, because they would reach programs of the
-// node. The table always refuses packets to other ports of such an address. Other
-// frontends have addresses that belong to the machine, and the table does not refuse
-// packets to other ports of these addresses. Therefore sync adds the elements of such a
-// frontend before its virtual server, and deletes the elements after the virtual server.
-// In the opposite order, IPVS would forward connections that source ranges exclude.
-func (d *dataplane) sync(c *sink.Changes) error {
-	var failed sink.Failed
-	plans := map[types.NamespacedName]*plan{}
-	var lists []*sourcelists.Change
-	for ch := range c.Services {
-		list := d.lists.Begin(ch.Key, ch.Old, ch.New)
-		lists = append(lists, list)
-		failed.Do(ch.Key, func() error {
-			p, err := d.planner.plan(ch.New, list.Number)
-			if p == nil {
-				return err
-			}
-			err = errors.Join(err, d.omitForeign(p))
-			plans[ch.Key] = p
+func (d *dataplane) sync(ctx context.Context, c *sink.Changes) error {
+	if c.First {
+		if err := d.begin(ctx); err != nil {
 			return err
-		})
+		}
 	}
-	d.resolveConflicts(plans, &failed)
+	d.plans, d.failed = map[*api.View]*plan{}, nil
+	d.edits = map[types.NamespacedName]*sourcelists.Change{}
+	d.planServices(c)
+	lists := slices.Collect(maps.Values(d.edits))
 	err := d.writeLists()
 	if err == nil {
-		err = d.addElements(plans, lists)
+		d.known = false
+		err = d.reconciler.Sync(ctx, c)
 	}
+	failed, ok := sink.Acknowledged(err)
 	for _, list := range lists {
-		list.End(err != nil || plans[list.Service] == nil)
+		failed := !ok || failed[list.Service] != nil && d.edits[list.Service] != nil
+		if list.End(failed); failed {
+			delete(d.edits, list.Service)
+		}
 	}
-	if err != nil {
+	d.plans = nil
+	if !ok {
 		return err
 	}
+	// The frontends of the remaining services stay as they are.
+	if err := d.changeInParts(rangesOf(d.edits)); err != nil {
+		return startOver(err)
+	}
+	d.known, d.edits = true, nil
 	for ch := range c.Services {
-		if ch.New == nil {
-			delete(d.plans, ch.Key)
-		}
-	}
-	for key, p := range plans {
-		failed.Do(key, func() error { return errors.Join(failed[key], d.programServers(p)) })
-	}
-	if err := d.acceptPackets(plans); err != nil {
-		return err
-	}
-	for key, p := range plans {
-		failed.Do(key, func() error { return errors.Join(failed[key], d.addAddresses(p)) })
+		delete(d.awaited, ch.Key)
 	}
 	if c.Last {
-		d.endPass(slices.AppendSeq(slices.Clone(c.Failing), maps.Keys(failed)))
+		delete(d.awaited, endOfPass)
 	}
-	if err := errors.Join(d.deleteUnused(), d.reapLists(context.Background(), maxUnused)); err != nil {
+	for _, key := range slices.AppendSeq(slices.Clone(c.Failing), maps.Keys(failed)) {
+		d.awaited[key] = true
+	}
+	if len(d.awaited) == 0 && d.lists.HasKept() {
+		d.lists.EndPass()
+	}
+	if err := d.reapLists(context.Background(), maxUnused); err != nil {
 		return err
-	}
-	if c.Last {
-		d.leftovers.RecordPass(time.Now(), d.leftovers.Exist)
-		if len(failed)+len(c.Failing) == 0 {
-			d.observer.Drifted(false)
-		}
 	}
 	d.observer.Holds("servers", len(d.servers))
 	d.observer.Holds("elements", len(d.elements))
-	return failed.Err()
+	for key, err := range failed {
+		d.fail(key, err)
+	}
+	all := d.failed
+	d.failed = nil
+	return all.Err()
 }
 
-// resolveConflicts leaves each frontend in the plan of one service. An external or
-// load-balancer IP of a service may be an address of the node, and its port may be a node
-// port. Then the node port wins, and the service that loses the frontend fails. All other
-// conflicts are resolved before Sync, so the frontend belongs to the service that was
-// delivered last. If a service that is not in plans loses a frontend, resolveConflicts
-// adds the service's new plan to plans.
-func (d *dataplane) resolveConflicts(plans map[types.NamespacedName]*plan, failed *sink.Failed) {
-	others := map[types.NamespacedName]*plan{}
-	for _, p := range plans {
-		for i := range p.frontends {
-			if c, ok := d.claims[p.frontends[i].id]; ok && plans[c.service] == nil && others[c.service] == nil {
-				other := *d.plans[c.service]
-				other.frontends = slices.Clone(other.frontends)
-				others[c.service] = &other
+// planServices plans the delivered services.
+func (d *dataplane) planServices(c *sink.Changes) {
+	for ch := range c.Services {
+		list := d.lists.Begin(ch.Key, ch.Old, ch.New)
+		d.edits[ch.Key] = list
+		d.failed.Do(ch.Key, func() error {
+			p, err := d.planner.plan(ch.New, list.Number)
+			if p == nil {
+				return nil // Plan returns the error
+			}
+			d.plans[ch.New] = p
+			d.claims.set(ch.Key, p, d.planner.nodePortAddrs)
+			return err
+		})
+	}
+	for ch := range c.Services {
+		p := d.plans[ch.New]
+		if p == nil {
+			continue
+		}
+		for _, id := range d.claims.of[ch.Key] {
+			if loser, ok := d.claims.addresses[id]; ok && d.claims.nodePorts[id] == ch.Key && d.edits[loser] == nil {
+				d.fail(loser, d.claims.conflict(id))
 			}
 		}
+		d.fail(ch.Key, errors.Join(d.claims.resolve(p), d.omitForeign(p)))
 	}
-	winners := map[serverID]claim{}
-	conflicts := map[types.NamespacedName][]error{}
-	for _, nodePorts := range []bool{true, false} {
-		for _, group := range []map[types.NamespacedName]*plan{plans, others} {
-			for key, p := range group {
-				p.frontends = slices.DeleteFunc(p.frontends, func(f frontendPlan) bool {
-					if (f.kind == nodeview.NodePort) != nodePorts {
-						return false
-					}
-					winner, taken := winners[f.id]
-					if !taken {
-						winners[f.id] = claim{key, &f}
-					} else if !nodePorts && winner.kind == nodeview.NodePort {
-						err := fmt.Errorf("%s %s: service %s has the same address and port as %s", f.kind, f.id, winner.service, winner.kind)
-						conflicts[key] = append(conflicts[key], err)
-					}
-					return taken
-				})
-			}
-		}
-	}
-	for key, errs := range conflicts {
-		failed.Add(key, errors.Join((*failed)[key], errors.Join(errs...)))
-	}
-	maps.Copy(plans, others)
 }
 
-// errForeign is an error for a virtual server of another program.
-func errForeign(id serverID) error {
-	return fmt.Errorf("virtual server %s belongs to another program", id)
+// fail records that a service fails. The objects of the service that were planned and
+// programmed stay.
+func (d *dataplane) fail(key types.NamespacedName, err error) {
+	d.failed.Add(key, errors.Join(d.failed[key], err))
 }
+
+// errForeign means that a virtual server was created by another program.
+var errForeign = errors.New("belongs to another program")
 
 // omitForeign removes from p the frontends whose virtual servers belong to other
 // programs. It returns an error that names these virtual servers.
 func (d *dataplane) omitForeign(p *plan) error {
 	var errs []error
 	p.frontends = slices.DeleteFunc(p.frontends, func(f frontendPlan) bool {
-		if d.servers[f.id] != nil {
+		if d.exists(f.id) {
 			return false
 		}
-		s, err := d.conn.read(f.id)
-		switch {
-		case err != nil || s == nil:
-		case d.owns(f.id, s):
-			d.servers[f.id] = s // the listing of the pass was incomplete
-		default:
-			err = errForeign(f.id)
+		is, err := d.readFrontend(f.id)
+		if errs = append(errs, err); err == nil && is.exists {
+			d.servers[f.id] = is // the listing of the pass was incomplete
 		}
-		errs = append(errs, err)
 		return err != nil
 	})
 	return errors.Join(errs...)
 }
 
-// addElements adds the elements of plans and the changes of lists of source ranges to the
-// table, and records the plans. It omits elements that await a virtual server. If it fails,
-// it has changed nothing, or it requests a new pass.
-func (d *dataplane) addElements(plans map[types.NamespacedName]*plan, lists []*sourcelists.Change) error {
-	delta := map[element]int{}
-	groups := map[element]bool{}
-	for key, p := range plans {
-		for e := range p.all() {
-			delta[e]++
-			groups[e.group()] = true
-		}
-		for e := range d.plans[key].all() {
-			delta[e]--
-		}
+// readFrontend reads the virtual server of a frontend. The frontend has the recorded
+// elements.
+func (d *dataplane) readFrontend(id serverID) (*frontendState, error) {
+	s, err := d.conn.read(id)
+	if s != nil && !d.owns(id, s) {
+		s, err = nil, fmt.Errorf("virtual server %s %w", id, errForeign)
 	}
-	for group := range groups {
-		for _, e := range d.earlier[group] {
-			delta[e] += 0 // adds the key e, so e becomes unused unless the new plan needs it
-		}
+	f := newFrontend(id, s)
+	if old := d.servers[id]; old != nil {
+		f.elements = old.elements
 	}
-	for e := range d.unused {
-		if e.set.kind == restricted && groups[e.group()] {
-			delta[e] += 0 // its frontend may get another list
-		}
-	}
-	var remove, add []element
-	for _, list := range lists {
-		if plans[list.Service] != nil {
-			remove, add = append(remove, sourceElements(list.Remove)...), append(add, sourceElements(list.Add)...)
-		}
-	}
-	for e, n := range delta {
-		await := d.awaitsServer(e, delta)
-		needed := d.refs[e]+n > 0 && !await
-		switch {
-		case needed == d.elements[e]:
-		case needed:
-			add = append(add, e)
-		case await, e.set.kind == redirects, e.set.kind == healthChecks:
-			remove = append(remove, e) // another element may get its key
-		case e.set.kind == restricted && d.refs[e.group()]+delta[e.group()] > 0:
-			remove = append(remove, e) // the frontend gets another list, or admits all sources
-		}
-	}
-	if err := d.changeInParts(remove, add); err != nil {
-		return err
-	}
-	for e, n := range delta {
-		if d.refs[e] += n; d.refs[e] > 0 {
-			delete(d.unused, e)
-		} else {
-			delete(d.refs, e)
-			d.unused[e] = true
-		}
-	}
-	d.record(plans)
-	return nil
+	return f, err
 }
 
-// awaitsServer reports whether the table must not have e because the virtual server to
-// which e leads does not exist. The argument delta has the elements that are added
-// together with e.
-func (d *dataplane) awaitsServer(e element, delta map[element]int) bool {
-	switch e.set.kind {
-	case frontends:
-		address := addressElement(e.addr())
-		madeLocal := d.elements[address] || delta[address] > 0
-		return madeLocal && d.servers[e.server()] == nil
-	case redirects:
-		return d.servers[e.target()] == nil // the table would not refuse the redirected packets
-	default:
-		return false
+// Plan implements [reconcile.Dataplane]. If a service fails for another reason than its
+// number of destinations, its plan has the other objects, and sync reports the failure.
+func (d *dataplane) Plan(view *api.View, emit func(element, objectValue)) error {
+	p := d.plans[view]
+	if p == nil {
+		var err error
+		if p, err = d.planner.plan(view, func(f *nodeview.Frontend) uint32 { return d.lists.Of(view.Key(), f.Addr) }); p == nil {
+			return err
+		}
+		d.claims.resolve(p)
+		d.omitForeign(p)
 	}
-}
-
-// record records plans and their frontends.
-func (d *dataplane) record(plans map[types.NamespacedName]*plan) {
-	for key := range plans {
-		if old := d.plans[key]; old != nil {
-			for i := range old.frontends {
-				delete(d.claims, old.frontends[i].id)
-				delete(d.leaving, old.frontends[i].id)
+	for i := range p.frontends {
+		f := &p.frontends[i]
+		own := make([]element, 0, len(f.elements))
+		for _, e := range f.elements {
+			if e.set.kind.describesFrontend() {
+				own = append(own, e)
+			} else {
+				emit(e.group(), objectValue{data: e.value})
 			}
 		}
-	}
-	for key, p := range plans {
-		for i := range p.frontends {
-			d.claims[p.frontends[i].id] = claim{key, &p.frontends[i]}
+		slices.SortFunc(own, element.compare)
+		if f.local {
+			emit(routeObject(f.id.Addr()), objectValue{})
 		}
-		d.plans[key] = p
+		emit(f.id.element(), objectValue{frontend: &frontendState{
+			wanted: f.wanted, planned: true, exists: true, protocol: f.id.protocol, elements: own,
+		}})
 	}
+	for _, e := range p.elements {
+		emit(e.group(), objectValue{data: e.value})
+	}
+	return nil
 }
 
 // changeTable removes and adds elements of the table, in one transaction. If that fails
@@ -524,7 +558,11 @@ func (d *dataplane) changeTable(remove, add []element) error {
 	err := d.table.change(remove, add)
 	d.observer.Wrote(len(remove)+len(add), err)
 	if err != nil {
-		return errors.Join(err, d.compareTable(context.Background()))
+		elements, readErr := d.readElements(context.Background())
+		if readErr == nil && !maps.Equal(elements, d.elements) {
+			readErr = d.changed("table inet " + d.table.name)
+		}
+		return errors.Join(err, readErr)
 	}
 	for _, e := range remove {
 		delete(d.elements, e)
@@ -563,231 +601,16 @@ func (d *dataplane) changeInParts(remove, add []element) error {
 		}
 		if err := d.changeTable(remove, add); err != nil {
 			d.known = false
-			return fmt.Errorf("%w (%w)", err, sink.ErrStartOver)
+			return startOver(err)
 		}
 		remove, add = nil, nil
 	}
 	return nil
 }
 
-// programServers programs the virtual servers of a service. If one virtual server fails,
-// programServers programs the others anyway.
-func (d *dataplane) programServers(p *plan) error {
-	var errs []error
-	for i := range p.frontends {
-		errs = append(errs, d.programServer(p.frontends[i].id))
-	}
-	return errors.Join(errs...)
-}
-
-// acceptPackets adds an element of a plan if the element's virtual server exists now, and
-// removes the element if its virtual server does not exist any more.
-func (d *dataplane) acceptPackets(plans map[types.NamespacedName]*plan) error {
-	var remove, add []element
-	for _, p := range plans {
-		for e := range p.all() {
-			switch await := d.awaitsServer(e, nil); {
-			case !await && !d.elements[e]:
-				add = append(add, e)
-			case await && d.elements[e]:
-				remove = append(remove, e)
-			}
-		}
-	}
-	return d.changeInParts(remove, add)
-}
-
-// addAddresses makes the addresses of a service local if their virtual servers exist.
-func (d *dataplane) addAddresses(p *plan) error {
-	var errs []error
-	for i := range p.frontends {
-		f := &p.frontends[i]
-		if addr := f.id.Addr(); f.local && !d.routes[addr] && d.servers[f.id] != nil {
-			err := d.local.add(addr)
-			switch {
-			case err == nil:
-				d.routes[addr] = true
-			case d.local.lost():
-				err = errors.Join(err, d.changed("interface "+d.opts.Interface)) // a pass repairs the interface
-			}
-			errs = append(errs, err)
-		}
-	}
-	return errors.Join(errs...)
-}
-
-// programServer brings a virtual server to its wanted state. If the kernel's error shows
-// that another program has changed the virtual server, programServer reads the virtual
-// server and tries again.
-func (d *dataplane) programServer(id serverID) error {
-	err := d.tryServer(id)
-	if errors.Is(err, unix.ESRCH) || errors.Is(err, unix.ENOENT) || errors.Is(err, unix.EEXIST) {
-		s, readErr := d.conn.read(id)
-		if readErr != nil {
-			return errors.Join(err, readErr)
-		}
-		if s != nil && !d.owns(id, s) {
-			return errForeign(id)
-		}
-		d.setServer(id, s)
-		err = d.tryServer(id)
-	}
-	return err
-}
-
-// setServer records the state of a virtual server in the kernel. If s is nil, the virtual
-// server does not exist.
-func (d *dataplane) setServer(id serverID, s *server) {
-	d.servers[id] = s
-	if s == nil {
-		delete(d.servers, id)
-	}
-}
-
-func (d *dataplane) tryServer(id serverID) error {
-	w, s := d.claims[id].wanted, d.servers[id]
-	var errs []error
-	if s == nil || s.settings != w.settings {
-		if err := d.conn.set(id, s == nil, w.settings); err != nil {
-			if s == nil {
-				return err
-			}
-			errs = append(errs, err) // continue, because the virtual server still needs its endpoints
-		} else {
-			if s == nil {
-				s = &server{destinations: map[netip.AddrPort]destination{}}
-				d.servers[id] = s
-			}
-			s.settings = w.settings
-		}
-	}
-	for _, at := range w.endpoints {
-		if to, ok := s.destinations[at]; !ok || to.edited || to.weight != weight {
-			errs = append(errs, d.setDestination(id, s, at, weight))
-		}
-	}
-	for at, to := range s.destinations {
-		switch {
-		case w.has(at):
-		case !w.keeps(at, id.protocol):
-			err := d.conn.deleteDestination(id, at)
-			if err == nil {
-				delete(s.destinations, at)
-			}
-			errs = append(errs, err)
-		default:
-			d.leaving[id] = true
-			if to.weight != 0 {
-				errs = append(errs, d.setDestination(id, s, at, 0))
-			}
-		}
-	}
-	return errors.Join(errs...)
-}
-
-// weight is the weight of endpoints that get new connections.
-const weight = 1
-
-func (d *dataplane) setDestination(id serverID, s *server, at netip.AddrPort, weight uint32) error {
-	to, ok := s.destinations[at]
-	if err := d.conn.setDestination(id, at, !ok, weight); err != nil {
-		return err
-	}
-	to.weight, to.edited = weight, false
-	s.destinations[at] = to
-	return nil
-}
-
-// endPass marks as unused everything that no delivered service needs. It marks nothing if
-// one of the failing services has no plan, because that service may still need something.
-func (d *dataplane) endPass(failing []types.NamespacedName) {
-	d.leftovers.Exist = slices.ContainsFunc(failing, func(key types.NamespacedName) bool { return d.plans[key] == nil })
-	if d.leftovers.Exist {
-		return
-	}
-	d.earlier = nil
-	d.lists.EndPass()
-	mark := func(e element) {
-		if d.refs[e] == 0 && e.set.kind != sources {
-			d.unused[e] = true
-		}
-	}
-	for e := range d.elements {
-		mark(e)
-	}
-	for id := range d.servers {
-		mark(id.element())
-	}
-	for addr := range d.routes {
-		mark(addressElement(addr))
-	}
-}
-
-// deleteUnused deletes unused elements with their virtual servers and addresses. Elements
-// that it cannot delete stay in d.unused. The comment of sync explains why deleteUnused
-// deletes some virtual servers before their elements, and others after their elements.
-func (d *dataplane) deleteUnused() error {
-	var errs []error
-	kept := map[element]bool{}  // groups that could not be deleted
-	var before, after []element // frontends whose virtual servers are deleted before or after the elements
-	for e := range d.unused {
-		switch {
-		case e.set.kind == addresses && d.hasRoute(e.addr()):
-			if err := d.local.remove(e.addr()); err != nil {
-				errs, kept[e] = append(errs, err), true
-				continue
-			}
-			delete(d.routes, e.addr())
-		case e.set.kind == frontends && d.elements[addressElement(e.addr())]:
-			after = append(after, e)
-		case e.set.kind == frontends:
-			before = append(before, e)
-		}
-	}
-	deleteServers := func(list []element) {
-		for _, e := range list {
-			if err := d.deleteServer(e.server()); err != nil {
-				errs, kept[e] = append(errs, err), true
-			}
-		}
-	}
-	deleteServers(before)
-	var remove []element
-	for e := range d.unused {
-		if d.elements[e] && !kept[e.group()] {
-			remove = append(remove, e)
-		}
-	}
-	slices.SortFunc(remove, element.compare) // frontends first
-	for chunk := range slices.Chunk(remove, d.table.maxElements) {
-		if err := d.changeTable(chunk, nil); err != nil {
-			return errors.Join(append(errs, err)...)
-		}
-	}
-	deleteServers(after)
-	maps.DeleteFunc(d.unused, func(e element, _ bool) bool { return !kept[e.group()] })
-	return errors.Join(errs...)
-}
-
-// hasRoute reports whether the instance has made an address local, with any source.
-func (d *dataplane) hasRoute(addr netip.Addr) bool {
-	_, ok := d.routes[addr]
-	return ok
-}
-
-// deleteServer deletes a virtual server of this instance if it exists. If the pass's
-// listing has omitted it, deleteServer reads it from the kernel.
-func (d *dataplane) deleteServer(id serverID) error {
-	if d.servers[id] == nil {
-		if s, err := d.conn.read(id); err != nil || !d.owns(id, s) {
-			return err
-		}
-	}
-	if err := d.conn.delete(id); err != nil {
-		return err
-	}
-	delete(d.servers, id)
-	return nil
+// element returns the element of a virtual server in the set frontends.
+func (id serverID) element() element {
+	return element{set: setOf(frontends, id.Addr()), key: frontendKey(id)}
 }
 
 // cleanup deletes the virtual servers, the interface and the table of the instance. With

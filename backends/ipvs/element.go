@@ -110,6 +110,16 @@ type element struct {
 	key, value string
 }
 
+// describesFrontend reports whether the elements of a set describe frontends.
+func (k setKind) describesFrontend() bool {
+	switch k {
+	case addresses, clusterIPs, healthChecks, hairpins, sources:
+		return false
+	default:
+		return true
+	}
+}
+
 func (e element) compare(o element) int {
 	return cmp.Or(cmp.Compare(e.set.kind, o.set.kind), cmp.Compare(e.set.family, o.set.family),
 		cmp.Compare(e.key, o.key), cmp.Compare(e.value, o.value))
@@ -153,15 +163,13 @@ func sourceElements(ranges []sourcelists.Range) (list []element) {
 }
 
 // group returns the frontend that e describes, as an element of the set frontends. If e
-// does not describe a frontend, group returns e without its value. A plan that needs an
-// element of a group replaces all other elements of the group.
+// does not describe a frontend, group returns e without its value. The elements of a group
+// change in one transaction.
 func (e element) group() element {
-	switch e.set.kind {
-	case addresses, clusterIPs, healthChecks, hairpins, sources:
+	if !e.set.kind.describesFrontend() {
 		return element{set: e.set, key: e.key}
-	default:
-		return element{set: setID{frontends, e.set.family}, key: e.key[:e.addr().BitLen()/8+8]}
 	}
+	return element{set: setID{frontends, e.set.family}, key: e.key[:e.addr().BitLen()/8+8]}
 }
 
 // addr returns the address at the beginning of the key.

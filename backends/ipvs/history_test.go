@@ -66,6 +66,7 @@ func newSubject(tb testing.TB, sysctls backends.SysctlMode, edit func(*dataplane
 			if b, err = newBackend(opts); err != nil {
 				tb.Fatal(err)
 			}
+			b.dataplane = newDataplane(&b.opts, -1)
 			d := b.dataplane
 			edit(d)
 			d.conn, d.local = &faultyServers{d.conn, &f}, &faultyRoutes{d.local, &f}
@@ -84,8 +85,7 @@ func newSubject(tb testing.TB, sysctls backends.SysctlMode, edit func(*dataplane
 		Verify: func(ctx context.Context, _ sink.Sink) error {
 			// A second call removes the endpoints that the first one takes out of service.
 			for range 2 {
-				b.idleAt, b.compareAt, b.searchAt = time.Time{}, time.Time{}, time.Time{}
-				b.dataplane.leftovers.Exist = false // the histories include the pass that it requests
+				b.idleAt, b.searchAt = time.Time{}, time.Time{}
 				if err := b.Verify(ctx); err != nil {
 					return err
 				}
@@ -250,13 +250,17 @@ func (f fakeServers) delete(id serverID) error {
 	return nil
 }
 
-// objects describes what the kernel has, without the numbers of lists of source ranges.
-func objects(tb testing.TB, d *dataplane) (lines []string) {
-	servers, err := d.readServers(tb.Context())
-	if err != nil {
+func ownServers(tb testing.TB, d *dataplane) map[serverID]*server {
+	all := map[serverID]*server{}
+	if err := d.readServers(tb.Context(), func(id serverID, s *server) { all[id] = s }); err != nil {
 		tb.Fatal(err)
 	}
-	for id, s := range servers {
+	return all
+}
+
+// objects describes what the kernel has, without the numbers of lists of source ranges.
+func objects(tb testing.TB, d *dataplane) (lines []string) {
+	for id, s := range ownServers(tb, d) {
 		line := fmt.Sprintf("server %s %+v", id, s.settings)
 		for _, at := range slices.SortedFunc(maps.Keys(s.destinations), netip.AddrPort.Compare) {
 			line += fmt.Sprintf(" %s=%d", at, s.destinations[at].weight)
@@ -311,10 +315,7 @@ func objects(tb testing.TB, d *dataplane) (lines []string) {
 // drift deletes or changes objects of the instance, as another program does.
 func drift(tb testing.TB, d *dataplane, random *rand.Rand) {
 	for range 1 + random.IntN(3) {
-		servers, err := d.readServers(tb.Context())
-		if err != nil {
-			tb.Fatal(err)
-		}
+		servers := ownServers(tb, d)
 		ids := slices.SortedFunc(maps.Keys(servers), func(a, b serverID) int { return a.Compare(b.AddrPort) })
 		elements, err := d.table.read(tb.Context())
 		if err != nil {

@@ -8,7 +8,6 @@ import (
 	"cmp"
 	"errors"
 	"fmt"
-	"iter"
 	"net/netip"
 	"slices"
 	"time"
@@ -17,6 +16,7 @@ import (
 	"github.com/kpng-project/kpng/internal/healthport"
 	"github.com/kpng-project/kpng/internal/nftrule"
 	"github.com/kpng-project/kpng/nodeview"
+	"k8s.io/apimachinery/pkg/types"
 )
 
 // planner computes what services need in the kernel. Its results depend only on its
@@ -273,29 +273,65 @@ func redirect(f *nodeview.Frontend, targets map[target]netip.AddrPort) (to netip
 	return to, ok
 }
 
-// all yields the elements of a plan. A nil plan has no elements.
-func (p *plan) all() iter.Seq[element] {
-	return func(yield func(element) bool) {
-		if p == nil {
-			return
-		}
-		for i := range p.frontends {
-			for _, e := range p.frontends[i].elements {
-				if !yield(e) {
-					return
-				}
-			}
-		}
-		for _, e := range p.elements {
-			if !yield(e) {
-				return
-			}
-		}
-	}
-}
-
 // has reports whether a destination gets new connections.
 func (w *wanted) has(at netip.AddrPort) bool {
 	_, ok := slices.BinarySearchFunc(w.endpoints, at, netip.AddrPort.Compare)
 	return ok
+}
+
+// claims are the services with frontends at the addresses of node ports. An external or
+// load-balancer IP of a service may be an address of the node, and its port may be a node
+// port. Then the node port wins, and the service that loses the frontend fails. All other
+// conflicts are resolved before Sync, so the frontend belongs to the service that was
+// delivered last.
+type claims struct {
+	nodePorts, addresses map[serverID]types.NamespacedName
+	of                   map[types.NamespacedName][]serverID
+}
+
+func newClaims() claims {
+	return claims{map[serverID]types.NamespacedName{}, map[serverID]types.NamespacedName{}, map[types.NamespacedName][]serverID{}}
+}
+
+// set records the plan of a service.
+func (c *claims) set(key types.NamespacedName, p *plan, nodePortAddrs []netip.Addr) {
+	for _, id := range c.of[key] {
+		for _, claimed := range []map[serverID]types.NamespacedName{c.nodePorts, c.addresses} {
+			if claimed[id] == key {
+				delete(claimed, id)
+			}
+		}
+	}
+	delete(c.of, key)
+	for i := range p.frontends {
+		f := &p.frontends[i]
+		if f.kind == nodeview.ClusterIP || !slices.Contains(nodePortAddrs, f.id.Addr()) {
+			continue
+		}
+		c.of[key] = append(c.of[key], f.id)
+		if f.kind == nodeview.NodePort {
+			c.nodePorts[f.id] = key
+		} else {
+			c.addresses[f.id] = key
+		}
+	}
+}
+
+// conflict returns the error of a service whose frontend is a node port.
+func (c *claims) conflict(id serverID) error {
+	return fmt.Errorf("%s: service %s has the same address and port as %s", id, c.nodePorts[id], nodeview.NodePort)
+}
+
+// resolve removes the frontends from p that belong to node ports. It returns an error that
+// names them.
+func (c *claims) resolve(p *plan) error {
+	var errs []error
+	p.frontends = slices.DeleteFunc(p.frontends, func(f frontendPlan) bool {
+		_, taken := c.nodePorts[f.id]
+		if taken = taken && f.kind != nodeview.NodePort; taken {
+			errs = append(errs, c.conflict(f.id))
+		}
+		return taken
+	})
+	return errors.Join(errs...)
 }

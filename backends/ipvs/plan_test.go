@@ -17,10 +17,10 @@ import (
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/internal/backendtest"
+	"github.com/kpng-project/kpng/internal/netnstest"
 	"github.com/kpng-project/kpng/node/nodeaddr"
 	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
-	"k8s.io/apimachinery/pkg/types"
 )
 
 // view returns the result of [backendtest.View] for the cluster IP 10.96.0.1.
@@ -31,6 +31,7 @@ func view(endpoints []string, edit func(*api.Service)) *api.View {
 
 // describe returns a plan as lines: virtual servers with endpoints, and elements.
 func describe(p *plan) (lines []string) {
+	var all []element
 	for _, f := range p.frontends {
 		line := fmt.Sprintf("%s %s %v", f.id, f.scheduler, f.endpoints)
 		if f.persistence > 0 {
@@ -40,8 +41,9 @@ func describe(p *plan) (lines []string) {
 			line += " local"
 		}
 		lines = append(lines, line)
+		all = append(all, f.elements...)
 	}
-	for e := range p.all() {
+	for _, e := range append(all, p.elements...) {
 		line := e.set.name() + " " + e.addr().String()
 		rest := e.key[e.addr().BitLen()/8:]
 		if e.set.kind == restricted {
@@ -263,41 +265,28 @@ func TestNodePortWinsAgainstExternalIP(t *testing.T) {
 		"both of one service":  {[]batch{{both}}, both},
 		"a service comes back": {[]batch{{both}, {both}}, both},
 	} {
-		d := newDataplane(&Options{Scheduler: "rr"})
-		d.plans, d.claims = map[types.NamespacedName]*plan{}, map[serverID]claim{}
-		d.planner.nodePortAddrs, d.planner.machineAddrs = []netip.Addr{address}, []netip.Addr{address}
-		var failed sink.Failed
+		n, servers := newMemoryNode(t, netnstest.New(t))
+		err := n.pass()
 		for _, views := range test.batches {
-			failed = nil
-			plans := map[types.NamespacedName]*plan{}
-			for _, v := range views {
-				plans[v.Key()], _ = d.planner.plan(v, testList)
-			}
-			d.resolveConflicts(plans, &failed)
-			d.record(plans)
+			err = n.deliver(&sink.Changes{}, views...)
 		}
+		failed, _ := sink.Acknowledged(err)
 		if err := failed[test.fails.Key()]; len(failed) != 1 || err == nil || !strings.Contains(err.Error(), "192.0.2.1:30080/TCP") {
 			t.Errorf("%s: failed services %v, want %s", name, failed, test.fails.Key())
 		}
-		owners := 0
-		for key, p := range d.plans {
-			for _, f := range p.frontends {
-				if f.id.Addr() == address {
-					owners++
-					if f.kind != nodeview.NodePort || d.claims[f.id].service != key {
-						t.Errorf("%s: %s %s of service %s; claim of %s", name, f.kind, f.id, key, d.claims[f.id].service)
-					}
-				}
-			}
+		want := nodePort
+		if test.fails == both {
+			want = both
 		}
-		if owners != 1 {
-			t.Errorf("%s: %d plans have the frontend, want 1", name, owners)
+		to := servers[id("192.0.2.1:30080", api.TCP)].destinations
+		if got := to[netip.AddrPortFrom(want.Endpoints[0].Addr, 8080)]; got.weight != weight {
+			t.Errorf("%s: the destinations are %v, want %s", name, to, want.Endpoints[0].Addr)
 		}
 	}
 }
 
 func TestNewAddressOfNodeNetworkCausesPass(t *testing.T) {
-	d := newDataplane(&Options{NodeNetworks: []netip.Prefix{netip.MustParsePrefix("192.0.2.0/24")}})
+	d := newDataplane(&Options{NodeNetworks: []netip.Prefix{netip.MustParsePrefix("192.0.2.0/24")}}, -1)
 	for _, step := range []struct {
 		addr string
 		want bool

@@ -8,15 +8,14 @@ import (
 	"context"
 	"encoding/binary"
 	"errors"
-	"fmt"
 	"net/netip"
 
 	"github.com/google/nftables"
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/internal/nftrule"
 	"github.com/kpng-project/kpng/internal/sourcelists"
-	"github.com/kpng-project/kpng/sink"
 	"golang.org/x/sys/unix"
+	"k8s.io/apimachinery/pkg/types"
 )
 
 // findLists records the lists of source ranges that the table has.
@@ -53,6 +52,14 @@ func (d *dataplane) writeLists() error {
 	})
 }
 
+// rangesOf returns the elements that changes of lists remove and add.
+func rangesOf(changes map[types.NamespacedName]*sourcelists.Change) (remove, add []element) {
+	for _, c := range changes {
+		remove, add = append(remove, sourceElements(c.Remove)...), append(add, sourceElements(c.Add)...)
+	}
+	return remove, add
+}
+
 // maxUnused limits the source ranges of unused lists that Sync leaves to Verify.
 const maxUnused = 100_000
 
@@ -66,7 +73,7 @@ func (d *dataplane) reapLists(ctx context.Context, limit int) error {
 		}
 		if err := d.changeTable(sourceElements(ranges), nil); err != nil {
 			d.known = false // a pass finds these lists again
-			return fmt.Errorf("%w (%w)", err, sink.ErrStartOver)
+			return startOver(err)
 		}
 		if ctx.Err() != nil {
 			return nil // a later call continues

@@ -17,6 +17,7 @@ import (
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/internal/netnstest"
 	"github.com/kpng-project/kpng/internal/sourcelists"
+	"github.com/kpng-project/kpng/sink"
 	"k8s.io/apimachinery/pkg/types"
 )
 
@@ -73,25 +74,23 @@ func TestPlansAreLinear(t *testing.T) {
 // TestTableOfSourceRanges changes the source ranges of services. It reads the table after
 // each change, and after a new process has taken it over.
 func TestTableOfSourceRanges(t *testing.T) {
-	d := newDataplane(&Options{Scheduler: "rr"})
-	table := testTable(t, netnstest.New(t), Options{})
-	table.maxElements = 1000 // several transactions
-	if err := table.create(nil); err != nil {
-		t.Fatal(err)
-	}
+	ns := netnstest.New(t)
+	var n *node
+	var d *dataplane
+	servers := fakeServers{}
 	begin := func() {
 		t.Helper()
-		elements, err := table.read(t.Context())
-		if err != nil {
+		n, _ = newMemoryNode(t, ns)
+		d = n.dataplane
+		d.conn = servers
+		var err error
+		if d.table, err = newTable(d.opts, socketBuffer); err != nil {
 			t.Fatal(err)
 		}
-		d = newDataplane(&Options{Scheduler: "rr"})
-		d.table, d.elements, d.servers, d.unused = table, elements, map[serverID]*server{}, map[element]bool{}
-		d.plans, d.refs, d.claims, d.earlier = map[types.NamespacedName]*plan{}, map[element]int{}, map[serverID]claim{}, map[element][]element{}
-		for e := range elements {
-			d.earlier[e.group()] = append(d.earlier[e.group()], e)
+		d.table.maxElements = 1000 // several transactions
+		if err := n.deliver(&sink.Changes{First: true, NodeChanged: true}); err != nil {
+			t.Fatal(err)
 		}
-		d.findLists()
 	}
 	begin()
 	from := func(name string, ip string, ranges ...netip.Prefix) *api.View {
@@ -110,29 +109,16 @@ func TestTableOfSourceRanges(t *testing.T) {
 	views := map[types.NamespacedName]*api.View{}
 	sync := func(about string, list ...*api.View) {
 		t.Helper()
-		plans := map[types.NamespacedName]*plan{}
-		var lists []*sourcelists.Change
+		if err := n.deliver(&sink.Changes{}, list...); err != nil {
+			t.Fatal(err)
+		}
 		for _, v := range list {
-			change := d.lists.Begin(v.Key(), views[v.Key()], v)
-			p, err := d.planner.plan(v, change.Number)
-			if err != nil {
-				t.Fatal(err)
-			}
-			plans[v.Key()], views[v.Key()], lists = p, v, append(lists, change)
-		}
-		if err := d.writeLists(); err != nil {
-			t.Fatal(err)
-		}
-		if err := d.addElements(plans, lists); err != nil {
-			t.Fatal(err)
-		}
-		for _, change := range lists {
-			change.End(false)
+			views[v.Key()] = v
 		}
 		if err := d.reapLists(t.Context(), 0); err != nil {
 			t.Fatal(err)
 		}
-		elements, err := table.read(t.Context())
+		elements, err := d.table.read(t.Context())
 		if err != nil || !maps.Equal(elements, d.elements) {
 			t.Fatalf("%s: the table has %d elements (%v), want %d", about, len(elements), err, len(d.elements))
 		}
@@ -171,7 +157,9 @@ func TestTableOfSourceRanges(t *testing.T) {
 	sync("after a restart", from("a", "203.0.113.1", many...), from("b", "203.0.113.2", many[1:]...))
 	sync("other ranges", from("b", "203.0.113.2", parse("192.0.2.0/24")))
 	sync("no ranges any more", from("a", "203.0.113.1"), from("b", "203.0.113.2"))
-	d.lists.EndPass()
+	if err := n.deliver(&sink.Changes{Last: true}); err != nil {
+		t.Fatal(err)
+	}
 	if err := d.reapLists(t.Context(), 0); err != nil {
 		t.Fatal(err)
 	}

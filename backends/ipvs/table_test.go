@@ -11,8 +11,8 @@ import (
 	"net/netip"
 	"slices"
 	"testing"
-	"time"
 
+	"github.com/google/go-cmp/cmp"
 	"github.com/google/nftables"
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/backends"
@@ -21,7 +21,7 @@ import (
 	"github.com/kpng-project/kpng/internal/sourcelists"
 	"github.com/kpng-project/kpng/node/nodeaddr"
 	"github.com/kpng-project/kpng/sink"
-	"k8s.io/apimachinery/pkg/types"
+	"golang.org/x/sys/unix"
 )
 
 func testTable(t *testing.T, ns *netnstest.Namespace, opts Options) *table {
@@ -178,12 +178,12 @@ func TestForeignElementsAndSets(t *testing.T) {
 func TestTableOfAnySize(t *testing.T) {
 	ns := netnstest.New(t)
 	const buffer = 256 << 10
-	d := newDataplane(&Options{Options: backends.Options{NetNS: ns.FD, MasqueradeMark: 1}})
+	d := newDataplane(&Options{Options: backends.Options{NetNS: ns.FD, MasqueradeMark: 1}}, -1)
 	var err error
 	if d.table, err = newTable(d.opts, buffer); err != nil {
 		t.Fatal(err)
 	}
-	d.elements, d.unused = map[element]bool{}, map[element]bool{}
+	d.elements = map[element]bool{}
 	for i := range buffer / 10 {
 		from := netip.AddrFrom16([16]byte{0xfd, 14: byte(i >> 8), 15: byte(i)})
 		d.elements[element{set: setID{hairpins, api.IPv6}, key: addrKey(from) + frontendKey(serverID{netip.AddrPortFrom(from, 80), api.TCP})}] = true
@@ -192,13 +192,12 @@ func TestTableOfAnySize(t *testing.T) {
 	if err := d.table.create(d.elements); err != nil {
 		t.Fatal(err)
 	}
-	if err := d.compareTable(t.Context()); err != nil {
-		t.Error(err)
+	if elements, err := d.readElements(t.Context()); err != nil || !maps.Equal(elements, d.elements) {
+		t.Errorf("the table has %d elements (%v), want %d", len(elements), err, len(d.elements))
 	}
-	maps.Copy(d.unused, d.elements)
-	delete(d.unused, id("10.96.0.1:80", api.TCP).element())
-	if err := d.deleteUnused(); err != nil || len(d.unused) > 0 {
-		t.Errorf("%d elements were not deleted: %v", len(d.unused), err)
+	remove := slices.DeleteFunc(slices.Collect(maps.Keys(d.elements)), func(e element) bool { return e.set.kind != hairpins })
+	if err := d.changeInParts(remove, nil); err != nil {
+		t.Error(err)
 	}
 	if elements, err := d.table.read(t.Context()); err != nil || len(elements) != 1 {
 		t.Errorf("the table has %d elements (%v), want 1", len(elements), err)
@@ -208,7 +207,7 @@ func TestTableOfAnySize(t *testing.T) {
 // TestCleanupKeepsTableOfLocalAddresses checks that the table still refuses packets if the
 // interface cannot be deleted.
 func TestCleanupKeepsTableOfLocalAddresses(t *testing.T) {
-	d := newDataplane(&Options{Options: backends.Options{NetNS: netnstest.New(t).FD, MasqueradeMark: 1}})
+	d := newDataplane(&Options{Options: backends.Options{NetNS: netnstest.New(t).FD, MasqueradeMark: 1}}, -1)
 	table := testTable(t, &netnstest.Namespace{FD: d.opts.NetNS}, Options{})
 	if err := table.create(nil); err != nil {
 		t.Fatal(err)
@@ -226,7 +225,7 @@ func TestCleanupKeepsTableOfLocalAddresses(t *testing.T) {
 // TestCleanupKeepsTableOfVirtualServers checks that the table still checks source ranges
 // and masquerades if virtual servers cannot be deleted.
 func TestCleanupKeepsTableOfVirtualServers(t *testing.T) {
-	d := newDataplane(&Options{Options: backends.Options{NetNS: netnstest.New(t).FD, MasqueradeMark: 1}})
+	d := newDataplane(&Options{Options: backends.Options{NetNS: netnstest.New(t).FD, MasqueradeMark: 1}}, -1)
 	table := testTable(t, &netnstest.Namespace{FD: d.opts.NetNS}, Options{})
 	if err := table.create(nil); err != nil {
 		t.Fatal(err)
@@ -246,7 +245,7 @@ func TestCleanupKeepsTableOfVirtualServers(t *testing.T) {
 // other program exclude recorded elements, so the kernel would refuse all of them
 // together.
 func TestChangedTableGetsRecordedElements(t *testing.T) {
-	d := newDataplane(&Options{})
+	d := newDataplane(&Options{}, -1)
 	d.table = testTable(t, netnstest.New(t), Options{})
 	d.elements = someElements()
 	if err := d.table.create(d.elements); err != nil {
@@ -274,33 +273,10 @@ func TestChangedTableGetsRecordedElements(t *testing.T) {
 	}
 }
 
-// TestFailedEndOfPassKeepsBackoff checks that a pass which does not end does not delay
-// the next pass.
-func TestFailedEndOfPassKeepsBackoff(t *testing.T) {
-	b := &backend{machineAddresses: nodeaddr.Of()}
-	b.tasks.Addresses = nodeaddr.Of()
-	d := newDataplane(&b.opts)
-	b.dataplane = d
-	d.table = testTable(t, netnstest.New(t), Options{}) // the table does not exist, so changes fail
-	d.elements, d.servers, d.unused = map[element]bool{}, map[serverID]*server{}, map[element]bool{}
-	d.plans, d.refs, d.claims = map[types.NamespacedName]*plan{}, map[element]int{}, map[serverID]claim{}
-	d.known, d.leftovers.Exist = true, true
-	d.leftovers.RecordPass(time.Now(), true)
-	before := d.leftovers
-	web := view([]string{"!10.1.0.1"}, nil)
-	err := b.program(t.Context(), &sink.Changes{Last: true, Services: slices.Values([]sink.Change{{Key: web.Key(), New: web}})})
-	if !errors.Is(err, sink.ErrStartOver) {
-		t.Fatalf("Sync returned %v", err)
-	}
-	if d.leftovers != before {
-		t.Errorf("leftovers %+v after a pass that did not end, want %+v", d.leftovers, before)
-	}
-}
-
 // dataplaneWithTable returns a dataplane whose table has the elements of someElements.
 func dataplaneWithTable(t *testing.T) (*dataplane, *netnstest.Namespace) {
 	ns := netnstest.New(t)
-	d := newDataplane(&Options{Options: backends.Options{NetNS: ns.FD}})
+	d := newDataplane(&Options{Options: backends.Options{NetNS: ns.FD}}, -1)
 	d.table = testTable(t, ns, Options{})
 	d.elements, d.known = someElements(), true
 	if err := d.table.create(d.elements); err != nil {
@@ -330,40 +306,98 @@ func TestRefusedElementsDoNotStopOtherServices(t *testing.T) {
 }
 
 // TestComparisonReadsTableOnlyAfterChanges checks that a comparison reads the table only
-// after a change of nf_tables. It also checks that a context can interrupt a comparison,
-// but not always.
+// after a change of nf_tables, and that a context can interrupt it.
 func TestComparisonReadsTableOnlyAfterChanges(t *testing.T) {
 	d, ns := dataplaneWithTable(t)
-	if err := d.local.(*localAddresses).connect(); err != nil {
-		t.Fatal(err)
-	}
-	defer d.close()
 	cancelled, cancel := context.WithCancel(t.Context())
 	cancel()
-	for range maxInterrupted {
-		if err := d.compare(cancelled); !errors.Is(err, context.Canceled) || !d.known || d.compared != 0 {
-			t.Errorf("a cancelled comparison returns %v", err)
+	compare := func(ctx context.Context) error {
+		elements, err := d.readElements(ctx)
+		if err == nil && !maps.Equal(elements, d.elements) {
+			err = errors.New("the elements differ")
 		}
+		return err
 	}
-	if d.compare(cancelled); d.compared == 0 {
-		t.Error("each comparison of the table was interrupted")
+	if err := compare(cancelled); !errors.Is(err, context.Canceled) || d.compared != 0 {
+		t.Errorf("a cancelled comparison returns %v", err)
 	}
-	if err := d.compareTable(cancelled); err != nil {
+	if err := compare(t.Context()); err != nil {
+		t.Error(err)
+	}
+	if err := compare(cancelled); err != nil {
 		t.Errorf("without a change, the table was read: %v", err)
 	}
 	ns.Run(t, "nft", "add", "table", "ip", "other")
-	if err := d.compareTable(cancelled); !errors.Is(err, context.Canceled) {
+	if err := compare(cancelled); !errors.Is(err, context.Canceled) {
 		t.Errorf("after a change of another table, the comparison returns %v", err)
 	}
-	if err := d.compareTable(t.Context()); err != nil {
+	if err := compare(t.Context()); err != nil {
 		t.Error(err)
 	}
 	if err := d.table.change([]element{id("10.96.0.1:80", api.TCP).element()}, nil); err != nil {
 		t.Fatal(err)
 	}
-	if err := d.compareTable(t.Context()); !errors.Is(err, sink.ErrStartOver) {
-		t.Errorf("after a change of the table, the comparison returns %v", err)
+	if err := compare(t.Context()); err == nil {
+		t.Error("the comparison does not find a missing element")
 	}
+	d.table.nft.FlushChain(d.table.chains()[0].Chain)
+	if err := errors.Join(d.table.nft.Flush(), compare(t.Context())); !errors.Is(err, sink.ErrStartOver) {
+		t.Errorf("after a change of rules, the comparison returns %v", err)
+	}
+}
+
+// newMemoryNode returns a backend like newSubject.
+func newMemoryNode(t testing.TB, ns *netnstest.Namespace) (*node, fakeServers) {
+	n, servers := &node{t: t, ns: ns}, fakeServers{}
+	n.restart(func(o *Options) { o.Sysctls = backends.IgnoreSysctls })
+	d := n.dataplane
+	d.conn, d.local = servers, &loopback{localAddresses{netNS: ns.FD}}
+	n.machineAddresses = nodeaddr.Of(netip.MustParseAddr("192.0.2.1"))
+	return n, servers
+}
+
+// TestDriftIsRepairedWithoutPass deletes single objects.
+func TestDriftIsRepairedWithoutPass(t *testing.T) {
+	n, servers := newMemoryNode(t, netnstest.New(t))
+	n.mustPass(view([]string{"10.1.0.1"}, nil))
+	d, web := n.dataplane, id("10.96.0.1:80", api.TCP)
+	want := objects(t, d)
+	for name, damage := range map[string]func() error{
+		"frontend element": func() error { return d.table.change([]element{web.element()}, nil) },
+		"address element":  func() error { return d.table.change([]element{addressElement(web.Addr())}, nil) },
+		"foreign element":  func() error { return d.table.change(nil, []element{addressElement(netip.MustParseAddr("10.96.0.9"))}) },
+		"virtual server":   func() error { delete(servers, web); return nil },
+		"endpoints":        func() error { clear(servers[web].destinations); return nil },
+	} {
+		if err := errors.Join(damage(), n.Verify(t.Context())); err != nil {
+			t.Errorf("%s: %v", name, err)
+		}
+		if diff := cmp.Diff(sorted(want), sorted(objects(t, d))); diff != "" {
+			t.Errorf("%s is not repaired (-want +got):\n%s", name, diff)
+		}
+	}
+}
+
+func sorted(lines []string) []string { slices.Sort(lines); return lines }
+
+// brokenServers refuse to create or delete virtual servers.
+type brokenServers struct {
+	fakeServers
+	create, remove error
+}
+
+func (s *brokenServers) set(id serverID, create bool, to settings) error {
+	if s.create != nil {
+		return s.create
+	}
+	return s.fakeServers.set(id, create, to)
+}
+
+func (s *brokenServers) delete(id serverID) error {
+	if s.remove != nil {
+		return s.remove
+	}
+	return s.fakeServers.delete(id)
 }
 
 // TestOrderOfElementsAndServers checks the table while the virtual server of a cluster IP
@@ -372,93 +406,76 @@ func TestComparisonReadsTableOnlyAfterChanges(t *testing.T) {
 // the table must check packets to such an address before the virtual server is created,
 // and until the virtual server is deleted.
 func TestOrderOfElementsAndServers(t *testing.T) {
-	const notOpen = 1 << 20
-	d := newDataplane(&Options{Options: backends.Options{NetNS: notOpen}, Scheduler: "rr"}) // deletions of virtual servers fail
-	d.table = testTable(t, netnstest.New(t), Options{})
-	if err := d.table.create(nil); err != nil {
-		t.Fatal(err)
+	n, memory := newMemoryNode(t, netnstest.New(t))
+	servers := &brokenServers{fakeServers: memory, create: unix.ENOMEM}
+	d := n.dataplane
+	d.conn = servers
+	restrictedTo := func(ranges ...netip.Prefix) *api.View {
+		return view([]string{"10.1.0.1"}, func(s *api.Service) {
+			s.Type, s.ExternalTrafficToLocal = api.LoadBalancer, true
+			s.IPs.LoadBalancerIPs = api.NewIPSet(netip.MustParseAddr("192.0.2.1"))
+			if ranges != nil {
+				s.SourceRanges = []api.SourceRanges{{TargetIPs: s.IPs.LoadBalancerIPs, Prefixes: ranges}}
+			}
+		})
 	}
-	d.elements, d.servers, d.unused = map[element]bool{}, map[serverID]*server{}, map[element]bool{}
-	d.plans, d.refs, d.claims = map[types.NamespacedName]*plan{}, map[element]int{}, map[serverID]claim{}
-	d.planner.machineAddrs = []netip.Addr{netip.MustParseAddr("192.0.2.1")}
-	web := view([]string{"10.1.0.1"}, func(s *api.Service) {
-		s.Type, s.ExternalTrafficToLocal = api.LoadBalancer, true
-		s.IPs.LoadBalancerIPs = api.NewIPSet(netip.MustParseAddr("192.0.2.1"))
-		s.SourceRanges = []api.SourceRanges{{TargetIPs: s.IPs.LoadBalancerIPs, Prefixes: []netip.Prefix{netip.MustParsePrefix("198.51.100.0/24")}}}
-	})
+	web := restrictedTo(netip.MustParsePrefix("198.51.100.0/24"))
 	at, atMachine := id("10.96.0.1:80", api.TCP), id("192.0.2.1:80", api.TCP)
-	p, err := d.planner.plan(web, testList)
-	if err != nil {
-		t.Fatal(err)
-	}
-	plans := map[types.NamespacedName]*plan{web.Key(): p}
-	list := string(nftrule.Native(testList(nil)))
-	checkMachine := func(step string, elements map[element]bool) {
+	check := func(step string, accepted bool, atMachineKinds ...setKind) {
 		t.Helper()
-		key := atMachine.element().key
-		for kind, value := range map[setKind]string{frontends: "", restricted: list, nodeMasquerades: "", drops: ""} {
-			if !elements[element{set: setID{kind, api.IPv4}, key: key, value: value}] {
-				t.Errorf("%s: the set %s lacks the address of the machine", step, setNames[kind])
+		elements, err := d.table.read(t.Context())
+		if err != nil || !maps.Equal(elements, d.elements) {
+			t.Errorf("%s: the table has %d elements (%v), want %d", step, len(elements), err, len(d.elements))
+		}
+		var kinds []setKind
+		redirected := false
+		for e := range elements {
+			redirected = redirected || e.set.kind == redirects
+			if e.set.kind.describesFrontend() && e.set.kind != redirects && e.server() == atMachine {
+				kinds = append(kinds, e.set.kind)
 			}
 		}
-	}
-	for _, step := range []struct {
-		name   string
-		change func() error
-		want   bool
-	}{
-		{"before the virtual server is created", func() error { return d.addElements(plans, nil) }, false},
-		{"after a failure to create it", func() error { return d.acceptPackets(plans) }, false},
-		{"after its creation", func() error { d.servers[at] = &server{}; return d.acceptPackets(plans) }, true},
-		{"when it exists already", func() error { return d.addElements(plans, nil) }, true},
-		{"before it is created again", func() error { delete(d.servers, at); return d.addElements(plans, nil) }, false},
-	} {
-		if err := step.change(); err != nil {
-			t.Fatal(err)
+		if slices.Sort(kinds); !slices.Equal(kinds, atMachineKinds) {
+			t.Errorf("%s: the address of the machine has elements of the kinds %v, want %v", step, kinds, atMachineKinds)
 		}
-		elements, err := d.table.read(t.Context())
-		if err != nil || elements[at.element()] != step.want || !elements[addressElement(at.Addr())] {
-			t.Errorf("%s: elements %v (%v), packets accepted: want %t", step.name, elements, err, step.want)
+		if elements[at.element()] != accepted || redirected && !accepted && step != "deletion" {
+			t.Errorf("%s: packets are accepted: %t, redirected to the cluster IP: %t, want %t", step, elements[at.element()], redirected, accepted)
 		}
-		if redirect := slices.ContainsFunc(slices.Collect(maps.Keys(elements)), func(e element) bool { return e.set.kind == redirects }); redirect != step.want {
-			t.Errorf("%s: packets are redirected to the cluster IP: %t, want %t", step.name, redirect, step.want)
-		}
-		checkMachine(step.name, elements)
 	}
-
-	// Without source ranges, the table admits all sources immediately.
-	d.servers[at], d.servers[atMachine] = &server{}, &server{}
-	restriction := element{set: setID{restricted, api.IPv4}, key: atMachine.element().key, value: list}
-	web.Service.SourceRanges = nil
-	unrestricted, err := d.planner.plan(web, testList)
-	if err != nil {
+	if failed, ok := sink.Acknowledged(n.pass(web)); !ok || failed[web.Key()] == nil {
+		t.Error("the service does not fail")
+	}
+	check("without virtual servers", false, frontends, restricted, drops, nodeMasquerades)
+	servers.create = nil
+	if err := n.deliver(&sink.Changes{}, web); err != nil {
 		t.Fatal(err)
 	}
-	if err := d.addElements(map[types.NamespacedName]*plan{web.Key(): unrestricted}, nil); err != nil {
+	check("with virtual servers", true, frontends, restricted, drops, nodeMasquerades)
+	clear(memory)
+	servers.create = unix.ENOMEM
+	if err := n.Verify(t.Context()); !errors.Is(err, sink.ErrStartOver) {
+		t.Errorf("Verify returns %v, want a request of a pass", err)
+	}
+	check("after a failed repair", false, frontends, restricted, drops, nodeMasquerades)
+	servers.create = nil
+	n.mustPass(web)
+	if err := n.deliver(&sink.Changes{}, restrictedTo()); err != nil {
 		t.Fatal(err)
 	}
-	if elements, err := d.table.read(t.Context()); err != nil || elements[restriction] {
-		t.Errorf("without source ranges, the table checks sources: %t (%v)", elements[restriction], err)
-	}
-	if err := d.addElements(plans, nil); err != nil {
-		t.Fatal(err)
-	}
-	if err := d.acceptPackets(plans); err != nil {
-		t.Fatal(err)
-	}
-	if err := d.addElements(map[types.NamespacedName]*plan{web.Key(): {}}, nil); err != nil {
-		t.Fatal(err)
-	}
+	check("without source ranges", true, frontends, drops, nodeMasquerades)
+	n.mustPass(web)
+	servers.remove = unix.ENOMEM
 	for range 2 {
-		if err := d.deleteUnused(); err == nil {
+		if failed, ok := sink.Acknowledged(n.remove(web)); !ok || failed[web.Key()] == nil {
 			t.Error("the virtual servers were deleted")
 		}
-		elements, err := d.table.read(t.Context())
-		if err != nil || elements[at.element()] {
-			t.Errorf("the table accepts packets to a cluster IP that is being deleted (%v)", err)
-		}
-		checkMachine("deletion", elements)
+		check("deletion", false, frontends, restricted, drops, nodeMasquerades)
 	}
+	servers.remove = nil
+	if err := n.remove(web); err != nil {
+		t.Fatal(err)
+	}
+	check("deleted", false)
 }
 
 // TestProgramNFTLoadsTable checks that nft can list the table and load the listing, as

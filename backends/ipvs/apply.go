@@ -1,0 +1,349 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package ipvs
+
+import (
+	"context"
+	"errors"
+	"net/netip"
+	"slices"
+
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/sourcelists"
+	"github.com/kpng-project/kpng/reconcile"
+	"github.com/kpng-project/kpng/sink"
+	"golang.org/x/sys/unix"
+	"k8s.io/apimachinery/pkg/types"
+)
+
+// frontendState is a virtual server, and the elements of the table that describe it.
+type frontendState struct {
+	// The field endpoints has the destinations that get new connections. In a record, the field
+	// existing is nil.
+	wanted
+	protocol api.Protocol
+	elements []element
+	// exists is true if there is a virtual server, or if one is planned. planned is true if
+	// this is a plan.
+	exists, planned bool
+	// others are the other destinations in the kernel. Apply leaves those that get no new
+	// connections, until removeIdle finds that their connections have ended.
+	others map[netip.AddrPort]destination
+}
+
+// newFrontend returns the frontend of a virtual server in the kernel, without its elements.
+func newFrontend(id serverID, s *server) *frontendState {
+	f := &frontendState{protocol: id.protocol, exists: s != nil}
+	if s == nil {
+		return f
+	}
+	f.settings = s.settings
+	f.endpoints = make([]netip.AddrPort, 0, len(s.destinations))
+	for at, to := range s.destinations {
+		if to.weight == weight && !to.edited {
+			f.endpoints = append(f.endpoints, at)
+			continue
+		}
+		if f.others == nil {
+			f.others = map[netip.AddrPort]destination{}
+		}
+		f.others[at] = to
+	}
+	slices.SortFunc(f.endpoints, netip.AddrPort.Compare)
+	return f
+}
+
+// equal reports whether a recorded frontend is equal to a planned or listed one. It ignores
+// the number of connections.
+func (f *frontendState) equal(want *frontendState) bool {
+	if f.exists != want.exists || f.settings != want.settings || !slices.Equal(f.endpoints, want.endpoints) || !slices.Equal(f.elements, want.elements) {
+		return false
+	}
+	if want.planned {
+		for at, to := range f.others {
+			if to.weight != 0 || to.edited || !want.keeps(at, f.protocol) {
+				return false
+			}
+		}
+		return true
+	}
+	for at, to := range want.others {
+		if is, ok := f.others[at]; !ok || is.weight != to.weight || is.edited != to.edited {
+			return false
+		}
+	}
+	return true
+}
+
+type op = reconcile.Op[element, objectValue]
+
+// setFrontend is an operation that sets a frontend.
+type setFrontend struct {
+	*op
+	id       serverID
+	is, want *frontendState // what the kernel has, and what is needed
+}
+
+// Apply implements [reconcile.Dataplane].
+//
+// Its steps interrupt no traffic. The instance makes an address local after the virtual
+// servers and the table's elements of this address exist. At such an address, the table
+// accepts packets to a frontend only while the frontend's virtual server exists.
+// Otherwise the table refuses these packets, because they would reach programs of the
+// node. The table always refuses packets to other ports of such an address. Other
+// frontends have addresses that belong to the machine, and the table does not refuse
+// packets to other ports of these addresses. Therefore Apply adds the elements of such a
+// frontend before its virtual server, and deletes the elements after the virtual server.
+// In the opposite order, IPVS would forward connections that source ranges exclude.
+func (d *dataplane) Apply(_ context.Context, ops []op) error {
+	var set []*setFrontend
+	var remove, add []element
+	edits := map[types.NamespacedName]*sourcelists.Change{}
+	madeLocal := map[netip.Addr]bool{} // by this call
+	for i := range ops {
+		o := &ops[i]
+		if list := d.edits[o.Service]; list != nil {
+			edits[o.Service] = list
+		}
+		switch {
+		case o.New == nil || o.Key.set.kind == routes:
+		case o.Key.set.kind == frontends && o.New.frontend == nil:
+			return errUnknown // a node port has taken the frontend from the service
+		case o.Key.set.kind == frontends:
+			f := &setFrontend{op: o, id: o.Key.server(), want: o.New.frontend, is: &frontendState{}}
+			if old := d.servers[f.id]; old != nil {
+				*f.is = *old
+			}
+			set = append(set, f)
+		default:
+			if add = append(add, element{o.Key.set, o.Key.key, o.New.data}); o.Old != nil {
+				remove = append(remove, element{o.Key.set, o.Key.key, o.Old.data})
+			}
+			if o.Key.set.kind == addresses {
+				madeLocal[o.Key.addr()] = true
+			}
+		}
+	}
+	// setElements changes the elements of the table, and gives the frontends those that do not
+	// await a virtual server.
+	setElements := func(remove, add []element) error {
+		next := make([][]element, len(set))
+		for i, f := range set {
+			next[i] = slices.DeleteFunc(slices.Clone(f.want.elements), func(e element) bool {
+				id, ok := d.awaits(e)
+				return (ok || e.set.kind == frontends && madeLocal[f.id.Addr()]) && !d.exists(id)
+			})
+			remove = append(remove, without(f.is.elements, next[i])...)
+			add = append(add, without(next[i], f.is.elements)...)
+		}
+		err := d.changeInParts(remove, add)
+		if err == nil {
+			for i, f := range set {
+				f.is.elements = next[i]
+			}
+		}
+		return err
+	}
+	removeRanges, addRanges := rangesOf(edits)
+	err := setElements(append(remove, removeRanges...), append(add, addRanges...))
+	switch {
+	case errors.Is(err, sink.ErrStartOver):
+		return err
+	case err != nil:
+		return reconcile.Refused(err)
+	}
+	for key := range edits {
+		delete(d.edits, key)
+	}
+	for _, f := range set {
+		err := d.programServer(f)
+		if errors.Is(err, sink.ErrStartOver) {
+			return err
+		}
+		d.servers[f.id] = f.is
+		f.New = &objectValue{frontend: f.is}
+		d.fail(f.Service, err)
+	}
+	if err := setElements(nil, nil); err != nil {
+		return err
+	}
+	failed := reconcile.Failed[element]{}
+	for i := range ops {
+		if o := &ops[i]; o.New != nil && o.Key.set.kind == routes {
+			addr := o.Key.addr()
+			err := d.local.add(addr)
+			switch {
+			case err == nil:
+				d.routes[addr] = true
+			case d.local.lost():
+				return errors.Join(err, d.changed("interface "+d.opts.Interface)) // a pass repairs the interface
+			default:
+				failed[o.Key] = err
+			}
+		}
+	}
+	if err := d.delete(ops, failed); err != nil {
+		return err
+	}
+	if d.plans == nil && len(d.failed) > 0 {
+		return d.failed.Err() // a Verify has no services that fail
+	}
+	if len(failed) > 0 {
+		return &failed
+	}
+	return nil
+}
+
+// delete executes the operations that delete objects. It adds those that fail to failed. The
+// comment of Apply explains why it deletes some virtual servers before their elements, and
+// others after their elements.
+func (d *dataplane) delete(ops []op, failed reconcile.Failed[element]) error {
+	var before, after []*op
+	var remove []element
+	for i := range ops {
+		o := &ops[i]
+		addr := o.Key.addr()
+		switch {
+		case o.New != nil:
+		case o.Key.set.kind == routes:
+			if _, ok := d.routes[addr]; ok {
+				if err := d.local.remove(addr); err != nil {
+					failed[o.Key], failed[addressElement(addr)] = err, err
+					continue
+				}
+				delete(d.routes, addr)
+			}
+		case o.Key.set.kind != frontends:
+			if failed[o.Key] == nil { // a route is deleted before the element of its address
+				remove = append(remove, element{o.Key.set, o.Key.key, o.Old.data})
+			}
+		case d.elements[addressElement(addr)]:
+			after = append(after, o)
+		default:
+			before = append(before, o)
+		}
+	}
+	deleteServers := func(list []*op) {
+		for _, o := range list {
+			id := o.Key.server()
+			if err := d.deleteServer(id); err != nil {
+				failed[o.Key] = err
+				continue
+			}
+			remove = append(remove, o.Old.frontend.elements...)
+			delete(d.servers, id)
+			delete(d.leaving, id)
+		}
+	}
+	deleteServers(before)
+	for _, o := range after {
+		remove = append(remove, o.Old.frontend.elements...)
+	}
+	if err := d.changeInParts(remove, nil); err != nil {
+		return err
+	}
+	for _, o := range after {
+		o.Old.frontend.elements = nil
+	}
+	deleteServers(after)
+	return nil
+}
+
+// deleteServer deletes a virtual server of this instance if it exists. If the pass's
+// listing has omitted it, deleteServer reads it from the kernel.
+func (d *dataplane) deleteServer(id serverID) error {
+	if !d.exists(id) {
+		if s, err := d.conn.read(id); err != nil || !d.owns(id, s) {
+			return err
+		}
+	}
+	return d.conn.delete(id)
+}
+
+// programServer brings a virtual server to its wanted state. If the kernel's error shows
+// that another program has changed the virtual server, programServer tries again. After an
+// error, it reads the virtual server.
+func (d *dataplane) programServer(f *setFrontend) error {
+	for attempt := 0; ; attempt++ {
+		err := d.tryServer(f)
+		if err == nil {
+			return nil
+		}
+		elements := f.is.elements
+		again := errors.Is(err, unix.ESRCH) || errors.Is(err, unix.ENOENT) || errors.Is(err, unix.EEXIST)
+		is, readErr := d.readFrontend(f.id)
+		if readErr != nil && !errors.Is(readErr, errForeign) {
+			return startOver(errors.Join(err, readErr))
+		}
+		is.elements, f.is = elements, is
+		if readErr != nil {
+			return readErr
+		}
+		if !again || attempt > 0 {
+			return err
+		}
+	}
+}
+
+// weight is the weight of endpoints that get new connections.
+const weight = 1
+
+func (d *dataplane) tryServer(f *setFrontend) error {
+	id, is, want := f.id, f.is, f.want
+	var errs []error
+	if !is.exists || is.settings != want.settings {
+		err := d.conn.set(id, !is.exists, want.settings)
+		if err != nil && !is.exists {
+			return err
+		}
+		errs = append(errs, err) // continue, because the virtual server still needs its endpoints
+	}
+	for _, at := range want.endpoints {
+		if !is.has(at) {
+			_, exists := is.others[at]
+			errs = append(errs, d.conn.setDestination(id, at, !exists, weight))
+		}
+	}
+	others := map[netip.AddrPort]destination{}
+	leave := func(at netip.AddrPort, to destination) {
+		switch {
+		case want.has(at):
+		case !want.keeps(at, id.protocol):
+			errs = append(errs, d.conn.deleteDestination(id, at))
+		default:
+			if others[at] = (destination{}); to.weight != 0 || to.edited {
+				errs = append(errs, d.conn.setDestination(id, at, false, 0))
+			}
+		}
+	}
+	for _, at := range is.endpoints {
+		leave(at, destination{weight: weight})
+	}
+	for at, to := range is.others {
+		leave(at, to)
+	}
+	if err := errors.Join(errs...); err != nil {
+		return err
+	}
+	if d.leaving[id] = true; len(others) == 0 {
+		delete(d.leaving, id)
+		others = nil
+	}
+	f.is = &frontendState{
+		wanted: wanted{settings: want.settings, endpoints: want.endpoints}, protocol: id.protocol,
+		exists: true, elements: is.elements, others: others,
+	}
+	return nil
+}
+
+// without returns the elements of list that the list other lacks.
+func without(list, other []element) (rest []element) {
+	for _, e := range list {
+		if !slices.Contains(other, e) {
+			rest = append(rest, e)
+		}
+	}
+	return rest
+}

@@ -368,6 +368,16 @@ func (b *backend) Stop(ctx context.Context) error {
 	return b.local.sweep(last)
 }
 
+// Totals calls f for each IP family with the numbers of open listeners and of failed
+// attempts to open one. It returns the number of TCP connections and UDP clients so far.
+// Totals is safe for concurrent use. Package app/program uses it for metrics.
+func (b *backend) Totals(f func(family api.Family, listeners, failures int64)) (accepted int64) {
+	for _, family := range []api.Family{api.IPv4, api.IPv6} {
+		f(family, b.listening[family].Load(), b.unopened[family].Load())
+	}
+	return b.accepted.Load()
+}
+
 // Stats calls f for each port of a service, with its numbers of TCP connections and UDP
 // clients so far and now, of failed attempts to reach an endpoint, and of bytes sent to
 // endpoints and received from them. Counting begins when the port is added. Stats is safe

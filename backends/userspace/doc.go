@@ -8,6 +8,16 @@
 //	…
 //	app.Main(b)
 //
+// With [Options.OnlyNodePorts], the backend serves node ports at loopback addresses beside
+// any other dataplane. The kernel does not forward packets to loopback addresses, but a
+// socket can listen there:
+//
+//	localhost, err := nodeaddr.Watch(ctx, nodeaddr.Options{Selection: nodeaddr.Selection{"localhost"}})
+//	…
+//	b, err := userspace.New(userspace.Options{OnlyNodePorts: true, Options: backends.Options{NodeAddresses: localhost}})
+//
+// Package node does this if its node addresses have loopback addresses.
+//
 // Package app/program adds flags, metrics and health checks to a dataplane.
 //
 // # Addresses of services

@@ -7,8 +7,10 @@ import (
 	"net/netip"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
 
+	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/internal/nodeaddrs"
 	"k8s.io/klog/v2"
 )
@@ -31,12 +33,21 @@ type engine struct {
 	descriptors *descriptors
 	// sockets has the listening sockets of all services.
 	sockets socketOwners
+	// listening and unopened count, by family, the open listeners and the failed attempts to
+	// open one. The field accepted counts TCP connections and UDP clients.
+	listening, unopened perFamily
+	accepted            atomic.Int64
 	// drainEnded is closed when connections must not drain any longer.
 	drainEnded chan struct{}
 	// running counts the goroutines of listeners, draining listeners, UDP clients and
 	// address changes. Stop waits for these goroutines.
 	running sync.WaitGroup
 }
+
+// perFamily has a number for each IP family.
+type perFamily [api.IPv6 + 1]atomic.Int64
+
+func (n *perFamily) of(p socketAddr) *atomic.Int64 { return &n[api.FamilyOf(p.at.Addr())] }
 
 // startsHere reports whether traffic with the source address client starts on this node.
 func (e *engine) startsHere(client netip.Addr) bool {

@@ -104,8 +104,11 @@ func (e *engine) listen(ctx context.Context, p socketAddr, r *rules) (l listener
 	} else {
 		l, err = e.listenTCP(ctx, p, r)
 	}
-	if err == nil {
-		e.descriptors.adjust(1)
+	if err != nil {
+		e.unopened.of(p).Add(1)
+		return nil, err
 	}
-	return l, err
+	e.listening.of(p).Add(1)
+	e.descriptors.adjust(1)
+	return l, nil
 }

@@ -29,6 +29,9 @@ import (
 type Options struct {
 	backends.Options
 
+	// OnlyNodePorts makes the dataplane serve node ports only, so that it can run beside a
+	// dataplane that serves them at other addresses. Default: false.
+	OnlyNodePorts bool
 	// AddAddresses makes the addresses of services local to this host, while services use
 	// them. Each address gets a local route on Linux, which requires CAP_NET_ADMIN. On
 	// Windows, the dataplane adds the address to a network interface, which requires an
@@ -79,7 +82,8 @@ type settings struct {
 }
 
 // dialTimeouts are the time limits of the first and later attempts to connect to an
-// endpoint. Each attempt uses another endpoint, if there is one.
+// endpoint. Each attempt uses another endpoint, if there is one. With session affinity, each
+// attempt has the last limit, because another endpoint would end the session of a client.
 var dialTimeouts = [...]time.Duration{250 * time.Millisecond, 500 * time.Millisecond, time.Second, 2 * time.Second}
 
 // complete checks s and sets the defaults.

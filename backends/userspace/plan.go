@@ -67,6 +67,9 @@ func (s *service) planFor(view *api.View, node []netip.Addr) (*plan, error) {
 	byID := map[frontends.SourcesID]*admission{}
 	count := 0
 	for f := range nodeview.Frontends(view) {
+		if s.opts.OnlyNodePorts && f.Kind != nodeview.NodePort {
+			continue
+		}
 		// Frontends without a listener count, too. So this loop always ends soon.
 		if count++; max(count, p.size()) > s.opts.MaxListeners {
 			return nil, s.tooMany()

@@ -90,6 +90,7 @@ func (s *service) withdraw(p *plan) {
 // can listen there.
 func (s *service) closeListener(at socketAddr, l listener) {
 	l.close()
+	s.listening.of(at).Add(-1)
 	s.engine.descriptors.adjust(-1)
 	s.filters -= l.filtered()
 	delete(s.listeners, at)

@@ -149,6 +149,7 @@ func (l *tcpListener) serve(client *net.TCPConn) {
 	}
 	counters := &l.current.Load().port.counters
 	counters.connections.Add(1)
+	l.accepted.Add(1)
 	counters.active.Add(1)
 	endpoint, err := l.connect(client)
 	if err != nil {
@@ -209,7 +210,11 @@ func (l *tcpListener) connect(client *net.TCPConn) (*net.TCPConn, error) {
 		}
 		l.logEndpoint(r.port, client.RemoteAddr(), rt.pool, endpoint)
 
-		conn, err := l.dialTCP(endpoint, dialTimeouts[attempt])
+		patience := dialTimeouts[attempt]
+		if r.affinity > 0 {
+			patience = dialTimeouts[len(dialTimeouts)-1]
+		}
+		conn, err := l.dialTCP(endpoint, patience)
 		switch {
 		case err == nil:
 			return conn, nil

@@ -193,6 +193,7 @@ func (l *udpListener) makeClient(from, endpoint netip.AddrPort, r *rules, now ti
 	}
 	l.clients[from] = c
 	r.port.counters.connections.Add(1)
+	l.accepted.Add(1)
 	r.port.counters.active.Add(1)
 	l.running.Go(c.receive)
 	return c, nil

@@ -85,7 +85,7 @@ type Options struct {
 	AcceptUnknownPorts bool
 
 	// NodeAddresses provides the addresses at which node ports are reachable. The dataplane
-	// ignores loopback addresses. Default: the primary addresses of the node, which the
+	// ignores loopback addresses; package node serves them by sockets. Default: the primary addresses of the node, which the
 	// dataplane watches itself.
 	NodeAddresses nodeaddr.Source
 

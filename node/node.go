@@ -56,6 +56,10 @@ type Options struct {
 	// NodeAddresses provides the addresses at which node ports and health-check node ports
 	// are open, see [nodeaddr.Watch]. Default: the primary addresses of the node, which the
 	// proxy follows itself.
+	//
+	// If they have loopback addresses when New is called, or a selection of nodeaddr.Watch
+	// names some, the sink "localhost" serves node ports there with sockets of this process.
+	// Omit loopback addresses if a dataplane serves node ports there itself.
 	NodeAddresses nodeaddr.Source
 	// Metrics provides the observers that dataplanes, backends and Sinks do not have already.
 	// Default: none.
@@ -130,7 +134,15 @@ func New(opts Options, dataplanes ...sink.Sink) (*Proxy, error) {
 	planes[0].Sink = node.WithTasks(planes[0].Sink)
 	checks.Sink = node.HealthChecks()
 	all := opts.Options
-	all.Sinks = slices.Concat(planes, []kpng.Sink{checks}, opts.Sinks)
+	beside := []kpng.Sink{checks}
+	localhost, err := node.Localhost()
+	if err != nil {
+		return nil, err
+	}
+	if localhost != nil {
+		beside = append(beside, kpng.Sink{Sink: localhost, Options: sink.Options{Name: "localhost", Once: checks.Options.Once}})
+	}
+	all.Sinks = slices.Concat(planes, beside, opts.Sinks)
 	for i := range all.Sinks {
 		o := &all.Sinks[i].Options
 		if o.Name == "" {

@@ -417,6 +417,65 @@ func TestOwnSinkGetsConnectionTracking(t *testing.T) {
 	}
 }
 
+// TestNodePortsOnLocalhost runs a proxy with loopback addresses among those of node ports.
+func TestNodePortsOnLocalhost(t *testing.T) {
+	if inNamespace(t) {
+		return
+	}
+	startPods(t)
+	addrs, err := nodeaddr.Watch(t.Context(), nodeaddr.Options{Selection: nodeaddr.Selection{"primary", "localhost"}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	c := newCluster(t)
+	const nodePort = `
+apiVersion: v1
+kind: Service
+metadata: {name: local, namespace: default}
+spec: {type: NodePort, clusterIP: 10.96.0.3, clusterIPs: [10.96.0.3], ipFamilies: [IPv4], externalTrafficPolicy: Local, ports: [{name: a, protocol: TCP, port: 80, targetPort: 8080, nodePort: 30080}, {name: b, protocol: UDP, port: 80, targetPort: 5353, nodePort: 30080}]}
+---
+apiVersion: discovery.k8s.io/v1
+kind: EndpointSlice
+metadata: {name: local-1, namespace: default, labels: {kubernetes.io/service-name: local}}
+addressType: IPv4
+ports: [{name: a, protocol: TCP, port: 8080}, {name: b, protocol: UDP, port: 5353}]
+endpoints: [{addresses: [10.1.0.2], nodeName: elsewhere, conditions: {ready: true, serving: true}}]
+`
+	if err := os.WriteFile(string(c), []byte(manifests("10.1.0.1")+"---"+nodePort), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	opts := c.options()
+	opts.NodeAddresses = addrs
+	p, err := node.New(opts, newNFTables(t, backends.Options{}))
+	if err != nil {
+		t.Fatal(err)
+	}
+	run(t, p)
+	for _, network := range []string{"tcp", "udp"} {
+		conn, err := net.DialTimeout(network, "127.0.0.1:30080", time.Second)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer conn.Close()
+		conn.SetDeadline(time.Now().Add(10 * time.Second))
+		fmt.Fprint(conn, "?")
+		b := make([]byte, 100)
+		if n, err := conn.Read(b); string(b[:n]) != "10.1.0.2" {
+			t.Errorf("%s: answer %q, error %v", network, b[:n], err)
+		}
+	}
+	var names []string
+	for _, s := range p.Status() {
+		names = append(names, s.Name)
+	}
+	if want := []string{"nftables", "healthchecks", "localhost"}; !slices.Equal(names, want) {
+		t.Errorf("sinks %v, want %v", names, want)
+	}
+	if value, err := sysctl.Kernel.Read("net.ipv4.conf.all.route_localnet"); err != nil || value != 0 {
+		t.Errorf("net.ipv4.conf.all.route_localnet is %d, error %v", value, err)
+	}
+}
+
 // TestDataplaneAboveAnother runs a proxy with eBPF above nftables.
 func TestDataplaneAboveAnother(t *testing.T) {
 	if inNamespace(t) {

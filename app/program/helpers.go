@@ -21,10 +21,13 @@ func flagValue(fs *pflag.FlagSet, name string) string {
 	return ""
 }
 
+// asInKubeProxy is the help of metrics with kube-proxy's names.
+const asInKubeProxy = "As in kube-proxy."
+
 // kubeProxyNamed returns a collector with the metrics of c under the name that kube-proxy
 // uses. All metrics of c must have the same name and these labels.
 func kubeProxyNamed(name string, c prometheus.Collector, labels ...string) prometheus.Collector {
-	return &renamed{c, prometheus.NewDesc("kubeproxy_"+name, "As in kube-proxy.", labels, nil)}
+	return &renamed{c, prometheus.NewDesc("kubeproxy_"+name, asInKubeProxy, labels, nil)}
 }
 
 // renamed is a collector. It returns the metrics of another collector, with the name and
@@ -54,9 +57,8 @@ type renamedMetric struct {
 
 func (m renamedMetric) Desc() *prometheus.Desc { return m.desc }
 
-// nodePortsFlag adds the flag --node-port-addresses. The argument items lists the possible
-// items, for the help.
-func nodePortsFlag(fs *pflag.FlagSet, to *nodeaddr.Selection, items string) {
+// nodePortsFlag adds the flag --node-port-addresses.
+func nodePortsFlag(fs *pflag.FlagSet, to *nodeaddr.Selection) {
 	*to = nodeaddr.Selection{"primary"}
 	given := false
 	fs.Var(&value{
@@ -70,7 +72,7 @@ func nodePortsFlag(fs *pflag.FlagSet, to *nodeaddr.Selection, items string) {
 			}
 			return nil
 		},
-	}, "node-port-addresses", "serve node ports and health checks at these `addresses` of the node: primary (those of its Node object), "+items)
+	}, "node-port-addresses", "serve node ports and health checks at these `addresses` of the node: primary (those of its Node object), all, localhost, CIDRs")
 }
 
 // listFlag adds a flag for a list. The flag may appear several times, and each value may

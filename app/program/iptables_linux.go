@@ -47,7 +47,7 @@ func (f *iptablesFlags) register(fs *pflag.FlagSet) {
 func (f *iptablesFlags) complete() (opts iptables.Options, err error) {
 	opts = f.options
 	opts.MasqueradeOutsiders = f.masqueradeOutside && (opts.NodePodCIDRs || len(opts.ClusterCIDRs)+len(opts.PodInterfaces) > 0)
-	if err := f.check("the backend iptables"); err != nil {
+	if err := f.check(); err != nil {
 		return opts, err
 	}
 	opts.MasqueradeMark = 1 << f.masqueradeBit

@@ -34,6 +34,6 @@ func TestFlagsOfIPTables(t *testing.T) {
 func TestInvalidFlagsOfIPTables(t *testing.T) {
 	testInvalidFlags(t, IPTables,
 		"--node-port-addresses=eth0", "--cluster-cidr=10.1.0.0", "--masquerade-bit=32", "--masquerade-bit=14", "--iptables-flavour=xtables", "--sysctls=maybe", "--instance=toolong",
-		"--node-port-addresses=127.0.0.0/8", "--conntrack-min=-1", "--iptables-lock-wait=1ms",
+		"--conntrack-min=-1", "--iptables-lock-wait=1ms",
 	)
 }

@@ -63,7 +63,7 @@ func (f *ipvsFlags) complete() (ipvs.Options, error) {
 		}
 	}
 	opts.MasqueradeOutsiders = f.masqueradeOutside && len(opts.ClusterCIDRs)+len(opts.PodInterfaces) > 0
-	if err := f.check("the backend ipvs"); err != nil {
+	if err := f.check(); err != nil {
 		return opts, err
 	}
 	opts.MasqueradeMark = 1 << f.masqueradeBit

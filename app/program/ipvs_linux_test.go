@@ -66,6 +66,6 @@ func TestHealthChecksAreForwardedToOwnPort(t *testing.T) {
 func TestInvalidFlagsOfIPVS(t *testing.T) {
 	testInvalidFlags(t, IPVS,
 		"--node-port-addresses=eth0", "--cluster-cidr=10.1.0.0", "--masquerade-bit=32", "--masquerade-bit=14", "--scheduler=a-b", "--sysctls=maybe", "--instance=a b",
-		"--interface=much-too-long-name", "--forward-healthcheck-port=65536", "--node-port-addresses=127.0.0.0/8", "--conntrack-min=-1",
+		"--interface=much-too-long-name", "--forward-healthcheck-port=65536", "--conntrack-min=-1",
 	)
 }

@@ -50,7 +50,7 @@ func (f *nftablesFlags) register(fs *pflag.FlagSet) {
 func (f *nftablesFlags) complete() (nftables.Options, error) {
 	opts := f.options
 	opts.MasqueradeOutsiders = f.masqueradeOutside && (opts.NodePodCIDRs || len(opts.ClusterCIDRs)+len(opts.PodInterfaces) > 0)
-	if err := f.check("nftables"); err != nil {
+	if err := f.check(); err != nil {
 		return opts, err
 	}
 	opts.MasqueradeMark = 1 << f.masqueradeBit

@@ -4,14 +4,10 @@ package program
 
 import (
 	"net/netip"
-	"strings"
 	"testing"
 
 	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/backends/nftables"
-	"github.com/kpng-project/kpng/backends/userspace"
-	"github.com/kpng-project/kpng/node/nodeaddr"
-	"github.com/spf13/pflag"
 )
 
 func TestFlagsOfNFTables(t *testing.T) {
@@ -43,31 +39,11 @@ func TestFlagsOfNFTables(t *testing.T) {
 	}
 }
 
-// TestHelpOfNodePortAddresses checks that the help offers localhost only for backends that
-// serve node ports at loopback addresses.
-func TestHelpOfNodePortAddresses(t *testing.T) {
-	kernel, user := pflag.NewFlagSet("", 0), pflag.NewFlagSet("", 0)
-	(&nodeFlags{}).register(kernel)
-	userspaceFlags(user, &userspace.Options{}, &nodeaddr.Selection{}, &healthChecks{})
-	for flags, want := range map[*pflag.FlagSet]bool{kernel: false, user: true} {
-		if usage := flags.Lookup("node-port-addresses").Usage; strings.Contains(usage, "localhost") != want {
-			t.Errorf("the help is %q, want localhost: %t", usage, want)
-		}
-	}
-}
-
 func TestInvalidFlagsOfNFTables(t *testing.T) {
 	testInvalidFlags(t, NFTables,
 		"--node-port-addresses=eth0", "--cluster-cidr=10.1.0.0", "--masquerade-bit=32", "--masquerade-bit=14", "--dnat-priority=0", "--snat-priority=-200", "--sysctls=maybe", "--instance=a b",
-		"--node-port-addresses=127.0.0.0/8", "--conntrack-min=-1",
+		"--conntrack-min=-1",
 	)
-}
-
-func TestLoopbackAddressesAfterASpaceAreRefused(t *testing.T) {
-	const item = "127.0.0.0/8"
-	if _, err := configured(t, NFTables(), "--node-port-addresses=10.0.0.0/8, "+item); err == nil || !strings.Contains(err.Error(), item) {
-		t.Errorf("error %v, want one that names %s", err, item)
-	}
 }
 
 func TestHealthChecksCanBeLeftOut(t *testing.T) {

@@ -5,7 +5,6 @@ package program
 import (
 	"context"
 	"fmt"
-	"net/netip"
 	"slices"
 	"strings"
 
@@ -36,7 +35,7 @@ type nodeFlags struct {
 
 func (f *nodeFlags) register(fs *pflag.FlagSet) {
 	f.flagSet = fs
-	nodePortsFlag(fs, &f.nodePorts, "all, CIDRs; no loopback addresses")
+	nodePortsFlag(fs, &f.nodePorts)
 	fs.BoolVar(&f.masqueradeOutside, "masquerade-outside", true, "masquerade connections to cluster IPs from outside the pod network, if --cluster-cidr, --node-pod-cidrs or --pod-interfaces define it")
 	fs.IntVar(&f.masqueradeBit, "masquerade-bit", 13, "mark connections to be masqueraded with this `bit` of the packet mark, 0 to 31; not 14, which is kube-proxy's")
 	fs.StringVar(&f.sysctls, "sysctls", "", "what to do about kernel settings with other values than services need: `set` (default in place of kube-proxy), report (default beside it) or ignore")
@@ -46,19 +45,13 @@ func (f *nodeFlags) register(fs *pflag.FlagSet) {
 	fs.BoolVar(&f.withEvents, "events", false, "write Events of Kubernetes for lost claims, services that are too large, failed health-check node ports, and rules that another program changed; needs permission to create Events")
 }
 
-// check validates the flags. Its errors contain the argument dataplane, which is the name
-// of the backend.
-func (f *nodeFlags) check(dataplane string) error {
+// check validates the flags.
+func (f *nodeFlags) check() error {
 	if f.masqueradeBit < 0 || f.masqueradeBit > 31 {
 		return fmt.Errorf("--masquerade-bit is %d, not 0 to 31", f.masqueradeBit)
 	}
 	if _, ok := sysctlModes[f.sysctls]; !ok && f.sysctls != "" {
 		return fmt.Errorf("--sysctls is %q, not report, set or ignore", f.sysctls)
-	}
-	for _, item := range f.nodePorts {
-		if cidr, err := netip.ParsePrefix(item); item == "localhost" || err == nil && cidr.Addr().IsLoopback() {
-			return fmt.Errorf("--node-port-addresses %s: %s cannot serve node ports at loopback addresses; kube-proxy does so in mode iptables, and in mode nftables with the feature gate KubeProxyNFTablesLocalhostNodePorts", item, dataplane)
-		}
 	}
 	return f.limits.check(f.flagSet)
 }
@@ -120,7 +113,8 @@ func (f *nodeFlags) nodeParts(run command.Run, dataplane sink.Sink) (command.Par
 	if events != nil {
 		parts.Beside["events"], parts.Refused = events, events.serviceRefused
 	}
-	return parts, nil
+	err = addLocalhost(&parts, node)
+	return parts, err
 }
 
 // init implements command.Backend.Init.

@@ -59,7 +59,7 @@ func (f *ovsFlags) register(fs *pflag.FlagSet) {
 	fs.BoolVar(&f.masqueradeOutside, "masquerade-outside", true, "masquerade connections to cluster IPs from outside the pod network, if --cluster-cidr or --pod-cidr defines it")
 	fs.Uint32Var(&o.MaxClients, "max-clients", 10_000, "remember the endpoints of at most this `number` of clients of each service with session affinity")
 	fs.BoolVar(&f.keepConnections, "keep-udp-connections", false, "keep UDP connections to removed endpoints")
-	nodePortsFlag(fs, &f.nodePorts, "all, CIDRs; no loopback addresses")
+	nodePortsFlag(fs, &f.nodePorts)
 	f.checks.register(fs)
 }
 
@@ -82,5 +82,7 @@ func (f *ovsFlags) parts(run command.Run) (command.Parts, error) {
 		return command.Parts{}, err
 	}
 	completed, _ := node.Dataplane(dataplane)
-	return f.checks.parts(node, completed), nil
+	parts := f.checks.parts(node, completed)
+	err = addLocalhost(&parts, node)
+	return parts, err
 }

@@ -49,7 +49,7 @@ func userspaceFlags(fs *pflag.FlagSet, opts *userspace.Options, nodePorts *nodea
 	}
 	fs.StringVar(&opts.Interface, "interface", on, "on Windows: put the addresses of services on the network interface of this `name`; without it, $"+interfaceVariable+" or "+hostInterface)
 	fs.StringVar(&opts.StateFile, "state-file", "", "on Windows: note the addresses that were added in this `file`; without it, in %ProgramData%\\kpng\\userspace.journal")
-	nodePortsFlag(fs, nodePorts, "all, localhost, CIDRs")
+	nodePortsFlag(fs, nodePorts)
 	listFlag(fs, &opts.ClusterCIDRs, parseCIDR, "pod-cidr", "the `CIDRs` of this node's pods, whose traffic counts as starting on this node")
 	fs.DurationVar(&opts.DrainTimeout, "drain-timeout", 0, "how long TCP connections last after their service is removed or the program stops; 0 means 30 s")
 	fs.DurationVar(&opts.UDPTimeout, "udp-timeout", 0, "how long a silent UDP client keeps its endpoint; 0 means 1 min")
@@ -71,11 +71,11 @@ func userspaceParts(opts userspace.Options, nodePorts nodeaddr.Selection, checks
 		return command.Parts{}, err
 	}
 	parts := checks.parts(node, b)
-	parts.Collectors = append(parts.Collectors, newPortMetrics(b.(portStats)))
+	parts.Collectors = append(parts.Collectors, newPortMetrics("userspace", b.(portStats)))
 	return parts, nil
 }
 
-// portStats is implemented by the dataplane.
+// portStats is implemented by the dataplane of package userspace.
 type portStats interface {
 	Stats(func(service types.NamespacedName, protocol api.Protocol, port int32, connections, active, dialFailures, sent, received int64))
 }
@@ -90,9 +90,9 @@ type portMetric struct {
 	kind prometheus.ValueType
 }
 
-func newPortMetrics(stats portStats) *portMetrics {
+func newPortMetrics(subsystem string, stats portStats) *portMetrics {
 	describe := func(kind prometheus.ValueType, name, help string) portMetric {
-		return portMetric{prometheus.NewDesc(prometheus.BuildFQName("kpng", "userspace", name), help, []string{"namespace", "service", "protocol", "port"}, nil), kind}
+		return portMetric{prometheus.NewDesc(prometheus.BuildFQName("kpng", subsystem, name), help, []string{"namespace", "service", "protocol", "port"}, nil), kind}
 	}
 	return &portMetrics{stats, []portMetric{
 		describe(prometheus.CounterValue, "connections_total", "TCP connections and UDP clients that came."),

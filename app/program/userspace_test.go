@@ -170,7 +170,7 @@ kpng_userspace_received_bytes_total{namespace="default",port="80",protocol="TCP"
 # TYPE kpng_userspace_sent_bytes_total counter
 kpng_userspace_sent_bytes_total{namespace="default",port="80",protocol="TCP",service="web"} 100
 `
-	if err := testutil.CollectAndCompare(newPortMetrics(onePort{}), strings.NewReader(want)); err != nil {
+	if err := testutil.CollectAndCompare(newPortMetrics("userspace", onePort{}), strings.NewReader(want)); err != nil {
 		t.Error(err)
 	}
 }

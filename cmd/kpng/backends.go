@@ -201,9 +201,12 @@ func inspectorOf(name, instance string) (backends.Inspector, error) {
 func inspect(ctx context.Context, w io.Writer, i backends.Inspector, e *nodeview.Explanation, node *api.Node, asked netip.Addr) error {
 	for _, f := range e.Frontends {
 		for _, addr := range addressesOf(f.FrontendKey, node, asked) {
-			text, err := i.Inspect(ctx, addr, f.Protocol, f.Port, e.View)
-			if err != nil {
-				return fmt.Errorf("inspect the dataplane for %s of %s: %w", f.FrontendKey, e.Service, err)
+			text := "a socket of kpng, if --node-port-addresses has loopback addresses: see ss -lntup"
+			if !addr.IsLoopback() {
+				var err error
+				if text, err = i.Inspect(ctx, addr, f.Protocol, f.Port, e.View); err != nil {
+					return fmt.Errorf("inspect the dataplane for %s of %s: %w", f.FrontendKey, e.Service, err)
+				}
 			}
 			at := f.FrontendKey.String()
 			if f.Kind == nodeview.NodePort {

@@ -61,7 +61,7 @@ var always = map[string]string{
 const header = "apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubeProxyConfiguration\n"
 
 func TestConfigMapsOfKubeProxyBecomeFlags(t *testing.T) {
-	kubeadm := map[string]string{"kubeconfig": "/var/lib/kube-proxy/kubeconfig.conf", "cluster-cidr": "10.244.0.0/16", "node-port-addresses": "all"}
+	kubeadm := map[string]string{"kubeconfig": "/var/lib/kube-proxy/kubeconfig.conf", "cluster-cidr": "10.244.0.0/16", "node-port-addresses": "all,localhost"}
 	maps.Copy(kubeadm, always)
 	kind := maps.Clone(kubeadm)
 	kind["min-sync-interval"] = "1s"
@@ -76,8 +76,8 @@ func TestConfigMapsOfKubeProxyBecomeFlags(t *testing.T) {
 			t.Fatal(err)
 		}
 		for backend, differences := range map[string][]string{
-			"nftables": {"mode=iptables", "bindAddressHardFail=false", "iptables.localhostNodePorts=true"},
-			"iptables": {"bindAddressHardFail=false", "iptables.localhostNodePorts=true"},
+			"nftables": {"mode=iptables", "bindAddressHardFail=false"},
+			"iptables": {"bindAddressHardFail=false"},
 		} {
 			set, got, err := configured(t, backend, configMap.Data["config.conf"])
 			if err != nil {
@@ -152,7 +152,19 @@ func TestFieldsOfKubeProxyBecomeFlags(t *testing.T) {
 			"nftables", "mode: nftables\nbindAddress: 10.0.0.1", nil, "", "bindAddress=10.0.0.1",
 		},
 		"node ports at loopback addresses": {
-			"iptables", "nodePortAddresses: [localhost, 127.0.0.0/8, primary]", nil, "", "iptables.localhostNodePorts=true",
+			"iptables", "nodePortAddresses: [localhost, 127.0.0.0/8, primary]", nil, "node-port-addresses=localhost,127.0.0.0/8,primary", "",
+		},
+		"node ports at addresses that contain loopback addresses": {
+			"iptables", "nodePortAddresses: [0.0.0.0/0, primary]", nil, "node-port-addresses=0.0.0.0/0,primary,localhost", "",
+		},
+		"node ports at loopback addresses, disabled": {
+			"iptables", "nodePortAddresses: [localhost, all]\niptables: {localhostNodePorts: false}", nil, "node-port-addresses=all", "",
+		},
+		"node ports at loopback addresses only": {
+			"nftables", "mode: nftables\nnodePortAddresses: [localhost]", nil, "node-port-addresses=localhost", "",
+		},
+		"node ports at loopback addresses in mode ipvs": {
+			"ipvs", "mode: ipvs\nnodePortAddresses: [primary, localhost]", nil, "node-port-addresses=primary,localhost", "nodePortAddresses=primary,localhost",
 		},
 		"node ports of one family": {
 			"nftables", "mode: nftables\nnodePortAddresses: [10.0.0.0/8, 11.0.0.0/8]", nil,
@@ -233,7 +245,7 @@ func TestWrongConfigurationIsAnError(t *testing.T) {
 		header + "conntrack: 1":          "conntrack: 1 is not an object",
 		header + "clusterCIDR: x":        "clusterCIDR",
 		header + "mode: nftables\nnftables: {masqueradeBit: x}":                                    "nftables.masqueradeBit",
-		header + "nodePortAddresses: [localhost]":                                                  "nodePortAddresses: localhost has only loopback",
+		header + "nodePortAddresses: [localhost]\niptables: {localhostNodePorts: false}":           "nodePortAddresses: localhost has only loopback",
 		header + "mode: kernelspace":                                                               "mode: kernelspace is a mode for Windows only",
 		header + "featureGates: {SomeGate: true}":                                                  "featureGates: kube-proxy v1.37 has no feature gate SomeGate",
 		header + "mode: ipvs\nfeatureGates: {KubeProxyIPVS: false}":                                "mode: the feature gate KubeProxyIPVS",

@@ -73,6 +73,8 @@ func TestAnswers(t *testing.T) {
 		{"10.0.0.1:53/UDP", "default/dns 1"},
 		{"192.0.2.1", "default/dns 1, default/web 1, kube-system/dns 1"},
 		{"192.0.2.1:30001", "default/web 1"},
+		{"127.0.0.1:30001", "default/web 1"},
+		{"[::1]:30001", "no service is served at ::1"},
 		{"IPv4:30001/tcp", "default/web 1"},
 		{"IPv4:30001/udp", "no service is served at IPv4:30001/udp"},
 		{"IPv6:30001", "no service is served at IPv6:30001"},

@@ -107,14 +107,15 @@ func (q Question) address() string {
 }
 
 // matches reports whether a frontend is at the question's address, port and protocol. A
-// node port matches at all node addresses, even if a backend provides it only at some.
+// node port matches at all node addresses and loopback addresses, even if the proxy provides
+// it only at some.
 func (q Question) matches(k nodeview.FrontendKey, node *api.Node) bool {
 	asksProtocol := q.protocol == api.UnknownProtocol || q.protocol == k.Protocol
 	if q.nodePorts != 0 {
 		return k.Kind == nodeview.NodePort && k.Family == q.nodePorts && k.Port == q.port && asksProtocol
 	}
 	if k.Kind == nodeview.NodePort {
-		isOurs := slices.ContainsFunc(node.Addresses, func(a api.NodeAddress) bool { return a.IP == q.addr })
+		isOurs := q.addr.IsLoopback() || slices.ContainsFunc(node.Addresses, func(a api.NodeAddress) bool { return a.IP == q.addr })
 		if !isOurs || k.Family != api.FamilyOf(q.addr) {
 			return false
 		}

@@ -339,12 +339,20 @@ func (t *translation) nodePorts() {
 		return
 	}
 	var kept []string
-	loopback, families := false, map[bool]bool{}
+	// In kube-proxy's mode iptables, a setting decides about loopback addresses, and wider
+	// ranges contain them. In other modes, kpng serves those that the list names.
+	localhost := t.mode == "iptables" && t.values["iptables.localhostNodePorts"] != "false"
+	named, contained, families := false, false, map[bool]bool{}
 	for item := range strings.SplitSeq(list, ",") {
 		cidr, err := netip.ParsePrefix(item)
-		loopback = loopback || item == "all" || item == "localhost" || cidr.Contains(netip.AddrFrom4([4]byte{127, 0, 0, 1}))
-		if item == "localhost" || cidr.Addr().IsLoopback() {
-			continue
+		switch {
+		case item == "localhost" || cidr.Addr().IsLoopback():
+			if t.mode == "iptables" && !localhost {
+				continue
+			}
+			named = true
+		case item == "all" || cidr.Contains(netip.AddrFrom4([4]byte{127, 0, 0, 1})):
+			contained = true
 		}
 		kept = append(kept, item)
 		if err == nil {
@@ -353,11 +361,14 @@ func (t *translation) nodePorts() {
 			families[true], families[false] = true, true
 		}
 	}
-	if loopback && t.mode == "iptables" && t.values["iptables.localhostNodePorts"] != "false" {
-		t.differ("iptables.localhostNodePorts", "true", "kpng does not serve node ports at loopback addresses")
+	if localhost && contained && !named {
+		kept = append(kept, "localhost")
+	}
+	if named && t.mode == "ipvs" {
+		t.differ(path, list, "kpng serves node ports at loopback addresses, and kube-proxy does not in this mode")
 	}
 	if len(kept) == 0 {
-		t.refuse(path, fmt.Errorf("%s has only loopback addresses, at which kpng does not serve node ports; the flag --%s overrides it", list, flag))
+		t.refuse(path, fmt.Errorf("%s has only loopback addresses, at which iptables.localhostNodePorts is false; the flag --%s overrides it", list, flag))
 		return
 	}
 	if len(families) == 1 {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package nodesinks makes the sinks of a node's service proxy: its dataplanes, with what
-// they share, and the server of health-check node ports.
+// they share, the server of health-check node ports, and node ports on localhost.
 package nodesinks
 
 import (
@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/backends"
+	"github.com/kpng-project/kpng/backends/userspace"
 	"github.com/kpng-project/kpng/internal/backendoptions"
 	"github.com/kpng-project/kpng/internal/healthcheck"
 	"github.com/kpng-project/kpng/internal/nodeaddrs"
@@ -118,6 +119,22 @@ func (n *Node) Dataplane(s sink.Sink) (dataplane sink.Sink, name string) {
 func (n *Node) HealthChecks() sink.Sink {
 	ports, failed := n.opts.Metrics.HealthChecks()
 	return healthcheck.New(healthcheck.Options{NodeAddresses: n.opts.Addresses, Healthy: n.opts.Healthy, Failed: failed, Observe: ports})
+}
+
+// localhostDrain is how long connections through [Node.Localhost] may continue after their
+// frontend was deleted or the proxy began to stop.
+const localhostDrain = 5 * time.Second
+
+// Localhost returns a sink that serves node ports at the loopback addresses among the
+// addresses of the node, with sockets of this process. Dataplanes that forward packets
+// cannot do this without the kernel setting route_localnet. Localhost returns nil if no
+// loopback address is selected.
+func (n *Node) Localhost() (sink.Sink, error) {
+	loopback := nodeaddrs.Loopback{Of: n.opts.Addresses}
+	if !loopback.Selected() {
+		return nil, nil
+	}
+	return userspace.New(userspace.Options{OnlyNodePorts: true, DrainTimeout: localhostDrain, Options: backends.Options{NodeAddresses: loopback}})
 }
 
 // WithTasks returns a sink like s with the tasks of the node. One dataplane needs them.

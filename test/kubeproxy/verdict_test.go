@@ -142,9 +142,6 @@ func TestFieldsGetKubeProxysVerdict(t *testing.T) {
 				if text, ok := value.(string); ok && name == "showHiddenMetricsForVersion" && text != "" {
 					continue // depends on the version of kube-proxy, which a test does not have
 				}
-				if name == "nodePortAddresses" && reflect.DeepEqual(value, []any{"localhost"}) {
-					continue // has only loopback addresses; see docs/running.md
-				}
 				compareVerdicts(t, fmt.Sprintf("%s in mode %s", name, mode), file(t, mode, path, value))
 			}
 		}

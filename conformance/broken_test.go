@@ -53,6 +53,12 @@ var faults = []fault{
 	{name: "unknown ports are not handled", sink: reference.UnknownPorts, failingCases: []string{"ports that its service does not have"}},
 	{name: "node ports are served at all addresses", sink: reference.AnyNodePort, failingCases: []string{"loopback addresses", "only at the configured node addresses"}},
 	{name: "node ports are served at one address", sink: reference.FirstNodePort, failingCases: []string{"a node port is served at every"}},
+	{name: "UDP node ports are not served on localhost", sink: reference.LocalhostTCP, failingCases: []string{"on localhost leads to every", "on localhost, a UDP flow"}},
+	{name: "node ports on localhost keep their first endpoints", sink: reference.LocalhostFrozen, failingCases: []string{"on localhost, a new endpoint", "on localhost, a UDP flow"}},
+	{name: "node ports on localhost are not closed", sink: reference.LocalhostStays, failingCases: []string{"on localhost refuses", "on localhost is closed"}},
+	{name: "a port on localhost that is in use is not retried", sink: reference.LocalhostOnce, failingCases: []string{"on localhost that is in use"}},
+	{name: "the kernel routes packets to loopback addresses", sink: reference.LocalhostRoutes, failingCases: []string{"route_localnet"}},
+	{name: "connections to localhost reach no endpoints in the host network", sink: reference.LocalhostPodsOnly, failingCases: []string{"on localhost may lead to endpoints in the host network"}},
 	{name: "load-balancer IPs of mode Proxy are served", sink: reference.ServesProxied, failingCases: []string{"of mode Proxy"}},
 	{name: "claims are ignored", sink: reference.IgnoresClaims, failingCases: []string{"if two services claim"}},
 	{name: "source ranges are ignored", sink: reference.AnySource, failingCases: []string{
@@ -66,13 +72,13 @@ var faults = []fault{
 	{name: "source ranges apply to all frontends", sink: reference.GuardsAll, failingCases: []string{"apply only to load-balancer IPs"}},
 	{name: "source ranges apply after verdicts", sink: reference.GuardsLate, failingCases: []string{"drops clients outside its source ranges"}},
 	{name: "source ranges do not admit the service's own addresses", sink: reference.NoOwnAddress, failingCases: []string{"from the service's own load-balancer IP"}},
-	{name: "there is no short circuit", sink: reference.NoShortCircuit, failingCases: []string{"ignore external policy Local", "ignore them only at external addresses"}},
+	{name: "there is no short circuit", sink: reference.NoShortCircuit, failingCases: []string{"ignore external policy Local", "connections to localhost ignore", "ignore them only at external addresses"}},
 	{name: "hairpin is not masqueraded", sink: reference.NoHairpin, failingCases: []string{"an endpoint that connects to itself"}},
 	{name: "only hairpin is masqueraded", sink: reference.NoMasquerade, failingCases: []string{
 		"with policy Cluster, all connections get", "source address of the route", "if so configured"}},
 	{name: "everything is masqueraded", sink: reference.MasqueradesAll, failingCases: []string{"keep their source address"}},
 	{name: "there is no affinity", sink: reference.NoAffinity, failingCases: []string{
-		"a client keeps its endpoint", "the node and its pods", "at all addresses of a service", "ends only when a client", "when an endpoint is removed",
+		"a client keeps its endpoint", "session affinity applies on localhost", "the node and its pods", "at all addresses of a service", "ends only when a client", "when an endpoint is removed",
 		"is no longer ready", "while others are added", "disabling and enabling"}},
 	{name: "affinity never ends", sink: reference.EternalAffinity, failingCases: []string{"ends only when a client"}},
 	{name: "affinity depends on the position in the list of endpoints", sink: reference.FixedAffinity, failingCases: []string{"while others are added"}},

@@ -19,6 +19,9 @@ const (
 	NodePorts Feature = "node ports"
 	// NodePortCIDRs means that node ports exist only at the addresses in Site.NodePortCIDRs.
 	NodePortCIDRs Feature = "node-port addresses"
+	// LocalhostNodePorts means that node ports are served at loopback addresses if
+	// Site.NodePortCIDRs contains them.
+	LocalhostNodePorts Feature = "node ports on localhost"
 	// ClusterIPsFromOutside means that clients outside the cluster can connect to cluster
 	// IPs, if they have a route.
 	ClusterIPsFromOutside Feature = "cluster IPs from outside"

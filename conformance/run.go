@@ -376,6 +376,7 @@ var sections = []section{
 	{"Ports", portCases},
 	{"Dual stack", dualStackCases},
 	{"External addresses", externalCases},
+	{"Node ports on localhost", localhostCases},
 	{"Source ranges", sourceRangeCases},
 	{"Endpoints", endpointCases},
 	{"Topology", topologyCases},

@@ -85,7 +85,8 @@ type Site struct {
 	// ServiceProxyName selects services; see watcher.Options.ServiceProxyName.
 	ServiceProxyName string
 	// NodePortCIDRs contain the node addresses at which node ports must be served. The node
-	// also has addresses outside these ranges.
+	// also has addresses outside these ranges. Cases of the feature LocalhostNodePorts add the
+	// ranges 127.0.0.0/8 and ::1/128.
 	NodePortCIDRs []netip.Prefix
 	// ClusterCIDRs contain the addresses of all pods. PodCIDRs contain the addresses of the
 	// pods on this node.

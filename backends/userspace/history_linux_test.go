@@ -19,9 +19,10 @@ import (
 	"testing"
 	"time"
 
+	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/backends"
-	"github.com/kpng-project/kpng/internal/backendtest"
 	"github.com/kpng-project/kpng/internal/netnstest"
+	"github.com/kpng-project/kpng/internal/nodeaddrs"
 	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
 	"github.com/kpng-project/kpng/sink/sinktest"
@@ -32,7 +33,7 @@ var histories = flag.Int("histories", 10, "how many random `histories` to test")
 func TestHistories(t *testing.T) {
 	sinktest.TestHistories(t, *histories, func(tb testing.TB) *sinktest.Subject {
 		h := &historyHost{ns: netnstest.New(tb), local: map[netip.Addr]bool{}}
-		node := &backendtest.NodeAddresses{}
+		node := &nodeAddresses{}
 		var b *backend
 		return &sinktest.Subject{
 			Open: func() sink.Sink {
@@ -53,6 +54,17 @@ func TestHistories(t *testing.T) {
 		}
 	})
 }
+
+// nodeAddresses is a nodeaddr.Source with the addresses of the Node object. Its channel is nil,
+// because the addresses change only in calls of SetNode.
+type nodeAddresses struct{ nodeaddrs.List }
+
+func (n *nodeAddresses) Addresses() ([]netip.Addr, <-chan struct{}) {
+	addrs, _ := n.List.Addresses()
+	return addrs, nil
+}
+
+func (n *nodeAddresses) SetNode(node *api.Node) { n.Set(nodeaddrs.OfNode(node)...) }
 
 // historySink is a backend. After its Sync, no address changes in the background.
 type historySink struct{ *backend }

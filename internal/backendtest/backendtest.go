@@ -17,9 +17,11 @@ import (
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/conformance"
+	"github.com/kpng-project/kpng/internal/backendoptions"
 	"github.com/kpng-project/kpng/internal/conntrack"
 	"github.com/kpng-project/kpng/internal/healthcheck"
 	"github.com/kpng-project/kpng/internal/nodeaddrs"
+	"github.com/kpng-project/kpng/internal/nodesinks"
 	"github.com/kpng-project/kpng/internal/ownership"
 	"github.com/kpng-project/kpng/node/nodeaddr"
 	"github.com/kpng-project/kpng/nodeview"
@@ -30,7 +32,8 @@ import (
 // Patience is a value for conformance.Options.Patience.
 var Patience = flag.Duration("patience", 20*time.Second, "how long the conformance kit waits, longer on a slow machine")
 
-// NewSink returns a backend together with a health-check server, as on a node. The
+// NewSink returns a backend together with a health-check server and, if the site has
+// loopback addresses for node ports, with node ports on localhost, as on a node. The
 // function newBackend makes the backend from the source of node-port addresses and from a
 // conntrack.Reconciler.
 func NewSink(site conformance.Site, newBackend func(nodeaddr.Source, sink.Sink) (sink.Sink, error)) (sink.Sink, error) {
@@ -42,7 +45,17 @@ func NewSink(site conformance.Site, newBackend func(nodeaddr.Source, sink.Sink) 
 	if err != nil {
 		return nil, err
 	}
-	return &nodeSink{backend, healthcheck.New(healthcheck.Options{NodeAddresses: addrs})}, nil
+	n := &nodeSink{backend: backend, health: healthcheck.New(healthcheck.Options{NodeAddresses: addrs})}
+	if _, ok := sink.As[backendoptions.Sharer](backend); ok { // the backend userspace serves loopback addresses itself
+		node, err := nodesinks.New(nodesinks.Options{Addresses: addrs})
+		if err != nil {
+			return nil, err
+		}
+		if n.localhost, err = node.Localhost(); err != nil {
+			return nil, err
+		}
+	}
+	return n, nil
 }
 
 // Selection returns the addresses of a site at which node ports are served.
@@ -54,8 +67,9 @@ func Selection(site conformance.Site) (s nodeaddr.Selection) {
 }
 
 type nodeSink struct {
-	backend sink.Sink
-	health  healthcheck.Server
+	backend   sink.Sink
+	health    healthcheck.Server
+	localhost sink.Sink // or nil
 }
 
 func (n *nodeSink) Unwrap() sink.Sink { return n.backend }
@@ -65,6 +79,9 @@ func (n *nodeSink) Start(ctx context.Context) error {
 	if s, ok := sink.As[sink.Starter](n.backend); ok {
 		err = s.Start(ctx)
 	}
+	if s, ok := n.localhost.(sink.Starter); ok {
+		err = errors.Join(err, s.Start(ctx))
+	}
 	return errors.Join(err, n.health.Start(ctx))
 }
 
@@ -72,11 +89,18 @@ func (n *nodeSink) Sync(ctx context.Context, c *sink.Changes) error {
 	if err := n.health.Sync(ctx, c); err != nil {
 		return err
 	}
-	return n.backend.Sync(ctx, c)
+	err := n.backend.Sync(ctx, c)
+	if err == nil && n.localhost != nil {
+		err = n.localhost.Sync(ctx, c)
+	}
+	return err
 }
 
 func (n *nodeSink) Stop(ctx context.Context) error {
 	err := n.health.Stop(ctx)
+	if s, ok := n.localhost.(sink.Stopper); ok {
+		err = errors.Join(err, s.Stop(ctx))
+	}
 	if s, ok := sink.As[sink.Stopper](n.backend); ok {
 		err = errors.Join(err, s.Stop(ctx))
 	}

@@ -105,10 +105,11 @@ func relay(t *testing.T, server *apiserver.Server, site conformance.Site) {
 
 // lacking contains the features that kube-proxy lacks, with the reason for each failure.
 var lacking = map[conformance.Feature]string{
-	conformance.FamilyOnlyRanges: "source ranges of only the other family admit all clients",
-	conformance.AllPorts:         "it has no all-ports services",
-	conformance.Claims:           "if two services claim an address, either may get it",
-	conformance.Instances:        "the name of its table and the value of the proxy-name label are fixed",
+	conformance.FamilyOnlyRanges:   "source ranges of only the other family admit all clients",
+	conformance.AllPorts:           "it has no all-ports services",
+	conformance.Claims:             "if two services claim an address, either may get it",
+	conformance.LocalhostNodePorts: "it serves them only over TCP, and only with an alpha feature gate",
+	conformance.Instances:          "the name of its table and the value of the proxy-name label are fixed",
 }
 
 // dropReason explains failures of cases that use an address without a service.

@@ -49,6 +49,19 @@ const (
 	AnyNodePort Fault = "any node port"
 	// FirstNodePort serves node ports only at the node's first address.
 	FirstNodePort Fault = "first node port"
+	// LocalhostTCP serves only TCP node ports on localhost.
+	LocalhostTCP Fault = "localhost TCP"
+	// LocalhostFrozen keeps the endpoints that a node port on localhost had first.
+	LocalhostFrozen Fault = "localhost frozen"
+	// LocalhostStays does not close node ports on localhost.
+	LocalhostStays Fault = "localhost stays"
+	// LocalhostOnce does not retry a node port on localhost that cannot be opened.
+	LocalhostOnce Fault = "localhost once"
+	// LocalhostRoutes sets the kernel setting route_localnet.
+	LocalhostRoutes Fault = "localhost routes"
+	// LocalhostPodsOnly does not send connections to localhost to endpoints with node
+	// addresses.
+	LocalhostPodsOnly Fault = "localhost pods only"
 	// ServesProxied also serves load-balancer IPs with ipMode Proxy.
 	ServesProxied Fault = "serves proxied"
 	// IgnoresClaims gives the traffic to the newer of two services with the same address and

@@ -56,11 +56,24 @@ type Proxy struct {
 	written *ruleset
 	flows   flowCleaner
 	health  healthServer
+	// localhost serves node ports at loopback addresses.
+	localhost localhostServer
 }
 
 // New returns a Proxy.
 func New(opts Options) *Proxy {
-	return &Proxy{opts: opts, health: healthServer{cidrs: opts.NodePortCIDRs, fault: opts.Fault}}
+	p := &Proxy{health: healthServer{cidrs: opts.NodePortCIDRs, fault: opts.Fault}, localhost: localhostServer{fault: opts.Fault}}
+	rules := opts
+	rules.NodePortCIDRs = nil
+	for _, cidr := range opts.NodePortCIDRs {
+		if cidr.Addr().IsLoopback() {
+			p.localhost.cidrs = append(p.localhost.cidrs, cidr)
+		} else {
+			rules.NodePortCIDRs = append(rules.NodePortCIDRs, cidr)
+		}
+	}
+	p.opts = rules
+	return p
 }
 
 // Sync implements sink.Sink.
@@ -115,12 +128,16 @@ func (p *Proxy) Sync(ctx context.Context, c *sink.Changes) error {
 			return err
 		}
 	}
+	if err := p.localhost.serve(services); err != nil {
+		return err
+	}
 	return p.health.serve(services)
 }
 
 // Stop implements sink.Stopper.
 func (p *Proxy) Stop(context.Context) error {
 	p.health.close()
+	p.localhost.close()
 	return nil
 }
 

@@ -76,8 +76,10 @@ func (l *localAddresses) open() error {
 		switch err := l.handle.LinkAdd(add); {
 		case errors.Is(err, unix.EOPNOTSUPP):
 			return fmt.Errorf("add interface %s: the kernel lacks interfaces of type dummy: load the module dummy", l.name)
+		case errors.Is(err, unix.EPERM):
+			return fmt.Errorf("add interface %s: %w (CAP_NET_ADMIN is missing)", l.name, err)
 		case err != nil:
-			return fmt.Errorf("add interface %s: %w", l.name, explain(err))
+			return fmt.Errorf("add interface %s: %w", l.name, err)
 		}
 		if link, err = l.find(); err != nil || link == nil {
 			return fmt.Errorf("interface %s is not there after it was added (%w)", l.name, err)

@@ -16,7 +16,6 @@ import (
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/internal/backendoptions"
-	"github.com/kpng-project/kpng/internal/netfilter"
 	"github.com/kpng-project/kpng/internal/sourcelists"
 	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/reconcile"
@@ -35,8 +34,7 @@ type dataplane struct {
 	planner    planner
 	reconciler reconcile.Reconciler
 	conn       virtualServers
-	nft        *netfilter.Conn
-	table      *table // nil until the first pass
+	table      *table
 	local      localRoutes
 
 	// known is true if the fields servers, elements and routes describe the kernel. If passing
@@ -123,7 +121,7 @@ func newDataplane(opts *Options, verifyInterval time.Duration) *dataplane {
 		},
 		observer: opts.Observer,
 		conn:     &conn{netNS: opts.NetNS},
-		nft:      netfilter.NewConn(opts.NetNS),
+		table:    newTable(opts),
 		lists:    sourcelists.New(nil),
 		local:    &localAddresses{name: opts.Interface, owner: opts.tableName(), netNS: opts.NetNS},
 	}
@@ -143,7 +141,7 @@ func newDataplane(opts *Options, verifyInterval time.Duration) *dataplane {
 func (d *dataplane) close() error {
 	d.known = false
 	d.local.close()
-	return errors.Join(d.nft.Close(), d.conn.close())
+	return errors.Join(d.table.conn.Close(), d.conn.close())
 }
 
 // begin begins a pass: it creates the table and the interface, and reads the kernel.
@@ -151,11 +149,6 @@ func (d *dataplane) begin(ctx context.Context) (err error) {
 	d.known, d.passing = false, true
 	if err := d.local.open(); err != nil {
 		return err
-	}
-	if d.table == nil {
-		if d.table, err = newTable(d.opts, socketBuffer); err != nil {
-			return err
-		}
 	}
 	d.leaving, d.awaited = map[serverID]bool{}, map[types.NamespacedName]bool{endOfPass: true}
 	d.claims = newClaims()
@@ -560,7 +553,7 @@ func (d *dataplane) changeTable(remove, add []element) error {
 	if err != nil {
 		elements, readErr := d.readElements(context.Background())
 		if readErr == nil && !maps.Equal(elements, d.elements) {
-			readErr = d.changed("table inet " + d.table.name)
+			readErr = d.changed("table inet " + d.table.conn.Table)
 		}
 		return errors.Join(err, readErr)
 	}
@@ -629,11 +622,7 @@ func (d *dataplane) cleanup(ctx context.Context) error {
 		// The remaining virtual servers need the table: it checks source ranges and masquerades.
 		return errors.Join(interfaceErr, err)
 	}
-	t, err := newTable(d.opts, socketBuffer)
-	if err == nil {
-		err = t.delete()
-	}
-	return errors.Join(interfaceErr, err)
+	return errors.Join(interfaceErr, d.table.conn.Delete(ctx))
 }
 
 // deleteServers deletes all virtual servers of the instance.

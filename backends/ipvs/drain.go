@@ -66,10 +66,7 @@ func (d *dataplane) drain(ctx context.Context) error {
 // leaveNewConnections makes the instance ignore the connections that another backend
 // translates.
 func (d *dataplane) leaveNewConnections(ctx context.Context) error {
-	t, err := newTable(d.opts, socketBuffer)
-	if err != nil {
-		return err
-	}
+	t := *d.table
 	elements, err := t.read(ctx)
 	if err != nil && !errors.Is(err, errChanged) {
 		return err

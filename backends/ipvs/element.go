@@ -9,10 +9,11 @@ import (
 	"fmt"
 	"net/netip"
 
-	"github.com/google/nftables"
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/internal/kernelnode"
+	"github.com/kpng-project/kpng/internal/nft"
 	"github.com/kpng-project/kpng/internal/sourcelists"
+	"golang.org/x/sys/unix"
 )
 
 // setKind is the purpose of a set in the nftables table of the instance. For each kind,
@@ -49,7 +50,7 @@ const (
 )
 
 var setNames = [setKinds]string{
-	frontends: "frontends", addresses: "addresses", clusterIPs: "cluster-ips", restricted: "restricted", sources: "", // see sourcelists.SetName
+	frontends: "frontends", addresses: "addresses", clusterIPs: "cluster-ips", restricted: "restricted", sources: "sources", // see sourcelists.AddChains
 	drops: "drops", rejects: "rejects", masquerades: "masquerades", nodeMasquerades: "node-masquerades",
 	redirects: "redirects", healthChecks: "health-checks", hairpins: "hairpins",
 }
@@ -62,45 +63,34 @@ type setID struct {
 
 func setOf(kind setKind, addr netip.Addr) setID { return setID{kind, api.FamilyOf(addr)} }
 
-var families = []api.Family{api.IPv4, api.IPv6}
-
 func allSets() (all []setID) {
 	for kind := range setKinds {
-		for _, family := range families {
+		for _, family := range nft.Families {
 			all = append(all, setID{kind, family})
 		}
 	}
 	return all
 }
 
-func (s setID) name() string {
-	if s.kind == sources {
-		return sourcelists.SetName(s.family)
-	}
-	return fmt.Sprintf("%s%d", setNames[s.kind], s.family)
-}
+func (s setID) name() string { return fmt.Sprintf("%s%d", setNames[s.kind], s.family) }
 
-// set returns the definition of the set with the ID s in the table t.
-func (s setID) set(t *nftables.Table) *nftables.Set {
-	addr := nftables.TypeIPAddr
-	if s.family == api.IPv6 {
-		addr = nftables.TypeIP6Addr
-	}
-	frontend := []nftables.SetDatatype{addr, nftables.TypeInetProto, nftables.TypeInetService}
-	set := &nftables.Set{Table: t, Name: s.name(), KeyType: nftables.MustConcatSetType(frontend...)}
+// set returns the definition of the set.
+func (s setID) set() nft.Set {
+	addr := nft.TypeAddr(s.family)
+	key, data := []nft.Type{addr, nft.TypeProtocol, nft.TypePort}, []nft.Type(nil)
 	switch s.kind {
 	case addresses, clusterIPs:
-		set.KeyType = addr
+		key = key[:1]
 	case hairpins:
-		set.KeyType = nftables.MustConcatSetType(addr, addr, nftables.TypeInetProto, nftables.TypeInetService)
+		key = append([]nft.Type{addr}, key...)
 	case restricted:
-		set.IsMap, set.DataType = true, nftables.TypeClassID
+		data = []nft.Type{nft.TypePriority}
 	case sources:
-		set.KeyType = nftables.MustConcatSetType(nftables.TypeClassID, addr)
+		key = []nft.Type{nft.TypePriority, addr}
 	case redirects, healthChecks:
-		set.IsMap, set.DataType = true, nftables.MustConcatSetType(addr, nftables.TypeInetService)
+		data = []nft.Type{addr, nft.TypePort}
 	}
-	return set
+	return nft.NewSet(s.name(), 0, key, data)
 }
 
 // element is an element of a set. It is comparable.
@@ -125,12 +115,31 @@ func (e element) compare(o element) int {
 		cmp.Compare(e.key, o.key), cmp.Compare(e.value, o.value))
 }
 
-func (e element) encode() nftables.SetElement {
-	s := nftables.SetElement{Key: []byte(e.key)}
-	if e.value != "" {
-		s.Val = []byte(e.value)
+// writeElements adds messages of type NFT_MSG_NEWSETELEM or NFT_MSG_DELSETELEM about elems,
+// one set after the other.
+func writeElements(w *nft.Writer, msg int, flags uint16, elems []element) {
+	bySet := map[setID][]element{}
+	for _, e := range elems {
+		bySet[e.set] = append(bySet[e.set], e)
 	}
-	return s
+	for _, id := range allSets() {
+		list := bySet[id]
+		w.Elements(msg, flags, id.name(), len(list), func(i int) {
+			w.Value(unix.NFTA_SET_ELEM_KEY, []byte(list[i].key))
+			if list[i].value != "" {
+				w.Value(unix.NFTA_SET_ELEM_DATA, []byte(list[i].value))
+			}
+		})
+	}
+}
+
+func decodeElement(set setID, item []byte) element {
+	return element{set, string(nft.Value(item, unix.NFTA_SET_ELEM_KEY)), string(nft.Value(item, unix.NFTA_SET_ELEM_DATA))}
+}
+
+// describeElement describes an encoded element for errors, see nft.NewConn.
+func describeElement(set string, item []byte) string {
+	return fmt.Sprintf("%s %x", set, nft.Value(item, unix.NFTA_SET_ELEM_KEY))
 }
 
 // A key consists of parts, such as an address and a port. Zeros pad a part to a multiple
@@ -174,11 +183,7 @@ func (e element) group() element {
 
 // addr returns the address at the beginning of the key.
 func (e element) addr() netip.Addr {
-	n := 4
-	if e.set.family == api.IPv6 {
-		n = 16
-	}
-	a, _ := netip.AddrFromSlice([]byte(e.key[:n]))
+	a, _ := netip.AddrFromSlice([]byte(e.key[:nft.AddrLen(e.set.family)]))
 	return a
 }
 

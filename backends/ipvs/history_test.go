@@ -17,10 +17,10 @@ import (
 	"testing"
 	"time"
 
-	"github.com/google/nftables"
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/internal/backendtest"
+	"github.com/kpng-project/kpng/internal/netfilter"
 	"github.com/kpng-project/kpng/internal/netnstest"
 	"github.com/kpng-project/kpng/internal/sourcelists"
 	"github.com/kpng-project/kpng/sink"
@@ -70,10 +70,8 @@ func newSubject(tb testing.TB, sysctls backends.SysctlMode, edit func(*dataplane
 			d := b.dataplane
 			edit(d)
 			d.conn, d.local = &faultyServers{d.conn, &f}, &faultyRoutes{d.local, &f}
-			if d.table, err = newTable(d.opts, socketBuffer); err != nil {
-				tb.Fatal(err)
-			}
-			d.table.flush = func() error { return f.flush(d.table) }
+			transact := d.table.conn.Exchange
+			d.table.conn.Exchange = func(batch []byte) error { return f.transact(func() error { return transact(batch) }) }
 			return b
 		},
 		Objects: func() []string { return objects(tb, b.dataplane) },
@@ -113,18 +111,17 @@ func (f *faults) fail(do func() error) error {
 	}
 }
 
-// flush is like fail for a transaction of nf_tables. It makes the kernel refuse the
-// transaction.
-func (f *faults) flush(t *table) error {
+// transact is like fail for a transaction of nf_tables.
+func (f *faults) transact(do func() error) error {
 	if f.random != nil {
 		switch f.random.IntN(6) {
 		case 0:
-			t.nft.DelChain(&nftables.Chain{Table: t.table(), Name: "missing"})
+			return unix.ENOENT
 		case 1:
-			return errors.Join(t.nft.Flush(), unix.ENOBUFS)
+			return errors.Join(do(), netfilter.ErrUnknownOutcome)
 		}
 	}
-	return t.nft.Flush()
+	return do()
 }
 
 type faultyServers struct {

@@ -20,11 +20,11 @@ import (
 	"time"
 
 	"github.com/google/go-cmp/cmp"
-	"github.com/google/nftables"
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/internal/backendtest"
 	"github.com/kpng-project/kpng/internal/netnstest"
+	"github.com/kpng-project/kpng/internal/nft"
 	"github.com/kpng-project/kpng/node/nodeaddr"
 	"github.com/kpng-project/kpng/sink"
 	"github.com/kpng-project/kpng/sink/sinktest"
@@ -231,6 +231,7 @@ func testRepair(t *testing.T) {
 	n.mustHave(want)
 	web, first, other := id("10.96.0.1:80", api.TCP), netip.MustParseAddrPort("10.1.0.1:8080"), netip.MustParseAddrPort("10.9.9.9:8080")
 	d := n.dataplane
+	edit := func(fill func(*nft.Writer)) error { return d.table.conn.Transact(t.Context(), fill) }
 	for name, change := range map[string]func() error{
 		"virtual server deleted": func() error { return d.conn.delete(web) },
 		"scheduler changed":      func() error { return d.conn.set(web, false, settings{scheduler: "wlc", flags: d.planner.owner}) },
@@ -268,12 +269,17 @@ func testRepair(t *testing.T) {
 			}, nil)
 			return err
 		},
-		"table deleted":   d.table.delete,
+		"table deleted":   func() error { return d.table.conn.Delete(t.Context()) },
 		"element deleted": func() error { return d.table.change([]element{web.element()}, nil) },
-		"rules deleted":   func() error { d.table.nft.FlushTable(d.table.table()); return d.table.nft.Flush() },
-		"chain added": func() error {
-			d.table.nft.AddRule(&nftables.Rule{Table: d.table.table(), Chain: d.table.chains()[0].Chain})
-			return d.table.nft.Flush()
+		"rules deleted": func() error {
+			return edit(func(w *nft.Writer) {
+				for _, c := range d.table.chains() {
+					w.FlushChain(c.Name)
+				}
+			})
+		},
+		"rule added": func() error {
+			return edit(func(w *nft.Writer) { w.AddRules(nft.MarkAll, []nft.Rule{nft.Return}) })
 		},
 		"interface deleted": d.local.delete,
 		"route deleted":     func() error { return d.local.remove(web.Addr()) },
@@ -431,7 +437,7 @@ func testTableDeleted(t *testing.T) {
 	} {
 		n.mustPass(web, other)
 		n.searchAt = time.Time{}
-		if err := n.dataplane.table.delete(); err != nil {
+		if err := n.dataplane.table.conn.Delete(t.Context()); err != nil {
 			t.Fatal(err)
 		}
 		if err := step(); !errors.Is(err, sink.ErrStartOver) {
@@ -443,7 +449,7 @@ func testTableDeleted(t *testing.T) {
 	// A program that deletes the table repeatedly does not cause constant passes.
 	before := time.Now()
 	n.searchAt = time.Time{}
-	if err := errors.Join(n.dataplane.table.delete(), n.Verify(t.Context())); !errors.Is(err, sink.ErrStartOver) {
+	if err := errors.Join(n.dataplane.table.conn.Delete(t.Context()), n.Verify(t.Context())); !errors.Is(err, sink.ErrStartOver) {
 		t.Errorf("Verify returns %v, want a request of a pass", err)
 	}
 	if pause := n.searchAt.Sub(before); pause < time.Second {
@@ -451,7 +457,7 @@ func testTableDeleted(t *testing.T) {
 	}
 	n.mustPass(web)
 	n.searchAt = time.Now().Add(time.Hour)
-	if err := errors.Join(n.dataplane.table.delete(), n.Verify(t.Context())); !errors.Is(err, sink.ErrStartOver) {
+	if err := errors.Join(n.dataplane.table.conn.Delete(t.Context()), n.Verify(t.Context())); !errors.Is(err, sink.ErrStartOver) {
 		t.Errorf("during a pause, Verify returns %v, want a request of a pass", err)
 	}
 }
@@ -550,7 +556,7 @@ func testTableDeletedWhileStopped(t *testing.T) {
 	want := []string{"10.96.0.1:80/TCP rr 0 10.1.0.1:8080=1", "192.0.2.1:30080/TCP rr 0 10.1.0.1:8080=1"}
 	flush := func() {
 		t.Helper()
-		if err := n.dataplane.table.delete(); err != nil {
+		if err := n.dataplane.table.conn.Delete(t.Context()); err != nil {
 			t.Fatal(err)
 		}
 		n.restart()
@@ -849,8 +855,8 @@ func testForeignInterface(t *testing.T) {
 		t.Errorf("clean-up returns %v, which does not name the interface", err)
 	}
 	n.mustHave()
-	if exists, err := n.dataplane.table.exists(); err != nil || exists {
-		t.Errorf("after clean-up, the table exists: %t (%v)", exists, err)
+	if l, err := n.dataplane.table.conn.Find(t.Context()); err != nil || l.Exists {
+		t.Errorf("after clean-up, the table exists: %t (%v)", l.Exists, err)
 	}
 }
 

@@ -14,7 +14,6 @@ import (
 
 	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/internal/backendoptions"
-	"github.com/kpng-project/kpng/internal/nftrule"
 )
 
 // Options are the settings of the dataplane. It does not support NodePodCIDRs and
@@ -118,8 +117,4 @@ func (o *Options) tableName() string {
 		return "kpng-ipvs"
 	}
 	return "kpng-ipvs-" + o.Instance
-}
-
-func (o *Options) pods() nftrule.Pods {
-	return nftrule.Pods{CIDRs: o.ClusterCIDRs, Interfaces: o.PodInterfaces}
 }

@@ -14,7 +14,7 @@ import (
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/internal/healthport"
-	"github.com/kpng-project/kpng/internal/nftrule"
+	"github.com/kpng-project/kpng/internal/nft"
 	"github.com/kpng-project/kpng/nodeview"
 	"k8s.io/apimachinery/pkg/types"
 )
@@ -150,7 +150,7 @@ func (p *planner) plan(view *api.View, listOf func(*nodeview.Frontend) uint32) (
 					fp.elements = append(fp.elements, element{set: setOf(redirects, a), key: frontendKey(id), value: addrKey(to.Addr()) + portKey(to.Port())})
 				}
 				if f.Sources.Restricted {
-					fp.elements = append(fp.elements, element{set: setOf(restricted, a), key: frontendKey(id), value: string(nftrule.Native(list))})
+					fp.elements = append(fp.elements, element{set: setOf(restricted, a), key: frontendKey(id), value: string(nft.Native(list))})
 				}
 				fp.local = f.Kind == nodeview.ClusterIP || external && !p.hasMachine(a)
 				if f.Kind == nodeview.LoadBalancerIP && fp.local {

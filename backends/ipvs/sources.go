@@ -7,12 +7,10 @@ package ipvs
 import (
 	"context"
 	"encoding/binary"
-	"errors"
 	"net/netip"
 
-	"github.com/google/nftables"
 	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/internal/nftrule"
+	"github.com/kpng-project/kpng/internal/nft"
 	"github.com/kpng-project/kpng/internal/sourcelists"
 	"golang.org/x/sys/unix"
 	"k8s.io/apimachinery/pkg/types"
@@ -81,47 +79,44 @@ func (d *dataplane) reapLists(ctx context.Context, limit int) error {
 	}
 }
 
+// nftaSetElemKeyEnd is missing in golang.org/x/sys/unix.
+const nftaSetElemKeyEnd = 10
+
 // oldSources returns the source ranges of a table that an earlier version of kpng has made,
 // as elements of this version. There, the set restricted4 had the frontends with source
 // ranges, and a key of the set sources4 was a frontend and a range. Without these elements,
 // an update would admit all sources until the services are delivered. The argument first
 // is the number of the first list.
-func (t *table) oldSources(family api.Family, first int) (map[element]bool, error) {
-	var frontends, ranges []nftables.SetElement
-	for kind, list := range map[setKind]*[]nftables.SetElement{restricted: &frontends, sources: &ranges} {
-		set, err := t.nft.GetSetByName(t.table(), setID{kind, family}.name())
-		if err == nil && (kind == restricted && set.IsMap || kind == sources && !set.Interval) {
-			return nil, nil // not of that version
-		}
-		if err == nil {
-			*list, err = t.nft.GetSetElements(set)
-		}
-		if err != nil && (!isErrno(err) || errors.Is(err, unix.ENOENT)) {
-			return nil, nil
-		} else if err != nil {
-			return nil, err
-		}
+func (t *table) oldSources(ctx context.Context, l *nft.Listing, family api.Family, first int) (map[element]bool, error) {
+	frontendsID, rangesID := setID{restricted, family}, setID{sources, family}
+	frontends, ok := l.Sets[frontendsID.name()]
+	if !ok || frontends.Flags&unix.NFT_SET_MAP != 0 || l.Sets[rangesID.name()].Flags&unix.NFT_SET_INTERVAL == 0 {
+		return nil, nil // not of that version
 	}
 	all := map[element]bool{}
 	numbers := map[string]uint32{} // by frontend
-	for i, e := range frontends {
-		number := sourcelists.Number(uint32(first + i))
-		numbers[string(e.Key)] = number
-		all[element{setID{restricted, family}, string(e.Key), string(nftrule.Native(number))}] = true
+	err := t.conn.Dump(ctx, frontendsID.name(), func(item []byte) {
+		key := decodeElement(frontendsID, item).key
+		numbers[key] = sourcelists.Number(uint32(first + len(numbers)))
+		all[element{frontendsID, key, string(nft.Native(numbers[key]))}] = true
+	})
+	if err != nil {
+		return nil, err
 	}
-	for _, e := range ranges {
-		n := len(e.Key) - nftrule.AddrLen(family)
-		if n < 0 || len(e.KeyEnd) != len(e.Key) {
-			continue
+	err = t.conn.Dump(ctx, rangesID.name(), func(item []byte) {
+		key, end := nft.Value(item, unix.NFTA_SET_ELEM_KEY), nft.Value(item, nftaSetElemKeyEnd)
+		n := len(key) - nft.AddrLen(family)
+		if n < 0 || len(end) != len(key) {
+			return
 		}
-		addr, _ := netip.AddrFromSlice(e.Key[n:])
+		addr, _ := netip.AddrFromSlice(key[n:])
 		bits := 0 // the length of the common beginning of the first and the last address
-		for bits < addr.BitLen() && e.Key[n+bits/8]<<(bits%8)&0x80 == e.KeyEnd[n+bits/8]<<(bits%8)&0x80 {
+		for bits < addr.BitLen() && key[n+bits/8]<<(bits%8)&0x80 == end[n+bits/8]<<(bits%8)&0x80 {
 			bits++
 		}
-		if number := numbers[string(e.Key[:n])]; number != 0 && bits > 0 {
+		if number := numbers[string(key[:n])]; number != 0 && bits > 0 {
 			all[sourceElement(sourcelists.Range{List: number, Prefix: netip.PrefixFrom(addr, bits).Masked()})] = true
 		}
-	}
-	return all, nil
+	})
+	return all, err
 }

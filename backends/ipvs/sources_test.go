@@ -83,10 +83,6 @@ func TestTableOfSourceRanges(t *testing.T) {
 		n, _ = newMemoryNode(t, ns)
 		d = n.dataplane
 		d.conn = servers
-		var err error
-		if d.table, err = newTable(d.opts, socketBuffer); err != nil {
-			t.Fatal(err)
-		}
 		d.table.maxElements = 1000 // several transactions
 		if err := n.deliver(&sink.Changes{First: true, NodeChanged: true}); err != nil {
 			t.Fatal(err)

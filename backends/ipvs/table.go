@@ -5,23 +5,18 @@
 package ipvs
 
 import (
-	"bytes"
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
-	"hash/fnv"
 	"iter"
 	"maps"
+	"math"
 	"slices"
-	"time"
 
-	"github.com/google/nftables"
-	"github.com/google/nftables/expr"
-	"github.com/google/nftables/userdata"
 	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/internal/nftrule"
+	"github.com/kpng-project/kpng/internal/nft"
 	"github.com/kpng-project/kpng/internal/sourcelists"
-	"github.com/mdlayher/netlink"
 	"golang.org/x/sys/unix"
 )
 
@@ -29,9 +24,9 @@ import (
 // look like this:
 //
 //	chain restricted {
-//		meta priority set ip daddr . meta l4proto . th dport map @restricted4 goto only-sources4
+//		meta priority set ip daddr . meta l4proto . th dport map @restricted4 goto service-sources4
 //	}
-//	chain only-sources4 {
+//	chain service-sources4 {
 //		jump sources4
 //		drop
 //	}
@@ -65,11 +60,8 @@ import (
 // see package sourcelists. The chain untranslated comes after the chains of other programs. So it
 // does not refuse connections that another program translates.
 type table struct {
-	name string
 	opts *Options
-	nft  *nftables.Conn
-	// flush sends the transaction of nft that changes elements.
-	flush func() error
+	conn *nft.Conn
 	// maxElements limits the elements of one transaction.
 	maxElements int
 	// ranges counts the source ranges in the table.
@@ -79,33 +71,15 @@ type table struct {
 	draining bool
 }
 
-const (
-	// socketBuffer is the size of the buffer for a transaction.
-	socketBuffer = 32 << 20
-	// maxTransaction limits the elements of a transaction. Other programs cannot change tables
-	// meanwhile.
-	maxTransaction = 20_000
-	// elementSize is more than the size of any element in a transaction.
-	elementSize = 256
-	// maxChunk limits the elements of a netlink message, which must be below 64 KiB.
-	maxChunk = 400
-	// requestTimeout limits a request to nf_tables. Without this limit, a request waits
-	// forever for further answers if the kernel refuses a whole transaction with one answer.
-	requestTimeout = 2 * time.Minute
-)
+// maxTransaction limits the elements of a transaction. Other programs cannot change tables
+// meanwhile.
+const maxTransaction = 20_000
 
-func newTable(opts *Options, socketBuffer int) (*table, error) {
-	nft, err := nftables.New(nftables.WithNetNSFd(opts.NetNS), nftables.WithSockOptions(func(c *netlink.Conn) error {
-		// Each request has a socket of its own.
-		return errors.Join(c.SetWriteBuffer(socketBuffer), c.SetReadBuffer(socketBuffer), c.SetReadDeadline(time.Now().Add(requestTimeout)))
-	}))
-	if err != nil {
-		return nil, fmt.Errorf("open a netlink socket: %w", err)
-	}
+func newTable(opts *Options) *table {
 	return &table{
-		name: opts.tableName(), opts: opts, nft: nft, flush: nft.Flush,
-		maxElements: min(socketBuffer/elementSize, maxTransaction), ranges: sourcelists.Counts{},
-	}, nil
+		opts: opts, conn: nft.NewConn(opts.NetNS, opts.tableName(), describeElement),
+		maxElements: maxTransaction, ranges: sourcelists.Counts{},
+	}
 }
 
 // countRanges adds n to the count of each source range of elements.
@@ -117,153 +91,77 @@ func countRanges(counts sourcelists.Counts, elements iter.Seq[element], n int) {
 	}
 }
 
-// sourceChain returns the chain that looks up source ranges of these lengths.
-func (t *table) sourceChain(family api.Family, lengths sourcelists.Lengths) chain {
-	return chain{&nftables.Chain{Table: t.table(), Name: sourcelists.ChainName(family)}, lengths.Rules(family)}
-}
-
-func (t *table) table() *nftables.Table {
-	return &nftables.Table{Name: t.name, Family: nftables.TableFamilyINet}
-}
-
-// chain is a chain with its rules.
-type chain struct {
-	*nftables.Chain
-	rules [][]expr.Any
-}
-
-// chains returns all chains. A chain follows the chains to which it jumps.
-func (t *table) chains() []chain {
-	var chains []chain
-	add := func(name string, rules ...[]expr.Any) {
-		chains = append(chains, chain{&nftables.Chain{Table: t.table(), Name: name}, rules})
-	}
-	base := func(name string, kind nftables.ChainType, at *nftables.ChainHook, priority *nftables.ChainPriority, rules ...[]expr.Any) {
-		chains = append(chains, chain{&nftables.Chain{Table: t.table(), Name: name, Type: kind, Hooknum: at, Priority: priority}, rules})
-	}
-	hook := func(name string, at *nftables.ChainHook, priority *nftables.ChainPriority, rules ...[]expr.Any) {
-		base(name, nftables.ChainTypeNAT, at, priority, rules...)
-	}
-	bit := t.opts.MasqueradeMark
-	add("mark-all", append(nftrule.Mark(^bit, bit), nftrule.SetMeta(expr.MetaKeyMARK)))
-	var outsiders [][]expr.Any
-	switch {
-	case t.opts.MasqueradeAll:
-		outsiders = [][]expr.Any{nftrule.Jump("mark-all")}
-	case t.opts.MasqueradeOutsiders:
-		outsiders = t.opts.pods().Outsiders(nftrule.Jump("mark-all"))
-	}
-	add("mark-outsiders", outsiders...)
-	add("reject-chain",
-		[]expr.Any{nftrule.LoadMeta(expr.MetaKeyL4PROTO), nftrule.Equal(unix.IPPROTO_TCP), &expr.Reject{Type: unix.NFT_REJECT_TCP_RST}},
-		[]expr.Any{&expr.Reject{Type: unix.NFT_REJECT_ICMPX_UNREACH, Code: unix.NFT_REJECT_ICMPX_PORT_UNREACH}})
-
-	var restrictions, services, untranslated, output, postrouting [][]expr.Any
-	postrouting = append(postrouting, slices.Concat(
-		nftrule.Mark(bit, 0), []expr.Any{nftrule.Equal(nftrule.Native(bit)...)}, nftrule.Mark(^uint32(0), bit),
-		[]expr.Any{nftrule.SetMeta(expr.MetaKeyMARK), &expr.Masq{FullyRandom: true}}))
-	for _, family := range families {
-		add(fmt.Sprintf("frontend%d", family), t.frontendRules(family)...)
-		only := fmt.Sprintf("only-sources%d", family)
-		chains = append(chains, t.sourceChain(family, t.ranges.Lengths(family)))
-		add(only, nftrule.Jump(sourcelists.ChainName(family)), nftrule.Drop())
+// chains returns all chains.
+func (t *table) chains() (chains nft.Chains) {
+	chains.AddCommon(&t.opts.Options)
+	var restrictions, services, untranslated, output []nft.Rule
+	postrouting := []nft.Rule{nft.MasqueradeMarked(&t.opts.Options)}
+	for _, family := range nft.Families {
+		chains.Add(fmt.Sprintf("frontend%d", family), t.frontendRules(family)...)
+		chains = append(chains, t.ranges.Lengths(family).Chain(family))
 		if t.draining {
-			untranslated = append(untranslated, frontend(family).FollowedBy(in(frontends, family), nftrule.GoTo("reject-chain")[0]))
+			untranslated = append(untranslated, frontend(family).Then(in(frontends, family)+nft.GoTo(nft.RejectChain)))
 		} else {
-			services = append(services, frontend(family).FollowedBy(in(frontends, family), nftrule.GoTo(fmt.Sprintf("frontend%d", family))[0]))
-			restrictions = append(restrictions, frontend(family).FollowedBy(
-				value(restricted, family), nftrule.SetMeta(expr.MetaKeyPRIORITY), nftrule.GoTo(only)[0]))
+			services = append(services, frontend(family).Then(in(frontends, family)+nft.GoTo(fmt.Sprintf("frontend%d", family))))
+			restrictions = append(restrictions, sourcelists.Restrict(family, frontend(family), setID{restricted, family}.name()))
 			refusals := fmt.Sprintf("untranslated%d", family)
-			add(refusals,
-				frontend(family).FollowedBy(in(drops, family), nftrule.Drop()[0]),
-				frontend(family).FollowedBy(in(rejects, family), nftrule.GoTo("reject-chain")[0]))
-			untranslated = append(untranslated, frontend(family).FollowedBy(in(frontends, family), nftrule.GoTo(refusals)[0]))
+			chains.Add(refusals,
+				frontend(family).Then(in(drops, family)+nft.Drop),
+				frontend(family).Then(in(rejects, family)+nft.GoTo(nft.RejectChain)))
+			untranslated = append(untranslated, frontend(family).Then(in(frontends, family)+nft.GoTo(refusals)))
 		}
-		services = append(services, frontend(family).FollowedBy(translate(healthChecks, family)...))
+		services = append(services, frontend(family).Then(translate(healthChecks, family)))
 		// The addresses in the set addresses are local only because of this instance. Without
 		// these rules, packets to other ports of these addresses would reach programs on this
 		// node.
 		for _, protocol := range []byte{unix.IPPROTO_TCP, unix.IPPROTO_UDP, unix.IPPROTO_SCTP} {
-			untranslated = append(untranslated, nftrule.NewKey(family).Destination().FollowedBy(in(addresses, family),
-				nftrule.LoadMeta(expr.MetaKeyL4PROTO), nftrule.Equal(protocol), nftrule.GoTo("reject-chain")[0]))
+			untranslated = append(untranslated, nft.NewKey(family).Destination().Then(in(addresses, family)+
+				nft.LoadMeta(unix.NFT_META_L4PROTO)+nft.Equal(protocol)+nft.GoTo(nft.RejectChain)))
 		}
 		// Masquerade this node's connections to these addresses, because endpoints may have no
 		// route to the source. For IPv4, the kernel uses the destination as the source; for
 		// IPv6, it uses any address of the node.
-		output = append(output, nftrule.NewKey(family).Destination().FollowedBy(in(addresses, family), nftrule.Jump("mark-all")[0]))
-		postrouting = append(postrouting, nftrule.NewKey(family).Source().Destination().ProtocolAndPort().FollowedBy(
-			in(hairpins, family), &expr.Masq{FullyRandom: true}))
+		output = append(output, nft.NewKey(family).Destination().Then(in(addresses, family)+nft.Jump(nft.MarkAll)))
+		postrouting = append(postrouting, nft.NewKey(family).Source().Destination().ProtocolAndPort().Then(in(hairpins, family)+nft.Masquerade))
 	}
-	add("restricted", restrictions...)
-	isNew := append(nftrule.InState(nftrule.StateNew), nftrule.Jump("restricted")...)
-	base("sources-prerouting", nftables.ChainTypeFilter, nftables.ChainHookPrerouting, sourcesPriority, isNew)
-	base("sources-output", nftables.ChainTypeFilter, nftables.ChainHookOutput, sourcesPriority, isNew)
-	add("services", services...)
-	add("untranslated", untranslated...)
-	refusal := nftrule.IgnoreReplies()
-	hook("late-prerouting", nftables.ChainHookPrerouting, nftables.ChainPriorityLast, refusal, nftrule.Jump("untranslated"))
-	hook("late-output", nftables.ChainHookOutput, nftables.ChainPriorityLast, refusal, nftrule.Jump("untranslated"))
-	hook("prerouting", nftables.ChainHookPrerouting, nftables.ChainPriorityNATDest, refusal, nftrule.Jump("services"))
-	hook("output", nftables.ChainHookOutput, nftables.ChainPriorityNATDest, slices.Concat([][]expr.Any{refusal}, output, [][]expr.Any{nftrule.Jump("services")})...)
-	hook("postrouting", nftables.ChainHookPostrouting, nftables.ChainPriorityNATSource, postrouting...)
+	sourcelists.AddChains(&chains, restrictions...)
+	chains.Add("services", services...)
+	chains.Add("untranslated", untranslated...)
+	const dnat, snat = -100, 100
+	for _, hook := range []struct {
+		name   string
+		number uint32
+		rules  []nft.Rule
+	}{{"prerouting", unix.NF_INET_PRE_ROUTING, nil}, {"output", unix.NF_INET_LOCAL_OUT, output}} {
+		refusal := []nft.Rule{nft.IgnoreReplies()}
+		chains.AddBase("late-"+hook.name, nft.NAT(hook.number, math.MaxInt32), append(refusal, nft.Jump("untranslated"))...)
+		chains.AddBase(hook.name, nft.NAT(hook.number, dnat), slices.Concat(refusal, hook.rules, []nft.Rule{nft.Jump("services")})...)
+	}
+	chains.AddBase("postrouting", nft.NAT(unix.NF_INET_POST_ROUTING, snat), postrouting...)
 	return chains
 }
 
-// sourcesPriority is before the nat chains of all programs.
-var sourcesPriority = nftables.ChainPriorityRef(*nftables.ChainPriorityNATDest - 10)
-
 // frontendRules returns the rules for packets to frontends.
-func (t *table) frontendRules(family api.Family) [][]expr.Any {
-	lookup := func(kind setKind, then ...expr.Any) []expr.Any {
-		return frontend(family).FollowedBy(append([]expr.Any{in(kind, family)}, then...)...)
-	}
-	rules := [][]expr.Any{
-		append(nftrule.StartsHere(), lookup(nodeMasquerades, nftrule.Jump("mark-all")...)...),
-	}
-	for _, match := range append([][]expr.Any{nftrule.StartsHere()}, t.opts.pods().Matches()...) {
-		rules = append(rules, append(match, frontend(family).FollowedBy(translate(redirects, family)...)...))
+func (t *table) frontendRules(family api.Family) []nft.Rule {
+	rules := []nft.Rule{nft.StartsHere() + frontend(family).Then(in(nodeMasquerades, family)+nft.Jump(nft.MarkAll))}
+	for _, match := range append([]nft.Rule{nft.StartsHere()}, nft.FromPods(&t.opts.Options)...) {
+		rules = append(rules, match+frontend(family).Then(translate(redirects, family)))
 	}
 	return append(rules,
-		lookup(masquerades, nftrule.Jump("mark-all")...),
-		nftrule.NewKey(family).Destination().FollowedBy(in(clusterIPs, family), nftrule.Jump("mark-outsiders")[0]))
+		frontend(family).Then(in(masquerades, family)+nft.Jump(nft.MarkAll)),
+		nft.NewKey(family).Destination().Then(in(clusterIPs, family)+nft.Jump(nft.MarkOutsiders)))
 }
 
 // translate returns expressions that translate the destination if a map has the key.
-func translate(kind setKind, family api.Family) []expr.Any {
-	addrRegisters := 1
-	if family == api.IPv6 {
-		addrRegisters = 4
-	}
-	return []expr.Any{value(kind, family), nftrule.DNATTo(family, 0, addrRegisters)}
-}
-
-// value returns an expression that replaces the key by its value in a map.
-func value(kind setKind, family api.Family) expr.Any {
-	return &expr.Lookup{SourceRegister: nftrule.Reg(0), DestRegister: nftrule.Reg(0), IsDestRegSet: true, SetName: setID{kind, family}.name()}
+func translate(kind setKind, family api.Family) nft.Rule {
+	return nft.Lookup(setID{kind, family}.name()) + nft.DNATTo(family, 0, nft.AddrLen(family)/4)
 }
 
 // frontend returns a key of destination address, protocol and destination port.
-func frontend(family api.Family) *nftrule.Key {
-	return nftrule.NewKey(family).Destination().ProtocolAndPort()
-}
+func frontend(family api.Family) *nft.Key { return nft.NewKey(family).Destination().ProtocolAndPort() }
 
 // in returns an expression that matches if the key is in a set.
-func in(kind setKind, family api.Family) expr.Any {
-	return &expr.Lookup{SourceRegister: nftrule.Reg(0), SetName: setID{kind, family}.name()}
-}
-
-// comment returns the comment that a rule has in the kernel. It is a digest of the rule.
-func comment(rule []expr.Any) []byte {
-	h := fnv.New64a()
-	for _, e := range rule {
-		b, err := expr.Marshal(unix.NFPROTO_INET, e)
-		if err != nil {
-			panic(err) // cannot happen, because this package makes the expressions
-		}
-		h.Write(b)
-	}
-	return userdata.AppendString(nil, userdata.TypeComment, fmt.Sprintf("kpng %x", h.Sum64()))
-}
+func in(kind setKind, family api.Family) nft.Rule { return nft.InSet(setID{kind, family}.name()) }
 
 // errChanged means that another program or another version of kpng has changed the table.
 var errChanged = errors.New("the chains are not as this version makes them")
@@ -273,89 +171,62 @@ var errChanged = errors.New("the chains are not as this version makes them")
 // errChanged. It stops when ctx ends.
 func (t *table) read(ctx context.Context) (map[element]bool, error) {
 	all := map[element]bool{}
-	var changed error
-	if exists, err := t.exists(); err != nil {
+	l, err := t.conn.Inspect(ctx, func(string, []byte) {})
+	if err != nil {
 		return nil, err
-	} else if !exists {
-		return all, errChanged
 	}
+	var changed error
 	for _, id := range allSets() {
 		if ctx.Err() != nil {
 			return nil, context.Cause(ctx)
 		}
-		want := id.set(t.table())
-		set, err := t.nft.GetSetByName(want.Table, want.Name)
-		if err != nil && isErrno(err) && !errors.Is(err, unix.ENOENT) {
-			return nil, fmt.Errorf("read set %s of table inet %s: %w", want.Name, t.name, err)
-		}
-		if err != nil || set.KeyType.GetNFTMagic() != want.KeyType.GetNFTMagic() || set.IsMap != want.IsMap {
+		want := id.set()
+		if set, ok := l.Sets[want.Name]; !ok || !want.SameAs(&set) {
 			changed = errChanged
 			continue
 		}
-		list, err := t.nft.GetSetElements(want)
-		if err != nil {
-			return nil, fmt.Errorf("read set %s of table inet %s: %w", want.Name, t.name, err)
-		}
-		for _, e := range list {
-			_, isRange := sourcelists.ParseKey(e.Key)
-			if len(e.Key) != int(want.KeyType.Bytes) || want.IsMap && len(e.Val) != int(want.DataType.Bytes) || id.kind == sources && !isRange {
+		err := t.conn.Dump(ctx, want.Name, func(item []byte) {
+			e := decodeElement(id, item)
+			_, isRange := sourcelists.ParseKey([]byte(e.key))
+			if len(e.key) != want.KeyLen || len(e.value) != want.DataLen || id.kind == sources && !isRange {
 				changed = errChanged
-				continue
+			} else {
+				all[e] = true
 			}
-			all[element{id, string(e.Key), string(e.Val)}] = true
+		})
+		if err != nil {
+			return nil, fmt.Errorf("read table inet %s: %w", t.conn.Table, err)
 		}
 	}
-	for i, family := range families {
-		if changed == nil {
-			break
+	if changed != nil {
+		for i, family := range nft.Families {
+			old, err := t.oldSources(ctx, l, family, 1+i<<20)
+			if err != nil {
+				return nil, fmt.Errorf("read the source ranges of table inet %s: %w", t.conn.Table, err)
+			}
+			maps.Copy(all, old)
 		}
-		old, err := t.oldSources(family, 1+i<<20)
-		if err != nil {
-			return nil, fmt.Errorf("read the source ranges of table inet %s: %w", t.name, err)
-		}
-		maps.Copy(all, old)
 	}
 	t.ranges = sourcelists.Counts{}
 	countRanges(t.ranges, maps.Keys(all), 1)
 	for _, c := range t.chains() {
-		rules, err := t.nft.GetRules(c.Table, c.Chain)
-		if err != nil {
-			return nil, fmt.Errorf("read chain %s of table inet %s: %w", c.Name, t.name, err)
-		}
-		if !slices.EqualFunc(rules, c.rules, func(got *nftables.Rule, want []expr.Any) bool {
-			return bytes.Equal(got.UserData, comment(want))
-		}) {
+		if l.Chains[c.Name] != c.Digest() {
 			changed = errChanged
 		}
 	}
 	return all, changed
 }
 
-// exists reports whether the table exists.
-func (t *table) exists() (bool, error) {
-	_, err := t.nft.ListTableOfFamily(t.name, nftables.TableFamilyINet)
-	if errors.Is(err, unix.ENOENT) {
-		return false, nil
-	}
-	if errors.Is(err, unix.EINVAL) { // the answer to a request for which the kernel has no module
-		err = fmt.Errorf("%w: %w", errNoTables, err)
-	}
-	if err != nil {
-		return false, fmt.Errorf("look for table inet %s: %w", t.name, explain(err))
-	}
-	return true, nil
-}
-
 // hasRules reports whether the table exists and has rules.
-func (t *table) hasRules() (bool, error) {
-	if exists, err := t.exists(); err != nil || !exists {
-		return false, err
+func (t *table) hasRules() (has bool, err error) {
+	err = t.conn.Rules(context.Background(), "prerouting", func(string, []byte) { has = true })
+	if errors.Is(err, unix.ENOENT) {
+		err = nil
 	}
-	rules, err := t.nft.GetRules(t.table(), &nftables.Chain{Table: t.table(), Name: "prerouting"})
 	if err != nil {
-		return false, fmt.Errorf("read chain prerouting of table inet %s: %w", t.name, err)
+		return false, fmt.Errorf("read chain prerouting of table inet %s: %w", t.conn.Table, err)
 	}
-	return len(rules) > 0, nil
+	return has, nil
 }
 
 // create replaces the table by a new table with these elements. If the elements need
@@ -364,111 +235,55 @@ func (t *table) hasRules() (bool, error) {
 // frontends with source ranges, but does not accept connections that it must refuse.
 func (t *table) create(elements map[element]bool) error {
 	t.ranges = sourcelists.Counts{}
-	t.nft.AddTable(t.table()) // because DelTable fails if the table is missing
-	t.nft.DelTable(t.table())
-	t.nft.AddTable(t.table())
-	for _, id := range allSets() {
-		if err := t.nft.AddSet(id.set(t.table()), nil); err != nil {
-			return fmt.Errorf("create set %s: %w", id.name(), err)
+	all := slices.SortedFunc(maps.Keys(elements), func(a, b element) int {
+		return cmp.Or(-cmp.Compare(min(a.set.kind, 1), min(b.set.kind, 1)), a.compare(b)) // frontends last
+	})
+	begin := func(w *nft.Writer) {
+		w.NewTable() // because DeleteTable fails if the table is missing
+		w.DeleteTable(w.Table)
+		w.NewTable()
+		for _, id := range allSets() {
+			w.NewSet(id.set())
+		}
+		for _, c := range t.chains() {
+			w.MakeChain(c)
 		}
 	}
-	for _, c := range t.chains() {
-		t.nft.AddChain(c.Chain)
-		t.addRules(c)
-	}
-	var first, last []element
-	for e := range elements {
-		if e.set.kind == frontends {
-			last = append(last, e)
-		} else {
-			first = append(first, e)
-		}
-	}
-	slices.SortFunc(first, element.compare)
-	all := append(first, last...)
 	for {
 		n := min(len(all), t.maxElements)
-		if err := t.change(nil, all[:n:n]); err != nil {
+		if err := t.transact(begin, nil, all[:n]); err != nil {
 			return err
 		}
 		if all = all[n:]; len(all) == 0 {
 			return nil
 		}
+		begin = func(*nft.Writer) {}
 	}
 }
 
 // change removes and adds elements in one transaction.
 func (t *table) change(remove, add []element) error {
+	return t.transact(func(*nft.Writer) {}, remove, add)
+}
+
+// transact is like change, but the transaction has also the messages that begin encodes.
+func (t *table) transact(begin func(*nft.Writer), remove, add []element) error {
 	ranges := maps.Clone(t.ranges)
 	countRanges(ranges, slices.Values(remove), -1)
 	countRanges(ranges, slices.Values(add), 1)
-	for i, list := range [][]element{remove, add} {
-		slices.SortFunc(list, element.compare)
-		for len(list) > 0 {
-			id := list[0].set
-			var chunk []nftables.SetElement
-			for len(list) > 0 && list[0].set == id && len(chunk) < maxChunk {
-				chunk = append(chunk, list[0].encode())
-				list = list[1:]
-			}
-			f := t.nft.SetDeleteElements
-			if i == 1 {
-				f = t.nft.SetAddElements
-			}
-			if err := f(id.set(t.table()), chunk); err != nil {
-				return fmt.Errorf("change set %s of table inet %s: %w", id.name(), t.name, err)
+	err := t.conn.Transact(context.Background(), func(w *nft.Writer) {
+		begin(w)
+		writeElements(w, unix.NFT_MSG_DELSETELEM, 0, remove)
+		writeElements(w, unix.NFT_MSG_NEWSETELEM, unix.NLM_F_CREATE, add)
+		for _, family := range nft.Families {
+			if lengths := ranges.Lengths(family); lengths != t.ranges.Lengths(family) {
+				w.MakeChain(lengths.Chain(family))
 			}
 		}
-	}
-	for _, family := range families {
-		if lengths := ranges.Lengths(family); lengths != t.ranges.Lengths(family) {
-			c := t.sourceChain(family, lengths)
-			t.nft.FlushChain(c.Chain)
-			t.addRules(c)
-		}
-	}
-	if err := t.flush(); err != nil {
-		return fmt.Errorf("change table inet %s: %w", t.name, explain(err))
+	})
+	if err != nil {
+		return fmt.Errorf("change table inet %s: %w", t.conn.Table, nft.Explain(err))
 	}
 	t.ranges = ranges
 	return nil
-}
-
-// addRules adds the rules of a chain.
-func (t *table) addRules(c chain) {
-	for _, rule := range c.rules {
-		t.nft.AddRule(&nftables.Rule{Table: c.Table, Chain: c.Chain, Exprs: rule, UserData: comment(rule)})
-	}
-}
-
-// delete deletes the table if it exists.
-func (t *table) delete() error {
-	exists, err := t.exists()
-	if errors.Is(err, errNoTables) || err == nil && !exists {
-		return nil
-	}
-	if err != nil {
-		return err
-	}
-	t.nft.AddTable(t.table())
-	t.nft.DelTable(t.table())
-	if err := t.nft.Flush(); err != nil {
-		return fmt.Errorf("delete table inet %s: %w", t.name, explain(err))
-	}
-	return nil
-}
-
-// errNoTables means that the kernel cannot have tables.
-var errNoTables = errors.New("the kernel lacks nf_tables (module nf_tables)")
-
-// explain adds the likely cause to errors of a kernel that cannot use nftables.
-func explain(err error) error {
-	switch {
-	case errors.Is(err, unix.EPERM):
-		return fmt.Errorf("%w (CAP_NET_ADMIN is missing)", err)
-	case errors.Is(err, unix.EPROTONOSUPPORT), errors.Is(err, unix.EOPNOTSUPP):
-		return fmt.Errorf("%w: %w", errNoTables, err)
-	default:
-		return err
-	}
 }

@@ -13,11 +13,10 @@ import (
 	"testing"
 
 	"github.com/google/go-cmp/cmp"
-	"github.com/google/nftables"
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/internal/netnstest"
-	"github.com/kpng-project/kpng/internal/nftrule"
+	"github.com/kpng-project/kpng/internal/nft"
 	"github.com/kpng-project/kpng/internal/sourcelists"
 	"github.com/kpng-project/kpng/node/nodeaddr"
 	"github.com/kpng-project/kpng/sink"
@@ -30,10 +29,8 @@ func testTable(t *testing.T, ns *netnstest.Namespace, opts Options) *table {
 	if err := opts.complete(); err != nil {
 		t.Fatal(err)
 	}
-	table, err := newTable(&opts, socketBuffer)
-	if err != nil {
-		t.Fatal(err)
-	}
+	table := newTable(&opts)
+	t.Cleanup(func() { table.conn.Close() })
 	return table
 }
 
@@ -54,7 +51,7 @@ func someElements() map[element]bool {
 			case sources:
 				e = sourceElement(sourcelists.Range{List: 0x1ff, Prefix: client})
 			case restricted:
-				e.value = string(nftrule.Native(0x1ff))
+				e.value = string(nft.Native(0x1ff))
 			case redirects, healthChecks:
 				e.value = addrKey(addr) + portKey(8080)
 			case hairpins:
@@ -104,20 +101,19 @@ func TestTableKeepsElements(t *testing.T) {
 }
 
 func TestChangedTableIsDetectedAndKeepsElements(t *testing.T) {
-	for name, change := range map[string]func(c *nftables.Conn, t *table){
-		"a rule was added": func(c *nftables.Conn, t *table) {
-			rule := t.chains()[0].rules[0]
-			c.AddRule(&nftables.Rule{Table: t.table(), Chain: t.chains()[0].Chain, Exprs: rule})
+	for name, change := range map[string]func(w *nft.Writer, t *table){
+		"a rule was added": func(w *nft.Writer, t *table) {
+			c := t.chains()[0]
+			w.AddRules(c.Name, c.Rules[:1])
 		},
-		"a chain was emptied": func(c *nftables.Conn, t *table) { c.FlushChain(t.chains()[0].Chain) },
-		"a set was replaced": func(c *nftables.Conn, t *table) {
+		"a chain was emptied": func(w *nft.Writer, t *table) { w.FlushChain(t.chains()[0].Name) },
+		"a set was replaced": func(w *nft.Writer, t *table) {
 			for _, chain := range t.chains() {
-				c.FlushChain(chain.Chain)
+				w.FlushChain(chain.Name)
 			}
-			set := setID{drops, api.IPv4}.set(t.table())
-			c.DelSet(set)
-			set.KeyType = nftables.TypeIPAddr
-			c.AddSet(set, nil)
+			name := setID{drops, api.IPv4}.name()
+			w.DeleteChainsAndSets(nil, []string{name})
+			w.NewSet(nft.NewSet(name, 0, []nft.Type{nft.TypeIPv4}, nil))
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -125,8 +121,7 @@ func TestChangedTableIsDetectedAndKeepsElements(t *testing.T) {
 			if err := table.create(someElements()); err != nil {
 				t.Fatal(err)
 			}
-			change(table.nft, table)
-			if err := table.nft.Flush(); err != nil {
+			if err := table.conn.Transact(t.Context(), func(w *nft.Writer) { change(w, table) }); err != nil {
 				t.Fatal(err)
 			}
 			elements, err := table.read(t.Context())
@@ -177,14 +172,12 @@ func TestForeignElementsAndSets(t *testing.T) {
 // large table, and that the backend can delete all elements.
 func TestTableOfAnySize(t *testing.T) {
 	ns := netnstest.New(t)
-	const buffer = 256 << 10
+	const n = 26_000
 	d := newDataplane(&Options{Options: backends.Options{NetNS: ns.FD, MasqueradeMark: 1}}, -1)
-	var err error
-	if d.table, err = newTable(d.opts, buffer); err != nil {
-		t.Fatal(err)
-	}
+	defer d.close()
+	d.table.maxElements = 1000
 	d.elements = map[element]bool{}
-	for i := range buffer / 10 {
+	for i := range n {
 		from := netip.AddrFrom16([16]byte{0xfd, 14: byte(i >> 8), 15: byte(i)})
 		d.elements[element{set: setID{hairpins, api.IPv6}, key: addrKey(from) + frontendKey(serverID{netip.AddrPortFrom(from, 80), api.TCP})}] = true
 	}
@@ -217,8 +210,8 @@ func TestCleanupKeepsTableOfLocalAddresses(t *testing.T) {
 	if err := d.cleanup(t.Context()); err == nil {
 		t.Error("the interface was deleted")
 	}
-	if exists, err := table.exists(); err != nil || !exists {
-		t.Errorf("the table exists: %t (%v)", exists, err)
+	if l, err := table.conn.Find(t.Context()); err != nil || !l.Exists {
+		t.Errorf("the table exists: %t (%v)", l.Exists, err)
 	}
 }
 
@@ -235,8 +228,8 @@ func TestCleanupKeepsTableOfVirtualServers(t *testing.T) {
 	if err := d.cleanup(ctx); !errors.Is(err, context.Canceled) {
 		t.Errorf("clean-up with a cancelled context returns %v", err)
 	}
-	if exists, err := table.exists(); err != nil || !exists {
-		t.Errorf("the table exists: %t (%v)", exists, err)
+	if l, err := table.conn.Find(t.Context()); err != nil || !l.Exists {
+		t.Errorf("the table exists: %t (%v)", l.Exists, err)
 	}
 }
 
@@ -261,8 +254,7 @@ func TestChangedTableGetsRecordedElements(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	d.table.nft.FlushChain(d.table.chains()[0].Chain)
-	if err := d.table.nft.Flush(); err != nil {
+	if err := d.table.conn.Transact(t.Context(), func(w *nft.Writer) { w.FlushChain(nft.MarkAll) }); err != nil {
 		t.Fatal(err)
 	}
 	if _, err := d.readTable(t.Context()); err != nil {
@@ -340,8 +332,8 @@ func TestComparisonReadsTableOnlyAfterChanges(t *testing.T) {
 	if err := compare(t.Context()); err == nil {
 		t.Error("the comparison does not find a missing element")
 	}
-	d.table.nft.FlushChain(d.table.chains()[0].Chain)
-	if err := errors.Join(d.table.nft.Flush(), compare(t.Context())); !errors.Is(err, sink.ErrStartOver) {
+	flush := func(w *nft.Writer) { w.FlushChain(nft.MarkAll) }
+	if err := errors.Join(d.table.conn.Transact(t.Context(), flush), compare(t.Context())); !errors.Is(err, sink.ErrStartOver) {
 		t.Errorf("after a change of rules, the comparison returns %v", err)
 	}
 }

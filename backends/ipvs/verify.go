@@ -65,7 +65,7 @@ func (d *dataplane) removeIdle(ctx context.Context) error {
 // reads only one virtual server and one route, so it does not find the loss of a part of
 // them.
 func (d *dataplane) checkLoss(ctx context.Context) error {
-	generation, err := d.nft.Generation(ctx)
+	generation, err := d.table.conn.Generation(ctx)
 	if err != nil {
 		return err
 	}
@@ -75,7 +75,7 @@ func (d *dataplane) checkLoss(ctx context.Context) error {
 			return err
 		}
 		if !exists {
-			return d.changed("table inet " + d.table.name)
+			return d.changed("table inet " + d.table.conn.Table)
 		}
 		d.checked = generation
 	}
@@ -113,7 +113,7 @@ const maxReads = 6
 // set is incomplete while the kernel resizes the set, so readElements reads the table again
 // if it differs from the records.
 func (d *dataplane) readElements(ctx context.Context) (elements map[element]bool, err error) {
-	generation, err := d.nft.Generation(ctx)
+	generation, err := d.table.conn.Generation(ctx)
 	if err != nil || generation == d.compared && generation != 0 {
 		return d.elements, err
 	}
@@ -122,7 +122,7 @@ func (d *dataplane) readElements(ctx context.Context) (elements map[element]bool
 		elements, err = d.table.read(ctx)
 		switch {
 		case errors.Is(err, errChanged):
-			return nil, d.changed("table inet " + d.table.name)
+			return nil, d.changed("table inet " + d.table.conn.Table)
 		case err != nil:
 			return nil, err
 		case maps.Equal(elements, d.elements):

@@ -14,10 +14,8 @@ import (
 	"slices"
 	"time"
 
-	"github.com/google/nftables/expr"
 	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/internal/netfilter"
-	"github.com/kpng-project/kpng/internal/nftrule"
+	"github.com/kpng-project/kpng/internal/nft"
 	"golang.org/x/sys/unix"
 )
 
@@ -41,6 +39,9 @@ const (
 	// maxAffineEndpoints limits the endpoints of a list with affinity that get traffic. Their
 	// numbers have 12 bits that are not those of the list.
 	maxAffineEndpoints = endpointMask
+
+	// nftDynsetDelete is missing in golang.org/x/sys/unix.
+	nftDynsetDelete = 2
 )
 
 // timeoutSteps says how timeouts are rounded up: those up to a limit, in seconds, to a
@@ -77,42 +78,32 @@ func timeoutOf(bits uint32) time.Duration {
 
 // affinityRules returns the rules that select an endpoint for a client. If the map of
 // clients is full, the rule that adds the client does nothing.
-func (c class) affinityRules(seed uint32) [][]expr.Any {
-	isEndpoint := append(loadPriority(endpointMask), &expr.Cmp{Op: expr.CmpOpNeq, Register: nftrule.Reg(0), Data: nftrule.Native(0)})
-	clients := func(operation uint32, timeout time.Duration) []expr.Any {
-		value := nftrule.Reg(2)
-		return append(clientKey(c.family, seed),
-			&expr.Meta{Key: expr.MetaKeyPRIORITY, Register: value},
-			&expr.Dynset{SrcRegKey: nftrule.Reg(0), SrcRegData: value, SetName: clientsMap(c.family).name, Operation: operation, Timeout: timeout})
+func (c class) affinityRules(seed uint32) []nft.Rule {
+	isEndpoint := loadPriority(endpointMask) + nft.NotEqual(nft.Native(0)...)
+	clients := func(operation uint32, timeout time.Duration) nft.Rule {
+		const value = 2 // the register after those of the key
+		return clientKey(c.family, seed).Meta(unix.NFT_META_PRIORITY).Then(nft.Dynset(clientsMap(c.family).Name, operation, value, timeout))
 	}
 	remember := clients(unix.NFT_DYNSET_OP_UPDATE, timeoutOf(uint32(c.timeout))) // keeps the number of a known client
 	slot, _ := c.needs()
-	toEndpoint := nftrule.Jump(numberChain(c.isAddress, c.family))
-	return [][]expr.Any{
-		nftrule.Jump(findChain(c.family)),
-		nftrule.Jump(clientChain(c.family)),
-		slices.Concat(isEndpoint, remember, toEndpoint),
-		slices.Concat(isEndpoint, clients(nftDynsetDelete, 0)), // the endpoint was removed
-		append(loadPriority(^uint32(endpointMask)), nftrule.SetMeta(expr.MetaKeyPRIORITY)),
-		nftrule.Jump(slot.name()),
-		slices.Concat(isEndpoint, remember),
+	toEndpoint := nft.Jump(numberChain(c.isAddress, c.family))
+	return []nft.Rule{
+		nft.Jump(findChain(c.family)),
+		nft.Jump(clientChain(c.family)),
+		isEndpoint + remember + toEndpoint,
+		isEndpoint + clients(nftDynsetDelete, 0), // the endpoint was removed
+		loadPriority(^uint32(endpointMask)) + nft.SetMeta(unix.NFT_META_PRIORITY),
+		nft.Jump(slot.name()),
+		isEndpoint + remember,
 		toEndpoint,
-		nftrule.Drop(),
+		nft.Drop,
 	}
 }
 
 // clientKey loads the list and the group of the client, with which a packet's client is
 // found in the map of clients.
-func clientKey(family api.Family, seed uint32) []expr.Any {
-	offset, address := uint32(12), nftrule.Reg(1)
-	if family == api.IPv6 {
-		offset, address = 8, nftrule.Reg(4)
-	}
-	n := uint32(addrLen(family))
-	return slices.Concat(nftrule.MatchFamily(family), loadPriority(^uint32(endpointMask)), []expr.Any{
-		&expr.Payload{DestRegister: address, Base: expr.PayloadBaseNetworkHeader, Offset: offset, Len: n},
-		&expr.Hash{SourceRegister: address, DestRegister: nftrule.Reg(1), Length: n, Modulus: clientGroups, Seed: seed, Type: expr.HashTypeJenkins},
-	})
+func clientKey(family api.Family, seed uint32) *nft.Key {
+	return nft.NewKey(family).Meta(unix.NFT_META_PRIORITY).Masked(nft.Native(^uint32(endpointMask))).SourceHash(clientGroups, seed)
 }
 
 // clientGroup returns the group of a client, as the kernel computes it.
@@ -166,7 +157,7 @@ func (t *table) deleteStaleClients(ctx context.Context) error {
 	if !t.staleClients || t.replaced != "" {
 		return nil
 	}
-	for _, family := range families {
+	for _, family := range nft.Families {
 		var stale []client
 		err := t.conn.dumpClients(ctx, family, func(c client) {
 			if t.numbers.used[listNumber{family, c.list}] == 0 {
@@ -192,15 +183,10 @@ func (t *table) deleteStaleClients(ctx context.Context) error {
 // deleteClients deletes elements of a map of clients. If one of them has expired, the kernel
 // deletes none, so deleteClients then tries each half.
 func (t *table) deleteClients(ctx context.Context, family api.Family, list []client) error {
-	err := t.conn.transact(ctx, func(w *wire) {
-		at, nest := w.beginElements(unix.NFT_MSG_DELSETELEM, 0, clientsMap(family).name)
-		for _, c := range list {
-			item := w.Nest(unix.NFTA_LIST_ELEM)
-			w.data(unix.NFTA_SET_ELEM_KEY, c.key())
-			w.EndNest(item)
-		}
-		w.EndNest(nest)
-		w.End(at)
+	err := t.conn.Transact(ctx, func(w *nft.Writer) {
+		w.Elements(unix.NFT_MSG_DELSETELEM, 0, clientsMap(family).Name, len(list), func(i int) {
+			w.Value(unix.NFTA_SET_ELEM_KEY, list[i].key())
+		})
 	})
 	if !errors.Is(err, unix.ENOENT) {
 		return err
@@ -218,9 +204,8 @@ func (c client) key() []byte {
 
 // dumpClients calls f with each element of a map of clients.
 func (c *conn) dumpClients(ctx context.Context, family api.Family, f func(client)) error {
-	return c.dumpSet(ctx, clientsMap(family).name, func(item []byte) {
-		key := netfilter.Attribute(netfilter.Attribute(item, unix.NFTA_SET_ELEM_KEY), unix.NFTA_DATA_VALUE)
-		if len(key) == 8 {
+	return c.Dump(ctx, clientsMap(family).Name, func(item []byte) {
+		if key := nft.Value(item, unix.NFTA_SET_ELEM_KEY); len(key) == 8 {
 			f(client{binary.NativeEndian.Uint32(key), binary.NativeEndian.Uint32(key[4:])})
 		}
 	})

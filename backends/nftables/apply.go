@@ -10,6 +10,7 @@ import (
 	"fmt"
 
 	"github.com/kpng-project/kpng/internal/netfilter"
+	"github.com/kpng-project/kpng/internal/nft"
 	"github.com/kpng-project/kpng/sink"
 	"golang.org/x/sys/unix"
 )
@@ -117,13 +118,13 @@ func fail(parts []part, err error, failed *sink.Failed) {
 // checkPart reads the elements of p from the kernel. If these are not the elements that p
 // and the state expect, checkPart corrects p and the state.
 func (t *table) checkPart(ctx context.Context, p *part) error {
-	l, err := t.conn.findTable(ctx)
+	l, err := t.conn.Find(ctx)
 	if err != nil {
 		return err
 	}
-	if !l.exists {
+	if !l.Exists {
 		t.drift.recordDrift(t)
-		return fmt.Errorf("table inet %s was deleted", t.conn.table)
+		return fmt.Errorf("table inet %s was deleted", t.conn.Table)
 	}
 	for _, o := range p.ops {
 		t.state.resolve(o)
@@ -169,13 +170,13 @@ func (t *table) commit(ctx context.Context, parts []part) error {
 		}
 	}
 	missing, lengths := t.missingClasses(added), t.state.lengthsWith(added)
-	err := t.conn.transact(ctx, func(w *wire) {
+	err := t.conn.Transact(ctx, func(w *nft.Writer) {
 		for _, c := range missing {
-			w.makeClass(c, t.clientSeed)
+			makeClass(w, c, t.clientSeed)
 		}
-		w.elements(unix.NFT_MSG_DELSETELEM, 0, removed)
-		w.elements(unix.NFT_MSG_NEWSETELEM, unix.NLM_F_CREATE|unix.NLM_F_EXCL, added)
-		w.changeSourceChains(t.state.lengths, lengths)
+		writeElements(w, unix.NFT_MSG_DELSETELEM, 0, removed)
+		writeElements(w, unix.NFT_MSG_NEWSETELEM, unix.NLM_F_CREATE|unix.NLM_F_EXCL, added)
+		changeSourceChains(w, t.state.lengths, lengths)
 	})
 	if err != nil {
 		return err

@@ -140,7 +140,7 @@ func (b *backend) startTasks(ctx context.Context, foreignCommits int64) error {
 			b.table.readAhead(ctx, foreignCommits)
 		})
 	}
-	b.tasks.FollowAddresses(b.updateNodePortAddresses, "table", b.table.conn.table)
+	b.tasks.FollowAddresses(b.updateNodePortAddresses, "table", b.table.conn.Table)
 	return nil
 }
 
@@ -175,7 +175,7 @@ func (b *backend) cleanup(ctx context.Context) error {
 	defer b.mu.Unlock()
 	var errs []error
 	for _, name := range b.opts.tables() {
-		errs = append(errs, b.table.conn.deleteTable(ctx, name))
+		errs = append(errs, b.table.conn.Other(name).Delete(ctx))
 	}
 	return errors.Join(append(errs, b.table.close())...)
 }

@@ -9,9 +9,8 @@ import (
 	"fmt"
 	"math/bits"
 
-	"github.com/google/nftables/expr"
 	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/internal/nftrule"
+	"github.com/kpng-project/kpng/internal/nft"
 	"github.com/kpng-project/kpng/nodeview"
 	"golang.org/x/sys/unix"
 )
@@ -105,7 +104,6 @@ func classOfElement(id *elementID, v *value) (c class, ok bool) {
 const (
 	dropLater   = "drop-later"   // makes the chain refusals drop the packet
 	rejectLater = "reject-later" // makes the chain refusals reject the packet
-	rejectChain = "reject-chain" // rejects the packet
 )
 
 // name returns the name of the chain.
@@ -149,17 +147,17 @@ func (c class) element() element {
 }
 
 // makeClass adds messages that create a chain and its element.
-func (w *wire) makeClass(c class, seed uint32) {
+func makeClass(w *nft.Writer, c class, seed uint32) {
 	if !c.isSkeletonChain() {
-		w.makeChain(c.name(), c.encodedRules(seed))
+		w.MakeChain(c.chain(seed))
 	}
 	if !c.choosesSlot {
-		w.elements(unix.NFT_MSG_NEWSETELEM, unix.NLM_F_CREATE, []element{c.element()})
+		writeElements(w, unix.NFT_MSG_NEWSETELEM, unix.NLM_F_CREATE, []element{c.element()})
 	}
 }
 
 // deleteClasses adds messages that delete these chains and their elements.
-func (w *wire) deleteClasses(list []class) {
+func deleteClasses(w *nft.Writer, list []class) {
 	var elements []element
 	var names []string
 	for _, c := range list {
@@ -170,21 +168,20 @@ func (w *wire) deleteClasses(list []class) {
 			names = append(names, c.name())
 		}
 	}
-	w.elements(unix.NFT_MSG_DELSETELEM, 0, elements)
-	w.deleteChainsAndSets(names, nil)
+	writeElements(w, unix.NFT_MSG_DELSETELEM, 0, elements)
+	w.DeleteChainsAndSets(names, nil)
 }
 
-// encodedRules returns the rules of the chain. The argument seed is the seed of the hash of
-// clients.
-func (c class) encodedRules(seed uint32) []string {
+// chain returns the chain of the class. The argument seed is the seed of the hash of clients.
+func (c class) chain(seed uint32) nft.Chain {
 	switch {
 	case c.choosesSlot:
-		return encodeRules(c.choose(c.chooseSlot)...)
+		return nft.Chain{Name: c.name(), Rules: c.choose(c.chooseSlot)}
 	case c.timeout > 0:
-		return encodeRules(c.affinityRules(seed)...)
+		return nft.Chain{Name: c.name(), Rules: c.affinityRules(seed)}
 	}
-	rules := [][]expr.Any{nftrule.Jump(findChain(c.family))}
-	return encodeRules(append(append(rules, c.choose(c.translate)...), nftrule.Drop())...)
+	rules := append([]nft.Rule{nft.Jump(findChain(c.family))}, c.choose(c.translate)...)
+	return nft.Chain{Name: c.name(), Rules: append(rules, nft.Drop)}
 }
 
 // maxChoices limits the choices of a slot at random. A choice fails with a probability of
@@ -196,7 +193,7 @@ const maxChoices = 8
 // such slot. A list has more than half as many endpoints as the size of its class says. So
 // after maxChoices rules, the last rule chooses one of the slots in the first half, which
 // exist. It is needed for less than one connection of 256.
-func (c class) choose(rule func(n uint32) []expr.Any) (rules [][]expr.Any) {
+func (c class) choose(rule func(n uint32) nft.Rule) (rules []nft.Rule) {
 	choices := maxChoices
 	if c.size < 2 {
 		choices = 1 // the first choice cannot fail
@@ -212,29 +209,18 @@ func (c class) choose(rule func(n uint32) []expr.Any) (rules [][]expr.Any) {
 
 // translate returns a rule that translates the destination of a packet to the endpoint in
 // a random slot.
-func (c class) translate(n uint32) []expr.Any {
-	m, port := mapID{kindEndpoints, matchService, c.family}, addrLen(c.family)/4
-	rule := []expr.Any{nftrule.LoadMeta(expr.MetaKeyPRIORITY)}
-	slot := nftrule.Reg(1)
+func (c class) translate(n uint32) nft.Rule {
+	m, key := mapID{kindEndpoints, matchService, c.family}, number(c.family)
 	if c.isAddress {
-		m.match, port = matchAddress, 0
+		m.match = matchAddress
 	} else {
-		rule = append(rule, &expr.Meta{Key: expr.MetaKeyL4PROTO, Register: nftrule.Reg(1)})
-		slot = nftrule.Reg(2)
+		key.Meta(unix.NFT_META_L4PROTO)
 	}
-	return append(rule, randomSlot(slot, n), lookup(m), nftrule.DNATTo(c.family, 0, port))
+	return key.Random(n).Then(translate(m))
 }
 
 // chooseSlot returns a rule that replaces the list by the number of the endpoint in a random
 // slot.
-func (c class) chooseSlot(n uint32) []expr.Any {
-	return []expr.Any{
-		nftrule.LoadMeta(expr.MetaKeyPRIORITY), randomSlot(nftrule.Reg(1), n),
-		lookup(mapID{kind: kindSlots, family: c.family}), nftrule.SetMeta(expr.MetaKeyPRIORITY), &expr.Verdict{Kind: expr.VerdictReturn},
-	}
-}
-
-// randomSlot returns an expression that loads a random number from 1 to n.
-func randomSlot(register, n uint32) expr.Any {
-	return &expr.Numgen{Register: register, Modulus: n, Type: unix.NFT_NG_RANDOM, Offset: 1}
+func (c class) chooseSlot(n uint32) nft.Rule {
+	return number(c.family).Random(n).Then(toPriority(mapID{kind: kindSlots, family: c.family}.name()) + nft.Return)
 }

@@ -124,7 +124,7 @@ func TestClientsEndWithTheirService(t *testing.T) {
 func TestStaleClientsOfAnotherProcessAreDeleted(t *testing.T) {
 	b, ns := start(t, Options{})
 	mustSync(t, b, batchOf(true, set(view("web", []string{"10.96.0.1"}, webEndpoints, affine))))
-	nft(t, ns, "add element inet kpng clients4 { 5000:1000 . 7 timeout 1h : 5000:1001, 5000:1000 . 8 timeout 1h : 5000:1002, 5000:9000 . 8 timeout 1h : 5000:9001 }\n", "-f", "-")
+	runNFT(t, ns, "add element inet kpng clients4 { 5000:1000 . 7 timeout 1h : 5000:1001, 5000:1000 . 8 timeout 1h : 5000:1002, 5000:9000 . 8 timeout 1h : 5000:9001 }\n", "-f", "-")
 	b = startIn(t, ns, Options{})
 	mustSync(t, b, batchOf(true))
 	if err := verifyAll(t, b); err != nil {

@@ -7,6 +7,7 @@ package nftables
 import (
 	"encoding/binary"
 	"fmt"
+	"maps"
 	"net/netip"
 	"slices"
 	"strings"
@@ -14,6 +15,7 @@ import (
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/internal/kernelnode"
 	"github.com/kpng-project/kpng/internal/netfilter"
+	"github.com/kpng-project/kpng/internal/nft"
 	"github.com/kpng-project/kpng/internal/sourcelists"
 	"github.com/kpng-project/kpng/nodeview"
 	"golang.org/x/sys/unix"
@@ -134,19 +136,19 @@ func (id elementID) String() string {
 }
 
 // format returns the encoding of several values in the format of nft.
-func format(types []datatype, b []byte) string {
+func format(types []nft.Type, b []byte) string {
 	var parts []string
 	for _, t := range types {
-		v := b[:t.length]
-		b = b[(t.length+3)&^3:]
+		v := b[:t.Length]
+		b = b[(t.Length+3)&^3:]
 		switch t {
-		case typeProtocol:
+		case nft.TypeProtocol:
 			parts = append(parts, protocolName(v[0]))
-		case typePort:
+		case nft.TypePort:
 			parts = append(parts, fmt.Sprint(binary.BigEndian.Uint16(v)))
-		case typePriority:
+		case nft.TypePriority:
 			parts = append(parts, formatNumber(binary.NativeEndian.Uint32(v)))
-		case typeInteger:
+		case nft.TypeInteger:
 			parts = append(parts, fmt.Sprint(binary.NativeEndian.Uint32(v)))
 		default:
 			parts = append(parts, addrOf(v).String())
@@ -169,15 +171,27 @@ func protocolName(number byte) string {
 	return fmt.Sprint(number)
 }
 
-// addElement adds e to the list of elements that is being encoded.
-func (w *wire) addElement(e *element, withData bool) {
-	item := w.Nest(unix.NFTA_LIST_ELEM)
-	key := e.key[:e.m.keyLen()]
-	w.data(unix.NFTA_SET_ELEM_KEY, key)
+// writeElements adds messages of type NFT_MSG_NEWSETELEM or NFT_MSG_DELSETELEM about elems,
+// one map after the other.
+func writeElements(w *nft.Writer, msg int, flags uint16, elems []element) {
+	byMap := map[mapID][]*element{}
+	for i := range elems {
+		m := elems[i].m
+		byMap[m] = append(byMap[m], &elems[i])
+	}
+	for _, m := range slices.SortedFunc(maps.Keys(byMap), mapID.compare) {
+		list := byMap[m]
+		w.Elements(msg, flags, m.name(), len(list), func(i int) { list[i].encode(w, msg == unix.NFT_MSG_NEWSETELEM) })
+	}
+}
+
+// encode adds the attributes of e to a message.
+func (e *element) encode(w *nft.Writer, withData bool) {
+	w.Value(unix.NFTA_SET_ELEM_KEY, e.key[:e.m.keyLen()])
 	switch {
 	case !withData:
 	case e.m.dataLen() > 0:
-		w.data(unix.NFTA_SET_ELEM_DATA, e.data[:e.m.dataLen()])
+		w.Value(unix.NFTA_SET_ELEM_DATA, e.data[:e.m.dataLen()])
 	case e.m.hasVerdicts():
 		data := w.Nest(unix.NFTA_SET_ELEM_DATA)
 		verdict := w.Nest(unix.NFTA_DATA_VERDICT)
@@ -190,20 +204,24 @@ func (w *wire) addElement(e *element, withData bool) {
 	if withData && e.comment != "" {
 		w.Bytes(unix.NFTA_SET_ELEM_USERDATA, slices.Concat([]byte{0, byte(len(e.comment) + 1)}, []byte(e.comment), []byte{0})...)
 	}
-	w.EndNest(item)
 }
 
-func (w *wire) data(attr uint16, v []byte) {
-	at := w.Nest(attr)
-	w.Bytes(unix.NFTA_DATA_VALUE, v...)
-	w.EndNest(at)
+// deleteForeign adds a message that deletes the elements whose encodings are in elems.
+func deleteForeign(w *nft.Writer, m mapID, elems [][]byte) {
+	w.Elements(unix.NFT_MSG_DELSETELEM, 0, m.name(), len(elems), func(i int) {
+		w.Bytes(unix.NFTA_SET_ELEM_KEY|unix.NLA_F_NESTED, netfilter.Attribute(elems[i], unix.NFTA_SET_ELEM_KEY)...)
+	})
 }
 
-// decodeElements calls f with the encoding of each element of a NFT_MSG_NEWSETELEM message.
-func decodeElements(attributes []byte, f func(item []byte)) {
-	for _, item := range netfilter.Attributes(netfilter.Attribute(attributes, unix.NFTA_SET_ELEM_LIST_ELEMENTS)) {
-		f(item)
+// describeElement describes an encoded element for errors, see nft.NewConn.
+func describeElement(set string, item []byte) string {
+	for _, m := range allMaps() {
+		if m.name() == set {
+			e, _ := decodeElement(m, item, map[string]string{})
+			return e.String()
+		}
 	}
+	return ""
 }
 
 // decodeElement decodes an element of m. If this package cannot have made the element, ok is
@@ -211,13 +229,12 @@ func decodeElements(attributes []byte, f func(item []byte)) {
 // string.
 func decodeElement(m mapID, item []byte, names map[string]string) (e element, ok bool) {
 	e.m = m
-	key := netfilter.Attribute(netfilter.Attribute(item, unix.NFTA_SET_ELEM_KEY), unix.NFTA_DATA_VALUE)
-	data := netfilter.Attribute(item, unix.NFTA_SET_ELEM_DATA)
-	number := netfilter.Attribute(data, unix.NFTA_DATA_VALUE)
+	key, number := nft.Value(item, unix.NFTA_SET_ELEM_KEY), nft.Value(item, unix.NFTA_SET_ELEM_DATA)
 	ok = len(key) == m.keyLen() && len(number) == m.dataLen()
 	copy(e.key[:m.keyLen()], key)
 	copy(e.data[:m.dataLen()], number)
 	if m.hasVerdicts() {
+		data := netfilter.Attribute(item, unix.NFTA_SET_ELEM_DATA)
 		e.chain = decodeVerdict(netfilter.Attribute(data, unix.NFTA_DATA_VERDICT), names)
 	}
 	if v := netfilter.Attribute(item, unix.NFTA_SET_ELEM_USERDATA); len(v) >= 3 && v[0] == 0 && int(v[1]) == len(v)-2 {

@@ -26,6 +26,7 @@ import (
 	"github.com/kpng-project/kpng/internal/kernelnode"
 	"github.com/kpng-project/kpng/internal/netfilter"
 	"github.com/kpng-project/kpng/internal/netnstest"
+	"github.com/kpng-project/kpng/internal/nft"
 	"github.com/kpng-project/kpng/internal/sysctl"
 	"github.com/kpng-project/kpng/node/nodeaddr"
 	"github.com/kpng-project/kpng/sink"
@@ -77,7 +78,7 @@ func TestSetSysctlsEnablesForwarding(t *testing.T) {
 // names the map, and the other service is programmed.
 func TestAFullMapFailsTheServiceThatFillsIt(t *testing.T) {
 	ns := netnstest.New(t)
-	nft(t, ns, `table inet kpng { map endpoints4 { type classid . inet_proto . classid : ipv4_addr . inet_service; size 4; }; }
+	runNFT(t, ns, `table inet kpng { map endpoints4 { type classid . inet_proto . classid : ipv4_addr . inet_service; size 4; }; }
 `, "-f", "-")
 	b := startIn(t, ns, Options{})
 	small := view("small", []string{"10.96.0.1"}, []string{"10.0.0.1", "10.0.0.2"}, nil)
@@ -112,7 +113,7 @@ func TestFailuresNameTheElement(t *testing.T) {
 	b, ns := start(t, Options{})
 	mustSync(t, b, batchOf(true))
 	// Delete the map of frontends, so that the kernel refuses to add a frontend to it.
-	nft(t, ns, "delete chain inet kpng output\nflush chain inet kpng services\nflush chain inet kpng lookup4\ndelete map inet kpng services4\n", "-f", "-")
+	runNFT(t, ns, "delete chain inet kpng output\nflush chain inet kpng services\nflush chain inet kpng lookup4\ndelete map inet kpng services4\n", "-f", "-")
 	err := b.Sync(t.Context(), batchOf(false, set(view("web", []string{"10.96.0.1"}, []string{"10.0.0.1"}, nil))))
 	var failed sink.Failed
 	failed, _ = sink.Acknowledged(err)
@@ -150,7 +151,7 @@ func TestServiceWithManyEndpoints(t *testing.T) {
 func TestCleanupDeletesOnlyItsTable(t *testing.T) {
 	ns := netnstest.New(t)
 	one, two := startIn(t, ns, Options{Options: backends.Options{Instance: "one"}}), startIn(t, ns, Options{Options: backends.Options{Instance: "two"}})
-	nft(t, ns, "table inet other { chain c { counter packets 0 bytes 0; }; }\n", "-f", "-")
+	runNFT(t, ns, "table inet other { chain c { counter packets 0 bytes 0; }; }\n", "-f", "-")
 	web := view("web", []string{"10.96.0.1"}, []string{"10.0.0.1"}, nil)
 	mustSync(t, one, batchOf(true, set(web)))
 	mustSync(t, two, batchOf(true, set(web)))
@@ -159,7 +160,7 @@ func TestCleanupDeletesOnlyItsTable(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	if tables := nft(t, ns, "", "list", "tables"); tables != "table inet kpng-two\ntable inet other\n" {
+	if tables := runNFT(t, ns, "", "list", "tables"); tables != "table inet kpng-two\ntable inet other\n" {
 		t.Errorf("after Cleanup the tables are\n%s", tables)
 	}
 	if err := verifyAll(t, two); err != nil {
@@ -206,7 +207,7 @@ func TestNftListsTheTable(t *testing.T) {
 		}
 		return n
 	}
-	want := elements(nft(t, ns, "", "list", "ruleset"))
+	want := elements(runNFT(t, ns, "", "list", "ruleset"))
 	t.Logf("the table has %d elements and rules with addresses or numbers", want)
 	for _, program := range filepath.SplitList(os.Getenv("KPNG_TEST_NFT")) {
 		for _, args := range [][]string{{"list", "ruleset"}, {"list", "table", "inet", "kpng"}} {
@@ -241,10 +242,10 @@ func TestAffinityWithManyEndpoints(t *testing.T) {
 // ruleset as such a listing and load it later.
 func TestListingLoads(t *testing.T) {
 	ns := startVaried(t)
-	listing := nft(t, ns, "", "list", "ruleset")
+	listing := runNFT(t, ns, "", "list", "ruleset")
 	other := netnstest.New(t)
-	nft(t, other, listing, "-f", "-")
-	if again := nft(t, other, "", "list", "ruleset"); strings.Join(lines(again), "\n") != strings.Join(lines(listing), "\n") {
+	runNFT(t, other, listing, "-f", "-")
+	if again := runNFT(t, other, "", "list", "ruleset"); strings.Join(lines(again), "\n") != strings.Join(lines(listing), "\n") {
 		t.Errorf("the listing after a load is\n%s\nwant\n%s", again, listing)
 	}
 }
@@ -253,7 +254,7 @@ func TestDataplane(t *testing.T) {
 	b, ns := start(t, Options{})
 	web := view("web", []string{"10.96.0.1"}, []string{"10.0.0.1", "10.0.0.2"}, nil)
 	mustSync(t, b, batchOf(true, set(web)))
-	nft(t, ns, "delete element inet kpng endpoints4 { 7000:10 . tcp . 2 }\n", "-f", "-")
+	runNFT(t, ns, "delete element inet kpng endpoints4 { 7000:10 . tcp . 2 }\n", "-f", "-")
 	got, err := b.Inspect(t.Context(), netip.MustParseAddr("10.96.0.1"), api.TCP, 80, web)
 	if err != nil {
 		t.Fatal(err)
@@ -269,7 +270,7 @@ func TestDataplane(t *testing.T) {
 	}
 
 	// Dataplane shows endpoints even if the list and the first slot are missing.
-	nft(t, ns, `add element inet kpng endpoints4 { 7000:10 . tcp . 2 : 10.0.0.2 . 8080 }
+	runNFT(t, ns, `add element inet kpng endpoints4 { 7000:10 . tcp . 2 : 10.0.0.2 . 8080 }
 delete element inet kpng endpoints4 { 7000:10 . tcp . 1 }
 delete element inet kpng lists4 { 7000:10 }
 `, "-f", "-")
@@ -286,7 +287,7 @@ delete element inet kpng lists4 { 7000:10 }
 		t.Errorf("the dataplane is\n%swant\n%s", got, want)
 	}
 
-	nft(t, ns, "delete element inet kpng services4 { 10.96.0.1 . tcp . 80 }\n", "-f", "-")
+	runNFT(t, ns, "delete element inet kpng services4 { 10.96.0.1 . tcp . 80 }\n", "-f", "-")
 	if got, err = b.Inspect(t.Context(), netip.MustParseAddr("10.96.0.1"), api.TCP, 80, web); err != nil {
 		t.Fatal(err)
 	}
@@ -449,21 +450,21 @@ func TestDriftIsReported(t *testing.T) {
 	}
 	const elements = 5 // frontend, list, endpoint, cluster IP and class
 	check("after a load", elements, 0, 0)
-	nft(t, ns, "delete element inet kpng endpoints4 { 7000:10 . tcp . 1 }\n", "-f", "-")
+	runNFT(t, ns, "delete element inet kpng endpoints4 { 7000:10 . tcp . 1 }\n", "-f", "-")
 	mustSync(t, b, batchOf(false, sink.Change{Old: old, New: changed}))
 	check("after a change that repairs drift", elements, 1, 0)
 	if err := verifyAll(t, b); err != nil {
 		t.Errorf("Verify returns %v", err)
 	}
 	check("after a Verify that finds nothing", elements, 1, 1)
-	nft(t, ns, "flush map inet kpng endpoints4\n", "-f", "-")
+	runNFT(t, ns, "flush map inet kpng endpoints4\n", "-f", "-")
 	if err := verifyAll(t, b); !errors.Is(err, sink.ErrStartOver) {
 		t.Errorf("Verify returns %v", err)
 	}
 	check("after a Verify that finds drift", elements, 2, 1)
 	mustSync(t, b, batchOf(true, set(changed)))
 	check("after a pass", elements, 2, 2)
-	nft(t, ns, "", "delete", "table", "inet", "kpng")
+	runNFT(t, ns, "", "delete", "table", "inet", "kpng")
 	if err := b.Sync(t.Context(), batchOf(false, sink.Change{Old: changed, New: old})); !errors.Is(err, sink.ErrStartOver) {
 		t.Errorf("Sync returns %v", err)
 	}
@@ -487,7 +488,7 @@ func TestAPassDoesNotChangeFailedServices(t *testing.T) {
 	mustSync(t, b, batchOf(true,
 		set(view("plain", []string{"10.96.0.1"}, three, local)),
 		set(view("sticky", []string{"10.96.0.2"}, three, sticky))))
-	before := nft(t, ns, "", "list", "table", "inet", "kpng")
+	before := runNFT(t, ns, "", "list", "table", "inet", "kpng")
 	mustSync(t, b, batchOf(false, set(view("gone", []string{"10.96.0.3"}, []string{"10.0.0.1"}, nil))))
 
 	b = startIn(t, ns, opts)
@@ -495,7 +496,7 @@ func TestAPassDoesNotChangeFailedServices(t *testing.T) {
 	b.table.conn.Exchange = func(batch []byte) error {
 		for rest := batch; len(rest) > 0; rest = rest[binary.NativeEndian.Uint32(rest):] {
 			switch binary.NativeEndian.Uint16(rest[4:]) {
-			case nftMsg(unix.NFT_MSG_NEWSET), nftMsg(unix.NFT_MSG_NEWSETELEM):
+			case nft.MessageType(unix.NFT_MSG_NEWSET), nft.MessageType(unix.NFT_MSG_NEWSETELEM):
 				return &netfilter.Failure{Errno: unix.EINVAL}
 			}
 		}
@@ -508,7 +509,7 @@ func TestAPassDoesNotChangeFailedServices(t *testing.T) {
 	if failed, ok := sink.Acknowledged(err); !ok || len(failed) != 2 {
 		t.Fatalf("Sync returns %v, want two services that failed", err)
 	}
-	if diff := cmp.Diff(lines(before), lines(nft(t, ns, "", "list", "table", "inet", "kpng"))); diff != "" {
+	if diff := cmp.Diff(lines(before), lines(runNFT(t, ns, "", "list", "table", "inet", "kpng"))); diff != "" {
 		t.Errorf("the pass changed services that failed (-before +after):\n%s", diff)
 	}
 	b.table.conn.Exchange = exchange
@@ -522,7 +523,7 @@ func TestAPassDoesNotChangeFailedServices(t *testing.T) {
 	}
 	fresh, other := start(t, opts)
 	mustSync(t, fresh, now)
-	if diff := cmp.Diff(lines(nft(t, other, "", "list", "table", "inet", "kpng")), lines(nft(t, ns, "", "list", "table", "inet", "kpng"))); diff != "" {
+	if diff := cmp.Diff(lines(runNFT(t, other, "", "list", "table", "inet", "kpng")), lines(runNFT(t, ns, "", "list", "table", "inet", "kpng"))); diff != "" {
 		t.Errorf("the table differs from a fresh load (-fresh +actual):\n%s", diff)
 	}
 }
@@ -605,7 +606,7 @@ func testDriftAmongConstantChanges(t *testing.T, busyNeighbors bool) {
 		list[i] = set(view(fmt.Sprintf("svc-%03d", i), []string{fmt.Sprintf("10.96.%d.%d", i/250, i%250)}, []string{"10.0.0.1", "10.0.0.2", "10.0.0.3"}, nil))
 	}
 	mustSync(t, b, batchOf(true, list...))
-	nft(t, ns, "delete element inet kpng cluster-ips4 { 10.96.0.1 }\nadd element inet kpng cluster-ips4 { 10.99.0.1 }\n", "-f", "-")
+	runNFT(t, ns, "delete element inet kpng cluster-ips4 { 10.96.0.1 }\nadd element inet kpng cluster-ips4 { 10.99.0.1 }\n", "-f", "-")
 	canceled, cancel := context.WithCancel(t.Context())
 	cancel()
 	attempts := 3 * (maxInterrupted + 1)
@@ -614,7 +615,7 @@ func testDriftAmongConstantChanges(t *testing.T, busyNeighbors bool) {
 	}
 	for i := range attempts {
 		if busyNeighbors {
-			nft(t, ns, "", []string{"add", "delete"}[i%2], "table", "inet", "other")
+			runNFT(t, ns, "", []string{"add", "delete"}[i%2], "table", "inet", "other")
 		}
 		err := b.Verify(canceled)
 		if errors.Is(err, sink.ErrStartOver) {
@@ -641,7 +642,7 @@ func TestStartRepeatsALoadThatWasDisturbed(t *testing.T) {
 	b.table.conn.Exchange = func(batch []byte) error {
 		if !flushed {
 			flushed = true
-			nft(t, ns, "", "flush", "ruleset")
+			runNFT(t, ns, "", "flush", "ruleset")
 		}
 		return exchange(batch)
 	}
@@ -658,12 +659,12 @@ func TestStartRepeatsALoadThatWasDisturbed(t *testing.T) {
 // the first Sync, and in the middle of the first pass.
 func TestDamageAroundTheFirstPassIsFound(t *testing.T) {
 	b, ns := start(t, Options{})
-	nft(t, ns, "flush chain inet kpng prerouting\n", "-f", "-")
+	runNFT(t, ns, "flush chain inet kpng prerouting\n", "-f", "-")
 	web := set(view("web", []string{"10.96.0.1"}, []string{"10.0.0.1"}, nil))
 	mustSync(t, b, batch(true, false, web))
-	nft(t, ns, "flush chain inet kpng output\n", "-f", "-")
+	runNFT(t, ns, "flush chain inet kpng output\n", "-f", "-")
 	mustSync(t, b, batch(false, true))
-	if listing := nft(t, ns, "", "list", "chain", "inet", "kpng", "prerouting"); !strings.Contains(listing, "jump services") {
+	if listing := runNFT(t, ns, "", "list", "chain", "inet", "kpng", "prerouting"); !strings.Contains(listing, "jump services") {
 		t.Errorf("the first Sync did not repair a chain flushed before it:\n%s", listing)
 	}
 	if err := verifyAll(t, b); !errors.Is(err, sink.ErrStartOver) {
@@ -685,7 +686,7 @@ func TestNodePortsFollowTheNode(t *testing.T) {
 	c := batchOf(false)
 	c.Node, c.NodeChanged = &api.Node{Name: "here", Addresses: []api.NodeAddress{{Type: "InternalIP", IP: netip.MustParseAddr("192.0.2.7")}}}, true
 	mustSync(t, b, c)
-	if listing := nft(t, ns, "", "list", "set", "inet", "kpng", "nodeport-addresses4"); !strings.Contains(listing, "192.0.2.7") {
+	if listing := runNFT(t, ns, "", "list", "set", "inet", "kpng", "nodeport-addresses4"); !strings.Contains(listing, "192.0.2.7") {
 		t.Errorf("the new address has no node ports:\n%s", listing)
 	}
 }

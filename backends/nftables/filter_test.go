@@ -82,7 +82,7 @@ func TestFilteringDoesNotDependOnOtherNATChains(t *testing.T) {
 			w.client.Add(t, "eth0", "fd00::7/128")
 			serve(t, w.client, "outside")
 			if test.older {
-				nft(t, w.node, other(test.priority), "-f", "-")
+				runNFT(t, w.node, other(test.priority), "-f", "-")
 			}
 			b := startIn(t, w.node, Options{Options: backends.Options{NodeAddresses: nodeaddr.Of(netip.MustParseAddr("192.0.2.1"))}, ServiceCIDRs: []netip.Prefix{netip.MustParsePrefix("10.96.0.0/16"), netip.MustParsePrefix("fd00::/64")}})
 			mustSync(t, b, batchOf(true,
@@ -99,7 +99,7 @@ func TestFilteringDoesNotDependOnOtherNATChains(t *testing.T) {
 					}}}
 				}))))
 			if !test.older {
-				nft(t, w.node, other(test.priority), "-f", "-")
+				runNFT(t, w.node, other(test.priority), "-f", "-")
 			}
 			for _, c := range []struct {
 				about    string
@@ -170,7 +170,7 @@ func TestInstancesKeepTheRefusalsOfOtherInstances(t *testing.T) {
 func TestRefusedPacketsThatOthersTranslateLoseThePriority(t *testing.T) {
 	w := newPacketWorld(t)
 	mustSync(t, startIn(t, w.node, Options{}), batchOf(true, set(view("none", []string{"10.96.0.3"}, nil, nil))))
-	nft(t, w.node, fmt.Sprintf(`table inet other {
+	runNFT(t, w.node, fmt.Sprintf(`table inet other {
 		chain output { type nat hook output priority 1000
 			ip daddr 10.96.0.3 tcp dport 80 dnat ip to 10.0.1.2:8080
 		}

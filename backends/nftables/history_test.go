@@ -15,6 +15,7 @@ import (
 	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/internal/netfilter"
 	"github.com/kpng-project/kpng/internal/netnstest"
+	"github.com/kpng-project/kpng/internal/nft"
 	"github.com/kpng-project/kpng/sink"
 	"github.com/kpng-project/kpng/sink/sinktest"
 	"golang.org/x/sys/unix"
@@ -38,7 +39,7 @@ func TestHistories(t *testing.T) {
 				all := tableContents(tb, b)
 				b.mu.Lock()
 				defer b.mu.Unlock()
-				for _, family := range families {
+				for _, family := range nft.Families {
 					s, err := readSnapshot(tb.Context(), b.table.conn, mapID{kind: kindNodePortAddresses, family: family})
 					if err != nil {
 						tb.Fatal(err)
@@ -52,7 +53,7 @@ func TestHistories(t *testing.T) {
 			Disturb: func(random *rand.Rand) (calm func()) {
 				return disturb(b, random)
 			},
-			Drift:  func(random *rand.Rand) { drifts(tb, newConn(ns.FD, b.table.conn.table), random) },
+			Drift:  func(random *rand.Rand) { drifts(tb, newConn(ns.FD, b.table.conn.Table), random) },
 			Verify: func(_ context.Context, s sink.Sink) error { return verifyAll(tb, s.(*backend)) },
 		}
 	})
@@ -98,10 +99,10 @@ func drifts(tb testing.TB, c *conn, random *rand.Rand) {
 		e := elements[random.IntN(len(elements))]
 		changed := e
 		changed.value = elements[random.IntN(len(elements))].value
-		err = c.transact(tb.Context(), func(w *wire) {
-			w.elements(unix.NFT_MSG_DELSETELEM, 0, []element{e})
+		err = c.Transact(tb.Context(), func(w *nft.Writer) {
+			writeElements(w, unix.NFT_MSG_DELSETELEM, 0, []element{e})
 			if random.IntN(2) == 0 {
-				w.elements(unix.NFT_MSG_NEWSETELEM, unix.NLM_F_CREATE, []element{changed})
+				writeElements(w, unix.NFT_MSG_NEWSETELEM, unix.NLM_F_CREATE, []element{changed})
 			}
 		})
 		if err != nil {

@@ -28,15 +28,15 @@ func (b *backend) Inspect(ctx context.Context, addr netip.Addr, protocol api.Pro
 			return "", err
 		}
 		if i == 0 || l.active() {
-			c.table, exists = name, l.exists
+			c.Table, exists = name, l.Exists
 		}
 	}
 	if !exists {
-		return fmt.Sprintf("there is no table inet %s\n", c.table), nil
+		return fmt.Sprintf("there is no table inet %s\n", c.Table), nil
 	}
 
 	d := inspection{ctx: ctx, conn: c}
-	fmt.Fprintf(&d.out, "table inet %s\n", c.table)
+	fmt.Fprintf(&d.out, "table inet %s\n", c.Table)
 	f := nodeview.Frontend{FrontendKey: nodeview.FrontendKey{Addr: addr, Family: api.FamilyOf(addr), Protocol: protocol, Port: port}}
 	d.show(&f, requiredFrontend(view, &f), view != nil)
 	return d.out.String(), d.err

@@ -246,16 +246,16 @@ func chainNames(t testing.TB, b *backend) []string {
 	t.Helper()
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	chains, err := b.table.conn.listChains(t.Context())
+	l, err := b.table.conn.inspect(t.Context(), b.table.conn.Table)
 	if err != nil {
 		t.Fatal(err)
 	}
 	for _, c := range b.table.state.unusedClasses() {
 		if !c.isSkeletonChain() {
-			delete(chains, c.name())
+			delete(l.Chains, c.name())
 		}
 	}
-	return slices.Sorted(maps.Keys(chains))
+	return slices.Sorted(maps.Keys(l.Chains))
 }
 
 func TestDriftIsFoundAndRepaired(t *testing.T) {
@@ -302,8 +302,8 @@ func TestDriftIsFoundAndRepaired(t *testing.T) {
 			if err := verifyAll(t, b); err != nil {
 				t.Fatalf("before: %v", err)
 			}
-			before := nft(t, ns, "", "list", "table", "inet", "kpng")
-			nft(t, ns, strings.ReplaceAll(damage, "; ", "\n"), "-f", "-")
+			before := runNFT(t, ns, "", "list", "table", "inet", "kpng")
+			runNFT(t, ns, strings.ReplaceAll(damage, "; ", "\n"), "-f", "-")
 
 			err := verifyAll(t, b)
 			if !errors.Is(err, sink.ErrStartOver) {
@@ -314,7 +314,7 @@ func TestDriftIsFoundAndRepaired(t *testing.T) {
 			if err := verifyAll(t, b); err != nil {
 				t.Errorf("after: %v", err)
 			}
-			if diff := cmp.Diff(lines(before), lines(nft(t, ns, "", "list", "table", "inet", "kpng"))); diff != "" {
+			if diff := cmp.Diff(lines(before), lines(runNFT(t, ns, "", "list", "table", "inet", "kpng"))); diff != "" {
 				t.Errorf("the pass did not restore the table (-before +after):\n%s", diff)
 			}
 		})
@@ -356,12 +356,12 @@ func TestAChangeRepairsDriftOfItsService(t *testing.T) {
 	old := view("web", []string{"10.96.0.1"}, []string{"10.0.0.1", "10.0.0.2"}, nil)
 	other := view("other", []string{"10.96.0.2"}, []string{"10.0.0.3"}, nil)
 	mustSync(t, b, batchOf(true, set(old), set(other)))
-	nft(t, ns, "delete element inet kpng lists4 { 7000:10 }\n"+
+	runNFT(t, ns, "delete element inet kpng lists4 { 7000:10 }\n"+
 		"add element inet kpng endpoints4 { 7000:10 . tcp . 3 : 1.2.3.4 . 5 }\n", "-f", "-")
 	changed := view("web", []string{"10.96.0.1"}, []string{"10.0.0.1", "10.0.0.2", "10.0.0.4"}, nil)
 	mustSync(t, b, batchOf(false, sink.Change{Old: old, New: changed}, sink.Change{Old: other, Key: other.Key()}))
 	checkFresh(t, b, set(changed))
-	nft(t, ns, "", "delete", "table", "inet", "kpng")
+	runNFT(t, ns, "", "delete", "table", "inet", "kpng")
 	if err := b.Sync(t.Context(), batchOf(false, sink.Change{Old: changed, New: old})); !errors.Is(err, sink.ErrStartOver) {
 		t.Errorf("without a table, Sync returns %v, want ErrStartOver", err)
 	}

@@ -12,6 +12,7 @@ import (
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/internal/frontends"
+	"github.com/kpng-project/kpng/internal/nft"
 	"github.com/kpng-project/kpng/internal/sourcelists"
 	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
@@ -51,7 +52,7 @@ type record string
 
 const localBit = 1 << 15
 
-func recordLen(family api.Family) int { return addrLen(family) + 4 }
+func recordLen(family api.Family) int { return nft.AddrLen(family) + 4 }
 
 func appendRecord(b []byte, t *nodeview.Target) []byte {
 	b = append(b, t.Addr.Unmap().AsSlice()...)

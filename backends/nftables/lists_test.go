@@ -18,6 +18,7 @@ import (
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/internal/netfilter"
+	"github.com/kpng-project/kpng/internal/nft"
 	"github.com/kpng-project/kpng/node/nodeaddr"
 	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
@@ -116,9 +117,11 @@ func changedElements(batch []byte) (added, removed int) {
 	for rest := batch; len(rest) > 0; rest = rest[binary.NativeEndian.Uint32(rest):] {
 		message := rest[:binary.NativeEndian.Uint32(rest)]
 		n := 0
-		if msgType := binary.NativeEndian.Uint16(rest[4:]); msgType == nftMsg(unix.NFT_MSG_NEWSETELEM) || msgType == nftMsg(unix.NFT_MSG_DELSETELEM) {
-			decodeElements(message[20:], func([]byte) { n++ })
-			if msgType == nftMsg(unix.NFT_MSG_NEWSETELEM) {
+		if msgType := binary.NativeEndian.Uint16(rest[4:]); msgType == nft.MessageType(unix.NFT_MSG_NEWSETELEM) || msgType == nft.MessageType(unix.NFT_MSG_DELSETELEM) {
+			for range netfilter.Attributes(netfilter.Attribute(message[20:], unix.NFTA_SET_ELEM_LIST_ELEMENTS)) {
+				n++
+			}
+			if msgType == nft.MessageType(unix.NFT_MSG_NEWSETELEM) {
 				added += n
 			} else {
 				removed += n
@@ -216,10 +219,10 @@ func TestAFrontendChangesWithItsSourceRanges(t *testing.T) {
 	for n := 2; n < 9; n++ {
 		p := part{}
 		for i := range 20 {
-			p.ops = append(p.ops, frontendOf(kindFrontends, families[i%2], i))
+			p.ops = append(p.ops, frontendOf(kindFrontends, nft.Families[i%2], i))
 		}
 		for i := range 20 {
-			p.ops = append(p.ops, frontendOf(kindRestricted, families[i%2], i), frontendOf(kindLists, api.IPv4, i))
+			p.ops = append(p.ops, frontendOf(kindRestricted, nft.Families[i%2], i), frontendOf(kindLists, api.IPv4, i))
 		}
 		at, count := map[elementID]int{}, 0
 		for i, some := range p.split(n) {
@@ -234,7 +237,7 @@ func TestAFrontendChangesWithItsSourceRanges(t *testing.T) {
 			t.Errorf("the parts have %d ops, want 60", count)
 		}
 		for i := range 20 {
-			frontend, restricted := frontendOf(kindFrontends, families[i%2], i), frontendOf(kindRestricted, families[i%2], i)
+			frontend, restricted := frontendOf(kindFrontends, nft.Families[i%2], i), frontendOf(kindRestricted, nft.Families[i%2], i)
 			if at[frontend.elementID] != at[restricted.elementID] {
 				t.Errorf("with parts of %d ops, frontend %d changes without its source ranges", n, i)
 			}

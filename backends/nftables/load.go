@@ -10,26 +10,27 @@ import (
 	"math/rand/v2"
 	"slices"
 
+	"github.com/kpng-project/kpng/internal/nft"
 	"github.com/kpng-project/kpng/internal/sourcelists"
 	"golang.org/x/sys/unix"
 	"k8s.io/klog/v2"
 )
 
 // active reports whether the table receives packets.
-func (l *listing) active() bool {
-	for _, h := range l.hooks {
-		if h != (hook{}) {
-			return !l.dormant
+func (l listing) active() bool {
+	for _, h := range l.Hooks {
+		if h != (nft.Hook{}) {
+			return !l.Dormant
 		}
 	}
 	return false
 }
 
 // hasRules reports whether any chain of the table has rules that the kernel applies.
-func (l *listing) hasRules() bool {
-	for _, d := range l.chains {
-		if d.n > 0 {
-			return !l.dormant
+func (l listing) hasRules() bool {
+	for _, d := range l.Chains {
+		if d.Rules > 0 {
+			return !l.Dormant
 		}
 	}
 	return false
@@ -38,10 +39,10 @@ func (l *listing) hasRules() bool {
 // fits reports whether this version of the package can keep the table with its elements.
 // Each map must have the layout that this version uses. If a map is missing, a foreign set
 // may be the map of another version under another name, so the table does not fit.
-func (l *listing) fits() bool {
+func (l listing) fits() bool {
 	hasForeign := len(l.foreignSets()) > 0
 	for _, want := range allLayouts() {
-		if s, ok := l.sets[want.name]; ok && !want.sameAs(&s) || !ok && hasForeign {
+		if s, ok := l.Sets[want.Name]; ok && !want.SameAs(&s) || !ok && hasForeign {
 			return false
 		}
 	}
@@ -50,11 +51,11 @@ func (l *listing) fits() bool {
 
 // foreignSets returns the names of sets that this version of the package cannot have made.
 // It omits anonymous sets, which the kernel deletes together with their rules.
-func (l *listing) foreignSets() (names []string) {
+func (l listing) foreignSets() (names []string) {
 	all := allLayouts()
-	for name, s := range l.sets {
-		isOwn := slices.ContainsFunc(all, func(l layout) bool { return l.name == name })
-		if !isOwn && s.flags&unix.NFT_SET_ANONYMOUS == 0 {
+	for name, s := range l.Sets {
+		isOwn := slices.ContainsFunc(all, func(s nft.Set) bool { return s.Name == name })
+		if !isOwn && s.Flags&unix.NFT_SET_ANONYMOUS == 0 {
 			names = append(names, name)
 		}
 	}
@@ -73,13 +74,13 @@ func (t *table) loadSkeleton(ctx context.Context) (foreignCommits int64, err err
 		return 0, err
 	}
 	names := t.opts.tables()
-	var tables [len(names)]*listing
+	var tables [len(names)]listing
 	for i, name := range names {
 		if tables[i], err = t.conn.inspect(ctx, name); err != nil {
 			return 0, err
 		}
 	}
-	rank := func(l *listing) int {
+	rank := func(l listing) int {
 		switch {
 		case l.active() && l.fits():
 			return 2
@@ -93,8 +94,8 @@ func (t *table) loadSkeleton(ctx context.Context) (foreignCommits int64, err err
 	if rank(tables[1]) > rank(tables[0]) {
 		now, other = 1, 0
 	}
-	t.conn.table, t.replaced = names[now], ""
-	if tables[other].exists {
+	t.conn.Table, t.replaced = names[now], ""
+	if tables[other].Exists {
 		t.replaced = names[other]
 	}
 	t.clientSeed = 0
@@ -107,9 +108,9 @@ func (t *table) loadSkeleton(ctx context.Context) (foreignCommits int64, err err
 	chains := t.skeletonChains()
 	if tables[other].active() && !tables[now].active() {
 		klog.FromContext(ctx).Info("Present table has another layout; filling a new one", "present", names[other], "new", names[now])
-		chains = slices.DeleteFunc(chains, func(c chain) bool { return c.hook != (hook{}) })
+		chains = slices.DeleteFunc(chains, func(c nft.Chain) bool { return c.Hook != (nft.Hook{}) })
 	}
-	return foreignCommits, t.load(ctx, tables[now], chains, func(*wire) {})
+	return foreignCommits, t.load(ctx, tables[now], chains, func(*nft.Writer) {})
 }
 
 // replaceTable activates the new table after a pass has filled it. The same transaction
@@ -118,7 +119,7 @@ func (t *table) replaceTable(ctx context.Context) error {
 	if t.replaced == "" {
 		return nil
 	}
-	present, err := t.conn.inspect(ctx, t.conn.table)
+	present, err := t.conn.inspect(ctx, t.conn.Table)
 	if err != nil {
 		return err
 	}
@@ -126,11 +127,11 @@ func (t *table) replaceTable(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	err = t.load(ctx, present, t.skeletonChains(), func(w *wire) {
+	err = t.load(ctx, present, t.skeletonChains(), func(w *nft.Writer) {
 		for family, list := range clients {
-			w.clients(family, list)
+			writeClients(w, family, list)
 		}
-		w.deleteTable(t.replaced)
+		w.DeleteTable(t.replaced)
 	})
 	if err == nil {
 		t.replaced, t.repeated = "", false
@@ -141,70 +142,68 @@ func (t *table) replaceTable(ctx context.Context) error {
 // load compares chains with the present table. It writes the maps and chains that the
 // table lacks, and replaces chains that differ. It calls finish to add messages to the
 // same transaction.
-func (t *table) load(ctx context.Context, present *listing, chains []chain, finish func(*wire)) error {
-	t.skeleton = make(map[string]digest, len(chains))
+func (t *table) load(ctx context.Context, present listing, chains nft.Chains, finish func(*nft.Writer)) error {
+	t.skeleton = make(map[string]nft.Digest, len(chains))
 	for _, c := range chains {
-		t.skeleton[c.name] = digestOf(t.conn.seed, c.hook, c.rules)
+		t.skeleton[c.Name] = c.Digest()
 	}
 	var err error
 	// Activate a dormant table in a separate transaction, because the kernel cannot add base
 	// chains in the same transaction.
-	if present.dormant && present.fits() {
-		err = t.conn.transact(ctx, func(w *wire) { w.newTable() })
+	if present.Dormant && present.fits() {
+		err = t.conn.Transact(ctx, func(w *nft.Writer) { w.NewTable() })
 	}
 	if err == nil {
-		err = t.conn.transact(ctx, func(w *wire) {
-			if present.exists && !present.fits() {
-				w.deleteTable(w.table)
-				present = &listing{}
+		err = t.conn.Transact(ctx, func(w *nft.Writer) {
+			if present.Exists && !present.fits() {
+				w.DeleteTable(w.Table)
+				present = listing{Listing: &nft.Listing{}}
 			}
-			if !present.exists {
-				w.newTable()
+			if !present.Exists {
+				w.NewTable()
 			}
 			for _, l := range allLayouts() {
-				if _, ok := present.sets[l.name]; !ok {
-					w.newSet(l)
+				if _, ok := present.Sets[l.Name]; !ok {
+					w.NewSet(l)
 				}
 			}
 			// These chains depend on services. They keep their rules until the pass has read the
 			// ranges. Without rules, they admit no source.
-			for _, family := range families {
-				name := sourcelists.ChainName(family)
-				if _, ok := present.hooks[name]; !ok {
-					w.newChain(name, hook{})
+			for _, family := range nft.Families {
+				name := sourcelists.Lengths{}.Chain(family).Name
+				if _, ok := present.Hooks[name]; !ok {
+					w.NewChain(name, nft.Hook{})
 				}
 			}
-			w.changeChains(present, slices.DeleteFunc(chains, func(c chain) bool {
-				return present.chains[c.name] == t.skeleton[c.name]
+			changeChains(w, present, slices.DeleteFunc(chains, func(c nft.Chain) bool {
+				return present.Chains[c.Name] == t.skeleton[c.Name]
 			}))
 			finish(w)
 		})
 	}
 	if err != nil {
-		return fmt.Errorf("load table inet %s: %w", t.conn.table, err)
+		return fmt.Errorf("load table inet %s: %w", t.conn.Table, err)
 	}
 	return nil
 }
 
 // changeChains adds messages that create or replace the given chains.
-func (w *wire) changeChains(present *listing, chains []chain) {
+func changeChains(w *nft.Writer, present listing, chains nft.Chains) {
 	for _, c := range chains {
-		if _, ok := present.hooks[c.name]; ok {
-			w.flushChain(c.name)
+		if _, ok := present.Hooks[c.Name]; ok {
+			w.FlushChain(c.Name)
 		}
 	}
 	for _, c := range chains {
-		h, ok := present.hooks[c.name]
-		if ok && h != c.hook { // the kernel cannot change a hook, so replace the chain
-			w.deleteChain(c.name)
+		h, ok := present.Hooks[c.Name]
+		if ok && h != c.Hook { // the kernel cannot change a hook, so replace the chain
+			w.DeleteChain(c.Name)
 		}
-		if !ok || h != c.hook {
-			w.newChain(c.name, c.hook)
+		if !ok || h != c.Hook {
+			w.NewChain(c.Name, c.Hook)
 		}
 	}
 	for _, c := range chains {
-		for _, rule := range c.rules {
-			w.rule(c.name, rule)
-		}
+		w.AddRules(c.Name, c.Rules)
 	}
 }

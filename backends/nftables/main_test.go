@@ -100,7 +100,7 @@ func verifyAll(t testing.TB, b *backend) error {
 	return b.Verify(t.Context())
 }
 
-func nft(t testing.TB, ns *netnstest.Namespace, input string, args ...string) string {
+func runNFT(t testing.TB, ns *netnstest.Namespace, input string, args ...string) string {
 	t.Helper()
 	return ns.RunWith(t, input, append([]string{"nft"}, args...)...)
 }

@@ -8,6 +8,7 @@ import (
 	"errors"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/nft"
 	"github.com/kpng-project/kpng/nodeview"
 )
 
@@ -110,7 +111,7 @@ type numbers struct {
 
 func newNumbers() *numbers {
 	n := &numbers{used: map[listNumber]use{}, last: map[api.Family]map[*numberRange]uint32{}}
-	for _, family := range families {
+	for _, family := range nft.Families {
 		n.last[family] = map[*numberRange]uint32{&plainLists: plainLists.first - plainLists.step, &affineLists: affineLists.first - affineLists.step}
 	}
 	return n

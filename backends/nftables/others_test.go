@@ -20,6 +20,7 @@ import (
 	"github.com/kpng-project/kpng/internal/backendtest"
 	"github.com/kpng-project/kpng/internal/netfilter"
 	"github.com/kpng-project/kpng/internal/netnstest"
+	"github.com/kpng-project/kpng/internal/nft"
 	"github.com/kpng-project/kpng/sink"
 	"github.com/kpng-project/kpng/sink/sinktest"
 	"golang.org/x/sys/unix"
@@ -30,7 +31,7 @@ import (
 // second until the test ends. It returns a counter of these changes.
 func changeElsewhere(t testing.TB, ns *netnstest.Namespace) *atomic.Int64 {
 	t.Helper()
-	nft(t, ns, "table inet a { chain first { }; }\n", "-f", "-")
+	runNFT(t, ns, "table inet a { chain first { }; }\n", "-f", "-")
 	c := newConn(ns.FD, "a")
 	ctx, cancel := context.WithCancel(context.Background())
 	ended := make(chan struct{})
@@ -39,11 +40,11 @@ func changeElsewhere(t testing.TB, ns *netnstest.Namespace) *atomic.Int64 {
 		defer close(ended)
 		defer c.Close()
 		for tick := time.Tick(5 * time.Millisecond); ctx.Err() == nil; <-tick {
-			err := c.transact(ctx, func(w *wire) {
+			err := c.Transact(ctx, func(w *nft.Writer) {
 				if n.Load()%2 == 0 {
-					w.makeChain("second", nil)
+					w.MakeChain(nft.Chain{Name: "second"})
 				} else {
-					w.deleteChainsAndSets([]string{"second"}, nil)
+					w.DeleteChainsAndSets([]string{"second"}, nil)
 				}
 			})
 			if err != nil && ctx.Err() == nil {
@@ -109,7 +110,7 @@ func TestVerifyReadsOnlyAfterChangesByOthers(t *testing.T) {
 			t.Fatalf("no other program changed a table, but Verify returns %v", err)
 		}
 	}
-	nft(t, ns, "", "add", "table", "inet", "other")
+	runNFT(t, ns, "", "add", "table", "inet", "other")
 	if err := b.Verify(t.Context()); !errors.Is(err, sink.ErrStartOver) {
 		t.Errorf("another program changed a table, but Verify returns %v", err)
 	}
@@ -125,7 +126,7 @@ func TestComparisonsAreLimited(t *testing.T) {
 	b.table.now = func() time.Time { now = now.Add(10 * time.Millisecond); return now }
 	compared := 0
 	for i := range 60 {
-		nft(t, ns, "", []string{"add", "delete"}[i%2], "table", "inet", "other")
+		runNFT(t, ns, "", []string{"add", "delete"}[i%2], "table", "inet", "other")
 		before := b.table.drift.comparedCommits
 		if err := b.Verify(t.Context()); err != nil {
 			t.Fatal(err)
@@ -139,7 +140,7 @@ func TestComparisonsAreLimited(t *testing.T) {
 		t.Errorf("in a minute, %d Verifies compared all elements, want 2 to 40", compared)
 	}
 	b.table.drift.compareAt = now.Add(time.Hour)
-	nft(t, ns, "", "flush", "chain", "inet", b.table.conn.table, "services")
+	runNFT(t, ns, "", "flush", "chain", "inet", b.table.conn.Table, "services")
 	if err := b.Verify(t.Context()); !errors.Is(err, sink.ErrStartOver) {
 		t.Errorf("after a chain was flushed, Verify returns %v", err)
 	}
@@ -155,7 +156,7 @@ func TestPassesBecauseOfDriftAreLimited(t *testing.T) {
 	mustSync(t, b, all)
 	passes := 0
 	for range 600 {
-		nft(t, ns, "", "flush", "chain", "inet", b.table.conn.table, "services")
+		runNFT(t, ns, "", "flush", "chain", "inet", b.table.conn.Table, "services")
 		if err := b.Verify(t.Context()); errors.Is(err, sink.ErrStartOver) {
 			mustSync(t, b, all)
 			passes++
@@ -175,14 +176,14 @@ func TestLossIsFoundDuringAPause(t *testing.T) {
 		all := batchOf(true, set(view("web", []string{"10.96.0.1"}, []string{"10.0.0.1"}, nil)))
 		mustSync(t, b, all)
 		b.table.drift.verifyAt = time.Now().Add(time.Hour)
-		nft(t, ns, "", "flush", "chain", "inet", "kpng", "mark-all")
+		runNFT(t, ns, "", "flush", "chain", "inet", "kpng", "mark-all")
 		if err := b.Verify(t.Context()); err != nil {
 			t.Errorf("during a pause, Verify returns %v after another change", err)
 		}
 		if !strings.Contains(command, "inet") {
 			command += " inet kpng"
 		}
-		nft(t, ns, command+"\n", "-f", "-")
+		runNFT(t, ns, command+"\n", "-f", "-")
 		if err := b.Verify(t.Context()); !errors.Is(err, sink.ErrStartOver) {
 			t.Errorf("after %q, Verify returns %v", command, err)
 		}
@@ -198,13 +199,13 @@ func TestLossIsFoundDuringAPause(t *testing.T) {
 func TestDamageOfAJustLoadedSkeletonIsFound(t *testing.T) {
 	b, ns := start(t, Options{})
 	mustSync(t, b, batchOf(true))
-	nft(t, ns, "", "flush", "chain", "inet", "kpng", "services")
+	runNFT(t, ns, "", "flush", "chain", "inet", "kpng", "services")
 	exchange, loaded := b.table.conn.Exchange, false
 	b.table.conn.Exchange = func(batch []byte) error {
 		err := exchange(batch)
 		if !loaded {
 			loaded = true
-			nft(t, ns, "", "flush", "chain", "inet", "kpng", "services")
+			runNFT(t, ns, "", "flush", "chain", "inet", "kpng", "services")
 		}
 		return err
 	}
@@ -336,10 +337,10 @@ func repairFlush(t testing.TB, n int) (took time.Duration, verifies int64) {
 	go func() { defer close(ended); d.Run(ctx) }()
 	defer func() { cancel(); <-ended }()
 	waitApplied(t, d, src)
-	observer := newConn(ns.FD, b.table.conn.table)
+	observer := newConn(ns.FD, b.table.conn.Table)
 	defer observer.Close()
 	began, before := time.Now(), verified.Load()
-	nft(t, ns, "", "flush", "ruleset")
+	runNFT(t, ns, "", "flush", "ruleset")
 	for tick := time.Tick(5 * time.Millisecond); ; <-tick {
 		if len(endpointsOf(t, observer, n-1)) == 10 {
 			return time.Since(began), verified.Load() - before

@@ -180,7 +180,7 @@ func TestPackets(t *testing.T) {
 		}
 	}
 	if t.Failed() {
-		t.Log(nft(t, w.node, "", "list", "table", "inet", "kpng"))
+		t.Log(runNFT(t, w.node, "", "list", "table", "inet", "kpng"))
 	}
 }
 
@@ -233,7 +233,7 @@ func TestAffinity(t *testing.T) {
 		}
 	}
 	group := fmt.Sprintf(" . %d timeout", clientGroup(netip.MustParseAddr("192.0.2.2"), b.table.clientSeed))
-	if listing := nft(t, w.node, "", "list", "map", "inet", "kpng", "clients4"); !strings.Contains(listing, group) {
+	if listing := runNFT(t, w.node, "", "list", "map", "inet", "kpng", "clients4"); !strings.Contains(listing, group) {
 		t.Errorf("the map of clients has no element%s:\n%s", group, listing)
 	}
 	other := map[string]string{"pod1": "pod2", "pod2": "pod1"}[kept]
@@ -256,7 +256,7 @@ func TestAffinity(t *testing.T) {
 		t.Errorf("without affinity, 40 connections reach %v", seen)
 	}
 	for _, m := range []mapID{{kind: kindSlots, family: api.IPv4}, {kind: kindNumbers, family: api.IPv4}} {
-		if listing := nft(t, w.node, "", "list", "map", "inet", "kpng", m.name()); strings.Contains(listing, "elements") {
+		if listing := runNFT(t, w.node, "", "list", "map", "inet", "kpng", m.name()); strings.Contains(listing, "elements") {
 			t.Errorf("without affinity, %s has elements:\n%s", m.name(), listing)
 		}
 	}
@@ -338,7 +338,7 @@ func TestAMissingSlotDropsPackets(t *testing.T) {
 	if got, err := ask(w.pod2, "10.96.0.1:8080", patience); err != nil || got != "pod1 10.0.2.2" {
 		t.Fatalf("the service answers %q, %v", got, err)
 	}
-	nft(t, w.node, "flush map inet kpng endpoints4\n", "-f", "-")
+	runNFT(t, w.node, "flush map inet kpng endpoints4\n", "-f", "-")
 	var timeout net.Error
 	if got, err := ask(w.pod2, "10.96.0.1:8080", time.Second); !errors.As(err, &timeout) || !timeout.Timeout() {
 		t.Errorf("without its endpoint, the service answers %q, %v; want a timeout", got, err)

@@ -13,6 +13,7 @@ import (
 	"net/netip"
 	"slices"
 
+	"github.com/kpng-project/kpng/internal/nft"
 	"github.com/kpng-project/kpng/internal/sourcelists"
 	"github.com/kpng-project/kpng/sink"
 	"k8s.io/apimachinery/pkg/types"
@@ -75,7 +76,7 @@ func (t *table) readAhead(ctx context.Context, foreignCommits int64) {
 	}
 	var err error
 	if t.ahead, err = t.read(ctx, foreignCommits); err != nil {
-		klog.FromContext(ctx).V(2).Info("Cannot read the table ahead of the first pass", "table", t.conn.table, "reason", err)
+		klog.FromContext(ctx).V(2).Info("Cannot read the table ahead of the first pass", "table", t.conn.Table, "reason", err)
 	}
 }
 
@@ -83,7 +84,7 @@ func (t *table) readAhead(ctx context.Context, foreignCommits int64) {
 func (t *table) read(ctx context.Context, foreignCommits int64) (*pass, error) {
 	p := &pass{
 		snapshots:      map[mapID]*snapshot{},
-		state:          newState(t.conn.seed, t.clientSeed),
+		state:          newState(t.clientSeed),
 		foreignCommits: foreignCommits,
 	}
 	for _, m := range allMaps() {
@@ -157,7 +158,7 @@ func (ps *pass) formerList(l *list) list {
 				number = 0
 			}
 		}
-		slots = append(slots, v.data[:addrLen(l.family)+2]...) // for all-ports services, the port is 0
+		slots = append(slots, v.data[:nft.AddrLen(l.family)+2]...) // for all-ports services, the port is 0
 		slots = binary.NativeEndian.AppendUint16(slots, uint16(number))
 		former.lastNumber = max(former.lastNumber, uint16(number))
 	}
@@ -173,7 +174,7 @@ func (t *table) deleteForeign(ctx context.Context, p *pass) error {
 		if len(foreign) == 0 {
 			continue
 		}
-		if err := t.conn.transact(ctx, func(w *wire) { w.deleteForeign(m, foreign) }); err != nil {
+		if err := t.conn.Transact(ctx, func(w *nft.Writer) { deleteForeign(w, m, foreign) }); err != nil {
 			return fmt.Errorf("remove %d elements of %s that another program made: %w", len(foreign), m.name(), err)
 		}
 	}
@@ -234,7 +235,7 @@ func (t *table) endPass(ctx context.Context, failed bool) error {
 	}
 	if failed && t.replaced != "" && !t.repeated {
 		t.repeated = true
-		return fmt.Errorf("services failed; another pass must fill table inet %s before it replaces table inet %s", t.conn.table, t.replaced)
+		return fmt.Errorf("services failed; another pass must fill table inet %s before it replaces table inet %s", t.conn.Table, t.replaced)
 	}
 	if err := t.replaceTable(ctx); err != nil {
 		return err
@@ -267,7 +268,7 @@ func (t *table) prune(ctx context.Context, ps *pass, failed bool) error {
 			stale.ops = append(stale.ops, &ops[i])
 		}
 		if err := t.commit(ctx, []part{stale}); err != nil {
-			return fmt.Errorf("remove %d stale elements of table inet %s: %w", len(ops), t.conn.table, err)
+			return fmt.Errorf("remove %d stale elements of table inet %s: %w", len(ops), t.conn.Table, err)
 		}
 		removed += len(ops)
 		stale, ops = part{}, ops[:0]
@@ -303,7 +304,7 @@ func (t *table) prune(ctx context.Context, ps *pass, failed bool) error {
 		return err
 	}
 	if removed > 0 {
-		klog.FromContext(ctx).Info("Removed stale elements", "table", t.conn.table, "elements", removed)
+		klog.FromContext(ctx).Info("Removed stale elements", "table", t.conn.Table, "elements", removed)
 	}
 	return nil
 }
@@ -352,7 +353,7 @@ func (ps *pass) keepOfFailed() (leaves bool) {
 // repairChains writes the chains of source ranges and of classes that the table lacks, and
 // those that differ from the expected chains.
 func (t *table) repairChains(ctx context.Context) error {
-	l, err := t.conn.inspect(ctx, t.conn.table)
+	l, err := t.conn.inspect(ctx, t.conn.Table)
 	if err != nil {
 		return err
 	}
@@ -362,23 +363,23 @@ func (t *table) repairChains(ctx context.Context) error {
 	}
 	damaged := t.state.missing(needed)
 	for c := range t.state.made {
-		if !c.isSkeletonChain() && l.chains[c.name()] != t.state.rules[c.name()] {
+		if !c.isSkeletonChain() && l.Chains[c.name()] != t.state.rules[c.name()] {
 			damaged = append(damaged, c)
 		}
 	}
 	slices.SortFunc(damaged, func(a, b class) int { return b.compare(a) }) // slot chains first
-	err = t.conn.transact(ctx, func(w *wire) {
-		for _, family := range families {
-			if name := sourcelists.ChainName(family); l.chains[name] != t.state.rules[name] {
-				w.makeChain(name, t.state.lengths.rules(family))
+	err = t.conn.Transact(ctx, func(w *nft.Writer) {
+		for _, family := range nft.Families {
+			if c := t.state.lengths.of(family).Chain(family); l.Chains[c.Name] != t.state.rules[c.Name] {
+				w.MakeChain(c)
 			}
 		}
 		for _, c := range damaged {
-			w.makeClass(c, t.clientSeed)
+			makeClass(w, c, t.clientSeed)
 		}
 	})
 	if err != nil {
-		return fmt.Errorf("make the chains of table inet %s: %w", t.conn.table, err)
+		return fmt.Errorf("make the chains of table inet %s: %w", t.conn.Table, err)
 	}
 	t.state.classesMade(damaged)
 	return nil
@@ -387,21 +388,21 @@ func (t *table) repairChains(ctx context.Context) error {
 // tidyChains deletes unused chains, and the chains and sets of other programs.
 func (t *table) tidyChains(ctx context.Context) error {
 	maps.Copy(t.state.rules, t.skeleton)
-	l, err := t.conn.inspect(ctx, t.conn.table)
+	l, err := t.conn.inspect(ctx, t.conn.Table)
 	if err != nil {
 		return err
 	}
-	foreign := slices.DeleteFunc(slices.Collect(maps.Keys(l.chains)), func(name string) bool {
+	foreign := slices.DeleteFunc(slices.Collect(maps.Keys(l.Chains)), func(name string) bool {
 		_, ok := t.state.rules[name]
 		return ok
 	})
 	unused := t.state.unusedClasses()
-	err = t.conn.transact(ctx, func(w *wire) {
-		w.deleteClasses(unused)
-		w.deleteChainsAndSets(foreign, l.foreignSets())
+	err = t.conn.Transact(ctx, func(w *nft.Writer) {
+		deleteClasses(w, unused)
+		w.DeleteChainsAndSets(foreign, l.foreignSets())
 	})
 	if err != nil {
-		return fmt.Errorf("delete unused chains of table inet %s: %w", t.conn.table, err)
+		return fmt.Errorf("delete unused chains of table inet %s: %w", t.conn.Table, err)
 	}
 	t.state.classesDeleted(unused)
 	return nil

@@ -278,7 +278,7 @@ func TestTableIsReadAhead(t *testing.T) {
 			waitReadAhead(b)
 			before := b.table.ahead.state
 			if edit != "" {
-				nft(t, ns, edit, "-f", "-")
+				runNFT(t, ns, edit, "-f", "-")
 			}
 			mustSync(t, b, batchOf(true, set(web), set(other)))
 			if used := b.table.state == before; used != (edit == "") || b.table.ahead != nil {

@@ -23,7 +23,7 @@ func TestPodCIDRsFollowTheNode(t *testing.T) {
 	check := func(after string, want ...string) {
 		t.Helper()
 		for _, chain := range []string{"short-circuit", "mark-outsiders"} {
-			text := nft(t, ns, "", "list", "chain", "inet", "kpng", chain)
+			text := runNFT(t, ns, "", "list", "chain", "inet", "kpng", chain)
 			for _, cidr := range []string{"10.1.1.0/24", "10.1.2.0/24", "fd01:1::/64"} {
 				if has, should := strings.Contains(text, "saddr "+cidr), strings.Contains(strings.Join(want, " "), cidr); has != should {
 					t.Errorf("after %s, chain %[3]s has %[2]s: %[4]t, want %[5]t:\n%[6]s", after, cidr, chain, has, should, text)
@@ -67,7 +67,7 @@ func TestUnallocatedClusterIPsAreDropped(t *testing.T) {
 	for _, addr := range []string{"10.96.0.2/32", "10.97.0.2/32", "fd96::2/128", "fd97::2/128"} {
 		w.client.Add(t, "eth0", addr)
 	}
-	nft(t, w.node, `table ip another {
+	runNFT(t, w.node, `table ip another {
 		chain prerouting { type nat hook prerouting priority dstnat + 10; ip daddr 10.96.0.3 tcp dport 8080 dnat to 10.0.2.2:8080; }
 	}`, "-f", "-")
 	services := func(b *backend) {

@@ -9,8 +9,8 @@ import (
 	"slices"
 	"testing"
 
-	"github.com/google/nftables/expr"
 	"github.com/kpng-project/kpng/internal/netnstest"
+	"github.com/kpng-project/kpng/internal/nft"
 	"golang.org/x/sys/unix"
 )
 
@@ -28,7 +28,7 @@ func TestCheckKernelChangesNothing(t *testing.T) {
 	if after, err := c.foreignCommits(t.Context()); err != nil || after != before {
 		t.Errorf("the number of transactions is %d (%v), want %d", after, err, before)
 	}
-	if tables := nft(t, ns, "", "list", "tables"); tables != "" {
+	if tables := runNFT(t, ns, "", "list", "tables"); tables != "" {
 		t.Errorf("the check left tables:\n%s", tables)
 	}
 }
@@ -39,13 +39,13 @@ func TestCheckKernelNamesAllMissingFeatures(t *testing.T) {
 	ns := netnstest.New(t)
 	c := newConn(ns.FD, "kpng")
 	defer c.Close()
-	missing := withRule([]expr.Any{&expr.Objref{Type: unix.NFT_OBJECT_COUNTER, Name: "none"}})
+	missing := withRule(nft.InSet("none"))
 	all := slices.Concat(features[:3], []feature{{"warp (Linux 99)", missing}}, features[3:], []feature{{"weft", missing}})
 	const want = "the kernel lacks warp (Linux 99), weft"
 	if err := c.checkKernel(t.Context(), all); err == nil || err.Error() != want {
 		t.Errorf("error is %v, want %q", err, want)
 	}
-	all = slices.Insert(all, 0, feature{"looms", func(w *wire) { w.deleteTable("none") }})
+	all = slices.Insert(all, 0, feature{"looms", func(w *nft.Writer) { w.DeleteTable("none") }})
 	const first = "the kernel lacks looms"
 	if err := c.checkKernel(t.Context(), all); err == nil || err.Error() != first {
 		t.Errorf("error is %v, want %q", err, first)

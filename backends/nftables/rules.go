@@ -6,115 +6,93 @@ package nftables
 
 import (
 	"fmt"
-	"slices"
 
-	"github.com/google/nftables/expr"
 	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/internal/netfilter"
-	"github.com/kpng-project/kpng/internal/nftrule"
+	"github.com/kpng-project/kpng/internal/nft"
 	"golang.org/x/sys/unix"
 )
 
-func encodeRules(rules ...[]expr.Any) []string {
-	encoded := make([]string, len(rules))
-	for i, rule := range rules {
-		var w netfilter.Builder
-		for _, e := range rule {
-			b, err := expr.Marshal(unix.NFPROTO_INET, e)
-			if err != nil {
-				panic(err) // a bug, because only this package makes expressions
-			}
-			w.Bytes(unix.NFTA_LIST_ELEM|unix.NLA_F_NESTED, b...)
-		}
-		encoded[i] = string(w.Encoded())
-	}
-	return encoded
-}
-
 // loadFrontend loads those fields of a packet that form the key of a frontend.
-func loadFrontend(r *nftrule.Key, s match) *nftrule.Key {
+func loadFrontend(k *nft.Key, s match) *nft.Key {
 	if s != matchNodePort {
-		r.Destination()
+		k.Destination()
 	}
 	if s != matchAddress {
-		r.ProtocolAndPort()
+		k.ProtocolAndPort()
 	}
-	return r
+	return k
 }
 
-// inSet returns an expression that matches if the loaded key is in the set m.
-func inSet(m mapID) expr.Any { return &expr.Lookup{SourceRegister: nftrule.Reg(0), SetName: m.name()} }
-
-// lookup returns an expression that replaces the loaded key by its value in the map m.
-func lookup(m mapID) expr.Any {
-	return &expr.Lookup{SourceRegister: nftrule.Reg(0), DestRegister: nftrule.Reg(0), IsDestRegSet: true, SetName: m.name()}
-}
-
-// vmap returns an expression that applies the verdict of m for the loaded key.
-func vmap(m mapID) expr.Any {
-	return &expr.Lookup{SourceRegister: nftrule.Reg(0), DestRegister: unix.NFT_REG_VERDICT, IsDestRegSet: true, SetName: m.name()}
+// number builds a rule that begins with the number in the packet's priority. The rule does
+// not check the family of the packet.
+func number(family api.Family) *nft.Key {
+	return nft.KeyAfter(family, "").Meta(unix.NFT_META_PRIORITY)
 }
 
 // loadPriority loads those bits of the packet's priority that are set in mask.
-func loadPriority(mask uint32) []expr.Any {
-	return []expr.Any{
-		nftrule.LoadMeta(expr.MetaKeyPRIORITY),
-		&expr.Bitwise{SourceRegister: nftrule.Reg(0), DestRegister: nftrule.Reg(0), Len: 4, Mask: nftrule.Native(mask), Xor: nftrule.Native(0)},
-	}
+func loadPriority(mask uint32) nft.Rule {
+	return nft.LoadMeta(unix.NFT_META_PRIORITY) + nft.And(mask)
 }
+
+// toPriority replaces the loaded key by its value in the map m, and sets the packet's
+// priority to the value.
+func toPriority(m string) nft.Rule { return nft.Lookup(m) + nft.SetMeta(unix.NFT_META_PRIORITY) }
 
 // handled returns a rule that sends packets of frontends with the given handling to a
 // chain. The packet's priority is the value of its frontend.
-func handled(h handling, chain string) []expr.Any {
-	return slices.Concat(loadPriority(handlingMask), []expr.Any{nftrule.Equal(nftrule.Native(uint32(h))...)}, nftrule.Jump(chain))
+func handled(h handling, chain string) nft.Rule {
+	return loadPriority(handlingMask) + nft.Equal(nft.Native(uint32(h))...) + nft.Jump(chain)
 }
 
 // lookupFrontends returns the rules that look up the frontend of a packet. The value of the
 // frontend becomes the packet's priority, and the verdict applies. For node ports, the rule
 // first checks that the address has node ports.
-func lookupFrontends(family api.Family, verdict ...expr.Any) (rules [][]expr.Any) {
+func lookupFrontends(family api.Family, verdict nft.Rule) (rules []nft.Rule) {
 	for _, s := range allMatches {
-		r := nftrule.NewKey(family)
+		k := nft.NewKey(family)
 		if s == matchNodePort {
-			admitted := r.Destination().FollowedBy(inSet(mapID{kind: kindNodePortAddresses, family: family}))
-			r = nftrule.KeyAfter(family, admitted)
+			admitted := k.Destination().Then(nft.InSet(mapID{kind: kindNodePortAddresses, family: family}.name()))
+			k = nft.KeyAfter(family, admitted)
 		}
-		rule := loadFrontend(r, s).FollowedBy(lookup(mapID{kindFrontends, s, family}), nftrule.SetMeta(expr.MetaKeyPRIORITY))
-		rules = append(rules, append(rule, verdict...))
+		rules = append(rules, loadFrontend(k, s).Then(toPriority(mapID{kindFrontends, s, family}.name())+verdict))
 	}
 	return rules
 }
 
 // fromPriority returns a rule that replaces the packet's priority by its value in m.
-func fromPriority(family api.Family, mask uint32, m mapID) []expr.Any {
-	return slices.Concat(nftrule.MatchFamily(family), loadPriority(mask), []expr.Any{lookup(m), nftrule.SetMeta(expr.MetaKeyPRIORITY)})
+func fromPriority(family api.Family, mask uint32, m mapID) nft.Rule {
+	return nft.MatchFamily(family) + loadPriority(mask) + toPriority(m.name())
+}
+
+// translate returns the end of a rule that translates the destination of a packet to the
+// endpoint for the loaded key. For all-ports services, the packet keeps
+// its port.
+func translate(m mapID) nft.Rule {
+	port := 0
+	if m.match != matchAddress {
+		port = nft.AddrLen(m.family) / 4
+	}
+	return nft.Lookup(m.name()) + nft.DNATTo(m.family, 0, port)
 }
 
 // translateNumber returns the rule that translates the destination of a packet to the
 // endpoint with the selected number.
-func translateNumber(m mapID) []expr.Any {
-	rule, port := []expr.Any{nftrule.LoadMeta(expr.MetaKeyPRIORITY)}, 0
+func translateNumber(m mapID) nft.Rule {
+	key := number(m.family)
 	if m.match != matchAddress {
-		rule, port = append(rule, &expr.Meta{Key: expr.MetaKeyL4PROTO, Register: nftrule.Reg(1)}), addrLen(m.family)/4
+		key.Meta(unix.NFT_META_L4PROTO)
 	}
-	return append(rule, lookup(m), nftrule.DNATTo(m.family, 0, port))
+	return key.Then(translate(m))
 }
 
 // hairpin returns the rule that masquerades connections of endpoints to themselves.
-func hairpin(s match, family api.Family) []expr.Any {
-	key := nftrule.NewKey(family).Source().Destination()
+func hairpin(s match, family api.Family) nft.Rule {
+	key := nft.KeyAfter(family, nft.IsTranslated()+nft.MatchFamily(family)).Source().Destination()
 	if s != matchAddress {
 		key.ProtocolAndPort()
 	}
-	return append([]expr.Any{
-		&expr.Ct{Key: expr.CtKeySTATUS, Register: nftrule.Reg(0)},
-		&expr.Bitwise{SourceRegister: nftrule.Reg(0), DestRegister: nftrule.Reg(0), Len: 4, Mask: nftrule.Native(ipsDstNAT), Xor: nftrule.Native(0)},
-		&expr.Cmp{Op: expr.CmpOpNeq, Register: nftrule.Reg(0), Data: nftrule.Native(0)},
-	}, key.FollowedBy(inSet(mapID{kindHairpins, s, family}), &expr.Masq{FullyRandom: true})...)
+	return key.Then(nft.InSet(mapID{kindHairpins, s, family}.name()) + nft.Masquerade)
 }
-
-// ipsDstNAT is the status bit of connections whose destination was translated.
-const ipsDstNAT = 1 << 5
 
 // The names of chains of the skeleton.
 

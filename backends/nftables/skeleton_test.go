@@ -98,7 +98,7 @@ func TestAChangeBetweenLoadAndReadIsRepaired(t *testing.T) {
 	ns := netnstest.New(t)
 	var once sync.Once
 	b := startIn(t, ns, Options{Options: backends.Options{Observer: &backendtest.Observer{OnWrote: func(int, error) {
-		once.Do(func() { nft(t, ns, "flush chain inet kpng services\n", "-f", "-") })
+		once.Do(func() { runNFT(t, ns, "flush chain inet kpng services\n", "-f", "-") })
 	}}}})
 	mustSync(t, b, batchOf(true, set(view("web", []string{"10.96.0.1"}, []string{"10.0.0.1"}, nil))))
 	if err := verifyAll(t, b); err != nil {
@@ -149,7 +149,7 @@ func TestATableOfAnotherLayoutStaysActiveUntilTheNewOneIsFilled(t *testing.T) {
 			names := [2]string{test.old, test.new}
 			w := newPacketWorld(t)
 			opts := Options{Options: backends.Options{NodeAddresses: nodeaddr.Of(netip.MustParseAddr("192.0.2.1"))}}
-			nft(t, w.node, strings.Replace(string(text), "table inet kpng {", "table inet "+names[0]+" {", 1), "-f", "-")
+			runNFT(t, w.node, strings.Replace(string(text), "table inet kpng {", "table inet "+names[0]+" {", 1), "-f", "-")
 			stops := []func() (int, error){
 				keepAsking(w.pod2, "10.96.0.1:80"), keepAsking(w.node, "10.96.0.1:80"), keepAsking(w.client, "192.0.2.1:30001"),
 			}
@@ -168,7 +168,7 @@ func TestATableOfAnotherLayoutStaysActiveUntilTheNewOneIsFilled(t *testing.T) {
 					t.Errorf("after %d answers: %v", answers, err)
 				}
 			}
-			if tables := nft(t, w.node, "", "list", "tables"); tables != "table inet "+names[1]+"\n" {
+			if tables := runNFT(t, w.node, "", "list", "tables"); tables != "table inet "+names[1]+"\n" {
 				t.Errorf("the tables are\n%s", tables)
 			}
 			if err := verifyAll(t, b); err != nil {
@@ -177,12 +177,12 @@ func TestATableOfAnotherLayoutStaysActiveUntilTheNewOneIsFilled(t *testing.T) {
 			if got, err := b.Inspect(t.Context(), netip.MustParseAddr("10.96.0.1"), api.TCP, 80, nil); err != nil || !strings.Contains(got, "table inet "+names[1]) {
 				t.Errorf("the dataplane is %s, %v", got, err)
 			}
-			nft(t, w.node, "add table inet "+names[0]+"\n", "-f", "-")
+			runNFT(t, w.node, "add table inet "+names[0]+"\n", "-f", "-")
 			backendtest.TakeOver(&b.owner, w.node.FD, " ", opts.Instance)
 			if err := b.Cleanup(t.Context()); err != nil {
 				t.Error(err)
 			}
-			if tables := nft(t, w.node, "", "list", "tables"); tables != "" {
+			if tables := runNFT(t, w.node, "", "list", "tables"); tables != "" {
 				t.Errorf("after Cleanup the tables are\n%s", tables)
 			}
 		})
@@ -197,7 +197,7 @@ func TestATableOfAnotherLayoutStaysActiveWhileServicesFail(t *testing.T) {
 	for name, again := range map[string]bool{"in one pass": false, "in every pass": true} {
 		t.Run(name, func(t *testing.T) {
 			ns := netnstest.New(t)
-			nft(t, ns, "", "-f", "testdata/layout-1.nft")
+			runNFT(t, ns, "", "-f", "testdata/layout-1.nft")
 			b := startIn(t, ns, Options{Options: backends.Options{NodeAddresses: nodeaddr.Of()}})
 			exchange := b.table.conn.Exchange
 			b.table.conn.Exchange = func(batch []byte) error {
@@ -212,7 +212,7 @@ func TestATableOfAnotherLayoutStaysActiveWhileServicesFail(t *testing.T) {
 			if err := b.Sync(t.Context(), all); !errors.Is(err, sink.ErrStartOver) {
 				t.Fatalf("Sync returns %v, want a request for another pass", err)
 			}
-			if listing := nft(t, ns, "", "list", "table", "inet", "kpng"); !strings.Contains(listing, "hook prerouting") {
+			if listing := runNFT(t, ns, "", "list", "table", "inet", "kpng"); !strings.Contains(listing, "hook prerouting") {
 				t.Fatalf("after the first pass, the old table is not active:\n%s", listing)
 			}
 			if !again {
@@ -222,7 +222,7 @@ func TestATableOfAnotherLayoutStaysActiveWhileServicesFail(t *testing.T) {
 			if want := map[bool]int{true: 1}[again]; !ok || len(failed) != want {
 				t.Errorf("the second pass has %d failures, acknowledged: %t; want %d", len(failed), ok, want)
 			}
-			if tables := nft(t, ns, "", "list", "tables"); tables != "table inet kpng2\n" {
+			if tables := runNFT(t, ns, "", "list", "tables"); tables != "table inet kpng2\n" {
 				t.Errorf("after the second pass, the tables are\n%s", tables)
 			}
 			b.table.conn.Exchange = exchange
@@ -256,7 +256,7 @@ func TestHooksChangeInPlace(t *testing.T) {
 			mustSync(t, before, all)
 			elements := tableContents(t, before)
 			stop := keepAsking(w.pod2, "10.96.0.1:80")
-			nft(t, w.node, strings.ReplaceAll(test.damage, "; ", "\n"), "-f", "-")
+			runNFT(t, w.node, strings.ReplaceAll(test.damage, "; ", "\n"), "-f", "-")
 			if err := before.Verify(t.Context()); test.damage != "" && !errors.Is(err, sink.ErrStartOver) {
 				t.Errorf("Verify returns %v", err)
 			}
@@ -275,7 +275,7 @@ func TestHooksChangeInPlace(t *testing.T) {
 			}
 			fresh, other := start(t, test.opts)
 			mustSync(t, fresh, all)
-			if diff := cmp.Diff(lines(nft(t, other, "", "list", "table", "inet", "kpng")), lines(nft(t, w.node, "", "list", "table", "inet", "kpng"))); diff != "" {
+			if diff := cmp.Diff(lines(runNFT(t, other, "", "list", "table", "inet", "kpng")), lines(runNFT(t, w.node, "", "list", "table", "inet", "kpng"))); diff != "" {
 				t.Errorf("the table differs from a fresh load (-fresh +actual):\n%s", diff)
 			}
 		})
@@ -291,7 +291,7 @@ func TestCommentsNameTheService(t *testing.T) {
 	mustSync(t, b, batchOf(true, named("web")))
 	mustSync(t, b, batchOf(false, sink.Change{Old: named("web").New, New: nil}, named("successor")))
 	want := `10.96.0.1 . tcp . 80 comment "default/successor:http" : 7000:`
-	if listing := nft(t, ns, "", "list", "map", "inet", "kpng", "services4"); !strings.Contains(listing, want) {
+	if listing := runNFT(t, ns, "", "list", "map", "inet", "kpng", "services4"); !strings.Contains(listing, want) {
 		t.Errorf("the listing does not contain\n%s\nbut is\n%s", want, listing)
 	}
 }

@@ -10,9 +10,8 @@ import (
 	"net/netip"
 	"slices"
 
-	"github.com/google/nftables/expr"
 	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/internal/nftrule"
+	"github.com/kpng-project/kpng/internal/nft"
 	"github.com/kpng-project/kpng/internal/sourcelists"
 	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
@@ -40,7 +39,7 @@ func sourceElement(r sourcelists.Range) element {
 
 // findSources records the lists of source ranges that the kernel has.
 func (ps *pass) findSources(l *sourcelists.Lists) {
-	for _, family := range families {
+	for _, family := range nft.Families {
 		lists := map[uint32][]netip.Prefix{}
 		for _, s := range []match{matchService, matchAddress} {
 			for e := range ps.snapshots[mapID{kindRestricted, s, family}].all() {
@@ -117,7 +116,7 @@ func (t *table) reapLists(ctx context.Context, limit int) error {
 			return nil
 		}
 		if err := t.commit(ctx, []part{{ops: sourceOps(ranges, false)}}); err != nil {
-			return fmt.Errorf("remove unused source ranges of table inet %s: %w", t.conn.table, err)
+			return fmt.Errorf("remove unused source ranges of table inet %s: %w", t.conn.Table, err)
 		}
 		if ctx.Err() != nil {
 			return nil // a later call continues
@@ -130,11 +129,6 @@ type sourceLengths [2]sourcelists.Lengths
 
 // of returns the lengths of a family.
 func (l *sourceLengths) of(family api.Family) *sourcelists.Lengths { return &l[family/api.IPv6] }
-
-// rules returns the rules of the chain that looks up sources of a family.
-func (l *sourceLengths) rules(family api.Family) []string {
-	return encodeRules(l.of(family).Rules(family)...)
-}
 
 // lengthsWith returns the lengths for which the chains have rules, and those of elements.
 func (s *state) lengthsWith(elements []element) sourceLengths {
@@ -150,7 +144,7 @@ func (s *state) lengthsWith(elements []element) sourceLengths {
 
 // usedLengths returns the lengths of the ranges in the table.
 func (s *state) usedLengths() (lengths sourceLengths) {
-	for _, family := range families {
+	for _, family := range nft.Families {
 		*lengths.of(family) = s.ranges.Lengths(family)
 	}
 	return lengths
@@ -158,10 +152,10 @@ func (s *state) usedLengths() (lengths sourceLengths) {
 
 // changeSourceChains adds messages that change the rules of the chains for the lengths
 // before to rules for the lengths after.
-func (w *wire) changeSourceChains(before, after sourceLengths) {
-	for _, family := range families {
+func changeSourceChains(w *nft.Writer, before, after sourceLengths) {
+	for _, family := range nft.Families {
 		if *before.of(family) != *after.of(family) {
-			w.makeChain(sourcelists.ChainName(family), after.rules(family))
+			w.MakeChain(after.of(family).Chain(family))
 		}
 	}
 }
@@ -169,8 +163,9 @@ func (w *wire) changeSourceChains(before, after sourceLengths) {
 // sourceChainsMade records that the chains have rules for these lengths.
 func (s *state) sourceChainsMade(lengths sourceLengths) {
 	s.lengths = lengths
-	for _, family := range families {
-		s.rules[sourcelists.ChainName(family)] = digestOf(s.seed, hook{}, lengths.rules(family))
+	for _, family := range nft.Families {
+		c := lengths.of(family).Chain(family)
+		s.rules[c.Name] = c.Digest()
 	}
 }
 
@@ -184,16 +179,10 @@ func (t *table) deleteUnusedSources(ctx context.Context) error {
 	if used == t.state.lengths {
 		return nil
 	}
-	err := t.conn.transact(ctx, func(w *wire) { w.changeSourceChains(t.state.lengths, used) })
+	err := t.conn.Transact(ctx, func(w *nft.Writer) { changeSourceChains(w, t.state.lengths, used) })
 	if err != nil {
-		return fmt.Errorf("remove unused rules of table inet %s: %w", t.conn.table, err)
+		return fmt.Errorf("remove unused rules of table inet %s: %w", t.conn.Table, err)
 	}
 	t.state.sourceChainsMade(used)
 	return nil
-}
-
-// fromSources returns the name and the rules of the chain for packets to frontends with
-// source ranges. The chain to which it jumps admits packets and depends on services.
-func fromSources(family api.Family) (name string, rules [][]expr.Any) {
-	return fmt.Sprintf("service-sources%d", family), [][]expr.Any{nftrule.Jump(sourcelists.ChainName(family)), nftrule.Drop()}
 }

@@ -5,15 +5,12 @@
 package nftables
 
 import (
-	"cmp"
-	"encoding/binary"
 	"hash/maphash"
 	"maps"
 	"slices"
 
-	"github.com/kpng-project/kpng/internal/netfilter"
+	"github.com/kpng-project/kpng/internal/nft"
 	"github.com/kpng-project/kpng/internal/sourcelists"
-	"golang.org/x/sys/unix"
 )
 
 // state is the expected content of the table. It has digests instead of the elements,
@@ -33,7 +30,7 @@ type state struct {
 	lengths sourceLengths
 	ranges  sourcelists.Counts
 	// rules has the expected digest of each chain, by the name of the chain.
-	rules map[string]digest
+	rules map[string]nft.Digest
 	// wanted has the use count of each element of a shared map: the number of services that
 	// need it. During a pass, holdCount is added to the use counts of existing elements. So
 	// they stay, because services later in the pass may need them.
@@ -44,15 +41,15 @@ type state struct {
 // state.wanted is at least holdCount, the element stays.
 const holdCount = 1 << 30
 
-func newState(seed maphash.Seed, clientSeed uint32) *state {
+func newState(clientSeed uint32) *state {
 	return &state{
-		seed:       seed,
+		seed:       maphash.MakeSeed(),
 		clientSeed: clientSeed,
 		digests:    map[mapID]digest{},
 		made:       map[class]bool{},
 		lists:      map[class]int{},
 		ranges:     sourcelists.Counts{},
-		rules:      map[string]digest{},
+		rules:      map[string]nft.Digest{},
 		wanted:     map[elementID]int{},
 	}
 }
@@ -111,7 +108,7 @@ func (s *state) classesMade(list []class) {
 			s.count(&e.elementID, &e.value, 1)
 		}
 		if !c.isSkeletonChain() {
-			s.rules[c.name()] = digestOf(s.seed, hook{}, c.encodedRules(s.clientSeed))
+			s.rules[c.name()] = c.chain(s.clientSeed).Digest()
 		}
 	}
 }
@@ -202,71 +199,9 @@ func (s *state) recordOp(o *op) {
 	}
 }
 
-// digest summarizes the elements of a map or the rules of a chain: their number, and the
-// sum of their hashes. Equal digests mean equal contents.
+// digest summarizes the elements of a map: their number, and the sum of their hashes. Equal
+// digests mean equal elements.
 type digest struct {
 	n   int
 	sum uint64
-}
-
-func digestOf(seed maphash.Seed, h hook, rules []string) digest {
-	d := digest{sum: maphash.Comparable(seed, h)}
-	for _, rule := range rules {
-		d.addRule(seed, []byte(rule))
-	}
-	return d
-}
-
-func (d *digest) addRule(seed maphash.Seed, rule []byte) {
-	d.n++
-	d.sum = d.sum*31 + maphash.Bytes(seed, canonical(rule))
-}
-
-// canonical returns the normal form of an encoded rule. The kernel lists a rule with
-// reordered attributes and with additional default values. The normal form of the listed
-// rule equals that of the rule that was sent.
-func canonical(rule []byte) (b []byte) {
-	for _, expression := range netfilter.Attributes(rule) {
-		name := netfilter.String(netfilter.Attribute(expression, unix.NFTA_EXPR_NAME))
-		b = append(append(b, name...), 0)
-		b = appendCanonical(b, name, netfilter.Attribute(expression, unix.NFTA_EXPR_DATA))
-	}
-	return b
-}
-
-// nestedAttributes has the attributes that contain other attributes. The first key is the
-// name of an expression, and the second key is the number of its attribute. The value is
-// a name for the contained attributes, for example "data". This name can again be a first
-// key.
-var nestedAttributes = map[string]map[uint16]string{
-	"cmp":       {unix.NFTA_CMP_DATA: "data"},
-	"immediate": {unix.NFTA_IMMEDIATE_DATA: "data"},
-	"bitwise":   {unix.NFTA_BITWISE_MASK: "data", unix.NFTA_BITWISE_XOR: "data"},
-	"data":      {unix.NFTA_DATA_VERDICT: "verdict"},
-}
-
-func appendCanonical(b []byte, of string, data []byte) []byte {
-	type attribute struct {
-		number uint16
-		v      []byte
-	}
-	var attributes []attribute
-	for number, v := range netfilter.Attributes(data) {
-		if inner, ok := nestedAttributes[of][number]; ok {
-			v = appendCanonical(nil, inner, v)
-		} else if of == "nat" && number == unix.NFTA_NAT_FLAGS {
-			// Newer kernels set two additional NAT flags. The normal form omits them.
-			v = binary.BigEndian.AppendUint32(nil, netfilter.Uint32(v)&^3)
-		}
-		if isZero := !slices.ContainsFunc(v, func(c byte) bool { return c != 0 }); !isZero {
-			attributes = append(attributes, attribute{number, v})
-		}
-	}
-	slices.SortFunc(attributes, func(a, b attribute) int { return cmp.Compare(a.number, b.number) })
-	for _, a := range attributes {
-		b = binary.NativeEndian.AppendUint16(b, a.number)
-		b = binary.NativeEndian.AppendUint16(b, uint16(len(a.v)))
-		b = append(b, a.v...)
-	}
-	return b
 }

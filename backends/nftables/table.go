@@ -15,6 +15,7 @@ import (
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/internal/kernelnode"
+	"github.com/kpng-project/kpng/internal/nft"
 	"github.com/kpng-project/kpng/internal/sourcelists"
 	"github.com/kpng-project/kpng/sink"
 	"k8s.io/apimachinery/pkg/types"
@@ -26,7 +27,7 @@ import (
 // A change of services takes several steps. First, planService adds the difference between
 // the old and the new view of each service to a patch. Then apply divides the parts of
 // the patch into transactions, and commit writes each transaction. To encode messages,
-// commit uses wire.elements. To send them, it uses netfilter.Conn. Finally, commit
+// commit uses writeElements. To send them, it uses netfilter.Conn. Finally, commit
 // updates the state.
 type table struct {
 	opts    *Options
@@ -44,7 +45,7 @@ type table struct {
 	// state is the expected content of the table, or nil if the content is unknown.
 	state *state
 	// skeleton maps the name of each chain of the loaded skeleton to a digest of the chain.
-	skeleton map[string]digest
+	skeleton map[string]nft.Digest
 	// podCIDRs are those pod CIDRs of the Node object that the skeleton contains.
 	podCIDRs []netip.Prefix
 	// replaced is the name of the table that the current pass replaces, and deletes at its
@@ -98,7 +99,7 @@ func (t *table) program(ctx context.Context, c *sink.Changes, nodePortAddrs []ne
 			return nil, err
 		}
 	case t.state == nil:
-		return nil, fmt.Errorf("the contents of table inet %s are unknown", t.conn.table)
+		return nil, fmt.Errorf("the contents of table inet %s are unknown", t.conn.Table)
 	case c.NodeChanged && t.setPodCIDRs(c.Node):
 		// A new pass writes the pod CIDRs into the skeleton.
 		return nil, errors.New("the pod CIDRs of the Node object changed")
@@ -161,7 +162,7 @@ func (t *table) syncServices(ctx context.Context, services iter.Seq[sink.Change]
 func (t *table) syncNodePortAddresses(ctx context.Context, addrs []netip.Addr) error {
 	p := newPatch()
 	p.beginPart(types.NamespacedName{})
-	for _, family := range families {
+	for _, family := range nft.Families {
 		s, err := readSnapshot(ctx, t.conn, mapID{kind: kindNodePortAddresses, family: family})
 		if err != nil {
 			return err
@@ -196,7 +197,7 @@ func (t *table) setPodCIDRs(node *api.Node) (changed bool) {
 
 // skeletonChains returns the chains of the skeleton, including rules for the node's pod
 // CIDRs.
-func (t *table) skeletonChains() []chain {
+func (t *table) skeletonChains() nft.Chains {
 	opts := *t.opts
 	opts.ClusterCIDRs = slices.Concat(opts.ClusterCIDRs, t.podCIDRs)
 	return opts.skeletonChains(t.clientSeed)

@@ -14,6 +14,7 @@ import (
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/internal/netfilter"
+	"github.com/kpng-project/kpng/internal/nft"
 	"golang.org/x/sys/unix"
 	"k8s.io/klog/v2"
 )
@@ -48,23 +49,22 @@ const maxLateClients = 1_000
 // takeClients writes clients of the old table to the new table, and returns those that have
 // come meanwhile, by family. The transaction that replaces the table adds these.
 func (t *table) takeClients(ctx context.Context) (late map[api.Family][]takenClient, err error) {
-	old := &conn{t.conn.Conn, t.replaced, t.conn.seed}
-	l, err := old.inspect(ctx, old.table)
+	old := &conn{t.conn.Other(t.replaced)}
+	l, err := old.inspect(ctx, old.Table)
 	if err != nil {
 		return nil, err
 	}
 	late = map[api.Family][]takenClient{}
-	for _, family := range families {
-		want := layout{flags: unix.NFT_SET_EVAL | unix.NFT_SET_TIMEOUT}
-		want.keyType, want.keyLen = concatenation([]datatype{typePriority, addrType(family)})
-		if set := l.sets[clientsMap(family).name]; !set.sameAs(&want) {
+	for _, family := range nft.Families {
+		want := nft.NewSet(clientsMap(family).Name, unix.NFT_SET_EVAL|unix.NFT_SET_TIMEOUT, []nft.Type{nft.TypePriority, nft.TypeAddr(family)}, nil)
+		if set := l.Sets[want.Name]; !set.SameAs(&want) {
 			continue
 		}
 		o := &takeover{family: family, taken: map[client]bool{}}
 		if o.numbers, err = t.newNumbersOf(ctx, old, l, family); err != nil {
 			return nil, err
 		}
-		if err := t.conn.transact(ctx, func(w *wire) { w.flushSet(clientsMap(family).name) }); err != nil {
+		if err := t.conn.Transact(ctx, func(w *nft.Writer) { w.FlushSet(clientsMap(family).Name) }); err != nil {
 			return nil, err
 		}
 		for {
@@ -77,18 +77,18 @@ func (t *table) takeClients(ctx context.Context) (late map[api.Family][]takenCli
 				break
 			}
 			for some := range slices.Chunk(found, maxOps) {
-				if err := t.conn.transact(ctx, func(w *wire) { w.clients(family, some) }); err != nil {
-					return nil, fmt.Errorf("write clients of table inet %s: %w", old.table, err)
+				if err := t.conn.Transact(ctx, func(w *nft.Writer) { writeClients(w, family, some) }); err != nil {
+					return nil, fmt.Errorf("write clients of table inet %s: %w", old.Table, err)
 				}
 			}
-			klog.FromContext(ctx).V(2).Info("Took over clients with session affinity", "from", old.table, "clients", len(found))
+			klog.FromContext(ctx).V(2).Info("Took over clients with session affinity", "from", old.Table, "clients", len(found))
 		}
 	}
 	return late, nil
 }
 
 // newNumbersOf returns the field numbers of a takeover.
-func (t *table) newNumbersOf(ctx context.Context, old *conn, l *listing, family api.Family) (map[uint32][]uint32, error) {
+func (t *table) newNumbersOf(ctx context.Context, old *conn, l listing, family api.Family) (map[uint32][]uint32, error) {
 	lists := map[uint32]*list{}
 	for _, some := range t.services {
 		for i := range some {
@@ -107,13 +107,13 @@ func (t *table) newNumbersOf(ctx context.Context, old *conn, l *listing, family 
 		for _, prefix := range []string{"", "node-"} {
 			name := fmt.Sprintf("%s%s-endpoints%d", prefix, matchNames[s], family)
 			keyLen := frontends.m.keyLen()
-			if set, ok := l.sets[name]; !ok || int(set.keyLen) != keyLen+4 {
+			if set, ok := l.Sets[name]; !ok || set.KeyLen != keyLen+4 {
 				continue
 			}
-			err := old.dumpSet(ctx, name, func(item []byte) {
-				key := netfilter.Attribute(netfilter.Attribute(item, unix.NFTA_SET_ELEM_KEY), unix.NFTA_DATA_VALUE)
-				data := netfilter.Attribute(netfilter.Attribute(item, unix.NFTA_SET_ELEM_DATA), unix.NFTA_DATA_VALUE)
-				if len(key) != keyLen+4 || len(data) < addrLen(family) {
+			err := old.Dump(ctx, name, func(item []byte) {
+				key := nft.Value(item, unix.NFTA_SET_ELEM_KEY)
+				data := nft.Value(item, unix.NFTA_SET_ELEM_DATA)
+				if len(key) != keyLen+4 || len(data) < nft.AddrLen(family) {
 					return
 				}
 				id := elementID{m: frontends.m}
@@ -131,9 +131,9 @@ func (t *table) newNumbersOf(ctx context.Context, old *conn, l *listing, family 
 				}
 				var port [2]byte
 				if s != matchAddress {
-					copy(port[:], data[addrLen(family):])
+					copy(port[:], data[nft.AddrLen(family):])
 				}
-				endpoint := record(data[:addrLen(family)]) + record(port[:])
+				endpoint := record(data[:nft.AddrLen(family)]) + record(port[:])
 				number := binary.NativeEndian.Uint32(key[keyLen:])
 				if n, ok := endpoints[list.number][endpoint]; ok && !slices.Contains(numbers[number], list.number|n) {
 					numbers[number] = append(numbers[number], list.number|n)
@@ -159,9 +159,9 @@ func (l *list) numbers() map[record]uint32 {
 
 // find returns the clients of the old table that were not taken over so far.
 func (o *takeover) find(ctx context.Context, old *conn, seed uint32) (found []takenClient, err error) {
-	err = old.dumpSet(ctx, clientsMap(o.family).name, func(item []byte) {
-		key := netfilter.Attribute(netfilter.Attribute(item, unix.NFTA_SET_ELEM_KEY), unix.NFTA_DATA_VALUE)
-		if len(key) != 4+addrLen(o.family) {
+	err = old.Dump(ctx, clientsMap(o.family).Name, func(item []byte) {
+		key := nft.Value(item, unix.NFTA_SET_ELEM_KEY)
+		if len(key) != 4+nft.AddrLen(o.family) {
 			return
 		}
 		addr, _ := netip.AddrFromSlice(key[4:])
@@ -184,19 +184,11 @@ func (o *takeover) find(ctx context.Context, old *conn, seed uint32) (found []ta
 }
 
 // clients adds messages that add clients.
-func (w *wire) clients(family api.Family, list []takenClient) {
-	for len(list) > 0 {
-		at, nest := w.beginElements(unix.NFT_MSG_NEWSETELEM, unix.NLM_F_CREATE, clientsMap(family).name)
-		for len(list) > 0 && w.Len()-nest < maxElements {
-			item := w.Nest(unix.NFTA_LIST_ELEM)
-			w.data(unix.NFTA_SET_ELEM_KEY, list[0].key())
-			w.data(unix.NFTA_SET_ELEM_DATA, binary.NativeEndian.AppendUint32(nil, list[0].number))
-			w.Bytes(unix.NFTA_SET_ELEM_TIMEOUT, list[0].timeout...)
-			w.Bytes(unix.NFTA_SET_ELEM_EXPIRATION, list[0].expiration...)
-			w.EndNest(item)
-			list = list[1:]
-		}
-		w.EndNest(nest)
-		w.End(at)
-	}
+func writeClients(w *nft.Writer, family api.Family, list []takenClient) {
+	w.Elements(unix.NFT_MSG_NEWSETELEM, unix.NLM_F_CREATE, clientsMap(family).Name, len(list), func(i int) {
+		w.Value(unix.NFTA_SET_ELEM_KEY, list[i].key())
+		w.Value(unix.NFTA_SET_ELEM_DATA, nft.Native(list[i].number))
+		w.Bytes(unix.NFTA_SET_ELEM_TIMEOUT, list[i].timeout...)
+		w.Bytes(unix.NFTA_SET_ELEM_EXPIRATION, list[i].expiration...)
+	})
 }

@@ -19,7 +19,7 @@ import (
 // endpoint that the old table has for it.
 func TestAnUpdateKeepsClientsAtTheirEndpoints(t *testing.T) {
 	w := newPacketWorld(t)
-	nft(t, w.node, "", "-f", "testdata/layout-2.nft")
+	runNFT(t, w.node, "", "-f", "testdata/layout-2.nft")
 	all := batchOf(true,
 		set(view("sticky", []string{"10.96.0.1", "fd00::1"}, []string{"!10.0.1.2", "!10.0.2.2", "!fd01:1::2", "!fd01:2::2"}, func(s *api.Service) {
 			affine(s)
@@ -32,10 +32,10 @@ func TestAnUpdateKeepsClientsAtTheirEndpoints(t *testing.T) {
 		})))
 	b := startIn(t, w.node, Options{Options: backends.Options{NodeAddresses: nodeaddr.Of(netip.MustParseAddr("192.0.2.1"))}})
 	mustSync(t, b, all)
-	if tables := nft(t, w.node, "", "list", "tables"); tables != "table inet kpng2\n" {
+	if tables := runNFT(t, w.node, "", "list", "tables"); tables != "table inet kpng2\n" {
 		t.Fatalf("the tables are\n%s", tables)
 	}
-	t.Log(nft(t, w.node, "", "list", "map", "inet", "kpng2", "clients4"))
+	t.Log(runNFT(t, w.node, "", "list", "map", "inet", "kpng2", "clients4"))
 	for range 8 {
 		for to, want := range map[string][2]string{ // answers to the outside client and to pod2
 			"10.96.0.1:80":     {"pod2", "pod1"},

@@ -45,7 +45,7 @@ func askFrom(ns *netnstest.Namespace, from, to string, timeout time.Duration) (p
 // outside of the source ranges gets no answer.
 func TestAnUpdateUnderTraffic(t *testing.T) {
 	w := newPacketWorld(t)
-	nft(t, w.node, "", "-f", "testdata/layout-2-update.nft")
+	runNFT(t, w.node, "", "-f", "testdata/layout-2-update.nft")
 	var clients []string
 	for i := range 6 {
 		clients = append(clients, fmt.Sprint("192.0.2.", 10+i), fmt.Sprint("2001:db8::", 10+i))
@@ -152,7 +152,7 @@ func TestAnUpdateUnderTraffic(t *testing.T) {
 	})
 	b := startIn(t, w.node, Options{Options: backends.Options{NodeAddresses: nodeaddr.Of(netip.MustParseAddr("192.0.2.1"))}})
 	mustSync(t, b, batch(true, false, set(sticky)), batch(false, false, set(plain)), batch(false, false, set(restricted)), batch(false, true))
-	if tables := nft(t, w.node, "", "list", "tables"); tables != "table inet kpng2\n" {
+	if tables := runNFT(t, w.node, "", "list", "tables"); tables != "table inet kpng2\n" {
 		t.Errorf("after the pass, the tables are\n%s", tables)
 	}
 	if err := verifyAll(t, b); err != nil {

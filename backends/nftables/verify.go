@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/internal/kernelnode"
+	"github.com/kpng-project/kpng/internal/nft"
 	"github.com/kpng-project/kpng/sink"
 	"golang.org/x/sys/unix"
 )
@@ -72,9 +73,9 @@ func (t *table) verify(ctx context.Context) error {
 	now := t.now()
 	switch {
 	case t.state == nil:
-		return fmt.Errorf("the contents of table inet %s are unknown: %w", t.conn.table, sink.ErrStartOver)
+		return fmt.Errorf("the contents of table inet %s are unknown: %w", t.conn.Table, sink.ErrStartOver)
 	case t.leftovers.Due(now):
-		return fmt.Errorf("table inet %s may have elements of services that failed: %w", t.conn.table, sink.ErrStartOver)
+		return fmt.Errorf("table inet %s may have elements of services that failed: %w", t.conn.Table, sink.ErrStartOver)
 	}
 	err := t.findDrift(ctx, now)
 	var d kernelnode.Difference
@@ -94,9 +95,9 @@ func (t *table) verify(ctx context.Context) error {
 		t.drift.recordDrift(t)
 		t.drift.verifyAt = t.drift.pause.Found(now)
 		t.state = nil
-		return fmt.Errorf("another program changed table inet %s: %w (%w)", t.conn.table, err, sink.ErrStartOver)
+		return fmt.Errorf("another program changed table inet %s: %w (%w)", t.conn.Table, err, sink.ErrStartOver)
 	default:
-		return fmt.Errorf("verify table inet %s: %w", t.conn.table, err)
+		return fmt.Errorf("verify table inet %s: %w", t.conn.Table, err)
 	}
 }
 
@@ -111,7 +112,7 @@ func (t *table) findDrift(ctx context.Context, now time.Time) error {
 	}
 	if now.Before(d.verifyAt) {
 		// Without rules, no service works. So their loss is found even during the pause.
-		l, err := t.conn.inspect(ctx, t.conn.table)
+		l, err := t.conn.inspect(ctx, t.conn.Table)
 		if err == nil && !l.hasRules() {
 			err = errDeleted
 		}
@@ -153,23 +154,23 @@ func step(ctx context.Context, interrupted *int, f func(context.Context) error) 
 // check compares the chains with the expected chains, and the number of elements in each
 // map with the expected number.
 func (t *table) check(ctx context.Context) error {
-	l, err := t.conn.inspect(ctx, t.conn.table)
+	l, err := t.conn.inspect(ctx, t.conn.Table)
 	switch {
 	case err != nil:
 		return err
-	case !l.exists:
+	case !l.Exists:
 		return errDeleted
-	case l.dormant:
+	case l.Dormant:
 		return kernelnode.Differs("it is dormant")
 	}
 	for name, want := range t.state.rules {
-		if is, ok := l.chains[name]; !ok {
+		if is, ok := l.Chains[name]; !ok {
 			return kernelnode.Differs("chain %s was deleted", name)
 		} else if is != want {
 			return kernelnode.Differs("chain %s was changed", name)
 		}
 	}
-	for name := range l.chains {
+	for name := range l.Chains {
 		if _, ok := t.state.rules[name]; !ok {
 			return kernelnode.Differs("chain %s was added", name)
 		}
@@ -178,12 +179,12 @@ func (t *table) check(ctx context.Context) error {
 		return kernelnode.Differs("set %s was added", foreign[0])
 	}
 	for _, want := range allLayouts() {
-		if _, ok := l.sets[want.name]; !ok {
-			return kernelnode.Differs("%s was deleted", want.name)
+		if _, ok := l.Sets[want.Name]; !ok {
+			return kernelnode.Differs("%s was deleted", want.Name)
 		}
 	}
 	for _, m := range allMaps() {
-		if is, want := l.sets[m.name()].elements, t.state.digests[m].n; is >= 0 && is != want {
+		if is, want := l.Sets[m.name()].Elements, t.state.digests[m].n; is >= 0 && is != want {
 			return kernelnode.Differs("%s has %d elements instead of %d", m.name(), is, want)
 		}
 	}
@@ -246,8 +247,8 @@ func (t *table) deleteUnusedClasses(ctx context.Context) error {
 	if len(unused) == 0 {
 		return nil
 	}
-	if err := t.conn.transact(ctx, func(w *wire) { w.deleteClasses(unused) }); err != nil {
-		return fmt.Errorf("delete unused chains of table inet %s: %w", t.conn.table, err)
+	if err := t.conn.Transact(ctx, func(w *nft.Writer) { deleteClasses(w, unused) }); err != nil {
+		return fmt.Errorf("delete unused chains of table inet %s: %w", t.conn.Table, err)
 	}
 	t.state.classesDeleted(unused)
 	return nil

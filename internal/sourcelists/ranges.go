@@ -11,7 +11,7 @@ import (
 	"slices"
 
 	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/internal/nftrule"
+	"github.com/kpng-project/kpng/internal/nft"
 )
 
 // Ranges are source ranges of one family. Two values with the same ranges are equal, in
@@ -42,7 +42,7 @@ func comparePrefixes(a, b netip.Prefix) int {
 	return cmp.Or(a.Addr().Compare(b.Addr()), cmp.Compare(a.Bits(), b.Bits()))
 }
 
-func recordLen(family api.Family) int { return nftrule.AddrLen(family) + 1 }
+func recordLen(family api.Family) int { return nft.AddrLen(family) + 1 }
 
 // Len returns the number of ranges.
 func (r Ranges) Len() int { return len(r.records) / recordLen(r.family) }

@@ -7,16 +7,16 @@ package sourcelists
 import (
 	"fmt"
 
-	"github.com/google/nftables/expr"
 	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/internal/nftrule"
+	"github.com/kpng-project/kpng/internal/nft"
+	"golang.org/x/sys/unix"
 )
 
-// SetName returns the name of the set with the ranges of a family.
-func SetName(family api.Family) string { return fmt.Sprintf("sources%d", family) }
+// setName returns the name of the set with the ranges of a family.
+func setName(family api.Family) string { return fmt.Sprintf("sources%d", family) }
 
-// ChainName returns the name of the chain that looks up the ranges of a family.
-func ChainName(family api.Family) string { return SetName(family) }
+// chainName returns the name of the chain that looks up the ranges of a family.
+func chainName(family api.Family) string { return setName(family) }
 
 // Lengths are lengths of prefixes of one family. The zero value has none.
 type Lengths [129]bool
@@ -48,26 +48,48 @@ func (c Counts) Lengths(family api.Family) (lengths Lengths) {
 	return lengths
 }
 
-// Rules returns the rules of the chain ChainName. The chain admits a packet if its priority
-// is the number of a list that has the source of the packet. Each rule looks for ranges of
-// one length.
-//
-// The chain must be called from a chain of type filter, and only after a rule has set the
-// priority. A packet that the chain does not admit must be dropped. If the chain lacks the
-// rule of a length, it admits no packet by a range of this length.
-func (l *Lengths) Rules(family api.Family) (rules [][]expr.Any) {
-	for n := 8 * nftrule.AddrLen(family); n > 0; n-- {
+// Chain returns the chain that admits a packet if its priority is the number of a list that
+// has the source of the packet. Each rule looks for ranges of one length. If the chain lacks
+// the rule of a length, it admits no packet by a range of this length.
+func (l Lengths) Chain(family api.Family) nft.Chain {
+	c := nft.Chain{Name: chainName(family)}
+	for n := 8 * nft.AddrLen(family); n > 0; n-- {
 		if !l[n] {
 			continue
 		}
-		key := nftrule.NewKey(family).Meta(expr.MetaKeyPRIORITY).Masked(nftrule.Native(^uint32(lengthMask) | uint32(n))).Source()
-		if n < 8*nftrule.AddrLen(family) {
-			key.Masked(nftrule.PrefixMask(family, n))
+		key := nft.NewKey(family).Meta(unix.NFT_META_PRIORITY).Masked(nft.Native(^uint32(lengthMask) | uint32(n))).Source()
+		if n < 8*nft.AddrLen(family) {
+			key.Masked(nft.PrefixMask(family, n))
 		}
-		rules = append(rules, key.FollowedBy(
-			&expr.Lookup{SourceRegister: nftrule.Reg(0), SetName: SetName(family)},
-			&expr.Immediate{Register: nftrule.Reg(0), Data: nftrule.Native(0)}, nftrule.SetMeta(expr.MetaKeyPRIORITY),
-			&expr.Verdict{Kind: expr.VerdictAccept}))
+		c.Rules = append(c.Rules, key.Then(nft.InSet(setName(family))+nft.SetPriority(0)+nft.Accept))
 	}
-	return rules
+	return c
+}
+
+// Restrict returns the rule for packets of frontends with source ranges. The map leads from
+// the key of a frontend to the number of its list.
+func Restrict(family api.Family, key *nft.Key, m string) nft.Rule {
+	return key.Then(nft.Lookup(m) + nft.SetMeta(unix.NFT_META_PRIORITY) + nft.GoTo(admitChain(family)))
+}
+
+// admitChain returns the name of the chain that drops the packets that no range
+// admits.
+func admitChain(family api.Family) string { return fmt.Sprintf("service-sources%d", family) }
+
+// AddChains adds chains that apply rules of Restrict to new connections. The table must also
+// have the chains of Lengths.
+//
+// Source ranges must not depend on the nat chains of other programs. If one of them
+// translates a packet, the kernel skips the later ones. So chains of type filter apply
+// source ranges, before any translation.
+func AddChains(chains *nft.Chains, restrict ...nft.Rule) {
+	// priority is before all chains of type nat, as in kube-proxy.
+	const priority = -110
+	for _, family := range nft.Families {
+		chains.Add(admitChain(family), nft.Jump(chainName(family)), nft.Drop)
+	}
+	chains.Add("restricted", restrict...)
+	isNew := nft.InState(nft.StateNew) + nft.Jump("restricted")
+	chains.AddBase("sources-prerouting", nft.Filter(unix.NF_INET_PRE_ROUTING, priority), isNew)
+	chains.AddBase("sources-output", nft.Filter(unix.NF_INET_LOCAL_OUT, priority), isNew)
 }

@@ -1,0 +1,112 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package nft
+
+import (
+	"net/netip"
+	"slices"
+
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends"
+	"golang.org/x/sys/unix"
+)
+
+// Families are the families of addresses, in the order in which tables have their chains.
+var Families = []api.Family{api.IPv4, api.IPv6}
+
+// Hook attaches a base chain to the path of packets. A regular chain has the zero Hook.
+type Hook struct {
+	number   uint32
+	priority int32
+	kind     string
+	policy   uint32
+}
+
+const (
+	nfDrop   = 0
+	nfAccept = 1
+)
+
+// NAT returns the hook of a chain of type nat, and Filter that of a chain of type filter.
+// The argument number is such as NF_INET_PRE_ROUTING.
+func NAT(number uint32, priority int32) Hook { return Hook{number, priority, "nat", nfAccept} }
+
+// Filter is described at NAT.
+func Filter(number uint32, priority int32) Hook { return Hook{number, priority, "filter", nfAccept} }
+
+// Chain is a chain with its rules.
+type Chain struct {
+	Name  string
+	Hook  Hook
+	Rules []Rule
+}
+
+// Chains are the chains of a table. A chain comes after the chains to which it jumps.
+type Chains []Chain
+
+// Add adds a regular chain.
+func (c *Chains) Add(name string, rules ...Rule) { c.AddBase(name, Hook{}, rules...) }
+
+// AddBase adds a base chain.
+func (c *Chains) AddBase(name string, h Hook, rules ...Rule) {
+	*c = append(*c, Chain{name, h, rules})
+}
+
+// The names of chains that tables of several backends have.
+const (
+	MarkAll       = "mark-all"       // has packets masqueraded
+	MarkOutsiders = "mark-outsiders" // has packets to cluster IPs masqueraded, as options say
+	RejectChain   = "reject-chain"   // rejects packets
+)
+
+// AddCommon adds the chains MarkAll, MarkOutsiders and RejectChain.
+func (c *Chains) AddCommon(o *backends.Options) {
+	bit := o.MasqueradeMark
+	c.Add(MarkAll, Mark(^bit, bit)+SetMeta(unix.NFT_META_MARK))
+	c.Add(MarkOutsiders, markOutsiders(o)...)
+	c.Add(RejectChain, LoadMeta(unix.NFT_META_L4PROTO)+Equal(unix.IPPROTO_TCP)+reset, Reject)
+}
+
+// MasqueradeMarked returns the rule that masquerades the packets of the chain MarkAll.
+func MasqueradeMarked(o *backends.Options) Rule {
+	bit := o.MasqueradeMark
+	return Mark(bit, 0) + Equal(Native(bit)...) + Mark(^uint32(0), bit) + SetMeta(unix.NFT_META_MARK) + Masquerade
+}
+
+// FromPods returns parts of rules. If any of them matches a packet, the packet is from a pod
+// of this node.
+func FromPods(o *backends.Options) (matches []Rule) {
+	for _, name := range o.PodInterfaces {
+		matches = append(matches, FromInterface(name))
+	}
+	for _, cidr := range o.ClusterCIDRs {
+		matches = append(matches, FromPrefix(cidr))
+	}
+	return matches
+}
+
+// markOutsiders returns the rules that mark connections from outside the pod network to
+// cluster IPs. If the options define no pods of a family, the rules mark no packets of
+// that family.
+func markOutsiders(o *backends.Options) (rules []Rule) {
+	switch {
+	case o.MasqueradeAll:
+		return []Rule{Jump(MarkAll)}
+	case !o.MasqueradeOutsiders:
+		return nil
+	}
+	for _, match := range FromPods(o) {
+		rules = append(rules, match+Return)
+	}
+	if len(o.PodInterfaces) > 0 {
+		return append(rules, Jump(MarkAll))
+	}
+	for _, family := range Families {
+		if slices.ContainsFunc(o.ClusterCIDRs, func(cidr netip.Prefix) bool { return api.FamilyOf(cidr.Addr()) == family }) {
+			rules = append(rules, MatchFamily(family)+Jump(MarkAll))
+		}
+	}
+	return rules
+}

@@ -94,11 +94,11 @@ func countRanges(counts sourcelists.Counts, elements iter.Seq[element], n int) {
 // chains returns all chains.
 func (t *table) chains() (chains nft.Chains) {
 	chains.AddCommon(&t.opts.Options)
+	chains = append(chains, t.ranges.Chains()...)
 	var restrictions, services, untranslated, output []nft.Rule
 	postrouting := []nft.Rule{nft.MasqueradeMarked(&t.opts.Options)}
 	for _, family := range nft.Families {
 		chains.Add(fmt.Sprintf("frontend%d", family), t.frontendRules(family)...)
-		chains = append(chains, t.ranges.Lengths(family).Chain(family))
 		if t.draining {
 			untranslated = append(untranslated, frontend(family).Then(in(frontends, family)+nft.GoTo(nft.RejectChain)))
 		} else {
@@ -275,10 +275,8 @@ func (t *table) transact(begin func(*nft.Writer), remove, add []element) error {
 		begin(w)
 		writeElements(w, unix.NFT_MSG_DELSETELEM, 0, remove)
 		writeElements(w, unix.NFT_MSG_NEWSETELEM, unix.NLM_F_CREATE, add)
-		for _, family := range nft.Families {
-			if lengths := ranges.Lengths(family); lengths != t.ranges.Lengths(family) {
-				w.MakeChain(lengths.Chain(family))
-			}
+		for _, c := range sourcelists.Changed(t.ranges, ranges) {
+			w.MakeChain(c)
 		}
 	})
 	if err != nil {

@@ -11,6 +11,7 @@ import (
 
 	"github.com/kpng-project/kpng/internal/netfilter"
 	"github.com/kpng-project/kpng/internal/nft"
+	"github.com/kpng-project/kpng/internal/sourcelists"
 	"github.com/kpng-project/kpng/sink"
 	"golang.org/x/sys/unix"
 )
@@ -169,22 +170,22 @@ func (t *table) commit(ctx context.Context, parts []part) error {
 			}
 		}
 	}
-	missing, lengths := t.missingClasses(added), t.state.lengthsWith(added)
+	missing, sourceChains := t.missingClasses(added), sourcelists.Changed(t.state.ranges, t.state.rangesAfter(removed, added))
 	err := t.conn.Transact(ctx, func(w *nft.Writer) {
 		for _, c := range missing {
 			makeClass(w, c, t.clientSeed)
 		}
 		writeElements(w, unix.NFT_MSG_DELSETELEM, 0, removed)
 		writeElements(w, unix.NFT_MSG_NEWSETELEM, unix.NLM_F_CREATE|unix.NLM_F_EXCL, added)
-		changeSourceChains(w, t.state.lengths, lengths)
+		for _, c := range sourceChains {
+			w.MakeChain(c)
+		}
 	})
 	if err != nil {
 		return err
 	}
 	t.state.classesMade(missing)
-	if lengths != t.state.lengths {
-		t.state.sourceChainsMade(lengths)
-	}
+	t.state.sourceChainsMade(sourceChains)
 	for _, p := range parts {
 		for _, o := range p.ops {
 			t.state.recordOp(o)

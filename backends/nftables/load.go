@@ -169,10 +169,9 @@ func (t *table) load(ctx context.Context, present listing, chains nft.Chains, fi
 			}
 			// These chains depend on services. They keep their rules until the pass has read the
 			// ranges. Without rules, they admit no source.
-			for _, family := range nft.Families {
-				name := sourcelists.Lengths{}.Chain(family).Name
-				if _, ok := present.Hooks[name]; !ok {
-					w.NewChain(name, nft.Hook{})
+			for _, c := range sourcelists.Counts.Chains(nil) {
+				if _, ok := present.Hooks[c.Name]; !ok {
+					w.NewChain(c.Name, c.Hook)
 				}
 			}
 			changeChains(w, present, slices.DeleteFunc(chains, func(c nft.Chain) bool {

@@ -106,7 +106,7 @@ func (t *table) read(ctx context.Context, foreignCommits int64) (*pass, error) {
 		}
 	}
 	p.state.slotChainsMade()
-	p.state.sourceChainsMade(p.state.usedLengths())
+	p.state.sourceChainsMade(p.state.ranges.Chains())
 	return p, nil
 }
 
@@ -230,7 +230,7 @@ func (t *table) endPass(ctx context.Context, failed bool) error {
 	if !failed {
 		t.sources.EndPass()
 	}
-	if err := t.deleteUnusedSources(ctx); err != nil {
+	if err := t.reapLists(ctx, 0); err != nil {
 		return err
 	}
 	if failed && t.replaced != "" && !t.repeated {
@@ -369,8 +369,8 @@ func (t *table) repairChains(ctx context.Context) error {
 	}
 	slices.SortFunc(damaged, func(a, b class) int { return b.compare(a) }) // slot chains first
 	err = t.conn.Transact(ctx, func(w *nft.Writer) {
-		for _, family := range nft.Families {
-			if c := t.state.lengths.of(family).Chain(family); l.Chains[c.Name] != t.state.rules[c.Name] {
+		for _, c := range t.state.ranges.Chains() {
+			if l.Chains[c.Name] != t.state.rules[c.Name] {
 				w.MakeChain(c)
 			}
 		}

@@ -7,6 +7,7 @@ package nftables
 import (
 	"context"
 	"fmt"
+	"maps"
 	"net/netip"
 	"slices"
 
@@ -124,65 +125,22 @@ func (t *table) reapLists(ctx context.Context, limit int) error {
 	}
 }
 
-// sourceLengths are prefix lengths of source ranges, by family.
-type sourceLengths [2]sourcelists.Lengths
-
-// of returns the lengths of a family.
-func (l *sourceLengths) of(family api.Family) *sourcelists.Lengths { return &l[family/api.IPv6] }
-
-// lengthsWith returns the lengths for which the chains have rules, and those of elements.
-func (s *state) lengthsWith(elements []element) sourceLengths {
-	lengths := s.lengths
-	for i := range elements {
-		if e := &elements[i]; e.m.kind == kindSources {
-			r, _ := sourcelists.ParseKey(e.key[:e.m.keyLen()])
-			lengths.of(e.m.family)[r.Prefix.Bits()] = true
+// rangesAfter returns the counts of source ranges after a transaction.
+func (s *state) rangesAfter(removed, added []element) sourcelists.Counts {
+	ranges := maps.Clone(s.ranges)
+	for i, list := range [][]element{removed, added} {
+		for j := range list {
+			if e := &list[j]; e.m.kind == kindSources {
+				ranges.Add(e.m.family, e.key[:e.m.keyLen()], 2*i-1)
+			}
 		}
 	}
-	return lengths
+	return ranges
 }
 
-// usedLengths returns the lengths of the ranges in the table.
-func (s *state) usedLengths() (lengths sourceLengths) {
-	for _, family := range nft.Families {
-		*lengths.of(family) = s.ranges.Lengths(family)
-	}
-	return lengths
-}
-
-// changeSourceChains adds messages that change the rules of the chains for the lengths
-// before to rules for the lengths after.
-func changeSourceChains(w *nft.Writer, before, after sourceLengths) {
-	for _, family := range nft.Families {
-		if *before.of(family) != *after.of(family) {
-			w.MakeChain(after.of(family).Chain(family))
-		}
-	}
-}
-
-// sourceChainsMade records that the chains have rules for these lengths.
-func (s *state) sourceChainsMade(lengths sourceLengths) {
-	s.lengths = lengths
-	for _, family := range nft.Families {
-		c := lengths.of(family).Chain(family)
+// sourceChainsMade records that the kernel has these chains of source ranges.
+func (s *state) sourceChainsMade(chains nft.Chains) {
+	for _, c := range chains {
 		s.rules[c.Name] = c.Digest()
 	}
-}
-
-// deleteUnusedSources removes the lists that no service uses, and then the rules for
-// lengths that no list has.
-func (t *table) deleteUnusedSources(ctx context.Context) error {
-	if err := t.reapLists(ctx, 0); err != nil {
-		return err
-	}
-	used := t.state.usedLengths()
-	if used == t.state.lengths {
-		return nil
-	}
-	err := t.conn.Transact(ctx, func(w *nft.Writer) { changeSourceChains(w, t.state.lengths, used) })
-	if err != nil {
-		return fmt.Errorf("remove unused rules of table inet %s: %w", t.conn.Table, err)
-	}
-	t.state.sourceChainsMade(used)
-	return nil
 }

@@ -25,10 +25,8 @@ type state struct {
 	made map[class]bool
 	// lists counts the lists of each class. It contains no zero counts.
 	lists map[class]int
-	// lengths are those for which the chains of source ranges have rules, and ranges counts
-	// the ranges of each length in the table.
-	lengths sourceLengths
-	ranges  sourcelists.Counts
+	// ranges counts the source ranges in the table.
+	ranges sourcelists.Counts
 	// rules has the expected digest of each chain, by the name of the chain.
 	rules map[string]nft.Digest
 	// wanted has the use count of each element of a shared map: the number of services that

@@ -81,7 +81,7 @@ func (t *table) verify(ctx context.Context) error {
 	var d kernelnode.Difference
 	switch {
 	case err == nil:
-		if err := t.deleteUnusedSources(ctx); err != nil {
+		if err := t.reapLists(ctx, 0); err != nil {
 			t.state = nil
 			return fmt.Errorf("%w (%w)", err, sink.ErrStartOver)
 		}

@@ -6,6 +6,8 @@ package sourcelists
 
 import (
 	"fmt"
+	"maps"
+	"slices"
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/internal/nft"
@@ -17,9 +19,6 @@ func setName(family api.Family) string { return fmt.Sprintf("sources%d", family)
 
 // chainName returns the name of the chain that looks up the ranges of a family.
 func chainName(family api.Family) string { return setName(family) }
-
-// Lengths are lengths of prefixes of one family. The zero value has none.
-type Lengths [129]bool
 
 // Counts counts ranges of the kernel by family and prefix length. It has no zero counts.
 type Counts map[familyLength]int
@@ -38,32 +37,36 @@ func (c Counts) Add(family api.Family, key []byte, n int) {
 	}
 }
 
-// Lengths returns the prefix lengths of a family.
-func (c Counts) Lengths(family api.Family) (lengths Lengths) {
-	for of := range c {
-		if of.family == family {
-			lengths[of.bits] = true
+// Chains returns the chains that admit a packet if its priority is the number of a list that
+// has the source of the packet. Each rule looks for ranges of one length. If a chain lacks
+// the rule of a length, it admits no packet by a range of this length.
+func (c Counts) Chains() (chains nft.Chains) {
+	for _, family := range nft.Families {
+		var rules []nft.Rule
+		for n := 8 * nft.AddrLen(family); n > 0; n-- {
+			if c[familyLength{family, n}] == 0 {
+				continue
+			}
+			key := nft.NewKey(family).Meta(unix.NFT_META_PRIORITY).Masked(nft.Native(^uint32(lengthMask) | uint32(n))).Source()
+			if n < 8*nft.AddrLen(family) {
+				key.Masked(nft.PrefixMask(family, n))
+			}
+			rules = append(rules, key.Then(nft.InSet(setName(family))+nft.SetPriority(0)+nft.Accept))
 		}
+		chains.Add(chainName(family), rules...)
 	}
-	return lengths
+	return chains
 }
 
-// Chain returns the chain that admits a packet if its priority is the number of a list that
-// has the source of the packet. Each rule looks for ranges of one length. If the chain lacks
-// the rule of a length, it admits no packet by a range of this length.
-func (l Lengths) Chain(family api.Family) nft.Chain {
-	c := nft.Chain{Name: chainName(family)}
-	for n := 8 * nft.AddrLen(family); n > 0; n-- {
-		if !l[n] {
-			continue
-		}
-		key := nft.NewKey(family).Meta(unix.NFT_META_PRIORITY).Masked(nft.Native(^uint32(lengthMask) | uint32(n))).Source()
-		if n < 8*nft.AddrLen(family) {
-			key.Masked(nft.PrefixMask(family, n))
-		}
-		c.Rules = append(c.Rules, key.Then(nft.InSet(setName(family))+nft.SetPriority(0)+nft.Accept))
+// Changed returns the chains for the counts after a change that differ from those before it.
+func Changed(before, after Counts) nft.Chains {
+	if maps.EqualFunc(before, after, func(int, int) bool { return true }) {
+		return nil // the lengths are the same
 	}
-	return c
+	old := before.Chains()
+	return slices.DeleteFunc(after.Chains(), func(c nft.Chain) bool {
+		return slices.ContainsFunc(old, func(o nft.Chain) bool { return o.Name == c.Name && slices.Equal(o.Rules, c.Rules) })
+	})
 }
 
 // Restrict returns the rule for packets of frontends with source ranges. The map leads from
@@ -77,7 +80,7 @@ func Restrict(family api.Family, key *nft.Key, m string) nft.Rule {
 func admitChain(family api.Family) string { return fmt.Sprintf("service-sources%d", family) }
 
 // AddChains adds chains that apply rules of Restrict to new connections. The table must also
-// have the chains of Lengths.
+// have the chains of Counts.
 //
 // Source ranges must not depend on the nat chains of other programs. If one of them
 // translates a packet, the kernel skips the later ones. So chains of type filter apply

@@ -13,6 +13,7 @@ import (
 	"maps"
 	"math"
 	"slices"
+	"time"
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/internal/nft"
@@ -185,17 +186,17 @@ func (t *table) read(ctx context.Context) (map[element]bool, error) {
 			changed = errChanged
 			continue
 		}
-		err := t.conn.Dump(ctx, want.Name, func(item []byte) {
-			e := decodeElement(id, item)
+		found, err := t.readSet(ctx, id)
+		if err != nil {
+			return nil, fmt.Errorf("read table inet %s: %w", t.conn.Table, err)
+		}
+		for e := range found {
 			_, isRange := sourcelists.ParseKey([]byte(e.key))
 			if len(e.key) != want.KeyLen || len(e.value) != want.DataLen || id.kind == sources && !isRange {
 				changed = errChanged
 			} else {
 				all[e] = true
 			}
-		})
-		if err != nil {
-			return nil, fmt.Errorf("read table inet %s: %w", t.conn.Table, err)
 		}
 	}
 	if changed != nil {
@@ -215,6 +216,23 @@ func (t *table) read(ctx context.Context) (map[element]bool, error) {
 		}
 	}
 	return all, changed
+}
+
+// readSet returns the elements of a set. If the kernel resizes the set during a dump, it
+// sends some elements twice and omits as many others. So readSet repeats such a dump.
+func (t *table) readSet(ctx context.Context, id setID) (map[element]bool, error) {
+	const maxRetries = 6
+	for attempt := 0; ; attempt++ {
+		found, n := map[element]bool{}, 0
+		err := t.conn.Dump(ctx, id.name(), func(item []byte) {
+			found[decodeElement(id, item)] = true
+			n++
+		})
+		if err != nil || len(found) == n || attempt == maxRetries {
+			return found, err
+		}
+		time.Sleep(2 * time.Millisecond << attempt)
+	}
 }
 
 // hasRules reports whether the table exists and has rules.

@@ -14,10 +14,7 @@ import (
 	"github.com/kpng-project/kpng/sink"
 )
 
-type benchKey struct {
-	kind uint8
-	key  [38]byte
-}
+type benchKey struct{ key [39]byte }
 
 // memory is a dataplane that lists the objects of all services. They have 100 objects each.
 type memory struct {

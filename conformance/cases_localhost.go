@@ -146,6 +146,8 @@ func (s *scene) withLocalhost() {
 	s.restartWith(func(site *Site) {
 		site.NodePortCIDRs = append(site.NodePortCIDRs[:len(site.NodePortCIDRs):len(site.NodePortCIDRs)], netip.MustParsePrefix("127.0.0.0/8"), netip.MustParsePrefix("::1/128"))
 	})
+	s.localhost = true
+	s.addCleanup(func() error { s.localhost = false; return nil })
 }
 
 // localhost returns the node port at the loopback address.

@@ -26,6 +26,7 @@ const (
 	markerNamespace = "kpng-conformance"
 	markerName      = "zz-marker"
 	markerNumber    = 250
+	markerNodePort  = 30000 // while the proxy serves node ports on localhost
 )
 
 func (k *kit) markerPort() int32      { return int32(1000 + k.marker%10000) }
@@ -38,6 +39,10 @@ func (k *kit) addMarker(objects *Objects) {
 	service.Spec.Type = corev1.ServiceTypeClusterIP
 	service.Spec.SessionAffinity = corev1.ServiceAffinityNone
 	service.Spec.Ports = []corev1.ServicePort{{Protocol: corev1.ProtocolTCP, Port: k.markerPort(), TargetPort: intstr.FromInt32(int32(world.PodPorts[0]))}}
+	if k.localhost {
+		service.Spec.Type, service.Spec.Ports[0].NodePort = corev1.ServiceTypeNodePort, markerNodePort
+		service.Spec.ExternalTrafficPolicy = corev1.ServiceExternalTrafficPolicyCluster
+	}
 	policy, stack := corev1.ServiceInternalTrafficPolicyCluster, corev1.IPFamilyPolicySingleStack
 	service.Spec.InternalTrafficPolicy = &policy
 	for _, family := range k.families() {
@@ -68,8 +73,14 @@ func (k *kit) markerSlice(family api.Family) *discoveryv1.EndpointSlice {
 
 // awaitMarker waits until the last published marker answers.
 func (k *kit) awaitMarker(ctx context.Context) error {
+	var addrs []netip.AddrPort
 	for _, family := range k.families() {
-		to := netip.AddrPortFrom(number(world.ServiceCIDRs[family], markerNumber), uint16(k.markerPort()))
+		addrs = append(addrs, netip.AddrPortFrom(number(world.ServiceCIDRs[family], markerNumber), uint16(k.markerPort())))
+		if k.localhost { // another part of the proxy may serve it
+			addrs = append(addrs, netip.AddrPortFrom(loopback(family), markerNodePort))
+		}
+	}
+	for _, to := range addrs {
 		for {
 			try, cancel := context.WithTimeout(ctx, time.Second)
 			answer, err := k.world.Node.Ask(try, api.TCP, netip.Addr{}, to)

@@ -126,6 +126,8 @@ type kit struct {
 	// once.
 	allocations int
 	marker      int
+	// localhost is true while the proxy serves node ports on localhost.
+	localhost bool
 	// scenes counts the scenes. A case has one scene per family.
 	scenes int
 }

@@ -28,7 +28,8 @@ import (
 const dirVariable = "KPNG_OVS_DIR"
 
 // The tables of the two instances that the kit runs, and the table of the test's own
-// flows, which forward packets.
+// flows, which forward packets. The instance that runs alone in most cases has the second
+// table, because the last instance commits the connections of the node itself.
 const (
 	firstTable, secondTable, forwardTable = 10, 30, 50
 )
@@ -43,9 +44,9 @@ var (
 // between these ports, as the agent of a pod network does.
 func TestConformance(t *testing.T) {
 	conformance.Run(t, func(site conformance.Site) (sink.Sink, error) {
-		opts := Options{Options: backends.Options{MasqueradeAll: site.Masquerade == conformance.MasqueradeAll, MasqueradeOutsiders: site.Masquerade == conformance.MasqueradeOutside, ClusterCIDRs: site.ClusterCIDRs}, Bridge: ovstest.Bridge, RunDir: os.Getenv(dirVariable), FirstTable: firstTable, OutTable: secondTable, Chained: true, MasqueradeAddresses: nodeAddrs, HairpinAddresses: hairpinAddrs, PodCIDRs: site.PodCIDRs}
+		opts := Options{Options: backends.Options{MasqueradeAll: site.Masquerade == conformance.MasqueradeAll, MasqueradeOutsiders: site.Masquerade == conformance.MasqueradeOutside, ClusterCIDRs: site.ClusterCIDRs}, Bridge: ovstest.Bridge, RunDir: os.Getenv(dirVariable), FirstTable: secondTable, OutTable: forwardTable, MasqueradeAddresses: nodeAddrs, HairpinAddresses: hairpinAddrs, PodCIDRs: site.PodCIDRs}
 		if site.Instance == "kpng-second" {
-			opts.Instance, opts.FirstTable, opts.OutTable, opts.Chained = "1", secondTable, forwardTable, false
+			opts.Instance, opts.FirstTable, opts.OutTable, opts.Chained = "1", firstTable, secondTable, true
 		}
 		return backendtest.NewSink(site, func(addrs nodeaddr.Source, _ sink.Sink) (sink.Sink, error) {
 			opts.NodeAddresses = addrs

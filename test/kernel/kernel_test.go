@@ -76,7 +76,7 @@ func TestBackendsNameWhatIsMissing(t *testing.T) {
 		{"bookworm", "nftables", "nf_tables", "start: the kernel lacks nf_tables (module nf_tables): "},
 		{"bookworm", "ipvs", "ip_vs", "sync: the kernel lacks IPVS: load the module ip_vs\n"},
 		{"bookworm", "ipvs", "dummy", "sync: add interface kpng-ipvs: the kernel lacks interfaces of type dummy: load the module dummy\n"},
-		{"bookworm", "ipvs", "nf_tables", "sync: look for table inet kpng-ipvs: the kernel lacks nf_tables (module nf_tables)|stop: <nil>\ncleanup: <nil>\n"},
+		{"bookworm", "ipvs", "nf_tables", "sync: list table inet kpng-ipvs: the kernel lacks nf_tables (module nf_tables)|stop: <nil>\ncleanup: <nil>\n"},
 		{"bookworm", "iptables", "ip_set", "Using rules in place of sets"},
 		{"bullseye", "ebpf", "", "start: /sys/fs/bpf is not a BPF file system; mount one: mount -t bpf"},
 		{"bullseye", "ebpf-host-network-only", "", "start: read the cookie of the network namespace (Linux 5.14): protocol not available\n"},

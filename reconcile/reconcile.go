@@ -13,6 +13,7 @@ import (
 
 	"github.com/google/btree"
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/ordering"
 	"github.com/kpng-project/kpng/sink"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/klog/v2"
@@ -201,9 +202,8 @@ func (u *users[K, V]) add(s *service[K, V]) {
 		u.owner = s
 	case u.owner != s:
 		if u.others == nil {
-			u.others = btree.NewWithFreeListG(16, func(a, b *service[K, V]) bool {
-				return cmp.Or(cmp.Compare(a.key.Namespace, b.key.Namespace), cmp.Compare(a.key.Name, b.key.Name)) < 0
-			}, btree.NewFreeListG[*service[K, V]](0))
+			byKey := func(a, b *service[K, V]) bool { return ordering.Keys(a.key, b.key) < 0 }
+			u.others = btree.NewWithFreeListG(16, byKey, btree.NewFreeListG[*service[K, V]](0)) // no spare nodes
 		}
 		u.others.ReplaceOrInsert(s)
 	}

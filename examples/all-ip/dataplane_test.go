@@ -160,7 +160,7 @@ func TestIncompleteTablesAreRecreated(t *testing.T) {
 	}
 }
 
-// The new owner of an external IP may be delivered before the former owner is deleted.
+// The new owner of an external IP may be delivered before the old owner is deleted.
 func TestFlowsFollowTheOwnerOfAnAddress(t *testing.T) {
 	n := newNode(t)
 	a, b := service("a", "10.0.0.1", endpoint("11.0.2.2", true)), service("b", "10.0.0.1", endpoint("11.0.2.3", true))

@@ -774,7 +774,7 @@ func TestPassInSeveralBatches(t *testing.T) {
 			}
 			w.hns.Calls()
 
-			// Services a and b have swapped their addresses. Only a new process keeps the former
+			// Services a and b have swapped their addresses. Only a new process keeps the old
 			// address of a, because it might belong to a service that follows.
 			w.must(w.syncBatch(true, false, view(service("a", withClusterIP(2)), "10.1.2.1")))
 			former, calls := "", map[string]int{"CreateLoadBalancer": 1, "UpdateLoadBalancer": 1, "DeleteLoadBalancer": 1}

@@ -1,0 +1,190 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package maglev_test
+
+import (
+	"fmt"
+	"iter"
+	"math"
+	"math/rand/v2"
+	"net/netip"
+	"slices"
+	"testing"
+
+	"github.com/kpng-project/kpng/maglev"
+)
+
+// endpoints returns n endpoints with a weight.
+func endpoints(n int, weight uint16) []maglev.Endpoint {
+	out := make([]maglev.Endpoint, n)
+	for i := range out {
+		out[i] = maglev.Endpoint{Key: fmt.Sprintf("10.1.%d.%d:8080", i/250, i%250+1), Weight: weight}
+	}
+	return out
+}
+
+// clients yields the hashes of n connections, each with another address and port.
+func clients(n int) iter.Seq[uint64] {
+	return func(yield func(uint64) bool) {
+		for i := range n {
+			from := netip.AddrPortFrom(netip.AddrFrom4([4]byte{192, 168, byte(i >> 8), byte(i)}), uint16(32768+i/3))
+			b, _ := from.MarshalBinary()
+			if !yield(maglev.Hash(b)) {
+				return
+			}
+		}
+	}
+}
+
+func choose(table []uint16, hash uint64) int { return int(table[hash%uint64(len(table))]) }
+
+func TestSharesFollowWeights(t *testing.T) {
+	for _, test := range []struct {
+		name      string
+		endpoints []maglev.Endpoint
+	}{
+		{"100 equal weights", endpoints(100, 100)},
+		{"3 endpoints, 1:2:7", []maglev.Endpoint{{"a", 1}, {"b", 2}, {"c", 7}}},
+		{"the smallest beside the largest weight", []maglev.Endpoint{{"a", 1}, {"b", 65535}}},
+		{"one without connections", []maglev.Endpoint{{"a", 0}, {"b", 5}, {"c", 5}}},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			table := maglev.Table(0, test.endpoints)
+			entries, total := make([]int, len(test.endpoints)), 0
+			for _, i := range table {
+				entries[i]++
+			}
+			for _, e := range test.endpoints {
+				total += int(e.Weight)
+			}
+			for i, e := range test.endpoints {
+				want := float64(len(table)) * float64(e.Weight) / float64(total)
+				if math.Abs(float64(entries[i])-want) > 2 {
+					t.Errorf("%s with weight %d has %d entries, want %.1f", e.Key, e.Weight, entries[i], want)
+				}
+			}
+		})
+	}
+}
+
+// Each of 100 endpoints gets 1,000 of 100,000 connections on average. Any independent
+// choice, also random balancing, has a standard deviation of 3.2 % then. So the test limits
+// the standard deviation to 5 %.
+func TestConnectionsSpreadEvenly(t *testing.T) {
+	const n, connections = 100, 100_000
+	table := maglev.Table(0, endpoints(n, 100))
+	var counts [n]int
+	for hash := range clients(connections) {
+		counts[choose(table, hash)]++
+	}
+	var squares, most float64
+	for _, c := range counts {
+		deviation := float64(c)/(connections/n) - 1
+		squares += deviation * deviation
+		most = max(most, math.Abs(deviation))
+	}
+	deviation := math.Sqrt(squares / n)
+	t.Logf("standard deviation %.2f %%, maximum %.2f %%", 100*deviation, 100*most)
+	if deviation > 0.05 || most > 0.16 { // five standard deviations of random balancing
+		t.Errorf("standard deviation %.2f %%, maximum %.2f %%, want at most 5 %% and 16 %%", 100*deviation, 100*most)
+	}
+}
+
+func TestRemovalMovesFewConnections(t *testing.T) {
+	for _, n := range []int{2, 3, 10, 100} {
+		all := endpoints(n, 100)
+		before := maglev.Table(0, all)
+		worst := 0.0
+		for removed := 0; removed < n; removed += max(1, n/10) {
+			rest := slices.Delete(slices.Clone(all), removed, removed+1)
+			after := maglev.Table(0, rest)
+			others, moved := 0, 0
+			for hash := range clients(100_000) {
+				old := all[choose(before, hash)]
+				if old == all[removed] {
+					continue
+				}
+				others++
+				if rest[choose(after, hash)] != old {
+					moved++
+				}
+			}
+			worst = max(worst, float64(moved)/float64(others))
+		}
+		t.Logf("%d endpoints: removing one moves at most %.2f %% of the connections of others", n, 100*worst)
+		if limit := 1/float64(n) + 0.01; worst > limit {
+			t.Errorf("%d endpoints: removing one moved %.2f %% of the connections of others, want at most %.2f %%", n, 100*worst, 100*limit)
+		}
+	}
+}
+
+// Two processes must choose equally, so the table must depend neither on the order of the
+// endpoints nor on anything random. The golden hash also finds a change between versions:
+// nodes with different versions would choose differently.
+func TestTablesDependOnEndpointsAlone(t *testing.T) {
+	all := endpoints(50, 7)
+	all[3].Weight, all[20].Weight = 0, 65535
+	want := maglev.Table(1021, all)
+	for range 5 {
+		shuffled := slices.Clone(all)
+		rand.Shuffle(len(shuffled), func(i, j int) { shuffled[i], shuffled[j] = shuffled[j], shuffled[i] })
+		got := maglev.Table(1021, shuffled)
+		for i := range want {
+			if shuffled[got[i]] != all[want[i]] {
+				t.Fatalf("entry %d is %v, want %v", i, shuffled[got[i]], all[want[i]])
+			}
+		}
+	}
+	var content []byte
+	for _, i := range maglev.Table(0, endpoints(10, 1)) {
+		content = append(content, byte(i))
+	}
+	if got := maglev.Hash(content); got != golden {
+		t.Errorf("the hash of the table is %#x, want %#x", got, uint64(golden))
+	}
+}
+
+const golden = 0x1d31a101125020fd
+
+func TestSizesAreBounded(t *testing.T) {
+	one := endpoints(1, 1)
+	for _, test := range []struct{ size, want int }{{-1, 65537}, {0, 65537}, {1, 3}, {4, 5}, {1000, 1009}, {16381, 16381}, {math.MaxInt, 131071}} {
+		if got := len(maglev.Table(test.size, one)); got != test.want {
+			t.Errorf("size %d makes a table of %d entries, want %d", test.size, got, test.want)
+		}
+	}
+	if maglev.Table(0, nil) != nil || maglev.Table(0, endpoints(3, 0)) != nil {
+		t.Error("a table without weights is not nil")
+	}
+	if table := maglev.Table(3, endpoints(70_000, 1)); len(table) != 3 {
+		t.Errorf("more endpoints than entries make a table of %d entries, want 3", len(table))
+	}
+}
+
+func BenchmarkTable(b *testing.B) {
+	for _, n := range []int{1, 10, 100, 1000, 10_000} {
+		b.Run(fmt.Sprint(n), func(b *testing.B) {
+			all := endpoints(n, 100)
+			b.ReportAllocs()
+			for b.Loop() {
+				maglev.Table(0, all)
+			}
+		})
+	}
+}
+
+// A random choice is the alternative to a lookup.
+func BenchmarkLookup(b *testing.B) {
+	table := maglev.Table(0, endpoints(100, 100))
+	client := []byte{0: 10, 15: 1, 17: 80}
+	b.Run("maglev", func(b *testing.B) {
+		for b.Loop() {
+			choose(table, maglev.Hash(client))
+		}
+	})
+	b.Run("random", func(b *testing.B) {
+		for b.Loop() {
+			rand.IntN(100)
+		}
+	})
+}

@@ -44,6 +44,11 @@ type Service struct {
 	// AffinitySeconds, 1 to 86400, is how long a client address keeps its endpoint after the
 	// client's last new connection. 0 means no session affinity.
 	AffinitySeconds int32 `json:",omitempty"`
+	// Algorithm chooses the endpoint of a new connection.
+	Algorithm Algorithm `json:",omitempty"`
+	// ResetConnections reports whether the established TCP connections to an endpoint are
+	// reset when the endpoint is removed or no longer ready. Otherwise they continue.
+	ResetConnections bool `json:",omitempty"`
 
 	// LoadBalancerClass is spec.loadBalancerClass. It names the implementation of the load
 	// balancer for a service of type LoadBalancer. Empty means the cluster's default.
@@ -82,6 +87,43 @@ type ServiceIPs struct {
 	// ProxiedIPs are the ingress addresses whose ipMode is Proxy. They have no frontend,
 	// because the load balancer replaces the destination of the packets that it forwards.
 	ProxiedIPs IPSet `json:",omitzero"`
+}
+
+// Algorithm is a way to choose the endpoint of a new connection. All algorithms respect
+// session affinity, which comes first, and the weights of endpoints. Its values are the
+// numbers in kpng's messages.
+type Algorithm int32
+
+// The algorithms. Stable hashing (see package maglev) chooses by the client's address, or by
+// its address and port. All nodes with the same list of endpoints choose the same endpoint.
+// When an endpoint is added or removed, few other clients get another endpoint.
+const (
+	Random         Algorithm = 0
+	HashClient     Algorithm = 1
+	HashConnection Algorithm = 2
+)
+
+var algorithmNames = [...]string{Random: "Random", HashClient: "HashClient", HashConnection: "HashConnection"}
+
+// String returns the name of the constant, or "Algorithm(n)".
+func (a Algorithm) String() string {
+	if a < 0 || int(a) >= len(algorithmNames) {
+		return fmt.Sprintf("Algorithm(%d)", int32(a))
+	}
+	return algorithmNames[a]
+}
+
+// MarshalText returns the same name as String.
+func (a Algorithm) MarshalText() ([]byte, error) { return []byte(a.String()), nil }
+
+// UnmarshalText accepts the names of the constants.
+func (a *Algorithm) UnmarshalText(text []byte) error {
+	i := slices.Index(algorithmNames[:], string(text))
+	if i < 0 {
+		return fmt.Errorf("unknown algorithm %q", text)
+	}
+	*a = Algorithm(i)
+	return nil
 }
 
 // Protocol is a transport protocol. Its values are the numbers in kpng's messages. The
@@ -148,6 +190,8 @@ type PortMapping struct {
 type SourceRanges struct {
 	// TargetIPs are the service's addresses that the ranges protect.
 	TargetIPs IPSet `json:",omitzero"`
+	// NodePorts reports whether the ranges protect the service's node ports, too.
+	NodePorts bool `json:",omitempty"`
 	// Prefixes are the admitted sources. If a family has no prefix, no source of that
 	// family is admitted. JSON and the wire call the field SourceRanges.
 	Prefixes []netip.Prefix `json:"SourceRanges,omitempty"`
@@ -200,6 +244,7 @@ func (s *Service) Equal(o *Service) bool {
 		maps.Equal(s.Labels, o.Labels) && maps.Equal(s.Annotations, o.Annotations) &&
 		slices.EqualFunc(s.SourceRanges, o.SourceRanges, SourceRanges.equal) &&
 		s.AffinitySeconds == o.AffinitySeconds &&
+		s.Algorithm == o.Algorithm && s.ResetConnections == o.ResetConnections &&
 		s.LoadBalancerClass == o.LoadBalancerClass &&
 		s.HealthCheckNodePort == o.HealthCheckNodePort &&
 		s.UID == o.UID && s.Created.Equal(o.Created) &&
@@ -212,5 +257,5 @@ func (s *ServiceIPs) equal(o *ServiceIPs) bool {
 }
 
 func (r SourceRanges) equal(o SourceRanges) bool {
-	return r.TargetIPs.equal(&o.TargetIPs) && slices.Equal(r.Prefixes, o.Prefixes)
+	return r.NodePorts == o.NodePorts && r.TargetIPs.equal(&o.TargetIPs) && slices.Equal(r.Prefixes, o.Prefixes)
 }

@@ -54,11 +54,15 @@ type SliceEndpoint struct {
 	// Target is the pod behind the endpoint (targetRef). It is nil if the endpoint has no
 	// pod, or if the source is not configured to keep pods.
 	Target *types.NamespacedName `json:",omitempty"`
+	// Weight is the endpoint's share of new connections, relative to other endpoints: 1 to
+	// 65535. 0 means [DefaultWeight]. For the weight zero, see Conditions.Drain.
+	Weight int32 `json:",omitempty"`
 
 	Conditions
 }
 
-// Conditions are an endpoint's conditions (KEP 1669) with the API's defaults applied.
+// Conditions are an endpoint's conditions (KEP 1669) with the API's defaults applied, and
+// whether the endpoint drains.
 type Conditions struct {
 	// Ready reports whether the endpoint may receive new connections.
 	Ready bool `json:",omitempty"`
@@ -67,7 +71,13 @@ type Conditions struct {
 	Serving bool `json:",omitempty"`
 	// Terminating reports whether the endpoint is being stopped.
 	Terminating bool `json:",omitempty"`
+	// Drain reports whether the endpoint gets no new connections because its weight is zero.
+	// It keeps existing connections.
+	Drain bool `json:",omitempty"`
 }
+
+// DefaultWeight is the weight of an endpoint without a weight, as in Cilium.
+const DefaultWeight = 100
 
 // Hints are an endpoint's topology hints.
 type Hints struct {
@@ -93,7 +103,7 @@ func (s *EndpointSlice) Equal(o *EndpointSlice) bool {
 }
 
 func (e SliceEndpoint) equal(o SliceEndpoint) bool {
-	return e.Addr == o.Addr && e.Hostname == o.Hostname && e.NodeName == o.NodeName && e.Zone == o.Zone &&
+	return e.Addr == o.Addr && e.Hostname == o.Hostname && e.NodeName == o.NodeName && e.Zone == o.Zone && e.Weight == o.Weight &&
 		e.Conditions == o.Conditions && e.Hints.equal(o.Hints) && equalTargets(e.Target, o.Target)
 }
 

@@ -74,6 +74,9 @@ type Endpoint struct {
 	Zone     string `json:",omitempty"`
 	// Target is the pod behind the endpoint, as in [SliceEndpoint].
 	Target *types.NamespacedName `json:",omitempty"`
+	// Weight is the endpoint's share of new connections, relative to other endpoints: 1 to
+	// 65535. 0 means [DefaultWeight]. For the weight zero, see Conditions.Drain.
+	Weight int32 `json:",omitempty"`
 	Conditions
 }
 
@@ -197,7 +200,7 @@ func (e *Endpoint) Equal(o *Endpoint) bool {
 	return e.Hostname == o.Hostname && e.Addr == o.Addr && e.Local == o.Local &&
 		slices.Equal(e.PortOverrides, o.PortOverrides) &&
 		e.Scopes == o.Scopes && slices.Equal(e.PortScopes, o.PortScopes) &&
-		e.NodeName == o.NodeName && e.Zone == o.Zone && equalTargets(e.Target, o.Target) && e.Conditions == o.Conditions
+		e.NodeName == o.NodeName && e.Zone == o.Zone && e.Weight == o.Weight && equalTargets(e.Target, o.Target) && e.Conditions == o.Conditions
 }
 
 func endpointsEqual(a, b Endpoint) bool { return a.Equal(&b) }

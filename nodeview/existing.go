@@ -173,15 +173,32 @@ func (x Existing) Has(endpoint netip.AddrPort) bool {
 	if x.view == nil {
 		return false
 	}
-	for _, list := range [...][]api.Endpoint{x.view.Endpoints, x.view.Draining} {
-		i, _ := slices.BinarySearchFunc(list, endpoint.Addr(), func(e api.Endpoint, a netip.Addr) int { return e.Addr.Compare(a) })
-		for ; i < len(list) && list[i].Addr == endpoint.Addr(); i++ {
-			if port, ok := x.portOf(&list[i]); ok && (x.port == nil || port == int32(endpoint.Port())) {
-				return true
-			}
+	return x.has(x.view.Endpoints, endpoint, anyEndpoint) || x.has(x.view.Draining, endpoint, anyEndpoint)
+}
+
+func anyEndpoint(*api.Endpoint) bool { return true }
+
+// The method has reports whether list has an endpoint at this address and port for which
+// match returns true.
+func (x Existing) has(list []api.Endpoint, endpoint netip.AddrPort, match func(*api.Endpoint) bool) bool {
+	i, _ := slices.BinarySearchFunc(list, endpoint.Addr(), func(e api.Endpoint, a netip.Addr) int { return e.Addr.Compare(a) })
+	for ; i < len(list) && list[i].Addr == endpoint.Addr(); i++ {
+		if port, ok := x.portOf(&list[i]); ok && (x.port == nil || port == int32(endpoint.Port())) && match(&list[i]) {
+			return true
 		}
 	}
 	return false
+}
+
+// Resets reports whether a backend resets the established TCP connections to an endpoint. It
+// does so only for a service with ResetConnections, if the endpoint is no longer in the view,
+// or is draining and not ready. It takes logarithmic time.
+func (x Existing) Resets(endpoint netip.AddrPort) bool {
+	if x.view == nil || !x.view.Service.ResetConnections {
+		return false
+	}
+	return !x.has(x.view.Endpoints, endpoint, anyEndpoint) &&
+		!x.has(x.view.Draining, endpoint, func(e *api.Endpoint) bool { return e.Ready })
 }
 
 // Hairpins yields the endpoints on this node that new connections through the frontends of

@@ -109,6 +109,8 @@ type Frontend struct {
 	// connection; 0 means no affinity. Each service port has its own affinity. The affinity
 	// applies only while the endpoint is on the list for the client's traffic.
 	Affinity time.Duration `json:",omitempty"`
+	// Algorithm chooses the endpoint of a new connection that has no affinity.
+	Algorithm api.Algorithm `json:",omitempty"`
 }
 
 // Traffic is the decision for a part of the traffic to a frontend.
@@ -117,7 +119,8 @@ type Traffic struct {
 	// List is the ID of the list in the field Endpoints. It is 0 unless Verdict is Forward.
 	List ListID `json:"-"`
 	// Endpoints are the endpoints among which to balance, sorted by address and ports.
-	// All are of the frontend's family. There are none unless Verdict is Forward.
+	// All are of the frontend's family. There are none unless Verdict is Forward. An
+	// endpoint whose weight is zero is on no list.
 	Endpoints []Target `json:",omitempty"`
 }
 
@@ -239,9 +242,10 @@ func frontend(s namedFrontend, lists *portLists) Frontend {
 		Elsewhere:   lists.traffic(lists.external),
 		Node:        lists.traffic(lists.shortCircuit),
 		Existing:    lists.existing,
-		Sources:     lists.sourcesAt(s.Addr),
+		Sources:     lists.sourcesAt(s.FrontendKey),
 		Masquerade:  masquerade(svc, s.Kind),
 		Affinity:    affinity(svc),
+		Algorithm:   svc.Algorithm,
 	}
 	if s.Kind == ClusterIP {
 		f.Elsewhere = lists.traffic(lists.internal)
@@ -269,8 +273,7 @@ type portLists struct {
 	// port and family that has no endpoint.
 	unusable   distinct.Set[api.PortFamily]
 	noEndpoint Verdict
-	// sources has the sources that the service admits at addresses with source ranges. It is
-	// nil before the first call of sourcesAt with an address.
+	// sources is the result of sourcesByAddress. It is nil before sourcesAt needs it.
 	sources map[netip.Addr]Sources
 }
 
@@ -375,16 +378,21 @@ func sharePorts(a, b *api.Endpoint) bool {
 	return len(a.PortOverrides) > 0 && len(a.PortOverrides) == len(b.PortOverrides) && &a.PortOverrides[0] == &b.PortOverrides[0]
 }
 
-// sourcesAt returns the sources that the service admits at an address. A node port and a
-// class have no address and no source ranges.
-func (l *portLists) sourcesAt(addr netip.Addr) Sources {
-	if !addr.IsValid() {
+// sourcesAt returns the sources that the service admits at a frontend. A class has no
+// address and no source ranges, except a class of node ports.
+func (l *portLists) sourcesAt(k FrontendKey) Sources {
+	switch {
+	case len(l.view.Service.SourceRanges) == 0:
+		return Sources{}
+	case k.Kind == NodePort:
+		k.Addr = anyAddr(k.Family)
+	case !k.Addr.IsValid():
 		return Sources{}
 	}
 	if l.sources == nil {
 		l.sources = sourcesByAddress(l.view.Service)
 	}
-	return l.sources[addr]
+	return l.sources[k.Addr]
 }
 
 func (l *portLists) traffic(list list) Traffic {

@@ -67,7 +67,12 @@ type frontendJSON struct {
 
 	Sources         Sources `json:",omitzero"`
 	Masquerade      Masquerade
-	AffinitySeconds int32 `json:",omitempty"`
+	AffinitySeconds int32         `json:",omitempty"`
+	Algorithm       api.Algorithm `json:",omitempty"`
+	// Reset has the endpoints in Keep whose established TCP connections are reset.
+	// ResetConnections means that they are also reset for endpoints on no list.
+	ResetConnections bool     `json:",omitempty"`
+	Reset            []Target `json:",omitempty"`
 }
 
 func (f *Frontend) json() frontendJSON {
@@ -79,7 +84,14 @@ func (f *Frontend) json() frontendJSON {
 	if f.ServicePort != nil {
 		j.Protocol, j.PortName = f.Protocol.String(), f.ServicePort.Name
 	}
+	j.Algorithm = f.Algorithm
 	if view := f.Existing.view; view != nil {
+		j.ResetConnections = view.Service.ResetConnections
+		for _, t := range j.Keep {
+			if f.Existing.Resets(t.AddrPort()) {
+				j.Reset = append(j.Reset, t)
+			}
+		}
 		j.Namespace, j.Name = view.Service.Namespace, view.Service.Name
 	}
 	return j
@@ -104,14 +116,15 @@ func (e *Explanation) MarshalJSON() ([]byte, error) {
 	}{e.Service, e.node, e.zone, e.View, e.absent, e.internalLocal, e.externalLocal, e.lists, e.skipped, e.Frontends, e.unserved})
 }
 
-// MarshalJSON returns the address, port and node of the endpoint.
+// MarshalJSON returns the address, port, node and weight of the endpoint.
 func (t Target) MarshalJSON() ([]byte, error) {
 	return json.Marshal(struct {
 		Addr     netip.Addr
 		Port     int32  `json:",omitempty"`
 		Local    bool   `json:",omitempty"`
 		NodeName string `json:",omitempty"`
-	}{t.Addr, t.Port, t.Local, t.NodeName})
+		Weight   int32  `json:",omitempty"`
+	}{t.Addr, t.Port, t.Local, t.NodeName, t.Weight})
 }
 
 // MarshalJSON returns whether the endpoint is on the list, and the reason: {"In": true,

@@ -61,7 +61,7 @@ type hintCounts struct{ hinted, matching int }
 
 func (t *endpointCounts) count(ep *api.SliceEndpoint, here location) {
 	t.usable = t.usable || usable(ep.Conditions)
-	if !ep.Ready {
+	if !ready(ep.Conditions) {
 		return
 	}
 	t.ready++
@@ -105,13 +105,16 @@ func decide(reasons []listReasons, candidates []candidate, here location) endpoi
 }
 
 // usable reports whether an endpoint may receive connections at all.
-func usable(c api.Conditions) bool { return c.Ready || c.Serving && c.Terminating }
+func usable(c api.Conditions) bool { return !c.Drain && (c.Ready || c.Serving && c.Terminating) }
+
+// ready reports whether an endpoint is ready for new connections.
+func ready(c api.Conditions) bool { return c.Ready && !c.Drain }
 
 // clusterList decides whether ep is on the Cluster list, which contains the ready
 // endpoints that the topology rule admits. If none is ready, the list contains the
 // endpoints that are both serving and terminating, whatever their hints (KEP 1669).
 func clusterList(ep *api.SliceEndpoint, t *endpointCounts, here location) reason {
-	if !ep.Ready {
+	if !ready(ep.Conditions) {
 		return terminatingFallback(ep.Conditions, t.ready)
 	}
 	switch t.topology {
@@ -137,7 +140,7 @@ func localList(ep *api.SliceEndpoint, t *endpointCounts, here location) reason {
 	switch {
 	case !here.runs(ep):
 		return outNotHere
-	case ep.Ready:
+	case ready(ep.Conditions):
 		return inHere
 	default:
 		return terminatingFallback(ep.Conditions, t.readyHere)
@@ -148,6 +151,8 @@ func localList(ep *api.SliceEndpoint, t *endpointCounts, here location) reason {
 // on the list if it is serving and terminating and no endpoint is ready.
 func terminatingFallback(c api.Conditions, ready int) reason {
 	switch {
+	case c.Drain:
+		return outNoWeight
 	case !usable(c):
 		return outNotReady
 	case ready > 0:

@@ -117,7 +117,7 @@ func (c *selection) list(view *api.View, pol policies, here location) {
 			continue
 		}
 		e.Hostname, e.Addr, e.NodeName, e.Zone, e.Conditions = cand.ep.Hostname, cand.addr, cand.ep.NodeName, cand.ep.Zone, cand.ep.Conditions
-		e.Target = cand.ep.Target
+		e.Target, e.Weight = cand.ep.Target, cand.ep.Weight
 		e.Local = here.runs(cand.ep)
 		e.PortOverrides = c.overrides[cand.slice]
 		e.Scopes = cand.scopes

@@ -22,6 +22,7 @@ const (
 	outNoPort
 	outDuplicate
 	outFamily
+	outNoWeight
 )
 
 var reasonTexts = [...]string{
@@ -37,6 +38,7 @@ var reasonTexts = [...]string{
 	outNotHere:     "not on this node",
 	outNoPort:      "its slice does not serve the port",
 	outDuplicate:   "another entry with its address and port is preferred",
+	outNoWeight:    "its weight is zero",
 	outFamily:      "the service is not served in its family",
 }
 

@@ -143,13 +143,14 @@ func (c *selection) dropDuplicates() {
 }
 
 // preference orders two candidates with the same address and port. It prefers ready
-// candidates, then candidates that do not terminate, then serving candidates, then the
-// smaller EndpointSlice name. An EndpointSlice may contain an address twice, in any
+// candidates that do not drain, then ready candidates, then candidates that do not
+// terminate, then serving candidates, then the smaller EndpointSlice name. An EndpointSlice may contain an address twice, in any
 // order. So preference finally compares other fields.
 func (c *selection) preference(i, j int) int {
 	a, b := c.candidates[i], c.candidates[j]
 	x, y := a.ep, b.ep
 	return cmp.Or(
+		trueFirst(ready(x.Conditions), ready(y.Conditions)),
 		trueFirst(x.Ready, y.Ready),
 		trueFirst(!x.Terminating, !y.Terminating),
 		trueFirst(x.Serving, y.Serving),
@@ -160,6 +161,8 @@ func (c *selection) preference(i, j int) int {
 		slices.Compare(hints(x).ForNodes, hints(y).ForNodes),
 		slices.Compare(hints(x).ForZones, hints(y).ForZones),
 		ordering.Keys(target(x), target(y)),
+		cmp.Compare(x.Weight, y.Weight),
+		trueFirst(!x.Drain, !y.Drain),
 	)
 }
 

@@ -28,7 +28,7 @@ type Sources struct {
 // sourcesByAddress returns the sources that the service admits to its frontends, at each
 // address for which svc.SourceRanges has ranges. Only sources in these ranges are admitted.
 // If all ranges for an address are of the other family, no source is admitted. The range
-// /0 admits all sources of its family.
+// /0 admits all sources of its family. The addresses 0.0.0.0 and :: stand for node ports.
 //
 // Addresses of one element of svc.SourceRanges share their lists of ranges, because a
 // service may have many addresses and many ranges.
@@ -41,6 +41,9 @@ func sourcesByAddress(svc *api.Service) map[netip.Addr]Sources {
 		filter := &svc.SourceRanges[i]
 		for _, family := range [...]api.Family{api.IPv4, api.IPv6} {
 			addrs := filter.TargetIPs.Family(family)
+			if filter.NodePorts {
+				addrs = append(slices.Clip(addrs), anyAddr(family))
+			}
 			if len(addrs) == 0 {
 				continue
 			}
@@ -61,6 +64,14 @@ func sourcesByAddress(svc *api.Service) map[netip.Addr]Sources {
 		}
 	}
 	return sources
+}
+
+// anyAddr returns the unspecified address of a family, which no frontend has.
+func anyAddr(family api.Family) netip.Addr {
+	if family == api.IPv4 {
+		return netip.IPv4Unspecified()
+	}
+	return netip.IPv6Unspecified()
 }
 
 // rangesOf returns the prefixes of a family. It copies them only if prefixes of the other

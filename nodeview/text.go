@@ -132,6 +132,9 @@ func (f *Frontend) text(b *strings.Builder) {
 		fmt.Fprintf(b, "    sources         %s\n", f.Sources)
 	}
 	fmt.Fprintf(b, "    masquerade      %s\n", masqueradeTexts[f.Masquerade])
+	if f.Algorithm != api.Random {
+		fmt.Fprintf(b, "    algorithm       %s\n", algorithmTexts[f.Algorithm])
+	}
 	if f.Affinity > 0 {
 		fmt.Fprintf(b, "    affinity        a client keeps its endpoint for %s\n", f.Affinity)
 	}
@@ -144,6 +147,9 @@ func (t Traffic) String() string {
 		to := make([]string, len(t.Endpoints))
 		for i, e := range t.Endpoints {
 			to[i] = addrPort(e.Addr, e.Port)
+			if e.Weight != 0 {
+				to[i] += fmt.Sprintf(" (weight %d)", e.Weight)
+			}
 		}
 		return "forward to " + strings.Join(to, ", ")
 	case Reject:
@@ -167,6 +173,11 @@ func (s Sources) String() string {
 	}
 	slices.Sort(text)
 	return "only " + strings.Join(text, ", ")
+}
+
+var algorithmTexts = map[api.Algorithm]string{
+	api.HashClient:     "stable hashing by client address",
+	api.HashConnection: "stable hashing by client address and port",
 }
 
 var masqueradeTexts = map[Masquerade]string{

@@ -52,6 +52,11 @@ func frontendsOf(v *api.View) (*localv1.ServiceFrontends, error) {
 			content := contentOf(all)
 			if list, ok = keptContent[content]; !ok {
 				list = addList(all) + 1
+				if v.Service.ResetConnections && int(list) <= len(w.Lists) {
+					for i, t := range w.Lists[list-1].Targets {
+						t.Resets = f.Existing.Resets(all[i].AddrPort())
+					}
+				}
 				keptContent[content] = list
 			}
 			kept[k] = list
@@ -77,9 +82,11 @@ func frontendsOf(v *api.View) (*localv1.ServiceFrontends, error) {
 			Kind:   localv1.FrontendKind(localv1.FrontendKind_value[string(f.Kind)]),
 			Family: localv1.Family(f.Family), Protocol: localv1.Protocol(f.Protocol), Port: f.Port,
 			Elsewhere: traffic(f.Elsewhere), Node: traffic(f.Node), Keep: keep(&f),
-			Restricted:      f.Sources.Restricted,
-			Masquerade:      localv1.Masquerade(localv1.Masquerade_value[string(f.Masquerade)]),
-			AffinitySeconds: int32(f.Affinity.Seconds()),
+			Restricted:       f.Sources.Restricted,
+			Masquerade:       localv1.Masquerade(localv1.Masquerade_value[string(f.Masquerade)]),
+			AffinitySeconds:  int32(f.Affinity.Seconds()),
+			Algorithm:        localv1.Algorithm(f.Algorithm),
+			ResetConnections: v.Service.ResetConnections,
 		}
 		if f.Sources.Restricted {
 			to.Sources = sources(&f)
@@ -117,7 +124,7 @@ func contentOf(list []nodeview.Target) string {
 func targetList(list []nodeview.Target) *localv1.TargetList {
 	w := &localv1.TargetList{Targets: make([]*localv1.Target, len(list))}
 	for i, t := range list {
-		w.Targets[i] = &localv1.Target{IP: t.Addr.String(), Port: t.Port, Local: t.Local, NodeName: t.NodeName}
+		w.Targets[i] = &localv1.Target{IP: t.Addr.String(), Port: t.Port, Local: t.Local, NodeName: t.NodeName, Weight: t.Weight}
 	}
 	return w
 }

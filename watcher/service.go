@@ -11,6 +11,7 @@ import (
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/internal/distinct"
+	"github.com/kpng-project/kpng/internal/parameters"
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/util/intstr"
 )
@@ -23,6 +24,7 @@ func (c *Converter) Service(s *corev1.Service) (*api.Service, []error) {
 	}
 	var r report
 	r.call("Skip", c.options.Skip, s) // WantsService cannot report a panic
+	p := c.parameters.OfService(s.Annotations, r.add)
 	out := &api.Service{
 		Name:                   s.Name,
 		Type:                   serviceType(s.Spec.Type, &r),
@@ -32,13 +34,15 @@ func (c *Converter) Service(s *corev1.Service) (*api.Service, []error) {
 		Labels:                 keep(s.Labels, c.options.KeepLabels),
 		Annotations:            keep(s.Annotations, c.options.KeepAnnotations),
 		AffinitySeconds:        affinitySeconds(s, &r),
+		Algorithm:              p.Algorithm,
+		ResetConnections:       p.ResetConnections,
 		UID:                    s.UID,
 		Created:                s.CreationTimestamp.UTC(), // the output must not depend on this machine's time zone
 		IPFamilies:             families(s.Spec.IPFamilies, &r),
 	}
 	if out.Type != api.ExternalName {
 		out.IPs = c.serviceIPs(s, &r)
-		out.SourceRanges = sourceRanges(s, &out.IPs.LoadBalancerIPs, &r)
+		out.SourceRanges = sourceRanges(s, &out.IPs, &p, &r)
 		out.HealthCheckNodePort = healthCheckNodePort(s, &r)
 	}
 	c.ofServices.mu.Lock()
@@ -164,11 +168,21 @@ func frontendIP(s, field string, i int, r *report) netip.Addr {
 }
 
 // sourceRanges converts spec.loadBalancerSourceRanges, which limits access to the
-// load-balancer IPs. Like kube-proxy, it ignores the annotation for source ranges.
+// load-balancer IPs or, with a traffic parameter, to all frontends. Like kube-proxy, it
+// ignores the annotation for source ranges of the original load balancers.
 //
-// If all ranges in the field are invalid, the result admits no clients.
-func sourceRanges(s *corev1.Service, lb *api.IPSet, r *report) []api.SourceRanges {
-	f := api.SourceRanges{TargetIPs: *lb}
+// If all ranges in the field are invalid, the result admits no clients. Ranges that are
+// denied become the ranges of all other addresses, so proxies need not know the difference.
+func sourceRanges(s *corev1.Service, ips *api.ServiceIPs, p *parameters.Service, r *report) []api.SourceRanges {
+	f := api.SourceRanges{TargetIPs: ips.LoadBalancerIPs}
+	if p.Everywhere {
+		f.NodePorts = true
+		var all []netip.Addr
+		for _, set := range [...]*api.IPSet{&ips.ClusterIPs, &ips.LoadBalancerIPs, &ips.ExternalIPs} {
+			all = slices.AppendSeq(all, set.All())
+		}
+		f.TargetIPs = api.NewIPSet(all...)
+	}
 	named := false
 	for i, text := range s.Spec.LoadBalancerSourceRanges {
 		if text = strings.TrimSpace(text); text == "" {
@@ -181,8 +195,14 @@ func sourceRanges(s *corev1.Service, lb *api.IPSet, r *report) []api.SourceRange
 			r.add(fmt.Sprintf("spec.loadBalancerSourceRanges[%d]", i), "%q is not a CIDR; it admits no source", text)
 		}
 	}
-	if !named || lb.IsZero() {
+	if !named || f.TargetIPs.IsZero() && !f.NodePorts {
 		return nil
+	}
+	if p.Deny {
+		var ok bool
+		if f.Prefixes, ok = parameters.AllExcept(f.Prefixes); !ok {
+			r.add("spec.loadBalancerSourceRanges", "too many denied sources; no source is admitted")
+		}
 	}
 	return []api.SourceRanges{f}
 }

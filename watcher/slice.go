@@ -57,6 +57,11 @@ func (c *Converter) EndpointSlice(s *discoveryv1.EndpointSlice) (*api.EndpointSl
 	out.Ports = c.endpointPorts(s.Ports, &r)
 	out.Endpoints = c.endpoints(s.Endpoints, family, &r)
 	c.ofSlices.mu.Unlock()
+	if weight, drain := c.parameters.WeightOf(s.Annotations, r.add); weight != 0 || drain {
+		for i := range out.Endpoints {
+			out.Endpoints[i].Weight, out.Endpoints[i].Drain = weight, drain
+		}
+	}
 	return out, r.done()
 }
 

@@ -27,6 +27,7 @@ import (
 	"strconv"
 	"strings"
 
+	"github.com/kpng-project/kpng/internal/parameters"
 	corev1 "k8s.io/api/core/v1"
 	discoveryv1 "k8s.io/api/discovery/v1"
 	"k8s.io/apimachinery/pkg/util/validation"
@@ -77,6 +78,11 @@ type Options struct {
 	// that are not pods are never kept.
 	KeepTargets bool
 
+	// OtherAnnotations are names of service proxies: "cilium", "kube-router" or "calico". The
+	// converter reads the traffic parameters of services, such as api.Service.Algorithm, from
+	// the annotations of kpng (docs/semantics.md), and then from those of these proxies.
+	OtherAnnotations []string
+
 	// AllPorts, if set, reports whether a service is an all-ports service
 	// (api.Service.AllPorts). It has the same restrictions as Skip. If it panics, the service
 	// is not an all-ports service, and the panic is reported. [AllPortsAnnotated] returns a
@@ -113,14 +119,16 @@ func (o *Options) Unselected(s *corev1.Service) string {
 // results share equal strings, such as names of nodes and zones. A Converter is safe for
 // concurrent use.
 type Converter struct {
-	options Options
+	options    Options
+	parameters *parameters.Reader
 	// Separate locks, so that reflectors of services and slices do not wait for each other.
 	ofServices, ofSlices shared
 }
 
 // New returns a Converter. It returns an error if ServiceProxyName is not a valid label
 // value, if ServiceNameLabel is not a valid label name, or if a pattern in KeepLabels,
-// KeepAnnotations or KeepSliceLabels is malformed.
+// KeepAnnotations or KeepSliceLabels is malformed, or if a name in OtherAnnotations is
+// unknown.
 func New(o Options) (*Converter, error) {
 	if faults := validation.IsValidLabelValue(o.ServiceProxyName); len(faults) > 0 {
 		return nil, fmt.Errorf("service proxy name %q: %s", o.ServiceProxyName, strings.Join(faults, "; "))
@@ -138,7 +146,11 @@ func New(o Options) (*Converter, error) {
 			}
 		}
 	}
-	return &Converter{options: o}, nil
+	reader, err := parameters.NewReader(o.OtherAnnotations)
+	if err != nil {
+		return nil, err
+	}
+	return &Converter{options: o, parameters: reader}, nil
 }
 
 // WantsService reports whether Options.ServiceProxyName selects s and Options.Skip does

@@ -135,7 +135,8 @@ func (p *planner) plan(view *api.View, listOf func(*nodeview.Frontend) uint32) (
 		}
 		to, redirected := redirect(f, targets)
 		var list uint32
-		if f.Sources.Restricted {
+		limited := f.Sources.Restricted && f.Kind != nodeview.NodePort
+		if limited {
 			list = listOf(f)
 		}
 		external := f.Kind == nodeview.ExternalIP || f.Kind == nodeview.LoadBalancerIP
@@ -149,7 +150,7 @@ func (p *planner) plan(view *api.View, listOf func(*nodeview.Frontend) uint32) (
 				if redirected {
 					fp.elements = append(fp.elements, element{set: setOf(redirects, a), key: frontendKey(id), value: addrKey(to.Addr()) + portKey(to.Port())})
 				}
-				if f.Sources.Restricted {
+				if limited {
 					fp.elements = append(fp.elements, element{set: setOf(restricted, a), key: frontendKey(id), value: string(nft.Native(list))})
 				}
 				fp.local = f.Kind == nodeview.ClusterIP || external && !p.hasMachine(a)

@@ -50,6 +50,9 @@ func fill(r *rand.Rand, v reflect.Value) {
 	case *api.Family:
 		*x = family(r)
 		return
+	case *api.Algorithm:
+		*x = api.Algorithm(r.IntN(3))
+		return
 	case *api.Protocol:
 		*x = api.Protocol(r.IntN(4))
 		return

@@ -12,6 +12,7 @@ import (
 	"github.com/kpng-project/kpng/cluster"
 	"github.com/kpng-project/kpng/internal/elements"
 	"github.com/kpng-project/kpng/internal/manifest"
+	"github.com/kpng-project/kpng/internal/parameters"
 	"github.com/kpng-project/kpng/internal/usage"
 	"github.com/kpng-project/kpng/remote"
 	"github.com/kpng-project/kpng/watcher"
@@ -131,6 +132,7 @@ func (s *Source) registerServices(fs *pflag.FlagSet) {
 	fs.StringSliceVar(&s.services.KeepLabels, "keep-labels", d.KeepLabels, "pass on the service labels that match these `patterns`, such as app or example.com/*")
 	fs.StringSliceVar(&s.services.KeepAnnotations, "keep-annotations", d.KeepAnnotations, "pass on the service annotations that match these `patterns`, such as example.com/*")
 	fs.StringSliceVar(&s.services.KeepSliceLabels, "keep-slice-labels", d.KeepSliceLabels, "pass on the endpoint-slice labels that match these `patterns` to files and to kpngs that read the cluster state")
+	fs.StringSliceVar(&s.services.OtherAnnotations, "other-annotations", d.OtherAnnotations, "read traffic parameters also from the annotations of these other `proxies`: "+strings.Join(parameters.Names, ", "))
 	fs.BoolVar(&s.services.KeepTargets, "keep-targets", d.KeepTargets, "pass on the names of the pods behind endpoints")
 }
 

@@ -10,10 +10,12 @@ import (
 	"io"
 	"maps"
 	"slices"
+	"strconv"
 	"time"
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/cluster"
+	"github.com/kpng-project/kpng/internal/parameters"
 	"github.com/kpng-project/kpng/internal/plain"
 	"github.com/kpng-project/kpng/watcher"
 	corev1 "k8s.io/api/core/v1"
@@ -184,6 +186,9 @@ func (o *objects) service(s *api.Service) {
 	if s.AllPorts && !o.allPorts(out) {
 		metav1.SetMetaDataAnnotation(&out.ObjectMeta, o.opts.AllPortsAnnotation, "true")
 	}
+	for key, value := range parameters.Annotations(s) {
+		metav1.SetMetaDataAnnotation(&out.ObjectMeta, key, value)
+	}
 	o.mark(&out.ObjectMeta)
 	back, problems := o.converter.Service(out)
 	back.Labels, back.Annotations = withKnownKeys(back.Labels, s.Labels), withKnownKeys(back.Annotations, s.Annotations)
@@ -215,6 +220,9 @@ func (o *objects) slice(s *api.EndpointSlice) {
 	o.mark(&out.ObjectMeta)
 	if !s.TriggerTime.IsZero() {
 		out.Annotations = map[string]string{corev1.EndpointsLastChangeTriggerTime: s.TriggerTime.UTC().Format(time.RFC3339Nano)}
+	}
+	if len(s.Endpoints) > 0 && (s.Endpoints[0].Weight != 0 || s.Endpoints[0].Drain) {
+		metav1.SetMetaDataAnnotation(&out.ObjectMeta, parameters.Weight, strconv.Itoa(int(s.Endpoints[0].Weight)))
 	}
 	for _, p := range s.Ports {
 		port := discoveryv1.EndpointPort{Name: &p.Name, Protocol: ptr.To(corev1.Protocol(p.Protocol.String())), AppProtocol: unlessEmpty(p.AppProtocol)}

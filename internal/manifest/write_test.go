@@ -123,6 +123,7 @@ func TestWrittenStateIsReadBack(t *testing.T) {
 func everything() (services []*api.Service, slices []*api.EndpointSlice, nodes []*api.Node) {
 	addr, prefix := netip.MustParseAddr, netip.MustParsePrefix
 	lb := api.NewIPSet(addr("203.0.113.2"), addr("203.0.113.1"), addr("fd02::1"))
+	all := api.NewIPSet(addr("10.0.0.1"), addr("fd00::1"), addr("203.0.113.2"), addr("203.0.113.1"), addr("fd02::1"), addr("198.51.100.2"), addr("198.51.100.1"), addr("fd01::1"))
 	return []*api.Service{{
 			Namespace: "a", Name: "full", Type: api.LoadBalancer, UID: "uid-1", Created: time.Unix(1_700_000_000, 0).UTC(),
 			IPs: api.ServiceIPs{
@@ -140,8 +141,10 @@ func everything() (services []*api.Service, slices []*api.EndpointSlice, nodes [
 			LoadBalancerClass: "example.com/lb",
 			Labels:            map[string]string{"app": "", "example.com/x": "1"},
 			Annotations:       map[string]string{"example.com/y": "ünïcode: \"{[\n"},
-			SourceRanges:      []api.SourceRanges{{TargetIPs: lb, Prefixes: []netip.Prefix{prefix("10.0.0.0/8"), prefix("::/0")}}},
+			SourceRanges:      []api.SourceRanges{{TargetIPs: all, NodePorts: true, Prefixes: []netip.Prefix{prefix("10.0.0.0/8"), prefix("::/0")}}},
 			AffinitySeconds:   1,
+			Algorithm:         api.HashConnection,
+			ResetConnections:  true,
 			IPFamilies:        []api.Family{api.IPv6, api.IPv4},
 		}, {
 			Namespace: "a", Name: "headless", Type: api.ClusterIP,
@@ -154,8 +157,11 @@ func everything() (services []*api.Service, slices []*api.EndpointSlice, nodes [
 				Addr: addr("fd03::1"), Hostname: "h", NodeName: "n", Zone: "z",
 				Hints:      &api.Hints{ForNodes: []string{"n", "m"}, ForZones: []string{"z", "y"}},
 				Target:     &types.NamespacedName{Namespace: "a", Name: "pod"},
-				Conditions: api.Conditions{Ready: true, Serving: true, Terminating: true},
-			}, {Addr: addr("fd03::2")}},
+				Conditions: api.Conditions{Ready: true, Serving: true, Terminating: true}, Weight: 7,
+			}, {Addr: addr("fd03::2"), Weight: 7}},
+		}, {
+			Namespace: "a", Name: "full-2", ServiceName: "full", Family: api.IPv4,
+			Endpoints: []api.SliceEndpoint{{Addr: addr("10.0.3.1"), Conditions: api.Conditions{Drain: true}}},
 		}, {Namespace: "a", Name: "of-nobody", ServiceName: "nobody", Family: api.IPv4}}, []*api.Node{{
 			Name: "n", UID: "uid-2", Labels: map[string]string{"kubernetes.io/os": "linux", "empty": ""}, Deleting: true,
 			Addresses: []api.NodeAddress{{Type: "InternalIP", IP: addr("192.0.2.1")}, {Type: "ExternalIP", IP: addr("fd04::1")}},

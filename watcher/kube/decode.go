@@ -7,6 +7,7 @@ import (
 	"path"
 	"slices"
 
+	"github.com/kpng-project/kpng/internal/parameters"
 	"github.com/kpng-project/kpng/watcher"
 	"google.golang.org/protobuf/encoding/protowire"
 	corev1 "k8s.io/api/core/v1"
@@ -31,10 +32,14 @@ type decoders struct {
 }
 
 func newDecoders(o watcher.Options) decoders {
+	var ofService, ofSlice []string
+	if reader, err := parameters.NewReader(o.OtherAnnotations); err == nil { // watcher.New returns the error
+		ofService, ofSlice = reader.Keys()
+	}
 	service := fieldSet{
 		1: {fields: fieldSet{
 			1: all, 3: all, 5: all, 6: all, 8: all, // name, namespace, uid, resourceVersion, creationTimestamp
-			11: entries(o.KeepLabels, watcher.LabelServiceProxyName), 12: entries(o.KeepAnnotations),
+			11: entries(o.KeepLabels, watcher.LabelServiceProxyName), 12: entries(o.KeepAnnotations, ofService...),
 		}},
 		2: all,                        // spec
 		3: {fields: fieldSet{1: all}}, // status.loadBalancer
@@ -50,7 +55,7 @@ func newDecoders(o watcher.Options) decoders {
 			1: all, 3: all, 6: all, // name, namespace, resourceVersion
 			11: entries(o.KeepSliceLabels, cmp.Or(o.ServiceNameLabel, discoveryv1.LabelServiceName),
 				discoveryv1.LabelManagedBy, watcher.LabelServiceProxyName, corev1.IsHeadlessService),
-			12: entries(nil, corev1.EndpointsLastChangeTriggerTime),
+			12: entries(nil, append(ofSlice, corev1.EndpointsLastChangeTriggerTime)...),
 		}},
 		3: all, 4: all, // ports, addressType
 	}

@@ -435,7 +435,10 @@ type SliceEndpoint struct {
 	Conditions *localv1.EndpointConditions `protobuf:"bytes,6,opt,name=conditions,proto3" json:"conditions,omitempty"`
 	// target is the pod behind the endpoint. It is missing if the endpoint has no pod, or
 	// if the server is not configured to keep pods.
-	Target        *Key `protobuf:"bytes,100,opt,name=target,proto3" json:"target,omitempty"`
+	Target *Key `protobuf:"bytes,100,opt,name=target,proto3" json:"target,omitempty"`
+	// weight is the endpoint's share of new connections, relative to other endpoints: 1 to
+	// 65535. 0 means 100.
+	Weight        int32 `protobuf:"varint,101,opt,name=weight,proto3" json:"weight,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -517,6 +520,13 @@ func (x *SliceEndpoint) GetTarget() *Key {
 		return x.Target
 	}
 	return nil
+}
+
+func (x *SliceEndpoint) GetWeight() int32 {
+	if x != nil {
+		return x.Weight
+	}
+	return 0
 }
 
 // Hints are the topology hints of an endpoint.
@@ -609,7 +619,7 @@ const file_api_clusterv1_clusterv1_proto_rawDesc = "" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12-\n" +
 	"\bprotocol\x18\x02 \x01(\x0e2\x11.localv1.ProtocolR\bprotocol\x12\x12\n" +
 	"\x04port\x18\x03 \x01(\x05R\x04port\x12!\n" +
-	"\fapp_protocol\x18\x04 \x01(\tR\vappProtocol\"\x89\x02\n" +
+	"\fapp_protocol\x18\x04 \x01(\tR\vappProtocol\"\xa1\x02\n" +
 	"\rSliceEndpoint\x12\x12\n" +
 	"\x04addr\x18\x01 \x01(\tR\x04addr\x12\x1a\n" +
 	"\bhostname\x18\x02 \x01(\tR\bhostname\x12\x1b\n" +
@@ -619,7 +629,8 @@ const file_api_clusterv1_clusterv1_proto_rawDesc = "" +
 	"\n" +
 	"conditions\x18\x06 \x01(\v2\x1b.localv1.EndpointConditionsR\n" +
 	"conditions\x12,\n" +
-	"\x06target\x18d \x01(\v2\x14.kpng.cluster.v1.KeyR\x06target\"A\n" +
+	"\x06target\x18d \x01(\v2\x14.kpng.cluster.v1.KeyR\x06target\x12\x16\n" +
+	"\x06weight\x18e \x01(\x05R\x06weight\"A\n" +
 	"\x05Hints\x12\x1b\n" +
 	"\tfor_nodes\x18\x01 \x03(\tR\bforNodes\x12\x1b\n" +
 	"\tfor_zones\x18\x02 \x03(\tR\bforZones2U\n" +

@@ -47,7 +47,7 @@ func FromSlice(s *api.EndpointSlice) *EndpointSlice {
 func fromEndpoint(e *api.SliceEndpoint) *SliceEndpoint {
 	x := &SliceEndpoint{
 		Addr: e.Addr.String(), Hostname: e.Hostname, NodeName: e.NodeName, Zone: e.Zone,
-		Conditions: localv1.FromConditions(e.Conditions),
+		Conditions: localv1.FromConditions(e.Conditions), Weight: e.Weight,
 	}
 	if e.Hints != nil {
 		x.Hints = &Hints{ForNodes: e.Hints.ForNodes, ForZones: e.Hints.ForZones}
@@ -91,7 +91,7 @@ func (x *SliceEndpoint) toEndpoint() (api.SliceEndpoint, error) {
 	}
 	e := api.SliceEndpoint{
 		Addr: addr, Hostname: x.GetHostname(), NodeName: x.GetNodeName(), Zone: x.GetZone(),
-		Conditions: x.GetConditions().ToConditions(),
+		Conditions: x.GetConditions().ToConditions(), Weight: x.GetWeight(),
 	}
 	if h := x.GetHints(); h != nil {
 		e.Hints = &api.Hints{ForNodes: h.GetForNodes(), ForZones: h.GetForZones()}

@@ -32,6 +32,7 @@ func FromEndpoint(e *api.Endpoint, draining bool) *Endpoint {
 		Zone:       e.Zone,
 		Conditions: FromConditions(e.Conditions),
 		Draining:   draining,
+		Weight:     e.Weight,
 	}
 	if e.Target != nil {
 		x.Target = &PodName{Namespace: e.Target.Namespace, Name: e.Target.Name}
@@ -55,6 +56,7 @@ func (x *Endpoint) ToEndpoint() (e api.Endpoint, draining bool, err error) {
 		NodeName:   x.GetNodeName(),
 		Zone:       x.GetZone(),
 		Conditions: x.GetConditions().ToConditions(),
+		Weight:     x.GetWeight(),
 	}
 	texts := []string{e.Hostname, e.NodeName, e.Zone, x.GetTarget().GetNamespace(), x.GetTarget().GetName()}
 	for _, p := range e.PortOverrides {
@@ -92,7 +94,7 @@ func (x *EndpointScopes) toScopes() api.Scopes {
 
 // FromConditions returns the wire form of c.
 func FromConditions(c api.Conditions) *EndpointConditions {
-	return &EndpointConditions{Ready: c.Ready, Serving: c.Serving, Terminating: c.Terminating}
+	return &EndpointConditions{Ready: c.Ready, Serving: c.Serving, Terminating: c.Terminating, Drain: c.Drain}
 }
 
 // ToConditions converts x to api.Conditions. Servers of the original kpng send no
@@ -101,5 +103,5 @@ func (x *EndpointConditions) ToConditions() api.Conditions {
 	if x == nil {
 		return api.Conditions{Ready: true, Serving: true}
 	}
-	return api.Conditions{Ready: x.GetReady(), Serving: x.GetServing(), Terminating: x.GetTerminating()}
+	return api.Conditions{Ready: x.GetReady(), Serving: x.GetServing(), Terminating: x.GetTerminating(), Drain: x.GetDrain()}
 }

@@ -103,6 +103,60 @@ func (Set) EnumDescriptor() ([]byte, []int) {
 	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{0}
 }
 
+// Algorithm is a way to choose the endpoint of a new connection. docs/wire.md describes
+// stable hashing.
+type Algorithm int32
+
+const (
+	// Random is the default.
+	Algorithm_Random Algorithm = 0
+	// HashClient is stable hashing by the client's address.
+	Algorithm_HashClient Algorithm = 1
+	// HashConnection is stable hashing by the client's address and port.
+	Algorithm_HashConnection Algorithm = 2
+)
+
+// Enum value maps for Algorithm.
+var (
+	Algorithm_name = map[int32]string{
+		0: "Random",
+		1: "HashClient",
+		2: "HashConnection",
+	}
+	Algorithm_value = map[string]int32{
+		"Random":         0,
+		"HashClient":     1,
+		"HashConnection": 2,
+	}
+)
+
+func (x Algorithm) Enum() *Algorithm {
+	p := new(Algorithm)
+	*p = x
+	return p
+}
+
+func (x Algorithm) String() string {
+	return protoimpl.X.EnumStringOf(x.Descriptor(), protoreflect.EnumNumber(x))
+}
+
+func (Algorithm) Descriptor() protoreflect.EnumDescriptor {
+	return file_api_localv1_localv1_proto_enumTypes[1].Descriptor()
+}
+
+func (Algorithm) Type() protoreflect.EnumType {
+	return &file_api_localv1_localv1_proto_enumTypes[1]
+}
+
+func (x Algorithm) Number() protoreflect.EnumNumber {
+	return protoreflect.EnumNumber(x)
+}
+
+// Deprecated: Use Algorithm.Descriptor instead.
+func (Algorithm) EnumDescriptor() ([]byte, []int) {
+	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{1}
+}
+
 // Protocol is a transport protocol. The values are not IANA protocol numbers.
 type Protocol int32
 
@@ -140,11 +194,11 @@ func (x Protocol) String() string {
 }
 
 func (Protocol) Descriptor() protoreflect.EnumDescriptor {
-	return file_api_localv1_localv1_proto_enumTypes[1].Descriptor()
+	return file_api_localv1_localv1_proto_enumTypes[2].Descriptor()
 }
 
 func (Protocol) Type() protoreflect.EnumType {
-	return &file_api_localv1_localv1_proto_enumTypes[1]
+	return &file_api_localv1_localv1_proto_enumTypes[2]
 }
 
 func (x Protocol) Number() protoreflect.EnumNumber {
@@ -153,7 +207,7 @@ func (x Protocol) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use Protocol.Descriptor instead.
 func (Protocol) EnumDescriptor() ([]byte, []int) {
-	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{1}
+	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{2}
 }
 
 // Family is an IP family.
@@ -190,11 +244,11 @@ func (x Family) String() string {
 }
 
 func (Family) Descriptor() protoreflect.EnumDescriptor {
-	return file_api_localv1_localv1_proto_enumTypes[2].Descriptor()
+	return file_api_localv1_localv1_proto_enumTypes[3].Descriptor()
 }
 
 func (Family) Type() protoreflect.EnumType {
-	return &file_api_localv1_localv1_proto_enumTypes[2]
+	return &file_api_localv1_localv1_proto_enumTypes[3]
 }
 
 func (x Family) Number() protoreflect.EnumNumber {
@@ -203,7 +257,7 @@ func (x Family) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use Family.Descriptor instead.
 func (Family) EnumDescriptor() ([]byte, []int) {
-	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{2}
+	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{3}
 }
 
 // FrontendKind is the kind of a frontend.
@@ -250,11 +304,11 @@ func (x FrontendKind) String() string {
 }
 
 func (FrontendKind) Descriptor() protoreflect.EnumDescriptor {
-	return file_api_localv1_localv1_proto_enumTypes[3].Descriptor()
+	return file_api_localv1_localv1_proto_enumTypes[4].Descriptor()
 }
 
 func (FrontendKind) Type() protoreflect.EnumType {
-	return &file_api_localv1_localv1_proto_enumTypes[3]
+	return &file_api_localv1_localv1_proto_enumTypes[4]
 }
 
 func (x FrontendKind) Number() protoreflect.EnumNumber {
@@ -263,7 +317,7 @@ func (x FrontendKind) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use FrontendKind.Descriptor instead.
 func (FrontendKind) EnumDescriptor() ([]byte, []int) {
-	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{3}
+	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{4}
 }
 
 // Verdict says what to do with a new connection.
@@ -306,11 +360,11 @@ func (x Verdict) String() string {
 }
 
 func (Verdict) Descriptor() protoreflect.EnumDescriptor {
-	return file_api_localv1_localv1_proto_enumTypes[4].Descriptor()
+	return file_api_localv1_localv1_proto_enumTypes[5].Descriptor()
 }
 
 func (Verdict) Type() protoreflect.EnumType {
-	return &file_api_localv1_localv1_proto_enumTypes[4]
+	return &file_api_localv1_localv1_proto_enumTypes[5]
 }
 
 func (x Verdict) Number() protoreflect.EnumNumber {
@@ -319,7 +373,7 @@ func (x Verdict) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use Verdict.Descriptor instead.
 func (Verdict) EnumDescriptor() ([]byte, []int) {
-	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{4}
+	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{5}
 }
 
 // Masquerade selects connections through a frontend. The client replaces their source by
@@ -366,11 +420,11 @@ func (x Masquerade) String() string {
 }
 
 func (Masquerade) Descriptor() protoreflect.EnumDescriptor {
-	return file_api_localv1_localv1_proto_enumTypes[5].Descriptor()
+	return file_api_localv1_localv1_proto_enumTypes[6].Descriptor()
 }
 
 func (Masquerade) Type() protoreflect.EnumType {
-	return &file_api_localv1_localv1_proto_enumTypes[5]
+	return &file_api_localv1_localv1_proto_enumTypes[6]
 }
 
 func (x Masquerade) Number() protoreflect.EnumNumber {
@@ -379,7 +433,7 @@ func (x Masquerade) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use Masquerade.Descriptor instead.
 func (Masquerade) EnumDescriptor() ([]byte, []int) {
-	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{5}
+	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{6}
 }
 
 // WatchReq requests the next answer. The fields of the first WatchReq apply to the whole
@@ -980,8 +1034,13 @@ type Service struct {
 	Lost []*LostClaim `protobuf:"bytes,104,rep,name=Lost,proto3" json:"Lost,omitempty"`
 	// LoadBalancerClass is spec.loadBalancerClass. Empty means the default of the cluster.
 	LoadBalancerClass string `protobuf:"bytes,105,opt,name=LoadBalancerClass,proto3" json:"LoadBalancerClass,omitempty"`
-	unknownFields     protoimpl.UnknownFields
-	sizeCache         protoimpl.SizeCache
+	// Algorithm chooses the endpoint of a new connection.
+	Algorithm Algorithm `protobuf:"varint,106,opt,name=Algorithm,proto3,enum=localv1.Algorithm" json:"Algorithm,omitempty"`
+	// ResetConnections means that the established TCP connections to an endpoint are reset
+	// when the endpoint is removed or no longer ready.
+	ResetConnections bool `protobuf:"varint,107,opt,name=ResetConnections,proto3" json:"ResetConnections,omitempty"`
+	unknownFields    protoimpl.UnknownFields
+	sizeCache        protoimpl.SizeCache
 }
 
 func (x *Service) Reset() {
@@ -1156,6 +1215,20 @@ func (x *Service) GetLoadBalancerClass() string {
 	return ""
 }
 
+func (x *Service) GetAlgorithm() Algorithm {
+	if x != nil {
+		return x.Algorithm
+	}
+	return Algorithm_Random
+}
+
+func (x *Service) GetResetConnections() bool {
+	if x != nil {
+		return x.ResetConnections
+	}
+	return false
+}
+
 type isService_SessionAffinity interface {
 	isService_SessionAffinity()
 }
@@ -1173,7 +1246,9 @@ type IPFilter struct {
 	TargetIPs *IPSet `protobuf:"bytes,1,opt,name=TargetIPs,proto3" json:"TargetIPs,omitempty"`
 	// SourceRanges are the admitted sources, as CIDRs. If there is no range of a family, no
 	// source of that family is admitted.
-	SourceRanges  []string `protobuf:"bytes,2,rep,name=SourceRanges,proto3" json:"SourceRanges,omitempty"`
+	SourceRanges []string `protobuf:"bytes,2,rep,name=SourceRanges,proto3" json:"SourceRanges,omitempty"`
+	// NodePorts means that the ranges apply to the node ports of the service, too.
+	NodePorts     bool `protobuf:"varint,100,opt,name=NodePorts,proto3" json:"NodePorts,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1220,6 +1295,13 @@ func (x *IPFilter) GetSourceRanges() []string {
 		return x.SourceRanges
 	}
 	return nil
+}
+
+func (x *IPFilter) GetNodePorts() bool {
+	if x != nil {
+		return x.NodePorts
+	}
+	return false
 }
 
 // ServiceIPs are the addresses of a service.
@@ -1390,7 +1472,10 @@ type Endpoint struct {
 	Draining bool `protobuf:"varint,104,opt,name=Draining,proto3" json:"Draining,omitempty"`
 	// Target is the pod behind the endpoint. It is missing if the endpoint has no pod, or
 	// if the server is not configured to keep pods.
-	Target        *PodName `protobuf:"bytes,105,opt,name=Target,proto3" json:"Target,omitempty"`
+	Target *PodName `protobuf:"bytes,105,opt,name=Target,proto3" json:"Target,omitempty"`
+	// Weight is the endpoint's share of new connections, relative to other endpoints: 1 to
+	// 65535. 0 means 100.
+	Weight        int32 `protobuf:"varint,106,opt,name=Weight,proto3" json:"Weight,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1500,6 +1585,13 @@ func (x *Endpoint) GetTarget() *PodName {
 		return x.Target
 	}
 	return nil
+}
+
+func (x *Endpoint) GetWeight() int32 {
+	if x != nil {
+		return x.Weight
+	}
+	return 0
 }
 
 // PodName identifies a pod.
@@ -1694,7 +1786,9 @@ type EndpointConditions struct {
 	// Serving means that the endpoint answers. A terminating endpoint may still answer.
 	Serving bool `protobuf:"varint,2,opt,name=Serving,proto3" json:"Serving,omitempty"`
 	// Terminating means that the endpoint is being stopped.
-	Terminating   bool `protobuf:"varint,3,opt,name=Terminating,proto3" json:"Terminating,omitempty"`
+	Terminating bool `protobuf:"varint,3,opt,name=Terminating,proto3" json:"Terminating,omitempty"`
+	// Drain means that the endpoint gets no new connections because its weight is zero.
+	Drain         bool `protobuf:"varint,4,opt,name=Drain,proto3" json:"Drain,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1746,6 +1840,13 @@ func (x *EndpointConditions) GetServing() bool {
 func (x *EndpointConditions) GetTerminating() bool {
 	if x != nil {
 		return x.Terminating
+	}
+	return false
+}
+
+func (x *EndpointConditions) GetDrain() bool {
+	if x != nil {
+		return x.Drain
 	}
 	return false
 }
@@ -2484,9 +2585,14 @@ type Frontend struct {
 	// Keep is one more than an index into ServiceFrontends.Lists: the endpoints to which
 	// existing flows through the frontend may continue, besides those of Elsewhere and Node.
 	// They get no new connections. 0 means that there are none.
-	Keep          int32 `protobuf:"varint,15,opt,name=Keep,proto3" json:"Keep,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	Keep int32 `protobuf:"varint,15,opt,name=Keep,proto3" json:"Keep,omitempty"`
+	// Algorithm chooses the endpoint of a new connection.
+	Algorithm Algorithm `protobuf:"varint,16,opt,name=Algorithm,proto3,enum=localv1.Algorithm" json:"Algorithm,omitempty"`
+	// ResetConnections means that the client resets established TCP connections to endpoints
+	// that are in none of the three lists, or have Target.Resets set.
+	ResetConnections bool `protobuf:"varint,17,opt,name=ResetConnections,proto3" json:"ResetConnections,omitempty"`
+	unknownFields    protoimpl.UnknownFields
+	sizeCache        protoimpl.SizeCache
 }
 
 func (x *Frontend) Reset() {
@@ -2610,6 +2716,20 @@ func (x *Frontend) GetKeep() int32 {
 	return 0
 }
 
+func (x *Frontend) GetAlgorithm() Algorithm {
+	if x != nil {
+		return x.Algorithm
+	}
+	return Algorithm_Random
+}
+
+func (x *Frontend) GetResetConnections() bool {
+	if x != nil {
+		return x.ResetConnections
+	}
+	return false
+}
+
 // Traffic is the decision for a part of the traffic to a frontend.
 type Traffic struct {
 	state   protoimpl.MessageState `protogen:"open.v1"`
@@ -2721,7 +2841,13 @@ type Target struct {
 	// Local means that the endpoint runs on this node.
 	Local bool `protobuf:"varint,3,opt,name=Local,proto3" json:"Local,omitempty"`
 	// NodeName is the name of the endpoint's node, or empty if unknown.
-	NodeName      string `protobuf:"bytes,4,opt,name=NodeName,proto3" json:"NodeName,omitempty"`
+	NodeName string `protobuf:"bytes,4,opt,name=NodeName,proto3" json:"NodeName,omitempty"`
+	// Weight is the endpoint's share of new connections, relative to the list: 1 to 65535. 0
+	// means 100.
+	Weight int32 `protobuf:"varint,5,opt,name=Weight,proto3" json:"Weight,omitempty"`
+	// Resets means that established TCP connections to the endpoint are reset. It is only set
+	// in lists of Frontend.Keep.
+	Resets        bool `protobuf:"varint,6,opt,name=Resets,proto3" json:"Resets,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2784,6 +2910,20 @@ func (x *Target) GetNodeName() string {
 	return ""
 }
 
+func (x *Target) GetWeight() int32 {
+	if x != nil {
+		return x.Weight
+	}
+	return 0
+}
+
+func (x *Target) GetResets() bool {
+	if x != nil {
+		return x.Resets
+	}
+	return false
+}
+
 var File_api_localv1_localv1_proto protoreflect.FileDescriptor
 
 const file_api_localv1_localv1_proto_rawDesc = "" +
@@ -2820,7 +2960,7 @@ const file_api_localv1_localv1_proto_rawDesc = "" +
 	"\tEndpoints\x18\x02 \x03(\v2\x16.localv1.KeyedEndpointR\tEndpoints\"P\n" +
 	"\rKeyedEndpoint\x12\x10\n" +
 	"\x03Key\x18\x01 \x01(\tR\x03Key\x12-\n" +
-	"\bEndpoint\x18\x02 \x01(\v2\x11.localv1.EndpointR\bEndpoint\"\xcd\a\n" +
+	"\bEndpoint\x18\x02 \x01(\v2\x11.localv1.EndpointR\bEndpoint\"\xab\b\n" +
 	"\aService\x12\x1c\n" +
 	"\tNamespace\x18\x01 \x01(\tR\tNamespace\x12\x12\n" +
 	"\x04Name\x18\x02 \x01(\tR\x04Name\x12\x12\n" +
@@ -2843,17 +2983,20 @@ const file_api_localv1_localv1_proto_rawDesc = "" +
 	"IPFamilies\x12/\n" +
 	"\bUnusable\x18g \x03(\v2\x13.localv1.PortFamilyR\bUnusable\x12&\n" +
 	"\x04Lost\x18h \x03(\v2\x12.localv1.LostClaimR\x04Lost\x12,\n" +
-	"\x11LoadBalancerClass\x18i \x01(\tR\x11LoadBalancerClass\x1a9\n" +
+	"\x11LoadBalancerClass\x18i \x01(\tR\x11LoadBalancerClass\x120\n" +
+	"\tAlgorithm\x18j \x01(\x0e2\x12.localv1.AlgorithmR\tAlgorithm\x12*\n" +
+	"\x10ResetConnections\x18k \x01(\bR\x10ResetConnections\x1a9\n" +
 	"\vLabelsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\x1a>\n" +
 	"\x10AnnotationsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01B\x11\n" +
-	"\x0fSessionAffinity\"\\\n" +
+	"\x0fSessionAffinity\"z\n" +
 	"\bIPFilter\x12,\n" +
 	"\tTargetIPs\x18\x01 \x01(\v2\x0e.localv1.IPSetR\tTargetIPs\x12\"\n" +
-	"\fSourceRanges\x18\x02 \x03(\tR\fSourceRanges\"\xf4\x01\n" +
+	"\fSourceRanges\x18\x02 \x03(\tR\fSourceRanges\x12\x1c\n" +
+	"\tNodePorts\x18d \x01(\bR\tNodePorts\"\xf4\x01\n" +
 	"\n" +
 	"ServiceIPs\x12.\n" +
 	"\n" +
@@ -2867,7 +3010,7 @@ const file_api_localv1_localv1_proto_rawDesc = "" +
 	"ProxiedIPs\"'\n" +
 	"\x05IPSet\x12\x0e\n" +
 	"\x02V4\x18\x01 \x03(\tR\x02V4\x12\x0e\n" +
-	"\x02V6\x18\x02 \x03(\tR\x02V6\"\xb0\x03\n" +
+	"\x02V6\x18\x02 \x03(\tR\x02V6\"\xc8\x03\n" +
 	"\bEndpoint\x12\x1a\n" +
 	"\bHostname\x18\x01 \x01(\tR\bHostname\x12 \n" +
 	"\x03IPs\x18\x02 \x01(\v2\x0e.localv1.IPSetR\x03IPs\x12\x14\n" +
@@ -2883,7 +3026,8 @@ const file_api_localv1_localv1_proto_rawDesc = "" +
 	"Conditions\x18g \x01(\v2\x1b.localv1.EndpointConditionsR\n" +
 	"Conditions\x12\x1a\n" +
 	"\bDraining\x18h \x01(\bR\bDraining\x12(\n" +
-	"\x06Target\x18i \x01(\v2\x10.localv1.PodNameR\x06Target\";\n" +
+	"\x06Target\x18i \x01(\v2\x10.localv1.PodNameR\x06Target\x12\x16\n" +
+	"\x06Weight\x18j \x01(\x05R\x06Weight\";\n" +
 	"\aPodName\x12\x1c\n" +
 	"\tNamespace\x18\x01 \x01(\tR\tNamespace\x12\x12\n" +
 	"\x04Name\x18\x02 \x01(\tR\x04Name\"b\n" +
@@ -2895,11 +3039,12 @@ const file_api_localv1_localv1_proto_rawDesc = "" +
 	"PortScopes\x12-\n" +
 	"\bProtocol\x18\x01 \x01(\x0e2\x11.localv1.ProtocolR\bProtocol\x12\x12\n" +
 	"\x04Port\x18\x02 \x01(\x05R\x04Port\x12/\n" +
-	"\x06Scopes\x18\x03 \x01(\v2\x17.localv1.EndpointScopesR\x06Scopes\"f\n" +
+	"\x06Scopes\x18\x03 \x01(\v2\x17.localv1.EndpointScopesR\x06Scopes\"|\n" +
 	"\x12EndpointConditions\x12\x14\n" +
 	"\x05Ready\x18\x01 \x01(\bR\x05Ready\x12\x18\n" +
 	"\aServing\x18\x02 \x01(\bR\aServing\x12 \n" +
-	"\vTerminating\x18\x03 \x01(\bR\vTerminating\"2\n" +
+	"\vTerminating\x18\x03 \x01(\bR\vTerminating\x12\x14\n" +
+	"\x05Drain\x18\x04 \x01(\bR\x05Drain\"2\n" +
 	"\bPortName\x12\x12\n" +
 	"\x04Name\x18\x01 \x01(\tR\x04Name\x12\x12\n" +
 	"\x04Port\x18\x02 \x01(\x05R\x04Port\"\xea\x01\n" +
@@ -2957,7 +3102,7 @@ const file_api_localv1_localv1_proto_rawDesc = "" +
 	"\fSourceRanges\x18\x01 \x03(\tR\fSourceRanges\x12\x1e\n" +
 	"\n" +
 	"OwnSources\x18\x02 \x03(\tR\n" +
-	"OwnSources\"\xdc\x03\n" +
+	"OwnSources\"\xba\x04\n" +
 	"\bFrontend\x12)\n" +
 	"\x04Kind\x18\x01 \x01(\x0e2\x15.localv1.FrontendKindR\x04Kind\x12\x0e\n" +
 	"\x02IP\x18\x02 \x01(\tR\x02IP\x12'\n" +
@@ -2975,19 +3120,23 @@ const file_api_localv1_localv1_proto_rawDesc = "" +
 	"Masquerade\x18\f \x01(\x0e2\x13.localv1.MasqueradeR\n" +
 	"Masquerade\x12(\n" +
 	"\x0fAffinitySeconds\x18\r \x01(\x05R\x0fAffinitySeconds\x12\x12\n" +
-	"\x04Keep\x18\x0f \x01(\x05R\x04KeepJ\x04\b\n" +
+	"\x04Keep\x18\x0f \x01(\x05R\x04Keep\x120\n" +
+	"\tAlgorithm\x18\x10 \x01(\x0e2\x12.localv1.AlgorithmR\tAlgorithm\x12*\n" +
+	"\x10ResetConnections\x18\x11 \x01(\bR\x10ResetConnectionsJ\x04\b\n" +
 	"\x10\vJ\x04\b\v\x10\f\"I\n" +
 	"\aTraffic\x12*\n" +
 	"\aVerdict\x18\x01 \x01(\x0e2\x10.localv1.VerdictR\aVerdict\x12\x12\n" +
 	"\x04List\x18\x02 \x01(\x05R\x04List\"7\n" +
 	"\n" +
 	"TargetList\x12)\n" +
-	"\aTargets\x18\x01 \x03(\v2\x0f.localv1.TargetR\aTargets\"^\n" +
+	"\aTargets\x18\x01 \x03(\v2\x0f.localv1.TargetR\aTargets\"\x8e\x01\n" +
 	"\x06Target\x12\x0e\n" +
 	"\x02IP\x18\x01 \x01(\tR\x02IP\x12\x12\n" +
 	"\x04Port\x18\x02 \x01(\x05R\x04Port\x12\x14\n" +
 	"\x05Local\x18\x03 \x01(\bR\x05Local\x12\x1a\n" +
-	"\bNodeName\x18\x04 \x01(\tR\bNodeName*\x9e\x01\n" +
+	"\bNodeName\x18\x04 \x01(\tR\bNodeName\x12\x16\n" +
+	"\x06Weight\x18\x05 \x01(\x05R\x06Weight\x12\x16\n" +
+	"\x06Resets\x18\x06 \x01(\bR\x06Resets*\x9e\x01\n" +
 	"\x03Set\x12\x0e\n" +
 	"\n" +
 	"UnknownSet\x10\x00\x12\x0f\n" +
@@ -2999,6 +3148,12 @@ const file_api_localv1_localv1_proto_rawDesc = "" +
 	"\x0fGlobalNodeInfos\x10\f\x12\f\n" +
 	"\bNodesSet\x10d\x12\x10\n" +
 	"\fFrontendsSet\x10e*;\n" +
+	"\tAlgorithm\x12\n" +
+	"\n" +
+	"\x06Random\x10\x00\x12\x0e\n" +
+	"\n" +
+	"HashClient\x10\x01\x12\x12\n" +
+	"\x0eHashConnection\x10\x02*;\n" +
 	"\bProtocol\x12\x13\n" +
 	"\x0fUnknownProtocol\x10\x00\x12\a\n" +
 	"\x03TCP\x10\x01\x12\a\n" +
@@ -3042,111 +3197,114 @@ func file_api_localv1_localv1_proto_rawDescGZIP() []byte {
 	return file_api_localv1_localv1_proto_rawDescData
 }
 
-var file_api_localv1_localv1_proto_enumTypes = make([]protoimpl.EnumInfo, 6)
+var file_api_localv1_localv1_proto_enumTypes = make([]protoimpl.EnumInfo, 7)
 var file_api_localv1_localv1_proto_msgTypes = make([]protoimpl.MessageInfo, 33)
 var file_api_localv1_localv1_proto_goTypes = []any{
 	(Set)(0),                      // 0: localv1.Set
-	(Protocol)(0),                 // 1: localv1.Protocol
-	(Family)(0),                   // 2: localv1.Family
-	(FrontendKind)(0),             // 3: localv1.FrontendKind
-	(Verdict)(0),                  // 4: localv1.Verdict
-	(Masquerade)(0),               // 5: localv1.Masquerade
-	(*WatchReq)(nil),              // 6: localv1.WatchReq
-	(*OpItem)(nil),                // 7: localv1.OpItem
-	(*EmptyOp)(nil),               // 8: localv1.EmptyOp
-	(*Ref)(nil),                   // 9: localv1.Ref
-	(*Value)(nil),                 // 10: localv1.Value
-	(*WholeService)(nil),          // 11: localv1.WholeService
-	(*KeyedEndpoint)(nil),         // 12: localv1.KeyedEndpoint
-	(*Service)(nil),               // 13: localv1.Service
-	(*IPFilter)(nil),              // 14: localv1.IPFilter
-	(*ServiceIPs)(nil),            // 15: localv1.ServiceIPs
-	(*IPSet)(nil),                 // 16: localv1.IPSet
-	(*Endpoint)(nil),              // 17: localv1.Endpoint
-	(*PodName)(nil),               // 18: localv1.PodName
-	(*EndpointScopes)(nil),        // 19: localv1.EndpointScopes
-	(*PortScopes)(nil),            // 20: localv1.PortScopes
-	(*EndpointConditions)(nil),    // 21: localv1.EndpointConditions
-	(*PortName)(nil),              // 22: localv1.PortName
-	(*PortMapping)(nil),           // 23: localv1.PortMapping
-	(*ClientIPAffinity)(nil),      // 24: localv1.ClientIPAffinity
-	(*PortFamily)(nil),            // 25: localv1.PortFamily
-	(*LostClaim)(nil),             // 26: localv1.LostClaim
-	(*Node)(nil),                  // 27: localv1.Node
-	(*NodeAddress)(nil),           // 28: localv1.NodeAddress
-	(*Taint)(nil),                 // 29: localv1.Taint
-	(*ServiceFrontends)(nil),      // 30: localv1.ServiceFrontends
-	(*Sources)(nil),               // 31: localv1.Sources
-	(*Frontend)(nil),              // 32: localv1.Frontend
-	(*Traffic)(nil),               // 33: localv1.Traffic
-	(*TargetList)(nil),            // 34: localv1.TargetList
-	(*Target)(nil),                // 35: localv1.Target
-	nil,                           // 36: localv1.Service.LabelsEntry
-	nil,                           // 37: localv1.Service.AnnotationsEntry
-	nil,                           // 38: localv1.Node.LabelsEntry
-	(*timestamppb.Timestamp)(nil), // 39: google.protobuf.Timestamp
+	(Algorithm)(0),                // 1: localv1.Algorithm
+	(Protocol)(0),                 // 2: localv1.Protocol
+	(Family)(0),                   // 3: localv1.Family
+	(FrontendKind)(0),             // 4: localv1.FrontendKind
+	(Verdict)(0),                  // 5: localv1.Verdict
+	(Masquerade)(0),               // 6: localv1.Masquerade
+	(*WatchReq)(nil),              // 7: localv1.WatchReq
+	(*OpItem)(nil),                // 8: localv1.OpItem
+	(*EmptyOp)(nil),               // 9: localv1.EmptyOp
+	(*Ref)(nil),                   // 10: localv1.Ref
+	(*Value)(nil),                 // 11: localv1.Value
+	(*WholeService)(nil),          // 12: localv1.WholeService
+	(*KeyedEndpoint)(nil),         // 13: localv1.KeyedEndpoint
+	(*Service)(nil),               // 14: localv1.Service
+	(*IPFilter)(nil),              // 15: localv1.IPFilter
+	(*ServiceIPs)(nil),            // 16: localv1.ServiceIPs
+	(*IPSet)(nil),                 // 17: localv1.IPSet
+	(*Endpoint)(nil),              // 18: localv1.Endpoint
+	(*PodName)(nil),               // 19: localv1.PodName
+	(*EndpointScopes)(nil),        // 20: localv1.EndpointScopes
+	(*PortScopes)(nil),            // 21: localv1.PortScopes
+	(*EndpointConditions)(nil),    // 22: localv1.EndpointConditions
+	(*PortName)(nil),              // 23: localv1.PortName
+	(*PortMapping)(nil),           // 24: localv1.PortMapping
+	(*ClientIPAffinity)(nil),      // 25: localv1.ClientIPAffinity
+	(*PortFamily)(nil),            // 26: localv1.PortFamily
+	(*LostClaim)(nil),             // 27: localv1.LostClaim
+	(*Node)(nil),                  // 28: localv1.Node
+	(*NodeAddress)(nil),           // 29: localv1.NodeAddress
+	(*Taint)(nil),                 // 30: localv1.Taint
+	(*ServiceFrontends)(nil),      // 31: localv1.ServiceFrontends
+	(*Sources)(nil),               // 32: localv1.Sources
+	(*Frontend)(nil),              // 33: localv1.Frontend
+	(*Traffic)(nil),               // 34: localv1.Traffic
+	(*TargetList)(nil),            // 35: localv1.TargetList
+	(*Target)(nil),                // 36: localv1.Target
+	nil,                           // 37: localv1.Service.LabelsEntry
+	nil,                           // 38: localv1.Service.AnnotationsEntry
+	nil,                           // 39: localv1.Node.LabelsEntry
+	(*timestamppb.Timestamp)(nil), // 40: google.protobuf.Timestamp
 }
 var file_api_localv1_localv1_proto_depIdxs = []int32{
-	8,  // 0: localv1.OpItem.Sync:type_name -> localv1.EmptyOp
-	10, // 1: localv1.OpItem.Set:type_name -> localv1.Value
-	9,  // 2: localv1.OpItem.Delete:type_name -> localv1.Ref
-	8,  // 3: localv1.OpItem.Reset:type_name -> localv1.EmptyOp
-	11, // 4: localv1.OpItem.Replace:type_name -> localv1.WholeService
-	7,  // 5: localv1.OpItem.Batch:type_name -> localv1.OpItem
+	9,  // 0: localv1.OpItem.Sync:type_name -> localv1.EmptyOp
+	11, // 1: localv1.OpItem.Set:type_name -> localv1.Value
+	10, // 2: localv1.OpItem.Delete:type_name -> localv1.Ref
+	9,  // 3: localv1.OpItem.Reset:type_name -> localv1.EmptyOp
+	12, // 4: localv1.OpItem.Replace:type_name -> localv1.WholeService
+	8,  // 5: localv1.OpItem.Batch:type_name -> localv1.OpItem
 	0,  // 6: localv1.Ref.Set:type_name -> localv1.Set
-	9,  // 7: localv1.Value.Ref:type_name -> localv1.Ref
-	13, // 8: localv1.WholeService.Service:type_name -> localv1.Service
-	12, // 9: localv1.WholeService.Endpoints:type_name -> localv1.KeyedEndpoint
-	17, // 10: localv1.KeyedEndpoint.Endpoint:type_name -> localv1.Endpoint
-	15, // 11: localv1.Service.IPs:type_name -> localv1.ServiceIPs
-	23, // 12: localv1.Service.Ports:type_name -> localv1.PortMapping
-	36, // 13: localv1.Service.Labels:type_name -> localv1.Service.LabelsEntry
-	37, // 14: localv1.Service.Annotations:type_name -> localv1.Service.AnnotationsEntry
-	14, // 15: localv1.Service.IPFilters:type_name -> localv1.IPFilter
-	24, // 16: localv1.Service.ClientIP:type_name -> localv1.ClientIPAffinity
-	39, // 17: localv1.Service.Created:type_name -> google.protobuf.Timestamp
-	2,  // 18: localv1.Service.IPFamilies:type_name -> localv1.Family
-	25, // 19: localv1.Service.Unusable:type_name -> localv1.PortFamily
-	26, // 20: localv1.Service.Lost:type_name -> localv1.LostClaim
-	16, // 21: localv1.IPFilter.TargetIPs:type_name -> localv1.IPSet
-	16, // 22: localv1.ServiceIPs.ClusterIPs:type_name -> localv1.IPSet
-	16, // 23: localv1.ServiceIPs.ExternalIPs:type_name -> localv1.IPSet
-	16, // 24: localv1.ServiceIPs.LoadBalancerIPs:type_name -> localv1.IPSet
-	16, // 25: localv1.ServiceIPs.ProxiedIPs:type_name -> localv1.IPSet
-	16, // 26: localv1.Endpoint.IPs:type_name -> localv1.IPSet
-	22, // 27: localv1.Endpoint.PortOverrides:type_name -> localv1.PortName
-	19, // 28: localv1.Endpoint.Scopes:type_name -> localv1.EndpointScopes
-	20, // 29: localv1.Endpoint.PortScopes:type_name -> localv1.PortScopes
-	21, // 30: localv1.Endpoint.Conditions:type_name -> localv1.EndpointConditions
-	18, // 31: localv1.Endpoint.Target:type_name -> localv1.PodName
-	1,  // 32: localv1.PortScopes.Protocol:type_name -> localv1.Protocol
-	19, // 33: localv1.PortScopes.Scopes:type_name -> localv1.EndpointScopes
-	1,  // 34: localv1.PortMapping.Protocol:type_name -> localv1.Protocol
-	1,  // 35: localv1.PortFamily.Protocol:type_name -> localv1.Protocol
-	2,  // 36: localv1.PortFamily.Family:type_name -> localv1.Family
-	1,  // 37: localv1.LostClaim.Protocol:type_name -> localv1.Protocol
-	2,  // 38: localv1.LostClaim.Family:type_name -> localv1.Family
-	38, // 39: localv1.Node.Labels:type_name -> localv1.Node.LabelsEntry
-	28, // 40: localv1.Node.Addresses:type_name -> localv1.NodeAddress
-	29, // 41: localv1.Node.Taints:type_name -> localv1.Taint
-	32, // 42: localv1.ServiceFrontends.Frontends:type_name -> localv1.Frontend
-	34, // 43: localv1.ServiceFrontends.Lists:type_name -> localv1.TargetList
-	31, // 44: localv1.ServiceFrontends.Sources:type_name -> localv1.Sources
-	3,  // 45: localv1.Frontend.Kind:type_name -> localv1.FrontendKind
-	2,  // 46: localv1.Frontend.Family:type_name -> localv1.Family
-	1,  // 47: localv1.Frontend.Protocol:type_name -> localv1.Protocol
-	33, // 48: localv1.Frontend.Elsewhere:type_name -> localv1.Traffic
-	33, // 49: localv1.Frontend.Node:type_name -> localv1.Traffic
-	5,  // 50: localv1.Frontend.Masquerade:type_name -> localv1.Masquerade
-	4,  // 51: localv1.Traffic.Verdict:type_name -> localv1.Verdict
-	35, // 52: localv1.TargetList.Targets:type_name -> localv1.Target
-	6,  // 53: localv1.Sets.Watch:input_type -> localv1.WatchReq
-	7,  // 54: localv1.Sets.Watch:output_type -> localv1.OpItem
-	54, // [54:55] is the sub-list for method output_type
-	53, // [53:54] is the sub-list for method input_type
-	53, // [53:53] is the sub-list for extension type_name
-	53, // [53:53] is the sub-list for extension extendee
-	0,  // [0:53] is the sub-list for field type_name
+	10, // 7: localv1.Value.Ref:type_name -> localv1.Ref
+	14, // 8: localv1.WholeService.Service:type_name -> localv1.Service
+	13, // 9: localv1.WholeService.Endpoints:type_name -> localv1.KeyedEndpoint
+	18, // 10: localv1.KeyedEndpoint.Endpoint:type_name -> localv1.Endpoint
+	16, // 11: localv1.Service.IPs:type_name -> localv1.ServiceIPs
+	24, // 12: localv1.Service.Ports:type_name -> localv1.PortMapping
+	37, // 13: localv1.Service.Labels:type_name -> localv1.Service.LabelsEntry
+	38, // 14: localv1.Service.Annotations:type_name -> localv1.Service.AnnotationsEntry
+	15, // 15: localv1.Service.IPFilters:type_name -> localv1.IPFilter
+	25, // 16: localv1.Service.ClientIP:type_name -> localv1.ClientIPAffinity
+	40, // 17: localv1.Service.Created:type_name -> google.protobuf.Timestamp
+	3,  // 18: localv1.Service.IPFamilies:type_name -> localv1.Family
+	26, // 19: localv1.Service.Unusable:type_name -> localv1.PortFamily
+	27, // 20: localv1.Service.Lost:type_name -> localv1.LostClaim
+	1,  // 21: localv1.Service.Algorithm:type_name -> localv1.Algorithm
+	17, // 22: localv1.IPFilter.TargetIPs:type_name -> localv1.IPSet
+	17, // 23: localv1.ServiceIPs.ClusterIPs:type_name -> localv1.IPSet
+	17, // 24: localv1.ServiceIPs.ExternalIPs:type_name -> localv1.IPSet
+	17, // 25: localv1.ServiceIPs.LoadBalancerIPs:type_name -> localv1.IPSet
+	17, // 26: localv1.ServiceIPs.ProxiedIPs:type_name -> localv1.IPSet
+	17, // 27: localv1.Endpoint.IPs:type_name -> localv1.IPSet
+	23, // 28: localv1.Endpoint.PortOverrides:type_name -> localv1.PortName
+	20, // 29: localv1.Endpoint.Scopes:type_name -> localv1.EndpointScopes
+	21, // 30: localv1.Endpoint.PortScopes:type_name -> localv1.PortScopes
+	22, // 31: localv1.Endpoint.Conditions:type_name -> localv1.EndpointConditions
+	19, // 32: localv1.Endpoint.Target:type_name -> localv1.PodName
+	2,  // 33: localv1.PortScopes.Protocol:type_name -> localv1.Protocol
+	20, // 34: localv1.PortScopes.Scopes:type_name -> localv1.EndpointScopes
+	2,  // 35: localv1.PortMapping.Protocol:type_name -> localv1.Protocol
+	2,  // 36: localv1.PortFamily.Protocol:type_name -> localv1.Protocol
+	3,  // 37: localv1.PortFamily.Family:type_name -> localv1.Family
+	2,  // 38: localv1.LostClaim.Protocol:type_name -> localv1.Protocol
+	3,  // 39: localv1.LostClaim.Family:type_name -> localv1.Family
+	39, // 40: localv1.Node.Labels:type_name -> localv1.Node.LabelsEntry
+	29, // 41: localv1.Node.Addresses:type_name -> localv1.NodeAddress
+	30, // 42: localv1.Node.Taints:type_name -> localv1.Taint
+	33, // 43: localv1.ServiceFrontends.Frontends:type_name -> localv1.Frontend
+	35, // 44: localv1.ServiceFrontends.Lists:type_name -> localv1.TargetList
+	32, // 45: localv1.ServiceFrontends.Sources:type_name -> localv1.Sources
+	4,  // 46: localv1.Frontend.Kind:type_name -> localv1.FrontendKind
+	3,  // 47: localv1.Frontend.Family:type_name -> localv1.Family
+	2,  // 48: localv1.Frontend.Protocol:type_name -> localv1.Protocol
+	34, // 49: localv1.Frontend.Elsewhere:type_name -> localv1.Traffic
+	34, // 50: localv1.Frontend.Node:type_name -> localv1.Traffic
+	6,  // 51: localv1.Frontend.Masquerade:type_name -> localv1.Masquerade
+	1,  // 52: localv1.Frontend.Algorithm:type_name -> localv1.Algorithm
+	5,  // 53: localv1.Traffic.Verdict:type_name -> localv1.Verdict
+	36, // 54: localv1.TargetList.Targets:type_name -> localv1.Target
+	7,  // 55: localv1.Sets.Watch:input_type -> localv1.WatchReq
+	8,  // 56: localv1.Sets.Watch:output_type -> localv1.OpItem
+	56, // [56:57] is the sub-list for method output_type
+	55, // [55:56] is the sub-list for method input_type
+	55, // [55:55] is the sub-list for extension type_name
+	55, // [55:55] is the sub-list for extension extendee
+	0,  // [0:55] is the sub-list for field type_name
 }
 
 func init() { file_api_localv1_localv1_proto_init() }
@@ -3172,7 +3330,7 @@ func file_api_localv1_localv1_proto_init() {
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_api_localv1_localv1_proto_rawDesc), len(file_api_localv1_localv1_proto_rawDesc)),
-			NumEnums:      6,
+			NumEnums:      7,
 			NumMessages:   33,
 			NumExtensions: 0,
 			NumServices:   1,

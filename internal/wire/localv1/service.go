@@ -35,6 +35,8 @@ func FromService(s *api.Service) *Service {
 		InternalTrafficToLocal: s.InternalTrafficToLocal,
 		LoadBalancerClass:      s.LoadBalancerClass,
 		HealthCheckNodePort:    s.HealthCheckNodePort,
+		Algorithm:              Algorithm(s.Algorithm),
+		ResetConnections:       s.ResetConnections,
 		UID:                    string(s.UID),
 		IPFamilies:             convert(s.IPFamilies, fromFamily),
 	}
@@ -76,6 +78,8 @@ func (x *Service) ToService() (*api.Service, error) {
 		Annotations:            x.GetAnnotations(),
 		LoadBalancerClass:      x.GetLoadBalancerClass(),
 		HealthCheckNodePort:    x.GetHealthCheckNodePort(),
+		Algorithm:              api.Algorithm(x.GetAlgorithm()),
+		ResetConnections:       x.GetResetConnections(),
 		UID:                    types.UID(x.GetUID()),
 		IPFamilies:             convert(x.GetIPFamilies(), func(f *Family) api.Family { return api.Family(*f) }),
 	}
@@ -165,6 +169,7 @@ func fromFamily(f *api.Family) Family { return Family(*f) }
 func fromFilter(f *api.SourceRanges) *IPFilter {
 	return &IPFilter{
 		TargetIPs:    fromIPSetUnlessEmpty(&f.TargetIPs),
+		NodePorts:    f.NodePorts,
 		SourceRanges: convert(f.Prefixes, func(p *netip.Prefix) string { return p.String() }),
 	}
 }
@@ -173,6 +178,7 @@ func (x *IPFilter) toFilter() (f api.SourceRanges, err error) {
 	if err := x.GetTargetIPs().copyTo(&f.TargetIPs); err != nil {
 		return f, err
 	}
+	f.NodePorts = x.GetNodePorts()
 	f.Prefixes, err = toPrefixes(x.GetSourceRanges())
 	return f, err
 }

@@ -17,7 +17,7 @@ func affineRules(endpoints int, timeout time.Duration) (*rules, route) {
 	for i := range endpoints {
 		targets = append(targets, netip.MustParseAddrPort(fmt.Sprintf("10.244.0.%d:80", i+1)))
 	}
-	rt := route{pool: newPool(targets)}
+	rt := route{pool: newPool(content{sorted: targets})}
 	return &rules{port: &port{common: &common{}}, elsewhere: rt, node: rt, affinity: timeout}, rt
 }
 
@@ -29,7 +29,7 @@ func TestConcurrentConnectionsOfAClientShareAnEndpoint(t *testing.T) {
 		var got [8]netip.AddrPort
 		var all sync.WaitGroup
 		for j := range got {
-			all.Go(func() { got[j], _ = r.endpoint(rt, client, noneUnfit, now) })
+			all.Go(func() { got[j], _ = r.endpoint(rt, netip.AddrPortFrom(client, 0), noneUnfit, now) })
 		}
 		all.Wait()
 		for _, e := range got {
@@ -47,9 +47,9 @@ func TestChangedAffinityTimeoutAppliesImmediately(t *testing.T) {
 	// clientMoves tries many times.
 	clientMoves := func(prepare func()) bool {
 		for range 20 {
-			first, _ := r.endpoint(rt, client, noneUnfit, now)
+			first, _ := r.endpoint(rt, netip.AddrPortFrom(client, 0), noneUnfit, now)
 			prepare()
-			second, _ := r.endpoint(rt, client, noneUnfit, now)
+			second, _ := r.endpoint(rt, netip.AddrPortFrom(client, 0), noneUnfit, now)
 			if first != second {
 				return true
 			}
@@ -61,7 +61,7 @@ func TestChangedAffinityTimeoutAppliesImmediately(t *testing.T) {
 	}
 	if !clientMoves(func() {
 		r.affinity = 100 * time.Second
-		r.endpoint(rt, client, noneUnfit, now)
+		r.endpoint(rt, netip.AddrPortFrom(client, 0), noneUnfit, now)
 		now, r.affinity = now.Add(50*time.Second), 10*time.Second
 	}) {
 		t.Error("the client kept its endpoint after the new timeout")
@@ -81,7 +81,7 @@ func TestAffinityClientsAreBounded(t *testing.T) {
 		now = now.Add(time.Millisecond)
 		of := *r
 		of.port = ports[i%len(ports)]
-		of.endpoint(rt, addr, noneUnfit, now)
+		of.endpoint(rt, netip.AddrPortFrom(addr, 0), noneUnfit, now)
 		return portClient{of.port, addr}
 	}
 	old := pick(0, netip.MustParseAddr("192.0.2.1"))

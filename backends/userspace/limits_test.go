@@ -173,7 +173,7 @@ func TestChangedEndpointTouchesNoListener(t *testing.T) {
 		if r != before[at] {
 			t.Fatalf("the rules of %s were replaced", at)
 		}
-		if got, _ := r.elsewhere.pool.pick(noneUnfit); got.String() != "10.244.0.2:80" {
+		if got, _ := r.elsewhere.pool.pick(netip.AddrPort{}, noneUnfit); got.String() != "10.244.0.2:80" {
 			t.Fatalf("%s selects %s, want the new endpoint", at, got)
 		}
 	}

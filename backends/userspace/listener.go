@@ -56,6 +56,9 @@ type listener interface {
 	// drained returns a channel that is closed when close was called and the last connection
 	// has ended.
 	drained() <-chan struct{}
+	// resetLost resets the established connections to lost endpoints of services that request
+	// this.
+	resetLost()
 	// abort resets the connections that still exist after close.
 	abort()
 	// filtered returns the number of instructions of the socket filter.

@@ -30,6 +30,8 @@ type plan struct {
 	admissions admissions
 	// affinity is how long a client keeps its endpoint, or 0 without affinity.
 	affinity time.Duration
+	// resets reports whether connections to lost endpoints are reset.
+	resets bool
 	// dependsOnNode reports whether the plan changes if the addresses of the node change.
 	dependsOnNode bool
 	// unsupported describes the frontends that sockets cannot handle. They do not make Sync
@@ -49,7 +51,7 @@ type planned struct {
 
 type plannedPool struct {
 	*pool
-	endpoints []netip.AddrPort
+	next content
 }
 
 // planFor returns the plan for view on a node with these addresses. The plan may share
@@ -64,6 +66,7 @@ func (s *service) planFor(view *api.View, node []netip.Addr) (*plan, error) {
 	if view == nil {
 		return p, nil
 	}
+	p.resets = view.Service.ResetConnections
 	byID := map[frontends.SourcesID]*admission{}
 	count := 0
 	for f := range nodeview.Frontends(view) {
@@ -134,7 +137,7 @@ func unsupported(f *nodeview.Frontend) error {
 func (p *plan) rulesOf(s *service, f *nodeview.Frontend, admission *admission) *rules {
 	p.affinity = max(p.affinity, f.Affinity)
 	r := rules{
-		port: p.portOf(s, f), elsewhere: p.routeOf(s, &f.Elsewhere), node: p.routeOf(s, &f.Node),
+		port: p.portOf(s, f), elsewhere: p.routeOf(s, &f.Elsewhere, f.Algorithm), node: p.routeOf(s, &f.Node, f.Algorithm),
 		admission: admission, affinity: f.Affinity,
 	}
 	shared := p.rules[r]
@@ -164,15 +167,15 @@ func (p *plan) portOf(s *service, f *nodeview.Frontend) *port {
 
 // routeOf returns the route of a frontend. A list keeps its pool when its endpoints
 // change. The pool of a new list has its endpoints immediately.
-func (p *plan) routeOf(s *service, t *nodeview.Traffic) route {
+func (p *plan) routeOf(s *service, t *nodeview.Traffic, algorithm api.Algorithm) route {
 	if t.Verdict != nodeview.Forward {
 		return route{verdict: t.Verdict}
 	}
 	of, ok := p.pools[t.List]
 	if !ok {
-		of = plannedPool{s.pools[t.List].pool, addrPorts(t.Endpoints)}
+		of = plannedPool{s.pools[t.List].pool, contentOf(t.Endpoints, algorithm)}
 		if of.pool == nil {
-			of.pool = newPool(of.endpoints)
+			of.pool = newPool(of.next)
 		}
 		p.pools[t.List] = of
 	}

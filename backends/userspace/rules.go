@@ -4,7 +4,6 @@ package userspace
 
 import (
 	"cmp"
-	"math/rand/v2"
 	"net/netip"
 	"slices"
 	"sync"
@@ -52,11 +51,11 @@ func (r *rules) routeOf(client netip.Addr, startsHere func(netip.Addr) bool) rou
 
 // endpoint returns an endpoint for client. It ignores endpoints for which unfit returns
 // true. If it ignores all endpoints, the second result is false.
-func (r *rules) endpoint(rt route, client netip.Addr, unfit func(netip.AddrPort) bool, now time.Time) (netip.AddrPort, bool) {
+func (r *rules) endpoint(rt route, client netip.AddrPort, unfit func(netip.AddrPort) bool, now time.Time) (netip.AddrPort, bool) {
 	if r.affinity == 0 {
-		return rt.pool.pick(unfit)
+		return rt.pool.pick(client, unfit)
 	}
-	return r.port.affinity.pickEndpoint(portClient{r.port, client}, r.affinity, rt.pool, unfit, now)
+	return r.port.affinity.pickEndpoint(portClient{r.port, client.Addr()}, client.Port(), r.affinity, rt.pool, unfit, now)
 }
 
 // screen describes which packets a socket accepts. The kernel drops other packets without
@@ -102,15 +101,15 @@ type attachment struct {
 
 // pickEndpoint returns an endpoint for client. If client used an endpoint less than
 // timeout ago, and pool still has that endpoint, the result is that endpoint. Otherwise
-// the result is the next endpoint of pool, and affinity remembers it for client.
+// the result is an endpoint that pool picks, and affinity remembers it for client.
 // pickEndpoint skips endpoints for which unfit returns true. If no endpoint is left, the
 // second result is false.
-func (a *affinity) pickEndpoint(client portClient, timeout time.Duration, pool *pool, unfit func(netip.AddrPort) bool, now time.Time) (netip.AddrPort, bool) {
+func (a *affinity) pickEndpoint(client portClient, from uint16, timeout time.Duration, pool *pool, unfit func(netip.AddrPort) bool, now time.Time) (netip.AddrPort, bool) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	c, ok := a.clients[client]
 	if !ok || now.Sub(c.used) >= timeout || !pool.contains(c.endpoint) || unfit(c.endpoint) {
-		if c.endpoint, ok = pool.pick(unfit); !ok {
+		if c.endpoint, ok = pool.pick(netip.AddrPortFrom(client.addr, from), unfit); !ok {
 			return c.endpoint, false
 		}
 	}
@@ -175,75 +174,6 @@ func (a *affinity) detachIf(gone func(portClient, attachment) bool) {
 	if len(a.clients) == 0 {
 		a.clients = nil // frees memory, because a map never shrinks
 	}
-}
-
-// pool is a list of endpoints that are used in turn. All frontends of a service with the
-// same list share a pool. It is safe for concurrent use.
-type pool struct {
-	mu     sync.Mutex
-	sorted []netip.AddrPort
-	// turns has the endpoints in the order of the current round. A round uses each endpoint
-	// at most once, in random order. So different proxies start with different endpoints,
-	// and a client that connects regularly does not always get the same endpoint.
-	turns []netip.AddrPort
-	next  int
-}
-
-func newPool(sorted []netip.AddrPort) *pool {
-	p := &pool{}
-	p.set(sorted)
-	return p
-}
-
-// The method set replaces the endpoints. If they are the same as before, the present
-// round continues.
-func (p *pool) set(sorted []netip.AddrPort) {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	if !slices.Equal(p.sorted, sorted) {
-		p.sorted, p.turns, p.next = sorted, slices.Clone(sorted), len(sorted)
-	}
-}
-
-// endpoints returns the endpoints, sorted. The caller must not modify them.
-func (p *pool) endpoints() []netip.AddrPort {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	return p.sorted
-}
-
-// pick returns the next endpoint for which unfit returns false. If there is no such
-// endpoint, the second result is false.
-func (p *pool) pick(unfit func(netip.AddrPort) bool) (netip.AddrPort, bool) {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	for range 2 * len(p.turns) { // the rest of the current round may lack endpoints, but the next round has all of them
-		if p.next == len(p.turns) {
-			rand.Shuffle(len(p.turns), func(i, j int) { p.turns[i], p.turns[j] = p.turns[j], p.turns[i] })
-			p.next = 0
-		}
-		e := p.turns[p.next]
-		p.next++
-		if !unfit(e) {
-			return e, true
-		}
-	}
-	return netip.AddrPort{}, false
-}
-
-func (p *pool) contains(e netip.AddrPort) bool {
-	_, found := slices.BinarySearchFunc(p.endpoints(), e, netip.AddrPort.Compare)
-	return found
-}
-
-// addrPorts returns the addresses of targets, sorted and without duplicates.
-func addrPorts(targets []nodeview.Target) []netip.AddrPort {
-	out := make([]netip.AddrPort, len(targets))
-	for i, t := range targets {
-		out[i] = t.AddrPort()
-	}
-	slices.SortFunc(out, netip.AddrPort.Compare)
-	return slices.Compact(out)
 }
 
 // admission is a list of source addresses that are admitted. It is never modified. The

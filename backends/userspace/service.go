@@ -138,7 +138,7 @@ func (s *service) apply(ctx context.Context, p *plan) {
 	s.complainOf(p.unsupported.err())
 	s.setPorts(p)
 	for _, of := range p.pools {
-		of.pool.set(of.endpoints)
+		of.pool.set(of.next)
 	}
 	s.rules, s.pools, s.admissions = p.rules, p.pools, p.admissions
 	s.affinity.setTimeout(p.affinity)
@@ -147,6 +147,14 @@ func (s *service) apply(ctx context.Context, p *plan) {
 		s.open(ctx, want)
 	}
 	s.endLostUDPClients()
+	if p.resets {
+		for _, l := range s.listeners {
+			l.resetLost()
+		}
+		for _, l := range s.lingering {
+			l.resetLost()
+		}
+	}
 	s.waiting, s.missing = nil, 0
 	for _, addr := range p.addresses {
 		if s.addresses[addr] != nil {
@@ -381,6 +389,12 @@ type existing map[api.Family]nodeview.Existing
 func (p *port) serves(e netip.AddrPort) bool {
 	now := p.existing.Load()
 	return now != nil && (*now)[api.FamilyOf(e.Addr())].Has(e)
+}
+
+// resets reports whether established connections to e are reset.
+func (p *port) resets(e netip.AddrPort) bool {
+	now := p.existing.Load()
+	return now != nil && (*now)[api.FamilyOf(e.Addr())].Resets(e)
 }
 
 // errorList has the first errors of many. So the text of their join stays short, however

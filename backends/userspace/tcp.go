@@ -147,7 +147,8 @@ func (l *tcpListener) serve(client *net.TCPConn) {
 	if log := l.log.V(3); log.Enabled() {
 		log.Info("Accepted TCP connection from remote", "remoteAddress", client.RemoteAddr(), "localAddress", client.LocalAddr())
 	}
-	counters := &l.current.Load().port.counters
+	port := l.current.Load().port
+	counters := &port.counters
 	counters.connections.Add(1)
 	l.accepted.Add(1)
 	counters.active.Add(1)
@@ -159,7 +160,7 @@ func (l *tcpListener) serve(client *net.TCPConn) {
 		l.recordEnd(nil)
 		return
 	}
-	r := &relay{client: client, endpoint: endpoint, counters: counters, log: l.log, idle: l.opts.HalfClosedTimeout}
+	r := &relay{client: client, endpoint: endpoint, port: port, counters: counters, log: l.log, idle: l.opts.HalfClosedTimeout}
 	r.done = func() {
 		counters.active.Add(-1)
 		l.recordEnd(r)
@@ -171,7 +172,7 @@ func (l *tcpListener) serve(client *net.TCPConn) {
 	}
 	l.mu.Lock()
 	l.relays[r] = struct{}{}
-	aborted := l.aborted
+	aborted := l.aborted || r.lost()
 	l.mu.Unlock()
 	if aborted {
 		r.abort() // the relay then ends soon after its start
@@ -188,13 +189,14 @@ var errOwnEndpoints = errors.New("all its endpoints are addresses that this prox
 // The method connect connects to the next endpoint. If that fails, it tries other
 // endpoints.
 func (l *tcpListener) connect(client *net.TCPConn) (*net.TCPConn, error) {
-	from := client.RemoteAddr().(*net.TCPAddr).AddrPort().Addr().Unmap()
+	from := client.RemoteAddr().(*net.TCPAddr).AddrPort()
+	from = netip.AddrPortFrom(from.Addr().Unmap(), from.Port())
 	var tried, refused []netip.AddrPort
 	var failures []error
 	for attempt := range dialTimeouts {
 		r := l.current.Load() // the rules may change between attempts
 		unfit := func(e netip.AddrPort) bool { return slices.Contains(tried, e) || l.serves(r.port, e) }
-		rt := r.routeOf(from, l.startsHere)
+		rt := r.routeOf(from.Addr(), l.startsHere)
 		if rt.verdict != nodeview.Forward {
 			return nil, errNotAdmitted
 		}
@@ -272,10 +274,21 @@ func (l *tcpListener) abort() {
 	}
 }
 
+func (l *tcpListener) resetLost() {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for r := range l.relays {
+		if r.lost() {
+			r.abort()
+		}
+	}
+}
+
 // relay moves bytes between the TCP connection to a client and the TCP connection to an
 // endpoint.
 type relay struct {
 	client, endpoint *net.TCPConn
+	port             *port
 	counters         *counters
 	log              klog.Logger
 
@@ -351,6 +364,12 @@ func (r *relay) limitIdle(source, destination *net.TCPConn) {
 	deadline := time.Now().Add(r.idle)
 	source.SetReadDeadline(deadline)
 	destination.SetWriteDeadline(deadline)
+}
+
+// lost reports whether the connection must be reset, because of its endpoint.
+func (r *relay) lost() bool {
+	at := r.endpoint.RemoteAddr().(*net.TCPAddr).AddrPort()
+	return r.port.resets(netip.AddrPortFrom(at.Addr().Unmap(), at.Port()))
 }
 
 // abort resets both connections.

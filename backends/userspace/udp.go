@@ -115,7 +115,7 @@ func (l *udpListener) clientAt(from netip.AddrPort, now time.Time) *udpClient {
 			return nil
 		}
 		unfit := func(e netip.AddrPort) bool { return l.serves(r.port, e) }
-		endpoint, ok := r.endpoint(rt, from.Addr(), unfit, now)
+		endpoint, ok := r.endpoint(rt, from, unfit, now)
 		if !ok {
 			return nil
 		}
@@ -214,6 +214,8 @@ func (l *udpListener) close() {
 func (l *udpListener) drained() <-chan struct{} { return l.empty }
 
 func (l *udpListener) abort() {}
+
+func (l *udpListener) resetLost() {}
 
 // udpClient is a client of a UDP listener. It has a socket that is connected to an
 // endpoint.

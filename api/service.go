@@ -30,6 +30,9 @@ type Service struct {
 	ExternalTrafficToLocal bool `json:",omitempty"`
 	// InternalTrafficToLocal reports whether internalTrafficPolicy is Local.
 	InternalTrafficToLocal bool `json:",omitempty"`
+	// ResetConnections reports whether the established TCP connections to an endpoint are
+	// reset when the endpoint is removed or no longer ready. Otherwise they continue.
+	ResetConnections bool `json:",omitempty"`
 	// HealthCheckNodePort is the port, 1 to 65535, on which every node answers a load
 	// balancer's health checks. 0 means none.
 	HealthCheckNodePort int32 `json:",omitempty"`
@@ -46,9 +49,6 @@ type Service struct {
 	AffinitySeconds int32 `json:",omitempty"`
 	// Algorithm chooses the endpoint of a new connection.
 	Algorithm Algorithm `json:",omitempty"`
-	// ResetConnections reports whether the established TCP connections to an endpoint are
-	// reset when the endpoint is removed or no longer ready. Otherwise they continue.
-	ResetConnections bool `json:",omitempty"`
 
 	// LoadBalancerClass is spec.loadBalancerClass. It names the implementation of the load
 	// balancer for a service of type LoadBalancer. Empty means the cluster's default.

@@ -11,6 +11,7 @@ import (
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/node/nodeaddr"
+	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
 )
 
@@ -26,6 +27,14 @@ type Dataplane interface {
 	sink.Stopper
 	sink.Verifier
 	sink.Cleaner
+}
+
+// Capable is an optional interface of a [Dataplane] that honours traffic parameters of
+// services. A dataplane without this interface honours none, and serves services without
+// them.
+type Capable interface {
+	// Honours returns the traffic parameters that the dataplane honours.
+	Honours() nodeview.Parameters
 }
 
 // Inspector is a [Dataplane] that can describe its entries for one frontend. [sink.As] finds

@@ -109,11 +109,12 @@ func (e *Explanation) MarshalJSON() ([]byte, error) {
 		View                         *api.View `json:",omitempty"`
 		Absent                       string    `json:",omitempty"`
 		InternalLocal, ExternalLocal bool
+		Parameters                   Parameters       `json:",omitzero"`
 		Lists                        []listReport     `json:",omitempty"`
 		Skipped                      []endpointReport `json:",omitempty"`
 		Frontends                    []Frontend       `json:",omitempty"`
 		Unserved                     []namedFrontend  `json:",omitempty"`
-	}{e.Service, e.node, e.zone, e.View, e.absent, e.internalLocal, e.externalLocal, e.lists, e.skipped, e.Frontends, e.unserved})
+	}{e.Service, e.node, e.zone, e.View, e.absent, e.internalLocal, e.externalLocal, ParametersOf(e.View), e.lists, e.skipped, e.Frontends, e.unserved})
 }
 
 // MarshalJSON returns the address, port, node and weight of the endpoint.

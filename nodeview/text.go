@@ -62,6 +62,9 @@ func (e *Explanation) head(b *strings.Builder) {
 	}
 	fmt.Fprintf(b, "\ninternal traffic policy %s, external traffic policy %s\n",
 		policyNames[e.internalLocal], policyNames[e.externalLocal])
+	if p := ParametersOf(e.View); p != (Parameters{}) {
+		fmt.Fprintf(b, "traffic parameters: %s\n", p)
+	}
 	if e.View.Service.ExternalTrafficToLocal && !e.externalLocal {
 		b.WriteString("(externalTrafficPolicy Local has no effect: the service has no external frontend)\n")
 	}

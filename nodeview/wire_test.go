@@ -25,8 +25,15 @@ func TestExplanationsAreDocumented(t *testing.T) {
 		Slice: "web-1", Endpoint: &api.SliceEndpoint{}, TargetPort: 80,
 		Internal: inReady, External: inHere, ShortCircuit: outNotHere, Preferred: "web-2",
 	}}
+	all := &api.View{
+		Service: &api.Service{
+			Algorithm: api.HashClient, ResetConnections: true,
+			Ports: []api.PortMapping{{NodePort: 30080}}, SourceRanges: []api.SourceRanges{{NodePorts: true}},
+		},
+		Endpoints: []api.Endpoint{{Addr: netip.MustParseAddr("10.1.0.1")}, {Addr: netip.MustParseAddr("10.1.0.2"), Weight: 1}},
+	}
 	text, err := json.Marshal(&Explanation{
-		Service: key, node: "here", zone: "zone-1", View: &api.View{}, absent: "no service",
+		Service: key, node: "here", zone: "zone-1", View: all, absent: "no service",
 		lists:     []listReport{{Port: port, Family: api.IPv4, Endpoints: endpoints}},
 		skipped:   endpoints,
 		Frontends: []Frontend{{}},

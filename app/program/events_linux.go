@@ -16,6 +16,7 @@ import (
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/metrics"
+	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
 	"github.com/kpng-project/kpng/watcher/kube"
 	"github.com/spf13/pflag"
@@ -42,8 +43,10 @@ type eventsWriter struct {
 	client rest.Interface
 	node   string
 	queue  chan *eventsv1.Event
-	stop   context.CancelFunc
-	ended  chan struct{}
+	// honours are the traffic parameters that the dataplane honours.
+	honours nodeview.Parameters
+	stop    context.CancelFunc
+	ended   chan struct{}
 }
 
 // newEventsWriter returns a writer that uses the API server and the node of the command
@@ -97,6 +100,7 @@ func (w *eventsWriter) Sync(_ context.Context, c *sink.Changes) error {
 			continue
 		}
 		w.claimsLost(s.Key, newlyLost(s.Old, s.New))
+		w.parametersIgnored(s.Key, s.Old, s.New)
 	}
 	return nil
 }
@@ -127,6 +131,18 @@ func newlyLost(old, new *api.View) []api.LostClaim {
 		before[l.Claim] = true
 	}
 	return slices.DeleteFunc(slices.Clone(new.Lost), func(l api.LostClaim) bool { return before[l.Claim] })
+}
+
+// parametersIgnored adds an Event if the dataplane ignores traffic parameters of a service
+// that the old view, which may be nil, did not have.
+func (w *eventsWriter) parametersIgnored(key types.NamespacedName, old, new *api.View) {
+	ignored := nodeview.ParametersOf(new).Without(w.honours)
+	if old != nil {
+		ignored = ignored.Without(nodeview.ParametersOf(old))
+	}
+	if ignored != (nodeview.Parameters{}) {
+		w.add(serviceReference(key), "TrafficParametersIgnored", "Proxy", fmt.Sprintf("served without traffic parameters that this dataplane does not have: %s", ignored))
+	}
 }
 
 // serviceRefused adds an Event for a service that is too large.

@@ -16,6 +16,7 @@ import (
 	"github.com/kpng-project/kpng/internal/nodeaddrs"
 	"github.com/kpng-project/kpng/internal/ownership"
 	"github.com/kpng-project/kpng/node/nodeaddr"
+	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/klog/v2"
@@ -40,7 +41,10 @@ type backend struct {
 	tasks     sync.WaitGroup
 }
 
-var _ backends.Dataplane = (*backend)(nil)
+var (
+	_ backends.Dataplane = (*backend)(nil)
+	_ backends.Capable   = (*backend)(nil)
+)
 
 // New returns a dataplane that proxies with sockets of this process. It returns an error if
 // an option is invalid, or if it cannot read the addresses of the machine. It does not
@@ -339,6 +343,11 @@ func (b *backend) sweep(ctx context.Context) {
 			b.log.Error(err, addressesStay)
 		}
 	}
+}
+
+// Honours implements [backends.Capable]. The backend honours all parameters.
+func (b *backend) Honours() nodeview.Parameters {
+	return nodeview.Parameters{Algorithm: true, Weights: true, Resets: true, NodePortSources: true}
 }
 
 // StopTimeout returns the time limit for [sink.Stopper]. It is Options.DrainTimeout plus

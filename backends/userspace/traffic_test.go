@@ -120,7 +120,10 @@ func TestConnectionsToLostEndpoints(t *testing.T) {
 			{"removed, and no other is left", func(s *testService, a, b netip.AddrPort) { s.markUnusable() }, true},
 			{"not ready", func(s *testService, a, b netip.AddrPort) { s.addEndpoints(b).addDraining(a); notReady(&s.Draining[0]) }, true},
 			{"not ready, but used because none is ready", func(s *testService, a, b netip.AddrPort) { s.addEndpoints(a); notReady(&s.Endpoints[0]) }, false},
-			{"weight zero", func(s *testService, a, b netip.AddrPort) { s.addEndpoints(b).addDraining(a); weightZero(&s.Draining[0]) }, false},
+			{"weight zero", func(s *testService, a, b netip.AddrPort) {
+				s.addEndpoints(b).addDraining(a)
+				weightZero(&s.Draining[0])
+			}, false},
 			{"only on lists of other nodes", func(s *testService, a, b netip.AddrPort) { s.addEndpoints(b).addDraining(a) }, false},
 		} {
 			t.Run(fmt.Sprintf("%s, reset %t", test.name, reset), func(t *testing.T) {

@@ -174,7 +174,10 @@ func cleanup(b *command.Backend) *cobra.Command {
 	return cmd
 }
 
-func inspectorOf(name, instance string) (backends.Inspector, error) {
+// inspectorOf returns the inspector of a backend, and the traffic parameters that the
+// backend honours.
+func inspectorOf(name, instance string) (backends.Inspector, nodeview.Parameters, error) {
+	var honours nodeview.Parameters
 	for _, b := range platformBackends() {
 		if b.Name != name {
 			continue
@@ -183,17 +186,20 @@ func inspectorOf(name, instance string) (backends.Inspector, error) {
 		b.Register(fs)
 		if instance != "" {
 			if err := fs.Set("instance", instance); err != nil {
-				return nil, usage.Errorf("use --instance of backend %s: %w", name, err)
+				return nil, honours, usage.Errorf("use --instance of backend %s: %w", name, err)
 			}
 		}
 		if err := b.Configure(); err != nil {
-			return nil, usage.Error(err)
+			return nil, honours, usage.Error(err)
+		}
+		if c, ok := sink.As[backends.Capable](b); ok {
+			honours = c.Honours()
 		}
 		if i, ok := sink.As[backends.Inspector](b); ok {
-			return i, nil
+			return i, honours, nil
 		}
 	}
-	return nil, usage.Errorf("--dataplane %q: no backend of this platform with this name can show its dataplane (nftables and ebpf can, on Linux)", name)
+	return nil, honours, usage.Errorf("--dataplane %q: no backend of this platform with this name can show its dataplane (nftables and ebpf can, on Linux)", name)
 }
 
 // inspect prints what the dataplane has for each explained frontend. The argument asked

@@ -64,11 +64,14 @@ func explainCommand() *cobra.Command {
 			case dataplane != "" && output != "text":
 				return usage.Errorf("--dataplane prints text, not --output %s", output)
 			case dataplane != "":
-				i, err := inspectorOf(dataplane, instance)
+				i, honours, err := inspectorOf(dataplane, instance)
 				if err != nil {
 					return err
 				}
 				printMore = func(e *nodeview.Explanation, n *api.Node) error {
+					if ignored := nodeview.ParametersOf(e.View).Without(honours); ignored != (nodeview.Parameters{}) {
+						fmt.Fprintf(cmd.OutOrStdout(), "\nThe backend %s ignores traffic parameters: %s\n", dataplane, ignored)
+					}
 					return inspect(cmd.Context(), cmd.OutOrStdout(), i, e, n, about.Addr())
 				}
 			}

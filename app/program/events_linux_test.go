@@ -13,6 +13,7 @@ import (
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/internal/command"
 	"github.com/kpng-project/kpng/metrics"
+	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
 	"github.com/prometheus/client_golang/prometheus"
 	eventsv1 "k8s.io/api/events/v1"
@@ -56,6 +57,23 @@ func TestOnlyNewlyLostClaimsBecomeEvents(t *testing.T) {
 	}
 	if names[0] != names[3] || len(slices.Compact(slices.Sorted(slices.Values(names)))) != 3 {
 		t.Errorf("names %q: want the same name for the same claim, and only then", names)
+	}
+}
+
+func TestEventsNameIgnoredTrafficParameters(t *testing.T) {
+	w := &eventsWriter{queue: make(chan *eventsv1.Event, 100), honours: nodeview.Parameters{Resets: true}}
+	plain := &api.View{Service: &api.Service{Name: "web"}}
+	hashed := &api.View{Service: &api.Service{Name: "web", Algorithm: api.HashClient, ResetConnections: true}}
+	if err := w.Sync(t.Context(), &sink.Changes{Services: slices.Values([]sink.Change{{New: plain}, {Old: plain, New: hashed}, {Old: hashed, New: hashed}})}); err != nil {
+		t.Fatal(err)
+	}
+	close(w.queue)
+	var notes []string
+	for e := range w.queue {
+		notes = append(notes, e.Reason+": "+e.Note)
+	}
+	if want := []string{"TrafficParametersIgnored: served without traffic parameters that this dataplane does not have: stable hashing"}; !slices.Equal(notes, want) {
+		t.Errorf("events %q, want %q", notes, want)
 	}
 }
 

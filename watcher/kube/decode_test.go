@@ -43,13 +43,13 @@ var decoderOptions = []watcher.Options{{}, {
 
 func TestDecodersOfTypicalObjects(t *testing.T) {
 	service, slice, node := benchService(1), benchSlice(1, 3, 2), &corev1.Node{}
-	service.Annotations = map[string]string{"a": "true", "x/y": "z", "b": "dropped"}
+	service.Annotations = map[string]string{"a": "true", "x/y": "z", "b": "dropped", "kpng.io/algorithm": "hash-client"}
 	service.Labels["app2"] = "x"
 	service.ManagedFields = []metav1.ManagedFieldsEntry{{Manager: "x"}}
 	service.Spec.LoadBalancerClass = ptr.To("class")
 	service.Status.LoadBalancer.Ingress = []corev1.LoadBalancerIngress{{IP: "192.0.2.1"}}
 	slice.Labels["y"], slice.Labels[discoveryv1.LabelManagedBy] = "web", managedByController
-	slice.Annotations = map[string]string{corev1.EndpointsLastChangeTriggerTime: "2026-01-02T03:04:05Z"}
+	slice.Annotations = map[string]string{corev1.EndpointsLastChangeTriggerTime: "2026-01-02T03:04:05Z", "kpng.io/weight": "7"}
 	slice.Endpoints[0].Hostname = ptr.To("host")
 	slice.Endpoints[1].Hints = &discoveryv1.EndpointHints{ForZones: []discoveryv1.ForZone{{Name: "zone-1"}}}
 	node.Name, node.Labels = "node-1", map[string]string{corev1.LabelTopologyZone: "zone-1"}

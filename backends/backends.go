@@ -13,6 +13,7 @@ import (
 	"github.com/kpng-project/kpng/node/nodeaddr"
 	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
+	"k8s.io/apimachinery/pkg/types"
 )
 
 // Dataplane is a sink that programs the dataplane of a node.
@@ -49,6 +50,37 @@ type Inspector interface {
 	// be called at any time. If the dataplane was not started, Inspect describes what another
 	// process has programmed.
 	Inspect(ctx context.Context, addr netip.Addr, protocol api.Protocol, port int32, view *api.View) (string, error)
+}
+
+// Counter is an optional interface of a [Dataplane] that counts traffic. [sink.As] finds a
+// Counter in a wrapped sink, too.
+type Counter interface {
+	// Stats calls yield for each endpoint of each service port that the dataplane has, in any
+	// order, until yield returns false. It may call yield more than once for an endpoint;
+	// the caller adds the numbers. It returns an error if [Options.Stats] is not set, or
+	// if the dataplane cannot be read. Stats may be called at any time after Start. It must
+	// not delay a Sync by more than a few milliseconds.
+	Stats(ctx context.Context, yield func(Stats) bool) error
+}
+
+// Stats are the numbers of one service port at one endpoint. A number is -1 if the dataplane
+// does not count it. Numbers begin with 0 when the dataplane adds the endpoint, and may begin
+// again when the service changes or the program starts. Only Active can decrease otherwise.
+type Stats struct {
+	Service types.NamespacedName
+	// Port is the name of the service port. An all-ports service has no name and protocol 0.
+	Port     string
+	Protocol api.Protocol
+	// Endpoint is the endpoint's address and port. The port is 0 for an all-ports service.
+	Endpoint netip.AddrPort
+
+	// Connections counts new connections; for UDP, flows of connection tracking or sockets.
+	Connections int64
+	// Active are the present connections.
+	Active int64
+	// FromClients and ToClients count bytes, in the dataplane's own measure: some count
+	// headers, and others only data.
+	FromClients, ToClients int64
 }
 
 // Options are the settings that dataplanes share. The zero value has the defaults of
@@ -108,6 +140,10 @@ type Options struct {
 	// backends check net.ipv4.ip_forward and net.ipv6.conf.all.forwarding, which must be 1
 	// if the node forwards traffic of pods or other hosts. Default: ReportSysctls.
 	Sysctls SysctlMode
+
+	// Stats makes the dataplane count traffic, if it is a [Counter]. Default: false, since
+	// counters cost time for each connection.
+	Stats bool
 
 	// Observer receives events, for metrics. Default: none.
 	Observer Observer

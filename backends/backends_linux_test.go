@@ -41,11 +41,11 @@ var constructors = map[string]func(backends.Options) (backends.Dataplane, error)
 
 // unsupported has the options that a backend refuses.
 var unsupported = map[string][]string{
-	"nftables": nil,
-	"iptables": nil,
-	"ipvs":     {"NodePodCIDRs", "AcceptUnknownPorts"},
-	"ebpf":     {"MasqueradeMark", "MasqueradeAll", "MasqueradeOutsiders", "ClusterCIDRs", "NodePodCIDRs", "PodInterfaces", "AcceptUnknownPorts", "NodeAddresses", "Conntrack", "Sysctls", "NetNS"},
-	"ovs":      {"MasqueradeMark", "NodePodCIDRs", "PodInterfaces", "AcceptUnknownPorts", "NetNS"},
+	"nftables": {"Stats"},
+	"iptables": {"Stats"},
+	"ipvs":     {"Stats", "NodePodCIDRs", "AcceptUnknownPorts"},
+	"ebpf":     {"Stats", "MasqueradeMark", "MasqueradeAll", "MasqueradeOutsiders", "ClusterCIDRs", "NodePodCIDRs", "PodInterfaces", "AcceptUnknownPorts", "NodeAddresses", "Conntrack", "Sysctls", "NetNS"},
+	"ovs":      {"Stats", "MasqueradeMark", "NodePodCIDRs", "PodInterfaces", "AcceptUnknownPorts", "NetNS"},
 }
 
 type observer struct{ backends.Observer }
@@ -59,7 +59,7 @@ func TestUnsupportedOptionsAreRefused(t *testing.T) {
 		o := backends.Options{
 			Instance: "1", MasqueradeMark: 0x8000, MasqueradeAll: true, MasqueradeOutsiders: true, ClusterCIDRs: pods, NodePodCIDRs: true,
 			PodInterfaces: []string{"cni0"}, AcceptUnknownPorts: true, NodeAddresses: nodeaddr.Of(), Conntrack: nothing,
-			Sysctls: backends.SetSysctls, Observer: observer{}, NetNS: 1,
+			Sysctls: backends.SetSysctls, Observer: observer{}, NetNS: 1, Stats: true,
 		}
 		for j := range reflect.TypeFor[backends.Options]().NumField() {
 			if field := reflect.ValueOf(&o).Elem().Field(j); field.IsZero() {

@@ -54,6 +54,10 @@ var (
 // Start needs CAP_BPF, CAP_NET_ADMIN and CAP_PERFMON. An error of eBPF does not fail Sync: the
 // other sink then handles all connections until a later pass has ended.
 //
+// The dataplane honours the traffic parameters that the other sink honours, which
+// [backends.Capable] returns. The programs honour weights, and leave services with other
+// parameters to the other sink if that sink honours them.
+//
 // The dataplane also has this method, which [sink.As] finds:
 //
 //	Counts() (translated, left map[string]uint64, err error)
@@ -131,7 +135,7 @@ func (b *backend) start(ctx context.Context) (err error) {
 	b.programs, b.complete = p, false
 	b.repairAt = time.Now().Add(repairPause)
 	d := &dataplane{
-		planner:   b.opts.planner(),
+		planner:   b.planner(),
 		frontends: kernelTable[frontendKey, list]{"frontends", p.Frontends},
 		slots:     kernelTable[slotKey, address]{"slots", p.Slots},
 		members:   kernelTable[memberKey, uint32]{"members", p.Members},

@@ -27,7 +27,8 @@ const volatile __u64 max_clients_of_ip = 0;
 struct address {
 	__u32 ip[4];
 	__u16 port;
-	__u16 pad;
+	// In the map slots: the probability of the other endpoint, in 1/65536. Otherwise 0.
+	__u16 other;
 };
 
 struct frontend {
@@ -103,6 +104,9 @@ struct {
 	__type(value, struct list);
 	__uint(max_entries, SOME);
 } frontends SEC(".maps");
+
+// If the weights of endpoints differ, each slot i has another endpoint in slot i+OTHERS.
+#define OTHERS (1U << 31)
 
 // The endpoints of each list. A list with n endpoints has the slots 0 to n-1.
 struct {
@@ -401,9 +405,14 @@ static __always_inline int choose(struct bpf_sock_addr *ctx, __u8 protocol, stru
 			return left(NO_ENDPOINT);
 		struct slot slot = {.list = list.id, .index = bpf_get_prandom_u32() % list.count};
 		struct address *chosen = bpf_map_lookup_elem(&slots, &slot);
+		if (chosen && chosen->other && (bpf_get_prandom_u32() & 0xffff) < chosen->other) {
+			slot.index += OTHERS;
+			chosen = bpf_map_lookup_elem(&slots, &slot);
+		}
 		if (!chosen)
 			return left(LIST_CHANGED);
 		peer->endpoint = *chosen;
+		peer->endpoint.other = 0;
 	}
 	found = bpf_map_lookup_elem(&frontends, &frontend);
 	if (!found || found->id != list.id)

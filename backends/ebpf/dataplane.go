@@ -64,13 +64,21 @@ type op = reconcile.Op[frontendKey, frontend]
 type listRecord struct {
 	id              uint64
 	count, affinity uint32
+	// weighted is true if the list has other endpoints in slots.
+	weighted bool
 	// frontends is the number of frontends with this list.
 	frontends uint32
 	// members are in no order.
 	members []address
 }
 
-func (l *listRecord) size() size { return size{endpoints: int(l.count), members: len(l.members)} }
+func (l *listRecord) size() size {
+	s := size{endpoints: int(l.count), members: len(l.members)}
+	if l.weighted {
+		s.endpoints *= 2
+	}
+	return s
+}
 
 // leftover is a service with frontends that did not fit into the maps.
 type leftover struct {
@@ -232,12 +240,12 @@ func (d *dataplane) addLists(ops []op) map[uint64]*newList {
 		}
 		d.lastID++
 		l.listRecord = &listRecord{
-			id: d.lastID, count: uint32(len(wanted.endpoints)), affinity: wanted.affinity, members: wanted.members,
+			id: d.lastID, count: uint32(len(wanted.endpoints)), affinity: wanted.affinity, weighted: wanted.others != nil, members: wanted.members,
 		}
 		byID[l.id] = l
 		d.used.add(l.size())
-		for i, a := range wanted.endpoints {
-			slots.add(slotKey{List: l.id, Index: uint32(i)}, a)
+		for i, a := range wanted.all() {
+			slots.add(slotKey{List: l.id, Index: i}, a)
 		}
 		for _, a := range wanted.members {
 			members.add(memberKey{List: l.id, Endpoint: a}, 0)
@@ -256,12 +264,12 @@ func (d *dataplane) addLists(ops []op) map[uint64]*newList {
 // checkRoom returns an error if a new list does not fit. So a list that is too large for
 // the rest of a map costs nothing.
 func (d *dataplane) checkRoom(l *endpointList) error {
-	room := d.room()
+	room, needed := d.room(), l.size()
 	switch {
-	case len(l.endpoints) > room.endpoints:
-		return fmt.Errorf("map slots has room for only %d of %d elements", room.endpoints, len(l.endpoints))
-	case len(l.members) > room.members:
-		return fmt.Errorf("map members has room for only %d of %d elements", room.members, len(l.members))
+	case needed.endpoints > room.endpoints:
+		return fmt.Errorf("map slots has room for only %d of %d elements", room.endpoints, needed.endpoints)
+	case needed.members > room.members:
+		return fmt.Errorf("map members has room for only %d of %d elements", room.members, needed.members)
 	}
 	return nil
 }
@@ -318,6 +326,9 @@ func (d *dataplane) finish(ops []op, made map[uint64]*newList, errs map[frontend
 		d.used.subtract(l.size())
 		for i := range l.count {
 			slots = append(slots, slotKey{List: l.id, Index: i})
+			if l.weighted {
+				slots = append(slots, slotKey{List: l.id, Index: othersFrom + i})
+			}
 		}
 		for _, a := range l.members {
 			members = append(members, memberKey{List: l.id, Endpoint: a})
@@ -428,8 +439,9 @@ func (d *dataplane) scan(ctx context.Context) (*scan, error) {
 		return nil, err
 	}
 	err = d.slots.each(ctx, func(k slotKey, a address) {
-		if l := s.lists[k.List]; l != nil && k.Index < l.count {
+		if l := s.lists[k.List]; l != nil && k.Index%othersFrom < l.count {
 			l.digest += slotDigest(d.seed, k.Index, a)
+			l.weighted = l.weighted || k.Index >= othersFrom
 		} else {
 			s.orphanSlots = append(s.orphanSlots, k)
 		}

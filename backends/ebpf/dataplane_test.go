@@ -18,6 +18,7 @@ import (
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/internal/backendtest"
+	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
 	"golang.org/x/sys/unix"
 	"k8s.io/apimachinery/pkg/types"
@@ -79,8 +80,8 @@ func (t *fakeTable[K, V]) each(ctx context.Context, f func(K, V)) error {
 var unlimited = size{math.MaxInt, math.MaxInt, math.MaxInt}
 
 // plan returns the frontends that the programs handle for a view.
-func plan(v *api.View, annotation string) []wanted {
-	p := planner{annotation: annotation, seed: maphash.MakeSeed(), share: unlimited}
+func plan(v *api.View, annotation string, below nodeview.Parameters) []wanted {
+	p := planner{annotation: annotation, below: below, seed: maphash.MakeSeed(), share: unlimited}
 	all, _ := p.plan(v)
 	return all
 }
@@ -136,6 +137,10 @@ func (k *fakeKernel) check() {
 				k.t.Fatalf("frontend %s: slot %d of %d is missing", f, i, l.Count)
 			}
 			endpoints[i] = a
+			if _, ok := k.slots.elements[slotKey{List: l.ID, Index: othersFrom + uint32(i)}]; !ok && a.Other != 0 {
+				k.t.Fatalf("frontend %s: slot %d has no other endpoint", f, i)
+			}
+			a.Other = 0
 			if _, ok := k.members.elements[memberKey{List: l.ID, Endpoint: a}]; !ok && (f.Protocol == 17 || l.Affinity != 0) {
 				k.t.Fatalf("frontend %s: member %s is missing", f, a)
 			}
@@ -226,6 +231,11 @@ func randomView(random *rand.Rand, name string, ip int) *api.View {
 		edit = withAffinity(int32(1 + random.IntN(2)))
 	}
 	v := view(name, []string{fmt.Sprintf("10.96.0.%d", ip)}, addrs, edit)
+	if random.IntN(2) == 0 {
+		for i := range v.Endpoints {
+			v.Endpoints[i].Weight = int32(1 + random.IntN(3))
+		}
+	}
 	if random.IntN(4) == 0 {
 		return nil
 	}
@@ -252,7 +262,7 @@ func (k *fakeKernel) mustHave(services map[string]*api.View) {
 			}
 			if !counted[w.digest] {
 				counted[w.digest] = true
-				slots += len(w.endpoints)
+				slots += w.size().endpoints
 				members += len(w.members)
 			}
 			if !slices.Equal(k.seen[l.ID], w.endpoints) || l.Affinity != w.affinity {
@@ -505,9 +515,22 @@ func TestRestartUsesOtherIDs(t *testing.T) {
 	}
 }
 
+// A parameter that the other sink does not honour is no reason to leave a service to it.
+func TestPlanIgnoresParametersThatTheOtherSinkIgnores(t *testing.T) {
+	plain := plan(view("web", []string{"10.96.0.1"}, []string{"10.0.0.1"}, nil), "", nodeview.Parameters{})
+	ignored := plan(view("web", []string{"10.96.0.1"}, []string{"10.0.0.1"}, func(s *api.Service) {
+		s.Algorithm, s.ResetConnections = api.HashClient, true
+	}), "", nodeview.Parameters{})
+	if len(plain) != 2 || len(ignored) != 2 {
+		t.Errorf("the plan has %d frontends, and with ignored parameters %d; want 2", len(plain), len(ignored))
+	}
+}
+
 func TestPlan(t *testing.T) {
 	ips := []string{"10.96.0.1", "fd00:96::1"}
 	all := []string{"10.0.0.2", "10.0.0.1", "~10.0.0.3", "fd00::1"}
+	unequal := view("web", ips[:1], all[:2], nil)
+	unequal.Endpoints[0].Weight, unequal.Endpoints[1].Weight = 1, 3
 	for name, test := range map[string]struct {
 		view *api.View
 		want []string
@@ -522,6 +545,14 @@ func TestPlan(t *testing.T) {
 		}},
 		"session affinity": {view("web", ips[:1], all, withAffinity(5)), []string{
 			"10.96.0.1:80/TCP for 5 s to 10.0.0.1:8080 10.0.0.2:8080 keeping 10.0.0.1:8080 10.0.0.2:8080",
+		}},
+		"weights": {unequal, []string{
+			"10.96.0.1:80/UDP to 10.0.0.1:8080 or 10.0.0.2:8080 10.0.0.2:8080 keeping 10.0.0.1:8080 10.0.0.2:8080",
+			"10.96.0.1:80/TCP to 10.0.0.1:8080 or 10.0.0.2:8080 10.0.0.2:8080 keeping 10.0.0.1:8080 10.0.0.2:8080",
+		}},
+		"stable hashing": {view("web", ips, all, func(s *api.Service) { s.Algorithm = api.HashClient }), nil},
+		"resets": {view("web", ips[:1], all, func(s *api.Service) { s.ResetConnections = true }), []string{
+			"10.96.0.1:80/UDP to 10.0.0.1:8080 10.0.0.2:8080 keeping 10.0.0.1:8080 10.0.0.2:8080 10.0.0.3:8080",
 		}},
 		"without endpoints": {view("web", ips, nil, nil), nil},
 		"only a draining endpoint, which new clients may not use": {view("web", ips[:1], []string{"~10.0.0.3"}, local), []string{
@@ -540,14 +571,17 @@ func TestPlan(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			var got []string
-			for _, w := range plan(test.view, "no") {
+			for _, w := range plan(test.view, "no", nodeview.Parameters{Algorithm: true, Resets: true}) {
 				line := w.frontend.String()
 				if w.affinity != 0 {
 					line += fmt.Sprintf(" for %d s", w.affinity)
 				}
 				line += " to"
-				for _, a := range w.endpoints {
+				for i, a := range w.endpoints {
 					line += " " + a.String()
+					if a.Other != 0 {
+						line += " or " + w.others[i].String()
+					}
 				}
 				if len(w.members) > 0 {
 					line += " keeping"

@@ -46,15 +46,15 @@ func (b *backend) inspect(out *strings.Builder, addr netip.Addr, protocol api.Pr
 	}
 	var should []string
 	if view != nil {
+		p := b.planner()
 		for f := range nodeview.Frontends(view) {
 			here := f.Addr == addr || f.Kind == nodeview.NodePort && f.Family == api.FamilyOf(addr)
 			if here && f.Protocol == protocol && f.Port == port {
-				if reason := unsuitable(view, &f, b.opts.Annotation); reason != "" {
+				if reason := p.unsuitable(view, &f); reason != "" {
 					fmt.Fprintf(out, "  not handled by eBPF: %s\n", reason)
 				}
 			}
 		}
-		p := b.opts.planner()
 		all, tooLarge := p.plan(view)
 		if tooLarge != "" {
 			fmt.Fprintf(out, "  not handled by eBPF: %s\n", tooLarge)
@@ -62,7 +62,11 @@ func (b *backend) inspect(out *strings.Builder, addr netip.Addr, protocol api.Pr
 		for _, w := range all {
 			if w.frontend == toFrontend(addr, protocol, port) {
 				for i, a := range w.endpoints {
-					should = append(should, fmt.Sprintf("slot %d: %s", i, a))
+					var other address
+					if w.others != nil {
+						other = w.others[i]
+					}
+					should = append(should, slotLine(i, a, other))
 				}
 			}
 		}
@@ -108,13 +112,25 @@ func (b *backend) endpointsOf(f frontendKey) (lines []string, err error) {
 		return nil, fmt.Errorf("read map frontends: %w", err)
 	}
 	for i := range l.Count {
-		var a address
-		if err := slots.Lookup(slotKey{List: l.ID, Index: i}, &a); err != nil {
+		var a, other address
+		err := slots.Lookup(slotKey{List: l.ID, Index: i}, &a)
+		if err == nil && a.Other != 0 {
+			err = slots.Lookup(slotKey{List: l.ID, Index: othersFrom + i}, &other)
+		}
+		if err != nil {
 			return nil, fmt.Errorf("read slot %d of list %d: %w", i, l.ID, err)
 		}
-		lines = append(lines, fmt.Sprintf("slot %d: %s", i, a))
+		lines = append(lines, slotLine(int(i), a, other))
 	}
 	return lines, nil
+}
+
+// slotLine describes a slot with an endpoint and, if weights differ, another endpoint.
+func slotLine(i int, a, other address) string {
+	if a.Other == 0 {
+		return fmt.Sprintf("slot %d: %s", i, a)
+	}
+	return fmt.Sprintf("slot %d: %s, or %s for %.2f %%", i, a, other, float64(a.Other)/(1<<16)*100)
 }
 
 func (b *backend) openMap(name string) (*ebpf.Map, error) {

@@ -25,6 +25,7 @@ import (
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/internal/netnstest"
+	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
 	"golang.org/x/sys/unix"
 )
@@ -37,6 +38,7 @@ func TestKernel(t *testing.T) {
 	t.Run("UDP sockets are translated when they send", testUDP)
 	t.Run("UDP sockets keep a draining endpoint and leave a removed one", testUDPChurn)
 	t.Run("UDP sockets keep a draining endpoint that no new socket may use", testDrainingOnly)
+	t.Run("endpoints get connections according to their weights", testWeights)
 	t.Run("connected UDP sockets are left to the other sink", testConnectedUDP)
 	t.Run("a connected UDP socket may name its peer when it sends", testConnectedUDPNamesPeer)
 	t.Run("answers in flight come from the service that was asked", testAnswersInFlight)
@@ -930,7 +932,7 @@ func testMergedLists(t *testing.T) {
 	s := n.socket()
 	asked := s.ask("10.96.0.1:80")
 	next := uint64(1)
-	for _, w := range plan(web, "") {
+	for _, w := range plan(web, "", nodeview.Parameters{}) {
 		next++
 		var err error
 		for i, a := range w.endpoints {
@@ -1344,7 +1346,7 @@ func testRepair(t *testing.T) {
 		t.Fatal(err)
 	}
 	d := n.dataplane
-	frontend := plan(web, "")[0].frontend
+	frontend := plan(web, "", nodeview.Parameters{})[0].frontend
 	id := func() uint64 { return read(t, d.frontends)[frontend].ID }
 	sizes := func() [3]int { return [3]int{count(t, d.frontends), count(t, d.slots), count(t, d.members)} }
 	want := sizes()

@@ -14,6 +14,7 @@ import (
 
 	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/internal/backendoptions"
+	"github.com/kpng-project/kpng/sink"
 )
 
 // Options are the settings of the dataplane. Of [backends.Options], it supports only Instance
@@ -113,9 +114,14 @@ func (o *Options) directory() string {
 // share returns the share of a service in a map.
 func share(size int) int { return max(size/8, 64) }
 
-func (o *Options) planner() planner {
-	return planner{
+func (b *backend) planner() planner {
+	o := &b.opts
+	p := planner{
 		annotation: o.Annotation, seed: maphash.MakeSeed(),
 		share: size{share(o.MaxFrontends), share(o.MaxEndpoints), share(o.MaxMembers)},
 	}
+	if c, ok := sink.As[backends.Capable](b.proxy); ok {
+		p.below = c.Honours()
+	}
+	return p
 }

@@ -21,10 +21,11 @@ import (
 // exported fields.
 
 // address is an address and a port in network byte order. An IPv4 address is stored as an
-// IPv4-mapped IPv6 address.
+// IPv4-mapped IPv6 address. Other is 0, except in slots of lists with weights.
 type address struct {
-	IP        [16]byte
-	Port, Pad [2]byte
+	IP    [16]byte
+	Port  [2]byte
+	Other uint16
 }
 
 func toAddress(addr netip.Addr, port int32) address {
@@ -116,16 +117,17 @@ type wanted struct {
 
 // endpointList is a list that a service needs.
 type endpointList struct {
-	// The field endpoints has the endpoints for new clients. The field members has the
-	// endpoints that existing clients may keep. One of both may be empty.
-	endpoints, members []address
-	affinity           uint32 // in seconds
-	digest             uint64
-	view               *api.View
+	// The field slots has the endpoints for new clients. The field members has the endpoints
+	// that existing clients may keep. One of both may be empty.
+	slots
+	members  []address
+	affinity uint32 // in seconds
+	digest   uint64
+	view     *api.View
 }
 
 func (l *endpointList) size() size {
-	return size{endpoints: len(l.endpoints), members: len(l.members)}
+	return size{endpoints: len(l.endpoints) + len(l.others), members: len(l.members)}
 }
 
 // slotDigest returns the digest of a slot. The digest of a list is the sum of the digests of
@@ -153,7 +155,9 @@ type slotKeyDigest struct {
 // planner makes plans.
 type planner struct {
 	annotation string
-	seed       maphash.Seed
+	// below has the traffic parameters that the other sink honours.
+	below nodeview.Parameters
+	seed  maphash.Seed
 	// share is the largest size of a service.
 	share size
 }
@@ -165,7 +169,7 @@ func (p *planner) plan(view *api.View) (all []wanted, tooLarge string) {
 	var rest []*nodeview.Frontend
 	for f := range nodeview.Frontends(view) {
 		// UDP sockets may keep a draining endpoint although new sockets have none to use.
-		if reason := unsuitable(view, &f, p.annotation); reason != "" && !(reason == noEndpoint && f.Protocol == api.UDP) {
+		if reason := p.unsuitable(view, &f); reason != "" && !(reason == noEndpoint && f.Protocol == api.UDP) {
 			continue
 		}
 		if f.Protocol != api.UDP && f.Affinity == 0 {
@@ -242,10 +246,10 @@ func (s *servicePlan) add(f *nodeview.Frontend) {
 
 func (s *servicePlan) addList(f *nodeview.Frontend, members memberSet) *endpointList {
 	affinity := uint32(f.Affinity / time.Second)
-	l := &endpointList{endpoints: toAddresses(f.Node.Endpoints), members: members.addresses, affinity: affinity, view: s.view}
+	l := &endpointList{slots: slotsOf(f.Node.Endpoints), members: members.addresses, affinity: affinity, view: s.view}
 	l.digest = members.digest + affinityDigest(s.seed, affinity)
-	for i, a := range l.endpoints {
-		l.digest += slotDigest(s.seed, uint32(i), a)
+	for i, a := range l.all() {
+		l.digest += slotDigest(s.seed, i, a)
 	}
 	s.lists[listKey{f.Node.List, members.digest}] = l
 	if without := (listKey{id: f.Node.List}); s.lists[without] == nil {
@@ -306,8 +310,9 @@ const noEndpoint = "it has no usable endpoint"
 
 // unsuitable returns the reason why the programs cannot handle a frontend, or the empty
 // string if they can. They handle only cluster IPs, because connections to a cluster IP
-// keep the source address of the client.
-func unsuitable(view *api.View, f *nodeview.Frontend, annotation string) string {
+// keep the source address of the client. A traffic parameter that the programs do not honour
+// is a reason only if the other sink honours it.
+func (p *planner) unsuitable(view *api.View, f *nodeview.Frontend) string {
 	switch {
 	case f.Kind != nodeview.ClusterIP:
 		return "it is not a cluster IP"
@@ -317,8 +322,12 @@ func unsuitable(view *api.View, f *nodeview.Frontend, annotation string) string 
 		return "it has source ranges"
 	case f.Protocol == api.UDP && f.Affinity != 0:
 		return "it is a UDP port with session affinity"
-	case view.Service.Annotations[annotation] == "false":
-		return "the annotation " + annotation + " of the service excludes it"
+	case view.Service.Annotations[p.annotation] == "false":
+		return "the annotation " + p.annotation + " of the service excludes it"
+	case f.Algorithm != api.Random && p.below.Algorithm:
+		return "stable hashing needs the source address, which a socket gets after the program has run"
+	case view.Service.ResetConnections && p.below.Resets && f.Protocol == api.TCP:
+		return "connections to its lost endpoints are reset by connection tracking"
 	case f.Node.Verdict != nodeview.Forward:
 		return noEndpoint
 	default:

@@ -117,7 +117,7 @@ func load(ctx context.Context, o *Options) (p *programs, err error) {
 // layouts has the version of the meaning of keys and values in each map that is not in
 // version 1. A change must increase it, also if the size of the elements changes. The
 // kernel's name of a map ends with it.
-var layouts = map[string]int{"counters": 2, "udp_peers": 2}
+var layouts = map[string]int{"counters": 2, "udp_peers": 2, "slots": 2}
 
 // mapSpecs sets the names and sizes of the maps, and returns those that are pinned.
 func mapSpecs(spec *ebpf.CollectionSpec, o *Options) map[string]*ebpf.MapSpec {

@@ -25,35 +25,38 @@ var matrix = flag.String("matrix", "", "`file` to which the matrix is written as
 // TestKubeProxy expects kube-proxy to pass every case except those that
 // docs/conformance.md explains.
 func TestKubeProxy(t *testing.T) {
+	run(t, conformance.Options{Matrix: *matrix, Unsupported: lacking, Exceptions: exceptions}, kubeproxy.Options{})
+}
+
+// TestKubeProxyOnLocalhost runs the cases of node ports on localhost over TCP with
+// kube-proxy's alpha feature gate. kube-proxy does not serve UDP there.
+func TestKubeProxyOnLocalhost(t *testing.T) {
+	run(t, conformance.Options{
+		Cases:       regexp.MustCompile("localhost"),
+		Unsupported: map[conformance.Feature]string{conformance.UDP: "it serves node ports on localhost only over TCP"},
+		Exceptions:  localhostExceptions,
+	}, kubeproxy.Options{LocalhostNodePorts: true})
+}
+
+// run runs cases of the kit against kube-proxy with o and the settings of each site.
+func run(t *testing.T, opts conformance.Options, o kubeproxy.Options) {
 	server := apiserver.Start(t, apiserver.Options{})
-	kubeconfig := apiserver.Kubeconfig(t, server.Config())
-	command := func(site conformance.Site) []string {
-		return kubeproxy.Command(t, kubeproxy.Options{
-			Kubeconfig:        kubeconfig,
-			Node:              site.NodeName,
-			MinSyncPeriod:     time.Millisecond,
-			ClusterCIDR:       join(site.ClusterCIDRs),
-			NodePortAddresses: list(site.NodePortCIDRs),
-			MasqueradeAll:     site.Masquerade == conformance.MasqueradeAll,
-		})
+	o.Kubeconfig, o.MinSyncPeriod = apiserver.Kubeconfig(t, server.Config()), time.Millisecond
+	command := func(site conformance.Site, args ...string) *exec.Cmd {
+		o := o
+		o.Node = site.NodeName
+		o.ClusterCIDR, o.NodePortAddresses = join(site.ClusterCIDRs), list(site.NodePortCIDRs)
+		o.MasqueradeAll = site.Masquerade == conformance.MasqueradeAll
+		args = append(kubeproxy.Command(t, o), args...)
+		return exec.Command(args[0], args[1:]...)
 	}
 	subject := &conformance.Command{
 		Publisher: newPublisher(server.Client()),
-		Proxy: func(site conformance.Site) *exec.Cmd {
-			args := command(site)
-			return exec.Command(args[0], args[1:]...)
-		},
-		Clean: func(site conformance.Site) *exec.Cmd {
-			args := append(command(site), "--cleanup")
-			return exec.Command(args[0], args[1:]...)
-		},
+		Proxy:     func(site conformance.Site) *exec.Cmd { return command(site) },
+		Clean:     func(site conformance.Site) *exec.Cmd { return command(site, "--cleanup") },
 	}
-	conformance.RunSubject(t, subject, conformance.Options{
-		Matrix:      *matrix,
-		Unsupported: lacking,
-		Exceptions:  exceptions,
-		Setup:       func(t *testing.T, site conformance.Site) { relay(t, server, site) },
-	})
+	opts.Setup = func(t *testing.T, site conformance.Site) { relay(t, server, site) }
+	conformance.RunSubject(t, subject, opts)
 }
 
 // TestKpngWithConfigOfKubeProxy runs kpng with the ConfigMaps of kubeadm and kind. The
@@ -108,7 +111,7 @@ var lacking = map[conformance.Feature]string{
 	conformance.FamilyOnlyRanges:   "source ranges of only the other family admit all clients",
 	conformance.AllPorts:           "it has no all-ports services",
 	conformance.Claims:             "if two services claim an address, either may get it",
-	conformance.LocalhostNodePorts: "it serves them only over TCP, and only with an alpha feature gate",
+	conformance.LocalhostNodePorts: "it serves them only over TCP with an alpha feature gate (TestKubeProxyOnLocalhost)",
 	conformance.Instances:          "the name of its table and the value of the proxy-name label are fixed",
 }
 
@@ -126,6 +129,12 @@ var exceptions = map[string]string{
 	"a UDP flow through a deleted service no longer reaches its endpoints":                                     "it cleans up only flows of existing services",
 	"a UDP flow stops when its service loses its last endpoint, and resumes when the service gets an endpoint": "it identifies node-port flows by their port alone, and keeps them if the service has no endpoint",
 	"a health-check node port that is in use affects no other service and is opened when it is free":           "it does not retry",
+}
+
+// localhostExceptions contains the cases of node ports on localhost that kube-proxy fails.
+var localhostExceptions = map[string]string{
+	"connections to localhost ignore external policy Local":                                      "it uses only endpoints on the node, unlike its own mode iptables",
+	"a port on localhost that is in use disturbs no other service and is served when it is free": "it tries again only when services change",
 }
 
 func list(prefixes []netip.Prefix) []string {

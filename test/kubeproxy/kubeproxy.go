@@ -36,6 +36,9 @@ type Options struct {
 	NodePortAddresses []string
 	// MasqueradeAll makes kube-proxy masquerade all connections to cluster IPs.
 	MasqueradeAll bool
+	// LocalhostNodePorts enables the feature gate KubeProxyNFTablesLocalhostNodePorts. With
+	// it, kube-proxy serves node ports at loopback addresses in NodePortAddresses.
+	LocalhostNodePorts bool
 }
 
 // Command builds kube-proxy if needed, and returns its path and arguments. kube-proxy
@@ -52,6 +55,10 @@ func Command(t testing.TB, o Options) []string {
 	if mode == "ipvs" { // it uses the masqueradeAll of the mode iptables
 		settings = fmt.Sprintf("ipvs: {minSyncPeriod: %s}\niptables: {masqueradeAll: %t}", o.MinSyncPeriod, o.MasqueradeAll)
 	}
+	var gates string
+	if o.LocalhostNodePorts {
+		gates = "KubeProxyNFTablesLocalhostNodePorts: true"
+	}
 	// With zero as conntrack values, kube-proxy does not change the kernel's settings. A
 	// change would affect the whole machine.
 	config := fmt.Sprintf(`apiVersion: kubeproxy.config.k8s.io/v1alpha1
@@ -61,9 +68,10 @@ hostnameOverride: %q
 clusterCIDR: %q
 clientConnection: {kubeconfig: %q}
 nodePortAddresses: [%s]
+featureGates: {%s}
 %s
 conntrack: {maxPerCore: 0, min: 0, tcpCloseWaitTimeout: 0s, tcpEstablishedTimeout: 0s}
-`, mode, o.Node, o.ClusterCIDR, o.Kubeconfig, quoted(o.NodePortAddresses), settings)
+`, mode, o.Node, o.ClusterCIDR, o.Kubeconfig, quoted(o.NodePortAddresses), gates, settings)
 	path := filepath.Join(t.TempDir(), "kube-proxy.yaml")
 	if err := os.WriteFile(path, []byte(config), 0o600); err != nil {
 		t.Fatal(err)

@@ -77,7 +77,7 @@ func userspaceParts(opts userspace.Options, nodePorts nodeaddr.Selection, checks
 
 // portStats is implemented by the dataplane of package userspace.
 type portStats interface {
-	Stats(func(service types.NamespacedName, protocol api.Protocol, port int32, connections, active, dialFailures, sent, received int64))
+	PortStats(func(service types.NamespacedName, protocol api.Protocol, port int32, connections, active, dialFailures, sent, received int64))
 }
 
 type portMetrics struct {
@@ -110,7 +110,7 @@ func (c *portMetrics) Describe(to chan<- *prometheus.Desc) {
 }
 
 func (c *portMetrics) Collect(to chan<- prometheus.Metric) {
-	c.Stats(func(service types.NamespacedName, protocol api.Protocol, port int32, connections, active, dialFailures, sent, received int64) {
+	c.PortStats(func(service types.NamespacedName, protocol api.Protocol, port int32, connections, active, dialFailures, sent, received int64) {
 		for i, n := range [...]int64{connections, active, dialFailures, sent, received} {
 			m := c.metrics[i]
 			to <- prometheus.MustNewConstMetric(m.desc, m.kind, float64(n), service.Namespace, service.Name, protocol.String(), strconv.Itoa(int(port)))

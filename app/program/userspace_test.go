@@ -148,7 +148,7 @@ kpng_userspace_connections_total{namespace="default",port="%d",protocol="TCP",se
 // onePort has the statistics of one port.
 type onePort struct{}
 
-func (onePort) Stats(f func(service types.NamespacedName, protocol api.Protocol, port int32, connections, active, dialFailures, sent, received int64)) {
+func (onePort) PortStats(f func(service types.NamespacedName, protocol api.Protocol, port int32, connections, active, dialFailures, sent, received int64)) {
 	f(types.NamespacedName{Namespace: "default", Name: "web"}, api.TCP, 80, 5, 2, 1, 100, 200)
 }
 

@@ -44,6 +44,7 @@ type backend struct {
 var (
 	_ backends.Dataplane = (*backend)(nil)
 	_ backends.Capable   = (*backend)(nil)
+	_ backends.Counter   = (*backend)(nil)
 )
 
 // New returns a dataplane that proxies with sockets of this process. It returns an error if
@@ -387,11 +388,11 @@ func (b *backend) Totals(f func(family api.Family, listeners, failures int64)) (
 	return b.accepted.Load()
 }
 
-// Stats calls f for each port of a service, with its numbers of TCP connections and UDP
+// PortStats calls f for each port of a service, with its numbers of TCP connections and UDP
 // clients so far and now, of failed attempts to reach an endpoint, and of bytes sent to
-// endpoints and received from them. Counting begins when the port is added. Stats is safe
+// endpoints and received from them. Counting begins when the port is added. PortStats is safe
 // for concurrent use. Package app/program uses it for metrics.
-func (b *backend) Stats(f func(service types.NamespacedName, protocol api.Protocol, port int32, connections, active, dialFailures, sent, received int64)) {
+func (b *backend) PortStats(f func(service types.NamespacedName, protocol api.Protocol, port int32, connections, active, dialFailures, sent, received int64)) {
 	for _, p := range b.served.list() {
 		c := &p.counters
 		f(p.service, p.protocol, p.number, c.connections.Load(), c.active.Load(), c.dialFailures.Load(), c.bytesToEndpoints.Load(), c.bytesFromEndpoints.Load())

@@ -15,7 +15,7 @@ import (
 )
 
 // Options are the settings of the dataplane. The zero value needs no privileges. Of
-// [backends.Options], it supports ClusterCIDRs and NodeAddresses, and on Linux Instance.
+// [backends.Options], it supports ClusterCIDRs, NodeAddresses and Stats, and on Linux Instance.
 //
 // ClusterCIDRs contain the addresses of pods, if possible only those of this node's pods.
 // Traffic from them counts as starting on this node, like traffic from the node's own
@@ -88,7 +88,7 @@ var dialTimeouts = [...]time.Duration{250 * time.Millisecond, 500 * time.Millise
 
 // complete checks s and sets the defaults.
 func (s *settings) complete() error {
-	errs := []error{backendoptions.Complete(&s.Options.Options, false, append(slices.Clone(platformOptions), "ClusterCIDRs", "NodeAddresses")...)}
+	errs := []error{backendoptions.Complete(&s.Options.Options, false, append(slices.Clone(platformOptions), "ClusterCIDRs", "NodeAddresses", "Stats")...)}
 	for name, d := range map[string]*time.Duration{
 		"drain timeout": &s.DrainTimeout, "timeout of half-closed connections": &s.HalfClosedTimeout, "UDP timeout": &s.UDPTimeout,
 	} {

@@ -141,6 +141,11 @@ func (s *service) apply(ctx context.Context, p *plan) {
 		of.pool.set(of.next)
 	}
 	s.rules, s.pools, s.admissions = p.rules, p.pools, p.admissions
+	if s.opts.Stats {
+		for _, port := range s.ports {
+			port.counted.prune(port.serves)
+		}
+	}
 	s.affinity.setTimeout(p.affinity)
 	s.broken = nil
 	for _, want := range p.sockets {
@@ -308,9 +313,10 @@ const addressesStay = "Addresses stay on this host for now"
 type port struct {
 	portKey
 	// name is the name in logs: namespace/service or, if the port has a name,
-	// namespace/service:port.
-	name     string
-	counters counters
+	// namespace/service:port. In the API, the port has the name portName.
+	name, portName string
+	counters       counters
+	counted        endpointCounters
 	// common is what all ports of the service share.
 	*common
 	// existing has the endpoints whose clients stay, by family, according to the last applied
@@ -364,7 +370,7 @@ type portKey struct {
 }
 
 func newPort(c *common, p *api.PortMapping) *port {
-	return &port{portKey: portKey{p.Protocol, p.Port}, name: portName(c.service, p), common: c}
+	return &port{portKey: portKey{p.Protocol, p.Port}, name: portName(c.service, p), portName: p.Name, common: c}
 }
 
 func portName(service types.NamespacedName, p *api.PortMapping) string {

@@ -460,3 +460,65 @@ func TestStatsCount(t *testing.T) {
 		t.Errorf("statistics %+v, want %+v", got, want)
 	}
 }
+
+// statsByEndpoint returns the counters of a backend, by endpoint.
+func (w *world) statsByEndpoint() map[netip.AddrPort]backends.Stats {
+	w.Helper()
+	all := map[netip.AddrPort]backends.Stats{}
+	if err := w.backend.Stats(w.Context(), func(s backends.Stats) bool { all[s.Endpoint] = s; return true }); err != nil {
+		w.Fatal(err)
+	}
+	return all
+}
+
+// A removed endpoint stays until its connections have ended and the service changes.
+func TestStatsCountByEndpoint(t *testing.T) {
+	w := newWorld(t, settings{Options: Options{Options: backends.Options{Stats: true}}})
+	port := freePort(t, "127.0.0.2")
+	a, b := namedServer(t, "a"), namedServer(t, "b")
+	w.set(serviceAt("web", "127.0.0.2", port, api.TCP).addEndpoints(a).view())
+	c := dial(t, "127.0.0.2", port)
+	c.ask()
+	c.ask()
+	want := backends.Stats{Service: key("web"), Protocol: api.TCP, Endpoint: a, Connections: 1, Active: 1, FromClients: 12, ToClients: 16}
+	eventually(t, "the bytes are counted", func() bool { return w.statsByEndpoint()[a].ToClients == want.ToClients })
+	if got := w.statsByEndpoint(); len(got) != 1 || got[a] != want {
+		t.Errorf("counters %+v, want only %+v", got, want)
+	}
+	w.set(serviceAt("web", "127.0.0.2", port, api.TCP).addEndpoints(b).view())
+	if got := w.statsByEndpoint(); got[a] != want || got[b].Endpoint != b || got[b].Connections != 0 {
+		t.Errorf("counters after a change of endpoints: %+v", got)
+	}
+	c.Close()
+	eventually(t, "the connection has ended", func() bool { return w.statsByEndpoint()[a].Active == 0 })
+	w.set(serviceAt("web", "127.0.0.2", port, api.TCP).addEndpoints(b, namedServer(t, "c")).view())
+	if _, found := w.statsByEndpoint()[a]; found {
+		t.Error("the removed endpoint without connections is still counted")
+	}
+}
+
+func TestStatsCountUDPClients(t *testing.T) {
+	w := newWorld(t, settings{Options: Options{Options: backends.Options{Stats: true}}})
+	port := freePort(t, "127.0.0.2")
+	a := udpServer(t, "a")
+	w.set(serviceAt("dns", "127.0.0.2", port, api.UDP).addEndpoints(a).view())
+	for range 2 {
+		c := udpDial(t, "127.0.0.2", port)
+		udpAsk(t, c)
+		udpAsk(t, c)
+	}
+	eventually(t, "the answers are counted", func() bool { return w.statsByEndpoint()[a].ToClients > 0 })
+	got := w.statsByEndpoint()[a]
+	if sent := w.stats("dns").sent; got.Connections != 2 || got.Active != 2 || got.FromClients != sent {
+		t.Errorf("counters %+v, want 2 connections and %d bytes", got, sent)
+	}
+	w.set(serviceAt("dns", "127.0.0.2", port, api.UDP).view())
+	eventually(t, "the clients have left", func() bool { return w.statsByEndpoint()[a].Active == 0 })
+}
+
+func TestStatsNeedTheOption(t *testing.T) {
+	w := newWorld(t, settings{})
+	if err := w.backend.Stats(t.Context(), func(backends.Stats) bool { return true }); err == nil {
+		t.Error("the backend has counters without the option Stats")
+	}
+}

@@ -152,7 +152,7 @@ func (l *tcpListener) serve(client *net.TCPConn) {
 	counters.connections.Add(1)
 	l.accepted.Add(1)
 	counters.active.Add(1)
-	endpoint, err := l.connect(client)
+	endpoint, at, err := l.connect(client)
 	if err != nil {
 		l.log.V(2).Info("Resetting connection", "listener", l.socketAddr, "client", client.RemoteAddr(), "reason", err)
 		resetConn(client)
@@ -160,9 +160,11 @@ func (l *tcpListener) serve(client *net.TCPConn) {
 		l.recordEnd(nil)
 		return
 	}
-	r := &relay{client: client, endpoint: endpoint, port: port, counters: counters, log: l.log, idle: l.opts.HalfClosedTimeout}
+	counted := l.count(port, at)
+	r := &relay{client: client, endpoint: endpoint, port: port, counters: counters, counted: counted, log: l.log, idle: l.opts.HalfClosedTimeout}
 	r.done = func() {
 		counters.active.Add(-1)
+		counted.end()
 		l.recordEnd(r)
 	}
 	if log := l.log.V(4); log.Enabled() {
@@ -188,7 +190,7 @@ var errOwnEndpoints = errors.New("all its endpoints are addresses that this prox
 
 // The method connect connects to the next endpoint. If that fails, it tries other
 // endpoints.
-func (l *tcpListener) connect(client *net.TCPConn) (*net.TCPConn, error) {
+func (l *tcpListener) connect(client *net.TCPConn) (conn *net.TCPConn, endpoint netip.AddrPort, err error) {
 	from := client.RemoteAddr().(*net.TCPAddr).AddrPort()
 	from = netip.AddrPortFrom(from.Addr().Unmap(), from.Port())
 	var tried, refused []netip.AddrPort
@@ -198,9 +200,10 @@ func (l *tcpListener) connect(client *net.TCPConn) (*net.TCPConn, error) {
 		unfit := func(e netip.AddrPort) bool { return slices.Contains(tried, e) || l.serves(r.port, e) }
 		rt := r.routeOf(from.Addr(), l.startsHere)
 		if rt.verdict != nodeview.Forward {
-			return nil, errNotAdmitted
+			return nil, endpoint, errNotAdmitted
 		}
-		endpoint, ok := r.endpoint(rt, from, unfit, l.opts.clock.Now())
+		var ok bool
+		endpoint, ok = r.endpoint(rt, from, unfit, l.opts.clock.Now())
 		if !ok && len(tried) > len(refused) {
 			// From now on, tried has only the endpoints that refused. The others did not answer in
 			// time. Retry them with a longer timeout.
@@ -216,15 +219,15 @@ func (l *tcpListener) connect(client *net.TCPConn) (*net.TCPConn, error) {
 		if r.affinity > 0 {
 			patience = dialTimeouts[len(dialTimeouts)-1]
 		}
-		conn, err := l.dialTCP(endpoint, patience)
+		conn, err = l.dialTCP(endpoint, patience)
 		switch {
 		case err == nil:
-			return conn, nil
+			return conn, endpoint, nil
 		case l.connecting.Err() != nil:
-			return nil, errors.New("listener is closed")
+			return nil, endpoint, errors.New("listener is closed")
 		case outOfDescriptors(err):
 			l.complain(err, outOfDescriptorsMessage, "service", r.port.name)
-			return nil, err // a connection to another endpoint would also need a descriptor
+			return nil, endpoint, err // a connection to another endpoint would also need a descriptor
 		}
 		r.port.counters.dialFailures.Add(1)
 		failures = append(failures, err)
@@ -236,9 +239,9 @@ func (l *tcpListener) connect(client *net.TCPConn) (*net.TCPConn, error) {
 		}
 	}
 	if len(failures) == 0 {
-		return nil, errOwnEndpoints
+		return nil, endpoint, errOwnEndpoints
 	}
-	return nil, fmt.Errorf("no endpoint accepted the connection: %w", errors.Join(failures...))
+	return nil, endpoint, fmt.Errorf("no endpoint accepted the connection: %w", errors.Join(failures...))
 }
 
 func (l *tcpListener) dialTCP(endpoint netip.AddrPort, timeout time.Duration) (*net.TCPConn, error) {
@@ -290,6 +293,7 @@ type relay struct {
 	client, endpoint *net.TCPConn
 	port             *port
 	counters         *counters
+	counted          *endpointCounter
 	log              klog.Logger
 
 	// idle is how long the connection may be idle after one direction has ended.
@@ -313,21 +317,21 @@ func (r *relay) start(b *buffers, p *pipes, a *account) error {
 		return err
 	}
 	r.open.Store(2)
-	go r.copy(toEndpoint, "to backend", r.client, r.endpoint, &r.counters.bytesToEndpoints)
-	go r.copy(toClient, "from backend", r.endpoint, r.client, &r.counters.bytesFromEndpoints)
+	go r.copy(toEndpoint, "to backend", r.client, r.endpoint, true)
+	go r.copy(toClient, "from backend", r.endpoint, r.client, false)
 	return nil
 }
 
 // The method copy moves all bytes of one direction. Then it closes the destination for
 // writing. The other direction continues until it also ends, fails or is idle for too
 // long.
-func (r *relay) copy(s *stream, direction string, source, destination *net.TCPConn, count *atomic.Int64) {
+func (r *relay) copy(s *stream, direction string, source, destination *net.TCPConn, sent bool) {
 	r.logCopying(direction, source, destination)
 	var bytes int64
 	for {
 		n, err := s.move()
 		bytes += int64(n)
-		count.Add(int64(n))
+		r.count(n, sent)
 		if err == nil {
 			if r.open.Load() == 1 {
 				r.limitIdle(source, destination)
@@ -355,6 +359,17 @@ func (r *relay) copy(s *stream, direction string, source, destination *net.TCPCo
 	r.limitIdle(destination, source)
 	if waitError(s.source) != nil {
 		r.abort() // has no effect if both directions have ended
+	}
+}
+
+// count counts bytes that were sent to the endpoint, or received from it.
+func (r *relay) count(bytes int, sent bool) {
+	if sent {
+		r.counters.bytesToEndpoints.Add(int64(bytes))
+		r.counted.add(bytes, 0)
+	} else {
+		r.counters.bytesFromEndpoints.Add(int64(bytes))
+		r.counted.add(0, bytes)
 	}
 }
 

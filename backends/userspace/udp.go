@@ -195,6 +195,7 @@ func (l *udpListener) makeClient(from, endpoint netip.AddrPort, r *rules, now ti
 	r.port.counters.connections.Add(1)
 	l.accepted.Add(1)
 	r.port.counters.active.Add(1)
+	c.counted = l.count(r.port, endpoint) // before l.mu is free, and so before the method end needs it
 	l.running.Go(c.receive)
 	return c, nil
 }
@@ -228,6 +229,7 @@ type udpClient struct {
 	datagrams
 	raw          syscall.RawConn
 	port         *port
+	counted      *endpointCounter
 	lastDatagram atomic.Int64 // monotonic time of the last datagram in either direction
 
 	// queue has the datagrams for the endpoint that are not sent yet. Only the goroutine of
@@ -259,6 +261,7 @@ func (c *udpClient) send(now time.Time) {
 		return
 	}
 	c.port.counters.bytesToEndpoints.Add(int64(bytes))
+	c.counted.add(bytes, 0)
 }
 
 // receive forwards datagrams from the endpoint to the client until the client's socket
@@ -278,6 +281,7 @@ func (c *udpClient) receive() {
 				// Datagrams that cannot be sent are lost, and are not counted.
 				if c.listener.write(b.messages[:n]) == nil {
 					c.port.counters.bytesFromEndpoints.Add(int64(bytes))
+					c.counted.add(0, bytes)
 				}
 				c.lastDatagram.Store(monotonic(c.listener.opts.clock.Now()))
 			}
@@ -312,6 +316,7 @@ func (c *udpClient) end() {
 		c.socket.Close()
 		c.port.account.give(1)
 		c.port.counters.active.Add(-1)
+		c.counted.end()
 	})
 }
 

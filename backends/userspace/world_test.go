@@ -351,7 +351,7 @@ type stats struct{ connections, active, dialFailures, sent, received int64 }
 // allStats returns the statistics of the services, which have one port each.
 func (w *world) allStats() map[types.NamespacedName]stats {
 	all := map[types.NamespacedName]stats{}
-	w.Stats(func(service types.NamespacedName, _ api.Protocol, _ int32, connections, active, dialFailures, sent, received int64) {
+	w.PortStats(func(service types.NamespacedName, _ api.Protocol, _ int32, connections, active, dialFailures, sent, received int64) {
 		all[service] = stats{connections, active, dialFailures, sent, received}
 	})
 	return all

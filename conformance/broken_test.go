@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/conformance/internal/reference"
+	"github.com/kpng-project/kpng/internal/parameters"
 	corev1 "k8s.io/api/core/v1"
 	discoveryv1 "k8s.io/api/discovery/v1"
 )
@@ -33,7 +34,7 @@ var faults = []fault{
 	{name: "all connections go to one endpoint", sink: reference.OneEndpoint, failingCases: []string{
 		"a cluster IP leads to every", "clients outside the cluster", "use the host network",
 		"each family from its own", "a node port is served at every", "an external IP is served", "a load-balancer IP is served"}},
-	{name: "connections are spread unevenly", sink: reference.Uneven, failingCases: []string{"distributed evenly", "an endpoint in two slices"}},
+	{name: "connections are spread unevenly", sink: reference.Uneven, failingCases: []string{"distributed evenly", "an endpoint in two slices", "equal weights", "a wrong algorithm", "a wrong weight"}},
 	{name: "draining endpoints get connections", sink: reference.DrainingToo, failingCases: []string{
 		"terminating endpoints get no connections while", "policy Local prefers ready"}},
 	{name: "IPv6 is forgotten", sink: reference.OneFamily, failingCases: []string{"becomes dual-stack", "a family without endpoints"}},
@@ -78,14 +79,80 @@ var faults = []fault{
 		"with policy Cluster, all connections get", "source address of the route", "if so configured"}},
 	{name: "everything is masqueraded", sink: reference.MasqueradesAll, failingCases: []string{"keep their source address"}},
 	{name: "there is no affinity", sink: reference.NoAffinity, failingCases: []string{
-		"a client keeps its endpoint", "session affinity applies on localhost", "the node and its pods", "at all addresses of a service", "ends only when a client", "when an endpoint is removed",
-		"is no longer ready", "while others are added", "disabling and enabling"}},
+		"a client keeps its endpoint, and clients use", "session affinity applies on localhost", "affinity applies to the node", "a client has the same endpoint at all", "ends only when a client", "when an endpoint is removed, only",
+		"when an endpoint is no longer ready", "while others are added", "disabling and enabling", "does not end session affinity", "session affinity comes before hashing"}},
 	{name: "affinity never ends", sink: reference.EternalAffinity, failingCases: []string{"ends only when a client"}},
 	{name: "affinity depends on the position in the list of endpoints", sink: reference.FixedAffinity, failingCases: []string{"while others are added"}},
 	{name: "the ports of a service share affinity", sink: reference.SharedAffinity, failingCases: []string{"has its own affinity"}},
 	{name: "affinity may select any endpoint", sink: reference.LooseAffinity, failingCases: []string{"never selects"}},
-	{name: "connection tracking is not cleaned up", sink: reference.KeepsFlows, failingCases: []string{"a UDP flow"}},
-	{name: "each change deletes all flows", sink: reference.ForgetsFlows, failingCases: []string{"established TCP connections", "UDP flows keep", "survive a restart"}},
+	{name: "connection tracking is not cleaned up", sink: reference.KeepsFlows, failingCases: []string{"a UDP flow", "UDP flows move as without"}},
+	{name: "the remainder of a hash chooses the endpoint", sink: reference.HashModulo, failingCases: []string{
+		"few other clients", "few clients of a hashed service", "return to an endpoint"}},
+	{name: "each process has its own hash", sink: reference.HashSeed, failingCases: []string{"a restarted proxy chooses", "two proxies choose"}},
+	{name: "only clients that send data get resets", sink: reference.ResetsActive, failingCases: []string{"an idle client"}},
+	{name: "weights are ignored", failingCases: []string{
+		"weights set the shares", "a slice without a weight", "weights apply", "hints come before weights", "each service has its own weights", "the largest weight",
+		"a change of weights takes effect", "without their weights", "the weights of its own", "when a weight changes"},
+		view: eachSlice(func(s *discoveryv1.EndpointSlice) {
+			if s.Annotations[parameters.Weight] != "0" {
+				delete(s.Annotations, parameters.Weight)
+			}
+		})},
+	{name: "weight zero is ignored", failingCases: []string{"of weight zero gets no", "the weight of their endpoint becomes zero", "its weight is no longer zero", "all endpoints have weight zero"},
+		view: eachSlice(func(s *discoveryv1.EndpointSlice) {
+			if s.Annotations[parameters.Weight] == "0" {
+				delete(s.Annotations, parameters.Weight)
+			}
+		})},
+	{name: "endpoints of weight zero are forgotten", failingCases: []string{"UDP flows continue when the weight", "to an endpoint of weight zero are not reset"},
+		view: eachSlice(func(s *discoveryv1.EndpointSlice) {
+			if s.Annotations[parameters.Weight] == "0" {
+				s.Endpoints = nil
+			}
+		})},
+	{name: "algorithms are ignored", failingCases: []string{
+		"with hashing by client", "hashing by client applies", "lead to the same endpoint again", "does not depend on the order", "a change of the algorithm"},
+		view: eachService(func(s *corev1.Service) { delete(s.Annotations, parameters.Algorithm) })},
+	{name: "hashing never uses the port", failingCases: []string{"the connections of a client share", "weights set the shares of hashed"},
+		view: eachService(func(s *corev1.Service) {
+			if s.Annotations[parameters.Algorithm] == "hash-connection" {
+				s.Annotations[parameters.Algorithm] = "hash-client"
+			}
+		})},
+	{name: "requests for resets are ignored", failingCases: []string{
+		"connections to a removed endpoint are reset", "all connections to a removed", "the last endpoint is removed", "that is no longer ready are reset", "are reset if another is ready",
+		"each family of a dual-stack service resets", "resets leave connections"},
+		view: eachService(func(s *corev1.Service) { delete(s.Annotations, parameters.Connections) })},
+	{name: "all services get resets", failingCases: []string{"without a request for resets", "with a wrong request for resets"},
+		view: eachService(func(s *corev1.Service) { s.Annotations = map[string]string{parameters.Connections: "reset"} })},
+	{name: "denied source ranges are admitted", failingCases: []string{
+		"denied source ranges", "a denied range of all", "between allowed and denied", "denied ranges refuse"},
+		view: eachService(func(s *corev1.Service) { delete(s.Annotations, parameters.SourceRanges) })},
+	{name: "the scope of source ranges is ignored", failingCases: []string{
+		"with scope all, source ranges apply", "with scope all, denied", "with scope all, ranges", "with scope all, a service without", "a change of the scope", "of all addresses do not apply",
+		"the other parameters of a service", "a right value after"},
+		view: eachService(func(s *corev1.Service) { delete(s.Annotations, parameters.SourceRangesScope) })},
+	{name: "scope all without source ranges admits no client", failingCases: []string{"and no source ranges, all clients"},
+		view: eachService(func(s *corev1.Service) {
+			if s.Annotations[parameters.SourceRangesScope] == "all" && len(s.Spec.LoadBalancerSourceRanges) == 0 {
+				s.Spec.LoadBalancerSourceRanges = []string{"192.0.2.1/32"}
+			}
+		})},
+	{name: "services with a wrong value are not served", failingCases: []string{
+		"with a wrong algorithm", "with a wrong value, source", "with a wrong scope", "beside a wrong value", "very long and empty", "a right value after"},
+		view: func(objects *Objects) {
+			objects.Services = slices.DeleteFunc(objects.Services, func(s *corev1.Service) bool {
+				for _, value := range s.Annotations {
+					if !slices.Contains([]string{"random", "hash-client", "hash-connection", "keep", "reset", "allow", "deny", "all", "load-balancer"}, value) {
+						return true
+					}
+				}
+				return false
+			})
+		}},
+	{name: "each change deletes all flows", sink: reference.ForgetsFlows, failingCases: []string{
+		"established TCP connections", "UDP flows keep", "UDP flows continue", "survive a restart", "takes effect and ends no connection", "established connections stay when",
+		"each family of a dual-stack service resets", "untouched", "of clients that stay admitted", "does not end connections to ready"}},
 	{name: "health checks always succeed", sink: reference.HealthLies, failingCases: []string{"reports the number"}},
 	{name: "health-check ports are not closed", sink: reference.HealthStays, failingCases: []string{"with its service"}},
 	{name: "a health-check port that is in use blocks all programming", sink: reference.HealthFirst, failingCases: []string{"that is in use affects"}},
@@ -105,7 +172,7 @@ var faults = []fault{
 			e.Conditions.Ready = &ready
 			return true
 		})},
-	{name: "terminating endpoints are ignored", failingCases: []string{"those that are both serving and terminating", "policy Local falls back", "the fallback to terminating"},
+	{name: "terminating endpoints are ignored", failingCases: []string{"those that are both serving and terminating", "still gets new connections are not reset", "policy Local falls back", "the fallback to terminating"},
 		view: filterEndpoints(func(e *discoveryv1.Endpoint) bool { return !*e.Conditions.Terminating })},
 	{name: "hints are ignored", failingCases: []string{
 		"all endpoints have zone hints", "all endpoints have node hints", "if a ready endpoint has none", "zone hints apply", "hints also apply at external", "loses its zone"},
@@ -154,6 +221,15 @@ func eachService(f func(*corev1.Service)) func(*Objects) {
 	return func(objects *Objects) {
 		for _, service := range objects.Services {
 			f(service)
+		}
+	}
+}
+
+// eachSlice returns a function for fault.view that calls f for each EndpointSlice.
+func eachSlice(f func(*discoveryv1.EndpointSlice)) func(*Objects) {
+	return func(objects *Objects) {
+		for _, slice := range objects.Slices {
+			f(slice)
 		}
 	}
 }

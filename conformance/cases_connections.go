@@ -175,6 +175,22 @@ func (s *scene) openTo(from person, svc *service, p person) *flow {
 	return nil
 }
 
+// openMany opens TCP connections from a pod to the cluster IP of a service. The result checks
+// that each of them still reaches its endpoint. If a change moved them to random endpoints,
+// the probability that all keep theirs would be at most 1 in 1000 with two equal endpoints.
+func (s *scene) openMany(svc *service) (stay func()) {
+	flows := map[*flow]person{}
+	for range 10 {
+		f := s.openFlow(s.c, api.TCP, svc.clusterIP())
+		flows[f] = f.mustReach(s.a, s.b, s.d, s.e)
+	}
+	return func() {
+		for f, p := range flows {
+			f.mustReach(p)
+		}
+	}
+}
+
 // flowsTo opens UDP flows from several clients to all addresses of a service.
 func (s *scene) flowsTo(svc *service) []*flow {
 	flows := []*flow{s.openFlow(s.c, api.UDP, svc.clusterIP()), s.openFlow(s.node, api.UDP, svc.clusterIP())}

@@ -30,6 +30,12 @@ const (
 	// FamilyOnlyRanges means that, if all source ranges of a service are of one family, the
 	// proxy admits no sources of the other family. kube-proxy lacks this feature.
 	FamilyOnlyRanges Feature = "source ranges of the other family only"
+	// RangeOptions means that source ranges may be denied, and may apply to all addresses of a
+	// service (docs/semantics.md, "Traffic parameters").
+	RangeOptions Feature = "options of source ranges"
+	// NodePortRanges means that source ranges that apply to all frontends apply to node ports,
+	// too.
+	NodePortRanges Feature = "source ranges of node ports"
 	// ShortCircuitPods means that the proxy does not apply externalTrafficPolicy Local to
 	// connections from this node's pods to external addresses.
 	ShortCircuitPods Feature = "short circuit for pods"
@@ -56,6 +62,14 @@ const (
 	// AffinityAcrossFrontends means that a client has the same endpoint at all frontends of
 	// a service port.
 	AffinityAcrossFrontends Feature = "affinity across frontends"
+	// Weights means that endpoints have weights.
+	Weights Feature = "weights"
+	// StableHashing means that the hash of a client's address, or of its address and port,
+	// can choose the endpoint.
+	StableHashing Feature = "stable hashing"
+	// Resets means that TCP connections to lost endpoints are reset if the service requests
+	// it.
+	Resets Feature = "resets"
 	// FlowCleanup means that the proxy moves UDP flows away from removed endpoints.
 	FlowCleanup Feature = "UDP flow clean-up"
 	// EstablishedStay means that established TCP connections and UDP flows keep their

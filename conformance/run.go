@@ -8,6 +8,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"net/netip"
 	"os"
 	"regexp"
@@ -57,7 +58,8 @@ type Options struct {
 	Setup func(t *testing.T, site Site)
 }
 
-// Run tests a sink. See the package comment.
+// Run tests a sink. See the package comment. If the sink does not declare a traffic
+// parameter as backends.Capable, Run declares the parameter's feature as unsupported.
 func Run(t *testing.T, newSink NewSink, opts Options) Matrix {
 	t.Helper()
 	return RunSubject(t, newSinkSubject(t, newSink, opts), opts)
@@ -172,6 +174,11 @@ func newKit(t *testing.T, subject Subject, opts Options) *kit {
 	}
 	if err := k.start(t.Context(), k.site); err != nil {
 		t.Fatal(err)
+	}
+	if s, ok := subject.(interface{ unsupported() map[Feature]string }); ok {
+		lacks := s.unsupported()
+		maps.Copy(lacks, opts.Unsupported)
+		k.opts.Unsupported = lacks
 	}
 	return k
 }
@@ -380,12 +387,17 @@ var sections = []section{
 	{"External addresses", externalCases},
 	{"Node ports on localhost", localhostCases},
 	{"Source ranges", sourceRangeCases},
+	{"Options of source ranges", rangeOptionCases},
 	{"Endpoints", endpointCases},
 	{"Topology", topologyCases},
 	{"Traffic policies", policyCases},
 	{"Source addresses", sourceAddressCases},
 	{"Session affinity", affinityCases},
+	{"Weights", weightCases},
+	{"Stable hashing", hashingCases},
 	{"Existing connections", connectionCases},
+	{"Resets", resetCases},
+	{"Wrong traffic parameters", wrongParameterCases},
 	{"All-ports services", allPortsCases},
 	{"Health checks", healthCases},
 	{"Restart, neighbours and clean-up", lifeCases},

@@ -8,9 +8,11 @@ import (
 	"fmt"
 	"net/netip"
 	"slices"
+	"strconv"
 	"strings"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/parameters"
 	corev1 "k8s.io/api/core/v1"
 	discoveryv1 "k8s.io/api/discovery/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -43,6 +45,8 @@ type slice struct {
 	// The field only restricts the slice to endpoints of one family. The value 0 selects all
 	// families of the service.
 	only api.Family
+	// weight is the annotation with the weight of the endpoints, or empty.
+	weight string
 }
 
 // endpoint is an endpoint of a service, together with the host that answers there.
@@ -173,6 +177,42 @@ func (svc *service) withSlice(name string, ports []discoveryv1.EndpointPort, end
 	return svc
 }
 
+// weighted is the weight of endpoints, in an annotation.
+type weighted struct {
+	weight    string
+	endpoints []endpoint
+}
+
+func weight(weight string, endpoints ...endpoint) weighted { return weighted{weight, endpoints} }
+
+// withWeights replaces the slices of the service by one slice for each weight.
+func (svc *service) withWeights(all ...weighted) *service {
+	svc.slices = nil
+	for i, w := range all {
+		svc.withSlice(strconv.Itoa(i+1), targetPorts(svc.Spec.Ports), w.endpoints...)
+		svc.slices[i].weight = w.weight
+	}
+	return svc
+}
+
+// with sets an annotation of the service. An empty value removes the annotation.
+func (svc *service) with(key, value string) *service {
+	if svc.Annotations == nil {
+		svc.Annotations = map[string]string{}
+	}
+	svc.Annotations[key] = value
+	if value == "" {
+		delete(svc.Annotations, key)
+	}
+	return svc
+}
+
+// withRanges replaces the source ranges of the service.
+func (svc *service) withRanges(ranges ...string) *service {
+	svc.Spec.LoadBalancerSourceRanges = ranges
+	return svc
+}
+
 // targetPorts returns EndpointSlice ports for service ports with numeric target ports.
 func targetPorts(ports []corev1.ServicePort) []discoveryv1.EndpointPort {
 	var targets []discoveryv1.EndpointPort
@@ -206,6 +246,9 @@ func (sl *slice) object(svc *service, family api.Family) *discoveryv1.EndpointSl
 	}
 	for key, value := range svc.Labels {
 		o.Labels[key] = value
+	}
+	if sl.weight != "" {
+		o.Annotations = map[string]string{parameters.Weight: sl.weight}
 	}
 	for _, e := range sl.endpoints {
 		e.Endpoint.Addresses = []string{e.Addr(family).String()}

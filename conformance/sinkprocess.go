@@ -16,8 +16,10 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/cluster"
 	"github.com/kpng-project/kpng/feed"
+	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
 	"github.com/kpng-project/kpng/watcher"
 	"k8s.io/klog/v2"
@@ -63,6 +65,10 @@ func proxy(ctx context.Context, site Site, s sink.Sink, opts sink.Options, conn 
 	source := feed.New(state, site.NodeName)
 	defer source.Close()
 	driver := sink.NewDriver(source, s, opts)
+	var honours nodeview.Parameters
+	if c, ok := sink.As[backends.Capable](s); ok {
+		honours = c.Honours()
+	}
 	ctx, cancel := context.WithCancel(ctx)
 	ended := make(chan error, 1)
 	go func() {
@@ -88,7 +94,7 @@ func proxy(ctx context.Context, site Site, s sink.Sink, opts sink.Options, conn 
 		revision := writeObjects(state, converter, p.Objects)
 		var reporting context.Context
 		reporting, stopReporting = context.WithCancel(ctx)
-		go reportOn(reporting, driver, conn, p.Generation, revision)
+		go reportOn(reporting, driver, conn, report{Generation: p.Generation, Honours: honours}, revision)
 	}
 }
 
@@ -122,12 +128,12 @@ func writeObjects(state *cluster.State, converter *watcher.Converter, objects *O
 	return uint64(state.Snapshot().Revision)
 }
 
-// reportOn regularly sends a report to the kit until the objects of the given generation
-// are programmed. A report contains the current errors.
-func reportOn(ctx context.Context, driver *sink.Driver, conn net.Conn, generation int, revision uint64) {
+// reportOn regularly sends the report r to the kit until the objects of its generation are
+// programmed. It adds the current errors.
+func reportOn(ctx context.Context, driver *sink.Driver, conn net.Conn, r report, revision uint64) {
 	for ctx.Err() == nil {
 		wait, cancel := context.WithTimeout(ctx, 200*time.Millisecond)
-		r := report{Generation: generation, Applied: driver.WaitApplied(wait, revision) == nil}
+		r.Applied = driver.WaitApplied(wait, revision) == nil
 		cancel()
 		if !r.Applied {
 			r.Trouble = trouble(driver.Status())

@@ -17,6 +17,7 @@ import (
 	"sync"
 	"testing"
 
+	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
 	"golang.org/x/sys/unix"
 )
@@ -46,6 +47,8 @@ type (
 		// contain the reason.
 		Applied bool
 		Trouble string
+		// Honours are the traffic parameters that the sink honours.
+		Honours nodeview.Parameters
 	}
 )
 
@@ -157,6 +160,27 @@ func (s *sinkSubject) Settle(ctx context.Context) error {
 		}
 	}
 	return nil
+}
+
+// unsupported returns the features that the sink does not declare as backends.Capable.
+func (s *sinkSubject) unsupported() map[Feature]string {
+	var honours nodeview.Parameters
+	s.mu.Lock()
+	for p := range s.running {
+		p.mu.Lock()
+		honours = p.last.Honours
+		p.mu.Unlock()
+	}
+	s.mu.Unlock()
+	lacks := map[Feature]string{}
+	for feature, honoured := range map[Feature]bool{
+		Weights: honours.Weights, StableHashing: honours.Algorithm, Resets: honours.Resets, NodePortRanges: honours.NodePortSources,
+	} {
+		if !honoured {
+			lacks[feature] = "the sink does not honour this parameter"
+		}
+	}
+	return lacks
 }
 
 func (s *sinkSubject) Cleanup(ctx context.Context, site Site) error {

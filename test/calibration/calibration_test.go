@@ -112,6 +112,11 @@ var lacking = map[conformance.Feature]string{
 	conformance.AllPorts:           "it has no all-ports services",
 	conformance.Claims:             "if two services claim an address, either may get it",
 	conformance.LocalhostNodePorts: "it serves them only over TCP with an alpha feature gate (TestKubeProxyOnLocalhost)",
+	conformance.RangeOptions:       "source ranges have no options",
+	conformance.NodePortRanges:     "source ranges have no options",
+	conformance.Weights:            "endpoints have no weights",
+	conformance.StableHashing:      "it chooses endpoints at random",
+	conformance.Resets:             "it resets no connections",
 	conformance.Instances:          "the name of its table and the value of the proxy-name label are fixed",
 }
 

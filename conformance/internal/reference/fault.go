@@ -100,6 +100,13 @@ const (
 	// LooseAffinity lets affinity select endpoints that the frontend must not use.
 	LooseAffinity Fault = "loose affinity"
 
+	// HashModulo chooses an endpoint by the remainder of the hash instead of a Maglev table.
+	HashModulo Fault = "hash modulo"
+	// HashSeed makes each process use another hash function.
+	HashSeed Fault = "hash seed"
+	// ResetsActive resets a connection to a lost endpoint only when the client sends data.
+	ResetsActive Fault = "resets active"
+
 	// KeepsFlows does not delete entries of connection tracking.
 	KeepsFlows Fault = "keeps flows"
 	// ForgetsFlows deletes the connection-tracking entries of all services at each change.

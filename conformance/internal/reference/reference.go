@@ -22,6 +22,7 @@ import (
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/internal/netnstest"
 	"github.com/kpng-project/kpng/internal/ordering"
+	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
 	"k8s.io/apimachinery/pkg/types"
 )
@@ -128,10 +129,18 @@ func (p *Proxy) Sync(ctx context.Context, c *sink.Changes) error {
 			return err
 		}
 	}
+	if err := resetLost(&p.opts, services); err != nil {
+		return err
+	}
 	if err := p.localhost.serve(services); err != nil {
 		return err
 	}
 	return p.health.serve(services)
+}
+
+// Honours implements backends.Capable.
+func (p *Proxy) Honours() nodeview.Parameters {
+	return nodeview.Parameters{Algorithm: true, Weights: true, Resets: true, NodePortSources: true}
 }
 
 // Stop implements sink.Stopper.

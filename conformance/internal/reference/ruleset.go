@@ -5,12 +5,15 @@
 package reference
 
 import (
+	"cmp"
 	"fmt"
 	"net/netip"
+	"os"
 	"slices"
 	"strings"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/maglev"
 	"github.com/kpng-project/kpng/nodeview"
 )
 
@@ -47,7 +50,16 @@ func render(opts *Options, node *api.Node, services []*api.View) *ruleset {
 	for _, hook := range []string{"prerouting", "output"} {
 		r.chain("guard-"+hook, "type filter hook "+hook+" priority -110;")
 		r.rule("guard-"+hook, "jump guard")
+		// Then refuse the packets of connections to lost endpoints.
+		for _, f := range []api.Family{api.IPv4, api.IPv6} {
+			r.rule("guard-"+hook, fmt.Sprintf("%[1]s saddr . tcp sport . %[1]s daddr . tcp dport @lost-%[1]s reject with tcp reset", family(f)))
+		}
 	}
+	for _, f := range []api.Family{api.IPv4, api.IPv6} {
+		r.sets["lost-"+family(f)] = fmt.Sprintf("type %[1]s . inet_service . %[1]s . inet_service; flags timeout; timeout 10s;", addressType(f))
+	}
+	r.chain("raw-output", "type filter hook output priority -300;")
+	r.rule("raw-output", "meta mark", probeMark, "notrack")
 	r.chain("guard", "")
 	r.chain("nat-prerouting", "type nat hook prerouting priority -100;")
 	r.rule("nat-prerouting", local, "goto dnat-pods")
@@ -222,20 +234,69 @@ func (r *ruleset) masquerade(o origin, f *nodeview.Frontend, chain string) {
 
 // balance adds the rules that choose an endpoint.
 func (r *ruleset) balance(chain string, f *nodeview.Frontend, endpoints []nodeview.Target) {
-	slots := r.slots(endpoints)
-	for i, e := range slots {
-		r.rule(chain, oneIn(len(slots)-i), r.dnat(f, e))
+	endpoints, weights := r.weighted(endpoints)
+	if f.Algorithm != api.Random {
+		r.hash(chain, f, endpoints, weights)
+		return
+	}
+	rest := sum(weights)
+	for i, e := range endpoints {
+		r.rule(chain, weights[i].of(rest), r.dnat(f, e))
+		rest -= weights[i]
 	}
 }
 
-// oneIn returns an nft expression that matches one in n packets at random. The expression
-// must not have an anonymous set: when rules are replaced, the set of an old rule is
-// emptied, but a packet may still meet the old rule.
-func oneIn(n int) string {
-	if n == 1 {
+// hash adds the rules that choose an endpoint by stable hashing.
+func (r *ruleset) hash(chain string, f *nodeview.Frontend, endpoints []nodeview.Target, weights []weight) {
+	var table []uint16
+	if r.opts.Fault == HashModulo {
+		for i := range 251 {
+			table = append(table, uint16(i%len(endpoints)))
+		}
+	} else {
+		all := make([]maglev.Endpoint, len(endpoints))
+		for i, e := range endpoints {
+			all[i] = maglev.Endpoint{Key: e.AddrPort().String(), Weight: uint16(weights[i])}
+		}
+		table = maglev.Table(251, all)
+	}
+	var elements []string
+	for i, e := range table {
+		elements = append(elements, fmt.Sprintf("%d : goto %s-%d", i, chain, e))
+	}
+	for i, e := range endpoints {
+		endpoint := fmt.Sprintf("%s-%d", chain, i)
+		r.chain(endpoint, "")
+		r.rule(endpoint, r.dnat(f, e))
+	}
+	key, seed := family(f.Family)+" saddr", 0x6b706e67
+	if f.Algorithm == api.HashConnection {
+		key += " . th sport"
+	}
+	if r.opts.Fault == HashSeed {
+		seed = os.Getpid()
+	}
+	r.rule(chain, fmt.Sprintf("jhash %s mod %d seed %#x vmap { %s }", key, len(table), seed, strings.Join(elements, ", ")))
+}
+
+// weight is the weight of an endpoint.
+type weight int
+
+// The method of returns an nft expression that matches w in rest packets at random. The
+// expression must not have an anonymous set: when rules are replaced, the set of an old
+// rule is emptied, but a packet may still meet the old rule.
+func (w weight) of(rest weight) string {
+	if w == rest {
 		return ""
 	}
-	return fmt.Sprintf("numgen random mod %d == 0", n)
+	return fmt.Sprintf("numgen random mod %d < %d", rest, w)
+}
+
+func sum(weights []weight) (sum weight) {
+	for _, w := range weights {
+		sum += w
+	}
+	return sum
 }
 
 // dnat returns the nft statement that translates the destination to an endpoint.
@@ -254,22 +315,25 @@ func (r *ruleset) dnat(f *nodeview.Frontend, e nodeview.Target) string {
 	return fmt.Sprintf("meta l4proto %s dnat %s to %s", protocol, family(f.Family), netip.AddrPortFrom(e.Addr, uint16(port)))
 }
 
-// slots returns the list from which rules choose an endpoint at random. With the fault
-// Uneven, the list contains the first endpoint three times.
-func (r *ruleset) slots(endpoints []nodeview.Target) []nodeview.Target {
-	switch r.opts.Fault {
-	case OneEndpoint:
-		return endpoints[:1]
-	case Uneven:
-		return append(slices.Clone(endpoints), endpoints[0], endpoints[0])
+// weighted returns the endpoints that rules choose, and their weights.
+func (r *ruleset) weighted(endpoints []nodeview.Target) ([]nodeview.Target, []weight) {
+	if r.opts.Fault == OneEndpoint {
+		endpoints = endpoints[:1]
 	}
-	return endpoints
+	weights := make([]weight, len(endpoints))
+	for i, e := range endpoints {
+		weights[i] = weight(cmp.Or(e.Weight, api.DefaultWeight))
+	}
+	if r.opts.Fault == Uneven {
+		weights[0] *= 3
+	}
+	return endpoints, weights
 }
 
 // balanceWithAffinity adds the rules that choose an endpoint with session affinity. Each
 // endpoint has a set of its clients. All frontends of a service port share these sets.
 func (r *ruleset) balanceWithAffinity(chain string, view *api.View, f *nodeview.Frontend, endpoints []nodeview.Target) {
-	choose := len(endpoints)
+	_, weights := r.weighted(endpoints)
 	var chosen []string
 	if r.opts.Fault == LooseAffinity {
 		for i := range view.Endpoints {
@@ -291,18 +355,20 @@ func (r *ruleset) balanceWithAffinity(chain string, view *api.View, f *nodeview.
 			port, who = "", e.Addr.String()
 		}
 		set := objectName("clients", view.Key(), port, f.Family, who, timeout)
-		r.sets[set] = fmt.Sprintf("type %s; size 65535; flags dynamic; timeout %ds;", map[api.Family]string{api.IPv4: "ipv4_addr", api.IPv6: "ipv6_addr"}[f.Family], timeout)
+		r.sets[set] = fmt.Sprintf("type %s; size 65535; flags dynamic; timeout %ds;", addressType(f.Family), timeout)
 		endpoint := fmt.Sprintf("%s-%d", chain, i)
 		r.chain(endpoint, "")
 		r.rule(endpoint, fmt.Sprintf("update @%s { %s saddr }", set, family(f.Family)))
 		r.rule(endpoint, r.dnat(f, e))
 		r.rule(chain, fmt.Sprintf("%s saddr @%s goto %s", family(f.Family), set, endpoint))
-		if i < choose {
+		if i < len(weights) {
 			chosen = append(chosen, endpoint)
 		}
 	}
+	rest := sum(weights)
 	for i, endpoint := range chosen {
-		r.rule(chain, oneIn(len(chosen)-i), "goto", endpoint)
+		r.rule(chain, weights[i].of(rest), "goto", endpoint)
+		rest -= weights[i]
 	}
 }
 
@@ -360,6 +426,10 @@ func objectName(parts ...any) string {
 }
 
 func ip(a netip.Addr) string { return family(api.FamilyOf(a)) }
+
+func addressType(f api.Family) string {
+	return map[api.Family]string{api.IPv4: "ipv4_addr", api.IPv6: "ipv6_addr"}[f]
+}
 
 func family(f api.Family) string { return map[api.Family]string{api.IPv4: "ip", api.IPv6: "ip6"}[f] }
 

@@ -62,8 +62,12 @@ var (
 	ServicePorts = []uint16{80, 81, 82, 8080, 8081}
 )
 
-// clientAddrs is the number of client addresses per family.
+// clientAddrs is the number of addresses of Client in Host.Addrs, per family.
 const clientAddrs = 24
+
+// CrowdCIDRs contain further addresses of Client, from which it can connect. The router has
+// one route to them, so that they need no entries in its neighbour table.
+var CrowdCIDRs = prefixes("203.0.113.128/25", "fd00:203:113::1:0/112")
 
 func prefixes(v4, v6 string) map[api.Family]netip.Prefix {
 	return map[api.Family]netip.Prefix{api.IPv4: netip.MustParsePrefix(v4), api.IPv6: netip.MustParsePrefix(v6)}
@@ -138,6 +142,9 @@ func (w *World) build(plan planner) error {
 	for i := range clientAddrs {
 		plan.addAddrs(w.Client, "eth0", fmt.Sprintf("203.0.113.%d/24", 10+i), fmt.Sprintf("fd00:203:113::%x/64", 16+i))
 	}
+	plan.addLocalNetworks(w.Client, CrowdCIDRs[api.IPv4].String(), CrowdCIDRs[api.IPv6].String())
+	plan.setSysctls(w.Client, "ipv6/ip_nonlocal_bind=1")
+	plan.addRoutes(w.Router, "client", []string{"203.0.113.10", "fd00:203:113::10"}, CrowdCIDRs[api.IPv4].String(), CrowdCIDRs[api.IPv6].String())
 	plan.addLink(w.Router, "node", []string{"192.168.1.1/24", "fd00:192:168:1::1/64"}, w.Node, "eth0", []string{"192.168.1.2/24", "fd00:192:168:1::2/64"})
 	plan.addLink(w.Router, "node2", []string{"192.168.2.1/24", "fd00:192:168:2::1/64"}, w.Node2, "eth0", []string{"192.168.2.2/24", "fd00:192:168:2::2/64"})
 	plan.addLink(w.Beyond, "eth0", []string{"192.168.3.1/24", "fd00:192:168:3::1/64"}, w.Node, "eth1", []string{"192.168.3.2/24", "fd00:192:168:3::2/64"})

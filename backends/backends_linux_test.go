@@ -43,7 +43,7 @@ var constructors = map[string]func(backends.Options) (backends.Dataplane, error)
 var unsupported = map[string][]string{
 	"nftables": {"Stats"},
 	"iptables": {"Stats"},
-	"ipvs":     {"Stats", "NodePodCIDRs", "AcceptUnknownPorts"},
+	"ipvs":     {"NodePodCIDRs", "AcceptUnknownPorts"},
 	"ebpf":     {"Stats", "MasqueradeMark", "MasqueradeAll", "MasqueradeOutsiders", "ClusterCIDRs", "NodePodCIDRs", "PodInterfaces", "AcceptUnknownPorts", "NodeAddresses", "Conntrack", "Sysctls", "NetNS"},
 	"ovs":      {"Stats", "MasqueradeMark", "NodePodCIDRs", "PodInterfaces", "AcceptUnknownPorts", "NetNS"},
 }

@@ -42,7 +42,7 @@ func newFrontend(id serverID, s *server) *frontendState {
 	f.settings = s.settings
 	f.endpoints = make([]netip.AddrPort, 0, len(s.destinations))
 	for at, to := range s.destinations {
-		if to.weight == weight && !to.edited {
+		if to.weight != 0 && !to.edited {
 			f.endpoints = append(f.endpoints, at)
 			continue
 		}
@@ -52,13 +52,15 @@ func newFrontend(id serverID, s *server) *frontendState {
 		f.others[at] = to
 	}
 	slices.SortFunc(f.endpoints, netip.AddrPort.Compare)
+	f.weights = weightsOf(f.endpoints, func(at netip.AddrPort) uint32 { return s.destinations[at].weight })
 	return f
 }
 
 // equal reports whether a recorded frontend is equal to a planned or listed one. It ignores
 // the number of connections.
 func (f *frontendState) equal(want *frontendState) bool {
-	if f.exists != want.exists || f.settings != want.settings || !slices.Equal(f.endpoints, want.endpoints) || !slices.Equal(f.elements, want.elements) {
+	if f.exists != want.exists || f.settings != want.settings || !slices.Equal(f.endpoints, want.endpoints) ||
+		!slices.Equal(f.weights, want.weights) || !slices.Equal(f.elements, want.elements) {
 		return false
 	}
 	if want.planned {
@@ -235,6 +237,7 @@ func (d *dataplane) delete(ops []op, failed reconcile.Failed[element]) error {
 			remove = append(remove, o.Old.frontend.elements...)
 			delete(d.servers, id)
 			delete(d.leaving, id)
+			delete(d.ports, id)
 		}
 	}
 	deleteServers(before)
@@ -287,29 +290,36 @@ func (d *dataplane) programServer(f *setFrontend) error {
 	}
 }
 
-// weight is the weight of endpoints that get new connections.
-const weight = 1
-
 func (d *dataplane) tryServer(f *setFrontend) error {
 	id, is, want := f.id, f.is, f.want
 	var errs []error
 	if !is.exists || is.settings != want.settings {
 		err := d.conn.set(id, !is.exists, want.settings)
 		if err != nil && !is.exists {
-			return err
+			if !errors.Is(err, errNoScheduler) || want.fallback == "" {
+				return err
+			}
+			without := want.settings
+			without.scheduler = want.fallback
+			if fallbackErr := d.conn.set(id, true, without); fallbackErr != nil {
+				return errors.Join(err, fallbackErr)
+			}
 		}
 		errs = append(errs, err) // continue, because the virtual server still needs its endpoints
 	}
-	for _, at := range want.endpoints {
-		if !is.has(at) {
+	for i, at := range want.endpoints {
+		if j, has := is.index(at); !has {
 			_, exists := is.others[at]
-			errs = append(errs, d.conn.setDestination(id, at, !exists, weight))
+			errs = append(errs, d.conn.setDestination(id, at, !exists, want.weight(i)))
+		} else if is.weight(j) != want.weight(i) {
+			errs = append(errs, d.conn.setDestination(id, at, false, want.weight(i)))
 		}
 	}
 	others := map[netip.AddrPort]destination{}
 	leave := func(at netip.AddrPort, to destination) {
+		_, stays := want.index(at)
 		switch {
-		case want.has(at):
+		case stays:
 		case !want.keeps(at, id.protocol):
 			errs = append(errs, d.conn.deleteDestination(id, at))
 		default:
@@ -318,8 +328,8 @@ func (d *dataplane) tryServer(f *setFrontend) error {
 			}
 		}
 	}
-	for _, at := range is.endpoints {
-		leave(at, destination{weight: weight})
+	for i, at := range is.endpoints {
+		leave(at, destination{weight: is.weight(i)})
 	}
 	for at, to := range is.others {
 		leave(at, to)
@@ -332,7 +342,7 @@ func (d *dataplane) tryServer(f *setFrontend) error {
 		others = nil
 	}
 	f.is = &frontendState{
-		wanted: wanted{settings: want.settings, endpoints: want.endpoints}, protocol: id.protocol,
+		wanted: wanted{settings: want.settings, endpoints: want.endpoints, weights: want.weights}, protocol: id.protocol,
 		exists: true, elements: is.elements, others: others,
 	}
 	return nil

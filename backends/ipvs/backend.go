@@ -18,6 +18,7 @@ import (
 	"github.com/kpng-project/kpng/internal/ownership"
 	"github.com/kpng-project/kpng/internal/sysctl"
 	"github.com/kpng-project/kpng/node/nodeaddr"
+	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
 )
 
@@ -37,7 +38,11 @@ type backend struct {
 	pause            kernelnode.DriftPause
 }
 
-var _ backends.Dataplane = (*backend)(nil)
+var (
+	_ backends.Dataplane = (*backend)(nil)
+	_ backends.Capable   = (*backend)(nil)
+	_ backends.Counter   = (*backend)(nil)
+)
 
 // New returns a dataplane. It does not access the kernel. It returns an error if opts are
 // invalid.
@@ -59,6 +64,11 @@ func newBackend(opts Options) (*backend, error) {
 	b := &backend{opts: opts}
 	b.dataplane = newDataplane(&b.opts, verifyInterval)
 	return b, nil
+}
+
+// Honours implements [backends.Capable].
+func (b *backend) Honours() nodeview.Parameters {
+	return nodeview.Parameters{Weights: true, Resets: true, NodePortSources: true}
 }
 
 // SharedOptions implements [backendoptions.Sharer].

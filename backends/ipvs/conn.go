@@ -86,6 +86,9 @@ type destination struct {
 	connections uint32
 	// established is the number of established connections. It does not count UDP.
 	established uint32
+	// total counts connections. bytesIn and bytesOut count the bytes of IP packets from clients
+	// and to clients.
+	total, bytesIn, bytesOut uint64
 }
 
 // Numbers of linux/ip_vs.h and linux/genetlink.h.
@@ -100,6 +103,9 @@ const (
 	destAddr, destPort, destMethod, destWeight, destUpper = 1, 2, 3, 4, 5
 	destLower, destActive, destInactive, destFam          = 6, 7, 8, 11
 
+	destStats                                     = 12 // with numbers of 64 bits
+	statsConnections, statsBytesIn, statsBytesOut = 1, 4, 5
+
 	flagPersistent, flagHashed, flagScheduler1 = 1, 2, 8
 
 	methodMasquerade, methodMask = 0, 7 // masquerading is IPVS's name for translation
@@ -110,6 +116,9 @@ const (
 
 // errNoIPVS is the error of requests if the kernel has no IPVS.
 var errNoIPVS = errors.New("the kernel lacks IPVS: load the module ip_vs")
+
+// errNoScheduler is the error of set if the kernel lacks the scheduler.
+var errNoScheduler = errors.New("the kernel lacks the scheduler")
 
 func (c *conn) open() error {
 	if c.nl != nil {
@@ -270,7 +279,7 @@ func (c *conn) set(id serverID, create bool, s settings) error {
 		e.Uint32(svcNetmask, hostMask(id.Addr()))
 	}, nil)
 	if errors.Is(err, unix.ENOENT) {
-		err = fmt.Errorf("the kernel lacks the scheduler %s: load the module ip_vs_%s", s.scheduler, s.scheduler)
+		err = fmt.Errorf("%w %s: load the module ip_vs_%s", errNoScheduler, s.scheduler, s.scheduler)
 	}
 	return wrap(err, "set virtual server %s", id)
 }
@@ -391,6 +400,8 @@ func (c *conn) readDestinations(id serverID, s *server) error {
 							to.connections += to.established
 						case destInactive:
 							to.connections += d.Uint32()
+						case destStats:
+							d.Nested(to.decodeStats)
 						}
 					}
 					if a, ok := decodeAddr(id.Addr().Is4(), addr); ok {
@@ -399,6 +410,20 @@ func (c *conn) readDestinations(id serverID, s *server) error {
 					return nil
 				})
 			}
+		}
+	}
+	return nil
+}
+
+func (to *destination) decodeStats(d *netlink.AttributeDecoder) error {
+	for d.Next() {
+		switch d.Type() {
+		case statsConnections:
+			to.total = d.Uint64()
+		case statsBytesIn:
+			to.bytesIn = d.Uint64()
+		case statsBytesOut:
+			to.bytesOut = d.Uint64()
 		}
 	}
 	return nil

@@ -58,6 +58,8 @@ type dataplane struct {
 	lists   *sourcelists.Lists
 	awaited map[types.NamespacedName]bool
 	claims  claims
+	// ports are the service ports of virtual servers, or nil without Options.Stats.
+	ports map[serverID]servicePort
 
 	// The fields below belong to one Sync. plans are the plans of the delivered views, failed
 	// are the services that could be programmed only in part, and edits are the changes of
@@ -152,6 +154,9 @@ func (d *dataplane) begin(ctx context.Context) (err error) {
 	}
 	d.leaving, d.awaited = map[serverID]bool{}, map[types.NamespacedName]bool{endOfPass: true}
 	d.claims = newClaims()
+	if d.opts.Stats {
+		d.ports = map[serverID]servicePort{}
+	}
 	d.compared, d.checked, d.serverLost = 0, 0, false
 	d.lists = sourcelists.New(d.planner.nodeAddrs)
 	all, err := d.read(ctx, d.readTable)
@@ -182,6 +187,9 @@ func (d *dataplane) read(ctx context.Context, readElements func(context.Context)
 		f := newFrontend(id, s)
 		if old := d.servers[id]; old != nil && slices.Equal(f.endpoints, old.endpoints) {
 			f.endpoints = old.endpoints // frontends share it
+			if slices.Equal(f.weights, old.weights) {
+				f.weights = old.weights
+			}
 		}
 		all[id] = f
 	})
@@ -462,6 +470,11 @@ func (d *dataplane) planServices(c *sink.Changes) {
 			}
 		}
 		d.fail(ch.Key, errors.Join(d.claims.resolve(p), d.omitForeign(p)))
+		if d.opts.Stats {
+			for i := range p.frontends {
+				d.ports[p.frontends[i].id] = servicePort{ch.Key, p.frontends[i].port}
+			}
+		}
 	}
 }
 

@@ -71,6 +71,9 @@ func TestKernel(t *testing.T) {
 	t.Run("elements of failing services are not pruned", testFailingServicesAreNotPruned)
 	t.Run("remaining source ranges do not conflict with new ones", testLeftRanges)
 	t.Run("the work of a Verify is limited", testManyLeaving)
+	t.Run("weights determine shares, and are counted", testWeights)
+	t.Run("connections to lost endpoints end on request", testResets)
+	t.Run("the counters of many services are read soon", testManyStats)
 	t.Run("random histories", testHistories)
 }
 

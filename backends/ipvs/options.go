@@ -39,8 +39,9 @@ type Options struct {
 	// "kpng-<Instance>".
 	Interface string
 
-	// Scheduler is the IPVS scheduler of services, such as rr, wrr, lc, wlc, sh or mh. All
-	// endpoints have the weight 1. Default: rr.
+	// Scheduler is the IPVS scheduler of services, such as rr, wrr, lc, wlc, sh or mh. If
+	// endpoints of a service have different weights, its scheduler is wrr in place of rr, and
+	// wlc in place of lc. The scheduler sh ignores weights. Default: rr.
 	Scheduler string
 	// SchedulerAnnotation is the name of the service annotation that overrides Scheduler.
 	// The source of the services must deliver this annotation. Default:
@@ -88,7 +89,7 @@ func (o *Options) complete() error {
 	o.SchedulerAnnotation = cmp.Or(o.SchedulerAnnotation, "kpng.io/ipvs-scheduler")
 
 	errs := []error{backendoptions.Complete(&o.Options, false, "Instance", "MasqueradeMark", "MasqueradeAll", "MasqueradeOutsiders", "ClusterCIDRs", "PodInterfaces",
-		"NodeAddresses", "Conntrack", "Sysctls", "Observer", "NetNS")}
+		"NodeAddresses", "Conntrack", "Sysctls", "Stats", "Observer", "NetNS")}
 	if !instanceName.MatchString(o.Instance) {
 		errs = append(errs, fmt.Errorf("instance %q must have at most 64 letters, digits, \"_\", \".\" and \"-\"", o.Instance))
 	}

@@ -8,6 +8,7 @@ import (
 	"cmp"
 	"errors"
 	"fmt"
+	"maps"
 	"net/netip"
 	"slices"
 	"time"
@@ -36,6 +37,14 @@ type planner struct {
 	// nodeNetworks are prefixes that contain the addresses of all nodes. External and
 	// load-balancer IPs that are addresses of other nodes have no frontends.
 	nodeNetworks []netip.Prefix
+}
+
+// anyAddr returns the unspecified address of a family.
+func anyAddr(family api.Family) netip.Addr {
+	if family == api.IPv6 {
+		return netip.IPv6Unspecified()
+	}
+	return netip.IPv4Unspecified()
 }
 
 // hasMachine reports whether a is an address of the machine.
@@ -70,6 +79,7 @@ type plan struct {
 type frontendPlan struct {
 	id   serverID
 	kind nodeview.Kind
+	port string // the name of the service port
 	// local is true if the instance has to make the address local. External and
 	// load-balancer IPs may be addresses of the machine, which are local already.
 	local bool
@@ -82,16 +92,36 @@ type wanted struct {
 	settings
 	// The field endpoints has the endpoints that get new connections, sorted. For UDP, the
 	// field existing has all endpoints to which flows may continue, sorted. Frontends with the
-	// same endpoints share both Go slices.
+	// same endpoints share the Go slices.
 	endpoints, existing []netip.AddrPort
+	// resets says which TCP connections end. It is empty if none do.
+	resets nodeview.Existing
+	// weights has the weights of endpoints, or is nil if all are 1.
+	weights []uint32
+	// fallback is the scheduler of a new virtual server if the kernel lacks the scheduler of
+	// settings, or empty.
+	fallback string
 }
 
+// weight returns the weight of endpoints[i].
+func (w *wanted) weight(i int) uint32 {
+	if w.weights == nil {
+		return 1
+	}
+	return w.weights[i]
+}
+
+// weighted has the schedulers that use weights, in place of those that do not. The scheduler
+// sh has 256 entries, and an endpoint of weight w would take w of them, so it gets no weights.
+var weighted = map[string]string{"rr": "wrr", "lc": "wlc"}
+
 // keeps reports whether existing connections to a destination continue after the
-// destination stops getting new connections. TCP and SCTP connections always continue.
-// UDP flows to a removed endpoint end.
+// destination stops getting new connections. UDP flows to a removed endpoint end, and TCP
+// connections if the service requests that. Without a destination, IPVS forgets a connection
+// at the next packet of its client, and the kernel answers that packet with a reset.
 func (w *wanted) keeps(at netip.AddrPort, p api.Protocol) bool {
 	if p != api.UDP {
-		return true
+		return !w.resets.Resets(at)
 	}
 	_, exists := slices.BinarySearchFunc(w.existing, at, netip.AddrPort.Compare)
 	return exists
@@ -117,7 +147,7 @@ func (p *planner) plan(view *api.View, listOf func(*nodeview.Frontend) uint32) (
 		scheduler = p.scheduler
 	}
 	frontends := slices.Collect(nodeview.Frontends(view))
-	lists := endpointLists{sorted: map[nodeview.ListID][]netip.AddrPort{}, existing: map[nodeview.Existing][]netip.AddrPort{}}
+	lists := endpointLists{sorted: map[nodeview.ListID]endpointList{}, existing: map[nodeview.Existing][]netip.AddrPort{}}
 	targets := redirectTargets(frontends)
 	destinations := 0
 	for i := range frontends {
@@ -126,18 +156,25 @@ func (p *planner) plan(view *api.View, listOf func(*nodeview.Frontend) uint32) (
 			err = errors.New("IPVS cannot serve all ports of an address")
 			continue
 		}
-		w := wanted{
-			settings:  settings{scheduler: scheduler, persistence: uint32(f.Affinity / time.Second), flags: p.owner | fallbackFlag(scheduler)},
-			endpoints: lists.of(f),
+		w := wanted{settings: settings{scheduler: scheduler, persistence: uint32(f.Affinity / time.Second), flags: p.owner | fallbackFlag(scheduler)}}
+		if w.endpoints, w.weights = lists.of(f); w.weights != nil && weighted[scheduler] != "" {
+			w.scheduler, w.fallback = weighted[scheduler], scheduler
+		} else if scheduler == "sh" {
+			w.weights = nil
 		}
 		if f.Protocol == api.UDP {
 			w.existing = lists.existingOf(f.Existing)
+		} else if f.Protocol == api.TCP && view.Service.ResetConnections {
+			w.resets = f.Existing
 		}
 		to, redirected := redirect(f, targets)
 		var list uint32
-		limited := f.Sources.Restricted && f.Kind != nodeview.NodePort
-		if limited {
-			list = listOf(f)
+		if f.Sources.Restricted {
+			of := *f
+			if f.Kind == nodeview.NodePort {
+				of.Addr = anyAddr(f.Family) // a node port has no address, and each family a list
+			}
+			list = listOf(&of)
 		}
 		external := f.Kind == nodeview.ExternalIP || f.Kind == nodeview.LoadBalancerIP
 		for at := range f.At(p.nodePortAddrs) {
@@ -146,11 +183,11 @@ func (p *planner) plan(view *api.View, listOf func(*nodeview.Frontend) uint32) (
 					return nil, fmt.Errorf("IPVS would need more than %d destinations, the product of addresses, ports and endpoints", maxDestinations)
 				}
 				id := serverID{at, f.Protocol}
-				fp := frontendPlan{id: id, kind: f.Kind, wanted: w, elements: elements(id, f)}
+				fp := frontendPlan{id: id, kind: f.Kind, port: f.ServicePort.Name, wanted: w, elements: elements(id, f)}
 				if redirected {
 					fp.elements = append(fp.elements, element{set: setOf(redirects, a), key: frontendKey(id), value: addrKey(to.Addr()) + portKey(to.Port())})
 				}
-				if limited {
+				if f.Sources.Restricted {
 					fp.elements = append(fp.elements, element{set: setOf(restricted, a), key: frontendKey(id), value: string(nft.Native(list))})
 				}
 				fp.local = f.Kind == nodeview.ClusterIP || external && !p.hasMachine(a)
@@ -175,22 +212,49 @@ func (p *planner) plan(view *api.View, listOf func(*nodeview.Frontend) uint32) (
 
 // endpointLists has the lists of endpoints of a view. Frontends share them.
 type endpointLists struct {
-	sorted   map[nodeview.ListID][]netip.AddrPort
+	sorted   map[nodeview.ListID]endpointList
 	existing map[nodeview.Existing][]netip.AddrPort
 }
 
-// of returns the endpoints of a frontend that get new connections, sorted.
-func (l *endpointLists) of(f *nodeview.Frontend) []netip.AddrPort {
-	if all, ok := l.sorted[f.Elsewhere.List]; ok {
-		return all
+// endpointList has the endpoints that get new connections, and their weights, as the type
+// wanted.
+type endpointList struct {
+	endpoints []netip.AddrPort
+	weights   []uint32
+}
+
+// of returns the endpoints of a frontend that get new connections, and their weights.
+func (l *endpointLists) of(f *nodeview.Frontend) ([]netip.AddrPort, []uint32) {
+	all, ok := l.sorted[f.Elsewhere.List]
+	if !ok {
+		weights := make(map[netip.AddrPort]uint32, len(f.Elsewhere.Endpoints))
+		first, differ := uint32(0), false
+		for _, t := range f.Elsewhere.Endpoints {
+			w := uint32(cmp.Or(t.Weight, api.DefaultWeight))
+			first = cmp.Or(first, w)
+			differ = differ || w != first
+			weights[t.AddrPort()] = w
+		}
+		all.endpoints = slices.SortedFunc(maps.Keys(weights), netip.AddrPort.Compare)
+		if differ {
+			all.weights = weightsOf(all.endpoints, func(at netip.AddrPort) uint32 { return weights[at] })
+		}
+		l.sorted[f.Elsewhere.List] = all
 	}
-	all := make([]netip.AddrPort, len(f.Elsewhere.Endpoints))
-	for i, t := range f.Elsewhere.Endpoints {
-		all[i] = t.AddrPort()
+	return all.endpoints, all.weights
+}
+
+// weightsOf returns the weights of endpoints, or nil if all are 1.
+func weightsOf(endpoints []netip.AddrPort, weight func(netip.AddrPort) uint32) []uint32 {
+	weights, differ := make([]uint32, len(endpoints)), false
+	for i, at := range endpoints {
+		weights[i] = weight(at)
+		differ = differ || weights[i] != 1
 	}
-	slices.SortFunc(all, netip.AddrPort.Compare)
-	l.sorted[f.Elsewhere.List] = all
-	return all
+	if !differ {
+		return nil
+	}
+	return weights
 }
 
 // existingOf returns the endpoints to which existing flows may continue, sorted.
@@ -274,10 +338,9 @@ func redirect(f *nodeview.Frontend, targets map[target]netip.AddrPort) (to netip
 	return to, ok
 }
 
-// has reports whether a destination gets new connections.
-func (w *wanted) has(at netip.AddrPort) bool {
-	_, ok := slices.BinarySearchFunc(w.endpoints, at, netip.AddrPort.Compare)
-	return ok
+// index returns the index of an endpoint that gets new connections, and whether it does.
+func (w *wanted) index(at netip.AddrPort) (int, bool) {
+	return slices.BinarySearchFunc(w.endpoints, at, netip.AddrPort.Compare)
 }
 
 // claims are the services with frontends at the addresses of node ports. An external or

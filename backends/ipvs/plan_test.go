@@ -34,6 +34,9 @@ func describe(p *plan) (lines []string) {
 	var all []element
 	for _, f := range p.frontends {
 		line := fmt.Sprintf("%s %s %v", f.id, f.scheduler, f.endpoints)
+		if f.weights != nil {
+			line += fmt.Sprintf(" weights %d", f.weights)
+		}
 		if f.persistence > 0 {
 			line += fmt.Sprintf(" persistent %d", f.persistence)
 		}
@@ -79,6 +82,7 @@ func TestPlan(t *testing.T) {
 	for name, test := range map[string]struct {
 		endpoints []string
 		edit      func(*api.Service)
+		weights   []int32
 		healthz   uint16
 		want      []string
 	}{
@@ -100,6 +104,33 @@ func TestPlan(t *testing.T) {
 				s.Annotations = map[string]string{"scheduler": "mh"}
 			},
 			want: append(clusterIP, "10.96.0.1:80/TCP mh [10.1.0.1:8080] persistent 90 local"),
+		},
+		"different weights need a scheduler with weights": {
+			endpoints: []string{"10.1.0.2", "10.1.0.1"},
+			weights:   []int32{0, 700},
+			want:      append(clusterIP, "10.96.0.1:80/TCP wrr [10.1.0.1:8080 10.1.0.2:8080] weights [100 700] local"),
+		},
+		"equal weights need none": {
+			endpoints: []string{"10.1.0.2", "10.1.0.1"},
+			weights:   []int32{700, 700},
+			want:      append(clusterIP, "10.96.0.1:80/TCP rr [10.1.0.1:8080 10.1.0.2:8080] local"),
+		},
+		"the scheduler sh has no weights": {
+			endpoints: []string{"10.1.0.2", "10.1.0.1"},
+			weights:   []int32{700, 1},
+			edit:      func(s *api.Service) { s.Annotations = map[string]string{"scheduler": "sh"} },
+			want:      append(clusterIP, "10.96.0.1:80/TCP sh [10.1.0.1:8080 10.1.0.2:8080] local"),
+		},
+		"source ranges of node ports": {
+			endpoints: []string{"10.1.0.1"},
+			edit: func(s *api.Service) {
+				s.Type, s.Ports[0].NodePort = api.NodePort, 30080
+				s.SourceRanges = []api.SourceRanges{{NodePorts: true, Prefixes: []netip.Prefix{netip.MustParsePrefix("10.0.0.0/8")}}}
+			},
+			want: append(clusterIP, "10.96.0.1:80/TCP rr [10.1.0.1:8080] local",
+				"192.0.2.1:30080/TCP rr [10.1.0.1:8080]", "192.0.2.2:30080/TCP rr [10.1.0.1:8080]",
+				"frontends4 192.0.2.1", "frontends4 192.0.2.2", "masquerades4 192.0.2.1", "masquerades4 192.0.2.2",
+				"restricted4 192.0.2.1 to list 5", "restricted4 192.0.2.2 to list 5"),
 		},
 		"a node port has a virtual server at each address of the node": {
 			endpoints: []string{"10.1.0.1"},
@@ -198,7 +229,11 @@ func TestPlan(t *testing.T) {
 				netip.MustParseAddr("127.0.0.1"), netip.MustParseAddr("192.0.2.1"), netip.MustParseAddr("192.0.2.2"), netip.MustParseAddr("2001:db8::1"),
 			}}
 			p.machineAddrs = p.nodePortAddrs
-			got, err := p.plan(view(test.endpoints, test.edit), testList)
+			v := view(test.endpoints, test.edit)
+			for i, weight := range test.weights {
+				v.Endpoints[i].Weight = weight
+			}
+			got, err := p.plan(v, testList)
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -220,13 +255,14 @@ func TestOnlyUDPFlowsToRemovedEndpointsEnd(t *testing.T) {
 	}
 	w, tcp := wantedBy(api.UDP), wantedBy(api.TCP)
 	draining, removed := netip.MustParseAddrPort("10.1.0.2:8080"), netip.MustParseAddrPort("10.1.0.3:8080")
-	if w.has(draining) || !w.keeps(draining, api.UDP) {
+	has := func(w *wanted, at netip.AddrPort) bool { _, ok := w.index(at); return ok }
+	if has(w, draining) || !w.keeps(draining, api.UDP) {
 		t.Error("a draining endpoint must keep its flows and get no new ones")
 	}
 	if w.keeps(removed, api.UDP) || !tcp.keeps(removed, api.TCP) {
 		t.Error("a removed endpoint must keep its TCP connections only")
 	}
-	if tcp.has(draining) || !tcp.keeps(draining, api.TCP) {
+	if has(tcp, draining) || !tcp.keeps(draining, api.TCP) {
 		t.Error("a draining endpoint must keep its TCP connections and get no new ones")
 	}
 }
@@ -279,7 +315,7 @@ func TestNodePortWinsAgainstExternalIP(t *testing.T) {
 			want = both
 		}
 		to := servers[id("192.0.2.1:30080", api.TCP)].destinations
-		if got := to[netip.AddrPortFrom(want.Endpoints[0].Addr, 8080)]; got.weight != weight {
+		if got := to[netip.AddrPortFrom(want.Endpoints[0].Addr, 8080)]; got.weight != 1 {
 			t.Errorf("%s: the destinations are %v, want %s", name, to, want.Endpoints[0].Addr)
 		}
 	}

@@ -49,6 +49,7 @@ func (f *ebpfFlags) register(fs *pflag.FlagSet) {
 func (f *ebpfFlags) options() ebpf.Options {
 	opts := f.ebpf
 	opts.Instance = f.nftablesFlags.options.Instance
+	opts.Stats = f.nftablesFlags.options.Stats
 	return opts
 }
 

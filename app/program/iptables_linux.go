@@ -40,6 +40,7 @@ func (f *iptablesFlags) register(fs *pflag.FlagSet) {
 	fs.StringSliceVar(&f.options.PodInterfaces, "pod-interfaces", nil, "take what comes in by these `interfaces`, such as cni0 or veth*, for pods of this node")
 	fs.BoolVar(&f.options.MasqueradeAll, "masquerade-all", false, "masquerade all connections to cluster IPs")
 	fs.BoolVar(&f.options.AcceptUnknownPorts, "accept-unknown-ports", false, "leave ports of a cluster IP that no service has to the routing table, instead of rejecting")
+	statsFlags(fs, &f.options.Stats)
 	f.nodeFlags.register(fs)
 }
 

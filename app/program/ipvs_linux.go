@@ -50,6 +50,7 @@ func (f *ipvsFlags) register(fs *pflag.FlagSet) {
 	fs.Uint16Var(&f.options.HealthzPort, healthzPortFlag, 0, "the `port` for health checks at load-balancer IPs of services without a health-check node port; 0 forwards none of them (default: that of --healthz-bind-address)")
 	fs.BoolVar(&f.options.StrictARP, "strict-arp", false, "also check or set the kernel settings with which the node does not answer ARP requests for addresses of services")
 	fs.DurationVar(&f.options.Drain, "drain", 0, "only for cleanup: leave new connections to another backend, which must already run, and wait at most this `time` until connections through IPVS have ended")
+	statsFlags(fs, &f.options.Stats)
 	f.nodeFlags.register(fs)
 }
 

@@ -43,6 +43,7 @@ func (f *nftablesFlags) register(fs *pflag.FlagSet) {
 	fs.Int32Var(&f.options.SNATPriority, "snat-priority", 100, "masquerade at this `priority` of the hook postrouting, not 0")
 	fs.BoolVar(&f.options.AcceptUnknownPorts, "accept-unknown-ports", false, "leave ports of a cluster IP that no service has to the routing table, instead of rejecting")
 	fs.BoolVar(&f.options.DropInvalid, "drop-invalid", false, "drop forwarded packets that connection tracking cannot assign to a connection")
+	statsFlags(fs, &f.options.Stats)
 	f.nodeFlags.register(fs)
 }
 

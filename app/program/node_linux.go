@@ -93,7 +93,7 @@ func (f *nodeFlags) conntrackSettings(cores int) []sysctl.Setting {
 // nodeParts returns the parts of a backend with a dataplane.
 func (f *nodeFlags) nodeParts(run command.Run, dataplane sink.Sink) (command.Parts, error) {
 	opts := nodesinks.Options{
-		NodePorts: f.nodePorts, KeepConnections: f.keepConnections, Healthy: run.Healthy, Metrics: run.Metrics,
+		NodePorts: f.nodePorts, Stats: statsOn(f.flagSet), KeepConnections: f.keepConnections, Healthy: run.Healthy, Metrics: run.Metrics,
 		Settings: f.conntrackSettings(sysctl.Cores()), Sysctls: f.sysctlMode(), Follow: followBridges,
 	}
 	var events *eventsWriter // nil without --events

@@ -59,6 +59,7 @@ func (f *ovsFlags) register(fs *pflag.FlagSet) {
 	fs.BoolVar(&f.masqueradeOutside, "masquerade-outside", true, "masquerade connections to cluster IPs from outside the pod network, if --cluster-cidr or --pod-cidr defines it")
 	fs.Uint32Var(&o.MaxClients, "max-clients", 10_000, "remember the endpoints of at most this `number` of clients of each service with session affinity")
 	fs.BoolVar(&f.keepConnections, "keep-udp-connections", false, "keep UDP connections to removed endpoints")
+	statsFlags(fs, &o.Stats)
 	nodePortsFlag(fs, &f.nodePorts)
 	f.checks.register(fs)
 }
@@ -77,7 +78,7 @@ func (f *ovsFlags) parts(run command.Run) (command.Parts, error) {
 	if err != nil {
 		return command.Parts{}, err
 	}
-	node, err := nodesinks.New(nodesinks.Options{NodePorts: f.nodePorts, Healthy: run.Healthy, Metrics: run.Metrics})
+	node, err := nodesinks.New(nodesinks.Options{NodePorts: f.nodePorts, Stats: opts.Stats, Healthy: run.Healthy, Metrics: run.Metrics})
 	if err != nil {
 		return command.Parts{}, err
 	}

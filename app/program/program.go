@@ -23,11 +23,14 @@ import (
 )
 
 // withReports returns b with what this package reports about each backend: ports without
-// local endpoints and, if l is not nil, the leftovers of other proxies.
+// local endpoints, traffic with the flag --stats and, if l is not nil, the leftovers of other
+// proxies.
 func withReports(b *command.Backend, l *leftovers) *command.Backend {
 	flags, create := b.Flags, b.Make
+	var flagSet *pflag.FlagSet
 	search := false // without flags, the backend is only inspected or tested
 	b.Flags = func(fs *pflag.FlagSet) {
+		flagSet = fs
 		if flags != nil {
 			flags(fs)
 		}
@@ -40,6 +43,9 @@ func withReports(b *command.Backend, l *leftovers) *command.Backend {
 		parts, err := create(run)
 		if err != nil {
 			return parts, err
+		}
+		if flagSet != nil && statsOn(flagSet) {
+			addTraffic(&parts, flagSet)
 		}
 		local := newLocalEndpoints()
 		r := &reporter{Sink: parts.Sink, local: local}

@@ -49,6 +49,7 @@ func userspaceFlags(fs *pflag.FlagSet, opts *userspace.Options, nodePorts *nodea
 	}
 	fs.StringVar(&opts.Interface, "interface", on, "on Windows: put the addresses of services on the network interface of this `name`; without it, $"+interfaceVariable+" or "+hostInterface)
 	fs.StringVar(&opts.StateFile, "state-file", "", "on Windows: note the addresses that were added in this `file`; without it, in %ProgramData%\\kpng\\userspace.journal")
+	statsFlags(fs, &opts.Stats)
 	nodePortsFlag(fs, nodePorts)
 	listFlag(fs, &opts.ClusterCIDRs, parseCIDR, "pod-cidr", "the `CIDRs` of this node's pods, whose traffic counts as starting on this node")
 	fs.DurationVar(&opts.DrainTimeout, "drain-timeout", 0, "how long TCP connections last after their service is removed or the program stops; 0 means 30 s")

@@ -30,6 +30,8 @@ type Options struct {
 	Addresses         nodeaddr.Source
 	NodePorts         nodeaddr.Selection
 	ExcludeInterfaces []string
+	// Stats makes Localhost count traffic.
+	Stats bool
 	// KeepConnections keeps connections to removed endpoints.
 	KeepConnections bool
 	// Settings are kernel settings that are checked when the tasks begin, and Sysctls selects
@@ -134,7 +136,7 @@ func (n *Node) Localhost() (sink.Sink, error) {
 	if !loopback.Selected() {
 		return nil, nil
 	}
-	return userspace.New(userspace.Options{OnlyNodePorts: true, DrainTimeout: localhostDrain, Options: backends.Options{NodeAddresses: loopback}})
+	return userspace.New(userspace.Options{OnlyNodePorts: true, DrainTimeout: localhostDrain, Options: backends.Options{NodeAddresses: loopback, Stats: n.opts.Stats}})
 }
 
 // WithTasks returns a sink like s with the tasks of the node. One dataplane needs them.

@@ -19,6 +19,7 @@ import (
 	"github.com/kpng-project/kpng/internal/nodeaddrs"
 	"github.com/kpng-project/kpng/internal/ownership"
 	"github.com/kpng-project/kpng/node/nodeaddr"
+	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
 	"k8s.io/klog/v2"
 )
@@ -55,6 +56,11 @@ func newBackend(opts Options) (*backend, error) {
 	b := &backend{opts: opts}
 	b.dataplane = newDataplane(&b.opts, minPause)
 	return b, nil
+}
+
+// Honours implements [backends.Capable].
+func (b *backend) Honours() nodeview.Parameters {
+	return nodeview.Parameters{Algorithm: true, Weights: true, NodePortSources: true}
 }
 
 // SharedOptions implements [backendoptions.Sharer].

@@ -19,6 +19,7 @@ import (
 	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/backends/ovs/internal/openflow"
 	"github.com/kpng-project/kpng/internal/backendoptions"
+	"github.com/kpng-project/kpng/maglev"
 	"github.com/kpng-project/kpng/reconcile"
 	"k8s.io/klog/v2"
 )
@@ -68,22 +69,34 @@ type (
 
 // group is a group in the switch, or a wanted group.
 type group struct {
-	seed uint64
-	// wanted are the buckets of a wanted group. buckets has the IDs of the buckets of a group in
-	// the switch.
-	wanted  []openflow.Actions
-	buckets map[openflow.Actions]uint32
+	seed     uint64
+	byClient bool
+	// buckets has the buckets by ID. In the switch, they are ordered by ID, so that all nodes
+	// choose the same one of two buckets with equal hashes.
+	buckets map[uint32]openflow.Bucket
 	// foreign is true if another program has changed the group so that it must be replaced.
 	foreign bool
 }
 
-// equal reports whether a group in the switch equals another one, or a wanted group.
 func (g *group) equal(o *group) bool {
-	if o.buckets != nil {
-		return g.seed == o.seed && g.foreign == o.foreign && maps.Equal(g.buckets, o.buckets)
+	return g.seed == o.seed && g.byClient == o.byClient && g.foreign == o.foreign && maps.Equal(g.buckets, o.buckets)
+}
+
+// add adds a bucket. Its ID depends only on the key, so that all nodes choose the same
+// bucket for a connection, and a removed bucket moves no connections of others. If another
+// key has the same ID, the bucket gets the next free one.
+func (g *group) add(key string, weight uint16, actions openflow.Actions) {
+	const lastBucket = 0xffffff00
+	if g.buckets == nil {
+		g.buckets = map[uint32]openflow.Bucket{}
 	}
-	return g.seed == o.seed && !g.foreign && len(g.buckets) == len(o.wanted) &&
-		!slices.ContainsFunc(o.wanted, func(a openflow.Actions) bool { _, ok := g.buckets[a]; return !ok })
+	id := uint32(maglev.Hash([]byte(key)) % lastBucket)
+	for taken := true; taken; {
+		if _, taken = g.buckets[id]; taken {
+			id = (id + 1) % lastBucket
+		}
+	}
+	g.buckets[id] = openflow.Bucket{ID: id, Weight: weight, Actions: actions}
 }
 
 func newDataplane(opts *Options, verifyInterval time.Duration) *dataplane {
@@ -192,7 +205,8 @@ func (d *dataplane) Plan(view *api.View, emit func(any, any)) error {
 	for _, id := range slices.SortedFunc(maps.Keys(p.groups), func(a, b uint32) int {
 		return cmp.Or(cmp.Compare(part(b), part(a)), cmp.Compare(a, b))
 	}) {
-		emit(groupID(id), &group{seed: n.seed(id), wanted: p.groups[id]})
+		p.groups[id].seed = n.seed(id)
+		emit(groupID(id), p.groups[id])
 	}
 	p.flows.emit(emit)
 	p.shared.emit(emit)
@@ -270,14 +284,14 @@ func (d *dataplane) listGroups(ctx context.Context, flows []openflow.Flow) (map[
 			}
 			ids = nil
 			for _, g := range some {
-				buckets := make(map[openflow.Actions]uint32, len(g.Buckets))
+				buckets := make(map[uint32]openflow.Bucket, len(g.Buckets))
 				for _, b := range g.Buckets {
-					buckets[b.Actions] = b.ID
+					buckets[b.ID] = b
 					for id := range openflow.Numbers(b.Actions) {
 						add(id)
 					}
 				}
-				groups[g.ID] = &group{seed: g.Seed, buckets: buckets, foreign: g.Foreign || len(buckets) < len(g.Buckets)}
+				groups[g.ID] = &group{seed: g.Seed, byClient: g.ByClient, buckets: buckets, foreign: g.Foreign || !slices.IsSortedFunc(g.Buckets, byID)}
 				used = used || g.ID-d.opts.firstGroup() >= tries/2
 			}
 		}
@@ -362,15 +376,13 @@ func (d *dataplane) change(o *op, deleted map[uint32]bool) []openflow.Message {
 			return []openflow.Message{openflow.DeleteFlow(k, d.opts.allCookies())}
 		}
 	case groupID:
-		id, present := uint32(k), &group{}
+		id := uint32(k)
+		var present *group
 		if o.Old != nil {
 			present = (*o.Old).(*group)
 		}
 		if o.New != nil {
-			messages, written := changeGroup(id, present, o.Old != nil, (*o.New).(*group))
-			var now any = written
-			o.New = &now
-			return messages
+			return changeGroup(id, present, (*o.New).(*group))
 		}
 		messages := []openflow.Message{openflow.DeleteGroup(id)}
 		if len(present.buckets) == 0 { // it records a number, perhaps that of a service
@@ -418,50 +430,37 @@ func (d *dataplane) forgetClients(a affinity) openflow.Message {
 	return openflow.DeleteFlows(d.opts.FirstTable+clientTable, m.Encode(), d.opts.learnedCookies(uint32(a.client>>32)))
 }
 
-// changeGroup returns messages that change a group into the wanted one, and the group
-// afterwards.
-func changeGroup(id uint32, present *group, exists bool, wanted *group) (messages []openflow.Message, written *group) {
-	ids := make(map[openflow.Actions]uint32, len(wanted.wanted))
-	written = &group{seed: wanted.seed, buckets: ids}
-	replace := !exists || present.foreign || present.seed != wanted.seed
-	before := present.buckets
-	if replace {
-		before = nil
+func byID(a, b openflow.Bucket) int { return cmp.Compare(a.ID, b.ID) }
+
+// changeGroup returns messages that change a group into the wanted one. The argument present
+// is nil if there is no such group.
+func changeGroup(id uint32, present, wanted *group) (messages []openflow.Message) {
+	all := slices.SortedFunc(maps.Values(wanted.buckets), byID)
+	set := openflow.SetGroup(openflow.Group{ID: id, Seed: wanted.seed, ByClient: wanted.byClient, Buckets: all})
+	if present == nil || present.foreign || present.seed != wanted.seed || present.byClient != wanted.byClient {
+		return set
 	}
-	used := make(map[uint32]bool, len(wanted.wanted))
-	var missing []openflow.Actions
-	for _, actions := range wanted.wanted {
-		if bucket, ok := before[actions]; ok {
-			ids[actions], used[bucket] = bucket, true
-		} else {
-			missing = append(missing, actions)
+	// The IDs of removed buckets must be unused before buckets with these IDs are added.
+	for bucket, b := range present.buckets {
+		if wanted.buckets[bucket] != b {
+			messages = append(messages, openflow.RemoveBucket(id, bucket))
 		}
 	}
-	unwanted := len(before) - len(ids)
-	replace = replace || unwanted > len(ids)
-	next := uint32(0)
-	var added []openflow.Bucket
-	for _, actions := range missing {
-		for next++; used[next]; next++ {
+	after := uint32(openflow.FirstBucket)
+	var added []openflow.Bucket // after this bucket
+	for _, b := range all {
+		if present.buckets[b.ID] != b {
+			added = append(added, b)
+			continue
 		}
-		ids[actions] = next
-		added = append(added, openflow.Bucket{ID: next, Actions: actions})
+		messages = append(messages, openflow.InsertBuckets(id, after, added)...)
+		after, added = b.ID, nil
 	}
-	if !replace {
-		// The IDs of removed buckets must be unused before buckets with these IDs are added.
-		for actions, bucket := range before {
-			if _, ok := ids[actions]; !ok {
-				messages = append(messages, openflow.RemoveBucket(id, bucket))
-			}
-		}
-		return append(messages, openflow.InsertBuckets(id, added)...), written
+	messages = append(messages, openflow.InsertBuckets(id, after, added)...)
+	if len(messages) > len(all) {
+		return set
 	}
-	all := make([]openflow.Bucket, 0, len(ids))
-	for actions, bucket := range ids {
-		all = append(all, openflow.Bucket{ID: bucket, Actions: actions})
-	}
-	slices.SortFunc(all, func(a, b openflow.Bucket) int { return int(a.ID) - int(b.ID) })
-	return openflow.SetGroup(openflow.Group{ID: id, Seed: wanted.seed, Buckets: all}), written
+	return messages
 }
 
 // cleanup deletes all flows and groups of the instance.

@@ -68,8 +68,8 @@ type planSize struct{ flows, groups, buckets int }
 func (s shape) planned() (size planSize) {
 	p, _ := planned(s.view("web"))
 	size.flows, size.groups = len(p.flows), len(p.groups)
-	for _, buckets := range p.groups {
-		size.buckets += len(buckets)
+	for _, g := range p.groups {
+		size.buckets += len(g.buckets)
 	}
 	return size
 }

@@ -285,7 +285,9 @@ func TestChangesByOthersAreRepairedAndForeignFlowsStay(t *testing.T) {
 		"a flow changed":           func() { n.Ofctl(t, "mod-flows", "table=105,ip actions=drop") },
 		"a flow added":             func() { n.Ofctl(t, "add-flow", "cookie=0x6b706e0000000000,table=105,priority=9999,ip actions=drop") },
 		"a flow with other cookie": func() { n.Ofctl(t, "add-flow", "cookie=0x9,table=101,priority=10,ip actions=drop") },
-		"a bucket removed":         func() { n.Ofctl(t, "remove-buckets", fmt.Sprintf("group_id=%d,command_bucket_id=1", n.someGroup())) },
+		"a bucket removed": func() {
+			n.Ofctl(t, "remove-buckets", fmt.Sprintf("group_id=%d,command_bucket_id=first", n.someGroup()))
+		},
 	} {
 		damage()
 		repair(name)

@@ -5,15 +5,19 @@
 package ovs
 
 import (
+	"cmp"
 	"encoding/binary"
 	"fmt"
+	"math"
 	"net/netip"
 	"slices"
+	"strconv"
 	"time"
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/backends/ovs/internal/openflow"
 	"github.com/kpng-project/kpng/internal/frontends"
+	"github.com/kpng-project/kpng/maglev"
 	"github.com/kpng-project/kpng/nodeview"
 )
 
@@ -22,9 +26,9 @@ type plan struct {
 	// flows belong to this service alone. The service may share the flows in the field
 	// shared with other services.
 	flows, shared flowSet
-	// groups are the buckets of the groups with these numbers. A group without buckets only
+	// groups are the groups with these numbers, without seeds. A group without buckets only
 	// records a number.
-	groups map[uint32][]openflow.Actions
+	groups map[uint32]*group
 	// affinities are the service ports with session affinity.
 	affinities map[affinity]bool
 	// datagrams has the frontends whose protocol is UDP. Frontends with the same endpoints
@@ -88,7 +92,7 @@ type planner struct {
 func (p *planner) plan(view *api.View) (*plan, error) {
 	s := servicePlan{
 		plan: &plan{
-			flows: flowSet{}, shared: flowSet{}, groups: map[uint32][]openflow.Actions{},
+			flows: flowSet{}, shared: flowSet{}, groups: map[uint32]*group{},
 			affinities: map[affinity]bool{}, datagrams: map[netip.AddrPort]*datagrams{},
 		},
 		planner: p, view: view, lists: map[nodeview.ListID]uint32{}, actions: map[actionsKey]openflow.Actions{},
@@ -217,7 +221,7 @@ func (p *servicePlan) addRanges(f *nodeview.Frontend) uint32 {
 	}
 	id = p.number(name{service: p.view.Key(), part: firstRanges - len(p.rangesContent)})
 	p.rangesContent[string(content)] = id
-	p.groups[id] = nil
+	p.groups[id] = &group{}
 	m := openflow.Match{EtherType: etherType(f.Family)}
 	m.Registers[listRegister/2] = openflow.Bits{Value: uint64(id), Mask: 1<<32 - 1}
 	admit := openflow.Join(openflow.SetRegister(flagsRegister, openflow.Bits{Value: admitted, Mask: admitted}), p.opts.resubmit(frontendTable))
@@ -329,30 +333,30 @@ func (p *planner) masqueraded(m nodeview.Masquerade) uint32 {
 // addList adds the groups of a list and, with session affinity, the flows that its endpoints
 // need. Then a belongs to any of the ports with this list.
 func (p *servicePlan) addList(f *nodeview.Frontend, t nodeview.Traffic, id uint32, a affinity) {
-	endpoints := make([]netip.AddrPort, 0, len(t.Endpoints))
+	endpoints := make([]endpoint, 0, len(t.Endpoints))
 	for _, e := range t.Endpoints {
-		endpoints = append(endpoints, e.AddrPort())
+		endpoints = append(endpoints, endpoint{e.AddrPort(), float64(cmp.Or(e.Weight, api.DefaultWeight))})
 	}
-	slices.SortFunc(endpoints, netip.AddrPort.Compare)
-	endpoints = slices.Compact(endpoints)
+	slices.SortStableFunc(endpoints, func(a, b endpoint) int { return a.AddrPort.Compare(b.AddrPort) })
+	endpoints = slices.CompactFunc(endpoints, func(a, b endpoint) bool { return a.AddrPort == b.AddrPort })
 	l := name{service: p.view.Key(), list: t.List}
 	if f.Affinity == 0 {
-		p.addGroups(l, endpoints, p.forward)
+		p.addGroups(l, f.Algorithm, endpoints, p.forward)
 		return
 	}
 	// The switch ignores learn actions in buckets, so the bucket selects a flow.
-	p.addGroups(l, endpoints, func(e netip.AddrPort) openflow.Actions {
+	p.addGroups(l, f.Algorithm, endpoints, func(e netip.AddrPort) openflow.Actions {
 		return openflow.Join(setEndpoint(e), p.opts.resubmit(memberTable))
 	})
 	member := openflow.Match{EtherType: etherType(f.Family)}
 	member.Registers[listRegister/2] = openflow.Bits{Value: uint64(id), Mask: 1<<32 - 1}
 	p.opts.add(p.flows, memberTable, low, member, openflow.ToGroup(id))
 	for _, e := range endpoints {
-		port, high, low := endpointFields(e)
+		port, high, low := endpointFields(e.AddrPort)
 		member.Registers[0] = openflow.Bits{Value: port.Value<<32 | uint64(id), Mask: port.Mask<<32 | (1<<32 - 1)}
 		member.Registers[2*addressRegister] = openflow.Bits{Value: high, Mask: 1<<64 - 1}
 		member.Registers[2*addressRegister+1] = openflow.Bits{Value: low, Mask: 1<<64 - 1}
-		p.opts.add(p.flows, memberTable, middle, member, p.learn(a, f.Affinity, e), p.forward(e))
+		p.opts.add(p.flows, memberTable, middle, member, p.learn(a, f.Affinity, e.AddrPort), p.forward(e.AddrPort))
 	}
 }
 
@@ -360,29 +364,115 @@ func (p *servicePlan) addList(f *nodeview.Frontend, t nodeview.Traffic, id uint3
 // more than 64 KB. A bucket has at most 112 bytes.
 const maxBuckets = 256
 
+// endpoint is an endpoint of a list, with its weight.
+type endpoint struct {
+	netip.AddrPort
+	weight float64
+}
+
 // addGroups adds the group of a list of sorted endpoints. If they are too many, its buckets
-// are groups with equal parts of the list. The parts are sections, so no choice of
-// addresses makes one of them larger, and a change of an endpoint moves at most one
-// endpoint between neighbouring parts.
-func (p *servicePlan) addGroups(l name, endpoints []netip.AddrPort, bucket func(netip.AddrPort) openflow.Actions) {
-	parts := 1
-	for parts < maxBuckets && len(endpoints) > parts*maxBuckets {
-		parts *= 2
-	}
-	var buckets []openflow.Actions
-	if parts == 1 {
-		for _, e := range endpoints {
-			buckets = append(buckets, bucket(e))
+// are groups with parts of the list.
+func (p *servicePlan) addGroups(l name, algorithm api.Algorithm, endpoints []endpoint, bucket func(netip.AddrPort) openflow.Actions) {
+	g := &group{byClient: algorithm == api.HashClient}
+	if len(endpoints) <= maxBuckets {
+		weights := make([]float64, len(endpoints))
+		for i, e := range endpoints {
+			weights[i] = e.weight
+		}
+		factors := factorsOf(weights)
+		for i, e := range endpoints {
+			g.add(e.String(), factors[i], bucket(e.AddrPort))
 		}
 	} else {
-		part := l
-		for i := range parts {
-			part.part = l.part*maxBuckets + i + 1
-			p.addGroups(part, endpoints[i*len(endpoints)/parts:(i+1)*len(endpoints)/parts], bucket)
-			buckets = append(buckets, openflow.ToGroup(p.number(part)))
+		parts := sections(endpoints)
+		if algorithm != api.Random && l.part == 0 {
+			parts = hashed(endpoints)
+		}
+		weights := make([]float64, len(parts))
+		for i, part := range parts {
+			for _, e := range part {
+				weights[i] += e.weight
+			}
+		}
+		if algorithm == api.Random && slices.Min(weights) >= 0.98*slices.Max(weights) {
+			clear(weights) // equal, so that few changes of the list change this group
+		}
+		factors := factorsOf(weights)
+		for i, part := range parts {
+			if len(part) == 0 {
+				continue
+			}
+			of := l
+			of.part = l.part*maxBuckets + i + 1
+			p.addGroups(of, algorithm, part, bucket)
+			g.add(strconv.Itoa(i), factors[i], openflow.ToGroup(p.number(of)))
 		}
 	}
-	p.groups[p.number(l)] = buckets
+	p.groups[p.number(l)] = g
+}
+
+// sections returns equal parts of a list. They are sections, so no choice of addresses
+// makes one of them larger, and a change of an endpoint moves at most one endpoint between
+// neighbouring parts.
+func sections(endpoints []endpoint) (parts [][]endpoint) {
+	n := 1
+	for n < maxBuckets && len(endpoints) > n*maxBuckets {
+		n *= 2
+	}
+	for i := range n {
+		parts = append(parts, endpoints[i*len(endpoints)/n:(i+1)*len(endpoints)/n])
+	}
+	return parts
+}
+
+// hashed returns 64 parts of a list, for stable hashing. The part of an endpoint does not
+// depend on other endpoints. So a change of an endpoint moves no other endpoint.
+func hashed(endpoints []endpoint) [][]endpoint {
+	parts := make([][]endpoint, 64)
+	for _, e := range endpoints {
+		i := maglev.Hash([]byte(e.String())) >> 32 % uint64(len(parts))
+		parts[i] = append(parts[i], e)
+	}
+	return parts
+}
+
+// factorsOf returns the weights of buckets in a group whose shares are proportional to
+// weights. Equal weights have factors of 1. The factors are not proportional to the weights,
+// because the switch multiplies them by uniform hashes. For example, weights 1 and 2 need
+// factors 2 and 3.
+//
+// Let the shares and the factors v be sorted. A product is between v(k-1) and v(k) only for
+// the m buckets from k on, with equal probabilities. So the probability that such a bucket
+// wins with a product in this interval is the difference of shares k-1 and k. The integral
+// gives v(k-1) = v(k) * (q(k-1)/q(k))^(1/m). There q(k) is the sum of min(share, share k)
+// over all shares.
+func factorsOf(weights []float64) []uint16 {
+	factors := make([]uint16, len(weights))
+	order := make([]int, len(weights))
+	for i := range order {
+		order[i] = i
+	}
+	slices.SortFunc(order, func(a, b int) int { return cmp.Compare(weights[a], weights[b]) })
+	if len(order) == 0 || weights[order[0]] == weights[order[len(order)-1]] {
+		for i := range factors {
+			factors[i] = 1
+		}
+		return factors
+	}
+	q := make([]float64, len(order))
+	sum := 0.0
+	for k, i := range order {
+		q[k] = sum + float64(len(order)-k)*weights[i]
+		sum += weights[i]
+	}
+	factor := float64(math.MaxUint16)
+	for k := len(order) - 1; k >= 0; k-- {
+		factors[order[k]] = uint16(max(math.Round(factor), 1))
+		if k > 0 {
+			factor *= math.Pow(q[k-1]/q[k], 1/float64(len(order)-k))
+		}
+	}
+	return factors
 }
 
 // learn keeps the endpoint of a client. The client of a service port is in clientRegister.
@@ -417,7 +507,7 @@ func (p *planner) reject(f api.Family) openflow.Actions {
 // affinityOf returns the affinity of a frontend's service port, and adds it to the plan.
 func (p *servicePlan) affinityOf(f *nodeview.Frontend) affinity {
 	service := p.number(name{service: p.view.Key(), part: wholeService})
-	p.groups[service] = nil
+	p.groups[service] = &group{}
 	a := affinity{f.Family, uint64(service) << 32}
 	if f.ServicePort != nil {
 		a.client |= uint64(f.ServicePort.Protocol)<<16 | uint64(uint16(f.ServicePort.Port))

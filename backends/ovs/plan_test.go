@@ -76,11 +76,11 @@ func TestNoAddressesMakeLargeGroups(t *testing.T) {
 			}
 			p, _ := planned(view("web", ip, endpoints, withAffinity))
 			used := map[uint32]bool{}
-			for id, buckets := range p.groups {
-				size := 0
+			for id, g := range p.groups {
+				buckets, size := g.buckets, 0
 				for _, b := range buckets {
-					size += 24 + len(b)
-					for part := range openflow.Numbers(b) {
+					size += 24 + len(b.Actions)
+					for part := range openflow.Numbers(b.Actions) {
 						used[part] = true
 					}
 				}
@@ -91,21 +91,21 @@ func TestNoAddressesMakeLargeGroups(t *testing.T) {
 			shares := map[openflow.Actions]float64{}
 			var visit func(id uint32, share float64)
 			visit = func(id uint32, share float64) {
-				for _, b := range p.groups[id] {
-					share := share / float64(len(p.groups[id]))
+				for _, b := range p.groups[id].buckets {
+					share := share / float64(len(p.groups[id].buckets))
 					group := false
-					for part := range openflow.Numbers(b) {
+					for part := range openflow.Numbers(b.Actions) {
 						if _, group = p.groups[part]; group {
 							visit(part, share)
 						}
 					}
 					if !group {
-						shares[b] += share * float64(len(endpoints))
+						shares[b.Actions] += share * float64(len(endpoints))
 					}
 				}
 			}
-			for id, buckets := range p.groups {
-				if !used[id] && len(buckets) > 0 {
+			for id, g := range p.groups {
+				if !used[id] && len(g.buckets) > 0 {
 					visit(id, 1)
 				}
 			}
@@ -138,8 +138,8 @@ func TestEndpointsMoveLittle(t *testing.T) {
 	bucketsOf := func() map[string]bool {
 		all := map[string]bool{}
 		for id, g := range n.backend.dataplane.groups {
-			for b := range g.buckets {
-				all[string(binary.BigEndian.AppendUint32(nil, id))+string(b)] = true
+			for _, b := range g.buckets {
+				all[string(binary.BigEndian.AppendUint32(nil, id))+string(b.Actions)] = true
 			}
 		}
 		return all

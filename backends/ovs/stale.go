@@ -64,8 +64,8 @@ func (d *dataplane) collectStale(ops []op) staleConnections {
 		if _, ok := o.Key.(groupID); !ok || o.Old == nil || o.New == nil {
 			continue
 		}
-		for actions := range (*o.Old).(*group).buckets {
-			if e := openflow.TranslatedTo(actions); e.IsValid() {
+		for _, b := range (*o.Old).(*group).buckets {
+			if e := openflow.TranslatedTo(b.Actions); e.IsValid() {
 				p := part{o.Service, familyOf(e)}
 				if groups[p] == nil {
 					groups[p] = &datagrams{}

@@ -113,14 +113,17 @@ type Cookies struct{ Value, Mask uint64 }
 
 func (c Cookies) contain(cookie uint64) bool { return cookie&c.Mask == c.Value }
 
-// Group selects one of its buckets for each connection, with equal probabilities. A
-// connection is defined by its source address and source port.
+// Group selects one of its buckets for each connection. A connection is defined by its
+// source address and source port. The switch multiplies a hash of the connection and the
+// ID of the bucket by the weight of the bucket, and selects the bucket with the largest
+// product. Of equal products, the last one counts.
 type Group struct {
 	ID uint32
 	// Seed makes the selections of different groups independent.
 	Seed uint64
-	// Buckets are ordered by ID.
-	Buckets []Bucket
+	// ByClient makes the selection ignore the source port.
+	ByClient bool
+	Buckets  []Bucket
 	// Foreign is true if no message of this package creates such a group.
 	Foreign bool
 }
@@ -128,6 +131,7 @@ type Group struct {
 // Bucket is a bucket of a group. IDs may have any value up to 0xffffff00.
 type Bucket struct {
 	ID      uint32
+	Weight  uint16
 	Actions Actions
 }
 
@@ -139,7 +143,6 @@ const (
 
 	groupSelect = 1
 
-	lastBucket = 0xfffffffe
 	allBuckets = 0xffffffff
 )
 
@@ -157,32 +160,37 @@ func groupMod(command uint16, id, bucket uint32, buckets, properties []byte) Mes
 // SetGroup returns messages that create a group or replace it. A group with many buckets
 // needs several messages.
 func SetGroup(g Group) []Message {
-	all := InsertBuckets(g.ID, g.Buckets)
+	all := InsertBuckets(g.ID, FirstBucket, g.Buckets)
 	if len(all) == 0 {
-		return []Message{groupMod(groupAddOrModify, g.ID, allBuckets, nil, selection(g.Seed))}
+		return []Message{groupMod(groupAddOrModify, g.ID, allBuckets, nil, g.selection())}
 	}
 	// Change the first message from an insertion to the creation of the group.
 	const fixed = 16
 	first := all[0].body
-	all[0] = groupMod(groupAddOrModify, g.ID, allBuckets, first[fixed:], selection(g.Seed))
+	all[0] = groupMod(groupAddOrModify, g.ID, allBuckets, first[fixed:], g.selection())
 	return all
 }
 
-// InsertBuckets returns messages that add buckets to a group.
-func InsertBuckets(id uint32, buckets []Bucket) []Message {
+// FirstBucket is the argument after of [InsertBuckets] that means the start of the group.
+const FirstBucket = 0xfffffffd
+
+// InsertBuckets returns messages that add buckets to a group, after the bucket with the ID
+// after.
+func InsertBuckets(id, after uint32, buckets []Bucket) []Message {
 	const reserve = 256 // for the fixed part and the properties
 	var all []Message
 	var b []byte
 	flush := func() {
 		if len(b) > 0 {
-			all = append(all, groupMod(groupInsertBucket, id, lastBucket, b, nil))
+			all = append(all, groupMod(groupInsertBucket, id, after, b, nil))
 		}
 		b = nil
 	}
-	for _, bucket := range buckets {
+	for i, bucket := range buckets {
 		encoded := bucket.encode()
 		if len(b)+len(encoded) > maxMessage-reserve {
 			flush()
+			after = buckets[i-1].ID
 		}
 		b = append(b, encoded...)
 	}
@@ -205,23 +213,28 @@ func (bucket *Bucket) encode() []byte {
 	b = binary.BigEndian.AppendUint16(b, uint16(len(bucket.Actions)))
 	b = binary.BigEndian.AppendUint32(b, bucket.ID)
 	b = append(b, bucket.Actions...)
-	return append(b, 0, 0, 0, weight, 0, 1, 0, 0)
+	b = append(b, 0, 0, 0, weight)
+	return append(binary.BigEndian.AppendUint16(b, bucket.Weight), 0, 0)
 }
 
-// selection returns the property of a group that selects a bucket by a hash of the
-// source address and port.
-func selection(seed uint64) []byte {
+// selection returns the property of a group that selects a bucket by a hash.
+func (g *Group) selection() []byte {
 	const netronomeVendor, selectionMethod = 0x0000154d, 1
 	b := []byte{0xff, 0xff, 0, 0}
 	b = binary.BigEndian.AppendUint32(b, netronomeVendor)
 	b = binary.BigEndian.AppendUint32(b, selectionMethod)
 	b = append(b, 0, 0, 0, 0)
 	b = append(b, "hash\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00"...)
-	b = binary.BigEndian.AppendUint64(b, seed)
-	for _, f := range []struct {
+	b = binary.BigEndian.AppendUint64(b, g.Seed)
+	type field struct {
 		field uint32
 		size  int
-	}{{fieldIPv4Src, 4}, {fieldIPv6Src, 16}, {fieldTCPSrc, 2}, {fieldUDPSrc, 2}, {fieldSCTPSrc, 2}} {
+	}
+	fields := []field{{fieldIPv4Src, 4}, {fieldIPv6Src, 16}}
+	if !g.ByClient {
+		fields = append(fields, field{fieldTCPSrc, 2}, field{fieldUDPSrc, 2}, field{fieldSCTPSrc, 2})
+	}
+	for _, f := range fields {
 		b = binary.BigEndian.AppendUint32(b, f.field|uint32(f.size))
 		for range f.size {
 			b = append(b, 0xff) // all bits
@@ -369,7 +382,8 @@ func parseGroup(b []byte) (g Group, err error) {
 	if len(properties) >= seed+8 {
 		g.Seed = binary.BigEndian.Uint64(properties[seed:])
 	}
-	if entry[2] != groupSelect || !bytes.Equal(properties, selection(g.Seed)) {
+	g.ByClient = !bytes.Equal(properties, g.selection())
+	if entry[2] != groupSelect || g.ByClient && !bytes.Equal(properties, g.selection()) {
 		g.Foreign = true
 		return g, nil
 	}
@@ -379,11 +393,15 @@ func parseGroup(b []byte) (g Group, err error) {
 		if err != nil {
 			return g, err
 		}
-		actions, _, err := take(bucket[fixed:], int(binary.BigEndian.Uint16(bucket[2:])))
+		actions, properties, err := take(bucket[fixed:], int(binary.BigEndian.Uint16(bucket[2:])))
 		if err != nil {
 			return g, err
 		}
-		g.Buckets = append(g.Buckets, Bucket{ID: binary.BigEndian.Uint32(bucket[4:]), Actions: Actions(actions)})
+		one := Bucket{ID: binary.BigEndian.Uint32(bucket[4:]), Actions: Actions(actions)}
+		if weight, _, err := takeTLV(properties); err == nil && binary.BigEndian.Uint16(properties) == 0 && len(weight) >= 2 {
+			one.Weight = binary.BigEndian.Uint16(weight)
+		}
+		g.Buckets = append(g.Buckets, one)
 		buckets = rest
 	}
 	return g, nil

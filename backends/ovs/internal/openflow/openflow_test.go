@@ -103,8 +103,8 @@ func TestUnexpectedAnswers(t *testing.T) {
 // TestUnusableGroupsAreForeign checks that a group that cannot be read is reported as a
 // group that this package has not created, so that the backend replaces it.
 func TestUnusableGroupsAreForeign(t *testing.T) {
-	bucket := Bucket{ID: 1, Actions: ToGroup(2)}
-	good := listed(1, bucket.encode(), selection(3))
+	bucket := Bucket{ID: 1, Weight: 7, Actions: ToGroup(2)}
+	good := listed(1, bucket.encode(), (&Group{Seed: 3}).selection())
 	for name, test := range map[string]struct {
 		group   []byte
 		foreign bool
@@ -112,9 +112,9 @@ func TestUnusableGroupsAreForeign(t *testing.T) {
 		"complete":                 {good, false},
 		"of another type":          {append([]byte{good[0], good[1], groupSelect + 1}, good[3:]...), true},
 		"without a hash":           {listed(1, bucket.encode(), nil), true},
-		"with another ID":          {listed(2, bucket.encode(), selection(3)), true},
+		"with another ID":          {listed(2, bucket.encode(), (&Group{Seed: 3}).selection()), true},
 		"shorter than it says":     {good[:len(good)-8], true},
-		"a bucket that ends early": {listed(1, []byte{0, 64, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0}, selection(3)), true},
+		"a bucket that ends early": {listed(1, []byte{0, 64, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0}, (&Group{Seed: 3}).selection()), true},
 		"twice":                    {append(slices.Clone(good), good...), true},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -236,8 +236,9 @@ func FuzzParsers(f *testing.F) {
 	f.Add(flowMod(flowAdd, &Flow{FlowKey: FlowKey{Match: m.Encode()}, Actions: ToGroup(1)}, 0).body)
 	f.Add([]byte(m.Encode()))
 	f.Add([]byte(CT{Commit: true, Actions: TranslateDestination(netip.MustParseAddr("fd00::1"), 80)}.Action()))
-	bucket := Bucket{ID: 1, Actions: ToGroup(2)}
-	f.Add(listed(1, bucket.encode(), selection(3)))
+	bucket := Bucket{ID: 1, Weight: 7, Actions: ToGroup(2)}
+	f.Add(listed(1, bucket.encode(), (&Group{Seed: 3}).selection()))
+	f.Add(listed(1, bucket.encode(), (&Group{Seed: 3, ByClient: true}).selection()))
 	f.Add(hello)
 	f.Fuzz(func(t *testing.T, b []byte) {
 		parseFlows(nil, b)
@@ -259,7 +260,7 @@ func FuzzParsers(f *testing.F) {
 			}
 			encoded = append(encoded, bucket.encode()...)
 		}
-		again, err := parseGroup(listed(g.ID, encoded, selection(g.Seed)))
+		again, err := parseGroup(listed(g.ID, encoded, g.selection()))
 		if err != nil {
 			t.Fatal(err)
 		}

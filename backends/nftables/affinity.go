@@ -19,7 +19,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// With session affinity, each endpoint of a list has a number. One map leads from a slot of
+// With session affinity, weights or stable hashing, each endpoint of a list has a number. One map leads from a slot of
 // the list to the number, and another map from the number to the endpoint. A third map,
 // which packets write, leads from the list and a client to the number. An endpoint keeps its
 // number when it gets another slot. An endpoint that was removed and comes back gets another
@@ -36,9 +36,9 @@ const (
 	// elements that it has. If it is full, connections of other clients go to a random
 	// endpoint.
 	maxClients = 1 << 22
-	// maxAffineEndpoints limits the endpoints of a list with affinity that get traffic. Their
+	// maxNumberedEndpoints limits the endpoints of a list with numbers that get traffic. Their
 	// numbers have 12 bits that are not those of the list.
-	maxAffineEndpoints = endpointMask
+	maxNumberedEndpoints = endpointMask
 
 	// nftDynsetDelete is missing in golang.org/x/sys/unix.
 	nftDynsetDelete = 2

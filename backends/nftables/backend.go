@@ -17,6 +17,7 @@ import (
 	"github.com/kpng-project/kpng/internal/netfilter"
 	"github.com/kpng-project/kpng/internal/nodeaddrs"
 	"github.com/kpng-project/kpng/internal/ownership"
+	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
 	"k8s.io/klog/v2"
 )
@@ -37,6 +38,7 @@ type backend struct {
 var (
 	_ backends.Dataplane = (*backend)(nil)
 	_ backends.Inspector = (*backend)(nil)
+	_ backends.Capable   = (*backend)(nil)
 )
 
 // New returns a dataplane, which is also a [backends.Inspector]. New does not access the
@@ -64,6 +66,11 @@ func newBackend(opts Options) (*backend, error) {
 
 // SharedOptions implements [backendoptions.Sharer].
 func (b *backend) SharedOptions() (string, *backends.Options) { return "nftables", &b.opts.Options }
+
+// Honours implements [backends.Capable].
+func (*backend) Honours() nodeview.Parameters {
+	return nodeview.Parameters{Algorithm: true, Weights: true}
+}
 
 // Start implements [sink.Starter]. It checks sysctls and creates the missing parts of the
 // table. It does not change the services in the table. Then it reads the table and

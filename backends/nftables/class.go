@@ -26,15 +26,19 @@ type class struct {
 	// isAddress is true for lists of all-ports services, which keep the port of packets.
 	isAddress bool
 	verdict   nodeview.Verdict
-	// size is the binary logarithm of the maximum number of endpoints of a list. A list of
-	// the class has more than half as many endpoints. If the verdict is not Forward, the
-	// size is 0.
+	// size is the binary logarithm of the maximum number of slots of a list. A list of the
+	// class has more than half as many slots. With stable hashing, size is an index of
+	// hashSizes. If the verdict is not Forward, the size is 0.
 	size uint8
+	// numbered is true if the endpoints of the lists have numbers. Then algorithm says how a
+	// slot is chosen.
+	numbered  bool
+	algorithm api.Algorithm
 	// timeout is how long the kernel remembers the endpoint of a client, see timeoutOf, or 0
 	// if the lists have no session affinity.
 	timeout uint16
-	// choosesSlot is true for the chain that chooses a slot for the classes with session
-	// affinity of this family and size. This chain has no number.
+	// choosesSlot is true for the chain that chooses a slot for the classes with numbers of
+	// this family, size and algorithm. This chain has no number.
 	choosesSlot bool
 }
 
@@ -46,13 +50,14 @@ const maxEndpoints = 1 << 20
 
 // The bits of the number of a class.
 const (
-	verdictClass = 0x7d00_0000
-	addressClass = 0x7e00_0000
-	serviceClass = 0x7f00_0000
-	affineClass  = 0x7800_0000
-	addressBit   = 0x0100_0000
-	sizeBits     = 5
-	sizeMask     = 1<<sizeBits - 1
+	verdictClass  = 0x7d00_0000
+	addressClass  = 0x7e00_0000
+	serviceClass  = 0x7f00_0000
+	numberedClass = 0x7800_0000
+	addressBit    = 0x0100_0000
+	algorithmBit  = 0x0001_0000 // the first of two bits
+	sizeBits      = 5
+	sizeMask      = 1<<sizeBits - 1
 )
 
 // number returns the number of the class. It is unique in the family.
@@ -61,10 +66,12 @@ func (c class) number() uint32 {
 	switch {
 	case c.verdict != nodeview.Forward:
 		return verdictClass | uint32(c.verdict)
-	case c.timeout > 0 && c.isAddress:
-		return affineClass | addressBit | uint32(c.timeout)<<sizeBits | low
-	case c.timeout > 0:
-		return affineClass | uint32(c.timeout)<<sizeBits | low
+	case c.numbered:
+		number := numberedClass | uint32(c.algorithm)*algorithmBit | uint32(c.timeout)<<sizeBits | low
+		if c.isAddress {
+			number |= addressBit
+		}
+		return number
 	case c.isAddress:
 		return addressClass | low
 	default:
@@ -80,12 +87,16 @@ func classOf(family api.Family, number uint32) (c class, ok bool) {
 		c.verdict, c.size = nodeview.Verdict(number&0xff), 0
 	case addressClass:
 		c.isAddress = true
-	case affineClass | addressBit:
-		c.isAddress, c.timeout = true, uint16(number&0xffff>>sizeBits)
-	case affineClass:
-		c.timeout = uint16(number & 0xffff >> sizeBits)
+	case serviceClass:
+	default:
+		c.numbered, c.isAddress = true, number&addressBit != 0
+		c.algorithm, c.timeout = api.Algorithm(number/algorithmBit&3), uint16(number&0xffff>>sizeBits)
 	}
-	return c, c.number() == number && c.verdict <= nodeview.Drop && (1<<c.size) <= maxEndpoints
+	isSize := 1<<c.size <= maxEndpoints
+	if c.algorithm != api.Random {
+		isSize = int(c.size) < len(hashSizes)
+	}
+	return c, c.number() == number && c.verdict <= nodeview.Drop && isSize && c.algorithm <= api.HashConnection
 }
 
 // classOfElement returns the class to which the element of a list leads, or which is the
@@ -114,17 +125,31 @@ func (c class) name() string {
 	case nodeview.Reject:
 		return rejectLater
 	}
-	kind, prefix, suffix := "list", "", ""
+	kind, prefix, suffix, size := "list", "", "", 1<<c.size
 	switch {
 	case c.choosesSlot:
 		kind = "slot"
+	case c.timeout == 0 && c.numbered:
+		kind = "weighted"
+		if c.algorithm != api.Random {
+			kind = "hash"
+		}
 	case c.timeout > 0:
 		kind, suffix = "affinity", fmt.Sprintf("-%.0fs", timeoutOf(uint32(c.timeout)).Seconds())
+	}
+	switch c.algorithm {
+	case api.HashClient:
+		kind += "-client"
+	case api.HashConnection:
+		kind += "-connection"
+	}
+	if c.algorithm != api.Random {
+		size = hashSizes[c.size].slots
 	}
 	if c.isAddress {
 		prefix = "address-"
 	}
-	return fmt.Sprintf("%s%s%d-%d%s", prefix, kind, c.family, 1<<c.size, suffix)
+	return fmt.Sprintf("%s%s%d-%d%s", prefix, kind, c.family, size, suffix)
 }
 
 // compare orders classes by name.
@@ -135,7 +160,7 @@ func (c class) isSkeletonChain() bool { return c.verdict != nodeview.Forward }
 
 // needs returns the class whose chain must exist before the chain of c.
 func (c class) needs() (slot class, ok bool) {
-	return class{family: c.family, size: c.size, choosesSlot: true}, c.timeout > 0
+	return class{family: c.family, size: c.size, algorithm: c.algorithm, choosesSlot: true}, c.numbered
 }
 
 // element returns the element that maps the number of the class to the chain.
@@ -175,8 +200,15 @@ func deleteClasses(w *nft.Writer, list []class) {
 // chain returns the chain of the class. The argument seed is the seed of the hash of clients.
 func (c class) chain(seed uint32) nft.Chain {
 	switch {
+	case c.choosesSlot && c.algorithm != api.Random:
+		return nft.Chain{Name: c.name(), Rules: []nft.Rule{c.hashSlot()}}
 	case c.choosesSlot:
 		return nft.Chain{Name: c.name(), Rules: c.choose(c.chooseSlot)}
+	case c.timeout == 0 && c.numbered:
+		slot, _ := c.needs()
+		return nft.Chain{Name: c.name(), Rules: []nft.Rule{
+			nft.Jump(findChain(c.family)), nft.Jump(slot.name()), nft.Jump(numberChain(c.isAddress, c.family)), nft.Drop,
+		}}
 	case c.timeout > 0:
 		return nft.Chain{Name: c.name(), Rules: c.affinityRules(seed)}
 	}
@@ -223,4 +255,11 @@ func (c class) translate(n uint32) nft.Rule {
 // slot.
 func (c class) chooseSlot(n uint32) nft.Rule {
 	return number(c.family).Random(n).Then(toPriority(mapID{kind: kindSlots, family: c.family}.name()) + nft.Return)
+}
+
+// hashSlot returns a rule that replaces the list by the number of the endpoint in the slot
+// of the client.
+func (c class) hashSlot() nft.Rule {
+	key := number(c.family).StableHash(c.algorithm == api.HashConnection, uint32(hashSizes[c.size].slots), stableSeed)
+	return key.Then(toPriority(mapID{kind: kindSlots, family: c.family}.name()) + nft.Return)
 }

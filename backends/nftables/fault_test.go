@@ -223,7 +223,7 @@ func TestNftListsTheTable(t *testing.T) {
 func TestAffinityWithManyEndpoints(t *testing.T) {
 	b, _ := start(t, Options{})
 	var old *api.View
-	for _, n := range []int{maxAffineEndpoints + 2, maxAffineEndpoints - 1} {
+	for _, n := range []int{maxNumberedEndpoints + 2, maxNumberedEndpoints - 1} {
 		now := numberedService(1, n)
 		now.Service.AffinitySeconds = 86_400
 		mustSync(t, b, batchOf(old == nil, sink.Change{Old: old, New: now}))
@@ -232,7 +232,7 @@ func TestAffinityWithManyEndpoints(t *testing.T) {
 			t.Errorf("with %d endpoints: %v", n, err)
 		}
 		m := mapID{kind: kindSlots, family: api.IPv4}
-		if got, want := b.table.state.digests[m].n, min(n, maxAffineEndpoints); got != want {
+		if got, want := b.table.state.digests[m].n, min(n, maxNumberedEndpoints); got != want {
 			t.Errorf("with %d endpoints, %s has %d elements, want %d", n, m.name(), got, want)
 		}
 	}

@@ -17,7 +17,8 @@ import (
 )
 
 // Inspect implements [backends.Inspector]. Its lines are elements. The endpoints of a list
-// may be in any slots, so a missing endpoint has no slot.
+// may be in any slots, so a missing endpoint has no slot. Of several slots of an endpoint, it
+// shows the first.
 func (b *backend) Inspect(ctx context.Context, addr netip.Addr, protocol api.Protocol, port int32, view *api.View) (string, error) {
 	c := newConn(b.opts.NetNS, "")
 	defer c.Close()
@@ -125,7 +126,7 @@ func (d *inspection) show(f, want *nodeview.Frontend, compare bool) {
 func (d *inspection) list(l *list, want *nodeview.Traffic, compare bool) {
 	missing := map[string]bool{}
 	if want != nil {
-		for _, t := range limited(want, isAffine(l.number)) {
+		for _, t := range limited(want, isNumbered(l.number)) {
 			missing[endpointText(l, endpointValue(t.Addr, t.Port))] = true
 		}
 	}
@@ -136,6 +137,7 @@ func (d *inspection) list(l *list, want *nodeview.Traffic, compare bool) {
 	} else {
 		d.line("-", "%s", l.id())
 	}
+	seen := map[value]bool{}
 	for slot := 0; ; slot++ {
 		e, ok := d.get(l.slotID(slot))
 		if !ok {
@@ -144,8 +146,12 @@ func (d *inspection) list(l *list, want *nodeview.Traffic, compare bool) {
 			}
 			break
 		}
+		if isNumbered(l.number) && seen[e.value] {
+			continue // the endpoint has several slots
+		}
+		seen[e.value] = true
 		endpoint := e
-		if isAffine(l.number) {
+		if isNumbered(l.number) {
 			d.line(" ", "%s", e)
 			if endpoint, ok = d.get(l.numberID(e.value.number() & endpointMask)); !ok {
 				continue

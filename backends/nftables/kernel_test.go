@@ -126,14 +126,23 @@ func (c *contents) list(l *list) string {
 		if !ok {
 			break
 		}
-		if isAffine(l.number) {
+		if isNumbered(l.number) {
 			if e, ok = c.get(l.numberID(e.value.number() & endpointMask)); !ok {
 				c.t.Errorf("%s has no endpoint", l.slotID(slot))
 			}
 		}
 		endpoints = append(endpoints, endpointText(l, e.value))
 	}
-	if n := len(endpoints); class.size != sizeOf(n) || (class.verdict == nodeview.Forward) != (n > 0) {
+	n := len(endpoints)
+	if class.numbered {
+		slices.Sort(endpoints)
+		endpoints = slices.Compact(endpoints)
+	}
+	if class.algorithm != api.Random {
+		if n != hashSizes[class.size].slots || class.size != hashSizeOf(len(endpoints)) {
+			c.t.Errorf("list %s has %d slots and class %s", formatNumber(l.number), n, class.name())
+		}
+	} else if class.size != sizeOf(n) || (class.verdict == nodeview.Forward) != (n > 0) {
 		c.t.Errorf("list %s has %d endpoints and class %s", formatNumber(l.number), n, class.name())
 	}
 	slices.Sort(endpoints)
@@ -153,7 +162,7 @@ func randomView(rng *rand.Rand, name string, number int) *api.View {
 	}
 	slices.Sort(eps)
 	eps = slices.CompactFunc(eps, func(a, b string) bool { return strings.TrimPrefix(a, "!") == strings.TrimPrefix(b, "!") })
-	return view(name, []string{fmt.Sprintf("10.96.0.%d", number), fmt.Sprintf("fd00::%x", number)}, eps, func(s *api.Service) {
+	v := view(name, []string{fmt.Sprintf("10.96.0.%d", number), fmt.Sprintf("fd00::%x", number)}, eps, func(s *api.Service) {
 		s.Ports[0].Port = int32(8000 + number)
 		if rng.IntN(2) == 0 {
 			s.Type = api.LoadBalancer
@@ -178,6 +187,15 @@ func randomView(rng *rand.Rand, name string, number int) *api.View {
 			s.AffinitySeconds = int32(10 + rng.IntN(3))
 		}
 	})
+	if rng.IntN(4) == 0 {
+		v.Service.Algorithm = api.Algorithm(rng.IntN(3))
+	}
+	if rng.IntN(2) == 0 {
+		for i := range v.Endpoints {
+			v.Endpoints[i].Weight = int32(rng.IntN(5)) * 50
+		}
+	}
+	return v
 }
 
 // TestRandomSequenceOfChanges makes many changes. Then it loads only the final views into

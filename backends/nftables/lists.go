@@ -37,16 +37,19 @@ type list struct {
 	class  class
 	// shortcut is the number of the list for packets of this node, or 0 if it is the same.
 	shortcut uint32
-	// lastNumber is the number of the last endpoint that was added, if the list has session
-	// affinity. It has only the bits of endpointMask.
+	// lastNumber is the number of the last endpoint that was added, if endpoints have numbers.
+	// It has only the bits of endpointMask.
 	lastNumber uint16
 	// slots has a record for each endpoint, in the order of the slots. Because there may be
 	// a million endpoints, records are in one string.
 	slots string
+	// table has the number of the endpoint of each slot, in two octets, if endpoints have
+	// several slots, see arrangeSlots. Otherwise it is empty.
+	table string
 }
 
 // A record has the address and port of an endpoint, and two octets with the number of the
-// endpoint, which is 0 without session affinity, and a bit that is set if the endpoint is on
+// endpoint, which is 0 in a list without numbers, and a bit that is set if the endpoint is on
 // this node.
 type record string
 
@@ -101,7 +104,14 @@ func (l *list) record(slot int) record {
 // their slots if possible, and always their numbers. If endpoints were removed, their slots
 // get endpoints of slots that are removed, and then new endpoints.
 func (l *list) arrange(before *list, targets []nodeview.Target) {
-	affine := isAffine(l.number)
+	l.arrangeRecords(before, targets)
+	if isNumbered(l.number) {
+		l.arrangeSlots(before, targets)
+	}
+}
+
+func (l *list) arrangeRecords(before *list, targets []nodeview.Target) {
+	numbered := isNumbered(l.number)
 	n := recordLen(l.family)
 	out := make([]byte, 0, n*len(targets))
 	for i := range targets {
@@ -115,7 +125,7 @@ func (l *list) arrange(before *list, targets []nodeview.Target) {
 	l.lastNumber = before.lastNumber
 	if before.len() == 0 {
 		for i := range targets {
-			if affine {
+			if numbered {
 				setNumber(i, l.nextNumber(nil))
 			}
 		}
@@ -147,7 +157,7 @@ func (l *list) arrange(before *list, targets []nodeview.Target) {
 		}
 		kept[i] = true
 		setNumber(i, r.number())
-		used[r.number()] = affine
+		used[r.number()] = numbered
 		if slot < len(targets) {
 			copy(slots[slot*n:], recordOf(i))
 		} else {
@@ -158,7 +168,7 @@ func (l *list) arrange(before *list, targets []nodeview.Target) {
 		if kept[i] {
 			continue
 		}
-		if affine {
+		if numbered {
 			setNumber(i, l.nextNumber(used))
 		}
 		moved = append(moved, i)
@@ -173,10 +183,10 @@ func (l *list) arrange(before *list, targets []nodeview.Target) {
 }
 
 // nextNumber returns a number for a new endpoint. It reuses a number only after all others.
-// The list must have fewer than maxAffineEndpoints endpoints.
+// The list must have fewer than maxNumberedEndpoints endpoints.
 func (l *list) nextNumber(used map[uint32]bool) uint32 {
 	for {
-		l.lastNumber = l.lastNumber%maxAffineEndpoints + 1
+		l.lastNumber = l.lastNumber%maxNumberedEndpoints + 1
 		if number := uint32(l.lastNumber); !used[number] {
 			return number
 		}
@@ -211,7 +221,7 @@ func (l *list) slotID(slot int) elementID {
 	e := elementID{m: mapID{kind: kindSlots, family: l.family}}
 	w := keyWriter{id: &e}
 	w.number(l.number)
-	if !isAffine(l.number) {
+	if !isNumbered(l.number) {
 		e.m = mapID{kindEndpoints, l.match(), l.family}
 		w.protocolUnless(l.port == 0, l.protocol)
 	}
@@ -219,17 +229,13 @@ func (l *list) slotID(slot int) elementID {
 	return e
 }
 
-// slotValue returns the value of the element for a slot with this record, or zeros for the
-// empty record.
-func (l *list) slotValue(r record) value {
-	switch {
-	case r == "":
+// slotValue returns the value of the element for a slot with the number of an endpoint, or
+// zeros for the number 0.
+func (l *list) slotValue(number uint32) value {
+	if number == 0 {
 		return value{}
-	case isAffine(l.number):
-		return numberValue(l.number | r.number())
-	default:
-		return r.value()
 	}
+	return numberValue(l.number | number)
 }
 
 // numberID returns the ID of the element for the number of an endpoint.
@@ -398,7 +404,7 @@ func (t *table) number(o *outline, i int, before *listSet, frontend *elementID) 
 	}
 	if l.number == 0 {
 		var err error
-		if l.number, err = t.numbers.assign(l.family, l.affinity > 0); err != nil {
+		if l.number, err = t.numbers.assign(l.family, l.numbered); err != nil {
 			return err
 		}
 	}
@@ -413,7 +419,7 @@ func (t *table) number(o *outline, i int, before *listSet, frontend *elementID) 
 // port uses it. Otherwise, it returns 0.
 func (t *table) adopt(number uint32, l *plannedList) uint32 {
 	key := listNumber{l.family, number}
-	if t.numbers.used[key] != inTable || !rangeOf(l.affinity > 0).contains(number) {
+	if t.numbers.used[key] != inTable || !rangeOf(l.numbered).contains(number) {
 		return 0
 	}
 	t.numbers.used[key] |= byService
@@ -421,13 +427,13 @@ func (t *table) adopt(number uint32, l *plannedList) uint32 {
 }
 
 // endpoints returns the endpoints of the list that get traffic.
-func (n *plannedList) endpoints() []nodeview.Target { return limited(&n.traffic, n.affinity > 0) }
+func (n *plannedList) endpoints() []nodeview.Target { return limited(&n.traffic, n.numbered) }
 
-// limited returns the endpoints in t that a list with or without session affinity can have.
-func limited(t *nodeview.Traffic, affine bool) []nodeview.Target {
+// limited returns the endpoints in t that a list with or without numbers can have.
+func limited(t *nodeview.Traffic, numbered bool) []nodeview.Target {
 	limit := maxEndpoints
-	if affine {
-		limit = maxAffineEndpoints
+	if numbered {
+		limit = maxNumberedEndpoints
 	}
 	return t.Endpoints[:min(len(t.Endpoints), limit)]
 }
@@ -437,7 +443,19 @@ func limited(t *nodeview.Traffic, affine bool) []nodeview.Target {
 func (n *plannedList) newList(o *outline) list {
 	l := list{listKey: n.listKey, number: n.number, class: class{family: n.family, verdict: n.traffic.Verdict}}
 	if n.traffic.Verdict == nodeview.Forward {
-		l.class.isAddress, l.class.size, l.class.timeout = n.port == 0, sizeOf(len(n.endpoints())), n.affinity
+		l.class.isAddress, l.class.numbered, l.class.timeout, l.class.algorithm = n.port == 0, n.numbered, n.affinity, n.algorithm
+		switch endpoints := n.endpoints(); {
+		case n.algorithm != api.Random:
+			l.class.size = hashSizeOf(len(endpoints))
+		case n.numbered && hasWeights(endpoints):
+			slots := 0
+			for _, count := range weightedSlots(endpoints) {
+				slots += count
+			}
+			l.class.size = sizeOf(slots)
+		default:
+			l.class.size = sizeOf(len(endpoints))
+		}
 	}
 	if n.shortcut >= 0 {
 		l.shortcut = o.lists[n.shortcut].number
@@ -495,10 +513,17 @@ func (t *table) changeList(p *patch, old, next *list) {
 				p.add(e)
 			}
 		}
-		change(any.slotID(slot), from != "", to != "", any.slotValue(from), any.slotValue(to))
+		if !isNumbered(any.number) {
+			change(any.slotID(slot), from != "", to != "", from.value(), to.value())
+		}
 	}
-	if !isAffine(any.number) {
+	if !isNumbered(any.number) {
 		return
+	}
+	for slot := range max(a.slotCount(), b.slotCount()) {
+		if from, to := a.slotNumber(slot), b.slotNumber(slot); from != to {
+			change(any.slotID(slot), from != 0, to != 0, any.slotValue(from), any.slotValue(to))
+		}
 	}
 	numbers := map[uint32][2]record{} // before and after
 	for _, r := range removed {
@@ -526,7 +551,7 @@ func (t *table) settle(key types.NamespacedName, next []list, failed bool) {
 	}
 	for l := range newListSet(drop).without(keep) {
 		t.numbers.release(listNumber{l.family, l.number})
-		t.staleClients = t.staleClients || isAffine(l.number)
+		t.staleClients = t.staleClients || isNumbered(l.number)
 	}
 	if !failed {
 		t.services[key] = keep

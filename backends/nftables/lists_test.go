@@ -248,7 +248,7 @@ func TestAFrontendChangesWithItsSourceRanges(t *testing.T) {
 // TestArrangeMovesFewEndpoints changes a list at random. Endpoints must keep their numbers,
 // and a slot may only change if its endpoint was removed or the slot is new.
 func TestArrangeMovesFewEndpoints(t *testing.T) {
-	for _, number := range []uint32{plainLists.first, affineLists.first} {
+	for _, number := range []uint32{plainLists.first, numberedLists.first} {
 		rng := rand.New(rand.NewPCG(1, uint64(number)))
 		before := &list{listKey: listKey{family: api.IPv4, protocol: api.TCP, port: 80}, number: number}
 		for range 500 {
@@ -275,7 +275,7 @@ func TestArrangeMovesFewEndpoints(t *testing.T) {
 				if was, ok := old[r.id()]; ok && was != r {
 					t.Errorf("endpoint %s has number %d, had %d", r.addr(), r.number(), was.number())
 				}
-				if isAffine(number) && (r.number() == 0 || numbers[r.number()]) {
+				if isNumbered(number) && (r.number() == 0 || numbers[r.number()]) {
 					t.Errorf("number %d of %s is not unique", r.number(), r.addr())
 				}
 				numbers[r.number()] = true

@@ -17,7 +17,8 @@ import (
 // Such a priority is one of these numbers, in the notation of nft:
 //
 //	7000:10    a list of endpoints. The last digit is 0.
-//	5000:1000  a list with session affinity. The last three digits are 0.
+//	5000:1000  a list whose endpoints have numbers, for session affinity, weights or stable
+//	           hashing. The last three digits are 0.
 //	5000:1001  an endpoint of the list 5000:1000
 //	7f00:4     a class of lists
 //
@@ -72,20 +73,20 @@ type listNumber struct {
 type numberRange struct{ first, last, step uint32 }
 
 var (
-	plainLists  = numberRange{0x7000_0010, 0x77ff_fff0, 0x10}
-	affineLists = numberRange{0x5000_1000, 0x6fff_f000, 0x1000}
+	plainLists    = numberRange{0x7000_0010, 0x77ff_fff0, 0x10}
+	numberedLists = numberRange{0x5000_1000, 0x6fff_f000, 0x1000}
 )
 
 func (r *numberRange) contains(number uint32) bool {
 	return r.first <= number && number <= r.last && number%r.step == 0 && number&0xffff != 0
 }
 
-func isAffine(number uint32) bool { return number <= affineLists.last|endpointMask }
+func isNumbered(number uint32) bool { return number <= numberedLists.last|endpointMask }
 
-// rangeOf returns the range with the numbers of lists with or without session affinity.
-func rangeOf(affine bool) *numberRange {
-	if affine {
-		return &affineLists
+// rangeOf returns the range with the numbers of lists whose endpoints have numbers or not.
+func rangeOf(numbered bool) *numberRange {
+	if numbered {
+		return &numberedLists
 	}
 	return &plainLists
 }
@@ -112,7 +113,7 @@ type numbers struct {
 func newNumbers() *numbers {
 	n := &numbers{used: map[listNumber]use{}, last: map[api.Family]map[*numberRange]uint32{}}
 	for _, family := range nft.Families {
-		n.last[family] = map[*numberRange]uint32{&plainLists: plainLists.first - plainLists.step, &affineLists: affineLists.first - affineLists.step}
+		n.last[family] = map[*numberRange]uint32{&plainLists: plainLists.first - plainLists.step, &numberedLists: numberedLists.first - numberedLists.step}
 	}
 	return n
 }
@@ -120,15 +121,15 @@ func newNumbers() *numbers {
 // found records that the table has a list with this number.
 func (n *numbers) found(l listNumber) {
 	n.used[l] = inTable
-	r := rangeOf(isAffine(l.number))
+	r := rangeOf(isNumbered(l.number))
 	n.last[l.family][r] = max(n.last[l.family][r], l.number)
 }
 
 var errNoNumber = errors.New("the table has no number left for another list of endpoints")
 
 // assign returns a number that is not used.
-func (n *numbers) assign(family api.Family, affine bool) (uint32, error) {
-	r := rangeOf(affine)
+func (n *numbers) assign(family api.Family, numbered bool) (uint32, error) {
+	r := rangeOf(numbered)
 	number := n.last[family][r]
 	for range (r.last-r.first)/r.step + 1 {
 		if number += r.step; number > r.last {

@@ -124,7 +124,7 @@ func (ps *pass) lists() iter.Seq[listNumber] {
 				default:
 					continue
 				}
-				if rangeOf(isAffine(l.number)).contains(l.number) && !yield(l) {
+				if rangeOf(isNumbered(l.number)).contains(l.number) && !yield(l) {
 					return
 				}
 			}
@@ -143,7 +143,8 @@ func (ps *pass) valueOf(id *elementID) uint32 {
 // numbers of new endpoints follow the numbers of these endpoints.
 func (ps *pass) formerList(l *list) list {
 	former := list{listKey: l.listKey, number: l.number}
-	var slots []byte
+	var slots, table []byte
+	seen := map[uint32]bool{}
 	for slot := 0; ; slot++ {
 		id := l.slotID(slot)
 		v, ok := ps.snapshots[id.m].get(&id)
@@ -151,8 +152,13 @@ func (ps *pass) formerList(l *list) list {
 			break
 		}
 		var number uint32
-		if isAffine(l.number) {
+		if isNumbered(l.number) {
 			number = v.number() & endpointMask
+			table = appendNumber(table, number)
+			if seen[number] {
+				continue
+			}
+			seen[number] = true
 			id = l.numberID(number)
 			if v, ok = ps.snapshots[id.m].get(&id); !ok {
 				number = 0
@@ -162,7 +168,7 @@ func (ps *pass) formerList(l *list) list {
 		slots = binary.NativeEndian.AppendUint16(slots, uint16(number))
 		former.lastNumber = max(former.lastNumber, uint16(number))
 	}
-	former.slots = string(slots)
+	former.slots, former.table = string(slots), string(table)
 	return former
 }
 
@@ -336,7 +342,7 @@ func (ps *pass) keepOfFailed() (leaves bool) {
 			keep := m.kind == kindHairpins
 			if m.belongsToList() {
 				number := e.elementID.number()
-				if isAffine(number) {
+				if isNumbered(number) {
 					number &^= endpointMask
 				}
 				keep = kept[listNumber{m.family, number}]

@@ -34,6 +34,10 @@ type plannedList struct {
 	listKey
 	traffic  nodeview.Traffic
 	affinity uint16 // see timeoutOf
+	// numbered is true if the endpoints have numbers: for session affinity, weights, or stable
+	// hashing.
+	numbered  bool
+	algorithm api.Algorithm
 	// shortcut is the index of the list for packets of this node, or -1.
 	shortcut int
 	// number is the number of the list in the table, or 0 until a frontend needs the list.
@@ -97,7 +101,7 @@ func (o *outline) addPort(svc *api.Service, classes []nodeview.Frontend, affinit
 	internalLocal := first.Kind == nodeview.ClusterIP && svc.InternalTrafficToLocal
 	externalLocal := hasExternal && last.Masquerade == nodeview.MasqueradeNode
 
-	l := plannedList{listKey: listKey{family: first.Family}, affinity: affinity, shortcut: -1}
+	l := plannedList{listKey: listKey{family: first.Family}, affinity: affinity, algorithm: first.Algorithm, shortcut: -1}
 	if first.ServicePort != nil {
 		l.protocol, l.port = first.ServicePort.Protocol, first.ServicePort.Port
 	}
@@ -133,6 +137,7 @@ func (o *outline) add(l plannedList, port *api.PortMapping) int {
 	if l.shortcut >= 0 {
 		g.shortcut = contentOf(port, &o.lists[l.shortcut].traffic)
 	}
+	l.numbered = l.affinity > 0 || l.algorithm != api.Random || hasWeights(l.traffic.Endpoints)
 	if i, ok := o.index[g]; ok {
 		return i
 	}
@@ -156,7 +161,7 @@ func (o *outline) setNumbers(existing *listSet) {
 
 // present returns the list that has the key of p and can have its endpoints, or nil.
 func (s *listSet) present(p *plannedList) *list {
-	if l := s.byKey(p.listKey); l != nil && isAffine(l.number) == (p.affinity > 0) {
+	if l := s.byKey(p.listKey); l != nil && isNumbered(l.number) == p.numbered {
 		return l
 	}
 	return nil
@@ -167,7 +172,7 @@ func (o *outline) sameUse(other *outline) bool {
 	return slices.EqualFunc(o.ports, other.ports, func(a, b portLists) bool {
 		return a.internal == b.internal && a.external == b.external
 	}) && slices.EqualFunc(o.lists, other.lists, func(a, b plannedList) bool {
-		return a.listKey == b.listKey && a.shortcut == b.shortcut && (a.affinity > 0) == (b.affinity > 0)
+		return a.listKey == b.listKey && a.shortcut == b.shortcut && a.numbered == b.numbered
 	})
 }
 

@@ -308,7 +308,7 @@ func TestNumbersOfClassesAreUnique(t *testing.T) {
 		if other, ok := seen[n]; ok {
 			t.Errorf("%+v and %+v have the same number", c, other)
 		}
-		if n < firstNumber || n > lastNumber || n&0xffff == 0 || plainLists.contains(n&^handlingMask) || affineLists.contains(n&^endpointMask) {
+		if n < firstNumber || n > lastNumber || n&0xffff == 0 || plainLists.contains(n&^handlingMask) || numberedLists.contains(n&^endpointMask) {
 			t.Errorf("number %s of %+v is not the number of a class", formatNumber(n), c)
 		}
 		seen[n] = c
@@ -319,12 +319,18 @@ func TestNumbersOfClassesAreUnique(t *testing.T) {
 	for _, isAddress := range []bool{false, true} {
 		for _, timeout := range []time.Duration{0, time.Second, 125 * time.Second, 11 * time.Minute, 24 * time.Hour} {
 			for size := range uint8(21) {
-				check(class{family: api.IPv4, isAddress: isAddress, size: size, timeout: uint16(timeoutBits(timeout))})
+				check(class{family: api.IPv4, isAddress: isAddress, size: size, numbered: timeout > 0, timeout: uint16(timeoutBits(timeout))})
+			}
+			for size := range uint8(len(hashSizes)) {
+				for _, algorithm := range []api.Algorithm{api.HashClient, api.HashConnection} {
+					check(class{family: api.IPv4, isAddress: isAddress, size: size, numbered: true, algorithm: algorithm, timeout: uint16(timeoutBits(timeout))})
+				}
 			}
 		}
 	}
+	check(class{family: api.IPv4, size: 4, numbered: true})
 	for number := range uint32(1 << 12) {
-		for _, base := range []uint32{verdictClass, addressClass, serviceClass, affineClass} {
+		for _, base := range []uint32{verdictClass, addressClass, serviceClass, numberedClass} {
 			if c, ok := classOf(api.IPv4, base|number); ok && c.number() != base|number {
 				t.Errorf("%s is not the number of %+v", formatNumber(base|number), c)
 			}

@@ -92,7 +92,7 @@ func (t *table) newNumbersOf(ctx context.Context, old *conn, l listing, family a
 	lists := map[uint32]*list{}
 	for _, some := range t.services {
 		for i := range some {
-			if l := &some[i]; l.family == family && isAffine(l.number) {
+			if l := &some[i]; l.family == family && isNumbered(l.number) {
 				lists[l.number] = l
 			}
 		}

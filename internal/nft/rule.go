@@ -224,8 +224,28 @@ func (k *Key) SourceHash(modulus, seed uint32) *Key {
 	k.register = (to + n/4 - 1) / (n / 4) * (n / 4) // the kernel needs the address in aligned registers
 	from := k.register
 	k.Source().register = to
+	return k.hash(from, to, n, modulus, seed, 0)
+}
+
+// StableHash loads a hash from 1 to modulus, of the source address of a packet, and of its
+// source port if withPort is true. The seed must not be 0.
+func (k *Key) StableHash(withPort bool, modulus, seed uint32) *Key {
+	const from = 4 // aligned for addresses of both families
+	to, n := k.register, AddrLen(k.family)
+	k.register = from
+	k.Source()
+	if withPort {
+		k.payload(unix.NFT_PAYLOAD_TRANSPORT_HEADER, 0, 2)
+		n += 4 // the kernel clears the rest of the register
+	}
+	k.register = to
+	return k.hash(from, to, n, modulus, seed, 1)
+}
+
+func (k *Key) hash(from, to, n int, modulus, seed, offset uint32) *Key {
 	return k.add(expression("hash", register(unix.NFTA_HASH_SREG, from), register(unix.NFTA_HASH_DREG, to), number(unix.NFTA_HASH_LEN, uint32(n)),
-		number(unix.NFTA_HASH_MODULUS, modulus), number(unix.NFTA_HASH_SEED, seed), number(unix.NFTA_HASH_TYPE, unix.NFT_HASH_JENKINS)), 4)
+		number(unix.NFTA_HASH_MODULUS, modulus), number(unix.NFTA_HASH_SEED, seed), number(unix.NFTA_HASH_TYPE, unix.NFT_HASH_JENKINS),
+		number(unix.NFTA_HASH_OFFSET, offset)), 4)
 }
 
 // Masked clears the bits of the part that was loaded last, except those in mask.

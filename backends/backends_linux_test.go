@@ -44,7 +44,7 @@ var unsupported = map[string][]string{
 	"nftables": {"Stats"},
 	"iptables": {"Stats"},
 	"ipvs":     {"NodePodCIDRs", "AcceptUnknownPorts"},
-	"ebpf":     {"Stats", "MasqueradeMark", "MasqueradeAll", "MasqueradeOutsiders", "ClusterCIDRs", "NodePodCIDRs", "PodInterfaces", "AcceptUnknownPorts", "NodeAddresses", "Conntrack", "Sysctls", "NetNS"},
+	"ebpf":     {"MasqueradeMark", "MasqueradeAll", "MasqueradeOutsiders", "ClusterCIDRs", "NodePodCIDRs", "PodInterfaces", "AcceptUnknownPorts", "NodeAddresses", "Conntrack", "Sysctls", "NetNS"},
 	"ovs":      {"Stats", "MasqueradeMark", "NodePodCIDRs", "PodInterfaces", "AcceptUnknownPorts", "NetNS"},
 }
 

@@ -43,9 +43,10 @@ type backend struct {
 var (
 	_ backends.Dataplane = (*backend)(nil)
 	_ backends.Inspector = (*backend)(nil)
+	_ backends.Counter   = (*backend)(nil)
 )
 
-// New returns a dataplane, which is also a [backends.Inspector]. The argument proxy is
+// New returns a dataplane, which is also a [backends.Inspector] and a [backends.Counter]. The argument proxy is
 // another sink, such as that of package nftables. This sink must program all services for all
 // traffic. It must not masquerade all connections, because connections through eBPF keep the
 // address of the client. The dataplane starts, stops and cleans up the other sink. New does
@@ -145,6 +146,9 @@ func (b *backend) start(ctx context.Context) (err error) {
 			now:     p.time,
 		},
 		capacity: size{b.opts.MaxFrontends, b.opts.MaxEndpoints, b.opts.MaxMembers},
+	}
+	if b.opts.Stats {
+		d.owners = map[frontendKey]owner{}
 	}
 	b.dataplane = d.open(b.verifyInterval, b.opts.Observer.Drifted)
 	return nil
@@ -345,6 +349,9 @@ func (b *backend) verify(ctx context.Context) error {
 	if err == nil {
 		err = b.dataplane.retry(ctx)
 		b.reportUsage()
+	}
+	if err == nil && b.opts.Stats {
+		err = b.forgetPairs(ctx)
 	}
 	b.repairAt = time.Now().Add(minPause)
 	return err

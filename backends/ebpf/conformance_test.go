@@ -42,8 +42,8 @@ func TestConformance(t *testing.T) {
 		Patience: *backendtest.Patience,
 		Cgroup:   true,
 		Exceptions: map[string]string{
-			"an endpoint that connects to itself through its service sees an address of the node": "at a cluster IP, the connection does not leave the pod, and needs no masquerading",
-			"at a cluster IP, all connections get an address of the node if so configured":        "the backend has no such option",
+			"an endpoint that connects to itself through its service sees an address of the node": "at a cluster IP, the connection does not leave the pod, whose network namespace has no address of the node",
+			"at a cluster IP, all connections get an address of the node if so configured":        "a socket in a pod cannot have an address of the node, so the backend has no such option",
 		},
 	})
 }

@@ -22,6 +22,9 @@ const volatile __u64 only_netns = 0;
 // The largest number of clients of a cluster IP with session affinity.
 const volatile __u64 max_clients_of_ip = 0;
 
+// If count_connections is not 0, the programs count connections by frontend and endpoint.
+const volatile __u64 count_connections = 0;
+
 // An address and a port, in network byte order. An IPv4 address is stored as an
 // IPv4-mapped IPv6 address, also in sockets of family AF_INET.
 struct address {
@@ -189,6 +192,35 @@ struct {
 	__type(value, __u64);
 	__uint(max_entries, COUNTERS);
 } counters SEC(".maps");
+
+struct pair {
+	struct frontend frontend;
+	struct address endpoint;
+};
+
+// The number of connections and of new uses by UDP sockets. The map is not pinned.
+struct {
+	__uint(type, BPF_MAP_TYPE_PERCPU_HASH);
+	__uint(map_flags, BPF_F_NO_PREALLOC);
+	__type(key, struct pair);
+	__type(value, __u64);
+	__uint(max_entries, SOME);
+} connections SEC(".maps");
+
+// count_connection counts a connection. If the map is full, a new pair is not counted.
+static __always_inline void count_connection(const struct frontend *frontend, const struct address *endpoint)
+{
+	if (!count_connections)
+		return;
+	struct pair pair = {.frontend = *frontend, .endpoint = *endpoint};
+	__u64 *value = bpf_map_lookup_elem(&connections, &pair);
+	if (value) {
+		__sync_fetch_and_add(value, 1);
+	} else {
+		__u64 one = 1;
+		bpf_map_update_elem(&connections, &pair, &one, BPF_NOEXIST);
+	}
+}
 
 // count adds 1 to a counter. The addition is atomic, because another program may run on the
 // same CPU before this one ends.
@@ -417,14 +449,20 @@ static __always_inline int choose(struct bpf_sock_addr *ctx, __u8 protocol, stru
 	found = bpf_map_lookup_elem(&frontends, &frontend);
 	if (!found || found->id != list.id)
 		return left(LIST_CHANGED);
-	if (known)
-		return remember(known, now, &stale, peer) ? 1 : left(AMBIGUOUS);
+	if (known) {
+		if (!remember(known, now, &stale, peer))
+			return left(AMBIGUOUS);
+		if (!kept)
+			count_connection(&frontend, &peer->endpoint);
+		return 1;
+	}
 	if (client.netns) {
 		struct choice choice = {.time = now, .endpoint = peer->endpoint};
 		bpf_map_update_elem(&clients, &client, &choice, BPF_ANY);
 	}
 	__u64 cookie = bpf_get_socket_cookie(ctx);
 	bpf_map_update_elem(&tcp_peers, &cookie, peer, BPF_ANY);
+	count_connection(&frontend, &peer->endpoint);
 	return 1;
 }
 

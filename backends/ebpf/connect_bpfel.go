@@ -71,6 +71,7 @@ type connectProgramSpecs struct {
 type connectMapSpecs struct {
 	ClientCounts *ebpf.MapSpec `ebpf:"client_counts"`
 	Clients      *ebpf.MapSpec `ebpf:"clients"`
+	Connections  *ebpf.MapSpec `ebpf:"connections"`
 	Counters     *ebpf.MapSpec `ebpf:"counters"`
 	Frontends    *ebpf.MapSpec `ebpf:"frontends"`
 	Heartbeat    *ebpf.MapSpec `ebpf:"heartbeat"`
@@ -84,8 +85,9 @@ type connectMapSpecs struct {
 //
 // It can be passed ebpf.CollectionSpec.Assign.
 type connectVariableSpecs struct {
-	MaxClientsOfIp *ebpf.VariableSpec `ebpf:"max_clients_of_ip"`
-	OnlyNetns      *ebpf.VariableSpec `ebpf:"only_netns"`
+	CountConnections *ebpf.VariableSpec `ebpf:"count_connections"`
+	MaxClientsOfIp   *ebpf.VariableSpec `ebpf:"max_clients_of_ip"`
+	OnlyNetns        *ebpf.VariableSpec `ebpf:"only_netns"`
 }
 
 // connectObjects contains all objects after they have been loaded into the kernel.
@@ -110,6 +112,7 @@ func (o *connectObjects) Close() error {
 type connectMaps struct {
 	ClientCounts *ebpf.Map `ebpf:"client_counts"`
 	Clients      *ebpf.Map `ebpf:"clients"`
+	Connections  *ebpf.Map `ebpf:"connections"`
 	Counters     *ebpf.Map `ebpf:"counters"`
 	Frontends    *ebpf.Map `ebpf:"frontends"`
 	Heartbeat    *ebpf.Map `ebpf:"heartbeat"`
@@ -123,6 +126,7 @@ func (m *connectMaps) Close() error {
 	return _ConnectClose(
 		m.ClientCounts,
 		m.Clients,
+		m.Connections,
 		m.Counters,
 		m.Frontends,
 		m.Heartbeat,
@@ -137,8 +141,9 @@ func (m *connectMaps) Close() error {
 //
 // It can be passed to loadConnectObjects or ebpf.CollectionSpec.LoadAndAssign.
 type connectVariables struct {
-	MaxClientsOfIp *ebpf.Variable `ebpf:"max_clients_of_ip"`
-	OnlyNetns      *ebpf.Variable `ebpf:"only_netns"`
+	CountConnections *ebpf.Variable `ebpf:"count_connections"`
+	MaxClientsOfIp   *ebpf.Variable `ebpf:"max_clients_of_ip"`
+	OnlyNetns        *ebpf.Variable `ebpf:"only_netns"`
 }
 
 // connectPrograms contains all programs after they have been loaded into the kernel.

@@ -45,6 +45,9 @@ type dataplane struct {
 	// tooLarge has the services that need more than their share of a map, with the reason.
 	left     map[types.NamespacedName]*leftover
 	tooLarge map[types.NamespacedName]string
+	// owners has the service port and the list of each planned frontend, for counters. It is
+	// nil without counters.
+	owners map[frontendKey]owner
 	// The error full is the last reason why a frontend did not fit.
 	full error
 	// freed is true if elements were deleted since sync has begun.
@@ -186,6 +189,9 @@ func (d *dataplane) Plan(view *api.View, emit func(frontendKey, frontend)) error
 			counted = append(counted, ip)
 			emit(frontendKey{IP: ip}, frontend{})
 		}
+		if d.owners != nil {
+			d.owners[w.frontend] = owner{view.Key(), w.port, w.endpointList}
+		}
 		emit(w.frontend, frontend{w.digest, w.endpointList})
 	}
 	return nil
@@ -303,6 +309,7 @@ func (d *dataplane) finish(ops []op, made map[uint64]*newList, errs map[frontend
 			o.New = &frontend{digest: o.New.digest}
 			continue
 		}
+		delete(d.owners, o.Key)
 		if o.Old != nil {
 			frontends = append(frontends, o.Key)
 		}

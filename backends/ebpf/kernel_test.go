@@ -50,6 +50,7 @@ func TestKernel(t *testing.T) {
 	t.Run("UDP sessions stay where they are when eBPF takes over", testTakeover)
 	t.Run("a datagram is not translated if its answer could not be restored", testNoMemory)
 	t.Run("programs count what they translate and what they leave", testCounts)
+	t.Run("connections are counted by service port and endpoint", testStats)
 	t.Run("connections from one bound port reach all services", testBoundPort)
 	t.Run("getpeername returns the endpoint after a direct connection", testReconnectedTCP)
 	t.Run("programs stop ten minutes after the last process", testAbandoned)

@@ -17,11 +17,14 @@ import (
 	"github.com/kpng-project/kpng/sink"
 )
 
-// Options are the settings of the dataplane. Of [backends.Options], it supports only Instance
-// and Observer; give the others to the other sink (see [New]).
+// Options are the settings of the dataplane. Of [backends.Options], it supports only Instance,
+// Stats and Observer; give the others to the other sink (see [New]).
 //
 // The maps and links are in the directory "kpng-ebpf", or for an instance
 // "kpng-ebpf-<Instance>", below BPFFS. Instance has at most 64 letters, digits, "-" and "_".
+//
+// With Stats, the programs count the connections of at most MaxMembers pairs of a frontend
+// and an endpoint. The other sink needs this option, too, so that its numbers are added.
 //
 // The Observer's method Holds is called when Sync or Verify may have changed the maps, with
 // the numbers of "frontends", "endpoints" and "members" in them. The kinds "max_frontends",
@@ -83,7 +86,7 @@ func (o *Options) complete() error {
 	o.MaxMembers = cmp.Or(o.MaxMembers, 1<<18)
 	o.MaxClients = cmp.Or(o.MaxClients, 1<<16)
 
-	errs := []error{backendoptions.Complete(&o.Options, false, "Instance", "Observer")}
+	errs := []error{backendoptions.Complete(&o.Options, false, "Instance", "Stats", "Observer")}
 	if !instanceName.MatchString(o.Instance) {
 		errs = append(errs, fmt.Errorf("instance %q must have at most 64 letters, digits, \"_\" and \"-\"", o.Instance))
 	}
@@ -97,8 +100,13 @@ func (o *Options) complete() error {
 
 // sizes returns the maximum number of elements of each map whose size is an option.
 func (o *Options) sizes() map[string]int {
+	pairs := 1
+	if o.Stats {
+		pairs = o.MaxMembers
+	}
 	return map[string]int{
-		"frontends": o.MaxFrontends, "slots": o.MaxEndpoints, "members": o.MaxMembers,
+		"connections": pairs,
+		"frontends":   o.MaxFrontends, "slots": o.MaxEndpoints, "members": o.MaxMembers,
 		"clients": o.MaxClients, "tcp_peers": o.MaxClients, "client_counts": o.MaxClients,
 	}
 }

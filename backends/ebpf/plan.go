@@ -112,6 +112,7 @@ func (s *size) subtract(o size) { s.add(size{-o.frontends, -o.endpoints, -o.memb
 // wanted is a frontend that a service needs. Frontends of a service share lists.
 type wanted struct {
 	frontend frontendKey
+	port     *api.PortMapping
 	*endpointList
 }
 
@@ -241,7 +242,7 @@ func (s *servicePlan) add(f *nodeview.Frontend) {
 	if l == nil {
 		l = s.addList(f, members)
 	}
-	s.all = append(s.all, wanted{toFrontend(f.Addr, f.Protocol, f.Port), l})
+	s.all = append(s.all, wanted{toFrontend(f.Addr, f.Protocol, f.Port), f.ServicePort, l})
 }
 
 func (s *servicePlan) addList(f *nodeview.Frontend, members memberSet) *endpointList {

@@ -68,6 +68,11 @@ func load(ctx context.Context, o *Options) (p *programs, err error) {
 	if err := spec.Variables["max_clients_of_ip"].Set(uint64(share(o.MaxClients))); err != nil {
 		return nil, err
 	}
+	if o.Stats {
+		if err := spec.Variables["count_connections"].Set(uint64(1)); err != nil {
+			return nil, err
+		}
+	}
 	if o.HostNetworkOnly {
 		cookie, err := netNSCookie()
 		if err != nil {
@@ -130,6 +135,7 @@ func mapSpecs(spec *ebpf.CollectionSpec, o *Options) map[string]*ebpf.MapSpec {
 		}
 	}
 	delete(all, "client_counts")
+	delete(all, "connections")
 	return all
 }
 

@@ -175,6 +175,7 @@ func texts(list []connection) []string {
 //	draining ADDR…            endpoints that terminate and still serve
 //	dying ADDR…               endpoints that terminate and no longer serve
 //	local                     both traffic policies are Local
+//	reset                     connections to lost endpoints are reset
 //	all-ports
 func service(t testing.TB, name, text string) *api.View {
 	t.Helper()
@@ -206,6 +207,7 @@ func service(t testing.TB, name, text string) *api.View {
 	svc := sinktest.Service("test/"+name, strings.Join(words, " "))
 	svc.IPs.ExternalIPs, svc.IPFamilies = external, []api.Family{api.IPv4, api.IPv6}
 	svc.AllPorts = slices.Contains(lines, "all-ports")
+	svc.ResetConnections = slices.Contains(lines, "reset")
 	svc.InternalTrafficToLocal = slices.Contains(lines, "local")
 	svc.ExternalTrafficToLocal = svc.InternalTrafficToLocal
 	for i := range svc.Ports {

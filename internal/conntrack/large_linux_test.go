@@ -70,7 +70,7 @@ func TestLargeTableIsReadAsStream(t *testing.T) {
 			most = max(most, live())
 		}
 		return false
-	})
+	}, nil)
 	if seen != large || checked != large || ended != 0 || err != nil {
 		t.Fatalf("of %d entries read %d, checked %d, deleted %d: %v", large, seen, checked, ended, err)
 	}
@@ -79,7 +79,7 @@ func TestLargeTableIsReadAsStream(t *testing.T) {
 		t.Errorf("live heap grew from %d to %d bytes", before, most)
 	}
 	// For a single destination, the kernel returns only the entries of this destination.
-	if seen, _, _, err := deleteStale(t.Context(), n.FD, kind{api.IPv4, unix.IPPROTO_UDP}, one, func(flow) bool { return false }); seen != large/1000 || err != nil {
+	if seen, _, _, err := deleteStale(t.Context(), n.FD, kind{api.IPv4, unix.IPPROTO_UDP}, one, func(flow) bool { return false }, nil); seen != large/1000 || err != nil {
 		t.Errorf("of the %d entries of one service read %d: %v", large/1000, seen, err)
 	}
 }

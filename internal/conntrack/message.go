@@ -50,7 +50,12 @@ const (
 	ctaProtoInfoTCPState = 1
 
 	statusSeenReply = 1 << 1
-	tcpSynSent      = 1
+
+	// TCP states of connection tracking. The states between these two are the others of
+	// connections that are or were established, and are not closed on both sides.
+	tcpSynSent   = 1
+	tcpSynRecv   = 2
+	tcpCloseWait = 5
 )
 
 // nfproto returns netfilter's number of a family.
@@ -91,10 +96,10 @@ func parseTuple(b []byte) (t tuple) {
 }
 
 // parseFlow parses an entry of the table. It returns false if the entry cannot be stale.
-// Only UDP entries, and untranslated TCP entries without a reply, can be stale. The
-// function also returns false for an entry outside the default conntrack zone. Such an
-// entry may be untranslated although the kernel translates the connection in the default
-// zone.
+// Only UDP entries, untranslated TCP entries without a reply, and translated TCP entries of
+// established connections can be stale. The function also returns false for an entry outside
+// the default conntrack zone. Such an entry may be untranslated although the kernel
+// translates the connection in the default zone.
 func parseFlow(entry []byte) (f flow, ok bool) {
 	var orig, reply tuple
 	var zone uint16
@@ -113,11 +118,16 @@ func parseFlow(entry []byte) (f flow, ok bool) {
 			state = tcpState(data)
 		}
 	}
-	f = flow{protocol: orig.protocol, to: orig.dst, endpoint: reply.src}
+	f = flow{protocol: orig.protocol, client: orig.src, to: orig.dst, endpoint: reply.src, back: reply.dst}
 	if zone != 0 || !f.to.IsValid() || !f.endpoint.IsValid() {
 		return f, false
 	}
-	return f, f.protocol == unix.IPPROTO_UDP || f.protocol == unix.IPPROTO_TCP && state == tcpSynSent && f.endpoint == f.to
+	if f.protocol != unix.IPPROTO_TCP {
+		return f, f.protocol == unix.IPPROTO_UDP
+	}
+	f.established = state >= tcpSynRecv && state <= tcpCloseWait
+	translated := f.endpoint != f.to
+	return f, f.established && translated || state == tcpSynSent && !translated
 }
 
 // tcpState returns the state of a TCP connection, or 0 for another protocol.
@@ -171,9 +181,11 @@ func encodeDeletion(w *netfilter.Builder, family api.Family, identity []byte) {
 type filter struct {
 	addr netip.Addr
 	port uint16
+	// established is true if the dump has TCP entries with a reply.
+	established bool
 }
 
-func filterOf(d destination) filter { return filter{d.addr, d.port} }
+func filterOf(d destination) filter { return filter{addr: d.addr, port: d.port} }
 
 // union returns the filter of all destinations of f and o.
 func (f filter) union(o filter) filter {
@@ -183,17 +195,18 @@ func (f filter) union(o filter) filter {
 	if f.port != o.port {
 		f.port = 0
 	}
+	f.established = f.established || o.established
 	return f
 }
 
 // encodeDump encodes the message that requests the entries of kind k that match a filter.
 // The kernel can filter by one port and by one IPv4 address. For TCP, it also omits
-// entries with a reply. Where the kernel cannot filter, the dump has more entries. Kernels
+// entries with a reply, unless the filter needs them. Where the kernel cannot filter, the dump has more entries. Kernels
 // before 5.8 do not filter by address and port.
 func encodeDump(w *netfilter.Builder, k kind, f filter) {
 	flags := uint32(filterProtoNum)
 	at := w.Begin(ctGet, unix.NLM_F_DUMP, nfproto(k.family))
-	if k.protocol == unix.IPPROTO_TCP {
+	if k.protocol == unix.IPPROTO_TCP && !f.established {
 		w.Uint32(ctaStatus, 0)
 		w.Uint32(ctaStatusMask, statusSeenReply)
 	}

@@ -25,7 +25,8 @@ import (
 type queue struct {
 	mu sync.Mutex
 	// udp has all UDP destinations. tcp has only queued groups, because TCP connections need
-	// a check only when their destination gets its first endpoint.
+	// a check only when their destination gets its first endpoint, or when the connections
+	// to a lost endpoint are reset.
 	udp, tcp index
 	pass     sink.Pass
 	// due has the queued groups. removed has the UDP destinations without a service, with
@@ -294,7 +295,9 @@ func (q *queue) pending() (filters map[kind]filter, count uint64) {
 		filters[k] = f
 	}
 	for g := range q.due {
-		add(g.kind, g.filter)
+		f := g.filter
+		f.established = g.verdict.resets
+		add(g.kind, f)
 	}
 	for d := range q.removed {
 		add(kind{d.family, d.protocol}, filterOf(d))

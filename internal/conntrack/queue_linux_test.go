@@ -48,7 +48,7 @@ func TestClassesAgreeWithFrontends(t *testing.T) {
 					continue
 				}
 				found++
-				want := verdict{f.Existing, f.Elsewhere.Verdict == nodeview.Forward || f.Node.Verdict == nodeview.Forward}
+				want := verdict{existing: f.Existing, forwards: f.Elsewhere.Verdict == nodeview.Forward || f.Node.Verdict == nodeview.Forward}
 				if !tracks(protocol, f.Protocol) || v != want {
 					t.Errorf("%s: %s has %+v, want %+v", name, f.FrontendKey, v, want)
 				}

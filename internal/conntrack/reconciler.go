@@ -35,7 +35,8 @@ type Options struct {
 	clock clock.Clock // replaced by tests
 }
 
-// Reconciler deletes the entries of stale connections. It has the methods of a sink, so
+// Reconciler deletes the entries of stale connections, and resets established TCP
+// connections to lost endpoints. It has the methods of a sink, so
 // that another sink can embed it.
 //
 // Call Sync after the changes have been programmed, even if single services failed. Sync
@@ -56,6 +57,8 @@ type reconciler struct {
 	queue *queue
 	wake  chan struct{} // has a value while destinations may be queued
 	late  []lateReplies // used only by the goroutine that Start starts
+
+	resets *resetter
 
 	stop    context.CancelFunc
 	running chan struct{} // closed when the goroutine has ended
@@ -79,7 +82,7 @@ func newReconciler(opts Options) *reconciler {
 	if opts.clock == nil {
 		opts.clock = clock.RealClock{}
 	}
-	return &reconciler{opts: opts, queue: newQueue(), wake: make(chan struct{}, 1), ended: make(chan struct{})}
+	return &reconciler{opts: opts, queue: newQueue(), wake: make(chan struct{}, 1), resets: newResetter(opts.NetNS), ended: make(chan struct{})}
 }
 
 // Start implements [Reconciler].
@@ -88,7 +91,10 @@ func (r *reconciler) Start(ctx context.Context) error {
 	r.running = make(chan struct{})
 	go func() {
 		defer close(r.running)
+		var resets sync.WaitGroup
+		resets.Go(func() { r.resets.run(ctx) })
 		r.run(ctx)
+		resets.Wait()
 	}()
 	return nil
 }
@@ -112,8 +118,8 @@ func (r *reconciler) Sync(_ context.Context, c *sink.Changes) error {
 	return nil
 }
 
-// flush waits until the stale connections of all earlier Syncs are deleted. It returns an
-// error if ctx ends first or if the last pass failed.
+// flush waits until the stale connections of all earlier Syncs are deleted or reset. It
+// returns an error if ctx ends first or if the last pass failed.
 func (r *reconciler) flush(ctx context.Context) error {
 	_, count := r.queue.pending()
 	for {
@@ -121,7 +127,7 @@ func (r *reconciler) flush(ctx context.Context) error {
 		ended, last, upTo := r.ended, r.last, r.upTo
 		r.mu.Unlock()
 		if upTo >= count {
-			return nil
+			return r.resets.wait(ctx)
 		}
 		if last != nil {
 			return last
@@ -174,6 +180,10 @@ func (r *reconciler) run(ctx context.Context) {
 			r.signal()
 		default:
 			backoff = minBackoff
+			if p.more {
+				pause = max(pause, minBackoff)
+				r.signal()
+			}
 			log.V(4).Info("Deleted stale connections", "seen", p.seen, "deleted", p.deleted, "duration", p.took)
 		}
 		select {
@@ -184,11 +194,13 @@ func (r *reconciler) run(ctx context.Context) {
 	}
 }
 
-// outcome has the arguments of Options.Observe.
+// outcome has the arguments of Options.Observe. The field more is true if another pass is
+// necessary, because too many connections wait for their reset.
 type outcome struct {
 	seen, deleted int
 	took          time.Duration
 	err           error
+	more          bool
 }
 
 // read reads the table once and deletes the stale flows to all queued destinations.
@@ -201,9 +213,16 @@ func (r *reconciler) read(ctx context.Context) (p outcome) {
 		nodeAddrs[a] = true
 	}
 	stale := func(f flow) bool { return r.queue.isStale(f, nodeAddrs) }
+	reset := func(c lostConnection) {
+		if r.resets.add(c) {
+			p.deleted++
+		} else {
+			p.more = true
+		}
+	}
 	var errs []error
 	for k, f := range filters {
-		seen, deleted, late, err := deleteStale(ctx, r.opts.NetNS, k, f, stale)
+		seen, deleted, late, err := deleteStale(ctx, r.opts.NetNS, k, f, stale, reset)
 		p.seen += seen
 		p.deleted += deleted
 		if len(late) > 0 {
@@ -219,7 +238,7 @@ func (r *reconciler) read(ctx context.Context) (p outcome) {
 
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	if r.last = p.err; p.err == nil {
+	if r.last = p.err; p.err == nil && !p.more {
 		r.queue.removeUpTo(count)
 		r.upTo = count
 	}

@@ -24,7 +24,7 @@ func startReconciler(t testing.TB, opts Options) (*reconciler, *[]outcome) {
 	t.Helper()
 	var reads []outcome
 	opts.Observe = func(seen, deleted int, took time.Duration, err error) {
-		reads = append(reads, outcome{seen, deleted, took, err})
+		reads = append(reads, outcome{seen: seen, deleted: deleted, took: took, err: err})
 	}
 	r := newReconciler(opts)
 	if err := r.Start(t.Context()); err != nil {

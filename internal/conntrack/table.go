@@ -23,10 +23,11 @@ type kind struct {
 	protocol uint8
 }
 
-// deleteStale deletes the stale flows of kind k that match a filter. It returns how many
+// deleteStale deletes the stale flows of kind k that match a filter. It passes those that
+// are established connections to the function reset. It returns how many
 // entries it has read and how many it has deleted. It also returns the identities of the
 // entries that the kernel would create for late replies of the deleted flows.
-func deleteStale(ctx context.Context, netNS int, k kind, f filter, stale func(flow) bool) (seen, ended int, late [][]byte, err error) {
+func deleteStale(ctx context.Context, netNS int, k kind, f filter, stale func(flow) bool, reset func(lostConnection)) (seen, ended int, late [][]byte, err error) {
 	reader, writer := netfilter.NewConn(netNS), netfilter.NewConn(netNS)
 	defer reader.Close()
 	defer writer.Close()
@@ -43,6 +44,10 @@ func deleteStale(ctx context.Context, netNS int, k kind, f filter, stale func(fl
 		seen++
 		f, ok := parseFlow(entry)
 		if !ok || failed != nil || !stale(f) {
+			return
+		}
+		if f.established {
+			reset(lostConnection{f, identity(entry)})
 			return
 		}
 		if f.protocol == unix.IPPROTO_UDP && f.endpoint == f.to {

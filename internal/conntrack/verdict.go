@@ -22,12 +22,16 @@ type destination struct {
 	protocol uint8
 }
 
-// flow is a connection-tracking entry that may be stale. It is an entry of a UDP flow, or
-// of a TCP connection that is not translated and has no reply yet.
+// flow is a connection-tracking entry that may be stale. It is an entry of a UDP flow, of a
+// TCP connection that is not translated and has no reply yet, or of an established TCP
+// connection that is translated.
 type flow struct {
-	protocol uint8
-	to       netip.AddrPort // the destination of the client's packets
-	endpoint netip.AddrPort // the source of the replies; equals the destination if the flow is not translated
+	protocol    uint8
+	established bool
+	client, to  netip.AddrPort // the source and the destination of the client's packets
+	// The fields endpoint and back are the source and the destination of the replies. The
+	// endpoint equals the field to if the flow is not translated.
+	endpoint, back netip.AddrPort
 }
 
 // verdict decides which flows to a destination are stale. A destination without a service
@@ -35,13 +39,16 @@ type flow struct {
 type verdict struct {
 	existing nodeview.Existing // flows to these endpoints may continue
 	forwards bool              // at least some clients get an endpoint for new flows
+	resets   bool              // connections to lost endpoints are reset
 }
 
-// isStale reports whether a flow to the destination has to be deleted. This is true if
-// the flow's endpoint was removed, or if the flow has no endpoint although new flows get
-// an endpoint.
+// isStale reports whether a flow to the destination has to be deleted, or reset if it is an
+// established connection. This is true if the flow's endpoint was removed, or if the flow
+// has no endpoint although new flows get an endpoint.
 func (v verdict) isStale(f flow) bool {
 	switch {
+	case f.established:
+		return v.existing.Resets(f.endpoint)
 	case v.existing.Has(f.endpoint):
 		return false
 	case f.endpoint != f.to:
@@ -68,7 +75,11 @@ type verdicts map[uint8]map[class]verdict
 func verdictsOf(view *api.View) verdicts {
 	all := verdicts{}
 	for f := range nodeview.Classes(view) {
-		v := verdict{f.Existing, f.Elsewhere.Verdict == nodeview.Forward || f.Node.Verdict == nodeview.Forward}
+		v := verdict{
+			existing: f.Existing,
+			forwards: f.Elsewhere.Verdict == nodeview.Forward || f.Node.Verdict == nodeview.Forward,
+			resets:   view.Service.ResetConnections,
+		}
 		for _, number := range [...]uint8{unix.IPPROTO_UDP, unix.IPPROTO_TCP} {
 			if !tracks(number, f.Protocol) {
 				continue
@@ -96,8 +107,12 @@ type comparison struct {
 	checks int
 }
 
-// change has the endpoints of two verdicts of a class.
-type change struct{ before, now nodeview.Existing }
+// change has the endpoints of two verdicts of a class, and whether connections to lost
+// endpoints are reset.
+type change struct {
+	before, now nodeview.Existing
+	resets      bool
+}
 
 // stale returns the classes with flows that may be stale according to the verdicts now
 // although they were not stale according to the earlier verdicts.
@@ -117,20 +132,27 @@ func (c *comparison) stale(before, now map[class]verdict, protocol uint8) map[cl
 // makesStale reports whether a class has flows of a protocol that may be stale according to
 // the verdict now, although they were not stale according to the verdict before.
 func (c *comparison) makesStale(before, now verdict, protocol uint8) bool {
+	resets := protocol == unix.IPPROTO_TCP
 	switch {
 	case now.forwards && !before.forwards:
 		return true
-	case protocol == unix.IPPROTO_TCP:
+	case resets && !now.resets:
 		return false
-	case before.existing == nodeview.Existing{}:
+	case before.existing == nodeview.Existing{} || resets && !before.resets:
 		return true
 	}
-	between := change{before.existing, now.existing}
+	between := change{before.existing, now.existing, resets}
 	lost, known := c.lost[between]
 	if !known {
 		for e := range before.existing.All() {
 			c.checks++
-			if lost = !now.existing.Has(e.AddrPort()); lost {
+			at := e.AddrPort()
+			if resets {
+				lost = now.existing.Resets(at) && !before.existing.Resets(at)
+			} else {
+				lost = !now.existing.Has(at)
+			}
+			if lost {
 				break
 			}
 		}

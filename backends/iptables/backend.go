@@ -23,6 +23,7 @@ import (
 	"github.com/kpng-project/kpng/internal/netns"
 	"github.com/kpng-project/kpng/internal/nodeaddrs"
 	"github.com/kpng-project/kpng/internal/ownership"
+	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/klog/v2"
@@ -81,6 +82,13 @@ func newBackend(opts Options) (*backend, error) {
 
 // SharedOptions implements [backendoptions.Sharer].
 func (b *backend) SharedOptions() (string, *backends.Options) { return "iptables", &b.opts.Options }
+
+// Honours implements [backends.Capable]. The backend does not honour algorithms: the match
+// "cluster" hashes only the client's address, into at most 32 shares. The sink Conntrack
+// resets connections.
+func (b *backend) Honours() nodeview.Parameters {
+	return nodeview.Parameters{Weights: true, NodePortSources: true, Resets: kernelnode.Resets(&b.opts.Options)}
+}
 
 // Start implements [sink.Starter]. It watches the node's addresses in the background.
 func (b *backend) Start(ctx context.Context) error {

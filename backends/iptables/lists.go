@@ -5,6 +5,7 @@
 package iptables
 
 import (
+	"cmp"
 	"encoding/binary"
 	"fmt"
 	"hash/maphash"
@@ -124,7 +125,7 @@ func (s *serviceRenderer) addList(chain string, f *nodeview.Frontend, endpoints 
 		return
 	}
 	var known, random []string
-	rest := len(endpoints)
+	rest := weightOf(endpoints)
 	for i, group := range list {
 		if len(group) == 0 {
 			continue
@@ -137,16 +138,18 @@ func (s *serviceRenderer) addList(chain string, f *nodeview.Frontend, endpoints 
 		}
 		name := s.hashed("G", chain, len(list), i)
 		s.out.add(nat, name, r)
-		random = append(random, share(len(group), rest)+jump(name))
-		rest -= len(group)
+		weight := weightOf(group)
+		random = append(random, share(weight, rest)+jump(name))
+		rest -= weight
 	}
 	s.out.add(nat, chain, append(known, random...))
 }
 
 // endpoints returns the rules that select one of the endpoints. With session affinity, the
 // rules of known select the endpoint of a known client. The rules of random select an
-// endpoint at random.
+// endpoint at random, by weight.
 func (s *serviceRenderer) endpoints(f *nodeview.Frontend, list []nodeview.Target) (known, random []string) {
+	rest := weightOf(list)
 	for i := range list {
 		protocol, target := s.endpoint(f, &list[i])
 		record := ""
@@ -155,7 +158,8 @@ func (s *serviceRenderer) endpoints(f *nodeview.Frontend, list []nodeview.Target
 			record = matchRecent + "--set " + clients
 			known = append(known, fmt.Sprintf("%s%s--update --seconds %d --reap %s%s", protocol, matchRecent, int64(f.Affinity/time.Second), clients, jump(target)))
 		}
-		random = append(random, protocol+share(1, len(list)-i)+record+jump(target))
+		random = append(random, protocol+share(weightOf(list[i:i+1]), rest)+record+jump(target))
+		rest -= weightOf(list[i : i+1])
 	}
 	return known, random
 }
@@ -211,9 +215,17 @@ func (s *serviceRenderer) clients(f *nodeview.Frontend, e *nodeview.Target) stri
 	return fmt.Sprintf("--name %s --mask %s --rsource ", s.hashed("E", s.key, port(f), destination(e)), mask)
 }
 
+// weightOf returns the sum of the weights of endpoints.
+func weightOf(list []nodeview.Target) (sum int64) {
+	for _, t := range list {
+		sum += int64(cmp.Or(t.Weight, api.DefaultWeight))
+	}
+	return sum
+}
+
 // share returns a match that selects k in n packets at random. The kernel stores the
 // probability in 31 bits.
-func share(k, n int) string {
+func share(k, n int64) string {
 	if k == n {
 		return ""
 	}

@@ -41,7 +41,7 @@ const sourceType = "hash:net hashsize 64"
 // Table mangle is before table nat, so a rule of another program cannot translate such
 // packets first.
 func (s *serviceRenderer) restricted(f *nodeview.Frontend) string {
-	if !f.Sources.Restricted || f.Kind == nodeview.NodePort {
+	if !f.Sources.Restricted {
 		return ""
 	}
 	list := s.sources(f)

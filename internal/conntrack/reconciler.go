@@ -14,6 +14,7 @@ import (
 
 	"github.com/kpng-project/kpng/internal/nodeaddrs"
 	"github.com/kpng-project/kpng/node/nodeaddr"
+	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
 	"k8s.io/klog/v2"
 	"k8s.io/utils/clock"
@@ -49,6 +50,8 @@ type Reconciler interface {
 	sink.Sink
 	sink.Starter
 	sink.Stopper
+	// Honours returns nodeview.Parameters.Resets.
+	Honours() nodeview.Parameters
 }
 
 // reconciler implements [Reconciler].
@@ -84,6 +87,9 @@ func newReconciler(opts Options) *reconciler {
 	}
 	return &reconciler{opts: opts, queue: newQueue(), wake: make(chan struct{}, 1), resets: newResetter(opts.NetNS), ended: make(chan struct{})}
 }
+
+// Honours implements [Reconciler].
+func (*reconciler) Honours() nodeview.Parameters { return nodeview.Parameters{Resets: true} }
 
 // Start implements [Reconciler].
 func (r *reconciler) Start(ctx context.Context) error {

@@ -18,8 +18,8 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// lostConnection is an established TCP connection of a client to a lost
-// endpoint of a service.
+// lostConnection is an established TCP connection of a client to a lost endpoint of a
+// service.
 type lostConnection struct {
 	flow
 	identity []byte // of its entry
@@ -65,7 +65,7 @@ const (
 
 // pauses are the pauses after each SYN+ACK segment. Linux answers at most one of them in
 // half a second, so an early repetition only helps if the segment was lost.
-var pauses = [...]time.Duration{150 * time.Millisecond, 400 * time.Millisecond, 300 * time.Millisecond}
+var pauses = [...]time.Duration{150 * time.Millisecond, 400 * time.Millisecond, 550 * time.Millisecond, 550 * time.Millisecond}
 
 func newResetter(netNS int) *resetter {
 	return &resetter{
@@ -280,15 +280,17 @@ func (r *resetter) exchange(net *packets, work map[ends]*inWork, added bool, ove
 		if !ok || w == nil || !w.over.IsZero() || s.flags&(flagACK|flagSYN|flagRST) != flagACK {
 			continue
 		}
-		resets := []segment{{from: w.to, to: w.client, seq: s.ack}, {from: w.back, to: w.endpoint, seq: s.seq}}
-		if s.length > 0 {
-			resets = append(resets, segment{from: w.back, to: w.endpoint, seq: s.seq + s.length})
+		reset := segment{from: w.to, to: w.client, seq: s.ack, flags: flagRST}
+		if e := net.send(reset); e != nil {
+			err = fmt.Errorf("send a reset to client %s: %w", w.client, e)
+			continue // the client's next answer is another attempt
 		}
-		for _, reset := range resets {
-			reset.flags = flagRST
-			if e := net.send(reset); e != nil && reset.from == w.to {
-				err = fmt.Errorf("send a reset to client %s: %w", w.client, e)
-			}
+		// The endpoint may be gone, so it does not matter whether these segments reach it.
+		reset = segment{from: w.back, to: w.endpoint, seq: s.seq, flags: flagRST}
+		net.send(reset)
+		if s.length > 0 {
+			reset.seq += s.length
+			net.send(reset)
 		}
 		w.over = time.Now()
 		*over = append(*over, w)

@@ -221,7 +221,7 @@ func TestListenersAreNotDestroyed(t *testing.T) {
 // TestManyConnectionsAreReset resets all connections of a service, with clients of another
 // service that do not answer.
 func TestManyConnectionsAreReset(t *testing.T) {
-	const count, silent = 3000, 2000
+	const count, silent = 3000, 500
 	n, opts := newNamespace(t)
 	w := newResetWorld(t, n, "1")
 	r, _ := startReconciler(t, opts)

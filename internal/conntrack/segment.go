@@ -113,7 +113,10 @@ func openPackets(netNS int) (*packets, error) {
 	err := errors.Join(nsErr, errors.Join(errs[:]...))
 	if err == nil {
 		timeout := unix.NsecToTimeval(tick.Nanoseconds())
-		err = unix.SetsockoptTimeval(p.receiver, unix.SOL_SOCKET, unix.SO_RCVTIMEO, &timeout)
+		err = errors.Join(
+			unix.SetsockoptTimeval(p.receiver, unix.SOL_SOCKET, unix.SO_RCVTIMEO, &timeout),
+			// All connections in work may answer at the same time.
+			unix.SetsockoptInt(p.receiver, unix.SOL_SOCKET, unix.SO_RCVBUFFORCE, maxInWork*4096))
 	}
 	if err == nil {
 		err = p.accept(nil)

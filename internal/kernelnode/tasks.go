@@ -53,6 +53,16 @@ func (t *Tasks) Start(ctx context.Context, o *backends.Options) error {
 	return nil
 }
 
+// Resets reports whether connection tracking with these options resets connections to lost
+// endpoints (nodeview.Existing.Resets). A sink in Options.Conntrack says so itself.
+func Resets(o *backends.Options) bool {
+	if o.Conntrack == nil {
+		return true
+	}
+	c, ok := sink.As[backends.Capable](o.Conntrack)
+	return ok && c.Honours().Resets
+}
+
 // Watch returns a watcher of addresses that runs until Stop.
 func (t *Tasks) Watch(opts nodeaddrs.Options) (*nodeaddrs.Watcher, error) {
 	watcher, err := nodeaddrs.New(opts)

@@ -35,12 +35,12 @@ func TestMain(m *testing.M) { os.Exit(shared.Run(m)) }
 // overlays lists the directories that users apply, with the capabilities of each
 // DaemonSet in them.
 var overlays = map[string]map[string][]corev1.Capability{
-	"nftables":          {"kpng-nftables": {"NET_ADMIN"}},
+	"nftables":          {"kpng-nftables": {"NET_ADMIN", "NET_RAW"}},
 	"iptables":          {"kpng-iptables": {"NET_ADMIN", "NET_RAW"}},
-	"ipvs":              {"kpng-ipvs": {"NET_ADMIN"}},
-	"ebpf":              {"kpng-ebpf": {"BPF", "NET_ADMIN", "PERFMON"}},
-	"beside-kube-proxy": {"kpng-beside-kube-proxy": {"NET_ADMIN"}},
-	"central":           {"kpng-server": nil, "kpng-relay": nil, "kpng-nodes": {"NET_ADMIN"}},
+	"ipvs":              {"kpng-ipvs": {"NET_ADMIN", "NET_RAW"}},
+	"ebpf":              {"kpng-ebpf": {"BPF", "NET_ADMIN", "NET_RAW", "PERFMON"}},
+	"beside-kube-proxy": {"kpng-beside-kube-proxy": {"NET_ADMIN", "NET_RAW"}},
+	"central":           {"kpng-server": nil, "kpng-relay": nil, "kpng-nodes": {"NET_ADMIN", "NET_RAW"}},
 }
 
 // objects renders a directory.

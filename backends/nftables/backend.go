@@ -68,8 +68,8 @@ func newBackend(opts Options) (*backend, error) {
 func (b *backend) SharedOptions() (string, *backends.Options) { return "nftables", &b.opts.Options }
 
 // Honours implements [backends.Capable].
-func (*backend) Honours() nodeview.Parameters {
-	return nodeview.Parameters{Algorithm: true, Weights: true}
+func (b *backend) Honours() nodeview.Parameters {
+	return nodeview.Parameters{Algorithm: true, Weights: true, Resets: kernelnode.Resets(&b.opts.Options)}
 }
 
 // Start implements [sink.Starter]. It checks sysctls and creates the missing parts of the

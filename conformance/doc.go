@@ -43,7 +43,7 @@
 //
 // The name of each case is a sentence. A case has a subtest for each IP family. The
 // results of all cases form a [Matrix]. The kit logs and returns it, and writes it as
-// Markdown to the file Options.Matrix. If a proxy lacks a [Feature], the test declares
+// Markdown to the file Options.Matrix and as YAML to the file Options.Report. If a proxy lacks a [Feature], the test declares
 // this in Options.Unsupported, with a reason. Cases that require the feature still run,
 // but they do not fail the test. The matrix shows which of them pass.
 //

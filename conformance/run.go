@@ -52,6 +52,11 @@ type Options struct {
 	SoftwareChecksums bool
 	// Matrix is the file to which the matrix is written as Markdown. Default: none.
 	Matrix string
+	// Report is the file to which the results are written as YAML, for publication. See
+	// docs/conformance.md for its format. Default: none.
+	Report string
+	// Proxy is the name and version of the proxy, for the report. Default: empty.
+	Proxy string
 	// Setup may prepare the node. For example, it may connect the node's interfaces to a
 	// switch. The kit calls Setup after it has built the test world and before it starts a
 	// proxy. Default: none.
@@ -76,6 +81,7 @@ func RunSubject(t *testing.T, subject Subject, opts Options) Matrix {
 			t.Errorf("exception %q is not the name of a case", name)
 		}
 	}
+	started := time.Now()
 	k := newKit(t, subject, opts)
 	var matrix Matrix
 	for _, section := range sections {
@@ -108,6 +114,11 @@ func RunSubject(t *testing.T, subject Subject, opts Options) Matrix {
 		}
 		if err := errors.Join(matrix.WriteMarkdown(file), file.Close()); err != nil {
 			t.Fatalf("write matrix: %v", err)
+		}
+	}
+	if opts.Report != "" {
+		if err := matrix.writeReport(k.opts, started); err != nil {
+			t.Fatalf("write report: %v", err)
 		}
 	}
 	return matrix

@@ -40,6 +40,8 @@ func TestConformance(t *testing.T) {
 	}
 	conformance.Run(t, makeSink, conformance.Options{
 		Patience: *backendtest.Patience,
+		Report:   *backendtest.Report,
+		Proxy:    "kpng ebpf",
 		Cgroup:   true,
 		Exceptions: map[string]string{
 			"an endpoint that connects to itself through its service sees an address of the node": "at a cluster IP, the connection does not leave the pod, whose network namespace has no address of the node",

@@ -39,5 +39,5 @@ func testConformance(t *testing.T, flavour string, withoutIPSet bool) {
 				MasqueradeOutsiders: site.Masquerade == conformance.MasqueradeOutside,
 			}, Flavour: flavour, WithoutIPSet: withoutIPSet})
 		})
-	}, conformance.Options{Patience: *backendtest.Patience})
+	}, conformance.Options{Patience: *backendtest.Patience, Report: *backendtest.Report, Proxy: "kpng iptables"})
 }

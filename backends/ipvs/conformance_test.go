@@ -24,6 +24,8 @@ func TestConformance(t *testing.T) {
 	needIPVS(t)
 	conformance.Run(t, newSink, conformance.Options{
 		Patience: *backendtest.Patience,
+		Report:   *backendtest.Report,
+		Proxy:    "kpng ipvs",
 		Unsupported: map[conformance.Feature]string{
 			conformance.AllPorts:                "a virtual server has one protocol and port",
 			conformance.AffinityAcrossFrontends: "each virtual server has its own affinity",

@@ -17,7 +17,7 @@ import (
 
 // TestConformance runs the cases of package conformance.
 func TestConformance(t *testing.T) {
-	conformance.Run(t, newSink, conformance.Options{Patience: *backendtest.Patience})
+	conformance.Run(t, newSink, conformance.Options{Patience: *backendtest.Patience, Report: *backendtest.Report, Proxy: "kpng nftables"})
 }
 
 func newSink(site conformance.Site) (sink.Sink, error) {

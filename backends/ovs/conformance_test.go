@@ -54,6 +54,8 @@ func TestConformance(t *testing.T) {
 		})
 	}, conformance.Options{
 		Patience:          *backendtest.Patience,
+		Report:            *backendtest.Report,
+		Proxy:             "kpng ovs",
 		SoftwareChecksums: true,
 		Exceptions: map[string]string{
 			"affinity ends only when a client has made no new connection for the timeout":                  "the switch looks for idle flows at intervals, so the affinity lasts up to a second longer",

@@ -31,7 +31,7 @@ func TestConformance(t *testing.T) {
 				AddAddresses: true,
 			})
 		})
-	}, conformance.Options{Patience: *backendtest.Patience, Unsupported: map[conformance.Feature]string{
+	}, conformance.Options{Patience: *backendtest.Patience, Report: *backendtest.Report, Proxy: "kpng userspace", Unsupported: map[conformance.Feature]string{
 		conformance.SCTP:               "Go has no SCTP sockets",
 		conformance.AllPorts:           "a socket listens on one port",
 		conformance.SourceAddress:      "an endpoint sees the proxy as its client",

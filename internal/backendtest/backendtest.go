@@ -3,7 +3,7 @@
 //go:build linux
 
 // Package backendtest has code that the tests of several backends share. Importing it
-// defines the flag -patience.
+// defines the flags -patience and -report.
 package backendtest
 
 import (
@@ -31,6 +31,9 @@ import (
 
 // Patience is a value for conformance.Options.Patience.
 var Patience = flag.Duration("patience", 20*time.Second, "how long the conformance kit waits, longer on a slow machine")
+
+// Report is a value for conformance.Options.Report.
+var Report = flag.String("report", "", "`file` to which the conformance kit writes its results as YAML")
 
 // NewSink returns a backend together with a health-check server and, if the site has
 // loopback addresses for node ports, with node ports on localhost, as on a node. The

@@ -22,10 +22,12 @@ import (
 
 var matrix = flag.String("matrix", "", "`file` to which the matrix is written as Markdown")
 
+var report = flag.String("report", "", "`file` to which the results are written as YAML")
+
 // TestKubeProxy expects kube-proxy to pass every case except those that
 // docs/conformance.md explains.
 func TestKubeProxy(t *testing.T) {
-	run(t, conformance.Options{Matrix: *matrix, Unsupported: lacking, Exceptions: exceptions}, kubeproxy.Options{})
+	run(t, conformance.Options{Matrix: *matrix, Report: *report, Proxy: "kube-proxy, mode nftables", Unsupported: lacking, Exceptions: exceptions}, kubeproxy.Options{})
 }
 
 // TestKubeProxyOnLocalhost runs the cases of node ports on localhost over TCP with

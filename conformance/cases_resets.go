@@ -188,7 +188,7 @@ func (f *flow) mustBeReset() {
 	for deadline := time.Now().Add(f.scene.opts.Patience); ; {
 		answer, err := f.Ask(time.Now().Add(answerTimeout))
 		switch {
-		case errors.Is(err, unix.ECONNRESET) || errors.Is(err, unix.EPIPE):
+		case isReset(err) || errors.Is(err, unix.EPIPE):
 			return
 		case err != nil && !world.TimedOut(err), time.Now().After(deadline):
 			f.scene.failf("flow %s must be reset: answer from %q, error %v", f.what, answer.Name, err)
@@ -201,7 +201,13 @@ func (f *flow) mustBeReset() {
 // although the client sends nothing.
 func (f *flow) mustBeResetWhileIdle() {
 	f.scene.must(f.SetDeadline(time.Now().Add(f.scene.opts.Patience)))
-	if n, err := f.Read(make([]byte, 1)); !errors.Is(err, unix.ECONNRESET) {
+	if n, err := f.Read(make([]byte, 1)); !isReset(err) {
 		f.scene.failf("idle flow %s must be reset: %d bytes, error %v", f.what, n, err)
 	}
+}
+
+// isReset reports whether a connection was reset. A socket that the kernel destroys on its
+// own node has the error ECONNABORTED.
+func isReset(err error) bool {
+	return errors.Is(err, unix.ECONNRESET) || errors.Is(err, unix.ECONNABORTED)
 }

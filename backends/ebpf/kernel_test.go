@@ -61,6 +61,7 @@ func TestKernel(t *testing.T) {
 	t.Run("a service with session affinity has a share of the clients", testClientsOfOneService)
 	t.Run("sockets of other cgroups are not translated", testOtherCgroup)
 	t.Run("HostNetworkOnly excludes other network namespaces", testHostNetworkOnly)
+	t.Run("TCPOnly leaves UDP sockets to the other sink", testTCPOnly)
 	t.Run("an annotation excludes a service", testAnnotation)
 	t.Run("while lists change, connections reach endpoints of their own service", testChurn)
 	t.Run("a restart adopts the maps and replaces the programs", testRestart)
@@ -805,6 +806,27 @@ func testHostNetworkOnly(t *testing.T) {
 	n.ns = other
 	n.serve()
 	n.mustNotReach("10.96.0.1:80")
+}
+
+func testTCPOnly(t *testing.T) {
+	n := newNode(t, Options{})
+	n.serve()
+	service := view("web", []string{"10.96.0.1"}, endpoints[:1], withAffinity(60))
+	withoutAffinity := view("dns", []string{"10.96.0.2"}, endpoints[:1], nil)
+	n.pass(service, withoutAffinity)
+	s := n.socket()
+	s.ask("10.96.0.2:80")
+	n.opts.TCPOnly = true
+	n.restart()
+	n.pass(service, withoutAffinity)
+	n.mustReach("10.96.0.1:80", endpoints[0])
+	n.mustReach("10.96.0.2:80", endpoints[0])
+	for _, s := range []*socket{s, n.socket()} {
+		// The programs do not translate the datagram, so there is no route.
+		if _, err := s.WriteTo([]byte("?"), &net.UDPAddr{IP: net.IPv4(10, 96, 0, 2), Port: 80}); !errors.Is(err, unix.ENETUNREACH) {
+			t.Errorf("error %v, want %v", err, unix.ENETUNREACH)
+		}
+	}
 }
 
 func testAnnotation(t *testing.T) {

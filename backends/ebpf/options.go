@@ -49,6 +49,8 @@ type Options struct {
 	// Service meshes, and pods that run virtual machines, may need this destination. Linux
 	// 5.14 or newer is required.
 	HostNetworkOnly bool
+	// TCPOnly restricts the programs to TCP. The other sink handles all UDP ports.
+	TCPOnly bool
 	// Annotation is the name of a service annotation. The programs do not handle services
 	// that have this annotation with the value "false". The source of the services must
 	// deliver this annotation. Default: "kpng.io/ebpf".
@@ -125,7 +127,7 @@ func share(size int) int { return max(size/8, 64) }
 func (b *backend) planner() planner {
 	o := &b.opts
 	p := planner{
-		annotation: o.Annotation, seed: maphash.MakeSeed(),
+		annotation: o.Annotation, tcpOnly: o.TCPOnly, seed: maphash.MakeSeed(),
 		share: size{share(o.MaxFrontends), share(o.MaxEndpoints), share(o.MaxMembers)},
 	}
 	if c, ok := sink.As[backends.Capable](b.proxy); ok {

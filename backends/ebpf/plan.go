@@ -156,6 +156,7 @@ type slotKeyDigest struct {
 // planner makes plans.
 type planner struct {
 	annotation string
+	tcpOnly    bool
 	// below has the traffic parameters that the other sink honours.
 	below nodeview.Parameters
 	seed  maphash.Seed
@@ -319,6 +320,8 @@ func (p *planner) unsuitable(view *api.View, f *nodeview.Frontend) string {
 		return "it is not a cluster IP"
 	case f.Protocol != api.TCP && f.Protocol != api.UDP:
 		return "the protocol is not TCP or UDP"
+	case f.Protocol != api.TCP && p.tcpOnly:
+		return "the protocol is not TCP"
 	case f.Sources.Restricted:
 		return "it has source ranges"
 	case f.Protocol == api.UDP && f.Affinity != 0:

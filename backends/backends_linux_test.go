@@ -41,7 +41,6 @@ var constructors = map[string]func(backends.Options) (backends.Dataplane, error)
 
 // unsupported has the options that a backend refuses.
 var unsupported = map[string][]string{
-	"nftables": {"Stats"},
 	"iptables": {"Stats"},
 	"ipvs":     {"NodePodCIDRs", "AcceptUnknownPorts"},
 	"ebpf":     {"MasqueradeMark", "MasqueradeAll", "MasqueradeOutsiders", "ClusterCIDRs", "NodePodCIDRs", "PodInterfaces", "AcceptUnknownPorts", "NodeAddresses", "Conntrack", "Sysctls", "NetNS"},

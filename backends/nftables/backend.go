@@ -39,10 +39,11 @@ var (
 	_ backends.Dataplane = (*backend)(nil)
 	_ backends.Inspector = (*backend)(nil)
 	_ backends.Capable   = (*backend)(nil)
+	_ backends.Counter   = (*backend)(nil)
 )
 
-// New returns a dataplane, which is also a [backends.Inspector]. New does not access the
-// kernel. It returns an error if opts are invalid.
+// New returns a dataplane, which is also a [backends.Inspector] and a [backends.Counter]. New
+// does not access the kernel. It returns an error if opts are invalid.
 //
 // Start needs CAP_NET_ADMIN. While the kernel is short of memory or busy, Start retries,
 // until its context ends.
@@ -92,7 +93,7 @@ func (b *backend) start(ctx context.Context) error {
 	defer b.mu.Unlock()
 	foreignCommits := int64(-1)
 	err := retryTransient(ctx, "Kernel not ready; retrying to make the table", func() (err error) {
-		if err := b.table.conn.checkKernel(ctx, features); err != nil {
+		if err := b.table.conn.checkKernel(ctx, b.opts.features()); err != nil {
 			return err
 		}
 		// If NodePodCIDRs is set, the first pass loads the skeleton, which needs the Node

@@ -42,6 +42,9 @@ func (v *value) number() uint32 { return binary.NativeEndian.Uint32(v.data[:]) }
 // a set, all these fields are zero.
 type value struct {
 	data [20]byte
+	// counted is true if the element has a counter. Only elements of maps for which
+	// mapID.canCount is true have one.
+	counted bool
 	// chain is the name of the verdict's target chain.
 	chain string
 	// comment has the name of a frontend's service port, for people who read the table.
@@ -201,6 +204,9 @@ func (e *element) encode(w *nft.Writer, withData bool) {
 		w.EndNest(verdict)
 		w.EndNest(data)
 	}
+	if withData && e.counted {
+		w.Counter()
+	}
 	if withData && e.comment != "" {
 		w.Bytes(unix.NFTA_SET_ELEM_USERDATA, slices.Concat([]byte{0, byte(len(e.comment) + 1)}, []byte(e.comment), []byte{0})...)
 	}
@@ -233,6 +239,9 @@ func decodeElement(m mapID, item []byte, names map[string]string) (e element, ok
 	ok = len(key) == m.keyLen() && len(number) == m.dataLen()
 	copy(e.key[:m.keyLen()], key)
 	copy(e.data[:m.dataLen()], number)
+	if m.canCount() {
+		_, e.counted = nft.Counted(item)
+	}
 	if m.hasVerdicts() {
 		data := netfilter.Attribute(item, unix.NFTA_SET_ELEM_DATA)
 		e.chain = decodeVerdict(netfilter.Attribute(data, unix.NFTA_DATA_VERDICT), names)

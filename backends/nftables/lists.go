@@ -273,7 +273,7 @@ func (l *list) hairpin(r record) element {
 // argument sources is the change of the lists of source ranges.
 func (t *table) planService(p *patch, ch *sink.Change, sources *sourcelists.Change) ([]list, error) {
 	before := newListSet(t.services[ch.Key])
-	old, next := outlineOf(ch.Old), outlineOf(ch.New)
+	old, next := outlineOf(ch.Old, t.opts.Stats), outlineOf(ch.New, t.opts.Stats)
 	if len(before.lists) > 0 && frontends.Same(ch.Old, ch.New) && old.sameUse(next) {
 		next.setNumbers(before)
 	} else {
@@ -304,6 +304,9 @@ func (t *table) planService(p *patch, ch *sink.Change, sources *sourcelists.Chan
 	for i := range next.lists {
 		if n := &next.lists[i]; n.number != 0 {
 			l := n.newList(next)
+			if t.opts.Stats {
+				t.ports[listNumber{n.family, n.number}] = servicePort{ch.Key, n.name, n.protocol}
+			}
 			present := before.byNumber(n.family, n.number)
 			switch {
 			case present != nil:
@@ -491,6 +494,11 @@ func (t *table) changeList(p *patch, old, next *list) {
 	change(any.id(), old != nil, next != nil, a.classValue(), b.classValue())
 	change(any.shortcutID(), a.shortcut != 0, b.shortcut != 0, numberValue(a.shortcut), numberValue(b.shortcut))
 
+	endpoint := func(r record) value {
+		v := r.value()
+		v.counted = t.opts.Stats && r != ""
+		return v
+	}
 	var removed, added []record
 	for slot := range max(a.len(), b.len()) {
 		from, to := a.record(slot), b.record(slot)
@@ -514,7 +522,7 @@ func (t *table) changeList(p *patch, old, next *list) {
 			}
 		}
 		if !isNumbered(any.number) {
-			change(any.slotID(slot), from != "", to != "", from.value(), to.value())
+			change(any.slotID(slot), from != "", to != "", endpoint(from), endpoint(to))
 		}
 	}
 	if !isNumbered(any.number) {
@@ -534,11 +542,11 @@ func (t *table) changeList(p *patch, old, next *list) {
 	}
 	for _, r := range removed {
 		pair := numbers[r.number()]
-		change(any.numberID(r.number()), true, pair[1] != "", pair[0].value(), pair[1].value())
+		change(any.numberID(r.number()), true, pair[1] != "", endpoint(pair[0]), endpoint(pair[1]))
 	}
 	for _, r := range added {
 		if pair := numbers[r.number()]; pair[0] == "" {
-			change(any.numberID(r.number()), false, true, value{}, r.value())
+			change(any.numberID(r.number()), false, true, value{}, endpoint(r))
 		}
 	}
 }
@@ -551,6 +559,7 @@ func (t *table) settle(key types.NamespacedName, next []list, failed bool) {
 	}
 	for l := range newListSet(drop).without(keep) {
 		t.numbers.release(listNumber{l.family, l.number})
+		delete(t.ports, listNumber{l.family, l.number})
 		t.staleClients = t.staleClients || isNumbered(l.number)
 	}
 	if !failed {

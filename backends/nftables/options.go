@@ -58,7 +58,7 @@ func (o *Options) complete() error {
 	o.DNATPriority = cmp.Or(o.DNATPriority, -100)
 	o.SNATPriority = cmp.Or(o.SNATPriority, 100)
 	errs := []error{backendoptions.Complete(&o.Options, false, "Instance", "MasqueradeMark", "MasqueradeAll", "MasqueradeOutsiders",
-		"ClusterCIDRs", "NodePodCIDRs", "PodInterfaces", "AcceptUnknownPorts", "NodeAddresses", "Conntrack", "Sysctls", "Observer", "NetNS")}
+		"ClusterCIDRs", "NodePodCIDRs", "PodInterfaces", "AcceptUnknownPorts", "NodeAddresses", "Conntrack", "Sysctls", "Stats", "Observer", "NetNS")}
 	if !instanceName.MatchString(o.Instance) {
 		errs = append(errs, fmt.Errorf("instance %q must have at most 64 letters, digits, \"_\", \".\" and \"-\"", o.Instance))
 	}

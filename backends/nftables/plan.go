@@ -21,6 +21,8 @@ type outline struct {
 	// indexes of the field lists.
 	ports []portLists
 	index map[listGroup]int
+	// perPort is true if no two service ports may have a list together.
+	perPort bool
 }
 
 type portLists struct {
@@ -32,6 +34,7 @@ type portLists struct {
 // plannedList is a list that a view needs.
 type plannedList struct {
 	listKey
+	name     string // of the service port
 	traffic  nodeview.Traffic
 	affinity uint16 // see timeoutOf
 	// numbered is true if the endpoints have numbers: for session affinity, weights, or stable
@@ -49,7 +52,7 @@ type listGroup struct {
 	family        api.Family
 	local         bool
 	protocol      api.Protocol
-	port          int32 // 0 unless the service has session affinity: each service port has its own
+	port          int32 // 0 unless each service port has its own list: for session affinity and counters
 	own, shortcut listContent
 }
 
@@ -71,8 +74,8 @@ func contentOf(port *api.PortMapping, t *nodeview.Traffic) listContent {
 	return c
 }
 
-func outlineOf(view *api.View) *outline {
-	o := &outline{}
+func outlineOf(view *api.View, perPort bool) *outline {
+	o := &outline{perPort: perPort}
 	if view == nil {
 		return o
 	}
@@ -103,7 +106,7 @@ func (o *outline) addPort(svc *api.Service, classes []nodeview.Frontend, affinit
 
 	l := plannedList{listKey: listKey{family: first.Family}, affinity: affinity, algorithm: first.Algorithm, shortcut: -1}
 	if first.ServicePort != nil {
-		l.protocol, l.port = first.ServicePort.Protocol, first.ServicePort.Port
+		l.protocol, l.port, l.name = first.ServicePort.Protocol, first.ServicePort.Port, first.ServicePort.Name
 	}
 	cluster := -1
 	if hasExternal || !internalLocal {
@@ -131,7 +134,7 @@ func (o *outline) addPort(svc *api.Service, classes []nodeview.Frontend, affinit
 // the index of the list.
 func (o *outline) add(l plannedList, port *api.PortMapping) int {
 	g := listGroup{family: l.family, local: l.local, protocol: l.protocol, own: contentOf(port, &l.traffic)}
-	if l.affinity > 0 {
+	if l.affinity > 0 || o.perPort {
 		g.port = l.port
 	}
 	if l.shortcut >= 0 {

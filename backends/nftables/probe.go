@@ -8,6 +8,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"strings"
 
 	"github.com/kpng-project/kpng/api"
@@ -41,6 +42,17 @@ var features = []feature{
 	{"expression nat (module nft_nat)", withRule(nft.NewKey(api.IPv4).Destination().Then(nft.DNATTo(api.IPv4, 0, 0)))},
 	{"expression masq (module nft_masq)", withRule(nft.Masquerade)},
 	{"expression reject (module nft_reject_inet)", withRule(nft.Reject)},
+}
+
+// features returns the features that a table with these options needs.
+func (o *Options) features() []feature {
+	if !o.Stats {
+		return features
+	}
+	return append(slices.Clip(features), feature{"counters in elements, which the option Stats needs (module nft_counter)", func(w *nft.Writer) {
+		e := (&list{listKey: listKey{family: api.IPv4, port: 1}, number: plainLists.first}).slotID(0)
+		writeElements(w, unix.NFT_MSG_NEWSETELEM, unix.NLM_F_CREATE, []element{{e, value{counted: true}}})
+	}})
 }
 
 // withRule returns a function that adds a rule to the chain "probe".

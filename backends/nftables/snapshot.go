@@ -17,8 +17,9 @@ import (
 // string.
 type snapshot struct {
 	m mapID
-	// A record has keyLen octets for the key, and dataLen octets for the data. If values have
-	// text, a record has a four-octet index into textValues instead of the data.
+	// A record has keyLen octets for the key, and dataLen octets for the data. If elements can
+	// have counters, one octet more is 1 if the element has one. If values have text, a record
+	// has a four-octet index into textValues instead of the data.
 	records    string
 	textValues []value
 	// index maps a key to the number of its record. The keys are substrings of the records.
@@ -42,10 +43,14 @@ const (
 )
 
 func (s *snapshot) size() int {
-	if s.m.hasText() {
+	switch {
+	case s.m.hasText():
 		return s.m.keyLen() + 4
+	case s.m.canCount():
+		return s.m.keyLen() + s.m.dataLen() + 1
+	default:
+		return s.m.keyLen() + s.m.dataLen()
 	}
-	return s.m.keyLen() + s.m.dataLen()
 }
 
 func (s *snapshot) len() int { return len(s.records) / s.size() }
@@ -91,6 +96,12 @@ func dumpSnapshot(ctx context.Context, c *conn, m mapID) (*snapshot, error) {
 		records = append(records, e.key[:m.keyLen()]...)
 		if !m.hasText() {
 			records = append(records, e.data[:m.dataLen()]...)
+			if m.canCount() {
+				records = append(records, 0)
+				if e.counted {
+					records[len(records)-1] = 1
+				}
+			}
 			return
 		}
 		number, ok := numbers[e.value]
@@ -159,7 +170,8 @@ func (s *snapshot) element(i int) element {
 	if s.m.hasText() {
 		e.value = s.textValues[binary.NativeEndian.Uint32([]byte(data))]
 	} else {
-		copy(e.data[:], data)
+		copy(e.data[:], data[:s.m.dataLen()])
+		e.counted = s.m.canCount() && data[s.m.dataLen()] == 1
 	}
 	return e
 }

@@ -65,6 +65,9 @@ func (s *state) hash(id *elementID, v *value) uint64 {
 	copy(b[:], id.key[:])
 	copy(b[maxKey:], v.data[:])
 	h := maphash.Bytes(s.seed, b[:])
+	if v.counted {
+		h = ^h
+	}
 	if v.chain != "" || v.comment != "" {
 		h = (h*31+maphash.String(s.seed, v.chain))*31 + maphash.String(s.seed, v.comment)
 	}

@@ -37,6 +37,8 @@ type table struct {
 	sources *sourcelists.Lists
 	// services has the lists of endpoints of each service.
 	services map[types.NamespacedName][]list
+	// ports has the service port of each list. It is empty without Options.Stats.
+	ports map[listNumber]servicePort
 	// clientSeed is the seed of the hash of clients.
 	clientSeed uint32
 	// staleClients is true if the maps of clients may have clients of lists that no longer
@@ -68,7 +70,7 @@ func newTable(opts *Options) *table {
 	c.Transacted = opts.Observer.Wrote
 	return &table{
 		opts: opts, conn: c, numbers: newNumbers(), now: time.Now,
-		sources: sourcelists.New(nil), services: map[types.NamespacedName][]list{},
+		sources: sourcelists.New(nil), services: map[types.NamespacedName][]list{}, ports: map[listNumber]servicePort{},
 	}
 }
 

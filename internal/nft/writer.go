@@ -5,6 +5,8 @@
 package nft
 
 import (
+	"encoding/binary"
+
 	"github.com/kpng-project/kpng/internal/netfilter"
 	"golang.org/x/sys/unix"
 )
@@ -168,6 +170,26 @@ func (w *Writer) Value(attr uint16, v []byte) {
 // nil if there is none.
 func Value(item []byte, attr uint16) []byte {
 	return netfilter.Attribute(netfilter.Attribute(item, attr), unix.NFTA_DATA_VALUE)
+}
+
+// counter is the encoding of a counter of an element.
+var counter = []byte(text(unix.NFTA_EXPR_NAME, "counter"))
+
+// Counter adds a counter to an element. It counts the packets for which a rule finds the
+// element, and begins with 0.
+func (w *Writer) Counter() { w.Bytes(unix.NFTA_SET_ELEM_EXPR|unix.NLA_F_NESTED, counter...) }
+
+// Counted returns the number of packets that the counter of an element has counted. If the
+// element has no counter, ok is false.
+func Counted(item []byte) (packets uint64, ok bool) {
+	e := netfilter.Attribute(item, unix.NFTA_SET_ELEM_EXPR)
+	if e == nil || netfilter.String(netfilter.Attribute(e, unix.NFTA_EXPR_NAME)) != "counter" {
+		return 0, false
+	}
+	if v := netfilter.Attribute(netfilter.Attribute(e, unix.NFTA_EXPR_DATA), unix.NFTA_COUNTER_PACKETS); len(v) == 8 {
+		packets = binary.BigEndian.Uint64(v)
+	}
+	return packets, true
 }
 
 // FlushSet adds a message that deletes all elements of a map or set.

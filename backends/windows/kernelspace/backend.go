@@ -17,6 +17,7 @@ import (
 	"github.com/kpng-project/kpng/internal/journal"
 	"github.com/kpng-project/kpng/internal/nodeaddrs"
 	"github.com/kpng-project/kpng/internal/ownership"
+	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/reconcile"
 	"github.com/kpng-project/kpng/sink"
 	"k8s.io/apimachinery/pkg/types"
@@ -71,7 +72,10 @@ type backend struct {
 	lacking sink.Failed
 }
 
-var _ backends.Dataplane = (*backend)(nil)
+var (
+	_ backends.Dataplane = (*backend)(nil)
+	_ backends.Capable   = (*backend)(nil)
+)
 
 // New returns a dataplane without calling HNS. It returns an error if the options are
 // invalid, or if the system is not Windows.
@@ -102,6 +106,13 @@ func New(opts Options) (backends.Dataplane, error) {
 	// The driver calls Verify rarely enough, see VerifyInterval.
 	b.reconciler = reconcile.New(b, reconcile.Options[frontend, *policy]{Equal: b.equal, Drifted: b.drifted, VerifyInterval: -1})
 	return b, nil
+}
+
+// Honours implements [backends.Capable]. HNS has no weights, its hash need not be the same
+// on all nodes, and it cannot end connections. It has no source ranges either, but the
+// backend does not serve restricted node ports, so no other client reaches them.
+func (b *backend) Honours() nodeview.Parameters {
+	return nodeview.Parameters{NodePortSources: true}
 }
 
 // Start reads from the state file which load balancers an earlier process created. It

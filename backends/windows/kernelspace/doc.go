@@ -36,8 +36,10 @@
 //   - Traffic of this node cannot be distinguished from other traffic: with
 //     externalTrafficPolicy Local, a pod on a node without endpoints cannot
 //     reach the external addresses.
-//   - Source ranges: a load-balancer address with loadBalancerSourceRanges is not
-//     served, and the backend logs it.
+//   - Source ranges: addresses and node ports to which source ranges of the service apply
+//     are not served, and the backend logs it.
+//   - Traffic parameters: algorithms, weights and resets of connections are not honoured.
+//     An endpoint of weight zero gets no new connections.
 //   - The timeout of session affinity is fixed by HNS.
 //   - SCTP and all-ports services are not served, and the backend logs it.
 //   - If endpoints of one service have several numbers for a named target port,

@@ -209,7 +209,7 @@ func (on *environment) refusal(f *nodeview.Frontend) string {
 		return "HNS balances ports, not whole addresses"
 	case protocolOf(f.Protocol) == 0:
 		return fmt.Sprintf("HNS does not balance %s", f.Protocol)
-	case f.Sources.Restricted && f.Kind != nodeview.NodePort:
+	case f.Sources.Restricted:
 		return "HNS does not support source ranges"
 	case f.Family == api.IPv6 && on.network.Overlay:
 		return "HNS does not balance IPv6 on overlay networks"

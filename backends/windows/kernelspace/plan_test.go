@@ -170,6 +170,24 @@ func TestEachFrontendHasLoadBalancer(t *testing.T) {
 		}), "10.1.2.1"),
 		want: "10.96.0.1 protocol 6 port 80->8080 to 10.1.2.1", remotes: []string{"10.1.2.1"},
 	}, {
+		name: "with source ranges of all frontends, only addresses without ranges are served", everyQuirk: true,
+		view: view(service("web", external, func(s *api.Service) {
+			s.SourceRanges = []api.SourceRanges{{
+				TargetIPs: addrs("198.51.100.1", "203.0.113.1"), NodePorts: true,
+				Prefixes: []netip.Prefix{netip.MustParsePrefix("10.0.0.0/8")},
+			}}
+		}), "10.1.2.1"),
+		want: "10.96.0.1 protocol 6 port 80->8080 to 10.1.2.1", remotes: []string{"10.1.2.1"},
+	}, {
+		name: "with source ranges without a prefix, node ports are not served",
+		view: view(service("web", external, func(s *api.Service) {
+			s.SourceRanges = []api.SourceRanges{{NodePorts: true}}
+		}), "10.1.2.1"),
+		want: `10.96.0.1 protocol 6 port 80->8080 to 10.1.2.1
+			198.51.100.1 protocol 6 port 80->8080 VIPExternalIP to 10.1.2.1
+			203.0.113.1 protocol 6 port 80->8080 VIPExternalIP to 10.1.2.1`,
+		remotes: []string{"10.1.2.1"},
+	}, {
 		name: "an all-ports service is not served",
 		view: view(service("web", func(s *api.Service) { s.AllPorts = true; s.IPs.ExternalIPs = addrs("198.51.100.1") }), "10.1.2.1"),
 	}, {
@@ -300,6 +318,31 @@ func TestEachFrontendHasLoadBalancer(t *testing.T) {
 			})
 		}
 	}
+}
+
+// TestRestrictedFrontendsLoseTheirLoadBalancers adds source ranges to a service, and
+// removes them. Another service keeps its load balancers.
+func TestRestrictedFrontendsLoseTheirLoadBalancers(t *testing.T) {
+	w := l2bridge(t)
+	const open = `10.96.0.1 protocol 6 port 80->8080 to 10.1.2.1
+		node port protocol 6 port 30080->8080 LocalRoutedVIP VIPExternalIP to 10.1.2.1`
+	const other = `
+		10.96.0.2 protocol 6 port 80->8080 to 10.1.2.1
+		node port protocol 6 port 30081->8080 LocalRoutedVIP VIPExternalIP to 10.1.2.1`
+	onNodePort := func(s *api.Service) { s.Type, s.Ports[0].NodePort = api.NodePort, 30080 }
+	w.must(w.set(view(service("other", func(s *api.Service) {
+		s.Type, s.Ports[0].NodePort, s.IPs.ClusterIPs = api.NodePort, 30081, addrs("10.96.0.2")
+	}), "10.1.2.1")))
+	w.must(w.set(view(service("web", onNodePort), "10.1.2.1")))
+	w.mustHave(open + other)
+	w.must(w.set(view(service("web", onNodePort, func(s *api.Service) {
+		s.SourceRanges = []api.SourceRanges{{
+			TargetIPs: s.IPs.ClusterIPs, NodePorts: true, Prefixes: []netip.Prefix{netip.MustParsePrefix("10.0.0.0/8")},
+		}}
+	}), "10.1.2.1")))
+	w.mustHave(other)
+	w.must(w.set(view(service("web", onNodePort), "10.1.2.1")))
+	w.mustHave(open + other)
 }
 
 // viewWithHints returns the view of a service whose endpoints 10.1.2.1, 10.1.2.2, ... have

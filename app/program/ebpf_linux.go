@@ -20,7 +20,7 @@ func EBPF() sink.Sink {
 		Name:  "ebpf",
 		Short: "Balance connections inside the cluster with eBPF, and all others with nftables",
 		Long: "Balances connections of this node and its pods to cluster IPs with eBPF when sockets connect, and all other connections with nftables, like to-local nftables. " +
-			"What is programmed stays when the program ends: see kpng cleanup ebpf. It needs CAP_BPF, CAP_NET_ADMIN, CAP_PERFMON and Linux 5.10.",
+			"What is programmed stays when the program ends: see kpng cleanup ebpf. It needs CAP_BPF, CAP_NET_ADMIN, CAP_PERFMON and Linux 5.10, and CAP_NET_RAW for resets of connections.",
 		Flags: f.register,
 		Make:  f.parts,
 		Init:  f.init,

@@ -22,7 +22,7 @@ func IPVS() sink.Sink {
 		Name:  "ipvs",
 		Short: "Program services into the kernel with IPVS, in place of kube-proxy or beside it",
 		Long: "Programs services into the kernel with IPVS, in place of kube-proxy or, for services of another proxy name, beside it. " +
-			"What is programmed stays when the program ends: see kpng cleanup ipvs. It needs CAP_NET_ADMIN and the kernel module ip_vs.",
+			"What is programmed stays when the program ends: see kpng cleanup ipvs. It needs CAP_NET_ADMIN and the kernel module ip_vs, and CAP_NET_RAW for resets of connections.",
 		OnlyPorts: true,
 		Flags:     f.register,
 		Make:      f.parts,

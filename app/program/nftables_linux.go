@@ -19,7 +19,7 @@ func NFTables() sink.Sink {
 		Name:  "nftables",
 		Short: "Program services into the kernel with nftables, in place of kube-proxy or beside it",
 		Long: "Programs services into the kernel with nftables, in place of kube-proxy or, for services of another proxy name, beside it. " +
-			"What is programmed stays when the program ends: see kpng cleanup nftables. It needs CAP_NET_ADMIN.",
+			"What is programmed stays when the program ends: see kpng cleanup nftables. It needs CAP_NET_ADMIN, and CAP_NET_RAW for resets of connections.",
 		Flags: f.register,
 		Make:  f.parts,
 		Init:  f.init,

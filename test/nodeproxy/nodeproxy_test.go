@@ -43,7 +43,8 @@ var rights = []rbacv1.PolicyRule{
 }
 
 // least is a prefix for command lines. With the prefix, a command runs as root with only
-// the capabilities of the DaemonSets. Only the programs of iptables need CAP_NET_RAW.
+// the capabilities of the DaemonSets. The programs of iptables and resets of connections need
+// CAP_NET_RAW.
 var least = []string{"setpriv", "--bounding-set=-all,+net_admin,+net_raw", "--inh-caps=-all", "--no-new-privs"}
 
 const (

@@ -5,8 +5,10 @@ package cluster
 import (
 	"cmp"
 	"errors"
+	"fmt"
 	"iter"
 	"slices"
+	"strings"
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/internal/elements"
@@ -16,29 +18,47 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// refused has the services that exceed Options.MaxElements. State.mu guards the fields.
+// refused has the services that exceed Options.MaxElements, and the invalid fields that the
+// source ignores. State.mu guards the fields.
 type refused struct {
 	// wanted has the objects of the source for each refused service, which differ from the
 	// joined state.
 	wanted map[types.NamespacedName]api.ServiceState
-	// reasons has the same keys. Readers see it in snapshots.
+	// sizes has the same keys. Its values say how much too large a service is.
+	sizes map[types.NamespacedName]string
+	// invalid describes the ignored fields by service and by the name of the EndpointSlice,
+	// which is "" for the Service.
+	invalid map[types.NamespacedName]map[string]string
+	// reasons has the reasons of existing services. Readers see it in snapshots.
 	reasons *revstore.Store[types.NamespacedName, string]
-	// touched has the services that the present Update has refused or accepted.
-	touched map[types.NamespacedName]struct{}
+	// touched has the reasons before the present Update for services that it may refuse or
+	// accept.
+	touched map[types.NamespacedName]reason
 }
 
-// verdict is the result of an Update for a service. The reason is empty if the service is
-// accepted again.
+// reason says why a service is refused, or a part of it. It is zero for other services.
+type reason struct{ size, invalid string }
+
+func (r reason) String() string {
+	if r.size != "" && r.invalid != "" {
+		return r.size + "; " + r.invalid
+	}
+	return r.size + r.invalid
+}
+
+// verdict is the result of an Update for a service.
 type verdict struct {
-	key    types.NamespacedName
-	reason string
+	key      types.NamespacedName
+	was, now reason
 }
 
 func newRefused(s *State) refused {
 	return refused{
 		wanted:  map[types.NamespacedName]api.ServiceState{},
+		sizes:   map[types.NamespacedName]string{},
+		invalid: map[types.NamespacedName]map[string]string{},
 		reasons: newStore(s, ordering.Keys, func(a, b string) bool { return a == b }),
-		touched: map[types.NamespacedName]struct{}{},
+		touched: map[types.NamespacedName]reason{},
 	}
 }
 
@@ -71,7 +91,7 @@ func (s *State) wantedServices() iter.Seq[*api.Service] {
 // joined state. Options.MaxElements describes the rules.
 func (s *State) settle(key types.NamespacedName, want api.ServiceState) {
 	delete(s.own, key) // s.refused may keep the list of slices, too
-	targets, accepted, reason := targetsOf(want.Slices), want, ""
+	targets, accepted, tooLarge := targetsOf(want.Slices), want, ""
 	size := elements.Of(want.Service, targets)
 	if err := size.Check(s.opts.MaxElements); err != nil {
 		last := s.lastAccepted(key)
@@ -83,16 +103,17 @@ func (s *State) settle(key types.NamespacedName, want api.ServiceState) {
 			accepted.Service = last
 		}
 		accepted.Slices = fitting(accepted.Service, want.Slices, s.opts.MaxElements)
+		tooLarge = "too large: " + err.Error()
 		switch {
 		case accepted.Service == nil:
-			reason = err.Error() + "; it is not served"
+			tooLarge += "; it is not served"
 		case accepted.Service != want.Service:
-			reason = err.Error() + "; its last accepted version is served"
+			tooLarge += "; its last accepted version is served"
 		default:
-			reason = err.Error() + "; it is served with a part of its endpoints"
+			tooLarge += "; it is served with a part of its endpoints"
 		}
 	}
-	s.refused.set(key, want, reason)
+	s.setSize(key, want, tooLarge)
 	s.accept(key, accepted)
 }
 
@@ -135,31 +156,107 @@ func fitting(service *api.Service, list []*api.EndpointSlice, limit int) []*api.
 	return list
 }
 
-// set records that the wanted objects of a service are refused for a reason, or accepted if
-// the reason is "".
-func (r *refused) set(key types.NamespacedName, want api.ServiceState, reason string) {
-	if _, was := r.wanted[key]; !was && reason == "" {
+// setSize records that the wanted objects of a service are too large, or accepted if size
+// is "".
+func (s *State) setSize(key types.NamespacedName, want api.ServiceState, size string) {
+	r := &s.refused
+	if _, was := r.wanted[key]; !was && size == "" {
 		return
 	}
-	r.touched[key] = struct{}{}
-	if reason == "" {
+	s.touch(key)
+	if size == "" {
 		delete(r.wanted, key)
-		r.reasons.Delete(key)
+		delete(r.sizes, key)
 		return
 	}
-	r.wanted[key] = want
-	r.reasons.Set(key, reason)
+	r.wanted[key], r.sizes[key] = want, size
 }
 
-// verdicts compares the services with a snapshot from before the present Update. It returns
-// those that are newly refused, and those that exist and are accepted again.
-func (s *State) verdicts(before *Snapshot) []verdict {
+// maxInvalid limits the length of the description of an object's invalid fields.
+const maxInvalid = 512
+
+// setInvalid records the invalid fields of a Service, or of one of its EndpointSlices.
+func (s *State) setInvalid(key types.NamespacedName, slice string, problems []error) {
+	if len(problems) == 0 {
+		return
+	}
+	s.touch(key)
+	text := errors.Join(problems...).Error()
+	text = strings.ToValidUTF8(text[:min(len(text), maxInvalid)], "")
+	if s.refused.invalid[key] == nil {
+		s.refused.invalid[key] = map[string]string{}
+	}
+	s.refused.invalid[key][slice] = strings.ReplaceAll(text, "\n", "; ")
+}
+
+// forgetInvalid forgets the invalid fields of a Service, or of one of its EndpointSlices.
+func (s *State) forgetInvalid(key types.NamespacedName, slice string) {
+	objects := s.refused.invalid[key]
+	if len(objects) == 0 {
+		return
+	}
+	s.touch(key)
+	if delete(objects, slice); len(objects) == 0 {
+		delete(s.refused.invalid, key)
+	}
+}
+
+// forgetInvalidSlice forgets the invalid fields of an EndpointSlice, unless new is the
+// object that the state already has.
+func (s *State) forgetInvalidSlice(key types.NamespacedName, new *api.EndpointSlice) {
+	if len(s.refused.invalid) == 0 {
+		return
+	}
+	if slice := s.slices.get(key); slice != nil && slice != new {
+		s.forgetInvalid(serviceOf(slice), slice.Name)
+	}
+}
+
+// touch must be called before the present Update changes the reason of a service.
+func (s *State) touch(key types.NamespacedName) {
+	if _, ok := s.refused.touched[key]; !ok {
+		s.refused.touched[key] = s.reason(key)
+	}
+}
+
+// reason returns why a service is refused. It names only one object with invalid fields,
+// because a service may have many.
+func (s *State) reason(key types.NamespacedName) reason {
+	now := reason{size: s.refused.sizes[key]}
+	objects := s.refused.invalid[key]
+	if len(objects) == 0 || s.wanted(key).Service == nil {
+		return now
+	}
+	first, found := "", false
+	for slice := range objects {
+		if !found || slice < first {
+			first, found = slice, true
+		}
+	}
+	now.invalid = "invalid fields ignored: "
+	if first != "" {
+		now.invalid += "EndpointSlice " + first + ": "
+	}
+	now.invalid += objects[first]
+	if more := len(objects) - 1; more > 0 {
+		now.invalid += fmt.Sprintf("; and those of %d more objects", more)
+	}
+	return now
+}
+
+// verdicts updates the reasons, and returns the services whose reasons the present Update
+// has changed.
+func (s *State) verdicts() []verdict {
 	var list []verdict
-	for key := range s.refused.touched {
-		_, was := before.Refused.Get(key)
-		reason, is := s.refused.reasons.Get(key)
-		if is && !was || was && !is && s.state(key).Service != nil {
-			list = append(list, verdict{key, reason})
+	for key, was := range s.refused.touched {
+		now := s.reason(key)
+		if now == (reason{}) {
+			s.refused.reasons.Delete(key)
+		} else {
+			s.refused.reasons.Set(key, now.String())
+		}
+		if now != was {
+			list = append(list, verdict{key, was, now})
 		}
 	}
 	clear(s.refused.touched)
@@ -170,22 +267,27 @@ func (s *State) verdicts(before *Snapshot) []verdict {
 // maxLogged limits the services that one Update logs.
 const maxLogged = 10
 
-// report logs verdicts and calls Options.OnRefused. The caller does not hold s.mu.
+// report logs services that are newly too large, or small enough again, and calls
+// Options.OnRefused. Sources log invalid fields. The caller does not hold s.mu.
 func (s *State) report(list []verdict) {
-	log := klog.Background()
-	for i, v := range list {
-		reason := errors.New(v.reason)
-		switch {
-		case i == maxLogged:
-			log.Info("More services too large or accepted again", "services", len(list)-maxLogged)
-		case i > maxLogged:
-		case v.reason == "":
-			log.Info("Service accepted again", "service", v.key)
-		default:
-			log.Error(reason, "Service too large", "service", v.key)
+	log, changed := klog.Background(), 0
+	for _, v := range list {
+		tooLarge := v.now.size != "" && v.was.size == ""
+		if tooLarge || v.now.size == "" && v.was.size != "" {
+			switch changed++; {
+			case changed > maxLogged:
+			case tooLarge:
+				log.Error(errors.New(v.now.size), "Service too large", "service", v.key)
+			default:
+				log.Info("Service is no longer too large, or deleted", "service", v.key)
+			}
 		}
-		if v.reason != "" && s.opts.OnRefused != nil {
-			s.opts.OnRefused(v.key, reason)
+		invalid := v.now.invalid != "" && v.now.invalid != v.was.invalid
+		if (tooLarge || invalid) && s.opts.OnRefused != nil {
+			s.opts.OnRefused(v.key, errors.New(v.now.String()))
 		}
+	}
+	if changed > maxLogged {
+		log.Info("More services too large, no longer too large, or deleted", "services", changed-maxLogged)
 	}
 }

@@ -333,8 +333,8 @@ func TestRefusalsAreReportedOnce(t *testing.T) {
 	update(large)
 	state.Update(func(tx *cluster.Tx) { tx.DeleteService(key("a")) })
 	want := []string{
-		"a true: it needs 16 elements, more than the limit of 11: 15 of addresses × ports, 0 of endpoints × ports, 1 source ranges; it is not served",
-		"a true: it needs 25 elements, more than the limit of 11: 15 of addresses × ports, 9 of endpoints × ports, 1 source ranges; it is not served",
+		"a true: too large: it needs 16 elements, more than the limit of 11: 15 of addresses × ports, 0 of endpoints × ports, 1 source ranges; it is not served",
+		"a true: too large: it needs 25 elements, more than the limit of 11: 15 of addresses × ports, 9 of endpoints × ports, 1 source ranges; it is not served",
 	}
 	if diff := gocmp.Diff(want, reports); diff != "" {
 		t.Errorf("(-want +got):\n%s", diff)

@@ -27,6 +27,12 @@ func (x sliceIndex) set(slice *api.EndpointSlice) *api.EndpointSlice {
 	return old
 }
 
+// get returns a slice. It returns nil if there is no such slice.
+func (x sliceIndex) get(key types.NamespacedName) *api.EndpointSlice {
+	slice, _ := x.tree.Get(&api.EndpointSlice{Namespace: key.Namespace, Name: key.Name})
+	return slice
+}
+
 // remove removes and returns a slice. It returns nil if there is no such slice.
 func (x sliceIndex) remove(key types.NamespacedName) *api.EndpointSlice {
 	old, _ := x.tree.Delete(&api.EndpointSlice{Namespace: key.Namespace, Name: key.Name})

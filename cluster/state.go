@@ -87,7 +87,7 @@ type Options struct {
 	// Default: 1,000,000.
 	MaxElements int
 	// OnRefused, if set, is called after an Update for each service that the Update made too
-	// large. It must not block. It may call the methods of the State.
+	// large, or that has other invalid fields than before. It must not block. It may call the methods of the State.
 	OnRefused func(key types.NamespacedName, reason error)
 }
 
@@ -161,8 +161,8 @@ func (s *State) Update(f func(tx *Tx)) {
 	defer func() { s.report(verdicts) }()
 	defer s.unlock()
 	before, _ := s.publish() // for readers that come while f runs, and for lastAccepted
-	defer func() { verdicts = s.verdicts(before) }()
 	defer s.commit(before.Revision)
+	defer func() { verdicts = s.verdicts() }()
 	f(&s.tx)
 }
 
@@ -314,6 +314,7 @@ func (s *State) Objects() *Objects {
 
 // setService sets or, if new is nil, deletes a service.
 func (s *State) setService(key types.NamespacedName, new *api.Service) {
+	s.forgetInvalid(key, "")
 	want := s.wanted(key)
 	if want.Service.Equal(new) {
 		return
@@ -366,6 +367,7 @@ func updateLost(lost []api.LostClaim, outcomes []outcome) []api.LostClaim {
 // from that service.
 func (s *State) setSlice(slice *api.EndpointSlice) {
 	key := serviceOf(slice)
+	s.forgetInvalidSlice(slice.Key(), slice)
 	want := s.wanted(key)
 	i, found := findSlice(want.Slices, slice.Name)
 	if found && want.Slices[i].Equal(slice) {
@@ -393,6 +395,7 @@ func findSlice(list []*api.EndpointSlice, name string) (int, bool) {
 }
 
 func (s *State) deleteSlice(key types.NamespacedName) {
+	s.forgetInvalidSlice(key, nil)
 	if slice := s.slices.remove(key); slice != nil {
 		s.unjoin(slice)
 	}
@@ -516,7 +519,8 @@ type Snapshot struct {
 	// States has the joined state of each service, with the revision of its last change.
 	States *diffstore.Snapshot[types.NamespacedName, *api.ServiceState]
 	Nodes  *diffstore.Snapshot[string, *api.Node]
-	// Refused has the reasons why services are refused (see [Options.MaxElements]).
+	// Refused has the reasons why services are refused (see [Options.MaxElements]), and the
+	// invalid fields of services that are served without them (see [Tx.SetServiceProblems]).
 	Refused *diffstore.Snapshot[types.NamespacedName, string]
 	// Stale is true if the source lost its connection long ago (see [Tx.SetStale]).
 	Stale bool
@@ -562,6 +566,13 @@ func (tx *Tx) DeleteService(key types.NamespacedName) {
 	tx.s.setService(key, nil)
 }
 
+// SetServiceProblems records the errors of fields of a service that the source ignores. It
+// comes after SetService in the same Update. The errors are in Snapshot.Refused until the
+// service is set again or deleted.
+func (tx *Tx) SetServiceProblems(key types.NamespacedName, problems []error) {
+	tx.s.setInvalid(key, "", problems)
+}
+
 // ReplaceServices sets the given services and deletes all other services.
 func (tx *Tx) ReplaceServices(all iter.Seq[*api.Service]) {
 	replace(tx.s.wantedServices(), all, (*api.Service).Key, tx.SetService, tx.DeleteService)
@@ -575,6 +586,14 @@ func (tx *Tx) SetSlice(slice *api.EndpointSlice) {
 // DeleteSlice removes a slice.
 func (tx *Tx) DeleteSlice(key types.NamespacedName) {
 	tx.s.deleteSlice(key)
+}
+
+// SetSliceProblems is like SetServiceProblems for a slice. It does nothing if the slice does
+// not exist. The errors are those of the slice's service.
+func (tx *Tx) SetSliceProblems(key types.NamespacedName, problems []error) {
+	if slice := tx.s.slices.get(key); slice != nil {
+		tx.s.setInvalid(serviceOf(slice), slice.Name, problems)
+	}
 }
 
 // ReplaceSlices sets the given slices and deletes all other slices.

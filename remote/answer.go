@@ -212,7 +212,7 @@ func (a *answer) limited(key types.NamespacedName, e *entry) *entry {
 	before, _ := a.client.state.views.Get(key)
 	e.limit(a.client.opts.MaxElements, before)
 	if e.refused != "" {
-		a.refused[key] = e.refused
+		a.refused[key] = "too large: " + e.refused
 	}
 	switch was := before != nil && before.refused != ""; {
 	case e.refused != "" && !was:

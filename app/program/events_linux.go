@@ -145,9 +145,9 @@ func (w *eventsWriter) parametersIgnored(key types.NamespacedName, old, new *api
 	}
 }
 
-// serviceRefused adds an Event for a service that is too large.
+// serviceRefused adds an Event for a service that is too large or has invalid fields.
 func (w *eventsWriter) serviceRefused(key types.NamespacedName, reason error) {
-	w.add(serviceReference(key), "ServiceTooLarge", "Proxy", fmt.Sprintf("too large, so its last accepted version stays, or a part of its endpoints is used: %v", reason))
+	w.add(serviceReference(key), "ServiceRefused", "Proxy", reason.Error())
 }
 
 // healthCheckFailed adds an Event for a health-check node port that cannot be opened. Its

@@ -98,10 +98,10 @@ func TestEventsOfOneServiceAreLimited(t *testing.T) {
 	}
 }
 
-func TestTooLargeServicesBecomeEvents(t *testing.T) {
+func TestRefusedServicesBecomeEvents(t *testing.T) {
 	w := &eventsWriter{queue: make(chan *eventsv1.Event, 1)}
 	w.serviceRefused(types.NamespacedName{Namespace: "ns", Name: "web"}, errors.New("it needs 5 elements"))
-	if e := <-w.queue; e.Namespace != "ns" || e.Regarding.Kind != "Service" || e.Regarding.Name != "web" || e.Reason != "ServiceTooLarge" || !strings.Contains(e.Note, "it needs 5 elements") {
+	if e := <-w.queue; e.Namespace != "ns" || e.Regarding.Kind != "Service" || e.Regarding.Name != "web" || e.Reason != "ServiceRefused" || !strings.Contains(e.Note, "it needs 5 elements") {
 		t.Errorf("event %v", e)
 	}
 }

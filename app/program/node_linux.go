@@ -42,7 +42,7 @@ func (f *nodeFlags) register(fs *pflag.FlagSet) {
 	f.limits.register(fs)
 	fs.BoolVar(&f.keepConnections, "keep-udp-connections", false, "keep UDP connections to removed endpoints, and TCP connections that began before their service")
 	f.checks.register(fs)
-	fs.BoolVar(&f.withEvents, "events", false, "write Events of Kubernetes for lost claims, services that are too large, ignored traffic parameters, failed health-check node ports, and rules that another program changed; needs permission to create Events")
+	fs.BoolVar(&f.withEvents, "events", false, "write Events of Kubernetes for lost claims, services that are too large or have invalid fields, ignored traffic parameters, failed health-check node ports, and rules that another program changed; needs permission to create Events")
 }
 
 // check validates the flags.

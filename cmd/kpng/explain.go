@@ -85,7 +85,11 @@ func explainCommand() *cobra.Command {
 					err = notServed(cmd.Context(), &source, about.Service())
 				}
 				if err == nil {
-					err = errors.Join(print(e), printMore(e, self))
+					err = print(e)
+					if reason, ok := objects.Refused.Get(e.Service); ok && output == "text" {
+						fmt.Fprintf(cmd.OutOrStdout(), "\nThe service is refused, or a part of it: %s\n", plain.Line(reason))
+					}
+					err = errors.Join(err, printMore(e, self))
 				}
 				if err != nil {
 					return err

@@ -125,7 +125,7 @@ func TestExplainErrors(t *testing.T) {
 		{"a service without the label", []string{"web", "--service-proxy-name=x"}, []string{"default/web exists", "no label service.kubernetes.io/service-proxy-name", "--service-proxy-name is x"}},
 		{"a service of a third proxy", []string{"elsewhere", "--service-proxy-name=x"}, []string{"is another"}},
 		{"a headless service", []string{"headless"}, []string{"default/headless exists", "headless"}},
-		{"a service that is too large", []string{"web", "--max-service-elements=3"}, []string{"default/web is too large", "10 elements", "limit of 3"}},
+		{"a service that is too large", []string{"web", "--max-service-elements=3"}, []string{"default/web is refused: too large", "10 elements", "limit of 3"}},
 		{"a limit of zero", []string{"web", "--max-service-elements=0"}, []string{"--max-service-elements", "greater than zero"}},
 		{"a missing service without namespace", []string{"missing"}, []string{"default/missing"}},
 		{"no name", []string{"default/"}, []string{`"default/"`, "[NAMESPACE/]NAME"}},
@@ -158,5 +158,17 @@ func TestExplainErrors(t *testing.T) {
 	_, err := execute(t.Context(), "explain", "-i", explained, "--node-name=unknown", "192.0.2.1:30080")
 	if err == nil || !strings.Contains(err.Error(), "default/web has node port 30080/TCP") {
 		t.Errorf("of a node without addresses: error %v", err)
+	}
+}
+
+func TestExplainNamesInvalidFields(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "web.yaml")
+	manifest := "{apiVersion: v1, kind: Service, metadata: {name: web, annotations: {kpng.io/algorithm: fastest}}, spec: {clusterIP: 10.0.0.1, ports: [{port: 80}]}}"
+	if err := os.WriteFile(path, []byte(manifest), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	const want = `The service is refused, or a part of it: invalid fields ignored: metadata.annotations[kpng.io/algorithm]: "fastest" is not a value`
+	if out := mustExecute(t, "explain", "-i", path, "--node-name=here", "web"); !strings.Contains(out, want) || !strings.Contains(out, "ClusterIP 10.0.0.1:80/TCP") {
+		t.Errorf("explanation:\n%s", out)
 	}
 }

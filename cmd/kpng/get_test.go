@@ -106,7 +106,7 @@ func TestGetErrors(t *testing.T) {
 		{"services missing", "missing not found; kpng get services without a name lists all"},
 		{"frontends default/missing", "default/missing not found"},
 		{"nodes missing", "missing not found"},
-		{"services web --max-service-elements=3", "default/web is too large"},
+		{"services web --max-service-elements=3", "default/web is refused: too large"},
 		{"services 10.0.0.1:80", "kpng explain"},
 		{"services -o xml", `--output "xml"`},
 		{"pods", "use one of frontends, nodes, services"},

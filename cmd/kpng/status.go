@@ -125,7 +125,7 @@ func printStatus(w io.Writer, body []byte, output string, isService bool) error 
 			return fmt.Errorf("decode the status: %w", err)
 		}
 		if s.Refused != "" {
-			fmt.Fprintf(w, "this service is too large: %s\n\n", s.Refused)
+			fmt.Fprintf(w, "this service is refused, or a part of it: %s\n\n", s.Refused)
 		}
 		for _, f := range s.Failures {
 			fmt.Fprintf(w, "sink %s failed %d times: %s\n\n", f.Sink, f.Failures, f.Error)

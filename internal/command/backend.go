@@ -53,7 +53,7 @@ type Parts struct {
 	// the others continue. In logs and metrics, the name of such a sink is the name of the
 	// backend, a hyphen, and its key. Default: none.
 	Beside map[string]sink.Sink
-	// Refused records a service that is too large, see kpng.Options. Default: none.
+	// Refused is cluster.Options.OnRefused. Default: none.
 	Refused func(key types.NamespacedName, reason error)
 	// Problems returns a sentence for each present problem of the node, for the status page.
 	// Default: none.

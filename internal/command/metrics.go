@@ -6,8 +6,8 @@ import "github.com/prometheus/client_golang/prometheus"
 
 // SourceMetrics returns a collector of the state of a program's source. The function state
 // reports whether the source has delivered the whole state once, whether it has lost its
-// connection for more than three minutes, and how many services are refused because they
-// need too many elements. The caller registers the collector.
+// connection for more than three minutes, and how many services are refused or have
+// invalid fields. The caller registers the collector.
 func SourceMetrics(state func() (synced, stale bool, refused int)) prometheus.Collector {
 	desc := func(name, help string) *prometheus.Desc {
 		return prometheus.NewDesc("kpng_source_"+name, help, nil, nil)
@@ -16,7 +16,7 @@ func SourceMetrics(state func() (synced, stale bool, refused int)) prometheus.Co
 		state:   state,
 		synced:  desc("synced", "1 if the source has delivered the whole state once."),
 		stale:   desc("stale", "1 if the source has had no connection for more than three minutes."),
-		refused: desc("services_refused", "Services that need too many elements."),
+		refused: desc("services_refused", "Services that are too large, or have invalid fields."),
 	}
 }
 

@@ -16,7 +16,7 @@ func TestSourceMetrics(t *testing.T) {
 		synced, stale = now.synced, now.stale
 		number := map[bool]string{false: "0", true: "1"}
 		want := `
-# HELP kpng_source_services_refused Services that need too many elements.
+# HELP kpng_source_services_refused Services that are too large, or have invalid fields.
 # TYPE kpng_source_services_refused gauge
 kpng_source_services_refused 3
 # HELP kpng_source_stale 1 if the source has had no connection for more than three minutes.

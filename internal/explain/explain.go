@@ -106,7 +106,7 @@ func (s *services) named(key types.NamespacedName) (*nodeview.Explanation, error
 		return e, nil
 	}
 	if reason, ok := s.refused(key); ok {
-		return nil, fmt.Errorf("service %s is too large: %s", key, reason)
+		return nil, fmt.Errorf("service %s is refused: %s", key, reason)
 	}
 	return nil, fmt.Errorf("service %s %w", key, ErrNotFound)
 }

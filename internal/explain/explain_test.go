@@ -83,7 +83,7 @@ func TestAnswers(t *testing.T) {
 		{"fd00::1:53", "no service is served at fd00::1:53, which is an address without a port; with a port, write [fd00::1]:53"},
 		{"missing", "service default/missing not found"},
 		{"lone", "service default/lone not found"},
-		{"large", "service default/large is too large: it needs 21 elements, more than the limit of 20: 21 of addresses × ports, 0 of endpoints × ports, 0 source ranges; it is not served"},
+		{"large", "service default/large is refused: too large: it needs 21 elements, more than the limit of 20: 21 of addresses × ports, 0 of endpoints × ports, 0 source ranges; it is not served"},
 	} {
 		var q explain.Question
 		if test.question != "" {

@@ -258,7 +258,7 @@ func (p *page) services(r *report.Report, match string) {
 			p.add("%s ", bad("failing"))
 		}
 		if s.Refused {
-			p.add("%s ", bad("too large"))
+			p.add("%s ", bad("refused in part"))
 		}
 		if s.Lost > 0 {
 			p.add("lost %d claims ", s.Lost)
@@ -280,7 +280,7 @@ func servicePage(s *report.ServiceReport, node string, anyNode bool) []byte {
 	p := newPage(s.Service, time.Now())
 	p.add("<p>%s · %s\n<h1>%s</h1>\n", link("All services"), link("JSON", "service", s.Service, "node", node, "output", "json"), s.Service)
 	if s.Refused != "" {
-		p.add("<p id=\"refused\" class=\"bad\">This service is too large: %s\n", s.Refused)
+		p.add("<p id=\"refused\" class=\"bad\">This service is refused, or a part of it: %s\n", s.Refused)
 	}
 	if len(s.Failures) > 0 {
 		p.table("Failures", "failing", "sink", "error", "failures", "next retry")

@@ -141,10 +141,10 @@ func problems(r *report.Report, refused map[types.NamespacedName]string) []strin
 	}
 	for i, key := range slices.SortedFunc(maps.Keys(refused), ordering.Keys) {
 		if i == maxRefused {
-			add("%d more services are too large", len(refused)-maxRefused)
+			add("%d more services are refused, or a part of them", len(refused)-maxRefused)
 			break
 		}
-		add("service %s is too large: %s", key, refused[key])
+		add("service %s is refused, or a part of it: %s", key, refused[key])
 	}
 	for i := range r.Sinks {
 		s := &r.Sinks[i]

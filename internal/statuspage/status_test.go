@@ -264,18 +264,18 @@ func TestReportOfRefusedServices(t *testing.T) {
 	} {
 		h := &test.handler
 		r := decode[report.Report](t, get(h, "output", "json"))
-		if n := len(r.Problems); r.Source.Refused != 26 || n != 21 || !strings.HasPrefix(r.Problems[0], "service default/large is too large: it needs 5 elements") || r.Problems[20] != "6 more services are too large" {
+		if n := len(r.Problems); r.Source.Refused != 26 || n != 21 || !strings.HasPrefix(r.Problems[0], "service default/large is refused, or a part of it: too large: it needs 5 elements") || r.Problems[20] != "6 more services are refused, or a part of them" {
 			t.Errorf("%s: source %+v, problems %q", test.name, r.Source, r.Problems)
 		}
 		s := decode[serviceReport](t, get(h, "output", "json", "service", key(0).String()))
-		if !strings.HasPrefix(s.Refused, "it needs 5") || s.Explanation == nil || len(s.Explanation.Frontends) != 1 {
+		if !strings.HasPrefix(s.Refused, "too large: it needs 5") || s.Explanation == nil || len(s.Explanation.Frontends) != 1 {
 			t.Errorf("%s: service %+v", test.name, s)
 		}
 		// This service has no accepted version.
-		if s := decode[serviceReport](t, get(h, "output", "json", "service", "default/large")); !strings.HasPrefix(s.Refused, "it needs 5") {
+		if s := decode[serviceReport](t, get(h, "output", "json", "service", "default/large")); !strings.HasPrefix(s.Refused, "too large: it needs 5") {
 			t.Errorf("%s: service %+v", test.name, s)
 		}
-		if page := get(h, "service", "default/large").Body.String(); !strings.Contains(page, "is too large: it needs 5") || strings.Contains(page, "No such service") {
+		if page := get(h, "service", "default/large").Body.String(); !strings.Contains(page, "is refused, or a part of it: too large: it needs 5") || strings.Contains(page, "No such service") {
 			t.Errorf("%s: page %s", test.name, page)
 		}
 		if synced, stale, refused := h.SourceState(); !synced || stale || refused != 26 {

@@ -121,7 +121,7 @@ func TestJSONIsDocumented(t *testing.T) {
 			t.Errorf("table of %q in docs/wire.md (-documented +served):\n%s\nserved %s, error %v", heading, diff, text, err)
 		}
 	}
-	if s := fmt.Sprint(served("service", "default/web")["refused"]); !strings.HasPrefix(s, "it needs") {
+	if s := fmt.Sprint(served("service", "default/web")["refused"]); !strings.HasPrefix(s, "too large: it needs") {
 		t.Errorf("refused %q", s)
 	}
 }

@@ -140,6 +140,9 @@ func (f *follower) load(ctx context.Context) error {
 		tx.ReplaceNodes(slices.Values(m.nodes))
 		tx.ReplaceServices(slices.Values(m.services))
 		tx.ReplaceSlices(slices.Values(m.slices))
+		for _, write := range m.problems {
+			write(tx)
+		}
 	})
 	warned := map[string]bool{}
 	for _, w := range m.warnings {

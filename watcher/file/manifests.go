@@ -17,6 +17,7 @@ import (
 	"unicode/utf8"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/cluster"
 	"github.com/kpng-project/kpng/internal/manifest"
 	"github.com/kpng-project/kpng/watcher"
 	corev1 "k8s.io/api/core/v1"
@@ -32,7 +33,8 @@ type manifests struct {
 	services []*api.Service
 	slices   []*api.EndpointSlice
 	nodes    []*api.Node
-	warnings []string // about ignored parts and likely mistakes
+	warnings []string            // about ignored parts and likely mistakes
+	problems []func(*cluster.Tx) // write the invalid parts of objects
 	files    int
 }
 
@@ -191,6 +193,9 @@ func (p *parser) service(at string, data []byte) {
 	if p.converter.WantsService(&in) {
 		p.manifests.services = append(p.manifests.services, service)
 		p.selectorless[service.Key()] = watcher.Selectorless(&in)
+		if len(problems) > 0 {
+			p.manifests.problems = append(p.manifests.problems, func(tx *cluster.Tx) { tx.SetServiceProblems(service.Key(), problems) })
+		}
 	}
 }
 
@@ -210,6 +215,9 @@ func (p *parser) slice(at string, data []byte) {
 		p.manifests.slices = append(p.manifests.slices, slice)
 	} else if slice != nil {
 		p.undecided = append(p.undecided, slice)
+	}
+	if slice != nil && len(problems) > 0 {
+		p.manifests.problems = append(p.manifests.problems, func(tx *cluster.Tx) { tx.SetSliceProblems(slice.Key(), problems) })
 	}
 }
 

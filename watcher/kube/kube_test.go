@@ -425,6 +425,43 @@ func TestUnusableObjectsAreOmitted(t *testing.T) {
 	})
 }
 
+func TestInvalidFieldsAreInState(t *testing.T) {
+	for name, labels := range map[string][]string{"": nil, "x": {watcher.LabelServiceProxyName, "x"}} {
+		t.Run("proxy "+name, func(t *testing.T) {
+			inWorld(t, named(name), func(w *world) {
+				expect := func(want string) {
+					t.Helper()
+					synctest.Wait()
+					w.waitForLookUp()
+					if got, _ := w.state.Snapshot().Refused.Get(types.NamespacedName{Namespace: "default", Name: "web"}); got != want {
+						t.Errorf("refused for %q, want %q", got, want)
+					}
+				}
+				const wrong = `"x" is not a value that kpng knows; ignoring it`
+				annotated := func(annotation string) (*corev1.Service, *discoveryv1.EndpointSlice) {
+					web, web1 := service("web", labels...), slice("web", "web-1", "10.0.0.1", labels...)
+					web.Annotations, web1.Annotations = map[string]string{annotation: "x"}, map[string]string{annotation: "x"}
+					return web, web1
+				}
+				web, _ := annotated("kpng.io/algorithm")
+				_, web1 := annotated("kpng.io/weight")
+				w.set(web, web1)
+				w.start()
+				expect("invalid fields ignored: metadata.annotations[kpng.io/algorithm]: " + wrong + "; and those of 1 more objects")
+				right, right1 := annotated("other")
+				w.set(right)
+				expect("invalid fields ignored: EndpointSlice web-1: metadata.annotations[kpng.io/weight]: " + wrong)
+				w.set(right1)
+				expect("")
+				w.set(web)
+				expect("invalid fields ignored: metadata.annotations[kpng.io/algorithm]: " + wrong)
+				w.delete(web)
+				expect("")
+			})
+		})
+	}
+}
+
 func forbid(resource string) func(request) *apierrors.StatusError {
 	return func(r request) *apierrors.StatusError {
 		if r.Resource != resource {

@@ -152,7 +152,7 @@ func (n serviceSelection) replace(all []*item[api.Service]) {
 		n.note(&item[api.Service]{key: key})
 	}
 	n.commit(func(tx *cluster.Tx) {
-		n.serviceTable.replaceAll(tx, values(services))
+		n.serviceTable.replaceIn(tx, services)
 		for service := range n.ofService {
 			n.dropExcess(tx, service)
 		}
@@ -253,7 +253,7 @@ func (n sliceSelection) replace(all []*item[api.EndpointSlice]) {
 	clear(n.unlabelled)
 	clear(n.ofService)
 	n.state.Update(func(tx *cluster.Tx) {
-		n.sliceTable.replaceAll(tx, values(all))
+		n.sliceTable.replaceIn(tx, all)
 		for _, i := range all {
 			n.noteSlice(i)
 		}

@@ -252,6 +252,7 @@ type table[T any] struct {
 	set        func(*cluster.Tx, *T)
 	remove     func(*cluster.Tx, types.NamespacedName)
 	replaceAll func(*cluster.Tx, iter.Seq[*T])
+	problems   func(*cluster.Tx, types.NamespacedName, []error) // nil for nodes
 }
 
 func (t table[T]) write(i *item[T]) {
@@ -263,11 +264,26 @@ func (t table[T]) writeIn(tx *cluster.Tx, i *item[T]) {
 		t.remove(tx, i.key)
 	} else {
 		t.set(tx, i.value)
+		t.report(tx, i)
+	}
+}
+
+// report records the problems of an item that the state has.
+func (t table[T]) report(tx *cluster.Tx, i *item[T]) {
+	if t.problems != nil && i.value != nil {
+		t.problems(tx, i.key, i.problems)
 	}
 }
 
 func (t table[T]) replace(all []*item[T]) {
-	t.state.Update(func(tx *cluster.Tx) { t.replaceAll(tx, values(all)) })
+	t.state.Update(func(tx *cluster.Tx) { t.replaceIn(tx, all) })
+}
+
+func (t table[T]) replaceIn(tx *cluster.Tx, all []*item[T]) {
+	t.replaceAll(tx, values(all))
+	for _, i := range all {
+		t.report(tx, i)
+	}
 }
 
 func values[T any](items []*item[T]) iter.Seq[*T] {
@@ -304,17 +320,17 @@ func (w *watch) newStores(find finder, gather time.Duration) *stores {
 		services: &store[*corev1.Service, api.Service]{
 			watch: w, kind: "Service", resource: services, mu: new(sync.Mutex), reduce: w.reduceService,
 			decoders: sync.Pool{New: func() any { return d.service() }},
-			to:       table[api.Service]{w.state, (*cluster.Tx).SetService, (*cluster.Tx).DeleteService, (*cluster.Tx).ReplaceServices},
+			to:       table[api.Service]{w.state, (*cluster.Tx).SetService, (*cluster.Tx).DeleteService, (*cluster.Tx).ReplaceServices, (*cluster.Tx).SetServiceProblems},
 		},
 		slices: &store[*discoveryv1.EndpointSlice, api.EndpointSlice]{
 			watch: w, kind: "EndpointSlice", resource: endpointSlices, mu: new(sync.Mutex), reduce: w.reduceSlice,
 			decoders: sync.Pool{New: func() any { return d.slice() }},
-			to:       table[api.EndpointSlice]{w.state, (*cluster.Tx).SetSlice, (*cluster.Tx).DeleteSlice, (*cluster.Tx).ReplaceSlices},
+			to:       table[api.EndpointSlice]{w.state, (*cluster.Tx).SetSlice, (*cluster.Tx).DeleteSlice, (*cluster.Tx).ReplaceSlices, (*cluster.Tx).SetSliceProblems},
 		},
 		nodes: &store[*corev1.Node, api.Node]{
 			watch: w, kind: "Node", resource: nodes, mu: new(sync.Mutex), reduce: w.reduceNode,
 			decoders: sync.Pool{New: func() any { return d.node() }},
-			to:       table[api.Node]{w.state, (*cluster.Tx).SetNode, func(tx *cluster.Tx, key types.NamespacedName) { tx.DeleteNode(key.Name) }, (*cluster.Tx).ReplaceNodes},
+			to:       table[api.Node]{w.state, (*cluster.Tx).SetNode, func(tx *cluster.Tx, key types.NamespacedName) { tx.DeleteNode(key.Name) }, (*cluster.Tx).ReplaceNodes, nil},
 		},
 	}
 	s.services.listed = func() { w.listed(services) }

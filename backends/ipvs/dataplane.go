@@ -524,7 +524,7 @@ func (d *dataplane) Plan(view *api.View, emit func(element, objectValue)) error 
 	p := d.plans[view]
 	if p == nil {
 		var err error
-		if p, err = d.planner.plan(view, func(f *nodeview.Frontend) uint32 { return d.lists.Of(view.Key(), f.Addr) }); p == nil {
+		if p, err = d.planner.plan(view, func(f *nodeview.Frontend) uint32 { return d.lists.Of(view.Key(), f) }); p == nil {
 			return err
 		}
 		d.claims.resolve(p)

@@ -39,14 +39,6 @@ type planner struct {
 	nodeNetworks []netip.Prefix
 }
 
-// anyAddr returns the unspecified address of a family.
-func anyAddr(family api.Family) netip.Addr {
-	if family == api.IPv6 {
-		return netip.IPv6Unspecified()
-	}
-	return netip.IPv4Unspecified()
-}
-
 // hasMachine reports whether a is an address of the machine.
 func (p *planner) hasMachine(a netip.Addr) bool {
 	_, has := slices.BinarySearchFunc(p.machineAddrs, a, netip.Addr.Compare)
@@ -170,11 +162,7 @@ func (p *planner) plan(view *api.View, listOf func(*nodeview.Frontend) uint32) (
 		to, redirected := redirect(f, targets)
 		var list uint32
 		if f.Sources.Restricted {
-			of := *f
-			if f.Kind == nodeview.NodePort {
-				of.Addr = anyAddr(f.Family) // a node port has no address, and each family a list
-			}
-			list = listOf(&of)
+			list = listOf(f)
 		}
 		external := f.Kind == nodeview.ExternalIP || f.Kind == nodeview.LoadBalancerIP
 		for at := range f.At(p.nodePortAddrs) {

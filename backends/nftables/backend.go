@@ -70,7 +70,7 @@ func (b *backend) SharedOptions() (string, *backends.Options) { return "nftables
 
 // Honours implements [backends.Capable].
 func (b *backend) Honours() nodeview.Parameters {
-	return nodeview.Parameters{Algorithm: true, Weights: true, Resets: kernelnode.Resets(&b.opts.Options)}
+	return nodeview.Parameters{Algorithm: true, Weights: true, NodePortSources: true, Resets: kernelnode.Resets(&b.opts.Options)}
 }
 
 // Start implements [sink.Starter]. It checks sysctls and creates the missing parts of the

@@ -87,9 +87,9 @@ func allMaps() []mapID {
 	for kind := range kindClasses + 1 {
 		matches := []match{0}
 		switch kind {
-		case kindFrontends:
+		case kindFrontends, kindRestricted:
 			matches = allMatches
-		case kindRestricted, kindEndpoints, kindNumbers, kindHairpins:
+		case kindEndpoints, kindNumbers, kindHairpins:
 			matches = []match{matchService, matchAddress}
 		}
 		for _, s := range matches {

@@ -191,7 +191,7 @@ func (t *table) deleteForeign(ctx context.Context, p *pass) error {
 // claim marks e as needed by a service, and records the old value of e in the patch.
 func (ps *pass) claim(p *patch, e *element) {
 	ps.claimOld(p, &e.elementID)
-	if e.m.kind == kindFrontends && e.m.match != matchNodePort {
+	if e.m.kind == kindFrontends {
 		// The same transaction must lift the restriction of a frontend without source ranges.
 		restricted := e.elementID
 		restricted.m.kind = kindRestricted

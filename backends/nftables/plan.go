@@ -196,7 +196,7 @@ func plan(view *api.View, lists *outline, need func(list int, frontend *elementI
 		if err := planFrontend(view, &f, lists, &ports[0], need, emit); err != nil {
 			return err
 		}
-		if f.Sources.Restricted && f.Kind != nodeview.NodePort {
+		if f.Sources.Restricted {
 			emit(restrictedElement(matchOf(&f), &f, sources(&f)))
 		}
 	}

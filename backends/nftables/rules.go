@@ -12,9 +12,14 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// loadFrontend loads those fields of a packet that form the key of a frontend.
-func loadFrontend(k *nft.Key, s match) *nft.Key {
-	if s != matchNodePort {
+// frontendKey loads those fields of a packet that form the key of a frontend. For node
+// ports, it first checks that the address has node ports.
+func frontendKey(family api.Family, s match) *nft.Key {
+	k := nft.NewKey(family)
+	if s == matchNodePort {
+		admitted := k.Destination().Then(nft.InSet(mapID{kind: kindNodePortAddresses, family: family}.name()))
+		k = nft.KeyAfter(family, admitted)
+	} else {
 		k.Destination()
 	}
 	if s != matchAddress {
@@ -45,16 +50,10 @@ func handled(h handling, chain string) nft.Rule {
 }
 
 // lookupFrontends returns the rules that look up the frontend of a packet. The value of the
-// frontend becomes the packet's priority, and the verdict applies. For node ports, the rule
-// first checks that the address has node ports.
+// frontend becomes the packet's priority, and the verdict applies.
 func lookupFrontends(family api.Family, verdict nft.Rule) (rules []nft.Rule) {
 	for _, s := range allMatches {
-		k := nft.NewKey(family)
-		if s == matchNodePort {
-			admitted := k.Destination().Then(nft.InSet(mapID{kind: kindNodePortAddresses, family: family}.name()))
-			k = nft.KeyAfter(family, admitted)
-		}
-		rules = append(rules, loadFrontend(k, s).Then(toPriority(mapID{kindFrontends, s, family}.name())+verdict))
+		rules = append(rules, frontendKey(family, s).Then(toPriority(mapID{kindFrontends, s, family}.name())+verdict))
 	}
 	return rules
 }

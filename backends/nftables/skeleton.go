@@ -36,8 +36,18 @@ func (o *Options) skeletonChains(seed uint32) (chains nft.Chains) {
 	// instances.
 	restricted := []nft.Rule{priorityBetween(dropLaterPriority, rejectLaterPriority) + nft.SetPriority(0)}
 	for _, family := range nft.Families {
-		for _, s := range []match{matchService, matchAddress} {
-			restricted = append(restricted, sourcelists.Restrict(family, loadFrontend(nft.NewKey(family), s), mapID{kindRestricted, s, family}.name()))
+		for _, s := range allMatches {
+			m := mapID{kindRestricted, s, family}.name()
+			rule := sourcelists.Restrict(family, frontendKey(family, s), m)
+			if s == matchNodePort {
+				// A frontend of another service may have the address and the port of a node port. It
+				// comes first, and it may have no source ranges.
+				name := chainName("restricted-nodeport", family)
+				other := frontendKey(family, matchService).Then(nft.Lookup(mapID{kindFrontends, matchService, family}.name()) + nft.Return)
+				chains.Add(name, other, rule)
+				rule = frontendKey(family, s).Then(nft.Lookup(m) + nft.GoTo(name))
+			}
+			restricted = append(restricted, rule)
 		}
 	}
 	sourcelists.AddChains(&chains, restricted...)

@@ -74,7 +74,7 @@ func TestARestartWithoutChangesMakesNoTransaction(t *testing.T) {
 	local := func(s *api.Service) {
 		s.Type, s.ExternalTrafficToLocal, s.Ports[0].NodePort = api.LoadBalancer, true, 30001
 		s.IPs.LoadBalancerIPs = api.NewIPSet(netip.MustParseAddr("203.0.113.1"))
-		s.SourceRanges = []api.SourceRanges{{TargetIPs: s.IPs.LoadBalancerIPs, Prefixes: []netip.Prefix{netip.MustParsePrefix("192.0.2.0/24")}}}
+		s.SourceRanges = []api.SourceRanges{{TargetIPs: s.IPs.LoadBalancerIPs, NodePorts: true, Prefixes: []netip.Prefix{netip.MustParsePrefix("192.0.2.0/24")}}}
 	}
 	all := batchOf(true,
 		set(view("plain", []string{"10.96.0.1", "fd00::1"}, []string{"10.0.0.1", "fd01::1"}, nil)),

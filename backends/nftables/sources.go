@@ -22,7 +22,7 @@ import (
 // presentSources returns the number of the list with the source ranges of a frontend, as the
 // kernel has it.
 func (t *table) presentSources(key types.NamespacedName) func(f *nodeview.Frontend) uint32 {
-	return func(f *nodeview.Frontend) uint32 { return t.sources.Of(key, f.Addr) }
+	return func(f *nodeview.Frontend) uint32 { return t.sources.Of(key, f) }
 }
 
 // restrictedElement returns the element that leads from f to its list of source ranges.
@@ -42,7 +42,7 @@ func sourceElement(r sourcelists.Range) element {
 func (ps *pass) findSources(l *sourcelists.Lists) {
 	for _, family := range nft.Families {
 		lists := map[uint32][]netip.Prefix{}
-		for _, s := range []match{matchService, matchAddress} {
+		for _, s := range allMatches {
 			for e := range ps.snapshots[mapID{kindRestricted, s, family}].all() {
 				lists[e.value.number()] = nil // it may have no ranges
 			}

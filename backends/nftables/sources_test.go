@@ -7,6 +7,8 @@ package nftables
 import (
 	"context"
 	"fmt"
+	"io"
+	"net"
 	"net/netip"
 	"slices"
 	"strings"
@@ -16,6 +18,9 @@ import (
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/internal/netfilter"
+	"github.com/kpng-project/kpng/internal/netnstest"
+	"github.com/kpng-project/kpng/internal/nft"
+	"github.com/kpng-project/kpng/internal/parameters"
 	"github.com/kpng-project/kpng/node/nodeaddr"
 	"github.com/kpng-project/kpng/sink"
 	"golang.org/x/sys/unix"
@@ -188,4 +193,122 @@ func TestSourceRangesChangeUnderTraffic(t *testing.T) {
 	if answers, err := stop(); answers == 0 || err != nil {
 		t.Errorf("the client in the ranges gets the error %v after %d answers", err, answers)
 	}
+}
+
+// TestSourceRangesApplyToNodePorts checks node ports with ranges that admit or deny a client,
+// of both families, through changes, a restart and drift. An established connection
+// continues when the ranges stop admitting its client.
+func TestSourceRangesApplyToNodePorts(t *testing.T) {
+	w := newPacketWorld(t)
+	w.client.Add(t, "eth0", "192.0.2.3/24")
+	w.client.Add(t, "eth0", "2001:db8::3/64")
+	netnstest.Listen(t, w.pod1.Do, ":8081", func(c net.Conn) { io.Copy(c, c) })
+	opts := Options{Options: backends.Options{NodeAddresses: nodeaddr.Of(netip.MustParseAddr("192.0.2.1"), netip.MustParseAddr("2001:db8::1"))}}
+	b := startIn(t, w.node, opts)
+	guarded := func(ranges ...string) *api.View {
+		return view("guarded", []string{"10.96.0.1", "fd00::1"}, []string{"!10.0.1.2", "!fd01:1::2"}, func(s *api.Service) {
+			s.Type = api.NodePort
+			s.Ports[0].NodePort = 30001
+			s.Ports = append(s.Ports, api.PortMapping{Name: "echo", Protocol: api.TCP, Port: 81, NodePort: 30002, TargetPort: 8081})
+			if ranges != nil {
+				s.SourceRanges = []api.SourceRanges{{NodePorts: true}}
+			}
+			for _, r := range ranges {
+				s.SourceRanges[0].Prefixes = append(s.SourceRanges[0].Prefixes, netip.MustParsePrefix(r))
+			}
+		})
+	}
+	// The service other has an external IP that is an address of the node, and its port is the
+	// second node port.
+	other := view("other", []string{"10.96.0.2"}, []string{"!10.0.2.2"}, func(s *api.Service) {
+		s.IPs.ExternalIPs = api.NewIPSet(netip.MustParseAddr("192.0.2.1"))
+		s.Ports[0].Port = 30002
+	})
+	check := func(about string, from map[string]bool) {
+		t.Helper()
+		for from, admitted := range from {
+			to, timeout := "192.0.2.1:30001", patience
+			if strings.Contains(from, ":") {
+				to = "[2001:db8::1]:30001"
+			}
+			if !admitted {
+				timeout = 300 * time.Millisecond
+			}
+			if pod, err := askFrom(w.client, from, to, timeout); (err == nil) != admitted {
+				t.Errorf("%s: %s gets the answer %q (%v), want admitted: %t", about, from, pod, err, admitted)
+			}
+		}
+		if err := verifyAll(t, b); err != nil {
+			t.Error(err)
+		}
+	}
+	all, even := map[string]bool{"192.0.2.2": true, "192.0.2.3": true, "2001:db8::2": true, "2001:db8::3": true},
+		map[string]bool{"192.0.2.2": true, "192.0.2.3": false, "2001:db8::2": true, "2001:db8::3": false}
+	odd := map[string]bool{"192.0.2.2": false, "192.0.2.3": true, "2001:db8::2": false, "2001:db8::3": true}
+
+	views := map[string]*api.View{
+		"none": guarded(), "even": guarded("192.0.2.2/32", "2001:db8::2/128"), "odd": guarded("192.0.2.3/32", "2001:db8::3/128"), "IPv6": guarded("2001:db8::/64"),
+	}
+	var others []string
+	admitted, _ := parameters.AllExcept([]netip.Prefix{netip.MustParsePrefix("192.0.2.3/32"), netip.MustParsePrefix("2001:db8::3/128")})
+	for _, r := range admitted {
+		others = append(others, r.String())
+	}
+	mustSync(t, b, batchOf(true, set(views["none"])))
+	check("without ranges", all)
+	for _, family := range nft.Families {
+		if n := b.table.state.digests[mapID{kindRestricted, matchNodePort, family}].n; n != 0 {
+			t.Errorf("%d node ports are restricted without ranges", n)
+		}
+	}
+	view := views["none"]
+	change := func(next *api.View) {
+		t.Helper()
+		mustSync(t, b, batchOf(false, sink.Change{Old: view, New: next}))
+		view = next
+	}
+	change(views["even"])
+	check("with ranges", even)
+
+	var open net.Conn
+	if err := w.client.Do(func() (err error) { open, err = net.DialTimeout("tcp", "192.0.2.1:30002", patience); return err }); err != nil {
+		t.Fatal(err)
+	}
+	defer open.Close()
+	change(views["odd"])
+	check("with other ranges", odd)
+	open.SetDeadline(time.Now().Add(patience))
+	if _, err := io.WriteString(open, "x"); err != nil {
+		t.Error(err)
+	}
+	if _, err := io.ReadFull(open, make([]byte, 1)); err != nil {
+		t.Errorf("the established connection ends with its ranges: %v", err)
+	}
+	change(views["IPv6"])
+	check("with ranges of IPv6 only", map[string]bool{"192.0.2.2": false, "192.0.2.3": false, "2001:db8::2": true, "2001:db8::3": true})
+	change(guarded(others...))
+	check("with denied ranges", even)
+
+	mustSync(t, b, batchOf(false, set(other)))
+	if pod, err := askFrom(w.client, "192.0.2.3", "192.0.2.1:30002", patience); pod != "pod2" {
+		t.Errorf("the service with the address and port of a node port answers %q (%v), want pod2", pod, err)
+	}
+	runNFT(t, w.node, "flush map inet kpng restricted-nodeports4\n", "-f", "-")
+	if err := verifyAll(t, b); err == nil {
+		t.Error("the loss of restricted node ports is not found")
+	}
+	mustSync(t, b, batchOf(true, set(view), set(other)))
+	check("after drift", even)
+	if err := b.Stop(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	b = startIn(t, w.node, opts)
+	mustSync(t, b, batchOf(true, set(view)))
+	check("after a restart", even)
+	if err := b.Stop(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	b = startIn(t, w.node, opts)
+	mustSync(t, b, batchOf(true, set(views["none"])))
+	check("without ranges after a restart", all)
 }

@@ -65,8 +65,21 @@ type sharedList struct {
 
 // use has the lists of a service.
 type use struct {
-	byAddr map[netip.Addr]*sharedList
-	lists  []*sharedList // without duplicates
+	byAddr map[netip.Addr]*sharedList // by addrOf
+	lists  []*sharedList              // without duplicates
+}
+
+// addrOf returns the address of a frontend, or the unspecified address of the family for a
+// node port. The frontends of a service with one addrOf have the same source ranges.
+func addrOf(f *nodeview.Frontend) netip.Addr {
+	switch {
+	case f.Kind != nodeview.NodePort:
+		return f.Addr
+	case f.Family == api.IPv6:
+		return netip.IPv6Unspecified()
+	default:
+		return netip.IPv4Unspecified()
+	}
 }
 
 // New returns lists without any list. The ranges of services may admit the addresses
@@ -129,10 +142,12 @@ func (l *Lists) HasKept() bool {
 	return false
 }
 
-// Of returns the number of the list that the service uses at an address, or 0.
-func (l *Lists) Of(service types.NamespacedName, addr netip.Addr) uint32 {
-	if u := l.uses[service]; u != nil && u.byAddr[addr] != nil {
-		return u.byAddr[addr].number
+// Of returns the number of the list that a frontend of the service uses, or 0.
+func (l *Lists) Of(service types.NamespacedName, f *nodeview.Frontend) uint32 {
+	if u := l.uses[service]; u != nil {
+		if list := u.byAddr[addrOf(f)]; list != nil {
+			return list.number
+		}
 	}
 	return 0
 }
@@ -165,7 +180,8 @@ func (l *Lists) Begin(service types.NamespacedName, from, to *api.View) *Change 
 // Number returns the number of the list for a frontend of the new view. The frontend must
 // have source ranges.
 func (c *Change) Number(f *nodeview.Frontend) uint32 {
-	if list := c.new.byAddr[f.Addr]; list != nil {
+	addr := addrOf(f)
+	if list := c.new.byAddr[addr]; list != nil {
 		return list.number
 	}
 	s := frontends.SourcesOf(f)
@@ -180,7 +196,7 @@ func (c *Change) Number(f *nodeview.Frontend) uint32 {
 	if c.new.byAddr == nil {
 		c.new.byAddr = map[netip.Addr]*sharedList{}
 	}
-	c.new.byAddr[f.Addr] = list
+	c.new.byAddr[addr] = list
 	return list.number
 }
 

@@ -167,7 +167,7 @@ func (w *world) check() {
 			if f == nil {
 				w.t.Fatalf("%s has no restricted frontend at %s", key.Name, addr)
 			}
-			if n := w.lists.Of(key, addr); n != w.numbers[key][addr] {
+			if n := w.lists.Of(key, f); n != w.numbers[key][addr] {
 				w.t.Errorf("%s: the list at %s has the number %x, want %x", key.Name, addr, n, w.numbers[key][addr])
 			}
 			var want []netip.Prefix
@@ -292,7 +292,7 @@ func TestAListEndsWithItsFrontends(t *testing.T) {
 		if got := l.Unused(); got != unused {
 			t.Errorf("%d ranges are unused, want %d", got, unused)
 		}
-		if got := l.Of(view.Key(), v4) != 0; got != hasList {
+		if got := l.Of(view.Key(), frontend(view, v4)) != 0; got != hasList {
 			t.Errorf("the address has a list: %t, want %t", got, hasList)
 		}
 	}

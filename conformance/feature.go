@@ -70,6 +70,9 @@ const (
 	// Resets means that TCP connections to lost endpoints are reset if the service requests
 	// it.
 	Resets Feature = "resets"
+	// counters means that the sink is a backends.Counter. It is not exported, because Run
+	// declares it and RunSubject cannot read counters.
+	counters Feature = "counters"
 	// FlowCleanup means that the proxy moves UDP flows away from removed endpoints.
 	FlowCleanup Feature = "UDP flow clean-up"
 	// EstablishedStay means that established TCP connections and UDP flows keep their

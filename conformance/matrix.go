@@ -28,7 +28,8 @@ const (
 	// UnsupportedPassed means that the proxy passed the case although it declared a required
 	// feature as unsupported.
 	UnsupportedPassed
-	// Unavailable means that the kernel lacks a required feature.
+	// Unavailable means that the kernel lacks a required feature, or that the kit cannot test
+	// the case with this kind of proxy.
 	Unavailable
 )
 

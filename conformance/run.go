@@ -64,7 +64,8 @@ type Options struct {
 }
 
 // Run tests a sink. See the package comment. If the sink does not declare a traffic
-// parameter as backends.Capable, Run declares the parameter's feature as unsupported.
+// parameter as backends.Capable, Run declares the parameter's feature as unsupported. If the
+// sink is not a backends.Counter, Run declares counters as unsupported.
 func Run(t *testing.T, newSink NewSink, opts Options) Matrix {
 	t.Helper()
 	return RunSubject(t, newSinkSubject(t, newSink, opts), opts)
@@ -409,6 +410,7 @@ var sections = []section{
 	{"Existing connections", connectionCases},
 	{"Resets", resetCases},
 	{"Wrong traffic parameters", wrongParameterCases},
+	{"Counters", counterCases},
 	{"All-ports services", allPortsCases},
 	{"Health checks", healthCases},
 	{"Restart, neighbours and clean-up", lifeCases},

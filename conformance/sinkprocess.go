@@ -69,6 +69,7 @@ func proxy(ctx context.Context, site Site, s sink.Sink, opts sink.Options, conn 
 	if c, ok := sink.As[backends.Capable](s); ok {
 		honours = c.Honours()
 	}
+	_, counts := sink.As[backends.Counter](s)
 	ctx, cancel := context.WithCancel(ctx)
 	ended := make(chan error, 1)
 	go func() {
@@ -90,12 +91,29 @@ func proxy(ctx context.Context, site Site, s sink.Sink, opts sink.Options, conn 
 			}
 			return fmt.Errorf("read objects from the kit: %w", err)
 		}
+		if p.Count {
+			_ = json.NewEncoder(conn).Encode(report{Counted: count(ctx, s)}) // if it fails, Decode does, too
+			continue
+		}
 		stopReporting()
 		revision := writeObjects(state, converter, p.Objects)
 		var reporting context.Context
 		reporting, stopReporting = context.WithCancel(ctx)
-		go reportOn(reporting, driver, conn, report{Generation: p.Generation, Honours: honours}, revision)
+		go reportOn(reporting, driver, conn, report{Generation: p.Generation, Honours: honours, Counts: counts}, revision)
 	}
+}
+
+// count returns the numbers of a sink that counts.
+func count(ctx context.Context, s sink.Sink) *counted {
+	all := &counted{}
+	counter, ok := sink.As[backends.Counter](s)
+	if !ok {
+		return &counted{Error: "the sink does not count"}
+	}
+	if err := counter.Stats(ctx, func(s backends.Stats) bool { all.Stats = append(all.Stats, s); return true }); err != nil {
+		all.Error = "read counters: " + err.Error()
+	}
+	return all
 }
 
 // writeObjects puts the objects into the state in one commit. It returns the revision of

@@ -17,6 +17,7 @@ import (
 	"sync"
 	"testing"
 
+	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
 	"golang.org/x/sys/unix"
@@ -35,11 +36,13 @@ type order struct {
 const orderVariable = "KPNG_CONFORMANCE"
 
 // The kit and a process with a sink exchange these JSON messages. The kit sends objects,
-// and the process sends reports about them.
+// and the process sends reports about them. The kit may also request numbers.
 type (
 	publication struct {
 		Generation int
 		Objects    *Objects
+		// Count requests the present numbers of the sink, and nothing else.
+		Count bool
 	}
 	report struct {
 		Generation int
@@ -49,6 +52,14 @@ type (
 		Trouble string
 		// Honours are the traffic parameters that the sink honours.
 		Honours nodeview.Parameters
+		// Counts is true if the sink is a backends.Counter.
+		Counts bool
+		// Counted is the answer to a publication with Count.
+		Counted *counted
+	}
+	counted struct {
+		Stats []backends.Stats
+		Error string
 	}
 )
 
@@ -104,7 +115,7 @@ func (s *sinkSubject) command(ctx context.Context, o order) (*exec.Cmd, *output,
 func (s *sinkSubject) Publish(_ context.Context, objects *Objects) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.last = publication{s.last.Generation + 1, objects}
+	s.last = publication{Generation: s.last.Generation + 1, Objects: objects}
 	for p := range s.running {
 		if err := p.send(s.last); err != nil {
 			return err
@@ -136,7 +147,7 @@ func (s *sinkSubject) Start(_ context.Context, site Site) (Process, error) {
 		conn.Close()
 		return nil, fmt.Errorf("start the test binary again: %w", err)
 	}
-	p := &sinkProcess{subject: s, cmd: cmd, output: printed, conn: conn, encoder: json.NewEncoder(conn), done: make(chan struct{}), reported: make(chan struct{})}
+	p := &sinkProcess{subject: s, cmd: cmd, output: printed, conn: conn, encoder: json.NewEncoder(conn), done: make(chan struct{}), reported: make(chan struct{}), counted: make(chan counted, 1)}
 	go p.wait(ended)
 	go p.read()
 	s.mu.Lock()
@@ -162,13 +173,39 @@ func (s *sinkSubject) Settle(ctx context.Context) error {
 	return nil
 }
 
-// unsupported returns the features that the sink does not declare as backends.Capable.
+// stats returns the numbers of the running process.
+func (s *sinkSubject) stats(ctx context.Context) ([]backends.Stats, error) {
+	s.mu.Lock()
+	var p *sinkProcess
+	for running := range s.running {
+		p = running
+	}
+	s.mu.Unlock()
+	if err := p.send(publication{Count: true}); err != nil {
+		return nil, err
+	}
+	select {
+	case c := <-p.counted:
+		if c.Error != "" {
+			return nil, errors.New(c.Error)
+		}
+		return c.Stats, nil
+	case <-p.done:
+		return nil, fmt.Errorf("the proxy has ended: %w", errors.Join(errors.New("unexpected end"), p.err))
+	case <-ctx.Done():
+		return nil, context.Cause(ctx)
+	}
+}
+
+// unsupported returns the features that the sink does not declare as backends.Capable or
+// backends.Counter.
 func (s *sinkSubject) unsupported() map[Feature]string {
 	var honours nodeview.Parameters
+	counts := false
 	s.mu.Lock()
 	for p := range s.running {
 		p.mu.Lock()
-		honours = p.last.Honours
+		honours, counts = p.last.Honours, p.last.Counts
 		p.mu.Unlock()
 	}
 	s.mu.Unlock()
@@ -179,6 +216,9 @@ func (s *sinkSubject) unsupported() map[Feature]string {
 		if !honoured {
 			lacks[feature] = "the sink does not honour this parameter"
 		}
+	}
+	if !counts {
+		lacks[counters] = "the sink does not count"
 	}
 	return lacks
 }
@@ -213,6 +253,8 @@ type sinkProcess struct {
 	last report
 	// This channel is closed and replaced when a report arrives.
 	reported chan struct{}
+	// counted receives the numbers that stats requests.
+	counted chan counted
 }
 
 func (p *sinkProcess) wait(ended <-chan error) {
@@ -233,6 +275,10 @@ func (p *sinkProcess) read() {
 		var r report
 		if err := decoder.Decode(&r); err != nil {
 			return // the process has ended, and awaitApplied returns the reason
+		}
+		if r.Counted != nil {
+			p.counted <- *r.Counted
+			continue
 		}
 		p.mu.Lock()
 		if r.Generation >= p.last.Generation { // a report about an older generation is ignored

@@ -58,7 +58,7 @@ func modprobe(t *testing.T, name string) {
 func newSink(site conformance.Site) (sink.Sink, error) {
 	return backendtest.NewSink(site, func(addrs nodeaddr.Source, connections sink.Sink) (sink.Sink, error) {
 		return ipvs.New(ipvs.Options{Options: backends.Options{
-			Instance: site.Instance, NodeAddresses: addrs, Conntrack: connections,
+			Instance: site.Instance, NodeAddresses: addrs, Conntrack: connections, Stats: true,
 			PodInterfaces:       []string{site.PodInterfaces + "*"},
 			MasqueradeAll:       site.Masquerade == conformance.MasqueradeAll,
 			MasqueradeOutsiders: site.Masquerade == conformance.MasqueradeOutside,

@@ -26,6 +26,7 @@ func newSink(site conformance.Site) (sink.Sink, error) {
 			Instance:            site.Instance,
 			NodeAddresses:       addrs,
 			Conntrack:           connections,
+			Stats:               true,
 			PodInterfaces:       []string{site.PodInterfaces + "*"},
 			MasqueradeAll:       site.Masquerade == conformance.MasqueradeAll,
 			MasqueradeOutsiders: site.Masquerade == conformance.MasqueradeOutside,

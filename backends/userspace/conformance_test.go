@@ -27,6 +27,7 @@ func TestConformance(t *testing.T) {
 					Instance:      strconv.Itoa(100 + int(instance.Sum32()%80)),
 					ClusterCIDRs:  site.PodCIDRs,
 					NodeAddresses: addrs,
+					Stats:         true,
 				},
 				AddAddresses: true,
 			})

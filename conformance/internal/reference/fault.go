@@ -119,6 +119,21 @@ const (
 	// HealthFirst programs nothing while a health-check port cannot be opened.
 	HealthFirst Fault = "health first"
 
+	// CountsNothing does not count connections.
+	CountsNothing Fault = "counts nothing"
+	// CountsServices adds up the connections of all service ports.
+	CountsServices Fault = "counts services"
+	// CountsPositions counts connections by the position of endpoints in their list.
+	CountsPositions Fault = "counts positions"
+	// CountsAgain begins all counters again at each change.
+	CountsAgain Fault = "counts again"
+	// CountsPackets counts the packets of clients as connections, too.
+	CountsPackets Fault = "counts packets"
+	// CountsFirstPackets counts only the bytes of the first packets of connections.
+	CountsFirstPackets Fault = "counts first packets"
+	// NeverInactive counts ended connections as active.
+	NeverInactive Fault = "never inactive"
+
 	// KeepsRules keeps old rules, which take precedence over new rules.
 	KeepsRules Fault = "keeps rules"
 	// The fault Flushes deletes the table and creates it again in a second transaction.

@@ -52,13 +52,14 @@ type Proxy struct {
 	// passing is true while a pass is in progress. During a pass, the proxy collects
 	// services and does not change the table.
 	passing bool
-	// written contains the chains and sets of the table. It is nil if the table does not
+	// written contains the objects of the table. It is nil if the table does not
 	// exist.
 	written *ruleset
 	flows   flowCleaner
 	health  healthServer
 	// localhost serves node ports at loopback addresses.
 	localhost localhostServer
+	counters  counters
 }
 
 // New returns a Proxy.
@@ -124,6 +125,9 @@ func (p *Proxy) Sync(ctx context.Context, c *sink.Changes) error {
 		return err
 	}
 	p.written = rules
+	if err := p.counters.set(&p.opts, rules, services); err != nil {
+		return err
+	}
 	if p.opts.Fault != KeepsFlows {
 		if err := p.flows.reconcile(&p.opts, services); err != nil {
 			return err
@@ -185,11 +189,11 @@ func nft(args ...string) ([]byte, error) {
 	return cmd.CombinedOutput()
 }
 
-// objectLine matches the first line of a chain or set in nft's output.
-var objectLine = regexp.MustCompile(`(?m)^\t(chain|set) (\S+) \{$`)
+// objectLine matches the first line of a chain, set or counter in nft's output.
+var objectLine = regexp.MustCompile(`(?m)^\t(chain|set|counter) (\S+) \{$`)
 
-// readTable returns the chains and sets of an existing table. If the table does not
-// exist, it returns nil. The proxy needs the names of the chains and sets, so that it can
+// readTable returns the chains, sets and counters of an existing table. If the table does not
+// exist, it returns nil. The proxy needs the names of these objects, so that it can
 // change the table instead of replacing it. If a transaction deletes and creates a table,
 // a packet may find neither the old rules nor the new ones.
 func readTable(table string) *ruleset {
@@ -197,9 +201,9 @@ func readTable(table string) *ruleset {
 	if err != nil {
 		return nil
 	}
-	r := &ruleset{chains: map[string]string{}, sets: map[string]string{}}
+	r := &ruleset{chains: map[string]string{}, sets: map[string]string{}, counters: map[string]string{}}
 	for _, m := range objectLine.FindAllSubmatch(text, -1) {
-		map[string]map[string]string{"chain": r.chains, "set": r.sets}[string(m[1])][string(m[2])] = ""
+		map[string]map[string]string{"chain": r.chains, "set": r.sets, "counter": r.counters}[string(m[1])][string(m[2])] = ""
 	}
 	return r
 }

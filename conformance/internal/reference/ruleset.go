@@ -13,18 +13,24 @@ import (
 	"strings"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/maglev"
 	"github.com/kpng-project/kpng/nodeview"
+	"k8s.io/apimachinery/pkg/types"
 )
 
 // ruleset is the content of the proxy's nftables table.
 type ruleset struct {
 	opts *Options
-	// The keys of both maps are names, and the values are declarations. A change of the
-	// table keeps existing sets, because they store the affinity of clients.
-	sets, chains map[string]string
-	rules        strings.Builder
-	number       int
+	// The keys of these maps are names, and the values are declarations. A change of the
+	// table keeps existing sets, because they store the affinity of clients, and counters.
+	sets, chains, counters map[string]string
+	rules                  strings.Builder
+	number                 int
+	// service is the service of the rules that are being written.
+	service types.NamespacedName
+	// counterOf has the counter of each service port and endpoint.
+	counterOf map[backends.Stats]string
 }
 
 // mark is the packet mark for masquerading.
@@ -40,7 +46,7 @@ const (
 )
 
 func render(opts *Options, node *api.Node, services []*api.View) *ruleset {
-	r := &ruleset{opts: opts, sets: map[string]string{}, chains: map[string]string{}}
+	r := &ruleset{opts: opts, sets: map[string]string{}, chains: map[string]string{}, counters: map[string]string{}, counterOf: map[backends.Stats]string{}}
 	local := fmt.Sprintf("iifname \"%s*\"", opts.PodInterfaces)
 	for _, o := range []origin{own, pods, elsewhere} {
 		r.chain("dnat-"+string(o), "")
@@ -84,6 +90,7 @@ func render(opts *Options, node *api.Node, services []*api.View) *ruleset {
 	}
 	clusterIPs := map[netip.Addr]bool{}
 	for _, view := range services {
+		r.service = view.Key()
 		for f := range nodeview.Frontends(view) {
 			r.frontend(view, &f, nodeAddrs)
 			if f.Kind == nodeview.ClusterIP {
@@ -306,13 +313,13 @@ func (r *ruleset) dnat(f *nodeview.Frontend, e nodeview.Target) string {
 		port = f.ServicePort.Port
 	}
 	if port == 0 {
-		return fmt.Sprintf("dnat %s to %s", family(f.Family), e.Addr)
+		return fmt.Sprintf("%s dnat %s to %s", r.count(f, e), family(f.Family), e.Addr)
 	}
 	protocol := strings.ToLower(f.Protocol.String())
 	if r.opts.Fault == AnyProtocol {
 		protocol = "{ tcp, udp }"
 	}
-	return fmt.Sprintf("meta l4proto %s dnat %s to %s", protocol, family(f.Family), netip.AddrPortFrom(e.Addr, uint16(port)))
+	return fmt.Sprintf("meta l4proto %s %s dnat %s to %s", protocol, r.count(f, e), family(f.Family), netip.AddrPortFrom(e.Addr, uint16(port)))
 }
 
 // weighted returns the endpoints that rules choose, and their weights.
@@ -393,6 +400,9 @@ func (r *ruleset) script(old *ruleset) string {
 	for _, set := range sorted(r.sets) {
 		fmt.Fprintf(&text, "add set %s %s { %s }\n", table, set, r.sets[set])
 	}
+	for _, counter := range sorted(r.counters) {
+		fmt.Fprintf(&text, "add counter %s %s\n", table, counter)
+	}
 	text.WriteString(r.rules.String())
 	if fault != KeepsRules {
 		for _, chain := range sorted(old.chains) {
@@ -403,6 +413,11 @@ func (r *ruleset) script(old *ruleset) string {
 		for _, set := range sorted(old.sets) {
 			if _, still := r.sets[set]; !still {
 				fmt.Fprintf(&text, "delete set %s %s\n", table, set)
+			}
+		}
+		for _, counter := range sorted(old.counters) {
+			if _, still := r.counters[counter]; !still {
+				fmt.Fprintf(&text, "delete counter %s %s\n", table, counter)
 			}
 		}
 	}

@@ -60,7 +60,7 @@ func newBackend(opts Options) (*backend, error) {
 
 // Honours implements [backends.Capable].
 func (b *backend) Honours() nodeview.Parameters {
-	return nodeview.Parameters{Algorithm: true, Weights: true, NodePortSources: true}
+	return nodeview.Parameters{Algorithm: true, Weights: true, Resets: b.opts.forgets, NodePortSources: true}
 }
 
 // SharedOptions implements [backendoptions.Sharer].

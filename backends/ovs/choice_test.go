@@ -72,7 +72,7 @@ func (n *testNetwork) choices(t *testing.T, clients []netip.AddrPort) map[netip.
 				time.Sleep(time.Millisecond) // the queue of the switch is short
 			}
 		}
-		all, err := listConnections(t.Context(), &n.backend.opts)
+		all, err := listConnections(t.Context(), &n.backend.opts, udp)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -150,7 +150,7 @@ func TestWeightsDecideShares(t *testing.T) {
 // tracked returns the number of UDP connections to the service.
 func (n *testNetwork) tracked(t *testing.T) int {
 	t.Helper()
-	all, err := listConnections(t.Context(), &n.backend.opts)
+	all, err := listConnections(t.Context(), &n.backend.opts, udp)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -11,7 +11,6 @@ import (
 	"fmt"
 	"maps"
 	"net"
-	"net/netip"
 	"slices"
 	"time"
 
@@ -30,7 +29,7 @@ import (
 //	openflow.FlowKey	openflow.Actions	a flow
 //	groupID			*group			a group
 //	affinity		struct{}		the learned flows of a service port
-//	netip.AddrPort		*datagrams		a frontend of protocol UDP
+//	frontendAt		*kept			a frontend whose stale connections to forget
 //
 // The switch cannot list the last two kinds.
 type dataplane struct {
@@ -43,11 +42,11 @@ type dataplane struct {
 	passing bool
 
 	// flows is the number of the instance's flows in the switch, except learned flows, and
-	// groups are its groups. datagrams are the frontends programmed since the pass began.
-	flows     int
-	groups    map[uint32]*group
-	datagrams map[netip.AddrPort]*datagrams
-	numbers   numbers
+	// groups are its groups. The field kept has the frontends programmed since the pass began.
+	flows   int
+	groups  map[uint32]*group
+	kept    map[frontendAt]*kept
+	numbers numbers
 	// cannotWatch is true if the switch does not report changes of flows.
 	cannotWatch bool
 	// cannotForget is true if the switch does not support the deletion of connections.
@@ -109,8 +108,8 @@ func newDataplane(opts *Options, verifyInterval time.Duration) *dataplane {
 			switch want := want.(type) {
 			case *group:
 				return is.(*group).equal(want)
-			case *datagrams:
-				return is == want || is.(*datagrams).rejects == want.rejects && slices.Equal(is.(*datagrams).endpoints, want.endpoints)
+			case *kept:
+				return is == want || is.(*kept).rejects == want.rejects && slices.Equal(is.(*kept).endpoints, want.endpoints)
 			default:
 				return is == want
 			}
@@ -123,7 +122,7 @@ func newDataplane(opts *Options, verifyInterval time.Duration) *dataplane {
 		},
 		Virtual: func(k any) bool {
 			switch k.(type) {
-			case affinity, netip.AddrPort:
+			case affinity, frontendAt:
 				return true
 			}
 			return false
@@ -213,8 +212,8 @@ func (d *dataplane) Plan(view *api.View, emit func(any, any)) error {
 	for a := range p.affinities {
 		emit(a, struct{}{})
 	}
-	for frontend, d := range p.datagrams {
-		emit(frontend, d)
+	for frontend, k := range p.kept {
+		emit(frontend, k)
 	}
 	return nil
 }
@@ -239,7 +238,7 @@ func (d *dataplane) List(ctx context.Context, emit func(any, any)) error {
 	d.flows, d.groups = len(flows), groups
 	if d.passing {
 		d.passing = false
-		d.datagrams = map[netip.AddrPort]*datagrams{}
+		d.kept = map[frontendAt]*kept{}
 		d.numbers = d.newNumbers()
 	}
 	for _, f := range flows {
@@ -414,11 +413,11 @@ func (d *dataplane) record(o *op) {
 			delete(d.groups, uint32(k))
 			d.numbers.deleted(uint32(k), (*o.Old).(*group).seed)
 		}
-	case netip.AddrPort:
+	case frontendAt:
 		if o.New != nil {
-			d.datagrams[k] = (*o.New).(*datagrams)
+			d.kept[k] = (*o.New).(*kept)
 		} else {
-			delete(d.datagrams, k)
+			delete(d.kept, k)
 		}
 	}
 }

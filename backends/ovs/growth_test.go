@@ -112,12 +112,12 @@ func TestAddressesShareTheirSourceRanges(t *testing.T) {
 // frontends, or actions, once for each frontend.
 func TestFrontendsShareTheirRecords(t *testing.T) {
 	p, _ := planned(shape{ports: 20, addresses: 20, endpoints: 5, protocol: api.UDP}.view("web"))
-	seen := map[*datagrams]bool{}
-	for _, d := range p.datagrams {
+	seen := map[*kept]bool{}
+	for _, d := range p.kept {
 		seen[d] = true
 	}
-	if len(p.datagrams) != 20*21 || len(seen) != 1 {
-		t.Errorf("%d frontends have %d lists of endpoints, want 420 and 1", len(p.datagrams), len(seen))
+	if len(p.kept) != 20*21 || len(seen) != 1 {
+		t.Errorf("%d frontends have %d lists of endpoints, want 420 and 1", len(p.kept), len(seen))
 	}
 	actions := map[*byte]bool{}
 	for _, a := range p.flows {
@@ -232,8 +232,8 @@ func TestStaleConnectionsOfManyFrontends(t *testing.T) {
 	old, d := planned(s.view("web"))
 	s.endpoints--
 	var ops []op
-	for frontend, now := range d.planner.mustPlan(s.view("web")).datagrams {
-		var before, now any = old.datagrams[frontend], now
+	for frontend, now := range d.planner.mustPlan(s.view("web")).kept {
+		var before, now any = old.kept[frontend], now
 		ops = append(ops, op{Key: frontend, Old: &before, New: &now})
 	}
 	stale := d.collectStale(ops)

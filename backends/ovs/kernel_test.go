@@ -649,9 +649,9 @@ func TestStaleConnectionsOfListing(t *testing.T) {
 udp,orig=(src=203.0.113.10,dst=198.18.1.4,sport=2,dport=80),reply=(src=10.244.2.13,dst=203.0.113.10,sport=8080,dport=2),zone=27392,mark=1
 udp,orig=(src=203.0.113.10,dst=198.18.1.4,sport=3,dport=80),reply=(src=10.244.2.14,dst=203.0.113.10,sport=8080,dport=3),zone=27392
 udp,orig=(src=fd00::1,dst=fd00:10::4,sport=4,dport=53),reply=(src=fd00::2,dst=fd00::1,sport=5353,dport=4),zone=27392,mark=1
-`)
-	if err != nil || len(existing) != 3 {
-		t.Fatalf("%d connections of three, error %v", len(existing), err)
+`, tcp, udp)
+	if err != nil || len(existing) != 4 {
+		t.Fatalf("%d connections of four, error %v", len(existing), err)
 	}
 	addr := netip.MustParseAddrPort
 	of := func(source, destination, endpoint string) openflow.Connections {

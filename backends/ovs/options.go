@@ -32,7 +32,8 @@ import (
 //
 // ClusterCIDRs define the pod network only for MasqueradeOutsiders: only the pods in PodCIDRs
 // count as pods of this node. By default, the dataplane itself deletes the UDP connections to
-// removed endpoints from the switch, and there is no sink Conntrack.
+// removed endpoints from the switch, and resets TCP connections where a service requests it.
+// Then there is no sink Conntrack.
 //
 // The Observer's method Wrote is called after each bundle, with the number of its messages.
 // Its method Holds gets the numbers of "flows" and "groups".

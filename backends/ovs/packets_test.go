@@ -233,6 +233,46 @@ func TestUDPClientsMayBeginBeforeTheirService(t *testing.T) {
 	}
 }
 
+// TestConnectionsToLostEndpointsAreReset removes the endpoint of a service that requests
+// resets, and of a service that does not. Clients of the first service are reset within a
+// second, also if they are idle. If the switch tracks too many connections, only clients
+// that send something are reset.
+func TestConnectionsToLostEndpointsAreReset(t *testing.T) {
+	for _, listed := range []bool{true, false} {
+		n := newNetwork(t)
+		services := func(endpoints ...string) []*api.View {
+			return []*api.View{
+				view("web", clusterIP, endpoints, func(s *api.Service) { s.ResetConnections = true }),
+				view("keep", "10.96.0.2", endpoints),
+			}
+		}
+		n.mustPass(services("!" + podB)...)
+		if !listed {
+			n.backend.dataplane.maxListed = 0
+		}
+		idle, _ := n.greet(t, podA, 0, clusterIP+":80")
+		active, _ := n.greet(t, outside, 0, clusterIP+":80")
+		keep, _ := n.greet(t, podA, 0, "10.96.0.2:80")
+		n.mustSync(services()...)
+		begin := time.Now()
+		if listed {
+			if _, err := idle.Read(make([]byte, 1)); !errors.Is(err, unix.ECONNRESET) {
+				t.Errorf("an idle client got error %v, want a reset", err)
+			}
+			t.Logf("an idle client was reset %s after the change", time.Since(begin).Round(time.Millisecond))
+		}
+		if echo(active) {
+			t.Errorf("listed %t: the connection of an active client was not reset", listed)
+		}
+		if d := time.Since(begin); d > time.Second && !slowMachine() {
+			t.Errorf("listed %t: the clients were reset after %s", listed, d)
+		}
+		if !echo(keep) {
+			t.Errorf("listed %t: a connection to a service without resets ended", listed)
+		}
+	}
+}
+
 // TestRepetitionKeepsNewConnections opens UDP connections after a change, before the backend
 // makes the switch forget stale connections once more. They stay.
 func TestRepetitionKeepsNewConnections(t *testing.T) {

@@ -31,9 +31,15 @@ type plan struct {
 	groups map[uint32]*group
 	// affinities are the service ports with session affinity.
 	affinities map[affinity]bool
-	// datagrams has the frontends whose protocol is UDP. Frontends with the same endpoints
-	// have the same value.
-	datagrams map[netip.AddrPort]*datagrams
+	// kept has the frontends whose protocol is UDP, and those of services with resets whose
+	// protocol is TCP. Frontends with the same endpoints have the same value.
+	kept map[frontendAt]*kept
+}
+
+// frontendAt is a frontend whose connections to lost endpoints the switch must forget.
+type frontendAt struct {
+	protocol uint8
+	netip.AddrPort
 }
 
 // affinity identifies the learned flows of a service port.
@@ -42,25 +48,25 @@ type affinity struct {
 	client uint64 // the value of clientRegister
 }
 
-// datagrams is what a frontend of protocol UDP does with packets.
-type datagrams struct {
-	// endpoints get packets of new or existing flows. They are sorted.
+// kept has the endpoints to which the connections of a frontend stay.
+type kept struct {
+	// endpoints get packets of new or existing connections. They are sorted.
 	endpoints []netip.AddrPort
 	rejects   bool
 }
 
-// sends reports whether packets reach an endpoint. If d is nil, they reach none.
-func (d *datagrams) sends(to netip.AddrPort) bool {
-	if d == nil {
+// sends reports whether packets reach an endpoint. If k is nil, they reach none.
+func (k *kept) sends(to netip.AddrPort) bool {
+	if k == nil {
 		return false
 	}
-	_, ok := slices.BinarySearchFunc(d.endpoints, to, netip.AddrPort.Compare)
+	_, ok := slices.BinarySearchFunc(k.endpoints, to, netip.AddrPort.Compare)
 	return ok
 }
 
 // endpointsWithout returns the endpoints that packets do not reach according to o.
-func (d *datagrams) endpointsWithout(o *datagrams) (all []netip.AddrPort) {
-	for _, e := range d.endpoints {
+func (k *kept) endpointsWithout(o *kept) (all []netip.AddrPort) {
+	for _, e := range k.endpoints {
 		if !o.sends(e) {
 			all = append(all, e)
 		}
@@ -93,7 +99,7 @@ func (p *planner) plan(view *api.View) (*plan, error) {
 	s := servicePlan{
 		plan: &plan{
 			flows: flowSet{}, shared: flowSet{}, groups: map[uint32]*group{},
-			affinities: map[affinity]bool{}, datagrams: map[netip.AddrPort]*datagrams{},
+			affinities: map[affinity]bool{}, kept: map[frontendAt]*kept{},
 		},
 		planner: p, view: view, lists: map[nodeview.ListID]uint32{}, actions: map[actionsKey]openflow.Actions{},
 	}
@@ -127,8 +133,8 @@ type servicePlan struct {
 	// content.
 	ranges        map[frontends.SourcesID]uint32
 	rangesContent map[string]uint32
-	// sent has the endpoints of UDP frontends.
-	sent map[sentKey]*datagrams
+	// shares has the values of kept.
+	shares map[keptKey]*kept
 }
 
 // actionsKey has what determines the actions of frontends for a part of the traffic.
@@ -140,9 +146,10 @@ type actionsKey struct {
 	family     api.Family
 }
 
-// sentKey has what determines the endpoints of UDP frontends.
-type sentKey struct {
+// keptKey has what determines the kept endpoints of frontends.
+type keptKey struct {
 	existing nodeview.Existing
+	protocol api.Protocol
 	rejects  bool
 }
 
@@ -180,8 +187,8 @@ func (p *servicePlan) addFrontend(f *nodeview.Frontend) {
 			p.opts.add(p.shared, frontendTable, unknownPorts, m, p.reject(f.Family))
 		}
 	}
-	if f.Protocol == api.UDP {
-		p.addDatagrams(f)
+	if f.Protocol == api.UDP || f.Protocol == api.TCP && p.view.Service.ResetConnections {
+		p.addKept(f)
 	}
 }
 
@@ -232,22 +239,24 @@ func (p *servicePlan) addRanges(f *nodeview.Frontend) uint32 {
 	return id
 }
 
-// addDatagrams records a frontend of protocol UDP.
-func (p *servicePlan) addDatagrams(f *nodeview.Frontend) {
-	k := sentKey{f.Existing, f.Elsewhere.Verdict == nodeview.Reject || f.Node.Verdict == nodeview.Reject}
-	d := p.sent[k]
-	if d == nil {
-		if p.sent == nil {
-			p.sent = map[sentKey]*datagrams{}
+// addKept records a frontend whose connections to lost endpoints the switch must forget.
+func (p *servicePlan) addKept(f *nodeview.Frontend) {
+	key := keptKey{f.Existing, f.Protocol, f.Elsewhere.Verdict == nodeview.Reject || f.Node.Verdict == nodeview.Reject}
+	k := p.shares[key]
+	if k == nil {
+		if p.shares == nil {
+			p.shares = map[keptKey]*kept{}
 		}
-		d = &datagrams{rejects: k.rejects}
+		k = &kept{rejects: key.rejects}
 		for t := range f.Existing.All() {
-			d.endpoints = append(d.endpoints, t.AddrPort())
+			if e := t.AddrPort(); f.Protocol == api.UDP || !f.Existing.Resets(e) {
+				k.endpoints = append(k.endpoints, e)
+			}
 		}
-		p.sent[k] = d
+		p.shares[key] = k
 	}
 	for at := range f.At(p.nodePortAddrs) {
-		p.datagrams[at] = d
+		p.kept[frontendAt{f.Protocol.Number(), at}] = k
 	}
 }
 

@@ -22,16 +22,17 @@ import (
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/backends/ovs/internal/openflow"
+	"github.com/kpng-project/kpng/internal/conntrack"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/klog/v2"
 )
 
-// staleConnections select tracked UDP connections that keep clients away from the present
-// endpoints of services. Without Endpoint, an element selects the connections to a frontend
-// whose endpoint is not one of the frontend's.
+// staleConnections select tracked connections to lost endpoints of services. These are UDP
+// connections, and TCP connections to services with resets. Without Endpoint, an element
+// selects the connections to a frontend whose endpoint is not one of the frontend's.
 type staleConnections map[openflow.Connections]bool
 
-const udp = 17
+const tcp, udp = 6, 17
 
 // collectStale returns the connections that are stale after ops.
 func (d *dataplane) collectStale(ops []op) staleConnections {
@@ -39,15 +40,15 @@ func (d *dataplane) collectStale(ops []op) staleConnections {
 		return nil
 	}
 	stale := staleConnections{}
-	add := func(frontend, endpoint netip.AddrPort) {
-		stale[openflow.Connections{Zone: d.opts.Zone, Protocol: udp, Destination: frontend, Endpoint: endpoint}] = true
+	add := func(frontend frontendAt, endpoint netip.AddrPort) {
+		stale[openflow.Connections{Zone: d.opts.Zone, Protocol: frontend.protocol, Destination: frontend.AddrPort, Endpoint: endpoint}] = true
 	}
-	removed := map[[2]*datagrams][]netip.AddrPort{}
-	addRemoved := func(frontend netip.AddrPort, before, now *datagrams) {
-		endpoints, known := removed[[2]*datagrams{before, now}]
+	removed := map[[2]*kept][]netip.AddrPort{}
+	addRemoved := func(frontend frontendAt, before, now *kept) {
+		endpoints, known := removed[[2]*kept{before, now}]
 		if !known {
 			endpoints = before.endpointsWithout(now)
-			removed[[2]*datagrams{before, now}] = endpoints
+			removed[[2]*kept{before, now}] = endpoints
 		}
 		for _, e := range endpoints {
 			add(frontend, e)
@@ -59,7 +60,7 @@ func (d *dataplane) collectStale(ops []op) staleConnections {
 		service types.NamespacedName
 		family  api.Family
 	}
-	groups := map[part]*datagrams{}
+	groups := map[part]*kept{}
 	for _, o := range ops {
 		if _, ok := o.Key.(groupID); !ok || o.Old == nil || o.New == nil {
 			continue
@@ -68,7 +69,7 @@ func (d *dataplane) collectStale(ops []op) staleConnections {
 			if e := openflow.TranslatedTo(b.Actions); e.IsValid() {
 				p := part{o.Service, familyOf(e)}
 				if groups[p] == nil {
-					groups[p] = &datagrams{}
+					groups[p] = &kept{}
 				}
 				groups[p].endpoints = append(groups[p].endpoints, e)
 			}
@@ -76,26 +77,30 @@ func (d *dataplane) collectStale(ops []op) staleConnections {
 	}
 	for _, o := range ops {
 		switch k := o.Key.(type) {
-		case netip.AddrPort:
+		case frontendAt:
+			of := part{o.Service, familyOf(k.AddrPort)}
 			switch {
+			case o.New == nil && k.protocol == tcp: // connections to a removed service stay
 			case o.New == nil:
 				add(k, netip.AddrPort{})
 			case o.Old != nil:
-				before, now := (*o.Old).(*datagrams), (*o.New).(*datagrams)
+				before, now := (*o.Old).(*kept), (*o.New).(*kept)
 				addRemoved(k, before, now)
-				if before.rejects && !now.rejects {
-					add(k, netip.AddrPortFrom(addressOf(d.opts.MasqueradeAddresses, familyOf(k)), refusingPort))
+				if k.protocol == udp && before.rejects && !now.rejects {
+					add(k, netip.AddrPortFrom(addressOf(d.opts.MasqueradeAddresses, of.family), refusingPort))
 				}
-			case groups[part{o.Service, familyOf(k)}] != nil:
-				addRemoved(k, groups[part{o.Service, familyOf(k)}], (*o.New).(*datagrams))
+			case k.protocol == tcp: // a new service, new resets, or a new pass
+				add(k, netip.AddrPort{})
+			case groups[of] != nil:
+				addRemoved(k, groups[of], (*o.New).(*kept))
 			}
 		case openflow.FlowKey:
 			for frontend := range d.frontends(k) {
-				if d.datagrams[frontend] != nil {
+				if d.kept[frontend] != nil {
 					continue
 				}
 				if o.Old == nil {
-					add(frontend, frontend) // connections from before, which are not translated
+					add(frontend, frontend.AddrPort) // connections from before, which are not translated
 				} else {
 					add(frontend, netip.AddrPort{})
 				}
@@ -108,16 +113,16 @@ func (d *dataplane) collectStale(ops []op) staleConnections {
 func familyOf(a netip.AddrPort) api.Family { return api.FamilyOf(a.Addr()) }
 
 // frontends yields each frontend of protocol UDP that a flow matches.
-func (d *dataplane) frontends(key openflow.FlowKey) iter.Seq[netip.AddrPort] {
-	return func(yield func(netip.AddrPort) bool) {
+func (d *dataplane) frontends(key openflow.FlowKey) iter.Seq[frontendAt] {
+	return func(yield func(frontendAt) bool) {
 		addr, protocol, port := openflow.Destination(key.Match)
 		switch {
 		case key.Table != d.opts.FirstTable+frontendTable, protocol != udp, port == 0:
 		case addr.IsValid():
-			yield(netip.AddrPortFrom(addr, port))
+			yield(frontendAt{udp, netip.AddrPortFrom(addr, port)})
 		default: // a node port
 			for _, a := range d.planner.nodePortAddrs {
-				if !yield(netip.AddrPortFrom(a, port)) {
+				if !yield(frontendAt{udp, netip.AddrPortFrom(a, port)}) {
 					return
 				}
 			}
@@ -144,6 +149,12 @@ func (d *dataplane) forget(ctx context.Context, stale staleConnections) error {
 // repeatAfter is a time after which the datapath follows all changes.
 const repeatAfter = time.Second
 
+// of returns the endpoints of the frontend of connections, or nil if there is no such
+// frontend.
+func (d *dataplane) of(c openflow.Connections) *kept {
+	return d.kept[frontendAt{c.Protocol, c.Destination}]
+}
+
 // forgetAgain repeats forget if it is time. Otherwise it sends some of the messages that
 // wait.
 func (d *dataplane) forgetAgain(ctx context.Context, now time.Time) error {
@@ -166,23 +177,28 @@ const maxSearches = 16
 // come back. For each message that does not name a client, the switch searches its table of
 // connections. So if there are several messages, deleteConnections lists the connections, if
 // they are not too many, and names the clients. It also does so if only some connections to
-// a frontend are stale. Otherwise it sends maxSearches messages, and lets the others wait
-// for Verify.
+// a frontend are stale, or if connections are of protocol TCP, because it then resets idle
+// clients, too. Otherwise it sends maxSearches messages, and lets the others wait for Verify.
 func (d *dataplane) deleteConnections(ctx context.Context, stale staleConnections) error {
+	var protocols []uint8
 	some := false
 	for c := range stale {
-		switch now := d.datagrams[c.Destination]; {
-		case now.sends(c.Endpoint):
+		now := d.of(c)
+		if now.sends(c.Endpoint) || now == nil && c.Protocol == tcp {
 			delete(stale, c)
-		case !c.Endpoint.IsValid() && now != nil:
-			some = true
+			continue
+		}
+		some = some || !c.Endpoint.IsValid() && now != nil || c.Protocol == tcp
+		if !slices.Contains(protocols, c.Protocol) {
+			protocols = append(protocols, c.Protocol)
 		}
 	}
 	if (len(stale) > 1 || some) && countConnections(ctx, d.opts) <= d.maxListed {
-		if existing, err := listConnections(ctx, d.opts); err == nil {
-			return d.sendDeletions(ctx, slices.Collect(maps.Keys(existing.matching(stale, d.datagrams))))
+		if existing, err := listConnections(ctx, d.opts, protocols...); err == nil {
+			return d.sendDeletions(ctx, slices.Collect(maps.Keys(existing.matching(stale, d.kept))))
 		}
 	}
+	maps.DeleteFunc(stale, func(c openflow.Connections, _ bool) bool { return c.Protocol == tcp && !c.Endpoint.IsValid() })
 	if len(stale) > maxSearches {
 		stale = stale.wider()
 	}
@@ -200,8 +216,10 @@ func (d *dataplane) deleteNext(ctx context.Context) error {
 		if len(next) == maxSearches {
 			break
 		}
-		next = append(next, c)
 		delete(d.waiting, c)
+		if !d.of(c).sends(c.Endpoint) {
+			next = append(next, c)
+		}
 	}
 	return d.sendDeletions(ctx, next)
 }
@@ -209,15 +227,18 @@ func (d *dataplane) deleteNext(ctx context.Context) error {
 func (d *dataplane) sendDeletions(ctx context.Context, all []openflow.Connections) error {
 	// The switch may need long for a message, and answers only after the last of a part.
 	for part := range slices.Chunk(all, 16) {
-		messages := make([]openflow.Message, len(part))
-		for i, c := range part {
-			messages[i] = openflow.DeleteConnections(c)
+		var messages []openflow.Message
+		for _, c := range part {
+			messages = append(messages, openflow.DeleteConnections(c))
+			if c.Protocol == tcp && c.Source.IsValid() {
+				messages = append(messages, d.challenge(c))
+			}
 		}
 		err := d.conn.Send(ctx, messages...)
 		var unsupported openflow.Error
 		if errors.As(err, &unsupported) {
 			d.cannotForget, d.waiting = true, nil
-			klog.FromContext(ctx).Error(err, "Cannot delete tracked connections, so UDP clients may keep removed endpoints; Open vSwitch can do it since version 3.1", "bridge", d.opts.Bridge)
+			klog.FromContext(ctx).Error(err, "Cannot delete tracked connections, so clients may keep removed endpoints; Open vSwitch can do it since version 3.1", "bridge", d.opts.Bridge)
 			return nil
 		}
 		if err != nil {
@@ -227,16 +248,24 @@ func (d *dataplane) sendDeletions(ctx context.Context, all []openflow.Connection
 	return nil
 }
 
+// challenge returns a message that sends a segment to the client of a TCP connection, also
+// if the client is idle. Its answer is a packet of a new connection for the switch, so it
+// comes to a present endpoint, or to the node, which resets it.
+func (d *dataplane) challenge(c openflow.Connections) openflow.Message {
+	return openflow.SendIP(conntrack.Challenge(c.Destination, c.Source), openflow.Resubmit(d.opts.OutTable))
+}
+
 // wider returns fewer selections that include those in c: all connections to each endpoint,
 // and all or all untranslated ones to each address of frontends. So their number is not the
-// product of both.
+// product of both. Selections of TCP connections stay.
 func (c staleConnections) wider() staleConnections {
 	out := staleConnections{}
 	for one := range c {
-		switch addr := netip.AddrPortFrom(one.Destination.Addr(), 0); one.Endpoint {
-		case netip.AddrPort{}:
+		switch addr := netip.AddrPortFrom(one.Destination.Addr(), 0); {
+		case one.Protocol == tcp:
+		case !one.Endpoint.IsValid():
 			one.Destination = addr
-		case one.Destination:
+		case one.Endpoint == one.Destination:
 			one.Destination, one.Endpoint = addr, addr
 		default:
 			one.Destination = netip.AddrPort{}
@@ -266,41 +295,50 @@ func countConnections(ctx context.Context, o *Options) int {
 	return n
 }
 
-// connection matches a line of the command dpctl/dump-conntrack.
-var connection = regexp.MustCompile(`(?m)^udp,orig=\(src=([^,]+),dst=([^,]+),sport=(\d+),dport=(\d+)\),reply=\(src=([^,]+),dst=[^,]+,sport=(\d+),`)
+// connection matches a line of the command dpctl/dump-conntrack, by protocol.
+var connection = map[uint8]*regexp.Regexp{tcp: lineOf("tcp"), udp: lineOf("udp")}
 
-// listConnections lists the UDP connections to services. Each has Source and Endpoint.
-func listConnections(ctx context.Context, o *Options) (all staleConnections, err error) {
+func lineOf(protocol string) *regexp.Regexp {
+	return regexp.MustCompile(`(?m)^` + protocol + `,orig=\(src=([^,]+),dst=([^,]+),sport=(\d+),dport=(\d+)\),reply=\(src=([^,]+),dst=[^,]+,sport=(\d+),`)
+}
+
+// listConnections lists the connections of some protocols. Each has Source and Endpoint.
+func listConnections(ctx context.Context, o *Options, protocols ...uint8) (all staleConnections, err error) {
 	text, err := control(ctx, o.RunDir, "dpctl/dump-conntrack", fmt.Sprintf("zone=%d", o.Zone))
 	if err != nil {
 		return nil, err
 	}
-	return o.parseConnections(text)
+	return o.parseConnections(text, protocols...)
 }
 
-func (o *Options) parseConnections(text string) (all staleConnections, err error) {
+func (o *Options) parseConnections(text string, protocols ...uint8) (all staleConnections, err error) {
 	all = staleConnections{}
-	for _, m := range connection.FindAllStringSubmatch(text, -1) {
-		parse := func(addr, port string) (a netip.AddrPort) {
-			a, parseErr := netip.ParseAddrPort(net.JoinHostPort(addr, port))
-			err = errors.Join(err, parseErr)
-			return a
+	parse := func(addr, port string) (a netip.AddrPort) {
+		a, parseErr := netip.ParseAddrPort(net.JoinHostPort(addr, port))
+		err = errors.Join(err, parseErr)
+		return a
+	}
+	for _, protocol := range protocols {
+		for _, m := range connection[protocol].FindAllStringSubmatch(text, -1) {
+			all[openflow.Connections{Zone: o.Zone, Protocol: protocol, Source: parse(m[1], m[3]), Destination: parse(m[2], m[4]), Endpoint: parse(m[5], m[6])}] = true
 		}
-		all[openflow.Connections{Zone: o.Zone, Protocol: udp, Source: parse(m[1], m[3]), Destination: parse(m[2], m[4]), Endpoint: parse(m[5], m[6])}] = true
 	}
 	return all, err
 }
 
 // matching returns the connections in c, with Source but without Endpoint, that the set
-// wanted selects. The argument now has what the frontends do with packets.
-func (c staleConnections) matching(wanted staleConnections, now map[netip.AddrPort]*datagrams) staleConnections {
+// wanted selects. The argument now has the endpoints of frontends.
+func (c staleConnections) matching(wanted staleConnections, now map[frontendAt]*kept) staleConnections {
 	out := staleConnections{}
 	for one := range c {
 		key := one
 		key.Source = netip.AddrPort{}
 		anyEndpoint := key
 		anyEndpoint.Endpoint = netip.AddrPort{}
-		if wanted[key] || wanted[anyEndpoint] && !now[one.Destination].sends(one.Endpoint) {
+		if one.Protocol == tcp && one.Endpoint == one.Destination {
+			continue // it began before the service
+		}
+		if wanted[key] || wanted[anyEndpoint] && !now[frontendAt{one.Protocol, one.Destination}].sends(one.Endpoint) {
 			one.Endpoint = netip.AddrPort{}
 			out[one] = true
 		}

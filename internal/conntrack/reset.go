@@ -8,7 +8,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"math/rand/v2"
 	"net/netip"
 	"sync"
 	"time"
@@ -265,8 +264,7 @@ func (r *resetter) exchange(net *packets, work map[ends]*inWork, added bool, ove
 			*over = append(*over, w)
 			continue
 		default:
-			s := segment{from: w.to, to: w.client, seq: rand.Uint32(), ack: rand.Uint32(), flags: flagSYN | flagACK}
-			if e := net.send(s); e != nil {
+			if e := net.send(challenge(w.to, w.client)); e != nil {
 				err = fmt.Errorf("send a segment to client %s: %w", w.client, e)
 			}
 			w.next = now.Add(pauses[w.sent])

@@ -8,6 +8,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"math/rand/v2"
 	"net/netip"
 	"slices"
 	"time"
@@ -32,7 +33,17 @@ type segment struct {
 	length uint32
 }
 
-// encode returns the IP packet of a segment. The kernel completes the IPv4 header.
+// challenge returns a SYN+ACK segment, which a client of a connection answers with an ACK
+// segment that has its sequence numbers (RFC 5961, section 4).
+func challenge(from, to netip.AddrPort) segment {
+	return segment{from: from, to: to, seq: rand.Uint32(), ack: rand.Uint32(), flags: flagSYN | flagACK}
+}
+
+// Challenge returns the IP packet of a TCP segment from the address of a service. If the
+// client to has a connection to this address, it answers with an ACK segment.
+func Challenge(from, to netip.AddrPort) []byte { return challenge(from, to).encode() }
+
+// encode returns the IP packet of a segment.
 func (s segment) encode() []byte {
 	tcp := make([]byte, 20)
 	binary.BigEndian.PutUint16(tcp, s.from.Port())
@@ -43,20 +54,27 @@ func (s segment) encode() []byte {
 	binary.BigEndian.PutUint16(tcp[14:], 1024) // the window
 	from, to := s.from.Addr().AsSlice(), s.to.Addr().AsSlice()
 	pseudo := slices.Concat(from, to, []byte{0, unix.IPPROTO_TCP, 0, byte(len(tcp))}, tcp)
+	binary.BigEndian.PutUint16(tcp[16:], checksum(pseudo))
+	if s.from.Addr().Is4() {
+		header := []byte{4<<4 | 5, 0, 0, byte(20 + len(tcp)), 0, 0, 0, 0, 64, unix.IPPROTO_TCP, 0, 0}
+		header = slices.Concat(header, from, to)
+		binary.BigEndian.PutUint16(header[10:], checksum(header))
+		return slices.Concat(header, tcp)
+	}
+	header := []byte{6 << 4, 0, 0, 0, 0, byte(len(tcp)), unix.IPPROTO_TCP, 64}
+	return slices.Concat(header, from, to, tcp)
+}
+
+// checksum returns the Internet checksum of an even number of bytes.
+func checksum(b []byte) uint16 {
 	sum := uint32(0)
-	for i := 0; i < len(pseudo); i += 2 {
-		sum += uint32(binary.BigEndian.Uint16(pseudo[i:]))
+	for i := 0; i < len(b); i += 2 {
+		sum += uint32(binary.BigEndian.Uint16(b[i:]))
 	}
 	for sum > 0xffff {
 		sum = sum>>16 + sum&0xffff
 	}
-	binary.BigEndian.PutUint16(tcp[16:], ^uint16(sum))
-	if s.from.Addr().Is4() {
-		header := []byte{4<<4 | 5, 0, 0, byte(20 + len(tcp)), 0, 0, 0, 0, 64, unix.IPPROTO_TCP, 0, 0}
-		return slices.Concat(header, from, to, tcp)
-	}
-	header := []byte{6 << 4, 0, 0, 0, 0, byte(len(tcp)), unix.IPPROTO_TCP, 64}
-	return slices.Concat(header, from, to, tcp)
+	return ^uint16(sum)
 }
 
 // parseSegment parses the beginning of an IP packet that the filter of [packets] accepts.

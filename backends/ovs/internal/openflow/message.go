@@ -19,6 +19,7 @@ const (
 	typeEchoRequest      = 2
 	typeEchoReply        = 3
 	typeExperimenter     = 4
+	typePacketOut        = 13
 	typeFlowMod          = 14
 	typeGroupMod         = 15
 	typeMultipartRequest = 18
@@ -294,6 +295,22 @@ func DeleteConnections(c Connections) Message {
 	}
 	b = append(b, property(zone, []byte{byte(c.Zone >> 8), byte(c.Zone), 0, 0})...)
 	return Message{typeExperimenter, b}
+}
+
+// SendIP makes the switch execute actions for an IP packet, as if it came from a controller.
+// The packet has no Ethernet addresses.
+func SendIP(packet []byte, actions Actions) Message {
+	const fromController = 0xfffffffd
+	etherType := []byte{IPv4 >> 8, IPv4 & 0xff}
+	if packet[0]>>4 == 6 {
+		etherType = []byte{IPv6 >> 8, IPv6 & 0xff}
+	}
+	b := binary.BigEndian.AppendUint32(nil, noBuffer)
+	b = append(binary.BigEndian.AppendUint16(b, uint16(len(actions))), 0, 0)
+	b = appendMatch(b, string(appendField(nil, fieldInPort, fromController, 4)))
+	b = append(b, actions...)
+	b = append(append(b, make([]byte, 12)...), etherType...)
+	return Message{typePacketOut, append(b, packet...)}
 }
 
 var errTruncated = errors.New("truncated message")

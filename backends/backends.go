@@ -53,7 +53,8 @@ type Inspector interface {
 }
 
 // Counter is an optional interface of a [Dataplane] that counts traffic. [sink.As] finds a
-// Counter in a wrapped sink, too.
+// Counter in a wrapped sink, too, but only the outermost one. So a dataplane that counts and
+// wraps another one that counts yields the numbers of both.
 type Counter interface {
 	// Stats calls yield for each endpoint of each service port that the dataplane has, in any
 	// order, until yield returns false. It may call yield more than once for an endpoint;

@@ -29,7 +29,7 @@ import (
 // getCommand returns the command that lists what a node has.
 func getCommand() *cobra.Command {
 	return group("get", "List services, frontends or nodes as a table, JSON or YAML",
-		getOf("services [[NAMESPACE/]NAME]", "List services with the endpoints that a node uses", serviceList),
+		withTraffic(getOf("services [[NAMESPACE/]NAME]", "List services with the endpoints that a node uses", serviceList)),
 		getOf("frontends [[NAMESPACE/]NAME]", "List frontends with the decision of a node", frontendList),
 		getOf("nodes [NAME]", "List nodes", nodeList))
 }

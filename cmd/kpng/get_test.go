@@ -138,6 +138,30 @@ func TestObjectsAreOneLineEach(t *testing.T) {
 	}
 }
 
+// serveState serves a state on a socket until the test ends. It returns the address.
+func serveState(t *testing.T, state *cluster.State) (address string) {
+	t.Helper()
+	server, err := remote.NewServer(state, remote.ServerOptions{ServeCluster: true})
+	if err != nil {
+		t.Fatal(err)
+	}
+	address = newSocket(t)
+	l, err := remote.Listen(address, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, stop := context.WithCancel(context.Background())
+	ended := make(chan error, 1)
+	go func() { ended <- server.Serve(ctx, l) }()
+	t.Cleanup(func() {
+		stop()
+		if err := <-ended; err != nil {
+			t.Error(err)
+		}
+	})
+	return address
+}
+
 func TestNamesFromAServerArePrintable(t *testing.T) {
 	const evil = "\x1b]0;pwned\a\nNAMESPACE\tweb\u202e"
 	state := cluster.New(cluster.Options{})
@@ -157,24 +181,7 @@ func TestNamesFromAServerArePrintable(t *testing.T) {
 		tx.SetNode(&api.Node{Name: "taint", Taints: []api.Taint{{Key: evil}}})
 	})
 	state.SetSynced()
-	server, err := remote.NewServer(state, remote.ServerOptions{ServeCluster: true})
-	if err != nil {
-		t.Fatal(err)
-	}
-	address := newSocket(t)
-	l, err := remote.Listen(address, 0)
-	if err != nil {
-		t.Fatal(err)
-	}
-	ctx, stop := context.WithCancel(context.Background())
-	ended := make(chan error, 1)
-	go func() { ended <- server.Serve(ctx, l) }()
-	t.Cleanup(func() {
-		stop()
-		if err := <-ended; err != nil {
-			t.Error(err)
-		}
-	})
+	address := serveState(t, state)
 	for args, want := range map[string]string{
 		"get services":             "good",
 		"get services -o wide":     "good",

@@ -22,6 +22,8 @@ import (
 	"sigs.k8s.io/yaml"
 )
 
+const defaultStatusAddress = "127.0.0.1:10256"
+
 // statusCommand returns the command that prints the status page of a running program.
 func statusCommand() *cobra.Command {
 	var address, output string
@@ -57,7 +59,7 @@ program answers only clients on the same machine, unless it has the flag --expos
 	}
 	fs := cmd.Flags()
 	fs.SortFlags = false
-	fs.StringVar(&address, "address", "127.0.0.1:10256", "`host:port` of the program, its --healthz-bind-address")
+	fs.StringVar(&address, "address", defaultStatusAddress, "`host:port` of the program, its --healthz-bind-address")
 	fs.StringVarP(&output, "output", "o", "text", "print `text, json or yaml`")
 	completeOutput(cmd, "text", "json", "yaml")
 	return cmd

@@ -5,6 +5,7 @@ package command
 import (
 	"context"
 
+	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/metrics"
 	"github.com/kpng-project/kpng/sink"
 	"github.com/prometheus/client_golang/prometheus"
@@ -58,6 +59,8 @@ type Parts struct {
 	// Problems returns a sentence for each present problem of the node, for the status page.
 	// Default: none.
 	Problems func() []string
+	// Counter counts the traffic of the sinks, for the status page. Default: none.
+	Counter backends.Counter
 	// Collectors have further metrics.
 	Collectors []prometheus.Collector
 	// KubeProxy has further metrics with kube-proxy's names, which the program serves with the

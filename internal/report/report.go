@@ -5,6 +5,9 @@
 package report
 
 import (
+	"cmp"
+	"net/netip"
+	"strconv"
 	"time"
 
 	"github.com/kpng-project/kpng/api"
@@ -24,6 +27,10 @@ type Report struct {
 	Changes  []Change  `json:"changes,omitempty"`
 	Services []Service `json:"services,omitempty"`
 	Next     string    `json:"next,omitempty"`
+	// Stats reports whether the program counts traffic. StatsError says why the services
+	// have no Traffic nevertheless.
+	Stats      bool   `json:"stats,omitempty"`
+	StatsError string `json:"statsError,omitempty"`
 }
 
 // Health is the health of the program, see health.Report.
@@ -114,6 +121,63 @@ type Service struct {
 	Lost      int             `json:"lost,omitempty"`
 	Refused   bool            `json:"refused,omitempty"`
 	Failing   bool            `json:"failing,omitempty"`
+	Traffic   []Traffic       `json:"traffic,omitempty"` // by port
+}
+
+// Traffic has the numbers of a service port, or of one of its endpoints. A number is -1 if
+// the dataplane does not count it, see backends.Stats.
+type Traffic struct {
+	TrafficID
+	Connections int64 `json:"connections"`
+	Active      int64 `json:"active"`
+	FromClients int64 `json:"fromClients"`
+	ToClients   int64 `json:"toClients"`
+}
+
+// TrafficID names a service port, or one of its endpoints. An all-ports service has no port
+// and no protocol.
+type TrafficID struct {
+	Port     string         `json:"port,omitempty"`
+	Protocol string         `json:"protocol,omitempty"`
+	Endpoint netip.AddrPort `json:"endpoint,omitzero"`
+}
+
+// Compare orders by port, protocol and endpoint.
+func (id TrafficID) Compare(other TrafficID) int {
+	return cmp.Or(cmp.Compare(id.Port, other.Port), cmp.Compare(id.Protocol, other.Protocol), id.Endpoint.Compare(other.Endpoint))
+}
+
+// Add adds the numbers of other.
+func (t *Traffic) Add(other *Traffic) {
+	add := func(to *int64, n int64) {
+		if n >= 0 {
+			*to = max(*to, 0) + n
+		}
+	}
+	add(&t.Connections, other.Connections)
+	add(&t.Active, other.Active)
+	add(&t.FromClients, other.FromClients)
+	add(&t.ToClients, other.ToClients)
+}
+
+// Row returns the port and the four numbers for people.
+func (t *Traffic) Row() []string {
+	port := t.Protocol
+	switch {
+	case t.Protocol == "":
+		port = "all"
+	case t.Port != "":
+		port = t.Port + "/" + t.Protocol
+	}
+	row := []string{port}
+	for _, n := range [...]int64{t.Connections, t.Active, t.FromClients, t.ToClients} {
+		if n < 0 {
+			row = append(row, "-")
+		} else {
+			row = append(row, strconv.FormatInt(n, 10))
+		}
+	}
+	return row
 }
 
 // LocalEndpoints returns the number of endpoints of a view that are on its node.
@@ -134,6 +198,10 @@ type ServiceReport struct {
 	Text        string                `json:"text,omitempty"`
 	Refused     string                `json:"refused,omitempty"`
 	Failures    []Failure             `json:"failures,omitempty"`
+	// Stats and StatsError are those of Report.
+	Stats      bool      `json:"stats,omitempty"`
+	StatsError string    `json:"statsError,omitempty"`
+	Traffic    []Traffic `json:"traffic,omitempty"` // by port and endpoint
 }
 
 // Age describes the time t relative to now in a few words.

@@ -269,9 +269,35 @@ func (p *page) services(r *report.Report, match string) {
 		p.WriteByte('\n')
 	}
 	p.endTable()
+	if r.Stats {
+		p.table("Traffic", "traffic", slices.Concat([]string{"service"}, trafficColumns)...)
+		rows := 0
+		for i := range r.Services {
+			s := &r.Services[i]
+			for _, t := range s.Traffic[:min(len(s.Traffic), maxServices-rows)] {
+				rows++
+				p.add("<tr><td>%s", serviceLink(s.Service))
+				p.traffic(&t)
+			}
+		}
+		p.endTable()
+		if rows == maxServices {
+			p.add("<p>The %s has the traffic of all these services.\n", link("JSON", "output", "json"))
+		}
+	}
 	if r.Next != "" {
 		p.add("<p id=\"next\">%s\n", link("Next services", "match", match, "after", r.Next))
 	}
+}
+
+var trafficColumns = []string{"port", "connections", "active", "bytes from clients", "bytes to clients"}
+
+// traffic ends a row of a table with the trafficColumns.
+func (p *page) traffic(t *report.Traffic) {
+	for _, cell := range t.Row() {
+		p.add("<td>%s", cell)
+	}
+	p.WriteByte('\n')
 }
 
 // servicePage returns the page of a service. The node is that of the query. If anyNode, the
@@ -291,6 +317,16 @@ func servicePage(s *report.ServiceReport, node string, anyNode bool) []byte {
 	}
 	if anyNode {
 		p.add("<form><input type=\"hidden\" name=\"service\" value=\"%s\"><input name=\"node\" value=\"%s\" placeholder=\"node\" aria-label=\"node\"> <button>Explain for this node</button></form>\n", s.Service, node)
+	}
+	if s.StatsError != "" {
+		p.add("<p class=\"bad\">The counters of the dataplane cannot be read: %s\n", s.StatsError)
+	} else if s.Stats {
+		p.table("Traffic", "traffic", slices.Concat([]string{"endpoint"}, trafficColumns)...)
+		for _, t := range s.Traffic {
+			p.add("<tr><td>%s", t.Endpoint)
+			p.traffic(&t)
+		}
+		p.endTable()
 	}
 	switch {
 	case s.Text != "":

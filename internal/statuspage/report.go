@@ -4,6 +4,7 @@ package statuspage
 
 import (
 	"cmp"
+	"context"
 	"fmt"
 	"iter"
 	"maps"
@@ -84,9 +85,9 @@ func (p *present) viewsAfter(key types.NamespacedName) iter.Seq2[types.Namespace
 	}
 }
 
-func (h *Handler) report(q query) *report.Report {
+func (h *Handler) report(ctx context.Context, q query) *report.Report {
 	p := h.present(h.NodeName)
-	r := &report.Report{Program: h.Program, Time: time.Now(), Node: h.NodeName}
+	r := &report.Report{Program: h.Program, Time: time.Now(), Node: h.NodeName, Stats: h.Traffic != nil}
 	if h.Health != nil {
 		health := h.Health()
 		r.Health = &report.Health{Synced: health.Synced, Stuck: health.Stuck, NodeEligible: health.NodeEligible}
@@ -107,6 +108,7 @@ func (h *Handler) report(q query) *report.Report {
 	if p.snapshot != nil {
 		r.Changes = p.changes()
 	}
+	listed := map[types.NamespacedName]int{} // the services in r
 	for key, view := range p.viewsAfter(q.after) {
 		name := key.String()
 		if !strings.Contains(name, q.match) {
@@ -120,12 +122,23 @@ func (h *Handler) report(q query) *report.Report {
 		}
 		if view := view(); view != nil {
 			_, refused := p.refused[key]
+			listed[key] = len(r.Services)
 			r.Services = append(r.Services, newService(name, view, failing[name], refused))
 		}
 	}
 	r.Problems = problems(r, p.refused)
 	if h.Problems != nil {
 		r.Problems = append(r.Problems, h.Problems()...)
+	}
+	if r.Stats && len(listed) > 0 {
+		traffic, err := h.traffic(ctx, false, func(key types.NamespacedName) bool { _, ok := listed[key]; return ok })
+		if err != nil {
+			r.StatsError = err.Error()
+			r.Problems = append(r.Problems, "the counters of the dataplane cannot be read: "+r.StatsError)
+		}
+		for key, list := range traffic {
+			r.Services[listed[key]].Traffic = list[:min(len(list), maxListed)]
+		}
 	}
 	return r
 }
@@ -284,10 +297,17 @@ func (c commits) timeOf(revision uint64) (at time.Time, known bool) {
 }
 
 // service returns the report about one service.
-func (h *Handler) service(q query) *report.ServiceReport {
+func (h *Handler) service(ctx context.Context, q query) *report.ServiceReport {
 	p := h.present(cmp.Or(h.NodeName, q.node))
 	key := q.about.Service()
-	s := &report.ServiceReport{Service: key.String(), Refused: p.refused[key]}
+	s := &report.ServiceReport{Service: key.String(), Refused: p.refused[key], Stats: h.Traffic != nil}
+	if s.Stats {
+		traffic, err := h.traffic(ctx, true, func(service types.NamespacedName) bool { return service == key })
+		if err != nil {
+			s.StatsError = err.Error()
+		}
+		s.Traffic = traffic[key]
+	}
 	var answers iter.Seq2[*nodeview.Explanation, error]
 	switch {
 	case p.snapshot != nil:
@@ -334,8 +354,8 @@ func newService(name string, view *api.View, failing, refused bool) report.Servi
 	return s
 }
 
-// maxListed is the maximum number of addresses, and of ports, that a report lists for a
-// service. A report has many services.
+// maxListed is the maximum number of addresses, of ports, and of ports with traffic that a
+// report lists for a service. A report has many services.
 const maxListed = 100
 
 // firstOf returns the texts of the first elements of list, and the number of the others.

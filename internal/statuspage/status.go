@@ -6,12 +6,14 @@
 package statuspage
 
 import (
+	"context"
 	"encoding/json"
 	"net/http"
 	"time"
 
 	"github.com/kpng-project/kpng/cluster"
 	"github.com/kpng-project/kpng/health"
+	"github.com/kpng-project/kpng/internal/report"
 	"github.com/kpng-project/kpng/sink"
 	"k8s.io/apimachinery/pkg/types"
 )
@@ -43,6 +45,9 @@ type Handler struct {
 	// Problems returns problems that the fields above do not contain, in one sentence each.
 	// Default: none.
 	Problems func() []string
+	// Traffic calls yield with the traffic of each endpoint of each service port, possibly
+	// in parts, until yield returns false. Default: the program does not count traffic.
+	Traffic func(ctx context.Context, yield func(types.NamespacedName, report.Traffic) bool) error
 
 	// Clients calls add for each open stream of a server. See remote.Server.Streams.
 	Clients func(add func(node, peer string, since time.Time, revision uint64))
@@ -61,11 +66,11 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, req *http.Request) {
 	header.Set("Referrer-Policy", "no-referrer")
 	header.Set("X-Content-Type-Options", "nosniff")
 	if q.about.Service().Name == "" {
-		r := h.report(q)
+		r := h.report(req.Context(), q)
 		write(w, q, http.StatusOK, r, func() []byte { return pageOf(r, q.match) })
 		return
 	}
-	s := h.service(q)
+	s := h.service(req.Context(), q)
 	code := http.StatusOK
 	if s.Explanation == nil && s.Refused == "" {
 		code = http.StatusNotFound

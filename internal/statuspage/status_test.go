@@ -3,6 +3,7 @@
 package statuspage_test
 
 import (
+	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -100,6 +101,7 @@ func (c *client) Refused() map[types.NamespacedName]string { return c.refused }
 type serviceReport struct {
 	Service, Text, Refused string
 	Failures               []report.Failure
+	Traffic                []report.Traffic
 	Explanation            *struct {
 		Node, Zone       string
 		Lists, Frontends []any
@@ -164,6 +166,61 @@ func TestReportOfProxy(t *testing.T) {
 	node, _ := state.Snapshot().Nodes.Get(here)
 	if want := nodeview.Explain(known, node).String(); !strings.Contains(page, want) || !strings.Contains(page, "no space") {
 		t.Errorf("the page of a service does not contain the error and the explanation\n%s\nbut\n%s", want, page)
+	}
+}
+
+func TestTrafficOfServices(t *testing.T) {
+	var err error
+	h := &statuspage.Handler{NodeName: here, State: newState(2, 2), Traffic: func(_ context.Context, yield func(types.NamespacedName, report.Traffic) bool) error {
+		for _, s := range []struct {
+			service, port, endpoint string
+			connections             int64
+		}{
+			{"web-00000", "https", "11.0.0.1:443", 7}, {"web-00000", "http", "11.0.0.2:80", 5}, {"web-00000", "http", "11.0.0.1:80", 2},
+			{"web-00000", "http", "11.0.0.1:80", 1}, {"web-00001", "http", "11.0.0.16:80", 1}, {"deleted", "http", "11.0.0.1:80", 9},
+		} {
+			yield(types.NamespacedName{Namespace: "default", Name: s.service}, report.Traffic{
+				TrafficID:   report.TrafficID{Port: s.port, Protocol: "TCP", Endpoint: netip.MustParseAddrPort(s.endpoint)},
+				Connections: s.connections, Active: 1, FromClients: -1, ToClients: -1,
+			})
+		}
+		return err
+	}}
+	of := func(port, endpoint string, connections, active int64) report.Traffic {
+		id := report.TrafficID{Port: port, Protocol: "TCP"}
+		if endpoint != "" {
+			id.Endpoint = netip.MustParseAddrPort(endpoint)
+		}
+		return report.Traffic{TrafficID: id, Connections: connections, Active: active, FromClients: -1, ToClients: -1}
+	}
+	type traffic = []report.Traffic
+	r := decode[report.Report](t, get(h, "output", "json"))
+	if !r.Stats || len(r.Services) != 2 ||
+		!slices.Equal(r.Services[0].Traffic, traffic{of("http", "", 8, 3), of("https", "", 7, 1)}) || !slices.Equal(r.Services[1].Traffic, traffic{of("http", "", 1, 1)}) {
+		t.Errorf("report %+v", r)
+	}
+	s := decode[serviceReport](t, get(h, "output", "json", "service", "default/web-00000"))
+	if !slices.Equal(s.Traffic, traffic{of("http", "11.0.0.1:80", 3, 2), of("http", "11.0.0.2:80", 5, 1), of("https", "11.0.0.1:443", 7, 1)}) {
+		t.Errorf("service %+v", s)
+	}
+	for _, test := range []struct{ service, row string }{
+		{"", "default/web-00000</a><td>http/TCP<td>8<td>3<td>-<td>-\n"},
+		{"default/web-00000", "<tr><td>11.0.0.1:80<td>http/TCP<td>3<td>2<td>-<td>-\n"},
+	} {
+		if page := get(h, "service", test.service).Body.String(); !strings.Contains(page, test.row) {
+			t.Errorf("the page of %q lacks the row %q:\n%s", test.service, test.row, page)
+		}
+	}
+	err = errors.New("the dataplane is <busy>")
+	if r := decode[report.Report](t, get(h, "output", "json")); r.StatsError == "" || len(r.Services) != 2 || r.Services[0].Traffic != nil || !strings.Contains(fmt.Sprint(r.Problems), "is <busy>") {
+		t.Errorf("report after a failure %+v", r)
+	}
+	if page := get(h, "service", "default/web-00000").Body.String(); !strings.Contains(page, "is &lt;busy&gt;") {
+		t.Errorf("page after a failure:\n%s", page)
+	}
+	h.Traffic = nil
+	if r := decode[report.Report](t, get(h, "output", "json")); r.Stats || r.StatsError != "" {
+		t.Errorf("report without counters %+v", r)
 	}
 }
 

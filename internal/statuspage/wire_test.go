@@ -3,6 +3,7 @@
 package statuspage_test
 
 import (
+	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -18,6 +19,7 @@ import (
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/cluster"
 	"github.com/kpng-project/kpng/health"
+	"github.com/kpng-project/kpng/internal/report"
 	"github.com/kpng-project/kpng/internal/statuspage"
 	"github.com/kpng-project/kpng/sink"
 	"k8s.io/apimachinery/pkg/types"
@@ -56,16 +58,20 @@ func complete() *statuspage.Handler {
 				Pending: 1, PendingServices: []types.NamespacedName{key}, Failing: []sink.FailingService{{Key: key, Err: errors.New("no")}},
 			}}
 		},
+		Traffic: func(_ context.Context, yield func(types.NamespacedName, report.Traffic) bool) error {
+			yield(key, report.Traffic{TrafficID: report.TrafficID{Port: "http", Protocol: "TCP", Endpoint: netip.MustParseAddrPort("11.0.0.16:80")}})
+			return nil
+		},
 		Clients: func(add func(string, string, time.Time, uint64)) { add("n", "p", now, first) },
 	}
 }
 
-// paths adds the paths of all values in v. It does not look into explanations and
-// failures, which have tables of their own.
+// paths adds the paths of all values in v. It does not look into explanations,
+// failures and traffic, which have tables of their own.
 func paths(to map[string]bool, path string, v any) {
 	switch v := v.(type) {
 	case map[string]any:
-		if path == "explanation" || strings.HasSuffix(path, "failingServices[]") || path == "failures[]" {
+		if path == "explanation" || strings.HasSuffix(path, "failingServices[]") || path == "failures[]" || strings.HasSuffix(path, "traffic[]") {
 			break
 		}
 		for key, value := range v {
@@ -108,9 +114,12 @@ func TestJSONIsDocumented(t *testing.T) {
 		return decode[map[string]any](t, get(h, append(query, "output", "json")...))
 	}
 	whole, service := served("limit", "2"), served("service", "default/web")
+	traffic := service["traffic"]
+	h.Traffic = func(context.Context, func(types.NamespacedName, report.Traffic) bool) error { return errors.New("no") }
+	unread := served("service", "default/web")
 	for heading, value := range map[string]any{
-		"field": []any{whole, served()}, "field of a service": []any{service},
-		"field of a failure": service["failures"],
+		"field": []any{whole, served()}, "field of a service": []any{service, unread},
+		"field of a failure": service["failures"], "field of traffic": traffic,
 	} {
 		got := map[string]bool{}
 		for _, v := range value.([]any) {

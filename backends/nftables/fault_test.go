@@ -113,7 +113,7 @@ func TestFailuresNameTheElement(t *testing.T) {
 	b, ns := start(t, Options{})
 	mustSync(t, b, batchOf(true))
 	// Delete the map of frontends, so that the kernel refuses to add a frontend to it.
-	runNFT(t, ns, "delete chain inet kpng output\nflush chain inet kpng services\nflush chain inet kpng lookup4\ndelete map inet kpng services4\n", "-f", "-")
+	runNFT(t, ns, "delete chain inet kpng output\nflush chain inet kpng services\nflush chain inet kpng lookup4\nflush chain inet kpng restricted-nodeport4\ndelete map inet kpng services4\n", "-f", "-")
 	err := b.Sync(t.Context(), batchOf(false, set(view("web", []string{"10.96.0.1"}, []string{"10.0.0.1"}, nil))))
 	var failed sink.Failed
 	failed, _ = sink.Acknowledged(err)

@@ -54,7 +54,7 @@ var counterCases = []testCase{
 		six := s.connect(s.c, web.at(web.Spec.ClusterIPs[1]))
 		s.counts(web, 0, s.connect(s.c, web.at(web.Spec.ClusterIPs[0])), six)
 	}},
-	{name: "a UDP flow of many datagrams is counted once", needs: []Feature{UDP, counters}, run: func(s *scene) {
+	{name: "many datagrams of one UDP flow count once", needs: []Feature{UDP, counters}, run: func(s *scene) {
 		web := s.addService("web").withEndpoints(asReady(s.a))
 		s.publish()
 		f := s.openFlow(s.c, api.UDP, web.clusterIP())

@@ -165,6 +165,10 @@ func cleanup(b *command.Backend) *cobra.Command {
 	cmd := &cobra.Command{Use: b.Name, Short: "Remove everything that the backend " + b.Name + " ever programmed", Args: usage.None}
 	cmd.Flags().SortFlags = false
 	b.Register(cmd.Flags())
+	cmd.Example = "  kpng cleanup " + b.Name
+	if b.Name == "ovs" {
+		cmd.Example += " --bridge br-int"
+	}
 	cmd.RunE = func(cmd *cobra.Command, _ []string) error {
 		if err := b.Configure(); err != nil {
 			return usage.Error(err)

@@ -9,9 +9,11 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"unicode/utf8"
 
 	"github.com/kpng-project/kpng/app"
 	"github.com/kpng-project/kpng/app/program"
+	"github.com/kpng-project/kpng/internal/usage"
 	"github.com/kpng-project/kpng/sink"
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
@@ -76,6 +78,43 @@ func TestManualDescribesAllFlags(t *testing.T) {
 			t.Errorf("docs/running.md or docs/operations.md describes --%s, which no command has", name)
 		}
 	}
+}
+
+// TestHelpTexts checks that help texts fit a terminal, and that the examples of each command
+// are command lines that it accepts.
+func TestHelpTexts(t *testing.T) {
+	root := newRoot()
+	usage.Prepare(root)
+	var walk func(cmd *cobra.Command)
+	walk = func(cmd *cobra.Command) {
+		var out strings.Builder
+		cmd.SetOut(&out)
+		if err := cmd.Help(); err != nil {
+			t.Fatal(err)
+		}
+		for line := range strings.Lines(out.String()) {
+			if utf8.RuneCountInString(line) > 101 { // with the newline
+				t.Errorf("help of %s: line is too long: %s", cmd.CommandPath(), line)
+			}
+		}
+		for _, sub := range cmd.Commands() {
+			walk(sub)
+		}
+		if !cmd.HasSubCommands() && cmd.Example == "" {
+			t.Errorf("%s has no example", cmd.CommandPath())
+		}
+		for line := range strings.Lines(cmd.Example) {
+			line, _, _ = strings.Cut(line, " #")
+			line, _, _ = strings.Cut(line, " |")
+			args, isCommand := strings.CutPrefix(strings.TrimSpace(line), "kpng ")
+			if !isCommand {
+				t.Errorf("%s: example is not a command: %s", cmd.CommandPath(), line)
+			} else if err := parse(strings.Fields(args)); err != nil {
+				t.Errorf("%s: example %s: %v", cmd.CommandPath(), line, err)
+			}
+		}
+	}
+	walk(root)
 }
 
 // TestCommandsInDocsHaveTheirFlags parses the commands in the documentation without

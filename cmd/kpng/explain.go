@@ -37,7 +37,7 @@ func explainCommand() *cobra.Command {
   kpng explain --node-name worker-1 10.96.0.80:80/tcp
   kpng explain --node-name worker-1 IPv4:30080/tcp
   kpng explain --dataplane nftables 10.96.0.80:80/tcp
-  kpng explain -i state.yaml --node-name worker-1 -o json | jq '.Frontends[] | select(.Elsewhere.Verdict == "Reject")'`,
+  kpng explain -i state.yaml -o json | jq '.Frontends[] | select(.Elsewhere.Verdict == "Reject")'`,
 		Args: usage.AtMostOne,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if cmd.Flags().Changed("node-name") && strings.TrimSpace(node) == "" {

@@ -61,6 +61,9 @@ func getOf(use, short string, l list) *cobra.Command {
 		Use:   use,
 		Short: short,
 		Args:  usage.AtMostOne,
+		Example: fmt.Sprintf(`  kpng get %[1]s
+  kpng get %[1]s -i manifests.yaml -o yaml
+  kpng get %[1]s --api unix:///run/kpng/kpng.sock -o wide`, strings.Fields(use)[0]),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			switch output {
 			case "", "wide", "json", "yaml", "name":

@@ -30,7 +30,15 @@ func newRoot() *cobra.Command {
 	api := group("api", "Read from a kpng server (to-api)", targets(&other, false)...)
 	other.RegisterAPI(api.PersistentFlags())
 
-	root := group("kpng", "Deliver the services of a cluster to nodes: serve, program or write them", kube, file, api, statusCommand(), getCommand(), explainCommand(), cleanupCommand(), manCommand())
+	root := group("kpng", "Deliver the services of a cluster to nodes: serve, program or write them")
+	addGroup(root, "Sources: read services and deliver them", kube, file, api)
+	addGroup(root, "Questions: what there is, and why", getCommand(), explainCommand(), statusCommand())
+	addGroup(root, "Node", cleanupCommand())
+	root.AddCommand(manCommand())
+	root.Example = `  kpng kube to-local nftables                    # serve this node in place of kube-proxy
+  kpng file -i demo.yaml to-local json --once    # print what a node would serve; needs no cluster
+  kpng explain default/web                       # why does a service have these endpoints?`
+	addExamples(root)
 	root.Version = command.Version()
 	root.SilenceErrors = true
 	root.SilenceUsage = true
@@ -47,6 +55,15 @@ func group(name, short string, commands ...*cobra.Command) *cobra.Command {
 	cmd.PersistentFlags().SortFlags = false
 	cmd.AddCommand(commands...)
 	return cmd
+}
+
+// addGroup adds commands with a title to the help text of cmd.
+func addGroup(cmd *cobra.Command, title string, commands ...*cobra.Command) {
+	cmd.AddGroup(&cobra.Group{ID: title, Title: title})
+	for _, c := range commands {
+		c.GroupID = title
+	}
+	cmd.AddCommand(commands...)
 }
 
 // targets returns the commands for a source, one per target. hasSelection is true if

@@ -20,7 +20,8 @@ func manCommand() *cobra.Command {
 		Short: "Write a man page for each command into a folder",
 		Long: `Write a man page for each command into a folder.
 The date of the pages is now, or that of the environment variable SOURCE_DATE_EPOCH.`,
-		Args: usage.One,
+		Example: "  kpng man /usr/share/man/man1",
+		Args:    usage.One,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if err := os.MkdirAll(args[0], 0o755); err != nil {
 				return fmt.Errorf("write man pages: %w", err)

@@ -35,6 +35,9 @@ With the name of a service, print what the program does with this service, and w
 
 The command reads the status page of the program, which needs the flag --healthz-bind-address. The
 program answers only clients on the same machine, unless it has the flag --expose-status.`,
+		Example: `  kpng status
+  kpng status default/web
+  kpng status --address 127.0.0.1:10257 -o json | jq .Sinks`,
 		Args: usage.AtMostOne,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if output != "text" && output != "json" && output != "yaml" {

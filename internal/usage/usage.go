@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package usage makes the errors of wrong command lines clear. An error says what is
-// wrong, in which command, and what was probably meant.
+// Package usage makes help texts that people can read, and clear errors of wrong command
+// lines. An error says what is wrong, in which command, and what was probably meant.
 package usage
 
 import (
@@ -64,9 +64,12 @@ func ExitStatus(err error) int {
 	}
 }
 
-// Prepare makes cmd and its subcommands return clear errors for wrong command lines. A
-// command that has subcommands and does nothing itself needs one of them.
+// Prepare makes cmd and its subcommands print help with groups of flags, and return clear
+// errors for wrong command lines. A command that has subcommands and does nothing itself
+// needs one of them.
 func Prepare(cmd *cobra.Command) {
+	cmd.SetHelpFunc(printHelp)
+	cmd.SetUsageFunc(printUsage)
 	cmd.SetFlagErrorFunc(func(cmd *cobra.Command, err error) error { return in(cmd, flagError(cmd, err)) })
 	for _, sub := range cmd.Commands() {
 		Prepare(sub)

@@ -7,6 +7,7 @@ package ovs
 import (
 	"encoding/binary"
 	"fmt"
+	"maps"
 	"math"
 	"net/netip"
 	"slices"
@@ -14,7 +15,10 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends/ovs/internal/openflow"
 	"github.com/kpng-project/kpng/internal/ovstest"
+	"github.com/kpng-project/kpng/maglev"
+	"github.com/kpng-project/kpng/nodeview"
 	"golang.org/x/sys/unix"
 )
 
@@ -173,7 +177,7 @@ func TestNodesChooseEqually(t *testing.T) {
 	}{
 		{api.HashConnection, 100, []int32{1}},
 		{api.HashClient, 10, []int32{1, 2, 7}},
-		{api.HashConnection, 300, []int32{1}}, // in several groups
+		{api.HashConnection, 257, []int32{1}}, // one more than the buckets of a group
 	} {
 		name := fmt.Sprintf("algorithm %v, %d endpoints, weights %d", test.algorithm, test.endpoints, test.weights)
 		all := addresses(test.endpoints, nil)
@@ -287,4 +291,71 @@ func TestSourceRangesApplyToNodePorts(t *testing.T) {
 	n.mustSync(web("192.0.2.0/24"))
 	n.greet(t, outside, 0, gateway+":30080")
 	ovstest.Await(t, "an admitted client has an answer", func() bool { return !dropped() })
+}
+
+// TestLawOfStableHashing simulates the choices of the switch with another hash function. In
+// lists of all sizes, an endpoint that is added or removed moves at most 1/N + 1 % of the
+// other clients.
+func TestLawOfStableHashing(t *testing.T) {
+	const clients = 5000
+	hash := func(a, b uint32) uint32 {
+		return uint32(maglev.Hash(binary.BigEndian.AppendUint32(binary.BigEndian.AppendUint32(nil, a), b)))
+	}
+	// chosen returns the actions of the endpoint of each client.
+	chosen := func(v *api.View) (all [clients]openflow.Actions) {
+		p, d := planned(v)
+		top := d.numberOf(name{service: v.Key(), list: listOf(v)})
+		sorted := map[uint32][]openflow.Bucket{}
+		for id, g := range p.groups {
+			sorted[id] = slices.SortedFunc(maps.Values(g.buckets), byID)
+		}
+		for client := range all {
+			for id := top; id != 0; id = openflow.GroupOf(all[client]) {
+				best := uint32(0)
+				client32 := hash(uint32(client), uint32(d.numbers.seed(id)))
+				for _, b := range sorted[id] {
+					if product := hash(b.ID, client32) & 0xffff * uint32(b.Weight); product >= best {
+						best, all[client] = product, b.Actions
+					}
+				}
+			}
+		}
+		return all
+	}
+	for _, weights := range [][]int32{{100}, {1, 2, 7}} {
+		largest := 0.0
+		for _, n := range []int{3, 10, 17, 30, 64, 100, 256, 257, 1000} {
+			all := addresses(n, nil)
+			web := func() *api.View { return weighted(view("web", clusterIP, all, withUDP(api.HashClient)), weights...) }
+			before := chosen(web())
+			for removed := n / 4; removed < n/4+2; removed++ {
+				v := web()
+				v.Endpoints = slices.Delete(v.Endpoints, removed, removed+1)
+				gone := netip.MustParseAddr(all[removed])
+				moved, others := 0, 0
+				for client, e := range chosen(v) {
+					if openflow.TranslatedTo(before[client]).Addr() != gone {
+						others++
+						if e != before[client] {
+							moved++
+						}
+					}
+				}
+				share, limit := float64(moved)/float64(others), 1/float64(n)+0.01
+				largest = max(largest, share/limit)
+				if share > limit {
+					t.Errorf("weights %d: endpoint %d of %d moves %.2f %% of other clients", weights, removed, n, 100*share)
+				}
+			}
+		}
+		t.Logf("weights %d: at most %.2f of the limit", weights, largest)
+	}
+}
+
+// listOf returns the ID of the only list of a view.
+func listOf(v *api.View) (id nodeview.ListID) {
+	for f := range nodeview.Frontends(v) {
+		id = f.Elsewhere.List
+	}
+	return id
 }

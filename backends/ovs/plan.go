@@ -379,70 +379,76 @@ type endpoint struct {
 	weight float64
 }
 
-// addGroups adds the group of a list of sorted endpoints. If they are too many, its buckets
-// are groups with parts of the list.
+// addGroups adds the group of a list of sorted endpoints. A part of the list with several
+// endpoints is a group of its own.
 func (p *servicePlan) addGroups(l name, algorithm api.Algorithm, endpoints []endpoint, bucket func(netip.AddrPort) openflow.Actions) {
-	g := &group{byClient: algorithm == api.HashClient}
-	if len(endpoints) <= maxBuckets {
-		weights := make([]float64, len(endpoints))
-		for i, e := range endpoints {
-			weights[i] = e.weight
-		}
-		factors := factorsOf(weights)
-		for i, e := range endpoints {
-			g.add(e.String(), factors[i], bucket(e.AddrPort))
-		}
-	} else {
-		parts := sections(endpoints)
-		if algorithm != api.Random && l.part == 0 {
-			parts = hashed(endpoints)
-		}
-		weights := make([]float64, len(parts))
-		for i, part := range parts {
-			for _, e := range part {
-				weights[i] += e.weight
-			}
-		}
-		if algorithm == api.Random && slices.Min(weights) >= 0.98*slices.Max(weights) {
-			clear(weights) // equal, so that few changes of the list change this group
-		}
-		factors := factorsOf(weights)
-		for i, part := range parts {
-			if len(part) == 0 {
-				continue
-			}
-			of := l
-			of.part = l.part*maxBuckets + i + 1
-			p.addGroups(of, algorithm, part, bucket)
-			g.add(strconv.Itoa(i), factors[i], openflow.ToGroup(p.number(of)))
+	var parts []part
+	switch {
+	case algorithm != api.Random && l.part == 0:
+		parts = hashed(endpoints)
+	case len(endpoints) > maxBuckets:
+		parts = sections(endpoints)
+	default:
+		for _, e := range endpoints {
+			parts = append(parts, part{e.String(), 0, []endpoint{e}})
 		}
 	}
+	weights := make([]float64, len(parts))
+	for i := range parts {
+		for _, e := range parts[i].endpoints {
+			weights[i] += e.weight
+		}
+	}
+	if algorithm == api.Random && len(parts) < len(endpoints) && slices.Min(weights) >= 0.98*slices.Max(weights) {
+		clear(weights) // equal, so that few changes of the list change this group
+	}
+	factors := factorsOf(weights)
+	g := &group{byClient: algorithm == api.HashClient}
+	for i, part := range parts {
+		if len(part.endpoints) == 1 {
+			g.add(part.key, factors[i], bucket(part.endpoints[0].AddrPort))
+			continue
+		}
+		of := l
+		of.part = l.part*maxBuckets + part.number + 1
+		p.addGroups(of, algorithm, part.endpoints, bucket)
+		g.add(part.key, factors[i], openflow.ToGroup(p.number(of)))
+	}
 	p.groups[p.number(l)] = g
+}
+
+// part is a part of a list. It has a bucket in the group of the list.
+type part struct {
+	// key determines the ID of the bucket.
+	key       string
+	number    int
+	endpoints []endpoint
 }
 
 // sections returns equal parts of a list. They are sections, so no choice of addresses
 // makes one of them larger, and a change of an endpoint moves at most one endpoint between
 // neighbouring parts.
-func sections(endpoints []endpoint) (parts [][]endpoint) {
+func sections(endpoints []endpoint) (parts []part) {
 	n := 1
 	for n < maxBuckets && len(endpoints) > n*maxBuckets {
 		n *= 2
 	}
 	for i := range n {
-		parts = append(parts, endpoints[i*len(endpoints)/n:(i+1)*len(endpoints)/n])
+		parts = append(parts, part{strconv.Itoa(i), i, endpoints[i*len(endpoints)/n : (i+1)*len(endpoints)/n]})
 	}
 	return parts
 }
 
-// hashed returns 64 parts of a list, for stable hashing. The part of an endpoint does not
-// depend on other endpoints. So a change of an endpoint moves no other endpoint.
-func hashed(endpoints []endpoint) [][]endpoint {
-	parts := make([][]endpoint, 64)
+// hashed returns the parts of a list for stable hashing, without empty ones. The part of an
+// endpoint does not depend on other endpoints. So a change of an endpoint moves no other
+// endpoint, whatever the number of endpoints. In a short list, most parts have one endpoint.
+func hashed(endpoints []endpoint) []part {
+	parts := make([]part, maxBuckets)
 	for _, e := range endpoints {
-		i := maglev.Hash([]byte(e.String())) >> 32 % uint64(len(parts))
-		parts[i] = append(parts[i], e)
+		i := int(maglev.Hash([]byte(e.String())) >> 32 % maxBuckets)
+		parts[i] = part{strconv.Itoa(i), i, append(parts[i].endpoints, e)}
 	}
-	return parts
+	return slices.DeleteFunc(parts, func(p part) bool { return len(p.endpoints) == 0 })
 }
 
 // factorsOf returns the weights of buckets in a group whose shares are proportional to

@@ -19,6 +19,7 @@ import (
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/backends/ovs/internal/openflow"
+	"github.com/kpng-project/kpng/maglev"
 	"github.com/kpng-project/kpng/sink"
 )
 
@@ -64,8 +65,12 @@ func TestNoAddressesMakeLargeGroups(t *testing.T) {
 		h.Write(binary.BigEndian.AppendUint16(a.AsSlice(), 8080))
 		return h.Sum64()>>1%8 == 0
 	})
+	sameSlot := addresses(maxBuckets+1, func(a netip.Addr) bool {
+		return maglev.Hash([]byte(netip.AddrPortFrom(a, 8080).String()))>>32%maxBuckets == 1
+	})
 	for name, endpoints := range map[string][]string{
-		"256": addresses(256, nil), "257": addresses(257, nil), "1000": addresses(1000, nil), "chosen": chosen,
+		"same slot": sameSlot,
+		"256":       addresses(256, nil), "257": addresses(257, nil), "1000": addresses(1000, nil), "chosen": chosen,
 		"more than groups of groups can have": addresses(maxBuckets*maxBuckets+1, nil),
 		"IPv6":                                ipv6Addresses(300),
 	} {
@@ -75,6 +80,12 @@ func TestNoAddressesMakeLargeGroups(t *testing.T) {
 				ip = "fd00:10:96::1"
 			}
 			p, _ := planned(view("web", ip, endpoints, withAffinity))
+			hashed, _ := planned(view("web", ip, endpoints, func(s *api.Service) { s.Algorithm = api.HashClient }))
+			for id, g := range hashed.groups {
+				if len(g.buckets) > maxBuckets {
+					t.Errorf("group %#x of the hashed service has %d buckets", id, len(g.buckets))
+				}
+			}
 			used := map[uint32]bool{}
 			for id, g := range p.groups {
 				buckets, size := g.buckets, 0

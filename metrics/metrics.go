@@ -47,7 +47,7 @@ func New(r prometheus.Registerer, opts Options) (*Metrics, error) {
 		return nil, errors.New("register kpng's metrics: the registry is nil")
 	}
 	all := prometheus.NewRegistry() // a single collector, so that r accepts or rejects all metrics together
-	m := &Metrics{sinks: newSinkMetrics(promauto.With(all)), node: newNodeMetrics(opts.KubeProxy)}
+	m := &Metrics{sinks: newSinkMetrics(all), node: newNodeMetrics(opts.KubeProxy)}
 	m.node.register(all)
 	if opts.KubeProxy {
 		m.kubeProxy.Store(newKubeProxySeries(promauto.With(all)))
@@ -74,6 +74,7 @@ func (m *Metrics) Sink(name string) sink.Observer {
 		Pending: func(services int) {
 			for _, s := range all {
 				s.pending.Set(float64(services))
+				s.fresh.pending(services)
 			}
 		},
 		Synced: func(r sink.SyncResult) {
@@ -100,8 +101,8 @@ func (m *Metrics) Sink(name string) sink.Observer {
 // The type series holds those metrics of one sink that exist in kube-proxy, too.
 type series struct {
 	full, partial, programming prometheus.Observer
-	lastQueued, lastSynced     prometheus.Gauge
-	pending                    prometheus.Gauge
+	lastQueued, pending        prometheus.Gauge
+	fresh                      *freshness
 	changes                    prometheus.Counter
 	duration                   prometheus.Observer // time per Sync; nil in kpng's metrics
 }
@@ -117,9 +118,7 @@ func (s *series) synced(r sink.SyncResult) {
 		s.partial.Observe(r.Duration.Seconds())
 	}
 	s.changes.Add(float64(r.Services))
-	if r.Err == nil {
-		s.lastSynced.SetToCurrentTime()
-	}
+	s.fresh.synced(r.Err)
 }
 
 // syncBuckets are kube-proxy's buckets: 1 ms to 16 s.
@@ -143,13 +142,17 @@ func newKubeProxySeries(f promauto.Factory) *series {
 	gauge := func(name, help string) prometheus.Gauge {
 		return f.NewGauge(prometheus.GaugeOpts{Namespace: "kubeproxy", Name: name, Help: help})
 	}
+	fresh := &freshness{}
+	f.NewGaugeFunc(prometheus.GaugeOpts{
+		Namespace: "kubeproxy", Name: "sync_proxy_rules_last_timestamp_seconds", Help: freshHelp,
+	}, fresh.seconds)
 	return &series{
 		duration:    histogram("sync_proxy_rules_duration_seconds", "Duration of a sync.", syncBuckets),
 		full:        histogram("sync_full_proxy_rules_duration_seconds", "Duration of a full sync.", syncBuckets),
 		partial:     histogram("sync_partial_proxy_rules_duration_seconds", "Duration of a partial sync.", syncBuckets),
 		programming: histogram("network_programming_duration_seconds", "Time from an endpoint change until it is programmed.", programmingBuckets),
 		lastQueued:  gauge("sync_proxy_rules_last_queued_timestamp_seconds", "Time when a sync was last queued."),
-		lastSynced:  gauge("sync_proxy_rules_last_timestamp_seconds", "Time when a sync last succeeded."),
+		fresh:       fresh,
 		changes: f.NewCounter(prometheus.CounterOpts{
 			Namespace: "kubeproxy", Name: "sync_proxy_rules_service_changes_total", Help: "Changes of services, including their endpoints.",
 		}),
@@ -159,12 +162,21 @@ func newKubeProxySeries(f promauto.Factory) *series {
 
 // sinkMetrics are kpng's own metrics, with one series for each sink.
 type sinkMetrics struct {
-	duration, programming                    *prometheus.HistogramVec
-	errors, changes, verified                *prometheus.CounterVec
-	lastQueued, lastSynced, pending, failing *prometheus.GaugeVec
+	duration, programming        *prometheus.HistogramVec
+	errors, changes, verified    *prometheus.CounterVec
+	lastQueued, pending, failing *prometheus.GaugeVec
+	fresh                        *freshnessVec
 }
 
-func newSinkMetrics(f promauto.Factory) *sinkMetrics {
+const freshHelp = "Last time when everything was programmed: now, if nothing waits or fails."
+
+func newSinkMetrics(r prometheus.Registerer) *sinkMetrics {
+	f := promauto.With(r)
+	fresh := &freshnessVec{
+		desc:  prometheus.NewDesc("kpng_sink_sync_last_timestamp_seconds", freshHelp, []string{"sink"}, nil),
+		sinks: map[string]*freshness{},
+	}
+	r.MustRegister(fresh)
 	opts := func(name, help string) prometheus.Opts {
 		return prometheus.Opts{Namespace: "kpng", Subsystem: "sink", Name: name, Help: help}
 	}
@@ -182,7 +194,7 @@ func newSinkMetrics(f promauto.Factory) *sinkMetrics {
 		errors:      counter("sync_errors_total", "Syncs with failures, by kind (all: nothing was acknowledged; some: some services failed).", "sink", "kind"),
 		programming: histogram("network_programming_duration_seconds", "Time from the oldest endpoint change of a service until it is programmed.", programmingBuckets, "sink"),
 		lastQueued:  gauge("sync_last_queued_timestamp_seconds", "Time when changes last began to wait."),
-		lastSynced:  gauge("sync_last_timestamp_seconds", "Time when a sync last succeeded without failures."),
+		fresh:       fresh,
 		changes:     counter("service_changes_total", "Services delivered to the sink.", "sink"),
 		pending:     gauge("service_changes_pending", "Services that wait for a delivery or a retry."),
 		failing:     gauge("services_failing", "Services whose last sync failed."),
@@ -202,8 +214,8 @@ func (m *sinkMetrics) of(sink string) *sinkSeries {
 		series: series{
 			full: m.duration.WithLabelValues(sink, "full"), partial: m.duration.WithLabelValues(sink, "partial"),
 			programming: m.programming.WithLabelValues(sink),
-			lastQueued:  m.lastQueued.WithLabelValues(sink), lastSynced: m.lastSynced.WithLabelValues(sink),
-			pending: m.pending.WithLabelValues(sink),
+			lastQueued:  m.lastQueued.WithLabelValues(sink), pending: m.pending.WithLabelValues(sink),
+			fresh:   m.fresh.of(sink),
 			changes: m.changes.WithLabelValues(sink),
 		},
 		failedAll: m.errors.WithLabelValues(sink, "all"), failedSome: m.errors.WithLabelValues(sink, "some"),

@@ -229,5 +229,16 @@ func TestServerHealthAndMetrics(t *testing.T) {
 	eventually(t, "the server is ready", func() bool { code, _ := get(t, "http://"+status+"/readyz"); return code == 200 })
 	if _, body := get(t, "http://"+status+"/metrics"); !strings.Contains(body, "\nkpng_server_streams 0\n") {
 		t.Errorf("no metrics of the server in\n%s", body)
+	} else if !strings.Contains(body, "\nkpng_build_info{") || !strings.Contains(body, "\n# TYPE kpng_source_synced") {
+		t.Errorf("no metrics of the process in\n%s", body)
+	}
+	for path, want := range map[string]string{
+		"/statusz": "\nUp: ",
+		"/flagz":   "\napi=[" + socket + "]\n",
+		"/configz": `"metrics-bind-address":"` + status + `"`,
+	} {
+		if code, body := get(t, "http://"+status+path); code != 200 || !strings.Contains(body, want) {
+			t.Errorf("%s: status %d, want %q in\n%s", path, code, want, body)
+		}
 	}
 }

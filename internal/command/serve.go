@@ -54,8 +54,8 @@ type Serving struct {
 func (s *Serving) Register(fs *pflag.FlagSet) {
 	s.flags = fs
 	fs.StringVar(&s.health, "healthz-bind-address", "", "serve /healthz, /livez, /readyz and /status on this `host:port`, on loopback if the host is empty (off by default)")
-	fs.BoolVar(&s.exposeStatus, "expose-status", false, "answer /status, which has the names and addresses of services, also to clients on other machines")
-	fs.StringVar(&s.metrics, "metrics-bind-address", "", "serve /metrics on this `host:port`, on loopback if the host is empty (off by default)")
+	fs.BoolVar(&s.exposeStatus, "expose-status", false, "answer /status, which has the names and addresses of services, and /configz, /flagz and /statusz also to clients on other machines")
+	fs.StringVar(&s.metrics, "metrics-bind-address", "", "serve /metrics, /configz, /flagz and /statusz on this `host:port`, on loopback if the host is empty (off by default)")
 	fs.BoolVar(&s.profiling, "profiling", false, "also serve profiles of CPU time and memory at /debug/pprof/ on the metrics address")
 }
 
@@ -67,18 +67,17 @@ func (s *Serving) Register(fs *pflag.FlagSet) {
 // flags must not contain secrets.
 func (s *Serving) Run(ctx context.Context, h func() health.Report, c prometheus.Collector, run func(context.Context) error) error {
 	var set []string
-	if s.flags != nil {
-		s.flags.Visit(func(f *pflag.Flag) { set = append(set, "--"+f.Name+"="+f.Value.String()) })
-	}
+	s.flags.Visit(func(f *pflag.Flag) { set = append(set, "--"+f.Name+"="+f.Value.String()) })
 	klog.FromContext(ctx).Info("Starting", "version", Version(), "source", s.Source, "flags", set)
 	if s.profiling && s.metrics == "" {
 		return usage.Errorf("--profiling needs --metrics-bind-address")
 	}
-	if s.exposeStatus && s.health == "" {
-		return usage.Errorf("--expose-status needs --healthz-bind-address")
+	if s.exposeStatus && s.health == "" && s.metrics == "" {
+		return usage.Errorf("--expose-status needs --healthz-bind-address or --metrics-bind-address")
 	}
 	registry := prometheus.NewRegistry()
-	for _, c := range [...]prometheus.Collector{collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}), c} {
+	own := []prometheus.Collector{collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}), newBuildInfo(), newCertificateMetrics(s.flags), c}
+	for _, c := range append(own, clientMetrics()...) {
 		if err := registry.Register(c); err != nil {
 			return fmt.Errorf("register metrics: %w", err)
 		}
@@ -97,12 +96,18 @@ func (s *Serving) Run(ctx context.Context, h func() health.Report, c prometheus.
 		handle(s.health, path, health.Handler(h))
 	}
 	handle(s.metrics, "/metrics", promhttp.HandlerFor(registry, promhttp.HandlerOpts{}))
-	if s.Status != nil {
-		status := s.Status
+	// details serves a page that shows names and addresses.
+	details := func(address, path string, h http.Handler) {
 		if !s.exposeStatus {
-			status = onlyLocal(status)
+			h = onlyLocal(h)
 		}
-		handle(s.health, "/status", status)
+		handle(address, path, h)
+	}
+	if s.Status != nil {
+		details(s.health, "/status", s.Status)
+	}
+	for path, page := range componentPages(s.flags) {
+		details(s.metrics, path, page)
 	}
 	if s.proxyMode != "" {
 		handle(s.metrics, "/proxyMode", http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
@@ -204,7 +209,7 @@ func onlyLocal(h http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
 		client, _ := netip.ParseAddrPort(req.RemoteAddr)
 		if !client.Addr().Unmap().IsLoopback() || !isAddress(req.Host) {
-			http.Error(w, "/status is only for clients that connect to a loopback address of this machine; --expose-status allows others", http.StatusForbidden)
+			http.Error(w, req.URL.Path+" is only for clients that connect to a loopback address of this machine; --expose-status allows others", http.StatusForbidden)
 			return
 		}
 		h.ServeHTTP(w, req)

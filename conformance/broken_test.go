@@ -76,7 +76,7 @@ var faults = []fault{
 	{name: "there is no short circuit", sink: reference.NoShortCircuit, failingCases: []string{"ignore external policy Local", "connections to localhost ignore", "ignore them only at external addresses"}},
 	{name: "hairpin is not masqueraded", sink: reference.NoHairpin, failingCases: []string{"an endpoint that connects to itself"}},
 	{name: "only hairpin is masqueraded", sink: reference.NoMasquerade, failingCases: []string{
-		"with policy Cluster, all connections get", "source address of the route", "if so configured"}},
+		"with policy Cluster, connections from elsewhere get", "with policy Cluster, connections of the node and its pods get", "source address of the route", "if so configured"}},
 	{name: "everything is masqueraded", sink: reference.MasqueradesAll, failingCases: []string{"keep their source address"}},
 	{name: "there is no affinity", sink: reference.NoAffinity, failingCases: []string{
 		"a client keeps its endpoint, and clients use", "session affinity applies on localhost", "affinity applies to the node", "a client has the same endpoint at all", "ends only when a client", "when an endpoint is removed, only",

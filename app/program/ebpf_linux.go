@@ -12,14 +12,14 @@ import (
 	"github.com/spf13/pflag"
 )
 
-// EBPF returns the backend that balances connections inside the cluster with eBPF, and
+// EBPF returns the backend that balances connections of the node and its pods with eBPF, and
 // all other connections with nftables.
 func EBPF() sink.Sink {
 	f := &ebpfFlags{}
 	return withReports(&command.Backend{
 		Name:  "ebpf",
-		Short: "Balance connections inside the cluster with eBPF, and all others with nftables",
-		Long: "Balances connections of this node and its pods to cluster IPs with eBPF when sockets connect, and all other connections with nftables, like to-local nftables. " +
+		Short: "Balance connections of the node and its pods with eBPF, and all others with nftables",
+		Long: "Balances connections of this node and its pods with eBPF when sockets connect, and all other connections with nftables, like to-local nftables. " +
 			"What is programmed stays when the program ends: see kpng cleanup ebpf. It needs CAP_BPF, CAP_NET_ADMIN, CAP_PERFMON and Linux 5.10, and CAP_NET_RAW for resets of connections.",
 		Flags: f.register,
 		Make:  f.parts,
@@ -40,7 +40,7 @@ func (f *ebpfFlags) register(fs *pflag.FlagSet) {
 	fs.BoolVar(&f.ebpf.HostNetworkOnly, "host-network-only", false, "handle only sockets in the network namespace of the node, not those of pods")
 	fs.BoolVar(&f.ebpf.TCPOnly, "tcp-only", false, "handle only TCP connections with eBPF, and leave UDP to nftables")
 	fs.StringVar(&f.ebpf.Annotation, "ebpf-annotation", "kpng.io/ebpf", "leave services to nftables for which this `annotation` has the value false")
-	fs.IntVar(&f.ebpf.MaxFrontends, "max-frontends", 1<<18, "handle at most this `number` of cluster IPs and ports")
+	fs.IntVar(&f.ebpf.MaxFrontends, "max-frontends", 1<<18, "handle at most this `number` of addresses and ports of services")
 	fs.IntVar(&f.ebpf.MaxEndpoints, "max-endpoints", 1<<20, "handle at most this `number` of endpoints of all services together")
 	fs.IntVar(&f.ebpf.MaxMembers, "max-members", 1<<18, "handle at most this `number` of endpoints of UDP ports and of services with session affinity")
 	fs.IntVar(&f.ebpf.MaxClients, "max-clients", 1<<16, "remember the endpoints of at most this `number` of clients with session affinity")

@@ -565,7 +565,20 @@ func TestPlan(t *testing.T) {
 		"external addresses": {view("web", nil, all, func(s *api.Service) {
 			s.Type = api.LoadBalancer
 			s.IPs.ExternalIPs.Add(netip.MustParseAddr("192.0.2.1"))
-			s.Ports[0].NodePort = 30000
+			s.IPs.LoadBalancerIPs.Add(netip.MustParseAddr("192.0.2.2"))
+			s.Ports = s.Ports[:1]
+		}), []string{
+			"192.0.2.2:80/TCP to 10.0.0.1:8080 10.0.0.2:8080",
+			"192.0.2.1:80/TCP to 10.0.0.1:8080 10.0.0.2:8080",
+		}},
+		"source ranges": {view("web", nil, all, func(s *api.Service) {
+			s.Type = api.LoadBalancer
+			s.IPs.LoadBalancerIPs.Add(netip.MustParseAddr("192.0.2.2"))
+			s.SourceRanges = []api.SourceRanges{{TargetIPs: s.IPs.LoadBalancerIPs, Prefixes: []netip.Prefix{netip.MustParsePrefix("10.0.0.0/8")}}}
+		}), nil},
+		"session affinity at an external address": {view("web", nil, all, func(s *api.Service) {
+			s.IPs.ExternalIPs.Add(netip.MustParseAddr("192.0.2.1"))
+			s.AffinitySeconds = 5
 		}), nil},
 		"an annotation": {view("web", ips, all, func(s *api.Service) { s.Annotations = map[string]string{"no": "false"} }), nil},
 	} {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package ebpf is a sink that balances connections inside the cluster when sockets
+// Package ebpf is a sink that balances connections of a node and its pods when sockets
 // connect, without network address translation. Programs at hooks of a cgroup replace the
-// cluster IP by the address of an endpoint.
+// address of a service by that of an endpoint.
 //
 // The sink is a layer above another sink. The other sink also programs all services. It
 // handles the traffic that the programs of this package do not translate:

@@ -86,23 +86,23 @@ func uncheckedKernel(t *testing.T) *fakeKernel {
 // TestElementsAreFrontendsPlusLists checks that an endpoint is written once for all ports
 // that lead to it, also by an update, a restart and a deletion.
 func TestElementsAreFrontendsPlusLists(t *testing.T) {
-	const ports, endpoints = 50, 100
+	const ports, endpoints, ips = 50, 100, 21 // one cluster IP, and external IPs
 	pass := sink.Changes{First: true, Last: true}
 	k := uncheckedKernel(t)
-	web := large("web", ports, 1000, endpoints)
-	k.mustWrite("load", k.written(pass, web), counts{ports, endpoints, endpoints, 0})
+	web := large("web", ports, ips-1, endpoints)
+	k.mustWrite("load", k.written(pass, web), counts{ports * ips, endpoints, endpoints, 0})
 	k.mustWrite("change without a difference", k.written(sink.Changes{}, web), counts{})
-	k.mustWrite("lose an endpoint", k.written(sink.Changes{}, large("web", ports, 1000, endpoints-1)),
-		counts{ports, endpoints - 1, endpoints - 1, 2 * endpoints})
-	k.mustWrite("get it again", k.written(sink.Changes{}, web), counts{ports, endpoints, endpoints, 2 * (endpoints - 1)})
-	k.mustWrite("get a port", k.written(sink.Changes{}, large("web", ports+1, 1000, endpoints)), counts{1, 0, 0, 0})
-	k.mustWrite("lose a port", k.written(sink.Changes{}, web), counts{0, 0, 0, 1})
+	k.mustWrite("lose an endpoint", k.written(sink.Changes{}, large("web", ports, ips-1, endpoints-1)),
+		counts{ports * ips, endpoints - 1, endpoints - 1, 2 * endpoints})
+	k.mustWrite("get it again", k.written(sink.Changes{}, web), counts{ports * ips, endpoints, endpoints, 2 * (endpoints - 1)})
+	k.mustWrite("get a port", k.written(sink.Changes{}, large("web", ports+1, ips-1, endpoints)), counts{ips, 0, 0, 0})
+	k.mustWrite("lose a port", k.written(sink.Changes{}, web), counts{0, 0, 0, ips})
 	k.restart()
 	k.mustWrite("restart", k.written(pass, web), counts{})
 	k.mustHave(map[string]*api.View{"web": web})
 	k.mustWrite("delete", k.step(func() error {
 		return k.sync(t.Context(), changesOf(sink.Changes{}, map[string]*api.View{"web": nil}))
-	}), counts{deleted: ports + 2*endpoints})
+	}), counts{deleted: ports*ips + 2*endpoints})
 }
 
 // TestListsOfEarlierVersionsAreMerged starts with maps in which each frontend has a list of

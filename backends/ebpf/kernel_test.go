@@ -1434,7 +1434,7 @@ func testDataplane(t *testing.T) {
 		"without view":  {"10.96.0.1", api.TCP, nil, []string{"  slot 0: 10.0.0.1:8080", "  slot 1: 10.0.0.2:8080"}},
 		"different":     {"10.96.0.1", api.TCP, other, []string{"+ slot 0: 10.0.0.1:8080", "- slot 0: 10.0.0.2:8080", "+ slot 1: 10.0.0.2:8080", "- slot 1: 10.0.0.3:8080"}},
 		"no endpoint":   {"10.96.0.1", api.TCP, none, []string{"  not handled by eBPF: it has no usable endpoint", "+ slot 0: 10.0.0.1:8080", "+ slot 1: 10.0.0.2:8080"}},
-		"external IP":   {"192.0.2.1", api.TCP, web, []string{"  not handled by eBPF: it is not a cluster IP", "  nothing leads to it"}},
+		"external IP":   {"192.0.2.1", api.TCP, web, []string{"  slot 0: 10.0.0.1:8080", "  slot 1: 10.0.0.2:8080"}},
 		"other address": {"192.0.2.2", api.TCP, nil, []string{"  nothing leads to it"}},
 	} {
 		got, err := n.Inspect(t.Context(), netip.MustParseAddr(test.addr), test.protocol, 80, test.view)

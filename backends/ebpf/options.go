@@ -45,7 +45,7 @@ type Options struct {
 	BPFFS string
 
 	// HostNetworkOnly restricts the programs to sockets in the network namespace in which
-	// the process started. Packets of pods then still have the cluster IP as destination.
+	// the process started. Packets of pods then still have the service as destination.
 	// Service meshes, and pods that run virtual machines, may need this destination. Linux
 	// 5.14 or newer is required.
 	HostNetworkOnly bool
@@ -56,7 +56,7 @@ type Options struct {
 	// deliver this annotation. Default: "kpng.io/ebpf".
 	Annotation string
 
-	// MaxFrontends is the maximum number of pairs of a cluster IP and a port that the
+	// MaxFrontends is the maximum number of pairs of an address and a port that the
 	// programs handle. A service may use at most an eighth of this number, of MaxEndpoints
 	// and of MaxMembers, but 64 are always allowed. The other sink handles services that
 	// need more. Default: 262,144.

@@ -311,13 +311,12 @@ func (s *servicePlan) existingMembers(f *nodeview.Frontend) memberSet {
 const noEndpoint = "it has no usable endpoint"
 
 // unsuitable returns the reason why the programs cannot handle a frontend, or the empty
-// string if they can. They handle only cluster IPs, because connections to a cluster IP
-// keep the source address of the client. A traffic parameter that the programs do not honour
-// is a reason only if the other sink honours it.
+// string if they can. A traffic parameter that the programs do not honour is a reason only if
+// the other sink honours it.
 func (p *planner) unsuitable(view *api.View, f *nodeview.Frontend) string {
 	switch {
-	case f.Kind != nodeview.ClusterIP:
-		return "it is not a cluster IP"
+	case f.Kind == nodeview.NodePort:
+		return "it is a node port"
 	case f.Protocol != api.TCP && f.Protocol != api.UDP:
 		return "the protocol is not TCP or UDP"
 	case f.Protocol != api.TCP && p.tcpOnly:
@@ -326,6 +325,8 @@ func (p *planner) unsuitable(view *api.View, f *nodeview.Frontend) string {
 		return "it has source ranges"
 	case f.Protocol == api.UDP && f.Affinity != 0:
 		return "it is a UDP port with session affinity"
+	case f.Kind != nodeview.ClusterIP && f.Affinity != 0:
+		return "with session affinity, a client has one endpoint at all external addresses"
 	case view.Service.Annotations[p.annotation] == "false":
 		return "the annotation " + p.annotation + " of the service excludes it"
 	case f.Algorithm != api.Random && p.below.Algorithm:

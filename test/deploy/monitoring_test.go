@@ -177,13 +177,17 @@ func TestDashboardIsWellFormed(t *testing.T) {
 // the dashboard select must exist in one of these programs, with all labels.
 func TestKpngExposesMetricsOfAlertsAndDashboard(t *testing.T) {
 	kpng := gotool.BuildOwn(t, "./cmd/kpng")
+	files := t.TempDir()
+	certificates(t, files)
+	files += "/kpng-server/"
 	var series []map[string]string
 	for name, target := range map[string][]string{
 		"nftables":  {"to-local", "nftables"},
 		"iptables":  {"to-local", "iptables"},
 		"ebpf":      {"to-local", "ebpf"},
 		"userspace": {"to-local", "userspace"},
-		"server":    {"to-api", "--listen", "tcp://127.0.0.1:12090"},
+		"server": {"to-api", "--listen", "tcp://127.0.0.1:12090",
+			"--tls-ca-file=" + files + "ca.crt", "--tls-cert-file=" + files + "tls.crt", "--tls-key-file=" + files + "tls.key"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			series = append(series, scrape(t, kpng, target)...)

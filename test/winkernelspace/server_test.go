@@ -143,6 +143,16 @@ func (s *server) stop() {
 	clear(s.handles)
 }
 
+// totalCalls returns the number of calls since the last call of the method functions.
+func (s *server) totalCalls() (n int) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for _, calls := range s.calls {
+		n += calls
+	}
+	return n
+}
+
 // fail makes the next n calls of a function fail with result. It cancels the remaining
 // failures of an earlier call of fail, and returns their number.
 func (s *server) fail(function string, n int, result string) (left int) {

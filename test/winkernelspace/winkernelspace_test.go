@@ -332,16 +332,21 @@ func (w *world) eventually(what string) {
 	w.await(what, w.expected())
 }
 
-// await waits until the method Dump of the simulated HNS returns want. The test fails
-// after a timeout, or if the proxy has ended.
+// await waits until the method Dump of the simulated HNS returns want. The test fails if
+// the proxy has ended, has not called HNS for a minute, or calls it in vain for ten.
 func (w *world) await(what, want string) {
 	w.Helper()
-	for deadline := time.Now().Add(patience); ; time.Sleep(20 * time.Millisecond) {
+	calls := w.hns.totalCalls()
+	deadline, last := time.Now().Add(patience), time.Now().Add(10*patience)
+	for ; ; time.Sleep(20 * time.Millisecond) {
 		got := w.hns.hns.Dump()
 		if got == want {
 			break
 		}
-		if time.Now().After(deadline) {
+		if n := w.hns.totalCalls(); n != calls {
+			calls, deadline = n, time.Now().Add(patience)
+		}
+		if now := time.Now(); now.After(deadline) || now.After(last) {
 			w.Fatalf("%s: HNS (-want +got):\n%s", what, cmp.Diff(want, got))
 		}
 	}

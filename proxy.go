@@ -28,8 +28,8 @@ import (
 // Options select the source of the cluster's state, the node, and the services to proxy.
 // The zero value selects this machine's node and the services that kube-proxy serves.
 //
-// At most one of Kubeconfig, Config, Informers and Manifests may be set. If none is set,
-// kpng uses the pod's service account. Outside a cluster it uses the same kubeconfig as
+// At most one of Kubeconfig, Config, Informers, Manifests and Source may be set. If none is
+// set, kpng uses the pod's service account. Outside a cluster it uses the same kubeconfig as
 // kubectl: $KUBECONFIG, else ~/.kube/config.
 type Options struct {
 	// Kubeconfig is the path of a kubeconfig file.
@@ -42,6 +42,10 @@ type Options struct {
 	// Manifests is a file or folder of Kubernetes manifests. The library reads it instead
 	// of an API server and follows its changes.
 	Manifests string
+	// Source is a source of your own: a function that writes the services, slices and nodes to
+	// state until ctx ends, and calls state.SetSynced when it has written all of them. If it
+	// returns an error earlier, Run returns that error. The options Services do not apply.
+	Source func(ctx context.Context, state *cluster.State) error
 
 	// Services selects the services to proxy, and the labels and annotations to keep. The
 	// label service.kubernetes.io/service-proxy-name usually selects the services.

@@ -16,6 +16,7 @@ import (
 
 	"github.com/kpng-project/kpng"
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/cluster"
 	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
 	"github.com/kpng-project/kpng/watcher"
@@ -71,6 +72,29 @@ func TestRunDrivesEverySink(t *testing.T) {
 	cancel()
 	if err := <-ended; err != nil {
 		t.Errorf("Run returned %v", err)
+	}
+}
+
+func TestRunFollowsSourceOfProgram(t *testing.T) {
+	got, lost := make(chan string), errors.New("the source is lost")
+	release := make(chan bool)
+	ended := make(chan error)
+	go func() {
+		ended <- kpng.Run(t.Context(), kpng.Options{NodeName: "n1", Source: func(_ context.Context, state *cluster.State) error {
+			state.Update(func(tx *cluster.Tx) {
+				tx.SetService(&api.Service{Namespace: "ns", Name: "web", Type: api.ClusterIP})
+			})
+			state.SetSynced()
+			<-release
+			return lost
+		}}, names(got))
+	}()
+	if got := <-got; got != "web" {
+		t.Errorf("services %q, want web", got)
+	}
+	close(release)
+	if err := <-ended; !errors.Is(err, lost) {
+		t.Errorf("Run returned %v, want %v", err, lost)
 	}
 }
 

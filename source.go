@@ -15,13 +15,16 @@ import (
 // is true, that function does not retry after an error but returns the error.
 func source(opts Options, once bool) (func(context.Context, *cluster.State) error, error) {
 	given := 0
-	for _, set := range [...]bool{opts.Kubeconfig != "", opts.Config != nil, opts.Informers != nil, opts.Manifests != ""} {
+	for _, set := range [...]bool{opts.Kubeconfig != "", opts.Config != nil, opts.Informers != nil, opts.Manifests != "", opts.Source != nil} {
 		if set {
 			given++
 		}
 	}
 	if given > 1 {
-		return nil, errors.New("at most one of Kubeconfig, Config, Informers and Manifests may be set")
+		return nil, errors.New("at most one of Kubeconfig, Config, Informers, Manifests and Source may be set")
+	}
+	if opts.Source != nil {
+		return opts.Source, nil
 	}
 	if opts.Manifests != "" {
 		return func(ctx context.Context, state *cluster.State) error {

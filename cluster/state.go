@@ -601,6 +601,12 @@ func (tx *Tx) ReplaceSlices(all iter.Seq[*api.EndpointSlice]) {
 	replace(tx.s.slices.all(), all, (*api.EndpointSlice).Key, tx.SetSlice, tx.DeleteSlice)
 }
 
+// ReplaceSlicesOf sets the given slices, which belong to one service, and deletes all other
+// slices of this service.
+func (tx *Tx) ReplaceSlicesOf(service types.NamespacedName, all iter.Seq[*api.EndpointSlice]) {
+	replace(slices.Values(tx.s.wanted(service).Slices), all, (*api.EndpointSlice).Key, tx.SetSlice, tx.DeleteSlice)
+}
+
 // SetNode adds or changes a node.
 func (tx *Tx) SetNode(node *api.Node) {
 	tx.s.nodes.Set(node.Name, node)

@@ -18,6 +18,7 @@ import (
 	"github.com/kpng-project/kpng/cluster"
 	"github.com/kpng-project/kpng/diffstore"
 	"github.com/kpng-project/kpng/internal/revstore"
+	"k8s.io/apimachinery/pkg/types"
 )
 
 func slice(name, service string) *api.EndpointSlice {
@@ -520,5 +521,18 @@ func BenchmarkManySlicesOfOneService(b *testing.B) {
 				state.Update(func(tx *cluster.Tx) { tx.ReplaceSlices(slices.Values(list[:0])) })
 			}
 		})
+	}
+}
+
+func TestReplaceSlicesOfOneService(t *testing.T) {
+	state := cluster.New(cluster.Options{})
+	state.Update(func(tx *cluster.Tx) {
+		tx.SetSlice(slice("web-1", "web"))
+		tx.SetSlice(slice("web-2", "web"))
+		tx.SetSlice(slice("db-1", "db"))
+		tx.ReplaceSlicesOf(types.NamespacedName{Namespace: "ns", Name: "web"}, slices.Values([]*api.EndpointSlice{slice("web-2", "web"), slice("web-3", "web")}))
+	})
+	if diff := gocmp.Diff([]string{"(db) db-1", "(web) web-2 web-3"}, joined(state)); diff != "" {
+		t.Error(diff)
 	}
 }

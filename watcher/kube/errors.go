@@ -3,6 +3,7 @@
 package kube
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -79,7 +80,7 @@ func (r *reporter) request(ctx context.Context, verb string, err error) error {
 	return e
 }
 
-// If all requests for a resource fail for staleAfter, the state becomes stale.
+// staleAfter is the default of Options.StaleAfter.
 const staleAfter = 3 * time.Minute
 
 // outcome records whether a request for a resource succeeded, and updates the stale flag.
@@ -93,7 +94,7 @@ func (w *watch) outcome(resource string, ok bool) {
 	}
 	stale := false
 	for _, since := range w.failedSince {
-		stale = stale || time.Since(since) >= staleAfter
+		stale = stale || time.Since(since) >= cmp.Or(w.opts.StaleAfter, staleAfter)
 	}
 	w.state.Update(func(tx *cluster.Tx) { tx.SetStale(stale) })
 }

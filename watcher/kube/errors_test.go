@@ -15,18 +15,20 @@ import (
 func TestLongOutageMakesStateStale(t *testing.T) {
 	for _, test := range []struct {
 		name     string
+		after    time.Duration
 		outcomes string // one letter per request: s for services, n for nodes; a capital letter if the request succeeds
 		want     string // one letter per request: T if the state is stale after the request, else F
 	}{
-		{"a long outage", "sssss", "FFFTT"},
-		{"a long outage, and recovery", "ssssS", "FFFTF"},
-		{"two short outages", "sssSsss", "FFFFFFF"},
-		{"an outage of one of two resources", "sNsNsNsNS", "FFFTTTTTF"},
-		{"an outage of the other resource", "NNnnnnNN", "FFFFFTFF"},
+		{"a long outage", 0, "sssss", "FFFTT"},
+		{"a long outage, and recovery", 0, "ssssS", "FFFTF"},
+		{"two short outages", 0, "sssSsss", "FFFFFFF"},
+		{"an outage of one of two resources", 0, "sNsNsNsNS", "FFFTTTTTF"},
+		{"an outage of the other resource", 0, "NNnnnnNN", "FFFFFTFF"},
+		{"a state that is stale earlier", time.Minute, "sss", "FTT"},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
-				w := &watch{state: cluster.New(cluster.Options{}), failedSince: map[string]time.Time{}}
+				w := &watch{opts: Options{StaleAfter: test.after}, state: cluster.New(cluster.Options{}), failedSince: map[string]time.Time{}}
 				got := ""
 				for _, o := range test.outcomes {
 					resource := map[rune]string{'s': services, 'S': services, 'n': nodes, 'N': nodes}[o]

@@ -70,6 +70,10 @@ type Options struct {
 	// FailFast makes Watch return an error that occurs before the state is synced, instead
 	// of retrying. It has no effect with Informers, which handle errors themselves.
 	FailFast bool
+
+	// StaleAfter is how long all requests for a kind of objects fail until the state is stale
+	// (see cluster.Tx.SetStale). Default: 3 minutes.
+	StaleAfter time.Duration
 }
 
 // Validate returns the error that Watch would return for o. The options of package

@@ -1,0 +1,110 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package cluster
+
+import (
+	"context"
+	"iter"
+	"slices"
+	"sync"
+
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/diffstore"
+	"github.com/kpng-project/kpng/internal/revstore"
+	"k8s.io/apimachinery/pkg/types"
+)
+
+// Change is the old and the new joined state of one service. A missing state is nil.
+type Change = diffstore.Change[types.NamespacedName, *api.ServiceState]
+
+// Follow calls f until ctx ends: when the state is synced, and after changes. It calls f with
+// the latest snapshot, and the services that changed since the last call, in any order. In
+// the first call, they are all services of the snapshot. Several Updates may cause one call.
+// f may write to another State.
+func (s *State) Follow(ctx context.Context, f func(snapshot *Snapshot, changes iter.Seq[Change])) {
+	cursor := s.states.NewCursor()
+	defer cursor.Close()
+	last := new(Snapshot)
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-s.Changed(last.Revision):
+		}
+		next := s.Snapshot()
+		states := (*revstore.Snapshot[types.NamespacedName, *api.ServiceState])(next.States)
+		delta := cursor.Until(states)
+		f(next, func(yield func(Change) bool) {
+			if delta.Full() && last.States != nil { // the store has forgotten deletions
+				for key, old := range last.States.All() {
+					if _, ok := next.States.Get(key); !ok && !yield(Change{Key: key, Old: old}) {
+						return
+					}
+				}
+			}
+			for c := range delta.Changes() {
+				if delta.Full() && last.States != nil {
+					c.Old, _ = last.States.Get(c.Key)
+				}
+				if c.Old != c.New && !yield(Change(c)) {
+					return
+				}
+			}
+		})
+		cursor.Advance(states)
+		last = next
+	}
+}
+
+// Merge keeps out equal to the merged services of several states until ctx ends. For each
+// service that changes in a state, it calls merge with the latest snapshots of all states,
+// and writes the result: a Service, or nil if out must not have it, and its EndpointSlices. A
+// snapshot is nil until its state is synced. If a state becomes stale, or is no longer stale,
+// Merge calls merge for all its services. Calls do not overlap. merge must not modify the
+// objects in snapshots.
+//
+// The nodes of out are those of the first state. Merge marks out as synced when all states
+// are synced. Nothing else may write to out.
+func Merge(ctx context.Context, out *State, merge func(key types.NamespacedName, in []*Snapshot) (*api.Service, []*api.EndpointSlice), states ...*State) {
+	var mu sync.Mutex
+	in := make([]*Snapshot, len(states))
+	var running sync.WaitGroup
+	for i, state := range states {
+		running.Go(func() {
+			state.Follow(ctx, func(next *Snapshot, changes iter.Seq[Change]) {
+				mu.Lock()
+				defer mu.Unlock()
+				last := in[i]
+				in[i] = next
+				out.Update(func(tx *Tx) {
+					write := func(key types.NamespacedName) {
+						service, list := merge(key, in)
+						tx.s.setService(key, service)
+						tx.ReplaceSlicesOf(key, slices.Values(list))
+					}
+					if i == 0 {
+						tx.ReplaceNodes(func(yield func(*api.Node) bool) {
+							for _, node := range next.Nodes.All() {
+								if !yield(node) {
+									return
+								}
+							}
+						})
+					}
+					for c := range changes {
+						write(c.Key)
+					}
+					if last != nil && last.Stale != next.Stale {
+						for key := range next.States.All() {
+							write(key)
+						}
+					}
+				})
+				if !slices.Contains(in, nil) {
+					out.SetSynced()
+				}
+			})
+		})
+	}
+	running.Wait()
+}

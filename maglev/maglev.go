@@ -2,32 +2,35 @@
 
 // Package maglev assigns connections to endpoints by stable hashing. It implements the
 // lookup table of Eisenbud et al., "Maglev: A Fast and Reliable Software Network Load
-// Balancer" (NSDI 2016), section 3.4, with weights.
+// Balancer" (NSDI 2016), section 3.4, with weights, and with fewer entries for few endpoints.
 //
 // All processes that build a table from the same endpoints get the same table, whatever the
-// order of the endpoints. When an endpoint is added or removed, few entries of the others
-// change. A table needs no other package of kpng, so any proxy can use it, also as the
-// content of a map of the kernel:
+// order of the endpoints. When one of n endpoints is added or removed, at most 1/n + 1 % of
+// the entries of the others change, also if the size of the table changes. A table needs no
+// other package of kpng, so any proxy can use it, also as the content of a map of the kernel:
 //
-//	table := maglev.Table(0, endpoints)
+//	table := maglev.Table(endpoints)
 //	…
-//	e := endpoints[table[maglev.Hash(client)%uint64(len(table))]]
+//	hash := maglev.Hash(client) >> 32
+//	e := endpoints[table[hash*uint64(len(table))>>32]]
 //
-// The choice is the same on all nodes that have the same endpoints and weights.
+// The choice is the same on all nodes that have the same endpoints and weights. A proxy may
+// use another hash of 32 bits that is the same on all nodes. It must choose the entry by the
+// upper bits of the hash as above, because an entry of a small table stands for adjacent
+// entries of a large one. In nftables, the expression jhash does that.
 package maglev
 
 import (
 	"cmp"
-	"container/heap"
 	"slices"
 )
 
-// DefaultSize is the number of entries of a table, as in the paper. With 100 endpoints of
-// equal weights, the shares of two endpoints differ by at most 0.2 %.
-const DefaultSize = 65537
+// The sizes of tables, except that the table of a single endpoint has one entry.
+const smallSize, largeSize = 1 << 11, 1 << 16
 
-// maxSize is the largest size of a table. It is prime.
-const maxSize = 131071
+// A table with up to maxSmall endpoints is small. From minFree endpoints on, the order in
+// which endpoints prefer the entries of a large table has nothing in common with a small one.
+const maxSmall, minFree = 16, 128
 
 // maxEndpoints is the maximum number of endpoints in a table, because an entry has 16 bits.
 const maxEndpoints = 1 << 16
@@ -42,74 +45,131 @@ type Endpoint struct {
 	Weight uint16
 }
 
-// Table returns a table for endpoints. Each entry is the index of an endpoint. The table
-// has as many entries as the smallest prime that is at least size, but at most 131,071
-// entries. If size is not positive, the table has [DefaultSize] entries. All processes have
-// to use the same size, and should not derive it from the number of endpoints: tables of
-// different sizes have nothing in common.
+// Table returns a table for endpoints. Each entry is the index of an endpoint. Endpoints
+// with weight 0 do not count for the size of the table:
 //
-// The result is nil if no endpoint has a weight. Table ignores endpoints from index 65,536
-// on. If there are more endpoints than entries, some endpoints have no entry.
+//	endpoints   entries
+//	1                 1
+//	2 to 16       2,048
+//	more         65,536
 //
-// With the default size, Table takes 4 ms for 10 endpoints and 15 ms for 10,000.
-func Table(size int, endpoints []Endpoint) []uint16 {
-	if size <= 0 {
-		size = DefaultSize
-	}
-	size = primeFrom(min(size, maxSize))
+// So an endpoint of n with equal weights has 1/n of the entries, and at most one entry more
+// or less. The result is nil if no endpoint has a weight. Table ignores endpoints from index
+// 65,536 on. If an endpoint has much less weight than all endpoints together have on average
+// for one entry, it may have no entry.
+//
+// Table takes 0.1 ms for 10 endpoints, 4 ms for 100, and 10 ms for 10,000.
+func Table(endpoints []Endpoint) []uint16 {
 	endpoints = endpoints[:min(len(endpoints), maxEndpoints)]
-	q := make(queue, 0, len(endpoints))
+	var q queue
+	weights := uint64(0)
 	for i, e := range endpoints {
 		if e.Weight > 0 {
-			q = append(q, newTurns(i, &e, uint64(size)))
+			q = append(q, newTurns(i, &e))
+			weights += uint64(e.Weight)
 		}
 	}
-	if len(q) == 0 {
+	size := uint64(largeSize)
+	switch n := len(q); {
+	case n == 0:
 		return nil
+	case n == 1:
+		return []uint16{uint16(q[0].index)}
+	case n <= maxSmall:
+		size = smallSize
 	}
-	// The order of equal turns depends on the keys alone. A sorted slice is a heap.
-	slices.SortFunc(q, func(a, b *turns) int { return cmp.Compare(a.key, b.key) })
+	// The order of equal turns depends on the keys alone. A sorted slice is a heap, because
+	// the first turn of an endpoint is 1/weight.
+	slices.SortFunc(q, func(a, b *turns) int {
+		return cmp.Or(cmp.Compare(b.weight, a.weight), cmp.Compare(a.key, b.key))
+	})
+	inBlocks, all := blocksShare(len(q))
 	for rank, t := range q {
 		t.rank = rank
+		t.inBlocks = inBlocks * size * t.weight / (all * weights)
+		if size == smallSize {
+			t.inBlocks = size
+		}
 	}
-	heap.Init(&q)
 	table := make([]uint16, size)
 	taken := make([]bool, size)
 	for range table {
 		t := q[0]
-		for taken[t.position] {
-			t.advance(uint64(size))
+		entry := t.next(size)
+		for taken[entry] {
+			entry = t.next(size)
 		}
-		table[t.position], taken[t.position] = uint16(t.index), true
+		table[entry], taken[entry] = uint16(t.index), true
 		t.count++
-		heap.Fix(&q, 0)
+		q.sink()
 	}
 	return table
+}
+
+// blocksShare returns the share of entries that each of n endpoints takes block by block. A
+// block of a large table has the entries of one entry of a small table. So a large table of
+// few endpoints is like a small table, and few clients move when the size changes. With each
+// additional endpoint, the share shrinks by at most half the share of an endpoint.
+func blocksShare(n int) (inBlocks, all uint64) {
+	const unit = 1 << 20
+	for i := maxSmall; i < minFree; i++ {
+		all += unit / uint64(i)
+		if i >= n {
+			inBlocks += unit / uint64(i)
+		}
+	}
+	return inBlocks, all
 }
 
 // turns is the state of an endpoint while Table fills a table.
 type turns struct {
 	index, rank int
 	key         string
+	hash        uint64
 	weight      uint64
-	// position is the next entry that the endpoint prefers, and step the distance to the
-	// entry after that, as in the paper.
-	position, step uint64
-	count          uint64 // number of entries that the endpoint has
+	count       uint64 // number of entries that the endpoint has
+	inBlocks    uint64 // number of entries that it takes block by block
+	// blocks is the order in which the endpoint prefers the blocks of a table, and free that
+	// in which it then prefers single entries.
+	blocks, free permutation
+	tried        uint64 // number of entries that it has tried block by block
 }
 
-func newTurns(index int, e *Endpoint, size uint64) *turns {
+func newTurns(index int, e *Endpoint) *turns {
 	h := Hash([]byte(e.Key))
+	random := func() uint64 {
+		h = mix(h + golden)
+		return h
+	}
 	return &turns{
-		index: index, key: e.Key, weight: uint64(e.Weight),
-		position: h % size, step: mix(h+golden)%(size-1) + 1,
+		index: index, key: e.Key, hash: h, weight: uint64(e.Weight),
+		blocks: permutation{random(), random()}, free: permutation{random(), random()},
 	}
 }
 
-func (t *turns) advance(size uint64) {
-	if t.position += t.step; t.position >= size {
-		t.position -= size
+// next returns the next entry that the endpoint prefers in a table of a size, which is a
+// power of two.
+func (t *turns) next(size uint64) uint64 {
+	if t.count >= t.inBlocks {
+		return t.free.next() & (size - 1)
 	}
+	perBlock := size / smallSize
+	within := t.tried & (perBlock - 1)
+	if within == 0 {
+		t.blocks.next()
+	}
+	t.tried++
+	block := t.blocks.position & (smallSize - 1)
+	return block*perBlock + (mix(t.hash+block)+within)&(perBlock-1)
+}
+
+// permutation is an order of the numbers below any power of two, as in the paper: each
+// number is a step away from the one before. The step is odd.
+type permutation struct{ position, step uint64 }
+
+func (p *permutation) next() uint64 {
+	p.position += p.step | 1
+	return p.position
 }
 
 // queue is a heap of endpoints. The first one takes the next entry: it has the fewest
@@ -117,14 +177,24 @@ func (t *turns) advance(size uint64) {
 // the paper.
 type queue []*turns
 
-func (q queue) Len() int      { return len(q) }
-func (q queue) Swap(i, j int) { q[i], q[j] = q[j], q[i] }
-func (q *queue) Push(any)     {}
-func (q *queue) Pop() any     { return nil }
-func (q queue) Less(i, j int) bool {
-	a, b := q[i], q[j]
-	x, y := (a.count+1)*b.weight, (b.count+1)*a.weight // at most 2^33
-	return x < y || x == y && a.rank < b.rank
+// sink moves the first endpoint to its place.
+func (q queue) sink() {
+	for i := 0; ; {
+		child := 2*i + 1
+		if child+1 < len(q) && q[child+1].before(q[child]) {
+			child++
+		}
+		if child >= len(q) || q[i].before(q[child]) {
+			return
+		}
+		q[i], q[child] = q[child], q[i]
+		i = child
+	}
+}
+
+func (t *turns) before(o *turns) bool {
+	x, y := (t.count+1)*o.weight, (o.count+1)*t.weight // at most 2^32
+	return x < y || x == y && t.rank < o.rank
 }
 
 // golden is 2^64 divided by the golden ratio.
@@ -148,17 +218,4 @@ func mix(h uint64) uint64 {
 	h = (h ^ h>>33) * 0xff51afd7ed558ccd
 	h = (h ^ h>>33) * 0xc4ceb9fe1a85ec53
 	return h ^ h>>33
-}
-
-// primeFrom returns the smallest prime that is at least n, and at least 3.
-func primeFrom(n int) int {
-	for n = max(n, 3) | 1; ; n += 2 {
-		prime := true
-		for d := 3; d*d <= n && prime; d += 2 {
-			prime = n%d != 0
-		}
-		if prime {
-			return n
-		}
-	}
 }

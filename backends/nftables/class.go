@@ -27,8 +27,8 @@ type class struct {
 	isAddress bool
 	verdict   nodeview.Verdict
 	// size is the binary logarithm of the maximum number of slots of a list. A list of the
-	// class has more than half as many slots. With stable hashing, size is an index of
-	// hashSizes. If the verdict is not Forward, the size is 0.
+	// class has more than half as many slots, and all of them with stable hashing. If the
+	// verdict is not Forward, the size is 0.
 	size uint8
 	// numbered is true if the endpoints of the lists have numbers. Then algorithm says how a
 	// slot is chosen.
@@ -92,11 +92,7 @@ func classOf(family api.Family, number uint32) (c class, ok bool) {
 		c.numbered, c.isAddress = true, number&addressBit != 0
 		c.algorithm, c.timeout = api.Algorithm(number/algorithmBit&3), uint16(number&0xffff>>sizeBits)
 	}
-	isSize := 1<<c.size <= maxEndpoints
-	if c.algorithm != api.Random {
-		isSize = int(c.size) < len(hashSizes)
-	}
-	return c, c.number() == number && c.verdict <= nodeview.Drop && isSize && c.algorithm <= api.HashConnection
+	return c, c.number() == number && c.verdict <= nodeview.Drop && 1<<c.size <= maxEndpoints && c.algorithm <= api.HashConnection
 }
 
 // classOfElement returns the class to which the element of a list leads, or which is the
@@ -125,7 +121,7 @@ func (c class) name() string {
 	case nodeview.Reject:
 		return rejectLater
 	}
-	kind, prefix, suffix, size := "list", "", "", 1<<c.size
+	kind, prefix, suffix := "list", "", ""
 	switch {
 	case c.choosesSlot:
 		kind = "slot"
@@ -143,13 +139,10 @@ func (c class) name() string {
 	case api.HashConnection:
 		kind += "-connection"
 	}
-	if c.algorithm != api.Random {
-		size = hashSizes[c.size].slots
-	}
 	if c.isAddress {
 		prefix = "address-"
 	}
-	return fmt.Sprintf("%s%s%d-%d%s", prefix, kind, c.family, size, suffix)
+	return fmt.Sprintf("%s%s%d-%d%s", prefix, kind, c.family, 1<<c.size, suffix)
 }
 
 // compare orders classes by name.
@@ -260,6 +253,6 @@ func (c class) chooseSlot(n uint32) nft.Rule {
 // hashSlot returns a rule that replaces the list by the number of the endpoint in the slot
 // of the client.
 func (c class) hashSlot() nft.Rule {
-	key := number(c.family).StableHash(c.algorithm == api.HashConnection, uint32(hashSizes[c.size].slots), stableSeed)
+	key := number(c.family).StableHash(c.algorithm == api.HashConnection, 1<<c.size, stableSeed)
 	return key.Then(toPriority(mapID{kind: kindSlots, family: c.family}.name()) + nft.Return)
 }

@@ -100,13 +100,16 @@ func (l *list) record(slot int) record {
 	return record(l.slots[slot*n : (slot+1)*n])
 }
 
-// arrange sets the slots of l so that it has the endpoints targets. Endpoints of before keep
+// arrange sets the slots of l, and the size of its class, so that it has the endpoints targets. Endpoints of before keep
 // their slots if possible, and always their numbers. If endpoints were removed, their slots
 // get endpoints of slots that are removed, and then new endpoints.
 func (l *list) arrange(before *list, targets []nodeview.Target) {
 	l.arrangeRecords(before, targets)
 	if isNumbered(l.number) {
 		l.arrangeSlots(before, targets)
+	}
+	if l.class.verdict == nodeview.Forward {
+		l.class.size = sizeOf(l.slotCount())
 	}
 }
 
@@ -441,24 +444,12 @@ func limited(t *nodeview.Traffic, numbered bool) []nodeview.Target {
 	return t.Endpoints[:min(len(t.Endpoints), limit)]
 }
 
-// newList returns the list without its endpoints. The argument o is the outline with the
+// newList returns the list without its endpoints and the size of its class. The argument o is the outline with the
 // list.
 func (n *plannedList) newList(o *outline) list {
 	l := list{listKey: n.listKey, number: n.number, class: class{family: n.family, verdict: n.traffic.Verdict}}
 	if n.traffic.Verdict == nodeview.Forward {
 		l.class.isAddress, l.class.numbered, l.class.timeout, l.class.algorithm = n.port == 0, n.numbered, n.affinity, n.algorithm
-		switch endpoints := n.endpoints(); {
-		case n.algorithm != api.Random:
-			l.class.size = hashSizeOf(len(endpoints))
-		case n.numbered && hasWeights(endpoints):
-			slots := 0
-			for _, count := range weightedSlots(endpoints) {
-				slots += count
-			}
-			l.class.size = sizeOf(slots)
-		default:
-			l.class.size = sizeOf(len(endpoints))
-		}
 	}
 	if n.shortcut >= 0 {
 		l.shortcut = o.lists[n.shortcut].number

@@ -17,16 +17,6 @@ import (
 // In a list with numbers, a slot has the number of an endpoint, and an endpoint may have
 // several slots: according to its weight, or to the entries of the table of stable hashing.
 
-// hashSizes has the numbers of slots of lists with stable hashing, and the largest number of
-// endpoints of such a list. If one endpoint of n is removed, tables of these sizes move fewer
-// than 1/n + 1 % of the clients of the others.
-var hashSizes = [...]struct{ slots, endpoints int }{{1, 1}, {1021, 16}, {10007, 64}, {65537, maxNumberedEndpoints}}
-
-// hashSizeOf returns the index in hashSizes for lists with n endpoints.
-func hashSizeOf(n int) uint8 {
-	return uint8(slices.IndexFunc(hashSizes[:], func(s struct{ slots, endpoints int }) bool { return n <= s.endpoints }))
-}
-
 // stableSeed is the seed of the hash of clients for stable hashing. It is the same on all
 // nodes.
 const stableSeed = 0x6b706e67
@@ -89,12 +79,8 @@ func (l *list) arrangeSlots(before *list, targets []nodeview.Target) {
 		for i := range sorted {
 			all[i] = maglev.Endpoint{Key: sorted[i].AddrPort().String(), Weight: uint16(weightOf(&sorted[i]))}
 		}
-		table := make([]byte, 0, 2*hashSizes[l.class.size].slots)
-		if len(sorted) == 1 {
-			l.table = string(appendNumber(table, l.record(0).number()))
-			return
-		}
-		for _, i := range maglev.Table(hashSizes[l.class.size].slots, all) {
+		var table []byte
+		for _, i := range maglev.Table(all) {
 			table = appendNumber(table, l.record(int(i)).number())
 		}
 		l.table = string(table)

@@ -158,7 +158,7 @@ func (p *pool) byHash(client netip.AddrPort) func() netip.AddrPort {
 		for i, e := range p.sorted {
 			all[i] = maglev.Endpoint{Key: e.String(), Weight: p.weight(i)}
 		}
-		p.table = maglev.Table(0, all)
+		p.table = maglev.Table(all)
 	}
 	addr := client.Addr().WithZone("").As16()
 	key := addr[:]
@@ -168,7 +168,7 @@ func (p *pool) byHash(client netip.AddrPort) func() netip.AddrPort {
 	return func() netip.AddrPort {
 		hash := maglev.Hash(key)
 		key = binary.BigEndian.AppendUint64(key[:0:0], hash)
-		return p.sorted[p.table[hash%uint64(len(p.table))]]
+		return p.sorted[p.table[(hash>>32)*uint64(len(p.table))>>32]]
 	}
 }
 

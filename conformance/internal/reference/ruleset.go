@@ -265,7 +265,14 @@ func (r *ruleset) hash(chain string, f *nodeview.Frontend, endpoints []nodeview.
 		for i, e := range endpoints {
 			all[i] = maglev.Endpoint{Key: e.AddrPort().String(), Weight: uint16(weights[i])}
 		}
-		table = maglev.Table(251, all)
+		table = maglev.Table(all)
+	}
+	const few = 256 // nft is slow with many elements
+	if n := len(table); n > few {
+		for i := range few {
+			table[i] = table[i*n/few]
+		}
+		table = table[:few]
 	}
 	var elements []string
 	for i, e := range table {

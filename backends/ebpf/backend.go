@@ -13,9 +13,12 @@ import (
 	"sync"
 	"time"
 
+	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/internal/backendoptions"
 	"github.com/kpng-project/kpng/sink"
+	"golang.org/x/sys/unix"
+	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/klog/v2"
 )
 
@@ -29,6 +32,10 @@ type backend struct {
 	cgroup    string
 	programs  *programs
 	dataplane *dataplane
+	// udp and tcp destroy sockets. They may be nil.
+	udp, tcp *sweeper
+	// resets has the services that request resets of TCP connections.
+	resets map[types.NamespacedName]*api.View
 	// complete is true while the maps have the services of a whole pass. Otherwise, the
 	// backend does not let the programs translate connections.
 	complete bool
@@ -72,8 +79,8 @@ var (
 // abandoned (the process has not run for ten minutes, or an error paused the programs),
 // no_endpoint (only existing UDP sockets may use the endpoints), list_changed (the list
 // changed at this moment), no_memory (there is none for the record of the socket, or the
-// cluster IP has too many clients with session affinity), bound_port (the caller has bound the
-// TCP socket to a port), and ambiguous (the source of an answer to the UDP socket could be
+// cluster IP has too many clients with session affinity), bound_port (the socket had a
+// port before it connected), and ambiguous (the source of an answer to the UDP socket could be
 // wrong).
 func New(proxy sink.Sink, opts Options) (backends.Dataplane, error) {
 	b, err := newBackend(proxy, opts)
@@ -134,6 +141,12 @@ func (b *backend) start(ctx context.Context) (err error) {
 		return errors.Join(err, p.close())
 	}
 	b.programs, b.complete = p, false
+	b.resets = map[types.NamespacedName]*api.View{}
+	b.udp = nil
+	if p.sweepsUDP {
+		b.udp = (&sweeper{programs: p, protocol: unix.IPPROTO_UDP, lost: b.lostUDP}).start(ctx)
+	}
+	b.tcp = (&sweeper{programs: p, protocol: unix.IPPROTO_TCP, lost: b.lostTCP}).start(ctx)
 	b.repairAt = time.Now().Add(repairPause)
 	d := &dataplane{
 		planner:   b.planner(),
@@ -168,12 +181,14 @@ func (b *backend) stopProxy(ctx context.Context) error {
 
 func (b *backend) stop() error {
 	b.mu.Lock()
-	defer b.mu.Unlock()
-	if b.programs == nil {
-		return nil
-	}
 	p := b.programs
 	b.programs = nil
+	b.mu.Unlock()
+	if p == nil {
+		return nil
+	}
+	b.udp.close()
+	b.tcp.close()
 	return p.close()
 }
 
@@ -238,6 +253,7 @@ const repairPause = time.Minute
 func (b *backend) program(ctx context.Context, c *sink.Changes) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
+	b.recordResets(c)
 	if !b.complete && b.dataplane.lists == nil && !c.First {
 		return nil // after an error, the maps are not written until the next pass begins
 	}
@@ -253,6 +269,9 @@ func (b *backend) program(ctx context.Context, c *sink.Changes) error {
 			b.fail(ctx, err)
 			return failed
 		}
+	}
+	if complete && (b.dataplane.lostUDP || !b.complete) {
+		b.udp.request()
 	}
 	if complete && !b.complete {
 		klog.FromContext(ctx).Info("The eBPF programs translate connections")
@@ -354,6 +373,11 @@ func (b *backend) verify(ctx context.Context) error {
 		err = b.forgetPairs(ctx)
 	}
 	b.repairAt = time.Now().Add(minPause)
+	// A socket may have connected to an endpoint at the moment of its removal.
+	b.udp.request()
+	if len(b.resets) > 0 {
+		b.tcp.request()
+	}
 	return err
 }
 

@@ -5,6 +5,7 @@
 package ebpf
 
 import (
+	"errors"
 	"fmt"
 	"net"
 	"net/netip"
@@ -226,6 +227,57 @@ func BenchmarkSend(b *testing.B) {
 			slices.Sort(took)
 			b.ReportMetric(float64(took[len(took)/2].Nanoseconds()), "ns-median")
 		})
+	}
+}
+
+// BenchmarkQuestion compares questions of connected UDP sockets to a service with those to
+// its endpoint. Each question opens and connects a socket, as resolvers do. The benchmark
+// alternates between the two, and reports the medians of the whole question and of connect.
+func BenchmarkQuestion(b *testing.B) {
+	n := newNode(b, Options{})
+	n.ns.Add(b, "lo", "10.0.0.1")
+	netnstest.Answer(b, n.ns.Do, "10.0.0.1:8080", "answer")
+	n.pass(view("udp", []string{"10.96.1.1"}, []string{"10.0.0.1"}, nil))
+	targets := []unix.Sockaddr{sockaddr("10.0.0.1:8080"), sockaddr("10.96.1.1:80")}
+	var whole, connect [2][]float64
+	ask := func(i int) error {
+		start := time.Now()
+		fd, err := unix.Socket(unix.AF_INET, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0)
+		if err != nil {
+			return err
+		}
+		defer unix.Close(fd)
+		opened := time.Now()
+		if err := unix.Connect(fd, targets[i]); err != nil {
+			return err
+		}
+		connect[i] = append(connect[i], float64(time.Since(opened).Nanoseconds())/1000)
+		if _, err := unix.Write(fd, []byte("?")); err != nil {
+			return err
+		}
+		_, err = unix.Read(fd, make([]byte, 100))
+		whole[i] = append(whole[i], float64(time.Since(start).Nanoseconds())/1000)
+		return err
+	}
+	err := n.ns.Do(func() error {
+		for b.Loop() {
+			if err := errors.Join(ask(0), ask(1)); err != nil {
+				return err
+			}
+		}
+		return nil
+	})
+	if err != nil {
+		b.Fatal(err)
+	}
+	for name, took := range map[string][2][]float64{"whole": whole, "connect": connect} {
+		for i := range took {
+			slices.Sort(took[i])
+		}
+		direct, service := took[0][len(took[0])/2], took[1][len(took[1])/2]
+		b.ReportMetric(direct, "µs/direct-"+name)
+		b.ReportMetric(service, "µs/service-"+name)
+		b.ReportMetric(service/direct, "ratio-"+name)
 	}
 }
 

@@ -19,6 +19,10 @@ char _license[] SEC("license") = "Apache-2.0";
 // If only_netns is not 0, the programs ignore sockets of other network namespaces.
 const volatile __u64 only_netns = 0;
 
+// The programs translate connected UDP sockets only in the network namespace with this
+// cookie, where the backend can destroy them.
+const volatile __u64 connected_udp_netns = 0;
+
 // The largest number of clients of a cluster IP with session affinity.
 const volatile __u64 max_clients_of_ip = 0;
 
@@ -168,6 +172,16 @@ struct {
 	__type(key, int);
 	__type(value, struct udp_peers);
 } udp_peers SEC(".maps");
+
+// The peer of each connected UDP socket, by its cookie. The program sock_release deletes
+// an element with its socket.
+struct {
+	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(map_flags, BPF_F_NO_PREALLOC);
+	__type(key, __u64);
+	__type(value, struct peer);
+	__uint(max_entries, SOME);
+} udp_conns SEC(".maps");
 
 // The time at which the backend last ran, in nanoseconds since the boot. It is 0 before
 // the first pass has ended, and after an error of the backend.
@@ -386,13 +400,24 @@ static __always_inline int has_used(const struct udp_peers *known)
 	return known->uses[USES - 1].peer.service.port != 0;
 }
 
+// record_peer records the peer of a connected socket. It returns 0 if the map is full for a
+// UDP socket, which the backend would never find.
+static __always_inline int record_peer(struct bpf_sock_addr *ctx, __u8 protocol, struct peer *peer)
+{
+	__u64 cookie = bpf_get_socket_cookie(ctx);
+	if (protocol == IPPROTO_UDP)
+		return !bpf_map_update_elem(&udp_conns, &cookie, peer, BPF_ANY);
+	bpf_map_update_elem(&tcp_peers, &cookie, peer, BPF_ANY);
+	return 1;
+}
+
 // choose chooses an endpoint for a connection or datagram to a frontend, and records the
 // choice. It returns 0 if the frontend does not exist, or is left to the other sink.
 //
 // The kernel may reuse the memory of a deleted element while choose reads it. But the
 // backend deletes a list only after it has replaced the list in the map frontends. So if
 // the frontend still has the same list at the end, then all that was read is valid.
-static __always_inline int choose(struct bpf_sock_addr *ctx, __u8 protocol, struct peer *peer)
+static __always_inline int choose(struct bpf_sock_addr *ctx, __u8 protocol, int connecting, struct peer *peer)
 {
 	struct frontend frontend = frontend_of(&peer->service, protocol);
 	struct list *found = bpf_map_lookup_elem(&frontends, &frontend);
@@ -406,7 +431,7 @@ static __always_inline int choose(struct bpf_sock_addr *ctx, __u8 protocol, stru
 	struct udp_peers *known = NULL;
 	struct address stale = {};
 	int kept = 0;
-	if (protocol == IPPROTO_UDP) {
+	if (!connecting) {
 		// Without the record, the socket would receive answers from the endpoint's address.
 		known = ctx->sk ? bpf_sk_storage_get(&udp_peers, ctx->sk, 0, BPF_SK_STORAGE_GET_F_CREATE) : NULL;
 		if (!known)
@@ -460,18 +485,18 @@ static __always_inline int choose(struct bpf_sock_addr *ctx, __u8 protocol, stru
 		struct choice choice = {.time = now, .endpoint = peer->endpoint};
 		bpf_map_update_elem(&clients, &client, &choice, BPF_ANY);
 	}
-	__u64 cookie = bpf_get_socket_cookie(ctx);
-	bpf_map_update_elem(&tcp_peers, &cookie, peer, BPF_ANY);
+	if (!record_peer(ctx, protocol, peer))
+		return left(NO_MEMORY);
 	count_connection(&frontend, &peer->endpoint);
 	return 1;
 }
 
 // translate replaces the address of a service in address by that of an endpoint. It
 // returns 0 if nothing changes. Then the rules of the other sink handle the connection.
-static __always_inline int translate(struct bpf_sock_addr *ctx, __u8 protocol, struct address *address)
+static __always_inline int translate(struct bpf_sock_addr *ctx, __u8 protocol, int connecting, struct address *address)
 {
 	struct peer peer = {.service = *address};
-	if (!choose(ctx, protocol, &peer))
+	if (!choose(ctx, protocol, connecting, &peer))
 		return 0;
 	*address = peer.endpoint;
 	return 1;
@@ -509,23 +534,28 @@ static __always_inline int was_connected(struct bpf_sock_addr *ctx)
 	return sk && (sk->dst_ip4 || sk->dst_ip6[0] || sk->dst_ip6[1] || sk->dst_ip6[2] || sk->dst_ip6[3]);
 }
 
-// on_connect translates TCP sockets only. A connected UDP socket keeps its peer when the
-// endpoint is removed, so connection tracking has to move it.
+// on_connect translates TCP sockets, and UDP sockets that the backend can destroy when their
+// endpoint is removed. Connection tracking moves other connected UDP sockets.
 static __always_inline int on_connect(struct bpf_sock_addr *ctx, struct address *address)
 {
 	if (excluded(ctx))
 		return 0;
 	if (ctx->protocol == IPPROTO_TCP) {
-		if (translate(ctx, IPPROTO_TCP, address))
+		if (translate(ctx, IPPROTO_TCP, 1, address))
 			return 1;
 		if (was_connected(ctx)) {
 			__u64 cookie = bpf_get_socket_cookie(ctx);
 			bpf_map_delete_elem(&tcp_peers, &cookie);
 		}
-	} else if (ctx->protocol == IPPROTO_UDP && ctx->sk && ctx->sk->src_port) {
+	} else if (ctx->protocol == IPPROTO_UDP) {
+		if (connected_udp_netns && bpf_get_netns_cookie(ctx) == connected_udp_netns && translate(ctx, IPPROTO_UDP, 1, address))
+			return 1;
+		__u64 cookie = bpf_get_socket_cookie(ctx);
+		bpf_map_delete_elem(&udp_conns, &cookie);
 		// Without a port, the socket has not sent a datagram to a service, and loses the port
 		// that it gets now when it disconnects.
-		note(ctx, address);
+		if (ctx->sk && ctx->sk->src_port)
+			note(ctx, address);
 	}
 	return 0;
 }
@@ -538,11 +568,25 @@ static __always_inline int connected(struct bpf_sock_addr *ctx)
 	return ctx->sk && ctx->sk->state == BPF_TCP_ESTABLISHED;
 }
 
+// connected_peer returns what a connected UDP socket uses in place of a service, or NULL.
+static __always_inline struct peer *connected_peer(struct bpf_sock_addr *ctx)
+{
+	if (!connected(ctx))
+		return NULL;
+	__u64 cookie = bpf_get_socket_cookie(ctx);
+	return bpf_map_lookup_elem(&udp_conns, &cookie);
+}
+
 static __always_inline int on_sendmsg(struct bpf_sock_addr *ctx, struct address *address)
 {
 	if (ctx->protocol != IPPROTO_UDP || excluded(ctx))
 		return 0;
-	if (!connected(ctx) && translate(ctx, IPPROTO_UDP, address))
+	struct peer *peer = connected_peer(ctx);
+	if (peer && equal(&peer->service, address)) {
+		*address = peer->endpoint;
+		return 1;
+	}
+	if (!connected(ctx) && translate(ctx, IPPROTO_UDP, 0, address))
 		return 1;
 	note(ctx, address);
 	return 0;
@@ -572,6 +616,11 @@ static __always_inline int on_recvmsg(struct bpf_sock_addr *ctx, struct address 
 {
 	if (ctx->protocol != IPPROTO_UDP)
 		return 0;
+	struct peer *own = connected_peer(ctx);
+	if (own && equal(&own->endpoint, address)) {
+		*address = own->service;
+		return 1;
+	}
 	struct udp_peers *known = ctx->sk ? bpf_sk_storage_get(&udp_peers, ctx->sk, 0, 0) : NULL;
 	if (!known)
 		return 0;
@@ -600,17 +649,31 @@ static __always_inline int on_recvmsg(struct bpf_sock_addr *ctx, struct address 
 	return 1;
 }
 
-// on_getpeername does the same for the peer of a TCP socket. The connection continues when
-// the service is deleted, so its name does not change.
+// on_getpeername does the same for the peer of a connected socket. A TCP connection
+// continues when the service is deleted, so its name does not change.
 static __always_inline int on_getpeername(struct bpf_sock_addr *ctx, struct address *address)
 {
-	if (ctx->protocol != IPPROTO_TCP)
-		return 0;
-	__u64 cookie = bpf_get_socket_cookie(ctx);
-	struct peer *peer = bpf_map_lookup_elem(&tcp_peers, &cookie);
+	struct peer *peer;
+	if (ctx->protocol == IPPROTO_TCP) {
+		__u64 cookie = bpf_get_socket_cookie(ctx);
+		peer = bpf_map_lookup_elem(&tcp_peers, &cookie);
+	} else {
+		peer = connected_peer(ctx);
+	}
 	if (!peer || !equal(&peer->endpoint, address))
 		return 0;
 	*address = peer->service;
+	return 1;
+}
+
+// sock_release deletes the record of a connected UDP socket that is closed.
+SEC("cgroup/sock_release")
+int sock_release(struct bpf_sock *socket)
+{
+	if (socket->protocol == IPPROTO_UDP) {
+		__u64 cookie = bpf_get_socket_cookie(socket);
+		bpf_map_delete_elem(&udp_conns, &cookie);
+	}
 	return 1;
 }
 

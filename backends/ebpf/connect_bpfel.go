@@ -63,6 +63,7 @@ type connectProgramSpecs struct {
 	Recvmsg6     *ebpf.ProgramSpec `ebpf:"recvmsg6"`
 	Sendmsg4     *ebpf.ProgramSpec `ebpf:"sendmsg4"`
 	Sendmsg6     *ebpf.ProgramSpec `ebpf:"sendmsg6"`
+	SockRelease  *ebpf.ProgramSpec `ebpf:"sock_release"`
 }
 
 // connectMapSpecs contains maps before they are loaded into the kernel.
@@ -78,6 +79,7 @@ type connectMapSpecs struct {
 	Members      *ebpf.MapSpec `ebpf:"members"`
 	Slots        *ebpf.MapSpec `ebpf:"slots"`
 	TcpPeers     *ebpf.MapSpec `ebpf:"tcp_peers"`
+	UdpConns     *ebpf.MapSpec `ebpf:"udp_conns"`
 	UdpPeers     *ebpf.MapSpec `ebpf:"udp_peers"`
 }
 
@@ -85,9 +87,10 @@ type connectMapSpecs struct {
 //
 // It can be passed ebpf.CollectionSpec.Assign.
 type connectVariableSpecs struct {
-	CountConnections *ebpf.VariableSpec `ebpf:"count_connections"`
-	MaxClientsOfIp   *ebpf.VariableSpec `ebpf:"max_clients_of_ip"`
-	OnlyNetns        *ebpf.VariableSpec `ebpf:"only_netns"`
+	ConnectedUdpNetns *ebpf.VariableSpec `ebpf:"connected_udp_netns"`
+	CountConnections  *ebpf.VariableSpec `ebpf:"count_connections"`
+	MaxClientsOfIp    *ebpf.VariableSpec `ebpf:"max_clients_of_ip"`
+	OnlyNetns         *ebpf.VariableSpec `ebpf:"only_netns"`
 }
 
 // connectObjects contains all objects after they have been loaded into the kernel.
@@ -119,6 +122,7 @@ type connectMaps struct {
 	Members      *ebpf.Map `ebpf:"members"`
 	Slots        *ebpf.Map `ebpf:"slots"`
 	TcpPeers     *ebpf.Map `ebpf:"tcp_peers"`
+	UdpConns     *ebpf.Map `ebpf:"udp_conns"`
 	UdpPeers     *ebpf.Map `ebpf:"udp_peers"`
 }
 
@@ -133,6 +137,7 @@ func (m *connectMaps) Close() error {
 		m.Members,
 		m.Slots,
 		m.TcpPeers,
+		m.UdpConns,
 		m.UdpPeers,
 	)
 }
@@ -141,9 +146,10 @@ func (m *connectMaps) Close() error {
 //
 // It can be passed to loadConnectObjects or ebpf.CollectionSpec.LoadAndAssign.
 type connectVariables struct {
-	CountConnections *ebpf.Variable `ebpf:"count_connections"`
-	MaxClientsOfIp   *ebpf.Variable `ebpf:"max_clients_of_ip"`
-	OnlyNetns        *ebpf.Variable `ebpf:"only_netns"`
+	ConnectedUdpNetns *ebpf.Variable `ebpf:"connected_udp_netns"`
+	CountConnections  *ebpf.Variable `ebpf:"count_connections"`
+	MaxClientsOfIp    *ebpf.Variable `ebpf:"max_clients_of_ip"`
+	OnlyNetns         *ebpf.Variable `ebpf:"only_netns"`
 }
 
 // connectPrograms contains all programs after they have been loaded into the kernel.
@@ -159,6 +165,7 @@ type connectPrograms struct {
 	Recvmsg6     *ebpf.Program `ebpf:"recvmsg6"`
 	Sendmsg4     *ebpf.Program `ebpf:"sendmsg4"`
 	Sendmsg6     *ebpf.Program `ebpf:"sendmsg6"`
+	SockRelease  *ebpf.Program `ebpf:"sock_release"`
 }
 
 func (p *connectPrograms) Close() error {
@@ -172,6 +179,7 @@ func (p *connectPrograms) Close() error {
 		p.Recvmsg6,
 		p.Sendmsg4,
 		p.Sendmsg6,
+		p.SockRelease,
 	)
 }
 

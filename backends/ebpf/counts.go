@@ -23,7 +23,7 @@ func (b *backend) Counts() (translated, left map[string]uint64, err error) {
 		return nil, nil, errNotStarted
 	}
 	translated, left = map[string]uint64{}, map[string]uint64{}
-	hooks := b.programs.hooks()
+	hooks := b.programs.hooks()[:translatingHooks]
 	for i := range len(hooks) + len(leftReasons) {
 		var perCPU []uint64
 		if err := b.programs.Counters.Lookup(uint32(i), &perCPU); err != nil {

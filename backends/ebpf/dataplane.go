@@ -16,6 +16,7 @@ import (
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/reconcile"
 	"github.com/kpng-project/kpng/sink"
+	"golang.org/x/sys/unix"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/klog/v2"
 )
@@ -52,6 +53,8 @@ type dataplane struct {
 	full error
 	// freed is true if elements were deleted since sync has begun.
 	freed bool
+	// lostUDP is true if a UDP frontend may have lost endpoints since sync has begun.
+	lostUDP bool
 }
 
 // frontend is the value of an object: the digest of the list of a frontend. It is 0 for a
@@ -121,7 +124,7 @@ func (d *dataplane) sync(ctx context.Context, c *sink.Changes) error {
 			delete(d.tooLarge, s.Key)
 		}
 	}
-	d.freed = false
+	d.freed, d.lostUDP = false, false
 	err := d.reconciler.Sync(ctx, c)
 	if err == nil && d.freed {
 		err = d.retry(ctx)
@@ -296,6 +299,7 @@ func (d *dataplane) finish(ops []op, made map[uint64]*newList, errs map[frontend
 			continue
 		}
 		if o.Old != nil {
+			d.lostUDP = d.lostUDP || o.Key.Protocol == unix.IPPROTO_UDP
 			d.used.frontends--
 			if l := d.lists[o.Old.digest]; l != nil {
 				if l.frontends--; l.frontends == 0 {

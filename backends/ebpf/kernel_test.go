@@ -25,6 +25,7 @@ import (
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/internal/netnstest"
+	"github.com/kpng-project/kpng/internal/sockdiag"
 	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
 	"golang.org/x/sys/unix"
@@ -39,8 +40,12 @@ func TestKernel(t *testing.T) {
 	t.Run("UDP sockets keep a draining endpoint and leave a removed one", testUDPChurn)
 	t.Run("UDP sockets keep a draining endpoint that no new socket may use", testDrainingOnly)
 	t.Run("endpoints get connections according to their weights", testWeights)
-	t.Run("connected UDP sockets are left to the other sink", testConnectedUDP)
+	t.Run("connected UDP sockets of pods are left to the other sink", testConnectedUDP)
 	t.Run("a connected UDP socket may name its peer when it sends", testConnectedUDPNamesPeer)
+	t.Run("connected UDP sockets of removed endpoints are destroyed", testDestroyedUDP)
+	t.Run("closed UDP sockets leave no record", testForgottenUDP)
+	t.Run("resolvers get answers while endpoints come and go", testResolvers)
+	t.Run("TCP connections are reset if their service requests it later", testResetTCP)
 	t.Run("answers in flight come from the service that was asked", testAnswersInFlight)
 	t.Run("a UDP socket uses at most eight services at a time", testManyServices)
 	t.Run("answers to threads that share a UDP socket come from the service", testThreads)
@@ -353,76 +358,67 @@ func testDrainingOnly(t *testing.T) {
 }
 
 func testConnectedUDP(t *testing.T) {
-	n := newNode(t, Options{})
-	n.serve()
-	n.ns.Route(t, "10.96.0.0/16", "", "lo")
-	n.pass(view("web", []string{"10.96.0.1"}, endpoints[:1], nil))
-	var c net.Conn
-	if err := n.ns.Do(func() (err error) { c, err = net.Dial("udp", "10.96.0.1:80"); return err }); err != nil {
-		t.Fatal(err)
+	if !sweepsUDP(t) {
+		return
 	}
-	defer c.Close()
-	raw, err := c.(*net.UDPConn).SyscallConn()
-	if err != nil {
-		t.Fatal(err)
-	}
-	// The system call getpeername returns the address that /proc/net/udp shows for the peer.
-	// The program at the hook getpeername does not change this address, because the socket
-	// was not translated.
-	raw.Control(func(fd uintptr) {
-		peer, err := unix.Getpeername(int(fd))
-		if a, ok := peer.(*unix.SockaddrInet4); err != nil || !ok || a.Addr != [4]byte{10, 96, 0, 1} {
-			t.Errorf("peer %v, %v", peer, err)
-		}
-	})
-}
-
-func testConnectedUDPNamesPeer(t *testing.T) {
 	n := newNode(t, Options{})
 	n.serve()
 	ips := []string{"10.96.0.1", "fd00:96::1"}
 	n.pass(view("web", ips, []string{endpoints[0], endpoints[3]}, nil))
-	// These servers stand for the other sink: they answer packets that the programs do not
-	// translate.
-	for _, ip := range ips {
-		n.ns.Add(t, "lo", ip)
-		netnstest.Answer(t, n.ns.Do, net.JoinHostPort(ip, "80"), "other sink")
-		n.awaitRoute(net.JoinHostPort(ip, "81"))
-	}
-	for _, to := range []unix.Sockaddr{
-		&unix.SockaddrInet4{Port: 80, Addr: [4]byte{10, 96, 0, 1}},
-		&unix.SockaddrInet6{Port: 80, Addr: netip.MustParseAddr("fd00:96::1").As16()},
-		&unix.SockaddrInet6{Port: 80, Addr: netip.MustParseAddr("::ffff:10.96.0.1").As16()},
+	pod := netnstest.New(t)
+	pod.Cgroup = n.ns.Cgroup
+	pod.Route(t, "10.96.0.0/16", "", "lo")
+	for _, c := range []struct {
+		in       netnstest.Place
+		to, want string // the peer that /proc/net/udp shows
+	}{
+		{n.ns.Do, "10.96.0.1:80", "10.0.0.1:8080"},
+		{n.ns.Do, "[fd00:96::1]:80", "[fd00::1]:8080"},
+		{n.ns.Do, "10.0.0.1:8080", "10.0.0.1:8080"},
+		{pod.Do, "10.96.0.1:80", "10.96.0.1:80"},
 	} {
-		err := n.ns.Do(func() error {
-			family := unix.AF_INET6
-			if _, ok := to.(*unix.SockaddrInet4); ok {
-				family = unix.AF_INET
-			}
-			fd, err := unix.Socket(family, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0)
+		conn := n.connect(c.in, c.to)
+		if name := conn.RemoteAddr().String(); name != c.to {
+			t.Errorf("getpeername returns %s, want %s", name, c.to)
+		}
+		var peers []string
+		err := c.in(func() error {
+			diag, err := sockdiag.Open(0)
 			if err != nil {
 				return err
 			}
-			defer unix.Close(fd)
-			if err := unix.SetsockoptTimeval(fd, unix.SOL_SOCKET, unix.SO_RCVTIMEO, &unix.Timeval{Sec: 10}); err != nil {
+			defer diag.Close()
+			return diag.Connected(unix.IPPROTO_UDP, func(s sockdiag.Socket) { peers = append(peers, s.Peer.String()) })
+		})
+		conn.Close()
+		if err != nil || !slices.Equal(peers, []string{c.want}) {
+			t.Errorf("to %s: peers %v, %v, want %s", c.to, peers, err, c.want)
+		}
+	}
+}
+
+func testConnectedUDPNamesPeer(t *testing.T) {
+	if !sweepsUDP(t) {
+		return
+	}
+	n := newNode(t, Options{})
+	n.serve()
+	n.pass(view("web", []string{"10.96.0.1", "fd00:96::1"}, []string{endpoints[0], endpoints[3]}, nil))
+	for to, want := range map[string]string{"10.96.0.1:80": endpoints[0], "[fd00:96::1]:80": endpoints[3], "[::ffff:10.96.0.1]:80": endpoints[0]} {
+		n.rawSocket(netip.MustParseAddrPort(to), unix.SOCK_DGRAM, func(fd int) error {
+			if err := unix.Connect(fd, sockaddr(to)); err != nil {
 				return err
 			}
-			if err := unix.Connect(fd, to); err != nil {
-				return err
-			}
-			if err := unix.Sendto(fd, []byte("?"), 0, to); err != nil {
+			if err := unix.Sendto(fd, []byte("?"), 0, sockaddr(to)); err != nil {
 				return err
 			}
 			buffer := make([]byte, 100)
-			length, _, err := unix.Recvfrom(fd, buffer, 0)
-			if err == nil && string(buffer[:length]) != "other sink" {
-				err = fmt.Errorf("answer %q", buffer[:length])
+			length, from, err := unix.Recvfrom(fd, buffer, 0)
+			if err == nil && (string(buffer[:length]) != want || name(from) != to) {
+				err = fmt.Errorf("to %s: answer %q from %s", to, buffer[:length], name(from))
 			}
 			return err
 		})
-		if err != nil {
-			t.Errorf("to %+v: %v", to, err)
-		}
 	}
 }
 

@@ -71,9 +71,10 @@ type Options struct {
 	// MaxClients is the maximum number of clients whose endpoints the programs remember for
 	// session affinity. One cluster IP may have at most an eighth of them, but 64 are always
 	// allowed. The other sink handles further clients of the cluster IP. The programs also
-	// remember the services of at most MaxClients TCP sockets, for getpeername. When a map
-	// is full, the kernel removes elements that were unused for the longest time. Default:
-	// 65,536.
+	// remember the services of at most MaxClients TCP sockets, for getpeername. When one of
+	// these maps is full, the kernel removes elements that were unused for the longest time.
+	// The programs handle at most MaxClients connected UDP sockets, and leave others to the
+	// other sink. Default: 65,536.
 	MaxClients int
 }
 
@@ -109,7 +110,7 @@ func (o *Options) sizes() map[string]int {
 	return map[string]int{
 		"connections": pairs,
 		"frontends":   o.MaxFrontends, "slots": o.MaxEndpoints, "members": o.MaxMembers,
-		"clients": o.MaxClients, "tcp_peers": o.MaxClients, "client_counts": o.MaxClients,
+		"clients": o.MaxClients, "tcp_peers": o.MaxClients, "udp_conns": o.MaxClients, "client_counts": o.MaxClients,
 	}
 }
 

@@ -34,9 +34,11 @@ func toAddress(addr netip.Addr, port int32) address {
 	return a
 }
 
-func (a address) String() string {
-	return netip.AddrPortFrom(netip.AddrFrom16(a.IP).Unmap(), binary.BigEndian.Uint16(a.Port[:])).String()
+func (a address) addrPort() netip.AddrPort {
+	return netip.AddrPortFrom(netip.AddrFrom16(a.IP).Unmap(), binary.BigEndian.Uint16(a.Port[:]))
 }
+
+func (a address) String() string { return a.addrPort().String() }
 
 type frontendKey struct {
 	IP       [16]byte
@@ -90,7 +92,7 @@ type choice struct {
 	Pad      uint32
 }
 
-// peer is what a TCP socket uses in place of a service.
+// peer is what a connected socket uses in place of a service.
 type peer struct{ Service, Endpoint address }
 
 // size is a number of elements of each map.

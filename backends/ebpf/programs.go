@@ -31,6 +31,10 @@ import (
 type programs struct {
 	connectObjects
 	links []link.Link
+	// netNS is the network namespace in which the backend started.
+	netNS *os.File
+	// sweepsUDP is true if the backend can destroy UDP sockets there.
+	sweepsUDP bool
 	// lock is the directory of the instance, which the process has opened and locked.
 	lock *os.File
 }
@@ -42,6 +46,9 @@ type hook struct {
 	program *ebpf.Program
 }
 
+// translatingHooks is the number of hooks that replace addresses. They come first.
+const translatingHooks = 8
+
 func (p *programs) hooks() []hook {
 	return []hook{
 		{"connect4", ebpf.AttachCGroupInet4Connect, p.Connect4},
@@ -52,12 +59,13 @@ func (p *programs) hooks() []hook {
 		{"recvmsg6", ebpf.AttachCGroupUDP6Recvmsg, p.Recvmsg6},
 		{"getpeername4", ebpf.AttachCgroupInet4GetPeername, p.Getpeername4},
 		{"getpeername6", ebpf.AttachCgroupInet6GetPeername, p.Getpeername6},
+		{"sock_release", ebpf.AttachCgroupInetSockRelease, p.SockRelease},
 	}
 }
 
 // load makes the maps, or opens those that exist, and loads the programs. It needs CAP_BPF,
 // CAP_NET_ADMIN and CAP_PERFMON.
-func load(ctx context.Context, o *Options) (p *programs, err error) {
+func load(ctx context.Context, o *Options) (_ *programs, err error) {
 	if err := checkKernel(); err != nil {
 		return nil, err
 	}
@@ -82,24 +90,34 @@ func load(ctx context.Context, o *Options) (p *programs, err error) {
 			return nil, err
 		}
 	}
-	dir := o.directory()
-	lock, err := lockDirectory(dir)
-	if err != nil {
-		return nil, err
+	log := klog.FromContext(ctx)
+	cookie, unable := sweptNetNS()
+	if unable != nil {
+		log.Info("Connected UDP sockets are handled without eBPF", "reason", unable)
+	} else if !o.TCPOnly {
+		if err := spec.Variables["connected_udp_netns"].Set(cookie); err != nil {
+			return nil, err
+		}
 	}
+	p := &programs{sweepsUDP: unable == nil}
 	defer func() {
 		if err != nil {
-			lock.Close()
+			err = errors.Join(err, p.close())
 		}
 	}()
+	if p.netNS, err = os.Open("/proc/thread-self/ns/net"); err != nil {
+		return nil, err
+	}
+	dir := o.directory()
+	if p.lock, err = lockDirectory(dir); err != nil {
+		return nil, err
+	}
 	pinned := openMaps(dir)
 	defer closeMaps(pinned)
 	adopted, resized, foreign := sortMaps(pinned, mapSpecs(spec, o))
-	log := klog.FromContext(ctx)
 	if len(foreign) > 0 && len(pinned) > 0 {
 		log.Info("Replacing eBPF maps of another version; all connections are handled without eBPF until all services are known", "maps", foreign)
 	}
-	p = &programs{lock: lock}
 	err = spec.LoadAndAssign(&p.connectObjects, &ebpf.CollectionOptions{MapReplacements: adopted})
 	if err != nil && len(adopted) > 0 {
 		log.Error(err, "Replacing all eBPF maps, because the programs cannot use those of the process before")
@@ -143,7 +161,7 @@ func mapSpecs(spec *ebpf.CollectionSpec, o *Options) map[string]*ebpf.MapSpec {
 func (p *programs) maps() map[string]*ebpf.Map {
 	return map[string]*ebpf.Map{
 		"frontends": p.Frontends, "slots": p.Slots, "members": p.Members, "clients": p.Clients,
-		"tcp_peers": p.TcpPeers, "udp_peers": p.UdpPeers, "heartbeat": p.Heartbeat, "counters": p.Counters,
+		"tcp_peers": p.TcpPeers, "udp_peers": p.UdpPeers, "udp_conns": p.UdpConns, "heartbeat": p.Heartbeat, "counters": p.Counters,
 	}
 }
 
@@ -219,6 +237,7 @@ var copyMap = map[string]func(from, to *ebpf.Map) (int, error){
 	"members":   copyElements[memberKey, uint32],
 	"clients":   copyElements[clientKey, choice],
 	"tcp_peers": copyElements[uint64, peer],
+	"udp_conns": copyElements[uint64, peer],
 }
 
 func copyElements[K comparable, V any](from, to *ebpf.Map) (int, error) {
@@ -534,7 +553,13 @@ func attachedTo(l link.Link) place {
 
 // close closes the descriptors. The pinned maps and links stay.
 func (p *programs) close() error {
-	return errors.Join(p.connectObjects.Close(), p.closeLinks(), p.lock.Close())
+	errs := []error{p.connectObjects.Close(), p.closeLinks()}
+	for _, f := range []*os.File{p.netNS, p.lock} {
+		if f != nil {
+			errs = append(errs, f.Close())
+		}
+	}
+	return errors.Join(errs...)
 }
 
 func (p *programs) closeLinks() (err error) {

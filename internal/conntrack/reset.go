@@ -14,6 +14,7 @@ import (
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/internal/netfilter"
+	"github.com/kpng-project/kpng/internal/sockdiag"
 	"k8s.io/klog/v2"
 )
 
@@ -177,11 +178,11 @@ func (r *resetter) resetAll(ctx context.Context) {
 	log := klog.FromContext(ctx)
 	conn := netfilter.NewConn(r.netNS)
 	defer conn.Close()
-	local, err := openSockets(r.netNS)
+	local, err := sockdiag.Open(r.netNS)
 	if err != nil {
 		log.Error(err, "Cannot end connections of this node's clients")
 	} else {
-		defer local.close()
+		defer local.Close()
 	}
 	net, err := openPackets(r.netNS)
 	if err != nil {
@@ -199,7 +200,7 @@ func (r *resetter) resetAll(ctx context.Context) {
 			if local == nil {
 				continue
 			}
-			destroyed, err := local.destroy(w.client, w.to)
+			destroyed, err := local.DestroyTCP(w.client, w.to)
 			failed = errors.Join(failed, err)
 			if destroyed {
 				w.over = time.Now()

@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/internal/netnstest"
+	"github.com/kpng-project/kpng/internal/sockdiag"
 	"golang.org/x/sys/unix"
 )
 
@@ -198,13 +199,13 @@ func TestListenersAreNotDestroyed(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer listener.Close()
-	s, err := openSockets(opts.NetNS)
+	s, err := sockdiag.Open(opts.NetNS)
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer s.close()
+	defer s.Close()
 	c := udp(44444, "10.96.0.10:80", "10.1.0.1:5080")
-	if destroyed, err := s.destroy(c.from, c.to); destroyed || err != nil {
+	if destroyed, err := s.DestroyTCP(c.from, c.to); destroyed || err != nil {
 		t.Errorf("destroyed: %t, error %v", destroyed, err)
 	}
 	if err := w.client.Do(func() error {

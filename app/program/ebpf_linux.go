@@ -23,6 +23,7 @@ func EBPF() sink.Sink {
 			"What is programmed stays when the program ends: see kpng cleanup ebpf. It needs CAP_BPF, CAP_NET_ADMIN, CAP_PERFMON and Linux 5.10, and CAP_NET_RAW for resets of connections.",
 		Flags: f.register,
 		Make:  f.parts,
+		Check: f.settingsCheck(),
 		Init:  f.init,
 	}, newLeftovers("ebpf"))
 }

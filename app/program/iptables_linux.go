@@ -20,6 +20,7 @@ func IPTables() sink.Sink {
 			"What is programmed stays when the program ends: see kpng cleanup iptables. It needs CAP_NET_ADMIN and CAP_NET_RAW, the programs of iptables, and preferably ipset.",
 		Flags: f.register,
 		Make:  f.parts,
+		Check: f.settingsCheck(),
 		Init:  f.init,
 	}, newLeftovers("iptables"))
 }

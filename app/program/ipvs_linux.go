@@ -26,6 +26,7 @@ func IPVS() sink.Sink {
 		OnlyPorts: true,
 		Flags:     f.register,
 		Make:      f.parts,
+		Check:     f.settingsCheck(sysctl.IPVS...),
 		Init:      f.init,
 	}, newLeftovers("ipvs"))
 }

@@ -7,6 +7,7 @@ package program
 import (
 	"context"
 
+	"github.com/kpng-project/kpng/internal/command"
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/spf13/pflag"
 )
@@ -16,7 +17,8 @@ type leftovers struct{ count prometheus.Collector }
 
 func newLeftovers(string) *leftovers { return nil }
 
-func (*leftovers) register(*pflag.FlagSet)       {}
-func (*leftovers) setProgrammed()                {}
-func (*leftovers) problems() []string            { return nil }
-func (*leftovers) follow(context.Context) func() { return func() {} }
+func (*leftovers) register(*pflag.FlagSet)                 {}
+func (*leftovers) setProgrammed()                          {}
+func (*leftovers) problems() []string                      { return nil }
+func (*leftovers) follow(context.Context) func()           { return func() {} }
+func (*leftovers) check(context.Context) []command.Finding { return nil }

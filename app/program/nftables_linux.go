@@ -22,6 +22,7 @@ func NFTables() sink.Sink {
 			"What is programmed stays when the program ends: see kpng cleanup nftables. It needs CAP_NET_ADMIN, and CAP_NET_RAW for resets of connections.",
 		Flags: f.register,
 		Make:  f.parts,
+		Check: f.settingsCheck(),
 		Init:  f.init,
 	}, newLeftovers("nftables"))
 }

@@ -39,6 +39,16 @@ func withReports(b *command.Backend, l *leftovers) *command.Backend {
 			search = true
 		}
 	}
+	if l != nil {
+		more := b.Check
+		b.Check = func(ctx context.Context) []command.Finding {
+			findings := l.check(ctx)
+			if more != nil {
+				findings = append(findings, more(ctx)...)
+			}
+			return findings
+		}
+	}
 	b.Make = func(run command.Run) (command.Parts, error) {
 		parts, err := create(run)
 		if err != nil {

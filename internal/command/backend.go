@@ -31,12 +31,36 @@ type Backend struct {
 	// itself. Call Configure first. The backend need not be started. Default: no settings.
 	Init func(context.Context) error
 
+	// Check finds what on this machine would keep the backend from working, and what changes
+	// when it replaces another proxy. It changes nothing. Call it before Configure. Default: it
+	// finds nothing.
+	Check func(context.Context) []Finding
+
 	// Metrics provides observers to Make. Default: those of a registry of its own.
 	Metrics *metrics.Metrics
 
 	parts   Parts
 	healthy func() bool // nil means always healthy
 }
+
+// Finding is a result of a check of a machine or of a cluster.
+type Finding struct {
+	Level Level
+	// Subject is what was checked, such as a kernel setting or a service.
+	Subject string
+	// Text says what was found, and what to do.
+	Text string
+}
+
+// Level says how important a Finding is.
+type Level string
+
+// Levels of findings.
+const (
+	Note    Level = "note"    // nothing changes
+	Change  Level = "change"  // something changes, or an administrator has to do something
+	Problem Level = "problem" // kpng would not work
+)
 
 // Run is what the program provides for the sinks of a backend.
 type Run struct {

@@ -1,0 +1,150 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package program
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"slices"
+	"strings"
+
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends"
+	"github.com/kpng-project/kpng/internal/command"
+	"github.com/kpng-project/kpng/internal/netfilter"
+	"github.com/kpng-project/kpng/internal/sysctl"
+	"golang.org/x/sys/unix"
+)
+
+// check finds what other programs have on this machine. It is a Backend.Check.
+func (l *leftovers) check(ctx context.Context) []command.Finding {
+	findings := []command.Finding{kernelVersion()}
+	found, err := findAll(ctx, l.bpffs())
+	for i := range found {
+		if f := &found[i]; f.by == (instance{}) {
+			findings = append(findings, command.Finding{Level: command.Change, Subject: f.what,
+				Text: "rules of kube-proxy; they serve the node until kpng has programmed all services. Then stop kube-proxy here, and remove them with: " + f.remove})
+		} else if !l.isSelf(f.by) {
+			findings = append(findings, command.Finding{Level: command.Change, Subject: f.what,
+				Text: "rules of another backend or instance of kpng; if it does not run any more, remove them with: " + f.remove})
+		}
+	}
+	others, othersErr := otherPrograms(ctx)
+	findings = append(findings, others...)
+	if err := errors.Join(err, othersErr); err != nil {
+		findings = append(findings, command.Finding{Level: command.Problem, Subject: "rules of this node", Text: err.Error()})
+	}
+	return findings
+}
+
+// kernelVersion compares the version of the kernel with the oldest one that all backends
+// support.
+func kernelVersion() command.Finding {
+	var system unix.Utsname
+	if err := unix.Uname(&system); err != nil {
+		return command.Finding{Level: command.Problem, Subject: "kernel", Text: err.Error()}
+	}
+	release := unix.ByteSliceToString(system.Release[:])
+	f := command.Finding{Level: command.Note, Subject: "kernel", Text: "Linux " + release}
+	var major, minor int
+	if _, err := fmt.Sscanf(release, "%d.%d", &major, &minor); err == nil && (major < 5 || major == 5 && minor < 10) {
+		f.Level, f.Text = command.Problem, f.Text+" is older than 5.10, the oldest version that kpng supports"
+	}
+	return f
+}
+
+// otherProxies are programs whose rules kpng does not touch. Their chains, or a file of
+// theirs, begin with the prefix.
+var otherProxies = []struct{ prefix, name, text string }{
+	{"cali-", "Calico", "kpng works beside its policies; turn off its eBPF dataplane, which serves services itself"},
+	{"CILIUM_", "Cilium", "kpng works beside it only with kubeProxyReplacement=false and socketLB.enabled=false"},
+	{"cil_", "Cilium", "kpng works beside it only with kubeProxyReplacement=false and socketLB.enabled=false"},
+	{"FLANNEL-", "flannel", "kpng works beside it"},
+	{"ANTREA-", "Antrea", "kpng serves the node and traffic from outside; Antrea's own proxy serves pods unless antreaProxy.enable=false"},
+	{"KUBE-ROUTER-", "kube-router", "kpng works beside it only with --run-service-proxy=false"},
+	{"KUBE-NWPLCY-", "kube-router", "kpng works beside it only with --run-service-proxy=false"},
+	{"WEAVE", "Weave Net", "kpng works beside it"},
+	{"CNI-HOSTPORT-", "the CNI plugin portmap", "a host port and a node port with one number exclude each other, as with kube-proxy"},
+	{"NODE-LOCAL-DNS", "NodeLocal DNSCache", "check that pods still reach the cache after the change, as with each change of the proxy: kubernetes/dns#682"},
+	{"DOCKER", "Docker", "kpng works beside it; Docker may drop forwarded packets"},
+}
+
+// otherPrograms finds chains of programs in otherProxies.
+func otherPrograms(ctx context.Context) (findings []command.Finding, err error) {
+	found := make([]bool, len(otherProxies))
+	note := func(chain string) (isNew bool) {
+		for i := range otherProxies {
+			if !found[i] && strings.HasPrefix(chain, otherProxies[i].prefix) {
+				found[i], isNew = true, true
+			}
+		}
+		return isNew
+	}
+	c := netfilter.NewConn(0)
+	defer c.Close()
+	var errs []error
+	for _, family := range []byte{unix.NFPROTO_IPV4, unix.NFPROTO_IPV6, unix.NFPROTO_INET} {
+		errs = append(errs, c.ListChains(ctx, family, func(attributes []byte) bool {
+			const chainName = 3 // from linux/netfilter/nf_tables.h
+			for attr, data := range netfilter.Attributes(attributes) {
+				if attr == chainName {
+					return note(netfilter.String(data))
+				}
+			}
+			return false
+		}))
+	}
+	for _, f := range []struct {
+		family        api.Family
+		socket, level int
+	}{{api.IPv4, unix.AF_INET, unix.SOL_IP}, {api.IPv6, unix.AF_INET6, unix.SOL_IPV6}} {
+		tables, err := netfilter.LegacyTables(f.family)
+		errs = append(errs, err)
+		for _, table := range tables {
+			entries, err := legacyTable(f.socket, f.level, table)
+			errs = append(errs, err)
+			for i := range otherProxies {
+				found[i] = found[i] || bytes.Contains(entries, []byte("\x00"+otherProxies[i].prefix))
+			}
+		}
+	}
+	// Cilium pins its programs and maps even where it makes no chains.
+	if _, err := os.Stat("/sys/fs/bpf/cilium"); err == nil {
+		note("cil_")
+	}
+	for i, is := range found {
+		o := otherProxies[i]
+		f := command.Finding{Level: command.Note, Subject: "rules of " + o.name, Text: o.text}
+		if is && !slices.Contains(findings, f) {
+			findings = append(findings, f)
+		}
+	}
+	return findings, errors.Join(errs...)
+}
+
+// settingsCheck returns a Backend.Check of kernel settings. It does not load modules, so
+// it skips settings that the kernel does not have yet.
+func (f *nodeFlags) settingsCheck(more ...sysctl.Setting) func(context.Context) []command.Finding {
+	return func(context.Context) (findings []command.Finding) {
+		will := ""
+		if f.sysctlMode() == backends.SetSysctls {
+			will = "; kpng sets it at the start"
+		}
+		for _, s := range slices.Concat(sysctl.Forwarding, more, f.conntrackSettings(sysctl.Cores())) {
+			value, err := sysctl.Kernel.Read(s.Name)
+			switch {
+			case errors.Is(err, fs.ErrNotExist):
+			case err != nil:
+				findings = append(findings, command.Finding{Level: command.Problem, Subject: "sysctl " + s.Name, Text: err.Error()})
+			case value != s.Value && !(s.AtLeast && value > s.Value):
+				findings = append(findings, command.Finding{Level: command.Change, Subject: "sysctl " + s.Name,
+					Text: fmt.Sprintf("is %d; with %d, %s%s", value, s.Value, s.Reason, will)})
+			}
+		}
+		return findings
+	}
+}

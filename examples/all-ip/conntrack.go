@@ -14,12 +14,12 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// deleteFlows deletes the connection-tracking entries of the external IPs in d.stale, except
+// deleteFlows deletes the connection-tracking entries of the IPs in d.stale, except
 // the entries of the pods that d.pods has for the IP.
 //
 // Rules apply only to the first packet of a connection. For UDP and pings, connection
 // tracking keeps an entry as long as packets arrive, even if the pod was removed.
-// Therefore all-ip deletes the entries of removed pods. The kernel then applies the rules
+// Therefore all-ip deletes the entries of removed pods, and those of IPs whose filter changed. The kernel then applies the rules
 // to the next packet of the client. TCP and SCTP detect a removed pod themselves.
 func (d *dataplane) deleteFlows() error {
 	if len(d.stale) == 0 {
@@ -44,5 +44,6 @@ func (d *dataplane) MatchConntrackFlow(flow *netlink.ConntrackFlow) bool {
 	ip, _ := netip.AddrFromSlice(flow.Forward.DstIP)
 	pod, _ := netip.AddrFromSlice(flow.Reverse.SrcIP)
 	pods := strings.Fields(d.pods[ip.Unmap()])
-	return d.stale[ip.Unmap()] && !slices.Contains(pods, pod.Unmap().String())
+	all, stale := d.stale[ip.Unmap()]
+	return all || stale && !slices.Contains(pods, pod.Unmap().String())
 }

@@ -17,14 +17,16 @@ import (
 func TestDeletedConnections(t *testing.T) {
 	after := view(endpoint("11.0.2.2", true), endpoint("1100::202", true))
 	after.Draining = []api.Endpoint{endpoint("11.0.2.3", true)}
-	serving, gone := newDataplane(), newDataplane()
+	serving, gone, filtered := newDataplane(), newDataplane(), newDataplane()
+	filtered.stale[netip.MustParseAddr("10.0.0.55")] = true
+	filtered.pods[netip.MustParseAddr("10.0.0.55")] = "11.0.2.2"
 	serving.Plan(after, func(o object, value string) {
-		if o.set == flowSet {
-			serving.pods[netip.MustParseAddr(o.key)] = value
+		if o.part == flowPart {
+			serving.pods[o.ip] = value
 		}
 	})
 	for _, ip := range []string{"10.0.0.55", "1000::55"} {
-		serving.stale[netip.MustParseAddr(ip)], gone.stale[netip.MustParseAddr(ip)] = true, true
+		serving.stale[netip.MustParseAddr(ip)], gone.stale[netip.MustParseAddr(ip)] = false, false
 	}
 
 	for _, test := range []struct {
@@ -44,6 +46,8 @@ func TestDeletedConnections(t *testing.T) {
 		{"SCTP to a removed pod", serving, unix.IPPROTO_SCTP, "10.0.0.55", "11.0.2.4", false},
 		{"UDP to an unrelated address", serving, unix.IPPROTO_UDP, "10.0.0.56", "11.0.2.4", false},
 		{"UDP to an external IP that has not changed", &dataplane{}, unix.IPPROTO_UDP, "10.0.0.55", "11.0.2.4", false},
+		{"UDP to a serving pod after a change of the filter", filtered, unix.IPPROTO_UDP, "10.0.0.55", "11.0.2.2", true},
+		{"TCP to a serving pod after a change of the filter", filtered, unix.IPPROTO_TCP, "10.0.0.55", "11.0.2.2", false},
 		{"UDP to a deleted service", gone, unix.IPPROTO_UDP, "10.0.0.55", "11.0.2.2", true},
 	} {
 		t.Run(test.name, func(t *testing.T) {

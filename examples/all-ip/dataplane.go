@@ -8,11 +8,14 @@ import (
 	"context"
 	_ "embed"
 	"fmt"
+	"hash/crc32"
+	"net"
 	"net/netip"
 	"os"
 	"os/exec"
 	"regexp"
 	"runtime"
+	"slices"
 	"strconv"
 	"strings"
 
@@ -24,15 +27,15 @@ import (
 // them. all-ip changes only elements of sets and maps. It never changes the rules.
 type dataplane struct {
 	name string // of both tables
-	// pods has, for each external IP, the pods to which existing flows may continue. See
-	// flowSet.
+	// keep has the destinations to which pods keep their own address.
+	keep []net.IPNet
+	// pods has, for each IP of a service, the pods to which existing flows may continue. See
+	// flowPart.
 	pods map[netip.Addr]string
-	// stale has the external IPs whose flows have to be checked.
+	// stale has the IPs whose flows have to be checked: all of them if the value is true, because
+	// the filter has changed, or else those to pods that d.pods does not have.
 	stale map[netip.Addr]bool
 }
-
-// object is an element of a set or map. Its value is the value of the map, or empty.
-type object struct{ family, set, key string }
 
 // table is a table without elements.
 //
@@ -42,13 +45,9 @@ var table string
 // addressTypes are the types of addresses, by the families of tables.
 var addressTypes = map[string]string{"ip": "ipv4_addr", "ip6": "ipv6_addr"}
 
-const (
-	// layout is the comment of every rule. Change it whenever you change the rules, so that
-	// all-ip recreates tables that other versions of all-ip made.
-	layout = "kpng all-ip 1"
-	// rules is the number of rules in a table.
-	rules = 8
-)
+// layout is the comment of every rule, before a checksum of --keep-source. Change it whenever
+// you change the rules, so that all-ip recreates tables that other versions of all-ip made.
+const layout = "kpng all-ip 2"
 
 // Start fails if this process cannot use nft.
 func (d *dataplane) Start(ctx context.Context) error {
@@ -61,13 +60,14 @@ var elements = regexp.MustCompile(`(?s)\t(?:set|map) (\w+) \{[^}]*?elements = \{
 
 // List creates tables that are missing or do not have the rules of this version.
 func (d *dataplane) List(ctx context.Context, emit func(object, string)) error {
-	for family, address := range addressTypes {
-		create := fmt.Sprintf(table, family, d.name, address, layout)
+	lines := map[object][]string{}
+	for family := range addressTypes {
+		create, comment := d.create(family)
 		out, err := nft(ctx, fmt.Sprintf("list table %s %s", family, d.name))
 		switch {
 		case err != nil:
 			_, err = nft(ctx, create) // fails if the table exists
-		case strings.Count(out, layout) != rules:
+		case strings.Count(out, comment) != strings.Count(create, comment):
 			out = ""
 			_, err = nft(ctx, fmt.Sprintf("delete table %s %s\n%s", family, d.name, create))
 		}
@@ -76,64 +76,109 @@ func (d *dataplane) List(ctx context.Context, emit func(object, string)) error {
 		}
 		for _, set := range elements.FindAllStringSubmatch(out, -1) {
 			for element := range strings.SplitSeq(set[2], ",") {
-				key, value, _ := strings.Cut(strings.TrimSpace(element), " : ")
-				emit(object{family, set[1], canonical(key)}, canonical(value))
+				element = canonical(element)
+				first, _, _ := strings.Cut(element, " ")
+				ip, err := netip.ParseAddr(first)
+				if err != nil {
+					return fmt.Errorf("read set %s: %w", set[1], err)
+				}
+				o := object{addressPart, ip}
+				if set[1] == hairpinSet || set[1] == egressSet {
+					o.part = set[1]
+				}
+				lines[o] = append(lines[o], fmt.Sprintf("%s { %s }", set[1], element))
 			}
 		}
 	}
+	for o, l := range lines {
+		emit(o, join(l))
+	}
 	for ip, pods := range d.pods {
-		emit(object{family(ip), flowSet, ip.String()}, pods)
+		emit(object{flowPart, ip}, pods)
 	}
 	return nil
 }
 
-// canonical writes the addresses and numbers of a key as Plan does.
-func canonical(key string) string {
-	parts := strings.Split(key, " . ")
+// create returns a script that creates the table of a family, and the comment of its rules.
+func (d *dataplane) create(f string) (script, comment string) {
+	keep := []string{map[string]string{"ip": "224.0.0.0/4", "ip6": "ff00::/8"}[f]}
+	for _, p := range d.keep {
+		if (p.IP.To4() != nil) == (f == "ip") {
+			keep = append(keep, p.String())
+		}
+	}
+	list := strings.Join(keep, ", ")
+	comment = fmt.Sprintf("%s %08x", layout, crc32.ChecksumIEEE([]byte(list)))
+	return fmt.Sprintf(table, f, d.name, addressTypes[f], comment, list), comment
+}
+
+// canonical writes the addresses of an element as Plan does.
+func canonical(element string) string {
+	parts := strings.Fields(element)
 	for i, part := range parts {
 		if ip, err := netip.ParseAddr(part); err == nil {
 			parts[i] = ip.String()
+		} else if p, err := netip.ParsePrefix(part); err == nil && p.IsSingleIP() {
+			parts[i] = p.Addr().String()
 		} else if n, err := strconv.ParseUint(part, 0, 32); err == nil {
 			parts[i] = strconv.FormatUint(n, 10)
 		}
 	}
-	return strings.Join(parts, " . ")
+	return strings.Join(parts, " ")
 }
 
 // Apply changes elements in one transaction. Then it deletes the connection-tracking entries
-// that no longer lead to the pods of the changed external IPs.
+// that no longer lead to the pods of the changed IPs.
 func (d *dataplane) Apply(ctx context.Context, ops []reconcile.Op[object, string]) error {
-	var script strings.Builder
+	var deletes, adds strings.Builder
 	for _, op := range ops {
-		of := fmt.Sprintf("element %s %s %s { %s", op.Key.family, d.name, op.Key.set, op.Key.key)
-		if op.Key.set != flowSet && op.Old != nil {
-			fmt.Fprintf(&script, "delete %s }\n", of)
+		if op.Key.part == flowPart {
+			continue
 		}
-		if op.Key.set != flowSet && op.New != nil {
-			fmt.Fprintf(&script, "add %s%s }\n", of, strings.TrimSuffix(" : "+*op.New, " : "))
+		was, will := lines(op.Old), lines(op.New)
+		write := func(to *strings.Builder, verb string, lines, except []string) {
+			for _, line := range lines {
+				if _, found := slices.BinarySearch(except, line); !found {
+					set, element, _ := strings.Cut(line, " ")
+					fmt.Fprintf(to, "%s element %s %s %s %s\n", verb, family(op.Key.ip), d.name, set, element)
+				}
+			}
 		}
+		write(&deletes, "delete", was, will)
+		write(&adds, "add", will, was)
 	}
-	if script.Len() > 0 {
-		if _, err := nft(ctx, script.String()); err != nil {
+	if deletes.Len()+adds.Len() > 0 {
+		if _, err := nft(ctx, deletes.String()+adds.String()); err != nil {
 			return err
 		}
 	}
 	for _, op := range ops {
-		if op.Key.set == hairpinSet {
+		switch ip := op.Key.ip; {
+		case op.Key.part == hairpinSet || op.Key.part == egressSet:
 			continue
-		}
-		first, _, _ := strings.Cut(op.Key.key, " ")
-		ip := netip.MustParseAddr(first)
-		d.stale[ip] = true
-		switch {
-		case op.Key.set != flowSet:
-		case op.New != nil:
+		case op.Key.part == flowPart && op.New != nil:
 			d.pods[ip] = *op.New
-		default:
+		case op.Key.part == flowPart:
 			delete(d.pods, ip)
 		}
+		changed := op.Key.part == addressPart && !slices.Equal(limits(op.Old), limits(op.New))
+		d.stale[op.Key.ip] = d.stale[op.Key.ip] || changed
 	}
 	return d.deleteFlows()
+}
+
+func lines(value *string) []string {
+	if value == nil {
+		return nil
+	}
+	return strings.Split(*value, "\n")
+}
+
+// limits returns the elements for filters and source ranges.
+func limits(value *string) []string {
+	return slices.DeleteFunc(lines(value), func(l string) bool {
+		return strings.HasPrefix(l, "pod") || strings.HasPrefix(l, "rejected") || strings.HasPrefix(l, "dropped")
+	})
 }
 
 // Cleanup deletes the tables.
@@ -161,7 +206,7 @@ func nft(ctx context.Context, script string) (string, error) {
 	}
 	runtime.LockOSThread() // the kernel sends Pdeathsig when this thread ends
 	defer runtime.UnlockOSThread()
-	cmd := exec.CommandContext(ctx, "nft", "-f", "-")
+	cmd := exec.CommandContext(ctx, "nft", "-n", "-f", "-")
 	cmd.Stdin = file
 	cmd.SysProcAttr = &unix.SysProcAttr{Pdeathsig: unix.SIGKILL}
 	out, err := cmd.CombinedOutput()

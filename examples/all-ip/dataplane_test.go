@@ -5,7 +5,6 @@
 package main
 
 import (
-	"fmt"
 	"net/netip"
 	"strings"
 	"testing"
@@ -80,6 +79,13 @@ func TestOnlyDifferencesAreWritten(t *testing.T) {
 		service("b", "10.0.0.2", endpoint("11.0.2.2", true), endpoint("11.0.2.3", true)),
 		service("c", "10.0.0.3"),
 		service("d", "1000::1", endpoint("1100::2", true)),
+		service("e", "10.0.0.5", endpoint("11.0.2.5", true)),
+		service("f", "1000::6", endpoint("1100::6", true)),
+	}
+	for _, v := range all[4:] {
+		v.Service.Annotations = map[string]string{allow: "80-90/tcp, 1-7/udp, 99, icmp, sctp", egress: "true"}
+		v.Service.SourceRanges = []api.SourceRanges{{TargetIPs: v.Service.IPs.ExternalIPs, Prefixes: []netip.Prefix{
+			netip.MustParsePrefix("0.0.0.0/0"), netip.MustParsePrefix("2001:db8::/33"), netip.MustParsePrefix("2001:db9::1/128")}}}
 	}
 	if failed := n.pass(t, all...); failed != nil {
 		t.Fatal(failed)
@@ -120,7 +126,7 @@ func TestOnlyDifferencesAreWritten(t *testing.T) {
 // The kernel refuses a second element of a set that has room for one.
 func TestARefusedElementFailsOneService(t *testing.T) {
 	n := newNode(t)
-	full := fmt.Sprintf(table, "ip", "test", "ipv4_addr", layout)
+	full, _ := n.dataplane.create("ip")
 	n.RunWith(t, strings.Replace(full, "set dropped {", "set dropped { size 1;", 1), program, "-f", "-")
 	failed := n.pass(t,
 		service("a", "10.0.0.1", endpoint("11.0.2.2", true)),

@@ -5,10 +5,12 @@
 package main
 
 import (
+	"cmp"
 	"crypto/sha256"
 	"encoding/binary"
 	"fmt"
 	"net/netip"
+	"slices"
 	"strings"
 
 	"github.com/kpng-project/kpng/api"
@@ -16,24 +18,37 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// The sets and maps of a table, see table.nft.
+// object is a part of the table: all elements for an IP of a service, or the element for a pod
+// in a set that is about pods. Its value has a line for each element, sorted.
+type object struct {
+	part string
+	ip   netip.Addr
+}
+
+// The parts. The parts about pods have the names of their sets.
 const (
-	podMap      = "pod"
-	slotMap     = "pods"
+	addressPart = "address"
 	hairpinSet  = "hairpin"
-	rejectedSet = "rejected"
-	droppedSet  = "dropped"
-	// flowSet is not a set of the table. Its elements are in dataplane.pods.
-	flowSet = "flows"
+	egressSet   = "egress"
+	// flowPart is not in the table. Its value is in dataplane.pods.
+	flowPart = "flows"
 )
 
-// slots is the number of slots of an external IP. A client's address is hashed to a slot,
-// and each slot belongs to a pod. So the number of slots limits how many pods on a node
-// get traffic of an external IP.
+// The annotations, see README.md.
+const (
+	allow  = "all-ip.kpng.io/allow"
+	egress = "all-ip.kpng.io/egress"
+)
+
+// slots is the number of slots of an IP. A client's address is hashed to a slot, and each slot
+// belongs to a pod. So the number of slots limits how many pods on a node get traffic of an IP.
 const slots = 64
 
-// Plan emits the elements of a service. Services share the elements of pods in hairpinSet. All
-// other elements belong to one service, because each external IP belongs to one service.
+// maxItems limits the elements of a filter.
+const maxItems = 100
+
+// Plan emits the objects of a service. Services share the objects of pods. All other objects
+// belong to one service, because each IP belongs to one service.
 func (*dataplane) Plan(v *api.View, emit func(object, string)) error {
 	log := klog.Background().WithValues("service", v.Key())
 	if !v.Service.AllPorts {
@@ -43,37 +58,78 @@ func (*dataplane) Plan(v *api.View, emit func(object, string)) error {
 	for frontend, why := range nodeview.Unserved(v) {
 		log.Info("Frontend not supported", "frontend", frontend.String(), "reason", why)
 	}
+	leaves := map[string]bool{} // the families in which pods have an IP for their connections
 	for f := range nodeview.Frontends(v) {
-		if f.Kind != nodeview.ExternalIP {
+		if f.Kind != nodeview.ExternalIP && f.Kind != nodeview.LoadBalancerIP {
 			continue
 		}
-		add := func(set, key, value string) { emit(object{family(f.Addr), set, key}, value) }
-		ip := f.Addr.String()
 		var local []netip.Addr // pods on this node
 		for _, e := range f.Elsewhere.Endpoints {
 			if e.Local {
 				local = append(local, e.Addr)
-				add(hairpinSet, fmt.Sprintf("%[1]s . %[1]s", e.Addr), "")
+				emit(object{hairpinSet, e.Addr}, fmt.Sprintf("hairpin { %[1]s . %[1]s }", e.Addr))
 			}
+		}
+		lines := ranges(f.Addr, f.Sources)
+		if _, ok := v.Service.Annotations[allow]; ok {
+			elements, err := filter(v.Service, f.Addr)
+			if err != nil {
+				return err
+			}
+			lines = append(lines, elements...)
 		}
 		switch {
 		case len(local) == 1:
-			add(podMap, ip, local[0].String())
+			lines = append(lines, fmt.Sprintf("pod { %s : %s }", f.Addr, local[0]))
 		case len(local) > 1:
 			for slot := range uint32(slots) {
-				add(slotMap, fmt.Sprintf("%s . %d", ip, slot), owner(slot, local).String())
+				lines = append(lines, fmt.Sprintf("pods { %s . %d : %s }", f.Addr, slot, owner(slot, local)))
 			}
 		case f.Elsewhere.Verdict == nodeview.Reject:
-			add(rejectedSet, ip, "")
+			lines = append(lines, fmt.Sprintf("rejected { %s }", f.Addr))
 		default:
-			add(droppedSet, ip, "")
+			lines = append(lines, fmt.Sprintf("dropped { %s }", f.Addr))
 		}
-		for i := range v.Draining {
-			local = append(local, v.Draining[i].Addr)
+		emit(object{addressPart, f.Addr}, join(lines))
+		for _, e := range v.Draining {
+			if e.Local && api.FamilyOf(e.Addr) == f.Family {
+				local = append(local, e.Addr)
+			}
 		}
-		add(flowSet, ip, strings.Trim(fmt.Sprint(local), "[]"))
+		emit(object{flowPart, f.Addr}, strings.Trim(fmt.Sprint(local), "[]"))
+		if v.Service.Annotations[egress] == "true" && !leaves[family(f.Addr)] {
+			leaves[family(f.Addr)] = true
+			for _, pod := range local {
+				emit(object{egressSet, pod}, fmt.Sprintf("egress { %s : %s }", pod, f.Addr))
+			}
+		}
 	}
 	return nil
+}
+
+// join returns the value of an object.
+func join(lines []string) string {
+	slices.Sort(lines)
+	return strings.Join(slices.Compact(lines), "\n")
+}
+
+// ranges returns the elements for the source ranges of an IP.
+func ranges(ip netip.Addr, s nodeview.Sources) (lines []string) {
+	if s.Restricted {
+		lines = append(lines, fmt.Sprintf("restricted { %s }", ip))
+	}
+	var last netip.Prefix
+	order := func(a, b netip.Prefix) int {
+		return cmp.Or(a.Masked().Addr().Compare(b.Masked().Addr()), cmp.Compare(a.Bits(), b.Bits()))
+	}
+	for _, p := range slices.SortedFunc(slices.Values(s.Ranges), order) {
+		if last.IsValid() && last.Contains(p.Addr()) {
+			continue // the kernel refuses overlaps
+		}
+		last = p.Masked()
+		lines = append(lines, fmt.Sprintf("sources { %s . %s }", ip, canonical(last.String())))
+	}
+	return lines
 }
 
 // owner returns the pod of a slot. It uses rendezvous hashing: if a pod is added or

@@ -404,12 +404,13 @@ type process struct {
 	ended  bool
 }
 
-func (s *subject) start(t testing.TB, node namespace, proxy, kubeconfig string) *process {
+func (s *subject) start(t testing.TB, node namespace, proxy, kubeconfig string, flags ...string) *process {
 	t.Helper()
 	const health = "127.0.0.1:10256"
 	args, env := s.command(t)
 	// Start the program with the only capability that its manifest grants.
 	args = append(args, "--kubeconfig", kubeconfig, "--service-proxy-name", proxy, "--node-name", proxy, "--healthz-bind-address", health)
+	args = append(args, flags...)
 	cmd := exec.Command("setpriv", append([]string{"--bounding-set=-all,+net_admin", "--inh-caps=-all,+net_admin", "--no-new-privs"}, args...)...)
 	var log bytes.Buffer
 	cmd.Env = append(os.Environ(), env...)

@@ -38,7 +38,7 @@ func (c *conn) dump(ctx context.Context, m mapID, f func(e element, foreign []by
 // this element, ok is false.
 func (c *conn) getElement(ctx context.Context, id elementID) (e element, ok bool, err error) {
 	key := element{elementID: id}
-	err = c.Get(ctx, id.m.name(), func(w *nft.Writer) { key.encode(w, false) }, func(item []byte) {
+	err = c.Get(ctx, id.m.name(), 1, func(w *nft.Writer, _ int) { key.encode(w, false) }, func(_ int, item []byte) {
 		if got, own := decodeElement(id.m, item, map[string]string{}); own {
 			e, ok = got, true
 		}

@@ -6,6 +6,7 @@ package nftables
 
 import (
 	"encoding/binary"
+	"fmt"
 	"iter"
 	"net/netip"
 	"slices"
@@ -33,6 +34,7 @@ type listKey struct {
 // list is a list of endpoints in the table.
 type list struct {
 	listKey
+	name   string // of the service port
 	number uint32
 	class  class
 	// shortcut is the number of the list for packets of this node, or 0 if it is the same.
@@ -304,12 +306,10 @@ func (t *table) planService(p *patch, ch *sink.Change, sources *sourcelists.Chan
 	}
 
 	var lists []list
+	hashSlots, mayHave := 0, (maxHashSlots-t.hashSlots+hashSlotsOf(before.lists))/4
 	for i := range next.lists {
 		if n := &next.lists[i]; n.number != 0 {
 			l := n.newList(next)
-			if t.opts.Stats {
-				t.ports[listNumber{n.family, n.number}] = servicePort{ch.Key, n.name, n.protocol}
-			}
 			present := before.byNumber(n.family, n.number)
 			switch {
 			case present != nil:
@@ -319,6 +319,9 @@ func (t *table) planService(p *patch, ch *sink.Change, sources *sourcelists.Chan
 				l.arrange(&former, n.endpoints())
 			default:
 				l.arrange(&list{}, n.endpoints())
+			}
+			if hashSlots += l.hashSlots(); hashSlots > mayHave {
+				return releasable(next), fmt.Errorf("stable hashing needs more than %d elements, a quarter of what other services leave; choose another algorithm, or fewer endpoints or ports", mayHave)
 			}
 			t.changeList(p, present, &l)
 			lists = append(lists, l)
@@ -447,7 +450,7 @@ func limited(t *nodeview.Traffic, numbered bool) []nodeview.Target {
 // newList returns the list without its endpoints and the size of its class. The argument o is the outline with the
 // list.
 func (n *plannedList) newList(o *outline) list {
-	l := list{listKey: n.listKey, number: n.number, class: class{family: n.family, verdict: n.traffic.Verdict}}
+	l := list{listKey: n.listKey, name: n.name, number: n.number, class: class{family: n.family, verdict: n.traffic.Verdict}}
 	if n.traffic.Verdict == nodeview.Forward {
 		l.class.isAddress, l.class.numbered, l.class.timeout, l.class.algorithm = n.port == 0, n.numbered, n.affinity, n.algorithm
 	}
@@ -542,15 +545,16 @@ func (t *table) changeList(p *patch, old, next *list) {
 	}
 }
 
-// settle records that a service has the lists in next, or that it has failed to get them.
+// settle records that a service has the lists in next, or that it has failed to get them. The
+// table counts the slots of next already.
 func (t *table) settle(key types.NamespacedName, next []list, failed bool) {
 	drop, keep := t.services[key], next
 	if failed {
 		drop, keep = keep, drop
+		t.hashSlots += hashSlotsOf(keep) - hashSlotsOf(drop)
 	}
 	for l := range newListSet(drop).without(keep) {
 		t.numbers.release(listNumber{l.family, l.number})
-		delete(t.ports, listNumber{l.family, l.number})
 		t.staleClients = t.staleClients || isNumbered(l.number)
 	}
 	if !failed {

@@ -17,6 +17,25 @@ import (
 // In a list with numbers, a slot has the number of an endpoint, and an endpoint may have
 // several slots: according to its weight, or to the entries of the table of stable hashing.
 
+// maxHashSlots limits the slots of all lists with stable hashing. A service may have a quarter
+// of what others leave.
+const maxHashSlots = 1 << 23
+
+// hashSlots returns the number of slots of the list if it has stable hashing.
+func (l *list) hashSlots() int {
+	if l.class.algorithm == api.Random {
+		return 0
+	}
+	return len(l.table) / 2
+}
+
+func hashSlotsOf(lists []list) (n int) {
+	for i := range lists {
+		n += lists[i].hashSlots()
+	}
+	return n
+}
+
 // stableSeed is the seed of the hash of clients for stable hashing. It is the same on all
 // nodes.
 const stableSeed = 0x6b706e67

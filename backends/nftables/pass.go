@@ -57,8 +57,7 @@ func (t *table) beginPass(ctx context.Context, nodeAddrs []netip.Addr) error {
 	}
 	t.sources = sourcelists.New(nodeAddrs)
 	p.findSources(t.sources)
-	t.services, t.numbers = map[types.NamespacedName][]list{}, newNumbers()
-	clear(t.ports)
+	t.services, t.hashSlots, t.numbers = map[types.NamespacedName][]list{}, 0, newNumbers()
 	for l := range p.lists() {
 		t.numbers.found(l)
 	}

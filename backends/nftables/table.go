@@ -37,8 +37,8 @@ type table struct {
 	sources *sourcelists.Lists
 	// services has the lists of endpoints of each service.
 	services map[types.NamespacedName][]list
-	// ports has the service port of each list. It is empty without Options.Stats.
-	ports map[listNumber]servicePort
+	// hashSlots is the number of slots of all lists with stable hashing.
+	hashSlots int
 	// clientSeed is the seed of the hash of clients.
 	clientSeed uint32
 	// staleClients is true if the maps of clients may have clients of lists that no longer
@@ -70,7 +70,7 @@ func newTable(opts *Options) *table {
 	c.Transacted = opts.Observer.Wrote
 	return &table{
 		opts: opts, conn: c, numbers: newNumbers(), now: time.Now,
-		sources: sourcelists.New(nil), services: map[types.NamespacedName][]list{}, ports: map[listNumber]servicePort{},
+		sources: sourcelists.New(nil), services: map[types.NamespacedName][]list{},
 	}
 }
 
@@ -138,6 +138,7 @@ func (t *table) syncServices(ctx context.Context, services iter.Seq[sink.Change]
 			p.fail(err)
 		}
 		lists[ch.Key] = next
+		t.hashSlots += hashSlotsOf(next) - hashSlotsOf(t.services[ch.Key])
 	}
 	if err := t.writeLists(ctx, &failed); err != nil {
 		return nil, err

@@ -5,9 +5,11 @@
 package nftables
 
 import (
+	"errors"
 	"fmt"
 	"math"
 	"net/netip"
+	"slices"
 	"testing"
 
 	"github.com/kpng-project/kpng/api"
@@ -179,6 +181,47 @@ func TestChangesMoveFewHashSlots(t *testing.T) {
 				before = after
 			}
 		})
+	}
+}
+
+// TestHashedServicesShareTheirSlots makes services with stable hashing until one is refused.
+// Services without it work, and the refused service works when others have left.
+func TestHashedServicesShareTheirSlots(t *testing.T) {
+	b, _ := start(t, Options{Options: backends.Options{NodeAddresses: nodeaddr.Of()}})
+	mustSync(t, b, batchOf(true))
+	hashedService := func(i, endpoints int) *api.View {
+		v := numberedService(i, endpoints)
+		v.Service.Algorithm = api.HashClient
+		return v
+	}
+	const large = 1 << 16
+	b.table.hashSlots = maxHashSlots - 4*large // as if other services had these slots
+	first, second, random := hashedService(1, 17), hashedService(2, 17), numberedService(3, 17)
+	refused := func(step string, c *sink.Changes, want ...*api.View) {
+		t.Helper()
+		var failed *sink.Failed
+		err := b.Sync(t.Context(), c)
+		if err != nil && !errors.As(err, &failed) {
+			t.Fatal(err)
+		}
+		for _, v := range []*api.View{first, second, random} {
+			got := failed != nil && (*failed)[v.Key()] != nil
+			if got != slices.Contains(want, v) {
+				t.Errorf("%s: service %s: %v, want refused: %t", step, v.Key(), err, !got)
+			}
+		}
+	}
+	refused("a quarter for one of two", batchOf(false, set(first), set(second), set(random)), second)
+	if want := maxHashSlots - 3*large; b.table.hashSlots != want {
+		t.Errorf("%d slots are counted, want %d", b.table.hashSlots, want)
+	}
+	small := hashedService(1, 16)
+	refused("a change of the first", batchOf(false, sink.Change{Old: first, New: small, Key: first.Key()}))
+	refused("now there is room", batchOf(false, set(second)), second)
+	refused("without the first", batchOf(false, sink.Change{Old: small, Key: first.Key()}, set(second)))
+	refused("the second leaves", batchOf(false, sink.Change{Old: second, Key: second.Key()}))
+	if want := maxHashSlots - 4*large; b.table.hashSlots != want {
+		t.Errorf("%d slots are counted, want %d", b.table.hashSlots, want)
 	}
 }
 

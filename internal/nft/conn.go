@@ -89,16 +89,36 @@ func decodeElements(attributes []byte, f func(item []byte)) {
 	}
 }
 
-// Get calls f with the encoding of the element of a map or set whose key the function
-// encode adds to a message. If there is no such element, Get does not call f.
-func (c *Conn) Get(ctx context.Context, set string, encode func(*Writer), f func(item []byte)) error {
-	err := c.Query(ctx, func(w *Writer) {
-		w.Elements(unix.NFT_MSG_GETSETELEM, 0, set, 1, func(int) { encode(w) })
-	}, func(attributes []byte) { decodeElements(attributes, f) })
-	if errors.Is(err, unix.ENOENT) {
-		return nil
+// maxGet limits the elements of a request. The kernel answers with a message for each
+// element, and all of them must fit into the socket's buffer.
+const maxGet = 500
+
+// Get calls f with the encodings of n elements of a map or set, in order. The function
+// encode adds the key of element i to a message. Get does not call f for an element that
+// does not exist. For many elements of a large map, Get is faster than Dump, because the
+// kernel begins each message of a dump at the first element.
+func (c *Conn) Get(ctx context.Context, set string, n int, encode func(w *Writer, i int), f func(i int, item []byte)) error {
+	for next := 0; next < n; {
+		first, end := next, min(next+maxGet, n)
+		err := c.Query(ctx, func(w *Writer) {
+			w.Elements(unix.NFT_MSG_GETSETELEM, 0, set, end-first, func(i int) { encode(w, first+i) })
+		}, func(attributes []byte) {
+			decodeElements(attributes, func(item []byte) { f(next, item) })
+			next++
+		})
+		switch {
+		case errors.Is(err, unix.ENOENT):
+			next++ // the kernel stops at an element that does not exist
+		case err == nil && next < end:
+			return fmt.Errorf("the kernel returned %d of %d elements of %s", next-first, end-first, set)
+		case err == nil:
+			err = context.Cause(ctx)
+		}
+		if err != nil && !errors.Is(err, unix.ENOENT) {
+			return err
+		}
 	}
-	return err
+	return nil
 }
 
 // Rules calls f with each rule of a chain, or of all chains if the argument chain is empty.

@@ -144,9 +144,9 @@ func (b *backend) start(ctx context.Context) (err error) {
 	b.resets = map[types.NamespacedName]*api.View{}
 	b.udp = nil
 	if p.sweepsUDP {
-		b.udp = (&sweeper{programs: p, protocol: unix.IPPROTO_UDP, lost: b.lostUDP}).start(ctx)
+		b.udp = (&sweeper{netNS: p.netNSFD(), protocol: unix.IPPROTO_UDP, peers: p.UdpConns, lost: b.lostUDP}).start(ctx)
 	}
-	b.tcp = (&sweeper{programs: p, protocol: unix.IPPROTO_TCP, lost: b.lostTCP}).start(ctx)
+	b.tcp = (&sweeper{netNS: p.netNSFD(), protocol: unix.IPPROTO_TCP, peers: p.TcpPeers, lost: b.lostTCP}).start(ctx)
 	b.repairAt = time.Now().Add(repairPause)
 	d := &dataplane{
 		planner:   b.planner(),
@@ -224,7 +224,7 @@ func (b *backend) remove() error {
 			defer lock.Close()
 		}
 	}
-	return remove(&b.opts)
+	return remove(&b.opts, b.programs.netNSFD())
 }
 
 // Sync implements [sink.Sink]. It writes c to the maps, passes c to the other sink, and

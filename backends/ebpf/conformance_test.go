@@ -47,7 +47,7 @@ func TestConformance(t *testing.T) {
 		Exceptions: map[string]string{
 			"an endpoint that connects to itself through its service sees an address of the node":                        "the connection does not leave the pod, whose network namespace has no address of the node",
 			"at external addresses with policy Cluster, connections of the node and its pods get an address of the node": "a socket in a pod cannot have an address of the node, and replies reach it without one",
-			"a request for resets does not end connections to ready endpoints":                                           "connections that sockets made before the request are not known to connection tracking, which finds those that must be reset",
+			"a request for resets does not end connections to ready endpoints":                                           "the backend cannot find sockets of pods that connected before the request, because sock_diag finds only sockets of one network namespace",
 			"at a cluster IP, all connections get an address of the node if so configured":                               "a socket in a pod cannot have an address of the node, so the backend has no such option",
 		},
 	})

@@ -63,6 +63,15 @@ func (p *programs) hooks() []hook {
 	}
 }
 
+// netNSFD returns the file descriptor of the network namespace in which the backend started,
+// or 0 if it is not started.
+func (p *programs) netNSFD() int {
+	if p == nil {
+		return 0
+	}
+	return int(p.netNS.Fd())
+}
+
 // load makes the maps, or opens those that exist, and loads the programs. It needs CAP_BPF,
 // CAP_NET_ADMIN and CAP_PERFMON.
 func load(ctx context.Context, o *Options) (_ *programs, err error) {
@@ -570,15 +579,20 @@ func (p *programs) closeLinks() (err error) {
 	return err
 }
 
-// remove detaches the programs and deletes the maps, if the instance exists.
-func remove(o *Options) error {
+// remove detaches the programs and deletes the maps, if the instance exists. Then it destroys
+// the UDP sockets in the network namespace that the programs have connected to endpoints.
+func remove(o *Options, netNS int) error {
 	files, err := os.ReadDir(o.directory())
 	if errors.Is(err, fs.ErrNotExist) {
 		return nil
 	}
 	errs := []error{err}
+	connections, noMap := ebpf.LoadPinnedMap(filepath.Join(o.directory(), "udp_conns"), nil)
 	for _, file := range files {
 		errs = append(errs, discard(filepath.Join(o.directory(), file.Name())))
+	}
+	if noMap == nil {
+		errs = append(errs, destroyAll(netNS, connections), connections.Close())
 	}
 	if err := errors.Join(errs...); err != nil {
 		return fmt.Errorf("detach eBPF programs: %w", err)

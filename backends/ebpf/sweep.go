@@ -30,8 +30,11 @@ const (
 // sweeper destroys sockets of a protocol that the programs have connected to endpoints that
 // the sockets may not keep. It finds the sockets of one network namespace.
 type sweeper struct {
-	*programs
+	// netNS is the file descriptor of the namespace, or 0 for that of the calling thread.
+	netNS    int
 	protocol uint8
+	// peers has the records of the programs by the cookies of sockets.
+	peers *ebpf.Map
 	// lost returns those of all connections whose socket must be destroyed.
 	lost func(all []connection) ([]connection, error)
 	wake chan struct{} // has a value if a sweep is due
@@ -94,7 +97,7 @@ func (s *sweeper) close() {
 }
 
 func (s *sweeper) sweep() error {
-	conn, err := sockdiag.Open(int(s.netNS.Fd()))
+	conn, err := sockdiag.Open(s.netNS)
 	if err != nil {
 		return err
 	}
@@ -113,17 +116,23 @@ func (s *sweeper) sweep() error {
 
 // connections returns the sockets that the programs have connected to an endpoint.
 func (s *sweeper) connections(conn *sockdiag.Conn) (all []connection, err error) {
-	peers := s.TcpPeers
-	if s.protocol == unix.IPPROTO_UDP {
-		peers = s.UdpConns
-	}
 	err = conn.Connected(s.protocol, func(socket sockdiag.Socket) {
 		c := connection{Socket: socket}
-		if peers.Lookup(socket.Cookie, &c.peer) == nil && c.peer.Endpoint.addrPort() == socket.Peer {
+		if s.peers.Lookup(socket.Cookie, &c.peer) == nil && c.peer.Endpoint.addrPort() == socket.Peer {
 			all = append(all, c)
 		}
 	})
 	return all, err
+}
+
+// destroyAll destroys all UDP sockets that the programs have connected to an endpoint.
+// Without the programs, no other sink can move them to another endpoint.
+func destroyAll(netNS int, peers *ebpf.Map) error {
+	if peers.NextKey(nil, new(uint64)) != nil {
+		return nil // the map is empty, or belongs to another program
+	}
+	s := &sweeper{netNS: netNS, protocol: unix.IPPROTO_UDP, peers: peers, lost: func(all []connection) ([]connection, error) { return all, nil }}
+	return s.sweep()
 }
 
 // hasMember reports whether UDP sockets may keep their endpoint.

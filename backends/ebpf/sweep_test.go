@@ -117,6 +117,18 @@ func testDestroyedUDP(t *testing.T) {
 	n.mustAnswer(stays, endpoints[0])
 	n.delete("other")
 	n.mustBeDestroyed(stays)
+
+	// Without the programs, no socket stays with an endpoint.
+	n.set(view("web", ips, v4, nil))
+	c = n.connect(n.ns.Do, "10.96.0.1:80")
+	if err := n.Stop(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	n.mustAnswer(c, v4[0])
+	if err := n.ns.Do(func() error { return n.Cleanup(t.Context()) }); err != nil {
+		t.Fatal(err)
+	}
+	n.mustBeDestroyed(c)
 	n.mustAnswer(direct, endpoints[0])
 }
 

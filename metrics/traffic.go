@@ -6,12 +6,14 @@ import (
 	"cmp"
 	"context"
 	"net/netip"
+	"slices"
 	"sync"
 	"time"
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/backends"
 	"github.com/prometheus/client_golang/prometheus"
+	dto "github.com/prometheus/client_model/go"
 	"k8s.io/apimachinery/pkg/types"
 )
 
@@ -55,6 +57,8 @@ type traffic struct {
 	reads uint64
 	ports map[trafficPort]*portTraffic
 	own   int // number of ports with series of their own
+	// sorted has these ports, sorted by their labels, or is nil if they have changed.
+	sorted []*portTraffic
 	// counted reports which numbers the dataplane counts.
 	counted [len(numbers{})]bool
 	other   numbers
@@ -70,6 +74,7 @@ type trafficPort struct {
 type portTraffic struct {
 	read      uint64 // the last read that returned the port
 	own       bool
+	labels    []*dto.LabelPair // if own is true
 	total     numbers
 	endpoints map[netip.AddrPort]*endpointTraffic
 }
@@ -96,21 +101,59 @@ func (t *traffic) Collect(to chan<- prometheus.Metric) {
 		t.errors++
 	}
 	to <- prometheus.MustNewConstMetric(trafficErrors, prometheus.CounterValue, float64(t.errors))
-	send := func(n *numbers, labels ...string) {
+	send := func(n *numbers, labels []*dto.LabelPair) {
 		for i, m := range trafficMetrics {
 			if t.counted[i] {
-				to <- prometheus.MustNewConstMetric(m.desc, m.kind, float64(n[i]), labels...)
+				to <- &trafficMetric{m.desc, m.kind, float64(n[i]), labels}
 			}
 		}
 	}
-	for id, p := range t.ports {
-		if p.own {
-			send(&p.total, id.service.Namespace, id.service.Name, id.port, id.protocol.String())
-		}
-	}
 	if len(t.ports) > t.own || t.other != (numbers{}) {
-		send(&t.other, "", "other", "", "")
+		send(&t.other, labelsOf(&trafficPort{service: types.NamespacedName{Name: "other"}}, ""))
 	}
+	// The registry sorts metrics, which takes little time if they are sorted already.
+	if t.sorted == nil {
+		for _, p := range t.ports {
+			if p.own {
+				t.sorted = append(t.sorted, p)
+			}
+		}
+		slices.SortFunc(t.sorted, func(a, b *portTraffic) int {
+			return slices.CompareFunc(a.labels, b.labels, func(a, b *dto.LabelPair) int { return cmp.Compare(a.GetValue(), b.GetValue()) })
+		})
+	}
+	for _, p := range t.sorted {
+		send(&p.total, p.labels)
+	}
+}
+
+// trafficMetric is a metric with ready labels. The constant metrics of package prometheus
+// would allocate and sort the labels of each of thousands of series in each collection.
+type trafficMetric struct {
+	desc   *prometheus.Desc
+	kind   prometheus.ValueType
+	value  float64
+	labels []*dto.LabelPair
+}
+
+// Desc implements prometheus.Metric.
+func (m *trafficMetric) Desc() *prometheus.Desc { return m.desc }
+
+// Write implements prometheus.Metric.
+func (m *trafficMetric) Write(to *dto.Metric) error {
+	to.Label = m.labels
+	if m.kind == prometheus.CounterValue {
+		to.Counter = &dto.Counter{Value: &m.value}
+	} else {
+		to.Gauge = &dto.Gauge{Value: &m.value}
+	}
+	return nil
+}
+
+// labelsOf returns the labels of a service port, sorted by name.
+func labelsOf(p *trafficPort, protocol string) []*dto.LabelPair {
+	pair := func(name, value string) *dto.LabelPair { return &dto.LabelPair{Name: &name, Value: &value} }
+	return []*dto.LabelPair{pair("namespace", p.service.Namespace), pair("port", p.port), pair("protocol", protocol), pair("service", p.service.Name)}
 }
 
 const activeNumber = 1
@@ -128,14 +171,16 @@ func (t *traffic) read() error {
 			delete(t.ports, id)
 			if p.own {
 				t.own--
+				t.sorted = nil
 			}
 		}
 	}
 	t.other[activeNumber] = 0
-	for _, p := range t.ports {
+	for id, p := range t.ports {
 		if !p.own && t.own < t.maxPorts {
 			p.own = true
 			t.own++
+			t.sorted, p.labels = nil, labelsOf(&id, id.protocol.String())
 		}
 		to := &t.other
 		if p.own {

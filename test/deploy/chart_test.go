@@ -11,6 +11,8 @@ import (
 	"github.com/google/go-cmp/cmp"
 	"helm.sh/helm/v4/pkg/chart/common"
 	"helm.sh/helm/v4/pkg/chart/common/util"
+	"helm.sh/helm/v4/pkg/chart/v2/lint"
+	"helm.sh/helm/v4/pkg/chart/v2/lint/support"
 	"helm.sh/helm/v4/pkg/chart/v2/loader"
 	"helm.sh/helm/v4/pkg/engine"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
@@ -37,6 +39,7 @@ func renderChart(t *testing.T, release string, values map[string]any) ([]*unstru
 		return nil, err
 	}
 	delete(files, "kpng/templates/_helpers.tpl")
+	delete(files, "kpng/templates/NOTES.txt")
 	var text []string
 	for _, name := range slices.Sorted(maps.Keys(files)) {
 		text = append(text, files[name])
@@ -56,17 +59,20 @@ func byName(all []*unstructured.Unstructured) map[string]any {
 // kustomizations.
 func TestChartEqualsKustomizations(t *testing.T) {
 	for dir, text := range map[string]string{
-		"nftables": "{}",
-		"iptables": "backend: iptables",
-		"ipvs":     "backend: ipvs",
-		"ebpf":     "backend: ebpf",
-		"windows":  "backend: kernelspace",
-		"beside-kube-proxy": `
-apiServer: {host: ""}
-serviceProxyName: kpng`,
+		"nftables":          "{}",
+		"iptables":          "backend: iptables",
+		"ipvs":              "backend: ipvs",
+		"ebpf":              "backend: ebpf",
+		"windows":           "backend: kernelspace",
+		"beside-kube-proxy": "serviceProxyName: kpng",
 	} {
 		t.Run(dir, func(t *testing.T) {
-			got, err := renderChart(t, "kpng-"+dir, parseYAML(t, text))
+			values := parseYAML(t, text)
+			values["image"] = map[string]any{"tag": "latest"}
+			if values["serviceProxyName"] == nil {
+				values["apiServer"] = map[string]any{"host": "api-server.example"}
+			}
+			got, err := renderChart(t, "kpng-"+dir, values)
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -133,7 +139,11 @@ metricsBindAddress: 127.0.0.1:10449`))
 }
 
 func TestChartRejectsUnknownValues(t *testing.T) {
-	for _, text := range []string{"backend: nftable", "apiserver: {host: 192.0.2.1}", "healthzBindAddress: localhost"} {
+	for _, text := range []string{
+		"backend: nftable", "apiserver: {host: 192.0.2.1}", "apiServer: {host: 192.0.2.1}\nhealthzBindAddress: localhost",
+		"apiServer: {host: 192.0.2.1}\nimage: {digest: latest}",
+		"{}", // without an address of the API server, no pod would work
+	} {
 		if _, err := renderChart(t, "example", parseYAML(t, text)); err == nil {
 			t.Errorf("the chart accepts %s", text)
 		}
@@ -147,4 +157,128 @@ func parseYAML(t *testing.T, text string) map[string]any {
 		t.Fatal(err)
 	}
 	return values
+}
+
+// chartValues are values that users may have.
+var chartValues = map[string]string{
+	"in place of kube-proxy":   "apiServer: {host: 192.0.2.1}",
+	"with IPv6":                "apiServer: {host: '2001:db8::1', port: 443}\nextraArgs: ['--cluster-cidr=fd00::/48']",
+	"with iptables":            "apiServer: {host: 192.0.2.1}\nbackend: iptables\nextraVolumes: [{name: a, emptyDir: {}}]",
+	"with IPVS":                "apiServer: {host: 192.0.2.1}\nbackend: ipvs\nkernelSettings: true",
+	"with eBPF":                "apiServer: {host: 192.0.2.1}\nbackend: ebpf\nkernelSettings: true\nextraVolumeMounts: [{name: a, mountPath: /a}]\nextraVolumes: [{name: a, emptyDir: {}}]",
+	"on Windows":               "apiServer: {host: 192.0.2.1}\nbackend: kernelspace\nhnsNetwork: pods\nevents: true",
+	"beside kube-proxy":        "serviceProxyName: kpng\ninstance: a",
+	"with kubeadm's ConfigMap": "kubeProxy: {configMap: kube-proxy}\nmetricsBindAddress: 0.0.0.0:10249",
+	"node by node":             "apiServer: {host: 192.0.2.1}\nnodeSelector: {kpng: 'true'}\nupdateStrategy: {type: OnDelete}",
+	"with monitoring":          "apiServer: {host: 192.0.2.1}\npodMonitor: {enabled: true}\nprometheusRule: {enabled: true}\ndashboard: {enabled: true}",
+	"as a part of an umbrella": "enabled: true\nglobal: {imageRegistry: registry.example}\napiServer: {host: 192.0.2.1}\ncommonLabels: {app.kubernetes.io/part-of: platform}",
+	"with many values": `
+enabled: true
+global: {anything: 1}
+backend: iptables
+image: {repository: registry.example/kpng, tag: ignored, digest: "sha256:0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef", pullSecrets: [{name: secret}]}
+kubeProxy: {configMap: kube-proxy}
+kernelSettings: true
+events: true
+tolerations: [{key: a, operator: Exists}]
+affinity: {nodeAffinity: {}}
+priorityClassName: system-cluster-critical
+updateStrategy: {type: OnDelete}
+terminationGracePeriodSeconds: 60
+commonLabels: {team: net}
+annotations: {a: "1"}
+podLabels: {pod: "yes"}
+podAnnotations: {b: "2"}
+serviceAccountAnnotations: {c: "3"}
+extraEnv: [{name: GOGC, value: "50"}]
+extraVolumes: [{name: extra, emptyDir: {}}]
+extraVolumeMounts: [{name: extra, mountPath: /extra}]
+podMonitor: {enabled: true, labels: {release: prometheus}}
+prometheusRule: {enabled: true}
+dashboard: {enabled: true}`,
+}
+
+// TestChartPassesLint runs "helm lint" with all values.
+func TestChartPassesLint(t *testing.T) {
+	for name, values := range chartValues {
+		for _, m := range lint.RunAll(deployDir+"/chart", parseYAML(t, values), "kube-system").Messages {
+			if m.Severity > support.InfoSev {
+				t.Errorf("%s: %s: %v", name, m.Path, m.Err)
+			}
+		}
+	}
+}
+
+// TestChartOfManyValues renders the chart with values that users of other charts set, and
+// checks where they arrive.
+func TestChartOfManyValues(t *testing.T) {
+	got, err := renderChart(t, "example", parseYAML(t, chartValues["with many values"]))
+	if err != nil {
+		t.Fatal(err)
+	}
+	all := byName(got)
+	at := func(object string, path ...string) any {
+		t.Helper()
+		value, _, err := unstructured.NestedFieldNoCopy(all[object].(map[string]any), path...)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return value
+	}
+	pod := at("DaemonSet example", "spec", "template", "spec").(map[string]any)
+	first := func(of string) map[string]any { return pod[of].([]any)[0].(map[string]any) }
+	mounts := []any{
+		map[string]any{"name": "lock", "mountPath": "/run/xtables.lock"},
+		map[string]any{"name": "kube-proxy", "mountPath": "/var/lib/kube-proxy", "readOnly": true},
+		map[string]any{"name": "extra", "mountPath": "/extra"},
+	}
+	image := "registry.example/kpng@sha256:0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef"
+	rules := at("ClusterRole example", "rules").([]any)
+	for what, values := range map[string][2]any{
+		"arguments":           {first("containers")["args"], []any{"kube", "to-local", "iptables", "--config=/var/lib/kube-proxy/config.conf", "--events"}},
+		"initial arguments":   {first("initContainers")["args"], []any{"kube", "to-local", "iptables", "--config=/var/lib/kube-proxy/config.conf", "--init-only"}},
+		"images":              {[]any{first("containers")["image"], first("initContainers")["image"]}, []any{image, image}},
+		"pull secrets":        {pod["imagePullSecrets"], []any{map[string]any{"name": "secret"}}},
+		"mounts":              {first("containers")["volumeMounts"], mounts},
+		"initial mounts":      {first("initContainers")["volumeMounts"], mounts},
+		"volumes":             {len(pod["volumes"].([]any)), 3},
+		"environment":         {first("containers")["env"].([]any)[1], map[string]any{"name": "GOGC", "value": "50"}},
+		"tolerations":         {pod["tolerations"], []any{map[string]any{"key": "a", "operator": "Exists"}}},
+		"affinity":            {pod["affinity"], map[string]any{"nodeAffinity": map[string]any{}}},
+		"priority":            {pod["priorityClassName"], "system-cluster-critical"},
+		"grace period":        {pod["terminationGracePeriodSeconds"], int64(60)},
+		"update strategy":     {at("DaemonSet example", "spec", "updateStrategy"), map[string]any{"type": "OnDelete"}},
+		"annotation":          {at("DaemonSet example", "metadata", "annotations"), map[string]any{"a": "1"}},
+		"labels of pods":      {at("DaemonSet example", "spec", "template", "metadata", "labels"), map[string]any{"app.kubernetes.io/name": "example", "team": "net", "pod": "yes"}},
+		"annotations of pods": {at("DaemonSet example", "spec", "template", "metadata", "annotations"), map[string]any{"b": "2"}},
+		"service account":     {at("ServiceAccount example", "metadata", "annotations"), map[string]any{"c": "3"}},
+		"permission":          {rules[len(rules)-1], map[string]any{"apiGroups": []any{"events.k8s.io"}, "resources": []any{"events"}, "verbs": []any{"create"}}},
+		"pod monitor":         {at("PodMonitor example", "metadata", "labels", "release"), "prometheus"},
+		"dashboard":           {at("ConfigMap example-dashboard", "metadata", "labels", "grafana_dashboard"), "1"},
+	} {
+		if diff := cmp.Diff(values[1], values[0]); diff != "" {
+			t.Errorf("%s (-want +got):\n%s", what, diff)
+		}
+	}
+	var alerts ruleFile
+	readYAML(t, monitoring+"/alerts.yaml", &alerts)
+	if got := at("PrometheusRule example", "spec", "groups").([]any)[0].(map[string]any)["rules"].([]any); len(got) != len(alerts.Groups[0].Rules) {
+		t.Errorf("%d alerts, want %d", len(got), len(alerts.Groups[0].Rules))
+	}
+}
+
+// A released chart has the version of its image.
+func TestChartNamesItsImage(t *testing.T) {
+	got, err := renderChart(t, "example", parseYAML(t, "apiServer: {host: 192.0.2.1}"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	containers, _, _ := unstructured.NestedSlice(byName(got)["DaemonSet example"].(map[string]any), "spec", "template", "spec", "containers")
+	chart, err := loader.Load(deployDir + "/chart")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if image, version := containers[0].(map[string]any)["image"], chart.Metadata.AppVersion; image != "kpng:"+version {
+		t.Errorf("the image is %v, want the version %s of the chart", image, version)
+	}
 }

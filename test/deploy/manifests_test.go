@@ -11,6 +11,7 @@ import (
 	"path/filepath"
 	"regexp"
 	"slices"
+	"strings"
 	"testing"
 
 	"github.com/google/go-cmp/cmp"
@@ -96,14 +97,29 @@ func TestAPIServerAcceptsManifests(t *testing.T) {
 		"ServiceAccount":     {Version: "v1", Resource: "serviceaccounts"},
 		"ClusterRole":        {Group: "rbac.authorization.k8s.io", Version: "v1", Resource: "clusterroles"},
 		"ClusterRoleBinding": {Group: "rbac.authorization.k8s.io", Version: "v1", Resource: "clusterrolebindings"},
+		"ConfigMap":          {Version: "v1", Resource: "configmaps"},
 		"DaemonSet":          {Group: "apps", Version: "v1", Resource: "daemonsets"},
 	}
 	dirs := []string{"windows"}
 	for dir := range overlays {
 		dirs = append(dirs, dir)
 	}
+	all := map[string][]*unstructured.Unstructured{}
 	for _, dir := range dirs {
-		for _, object := range objects(t, dir) {
+		all[dir] = objects(t, dir)
+	}
+	for name, values := range chartValues {
+		rendered, err := renderChart(t, "kpng", parseYAML(t, values))
+		if err != nil {
+			t.Fatalf("%s: %v", name, err)
+		}
+		all["the chart "+name] = rendered
+	}
+	for dir, objects := range all {
+		for _, object := range objects {
+			if strings.HasPrefix(object.GetAPIVersion(), "monitoring.coreos.com/") {
+				continue // the API server does not know these kinds
+			}
 			resource, ok := resources[object.GetKind()]
 			if !ok {
 				t.Errorf("%s has a %s", dir, object.GetKind())

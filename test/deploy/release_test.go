@@ -293,6 +293,9 @@ func TestRelease(t *testing.T) {
 		if chart.Metadata.AppVersion != version {
 			t.Errorf("appVersion %s, want %s", chart.Metadata.AppVersion, version)
 		}
+		if len(chart.Files) != 2 {
+			t.Errorf("the chart has %d files, want the alerts and the dashboard", len(chart.Files))
+		}
 	})
 }
 

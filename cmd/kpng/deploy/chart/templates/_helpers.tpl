@@ -1,8 +1,102 @@
 {{- /* SPDX-License-Identifier: Apache-2.0 */ -}}
 
-{{- /* The default image, without tag. */ -}}
+{{- /* The image. */ -}}
 {{- define "kpng.image" -}}
-{{- get (dict "iptables" "kpng-iptables" "kernelspace" "kpng-windows") .Values.backend | default "kpng" -}}
+{{- $image := .Values.image -}}
+{{- $image.repository | default (get (dict "iptables" "kpng-iptables" "kernelspace" "kpng-windows") .Values.backend | default "kpng") -}}
+{{- if $image.digest }}@{{ $image.digest }}{{ else }}:{{ $image.tag | default .Chart.AppVersion }}{{ end -}}
+{{- end -}}
+
+{{- /* The labels of all objects. */ -}}
+{{- define "kpng.labels" -}}
+app.kubernetes.io/name: {{ .Release.Name }}
+{{- with .Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{- /* The arguments that select the backend and the services. */ -}}
+{{- define "kpng.args" -}}
+- kube
+- to-local
+- {{ .Values.backend }}
+{{- if .Values.kubeProxy.configMap }}
+- --config=/var/lib/kube-proxy/config.conf
+{{- end }}
+{{- with .Values.serviceProxyName }}
+- --service-proxy-name={{ . }}
+{{- end }}
+{{- end -}}
+
+{{- /* The environment of the containers. */ -}}
+{{- define "kpng.env" -}}
+{{- if eq .Values.backend "kernelspace" }}
+- name: KUBE_NETWORK
+  value: {{ .Values.hnsNetwork | quote }}
+{{- end }}
+- name: NODE_NAME
+  valueFrom:
+    fieldRef:
+      fieldPath: spec.nodeName
+{{- $host := .Values.apiServer.host }}
+{{- if not (or $host .Values.serviceProxyName .Values.kubeProxy.configMap) }}
+{{- fail "set apiServer.host to an address of the API server that works without a service proxy" }}
+{{- end }}
+{{- with $host }}
+- name: KUBERNETES_SERVICE_HOST
+  value: {{ . | quote }}
+- name: KUBERNETES_SERVICE_PORT
+  value: {{ $.Values.apiServer.port | quote }}
+{{- end }}
+{{- with .Values.extraEnv }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{- /* The mounted volumes. */ -}}
+{{- define "kpng.mounts" -}}
+{{- if eq .Values.backend "iptables" }}
+- name: lock
+  mountPath: /run/xtables.lock
+{{- else if eq .Values.backend "ebpf" }}
+- name: bpf
+  mountPath: /node/bpf
+- name: cgroup
+  mountPath: /node/cgroup
+  readOnly: true
+{{- end }}
+{{- if .Values.kubeProxy.configMap }}
+- name: kube-proxy
+  mountPath: /var/lib/kube-proxy
+  readOnly: true
+{{- end }}
+{{- with .Values.extraVolumeMounts }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{- /* The volumes. */ -}}
+{{- define "kpng.volumes" -}}
+{{- if eq .Values.backend "iptables" }}
+# The lock that all programs of iptables on the node share.
+- name: lock
+  hostPath:
+    path: /run/xtables.lock
+    type: FileOrCreate
+{{- else if eq .Values.backend "ebpf" }}
+- name: bpf
+  hostPath: {path: /sys/fs/bpf, type: Directory}
+- name: cgroup
+  hostPath: {path: /sys/fs/cgroup, type: Directory}
+{{- end }}
+{{- with .Values.kubeProxy.configMap }}
+- name: kube-proxy
+  configMap:
+    name: {{ . }}
+{{- end }}
+{{- with .Values.extraVolumes }}
+{{ toYaml . }}
+{{- end }}
 {{- end -}}
 
 {{- /* The port of an address. */ -}}

@@ -39,6 +39,8 @@ type backend struct {
 	// complete is true while the maps have the services of a whole pass. Otherwise, the
 	// backend does not let the programs translate connections.
 	complete bool
+	// endAddresses ends the goroutine that follows the addresses of the node.
+	endAddresses func()
 	// beatAt is the time of the last heartbeat.
 	beatAt time.Time
 	// repairAt is the time of the next repair by Verify.
@@ -155,7 +157,7 @@ func (b *backend) start(ctx context.Context) (err error) {
 		members:   kernelTable[memberKey, uint32]{"members", p.Members},
 		clientTables: clientTables{
 			clients: kernelTable[clientKey, choice]{"clients", p.Clients},
-			counts:  kernelTable[clusterIP, uint64]{"client_counts", p.ClientCounts},
+			counts:  kernelTable[ipKey, uint64]{"client_counts", p.ClientCounts},
 			now:     p.time,
 		},
 		capacity: size{b.opts.MaxFrontends, b.opts.MaxEndpoints, b.opts.MaxMembers},
@@ -164,6 +166,7 @@ func (b *backend) start(ctx context.Context) (err error) {
 		d.owners = map[frontendKey]owner{}
 	}
 	b.dataplane = d.open(b.verifyInterval, b.opts.Observer.Drifted)
+	b.endAddresses = b.followAddresses(ctx)
 	return nil
 }
 
@@ -180,6 +183,9 @@ func (b *backend) stopProxy(ctx context.Context) error {
 }
 
 func (b *backend) stop() error {
+	if b.endAddresses != nil {
+		b.endAddresses()
+	}
 	b.mu.Lock()
 	p := b.programs
 	b.programs = nil
@@ -361,7 +367,7 @@ func (b *backend) verify(ctx context.Context) error {
 		b.repairAt = now.Add(repairPause)
 		return fmt.Errorf("fill the eBPF maps (%w)", sink.ErrStartOver)
 	}
-	err := errors.Join(b.reattach(ctx), b.dataplane.reconciler.Verify(ctx))
+	err := errors.Join(b.reattach(ctx), b.writeAddresses(ctx), b.dataplane.reconciler.Verify(ctx))
 	if ctx.Err() != nil {
 		return err // the next call continues
 	}

@@ -6,15 +6,15 @@ package ebpf
 
 import "context"
 
-// clusterIP is the key of the map client_counts.
-type clusterIP [16]byte
+// ipKey is the key of the maps client_counts and node_ips.
+type ipKey [16]byte
 
 // clientTables are the maps of the clients of services with session affinity. The programs
 // write clients, and count those of each cluster IP in counts. They leave new clients of a
 // cluster IP that has too many to the other sink.
 type clientTables struct {
 	clients table[clientKey, choice]
-	counts  table[clusterIP, uint64]
+	counts  table[ipKey, uint64]
 	// now returns the time of the kernel in nanoseconds since the boot, or 0 if it is not
 	// known.
 	now func() uint64
@@ -22,13 +22,13 @@ type clientTables struct {
 
 // countClients sets elements of the map client_counts. If the map is full, the programs do
 // not count the clients of some cluster IPs.
-func (t *clientTables) countClients(ips map[clusterIP]uint64) {
-	var b batch[clusterIP, uint64]
+func (t *clientTables) countClients(ips map[ipKey]uint64) {
+	var b batch[ipKey, uint64]
 	for ip, n := range ips {
 		b.add(ip, n)
 	}
-	errs := map[clusterIP]*error{}
-	setAll(t.counts, b, func(ip clusterIP) *error {
+	errs := map[ipKey]*error{}
+	setAll(t.counts, b, func(ip ipKey) *error {
 		if errs[ip] == nil {
 			errs[ip] = new(error)
 		}
@@ -40,9 +40,9 @@ func (t *clientTables) countClients(ips map[clusterIP]uint64) {
 // may have removed clients from its map, which the programs do not count. recount deletes the
 // clients of frontends that do not exist or have no session affinity. The argument affinity
 // has the others, in seconds.
-func (t *clientTables) recount(ctx context.Context, affinity map[frontendKey]uint32) (ips []clusterIP, err error) {
+func (t *clientTables) recount(ctx context.Context, affinity map[frontendKey]uint32) (ips []ipKey, err error) {
 	now := int64(t.now())
-	wrong := map[clusterIP]uint64{}
+	wrong := map[ipKey]uint64{}
 	for f := range affinity {
 		wrong[f.IP] = 0
 	}
@@ -60,7 +60,7 @@ func (t *clientTables) recount(ctx context.Context, affinity map[frontendKey]uin
 	for ip := range wrong {
 		ips = append(ips, ip)
 	}
-	if err := t.counts.each(ctx, func(ip clusterIP, n uint64) {
+	if err := t.counts.each(ctx, func(ip ipKey, n uint64) {
 		switch count, needed := wrong[ip]; {
 		case !needed:
 			ips = append(ips, ip)

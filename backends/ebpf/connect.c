@@ -16,8 +16,11 @@ char _license[] SEC("license") = "Apache-2.0";
 // The backend sets the real sizes of the maps.
 #define SOME 1
 
-// If only_netns is not 0, the programs ignore sockets of other network namespaces.
-const volatile __u64 only_netns = 0;
+// The network namespace of the node, or 0 before Linux 5.14.
+const volatile __u64 node_netns = 0;
+
+// If node_only is not 0, the programs ignore sockets of other network namespaces.
+const volatile __u64 node_only = 0;
 
 // The programs translate connected UDP sockets only in the network namespace with this
 // cookie, where the backend can destroy them.
@@ -38,11 +41,13 @@ struct address {
 	__u16 other;
 };
 
+// A frontend is an address and a port. A node port has no address. It is a frontend at all
+// addresses in the map node_ips that have its family, 4 or 6.
 struct frontend {
 	__u32 ip[4];
 	__u16 port;
 	__u8 protocol;
-	__u8 pad;
+	__u8 node_port;
 };
 
 // A list never changes. A change of a frontend replaces its list by one with another ID,
@@ -142,9 +147,24 @@ struct {
 	__uint(max_entries, SOME);
 } clients SEC(".maps");
 
-struct cluster_ip {
+struct ip {
 	__u32 ip[4];
 };
+
+// The values of the map node_ips: at a loopback address, node ports are for sockets of the
+// node only, because each pod has this address.
+enum node_ip {
+	EVERYWHERE, NODE_ONLY,
+};
+
+// The addresses of the node at which it has node ports.
+struct {
+	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(map_flags, BPF_F_NO_PREALLOC);
+	__type(key, struct ip);
+	__type(value, __u32);
+	__uint(max_entries, 4096);
+} node_ips SEC(".maps");
 
 // The number of elements in the map clients of each cluster IP with session affinity. The
 // programs increment it, and the backend counts again from time to time. The map is not
@@ -152,7 +172,7 @@ struct cluster_ip {
 struct {
 	__uint(type, BPF_MAP_TYPE_HASH);
 	__uint(map_flags, BPF_F_NO_PREALLOC);
-	__type(key, struct cluster_ip);
+	__type(key, struct ip);
 	__type(value, __u64);
 	__uint(max_entries, SOME);
 } client_counts SEC(".maps");
@@ -308,6 +328,45 @@ static __always_inline struct frontend frontend_of(const struct address *service
 	return f;
 }
 
+static __always_inline struct ip ip_of(const struct address *a)
+{
+	struct ip ip = {.ip = {a->ip[0], a->ip[1], a->ip[2], a->ip[3]}};
+	return ip;
+}
+
+#define MAPPED bpf_htonl(0xffff)
+
+// on_node reports whether a socket is in the network namespace of the node, and is free to use
+// any of its addresses. A socket with a loopback address cannot reach endpoints.
+static __always_inline int on_node(struct bpf_sock_addr *ctx)
+{
+	struct bpf_sock *sk = ctx->sk;
+	if (!node_netns || !sk || sk->bound_dev_if || sk->src_ip4 || sk->src_ip6[0] || sk->src_ip6[1] || sk->src_ip6[2] || sk->src_ip6[3])
+		return 0;
+	return bpf_get_netns_cookie(ctx) == node_netns;
+}
+
+// find returns the list of the frontend at an address and port, and writes its key. It
+// returns NULL if there is none.
+static __always_inline struct list *find(struct bpf_sock_addr *ctx, const struct address *service, __u8 protocol, struct frontend *key)
+{
+	*key = frontend_of(service, protocol);
+	struct list *list = bpf_map_lookup_elem(&frontends, key);
+	if (list)
+		return list;
+	struct ip ip = ip_of(service);
+	__u32 *scope = bpf_map_lookup_elem(&node_ips, &ip);
+	if (!scope || (*scope == NODE_ONLY && !on_node(ctx)))
+		return NULL;
+	struct frontend node_port = {
+		.port = service->port,
+		.protocol = protocol,
+		.node_port = ip.ip[2] == MAPPED && !ip.ip[1] && !ip.ip[0] ? 4 : 6,
+	};
+	*key = node_port;
+	return bpf_map_lookup_elem(&frontends, key);
+}
+
 static __always_inline int is_member(__u64 list, const struct address *endpoint)
 {
 	struct member member = {.list = list, .endpoint = *endpoint};
@@ -318,7 +377,7 @@ static __always_inline int is_member(__u64 list, const struct address *endpoint)
 // has too many clients. Before the first pass of the backend, clients are not counted.
 static __always_inline int admit(const struct address *service)
 {
-	struct cluster_ip key = {.ip = {service->ip[0], service->ip[1], service->ip[2], service->ip[3]}};
+	struct ip key = ip_of(service);
 	__u64 *count = bpf_map_lookup_elem(&client_counts, &key);
 	if (!count)
 		return 1;
@@ -419,8 +478,8 @@ static __always_inline int record_peer(struct bpf_sock_addr *ctx, __u8 protocol,
 // the frontend still has the same list at the end, then all that was read is valid.
 static __always_inline int choose(struct bpf_sock_addr *ctx, __u8 protocol, int connecting, struct peer *peer)
 {
-	struct frontend frontend = frontend_of(&peer->service, protocol);
-	struct list *found = bpf_map_lookup_elem(&frontends, &frontend);
+	struct frontend frontend;
+	struct list *found = find(ctx, &peer->service, protocol, &frontend);
 	if (!found)
 		return 0;
 	struct list list = *found;
@@ -505,7 +564,7 @@ static __always_inline int translate(struct bpf_sock_addr *ctx, __u8 protocol, i
 // excluded reports whether the programs leave everything that a socket sends.
 static __always_inline int excluded(struct bpf_sock_addr *ctx)
 {
-	return only_netns && bpf_get_netns_cookie(ctx) != only_netns;
+	return node_only && bpf_get_netns_cookie(ctx) != node_netns;
 }
 
 // note records that a UDP socket uses a destination that was not translated. From now on,
@@ -594,13 +653,15 @@ static __always_inline int on_sendmsg(struct bpf_sock_addr *ctx, struct address 
 
 // has_endpoint reports whether a service still has an endpoint of UDP sockets. The backend
 // may replace the list of the service meanwhile, and delete the old list.
-static __always_inline int has_endpoint(const struct peer *peer)
+static __always_inline int has_endpoint(struct bpf_sock_addr *ctx, const struct peer *peer)
 {
-	struct frontend frontend = frontend_of(&peer->service, IPPROTO_UDP);
+	struct frontend frontend;
+	struct list *list = find(ctx, &peer->service, IPPROTO_UDP, &frontend);
 	__u64 id = 0;
 #pragma unroll
 	for (int i = 0; i < 3; i++) {
-		struct list *list = bpf_map_lookup_elem(&frontends, &frontend);
+		if (i)
+			list = bpf_map_lookup_elem(&frontends, &frontend);
 		if (!list || (i && list->id == id))
 			return 0;
 		id = list->id;
@@ -643,7 +704,7 @@ static __always_inline int on_recvmsg(struct bpf_sock_addr *ctx, struct address 
 	if (!found && live(now, known->other))
 		known->other = now;
 	bpf_spin_unlock(&known->lock);
-	if (!found || !has_endpoint(&peer))
+	if (!found || !has_endpoint(ctx, &peer))
 		return 0;
 	*address = peer.service;
 	return 1;
@@ -676,8 +737,6 @@ int sock_release(struct bpf_sock *socket)
 	}
 	return 1;
 }
-
-#define MAPPED bpf_htonl(0xffff)
 
 static __always_inline struct address read4(struct bpf_sock_addr *ctx)
 {

@@ -77,6 +77,7 @@ type connectMapSpecs struct {
 	Frontends    *ebpf.MapSpec `ebpf:"frontends"`
 	Heartbeat    *ebpf.MapSpec `ebpf:"heartbeat"`
 	Members      *ebpf.MapSpec `ebpf:"members"`
+	NodeIps      *ebpf.MapSpec `ebpf:"node_ips"`
 	Slots        *ebpf.MapSpec `ebpf:"slots"`
 	TcpPeers     *ebpf.MapSpec `ebpf:"tcp_peers"`
 	UdpConns     *ebpf.MapSpec `ebpf:"udp_conns"`
@@ -90,7 +91,8 @@ type connectVariableSpecs struct {
 	ConnectedUdpNetns *ebpf.VariableSpec `ebpf:"connected_udp_netns"`
 	CountConnections  *ebpf.VariableSpec `ebpf:"count_connections"`
 	MaxClientsOfIp    *ebpf.VariableSpec `ebpf:"max_clients_of_ip"`
-	OnlyNetns         *ebpf.VariableSpec `ebpf:"only_netns"`
+	NodeNetns         *ebpf.VariableSpec `ebpf:"node_netns"`
+	NodeOnly          *ebpf.VariableSpec `ebpf:"node_only"`
 }
 
 // connectObjects contains all objects after they have been loaded into the kernel.
@@ -120,6 +122,7 @@ type connectMaps struct {
 	Frontends    *ebpf.Map `ebpf:"frontends"`
 	Heartbeat    *ebpf.Map `ebpf:"heartbeat"`
 	Members      *ebpf.Map `ebpf:"members"`
+	NodeIps      *ebpf.Map `ebpf:"node_ips"`
 	Slots        *ebpf.Map `ebpf:"slots"`
 	TcpPeers     *ebpf.Map `ebpf:"tcp_peers"`
 	UdpConns     *ebpf.Map `ebpf:"udp_conns"`
@@ -135,6 +138,7 @@ func (m *connectMaps) Close() error {
 		m.Frontends,
 		m.Heartbeat,
 		m.Members,
+		m.NodeIps,
 		m.Slots,
 		m.TcpPeers,
 		m.UdpConns,
@@ -149,7 +153,8 @@ type connectVariables struct {
 	ConnectedUdpNetns *ebpf.Variable `ebpf:"connected_udp_netns"`
 	CountConnections  *ebpf.Variable `ebpf:"count_connections"`
 	MaxClientsOfIp    *ebpf.Variable `ebpf:"max_clients_of_ip"`
-	OnlyNetns         *ebpf.Variable `ebpf:"only_netns"`
+	NodeNetns         *ebpf.Variable `ebpf:"node_netns"`
+	NodeOnly          *ebpf.Variable `ebpf:"node_only"`
 }
 
 // connectPrograms contains all programs after they have been loaded into the kernel.

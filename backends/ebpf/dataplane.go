@@ -186,7 +186,7 @@ func (d *dataplane) Plan(view *api.View, emit func(frontendKey, frontend)) error
 	if tooLarge != "" {
 		d.tooLarge[view.Key()] = tooLarge
 	}
-	var counted []clusterIP
+	var counted []ipKey
 	for _, w := range all {
 		if ip := w.frontend.IP; w.affinity != 0 && !slices.Contains(counted, ip) {
 			counted = append(counted, ip)
@@ -213,7 +213,7 @@ func (d *dataplane) Apply(_ context.Context, ops []op) error {
 	made := d.addLists(ops)
 	var frontends batch[frontendKey, list]
 	errs := map[frontendKey]*error{}
-	affine := map[clusterIP]uint64{}
+	affine := map[ipKey]uint64{}
 	for _, o := range ops {
 		switch {
 		case o.New == nil:
@@ -287,7 +287,7 @@ func (d *dataplane) checkRoom(l *endpointList) error {
 // argument errs has the errors of frontends.
 func (d *dataplane) finish(ops []op, made map[uint64]*newList, errs map[frontendKey]*error) error {
 	var frontends []frontendKey
-	var ips []clusterIP
+	var ips []ipKey
 	unused := map[uint64]*listRecord{} // by digest
 	missing := map[*endpointList]struct{}{}
 	for i := range ops {

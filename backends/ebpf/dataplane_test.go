@@ -94,7 +94,7 @@ type fakeKernel struct {
 	slots     fakeTable[slotKey, address]
 	members   fakeTable[memberKey, uint32]
 	clients   fakeTable[clientKey, choice]
-	counted   fakeTable[clusterIP, uint64]
+	counted   fakeTable[ipKey, uint64]
 	// The keys of seen are the IDs of lists that frontends have used. The values are the
 	// endpoints of these lists.
 	seen map[uint64][]address
@@ -115,7 +115,7 @@ func newFakeKernel(t *testing.T, frontends, slots, members int) *fakeKernel {
 // restart makes a dataplane without records, as a new process does.
 func (k *fakeKernel) restart() {
 	k.seen = map[uint64][]address{}
-	k.counted = fakeTable[clusterIP, uint64]{elements: map[clusterIP]uint64{}, max: 1000, check: func() {}}
+	k.counted = fakeTable[ipKey, uint64]{elements: map[ipKey]uint64{}, max: 1000, check: func() {}}
 	d := &dataplane{
 		clientTables: clientTables{clients: &k.clients, counts: &k.counted, now: func() uint64 { return 0 }},
 		planner:      planner{seed: maphash.MakeSeed(), share: unlimited},

@@ -195,8 +195,8 @@ func TestLargeServicesLeftCostNothing(t *testing.T) {
 func TestClientsEndWithTheirService(t *testing.T) {
 	k := newFakeKernel(t, 100, 100, 100)
 	a, b := view("a", []string{"10.96.0.1"}, []string{"10.0.0.1"}, withAffinity(10)), view("b", []string{"10.96.0.2"}, []string{"10.0.0.1"}, withAffinity(10))
-	ipOf := func(v *api.View) clusterIP { return v.Service.IPs.ClusterIPs.V4[0].As16() }
-	mustCount := func(step string, want map[clusterIP]uint64) {
+	ipOf := func(v *api.View) ipKey { return v.Service.IPs.ClusterIPs.V4[0].As16() }
+	mustCount := func(step string, want map[ipKey]uint64) {
 		t.Helper()
 		k.verify()
 		if !maps.Equal(k.counted.elements, want) {
@@ -204,28 +204,28 @@ func TestClientsEndWithTheirService(t *testing.T) {
 		}
 	}
 	k.written(sink.Changes{First: true, Last: true}, a, b)
-	mustCount("load", map[clusterIP]uint64{ipOf(a): 0, ipOf(b): 0})
+	mustCount("load", map[ipKey]uint64{ipOf(a): 0, ipOf(b): 0})
 	for _, v := range []*api.View{a, b} {
 		for i := range uint64(3) {
 			f := toFrontend(v.Service.IPs.ClusterIPs.V4[0], api.TCP, 80)
 			k.clients.elements[clientKey{NetNS: i, Frontend: f}] = choice{Time: i * 4e9}
 		}
 	}
-	mustCount("clients", map[clusterIP]uint64{ipOf(a): 3, ipOf(b): 3})
+	mustCount("clients", map[ipKey]uint64{ipOf(a): 3, ipOf(b): 3})
 	k.now = func() uint64 { return 13e9 }
-	mustCount("timeout", map[clusterIP]uint64{ipOf(a): 2, ipOf(b): 2})
+	mustCount("timeout", map[ipKey]uint64{ipOf(a): 2, ipOf(b): 2})
 	k.written(sink.Changes{}, view("a", []string{"10.96.0.1"}, []string{"10.0.0.1"}, nil))
-	mustCount("no affinity", map[clusterIP]uint64{ipOf(b): 2})
+	mustCount("no affinity", map[ipKey]uint64{ipOf(b): 2})
 	if n := len(k.clients.elements); n != 3 {
 		t.Errorf("%d clients, want 3", n)
 	}
 	k.written(sink.Changes{First: true, Last: true}, a, b)
-	mustCount("another pass", map[clusterIP]uint64{ipOf(a): 0, ipOf(b): 2})
+	mustCount("another pass", map[ipKey]uint64{ipOf(a): 0, ipOf(b): 2})
 	k.restart()
 	k.written(sink.Changes{First: true, Last: true}, a, b)
-	mustCount("restart", map[clusterIP]uint64{ipOf(a): 0, ipOf(b): 3})
+	mustCount("restart", map[ipKey]uint64{ipOf(a): 0, ipOf(b): 3})
 	k.written(sink.Changes{First: true, Last: true})
-	mustCount("no services", map[clusterIP]uint64{})
+	mustCount("no services", map[ipKey]uint64{})
 	if n := len(k.clients.elements); n != 0 {
 		t.Errorf("%d clients, want none", n)
 	}

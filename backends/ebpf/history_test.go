@@ -86,7 +86,7 @@ func (s *historySink) Start(ctx context.Context) error {
 		d.frontends = faultyTable[frontendKey, list]{d.frontends, s.faults}
 		d.slots = faultyTable[slotKey, address]{d.slots, s.faults}
 		d.members = faultyTable[memberKey, uint32]{d.members, s.faults}
-		d.counts = faultyTable[clusterIP, uint64]{d.counts, s.faults}
+		d.counts = faultyTable[ipKey, uint64]{d.counts, s.faults}
 	}
 	return err
 }

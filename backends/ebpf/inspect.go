@@ -40,7 +40,7 @@ func (b *backend) Inspect(ctx context.Context, addr netip.Addr, protocol api.Pro
 }
 
 func (b *backend) inspect(out *strings.Builder, addr netip.Addr, protocol api.Protocol, port int32, view *api.View) error {
-	is, err := b.endpointsOf(toFrontend(addr, protocol, port))
+	key, is, err := b.endpointsOf(toFrontend(addr, protocol, port))
 	if err != nil {
 		return err
 	}
@@ -60,7 +60,7 @@ func (b *backend) inspect(out *strings.Builder, addr netip.Addr, protocol api.Pr
 			fmt.Fprintf(out, "  not handled by eBPF: %s\n", tooLarge)
 		}
 		for _, w := range all {
-			if w.frontend == toFrontend(addr, protocol, port) {
+			if w.frontend == key {
 				for i, a := range w.endpoints {
 					var other address
 					if w.others != nil {
@@ -90,26 +90,32 @@ func (b *backend) inspect(out *strings.Builder, addr netip.Addr, protocol api.Pr
 	return nil
 }
 
-// endpointsOf returns a line for each slot of a frontend.
-func (b *backend) endpointsOf(f frontendKey) (lines []string, err error) {
+// endpointsOf returns a line for each slot of the frontend at an address and port, and the
+// key of the frontend, which may be a node port.
+func (b *backend) endpointsOf(at frontendKey) (key frontendKey, lines []string, err error) {
 	frontends, err := b.openMap("frontends")
 	if errors.Is(err, fs.ErrNotExist) {
-		return nil, nil // without the map, no frontend has a slot
+		return at, nil, nil // without the map, no frontend has a slot
 	}
 	if err != nil {
-		return nil, err
+		return at, nil, err
 	}
 	defer frontends.Close()
 	slots, err := b.openMap("slots")
 	if err != nil {
-		return nil, err
+		return at, nil, err
 	}
 	defer slots.Close()
-	var l list
-	if err := frontends.Lookup(f, &l); errors.Is(err, ebpf.ErrKeyNotExist) {
-		return nil, nil
+	nodeIPs, err := b.openMap("node_ips")
+	if err != nil {
+		return at, nil, err
+	}
+	defer nodeIPs.Close()
+	key, l, err := find(frontends, nodeIPs, at)
+	if errors.Is(err, ebpf.ErrKeyNotExist) {
+		return key, nil, nil
 	} else if err != nil {
-		return nil, fmt.Errorf("read map frontends: %w", err)
+		return key, nil, fmt.Errorf("read map frontends: %w", err)
 	}
 	for i := range l.Count {
 		var a, other address
@@ -118,11 +124,11 @@ func (b *backend) endpointsOf(f frontendKey) (lines []string, err error) {
 			err = slots.Lookup(slotKey{List: l.ID, Index: othersFrom + i}, &other)
 		}
 		if err != nil {
-			return nil, fmt.Errorf("read slot %d of list %d: %w", i, l.ID, err)
+			return key, nil, fmt.Errorf("read slot %d of list %d: %w", i, l.ID, err)
 		}
 		lines = append(lines, slotLine(int(i), a, other))
 	}
-	return lines, nil
+	return key, lines, nil
 }
 
 // slotLine describes a slot with an endpoint and, if weights differ, another endpoint.

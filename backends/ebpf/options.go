@@ -18,7 +18,8 @@ import (
 )
 
 // Options are the settings of the dataplane. Of [backends.Options], it supports only Instance,
-// Stats and Observer; give the others to the other sink (see [New]).
+// NodeAddresses, Stats and Observer; give the others to the other sink (see [New]). Without
+// NodeAddresses, the other sink handles all node ports.
 //
 // The maps and links are in the directory "kpng-ebpf", or for an instance
 // "kpng-ebpf-<Instance>", below BPFFS. Instance has at most 64 letters, digits, "-" and "_".
@@ -89,7 +90,7 @@ func (o *Options) complete() error {
 	o.MaxMembers = cmp.Or(o.MaxMembers, 1<<18)
 	o.MaxClients = cmp.Or(o.MaxClients, 1<<16)
 
-	errs := []error{backendoptions.Complete(&o.Options, false, "Instance", "Stats", "Observer")}
+	errs := []error{backendoptions.Complete(&o.Options, false, "Instance", "NodeAddresses", "Stats", "Observer")}
 	if !instanceName.MatchString(o.Instance) {
 		errs = append(errs, fmt.Errorf("instance %q must have at most 64 letters, digits, \"_\" and \"-\"", o.Instance))
 	}
@@ -128,7 +129,7 @@ func share(size int) int { return max(size/8, 64) }
 func (b *backend) planner() planner {
 	o := &b.opts
 	p := planner{
-		annotation: o.Annotation, tcpOnly: o.TCPOnly, seed: maphash.MakeSeed(),
+		annotation: o.Annotation, tcpOnly: o.TCPOnly, nodePorts: o.NodeAddresses != nil, seed: maphash.MakeSeed(),
 		share: size{share(o.MaxFrontends), share(o.MaxEndpoints), share(o.MaxMembers)},
 	}
 	if c, ok := sink.As[backends.Capable](b.proxy); ok {

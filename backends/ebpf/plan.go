@@ -40,11 +40,13 @@ func (a address) addrPort() netip.AddrPort {
 
 func (a address) String() string { return a.addrPort().String() }
 
+// frontendKey is an address and a port. A node port has no address, and NodePort is its
+// family, 4 or 6. It applies to all addresses of this family in the map node_ips.
 type frontendKey struct {
 	IP       [16]byte
 	Port     [2]byte
 	Protocol uint8
-	Pad      uint8
+	NodePort uint8
 }
 
 // isClusterIP reports whether k has only an address. It is then a key of the map
@@ -52,12 +54,31 @@ type frontendKey struct {
 func (k frontendKey) isClusterIP() bool { return k.Protocol == 0 }
 
 func (k frontendKey) String() string {
+	if k.NodePort != 0 {
+		return fmt.Sprintf("node port IPv%d:%d/%s", k.NodePort, binary.BigEndian.Uint16(k.Port[:]), kernelnode.ProtocolOf(k.Protocol))
+	}
 	return fmt.Sprintf("%s/%s", address{IP: k.IP, Port: k.Port}, kernelnode.ProtocolOf(k.Protocol))
 }
 
 func toFrontend(addr netip.Addr, protocol api.Protocol, port int32) frontendKey {
 	a := toAddress(addr, port)
 	return frontendKey{IP: a.IP, Port: a.Port, Protocol: protocol.Number()}
+}
+
+// toNodePort returns the key of a node port.
+func toNodePort(family api.Family, protocol api.Protocol, port int32) frontendKey {
+	k := toFrontend(netip.IPv6Unspecified(), protocol, port)
+	if k.NodePort = 6; family == api.IPv4 {
+		k.NodePort = 4
+	}
+	return k
+}
+
+func keyOf(f *nodeview.Frontend) frontendKey {
+	if f.Kind == nodeview.NodePort {
+		return toNodePort(f.Family, f.Protocol, f.Port)
+	}
+	return toFrontend(f.Addr, f.Protocol, f.Port)
 }
 
 // list is a value in the map frontends: it describes the list of endpoints of a frontend.
@@ -159,6 +180,8 @@ type slotKeyDigest struct {
 type planner struct {
 	annotation string
 	tcpOnly    bool
+	// nodePorts is true if the addresses of node ports are known.
+	nodePorts bool
 	// below has the traffic parameters that the other sink honours.
 	below nodeview.Parameters
 	seed  maphash.Seed
@@ -245,7 +268,7 @@ func (s *servicePlan) add(f *nodeview.Frontend) {
 	if l == nil {
 		l = s.addList(f, members)
 	}
-	s.all = append(s.all, wanted{toFrontend(f.Addr, f.Protocol, f.Port), f.ServicePort, l})
+	s.all = append(s.all, wanted{keyOf(f), f.ServicePort, l})
 }
 
 func (s *servicePlan) addList(f *nodeview.Frontend, members memberSet) *endpointList {
@@ -317,8 +340,8 @@ const noEndpoint = "it has no usable endpoint"
 // the other sink honours it.
 func (p *planner) unsuitable(view *api.View, f *nodeview.Frontend) string {
 	switch {
-	case f.Kind == nodeview.NodePort:
-		return "it is a node port"
+	case f.Kind == nodeview.NodePort && !p.nodePorts:
+		return "the addresses of the node are not known"
 	case f.Protocol != api.TCP && f.Protocol != api.UDP:
 		return "the protocol is not TCP or UDP"
 	case f.Protocol != api.TCP && p.tcpOnly:

@@ -82,22 +82,8 @@ func load(ctx context.Context, o *Options) (_ *programs, err error) {
 	if err != nil {
 		return nil, err
 	}
-	if err := spec.Variables["max_clients_of_ip"].Set(uint64(share(o.MaxClients))); err != nil {
+	if err := setVariables(spec, o); err != nil {
 		return nil, err
-	}
-	if o.Stats {
-		if err := spec.Variables["count_connections"].Set(uint64(1)); err != nil {
-			return nil, err
-		}
-	}
-	if o.HostNetworkOnly {
-		cookie, err := netNSCookie()
-		if err != nil {
-			return nil, err
-		}
-		if err := spec.Variables["only_netns"].Set(cookie); err != nil {
-			return nil, err
-		}
 	}
 	log := klog.FromContext(ctx)
 	cookie, unable := sweptNetNS()
@@ -146,6 +132,26 @@ func load(ctx context.Context, o *Options) (_ *programs, err error) {
 	return p, nil
 }
 
+// setVariables sets the variables of the programs. Without a cookie of the network namespace,
+// the programs leave node ports at loopback addresses.
+func setVariables(spec *ebpf.CollectionSpec, o *Options) error {
+	netNS, err := netNSCookie()
+	if err != nil && o.HostNetworkOnly {
+		return err
+	}
+	number := map[bool]uint64{true: 1}
+	var errs []error
+	for name, value := range map[string]uint64{
+		"node_netns":        netNS,
+		"node_only":         number[o.HostNetworkOnly],
+		"max_clients_of_ip": uint64(share(o.MaxClients)),
+		"count_connections": number[o.Stats],
+	} {
+		errs = append(errs, spec.Variables[name].Set(value))
+	}
+	return errors.Join(errs...)
+}
+
 // layouts has the version of the meaning of keys and values in each map that is not in
 // version 1. A change must increase it, also if the size of the elements changes. The
 // kernel's name of a map ends with it.
@@ -170,7 +176,7 @@ func mapSpecs(spec *ebpf.CollectionSpec, o *Options) map[string]*ebpf.MapSpec {
 func (p *programs) maps() map[string]*ebpf.Map {
 	return map[string]*ebpf.Map{
 		"frontends": p.Frontends, "slots": p.Slots, "members": p.Members, "clients": p.Clients,
-		"tcp_peers": p.TcpPeers, "udp_peers": p.UdpPeers, "udp_conns": p.UdpConns, "heartbeat": p.Heartbeat, "counters": p.Counters,
+		"tcp_peers": p.TcpPeers, "udp_peers": p.UdpPeers, "udp_conns": p.UdpConns, "node_ips": p.NodeIps, "heartbeat": p.Heartbeat, "counters": p.Counters,
 	}
 }
 

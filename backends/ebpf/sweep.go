@@ -8,6 +8,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"net/netip"
 	"slices"
 	"time"
 
@@ -137,8 +138,7 @@ func destroyAll(netNS int, peers *ebpf.Map) error {
 
 // hasMember reports whether UDP sockets may keep their endpoint.
 func (p *programs) hasMember(of peer) (bool, error) {
-	var l list
-	err := p.Frontends.Lookup(frontendKey{IP: of.Service.IP, Port: of.Service.Port, Protocol: unix.IPPROTO_UDP}, &l)
+	_, l, err := find(p.Frontends, p.NodeIps, frontendKey{IP: of.Service.IP, Port: of.Service.Port, Protocol: unix.IPPROTO_UDP})
 	if err == nil {
 		err = p.Members.Lookup(memberKey{List: l.ID, Endpoint: of.Endpoint}, new(uint32))
 	}
@@ -174,15 +174,22 @@ func (b *backend) lostUDP(all []connection) (lost []connection, err error) {
 func (b *backend) lostTCP(all []connection) ([]connection, error) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	existing := map[address]nodeview.Existing{}
+	var nodeAddrs []netip.Addr
+	if b.opts.NodeAddresses != nil {
+		nodeAddrs, _ = b.opts.NodeAddresses.Addresses()
+	}
+	existing := map[netip.AddrPort]nodeview.Existing{}
 	for _, view := range b.resets {
 		for f := range nodeview.Frontends(view) {
-			if f.Protocol == api.TCP {
-				existing[toAddress(f.Addr, f.Port)] = f.Existing
+			if f.Protocol != api.TCP {
+				continue
+			}
+			for at := range f.At(nodeAddrs) {
+				existing[at] = f.Existing
 			}
 		}
 	}
-	return slices.DeleteFunc(all, func(c connection) bool { return !existing[c.peer.Service].Resets(c.Peer) }), nil
+	return slices.DeleteFunc(all, func(c connection) bool { return !existing[c.peer.Service.addrPort()].Resets(c.Peer) }), nil
 }
 
 // recordResets records the services that request resets, and makes a sweep due if one of

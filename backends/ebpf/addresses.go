@@ -1,0 +1,100 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package ebpf
+
+import (
+	"context"
+	"errors"
+	"net/netip"
+	"sync"
+
+	"github.com/cilium/ebpf"
+	"k8s.io/klog/v2"
+)
+
+// Values of the map node_ips.
+const (
+	everywhere uint32 = iota
+	nodeOnly
+)
+
+// find returns the frontend at an address and port, which may be a node port, and its list,
+// as the programs find it. If there is none, the error is [ebpf.ErrKeyNotExist].
+func find(frontends, nodeIPs *ebpf.Map, at frontendKey) (frontendKey, list, error) {
+	var l list
+	err := frontends.Lookup(at, &l)
+	if !errors.Is(err, ebpf.ErrKeyNotExist) || nodeIPs.Lookup(ipKey(at.IP), new(uint32)) != nil {
+		return at, l, err
+	}
+	if at.NodePort = 6; netip.AddrFrom16(at.IP).Is4In6() {
+		at.NodePort = 4
+	}
+	at.IP = ipKey{}
+	return at, l, frontends.Lookup(at, &l)
+}
+
+// followAddresses writes the addresses of the node to the map node_ips, now and after each
+// change, until the result is called. If that fails, Verify repeats it.
+func (b *backend) followAddresses(ctx context.Context) (end func()) {
+	ctx, cancel := context.WithCancel(context.WithoutCancel(ctx))
+	var running sync.WaitGroup
+	running.Go(func() {
+		for ctx.Err() == nil {
+			var changed <-chan struct{}
+			if b.opts.NodeAddresses != nil {
+				_, changed = b.opts.NodeAddresses.Addresses()
+			}
+			if err := b.updateAddresses(ctx); err != nil && ctx.Err() == nil {
+				klog.FromContext(ctx).Error(err, "Cannot write the addresses of node ports to the eBPF map; retrying")
+			}
+			select {
+			case <-ctx.Done():
+			case <-changed:
+			}
+		}
+	})
+	return func() {
+		cancel()
+		running.Wait()
+	}
+}
+
+func (b *backend) updateAddresses(ctx context.Context) error {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.writeAddresses(ctx)
+}
+
+// writeAddresses writes the addresses at which the node has node ports to the map node_ips.
+func (b *backend) writeAddresses(ctx context.Context) error {
+	missing := map[ipKey]uint32{}
+	if b.opts.NodeAddresses != nil {
+		addrs, _ := b.opts.NodeAddresses.Addresses()
+		for _, a := range addrs {
+			if missing[a.As16()] = everywhere; a.IsLoopback() {
+				missing[a.As16()] = nodeOnly
+			}
+		}
+	}
+	t := kernelTable[ipKey, uint32]{"node_ips", b.programs.NodeIps}
+	var stale []ipKey
+	err := t.each(ctx, func(a ipKey, scope uint32) {
+		if want, ok := missing[a]; !ok {
+			stale = append(stale, a)
+		} else if want == scope {
+			delete(missing, a)
+		}
+	})
+	if err != nil {
+		return err
+	}
+	var wanted batch[ipKey, uint32]
+	for a, scope := range missing {
+		wanted.add(a, scope)
+	}
+	err = t.delete(stale)
+	_, setErr := t.set(wanted.keys, wanted.values)
+	return errors.Join(err, setErr)
+}

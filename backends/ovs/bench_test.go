@@ -17,6 +17,7 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/sink"
 )
 
@@ -152,4 +153,34 @@ func benchmarkLargeService(b *testing.B, s shape) {
 			b.Fatal(err)
 		}
 	})
+}
+
+// BenchmarkStats reads the counters of 10,000 services with ten endpoints each. Half of the
+// runs are for services with session affinity, whose flows are the counters.
+func BenchmarkStats(b *testing.B) {
+	for _, affinity := range []bool{false, true} {
+		b.Run(fmt.Sprintf("affinity=%t", affinity), func(b *testing.B) {
+			const services, endpoints = 10_000, 10
+			n := newNode(b)
+			n.backend.opts.Stats = true
+			var views []*api.View
+			for i := range services {
+				v := numbered(i, endpoints, endpoints)
+				if affinity {
+					withAffinity(v.Service)
+				}
+				views = append(views, v)
+			}
+			n.mustPass(views...)
+			own, daemon := cpuTime(b), n.daemonCPUTime()
+			for b.Loop() {
+				counters := 0
+				if err := n.backend.Stats(b.Context(), func(backends.Stats) bool { counters++; return true }); err != nil || counters != services*endpoints {
+					b.Fatalf("%d counters, error %v", counters, err)
+				}
+			}
+			b.ReportMetric(float64((cpuTime(b)-own).Microseconds())/1000/float64(b.N), "cpu-ms/op")
+			b.ReportMetric(float64((n.daemonCPUTime()-daemon).Microseconds())/1000/float64(b.N), "vswitchd-cpu-ms/op")
+		})
+	}
 }

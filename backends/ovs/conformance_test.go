@@ -44,7 +44,7 @@ var (
 // between these ports, as the agent of a pod network does.
 func TestConformance(t *testing.T) {
 	conformance.Run(t, func(site conformance.Site) (sink.Sink, error) {
-		opts := Options{Options: backends.Options{MasqueradeAll: site.Masquerade == conformance.MasqueradeAll, MasqueradeOutsiders: site.Masquerade == conformance.MasqueradeOutside, ClusterCIDRs: site.ClusterCIDRs}, Bridge: ovstest.Bridge, RunDir: os.Getenv(dirVariable), FirstTable: secondTable, OutTable: forwardTable, MasqueradeAddresses: nodeAddrs, HairpinAddresses: hairpinAddrs, PodCIDRs: site.PodCIDRs}
+		opts := Options{Options: backends.Options{Stats: true, MasqueradeAll: site.Masquerade == conformance.MasqueradeAll, MasqueradeOutsiders: site.Masquerade == conformance.MasqueradeOutside, ClusterCIDRs: site.ClusterCIDRs}, Bridge: ovstest.Bridge, RunDir: os.Getenv(dirVariable), FirstTable: secondTable, OutTable: forwardTable, MasqueradeAddresses: nodeAddrs, HairpinAddresses: hairpinAddrs, PodCIDRs: site.PodCIDRs}
 		if site.Instance == "kpng-second" {
 			opts.Instance, opts.FirstTable, opts.OutTable, opts.Chained = "1", firstTable, secondTable, true
 		}

@@ -30,8 +30,9 @@ import (
 //	groupID			*group			a group
 //	affinity		struct{}		the learned flows of a service port
 //	frontendAt		*kept			a frontend whose stale connections to forget
+//	counted			servicePort		a group whose connections are counted
 //
-// The switch cannot list the last two kinds.
+// The switch cannot list the last three kinds.
 type dataplane struct {
 	opts       *Options
 	observer   backends.Observer
@@ -47,6 +48,8 @@ type dataplane struct {
 	groups  map[uint32]*group
 	kept    map[frontendAt]*kept
 	numbers numbers
+	// counters are the counters of groups. It is empty without Options.Stats.
+	counters map[uint32]*counter
 	// cannotWatch is true if the switch does not report changes of flows.
 	cannotWatch bool
 	// cannotForget is true if the switch does not support the deletion of connections.
@@ -63,6 +66,7 @@ type dataplane struct {
 
 type (
 	groupID uint32
+	counted groupID
 	op      = reconcile.Op[any, any]
 )
 
@@ -100,7 +104,7 @@ func (g *group) add(key string, weight uint16, actions openflow.Actions) {
 
 func newDataplane(opts *Options, verifyInterval time.Duration) *dataplane {
 	opts.Observer = backendoptions.Observe(opts.Observer)
-	d := &dataplane{opts: opts, observer: opts.Observer, maxListed: maxListed, passing: true}
+	d := &dataplane{opts: opts, observer: opts.Observer, maxListed: maxListed, passing: true, counters: map[uint32]*counter{}}
 	d.planner = planner{opts: opts, number: d.numberOf, maxGroups: maxGroups}
 	d.reconciler = reconcile.New(d, reconcile.Options[any, any]{
 		Base: func(emit func(any, any)) { opts.flows(&d.planner.node).emit(emit) },
@@ -122,7 +126,7 @@ func newDataplane(opts *Options, verifyInterval time.Duration) *dataplane {
 		},
 		Virtual: func(k any) bool {
 			switch k.(type) {
-			case affinity, frontendAt:
+			case affinity, frontendAt, counted:
 				return true
 			}
 			return false
@@ -215,6 +219,9 @@ func (d *dataplane) Plan(view *api.View, emit func(any, any)) error {
 	for frontend, k := range p.kept {
 		emit(frontend, k)
 	}
+	for id, port := range p.counted {
+		emit(counted(id), port)
+	}
 	return nil
 }
 
@@ -227,7 +234,7 @@ func (s flowSet) emit(emit func(any, any)) {
 // List implements [reconcile.Dataplane]. It finds the IDs of the groups in flows, in other
 // groups, and in the last known state. Without such a state, it also tries the lowest IDs.
 func (d *dataplane) List(ctx context.Context, emit func(any, any)) error {
-	flows, err := d.conn.Flows(ctx)
+	flows, err := d.conn.Flows(ctx, openflow.AllTables)
 	if err != nil {
 		return err
 	}
@@ -308,6 +315,10 @@ const maxBundle = 4096
 // maxBundle messages. It waits until the datapath follows the last one.
 func (d *dataplane) Apply(ctx context.Context, ops []op) error {
 	stale := d.collectStale(ops)
+	before, err := d.countsBefore(ctx, ops)
+	if err != nil {
+		return err
+	}
 	// The switch deletes the flows of a group with the group, which costs much less than a
 	// message for each flow.
 	deleted := map[uint32]bool{}
@@ -327,12 +338,11 @@ func (d *dataplane) Apply(ctx context.Context, ops []op) error {
 			}
 		}
 		for i := range ops[sent:end] {
-			d.record(&ops[sent+i])
+			d.record(&ops[sent+i], before)
 		}
 		bundle, sent = nil, end
 		return nil
 	}
-	var err error
 	for i := range ops {
 		messages := d.change(&ops[i], deleted)
 		if len(bundle)+len(messages) > maxBundle {
@@ -381,7 +391,8 @@ func (d *dataplane) change(o *op, deleted map[uint32]bool) []openflow.Message {
 			present = (*o.Old).(*group)
 		}
 		if o.New != nil {
-			return changeGroup(id, present, (*o.New).(*group))
+			messages, _ := changeGroup(id, present, (*o.New).(*group))
+			return messages
 		}
 		messages := []openflow.Message{openflow.DeleteGroup(id)}
 		if len(present.buckets) == 0 { // it records a number, perhaps that of a service
@@ -396,8 +407,9 @@ func (d *dataplane) change(o *op, deleted map[uint32]bool) []openflow.Message {
 	return nil
 }
 
-// record records that the switch has executed an operation.
-func (d *dataplane) record(o *op) {
+// record records that the switch has executed an operation. The argument before is a result
+// of countsBefore.
+func (d *dataplane) record(o *op, before listCounts) {
 	switch k := o.Key.(type) {
 	case openflow.FlowKey:
 		if o.Old == nil {
@@ -409,8 +421,12 @@ func (d *dataplane) record(o *op) {
 	case groupID:
 		if o.New != nil {
 			d.groups[uint32(k)] = (*o.New).(*group)
+			if d.opts.Stats {
+				d.recordCounter(uint32(k), (*o.New).(*group), before)
+			}
 		} else {
 			delete(d.groups, uint32(k))
+			delete(d.counters, uint32(k))
 			d.numbers.deleted(uint32(k), (*o.Old).(*group).seed)
 		}
 	case frontendAt:
@@ -418,6 +434,12 @@ func (d *dataplane) record(o *op) {
 			d.kept[k] = (*o.New).(*kept)
 		} else {
 			delete(d.kept, k)
+		}
+	case counted:
+		if o.New != nil {
+			d.recordPort(uint32(k), (*o.New).(servicePort))
+		} else {
+			delete(d.counters, uint32(k))
 		}
 	}
 }
@@ -431,13 +453,20 @@ func (d *dataplane) forgetClients(a affinity) openflow.Message {
 
 func byID(a, b openflow.Bucket) int { return cmp.Compare(a.ID, b.ID) }
 
-// changeGroup returns messages that change a group into the wanted one. The argument present
-// is nil if there is no such group.
-func changeGroup(id uint32, present, wanted *group) (messages []openflow.Message) {
-	all := slices.SortedFunc(maps.Values(wanted.buckets), byID)
+// sorted returns the buckets in the order of the switch.
+func (g *group) sorted() []openflow.Bucket {
+	all := slices.AppendSeq(make([]openflow.Bucket, 0, len(g.buckets)), maps.Values(g.buckets))
+	slices.SortFunc(all, byID)
+	return all
+}
+
+// changeGroup returns messages that change a group into the wanted one, and whether they
+// replace all buckets. The argument present is nil if there is no such group.
+func changeGroup(id uint32, present, wanted *group) (messages []openflow.Message, replaced bool) {
+	all := wanted.sorted()
 	set := openflow.SetGroup(openflow.Group{ID: id, Seed: wanted.seed, ByClient: wanted.byClient, Buckets: all})
 	if present == nil || present.foreign || present.seed != wanted.seed || present.byClient != wanted.byClient {
-		return set
+		return set, true
 	}
 	// The IDs of removed buckets must be unused before buckets with these IDs are added.
 	for bucket, b := range present.buckets {
@@ -457,9 +486,9 @@ func changeGroup(id uint32, present, wanted *group) (messages []openflow.Message
 	}
 	messages = append(messages, openflow.InsertBuckets(id, after, added)...)
 	if len(messages) > len(all) {
-		return set
+		return set, true
 	}
-	return messages
+	return messages, false
 }
 
 // cleanup deletes all flows and groups of the instance.
@@ -468,7 +497,7 @@ func (d *dataplane) cleanup(ctx context.Context) error {
 		return err
 	}
 	d.groups = nil
-	flows, err := d.conn.Flows(ctx)
+	flows, err := d.conn.Flows(ctx, openflow.AllTables)
 	if err != nil {
 		return err
 	}

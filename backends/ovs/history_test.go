@@ -160,7 +160,7 @@ func (f *faults) read(tb testing.TB) (all contents) {
 	c, opts := f.dial(tb)
 	defer c.Close()
 	var err error
-	if all.flows, err = c.Flows(tb.Context()); err != nil {
+	if all.flows, err = c.Flows(tb.Context(), openflow.AllTables); err != nil {
 		tb.Fatal(err)
 	}
 	var ids []uint32

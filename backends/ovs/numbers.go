@@ -19,6 +19,8 @@ import (
 type name struct {
 	service types.NamespacedName
 	list    nodeview.ListID
+	// port distinguishes service ports with the same list, see [servicePlan.listName].
+	port uint32
 	// part is 0 for a whole list, wholeService for a service, and firstRanges or a lower
 	// number for a list of source ranges.
 	part int
@@ -30,10 +32,9 @@ const (
 )
 
 // seed returns the seed of the group with the number of the name. A backend finds the
-// numbers of its predecessor by their seeds. Earlier versions had a port where the text has
-// 0, so groups without session affinity keep their numbers after an update.
+// numbers of its predecessor by their seeds.
 func (n name) seed() uint64 {
-	sum := sha256.Sum256(fmt.Appendf(nil, "%s/%d/0/%d", n.service, n.list, n.part))
+	sum := sha256.Sum256(fmt.Appendf(nil, "%s/%d/%d/%d", n.service, n.list, n.port, n.part))
 	return binary.BigEndian.Uint64(sum[:])
 }
 

@@ -114,7 +114,7 @@ func (o *Options) complete() error {
 	o.RunDir = cmp.Or(o.RunDir, "/var/run/openvswitch")
 	o.FirstTable = cmp.Or(o.FirstTable, 100)
 	errs := []error{backendoptions.Complete(&o.Options, len(o.PodCIDRs) > 0,
-		"Instance", "MasqueradeAll", "MasqueradeOutsiders", "ClusterCIDRs", "NodeAddresses", "Conntrack", "Sysctls", "Observer")}
+		"Instance", "MasqueradeAll", "MasqueradeOutsiders", "ClusterCIDRs", "NodeAddresses", "Conntrack", "Sysctls", "Stats", "Observer")}
 	if o.Bridge == "" || o.Bridge != filepath.Base(o.Bridge) {
 		errs = append(errs, fmt.Errorf("%q is not the name of a bridge", o.Bridge))
 	}

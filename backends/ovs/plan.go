@@ -34,6 +34,9 @@ type plan struct {
 	// kept has the frontends whose protocol is UDP, and those of services with resets whose
 	// protocol is TCP. Frontends with the same endpoints have the same value.
 	kept map[frontendAt]*kept
+	// counted are the groups whose connections are counted. Without Options.Stats, there are
+	// none.
+	counted map[uint32]servicePort
 }
 
 // frontendAt is a frontend whose connections to lost endpoints the switch must forget.
@@ -99,9 +102,9 @@ func (p *planner) plan(view *api.View) (*plan, error) {
 	s := servicePlan{
 		plan: &plan{
 			flows: flowSet{}, shared: flowSet{}, groups: map[uint32]*group{},
-			affinities: map[affinity]bool{}, kept: map[frontendAt]*kept{},
+			affinities: map[affinity]bool{}, kept: map[frontendAt]*kept{}, counted: map[uint32]servicePort{},
 		},
-		planner: p, view: view, lists: map[nodeview.ListID]uint32{}, actions: map[actionsKey]openflow.Actions{},
+		planner: p, view: view, lists: map[name]uint32{}, ports: map[nodeview.ListID]*api.PortMapping{}, actions: map[actionsKey]openflow.Actions{},
 	}
 	for f := range nodeview.Frontends(view) {
 		if f.Protocol == 0 || f.Protocol.Number() != 0 {
@@ -126,8 +129,9 @@ type servicePlan struct {
 	*plan
 	*planner
 	view *api.View
-	// lists has the numbers of lists of endpoints.
-	lists   map[nodeview.ListID]uint32
+	// lists has the numbers of lists of endpoints, and ports the first service port of each.
+	lists   map[name]uint32
+	ports   map[nodeview.ListID]*api.PortMapping
 	actions map[actionsKey]openflow.Actions
 	// ranges has the numbers of the lists of source ranges, by place in memory, and by
 	// content.
@@ -140,7 +144,7 @@ type servicePlan struct {
 // actionsKey has what determines the actions of frontends for a part of the traffic.
 type actionsKey struct {
 	verdict    nodeview.Verdict
-	list       nodeview.ListID
+	list       name
 	masquerade nodeview.Masquerade
 	affinity   affinity
 	family     api.Family
@@ -263,30 +267,46 @@ func (p *servicePlan) addKept(f *nodeview.Frontend) {
 // actionsFor returns the actions for a part of the traffic to a frontend. It adds the
 // endpoints to the plan.
 func (p *servicePlan) actionsFor(f *nodeview.Frontend, t nodeview.Traffic) openflow.Actions {
-	k := actionsKey{verdict: t.Verdict, list: t.List, masquerade: f.Masquerade, family: f.Family}
+	k := actionsKey{verdict: t.Verdict, list: p.listName(f, t.List), masquerade: f.Masquerade, family: f.Family}
 	if f.Affinity != 0 && t.Verdict == nodeview.Forward {
 		k.affinity = p.affinityOf(f)
 	}
 	actions, ok := p.actions[k]
 	if !ok {
-		actions = p.makeActions(f, t, k.affinity)
+		actions = p.makeActions(f, t, k.list, k.affinity)
 		p.actions[k] = actions
 	}
 	return actions
 }
 
-func (p *servicePlan) makeActions(f *nodeview.Frontend, t nodeview.Traffic, a affinity) openflow.Actions {
+// listName returns the name of a list. All service ports with the list share it, unless
+// their connections are counted.
+func (p *servicePlan) listName(f *nodeview.Frontend, list nodeview.ListID) name {
+	l := name{service: p.view.Key(), list: list}
+	if !p.opts.Stats || f.ServicePort == nil || list == 0 {
+		return l
+	}
+	if p.ports[list] == nil {
+		p.ports[list] = f.ServicePort
+	}
+	if p.ports[list] != f.ServicePort {
+		l.port = uint32(f.ServicePort.Protocol)<<16 | uint32(f.ServicePort.Port)
+	}
+	return l
+}
+
+func (p *servicePlan) makeActions(f *nodeview.Frontend, t nodeview.Traffic, l name, a affinity) openflow.Actions {
 	switch t.Verdict {
 	case nodeview.Drop:
 		return ""
 	case nodeview.Reject:
 		return p.reject(f.Family)
 	}
-	id, made := p.lists[t.List]
+	id, made := p.lists[l]
 	if !made {
-		id = p.number(name{service: p.view.Key(), list: t.List})
-		p.lists[t.List] = id
-		p.addList(f, t, id, a)
+		id = p.number(l)
+		p.lists[l] = id
+		p.addList(f, t, l, a)
 	}
 	var all []openflow.Actions
 	if selected := p.masqueraded(f.Masquerade); selected != 0 {
@@ -341,20 +361,21 @@ func (p *planner) masqueraded(m nodeview.Masquerade) uint32 {
 
 // addList adds the groups of a list and, with session affinity, the flows that its endpoints
 // need. Then a belongs to any of the ports with this list.
-func (p *servicePlan) addList(f *nodeview.Frontend, t nodeview.Traffic, id uint32, a affinity) {
+func (p *servicePlan) addList(f *nodeview.Frontend, t nodeview.Traffic, l name, a affinity) {
 	endpoints := make([]endpoint, 0, len(t.Endpoints))
 	for _, e := range t.Endpoints {
 		endpoints = append(endpoints, endpoint{e.AddrPort(), float64(cmp.Or(e.Weight, api.DefaultWeight))})
 	}
 	slices.SortStableFunc(endpoints, func(a, b endpoint) int { return a.AddrPort.Compare(b.AddrPort) })
 	endpoints = slices.CompactFunc(endpoints, func(a, b endpoint) bool { return a.AddrPort == b.AddrPort })
-	l := name{service: p.view.Key(), list: t.List}
 	if f.Affinity == 0 {
-		p.addGroups(l, f.Algorithm, endpoints, p.forward)
+		p.addGroups(l, f, endpoints, p.forward)
 		return
 	}
+	id := p.number(l)
+	p.count(id, f)
 	// The switch ignores learn actions in buckets, so the bucket selects a flow.
-	p.addGroups(l, f.Algorithm, endpoints, func(e netip.AddrPort) openflow.Actions {
+	p.addGroups(l, f, endpoints, func(e netip.AddrPort) openflow.Actions {
 		return openflow.Join(setEndpoint(e), p.opts.resubmit(memberTable))
 	})
 	member := openflow.Match{EtherType: etherType(f.Family)}
@@ -369,6 +390,19 @@ func (p *servicePlan) addList(f *nodeview.Frontend, t nodeview.Traffic, id uint3
 	}
 }
 
+// count makes the connections to the endpoints of a group or list be counted for the
+// service port of a frontend.
+func (p *servicePlan) count(id uint32, f *nodeview.Frontend) {
+	if !p.opts.Stats {
+		return
+	}
+	port := servicePort{service: p.view.Key(), protocol: f.Protocol, inFlows: f.Affinity != 0}
+	if f.ServicePort != nil {
+		port.name = f.ServicePort.Name
+	}
+	p.counted[id] = port
+}
+
 // maxBuckets limits the buckets of a group. Open vSwitch ends if it has to list a group of
 // more than 64 KB. A bucket has at most 112 bytes.
 const maxBuckets = 256
@@ -381,10 +415,10 @@ type endpoint struct {
 
 // addGroups adds the group of a list of sorted endpoints. A part of the list with several
 // endpoints is a group of its own.
-func (p *servicePlan) addGroups(l name, algorithm api.Algorithm, endpoints []endpoint, bucket func(netip.AddrPort) openflow.Actions) {
+func (p *servicePlan) addGroups(l name, f *nodeview.Frontend, endpoints []endpoint, bucket func(netip.AddrPort) openflow.Actions) {
 	var parts []part
 	switch {
-	case algorithm != api.Random && l.part == 0:
+	case f.Algorithm != api.Random && l.part == 0:
 		parts = hashed(endpoints)
 	case len(endpoints) > maxBuckets:
 		parts = sections(endpoints)
@@ -399,19 +433,22 @@ func (p *servicePlan) addGroups(l name, algorithm api.Algorithm, endpoints []end
 			weights[i] += e.weight
 		}
 	}
-	if algorithm == api.Random && len(parts) < len(endpoints) && slices.Min(weights) >= 0.98*slices.Max(weights) {
+	if f.Algorithm == api.Random && len(parts) < len(endpoints) && slices.Min(weights) >= 0.98*slices.Max(weights) {
 		clear(weights) // equal, so that few changes of the list change this group
 	}
 	factors := factorsOf(weights)
-	g := &group{byClient: algorithm == api.HashClient}
+	g := &group{byClient: f.Algorithm == api.HashClient}
 	for i, part := range parts {
 		if len(part.endpoints) == 1 {
 			g.add(part.key, factors[i], bucket(part.endpoints[0].AddrPort))
+			if f.Affinity == 0 {
+				p.count(p.number(l), f)
+			}
 			continue
 		}
 		of := l
 		of.part = l.part*maxBuckets + part.number + 1
-		p.addGroups(of, algorithm, part.endpoints, bucket)
+		p.addGroups(of, f, part.endpoints, bucket)
 		g.add(part.key, factors[i], openflow.ToGroup(p.number(of)))
 	}
 	p.groups[p.number(l)] = g

@@ -19,7 +19,7 @@ import (
 // handles a request. Tests change it.
 var patience = 30 * time.Second
 
-// Conn is a connection to a switch. Its methods Watch, Flows, Groups, Commit and Send must
+// Conn is a connection to a switch. Its methods Watch, Flows, Groups, GroupCounts, Commit and Send must
 // not be called concurrently. When one of these methods fails because of the connection,
 // the connection is closed.
 type Conn struct {
@@ -263,9 +263,10 @@ func (c *Conn) ids(n int) (first uint32) {
 
 // The kinds of multipart messages.
 const (
-	listFlows  = 1
-	listGroups = 7
-	watchFlows = 16
+	listFlows   = 1
+	countGroups = 6
+	listGroups  = 7
+	watchFlows  = 16
 )
 
 // list sends requests of one kind. It calls parse for each part of each answer, with the
@@ -282,7 +283,11 @@ func (c *Conn) list(ctx context.Context, kind byte, requests [][]byte, parse fun
 	waiting := len(requests)
 	return c.request(ctx, first, messages, func(m message) (done bool, err error) {
 		i := int(m.id - first)
-		if m.kind == typeError {
+		switch {
+		case m.kind == typeError && kind == countGroups && i < len(requests):
+			waiting-- // there are no counters, which is no reason to lose the connection
+			return waiting == 0, nil
+		case m.kind == typeError:
 			return true, decodeError(m.body)
 		}
 		if m.kind != typeMultipartReply || len(m.body) < 8 || i >= len(requests) {
@@ -296,9 +301,9 @@ func (c *Conn) list(ctx context.Context, kind byte, requests [][]byte, parse fun
 	})
 }
 
-// Flows lists the flows of all tables.
-func (c *Conn) Flows(ctx context.Context) (flows []Flow, err error) {
-	body := []byte{AllTables, 0, 0, 0}
+// Flows lists the flows of a table, or of [AllTables].
+func (c *Conn) Flows(ctx context.Context, table uint8) (flows []Flow, err error) {
+	body := []byte{table, 0, 0, 0}
 	for _, v := range []uint32{anyPort, anyGroup, 0} {
 		body = binary.BigEndian.AppendUint32(body, v)
 	}
@@ -319,11 +324,7 @@ func (c *Conn) Flows(ctx context.Context) (flows []Flow, err error) {
 // Open vSwitch ends if it has to list a group of more than 64 KB, and groups of other
 // programs may have any size.
 func (c *Conn) Groups(ctx context.Context, ids []uint32) (groups []Group, err error) {
-	requests := make([][]byte, len(ids))
-	for i, id := range ids {
-		requests[i] = append(binary.BigEndian.AppendUint32(nil, id), 0, 0, 0, 0)
-	}
-	err = c.list(ctx, listGroups, requests, func(i int, b []byte) error {
+	err = c.list(ctx, listGroups, groupRequests(ids), func(i int, b []byte) error {
 		if len(b) == 0 {
 			return nil
 		}
@@ -338,6 +339,31 @@ func (c *Conn) Groups(ctx context.Context, ids []uint32) (groups []Group, err er
 		return nil, fmt.Errorf("list groups: %w", err)
 	}
 	return groups, nil
+}
+
+func groupRequests(ids []uint32) [][]byte {
+	requests := make([][]byte, len(ids))
+	for i, id := range ids {
+		requests[i] = binary.BigEndian.AppendUint64(nil, uint64(id)<<32)
+	}
+	return requests
+}
+
+// GroupCounts returns how many packets each bucket of each group has got since the group was
+// created or changed, in the order of the buckets. The numbers of a group that does not
+// exist are nil.
+func (c *Conn) GroupCounts(ctx context.Context, ids []uint32) ([][]uint64, error) {
+	counts := make([][]uint64, len(ids))
+	err := c.list(ctx, countGroups, groupRequests(ids), func(i int, b []byte) error {
+		if len(b) > 0 {
+			counts[i] = parseGroupCounts(ids[i], b)
+		}
+		return nil
+	})
+	if err != nil {
+		return nil, fmt.Errorf("read counters of groups: %w", err)
+	}
+	return counts, nil
 }
 
 // Watch makes [Conn.Changed] report changes of flows in tables. Open vSwitch supports this

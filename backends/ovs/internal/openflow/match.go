@@ -4,6 +4,7 @@ package openflow
 
 import (
 	"encoding/binary"
+	"iter"
 	"net/netip"
 )
 
@@ -49,6 +50,8 @@ const (
 	classNXM1     = 0x0001
 	classBasic    = 0x8000
 	classRegister = 0x8001 // 64-bit registers
+	// classStatistics is not for matches.
+	classStatistics = 0x8002
 )
 
 const (
@@ -149,14 +152,8 @@ func appendPrefix(b []byte, field uint32, p netip.Prefix) []byte {
 // Destination returns what a match that was made by [Match.Encode] requires of the
 // destination: an address, if any, and the protocol and port, if any.
 func Destination(match string) (addr netip.Addr, protocol uint8, port uint16) {
-	for b := []byte(match); len(b) >= 4; {
-		header := binary.BigEndian.Uint32(b)
-		size := int(header & 0xff)
-		if len(b) < 4+size {
-			break
-		}
-		value := b[4 : 4+size]
-		switch field := header &^ 0xff; {
+	for field, value := range fields(match) {
+		switch size := len(value); {
 		case field == fieldIPv4Dst, field == fieldIPv6Dst:
 			addr, _ = netip.AddrFromSlice(value)
 		case field == fieldProtocol && size == 1:
@@ -164,7 +161,31 @@ func Destination(match string) (addr netip.Addr, protocol uint8, port uint16) {
 		case (field == fieldTCPDst || field == fieldUDPDst || field == fieldSCTPDst) && size == 2:
 			port = binary.BigEndian.Uint16(value)
 		}
-		b = b[4+size:]
 	}
 	return addr, protocol, port
+}
+
+// Register64 returns the value that a match requires of a 64-bit register. Bits that may have
+// any value are 0.
+func Register64(match string, register int) uint64 {
+	for field, value := range fields(match) {
+		if field&^hasMask == fieldXReg0+uint32(register)<<9 && len(value) >= 8 {
+			return binary.BigEndian.Uint64(value)
+		}
+	}
+	return 0
+}
+
+// fields yields the fields of a match with their values, and masks after them.
+func fields(match string) iter.Seq2[uint32, []byte] {
+	return func(yield func(uint32, []byte) bool) {
+		for b := []byte(match); len(b) >= 4; {
+			header := binary.BigEndian.Uint32(b)
+			size := int(header & 0xff)
+			if len(b) < 4+size || !yield(header&^0xff, b[4:4+size]) {
+				return
+			}
+			b = b[4+size:]
+		}
+	}
 }

@@ -7,6 +7,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"math"
 	"net/netip"
 )
 
@@ -49,6 +50,8 @@ type Flow struct {
 	FlowKey
 	Cookie  uint64
 	Actions Actions
+	// Packets counts the packets that have matched the flow. It is set only in a listing.
+	Packets uint64
 }
 
 // FlowKey identifies a flow.
@@ -354,10 +357,11 @@ func parseFlows(flows []Flow, b []byte) ([]Flow, error) {
 			return nil, err
 		}
 		f.Match = string(match)
-		_, instructions, err := takeTLV(entry) // statistics
+		statistics, instructions, err := takeTLV(entry)
 		if err != nil {
 			return nil, err
 		}
+		f.Packets = packetsOf(statistics)
 		f.Actions = Actions(instructions)
 		if len(instructions) >= 8 && instructions[1] == instructionApply && int(binary.BigEndian.Uint16(instructions[2:])) == len(instructions) {
 			f.Actions = Actions(instructions[8:])
@@ -365,6 +369,45 @@ func parseFlows(flows []Flow, b []byte) ([]Flow, error) {
 		flows = append(flows, f)
 	}
 	return flows, nil
+}
+
+// packetsOf returns the number of packets in the statistics of a flow.
+func packetsOf(statistics []byte) uint64 {
+	const packets = classStatistics<<16 | 4<<9 | 8
+	for b := statistics; len(b) >= 4; {
+		value, rest, err := take(b[4:], int(b[3]))
+		if err != nil {
+			break
+		}
+		if binary.BigEndian.Uint32(b) == packets {
+			return packetCount(value)
+		}
+		b = rest
+	}
+	return 0
+}
+
+// packetCount returns a number of packets. A number that is not known is 0.
+func packetCount(b []byte) uint64 {
+	if n := binary.BigEndian.Uint64(b); n <= math.MaxInt64 {
+		return n
+	}
+	return 0
+}
+
+// parseGroupCounts returns the numbers of packets of the buckets of a group. The result is
+// nil if b is not the answer for this group.
+func parseGroupCounts(id uint32, b []byte) (packets []uint64) {
+	const fixed, bucket = 40, 16
+	entry, rest, err := takeEntry(b, fixed)
+	if err != nil || len(rest) > 0 || binary.BigEndian.Uint32(entry[4:]) != id {
+		return nil
+	}
+	packets = make([]uint64, 0, (len(entry)-fixed)/bucket)
+	for b := entry[fixed:]; len(b) >= bucket; b = b[bucket:] {
+		packets = append(packets, packetCount(b))
+	}
+	return packets
 }
 
 // takeTLV returns the value of an element with type and length, and what follows after

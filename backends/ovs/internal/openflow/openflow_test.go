@@ -244,6 +244,8 @@ func FuzzParsers(f *testing.F) {
 		parseFlows(nil, b)
 		supports(b, version)
 		Destination(string(b))
+		Register64(string(b), 0)
+		parseGroupCounts(0, b)
 		TranslatedTo(Actions(b))
 		readMessage(strings.NewReader(string(b)))
 		for range Numbers(Actions(b)) {

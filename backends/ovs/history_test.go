@@ -89,7 +89,7 @@ func newFaults(tb testing.TB, dir, bridge string) *faults {
 
 func (f *faults) options(addrs nodeaddr.Source) Options {
 	return Options{
-		Options: backends.Options{NodeAddresses: addrs, Instance: "15", Sysctls: backends.IgnoreSysctls}, Bridge: f.bridge, RunDir: f.runDir,
+		Options: backends.Options{NodeAddresses: addrs, Instance: "15", Sysctls: backends.IgnoreSysctls, Stats: rand.IntN(2) == 0}, Bridge: f.bridge, RunDir: f.runDir,
 		MasqueradeAddresses: nodeAddrs, HairpinAddresses: hairpinAddrs, PodCIDRs: []netip.Prefix{netip.MustParsePrefix("10.244.1.0/24")},
 	}
 }

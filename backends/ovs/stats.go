@@ -182,10 +182,10 @@ func (b *backend) stats(ctx context.Context, yield func(backends.Stats) bool) er
 	// A group may change while its counters are read. Then they are read again, and if the
 	// changed groups are few, no group changes meanwhile. So the readings are those of one
 	// moment.
-	const maxAttempts, few = 10, 64
+	const maxAttempts = 10
 	readings := map[uint32]reading{}
 	for attempt := range maxAttempts {
-		more, err := b.read(ctx, conn, readings, attempt > 0, few)
+		more, err := b.read(ctx, conn, readings, attempt > 0)
 		if err != nil {
 			return err
 		}
@@ -198,7 +198,8 @@ func (b *backend) stats(ctx context.Context, yield func(backends.Stats) bool) er
 
 // read reads the counters that readings lack, and reports whether others may have changed
 // meanwhile. If they are few, and again is true, no group can change meanwhile.
-func (b *backend) read(ctx context.Context, conn *openflow.Conn, readings map[uint32]reading, again bool, few int) (more bool, err error) {
+func (b *backend) read(ctx context.Context, conn *openflow.Conn, readings map[uint32]reading, again bool) (more bool, err error) {
+	const few = 64
 	b.mu.Lock()
 	next := b.dataplane.unread(readings)
 	if more = len(next) > few || !again && len(next) > 0; more {

@@ -10,13 +10,13 @@ import (
 	"fmt"
 	"maps"
 	"net"
-	"slices"
 	"testing"
 	"time"
 
 	"github.com/cilium/ebpf"
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/backends"
+	"github.com/kpng-project/kpng/internal/backendtest"
 	"github.com/kpng-project/kpng/internal/netnstest"
 	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
@@ -98,33 +98,25 @@ func BenchmarkStats(b *testing.B) {
 		n.ns.Add(b, "lo", "10.0.0.1")
 		netnstest.Listen(b, n.ns.Do, "10.0.0.1:8080", func(net.Conn) {})
 		target := &unix.SockaddrInet4{Addr: [4]byte{10, 96, 0, 5}, Port: 80}
-		var took [2][]time.Duration
-		for b.Loop() {
-			for i := range took {
-				n.opts.Stats = i == 1
+		var cases []backendtest.Case
+		for _, name := range []string{"without", "with"} {
+			cases = append(cases, backendtest.Case{Name: name, Batch: func(took func(time.Duration)) error {
+				n.opts.Stats = name == "with"
 				n.restart()
 				n.pass(numbered(5, 1))
-				if err := n.ns.Do(func() error {
+				return n.ns.Do(func() error {
 					for range 2000 {
 						d, err := netnstest.TimeConnect(target)
 						if err != nil {
 							return err
 						}
-						took[i] = append(took[i], d)
+						took(d)
 					}
 					return nil
-				}); err != nil {
-					b.Fatal(err)
-				}
-			}
+				})
+			}})
 		}
-		for i := range took {
-			slices.Sort(took[i])
-		}
-		without, with := took[0][len(took[0])/2], took[1][len(took[1])/2]
-		b.ReportMetric(float64(without.Nanoseconds())/1000, "µs/without")
-		b.ReportMetric(float64(with.Nanoseconds())/1000, "µs/with")
-		b.ReportMetric(float64(with)/float64(without), "ratio")
+		backendtest.Compare(b, cases...)
 	})
 	b.Run("read", func(b *testing.B) {
 		n := newNode(b, Options{Options: backends.Options{Stats: true}})

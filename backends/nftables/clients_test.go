@@ -37,7 +37,7 @@ func clientsOf(t testing.TB, b *backend) map[uint32]map[uint32]bool {
 
 // sendSYNs sends n segments that open a TCP connection to an address, each with another
 // source in 198.18.0.0/15.
-func sendSYNs(t *testing.T, ns *netnstest.Namespace, to netip.Addr, n int) {
+func sendSYNs(t testing.TB, ns *netnstest.Namespace, to netip.Addr, n int) {
 	t.Helper()
 	if err := ns.Do(func() error {
 		fd, err := unix.Socket(unix.AF_INET, unix.SOCK_RAW|unix.SOCK_CLOEXEC, unix.IPPROTO_RAW)
@@ -72,7 +72,9 @@ func sendSYNs(t *testing.T, ns *netnstest.Namespace, to netip.Addr, n int) {
 	}
 }
 
-func spoofed(i int) netip.Addr { return netip.AddrFrom4([4]byte{198, 18, byte(i >> 8), byte(i)}) }
+func spoofed(i int) netip.Addr {
+	return netip.AddrFrom4([4]byte{198, 18 + byte(i>>16), byte(i >> 8), byte(i)})
+}
 
 // TestClientsEndWithTheirService floods a service with session affinity with clients, and
 // then deletes it. The clients take only groups of the service, and Verify deletes them. The

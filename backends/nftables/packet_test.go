@@ -28,7 +28,7 @@ type packetWorld struct {
 	node, client, pod1, pod2 *netnstest.Namespace
 }
 
-func newPacketWorld(t *testing.T) *packetWorld {
+func newPacketWorld(t testing.TB) *packetWorld {
 	w := &packetWorld{netnstest.New(t), netnstest.New(t), netnstest.New(t), netnstest.New(t)}
 	w.node.Set(t, "ipv4/ip_forward=1")
 	w.node.Set(t, "ipv6/conf/all/forwarding=1")

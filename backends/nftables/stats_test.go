@@ -9,13 +9,13 @@ import (
 	"maps"
 	"net"
 	"net/netip"
-	"slices"
 	"strings"
 	"testing"
 	"time"
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/backends"
+	"github.com/kpng-project/kpng/internal/backendtest"
 	"github.com/kpng-project/kpng/internal/netnstest"
 	"github.com/kpng-project/kpng/node/nodeaddr"
 	"github.com/kpng-project/kpng/sink"
@@ -219,43 +219,20 @@ func TestStatsOptionRewritesElementsOnce(t *testing.T) {
 func BenchmarkStats(b *testing.B) {
 	b.Run("connect", func(b *testing.B) {
 		const n = 1000
-		var took [2][]time.Duration
-		var spaces [2]*netnstest.Namespace
-		for i := range spaces {
+		var cases []backendtest.Case
+		for _, name := range []string{"without", "with"} {
 			opts := counting()
-			opts.Stats = i == 1
+			opts.Stats = name == "with"
 			be, ns := start(b, opts)
-			spaces[i] = ns
 			mustSync(b, be, batchOf(true, manyServices(n, 10)...))
-			for _, network := range []string{"10.0.0.1/8", "11.0.0.1/8"} { // networks of the services and of the pods
-				ns.Add(b, "lo", network)
-			}
-			serve(b, ns, "pod")
+			addPods(b, ns)
+			next := 0
+			cases = append(cases, backendtest.Case{Name: name, Batch: connects(ns, 500, func() netip.AddrPort {
+				next += 7919
+				return netip.AddrPortFrom(numberedService(next%n, 0).Service.IPs.ClusterIPs.V4[0], 80)
+			})})
 		}
-		for b.Loop() {
-			for i, ns := range spaces {
-				if err := ns.Do(func() error {
-					for range 500 {
-						to := &unix.SockaddrInet4{Port: 80, Addr: numberedService(len(took[i])*7919%n, 0).Service.IPs.ClusterIPs.V4[0].As4()}
-						d, err := netnstest.TimeConnect(to)
-						if err != nil {
-							return err
-						}
-						took[i] = append(took[i], d)
-					}
-					return nil
-				}); err != nil {
-					b.Fatal(err)
-				}
-			}
-		}
-		for i := range took {
-			slices.Sort(took[i])
-		}
-		without, with := took[0][len(took[0])/2], took[1][len(took[1])/2]
-		b.ReportMetric(float64(without.Nanoseconds())/1000, "µs/without")
-		b.ReportMetric(float64(with.Nanoseconds())/1000, "µs/with")
-		b.ReportMetric(float64(with)/float64(without), "ratio")
+		backendtest.Compare(b, cases...)
 	})
 	for _, endpoints := range []int{3, 10} {
 		b.Run(fmt.Sprintf("read/endpoints=%d", endpoints), func(b *testing.B) {
@@ -269,6 +246,32 @@ func BenchmarkStats(b *testing.B) {
 				}
 			}
 			b.ReportMetric(float64((cpuTime(b)-before).Milliseconds())/float64(b.N), "cpu-ms/read")
+		})
+	}
+}
+
+// addPods adds the networks of the services and of the pods of the benchmarks to the loopback
+// interface, and a server at all addresses.
+func addPods(b *testing.B, ns *netnstest.Namespace) {
+	for _, network := range []string{"10.0.0.1/8", "11.0.0.1/8"} {
+		ns.Add(b, "lo", network)
+	}
+	serve(b, ns, "pod")
+}
+
+// connects returns a batch of n connections to the addresses that the function to returns.
+func connects(ns *netnstest.Namespace, n int, to func() netip.AddrPort) func(func(time.Duration)) error {
+	return func(took func(time.Duration)) error {
+		return ns.Do(func() error {
+			for range n {
+				a := to()
+				d, err := netnstest.TimeConnect(&unix.SockaddrInet4{Port: int(a.Port()), Addr: a.Addr().As4()})
+				if err != nil {
+					return err
+				}
+				took(d)
+			}
+			return nil
 		})
 	}
 }

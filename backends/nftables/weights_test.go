@@ -252,7 +252,7 @@ func countElements(b *backend) *int {
 
 // endpointsOfClients sends n connections of different clients to 10.96.0.1, and returns the
 // endpoint of each client from connection tracking.
-func endpointsOfClients(t *testing.T, w *packetWorld, n int) map[netip.Addr]netip.Addr {
+func endpointsOfClients(t testing.TB, w *packetWorld, n int) map[netip.Addr]netip.Addr {
 	t.Helper()
 	sendSYNs(t, w.client, netip.MustParseAddr("10.96.0.1"), n)
 	c := netfilter.NewConn(w.node.FD)

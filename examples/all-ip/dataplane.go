@@ -9,6 +9,7 @@ import (
 	_ "embed"
 	"fmt"
 	"hash/crc32"
+	"maps"
 	"net"
 	"net/netip"
 	"os"
@@ -58,7 +59,8 @@ func (d *dataplane) Start(ctx context.Context) error {
 // elements matches a set or map that is not empty.
 var elements = regexp.MustCompile(`(?s)\t(?:set|map) (\w+) \{[^}]*?elements = \{(.*?)\}`)
 
-// List creates tables that are missing or do not have the rules of this version.
+// List creates tables that are missing, or have other rules or elements than those of this
+// version.
 func (d *dataplane) List(ctx context.Context, emit func(object, string)) error {
 	lines := map[object][]string{}
 	for family := range addressTypes {
@@ -67,27 +69,12 @@ func (d *dataplane) List(ctx context.Context, emit func(object, string)) error {
 		switch {
 		case err != nil:
 			_, err = nft(ctx, create) // fails if the table exists
-		case strings.Count(out, comment) != strings.Count(create, comment):
-			out = ""
+		case strings.Count(out, comment) != strings.Count(create, comment) || !parse(out, lines):
 			_, err = nft(ctx, fmt.Sprintf("delete table %s %s\n%s", family, d.name, create))
+			maps.DeleteFunc(lines, func(o object, _ []string) bool { return o.ip.Is4() == (family == "ip") })
 		}
 		if err != nil {
 			return err
-		}
-		for _, set := range elements.FindAllStringSubmatch(out, -1) {
-			for element := range strings.SplitSeq(set[2], ",") {
-				element = canonical(element)
-				first, _, _ := strings.Cut(element, " ")
-				ip, err := netip.ParseAddr(first)
-				if err != nil {
-					return fmt.Errorf("read set %s: %w", set[1], err)
-				}
-				o := object{addressPart, ip}
-				if set[1] == hairpinSet || set[1] == egressSet {
-					o.part = set[1]
-				}
-				lines[o] = append(lines[o], fmt.Sprintf("%s { %s }", set[1], element))
-			}
 		}
 	}
 	for o, l := range lines {
@@ -97,6 +84,26 @@ func (d *dataplane) List(ctx context.Context, emit func(object, string)) error {
 		emit(object{flowPart, ip}, pods)
 	}
 	return nil
+}
+
+// parse adds the elements of a table to lines. It reports whether all-ip can have written them.
+func parse(table string, lines map[object][]string) bool {
+	for _, set := range elements.FindAllStringSubmatch(table, -1) {
+		for element := range strings.SplitSeq(set[2], ",") {
+			element = canonical(element)
+			first, _, _ := strings.Cut(element, " ")
+			ip, err := netip.ParseAddr(first)
+			if err != nil {
+				return false
+			}
+			o := object{addressPart, ip}
+			if set[1] == hairpinSet || set[1] == egressSet {
+				o.part = set[1]
+			}
+			lines[o] = append(lines[o], fmt.Sprintf("%s { %s }", set[1], element))
+		}
+	}
+	return true
 }
 
 // create returns a script that creates the table of a family, and the comment of its rules.

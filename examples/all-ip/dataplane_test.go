@@ -155,7 +155,7 @@ func TestIncompleteTablesAreRecreated(t *testing.T) {
 		return n.Run(t, program, "list", "table", "ip", "test") + n.Run(t, program, "list", "table", "ip6", "test")
 	}
 	before := list()
-	for _, change := range []string{"flush chain ip test postrouting", "flush table ip test", "delete table ip6 test", "flush ruleset"} {
+	for _, change := range []string{"flush chain ip test postrouting", "flush table ip test", "add element ip test ports { 10.0.0.0/24 . 6 . 80 }", "delete table ip6 test", "flush ruleset"} {
 		n.Run(t, program, change)
 		if err := n.Do(func() error { return n.Verify(t.Context()) }); err != nil {
 			t.Error(err)

@@ -19,6 +19,10 @@ char _license[] SEC("license") = "Apache-2.0";
 // The network namespace of the node, or 0 before Linux 5.14.
 const volatile __u64 node_netns = 0;
 
+// If refuse_binds is not 0, sockets of the node cannot use node ports of services. It needs
+// the helper set_retval of Linux 5.18.
+const volatile __u64 refuse_binds = 0;
+
 // If node_only is not 0, the programs ignore sockets of other network namespaces.
 const volatile __u64 node_only = 0;
 
@@ -738,6 +742,28 @@ int sock_release(struct bpf_sock *socket)
 	return 1;
 }
 
+static __always_inline int has_node_port(__u16 port, __u8 protocol, __u8 family)
+{
+	struct frontend key = {.port = port, .protocol = protocol, .node_port = family};
+	return bpf_map_lookup_elem(&frontends, &key) != NULL;
+}
+
+// on_bind reports whether packets to a socket with an address would reach a service instead,
+// because its port is a node port. At loopback addresses, a listener of kpng has the port. A
+// socket with the address :: also receives IPv4 packets, unless it has the option IPV6_V6ONLY.
+static __always_inline int on_bind(struct bpf_sock_addr *ctx, const struct address *address)
+{
+	if (!address->port || bpf_get_netns_cookie(ctx) != node_netns || abandoned(bpf_ktime_get_ns()))
+		return 0;
+	__u8 protocol = ctx->protocol;
+	struct ip ip = ip_of(address);
+	int is4 = ip.ip[2] == MAPPED && !ip.ip[1] && !ip.ip[0];
+	if (!ip.ip[3] && (is4 || (!ip.ip[0] && !ip.ip[1] && !ip.ip[2])))
+		return has_node_port(address->port, protocol, 4) || (!is4 && has_node_port(address->port, protocol, 6));
+	__u32 *scope = bpf_map_lookup_elem(&node_ips, &ip);
+	return scope && *scope == EVERYWHERE && has_node_port(address->port, protocol, is4 ? 4 : 6);
+}
+
 static __always_inline struct address read4(struct bpf_sock_addr *ctx)
 {
 	struct address a = {.ip = {0, 0, MAPPED, ctx->user_ip4}, .port = ctx->user_port};
@@ -788,3 +814,19 @@ PROGRAM(recvmsg, 4, RECVMSG4)
 PROGRAM(recvmsg, 6, RECVMSG6)
 PROGRAM(getpeername, 4, GETPEERNAME4)
 PROGRAM(getpeername, 6, GETPEERNAME6)
+
+#define EADDRINUSE 98
+
+#define BIND(family)                                              \
+	SEC("cgroup/bind" #family)                                \
+	int bind##family(struct bpf_sock_addr *ctx)               \
+	{                                                         \
+		struct address a = read##family(ctx);             \
+		if (!refuse_binds || !on_bind(ctx, &a))           \
+			return 1;                                 \
+		bpf_set_retval(-EADDRINUSE);                      \
+		return 0;                                         \
+	}
+
+BIND(4)
+BIND(6)

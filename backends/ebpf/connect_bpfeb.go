@@ -55,6 +55,8 @@ type connectSpecs struct {
 // It can be passed ebpf.CollectionSpec.Assign.
 type connectProgramSpecs struct {
 	Beat         *ebpf.ProgramSpec `ebpf:"beat"`
+	Bind4        *ebpf.ProgramSpec `ebpf:"bind4"`
+	Bind6        *ebpf.ProgramSpec `ebpf:"bind6"`
 	Connect4     *ebpf.ProgramSpec `ebpf:"connect4"`
 	Connect6     *ebpf.ProgramSpec `ebpf:"connect6"`
 	Getpeername4 *ebpf.ProgramSpec `ebpf:"getpeername4"`
@@ -93,6 +95,7 @@ type connectVariableSpecs struct {
 	MaxClientsOfIp    *ebpf.VariableSpec `ebpf:"max_clients_of_ip"`
 	NodeNetns         *ebpf.VariableSpec `ebpf:"node_netns"`
 	NodeOnly          *ebpf.VariableSpec `ebpf:"node_only"`
+	RefuseBinds       *ebpf.VariableSpec `ebpf:"refuse_binds"`
 }
 
 // connectObjects contains all objects after they have been loaded into the kernel.
@@ -155,6 +158,7 @@ type connectVariables struct {
 	MaxClientsOfIp    *ebpf.Variable `ebpf:"max_clients_of_ip"`
 	NodeNetns         *ebpf.Variable `ebpf:"node_netns"`
 	NodeOnly          *ebpf.Variable `ebpf:"node_only"`
+	RefuseBinds       *ebpf.Variable `ebpf:"refuse_binds"`
 }
 
 // connectPrograms contains all programs after they have been loaded into the kernel.
@@ -162,6 +166,8 @@ type connectVariables struct {
 // It can be passed to loadConnectObjects or ebpf.CollectionSpec.LoadAndAssign.
 type connectPrograms struct {
 	Beat         *ebpf.Program `ebpf:"beat"`
+	Bind4        *ebpf.Program `ebpf:"bind4"`
+	Bind6        *ebpf.Program `ebpf:"bind6"`
 	Connect4     *ebpf.Program `ebpf:"connect4"`
 	Connect6     *ebpf.Program `ebpf:"connect6"`
 	Getpeername4 *ebpf.Program `ebpf:"getpeername4"`
@@ -176,6 +182,8 @@ type connectPrograms struct {
 func (p *connectPrograms) Close() error {
 	return _ConnectClose(
 		p.Beat,
+		p.Bind4,
+		p.Bind6,
 		p.Connect4,
 		p.Connect6,
 		p.Getpeername4,

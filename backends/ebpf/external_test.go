@@ -5,12 +5,17 @@
 package ebpf
 
 import (
+	"errors"
+	"io"
 	"net"
 	"net/netip"
 	"slices"
 	"testing"
 	"time"
 
+	"github.com/cilium/ebpf"
+	"github.com/cilium/ebpf/asm"
+	"github.com/cilium/ebpf/features"
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/internal/netnstest"
@@ -178,5 +183,76 @@ func testLocalhost(t *testing.T) {
 	used = n.reaches("127.0.0.1:30080", 3)
 	if !slices.Equal(used, endpoints[:1]) {
 		t.Errorf("after a change, localhost leads to %v", used)
+	}
+}
+
+func testBind(t *testing.T) {
+	n := newNodeAt(t, "127.0.0.1", "172.16.0.1", "fd00:172::1")
+	if features.HaveProgramHelper(ebpf.CGroupSockAddr, asm.FnSetRetval) != nil {
+		t.Skip("the kernel has no bpf_set_retval")
+	}
+	n.serve()
+	for _, addr := range []string{"172.16.0.1", "172.16.0.2", "fd00:172::1"} {
+		n.ns.Add(t, "lo", addr)
+	}
+	onlyTCP := func(s *api.Service) {
+		withNodePort(s)
+		s.Ports = s.Ports[:1]
+	}
+	n.pass(view("web", nil, endpoints[:3], onlyTCP))
+	n.awaitAddresses("172.16.0.1:30080")
+	pod := netnstest.New(t)
+	pod.Cgroup = n.ns.Cgroup
+	bind := func(in netnstest.Place, network, address string) error {
+		return in(func() error {
+			var c io.Closer
+			var err error
+			if network == "udp" {
+				c, err = net.ListenPacket(network, address)
+			} else {
+				c, err = net.Listen(network, address)
+			}
+			if err == nil {
+				err = c.Close()
+			}
+			return err
+		})
+	}
+	for _, test := range []struct {
+		in               netnstest.Place
+		network, address string
+		refused          bool
+	}{
+		{n.ns.Do, "tcp", ":30080", true},
+		{n.ns.Do, "tcp4", ":30080", true},
+		{n.ns.Do, "tcp", "172.16.0.1:30080", true},
+		{n.ns.Do, "tcp", "[::ffff:172.16.0.1]:30080", true},
+		{n.ns.Do, "tcp", "172.16.0.2:30080", false},    // not an address of node ports
+		{n.ns.Do, "tcp", "[fd00:172::1]:30080", false}, // the service has no IPv6 node port
+		{n.ns.Do, "tcp", "127.0.0.1:30080", false},     // for the listener of kpng
+		{n.ns.Do, "tcp", ":30081", false},              // another port
+		{n.ns.Do, "tcp", ":0", false},
+		{n.ns.Do, "udp", ":30080", false}, // another protocol
+		{pod.Do, "tcp", ":30080", false},  // a port of the pod
+	} {
+		err := bind(test.in, test.network, test.address)
+		if (err != nil) != test.refused || err != nil && !errors.Is(err, unix.EADDRINUSE) {
+			t.Errorf("listen at %s %s: %v, want refusal %t", test.network, test.address, err, test.refused)
+		}
+	}
+	n.set(view("web", nil, endpoints, withNodePort))
+	for _, address := range []string{":30080", "[fd00:172::1]:30080"} {
+		if err := bind(n.ns.Do, "udp", address); !errors.Is(err, unix.EADDRINUSE) {
+			t.Errorf("listen at udp %s: %v", address, err)
+		}
+	}
+	n.delete("web")
+	if err := bind(n.ns.Do, "tcp", ":30080"); err != nil {
+		t.Errorf("the service is deleted: %v", err)
+	}
+	n.set(view("web", nil, endpoints, withNodePort))
+	n.setAge(patience + time.Minute)
+	if err := bind(n.ns.Do, "tcp", ":30080"); err != nil {
+		t.Errorf("no process of kpng has run for ten minutes: %v", err)
 	}
 }

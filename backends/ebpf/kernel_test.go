@@ -71,6 +71,7 @@ func TestKernel(t *testing.T) {
 	t.Run("external addresses lead to endpoints", testExternal)
 	t.Run("node ports are at the addresses of the node, which may change", testNodePorts)
 	t.Run("node ports on localhost are for sockets of the node", testLocalhost)
+	t.Run("sockets of the node cannot use node ports of services", testBind)
 	t.Run("while lists change, connections reach endpoints of their own service", testChurn)
 	t.Run("a restart adopts the maps and replaces the programs", testRestart)
 	t.Run("an update merges equal lists while programs use them", testMergedLists)

@@ -60,6 +60,8 @@ func (p *programs) hooks() []hook {
 		{"getpeername4", ebpf.AttachCgroupInet4GetPeername, p.Getpeername4},
 		{"getpeername6", ebpf.AttachCgroupInet6GetPeername, p.Getpeername6},
 		{"sock_release", ebpf.AttachCgroupInetSockRelease, p.SockRelease},
+		{"bind4", ebpf.AttachCGroupInet4Bind, p.Bind4},
+		{"bind6", ebpf.AttachCGroupInet6Bind, p.Bind6},
 	}
 }
 
@@ -140,10 +142,12 @@ func setVariables(spec *ebpf.CollectionSpec, o *Options) error {
 		return err
 	}
 	number := map[bool]uint64{true: 1}
+	canRefuse := netNS != 0 && features.HaveProgramHelper(ebpf.CGroupSockAddr, asm.FnSetRetval) == nil
 	var errs []error
 	for name, value := range map[string]uint64{
 		"node_netns":        netNS,
 		"node_only":         number[o.HostNetworkOnly],
+		"refuse_binds":      number[canRefuse],
 		"max_clients_of_ip": uint64(share(o.MaxClients)),
 		"count_connections": number[o.Stats],
 	} {

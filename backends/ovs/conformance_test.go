@@ -58,8 +58,7 @@ func TestConformance(t *testing.T) {
 		Proxy:             "kpng ovs",
 		SoftwareChecksums: true,
 		Exceptions: map[string]string{
-			"affinity ends only when a client has made no new connection for the timeout":                  "the switch looks for idle flows at intervals, so the affinity lasts up to a second longer",
-			"a range that admits the node also admits its traffic from the service's own load-balancer IP": "the node's connections to its own addresses do not reach the bridge",
+			"affinity ends only when a client has made no new connection for the timeout": "the switch looks for idle flows at intervals, so the affinity lasts up to a second longer",
 		},
 		Setup: func(t *testing.T, site conformance.Site) {
 			s := ovstest.New(t, site.Start)
@@ -151,6 +150,10 @@ func attach(t *testing.T, s *ovstest.Switch, site conformance.Site) {
 	for _, a := range addrs {
 		flow("%s actions=mod_dl_dst:%s,LOCAL", destination(a.String(), 500), local)
 	}
+	// The node may have addresses of services, and connect from them.
+	for _, network := range externalNetworks {
+		flow("%s,ct_state=+trk+rpl actions=mod_dl_dst:%s,LOCAL", destination(network, 500), local)
+	}
 	s.OfctlWith(t, flows.String(), "add-flows", "-")
 }
 
@@ -196,9 +199,13 @@ func machineAddrs(site conformance.Site) (all []netip.Addr, err error) {
 	return all, err
 }
 
+// externalNetworks have the external IPs and load-balancer IPs of the kit.
+var externalNetworks = []string{"198.18.0.0/16", "fd00:198:18::/112"}
+
 // moveToBridge moves addresses and routes to the bridge's local port. It runs in the
-// network namespace of the node. The node's own connections to node ports have to reach
-// the bridge, too. So rules send them there before the kernel delivers them locally.
+// network namespace of the node. The node's own connections to node ports, and to external
+// addresses that the node has, have to reach the bridge, too. So rules send them there before
+// the kernel delivers them locally.
 func moveToBridge(ports []port) error {
 	local, err := netlink.LinkByName(ovstest.Bridge)
 	if err != nil {
@@ -261,7 +268,7 @@ func moveToBridge(ports []port) error {
 			return fmt.Errorf("move route %s: %w", r, err)
 		}
 	}
-	return sendNodePortsToBridge(local)
+	return sendServicesToBridge(local)
 }
 
 // setSysctls changes kernel settings of the current network namespace.
@@ -275,10 +282,11 @@ func setSysctls(settings ...string) error {
 	return nil
 }
 
-// sendNodePortsToBridge adds rules for the node's own connections to node ports.
-func sendNodePortsToBridge(local netlink.Link) error {
+// sendServicesToBridge adds rules for the node's own connections to node ports and external
+// addresses.
+func sendServicesToBridge(local netlink.Link) error {
 	const table = 100
-	for _, f := range []struct {
+	for i, f := range []struct {
 		family  int
 		gateway string
 		any     string
@@ -299,6 +307,12 @@ func sendNodePortsToBridge(local netlink.Link) error {
 			if err := netlink.RuleAdd(rule); err != nil {
 				return fmt.Errorf("add rule for node ports: %w", err)
 			}
+		}
+		external := netlink.NewRule()
+		external.Family, external.Table, external.Priority, external.IifName = f.family, table, 50, "lo"
+		_, external.Dst, _ = net.ParseCIDR(externalNetworks[i])
+		if err := netlink.RuleAdd(external); err != nil {
+			return fmt.Errorf("add rule for external addresses: %w", err)
 		}
 		// The rule for addresses of the machine must come after these rules.
 		localRule := netlink.NewRule()

@@ -41,10 +41,9 @@ var constructors = map[string]func(backends.Options) (backends.Dataplane, error)
 
 // unsupported has the options that a backend refuses.
 var unsupported = map[string][]string{
-	"iptables": {"Stats"},
-	"ipvs":     {"NodePodCIDRs", "AcceptUnknownPorts"},
-	"ebpf":     {"MasqueradeMark", "MasqueradeAll", "MasqueradeOutsiders", "ClusterCIDRs", "NodePodCIDRs", "PodInterfaces", "AcceptUnknownPorts", "NodeAddresses", "Conntrack", "Sysctls", "NetNS"},
-	"ovs":      {"Stats", "MasqueradeMark", "NodePodCIDRs", "PodInterfaces", "AcceptUnknownPorts", "NetNS"},
+	"ipvs": {"NodePodCIDRs", "AcceptUnknownPorts"},
+	"ebpf": {"MasqueradeMark", "MasqueradeAll", "MasqueradeOutsiders", "ClusterCIDRs", "NodePodCIDRs", "PodInterfaces", "AcceptUnknownPorts", "NodeAddresses", "Conntrack", "Sysctls", "NetNS"},
+	"ovs":  {"Stats", "MasqueradeMark", "NodePodCIDRs", "PodInterfaces", "AcceptUnknownPorts", "NetNS"},
 }
 
 type observer struct{ backends.Observer }

@@ -37,6 +37,8 @@ type backend struct {
 	owner ownership.Owner
 	tasks kernelnode.Tasks
 
+	stats sync.Mutex // held while counters are read; locked before mu
+
 	mu       sync.Mutex // guards the fields below
 	rulesets []*ruleset // one per family
 	stale    []*ruleset // rules of an earlier process in the other flavour of iptables
@@ -83,9 +85,9 @@ func newBackend(opts Options) (*backend, error) {
 // SharedOptions implements [backendoptions.Sharer].
 func (b *backend) SharedOptions() (string, *backends.Options) { return "iptables", &b.opts.Options }
 
-// Honours implements [backends.Capable]. The backend does not honour algorithms: the match
-// "cluster" hashes only the client's address, into at most 32 shares. The sink Conntrack
-// resets connections.
+// Honours implements [backends.Capable]. The backend does not honour algorithms, because no
+// match or target selects one of many endpoints by a hash; docs/iptables.md has the details.
+// The sink Conntrack resets connections.
 func (b *backend) Honours() nodeview.Parameters {
 	return nodeview.Parameters{Weights: true, NodePortSources: true, Resets: kernelnode.Resets(&b.opts.Options)}
 }

@@ -105,6 +105,7 @@ func (t *ruleset) begin(ctx context.Context) error {
 		inSources:       inSources,
 		held:            map[string][]element{},
 		delivered:       map[types.NamespacedName]bool{},
+		counted:         t.counting(),
 		changedChains:   map[chainID]bool{},
 		changedElements: map[element]bool{},
 		changedSources:  map[string]bool{},

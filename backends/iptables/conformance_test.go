@@ -34,6 +34,7 @@ func testConformance(t *testing.T, flavour string, withoutIPSet bool) {
 				Instance:            fmt.Sprintf("%06x", instance.Sum32()&0xffffff),
 				NodeAddresses:       addrs,
 				Conntrack:           connections,
+				Stats:               true,
 				PodInterfaces:       []string{site.PodInterfaces + "*"},
 				MasqueradeAll:       site.Masquerade == conformance.MasqueradeAll,
 				MasqueradeOutsiders: site.Masquerade == conformance.MasqueradeOutside,

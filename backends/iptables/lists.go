@@ -26,8 +26,8 @@ type listID struct {
 	protocol api.Protocol
 	// port is the port of the frontends if the chain keeps the port of packets, or else 0.
 	port int32
-	// servicePort is not 0 if the list has session affinity, because each service port has
-	// its own affinity.
+	// servicePort is not 0 if the list has session affinity or counters, because each service
+	// port has its own.
 	servicePort int32
 }
 
@@ -52,7 +52,7 @@ func (s *serviceRenderer) list(f *nodeview.Frontend, t *nodeview.Traffic) string
 	id := listID{list: t.List, protocol: f.Protocol}
 	switch {
 	case f.ServicePort == nil:
-	case f.Affinity > 0:
+	case f.Affinity > 0 || s.opts.Stats:
 		id.servicePort = f.ServicePort.Port
 	case len(s.view.Service.Ports) > manyPorts && t.Endpoints[0].Port == f.Port:
 		id.port = f.Port
@@ -167,25 +167,45 @@ func (s *serviceRenderer) endpoints(f *nodeview.Frontend, list []nodeview.Target
 // The method endpoint returns the target that sends packets of f to the endpoint e. If a
 // rule with this target must match the protocol, the result protocol is that match. A
 // connection of the endpoint to itself is masqueraded: by an element of a set or, if that
-// is not possible, by a rule of a chain, which then is the target.
+// is not possible, by a rule of a chain, which then is the target. With counters, the
+// target is always a chain, so that a change of the list does not rewrite the counter.
 func (s *serviceRenderer) endpoint(f *nodeview.Frontend, e *nodeview.Target) (protocol, target string) {
 	if f.Protocol != 0 {
 		protocol = "-p " + protocolNames[f.Protocol] + " "
 	}
 	target = "DNAT --to-destination " + destination(e)
+	var rules []string
 	switch {
 	case !e.Local:
 	case s.withSets && e.Port != 0:
 		s.out.elements[element{hairpinSet, fmt.Sprintf("%s,%s:%d,%s", e.Addr, protocolNames[f.Protocol], e.Port, e.Addr)}] = true
 	default:
-		chain := s.hashed("E", s.key, f.Protocol, destination(e))
-		s.out.add(nat, chain, []string{
-			fmt.Sprintf("-s %s %s", prefixOf(e.Addr), jump(s.name(markPacket))),
-			protocol + jump(target),
-		})
-		return "", chain
+		rules = []string{fmt.Sprintf("-s %s %s", prefixOf(e.Addr), jump(s.name(markPacket)))}
 	}
-	return protocol, target
+	chain := ""
+	switch {
+	case s.opts.Stats:
+		chain = s.ofPort(f, e)
+		if s.out.counted == nil {
+			s.out.counted = map[string]counted{}
+		}
+		s.out.counted[chain] = counted{s.view, f.ServicePort, netip.AddrPortFrom(e.Addr, uint16(e.Port))}
+	case rules != nil:
+		chain = s.hashed("E", s.key, f.Protocol, destination(e))
+	default:
+		return protocol, target
+	}
+	s.out.add(nat, chain, append(rules, protocol+jump(target)))
+	return "", chain
+}
+
+// ofPort returns a name for the endpoint e of the service port of f.
+func (s *serviceRenderer) ofPort(f *nodeview.Frontend, e *nodeview.Target) string {
+	port := "all"
+	if f.ServicePort != nil {
+		port = fmt.Sprint(f.ServicePort.Protocol, f.ServicePort.Port)
+	}
+	return s.hashed("E", s.key, port, destination(e))
 }
 
 // destination returns the address to which packets for e are sent. It includes the port
@@ -197,14 +217,6 @@ func destination(e *nodeview.Target) string {
 	return netip.AddrPortFrom(e.Addr, uint16(e.Port)).String()
 }
 
-// port returns a text that identifies the service port of f.
-func port(f *nodeview.Frontend) string {
-	if f.ServicePort == nil {
-		return "all"
-	}
-	return fmt.Sprint(f.ServicePort.Protocol, f.ServicePort.Port)
-}
-
 // clients returns options of the iptables match "recent". The options select the list of
 // the clients of f that are connected to e.
 func (s *serviceRenderer) clients(f *nodeview.Frontend, e *nodeview.Target) string {
@@ -212,7 +224,7 @@ func (s *serviceRenderer) clients(f *nodeview.Frontend, e *nodeview.Target) stri
 	if s.family == api.IPv6 {
 		mask = "ffff:ffff:ffff:ffff:ffff:ffff:ffff:ffff"
 	}
-	return fmt.Sprintf("--name %s --mask %s --rsource ", s.hashed("E", s.key, port(f), destination(e)), mask)
+	return fmt.Sprintf("--name %s --mask %s --rsource ", s.ofPort(f, e), mask)
 }
 
 // weightOf returns the sum of the weights of endpoints.

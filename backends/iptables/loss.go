@@ -150,34 +150,45 @@ type getInfo struct {
 	entries, size        uint32
 }
 
-// optionGetInfo is the socket option IPT_SO_GET_INFO, and IP6T_SO_GET_INFO of IPv6.
-const optionGetInfo = 64
+// The socket options IPT_SO_GET_INFO and IPT_SO_GET_ENTRIES. Those of IPv6 are equal.
+const optionGetInfo, optionGetEntries = 64, 65
 
 // countEntries returns the number of entries of a table in flavour legacy.
-func (r *runner) countEntries(table string) (n int, err error) {
+func (r *runner) countEntries(table string) (int, error) {
+	info, err := r.tableInfo(table)
+	return int(info.entries), err
+}
+
+// tableInfo returns the kernel's description of a table in flavour legacy. It is zero if the
+// table does not exist.
+func (r *runner) tableInfo(table string) (info getInfo, err error) {
+	copy(info.name[:], table)
+	err = r.getOption(optionGetInfo, unsafe.Pointer(&info), unsafe.Sizeof(info))
+	if err != nil && !errors.Is(err, unix.ENOENT) {
+		return getInfo{}, fmt.Errorf("read the size of table %s: %w", table, err)
+	}
+	return info, nil
+}
+
+// getOption reads a socket option of flavour legacy. The value has the request, and then the
+// answer.
+func (r *runner) getOption(option uintptr, value unsafe.Pointer, n uintptr) (err error) {
 	family, level := unix.AF_INET, unix.IPPROTO_IP
 	if r.family == api.IPv6 {
 		family, level = unix.AF_INET6, unix.IPPROTO_IPV6
 	}
-	var info getInfo
-	copy(info.name[:], table)
 	nsErr := netns.Do(r.netNS, func() {
 		var fd int
 		if fd, err = unix.Socket(family, unix.SOCK_RAW|unix.SOCK_CLOEXEC, unix.IPPROTO_RAW); err != nil {
 			return
 		}
 		defer unix.Close(fd)
-		size := uint32(unsafe.Sizeof(info))
-		_, _, errno := unix.Syscall6(unix.SYS_GETSOCKOPT, uintptr(fd), uintptr(level), optionGetInfo,
-			uintptr(unsafe.Pointer(&info)), uintptr(unsafe.Pointer(&size)), 0)
-		if errno != 0 && errno != unix.ENOENT { // ENOENT: the table does not exist
+		size := uint32(n)
+		if _, _, errno := unix.Syscall6(unix.SYS_GETSOCKOPT, uintptr(fd), uintptr(level), option, uintptr(value), uintptr(unsafe.Pointer(&size)), 0); errno != 0 {
 			err = errno
 		}
 	})
-	if err := errors.Join(nsErr, err); err != nil {
-		return 0, fmt.Errorf("read the size of table %s: %w", table, err)
-	}
-	return int(info.entries), nil
+	return errors.Join(nsErr, err)
 }
 
 // countElements returns the number of elements of each set.

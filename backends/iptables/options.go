@@ -91,7 +91,7 @@ func (o *Options) complete() error {
 	o.LockWait = cmp.Or(o.LockWait, 5*time.Second)
 
 	errs := []error{backendoptions.Complete(&o.Options, false, "Instance", "MasqueradeMark", "MasqueradeAll", "MasqueradeOutsiders", "ClusterCIDRs", "NodePodCIDRs", "PodInterfaces",
-		"AcceptUnknownPorts", "NodeAddresses", "Conntrack", "Sysctls", "Observer", "NetNS")}
+		"AcceptUnknownPorts", "NodeAddresses", "Conntrack", "Sysctls", "Stats", "Observer", "NetNS")}
 	if !instanceName.MatchString(o.Instance) {
 		errs = append(errs, fmt.Errorf("instance %q must have at most 6 letters and digits", o.Instance))
 	}

@@ -59,7 +59,7 @@ func (t *ruleset) prune(ctx context.Context, failing map[types.NamespacedName]bo
 		}
 	}
 	clear(t.held)
-	t.delivered, t.undo = nil, nil
+	t.delivered, t.counted, t.undo = nil, nil, nil
 	if err := t.commitOld(ctx); err != nil {
 		return err
 	}

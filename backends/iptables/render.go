@@ -70,6 +70,8 @@ type rendered struct {
 	elements map[element]bool
 	// sources has the sources that the service admits at each restricted address.
 	sources map[netip.Addr]*sourceList
+	// counted has the chains that count connections. It is nil without Options.Stats.
+	counted map[string]counted
 	// rules is the number of rules in chains and entries.
 	rules int
 }

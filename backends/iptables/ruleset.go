@@ -70,6 +70,9 @@ type ruleset struct {
 	// The map delivered has the services that this pass has delivered until now. It is nil
 	// while there is no pass; see holding.
 	delivered map[types.NamespacedName]bool
+	// The map counted has the chains that counted connections when the pass began. It is nil
+	// while there is no pass.
+	counted map[string]counted
 	// The field broken is the error of the last call of begin, or nil. While broken is not
 	// nil, all services of this family fail. The field failures is the number of consecutive
 	// calls of begin that failed.

@@ -35,6 +35,8 @@ type runner struct {
 	// transactions is the number of transactions of iptables-restore. The runners of both
 	// families share it, because they share the generation of nf_tables.
 	transactions *uint32
+	// lastCounts has the last result of readTable. Only Stats accesses it.
+	lastCounts map[string]uint64
 }
 
 // programName returns the name of a program of iptables, such as ip6tables-nft-save.

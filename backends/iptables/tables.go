@@ -19,7 +19,8 @@ import (
 
 // Messages of linux/netfilter/nf_tables.h.
 const (
-	getTable, delTable, getChain = nfTables | unix.NFT_MSG_GETTABLE, nfTables | unix.NFT_MSG_DELTABLE, nfTables | unix.NFT_MSG_GETCHAIN
+	getTable, delTable = nfTables | unix.NFT_MSG_GETTABLE, nfTables | unix.NFT_MSG_DELTABLE
+	getChain, getRule  = nfTables | unix.NFT_MSG_GETCHAIN, nfTables | unix.NFT_MSG_GETRULE
 
 	nfTables = unix.NFNL_SUBSYS_NFTABLES << 8
 )

@@ -922,6 +922,36 @@ func TestServiceWithTooManyLoadBalancersIsRefused(t *testing.T) {
 	w.must(w.set(view(service("web", withClusterIP(9)), "10.1.2.9")))
 }
 
+// TestRefusedServiceServesNoFrontendWithSourceRanges delivers a service that gets source
+// ranges and grows above the limit in one change. Only its other load balancers stay.
+func TestRefusedServiceServesNoFrontendWithSourceRanges(t *testing.T) {
+	w := newWorld(t, fakehns.AllFeatures(), hns.Network{}, kernelspace.Options{MaxLoadBalancers: 3})
+	with := func(prefixes []netip.Prefix, ips ...string) *api.View {
+		return view(service("web", withClusterIP(9), func(s *api.Service) {
+			s.IPs.LoadBalancerIPs = addrs(ips...)
+			if prefixes != nil {
+				s.SourceRanges = []api.SourceRanges{{TargetIPs: s.IPs.LoadBalancerIPs, Prefixes: prefixes}}
+			}
+		}), "10.1.2.1")
+	}
+	w.must(w.set(with(nil, "203.0.113.1")))
+	const internal, external = "10.96.0.9", "203.0.113.1"
+	if d := w.hns.Dump(); !strings.Contains(d, internal) || !strings.Contains(d, external) {
+		t.Fatalf("the service is not served:\n%s", d)
+	}
+	ranges := []netip.Prefix{netip.MustParsePrefix("192.0.2.0/24")}
+	wide := with(ranges, "203.0.113.1", "203.0.113.2", "203.0.113.3")
+	for _, err := range []error{w.set(wide), w.full()} {
+		failed, ok := sink.Acknowledged(err)
+		if !ok || failed[wide.Key()] == nil {
+			t.Errorf("the error is %v, want one of the service", err)
+		}
+	}
+	if d := w.hns.Dump(); !strings.Contains(d, internal) || strings.Contains(d, external) {
+		t.Errorf("want only the load balancer of %s:\n%s", internal, d)
+	}
+}
+
 // TestOnlyRetriesOfAFailedServiceListHNS changes a service while HNS refuses a load
 // balancer of another one. Only retries of the refused service list the objects of HNS.
 func TestOnlyRetriesOfAFailedServiceListHNS(t *testing.T) {

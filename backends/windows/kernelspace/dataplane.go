@@ -11,6 +11,7 @@ import (
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/internal/hns"
+	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/reconcile"
 	"github.com/kpng-project/kpng/sink"
 	"k8s.io/apimachinery/pkg/types"
@@ -19,14 +20,25 @@ import (
 type op = reconcile.Op[frontend, *policy]
 
 // Plan implements [reconcile.Dataplane]. A service with too many frontends keeps its load
-// balancers, also those of an earlier process.
+// balancers, also those of an earlier process. But it loses those of frontends with source
+// ranges, because HNS would admit all sources.
 func (b *backend) Plan(view *api.View, emit func(frontend, *policy)) error {
 	key := view.Key()
 	policies, lacking, err := plan(view, &b.environment)
 	if err != nil {
+		restricted := map[frontend]bool{}
+		for f := range nodeview.Frontends(view) {
+			if f.Sources.Restricted {
+				restricted[frontendOf(&f)] = true
+			}
+		}
 		for id, m := range b.record.made {
 			if _, exists := b.holdings.balancers[id]; exists && m.Service == key {
-				emit(m.Frontend, nil)
+				var keep *policy
+				if restricted[m.Frontend] {
+					keep = &policy{frontend: m.Frontend} // without endpoints, so no load balancer
+				}
+				emit(m.Frontend, keep)
 			}
 		}
 		return err

@@ -220,13 +220,17 @@ func (on *environment) refusal(f *nodeview.Frontend) string {
 	}
 }
 
+func frontendOf(f *nodeview.Frontend) frontend {
+	return frontend{VIP: f.Addr, Family: f.Family, Protocol: protocolOf(f.Protocol), Port: uint16(f.Port)}
+}
+
 // The method policy plans the load balancer of a frontend. The second result describes
 // the settings that HNS does not support. The policy has the endpoints for traffic from
 // outside this node. This node's own traffic goes to them too, because a load balancer of
 // HNS has only one list of endpoints. Frontends with equal lists share the endpoints, which
 // are in lists.
 func (on *environment) policy(f *nodeview.Frontend, preserve bool, lists map[listKey]*destinations) (p policy, degraded []string) {
-	p = policy{frontend: frontend{VIP: f.Addr, Family: f.Family, Protocol: protocolOf(f.Protocol), Port: uint16(f.Port)}}
+	p = policy{frontend: frontendOf(f)}
 	if f.Family == api.IPv6 {
 		p.flags |= hns.IPv6
 	}

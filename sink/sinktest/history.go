@@ -426,7 +426,7 @@ func (h *history) service(name string) *api.Service {
 	}
 	svc.ExternalTrafficToLocal = one(4)
 	if one(4) {
-		svc.SourceRanges = []api.SourceRanges{{TargetIPs: svc.IPs.LoadBalancerIPs, Prefixes: []netip.Prefix{netip.MustParsePrefix([]string{"192.0.2.0/24", "192.0.2.128/25"}[h.random.IntN(2)])}}}
+		svc.SourceRanges = []api.SourceRanges{{TargetIPs: svc.IPs.LoadBalancerIPs, NodePorts: one(2), Prefixes: []netip.Prefix{netip.MustParsePrefix([]string{"192.0.2.0/24", "192.0.2.128/25"}[h.random.IntN(2)])}}}
 	}
 	if one(4) {
 		svc.AffinitySeconds = int32(60 * (1 + h.random.IntN(2)))

@@ -57,7 +57,7 @@ var hashingCases = []testCase{
 		s.mustHaveShares("clients", countOf(chosen), shares{"a": 1, "b": 1, "c": 1})
 		s.mustStay(chosen, s.endpointsByCrowd(api.TCP, web.loadBalancerIP()))
 	}},
-	{name: "with hashing by connection, the connections of a client share the endpoints", needs: []Feature{StableHashing}, run: func(s *scene) {
+	{name: "with hashing by connection, the connections of a client share the endpoints", run: func(s *scene) {
 		web := s.hashedService("hash-connection")
 		s.publish()
 		s.mustShare(s.withAddress(s.outside, 1), web.loadBalancerIP(), s.equalShares(6))
@@ -141,7 +141,7 @@ var hashingCases = []testCase{
 		s.publish()
 		s.mustStay(first, s.endpointsByCrowd(api.TCP, web.loadBalancerIP()))
 	}},
-	{name: "established connections stay when endpoints of a hashed service change", needs: []Feature{StableHashing, EstablishedStay}, run: func(s *scene) {
+	{name: "established connections stay when endpoints of a hashed service change", needs: []Feature{EstablishedStay}, run: func(s *scene) {
 		web := s.hashedService("hash-connection").withEndpoints(asReady(s.a), asReady(s.b))
 		s.publish()
 		stay := s.openMany(web)
@@ -150,7 +150,7 @@ var hashingCases = []testCase{
 		s.mustReach(s.c, web.clusterIP(), s.a, s.b, s.d, s.e)
 		stay()
 	}},
-	{name: "session affinity comes before hashing", needs: []Feature{StableHashing, Affinity}, run: func(s *scene) {
+	{name: "session affinity comes before hashing", needs: []Feature{Affinity}, run: func(s *scene) {
 		web := s.hashedService("hash-connection").withAffinity(10800)
 		s.publish()
 		for _, protocol := range s.protocols {
@@ -160,7 +160,7 @@ var hashingCases = []testCase{
 			}
 		}
 	}},
-	{name: "weights set the shares of hashed connections", needs: []Feature{StableHashing, Weights}, run: func(s *scene) {
+	{name: "weights set the shares of hashed connections", needs: []Feature{Weights}, run: func(s *scene) {
 		web := s.hashedService("hash-connection").withWeights(s.oneTwoSeven()...)
 		s.publish()
 		s.mustShare(s.c, web.clusterIP(), oneTwoSeven)

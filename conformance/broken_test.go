@@ -119,6 +119,7 @@ var faults = []fault{
 				s.Annotations[parameters.Algorithm] = "hash-client"
 			}
 		})},
+	{name: "a deleted service stays without endpoints", failingCases: []string{"their service with resets is deleted"}, view: keepDeleted()},
 	{name: "requests for resets are ignored", failingCases: []string{
 		"connections to a removed endpoint are reset", "all connections to a removed", "the last endpoint is removed", "that is no longer ready are reset", "are reset if another is ready",
 		"each family of a dual-stack service resets", "resets leave connections"},
@@ -229,6 +230,21 @@ func eachService(f func(*corev1.Service)) func(*Objects) {
 	return func(objects *Objects) {
 		for _, service := range objects.Services {
 			f(service)
+		}
+	}
+}
+
+// keepDeleted returns a function for fault.view that adds the services that were deleted.
+func keepDeleted() func(*Objects) {
+	last := map[string]*corev1.Service{}
+	return func(objects *Objects) {
+		for _, service := range objects.Services {
+			last[service.Name] = service.DeepCopy()
+		}
+		for name, service := range last {
+			if !slices.ContainsFunc(objects.Services, func(s *corev1.Service) bool { return s.Name == name }) {
+				objects.Services = append(objects.Services, service.DeepCopy())
+			}
 		}
 	}
 }

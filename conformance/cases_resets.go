@@ -145,6 +145,15 @@ var resetCases = []testCase{
 		s.publish()
 		lost.mustBeReset()
 	}},
+	{name: "connections continue when their service with resets is deleted", needs: []Feature{EstablishedStay}, run: func(s *scene) {
+		web := s.resettingService("web").withEndpoints(asReady(s.a))
+		s.publish()
+		inside, outside := s.openTo(s.c, web, s.a), s.openTo(s.outside, web, s.a)
+		s.remove(web)
+		s.publish()
+		s.staysWith(inside, s.a)
+		s.staysWith(outside, s.a)
+	}},
 	{name: "with resets, UDP flows move as without", needs: []Feature{UDP, FlowCleanup}, run: func(s *scene) {
 		web := s.resettingService("web").withEndpoints(asReady(s.a))
 		s.publish()

@@ -192,7 +192,8 @@ func (x Existing) has(list []api.Endpoint, endpoint netip.AddrPort, match func(*
 
 // Resets reports whether a backend resets the established TCP connections to an endpoint. It
 // does so only for a service with ResetConnections, if the endpoint is no longer in the view,
-// or is draining and not ready. It takes logarithmic time.
+// or is draining and not ready. Connections of a deleted service continue. Resets takes
+// logarithmic time.
 func (x Existing) Resets(endpoint netip.AddrPort) bool {
 	if x.view == nil || !x.view.Service.ResetConnections {
 		return false

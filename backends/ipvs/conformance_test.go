@@ -35,6 +35,7 @@ func TestConformance(t *testing.T) {
 			"affinity ends only when a client has made no new connection for the timeout":                 "IPVS keeps the affinity until the client's closed connections have left its table, for two minutes",
 			"each port of a service has its own affinity":                                                 "the scheduler rr takes turns in the same order at each port",
 			"established TCP connections continue when their endpoint or service is removed":              "IPVS forgets the connections of a removed virtual server",
+			"connections continue when their service with resets is deleted":                              "IPVS forgets the connections of a removed virtual server",
 		},
 		Setup: func(t *testing.T, _ conformance.Site) { modprobe(t, "ip_vs") },
 	})

@@ -157,7 +157,12 @@ func TestConnectionsAreCounted(t *testing.T) {
 		}
 		count("udp", "udp", api.UDP, "10.2.1.3:8080")
 		check()
-		// The pass below deletes the service.
+		first := batch()
+		first.First, first.NodeChanged = true, true
+		mustSync(t, b, first)
+		check()
+
+		// The pass deletes the service.
 		maps.DeleteFunc(want, func(s backends.Stats, _ int64) bool { return s.Service.Name == "udp" })
 
 		// A change of endpoints leaves the counters of the others.
@@ -166,10 +171,8 @@ func TestConnectionsAreCounted(t *testing.T) {
 		maps.DeleteFunc(want, func(s backends.Stats, _ int64) bool {
 			return s.Service.Name == "large" && s.Endpoint.Addr().As16()[15] == 139
 		})
-		first, last := batch(), batch(views...)
-		first.First, first.NodeChanged, last.Last = true, true, true
-		mustSync(t, b, first)
-		check()
+		last := batch(views...)
+		last.Last = true
 		mustSync(t, b, last)
 		check()
 		connect("10.96.0.1:80", "web", "http")

@@ -42,8 +42,8 @@ var constructors = map[string]func(backends.Options) (backends.Dataplane, error)
 // unsupported has the options that a backend refuses.
 var unsupported = map[string][]string{
 	"ipvs": {"NodePodCIDRs", "AcceptUnknownPorts"},
-	"ebpf": {"MasqueradeMark", "MasqueradeAll", "MasqueradeOutsiders", "ClusterCIDRs", "NodePodCIDRs", "PodInterfaces", "AcceptUnknownPorts", "NodeAddresses", "Conntrack", "Sysctls", "NetNS"},
-	"ovs":  {"Stats", "MasqueradeMark", "NodePodCIDRs", "PodInterfaces", "AcceptUnknownPorts", "NetNS"},
+	"ebpf": {"MasqueradeMark", "MasqueradeAll", "MasqueradeOutsiders", "ClusterCIDRs", "NodePodCIDRs", "PodInterfaces", "AcceptUnknownPorts", "Conntrack", "Sysctls", "NetNS"},
+	"ovs":  {"MasqueradeMark", "NodePodCIDRs", "PodInterfaces", "AcceptUnknownPorts", "NetNS"},
 }
 
 type observer struct{ backends.Observer }

@@ -379,7 +379,7 @@ func (b *backend) verify(ctx context.Context) error {
 		err = b.forgetPairs(ctx)
 	}
 	b.repairAt = time.Now().Add(minPause)
-	// A socket may have connected to an endpoint at the moment of its removal.
+	// A socket may have been slow to connect to an endpoint that was removed meanwhile.
 	b.udp.request()
 	if len(b.resets) > 0 {
 		b.tcp.request()

@@ -24,7 +24,7 @@ import (
 const (
 	// After a sweep, the sweeper pauses for sweepPause, or for sweepPauseFactor times the
 	// duration of the sweep if that is longer.
-	sweepPause       = 50 * time.Millisecond
+	sweepPause       = 100 * time.Millisecond
 	sweepPauseFactor = 9
 )
 
@@ -76,14 +76,18 @@ func (s *sweeper) run(ctx context.Context) {
 			return
 		case <-s.wake:
 		}
-		start := time.Now()
-		if err := s.sweep(); err != nil {
-			klog.FromContext(ctx).Error(err, "Cannot destroy sockets that are connected to removed endpoints", "protocol", s.protocol)
-		}
-		select {
-		case <-ctx.Done():
-			return
-		case <-time.After(max(sweepPause, sweepPauseFactor*time.Since(start))):
+		// The second sweep finds sockets whose endpoint was chosen before the change, and that
+		// were not yet connected during the first one.
+		for range 2 {
+			start := time.Now()
+			if err := s.sweep(); err != nil {
+				klog.FromContext(ctx).Error(err, "Cannot destroy sockets that are connected to removed endpoints", "protocol", s.protocol)
+			}
+			select {
+			case <-ctx.Done():
+				return
+			case <-time.After(max(sweepPause, sweepPauseFactor*time.Since(start))):
+			}
 		}
 	}
 }

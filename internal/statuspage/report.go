@@ -131,13 +131,14 @@ func (h *Handler) report(ctx context.Context, q query) *report.Report {
 		r.Problems = append(r.Problems, h.Problems()...)
 	}
 	if r.Stats && len(listed) > 0 {
-		traffic, err := h.traffic(ctx, false, func(key types.NamespacedName) bool { _, ok := listed[key]; return ok })
+		traffic, err := h.trafficOfPage(ctx, q.after == types.NamespacedName{}, r.Next == "")
 		if err != nil {
 			r.StatsError = err.Error()
 			r.Problems = append(r.Problems, "the counters of the dataplane cannot be read: "+r.StatsError)
 		}
-		for key, list := range traffic {
-			r.Services[listed[key]].Traffic = list[:min(len(list), maxListed)]
+		for key, i := range listed {
+			list := traffic[key]
+			r.Services[i].Traffic = list[:min(len(list), maxListed)]
 		}
 	}
 	return r

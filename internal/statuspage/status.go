@@ -51,6 +51,8 @@ type Handler struct {
 
 	// Clients calls add for each open stream of a server. See remote.Server.Streams.
 	Clients func(add func(node, peer string, since time.Time, revision uint64))
+
+	pages pageTraffic
 }
 
 // ServeHTTP implements [http.Handler].

@@ -169,6 +169,31 @@ func TestReportOfProxy(t *testing.T) {
 	}
 }
 
+// TestPagesReadTrafficOnce reads a list page by page. Only its first page reads the counters.
+func TestPagesReadTrafficOnce(t *testing.T) {
+	reads := 0
+	h := &statuspage.Handler{NodeName: here, State: newState(3, 2), Traffic: func(_ context.Context, yield func(types.NamespacedName, report.Traffic) bool) error {
+		reads++
+		for i := range 3 {
+			yield(types.NamespacedName{Namespace: "default", Name: fmt.Sprintf("web-%05d", i)}, report.Traffic{Connections: int64(reads)})
+		}
+		return nil
+	}}
+	for list := range int64(2) {
+		after := ""
+		for page := range 3 {
+			r := decode[report.Report](t, get(h, "output", "json", "limit", "1", "after", after))
+			if len(r.Services) != 1 || len(r.Services[0].Traffic) != 1 || r.Services[0].Traffic[0].Connections != list+1 {
+				t.Fatalf("list %d, page %d has %+v", list, page, r.Services)
+			}
+			after = r.Next
+		}
+	}
+	if reads != 2 {
+		t.Errorf("two lists read the counters %d times", reads)
+	}
+}
+
 func TestTrafficOfServices(t *testing.T) {
 	var err error
 	h := &statuspage.Handler{NodeName: here, State: newState(2, 2), Traffic: func(_ context.Context, yield func(types.NamespacedName, report.Traffic) bool) error {
@@ -312,14 +337,14 @@ func TestReportOfRefusedServices(t *testing.T) {
 	state.SetSynced()
 	for _, test := range []struct {
 		name    string
-		handler statuspage.Handler
+		handler *statuspage.Handler
 	}{
-		{"a state", statuspage.Handler{State: state}},
-		{"views", statuspage.Handler{
+		{"a state", &statuspage.Handler{State: state}},
+		{"views", &statuspage.Handler{
 			Client: &client{update: updateOf(t, state), refused: maps.Collect(state.Snapshot().Refused.All())},
 		}},
 	} {
-		h := &test.handler
+		h := test.handler
 		r := decode[report.Report](t, get(h, "output", "json"))
 		if n := len(r.Problems); r.Source.Refused != 26 || n != 21 || !strings.HasPrefix(r.Problems[0], "service default/large is refused, or a part of it: too large: it needs 5 elements") || r.Problems[20] != "6 more services are refused, or a part of them" {
 			t.Errorf("%s: source %+v, problems %q", test.name, r.Source, r.Problems)

@@ -6,11 +6,42 @@ import (
 	"context"
 	"net/netip"
 	"slices"
+	"sync"
 	"time"
 
 	"github.com/kpng-project/kpng/internal/report"
 	"k8s.io/apimachinery/pkg/types"
 )
+
+// maxTrafficAge limits how long the pages of a list use the traffic that an earlier page read.
+const maxTrafficAge = 10 * time.Second
+
+// pageTraffic is the traffic of all services by service port, for the next pages of a list.
+type pageTraffic struct {
+	sync.Mutex
+	read     time.Time
+	services map[types.NamespacedName][]report.Traffic
+}
+
+// trafficOfPage returns the traffic of all services by service port. Only the first page of
+// a list always reads the dataplane, because that takes long with many services.
+func (h *Handler) trafficOfPage(ctx context.Context, isFirst, isLast bool) (map[types.NamespacedName][]report.Traffic, error) {
+	h.pages.Lock()
+	defer h.pages.Unlock()
+	all := h.pages.services
+	if isFirst || all == nil || time.Since(h.pages.read) > maxTrafficAge {
+		var err error
+		if all, err = h.traffic(ctx, false, func(types.NamespacedName) bool { return true }); err != nil {
+			return nil, err
+		}
+		h.pages.read = time.Now()
+	}
+	h.pages.services = all
+	if isLast {
+		h.pages.services = nil
+	}
+	return all, nil
+}
 
 // traffic returns the traffic of the selected services by service port or, if byEndpoint, by
 // service port and endpoint, in this order.

@@ -45,8 +45,8 @@ func ofKpng(i instance, what string) leftover {
 	return leftover{what: what, remove: i.cleanupCommand(), by: i}
 }
 
-// kpngTable matches the tables of the backends nftables and ipvs.
-var kpngTable = regexp.MustCompile(`^(kpng-ipvs|kpng2?)(?:-(.+))?$`)
+// kpngTable matches the tables of the backends nftables and ipvs. The backend ipvs has two.
+var kpngTable = regexp.MustCompile(`^(kpng-ipvs|kpng2?-of-ipvs|kpng2?)(?:-(.+))?$`)
 
 // ofTable returns the leftover to which a table of nftables belongs.
 func ofTable(family, name string) (l leftover, ok bool) {
@@ -59,7 +59,7 @@ func ofTable(family, name string) (l leftover, ok bool) {
 		return leftover{}, false
 	}
 	backend := "nftables"
-	if parts[1] == "kpng-ipvs" {
+	if strings.HasSuffix(parts[1], "ipvs") {
 		backend = "ipvs"
 	}
 	return ofKpng(instance{backend, parts[2]}, table), true

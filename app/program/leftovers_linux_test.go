@@ -102,10 +102,11 @@ func TestLeftoversAreFound(t *testing.T) {
 			},
 		},
 		"backend ipvs": {
-			left: slices.Concat(nftablesOf("kpng-ipvs"), nftablesOf("kpng-ipvs-blue")),
+			left: slices.Concat(nftablesOf("kpng-ipvs"), nftablesOf("kpng-ipvs-blue"), nftablesOf("kpng-of-ipvs"), nftablesOf("kpng2-of-ipvs-red")),
 			want: []leftover{
 				of("ipvs", "", "nftables table inet kpng-ipvs", "kpng cleanup ipvs"),
 				of("ipvs", "blue", "nftables table inet kpng-ipvs-blue", "kpng cleanup ipvs --instance blue"),
+				of("ipvs", "red", "nftables table inet kpng2-of-ipvs-red", "kpng cleanup ipvs --instance red"),
 			},
 		},
 		"backend userspace": {

@@ -32,6 +32,7 @@ type backend struct {
 
 	mu        sync.Mutex // guards the fields below
 	dataplane *dataplane
+	rest      rest
 	// idleAt is the time of the next call of removeIdle. Before searchAt, the backend does not
 	// search for changes by other programs that need a pass.
 	idleAt, searchAt time.Time
@@ -62,13 +63,14 @@ func newBackend(opts Options) (*backend, error) {
 		return nil, fmt.Errorf("ipvs options: %w", err)
 	}
 	b := &backend{opts: opts}
+	b.rest.opts = &b.opts
 	b.dataplane = newDataplane(&b.opts, verifyInterval)
 	return b, nil
 }
 
 // Honours implements [backends.Capable].
 func (b *backend) Honours() nodeview.Parameters {
-	return nodeview.Parameters{Weights: true, Resets: true, NodePortSources: true}
+	return nodeview.Parameters{Algorithm: true, Weights: true, Resets: kernelnode.Resets(&b.opts.Options), NodePortSources: true}
 }
 
 // SharedOptions implements [backendoptions.Sharer].
@@ -118,11 +120,11 @@ func (b *backend) Stop(ctx context.Context) error {
 	err := b.tasks.Stop(ctx)
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	return errors.Join(err, b.dataplane.close())
+	return errors.Join(err, b.rest.stop(ctx), b.dataplane.close())
 }
 
 // Cleanup implements [sink.Cleaner]. It deletes the virtual servers, the interface and
-// the table of the instance if they exist. See Options.Drain. The backend need not be
+// the tables of the instance if they exist. See Options.Drain. The backend need not be
 // started.
 //
 // If another process programs the instance, Cleanup changes nothing, and its error wraps
@@ -134,7 +136,11 @@ func (b *backend) Cleanup(ctx context.Context) error {
 func (b *backend) cleanup(ctx context.Context) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	return errors.Join(b.dataplane.cleanup(ctx), b.dataplane.close())
+	err := b.dataplane.cleanup(ctx)
+	if err == nil {
+		err = b.rest.cleanup(ctx)
+	}
+	return errors.Join(err, b.dataplane.close())
 }
 
 // Sync implements [sink.Sink].
@@ -177,7 +183,7 @@ func (b *backend) program(ctx context.Context, c *sink.Changes) error {
 	case !d.follow(next):
 		return errNodeChanged
 	}
-	return d.sync(ctx, c)
+	return b.rest.sync(ctx, c, b.tasks.Addresses, func(c *sink.Changes) error { return d.sync(ctx, c) })
 }
 
 // addresses returns a copy of the planner, with the present addresses of the machine.
@@ -197,6 +203,10 @@ const verifyInterval = 10 * time.Second
 func (b *backend) Verify(ctx context.Context) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
+	return errors.Join(b.verify(ctx), b.rest.verify(ctx))
+}
+
+func (b *backend) verify(ctx context.Context) error {
 	d, now, next := b.dataplane, time.Now(), b.addresses()
 	switch {
 	case !d.known:

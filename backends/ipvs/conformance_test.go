@@ -26,18 +26,7 @@ func TestConformance(t *testing.T) {
 		Patience: *backendtest.Patience,
 		Report:   *backendtest.Report,
 		Proxy:    "kpng ipvs",
-		Unsupported: map[conformance.Feature]string{
-			conformance.AllPorts:                "a virtual server has one protocol and port",
-			conformance.AffinityAcrossFrontends: "each virtual server has its own affinity",
-		},
-		Exceptions: map[string]string{
-			"with both policies Local, the node's own connections ignore them only at external addresses": "no virtual server has the list of all endpoints",
-			"affinity ends only when a client has made no new connection for the timeout":                 "IPVS keeps the affinity until the client's closed connections have left its table, for two minutes",
-			"each port of a service has its own affinity":                                                 "the scheduler rr takes turns in the same order at each port",
-			"established TCP connections continue when their endpoint or service is removed":              "IPVS forgets the connections of a removed virtual server",
-			"connections continue when their service with resets is deleted":                              "IPVS forgets the connections of a removed virtual server",
-		},
-		Setup: func(t *testing.T, _ conformance.Site) { modprobe(t, "ip_vs") },
+		Setup:    func(t *testing.T, _ conformance.Site) { modprobe(t, "ip_vs") },
 	})
 }
 

@@ -45,14 +45,9 @@ type server struct {
 // settings are the settings of a virtual server.
 type settings struct {
 	scheduler string
-	// persistence is the timeout of session affinity in seconds, or 0 without affinity.
-	persistence uint32
-	// flags are the flags of the virtual server, except those for persistence and for a
-	// property that the kernel sets itself.
+	// flags are the flags of the virtual server, except that for a property that the kernel
+	// sets itself.
 	flags uint32
-	// edited is true if the virtual server has another mask of clients than the method set
-	// selects.
-	edited bool
 }
 
 // owner returns the flags that identify an instance. The kernel has no names of virtual
@@ -106,7 +101,7 @@ const (
 	destStats                                     = 12 // with numbers of 64 bits
 	statsConnections, statsBytesIn, statsBytesOut = 1, 4, 5
 
-	flagPersistent, flagHashed, flagScheduler1 = 1, 2, 8
+	flagHashed, flagScheduler1 = 2, 8
 
 	methodMasquerade, methodMask = 0, 7 // masquerading is IPVS's name for translation
 
@@ -269,13 +264,9 @@ func (c *conn) set(id serverID, create bool, s settings) error {
 	}
 	_, err := c.request(command, netlink.Acknowledge, id, func(e *netlink.AttributeEncoder) {
 		e.String(svcScheduler, s.scheduler)
-		flags := s.flags
-		if s.persistence > 0 {
-			flags |= flagPersistent
-		}
 		const all = ^uint32(0) // the mask of the flags to set
-		e.Bytes(svcFlags, binary.NativeEndian.AppendUint32(binary.NativeEndian.AppendUint32(nil, flags), all))
-		e.Uint32(svcTimeout, s.persistence)
+		e.Bytes(svcFlags, binary.NativeEndian.AppendUint32(binary.NativeEndian.AppendUint32(nil, s.flags), all))
+		e.Uint32(svcTimeout, 0) // the kernel requires this attribute and the next one
 		e.Uint32(svcNetmask, hostMask(id.Addr()))
 	}, nil)
 	if errors.Is(err, unix.ENOENT) {
@@ -284,7 +275,7 @@ func (c *conn) set(id serverID, create bool, s settings) error {
 	return wrap(err, "set virtual server %s", id)
 }
 
-// hostMask returns the mask with which persistence treats each address as one client.
+// hostMask returns the mask of a single client, which has an effect only with persistence.
 func hostMask(a netip.Addr) uint32 {
 	if a.Is4() {
 		return 0xffffffff
@@ -438,7 +429,6 @@ func decodeServer(d *netlink.AttributeDecoder) (id serverID, s *server, ok bool)
 		d.Nested(func(d *netlink.AttributeDecoder) error {
 			var family, port uint16
 			var addr []byte
-			var flags, mask uint32
 			for d.Next() {
 				switch d.Type() {
 				case svcFamily:
@@ -453,22 +443,12 @@ func decodeServer(d *netlink.AttributeDecoder) (id serverID, s *server, ok bool)
 					s.scheduler = d.String()
 				case svcFlags:
 					if b := d.Bytes(); len(b) >= 4 {
-						flags = binary.NativeEndian.Uint32(b)
+						s.flags = binary.NativeEndian.Uint32(b) &^ flagHashed
 					}
-				case svcTimeout:
-					s.persistence = d.Uint32()
-				case svcNetmask:
-					mask = d.Uint32()
 				}
 			}
 			var a netip.Addr
 			a, ok = decodeAddr(family == unix.AF_INET, addr)
-			if flags&flagPersistent == 0 {
-				s.persistence = 0
-			} else {
-				s.edited = mask != hostMask(a)
-			}
-			s.flags = flags &^ (flagPersistent | flagHashed)
 			id.AddrPort = netip.AddrPortFrom(a, port)
 			return nil
 		})

@@ -285,14 +285,10 @@ func (d *dataplane) refuseWithoutServers(ctx context.Context, all map[serverID]*
 // awaits returns the virtual server without which the table must not have e, if there is
 // one.
 func (d *dataplane) awaits(e element) (serverID, bool) {
-	switch e.set.kind {
-	case frontends:
-		return e.server(), d.elements[addressElement(e.addr())] // whether the address was made local
-	case redirects:
-		return e.target(), true // the table would not refuse the redirected packets
-	default:
+	if e.set.kind != frontends {
 		return serverID{}, false
 	}
+	return e.server(), d.elements[addressElement(e.addr())] // whether the address was made local
 }
 
 // record adds the recorded elements to frontends and records these. It keeps the frontends

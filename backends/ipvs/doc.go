@@ -12,5 +12,6 @@
 // IPVS chooses the endpoint of each connection. A table of nftables does the rest:
 // masquerading, source ranges, and refusing connections. Routes on an interface of the
 // instance make the addresses of services local, because IPVS receives only packets to
-// local addresses.
+// local addresses. Services that IPVS cannot serve exactly, such as those with session
+// affinity, are programmed by a dataplane of package nftables.
 package ipvs

@@ -36,11 +36,6 @@ const (
 	rejects
 	// masquerades are frontends. All connections to them are masqueraded.
 	masquerades
-	// nodeMasquerades are frontends. Connections from the node itself to them are masqueraded.
-	nodeMasquerades
-	// redirects maps a frontend to the cluster IP and port to which this node's own traffic
-	// to the frontend is translated.
-	redirects
 	// healthChecks maps the destination of a load balancer's health checks to an address and
 	// port of this node.
 	healthChecks
@@ -51,8 +46,8 @@ const (
 
 var setNames = [setKinds]string{
 	frontends: "frontends", addresses: "addresses", clusterIPs: "cluster-ips", restricted: "restricted", sources: "sources", // see sourcelists.AddChains
-	drops: "drops", rejects: "rejects", masquerades: "masquerades", nodeMasquerades: "node-masquerades",
-	redirects: "redirects", healthChecks: "health-checks", hairpins: "hairpins",
+	drops: "drops", rejects: "rejects", masquerades: "masquerades",
+	healthChecks: "health-checks", hairpins: "hairpins",
 }
 
 // setID identifies a set of the table.
@@ -87,7 +82,7 @@ func (s setID) set() nft.Set {
 		data = []nft.Type{nft.TypePriority}
 	case sources:
 		key = []nft.Type{nft.TypePriority, addr}
-	case redirects, healthChecks:
+	case healthChecks:
 		data = []nft.Type{addr, nft.TypePort}
 	}
 	return nft.NewSet(s.name(), 0, key, data)
@@ -191,11 +186,4 @@ func (e element) addr() netip.Addr {
 func (e element) server() serverID {
 	rest := e.key[e.addr().BitLen()/8:]
 	return serverID{netip.AddrPortFrom(e.addr(), uint16(rest[4])<<8|uint16(rest[5])), kernelnode.ProtocolOf(rest[0])}
-}
-
-// target returns the virtual server that an element of the map redirects leads to.
-func (e element) target() serverID {
-	n := len(e.value) - 4
-	a, _ := netip.AddrFromSlice([]byte(e.value[:n]))
-	return serverID{netip.AddrPortFrom(a, uint16(e.value[n])<<8|uint16(e.value[n+1])), e.server().protocol}
 }

@@ -22,6 +22,7 @@ import (
 	"github.com/kpng-project/kpng/internal/backendtest"
 	"github.com/kpng-project/kpng/internal/netfilter"
 	"github.com/kpng-project/kpng/internal/netnstest"
+	"github.com/kpng-project/kpng/internal/nft"
 	"github.com/kpng-project/kpng/internal/sourcelists"
 	"github.com/kpng-project/kpng/sink"
 	"github.com/kpng-project/kpng/sink/sinktest"
@@ -74,7 +75,7 @@ func newSubject(tb testing.TB, sysctls backends.SysctlMode, edit func(*dataplane
 			d.table.conn.Exchange = func(batch []byte) error { return f.transact(func() error { return transact(batch) }) }
 			return b
 		},
-		Objects: func() []string { return objects(tb, b.dataplane) },
+		Objects: func() []string { return append(objects(tb, b.dataplane), restObjects(tb, b)...) },
 		Disturb: func(random *rand.Rand) func() {
 			f.random = random
 			return func() { f.random = nil }
@@ -304,6 +305,29 @@ func objects(tb testing.TB, d *dataplane) (lines []string) {
 	for of, ranges := range lists {
 		if !used[of] {
 			lines = append(lines, fmt.Sprintf("unused list %v", ranges))
+		}
+	}
+	return lines
+}
+
+// restObjects returns the frontends in the table for services that IPVS cannot serve, and
+// a line if the table exists.
+func restObjects(tb testing.TB, b *backend) (lines []string) {
+	c := nft.NewConn(b.opts.NetNS, "kpng-"+b.opts.restInstance(), describeElement)
+	defer c.Close()
+	l, err := c.Inspect(tb.Context(), func(string, []byte) {})
+	if err != nil {
+		tb.Fatal(err)
+	}
+	if !l.Exists {
+		return nil
+	}
+	lines = append(lines, "table for other services")
+	for _, name := range []string{"services4", "services6", "nodeports4", "nodeports6", "addresses4", "addresses6"} {
+		if err := c.Dump(tb.Context(), name, func(item []byte) {
+			lines = append(lines, "other "+describeElement(name, item))
+		}); err != nil {
+			tb.Fatal(err)
 		}
 	}
 	return lines

@@ -6,7 +6,6 @@ package ipvs
 
 import (
 	"context"
-	"encoding/binary"
 	"errors"
 	"fmt"
 	"io"
@@ -74,6 +73,8 @@ func TestKernel(t *testing.T) {
 	t.Run("weights determine shares, and are counted", testWeights)
 	t.Run("connections to lost endpoints end on request", testResets)
 	t.Run("the counters of many services are read soon", testManyStats)
+	t.Run("no connection fails while a service moves", testMoves)
+	t.Run("services of both dataplanes share an address", testSharedAddress)
 	t.Run("random histories", testHistories)
 }
 
@@ -158,7 +159,7 @@ func (n *node) servers() (lines []string) {
 		if err := c.readDestinations(id, s); err != nil {
 			n.t.Fatal(err)
 		}
-		line := fmt.Sprintf("%s %s %d", id, s.scheduler, s.persistence)
+		line := fmt.Sprintf("%s %s", id, s.scheduler)
 		for _, at := range slices.SortedFunc(maps.Keys(s.destinations), netip.AddrPort.Compare) {
 			line += fmt.Sprintf(" %s=%d", at, s.destinations[at].weight)
 		}
@@ -185,7 +186,7 @@ func testModuleLoadedLater(t *testing.T) {
 		t.Fatalf("modprobe ip_vs: %v\n%s", err, out)
 	}
 	n.mustPass(view([]string{"10.1.0.1"}, nil))
-	const want = "10.96.0.1:80/TCP rr 0 10.1.0.1:8080=1"
+	const want = "10.96.0.1:80/TCP rr 10.1.0.1:8080=1"
 	n.mustHave(want)
 
 	// The module can only be unloaded without virtual servers.
@@ -228,9 +229,8 @@ func testModuleLoadedLater(t *testing.T) {
 
 func testRepair(t *testing.T) {
 	n := newNode(t)
-	affine := func(s *api.Service) { s.AffinitySeconds = 90 }
-	n.mustPass(view([]string{"10.1.0.1", "10.1.0.2"}, affine))
-	const want = "10.96.0.1:80/TCP rr 90 10.1.0.1:8080=1 10.1.0.2:8080=1"
+	n.mustPass(view([]string{"10.1.0.1", "10.1.0.2"}, nil))
+	const want = "10.96.0.1:80/TCP rr 10.1.0.1:8080=1 10.1.0.2:8080=1"
 	n.mustHave(want)
 	web, first, other := id("10.96.0.1:80", api.TCP), netip.MustParseAddrPort("10.1.0.1:8080"), netip.MustParseAddrPort("10.9.9.9:8080")
 	d := n.dataplane
@@ -238,7 +238,7 @@ func testRepair(t *testing.T) {
 	for name, change := range map[string]func() error{
 		"virtual server deleted": func() error { return d.conn.delete(web) },
 		"scheduler changed":      func() error { return d.conn.set(web, false, settings{scheduler: "wlc", flags: d.planner.owner}) },
-		"flags deleted":          func() error { return d.conn.set(web, false, settings{scheduler: "rr", persistence: 90}) }, // as ipvsadm -E does
+		"flags deleted":          func() error { return d.conn.set(web, false, settings{scheduler: "rr"}) }, // as ipvsadm -E does
 		"endpoint deleted":       func() error { return d.conn.deleteDestination(web, first) },
 		"weight changed":         func() error { return d.conn.setDestination(web, first, false, 0) },
 		"endpoint added":         func() error { return d.conn.setDestination(web, other, true, 1) },
@@ -262,15 +262,8 @@ func testRepair(t *testing.T) {
 			})
 			return err
 		},
-		"mask of clients changed": func() error {
-			_, err := d.conn.(*conn).request(setService, netlink.Acknowledge, web, func(e *netlink.AttributeEncoder) {
-				e.String(svcScheduler, "rr")
-				flags := d.planner.owner | flagPersistent
-				e.Bytes(svcFlags, binary.NativeEndian.AppendUint32(binary.NativeEndian.AppendUint32(nil, flags), ^uint32(0)))
-				e.Uint32(svcTimeout, 90)
-				e.Uint32(svcNetmask, 0x00ffffff)
-			}, nil)
-			return err
+		"persistence added": func() error {
+			return d.conn.set(web, false, settings{scheduler: "rr", flags: d.planner.owner | 1})
 		},
 		"table deleted":   func() error { return d.table.conn.Delete(t.Context()) },
 		"element deleted": func() error { return d.table.change([]element{web.element()}, nil) },
@@ -293,7 +286,7 @@ func testRepair(t *testing.T) {
 		n.searchAt = time.Time{}
 		err := n.Verify(t.Context())
 		if errors.Is(err, sink.ErrStartOver) {
-			err = n.pass(view([]string{"10.1.0.1", "10.1.0.2"}, affine))
+			err = n.pass(view([]string{"10.1.0.1", "10.1.0.2"}, nil))
 		}
 		if err != nil {
 			t.Fatalf("%s: %v", name, err)
@@ -303,7 +296,7 @@ func testRepair(t *testing.T) {
 		}
 		n.mustHave(want)
 		s, err := d.conn.read(web)
-		if err != nil || s.edited || s.destinations[first].edited {
+		if err != nil || s.destinations[first].edited {
 			t.Errorf("%s: the virtual server is %+v (%v)", name, s, err)
 		}
 		if elements, err := d.table.read(t.Context()); err != nil || !maps.Equal(elements, d.elements) || !elements[web.element()] {
@@ -347,7 +340,7 @@ func testRepairByDriver(t *testing.T) {
 	other := &node{t: t, ns: n.ns} // another program: it has its own connection to IPVS
 	other.renew()
 	defer other.dataplane.close()
-	const want = "10.96.0.1:80/TCP rr 0 10.1.0.1:8080=1 10.1.0.2:8080=1"
+	const want = "10.96.0.1:80/TCP rr 10.1.0.1:8080=1 10.1.0.2:8080=1"
 	until := func(what string) {
 		t.Helper()
 		for calls := 0; !slices.Equal(other.servers(), []string{want}); calls++ {
@@ -389,17 +382,17 @@ func testForeignServer(t *testing.T) {
 		if err := failed[external.Key()]; !ok || err == nil || !strings.Contains(err.Error(), "virtual server 203.0.113.1:80/TCP belongs to another program") {
 			t.Errorf("error %v does not name the virtual server", err)
 		}
-		n.mustHave("10.96.0.1:80/TCP rr 0 10.1.0.1:8080=1", "203.0.113.1:80/TCP wlc 0")
+		n.mustHave("10.96.0.1:80/TCP rr 10.1.0.1:8080=1", "203.0.113.1:80/TCP wlc")
 	}
 	if err := n.Cleanup(t.Context()); err != nil {
 		t.Fatal(err)
 	}
-	n.mustHave("203.0.113.1:80/TCP wlc 0")
+	n.mustHave("203.0.113.1:80/TCP wlc")
 	if err := n.dataplane.conn.delete(other); err != nil {
 		t.Fatal(err)
 	}
 	n.mustPass(external)
-	n.mustHave("10.96.0.1:80/TCP rr 0 10.1.0.1:8080=1", "203.0.113.1:80/TCP rr 0 10.1.0.1:8080=1")
+	n.mustHave("10.96.0.1:80/TCP rr 10.1.0.1:8080=1", "203.0.113.1:80/TCP rr 10.1.0.1:8080=1")
 }
 
 // testForeignServerAfterFailure checks that the backend does not take over a virtual server
@@ -413,7 +406,7 @@ func testForeignServerAfterFailure(t *testing.T) {
 	if err := n.dataplane.conn.set(id("10.96.0.1:80", api.TCP), true, settings{scheduler: "wlc"}); err != nil {
 		t.Fatal(err)
 	}
-	const want = "10.96.0.1:80/TCP wlc 0"
+	const want = "10.96.0.1:80/TCP wlc"
 	if err := n.Verify(t.Context()); err != nil {
 		t.Error(err)
 	}
@@ -447,7 +440,7 @@ func testTableDeleted(t *testing.T) {
 			t.Fatalf("%s: error %v does not request a pass", name, err)
 		}
 		n.mustPass(web)
-		n.mustHave("10.96.0.1:80/TCP rr 0 10.1.0.1:8080=1")
+		n.mustHave("10.96.0.1:80/TCP rr 10.1.0.1:8080=1")
 	}
 	// A program that deletes the table repeatedly does not cause constant passes.
 	before := time.Now()
@@ -556,7 +549,7 @@ func testTableDeletedWhileStopped(t *testing.T) {
 	n := newNode(t)
 	web := view([]string{"10.1.0.1"}, func(s *api.Service) { s.Type, s.Ports[0].NodePort = api.NodePort, 30080 })
 	n.mustPass(web)
-	want := []string{"10.96.0.1:80/TCP rr 0 10.1.0.1:8080=1", "192.0.2.1:30080/TCP rr 0 10.1.0.1:8080=1"}
+	want := []string{"10.96.0.1:80/TCP rr 10.1.0.1:8080=1", "192.0.2.1:30080/TCP rr 10.1.0.1:8080=1"}
 	flush := func() {
 		t.Helper()
 		if err := n.dataplane.table.conn.Delete(t.Context()); err != nil {
@@ -591,7 +584,7 @@ func testIncompleteListing(t *testing.T) {
 		t.Fatal(err)
 	}
 	n.dataplane.conn = n.dataplane.conn.(incompleteServers).virtualServers
-	n.mustHave("10.96.0.1:80/TCP rr 0 10.1.0.1:8080=0 10.1.0.2:8080=1")
+	n.mustHave("10.96.0.1:80/TCP rr 10.1.0.1:8080=0 10.1.0.2:8080=1")
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
 	if err := n.Sync(ctx, &sink.Changes{First: true, NodeChanged: true, Services: slices.Values([]sink.Change(nil))}); !errors.Is(err, context.Canceled) {
@@ -630,7 +623,7 @@ func testAddressOfNodePort(t *testing.T) {
 		if err := n.dataplane.removeIdle(t.Context()); err != nil { // deletes the endpoints of the service that lost the frontend
 			t.Fatal(err)
 		}
-		want := fmt.Sprintf("192.0.2.1:30080/TCP rr 0 %s:8080=1", v.Endpoints[0].Addr)
+		want := fmt.Sprintf("192.0.2.1:30080/TCP rr %s:8080=1", v.Endpoints[0].Addr)
 		if got := n.servers(); !slices.Contains(got, want) {
 			t.Errorf("virtual servers %v, want %s", got, want)
 		}
@@ -677,8 +670,8 @@ func testOwnAddressAndNodePort(t *testing.T) {
 	if err := failed[bad.Key()]; !ok || len(failed) != 1 || !strings.Contains(fmt.Sprint(err), "192.0.2.1:30080/TCP") {
 		t.Errorf("failed services %v, want one", failed)
 	}
-	n.mustHave("10.96.0.1:80/TCP rr 0 10.1.0.1:8080=1", "10.96.0.2:30080/TCP rr 0 10.1.0.1:8080=1", "10.96.0.2:80/TCP rr 0 10.1.0.1:8080=1",
-		"192.0.2.1:30080/TCP rr 0", "192.0.2.1:31000/TCP rr 0", "192.0.2.1:80/TCP rr 0")
+	n.mustHave("10.96.0.1:80/TCP rr 10.1.0.1:8080=1", "10.96.0.2:30080/TCP rr 10.1.0.1:8080=1", "10.96.0.2:80/TCP rr 10.1.0.1:8080=1",
+		"192.0.2.1:30080/TCP rr", "192.0.2.1:31000/TCP rr", "192.0.2.1:80/TCP rr")
 }
 
 // testConntrackSetting checks that the backend returns an error if net.ipv4.vs.conntrack
@@ -925,7 +918,7 @@ func testMissingScheduler(t *testing.T) {
 	if err := failed[bad.Key()]; !ok || len(failed) != 1 || !strings.Contains(fmt.Sprint(err), "load the module ip_vs_nosuch") {
 		t.Errorf("failed services %v", failed)
 	}
-	n.mustHave("10.96.0.1:80/TCP rr 0 10.1.0.1:8080=1")
+	n.mustHave("10.96.0.1:80/TCP rr 10.1.0.1:8080=1")
 }
 
 // testRefusedWithoutServer checks that connections to a port of a service never reach a
@@ -962,7 +955,7 @@ func testRefusedWithoutServer(t *testing.T) {
 	}
 	n.mustPass(view([]string{"10.1.0.1"}, loadBalancer))
 	fails(n.deliver(&sink.Changes{}, bad))
-	n.mustHave("10.96.0.1:80/TCP rr 0 10.1.0.1:8080=1", "203.0.113.1:80/TCP rr 0 10.1.0.1:8080=1")
+	n.mustHave("10.96.0.1:80/TCP rr 10.1.0.1:8080=1", "203.0.113.1:80/TCP rr 10.1.0.1:8080=1")
 	refused("10.96.0.1:22", "203.0.113.1:22")
 
 	// Another program deletes virtual servers, and a new process cannot create them again.
@@ -981,7 +974,7 @@ func testRefusedWithoutServer(t *testing.T) {
 	refused("10.96.0.1:80", "203.0.113.1:80")
 
 	n.mustPass(view(nil, ssh))
-	n.mustHave("10.96.0.1:22/TCP rr 0", "10.96.0.1:80/TCP rr 0", "203.0.113.1:22/TCP rr 0", "203.0.113.1:80/TCP rr 0")
+	n.mustHave("10.96.0.1:22/TCP rr", "10.96.0.1:80/TCP rr", "203.0.113.1:22/TCP rr", "203.0.113.1:80/TCP rr")
 	if got := n.dataplane.elements; !got[id("10.96.0.1:22", api.TCP).element()] || !got[id("203.0.113.1:80", api.TCP).element()] {
 		t.Error("the table refuses packets to virtual servers that exist")
 	}
@@ -1056,7 +1049,7 @@ func testGracefulRemoval(t *testing.T) {
 		}
 	}
 	verify()
-	const both = "10.96.0.1:80/TCP rr 0 10.1.0.1:8080=0 10.1.0.2:8080=1"
+	const both = "10.96.0.1:80/TCP rr 10.1.0.1:8080=0 10.1.0.2:8080=1"
 	n.mustHave(both)
 
 	// removeIdle reads a changed virtual server to count connections. The next comparison
@@ -1085,7 +1078,7 @@ func testGracefulRemoval(t *testing.T) {
 	// IPVS keeps a connection in its table for 10 seconds after a reset.
 	client.(*net.TCPConn).SetLinger(0)
 	client.Close()
-	const gone = "10.96.0.1:80/TCP rr 0 10.1.0.2:8080=1"
+	const gone = "10.96.0.1:80/TCP rr 10.1.0.2:8080=1"
 	for deadline := time.Now().Add(2 * time.Minute); n.servers()[0] != gone && time.Now().Before(deadline); time.Sleep(time.Second) {
 		verify()
 	}
@@ -1221,7 +1214,7 @@ func testMachineAddress(t *testing.T) {
 		if d.routes[external] != step.local || d.elements[refused] != step.local {
 			t.Errorf("local by the backend: %t, other ports refused: %t, want %t", d.routes[external], d.elements[refused], step.local)
 		}
-		n.mustHave("10.96.0.1:80/TCP rr 0 10.1.0.1:8080=1", "203.0.113.1:80/TCP rr 0 10.1.0.1:8080=1")
+		n.mustHave("10.96.0.1:80/TCP rr 10.1.0.1:8080=1", "203.0.113.1:80/TCP rr 10.1.0.1:8080=1")
 	}
 }
 
@@ -1238,7 +1231,7 @@ func testRestart(t *testing.T) {
 	n.mustPass(view([]string{"10.1.0.1"}, func(s *api.Service) { s.Type, s.Ports[0].NodePort = api.NodePort, 30080 }))
 	n.restart()
 	n.mustPass(view([]string{"10.1.0.2"}, func(s *api.Service) { s.IPs.ClusterIPs = api.NewIPSet(netip.MustParseAddr("10.96.0.2")) }))
-	n.mustHave("10.96.0.2:80/TCP rr 0 10.1.0.2:8080=1")
+	n.mustHave("10.96.0.2:80/TCP rr 10.1.0.2:8080=1")
 	if routes, err := n.dataplane.local.list(); err != nil || len(routes) != 1 {
 		t.Errorf("local addresses %v (%v)", routes, err)
 	}
@@ -1252,19 +1245,19 @@ func testFailingServicesAreNotPruned(t *testing.T) {
 	if err := n.deliver(&sink.Changes{First: true, Last: true, NodeChanged: true, Failing: []types.NamespacedName{web.Key()}}); err != nil {
 		t.Fatal(err)
 	}
-	n.mustHave("10.96.0.1:80/TCP rr 0 10.1.0.1:8080=1")
+	n.mustHave("10.96.0.1:80/TCP rr 10.1.0.1:8080=1")
 	panics := sink.Change{Key: web.Key(), New: &api.View{}, Unsure: true}
 	err := n.Sync(t.Context(), &sink.Changes{First: true, Last: true, NodeChanged: true, Services: slices.Values([]sink.Change{panics})})
 	if failed, ok := sink.Acknowledged(err); !ok || failed[web.Key()] == nil {
 		t.Errorf("error %v, want one of %s", err, web.Key())
 	}
-	n.mustHave("10.96.0.1:80/TCP rr 0 10.1.0.1:8080=1")
+	n.mustHave("10.96.0.1:80/TCP rr 10.1.0.1:8080=1")
 	// When the service succeeds, its old frontend is deleted.
 	moved := view([]string{"10.1.0.1"}, func(s *api.Service) { s.IPs.ClusterIPs = api.NewIPSet(netip.MustParseAddr("10.96.0.2")) })
 	if err := n.deliver(&sink.Changes{}, moved); err != nil {
 		t.Fatal(err)
 	}
-	n.mustHave("10.96.0.2:80/TCP rr 0 10.1.0.1:8080=1")
+	n.mustHave("10.96.0.2:80/TCP rr 10.1.0.1:8080=1")
 }
 
 // testLeftRanges makes a service fail in a pass and then changes its source ranges. The

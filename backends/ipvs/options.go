@@ -20,7 +20,11 @@ import (
 // AcceptUnknownPorts of [backends.Options].
 //
 // Its nftables table of family inet is "kpng-ipvs", or for an instance
-// "kpng-ipvs-<Instance>". Instance has at most 64 letters, digits, "-", "_" and ".".
+// "kpng-ipvs-<Instance>". Instance has at most 56 letters, digits, "-", "_" and ".".
+//
+// If IPVS cannot serve a service, the backend nftables programs that service. Its instance is
+// "of-ipvs", or for an instance "of-ipvs-<Instance>", so no other dataplane may have this
+// instance. It gets all options of [backends.Options] except Conntrack, Sysctls and Observer.
 //
 // Sysctls also applies to the settings of IPVS (net.ipv4.vs.*). The mode ReportSysctls
 // corrects them as well, because the dataplane does not work without them. With
@@ -77,7 +81,7 @@ type Options struct {
 }
 
 var (
-	instanceName  = regexp.MustCompile(`^[A-Za-z0-9_.-]{0,64}$`)
+	instanceName  = regexp.MustCompile(`^[A-Za-z0-9_.-]{0,56}$`)
 	interfaceName = regexp.MustCompile(`^[A-Za-z0-9_.@:-]{1,15}$`)
 	schedulerName = regexp.MustCompile(`^[a-z0-9_]{1,15}$`)
 )
@@ -91,7 +95,7 @@ func (o *Options) complete() error {
 	errs := []error{backendoptions.Complete(&o.Options, false, "Instance", "MasqueradeMark", "MasqueradeAll", "MasqueradeOutsiders", "ClusterCIDRs", "PodInterfaces",
 		"NodeAddresses", "Conntrack", "Sysctls", "Stats", "Observer", "NetNS")}
 	if !instanceName.MatchString(o.Instance) {
-		errs = append(errs, fmt.Errorf("instance %q must have at most 64 letters, digits, \"_\", \".\" and \"-\"", o.Instance))
+		errs = append(errs, fmt.Errorf("instance %q must have at most 56 letters, digits, \"_\", \".\" and \"-\"", o.Instance))
 	}
 	if o.Instance == "ipvs" {
 		errs = append(errs, errors.New("instance \"ipvs\" has the interface of the instance without a name"))
@@ -111,6 +115,15 @@ func (o *Options) complete() error {
 		errs = append(errs, fmt.Errorf("the time to drain connections is %v, not 0 or more", o.Drain))
 	}
 	return errors.Join(errs...)
+}
+
+// restInstance returns the instance of the backend nftables for services that IPVS cannot
+// serve.
+func (o *Options) restInstance() string {
+	if o.Instance == "" {
+		return "of-ipvs"
+	}
+	return "of-ipvs-" + o.Instance
 }
 
 func (o *Options) tableName() string {

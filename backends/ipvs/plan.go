@@ -11,7 +11,6 @@ import (
 	"maps"
 	"net/netip"
 	"slices"
-	"time"
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/internal/healthport"
@@ -62,7 +61,8 @@ func (p *planner) firstNodePortAddr(family api.Family) (netip.Addr, bool) {
 // plan is what a service needs.
 type plan struct {
 	frontends []frontendPlan
-	// elements are the elements of the set hairpins, sorted. They belong to no frontend.
+	// elements are elements that belong to no frontend, sorted: those of the set hairpins, and
+	// health checks.
 	elements []element
 }
 
@@ -123,7 +123,8 @@ func (w *wanted) keeps(at netip.AddrPort, p api.Protocol) bool {
 // has its own. Package cluster limits only addresses × ports and endpoints × ports.
 const maxDestinations = 1_000_000
 
-// plan returns what view needs. If view is nil, the plan is empty. The function listOf
+// plan returns what view needs. If view is nil, the plan is empty. If IPVS cannot serve the
+// service, the plan has only the health checks of its load-balancer IPs. The function listOf
 // returns the number of the list with the source ranges of a frontend. If the service needs
 // more than maxDestinations, the plan is nil. Otherwise the error names what the plan lacks,
 // or an invalid scheduler; the plan then uses the default scheduler.
@@ -138,18 +139,19 @@ func (p *planner) plan(view *api.View, listOf func(*nodeview.Frontend) uint32) (
 		err = fmt.Errorf("annotation %s: %q is not the name of a scheduler", p.annotation, scheduler)
 		scheduler = p.scheduler
 	}
-	frontends := slices.Collect(nodeview.Frontends(view))
 	lists := endpointLists{sorted: map[nodeview.ListID]endpointList{}, existing: map[nodeview.Existing][]netip.AddrPort{}}
-	targets := redirectTargets(frontends)
 	destinations := 0
-	for i := range frontends {
-		f := &frontends[i]
-		if f.ServicePort == nil {
-			err = errors.New("IPVS cannot serve all ports of an address")
+	without := isUnsuitable(view)
+	for f := range nodeview.Frontends(view) {
+		external := f.Kind == nodeview.ExternalIP || f.Kind == nodeview.LoadBalancerIP
+		if f.Kind == nodeview.LoadBalancerIP && !p.hasMachine(f.Addr) && !p.isOtherNode(f.Addr) {
+			out.elements = append(out.elements, p.healthCheck(f.Addr, view.Service)...)
+		}
+		if without {
 			continue
 		}
-		w := wanted{settings: settings{scheduler: scheduler, persistence: uint32(f.Affinity / time.Second), flags: p.owner | fallbackFlag(scheduler)}}
-		if w.endpoints, w.weights = lists.of(f); w.weights != nil && weighted[scheduler] != "" {
+		w := wanted{settings: settings{scheduler: scheduler, flags: p.owner | fallbackFlag(scheduler)}}
+		if w.endpoints, w.weights = lists.of(&f); w.weights != nil && weighted[scheduler] != "" {
 			w.scheduler, w.fallback = weighted[scheduler], scheduler
 		} else if scheduler == "sh" {
 			w.weights = nil
@@ -159,29 +161,21 @@ func (p *planner) plan(view *api.View, listOf func(*nodeview.Frontend) uint32) (
 		} else if f.Protocol == api.TCP && view.Service.ResetConnections {
 			w.resets = f.Existing
 		}
-		to, redirected := redirect(f, targets)
 		var list uint32
 		if f.Sources.Restricted {
-			list = listOf(f)
+			list = listOf(&f)
 		}
-		external := f.Kind == nodeview.ExternalIP || f.Kind == nodeview.LoadBalancerIP
 		for at := range f.At(p.nodePortAddrs) {
 			if a := at.Addr(); !a.IsLoopback() && !(external && p.isOtherNode(a)) {
 				if destinations += len(w.endpoints); destinations > maxDestinations {
 					return nil, fmt.Errorf("IPVS would need more than %d destinations, the product of addresses, ports and endpoints", maxDestinations)
 				}
 				id := serverID{at, f.Protocol}
-				fp := frontendPlan{id: id, kind: f.Kind, port: f.ServicePort.Name, wanted: w, elements: elements(id, f)}
-				if redirected {
-					fp.elements = append(fp.elements, element{set: setOf(redirects, a), key: frontendKey(id), value: addrKey(to.Addr()) + portKey(to.Port())})
-				}
+				fp := frontendPlan{id: id, kind: f.Kind, port: f.ServicePort.Name, wanted: w, elements: elements(id, &f)}
 				if f.Sources.Restricted {
 					fp.elements = append(fp.elements, element{set: setOf(restricted, a), key: frontendKey(id), value: string(nft.Native(list))})
 				}
 				fp.local = f.Kind == nodeview.ClusterIP || external && !p.hasMachine(a)
-				if f.Kind == nodeview.LoadBalancerIP && fp.local {
-					fp.elements = append(fp.elements, p.healthCheck(a, view.Service)...)
-				}
 				if fp.local {
 					fp.elements = append(fp.elements, addressElement(a))
 				}
@@ -189,12 +183,13 @@ func (p *planner) plan(view *api.View, listOf func(*nodeview.Frontend) uint32) (
 			}
 		}
 	}
-	for protocol, e := range nodeview.Hairpins(view) {
-		if e.Port != 0 {
+	if !without {
+		for protocol, e := range nodeview.Hairpins(view) {
 			out.elements = append(out.elements, element{set: setOf(hairpins, e.Addr), key: addrKey(e.Addr) + frontendKey(serverID{e.AddrPort(), protocol})})
 		}
 	}
 	slices.SortFunc(out.elements, element.compare)
+	out.elements = slices.Compact(out.elements)
 	return out, err
 }
 
@@ -257,8 +252,8 @@ func (l *endpointLists) existingOf(x nodeview.Existing) []netip.AddrPort {
 	return all
 }
 
-// elements returns the elements of the table for the frontend f, except those that lead to
-// a cluster IP or a list of source ranges.
+// elements returns the elements of the table for the frontend f, except that of its source
+// ranges.
 func elements(id serverID, f *nodeview.Frontend) []element {
 	key := frontendKey(id)
 	elements := []element{{set: setOf(frontends, id.Addr()), key: key}}
@@ -272,11 +267,8 @@ func elements(id serverID, f *nodeview.Frontend) []element {
 	case nodeview.Drop:
 		add(drops)
 	}
-	switch f.Masquerade {
-	case nodeview.MasqueradeAll:
+	if f.Masquerade == nodeview.MasqueradeAll {
 		add(masquerades)
-	case nodeview.MasqueradeNode:
-		add(nodeMasquerades)
 	}
 	return elements
 }
@@ -291,39 +283,6 @@ func (p *planner) healthCheck(a netip.Addr, s *api.Service) []element {
 	}
 	key := frontendKey(serverID{netip.AddrPortFrom(a, port), api.TCP})
 	return []element{{set: setOf(healthChecks, a), key: key, value: addrKey(to) + portKey(port)}}
-}
-
-// target identifies the frontends at cluster IPs of a service port that have a list.
-type target struct {
-	port   *api.PortMapping
-	family api.Family
-	list   nodeview.ListID
-}
-
-// redirectTargets returns the first cluster IP and port of each target.
-func redirectTargets(all []nodeview.Frontend) map[target]netip.AddrPort {
-	targets := map[target]netip.AddrPort{}
-	for i := range all {
-		f := &all[i]
-		of := target{f.ServicePort, f.Family, f.Elsewhere.List}
-		if _, ok := targets[of]; !ok && f.Kind == nodeview.ClusterIP {
-			targets[of] = netip.AddrPortFrom(f.Addr, uint16(f.Port))
-		}
-	}
-	return targets
-}
-
-// redirect returns the cluster IP and port to which this node's own traffic to f goes. A
-// redirect is needed if this node's traffic to f uses another list of endpoints than
-// other traffic to f, because a virtual server has only one list. The cluster IP of the
-// same service port has the list for this node's traffic, unless internalTrafficPolicy is
-// Local too.
-func redirect(f *nodeview.Frontend, targets map[target]netip.AddrPort) (to netip.AddrPort, ok bool) {
-	if f.Masquerade != nodeview.MasqueradeNode || f.Node.Verdict != nodeview.Forward || f.Node.List == f.Elsewhere.List {
-		return to, false
-	}
-	to, ok = targets[target{f.ServicePort, f.Family, f.Node.List}]
-	return to, ok
 }
 
 // index returns the index of an endpoint that gets new connections, and whether it does.

@@ -37,9 +37,6 @@ func describe(p *plan) (lines []string) {
 		if f.weights != nil {
 			line += fmt.Sprintf(" weights %d", f.weights)
 		}
-		if f.persistence > 0 {
-			line += fmt.Sprintf(" persistent %d", f.persistence)
-		}
 		if f.local {
 			line += " local"
 		}
@@ -51,10 +48,6 @@ func describe(p *plan) (lines []string) {
 		rest := e.key[e.addr().BitLen()/8:]
 		if e.set.kind == restricted {
 			line += fmt.Sprintf(" to list %d", binary.NativeEndian.Uint32([]byte(e.value)))
-		}
-		if e.set.kind == redirects {
-			a, _ := netip.AddrFromSlice([]byte(e.value[:4]))
-			line += fmt.Sprintf(" to %s port %d", a, int(e.value[4])<<8|int(e.value[5]))
 		}
 		if e.set.kind == healthChecks {
 			a, _ := netip.AddrFromSlice([]byte(e.value[:4]))
@@ -73,10 +66,6 @@ func TestPlan(t *testing.T) {
 	loadBalancer := func(s *api.Service) {
 		s.Type = api.LoadBalancer
 		s.IPs.LoadBalancerIPs = api.NewIPSet(netip.MustParseAddr("203.0.113.1"))
-	}
-	local := func(s *api.Service) {
-		loadBalancer(s)
-		s.ExternalTrafficToLocal = true
 	}
 	clusterIP := []string{"addresses4 10.96.0.1", "cluster-ips4 10.96.0.1", "frontends4 10.96.0.1"}
 	for name, test := range map[string]struct {
@@ -97,13 +86,10 @@ func TestPlan(t *testing.T) {
 		"without endpoints connections are rejected": {
 			want: append(clusterIP, "10.96.0.1:80/TCP rr [] local", "rejects4 10.96.0.1"),
 		},
-		"affinity and a scheduler by annotation": {
+		"a scheduler by annotation": {
 			endpoints: []string{"10.1.0.1"},
-			edit: func(s *api.Service) {
-				s.AffinitySeconds = 90
-				s.Annotations = map[string]string{"scheduler": "mh"}
-			},
-			want: append(clusterIP, "10.96.0.1:80/TCP mh [10.1.0.1:8080] persistent 90 local"),
+			edit:      func(s *api.Service) { s.Annotations = map[string]string{"scheduler": "mh"} },
+			want:      append(clusterIP, "10.96.0.1:80/TCP mh [10.1.0.1:8080] local"),
 		},
 		"different weights need a scheduler with weights": {
 			endpoints: []string{"10.1.0.2", "10.1.0.1"},
@@ -177,12 +163,10 @@ func TestPlan(t *testing.T) {
 		"health checks at a load-balancer IP that has the port of the service": {
 			endpoints: []string{"!10.1.0.1"},
 			edit: func(s *api.Service) {
-				local(s)
-				s.HealthCheckNodePort = 30999
+				loadBalancer(s)
+				s.ExternalTrafficToLocal, s.HealthCheckNodePort = true, 30999
 			},
-			want: append(clusterIP, "10.96.0.1:80/TCP rr [10.1.0.1:8080] local", "203.0.113.1:80/TCP rr [10.1.0.1:8080] local",
-				"addresses4 203.0.113.1", "frontends4 203.0.113.1", "node-masquerades4 203.0.113.1", "hairpins4 10.1.0.1",
-				"health-checks4 203.0.113.1 port 30999 to 192.0.2.1 port 30999"),
+			want: []string{"health-checks4 203.0.113.1 port 30999 to 192.0.2.1 port 30999"},
 		},
 		"health checks at a load-balancer IP that has the port of the program": {
 			endpoints: []string{"10.1.0.1"},
@@ -203,25 +187,14 @@ func TestPlan(t *testing.T) {
 			want: append(clusterIP, "10.96.0.1:80/TCP rr [10.1.0.1:8080] local", "203.0.113.1:80/TCP rr [10.1.0.1:8080] local",
 				"addresses4 203.0.113.1", "frontends4 203.0.113.1", "masquerades4 203.0.113.1", "restricted4 203.0.113.1 to list 5"),
 		},
-		"policy Local sends this node's traffic to the cluster IP": {
-			endpoints: []string{"!10.1.0.1", "10.1.0.2"},
-			edit:      local,
-			want: append(clusterIP, "10.96.0.1:80/TCP rr [10.1.0.1:8080 10.1.0.2:8080] local", "203.0.113.1:80/TCP rr [10.1.0.1:8080] local",
-				"addresses4 203.0.113.1", "frontends4 203.0.113.1", "node-masquerades4 203.0.113.1", "hairpins4 10.1.0.1",
-				"redirects4 203.0.113.1 to 10.96.0.1 port 80"),
-		},
-		"policy Local drops traffic from elsewhere if all endpoints are elsewhere": {
+		"with internal policy Local, connections are dropped if all endpoints are elsewhere": {
 			endpoints: []string{"10.1.0.2"},
-			edit:      local,
-			want: append(clusterIP, "10.96.0.1:80/TCP rr [10.1.0.2:8080] local", "203.0.113.1:80/TCP rr [] local",
-				"addresses4 203.0.113.1", "frontends4 203.0.113.1", "node-masquerades4 203.0.113.1", "drops4 203.0.113.1",
-				"redirects4 203.0.113.1 to 10.96.0.1 port 80"),
+			edit:      func(s *api.Service) { s.InternalTrafficToLocal = true },
+			want:      append(clusterIP, "10.96.0.1:80/TCP rr [] local", "drops4 10.96.0.1"),
 		},
-		"with the same list for this node nothing is redirected": {
+		"a service that IPVS cannot serve": {
 			endpoints: []string{"!10.1.0.1"},
-			edit:      local,
-			want: append(clusterIP, "10.96.0.1:80/TCP rr [10.1.0.1:8080] local", "203.0.113.1:80/TCP rr [10.1.0.1:8080] local",
-				"addresses4 203.0.113.1", "frontends4 203.0.113.1", "node-masquerades4 203.0.113.1", "hairpins4 10.1.0.1"),
+			edit:      func(s *api.Service) { s.AffinitySeconds = 90 },
 		},
 	} {
 		t.Run(name, func(t *testing.T) {

@@ -21,10 +21,10 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// manyFrontends returns a view with policy Local that has ports × addrs external frontends.
+// manyFrontends returns a view that has ports × addrs external frontends.
 func manyFrontends(ports, addrs int, endpoints ...string) *api.View {
 	return view(endpoints, func(s *api.Service) {
-		s.Type, s.ExternalTrafficToLocal = api.LoadBalancer, true
+		s.Type = api.LoadBalancer
 		for i := range addrs {
 			s.IPs.LoadBalancerIPs.Add(netip.AddrFrom4([4]byte{198, 18, byte(i >> 8), byte(i)}))
 		}

@@ -39,6 +39,7 @@ import (
 //		dnat to ip daddr . meta l4proto . th dport map @health-checks4
 //	}
 //	chain untranslated {
+//		meta priority 6fff:1-6fff:2 return
 //		ip daddr . meta l4proto . th dport @frontends4 goto untranslated4
 //		ip daddr @addresses4 meta l4proto { tcp, udp, sctp } goto reject-chain
 //	}
@@ -47,15 +48,12 @@ import (
 //		ip daddr . meta l4proto . th dport @rejects4 goto reject-chain
 //	}
 //	chain frontend4 {
-//		fib saddr type local ip daddr . meta l4proto . th dport @node-masquerades4 jump mark-all
-//		fib saddr type local dnat to ip daddr . meta l4proto . th dport map @redirects4
-//		iifname "veth*" dnat to ip daddr . meta l4proto . th dport map @redirects4
 //		ip daddr . meta l4proto . th dport @masquerades4 jump mark-all
 //		ip daddr @cluster-ips4 jump mark-outsiders
 //	}
 //
 // The kernel evaluates these chains only for new connections, before routing and before
-// IPVS. Except for redirects and health checks, only IPVS translates addresses. The chain
+// IPVS. Except for health checks, only IPVS translates addresses. The chain
 // restricted comes before all translations, so that no other program can translate packets
 // that it drops. The chain sources4 has a rule for each prefix length in the set sources4,
 // see package sourcelists. The chain untranslated comes after the chains of other programs. So it
@@ -96,10 +94,12 @@ func countRanges(counts sourcelists.Counts, elements iter.Seq[element], n int) {
 func (t *table) chains() (chains nft.Chains) {
 	chains.AddCommon(&t.opts.Options)
 	chains = append(chains, t.ranges.Chains()...)
-	var restrictions, services, untranslated, output []nft.Rule
+	var restrictions, services, output []nft.Rule
+	// Tables of the backend nftables have recorded their refusals, and carry them out themselves.
+	untranslated := []nft.Rule{nft.LoadMeta(unix.NFT_META_PRIORITY) + nft.Between(nft.DropLater, nft.RejectLater) + nft.Return}
 	postrouting := []nft.Rule{nft.MasqueradeMarked(&t.opts.Options)}
 	for _, family := range nft.Families {
-		chains.Add(fmt.Sprintf("frontend%d", family), t.frontendRules(family)...)
+		chains.Add(fmt.Sprintf("frontend%d", family), frontendRules(family)...)
 		if t.draining {
 			untranslated = append(untranslated, frontend(family).Then(in(frontends, family)+nft.GoTo(nft.RejectChain)))
 		} else {
@@ -143,14 +143,11 @@ func (t *table) chains() (chains nft.Chains) {
 }
 
 // frontendRules returns the rules for packets to frontends.
-func (t *table) frontendRules(family api.Family) []nft.Rule {
-	rules := []nft.Rule{nft.StartsHere() + frontend(family).Then(in(nodeMasquerades, family)+nft.Jump(nft.MarkAll))}
-	for _, match := range append([]nft.Rule{nft.StartsHere()}, nft.FromPods(&t.opts.Options)...) {
-		rules = append(rules, match+frontend(family).Then(translate(redirects, family)))
+func frontendRules(family api.Family) []nft.Rule {
+	return []nft.Rule{
+		frontend(family).Then(in(masquerades, family) + nft.Jump(nft.MarkAll)),
+		nft.NewKey(family).Destination().Then(in(clusterIPs, family) + nft.Jump(nft.MarkOutsiders)),
 	}
-	return append(rules,
-		frontend(family).Then(in(masquerades, family)+nft.Jump(nft.MarkAll)),
-		nft.NewKey(family).Destination().Then(in(clusterIPs, family)+nft.Jump(nft.MarkOutsiders)))
 }
 
 // translate returns expressions that translate the destination if a map has the key.

@@ -52,7 +52,7 @@ func someElements() map[element]bool {
 				e = sourceElement(sourcelists.Range{List: 0x1ff, Prefix: client})
 			case restricted:
 				e.value = string(nft.Native(0x1ff))
-			case redirects, healthChecks:
+			case healthChecks:
 				e.value = addrKey(addr) + portKey(8080)
 			case hairpins:
 				e.key = addrKey(addr) + key
@@ -93,9 +93,6 @@ func TestTableKeepsElements(t *testing.T) {
 	for e := range someElements() {
 		if e.set.kind == frontends && e.server() != id("10.96.0.1:80", api.TCP) && e.server() != id("[fd00::1]:80", api.TCP) {
 			t.Errorf("virtual server of %v is %s", e, e.server())
-		}
-		if e.set.kind == redirects && e.target() != id("10.96.0.1:8080", api.TCP) && e.target() != id("[fd00::1]:8080", api.TCP) {
-			t.Errorf("target of %v is %s", e, e.target())
 		}
 	}
 }
@@ -245,7 +242,7 @@ func TestChangedTableGetsRecordedElements(t *testing.T) {
 		t.Fatal(err)
 	}
 	for e := range d.elements {
-		if e.set != (setID{redirects, api.IPv4}) {
+		if e.set != (setID{healthChecks, api.IPv4}) {
 			continue
 		}
 		other := e
@@ -282,7 +279,7 @@ func dataplaneWithTable(t *testing.T) (*dataplane, *netnstest.Namespace) {
 // service, so the error must not request a pass.
 func TestRefusedElementsDoNotStopOtherServices(t *testing.T) {
 	d, _ := dataplaneWithTable(t)
-	refused := element{set: setID{redirects, api.IPv4}, key: frontendKey(id("10.96.0.1:80", api.TCP)), value: addrKey(netip.MustParseAddr("10.9.9.9")) + portKey(1)}
+	refused := element{set: setID{healthChecks, api.IPv4}, key: frontendKey(id("10.96.0.1:80", api.TCP)), value: addrKey(netip.MustParseAddr("10.9.9.9")) + portKey(1)}
 	if err := d.changeTable(nil, []element{refused}); err == nil || errors.Is(err, sink.ErrStartOver) || !d.known {
 		t.Errorf("error %v, want one that does not request a pass", err)
 	}
@@ -393,8 +390,7 @@ func (s *brokenServers) delete(id serverID) error {
 }
 
 // TestOrderOfElementsAndServers checks the table while the virtual server of a cluster IP
-// does not exist: the table must neither accept packets to that IP nor redirect packets
-// to it. Packets reach IPVS at an address of the machine even without elements. Therefore
+// does not exist: the table must not accept packets to that IP. Packets reach IPVS at an address of the machine even without elements. Therefore
 // the table must check packets to such an address before the virtual server is created,
 // and until the virtual server is deleted.
 func TestOrderOfElementsAndServers(t *testing.T) {
@@ -404,7 +400,7 @@ func TestOrderOfElementsAndServers(t *testing.T) {
 	d.conn = servers
 	restrictedTo := func(ranges ...netip.Prefix) *api.View {
 		return view([]string{"10.1.0.1"}, func(s *api.Service) {
-			s.Type, s.ExternalTrafficToLocal = api.LoadBalancer, true
+			s.Type = api.LoadBalancer
 			s.IPs.LoadBalancerIPs = api.NewIPSet(netip.MustParseAddr("192.0.2.1"))
 			if ranges != nil {
 				s.SourceRanges = []api.SourceRanges{{TargetIPs: s.IPs.LoadBalancerIPs, Prefixes: ranges}}
@@ -420,48 +416,46 @@ func TestOrderOfElementsAndServers(t *testing.T) {
 			t.Errorf("%s: the table has %d elements (%v), want %d", step, len(elements), err, len(d.elements))
 		}
 		var kinds []setKind
-		redirected := false
 		for e := range elements {
-			redirected = redirected || e.set.kind == redirects
-			if e.set.kind.describesFrontend() && e.set.kind != redirects && e.server() == atMachine {
+			if e.set.kind.describesFrontend() && e.server() == atMachine {
 				kinds = append(kinds, e.set.kind)
 			}
 		}
 		if slices.Sort(kinds); !slices.Equal(kinds, atMachineKinds) {
 			t.Errorf("%s: the address of the machine has elements of the kinds %v, want %v", step, kinds, atMachineKinds)
 		}
-		if elements[at.element()] != accepted || redirected && !accepted && step != "deletion" {
-			t.Errorf("%s: packets are accepted: %t, redirected to the cluster IP: %t, want %t", step, elements[at.element()], redirected, accepted)
+		if elements[at.element()] != accepted {
+			t.Errorf("%s: packets are accepted: %t, want %t", step, elements[at.element()], accepted)
 		}
 	}
 	if failed, ok := sink.Acknowledged(n.pass(web)); !ok || failed[web.Key()] == nil {
 		t.Error("the service does not fail")
 	}
-	check("without virtual servers", false, frontends, restricted, drops, nodeMasquerades)
+	check("without virtual servers", false, frontends, restricted, masquerades)
 	servers.create = nil
 	if err := n.deliver(&sink.Changes{}, web); err != nil {
 		t.Fatal(err)
 	}
-	check("with virtual servers", true, frontends, restricted, drops, nodeMasquerades)
+	check("with virtual servers", true, frontends, restricted, masquerades)
 	clear(memory)
 	servers.create = unix.ENOMEM
 	if err := n.Verify(t.Context()); !errors.Is(err, sink.ErrStartOver) {
 		t.Errorf("Verify returns %v, want a request of a pass", err)
 	}
-	check("after a failed repair", false, frontends, restricted, drops, nodeMasquerades)
+	check("after a failed repair", false, frontends, restricted, masquerades)
 	servers.create = nil
 	n.mustPass(web)
 	if err := n.deliver(&sink.Changes{}, restrictedTo()); err != nil {
 		t.Fatal(err)
 	}
-	check("without source ranges", true, frontends, drops, nodeMasquerades)
+	check("without source ranges", true, frontends, masquerades)
 	n.mustPass(web)
 	servers.remove = unix.ENOMEM
 	for range 2 {
 		if failed, ok := sink.Acknowledged(n.remove(web)); !ok || failed[web.Key()] == nil {
 			t.Error("the virtual servers were deleted")
 		}
-		check("deletion", false, frontends, restricted, drops, nodeMasquerades)
+		check("deletion", false, frontends, restricted, masquerades)
 	}
 	servers.remove = nil
 	if err := n.remove(web); err != nil {

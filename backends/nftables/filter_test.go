@@ -18,6 +18,7 @@ import (
 	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/internal/backendtest"
 	"github.com/kpng-project/kpng/internal/netnstest"
+	"github.com/kpng-project/kpng/internal/nft"
 	"github.com/kpng-project/kpng/node/nodeaddr"
 )
 
@@ -178,7 +179,7 @@ func TestRefusedPacketsThatOthersTranslateLoseThePriority(t *testing.T) {
 			meta priority { %#x, %#x } drop
 		}
 	}
-	`, dropLaterPriority, rejectLaterPriority), "-f", "-")
+	`, nft.DropLater, nft.RejectLater), "-f", "-")
 	if got := outcome(w.node, "10.96.0.3:80", "pod1"); !strings.HasPrefix(got, "pod1") {
 		t.Errorf("the node gets %q, want an answer of pod1", got)
 	}

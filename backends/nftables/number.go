@@ -32,13 +32,6 @@ const (
 	endpointMask = 0xfff // the bits of a number that identify an endpoint of a list
 )
 
-// The priorities with which the chains dropLater and rejectLater mark packets. They are not
-// the number of a list or of an endpoint. nft prints them as 6fff:1 and 6fff:2.
-const (
-	dropLaterPriority   = 0x6fff_0001
-	rejectLaterPriority = 0x6fff_0002
-)
-
 // handling says how packets to a frontend are treated before the choice of an endpoint.
 type handling uint32
 

@@ -23,7 +23,8 @@ import (
 // "kpng-<Instance>" or "kpng2-<Instance>". An update to a version with another table layout
 // replaces the table by a table with the other name. Instance has at most 64 letters,
 // digits, "-", "_" and ".". It must be neither "ipvs" nor begin with "ipvs-", because such
-// names belong to tables of the backend ipvs.
+// names belong to tables of the backend ipvs. The backend ipvs makes dataplanes of this
+// package with the instance "of-ipvs" and with instances that begin with "of-ipvs-".
 //
 // The Observer's method Wrote is called after each attempt at a transaction, with its size
 // in bytes. Its method Holds gets the number of "elements" in the maps and sets of the table.

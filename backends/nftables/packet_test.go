@@ -18,6 +18,7 @@ import (
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/internal/netnstest"
+	"github.com/kpng-project/kpng/internal/nft"
 	"github.com/kpng-project/kpng/node/nodeaddr"
 	"github.com/kpng-project/kpng/sink"
 	"golang.org/x/sys/unix"
@@ -289,7 +290,7 @@ func TestPrioritiesOfSocketsDropNoPackets(t *testing.T) {
 	w := newPacketWorld(t)
 	serve(t, w.client, "client")
 	mustSync(t, startIn(t, w.node, Options{}), batchOf(true))
-	for _, priority := range []int{firstNumber, dropLaterPriority, rejectLaterPriority} {
+	for _, priority := range []int{firstNumber, nft.DropLater, nft.RejectLater} {
 		dialer := net.Dialer{Timeout: 20 * time.Second, Control: func(_, _ string, c syscall.RawConn) error {
 			var setErr error
 			err := c.Control(func(fd uintptr) {

@@ -34,7 +34,7 @@ func (o *Options) skeletonChains(seed uint32) (chains nft.Chains) {
 	// A program may have set a priority that means a refusal for its socket. The chains of
 	// source ranges remove it, because they are before the chains of type nat of all
 	// instances.
-	restricted := []nft.Rule{priorityBetween(dropLaterPriority, rejectLaterPriority) + nft.SetPriority(0)}
+	restricted := []nft.Rule{priorityBetween(nft.DropLater, nft.RejectLater) + nft.SetPriority(0)}
 	for _, family := range nft.Families {
 		for _, s := range allMatches {
 			m := mapID{kindRestricted, s, family}.name()
@@ -55,11 +55,11 @@ func (o *Options) skeletonChains(seed uint32) (chains nft.Chains) {
 	// A program with a later nat chain may translate packets that this table would refuse. So
 	// these chains only record the refusal. The chain refusals, which is last, carries it out.
 	// If there are several instances, one of them carries out all refusals.
-	chains.Add(dropLater, nft.SetPriority(dropLaterPriority))
-	chains.Add(rejectLater, nft.SetPriority(rejectLaterPriority))
+	chains.Add(dropLater, nft.SetPriority(nft.DropLater))
+	chains.Add(rejectLater, nft.SetPriority(nft.RejectLater))
 	refusals := []nft.Rule{
-		priorityIs(dropLaterPriority) + nft.Drop,
-		priorityIs(rejectLaterPriority) + nft.GoTo(nft.RejectChain),
+		priorityIs(nft.DropLater) + nft.Drop,
+		priorityIs(nft.RejectLater) + nft.GoTo(nft.RejectChain),
 	}
 	if !o.AcceptUnknownPorts {
 		for _, family := range nft.Families {

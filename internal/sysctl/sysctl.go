@@ -54,7 +54,6 @@ var IPVS = []Setting{
 	{Name: "net.ipv4.vs.conntrack", Value: 1, Reason: "connections through IPVS can be masqueraded"},
 	{Name: "net.ipv4.vs.conn_reuse_mode", Value: 1, Reason: "a client that uses a port again gets a new endpoint"},
 	{Name: "net.ipv4.vs.expire_nodest_conn", Value: 1, Reason: "clients of removed endpoints get another one"},
-	{Name: "net.ipv4.vs.expire_quiescent_template", Value: 1, Reason: "session affinity ends when an endpoint is removed"},
 }
 
 func (r Root) file(name string) string {

@@ -1,0 +1,244 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package ipvs
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"iter"
+	"maps"
+	"slices"
+
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends"
+	"github.com/kpng-project/kpng/backends/nftables"
+	"github.com/kpng-project/kpng/internal/ordering"
+	"github.com/kpng-project/kpng/node/nodeaddr"
+	"github.com/kpng-project/kpng/sink"
+	"k8s.io/apimachinery/pkg/types"
+)
+
+// unsuitable returns the reason why IPVS cannot serve a service as docs/semantics.md
+// requires, or "". The reason depends only on the specification of the service, so that
+// changes of endpoints never move a service from one dataplane to the other.
+func unsuitable(s *api.Service) string {
+	switch {
+	case s.AllPorts:
+		return "a virtual server has one protocol and port, and the service has all"
+	case s.AffinitySeconds > 0:
+		return "each virtual server has its own session affinity, which lasts longer than the timeout of the service"
+	case s.Algorithm != api.Random:
+		return "the choice of the scheduler mh depends on the order in which endpoints were added, and the service requests stable hashing"
+	case s.ExternalTrafficToLocal:
+		return "a virtual server has one list of endpoints, and with the external traffic policy Local the service has two"
+	}
+	return ""
+}
+
+// isUnsuitable reports whether there is a service that IPVS cannot serve.
+func isUnsuitable(view *api.View) bool { return view != nil && unsuitable(view.Service) != "" }
+
+// rest programs the services that IPVS cannot serve, with the backend nftables. Its table
+// exists only while there are such services. Calls must not overlap.
+type rest struct {
+	opts *Options
+	// dataplane is nil while it is not started. begun is true after the beginning of its first
+	// pass. open is true until the end of its pass.
+	dataplane   backends.Dataplane
+	begun, open bool
+	// passing is true during a pass of the backend ipvs.
+	passing bool
+	// services are the services that the table may have. During a pass, they are those that
+	// the pass has delivered.
+	services map[types.NamespacedName]bool
+}
+
+// afterIPVS is the priority of the chains that select endpoints. The chains of the backend
+// ipvs come first, because they mark connections from addresses that are local only because
+// of that backend.
+const afterIPVS = -99
+
+// new returns a dataplane that is not started.
+func (r *rest) new(addrs nodeaddr.Source) (backends.Dataplane, error) {
+	o := nftables.Options{Options: r.opts.Options, DNATPriority: afterIPVS}
+	o.Instance, o.NodeAddresses = r.opts.restInstance(), addrs
+	// The backend ipvs applies the settings, and passes all changes to connection tracking.
+	o.Sysctls = backends.IgnoreSysctls
+	o.Conntrack = sink.Func(func(context.Context, *sink.Changes) error { return nil })
+	o.Observer = nil
+	return nftables.New(o)
+}
+
+func (r *rest) start(ctx context.Context, addrs nodeaddr.Source) error {
+	d, err := r.new(addrs)
+	if err == nil {
+		err = d.Start(ctx)
+	}
+	if err != nil {
+		return fmt.Errorf("make the table for services that IPVS cannot serve: %w", err)
+	}
+	r.dataplane, r.begun, r.open = d, false, false
+	return nil
+}
+
+// stop stops the dataplane. The table stays.
+func (r *rest) stop(ctx context.Context) error {
+	if r.dataplane == nil {
+		return nil
+	}
+	d := r.dataplane
+	r.dataplane = nil
+	return d.Stop(ctx)
+}
+
+// cleanup deletes the table if there is one.
+func (r *rest) cleanup(ctx context.Context) error {
+	err := r.stop(ctx)
+	d, newErr := r.new(nil)
+	if newErr != nil {
+		return errors.Join(err, newErr)
+	}
+	return errors.Join(err, d.Cleanup(ctx))
+}
+
+func (r *rest) verify(ctx context.Context) error {
+	if r.dataplane == nil {
+		return nil
+	}
+	return r.dataplane.Verify(ctx)
+}
+
+// sync programs the services of c that IPVS cannot serve, and calls ipvs with all of c, except
+// services that have failed. A service that moves from IPVS to the table is added to the table
+// before ipvs removes it, and the other way round. So new connections always find it. If it
+// cannot be added, it stays where it is, and fails. The argument addrs is for node ports.
+func (r *rest) sync(ctx context.Context, c *sink.Changes, addrs nodeaddr.Source, ipvs func(*sink.Changes) error) error {
+	if c.First {
+		r.begun, r.passing, r.services = false, true, map[types.NamespacedName]bool{}
+	}
+	var set, removed []sink.Change
+	for ch := range c.Services {
+		if !isUnsuitable(ch.Old) {
+			ch.Old = nil
+		}
+		if isUnsuitable(ch.New) {
+			set = append(set, ch)
+		} else if ch.New = nil; r.services[ch.Key] {
+			removed = append(removed, ch)
+		}
+	}
+	failed := sink.Failed{}
+	if err := r.set(ctx, c, set, addrs, failed); err != nil {
+		return err
+	}
+	others := *c
+	others.Services, others.Failing = except(c.Services, failed), failing(c, failed)
+	if err := merge(failed, ipvs(&others)); err != nil {
+		return err
+	}
+	if err := r.remove(ctx, c, removed, failed); err != nil {
+		return err
+	}
+	if c.Last {
+		r.passing = false
+	}
+	return failed.Err()
+}
+
+// set programs changes of services that IPVS cannot serve. It adds the services that fail to
+// failed.
+func (r *rest) set(ctx context.Context, c *sink.Changes, changes []sink.Change, addrs nodeaddr.Source, failed sink.Failed) error {
+	for _, ch := range changes {
+		r.services[ch.Key] = true
+	}
+	if r.dataplane == nil {
+		if len(changes) == 0 {
+			return nil
+		}
+		if err := r.start(ctx, addrs); err != nil {
+			for _, ch := range changes {
+				failed.Add(ch.Key, err)
+			}
+			return nil
+		}
+	}
+	part := *c
+	part.First, part.Last, part.Failing, part.Services = !r.begun, false, nil, slices.Values(changes)
+	part.NodeChanged = c.NodeChanged || part.First
+	if len(changes) == 0 && !part.NodeChanged {
+		return nil
+	}
+	if err := merge(failed, r.dataplane.Sync(ctx, &part)); err != nil {
+		return err
+	}
+	r.begun, r.open = true, r.open || part.First
+	return nil
+}
+
+// remove removes services that are now in IPVS or deleted, except those in failed. It ends the
+// pass of the table, and deletes the table if no service needs it.
+func (r *rest) remove(ctx context.Context, c *sink.Changes, changes []sink.Change, failed sink.Failed) error {
+	part := *c
+	part.First, part.NodeChanged = false, false
+	part.Last = c.Last || r.open && !r.passing
+	part.Services, part.Failing = except(slices.Values(changes), failed), nil
+	if part.Last {
+		part.Failing = failing(c, failed)
+	}
+	if r.dataplane != nil && (len(changes) > 0 || part.Last) {
+		if err := merge(failed, r.dataplane.Sync(ctx, &part)); err != nil {
+			return err
+		}
+		r.open = r.open && !part.Last
+	}
+	for _, ch := range changes {
+		if failed[ch.Key] == nil {
+			delete(r.services, ch.Key)
+		}
+	}
+	if len(r.services) > 0 || r.passing && !c.Last || r.dataplane == nil && !c.Last {
+		return nil
+	}
+	// At the end of a pass, there may be a table of an earlier process.
+	if err := r.cleanup(ctx); !errors.Is(err, sink.ErrOwned) {
+		return err
+	}
+	return nil
+}
+
+// merge adds the services that have failed to failed. It returns err if err acknowledges
+// nothing.
+func merge(failed sink.Failed, err error) error {
+	some, ok := sink.Acknowledged(err)
+	if !ok {
+		return err
+	}
+	for key, err := range some {
+		failed.Add(key, errors.Join(failed[key], err))
+	}
+	return nil
+}
+
+// except yields the changes of services that have not failed.
+func except(changes iter.Seq[sink.Change], failed sink.Failed) iter.Seq[sink.Change] {
+	failed = maps.Clone(failed)
+	return func(yield func(sink.Change) bool) {
+		for ch := range changes {
+			if failed[ch.Key] == nil && !yield(ch) {
+				return
+			}
+		}
+	}
+}
+
+// failing returns the field Failing for a dataplane to which the services in failed are not
+// delivered.
+func failing(c *sink.Changes, failed sink.Failed) []types.NamespacedName {
+	if !c.Last || len(failed) == 0 {
+		return c.Failing
+	}
+	return slices.Compact(slices.SortedFunc(slices.Values(slices.AppendSeq(slices.Clone(c.Failing), maps.Keys(failed))), ordering.Keys))
+}

@@ -165,6 +165,7 @@ func (d *dataplane) Apply(_ context.Context, ops []op) error {
 			return err
 		}
 		d.servers[f.id] = f.is
+		delete(d.departing[f.id.Addr()], f.id)
 		f.New = &objectValue{frontend: f.is}
 		d.fail(f.Service, err)
 	}
@@ -179,6 +180,7 @@ func (d *dataplane) Apply(_ context.Context, ops []op) error {
 			switch {
 			case err == nil:
 				d.routes[addr] = true
+				delete(d.kept, addr)
 			case d.local.lost():
 				return errors.Join(err, d.changed("interface "+d.opts.Interface)) // a pass repairs the interface
 			default:
@@ -206,9 +208,29 @@ func (d *dataplane) delete(ops []op, failed reconcile.Failed[element]) error {
 	var remove []element
 	for i := range ops {
 		o := &ops[i]
+		if o.New != nil || o.Key.set.kind != frontends {
+			continue
+		}
+		id := o.Key.server()
+		departs, err := d.depart(id, o.Service)
+		switch {
+		case err != nil:
+			failed[o.Key] = err
+		case departs:
+			remove = append(remove, d.forget(o)...)
+		case d.elements[addressElement(id.Addr())]:
+			after = append(after, o)
+		default:
+			before = append(before, o)
+		}
+	}
+	for i := range ops {
+		o := &ops[i]
 		addr := o.Key.addr()
 		switch {
-		case o.New != nil:
+		case o.New != nil || o.Key.set.kind == frontends:
+		case o.Key.set.kind == routes && len(d.departing[addr]) > 0:
+			d.kept[addr] = true
 		case o.Key.set.kind == routes:
 			if _, ok := d.routes[addr]; ok {
 				if err := d.local.remove(addr); err != nil {
@@ -217,27 +239,18 @@ func (d *dataplane) delete(ops []op, failed reconcile.Failed[element]) error {
 				}
 				delete(d.routes, addr)
 			}
-		case o.Key.set.kind != frontends:
-			if failed[o.Key] == nil { // a route is deleted before the element of its address
-				remove = append(remove, element{o.Key.set, o.Key.key, o.Old.data})
-			}
-		case d.elements[addressElement(addr)]:
-			after = append(after, o)
-		default:
-			before = append(before, o)
+		case o.Key.set.kind == addresses && d.kept[addr]:
+		case failed[o.Key] == nil: // a route is deleted before the element of its address
+			remove = append(remove, element{o.Key.set, o.Key.key, o.Old.data})
 		}
 	}
 	deleteServers := func(list []*op) {
 		for _, o := range list {
-			id := o.Key.server()
-			if err := d.deleteServer(id); err != nil {
+			if err := d.deleteServer(o.Key.server()); err != nil {
 				failed[o.Key] = err
 				continue
 			}
-			remove = append(remove, o.Old.frontend.elements...)
-			delete(d.servers, id)
-			delete(d.leaving, id)
-			delete(d.ports, id)
+			remove = append(remove, d.forget(o)...)
 		}
 	}
 	deleteServers(before)
@@ -252,6 +265,51 @@ func (d *dataplane) delete(ops []op, failed reconcile.Failed[element]) error {
 	}
 	deleteServers(after)
 	return nil
+}
+
+// forget deletes the records of a frontend that the operation o deletes, and returns its
+// elements.
+func (d *dataplane) forget(o *op) []element {
+	id := o.Key.server()
+	delete(d.servers, id)
+	delete(d.leaving, id)
+	delete(d.ports, id)
+	return o.Old.frontend.elements
+}
+
+// depart reports whether a virtual server that no service needs has connections. If so, the
+// virtual server gets no new connections, and removeIdle deletes it later. The UDP flows of a
+// deleted service end, but those of a service that moves to another dataplane continue.
+func (d *dataplane) depart(id serverID, service types.NamespacedName) (bool, error) {
+	if !d.exists(id) || id.protocol == api.UDP && !d.unsuitable[service] {
+		return false, nil
+	}
+	var s server
+	if err := d.conn.readDestinations(id, &s); err != nil || !s.hasConnections(id.protocol) {
+		return false, err
+	}
+	for at, to := range s.destinations {
+		if to.weight != 0 {
+			if err := d.conn.setDestination(id, at, false, 0); err != nil {
+				return false, err
+			}
+		}
+	}
+	if d.departing[id.Addr()] == nil {
+		d.departing[id.Addr()] = map[serverID]bool{}
+	}
+	d.departing[id.Addr()][id] = true
+	return true, nil
+}
+
+// hasConnections reports whether there are established TCP or SCTP connections, or UDP flows.
+func (s *server) hasConnections(p api.Protocol) bool {
+	for _, to := range s.destinations {
+		if to.established > 0 || p == api.UDP && to.connections > 0 {
+			return true
+		}
+	}
+	return false
 }
 
 // deleteServer deletes a virtual server of this instance if it exists. If the pass's

@@ -47,6 +47,10 @@ type dataplane struct {
 	routes   map[netip.Addr]bool
 	// leaving are virtual servers with destinations that get no new connections.
 	leaving map[serverID]bool
+	// departing are the virtual servers that no service needs, and that have connections. They
+	// are not in servers. kept are the addresses that are local only because of them.
+	departing map[netip.Addr]map[serverID]bool
+	kept      map[netip.Addr]bool
 	// compared is the generation of nf_tables in which the table was equal to the records, or
 	// 0. checked is the generation in which checkLoss found the table.
 	compared, checked uint32
@@ -67,6 +71,8 @@ type dataplane struct {
 	plans  map[*api.View]*plan
 	failed sink.Failed
 	edits  map[types.NamespacedName]*sourcelists.Change
+	// unsuitable are the delivered services that IPVS cannot serve.
+	unsuitable map[types.NamespacedName]bool
 }
 
 // virtualServers are the virtual servers in the kernel, and localRoutes are the local
@@ -152,6 +158,7 @@ func (d *dataplane) begin(ctx context.Context) (err error) {
 	if err := d.local.open(); err != nil {
 		return err
 	}
+	d.departing, d.kept = map[netip.Addr]map[serverID]bool{}, map[netip.Addr]bool{}
 	d.leaving, d.awaited = map[serverID]bool{}, map[types.NamespacedName]bool{endOfPass: true}
 	d.claims = newClaims()
 	if d.opts.Stats {
@@ -184,6 +191,9 @@ func (d *dataplane) read(ctx context.Context, readElements func(context.Context)
 	}
 	all := map[serverID]*frontendState{}
 	err = d.readServers(ctx, func(id serverID, s *server) {
+		if d.departing[id.Addr()][id] {
+			return
+		}
 		f := newFrontend(id, s)
 		if old := d.servers[id]; old != nil && slices.Equal(f.endpoints, old.endpoints) {
 			f.endpoints = old.endpoints // frontends share it
@@ -339,11 +349,14 @@ func (d *dataplane) List(ctx context.Context, emit func(element, objectValue)) e
 		emit(id.element(), objectValue{frontend: f})
 	}
 	for e := range d.elements {
-		if e.set.kind != sources && !e.set.kind.describesFrontend() {
+		if e.set.kind != sources && !e.set.kind.describesFrontend() && !(e.set.kind == addresses && d.kept[e.addr()]) {
 			emit(e.group(), objectValue{data: e.value})
 		}
 	}
 	for addr, ok := range d.routes {
+		if d.kept[addr] {
+			continue
+		}
 		v := objectValue{}
 		if !ok {
 			v.data = "another source"
@@ -391,7 +404,7 @@ func (d *dataplane) sync(ctx context.Context, c *sink.Changes) error {
 		}
 	}
 	d.plans, d.failed = map[*api.View]*plan{}, nil
-	d.edits = map[types.NamespacedName]*sourcelists.Change{}
+	d.edits, d.unsuitable = map[types.NamespacedName]*sourcelists.Change{}, map[types.NamespacedName]bool{}
 	d.planServices(c)
 	lists := slices.Collect(maps.Values(d.edits))
 	err := d.writeLists()
@@ -444,7 +457,7 @@ func (d *dataplane) sync(ctx context.Context, c *sink.Changes) error {
 func (d *dataplane) planServices(c *sink.Changes) {
 	for ch := range c.Services {
 		list := d.lists.Begin(ch.Key, ch.Old, ch.New)
-		d.edits[ch.Key] = list
+		d.edits[ch.Key], d.unsuitable[ch.Key] = list, isUnsuitable(ch.New)
 		d.failed.Do(ch.Key, func() error {
 			p, err := d.planner.plan(ch.New, list.Number)
 			if p == nil {

@@ -230,7 +230,9 @@ func (f fakeServers) check(id serverID, at netip.AddrPort, exists bool) error {
 func (f fakeServers) setDestination(id serverID, at netip.AddrPort, create bool, weight uint32) error {
 	err := f.check(id, at, !create)
 	if err == nil {
-		f[id].destinations[at] = destination{weight: weight}
+		to := f[id].destinations[at]
+		to.weight = weight
+		f[id].destinations[at] = to
 	}
 	return err
 }

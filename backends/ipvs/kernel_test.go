@@ -659,11 +659,12 @@ func testAddressOfNodePort(t *testing.T) {
 func testOwnAddressAndNodePort(t *testing.T) {
 	n := newNode(t)
 	bad := view([]string{"10.1.0.1"}, func(s *api.Service) {
-		s.Name, s.Type, s.ExternalTrafficToLocal = "bad", api.NodePort, true
+		s.Name, s.Type = "bad", api.NodePort
 		s.Ports[0].Port, s.Ports[0].NodePort = 30080, 31000
 		s.Ports = append(s.Ports, api.PortMapping{Name: "b", Protocol: api.TCP, Port: 80, TargetPort: 8080, NodePort: 30080})
 		s.IPs.ClusterIPs = api.NewIPSet(netip.MustParseAddr("10.96.0.2"))
 		s.IPs.ExternalIPs = api.NewIPSet(netip.MustParseAddr("192.0.2.1"))
+		s.SourceRanges = []api.SourceRanges{{TargetIPs: s.IPs.ExternalIPs, Prefixes: []netip.Prefix{netip.MustParsePrefix("10.0.0.0/8")}}}
 	})
 	web := view([]string{"10.1.0.1"}, nil)
 	failed, ok := sink.Acknowledged(n.pass(bad, web))
@@ -671,7 +672,7 @@ func testOwnAddressAndNodePort(t *testing.T) {
 		t.Errorf("failed services %v, want one", failed)
 	}
 	n.mustHave("10.96.0.1:80/TCP rr 10.1.0.1:8080=1", "10.96.0.2:30080/TCP rr 10.1.0.1:8080=1", "10.96.0.2:80/TCP rr 10.1.0.1:8080=1",
-		"192.0.2.1:30080/TCP rr", "192.0.2.1:31000/TCP rr", "192.0.2.1:80/TCP rr")
+		"192.0.2.1:30080/TCP rr 10.1.0.1:8080=1", "192.0.2.1:31000/TCP rr 10.1.0.1:8080=1", "192.0.2.1:80/TCP rr 10.1.0.1:8080=1")
 }
 
 // testConntrackSetting checks that the backend returns an error if net.ipv4.vs.conntrack
@@ -773,15 +774,24 @@ func (n *node) dial(addr string) error {
 // that connections to other ports of this IP do not.
 func testHealthChecks(t *testing.T) {
 	n := newNode(t)
+	n.restart(func(o *Options) { o.HealthzPort = 10256 })
 	n.ns.Add(t, "lo", "192.0.2.1/32")
-	n.mustPass(view([]string{"!10.1.0.1"}, func(s *api.Service) {
-		s.Type, s.ExternalTrafficToLocal, s.HealthCheckNodePort = api.LoadBalancer, true, 30999
-		s.IPs.LoadBalancerIPs = api.NewIPSet(netip.MustParseAddr("203.0.113.1"))
-	}))
+	n.ns.Run(t, "ip", "route", "add", "203.0.113.2", "dev", "lo") // IPVS does not serve this address
+	withPolicy := func(name, clusterIP, ip string, local bool) *api.View {
+		return view([]string{"!10.1.0.1"}, func(s *api.Service) {
+			s.Name, s.IPs.ClusterIPs = name, api.NewIPSet(netip.MustParseAddr(clusterIP))
+			s.Type, s.ExternalTrafficToLocal, s.HealthCheckNodePort = api.LoadBalancer, local, 30999
+			s.IPs.LoadBalancerIPs = api.NewIPSet(netip.MustParseAddr(ip))
+		})
+	}
+	n.mustPass(withPolicy("cluster", "10.96.0.1", "203.0.113.1", false), withPolicy("local", "10.96.0.2", "203.0.113.2", true))
+	defer n.listen("192.0.2.1:10256").Close()
 	defer n.listen("192.0.2.1:30999").Close()
 	defer n.listen("0.0.0.0:22").Close()
-	if err := n.dial("203.0.113.1:30999"); err != nil {
-		t.Errorf("health check: %v", err)
+	for _, addr := range []string{"203.0.113.1:10256", "203.0.113.2:30999"} {
+		if err := n.dial(addr); err != nil {
+			t.Errorf("health check: %v", err)
+		}
 	}
 	if err := n.dial("203.0.113.1:22"); !errors.Is(err, unix.ECONNREFUSED) {
 		t.Errorf("another port: error %v, want connection refused", err)
@@ -1162,10 +1172,12 @@ func testCleanup(t *testing.T) {
 	n := newNode(t)
 	before := n.inventory()
 	exposed := view([]string{"!10.1.0.1", "10.1.0.2"}, func(s *api.Service) {
-		s.Type, s.ExternalTrafficToLocal, s.Ports[0].NodePort = api.LoadBalancer, true, 30080
+		s.Type, s.Ports[0].NodePort = api.LoadBalancer, 30080
 		s.IPs.LoadBalancerIPs = api.NewIPSet(netip.MustParseAddr("203.0.113.1"))
 	})
-	n.mustPass(exposed)
+	n.mustPass(exposed, affine(func(s *api.Service) {
+		s.Name, s.IPs.ClusterIPs = "affine", api.NewIPSet(netip.MustParseAddr("10.96.0.2"))
+	}))
 	if n.inventory() == before || len(n.servers()) != 3 {
 		t.Errorf("virtual servers %v", n.servers())
 	}

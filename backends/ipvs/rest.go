@@ -10,6 +10,7 @@ import (
 	"fmt"
 	"iter"
 	"maps"
+	"net/netip"
 	"slices"
 
 	"github.com/kpng-project/kpng/api"
@@ -17,6 +18,7 @@ import (
 	"github.com/kpng-project/kpng/backends/nftables"
 	"github.com/kpng-project/kpng/internal/ordering"
 	"github.com/kpng-project/kpng/node/nodeaddr"
+	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
 	"k8s.io/apimachinery/pkg/types"
 )
@@ -39,7 +41,9 @@ func unsuitable(s *api.Service) string {
 }
 
 // isUnsuitable reports whether there is a service that IPVS cannot serve.
-func isUnsuitable(view *api.View) bool { return view != nil && unsuitable(view.Service) != "" }
+func isUnsuitable(view *api.View) bool {
+	return view != nil && view.Service != nil && unsuitable(view.Service) != ""
+}
 
 // rest programs the services that IPVS cannot serve, with the backend nftables. Its table
 // exists only while there are such services. Calls must not overlap.
@@ -54,6 +58,8 @@ type rest struct {
 	// services are the services that the table may have. During a pass, they are those that
 	// the pass has delivered.
 	services map[types.NamespacedName]bool
+	// stuck are the services that the table has because IPVS has failed to take them.
+	stuck map[types.NamespacedName]*api.View
 }
 
 // afterIPVS is the priority of the chains that select endpoints. The chains of the backend
@@ -117,11 +123,14 @@ func (r *rest) verify(ctx context.Context) error {
 // cannot be added, it stays where it is, and fails. The argument addrs is for node ports.
 func (r *rest) sync(ctx context.Context, c *sink.Changes, addrs nodeaddr.Source, ipvs func(*sink.Changes) error) error {
 	if c.First {
-		r.begun, r.passing, r.services = false, true, map[types.NamespacedName]bool{}
+		r.begun, r.passing = false, true
+		r.services, r.stuck = map[types.NamespacedName]bool{}, map[types.NamespacedName]*api.View{}
 	}
 	var set, removed []sink.Change
 	for ch := range c.Services {
-		if !isUnsuitable(ch.Old) {
+		if old := r.stuck[ch.Key]; old != nil {
+			ch.Old = old
+		} else if !isUnsuitable(ch.Old) {
 			ch.Old = nil
 		}
 		if isUnsuitable(ch.New) {
@@ -130,15 +139,26 @@ func (r *rest) sync(ctx context.Context, c *sink.Changes, addrs nodeaddr.Source,
 			removed = append(removed, ch)
 		}
 	}
+	lost, removed := r.lost(c, removed)
+	set = append(set, lost...)
+	slices.SortFunc(set, func(a, b sink.Change) int { return ordering.Keys(a.Key, b.Key) })
 	failed := sink.Failed{}
 	if err := r.set(ctx, c, set, addrs, failed); err != nil {
 		return err
 	}
 	others := *c
 	others.Services, others.Failing = except(c.Services, failed), failing(c, failed)
-	if err := merge(failed, ipvs(&others)); err != nil {
+	ipvsFailed := sink.Failed{}
+	if err := merge(ipvsFailed, ipvs(&others)); err != nil {
 		return err
 	}
+	for _, ch := range set {
+		if err := ipvsFailed[ch.Key]; err != nil && ch.New != nil {
+			// The table has the service, but the driver would not know that if the service failed.
+			return startOver(fmt.Errorf("remove service %s from IPVS: %w", ch.Key, err))
+		}
+	}
+	merge(failed, ipvsFailed.Err())
 	if err := r.remove(ctx, c, removed, failed); err != nil {
 		return err
 	}
@@ -148,11 +168,56 @@ func (r *rest) sync(ctx context.Context, c *sink.Changes, addrs nodeaddr.Source,
 	return failed.Err()
 }
 
+// lost divides removed into services that lose an address and port to another service of c,
+// and others. The first result also has such services that are stuck. The table removes them
+// before the other service gets the address and port.
+func (r *rest) lost(c *sink.Changes, removed []sink.Change) (lost, others []sink.Change) {
+	if len(removed)+len(r.stuck) == 0 {
+		return nil, nil
+	}
+	claims, addrs := map[api.Claim]types.NamespacedName{}, map[netip.Addr]types.NamespacedName{}
+	for ch := range c.Services {
+		for f := range nodeview.Frontends(ch.New) {
+			claims[f.Claim()], addrs[f.Addr] = ch.Key, ch.Key
+		}
+	}
+	loses := func(ch *sink.Change) bool {
+		for f := range nodeview.Frontends(ch.Old) {
+			owner, taken := claims[f.Claim()]
+			if whole, ok := claims[api.Claim{IP: f.Addr}]; ok && f.Addr.IsValid() {
+				owner, taken = whole, true
+			} else if f.Port == 0 {
+				owner, taken = addrs[f.Addr]
+			}
+			if taken && owner != ch.Key {
+				return true
+			}
+		}
+		return false
+	}
+	all := removed
+	for key, old := range r.stuck {
+		if !slices.ContainsFunc(removed, func(ch sink.Change) bool { return ch.Key == key }) {
+			all = append(all, sink.Change{Key: key, Old: old})
+		}
+	}
+	for i, ch := range all {
+		if loses(&ch) {
+			lost = append(lost, ch)
+		} else if i < len(removed) {
+			others = append(others, ch)
+		}
+	}
+	return lost, others
+}
+
 // set programs changes of services that IPVS cannot serve. It adds the services that fail to
 // failed.
 func (r *rest) set(ctx context.Context, c *sink.Changes, changes []sink.Change, addrs nodeaddr.Source, failed sink.Failed) error {
 	for _, ch := range changes {
-		r.services[ch.Key] = true
+		if ch.New != nil {
+			r.services[ch.Key] = true
+		}
 	}
 	if r.dataplane == nil {
 		if len(changes) == 0 {
@@ -175,6 +240,14 @@ func (r *rest) set(ctx context.Context, c *sink.Changes, changes []sink.Change, 
 		return err
 	}
 	r.begun, r.open = true, r.open || part.First
+	for _, ch := range changes {
+		if failed[ch.Key] == nil {
+			delete(r.stuck, ch.Key)
+			if ch.New == nil {
+				delete(r.services, ch.Key)
+			}
+		}
+	}
 	return nil
 }
 
@@ -197,6 +270,9 @@ func (r *rest) remove(ctx context.Context, c *sink.Changes, changes []sink.Chang
 	for _, ch := range changes {
 		if failed[ch.Key] == nil {
 			delete(r.services, ch.Key)
+			delete(r.stuck, ch.Key)
+		} else if ch.Old != nil {
+			r.stuck[ch.Key] = ch.Old
 		}
 	}
 	if len(r.services) > 0 || r.passing && !c.Last || r.dataplane == nil && !c.Last {

@@ -236,6 +236,89 @@ func TestOptionsReachTable(t *testing.T) {
 	}
 }
 
+// TestServersStayUntilTheirConnectionsEnd deletes a service, and moves it to the table.
+func TestServersStayUntilTheirConnectionsEnd(t *testing.T) {
+	plain := view([]string{"10.1.0.1"}, nil)
+	for name, test := range map[string]struct {
+		protocol api.Protocol
+		next     *api.View
+		stays    bool
+	}{
+		"TCP, deleted": {api.TCP, nil, true},
+		"TCP, moved":   {api.TCP, affine(), true},
+		"UDP, deleted": {api.UDP, nil, false},
+		"UDP, moved":   {api.UDP, affine(func(s *api.Service) { s.Ports[0].Protocol = api.UDP }), true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			n, servers := newMemoryNode(t, netnstest.New(t))
+			d, web, at := n.dataplane, id("10.96.0.1:80", test.protocol), netip.MustParseAddrPort("10.1.0.1:8080")
+			old := view([]string{"10.1.0.1"}, func(s *api.Service) { s.Ports[0].Protocol = test.protocol })
+			n.mustPass(old)
+			connected := func(n uint32) {
+				to := servers[web].destinations[at]
+				if to.connections = n; test.protocol != api.UDP {
+					to.established = n
+				}
+				servers[web].destinations[at] = to
+			}
+			check := func(step string, exists, local bool) {
+				t.Helper()
+				if s := servers[web]; (s != nil) != exists || s != nil && s.destinations[at].weight != 0 {
+					t.Errorf("%s: the virtual server is %+v, want one without new connections: %t", step, s, exists)
+				}
+				elements, err := d.table.read(t.Context())
+				routes, routesErr := d.local.list()
+				if err := errors.Join(err, routesErr); err != nil {
+					t.Fatal(err)
+				}
+				if _, is := routes[web.Addr()]; is != local || elements[addressElement(web.Addr())] != local {
+					t.Errorf("%s: the address is local: %t, want %t", step, is, local)
+				}
+				if elements[web.element()] {
+					t.Errorf("%s: the table accepts new connections", step)
+				}
+			}
+			verify := func() {
+				t.Helper()
+				n.idleAt, n.searchAt = time.Time{}, time.Time{}
+				if err := n.Verify(t.Context()); err != nil {
+					t.Fatal(err)
+				}
+			}
+			connected(1)
+			change := &sink.Changes{Services: slices.Values([]sink.Change{{Key: old.Key(), Old: old, New: test.next}})}
+			if err := n.Sync(t.Context(), change); err != nil {
+				t.Fatal(err)
+			}
+			check("removed", test.stays, test.stays)
+			verify()
+			check("verified", test.stays, test.stays)
+			if !test.stays {
+				return
+			}
+			n.mustPass() // as a new process
+			if test.protocol == api.UDP {
+				return // a new process does not know that the service has moved
+			}
+			check("a pass", true, true)
+			if err := n.deliver(&sink.Changes{}, old); err != nil {
+				t.Fatal(err)
+			}
+			if s := servers[web]; s == nil || s.destinations[at].weight != 1 {
+				t.Errorf("after the return of the service, the virtual server is %+v", s)
+			}
+			if err := n.remove(old); err != nil {
+				t.Fatal(err)
+			}
+			check("removed again", true, true)
+			connected(0)
+			verify()
+			check("without connections", false, false)
+			n.mustPass(plain)
+		})
+	}
+}
+
 // serve answers TCP connections in the namespace and closes them.
 func serve(t testing.TB, ns *netnstest.Namespace, addr string) {
 	t.Helper()

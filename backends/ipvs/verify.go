@@ -9,6 +9,7 @@ import (
 	"errors"
 	"fmt"
 	"maps"
+	"net/netip"
 	"time"
 
 	"github.com/kpng-project/kpng/sink"
@@ -18,7 +19,7 @@ import (
 const maxIdleReads = 1000
 
 // removeIdle deletes the destinations that get no new connections and have no connections
-// any more. From a virtual server that it reads, it uses only the connection counts, so
+// any more, and such virtual servers. From a virtual server that it reads, it uses only the connection counts, so
 // that compare still finds changes by other programs.
 func (d *dataplane) removeIdle(ctx context.Context) error {
 	var errs []error
@@ -56,7 +57,49 @@ func (d *dataplane) removeIdle(ctx context.Context) error {
 			delete(d.leaving, id)
 		}
 	}
+	for addr, ids := range d.departing {
+		for id := range ids {
+			if reads++; reads > maxIdleReads || ctx.Err() != nil {
+				return errors.Join(append(errs, context.Cause(ctx))...)
+			}
+			s, err := d.conn.read(id)
+			if err == nil && d.owns(id, s) {
+				if s.hasConnections(id.protocol) {
+					continue
+				}
+				err = d.conn.delete(id)
+			}
+			if err != nil {
+				errs = append(errs, err)
+				continue
+			}
+			delete(ids, id)
+		}
+		if len(ids) == 0 {
+			if err := d.release(addr); err != nil {
+				errs = append(errs, err)
+				continue
+			}
+			delete(d.departing, addr)
+		}
+	}
 	return errors.Join(errs...)
+}
+
+// release makes an address no longer local if only departing virtual servers needed it.
+func (d *dataplane) release(addr netip.Addr) error {
+	if !d.kept[addr] {
+		return nil
+	}
+	if err := d.local.remove(addr); err != nil {
+		return err
+	}
+	delete(d.routes, addr)
+	if err := d.changeTable([]element{addressElement(addr)}, nil); err != nil {
+		return err
+	}
+	delete(d.kept, addr)
+	return nil
 }
 
 // checkLoss requests a new pass if another program has deleted the table or its rules, the

@@ -37,15 +37,19 @@ type backend struct {
 	// search for changes by other programs that need a pass.
 	idleAt, searchAt time.Time
 	pause            kernelnode.DriftPause
+
+	counting sync.Mutex // guards counts
+	counts   map[serverID]*counts
 }
 
 var (
 	_ backends.Dataplane = (*backend)(nil)
 	_ backends.Capable   = (*backend)(nil)
 	_ backends.Counter   = (*backend)(nil)
+	_ backends.Inspector = (*backend)(nil)
 )
 
-// New returns a dataplane. It does not access the kernel. It returns an error if opts are
+// New returns a dataplane, which is also a [backends.Inspector] and a [backends.Counter]. It does not access the kernel. It returns an error if opts are
 // invalid.
 //
 // The first Sync needs CAP_NET_ADMIN and the kernel module ip_vs. The kernel loads the

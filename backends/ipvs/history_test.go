@@ -189,7 +189,7 @@ func (f fakeServers) read(id serverID) (*server, error) {
 	if s == nil {
 		return nil, nil
 	}
-	return &server{s.settings, maps.Clone(s.destinations)}, nil
+	return &server{settings: s.settings, destinations: maps.Clone(s.destinations)}, nil
 }
 
 func (f fakeServers) readDestinations(id serverID, s *server) error {
@@ -204,7 +204,7 @@ func (f fakeServers) set(id serverID, create bool, to settings) error {
 	case create && s != nil:
 		return unix.EEXIST
 	case create:
-		f[id] = &server{to, map[netip.AddrPort]destination{}}
+		f[id] = &server{settings: to, destinations: map[netip.AddrPort]destination{}}
 	case s == nil:
 		return unix.ESRCH
 	default:

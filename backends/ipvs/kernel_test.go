@@ -73,6 +73,7 @@ func TestKernel(t *testing.T) {
 	t.Run("weights determine shares, and are counted", testWeights)
 	t.Run("connections to lost endpoints end on request", testResets)
 	t.Run("the counters of many services are read soon", testManyStats)
+	t.Run("a frontend is described", testInspect)
 	t.Run("no connection fails while a service moves", testMoves)
 	t.Run("services of both dataplanes share an address", testSharedAddress)
 	t.Run("random histories", testHistories)

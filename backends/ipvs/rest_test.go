@@ -370,7 +370,7 @@ func testMoves(t *testing.T) {
 		}()
 	}
 	views := []*api.View{plain, affine()}
-	const moves = 100
+	const moves = 20
 	for i := range moves {
 		c := &sink.Changes{Services: slices.Values([]sink.Change{{Key: plain.Key(), Old: views[i%2], New: views[(i+1)%2]}})}
 		if err := n.Sync(t.Context(), c); err != nil {
@@ -428,4 +428,27 @@ func testSharedAddress(t *testing.T) {
 	}); !errors.Is(err, os.ErrDeadlineExceeded) {
 		t.Errorf("policy Local without local endpoints: error %v, want a timeout", err)
 	}
+}
+
+func testInspect(t *testing.T) {
+	n := newNode(t)
+	n.mustPass(view([]string{"10.1.0.1", "10.1.0.2"}, nil))
+	describe := func(v *api.View, want ...string) {
+		t.Helper()
+		got, err := n.Inspect(t.Context(), netip.MustParseAddr("10.96.0.1"), api.TCP, 80, v)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, line := range want {
+			if !strings.Contains(got, line+"\n") {
+				t.Errorf("the description lacks the line %q:\n%s", line, got)
+			}
+		}
+	}
+	describe(nil, "virtual server 10.96.0.1:80/TCP scheduler rr", "  endpoint 10.1.0.1:8080 weight 1 connections 0")
+	describe(view([]string{"10.1.0.1", "10.1.0.3"}, nil), "  endpoint 10.1.0.1:8080 weight 1 connections 0",
+		"+ endpoint 10.1.0.2:8080 weight 1 connections 0", "- endpoint 10.1.0.3:8080")
+	n.mustPass(affine())
+	describe(affine(), "not served by IPVS: "+unsuitable(affine().Service), "table inet kpng-of-ipvs")
+	describe(view(nil, nil), "there is no virtual server 10.96.0.1:80/TCP")
 }

@@ -203,7 +203,7 @@ func inspectorOf(name, instance string) (backends.Inspector, nodeview.Parameters
 			return i, honours, nil
 		}
 	}
-	return nil, honours, usage.Errorf("--dataplane %q: no backend of this platform with this name can show its dataplane (nftables and ebpf can, on Linux)", name)
+	return nil, honours, usage.Errorf("--dataplane %q: no backend of this platform with this name can show its dataplane (nftables, ipvs and ebpf can, on Linux)", name)
 }
 
 // inspect prints what the dataplane has for each explained frontend. The argument asked

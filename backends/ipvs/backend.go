@@ -37,9 +37,6 @@ type backend struct {
 	// search for changes by other programs that need a pass.
 	idleAt, searchAt time.Time
 	pause            kernelnode.DriftPause
-
-	counting sync.Mutex // guards counts
-	counts   map[serverID]*counts
 }
 
 var (

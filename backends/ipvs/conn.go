@@ -38,14 +38,9 @@ func (id serverID) String() string { return fmt.Sprintf("%s/%s", id.AddrPort, id
 // server is a virtual server in the kernel.
 type server struct {
 	settings
-	traffic // of all destinations
 	// destinations are the endpoints.
 	destinations map[netip.AddrPort]destination
 }
-
-// traffic has counters. The field total counts connections. bytesIn and bytesOut count the
-// bytes of IP packets from clients and to clients.
-type traffic struct{ total, bytesIn, bytesOut uint64 }
 
 // settings are the settings of a virtual server.
 type settings struct {
@@ -86,7 +81,9 @@ type destination struct {
 	connections uint32
 	// established is the number of established connections. It does not count UDP.
 	established uint32
-	traffic
+	// total counts connections. bytesIn and bytesOut count the bytes of IP packets from clients
+	// and to clients.
+	total, bytesIn, bytesOut uint64
 }
 
 // Numbers of linux/ip_vs.h and linux/genetlink.h.
@@ -98,7 +95,6 @@ const (
 
 	svcFamily, svcProtocol, svcAddr, svcPort              = 1, 2, 3, 4
 	svcScheduler, svcFlags, svcTimeout, svcNetmask        = 6, 7, 8, 9
-	svcStats                                              = 12 // like destStats
 	destAddr, destPort, destMethod, destWeight, destUpper = 1, 2, 3, 4, 5
 	destLower, destActive, destInactive, destFam          = 6, 7, 8, 11
 
@@ -410,7 +406,7 @@ func (c *conn) readDestinations(id serverID, s *server) error {
 	return nil
 }
 
-func (to *traffic) decodeStats(d *netlink.AttributeDecoder) error {
+func (to *destination) decodeStats(d *netlink.AttributeDecoder) error {
 	for d.Next() {
 		switch d.Type() {
 		case statsConnections:
@@ -449,8 +445,6 @@ func decodeServer(d *netlink.AttributeDecoder) (id serverID, s *server, ok bool)
 					if b := d.Bytes(); len(b) >= 4 {
 						s.flags = binary.NativeEndian.Uint32(b) &^ flagHashed
 					}
-				case svcStats:
-					d.Nested(s.decodeStats)
 				}
 			}
 			var a netip.Addr

@@ -24,7 +24,8 @@ import (
 //
 // If IPVS cannot serve a service, the backend nftables programs that service. Its instance is
 // "of-ipvs", or for an instance "of-ipvs-<Instance>", so no other dataplane may have this
-// instance. It gets all options of [backends.Options] except Conntrack, Sysctls and Observer.
+// instance. It gets all options of [backends.Options] except Conntrack and Sysctls, and only
+// the calls of the Observer's method Drifted.
 //
 // Sysctls also applies to the settings of IPVS (net.ipv4.vs.*). The mode ReportSysctls
 // corrects them as well, because the dataplane does not work without them. With

@@ -74,9 +74,17 @@ func (r *rest) new(addrs nodeaddr.Source) (backends.Dataplane, error) {
 	// The backend ipvs applies the settings, and passes all changes to connection tracking.
 	o.Sysctls = backends.IgnoreSysctls
 	o.Conntrack = sink.Func(func(context.Context, *sink.Changes) error { return nil })
-	o.Observer = nil
+	o.Observer = onlyDrift{r.opts.Observer}
 	return nftables.New(o)
 }
+
+// onlyDrift passes the method Drifted to an observer. The other methods would mix objects of
+// two tables.
+type onlyDrift struct{ to backends.Observer }
+
+func (o onlyDrift) Wrote(int, error)  {}
+func (o onlyDrift) Holds(string, int) {}
+func (o onlyDrift) Drifted(now bool)  { o.to.Drifted(now) }
 
 func (r *rest) start(ctx context.Context, addrs nodeaddr.Source) error {
 	d, err := r.new(addrs)
@@ -176,7 +184,9 @@ func (r *rest) lost(c *sink.Changes, removed []sink.Change) (lost, others []sink
 		return nil, nil
 	}
 	claims, addrs := map[api.Claim]types.NamespacedName{}, map[netip.Addr]types.NamespacedName{}
+	delivered := map[types.NamespacedName]bool{}
 	for ch := range c.Services {
+		delivered[ch.Key] = true
 		for f := range nodeview.Frontends(ch.New) {
 			claims[f.Claim()], addrs[f.Addr] = ch.Key, ch.Key
 		}
@@ -197,7 +207,7 @@ func (r *rest) lost(c *sink.Changes, removed []sink.Change) (lost, others []sink
 	}
 	all := removed
 	for key, old := range r.stuck {
-		if !slices.ContainsFunc(removed, func(ch sink.Change) bool { return ch.Key == key }) {
+		if !delivered[key] {
 			all = append(all, sink.Change{Key: key, Old: old})
 		}
 	}

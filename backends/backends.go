@@ -127,8 +127,8 @@ type Options struct {
 	AcceptUnknownPorts bool
 
 	// NodeAddresses provides the addresses at which node ports are reachable. The dataplane
-	// ignores loopback addresses; package node serves them by sockets. Default: the primary addresses of the node, which the
-	// dataplane watches itself.
+	// ignores loopback addresses; package node serves them by sockets. Default: the primary
+	// addresses of the node, which the dataplane watches itself.
 	NodeAddresses nodeaddr.Source
 
 	// Conntrack is a sink that receives each change after the dataplane has applied it. Its

@@ -16,72 +16,122 @@ import (
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/internal/netnstest"
+	"github.com/vishvananda/netlink"
 )
 
 var ips = []netip.Addr{netip.MustParseAddr("192.0.2.1"), netip.MustParseAddr("2001:db8::1")}
 
-// lan is a network of a client and nodes. The first nodes have no pods.
+// lan has a client, a router and nodes, in one network or in two. The client is in the first
+// one. The first nodes have no pods.
 type lan struct {
-	client *netnstest.Namespace
-	nodes  []*netnstest.Namespace
+	client, router *netnstest.Namespace
+	nodes          []*netnstest.Namespace
+	networks       int
 }
 
 const entries, hosts = 2, 4
 
-func newLAN(t *testing.T) *lan {
-	l := &lan{client: netnstest.New(t)}
-	bridge := netnstest.New(t)
-	bridge.Run(t, "ip", "link", "add", "br0", "type", "bridge")
-	bridge.Up(t, "br0")
-	join := func(n *netnstest.Namespace, number int) {
-		name := fmt.Sprintf("port%d", number)
-		bridge.Join(t, name, n, "eth0")
-		bridge.Run(t, "ip", "link", "set", name, "master", "br0")
-		n.Add(t, "eth0", fmt.Sprintf("10.0.0.%d/24", number))
-		n.Add(t, "eth0", fmt.Sprintf("fd00::%d/64", number))
+// address returns the address of a number in the network of a node.
+func (l *lan) address(format string, node, number int) string {
+	return fmt.Sprintf(format, node%l.networks, number)
+}
+
+// newLAN makes one network, or two. In two, nodes with odd numbers are in the second one. Packets
+// to pods of the other network go through a VXLAN device, which is as flannel makes it with the
+// setting DirectRouting.
+func newLAN(t testing.TB, networks int) *lan {
+	l := &lan{client: netnstest.New(t), router: netnstest.New(t), networks: networks}
+	l.router.Set(t, "ipv4/ip_forward=1", "ipv6/conf/all/forwarding=1", "ipv4/conf/all/rp_filter=0", "ipv4/conf/all/send_redirects=0")
+	join := func(n *netnstest.Namespace, network, number int) {
+		port, bridge := fmt.Sprintf("port%d", number), fmt.Sprintf("br%d", network)
+		l.router.Join(t, port, n, "eth0")
+		l.router.Run(t, "ip", "link", "set", port, "master", bridge)
+		n.Add(t, "eth0", l.address("10.0.%d.%d/24", network, number))
+		n.Add(t, "eth0", l.address("fd00:%d::%d/64", network, number))
+		n.Route(t, "default", l.address("10.0.%d.%d", network, 254), "eth0")
+		n.Route(t, "default", l.address("fd00:%d::%d", network, 254), "eth0")
 	}
-	join(l.client, 100)
+	for network := range networks {
+		name := fmt.Sprintf("br%d", network)
+		l.router.Run(t, "ip", "link", "add", name, "type", "bridge")
+		l.router.Up(t, name)
+		l.router.Add(t, name, l.address("10.0.%d.%d/24", network, 254))
+		l.router.Add(t, name, l.address("fd00:%d::%d/64", network, 254))
+	}
+	join(l.client, 0, 100)
 	for i := range entries + hosts {
 		n := netnstest.New(t)
-		join(n, i+1)
+		join(n, i%networks, i+1)
 		n.Set(t, "ipv4/ip_forward=1", "ipv6/conf/all/forwarding=1", "ipv4/conf/all/rp_filter=0", "ipv4/conf/all/send_redirects=0")
+		if networks > 1 {
+			n.Run(t, "ip", "link", "add", "vxlan", "address", tunnelMAC(i), "type", "vxlan", "id", "1", "dstport", "8472",
+				"nolearning", "dev", "eth0", "local", l.address("10.0.%d.%d", i, i+1))
+			n.Up(t, "vxlan")
+			n.Add(t, "vxlan", fmt.Sprintf("10.1.%d.0/32", i))
+			n.Add(t, "vxlan", fmt.Sprintf("fd01:%d::/128", i))
+		}
 		l.nodes = append(l.nodes, n)
 	}
 	for i, n := range l.nodes {
 		for j := range l.nodes[entries:] {
 			number := entries + j
 			net4, net6 := fmt.Sprintf("10.1.%d", number), fmt.Sprintf("fd01:%d:", number)
-			if number != i {
-				n.Route(t, net4+".0/24", fmt.Sprintf("10.0.0.%d", number+1), "eth0")
-				n.Route(t, net6+":/64", fmt.Sprintf("fd00::%d", number+1), "eth0")
-				continue
+			switch {
+			case number == i:
+				l.addPod(t, n, number, net4, net6)
+			case number%networks == i%networks:
+				n.Route(t, net4+".0/24", l.address("10.0.%d.%d", number, number+1), "eth0")
+				n.Route(t, net6+":/64", l.address("fd00:%d::%d", number, number+1), "eth0")
+			default:
+				for _, behind := range [][2]string{{net4 + ".0", "/24"}, {net6 + ":", "/64"}} {
+					n.Run(t, "ip", "route", "add", behind[0]+behind[1], "via", behind[0], "dev", "vxlan", "onlink")
+					n.Run(t, "ip", "neigh", "add", behind[0], "lladdr", tunnelMAC(number), "dev", "vxlan", "nud", "permanent")
+				}
+				n.Run(t, "bridge", "fdb", "add", tunnelMAC(number), "dev", "vxlan", "dst", l.address("10.0.%d.%d", number, number+1))
 			}
-			pod := netnstest.New(t)
-			n.Join(t, "pod", pod, "eth0")
-			n.Add(t, "pod", net4+".1/24")
-			n.Add(t, "pod", net6+":1/64")
-			pod.Add(t, "eth0", net4+".2/24")
-			pod.Add(t, "eth0", net6+":2/64")
-			pod.Route(t, "default", net4+".1", "eth0")
-			pod.Route(t, "default", net6+":1", "eth0")
-			netnstest.Listen(t, pod.Do, ":8080", func(c net.Conn) {
-				host, _, _ := net.SplitHostPort(c.RemoteAddr().String())
-				fmt.Fprintf(c, "%d %s\n", number, host)
-				io.Copy(c, c)
-			})
 		}
 	}
 	return l
 }
 
-// enter makes a node the next hop of the client.
-func (l *lan) enter(t *testing.T, node int) {
-	l.client.Route(t, "192.0.2.1/32", fmt.Sprintf("10.0.0.%d", node+1), "eth0")
-	l.client.Route(t, "2001:db8::1/128", fmt.Sprintf("fd00::%d", node+1), "eth0")
+func tunnelMAC(node int) string { return fmt.Sprintf("02:00:00:00:00:%02x", node) }
+
+// addPod adds a pod to a node. For each connection, it writes its number and the client's address,
+// and then what it reads.
+func (l *lan) addPod(t testing.TB, n *netnstest.Namespace, number int, net4, net6 string) {
+	pod := netnstest.New(t)
+	n.Join(t, "pod", pod, "eth0")
+	n.Add(t, "pod", net4+".1/24")
+	n.Add(t, "pod", net6+":1/64")
+	pod.Add(t, "eth0", net4+".2/24")
+	pod.Add(t, "eth0", net6+":2/64")
+	pod.Route(t, "default", net4+".1", "eth0")
+	pod.Route(t, "default", net6+":1", "eth0")
+	if l.networks > 1 {
+		pod.Run(t, "ip", "link", "set", "eth0", "mtu", "1450") // flannel leaves room for the header of VXLAN
+	}
+	netnstest.Listen(t, pod.Do, ":8080", func(c net.Conn) {
+		host, _, _ := net.SplitHostPort(c.RemoteAddr().String())
+		fmt.Fprintf(c, "%d %s\n", number, host)
+		io.Copy(c, c)
+	})
+}
+
+// enter makes nodes the next hops of the router. It chooses one by the addresses and ports of a
+// packet (ECMP).
+func (l *lan) enter(t testing.TB, nodes ...int) {
+	l.router.Set(t, "ipv4/fib_multipath_hash_policy=1", "ipv6/fib_multipath_hash_policy=1")
+	for ip, format := range map[string]string{"192.0.2.1": "10.0.%d.%d", "2001:db8::1": "fd00:%d::%d"} {
+		args := []string{"ip", "route", "replace", ip}
+		for _, node := range nodes {
+			args = append(args, "nexthop", "via", l.address(format, node, node+1))
+		}
+		l.router.Run(t, args...)
+	}
 }
 
 // sync programs all nodes with the pods of some nodes as endpoints.
-func (l *lan) sync(t *testing.T, pods map[int]bool) {
+func (l *lan) sync(t testing.TB, pods map[int]bool) {
 	t.Helper()
 	for i, n := range l.nodes {
 		view := &api.View{Service: &api.Service{
@@ -99,7 +149,7 @@ func (l *lan) sync(t *testing.T, pods map[int]bool) {
 				}
 			}
 		}
-		b := &balancer{table: "test", devices: []string{"eth0"}}
+		b := &balancer{table: "test", devices: []string{"eth0", "vxlan"}[:l.networks]}
 		if err := n.Do(func() error { return b.SyncState(t.Context(), nil, []*api.View{view}) }); err != nil {
 			t.Fatal(err)
 		}
@@ -114,7 +164,7 @@ type connection struct {
 
 func (c *connection) Read(b []byte) (int, error) { return c.Reader.Read(b) }
 
-func (l *lan) connect(t *testing.T, ip netip.Addr) *connection {
+func (l *lan) connect(t testing.TB, ip netip.Addr) *connection {
 	t.Helper()
 	var conn net.Conn
 	if err := l.client.Do(func() (err error) {
@@ -139,8 +189,12 @@ func (l *lan) connect(t *testing.T, ip netip.Addr) *connection {
 }
 
 func TestConnectionsSurviveChanges(t *testing.T) {
+	t.Run("shared network", func(t *testing.T) { testChanges(t, newLAN(t, 1)) })
+	t.Run("tunnel", func(t *testing.T) { testChanges(t, newLAN(t, 2)) })
+}
+
+func testChanges(t *testing.T, l *lan) {
 	const connections, changes = 1000, 100
-	l := newLAN(t)
 	pods := map[int]bool{entries: true, entries + 1: true}
 	l.sync(t, pods)
 	l.enter(t, 0)
@@ -194,8 +248,30 @@ func TestConnectionsSurviveChanges(t *testing.T) {
 	if ended == 0 || len(open) < connections/2 {
 		t.Error("want some connections to removed pods, and most to others")
 	}
+	for _, c := range open[:20] { // large packets fit into the tunnel
+		c.SetDeadline(time.Now().Add(10 * time.Second))
+		go io.WriteString(c, strings.Repeat("x", 1<<20))
+		if n, err := io.CopyN(io.Discard, c, 1<<20); err != nil {
+			t.Fatalf("a connection to pod %d broke after %d bytes of a long answer: %v", c.pod, n, err)
+		}
+	}
 	out := l.nodes[entries].Run(t, "nft", "list", "table", "ip", "test")
-	if !strings.Contains(out, "10.0.0.") {
+	if !strings.Contains(out, " : 10.") {
 		t.Errorf("no slot has a second endpoint:\n%.2000s", out)
 	}
+	if l.networks > 1 {
+		if link := l.link(t, entries, "vxlan"); link.RxPackets == 0 || link.TxPackets == 0 {
+			t.Errorf("the tunnel device of a node has the counters %+v, want packets in both directions", link)
+		}
+	}
+}
+
+// link returns the counters of a device of a node.
+func (l *lan) link(t testing.TB, node int, name string) *netlink.LinkStatistics {
+	t.Helper()
+	link, err := l.nodes[node].Links.LinkByName(name)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return link.Attrs().Statistics
 }

@@ -266,6 +266,54 @@ func testChanges(t *testing.T, l *lan) {
 	}
 }
 
+// TestConnectionsSurviveDeadEntryNodes sets the link of entry nodes down while connections are open
+// and have packets on the way. The router stops using the node 300 ms later, like BFD.
+func TestConnectionsSurviveDeadEntryNodes(t *testing.T) {
+	for name, networks := range map[string]int{"shared network": 1, "tunnel": 2} {
+		t.Run(name, func(t *testing.T) {
+			const connections = 500
+			l := newLAN(t, networks)
+			pods := map[int]bool{}
+			var alive []int
+			for number := range l.nodes {
+				pods[number] = number >= entries
+				alive = append(alive, number)
+			}
+			l.sync(t, pods)
+			l.enter(t, alive...)
+			var open []*connection
+			for i := range connections {
+				open = append(open, l.connect(t, ips[i%2]))
+			}
+			for dead := range entries {
+				if forwarded := l.link(t, dead, "eth0").TxPackets; forwarded < connections/10 {
+					t.Errorf("entry node %d sent %d packets, want a share of those of %d connections", dead, forwarded, connections)
+				}
+				l.nodes[dead].Run(t, "ip", "link", "set", "eth0", "down")
+				word := fmt.Sprintf("dead %d", dead)
+				for _, c := range open {
+					c.SetDeadline(time.Now().Add(20 * time.Second))
+					if _, err := io.WriteString(c, word); err != nil {
+						t.Fatalf("a connection to pod %d broke: %v", c.pod, err)
+					}
+				}
+				time.Sleep(300 * time.Millisecond) // packets to the dead node are lost
+				alive = alive[1:]
+				l.enter(t, alive...)
+				for _, c := range open {
+					got := make([]byte, len(word))
+					if _, err := io.ReadFull(c, got); err != nil || string(got) != word {
+						t.Fatalf("a connection to pod %d broke: %q, %v", c.pod, got, err)
+					}
+				}
+				for i := range 100 {
+					open = append(open, l.connect(t, ips[i%2]))
+				}
+			}
+		})
+	}
+}
+
 // link returns the counters of a device of a node.
 func (l *lan) link(t testing.TB, node int, name string) *netlink.LinkStatistics {
 	t.Helper()

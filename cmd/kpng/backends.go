@@ -5,7 +5,6 @@ package main
 import (
 	"context"
 	"fmt"
-	"io"
 	"net/netip"
 	"os"
 	"strings"
@@ -206,28 +205,27 @@ func inspectorOf(name, instance string) (backends.Inspector, nodeview.Parameters
 	return nil, honours, usage.Errorf("--dataplane %q: no backend of this platform with this name can show its dataplane (nftables, ipvs and ebpf can, on Linux)", name)
 }
 
-// inspect prints what the dataplane has for each explained frontend. The argument asked
-// is the address in the user's question, if any.
-func inspect(ctx context.Context, w io.Writer, i backends.Inspector, e *nodeview.Explanation, node *api.Node, asked netip.Addr) error {
+// inspect returns what the dataplane has for each explained frontend. The argument asked is
+// the address in the user's question, if any. With an error, it returns the results before.
+func inspect(ctx context.Context, i backends.Inspector, e *nodeview.Explanation, node *api.Node, asked netip.Addr) ([]inspection, error) {
+	var list []inspection
 	for _, f := range e.Frontends {
 		for _, addr := range addressesOf(f.FrontendKey, node, asked) {
 			text := "a socket of kpng, if --node-port-addresses has loopback addresses: see ss -lntup"
 			if !addr.IsLoopback() {
 				var err error
 				if text, err = i.Inspect(ctx, addr, f.Protocol, f.Port, e.View); err != nil {
-					return fmt.Errorf("inspect the dataplane for %s of %s: %w", f.FrontendKey, e.Service, err)
+					return list, fmt.Errorf("inspect the dataplane for %s of %s: %w", f.FrontendKey, e.Service, err)
 				}
 			}
 			at := f.FrontendKey.String()
 			if f.Kind == nodeview.NodePort {
 				at += " at " + addr.String()
 			}
-			if _, err := fmt.Fprintf(plain.Writer(w), "\nDataplane for %s:\n  %s\n", at, strings.ReplaceAll(strings.TrimRight(text, "\n"), "\n", "\n  ")); err != nil {
-				return err
-			}
+			list = append(list, inspection{at, strings.TrimRight(text, "\n")})
 		}
 	}
-	return nil
+	return list, nil
 }
 
 // addressesOf returns the addresses at which to inspect a frontend. For a node port, it

@@ -9,10 +9,12 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"slices"
 	"strings"
 
 	"github.com/kpng-project/kpng"
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/cluster"
 	"github.com/kpng-project/kpng/internal/command"
 	"github.com/kpng-project/kpng/internal/explain"
@@ -57,22 +59,14 @@ func explainCommand() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			printMore := func(*nodeview.Explanation, *api.Node) error { return nil }
+			var inspector backends.Inspector
+			var honours nodeview.Parameters
 			switch {
 			case dataplane == "" && instance != "":
 				return usage.Errorf("--instance needs --dataplane")
-			case dataplane != "" && output != "text":
-				return usage.Errorf("--dataplane prints text, not --output %s", output)
 			case dataplane != "":
-				i, honours, err := inspectorOf(dataplane, instance)
-				if err != nil {
+				if inspector, honours, err = inspectorOf(dataplane, instance); err != nil {
 					return err
-				}
-				printMore = func(e *nodeview.Explanation, n *api.Node) error {
-					if ignored := nodeview.ParametersOf(e.View).Without(honours); ignored != (nodeview.Parameters{}) {
-						fmt.Fprintf(cmd.OutOrStdout(), "\nThe backend %s ignores traffic parameters: %s\n", dataplane, ignored)
-					}
-					return inspect(cmd.Context(), cmd.OutOrStdout(), i, e, n, about.Addr())
 				}
 			}
 			objects, err := source.Load(cmd.Context())
@@ -84,14 +78,16 @@ func explainCommand() *cobra.Command {
 				if errors.Is(err, explain.ErrNotFound) {
 					err = notServed(cmd.Context(), &source, about.Service())
 				}
-				if err == nil {
-					err = print(e)
-					if reason, ok := objects.Refused.Get(e.Service); ok && output == "text" {
-						fmt.Fprintf(cmd.OutOrStdout(), "\nThe service is refused, or a part of it: %s\n", plain.Line(reason))
-					}
-					err = errors.Join(err, printMore(e, self))
-				}
 				if err != nil {
+					return err
+				}
+				a := &answer{Explanation: e}
+				a.Refused, _ = objects.Refused.Get(e.Service)
+				if inspector != nil {
+					a.Ignored = nodeview.ParametersOf(e.View).Without(honours)
+					a.Dataplane, err = inspect(cmd.Context(), inspector, e, self, about.Addr())
+				}
+				if err = errors.Join(print(a), err); err != nil {
 					return err
 				}
 			}
@@ -102,7 +98,7 @@ func explainCommand() *cobra.Command {
 	fs.SortFlags = false
 	fs.StringVar(&node, "node-name", "", "explain the view of the node with this `name` (default: $NODE_NAME, else the host name in lower case)")
 	fs.StringVarP(&output, "output", "o", "text", "print `text, json or yaml`; JSON has one line per service")
-	fs.StringVar(&dataplane, "dataplane", "", "also print what this `backend` has programmed on this machine; needs the same privileges as the backend")
+	fs.StringVar(&dataplane, "dataplane", "", "also print what this `backend` has programmed on this machine, and the traffic parameters that it ignores; needs the same privileges as the backend")
 	fs.StringVar(&instance, "instance", "", "`name` of the backend's instance, if it has one")
 	source.Register(cmd, true)
 	completeOutput(cmd, "text", "json", "yaml")
@@ -111,22 +107,70 @@ func explainCommand() *cobra.Command {
 	return cmd
 }
 
-// printer returns a function that prints one explanation.
-func printer(w io.Writer, output string) (func(*nodeview.Explanation) error, error) {
+// answer is an explanation of a service, and what the command adds to it.
+type answer struct {
+	*nodeview.Explanation
+	additions
+}
+
+// additions are the fields that an answer adds to the JSON form of an explanation.
+type additions struct {
+	// Refused says why the service is refused, or a part of it.
+	Refused string `json:",omitempty"`
+	// Ignored are the traffic parameters of the service that the backend ignores.
+	Ignored nodeview.Parameters `json:",omitzero"`
+	// Dataplane says what the backend has programmed.
+	Dataplane []inspection `json:",omitempty"`
+}
+
+// inspection is what the dataplane has for a frontend.
+type inspection struct{ Frontend, Text string }
+
+// String returns the answer for people.
+func (a *answer) String() string {
+	var out strings.Builder
+	out.WriteString(a.Explanation.String())
+	if a.Refused != "" {
+		fmt.Fprintf(&out, "\nThe service is refused, or a part of it: %s\n", plain.Line(a.Refused))
+	}
+	if a.Ignored != (nodeview.Parameters{}) {
+		fmt.Fprintf(&out, "\nThe backend ignores traffic parameters: %s\n", a.Ignored)
+	}
+	for _, i := range a.Dataplane {
+		fmt.Fprintf(&out, "\nDataplane for %s:\n  %s\n", i.Frontend, strings.ReplaceAll(i.Text, "\n", "\n  "))
+	}
+	return out.String()
+}
+
+// MarshalJSON returns the JSON form of the explanation, with the additions.
+func (a *answer) MarshalJSON() ([]byte, error) {
+	explanation, err := json.Marshal(a.Explanation)
+	if err != nil {
+		return nil, err
+	}
+	more, err := json.Marshal(a.additions)
+	if err != nil || string(more) == "{}" {
+		return explanation, err
+	}
+	return slices.Concat(explanation[:len(explanation)-1], []byte(","), more[1:]), nil
+}
+
+// printer returns a function that prints one answer.
+func printer(w io.Writer, output string) (func(*answer) error, error) {
 	switch output {
 	case "text":
 		w, separator := plain.Writer(w), ""
-		return func(e *nodeview.Explanation) error {
-			_, err := fmt.Fprint(w, separator, e)
+		return func(a *answer) error {
+			_, err := fmt.Fprint(w, separator, a)
 			separator = "\n"
 			return err
 		}, nil
 	case "json":
 		out := json.NewEncoder(plain.Writer(w))
-		return func(e *nodeview.Explanation) error { return out.Encode(e) }, nil
+		return func(a *answer) error { return out.Encode(a) }, nil
 	case "yaml":
-		return func(e *nodeview.Explanation) error {
-			text, err := toYAML(e)
+		return func(a *answer) error {
+			text, err := toYAML(a)
 			if err != nil {
 				return err
 			}

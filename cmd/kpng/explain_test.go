@@ -7,10 +7,13 @@ import (
 	"flag"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 
 	"github.com/google/go-cmp/cmp"
+	"github.com/kpng-project/kpng/nodeview"
+	"k8s.io/apimachinery/pkg/types"
 )
 
 var update = flag.Bool("update", false, "write the golden files in testdata")
@@ -170,5 +173,88 @@ func TestExplainNamesInvalidFields(t *testing.T) {
 	const want = `The service is refused, or a part of it: invalid fields ignored: metadata.annotations[kpng.io/algorithm]: "fastest" is not a value`
 	if out := mustExecute(t, "explain", "-i", path, "--node-name=here", "web"); !strings.Contains(out, want) || !strings.Contains(out, "ClusterIP 10.0.0.1:80/TCP") {
 		t.Errorf("explanation:\n%s", out)
+	}
+	var e struct {
+		Service struct{ Name string }
+		Refused string
+	}
+	out := mustExecute(t, "explain", "-i", path, "--node-name=here", "web", "-o", "json")
+	if err := json.Unmarshal([]byte(out), &e); err != nil || e.Service.Name != "web" || !strings.Contains(e.Refused, `metadata.annotations[kpng.io/algorithm]: "fastest"`) {
+		t.Errorf("explanation %s, error %v", out, err)
+	}
+}
+
+// TestAdditionsAreDocumented compares the fields that the command adds to explanations with
+// the table in docs/wire.md.
+func TestAdditionsAreDocumented(t *testing.T) {
+	e := &nodeview.Explanation{Service: types.NamespacedName{Namespace: "default", Name: "web"}}
+	fields := func(a *answer) map[string]any {
+		text, err := json.Marshal(a)
+		if err != nil {
+			t.Fatal(err)
+		}
+		var object map[string]any
+		if err := json.Unmarshal(text, &object); err != nil {
+			t.Fatalf("%v in %s", err, text)
+		}
+		return object
+	}
+	added := fields(&answer{e, additions{
+		Refused: "too large", Ignored: nodeview.Parameters{Algorithm: true, Weights: true, Resets: true, NodePortSources: true},
+		Dataplane: []inspection{{"ClusterIP 10.0.0.1:80/TCP", "an element"}},
+	}})
+	for name := range fields(&answer{Explanation: e}) {
+		delete(added, name)
+	}
+	page, err := os.ReadFile("../../docs/wire.md")
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, table, _ := strings.Cut(string(page), "\n| field that kpng explain adds | type | meaning |\n|---|---|---|\n")
+	table, _, _ = strings.Cut(table, "\n\n")
+	var documented, written []string
+	for row := range strings.Lines(table) {
+		names, _, _ := strings.Cut(strings.TrimPrefix(row, "| "), " |")
+		documented = append(documented, strings.Split(names, ", ")...)
+	}
+	for name, value := range added {
+		switch value := value.(type) {
+		case map[string]any:
+			for field := range value {
+				written = append(written, name+"."+field)
+			}
+		case []any:
+			for field := range value[0].(map[string]any) {
+				written = append(written, name+"[]."+field)
+			}
+		default:
+			written = append(written, name)
+		}
+	}
+	slices.Sort(documented)
+	slices.Sort(written)
+	if diff := cmp.Diff(documented, written); diff != "" {
+		t.Errorf("table in docs/wire.md (-documented +written):\n%s", diff)
+	}
+}
+
+// TestTextOfAnswers checks what the command adds to the text of an explanation.
+func TestTextOfAnswers(t *testing.T) {
+	e := &nodeview.Explanation{Service: types.NamespacedName{Namespace: "default", Name: "web"}}
+	got := (&answer{e, additions{
+		Refused: "too large", Ignored: nodeview.Parameters{Algorithm: true, Weights: true},
+		Dataplane: []inspection{{"ClusterIP 10.0.0.1:80/TCP", "- one\n+ two"}},
+	}}).String()
+	want := e.String() + `
+The service is refused, or a part of it: too large
+
+The backend ignores traffic parameters: stable hashing, weights of endpoints
+
+Dataplane for ClusterIP 10.0.0.1:80/TCP:
+  - one
+  + two
+`
+	if diff := cmp.Diff(want, got); diff != "" {
+		t.Errorf("-want +got:\n%s", diff)
 	}
 }

@@ -313,7 +313,7 @@ func (n namespace) large(ip netip.Addr) error {
 	c.SetDeadline(time.Now().Add(5 * time.Second))
 	data := make([]byte, 100_000)
 	go c.Write(data)
-	if read, err := io.ReadFull(c, data); err != nil {
+	if read, err := io.ReadFull(c, make([]byte, len(data))); err != nil {
 		return fmt.Errorf("%d bytes arrived: %w", read, err)
 	}
 	return nil

@@ -39,6 +39,7 @@ func (f *ebpfFlags) register(fs *pflag.FlagSet) {
 	fs.StringVar(&f.ebpf.Cgroup, "cgroup", "", "handle sockets of processes in this `directory` of the file system of cgroups, version 2 (default the root)")
 	fs.StringVar(&f.ebpf.BPFFS, "bpffs", "/sys/fs/bpf", "keep maps and links in a BPF file system that is mounted at this `directory`")
 	fs.BoolVar(&f.ebpf.HostNetworkOnly, "host-network-only", false, "handle only sockets in the network namespace of the node, not those of pods")
+	fs.StringSliceVar(&f.ebpf.ExcludedCgroups, "exclude-cgroups", nil, "leave processes in the cgroups with these `paths` to nftables, such as system.slice/mesh.service")
 	fs.BoolVar(&f.ebpf.TCPOnly, "tcp-only", false, "handle only TCP connections with eBPF, and leave UDP to nftables")
 	fs.StringVar(&f.ebpf.Annotation, "ebpf-annotation", "kpng.io/ebpf", "leave services to nftables for which this `annotation` has the value false")
 	fs.IntVar(&f.ebpf.MaxFrontends, "max-frontends", 1<<18, "handle at most this `number` of addresses and ports of services")

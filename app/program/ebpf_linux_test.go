@@ -22,10 +22,10 @@ func TestFlagsOfEBPF(t *testing.T) {
 		"defaults": {nil, defaults},
 		"all flags": {
 			[]string{
-				"--instance=x", "--cgroup=/c", "--bpffs=/b", "--host-network-only", "--tcp-only", "--ebpf-annotation=example.com/a",
+				"--instance=x", "--cgroup=/c", "--bpffs=/b", "--host-network-only", "--exclude-cgroups=/a,b/c", "--tcp-only", "--ebpf-annotation=example.com/a",
 				"--max-frontends=1", "--max-endpoints=2", "--max-members=3", "--max-clients=4",
 			},
-			ebpf.Options{Options: backends.Options{Instance: "x"}, Cgroup: "/c", BPFFS: "/b", HostNetworkOnly: true, TCPOnly: true, Annotation: "example.com/a", MaxFrontends: 1, MaxEndpoints: 2, MaxMembers: 3, MaxClients: 4},
+			ebpf.Options{Options: backends.Options{Instance: "x"}, Cgroup: "/c", BPFFS: "/b", HostNetworkOnly: true, ExcludedCgroups: []string{"/a", "b/c"}, TCPOnly: true, Annotation: "example.com/a", MaxFrontends: 1, MaxEndpoints: 2, MaxMembers: 3, MaxClients: 4},
 		},
 	} {
 		f := ebpfFlags{}
@@ -35,7 +35,7 @@ func TestFlagsOfEBPF(t *testing.T) {
 }
 
 func TestInvalidFlagsOfEBPF(t *testing.T) {
-	testInvalidFlags(t, EBPF, "--masquerade-all", "--instance=a.b", "--max-clients=-1", "--masquerade-bit=32")
+	testInvalidFlags(t, EBPF, "--masquerade-all", "--instance=a.b", "--max-clients=-1", "--exclude-cgroups=../a", "--masquerade-bit=32")
 }
 
 type fakeCounts struct {

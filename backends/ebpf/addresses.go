@@ -69,32 +69,14 @@ func (b *backend) updateAddresses(ctx context.Context) error {
 
 // writeAddresses writes the addresses at which the node has node ports to the map node_ips.
 func (b *backend) writeAddresses(ctx context.Context) error {
-	missing := map[ipKey]uint32{}
+	wanted := map[ipKey]uint32{}
 	if b.opts.NodeAddresses != nil {
 		addrs, _ := b.opts.NodeAddresses.Addresses()
 		for _, a := range addrs {
-			if missing[a.As16()] = everywhere; a.IsLoopback() {
-				missing[a.As16()] = nodeOnly
+			if wanted[a.As16()] = everywhere; a.IsLoopback() {
+				wanted[a.As16()] = nodeOnly
 			}
 		}
 	}
-	t := kernelTable[ipKey, uint32]{"node_ips", b.programs.NodeIps}
-	var stale []ipKey
-	err := t.each(ctx, func(a ipKey, scope uint32) {
-		if want, ok := missing[a]; !ok {
-			stale = append(stale, a)
-		} else if want == scope {
-			delete(missing, a)
-		}
-	})
-	if err != nil {
-		return err
-	}
-	var wanted batch[ipKey, uint32]
-	for a, scope := range missing {
-		wanted.add(a, scope)
-	}
-	err = t.delete(stale)
-	_, setErr := t.set(wanted.keys, wanted.values)
-	return errors.Join(err, setErr)
+	return kernelTable[ipKey, uint32]{"node_ips", b.programs.NodeIps}.replace(ctx, wanted)
 }

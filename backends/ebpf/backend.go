@@ -39,6 +39,8 @@ type backend struct {
 	// complete is true while the maps have the services of a whole pass. Otherwise, the
 	// backend does not let the programs translate connections.
 	complete bool
+	// missing has the excluded cgroups that did not exist.
+	missing map[string]bool
 	// endAddresses ends the goroutine that follows the addresses of the node.
 	endAddresses func()
 	// beatAt is the time of the last heartbeat.
@@ -82,8 +84,8 @@ var (
 // no_endpoint (only existing UDP sockets may use the endpoints), list_changed (the list
 // changed at this moment), no_memory (there is none for the record of the socket, or the
 // cluster IP has too many clients with session affinity), bound_port (the socket had a
-// port before it connected), and ambiguous (the source of an answer to the UDP socket could be
-// wrong).
+// port before it connected), ambiguous (the source of an answer to the UDP socket could be
+// wrong), and excluded (the process is in an excluded cgroup).
 func New(proxy sink.Sink, opts Options) (backends.Dataplane, error) {
 	b, err := newBackend(proxy, opts)
 	if err != nil {
@@ -139,10 +141,15 @@ func (b *backend) start(ctx context.Context) (err error) {
 	if err != nil {
 		return err
 	}
-	if err := p.attach(&b.opts, b.cgroup); err != nil {
+	b.programs, b.complete, b.missing = p, false, map[string]bool{}
+	err = b.writeExcluded(ctx)
+	if err == nil {
+		err = p.attach(&b.opts, b.cgroup)
+	}
+	if err != nil {
+		b.programs = nil
 		return errors.Join(err, p.close())
 	}
-	b.programs, b.complete = p, false
 	b.resets = map[types.NamespacedName]*api.View{}
 	b.udp = nil
 	if p.sweepsUDP {
@@ -358,6 +365,9 @@ func (b *backend) verify(ctx context.Context) error {
 		if err := b.beat(); err != nil {
 			return err
 		}
+	}
+	if err := b.writeExcluded(ctx); err != nil {
+		return err
 	}
 	now := time.Now()
 	if now.Before(b.repairAt) {

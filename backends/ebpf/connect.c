@@ -33,6 +33,9 @@ const volatile __u64 connected_udp_netns = 0;
 // The largest number of clients of a cluster IP with session affinity.
 const volatile __u64 max_clients_of_ip = 0;
 
+// If has_exclusions is not 0, the programs look up the cgroups of processes in the map excluded.
+const volatile __u64 has_exclusions = 0;
+
 // If count_connections is not 0, the programs count connections by frontend and endpoint.
 const volatile __u64 count_connections = 0;
 
@@ -207,6 +210,16 @@ struct {
 	__uint(max_entries, SOME);
 } udp_conns SEC(".maps");
 
+// The programs leave connections and datagrams of processes in cgroups with these IDs, and in
+// cgroups below them.
+struct {
+	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(map_flags, BPF_F_NO_PREALLOC);
+	__type(key, __u64);
+	__type(value, __u32);
+	__uint(max_entries, 4096);
+} excluded SEC(".maps");
+
 // The time at which the backend last ran, in nanoseconds since the boot. It is 0 before
 // the first pass has ended, and after an error of the backend.
 struct {
@@ -220,7 +233,7 @@ struct {
 enum counter {
 	CONNECT4, CONNECT6, SENDMSG4, SENDMSG6, RECVMSG4, RECVMSG6, GETPEERNAME4, GETPEERNAME6,
 	// Connections and datagrams to a frontend that are left to the other sink.
-	ABANDONED, NO_ENDPOINT, LIST_CHANGED, NO_MEMORY, BOUND_PORT, AMBIGUOUS,
+	ABANDONED, NO_ENDPOINT, LIST_CHANGED, NO_MEMORY, BOUND_PORT, AMBIGUOUS, EXCLUDED,
 	COUNTERS,
 };
 
@@ -371,6 +384,25 @@ static __always_inline struct list *find(struct bpf_sock_addr *ctx, const struct
 	return bpf_map_lookup_elem(&frontends, key);
 }
 
+// The largest number of cgroups from the root to an excluded cgroup.
+#define CGROUP_LEVELS 16
+
+// in_excluded reports whether the calling process is in an excluded cgroup.
+static __always_inline int in_excluded(void)
+{
+	if (!has_exclusions)
+		return 0;
+#pragma unroll
+	for (int level = 1; level <= CGROUP_LEVELS; level++) {
+		__u64 id = bpf_get_current_ancestor_cgroup_id(level);
+		if (!id)
+			return 0;
+		if (bpf_map_lookup_elem(&excluded, &id))
+			return 1;
+	}
+	return 0;
+}
+
 static __always_inline int is_member(__u64 list, const struct address *endpoint)
 {
 	struct member member = {.list = list, .endpoint = *endpoint};
@@ -490,6 +522,8 @@ static __always_inline int choose(struct bpf_sock_addr *ctx, __u8 protocol, int 
 	__u64 now = bpf_ktime_get_ns();
 	if (abandoned(now))
 		return left(ABANDONED);
+	if (in_excluded())
+		return left(EXCLUDED);
 	struct client client = {.frontend = frontend};
 	struct udp_peers *known = NULL;
 	struct address stale = {};
@@ -565,8 +599,9 @@ static __always_inline int translate(struct bpf_sock_addr *ctx, __u8 protocol, i
 	return 1;
 }
 
-// excluded reports whether the programs leave everything that a socket sends.
-static __always_inline int excluded(struct bpf_sock_addr *ctx)
+// in_other_netns reports whether the programs leave everything that a socket sends, because
+// of its network namespace.
+static __always_inline int in_other_netns(struct bpf_sock_addr *ctx)
 {
 	return node_only && bpf_get_netns_cookie(ctx) != node_netns;
 }
@@ -601,7 +636,7 @@ static __always_inline int was_connected(struct bpf_sock_addr *ctx)
 // endpoint is removed. Connection tracking moves other connected UDP sockets.
 static __always_inline int on_connect(struct bpf_sock_addr *ctx, struct address *address)
 {
-	if (excluded(ctx))
+	if (in_other_netns(ctx))
 		return 0;
 	if (ctx->protocol == IPPROTO_TCP) {
 		if (translate(ctx, IPPROTO_TCP, 1, address))
@@ -642,7 +677,7 @@ static __always_inline struct peer *connected_peer(struct bpf_sock_addr *ctx)
 
 static __always_inline int on_sendmsg(struct bpf_sock_addr *ctx, struct address *address)
 {
-	if (ctx->protocol != IPPROTO_UDP || excluded(ctx))
+	if (ctx->protocol != IPPROTO_UDP || in_other_netns(ctx))
 		return 0;
 	struct peer *peer = connected_peer(ctx);
 	if (peer && equal(&peer->service, address)) {

@@ -76,6 +76,7 @@ type connectMapSpecs struct {
 	Clients      *ebpf.MapSpec `ebpf:"clients"`
 	Connections  *ebpf.MapSpec `ebpf:"connections"`
 	Counters     *ebpf.MapSpec `ebpf:"counters"`
+	Excluded     *ebpf.MapSpec `ebpf:"excluded"`
 	Frontends    *ebpf.MapSpec `ebpf:"frontends"`
 	Heartbeat    *ebpf.MapSpec `ebpf:"heartbeat"`
 	Members      *ebpf.MapSpec `ebpf:"members"`
@@ -92,6 +93,7 @@ type connectMapSpecs struct {
 type connectVariableSpecs struct {
 	ConnectedUdpNetns *ebpf.VariableSpec `ebpf:"connected_udp_netns"`
 	CountConnections  *ebpf.VariableSpec `ebpf:"count_connections"`
+	HasExclusions     *ebpf.VariableSpec `ebpf:"has_exclusions"`
 	MaxClientsOfIp    *ebpf.VariableSpec `ebpf:"max_clients_of_ip"`
 	NodeNetns         *ebpf.VariableSpec `ebpf:"node_netns"`
 	NodeOnly          *ebpf.VariableSpec `ebpf:"node_only"`
@@ -122,6 +124,7 @@ type connectMaps struct {
 	Clients      *ebpf.Map `ebpf:"clients"`
 	Connections  *ebpf.Map `ebpf:"connections"`
 	Counters     *ebpf.Map `ebpf:"counters"`
+	Excluded     *ebpf.Map `ebpf:"excluded"`
 	Frontends    *ebpf.Map `ebpf:"frontends"`
 	Heartbeat    *ebpf.Map `ebpf:"heartbeat"`
 	Members      *ebpf.Map `ebpf:"members"`
@@ -138,6 +141,7 @@ func (m *connectMaps) Close() error {
 		m.Clients,
 		m.Connections,
 		m.Counters,
+		m.Excluded,
 		m.Frontends,
 		m.Heartbeat,
 		m.Members,
@@ -155,6 +159,7 @@ func (m *connectMaps) Close() error {
 type connectVariables struct {
 	ConnectedUdpNetns *ebpf.Variable `ebpf:"connected_udp_netns"`
 	CountConnections  *ebpf.Variable `ebpf:"count_connections"`
+	HasExclusions     *ebpf.Variable `ebpf:"has_exclusions"`
 	MaxClientsOfIp    *ebpf.Variable `ebpf:"max_clients_of_ip"`
 	NodeNetns         *ebpf.Variable `ebpf:"node_netns"`
 	NodeOnly          *ebpf.Variable `ebpf:"node_only"`

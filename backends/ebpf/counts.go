@@ -11,7 +11,7 @@ import (
 
 // leftReasons has the reasons in the order of connect.c. In the map counters, they follow
 // the hooks.
-var leftReasons = [...]string{"abandoned", "no_endpoint", "list_changed", "no_memory", "bound_port", "ambiguous"}
+var leftReasons = [...]string{"abandoned", "no_endpoint", "list_changed", "no_memory", "bound_port", "ambiguous", "excluded"}
 
 var errNotStarted = errors.New("the eBPF backend is not started")
 

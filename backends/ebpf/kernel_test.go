@@ -65,6 +65,8 @@ func TestKernel(t *testing.T) {
 	t.Run("clients of a service with session affinity keep their endpoint", testAffinity)
 	t.Run("a service with session affinity has a share of the clients", testClientsOfOneService)
 	t.Run("sockets of other cgroups are not translated", testOtherCgroup)
+	t.Run("processes of excluded cgroups are left to the other sink", testExcludedCgroups)
+	t.Run("a restart applies a change of excluded cgroups", testExclusionAfterRestart)
 	t.Run("HostNetworkOnly excludes other network namespaces", testHostNetworkOnly)
 	t.Run("TCPOnly leaves UDP sockets to the other sink", testTCPOnly)
 	t.Run("an annotation excludes a service", testAnnotation)
@@ -466,7 +468,7 @@ func testCounts(t *testing.T) {
 			"connect4": 5, "connect6": 3, "getpeername4": 5, "getpeername6": 3,
 			"sendmsg4": 1, "sendmsg6": 0, "recvmsg4": 0, "recvmsg6": 1,
 		},
-		{"abandoned": 0, "no_endpoint": 1, "list_changed": 0, "no_memory": 0, "bound_port": 0, "ambiguous": 0},
+		{"abandoned": 0, "no_endpoint": 1, "list_changed": 0, "no_memory": 0, "bound_port": 0, "ambiguous": 0, "excluded": 0},
 	}
 	if diff := cmp.Diff(want, []map[string]uint64{translated, left}); diff != "" {
 		t.Errorf("counts (-want +got):\n%s", diff)
@@ -783,6 +785,85 @@ func testOtherCgroup(t *testing.T) {
 	n.mustReach("10.96.0.1:80", endpoints[:3]...)
 	n.ns.Cgroup = nil
 	n.mustNotReach("10.96.0.1:80")
+}
+
+// The second time, the cgroup has another ID.
+func testExcludedCgroups(t *testing.T) {
+	n := newNode(t, Options{ExcludedCgroups: []string{"/mesh/proxy", "missing"}})
+	n.serve()
+	n.pass(view("web", []string{"10.96.0.1", "fd00:96::1"}, endpoints, nil))
+	root := n.ns.Cgroup
+	udp := func() error {
+		s := n.socket()
+		return n.ns.Do(func() error {
+			_, err := s.WriteTo([]byte("?"), &net.UDPAddr{IP: net.IPv4(10, 96, 0, 1), Port: 80})
+			return err
+		})
+	}
+	for range 2 {
+		mesh := root.Below(t, "mesh")
+		excluded := mesh.Below(t, "proxy")
+		below := excluded.Below(t, "a")
+		if err := n.Verify(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		for _, n.ns.Cgroup = range []*netnstest.Cgroup{root, mesh} {
+			n.mustReach("10.96.0.1:80", endpoints[:3]...)
+			n.mustReach("[fd00:96::1]:80", endpoints[3:]...)
+			if err := udp(); err != nil {
+				t.Error(err)
+			}
+		}
+		for _, n.ns.Cgroup = range []*netnstest.Cgroup{excluded, below} {
+			n.mustNotReach("10.96.0.1:80")
+			n.mustNotReach("[fd00:96::1]:80")
+			if err := udp(); !errors.Is(err, unix.ENETUNREACH) {
+				t.Errorf("UDP: error %v, want %v", err, unix.ENETUNREACH)
+			}
+		}
+		n.ns.Cgroup = root
+		for _, c := range []*netnstest.Cgroup{below, excluded, mesh} {
+			if err := os.Remove(c.Dir); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	if _, left, err := n.Counts(); err != nil || left["excluded"] == 0 {
+		t.Errorf("counts %v, error %v", left, err)
+	}
+	if err := n.Verify(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if entries := n.programs.Excluded.Iterate(); entries.Next(new(uint64), new(uint32)) {
+		t.Error("the map excluded has a cgroup that was removed")
+	}
+}
+
+// A restart excludes a cgroup before the first program of the new process runs, and again
+// uses eBPF for it when the option is gone.
+func testExclusionAfterRestart(t *testing.T) {
+	n := newNode(t, Options{})
+	n.serve()
+	web := view("web", []string{"10.96.0.1"}, endpoints, nil)
+	n.pass(web)
+	n.ns.Cgroup = n.ns.Cgroup.Below(t, "mesh")
+	n.mustReach("10.96.0.1:80", endpoints[:3]...)
+	n.opts.ExcludedCgroups = []string{"mesh"}
+	n.restart()
+	n.mustNotReach("10.96.0.1:80")
+	n.pass(web)
+	n.mustNotReach("10.96.0.1:80")
+	n.opts.ExcludedCgroups = nil
+	n.restart()
+	n.mustReach("10.96.0.1:80", endpoints[:3]...)
+}
+
+func TestInvalidExcludedCgroups(t *testing.T) {
+	for _, path := range []string{"", "/", ".", "a/../..", "../a", strings.Repeat("a/", maxCgroupLevels+1)} {
+		if _, err := New(noProxy, Options{ExcludedCgroups: []string{path}}); err == nil {
+			t.Errorf("New accepts %q", path)
+		}
+	}
 }
 
 func testHostNetworkOnly(t *testing.T) {

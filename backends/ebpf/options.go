@@ -11,6 +11,7 @@ import (
 	"hash/maphash"
 	"path/filepath"
 	"regexp"
+	"strings"
 
 	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/internal/backendoptions"
@@ -50,6 +51,11 @@ type Options struct {
 	// Service meshes, and pods that run virtual machines, may need this destination. Linux
 	// 5.14 or newer is required.
 	HostNetworkOnly bool
+	// ExcludedCgroups are paths of cgroups below Cgroup, such as "system.slice/mesh.service",
+	// of at most 16 elements. The other sink handles connections and datagrams of processes
+	// that are in these cgroups, or in cgroups below them, when they connect or send. Existing
+	// connections stay. A cgroup need not exist yet: Verify excludes it when it has been made.
+	ExcludedCgroups []string
 	// TCPOnly restricts the programs to TCP. The other sink handles all UDP ports.
 	TCPOnly bool
 	// Annotation is the name of a service annotation. The programs do not handle services
@@ -93,6 +99,12 @@ func (o *Options) complete() error {
 	errs := []error{backendoptions.Complete(&o.Options, false, "Instance", "NodeAddresses", "Stats", "Observer")}
 	if !instanceName.MatchString(o.Instance) {
 		errs = append(errs, fmt.Errorf("instance %q must have at most 64 letters, digits, \"_\" and \"-\"", o.Instance))
+	}
+	for _, path := range o.ExcludedCgroups {
+		levels := strings.Split(strings.Trim(path, "/"), "/")
+		if path = filepath.Join(levels...); len(levels) > maxCgroupLevels || path == "." || !filepath.IsLocal(path) {
+			errs = append(errs, fmt.Errorf("excluded cgroup %q is not a path of 1 to %d elements below the root cgroup", path, maxCgroupLevels))
+		}
 	}
 	for name, size := range o.sizes() {
 		if size < 1 || size > 1<<26 {

@@ -150,6 +150,7 @@ func setVariables(spec *ebpf.CollectionSpec, o *Options) error {
 		"refuse_binds":      number[canRefuse],
 		"max_clients_of_ip": uint64(share(o.MaxClients)),
 		"count_connections": number[o.Stats],
+		"has_exclusions":    number[len(o.ExcludedCgroups) > 0],
 	} {
 		errs = append(errs, spec.Variables[name].Set(value))
 	}
@@ -159,7 +160,7 @@ func setVariables(spec *ebpf.CollectionSpec, o *Options) error {
 // layouts has the version of the meaning of keys and values in each map that is not in
 // version 1. A change must increase it, also if the size of the elements changes. The
 // kernel's name of a map ends with it.
-var layouts = map[string]int{"counters": 2, "udp_peers": 2, "slots": 2}
+var layouts = map[string]int{"counters": 3, "udp_peers": 2, "slots": 2}
 
 // mapSpecs sets the names and sizes of the maps, and returns those that are pinned.
 func mapSpecs(spec *ebpf.CollectionSpec, o *Options) map[string]*ebpf.MapSpec {
@@ -180,7 +181,7 @@ func mapSpecs(spec *ebpf.CollectionSpec, o *Options) map[string]*ebpf.MapSpec {
 func (p *programs) maps() map[string]*ebpf.Map {
 	return map[string]*ebpf.Map{
 		"frontends": p.Frontends, "slots": p.Slots, "members": p.Members, "clients": p.Clients,
-		"tcp_peers": p.TcpPeers, "udp_peers": p.UdpPeers, "udp_conns": p.UdpConns, "node_ips": p.NodeIps, "heartbeat": p.Heartbeat, "counters": p.Counters,
+		"tcp_peers": p.TcpPeers, "udp_peers": p.UdpPeers, "udp_conns": p.UdpConns, "node_ips": p.NodeIps, "excluded": p.Excluded, "heartbeat": p.Heartbeat, "counters": p.Counters,
 	}
 }
 
@@ -259,7 +260,7 @@ var copyMap = map[string]func(from, to *ebpf.Map) (int, error){
 	"udp_conns": copyElements[uint64, peer],
 }
 
-func copyElements[K comparable, V any](from, to *ebpf.Map) (int, error) {
+func copyElements[K, V comparable](from, to *ebpf.Map) (int, error) {
 	var all batch[K, V]
 	readErr := kernelTable[K, V]{"of the process before", from}.each(context.Background(), all.add)
 	n, err := kernelTable[K, V]{"of this process", to}.set(all.keys, all.values)

@@ -8,6 +8,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"time"
 
 	"github.com/cilium/ebpf"
@@ -65,7 +66,7 @@ func setAll[K comparable, V any](t table[K, V], b batch[K, V], errOf func(K) *er
 }
 
 // kernelTable is a map in the kernel, of type hash or LRU hash.
-type kernelTable[K comparable, V any] struct {
+type kernelTable[K, V comparable] struct {
 	name string
 	m    *ebpf.Map
 }
@@ -117,4 +118,27 @@ func (t kernelTable[K, V]) each(ctx context.Context, f func(K, V)) error {
 			return context.Cause(ctx)
 		}
 	}
+}
+
+// replace makes wanted the only elements of t. It writes only what differs.
+func (t kernelTable[K, V]) replace(ctx context.Context, wanted map[K]V) error {
+	missing := maps.Clone(wanted)
+	var stale []K
+	err := t.each(ctx, func(k K, is V) {
+		if want, ok := wanted[k]; !ok {
+			stale = append(stale, k)
+		} else if want == is {
+			delete(missing, k)
+		}
+	})
+	if err != nil {
+		return err
+	}
+	var added batch[K, V]
+	for k, v := range missing {
+		added.add(k, v)
+	}
+	err = t.delete(stale)
+	_, setErr := t.set(added.keys, added.values)
+	return errors.Join(err, setErr)
 }

@@ -73,6 +73,22 @@ func NewCgroup(t testing.TB) *Cgroup {
 	return c
 }
 
+// Below makes the cgroup with this name below c. It exists until the test ends, or until the
+// caller removes its directory.
+func (c *Cgroup) Below(t testing.TB, name string) *Cgroup {
+	t.Helper()
+	below := &Cgroup{Dir: filepath.Join(c.Dir, name), parent: c.parent}
+	t.Cleanup(func() {
+		if err := os.Remove(below.Dir); err != nil && !errors.Is(err, os.ErrNotExist) {
+			t.Error(err)
+		}
+	})
+	if err := errors.Join(os.Mkdir(below.Dir, 0o755), os.WriteFile(filepath.Join(below.Dir, "cgroup.type"), []byte("threaded"), 0)); err != nil {
+		t.Fatal(err)
+	}
+	return below
+}
+
 func cgroupMount() (string, error) {
 	file, err := os.Open("/proc/self/mountinfo")
 	if err != nil {

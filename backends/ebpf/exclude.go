@@ -6,15 +6,14 @@ package ebpf
 
 import (
 	"context"
-	"errors"
-	"io/fs"
 	"path/filepath"
 
 	"k8s.io/klog/v2"
 )
 
-// maxCgroupLevels is CGROUP_LEVELS in connect.c.
-const maxCgroupLevels = 16
+// maxCgroupLevels is CGROUP_LEVELS in connect.c, and maxExcluded is the size of the map
+// excluded.
+const maxCgroupLevels, maxExcluded = 16, 4096
 
 // writeExcluded writes the IDs of the excluded cgroups to the map excluded. A cgroup that is
 // made again has another ID.
@@ -24,10 +23,8 @@ func (b *backend) writeExcluded(ctx context.Context) error {
 		id, err := cgroupID(filepath.Join(b.cgroup, path))
 		if err == nil {
 			wanted[id] = 0
-		} else if !errors.Is(err, fs.ErrNotExist) {
-			return err
 		} else if !b.missing[path] {
-			klog.FromContext(ctx).Info("Excluded cgroup not found; it is excluded when it exists", "cgroup", path)
+			klog.FromContext(ctx).Info("Excluded cgroup not found; it is excluded when it exists", "cgroup", path, "reason", err.Error())
 		}
 		b.missing[path] = err != nil
 	}

@@ -52,7 +52,7 @@ type Options struct {
 	// 5.14 or newer is required.
 	HostNetworkOnly bool
 	// ExcludedCgroups are paths of cgroups below Cgroup, such as "system.slice/mesh.service",
-	// of at most 16 elements. The other sink handles connections and datagrams of processes
+	// of at most 16 elements; there may be 4,096. The other sink handles connections and datagrams of processes
 	// that are in these cgroups, or in cgroups below them, when they connect or send. Existing
 	// connections stay. A cgroup need not exist yet: Verify excludes it when it has been made.
 	ExcludedCgroups []string
@@ -99,6 +99,9 @@ func (o *Options) complete() error {
 	errs := []error{backendoptions.Complete(&o.Options, false, "Instance", "NodeAddresses", "Stats", "Observer")}
 	if !instanceName.MatchString(o.Instance) {
 		errs = append(errs, fmt.Errorf("instance %q must have at most 64 letters, digits, \"_\" and \"-\"", o.Instance))
+	}
+	if n := len(o.ExcludedCgroups); n > maxExcluded {
+		errs = append(errs, fmt.Errorf("there are %d excluded cgroups, and at most %d are possible", n, maxExcluded))
 	}
 	for _, path := range o.ExcludedCgroups {
 		levels := strings.Split(strings.Trim(path, "/"), "/")

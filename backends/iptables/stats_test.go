@@ -142,19 +142,7 @@ func TestConnectionsAreCounted(t *testing.T) {
 
 		// Three packets of one flow are one connection.
 		mustSync(t, b, batch(view("udp", "10.96.0.7", "10.2.1.3", twoPorts)))
-		if err := from.Do(func() error {
-			c, err := net.Dial("udp", "10.96.0.7:80")
-			if err != nil {
-				return err
-			}
-			defer c.Close()
-			for range 3 {
-				c.Write([]byte("a")) // may fail, because the endpoint refuses packets
-			}
-			return nil
-		}); err != nil {
-			t.Fatal(err)
-		}
+		netnstest.Send(t, from.Do, "10.96.0.7:80", 3)
 		count("udp", "udp", api.UDP, "10.2.1.3:8080")
 		check()
 		first := batch()

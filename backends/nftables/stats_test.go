@@ -7,7 +7,6 @@ package nftables
 import (
 	"fmt"
 	"maps"
-	"net"
 	"net/netip"
 	"strings"
 	"testing"
@@ -124,19 +123,7 @@ func TestConnectionsAreCounted(t *testing.T) {
 	// Three packets of one flow are one connection.
 	udp := view("udp", []string{"10.96.0.7"}, all[:1], ports)
 	mustSync(t, b, batchOf(false, set(udp)))
-	if err := w.client.Do(func() error {
-		c, err := net.Dial("udp", "10.96.0.7:80")
-		if err != nil {
-			return err
-		}
-		defer c.Close()
-		for range 3 {
-			c.Write([]byte("a")) // may fail, because the endpoint refuses packets
-		}
-		return nil
-	}); err != nil {
-		t.Fatal(err)
-	}
+	netnstest.Send(t, w.client.Do, "10.96.0.7:80", 3)
 	connected(nil, "", "udp", "udp", "10.0.1.2")
 
 	check := func() {

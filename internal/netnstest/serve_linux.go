@@ -77,6 +77,26 @@ func Answer(t testing.TB, in Place, address, name string) {
 	}()
 }
 
+// Send sends UDP packets from one socket in a place to an address. A packet may be lost,
+// because an earlier one was refused.
+func Send(t testing.TB, in Place, address string, packets int) {
+	t.Helper()
+	err := in(func() error {
+		c, err := net.Dial("udp", address)
+		if err != nil {
+			return err
+		}
+		defer c.Close()
+		for range packets {
+			c.Write([]byte("a"))
+		}
+		return nil
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
 // TimeConnect opens a TCP connection to an IPv4 address in the network namespace of the
 // calling thread. It returns the time that this took.
 func TimeConnect(to unix.Sockaddr) (time.Duration, error) {

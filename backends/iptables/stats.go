@@ -197,6 +197,6 @@ func (r *runner) eachEntry(f func(chain []byte, packets uint64)) error {
 	return nil
 }
 
-// The lengths of the structs ipt_get_entries, without entries, and xt_entry_target. Two
-// octets precede the name of the latter.
+// The lengths of the structs ipt_get_entries, without entries, and xt_entry_target. In
+// xt_entry_target, the name begins at offset 2.
 const entriesHeader, targetHeader = 40, 32

@@ -88,7 +88,7 @@ func (m Matrix) Count(o Outcome) int {
 	return n
 }
 
-// String returns the matrix as a table for a log.
+// String returns the matrix as a table for a log, with the reasons of failures at the end.
 func (m Matrix) String() string {
 	var text strings.Builder
 	section := ""
@@ -108,6 +108,11 @@ func (m Matrix) String() string {
 		text.WriteByte('\n')
 	}
 	fmt.Fprintf(&text, "%s\n", m.summary())
+	for _, r := range m {
+		if r.Outcome == Failed {
+			fmt.Fprintf(&text, "FAILED: %s: %s%s\n", r.Case, r.familyPrefix(), r.Reason)
+		}
+	}
 	return text.String()
 }
 

@@ -47,6 +47,9 @@ func TestMatrixAsMarkdown(t *testing.T) {
 	if diff := cmp.Diff(want, got.String()); diff != "" {
 		t.Errorf("matrix as Markdown (-want +got):\n%s", diff)
 	}
+	if text := matrix.String(); !strings.HasSuffix(text, "\nFAILED: a port leads somewhere: IPv6: no answer\nat all\n") {
+		t.Errorf("the text of the matrix has no reason of the failure at its end:\n%s", text)
+	}
 }
 
 // TestUnsupportedCasesMayPass declares Reject and IPv6 as unsupported, although the

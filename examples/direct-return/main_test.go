@@ -10,6 +10,7 @@ import (
 	"io"
 	"net"
 	"net/netip"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -26,6 +27,7 @@ var ips = []netip.Addr{netip.MustParseAddr("192.0.2.1"), netip.MustParseAddr("20
 type lan struct {
 	client, router *netnstest.Namespace
 	nodes          []*netnstest.Namespace
+	pods           map[int]*netnstest.Namespace // by node
 	networks       int
 }
 
@@ -40,7 +42,7 @@ func (l *lan) address(format string, node, number int) string {
 // to pods of the other network go through a VXLAN device, which is as flannel makes it with the
 // setting DirectRouting.
 func newLAN(t testing.TB, networks int) *lan {
-	l := &lan{client: netnstest.New(t), router: netnstest.New(t), networks: networks}
+	l := &lan{client: netnstest.New(t), router: netnstest.New(t), pods: map[int]*netnstest.Namespace{}, networks: networks}
 	l.router.Set(t, "ipv4/ip_forward=1", "ipv6/conf/all/forwarding=1", "ipv4/conf/all/rp_filter=0", "ipv4/conf/all/send_redirects=0")
 	join := func(n *netnstest.Namespace, network, number int) {
 		port, bridge := fmt.Sprintf("port%d", number), fmt.Sprintf("br%d", network)
@@ -100,6 +102,7 @@ func tunnelMAC(node int) string { return fmt.Sprintf("02:00:00:00:00:%02x", node
 // and then what it reads.
 func (l *lan) addPod(t testing.TB, n *netnstest.Namespace, number int, net4, net6 string) {
 	pod := netnstest.New(t)
+	l.pods[number] = pod
 	n.Join(t, "pod", pod, "eth0")
 	n.Add(t, "pod", net4+".1/24")
 	n.Add(t, "pod", net6+":1/64")
@@ -164,10 +167,11 @@ type connection struct {
 
 func (c *connection) Read(b []byte) (int, error) { return c.Reader.Read(b) }
 
-func (l *lan) connect(t testing.TB, ip netip.Addr) *connection {
+// connect connects to an IP from a namespace. The pod must see one of the addresses clients.
+func connect(t testing.TB, from *netnstest.Namespace, ip netip.Addr, clients ...string) *connection {
 	t.Helper()
 	var conn net.Conn
-	if err := l.client.Do(func() (err error) {
+	if err := from.Do(func() (err error) {
 		conn, err = net.DialTimeout("tcp", netip.AddrPortFrom(ip, 80).String(), 10*time.Second)
 		return err
 	}); err != nil {
@@ -182,19 +186,26 @@ func (l *lan) connect(t testing.TB, ip netip.Addr) *connection {
 	}
 	var client string
 	fmt.Sscan(line, &c.pod, &client)
-	if want := []string{"10.0.0.100", "fd00::100"}[map[bool]int{ip.Is6(): 1}[true]]; client != want {
-		t.Fatalf("the pod sees the client %q, want %s", client, want)
+	if !slices.Contains(clients, client) {
+		t.Fatalf("the pod sees the client %q, want one of %q", client, clients)
 	}
 	return c
 }
 
-func TestConnectionsSurviveChanges(t *testing.T) {
-	t.Run("shared network", func(t *testing.T) { testChanges(t, newLAN(t, 1)) })
-	t.Run("tunnel", func(t *testing.T) { testChanges(t, newLAN(t, 2)) })
+// connect connects to an IP from the client.
+func (l *lan) connect(t testing.TB, ip netip.Addr) *connection {
+	t.Helper()
+	return connect(t, l.client, ip, "10.0.0.100", "fd00::100")
 }
 
-func testChanges(t *testing.T, l *lan) {
-	const connections, changes = 1000, 100
+func TestConnectionsSurviveChanges(t *testing.T) {
+	t.Run("shared network", func(t *testing.T) { testChanges(t, newLAN(t, 1), 2000) })
+	t.Run("tunnel", func(t *testing.T) { testChanges(t, newLAN(t, 2), 1000) })
+}
+
+// testChanges begins half of the connections over IPv4, and half over IPv6.
+func testChanges(t *testing.T, l *lan, connections int) {
+	const changes = 100
 	pods := map[int]bool{entries: true, entries + 1: true}
 	l.sync(t, pods)
 	l.enter(t, 0)
@@ -309,6 +320,48 @@ func TestConnectionsSurviveDeadEntryNodes(t *testing.T) {
 				for i := range 100 {
 					open = append(open, l.connect(t, ips[i%2]))
 				}
+			}
+		})
+	}
+}
+
+// TestNodesAndPodsAreClients connects from nodes and pods. Their packets do not arrive on the devices
+// of an entry node. Those that have an endpoint on the same node reach it, the others reach all.
+func TestNodesAndPodsAreClients(t *testing.T) {
+	l := newLAN(t, 1)
+	const own, other, last = entries, entries + 1, entries + hosts - 1
+	l.sync(t, map[int]bool{own: true, other: true})
+	l.enter(t, 0, 1, 2, 3, 4, 5)
+	beside := netnstest.New(t) // a client on the node of an endpoint
+	l.nodes[own].Join(t, "beside", beside, "eth0")
+	for _, format := range []string{"10.2.0.%s", "fd02::%s"} {
+		l.nodes[own].Add(t, "beside", fmt.Sprintf(format, "1/24"))
+		beside.Add(t, "eth0", fmt.Sprintf(format, "2/24"))
+		beside.Route(t, "default", fmt.Sprintf(format, "1"), "eth0")
+	}
+	l.nodes[other].Route(t, "10.2.0.0/24", fmt.Sprintf("10.0.0.%d", own+1), "eth0")
+	l.nodes[other].Route(t, "fd02::/24", fmt.Sprintf("fd00::%d", own+1), "eth0")
+
+	for _, client := range []struct {
+		name  string
+		place *netnstest.Namespace
+		addrs []string
+		local bool
+	}{
+		{"the node of an endpoint", l.nodes[own], []string{fmt.Sprintf("10.0.0.%d", own+1), fmt.Sprintf("fd00::%d", own+1)}, true},
+		{"a pod beside an endpoint", beside, []string{"10.2.0.2", "fd02::2"}, true},
+		{"a node without endpoints", l.nodes[last], []string{fmt.Sprintf("10.0.0.%d", last+1), fmt.Sprintf("fd00::%d", last+1)}, false},
+		{"a pod on such a node", l.pods[last], []string{fmt.Sprintf("10.1.%d.2", last), fmt.Sprintf("fd01:%d::2", last)}, false},
+	} {
+		t.Run(client.name, func(t *testing.T) {
+			shares := map[int]int{}
+			for i := range 200 {
+				c := connect(t, client.place, ips[i%2], client.addrs...)
+				shares[c.pod]++
+				c.Close()
+			}
+			if shares[own] == 0 || (shares[other] == 0) != client.local {
+				t.Errorf("the endpoints have %v connections", shares)
 			}
 		})
 	}

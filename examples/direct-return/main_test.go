@@ -139,15 +139,19 @@ func (l *lan) sync(t testing.TB, pods map[int]bool) {
 	for i, n := range l.nodes {
 		view := &api.View{Service: &api.Service{
 			Name: "example", Type: api.ClusterIP,
-			IPs:   api.ServiceIPs{Headless: true, ExternalIPs: api.NewIPSet(ips...)},
-			Ports: []api.PortMapping{{Protocol: api.TCP, Port: 80, TargetPort: 8080}},
+			IPs: api.ServiceIPs{Headless: true, ExternalIPs: api.NewIPSet(ips...)},
+			Ports: []api.PortMapping{
+				{Name: "echo", Protocol: api.TCP, Port: 80, TargetPort: 8080},
+				{Name: "transfer", Protocol: api.TCP, Port: transferPort, TargetPort: transferPort},
+			},
 		}}
 		for _, format := range []string{"10.1.%d.2", "fd01:%d::2"} {
 			for number := range l.nodes {
 				if pods[number] {
 					view.Endpoints = append(view.Endpoints, api.Endpoint{
 						Addr: netip.MustParseAddr(fmt.Sprintf(format, number)), Local: number == i,
-						Scopes: api.Scopes{Internal: true, External: true},
+						Scopes:        api.Scopes{Internal: true, External: true},
+						PortOverrides: []api.PortName{{Name: "echo", Port: 8080}, {Name: "transfer", Port: transferPort}},
 					})
 				}
 			}

@@ -93,7 +93,7 @@ func (r *redirection) watch(ctx context.Context, cache netip.Addr) {
 		if changed {
 			klog.FromContext(ctx).Info("Cache changed", "cache", cache, "healthy", healthy)
 		}
-		if changed && !healthy { // the next packet of a client starts a new flow, to the service
+		if changed && !healthy { // the next packet of a client begins a new flow, to the service
 			f := netlink.InetFamily(map[api.Family]int{api.IPv4: unix.AF_INET, api.IPv6: unix.AF_INET6}[family])
 			if _, err := netlink.ConntrackDeleteFilters(netlink.ConntrackTable, f, flowsTo(cache)); err != nil {
 				klog.FromContext(ctx).Error(err, "Connection-tracking entries not deleted")
@@ -120,12 +120,11 @@ func probe(cache netip.Addr) bool {
 	return err == nil && n >= 12 && slices.Equal(answer[:2], question[:2])
 }
 
-// flowsTo matches the UDP flows that are redirected to a cache.
+// flowsTo matches the flows that are redirected to a cache.
 type flowsTo netip.Addr
 
 func (cache flowsTo) MatchConntrackFlow(f *netlink.ConntrackFlow) bool {
-	return f.Forward.Protocol == unix.IPPROTO_UDP && !f.Forward.DstIP.Equal(f.Reverse.SrcIP) &&
-		f.Reverse.SrcIP.Equal(net.IP(netip.Addr(cache).AsSlice()))
+	return !f.Forward.DstIP.Equal(f.Reverse.SrcIP) && f.Reverse.SrcIP.Equal(net.IP(netip.Addr(cache).AsSlice()))
 }
 
 // write writes the table with the redirections to healthy caches.

@@ -6,7 +6,10 @@ package main
 
 import (
 	"bytes"
+	"encoding/binary"
+	"errors"
 	"fmt"
+	"io"
 	"net"
 	"os"
 	"os/exec"
@@ -14,6 +17,7 @@ import (
 	"strings"
 	"sync"
 	"sync/atomic"
+	"syscall"
 	"testing"
 	"time"
 
@@ -24,8 +28,8 @@ import (
 const kubeProxy = `
 table inet kube-proxy {
 	chain services {
-		ip daddr 10.96.0.10 udp dport 53 dnat ip to 10.1.0.2
-		ip6 daddr fd00:96::a udp dport 53 dnat ip6 to fd01::2
+		ip daddr 10.96.0.10 th dport 53 dnat ip to 10.1.0.2
+		ip6 daddr fd00:96::a th dport 53 dnat ip6 to fd01::2
 	}
 	chain prerouting { type nat hook prerouting priority -100; jump services; }
 	chain output { type nat hook output priority -100; jump services; }
@@ -44,59 +48,126 @@ spec:
 
 // server is a DNS server whose answers end with its name.
 type server struct {
-	node  *netnstest.Namespace
-	name  string
-	ips   []string
-	conns []net.PacketConn
+	node *netnstest.Namespace
+	name string
+	ips  []string
+
+	mu   sync.Mutex
+	open map[io.Closer]bool // nil while the server is down
 }
 
 func (s *server) start(t *testing.T) {
 	t.Helper()
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.open = map[io.Closer]bool{}
 	for _, ip := range s.ips {
-		var c net.PacketConn
-		if err := s.node.Do(func() (err error) { c, err = net.ListenPacket("udp", net.JoinHostPort(ip, "53")); return err }); err != nil {
+		var udp net.PacketConn
+		var tcp net.Listener
+		if err := s.node.Do(func() (err error) {
+			if udp, err = net.ListenPacket("udp", net.JoinHostPort(ip, "53")); err == nil {
+				tcp, err = net.Listen("tcp", net.JoinHostPort(ip, "53"))
+			}
+			return err
+		}); err != nil {
 			t.Fatal(err)
 		}
-		s.conns = append(s.conns, c)
+		s.open[udp], s.open[tcp] = true, true
 		go func() {
 			for b := make([]byte, 512); ; {
-				n, from, err := c.ReadFrom(b)
+				n, from, err := udp.ReadFrom(b)
 				if err != nil {
 					return
 				}
-				b[2] |= 0x80 // an answer
-				c.WriteTo(append(b[:n:n], s.name...), from)
+				udp.WriteTo(s.answer(b[:n:n]), from)
+			}
+		}()
+		go func() {
+			for {
+				c, err := tcp.Accept()
+				if err != nil {
+					return
+				}
+				go s.serve(c)
 			}
 		}()
 	}
 }
 
-func (s *server) kill() {
-	for _, c := range s.conns {
-		c.Close()
+// serve answers the questions of a TCP connection.
+func (s *server) serve(c net.Conn) {
+	defer c.Close()
+	s.mu.Lock()
+	down := s.open == nil
+	if !down {
+		s.open[c] = true
 	}
-	s.conns = nil
+	s.mu.Unlock()
+	for !down {
+		question, err := readMessage(c)
+		if err != nil {
+			break
+		}
+		writeMessage(c, s.answer(question))
+	}
+	s.mu.Lock()
+	delete(s.open, c)
+	s.mu.Unlock()
 }
 
-// timeout is the time after which a client repeats its question. Resolvers wait for 5 s.
-const timeout = 1500 * time.Millisecond
+func (s *server) answer(question []byte) []byte {
+	question[2] |= 0x80 // an answer
+	return append(question, s.name...)
+}
 
-// ask sends a question, up to twice. It returns the name of the server that answers.
-func ask(c net.Conn, id uint16) (name string, attempts int, err error) {
+func (s *server) kill() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for c := range s.open {
+		c.Close()
+	}
+	s.open = nil
+}
+
+// readMessage reads a message of DNS over TCP, which has its length before it.
+func readMessage(r io.Reader) ([]byte, error) {
+	var length [2]byte
+	if _, err := io.ReadFull(r, length[:]); err != nil {
+		return nil, err
+	}
+	b := make([]byte, binary.BigEndian.Uint16(length[:]))
+	_, err := io.ReadFull(r, b)
+	return b, err
+}
+
+func writeMessage(w io.Writer, b []byte) error {
+	_, err := w.Write(append(binary.BigEndian.AppendUint16(nil, uint16(len(b))), b...))
+	return err
+}
+
+// exchange sends a question over UDP or TCP. It returns the name of the server that answers.
+func exchange(c net.Conn, id uint16, timeout time.Duration) (string, error) {
 	question := []byte{byte(id >> 8), byte(id), 1, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 1}
-	for attempts = 1; attempts <= 2; attempts++ {
-		c.SetDeadline(time.Now().Add(timeout))
-		if _, err = c.Write(question); err != nil {
-			continue
+	c.SetDeadline(time.Now().Add(timeout))
+	if _, stream := c.(*net.TCPConn); stream {
+		if err := writeMessage(c, question); err != nil {
+			return "", err
 		}
-		b := make([]byte, 512)
-		for n := 0; err == nil; {
-			if n, err = c.Read(b); err == nil && n > len(question) && string(b[:2]) == string(question[:2]) {
-				return string(b[len(question):n]), attempts, nil
-			}
+		b, err := readMessage(c)
+		return string(b[min(len(b), len(question)):]), err
+	}
+	if _, err := c.Write(question); err != nil {
+		return "", err
+	}
+	for b := make([]byte, 512); ; {
+		n, err := c.Read(b)
+		if err != nil {
+			return "", err
+		}
+		if n > len(question) && string(b[:2]) == string(question[:2]) {
+			return string(b[len(question):n]), nil
 		}
 	}
-	return "", 2, err
 }
 
 func TestQuestionsAreAnsweredWhileTheCacheRestarts(t *testing.T) {
@@ -125,7 +196,7 @@ func TestQuestionsAreAnsweredWhileTheCacheRestarts(t *testing.T) {
 	service.start(t)
 	cache.start(t)
 	t.Cleanup(service.kill)
-	t.Cleanup(func() { cache.kill() })
+	t.Cleanup(cache.kill)
 
 	manifest := filepath.Join(t.TempDir(), "service.yaml")
 	if err := os.WriteFile(manifest, []byte(services), 0o600); err != nil {
@@ -146,24 +217,27 @@ func TestQuestionsAreAnsweredWhileTheCacheRestarts(t *testing.T) {
 	})
 
 	servers := []string{"10.96.0.10", "fd00:96::a"}
-	dial := func(i int) net.Conn {
+	dial := func(network string, i int, timeout time.Duration) (c net.Conn, err error) {
 		from := []*netnstest.Namespace{pod, pod, pod, node}[i%4]
-		var c net.Conn
-		if err := from.Do(func() (err error) {
-			c, err = net.Dial("udp", net.JoinHostPort(servers[i%2], "53"))
+		err = from.Do(func() (err error) {
+			c, err = net.DialTimeout(network, net.JoinHostPort(servers[i%2], "53"), timeout)
 			return err
-		}); err != nil {
-			t.Fatal(err)
-		}
-		return c
+		})
+		return c, err
 	}
+	// answeredBy waits until a server answers over both protocols and families, from the pod and
+	// from the node.
 	answeredBy := func(want string) {
 		t.Helper()
-		for i := range 8 {
+		for i := range 16 {
 			for begin := time.Now(); ; {
-				c := dial(i)
-				got, _, err := ask(c, uint16(i))
-				c.Close()
+				const timeout = 100 * time.Millisecond
+				var got string
+				c, err := dial([]string{"udp", "tcp"}[i/8], i, timeout)
+				if err == nil {
+					got, err = exchange(c, uint16(i), timeout)
+					c.Close()
+				}
 				if got == want {
 					break
 				}
@@ -175,46 +249,107 @@ func TestQuestionsAreAnsweredWhileTheCacheRestarts(t *testing.T) {
 	}
 	answeredBy("cache")
 
-	const questions, clients, kills = 10_000, 50, 10
-	var asked, retried, unanswered, fromCache atomic.Int64
+	// A client repeats its question after the timeout. Resolvers wait for 5 s.
+	const questions, clients, kills, timeout = 10_000, 50, 10, 2 * time.Second
+	const share = questions / clients / kills // of a client, for each time that the cache is killed
+	var retried, rejected, unanswered, fromCache atomic.Int64
+	var asked [clients]atomic.Int64
+	var allowed atomic.Int64 // for each client
+	// On a slow machine, the program may need longer than the timeout to notice that the cache is
+	// down. So the goroutine that kills the cache has this lock until the service answers, and
+	// clients wait for it before they repeat a question.
+	var switching sync.RWMutex
 	var all sync.WaitGroup
 	for client := range clients {
+		network, perSocket := "udp", 5 // questions
+		switch client % 10 {
+		case 0:
+			network = "tcp"
+		case 5:
+			network, perSocket = "tcp", 1
+		}
 		all.Go(func() {
 			var c net.Conn
 			for i := range questions / clients {
-				if i%5 == 0 { // some clients use a socket for several questions
-					if c != nil {
-						c.Close()
-					}
-					c = dial(client + i/5)
+				for int64(i) >= allowed.Load() {
+					time.Sleep(time.Millisecond)
 				}
-				name, attempts, err := ask(c, uint16(i))
-				asked.Add(1)
-				switch {
-				case err != nil:
+				if c != nil && i%perSocket == 0 {
+					c.Close()
+					c = nil
+				}
+				var name string
+				var err error
+				for attempt := range 2 {
+					if attempt == 1 {
+						switching.RLock()
+						switching.RUnlock()
+						retried.Add(1)
+					}
+					if c == nil {
+						if c, err = dial(network, client/5+i/perSocket, timeout); err != nil {
+							c = nil
+						}
+					}
+					if c != nil {
+						if name, err = exchange(c, uint16(i), timeout); err == nil {
+							break
+						}
+						if network == "tcp" {
+							c.Close()
+							c = nil
+						}
+					}
+					if errors.Is(err, syscall.ECONNREFUSED) {
+						rejected.Add(1)
+					}
+				}
+				if err != nil {
 					unanswered.Add(1)
-				case attempts > 1:
-					retried.Add(1)
 				}
 				if name == "cache" {
 					fromCache.Add(1)
 				}
-				time.Sleep(250 * time.Millisecond)
+				asked[client].Add(1)
+				time.Sleep(20 * time.Millisecond)
 			}
-			c.Close()
+			if c != nil {
+				c.Close()
+			}
 		})
 	}
-	for range kills {
-		// A question that is lost at the beginning of a failure is repeated while it lasts.
-		time.Sleep(timeout + 500*time.Millisecond)
+	// progress waits until all clients have asked n questions. So no question is lost twice because
+	// the cache is killed twice.
+	progress := func(n int64) {
+		for client := range clients {
+			for asked[client].Load() < n {
+				time.Sleep(time.Millisecond)
+			}
+		}
+	}
+	fastest := time.Hour
+	for i := range int64(kills) {
+		allowed.Store((i + 1) * share)
+		progress(i*share + share/3)
+		begin := time.Now()
+		switching.Lock()
 		cache.kill()
-		time.Sleep(2 * timeout)
+		answeredBy("service")
+		switching.Unlock()
+		fastest = min(fastest, time.Since(begin))
+		progress(i*share + 2*share/3)
 		cache.start(t)
+		answeredBy("cache")
+		progress((i + 1) * share)
 	}
 	all.Wait()
-	t.Logf("%d questions: %d answered by the cache, %d after a retry, %d not", asked.Load(), fromCache.Load(), retried.Load(), unanswered.Load())
-	if unanswered.Load() > 0 || asked.Load() != questions || fromCache.Load() == 0 || fromCache.Load() == questions {
+	t.Logf("%d questions: %d answered by the cache, %d after a retry, %d not, %d rejected; the fastest change took %s",
+		questions, fromCache.Load(), retried.Load(), unanswered.Load(), rejected.Load(), fastest.Round(time.Millisecond))
+	if unanswered.Load() > 0 || rejected.Load() > 0 || fromCache.Load() == 0 || fromCache.Load() == questions {
 		t.Error("want all questions answered after at most one retry, some by the cache, and some by the service")
+	}
+	if fastest > timeout {
+		t.Errorf("each change to the service took longer than %s", timeout)
 	}
 
 	cache.kill()

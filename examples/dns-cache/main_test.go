@@ -283,8 +283,8 @@ func TestQuestionsAreAnsweredWhileTheCacheRestarts(t *testing.T) {
 				for attempt := range 2 {
 					if attempt == 1 {
 						switching.RLock()
-						switching.RUnlock()
 						retried.Add(1)
+						switching.RUnlock()
 					}
 					if c == nil {
 						if c, err = dial(network, client/5+i/perSocket, timeout); err != nil {

@@ -33,7 +33,7 @@ func newRoot() *cobra.Command {
 	root := group("kpng", "Deliver the services of a cluster to nodes: serve, program or write them")
 	addGroup(root, "Sources: read services and deliver them", kube, file, api)
 	addGroup(root, "Questions: what there is, and why", getCommand(), explainCommand(), statusCommand())
-	addGroup(root, "Node", checkCommand(), cleanupCommand())
+	addGroup(root, "Node", checkCommand(), waitCommand(), cleanupCommand())
 	root.AddCommand(manCommand())
 	root.Example = `  kpng kube to-local nftables                    # serve this node in place of kube-proxy
   kpng file -i demo.yaml to-local json --once    # print what a node would serve; needs no cluster

@@ -68,8 +68,8 @@ program answers only clients on the same machine, unless it has the flag --expos
 	return cmd
 }
 
-// fetchStatus requests the status page. If the request fails, the error says what to do.
-func fetchStatus(ctx context.Context, address string, query url.Values) ([]byte, error) {
+// request requests a page of a program on this machine.
+func request(ctx context.Context, address, page string) (*http.Response, error) {
 	host, port, err := net.SplitHostPort(address)
 	if err != nil {
 		return nil, usage.Errorf("parse --address %q, want host:port: %w", address, err)
@@ -77,19 +77,25 @@ func fetchStatus(ctx context.Context, address string, query url.Values) ([]byte,
 	if host == "" || host == "0.0.0.0" || host == "::" {
 		host = "127.0.0.1" // the program's flag may have such an address
 	}
-	address = net.JoinHostPort(host, port)
-	ctx, cancel := context.WithTimeout(ctx, 30*time.Second)
-	defer cancel()
-	req, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://"+address+"/status?"+query.Encode(), nil)
+	req, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://"+net.JoinHostPort(host, port)+page, nil)
 	if err != nil {
 		return nil, usage.Errorf("parse --address: %w", err)
 	}
 	transport := &http.Transport{Proxy: nil, DisableKeepAlives: true}
-	resp, err := (&http.Client{Transport: transport}).Do(req)
+	return (&http.Client{Transport: transport}).Do(req)
+}
+
+// fetchStatus requests the status page. If the request fails, the error says what to do.
+func fetchStatus(ctx context.Context, address string, query url.Values) ([]byte, error) {
+	ctx, cancel := context.WithTimeout(ctx, 30*time.Second)
+	defer cancel()
+	resp, err := request(ctx, address, "/status?"+query.Encode())
 	var netErr *net.OpError
 	switch {
 	case errors.As(err, &netErr) && netErr.Op == "dial":
 		return nil, fmt.Errorf("no program answers at %s; start kpng with --healthz-bind-address=%s, or give its address with --address: %w", address, address, netErr.Err)
+	case usage.ExitStatus(err) == 2:
+		return nil, err
 	case err != nil:
 		return nil, fmt.Errorf("read the status: %w", err)
 	}

@@ -138,6 +138,40 @@ metricsBindAddress: 127.0.0.1:10449`))
 	}
 }
 
+// A task runs in init containers, after the proxy that stays is complete.
+func TestChartRunsTasks(t *testing.T) {
+	for _, test := range []struct{ values, want string }{
+		{"{task: check, kubeProxy: {configMap: kube-proxy}}", "task: kpng:v0.1.0 check nftables --config=/var/lib/kube-proxy/config.conf"},
+		{"{task: cleanup, instance: a, apiServer: {host: 192.0.2.1}}", "wait: kpng:v0.1.0 wait kube-proxy, task: kpng:v0.1.0 cleanup nftables --instance=a"},
+		{"{task: cleanup, backend: ebpf, apiServer: {host: 192.0.2.1}}", "wait: kpng:v0.1.0 wait kube-proxy, task: kpng:v0.1.0 cleanup ebpf --bpffs=/node/bpf --cgroup=/node/cgroup"},
+		{"{task: cleanup-kube-proxy, kubeProxy: {image: 'p:v1'}, healthzBindAddress: '0.0.0.0:1', apiServer: {host: 192.0.2.1}}", "wait: kpng:v0.1.0 wait kpng --address=127.0.0.1:1, task: p:v1 kube-proxy --cleanup"},
+		{"{task: cleanup-kube-proxy, apiServer: {host: 192.0.2.1}}", "set kubeProxy.image to the image of the DaemonSet kube-proxy"},
+		{"{task: check, serviceProxyName: a}", "tasks are for Linux nodes, and for kpng in place of kube-proxy"},
+	} {
+		got, err := renderChart(t, "example", parseYAML(t, test.values))
+		if err != nil {
+			if !strings.Contains(err.Error(), test.want) {
+				t.Errorf("%s: %v, want %s", test.values, err, test.want)
+			}
+			continue
+		}
+		pod, _, _ := unstructured.NestedMap(byName(got)["DaemonSet example"].(map[string]any), "spec", "template", "spec")
+		var tasks []string
+		for _, c := range pod["initContainers"].([]any) {
+			c := c.(map[string]any)
+			words := []string{c["name"].(string) + ":", c["image"].(string)}
+			for _, field := range []string{"command", "args"} {
+				list, _, _ := unstructured.NestedStringSlice(c, field)
+				words = append(words, list...)
+			}
+			tasks = append(tasks, strings.Join(words, " "))
+		}
+		if got := strings.Join(tasks, ", "); got != test.want {
+			t.Errorf("%s:\n%s, want\n%s", test.values, got, test.want)
+		}
+	}
+}
+
 func TestChartRejectsUnknownValues(t *testing.T) {
 	for _, text := range []string{
 		"backend: nftable", "apiserver: {host: 192.0.2.1}", "apiServer: {host: 192.0.2.1}\nhealthzBindAddress: localhost",
@@ -171,6 +205,9 @@ var chartValues = map[string]string{
 	"with kubeadm's ConfigMap": "kubeProxy: {configMap: kube-proxy}\nmetricsBindAddress: 0.0.0.0:10249",
 	"node by node":             "apiServer: {host: 192.0.2.1}\nnodeSelector: {kpng: 'true'}\nupdateStrategy: {type: OnDelete}",
 	"with monitoring":          "apiServer: {host: 192.0.2.1}\npodMonitor: {enabled: true}\nprometheusRule: {enabled: true}\ndashboard: {enabled: true}",
+	"with a check":             "kubeProxy: {configMap: kube-proxy}\ntask: check\nkernelSettings: true",
+	"with a cleanup":           "backend: ebpf\napiServer: {host: 192.0.2.1}\ntask: cleanup\nnodeSelector: {service-proxy: kube-proxy}",
+	"cleaning kube-proxy":      "backend: iptables\nkubeProxy: {configMap: kube-proxy, image: 'registry.k8s.io/kube-proxy:v1.37.1'}\ntask: cleanup-kube-proxy",
 	"as a part of an umbrella": "enabled: true\nglobal: {imageRegistry: registry.example}\napiServer: {host: 192.0.2.1}\ncommonLabels: {app.kubernetes.io/part-of: platform}",
 	"with many values": `
 enabled: true

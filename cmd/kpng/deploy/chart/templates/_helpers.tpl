@@ -89,6 +89,12 @@ app.kubernetes.io/name: {{ .Release.Name }}
 - name: cgroup
   hostPath: {path: /sys/fs/cgroup, type: Directory}
 {{- end }}
+{{- if eq .Values.task "cleanup-kube-proxy" }}
+- name: xtables-lock
+  hostPath: {path: /run/xtables.lock, type: FileOrCreate}
+- name: modules
+  hostPath: {path: /lib/modules}
+{{- end }}
 {{- with .Values.kubeProxy.configMap }}
 - name: kube-proxy
   configMap:
@@ -117,4 +123,107 @@ app.kubernetes.io/name: {{ .Release.Name }}
 {{- /* The name of the instance, which must differ from that of another kpng on the node. */ -}}
 {{- define "kpng.instance" -}}
 {{ .Values.instance | default (ternary "beside" "" (ne .Values.serviceProxyName "")) }}
+{{- end -}}
+
+{{- /* What kpng may do in its container on Linux. */ -}}
+{{- define "kpng.securityContext" -}}
+securityContext:
+  # root, because only root can use a capability in a container, but root
+  # without any other capability. Resets of connections need NET_RAW.
+  runAsUser: 0
+  allowPrivilegeEscalation: false
+  readOnlyRootFilesystem: true
+  capabilities:
+    drop: [ALL]
+    {{- if eq .Values.backend "ebpf" }}
+    add: [BPF, NET_ADMIN, NET_RAW, PERFMON]
+    {{- else }}
+    add: [NET_ADMIN, NET_RAW]
+    {{- end }}
+  seccompProfile:
+    type: RuntimeDefault
+{{- end -}}
+
+{{- /* The flags for the backend ebpf, which are the same for the proxy and tasks. */ -}}
+{{- define "kpng.ebpfFlags" -}}
+{{- if eq .Values.backend "ebpf" -}}
+- --bpffs=/node/bpf
+- --cgroup=/node/cgroup
+{{- end }}
+{{- end -}}
+
+{{- /* The containers of a task. Init containers do it, one after the other. */ -}}
+{{- define "kpng.task" -}}
+{{- if or (eq .Values.backend "kernelspace") .Values.serviceProxyName -}}
+{{- fail "tasks are for Linux nodes, and for kpng in place of kube-proxy" }}
+{{- end -}}
+initContainers:
+{{- if eq .Values.task "check" }}
+- name: task
+  {{- include "kpng.taskContainer" . | nindent 2 }}
+  args:
+  - check
+  - {{ .Values.backend }}
+  {{- if .Values.kubeProxy.configMap }}
+  - --config=/var/lib/kube-proxy/config.conf
+  {{- end }}
+  {{- with include "kpng.ebpfFlags" . }}
+  {{- . | nindent 2 }}
+  {{- end }}
+{{- else if eq .Values.task "cleanup" }}
+- name: wait
+  {{- include "kpng.taskContainer" . | nindent 2 }}
+  args: [wait, kube-proxy]
+- name: task
+  {{- include "kpng.taskContainer" . | nindent 2 }}
+  args:
+  - cleanup
+  - {{ .Values.backend }}
+  {{- with include "kpng.instance" . }}
+  - --instance={{ . }}
+  {{- end }}
+  {{- with include "kpng.ebpfFlags" . }}
+  {{- . | nindent 2 }}
+  {{- end }}
+{{- else }}
+- name: wait
+  {{- include "kpng.taskContainer" . | nindent 2 }}
+  args: [wait, kpng, "--address=127.0.0.1:{{ include "kpng.port" (include "kpng.healthz" .) }}"]
+- name: task
+  image: {{ required "set kubeProxy.image to the image of the DaemonSet kube-proxy" .Values.kubeProxy.image }}
+  imagePullPolicy: IfNotPresent
+  command: [kube-proxy, --cleanup]
+  securityContext:
+    privileged: true # as the DaemonSet kube-proxy
+  volumeMounts:
+  - name: xtables-lock
+    mountPath: /run/xtables.lock
+  - name: modules
+    mountPath: /lib/modules
+    readOnly: true
+{{- end }}
+containers:
+- name: complete
+  image: {{ .Values.pauseImage }}
+  resources:
+    requests: {cpu: 1m, memory: 1Mi}
+  securityContext:
+    runAsUser: 65535
+    runAsNonRoot: true
+    allowPrivilegeEscalation: false
+    readOnlyRootFilesystem: true
+    capabilities: {drop: [ALL]}
+    seccompProfile: {type: RuntimeDefault}
+{{- end -}}
+
+{{- define "kpng.taskContainer" -}}
+image: {{ include "kpng.image" . }}
+imagePullPolicy: {{ .Values.image.pullPolicy }}
+env:
+{{- include "kpng.env" . | trim | nindent 0 }}
+{{ include "kpng.securityContext" . }}
+{{- with include "kpng.mounts" . | trim }}
+volumeMounts:
+{{- . | nindent 0 }}
+{{- end }}
 {{- end -}}

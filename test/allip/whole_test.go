@@ -149,11 +149,37 @@ func TestWholeAddresses(t *testing.T) {
 	}
 	kinds := []string{"tcp", "udp", "fragments", "sctp", "unnamed"}
 	begins("without annotation egress", func(i int) string { return podIPs["pod1"][i] }, "tcp")
+	// The client ignores pings of the pod's own addresses.
+	n.client.RunWith(t, `table inet own {
+	chain input {
+		type filter hook input priority 0;
+		ip saddr 11.0.2.0/24 icmp type echo-request drop
+		ip6 saddr 1100::/64 icmpv6 type echo-request drop
+	}
+}`, "nft", "-f", "-")
+	for _, addr := range near {
+		if pod.ping(netip.MustParseAddr(addr)) == nil {
+			t.Errorf("without annotation egress, a ping to %s has another source than the pod", addr)
+		}
+	}
 	c.annotate("example", egress, "true")
 	begins("with annotation egress", func(i int) string { return externalIPs[i].String() }, kinds...)
+	distant.serve(t, "far")
 	for i := range far {
+		family := []string{"-4", "-6"}[i]
 		if err := pod.ping(netip.MustParseAddr(near[i])); err != nil {
 			t.Error(err)
+		}
+		// An ICMP error to the external IP says that a packet of the pod's own connection is too large.
+		pod.Run(t, "ip", family, "route", "flush", "cache")
+		if route := pod.Run(t, "ip", family, "route", "get", far[i]); strings.Contains(route, "mtu 1280") {
+			t.Fatalf("the pod still has the path MTU: %s", route)
+		}
+		if err := pod.large(netip.MustParseAddr(far[i])); err != nil {
+			t.Error(err)
+		}
+		if route := pod.Run(t, "ip", family, "route", "get", far[i]); !strings.Contains(route, "mtu 1280") {
+			t.Errorf("the pod has not received the path MTU of its own connection: %s", route)
 		}
 		pod2 := netip.MustParseAddr(podIPs["pod2"][i])
 		if got, err := pod.ask("tcp", pod2, tcpPorts[0]); got != "pod2" || err != nil {

@@ -8,6 +8,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"net/netip"
 	"sync"
 	"time"
 
@@ -149,7 +150,24 @@ func (b *backend) startTasks(ctx context.Context, foreignCommits int64) error {
 		})
 	}
 	b.tasks.FollowAddresses(b.updateNodePortAddresses, "table", b.table.conn.Table)
+	if follow := b.opts.FollowServiceCIDRs; follow != nil {
+		b.tasks.Go(func(ctx context.Context) {
+			follow(ctx, func(cidrs []netip.Prefix) { b.setServiceCIDRs(ctx, cidrs) })
+		})
+	}
 	return nil
+}
+
+func (b *backend) setServiceCIDRs(ctx context.Context, cidrs []netip.Prefix) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	log := klog.FromContext(ctx).WithValues("table", b.table.conn.Table)
+	switch err := b.table.setServiceCIDRs(ctx, cidrs); {
+	case err == nil:
+		log.Info("Dropping new connections to cluster IPs without a service", "serviceCIDRs", b.table.serviceCIDRs)
+	case ctx.Err() == nil:
+		log.Error(err, "Cannot change the service CIDRs; writing them in a new pass")
+	}
 }
 
 func (b *backend) updateNodePortAddresses(ctx context.Context) error {

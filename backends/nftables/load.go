@@ -147,6 +147,12 @@ func (t *table) load(ctx context.Context, present listing, chains nft.Chains, fi
 	for _, c := range chains {
 		t.skeleton[c.Name] = c.Digest()
 	}
+	if present.fits() && t.opts.FollowServiceCIDRs != nil && t.serviceCIDRs == nil {
+		// The CIDRs are not known yet. Keep those of the process that ran before.
+		if d, ok := present.Chains[serviceCIDRsChain]; ok {
+			t.skeleton[serviceCIDRsChain] = d
+		}
+	}
 	var err error
 	// Activate a dormant table in a separate transaction, because the kernel cannot add base
 	// chains in the same transaction.

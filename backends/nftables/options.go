@@ -6,6 +6,7 @@ package nftables
 
 import (
 	"cmp"
+	"context"
 	"errors"
 	"fmt"
 	"net/netip"
@@ -44,6 +45,13 @@ type Options struct {
 	// from this node and to forwarded connections. Default: none.
 	ServiceCIDRs []netip.Prefix
 
+	// FollowServiceCIDRs provides ServiceCIDRs that change, such as those of the cluster's
+	// ServiceCIDR objects (kube.FollowServiceCIDRs). The dataplane calls it on a goroutine of
+	// its own. It must call set with all CIDRs first, and again after each change, until ctx
+	// ends. It must not call set from several goroutines. Until the first call, the table
+	// keeps the CIDRs that it has. It excludes ServiceCIDRs. Default: none.
+	FollowServiceCIDRs func(ctx context.Context, set func([]netip.Prefix))
+
 	// DropInvalid makes the dataplane drop forwarded packets that connection tracking cannot
 	// assign to a connection. Otherwise such a packet of an endpoint may reach a client with
 	// the address of the endpoint in place of that of the service. The client then resets
@@ -65,6 +73,9 @@ func (o *Options) complete() error {
 	}
 	if o.Instance == "ipvs" || strings.HasPrefix(o.Instance, "ipvs-") {
 		errs = append(errs, fmt.Errorf("instance %q has a table name of the backend ipvs", o.Instance))
+	}
+	if len(o.ServiceCIDRs) > 0 && o.FollowServiceCIDRs != nil {
+		errs = append(errs, errors.New("ServiceCIDRs and FollowServiceCIDRs exclude each other"))
 	}
 	for _, cidr := range o.ServiceCIDRs {
 		if !cidr.IsValid() {

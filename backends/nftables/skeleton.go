@@ -133,8 +133,9 @@ func (o *Options) skeletonChains(seed uint32) (chains nft.Chains) {
 	if o.DropInvalid {
 		forward = append(forward, nft.InState(nft.StateInvalid)+nft.Drop)
 	}
-	for _, cidr := range o.ServiceCIDRs {
-		rule := nft.InState(nft.StateNew) + nft.ToPrefix(cidr) + nft.Drop
+	if len(o.ServiceCIDRs) > 0 || o.FollowServiceCIDRs != nil {
+		chains.Add(serviceCIDRsChain, o.serviceCIDRRules()...)
+		rule := nft.InState(nft.StateNew) + nft.Jump(serviceCIDRsChain)
 		forward = append(forward, rule)
 		output = append(output, nft.LoadMeta(unix.NFT_META_OIFNAME)+nft.NotEqual(nft.InterfaceName("lo")...)+rule)
 	}
@@ -145,6 +146,16 @@ func (o *Options) skeletonChains(seed uint32) (chains nft.Chains) {
 		chains.AddBase("filter-output", nft.Filter(unix.NF_INET_LOCAL_OUT, filterPriority), output...)
 	}
 	return chains
+}
+
+// serviceCIDRsChain drops packets to addresses in the service CIDRs.
+const serviceCIDRsChain = "service-cidrs"
+
+func (o *Options) serviceCIDRRules() (rules []nft.Rule) {
+	for _, cidr := range o.ServiceCIDRs {
+		rules = append(rules, nft.ToPrefix(cidr)+nft.Drop)
+	}
+	return rules
 }
 
 // priorityIs matches packets with a priority.

@@ -5,6 +5,7 @@
 package nftables
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -50,6 +51,9 @@ type table struct {
 	skeleton map[string]nft.Digest
 	// podCIDRs are those pod CIDRs of the Node object that the skeleton contains.
 	podCIDRs []netip.Prefix
+	// serviceCIDRs are the service CIDRs that setServiceCIDRs has set. They are nil before
+	// its first call.
+	serviceCIDRs []netip.Prefix
 	// replaced is the name of the table that the current pass replaces, and deletes at its
 	// end. It is empty if there is no such table.
 	replaced string
@@ -198,10 +202,61 @@ func (t *table) setPodCIDRs(node *api.Node) (changed bool) {
 	return changed
 }
 
-// skeletonChains returns the chains of the skeleton, including rules for the node's pod
-// CIDRs.
-func (t *table) skeletonChains() nft.Chains {
+// setServiceCIDRs replaces the service CIDRs that the options follow. It writes one chain,
+// in one transaction. If this fails, the next pass loads the skeleton with the CIDRs.
+func (t *table) setServiceCIDRs(ctx context.Context, cidrs []netip.Prefix) error {
+	t.serviceCIDRs = outermost(cidrs)
+	if t.skeleton == nil {
+		return nil // the first pass loads the skeleton
+	}
+	var chains nft.Chains
+	chains.Add(serviceCIDRsChain, t.options().serviceCIDRRules()...)
+	chain := chains[0]
+	if t.skeleton[chain.Name] == chain.Digest() {
+		return nil
+	}
+	err := t.conn.Transact(ctx, func(w *nft.Writer) {
+		w.FlushChain(chain.Name)
+		w.AddRules(chain.Name, chain.Rules)
+	})
+	if err != nil {
+		t.state, t.ahead = nil, nil
+		return fmt.Errorf("write chain %s of table inet %s: %w", chain.Name, t.conn.Table, err)
+	}
+	t.skeleton[chain.Name] = chain.Digest()
+	if t.state != nil {
+		t.state.rules[chain.Name] = chain.Digest()
+	}
+	return nil
+}
+
+// outermost returns those valid CIDRs that no other one contains, in sorted order. The
+// result is not nil.
+func outermost(cidrs []netip.Prefix) []netip.Prefix {
+	cidrs = slices.Clone(cidrs)
+	for i, c := range cidrs {
+		cidrs[i] = c.Masked()
+	}
+	slices.SortFunc(cidrs, func(a, b netip.Prefix) int { // a CIDR comes before those that it contains
+		return cmp.Or(a.Addr().Compare(b.Addr()), cmp.Compare(a.Bits(), b.Bits()))
+	})
+	out := make([]netip.Prefix, 0, len(cidrs))
+	for _, c := range cidrs {
+		if n := len(out); c.IsValid() && (n == 0 || !out[n-1].Overlaps(c)) {
+			out = append(out, c)
+		}
+	}
+	return out
+}
+
+// options returns the options with the CIDRs that are followed.
+func (t *table) options() *Options {
 	opts := *t.opts
 	opts.ClusterCIDRs = slices.Concat(opts.ClusterCIDRs, t.podCIDRs)
-	return opts.skeletonChains(t.clientSeed)
+	opts.ServiceCIDRs = slices.Concat(opts.ServiceCIDRs, t.serviceCIDRs)
+	return &opts
 }
+
+// skeletonChains returns the chains of the skeleton, including rules for the CIDRs that are
+// followed.
+func (t *table) skeletonChains() nft.Chains { return t.options().skeletonChains(t.clientSeed) }

@@ -5,7 +5,6 @@ package program
 import (
 	"context"
 	"encoding/json"
-	"errors"
 	"fmt"
 	"hash/fnv"
 	"net/netip"
@@ -18,7 +17,6 @@ import (
 	"github.com/kpng-project/kpng/metrics"
 	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
-	"github.com/kpng-project/kpng/watcher/kube"
 	"github.com/spf13/pflag"
 	corev1 "k8s.io/api/core/v1"
 	eventsv1 "k8s.io/api/events/v1"
@@ -52,10 +50,7 @@ type eventsWriter struct {
 // newEventsWriter returns a writer that uses the API server and the node of the command
 // with these flags.
 func newEventsWriter(fs *pflag.FlagSet) (*eventsWriter, error) {
-	if fs.Lookup("kubeconfig") == nil || flagValue(fs, "manifests") != "" || fs.Changed("api") {
-		return nil, errors.New("--events needs an API server as the source of services")
-	}
-	config, err := kube.LoadConfig(flagValue(fs, "kubeconfig"))
+	config, err := apiServer(fs, "--events")
 	if err != nil {
 		return nil, err
 	}

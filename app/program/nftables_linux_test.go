@@ -41,7 +41,7 @@ func TestFlagsOfNFTables(t *testing.T) {
 
 func TestInvalidFlagsOfNFTables(t *testing.T) {
 	testInvalidFlags(t, NFTables,
-		"--node-port-addresses=eth0", "--cluster-cidr=10.1.0.0", "--masquerade-bit=32", "--masquerade-bit=14", "--dnat-priority=0", "--snat-priority=-200", "--sysctls=maybe", "--instance=a b",
+		"--service-cidr=10.1.0.0", "--service-cidr=auto,10.1.0.0/16", "--node-port-addresses=eth0", "--cluster-cidr=10.1.0.0", "--masquerade-bit=32", "--masquerade-bit=14", "--dnat-priority=0", "--snat-priority=-200", "--sysctls=maybe", "--instance=a b",
 		"--conntrack-min=-1",
 	)
 }

@@ -15,8 +15,10 @@ import (
 	"github.com/kpng-project/kpng/internal/sysctl"
 	"github.com/kpng-project/kpng/node/nodeaddr"
 	"github.com/kpng-project/kpng/sink"
+	"github.com/kpng-project/kpng/watcher/kube"
 	"github.com/spf13/pflag"
 	"golang.org/x/sys/unix"
+	"k8s.io/client-go/rest"
 )
 
 // nodeFlags are the flags that backends for the Linux kernel have in common.
@@ -150,4 +152,14 @@ func (f *nodeFlags) keepAnnotation(name string) error {
 		return keep.Value.Set(name)
 	}
 	return nil
+}
+
+// apiServer returns the settings for the API server from which the command with these flags
+// gets services. It returns an error if the command gets them from another source. The
+// argument flag is the flag that needs the API server.
+func apiServer(fs *pflag.FlagSet, flag string) (*rest.Config, error) {
+	if fs.Lookup("kubeconfig") == nil || flagValue(fs, "manifests") != "" || fs.Changed("api") {
+		return nil, fmt.Errorf("%s needs an API server as the source of services", flag)
+	}
+	return kube.LoadConfig(flagValue(fs, "kubeconfig"))
 }

@@ -9,6 +9,7 @@ import (
 	"errors"
 	"fmt"
 	"net/netip"
+	"slices"
 	"sync"
 	"time"
 
@@ -161,12 +162,14 @@ func (b *backend) startTasks(ctx context.Context, foreignCommits int64) error {
 func (b *backend) setServiceCIDRs(ctx context.Context, cidrs []netip.Prefix) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
+	cidrs = outermost(cidrs)
+	if b.table.serviceCIDRs != nil && slices.Equal(cidrs, b.table.serviceCIDRs) {
+		return
+	}
 	log := klog.FromContext(ctx).WithValues("table", b.table.conn.Table)
-	switch err := b.table.setServiceCIDRs(ctx, cidrs); {
-	case err == nil:
-		log.Info("Dropping new connections to cluster IPs without a service", "serviceCIDRs", b.table.serviceCIDRs)
-	case ctx.Err() == nil:
-		log.Error(err, "Cannot change the service CIDRs; writing them in a new pass")
+	log.Info("Service CIDRs have changed; dropping new connections to their addresses without a service", "serviceCIDRs", cidrs)
+	if err := b.table.setServiceCIDRs(ctx, cidrs); err != nil && ctx.Err() == nil {
+		log.Error(err, "Cannot write the service CIDRs; writing them in a new pass")
 	}
 }
 

@@ -205,15 +205,10 @@ func (t *table) setPodCIDRs(node *api.Node) (changed bool) {
 // setServiceCIDRs replaces the service CIDRs that the options follow. It writes one chain,
 // in one transaction. If this fails, the next pass loads the skeleton with the CIDRs.
 func (t *table) setServiceCIDRs(ctx context.Context, cidrs []netip.Prefix) error {
-	t.serviceCIDRs = outermost(cidrs)
-	if t.skeleton == nil {
-		return nil // the first pass loads the skeleton
-	}
-	var chains nft.Chains
-	chains.Add(serviceCIDRsChain, t.options().serviceCIDRRules()...)
-	chain := chains[0]
-	if t.skeleton[chain.Name] == chain.Digest() {
-		return nil
+	t.serviceCIDRs = cidrs
+	chain := nft.Chain{Name: serviceCIDRsChain, Rules: t.options().serviceCIDRRules()}
+	if t.skeleton == nil || t.skeleton[chain.Name] == chain.Digest() {
+		return nil // if there is no skeleton yet, the first pass writes the CIDRs
 	}
 	err := t.conn.Transact(ctx, func(w *nft.Writer) {
 		w.FlushChain(chain.Name)

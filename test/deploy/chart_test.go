@@ -196,6 +196,7 @@ func parseYAML(t *testing.T, text string) map[string]any {
 // chartValues are values that users may have.
 var chartValues = map[string]string{
 	"in place of kube-proxy":   "apiServer: {host: 192.0.2.1}",
+	"with service CIDRs":       "apiServer: {host: 192.0.2.1}\nfollowServiceCIDRs: true",
 	"with IPv6":                "apiServer: {host: '2001:db8::1', port: 443}\nextraArgs: ['--cluster-cidr=fd00::/48']",
 	"with iptables":            "apiServer: {host: 192.0.2.1}\nbackend: iptables\nextraVolumes: [{name: a, emptyDir: {}}]",
 	"with IPVS":                "apiServer: {host: 192.0.2.1}\nbackend: ipvs\nkernelSettings: true",

@@ -15,6 +15,7 @@ import (
 
 	corev1 "k8s.io/api/core/v1"
 	discoveryv1 "k8s.io/api/discovery/v1"
+	networkingv1 "k8s.io/api/networking/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/runtime/schema"
@@ -25,11 +26,11 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// client is a client for the two API groups that Watch needs. With the typed clients of
+// client is a client for the API groups that this package needs. With the typed clients of
 // client-go, every program would link the types of all groups.
 type client struct {
-	core, discovery rest.Interface
-	connections     *connrotation.Dialer
+	core, discovery, networking rest.Interface
+	connections                 *connrotation.Dialer
 	// decoder decodes complete answers of all content types.
 	decoder runtime.Decoder
 }
@@ -41,7 +42,7 @@ type client struct {
 // object if no such store exists, or if the caller passes the object to decode into.
 func newClient(ctx context.Context, config *rest.Config, stores map[string]objectStore) (*client, error) {
 	scheme := runtime.NewScheme()
-	for _, add := range [...]func(*runtime.Scheme) error{corev1.AddToScheme, discoveryv1.AddToScheme} {
+	for _, add := range [...]func(*runtime.Scheme) error{corev1.AddToScheme, discoveryv1.AddToScheme, networkingv1.AddToScheme} {
 		if err := add(scheme); err != nil {
 			return nil, err
 		}
@@ -86,7 +87,10 @@ func newClient(ctx context.Context, config *rest.Config, stores map[string]objec
 	if c.core, err = group(config, connect, "/api", corev1.SchemeGroupVersion); err != nil {
 		return nil, err
 	}
-	c.discovery, err = group(config, connect, "/apis", discoveryv1.SchemeGroupVersion)
+	if c.discovery, err = group(config, connect, "/apis", discoveryv1.SchemeGroupVersion); err != nil {
+		return nil, err
+	}
+	c.networking, err = group(config, connect, "/apis", networkingv1.SchemeGroupVersion)
 	return c, err
 }
 

@@ -31,7 +31,7 @@ func (e *requestError) Unwrap() error { return e.cause }
 // newRequestError returns an error with the server's address and any missing permission.
 func newRequestError(verb string, resource schema.GroupResource, server string, err error) *requestError {
 	where := "in all namespaces"
-	if resource.Resource == nodes {
+	if isClusterScoped(resource.Resource) {
 		where = "at cluster scope"
 	}
 	needed := fmt.Sprintf("grant the verbs list and watch on resource %q of API group %q %s: ", resource.Resource, resource.Group, where)
@@ -41,6 +41,8 @@ func newRequestError(verb string, resource schema.GroupResource, server string, 
 		cause = "credentials are missing or not accepted; " + needed + cause
 	case apierrors.IsForbidden(err):
 		cause = "missing permission; " + needed + cause
+	case isAbsent(resource, err):
+		cause = "the server has no such objects; Kubernetes has them (networking.k8s.io/v1) since v1.33"
 	case errors.As(err, &request):
 		cause = request.Err.Error() // without the URL, which is long
 	}
@@ -74,10 +76,17 @@ func (r *reporter) request(ctx context.Context, verb string, err error) error {
 		r.end(e)
 		return e
 	}
-	r.failing.Store(true)
+	again := r.failing.Swap(true)
 	r.outcome(r.resource.Resource, false)
-	klog.FromContext(ctx).Error(e, "Request to the API server failed; retrying")
+	if !again || !isAbsent(r.resource, err) { // an old server always answers so
+		klog.FromContext(ctx).Error(e, "Request to the API server failed; retrying")
+	}
 	return e
+}
+
+// isAbsent reports whether a server is too old to have ServiceCIDRs.
+func isAbsent(resource schema.GroupResource, err error) bool {
+	return resource.Resource == serviceCIDRs && apierrors.IsNotFound(err)
 }
 
 // staleAfter is the default of Options.StaleAfter.

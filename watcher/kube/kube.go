@@ -19,7 +19,8 @@
 // # Permissions
 //
 // Watch needs the verbs list and watch, cluster-wide, on services, on nodes, and on
-// endpointslices of API group discovery.k8s.io. Errors name a missing permission.
+// endpointslices of API group discovery.k8s.io. FollowServiceCIDRs needs them on servicecidrs
+// of API group networking.k8s.io. Errors name a missing permission.
 //
 // # Slices of a named proxy
 //
@@ -106,9 +107,9 @@ func Watch(ctx context.Context, state *cluster.State, opts Options) error {
 	}
 	running, end := context.WithCancelCause(ctx)
 	defer end(nil)
-	w := &watch{opts: opts, state: state, converter: converter, logger: klog.FromContext(ctx), end: end}
+	w := newWatch(ctx, state, opts)
+	w.converter, w.end = converter, end
 	w.unlisted = map[string]bool{services: true, endpointSlices: true, nodes: true}
-	w.failedSince = map[string]time.Time{}
 	if opts.Informers != nil {
 		err = w.followInformers(running, opts.Informers)
 	} else {
@@ -118,11 +119,20 @@ func Watch(ctx context.Context, state *cluster.State, opts Options) error {
 		err = context.Cause(running)
 	}
 	end(nil)
+	w.close()
+	return err
+}
+
+func newWatch(ctx context.Context, state *cluster.State, opts Options) *watch {
+	return &watch{opts: opts, state: state, logger: klog.FromContext(ctx), failedSince: map[string]time.Time{}}
+}
+
+// close waits for the goroutines of the watch, whose context has ended.
+func (w *watch) close() {
 	w.running.Wait()
 	w.decoding.Lock()
 	defer w.decoding.Unlock()
 	w.ended = true
-	return err
 }
 
 // whileRunning calls f unless Watch has ended. Watch does not return while f runs.
@@ -162,7 +172,10 @@ const (
 	services       = "services"
 	endpointSlices = "endpointslices"
 	nodes          = "nodes"
+	serviceCIDRs   = "servicecidrs"
 )
+
+func isClusterScoped(resource string) bool { return resource == nodes || resource == serviceCIDRs }
 
 // listed records that a resource was listed. When all resources were listed, it marks the
 // state as synced.

@@ -22,6 +22,7 @@ import (
 	"google.golang.org/protobuf/encoding/protowire"
 	corev1 "k8s.io/api/core/v1"
 	discoveryv1 "k8s.io/api/discovery/v1"
+	networkingv1 "k8s.io/api/networking/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/fields"
@@ -32,13 +33,13 @@ import (
 	"k8s.io/client-go/rest"
 )
 
-// object is a Service, EndpointSlice or Node.
+// object is a Service, EndpointSlice, Node or ServiceCIDR.
 type object interface {
 	metav1.Object
 	runtime.Object
 }
 
-// apiServer serves Services, EndpointSlices and Nodes over HTTP like a kube-apiserver. It
+// apiServer serves Services, EndpointSlices, Nodes and ServiceCIDRs over HTTP like a kube-apiserver. It
 // supports list, watch, label and field selectors, resource versions, streaming lists,
 // bookmarks and 410 Gone, in protobuf and JSON. It can run in a synctest bubble, because
 // its connections are in memory.
@@ -111,6 +112,8 @@ func resourceOf(o object) string {
 		return endpointSlices
 	case *corev1.Node:
 		return nodes
+	case *networkingv1.ServiceCIDR:
+		return serviceCIDRs
 	}
 	panic(fmt.Sprintf("unexpected %T", o))
 }
@@ -153,6 +156,8 @@ func kindOf(resource, suffix string) schema.GroupVersionKind {
 		return corev1.SchemeGroupVersion.WithKind("Service" + suffix)
 	case nodes:
 		return corev1.SchemeGroupVersion.WithKind("Node" + suffix)
+	case serviceCIDRs:
+		return networkingv1.SchemeGroupVersion.WithKind("ServiceCIDR" + suffix)
 	default:
 		return discoveryv1.SchemeGroupVersion.WithKind("EndpointSlice" + suffix)
 	}
@@ -403,6 +408,8 @@ func (s *apiServer) watch(w http.ResponseWriter, ctx context.Context, req reques
 			o = &corev1.Service{ObjectMeta: m}
 		case endpointSlices:
 			o = &discoveryv1.EndpointSlice{ObjectMeta: m}
+		case serviceCIDRs:
+			o = &networkingv1.ServiceCIDR{ObjectMeta: m}
 		default:
 			o = &corev1.Node{ObjectMeta: m}
 		}

@@ -171,12 +171,12 @@ func (src *source) check(ctx context.Context, r *reporter, since string, watch w
 func (src *source) version(ctx context.Context, node string) (string, error) {
 	ctx, cancel := context.WithTimeout(ctx, checkTimeout)
 	defer cancel()
-	name, isNode := "kubernetes", src.resource.Resource == nodes
-	if isNode {
+	name := "kubernetes" // a Service and its EndpointSlice, or a ServiceCIDR
+	if src.resource.Resource == nodes {
 		name = cmp.Or(node, name) // the proxy may have the permission for its own node only
 	}
 	options := metav1.ListOptions{FieldSelector: fields.OneTermEqualSelector(metav1.ObjectNameField, name).String(), Limit: 1}
-	o, err := src.request(&options).NamespaceIfScoped(metav1.NamespaceDefault, !isNode).Do(ctx).Get()
+	o, err := src.request(&options).NamespaceIfScoped(metav1.NamespaceDefault, !isClusterScoped(src.resource.Resource)).Do(ctx).Get()
 	if err != nil {
 		return "", err
 	}

@@ -16,6 +16,7 @@ import (
 
 	"github.com/kpng-project/kpng"
 	"github.com/kpng-project/kpng/conformance/internal/reference"
+	"github.com/kpng-project/kpng/internal/netnstest"
 	"github.com/kpng-project/kpng/sink"
 	"github.com/kpng-project/kpng/watcher"
 )
@@ -49,6 +50,7 @@ func TestReference(t *testing.T) {
 // has programmed the objects, so the kit uses a marker service. The command is the test
 // binary, which runs this test in a second process.
 func TestCommand(t *testing.T) {
+	netnstest.NeedRoot(t)
 	const siteVariable, manifestsVariable = "KPNG_TEST_SITE", "KPNG_TEST_MANIFESTS"
 	if text := os.Getenv(siteVariable); text != "" {
 		var site Site

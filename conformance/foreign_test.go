@@ -10,11 +10,13 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/conformance/internal/world"
+	"github.com/kpng-project/kpng/internal/netnstest"
 )
 
 // TestInventoryHasObjectsOfAllDataplanes checks that the inventory has each kind of
 // object that a proxy may leave on the node.
 func TestInventoryHasObjectsOfAllDataplanes(t *testing.T) {
+	netnstest.NeedRoot(t)
 	w, err := world.New(world.Options{})
 	if err != nil {
 		t.Fatal(err)

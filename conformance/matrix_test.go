@@ -11,6 +11,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/netnstest"
 )
 
 func TestMatrixAsMarkdown(t *testing.T) {
@@ -55,6 +56,7 @@ func TestMatrixAsMarkdown(t *testing.T) {
 // TestUnsupportedCasesMayPass declares Reject and IPv6 as unsupported, although the
 // reference proxy has both features.
 func TestUnsupportedCasesMayPass(t *testing.T) {
+	netnstest.NeedRoot(t)
 	matrix := Run(t, withFault(""), Options{
 		Unsupported: map[Feature]string{Reject: "not yet", IPv6: "not here"},
 		Cases:       regexp.MustCompile("^a service without endpoints refuses connections$"),
@@ -71,6 +73,7 @@ func TestUnsupportedCasesMayPass(t *testing.T) {
 // TestCasesRunWithoutTheirFeatures declares UDP as unsupported. Then most cases create
 // services without UDP ports. The cases that require UDP still run.
 func TestCasesRunWithoutTheirFeatures(t *testing.T) {
+	netnstest.NeedRoot(t)
 	matrix := Run(t, withFault(""), Options{
 		Unsupported: map[Feature]string{UDP: "not yet"},
 		Cases:       regexp.MustCompile("UDP"),

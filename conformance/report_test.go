@@ -14,6 +14,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/netnstest"
 	"sigs.k8s.io/yaml"
 )
 
@@ -44,6 +45,7 @@ func TestReportInDocs(t *testing.T) {
 
 // TestReport checks the report of a run.
 func TestReport(t *testing.T) {
+	netnstest.NeedRoot(t)
 	path := filepath.Join(t.TempDir(), "report.yaml")
 	matrix := Run(t, withFault(""), Options{
 		Report: path, Proxy: "reference", Unsupported: map[Feature]string{Reject: "not yet", SCTP: "not yet"},

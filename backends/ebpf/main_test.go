@@ -29,6 +29,7 @@ const bpffsVariable = "KPNG_TEST_BPFFS"
 // started the process.
 func mountBPFFS(t testing.TB) string {
 	t.Helper()
+	netnstest.NeedRoot(t)
 	if dir := os.Getenv(bpffsVariable); dir != "" {
 		return dir
 	}

@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/netnstest"
 	"golang.org/x/sys/unix"
 )
 
@@ -89,6 +90,7 @@ func TestResetAfterHalfCloseIsForwarded(t *testing.T) {
 // TestVanishedHalfClosedClientIsDetected removes the client's socket without sending a
 // packet. With keep-alive probes, the kernel detects that the socket is missing.
 func TestVanishedHalfClosedClientIsDetected(t *testing.T) {
+	netnstest.NeedRoot(t)
 	w, c, endpoint := halfClosed(t, settings{})
 	l := w.listenerAt(socketAddrOf(t, api.TCP, c.RemoteAddr().String())).(*tcpListener)
 	set := func(c *net.TCPConn, options map[int]int) {

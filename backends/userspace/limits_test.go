@@ -14,6 +14,7 @@ import (
 	"testing"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/netnstest"
 	"github.com/kpng-project/kpng/node/nodeaddr"
 	"github.com/kpng-project/kpng/sink"
 )
@@ -302,6 +303,7 @@ func TestAdmissionEqualsLinearSearch(t *testing.T) {
 // TestSourceRangesAreStoredOnce delivers a service with many frontends and source ranges.
 // They share one list of ranges, and their socket filters are bounded.
 func TestSourceRangesAreStoredOnce(t *testing.T) {
+	netnstest.NeedRoot(t)
 	b, _, _ := startBackend(t, settings{})
 	wide := wideService("wide", netip.MustParseAddr("10.97.0.1"), 51, 2, netip.MustParseAddrPort("10.244.0.1:80"))
 	var ranges []netip.Prefix

@@ -12,6 +12,7 @@ import (
 	"testing"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/netnstest"
 )
 
 // nodePortAt returns a service with a cluster IP that this host does not have, and a node
@@ -81,6 +82,7 @@ func TestNodePortsOnLocalhostHaveBothFamilies(t *testing.T) {
 // TestLocalhostIgnoresExternalPolicyLocal checks that connections from localhost reach
 // endpoints on other nodes, like all traffic that starts on this node.
 func TestLocalhostIgnoresExternalPolicyLocal(t *testing.T) {
+	netnstest.NeedRoot(t)
 	w := localhostWorld(t)
 	port := freePort(t, "127.0.0.1")
 	w.set(nodePortAt("web", port, api.TCP).modify(func(s *api.Service) { s.ExternalTrafficToLocal = true }).

@@ -16,6 +16,7 @@ import (
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/backends"
+	"github.com/kpng-project/kpng/internal/netnstest"
 	"github.com/kpng-project/kpng/internal/nodeaddrs"
 	clocktesting "k8s.io/utils/clock/testing"
 )
@@ -205,6 +206,7 @@ func TestUnsupportedFrontendsAreLoggedAndOthersServed(t *testing.T) {
 }
 
 func TestVerdictsWithoutEndpoints(t *testing.T) {
+	netnstest.NeedRoot(t)
 	w := newWorld(t, settings{})
 	port := freePort(t, "127.0.0.2")
 	w.set(serviceAt("none", "127.0.0.2", port, api.TCP).markUnusable().view(), serviceAt("elsewhere", "127.0.0.3", port, api.TCP).view())
@@ -224,6 +226,7 @@ func TestVerdictsWithoutEndpoints(t *testing.T) {
 // TestSourceRangesDropOthers connects to a load-balancer IP that admits only some
 // loopback addresses.
 func TestSourceRangesDropOthers(t *testing.T) {
+	netnstest.NeedRoot(t)
 	w := newWorld(t, settings{})
 	port := freePort(t, "127.0.0.2")
 	w.set(serviceAt("web", "127.0.0.2", port, api.TCP).addEndpoints(namedServer(t, "a")).modify(func(s *api.Service) {
@@ -251,6 +254,7 @@ func TestSourceRangesDropOthers(t *testing.T) {
 // TestLocalPolicyIsShortCircuitedForThisNode connects from this node to a service whose
 // endpoints are all on other nodes.
 func TestLocalPolicyIsShortCircuitedForThisNode(t *testing.T) {
+	netnstest.NeedRoot(t)
 	w := newWorld(t, settings{})
 	port := freePort(t, "127.0.0.2")
 	w.set(serviceAt("web", "127.0.0.2", port, api.TCP).addScoped(api.Scopes{Internal: true, Cluster: true}, namedServer(t, "far")).

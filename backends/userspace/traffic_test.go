@@ -15,6 +15,7 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/netnstest"
 )
 
 // weighted sets the weights of the endpoints of s.
@@ -156,6 +157,7 @@ func TestConnectionsToLostEndpoints(t *testing.T) {
 }
 
 func TestSourceRangesApplyToNodePorts(t *testing.T) {
+	netnstest.NeedRoot(t)
 	w, port, nodePort := newWorld(t, settings{}), freePort(t, "127.0.0.2"), freePort(t, "127.0.0.1")
 	w.set(serviceAt("web", "127.0.0.2", port, api.TCP).addEndpoints(namedServer(t, "a")).modify(func(s *api.Service) {
 		s.Type, s.Ports[0].NodePort = api.LoadBalancer, nodePort

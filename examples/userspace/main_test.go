@@ -21,6 +21,8 @@ import (
 	"syscall"
 	"testing"
 	"time"
+
+	"github.com/kpng-project/kpng/internal/netnstest"
 )
 
 // inNamespace is the name of an environment variable. If it is set, the test already runs
@@ -29,6 +31,7 @@ const inNamespace = "KPNG_IN_NAMESPACE"
 
 // TestTheREADME runs the commands of README.md in a namespace, with or without root.
 func TestTheREADME(t *testing.T) {
+	netnstest.NeedRoot(t)
 	if os.Getenv(inNamespace) == "" {
 		args := []string{"--net", os.Args[0], "-test.run=^TestTheREADME$"}
 		if os.Geteuid() != 0 {

@@ -61,6 +61,7 @@ func MakeCgroup() (*Cgroup, error) {
 // NewCgroup makes a cgroup that exists until the test ends.
 func NewCgroup(t testing.TB) *Cgroup {
 	t.Helper()
+	NeedRoot(t)
 	c, err := MakeCgroup()
 	if err != nil {
 		t.Fatal(err)

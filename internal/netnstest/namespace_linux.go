@@ -67,6 +67,7 @@ func Make() (*Namespace, error) {
 // New makes a namespace that exists until the test ends.
 func New(t testing.TB) *Namespace {
 	t.Helper()
+	NeedRoot(t)
 	n, err := Make()
 	if err != nil {
 		t.Fatal(err)

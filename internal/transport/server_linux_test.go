@@ -11,6 +11,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/kpng-project/kpng/internal/netnstest"
 	"github.com/kpng-project/kpng/internal/transport"
 	"golang.org/x/sys/unix"
 	"google.golang.org/grpc"
@@ -19,6 +20,7 @@ import (
 // A local user who was first to listen on a well-known path must not send services to
 // root.
 func TestSocketOfAnotherUserIsRefused(t *testing.T) {
+	netnstest.NeedRoot(t)
 	if os.Geteuid() != 0 {
 		t.Skip("needs root, to listen as another user")
 	}

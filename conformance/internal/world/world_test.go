@@ -13,10 +13,12 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/netnstest"
 	"golang.org/x/sys/unix"
 )
 
 func TestAllHostsReachEachOther(t *testing.T) {
+	netnstest.NeedRoot(t)
 	w, err := New(Options{})
 	if err != nil {
 		t.Fatal(err)
@@ -89,6 +91,7 @@ func TestUDPRequestsAreRepeated(t *testing.T) {
 }
 
 func TestStreamSocketsOutsidePackageNet(t *testing.T) {
+	netnstest.NeedRoot(t)
 	w, err := New(Options{})
 	if err != nil {
 		t.Fatal(err)

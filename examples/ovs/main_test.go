@@ -25,6 +25,7 @@ import (
 // pods must reach both endpoints of a service, which are the pods themselves, also after
 // the switch was restarted, and after the agent was killed.
 func TestPodsReachServices(t *testing.T) {
+	netnstest.NeedRoot(t)
 	program := filepath.Join(t.TempDir(), "ovs-agent")
 	if out, err := exec.CommandContext(t.Context(), "go", "build", "-o", program, ".").CombinedOutput(); err != nil {
 		t.Fatalf("build the agent: %v\n%s", err, out)

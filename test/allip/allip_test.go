@@ -97,7 +97,7 @@ func foreign(t testing.TB, node namespace) string {
 		case "ip kpng-all-ip", "ip6 kpng-all-ip":
 		case "ip nat", "ip filter", "ip6 nat", "ip6 filter": // tables of iptables
 		default:
-			all += node.Run(t, "nft", "-a", "list", "table", words[1], words[2])
+			all += node.Run(t, "nft", "-a", "-s", "list", "table", words[1], words[2])
 		}
 	}
 	return all
@@ -406,7 +406,7 @@ type process struct {
 
 func (s *subject) start(t testing.TB, node namespace, proxy, kubeconfig string, flags ...string) *process {
 	t.Helper()
-	const health = "127.0.0.1:10256"
+	const health = "127.0.0.1:10266" // kube-proxy uses 10256
 	args, env := s.command(t)
 	// Start the program with the only capability that its manifest grants.
 	args = append(args, "--kubeconfig", kubeconfig, "--service-proxy-name", proxy, "--node-name", proxy, "--healthz-bind-address", health)

@@ -3,6 +3,7 @@
 package allip
 
 import (
+	"bytes"
 	"encoding/binary"
 	"encoding/json"
 	"errors"
@@ -12,6 +13,7 @@ import (
 	"math/rand/v2"
 	"net"
 	"net/netip"
+	"os/exec"
 	"strconv"
 	"strings"
 	"syscall"
@@ -21,8 +23,10 @@ import (
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/internal/netnstest"
 	"github.com/kpng-project/kpng/test/internal/apiserver"
+	"github.com/kpng-project/kpng/test/kubeproxy"
 	"github.com/kpng-project/kpng/watcher"
 	corev1 "k8s.io/api/core/v1"
+	discoveryv1 "k8s.io/api/discovery/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 )
@@ -45,8 +49,15 @@ var (
 	far  = []string{"10.9.0.2", "fd09::2"}
 )
 
-// TestWholeAddresses checks filters, load-balancer IPs, and the connections that pods begin.
+// TestWholeAddresses checks filters, load-balancer IPs, and the connections that pods begin, on a
+// node that also runs kube-proxy.
 func TestWholeAddresses(t *testing.T) {
+	for _, mode := range []string{"nftables", "iptables"} {
+		t.Run(mode, func(t *testing.T) { testWholeAddresses(t, mode) })
+	}
+}
+
+func testWholeAddresses(t *testing.T, mode string) {
 	need(t, "ip", "setpriv", "nft", "iptables", "ip6tables", "ping")
 	server := shared.Get(t)
 	c := newCluster(t, server)
@@ -55,9 +66,18 @@ func TestWholeAddresses(t *testing.T) {
 	distant := n.extend(t)
 	api := strings.TrimPrefix(server.Config().Host, "https://")
 	netnstest.Relay(t, n.node.Do, api, "tcp", api)
-	n.node.RunWith(t, foreignTable, "nft", "-f", "-")
-	n.node.RunWith(t, foreignIPTables, "iptables-restore", "--noflush")
-	n.node.RunWith(t, foreignIPTables, "ip6tables-restore", "--noflush")
+	kubeconfig := apiserver.Kubeconfig(t, server.Config())
+	ordinary := c.ordinary("ordinary", "pod2")
+	n.startKubeProxy(t, c, kubeproxy.Options{Kubeconfig: kubeconfig, Node: c.name, Mode: mode})
+	served := func() error {
+		for _, ip := range ordinary {
+			if got, err := n.client.ask("tcp", ip, 80); got != "pod2" {
+				return fmt.Errorf("kube-proxy's service %s leads to %q, error %v", ip, got, err)
+			}
+		}
+		return nil
+	}
+	eventually(t, "kube-proxy", served)
 	others := foreign(t, n.node)
 
 	for _, machine := range []namespace{pod, n.client} {
@@ -77,7 +97,7 @@ func TestWholeAddresses(t *testing.T) {
 		n.client.listen(t, near[i])
 	}
 
-	p := subjects[0].start(t, n.node, c.name, apiserver.Kubeconfig(t, server.Config()), "--keep-source", "11.0.2.0/24,1100::/64")
+	p := subjects[0].start(t, n.node, c.name, kubeconfig, "--keep-source", "11.0.2.0/24,1100::/64")
 	p.ready(t)
 	c.create("example", c.name)
 	c.lead("example", "pod1")
@@ -204,9 +224,57 @@ func TestWholeAddresses(t *testing.T) {
 		}
 	}
 	if now := foreign(t, n.node); now != others {
-		t.Errorf("rules of other programs changed:\n%s", cmp.Diff(others, now))
+		t.Errorf("rules of kube-proxy changed:\n%s", cmp.Diff(others, now))
+	}
+	if err := served(); err != nil {
+		t.Error(err)
 	}
 	p.end(t, syscall.SIGTERM)
+}
+
+// ordinary makes a service for kube-proxy whose endpoint is a pod. It returns the cluster IPs.
+func (c *cluster) ordinary(name, pod string) (ips []netip.Addr) {
+	c.t.Helper()
+	dualStack := corev1.IPFamilyPolicyRequireDualStack
+	s, err := c.client.CoreV1().Services(c.name).Create(c.t.Context(), &corev1.Service{
+		ObjectMeta: metav1.ObjectMeta{Name: name},
+		Spec:       corev1.ServiceSpec{Ports: []corev1.ServicePort{{Port: 80}}, IPFamilyPolicy: &dualStack},
+	}, metav1.CreateOptions{})
+	c.check(err)
+	for i, family := range s.Spec.IPFamilies {
+		ips = append(ips, netip.MustParseAddr(s.Spec.ClusterIPs[i]))
+		_, err = c.client.DiscoveryV1().EndpointSlices(c.name).Create(c.t.Context(), &discoveryv1.EndpointSlice{
+			ObjectMeta:  metav1.ObjectMeta{Name: sliceName(name, discoveryv1.AddressType(family)), Labels: map[string]string{discoveryv1.LabelServiceName: name}},
+			AddressType: discoveryv1.AddressType(family),
+			Endpoints:   []discoveryv1.Endpoint{{Addresses: []string{podIPs[pod][i]}}},
+			Ports:       []discoveryv1.EndpointPort{{Name: new(string), Port: new(int32(80))}},
+		}, metav1.CreateOptions{})
+		c.check(err)
+	}
+	return ips
+}
+
+// startKubeProxy runs kube-proxy on the node. kube-proxy needs the node's address.
+func (n *network) startKubeProxy(t *testing.T, c *cluster, o kubeproxy.Options) {
+	t.Helper()
+	node, err := c.client.CoreV1().Nodes().Get(t.Context(), o.Node, metav1.GetOptions{})
+	c.check(err)
+	node.Status.Addresses = []corev1.NodeAddress{{Type: corev1.NodeInternalIP, Address: "10.1.0.1"}, {Type: corev1.NodeInternalIP, Address: "fd01::1"}}
+	_, err = c.client.CoreV1().Nodes().UpdateStatus(t.Context(), node, metav1.UpdateOptions{})
+	c.check(err)
+	args := kubeproxy.Command(t, o)
+	var log bytes.Buffer
+	cmd := exec.Command(args[0], args[1:]...)
+	cmd.Stdout, cmd.Stderr = &log, &log
+	ended, err := n.node.Start(cmd)
+	c.check(err)
+	t.Cleanup(func() {
+		cmd.Process.Kill()
+		<-ended
+		if t.Failed() {
+			t.Logf("kube-proxy logged:\n%s", &log)
+		}
+	})
 }
 
 // extend adds the machine far behind the client. The path to far has a smaller MTU than its

@@ -1,42 +1,128 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package weights divides the traffic of a service among groups of endpoints, such as the
-// versions of a program. The weight of a group does not depend on its number of endpoints.
+// Package weights divides the connections to a service among other services by weight, such
+// as the versions of a program. The weight of a backend does not depend on its number of
+// endpoints.
 package weights
 
-import "github.com/kpng-project/kpng/api"
+import (
+	"fmt"
+	"iter"
+	"net/netip"
+	"slices"
 
-// shares is the sum of the weights of all endpoints, if they are few. Dataplanes divide
-// traffic so finely.
-const shares = 4000
+	"github.com/kpng-project/kpng/api"
+	"k8s.io/apimachinery/pkg/types"
+)
 
-// Divide sets the weights of the endpoints in slices, which belong to one port of a service.
-// The ready endpoints of groups[i] have together a share of the traffic in proportion to
-// weights[i], which is 0 to 1,000,000, for each family. A group with weight 0 gets no new
-// connections. If a group has no ready endpoint, the other groups share its traffic.
+// Backend is a service that gets a part of the connections to another service.
+type Backend struct {
+	// Weight is 0 to 1,000,000. A backend with weight 0 gets no new connections.
+	Weight int64
+	// Slices are the EndpointSlices of the backend. It is empty if the backend does not exist.
+	Slices []*api.EndpointSlice
+	// Port is the name of the port in Slices.
+	Port string
+}
+
+// The address of a node has nothing at this port (tcpmux), so its kernel refuses connections.
+const closedPort = 1
+
+// Divide returns EndpointSlices for a port of a service. The endpoints of each backend have
+// together a part of the connections in proportion to its weight, for each family. Slices do
+// not share endpoints with those of the backends. They have no topology hints, because these
+// would change the parts.
 //
-// The weights are exact to 1 % of a group's share, unless a group has so many endpoints and
-// such a small share that its endpoints would need weights less than 1/65535 of others.
-func Divide(weights []int64, groups [][]*api.EndpointSlice) {
-	for _, family := range []api.Family{api.IPv4, api.IPv6} {
-		ready, sum, total := make([]int64, len(groups)), int64(0), int64(shares)
+// A backend without endpoints keeps its part: its connections go to the internal address of
+// the node, at port 1, and the kernel refuses them. If the node is nil or has no address of
+// the family, the other backends get the part.
+//
+// The weights are exact to 1 % of a backend's part, unless it has so many endpoints and such
+// a small part that its endpoints would need weights less than 1/65535 of others.
+func Divide(service types.NamespacedName, port *api.PortMapping, backends []Backend, node *api.Node) (all []*api.EndpointSlice) {
+	shares, groups := make([]int64, len(backends)), make([][]*api.EndpointSlice, len(backends))
+	for i, b := range backends {
+		add := func(name string, family api.Family, number int32, endpoints []api.SliceEndpoint) {
+			groups[i] = append(groups[i], &api.EndpointSlice{
+				Namespace: service.Namespace, ServiceName: service.Name, Family: family,
+				Name:      fmt.Sprintf("%s:%d:%s", port.Name, i, name), // names in Kubernetes have no colon
+				Ports:     []api.EndpointPort{{Name: port.Name, Protocol: port.Protocol, Port: number}},
+				Endpoints: endpoints,
+			})
+		}
+		for _, from := range b.Slices {
+			j := slices.IndexFunc(from.Ports, func(p api.EndpointPort) bool { return p.Name == b.Port && p.Protocol == port.Protocol })
+			if j < 0 {
+				continue
+			}
+			endpoints := slices.Clone(from.Endpoints)
+			for k := range endpoints {
+				endpoints[k].Hints = nil
+			}
+			add(from.Name, from.Family, from.Ports[j].Port, endpoints)
+		}
+		for _, family := range families {
+			if addr := internalIP(node, family); b.Weight > 0 && addr.IsValid() && !answers(groups[i], family) {
+				refusal := api.SliceEndpoint{Addr: addr, NodeName: node.Name, Conditions: api.Conditions{Ready: true, Serving: true}}
+				add("refused-"+family.String(), family, closedPort, []api.SliceEndpoint{refusal})
+			}
+		}
+		shares[i] = b.Weight
+	}
+	divide(shares, groups)
+	return slices.Concat(groups...)
+}
+
+// internalIP returns the first internal address of a node in a family, or the zero Addr.
+func internalIP(node *api.Node, family api.Family) netip.Addr {
+	if node != nil {
+		for _, a := range node.Addresses {
+			if a.Type == "InternalIP" && api.FamilyOf(a.IP) == family {
+				return a.IP
+			}
+		}
+	}
+	return netip.Addr{}
+}
+
+// answers reports whether an endpoint of the family gets connections if all others fail.
+func answers(group []*api.EndpointSlice, family api.Family) bool {
+	for e := range endpoints(group, family) {
+		if (e.Ready || e.Serving) && !e.Drain {
+			return true
+		}
+	}
+	return false
+}
+
+var families = [...]api.Family{api.IPv4, api.IPv6}
+
+// total is the sum of the weights of all endpoints, if they are few. Dataplanes divide
+// traffic so finely.
+const total = 4000
+
+// divide sets the weights of the endpoints in groups. If a group has no ready endpoint, the
+// other groups get its share.
+func divide(shares []int64, groups [][]*api.EndpointSlice) {
+	for _, family := range families {
+		ready, sum, total := make([]int64, len(groups)), int64(0), int64(total)
 		for i := range groups {
 			for e := range endpoints(groups[i], family) {
-				if e.Drain = e.Drain || weights[i] == 0; e.Ready && !e.Drain {
+				if e.Drain = e.Drain || shares[i] == 0; e.Ready && !e.Drain {
 					ready[i]++
 				}
 			}
 			if ready[i] > 0 {
-				sum += weights[i]
+				sum += shares[i]
 			}
 		}
 		for i, n := range ready {
 			if n > 0 { // each endpoint has a weight of at least 1
-				total = max(total, (n*sum+weights[i]-1)/weights[i])
+				total = max(total, (n*sum+shares[i]-1)/shares[i])
 			}
 		}
 		for i, n := range ready {
-			share := weights[i] * total / max(sum, 1)
+			share := shares[i] * total / max(sum, 1)
 			for e := range endpoints(groups[i], family) {
 				if e.Ready && !e.Drain {
 					e.Weight = int32(min(max(share/n, 1), 65535))
@@ -48,7 +134,7 @@ func Divide(weights []int64, groups [][]*api.EndpointSlice) {
 }
 
 // endpoints yields the endpoints of a family.
-func endpoints(group []*api.EndpointSlice, family api.Family) func(yield func(*api.SliceEndpoint) bool) {
+func endpoints(group []*api.EndpointSlice, family api.Family) iter.Seq[*api.SliceEndpoint] {
 	return func(yield func(*api.SliceEndpoint) bool) {
 		for _, slice := range group {
 			for i := range slice.Endpoints {

@@ -3,8 +3,10 @@
 package gateway
 
 import (
-	"fmt"
-	"strings"
+	"encoding/json"
+	"os"
+	"os/exec"
+	"path/filepath"
 	"time"
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -13,86 +15,40 @@ import (
 	"sigs.k8s.io/yaml"
 )
 
-const group = "gateway.networking.k8s.io"
-
-// The CRDs have the names, the subresource and the defaults of those of the Gateway API v1.6.
-// They do not check values.
-const crd = `
-apiVersion: apiextensions.k8s.io/v1
-kind: CustomResourceDefinition
-metadata:
-  name: %[1]s.gateway.networking.k8s.io
-  annotations: {api-approved.kubernetes.io: "https://github.com/kubernetes-sigs/gateway-api"}
-spec:
-  group: gateway.networking.k8s.io
-  scope: %[3]s
-  names: {kind: %[2]s, listKind: %[2]sList, plural: %[1]s, singular: %[4]s}
-  versions:
-  - name: v1
-    served: true
-    storage: true
-    subresources: {status: {}}
-    schema:
-      openAPIV3Schema:
-        type: object
-        properties:
-          status: {type: object, x-kubernetes-preserve-unknown-fields: true}
-          spec:
-            type: object
-            x-kubernetes-preserve-unknown-fields: true
-            properties:
-              addresses: {type: array, items: {type: object, properties: {type: {type: string, default: IPAddress}, value: {type: string}}}}
-              listeners:
-                type: array
-                items:
-                  type: object
-                  x-kubernetes-preserve-unknown-fields: true
-                  properties:
-                    allowedRoutes:
-                      type: object
-                      x-kubernetes-preserve-unknown-fields: true
-                      default: {namespaces: {from: Same}}
-                      properties:
-                        namespaces: {type: object, x-kubernetes-preserve-unknown-fields: true, default: {from: Same}, properties: {from: {type: string, default: Same}}}
-                        kinds: {type: array, items: {type: object, properties: {group: {type: string, default: gateway.networking.k8s.io}, kind: {type: string}}}}
-              parentRefs:
-                type: array
-                items:
-                  type: object
-                  x-kubernetes-preserve-unknown-fields: true
-                  properties: {group: {type: string, default: gateway.networking.k8s.io}, kind: {type: string, default: Gateway}}
-              rules:
-                type: array
-                items:
-                  type: object
-                  properties:
-                    backendRefs:
-                      type: array
-                      items:
-                        type: object
-                        x-kubernetes-preserve-unknown-fields: true
-                        properties: {group: {type: string, default: ""}, kind: {type: string, default: Service}, weight: {type: integer, default: 1}}
-`
+const (
+	group = "gateway.networking.k8s.io"
+	// The module with the CRDs is no dependency of this module, which would then need newer
+	// versions of other modules.
+	module    = "sigs.k8s.io/gateway-api@v1.6.1"
+	moduleSum = "h1:mock6phZbI6rvZerwrVNk7hVNymQgHo+6sJ81Ia7ftY="
+)
 
 func resource(name string) schema.GroupVersionResource {
 	return schema.GroupVersionResource{Group: group, Version: "v1", Resource: name}
 }
 
-// crds creates the CRDs, and waits until the API server serves them.
+// crds creates the CRDs of the Gateway API, and waits until the API server serves them.
 func (w *world) crds() {
 	w.t.Helper()
+	out, err := exec.CommandContext(w.t.Context(), "go", "mod", "download", "-json", module).Output()
+	if err != nil {
+		w.t.Fatalf("download %s: %v\n%s", module, err, out)
+	}
+	var downloaded struct{ Dir, Sum string }
+	w.check(json.Unmarshal(out, &downloaded))
+	if downloaded.Sum != moduleSum {
+		w.t.Fatalf("%s has the sum %s, want %s", module, downloaded.Sum, moduleSum)
+	}
 	crds := w.client.Resource(schema.GroupVersionResource{Group: "apiextensions.k8s.io", Version: "v1", Resource: "customresourcedefinitions"})
-	for _, kind := range []string{"GatewayClass", "Gateway", "TCPRoute", "UDPRoute", "ReferenceGrant"} {
-		plural, scope := strings.ToLower(kind)+"s", "Namespaced"
-		if kind == "GatewayClass" {
-			plural, scope = "gatewayclasses", "Cluster"
-		}
+	for _, name := range []string{"gatewayclasses", "gateways", "tcproutes", "udproutes", "referencegrants"} {
+		text, err := os.ReadFile(filepath.Join(downloaded.Dir, "config/crd/standard", group+"_"+name+".yaml"))
+		w.check(err)
 		var o unstructured.Unstructured
-		w.check(yaml.Unmarshal(fmt.Appendf(nil, crd, plural, kind, scope, strings.ToLower(kind)), &o.Object))
-		_, err := crds.Create(w.t.Context(), &o, metav1.CreateOptions{})
+		w.check(yaml.Unmarshal(text, &o.Object))
+		_, err = crds.Create(w.t.Context(), &o, metav1.CreateOptions{})
 		w.check(err)
 		w.await(func() string {
-			_, err := w.client.Resource(resource(plural)).List(w.t.Context(), metav1.ListOptions{})
+			_, err := w.client.Resource(resource(name)).List(w.t.Context(), metav1.ListOptions{})
 			if err != nil {
 				time.Sleep(100 * time.Millisecond)
 				return err.Error()

@@ -104,10 +104,19 @@ func Watch(ctx context.Context, state *cluster.State, opts Options) error {
 func (s *source) follow(ctx context.Context, state *cluster.State) {
 	var node *api.Node
 	state.Follow(ctx, func(snapshot *cluster.Snapshot, changes iter.Seq[cluster.Change]) {
-		if now, _ := snapshot.Nodes.Get(s.NodeName); now != nil && now != node {
+		if now, _ := snapshot.Nodes.Get(s.NodeName); state == s.backends {
+			s.out.Update(func(tx *cluster.Tx) {
+				tx.SetStale(snapshot.Stale)
+				if now == nil {
+					tx.DeleteNode(s.NodeName)
+				} else {
+					tx.SetNode(now)
+				}
+			})
+			if now != node {
+				s.objects.Changed(thisNode)
+			}
 			node = now
-			s.out.Update(func(tx *cluster.Tx) { tx.SetNode(node) })
-			s.objects.Changed(thisNode)
 		}
 		for change := range changes {
 			s.objects.Changed(objects.Key{Kind: "Service", NamespacedName: change.Key})

@@ -14,6 +14,7 @@ import (
 	"github.com/kpng-project/kpng/watcher"
 	"github.com/kpng-project/kpng/watcher/objects"
 	"k8s.io/apimachinery/pkg/api/equality"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
@@ -70,6 +71,9 @@ func (s *source) serve(ctx context.Context, g *object, now *status) (err error) 
 	if service.IPs.ClusterIPs.IsZero() && s.WriteStatus && len(service.Ports) > 0 {
 		if err = s.create(ctx, g, service); err != nil {
 			message = err.Error()
+		}
+		if apierrors.IsAlreadyExists(err) {
+			err = nil // a change of that Service, or the news of it, repeats this
 		}
 	}
 	now.Addresses, now.Listeners = nil, nil

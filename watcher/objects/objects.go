@@ -31,10 +31,10 @@ import (
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/dynamic"
-	"k8s.io/client-go/dynamic/dynamicinformer"
 	"k8s.io/client-go/tools/cache"
 	"k8s.io/client-go/util/workqueue"
 	"k8s.io/klog/v2"
@@ -93,7 +93,11 @@ func New[T any](client dynamic.Interface, resources map[string]schema.GroupVersi
 		},
 	}
 	for kind, resource := range resources {
-		informer := dynamicinformer.NewFilteredDynamicInformer(client, resource, metav1.NamespaceAll, 0, indexers, nil).Informer()
+		all := client.Resource(resource)
+		informer := cache.NewSharedIndexInformer(&cache.ListWatch{
+			ListWithContextFunc:  func(ctx context.Context, o metav1.ListOptions) (runtime.Object, error) { return all.List(ctx, o) },
+			WatchFuncWithContext: all.Watch,
+		}, &unstructured.Unstructured{}, 0, indexers)
 		// SetTransform returns an error only if the informer has started.
 		_ = informer.SetTransform(func(o any) (any, error) { return s.decode(kind, o), nil })
 		s.informers[kind] = informer

@@ -51,6 +51,9 @@ func (s *source) process(ctx context.Context, key objects.Key) (err error) {
 	if failed == nil {
 		_, failed = s.client.Resource(resources[key.Kind]).Namespace(o.Namespace).Patch(ctx, o.Name, types.MergePatchType, body, metav1.PatchOptions{}, "status")
 	}
+	if apierrors.IsConflict(failed) || apierrors.IsNotFound(failed) {
+		failed = nil // the watch will deliver the change
+	}
 	return errors.Join(err, failed)
 }
 
@@ -68,12 +71,12 @@ func (s *source) serve(ctx context.Context, g *object, now *status) (err error) 
 		tx.ReplaceSlicesOf(g.key(), slices.Values(list))
 	})
 	reason, message := "AddressNotAssigned", ""
-	if service.IPs.ClusterIPs.IsZero() && s.WriteStatus && len(service.Ports) > 0 {
+	if service.IPs.ClusterIPs.IsZero() && s.WriteStatus && len(service.Ports) > 0 && g.DeletionTimestamp == nil {
 		if err = s.create(ctx, g, service); err != nil {
 			message = err.Error()
 		}
 		if apierrors.IsAlreadyExists(err) {
-			err = nil // a change of that Service, or the news of it, repeats this
+			err = nil // it is new, or belongs to another program; a change of it repeats this
 		}
 	}
 	now.Addresses, now.Listeners = nil, nil
@@ -94,11 +97,11 @@ func (s *source) serve(ctx context.Context, g *object, now *status) (err error) 
 				next.Conditions = slices.Clone(last.Conditions)
 			}
 		}
-		for _, kind := range l.kinds() {
-			next.SupportedKinds = append(next.SupportedKinds, metav1.GroupKind{Group: group, Kind: kind})
+		if l.admitsKind(l.kind().Kind) {
+			next.SupportedKinds = append(next.SupportedKinds, l.kind())
 		}
 		supported := protocols[l.Protocol] != api.UnknownProtocol
-		resolved := len(l.kinds()) > 0 && len(l.kinds()) >= len(l.AllowedRoutes.Kinds)
+		resolved := supported && !slices.ContainsFunc(l.AllowedRoutes.Kinds, func(k metav1.GroupKind) bool { return k != l.kind() })
 		set(&next.Conditions, g, "Accepted", supported, "UnsupportedProtocol", "")
 		set(&next.Conditions, g, "ResolvedRefs", resolved, "InvalidRouteKinds", "")
 		set(&next.Conditions, g, "Programmed", supported && ready, "Invalid", message)
@@ -108,15 +111,6 @@ func (s *source) serve(ctx context.Context, g *object, now *status) (err error) 
 	set(&now.Conditions, g, "Accepted", len(service.Ports) > 0, "ListenersNotValid", "")
 	set(&now.Conditions, g, "Programmed", ready, reason, message)
 	return err
-}
-
-// kinds returns the kinds of routes that a listener supports.
-func (l *listener) kinds() []string {
-	kind := metav1.GroupKind{Group: group, Kind: l.Protocol + "Route"}
-	if protocols[l.Protocol] == api.UnknownProtocol || len(l.AllowedRoutes.Kinds) > 0 && !slices.Contains(l.AllowedRoutes.Kinds, kind) {
-		return nil
-	}
-	return []string{kind.Kind}
 }
 
 // create creates the Service of a gateway. The API server gives it addresses, and the
@@ -143,27 +137,30 @@ func (s *source) create(ctx context.Context, g *object, service *api.Service) er
 // report writes the status of a route to now. It keeps what other controllers wrote.
 func (s *source) report(r *object, now *status) {
 	_, reason, message := s.resolve(r)
-	now.Parents = slices.DeleteFunc(slices.Clone(r.Status.Parents), func(p parentStatus) bool { return p.ControllerName == s.Controller })
+	now.Parents = []parentStatus{}
+	entries := slices.Clone(r.Status.Parents) // and an entry for each new parent
 	for _, p := range r.Spec.ParentRefs {
-		g := s.objects.Get(p.gateway(r))
-		if g == nil || !s.serves(g) {
-			continue
+		if !slices.ContainsFunc(entries, func(e parentStatus) bool { return e.ControllerName == s.Controller && e.ParentRef == p }) {
+			entries = append(entries, parentStatus{ParentRef: p, ControllerName: s.Controller})
 		}
-		accepted := "NoMatchingParent"
-		for i := range g.Spec.Listeners {
-			if l := &g.Spec.Listeners[i]; p.selects(l) && accepted != "Accepted" {
-				accepted = map[bool]string{true: "Accepted", false: "NotAllowedByListeners"}[s.admits(g, l, r)]
+	}
+	for _, e := range entries {
+		if e.ControllerName == s.Controller {
+			g := s.objects.Get(e.ParentRef.gateway(r))
+			if g == nil || !s.serves(g) || !slices.Contains(r.Spec.ParentRefs, e.ParentRef) {
+				continue
 			}
-		}
-		next := parentStatus{ParentRef: p, ControllerName: s.Controller}
-		for _, last := range r.Status.Parents {
-			if last.ControllerName == s.Controller && last.ParentRef == p {
-				next.Conditions = slices.Clone(last.Conditions)
+			accepted := "NoMatchingParent"
+			for i := range g.Spec.Listeners {
+				if l := &g.Spec.Listeners[i]; accepted != "Accepted" && e.ParentRef.selects(l) {
+					accepted = map[bool]string{true: "Accepted", false: "NotAllowedByListeners"}[s.admits(g, l, r)]
+				}
 			}
+			e.Conditions = slices.Clone(e.Conditions)
+			set(&e.Conditions, r, "Accepted", accepted == "Accepted", accepted, "")
+			set(&e.Conditions, r, "ResolvedRefs", reason == "ResolvedRefs", reason, message)
 		}
-		set(&next.Conditions, r, "Accepted", accepted == "Accepted", accepted, "")
-		set(&next.Conditions, r, "ResolvedRefs", reason == "ResolvedRefs", reason, message)
-		now.Parents = append(now.Parents, next)
+		now.Parents = append(now.Parents, e)
 	}
 }
 

@@ -56,11 +56,21 @@ func (p *parentRef) selects(l *listener) bool {
 	return (p.SectionName == "" || p.SectionName == l.Name) && (p.Port == 0 || p.Port == l.Port)
 }
 
+// kind returns the kind of routes that have the protocol of a listener.
+func (l *listener) kind() metav1.GroupKind {
+	return metav1.GroupKind{Group: group, Kind: l.Protocol + "Route"}
+}
+
+func (l *listener) admitsKind(kind string) bool {
+	return protocols[l.Protocol] != api.UnknownProtocol && kind == l.kind().Kind &&
+		(len(l.AllowedRoutes.Kinds) == 0 || slices.Contains(l.AllowedRoutes.Kinds, l.kind()))
+}
+
 // admits reports whether a listener admits a route by its kind and its namespace.
 func (s *source) admits(g *object, l *listener, r *object) bool {
 	from, ns := l.AllowedRoutes.Namespaces, s.objects.Get(objects.NewKey("Namespace", "", r.Namespace))
 	selector, err := metav1.LabelSelectorAsSelector(from.Selector)
-	return slices.Contains(l.kinds(), r.Kind) && (from.From == "All" || from.From == "Same" && r.Namespace == g.Namespace ||
+	return l.admitsKind(r.Kind) && (from.From == "All" || from.From == "Same" && r.Namespace == g.Namespace ||
 		from.From == "Selector" && err == nil && ns != nil && selector.Matches(labels.Set(ns.Labels)))
 }
 

@@ -71,7 +71,7 @@ type entry[T any] struct {
 	references        []Key
 }
 
-// The names of an index by references.
+// byReference is the name of the index by references.
 const byReference = "references"
 
 // New returns a Store of the objects of some kinds. The map resources has the resource of each

@@ -60,14 +60,14 @@ func newWorld(t *testing.T) *world {
 	w.node.Join(t, "pods", w.pods, "node")
 	w.node.Add(t, "pods", nodeIP+"/16")
 	w.node.Route(t, apiserver.ServiceCIDRv4, nodeIP, "pods")
-	w.pods.Route(t, apiserver.ServiceCIDRv4, nodeIP, "node")
-	w.node.Set(t, "net.ipv4.ip_forward=1")
+	w.node.Set(t, "ipv4/ip_forward=1")
 	for i := range 12 {
 		ip := fmt.Sprintf("10.1.0.%d", i+1)
 		w.pods.Add(t, "node", ip+"/16")
 		netnstest.Answer(t, w.pods.Do, net.JoinHostPort(ip, "5353"), ip)
 		netnstest.Listen(t, w.pods.Do, net.JoinHostPort(ip, "8080"), func(c net.Conn) { c.Write([]byte(ip)) })
 	}
+	w.pods.Route(t, apiserver.ServiceCIDRv4, nodeIP, "node")
 	var err error
 	w.client, err = dynamic.NewForConfig(w.server.Config())
 	w.check(err)

@@ -40,7 +40,7 @@ const (
 
 var rights = []rbacv1.PolicyRule{
 	{APIGroups: []string{""}, Resources: []string{"services", "nodes", "namespaces"}, Verbs: []string{"list", "watch"}},
-	{APIGroups: []string{""}, Resources: []string{"services"}, Verbs: []string{"create"}},
+	{APIGroups: []string{""}, Resources: []string{"services"}, Verbs: []string{"get", "create"}},
 	{APIGroups: []string{"discovery.k8s.io"}, Resources: []string{"endpointslices"}, Verbs: []string{"list", "watch"}},
 	{APIGroups: []string{group}, Resources: []string{"gatewayclasses", "gateways", "tcproutes", "udproutes", "referencegrants"}, Verbs: []string{"list", "watch"}},
 	{APIGroups: []string{group}, Resources: []string{"gatewayclasses/status", "gateways/status", "tcproutes/status", "udproutes/status"}, Verbs: []string{"patch"}},
@@ -61,6 +61,11 @@ func newWorld(t *testing.T) *world {
 	w.node.Add(t, "pods", nodeIP+"/16")
 	w.node.Route(t, apiserver.ServiceCIDRv4, nodeIP, "pods")
 	w.node.Set(t, "ipv4/ip_forward=1")
+	// A connection with the port of an earlier one has its endpoint, while the kernel remembers
+	// that. Refused ones are not remembered, so this would change their measured share.
+	for _, state := range []string{"tcp_timeout_time_wait", "tcp_timeout_close", "tcp_timeout_last_ack", "tcp_timeout_fin_wait", "tcp_timeout_close_wait", "udp_timeout", "udp_timeout_stream"} {
+		w.node.Set(t, "netfilter/nf_conntrack_"+state+"=1")
+	}
 	for i := range 12 {
 		ip := fmt.Sprintf("10.1.0.%d", i+1)
 		w.pods.Add(t, "node", ip+"/16")
@@ -384,7 +389,8 @@ func TestGateway(t *testing.T) {
 					}
 					return ""
 				})
-				const asked = 4000
+				time.Sleep(1500 * time.Millisecond) // the kernel forgets earlier connections
+				const asked = 3000
 				refused := 0
 				for range asked {
 					_, err := w.ask(network, address+":"+port)
@@ -396,8 +402,8 @@ func TestGateway(t *testing.T) {
 				}
 				share := float64(refused) / asked
 				t.Logf("%s with %s: %.2f %% of the connections are refused", kind, backend, 100*share)
-				// The standard deviation of the measured share is 0.7 %.
-				if math.Abs(share-0.75) > 0.035 {
+				// The standard deviation of the measured share is 0.8 %.
+				if math.Abs(share-0.75) > 0.045 {
 					t.Errorf("%s with %s: %.2f %% of the connections are refused, want 75 %%", kind, backend, 100*share)
 				}
 			}

@@ -116,6 +116,12 @@ func (s *source) serve(ctx context.Context, g *object, now *status) (err error) 
 // create creates the Service of a gateway. The API server gives it addresses, and the
 // cluster's DNS a name. Kubernetes deletes it with the gateway.
 func (s *source) create(ctx context.Context, g *object, service *api.Service) error {
+	resource := schema.GroupVersionResource{Version: "v1", Resource: "services"}
+	services := s.client.Resource(resource)
+	// The API server gives out addresses before it notices that a Service exists.
+	if _, err := services.Namespace(g.Namespace).Get(ctx, g.service().Name, metav1.GetOptions{}); err == nil {
+		return apierrors.NewAlreadyExists(resource.GroupResource(), g.service().Name)
+	}
 	o := unstructured.Unstructured{Object: map[string]any{}}
 	o.SetKind("Service")
 	o.SetName(g.service().Name)
@@ -130,7 +136,7 @@ func (s *source) create(ctx context.Context, g *object, service *api.Service) er
 		spec["clusterIP"] = g.Spec.Addresses[0].Value
 	}
 	o.Object["spec"] = spec
-	_, err := s.client.Resource(schema.GroupVersionResource{Version: "v1", Resource: "services"}).Namespace(g.Namespace).Create(ctx, &o, metav1.CreateOptions{})
+	_, err := services.Namespace(g.Namespace).Create(ctx, &o, metav1.CreateOptions{})
 	return err
 }
 

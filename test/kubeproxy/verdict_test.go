@@ -79,17 +79,30 @@ func compareVerdicts(t *testing.T, name string, file []byte) {
 	}
 }
 
+// TestFilesOfDistributionsGetKubeProxysVerdict reads files in testdata. They have the
+// settings of files that distributions make or users publish.
 func TestFilesOfDistributionsGetKubeProxysVerdict(t *testing.T) {
 	files, err := filepath.Glob("testdata/*.yaml")
-	if err != nil || len(files) == 0 {
-		t.Fatal(files, err)
+	if err != nil {
+		t.Fatal(err)
 	}
+	accepted, refused := 0, 0
 	for _, name := range files {
 		text, err := os.ReadFile(name)
 		if err != nil {
 			t.Fatal(err)
 		}
 		compareVerdicts(t, name, text)
+		err = verdict(text)
+		t.Logf("%s: %v", name, err)
+		if err == nil {
+			accepted++
+		} else {
+			refused++
+		}
+	}
+	if accepted < 20 || refused < 10 {
+		t.Errorf("kube-proxy accepts %d files and refuses %d, want at least 20 and 10", accepted, refused)
 	}
 }
 

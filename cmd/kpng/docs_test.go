@@ -43,7 +43,8 @@ func manual(t *testing.T) []byte {
 // that app.Main makes.
 func TestManualDescribesAllFlags(t *testing.T) {
 	described := map[string]bool{"help": true}
-	for _, flag := range regexp.MustCompile(`--([a-z][a-z-]*[a-z])`).FindAllStringSubmatch(string(manual(t)), -1) {
+	others := regexp.MustCompile(`(?m)^    (skopeo|ctr|ssh-keygen|sha256sum) .*$`)
+	for _, flag := range regexp.MustCompile(`--([a-z][a-z-]*[a-z])`).FindAllStringSubmatch(others.ReplaceAllString(string(manual(t)), ""), -1) {
 		described[flag[1]] = true
 	}
 	exist := map[string]bool{"help": true}

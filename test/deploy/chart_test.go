@@ -22,7 +22,13 @@ import (
 // renderChart renders the Helm chart as "helm install" does.
 func renderChart(t *testing.T, release string, values map[string]any) ([]*unstructured.Unstructured, error) {
 	t.Helper()
-	chart, err := loader.Load(deployDir + "/chart")
+	return renderChartFile(t, deployDir+"/chart", release, values)
+}
+
+// renderChartFile renders a Helm chart, which is a directory or a package.
+func renderChartFile(t *testing.T, file, release string, values map[string]any) ([]*unstructured.Unstructured, error) {
+	t.Helper()
+	chart, err := loader.Load(file)
 	if err != nil {
 		t.Fatal(err)
 	}

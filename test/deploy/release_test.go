@@ -11,10 +11,13 @@ import (
 	"encoding/hex"
 	"encoding/json"
 	"errors"
+	"flag"
+	"fmt"
 	"io"
 	"os"
 	"os/exec"
 	"path/filepath"
+	"runtime"
 	"slices"
 	"strings"
 	"testing"
@@ -22,7 +25,11 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	"helm.sh/helm/v4/pkg/chart/v2/loader"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 )
+
+// The step "cross-compilation" of hack/test has compiled the packages for arm64.
+var arch = flag.String("arch", "arm64", "the architecture for Linux that TestRelease makes; containers run if it is that of this machine")
 
 // TestRelease makes the files of a release of the current commit twice, with different
 // settings of the machine, and examines them.
@@ -31,17 +38,16 @@ func TestRelease(t *testing.T) {
 	command(t, "ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", key)
 	goenv := filepath.Join(t.TempDir(), "env")
 	settings := "GOFLAGS=-buildvcs=false -tags=other\nGOAMD64=v3\nGOARM64=v8.1\nCGO_ENABLED=1\n"
-	for _, name := range []string{"GOPROXY", "GOSUMDB"} { // the test needs these
+	for _, name := range []string{"GOPROXY", "GOSUMDB", "GOCACHE", "GOMODCACHE"} { // the test needs these
 		settings += name + "=" + goEnv(t, name) + "\n"
 	}
 	if err := os.WriteFile(goenv, []byte(settings), 0o644); err != nil {
 		t.Fatal(err)
 	}
-	// The step "cross-compilation" of hack/test has compiled the packages for these
-	// platforms. The check of updates depends on what others publish.
-	env := []string{"PLATFORMS=linux/arm64 windows/amd64", "SIGNING_KEY=" + key, "SKIP=updates"}
+	// The check of updates depends on what others publish.
+	env := []string{"PLATFORMS=linux/" + *arch + " windows/amd64", "SIGNING_KEY=" + key, "SKIP=updates"}
 	first := release(t, "022", append(env, "GOVULNDB="+vulnerabilities(t, "example.com/other", "F")))
-	second := release(t, "077", append(env, "SKIP=updates vulnerabilities", "GOENV="+goenv, "GOAMD64=v2", "GOEXPERIMENT=jsonv2", "TZ=Asia/Tokyo", "LC_ALL=C.UTF-8"))
+	second := release(t, "077", append(env, "SKIP=updates vulnerabilities", "GOENV="+goenv, "GOAMD64=v2", "GOEXPERIMENT=jsonv2", "TZ=Asia/Tokyo", "LC_ALL=C.UTF-8", "HOME="+t.TempDir()))
 	if sums := read(t, first, "SHA256SUMS"); sums != read(t, second, "SHA256SUMS") {
 		t.Errorf("two builds differ:\n%s\n%s", sums, read(t, second, "SHA256SUMS"))
 	}
@@ -75,33 +81,38 @@ func TestRelease(t *testing.T) {
 		}
 	})
 
+	programs, err := filepath.Glob(filepath.Join(first, "kpng-*-windows-amd64.tar.gz"))
+	if err != nil || len(programs) != 1 {
+		t.Fatalf("archives for Windows: %v (%v)", programs, err)
+	}
+	prefix, _ := strings.CutSuffix(filepath.Base(programs[0]), "-windows-amd64.tar.gz")
+	version := strings.TrimPrefix(prefix, "kpng-")
+	linux, iptables := prefix+"-linux-"+*arch, "kpng-iptables-"+version+"-linux-"+*arch
+	want := []string{
+		"SHA256SUMS", "SHA256SUMS.sig", prefix + ".intoto.jsonl", "kpng-chart-" + strings.TrimPrefix(version, "v") + ".tgz",
+		linux + ".cdx.json", linux + ".tar.gz", iptables + ".cdx.json",
+		prefix + "-windows-amd64.cdx.json", prefix + "-windows-amd64.tar.gz",
+	}
+	for _, image := range []string{"kpng", "kpng-iptables", "kpng-windows"} {
+		want = append(want, image+"-"+version+"-image.tar", image+"-"+version+"-image.digest")
+	}
+	slices.Sort(want)
 	var names []string
 	files, err := os.ReadDir(first)
 	if err != nil {
 		t.Fatal(err)
 	}
-	version := ""
 	for _, file := range files {
-		if v, ok := strings.CutSuffix(file.Name(), "-image.digest"); ok {
-			version = strings.TrimPrefix(v, "kpng-")
-		}
 		names = append(names, file.Name())
 	}
-	want := []string{
-		"SHA256SUMS", "SHA256SUMS.sig", "kpng-" + version + ".intoto.jsonl", "kpng-" + version + "-image.digest", "kpng-" + version + "-image.tar.gz",
-		"kpng-" + version + "-linux-arm64.cdx.json", "kpng-" + version + "-linux-arm64.tar.gz",
-		"kpng-" + version + "-windows-amd64.cdx.json", "kpng-" + version + "-windows-amd64.tar.gz",
-		"kpng-chart-" + strings.TrimPrefix(version, "v") + ".tgz",
-	}
-	slices.Sort(want)
 	if diff := cmp.Diff(want, names); diff != "" {
 		t.Fatalf("files (-want +got):\n%s", diff)
 	}
 
-	prefix := "kpng-" + version
-	archive := unpack(t, filepath.Join(first, prefix+"-linux-arm64.tar.gz"))
-	program := archive[prefix+"-linux-arm64/kpng"]
-	if unpack(t, filepath.Join(first, prefix+"-windows-amd64.tar.gz"))[prefix+"-windows-amd64/kpng.exe"] == nil {
+	archive := unpack(t, filepath.Join(first, linux+".tar.gz"))
+	program := archive[linux+"/kpng"]
+	windows := unpack(t, filepath.Join(first, prefix+"-windows-amd64.tar.gz"))
+	if windows[prefix+"-windows-amd64/kpng.exe"] == nil {
 		t.Error("no kpng.exe in the archive for Windows")
 	}
 
@@ -120,14 +131,16 @@ func TestRelease(t *testing.T) {
 		}
 	}
 
+	var linkedPackages []string // of Debian, in the image kpng-iptables
 	t.Run("bill of materials", func(t *testing.T) {
 		type component struct {
 			Ref           string `json:"bom-ref"`
 			Name, Version string
 			Hashes        []struct{ Alg, Content string }
-			Licenses      []struct{ License struct{ ID string } }
+			Licenses      []struct{ License struct{ ID, Name string } }
+			Properties    []struct{ Name, Value string }
 		}
-		var bom struct {
+		type bill struct {
 			SerialNumber string
 			Metadata     struct {
 				Timestamp string
@@ -140,9 +153,13 @@ func TestRelease(t *testing.T) {
 				DependsOn []string
 			}
 		}
-		if err := json.Unmarshal([]byte(read(t, first, prefix+"-linux-arm64.cdx.json")), &bom); err != nil {
-			t.Fatal(err)
+		readBill := func(name string) (b bill) {
+			if err := json.Unmarshal([]byte(read(t, first, name+".cdx.json")), &b); err != nil {
+				t.Fatal(err)
+			}
+			return b
 		}
+		bom, withPackages := readBill(linux), readBill(iptables)
 		sum := sha256.Sum256(program)
 		if got := bom.Metadata.Component.Hashes; len(got) != 1 || got[0].Content != hex.EncodeToString(sum[:]) {
 			t.Errorf("hashes of the program: %v", got)
@@ -159,6 +176,18 @@ func TestRelease(t *testing.T) {
 		}
 		for _, c := range bom.Components {
 			got[c.Name] = c.Version
+			if c.Name != "stdlib" && (len(c.Properties) != 1 || !strings.HasPrefix(c.Properties[0].Value, "h1:")) {
+				t.Errorf("properties of %s: %v", c.Name, c.Properties)
+			}
+		}
+		for _, c := range withPackages.Components[len(bom.Components):] {
+			if !strings.HasPrefix(c.Ref, "pkg:deb/debian/"+c.Name+"@") || len(c.Hashes) != 1 || len(c.Licenses) == 0 {
+				t.Errorf("package %+v", c)
+			}
+			linkedPackages = append(linkedPackages, c.Name)
+		}
+		if withPackages.SerialNumber == bom.SerialNumber || !slices.Contains(linkedPackages, "libxtables12") || len(withPackages.Dependencies[0].DependsOn) != len(bom.Dependencies[0].DependsOn)+len(linkedPackages) {
+			t.Errorf("bill %s with packages %v, direct dependencies %v", withPackages.SerialNumber, linkedPackages, withPackages.Dependencies[0].DependsOn)
 		}
 		if diff := cmp.Diff(linked, got); diff != "" {
 			t.Errorf("(-want +got):\n%s", diff)
@@ -175,7 +204,7 @@ func TestRelease(t *testing.T) {
 	})
 
 	t.Run("licences", func(t *testing.T) {
-		text := string(archive[prefix+"-linux-arm64/THIRD-PARTY-LICENSES"])
+		text := string(archive[linux+"/THIRD-PARTY-LICENSES"])
 		for module, version := range linked {
 			if !strings.Contains(text, "\n"+module+" "+version+"\n") {
 				t.Errorf("no licence of %s %s", module, version)
@@ -186,7 +215,7 @@ func TestRelease(t *testing.T) {
 				t.Errorf("the licences do not contain %q", part)
 			}
 		}
-		if archive[prefix+"-linux-arm64/LICENSE"] == nil {
+		if archive[linux+"/LICENSE"] == nil {
 			t.Error("the archive has no licence of kpng")
 		}
 	})
@@ -199,7 +228,10 @@ func TestRelease(t *testing.T) {
 			}
 			Predicate struct {
 				BuildDefinition struct {
-					ResolvedDependencies []struct{ Digest map[string]string }
+					ResolvedDependencies []struct {
+						Name   string
+						Digest map[string]string
+					}
 				}
 			}
 		}
@@ -211,7 +243,7 @@ func TestRelease(t *testing.T) {
 			t.Fatal(err)
 		}
 		from := statement.Predicate.BuildDefinition.ResolvedDependencies
-		if len(from) != 1 || from[0].Digest["gitCommit"] != strings.TrimSpace(string(commit)) {
+		if len(from) != 1+len(linkedPackages) || from[0].Digest["gitCommit"] != strings.TrimSpace(string(commit)) {
 			t.Errorf("made from %v", from)
 		}
 		sums := read(t, first, "SHA256SUMS")
@@ -225,78 +257,276 @@ func TestRelease(t *testing.T) {
 		}
 	})
 
-	t.Run("image", func(t *testing.T) {
-		layout := unpack(t, filepath.Join(first, prefix+"-image.tar.gz"))
-		type descriptor struct {
-			MediaType, Digest string
-			Size              int
-			Platform          map[string]string
-		}
-		blob := func(d descriptor) []byte {
-			content := layout["blobs/"+strings.Replace(d.Digest, ":", "/", 1)]
-			if sum := sha256.Sum256(content); "sha256:"+hex.EncodeToString(sum[:]) != d.Digest || len(content) != d.Size {
-				t.Fatalf("the layout does not have %+v", d)
-			}
-			return content
-		}
-		var top, index struct{ Manifests []descriptor }
-		var manifest struct {
-			Config descriptor
-			Layers []descriptor
-		}
-		var config struct {
-			Architecture, OS string
-			Config           struct{ Entrypoint []string }
-			RootFS           struct {
-				DiffIDs []string `json:"diff_ids"`
-			}
-		}
-		decode := func(text []byte, to any) {
-			if err := json.Unmarshal(text, to); err != nil {
+	images := map[string]string{} // digests
+	for _, name := range []string{"kpng", "kpng-iptables", "kpng-windows"} {
+		file := filepath.Join(first, name+"-"+version+"-image.tar")
+		images[name] = strings.TrimSpace(read(t, first, name+"-"+version+"-image.digest"))
+		t.Run("image "+name, func(t *testing.T) {
+			// skopeo uploads what it reads.
+			raw, err := exec.CommandContext(t.Context(), "skopeo", "inspect", "--raw", "oci-archive:"+file).Output()
+			if err != nil {
 				t.Fatal(err)
 			}
+			if sum := sha256.Sum256(raw); "sha256:"+hex.EncodeToString(sum[:]) != images[name] {
+				t.Errorf("skopeo reads an image with the digest %x, and the file has %s", sum, images[name])
+			}
+			got := imageFiles(t, file)
+			if name == "kpng-windows" {
+				if !bytes.Equal(got["Files/kpng/kpng.exe"], windows[prefix+"-windows-amd64/kpng.exe"]) || got["Files/licenses/THIRD-PARTY-LICENSES"] == nil {
+					t.Error("the image has not the files of the archive")
+				}
+				for _, hive := range []string{"DEFAULT", "SAM", "SECURITY", "SOFTWARE", "SYSTEM"} {
+					if !bytes.HasPrefix(got["Files/Windows/System32/config/"+hive], []byte("regf")) {
+						t.Errorf("no registry %s", hive)
+					}
+				}
+				return
+			}
+			if !bytes.Equal(got["kpng"], program) {
+				t.Error("the image and the archive have different programs")
+			}
+			if !bytes.Equal(got["licenses/THIRD-PARTY-LICENSES"], archive[linux+"/THIRD-PARTY-LICENSES"]) || got["licenses/LICENSE"] == nil {
+				t.Error("the image has no licences")
+			}
+			if n := bytes.Count(got["etc/ssl/certs/ca-certificates.crt"], []byte("BEGIN CERTIFICATE")); n < 50 {
+				t.Errorf("the image has %d certificates of authorities", n)
+			}
+			for _, name := range linkedPackages {
+				if has := got["usr/share/doc/"+name+"/copyright"] != nil; has != (got["usr/sbin/ipset"] != nil) {
+					t.Errorf("copyright of %s: %v", name, has)
+				}
+			}
+		})
+	}
+
+	t.Run("documented commands", func(t *testing.T) {
+		_, section, _ := strings.Cut(read(t, "../../docs", "operations.md"), "\n### Verify a release\n")
+		section, _, _ = strings.Cut(section, "\n### ")
+		script := "set -euo pipefail\n"
+		for line := range strings.Lines(section) {
+			if strings.HasPrefix(line, "    ") {
+				script += line
+			}
 		}
-		decode(layout["index.json"], &top)
-		if got := strings.TrimSpace(read(t, first, prefix+"-image.digest")); got != top.Manifests[0].Digest {
-			t.Errorf("the digest of the image is %s, want %s", got, top.Manifests[0].Digest)
+		signers := filepath.Join(t.TempDir(), "signers")
+		if err := os.WriteFile(signers, []byte("maintainer "+read(t, filepath.Dir(key), "key.pub")), 0o644); err != nil {
+			t.Fatal(err)
 		}
-		decode(blob(top.Manifests[0]), &index)
-		if len(index.Manifests) != 1 || index.Manifests[0].Platform["architecture"] != "arm64" || index.Manifests[0].Platform["os"] != "linux" {
-			t.Fatalf("the image has %+v", index.Manifests)
+		script = strings.NewReplacer("VERSION", version, "linux-amd64", "linux-"+*arch, "SIGNERS", signers, "NAME", "maintainer").Replace(script)
+		cmd := exec.CommandContext(t.Context(), "bash", "-c", script)
+		cmd.Dir = first
+		out, err := cmd.CombinedOutput()
+		if err != nil {
+			t.Errorf("%v\n%s", err, out)
 		}
-		decode(blob(index.Manifests[0]), &manifest)
-		decode(blob(manifest.Config), &config)
-		if config.Architecture != "arm64" || config.OS != "linux" || !slices.Equal(config.Config.Entrypoint, []string{"/kpng"}) {
-			t.Errorf("configuration %+v", config)
-		}
-		layer := gunzip(t, blob(manifest.Layers[0]))
-		if sum := sha256.Sum256(layer); config.RootFS.DiffIDs[0] != "sha256:"+hex.EncodeToString(sum[:]) {
-			t.Errorf("the layer is not that of the configuration")
-		}
-		content := untar(t, layer)
-		if !bytes.Equal(content["kpng"], program) {
-			t.Error("the image and the archive have different programs")
-		}
-		if !bytes.Equal(content["licenses/THIRD-PARTY-LICENSES"], archive[prefix+"-linux-arm64/THIRD-PARTY-LICENSES"]) || content["licenses/LICENSE"] == nil {
-			t.Error("the image has no licences")
-		}
-		if n := bytes.Count(content["etc/ssl/certs/ca-certificates.crt"], []byte("BEGIN CERTIFICATE")); n < 50 {
-			t.Errorf("the image has %d certificates of authorities", n)
+		sum := sha256.Sum256(program)
+		for text, n := range map[string]int{
+			strings.TrimPrefix(images["kpng"], "sha256:"): 3, // file, skopeo, chart
+			hex.EncodeToString(sum[:]):                    2, // program, bill of materials
+		} {
+			if got := strings.Count(string(out), text); got != n {
+				t.Errorf("the commands print %s %d times, want %d:\n%s", text, got, n, out)
+			}
 		}
 	})
 
+	t.Run("containerd", func(t *testing.T) { testContainerd(t, first, version, images) })
+
 	t.Run("chart", func(t *testing.T) {
-		chart, err := loader.Load(filepath.Join(first, "kpng-chart-"+strings.TrimPrefix(version, "v")+".tgz"))
+		file := filepath.Join(first, "kpng-chart-"+strings.TrimPrefix(version, "v")+".tgz")
+		chart, err := loader.Load(file)
 		if err != nil {
 			t.Fatal(err)
 		}
 		if chart.Metadata.AppVersion != version {
 			t.Errorf("appVersion %s, want %s", chart.Metadata.AppVersion, version)
 		}
-		if len(chart.Files) != 2 {
-			t.Errorf("the chart has %d files, want the alerts and the dashboard", len(chart.Files))
+		for values, want := range map[string]string{
+			"backend: nftables":                          "kpng:" + version + "@" + images["kpng"],
+			"backend: ipvs":                              "kpng:" + version + "@" + images["kpng"],
+			"backend: ebpf":                              "kpng:" + version + "@" + images["kpng"],
+			"backend: iptables":                          "kpng-iptables:" + version + "@" + images["kpng-iptables"],
+			"backend: kernelspace":                       "kpng-windows:" + version + "@" + images["kpng-windows"],
+			"image: {repository: registry.example/kpng}": "registry.example/kpng:" + version + "@" + images["kpng"],
+			"image: {tag: own}":                          "kpng:own",
+			"image: {tag: own, digest: \"sha256:" + strings.Repeat("0", 64) + "\"}": "kpng@sha256:" + strings.Repeat("0", 64),
+			"kernelSettings: true": "kpng:" + version + "@" + images["kpng"],
+		} {
+			objects, err := renderChartFile(t, file, "example", parseYAML(t, "apiServer: {host: api.example}\n"+values))
+			if err != nil {
+				t.Fatal(err)
+			}
+			set := byName(objects)["DaemonSet example"].(map[string]any)
+			for _, kind := range []string{"containers", "initContainers"} {
+				containers, _, _ := unstructured.NestedSlice(set, "spec", "template", "spec", kind)
+				for _, c := range containers {
+					if got := c.(map[string]any)["image"]; got != want {
+						t.Errorf("%s: image %v, want %s", values, got, want)
+					}
+				}
+			}
 		}
 	})
+}
+
+// imageFiles returns the files of an image with one platform. The file is an OCI layout in
+// an archive without compression.
+func imageFiles(t *testing.T, file string) map[string][]byte {
+	t.Helper()
+	content, err := os.ReadFile(file)
+	if err != nil {
+		t.Fatal(err)
+	}
+	layout := untar(t, content)
+	type descriptor struct {
+		MediaType, Digest string
+		Size              int
+	}
+	blob := func(d descriptor) []byte {
+		content := layout["blobs/"+strings.Replace(d.Digest, ":", "/", 1)]
+		if sum := sha256.Sum256(content); "sha256:"+hex.EncodeToString(sum[:]) != d.Digest || len(content) != d.Size {
+			t.Fatalf("the layout does not have %+v", d)
+		}
+		return content
+	}
+	var image struct {
+		Manifests []descriptor
+		Config    descriptor
+		Layers    []descriptor
+	}
+	for text := layout["index.json"]; image.Layers == nil; text = blob(image.Manifests[0]) {
+		if err := json.Unmarshal(text, &image); err != nil {
+			t.Fatal(err)
+		}
+		if image.Layers == nil && len(image.Manifests) != 1 {
+			t.Fatalf("%d manifests", len(image.Manifests))
+		}
+	}
+	var config struct {
+		RootFS struct {
+			DiffIDs []string `json:"diff_ids"`
+		}
+	}
+	if err := json.Unmarshal(blob(image.Config), &config); err != nil {
+		t.Fatal(err)
+	}
+	files := map[string][]byte{}
+	for i, d := range image.Layers {
+		layer := gunzip(t, blob(d))
+		if sum := sha256.Sum256(layer); config.RootFS.DiffIDs[i] != "sha256:"+hex.EncodeToString(sum[:]) {
+			t.Errorf("layer %d is not that of the configuration", i)
+		}
+		for name, content := range untar(t, layer) {
+			files[name] = content
+		}
+	}
+	return files
+}
+
+// testContainerd imports the images of a release into a containerd of its own, as on a node
+// without a network. If the images are for this machine, it runs them.
+func testContainerd(t *testing.T, release, version string, images map[string]string) {
+	dir, err := os.MkdirTemp("", "containerd") // short, because the path of a socket is limited
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { os.RemoveAll(dir) })
+	socket := filepath.Join(dir, "socket")
+	config := fmt.Sprintf("version = 2\nroot = %q\nstate = %q\ndisabled_plugins = [\"io.containerd.grpc.v1.cri\"]\n[grpc]\naddress = %q\n",
+		filepath.Join(dir, "root"), filepath.Join(dir, "state"), socket)
+	if err := os.WriteFile(filepath.Join(dir, "config.toml"), []byte(config), 0o644); err != nil {
+		t.Fatal(err)
+	}
+	daemon := exec.Command("containerd", "--config", filepath.Join(dir, "config.toml"))
+	var log bytes.Buffer
+	daemon.Stdout, daemon.Stderr = &log, &log
+	if err := daemon.Start(); err != nil {
+		t.Fatal(err)
+	}
+	ended := make(chan struct{})
+	go func() { daemon.Wait(); close(ended) }()
+	t.Cleanup(func() {
+		daemon.Process.Signal(os.Interrupt)
+		<-ended
+		if t.Failed() {
+			t.Log(log.String())
+		}
+	})
+	ctr := func(args ...string) (string, error) {
+		out, err := exec.Command("ctr", append([]string{"--address", socket, "--namespace", "k8s.io"}, args...)...).CombinedOutput()
+		return string(out), err
+	}
+	for {
+		if _, err := ctr("version"); err == nil {
+			break
+		}
+		select {
+		case <-ended:
+			t.Fatal("containerd ended")
+		case <-time.After(100 * time.Millisecond):
+		}
+	}
+
+	want := map[string]bool{}
+	for name, digest := range images {
+		platform := "linux/" + *arch
+		if name == "kpng-windows" {
+			platform = "windows/amd64"
+		}
+		args := []string{"images", "import", "--digests", "--base-name", "registry.example/" + name, "--platform", platform}
+		if platform != "linux/"+runtime.GOARCH {
+			args = append(args, "--no-unpack")
+		}
+		if out, err := ctr(append(args, filepath.Join(release, name+"-"+version+"-image.tar"))...); err != nil {
+			t.Errorf("%v: %s", err, out)
+		}
+		want["docker.io/library/"+name+":"+version] = true
+		want["registry.example/"+name+"@"+digest] = true
+	}
+	list, err := ctr("images", "ls", "-q")
+	if err != nil {
+		t.Fatal(err)
+	}
+	got := map[string]bool{}
+	for _, name := range strings.Fields(list) {
+		got[name] = true
+	}
+	if diff := cmp.Diff(want, got); diff != "" {
+		t.Errorf("images (-want +got):\n%s", diff)
+	}
+	if *arch != runtime.GOARCH {
+		return
+	}
+
+	const service = `
+apiVersion: v1
+kind: Service
+metadata: {name: web, namespace: default}
+spec: {clusterIP: 192.0.2.1, clusterIPs: [192.0.2.1], ports: [{port: 80}]}
+`
+	if err := os.WriteFile(filepath.Join(dir, "service.yaml"), []byte(service), 0o644); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(filepath.Join(dir, "lock"), nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	for id, args := range map[string][]string{
+		"nftables": {"kpng", "nftables"},
+		"nft":      {"kpng-iptables", "iptables", "--iptables-flavour=nft"},
+		"legacy":   {"kpng-iptables", "iptables", "--iptables-flavour=legacy"},
+	} {
+		// As in the DaemonSet, but in a network namespace of its own.
+		run := []string{
+			"run", "--rm", "--read-only", "--cap-add", "CAP_NET_ADMIN", "--cap-add", "CAP_NET_RAW",
+			"--mount", "type=bind,src=" + dir + "/service.yaml,dst=/service.yaml,options=rbind:ro",
+			"--mount", "type=bind,src=" + dir + "/lock,dst=/run/xtables.lock,options=rbind:rw",
+			"docker.io/library/" + args[0] + ":" + version, id,
+			"/kpng", "file", "-i", "/service.yaml", "--node-name=node", "to-local", args[1], "--once",
+		}
+		if out, err := ctr(append(run, args[2:]...)...); err != nil || !strings.Contains(out, "Delivered all services") {
+			t.Errorf("%s: %v\n%s", id, err, out)
+		}
+	}
 }
 
 // TestReleaseStopsOnVulnerabilities tests hack/release with a database that has a

@@ -3,19 +3,14 @@
 package main
 
 import (
-	"archive/tar"
 	"bytes"
 	"compress/gzip"
 	"crypto/sha256"
 	"encoding/hex"
 	"encoding/json"
-	"encoding/pem"
 	"fmt"
 	"os"
-	"path/filepath"
 	"strings"
-
-	"golang.org/x/crypto/x509roots/fallback/bundle"
 )
 
 // The media types of the OCI image specification.
@@ -28,10 +23,11 @@ const (
 
 // descriptor refers to a blob.
 type descriptor struct {
-	MediaType string    `json:"mediaType"`
-	Digest    string    `json:"digest"`
-	Size      int       `json:"size"`
-	Platform  *platform `json:"platform,omitempty"`
+	MediaType   string            `json:"mediaType"`
+	Digest      string            `json:"digest"`
+	Size        int               `json:"size"`
+	Platform    *platform         `json:"platform,omitempty"`
+	Annotations map[string]string `json:"annotations,omitempty"`
 }
 
 type platform struct {
@@ -54,8 +50,10 @@ type manifest struct {
 
 type config struct {
 	platform
-	Config struct {
+	Created string `json:"created"`
+	Config  struct {
 		Entrypoint []string
+		Labels     map[string]string
 	} `json:"config"`
 	RootFS struct {
 		Type    string   `json:"type"`
@@ -63,124 +61,123 @@ type config struct {
 	} `json:"rootfs"`
 }
 
-// layout is the directory of an OCI layout.
-type layout string
+// layout is an OCI layout in an archive that is not compressed, because its layers are.
+type layout struct {
+	*layer
+	blobs map[string]bool
+}
 
-// writeImage writes an image for several architectures into a new directory and returns
-// the digest of the image. Each program is ARCHITECTURE=FILE.
-func writeImage(dir, licences string, programs []string) (string, error) {
-	l := layout(dir)
-	if err := os.MkdirAll(filepath.Join(dir, "blobs/sha256"), 0o755); err != nil {
+// writeImage writes an image as an OCI layout into a new file, and returns the digest of
+// the image. Each part is PLATFORM=PROGRAM or PLATFORM=PROGRAM,DIRECTORY, where DIRECTORY
+// has further files of the image.
+func writeImage(file, name, licences string, parts []string) (string, error) {
+	l := layout{newLayer(), map[string]bool{}}
+	if err := l.add("oci-layout", 0o644, []byte(`{"imageLayoutVersion":"1.0.0"}`)); err != nil {
 		return "", err
 	}
 	all := index{SchemaVersion: 2, MediaType: indexType}
-	for _, program := range programs {
-		architecture, file, ok := strings.Cut(program, "=")
-		if !ok {
-			return "", fmt.Errorf("%s is not ARCHITECTURE=PROGRAM", program)
+	version := ""
+	for _, part := range parts {
+		target, files, ok := strings.Cut(part, "=")
+		system, architecture, slash := strings.Cut(target, "/")
+		if !ok || !slash {
+			return "", fmt.Errorf("%s is not PLATFORM=PROGRAM", part)
 		}
-		d, err := l.addPlatform(platform{architecture, "linux"}, file, licences)
+		file, directory, _ := strings.Cut(files, ",")
+		program, err := readProgram(file)
+		if err != nil {
+			return "", err
+		}
+		if version, err = program.version(); err != nil {
+			return "", err
+		}
+		d, err := l.addPlatform(platform{architecture, system}, program, file, directory, licences)
 		if err != nil {
 			return "", err
 		}
 		all.Manifests = append(all.Manifests, d)
 	}
-	d, err := l.addJSON(indexType, all)
+	// Older versions of containerd select from a list by the version of Windows. The image
+	// for hostProcess containers suits each version, so it is not a list.
+	image := all.Manifests[0]
+	switch {
+	case image.Platform.OS != "windows":
+		var err error
+		if image, err = l.addJSON(indexType, all); err != nil {
+			return "", err
+		}
+	case len(parts) > 1:
+		return "", fmt.Errorf("an image with Windows has one platform, not %d", len(parts))
+	default:
+		image.Platform = nil
+	}
+	image.Annotations = map[string]string{
+		"org.opencontainers.image.ref.name": version,
+		"io.containerd.image.name":          "docker.io/library/" + name + ":" + version, // as Kubernetes completes the name
+	}
+	top, err := json.Marshal(index{2, indexType, []descriptor{image}})
 	if err != nil {
 		return "", err
 	}
-	top, err := json.Marshal(index{2, indexType, []descriptor{d}})
+	if err := l.add("index.json", 0o644, top); err != nil {
+		return "", err
+	}
+	content, err := l.close()
 	if err != nil {
 		return "", err
 	}
-	if err := os.WriteFile(filepath.Join(dir, "index.json"), top, 0o644); err != nil {
-		return "", err
-	}
-	return d.Digest, os.WriteFile(filepath.Join(dir, "oci-layout"), []byte(`{"imageLayoutVersion":"1.0.0"}`), 0o644)
+	return image.Digest, os.WriteFile(file, content, 0o644)
 }
 
 // addPlatform adds the image for one platform and returns a descriptor of its manifest.
-func (l layout) addPlatform(p platform, program, licences string) (descriptor, error) {
-	text, err := layer(program, licences)
-	if err != nil {
-		return descriptor{}, err
+func (l layout) addPlatform(p platform, program *program, file, directory, licences string) (descriptor, error) {
+	c := config{platform: p, Created: program.settings["vcs.time"]}
+	c.Config.Labels = map[string]string{
+		"org.opencontainers.image.licenses": "Apache-2.0",
+		"org.opencontainers.image.revision": program.settings["vcs.revision"],
+		"org.opencontainers.image.source":   "https://github.com/kpng-project/kpng",
+		"org.opencontainers.image.title":    "kpng",
+		"org.opencontainers.image.version":  program.info.Main.Version,
 	}
-	var compressed bytes.Buffer
-	w := gzip.NewWriter(&compressed)
-	if _, err := w.Write(text); err != nil {
-		return descriptor{}, err
-	}
-	if err := w.Close(); err != nil {
-		return descriptor{}, err
-	}
-	layer, err := l.add(layerType, compressed.Bytes())
-	if err != nil {
-		return descriptor{}, err
-	}
-	c := config{platform: p}
-	c.Config.Entrypoint = []string{"/kpng"}
-	c.RootFS.Type, c.RootFS.DiffIDs = "layers", []string{digest(text)}
-	configuration, err := l.addJSON(configType, c)
-	if err != nil {
-		return descriptor{}, err
-	}
-	d, err := l.addJSON(manifestType, manifest{2, manifestType, configuration, []descriptor{layer}})
-	d.Platform = &p
-	return d, err
-}
-
-// layer returns an archive with the program, the licences, and the certificates of public
-// authorities at the path where programs look for them. Certificates that are valid only
-// with further constraints are left out.
-func layer(program, licences string) ([]byte, error) {
-	var certificates bytes.Buffer
-	for root := range bundle.Roots() {
-		if root.Constraint == nil {
-			if err := pem.Encode(&certificates, &pem.Block{Type: "CERTIFICATE", Bytes: root.Certificate}); err != nil {
-				return nil, err
-			}
-		}
-	}
-	var archive bytes.Buffer
-	w := tar.NewWriter(&archive)
-	// Without a time of change, an entry has that of the epoch.
-	for _, dir := range []string{"etc/", "etc/ssl/", "etc/ssl/certs/", "licenses/"} {
-		if err := w.WriteHeader(&tar.Header{Name: dir, Mode: 0o755, Typeflag: tar.TypeDir}); err != nil {
-			return nil, err
-		}
-	}
-	add := func(name string, mode int64, content []byte) error {
-		if err := w.WriteHeader(&tar.Header{Name: name, Mode: mode, Size: int64(len(content)), Typeflag: tar.TypeReg}); err != nil {
+	c.RootFS.Type = "layers"
+	m := manifest{SchemaVersion: 2, MediaType: manifestType}
+	add := func(content []byte, err error) error {
+		if err != nil {
 			return err
 		}
-		_, err := w.Write(content)
+		var compressed bytes.Buffer
+		w := gzip.NewWriter(&compressed)
+		if _, err := w.Write(content); err != nil {
+			return err
+		}
+		if err := w.Close(); err != nil {
+			return err
+		}
+		d, err := l.addBlob(layerType, compressed.Bytes())
+		c.RootFS.DiffIDs, m.Layers = append(c.RootFS.DiffIDs, digest(content)), append(m.Layers, d)
 		return err
 	}
-	if err := add("etc/ssl/certs/ca-certificates.crt", 0o644, certificates.Bytes()); err != nil {
-		return nil, err
-	}
-	files, err := os.ReadDir(licences)
-	if err != nil {
-		return nil, err
-	}
-	for _, file := range files {
-		if err := addFile(add, "licenses/"+file.Name(), 0o644, filepath.Join(licences, file.Name())); err != nil {
-			return nil, err
+	if directory != "" {
+		if err := add(directoryLayer(directory)); err != nil {
+			return descriptor{}, err
 		}
 	}
-	if err := addFile(add, "kpng", 0o755, program); err != nil {
-		return nil, err
+	programLayer := linuxLayer
+	c.Config.Entrypoint = []string{"/kpng"}
+	if p.OS == "windows" {
+		programLayer = windowsLayer
+		c.Config.Entrypoint = []string{"/kpng/kpng.exe"}
 	}
-	err = w.Close()
-	return archive.Bytes(), err
-}
-
-func addFile(add func(string, int64, []byte) error, name string, mode int64, file string) error {
-	content, err := os.ReadFile(file)
-	if err != nil {
-		return err
+	if err := add(programLayer(file, licences)); err != nil {
+		return descriptor{}, err
 	}
-	return add(name, mode, content)
+	var err error
+	if m.Config, err = l.addJSON(configType, c); err != nil {
+		return descriptor{}, err
+	}
+	d, err := l.addJSON(manifestType, m)
+	d.Platform = &p
+	return d, err
 }
 
 func (l layout) addJSON(mediaType string, of any) (descriptor, error) {
@@ -188,14 +185,16 @@ func (l layout) addJSON(mediaType string, of any) (descriptor, error) {
 	if err != nil {
 		return descriptor{}, err
 	}
-	return l.add(mediaType, text)
+	return l.addBlob(mediaType, text)
 }
 
-// add adds a blob.
-func (l layout) add(mediaType string, content []byte) (descriptor, error) {
-	d := digest(content)
-	file := filepath.Join(string(l), "blobs", strings.Replace(d, ":", "/", 1))
-	return descriptor{MediaType: mediaType, Digest: d, Size: len(content)}, os.WriteFile(file, content, 0o644)
+func (l layout) addBlob(mediaType string, content []byte) (descriptor, error) {
+	d := descriptor{MediaType: mediaType, Digest: digest(content), Size: len(content)}
+	if l.blobs[d.Digest] {
+		return d, nil
+	}
+	l.blobs[d.Digest] = true
+	return d, l.add("blobs/"+strings.Replace(d.Digest, ":", "/", 1), 0o644, content)
 }
 
 func digest(of []byte) string {

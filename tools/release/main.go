@@ -6,13 +6,15 @@
 //	release version PROGRAM        prints the version of a program
 //	release updates PROGRAM        fails if modules of a program have newer patches
 //	release licences PROGRAM       prints the licences of the modules of a program
-//	release sbom PROGRAM           prints a bill of materials
-//	release provenance FILE...     prints how the files were made, for SLSA
-//	release image DIRECTORY LICENCES ARCHITECTURE=PROGRAM...
-//	                               writes an image of Linux as an OCI layout
+//	release sbom PROGRAM [DEB...]  prints a bill of materials
+//	release provenance FILE... [DEB...]
+//	                               prints how the files were made, for SLSA
+//	release image FILE NAME LICENCES PLATFORM=PROGRAM[,DIRECTORY]...
+//	                               writes an image as an OCI layout, and prints its digest
 //
-// The image contains the program, the files of the directory LICENCES, and the
-// certificates of public authorities.
+// The image contains the program, the files of the directory LICENCES, and those of
+// DIRECTORY. On Linux, it also contains the certificates of public authorities. Each DEB is
+// a package of Debian, from which DIRECTORY was made.
 package main
 
 import (
@@ -45,17 +47,17 @@ func run(args []string) error {
 		return checkUpdates(args[1])
 	case len(args) == 2 && args[0] == "licences":
 		return printLicences(os.Stdout, args[1])
-	case len(args) == 2 && args[0] == "sbom":
-		return printSBOM(os.Stdout, args[1])
+	case len(args) > 1 && args[0] == "sbom":
+		return printSBOM(os.Stdout, args[1], args[2:])
 	case len(args) > 1 && args[0] == "provenance":
 		return printProvenance(os.Stdout, args[1:])
-	case len(args) > 3 && args[0] == "image":
-		digest, err := writeImage(args[1], args[2], args[3:])
+	case len(args) > 4 && args[0] == "image":
+		digest, err := writeImage(args[1], args[2], args[3], args[4:])
 		if err != nil {
-			return fmt.Errorf("write image: %w", err)
+			return fmt.Errorf("write image %s: %w", args[2], err)
 		}
 		fmt.Println(digest)
 		return nil
 	}
-	return errors.New("usage: release version PROGRAM | updates PROGRAM | licences PROGRAM | sbom PROGRAM | provenance FILE... | image DIRECTORY LICENCES ARCHITECTURE=PROGRAM")
+	return errors.New("usage: release version PROGRAM | updates PROGRAM | licences PROGRAM | sbom PROGRAM [DEB...] | provenance FILE... [DEB...] | image FILE NAME LICENCES PLATFORM=PROGRAM[,DIRECTORY]")
 }

@@ -18,8 +18,9 @@ import (
 const repository = "git+https://github.com/kpng-project/kpng"
 
 // printProvenance writes a statement of the format in-toto with the predicate SLSA
-// provenance v1: the hashes of the files of a release, and the commit and the version of
-// Go that made them. The current directory is the checkout of that commit.
+// provenance v1: the hashes of the files of a release, and the commit, the version of Go
+// and the packages of Debian that made them. The files *.deb are these packages. The
+// current directory is the checkout of the commit.
 func printProvenance(to io.Writer, files []string) error {
 	commit, err := exec.Command("git", "rev-parse", "HEAD").Output()
 	if err != nil {
@@ -31,6 +32,7 @@ func printProvenance(to io.Writer, files []string) error {
 		URI    string `json:"uri,omitempty"`
 		Digest sums   `json:"digest,omitempty"`
 	}
+	from := []resource{{URI: repository, Digest: sums{"gitCommit": strings.TrimSpace(string(commit))}}}
 	var subjects []resource
 	for _, file := range files {
 		content, err := os.ReadFile(file)
@@ -38,7 +40,12 @@ func printProvenance(to io.Writer, files []string) error {
 			return err
 		}
 		sum := sha256.Sum256(content)
-		subjects = append(subjects, resource{Name: filepath.Base(file), Digest: sums{"sha256": hex.EncodeToString(sum[:])}})
+		r := resource{Name: filepath.Base(file), Digest: sums{"sha256": hex.EncodeToString(sum[:])}}
+		if filepath.Ext(file) == ".deb" {
+			from = append(from, r)
+		} else {
+			subjects = append(subjects, r)
+		}
 	}
 	statement := map[string]any{
 		"_type":         "https://in-toto.io/Statement/v1",
@@ -46,11 +53,9 @@ func printProvenance(to io.Writer, files []string) error {
 		"predicateType": "https://slsa.dev/provenance/v1",
 		"predicate": map[string]any{
 			"buildDefinition": map[string]any{
-				"buildType":          "https://github.com/kpng-project/kpng/blob/main/hack/release",
-				"externalParameters": map[string]any{"source": repository, "go": runtime.Version()},
-				"resolvedDependencies": []resource{{
-					URI: repository, Digest: sums{"gitCommit": strings.TrimSpace(string(commit))},
-				}},
+				"buildType":            "https://github.com/kpng-project/kpng/blob/main/hack/release",
+				"externalParameters":   map[string]any{"source": repository, "go": runtime.Version()},
+				"resolvedDependencies": from,
 			},
 			"runDetails": map[string]any{"builder": map[string]string{"id": "https://github.com/kpng-project/kpng/blob/main/CONTRIBUTING.md"}},
 		},

@@ -29,6 +29,14 @@ type component struct {
 	Hashes   []hash    `json:"hashes,omitempty"`
 	Licences []licence `json:"licenses"`
 	PURL     string    `json:"purl"`
+	// Properties have the checksum of a module as go.sum has it. It is the SHA-256 of a
+	// list with the hash of each file of the module.
+	Properties []property `json:"properties,omitempty"`
+}
+
+type property struct {
+	Name  string `json:"name"`
+	Value string `json:"value"`
 }
 
 type named struct {
@@ -42,7 +50,8 @@ type hash struct {
 
 type licence struct {
 	Licence struct {
-		ID string `json:"id"`
+		ID   string `json:"id,omitempty"`   // of SPDX
+		Name string `json:"name,omitempty"` // otherwise
 	} `json:"license"`
 }
 
@@ -52,9 +61,10 @@ type dependencies struct {
 }
 
 // printSBOM writes a bill of materials with the modules that a program contains, with
-// Go's standard library, and with the modules that each of them imports. Its time is that
-// of the commit from which the program was built.
-func printSBOM(to io.Writer, file string) error {
+// Go's standard library, and with the modules that each of them imports. The packages of
+// Debian are further dependencies of the program. The time of the bill is that of the
+// commit from which the program was built.
+func printSBOM(to io.Writer, file string, debs []string) error {
 	p, err := readProgram(file)
 	if err != nil {
 		return err
@@ -87,7 +97,7 @@ func printSBOM(to io.Writer, file string) error {
 		Dependencies []dependencies `json:"dependencies"`
 	}{
 		Schema: "http://cyclonedx.org/schema/bom-1.5.schema.json", BOMFormat: "CycloneDX", SpecVersion: "1.5",
-		SerialNumber: serialNumber(sum), Version: 1,
+		Version: 1,
 	}
 	refs := map[string]string{}
 	for _, m := range modules {
@@ -111,13 +121,28 @@ func printSBOM(to io.Writer, file string) error {
 		}
 		bom.Dependencies = append(bom.Dependencies, d)
 	}
+	packages, needs, err := debianComponents(debs)
+	if err != nil {
+		return err
+	}
+	bom.Components = append(bom.Components, packages...)
+	for _, c := range packages {
+		bom.Dependencies[0].On = append(bom.Dependencies[0].On, c.Ref)
+		bom.Dependencies = append(bom.Dependencies, dependencies{c.Ref, needs[c.Ref]})
+	}
+	// The bills of a program with and without packages have different numbers.
+	identity := hex.EncodeToString(sum[:])
+	for _, c := range packages {
+		identity += c.Hashes[0].Content
+	}
+	bom.SerialNumber = serialNumber(sha256.Sum256([]byte(identity)))
 	encoder := json.NewEncoder(to)
 	encoder.SetIndent("", "  ")
 	encoder.SetEscapeHTML(false)
 	return encoder.Encode(bom)
 }
 
-// serialNumber makes a UUID of version 8 (RFC 9562) from the hash of the program.
+// serialNumber makes a UUID of version 8 (RFC 9562) from a hash.
 func serialNumber(sum [sha256.Size]byte) string {
 	sum[6], sum[8] = sum[6]&0x0f|0x80, sum[8]&0x3f|0x80
 	return fmt.Sprintf("urn:uuid:%x-%x-%x-%x-%x", sum[:4], sum[4:6], sum[6:8], sum[8:10], sum[10:16])
@@ -138,6 +163,7 @@ func (m *linked) component() (component, error) {
 			return c, fmt.Errorf("read checksum of %s: %w", m.Path, err)
 		}
 		c.Hashes = []hash{{"SHA-256", hex.EncodeToString(sum)}}
+		c.Properties = []property{{"go.sum", m.Sum}}
 	}
 	var ids []string
 	for _, file := range m.licences {

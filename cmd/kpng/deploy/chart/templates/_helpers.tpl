@@ -1,10 +1,15 @@
 {{- /* SPDX-License-Identifier: Apache-2.0 */ -}}
 
-{{- /* The image. */ -}}
+{{- /* The image. The chart of a release has the digests of the images of this release. */ -}}
 {{- define "kpng.image" -}}
 {{- $image := .Values.image -}}
-{{- $image.repository | default (get (dict "iptables" "kpng-iptables" "kernelspace" "kpng-windows") .Values.backend | default "kpng") -}}
-{{- if $image.digest }}@{{ $image.digest }}{{ else }}:{{ $image.tag | default .Chart.AppVersion }}{{ end -}}
+{{- $name := get (dict "iptables" "kpng-iptables" "kernelspace" "kpng-windows") .Values.backend | default "kpng" -}}
+{{- $image.repository | default $name -}}
+{{- if $image.digest }}@{{ $image.digest }}
+{{- else if $image.tag }}:{{ $image.tag }}
+{{- else }}:{{ .Chart.AppVersion }}
+{{- with get (.Files.Get "files/digests.yaml" | fromYaml) $name }}@{{ . }}{{ end }}
+{{- end }}
 {{- end -}}
 
 {{- /* The labels of all objects. */ -}}

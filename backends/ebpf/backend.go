@@ -38,9 +38,8 @@ type backend struct {
 	resets map[types.NamespacedName]*api.View
 	// complete is true while the maps have the services of a whole pass. Otherwise, the
 	// backend does not let the programs translate connections.
-	complete bool
-	// missing has the excluded cgroups that did not exist.
-	missing map[string]bool
+	complete   bool
+	exclusions exclusions
 	// endAddresses ends the goroutine that follows the addresses of the node.
 	endAddresses func()
 	// beatAt is the time of the last heartbeat.
@@ -141,7 +140,7 @@ func (b *backend) start(ctx context.Context) (err error) {
 	if err != nil {
 		return err
 	}
-	b.programs, b.complete, b.missing = p, false, map[string]bool{}
+	b.programs, b.complete, b.exclusions = p, false, exclusions{missing: map[string]bool{}}
 	err = b.writeExcluded(ctx)
 	if err == nil {
 		err = p.attach(&b.opts, b.cgroup)

@@ -29,6 +29,7 @@ import (
 	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
 	"golang.org/x/sys/unix"
+	"k8s.io/apimachinery/pkg/types"
 )
 
 // TestKernel uses real sockets. The addresses of endpoints are on the loopback interface
@@ -66,6 +67,8 @@ func TestKernel(t *testing.T) {
 	t.Run("a service with session affinity has a share of the clients", testClientsOfOneService)
 	t.Run("sockets of other cgroups are not translated", testOtherCgroup)
 	t.Run("processes of excluded cgroups are left to the other sink", testExcludedCgroups)
+	t.Run("pods are excluded by their UIDs", testExcludedPods)
+	t.Run("pods stay excluded while the source does not know them", testUnknownPodsStayExcluded)
 	t.Run("a restart applies a change of excluded cgroups", testExclusionAfterRestart)
 	t.Run("HostNetworkOnly excludes other network namespaces", testHostNetworkOnly)
 	t.Run("TCPOnly leaves UDP sockets to the other sink", testTCPOnly)
@@ -856,6 +859,109 @@ func testExclusionAfterRestart(t *testing.T) {
 	n.opts.ExcludedCgroups = nil
 	n.restart()
 	n.mustReach("10.96.0.1:80", endpoints[:3]...)
+}
+
+// podSource is the source of the UIDs of excluded pods. While it is nil, they are unknown.
+type podSource []types.UID
+
+func (s *podSource) get() ([]types.UID, bool) { return *s, *s != nil }
+
+func testExcludedPods(t *testing.T) {
+	pods := podSource{}
+	n := newNode(t, Options{ExcludedPods: pods.get})
+	n.serve()
+	n.pass(view("web", []string{"10.96.0.1", "fd00:96::1"}, endpoints, nil))
+	root := n.ns.Cgroup
+	verify := func() {
+		t.Helper()
+		if err := n.Verify(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+	}
+	translated := func(c *netnstest.Cgroup) {
+		t.Helper()
+		n.ns.Cgroup = c
+		n.mustReach("10.96.0.1:80", endpoints[:3]...)
+		n.mustReach("[fd00:96::1]:80", endpoints[3:]...)
+	}
+	left := func(c *netnstest.Cgroup) {
+		t.Helper()
+		n.ns.Cgroup = c
+		n.mustNotReach("10.96.0.1:80")
+		n.mustNotReach("[fd00:96::1]:80")
+	}
+	pods = podSource{"11111111-2222-3333-4444-555555555555", "5a105e8b9d40e1329780d62ea2265d8a"}
+	verify() // there are no cgroups of pods yet
+	class := root.Below(t, "kubelet.slice").Below(t, "kubelet-kubepods.slice").Below(t, "kubelet-kubepods-burstable.slice")
+	pod := class.Below(t, "kubelet-kubepods-burstable-pod11111111_2222_3333_4444_555555555555.slice")
+	static := class.Below(t, "kubelet-kubepods-burstable-pod5a105e8b9d40e1329780d62ea2265d8a.slice")
+	other := class.Below(t, "kubelet-kubepods-burstable-pod99999999_2222_3333_4444_555555555555.slice")
+	container := pod.Below(t, "cri-containerd-1.scope")
+	verify()
+	for _, c := range []*netnstest.Cgroup{container, pod, static} {
+		left(c)
+	}
+	for _, c := range []*netnstest.Cgroup{root, class, other} {
+		translated(c)
+	}
+	pods = podSource{"5a105e8b9d40e1329780d62ea2265d8a", "99999999-2222-3333-4444-555555555555"}
+	verify() // the label of one pod was removed, and another one got it
+	translated(container)
+	left(other)
+	if err := os.Remove(other.Dir); err != nil {
+		t.Fatal(err)
+	}
+	again := class.Below(t, filepath.Base(other.Dir))
+	verify() // the cgroup has another ID
+	left(again)
+}
+
+func testUnknownPodsStayExcluded(t *testing.T) {
+	pods := podSource{"11111111-2222-3333-4444-555555555555"}
+	n := newNode(t, Options{})
+	n.serve()
+	web := view("web", []string{"10.96.0.1"}, endpoints, nil)
+	n.pass(web)
+	n.ns.Cgroup = n.ns.Cgroup.Below(t, "kubepods").Below(t, "pod11111111-2222-3333-4444-555555555555").Below(t, "1")
+	n.mustReach("10.96.0.1:80", endpoints[:3]...)
+	n.opts.ExcludedPods = pods.get
+	n.restart()
+	n.mustNotReach("10.96.0.1:80")
+	pods = nil
+	n.restart()
+	n.pass(web)
+	if err := n.Verify(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	n.mustNotReach("10.96.0.1:80")
+	pods = podSource{}
+	if err := n.Verify(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	n.mustReach("10.96.0.1:80", endpoints[:3]...)
+}
+
+// More pods than the map has room for are no error, and neither exclude other processes.
+func TestExcludedPodsAreLimited(t *testing.T) {
+	n := newNode(t, Options{ExcludedCgroups: []string{"mesh"}})
+	mesh, kubepods := n.ns.Cgroup.Below(t, "mesh"), n.ns.Cgroup.Below(t, "kubepods")
+	var pods podSource
+	for i := range maxExcluded + 1 {
+		pods = append(pods, types.UID(fmt.Sprint(i)))
+		kubepods.Below(t, fmt.Sprint("pod", i))
+	}
+	n.opts.ExcludedPods = pods.get
+	n.restart()
+	if n.exclusions.left != 2 {
+		t.Errorf("%d pods are left, want 2", n.exclusions.left)
+	}
+	id, err := cgroupID(mesh.Dir)
+	if err == nil {
+		err = n.programs.Excluded.Lookup(id, new(uint32))
+	}
+	if err != nil {
+		t.Errorf("the cgroup of ExcludedCgroups is not excluded: %v", err)
+	}
 }
 
 func TestInvalidExcludedCgroups(t *testing.T) {

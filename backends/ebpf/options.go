@@ -16,6 +16,7 @@ import (
 	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/internal/backendoptions"
 	"github.com/kpng-project/kpng/sink"
+	"k8s.io/apimachinery/pkg/types"
 )
 
 // Options are the settings of the dataplane. Of [backends.Options], it supports only Instance,
@@ -52,10 +53,18 @@ type Options struct {
 	// 5.14 or newer is required.
 	HostNetworkOnly bool
 	// ExcludedCgroups are paths of cgroups below Cgroup, such as "system.slice/mesh.service",
-	// of at most 16 elements; there may be 4,096. The other sink handles connections and datagrams of processes
-	// that are in these cgroups, or in cgroups below them, when they connect or send. Existing
-	// connections stay. A cgroup need not exist yet: Verify excludes it when it has been made.
+	// of at most 16 elements; there may be 4,096. The other sink handles connections and
+	// datagrams of processes that are in these cgroups, or in cgroups below them, when they
+	// connect or send. Existing connections stay. A cgroup need not exist yet: Verify excludes
+	// it when it has been made.
 	ExcludedCgroups []string
+	// ExcludedPods returns the UIDs of pods whose cgroups are excluded, too. The UID of a
+	// static pod is the one that kubelet gives it, and not that of its mirror pod. Pods without
+	// a cgroup on this node are ignored. Together with ExcludedCgroups, at most 4,096 cgroups
+	// are excluded. Start and Verify call the function; it must not block. While the caller does
+	// not know the pods, known is false, and the pods that the programs exclude stay excluded.
+	// Default: no pods.
+	ExcludedPods func() (pods []types.UID, known bool)
 	// TCPOnly restricts the programs to TCP. The other sink handles all UDP ports.
 	TCPOnly bool
 	// Annotation is the name of a service annotation. The programs do not handle services

@@ -150,7 +150,7 @@ func setVariables(spec *ebpf.CollectionSpec, o *Options) error {
 		"refuse_binds":      number[canRefuse],
 		"max_clients_of_ip": uint64(share(o.MaxClients)),
 		"count_connections": number[o.Stats],
-		"has_exclusions":    number[len(o.ExcludedCgroups) > 0],
+		"has_exclusions":    number[len(o.ExcludedCgroups) > 0 || o.ExcludedPods != nil],
 	} {
 		errs = append(errs, spec.Variables[name].Set(value))
 	}

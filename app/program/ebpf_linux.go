@@ -31,7 +31,8 @@ func EBPF() sink.Sink {
 // ebpfFlags has the values of the backend's flags.
 type ebpfFlags struct {
 	nftablesFlags
-	ebpf ebpf.Options
+	ebpf        ebpf.Options
+	excludePods string
 }
 
 func (f *ebpfFlags) register(fs *pflag.FlagSet) {
@@ -40,6 +41,7 @@ func (f *ebpfFlags) register(fs *pflag.FlagSet) {
 	fs.StringVar(&f.ebpf.BPFFS, "bpffs", "/sys/fs/bpf", "keep maps and links in a BPF file system that is mounted at this `directory`")
 	fs.BoolVar(&f.ebpf.HostNetworkOnly, "host-network-only", false, "handle only sockets in the network namespace of the node, not those of pods")
 	fs.StringSliceVar(&f.ebpf.ExcludedCgroups, "exclude-cgroups", nil, "leave processes in the cgroups with these `paths` to nftables, such as system.slice/mesh.service")
+	fs.StringVar(&f.excludePods, "exclude-pods", "", "leave pods to nftables whose labels, or whose namespace's labels, match this label `selector`, such as kpng.io/ebpf=false; needs permission to read pods and namespaces")
 	fs.BoolVar(&f.ebpf.TCPOnly, "tcp-only", false, "handle only TCP connections with eBPF, and leave UDP to nftables")
 	fs.StringVar(&f.ebpf.Annotation, "ebpf-annotation", "kpng.io/ebpf", "leave services to nftables for which this `annotation` has the value false")
 	fs.IntVar(&f.ebpf.MaxFrontends, "max-frontends", 1<<18, "handle at most this `number` of addresses and ports of services")
@@ -67,11 +69,22 @@ func (f *ebpfFlags) parts(run command.Run) (command.Parts, error) {
 	if err != nil {
 		return command.Parts{}, err
 	}
-	above, err := ebpf.New(below, f.options())
+	excluded, err := newExcludedPods(f.flagSet, f.excludePods)
+	if err != nil {
+		return command.Parts{}, err
+	}
+	opts := f.options()
+	if excluded != nil {
+		opts.ExcludedPods = excluded.uids
+	}
+	above, err := ebpf.New(below, opts)
 	if err != nil {
 		return command.Parts{}, err
 	}
 	parts, err := f.nodeParts(run, above)
+	if excluded != nil {
+		excluded.Sink, parts.Sink = parts.Sink, excluded
+	}
 	if c, ok := sink.As[ebpfCounter](above); ok {
 		parts.Collectors = append(parts.Collectors, ebpfCounts{c})
 	}

@@ -35,7 +35,7 @@ func TestFlagsOfEBPF(t *testing.T) {
 }
 
 func TestInvalidFlagsOfEBPF(t *testing.T) {
-	testInvalidFlags(t, EBPF, "--masquerade-all", "--instance=a.b", "--max-clients=-1", "--exclude-cgroups=../a", "--masquerade-bit=32")
+	testInvalidFlags(t, EBPF, "--masquerade-all", "--instance=a.b", "--max-clients=-1", "--exclude-cgroups=../a", "--exclude-pods=a b", "--masquerade-bit=32")
 }
 
 type fakeCounts struct {

@@ -206,7 +206,7 @@ var chartValues = map[string]string{
 	"with IPv6":                "apiServer: {host: '2001:db8::1', port: 443}\nextraArgs: ['--cluster-cidr=fd00::/48']",
 	"with iptables":            "apiServer: {host: 192.0.2.1}\nbackend: iptables\nextraVolumes: [{name: a, emptyDir: {}}]",
 	"with IPVS":                "apiServer: {host: 192.0.2.1}\nbackend: ipvs\nkernelSettings: true",
-	"with eBPF":                "apiServer: {host: 192.0.2.1}\nbackend: ebpf\nkernelSettings: true\nextraVolumeMounts: [{name: a, mountPath: /a}]\nextraVolumes: [{name: a, emptyDir: {}}]",
+	"with eBPF":                "apiServer: {host: 192.0.2.1}\nbackend: ebpf\nkernelSettings: true\nexcludePods: kpng.io/ebpf in (false)\nextraVolumeMounts: [{name: a, mountPath: /a}]\nextraVolumes: [{name: a, emptyDir: {}}]",
 	"on Windows":               "apiServer: {host: 192.0.2.1}\nbackend: kernelspace\nhnsNetwork: pods\nevents: true",
 	"beside kube-proxy":        "serviceProxyName: kpng\ninstance: a",
 	"with kubeadm's ConfigMap": "kubeProxy: {configMap: kube-proxy}\nmetricsBindAddress: 0.0.0.0:10249",
@@ -308,6 +308,29 @@ func TestChartOfManyValues(t *testing.T) {
 	readYAML(t, monitoring+"/alerts.yaml", &alerts)
 	if got := at("PrometheusRule example", "spec", "groups").([]any)[0].(map[string]any)["rules"].([]any); len(got) != len(alerts.Groups[0].Rules) {
 		t.Errorf("%d alerts, want %d", len(got), len(alerts.Groups[0].Rules))
+	}
+}
+
+// kpng may read pods only if it needs to.
+func TestChartGrantsPodsOnlyOnRequest(t *testing.T) {
+	for values, granted := range map[string]bool{
+		"backend: ebpf": false,
+		"backend: ebpf\nexcludePods: '!a, b in (c,d)'": true,
+		"backend: nftables\nexcludePods: a=b":         false,
+	} {
+		got, err := renderChart(t, "example", parseYAML(t, "apiServer: {host: 192.0.2.1}\n"+values))
+		if err != nil {
+			t.Fatal(err)
+		}
+		all := byName(got)
+		rules, _, _ := unstructured.NestedSlice(all["ClusterRole example"].(map[string]any), "rules")
+		containers, _, _ := unstructured.NestedSlice(all["DaemonSet example"].(map[string]any), "spec", "template", "spec", "containers")
+		want := map[string]any{"apiGroups": []any{""}, "resources": []any{"pods", "namespaces"}, "verbs": []any{"list", "watch"}}
+		has := slices.ContainsFunc(rules, func(r any) bool { return cmp.Equal(r, any(want)) })
+		args := slices.Contains(containers[0].(map[string]any)["args"].([]any), any("--exclude-pods=!a, b in (c,d)"))
+		if has != granted || args != granted || len(rules) > 3 || !granted && len(rules) > 2 {
+			t.Errorf("%s: permission %t, flag %t, want %t; rules %v", values, has, args, granted, rules)
+		}
 	}
 }
 

@@ -62,6 +62,7 @@ type network struct {
 	node, pods, client namespace
 	kpng               string
 	source             []string // the command of kpng that reads services
+	privileges         []string // the prefix of kpng's command line, such as least
 	log                *buffer  // of the kpng that was started last
 }
 
@@ -84,7 +85,7 @@ func (b *buffer) String() string {
 }
 
 func newNetwork(t *testing.T) *network {
-	w := &network{t: t, kpng: buildKpng(t)}
+	w := &network{t: t, kpng: buildKpng(t), privileges: least}
 	w.node, w.pods, w.client = newNamespace(t), newNamespace(t), newNamespace(t)
 	w.node.Set(t, "ipv4/ip_forward=1")
 	join(t, w.node, "client", nodeIP+"/24", w.client, "10.2.0.2/24")
@@ -174,7 +175,7 @@ func (w *network) run(backend, healthz string, flags ...string) (end func(os.Sig
 // kpng ends, and returns the process's result. A failed test shows kpng's log.
 func (w *network) start(healthz string, args ...string) (end func(os.Signal) error) {
 	w.t.Helper()
-	args = w.node.Command(slices.Concat(least, []string{"env", "NODE_NAME=" + nodeName, w.kpng}, args)...)
+	args = w.node.Command(slices.Concat(w.privileges, []string{"env", "NODE_NAME=" + nodeName, w.kpng}, args)...)
 	cmd := exec.Command(args[0], args[1:]...)
 	log := new(buffer)
 	w.log = log

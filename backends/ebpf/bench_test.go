@@ -36,41 +36,59 @@ var sizes = []int{10, 1000, 100000}
 // of connections, and reports the median of each.
 func BenchmarkConnect(b *testing.B) {
 	for _, services := range sizes {
-		b.Run(fmt.Sprint(services), func(b *testing.B) {
-			n := newNode(b, Options{})
-			n.ns.Add(b, "lo", "10.0.0.1")
-			netnstest.Listen(b, n.ns.Do, "10.0.0.1:8080", func(c net.Conn) {})
-			var views []*api.View
-			for i := range services {
-				views = append(views, numbered(i, 1))
-			}
-			n.pass(views...)
-			targets := []*unix.SockaddrInet4{{Addr: [4]byte{10, 0, 0, 1}, Port: 8080}, {Addr: [4]byte{10, 96, 0, 5}, Port: 80}}
-			var took [2][]time.Duration
-			err := n.ns.Do(func() error {
-				for b.Loop() {
-					for i, target := range targets {
-						d, err := netnstest.TimeConnect(target)
-						if err != nil {
-							return err
-						}
-						took[i] = append(took[i], d)
-					}
-				}
-				return nil
-			})
-			if err != nil {
-				b.Fatal(err)
-			}
-			for i := range took {
-				slices.Sort(took[i])
-			}
-			direct, service := took[0][len(took[0])/2], took[1][len(took[1])/2]
-			b.ReportMetric(float64(direct.Nanoseconds())/1000, "µs/direct")
-			b.ReportMetric(float64(service.Nanoseconds())/1000, "µs/service")
-			b.ReportMetric(float64(service)/float64(direct), "ratio")
-		})
+		b.Run(fmt.Sprint(services), func(b *testing.B) { benchmarkConnect(b, services, Options{}) })
 	}
+}
+
+// BenchmarkConnectWithExclusions does the same while another pod is excluded. Its first part
+// excludes nothing.
+func BenchmarkConnectWithExclusions(b *testing.B) {
+	for _, excluded := range [][]string{nil, {"other"}} {
+		b.Run(fmt.Sprint(len(excluded)), func(b *testing.B) { benchmarkConnect(b, 10, Options{ExcludedCgroups: excluded}) })
+	}
+}
+
+// The client is in a cgroup at the depth of a container.
+func benchmarkConnect(b *testing.B, services int, opts Options) {
+	n := newNode(b, opts)
+	n.ns.Cgroup.Below(b, "other")
+	if err := n.Verify(b.Context()); err != nil {
+		b.Fatal(err)
+	}
+	for _, name := range []string{"kubepods-burstable.slice", "kubepods-burstable-pod1.slice", "cri-containerd-1.scope"} {
+		n.ns.Cgroup = n.ns.Cgroup.Below(b, name)
+	}
+	n.ns.Add(b, "lo", "10.0.0.1")
+	netnstest.Listen(b, n.ns.Do, "10.0.0.1:8080", func(c net.Conn) {})
+	var views []*api.View
+	for i := range services {
+		views = append(views, numbered(i, 1))
+	}
+	n.pass(views...)
+	targets := []*unix.SockaddrInet4{{Addr: [4]byte{10, 0, 0, 1}, Port: 8080}, {Addr: [4]byte{10, 96, 0, 5}, Port: 80}}
+	var took [2][]time.Duration
+	err := n.ns.Do(func() error {
+		for b.Loop() {
+			for i, target := range targets {
+				d, err := netnstest.TimeConnect(target)
+				if err != nil {
+					return err
+				}
+				took[i] = append(took[i], d)
+			}
+		}
+		return nil
+	})
+	if err != nil {
+		b.Fatal(err)
+	}
+	for i := range took {
+		slices.Sort(took[i])
+	}
+	direct, service := took[0][len(took[0])/2], took[1][len(took[1])/2]
+	b.ReportMetric(float64(direct.Nanoseconds())/1000, "µs/direct")
+	b.ReportMetric(float64(service.Nanoseconds())/1000, "µs/service")
+	b.ReportMetric(float64(service)/float64(direct), "ratio")
 }
 
 // memory returns the memory of the maps. Before Linux 6.4, it does not depend on the number

@@ -316,7 +316,7 @@ func TestChartGrantsPodsOnlyOnRequest(t *testing.T) {
 	for values, granted := range map[string]bool{
 		"backend: ebpf": false,
 		"backend: ebpf\nexcludePods: '!a, b in (c,d)'": true,
-		"backend: nftables\nexcludePods: a=b":         false,
+		"backend: nftables\nexcludePods: a=b":          false,
 	} {
 		got, err := renderChart(t, "example", parseYAML(t, "apiServer: {host: 192.0.2.1}\n"+values))
 		if err != nil {

@@ -26,7 +26,10 @@ import (
 )
 
 // The sizes of tables, except that the table of a single endpoint has one entry.
-const smallSize, largeSize = 1 << 11, 1 << 16
+const (
+	smallBits, largeBits = 11, 16
+	smallSize, largeSize = 1 << smallBits, 1 << largeBits
+)
 
 // A table with up to maxSmall endpoints is small. From minFree endpoints on, the order in
 // which endpoints prefer the entries of a large table has nothing in common with a small one.
@@ -133,6 +136,7 @@ type turns struct {
 	// in which it then prefers single entries.
 	blocks, free permutation
 	tried        uint64 // number of entries that it has tried block by block
+	block        uint64 // the block of the last of them
 }
 
 func newTurns(index int, e *Endpoint) *turns {
@@ -151,25 +155,30 @@ func newTurns(index int, e *Endpoint) *turns {
 // power of two.
 func (t *turns) next(size uint64) uint64 {
 	if t.count >= t.inBlocks {
-		return t.free.next() & (size - 1)
+		return t.free.next(largeBits)
 	}
 	perBlock := size / smallSize
 	within := t.tried & (perBlock - 1)
 	if within == 0 {
-		t.blocks.next()
+		t.block = t.blocks.next(smallBits)
 	}
 	t.tried++
-	block := t.blocks.position & (smallSize - 1)
-	return block*perBlock + (mix(t.hash+block)+within)&(perBlock-1)
+	return t.block*perBlock + (mix(t.hash+t.block)+within)&(perBlock-1)
 }
 
-// permutation is an order of the numbers below any power of two, as in the paper: each
-// number is a step away from the one before. The step is odd.
-type permutation struct{ position, step uint64 }
+// permutation is an order of the numbers of some bits. In the paper, each number is a step
+// away from the one before, and the step is one of many, because the size is a prime. With a
+// power of two, some endpoints would have equal or related steps, and a change of one of them
+// would move many entries of the other. So each step is mixed here by one-to-one functions.
+type permutation struct{ position, factors uint64 }
 
-func (p *permutation) next() uint64 {
-	p.position += p.step | 1
-	return p.position
+func (p *permutation) next(bits int) uint64 {
+	mask := uint64(1)<<bits - 1
+	p.position++
+	n := p.position * (p.factors | 1) & mask
+	n ^= n >> (bits / 2)
+	n = n * (p.factors>>32 | 1) & mask
+	return n ^ n>>(bits/2)
 }
 
 // queue is a heap of endpoints. The first one takes the next entry: it has the fewest

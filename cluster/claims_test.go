@@ -445,12 +445,10 @@ func TestContestedClaimsCostTheSame(t *testing.T) {
 					}
 				}
 				few, many := measure(100), measure(3000)
+				// Other programs may only add to a duration, so the shortest ones count.
 				a, b := time.Hour, time.Hour
-				for range 10 {
-					a = min(a, few())
-				}
-				for range 10 {
-					if b = min(b, many()); b < 16*a {
+				for end := time.Now().Add(time.Minute); time.Now().Before(end); {
+					if a, b = min(a, few()), min(b, many()); b < 16*a {
 						return
 					}
 				}

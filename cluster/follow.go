@@ -6,6 +6,7 @@ import (
 	"context"
 	"iter"
 	"slices"
+	"strings"
 	"sync"
 
 	"github.com/kpng-project/kpng/api"
@@ -61,7 +62,7 @@ func (s *State) Follow(ctx context.Context, f func(snapshot *Snapshot, changes i
 // and writes the result: a Service, or nil if out must not have it, and its EndpointSlices. A
 // snapshot is nil until its state is synced. If a state becomes stale, or is no longer stale,
 // Merge calls merge for all its services. Calls do not overlap. merge must not modify the
-// objects in snapshots.
+// objects in snapshots. Snapshot.Refused of out also has the reasons of the states.
 //
 // The nodes of out are those of the first state. Merge marks out as synced when all states
 // are synced. Nothing else may write to out.
@@ -71,6 +72,8 @@ func Merge(ctx context.Context, out *State, merge func(key types.NamespacedName,
 	var running sync.WaitGroup
 	for i, state := range states {
 		running.Go(func() {
+			refused := state.refused.reasons.NewCursor()
+			defer refused.Close()
 			state.Follow(ctx, func(next *Snapshot, changes iter.Seq[Change]) {
 				mu.Lock()
 				defer mu.Unlock()
@@ -99,6 +102,17 @@ func Merge(ctx context.Context, out *State, merge func(key types.NamespacedName,
 							write(key)
 						}
 					}
+					reasons := (*revstore.Snapshot[types.NamespacedName, string])(next.Refused)
+					delta := refused.Until(reasons)
+					if delta.Full() && last != nil { // the store has forgotten deletions
+						for key := range last.Refused.All() {
+							tx.s.setMerged(key, reasonsFor(key, in))
+						}
+					}
+					for c := range delta.Changes() {
+						tx.s.setMerged(c.Key, reasonsFor(c.Key, in))
+					}
+					refused.Advance(reasons)
 				})
 				if !slices.Contains(in, nil) {
 					out.SetSynced()
@@ -107,4 +121,17 @@ func Merge(ctx context.Context, out *State, merge func(key types.NamespacedName,
 		})
 	}
 	running.Wait()
+}
+
+// reasonsFor joins the different reasons of snapshots for a service.
+func reasonsFor(key types.NamespacedName, in []*Snapshot) string {
+	var texts []string
+	for _, snapshot := range in {
+		if snapshot != nil {
+			if text, ok := snapshot.Refused.Get(key); ok && !slices.Contains(texts, text) {
+				texts = append(texts, text)
+			}
+		}
+	}
+	return strings.Join(texts, "; ")
 }

@@ -4,6 +4,7 @@ package cluster_test
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"iter"
 	"slices"
@@ -74,13 +75,26 @@ func TestFollowYieldsDifferences(t *testing.T) {
 				t.Error(diff)
 			}
 			cancel()
-			<-ended
+			for {
+				select {
+				case <-calls: // it may have come again
+				case <-ended:
+					return
+				}
+			}
 		})
 	}
 }
 
 // The merged state has the services of the first state, with the slices of both states. The
 // second state loses its slices while it is stale.
+// await waits until done returns true, but at most a minute.
+func await(done func() bool) {
+	for end := time.Now().Add(time.Minute); !done() && time.Now().Before(end); {
+		time.Sleep(time.Millisecond)
+	}
+}
+
 func TestMerge(t *testing.T) {
 	first, second, out := cluster.New(cluster.Options{}), cluster.New(cluster.Options{}), cluster.New(cluster.Options{})
 	key := types.NamespacedName{Namespace: "ns", Name: "web"}
@@ -127,12 +141,7 @@ func TestMerge(t *testing.T) {
 			step.state.SetSynced()
 		}
 		var got []string
-		for range 1000 {
-			if got = joined(out); slices.Equal(got, step.want) {
-				break
-			}
-			time.Sleep(time.Millisecond)
-		}
+		await(func() bool { got = joined(out); return slices.Equal(got, step.want) })
 		if diff := gocmp.Diff(step.want, got); diff != "" {
 			t.Errorf("after step %d: %s", i, diff)
 		}
@@ -146,4 +155,55 @@ func TestMerge(t *testing.T) {
 	}
 	cancel()
 	<-ended
+}
+
+// TestMergeCopiesReasons sets and corrects problems that change no joined state.
+func TestMergeCopiesReasons(t *testing.T) {
+	first, second, out := cluster.New(cluster.Options{}), cluster.New(cluster.Options{}), cluster.New(cluster.Options{})
+	web := &api.Service{Namespace: "ns", Name: "web"}
+	merge := func(key types.NamespacedName, in []*cluster.Snapshot) (*api.Service, []*api.EndpointSlice) {
+		for _, snapshot := range in {
+			if snapshot != nil {
+				if state, ok := snapshot.States.Get(key); ok {
+					return state.Service, nil
+				}
+			}
+		}
+		return nil, nil
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	ended := make(chan bool)
+	go func() {
+		defer close(ended)
+		cluster.Merge(ctx, out, merge, first, second)
+	}()
+	defer func() { cancel(); <-ended }()
+	set := func(state *cluster.State, problems ...error) {
+		state.Update(func(tx *cluster.Tx) {
+			tx.SetService(web)
+			tx.SetServiceProblems(web.Key(), problems)
+		})
+	}
+	set(first)
+	set(second)
+	first.SetSynced()
+	second.SetSynced()
+	x, y := errors.New("x"), errors.New("y")
+	for i, step := range []struct {
+		change func()
+		want   string
+	}{
+		{func() { set(first, x) }, "invalid fields ignored: x"},
+		{func() { set(second, y) }, "invalid fields ignored: x; invalid fields ignored: y"},
+		{func() { set(second, x) }, "invalid fields ignored: x"},
+		{func() { set(first) }, "invalid fields ignored: x"},
+		{func() { second.Update(func(tx *cluster.Tx) { tx.DeleteService(web.Key()) }) }, ""},
+	} {
+		step.change()
+		var got string
+		await(func() bool { got, _ = out.Snapshot().Refused.Get(web.Key()); return got == step.want })
+		if got != step.want {
+			t.Errorf("after step %d: reason %q, want %q", i, got, step.want)
+		}
+	}
 }

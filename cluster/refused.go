@@ -29,6 +29,8 @@ type refused struct {
 	// invalid describes the ignored fields by service and by the name of the EndpointSlice,
 	// which is "" for the Service.
 	invalid map[types.NamespacedName]map[string]string
+	// merged has the reasons of the states that [Merge] reads.
+	merged map[types.NamespacedName]string
 	// reasons has the reasons of existing services. Readers see it in snapshots.
 	reasons *revstore.Store[types.NamespacedName, string]
 	// touched has the reasons before the present Update for services that it may refuse or
@@ -37,13 +39,11 @@ type refused struct {
 }
 
 // reason says why a service is refused, or a part of it. It is zero for other services.
-type reason struct{ size, invalid string }
+type reason struct{ size, invalid, merged string }
 
 func (r reason) String() string {
-	if r.size != "" && r.invalid != "" {
-		return r.size + "; " + r.invalid
-	}
-	return r.size + r.invalid
+	texts := []string{r.size, r.invalid, r.merged}
+	return strings.Join(slices.DeleteFunc(texts, func(text string) bool { return text == "" }), "; ")
 }
 
 // verdict is the result of an Update for a service.
@@ -57,6 +57,7 @@ func newRefused(s *State) refused {
 		wanted:  map[types.NamespacedName]api.ServiceState{},
 		sizes:   map[types.NamespacedName]string{},
 		invalid: map[types.NamespacedName]map[string]string{},
+		merged:  map[types.NamespacedName]string{},
 		reasons: newStore(s, ordering.Keys, func(a, b string) bool { return a == b }),
 		touched: map[types.NamespacedName]reason{},
 	}
@@ -212,6 +213,17 @@ func (s *State) forgetInvalidSlice(key types.NamespacedName, new *api.EndpointSl
 	}
 }
 
+// setMerged records the reasons of the states that Merge reads.
+func (s *State) setMerged(key types.NamespacedName, text string) {
+	if text == s.refused.merged[key] {
+		return
+	}
+	s.touch(key)
+	if s.refused.merged[key] = text; text == "" {
+		delete(s.refused.merged, key)
+	}
+}
+
 // touch must be called before the present Update changes the reason of a service.
 func (s *State) touch(key types.NamespacedName) {
 	if _, ok := s.refused.touched[key]; !ok {
@@ -222,7 +234,7 @@ func (s *State) touch(key types.NamespacedName) {
 // reason returns why a service is refused. It names only one object with invalid fields,
 // because a service may have many.
 func (s *State) reason(key types.NamespacedName) reason {
-	now := reason{size: s.refused.sizes[key]}
+	now := reason{size: s.refused.sizes[key], merged: s.refused.merged[key]}
 	objects := s.refused.invalid[key]
 	if len(objects) == 0 || s.wanted(key).Service == nil {
 		return now
@@ -283,7 +295,8 @@ func (s *State) report(list []verdict) {
 			}
 		}
 		invalid := v.now.invalid != "" && v.now.invalid != v.was.invalid
-		if (tooLarge || invalid) && s.opts.OnRefused != nil {
+		merged := v.now.merged != "" && v.now.merged != v.was.merged
+		if (tooLarge || invalid || merged) && s.opts.OnRefused != nil {
 			s.opts.OnRefused(v.key, errors.New(v.now.String()))
 		}
 	}

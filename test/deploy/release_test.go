@@ -28,7 +28,6 @@ import (
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 )
 
-// The step "cross-compilation" of hack/test has compiled the packages for arm64.
 var arch = flag.String("arch", "arm64", "the architecture for Linux that TestRelease makes; containers run if it is that of this machine")
 
 // TestRelease makes the files of a release of the current commit twice, with different

@@ -35,6 +35,28 @@ func runCommand(ctx context.Context, s sink.Sink, args ...string) error {
 	return cmd.ExecuteContext(ctx)
 }
 
+// The help text of a command without subcommands does not mention them. It has one default for
+// each flag.
+func TestHelp(t *testing.T) {
+	for name, want := range map[string]string{"": "(default: services without this label)", "mine": `(default "mine")`} {
+		var help bytes.Buffer
+		cmd := app.Command(app.Options{Name: "test", Sink: sink.FullState(ignore), Services: watcher.Options{ServiceProxyName: name}})
+		cmd.SetArgs([]string{"--help"})
+		cmd.SetOut(&help)
+		if err := cmd.ExecuteContext(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		if !strings.HasPrefix(help.String(), "Usage:\n  test [flags]\n") || strings.Contains(help.String(), "COMMAND") {
+			t.Errorf("want the usage line of a single command:\n%.200s", &help)
+		}
+		_, flag, _ := strings.Cut(help.String(), "--service-proxy-name")
+		flag, _, _ = strings.Cut(flag, "\n      --")
+		if flag = strings.Join(strings.Fields(flag), " "); !strings.HasSuffix(flag, "headless ones "+want) {
+			t.Errorf("proxy name %q: the help text of the flag is %q, want the default %s", name, flag, want)
+		}
+	}
+}
+
 func ignore(context.Context, []*api.View) error { return nil }
 
 const demo = "../examples/demo.yaml"

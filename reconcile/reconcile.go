@@ -105,8 +105,10 @@ type Options[K comparable, V any] struct {
 	// MaxOps limits the operations of a call of Apply, except that a part is never divided
 	// (see the package comment). Default: 20,000.
 	MaxOps int
-	// VerifyInterval is the shortest pause between two comparisons. If it is negative, each
-	// call of Verify compares. Default: five seconds.
+	// VerifyInterval is the shortest pause between two comparisons. The pause is also at least
+	// 50 times the cost of the last comparison, repairs included, and it grows to a minute
+	// while comparisons find changes. So a repair may take longer than VerifyInterval. If
+	// VerifyInterval is negative, each call of Verify compares. Default: five seconds.
 	VerifyInterval time.Duration
 	// Drifted is called with true when Verify finds objects that another program has changed.
 	// It is called with false whenever no such object is left. Default: none.

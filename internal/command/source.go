@@ -127,7 +127,11 @@ func (s *Source) registerManifests(fs *pflag.FlagSet) {
 
 func (s *Source) registerServices(fs *pflag.FlagSet) {
 	d := &s.Defaults
-	fs.StringVar(&s.services.ServiceProxyName, "service-proxy-name", d.ServiceProxyName, "serve the services whose label service.kubernetes.io/service-proxy-name is this `name`, including headless ones (default: services without this label)")
+	unlabelled := ""
+	if d.ServiceProxyName == "" {
+		unlabelled = " (default: services without this label)"
+	}
+	fs.StringVar(&s.services.ServiceProxyName, "service-proxy-name", d.ServiceProxyName, "serve the services whose label service.kubernetes.io/service-proxy-name is this `name`, including headless ones"+unlabelled)
 	fs.BoolVar(&s.services.IgnoreExternalIPs, "ignore-external-ips", d.IgnoreExternalIPs, "ignore external IPs (spec.externalIPs); any user who may create a service can choose them freely")
 	fs.StringSliceVar(&s.services.KeepLabels, "keep-labels", d.KeepLabels, "pass on the service labels that match these `patterns`, such as app or example.com/*")
 	fs.StringSliceVar(&s.services.KeepAnnotations, "keep-annotations", d.KeepAnnotations, "pass on the service annotations that match these `patterns`, such as example.com/*")

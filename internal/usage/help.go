@@ -45,14 +45,17 @@ func groupOf(name string) int {
 
 // printHelp prints the help text of a command.
 func printHelp(cmd *cobra.Command, _ []string) {
-	fmt.Fprintf(cmd.OutOrStdout(), "%s\n\n%s", wrap(cmp.Or(cmd.Long, cmd.Short)), cmd.UsageString())
+	if text := wrap(cmp.Or(cmd.Long, cmd.Short)); text != "" {
+		fmt.Fprintf(cmd.OutOrStdout(), "%s\n\n", text)
+	}
+	fmt.Fprint(cmd.OutOrStdout(), cmd.UsageString())
 }
 
 // printUsage prints how to call a command: its examples, subcommands and flags.
 func printUsage(cmd *cobra.Command) error {
 	w := cmd.OutOrStderr()
 	line := cmd.UseLine()
-	if !cmd.HasParent() || cmd.HasAvailableSubCommands() {
+	if cmd.HasAvailableSubCommands() {
 		line = cmd.CommandPath() + " COMMAND [flags]"
 	}
 	section(w, "Usage", "  "+line+"\n")

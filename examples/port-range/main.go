@@ -1,0 +1,214 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+// Command port-range is the proxier of docs/specialised.md. It serves Services that have a range
+// of ports in an annotation, over TCP and UDP, and logs new connections. It is the command
+// reconcile with other keys, rules and maps.
+package main
+
+import (
+	"context"
+	"crypto/sha256"
+	_ "embed"
+	"fmt"
+	"os/exec"
+	"regexp"
+	"strconv"
+	"strings"
+	"sync"
+
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/app"
+	"github.com/kpng-project/kpng/nodeview"
+	"github.com/kpng-project/kpng/reconcile"
+	"github.com/kpng-project/kpng/watcher"
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/klog/v2"
+)
+
+const annotation = "example.com/ports"
+
+// parsePorts reads FIRST-LAST or a single port, and writes it as nft does.
+func parsePorts(s string) (string, error) {
+	from, to, isRange := strings.Cut(s, "-")
+	if !isRange {
+		to = from
+	}
+	first, err1 := strconv.ParseUint(from, 10, 16)
+	last, err2 := strconv.ParseUint(to, 10, 16)
+	switch {
+	case err1 != nil || err2 != nil || first == 0 || first > last:
+		return "", fmt.Errorf("annotation %s: %.40q is no range of ports, want for example 30000-30100", annotation, s)
+	case first == last:
+		return fmt.Sprint(first), nil
+	}
+	return fmt.Sprintf("%d-%d", first, last), nil
+}
+
+// selection skips services without a range of ports. It logs each wrong range once.
+type selection struct {
+	mu     sync.Mutex
+	logged map[types.NamespacedName]string
+}
+
+func (l *selection) skip(s *corev1.Service) bool {
+	value, annotated := s.Annotations[annotation]
+	if !annotated {
+		return true
+	}
+	_, err := parsePorts(value)
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	key := types.NamespacedName{Namespace: s.Namespace, Name: s.Name}
+	switch {
+	case err == nil:
+		delete(l.logged, key)
+	case l.logged[key] != err.Error():
+		if len(l.logged) == 1000 { // limits the memory for services that were deleted
+			clear(l.logged)
+		}
+		l.logged[key] = err.Error()
+		klog.Background().Error(err, "Service ignored", "service", key)
+	}
+	return err != nil
+}
+
+// dataplane is an nftables table. It has a chain for each address and protocol, maps that lead
+// to these chains, and a chain for each service, which logs. The key of a chain of an address is
+// the IP family and the element of the map without the ports. The key of a chain that logs is
+// "log" and the service.
+type dataplane struct{ table string }
+
+// chain has the rules of a chain, and the ports that lead to it. List knows only the ports and
+// a digest of both.
+type chain struct{ ports, rules, digest string }
+
+func newChain(ports, rules string) chain {
+	return chain{ports, rules, fmt.Sprintf("%x", sha256.Sum256([]byte(ports+"\n"+rules)))}
+}
+
+// skeleton is the table without services.
+//
+//go:embed table.nft
+var skeleton string
+
+// Plan emits the chains of a service.
+func (dataplane) Plan(view *api.View, emit func(string, chain)) error {
+	ports, err := parsePorts(view.Service.Annotations[annotation])
+	if err != nil {
+		return err
+	}
+	name := view.Key().String()
+	for f, why := range nodeview.Unserved(view) {
+		klog.Background().Info("Address not served", "service", name, "frontend", f.String(), "reason", why)
+	}
+	// With the default burst of 5, at most 10 lines a second. A prefix has at most 127 bytes.
+	emit("log "+name, newChain("", fmt.Sprintf("limit rate 5/second burst 5 packets log prefix \"%.125s: \"", name)))
+	for f := range nodeview.Frontends(view) {
+		if f.Port != 0 || f.Sources.Restricted {
+			continue // not supported
+		}
+		ip := map[api.Family]string{api.IPv4: "ip", api.IPv6: "ip6"}[f.Family]
+		rules := "jump log-" + name + "\n"
+		rules += traffic("fib saddr type local", ip, f.Node, f.Masquerade != nodeview.MasqueradeIfConfigured)
+		rules += traffic("", ip, f.Elsewhere, f.Masquerade == nodeview.MasqueradeAll)
+		for _, protocol := range []string{"tcp", "udp"} {
+			emit(fmt.Sprintf("%s %s . %s", ip, f.Addr, protocol), newChain(ports, rules))
+		}
+	}
+	return nil
+}
+
+// traffic returns the rules for the part of the traffic to a frontend that match selects.
+func traffic(match, ip string, t nodeview.Traffic, masquerade bool) (rules string) {
+	mark := "meta mark set meta mark | 0x2000" // chain postrouting masquerades such packets
+	others := map[bool]string{true: mark}[masquerade]
+	for i, e := range t.Endpoints {
+		// Each rule matches one in n of the packets that reach it. The source of a packet from
+		// the endpoint itself is always replaced. The port stays.
+		rule := fmt.Sprintf("%s %s saddr %%s %s numgen random mod %d 0 %%s dnat %[2]s to %[3]s\n", match, ip, e.Addr, len(t.Endpoints)-i)
+		rules += fmt.Sprintf(rule, "==", mark) + fmt.Sprintf(rule, "!=", others)
+	}
+	return rules + match + map[bool]string{true: " drop\n", false: " reject\n"}[t.Verdict == nodeview.Drop]
+}
+
+// List creates the table if it does not exist.
+func (d dataplane) List(ctx context.Context, emit func(string, chain)) error {
+	out, err := nft(ctx, "list table inet "+d.table)
+	if err != nil {
+		_, err = nft(ctx, fmt.Sprintf(skeleton, d.table))
+	}
+	for _, m := range element.FindAllStringSubmatch(out, -1) {
+		emit(m[4]+" "+m[1], chain{ports: m[2], digest: m[3]})
+	}
+	for _, m := range logging.FindAllStringSubmatch(out, -1) {
+		emit("log "+m[1], chain{digest: m[2]})
+	}
+	return err
+}
+
+var (
+	element = regexp.MustCompile(`(\S+ \. \w+) \. ([\d-]+) comment "(\w+)" : goto (ip6?)-`)
+	logging = regexp.MustCompile(`chain log-(\S+) \{\n.* comment "(\w+)"\n`)
+)
+
+// Apply writes one script, which the kernel applies completely or not at all.
+func (d dataplane) Apply(ctx context.Context, ops []reconcile.Op[string, chain]) error {
+	var s strings.Builder
+	for _, op := range ops {
+		kind, match, _ := strings.Cut(op.Key, " ")
+		name := strings.NewReplacer(" . ", "-", " ", "-", ":", "_").Replace(op.Key)
+		if kind != "log" && op.Old != nil {
+			fmt.Fprintf(&s, "delete element inet %s frontends_%s { %s . %s }\n", d.table, kind, match, op.Old.ports)
+		}
+		fmt.Fprintf(&s, "add chain inet %[1]s %[2]s\nflush chain inet %[1]s %[2]s\n", d.table, name)
+		switch {
+		case op.New == nil:
+			fmt.Fprintf(&s, "delete chain inet %s %s\n", d.table, name)
+		case kind == "log":
+			fmt.Fprintf(&s, "add rule inet %s %s %s comment %q\n", d.table, name, op.New.rules, op.New.digest)
+		default:
+			fmt.Fprintf(&s, "table inet %s {\nchain %s {\n%s}\n}\n", d.table, name, op.New.rules)
+			fmt.Fprintf(&s, "add element inet %s frontends_%s { %s . %s comment %q : goto %s }\n", d.table, kind, match, op.New.ports, op.New.digest, name)
+		}
+	}
+	_, err := nft(ctx, s.String())
+	return err
+}
+
+// Cleanup deletes the table.
+func (d dataplane) Cleanup(ctx context.Context) error {
+	_, err := nft(ctx, fmt.Sprintf("add table inet %[1]s\ndelete table inet %[1]s\n", d.table))
+	return err
+}
+
+// nft runs a script. It does not write the script to a pipe: if this process were killed, nft
+// would run a part of the script. A script that is too long is refused, and so divided.
+func nft(ctx context.Context, script string) (string, error) {
+	out, err := exec.CommandContext(ctx, "nft", strings.SplitAfter(script, "\n")...).CombinedOutput()
+	if err != nil && ctx.Err() == nil { // the kernel has changed nothing
+		err = reconcile.Refused(fmt.Errorf("run nft: %w: %.500s", err, out))
+	}
+	return string(out), err
+}
+
+func equal(is, want chain) bool { return is.digest == want.digest }
+
+// depth makes reconcile write the chains that log before those that jump to them.
+func depth(key string) int { return map[bool]int{true: 1}[strings.HasPrefix(key, "log ")] }
+
+func main() {
+	l := selection{logged: map[types.NamespacedName]string{}}
+	app.Execute(app.Command(app.Options{
+		Name: "port-range",
+		Sink: reconcile.New(dataplane{"port-range"}, reconcile.Options[string, chain]{Equal: equal, Depth: depth}),
+		Services: watcher.Options{
+			ServiceProxyName: "port-range",
+			KeepAnnotations:  []string{annotation}, // otherwise, views have no annotations
+			Skip:             l.skip,
+			AllPorts:         func(*corev1.Service) bool { return true },
+		},
+	}))
+}

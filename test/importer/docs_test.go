@@ -142,6 +142,35 @@ func TestProgramInReadmePrintsItsLine(t *testing.T) {
 	}
 }
 
+// The go mod commands of the pages make a module of a program that imports kpng and modules of
+// Kubernetes.
+func TestModulesInDocsBuild(t *testing.T) {
+	files := map[string]string{}
+	for _, name := range []string{"main.go", "table.nft"} {
+		text, err := os.ReadFile(filepath.Join(checkout(t), "examples/port-range", name))
+		if err != nil {
+			t.Fatal(err)
+		}
+		files[name] = string(text)
+	}
+	for _, p := range pages(t) {
+		commands := regexp.MustCompile(`(?m)^go (mod [^#\n]*)`).FindAllStringSubmatch(p.text, -1)
+		if wanted := p.name == "README.md" || p.name == "docs/specialised.md"; wanted != (len(commands) == 3) {
+			t.Errorf("%s has the commands %q, want go mod init, edit and tidy only in README.md and specialised.md", p.name, commands)
+		} else if !wanted {
+			continue
+		}
+		m := &module{dir: t.TempDir(), env: []string{"GOWORK=off"}}
+		for name, text := range files {
+			m.write(t, name, text)
+		}
+		for _, command := range commands {
+			m.goCommand(t, strings.Fields(strings.ReplaceAll(command[1], "../kpng", checkout(t)))...)
+		}
+		m.build(t)
+	}
+}
+
 // trimLines returns text without white space at the beginning and the end of each line.
 func trimLines(text string) string {
 	var trimmed strings.Builder

@@ -104,7 +104,8 @@ func (dataplane) Plan(view *api.View, emit func(string, chain)) error {
 	for f, why := range nodeview.Unserved(view) {
 		klog.Background().Info("Address not served", "service", name, "frontend", f.String(), "reason", why)
 	}
-	// With the default burst of 5, at most 10 lines a second. A prefix has at most 127 bytes.
+	// At most 10 lines in a second (rate and burst), and 5 a second for long. The kernel allows a
+	// prefix of 127 bytes.
 	emit("log "+name, newChain("", fmt.Sprintf("limit rate 5/second burst 5 packets log prefix \"%.125s: \"", name)))
 	for f := range nodeview.Frontends(view) {
 		if f.Port != 0 || f.Sources.Restricted {
@@ -160,7 +161,7 @@ func (d dataplane) Apply(ctx context.Context, ops []reconcile.Op[string, chain])
 	for _, op := range ops {
 		kind, match, _ := strings.Cut(op.Key, " ")
 		name := strings.NewReplacer(" . ", "-", " ", "-", ":", "_").Replace(op.Key)
-		if kind != "log" && op.Old != nil {
+		if kind != "log" && op.Old != nil { // first, because ranges of an address must not overlap
 			fmt.Fprintf(&s, "delete element inet %s frontends_%s { %s . %s }\n", d.table, kind, match, op.Old.ports)
 		}
 		fmt.Fprintf(&s, "add chain inet %[1]s %[2]s\nflush chain inet %[1]s %[2]s\n", d.table, name)

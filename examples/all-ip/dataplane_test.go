@@ -123,6 +123,35 @@ func TestOnlyDifferencesAreWritten(t *testing.T) {
 	}
 }
 
+// The kernel refuses ranges that overlap, also those of a filter and its predecessor.
+func TestRangesMayChange(t *testing.T) {
+	n := newNode(t)
+	n.pass(t)
+	for _, test := range []struct{ allow, sources string }{
+		{"30000-30010/tcp", "10.0.0.0/8"},
+		{"30000-30020/tcp", "10.0.0.0/9"},
+		{"30003-30005/tcp", "10.1.0.0/16"},
+		{"30004/tcp", "10.1.2.3/32"},
+		{"30004-30020/tcp, 1-7/udp", "10.0.0.0/8"},
+		{"1-65535/tcp, 7-9/udp", "0.0.0.0/0"},
+	} {
+		v := service("a", "10.0.0.1", endpoint("11.0.2.2", true))
+		v.Service.Annotations = map[string]string{allow: test.allow}
+		v.Service.SourceRanges = []api.SourceRanges{{TargetIPs: v.Service.IPs.ExternalIPs, Prefixes: []netip.Prefix{netip.MustParsePrefix(test.sources)}}}
+		if failed := n.pass(t, v); failed != nil {
+			t.Fatalf("%v: %v", test, failed)
+		}
+		n.restart(t)
+		n.calls()
+		if failed := n.pass(t, v); failed != nil {
+			t.Fatalf("%v after a restart: %v", test, failed)
+		}
+		if calls := n.calls(); len(calls) != 2 {
+			t.Errorf("%v: a restart runs nft %d times, want two lists", test, len(calls))
+		}
+	}
+}
+
 // The kernel refuses a second element of a set that has room for one.
 func TestARefusedElementFailsOneService(t *testing.T) {
 	n := newNode(t)

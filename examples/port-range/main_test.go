@@ -102,13 +102,13 @@ func TestRangesMayChange(t *testing.T) {
 		t.Errorf("ports %v are open, want %v", got, want)
 	}
 	rules := n.Run(t, netnstest.Program("nft"), "list", "table", "inet", "test")
-	if got := strings.Count(rules, "log prefix"); got != 1 || strings.Count(rules, "jump log-") != 2 {
-		t.Errorf("want one rule that logs, and a chain for TCP and one for UDP:\n%s", rules)
+	if got := strings.Count(rules, "log prefix"); got != 1 || strings.Count(rules, "jump log-") != 4 {
+		t.Errorf("want one rule that logs, and a chain for each protocol and address:\n%s", rules)
 	}
 }
 
 func service(name, ports string) *api.View {
-	v := sinktest.View(sinktest.Node("n1"), sinktest.Service(name, "192.0.2.1 1"), "10.1.0.11@n1")
+	v := sinktest.View(sinktest.Node("n1"), sinktest.Service(name, "192.0.2.1 2001:db8::1 1"), "10.1.0.11@n1 fd01::11@n1")
 	v.Service.AllPorts = true
 	v.Service.Annotations = map[string]string{annotation: ports}
 	return v

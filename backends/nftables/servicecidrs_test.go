@@ -143,7 +143,7 @@ func TestServiceCIDRsSurviveARestart(t *testing.T) {
 	b = startIn(t, ns, Options{})
 	mustSync(t, b, batchOf(true))
 	if slices.Contains(chainNames(t, b), serviceCIDRsChain) {
-		t.Error("a backend without service CIDRs keeps the chain of the former one")
+		t.Error("a backend without service CIDRs keeps the chain of an earlier one")
 	}
 }
 

@@ -103,18 +103,10 @@ func serve(t *testing.T, n *netnstest.Namespace, protocol int, addr string, port
 		}); err != nil {
 			t.Fatal(err)
 		}
-		t.Cleanup(func() { l.Close() })
-		go func() {
-			for {
-				c, err := l.Accept()
-				if err != nil {
-					return
-				}
-				host, _, _ := net.SplitHostPort(c.RemoteAddr().String())
-				io.WriteString(c, host)
-				c.Close()
-			}
-		}()
+		netnstest.Accept(t, l, func(c net.Conn) {
+			host, _, _ := net.SplitHostPort(c.RemoteAddr().String())
+			io.WriteString(c, host)
+		})
 	}
 }
 

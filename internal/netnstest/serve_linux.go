@@ -23,6 +23,12 @@ func Listen(t testing.TB, in Place, address string, handle func(net.Conn)) {
 	if err := in(func() (err error) { l, err = net.Listen("tcp", address); return err }); err != nil {
 		t.Fatal(err)
 	}
+	Accept(t, l, handle)
+}
+
+// Accept calls handle for each connection, and then closes the connection, until the test
+// ends.
+func Accept(t testing.TB, l net.Listener, handle func(net.Conn)) {
 	t.Cleanup(func() { l.Close() })
 	go func() {
 		for {

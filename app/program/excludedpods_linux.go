@@ -10,10 +10,10 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng"
+	"github.com/kpng-project/kpng/internal/listwatch"
 	"github.com/kpng-project/kpng/sink"
 	"github.com/spf13/pflag"
 	corev1 "k8s.io/api/core/v1"
-	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/fields"
 	"k8s.io/apimachinery/pkg/labels"
@@ -78,31 +78,21 @@ func newExcludedPods(fs *pflag.FlagSet, selector string) (*excludedPods, error) 
 func (e *excludedPods) informer(client metadata.Interface, resource string, selected metav1.ListOptions) (cache.Store, cache.Controller) {
 	all := client.Resource(corev1.SchemeGroupVersion.WithResource(resource))
 	return cache.NewInformerWithOptions(cache.InformerOptions{
-		ListerWatcher: listed{&cache.ListWatch{
-			ListWithContextFunc: func(ctx context.Context, o metav1.ListOptions) (runtime.Object, error) {
+		ListerWatcher: listwatch.New(
+			func(ctx context.Context, o metav1.ListOptions) (runtime.Object, error) {
 				o.LabelSelector, o.FieldSelector = selected.LabelSelector, selected.FieldSelector
 				return all.List(ctx, o)
 			},
-			WatchFuncWithContext: func(ctx context.Context, o metav1.ListOptions) (watch.Interface, error) {
-				if o.SendInitialEvents != nil {
-					return nil, apierrors.NewBadRequest("streaming lists are not used")
-				}
+			func(ctx context.Context, o metav1.ListOptions) (watch.Interface, error) {
 				o.LabelSelector, o.FieldSelector = selected.LabelSelector, selected.FieldSelector
 				return all.Watch(ctx, o)
 			},
-		}},
+		),
 		ObjectType: &metav1.PartialObjectMetadata{},
 		Handler:    cache.ResourceEventHandlerFuncs{},
 		Transform:  e.reduce,
 	})
 }
-
-// listed is a ListWatch without streaming lists. Servers before v1.27 ignore the option for
-// them, and the reflector would wait forever for the end of the list.
-type listed struct{ *cache.ListWatch }
-
-// IsWatchListSemanticsUnSupported makes reflectors of client-go v0.35 and later use lists.
-func (listed) IsWatchListSemanticsUnSupported() bool { return true }
 
 // excludable is what remains of an object: its name, namespace and UID.
 type excludable struct {

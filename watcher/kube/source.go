@@ -9,6 +9,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/kpng-project/kpng/internal/listwatch"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	apimeta "k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -18,7 +19,6 @@ import (
 	"k8s.io/apimachinery/pkg/util/wait"
 	watchapi "k8s.io/apimachinery/pkg/watch"
 	"k8s.io/client-go/rest"
-	"k8s.io/client-go/tools/cache"
 	"k8s.io/klog/v2"
 )
 
@@ -82,18 +82,11 @@ func (src *source) request(options *metav1.ListOptions) *rest.Request {
 	return src.client.Get().Resource(src.resource.Resource).VersionedParams(options, metav1.ParameterCodec)
 }
 
-// plainListWatch is a ListWatch without streaming lists. A streaming list is a watch event
-// for each object, which costs the client and the server more CPU time than a list.
-type plainListWatch struct{ *cache.ListWatch }
-
-// IsWatchListSemanticsUnSupported makes reflectors of client-go v0.35 and later use lists.
-func (plainListWatch) IsWatchListSemanticsUnSupported() bool { return true }
-
 // listWatch returns a ListWatch for a reflector. The ListWatch reports the result of each
 // request to r, and uses store to decode lists.
-func (src *source) listWatch(r *reporter, store objectStore) plainListWatch {
-	return plainListWatch{&cache.ListWatch{
-		ListWithContextFunc: func(ctx context.Context, options metav1.ListOptions) (runtime.Object, error) {
+func (src *source) listWatch(r *reporter, store objectStore) listwatch.Plain {
+	return listwatch.New(
+		func(ctx context.Context, options metav1.ListOptions) (runtime.Object, error) {
 			src.restrict(&options)
 			latest := src.latest.Load()
 			if latest && options.Continue == "" {
@@ -109,12 +102,7 @@ func (src *source) listWatch(r *reporter, store objectStore) plainListWatch {
 			}
 			return list, r.request(ctx, "list", err)
 		},
-		WatchFuncWithContext: func(ctx context.Context, options metav1.ListOptions) (watchapi.Interface, error) {
-			if options.SendInitialEvents != nil {
-				// Reflectors of client-go v0.34 then use lists. A server older than v1.27 ignores
-				// the option, so the reflector would wait forever for the end of the list.
-				return nil, apierrors.NewBadRequest("streaming lists are not used")
-			}
+		func(ctx context.Context, options metav1.ListOptions) (watchapi.Interface, error) {
 			if src.stopCheck != nil {
 				src.stopCheck()
 			}
@@ -136,7 +124,7 @@ func (src *source) listWatch(r *reporter, store objectStore) plainListWatch {
 			src.resumed = true
 			return watch, err
 		},
-	}}
+	)
 }
 
 // check looks once whether the server's resource version is lower than since, from which

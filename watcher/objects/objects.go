@@ -29,6 +29,7 @@ import (
 	"encoding/json"
 	"sync"
 
+	"github.com/kpng-project/kpng/internal/listwatch"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"k8s.io/apimachinery/pkg/runtime"
@@ -94,10 +95,8 @@ func New[T any](client dynamic.Interface, resources map[string]schema.GroupVersi
 	}
 	for kind, resource := range resources {
 		all := client.Resource(resource)
-		informer := cache.NewSharedIndexInformer(&cache.ListWatch{
-			ListWithContextFunc:  func(ctx context.Context, o metav1.ListOptions) (runtime.Object, error) { return all.List(ctx, o) },
-			WatchFuncWithContext: all.Watch,
-		}, &unstructured.Unstructured{}, 0, indexers)
+		list := func(ctx context.Context, o metav1.ListOptions) (runtime.Object, error) { return all.List(ctx, o) }
+		informer := cache.NewSharedIndexInformer(listwatch.New(list, all.Watch), &unstructured.Unstructured{}, 0, indexers)
 		// SetTransform returns an error only if the informer has started.
 		_ = informer.SetTransform(func(o any) (any, error) { return s.decode(kind, o), nil })
 		s.informers[kind] = informer

@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/cluster"
+	"github.com/kpng-project/kpng/internal/kubetest"
 	"k8s.io/client-go/rest"
 )
 
@@ -32,7 +33,7 @@ func (c *closing) Close() error {
 // With HTTP/2 all watches share one connection, which is in use until the last watch is
 // canceled.
 func TestConnectionsAreClosedAfterWatches(t *testing.T) {
-	server := httptest.NewUnstartedServer(newAPIServer(t))
+	server := httptest.NewUnstartedServer(kubetest.New())
 	server.EnableHTTP2 = true
 	server.Config.ErrorLog = log.New(io.Discard, "", 0) // discard errors about interrupted handshakes
 	server.StartTLS()

@@ -19,6 +19,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/cluster"
+	"github.com/kpng-project/kpng/internal/kubetest"
 	"github.com/kpng-project/kpng/watcher"
 	"google.golang.org/protobuf/encoding/protowire"
 	corev1 "k8s.io/api/core/v1"
@@ -160,7 +161,7 @@ func TestReadList(t *testing.T) {
 	for i := range 3 {
 		list.Items = append(list.Items, *benchSlice(i, 3, 0))
 	}
-	all := encoded(kindOf(endpointSlices, "List"), marshalled(list))
+	all := kubetest.Encoded(kubetest.KindOf(endpointSlices, "List"), kubetest.Marshalled(list))
 	var meta metav1.ListMeta
 	var names []string
 	decode := newDecoders(watcher.Options{}).slice()
@@ -191,11 +192,11 @@ func TestReadList(t *testing.T) {
 		}
 	}
 	length := []byte{2<<3 | byte(delimited), 0xff, 0xff, 0xff, 0xff, 0x7f}
-	huge := slices.Concat(encoded(kindOf(endpointSlices, "List"), nil), length, length)
+	huge := slices.Concat(kubetest.Encoded(kubetest.KindOf(endpointSlices, "List"), nil), length, length)
 	if err := read(huge); err == nil || !strings.Contains(err.Error(), "the limit is") {
 		t.Errorf("error %v for an object of 32 GiB", err)
 	}
-	overflow := slices.Concat(encoded(kindOf(endpointSlices, "List"), nil), protowire.AppendVarint([]byte{2<<3 | byte(delimited)}, math.MaxUint64-20))
+	overflow := slices.Concat(kubetest.Encoded(kubetest.KindOf(endpointSlices, "List"), nil), protowire.AppendVarint([]byte{2<<3 | byte(delimited)}, math.MaxUint64-20))
 	if err := read(overflow); err == nil {
 		t.Error("no error for a list of 2^64 bytes")
 	}
@@ -206,11 +207,11 @@ func TestListOfUnexpectedKindIsRefused(t *testing.T) {
 	kind := schema.GroupVersionKind{Version: "v1", Kind: "Status"}
 	var meta metav1.ListMeta
 	add := func([]byte) { t.Error("an object was found") }
-	err := readList(bufio.NewReader(bytes.NewReader(encoded(kind, marshalled(status)))), "EndpointSlice", &meta, add)
+	err := readList(bufio.NewReader(bytes.NewReader(kubetest.Encoded(kind, kubetest.Marshalled(status)))), "EndpointSlice", &meta, add)
 	if !apierrors.IsTooManyRequests(err) {
 		t.Errorf("error %v for a Status", err)
 	}
-	err = readList(bufio.NewReader(bytes.NewReader(encoded(kindOf(services, "List"), []byte{}))), "EndpointSlice", &meta, add)
+	err = readList(bufio.NewReader(bytes.NewReader(kubetest.Encoded(kubetest.KindOf(services, "List"), []byte{}))), "EndpointSlice", &meta, add)
 	if err == nil || !strings.Contains(err.Error(), "ServiceList") {
 		t.Errorf("error %v for a list of services", err)
 	}
@@ -221,13 +222,13 @@ func TestObjectsThatCannotBeDecodedAreIgnored(t *testing.T) {
 	message := func(name, version string) []byte {
 		s := benchService(1)
 		s.Name, s.ResourceVersion = name, version
-		return marshalled(s)
+		return kubetest.Marshalled(s)
 	}
 	broken := func(name, version string) []byte {
 		m := message(name, version)
 		return append(m[:len(m)-1], 0x80) // the last field is incomplete
 	}
-	list := protowire.AppendBytes(protowire.AppendTag(nil, 1, protowire.BytesType), marshalled(&metav1.ListMeta{ResourceVersion: "10"}))
+	list := protowire.AppendBytes(protowire.AppendTag(nil, 1, protowire.BytesType), kubetest.Marshalled(&metav1.ListMeta{ResourceVersion: "10"}))
 	for _, item := range [][]byte{message("a", "1"), broken("b", "2"), message("c", "3")} {
 		list = protowire.AppendBytes(protowire.AppendTag(list, 2, protowire.BytesType), item)
 	}
@@ -238,15 +239,15 @@ func TestObjectsThatCannotBeDecodedAreIgnored(t *testing.T) {
 	}{
 		{"ADDED", []byte{0x80}}, {"MODIFIED", broken("a", "11")}, {"DELETED", broken("c", "12")}, {"ADDED", message("d", "13")},
 	} {
-		raw := encoded(kindOf(services, ""), event.object)
-		events = append(events, framed(marshalled(&metav1.WatchEvent{Type: event.kind, Object: runtime.RawExtension{Raw: raw}}))...)
+		raw := kubetest.Encoded(kubetest.KindOf(services, ""), event.object)
+		events = append(events, kubetest.Framed(kubetest.Marshalled(&metav1.WatchEvent{Type: event.kind, Object: runtime.RawExtension{Raw: raw}}))...)
 	}
 	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		resource := path.Base(r.URL.Path)
 		w.Header().Set("Content-Type", runtime.ContentTypeProtobuf)
 		switch {
 		case !r.URL.Query().Has("watch"):
-			w.Write(encoded(kindOf(resource, "List"), append([]byte{}, map[string][]byte{services: list}[resource]...)))
+			w.Write(kubetest.Encoded(kubetest.KindOf(resource, "List"), append([]byte{}, map[string][]byte{services: list}[resource]...)))
 		default:
 			w.Header().Set("Content-Type", runtime.ContentTypeProtobuf+";stream=watch")
 			if resource == services && r.URL.Query().Get("resourceVersion") == "10" {
@@ -286,7 +287,7 @@ func TestListIsRepeatedAfterABrokenConnection(t *testing.T) {
 			panic(http.ErrAbortHandler)
 		}
 		w.Header().Set("Content-Type", runtime.ContentTypeProtobuf)
-		w.Write(encoded(kindOf(nodes, "List"), []byte{}))
+		w.Write(kubetest.Encoded(kubetest.KindOf(nodes, "List"), []byte{}))
 	}))
 	defer server.Close()
 	converter, err := watcher.New(watcher.Options{})

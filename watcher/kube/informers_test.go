@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/cluster"
+	"github.com/kpng-project/kpng/internal/kubetest"
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/client-go/informers"
 	"k8s.io/client-go/kubernetes"
@@ -21,7 +22,7 @@ import (
 func withInformers(t *testing.T, opts Options, test func(*world)) {
 	t.Helper()
 	inWorld(t, opts, func(w *world) {
-		client, err := kubernetes.NewForConfig(w.config())
+		client, err := kubernetes.NewForConfig(w.Config())
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -42,7 +43,7 @@ func withInformers(t *testing.T, opts Options, test func(*world)) {
 }
 
 func TestObjectsOfInformersAreFiltered(t *testing.T) {
-	everything := []object{
+	everything := []kubetest.Object{
 		service("web"), slice("web", "web-1", "10.0.0.1"),
 		headless(service("db")), slice("db", "db-1", "10.0.0.2", corev1.IsHeadlessService, ""),
 		service("special", proxyName, "x"), slice("special", "special-1", "10.0.0.3", proxyName, "x"),
@@ -71,7 +72,7 @@ func TestObjectsOfInformersAreFiltered(t *testing.T) {
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			withInformers(t, tc.opts, func(w *world) {
-				w.set(everything...)
+				w.Set(everything...)
 				w.start()
 				w.expect(tc.want...)
 			})
@@ -82,39 +83,39 @@ func TestObjectsOfInformersAreFiltered(t *testing.T) {
 func TestInformersDeliverChanges(t *testing.T) {
 	withInformers(t, named("x"), func(w *world) {
 		w.start()
-		w.set(slice("byhand", "plain", "10.0.0.1"))
+		w.Set(slice("byhand", "plain", "10.0.0.1"))
 		w.expect()
-		w.set(selectorless("byhand", proxyName, "x"))
+		w.Set(selectorless("byhand", proxyName, "x"))
 		w.expect("service default/byhand", "slice default/plain 10.0.0.1")
-		w.set(slice("byhand", "plain", "10.0.0.2", proxyName, "x"))
+		w.Set(slice("byhand", "plain", "10.0.0.2", proxyName, "x"))
 		w.expect("service default/byhand", "slice default/plain 10.0.0.2")
-		w.set(slice("byhand", "plain", "10.0.0.3"))
+		w.Set(slice("byhand", "plain", "10.0.0.3"))
 		w.expect("service default/byhand", "slice default/plain 10.0.0.3")
-		w.set(selectorless("byhand"))
+		w.Set(selectorless("byhand"))
 		w.expect()
-		w.set(selectorless("byhand", proxyName, "x"))
+		w.Set(selectorless("byhand", proxyName, "x"))
 		w.expect("service default/byhand", "slice default/plain 10.0.0.3")
-		w.set(service("byhand", proxyName, "x"))
+		w.Set(service("byhand", proxyName, "x"))
 		w.expect("service default/byhand")
-		w.delete(service("byhand"))
+		w.Delete(service("byhand"))
 		w.expect()
 	})
 }
 
 func TestInformersDeliverRecreatedObject(t *testing.T) {
 	withInformers(t, Options{}, func(w *world) {
-		w.set(service("web"), node("a"))
+		w.Set(service("web"), node("a"))
 		w.start()
 		w.expect("service default/web", "node a")
-		w.delete(service("web"), node("a"))
-		w.set(service("web"))
+		w.Delete(service("web"), node("a"))
+		w.Set(service("web"))
 		w.expect("service default/web")
 	})
 }
 
 func TestUnstartedInformersAreLogged(t *testing.T) {
 	withInformers(t, Options{}, func(w *world) {
-		client, err := kubernetes.NewForConfig(w.config())
+		client, err := kubernetes.NewForConfig(w.Config())
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -130,13 +131,13 @@ func TestUnstartedInformersAreLogged(t *testing.T) {
 
 func TestInformersKeepRunningAfterWatch(t *testing.T) {
 	withInformers(t, Options{}, func(w *world) {
-		w.set(service("web"))
+		w.Set(service("web"))
 		w.start()
 		w.expect("service default/web")
 		if err := w.stop(); err != nil {
 			t.Error(err)
 		}
-		w.set(service("api"))
+		w.Set(service("api"))
 		synctest.Wait()
 		w.expect("service default/web")
 		if w.opts.Informers.Services.IsStopped() {
@@ -180,7 +181,7 @@ func TestInformerOfWrongKindEndsWatch(t *testing.T) {
 	withInformers(t, Options{}, func(w *world) {
 		in := w.opts.Informers
 		in.Services, in.Nodes = opaque{in.Nodes}, opaque{in.Services}
-		w.set(service("web"))
+		w.Set(service("web"))
 		w.start()
 		if err := w.stop(); err == nil || !strings.Contains(err.Error(), "informer for nodes: unexpected object of type *v1.Service") {
 			t.Errorf("Watch = %v", err)
@@ -195,13 +196,13 @@ func (opaque) GetStore() cache.Store { return cache.NewStore(cache.MetaNamespace
 
 func TestInformersFindSlicesOfNewlyLabelledService(t *testing.T) {
 	withInformers(t, named("x"), func(w *world) {
-		w.set(service("web"), managed("web", "web-1", "10.0.0.1"))
+		w.Set(service("web"), managed("web", "web-1", "10.0.0.1"))
 		w.start()
 		w.expect()
-		w.set(service("web", proxyName, "x"))
+		w.Set(service("web", proxyName, "x"))
 		w.expect("service default/web", "slice default/web-1 10.0.0.1")
-		w.set(managed("web", "web-1", "10.0.0.1", proxyName, "x"))
-		w.set(service("web"))
+		w.Set(managed("web", "web-1", "10.0.0.1", proxyName, "x"))
+		w.Set(service("web"))
 		w.expect("slice default/web-1 10.0.0.1")
 	})
 }

@@ -18,6 +18,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/cluster"
+	"github.com/kpng-project/kpng/internal/kubetest"
 	"github.com/kpng-project/kpng/internal/revstore"
 	"github.com/kpng-project/kpng/watcher"
 	corev1 "k8s.io/api/core/v1"
@@ -33,7 +34,7 @@ import (
 
 // world consists of an API server and a Watch that follows it.
 type world struct {
-	*apiServer
+	*kubetest.Server
 	t     *testing.T
 	opts  Options
 	state *cluster.State
@@ -46,7 +47,7 @@ func inWorld(t *testing.T, opts Options, test func(*world)) {
 	t.Helper()
 	synctest.Test(t, func(t *testing.T) {
 		_, ctx := ktesting.NewTestContext(t)
-		w := &world{apiServer: newAPIServer(t), t: t, opts: opts, state: cluster.New(cluster.Options{Resumable: true}), ctx: ctx}
+		w := &world{Server: kubetest.Start(t), t: t, opts: opts, state: cluster.New(cluster.Options{Resumable: true}), ctx: ctx}
 		test(w)
 		if w.stop != nil {
 			w.stop()
@@ -63,7 +64,7 @@ func (w *world) start() {
 	w.t.Helper()
 	opts := w.opts
 	if opts.Informers == nil {
-		opts.Config = w.config()
+		opts.Config = w.Config()
 	}
 	ctx, cancel := context.WithCancel(w.ctx)
 	ended := make(chan error, 1)
@@ -147,7 +148,7 @@ func service(name string, labels ...string) *corev1.Service {
 	h.Write([]byte(name))
 	sum := h.Sum(nil)
 	return &corev1.Service{
-		ObjectMeta: meta("default", name, labels...),
+		ObjectMeta: kubetest.Meta("default", name, labels...),
 		Spec: corev1.ServiceSpec{
 			ClusterIP: netip.AddrFrom4([4]byte{10, sum[1], sum[2], sum[3]}).String(),
 			Selector:  map[string]string{"app": name},
@@ -169,19 +170,19 @@ func headless(s *corev1.Service) *corev1.Service {
 
 func slice(service, name, addr string, labels ...string) *discoveryv1.EndpointSlice {
 	return &discoveryv1.EndpointSlice{
-		ObjectMeta:  meta("default", name, append(labels, discoveryv1.LabelServiceName, service)...),
+		ObjectMeta:  kubetest.Meta("default", name, append(labels, discoveryv1.LabelServiceName, service)...),
 		AddressType: discoveryv1.AddressTypeIPv4,
 		Endpoints:   []discoveryv1.Endpoint{{Addresses: []string{addr}}},
 	}
 }
 
-func node(name string) *corev1.Node { return &corev1.Node{ObjectMeta: meta("", name)} }
+func node(name string) *corev1.Node { return &corev1.Node{ObjectMeta: kubetest.Meta("", name)} }
 
 const proxyName = watcher.LabelServiceProxyName
 
 func TestGeneralProxySeesUnlabelledServices(t *testing.T) {
 	inWorld(t, Options{}, func(w *world) {
-		w.set(
+		w.Set(
 			service("web"), slice("web", "web-1", "10.0.0.1"),
 			service("special", proxyName, "x"), slice("special", "special-1", "10.0.0.2", proxyName, "x"),
 			headless(service("db")), slice("db", "db-1", "10.0.0.3", corev1.IsHeadlessService, ""),
@@ -196,16 +197,16 @@ func TestGeneralProxySeesUnlabelledServices(t *testing.T) {
 // of its service matters.
 func TestUnlabelledServiceKeepsItsEndpoints(t *testing.T) {
 	inWorld(t, Options{}, func(w *world) {
-		w.set(service("web", proxyName, "x"), slice("web", "web-1", "10.0.0.1", proxyName, "x"))
+		w.Set(service("web", proxyName, "x"), slice("web", "web-1", "10.0.0.1", proxyName, "x"))
 		w.start()
-		w.set(service("web"))
+		w.Set(service("web"))
 		w.expect("service default/web", "slice default/web-1 10.0.0.1")
 	})
 }
 
 func TestNamedProxySeesItsLabelAndHeadlessServices(t *testing.T) {
 	inWorld(t, named("x"), func(w *world) {
-		w.set(
+		w.Set(
 			service("web"), slice("web", "web-1", "10.0.0.1"),
 			service("other", proxyName, "y"), slice("other", "other-1", "10.0.0.4", proxyName, "y"),
 			service("special", proxyName, "x"), slice("special", "special-1", "10.0.0.2", proxyName, "x"),
@@ -242,7 +243,7 @@ func TestServerFiltersObjects(t *testing.T) {
 			inWorld(t, tc.opts, func(w *world) {
 				w.start()
 				got := map[string]string{}
-				for _, r := range w.seen(func(request) bool { return true }) {
+				for _, r := range w.Seen(func(kubetest.Request) bool { return true }) {
 					parts := strings.Split(r.Labels, ",")
 					slices.Sort(parts)
 					got[r.Resource] = strings.Join(parts, ",") + " | " + r.Fields
@@ -268,27 +269,27 @@ func TestChangesArrive(t *testing.T) {
 	inWorld(t, Options{}, func(w *world) {
 		w.start()
 		w.expect()
-		w.set(service("web"), slice("web", "web-1", "10.0.0.1"), node("a"))
+		w.Set(service("web"), slice("web", "web-1", "10.0.0.1"), node("a"))
 		w.expect("service default/web", "slice default/web-1 10.0.0.1", "node a")
-		w.set(slice("web", "web-1", "10.0.0.2"))
+		w.Set(slice("web", "web-1", "10.0.0.2"))
 		w.expect("service default/web", "slice default/web-1 10.0.0.2", "node a")
-		w.bookmark()
-		w.delete(slice("web", "web-1", ""), node("a"))
+		w.Bookmark()
+		w.Delete(slice("web", "web-1", ""), node("a"))
 		w.expect("service default/web")
-		w.delete(service("web"))
+		w.Delete(service("web"))
 		w.expect()
 	})
 }
 
 func TestLabelFlipsAreAddsAndDeletes(t *testing.T) {
 	inWorld(t, Options{}, func(w *world) {
-		w.set(service("web"), slice("web", "web-1", "10.0.0.1"))
+		w.Set(service("web"), slice("web", "web-1", "10.0.0.1"))
 		w.start()
-		w.set(service("web", proxyName, "x"))
+		w.Set(service("web", proxyName, "x"))
 		w.expect("slice default/web-1 10.0.0.1")
-		w.set(service("web"), slice("web", "web-1", "10.0.0.1"))
+		w.Set(service("web"), slice("web", "web-1", "10.0.0.1"))
 		w.expect("service default/web", "slice default/web-1 10.0.0.1")
-		w.set(headless(service("web")))
+		w.Set(headless(service("web")))
 		w.expect("slice default/web-1 10.0.0.1")
 	})
 }
@@ -296,12 +297,12 @@ func TestLabelFlipsAreAddsAndDeletes(t *testing.T) {
 func TestRecreatedObjectReplacesItsPredecessor(t *testing.T) {
 	inWorld(t, Options{}, func(w *world) {
 		first := service("web")
-		w.set(first)
+		w.Set(first)
 		w.start()
 		second := service("web")
 		second.UID = "second"
-		w.delete(first)
-		w.set(second)
+		w.Delete(first)
+		w.Set(second)
 		w.expect("service default/web")
 		got, _ := w.state.Objects().Services.Get(types.NamespacedName{Namespace: "default", Name: "web"})
 		if got.UID != "second" {
@@ -309,11 +310,11 @@ func TestRecreatedObjectReplacesItsPredecessor(t *testing.T) {
 		}
 		third := service("web")
 		third.UID = "third"
-		w.listener.unplug(true)
-		w.delete(second)
-		w.set(third)
-		w.compact()
-		w.listener.unplug(false)
+		w.Unplug(true)
+		w.Delete(second)
+		w.Set(third)
+		w.Compact()
+		w.Unplug(false)
 		w.advance(2 * time.Minute)
 		got, _ = w.state.Objects().Services.Get(types.NamespacedName{Namespace: "default", Name: "web"})
 		if got == nil || got.UID != "third" {
@@ -324,18 +325,18 @@ func TestRecreatedObjectReplacesItsPredecessor(t *testing.T) {
 
 func TestDroppedWatchResumes(t *testing.T) {
 	inWorld(t, Options{}, func(w *world) {
-		w.set(service("web"))
+		w.Set(service("web"))
 		w.start()
-		w.set(service("api"))
+		w.Set(service("api"))
 		w.expect("service default/web", "service default/api")
 		w.advance(2 * time.Second)
-		w.seen(func(request) bool { return true })
-		w.drop(nil)
-		w.set(service("db"))
+		w.Seen(func(kubetest.Request) bool { return true })
+		w.Drop(nil)
+		w.Set(service("db"))
 		w.advance(2 * time.Minute)
 		w.expect("service default/web", "service default/api", "service default/db")
 		checks := 0
-		for _, r := range w.seen(func(r request) bool { return r.Resource == services && r.Verb == "list" }) {
+		for _, r := range w.Seen(func(r kubetest.Request) bool { return r.Resource == services && r.Verb == "list" }) {
 			if !isCheck(r) {
 				t.Errorf("a dropped watch led to a listing: %+v", r)
 			}
@@ -355,16 +356,16 @@ func TestWatchErrorLosesNothing(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			inWorld(t, named("x"), func(w *world) {
-				w.set(service("web", proxyName, "x"), slice("web", "web-1", "10.0.0.1", proxyName, "x"),
+				w.Set(service("web", proxyName, "x"), slice("web", "web-1", "10.0.0.1", proxyName, "x"),
 					selectorless("byhand", proxyName, "x"), slice("byhand", "plain", "10.0.0.2"))
 				w.start()
 				w.advance(2 * time.Second)
-				w.drop(last)
-				w.delete(slice("web", "web-1", ""), slice("byhand", "plain", ""), service("web"))
+				w.Drop(last)
+				w.Delete(slice("web", "web-1", ""), slice("byhand", "plain", ""), service("web"))
 				if apierrors.IsResourceExpired(last) {
-					w.compact()
+					w.Compact()
 				}
-				w.set(slice("byhand", "another", "10.0.0.3"))
+				w.Set(slice("byhand", "another", "10.0.0.3"))
 				w.advance(2 * time.Minute)
 				w.expect("service default/byhand", "slice default/another 10.0.0.3")
 			})
@@ -376,10 +377,10 @@ func TestOutageEndsWithOnlyDifferences(t *testing.T) {
 	for _, compacted := range []bool{false, true} {
 		t.Run(fmt.Sprintf("compacted=%t", compacted), func(t *testing.T) {
 			inWorld(t, Options{}, func(w *world) {
-				w.set(service("stays"), service("goes"), slice("stays", "stays-1", "10.0.0.1"))
+				w.Set(service("stays"), service("goes"), slice("stays", "stays-1", "10.0.0.1"))
 				w.start()
 				before := w.state.Objects()
-				w.listener.unplug(true)
+				w.Unplug(true)
 				w.advance(10 * time.Minute)
 				away := w.state.Objects()
 				revision := func(o *cluster.Objects) uint64 {
@@ -388,12 +389,12 @@ func TestOutageEndsWithOnlyDifferences(t *testing.T) {
 				if revision(away) != revision(before) || !away.Stale {
 					t.Errorf("revision of services went from %d to %d while the server was away; stale %t", revision(before), revision(away), away.Stale)
 				}
-				w.delete(service("goes"))
-				w.set(service("comes"))
+				w.Delete(service("goes"))
+				w.Set(service("comes"))
 				if compacted {
-					w.compact()
+					w.Compact()
 				}
-				w.listener.unplug(false)
+				w.Unplug(false)
 				w.advance(2 * time.Minute)
 				w.expect("service default/stays", "service default/comes", "slice default/stays-1 10.0.0.1")
 				got := map[string]bool{}
@@ -415,12 +416,12 @@ func TestUnusableObjectsAreOmitted(t *testing.T) {
 	inWorld(t, Options{}, func(w *world) {
 		orphan := slice("web", "orphan", "10.0.0.1")
 		delete(orphan.Labels, discoveryv1.LabelServiceName)
-		w.set(service("web"), orphan, slice("web", "bad", "10.0.0.300"), slice("web", "good", "10.0.0.3"))
+		w.Set(service("web"), orphan, slice("web", "bad", "10.0.0.300"), slice("web", "good", "10.0.0.3"))
 		w.start()
 		w.expect("service default/web", "slice default/bad", "slice default/good 10.0.0.3")
 		unlabelled := slice("web", "good", "10.0.0.3")
 		delete(unlabelled.Labels, discoveryv1.LabelServiceName)
-		w.set(unlabelled)
+		w.Set(unlabelled)
 		w.expect("service default/web", "slice default/bad")
 	})
 }
@@ -445,25 +446,25 @@ func TestInvalidFieldsAreInState(t *testing.T) {
 				}
 				web, _ := annotated("kpng.io/algorithm")
 				_, web1 := annotated("kpng.io/weight")
-				w.set(web, web1)
+				w.Set(web, web1)
 				w.start()
 				expect("invalid fields ignored: metadata.annotations[kpng.io/algorithm]: " + wrong + "; and those of 1 more objects")
 				right, right1 := annotated("other")
-				w.set(right)
+				w.Set(right)
 				expect("invalid fields ignored: EndpointSlice web-1: metadata.annotations[kpng.io/weight]: " + wrong)
-				w.set(right1)
+				w.Set(right1)
 				expect("")
-				w.set(web)
+				w.Set(web)
 				expect("invalid fields ignored: metadata.annotations[kpng.io/algorithm]: " + wrong)
-				w.delete(web)
+				w.Delete(web)
 				expect("")
 			})
 		})
 	}
 }
 
-func forbid(resource string) func(request) *apierrors.StatusError {
-	return func(r request) *apierrors.StatusError {
+func forbid(resource string) func(kubetest.Request) *apierrors.StatusError {
+	return func(r kubetest.Request) *apierrors.StatusError {
 		if r.Resource != resource {
 			return nil
 		}
@@ -475,16 +476,16 @@ func forbid(resource string) func(request) *apierrors.StatusError {
 func TestMissingPermissionIsLoggedAndRetried(t *testing.T) {
 	inWorld(t, Options{}, func(w *world) {
 		log := w.bufferLog()
-		w.refuse = forbid(endpointSlices)
-		w.set(service("web"), slice("web", "web-1", "10.0.0.1"))
+		w.Refuse = forbid(endpointSlices)
+		w.Set(service("web"), slice("web", "web-1", "10.0.0.1"))
 		w.start()
 		w.advance(10 * time.Minute)
 		if w.state.IsSynced() {
 			t.Error("synced without slices")
 		}
-		w.mu.Lock()
-		w.refuse = nil
-		w.mu.Unlock()
+		w.Mu.Lock()
+		w.Refuse = nil
+		w.Mu.Unlock()
 		w.advance(2 * time.Minute)
 		w.expect("service default/web", "slice default/web-1 10.0.0.1")
 		want := `list endpointslices at API server http://api.test: missing permission; grant the verbs list and watch on resource \"endpointslices\" of API group \"discovery.k8s.io\" in all namespaces: `
@@ -506,8 +507,8 @@ func TestMissingListsAreLoggedOnce(t *testing.T) {
 		t.Run(tc.name, func(t *testing.T) {
 			inWorld(t, tc.opts, func(w *world) {
 				log := w.bufferLog()
-				unblock := w.block(func(r request) bool { return r.Resource != services })
-				w.set(selectorless("one", proxyName, "x"), selectorless("two", proxyName, "x"))
+				unblock := w.block(func(r kubetest.Request) bool { return r.Resource != services })
+				w.Set(selectorless("one", proxyName, "x"), selectorless("two", proxyName, "x"))
 				w.start()
 				w.advance(noticeAfter - time.Millisecond)
 				if log := log(); strings.Contains(log, "Still waiting") {
@@ -529,7 +530,7 @@ func TestNameWithoutServicesIsLogged(t *testing.T) {
 	for _, name := range []string{"x", "y", ""} {
 		inWorld(t, named(name), func(w *world) {
 			log := w.bufferLog()
-			w.set(service("web", proxyName, "x"))
+			w.Set(service("web", proxyName, "x"))
 			w.start()
 			w.advance(time.Hour)
 			if got := strings.Count(log(), "no Service is for this proxy"); got != map[string]int{"y": 1}[name] {
@@ -556,12 +557,12 @@ func TestFailFastReturnsFirstError(t *testing.T) {
 		breaks func(*world)
 		want   string
 	}{
-		{"a forbidden resource", func(w *world) { w.refuse = forbid(nodes) },
+		{"a forbidden resource", func(w *world) { w.Refuse = forbid(nodes) },
 			` nodes at API server http://api.test: missing permission; grant the verbs list and watch on resource "nodes" of API group "" at cluster scope: `},
 		{"a missing credential", func(w *world) {
-			w.refuse = func(request) *apierrors.StatusError { return apierrors.NewUnauthorized("Unauthorized") }
+			w.Refuse = func(kubetest.Request) *apierrors.StatusError { return apierrors.NewUnauthorized("Unauthorized") }
 		}, "credentials are missing or not accepted; grant "},
-		{"an unreachable server", func(w *world) { w.listener.unplug(true) },
+		{"an unreachable server", func(w *world) { w.Unplug(true) },
 			" at API server http://api.test: dial tcp: connect: connection refused"},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
@@ -579,12 +580,12 @@ func TestFailFastReturnsFirstError(t *testing.T) {
 
 func TestFailFastEndsWithFirstSync(t *testing.T) {
 	inWorld(t, Options{FailFast: true}, func(w *world) {
-		w.set(service("web"))
+		w.Set(service("web"))
 		w.start()
-		w.listener.unplug(true)
+		w.Unplug(true)
 		w.advance(time.Hour)
-		w.listener.unplug(false)
-		w.set(service("api"))
+		w.Unplug(false)
+		w.Set(service("api"))
 		w.advance(2 * time.Minute)
 		w.expect("service default/web", "service default/api")
 		if err := w.stop(); err != nil {
@@ -595,7 +596,7 @@ func TestFailFastEndsWithFirstSync(t *testing.T) {
 
 func TestWatchEndsImmediatelyDuringOutage(t *testing.T) {
 	inWorld(t, Options{}, func(w *world) {
-		w.listener.unplug(true)
+		w.Unplug(true)
 		w.start()
 		w.advance(10 * time.Minute)
 		began := time.Now()

@@ -27,14 +27,15 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/cluster"
+	"github.com/kpng-project/kpng/internal/kubetest"
 	"go.uber.org/goleak"
 	"k8s.io/client-go/rest"
 )
 
 // secureServer returns an API server with HTTP/2, and the names of the client certificates
 // of its requests.
-func secureServer(t *testing.T) (s *apiServer, server *httptest.Server, clients func() []string) {
-	s = &apiServer{objects: map[string]object{}, revision: 10, changed: make(chan struct{}), dropped: make(chan struct{})}
+func secureServer(t *testing.T) (s *kubetest.Server, server *httptest.Server, clients func() []string) {
+	s = kubetest.New()
 	var mu sync.Mutex
 	var names []string
 	server = httptest.NewUnstartedServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
@@ -98,7 +99,7 @@ func watchUntilSynced(t *testing.T, state *cluster.State, opts Options) (end fun
 func TestWatchLeaksNoGoroutines(t *testing.T) {
 	leaks := goleak.IgnoreCurrent()
 	s, server, _ := secureServer(t)
-	s.set(service("web", proxyName, "x"), selectorless("byhand", proxyName, "x"), slice("byhand", "plain", "10.0.0.1"))
+	s.Set(service("web", proxyName, "x"), selectorless("byhand", proxyName, "x"), slice("byhand", "plain", "10.0.0.1"))
 	opts := named("x")
 	opts.Config = &rest.Config{Host: server.URL, TLSClientConfig: filesConfig(t)}
 	watchUntilSynced(t, cluster.New(cluster.Options{}), opts)()
@@ -149,13 +150,13 @@ func TestCertificateFilesAreReloaded(t *testing.T) {
 	defer watchUntilSynced(t, state, Options{Config: &rest.Config{Host: server.URL, TLSClientConfig: files}})()
 	drop := func() {
 		waitFor(t, func() bool {
-			return len(s.watched(services)) == 1 && len(s.watched(endpointSlices)) == 1 && len(s.watched(nodes)) == 1
+			return len(s.Watched(services)) == 1 && len(s.Watched(endpointSlices)) == 1 && len(s.Watched(nodes)) == 1
 		})
-		s.drop(nil)
+		s.Drop(nil)
 	}
 	writeCertificate(t, "second", files.CertFile, files.KeyFile)
 	drop() // the next requests use the new certificate
-	s.set(service("web"))
+	s.Set(service("web"))
 	waitFor(t, func() bool { return state.Objects().Services.Len() == 1 && slices.Contains(clients(), "second") })
 
 	// With files that do not fit together, the last certificate remains in use.
@@ -163,7 +164,7 @@ func TestCertificateFilesAreReloaded(t *testing.T) {
 		t.Fatal(err)
 	}
 	drop()
-	s.set(service("api"))
+	s.Set(service("api"))
 	waitFor(t, func() bool { return state.Objects().Services.Len() == 2 })
 	if got := clients(); got[0] != "first" || got[len(got)-1] != "second" {
 		t.Errorf("client certificates of the requests: %q", got)

@@ -17,6 +17,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/cluster"
+	"github.com/kpng-project/kpng/internal/kubetest"
 	"github.com/kpng-project/kpng/watcher"
 	corev1 "k8s.io/api/core/v1"
 	discoveryv1 "k8s.io/api/discovery/v1"
@@ -28,20 +29,22 @@ import (
 
 // forAll reports whether r is for all slices, and forSome whether r is for the slices of
 // some services.
-func forAll(r request) bool  { return r.Resource == endpointSlices && r.Labels == "" }
-func forSome(r request) bool { return strings.Contains(r.Labels, discoveryv1.LabelServiceName) }
+func forAll(r kubetest.Request) bool { return r.Resource == endpointSlices && r.Labels == "" }
+func forSome(r kubetest.Request) bool {
+	return strings.Contains(r.Labels, discoveryv1.LabelServiceName)
+}
 
 // block delays the responses to matching requests until the caller calls unblock.
-func (w *world) block(match func(request) bool) (unblock func()) {
+func (w *world) block(match func(kubetest.Request) bool) (unblock func()) {
 	gate := make(chan struct{})
-	w.mu.Lock()
-	w.refuse = func(r request) *apierrors.StatusError {
+	w.Mu.Lock()
+	w.Refuse = func(r kubetest.Request) *apierrors.StatusError {
 		if match(r) {
 			<-gate
 		}
 		return nil
 	}
-	w.mu.Unlock()
+	w.Mu.Unlock()
 	return func() {
 		close(gate)
 		synctest.Wait()
@@ -50,18 +53,18 @@ func (w *world) block(match func(request) bool) (unblock func()) {
 
 // away ends all watches, as a restart of the server does. Until endOutage is called, the
 // server rejects matching requests.
-func (w *world) away(match func(request) bool) (endOutage func()) {
+func (w *world) away(match func(kubetest.Request) bool) (endOutage func()) {
 	var refusing atomic.Bool
 	refusing.Store(true)
-	w.mu.Lock()
-	w.refuse = func(r request) *apierrors.StatusError {
+	w.Mu.Lock()
+	w.Refuse = func(r kubetest.Request) *apierrors.StatusError {
 		if refusing.Load() && match(r) {
 			return apierrors.NewTooManyRequests("later", 1)
 		}
 		return nil
 	}
-	w.mu.Unlock()
-	w.drop(nil)
+	w.Mu.Unlock()
+	w.Drop(nil)
 	return func() {
 		refusing.Store(false)
 		w.advance(10 * time.Minute)
@@ -81,7 +84,7 @@ func (w *world) expectWatch(all bool) {
 	if all {
 		want = ""
 	}
-	if diff := cmp.Diff([]string{want}, w.watched(endpointSlices)); diff != "" {
+	if diff := cmp.Diff([]string{want}, w.Watched(endpointSlices)); diff != "" {
 		w.t.Errorf("label selectors of the watches of slices (-want +got):\n%s", diff)
 	}
 }
@@ -93,7 +96,7 @@ func managed(service, name, addr string, labels ...string) *discoveryv1.Endpoint
 
 func TestUnlabelledSlicesOfServicesWithoutSelectorAreServed(t *testing.T) {
 	inWorld(t, named("x"), func(w *world) {
-		w.set(
+		w.Set(
 			selectorless("byhand", proxyName, "x"),
 			slice("byhand", "plain", "10.0.0.1"),
 			slice("byhand", "labelled", "10.0.0.2", proxyName, "x"),
@@ -106,27 +109,27 @@ func TestUnlabelledSlicesOfServicesWithoutSelectorAreServed(t *testing.T) {
 		w.expect("service default/byhand", "service default/web", "slice default/plain 10.0.0.1",
 			"slice default/labelled 10.0.0.2", "slice default/mislabelled 10.0.0.3", "slice default/left-behind 10.0.0.7")
 		w.expectWatch(true)
-		w.set(slice("byhand", "plain", "10.0.0.11"), slice("byhand", "another", "10.0.0.6"))
-		w.delete(slice("byhand", "mislabelled", ""), slice("byhand", "left-behind", ""))
+		w.Set(slice("byhand", "plain", "10.0.0.11"), slice("byhand", "another", "10.0.0.6"))
+		w.Delete(slice("byhand", "mislabelled", ""), slice("byhand", "left-behind", ""))
 		w.expect("service default/byhand", "service default/web",
 			"slice default/plain 10.0.0.11", "slice default/labelled 10.0.0.2", "slice default/another 10.0.0.6")
-		w.set(slice("stranger", "plain", "10.0.0.11")) // a slice may change to another service
+		w.Set(slice("stranger", "plain", "10.0.0.11")) // a slice may change to another service
 		w.expect("service default/byhand", "service default/web", "slice default/labelled 10.0.0.2", "slice default/another 10.0.0.6")
 	})
 }
 
 func TestWatchIsFilteredWhileAllServicesHaveASelector(t *testing.T) {
 	inWorld(t, named("x"), func(w *world) {
-		w.set(service("web", proxyName, "x"), slice("web", "web-1", "10.0.0.1", proxyName, "x"))
+		w.Set(service("web", proxyName, "x"), slice("web", "web-1", "10.0.0.1", proxyName, "x"))
 		w.start()
 		w.expectWatch(false)
-		w.set(slice("byhand", "plain", "10.0.0.2"), selectorless("byhand", proxyName, "x"))
+		w.Set(slice("byhand", "plain", "10.0.0.2"), selectorless("byhand", proxyName, "x"))
 		w.waitForLookUp()
 		want := []string{"service default/web", "slice default/web-1 10.0.0.1"}
 		w.expect(append(want, "service default/byhand", "slice default/plain 10.0.0.2")...)
 		w.expectWatch(true)
 		before := w.state.Snapshot().Revision
-		w.delete(selectorless("byhand"))
+		w.Delete(selectorless("byhand"))
 		w.expect(want...)
 		w.advance(filteredAfter - time.Second)
 		w.expectWatch(true)
@@ -143,10 +146,10 @@ func TestWatchIsFilteredWhileAllServicesHaveASelector(t *testing.T) {
 
 func TestGeneralProxyHasOneWatch(t *testing.T) {
 	inWorld(t, Options{}, func(w *world) {
-		w.set(selectorless("byhand"), slice("byhand", "plain", "10.0.0.1"))
+		w.Set(selectorless("byhand"), slice("byhand", "plain", "10.0.0.1"))
 		w.start()
 		w.expect("service default/byhand", "slice default/plain 10.0.0.1")
-		if some := w.seen(forSome); len(some) > 0 {
+		if some := w.Seen(forSome); len(some) > 0 {
 			t.Errorf("requests for the slices of some services: %+v", some)
 		}
 	})
@@ -155,17 +158,17 @@ func TestGeneralProxyHasOneWatch(t *testing.T) {
 func TestManyServicesWithoutSelectorNeedOneWatch(t *testing.T) {
 	inWorld(t, named("x"), func(w *world) {
 		w.start()
-		w.seen(forAll)
+		w.Seen(forAll)
 		var want []string
 		for i := range 40 {
 			name, addr := fmt.Sprintf("s%d", i), fmt.Sprintf("10.0.0.%d", i)
-			w.set(slice(name, name, addr), selectorless(name, proxyName, "x"))
+			w.Set(slice(name, name, addr), selectorless(name, proxyName, "x"))
 			want = append(want, "service default/"+name, "slice default/"+name+" "+addr)
 		}
 		w.waitForLookUp()
 		w.expect(want...)
 		w.expectWatch(true)
-		all := slices.DeleteFunc(w.seen(forAll), func(r request) bool { return r.Verb != "watch" })
+		all := slices.DeleteFunc(w.Seen(forAll), func(r kubetest.Request) bool { return r.Verb != "watch" })
 		if len(all) != 1 {
 			t.Errorf("all slices were watched %d times, want once", len(all))
 		}
@@ -175,7 +178,7 @@ func TestManyServicesWithoutSelectorNeedOneWatch(t *testing.T) {
 func TestFirstSyncWaitsForSlicesOfServicesWithoutSelector(t *testing.T) {
 	inWorld(t, named("x"), func(w *world) {
 		unblock := w.block(forAll)
-		w.set(selectorless("byhand", proxyName, "x"), slice("byhand", "plain", "10.0.0.1"))
+		w.Set(selectorless("byhand", proxyName, "x"), slice("byhand", "plain", "10.0.0.1"))
 		w.start()
 		w.advance(time.Minute)
 		if w.state.IsSynced() {
@@ -199,14 +202,14 @@ func TestServiceIsPublishedTogetherWithItsSlices(t *testing.T) {
 				inWorld(t, named("x"), func(w *world) {
 					var want []string
 					if unfiltered {
-						w.set(selectorless("byhand", proxyName, "x"))
+						w.Set(selectorless("byhand", proxyName, "x"))
 						want = append(want, "service default/byhand")
 					}
 					w.start()
-					w.set(later.slice)
+					w.Set(later.slice)
 					w.expect(want...)
 					before := w.state.Snapshot().Revision
-					w.set(later.service)
+					w.Set(later.service)
 					w.waitForLookUp()
 					w.expect(append(want, "service default/new", "slice default/new-1 10.0.0.1")...)
 					for key, s := range w.changedSince(before) {
@@ -223,17 +226,17 @@ func TestServiceIsPublishedTogetherWithItsSlices(t *testing.T) {
 func TestNewServiceWithSelectorNeedsNoRequest(t *testing.T) {
 	inWorld(t, named("x"), func(w *world) {
 		w.start()
-		w.seen(forSome)
-		w.set(service("web", proxyName, "x"), slice("web", "web-1", "10.0.0.1", proxyName, "x"))
+		w.Seen(forSome)
+		w.Set(service("web", proxyName, "x"), slice("web", "web-1", "10.0.0.1", proxyName, "x"))
 		w.expect("service default/web", "slice default/web-1 10.0.0.1")
-		w.set(slice("api", "api-1", "10.0.0.2", proxyName, "x"), service("api", proxyName, "x"))
+		w.Set(slice("api", "api-1", "10.0.0.2", proxyName, "x"), service("api", proxyName, "x"))
 		w.expect("service default/web", "slice default/web-1 10.0.0.1", "service default/api", "slice default/api-1 10.0.0.2")
 		external := service("external", proxyName, "x")
 		external.Spec.Type = corev1.ServiceTypeExternalName
-		w.set(external)
+		w.Set(external)
 		w.expect("service default/web", "slice default/web-1 10.0.0.1", "service default/api", "slice default/api-1 10.0.0.2", "service default/external")
 		w.advance(time.Minute)
-		if some := w.seen(forSome); len(some) > 0 {
+		if some := w.Seen(forSome); len(some) > 0 {
 			t.Errorf("requests for its slices: %+v", some)
 		}
 	})
@@ -246,10 +249,10 @@ func TestNewlyLabelledServiceHasItsEndpoints(t *testing.T) {
 		for _, end := range []string{"labelled", "deleted", "changed and labelled"} {
 			t.Run(fmt.Sprintf("soon=%t %s", soon, end), func(t *testing.T) {
 				inWorld(t, named("x"), func(w *world) {
-					w.set(service("web"), managed("web", "web-1", "10.0.0.1"), slice("web", "byhand", "10.0.0.9"))
+					w.Set(service("web"), managed("web", "web-1", "10.0.0.1"), slice("web", "byhand", "10.0.0.9"))
 					w.start()
 					w.expect()
-					w.set(service("web", proxyName, "x"))
+					w.Set(service("web", proxyName, "x"))
 					w.waitForLookUp()
 					w.expect("service default/web", "slice default/web-1 10.0.0.1")
 					w.expectWatch(false)
@@ -261,12 +264,12 @@ func TestNewlyLabelledServiceHasItsEndpoints(t *testing.T) {
 					want := []string{"service default/web"}
 					switch end {
 					case "labelled":
-						w.set(managed("web", "web-1", "10.0.0.1", proxyName, "x"))
+						w.Set(managed("web", "web-1", "10.0.0.1", proxyName, "x"))
 						want = append(want, "slice default/web-1 10.0.0.1")
 					case "deleted":
-						w.delete(managed("web", "web-1", ""))
+						w.Delete(managed("web", "web-1", ""))
 					case "changed and labelled":
-						w.set(managed("web", "web-1", "10.0.0.2"), managed("web", "web-1", "10.0.0.2", proxyName, "x"))
+						w.Set(managed("web", "web-1", "10.0.0.2"), managed("web", "web-1", "10.0.0.2", proxyName, "x"))
 						want = append(want, "slice default/web-1 10.0.0.2")
 					}
 					if soon && end == "deleted" {
@@ -276,7 +279,7 @@ func TestNewlyLabelledServiceHasItsEndpoints(t *testing.T) {
 					w.advance(filteredAfter)
 					w.expect(want...)
 					w.expectWatch(false)
-					w.set(service("web"))
+					w.Set(service("web"))
 					if end == "deleted" {
 						want = nil
 					}
@@ -293,14 +296,14 @@ func TestFailedLookUpIsRetried(t *testing.T) {
 			inWorld(t, named("x"), func(w *world) {
 				var want []string
 				if unfiltered {
-					w.set(selectorless("first", proxyName, "x"))
+					w.Set(selectorless("first", proxyName, "x"))
 					want = append(want, "service default/first")
 				}
 				w.start()
 				unblock := w.block(forSome)
-				w.set(managed("web", "web-1", "10.0.0.1"))
+				w.Set(managed("web", "web-1", "10.0.0.1"))
 				w.expect(want...)
-				w.set(service("web", proxyName, "x"))
+				w.Set(service("web", proxyName, "x"))
 				w.advance(findTimeout)
 				w.expect(want...)
 				w.advance(gatherFor * 3 / 2)
@@ -318,17 +321,17 @@ func TestFailedLookUpIsRetried(t *testing.T) {
 func TestSlowLookUpIsLoggedAndEnds(t *testing.T) {
 	inWorld(t, named("x"), func(w *world) {
 		log := w.bufferLog()
-		w.set(service("web"), managed("web", "web-1", "10.0.0.1"))
+		w.Set(service("web"), managed("web", "web-1", "10.0.0.1"))
 		w.start()
-		w.mu.Lock()
-		w.refuse = func(r request) *apierrors.StatusError {
+		w.Mu.Lock()
+		w.Refuse = func(r kubetest.Request) *apierrors.StatusError {
 			if forSome(r) {
 				time.Sleep(2 * findTimeout)
 			}
 			return nil
 		}
-		w.mu.Unlock()
-		w.set(service("web", proxyName, "x"))
+		w.Mu.Unlock()
+		w.Set(service("web", proxyName, "x"))
 		w.advance(gatherFor*3/2 + findTimeout)
 		w.expect("service default/web")
 		for _, want := range []string{"Cannot list the slices of services", "default/web", "deadline exceeded"} {
@@ -344,16 +347,16 @@ func TestSlowLookUpIsLoggedAndEnds(t *testing.T) {
 // Requests for the slices of some services do not delay other services and slices.
 func TestSlowLookUpDelaysNothingElse(t *testing.T) {
 	inWorld(t, named("x"), func(w *world) {
-		w.set(service("old", proxyName, "x"), slice("old", "old-1", "10.0.0.1", proxyName, "x"))
+		w.Set(service("old", proxyName, "x"), slice("old", "old-1", "10.0.0.1", proxyName, "x"))
 		w.start()
 		defer w.block(forSome)()
 		for i := range 200 {
-			w.set(service(fmt.Sprintf("moved-%d", i), proxyName, "x"))
+			w.Set(service(fmt.Sprintf("moved-%d", i), proxyName, "x"))
 		}
 		w.advance(gatherFor * 3 / 2) // a request is under way
-		w.set(slice("old", "old-1", "10.0.0.2", proxyName, "x"),
+		w.Set(slice("old", "old-1", "10.0.0.2", proxyName, "x"),
 			service("new", proxyName, "x"), slice("new", "new-1", "10.0.0.3", proxyName, "x"))
-		w.delete(service("moved-0"))
+		w.Delete(service("moved-0"))
 		want := []string{"service default/old", "slice default/old-1 10.0.0.2", "service default/new", "slice default/new-1 10.0.0.3"}
 		w.expect(want...)
 		w.advance(findTimeout)
@@ -361,7 +364,7 @@ func TestSlowLookUpDelaysNothingElse(t *testing.T) {
 			want = append(want, fmt.Sprintf("service default/moved-%d", i+1))
 		}
 		w.expect(want...)
-		w.set(service("late", proxyName, "x")) // while requests fail, services wait for none
+		w.Set(service("late", proxyName, "x")) // while requests fail, services wait for none
 		w.expect(append(want, "service default/late")...)
 	})
 }
@@ -371,19 +374,19 @@ func TestSlowLookUpDelaysNothingElse(t *testing.T) {
 func TestLookUpsAreMerged(t *testing.T) {
 	inWorld(t, named("x"), func(w *world) {
 		w.start()
-		w.seen(forSome)
-		count := func() int { return len(w.seen(forSome)) }
+		w.Seen(forSome)
+		count := func() int { return len(w.Seen(forSome)) }
 		for i := range 100 {
 			s := service(fmt.Sprintf("s%d", i), proxyName, "x")
 			s.CreationTimestamp = metav1.NewTime(time.Now().Add(time.Duration(i-50) * time.Minute))
-			w.set(s)
+			w.Set(s)
 		}
 		w.advance(time.Minute)
 		if got := count(); got != 2 {
 			t.Errorf("%d requests for 100 services, want 2", got)
 		}
 		for i := range 600 { // ten services a second
-			w.set(service(fmt.Sprintf("more-%d", i), proxyName, "x"))
+			w.Set(service(fmt.Sprintf("more-%d", i), proxyName, "x"))
 			w.advance(100 * time.Millisecond)
 		}
 		if got := count(); got > 30 {
@@ -391,16 +394,16 @@ func TestLookUpsAreMerged(t *testing.T) {
 		}
 		var failing atomic.Bool
 		failing.Store(true)
-		w.mu.Lock()
-		w.refuse = func(r request) *apierrors.StatusError {
+		w.Mu.Lock()
+		w.Refuse = func(r kubetest.Request) *apierrors.StatusError {
 			if forSome(r) && failing.Load() {
 				return apierrors.NewForbidden(schema.GroupResource{Resource: endpointSlices}, "", nil)
 			}
 			return nil
 		}
-		w.mu.Unlock()
+		w.Mu.Unlock()
 		for i := range 1000 {
-			w.set(service(fmt.Sprintf("last-%d", i), proxyName, "x"), managed(fmt.Sprintf("last-%d", i), fmt.Sprintf("slice-%d", i), "10.0.0.1"))
+			w.Set(service(fmt.Sprintf("last-%d", i), proxyName, "x"), managed(fmt.Sprintf("last-%d", i), fmt.Sprintf("slice-%d", i), "10.0.0.1"))
 		}
 		w.advance(time.Hour)
 		if got := count(); got > 100 {
@@ -482,18 +485,18 @@ func TestListDuringRequestRepeatsIt(t *testing.T) {
 
 func TestSelectorsChange(t *testing.T) {
 	inWorld(t, named("x"), func(w *world) {
-		w.set(service("web", proxyName, "x"), slice("web", "web-1", "10.0.0.1", proxyName, "x"), slice("web", "byhand", "10.0.0.2"))
+		w.Set(service("web", proxyName, "x"), slice("web", "web-1", "10.0.0.1", proxyName, "x"), slice("web", "byhand", "10.0.0.2"))
 		w.start()
 		w.expect("service default/web", "slice default/web-1 10.0.0.1")
-		w.set(selectorless("web", proxyName, "x"))
+		w.Set(selectorless("web", proxyName, "x"))
 		w.waitForLookUp()
 		w.expect("service default/web", "slice default/web-1 10.0.0.1", "slice default/byhand 10.0.0.2")
-		w.set(service("web", proxyName, "x"))
+		w.Set(service("web", proxyName, "x"))
 		w.expect("service default/web", "slice default/web-1 10.0.0.1")
-		w.set(selectorless("web", proxyName, "x"))
+		w.Set(selectorless("web", proxyName, "x"))
 		w.waitForLookUp()
 		w.expect("service default/web", "slice default/web-1 10.0.0.1", "slice default/byhand 10.0.0.2")
-		w.set(selectorless("web", proxyName, "y"))
+		w.Set(selectorless("web", proxyName, "y"))
 		w.expect("slice default/web-1 10.0.0.1")
 	})
 }
@@ -504,22 +507,22 @@ func TestNothingIsLostWhileTheWatchChanges(t *testing.T) {
 		for _, toAll := range []bool{false, true} {
 			t.Run(fmt.Sprintf("compacted=%t toAll=%t", compacted, toAll), func(t *testing.T) {
 				inWorld(t, named("x"), func(w *world) {
-					w.set(service("web", proxyName, "x"), slice("web", "stays", "10.0.0.1", proxyName, "x"),
+					w.Set(service("web", proxyName, "x"), slice("web", "stays", "10.0.0.1", proxyName, "x"),
 						slice("web", "goes", "10.0.0.2", proxyName, "x"), slice("byhand", "plain", "10.0.0.3"))
 					if !toAll {
-						w.set(selectorless("byhand", proxyName, "x"))
+						w.Set(selectorless("byhand", proxyName, "x"))
 					}
 					w.start()
 					w.advance(2 * time.Second)
-					endOutage := w.away(func(r request) bool { return r.Resource == endpointSlices })
+					endOutage := w.away(func(r kubetest.Request) bool { return r.Resource == endpointSlices })
 					if toAll {
-						w.set(selectorless("byhand", proxyName, "x"))
+						w.Set(selectorless("byhand", proxyName, "x"))
 					} else {
-						w.delete(selectorless("byhand"))
+						w.Delete(selectorless("byhand"))
 					}
 					w.advance(filteredAfter)
-					w.delete(slice("web", "goes", ""))
-					w.set(slice("web", "comes", "10.0.0.4", proxyName, "x"), slice("byhand", "later", "10.0.0.5"))
+					w.Delete(slice("web", "goes", ""))
+					w.Set(slice("web", "comes", "10.0.0.4", proxyName, "x"), slice("byhand", "later", "10.0.0.5"))
 					// During the outage, the state must keep the labelled slices that it had before.
 					for _, line := range []string{"slice default/stays 10.0.0.1", "slice default/goes 10.0.0.2"} {
 						if !slices.Contains(w.dump(), line) {
@@ -527,7 +530,7 @@ func TestNothingIsLostWhileTheWatchChanges(t *testing.T) {
 						}
 					}
 					if compacted {
-						w.compact()
+						w.Compact()
 					}
 					endOutage()
 					want := []string{"service default/web", "slice default/stays 10.0.0.1", "slice default/comes 10.0.0.4"}
@@ -696,7 +699,7 @@ func TestChangesAreRecordedOnlyDuringRequests(t *testing.T) {
 func TestSelectionConverges(t *testing.T) {
 	for seed := range uint64(100) {
 		inWorld(t, named("x"), func(w *world) {
-			w.onlyJSON = seed%2 == 1
+			w.OnlyJSON = seed%2 == 1
 			r := rand.New(rand.NewPCG(seed, 3))
 			count := 4
 			if seed%5 == 0 {
@@ -706,29 +709,29 @@ func TestSelectionConverges(t *testing.T) {
 				return [][]string{nil, {proxyName, "y"}, {proxyName, "x"}, {proxyName, "x"}}[r.IntN(4)]
 			}
 			exists := func(resource, name string) bool {
-				w.mu.Lock()
-				defer w.mu.Unlock()
-				return w.objects[resource+"/default/"+name] != nil
+				w.Mu.Lock()
+				defer w.Mu.Unlock()
+				return w.Objects[resource+"/default/"+name] != nil
 			}
 			operate := func() {
 				name, of := fmt.Sprintf("s%d", r.IntN(count)), fmt.Sprintf("sl%d", r.IntN(count*2))
 				switch r.IntN(14) {
 				case 0, 1:
-					w.set(service(name, proxy()...))
+					w.Set(service(name, proxy()...))
 				case 2, 3:
-					w.set(selectorless(name, proxy()...))
+					w.Set(selectorless(name, proxy()...))
 				case 4:
 					if exists(services, name) {
-						w.delete(service(name))
+						w.Delete(service(name))
 					}
 				case 5:
 					if exists(endpointSlices, of) {
-						w.delete(slice(name, of, "10.0.0.1"))
+						w.Delete(slice(name, of, "10.0.0.1"))
 					}
 				case 6, 7, 8:
-					w.set(managed(name, of, fmt.Sprintf("10.0.0.%d", 1+r.IntN(200)), proxy()...))
+					w.Set(managed(name, of, fmt.Sprintf("10.0.0.%d", 1+r.IntN(200)), proxy()...))
 				default:
-					w.set(slice(name, of, fmt.Sprintf("10.0.0.%d", 1+r.IntN(200)), proxy()...))
+					w.Set(slice(name, of, fmt.Sprintf("10.0.0.%d", 1+r.IntN(200)), proxy()...))
 				}
 			}
 			for range count * 3 {
@@ -741,36 +744,36 @@ func TestSelectionConverges(t *testing.T) {
 				}
 				switch r.IntN(8) {
 				case 0:
-					w.drop(nil)
+					w.Drop(nil)
 				case 1:
-					w.compact()
-					w.drop(nil)
+					w.Compact()
+					w.Drop(nil)
 				case 2:
-					w.drop(apierrors.NewResourceExpired("gone"))
+					w.Drop(apierrors.NewResourceExpired("gone"))
 				case 3:
 					var n atomic.Int32
-					w.mu.Lock()
-					w.refuse = func(request) *apierrors.StatusError {
+					w.Mu.Lock()
+					w.Refuse = func(kubetest.Request) *apierrors.StatusError {
 						if n.Add(1)%2 == 0 {
 							return apierrors.NewTooManyRequests("slow down", 1)
 						}
 						return nil
 					}
-					w.mu.Unlock()
+					w.Mu.Unlock()
 				case 4:
-					w.mu.Lock()
-					w.refuse = nil
-					w.mu.Unlock()
+					w.Mu.Lock()
+					w.Refuse = nil
+					w.Mu.Unlock()
 				}
 				if r.IntN(2) == 0 {
 					w.advance(time.Duration(r.IntN(20_000)) * time.Millisecond)
 				}
 			}
-			w.mu.Lock()
-			w.refuse = nil
+			w.Mu.Lock()
+			w.Refuse = nil
 			var all []*discoveryv1.EndpointSlice
 			own := map[string]*corev1.Service{}
-			for _, o := range w.objects {
+			for _, o := range w.Objects {
 				switch o := o.(type) {
 				case *corev1.Service:
 					own[o.Name] = o
@@ -778,7 +781,7 @@ func TestSelectionConverges(t *testing.T) {
 					all = append(all, o.DeepCopy())
 				}
 			}
-			w.mu.Unlock()
+			w.Mu.Unlock()
 			var want []string
 			for name, s := range own {
 				if s.Labels[proxyName] == "x" {
@@ -792,7 +795,7 @@ func TestSelectionConverges(t *testing.T) {
 					if label, ok := of.Labels[proxyName]; ok {
 						s.Labels[proxyName] = label
 					}
-					w.set(s)
+					w.Set(s)
 				}
 				if s.Labels[proxyName] == "x" || of != nil && of.Labels[proxyName] == "x" && watcher.Selectorless(of) {
 					want = append(want, "slice default/"+s.Name+" "+s.Endpoints[0].Addresses[0])

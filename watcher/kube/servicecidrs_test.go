@@ -14,13 +14,14 @@ import (
 	"time"
 
 	"github.com/google/go-cmp/cmp"
+	"github.com/kpng-project/kpng/internal/kubetest"
 	networkingv1 "k8s.io/api/networking/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/client-go/rest"
 )
 
 func serviceCIDR(name string, cidrs ...string) *networkingv1.ServiceCIDR {
-	return &networkingv1.ServiceCIDR{ObjectMeta: meta("", name), Spec: networkingv1.ServiceCIDRSpec{CIDRs: cidrs}}
+	return &networkingv1.ServiceCIDR{ObjectMeta: kubetest.Meta("", name), Spec: networkingv1.ServiceCIDRSpec{CIDRs: cidrs}}
 }
 
 // cidrWorld is a world in which FollowServiceCIDRs runs in place of Watch.
@@ -39,7 +40,7 @@ func (w *cidrWorld) start() {
 	ctx, cancel := context.WithCancel(w.ctx)
 	ended := make(chan error, 1)
 	go func() {
-		ended <- FollowServiceCIDRs(ctx, w.config(), func(list []netip.Prefix) {
+		ended <- FollowServiceCIDRs(ctx, w.Config(), func(list []netip.Prefix) {
 			w.mu.Lock()
 			defer w.mu.Unlock()
 			w.calls++
@@ -75,17 +76,17 @@ func TestServiceCIDRsAreFollowed(t *testing.T) {
 	for _, onlyJSON := range []bool{false, true} {
 		t.Run(fmt.Sprintf("onlyJSON=%t", onlyJSON), func(t *testing.T) {
 			inCIDRWorld(t, func(w *cidrWorld) {
-				w.onlyJSON = onlyJSON
-				w.set(serviceCIDR("kubernetes", "10.96.0.0/16", "fd96::/112"))
+				w.OnlyJSON = onlyJSON
+				w.Set(serviceCIDR("kubernetes", "10.96.0.0/16", "fd96::/112"))
 				w.start()
 				w.expect("the list", "10.96.0.0/16", "fd96::/112")
-				w.set(serviceCIDR("more", "10.97.0.0/16"), serviceCIDR("same", "10.97.0.0/16"))
+				w.Set(serviceCIDR("more", "10.97.0.0/16"), serviceCIDR("same", "10.97.0.0/16"))
 				w.expect("two objects with the same CIDR", "10.96.0.0/16", "10.97.0.0/16", "10.97.0.0/16", "fd96::/112")
-				w.delete(serviceCIDR("same"))
+				w.Delete(serviceCIDR("same"))
 				w.expect("the deletion of one of them", "10.96.0.0/16", "10.97.0.0/16", "fd96::/112")
-				w.set(serviceCIDR("bad", "10.98.0.0", "10.99.0.0/16"))
+				w.Set(serviceCIDR("bad", "10.98.0.0", "10.99.0.0/16"))
 				w.expect("an invalid CIDR", "10.96.0.0/16", "10.97.0.0/16", "10.99.0.0/16", "fd96::/112")
-				w.delete(serviceCIDR("kubernetes"), serviceCIDR("more"), serviceCIDR("bad"))
+				w.Delete(serviceCIDR("kubernetes"), serviceCIDR("more"), serviceCIDR("bad"))
 				w.expect("the deletion of all")
 			})
 		})
@@ -94,20 +95,20 @@ func TestServiceCIDRsAreFollowed(t *testing.T) {
 
 func TestServiceCIDRsStayDuringAnOutage(t *testing.T) {
 	inCIDRWorld(t, func(w *cidrWorld) {
-		w.set(serviceCIDR("kubernetes", "10.96.0.0/16"))
+		w.Set(serviceCIDR("kubernetes", "10.96.0.0/16"))
 		w.start()
-		restore := w.backup()
-		w.set(serviceCIDR("more", "10.97.0.0/16"))
+		restore := w.Backup()
+		w.Set(serviceCIDR("more", "10.97.0.0/16"))
 		w.expect("a new object", "10.96.0.0/16", "10.97.0.0/16")
-		w.listener.unplug(true)
-		w.delete(serviceCIDR("more"))
-		w.compact()
+		w.Unplug(true)
+		w.Delete(serviceCIDR("more"))
+		w.Compact()
 		w.advance(10 * time.Minute)
 		w.expect("an outage of ten minutes", "10.96.0.0/16", "10.97.0.0/16")
-		w.listener.unplug(false)
+		w.Unplug(false)
 		w.advance(2 * time.Minute)
 		w.expect("the outage", "10.96.0.0/16")
-		w.set(serviceCIDR("later", "10.98.0.0/16"))
+		w.Set(serviceCIDR("later", "10.98.0.0/16"))
 		w.expect("a later object", "10.96.0.0/16", "10.98.0.0/16")
 		restore()
 		w.advance(2 * time.Minute)
@@ -118,10 +119,10 @@ func TestServiceCIDRsStayDuringAnOutage(t *testing.T) {
 func TestServersWithoutServiceCIDRs(t *testing.T) {
 	inCIDRWorld(t, func(w *cidrWorld) {
 		log := w.bufferLog()
-		w.refuse = func(r request) *apierrors.StatusError {
+		w.Refuse = func(r kubetest.Request) *apierrors.StatusError {
 			return apierrors.NewGenericServerResponse(404, r.Verb, networkingv1.Resource(serviceCIDRs), "", "the server could not find the requested resource", 0, true)
 		}
-		w.set(serviceCIDR("kubernetes", "10.96.0.0/16"))
+		w.Set(serviceCIDR("kubernetes", "10.96.0.0/16"))
 		w.start()
 		w.advance(time.Hour)
 		if w.calls != 0 {
@@ -130,9 +131,9 @@ func TestServersWithoutServiceCIDRs(t *testing.T) {
 		if n := strings.Count(log(), "Kubernetes has them (networking.k8s.io/v1) since v1.33"); n != 1 {
 			t.Errorf("the version that has ServiceCIDRs is logged %d times, want once:\n%s", n, log())
 		}
-		w.apiServer.mu.Lock()
-		w.refuse = nil
-		w.apiServer.mu.Unlock()
+		w.Mu.Lock()
+		w.Refuse = nil
+		w.Mu.Unlock()
 		w.advance(2 * time.Minute)
 		w.expect("an upgrade of the server", "10.96.0.0/16")
 	})
@@ -141,7 +142,7 @@ func TestServersWithoutServiceCIDRs(t *testing.T) {
 func TestMissingPermissionForServiceCIDRsIsLogged(t *testing.T) {
 	inCIDRWorld(t, func(w *cidrWorld) {
 		log := w.bufferLog()
-		w.refuse = forbid(serviceCIDRs)
+		w.Refuse = forbid(serviceCIDRs)
 		w.start()
 		want := `grant the verbs list and watch on resource \"servicecidrs\" of API group \"networking.k8s.io\" at cluster scope`
 		if !strings.Contains(log(), want) {

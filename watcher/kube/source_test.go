@@ -9,17 +9,20 @@ import (
 	"time"
 
 	"github.com/google/go-cmp/cmp"
+	"github.com/kpng-project/kpng/internal/kubetest"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 )
 
 // isCheck reports whether r looks for the server's resource version.
-func isCheck(r request) bool { return r.Verb == "list" && r.Fields == "metadata.name=kubernetes" }
+func isCheck(r kubetest.Request) bool {
+	return r.Verb == "list" && r.Fields == "metadata.name=kubernetes"
+}
 
 // fieldsOf returns the field selectors of all requests for services since the last call,
 // except checks.
 func (w *world) fieldsOf(resource string) (all []string) {
-	for _, r := range w.seen(func(r request) bool { return r.Resource == resource && !isCheck(r) }) {
+	for _, r := range w.Seen(func(r kubetest.Request) bool { return r.Resource == resource && !isCheck(r) }) {
 		all = append(all, strings.TrimSpace(r.Verb+" "+r.Fields))
 	}
 	return all
@@ -33,17 +36,17 @@ func TestOldServerWorks(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			inWorld(t, opts, func(w *world) {
 				log := w.bufferLog()
-				w.old = true
-				w.set(service("web"), slice("web", "web-1", "10.0.0.1"), headless(service("db")), node("a"), node("b"))
+				w.Old = true
+				w.Set(service("web"), slice("web", "web-1", "10.0.0.1"), headless(service("db")), node("a"), node("b"))
 				w.start()
 				w.expect("service default/web", "slice default/web-1 10.0.0.1", "node a")
-				w.set(service("db"), headless(service("web")), service("api"), headless(service("cache")))
+				w.Set(service("db"), headless(service("web")), service("api"), headless(service("cache")))
 				w.expect("service default/db", "service default/api", "slice default/web-1 10.0.0.1", "node a")
 				for range 5 {
-					w.drop(nil)
+					w.Drop(nil)
 					w.advance(5 * time.Minute)
 				}
-				w.delete(service("api"))
+				w.Delete(service("api"))
 				w.expect("service default/db", "slice default/web-1 10.0.0.1", "node a")
 				want := []string{"list " + noHeadless, "list", "watch", "watch", "watch", "watch", "watch", "watch"}
 				if diff := cmp.Diff(want, w.fieldsOf(services)); diff != "" {
@@ -59,28 +62,28 @@ func TestOldServerWorks(t *testing.T) {
 
 func TestServerIsUpgradedAndDowngraded(t *testing.T) {
 	inWorld(t, Options{}, func(w *world) {
-		w.set(service("web"), headless(service("db")))
+		w.Set(service("web"), headless(service("db")))
 		w.start()
 		w.expect("service default/web")
 		change := func(old bool, after time.Duration) {
-			w.mu.Lock()
-			w.old = old
-			w.mu.Unlock()
+			w.Mu.Lock()
+			w.Old = old
+			w.Mu.Unlock()
 			w.advance(after)
-			w.seen(func(request) bool { return true })
-			w.drop(nil)
+			w.Seen(func(kubetest.Request) bool { return true })
+			w.Drop(nil)
 			w.advance(time.Minute)
 		}
 		for round := range 2 {
 			change(true, 2*time.Second)
 			name := fmt.Sprintf("api-%d", round)
-			w.set(service(name), headless(service("web")))
+			w.Set(service(name), headless(service("web")))
 			w.expect([]string{"service default/api-0", "service default/api-1"}[:round+1]...)
 			if diff := cmp.Diff([]string{"watch " + noHeadless, "watch"}, w.fieldsOf(services)); diff != "" {
 				t.Errorf("after the downgrade (-want +got):\n%s", diff)
 			}
 			change(false, newFieldsAfter)
-			w.set(headless(service("cache")))
+			w.Set(headless(service("cache")))
 			w.expect([]string{"service default/api-0", "service default/api-1"}[:round+1]...)
 			if diff := cmp.Diff([]string{"watch " + noHeadless}, w.fieldsOf(services)); diff != "" {
 				t.Errorf("after the upgrade (-want +got):\n%s", diff)
@@ -92,7 +95,7 @@ func TestServerIsUpgradedAndDowngraded(t *testing.T) {
 // A bad request for another reason is an error.
 func TestBadRequestIsReported(t *testing.T) {
 	inWorld(t, Options{FailFast: true}, func(w *world) {
-		w.refuse = func(r request) *apierrors.StatusError {
+		w.Refuse = func(r kubetest.Request) *apierrors.StatusError {
 			if r.Resource == services {
 				return apierrors.NewBadRequest("no such thing")
 			}
@@ -117,34 +120,34 @@ func TestRestoredResourceVersionsAreNoticed(t *testing.T) {
 						labels = []string{proxyName, "x"}
 					}
 					if strings.Contains(name, "all slices") {
-						w.set(selectorless("byhand", labels...))
+						w.Set(selectorless("byhand", labels...))
 					}
 					zoned := node("a")
-					w.set(service("web", labels...), service("kept", labels...), slice("web", "web-1", "10.0.0.1", labels...), zoned)
-					restore := w.backup()
+					w.Set(service("web", labels...), service("kept", labels...), slice("web", "web-1", "10.0.0.1", labels...), zoned)
+					restore := w.Backup()
 					for i := range 200 {
-						w.set(service(fmt.Sprintf("later-%d", i), labels...))
+						w.Set(service(fmt.Sprintf("later-%d", i), labels...))
 					}
 					zoned.Labels = map[string]string{"topology.kubernetes.io/zone": "later"}
-					w.set(slice("web", "web-1", "10.0.0.2", labels...), slice("web", "web-2", "10.0.0.3", labels...), zoned)
-					w.delete(service("kept"))
+					w.Set(slice("web", "web-1", "10.0.0.2", labels...), slice("web", "web-2", "10.0.0.3", labels...), zoned)
+					w.Delete(service("kept"))
 					w.start()
 					w.advance(time.Hour)
-					w.seen(func(request) bool { return true })
+					w.Seen(func(kubetest.Request) bool { return true })
 					if busy {
 						begin := time.Now()
-						w.mu.Lock()
-						w.refuse = func(r request) *apierrors.StatusError {
+						w.Mu.Lock()
+						w.Refuse = func(r kubetest.Request) *apierrors.StatusError {
 							if r.Verb == "list" && time.Since(begin) < 10*time.Second {
 								return apierrors.NewTooManyRequests("later", 1)
 							}
 							return nil
 						}
-						w.mu.Unlock()
+						w.Mu.Unlock()
 					}
 					restore()
 					w.advance(time.Second)
-					w.set(slice("web", "web-1", "10.0.0.4", labels...))
+					w.Set(slice("web", "web-1", "10.0.0.4", labels...))
 					w.advance(time.Minute)
 					want := []string{"service default/web", "service default/kept", "slice default/web-1 10.0.0.4", "node a"}
 					if strings.Contains(name, "all slices") {
@@ -157,7 +160,7 @@ func TestRestoredResourceVersionsAreNoticed(t *testing.T) {
 					if got := log(); strings.Count(got, "went back") != 3 {
 						t.Errorf("want one line for each resource, got %s", got)
 					}
-					w.set(service("new", labels...))
+					w.Set(service("new", labels...))
 					w.waitForLookUp()
 					w.expect(append(want, "service default/new")...)
 				})
@@ -171,12 +174,12 @@ func TestResourceVersionIsCheckedOncePerWatch(t *testing.T) {
 	inWorld(t, Options{}, func(w *world) {
 		w.start()
 		w.advance(time.Hour)
-		w.seen(func(request) bool { return true })
+		w.Seen(func(kubetest.Request) bool { return true })
 		for range 3 {
-			w.drop(nil)
+			w.Drop(nil)
 			w.advance(time.Hour)
 		}
-		if got := len(w.seen(isCheck)); got != 3*3 {
+		if got := len(w.Seen(isCheck)); got != 3*3 {
 			t.Errorf("%d checks of three resources after three lost watches, want 9", got)
 		}
 	})
@@ -187,20 +190,20 @@ func TestForbiddenCheckIsGivenUp(t *testing.T) {
 	inWorld(t, Options{}, func(w *world) {
 		w.start()
 		w.advance(time.Minute)
-		w.mu.Lock()
-		w.refuse = func(r request) *apierrors.StatusError {
+		w.Mu.Lock()
+		w.Refuse = func(r kubetest.Request) *apierrors.StatusError {
 			if isCheck(r) {
 				return apierrors.NewForbidden(schema.GroupResource{Resource: services}, "", nil)
 			}
 			return nil
 		}
-		w.mu.Unlock()
-		w.seen(isCheck)
-		w.drop(nil)
+		w.Mu.Unlock()
+		w.Seen(isCheck)
+		w.Drop(nil)
 		w.advance(time.Hour)
-		w.set(service("web"))
+		w.Set(service("web"))
 		w.expect("service default/web")
-		if got := len(w.seen(isCheck)); got != 3 {
+		if got := len(w.Seen(isCheck)); got != 3 {
 			t.Errorf("%d checks, want one for each resource", got)
 		}
 	})

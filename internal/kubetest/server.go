@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package kube
+// Package kubetest has a Kubernetes API server in memory, for tests of clients. It supports
+// list, watch, label and field selectors, resource versions, streaming lists, bookmarks and
+// 410 Gone, in protobuf and JSON. It can run in a synctest bubble.
+package kubetest
 
 import (
 	"bytes"
@@ -33,38 +36,39 @@ import (
 	"k8s.io/client-go/rest"
 )
 
-// object is a Service, EndpointSlice, Node or ServiceCIDR.
-type object interface {
+// Object is a Service, EndpointSlice, Node or ServiceCIDR.
+type Object interface {
 	metav1.Object
 	runtime.Object
 }
 
-// apiServer serves Services, EndpointSlices, Nodes and ServiceCIDRs over HTTP like a kube-apiserver. It
-// supports list, watch, label and field selectors, resource versions, streaming lists,
-// bookmarks and 410 Gone, in protobuf and JSON. It can run in a synctest bubble, because
-// its connections are in memory.
-type apiServer struct {
+// Server serves Services, EndpointSlices, Nodes and ServiceCIDRs like a kube-apiserver. It is
+// an [http.Handler].
+type Server struct {
 	listener *pipeListener
-	// refuse, if set, returns the error for a request that must fail, and nil for other
-	// requests.
-	refuse func(request) *apierrors.StatusError
-	// onlyJSON is true for a server without protobuf.
-	onlyJSON bool
-	// old is true for a server of Kubernetes v1.21, which refuses most field selectors and
-	// ignores requests for streaming lists.
-	old bool
 
-	mu        sync.Mutex
+	// Mu guards the fields of the Server while it serves.
+	Mu sync.Mutex
+	// Refuse, if set, returns the error for a request that must fail, and nil for other
+	// requests.
+	Refuse func(Request) *apierrors.StatusError
+	// OnlyJSON is true for a server without protobuf.
+	OnlyJSON bool
+	// Old is true for a server of Kubernetes v1.21, which refuses most field selectors and
+	// ignores requests for streaming lists.
+	Old bool
+	// Objects has all objects. The key is resource/namespace/name.
+	Objects map[string]Object
+
 	revision  int
 	compacted int
-	objects   map[string]object // the key is resource/namespace/name
 	log       []change
-	requests  []request
+	requests  []Request
 	changed   chan struct{}          // closed and replaced to announce events
 	dropped   chan struct{}          // closed and replaced to end all watches
 	last      *apierrors.StatusError // the error event that watches send before they end, or nil
-	bookmarks int                    // number of calls of bookmark
-	watches   map[*request]bool      // open watches
+	bookmarks int                    // number of calls of Bookmark
+	watches   map[*Request]bool      // open watches
 }
 
 // change is an entry of the log. For a new object, old is nil. For a deleted object, new
@@ -72,24 +76,27 @@ type apiServer struct {
 type change struct {
 	revision int
 	resource string
-	old, new object
+	old, new Object
 }
 
-// request is a list or watch request.
-type request struct {
+// Request is a list or watch request.
+type Request struct {
 	Verb, Resource, Namespace, Labels, Fields, ResourceVersion string
 	InitialEvents                                              bool
 	Header                                                     http.Header
 }
 
-func newAPIServer(t *testing.T) *apiServer {
-	s := &apiServer{
-		listener: newPipeListener(),
-		objects:  map[string]object{},
-		revision: 10,
-		changed:  make(chan struct{}),
-		dropped:  make(chan struct{}),
+// New returns a server without objects. It has no listener; see [Start].
+func New() *Server {
+	return &Server{
+		listener: newPipeListener(), Objects: map[string]Object{}, revision: 10,
+		changed: make(chan struct{}), dropped: make(chan struct{}),
 	}
+}
+
+// Start returns a server without objects that accepts connections in memory until t ends.
+func Start(t testing.TB) *Server {
+	s := New()
 	server := &http.Server{Handler: s}
 	var serving sync.WaitGroup
 	serving.Go(func() { server.Serve(s.listener) })
@@ -100,11 +107,26 @@ func newAPIServer(t *testing.T) *apiServer {
 	return s
 }
 
-func (s *apiServer) config() *rest.Config {
+// Config returns the configuration of a client of a server that [Start] returned.
+func (s *Server) Config() *rest.Config {
 	return &rest.Config{Host: "http://api.test", Dial: s.listener.dial}
 }
 
-func resourceOf(o object) string {
+// Unplug makes a server that [Start] returned unreachable if off is true, and otherwise
+// reachable again.
+func (s *Server) Unplug(off bool) { s.listener.unplug(off) }
+
+const (
+	services       = "services"
+	endpointSlices = "endpointslices"
+	nodes          = "nodes"
+	serviceCIDRs   = "servicecidrs"
+)
+
+// magic is the beginning of an object in Kubernetes' content type protobuf.
+const magic = "k8s\x00"
+
+func resourceOf(o Object) string {
 	switch o.(type) {
 	case *corev1.Service:
 		return services
@@ -118,39 +140,40 @@ func resourceOf(o object) string {
 	panic(fmt.Sprintf("unexpected %T", o))
 }
 
-// set creates or changes objects.
-func (s *apiServer) set(list ...object) {
+// Set creates or changes objects.
+func (s *Server) Set(list ...Object) {
 	for _, o := range list {
-		s.write(o, o.DeepCopyObject().(object))
+		s.write(o, o.DeepCopyObject().(Object))
 	}
 }
 
-// delete deletes objects.
-func (s *apiServer) delete(list ...object) {
+// Delete deletes objects.
+func (s *Server) Delete(list ...Object) {
 	for _, o := range list {
 		s.write(o, nil)
 	}
 }
 
-func (s *apiServer) write(id, new object) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
+func (s *Server) write(id, new Object) {
+	s.Mu.Lock()
+	defer s.Mu.Unlock()
 	s.revision++
 	resource := resourceOf(id)
 	key := resource + "/" + id.GetNamespace() + "/" + id.GetName()
-	old := s.objects[key]
+	old := s.Objects[key]
 	if new != nil {
 		new.SetResourceVersion(strconv.Itoa(s.revision))
-		new.GetObjectKind().SetGroupVersionKind(kindOf(resource, ""))
-		s.objects[key] = new
+		new.GetObjectKind().SetGroupVersionKind(KindOf(resource, ""))
+		s.Objects[key] = new
 	} else {
-		delete(s.objects, key)
+		delete(s.Objects, key)
 	}
 	s.log = append(s.log, change{s.revision, resource, old, new})
 	s.signal()
 }
 
-func kindOf(resource, suffix string) schema.GroupVersionKind {
+// KindOf returns the kind of the objects of a resource, with a suffix such as "List".
+func KindOf(resource, suffix string) schema.GroupVersionKind {
 	switch resource {
 	case services:
 		return corev1.SchemeGroupVersion.WithKind("Service" + suffix)
@@ -163,54 +186,54 @@ func kindOf(resource, suffix string) schema.GroupVersionKind {
 	}
 }
 
-func (s *apiServer) signal() {
+func (s *Server) signal() {
 	close(s.changed)
 	s.changed = make(chan struct{})
 }
 
-// bookmark sends a bookmark to each watch.
-func (s *apiServer) bookmark() {
-	s.mu.Lock()
-	defer s.mu.Unlock()
+// Bookmark sends a bookmark to each watch.
+func (s *Server) Bookmark() {
+	s.Mu.Lock()
+	defer s.Mu.Unlock()
 	s.bookmarks++
 	s.signal()
 }
 
-// drop ends all watches, with an error event if last is not nil.
-func (s *apiServer) drop(last *apierrors.StatusError) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
+// Drop ends all watches, with an error event if last is not nil.
+func (s *Server) Drop(last *apierrors.StatusError) {
+	s.Mu.Lock()
+	defer s.Mu.Unlock()
 	s.last = last
 	close(s.dropped)
 	s.dropped = make(chan struct{})
 }
 
-// compact clears the log. New watches from an earlier revision get 410 Gone.
-func (s *apiServer) compact() {
-	s.mu.Lock()
-	defer s.mu.Unlock()
+// Compact clears the log. New watches from an earlier revision get 410 Gone.
+func (s *Server) Compact() {
+	s.Mu.Lock()
+	defer s.Mu.Unlock()
 	s.compacted = s.revision
 }
 
-// backup returns a function that restores the present objects and the present revision,
+// Backup returns a function that restores the present objects and the present revision,
 // and ends all watches, as a restore of etcd does.
-func (s *apiServer) backup() (restore func()) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	objects, revision := maps.Clone(s.objects), s.revision
+func (s *Server) Backup() (restore func()) {
+	s.Mu.Lock()
+	defer s.Mu.Unlock()
+	objects, revision := maps.Clone(s.Objects), s.revision
 	return func() {
-		s.mu.Lock()
-		s.objects, s.revision, s.log, s.compacted = objects, revision, nil, 0
-		s.mu.Unlock()
-		s.drop(nil)
+		s.Mu.Lock()
+		s.Objects, s.revision, s.log, s.compacted = objects, revision, nil, 0
+		s.Mu.Unlock()
+		s.Drop(nil)
 	}
 }
 
-// seen returns the matching requests since the last call of seen.
-func (s *apiServer) seen(match func(request) bool) []request {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	var out []request
+// Seen returns the matching requests since the last call.
+func (s *Server) Seen(match func(Request) bool) []Request {
+	s.Mu.Lock()
+	defer s.Mu.Unlock()
+	var out []Request
 	for _, r := range s.requests {
 		if match(r) {
 			out = append(out, r)
@@ -220,10 +243,10 @@ func (s *apiServer) seen(match func(request) bool) []request {
 	return out
 }
 
-// watched returns the label selectors of the open watches of a resource.
-func (s *apiServer) watched(resource string) (labels []string) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
+// Watched returns the label selectors of the open watches of a resource.
+func (s *Server) Watched(resource string) (labels []string) {
+	s.Mu.Lock()
+	defer s.Mu.Unlock()
 	for r := range s.watches {
 		if r.Resource == resource {
 			labels = append(labels, r.Labels)
@@ -232,17 +255,17 @@ func (s *apiServer) watched(resource string) (labels []string) {
 	return labels
 }
 
-func (s *apiServer) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+func (s *Server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	req, match, err := parseRequest(r.URL)
 	req.Header = r.Header
 	if err != nil {
 		http.Error(w, err.Error(), http.StatusBadRequest)
 		return
 	}
-	s.mu.Lock()
+	s.Mu.Lock()
 	s.requests = append(s.requests, req)
-	refuse, compacted, revision, old := s.refuse, s.compacted, s.revision, s.old
-	s.mu.Unlock()
+	refuse, compacted, revision, old := s.Refuse, s.compacted, s.revision, s.Old
+	s.Mu.Unlock()
 	if old {
 		req.InitialEvents = false
 		if byFields, _ := fields.ParseSelector(req.Fields); !byFields.Empty() && byFields.Requirements()[0].Field != "metadata.name" {
@@ -272,9 +295,9 @@ func (s *apiServer) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	}
 }
 
-func parseRequest(u *url.URL) (request, func(object) bool, error) {
+func parseRequest(u *url.URL) (Request, func(Object) bool, error) {
 	q := u.Query()
-	r := request{
+	r := Request{
 		Verb:            "list",
 		Labels:          q.Get("labelSelector"),
 		Fields:          q.Get("fieldSelector"),
@@ -297,7 +320,7 @@ func parseRequest(u *url.URL) (request, func(object) bool, error) {
 	if err != nil {
 		return r, nil, err
 	}
-	return r, func(o object) bool {
+	return r, func(o Object) bool {
 		set := fields.Set{"metadata.name": o.GetName()}
 		if service, ok := o.(*corev1.Service); ok {
 			set["spec.clusterIP"] = service.Spec.ClusterIP
@@ -320,9 +343,9 @@ func sendStatus(w http.ResponseWriter, e *apierrors.StatusError) {
 }
 
 // matching returns the objects of the requested resource for which match returns true.
-func (s *apiServer) matching(req request, match func(object) bool) []object {
-	var out []object
-	for key, o := range s.objects {
+func (s *Server) matching(req Request, match func(Object) bool) []Object {
+	var out []Object
+	for key, o := range s.Objects {
 		if strings.HasPrefix(key, req.Resource+"/") && match(o) {
 			out = append(out, o)
 		}
@@ -330,18 +353,18 @@ func (s *apiServer) matching(req request, match func(object) bool) []object {
 	return out
 }
 
-func (s *apiServer) list(w http.ResponseWriter, req request, match func(object) bool) {
-	s.mu.Lock()
+func (s *Server) list(w http.ResponseWriter, req Request, match func(Object) bool) {
+	s.Mu.Lock()
 	items, revision := s.matching(req, match), s.revision
-	s.mu.Unlock()
-	kind := kindOf(req.Resource, "List")
+	s.Mu.Unlock()
+	kind := KindOf(req.Resource, "List")
 	if s.usesProtobuf(req) {
-		raw := protowire.AppendBytes(protowire.AppendTag(nil, 1, protowire.BytesType), marshalled(&metav1.ListMeta{ResourceVersion: strconv.Itoa(revision)}))
+		raw := protowire.AppendBytes(protowire.AppendTag(nil, 1, protowire.BytesType), Marshalled(&metav1.ListMeta{ResourceVersion: strconv.Itoa(revision)}))
 		for _, o := range items {
-			raw = protowire.AppendBytes(protowire.AppendTag(raw, 2, protowire.BytesType), marshalled(o))
+			raw = protowire.AppendBytes(protowire.AppendTag(raw, 2, protowire.BytesType), Marshalled(o))
 		}
 		w.Header().Set("Content-Type", runtime.ContentTypeProtobuf)
-		w.Write(encoded(kind, raw))
+		w.Write(Encoded(kind, raw))
 		return
 	}
 	w.Header().Set("Content-Type", "application/json")
@@ -353,12 +376,12 @@ func (s *apiServer) list(w http.ResponseWriter, req request, match func(object) 
 	})
 }
 
-func (s *apiServer) usesProtobuf(req request) bool {
-	return !s.onlyJSON && strings.HasPrefix(req.Header.Get("Accept"), runtime.ContentTypeProtobuf)
+func (s *Server) usesProtobuf(req Request) bool {
+	return !s.OnlyJSON && strings.HasPrefix(req.Header.Get("Accept"), runtime.ContentTypeProtobuf)
 }
 
-// marshalled returns o, which must be of an API type, as a protobuf message.
-func marshalled(o any) []byte {
+// Marshalled returns o, which must be of an API type, as a protobuf message.
+func Marshalled(o any) []byte {
 	message, err := o.(interface{ Marshal() ([]byte, error) }).Marshal()
 	if err != nil {
 		panic(err)
@@ -366,31 +389,31 @@ func marshalled(o any) []byte {
 	return message
 }
 
-// encoded returns an object in Kubernetes' content type protobuf.
-func encoded(kind schema.GroupVersionKind, message []byte) []byte {
+// Encoded returns an object in Kubernetes' content type protobuf.
+func Encoded(kind schema.GroupVersionKind, message []byte) []byte {
 	is := runtime.TypeMeta{APIVersion: kind.GroupVersion().String(), Kind: kind.Kind}
-	return append([]byte(magic), marshalled(&runtime.Unknown{TypeMeta: is, Raw: message})...)
+	return append([]byte(magic), Marshalled(&runtime.Unknown{TypeMeta: is, Raw: message})...)
 }
 
-// framed returns a message in the form in which a watch sends it.
-func framed(message []byte) []byte {
+// Framed returns a message in the form in which a watch sends it.
+func Framed(message []byte) []byte {
 	return append(binary.BigEndian.AppendUint32(nil, uint32(len(message))), message...)
 }
 
-func (s *apiServer) watch(w http.ResponseWriter, ctx context.Context, req request, match func(object) bool, since int) {
+func (s *Server) watch(w http.ResponseWriter, ctx context.Context, req Request, match func(Object) bool, since int) {
 	protobuf := s.usesProtobuf(req)
 	w.Header().Set("Content-Type", "application/json")
 	if protobuf {
 		w.Header().Set("Content-Type", runtime.ContentTypeProtobuf+";stream=watch")
 	}
 	w.WriteHeader(http.StatusOK)
-	// Collect events while mu is locked, and flush them while mu is not locked. Otherwise a
-	// write could block while the client waits for an answer that needs mu.
+	// Collect events while Mu is locked, and flush them while it is not locked. Otherwise a
+	// write could block while the client waits for an answer that needs Mu.
 	var pending bytes.Buffer
 	send := func(event string, o runtime.Object) {
 		if protobuf {
-			raw := encoded(o.GetObjectKind().GroupVersionKind(), marshalled(o))
-			pending.Write(framed(marshalled(&metav1.WatchEvent{Type: event, Object: runtime.RawExtension{Raw: raw}})))
+			raw := Encoded(o.GetObjectKind().GroupVersionKind(), Marshalled(o))
+			pending.Write(Framed(Marshalled(&metav1.WatchEvent{Type: event, Object: runtime.RawExtension{Raw: raw}})))
 		} else {
 			json.NewEncoder(&pending).Encode(map[string]any{"type": event, "object": o})
 		}
@@ -402,7 +425,7 @@ func (s *apiServer) watch(w http.ResponseWriter, ctx context.Context, req reques
 	}
 	sendBookmark := func(revision int, annotations map[string]string) {
 		m := metav1.ObjectMeta{ResourceVersion: strconv.Itoa(revision), Annotations: annotations}
-		var o object
+		var o Object
 		switch req.Resource {
 		case services:
 			o = &corev1.Service{ObjectMeta: m}
@@ -413,18 +436,18 @@ func (s *apiServer) watch(w http.ResponseWriter, ctx context.Context, req reques
 		default:
 			o = &corev1.Node{ObjectMeta: m}
 		}
-		o.GetObjectKind().SetGroupVersionKind(kindOf(req.Resource, ""))
+		o.GetObjectKind().SetGroupVersionKind(KindOf(req.Resource, ""))
 		send("BOOKMARK", o)
 	}
 
-	s.mu.Lock()
+	s.Mu.Lock()
 	if s.watches == nil {
-		s.watches = map[*request]bool{}
+		s.watches = map[*Request]bool{}
 	}
 	s.watches[&req] = true
 	defer func() {
-		s.mu.Lock()
-		defer s.mu.Unlock()
+		s.Mu.Lock()
+		defer s.Mu.Unlock()
 		delete(s.watches, &req)
 	}()
 	dropped, bookmarks := s.dropped, s.bookmarks
@@ -447,7 +470,7 @@ func (s *apiServer) watch(w http.ResponseWriter, ctx context.Context, req reques
 			case after:
 				send("ADDED", c.new)
 			case before:
-				gone := c.old.DeepCopyObject().(object)
+				gone := c.old.DeepCopyObject().(Object)
 				gone.SetResourceVersion(strconv.Itoa(c.revision))
 				send("DELETED", gone)
 			}
@@ -458,14 +481,14 @@ func (s *apiServer) watch(w http.ResponseWriter, ctx context.Context, req reques
 			sendBookmark(since, nil)
 		}
 		changed := s.changed
-		s.mu.Unlock()
+		s.Mu.Unlock()
 		flush()
 		select {
 		case <-changed:
 		case <-dropped:
-			s.mu.Lock()
+			s.Mu.Lock()
 			last := s.last
-			s.mu.Unlock()
+			s.Mu.Unlock()
 			if last != nil {
 				status := withKind(last)
 				send("ERROR", &status)
@@ -475,7 +498,7 @@ func (s *apiServer) watch(w http.ResponseWriter, ctx context.Context, req reques
 		case <-ctx.Done():
 			return
 		}
-		s.mu.Lock()
+		s.Mu.Lock()
 	}
 }
 
@@ -546,7 +569,8 @@ func (l *pipeListener) dial(ctx context.Context, _, _ string) (net.Conn, error) 
 	return client, nil
 }
 
-func meta(namespace, name string, keyValues ...string) metav1.ObjectMeta {
+// Meta returns the metadata of an object with these labels.
+func Meta(namespace, name string, keyValues ...string) metav1.ObjectMeta {
 	m := metav1.ObjectMeta{Namespace: namespace, Name: name, UID: types.UID(namespace + "/" + name)}
 	for i := 0; i < len(keyValues); i += 2 {
 		metav1.SetMetaDataLabel(&m, keyValues[i], keyValues[i+1])

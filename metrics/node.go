@@ -95,23 +95,23 @@ func newBackendMetrics(kubeProxy bool) map[string]*backendMetrics {
 		return b
 	}
 	drift := func(b *backendMetrics, name, what string) {
-		b.drifted = b.counter("kpng", name, "drift_found_total", "Times that another program had changed the "+what+".")
-		b.repaired = b.counter("kpng", name, "drift_repaired_total", "Times that the "+what+" was repaired after another program had changed it.")
+		b.drifted = b.counter("kpng", name, "drift_found_total", "Times that a change of the "+what+" by another program was found.")
+		b.repaired = b.counter("kpng", name, "drift_repaired_total", "Times that a change of the "+what+" by another program was repaired.")
 	}
 
 	b := add("nftables", map[string]string{"elements": "Elements of the maps and sets of the table."})
 	b.writes = b.counter("kpng", "nftables", "transactions_total", "Attempts to change the table in a transaction.")
-	b.failed = b.counter("kpng", "nftables", "transaction_errors_total", "Attempts to change the table that failed, and so changed nothing, or had no answer.")
+	b.failed = b.counter("kpng", "nftables", "transaction_errors_total", "Attempts to change the table that failed, also if a retry succeeded.")
 	drift(b, "nftables", "table")
 	if kubeProxy {
 		b.kubeProxyFailed = b.counter("kubeproxy", "", "sync_proxy_rules_nftables_sync_failures_total", asInKubeProxy)
 	}
 
-	b = add("iptables", map[string]string{"chains": "Chains of this instance."})
+	b = add("iptables", map[string]string{"chains": "Chains of this instance, in both IP families."})
 	b.writes = b.counter("kpng", "iptables", "restores_total", "Runs of iptables-restore.")
 	b.failed = b.counter("kpng", "iptables", "restore_errors_total", "Runs of iptables-restore that failed.")
 	b.size = b.counter("kpng", "iptables", "lines_written_total", "Lines of input for iptables-restore.")
-	b.drifted = b.counter("kpng", "iptables", "drift_found_total", "Times that another program had changed the rules.")
+	b.drifted = b.counter("kpng", "iptables", "drift_found_total", "Times that a change of the rules by another program was found.")
 	if kubeProxy {
 		b.kubeProxyFailed = b.counter("kubeproxy", "", "sync_proxy_rules_iptables_restore_failures_total", asInKubeProxy)
 	}
@@ -131,10 +131,10 @@ func newBackendMetrics(kubeProxy bool) map[string]*backendMetrics {
 		"frontends":     "Cluster IPs and ports in the eBPF maps.",
 		"endpoints":     "Endpoints of all frontends in the eBPF maps together.",
 		"members":       "Endpoints of UDP ports and of services with session affinity in the eBPF maps.",
-		"services_left": "Services that do not fit into the eBPF maps and are handled without eBPF.",
+		"services_left": "Services that do not fit into the eBPF maps, or need more than their share, and are left to nftables.",
 	})
 	b.fill = prometheus.NewGaugeVec(prometheus.GaugeOpts{
-		Namespace: "kpng", Subsystem: "ebpf", Name: "map_fill_ratio", Help: "Used part of each eBPF map.",
+		Namespace: "kpng", Subsystem: "ebpf", Name: "map_fill_ratio", Help: "Used part of each eBPF map (frontends, endpoints, members), from 0 to 1.",
 	}, []string{"map"})
 	b.metrics = append(b.metrics, b.fill)
 
@@ -209,10 +209,10 @@ type conntrackMetrics struct {
 
 func newConntrackMetrics(kubeProxy bool) *conntrackMetrics {
 	m := &conntrackMetrics{}
-	m.seen = m.counter("kpng", "conntrack", "entries_seen_total", "Connections that the kernel listed while stale connections were looked for.")
-	m.errors = m.counter("kpng", "conntrack", "errors_total", "Looks for stale connections that failed and are made again.")
+	m.seen = m.counter("kpng", "conntrack", "entries_seen_total", "Connections that the kernel listed in searches for stale connections.")
+	m.errors = m.counter("kpng", "conntrack", "errors_total", "Searches for stale connections that failed and are repeated.")
 	m.deleted = append(m.deleted, m.counter("kpng", "conntrack", "entries_deleted_total", "Stale connections that were deleted."))
-	m.duration = append(m.duration, m.histogram("kpng", "duration_seconds", "How long a look for stale connections took."))
+	m.duration = append(m.duration, m.histogram("kpng", "duration_seconds", "Duration of a search for stale connections."))
 	if kubeProxy {
 		m.deleted = append(m.deleted, m.counter("kubeproxy", "conntrack", "reconciler_deleted_entries_total", asInKubeProxy))
 		m.duration = append(m.duration, m.histogram("kubeproxy", "reconciler_sync_duration_seconds", asInKubeProxy))
@@ -247,9 +247,9 @@ type healthCheckMetrics struct {
 
 func newHealthCheckMetrics() *healthCheckMetrics {
 	m := &healthCheckMetrics{}
-	m.open = m.gauge("healthcheck", "ports_open", "Health-check node ports that are listened on, once for each node address.")
-	m.failing = m.gauge("healthcheck", "ports_failing", "Health-check node ports that cannot be listened on, once for each node address.")
-	m.faults = m.counter("kpng", "healthcheck", "faults_total", "Times that a health-check node port could not be listened on, for a new reason.")
+	m.open = m.gauge("healthcheck", "ports_open", "Open health-check node ports, counted for each node address.")
+	m.failing = m.gauge("healthcheck", "ports_failing", "Health-check node ports that cannot be opened, counted for each node address.")
+	m.faults = m.counter("kpng", "healthcheck", "faults_total", "Times that a health-check node port could not be opened for a new reason.")
 	return m
 }
 

@@ -43,7 +43,7 @@ var trafficMetrics = [len(numbers{})]struct {
 	{trafficDesc("to_clients_bytes_total", "Bytes to clients, by service port."), prometheus.CounterValue},
 }
 
-var trafficErrors = prometheus.NewDesc("kpng_service_stats_errors_total", "Failures to read the counters of the dataplane.", nil, nil)
+var trafficErrors = prometheus.NewDesc("kpng_service_stats_errors_total", "Times that the counters of the dataplane could not be read; the other metrics then keep their values.", nil, nil)
 
 func trafficDesc(name, help string) *prometheus.Desc {
 	return prometheus.NewDesc("kpng_service_"+name, help, []string{"namespace", "service", "port", "protocol"}, nil)

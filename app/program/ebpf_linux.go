@@ -103,8 +103,8 @@ type ebpfCounts struct {
 }
 
 var (
-	ebpfTranslated = prometheus.NewDesc("kpng_ebpf_translated_total", "Addresses that the eBPF programs replaced, by hook.", []string{"hook"}, nil)
-	ebpfLeft       = prometheus.NewDesc("kpng_ebpf_left_total", "Connections and datagrams to frontends in the eBPF maps that the programs left to nftables, by reason.", []string{"reason"}, nil)
+	ebpfTranslated = prometheus.NewDesc("kpng_ebpf_translated_total", "Addresses that the eBPF programs replaced, by hook: connect and sendmsg replace a service by an endpoint, recvmsg and getpeername an endpoint by a service.", []string{"hook"}, nil)
+	ebpfLeft       = prometheus.NewDesc("kpng_ebpf_left_total", "Connections and datagrams to frontends in the eBPF maps that the programs left to nftables, by reason: excluded (process or pod), list_changed (at that moment), bound_port (the socket had a port before it connected), no_endpoint (only existing sockets may use the endpoints), no_memory (no room for the socket, or the service has its share of clients), ambiguous (a UDP answer could have a wrong source), abandoned (kpng did not run for ten minutes, or an error paused the programs).", []string{"reason"}, nil)
 )
 
 // Describe implements prometheus.Collector.

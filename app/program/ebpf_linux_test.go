@@ -56,10 +56,10 @@ func TestCountsOfEBPF(t *testing.T) {
 	}
 	*counts = fakeCounts{translated: map[string]uint64{"connect4": 5}, left: map[string]uint64{"no_memory": 6}}
 	const want = `
-# HELP kpng_ebpf_left_total Connections and datagrams to frontends in the eBPF maps that the programs left to nftables, by reason.
+# HELP kpng_ebpf_left_total Connections and datagrams to frontends in the eBPF maps that the programs left to nftables, by reason: excluded (process or pod), list_changed (at that moment), bound_port (the socket had a port before it connected), no_endpoint (only existing sockets may use the endpoints), no_memory (no room for the socket, or the service has its share of clients), ambiguous (a UDP answer could have a wrong source), abandoned (kpng did not run for ten minutes, or an error paused the programs).
 # TYPE kpng_ebpf_left_total counter
 kpng_ebpf_left_total{reason="no_memory"} 6
-# HELP kpng_ebpf_translated_total Addresses that the eBPF programs replaced, by hook.
+# HELP kpng_ebpf_translated_total Addresses that the eBPF programs replaced, by hook: connect and sendmsg replace a service by an endpoint, recvmsg and getpeername an endpoint by a service.
 # TYPE kpng_ebpf_translated_total counter
 kpng_ebpf_translated_total{hook="connect4"} 5
 `

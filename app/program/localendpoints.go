@@ -40,7 +40,7 @@ func newLocalEndpoints() *localEndpoints {
 	l := &localEndpoints{
 		missing: prometheus.NewGaugeVec(prometheus.GaugeOpts{
 			Namespace: "kpng", Name: "service_ports_without_local_endpoints",
-			Help: "Service ports that drop traffic, as their policy is Local and only other nodes have endpoints.",
+			Help: "Service ports that drop traffic, because their policy is Local and only other nodes have endpoints.",
 		}, localEndpointsLabels),
 		services: map[types.NamespacedName]droppingService{},
 	}

@@ -33,20 +33,25 @@ func toLocal(source *command.Source, hasSelection bool) *cobra.Command {
 		})}, nil
 	}
 	for _, b := range append([]*command.Backend{json}, platformBackends()...) {
-		run := source.Command(b.Name, b, nil)
-		run.Short, run.Long = b.Short, b.Long
-		if hasSelection && !b.OnlyPorts {
-			source.RegisterAllPorts(run.Flags())
-		}
-		if b != json {
-			addConfig(run, source)
-		}
-		if b.Init != nil {
-			addInit(run, b)
-		}
-		cmd.AddCommand(run)
+		cmd.AddCommand(backendCommand(source, hasSelection, b))
 	}
 	return cmd
+}
+
+// backendCommand returns the command that runs a backend.
+func backendCommand(source *command.Source, hasSelection bool, b *command.Backend) *cobra.Command {
+	run := source.Command(b.Name, b, nil)
+	run.Short, run.Long = b.Short, b.Long
+	if hasSelection && !b.OnlyPorts {
+		source.RegisterAllPorts(run.Flags())
+	}
+	if b.Name != "json" {
+		addConfig(run, source)
+	}
+	if b.Init != nil {
+		addInit(run, b)
+	}
+	return run
 }
 
 // descriptions returns the backends in sinks of package program.

@@ -24,6 +24,11 @@ import (
 // started is when the process started.
 var started = time.Now()
 
+// ProcessMetrics returns kpng's own metrics of a process with these flags.
+func ProcessMetrics(flags *pflag.FlagSet) []prometheus.Collector {
+	return append([]prometheus.Collector{newBuildInfo(), newCertificateMetrics(flags)}, clientMetrics()...)
+}
+
 // newBuildInfo returns a metric whose labels are the versions of the program.
 func newBuildInfo() prometheus.Collector {
 	version, revision := "unknown", ""

@@ -76,8 +76,8 @@ func (s *Serving) Run(ctx context.Context, h func() health.Report, c prometheus.
 		return usage.Errorf("--expose-status needs --healthz-bind-address or --metrics-bind-address")
 	}
 	registry := prometheus.NewRegistry()
-	own := []prometheus.Collector{collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}), newBuildInfo(), newCertificateMetrics(s.flags), c}
-	for _, c := range append(own, clientMetrics()...) {
+	own := []prometheus.Collector{collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}), c}
+	for _, c := range append(own, ProcessMetrics(s.flags)...) {
 		if err := registry.Register(c); err != nil {
 			return fmt.Errorf("register metrics: %w", err)
 		}

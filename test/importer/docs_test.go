@@ -38,7 +38,7 @@ func pages(t *testing.T) []page {
 	t.Helper()
 	root := checkout(t)
 	var all []page
-	for _, pattern := range []string{"*.md", "docs/*.md", "examples/*/README.md"} {
+	for _, pattern := range []string{"*.md", "docs/*.md", "docs/*/*.md", "examples/*/README.md"} {
 		files, err := filepath.Glob(filepath.Join(root, pattern))
 		if err != nil {
 			t.Fatal(err)

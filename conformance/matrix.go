@@ -33,6 +33,9 @@ const (
 	Unavailable
 )
 
+// outcomes has all outcomes.
+var outcomes = []Outcome{Passed, Failed, Unsupported, UnsupportedPassed, Unavailable}
+
 // String returns the outcome as it appears in the matrix.
 func (o Outcome) String() string {
 	switch o {
@@ -161,7 +164,7 @@ func (m Matrix) byCase() [][]Result {
 
 func (m Matrix) summary() string {
 	var parts []string
-	for _, o := range []Outcome{Passed, Failed, Unsupported, UnsupportedPassed, Unavailable} {
+	for _, o := range outcomes {
 		if n := m.Count(o); n > 0 {
 			parts = append(parts, fmt.Sprintf("%d %s", n, o))
 		}

@@ -13,6 +13,8 @@ import (
 	"os"
 	"regexp"
 	"slices"
+	"strconv"
+	"strings"
 	"testing"
 	"time"
 
@@ -108,6 +110,9 @@ func RunSubject(t *testing.T, subject Subject, opts Options) Matrix {
 		t.Error(err)
 	}
 	t.Logf("conformance:\n%s", matrix)
+	for _, o := range outcomes {
+		t.Attr(strings.ReplaceAll(o.String(), " ", "-"), strconv.Itoa(matrix.Count(o)))
+	}
 	if opts.Matrix != "" {
 		file, err := os.Create(opts.Matrix)
 		if err != nil {

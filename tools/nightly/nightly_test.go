@@ -1,0 +1,222 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"context"
+	"errors"
+	"io"
+	"os"
+	"path/filepath"
+	"reflect"
+	"strings"
+	"testing"
+	"time"
+)
+
+// newRunner returns a runner for the code with a hash.
+func newRunner(dir, code string) runner {
+	return runner{store: store{filepath.Join(dir, "results")}, commit: commit{Hash: "c" + code, Code: code}, logs: filepath.Join(dir, "logs"), out: io.Discard, grace: 10 * time.Second}
+}
+
+// outcomes returns the outcomes of all results of parts.
+func outcomes(t *testing.T, s store, parts ...part) map[string][]string {
+	t.Helper()
+	all := map[string][]string{}
+	for _, p := range parts {
+		results, err := s.read(p.Name)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, r := range results {
+			all[p.Name] = append(all[p.Name], r.Outcome)
+		}
+	}
+	return all
+}
+
+func TestOutcomes(t *testing.T) {
+	dir := t.TempDir()
+	parts := []part{
+		{Name: "fails", Command: "false; echo not reached", Limit: time.Minute},
+		{Name: "lasts", Command: "sleep 1000 | cat", Limit: 100 * time.Millisecond},
+		{Name: "lacks", Command: "true", Limit: time.Minute, Needs: []string{"no-such-program"}},
+		{Name: "passes", Command: "echo '=== ATTR  TestX ok 440'", Limit: time.Minute},
+	}
+	r := newRunner(dir, "1")
+	err := r.runAll(t.Context(), parts, false)
+	if want := "fails, lasts, lacks"; err == nil || !strings.HasSuffix(err.Error(), want) {
+		t.Errorf("error %v, want one that names %s", err, want)
+	}
+	want := map[string][]string{"fails": {failed}, "lasts": {timedOut}, "lacks": {skipped}, "passes": {passed}}
+	if got := outcomes(t, r.store, parts...); !reflect.DeepEqual(got, want) {
+		t.Errorf("outcomes %v, want %v", got, want)
+	}
+	results, err := r.store.read("passes")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if got := results[0]; got.Commit != "c1" || got.Code != "1" || got.Kernel == "" || got.Machine.Cores == 0 || got.Machine.MemoryGB == 0 ||
+		!reflect.DeepEqual(got.Figures, []figure{{"TestX", "ok", []float64{440}}}) {
+		t.Errorf("result %+v", got)
+	}
+}
+
+// TestStoppedRunContinues stops a run in its second part. The next run with the same code
+// runs only the rest, and a run with other code runs all parts.
+func TestStoppedRunContinues(t *testing.T) {
+	dir := t.TempDir()
+	ran, started := filepath.Join(dir, "ran"), filepath.Join(dir, "started")
+	parts := []part{
+		{Name: "first", Command: "echo first >>" + ran, Limit: time.Minute},
+		{Name: "second", Command: "echo second >>" + ran + "; [ -e " + started + " ] || { mkfifo " + started + "; echo >" + started + "; sleep 1000; }", Limit: time.Minute},
+	}
+	ctx, stop := context.WithCancel(t.Context())
+	go func() {
+		for {
+			if f, err := os.Open(started); err == nil { // until the second part runs
+				f.Close()
+				break
+			}
+		}
+		stop()
+	}()
+	if err := newRunner(dir, "1").runAll(ctx, parts, false); err == nil || !strings.Contains(err.Error(), "part second: stopped") {
+		t.Fatalf("error %v, want that the second part was stopped", err)
+	}
+	if err := newRunner(dir, "1").runAll(t.Context(), parts, false); err != nil {
+		t.Fatal(err)
+	}
+	if err := newRunner(dir, "2").runAll(t.Context(), parts, false); err != nil {
+		t.Fatal(err)
+	}
+	if err := newRunner(dir, "2").runAll(t.Context(), parts[1:], true); err != nil {
+		t.Fatal(err)
+	}
+	got, err := os.ReadFile(ran)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if want := "first second second first second second"; strings.Join(strings.Fields(string(got)), " ") != want {
+		t.Errorf("ran %q, want %q", got, want)
+	}
+	want := map[string][]string{"first": {passed, passed}, "second": {passed, passed, passed}}
+	if got := outcomes(t, newRunner(dir, "").store, parts...); !reflect.DeepEqual(got, want) {
+		t.Errorf("outcomes %v, want %v", got, want)
+	}
+}
+
+func TestFigures(t *testing.T) {
+	got, err := readFigures(strings.NewReader(`goos: linux
+BenchmarkIngest/endpoints=10-2         	       5	  20000000 ns/op	        1900 B/service
+BenchmarkIngest/endpoints=10-2         	       5	  40000000 ns/op	        1900 B/service
+=== RUN   TestConformance
+=== ATTR  TestConformance not-supported 37
+=== ATTR  TestConformance of-no-concern word
+--- PASS: TestConformance (1.00s)
+    --- PASS: TestConformance/Ports (0.50s)
+    --- SKIP: TestConformance/IPv6 (0.00s)
+./sink -fuzz=^FuzzDriver$ | fuzz: elapsed: 10s, execs: 12345 (1234/sec), new interesting: 1 (total: 2)
+the last line has no end`))
+	if err != nil {
+		t.Fatal(err)
+	}
+	want := []figure{
+		{"Ingest/endpoints=10", "sec/op", []float64{0.02, 0.04}},
+		{"Ingest/endpoints=10", "B/service", []float64{1900, 1900}},
+		{"TestConformance", "not-supported", []float64{37}},
+		{"FuzzDriver", "executions", []float64{12345}},
+		{"tests", "passed", []float64{2}},
+		{"tests", "skipped", []float64{1}},
+	}
+	if !reflect.DeepEqual(got, want) {
+		t.Errorf("got  %v\nwant %v", got, want)
+	}
+}
+
+func TestCodeHash(t *testing.T) {
+	tree := "100644 blob 1\tgo.mod\n040000 tree 2\tsink\n"
+	if codeHash(tree) != codeHash(tree+"040000 tree 3\tdocs\n040000 tree 4\tresults\n100644 blob 5\tREADME.md\n") {
+		t.Error("documents and results change the hash of the code")
+	}
+	if codeHash(tree) == codeHash(strings.Replace(tree, "tree 2", "tree 3", 1)) {
+		t.Error("a changed folder does not change the hash of the code")
+	}
+}
+
+// TestStoreKeepsNewestResults also expects that results are in the order of their dates, as
+// Git may join the lines of two branches.
+func TestStoreKeepsNewestResults(t *testing.T) {
+	s := store{t.TempDir()}
+	date := time.Date(2026, 1, 1, 0, 0, 0, 0, time.UTC)
+	for i := range keptResults + 1 {
+		if err := s.add(result{Part: "p", Outcome: passed, Date: date.AddDate(0, 0, (i+1)%3-i%3+10*i)}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	results, err := s.read("p")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if len(results) != keptResults || results[0].Date.Before(date.AddDate(0, 0, 5)) {
+		t.Errorf("%d results, the first of %s", len(results), results[0].Date)
+	}
+	if err := os.WriteFile(s.file("p"), []byte("{}\nno JSON\n"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := s.read("p"); err == nil || !strings.Contains(err.Error(), "p.jsonl: line 2") {
+		t.Errorf("error %v, want one that names the file and the line", err)
+	}
+}
+
+func TestSelectedParts(t *testing.T) {
+	parts := []part{{Name: "a"}, {Name: "long", Long: true}, {Name: "bench-a"}}
+	for patterns, want := range map[string]string{"": "a bench-a", "long": "long", "bench-* a": "a bench-a"} {
+		selected, err := selectParts(parts, strings.Fields(patterns))
+		if err != nil {
+			t.Fatal(err)
+		}
+		var names []string
+		for _, p := range selected {
+			names = append(names, p.Name)
+		}
+		if got := strings.Join(names, " "); got != want {
+			t.Errorf("%q selects %q, want %q", patterns, got, want)
+		}
+	}
+	if _, err := selectParts(parts, []string{"b"}); err == nil {
+		t.Error("an unknown name is accepted")
+	}
+}
+
+// TestParts fails if the list of parts has a mistake.
+func TestParts(t *testing.T) {
+	names := map[string]bool{}
+	for _, p := range allParts() {
+		if p.Name == "" || names[p.Name] || p.About == "" || p.Limit == 0 || p.Command == "" {
+			t.Errorf("the part %q is incomplete, or its name is not unique", p.Name)
+		}
+		names[p.Name] = true
+	}
+}
+
+func TestGeneratedText(t *testing.T) {
+	last := &result{Outcome: timedOut, Date: time.Date(2026, 11, 27, 0, 0, 0, 0, time.UTC), Commit: "abc", Kernel: "6.1", Seconds: 61, Figures: []figure{{"B/n=1", "sec/op", []float64{0.002, 0.001}}}}
+	results := []partResult{{part{Name: "bench-a", About: "text", Command: "go test"}, last}, {part{Name: "b", About: "more"}, nil}}
+	for _, want := range []string{"timed out, 2026-11-27, commit abc", "| 1m1s |", "| `b` | more | not run |"} {
+		if got := nightlyTable(results); !strings.Contains(got, want) {
+			t.Errorf("the table lacks %q:\n%s", want, got)
+		}
+	}
+	if got, want := benchmarkTables(results), "| B/n=1 | 1.000m–2.000m sec/op |"; !strings.Contains(got, want) {
+		t.Errorf("the table lacks %q:\n%s", want, got)
+	}
+	page := []byte("before\n" + generatedBegin + "old\n" + generatedEnd + "after\n")
+	got, err := replaceGenerated(page, "new")
+	if want := "before\n" + generatedBegin + "\nnew\n" + generatedEnd + "after\n"; err != nil || string(got) != want {
+		t.Errorf("got %q, %v, want %q", got, err, want)
+	}
+	if _, err := replaceGenerated([]byte("no comment"), ""); err == nil || errors.Is(err, os.ErrNotExist) {
+		t.Errorf("error %v for a page without comments", err)
+	}
+}

@@ -1,0 +1,223 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"fmt"
+	"strings"
+	"time"
+)
+
+// part is a part of the nightly tests.
+type part struct {
+	Name string
+	// About says in the documentation what the part does, as Markdown.
+	About string
+	Limit time.Duration
+	// Needs has the programs that the part needs besides those of hack/test.
+	Needs []string
+	// Command is run by bash in the root of the repository.
+	Command string
+	// Long parts run only if a pattern names them, because they would not fit into a night.
+	Long bool
+}
+
+// allParts returns the parts in the order in which they run. Without the long ones, they
+// take about six hours on two idle cores. The limits allow for a busy machine.
+func allParts() []part {
+	parts := []part{
+		{
+			Name: "fuzz", About: "each fuzzer for five minutes", Limit: time.Hour,
+			Command: "hack/fuzz 5m",
+		},
+		{
+			Name: "platforms", About: "compilation for linux/arm64 and darwin/arm64", Limit: 20 * time.Minute,
+			Command: "for t in linux/arm64 darwin/arm64; do GOOS=${t%/*} GOARCH=${t#*/} CGO_ENABLED=0 go build -modfile=hack/release.mod -trimpath ./...; done",
+		},
+		{
+			Name: "versions", About: "the root module with the other versions of Kubernetes' modules, and with the oldest Go", Limit: 40 * time.Minute,
+			Command: "hack/versions",
+		},
+		{
+			Name: "versions-race", About: "the same, all packages with the race detector", Limit: 3 * time.Hour, Long: true,
+			Command: "hack/versions -race v0.34 v0.35 v0.36 v0.37",
+		},
+		{
+			Name: "repeat", About: "all tests of the root module five times with the race detector, without those of packets", Limit: time.Hour,
+			Command: "go test -race -count=5 -timeout 60m -skip '^Test(Conformance|Kernel|Reference|EveryCaseCanFail)$' ./...",
+		},
+		{
+			Name: "repeat-test", About: "the tests of the module `test` five times with the race detector", Limit: 4 * time.Hour, Long: true,
+			Command: "cd test; go list ./... | grep -vE '/(allip|dataplane|calibration|referee|cluster|growth)$' | xargs go test -race -count=5 -timeout 60m",
+		},
+		{
+			Name: "repeat-allip", About: "all-ip five times alone, because it measures durations", Limit: 20 * time.Minute,
+			Command: "cd test; go test -race -count=5 -timeout 60m ./allip -within 1s",
+		},
+		{
+			Name: "ended-proxies", About: "1,000 proxies that started and ended keep nothing", Limit: 15 * time.Minute,
+			Command: "go test -v -count=1 -timeout 15m -run '^TestEndedProxiesKeepNothing$' . -proxies 1000",
+		},
+		{
+			Name: "old-api-server", About: "watches of kube-apiserver v1.30", Limit: time.Hour,
+			Command: "cd test; go test -v -count=1 -timeout 60m -run '^TestWatchFollows' ./internal/apiserver -program kube-apiserver-1.30",
+		},
+		{
+			Name: "release", About: "two releases with different settings of the machine are equal, and their images run in containerd", Limit: 30 * time.Minute,
+			Needs:   []string{"skopeo", "ctr"},
+			Command: `cd test; go test -v -count=1 -timeout 30m -run '^TestRelease$' ./deploy -arch "$(go env GOARCH)"`,
+		},
+		{
+			Name: "status-page", About: "the status page of 10,000 services in Chromium", Limit: 10 * time.Minute,
+			Needs:   []string{"chromium"},
+			Command: "cd test; go test -v -count=1 ./statuspage",
+		},
+		{
+			Name: "kpdiff", About: "100,000 random clusters, beside kube-proxy's packages", Limit: 30 * time.Minute,
+			Command: "cd test; go test -v -count=1 -timeout 30m ./kpdiff -clusters 100000",
+		},
+		{
+			Name: "manifests", About: "20,000 random manifests, beside a real API server", Limit: 15 * time.Minute,
+			Command: "cd test; go test -v -count=1 -timeout 15m ./manifests -manifests 20000",
+		},
+		{
+			Name: "manager", About: "kpng in programs with older versions of controller-runtime", Limit: 30 * time.Minute,
+			Command: "cd test; go test -v -count=1 -timeout 30m ./manager -versions v0.22.5,v0.23.3,v0.24.1,v0.25.2",
+		},
+		{
+			Name: "histories", About: "10,000 random histories of the driver and of the backend for Windows, 100,000 of the reconcile engine", Limit: time.Hour,
+			Command: `go test -v -count=1 -timeout 60m -run '^TestHistories' ./sink/sinktest ./backends/windows/kernelspace -histories 10000
+go test -v -count=1 -timeout 60m -run 'Histories$' ./reconcile -histories 100000`,
+		},
+		{
+			Name: "histories-kernel", About: "300 random histories of each backend in this kernel, 100 of iptables", Limit: time.Hour,
+			Command: `go test -v -p 1 -count=1 -timeout 60m -run '^TestHistories' ./backends/nftables ./backends/ovs ./backends/ebpf ./backends/ipvs ./backends/userspace -histories 300
+go test -v -count=1 -timeout 60m -run '^TestHistories' ./backends/iptables -histories 100`,
+		},
+		{
+			Name: "mutants-reconcile", About: "each mutant of the reconcile engine fails a test", Limit: time.Hour,
+			Command: "go test -v -count=1 -timeout 60m -run '^TestMutants$' ./reconcile -mutants",
+		},
+		{
+			Name: "kills", About: "server, clients, relay and API server are killed 50 times in turn; at the end, no change is lost", Limit: 30 * time.Minute,
+			Command: "cd test; go test -v -race -count=1 -timeout 30m -run '^TestKilledProcesses' ./integration -kills 50",
+		},
+		{
+			Name: "soak-nftables", About: "the nftables backend under changes and traffic for 20 minutes", Limit: 40 * time.Minute,
+			Command: "cd test; go test -v -count=1 -timeout 40m -run Soak ./dataplane -soak 20m",
+		},
+		{
+			Name: "soak-ebpf", About: "the ebpf backend under changes and traffic for 20 minutes", Limit: 40 * time.Minute,
+			Command: "cd test; go test -v -count=1 -timeout 40m -run Soak ./dataplane -soak 20m -soak-ebpf",
+		},
+		{
+			Name: "growth", About: "growth of costs with eight times larger objects than in `hack/test`", Limit: 3 * time.Hour, Long: true,
+			Command: "cd test; go test -v -count=1 -timeout 3h ./growth -scale 8",
+		},
+		{
+			Name: "calibration", About: "the conformance kit against kube-proxy, mode nftables: fails if a difference is not explained", Limit: 40 * time.Minute,
+			Command: "cd test; go test -v -count=1 -timeout 40m ./calibration",
+		},
+	}
+	parts = append(parts, conformanceParts()...)
+	parts = append(parts, kernelParts()...)
+	parts = append(parts, refereeParts()...)
+	parts = append(parts, clusterParts()...)
+	return append(parts, benchmarkParts()...)
+}
+
+// conformanceParts returns the conformance kit on this kernel.
+func conformanceParts() []part {
+	var parts []part
+	for _, dir := range []string{"backends/nftables", "backends/iptables", "backends/ebpf", "backends/ovs", "backends/userspace", "examples/reconcile", "examples/fullstate"} {
+		_, name, _ := strings.Cut(dir, "/")
+		parts = append(parts, part{
+			Name: "conformance-" + name, About: "the conformance kit with " + dir, Limit: 30 * time.Minute,
+			Command: "go test -v -count=1 -timeout 30m -run '^TestConformance$' ./" + dir,
+		})
+	}
+	return parts
+}
+
+// kernelParts returns the tests on Debian's kernels in QEMU.
+func kernelParts() []part {
+	var parts []part
+	for _, suite := range []struct {
+		name, kernel string
+		long         bool
+	}{{"bookworm", "6.1", false}, {"bullseye", "5.10", true}} {
+		add := func(name, about string, limit time.Duration, arguments string) {
+			parts = append(parts, part{
+				Name: name + "-" + suite.kernel, About: about + ", on Linux " + suite.kernel, Limit: limit, Long: suite.long,
+				Command: fmt.Sprintf(`kernel=$(mktemp -d)
+trap 'rm -r "$kernel"' EXIT
+CGO_ENABLED=0 go build -C test -o "$kernel/kernel" ./kernel
+go build -o "$kernel/kpng" ./cmd/kpng
+go test -v -count=1 -timeout %s -p 1 -exec "$kernel/kernel -debian %s" %s -patience 3m`, limit, suite.name, arguments),
+			})
+		}
+		add("conformance-nftables", "all tests of backends/nftables, with the conformance kit", 40*time.Minute, "./backends/nftables")
+		add("conformance-ebpf", "all tests of backends/ebpf, with the conformance kit", 40*time.Minute, "./backends/ebpf")
+		add("conformance-ipvs", "the conformance kit and TestKernel of backends/ipvs", 40*time.Minute, "-run '^Test(Conformance|Kernel)$' ./backends/ipvs")
+		add("conformance-iptables", "the conformance kit and TestKernel of backends/iptables", time.Hour, "-run '^Test(Conformance|Kernel)$' ./backends/iptables")
+		add("conformance-ovs", "all tests of backends/ovs with the kernel datapath", time.Hour, "./backends/ovs -datapath system")
+		add("conformance-userspace", "the section \"Ports\" of the kit with SCTP and backends/userspace", 10*time.Minute, "-run '^TestConformance$/^Ports$' ./backends/userspace")
+	}
+	for i := range parts { // these take longest, and CI runs their most important cases
+		parts[i].Long = parts[i].Long || strings.HasPrefix(parts[i].Name, "conformance-iptables-") || strings.HasPrefix(parts[i].Name, "conformance-ovs-")
+	}
+	qemu := func(name, about, build, command string) {
+		parts = append(parts, part{
+			Name: name + "-6.1", About: about + ", on Linux 6.1", Limit: 30 * time.Minute,
+			Command: `kernel=$(mktemp -d)
+trap 'rm -r "$kernel"' EXIT
+CGO_ENABLED=0 go build -C test -o "$kernel/kernel" ./kernel
+` + build + command,
+		})
+	}
+	qemu("all-ip-sctp", "SCTP sockets through all-ip", "",
+		`go test -v -count=1 -timeout 30m -exec "$kernel/kernel -debian bookworm" -run '^TestStreams$/^SCTP$' ./examples/all-ip -sctp`)
+	qemu("histories-ipvs", "random histories of backends/ipvs", "",
+		`go test -v -count=1 -timeout 30m -exec "$kernel/kernel -debian bookworm" -run '^TestKernel$/^random histories$' ./backends/ipvs -kernel-histories 10`)
+	qemu("moves", "a node moves between backends under traffic, with ipvs", `go build -o "$kernel/kpng" ./cmd/kpng
+`, `cd test; go test -v -count=1 -timeout 30m -exec "$kernel/kernel -debian bookworm" -run '^Test(BackendsReplaceEachOther|MoveFromIPVSWithoutDrainBreaksConnections)$' ./nodeproxy -kpng "$kernel/kpng"`)
+	return parts
+}
+
+// clusterParts returns Kubernetes' own tests of services, and kpng's tests of a whole
+// cluster, with kube-proxy, kpng's backends, and the agent of examples/cni.
+func clusterParts() []part {
+	parts := []part{{
+		Name: "cluster-smoke", About: "18 of [Kubernetes' own tests](cluster.md#kubernetes-own-tests) with kpng", Limit: 40 * time.Minute,
+		Command: `trap 'hack/cluster down' EXIT
+hack/cluster up
+hack/cluster smoke /tmp/kpng-nightly/e2e-smoke`,
+	}}
+	for _, proxy := range []struct{ name, arguments string }{
+		{"kube-proxy", "-- kube-proxy"}, {"nftables", ""}, {"iptables", "-- kpng iptables"}, {"ebpf", "-- kpng ebpf"}, {"cni", "--cni examples/cni"},
+	} {
+		compare := ""
+		if proxy.name != "kube-proxy" {
+			compare = fmt.Sprintf("\n[ ! -e /tmp/kpng-nightly/e2e-kube-proxy/summary.tsv ] || hack/cluster compare /tmp/kpng-nightly/e2e-kube-proxy /tmp/kpng-nightly/e2e-%s", proxy.name)
+		}
+		parts = append(parts, part{
+			Name: "cluster-" + proxy.name, Long: true, Limit: 2 * time.Hour,
+			About: "[Kubernetes' own tests](cluster.md#kubernetes-own-tests), `TestChurn` and `TestAllIP` with " + proxy.name,
+			Command: fmt.Sprintf(`trap 'hack/cluster down' EXIT
+hack/cluster up %[1]s
+failed=
+hack/cluster e2e /tmp/kpng-nightly/e2e-%[2]s || failed=yes
+hack/cluster test -test.v -test.run 'Churn|AllIP' || failed=yes
+hack/cluster down
+NODES=6 hack/cluster up %[1]s
+FOCUS='Topology Hints|Traffic Distribution' hack/cluster e2e /tmp/kpng-nightly/e2e-%[2]s-6 || failed=yes%[3]s
+[ -z "$failed" ]`, proxy.arguments, proxy.name, compare),
+		})
+	}
+	return append(parts, part{
+		Name: "cluster-upgrades", Long: true, Limit: time.Hour, About: "`TestUpgrades` of a [whole cluster](cluster.md#kpngs-own-tests)",
+		Command: `trap 'hack/cluster down' EXIT
+hack/cluster up
+hack/cluster test -test.v -test.run Upgrades`,
+	})
+}

@@ -10,7 +10,8 @@ import (
 // which services are stale. The package comment shows how to use it. The zero value is
 // ready to use.
 //
-// Pass has the keys of services delivered since the pass began, except deleted services.
+// During a pass, Pass has the keys of services delivered since the pass began, except deleted
+// services. Between passes, it needs no memory.
 type Pass struct {
 	delivered map[types.NamespacedName]struct{}
 	last      bool
@@ -18,10 +19,15 @@ type Pass struct {
 
 // Begin records the services of c. Call it once at the start of each Sync.
 func (p *Pass) Begin(c *Changes) {
-	if c.First || p.delivered == nil {
+	switch {
+	case c.First:
 		p.delivered = map[types.NamespacedName]struct{}{}
+	case p.last:
+		p.delivered = nil // the pass has ended
 	}
-	p.last = c.Last
+	if p.last = c.Last; p.delivered == nil {
+		return
+	}
 	for s := range c.Services {
 		if s.New == nil && !c.Last {
 			// A deleted service is stale, unless its deletion failed and the last batch names it.

@@ -33,3 +33,14 @@ func TestPassForgetsDeletedServices(t *testing.T) {
 		}
 	}
 }
+
+func TestPassNeedsNoMemoryBetweenPasses(t *testing.T) {
+	var p Pass
+	for _, c := range []Changes{{First: true, Last: true}, {}, {}} {
+		c.Services = slices.Values([]Change{{Key: types.NamespacedName{Name: "a"}, New: &api.View{}}})
+		p.Begin(&c)
+	}
+	if len(p.delivered) > 0 || p.Stale(types.NamespacedName{Name: "b"}) {
+		t.Errorf("after the pass: %v is delivered", p.delivered)
+	}
+}

@@ -151,11 +151,7 @@ func (t *table) checkPart(ctx context.Context, p *part) error {
 // transaction first creates missing chains to which new elements refer. It removes
 // elements before it adds others.
 func (t *table) commit(ctx context.Context, parts []part) error {
-	n := 0
-	for i := range parts {
-		n += len(parts[i].ops)
-	}
-	removed, added := make([]element, 0, n), make([]element, 0, n)
+	var removed, added []elementRef
 	for _, p := range parts {
 		for _, o := range p.ops {
 			t.state.resolve(o)
@@ -163,10 +159,10 @@ func (t *table) commit(ctx context.Context, parts []part) error {
 				continue
 			}
 			if o.hasOld {
-				removed = append(removed, element{o.elementID, o.old})
+				removed = append(removed, elementRef{&o.elementID, &o.old})
 			}
 			if o.hasNew {
-				added = append(added, element{o.elementID, o.new})
+				added = append(added, elementRef{&o.elementID, &o.new})
 			}
 		}
 	}
@@ -175,8 +171,8 @@ func (t *table) commit(ctx context.Context, parts []part) error {
 		for _, c := range missing {
 			makeClass(w, c, t.clientSeed)
 		}
-		writeElements(w, unix.NFT_MSG_DELSETELEM, 0, removed)
-		writeElements(w, unix.NFT_MSG_NEWSETELEM, unix.NLM_F_CREATE|unix.NLM_F_EXCL, added)
+		writeElements(w, unix.NFT_MSG_DELSETELEM, 0, removed...)
+		writeElements(w, unix.NFT_MSG_NEWSETELEM, unix.NLM_F_CREATE|unix.NLM_F_EXCL, added...)
 		for _, c := range sourceChains {
 			w.MakeChain(c)
 		}
@@ -191,17 +187,17 @@ func (t *table) commit(ctx context.Context, parts []part) error {
 			t.state.recordOp(o)
 			o.applied = true
 			// An element that is only held stays although no known service needs it.
-			t.leftovers.Exist = t.leftovers.Exist || o.wanted < 0 && t.state.wanted[o.elementID] == holdCount
+			t.leftovers.Exist = t.leftovers.Exist || o.wanted < 0 && t.state.wanted[o.sharedID()] == holdCount
 		}
 	}
 	return nil
 }
 
 // missingClasses returns the classes that do not exist although lists refer to them.
-func (t *table) missingClasses(elements []element) []class {
+func (t *table) missingClasses(elements []elementRef) []class {
 	needed := map[class]bool{}
-	for i := range elements {
-		if c, ok := classOfElement(&elements[i].elementID, &elements[i].value); ok {
+	for _, e := range elements {
+		if c, ok := classOfElement(e.elementID, e.value); ok {
 			needed[c] = true
 		}
 	}

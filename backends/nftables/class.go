@@ -158,7 +158,7 @@ func (c class) needs() (slot class, ok bool) {
 
 // element returns the element that maps the number of the class to the chain.
 func (c class) element() element {
-	e := element{elementID: elementID{m: mapID{kind: kindClasses, family: c.family}}, value: value{chain: c.name()}}
+	e := element{elementID: elementID{m: mapID{kind: kindClasses, family: c.family}}, value: value{text: c.name()}}
 	w := keyWriter{id: &e.elementID}
 	w.number(c.number())
 	return e
@@ -170,23 +170,25 @@ func makeClass(w *nft.Writer, c class, seed uint32) {
 		w.MakeChain(c.chain(seed))
 	}
 	if !c.choosesSlot {
-		writeElements(w, unix.NFT_MSG_NEWSETELEM, unix.NLM_F_CREATE, []element{c.element()})
+		e := c.element()
+		writeElements(w, unix.NFT_MSG_NEWSETELEM, unix.NLM_F_CREATE, e.ref())
 	}
 }
 
 // deleteClasses adds messages that delete these chains and their elements.
 func deleteClasses(w *nft.Writer, list []class) {
-	var elements []element
+	var elements []elementRef
 	var names []string
 	for _, c := range list {
 		if !c.choosesSlot {
-			elements = append(elements, c.element())
+			e := c.element()
+			elements = append(elements, e.ref())
 		}
 		if !c.isSkeletonChain() {
 			names = append(names, c.name())
 		}
 	}
-	writeElements(w, unix.NFT_MSG_DELSETELEM, 0, elements)
+	writeElements(w, unix.NFT_MSG_DELSETELEM, 0, elements...)
 	w.DeleteChainsAndSets(names, nil)
 }
 

@@ -37,8 +37,7 @@ func (c *conn) dump(ctx context.Context, m mapID, f func(e element, foreign []by
 // getElement reads the element with this ID from the kernel. If the kernel does not have
 // this element, ok is false.
 func (c *conn) getElement(ctx context.Context, id elementID) (e element, ok bool, err error) {
-	key := element{elementID: id}
-	err = c.Get(ctx, id.m.name(), 1, func(w *nft.Writer, _ int) { key.encode(w, false) }, func(_ int, item []byte) {
+	err = c.Get(ctx, id.m.name(), 1, func(w *nft.Writer, _ int) { id.encodeKey(w) }, func(_ int, item []byte) {
 		if got, own := decodeElement(id.m, item, map[string]string{}); own {
 			e, ok = got, true
 		}

@@ -45,16 +45,23 @@ type value struct {
 	// counted is true if the element has a counter. Only elements of maps for which
 	// mapID.canCount is true have one.
 	counted bool
-	// chain is the name of the verdict's target chain.
-	chain string
-	// comment has the name of a frontend's service port, for people who read the table.
-	comment string
+	// text is the name of the verdict's target chain in kindClasses. In kindFrontends, it is
+	// the comment: the name of the service port, for people who read the table.
+	text string
 }
 
 type element struct {
 	elementID
 	value
 }
+
+// elementRef refers to an element whose parts are in other variables.
+type elementRef struct {
+	*elementID
+	*value
+}
+
+func (e *element) ref() elementRef { return elementRef{&e.elementID, &e.value} }
 
 type keyWriter struct {
 	id *elementID
@@ -125,8 +132,8 @@ func (e element) String() string {
 	s := e.elementID.String()
 	data := e.m.description().data
 	switch {
-	case e.chain != "":
-		s += " : goto " + e.chain
+	case e.m.hasVerdicts() && e.text != "":
+		s += " : goto " + e.text
 	case len(data) > 0:
 		s += " : " + format(data, e.data[:])
 	}
@@ -176,11 +183,11 @@ func protocolName(number byte) string {
 
 // writeElements adds messages of type NFT_MSG_NEWSETELEM or NFT_MSG_DELSETELEM about elems,
 // one map after the other.
-func writeElements(w *nft.Writer, msg int, flags uint16, elems []element) {
-	byMap := map[mapID][]*element{}
-	for i := range elems {
-		m := elems[i].m
-		byMap[m] = append(byMap[m], &elems[i])
+func writeElements(w *nft.Writer, msg int, flags uint16, elems ...elementRef) {
+	w.Grow(len(elems) * usualLen)
+	byMap := map[mapID][]elementRef{}
+	for _, e := range elems {
+		byMap[e.m] = append(byMap[e.m], e)
 	}
 	for _, m := range slices.SortedFunc(maps.Keys(byMap), mapID.compare) {
 		list := byMap[m]
@@ -188,9 +195,17 @@ func writeElements(w *nft.Writer, msg int, flags uint16, elems []element) {
 	}
 }
 
+// usualLen is the length of most encoded elements in octets, or a little more.
+const usualLen = 56
+
+// encodeKey adds the key of an element to a message.
+func (id *elementID) encodeKey(w *nft.Writer) {
+	w.Value(unix.NFTA_SET_ELEM_KEY, id.key[:id.m.keyLen()])
+}
+
 // encode adds the attributes of e to a message.
-func (e *element) encode(w *nft.Writer, withData bool) {
-	w.Value(unix.NFTA_SET_ELEM_KEY, e.key[:e.m.keyLen()])
+func (e elementRef) encode(w *nft.Writer, withData bool) {
+	e.encodeKey(w)
 	switch {
 	case !withData:
 	case e.m.dataLen() > 0:
@@ -200,15 +215,15 @@ func (e *element) encode(w *nft.Writer, withData bool) {
 		verdict := w.Nest(unix.NFTA_DATA_VERDICT)
 		code := int32(unix.NFT_GOTO)
 		w.Uint32(unix.NFTA_VERDICT_CODE, uint32(code))
-		w.String(unix.NFTA_VERDICT_CHAIN, e.chain)
+		w.String(unix.NFTA_VERDICT_CHAIN, e.text)
 		w.EndNest(verdict)
 		w.EndNest(data)
 	}
 	if withData && e.counted {
 		w.Counter()
 	}
-	if withData && e.comment != "" {
-		w.Bytes(unix.NFTA_SET_ELEM_USERDATA, slices.Concat([]byte{0, byte(len(e.comment) + 1)}, []byte(e.comment), []byte{0})...)
+	if withData && e.m.kind == kindFrontends && e.text != "" {
+		w.Bytes(unix.NFTA_SET_ELEM_USERDATA, slices.Concat([]byte{0, byte(len(e.text) + 1)}, []byte(e.text), []byte{0})...)
 	}
 }
 
@@ -244,15 +259,15 @@ func decodeElement(m mapID, item []byte, names map[string]string) (e element, ok
 	}
 	if m.hasVerdicts() {
 		data := netfilter.Attribute(item, unix.NFTA_SET_ELEM_DATA)
-		e.chain = decodeVerdict(netfilter.Attribute(data, unix.NFTA_DATA_VERDICT), names)
+		e.text = decodeVerdict(netfilter.Attribute(data, unix.NFTA_DATA_VERDICT), names)
 	}
 	if v := netfilter.Attribute(item, unix.NFTA_SET_ELEM_USERDATA); len(v) >= 3 && v[0] == 0 && int(v[1]) == len(v)-2 {
-		e.comment = netfilter.String(v[2:])
+		e.text += netfilter.String(v[2:])
 	}
 	switch m.kind {
 	case kindClasses:
 		c, isNumber := classOfElement(&e.elementID, &e.value)
-		ok = ok && isNumber && e.chain == c.name()
+		ok = ok && isNumber && e.text == c.name()
 	case kindSources:
 		_, isRange := sourcelists.ParseKey(key)
 		ok = ok && isRange

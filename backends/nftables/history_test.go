@@ -100,9 +100,9 @@ func drifts(tb testing.TB, c *conn, random *rand.Rand) {
 		changed := e
 		changed.value = elements[random.IntN(len(elements))].value
 		err = c.Transact(tb.Context(), func(w *nft.Writer) {
-			writeElements(w, unix.NFT_MSG_DELSETELEM, 0, []element{e})
+			writeElements(w, unix.NFT_MSG_DELSETELEM, 0, e.ref())
 			if random.IntN(2) == 0 {
-				writeElements(w, unix.NFT_MSG_NEWSETELEM, unix.NLM_F_CREATE, []element{changed})
+				writeElements(w, unix.NFT_MSG_NEWSETELEM, unix.NLM_F_CREATE, changed.ref())
 			}
 		})
 		if err != nil {

@@ -203,3 +203,24 @@ func (m mapID) newDescription() description {
 	}
 	return description{nft.NewSet(fmt.Sprintf("%s%d", name, m.family), 0, key, data), key, data}
 }
+
+// sharedID identifies an element of a shared map. It is smaller than an elementID, because
+// there may be hundreds of thousands: one for each endpoint of this node.
+type sharedID struct {
+	m   mapID
+	key [sharedKey]byte
+}
+
+// sharedKey is the length of the longest key of a shared map, without the first address of
+// kindHairpins, which equals the second.
+const sharedKey = 24
+
+// sharedID returns the ID of an element of a shared map.
+func (id *elementID) sharedID() sharedID {
+	s, key := sharedID{m: id.m}, id.key[:]
+	if id.m.kind == kindHairpins {
+		key = key[nft.AddrLen(id.m.family):]
+	}
+	copy(s.key[:], key)
+	return s
+}

@@ -101,7 +101,7 @@ func (t *table) read(ctx context.Context, foreignCommits int64) (*pass, error) {
 			}
 			p.state.count(&e.elementID, &e.value, 1)
 			if m.shared() {
-				p.state.wanted[e.elementID] = holdCount
+				p.state.wanted[e.sharedID()] = holdCount
 			}
 		}
 	}
@@ -293,8 +293,8 @@ func (t *table) prune(ctx context.Context, ps *pass, failed bool) error {
 		for e := range ps.snapshots[m].upTo(limit) {
 			o := op{elementID: e.elementID, hasOld: true, old: e.value}
 			if m.shared() {
-				if t.state.wanted[e.elementID] > holdCount {
-					t.state.wanted[e.elementID] -= holdCount
+				if id := e.sharedID(); t.state.wanted[id] > holdCount {
+					t.state.wanted[id] -= holdCount
 					continue
 				}
 				o.wanted = -holdCount

@@ -20,7 +20,7 @@ type op struct {
 	old, new       value
 	// For an element of a shared map, wanted is the change in the number of services that
 	// need the element. state.resolve uses this change to set hasOld and hasNew.
-	wanted int
+	wanted int32
 	// checked is true if hasOld and old were read from the kernel after it refused the op.
 	checked bool
 	// claimed is true if the value old is from a snapshot of the pass, see pass.claim.

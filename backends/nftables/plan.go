@@ -218,7 +218,7 @@ func planFrontend(view *api.View, f *nodeview.Frontend, lists *outline, port *po
 		return err
 	}
 	e.value = numberValue(lists.lists[i].number | uint32(handling))
-	e.comment = comment(view, f)
+	e.text = comment(view, f)
 	emit(e)
 	return nil
 }

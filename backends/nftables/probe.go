@@ -51,7 +51,7 @@ func (o *Options) features() []feature {
 	}
 	return append(slices.Clip(features), feature{"counters in elements, which the option Stats needs (module nft_counter)", func(w *nft.Writer) {
 		e := (&list{listKey: listKey{family: api.IPv4, port: 1}, number: plainLists.first}).slotID(0)
-		writeElements(w, unix.NFT_MSG_NEWSETELEM, unix.NLM_F_CREATE, []element{{e, value{counted: true}}})
+		writeElements(w, unix.NFT_MSG_NEWSETELEM, unix.NLM_F_CREATE, elementRef{&e, &value{counted: true}})
 	}})
 }
 

@@ -126,11 +126,11 @@ func (t *table) reapLists(ctx context.Context, limit int) error {
 }
 
 // rangesAfter returns the counts of source ranges after a transaction.
-func (s *state) rangesAfter(removed, added []element) sourcelists.Counts {
+func (s *state) rangesAfter(removed, added []elementRef) sourcelists.Counts {
 	ranges := maps.Clone(s.ranges)
-	for i, list := range [][]element{removed, added} {
-		for j := range list {
-			if e := &list[j]; e.m.kind == kindSources {
+	for i, list := range [][]elementRef{removed, added} {
+		for _, e := range list {
+			if e.m.kind == kindSources {
 				ranges.Add(e.m.family, e.key[:e.m.keyLen()], 2*i-1)
 			}
 		}

@@ -32,7 +32,7 @@ type state struct {
 	// wanted has the use count of each element of a shared map: the number of services that
 	// need it. During a pass, holdCount is added to the use counts of existing elements. So
 	// they stay, because services later in the pass may need them.
-	wanted map[elementID]int
+	wanted map[sharedID]int32
 }
 
 // holdCount is larger than any number of services. While the use count of an element in
@@ -48,7 +48,7 @@ func newState(clientSeed uint32) *state {
 		lists:      map[class]int{},
 		ranges:     sourcelists.Counts{},
 		rules:      map[string]nft.Digest{},
-		wanted:     map[elementID]int{},
+		wanted:     map[sharedID]int32{},
 	}
 }
 
@@ -68,8 +68,8 @@ func (s *state) hash(id *elementID, v *value) uint64 {
 	if v.counted {
 		h = ^h
 	}
-	if v.chain != "" || v.comment != "" {
-		h = (h*31+maphash.String(s.seed, v.chain))*31 + maphash.String(s.seed, v.comment)
+	if v.text != "" {
+		h = h*31 + maphash.String(s.seed, v.text)
 	}
 	return h
 }
@@ -90,7 +90,7 @@ func (s *state) count(id *elementID, v *value, n int) {
 }
 
 // increment adds n to the count of key, and deletes the count if it is then 0.
-func increment[K comparable](counts map[K]int, key K, n int) {
+func increment[K comparable, N int | int32](counts map[K]N, key K, n N) {
 	if counts[key] += n; counts[key] == 0 {
 		delete(counts, key)
 	}
@@ -182,7 +182,7 @@ func (s *state) resolve(o *op) {
 	if !o.m.shared() {
 		return
 	}
-	before := s.wanted[o.elementID]
+	before := s.wanted[o.sharedID()]
 	o.hasOld = o.hasOld || before > 0 && !o.checked
 	o.hasNew = before+o.wanted > 0
 }
@@ -196,7 +196,7 @@ func (s *state) recordOp(o *op) {
 		s.count(&o.elementID, &o.new, 1)
 	}
 	if o.wanted != 0 {
-		increment(s.wanted, o.elementID, o.wanted)
+		increment(s.wanted, o.sharedID(), o.wanted)
 	}
 }
 

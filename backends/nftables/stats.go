@@ -82,7 +82,7 @@ func (r *counterReader) read(ctx context.Context, m mapID, yield func(backends.S
 	r.elements[m] = elements[:0]
 	all := make([]backends.Stats, 0, len(elements))
 	err = r.conn.Get(ctx, m.name(), len(elements), func(w *nft.Writer, i int) {
-		(&element{elementID: elements[i].id}).encode(w, false)
+		elements[i].id.encodeKey(w)
 	}, func(i int, item []byte) {
 		connections, ok := nft.Counted(item)
 		data := nft.Value(item, unix.NFTA_SET_ELEM_DATA)

@@ -6,6 +6,7 @@ package netfilter
 
 import (
 	"encoding/binary"
+	"slices"
 
 	"golang.org/x/sys/unix"
 )
@@ -22,6 +23,9 @@ func (w *Builder) Encoded() []byte { return w.b }
 
 // Len returns the length of the encoded messages in octets.
 func (w *Builder) Len() int { return len(w.b) }
+
+// Grow makes room for n more octets.
+func (w *Builder) Grow(n int) { w.b = slices.Grow(w.b, n) }
 
 // Begin starts a message. The upper octet of msgType is the subsystem. Begin returns the
 // argument for End.

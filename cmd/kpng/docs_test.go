@@ -43,7 +43,7 @@ func docPages(t *testing.T) map[string]string {
 }
 
 // otherFlags are flags that the documentation has and kpng on Linux does not.
-var otherFlags = []string{"--cgroup-root", "--detect-local-mode", "--help", "--nft", "--no-install", "--node", "--proxy-mode", "--table", "--target", "--windows-service"}
+var otherFlags = []string{"--cgroup-root", "--detect-local-mode", "--frontends", "--help", "--nft", "--no-install", "--node", "--proxy-mode", "--table", "--target", "--windows-service"}
 
 // TestNamesInDocsExist finds flags and metrics in the manual that kpng does not have.
 // Parts of names are allowed, such as --conntrack-…

@@ -2,7 +2,7 @@
 
 //go:build linux
 
-// Command port-range is the proxier of docs/specialised.md. It serves Services that have a range
+// Command port-range is the proxier of docs/build/specialised.md. It serves Services that have a range
 // of ports in an annotation, over TCP and UDP, and logs new connections. It is the command
 // reconcile with other keys, rules and maps.
 package main

@@ -2,7 +2,7 @@
 
 //go:build linux
 
-// Command reconcile is the backend of docs/writing-a-backend.md: a small service proxy that
+// Command reconcile is the backend of docs/build/backend.md: a small service proxy that
 // uses package reconcile. It writes only differences to its nftables table, and repairs what
 // other programs change. It does not serve node ports, all-ports services and load-balancer
 // IPs with source ranges.

@@ -124,7 +124,7 @@ func elements(ruleset string) (all []string) {
 	return all
 }
 
-// docs/writing-a-backend.md says how many lines the program has.
+// docs/build/backend.md says how many lines the program has.
 func TestProgramHas70Lines(t *testing.T) {
 	text, err := os.ReadFile("main.go")
 	if err != nil {

@@ -3,7 +3,6 @@
 package rules
 
 import (
-	"bufio"
 	"bytes"
 	"encoding/json"
 	"errors"
@@ -11,7 +10,6 @@ import (
 	"os"
 	"os/exec"
 	"path"
-	"regexp"
 	"slices"
 	"strings"
 	"testing"
@@ -22,7 +20,7 @@ const (
 	root   = "../.."
 )
 
-// Packages may only import what the table in docs/design.md allows.
+// Packages may only import what rooms.txt allows.
 func TestRooms(t *testing.T) {
 	t.Chdir(root)
 	rooms := readRooms(t)
@@ -49,13 +47,13 @@ func TestRooms(t *testing.T) {
 		}
 		allowed, ok := rooms[room]
 		if !ok {
-			t.Errorf("docs/design.md lists no room for package %s", pkg.ImportPath)
+			t.Errorf("rooms.txt has no line for package %s", pkg.ImportPath)
 			continue
 		}
 		seen++
 		for _, imported := range pkg.Imports {
 			if (imported == module || strings.HasPrefix(imported, module+"/")) && !mayImport(room, allowed, roomOf(imported)) {
-				t.Errorf("%s imports %s, which docs/design.md does not allow", room, imported)
+				t.Errorf("%s imports %s, which rooms.txt does not allow", room, imported)
 			}
 		}
 	}
@@ -79,39 +77,20 @@ func mayImport(room string, allowed []string, imported string) bool {
 		})
 }
 
-var quoted = regexp.MustCompile("`([^`]+)`")
-
-// readRooms returns, for each package in docs/design.md, the packages that it may import.
+// readRooms returns, for each package in rooms.txt, the packages that it may import.
 func readRooms(t *testing.T) map[string][]string {
-	file, err := os.Open("docs/design.md")
+	text, err := os.ReadFile("internal/rules/rooms.txt")
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer file.Close()
 	rooms := map[string][]string{}
-	inTable := false
-	for lines := bufio.NewScanner(file); lines.Scan(); {
-		columns := strings.Split(lines.Text(), "|")
-		switch {
-		case len(columns) < 4:
-			inTable = false
-			continue
-		case strings.Contains(columns[3], "may import"):
-			inTable = true
-			continue
-		case !inTable:
+	for line := range strings.Lines(string(text)) {
+		names, allowed, isRooms := strings.Cut(line, ":")
+		if !isRooms || strings.HasPrefix(line, "#") {
 			continue
 		}
-		var allowed []string
-		for _, m := range quoted.FindAllStringSubmatch(columns[3], -1) {
-			allowed = append(allowed, m[1])
-		}
-		for _, m := range quoted.FindAllStringSubmatch(columns[1], -1) {
-			name := m[1]
-			if name == "proxy.go" {
-				name = "kpng"
-			}
-			rooms[name] = allowed
+		for _, name := range strings.Fields(names) {
+			rooms[name] = strings.Fields(allowed)
 		}
 	}
 	return rooms

@@ -9,7 +9,6 @@ import (
 	"os/exec"
 	"path/filepath"
 	"regexp"
-	"slices"
 	"strings"
 	"testing"
 
@@ -122,26 +121,6 @@ func TestGoCodeInDocsCompiles(t *testing.T) {
 	}
 }
 
-// The first Go program of the README must print the line that the README quotes.
-func TestProgramInReadmePrintsItsLine(t *testing.T) {
-	all := pages(t)
-	i := slices.IndexFunc(all, func(p page) bool { return p.name == "README.md" })
-	readme := all[i]
-	fences := readme.fences(t)
-	i = slices.IndexFunc(fences, func(f fence) bool { return f.language == "go" })
-	command := regexp.MustCompile(`(?m)^go run \. (.*)$`).FindStringSubmatch(readme.text)
-	quoted := regexp.MustCompile("`go run` prints `([^`]*)`").FindStringSubmatch(readme.text)
-	if i < 0 || command == nil || quoted == nil {
-		t.Fatal("README.md has no Go program, no line that begins with go run, or no line that it prints")
-	}
-	m := newImporter(t, map[string]string{"main.go": fences[i].text})
-	args := strings.Fields(strings.ReplaceAll(command[1], "../kpng/", checkout(t)+"/"))
-	got := m.goCommand(t, append([]string{"run", "."}, args...)...)
-	if diff := cmp.Diff([]string{quoted[1]}, got); diff != "" {
-		t.Errorf("%s: output (-README +program):\n%s", fences[i].where(), diff)
-	}
-}
-
 // The go mod commands of the pages make a module of a program that imports kpng and modules of
 // Kubernetes.
 func TestModulesInDocsBuild(t *testing.T) {
@@ -155,8 +134,8 @@ func TestModulesInDocsBuild(t *testing.T) {
 	}
 	for _, p := range pages(t) {
 		commands := regexp.MustCompile(`(?m)^go (mod [^#\n]*)`).FindAllStringSubmatch(p.text, -1)
-		if wanted := p.name == "README.md" || p.name == "docs/specialised.md"; wanted != (len(commands) == 3) {
-			t.Errorf("%s has the commands %q, want go mod init, edit and tidy only in README.md and specialised.md", p.name, commands)
+		if wanted := p.name == "docs/start/first-proxy.md" || p.name == "docs/build/specialised.md"; wanted != (len(commands) == 3) {
+			t.Errorf("%s has the commands %q, want go mod init, edit and tidy only in first-proxy.md and specialised.md", p.name, commands)
 		} else if !wanted {
 			continue
 		}

@@ -146,15 +146,15 @@ func TestImporterBinaryHasNoUnwantedModules(t *testing.T) {
 }
 
 // TestSizeOfNodeProxy compares the size and the number of modules of a program with the
-// figures in docs/embedding.md. The size may differ by a tenth.
+// figures in docs/build/embedding.md. The size may differ by a tenth.
 func TestSizeOfNodeProxy(t *testing.T) {
-	text, err := os.ReadFile(filepath.Join(checkout(t), "docs/embedding.md"))
+	text, err := os.ReadFile(filepath.Join(checkout(t), "docs/build/embedding.md"))
 	if err != nil {
 		t.Fatal(err)
 	}
 	figures := regexp.MustCompile(`with the proxy of a node and nftables\s+has\s+(\d+)\s+MB\s+and\s+(\d+)\s+modules`).FindSubmatch(text)
 	if figures == nil {
-		t.Fatal("docs/embedding.md has no figures")
+		t.Fatal("docs/build/embedding.md has no figures")
 	}
 	wantMB, _ := strconv.Atoi(string(figures[1]))
 	wantModules, _ := strconv.Atoi(string(figures[2]))
@@ -171,7 +171,7 @@ func TestSizeOfNodeProxy(t *testing.T) {
 		t.Fatal(err)
 	}
 	if size := float64(info.Size()) / 1e6; math.Abs(size-float64(wantMB)) > float64(wantMB)/10 || modules != wantModules {
-		t.Errorf("the program has %.1f MB and %d modules, docs/embedding.md says %d MB and %d modules", size, modules, wantMB, wantModules)
+		t.Errorf("the program has %.1f MB and %d modules, docs/build/embedding.md says %d MB and %d modules", size, modules, wantMB, wantModules)
 	}
 }
 

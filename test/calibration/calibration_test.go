@@ -17,6 +17,7 @@ import (
 	"github.com/kpng-project/kpng/internal/netnstest"
 	"github.com/kpng-project/kpng/test/internal/apiserver"
 	"github.com/kpng-project/kpng/test/internal/gotool"
+	"github.com/kpng-project/kpng/test/internal/publisher"
 	"github.com/kpng-project/kpng/test/kubeproxy"
 )
 
@@ -53,7 +54,7 @@ func run(t *testing.T, opts conformance.Options, o kubeproxy.Options) {
 		return exec.Command(args[0], args[1:]...)
 	}
 	subject := &conformance.Command{
-		Publisher: newPublisher(server.Client()),
+		Publisher: publisher.New(server.Client()),
 		Proxy:     func(site conformance.Site) *exec.Cmd { return command(site) },
 		Clean:     func(site conformance.Site) *exec.Cmd { return command(site, "--cleanup") },
 	}
@@ -70,7 +71,7 @@ func TestKpngWithConfigOfKubeProxy(t *testing.T) {
 			server := apiserver.Start(t, apiserver.Options{})
 			config := kubeproxy.ConfigFile(t, name, apiserver.Kubeconfig(t, server.Config()))
 			subject := &conformance.Command{
-				Publisher: newPublisher(server.Client()),
+				Publisher: publisher.New(server.Client()),
 				Proxy: func(site conformance.Site) *exec.Cmd {
 					cmd := exec.Command(kpng, "kube", "to-local", "nftables", "--config", config)
 					cmd.Env = append(os.Environ(), "NODE_NAME="+site.NodeName)

@@ -24,6 +24,8 @@ type Options struct {
 	// Node is the name of the node. The Node object must exist, because kube-proxy waits for
 	// the node's addresses.
 	Node string
+	// Version is the minor version, such as 1.34. Empty means that of this module.
+	Version string
 	// Mode is nftables, iptables or ipvs. Empty means nftables.
 	Mode string
 	// MinSyncPeriod is the minimum time between two syncs. 0 means one second.
@@ -46,7 +48,11 @@ type Options struct {
 // server must be reachable. kube-proxy listens on 127.0.0.1:10249 and :10256.
 func Command(t testing.TB, o Options) []string {
 	t.Helper()
-	program, err := gotool.Build(t.Context(), gotool.KubeProxy)
+	name := gotool.KubeProxy
+	if o.Version != "" {
+		name = "kube-proxy-" + o.Version
+	}
+	program, err := gotool.Build(t.Context(), name)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -28,8 +28,12 @@ const (
 )
 
 // OldKubeAPIServer is the last kube-apiserver without field selectors for Services, of
-// Kubernetes v1.30. The file gotool/kubernetes-1.30.mod is its module.
+// Kubernetes v1.30.
 const OldKubeAPIServer = "kube-apiserver-1.30"
+
+// older matches the names of programs of older versions of Kubernetes, such as
+// kube-proxy-1.34. Their modules are the files gotool/kubernetes-1.34.mod and so on.
+var older = regexp.MustCompile(`^(kube-[a-z]+)-(1\.[0-9]+)$`)
 
 // Build returns the path of a program in the go command's cache. If needed, it builds the
 // program. Only one test process builds at a time, so that no program is built twice.
@@ -48,12 +52,12 @@ func Build(ctx context.Context, program string) (string, error) {
 	defer unlock()
 
 	args := []string{"tool", "-n", program}
-	if program == OldKubeAPIServer {
+	if old := older.FindStringSubmatch(program); old != nil {
 		module, err := goCommand(ctx, "env", "GOMOD")
 		if err != nil {
 			return "", fmt.Errorf("build %s: %w", program, err)
 		}
-		args = []string{"tool", "-modfile=" + filepath.Join(filepath.Dir(module), "gotool", "kubernetes-1.30.mod"), "-n", KubeAPIServer}
+		args = []string{"tool", "-modfile=" + filepath.Join(filepath.Dir(module), "internal", "gotool", "kubernetes-"+old[2]+".mod"), "-n", "k8s.io/kubernetes/cmd/" + old[1]}
 	}
 	path, err := goCommand(ctx, args...)
 	if err != nil {

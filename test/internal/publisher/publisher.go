@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package calibration
+// Package publisher writes the objects of the conformance kit to an API server.
+package publisher
 
 import (
 	"context"
@@ -15,9 +16,9 @@ import (
 	"k8s.io/client-go/kubernetes"
 )
 
-// publisher writes objects to an API server. It skips an object that has not changed
+// Publisher writes objects to an API server. It skips an object that has not changed
 // since its last write, because no other client changes the object on the server.
-type publisher struct {
+type Publisher struct {
 	client   kubernetes.Interface
 	nodes    map[string]*corev1.Node
 	services map[string]*corev1.Service
@@ -26,16 +27,17 @@ type publisher struct {
 	healthChecks int32
 }
 
-var _ conformance.Publisher = (*publisher)(nil)
+var _ conformance.Publisher = (*Publisher)(nil)
 
-func newPublisher(client kubernetes.Interface) *publisher {
-	return &publisher{client, map[string]*corev1.Node{}, map[string]*corev1.Service{}, map[string]*discoveryv1.EndpointSlice{}, 0}
+// New returns a publisher that writes with a client.
+func New(client kubernetes.Interface) *Publisher {
+	return &Publisher{client, map[string]*corev1.Node{}, map[string]*corev1.Service{}, map[string]*discoveryv1.EndpointSlice{}, 0}
 }
 
 func key(o metav1.Object) string { return o.GetNamespace() + "/" + o.GetName() }
 
 // Publish implements [conformance.Publisher].
-func (p *publisher) Publish(ctx context.Context, objects *conformance.Objects) error {
+func (p *Publisher) Publish(ctx context.Context, objects *conformance.Objects) error {
 	wanted := map[string]bool{}
 	for _, s := range objects.Services {
 		wanted[key(s)] = true
@@ -80,7 +82,7 @@ func fresh(m *metav1.ObjectMeta) {
 	m.UID, m.ResourceVersion, m.CreationTimestamp = "", "", metav1.Time{}
 }
 
-func (p *publisher) node(ctx context.Context, want *corev1.Node) error {
+func (p *Publisher) node(ctx context.Context, want *corev1.Node) error {
 	before, exists := p.nodes[key(want)]
 	if exists && equality.Semantic.DeepEqual(before, want) {
 		return nil
@@ -111,14 +113,14 @@ func (p *publisher) node(ctx context.Context, want *corev1.Node) error {
 // setHealthCheckNodePort sets the health-check node port of a service that needs one. The
 // API server would choose a random port, possibly a node port of a later service of the
 // kit. The kit's node ports are the lowest ones.
-func (p *publisher) setHealthCheckNodePort(s *corev1.Service) {
+func (p *Publisher) setHealthCheckNodePort(s *corev1.Service) {
 	if s.Spec.Type == corev1.ServiceTypeLoadBalancer && s.Spec.ExternalTrafficPolicy == corev1.ServiceExternalTrafficPolicyLocal && s.Spec.HealthCheckNodePort == 0 {
 		s.Spec.HealthCheckNodePort = 32767 - p.healthChecks
 		p.healthChecks++
 	}
 }
 
-func (p *publisher) service(ctx context.Context, want *corev1.Service) error {
+func (p *Publisher) service(ctx context.Context, want *corev1.Service) error {
 	before, exists := p.services[key(want)]
 	if exists && equality.Semantic.DeepEqual(before, want) {
 		return nil
@@ -167,7 +169,7 @@ func (p *publisher) service(ctx context.Context, want *corev1.Service) error {
 	return nil
 }
 
-func (p *publisher) deleteService(ctx context.Context, s *corev1.Service) error {
+func (p *Publisher) deleteService(ctx context.Context, s *corev1.Service) error {
 	if err := p.client.CoreV1().Services(s.Namespace).Delete(ctx, s.Name, metav1.DeleteOptions{}); err != nil {
 		return err
 	}
@@ -175,7 +177,7 @@ func (p *publisher) deleteService(ctx context.Context, s *corev1.Service) error 
 	return nil
 }
 
-func (p *publisher) namespace(ctx context.Context, name string) error {
+func (p *Publisher) namespace(ctx context.Context, name string) error {
 	n := &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: name}}
 	_, err := p.client.CoreV1().Namespaces().Create(ctx, n, metav1.CreateOptions{})
 	if apierrors.IsAlreadyExists(err) {
@@ -184,7 +186,7 @@ func (p *publisher) namespace(ctx context.Context, name string) error {
 	return err
 }
 
-func (p *publisher) slice(ctx context.Context, want *discoveryv1.EndpointSlice) error {
+func (p *Publisher) slice(ctx context.Context, want *discoveryv1.EndpointSlice) error {
 	before, exists := p.slices[key(want)]
 	if exists && equality.Semantic.DeepEqual(before, want) {
 		return nil

@@ -492,8 +492,7 @@ func TestWaitErrorsNameSinksAndServices(t *testing.T) {
 			}
 		}
 	}
-	for p.Status()[0].Passes == 0 || p.Status()[1].Failures == 0 || len(p.Status()[2].Failing) == 0 {
-		time.Sleep(time.Millisecond)
+	for ; p.Status()[0].Passes == 0 || p.Status()[1].Failures == 0 || len(p.Status()[2].Failing) == 0; time.Sleep(time.Millisecond) {
 	}
 	expired, stop := context.WithTimeout(ctx, time.Millisecond)
 	defer stop()

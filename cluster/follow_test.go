@@ -90,8 +90,7 @@ func TestFollowYieldsDifferences(t *testing.T) {
 // second state loses its slices while it is stale.
 // await waits until done returns true, but at most a minute.
 func await(done func() bool) {
-	for end := time.Now().Add(time.Minute); !done() && time.Now().Before(end); {
-		time.Sleep(time.Millisecond)
+	for end := time.Now().Add(time.Minute); !done() && time.Now().Before(end); time.Sleep(time.Millisecond) {
 	}
 }
 

@@ -91,8 +91,7 @@ func testResolvers(t *testing.T) {
 		changes := 0
 		// The resolvers give up a question if they lose it twice, so changes are rarer.
 		awaitAnswers := func() {
-			for enough := answers.Load() + 10; answers.Load() < enough && ctx.Err() == nil; {
-				time.Sleep(time.Millisecond)
+			for enough := answers.Load() + 10; answers.Load() < enough && ctx.Err() == nil; time.Sleep(time.Millisecond) {
 			}
 		}
 		for i := 0; ctx.Err() == nil; i = (i + 1) % len(servers) {

@@ -248,8 +248,7 @@ func BenchmarkChangeDuringPass(b *testing.B) {
 						before = 0
 						d, stop = drive(b, src, sink.Func(be.Sync), 0)
 					}
-					for d.Status().SyncingSince.IsZero() && d.Status().Passes == before {
-						time.Sleep(10 * time.Microsecond)
+					for ; d.Status().SyncingSince.IsZero() && d.Status().Passes == before; time.Sleep(10 * time.Microsecond) {
 					}
 					for d.Status().Passes == before {
 						i := rand.IntN(n)

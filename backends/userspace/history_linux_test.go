@@ -71,8 +71,7 @@ type historySink struct{ *backend }
 
 func (s *historySink) Sync(ctx context.Context, c *sink.Changes) error {
 	err := s.backend.Sync(ctx, c)
-	for s.isPending() && ctx.Err() == nil {
-		time.Sleep(100 * time.Microsecond)
+	for ; s.isPending() && ctx.Err() == nil; time.Sleep(100 * time.Microsecond) {
 	}
 	return err
 }

@@ -271,8 +271,7 @@ func TestQuestionsAreAnsweredWhileTheCacheRestarts(t *testing.T) {
 		all.Go(func() {
 			var c net.Conn
 			for i := range questions / clients {
-				for int64(i) >= allowed.Load() {
-					time.Sleep(time.Millisecond)
+				for ; int64(i) >= allowed.Load(); time.Sleep(time.Millisecond) {
 				}
 				if c != nil && i%perSocket == 0 {
 					c.Close()
@@ -322,8 +321,7 @@ func TestQuestionsAreAnsweredWhileTheCacheRestarts(t *testing.T) {
 	// the cache is killed twice.
 	progress := func(n int64) {
 		for client := range clients {
-			for asked[client].Load() < n {
-				time.Sleep(time.Millisecond)
+			for ; asked[client].Load() < n; time.Sleep(time.Millisecond) {
 			}
 		}
 	}

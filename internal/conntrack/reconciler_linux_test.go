@@ -404,8 +404,7 @@ func TestFailedPassIsRetried(t *testing.T) {
 			t.Fatalf("remaining entries: %q", tableEntries(t, n.FD))
 		}
 	}
-	for r.flush(t.Context()) != nil { // flush fails if the last pass failed, so retry
-		time.Sleep(time.Millisecond)
+	for ; r.flush(t.Context()) != nil; time.Sleep(time.Millisecond) { // flush fails if the last pass failed, so retry
 	}
 	if err := r.Stop(t.Context()); err != nil {
 		t.Error(err)

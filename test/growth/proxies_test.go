@@ -137,8 +137,7 @@ func runProxy(name, kubeconfig string, args []string) error {
 			}
 			number, _ := strconv.Atoi(strings.TrimPrefix(lines.Text(), "wait "))
 			// Each snapshot costs CPU time, so wait longer the longer it takes.
-			for begin := time.Now(); !hasMarker(p, number); {
-				time.Sleep(max(time.Millisecond, time.Since(begin)/4))
+			for begin := time.Now(); !hasMarker(p, number); time.Sleep(max(time.Millisecond, time.Since(begin)/4)) {
 			}
 			if err := p.WaitApplied(ctx); err != nil {
 				fmt.Fprintln(os.Stderr, err)

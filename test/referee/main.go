@@ -14,7 +14,8 @@
 // All proxies are tested with the same cases: the rules of the Kubernetes API, without
 // traffic parameters and other features that only kpng has. Nothing is declared as
 // unsupported. In the words of a command, {kubeconfig}, {node}, {cluster-cidrs} and
-// {node-port-cidrs} are replaced. A proxy of kpng or of Kubernetes is built if needed.
+// {node-port-cidrs} are replaced. A proxy of kpng or of Kubernetes is built if needed. The
+// status is not zero if a case failed.
 package main
 
 import (
@@ -67,24 +68,20 @@ func main() {
 	}
 	r := referee{name: strings.Join(flag.Args(), " "), words: flag.Args(), clean: strings.Fields(*clean), kpng: *kpng}
 	opts := conformance.Options{Cases: pattern, Patience: *patience, Unsupported: notCompared}
-	var matrix conformance.Matrix
 	started := time.Now()
-	// Cases that fail are results, not errors.
-	testing.RunTests(func(_, _ string) (bool, error) { return true, nil }, []testing.InternalTest{{Name: "Referee", F: func(t *testing.T) { matrix = r.run(t, opts) }}})
-	if len(matrix) == 0 {
-		fmt.Fprintln(os.Stderr, "referee: no case ran")
-		os.Exit(1)
-	}
-	if *asJSON {
-		err = json.NewEncoder(os.Stdout).Encode(newVerdict(r.name, started, matrix))
-	} else {
-		fmt.Printf("\n# Conformance of %s\n\n", r.name)
-		err = matrix.WriteMarkdown(os.Stdout)
-	}
-	if err != nil {
-		fmt.Fprintln(os.Stderr, "referee:", err)
-		os.Exit(1)
-	}
+	testing.Main(func(_, _ string) (bool, error) { return true, nil }, []testing.InternalTest{{Name: "Referee", F: func(t *testing.T) {
+		matrix := r.run(t, opts)
+		var err error
+		if *asJSON {
+			err = json.NewEncoder(os.Stdout).Encode(newVerdict(r.name, started, matrix))
+		} else {
+			fmt.Printf("# Conformance of %s\n\n", r.name)
+			err = matrix.WriteMarkdown(os.Stdout)
+		}
+		if err != nil {
+			t.Error(err)
+		}
+	}}}, nil, nil)
 }
 
 // verdict is the result for a proxy. The command nightly makes docs/referee.md from it.

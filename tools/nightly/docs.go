@@ -17,11 +17,17 @@ import (
 // pages has the pages with generated text, and what makes the text.
 var pages = []struct {
 	file string
-	text func([]partResult) string
+	text func([]partResult, store) (string, error)
 }{
-	{"docs/nightly.md", nightlyTable},
-	{"docs/conformance.md", conformanceTable},
-	{"docs/benchmarks.md", benchmarkTables},
+	{"docs/nightly.md", ofParts(nightlyTable)},
+	{"docs/conformance.md", ofParts(conformanceTable)},
+	{"docs/benchmarks.md", ofParts(benchmarkTables)},
+	{"docs/referee.md", func(_ []partResult, s store) (string, error) { return refereePage(s) }},
+}
+
+// ofParts makes the text of a page from the results of parts alone.
+func ofParts(text func([]partResult) string) func([]partResult, store) (string, error) {
+	return func(results []partResult, _ store) (string, error) { return text(results), nil }
 }
 
 // partResult is a part and its last result, which is nil if the part has not run.
@@ -49,7 +55,11 @@ func writeDocs(parts []part, store store) error {
 		if err != nil {
 			return err
 		}
-		after, err := replaceGenerated(before, page.text(results))
+		text, err := page.text(results, store)
+		if err != nil {
+			return err
+		}
+		after, err := replaceGenerated(before, text)
 		if err != nil {
 			return fmt.Errorf("%s: %w", page.file, err)
 		}

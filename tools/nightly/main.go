@@ -55,7 +55,11 @@ func run() error {
 	if *docs {
 		return writeDocs(allParts(), store)
 	}
-	selected, err := selectParts(allParts(), flag.Args())
+	patterns := flag.Args()
+	if *list && len(patterns) == 0 {
+		patterns = []string{"*"}
+	}
+	selected, err := selectParts(allParts(), patterns)
 	if err != nil {
 		return err
 	}
@@ -123,7 +127,11 @@ func printList(parts []part, store store, code string) error {
 		if d := usualDuration(results); d > 0 {
 			usual = d.String()
 		}
-		fmt.Printf("%-34s %-34s usually %-10s limit %s\n", p.Name, last, usual, p.Limit)
+		limit := p.Limit.String()
+		if p.Long {
+			limit += ", long"
+		}
+		fmt.Printf("%-34s %-34s usually %-10s limit %s\n", p.Name, last, usual, limit)
 	}
 	return nil
 }

@@ -120,7 +120,7 @@ func usualDuration(results []result) time.Duration {
 		return 0
 	}
 	slices.Sort(seconds)
-	return (time.Duration(seconds[len(seconds)/2]) * time.Second)
+	return time.Duration(seconds[len(seconds)/2]) * time.Second
 }
 
 // isCode reports whether a file or folder at the top of the repository is code.

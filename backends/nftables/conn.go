@@ -34,18 +34,37 @@ func (c *conn) dump(ctx context.Context, m mapID, f func(e element, foreign []by
 	})
 }
 
+// get calls f with each of the elements that have the IDs id(0) to id(n-1), in order. If the
+// kernel has no such element, f gets an element without a value, and ok is false. The method
+// get stops if f returns false.
+func (c *conn) get(ctx context.Context, m mapID, n int, id func(i int) elementID, f func(i int, e element, ok bool) (more bool)) error {
+	names := map[string]string{}
+	err := c.Get(ctx, m.name(), n, func(w *nft.Writer, i int) {
+		key := id(i)
+		key.encodeKey(w)
+	}, func(i int, item []byte) bool {
+		if item == nil {
+			return f(i, element{elementID: id(i)}, false)
+		}
+		e, ok := decodeElement(m, item, names)
+		return f(i, e, ok)
+	})
+	if err != nil {
+		return fmt.Errorf("read %s: %w", m.name(), err)
+	}
+	return nil
+}
+
 // getElement reads the element with this ID from the kernel. If the kernel does not have
 // this element, ok is false.
 func (c *conn) getElement(ctx context.Context, id elementID) (e element, ok bool, err error) {
-	err = c.Get(ctx, id.m.name(), 1, func(w *nft.Writer, _ int) { id.encodeKey(w) }, func(_ int, item []byte) {
-		if got, own := decodeElement(id.m, item, map[string]string{}); own {
-			e, ok = got, true
+	err = c.get(ctx, id.m, 1, func(int) elementID { return id }, func(_ int, got element, exists bool) bool {
+		if ok = exists; ok {
+			e = got
 		}
+		return true
 	})
-	if err != nil {
-		return e, false, fmt.Errorf("read %s: %w", id, err)
-	}
-	return e, ok, nil
+	return e, ok, err
 }
 
 // listing describes a table of the kernel, without elements.

@@ -24,6 +24,13 @@ import (
 var histories = flag.Int("histories", 6, "how many random `histories` to test")
 
 func TestHistories(t *testing.T) {
+	for name, limit := range map[string]int{"small table": maxDumped, "large table": -1} {
+		t.Run(name, func(t *testing.T) { testHistories(t, limit) })
+	}
+}
+
+// testHistories tests passes that read the endpoints on demand if there are more than limit.
+func testHistories(t *testing.T, limit int) {
 	sinktest.TestHistories(t, *histories, func(tb testing.TB) *sinktest.Subject {
 		ns := netnstest.New(tb)
 		var b *backend
@@ -33,6 +40,7 @@ func TestHistories(t *testing.T) {
 				if b, err = newBackend(Options{Options: backends.Options{NetNS: ns.FD, Sysctls: backends.IgnoreSysctls}}); err != nil {
 					tb.Fatal(err)
 				}
+				b.table.maxDumped = limit
 				return b
 			},
 			Objects: func() []string {

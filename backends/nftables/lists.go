@@ -5,6 +5,7 @@
 package nftables
 
 import (
+	"context"
 	"encoding/binary"
 	"fmt"
 	"iter"
@@ -276,7 +277,7 @@ func (l *list) hairpin(r record) element {
 // planService adds the changes of a service to p. It returns the lists that the service
 // then has. If only endpoints have changed, planService takes no time for the frontends. The
 // argument sources is the change of the lists of source ranges.
-func (t *table) planService(p *patch, ch *sink.Change, sources *sourcelists.Change) ([]list, error) {
+func (t *table) planService(ctx context.Context, p *patch, ch *sink.Change, sources *sourcelists.Change) ([]list, error) {
 	before := newListSet(t.services[ch.Key])
 	old, next := outlineOf(ch.Old, t.opts.Stats), outlineOf(ch.New, t.opts.Stats)
 	if len(before.lists) > 0 && frontends.Same(ch.Old, ch.New) && old.sameUse(next) {
@@ -315,7 +316,11 @@ func (t *table) planService(p *patch, ch *sink.Change, sources *sourcelists.Chan
 			case present != nil:
 				l.arrange(present, n.endpoints())
 			case t.pass != nil:
-				former := t.pass.formerList(&l)
+				former, err := t.formerList(ctx, &l)
+				if err != nil {
+					t.pass.err = err
+					return nil, err
+				}
 				l.arrange(&former, n.endpoints())
 			default:
 				l.arrange(&list{}, n.endpoints())

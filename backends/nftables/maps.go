@@ -161,6 +161,10 @@ func (m mapID) hasText() bool { return m.kind == kindFrontends || m.kind == kind
 // belongsToList reports whether each element of the map belongs to one list of endpoints.
 func (m mapID) belongsToList() bool { return kindLists <= m.kind && m.kind <= kindNumbers }
 
+// readOnDemand reports whether a pass of a large table reads the elements of the map only
+// when it needs them. The map leads to endpoints, and follows kindLists in allMaps.
+func (m mapID) readOnDemand() bool { return kindEndpoints <= m.kind && m.kind <= kindNumbers }
+
 // canCount reports whether elements of the map have counters with Options.Stats. Each
 // connection to a service finds exactly one such element.
 func (m mapID) canCount() bool { return m.kind == kindEndpoints || m.kind == kindNumbers }

@@ -6,7 +6,6 @@ package nftables
 
 import (
 	"context"
-	"encoding/binary"
 	"fmt"
 	"iter"
 	"maps"
@@ -20,16 +19,21 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// pass is the state of a pass. A pass first reads the table. Each Sync then writes the
-// differences for its services, and the end of the pass removes the elements that no
-// service needs. Unchanged elements stay, so traffic to their services is not
-// interrupted.
+// pass is the state of a pass. A pass first reads the table, except the endpoints if there
+// are many of them. Each Sync then reads the endpoints of its services, and writes the
+// differences for its services. The end of the pass removes the elements that no service
+// needs. Unchanged elements stay, so traffic to their services is not interrupted.
 type pass struct {
 	// snapshots are the contents of the maps when the pass began. Since then, Syncs may have
 	// changed the elements that are marked as claimed.
 	snapshots map[mapID]*snapshot
 	// state describes the table as it was read.
 	state *state
+	// onDemand is true if the pass reads the elements of a list only when it needs them. Then
+	// the snapshots of these maps have no elements that services have claimed.
+	onDemand bool
+	// err is the error because of which elements could not be read on demand.
+	err error
 	// foreignCommits is the number that conn.foreignCommits returned before the table was
 	// read.
 	foreignCommits int64
@@ -80,14 +84,24 @@ func (t *table) readAhead(ctx context.Context, foreignCommits int64) {
 	}
 }
 
-// The method read reads all maps.
+// maxDumped limits the endpoints that a pass reads at its beginning. The time to dump a map
+// grows with the square of the number of its elements, because the kernel begins each
+// message at the first element.
+const maxDumped = 20_000
+
+// The method read reads all maps, except those of endpoints if there are many.
 func (t *table) read(ctx context.Context, foreignCommits int64) (*pass, error) {
 	p := &pass{
 		snapshots:      map[mapID]*snapshot{},
 		state:          newState(t.clientSeed),
 		foreignCommits: foreignCommits,
 	}
+	endpoints := 0
 	for _, m := range allMaps() {
+		if p.onDemand = endpoints > t.maxDumped && !t.dumpAll; p.onDemand && m.readOnDemand() {
+			p.snapshots[m] = newSnapshot(m)
+			continue
+		}
 		s, err := readSnapshot(ctx, t.conn, m)
 		if err != nil {
 			return nil, err
@@ -99,12 +113,16 @@ func (t *table) read(ctx context.Context, foreignCommits int64) (*pass, error) {
 				p.state.classesMade([]class{c})
 				continue
 			}
+			if c, ok := classOfElement(&e.elementID, &e.value); ok {
+				endpoints += 1 << c.size
+			}
 			p.state.count(&e.elementID, &e.value, 1)
 			if m.shared() {
 				p.state.wanted[e.sharedID()] = holdCount
 			}
 		}
 	}
+	t.dumpAll = false
 	p.state.slotChainsMade()
 	p.state.sourceChainsMade(p.state.ranges.Chains())
 	return p, nil
@@ -137,39 +155,6 @@ func (ps *pass) lists() iter.Seq[listNumber] {
 func (ps *pass) valueOf(id *elementID) uint32 {
 	v, _ := ps.snapshots[id.m].get(id)
 	return v.number()
-}
-
-// formerList returns the list with the endpoints that the table had when the pass began. The
-// numbers of new endpoints follow the numbers of these endpoints.
-func (ps *pass) formerList(l *list) list {
-	former := list{listKey: l.listKey, number: l.number}
-	var slots, table []byte
-	seen := map[uint32]bool{}
-	for slot := 0; ; slot++ {
-		id := l.slotID(slot)
-		v, ok := ps.snapshots[id.m].get(&id)
-		if !ok {
-			break
-		}
-		var number uint32
-		if isNumbered(l.number) {
-			number = v.number() & endpointMask
-			table = appendNumber(table, number)
-			if seen[number] {
-				continue
-			}
-			seen[number] = true
-			id = l.numberID(number)
-			if v, ok = ps.snapshots[id.m].get(&id); !ok {
-				number = 0
-			}
-		}
-		slots = append(slots, v.data[:nft.AddrLen(l.family)+2]...) // for all-ports services, the port is 0
-		slots = binary.NativeEndian.AppendUint16(slots, uint16(number))
-		former.lastNumber = max(former.lastNumber, uint16(number))
-	}
-	former.slots, former.table = string(slots), string(table)
-	return former
 }
 
 // deleteForeign deletes elements that this package cannot have made. They could make the
@@ -261,6 +246,9 @@ func (t *table) endPass(ctx context.Context, failed bool) error {
 // elements. So if services failed, prune keeps the elements that may belong to these
 // services.
 func (t *table) prune(ctx context.Context, ps *pass, failed bool) error {
+	if err := t.readStaleLists(ctx, ps); err != nil {
+		return err
+	}
 	t.leftovers.Exist = failed && (ps.keepOfFailed() || t.leftovers.Exist || t.sources.HasKept())
 	if !failed {
 		t.numbers.endPass()

@@ -19,6 +19,7 @@ import (
 	"github.com/kpng-project/kpng/backends"
 	"github.com/kpng-project/kpng/internal/backendtest"
 	"github.com/kpng-project/kpng/internal/netfilter"
+	"github.com/kpng-project/kpng/internal/nft"
 	"github.com/kpng-project/kpng/sink"
 	"github.com/kpng-project/kpng/sink/sinktest"
 	"golang.org/x/sys/unix"
@@ -367,6 +368,75 @@ func waitApplied(t testing.TB, d *sink.Driver, src *sinktest.Source) {
 			}
 			if len(d.Status().Failing) > 0 {
 				src.Reset()
+			}
+		}
+	}
+}
+
+// TestDriftOfALargeTable changes elements of lists in a table that is so large that the
+// backend reads lists one by one. Verify must find each change, and a pass must repair it.
+func TestDriftOfALargeTable(t *testing.T) {
+	affine := view("affine", []string{"10.96.0.3"}, []string{"10.0.2.1", "10.0.2.2", "10.0.2.3"}, nil)
+	affine.Service.AffinitySeconds = 60
+	services := []sink.Change{
+		set(view("web", []string{"10.96.0.1"}, []string{"10.0.0.1", "10.0.0.2", "10.0.0.3", "10.0.0.4", "10.0.0.5"}, nil)),
+		set(view("db", []string{"10.96.0.2"}, []string{"10.0.1.1", "10.0.1.2"}, nil)),
+		set(affine),
+	}
+	for _, kind := range []mapKind{kindLists, kindEndpoints, kindSlots, kindNumbers} {
+		for _, edit := range []string{"deleted", "changed", "added"} {
+			for _, restart := range []bool{false, true} {
+				t.Run(fmt.Sprintf("%s %s, restart=%t", mapID{kind: kind, family: api.IPv4}.name(), edit, restart), func(t *testing.T) {
+					b, ns := start(t, Options{})
+					b.table.maxDumped = 3
+					mustSync(t, b, batch(true, false, services[:1]...), batch(false, true, services[1:]...))
+					if err := verifyAll(t, b); err != nil {
+						t.Fatal(err)
+					}
+					other := newConn(ns.FD, b.table.conn.Table)
+					defer other.Close()
+					s, err := readSnapshot(t.Context(), other, mapID{kind: kind, family: api.IPv4})
+					if err != nil {
+						t.Fatal(err)
+					}
+					all := slices.Collect(s.all())
+					e := all[rand.IntN(len(all))]
+					err = other.Transact(t.Context(), func(w *nft.Writer) {
+						next := e
+						switch edit {
+						case "added":
+							next.key[1] ^= 1 // of another list
+						default:
+							writeElements(w, unix.NFT_MSG_DELSETELEM, 0, e.ref())
+							next.data[0] ^= 1
+						}
+						if edit != "deleted" {
+							writeElements(w, unix.NFT_MSG_NEWSETELEM, unix.NLM_F_CREATE, next.ref())
+						}
+					})
+					if err != nil {
+						t.Fatal(err)
+					}
+					if restart {
+						b.Stop(t.Context())
+						b = startIn(t, ns, Options{})
+						waitReadAhead(b)
+						b.table.maxDumped, b.table.ahead = 3, nil
+						mustSync(t, b, batch(true, false, services[:1]...), batch(false, true, services[1:]...))
+					}
+					// The first pass reads the elements of lists. A second one is needed if other elements
+					// are left.
+					for repairs := 0; ; repairs++ {
+						err := verifyAll(t, b)
+						if err == nil && (repairs > 0 || restart) {
+							break
+						} else if repairs == 2 || !errors.Is(err, sink.ErrStartOver) {
+							t.Fatalf("after %d repairs, Verify returns %v", repairs, err)
+						}
+						mustSync(t, b, batch(true, false, services[:1]...), batch(false, true, services[1:]...))
+					}
+					checkFresh(t, b, services...)
+				})
 			}
 		}
 	}

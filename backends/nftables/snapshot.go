@@ -13,15 +13,16 @@ import (
 )
 
 // snapshot has the elements of one map as the kernel returned them. Because a map may
-// have hundreds of thousands of elements, a snapshot stores them as records in one
-// string.
+// have hundreds of thousands of elements, a snapshot stores them as short records.
 type snapshot struct {
 	m mapID
 	// A record has keyLen octets for the key, and dataLen octets for the data. If elements can
 	// have counters, one octet more is 1 if the element has one. If values have text, a record
 	// has a four-octet index into textValues instead of the data.
-	records    string
+	records    []string
 	textValues []value
+	// numbers maps a value to its index in textValues.
+	numbers map[value]int
 	// index maps a key to the number of its record. The keys are substrings of the records.
 	index  map[string]int
 	claims []claim
@@ -42,18 +43,9 @@ const (
 	claimed
 )
 
-func (s *snapshot) size() int {
-	switch {
-	case s.m.hasText():
-		return s.m.keyLen() + 4
-	case s.m.canCount():
-		return s.m.keyLen() + s.m.dataLen() + 1
-	default:
-		return s.m.keyLen() + s.m.dataLen()
-	}
+func newSnapshot(m mapID) *snapshot {
+	return &snapshot{m: m, numbers: map[value]int{}, index: map[string]int{}}
 }
-
-func (s *snapshot) len() int { return len(s.records) / s.size() }
 
 // readSnapshot reads a map. The kernel sends the elements in several messages. If it
 // resizes the hash table between two messages, it sends some elements twice and omits as
@@ -61,7 +53,7 @@ func (s *snapshot) len() int { return len(s.records) / s.size() }
 func readSnapshot(ctx context.Context, c *conn, m mapID) (*snapshot, error) {
 	for attempt := 0; ; attempt++ {
 		s, err := dumpSnapshot(ctx, c, m)
-		if err != nil || len(s.index) == s.len() || attempt == maxDumpRetries {
+		if err != nil || len(s.index) == len(s.records) || attempt == maxDumpRetries {
 			return s, err
 		}
 		if err := waitForResize(ctx, attempt); err != nil {
@@ -85,44 +77,43 @@ func waitForResize(ctx context.Context, attempt int) error {
 }
 
 func dumpSnapshot(ctx context.Context, c *conn, m mapID) (*snapshot, error) {
-	s := &snapshot{m: m}
-	var records []byte
-	numbers := map[value]int{}
+	s := newSnapshot(m)
 	err := c.dump(ctx, m, func(e element, foreign []byte) {
 		if foreign != nil {
 			s.foreign = append(s.foreign, bytes.Clone(foreign))
-			return
+		} else {
+			s.add(&e)
 		}
-		records = append(records, e.key[:m.keyLen()]...)
-		if !m.hasText() {
-			records = append(records, e.data[:m.dataLen()]...)
-			if m.canCount() {
-				records = append(records, 0)
-				if e.counted {
-					records[len(records)-1] = 1
-				}
-			}
-			return
-		}
-		number, ok := numbers[e.value]
-		if !ok {
-			number = len(s.textValues)
-			numbers[e.value] = number
-			s.textValues = append(s.textValues, e.value)
-		}
-		records = binary.NativeEndian.AppendUint32(records, uint32(number))
 	})
 	if err != nil {
 		return nil, err
 	}
-	s.records = string(records)
-	n := s.len()
-	s.index = make(map[string]int, n)
-	s.claims = make([]claim, n)
-	for i := range n {
-		s.index[s.records[i*s.size():i*s.size()+m.keyLen()]] = i
-	}
 	return s, nil
+}
+
+// The method add adds an element that the kernel has.
+func (s *snapshot) add(e *element) {
+	b := append(make([]byte, 0, maxKey+len(e.data)+1), e.key[:s.m.keyLen()]...)
+	switch {
+	case s.m.hasText():
+		number, ok := s.numbers[e.value]
+		if !ok {
+			number = len(s.textValues)
+			s.numbers[e.value] = number
+			s.textValues = append(s.textValues, e.value)
+		}
+		b = binary.NativeEndian.AppendUint32(b, uint32(number))
+	case s.m.canCount() && e.counted:
+		b = append(append(b, e.data[:s.m.dataLen()]...), 1)
+	case s.m.canCount():
+		b = append(append(b, e.data[:s.m.dataLen()]...), 0)
+	default:
+		b = append(b, e.data[:s.m.dataLen()]...)
+	}
+	record := string(b)
+	s.index[record[:s.m.keyLen()]] = len(s.records)
+	s.records = append(s.records, record)
+	s.claims = append(s.claims, unclaimed)
 }
 
 // lookup returns the number of the element's record. If there is no such record, ok is
@@ -133,6 +124,12 @@ func (s *snapshot) lookup(id *elementID) (i int, ok bool) {
 	}
 	i, ok = s.index[string(id.key[:s.m.keyLen()])]
 	return i, ok
+}
+
+// has reports whether the snapshot has the element.
+func (s *snapshot) has(id *elementID) bool {
+	_, ok := s.lookup(id)
+	return ok
 }
 
 // get returns the value of an element. If there is no such element, ok is false.
@@ -164,7 +161,7 @@ func (s *snapshot) giveBack(id *elementID) {
 
 func (s *snapshot) element(i int) element {
 	e := element{elementID: elementID{m: s.m}}
-	record := s.records[i*s.size() : (i+1)*s.size()]
+	record := s.records[i]
 	key, data := record[:s.m.keyLen()], record[s.m.keyLen():]
 	copy(e.key[:], key)
 	if s.m.hasText() {

@@ -83,11 +83,11 @@ func (r *counterReader) read(ctx context.Context, m mapID, yield func(backends.S
 	all := make([]backends.Stats, 0, len(elements))
 	err = r.conn.Get(ctx, m.name(), len(elements), func(w *nft.Writer, i int) {
 		elements[i].id.encodeKey(w)
-	}, func(i int, item []byte) {
+	}, func(i int, item []byte) bool {
 		connections, ok := nft.Counted(item)
 		data := nft.Value(item, unix.NFTA_SET_ELEM_DATA)
 		if !ok || len(data) != m.dataLen() {
-			return
+			return true
 		}
 		addr, port := data[:nft.AddrLen(m.family)], uint16(0)
 		if m.match != matchAddress {
@@ -98,6 +98,7 @@ func (r *counterReader) read(ctx context.Context, m mapID, yield func(backends.S
 			Service: elements[i].service, Port: l.name, Protocol: l.protocol, Endpoint: netip.AddrPortFrom(addrOf(addr), port),
 			Connections: int64(connections), Active: -1, FromClients: -1, ToClients: -1,
 		})
+		return true
 	})
 	if err != nil {
 		return false, fmt.Errorf("read counters of %s: %w", m.name(), err)

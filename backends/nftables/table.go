@@ -63,7 +63,12 @@ type table struct {
 	// ahead is the pass that readAhead has prepared for the first Sync, or nil.
 	ahead *pass
 	// pass is the current pass, or nil if there is none.
-	pass      *pass
+	pass *pass
+	// maxDumped is the constant of that name, except in tests.
+	maxDumped int
+	// dumpAll is true if the next pass must read all elements at its beginning, because maps of
+	// lists have elements of other programs.
+	dumpAll   bool
 	drift     drift
 	leftovers kernelnode.Leftovers
 	now       func() time.Time
@@ -73,7 +78,7 @@ func newTable(opts *Options) *table {
 	c := newConn(opts.NetNS, opts.tables()[0])
 	c.Transacted = opts.Observer.Wrote
 	return &table{
-		opts: opts, conn: c, numbers: newNumbers(), now: time.Now,
+		opts: opts, conn: c, numbers: newNumbers(), maxDumped: maxDumped, now: time.Now,
 		sources: sourcelists.New(nil), services: map[types.NamespacedName][]list{},
 	}
 }
@@ -92,7 +97,9 @@ func (t *table) sync(ctx context.Context, c *sink.Changes, nodePortAddrs []netip
 		t.state = nil // unknown, because the kernel may have applied a part of c
 		return fmt.Errorf("%w (%w)", err, sink.ErrStartOver)
 	}
-	t.opts.Observer.Holds("elements", t.state.elements())
+	if t.pass == nil { // a pass may not have read all elements yet
+		t.opts.Observer.Holds("elements", t.state.elements())
+	}
 	return failed.Err()
 }
 
@@ -137,7 +144,10 @@ func (t *table) syncServices(ctx context.Context, services iter.Seq[sink.Change]
 		p.beginPart(ch.Key)
 		change := t.sources.Begin(ch.Key, ch.Old, ch.New)
 		sources = append(sources, change)
-		next, err := t.planService(p, &ch, change)
+		next, err := t.planService(ctx, p, &ch, change)
+		if t.pass != nil && t.pass.err != nil {
+			return nil, t.pass.err
+		}
 		if err != nil {
 			p.fail(err)
 		}
@@ -160,6 +170,7 @@ func (t *table) syncServices(ctx context.Context, services iter.Seq[sink.Change]
 	}
 	if t.pass != nil {
 		t.pass.recordFailed(p, failed)
+		t.pass.forgetClaimed()
 	}
 	return failed, t.reapLists(ctx, maxUnused)
 }

@@ -8,6 +8,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"slices"
 	"time"
 
@@ -15,6 +16,7 @@ import (
 	"github.com/kpng-project/kpng/internal/nft"
 	"github.com/kpng-project/kpng/sink"
 	"golang.org/x/sys/unix"
+	"k8s.io/apimachinery/pkg/types"
 )
 
 // drift is the state of the search for changes that other programs made to the table.
@@ -31,6 +33,9 @@ type drift struct {
 	checkedCommits, comparedCommits int64
 	// nextMap is the index of the next map to compare, in the result of allMaps.
 	nextMap int
+	// services are the services whose lists must be compared before the map nextMap. They are
+	// nil unless a comparison of lists has begun.
+	services []types.NamespacedName
 	// startCommits is the number that conn.foreignCommits returned when the current
 	// comparison began.
 	startCommits int64
@@ -50,15 +55,16 @@ const (
 	// step of the comparison. After that, a Verify ignores its context. So a large map is
 	// compared even if the driver constantly interrupts Verify.
 	maxInterrupted = 2
-	// A step of the comparison ends after the map with which it has compared stepElements
-	// elements or more. Most maps are small, so a comparison needs only a few steps.
+	// A step of the comparison ends after the map or list with which it has compared
+	// stepElements elements or more. Most maps are small, so a comparison needs only a few
+	// steps.
 	stepElements = 2_000
 )
 
 // reset records that a pass has read the table. The argument foreignCommits is the number
 // that conn.foreignCommits returned before the table was read.
 func (d *drift) reset(foreignCommits int64) {
-	d.checkedCommits, d.comparedCommits, d.nextMap = foreignCommits, foreignCommits, 0
+	d.checkedCommits, d.comparedCommits, d.nextMap, d.services = foreignCommits, foreignCommits, 0, nil
 	d.interruptedChecks, d.interruptedSteps = 0, 0
 }
 
@@ -185,6 +191,7 @@ func (t *table) check(ctx context.Context) error {
 	}
 	for _, m := range allMaps() {
 		if is, want := l.Sets[m.name()].Elements, t.state.digests[m].n; is >= 0 && is != want {
+			t.dumpAll = t.dumpAll || m.belongsToList() && is > want
 			return kernelnode.Differs("%s has %d elements instead of %d", m.name(), is, want)
 		}
 	}
@@ -198,11 +205,16 @@ func (t *table) compare(ctx context.Context) error {
 	defer func() { d.elapsed += t.now().Sub(begin) }()
 	for all := allMaps(); d.nextMap < len(all); {
 		err := step(ctx, &d.interruptedSteps, func(ctx context.Context) error {
-			for n := 0; n < stepElements && d.nextMap < len(all); d.nextMap++ {
-				if err := t.compareMap(ctx, all[d.nextMap]); err != nil {
+			for n := 0; n < stepElements && d.nextMap < len(all); {
+				m := all[d.nextMap]
+				if m.belongsToList() && (d.services != nil || t.isLarge()) {
+					return t.compareLists(ctx)
+				}
+				if err := t.compareMap(ctx, m); err != nil {
 					return err
 				}
-				n += t.state.digests[all[d.nextMap]].n
+				n += t.state.digests[m].n
+				d.nextMap++
 			}
 			return nil
 		})
@@ -237,6 +249,62 @@ func (t *table) compareMap(ctx context.Context, m mapID) error {
 			return err
 		}
 	}
+}
+
+// isLarge reports whether the maps of lists are too large to be dumped.
+func (t *table) isLarge() bool {
+	n := 0
+	for m, d := range t.state.digests {
+		if m.readOnDemand() {
+			n += d.n
+		}
+	}
+	return n > t.maxDumped
+}
+
+// compareLists compares lists with their expected elements, by reading these elements. It
+// continues with the services at which the last call has stopped. It does not find elements
+// that belong to no list. No packet reaches such elements, and check finds them if the kernel
+// reports numbers of elements.
+func (t *table) compareLists(ctx context.Context) error {
+	d := &t.drift
+	if d.services == nil {
+		d.services = slices.Collect(maps.Keys(t.services))
+	}
+	expected, n, compared := map[mapID][]*op{}, 0, 0
+	for ; compared < len(d.services) && n < stepElements; compared++ {
+		p := newPatch()
+		p.beginPart(d.services[compared])
+		for _, l := range t.services[d.services[compared]] {
+			t.changeList(p, nil, &l)
+		}
+		for _, o := range p.ops {
+			if o.m.belongsToList() {
+				expected[o.m] = append(expected[o.m], o)
+				n++
+			}
+		}
+	}
+	for m, ops := range expected {
+		var different *op
+		err := t.conn.get(ctx, m, len(ops), func(i int) elementID { return ops[i].elementID }, func(i int, e element, ok bool) bool {
+			if !ok || e.value != ops[i].new {
+				different = ops[i]
+			}
+			return different == nil
+		})
+		if err != nil {
+			return err
+		}
+		if different != nil {
+			return kernelnode.Differs("%s was changed", different.elementID)
+		}
+	}
+	if d.services = d.services[compared:]; len(d.services) == 0 {
+		d.services = nil
+		d.nextMap = slices.IndexFunc(allMaps(), func(m mapID) bool { return m.kind > kindNumbers })
+	}
+	return nil
 }
 
 // deleteUnusedClasses deletes the classes with session affinity that no list uses, because

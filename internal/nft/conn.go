@@ -93,22 +93,23 @@ func decodeElements(attributes []byte, f func(item []byte)) {
 // element, and all of them must fit into the socket's buffer.
 const maxGet = 500
 
-// Get calls f with the encodings of n elements of a map or set, in order. The function
-// encode adds the key of element i to a message. Get does not call f for an element that
-// does not exist. For many elements of a large map, Get is faster than Dump, because the
-// kernel begins each message of a dump at the first element.
-func (c *Conn) Get(ctx context.Context, set string, n int, encode func(w *Writer, i int), f func(i int, item []byte)) error {
-	for next := 0; next < n; {
+// Get calls f with the encoding of each of n elements of a map or set, in order, or with nil
+// if the element does not exist. The function encode adds the key of element i to a message.
+// Get stops if f returns false. For many elements of a large map, Get is faster than Dump,
+// because the kernel begins each message of a dump at the first element.
+func (c *Conn) Get(ctx context.Context, set string, n int, encode func(w *Writer, i int), f func(i int, item []byte) (more bool)) error {
+	for next, more := 0, true; next < n && more; {
 		first, end := next, min(next+maxGet, n)
 		err := c.Query(ctx, func(w *Writer) {
 			w.Elements(unix.NFT_MSG_GETSETELEM, 0, set, end-first, func(i int) { encode(w, first+i) })
 		}, func(attributes []byte) {
-			decodeElements(attributes, func(item []byte) { f(next, item) })
+			decodeElements(attributes, func(item []byte) { more = more && f(next, item) })
 			next++
 		})
 		switch {
-		case errors.Is(err, unix.ENOENT):
-			next++ // the kernel stops at an element that does not exist
+		case errors.Is(err, unix.ENOENT): // the kernel stops at an element that does not exist
+			more = more && f(next, nil)
+			next++
 		case err == nil && next < end:
 			return fmt.Errorf("the kernel returned %d of %d elements of %s", next-first, end-first, set)
 		case err == nil:

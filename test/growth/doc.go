@@ -26,4 +26,9 @@
 //
 //	go test -run xxx -bench . -benchtime 1x -timeout 12h ./growth
 //	go test -run xxx -bench Growth -benchtime 1x ./growth -args -proxies nftables,kube-proxy -shapes affinity -scale 4
+//
+// TestObjective uses the same harness to measure how long changes take until packets reach
+// an endpoint, in a large cluster, during passes and transactions of other programs:
+//
+//	go test -v -run Objective ./growth -objective-for 10m -objective-services 100000
 package growth

@@ -96,7 +96,7 @@ func TestMain(m *testing.M) {
 // when the dataplane has a change of the innocent service. The line "wait NUMBER" on the
 // standard input requests the line "done" when all sinks have applied the state that
 // contains the marker with the number. The line "collect" requests it when unused memory is
-// free.
+// free. The line "pass" requests a pass.
 func runProxy(name, kubeconfig string, args []string) error {
 	ctx, cancel := context.WithCancel(context.Background())
 	defer cancel()
@@ -133,6 +133,10 @@ func runProxy(name, kubeconfig string, args []string) error {
 			if lines.Text() == "collect" {
 				debug.FreeOSMemory()
 				fmt.Println("done")
+				continue
+			}
+			if lines.Text() == "pass" {
+				p.StartOver()
 				continue
 			}
 			number, _ := strconv.Atoi(strings.TrimPrefix(lines.Text(), "wait "))

@@ -32,7 +32,7 @@ build() {
 (cd "$repo" && CGO_ENABLED=0 go build -o "$bin/" ./cmd/kpng ./examples/all-ip)
 (cd "$here" && go build -o "$bin/loadbalancer" ./loadbalancer)
 build "$repo/test" go.etcd.io/etcd/server/v3 etcd
-for name in kube-apiserver kube-controller-manager kube-scheduler kube-proxy kubelet kubectl; do
+for name in kube-apiserver kube-controller-manager kube-scheduler kube-proxy kubelet kubectl kubeadm; do
 	build "$here/parts/kubernetes" "k8s.io/kubernetes/cmd/$name" "$name"
 done
 for name in agnhost regression-issue-74839; do
@@ -41,6 +41,7 @@ done
 for name in containerd containerd-shim-runc-v2 ctr; do
 	build "$here/parts/containerd" "github.com/containerd/containerd/v2/cmd/$name" "$name"
 done
+build "$here/parts/helm" helm.sh/helm/v4/cmd/helm helm
 build "$here/parts/coredns" . coredns
 build "$here/parts/pause" . pause
 if [ "${1:-}" = e2e ]; then

@@ -182,6 +182,16 @@ func onNode(t *testing.T, i int) *netnstest.Namespace {
 // nodeAddr returns the IPv4 address of a node.
 func nodeAddr(i int) netip.Addr { return netip.AddrFrom4([4]byte{10, 254, 0, byte(10 + i)}) }
 
+// pods returns the pods of a deployment of the test.
+func (c *cluster) pods(t *testing.T, app string) []corev1.Pod {
+	t.Helper()
+	list, err := c.CoreV1().Pods(c.namespace).List(t.Context(), metav1.ListOptions{LabelSelector: "app=" + app})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return list.Items
+}
+
 // inPod returns the network namespace of a pod.
 func inPod(t *testing.T, pod *corev1.Pod) *netnstest.Namespace {
 	t.Helper()
@@ -230,9 +240,10 @@ func atoi(t *testing.T, s string) int {
 	return n
 }
 
-// addImage adds an image to all nodes. The image has the given program, which is the image's
-// entry point, and the tools of this machine that the program runs, with their libraries.
-func (c *cluster) addImage(t *testing.T, name, program string, tools ...string) {
+// addImage adds an image to all nodes. The image has the given program at a path, which is
+// the image's entry point, and the tools of this machine that the program runs, with their
+// libraries. A tool is the name of a program or the path of a file.
+func (c *cluster) addImage(t *testing.T, name, entrypoint, program string, tools ...string) {
 	t.Helper()
 	read := func(path string) []byte {
 		content, err := os.ReadFile(path)
@@ -241,14 +252,18 @@ func (c *cluster) addImage(t *testing.T, name, program string, tools ...string) 
 		}
 		return content
 	}
-	files := []any{"program", read(program)}
+	files := []any{entrypoint[1:], read(program)}
 	added := map[string]bool{}
 	for _, tool := range tools {
-		path, err := exec.LookPath(tool)
-		if err != nil {
-			t.Fatal(err)
+		path, name := tool, tool
+		if !filepath.IsAbs(tool) {
+			var err error
+			if path, err = exec.LookPath(tool); err != nil {
+				t.Fatal(err)
+			}
+			name = "/bin/" + tool
 		}
-		files = append(files, "bin/"+tool, read(path))
+		files = append(files, name[1:], read(path))
 		libraries, err := exec.Command("ldd", path).Output()
 		if err != nil {
 			t.Fatalf("list the libraries of %s: %v", path, err)
@@ -270,11 +285,11 @@ func (c *cluster) addImage(t *testing.T, name, program string, tools ...string) 
 	}
 	config := encode(map[string]any{
 		"architecture": "amd64", "os": "linux",
-		"config": map[string]any{"Entrypoint": []string{"/program"}, "Env": []string{"PATH=/bin"}, "Labels": map[string]string{"name": name}},
+		"config": map[string]any{"Entrypoint": []string{entrypoint}, "Env": []string{"PATH=/usr/local/bin:/bin"}, "Labels": map[string]string{"name": name}},
 		"rootfs": map[string]any{"type": "layers", "diff_ids": []string{fmt.Sprintf("sha256:%x", sha256.Sum256(layer))}},
 	})
 	manifest := encode([]map[string]any{{
-		"Config": "config.json", "RepoTags": []string{"docker.io/library/" + name}, "Layers": []string{"layer.tar"},
+		"Config": "config.json", "RepoTags": []string{name}, "Layers": []string{"layer.tar"},
 	}})
 	file := filepath.Join(t.TempDir(), "image.tar")
 	if err := os.WriteFile(file, tarOf(t, "manifest.json", manifest, "config.json", config, "layer.tar", layer), 0o600); err != nil {

@@ -19,7 +19,6 @@ import (
 	"github.com/kpng-project/kpng/test/deploy"
 	"github.com/kpng-project/kpng/test/internal/traffic"
 	corev1 "k8s.io/api/core/v1"
-	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 )
 
 var previous = flag.String("previous", "", "the kpng program of an earlier version, which TestUpgrades runs as a DaemonSet and updates; default: the program of this version")
@@ -99,10 +98,7 @@ func spread(app string) string {
 // start only if keepConnections is true.
 func (c *cluster) startClients(t *testing.T, tr *traffic.Traffic, service *corev1.Service, keepConnections bool) {
 	t.Helper()
-	pods, err := c.CoreV1().Pods(c.namespace).List(t.Context(), metav1.ListOptions{LabelSelector: "app=client"})
-	if err != nil {
-		t.Fatal(err)
-	}
+	pods := c.pods(t, "client")
 	for i := 1; i <= c.nodes; i++ {
 		name := fmt.Sprintf("node-%d", i)
 		node := onNode(t, i)
@@ -112,7 +108,7 @@ func (c *cluster) startClients(t *testing.T, tr *traffic.Traffic, service *corev
 		}
 		tr.Start(name+" to DNS", node, lookup())
 		tr.Start("to the node port of "+name, outside(t), dial(nodePort(service, i)))
-		for _, pod := range pods.Items {
+		for _, pod := range pods {
 			if pod.Spec.NodeName == name {
 				tr.Start("pod of "+name+" to the cluster IP", inPod(t, &pod), dial(clusterIP(service)))
 			}
@@ -179,8 +175,8 @@ func (c *cluster) restartAPIServer(t *testing.T) {
 func (c *cluster) runDaemonSet(t *testing.T) {
 	t.Helper()
 	program := filepath.Join(*state, "../bin/kpng")
-	c.addImage(t, "kpng:latest", cmp.Or(*previous, program))
-	c.addImage(t, "kpng:next", program)
+	c.addImage(t, "docker.io/library/kpng:latest", "/kpng", cmp.Or(*previous, program))
+	c.addImage(t, "docker.io/library/kpng:next", "/kpng", program)
 	manifest, err := deploy.Render("../../cmd/kpng/deploy/nftables")
 	if err != nil {
 		t.Fatal(err)

@@ -7,7 +7,6 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
-	"regexp"
 	"slices"
 	"strings"
 	"testing"
@@ -27,18 +26,12 @@ import (
 // the other proxy. In the end, everything is as before.
 func TestMigrationKeepsOneProxyOnEachNode(t *testing.T) {
 	m := newMigration(t)
-	page, err := os.ReadFile("../../docs/migrating.md")
+	blocks, err := KubeadmBlocks()
 	if err != nil {
 		t.Fatal(err)
 	}
-	_, section, _ := strings.Cut(string(page), "\n### On a cluster of kubeadm\n")
-	section, _, _ = strings.Cut(section, "\n### ")
-	blocks := regexp.MustCompile("(?s)```sh\n(.*?)```").FindAllStringSubmatch(section, -1)
-	if len(blocks) < 8 {
-		t.Fatalf("the section has %d blocks of commands", len(blocks))
-	}
 	for _, block := range blocks {
-		m.run(block[1])
+		m.run(block.Commands)
 	}
 	if m.seen["check"] == 0 || m.seen["cleanup"] == 0 || m.seen["cleanup-kube-proxy"] == 0 || m.seen["kpng"] == 0 {
 		t.Errorf("the commands ran these tasks: %v", m.seen)

@@ -35,11 +35,13 @@ type Traffic struct {
 // The type requests counts what happened to the requests of one client.
 type requests struct {
 	made, slow int
+	slowest    time.Duration // of successful requests
 	failures   []string
 }
 
 func (r *requests) String() string {
-	return fmt.Sprintf("%d requests, %d failed, %d took longer than %v", r.made, len(r.failures), r.slow, LossDelay)
+	return fmt.Sprintf("%d requests, %d failed, %d took longer than %v, slowest %v",
+		r.made, len(r.failures), r.slow, LossDelay, r.slowest.Round(time.Millisecond))
 }
 
 // New returns a Traffic without clients. The method Start adds clients, which stop when
@@ -95,7 +97,10 @@ func (tr *Traffic) add(name string, began time.Time, err error) {
 	took := time.Since(began)
 	if err != nil {
 		r.failures = append(r.failures, fmt.Sprintf("%s, after %v: %v", began.Format(time.TimeOnly), took.Round(time.Millisecond), err))
-	} else if took > LossDelay {
+		return
+	}
+	r.slowest = max(r.slowest, took)
+	if took > LossDelay {
 		r.slow++
 	}
 }
@@ -123,6 +128,7 @@ func (tr *Traffic) Report(t testing.TB, phase string) (failed, slow int) {
 	for name, r := range count {
 		total.made += r.made
 		total.slow += r.slow
+		total.slowest = max(total.slowest, r.slowest)
 		total.failures = append(total.failures, r.failures...)
 		for i, failure := range r.failures {
 			if i == 5 {

@@ -1,0 +1,47 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package deploy
+
+import (
+	"fmt"
+	"os"
+	"strings"
+)
+
+// Block is a block of commands in a page of the documentation.
+type Block struct {
+	// Heading is the last heading before the block, without its number signs.
+	Heading  string
+	Commands string
+}
+
+// KubeadmBlocks returns the commands with which docs/migrating.md moves a cluster of
+// kubeadm to kpng and back, in their order.
+func KubeadmBlocks() ([]Block, error) {
+	page, err := os.ReadFile("../../docs/migrating.md")
+	if err != nil {
+		return nil, err
+	}
+	_, section, _ := strings.Cut(string(page), "\n### On a cluster of kubeadm\n")
+	section, _, _ = strings.Cut(section, "\n### ")
+	var blocks []Block
+	heading, isCommand := "", false
+	for line := range strings.Lines(section) {
+		title, isHeading := strings.CutPrefix(line, "#### ")
+		switch {
+		case line == "```sh\n":
+			isCommand = true
+			blocks = append(blocks, Block{Heading: heading})
+		case line == "```\n":
+			isCommand = false
+		case isCommand:
+			blocks[len(blocks)-1].Commands += line
+		case isHeading:
+			heading = strings.TrimSpace(title)
+		}
+	}
+	if len(blocks) < 8 {
+		return nil, fmt.Errorf("docs/migrating.md has %d blocks of commands for clusters of kubeadm", len(blocks))
+	}
+	return blocks, nil
+}

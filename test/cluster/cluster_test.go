@@ -240,8 +240,8 @@ func atoi(t *testing.T, s string) int {
 	return n
 }
 
-// addImage adds an image to all nodes. The image has the given program at a path, which is
-// the image's entry point, and the tools of this machine that the program runs, with their
+// addImage adds an image to all nodes. The image has the given program, whose path in the
+// image is the entry point, and the tools of this machine that it runs, all with their
 // libraries. A tool is the name of a program or the path of a file.
 func (c *cluster) addImage(t *testing.T, name, entrypoint, program string, tools ...string) {
 	t.Helper()
@@ -252,28 +252,29 @@ func (c *cluster) addImage(t *testing.T, name, entrypoint, program string, tools
 		}
 		return content
 	}
-	files := []any{entrypoint[1:], read(program)}
+	var files []any
 	added := map[string]bool{}
-	for _, tool := range tools {
-		path, name := tool, tool
-		if !filepath.IsAbs(tool) {
-			var err error
-			if path, err = exec.LookPath(tool); err != nil {
-				t.Fatal(err)
-			}
-			name = "/bin/" + tool
-		}
+	add := func(path, name string) {
 		files = append(files, name[1:], read(path))
-		libraries, err := exec.Command("ldd", path).Output()
-		if err != nil {
-			t.Fatalf("list the libraries of %s: %v", path, err)
-		}
+		libraries, _ := exec.Command("ldd", path).Output() // fails for a static program
 		for word := range strings.FieldsSeq(string(libraries)) {
 			if strings.HasPrefix(word, "/") && !added[word] {
 				added[word] = true
 				files = append(files, word[1:], read(word))
 			}
 		}
+	}
+	add(program, entrypoint)
+	for _, tool := range tools {
+		if filepath.IsAbs(tool) {
+			add(tool, tool)
+			continue
+		}
+		path, err := exec.LookPath(tool)
+		if err != nil {
+			t.Fatal(err)
+		}
+		add(path, "/bin/"+tool)
 	}
 	layer := tarOf(t, files...)
 	encode := func(v any) []byte {

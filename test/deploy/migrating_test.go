@@ -80,11 +80,11 @@ status:
 // programs replace those that the commands of the page run. A record of arguments ends with
 // a line "end".
 var programs = map[string]string{
-	"sleep": "",
-	"helm":  `printf '%s\n' helm "$@" end >>commands`,
+	"helm": `printf '%s\n' helm "$@" end >>commands`,
 	"kubectl": `case "$*" in
 *"get daemonset kube-proxy -o jsonpath"*) echo registry.k8s.io/kube-proxy:v1.37.1 ;;
 *"get daemonset kube-proxy -o yaml") cat daemonset.yaml ;;
+*"get nodes"*) printf 'node/%s\n' worker-1 worker-2 worker-3 ;;
 *"get configmap kubeadm-config -o yaml") cat kubeadm-config.yaml ;;
 *"replace -f -") cat >new; mv new kubeadm-config.yaml ;;
 *) last=${@: -1}; printf '%s\n' kubectl "${@:1:$#-1}" "${last//$'\n'/ }" end >>commands ;;
@@ -242,6 +242,10 @@ func (m *migration) kubectl(args []string) {
 	case "rollout status":
 		if set := strings.TrimPrefix(args[2], "daemonset/"); m.sets[set] == nil {
 			m.t.Errorf("kubectl waits for the DaemonSet %s, which does not exist", set)
+		}
+	case "wait daemonset/kpng":
+		if m.sets["kpng"] == nil || m.sets["kpng-cleanup"] == nil || name != "--for=jsonpath={.status.numberReady}=3" {
+			m.t.Errorf("kubectl waits with %q for DaemonSets", args)
 		}
 	case "logs -l", "get pods":
 	default:

@@ -224,7 +224,6 @@ func routeTo(t *testing.T, i int, ip4, ip6 string) []netip.Addr {
 	t.Helper()
 	for ip, gateway := range map[string]string{ip4: nodeAddr(i).String(), ip6: fmt.Sprintf("fd00:254::%d", 10+i)} {
 		lib(t, "in_cp", "ip", "route", "replace", ip, "via", gateway)
-		t.Cleanup(func() { lib(t, "in_cp", "ip", "route", "delete", ip) })
 	}
 	return []netip.Addr{netip.MustParseAddr(ip4), netip.MustParseAddr(ip6)}
 }

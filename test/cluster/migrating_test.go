@@ -60,7 +60,7 @@ func TestMigrating(t *testing.T) {
 	time.Sleep(5 * time.Second)
 	phase("kube-proxy, without a change")
 	for i, block := range blocks {
-		name := fmt.Sprintf("block %d, %s", i+1, block.Heading)
+		name := strings.TrimSuffix(fmt.Sprintf("block %d: %s", i+1, block.Heading), ": ")
 		m.run(block.Commands)
 		m.settle()
 		phase(name)
@@ -69,11 +69,11 @@ func TestMigrating(t *testing.T) {
 		case block.Heading == "Prepare", block.Heading == "All nodes":
 			m.upgrade(false)
 			m.settle()
-			phase("kubeadm upgrade after block " + name)
+			phase("kubeadm upgrade after " + name)
 		case block.Heading == "Back again":
 			m.upgrade(true)
 			m.settle()
-			phase("kubeadm upgrade after block " + name)
+			phase("kubeadm upgrade after " + name)
 		}
 	}
 	if now := kubectl(t, "get", "--namespace", "kube-system", "configmap", "kubeadm-config", "-o", "jsonpath={.data}"); now != m.kubeadmConfig {
@@ -265,7 +265,8 @@ func (m *migration) settle() {
 				}
 			}
 			traces := traces(m.t, i)
-			for proxy, lines := range traces {
+			for _, proxy := range []string{"kpng", "kube-proxy"} {
+				lines := traces[proxy]
 				progress = append(progress, fmt.Sprintf("%d lines of %s, such as %q", len(lines), proxy, lines[:min(len(lines), 3)]))
 			}
 			return others == nil && len(proxies) == 1 && len(traces) == 1 && traces[proxies[0]] != nil, strings.Join(progress, "\n")
@@ -280,14 +281,16 @@ func traces(t *testing.T, i int) map[string][]string {
 nft list ruleset
 for variant in iptables iptables-legacy ip6tables ip6tables-legacy; do $variant-save; done
 ip addr`)
-	ofKubelet := strings.NewReplacer("KUBE-FIREWALL", "", "KUBE-KUBELET-CANARY", "")
+	// kubelet makes some chains, too. The addresses come with names of network namespaces.
+	others := regexp.MustCompile(`KUBE-(FIREWALL|IPTABLES-HINT|KUBELET-CANARY)|link-netns \S+`)
+	kubeProxy := regexp.MustCompile(`KUBE-|kube-proxy|kube-ipvs`)
 	lines := map[string][]string{}
 	for line := range strings.Lines(out) {
-		line = strings.TrimSpace(ofKubelet.Replace(line))
-		switch lower := strings.ToLower(line); {
-		case strings.Contains(lower, "kpng"):
+		line = strings.TrimSpace(others.ReplaceAllString(line, ""))
+		switch {
+		case strings.Contains(line, "kpng"):
 			lines["kpng"] = append(lines["kpng"], line)
-		case strings.Contains(lower, "kube-"):
+		case kubeProxy.MatchString(line):
 			lines["kube-proxy"] = append(lines["kube-proxy"], line)
 		}
 	}

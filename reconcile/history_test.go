@@ -17,6 +17,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/apitest"
 	"github.com/kpng-project/kpng/sink"
 	"k8s.io/apimachinery/pkg/types"
 )
@@ -38,7 +39,7 @@ func TestHistories(t *testing.T) {
 			if _, err = play(t, steps); err == nil {
 				return
 			}
-			steps = reduce(steps, func(steps []step) bool { _, err := play(t, steps); return err != nil })
+			steps = apitest.Reduce(steps, func(steps []step) bool { _, err := play(t, steps); return err != nil })
 			var log []string
 			log, err = play(t, steps)
 			t.Logf("history of seed %d:\n%s", seed, strings.Join(log, "\n"))
@@ -47,22 +48,6 @@ func TestHistories(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-}
-
-// reduce drops steps while the history still fails. It never drops the first one.
-func reduce(steps []step, fails func([]step) bool) []step {
-	for n := len(steps) / 2; n > 0; {
-		dropped := false
-		for i := len(steps) - n; i > 0; i -= n {
-			if fewer := slices.Delete(slices.Clone(steps), i, i+n); fails(fewer) {
-				steps, dropped = fewer, true
-			}
-		}
-		if !dropped || n > len(steps)/2 {
-			n /= 2
-		}
-	}
-	return steps
 }
 
 // step is a step of a history. The result of a kind depends only on the seed and on the

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package apitest makes random values of api types, and random clusters, for tests.
+// Package apitest makes random values of api types, and random clusters, for tests. It also
+// reduces random histories that fail.
 package apitest
 
 import (

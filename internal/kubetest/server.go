@@ -216,14 +216,14 @@ func (s *Server) Compact() {
 }
 
 // Backup returns a function that restores the present objects and the present revision,
-// and ends all watches, as a restore of etcd does.
+// and ends all watches, as a restore of etcd does. The server then has no earlier events.
 func (s *Server) Backup() (restore func()) {
 	s.Mu.Lock()
 	defer s.Mu.Unlock()
 	objects, revision := maps.Clone(s.Objects), s.revision
 	return func() {
 		s.Mu.Lock()
-		s.Objects, s.revision, s.log, s.compacted = objects, revision, nil, 0
+		s.Objects, s.revision, s.log, s.compacted = maps.Clone(objects), revision, nil, revision
 		s.Mu.Unlock()
 		s.Drop(nil)
 	}

@@ -17,16 +17,16 @@ import (
 // thisNode is the name of the node on which both proxies run.
 const thisNode = "n1"
 
-// cluster is a service, its EndpointSlices, and the zone of the node n1. No two endpoints
+// clusterState is a service, its EndpointSlices, and the zone of the node n1. No two endpoints
 // have the same address, because the proxies treat endpoints with the same address
 // differently: kube-proxy uses an arbitrary one of them, and kpng uses the best one.
-type cluster struct {
+type clusterState struct {
 	service *corev1.Service
 	slices  []*discoveryv1.EndpointSlice
 	zone    string
 }
 
-func (c *cluster) String() string {
+func (c *clusterState) String() string {
 	text, err := json.MarshalIndent(struct {
 		Zone    string
 		Service *corev1.Service
@@ -40,7 +40,7 @@ func (c *cluster) String() string {
 
 // hasOtherPorts reports whether any EndpointSlice has a port that the service does not
 // have.
-func (c *cluster) hasOtherPorts() bool {
+func (c *clusterState) hasOtherPorts() bool {
 	for _, slice := range c.slices {
 		for _, p := range slice.Ports {
 			if !slices.ContainsFunc(c.service.Spec.Ports, func(s corev1.ServicePort) bool { return s.Name == *p.Name && s.Protocol == *p.Protocol }) {
@@ -67,30 +67,32 @@ var (
 	ports     = []int32{80, 53, 53}
 )
 
-func newCluster(rnd *rand.Rand) *cluster {
+func newCluster(rnd *rand.Rand) *clusterState {
 	r := chance{rnd}
-	c := &cluster{zone: pick(r, "", "a", "b")}
+	c := &clusterState{zone: pick(r, "", "a", "b")}
 	names := []string{"http", "dns", "dns-tcp"}[:1+r.IntN(3)]
 	if len(names) == 1 && r.oneIn(2) {
 		names[0] = ""
 	}
-	c.service = r.service(names)
-	e := &endpointMaker{chance: r, hints: r.IntN(5), conditions: r.IntN(3)}
+	c.service = r.service("svc", 1, names)
+	e := r.endpointMaker("svc")
 	for i := range r.IntN(5) {
-		c.slices = append(c.slices, e.slice(i, names))
+		c.slices = append(c.slices, e.slice(fmt.Sprintf("s%d", i), names))
 	}
 	return c
 }
 
-func (r chance) service(names []string) *corev1.Service {
-	s := &corev1.Service{ObjectMeta: metav1.ObjectMeta{Namespace: "ns", Name: "svc"}}
+// service returns a random service. Services with different places have different
+// addresses and node ports.
+func (r chance) service(name string, place int, names []string) *corev1.Service {
+	s := &corev1.Service{ObjectMeta: metav1.ObjectMeta{Namespace: "ns", Name: name}}
 	s.Spec.IPFamilies = pick(r, []corev1.IPFamily{"IPv4"}, []corev1.IPFamily{"IPv6"}, []corev1.IPFamily{"IPv4", "IPv6"}, []corev1.IPFamily{"IPv6", "IPv4"})
 	for _, f := range s.Spec.IPFamilies {
-		ip := "fd00::1"
+		ip := "fd00::%d"
 		if f == "IPv4" {
-			ip = pick(r, "10.96.0.1", "010.096.0.1", "::ffff:10.96.0.1")
+			ip = pick(r, "10.96.0.%d", "010.096.0.%d", "::ffff:10.96.0.%d")
 		}
-		s.Spec.ClusterIPs = append(s.Spec.ClusterIPs, ip)
+		s.Spec.ClusterIPs = append(s.Spec.ClusterIPs, fmt.Sprintf(ip, place))
 	}
 	s.Spec.ClusterIP = s.Spec.ClusterIPs[0]
 	s.Spec.Type = pick(r, corev1.ServiceTypeClusterIP, corev1.ServiceTypeNodePort, corev1.ServiceTypeLoadBalancer, corev1.ServiceTypeLoadBalancer)
@@ -103,20 +105,25 @@ func (r chance) service(names []string) *corev1.Service {
 			TargetPort: pick(r, intstr.FromInt32(8080), intstr.FromString("web"), intstr.FromInt32(0)),
 		}
 		if s.Spec.Type != corev1.ServiceTypeClusterIP && !r.oneIn(4) {
-			port.NodePort = 30000 + int32(i)
+			port.NodePort = int32(30000 + 10*place + i)
 		}
 		s.Spec.Ports = append(s.Spec.Ports, port)
 	}
 	if r.oneIn(2) {
-		s.Spec.ExternalIPs = pick(r, []string{"1.2.3.4"}, []string{"1.2.3.4", "fd01::4", ""}, []string{"fd01::4"}, []string{"001.2.3.4", "1.2.3.5"})
+		for _, ip := range pick(r, []string{"1.2.%d.4"}, []string{"1.2.%d.4", "fd01::%d", ""}, []string{"fd01::%d"}, []string{"001.2.%d.4", "1.2.%d.5"}) {
+			if ip != "" {
+				ip = fmt.Sprintf(ip, place)
+			}
+			s.Spec.ExternalIPs = append(s.Spec.ExternalIPs, ip)
+		}
 	}
 	if s.Spec.Type == corev1.ServiceTypeLoadBalancer || r.oneIn(20) {
-		r.loadBalancer(s)
+		r.loadBalancer(s, place)
 	}
 	s.Spec.ExternalTrafficPolicy = pick(r, corev1.ServiceExternalTrafficPolicyCluster, corev1.ServiceExternalTrafficPolicyLocal, "")
 	s.Spec.InternalTrafficPolicy = pick(r, nil, new(corev1.ServiceInternalTrafficPolicyCluster), new(corev1.ServiceInternalTrafficPolicyLocal))
 	if r.oneIn(2) {
-		s.Spec.HealthCheckNodePort = 31000
+		s.Spec.HealthCheckNodePort = int32(31000 + place)
 	}
 	s.Spec.SessionAffinity = corev1.ServiceAffinityNone
 	if r.oneIn(3) {
@@ -126,8 +133,8 @@ func (r chance) service(names []string) *corev1.Service {
 	return s
 }
 
-func (r chance) loadBalancer(s *corev1.Service) {
-	for _, ip := range []string{"5.5.5.5", "fd05::5", ""} {
+func (r chance) loadBalancer(s *corev1.Service, place int) {
+	for _, ip := range []string{fmt.Sprintf("5.5.5.%d", place), fmt.Sprintf("fd05::%d", place), ""} {
 		if r.oneIn(2) {
 			s.Status.LoadBalancer.Ingress = append(s.Status.LoadBalancer.Ingress, corev1.LoadBalancerIngress{
 				IP: ip, Hostname: "x", IPMode: pick(r, nil, new(corev1.LoadBalancerIPModeVIP), new(corev1.LoadBalancerIPModeProxy)),
@@ -151,12 +158,22 @@ type endpointMaker struct {
 	chance
 	hints      int // 0: no hints, 1: mostly zone hints, 2: mostly zone and node hints, else any hints
 	conditions int // 0: any conditions, 1: no endpoint is ready, 2: all endpoints are ready
-	made       int
+	service    string
+	next       func() int // the number of the next endpoint, which is a part of its address
 }
 
-func (r *endpointMaker) slice(number int, names []string) *discoveryv1.EndpointSlice {
+// endpointMaker numbers the endpoints from 1 on.
+func (r chance) endpointMaker(service string) *endpointMaker {
+	made := 0
+	return &endpointMaker{
+		chance: r, hints: r.IntN(5), conditions: r.IntN(3), service: service,
+		next: func() int { made++; return made },
+	}
+}
+
+func (r *endpointMaker) slice(name string, names []string) *discoveryv1.EndpointSlice {
 	s := &discoveryv1.EndpointSlice{ObjectMeta: metav1.ObjectMeta{
-		Namespace: "ns", Name: fmt.Sprintf("s%d", number), Labels: map[string]string{discoveryv1.LabelServiceName: "svc"},
+		Namespace: "ns", Name: name, Labels: map[string]string{discoveryv1.LabelServiceName: r.service},
 	}}
 	s.AddressType = pick(r.chance, discoveryv1.AddressTypeIPv4, discoveryv1.AddressTypeIPv4, discoveryv1.AddressTypeIPv6, discoveryv1.AddressTypeIPv6)
 	if r.oneIn(12) {
@@ -185,13 +202,13 @@ func (r *endpointMaker) slice(number int, names []string) *discoveryv1.EndpointS
 }
 
 func (r *endpointMaker) endpoint(t discoveryv1.AddressType) discoveryv1.Endpoint {
-	r.made++
+	number := r.next()
 	address := "x.example.com"
 	switch t {
 	case discoveryv1.AddressTypeIPv4:
-		address = pick(r.chance, fmt.Sprintf("172.16.0.%d", r.made), fmt.Sprintf("172.016.0.%d", r.made))
+		address = pick(r.chance, fmt.Sprintf("172.16.0.%d", number), fmt.Sprintf("172.016.0.%d", number))
 	case discoveryv1.AddressTypeIPv6:
-		address = fmt.Sprintf("fd10::%x", r.made)
+		address = fmt.Sprintf("fd10::%x", number)
 	}
 	e := discoveryv1.Endpoint{
 		Addresses:  []string{address},

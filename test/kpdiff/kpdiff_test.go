@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package kpdiff compares the decisions of kpng and kube-proxy for random clusters. It
-// calls kube-proxy's packages, and kpng's packages watcher and nodeview. A decision may
+// Package kpdiff compares the decisions of kpng and kube-proxy for random clusters, and for
+// random histories of a cluster. It calls kube-proxy's packages. For clusters, it calls
+// kpng's packages watcher and nodeview; for histories, it runs a whole kpng. A decision may
 // differ only if docs/semantics.md declares the difference.
 package kpdiff
 
 import (
 	"flag"
 	"fmt"
-	"io"
 	"maps"
 	"math/rand/v2"
 	"slices"
@@ -16,7 +16,6 @@ import (
 	"testing"
 
 	corev1 "k8s.io/api/core/v1"
-	"k8s.io/klog/v2"
 )
 
 var clusters = flag.Int("clusters", 10_000, "the number of random clusters to compare; fewer than 5,000 may not show all declared differences")
@@ -41,37 +40,14 @@ const (
 )
 
 func TestOnlyDeclaredDifferences(t *testing.T) {
-	// Discard the log, in which kube-proxy reports each object that it rejects.
-	klog.LogToStderr(false)
-	klog.SetOutput(io.Discard)
+	discardLogs()
 	declared := map[string]int{}
 	verdicts := map[string]int{}
 	for i := range *clusters {
 		c := newCluster(rand.New(rand.NewPCG(uint64(i), 7)))
-		want, got := kubeProxy(c), kpng(t, c)
-		for _, at := range frontendsOf(want.frontends, got.frontends) {
-			want, got := want.frontends[at], got.frontends[at]
-			verdict, _, _ := strings.Cut(want, " ")
-			verdicts[verdict]++
-			switch {
-			case want == got:
-			case got == want+noSource:
-				declared[otherFamily]++
-			default:
-				t.Errorf("cluster %d: %s: kube-proxy %q, kpng %q", i, at, want, got)
-			}
-		}
-		for _, family := range frontendsOf(want.health, got.health) {
-			want, checked := want.health[family]
-			got, checks := got.health[family]
-			switch {
-			case want == got && checked == checks:
-			case checked && checks && want > got && c.hasOtherPorts():
-				declared[otherPorts]++
-			default:
-				t.Errorf("cluster %d: health checks in %s: kube-proxy %d (%t), kpng %d (%t)", i, family, want, checked, got, checks)
-			}
-		}
+		compare(kubeProxyOf(c), kpngOf(t, c), c.hasOtherPorts(), verdicts, declared, func(format string, args ...any) {
+			t.Errorf("cluster %d: %s", i, fmt.Sprintf(format, args...))
+		})
 		if t.Failed() {
 			t.Fatalf("cluster %d:\n%s", i, c)
 		}
@@ -90,8 +66,36 @@ func TestOnlyDeclaredDifferences(t *testing.T) {
 	}
 }
 
-// frontendsOf returns the keys that occur in a or b, sorted.
-func frontendsOf[T any](a, b map[string]T) []string {
+// compare calls report for each decision that differs and that docs/semantics.md does not
+// declare. It counts verdicts and declared differences.
+func compare(kubeProxy, kpng decided, otherPort bool, verdicts, declared map[string]int, report func(format string, args ...any)) {
+	for _, at := range keysOf(kubeProxy.frontends, kpng.frontends) {
+		want, got := kubeProxy.frontends[at], kpng.frontends[at]
+		verdict, _, _ := strings.Cut(want, " ")
+		verdicts[verdict]++
+		switch {
+		case want == got:
+		case got == want+noSource:
+			declared[otherFamily]++
+		default:
+			report("%s: kube-proxy %q, kpng %q", at, want, got)
+		}
+	}
+	for _, family := range keysOf(kubeProxy.health, kpng.health) {
+		want, checked := kubeProxy.health[family]
+		got, checks := kpng.health[family]
+		switch {
+		case want == got && checked == checks:
+		case checked && checks && want > got && otherPort:
+			declared[otherPorts]++
+		default:
+			report("health checks in %s: kube-proxy %d (%t), kpng %d (%t)", family, want, checked, got, checks)
+		}
+	}
+}
+
+// keysOf returns the keys that occur in a or b, sorted.
+func keysOf[T any](a, b map[string]T) []string {
 	all := maps.Clone(a)
 	maps.Copy(all, b)
 	return slices.Sorted(maps.Keys(all))

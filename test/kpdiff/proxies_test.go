@@ -11,35 +11,87 @@ import (
 	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/watcher"
 	corev1 "k8s.io/api/core/v1"
+	discoveryv1 "k8s.io/api/discovery/v1"
+	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/kubernetes/pkg/proxy"
 )
 
-// kubeProxy returns kube-proxy's decisions. It calls code that all kube-proxy backends
+// kubeProxyOf returns kube-proxy's decisions. It calls code that all kube-proxy backends
 // share.
-func kubeProxy(c *cluster) decided {
-	d := decided{map[string]string{}, map[string]int{}}
+func kubeProxyOf(c *clusterState) decided {
 	labels := map[string]string{}
 	if c.zone != "" {
 		labels[corev1.LabelTopologyZone] = c.zone
 	}
-	for _, family := range []corev1.IPFamily{corev1.IPv4Protocol, corev1.IPv6Protocol} {
-		serviceChanges := proxy.NewServiceChangeTracker(family, nil, nil)
-		serviceChanges.Update(nil, c.service)
-		services := proxy.ServicePortMap{}
-		services.Update(serviceChanges)
-		endpointChanges := proxy.NewEndpointsChangeTracker(family, thisNode, nil, nil)
-		for _, slice := range c.slices {
-			endpointChanges.EndpointSliceUpdate(slice, false)
-		}
-		endpoints := proxy.EndpointsMap{}
-		endpoints.Update(endpointChanges)
+	p := newKubeProxyState()
+	p.service(nil, c.service)
+	for _, slice := range c.slices {
+		p.slice(slice, false)
+	}
+	name := types.NamespacedName{Namespace: c.service.Namespace, Name: c.service.Name}
+	if d, ok := p.decisions(labels)[name]; ok {
+		return d
+	}
+	return newDecided()
+}
 
-		for key := range services.HealthCheckNodePorts() {
-			d.health[string(family)] = endpoints.LocalReadyEndpoints()[key]
+func newDecided() decided { return decided{map[string]string{}, map[string]int{}} }
+
+// kubeProxyState has kube-proxy's records of the cluster. It follows events as kube-proxy's
+// backends do.
+type kubeProxyState []kubeProxyFamily
+
+type kubeProxyFamily struct {
+	family          corev1.IPFamily
+	serviceChanges  *proxy.ServiceChangeTracker
+	endpointChanges *proxy.EndpointsChangeTracker
+	services        proxy.ServicePortMap
+	endpoints       proxy.EndpointsMap
+}
+
+func newKubeProxyState() (s kubeProxyState) {
+	for _, family := range []corev1.IPFamily{corev1.IPv4Protocol, corev1.IPv6Protocol} {
+		s = append(s, kubeProxyFamily{
+			family, proxy.NewServiceChangeTracker(family, nil, nil), proxy.NewEndpointsChangeTracker(family, thisNode, nil, nil),
+			proxy.ServicePortMap{}, proxy.EndpointsMap{},
+		})
+	}
+	return s
+}
+
+// service records an event of a service. A missing service is nil.
+func (s kubeProxyState) service(old, new *corev1.Service) {
+	for _, f := range s {
+		f.serviceChanges.Update(old, new)
+	}
+}
+
+// slice records an event of an EndpointSlice.
+func (s kubeProxyState) slice(slice *discoveryv1.EndpointSlice, removed bool) {
+	for _, f := range s {
+		f.endpointChanges.EndpointSliceUpdate(slice, removed)
+	}
+}
+
+// decisions returns the decisions about each service, on a node with these labels.
+func (s kubeProxyState) decisions(labels map[string]string) map[types.NamespacedName]decided {
+	all := map[types.NamespacedName]decided{}
+	of := func(name types.NamespacedName) decided {
+		if _, ok := all[name]; !ok {
+			all[name] = newDecided()
 		}
-		for name, port := range services {
-			d.addKubeProxyPort(family, port, func(local bool) string {
-				everywhere, here, _, usable := proxy.CategorizeEndpoints(endpoints[name], port, thisNode, labels)
+		return all[name]
+	}
+	for _, f := range s {
+		f.services.Update(f.serviceChanges)
+		f.endpoints.Update(f.endpointChanges)
+		for name := range f.services.HealthCheckNodePorts() {
+			of(name).health[string(f.family)] = f.endpoints.LocalReadyEndpoints()[name]
+		}
+		for name, port := range f.services {
+			d := of(name.NamespacedName)
+			d.addKubeProxyPort(f.family, port, func(local bool) string {
+				everywhere, here, _, usable := proxy.CategorizeEndpoints(f.endpoints[name], port, thisNode, labels)
 				list := everywhere
 				if local {
 					list = here
@@ -58,7 +110,7 @@ func kubeProxy(c *cluster) decided {
 			})
 		}
 	}
-	return d
+	return all
 }
 
 // addKubeProxyPort adds the frontends of a service port. The function describeTraffic
@@ -88,16 +140,15 @@ func (d *decided) addKubeProxyPort(family corev1.IPFamily, port proxy.ServicePor
 	}
 }
 
-// kpng returns kpng's decisions. It calls package watcher, and then package nodeview.
-func kpng(t *testing.T, c *cluster) decided {
+// kpngOf returns kpng's decisions. It calls package watcher, and then package nodeview.
+func kpngOf(t *testing.T, c *clusterState) decided {
 	t.Helper()
-	d := decided{map[string]string{}, map[string]int{}}
 	converter, err := watcher.New(watcher.Options{})
 	if err != nil {
 		t.Fatal(err)
 	}
 	if !converter.WantsService(c.service) {
-		return d
+		return newDecided()
 	}
 	state := &api.ServiceState{}
 	state.Service, _ = converter.Service(c.service)
@@ -113,7 +164,12 @@ func kpng(t *testing.T, c *cluster) decided {
 	if c.zone != "" {
 		node.Labels = map[string]string{"topology.kubernetes.io/zone": c.zone}
 	}
-	view := nodeview.View(state, node)
+	return decidedBy(nodeview.View(state, node))
+}
+
+// decidedBy returns the decisions of a view, which may be nil.
+func decidedBy(view *api.View) decided {
+	d := newDecided()
 	if view == nil {
 		return d
 	}

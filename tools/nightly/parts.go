@@ -74,7 +74,11 @@ func allParts() []part {
 		},
 		{
 			Name: "kpdiff", About: "100,000 random clusters, beside kube-proxy's packages", Limit: 30 * time.Minute,
-			Command: "cd test; go test -v -count=1 -timeout 30m ./kpdiff -clusters 100000",
+			Command: "cd test; go test -v -count=1 -timeout 30m -skip Histories ./kpdiff -clusters 100000",
+		},
+		{
+			Name: "kpdiff-histories", About: "100,000 random histories, from the watcher to a dataplane, beside kube-proxy's trackers", Limit: 2 * time.Hour,
+			Command: "cd test; go test -v -count=1 -timeout 2h -run Histories ./kpdiff -histories 100000",
 		},
 		{
 			Name: "manifests", About: "20,000 random manifests, beside a real API server", Limit: 15 * time.Minute,

@@ -91,13 +91,12 @@ func TestWaitTakesOverAddresses(t *testing.T) {
 	<-synced
 	taken.Close()
 	client := http.Client{Transport: &http.Transport{DisableKeepAlives: true}}
-	for {
+	for ; ; time.Sleep(10 * time.Millisecond) {
 		answer, err := client.Get("http://" + taken.Addr().String() + "/livez")
 		if err == nil {
 			answer.Body.Close()
 			break
 		}
-		time.Sleep(10 * time.Millisecond)
 	}
 	cancel()
 	if err := <-ended; err != nil {

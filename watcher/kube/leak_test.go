@@ -131,9 +131,8 @@ func TestStateIsFreedAfterWatch(t *testing.T) {
 			}
 		}
 	}
-	for last, since := freed.Load(), time.Now(); freed.Load() < made.Load(); {
+	for last, since := freed.Load(), time.Now(); freed.Load() < made.Load(); time.Sleep(time.Millisecond) {
 		runtime.GC()
-		time.Sleep(time.Millisecond)
 		if now := freed.Load(); now > last {
 			last, since = now, time.Now()
 		}

@@ -5,6 +5,7 @@
 package cluster
 
 import (
+	"flag"
 	"fmt"
 	"net/netip"
 	"os"
@@ -22,6 +23,8 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 )
+
+var mode = flag.String("kube-proxy-mode", "iptables", "the mode of kube-proxy in TestMigrating")
 
 // TestMigrating makes kube-proxy with kubeadm, and runs the commands for clusters of kubeadm
 // in docs/migrating.md under traffic. No request may fail or take longer than a second.
@@ -143,8 +146,9 @@ networking: {podSubnet: "10.244.0.0/16,fd00:10:244::/56", serviceSubnet: "10.96.
 ---
 apiVersion: kubeproxy.config.k8s.io/v1alpha1
 kind: KubeProxyConfiguration
+mode: %s
 conntrack: {maxPerCore: 0}
-`, m.version))
+`, m.version, *mode))
 	// kubeadm looks for the static pod of the API server, which is not a pod here.
 	apply(t, "kube-system", `
 apiVersion: v1

@@ -14,6 +14,7 @@ import (
 	"github.com/kpng-project/kpng/internal/elements"
 	"github.com/kpng-project/kpng/internal/ordering"
 	"github.com/kpng-project/kpng/internal/revstore"
+	"github.com/kpng-project/kpng/internal/shrink"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/klog/v2"
 )
@@ -271,7 +272,7 @@ func (s *State) verdicts() []verdict {
 			list = append(list, verdict{key, was, now})
 		}
 	}
-	clear(s.refused.touched)
+	s.refused.touched = shrink.Cleared(s.refused.touched)
 	slices.SortFunc(list, func(a, b verdict) int { return ordering.Keys(a.key, b.key) })
 	return list
 }

@@ -14,6 +14,7 @@ import (
 	"github.com/kpng-project/kpng/internal/elements"
 	"github.com/kpng-project/kpng/internal/ordering"
 	"github.com/kpng-project/kpng/internal/revstore"
+	"github.com/kpng-project/kpng/internal/shrink"
 	"k8s.io/apimachinery/pkg/types"
 )
 
@@ -265,7 +266,7 @@ func (p *published) get() (*Snapshot, *Objects) {
 func (s *State) publish() (*Snapshot, *Objects) {
 	snapshot, objects := s.published.get()
 	if snapshot == nil {
-		clear(s.own)
+		s.own = shrink.Cleared(s.own)
 		_, stale := s.staleStore.Get("")
 		if s.sharedClaims == nil {
 			s.sharedClaims = s.claims.clone()

@@ -14,6 +14,7 @@ import (
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/internal/frontends"
 	"github.com/kpng-project/kpng/internal/ordering"
+	"github.com/kpng-project/kpng/internal/shrink"
 	"github.com/kpng-project/kpng/internal/updates"
 	"k8s.io/apimachinery/pkg/types"
 )
@@ -81,6 +82,7 @@ func (s *unacked) merge(c Change) Change {
 // depend on the number of other services.
 type pending struct {
 	byKey map[types.NamespacedName]*unacked
+	most  shrink.Size // of byKey
 	// Each service is in one of these trees, which are sorted by retryAt: isolated services
 	// in alone, other large services in large, and all others in small.
 	small, large, alone *btree.BTreeG[*unacked]
@@ -123,6 +125,7 @@ func (p *pending) remove(key types.NamespacedName) {
 		return
 	}
 	delete(p.byKey, key)
+	p.byKey = shrink.Map(p.byKey, &p.most)
 	p.claims.changed[key] = struct{}{}
 	p.schedule(s).Delete(s)
 	p.count[s.reason]--
@@ -263,7 +266,7 @@ func (o *oldClaims) update(records map[types.NamespacedName]*unacked) {
 			o.indexed[key], added[key] = now, now
 		}
 	}
-	clear(o.changed)
+	o.changed = shrink.Cleared(o.changed)
 	for key, view := range added {
 		for f := range frontends.Keys(view) {
 			o.owners.set(f.Claim(), key)

@@ -9,6 +9,7 @@ import (
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/internal/nft"
+	"github.com/kpng-project/kpng/internal/shrink"
 	"github.com/kpng-project/kpng/nodeview"
 )
 
@@ -99,6 +100,7 @@ const (
 type numbers struct {
 	// used has the numbers that cannot be assigned.
 	used map[listNumber]use
+	most shrink.Size // of used
 	// last has the number that was assigned last, by family and range.
 	last map[api.Family]map[*numberRange]uint32
 }

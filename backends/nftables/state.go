@@ -10,6 +10,7 @@ import (
 	"slices"
 
 	"github.com/kpng-project/kpng/internal/nft"
+	"github.com/kpng-project/kpng/internal/shrink"
 	"github.com/kpng-project/kpng/internal/sourcelists"
 )
 
@@ -33,6 +34,7 @@ type state struct {
 	// need it. During a pass, holdCount is added to the use counts of existing elements. So
 	// they stay, because services later in the pass may need them.
 	wanted map[sharedID]int32
+	most   shrink.Size // of wanted
 }
 
 // holdCount is larger than any number of services. While the use count of an element in

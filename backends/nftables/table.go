@@ -17,6 +17,7 @@ import (
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/internal/kernelnode"
 	"github.com/kpng-project/kpng/internal/nft"
+	"github.com/kpng-project/kpng/internal/shrink"
 	"github.com/kpng-project/kpng/internal/sourcelists"
 	"github.com/kpng-project/kpng/sink"
 	"k8s.io/apimachinery/pkg/types"
@@ -37,7 +38,8 @@ type table struct {
 	// sources has the lists of source ranges.
 	sources *sourcelists.Lists
 	// services has the lists of endpoints of each service.
-	services map[types.NamespacedName][]list
+	services     map[types.NamespacedName][]list
+	mostServices shrink.Size
 	// hashSlots is the number of slots of all lists with stable hashing.
 	hashSlots int
 	// clientSeed is the seed of the hash of clients.
@@ -168,11 +170,19 @@ func (t *table) syncServices(ctx context.Context, services iter.Seq[sink.Change]
 		_, hasFailed := failed[key]
 		t.settle(key, next, hasFailed)
 	}
+	t.shrink()
 	if t.pass != nil {
 		t.pass.recordFailed(p, failed)
 		t.pass.forgetClaimed()
 	}
 	return failed, t.reapLists(ctx, maxUnused)
+}
+
+// shrink releases the memory of removed services.
+func (t *table) shrink() {
+	t.services = shrink.Map(t.services, &t.mostServices)
+	t.numbers.used = shrink.Map(t.numbers.used, &t.numbers.most)
+	t.state.wanted = shrink.Map(t.state.wanted, &t.state.most)
 }
 
 // syncNodePortAddresses programs node ports at addrs, except at loopback addresses. It

@@ -13,6 +13,7 @@ import (
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/internal/frontends"
+	"github.com/kpng-project/kpng/internal/shrink"
 	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
 	"golang.org/x/sys/unix"
@@ -44,6 +45,8 @@ type index struct {
 	// groups maps each destination to a group of the last service that was delivered with
 	// the destination.
 	groups map[destination]*group
+	// The largest sizes of records and groups.
+	mostRecords, mostGroups shrink.Size
 }
 
 // record is the last delivery of a service.
@@ -68,7 +71,7 @@ type group struct {
 }
 
 func newIndex(protocol uint8) index {
-	return index{protocol, map[types.NamespacedName]*record{}, map[destination]*group{}}
+	return index{protocol: protocol, records: map[types.NamespacedName]*record{}, groups: map[destination]*group{}}
 }
 
 func newQueue() *queue {
@@ -237,6 +240,7 @@ func (q *queue) remove(x *index, key types.NamespacedName, s *record) (removed [
 		delete(q.due, g)
 	}
 	delete(x.records, key)
+	x.records, x.groups = shrink.Map(x.records, &x.mostRecords), shrink.Map(x.groups, &x.mostGroups)
 	return removed
 }
 

@@ -40,6 +40,9 @@ func (l *changeLog[K, V]) compact() {
 	}
 	l.entries = slices.DeleteFunc(l.entries, func(e *entry[K, V]) bool { return e.outdated.Load() != 0 })
 	l.outdated = 0
+	if cap(l.entries) > 1024+4*len(l.entries) {
+		l.entries = slices.Clone(l.entries) // release the memory of a store that was large
+	}
 }
 
 // firstAfter returns the index of the first entry written after a revision.

@@ -35,7 +35,6 @@ type process struct {
 	ended  chan error
 	// stopInformers is nil unless the process has informers.
 	stopInformers func()
-	err           error
 }
 
 // faults are deliberate faults in the parts of a process. Each field may be nil.

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package conformance checks with real packets that a service proxy follows
-// docs/semantics.md on a node. It is for the authors of backends:
+// docs/reference/semantics.md on a node. It is for the authors of backends:
 //
 //	func TestConformance(t *testing.T) {
 //		conformance.Run(t, func(site conformance.Site) (sink.Sink, error) {

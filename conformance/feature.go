@@ -31,7 +31,7 @@ const (
 	// proxy admits no sources of the other family. kube-proxy lacks this feature.
 	FamilyOnlyRanges Feature = "source ranges of the other family only"
 	// RangeOptions means that source ranges may be denied, and may apply to all addresses of a
-	// service (docs/semantics.md, "Traffic parameters").
+	// service (docs/reference/semantics.md, "Traffic parameters").
 	RangeOptions Feature = "options of source ranges"
 	// NodePortRanges means that source ranges that apply to all frontends apply to node ports,
 	// too.
@@ -51,7 +51,7 @@ const (
 	// RejectUnknownPorts means that the proxy refuses connections to a cluster IP if the
 	// service does not have the port.
 	RejectUnknownPorts Feature = "reject unknown ports"
-	// SourceAddress means that endpoints see the client's address where docs/semantics.md
+	// SourceAddress means that endpoints see the client's address where docs/reference/semantics.md
 	// requires it.
 	SourceAddress Feature = "source address"
 	// Masquerade means that the proxy masquerades traffic to cluster IPs according to

@@ -55,7 +55,7 @@ func (o Outcome) String() string {
 
 // Result is the result of a case in a family.
 type Result struct {
-	// Section is the section of docs/semantics.md that the case tests.
+	// Section is the section of docs/reference/semantics.md that the case tests.
 	Section string
 	// Case is the name of the case, a sentence.
 	Case string

@@ -377,7 +377,7 @@ type testCase struct {
 	run      func(*scene)
 }
 
-// section contains the cases for a section of docs/semantics.md.
+// section contains the cases for a section of docs/reference/semantics.md.
 type section struct {
 	name  string
 	cases []testCase

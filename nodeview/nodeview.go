@@ -15,7 +15,7 @@
 //		fmt.Println(f.FrontendKey, f.Elsewhere, f.Node)
 //	}
 //
-// docs/semantics.md contains the rules. For each rule, it names the tests of the rule and
+// docs/reference/semantics.md contains the rules. For each rule, it names the tests of the rule and
 // the function that implements the rule.
 package nodeview
 

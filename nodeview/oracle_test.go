@@ -10,7 +10,7 @@ import (
 	"github.com/kpng-project/kpng/api"
 )
 
-// This file is a second implementation of those rules of docs/semantics.md that
+// This file is a second implementation of those rules of docs/reference/semantics.md that
 // kube-proxy does not have. It follows the text of the rules, and is slow. For the other
 // rules, test/kpdiff compares kpng with kube-proxy.
 

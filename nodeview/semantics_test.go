@@ -15,12 +15,12 @@ import (
 	"testing"
 )
 
-// TestEveryRuleHasItsTest compares docs/semantics.md with the code. If the last column of
+// TestEveryRuleHasItsTest compares docs/reference/semantics.md with the code. If the last column of
 // a table is "Test", each row of the table must name a test or the conformance kit in
 // this column. Every function, test and case that a row names must exist.
 func TestEveryRuleHasItsTest(t *testing.T) {
 	code := readCode(t, "..")
-	text, err := os.ReadFile("../docs/semantics.md")
+	text, err := os.ReadFile("../docs/reference/semantics.md")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -66,7 +66,7 @@ func TestEveryRuleHasItsTest(t *testing.T) {
 	}
 }
 
-// code holds the names that docs/semantics.md may use.
+// code holds the names that docs/reference/semantics.md may use.
 type code struct {
 	functions map[string]bool            // package.function, package.Type.method and package.Type
 	tests     map[string]map[string]bool // package.test → the strings in the test, which include the names of cases

@@ -80,7 +80,7 @@ type Options struct {
 
 	// OtherAnnotations are names of service proxies: "cilium", "kube-router" or "calico". The
 	// converter reads the traffic parameters of services, such as api.Service.Algorithm, from
-	// the annotations of kpng (docs/semantics.md), and then from those of these proxies.
+	// the annotations of kpng (docs/reference/semantics.md), and then from those of these proxies.
 	OtherAnnotations []string
 
 	// AllPorts, if set, reports whether a service is an all-ports service

@@ -3,7 +3,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // These programs replace addresses of services by addresses of endpoints, when sockets
-// connect or send datagrams. docs/ebpf.md describes the maps and who writes them.
+// connect or send datagrams. docs/operate/ebpf.md describes the maps.
 
 #include <linux/bpf.h>
 #include <linux/in.h>

@@ -17,6 +17,6 @@
 //	}
 //	return kpng.Run(ctx, opts, b)
 //
-// Therefore a service that the programs cannot handle still works. The file docs/ebpf.md
-// describes the programs and their maps.
+// Therefore a service that the programs cannot handle still works. docs/operate/ebpf.md
+// describes what the programs handle, and their maps.
 package ebpf

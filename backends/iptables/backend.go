@@ -86,8 +86,8 @@ func newBackend(opts Options) (*backend, error) {
 func (b *backend) SharedOptions() (string, *backends.Options) { return "iptables", &b.opts.Options }
 
 // Honours implements [backends.Capable]. The backend does not honour algorithms, because no
-// match or target selects one of many endpoints by a hash; docs/iptables.md has the details.
-// The sink Conntrack resets connections.
+// match or target selects one of many endpoints by a hash; docs/operate/iptables.md has
+// the details. The sink Conntrack resets connections.
 func (b *backend) Honours() nodeview.Parameters {
 	return nodeview.Parameters{Weights: true, NodePortSources: true, Resets: kernelnode.Resets(&b.opts.Options)}
 }

@@ -23,7 +23,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// unsuitable returns the reason why IPVS cannot serve a service as docs/semantics.md
+// unsuitable returns the reason why IPVS cannot serve a service as docs/reference/semantics.md
 // requires, or "". The reason depends only on the specification of the service, so that
 // changes of endpoints never move a service from one dataplane to the other.
 func unsuitable(s *api.Service) string {

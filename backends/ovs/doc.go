@@ -2,7 +2,7 @@
 
 // Package ovs proxies services in a bridge of Open vSwitch. It is for programs that own
 // such a bridge, such as CNI agents: they send the bridge's IP packets through the tables
-// of this package. docs/ovs.md describes the tables.
+// of this package. docs/operate/ovs.md describes the tables.
 //
 //	backend, err := ovs.New(ovs.Options{Bridge: "br-int", MasqueradeAddresses: gateways})
 //	…

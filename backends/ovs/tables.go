@@ -12,8 +12,8 @@ import (
 	"github.com/kpng-project/kpng/backends/ovs/internal/openflow"
 )
 
-// The tables of an instance, relative to Options.FirstTable. docs/ovs.md describes the way
-// of a packet through them.
+// The tables of an instance, relative to Options.FirstTable. docs/operate/ovs.md describes
+// the way of a packet through them.
 const (
 	// entryTable restores the source of answers to masqueraded connections.
 	entryTable = iota

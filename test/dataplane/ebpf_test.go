@@ -26,7 +26,7 @@ func (c *cluster) lists(t testing.TB, markerIP string) (lines []string) {
 	}
 	defer frontends.Close()
 	defer slots.Close()
-	// docs/ebpf.md describes these elements.
+	// docs/operate/ebpf.md describes these elements.
 	type address struct {
 		IP        [16]byte
 		Port, Pad [2]byte

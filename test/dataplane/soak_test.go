@@ -398,7 +398,7 @@ var randomSeed = regexp.MustCompile(`("seed": *| seed 0x)[0-9a-f]+`)
 var staysUnused = regexp.MustCompile(`^(list|slot)[46]-\d+$`)
 
 // The type elements has the elements of maps and sets, by the name of the map or set.
-// docs/nftables.md describes them. There are no all-ports services.
+// docs/operate/nftables.md describes them. There are no all-ports services.
 type elements map[string][]any
 
 // take yields the keys and values of a map, and removes the map from m. The elements of a

@@ -46,7 +46,8 @@ const (
 
 // minCPUOf returns the least CPU time that the test compares. The programs of iptables read
 // all chains of a table in each call, and the kernel searches its lists of clients for each
-// new rule with session affinity (docs/iptables.md), so their small costs vary more.
+// new rule with session affinity (docs/operate/iptables.md), so their small costs vary
+// more.
 func minCPUOf(proxy string) time.Duration {
 	if proxy == "iptables" {
 		return 4 * minCPU

@@ -3,7 +3,7 @@
 // Package kpdiff compares the decisions of kpng and kube-proxy for random clusters, and for
 // random histories of a cluster. It calls kube-proxy's packages. For clusters, it calls
 // kpng's packages watcher and nodeview; for histories, it runs a whole kpng. A decision may
-// differ only if docs/semantics.md declares the difference.
+// differ only if docs/reference/semantics.md declares the difference.
 package kpdiff
 
 import (
@@ -29,7 +29,7 @@ type decided struct {
 	health map[string]int
 }
 
-// The differences that docs/semantics.md declares as intended.
+// The differences that docs/reference/semantics.md declares as intended.
 const (
 	// otherFamily is the difference for an IPv4 frontend with only IPv6 source ranges, or
 	// the reverse. In both cases kpng admits no client, and kube-proxy admits all clients.
@@ -66,7 +66,7 @@ func TestOnlyDeclaredDifferences(t *testing.T) {
 	}
 }
 
-// compare calls report for each decision that differs and that docs/semantics.md does not
+// compare calls report for each decision that differs and that docs/reference/semantics.md does not
 // declare. It counts verdicts and declared differences.
 func compare(kubeProxy, kpng decided, otherPort bool, verdicts, declared map[string]int, report func(format string, args ...any)) {
 	for _, at := range keysOf(kubeProxy.frontends, kpng.frontends) {

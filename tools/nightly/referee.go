@@ -69,7 +69,7 @@ type verdict struct {
 	Failed      []struct{ Section, Case, Family, Reason string }
 }
 
-// rules has the rule in docs/semantics.md for each section of the conformance kit.
+// rules has the rule in docs/reference/semantics.md for each section of the conformance kit.
 var rules = map[string]string{
 	"Cluster IPs": "frontends", "Ports": "frontends", "Dual stack": "services", "External addresses": "frontends",
 	"Source ranges": "source-ranges", "Endpoints": "which-endpoints", "Topology": "topology", "Traffic policies": "which-traffic-uses-which-list",

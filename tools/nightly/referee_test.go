@@ -43,9 +43,9 @@ func TestRefereePage(t *testing.T) {
 	}
 }
 
-// TestRulesExist compares the links to rules with the headings of docs/semantics.md.
+// TestRulesExist compares the links to rules with the headings of docs/reference/semantics.md.
 func TestRulesExist(t *testing.T) {
-	text, err := os.ReadFile("../../docs/semantics.md")
+	text, err := os.ReadFile("../../docs/reference/semantics.md")
 	if err != nil {
 		t.Fatal(err)
 	}
